@@ -1,0 +1,62 @@
+# `make` does what a change needs before it is committed; `make help` lists the rest. All of it runs in .venv, which is made
+# on first use, and again when a pin or a requirement changes. `make VENV=` runs in the active environment as it is.
+SHELL := /bin/bash
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+base := $(shell command -v $(PYTHON))
+VENV ?= .venv
+ARGS ?= -n auto
+
+ifneq ($(VENV),)
+ready := $(VENV)/.ready
+export PATH := $(abspath $(VENV))/bin:$(PATH)
+endif
+
+.PHONY: all sync save lint test docs check wheel demo clean help
+.NOTPARALLEL:
+all: sync lint test docs # All that a change needs: sync, lint, test and docs
+
+sync save lint test docs check wheel demo: $(ready)
+
+$(VENV)/.ready: settings.ini setup.py pyproject.toml constraints.txt
+	@echo "Installing into $(VENV): a few minutes the first time"
+	$(base) -m venv $(VENV)
+	python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
+	@touch $@
+
+sync: # Write the library and the README from the notebooks, and clean these
+	nbdev-export
+	nbdev-clean
+	python docs/readme.py
+
+save: # Run the notebooks and keep what they print: `make save NB=nbs/00_record.ipynb` for one
+	home=$$(mktemp -d) && TORCHEMBER_HOME=$$home MPLBACKEND=agg nbdev-test --save $(NB); ok=$$?; rm -rf $$home; nbdev-clean; exit $$ok
+
+lint: # Look for mistakes in notebooks, library, tests and examples
+	ruff check
+
+test: # Run the notebooks and tests/ against the library: `make test ARGS='-k summary'` for some
+	pytest $(ARGS)
+
+docs: # Run the notebooks into pages: docs/_build/html/index.html
+	sphinx-build -qWE -c docs nbs docs/_build/html
+
+check: sync # Fail unless notebooks are clean, and all that they generate is in git
+	find torchember -name '*.py' ! -name __init__.py -delete && nbdev-export
+	@git --no-pager diff --stat --exit-code && new=$$(git ls-files -o --exclude-standard) && [ -z "$$new" ] || \
+	{ echo "Not in git yet, or not as the notebooks say: run make sync, then git add. $$new"; exit 1; }
+
+wheel: # Build the package into dist/, and import it where nothing else is installed
+	rm -rf dist
+	python -m build > /dev/null
+	python -m venv --without-pip dist/bare
+	python -m pip --python dist/bare install -qq --no-deps dist/*.whl
+	cd dist && bare/bin/python -c "import torchember"
+
+demo: # Train a small model on real data, and look inside
+	python examples/digits.py
+
+clean: # Remove what the other targets build, but for the environment
+	rm -rf build dist docs/_build .coverage* .hypothesis .pytest_cache .ruff_cache
+
+help: # Say what each target does
+	@sed -n 's/^\([a-z]*\):[^#]*# /\1\t/p' Makefile | expand -t 8

@@ -1,0 +1,216 @@
+"""Sphinx settings. The pages are the notebooks, which run while they are read: `make docs`"""
+import ast
+import json
+import os
+import random
+import re
+import sys
+import tempfile
+from configparser import ConfigParser
+from contextlib import chdir
+from importlib import import_module
+from itertools import groupby
+from pathlib import Path
+
+os.environ['MPLBACKEND'] = 'agg'
+
+from docutils import nodes
+from execnb.shell import CaptureShell, format_exc
+from fastcore.docments import docments
+from fastcore.nbio import dict2nb, does_cell_eval, mk_cell, nb2str
+from nbdev.doclinks import NbdevLookup
+from nbdev.process import NBProcessor
+from nbdev.showdoc import showdoc_nm
+from sphinx.addnodes import pending_xref
+from sphinx.project import Project
+from sphinx.pycode import ModuleAnalyzer
+from sphinx.transforms import SphinxTransform
+from sphinx.util.logging import getLogger
+from sphinx.util.nodes import make_refnode
+
+root = Path(__file__).parents[1]
+ini = ConfigParser()
+ini.read(root/'settings.ini', encoding='utf-8')
+cfg = ini['DEFAULT']
+
+project,author,release = cfg['lib_name'],cfg['author'],cfg['version']
+copyright = author
+extensions = ['myst_nb', 'sphinx.ext.autodoc', 'sphinx.ext.viewcode', 'sphinx_copybutton']
+exclude_patterns = ['**/.ipynb_checkpoints']
+default_role = 'py:obj' # as docstrings are Markdown, where one backtick means code
+nb_execution_mode = 'off' # `render_nb` has run them
+myst_enable_extensions = ['alert', 'dollarmath']
+myst_heading_anchors = 3
+autodoc_typehints_format = 'short'
+autodoc_preserve_defaults = True
+maximum_signature_line_length = 80
+html_theme = 'furo'
+html_title = project
+html_static_path = ['_static']
+html_css_files = ['custom.css']
+
+# The sidebar: what stands beside `nbs`, and the captions that no folder's name gives
+beside = {'changelog':'CHANGELOG.md', 'contributing':'CONTRIBUTING.md'}
+captions = {'tutorials':'Start here'}
+
+# The MyST-NB tag for each nbdev or Quarto directive
+tags = {'export':'remove-cell', 'exporti':'remove-cell', 'default_exp':'remove-cell', 'hide':'remove-cell', 'exports':'hide-input',
+    'code-fold true':'hide-input', 'echo false':'remove-input', 'output false':'remove-output'}
+re_show_doc = re.compile(r'^show_doc\(([\w.]+)', re.M)
+defs = ast.FunctionDef|ast.AsyncFunctionDef|ast.ClassDef
+
+log = getLogger(__name__)
+
+# ---- what a page says about the names that its notebook exports
+
+def public(names): return [o for o in dict.fromkeys(names) if not o.startswith('_')]
+
+def assigned(o):
+    "The names that statement `o` gives a value"
+    targets = o.targets if isinstance(o, ast.Assign) else [o.target] if isinstance(o, ast.AnnAssign) and o.value else []
+    return [n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)]
+
+def documented(c):
+    "The names that a cell documents: that of a `show_doc`, or all those it exports"
+    if m := re_show_doc.search(c.source): return [m[1]]
+    if not {'export', 'exports'} & c.directives_.keys(): return []
+    return public(n for o in c.parsed_() for n in ([showdoc_nm(o)] if isinstance(o, defs) else assigned(o)))
+
+def data_entry(c, mod, sym):
+    "The entry of a value: its source if that is short, and the comment beside or above it"
+    o = next(o for o in c.parsed_() if sym in assigned(o))
+    lines = c.source.splitlines()
+    src = ast.unparse(o.value)
+    said = re.search(r'\s#\s*([^\'"]*)$', lines[o.end_lineno-1]) or re.match(r'\s*#(?!\|)\s*(.*)', lines[o.lineno-2] if o.lineno>1 else '')
+    return f'.. py:data:: {mod}.{sym}\n' + (f'   :value: {src}\n' if len(src)<100 else '') + f'\n   {said[1] if said else ""}'
+
+def entry(c, mod, sym, all_syms):
+    "A cell with the API entry of `sym`; a class has its public methods and properties, but for those with an entry elsewhere"
+    o = import_module(mod)
+    for a in sym.split('.'): o = getattr(o, a)
+    if any(sym in assigned(s) for s in c.parsed_()): rst = data_entry(c, mod, sym)
+    else:
+        kind = 'class' if isinstance(o, type) else 'property' if isinstance(o, property) else 'method' if '.' in sym else 'function'
+        kind = 'exception' if kind=='class' and issubclass(o, BaseException) else kind
+        rst = f'.. auto{kind}:: {mod}.{sym}'
+        body = next((s.body for s in c.parsed_() if isinstance(s, ast.ClassDef) and s.name==sym), [])
+        if members := [n for n in public(s.name for s in body if isinstance(s, defs)) if f'{sym}.{n}' not in all_syms]:
+            rst += f'\n   :members: {", ".join(members)}\n   :undoc-members:\n   :member-order: bysource'
+    return mk_cell(f'```{{eval-rst}}\n{rst}\n```', 'markdown')
+
+def page_cells(nb, docname):
+    "The cells of `nb` as MyST-NB wants them: tags instead of directives, and the entry of each name where it is last documented"
+    mod = next((f"{project}.{c.directives_['default_exp']}" for c in nb.cells if 'default_exp' in c.directives_), None)
+    last = {o:c for c in nb.cells if c.cell_type=='code' for o in documented(c)}
+    for o in getattr(import_module(mod), '__all__', ()) if mod else ():
+        if o not in last: log.warning(f"{mod}.{o} is public, but no cell documents it", location=docname)
+    for c in nb.cells:
+        new = [entry(c, mod, o, last) for o,l in last.items() if l is c]
+        if c.cell_type=='code':
+            c.metadata = {'tags': [t for k,t in tags.items() if k in c.directives_ or k in map(' '.join, c.directives_.items())]}
+            c.source = '\n'.join(l for l in c.source.splitlines() if not l.startswith('#|'))
+        if not re_show_doc.search(c.source): yield c
+        yield from new
+
+def add_docments(app, what, name, obj, options, lines):
+    "Document the parameters of `obj` by the comments beside them, and let a letter follow a backtick, as in Markdown"
+    if callable(obj) and not (isinstance(obj, type) and issubclass(obj, BaseException)):
+        for k,v in docments(obj, full=True).items():
+            if v['docment']: lines += ['', f":{'returns' if k=='return' else f'param {k}'}: {v['docment']}"]
+    lines[:] = [re.sub(r'(`[^`]+`)(\w?)', lambda m: m[1]+(m[2] and '\\ '+m[2]), l) for l in lines]
+
+def find_patched(app, mod):
+    "The source of `mod`, with each function that `patch` makes a method named as one"
+    a = ModuleAnalyzer.for_module(mod)
+    a.find_tags()
+    fns = [o for o in ast.parse(a.code).body if isinstance(o, ast.FunctionDef)]
+    return a.code, a.tags | {showdoc_nm(o): ('def', o.lineno, o.end_lineno) for o in fns if o.decorator_list}
+
+# ---- the pages
+
+def run_nb(nb, path, docname):
+    "Run `nb` in its folder, with a home and with random numbers that no other notebook has touched"
+    import numpy as np
+    import torch
+    for seed in (random.seed, np.random.seed, torch.manual_seed): seed(0)
+    syspath = sys.path[:]
+    with tempfile.TemporaryDirectory(prefix='torchember-') as home, chdir(path.parent):
+        os.environ['TORCHEMBER_HOME'] = home
+        shell = CaptureShell(path)
+        for c in nb.cells:
+            if c.cell_type!='code' or not does_cell_eval(c, True) or re_show_doc.search(c.source): continue
+            shell.cell(c)
+            if shell.exc:
+                log.error('this cell fails:\n\n%s\n\n%s', c.source, ''.join(format_exc(shell.exc)), location=docname)
+                break
+        shell.close()
+    sys.path[:] = syspath
+
+def sidebar(docs):
+    "A hidden table of contents for each folder, in order, and for the loose notebooks between two folders"
+    groups = [(k, list(v)) for k,v in groupby(sorted(docs), lambda d: d.rpartition('/')[0])]
+    for k,v in sorted(groups, key=lambda g: g[0] not in captions):
+        named = [re.sub(r'^\d+_', '', o).replace('_', ' ') for o in ([k] if k else v)]
+        caption = captions.get(k) or ' and '.join(filter(None, (', '.join(named[:-1]), named[-1]))).capitalize()
+        yield caption, v
+    yield 'Project', [*beside, 'All names <genindex>']
+
+def render_nb(app, docname, content):
+    "Run the notebook, and turn it into a page"
+    if docname in beside: return
+    path = Path(app.env.doc2path(docname))
+    nb = NBProcessor(nb=dict2nb(json.loads(content[0])), rm_directives=False).nb
+    run_nb(nb, path, docname)
+    nb.cells = list(page_cells(nb, docname))
+    if docname==app.config.root_doc:
+        for caption,docs in sidebar(app.env.found_docs - {docname, *beside}):
+            nb.cells.append(mk_cell(f'```{{toctree}}\n:hidden:\n:caption: {caption}\n\n' + '\n'.join(docs) + '\n```', 'markdown'))
+    content[0] = nb2str(nb)
+
+def discover(self, *args, notebooks=Project.discover):
+    "The pages are the notebooks, and the files that stand beside their folder"
+    notebooks(self, *args)
+    for d,f in beside.items():
+        self.docnames.add(d)
+        self._docname_to_path[d] = Path('..', f)
+        self._path_to_docname |= {Path('..', f):d, root/f:d}
+    return self.docnames
+
+Project.discover = discover
+
+# ---- links
+
+aliases = {'pd':'pandas', 'np':'numpy', 'nn':'torch.nn', 'F':'torch.nn.functional', 'Tensor':'torch.Tensor'}
+lookup = NbdevLookup()
+
+class LinkNames(SphinxTransform):
+    "Link each name in backticks to its documentation, if it has any"
+    default_priority = 500
+    def apply(self):
+        for o in list(self.document.findall(nodes.literal)):
+            if isinstance(o.parent, nodes.reference|nodes.title|pending_xref) or not re.fullmatch(r'[A-Za-z_][\w.]*', o.astext()): continue
+            ref = pending_xref('', refdomain='py', reftype='obj', reftarget=o.astext(), refdoc=self.env.docname)
+            o.replace_self(ref)
+            ref += o
+
+def link_name(app, env, node, contnode):
+    "Find a short name here if only one thing has it (of methods, `Class.method`), and other libraries' in nbdev's indexes of them"
+    if node.get('refdomain')!='py': return
+    name = node['reftarget']
+    objs = env.domains['py'].objects
+    short = name.removeprefix(f'{project}.')
+    found = [(k, o) for k,o in objs.items() if k.endswith(f'.{short}')]
+    if '.' not in short: found = [(k, o) for k,o in found if o.objtype not in ('method', 'property', 'attribute')]
+    if len(found)==1:
+        [(full, o)] = found
+        return make_refnode(app.builder, node['refdoc'], o.docname, o.node_id, contnode, full)
+    pre,dot,post = name.partition('.')
+    url = lookup.doc(aliases.get(pre, pre)+dot+post)
+    if url and url.startswith('http'): return nodes.reference('', '', contnode, refuri=url, internal=False)
+
+def setup(app):
+    app.connect('source-read', render_nb)
+    app.connect('viewcode-find-source', find_patched)
+    app.connect('autodoc-process-docstring', add_docments)
+    app.connect('missing-reference', link_name)
+    app.add_transform(LinkNames)

@@ -1,0 +1,81 @@
+"""Each section of a notebook is a test, in which the exported cells are taken from the library instead of being run"""
+import os
+import random
+import sys
+import tempfile
+import traceback
+from importlib import import_module
+
+import pytest
+
+# Before anything imports torch or torchember: a home that is nobody's, no windows, and no fight between workers over the cores
+home,env = tempfile.TemporaryDirectory(prefix='torchember-'),pytest.MonkeyPatch()
+env.setenv('TORCHEMBER_HOME', home.name)
+env.setenv('MPLBACKEND', 'agg')
+if 'PYTEST_XDIST_WORKER' in os.environ: env.setenv('OMP_NUM_THREADS', '1')
+
+from execnb.shell import CaptureShell  # noqa: E402
+from fastcore.nbio import does_cell_eval, read_nb  # noqa: E402
+
+
+def pytest_unconfigure():
+    env.undo()
+    home.cleanup()
+
+
+class Section(pytest.Item):
+    "The code cells below one heading"
+    def __init__(self, cells, **kwargs):
+        super().__init__(**kwargs)
+        self.cells = cells
+
+    def runtest(self): self.parent.run_to(self)
+    def reportinfo(self): return self.path, None, self.name
+
+    def repr_failure(self, excinfo):
+        "The traceback from the cell on, and the cell"
+        tb = excinfo.tb
+        while tb.tb_next and '<ipython' not in tb.tb_frame.f_code.co_filename: tb = tb.tb_next
+        return ''.join(traceback.format_exception(excinfo.type, excinfo.value, tb)) + f'\n{self.parent.cell.source}'
+
+
+class Notebook(pytest.File):
+    "A notebook, whose sections run in order in one shell"
+    def collect(self):
+        self.mod,parts = None,[(self.path.stem, [])]
+        for c in read_nb(self.path).cells:
+            if c.cell_type=='markdown' and c.source.startswith('#'): parts.append((c.source.splitlines()[0].lstrip('# '), []))
+            elif c.cell_type=='code':
+                d = c.directives
+                if 'default_exp' in d: self.mod = f"torchember.{d['default_exp']}"
+                if does_cell_eval(c, True) and not {'default_exp', 'export', 'exporti', 'exports'} & d.keys(): parts[-1][1].append(c)
+        self.todo = [Section.from_parent(self, name=n, cells=cs) for n,cs in parts if cs]
+        return list(self.todo)
+
+    def setup(self):
+        "A shell in the notebook's folder, with a home of its own and what the library exports"
+        import numpy as np
+        import torch
+        self.env = pytest.MonkeyPatch()
+        self.env.setenv('TORCHEMBER_HOME', tempfile.mkdtemp(dir=home.name))
+        self.env.setattr(sys, 'path', sys.path[:])
+        self.env.chdir(self.path.parent)
+        for seed in (random.seed, np.random.seed, torch.manual_seed): seed(0)
+        self.shell = CaptureShell(self.path)
+        if self.mod: self.shell.user_ns.update({k:v for k,v in vars(import_module(self.mod)).items() if not k.startswith('__')})
+
+    def teardown(self):
+        self.shell.close()
+        self.env.undo()
+
+    def run_to(self, section):
+        "Run `section`, and those before it that have not run yet"
+        while section in self.todo:
+            for c in self.todo.pop(0).cells:
+                self.cell = c
+                self.shell.cell(c)
+                if self.shell.exc: raise self.shell.exc
+
+
+def pytest_collect_file(file_path, parent):
+    if file_path.suffix=='.ipynb': return Notebook.from_parent(parent, path=file_path)

@@ -1,0 +1,26 @@
+"""Each test has a home of its own, and draws the same random numbers whatever ran before it"""
+import os
+import random
+import tempfile
+
+import pytest
+
+# Before anything imports torch or torchember: a home that is nobody's, no windows, and no fight between workers over the cores
+home,env = tempfile.TemporaryDirectory(prefix='torchember-'),pytest.MonkeyPatch()
+env.setenv('TORCHEMBER_HOME', home.name)
+env.setenv('MPLBACKEND', 'agg')
+if 'PYTEST_XDIST_WORKER' in os.environ: env.setenv('OMP_NUM_THREADS', '1')
+
+
+def pytest_unconfigure():
+    env.undo()
+    home.cleanup()
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    "An empty $TORCHEMBER_HOME, and seeded generators"
+    import numpy as np
+    import torch
+    monkeypatch.setenv('TORCHEMBER_HOME', tempfile.mkdtemp(dir=home.name))
+    for seed in (random.seed, np.random.seed, torch.manual_seed): seed(0)

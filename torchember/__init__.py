@@ -1,0 +1,48 @@
+"""See what every tensor of a network does while it trains
+
+Each public name is fetched from its room when it is first touched, so that importing torchember loads nothing else."""
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .capture.tree import moduleTrack as moduleTrack
+    from .choose import at as at
+    from .choose import between as between
+    from .choose import every as every
+    from .choose import log_spaced as log_spaced
+    from .choose import select as select
+    from .choose import until as until
+    from .core import torchEmber as torchEmber
+    from .measure.kernels import summarize as summarize
+    from .measure.stats import get_stats as get_stats
+    from .measure.summary import Summary as Summary
+    from .record import EmberWarning as EmberWarning
+    from .record import ttypes as ttypes
+    from .store.jsonl import emberTracker as emberTracker
+    from .store.jsonl import tracker as tracker
+
+rooms = {
+    'torchEmber': 'core', 'moduleTrack': 'capture.tree',
+    'emberTracker': 'store.jsonl', 'tracker': 'store.jsonl',
+    'get_stats': 'measure.stats', 'summarize': 'measure.kernels', 'Summary': 'measure.summary',
+    'select': 'choose', 'every': 'choose', 'at': 'choose', 'until': 'choose', 'between': 'choose', 'log_spaced': 'choose',
+    'ttypes': 'record', 'EmberWarning': 'record'}
+__all__ = ['__version__', *rooms]
+
+
+def __getattr__(name):
+    if name=='__version__':
+        from importlib.metadata import PackageNotFoundError, version
+        try: return version('torchember')
+        except PackageNotFoundError: return '0+unknown' # a checkout that is not installed
+    if name not in rooms: raise AttributeError(f"module 'torchember' has no attribute {name!r}")
+    try: value = getattr(import_module(f'.{rooms[name]}', __name__), name)
+    except ModuleNotFoundError as e:
+        if e.name!='torch': raise
+        raise ModuleNotFoundError(f"torchember.{name} needs torch, which is not installed. Run: pip install torch. "
+            "Reading logs works without it: torchember.emberTracker('<run>').df", name='torch') from None
+    globals()[name] = value
+    return value
+
+
+def __dir__(): return sorted({*globals(), *__all__})

@@ -1,0 +1,1 @@
+"Model to taps. Never measures"

@@ -1,0 +1,1 @@
+"Tensor to numbers. Never touches disk or modules"

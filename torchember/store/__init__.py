@@ -1,0 +1,1 @@
+"Row to disk, and back"
