@@ -1,0 +1,101 @@
+"Importing torchember does nothing, and a log is read where torch is not installed"
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from torchember import emberTracker, torchEmber
+
+root = Path(__file__).parents[1]
+
+
+def run(code, *flags, **env):
+    got = subprocess.run([sys.executable, *flags, '-c', code], capture_output=True, text=True, env={**os.environ, **env}, timeout=120)
+    assert got.returncode==0, got.stderr
+    return got.stdout
+
+
+def test_import_does_nothing(tmp_path):
+    heavy = 'torch numpy pandas matplotlib jax IPython fastcore'.split()
+    out = run(f"import sys, torchember; dir(torchember); print([m for m in {heavy} if m in sys.modules])", HOME=str(tmp_path), TORCHEMBER_HOME='')
+    assert out.split('\n')[0]=='[]'
+    assert not list(tmp_path.iterdir())
+
+
+def test_arming_makes_no_folder(tmp_path):
+    code = "import torch, torchember; te = torchember.torchEmber(torch.nn.Linear(1, 1)); te.t, te.fname, repr(te); te.disarm()"
+    run(code, HOME=str(tmp_path), TORCHEMBER_HOME='')
+    assert not (tmp_path/'.torchember').exists()
+
+
+def test_every_public_name():
+    import torchember
+    assert {'torchEmber', 'emberTracker', 'tracker', 'moduleTrack', 'get_stats', 'select', 'every'} <= set(torchember.__all__)
+    for name in torchember.__all__: assert getattr(torchember, name) is not None
+    hints = (root/'torchember'/'__init__.py').read_text().split('TYPE_CHECKING:')[1].split('rooms =')[0]
+    for name in torchember.rooms: assert f'import {name} as {name}' in hints # editors see what there is
+
+
+def bare_site(tmp_path):
+    "A folder with pandas and what it needs, and torchember: nothing else is installed there"
+    import dateutil
+    import numpy
+    import pandas
+    import six
+    site = tmp_path/'site'
+    site.mkdir()
+    for m in (numpy, pandas, dateutil):
+        folder = Path(m.__file__).parent
+        (site/folder.name).symlink_to(folder)
+        libs = folder.with_name(f'{folder.name}.libs')
+        if libs.exists(): (site/libs.name).symlink_to(libs)
+    (site/'six.py').symlink_to(six.__file__)
+    (site/'torchember').symlink_to(root/'torchember')
+    return site
+
+
+def test_reading_without_torch(tmp_path):
+    with torchEmber(torch.nn.Linear(2, 1), name='seen', home=tmp_path) as te: te.model(torch.tensor([[1., float('inf')]]))
+    code = f"""if True:
+        import sys; sys.path.insert(0, {str(bare_site(tmp_path))!r})
+        import torchember
+        df = torchember.emberTracker('seen', home={str(tmp_path)!r}).df
+        print(len(df), df['max'].max(), list(df.columns)[:3], 'torch' in sys.modules)
+        from torchember.measure.summary import Summary
+        print((Summary.of([1, 2]) + Summary.of([3])).mean)
+        try: torchember.torchEmber
+        except ModuleNotFoundError as e: print(e)
+    """
+    out = run(code, '-I', '-S').splitlines()
+    assert out[0]=="4 inf ['shape', 'mean', 'std'] False" and out[1]=='2.0' and 'pip install torch' in out[2]
+
+
+def strict(line):
+    def bad(word): raise ValueError(word)
+    return json.loads(line, parse_constant=bad)
+
+
+def test_other_readers(tmp_path):
+    "NaN and infinity in the log, and every reader still sees numbers"
+    import duckdb
+    import pandas as pd
+    import polars as pl
+    import pyarrow.json
+    with torchEmber(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()), home=tmp_path, name='bad') as te:
+        for v in (1., float('nan'), float('inf')): te.model(torch.tensor([[1., v]]))
+        te.how_record_out(lambda t: {'mean': t.mean(), 'own': [1., float('nan')]})
+        te.model(torch.full((1, 2), float('nan')))
+    path = te.t.log_path
+    rows = [strict(line) for line in path.read_text().splitlines()]
+    assert any(r['mean'] is None and r['nan']==1 for r in rows)
+    assert any(r.get('nonfinite')=={'mean': 'NaN', 'own/1': 'NaN'} for r in rows)
+    assert 'DOUBLE' in [t for n,t,*_ in duckdb.sql(f"describe select * from read_json('{path}')").fetchall() if n=='mean']
+    assert pl.read_ndjson(path)['mean'].dtype==pl.Float64
+    assert str(pyarrow.json.read_json(path).schema.field('mean').type)=='double'
+    assert pd.read_json(path, lines=True)['mean'].dtype==float
+    df = te.t.df
+    assert df['mean'].dtype==float and df.nan.dtype=='int64' and df.step.dtype=='int64'
+    assert emberTracker('bad', home=tmp_path).lines()[-1]['mean']!=emberTracker('bad', home=tmp_path).lines()[-1]['mean'] # NaN came back

@@ -1,0 +1,54 @@
+"Runs of whole processes"
+import json
+import os
+import subprocess
+import sys
+
+train = """
+import sys, torch
+from torchember import torchEmber
+te = torchEmber(torch.nn.Linear(2, 1))
+for _ in range(3): te.model(torch.ones(1, 2))
+"""
+
+
+def start(code, home, **kwargs):
+    return subprocess.Popen([sys.executable, '-c', code], env={**os.environ, 'TORCHEMBER_HOME': str(home)}, stderr=subprocess.PIPE, text=True, **kwargs)
+
+
+def finish(p):
+    err = p.communicate(timeout=120)[1]
+    return p.returncode, err
+
+
+def rows(path): return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_exit_writes_what_is_left(tmp_path):
+    "Interpreter exit is a barrier: also by an exception, and with a step still open"
+    for i,end in enumerate(('', '1/0', 'sys.exit(3)')):
+        home = tmp_path/str(i)
+        finish(start(train+end, home))
+        [log] = [p for p in (home/'log').iterdir() if not p.name.endswith('_latest')]
+        assert len(rows(log))==3*4 and {r['step'] for r in rows(log)}=={0, 1, 2}
+        assert rows(log.with_name(log.name+'_latest'))==rows(log)[-4:]
+        data = {p.name.split('_')[0]: json.loads(p.read_text()) for p in (home/'data').iterdir()}
+        assert data['vis']=={'vis_type': 'standard'} and data['structure']['name']=='model(Linear)' and {'start', 'user'} <= data['base'].keys()
+
+
+def test_eight_in_the_same_second(tmp_path):
+    "Eight processes that start together have eight runs"
+    wait = "import time; from datetime import datetime\nwhile datetime.now().second%5: time.sleep(.01)\n" # so that the names are the same
+    ps = [start(train.replace('te = ', wait+'te = '), tmp_path) for _ in range(8)]
+    assert all(finish(p)[0]==0 for p in ps)
+    logs = [p for p in (tmp_path/'log').iterdir() if not p.name.endswith('_latest')]
+    assert len(logs)==8 and all(len(rows(p))==12 for p in logs)
+    assert len(list((tmp_path/'data').glob('base_*.json')))==8
+
+
+def test_a_home_that_cannot_be_written(tmp_path):
+    "Training goes on, one warning says what to do"
+    (tmp_path/'home').mkdir()
+    (tmp_path/'home'/'log').write_text('a file where a folder should be')
+    code,err = finish(start(train+"print('trained to the end', file=sys.stderr)", tmp_path/'home'))
+    assert code==0 and 'trained to the end' in err and err.count('cannot write')==1 and 'TORCHEMBER_HOME' in err
