@@ -34,7 +34,7 @@ def nothing(wanted=tuple(groups)):
         if not np.isnan(v[index[p]]): v[index[p]] = x
     return v
 
-# %% ../../nbs/10_measure/00_summary.ipynb #444c8693
+# %% ../../nbs/10_measure/00_summary.ipynb #176c97f6
 def read_array(
     x, # Array of numbers, any shape; complex by magnitude
     wanted=tuple(groups) # Groups to measure: some of 'basic', 'absolute', 'higher', 'powers'
@@ -43,11 +43,12 @@ def read_array(
     v,x = nothing(wanted),np.asarray(x)
     x = (np.abs(x) if np.iscomplexobj(x) else x).astype(np.float64).ravel()
     ok = x[np.isfinite(x)]
-    d = ok - ok.mean() if ok.size else ok
+    mean = 0. if not ok.size else ok[0] if (ok==ok[0]).all() else ok.mean() # of equal elements the mean is one of them, without rounding
+    d = ok-mean
     a = np.abs(ok)
     with np.errstate(over='ignore'):
         new = dict(count=x.size, nan=np.isnan(x).sum(), posinf=np.isposinf(x).sum(), neginf=np.isneginf(x).sum(),
-            mean=ok.mean() if ok.size else 0, m2=(d**2).sum(), m3=(d**3).sum(), m4=(d**4).sum(), l1=a.sum(), zeros=(ok==0).sum(),
+            mean=mean, m2=(d**2).sum(), m3=(d**3).sum(), m4=(d**4).sum(), l1=a.sum(), zeros=(ok==0).sum(),
             min=ok.min(initial=np.inf), max=ok.max(initial=-np.inf), min_abs=a.min(initial=np.inf), s4=(a**4).sum(), s8=(a**8).sum())
     for p,value in new.items():
         if not np.isnan(v[index[p]]): v[index[p]] = value

@@ -1,0 +1,211 @@
+"""Numbers are numpy's: random tensors of every kind, and the hostile ones by name, against float64.
+
+`NUMBERS=100000 pytest tests/test_numbers.py -k fuzz` tries that many; a failure prints a line that makes its tensor again.
+"""
+import math
+import os
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from torchember import get_stats, summarize
+from torchember.measure import kernels
+from torchember.measure.kernels import Unmeasurable, flat, read, read_device
+from torchember.measure.stats import sets
+from torchember.measure.summary import Summary, derive, groups, index, parts, read_array
+
+everything = tuple(groups)
+rel = 1e-6 # SPEC 5: relative to the float64 answer
+eps = 2**-52
+small_floats = [getattr(torch, n) for n in dir(torch) if n.startswith('float8') and isinstance(getattr(torch, n), torch.dtype)]
+floats = [torch.float32, torch.float64, torch.bfloat16, torch.float16, *small_floats]
+integers = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
+complexes = [torch.complex64, torch.complex128]
+
+
+# ---- the judge
+
+@dataclass
+class Tolerance:
+    """How far each statistic may be from the float64 answer.
+
+    What is copied or counted is exact, and sums of what cannot cancel are relative to themselves. A mean can cancel, and then a
+    relative error says nothing: it is held to the *standard deviation*, which is smaller than any other scale of a tensor, plus
+    what float64 itself rounds of the largest element. A skewness cancels in the same way, so its scale is the mean of |d|^3.
+    """
+    x:np.ndarray # The elements in float64
+
+    def __post_init__(self):
+        ok = self.x[np.isfinite(self.x)].astype(np.longdouble)
+        n = max(ok.size, 1)
+        mean = ok.sum()/n
+        d = np.abs(ok-mean)
+        self.std,self.rms = float(np.sqrt((d*d).sum()/n)),float(np.sqrt((ok*ok).sum()/n))
+        self.round = 16*eps*float(np.abs(ok).max(initial=0)) # of an element, of the mean
+        self.bent = float((d**3).sum()/n/np.sqrt((d*d).sum()/n)**3) if self.std else 1.
+        self.lean = self.round/self.std if self.std else 0. # what rounding elements does to a standardized one
+
+    def of(self, name, want):
+        "The tolerance of statistic `name`, whose float64 answer is `want`"
+        if name in ('mean', 'finite_mean'): return rel*self.std + self.round
+        if name in ('std', 'finite_std'): return rel*abs(want) + self.round
+        if name=='var': return 2*rel*abs(want) + self.round*(2*self.std+self.round)
+        if name=='skew': return (3*rel+8*self.lean)*self.bent
+        if name=='kurtosis': return (4*rel+12*self.lean)*(abs(want)+6)
+        if name in ('rms', 'l1', 'l2', 'abs_mean', 'rm4', 'rm8'): return rel*abs(want)
+        return 0.
+
+    def knows(self, name):
+        "Whether float64 can tell: not a skewness where the spread is rounding, not an eighth power that leaves its range"
+        if name in ('skew', 'kurtosis'): return self.std==0 or self.lean<1e-3
+        if name in ('rm4', 'rm8'): return self.rms==0 or 1e-36<self.rms<1e36
+        return True
+
+
+def judge(vector, x, wanted=everything, worst=None, where=''):
+    "Fail unless the statistics of `vector` are those of the float64 array `x`"
+    want = Summary(read_array(x, wanted))
+    got,right = derive(vector),derive(want.vector)
+    ulp = 8*eps if np.iscomplexobj(x) else 0 # hypot of one library and of another
+    x = (np.abs(x) if np.iscomplexobj(x) else np.asarray(x)).astype(np.float64).ravel()
+    tol = Tolerance(x)
+    for p in ('count', 'nan', 'posinf', 'neginf', 'min', 'max'):
+        a,b = vector[index[p]],want.vector[index[p]]
+        assert a==b or abs(a-b)<=ulp*abs(b), f'{p}: {a!r} for {b!r} {where}'
+    for name in got:
+        a,b = float(got[name]),float(right[name])
+        if not tol.knows(name): continue
+        if math.isfinite(a) and math.isfinite(b):
+            t,e = max(tol.of(name, b), ulp*abs(b)),abs(a-b)
+            assert e<=t, f'{name}: {a!r} for {b!r}, off by {e/t if t else math.inf:.3g} tolerances {where}'
+            if worst is not None and t: worst[name] = max(worst.get(name, (0, '')), (e/t, where))
+        else: assert a==b or (a!=a and b!=b), f'{name}: {a!r} for {b!r} {where}'
+
+
+def plain(t):
+    "The elements of a tensor for numpy"
+    t = t.detach()
+    return t.to(torch.complex128).resolve_conj().resolve_neg().numpy() if t.is_complex() else t.to(torch.float64).resolve_neg().numpy()
+
+
+# ---- random tensors
+
+def contents(r, n):
+    "`n` float64 numbers of some kind"
+    kind = r.choice(list(kinds))
+    return kind, np.asarray(kinds[kind](r, n), dtype=np.float64)
+
+
+def spoil(r, x, *bad):
+    "`x` with some elements replaced"
+    x = x.copy()
+    if x.size: x[r.random(x.size)<r.choice([.01, .3])] = r.choice(bad)
+    return x
+
+
+kinds = dict(normal=lambda r,n: r.normal(0, 1, n), shifted=lambda r,n: r.normal(3, 1, n), uniform=lambda r,n: r.random(n), ids=lambda r,n: r.integers(0, 50257, n),
+    constant=lambda r,n: np.full(n, r.choice([.1, -3, 1e-3, 7e4])), zeros=lambda r,n: np.zeros(n), negzero=lambda r,n: np.where(r.random(n)<.5, 0., -0.),
+    offset=lambda r,n: 1e4+.01*r.normal(0, 1, n), faroff=lambda r,n: -1e6+r.normal(0, 1, n), near=lambda r,n: r.choice([-1, 1])*r.uniform(2, 12)+r.normal(0, 1, n),
+    tiny=lambda r,n: 1e-25*r.normal(0, 1, n), subnormal=lambda r,n: 1e-41*r.normal(0, 1, n), huge=lambda r,n: 1e30*r.normal(0, 1, n), edge=lambda r,n: 3e38*r.uniform(-1, 1, n),
+    half=lambda r,n: np.full(n, 60000.), lognormal=lambda r,n: np.exp(r.normal(0, 3, n)), tails=lambda r,n: r.standard_t(2, n), relu=lambda r,n: np.maximum(r.normal(0, 1, n), 0),
+    negative=lambda r,n: -r.random(n), spike=lambda r,n: np.where(np.arange(n)==n//2, 1e6, 1e-3), steps=lambda r,n: np.floor(np.arange(n)/max(n/5, 1))*1e3,
+    nan=lambda r,n: spoil(r, r.normal(0, 1, n), np.nan), inf=lambda r,n: spoil(r, r.normal(0, 1, n), np.inf), neginf=lambda r,n: spoil(r, r.normal(0, 1, n), -np.inf),
+    bad=lambda r,n: spoil(r, spoil(r, spoil(r, r.normal(0, 1, n), np.nan), np.inf), -np.inf), allnan=lambda r,n: np.full(n, np.nan), allinf=lambda r,n: np.full(n, np.inf),
+    bothinf=lambda r,n: r.choice([np.inf, -np.inf], n), lastnan=lambda r,n: np.where(np.arange(n)==n-1, np.nan, r.normal(0, 1, n)))
+
+
+def as_tensor(r, x, dtype):
+    "The numbers `x` in `dtype`, as far as it can hold them"
+    if dtype is torch.bool: return torch.from_numpy(x>.5)
+    if dtype in integers:
+        i = torch.iinfo(dtype)
+        return torch.from_numpy(np.clip(np.nan_to_num(x), max(i.min, -2.**62), min(i.max, 2.**62)).astype(np.int64)).to(dtype)
+    if dtype.is_complex: return torch.complex(torch.from_numpy(x), torch.from_numpy(r.permutation(x))).to(dtype)
+    return torch.from_numpy(x).to(dtype)
+
+
+def size(r, large):
+    "How many elements: mostly few, often around a limit of the kernels"
+    if large: return int(large*r.integers(1, 4)+r.integers(-2, 3))
+    if (u:=r.random())<.06: return int(r.integers(0, 2))
+    if u<.6: return int(r.integers(1, 80))
+    if u<.9: return int(r.choice([1, 2, 4, 8])*1024+r.integers(-2, 3))
+    return int(r.integers(100, 6000))
+
+
+def shaped(r, t):
+    "The tensor `t` in some shape with as many elements, or a few less"
+    dims,n = r.integers(1, 5),len(t)
+    shape = [int(r.integers(1, 9)) for _ in range(dims-1)]
+    rest = n//math.prod(shape)
+    return t if not rest or not shape else t[:rest*math.prod(shape)].view(*shape, rest)
+
+
+def scalar(r, t): return t[0] if len(t) else t
+def transposed(r, t): return (s:=shaped(r, t)).permute(*r.permutation(s.dim()).tolist())
+def holes(r, t): return t[::int(r.integers(2, 5))]
+def block(r, t):
+    s = shaped(r, t)
+    for d in range(s.dim()): s = s.narrow(d, (a:=int(r.integers(0, s.size(d)))), int(r.integers(1, s.size(d)-a+1))) if s.size(d) else s
+    return s
+def expanded(r, t):
+    s = shaped(r, t)
+    d = int(r.integers(0, s.dim()))
+    if r.random()<.5: return s.unsqueeze(d).expand(*s.shape[:d], int(r.integers(0, 6)), *s.shape[d:])
+    s = s.narrow(d, 0, min(1, s.size(d)))
+    return s.expand(*s.shape[:d], int(r.integers(1, 6)) if s.size(d) else 0, *s.shape[d+1:])
+def channels_last(r, t): return t[:len(t)//24*24].view(2, 3, 4, -1).to(memory_format=torch.channels_last) if len(t)>=24 else t
+def flipped(r, t): return t.flip(0)
+def overlapping(r, t): return t.as_strided((len(t)//3, 3), (int(r.integers(1, 3)), 1)) if len(t)>6 else t
+def windows(r, t): return t.unfold(0, 4, int(r.integers(1, 6))) if len(t)>4 else t
+def offset(r, t): return t[int(r.integers(0, len(t)+1)):]
+def diagonal(r, t): return t[:(k:=math.isqrt(len(t)))*k].view(k, k).diagonal()
+layouts = [shaped, scalar, transposed, holes, block, expanded, channels_last, flipped, overlapping, windows, offset, diagonal]
+
+
+def sample(seed, large=0):
+    "A tensor, and what it is"
+    r = np.random.default_rng(seed)
+    dtype = r.choice(np.array([*floats, *floats[:4], *floats[:1]*6, *integers, *complexes], dtype=object))
+    kind,x = contents(r, size(r, large))
+    t = as_tensor(r, x, dtype)
+    layout = layouts[r.integers(len(layouts))]
+    try: t = layout(r, t)
+    except (RuntimeError, NotImplementedError) as e: # what torch itself does not do for a dtype of 8 bits
+        if dtype not in small_floats: raise
+        layout = e
+    if dtype.is_complex and r.random()<.5: t = r.choice([torch.conj, lambda t: t.conj().imag, torch.real, lambda t: torch.view_as_real(t.resolve_conj())])(t)
+    return t, f'(sample({seed}, {large}): {kind} {str(dtype)[6:]} {tuple(t.shape)} {getattr(layout, "__name__", layout)})'
+
+
+def fuzz(seeds, large=0, worst=None):
+    "Read each tensor in both ways, all of it and the basic groups"
+    with np.errstate(all='ignore'):
+        for seed in seeds:
+            t,what = sample(seed, large)
+            x = plain(t)
+            judge(read(t, everything), x, worst=worst, where=what)
+            judge(read(t), x, ('basic',), worst, what)
+            if seed%4==0: judge(read_device(t.reshape(-1).resolve_neg(), everything).numpy(), x, worst=worst, where=f'{what} read_device')
+
+
+tries = int(os.environ.get('NUMBERS', 8000))
+batches = 8
+
+
+@pytest.mark.parametrize('batch', range(batches))
+def test_fuzz(batch): fuzz(range(batch, tries, batches))
+
+
+@pytest.mark.parametrize('piece', [1024, 1500, 4096])
+def test_fuzz_many_pieces(piece, monkeypatch):
+    "Tensors of several pieces, without being large"
+    monkeypatch.setattr(kernels, 'piece', piece)
+    fuzz(range(10**9, 10**9+tries//20), piece)
+
+
+def test_fuzz_large():
+    "Around the true size of a piece"
+    fuzz(range(2*10**9, 2*10**9+tries//400), kernels.piece)
