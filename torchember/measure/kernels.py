@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['ordinary', 'few', 'nan', 'row', 'piece', 'rowdot', 'stretch', 'ones', 'eighths', 'narrow', 'Unmeasurable', 'flat',
            'dense', 'numbers', 'by_numpy', 'more_by_numpy', 'basic_vector', 'in_rows', 'add', 'dot', 'row_dots', 'Room',
-           'moments', 'fits', 'nearest', 'stretches', 'ends', 'absolute', 'higher', 'powers', 'unit', 'quick', 'exact',
-           'read_cpu', 'read_stretches', 'read_piece', 'read_device', 'read', 'repeat', 'zero_vector', 'summarize']
+           'moments', 'from_nearby', 'fits', 'nearest', 'stretches', 'settle', 'pooled', 'ends', 'absolute', 'higher',
+           'powers', 'unit', 'quick', 'exact', 'read_cpu', 'read_stretches', 'look_again', 'read_piece', 'read_device',
+           'read', 'repeat', 'zero_vector', 'summarize']
 
 # %% ../../nbs/10_measure/05_kernels.ipynb #df16a2fa
 import math
@@ -31,14 +32,14 @@ def flat(
     x = x.permute(sorted(range(x.dim()), key=lambda d: (-x.stride(d), -x.size(d))))
     return x.reshape(-1), times
 
-# %% ../../nbs/10_measure/05_kernels.ipynb #1d76e6b7
+# %% ../../nbs/10_measure/05_kernels.ipynb #932e2d64
 def dense(x):
     "The elements that `x` stores as a strided tensor, and the number of zeros that it leaves out"
+    if torch._C._functorch.is_functorch_wrapped_tensor(x): raise Unmeasurable('it is inside vmap, grad or another function transform')
     if type(x) in ordinary and x.layout is torch.strided and not (x.is_meta or x.is_nested or x.is_quantized or x.is_neg()): return x, 0
     if x.is_meta: raise Unmeasurable('it is on the meta device and has no values')
     if x.is_nested: raise Unmeasurable('it is a nested tensor')
     if type(x) not in ordinary:
-        if torch._C._functorch.is_functorch_wrapped_tensor(x): raise Unmeasurable('it is inside vmap, grad or another function transform')
         if any(c.__name__=='FakeTensor' for c in type(x).__mro__): raise Unmeasurable('it is a fake tensor and has no values')
         if hasattr(x, 'to_local'): x = x.to_local()
     if x.is_quantized: x = x.dequantize()
@@ -116,7 +117,7 @@ def row_dots(a, b):
 
 rowdot = getattr(np, 'vecdot', None) or (lambda a,b,out=None: np.einsum('...j,...j->...', a, b, out=out)) # numpy 1 has no vecdot
 
-# %% ../../nbs/10_measure/05_kernels.ipynb #fd5b03a6
+# %% ../../nbs/10_measure/05_kernels.ipynb #ac5af6b3
 class Room:
     "Memory to work in: made when first asked for, and used again for the next piece"
     def __init__(self, n): self.n,self.have = n,{}
@@ -131,8 +132,11 @@ def moments(p, lo, hi, room):
     if not fits(max(-lo, hi)): return None
     s,q = add(p),dot(p, p)
     mean,m2 = s/n,q-s*s/n
-    if m2*2>=q: return mean, m2
-    base = nearest(mean) # far from zero: look again from nearby
+    return (mean, m2) if m2*2>=q else from_nearby(p, mean, lo, hi, room)
+
+def from_nearby(p, mean, lo, hi, room):
+    "Mean and second moment of a piece that is far from zero: sums of distances from about its mean"
+    n,base = p.numel(),nearest(mean)
     if not fits(max(hi-base, base-lo)): return None
     d = torch.sub(p, base, out=room('d', n))
     s,q = add(d),dot(d, d)
@@ -142,29 +146,44 @@ def moments(p, lo, hi, room):
 def fits(big): return 1e-15<big<1e15 # float32 holds the squares, and sums of many
 def nearest(x): return float(np.float32(x))
 
-# %% ../../nbs/10_measure/05_kernels.ipynb #f4609100
+# %% ../../nbs/10_measure/05_kernels.ipynb #fbbfe8f0
 stretch = 1<<17 # elements: 512 KB of float32
 ones = np.ones(row, dtype=np.float32)
 
 def stretches(x):
-    "Of the whole stretches of the float32 tensor `x`: a list of the summary vector of those that float32 can tell, and the numbers of the others"
-    k = x.numel()//stretch
-    a = x[:k*stretch].numpy().reshape(k, stretch)
-    s,q = np.empty((2, k, stretch//row), dtype=np.float32)
+    "Of the float32 tensor `x`: a list of the summary vectors of what these sums tell; the other pieces, each with mean, least and greatest"
+    a = x.numpy()
+    k,filled = max(len(a)//stretch, 1),len(a)//row*row
+    cuts = [i*stretch for i in range(k)]+[len(a)] # the last is longer
+    s,q = np.empty((2, filled//row), dtype=np.float32)
     lo,hi = np.empty((2, k), dtype=np.float32)
     with np.errstate(all='ignore'):
-        for i,p in enumerate(a):
-            rows = p.reshape(-1, row)
-            rowdot(rows, rows, out=q[i])
-            rowdot(rows, ones, out=s[i])
+        for i in range(k):
+            p = a[cuts[i]:cuts[i+1]]
+            rows,at = p[:len(p)//row*row].reshape(-1, row),slice(cuts[i]//row, cuts[i+1]//row)
+            rowdot(rows, rows, out=q[at])
+            rowdot(rows, ones, out=s[at])
             lo[i],hi[i] = ends(p)
-        s,q = (np.add.reduce(t, axis=1, dtype=np.float64) for t in (s, q))
-        big = np.maximum(-lo, hi)
-        ok = (big>1e-15)&(big<1e15)&((q-s*s/stretch)*2>=q)
-    n = int(np.count_nonzero(ok))*stretch
-    if not n: return [], range(k)
-    s,q = s[ok].sum(),q[ok].sum()
-    return [basic_vector(n, s/n, q-s*s/n, lo[ok].min(), hi[ok].max())], np.flatnonzero(~ok).tolist()
+        s,q = (np.add.reduceat(t, range(0, k*stretch//row, stretch//row), dtype=np.float64) for t in (s, q))
+        if filled<len(a):
+            rest = a[filled:].astype(np.float64)
+            s[-1] += np.add.reduce(rest)
+            q[-1] += rest.dot(rest)
+    return settle(s, q, lo, hi, cuts, x)
+
+def settle(s, q, lo, hi, cuts, x):
+    "What `stretches` tells, from sums, sums of squares and extremes"
+    n = np.diff(cuts)
+    big = np.maximum(-lo, hi)
+    with np.errstate(all='ignore'): ok = (big>1e-15)&(big<1e15)&((q-s*s/n)*2>=q)
+    if ok.all(): return [pooled(n, s, q, lo, hi)], []
+    others = [(x[cuts[i]:cuts[i+1]], float(s[i]/n[i]), float(lo[i]), float(hi[i])) for i in np.flatnonzero(~ok)]
+    return [pooled(*(t[ok] for t in (n, s, q, lo, hi)))] if ok.any() else [], others
+
+def pooled(n, s, q, lo, hi):
+    "One basic summary vector from sums"
+    n,s,q = int(n.sum()),s.sum(),q.sum()
+    return basic_vector(n, s/n, q-s*s/n, lo.min(), hi.max())
 
 def ends(p):
     "Least and greatest of the float32 array `p`; not finite when one of its elements is not"
@@ -239,7 +258,7 @@ def exact(p, wanted, d):
         v[index['m3']],v[index['m4']] = torch.dot(q, d).item(),torch.dot(q, q).item()
     return v
 
-# %% ../../nbs/10_measure/05_kernels.ipynb #b33bc615
+# %% ../../nbs/10_measure/05_kernels.ipynb #8ff9e52c
 eighths = tuple(getattr(torch, d) for d in dir(torch) if d.startswith('float8') and isinstance(getattr(torch, d), torch.dtype))
 narrow = (torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int8, torch.int16, *eighths) # float32 holds every value
 
@@ -254,16 +273,23 @@ def read_cpu(
         v = by_numpy(x, wanted)
         if v is not None: return v
     n = max(piece, piece//4*torch.get_num_threads())
-    room = Room(min(size, n))
-    if size>=stretch and x.dtype is torch.float32 and wanted==('basic',) and torch.get_num_threads()==1: got = read_stretches(x, room)
+    room = Room(min(size, max(n, 2*stretch)))
+    if x.dtype is torch.float32 and wanted==('basic',) and torch.get_num_threads()==1: got = read_stretches(x, room)
     else: got = [read_piece(p, wanted, room) for p in x.split(n)]
     return got[0] if len(got)==1 else merge(np.stack(got))
 
 def read_stretches(x, room):
     "The basic summary vectors that together are that of the float32 tensor `x`"
-    v,bad = stretches(x)
-    rest = x[x.numel()//stretch*stretch:]
-    return [*v, *(read_piece(x[i*stretch:(i+1)*stretch], ('basic',), room) for i in bad), *([read_piece(rest, ('basic',), room)] if len(rest) else ())]
+    if x.numel()<row: return [read_piece(x, ('basic',), room)]
+    v,others = stretches(x)
+    return [*v, *(look_again(*o, room) for o in others)]
+
+def look_again(p, mean, lo, hi, room):
+    "The basic summary vector of a stretch that is far from zero, or has extremes that float32 cannot sum"
+    got = None
+    if lo==hi and math.isfinite(lo): got = lo,0.
+    elif fits(max(-lo, hi)): got = from_nearby(p, mean, lo, hi, room)
+    return basic_vector(p.numel(), *got, lo, hi) if got else exact(p, ('basic',), room('exact', p.numel(), torch.float64))
 
 def read_piece(p, wanted, room):
     "The summary vector of one piece: the quick way if that can be"
@@ -299,7 +325,7 @@ def read_device(
     if 'powers' in wanted: v.update(s4=(a**4).sum(), s8=(a**8).sum())
     return torch.stack([x.to(wide) for x in (*v.values(), full(math.nan))])
 
-# %% ../../nbs/10_measure/05_kernels.ipynb #e0fd7bdf
+# %% ../../nbs/10_measure/05_kernels.ipynb #c8eb5603
 def read(
     x:torch.Tensor, # Any tensor
     wanted=('basic',) # Groups of parts to measure
@@ -332,5 +358,6 @@ def summarize(
 ) -> Summary:
     "The `Summary` of a tensor. Raises `Unmeasurable` when its values cannot be read"
     if not isinstance(x, torch.Tensor): raise TypeError(f"summarize measures a tensor, got a {type(x).__name__}. For arrays there is Summary.of.")
-    with torch.no_grad(), torch.autocast(x.device.type, enabled=False): v = read(x, wanted)
+    kind = x.device.type if torch.amp.is_autocast_available(x.device.type) else 'cpu' # a meta tensor has a device that autocast does not know
+    with torch.no_grad(), torch.autocast(kind, enabled=False): v = read(x, wanted)
     return Summary(v if isinstance(v, np.ndarray) else v.cpu())
