@@ -11,11 +11,11 @@ ready := $(VENV)/.ready
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 endif
 
-.PHONY: all sync save lint test docs check wheel demo clean help
+.PHONY: all sync save lint test docs check wheel demo bench clean help
 .NOTPARALLEL:
 all: sync lint test docs # All that a change needs: sync, lint, test and docs
 
-sync save lint test docs check wheel demo: $(ready)
+sync save lint test docs check wheel demo bench: $(ready)
 
 $(VENV)/.ready: settings.ini setup.py pyproject.toml constraints.txt
 	@echo "Installing into $(VENV): a few minutes the first time"
@@ -54,6 +54,9 @@ wheel: # Build the package into dist/, and import it where nothing else is insta
 
 demo: # Train a small model on real data, and look inside
 	python examples/digits.py
+
+bench: # Measure what recording costs: `make bench BENCH='alexnet --quick'` for some of it
+	python -m benchmarks $(BENCH)
 
 clean: # Remove what the other targets build, but for the environment
 	rm -rf build dist docs/_build .coverage* .hypothesis .pytest_cache .ruff_cache

@@ -1,0 +1,1 @@
+"What torchember costs: `make bench`, or `python -m benchmarks --list`"

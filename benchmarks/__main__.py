@@ -1,0 +1,53 @@
+"`python -m benchmarks`: measure, print, save"
+import argparse
+import json
+import sys
+from datetime import date
+from pathlib import Path
+
+from .machine import versions
+from .registry import load
+from .runner import run_row
+from .table import columns_text, save, text
+
+
+def arguments(argv):
+    p = argparse.ArgumentParser('python -m benchmarks', description='Measure what torchember costs. A whole run is saved as latest.json and latest.md')
+    p.add_argument('rows', nargs='*', metavar='ROW', help='which rows; all of them without it')
+    p.add_argument('--quick', action='store_true', help='few repetitions: does it run, and about how much is it')
+    p.add_argument('--list', action='store_true', help='say which rows there are')
+    p.add_argument('--threads', type=int, default=1, help='threads of torch (1)')
+    p.add_argument('--update', action='store_true', help='put the rows into latest.json, in place of those that are there')
+    p.add_argument('--rows-of', default='benchmarks.rows', metavar='MODULE', help='a module with other rows')
+    p.add_argument('--results', type=Path, default=Path(__file__).with_name('results'), metavar='FOLDER', help='where to save')
+    return p, p.parse_args(argv)
+
+
+def updated(old, new):
+    "`old` with the rows of `new`; what was measured with other versions does not belong into one table"
+    if old['versions']!=new['versions']: raise SystemExit(f"latest.json is of other versions: {old['versions']}. Measure all rows.")
+    rows = {r['row']: r for r in new['rows']}
+    return new | {'rows': [rows.pop(r['row'], r) for r in old['rows']] + list(rows.values())}
+
+
+def main(argv=None):
+    parser,a = arguments(argv)
+    rows = load(a.rows_of)
+    if a.list: return print(columns_text([(n, title) for n,(title,_) in rows.items()]))
+    for n in a.rows:
+        if n not in rows: parser.error(f"no row {n!r}. Rows: {', '.join(rows)}")
+    done = []
+    for n in a.rows or rows:
+        print(f'{n}: {rows[n][0]} ...', end=' ', file=sys.stderr, flush=True)
+        done.append(run_row(n, rows[n][0], a.rows_of, a.quick, a.threads))
+        print(f"{done[-1]['wall']:.0f} s", file=sys.stderr)
+        if 'error' in done[-1]: print(done[-1]['trace'], file=sys.stderr)
+    result = dict(date=str(date.today()), quick=a.quick, versions=versions(a.threads), rows=done)
+    name = 'partial' if a.quick or (a.rows and not a.update) else 'latest'
+    if a.rows and name=='latest': result = updated(json.loads((a.results/'latest.json').read_text()), result)
+    save(result, a.results, name)
+    print(f'\n{text(result)}\n\nSaved as {name}.json and {name}.md')
+    return any('error' in r for r in done)
+
+
+if __name__=='__main__': sys.exit(main())

@@ -1,0 +1,43 @@
+"What the machine says of this process, and of itself"
+import os
+import platform
+import sys
+from importlib import import_module
+from pathlib import Path
+
+unknown = 'unknown'
+
+
+def status(key):
+    "Bytes that Linux counts for this process: VmRSS is what it holds, VmHWM the most that it ever held"
+    try: lines = Path('/proc/self/status').read_text().splitlines()
+    except OSError: raise OSError(f"{key} is read from /proc/self/status, which only Linux has. The other rows run everywhere.") from None
+    return next(1024*int(l.split()[1]) for l in lines if l.startswith(key))
+
+
+def descriptors(): return len(os.listdir('/proc/self/fd'))
+
+
+def cpu_name():
+    "What the processor calls itself"
+    try: return next(l.split(':')[1].strip() for l in Path('/proc/cpuinfo').read_text().splitlines() if l.startswith('model name'))
+    except (OSError, StopIteration): return platform.processor() or platform.machine() or unknown
+
+
+def versions(threads):
+    "Where the numbers come from; no name of a host, a user or a folder"
+    def version(name):
+        try: return import_module(name).__version__
+        except ImportError: return unknown
+    return dict(python=platform.python_version(), **{n: version(n) for n in ('torch', 'numpy', 'pandas', 'torchember')},
+        system=f'{platform.system()} {platform.machine()}', cpu=f'{cpu_name()}, {os.cpu_count()} cores', threads=threads)
+
+
+def interpreter(code):
+    "CPU seconds of a fresh interpreter that runs `code`"
+    import resource
+    import subprocess
+    def spent(): u = resource.getrusage(resource.RUSAGE_CHILDREN); return u.ru_utime+u.ru_stime
+    start = spent()
+    subprocess.run([sys.executable, '-c', code], check=True)
+    return spent()-start

@@ -1,0 +1,98 @@
+"What is trained"
+import ctypes
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .timing import seconds
+
+
+class AlexNet(nn.Module):
+    "As torchvision has it"
+    def __init__(self, classes=1000):
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 64, 11, 4, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2),
+            nn.Conv2d(64, 192, 5, padding=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2),
+            nn.Conv2d(192, 384, 3, padding=1), nn.ReLU(inplace=True),
+            nn.Conv2d(384, 256, 3, padding=1), nn.ReLU(inplace=True),
+            nn.Conv2d(256, 256, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2))
+        self.avgpool = nn.AdaptiveAvgPool2d(6)
+        self.classifier = nn.Sequential(nn.Dropout(), nn.Linear(256*6*6, 4096), nn.ReLU(inplace=True),
+            nn.Dropout(), nn.Linear(4096, 4096), nn.ReLU(inplace=True), nn.Linear(4096, classes))
+
+    def forward(self, x): return self.classifier(torch.flatten(self.avgpool(self.features(x)), 1))
+
+
+def alexnet(batch=8):
+    "AlexNet and its loss on one batch"
+    model,x,y = AlexNet(),torch.randn(batch, 3, 224, 224),torch.randint(1000, (batch,))
+    return model, lambda: F.cross_entropy(model(x), y)
+
+
+def gpt2():
+    "A GPT-2 of 3.7 million parameters, with random weights, on 4 texts of 128 tokens"
+    from transformers import GPT2Config, GPT2LMHeadModel
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=2000, n_positions=128, n_embd=256, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0))
+    x = torch.randint(2000, (4, 128))
+    return model, lambda: model(x, labels=x, use_cache=False).loss
+
+
+def mlp(layers, width=8, batch=4):
+    "`layers` modules, half of them linear and half tanh"
+    model,x = nn.Sequential(*(nn.Linear(width, width) if i%2==0 else nn.Tanh() for i in range(layers))),torch.randn(batch, width)
+    return model, lambda: model(x).square().mean()
+
+
+def keep_memory():
+    """Let the C library keep what is freed. Else AlexNet's gradients are asked of the kernel anew each step:
+    a quarter of the time of a step, and most of its noise"""
+    trim_threshold,mmap_max,top_pad = -1,-4,-2
+    try: mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError): return # not glibc
+    mallopt(mmap_max, 0)
+    mallopt(trim_threshold, -1)
+    mallopt(top_pad, 1<<26)
+
+
+class Training:
+    "A model and its loop: one step at a time, armed and not"
+    def __init__(self,
+        model, # The model
+        loss, # Function that runs it and gives the loss
+        says_step=True, # Whether the loop calls `te.step()` when it is armed
+        warm=1, # Steps before those that are measured
+        steps=1, # Steps that are measured together
+        **how # How it is armed
+    ):
+        from torchember import torchEmber
+        keep_memory()
+        self.model,self.loss,self.says_step,self.warm,self.steps = model,loss,says_step,warm,steps
+        self.opt = torch.optim.SGD(model.parameters(), lr=1e-4)
+        self.te = torchEmber(model, **how)
+        self.te.disarm()
+
+    def step(self):
+        loss = self.loss()
+        self.opt.zero_grad()
+        loss.backward()
+        if self.says_step and self.te.armed: self.te.step()
+        self.opt.step()
+
+    def measured(self):
+        "CPU seconds a step; what the writer has to write of it is in there"
+        for _ in range(self.warm): self.step()
+        self.te.t.file.barrier()
+        def run():
+            for _ in range(self.steps): self.step()
+            self.te.t.file.barrier()
+        return seconds(run)/self.steps
+
+    def bare(self):
+        self.te.disarm()
+        return self.measured()
+
+    def armed(self):
+        self.te.arm()
+        return self.measured()

@@ -1,0 +1,230 @@
+"The rows: each is a function that measures in a process of its own and gives its lines"
+import gc
+import json
+import os
+import random
+import threading
+from pathlib import Path
+from time import process_time
+
+import torch
+
+from . import machine
+from .models import Training, alexnet, gpt2, mlp
+from .registry import line, row
+from .table import number
+from .timing import added, pairs, ratios, seconds, slowness, spread
+
+torch.manual_seed(0)
+never = dict(every=lambda step: False)
+
+
+def compare(bare, armed, quick, budget, least=8): return pairs(bare, armed, budget/20 if quick else budget, min(least, 3) if quick else least)
+def home(): return os.environ['TORCHEMBER_HOME']
+
+
+# ---- whether to believe the others
+
+@row('control', 'AlexNet against itself, and against itself with 1% more to do')
+def control(quick):
+    t = Training(*alexnet(), warm=0)
+    ps = compare(t.measured, t.measured, quick, 25)
+    yield line('nothing added', unit='%', at_least=-.5, at_most=.5, note='what this machine makes of no difference at all', **added(ps))
+    extra = spread(b for b,_ in ps)['value']/100
+    def longer():
+        end = process_time()+extra
+        while process_time()<end: pass
+    ps = compare(t.measured, lambda: t.measured()+seconds(longer), quick, 25)
+    yield line('1% added', unit='%', at_least=.5, at_most=1.5, note='by a busy loop: this should read 1%', **added(ps))
+
+
+# ---- one tensor
+
+@row('summary', 'a summary of a float32 tensor against x.sum()')
+def summary(quick):
+    from torchember import summarize
+    for n,times in ((1<<24, 1), (1<<16, 100)):
+        x = torch.randn(n)
+        for name,wanted in (('basic', ('basic',)), ('full', None)):
+            def measure(x=x, wanted=wanted): summarize(x, wanted) if wanted else summarize(x)
+            rep = times if wanted or n<1<<20 else 1
+            ps = compare(lambda: seconds(x.sum, times), lambda: seconds(measure, rep), quick, 4, 5) # noqa: B023
+            size,bar = ('16M numbers', 2.5) if n==1<<24 else ('64k numbers, in the cache', None)
+            note = f"x.sum() takes {number(spread(1e6*b for b,_ in ps)['value'], 'us')}"
+            yield line(f'{name}, {size}', unit='x', at_most=bar, note=note, **ratios(ps))
+
+
+@row('tap', 'one tap on a tiny tensor, in eager mode')
+def tap(quick):
+    from torchember.measure.tap import Arena, observe
+    arena,xs = Arena(),[torch.randn(64) for _ in range(80)]
+    taps = [arena.tap(i) for i in range(len(xs))]
+    def one_pass():
+        for x,t in zip(xs, taps, strict=True): observe(x, t)
+    def measured():
+        arena.begin()
+        out = seconds(one_pass)
+        arena.take()
+        return 1e6*out/len(xs)
+    for _ in range(20): measured()
+    yield line('observe(x, tap), 64 numbers', unit='us', at_most=25, **spread(measured() for _ in range(200 if quick else 2000)))
+    t = Training(*mlp(20), warm=2, steps=10)
+    ps = compare(t.bare, t.armed, quick, 12)
+    n = len(t.te.t.latest_line_list())
+    yield line('a row of an armed MLP, from the tensor to the file', unit='us', at_most=25,
+        note=f'all that a step of 20 tiny layers takes more, the writer included, over its {n} rows', **spread(1e6*(a-b)/n for b,a in ps))
+
+
+# ---- whole models
+
+def recorded(what, quick, budget, bar=None, note='', least=8, **how):
+    "A line: AlexNet with inputs, outputs, weights and weight gradients each step"
+    t = Training(*alexnet(), **how)
+    ps = compare(t.bare, t.armed, quick, budget, least)
+    rows = len(t.te.t.latest_line_list())
+    return line(what, unit='%', at_most=bar, note=f"{rows} rows a step of {1e3*spread(b for b,_ in ps)['value']:.0f} ms{note}", **added(ps))
+
+
+@row('alexnet', 'AlexNet, batch 8: inputs, outputs, weights and weight gradients each step')
+def alexnet_recorded(quick): yield recorded('AlexNet, te.step()', quick, 35, bar=10)
+
+
+@row('alexnet-default', 'the same, steps closed by the next pass')
+def alexnet_default(quick):
+    yield recorded('AlexNet, by passes', quick, 35, bar=10, note='; the gradients of the step before are found', says_step=False)
+
+
+@row('alexnet-full', "the same as alexnet with stats='full'")
+def alexnet_full(quick): yield recorded("AlexNet, stats='full'", quick, 20, least=2 if quick else 5, stats='full')
+
+
+@row('off', 'armed, but no step is recorded')
+def off(quick):
+    t = Training(*mlp(200), warm=0, steps=10, **never)
+    ps = compare(t.bare, t.armed, quick, 10)
+    each = spread((a-b)/len(t.te.tracks) for b,a in ps)['value']
+    yield line('MLP of 200 tiny layers, off schedule', unit='%', note=f'{1e6*each:.2g} us for each of its {len(t.te.tracks)} modules', **added(ps))
+    for name,made,budget in (('AlexNet', alexnet, 40), ('GPT-2', gpt2, 30)):
+        t = Training(*made(), warm=0, **never)
+        ps = compare(t.bare, t.armed, quick, budget)
+        modules,step = len(t.te.tracks),spread(b for b,_ in ps)['value']
+        note = f'{modules} modules in {1e3*step:.0f} ms: at {1e6*each:.2g} us for each that is {100*each*modules/step:.2g}%, too little to be seen directly'
+        yield line(f'{name}, off schedule', unit='%', at_most=.5, note=note, **added(ps))
+
+
+@row('arming', '10 000 modules')
+def arming(quick):
+    from torch import nn
+
+    from torchember import torchEmber
+    model = nn.Sequential(*(nn.Sequential(*(nn.Linear(1, 1) for _ in range(99))) for _ in range(10 if quick else 100)))
+    on,off = [],[]
+    for _ in range(3 if quick else 7):
+        start = process_time()
+        te = torchEmber(model)
+        armed = process_time()
+        te.disarm()
+        on.append(armed-start); off.append(process_time()-armed)
+        te.close()
+    n = sum(1 for _ in model.modules())
+    yield line(f'arming {n} modules', unit='s', **spread(on))
+    yield line(f'disarming {n} modules', unit='s', **spread(off))
+
+
+# ---- the log
+
+def a_row(i):
+    "A row as AlexNet gives it"
+    x = random.random()
+    return dict(shape=[8, 64, 55, 55], mean=x, std=x/3, max=4*x, min=-x, module=f'model(AlexNet).features(Sequential).{i%13}(Conv2d)', ts='2026-11-21 03:37:05',
+        ttype='output', tname='output_0', step=i//80, call=0, dtype='float32')
+
+
+@row('writing', 'rows to the file, against open, json.dumps, append and close for each row')
+def writing(quick):
+    from torchember import emberTracker
+    n,made = 2000,[0]
+    rows = [a_row(i) for i in range(n)]
+    def fresh():
+        made[0] += 1
+        return emberTracker(f'run{made[0]}')
+    def by_hand():
+        path = Path(home())/'by_hand.jsonl'
+        for r in rows:
+            with open(path, 'a') as f: f.write(json.dumps(r)+'\n')
+        path.unlink()
+    def one_by_one(t):
+        for r in rows: t(r)
+        t.close()
+    def by_step(t):
+        for i in range(0, n, 80): t.put(lambda i=i: rows[i:i+80], True)
+        t.close()
+    def timed(f): t = fresh(); out = seconds(lambda: f(t)); t.log_path.unlink(); return out
+    for what,f in (('as an ember does, 80 rows a step', by_step), ('one by one, t(row)', one_by_one)):
+        ps = compare(lambda: seconds(by_hand), lambda: timed(f), quick, 6) # noqa: B023
+        rate = n/spread(a for _,a in ps)['value']
+        note = f'{rate:,.0f} rows a second of CPU time; 10x is the bar for the extra `fast`, which there is not yet'
+        yield line(what, unit='x', note=note, **slowness(ps))
+
+
+def a_log(n):
+    "A finished run of `n` rows"
+    from torchember import emberTracker
+    from torchember.record import dump_row
+    t = emberTracker('long')
+    t.log.mkdir(parents=True)
+    with open(t.log_path, 'w') as f:
+        for i in range(n): f.write(dump_row(a_row(i))+'\n')
+    return t
+
+
+@row('reading', 'a million rows into a DataFrame, against json.loads for each line and pd.DataFrame')
+def reading(quick):
+    import pandas as pd
+    n = 100_000 if quick else 1_000_000
+    t = a_log(n)
+    def by_hand():
+        with open(t.log_path) as f: return pd.DataFrame([json.loads(l) for l in f])
+    ps = pairs(lambda: seconds(by_hand), lambda: seconds(lambda: t.df), 0, least=3, warm=False)
+    yield line(f'{n} rows, te.t.df', unit='x', at_least=4, note=f"{spread(a for _,a in ps)['value']:.1f} s of CPU time", **slowness(ps))
+
+
+@row('reading-memory', 'the most memory that reading a million rows takes, against the frame')
+def reading_memory(quick):
+    import pandas # noqa: F401 which is not part of the frame
+    n = 100_000 if quick else 1_000_000
+    t = a_log(n)
+    before = machine.status('VmRSS')
+    df = t.df
+    most,frame = machine.status('VmHWM')-before,int(df.memory_usage(deep=True).sum())
+    yield line(f'{n} rows, memory', most/frame, 'x', at_most=3, note=f'{most/1e6:,.0f} MB for a frame of {frame/1e6:,.0f} MB')
+
+
+# ---- a long run
+
+@row('steps', '10 000 armed steps of a small MLP: what has grown')
+def steps(quick):
+    first,last = (500, 2500) if quick else (2000, 10_000)
+    t = Training(*mlp(6))
+    def held():
+        t.te.t.barrier()
+        gc.collect()
+        return machine.status('VmRSS'), threading.active_count(), machine.descriptors()
+    def grown(n):
+        for _ in range(first): t.step()
+        before = held()
+        for _ in range(n-first): t.step()
+        return [b-a for a,b in zip(before, held(), strict=True)]
+    bare = grown(last)[0]
+    t.te.arm()
+    memory,threads,files = grown(last)
+    span = f'step {first} to {last}'
+    yield line(f'memory, {span}', memory/1e6, 'MB', at_most=1, note=f'the same steps unarmed: {bare/1e6:.2g} MB; {t.te.t.file.rows} rows were written')
+    yield line(f'threads, {span}', threads, '', at_most=0)
+    yield line(f'open files, {span}', files, '', at_most=0)
+
+
+@row('import', 'import torchember, against an interpreter that does nothing')
+def imports(quick):
+    ps = compare(lambda: machine.interpreter('pass'), lambda: machine.interpreter('import torchember'), quick, 8)
+    yield line('import torchember', unit='ms', note='CPU time more than python -c pass', **spread(1e3*(a-b) for b,a in ps))

@@ -1,0 +1,86 @@
+"The plumbing of benchmarks/: rows run in a process of their own, and become a table. Nothing here depends on how fast anything is."
+import json
+from pathlib import Path
+
+import pytest
+
+root = Path(__file__).parents[1]
+fake = '''
+import os
+from benchmarks.registry import line, row
+
+@row('fake', 'two numbers')
+def two(quick):
+    print('noise')
+    yield line('pid', os.getpid(), '')
+    yield line('quick' if quick else 'slow', 4.2, '%', at_most=10, note='a note', interval=[3, 12], quartiles=[4, 5], n=7)
+
+@row('broken', 'nothing')
+def broken(quick): raise ValueError('no such luck')
+'''
+
+
+@pytest.fixture
+def rows(tmp_path, monkeypatch):
+    "A module of rows that this process and its children can import, and the folder for results"
+    (tmp_path/'fake_rows.py').write_text(fake)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.syspath_prepend(str(root))
+    monkeypatch.setenv('PYTHONPATH', str(tmp_path))
+    return ['--rows-of', 'fake_rows', '--results', str(tmp_path/'results')]
+
+
+def test_a_row_runs_elsewhere(rows):
+    import os
+
+    from benchmarks.runner import run_row
+    r = run_row('fake', module='fake_rows', quick=True)
+    pid,other = r['lines']
+    assert pid['value']!=os.getpid() and pid['verdict'] is None
+    assert (other['what'], other['verdict'], other['sure']) == ('quick', 'holds', False)
+
+
+def test_a_run_is_printed_and_saved(rows, tmp_path, capsys):
+    from benchmarks.__main__ import main
+    assert main([*rows, 'fake', '--quick'])==0
+    said = capsys.readouterr().out
+    assert '+4.20%' in said and 'holds, within noise' in said and 'python 3.' in said and '+3.00% to +12%' in said
+    saved = json.loads((tmp_path/'results/partial.json').read_text())
+    assert saved['rows'][0]['lines'][1]['at_most']==10
+    page = (tmp_path/'results/partial.md').read_text()
+    assert '<= +10%' in page and '- quick: a note' in page
+    assert str(Path.home()) not in page+json.dumps(saved)
+
+
+def test_a_row_that_fails_is_a_line_that_says_so(rows, tmp_path, capsys):
+    from benchmarks.__main__ import main
+    assert main(rows)==1
+    out,err = capsys.readouterr()
+    assert 'failed: ValueError: no such luck' in out and 'Traceback' in err and '+4.20%' in out
+    latest = tmp_path/'results/latest.json'
+    assert 'Traceback' not in latest.read_text()
+    before = json.loads(latest.read_text())['rows']
+    assert main([*rows, 'fake', '--update'])==0
+    after = json.loads(latest.read_text())['rows']
+    assert [r['row'] for r in after]==['fake', 'broken'] and after[1]==before[1] and after[0]!=before[0]
+
+
+def test_list_and_names(rows, capsys):
+    from benchmarks.__main__ import main
+    main([*rows, '--list'])
+    assert capsys.readouterr().out.splitlines()==['fake    two numbers', 'broken  nothing']
+    main(['--list'])
+    assert {'control', 'alexnet', 'off', 'reading', 'steps'} <= {l.split()[0] for l in capsys.readouterr().out.splitlines()}
+    with pytest.raises(SystemExit): main([*rows, 'faek'])
+    assert "no row 'faek'. Rows: fake, broken" in capsys.readouterr().err
+
+
+def test_the_median_and_its_interval(rows):
+    from benchmarks.timing import interval, pairs, quartiles, spread
+    assert interval(range(9))==[1, 7] # 8 of 9 on one side has a p-value of .039, 7 of 9 one of .18: scipy.stats.binomtest
+    assert interval(range(3))==[0, 2]
+    assert quartiles(range(9))==[2, 6]
+    assert spread([3, 1, 2])['value']==2
+    turns = []
+    assert pairs(lambda: turns.append('b') or 1, lambda: turns.append('a') or 2, 0, least=3)==[(1, 2)]*3
+    assert ''.join(turns)=='ba'+'ba'+'ab'+'ba'
