@@ -1,0 +1,509 @@
+"""The log under everything that users and machines do to it. LOG_KILLS, LOG_STEPS and LOG_FORKS set how much of it"""
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchember import torchEmber
+from torchember.record import EmberWarning
+from torchember.store import base
+from torchember.store.jsonl import Log, emberTracker, new_run
+
+kills,steps,forks = (int(os.environ.get(f'LOG_{k}', n)) for k,n in (('KILLS', 40), ('STEPS', 2000), ('FORKS', 20)))
+
+
+# ---- processes: one imports everything and forks the others, which saves each of them seconds
+
+nursery = """
+import json, os, sys, tempfile, threading, time, warnings
+import pandas, torch, torchember.core
+from torchember import torchEmber
+from torchember.store.jsonl import Log, emberTracker, writer
+torch.set_num_threads(1)
+model,x = torch.nn.Linear(2, 1),torch.ones(1, 2)
+with tempfile.TemporaryDirectory() as d, torchEmber(model, home=d) as te: # warm
+    model(x).sum().backward()
+    te.t.df, te.t.latest_df
+del te
+model.zero_grad()
+for line in sys.stdin:
+    job = json.loads(line)
+    if 'wait' in job: print(os.waitstatus_to_exitcode(os.waitpid(job['wait'], 0)[1]), flush=True); continue
+    pid = os.fork()
+    if pid: print(pid, flush=True); continue
+    for n,f in ((1, 'out'), (2, 'err')): os.dup2(os.open(job[f], os.O_CREAT | os.O_WRONLY | os.O_APPEND), n)
+    os.environ['TORCHEMBER_HOME'] = job['home']
+    warnings.simplefilter(job['filter'], UserWarning)
+    break
+exec(job['code'])
+"""
+
+
+class Child:
+    "A process of its own that has imported everything: runs `code` and ends as a script does"
+    def __init__(self, server, code, home, filter='default'):
+        self.server,self.out,self.err = server,Path(f'{home}.{next(number)}.out'),Path(f'{home}.{next(number)}.err')
+        self.pid = int(server.ask(dict(code=code, home=str(home), out=str(self.out), err=str(self.err), filter=filter)))
+
+    def wait(self):
+        code = int(self.server.ask({'wait': self.pid}))
+        return code, self.out.read_text(), self.err.read_text()
+
+    def kill(self):
+        os.kill(self.pid, signal.SIGKILL)
+        return self.wait()
+
+    def until(self, word):
+        end = time.time()+60
+        while word not in (self.out.read_text() if self.out.exists() else ''):
+            assert time.time()<end, self.err.read_text()
+            time.sleep(.002)
+
+
+class Server:
+    def __init__(self):
+        env = {**os.environ, 'OMP_NUM_THREADS': '1'}
+        self.p = subprocess.Popen([sys.executable, '-c', nursery], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def ask(self, job):
+        self.p.stdin.write(json.dumps(job)+'\n')
+        self.p.stdin.flush()
+        return self.p.stdout.readline()
+
+    def __call__(self, code, home, **kwargs): return Child(self, code, home, **kwargs)
+
+
+number = itertools.count()
+
+
+@pytest.fixture(scope='module')
+def child():
+    server = Server()
+    yield server
+    server.p.kill()
+    server.p.communicate()
+
+
+def logs(home): return sorted(p for p in (Path(home)/'log').iterdir() if not p.name.endswith('_latest') and p.name[0]!='.')
+def whole(path): return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+# ---- killed
+
+trained = """
+te = torchEmber(model, name=os.path.basename(os.environ['TORCHEMBER_HOME']))
+for i in range(10**9):
+    model(x)
+    if i%7==0: (te.t.lines, te.t.refresh, te.t.barrier, lambda: te.t.df)[i//7%4](); print(i, flush=True) # after a barrier
+    te.mark(i=i)
+    if i%50==0: te.t['notes'] = {'i': i, 'long': 'x'*1000}
+"""
+
+
+def test_killed_at_any_moment(tmp_path, child):
+    "SIGKILL: what was there at a barrier is there, every file can be read, and the run goes on"
+    draw,barriers = random.Random(0),0
+    for k in range(kills):
+        c = child(trained, tmp_path/f'run{k}')
+        if k%2: c.until('0')
+        time.sleep(draw.uniform(0, .1))
+        code,said,err = c.kill()
+        assert code==-signal.SIGKILL, err
+        after(tmp_path/f'run{k}', f'run{k}', said)
+        barriers += bool(said)
+    print(f'{kills} kills, {barriers} after a barrier')
+    assert barriers>=kills//2 # else nothing was tried
+
+
+def after(home, name, said):
+    t = emberTracker(name, home)
+    rows = t.lines()
+    last = max((int(i) for i in said.split() if i.isdigit()), default=-1)
+    assert {r['step'] for r in rows}>=set(range(last+1)), (name, last, len(rows))
+    assert t.torn<=1
+    for step in range(last): assert sum(r['step']==step for r in rows)==4
+    for p in (home/'data').glob('*.json'): json.loads(p.read_text())
+    if t.latest.exists(): assert whole(t.latest)
+    t + {'again': 1}
+    assert t.lines()[-1]=={'again': 1} and len(t.df)==len(rows)+1
+
+
+# ---- disks
+
+@pytest.fixture
+def small(tmp_path):
+    "A disk of 2 MB"
+    place = tmp_path/'small'
+    place.mkdir()
+    if subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=2m', 'tmpfs', place], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    yield place
+    subprocess.run(['umount', '-l', place], check=True)
+
+
+def said_of(record): return [str(w.message) for w in record if issubclass(w.category, EmberWarning)]
+
+
+def test_full_disk(small, monkeypatch):
+    "Training goes on, one warning; when there is room, everything is there and no line is torn"
+    model,x = torch.nn.Linear(2, 1),torch.ones(1, 2)
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter('always')
+        te = torchEmber(model, home=small)
+        model(x)
+        assert len(te.t.df)==4
+        ballast = small/'ballast'
+        with open(ballast, 'wb', buffering=0) as f:
+            try:
+                while True: f.write(bytes(4096))
+            except OSError: pass
+        for i in range(600):
+            model(x)
+            if i%100==0: te.t.refresh()
+        assert te.t.file.waiting and len(te.t.lines())==601*4 and len(te.t.df)==601*4 # also what is in memory
+        assert te.t.latest_df.step.max()==600
+        ballast.unlink()
+        end = time.time()+10
+        while te.t.file.waiting and time.time()<end: time.sleep(.05) # by itself, without another row
+        assert not te.t.file.waiting
+        for _ in range(10): model(x)
+        te.close()
+    [said] = said_of(record)
+    assert 'No space left' in said and 'Make room' in said
+    assert [r['step'] for r in whole(te.t.log_path)]==[i for i in range(611) for _ in range(4)]
+    assert {r['step'] for r in whole(te.t.latest)}=={610}
+    assert json.loads((small/'data'/f'vis_{te.fname}.json').read_text())
+
+
+def test_beyond_the_limit_is_counted(small, monkeypatch):
+    "What does not fit into memory is dropped, counted and said"
+    monkeypatch.setattr(Log, 'keep', 20_000)
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter('always')
+        t = emberTracker('full', small)
+        t + {'i': -1}
+        t.barrier()
+        with open(small/'ballast', 'wb', buffering=0) as f:
+            try:
+                while True: f.write(bytes(4096))
+            except OSError: pass
+        for i in range(100): t + {'i': i, 'text': 'x'*1000}
+        t.barrier()
+        (small/'ballast').unlink()
+        t.barrier()
+        t + {'i': 100}
+        got = [r['i'] for r in t.lines()]
+    first,then = said_of(record)
+    lost = 101-(len(got)-1)
+    assert 'No space left' in first and f'{lost} rows were lost' in then and lost>50
+    assert got==[*range(-1, len(got)-2), 100] and len(whole(t.log_path))==len(got)
+
+
+def test_a_disk_that_takes_a_part(tmp_path, child):
+    "Part of an append is taken back, and nothing is written twice: with a limit on the size of a file, where nothing can be mounted"
+    code = """
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
+t = emberTracker('a')
+for i in range(30): t + {'i': i, 'text': 'x'*300}; t.barrier()
+size = t.log_path.stat().st_size
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,)*2)
+t + {'i': 30}
+t.barrier()
+print(size)
+"""
+    code,out,err = child(code, tmp_path).wait()
+    assert code==0 and int(out)<=5000 and err.count('cannot write')==1, err
+    assert [r['i'] for r in whole(tmp_path/'log'/'a')]==list(range(31))
+
+
+without_names = "for k in ('HOME', 'USER', 'LOGNAME', 'LNAME', 'USERNAME', 'TORCHEMBER_HOME'): os.environ.pop(k, None)"
+broken_home = "\nfor i in range(30): model(x); te.t.refresh()\nprint('trained', len(te.t.lines()), len(te.t.df))"
+
+
+@pytest.mark.parametrize('what', ['file', 'file for data', 'readonly', 'unreadable', 'nobody'])
+def test_a_home_that_refuses(tmp_path, what, child):
+    "One warning with what to do, and training goes on"
+    home = tmp_path/'home'
+    home.mkdir()
+    first = "te = torchEmber(model)"
+    if what=='file': (home/'log').write_text('a file in place of the folder')
+    elif what=='file for data': (home/'data').write_text('a file in place of the folder')
+    elif what=='readonly':
+        if subprocess.run(['mount', '-t', 'tmpfs', '-o', 'ro', 'tmpfs', home], capture_output=True).returncode: pytest.skip("needs the right to mount a tmpfs")
+    else:
+        if os.getuid()==0: first = f"os.setuid({54321 if what=='nobody' else 65534})\n{first}"
+        elif what=='nobody': pytest.skip("needs root, to become a user without a name")
+        for p in (tmp_path, *tmp_path.parents[:2]): p.chmod(0o777)
+        home.chmod(0)
+    if what=='nobody': first = f"{without_names}\nimport tempfile; tempfile.tempdir = {str(tmp_path)!r}\n{first}"
+    code,out,err = child(first+broken_home, home).wait()
+    if what=='readonly': subprocess.run(['umount', '-l', home], check=True)
+    home.chmod(0o755)
+    assert code==0 and 'trained 120 120' in out, err
+    assert err.count('Warning')-('are lost' in err)==1 and 'TORCHEMBER_HOME' in err, err # at the end it says what is lost for good
+    assert ('120 rows could not be written' in err)==(what in ('file', 'readonly', 'unreadable')), err
+    if what=='file for data': assert len(whole(logs(home)[0]))==120
+    if what=='nobody': assert len(whole(logs(tmp_path/'torchember-54321')[0]))==120
+
+
+def test_removed_under_a_live_run(tmp_path):
+    "A log, and its folder, and the whole home: begun again"
+    t = emberTracker('a', tmp_path/'home')
+    for i,remove in enumerate((lambda: t.log_path.unlink(), lambda: shutil.rmtree(t.log), lambda: shutil.rmtree(t.dir))):
+        (t + {'i': i}).barrier()
+        remove()
+        assert t.lines()==[] and t.df.empty
+        t.refresh()
+        (t + {'i': i+10}).refresh()
+        assert t.lines()==[{'i': i+10}]==t.latest_line_list()
+
+
+# ---- many at a time
+
+def test_eight_threads(tmp_path):
+    "No row is lost, and no two lines are mixed"
+    t = emberTracker('a', tmp_path)
+    def write(k):
+        for i in range(1500): t + {'k': k, 'i': i, 'text': 'x'*(i%200)}
+    ts = [threading.Thread(target=write, args=(k,)) for k in range(8)]
+    for th in ts: th.start()
+    while any(th.is_alive() for th in ts): assert len(t.df)<=12_000
+    rows = t.lines()
+    assert not t.torn and len(rows)==12_000==t.file.rows
+    for k in range(8): assert [r['i'] for r in rows if r['k']==k]==list(range(1500))
+
+
+def test_the_same_name_in_two_processes(tmp_path, child):
+    "Who comes second gets a number, and is told"
+    wait = "while not os.path.exists(os.environ['TORCHEMBER_HOME']+'/go'): time.sleep(.01)\n"
+    code = f"te = torchEmber(model, name='same')\nprint('ready', flush=True)\n{wait}\nfor _ in range(20): model(x)\nte.close()\nprint(te.fname)"
+    ps = [child(code, tmp_path/'home') for _ in range(2)]
+    for p in ps: p.until('ready')
+    (tmp_path/'home').mkdir()
+    (tmp_path/'home'/'go').touch()
+    done = [p.wait() for p in ps]
+    assert sorted(out.split()[-1] for _,out,_ in done)==['same', 'same_2'] and [len(whole(p)) for p in logs(tmp_path/'home')]==[80, 80]
+    assert sum("this one is called 'same_2'" in err for *_,err in done)==1
+    assert len(list((tmp_path/'home'/'data').glob('structure_same*.json')))==2
+
+
+def test_read_while_written(tmp_path, child):
+    "A reader sees whole rows, in order, and more of them each time"
+    p = child("te = torchEmber(model, name='live')\nprint('go', flush=True)\nwhile True: model(x)", tmp_path)
+    p.until('go')
+    while not (tmp_path/'log'/'live').exists() or not (tmp_path/'log'/'live').stat().st_size: time.sleep(.01)
+    t,last,end = emberTracker('live', tmp_path),0,time.time()+3
+    while time.time()<end:
+        rows = t.lines()
+        assert len(rows)>=last and all(len(r)>=11 for r in rows) and [r['step'] for r in rows]==sorted(r['step'] for r in rows)
+        last = len(rows)
+        df = t.df
+        assert len(df)>=last and df.step.is_monotonic_increasing and df['mean'].notna().all()
+        assert t.latest_df.empty or t.latest_df.step.nunique()==1
+    p.kill()
+    assert last>100
+
+
+def test_lines_that_are_not_whole(tmp_path):
+    "At the end, in the middle, not UTF-8, too deep, too long a number: passed over and counted"
+    t = emberTracker('a', tmp_path)
+    (t + {'a': 1}).barrier()
+    junk = [b'{"a": 2, "b', b'\xff\xfe{"a": 3}', b'{"a": "\xc3"}', b'\x00'*50, b'['*10_000]
+    junk += [b'{"a": %b}' % (b'1'*5000), b'{"a": "\\ud800"}', b'[]', b'"a"', b'{"a": 1}{"a": 2}']
+    with open(t.log_path, 'ab') as f: f.write(b'\n'.join(junk))
+    t + {'a': 4}
+    lines = t.lines()
+    assert lines[0]=={'a': 1} and lines[-1]=={'a': 4}
+    assert t.torn in (len(junk), len(junk)-1) and len(lines)==2+len(junk)-t.torn # a number of 5000 digits is one for orjson
+    assert t.df.a.tolist()[0]==1 and len(t.df)==len(lines)
+
+
+# ---- forks
+
+def test_workers_of_a_data_loader(tmp_path, child):
+    "Forked workers with an armed model neither hang nor write"
+    code = """
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 32
+    def __getitem__(self, i): return model(x.clone()).detach()
+te = torchEmber(model, name='a')
+for epoch in range(3):
+    for batch in torch.utils.data.DataLoader(Data(), num_workers=2, multiprocessing_context='fork'): model(x)
+te.close()
+print(sorted(set(os.listdir(te.t.log))))
+"""
+    code,out,err = child(code, tmp_path).wait()
+    assert code==0 and out.strip()=="['a', 'a_latest']", err
+    assert [r['step'] for r in whole(tmp_path/'log'/'a')]==[i for i in range(96) for _ in range(4)]
+
+
+def test_forks_while_rows_are_written(tmp_path, child):
+    "A fork may happen while the writer holds its locks: children end, read, and record runs of their own"
+    code = """
+te = torchEmber(model, name='a')
+stop = []
+def busy():
+    while not stop: te.t + {'busy': 1}
+threading.Thread(target=busy).start()
+children = []
+for i in range(forks):
+    model(x)
+    pid = os.fork()
+    if not pid:
+        model(x); te.t.lines(); te.t + {'child': i}
+        other = emberTracker(f'child{i}')
+        other + {'i': i}
+        if i%10==0:
+            with torchEmber(torch.nn.Linear(2, 1), name=f'model{i}') as mine: mine.model(x)
+        sys.exit(0) if i%2 else os._exit(0 if other.lines()==[{'i': i}] else 1)
+    children.append(pid)
+stop.append(1)
+end = time.time()+60
+for pid in children:
+    while os.waitpid(pid, os.WNOHANG)==(0, 0) and time.time()<end: time.sleep(.01)
+print('late' if time.time()>end else 'fine')
+if time.time()>end: [os.kill(pid, 9) for pid in children]
+te.close()
+"""
+    code,out,err = child(f'forks = {forks}\n{code}', tmp_path).wait()
+    assert code==0 and out.strip()=='fine', err
+    rows = whole(tmp_path/'log'/'a')
+    assert sum('module' in r for r in rows)==forks*4 and not any('child' in r for r in rows)
+    assert [whole(tmp_path/'log'/f'child{i}') for i in range(forks)]==[[{'i': i}] for i in range(forks)]
+    assert all(len(whole(tmp_path/'log'/f'model{i}'))==4 for i in range(0, forks, 10))
+    assert 'adds nothing to it' in err
+
+
+# ---- ends
+
+ends = {
+    'normal': '', 'exception': '1/0', 'exit': 'sys.exit(3)', 'dropped': 'del te, model',
+    'exit in a thread': 'th = threading.Thread(target=lambda: (model(x), sys.exit(1))); th.start(); th.join()',
+    'exception in a thread': 'th = threading.Thread(target=lambda: (model(x), 1/0)); th.start(); th.join()',
+    'thread that goes on': 'threading.Thread(target=lambda: (time.sleep(.3), model(x))).start()',
+    'step is open': 'te.step(); model(x)',
+}
+
+
+@pytest.mark.parametrize('filter', ['default', 'error'])
+def test_ends(tmp_path, filter, child):
+    "However a process ends by itself, its rows are there"
+    ps = {end: child('te = torchEmber(model)\nfor _ in range(3): model(x)\n'+code, tmp_path/end, filter=filter) for end,code in ends.items()}
+    for end,p in ps.items():
+        code,_,err = p.wait()
+        assert code=={'exception': 1, 'exit': 3}.get(end, 0), (end, err)
+        passes = 3+(end in ('exit in a thread', 'exception in a thread', 'thread that goes on', 'step is open'))
+        [log] = logs(tmp_path/end)
+        assert len(whole(log))==4*passes and {r['step'] for r in whole(log.with_name(log.name+'_latest'))}=={passes-1}, end
+
+
+def test_one_log_that_fails_does_not_take_others_along(tmp_path, child):
+    "At exit, with warnings as errors, every log has its turn; a thread cannot be started then any more"
+    code = """
+writer.start = lambda: False # as Python 3.12 and later have it at exit
+(bad := emberTracker('bad', home=os.environ['TORCHEMBER_HOME']+'/bad')).log.parent.mkdir(parents=True)
+bad.log.write_text('a file')
+ts = [emberTracker(f'good{i}') for i in range(5)]
+import atexit
+atexit.register(lambda: [t + {'i': 1} for t in (bad, *ts)])
+"""
+    code,out,err = child(code, tmp_path, filter='error').wait()
+    assert '1 rows could not be written' in err or 'cannot write' in err
+    assert [whole(p) for p in logs(tmp_path)]==[[{'i': 1}]]*5
+
+
+# ---- growth
+
+@pytest.mark.parametrize('disk', ['takes', 'refuses'])
+def test_no_growth(tmp_path, disk, child):
+    "Memory, threads and descriptors after thousands of steps are those after hundreds"
+    code = """
+import psutil
+Log.keep = 300_000
+me = psutil.Process()
+def use(): return me.memory_info().rss, me.num_threads(), me.num_fds()
+te = torchEmber(model)
+for i in range(steps):
+    if i==max(steps//4, 500): te.t.barrier(); begin = use()
+    model(x).sum().backward()
+te.t.barrier()
+print([b-a for a,b in zip(begin, use())], len(te.t.file.step), len(te.t.file.jobs))
+os._exit(0)
+"""
+    if disk=='refuses': (tmp_path/'log').write_text('a file')
+    code,out,err = child(f'steps = {steps}\n{code}', tmp_path).wait()
+    assert code==0, err
+    rss,threads,fds = json.loads(out[:out.index(']')+1])
+    print(disk, steps, out)
+    assert rss<3_000_000 and threads<=0 and fds<=0, out
+
+
+def test_rows_without_steps_do_not_pile_up(tmp_path, monkeypatch):
+    "`t + row` never closes a step: the log does not hold all of it, nor write it again and again"
+    monkeypatch.setattr(Log, 'step_keep', 50_000)
+    t = emberTracker('a', tmp_path)
+    for i in range(20_000): t + {'i': i, 'text': 'x'*50}
+    t.barrier()
+    assert t.file.step_size<=50_000 and len(t.lines())==20_000
+    latest = whole(t.latest)
+    assert latest==t.lines()[-len(latest):] and len(latest)>300
+
+
+# ---- names and places
+
+@pytest.mark.parametrize('name', ['x'*300, 'a/b\\c', '../../up', 'größe', '模型'*100, 'half \ud800 pair', '.hidden', '', 'a\nb\0c', 'con:*?"<>|', '-rf', ' '])
+def test_class_names(tmp_path, name):
+    "Whatever a class is called, its run is one file in our folder"
+    cls = type('Net', (torch.nn.Linear,), {})
+    try: cls.__name__ = name
+    except (ValueError, UnicodeEncodeError): return # Python itself refuses some
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        with torchEmber(cls(2, 1)) as te: te.model(torch.ones(1, 2))
+    [log] = logs(te.t.dir)
+    assert log==te.t.log_path and len(te.t.df)==4 and len(te.t.latest_df)==4
+    for p in te.t.data.iterdir(): json.loads(p.read_bytes())
+    assert len(list(te.t.data.iterdir()))==3
+
+
+def test_a_run_name_as_long_as_can_be(tmp_path):
+    with torchEmber(torch.nn.Linear(2, 1), name='x'*200, home=tmp_path) as te: te.model(torch.ones(1, 2))
+    assert len(te.t.lines())==4 and te.t[f'vis_{"x"*200}']=={'vis_type': 'standard'} and len(list((tmp_path/'data').iterdir()))==3
+    with pytest.raises(ValueError, match='longer than 200 bytes'): new_run('Net', name='é'*101, home=tmp_path)
+
+
+def test_no_home_no_user(monkeypatch):
+    for k in ('HOME', 'USER', 'LOGNAME', 'LNAME', 'USERNAME', 'TORCHEMBER_HOME'): monkeypatch.delenv(k, raising=False)
+    import pwd
+    def nobody(*args): raise KeyError('uid not found')
+    monkeypatch.setattr(pwd, 'getpwuid', nobody)
+    base.homeless.cache_clear()
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter('always')
+        for _ in range(3): assert base.folder('torchember').name.startswith('torchember-')
+    assert base.user()=='unknown' and len(record)==1 and 'TORCHEMBER_HOME' in str(record[0].message)
+
+
+def test_a_relative_home(tmp_path, monkeypatch):
+    "is relative to where the run began"
+    (tmp_path/'elsewhere').mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv('TORCHEMBER_HOME', 'logs')
+    te = torchEmber(torch.nn.Linear(2, 1))
+    monkeypatch.chdir(tmp_path/'elsewhere')
+    te.model(torch.ones(1, 2))
+    assert len(te.t.df)==4
+    te.close()
+    assert len(whole(logs(tmp_path/'logs')[0]))==4 and not list((tmp_path/'elsewhere').iterdir())

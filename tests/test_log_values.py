@@ -1,0 +1,169 @@
+"What rows may hold, and that the quick ways of writing and reading say what the plain ones say"
+import enum
+import json
+import math
+import os
+import random
+import uuid
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from torchember import record
+from torchember.store.jsonl import emberTracker
+from torchember.store.reading import frame, parse, table
+
+lines_read = int(os.environ.get('LOG_LINES', 3000))
+
+
+def nested(depth):
+    v = 1.
+    for _ in range(depth): v = [v]
+    return v
+
+
+class Name(str): pass
+class Color(enum.Enum): red = 'red'
+class Size(int, enum.Enum): big = 7
+
+
+values = dict(
+    none=None, true=True, zero=-0., small=5e-324, big=1.7976931348623157e308, third=1/3, inf=math.inf, minus=-math.inf, nan=math.nan, large=2**63-1, larger=2**64-1,
+    least=-2**63, huge=2**64, negative=-2**63-1, astronomic=10**400, beyond=-10**5000, text='a"b\\c\nd\te\x00\x1f\x7f', separators='a\u2028b\u2029c\x85–', emoji='🔥é模',
+    null='null', surrogate='half \ud800 pair', empty='', list=[1, [math.nan, {'a': -math.inf}]], tuple=(1, 2), dict={'a/b': {'~c': math.nan}, '': 1, 3: 4, math.nan: 5},
+    set={3}, deep=nested(100), tensor=torch.arange(3.), scalar=torch.tensor(math.nan), bf16=torch.ones(2, dtype=torch.bfloat16), array=np.eye(2), f32=np.float32(.1),
+    f64=np.float64(.1), i8=np.int8(-3), u64=np.uint64(2**64-1), bool_=np.bool_(True), longdouble=np.longdouble(.5), longs=np.ones(2, np.longdouble), name=Name('x'),
+    color=Color.red, size=Size.big, uuid=uuid.UUID(int=3), nan_text='NaN', nothing=[], empty_dict={}, nonfinite={'no': 'NaN'})
+refused = dict(bytes=b'x', object=object(), complex=1j, cls=int, deeper=nested(300), function=print)
+both = pytest.mark.parametrize('fast', [True, False], ids=['orjson', 'json'])
+
+
+@pytest.fixture
+def library(fast, monkeypatch):
+    if not fast: monkeypatch.setattr(record, 'orjson', None)
+    elif record.orjson is None: pytest.skip("orjson is not installed")
+
+
+def strict(line): return json.loads(line, parse_constant=lambda w: pytest.fail(f'{w} is not JSON'))
+
+
+@both
+@pytest.mark.parametrize('name', values)
+def test_a_value_comes_back(name, fast, library):
+    "As it was, or as the nearest thing that every reader takes; the line is strict JSON on one line of UTF-8"
+    line = record.line_of({'before': 1, name: values[name]})
+    assert b'\n' not in line and len(line.decode().splitlines())<=1+(name=='separators')
+    strict(line)
+    lost = {}
+    want = {'before': 1, name: record.plain(values[name], name, lost)}
+    if lost: want = record.restore({**want, 'nonfinite': lost})
+    assert repr(record.load_row(line))==repr(want)
+    assert not parse(line)[1]
+
+
+@both
+def test_refused_values_change_nothing(tmp_path, fast, library):
+    t = emberTracker('a', tmp_path)
+    for name,v in refused.items():
+        with pytest.raises((TypeError, ValueError)): t + {'fine': 1, name: v}
+        with pytest.raises((TypeError, ValueError)): t.mark(**{name: v})
+        with pytest.raises((TypeError, ValueError)): t['meta'] = {name: v}
+    cycle = []
+    cycle.append(cycle)
+    with pytest.raises((TypeError, ValueError)): t + {'cycle': cycle}
+    for line in ('{"a": NaN}', '{"a": Infinity}', '[1]', '{"a": 1', '{"a": "\ud800"}', '{"a": "\\ud800"}', '{}\n{}', ''):
+        with pytest.raises(ValueError): t.logging(line)
+    assert t.lines()==[] and not t.log_path.exists() and not t.marked
+
+
+@both
+def test_hostile_keys_in_rows_marks_and_metadata(tmp_path, fast, library):
+    t = emberTracker('a', tmp_path)
+    keys = ['', ' ', 'a/b', '~', '~1', '../x', 'nan', 'max', '\u2028', '"', '\\', '\n', 'é', '__class__', 'self', 'x'*10_000, 'half \ud800']
+    t + dict.fromkeys(keys, math.nan)
+    t.mark(**{k: math.inf for k in keys if k not in record.trouble})
+    t + {'nan': 'not a number', 'nonfinite': 'nor this'}
+    t + {1: 2, None: 3, math.nan: 4}
+    t['meta'] = {k: [math.nan, 1] for k in keys}
+    first,second,third = t.lines()
+    shown = [k.replace('\ud800', '\ufffd'*3) for k in keys]
+    assert list(first)==shown and all(math.isnan(v) for v in first.values())
+    assert second['nan']=='not a number' and second['']==math.inf and third['1']==2
+    assert list(t['meta'])==shown and t['meta']['a/b']==[None, 1]
+    assert len(t.df)==3 and len(t.latest_df)==3
+    for k in ('', '../x', 'a/b', '\n', 'x'*10_000, 'half \ud800', '.', '..', 'a\0'):
+        with pytest.raises(ValueError, match='metadata'): t[k] = {}
+    assert [p.name for p in t.data.iterdir()]==['meta.json']
+
+
+def test_marks_that_are_not_finite_or_not_numbers(tmp_path):
+    t = emberTracker('a', tmp_path)
+    t.source = lambda close: None
+    for _ in range(2): t.mark(lr=math.nan, array=np.ones(2), tensor=torch.ones(2), on=True)
+    t + {'mean': math.inf}
+    [row] = t.lines()
+    assert math.isnan(row['lr']) and row['mean']==math.inf and row['array']==row['tensor']==[1, 1] and row['on'] is True and 'nonfinite' not in row
+
+
+# ---- the quick table is the plain one
+
+def some_row(draw, i):
+    "Rows of many layouts, of the kinds that models and users write"
+    stats = {'shape': [draw.randint(0, 9) for _ in range(draw.randint(0, 3))], 'mean': draw.choice([draw.gauss(0, 1)*10**draw.randint(-40, 40), 0, -0., 3, 2**53+1]),
+        'std': draw.random(), 'count': draw.randint(-5, 2**62)}
+    row = {**stats, 'module': draw.choice(['model(Net)', 'model(Net).a(Linear)', 'größe, "quoted"', '}{][,:']), 'ts': f'2020-02-15 13:44:{i%60:02}', 'tname': 'x', 'step': i}
+    kind = draw.randint(0, 11)
+    if kind==0: row |= {'mean': draw.choice([math.nan, math.inf]), 'nan': draw.randint(0, 2)}
+    if kind==1: row = {**row, 'mean': None, 'posinf': draw.randint(0, 1), 'neginf': 1}
+    if kind==2: row |= {'pname': 'weight'}
+    if kind==3: row |= {'epoch': draw.choice([1, None, 2.5]), 'train': True}
+    if kind==4: row = {'row_max': [draw.random(), None], 'nested': [[1], [2, [3]]], **row}
+    if kind==5: row |= {'error': "ValueError: no", 'hist': {'a': 1}}
+    if kind==6: row = {'loss': draw.random()}
+    if kind==7: row = {}
+    if kind==8: row |= {'names': ['a', 'b'], 'empty': '', 'train': False}
+    if kind==9: row |= {'only_null': None}
+    return row
+
+
+@pytest.mark.parametrize('seed', range(6))
+def test_table_is_what_frame_says(seed):
+    "Content, dtypes and order of columns, with torn lines and two styles of writing, cut into blocks anywhere"
+    draw = random.Random(seed)
+    lines = []
+    for i in range(lines_read//6):
+        line = record.line_of(some_row(draw, i))
+        if seed%2 and draw.random()<.3: line = json.dumps(json.loads(line)).encode()
+        if draw.random()<.02: line = line[:draw.randint(0, len(line)-1)]
+        if draw.random()<.01: line = draw.choice([b'', b'junk', b'\xff\xfe', b'"', b'{"a": "\t"}', b'{"a": 1}}', line+line, b'{"mean": 1_0}', b'\x1f'])
+        lines.append(line)
+    want,torn = parse(b'\n'.join(lines))
+    for size in (1, 7, len(lines)):
+        blocks = [b'\n'.join(lines[i:i+size])+b'\n' for i in range(0, len(lines), size)]
+        if size==1: blocks = blocks[:60]; part,_ = parse(b''.join(blocks)); expected = frame(part)
+        else: expected = frame(want)
+        got,t = table(lambda: iter(blocks))  # noqa: B023
+        pd.testing.assert_frame_equal(got, expected, check_exact=True)
+        if size>1: assert t==torn
+
+
+@pytest.mark.parametrize('column', [[1, 2.5, None], [1, 'a'], [True, False], [True, None], [True, 1], [None, None], ['a', None], [[1], None], [[], [1]], [2**63, 1], [2**64, .5],
+    [1e308, 1e-320], ['', ' '], ['1', '2'], ['null', 'nan', 'True'], [1, {}], [-1, 2**62], ['2020-01-01', '2020-01-02']], ids=str)
+@pytest.mark.parametrize('gap', [False, True])
+def test_columns_of_every_kind(column, gap):
+    rows = [{'a': v, 'b': 1} for v in column] + [{'b': 2}]*gap
+    data = b''.join(json.dumps(r, separators=(',', ':')).encode()+b'\n' for r in rows)
+    pd.testing.assert_frame_equal(table(lambda: [data])[0], frame(parse(data)[0]), check_exact=True)
+    alone = b''.join(json.dumps({'a': v}).encode()+b'\n' for v in column)
+    pd.testing.assert_frame_equal(table(lambda: [alone[:alone.index(b'\n')+1], alone[alone.index(b'\n')+1:]])[0], frame(parse(alone)[0]), check_exact=True)
+
+
+def test_numbers_are_rounded_as_python_does():
+    "To the last bit: 17 digits, and the hard cases"
+    draw = random.Random(0)
+    numbers = [draw.uniform(-1, 1)*10.**draw.randint(-300, 300) for _ in range(5000)]
+    numbers += [float(np.float32(x)) for x in numbers[:1000]] + [2.2250738585072011e-308, 9007199254740993., 5e-324, 1.7976931348623157e308]
+    data = b''.join(b'{"a":%s}\n' % repr(x).encode() for x in numbers)
+    assert table(lambda: [data])[0].a.tolist()==numbers
