@@ -4,21 +4,21 @@
 
 # %% auto #0
 __all__ = ['SCHEMA', 'ttypes', 'identity', 'trouble', 'reserved', 'words', 'deepest', 'exact', 'encode', 'numbers', 'unknown',
-           'EmberWarning', 'check_ttypes', 'plain', 'exactly', 'pointer', 'line_of', 'careful', 'dump_row', 'loads',
-           'encode_text', 'restore', 'put_back', 'load_row', 'column_order']
+           'EmberWarning', 'check_ttypes', 'plain', 'fine', 'exactly', 'pointer', 'line_of', 'settled', 'lines_of',
+           'careful', 'dump_row', 'loads', 'encode_text', 'restore', 'put_back', 'load_row', 'column_order']
 
 # %% ../nbs/00_record.ipynb #e1362eea
 import difflib, json, math
 from enum import Enum
 from uuid import UUID
 
-# %% ../nbs/00_record.ipynb #1c2377f2
+# %% ../nbs/00_record.ipynb #30b5f42b
 SCHEMA = 1 # Version of the row layout. A reader that knows version n reads every version up to n
 
-ttypes = ('input', 'output', 'weight', 'weight_grad', 'input_grad', 'output_grad', 'optimizer', 'update', 'buffer')
-identity = ('module', 'ts', 'ttype', 'tname', 'step', 'call', 'dtype', 'pname', 'micro', 'rank') # who, when and where: after the statistics
-trouble = ('nan', 'posinf', 'neginf', 'nonfinite', 'error') # present in a row only when there is something to say
-reserved = frozenset(identity + ('nonfinite', 'error'))
+ttypes = ('input', 'output', 'weight', 'weight_grad', 'input_grad', 'output_grad', 'optimizer', 'update', 'buffer', 'probe')
+identity = ('module', 'ts', 'ttype', 'tname', 'step', 'call', 'dtype', 'pname', 'micro', 'skipped', 'rank') # who, when and where: after the statistics
+trouble = ('nan', 'posinf', 'neginf', 'nonfinite', 'error', 'supersedes') # present in a row only when there is something to say
+reserved = frozenset(identity + ('nonfinite', 'error', 'supersedes'))
 
 # %% ../nbs/00_record.ipynb #eeb67d8f
 def unknown(
@@ -36,17 +36,18 @@ def unknown(
 class EmberWarning(UserWarning):
     "Something was not recorded, or not as asked; training goes on"
 
-# %% ../nbs/00_record.ipynb #34d888d1
+# %% ../nbs/00_record.ipynb #7a86d3cb
 def check_ttypes(
-    names # One tensor type or several
+    names # One tensor type, or a list of them
 ) -> tuple: # The same, as a tuple
     "Raise unless every name is a tensor type"
-    names = (names,) if isinstance(names, str) else tuple(names)
+    names = (names,) if isinstance(names, str) else names
+    if not isinstance(names, list|tuple|set|frozenset): raise TypeError(f"tensor types are names such as 'input', or a list of them, got {names!r:.80}.")
     for n in names:
         if n not in ttypes: raise ValueError(unknown('tensor type', n, ttypes))
-    return names
+    return tuple(names)
 
-# %% ../nbs/00_record.ipynb #9af3e019
+# %% ../nbs/00_record.ipynb #b4c27dba
 words = {math.inf: 'Infinity', -math.inf: '-Infinity'}
 deepest = 254 # lists within lists; orjson goes no deeper
 
@@ -63,7 +64,7 @@ def plain(
     if type(value) in exact: return value
     if where.count('/')>=deepest: raise ValueError(f"a value is nested more than {deepest} deep, which readers of JSON refuse.")
     if isinstance(value, dict): return {exactly(str(k)): plain(v, f'{where}/{pointer(k)}', lost) for k,v in value.items()}
-    if isinstance(value, list|tuple|set|frozenset|range): return [plain(v, f'{where}/{i}', lost) for i,v in enumerate(value)]
+    if isinstance(value, list|tuple|set|frozenset|range): return [v if fine(v) else plain(v, f'{where}/{i}', lost) for i,v in enumerate(value)]
     if hasattr(value, 'tolist') and not isinstance(value, type):
         got = value.tolist()
         return plain(float(got) if type(got) is type(value) else got, where, lost) # numpy's longdouble gives itself
@@ -71,6 +72,11 @@ def plain(
         "Return numbers, strings, lists, dicts, tensors or numpy values.")
 
 exact = {str, bool, int, float, type(None)}
+
+def fine(value):
+    "Whether `value` is one of JSON's own as it stands: most are, and this is quick to see"
+    t = type(value)
+    return t is float and math.isfinite(value) or t is str and value.isascii() or t is int and -2**63<=value<2**64 or t is bool or value is None
 
 def exactly(value):
     "What is nearly a str, int or float, as one that every reader has: no subclass, no lone surrogate, no int beyond 64 bits"
@@ -84,7 +90,7 @@ def exactly(value):
 
 def pointer(key): return exactly(str(key)).replace('~', '~0').replace('/', '~1')
 
-# %% ../nbs/00_record.ipynb #5e9257f6
+# %% ../nbs/00_record.ipynb #371edba4
 encode = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(',', ':')).encode
 try:
     import orjson
@@ -95,18 +101,32 @@ def line_of(
     row:dict # A row
 ) -> bytes: # One line of JSON, without the newline
     "`row` as a line of strict JSON, in UTF-8"
-    if orjson is not None:
-        try: line = orjson.dumps(row, option=options)
-        except (TypeError, RecursionError): return careful(row)
-        if b'null' not in line and b'\xe2\x80' not in line and b'"nonfinite"' not in line: return line # else there may be a NaN in it, a line separator, ...
-    return careful(row)
+    if orjson is None: return careful(row)
+    try: line = orjson.dumps(row, option=options)
+    except (TypeError, RecursionError): return careful(row)
+    return line if 'nonfinite' not in row and settled(line) else careful(row)
+
+def settled(text):
+    "Whether JSON that orjson wrote has nothing in it that we write otherwise: no null, which may be a NaN, and no line separator of Unicode"
+    return b'null' not in text and (text.isascii() or b'\xe2\x80' not in text)
+
+def lines_of(
+    rows:list # Rows
+) -> bytes|None: # Their lines, each with a newline; None when they are better written one by one
+    "Many rows at once: to look through all of the text costs a third of looking through each line"
+    if orjson is None or not all(type(r) is dict and 'nonfinite' not in r for r in rows): return None
+    try: text = b'\n'.join([orjson.dumps(r, option=options) for r in rows])
+    except (TypeError, RecursionError): return None
+    return text+b'\n' if settled(text) else None
 
 def careful(row):
     lost = {}
     if isinstance(row.get('nonfinite'), dict): lost.update(row['nonfinite']) # of values that were made plain before
-    row = {exactly(str(k)): plain(v, pointer(k), lost) for k,v in row.items()}
+    row = {k if fine(k) and type(k) is str else exactly(str(k)): v if fine(v) else plain(v, pointer(k), lost) for k,v in row.items()}
     if lost: row['nonfinite'] = lost
-    return encode(row).replace('\u2028', '\\u2028').replace('\u2029', '\\u2029').encode()
+    line = encode(row)
+    if not line.isascii(): line = line.replace('\u2028', '\\u2028').replace('\u2029', '\\u2029')
+    return line.encode()
 
 def dump_row(
     row:dict # A row

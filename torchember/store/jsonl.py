@@ -6,50 +6,55 @@
 __all__ = ['writer', 'live', 'taken', 'Writer', 'in_child', 'at_exit', 'append', 'Log', 'tracker', 'refuse', 'last_step',
            'emberTracker', 'new_run', 'exists']
 
-# %% ../../nbs/30_store/10_jsonl.ipynb #9932b624
+# %% ../../nbs/30_store/10_jsonl.ipynb #a5694dc0
 import atexit, json, os, threading, time, traceback, warnings, weakref
 from collections import deque
 from itertools import count
+from queue import Empty, SimpleQueue
 
-from ..record import EmberWarning, identity, line_of, load_row, trouble
+from ..record import EmberWarning, identity, line_of, lines_of, load_row, trouble, unknown
 from .base import folder, now, read_meta, replace, run_name, safe_name, write_meta
-from .reading import blocks_of, frame, parse, table
+from .reading import blocks_of, current, frame, parse, table
 from .table import tree_table
 
-# %% ../../nbs/30_store/10_jsonl.ipynb #400838d2
+# %% ../../nbs/30_store/10_jsonl.ipynb #1874225e
 class Writer:
     "The background thread that empties the queues of all runs"
     patience = 1 # seconds after which a disk that refused is asked again
 
     def __init__(self):
-        self.dirty,self.ready,self.lock,self.thread,self.over = deque(),threading.Event(),threading.Lock(),None,False
-        self.holding = set() # logs that the disk refuses: kept alive, and tried again
+        self.dirty,self.lock,self.thread,self.over = deque(),threading.Lock(),None,False
+        self.ready = SimpleQueue() # a signal handler may call its put inside of a put, which an Event does not bear
+        self.holding = set() # logs that have something to write later, because the disk refuses: kept alive, and tried again
 
     def wake(self, log):
         "There is something to write in `log`"
         if self.over or self.thread is None and not self.start(): return self.empty(log)
         if not log.queued: log.queued = True; self.dirty.append(log)
-        if not self.ready.is_set(): self.ready.set()
+        if self.ready.empty(): self.ready.put(1)
 
     def hold(self, log):
         "Ask again for `log`, after a while and without being called"
+        if log in self.holding: return
         self.holding.add(log)
-        self.ready.set() # the thread may be waiting without an end
+        self.ready.put(1) # the thread may be waiting without an end
 
     def start(self):
         "Whether there is a thread. There can be none when the interpreter ends, or when the machine has no more of them"
-        with self.lock:
-            if self.thread is not None: return True
-            thread = threading.Thread(target=self.run, name='torchember-writer', daemon=True)
-            try: thread.start()
-            except RuntimeError: return False
-            self.thread = thread
+        if not self.lock.acquire(blocking=False): return True # it is being started, by another thread or by what a signal came in between
+        try:
+            if self.thread is None:
+                thread = threading.Thread(target=self.run, name='torchember-writer', daemon=True)
+                thread.start()
+                self.thread = thread
             return True
+        except RuntimeError: return False
+        finally: self.lock.release()
 
     def run(self):
         while True:
-            self.ready.wait(self.patience if self.holding else None)
-            self.ready.clear()
+            try: self.ready.get(timeout=self.patience if self.holding else None)
+            except Empty: pass # time to ask a disk again
             while self.dirty:
                 log = self.dirty.popleft()
                 log.queued = False
@@ -98,7 +103,7 @@ def append(
             if done and os.fstat(f.fileno()).st_size==size+done: f.truncate(size) # unless another process has appended meanwhile
             raise
 
-# %% ../../nbs/30_store/10_jsonl.ipynb #c8df8429
+# %% ../../nbs/30_store/10_jsonl.ipynb #e047d736
 class Log:
     "One file of JSON lines that is only appended to"
     bound = 64 # batches that may wait; with more, whoever adds one does the writing
@@ -112,6 +117,7 @@ class Log:
         self.waiting,self.size,self.dropped = deque(),0,0 # pairs of lines and their number; bytes of them; rows that were too many
         self.refusal,self.again = False,0 # whether the disk refuses, and when to ask again
         self.step,self.step_size,self.closed,self.stale = deque(),0,False,False # lines of the latest step; whether it is over; whether its file is behind
+        self.next = 0 # when that file may be written again
         self.notes,self.noted = [],set()
         self.rows = self.written = 0
         live.add(self)
@@ -121,11 +127,12 @@ class Log:
 
     def put(self,
         rows, # Function that gives a list of rows or of lines
-        close:bool=False # Whether the step is over with them
+        close:bool=False, # Whether the step is over with them
+        joins:bool=False # Whether they belong to the latest step even when that is over
     ):
         "Queue rows. Returns at once"
         if not self.ours: return self.foreign()
-        self.jobs.append((rows, close))
+        self.jobs.append((rows, close, joins))
         if len(self.jobs)>self.bound: writer.empty(self)
         else: writer.wake(self)
 
@@ -145,20 +152,21 @@ class Log:
             finally: self.busy = False
         self.tell()
 
-    def take(self, rows, close):
+    def take(self, rows, close, joins):
         "Turn one batch into bytes"
         try: rows = rows()
         except Exception as e: self.note("a batch of rows is lost", e); rows = []
-        lines = [o for r in rows if (o := self.line(r)) is not None]
-        if lines: self.hold(b'\n'.join(lines)+b'\n', len(lines))
+        if not rows: pass
+        elif data := lines_of(rows): self.hold(data, len(rows), joins)
+        elif lines := [o for r in rows if (o := self.line(r)) is not None]: self.hold(b'\n'.join(lines)+b'\n', len(lines), joins)
         if close: self.closed = True
 
     def line(self, row):
         try: return row if isinstance(row, bytes) else line_of(row)
         except Exception as e: self.note("a row is lost that cannot be written as JSON", e)
 
-    def hold(self, data, n):
-        if self.closed: self.step,self.step_size,self.closed = deque(),0,False
+    def hold(self, data, n, joins=False):
+        if self.closed and not joins: self.step,self.step_size,self.closed = deque(),0,False
         self.step.append(data)
         self.step_size += len(data)
         while self.step_size>self.step_keep and len(self.step)>1: self.step_size -= len(self.step.popleft())
@@ -171,13 +179,17 @@ class Log:
         try:
             while self.waiting: self.append_some()
             if self.first is not None and self.rows: self.begin()
-            if self.stale and (self.closed or now):
-                replace(self.latest, b''.join(self.step))
-                self.stale = False
+            if self.stale and (now or self.closed and time.monotonic()>=self.next): self.write_latest()
         except OSError as e: return self.refused(e)
         self.refusal = False
-        writer.holding.discard(self)
+        if self.stale and self.closed: writer.hold(self) # its turn comes
+        else: writer.holding.discard(self)
         if self.dropped: n,self.dropped = self.dropped,0; self.note(f"{n} rows were lost while {self.path} could not be written.", once=False)
+
+    def write_latest(self):
+        "Not after each step of a quick training: replacing a file costs ten times what appending to one does"
+        replace(self.latest, b''.join(self.step))
+        self.stale,self.next = False,time.monotonic()+.2
 
     def append_some(self):
         "Append batches, as many as one write should have"
@@ -261,7 +273,7 @@ class Log:
         if self.ours and (n := sum(n for _,n in self.waiting)+self.dropped):
             warnings.warn(f"torchember: {n} rows could not be written to {self.path} and are lost.", EmberWarning, stacklevel=2)
 
-# %% ../../nbs/30_store/10_jsonl.ipynb #89b83c77
+# %% ../../nbs/30_store/10_jsonl.ipynb #2891615c
 class tracker:
     "A run on disk: `t + {row}` appends, `t.df` reads, `t[name]` keeps metadata, `t.mark` adds columns"
     def __init__(self,
@@ -294,7 +306,7 @@ class tracker:
         "Append a row as it is, with the marks"
         if not isinstance(row, dict): raise TypeError(f"a row is a dict such as {{'loss': 0.3}}, got a {type(row).__name__}.")
         line = line_of({**row, **{k:v for k,v in self.marked.items() if k not in row}} if self.marked else row) # now: the row may change after this
-        self.file.put(lambda: [line])
+        self.file.put(lambda: [line], joins=self.source is not None)
         return self
 
     def logging(self,
@@ -329,25 +341,34 @@ class tracker:
     def lines(self):
         "All rows, as dicts"
         self.barrier()
+        self.there()
         rows,self.torn = [],0
         for data in self.blocks():
             got,torn = parse(data)
             rows += got
             self.torn += torn
-        return rows
+        return current(rows)
+
+    def there(self):
+        "Raise when there is no such run"
+        f = self.file
+        if self.source is None and not (f.fresh or f.rows or f.waiting or self.log_path.exists()):
+            known = [n for n in sorted(os.listdir(self.log)) if not n.endswith('_latest')] if self.log.exists() else []
+            raise FileNotFoundError(f"{unknown('run', self.fname, known)} Looked in {self.log}.")
 
     @property
     def df(self):
         "All rows, as a table"
         self.barrier()
+        self.there()
         df,self.torn = table(self.blocks)
-        return df
+        return current(df)
 
     def latest_line_list(self):
         "The rows of the latest step, as dicts"
         self.barrier()
         rows = parse(b''.join(self.file.step if self.file.stale and self.file.ours else blocks_of(self.latest)))[0]
-        return rows or last_step(self.lines()) # a run that was killed may have no latest file
+        return current(rows) or last_step(self.lines()) # a run that was killed may have no latest file
 
     @property
     def latest_df(self):
@@ -360,7 +381,7 @@ class tracker:
         self.file.closed = True
         return self.latest
 
-    def mark(self,
+    def mark(self, /,
         **marks # Column -> value, for every row from now on
     ):
         "Add columns to every row from now on"
