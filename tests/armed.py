@@ -221,7 +221,7 @@ def instance_forward():
     model[1].forward = other
     te.disarm()
     assert model[1].forward is other
-    assert torch.equal(armed(torch.tensor([-1., 1])), torch.tensor([0., 1])) # kept by somebody, it is the class's
+    assert torch.equal(armed(torch.ones(2)), mine(torch.ones(2))) # kept by somebody, it is what it stood for
     te.close()
 
 
@@ -334,7 +334,8 @@ def recursive():
     train_once(te.model, x())
     te.t.refresh()
     assert {r['step'] for r in te.t.lines()}=={0}
-    assert [r['call'] for r in rows(te, module='model(Tree)', ttype='output')]==[0, 1, 2, 3] and len(rows(te, ttype='weight'))==2
+    assert [r['call'] for r in rows(te, module='model(Tree)', ttype='output')]==[3, 2, 1, 0] # the innermost returns first
+    assert [r['call'] for r in rows(te, module='model(Tree)', ttype='input')]==[0, 1, 2, 3] and len(rows(te, ttype='weight'))==2
     te.close()
 
 
@@ -481,16 +482,25 @@ def signature():
         te.close()
 
 
-@case('torch.compile', 'the armed model compiles without a graph break, as many graphs as unarmed, equal results')
+@case('torch.compile', 'armed before and after compiling: no graph break, as many graphs as unarmed, equal results, and the rows of eager mode')
 def compiled():
     from torch._dynamo.testing import CompileCounter
-    model,inp = mlp(),x()
-    want = model(inp)
+    class Net(nn.Module):
+        def __init__(self): super().__init__(); self.net = mlp()
+        def forward(self, x): return self.net(x)
+    model,inp = Net(),x()
     te = torchEmber(model)
+    want = model(inp)
     torch._dynamo.reset()
     count = CompileCounter()
     f = torch.compile(model, backend=count, fullgraph=True)
     assert torch.equal(f(inp), want) and count.frame_count==1
+    te.disarm()
+    assert torch.equal(f(inp), want) and count.frame_count==2 # unarmed is another graph
+    te.arm()
+    assert torch.equal(f(inp), want) and count.frame_count==2 # found again
+    steps = [[{k:v for k,v in r.items() if k not in ('ts', 'step')} for r in te.t.lines() if r['step']==s] for s in range(3)]
+    assert steps[0]==steps[1]==steps[2] and len(te.mt_log)==10
     te.close()
 
 

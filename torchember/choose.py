@@ -40,7 +40,7 @@ def nothing(what, pairs):
     names = [p for p,_ in pairs if p] + sorted({type(m).__name__ for _,m in pairs})
     return unknown('module matches', what, names) + " A choice is a path or a glob ('features.*'), a class or its name, a regex, or a predicate."
 
-# %% ../nbs/01_choose.ipynb #400f3afa
+# %% ../nbs/01_choose.ipynb #21b86c02
 def by_string(s):
     "Modules whose path the glob `s` matches; when there are none, those of the class named `s`"
     def ids(pairs):
@@ -66,6 +66,7 @@ def select(
     if isinstance(what, list|tuple|set) and what:
         parts = [select(w) for w in what]
         return Selection(' | '.join(map(str, parts)), lambda ps: set().union(*(each.ids(ps) for each in parts)))
+    if hasattr(what, 'named_modules'): return Selection(f'the module {type(what).__name__}', lambda ps: {id(m) for _,m in ps if m is what})
     if callable(what):
         two = takes_two(what)
         return Selection(getattr(what, '__name__', repr(what)), lambda ps: {id(m) for p,m in ps if (what(p, m) if two else what(m))})

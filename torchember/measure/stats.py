@@ -10,7 +10,7 @@ from .kernels import summarize
 from .summary import counts, derived, groups_for
 from ..record import unknown
 
-# %% ../../nbs/10_measure/10_stats.ipynb #83c63203
+# %% ../../nbs/10_measure/10_stats.ipynb #11883b61
 sets = dict(basic=('shape', 'mean', 'std', 'max', 'min'),
     full=('shape', *(n for n in derived if n not in ('rm4', 'rm8'))))
 
@@ -22,6 +22,7 @@ def stat_names(
         if stats in sets: return sets[stats]
         if stats!='shape' and stats not in derived: raise ValueError(unknown('set of statistics', stats, [*sets, 'shape', *derived]))
         stats = [stats]
+    if not isinstance(stats, list|tuple|set): raise TypeError(f"statistics are a set ({', '.join(sets)}), a list of names, or a function, got {stats!r:.80}.")
     for n in stats:
         if n!='shape' and n not in derived: raise ValueError(unknown('statistic', n, ['shape', *derived]))
     return tuple(stats)
