@@ -1,0 +1,277 @@
+"Gradients, optimizer states and updates against autograd and arithmetic by hand"
+import copy
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+from torchember import torchEmber
+
+ALL = ('input', 'output', 'weight', 'weight_grad', 'input_grad', 'output_grad', 'optimizer', 'update')
+
+
+def close(row, want, rtol=1e-5):
+    "The row's statistics are those of the tensor"
+    want = want.detach().double()
+    tol = rtol*(want.abs().max().item() or 1)
+    assert row['shape']==list(want.shape)
+    for k,v in (('mean', want.mean()), ('max', want.max()), ('min', want.min()), *([('std', want.std())] if want.numel()>1 else ())):
+        assert abs(row[k]-v.item())<=tol, (row['module'], row['ttype'], row['tname'], k, row[k], v.item())
+
+
+def find(rows, module, ttype, tname=None, **where):
+    where = dict(where, ttype=ttype, **({'tname': tname} if tname else {}))
+    got = [r for r in rows if r['module'].endswith(module) and all(r[k]==v for k,v in where.items())]
+    assert len(got)==1, (module, ttype, tname, where, len(got))
+    return got[0]
+
+
+def gradients(model, x, names):
+    "Gradients of the outputs of the modules `names`, and of the root's input, by autograd.grad"
+    kept = {}
+    def keep(n):
+        def hook(m, i, o): kept[n] = o
+        return hook
+    hs = [model.get_submodule(n).register_forward_hook(keep(n)) for n in names]
+    x = x.clone().requires_grad_()
+    loss = model(x).square().sum()
+    for h in hs: h.remove()
+    gs = torch.autograd.grad(loss, [*kept.values(), x])
+    return dict(zip([*kept, 'x'], gs, strict=True))
+
+
+class Net(nn.Module):
+    "Residual, called twice, optionally checkpointed, with an in-place ReLU at the end"
+    def __init__(self, mode=None):
+        super().__init__()
+        self.a,self.b,self.act,self.mode = nn.Linear(4, 4),nn.Linear(4, 4),nn.ReLU(inplace=True),mode
+
+    def forward(self, x):
+        y = self.a(x) if self.mode is None else torch.utils.checkpoint.checkpoint(self.a, x, use_reentrant=self.mode)
+        return self.act(self.b(y)+x)
+
+
+@pytest.mark.parametrize('how', ['eager', 'reentrant', 'checkpoint', 'aot_eager', 'inductor', 'compiled checkpoint'])
+def test_activation_gradients(how):
+    torch.manual_seed(0)
+    model = Net({'reentrant': True, 'checkpoint': False, 'compiled checkpoint': False}.get(how))
+    x = torch.randn(3, 4)
+    plain = Net()
+    plain.load_state_dict(model.state_dict())
+    want = gradients(plain, x, ['a', 'b'])
+    te = torchEmber(model, ttypes=('output_grad', 'input_grad'))
+    f = model
+    if how in ('aot_eager', 'inductor', 'compiled checkpoint'):
+        torch._dynamo.reset()
+        f = torch.compile(model, backend='aot_eager' if how=='compiled checkpoint' else how, fullgraph=True)
+    f(x.clone().requires_grad_()).square().sum().backward()
+    te.step()
+    rows = te.t.lines()
+    close(find(rows, '.a(Linear)', 'output_grad', 'output_0'), want['a'])
+    close(find(rows, '.b(Linear)', 'output_grad', 'output_0'), want['b'])
+    close(find(rows, '.b(Linear)', 'input_grad', 'input'), want['a'])
+    close(find(rows, 'model(Net)', 'input_grad', 'x'), want['x'])
+    assert len(find(rows, '.act(ReLU)', 'output_grad'))
+    assert te.close()['errors']==0
+
+
+@pytest.mark.parametrize('compiled', [False, True])
+def test_calls_are_told_apart(compiled):
+    "A layer that is called three times: each gradient is that of its call, though they arrive in reverse"
+    class Loop(nn.Module):
+        def __init__(self): super().__init__(); self.l = nn.Linear(3, 3)
+        def forward(self, x):
+            for _ in range(3): x = self.l(x).tanh()
+            return x
+    torch.manual_seed(0)
+    model,x,kept = Loop(),torch.randn(2, 3),[]
+    h = model.l.register_forward_hook(lambda m, i, o: kept.append(o))
+    want = torch.autograd.grad(model(x).square().sum(), kept)
+    h.remove()
+    te = torchEmber(model, ttypes='output_grad')
+    torch._dynamo.reset()
+    f = torch.compile(model, backend='aot_eager', fullgraph=True) if compiled else model
+    f(x).square().sum().backward()
+    te.step()
+    for i,w in enumerate(want): close(find(te.t.lines(), '.l(Linear)', 'output_grad', call=i), w)
+    te.close()
+
+
+optimizers = dict(adamw=lambda ps: torch.optim.AdamW(ps, 1e-2), fused=lambda ps: torch.optim.AdamW(ps, 1e-2, fused=True),
+    foreach=lambda ps: torch.optim.Adam(ps, foreach=True), momentum=lambda ps: torch.optim.SGD(ps, .1, momentum=.9), rmsprop=torch.optim.RMSprop)
+
+
+@pytest.mark.parametrize('make', optimizers.values(), ids=optimizers)
+def test_states_and_updates(make):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1))
+    opt = make([{'params': model[0].parameters()}, {'params': model[2].parameters(), 'lr': 1e-3}])
+    te = torchEmber(model, optimizer=opt, ttypes=ALL)
+    for step in range(3):
+        opt.zero_grad()
+        model(torch.randn(5, 4)).square().mean().backward()
+        before = [p.detach().clone() for p in model.parameters()]
+        grads = [p.grad.clone() for p in model.parameters()]
+        opt.step()
+        opt.zero_grad() # too late to matter
+        rows = [r for r in te.t.lines() if r['step']==step]
+        where = [('.0(Linear)', 0), ('.0(Linear)', 1), ('.2(Linear)', 0), ('.2(Linear)', 1)]
+        for (module,i),p,old,g in zip(where, model.parameters(), before, grads, strict=True):
+            close(find(rows, module, 'weight', f'weight_{i}'), old)
+            close(find(rows, module, 'weight_grad', f'grad_{i}'), g)
+            u = find(rows, module, 'update', f'update_{i}')
+            close(u, p.detach()-old)
+            assert u['ratio']==pytest.approx(((p.detach()-old).norm()/old.norm()).item(), rel=1e-4)
+            for k,v in opt.state[p].items():
+                if k!='step' and v is not None: close(find(rows, module, 'optimizer', f'{k}_{i}'), v)
+    hooks = opt._optimizer_step_pre_hooks,opt._optimizer_step_post_hooks
+    te.close()
+    assert not hooks[0] and not hooks[1]
+
+
+def test_accumulation_is_one_step():
+    "Four micro-batches and one optimizer step: the rows are those of the whole batch"
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+    opt,x = torch.optim.SGD(model.parameters(), .1),torch.randn(8, 4)
+    whole = copy.deepcopy(model)
+    kept = []
+    whole[0].register_forward_hook(lambda m, i, o: kept.append(o))
+    out = whole(x)
+    out_grad, = torch.autograd.grad(out.square().sum(), kept, retain_graph=True)
+    out.square().sum().backward()
+    te = torchEmber(model, optimizer=opt, ttypes=ALL)
+    for part in x.split(2): model(part).square().sum().backward()
+    opt.step()
+    rows = te.t.lines()
+    assert {r['step'] for r in rows}=={0}
+    for ttype,want in (('output', kept[0]), ('output_grad', out_grad)):
+        r = find(rows, '.0(Linear)', ttype)
+        assert r['shape']==[2, 3]
+        close({**r, 'shape': [8, 3]}, want)
+    close(find(rows, '.0(Linear)', 'weight_grad', 'grad_0'), whole[0].weight.grad)
+    te.close()
+
+
+@pytest.mark.parametrize('clip', [False, True])
+@pytest.mark.parametrize('fused', [False, True])
+def test_scaler(clip, fused):
+    "Recorded gradients are the unscaled ones, of activations too; a skipped step is marked"
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    opt,scaler = torch.optim.AdamW(model.parameters(), fused=fused),torch.amp.GradScaler('cpu', init_scale=1024.)
+    te = torchEmber(model, optimizer=opt, scaler=scaler, ttypes=ALL)
+    for factor in (1., float('inf'), 1.):
+        opt.zero_grad()
+        x = torch.ones(3, 4)
+        scaler.scale(model(x).sum()*factor).backward()
+        if clip: scaler.unscale_(opt)
+        scaler.step(opt)
+        scaler.update()
+    rows = te.t.lines()
+    for s in (0, 2):
+        close(find(rows, 'model(Linear)', 'weight_grad', 'grad_0', step=s), torch.full((2, 4), 3.))
+        close(find(rows, 'model(Linear)', 'output_grad', step=s), torch.ones(3, 2))
+        assert not any(r.get('skipped') for r in rows if r['step']==s)
+    skipped = [r for r in rows if r['step']==1]
+    assert skipped and all(r['skipped'] is True for r in skipped)
+    assert {r['step'] for r in rows}=={0, 1, 2}
+    te.close()
+    assert 'step' not in scaler.__dict__
+
+
+def test_two_optimizers():
+    "A GAN: the step is over when both have stepped; each gradient is what its optimizer saw"
+    torch.manual_seed(0)
+    class Gan(nn.Module):
+        def __init__(self): super().__init__(); self.g,self.d = nn.Linear(2, 3),nn.Linear(3, 1)
+        def forward(self, z): return self.d(self.g(z))
+    model = Gan()
+    og,od = torch.optim.Adam(model.g.parameters()),torch.optim.Adam(model.d.parameters())
+    te = torchEmber(model, optimizer=[od, og], ttypes=ALL)
+    for step in range(3):
+        od.zero_grad()
+        (model.d(torch.randn(4, 3)).mean()-model.d(model.g(torch.randn(4, 2)).detach()).mean()).backward()
+        gd = model.d.weight.grad.clone()
+        od.step()
+        og.zero_grad()
+        model(torch.randn(4, 2)).mean().backward()
+        gg = model.g.weight.grad.clone()
+        og.step()
+        rows = [r for r in te.t.lines() if r['step']==step]
+        close(find(rows, '.d(Linear)', 'weight_grad', 'grad_0'), gd)
+        close(find(rows, '.g(Linear)', 'weight_grad', 'grad_0'), gg)
+        assert len([r for r in rows if r['ttype']=='optimizer'])==8
+    assert {r['step'] for r in te.t.lines()}=={0, 1, 2}
+    te.close()
+
+
+def test_bit_identical_with_everything_on():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(144, 2))
+    plain = copy.deepcopy(model)
+    xs = [torch.randn(3, 1, 8, 8) for _ in range(4)]
+    for m in (plain, model):
+        opt = torch.optim.AdamW(m.parameters(), 1e-2)
+        te = torchEmber(m, optimizer=opt, ttypes=ALL, stats='full', on_error='raise') if m is model else None
+        for x in xs:
+            opt.zero_grad()
+            m(x).square().mean().backward()
+            opt.step()
+        if te: te.close()
+    assert all(torch.equal(a, b) for a,b in zip(plain.state_dict().values(), model.state_dict().values(), strict=True))
+
+
+def test_a_leaf_that_lives_on():
+    "An input that is optimised itself keeps none of our hooks"
+    model,x = nn.Linear(3, 1),torch.ones(2, 3, requires_grad=True)
+    te = torchEmber(model, ttypes='input_grad')
+    for _ in range(5):
+        model(x).sum().backward()
+        te.step()
+    assert len(te.t.lines())==5 and not x._backward_hooks
+    te.close()
+
+
+@pytest.mark.parametrize('compiled', [False, True])
+def test_probe_and_variable(compiled):
+    class Probed(nn.Module):
+        def __init__(self): super().__init__(); self.l = nn.Linear(3, 2)
+        def forward(self, x):
+            scores = self.l(x)*2
+            te.probe('scores', scores)
+            return scores
+    model = Probed()
+    te = torchEmber(model, every=2)
+    v = te.watch_tensor('temperature', torch.full((3,), 2., requires_grad=True))
+    torch._dynamo.reset()
+    f = torch.compile(model, backend='aot_eager', fullgraph=True) if compiled else model
+    for _ in range(4):
+        x = torch.randn(4, 3)
+        want = f(x)
+        (want*v.sum()).sum().backward()
+        te.step()
+    rows = te.t.lines()
+    assert [r['step'] for r in rows if r['ttype']=='probe']==[0, 2]
+    assert [r['mean'] for r in rows if r['tname']=='temperature' and r['ttype']=='weight']==[2, 2]
+    assert len([r for r in rows if r['tname']=='temperature' and r['ttype']=='weight_grad'])==2
+    te.close()
+    te.probe('scores', torch.ones(1)) # disarmed: nothing
+
+
+def test_disable(monkeypatch):
+    monkeypatch.setenv('TORCHEMBER_DISABLE', '1')
+    model = nn.Linear(2, 1)
+    with torchEmber(model, optimizer=torch.optim.SGD(model.parameters(), .1)) as te:
+        model(torch.ones(1, 2)).sum().backward()
+        te.step(); te.probe('x', torch.ones(1)); te.log_model()
+    assert '_torchember' not in model.__dict__ and te.t.lines()==[] and not te.armed
+
+
+def test_bad_optimizer():
+    model = nn.Linear(2, 1)
+    opt = torch.optim.SGD(model.parameters(), .1)
+    for kwargs,word in ((dict(optimizer='adam'), 'got a str'), (dict(ttypes='update'), 'needs optimizer='),
+            (dict(scaler=torch.amp.GradScaler('cpu')), 'needs optimizer='), (dict(optimizer=opt, scaler=3), 'GradScaler')):
+        with pytest.raises((TypeError, ValueError), match=word): torchEmber(model, **kwargs)
