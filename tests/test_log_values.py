@@ -125,7 +125,7 @@ def some_row(draw, i):
     if kind==3: row |= {'epoch': draw.choice([1, None, 2.5]), 'train': True}
     if kind==4: row = {'row_max': [draw.random(), None], 'nested': [[1], [2, [3]]], **row}
     if kind==5: row |= {'error': "ValueError: no", 'hist': {'a': 1}}
-    if kind==6: row = {'loss': draw.random()}
+    if kind==6: row = {draw.choice(['loss', 'gain', 'accuracy']): draw.random()} # the same shape of line, other keys
     if kind==7: row = {}
     if kind==8: row |= {'names': ['a', 'b'], 'empty': '', 'train': False}
     if kind==9: row |= {'only_null': None}

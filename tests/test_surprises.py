@@ -1,4 +1,5 @@
 "What surprised people who tried to break it: each was wrong once"
+import os
 import signal
 import subprocess
 import sys
@@ -208,3 +209,35 @@ def test_a_row_of_the_user_is_part_of_the_latest_step():
     te.model(x())
     assert len(te.t.latest_line_list())==4
     te.close()
+
+
+@pytest.mark.skipif(not hasattr(os, 'fork'), reason='needs fork')
+def test_a_fork_of_an_armed_model():
+    "The child runs the model, records nothing, and cannot hang on the parent's locks; the parent's rows are untouched"
+    model = mlp()
+    te = torchEmber(model)
+    model(x())
+    n = len(te.t.lines())
+    with te.recorder.lock, te.recorder.arena.lock: # as another thread might hold them at that moment
+        pid = os.fork()
+        if not pid:
+            signal.alarm(30)
+            with torch.no_grad(): model(x())
+            te.step()
+            os._exit(0 if not te.recorder.arena.filled else 1)
+    assert os.waitpid(pid, 0)[1]==0
+    assert len(te.t.lines())==n
+    model(x())
+    assert len(te.t.lines())==2*n
+    te.close()
+
+
+def test_resume_goes_on_after_the_last_step():
+    model = nn.Linear(4, 2)
+    with torchEmber(model, name='long', ttypes='output') as te:
+        for _ in range(3): model(x())
+        te.t + {'note': 'x'*100_000}
+    with torchEmber(model, name='long', ttypes='output', resume=True) as te:
+        te.mark(self=1)
+        model(x())
+    assert [r['step'] for r in te.t.lines() if 'step' in r]==[0, 1, 2, 3]

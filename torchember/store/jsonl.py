@@ -273,7 +273,7 @@ class Log:
         if self.ours and (n := sum(n for _,n in self.waiting)+self.dropped):
             warnings.warn(f"torchember: {n} rows could not be written to {self.path} and are lost.", EmberWarning, stacklevel=2)
 
-# %% ../../nbs/30_store/10_jsonl.ipynb #2891615c
+# %% ../../nbs/30_store/10_jsonl.ipynb #7a537354
 class tracker:
     "A run on disk: `t + {row}` appends, `t.df` reads, `t[name]` keeps metadata, `t.mark` adds columns"
     def __init__(self,
@@ -348,6 +348,18 @@ class tracker:
             rows += got
             self.torn += torn
         return current(rows)
+
+    def last_step(self):
+        "The number of the last step, -1 when there is none"
+        self.barrier()
+        size = os.path.getsize(self.log_path) if self.log_path.exists() else 0
+        for tail in (1<<16, 1<<22, size): # steps only grow, so the end of the file knows
+            if not size: break
+            with open(self.log_path, 'rb') as f:
+                f.seek(max(size-tail, 0))
+                steps = [r['step'] for r in parse(f.read())[0] if isinstance(r.get('step'), int)]
+            if steps: return max(steps)
+        return -1
 
     def there(self):
         "Raise when there is no such run"
