@@ -5,6 +5,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'torchember/capture/backward.py')},
             'torchember.capture.compiled': { 'torchember.capture.compiled.effect': ( '20_capture/compiled.html#effect',
                                                                                      'torchember/capture/compiled.py'),
+                                             'torchember.capture.compiled.free': ( '20_capture/compiled.html#free',
+                                                                                   'torchember/capture/compiled.py'),
                                              'torchember.capture.compiled.heard': ( '20_capture/compiled.html#heard',
                                                                                     'torchember/capture/compiled.py'),
                                              'torchember.capture.compiled.holder_of': ( '20_capture/compiled.html#holder_of',

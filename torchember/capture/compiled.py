@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['numbers', 'holders', 'lib', 'entered', 'left', 'graded', 'probed', 'began', 'ended', 'left_alone', 'new_key',
-           'holder_of', 'effect', 'recomputing', 'heard']
+           'holder_of', 'free', 'effect', 'recomputing', 'heard']
 
 # %% ../../nbs/20_capture/15_compiled.ipynb #52142063
 import itertools, weakref
@@ -33,8 +33,12 @@ def new_key(
 
 def holder_of(key): return holders.get(key.item())
 
-# %% ../../nbs/20_capture/15_compiled.ipynb #e2d1e14b
-lib = torch.library.Library('torchember', 'DEF')
+# %% ../../nbs/20_capture/15_compiled.ipynb #1841670e
+lib = torch.library.Library('torchember', 'FRAGMENT')
+
+def free(name): # a module that is loaded again, or run as a notebook beside itself, has operators of its own
+    names = (f'{name}_{i}' if i>1 else name for i in itertools.count(1))
+    return next(n for n in names if not hasattr(torch.ops.torchember, n))
 
 def effect(
     name:str, # Name of the operator
@@ -45,6 +49,7 @@ def effect(
     def run(xs, key, *rest):
         holder = holder_of(key)
         if holder is not None: f(holder, xs, *rest)
+    name = free(name)
     lib.define(f'{name}(Tensor[] xs, Tensor key{arguments}) -> ()')
     lib.impl(name, left_alone(run), 'CompositeExplicitAutograd')
     torch.library.register_fake(f'torchember::{name}', lambda xs, key, *rest: None, lib=lib)

@@ -190,9 +190,9 @@ def ends(p):
     top,bottom = np.maximum.reduce(p.view(np.int32)),np.maximum.reduce(p.view(np.uint32))
     return bottom.view(np.float32) if bottom>>31 else np.minimum.reduce(p), top.view(np.float32) if top>=0 else np.maximum.reduce(p)
 
-# %% ../../nbs/10_measure/05_kernels.ipynb #2a24ff43
+# %% ../../nbs/10_measure/05_kernels.ipynb #f8a5e222
 def absolute(p, room):
-    "Sum of |x|, the least |x|, and how many are zero"
+    "Sum and least of the absolute values, and how many are zero"
     a = torch.abs(p, out=room('d', p.numel()))
     least = a.amin().item()
     return add(a), least, 0 if least else p.numel()-torch.count_nonzero(p).item()
