@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['head_width', 'EVENT', 'TAP', 'CALL', 'MICRO', 'DTYPE', 'DIMS', 'SHAPE', 'SCALE', 'dtypes', 'dtype_code', 'powers',
            'Block', 'disturbs', 'undisturbed', 'Tap', 'Arena', 'rows_to_host', 'Pending', 'observe', 'note',
-           'unwrapped', 'Snapshot', 'unscaled', 'together', 'as_dicts']
+           'unwrapped', 'Snapshot', 'unscaled', 'moved', 'together', 'stats_of']
 
-# %% ../../nbs/10_measure/50_tap.ipynb #0f3709cf
+# %% ../../nbs/10_measure/50_tap.ipynb #2e55d420
 import itertools, threading, weakref
 from contextlib import contextmanager
 
@@ -17,10 +17,10 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .kernels import read
-from .stats import stat_names
-from .summary import counts, derive, finite, groups_for, index, merge, width
+from .stats import as_dicts, stat_names
+from .summary import bins, derive, finite, groups_for, index, merge, wide, width
 
-# %% ../../nbs/10_measure/50_tap.ipynb #4b08a8dc
+# %% ../../nbs/10_measure/50_tap.ipynb #367aea3a
 head_width = 16
 EVENT,TAP,CALL,MICRO,DTYPE,DIMS,SHAPE = range(7) # columns of a head; from SHAPE on, one size for each dimension
 SCALE = width-1 # in a row: the slot that the summary leaves free
@@ -29,10 +29,10 @@ dtype_code = {d:i for i,d in enumerate(dtypes)}
 
 class Block:
     "A run of rows on one device"
-    def __init__(self, n, device):
-        self.device,self.used = device,0
-        wide = torch.float32 if device.type=='mps' else torch.float64
-        with torch.inference_mode(False): self.rows = torch.zeros(n, width, dtype=wide, device=device)
+    def __init__(self, n, device, length):
+        self.device,self.length,self.used = device,length,0
+        number = torch.float32 if device.type=='mps' else torch.float64
+        with torch.inference_mode(False): self.rows = torch.zeros(n, length, dtype=number, device=device)
         self.out = self.rows.numpy() if device.type=='cpu' else None # where the host can write
         self.head = np.zeros((n, head_width), dtype=np.int64)
 
@@ -58,7 +58,7 @@ def undisturbed(
     "Inside, operations do just what they say"
     with torch.autocast(kind, enabled=False), _disable_current_modes(), torch._C.DisableTorchFunction(), temporarily_clear_interpreter_stack(): yield
 
-# %% ../../nbs/10_measure/50_tap.ipynb #55ac4785
+# %% ../../nbs/10_measure/50_tap.ipynb #2814149f
 class Tap:
     "Where the tensors of one place go: views of an `Arena`, never made by hand"
     def __init__(self, arena, key, number, stats, cursor, where, once):
@@ -66,6 +66,7 @@ class Tap:
         self.arena,self.key,self.number,self.cursor,self.next = arena,key,number,cursor,where
         self.names = stat_names(stats)
         self.wanted = groups_for(self.names)
+        self.groups,self.length = frozenset(self.wanted),wide if 'exponents' in self.wanted else width
         self.rows = self.head = self.out = self.device = None
         self.size = 0
 
@@ -96,9 +97,9 @@ class Arena:
     def more(self, tap, device):
         "Give `tap` fresh rows on `device`: one at first, then twice as many"
         n = 1 if tap.device!=device else 2*tap.size
-        block = next((b for b in self.blocks if b.device==device and len(b.head)-b.used>=n), None)
+        block = next((b for b in self.blocks if b.device==device and b.length==tap.length and len(b.head)-b.used>=n), None)
         if block is None:
-            block = Block(max(self.size, n), device)
+            block = Block(max(self.size*width//tap.length, n), device, tap.length)
             self.blocks.append(block)
         tap.rows,tap.head,tap.out = block.cut(n)
         tap.device,tap.size,tap.next[0] = device,n,0
@@ -140,12 +141,12 @@ def rows_to_host(block, used):
 
 class Pending:
     "Rows on their way from a GPU"
-    def __init__(self, host, done): self.host,self.done = host,done
+    def __init__(self, host, done): self.host,self.done,self.shape = host,done,host.shape
     def __array__(self, dtype=None, copy=None):
         self.done.synchronize()
         return self.host.numpy()
 
-# %% ../../nbs/10_measure/50_tap.ipynb #8edf5acb
+# %% ../../nbs/10_measure/50_tap.ipynb #f7767414
 def observe(
     x:torch.Tensor, # Any tensor
     tap:Tap, # Where it was seen
@@ -162,12 +163,12 @@ def note(x, tap, call=None, scale=None):
     a,counted = tap.arena,not x.is_inference() # an inference tensor has no version
     version = x._version if counted else 0
     known = a.seen.get(id(x)) if counted else None
-    if known is not None and known[0]() is x and known[1]==version and known[2]>=len(tap.wanted) and (known[2]==5 or known[3]==tap.wanted):
-        v = known[4]
+    if known is not None and known[0]() is x and known[1]==version and tap.groups<=known[2]:
+        v = known[3][:tap.length]
         a.shared += 1
     else:
         v = read(x, tap.wanted)
-        a.seen[id(x)] = (weakref.ref(x), version, len(tap.wanted), tap.wanted, v)
+        a.seen[id(x)] = (weakref.ref(x), version, tap.groups, v)
     shape = x.shape
     dims = len(shape)
     with a.lock:
@@ -185,39 +186,45 @@ def note(x, tap, call=None, scale=None):
         h[EVENT] = next(a.clock)
         tap.next[0] = i+1
         tap.next[1] += 1
-        a.filled += 1
+        a.filled += tap.length//width
 
 def unwrapped(x):
     "The tensor inside vmap, grad and the like: with all the samples that it stands for"
     while torch._C._functorch.is_functorch_wrapped_tensor(x): x = torch._C._functorch.get_unwrapped(x)
     return x
 
-# %% ../../nbs/10_measure/50_tap.ipynb #dd806c8c
+# %% ../../nbs/10_measure/50_tap.ipynb #15c4ed1e
 class Snapshot:
     "Rows taken from an `Arena`"
     def __init__(self, parts, taps, earlier): self.parts,self.taps,self.earlier = parts,taps,earlier
 
     def __len__(self): return sum(len(h) for h,_ in self.parts)
 
-    def arrays(self):
-        "Heads and vectors of these rows, in order"
-        head = np.concatenate([h for h,_ in self.parts])
-        vectors = unscaled(np.concatenate([np.asarray(v, dtype=np.float64) for _,v in self.parts]))
+    def arrays(self, length):
+        "Heads and vectors of the rows that have this length, in order"
+        parts = [(h, np.asarray(v, dtype=np.float64)) for h,v in self.parts if v.shape[1]==length]
+        if not parts: return np.empty((0, head_width), dtype=np.int64), np.empty((0, length))
+        head = np.concatenate([h for h,_ in parts])
+        vectors = unscaled(np.concatenate([v for _,v in parts]))
         order = np.argsort(head[:, EVENT])
         return head[order], vectors[order]
 
     def rows(self):
         "The rows in order, one dict each: event, key, call, micro, dtype, and the statistics"
-        if not len(self): return []
-        before = [s.arrays() for s in self.earlier if len(s)]
-        head,vectors = (np.concatenate(a) for a in zip(*before, self.arrays(), strict=True))
-        new = np.arange(len(head))>=len(head)-len(self)
+        lengths = dict.fromkeys(v.shape[1] for _,v in self.parts)
+        return sorted((r for n in lengths for r in self.of_length(n)), key=lambda r: r['event'])
+
+    def of_length(self, length):
+        "The rows with exponents, or those without"
+        own = self.arrays(length)
+        head,vectors = (np.concatenate(a) for a in zip(*(s.arrays(length) for s in self.earlier), own, strict=True))
+        new = np.arange(len(head))>=len(head)-len(own[0])
         head,vectors,again = together(head, vectors, new, np.array([t.once for t in self.taps]))
         taps = [self.taps[i] for i in head[:, TAP].tolist()]
         out = [None]*len(taps)
         for names in dict.fromkeys(t.names for t in taps):
             at = [i for i,t in enumerate(taps) if t.names==names]
-            for i,stats in zip(at, as_dicts(head[at], vectors[at], names), strict=True): out[i] = stats
+            for i,stats in zip(at, stats_of(head[at], vectors[at], names), strict=True): out[i] = stats
         rms = derive(vectors, ['rms'])['rms'].tolist()
         for s,a in zip(out, again.tolist(), strict=True):
             if a: s['supersedes'] = True
@@ -232,7 +239,13 @@ def unscaled(vectors):
     if not np.isfinite(s).any(): return vectors
     s = np.where(np.isfinite(s), s, 1.)
     for p,k in powers.items(): vectors[:, index[p]] /= s**k
+    if vectors.shape[1]>width:
+        for v,by in zip(vectors[:, width:], np.rint(np.log2(s)).astype(int), strict=True): v[:] = moved(v, by)
     return vectors
+
+def moved(counts, by):
+    "Counts of exponents, of numbers divided by 2^`by`"
+    return np.bincount(np.clip(np.arange(bins)-by, 0, bins-1), counts, bins) if by else counts
 
 def together(head, vectors, new, once):
     "Merge the rows of the same tap and call; give those with something new in them, and whether they were given before"
@@ -247,12 +260,9 @@ def together(head, vectors, new, once):
     order = np.argsort(out[:, EVENT])
     return out[order], merged[order], np.array([not new[m].all() for m in members])[order]
 
-def as_dicts(head, vectors, names):
+def stats_of(head, vectors, names):
     "The statistics of each row, as plain numbers; counts of what is not finite where there is any"
-    got = derive(vectors, [n for n in names if n!='shape'])
-    columns = {n: got[n].astype(np.int64).tolist() if n in counts else got[n].tolist() for n in got}
-    columns['shape'] = [h[SHAPE:SHAPE+h[DIMS]] for h in head.tolist()]
-    rows = [dict(zip(names, values, strict=True)) for values in zip(*(columns[n] for n in names), strict=True)]
+    rows = as_dicts(vectors, names, [h[SHAPE:SHAPE+h[DIMS]] for h in head.tolist()])
     for i in np.flatnonzero(finite(vectors)<vectors[:, index['count']]):
         rows[i].update({p: int(vectors[i, index[p]]) for p in ('nan', 'posinf', 'neginf') if vectors[i, index[p]]})
     return rows
