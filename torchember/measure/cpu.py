@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['inner', 'block', 'bits32', 'bits64', 'ABSOLUTE', 'HIGHER', 'POWERS', 'EXPONENTS', 'flags', 'MEAN', 'M2', 'M3', 'M4',
            'COUNT', 'L1', 'MIN', 'MAX', 'MIN_ABS', 'ZEROS', 'NAN', 'POSINF', 'NEGINF', 'S4', 'S8', 'FINITE', 'blocks32',
-           'blocks64', 'formats', 'desk', 'short', 'item', 'long', 'total', 'about', 'about4', 'sizes_of', 'powers_of',
-           'on_bits', 'count', 'add', 'middle', 'on_blocks', 'from_bfloat16', 'from_float16', 'gather', 'on_memory',
-           'kernel', 'Desk', 'plan', 'read', 'pool', 'read_on_cores']
+           'blocks64', 'formats', 'desk', 'short', 'item', 'long', 'total', 'powers_of', 'on_bits', 'count', 'middle',
+           'add', 'on_blocks', 'from_bfloat16', 'from_float16', 'gather', 'on_memory', 'kernel', 'Desk', 'plan', 'read',
+           'pool', 'read_on_cores']
 
 # %% ../../nbs/10_measure/03_cpu.ipynb #4b941166
 import ctypes, math, os, threading
@@ -19,45 +19,15 @@ from numba import carray, cfunc, njit, types
 
 from .summary import bins, index, merge, nothing, wide, width
 
-# %% ../../nbs/10_measure/03_cpu.ipynb #2a7d2efc
+# %% ../../nbs/10_measure/03_cpu.ipynb #d3004dc2
 inner = dict(nogil=True, fastmath={'reassoc', 'contract', 'nsz'})
-block = 4096 # elements: 16 KB of float32
+block = 16384 # elements: 64 KB of float32, to stay in the second cache; smaller ones make memory start and stop more often
 
 @njit(**inner)
 def total(v):
     s = 0.
     for i in range(v.size): s += np.float64(v[i])
     return s
-
-@njit(**inner)
-def about(v, base):
-    "Sums of the distance from `base`, and of its square"
-    e = q = 0.
-    for i in range(v.size):
-        d = np.float64(v[i])-base
-        e += d
-        q += d*d
-    return e, q
-
-@njit(**inner)
-def about4(v, base):
-    "Sums of the first four powers of the distance from `base`"
-    e = q = c = f = 0.
-    for i in range(v.size):
-        d = np.float64(v[i])-base
-        w = d*d
-        e += d
-        q += w
-        c += w*d
-        f += w*w
-    return e, q, c, f
-
-@njit(**inner)
-def sizes_of(v):
-    "The sum of absolute values"
-    a = 0.
-    for i in range(v.size): a += abs(np.float64(v[i]))
-    return a
 
 @njit(**inner)
 def powers_of(v):
@@ -71,35 +41,56 @@ def powers_of(v):
         b += q*q
     return a, b
 
-# %% ../../nbs/10_measure/03_cpu.ipynb #f938d58b
+# %% ../../nbs/10_measure/03_cpu.ipynb #5e18c8b8
 def on_bits(of, bits, fraction, bias):
-    "Loops over floats as the signed integers `of`: their ends, their least absolute value and zeros, their exponents"
+    "Loops over floats `v` and the same as signed integers `k`: ends and moments, absolute values and zeros, exponents"
     sign,mask,low = of(bits-1),of(2**(bits-1)-1),of(-2**(bits-1))
     shift,field,bias,zero,top = of(fraction),of(2**(bits-1-fraction)-1),of(bias),of(0),of(bins-1)
 
     @njit(**inner)
-    def ends(k):
+    def two(v, k, base):
         lo,hi = mask,low
-        for i in range(k.size):
-            v = k[i]
-            m = of(v ^ ((v>>sign) & mask))
+        e = q = 0.
+        for i in range(v.size):
+            d = np.float64(v[i])-base
+            e += d
+            q += d*d
+            j = k[i]
+            m = of(j ^ ((j>>sign) & mask))
             lo,hi = min(lo, m),max(hi, m)
-        return lo, hi
+        return lo, hi, e, q, 0., 0.
 
     @njit(**inner)
-    def smallest(k):
-        lo,zeros = mask,zero
-        for i in range(k.size):
+    def four(v, k, base):
+        lo,hi = mask,low
+        e = q = c = f = 0.
+        for i in range(v.size):
+            d = np.float64(v[i])-base
+            w = d*d
+            e += d
+            q += w
+            c += w*d
+            f += w*w
+            j = k[i]
+            m = of(j ^ ((j>>sign) & mask))
+            lo,hi = min(lo, m),max(hi, m)
+        return lo, hi, e, q, c, f
+
+    @njit(**inner)
+    def sizes(v, k):
+        lo,zeros,a = mask,zero,0.
+        for i in range(v.size):
             m = of(k[i] & mask)
             lo = min(lo, m)
             zeros += of(m==zero)
-        return lo, zeros
+            a += abs(np.float64(v[i]))
+        return lo, zeros, a
 
     @njit(**inner)
     def exponents(k, e):
         for i in range(k.size): e[i] = np.uint8(min(max(of(of((k[i]>>shift) & field)-bias), zero), top))
 
-    return ends, smallest, exponents
+    return two, four, sizes, exponents
 
 bits32,bits64 = on_bits(np.int32, 32, 23, 0),on_bits(np.int64, 64, 52, 1023-127)
 
@@ -120,7 +111,7 @@ def count(e, n, tables):
         tables[7, b>>56] += 1
     for i in range(n//8*8, n): tables[0, e[i]] += 1
 
-# %% ../../nbs/10_measure/03_cpu.ipynb #5a42a37d
+# %% ../../nbs/10_measure/03_cpu.ipynb #f50cb340
 ABSOLUTE,HIGHER,POWERS,EXPONENTS = flags = 1,2,4,8
 MEAN,M2,M3,M4 = (index[p] for p in ('mean', 'm2', 'm3', 'm4'))
 COUNT,L1,MIN,MAX,MIN_ABS,ZEROS = (index[p] for p in ('count', 'l1', 'min', 'max', 'min_abs', 'zeros'))
@@ -128,14 +119,19 @@ NAN,POSINF,NEGINF,S4,S8 = (index[p] for p in ('nan', 'posinf', 'neginf', 's4', '
 FINITE = width-1
 
 @njit(nogil=True)
-def add(v, base, how, out):
-    "Merge a block's moments into those of `out`; `base` is near the block's mean"
-    n = v.size
-    if how & HIGHER: e,q,c,f = about4(v, base)
-    else:
-        e,q = about(v, base)
-        c = f = 0.
-    r = e/n # what rounding left of the mean
+def middle(v, lo, hi):
+    "The mean of a block, but for rounding; of equal elements it is one of them"
+    if lo==hi: return np.float64(v[0])
+    mean = total(v)/v.size
+    if math.isfinite(mean): return mean
+    mean = 0. # a sum that overflows is not yet a mean that does
+    for i in range(v.size): mean += np.float64(v[i])/v.size
+    return mean
+
+@njit(nogil=True)
+def add(n, base, e, q, c, f, how, out):
+    "Merge the moments of `n` elements into those of `out`; they come as sums of powers of the distance from `base`"
+    r = e/n # from there to the mean
     mean,m2 = base+r,max(q-e*r, 0.)
     before = out[FINITE]
     both = before+n
@@ -149,19 +145,9 @@ def add(v, base, how, out):
     out[MEAN] = out[MEAN]+u*n if before else mean
     out[FINITE] = both
 
-@njit(nogil=True)
-def middle(v, lo, hi):
-    "The mean of a block, nearly; of equal elements it is one of them"
-    if lo==hi: return np.float64(v[0])
-    mean = total(v)/v.size
-    if math.isfinite(mean): return mean
-    mean = 0. # a sum that overflows is not yet a mean that does
-    for i in range(v.size): mean += np.float64(v[i])/v.size
-    return mean
-
 def on_blocks(of, infinity, sign, mask, loops):
     "What is done with a block of floats, of which `k` are the bits"
-    ends,smallest,exponents = loops
+    two,four,sizes,exponents = loops
     infinity,mask,sign,low = of(infinity),of(mask),of(sign),of(-mask-1)
 
     @njit(nogil=True)
@@ -179,27 +165,34 @@ def on_blocks(of, infinity, sign, mask, loops):
 
     @njit(nogil=True)
     def take(v, k, room, extremes, e, tables, how, out):
-        lo,hi = ends(k)
+        base = out[MEAN] if out[FINITE] else np.float64(v[0])
+        lo,hi,e1,e2,e3,e4 = four(v, k, base) if how & HIGHER else two(v, k, base)
         if hi>=infinity or lo<=~infinity:
             m = sift(k, room.view(k.dtype), out)
             if m==0: return
             v = room[:m]
             k = v.view(k.dtype)
-            lo,hi = ends(k)
-        add(v, middle(v, lo, hi), how, out)
+            base = out[MEAN] if out[FINITE] else np.float64(v[0])
+            lo,hi,e1,e2,e3,e4 = four(v, k, base) if how & HIGHER else two(v, k, base)
+        if lo==hi or not e2-e1*e1/v.size>=e2*1e-4: # four digits of sixteen may cancel
+            base = middle(v, lo, hi)
+            lo,hi,e1,e2,e3,e4 = four(v, k, base) if how & HIGHER else two(v, k, base)
+        add(v.size, base, e1, e2, e3, e4, how, out)
         extremes[0],extremes[1] = min(extremes[0], lo),max(extremes[1], hi)
-        if how & ABSOLUTE: out[L1] += sizes_of(v)
-        if how & (ABSOLUTE|EXPONENTS):
-            least,zeros = smallest(k)
+        if how & ABSOLUTE:
+            least,zeros,size = sizes(v, k)
             extremes[2] = min(extremes[2], least)
             out[ZEROS] += zeros
+            out[L1] += size
         if how & POWERS:
             a,b = powers_of(v)
             out[S4] += a
             out[S8] += b
         if how & EXPONENTS:
             exponents(k, e)
+            before = tables[:, 0].sum()
             count(e, k.size, tables)
+            if not how & ABSOLUTE and tables[:, 0].sum()>before: out[ZEROS] += sizes(v, k)[1] # zeros and what is too small are in one bin
 
     @njit(nogil=True)
     def begin(how):
@@ -207,7 +200,7 @@ def on_blocks(of, infinity, sign, mask, loops):
         extremes[0] = extremes[2] = mask
         extremes[1] = low
         counting = how & EXPONENTS
-        return extremes, np.empty(block if counting else 0, np.uint8), np.zeros((8 if counting else 0, bins), np.int64)
+        return extremes, np.empty(block if counting else 0, np.uint8), np.zeros((8 if counting else 0, bins), np.int32)
 
     @njit(nogil=True)
     def finish(n, how, room, extremes, tables, out):
