@@ -1,0 +1,62 @@
+"""The GPU kernels, without a GPU: Triton interprets them with numpy, in a child process that was told so before it imported Triton.
+
+What is tried there is in triton_cases.py. On a machine with a GPU the same cases run there too, compiled: `pytest tests/triton_cases.py`.
+"""
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+here = Path(__file__).parent
+pytestmark = pytest.mark.skipif(not importlib.util.find_spec('triton'), reason='Triton is not installed')
+
+
+def test_interpreted():
+    env = os.environ | {'TRITON_INTERPRET': '1'}
+    done = subprocess.run([sys.executable, '-m', 'pytest', '-q', '-n0', '-p', 'no:cacheprovider', str(here/'triton_cases.py')],
+        env=env, cwd=here.parent, capture_output=True, text=True)
+    assert done.returncode==0, done.stdout+done.stderr
+    assert 'skipped' not in done.stdout
+
+
+compiled = '''
+import sys
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from torchember.measure import gpu
+
+def text(f, cc, types, **const):
+    at = f.arg_names.index
+    pointers = {(at(k),): [['tt.divisibility', 16]] for k,t in types.items() if t.startswith('*')}
+    source = ASTSource(f, dict.fromkeys(f.arg_names, 'constexpr')|types, {(at(k),): v for k,v in const.items()}, pointers)
+    return compile(source, target=GPUTarget('cuda', cc, 32), options=dict(num_warps=8, enable_fp_fusion=True)).asm['ptx']
+
+for cc in (80, 90):
+    for x,B in (('fp32', 4096), ('bf16', 4096), ('fp64', 2048)):
+        one = text(gpu._one, cc, dict(x='*'+x, n='i32', rows='*fp64', step='i32', out='*fp64', span='i32'), wanted=15, B=B)
+        assert '.ftz' not in one, 'subnormal numbers become zero'
+        assert ('ld.global.v2.b64' if x=='fp64' else 'ld.global.v4.b32') in one, 'a thread does not load 16 bytes at once'
+    many = text(gpu._many, cc, dict(jobs='*i64', like='*fp32', rows='*fp64', step='i32', out='*fp64', between='i32'), wanted=0, B=4096, aligned=True)
+    assert 'ld.global.v4.b32' in many and 'atom' not in many
+    text(gpu._merge, cc, dict(rows='*fp64', step='i32', jobs='*i64', out='*fp64', between='i32', apart='i32'), T=gpu.tile)
+'''
+
+
+def test_compiled_for_gpus_that_are_not_here(tmp_path):
+    "The compiler needs no GPU; what it writes for an A100 and an H100 loads 16 bytes at once and keeps subnormal numbers"
+    env = {k:v for k,v in os.environ.items() if k!='TRITON_INTERPRET'} | {'TRITON_CACHE_DIR': str(tmp_path)}
+    done = subprocess.run([sys.executable, '-c', compiled], env=env, cwd=here.parent, capture_output=True, text=True)
+    assert done.returncode==0, done.stderr
+
+
+def test_without_triton(tmp_path):
+    "The room opens where Triton is not installed, and says that it cannot read"
+    (tmp_path/'triton.py').write_text("raise ImportError('no triton')")
+    code = "from torchember.measure import gpu; print(gpu.available('cuda'), gpu.available('cpu'))"
+    env = os.environ | {'PYTHONPATH': os.pathsep.join([str(tmp_path), os.environ.get('PYTHONPATH', '')])}
+    done = subprocess.run([sys.executable, '-c', code], env=env, cwd=here.parent, capture_output=True, text=True)
+    assert done.stdout.split()==['False', 'False'], done.stderr

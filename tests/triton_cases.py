@@ -1,0 +1,172 @@
+"""What the GPU kernels must read right, against numpy in float64. test_triton.py runs this where kernels are interpreted; with a GPU, run it by name"""
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from torchember.measure import gpu
+from torchember.measure.summary import groups, index, parts, read_array
+
+device = torch.device('cuda' if torch.cuda.is_available() and isinstance(gpu._one, gpu.triton.JITFunction) else 'cpu')
+pytestmark = pytest.mark.skipif(not gpu.available(device), reason='neither a GPU nor TRITON_INTERPRET=1')
+
+full = (*groups, 'exponents')
+dtypes = list(gpu.blocks)
+rel = 1e-6
+
+
+def numbers(x): return x.detach().cpu().double().numpy().ravel()
+
+
+def bins(x):
+    "The counts of the exponents, by numpy's frexp"
+    x = numbers(x)
+    x = x[np.isfinite(x)&(x!=0)]
+    return np.bincount(np.clip(np.frexp(x)[1]-1+127, 0, 255), minlength=256)
+
+
+def check(x, v, wanted=full, rel=rel):
+    "Each part within `rel` of itself, but a sum that cancels within `rel` of the sum of its absolute values"
+    x,v = numbers(x),v.cpu().numpy()
+    want = read_array(x, wanted=tuple(g for g in wanted if g!='exponents'))
+    if 'exponents' in wanted: want[index['zeros']] = (x==0).sum()
+    ok = x[np.isfinite(x)]
+    size = max(ok.size, 1)
+    d = np.abs(ok-ok.mean()) if ok.size else ok
+    scale = dict(zip(parts, np.abs(want), strict=False)) | dict(mean=d.sum()/size+np.abs(ok).max(initial=0)*2**-50/rel, m3=(d**3).sum())
+    for p in ('count', 'min', 'max', 'min_abs', 'zeros', 'nan', 'posinf', 'neginf'): scale[p] = 0
+    for i,p in enumerate(parts):
+        got,true = v[i],want[i]
+        assert got==true or (math.isnan(got) and math.isnan(true)) or abs(got-true)<=rel*scale[p], (p, got, true)
+    assert math.isnan(v[15])
+
+
+def row(wanted): return torch.full((272 if 'exponents' in wanted else 16,), math.nan, dtype=torch.float64, device=device)
+
+
+def one(x, wanted=full, rel=rel):
+    x,v = x.to(device),row(wanted)
+    gpu.read_one(x, wanted, v)
+    check(x, v, wanted, rel)
+    if 'exponents' in wanted: np.testing.assert_array_equal(v[16:].cpu(), bins(x))
+    return v
+
+
+@pytest.mark.parametrize('dtype', dtypes, ids=str)
+@pytest.mark.parametrize('n', [0, 1, 31, 2048, 4096, 4097, 100_003])
+def test_normal(n, dtype): one(torch.randn(n).to(dtype), rel=1e-12 if dtype is torch.float64 else rel)
+
+
+@pytest.mark.parametrize('wanted', [('basic',), *(('basic', g) for g in full[1:]), tuple(groups)], ids=str)
+@pytest.mark.parametrize('n', [100, 5000])
+def test_what_is_not_wanted_is_nan(n, wanted): one(torch.randn(n).relu(), wanted)
+
+
+bad = [math.nan, math.inf, -math.inf]
+
+
+@pytest.mark.parametrize('dtype', dtypes, ids=str)
+@pytest.mark.parametrize('values', [[math.nan], [math.inf], [-math.inf], bad, [*bad, 1., -2., 0.], [math.nan, 3.]], ids=str)
+def test_not_finite(values, dtype):
+    one(torch.tensor(values, dtype=dtype))
+    x = torch.randn(9000).to(dtype)
+    x[torch.arange(0, 9000, 7)] = torch.tensor(values, dtype=dtype).repeat(9000)[:1286]
+    one(x)
+    one(torch.tensor(values, dtype=dtype).repeat(2000))
+
+
+@pytest.mark.parametrize('dtype', dtypes, ids=str)
+@pytest.mark.parametrize('value', [.1, -3.7, 0., -0., 1e-7])
+def test_equal_elements_have_exactly_that_mean(value, dtype):
+    for n in (1, 7, 9001):
+        x = torch.full((n,), value, dtype=dtype)
+        v = one(x)
+        assert v[1]==x[0].double() and (v[2:5]==0).all()
+
+
+def test_a_huge_offset_and_a_tiny_spread():
+    for offset,spread in ((10_000, .01), (-1e6, 1.), (1e30, 1e24)): one(offset+spread*torch.randn(20_000))
+    one(1e9+torch.randn(20_000, dtype=torch.float64)) # with less spread, rounding the mean costs read_array its third moment
+    one(torch.cat([torch.zeros(4096), torch.full((4096,), 1e4), 1e4+.01*torch.randn(9000)])) # no block is like the next
+    one(torch.arange(50_000.))
+
+
+def test_numbers_that_float32_cannot_square():
+    for scale in (1e-25, 1e-37, 1e-40, 1e-44, 1e18, 1e30, 1e38): one(scale*torch.randn(6000).clamp(-3, 3))
+    v = one(torch.full((5000,), 60000., dtype=torch.float16))
+    assert v[1]==60000
+    one(60000+32*torch.randint(0, 2, (5000,)).half())
+    one(torch.tensor([3.4e38, -3.4e38, 1e-45, 1e-38]))
+    one(torch.cat([1e-20*torch.randn(5000), 1e20*torch.randn(5000)]))
+    one(torch.tensor([2.**-24, -2.**-14, 2.**-15], dtype=torch.float16))
+    if device.type=='cuda': one(torch.tensor([1e-40, -1e-39, 2e-38], dtype=torch.bfloat16)) # the interpreter reads a subnormal bfloat16 wrong
+
+
+def test_float64_beyond_float32():
+    one(torch.tensor([1e-300, 1e-39, 1e-310, -1e-50, 0., 2.**-126, 2.**-127]))
+    one(torch.tensor([2.**127, 2.**128, -1e60, 1e-60], dtype=torch.float64))
+    one(1e-60*torch.randn(5000, dtype=torch.float64))
+
+
+def test_powers_of_two_and_their_neighbours():
+    x = torch.tensor([2.**e for e in range(-149, 128)])
+    one(torch.cat([x, -x, torch.nextafter(x, torch.tensor(math.inf)), torch.nextafter(x, torch.tensor(0.))]))
+
+
+def test_any_strides():
+    x = torch.randn(6, 7, 8, 9).to(device)
+    last = x.to(memory_format=torch.channels_last)
+    for y in (x.transpose(0, 3), last, x[:, ::2], x[..., 1:], x[:, :1].expand(6, 5, 8, 9), x[0, 0, 0, 0], x.view(-1)[1:]): one(y)
+
+
+def test_a_model_parameter_is_left_as_it_is():
+    p = torch.nn.Parameter(torch.randn(5000).to(device))
+    before,version = p.detach().clone(),p._version
+    one(p)
+    assert p._version==version and torch.equal(p, before)
+
+
+mixed = [(5, torch.float32), (0, torch.float32), (20_000, torch.float32), (3, torch.float64), (9000, torch.bfloat16), (4096, torch.float16), (0, torch.float64)]
+
+
+@pytest.mark.parametrize('wanted', [('basic',), full], ids=str)
+def test_a_list(wanted):
+    xs = [(k+torch.randn(n)).to(t).to(device) for k,(n,t) in enumerate(mixed)]
+    xs[2][77] = math.nan
+    for _ in range(2): # the second time with tables that are there already
+        out = torch.stack([row(wanted)]*len(xs))
+        gpu.read_list(xs, wanted, out)
+        for x,v in zip(xs, out, strict=True):
+            check(x, v, wanted)
+            if 'exponents' in wanted: np.testing.assert_array_equal(v[16:].cpu(), bins(x))
+
+
+def test_lists_of_few_and_of_odd_addresses():
+    gpu.read_list([], full, torch.empty(0, 272, dtype=torch.float64, device=device))
+    base = torch.randn(10_000).to(device)
+    xs = [base[1:], base[3:3], base[::3], base[:9999].view(99, 101).t()]
+    out = torch.full((4, 300), math.nan, dtype=torch.float64, device=device) # a row may be longer
+    gpu.read_list(xs, full, out[:, :272])
+    for x,v in zip(xs, out, strict=True): check(x, v)
+    assert out[:, 272:].isnan().all()
+
+
+def test_rows_that_are_merged_more_than_once(monkeypatch):
+    "As it is with tensors of millions of elements"
+    monkeypatch.setattr(gpu, 'tile', 4)
+    monkeypatch.setattr(gpu, 'programs', 3)
+    gpu.merges.cache_clear(); gpu.plan.cache_clear()
+    x,y = 3+torch.randn(100_003),torch.randn(30_000).cumsum(0)
+    one(x)
+    xs,out = [y.to(device), x[:5].to(device), x.to(device)],torch.stack([row(full)]*3)
+    gpu.read_list(xs, full, out)
+    for x,v in zip(xs, out, strict=True):
+        check(x, v)
+        np.testing.assert_array_equal(v[16:].cpu(), bins(x))
+    gpu.merges.cache_clear(); gpu.plan.cache_clear()
+
+
+def test_what_cannot_be_read_is_named():
+    with pytest.raises(TypeError, match='read float32, bfloat16, float16, float64, got torch.int64'):
+        gpu.read_one(torch.tensor([1], device=device), full, row(full))
