@@ -1,14 +1,16 @@
-"One row, in a process of its own: `python -m benchmarks.child MODULE ROW quick|full THREADS` prints its lines as JSON"
+"One row, in a process of its own: `python -m benchmarks.child MODULE ROW quick|full THREADS` prints its lines as JSON, or why there are none"
 import json
 import sys
 
-from .registry import load
+from .registry import Skip, load
 
 
 def main(module, name, size, threads):
     title,f = load(module)[name]
     if 'torch' in sys.modules: sys.modules['torch'].set_num_threads(int(threads))
-    print(json.dumps(list(f(size=='quick'))))
+    try: out = list(f(size=='quick'))
+    except Skip as e: out = {'skipped': str(e)}
+    print(json.dumps(out))
 
 
 if __name__=='__main__': main(*sys.argv[1:])

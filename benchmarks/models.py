@@ -39,6 +39,12 @@ def gpt2():
     return model, lambda: model(x, labels=x, use_cache=False).loss
 
 
+def gpt2_small_shapes():
+    "The shapes of GPT-2 small's 148 weights, 124 million numbers"
+    block = [(768,), (768,), (768, 2304), (2304,), (768, 768), (768,), (768,), (768,), (768, 3072), (3072,), (3072, 768), (768,)]
+    return [(50257, 768), (1024, 768), *12*block, (768,), (768,)]
+
+
 def mlp(layers, width=8, batch=4):
     "`layers` modules, half of them linear and half tanh"
     model,x = nn.Sequential(*(nn.Linear(width, width) if i%2==0 else nn.Tanh() for i in range(layers))),torch.randn(batch, width)

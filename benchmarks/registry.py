@@ -4,6 +4,10 @@ from importlib import import_module
 rows = {} # name -> (title, function)
 
 
+class Skip(Exception):
+    "What a row needs, and this machine has not"
+
+
 def row(
     name, # What `python -m benchmarks` calls it
     title # What it compares

@@ -10,10 +10,10 @@ from time import process_time
 import torch
 
 from . import machine
-from .models import Training, alexnet, gpt2, mlp
-from .registry import line, row
+from .models import Training, alexnet, gpt2, gpt2_small_shapes, mlp
+from .registry import Skip, line, row
 from .table import number
-from .timing import added, pairs, ratios, seconds, slowness, spread
+from .timing import added, gpu_seconds, pairs, ratios, seconds, slowness, spread
 
 torch.manual_seed(0)
 never = dict(every=lambda step: False)
@@ -52,6 +52,35 @@ def summary(quick):
             size,bar = ('16M numbers', 2.5) if n==1<<24 else ('64k numbers, in the cache', None)
             note = f"x.sum() takes {number(spread(1e6*b for b,_ in ps)['value'], 'us')}"
             yield line(f'{name}, {size}', unit='x', at_most=bar, note=note, **ratios(ps))
+
+
+@row('gpu', 'a summary of tensors on a GPU against sum()')
+def on_gpu(quick):
+    from torchember.measure import gpu
+    if not torch.cuda.is_available(): raise Skip('it needs an NVIDIA GPU, and there is none here')
+    if not gpu.available('cuda'): raise Skip('it needs Triton')
+    def against(what, xs, wanted, bar=None):
+        out = torch.full((len(xs), 272), torch.nan, dtype=torch.float64, device='cuda')
+        read = (lambda: gpu.read_one(xs[0], wanted, out[0])) if len(xs)==1 else lambda: gpu.read_list(xs, wanted, out)
+        size = sum(x.nbytes for x in xs)
+        times = max(int(min(2e9/size, 2000/len(xs))), 1)
+        ps = compare(lambda: gpu_seconds(lambda: [x.sum() for x in xs], times), lambda: gpu_seconds(read, times), quick, 4, 5)
+        a,b = (spread(t)['value'] for t in zip(*ps, strict=True))
+        note = f"{number(1e6*b, 'us')}, {size/b/1e9:.3g} GB/s; sum() takes {number(1e6*a, 'us')}, {size/a/1e9:.3g} GB/s"
+        return line(what, unit='x', at_most=bar, note=note, **spread(b/a for a,b in ps))
+    kinds = dict(basic=('basic',), full=('basic', 'absolute', 'higher', 'powers'), exponents=('basic', 'absolute', 'exponents'))
+    for dtype,big in ((torch.float32, range(3, 9)), (torch.bfloat16, (8,))):
+        for e in big:
+            x = torch.randn(10**e, device='cuda').to(dtype)
+            for name,wanted in kinds.items():
+                if name!='basic' and e not in (3, 8): continue
+                bar = None if e<8 else 6 if name=='exponents' else 2.5
+                yield against(f'{name}, 1e{e} numbers, {str(dtype)[6:]}', [x], wanted, bar)
+            del x
+    for dtype in (torch.float32, torch.bfloat16):
+        xs = [torch.randn(s, device='cuda').to(dtype) for s in gpt2_small_shapes()]
+        for name,wanted in kinds.items(): yield against(f'{name}, {len(xs)} weights of GPT-2 small, {str(dtype)[6:]}', xs, wanted)
+        del xs
 
 
 @row('tap', 'one tap on a tiny tensor, in eager mode')

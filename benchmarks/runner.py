@@ -17,7 +17,7 @@ def run_row(
     module='benchmarks.rows', # Who registers it
     quick=False, # Few repetitions
     threads=1 # Of torch
-): # Dict: row, title, wall, lines, and error if there was one
+): # Dict: row, title, wall, lines, and error or skipped if there are none
     "The lines of a row, measured in a child process with a home of its own"
     start = perf_counter()
     with tempfile.TemporaryDirectory(prefix='torchember-') as home:
@@ -26,4 +26,5 @@ def run_row(
             env=env, cwd=root, capture_output=True, text=True)
     out = dict(row=name, title=title, wall=round(perf_counter()-start, 1), lines=[])
     if done.returncode: return out | {'error': (done.stderr.strip().splitlines() or [f'exit status {done.returncode}'])[-1], 'trace': done.stderr}
-    return out | {'lines': json.loads(done.stdout.splitlines()[-1])}
+    got = json.loads(done.stdout.splitlines()[-1])
+    return out | (got if 'skipped' in got else {'lines': got})

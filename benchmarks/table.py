@@ -27,6 +27,7 @@ def bar(l):
 def cells(row):
     "The cells of each line of a row"
     if 'error' in row: return [[row['row'], row['title'], f"failed: {row['error']}", *['']*5]]
+    if 'skipped' in row: return [[row['row'], row['title'], f"skipped: {row['skipped']}", *['']*5]]
     return [[row['row'] if not i else '', l['what'], number(l['value'], l['unit']), both(l['interval'], l['unit']),
         both(l['quartiles'], l['unit']), str(l['n']), bar(l), verdict(l)] for i,l in enumerate(row['lines'])]
 

@@ -11,6 +11,18 @@ def seconds(f, times=1):
     return (process_time()-start)/times
 
 
+def gpu_seconds(f, times=1):
+    "Seconds that the GPU and what it waits for take in one call of `f`; many calls follow one another, and only then is it asked"
+    import torch
+    start,end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(times): f()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)/1000/times
+
+
 def pairs(
     bare, # Function that gives CPU seconds
     armed, # The same, for what is compared with it

@@ -65,6 +65,20 @@ def test_a_row_that_fails_is_a_line_that_says_so(rows, tmp_path, capsys):
     assert [r['row'] for r in after]==['fake', 'broken'] and after[1]==before[1] and after[0]!=before[0]
 
 
+def test_a_row_that_needs_another_machine_says_so(rows, tmp_path):
+    from benchmarks.runner import run_row
+    from benchmarks.table import cells
+    (tmp_path/'far_rows.py').write_text("""
+from benchmarks.registry import Skip, row
+
+@row('far', 'there')
+def far(quick):
+    raise Skip('it needs the sea')
+    yield""")
+    r = run_row('far', 'there', 'far_rows')
+    assert 'error' not in r and cells(r)[0][:3]==['far', 'there', 'skipped: it needs the sea']
+
+
 def test_list_and_names(rows, capsys):
     from benchmarks.__main__ import main
     main([*rows, '--list'])
