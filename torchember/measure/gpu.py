@@ -308,7 +308,7 @@ def whole(x):
     if x.dtype not in blocks: raise TypeError(f"the GPU kernels read {known}, got {x.dtype}. kernels.read measures every dtype.")
     return x if x.is_contiguous() or fills(x) else x.contiguous()
 
-# %% ../../nbs/10_measure/04_gpu.ipynb #383936e5
+# %% ../../nbs/10_measure/04_gpu.ipynb #03ee6335
 def scratch(n, device): return torch.empty(15, n, dtype=torch.float64, device=device)
 
 def fold(rows, tables, out, between):
@@ -330,12 +330,12 @@ def read_one(
     k = max(-(-n//B), 1)
     span = span_of(k)
     with on(device):
-        if 'exponents' in wanted: out[16:].zero_()
+        if 'exponents' in wanted: out.data[16:272].zero_()
         rows,step = (out, 1) if k==1 else (scratch(k, device), k)
         _one[(-(-k//span),)](x, n, rows, step, out, span, wanted=flags(wanted), B=B, num_warps=8, enable_fp_fusion=True)
         if k>1: fold(rows, merges((k,), (0,), device, stream_of(device)), out, 0)
 
-# %% ../../nbs/10_measure/04_gpu.ipynb #5fae552d
+# %% ../../nbs/10_measure/04_gpu.ipynb #82e3c423
 @lru_cache(maxsize=64)
 def plan(
     tensors:tuple, # For each tensor: address, elements, row of `out`
@@ -358,7 +358,7 @@ def read_list(
     "Read each of `xs` into its row of `out`"
     device,xs = out.device,[whole(x) for x in xs]
     with on(device):
-        if 'exponents' in wanted: out[:, 16:].zero_()
+        if 'exponents' in wanted: out.data[:, 16:272].zero_()
         for dtype in dict.fromkeys(x.dtype for x in xs):
             same = [(x, i) for i,x in enumerate(xs) if x.dtype==dtype]
             B = blocks[dtype]
