@@ -11,7 +11,7 @@ from torchember.measure.summary import groups, index, parts, read_array
 device = torch.device('cuda' if torch.cuda.is_available() and isinstance(gpu._one, gpu.triton.JITFunction) else 'cpu')
 pytestmark = pytest.mark.skipif(not gpu.available(device), reason='neither a GPU nor TRITON_INTERPRET=1')
 
-full = (*groups, 'exponents')
+full = tuple(groups)
 dtypes = list(gpu.blocks)
 rel = 1e-6
 
@@ -171,3 +171,32 @@ def test_rows_that_are_merged_more_than_once(monkeypatch):
 def test_what_cannot_be_read_is_named():
     with pytest.raises(TypeError, match='read float32, bfloat16, float16, float64, got torch.int64'):
         gpu.read_one(torch.tensor([1], device=device), full, row(full))
+
+
+def test_a_model_whose_parameters_are_read_in_lists(tmp_path, monkeypatch):
+    "Weights, gradients, states and updates of a step in a few launches, with the numbers of the other way"
+    from torchember import torchEmber
+    from torchember.measure import kernels
+    ttypes = ('input', 'output', 'weight', 'weight_grad', 'optimizer', 'update')
+    def train(name):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3)).to(device)
+        opt = torch.optim.Adam(model.parameters())
+        with torchEmber(model, optimizer=opt, ttypes=ttypes, stats='numerics', home=tmp_path, name=name) as te:
+            for i in range(2):
+                for _ in range(2): model(torch.ones(4, 5, device=device)*(i+1)).square().sum().backward() # two micro-batches
+                opt.step()
+                opt.zero_grad()
+        return te.t.df
+    want = train('one')
+    launches = []
+    monkeypatch.setattr(kernels, 'gpu_kernels', lambda device: gpu)
+    many = gpu.read_list
+    monkeypatch.setattr(gpu, 'read_list', lambda xs, *a, **k: (launches.append(len(xs)), many(xs, *a, **k)))
+    got = train('two')
+    assert launches==[4, 4, 12]*2, launches # weights in the first pass, gradients at the boundary, states and updates after it
+    assert len(got)==len(want)
+    for c in want.columns:
+        if c in ('ts',): continue
+        if want[c].dtype.kind=='f': np.testing.assert_allclose(got[c], want[c], rtol=1e-5, atol=1e-7, err_msg=c)
+        else: assert list(map(str, got[c]))==list(map(str, want[c])), c

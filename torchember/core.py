@@ -31,7 +31,7 @@ from .store.base import now, run_name, user
 from .store.jsonl import new_run
 from .store.table import tree_table
 
-# %% ../nbs/40_core.ipynb #bf1d15a2
+# %% ../nbs/40_core.ipynb #8f07cdee
 recorded = tuple(t for t in ttypes if t!='buffer') # tensor types that this version records
 waiting = weakref.WeakSet()
 most_rows = 1<<18 # rows of an open step to hold in memory
@@ -147,7 +147,13 @@ class Recorder:
             with self.lock:
                 self.active -= 1
                 if not self.active and self.deep: room.less(self.deep)
+            self.settle()
             if compiled and not self.manual: self.switch.on = self.due(self.step+1) # no Python of ours runs before the compiler looks again
+
+    def settle(self):
+        "Read the parameters that wait to be read together, before anything changes them"
+        try: self.arena.settle()
+        except Exception as e: self.failed(self.states[0], 'weight', 'a parameter', e)
 
     def anew(self): self.arena.seen.clear()
 
@@ -200,6 +206,7 @@ class Recorder:
             for n,x in named: self.see(st, 'output', n, x, call=call)
         if 'output_grad' in self.grads: self.hook(st, 'output_grad', named, call)
         if self.local.stack: self.current_mt = self.local.stack[-1][0]
+        if not self.inside(): self.settle()
 
     # ---- gradients that arrive in a backward
 
@@ -230,6 +237,7 @@ class Recorder:
             if not self.on: return
             ps = parameters_of(optimizer)
             self.again({'weight_grad'} & set(self.ttypes), {id(p) for p in ps}, scale)
+            self.settle()
             if 'update' in self.ttypes: self.copies.update({id(p): p.detach().clone() for p in ps})
 
     def after(self, optimizer):
@@ -255,6 +263,7 @@ class Recorder:
                 self.see(st, 'update', f'update_{i}', p.detach()-old, n, True)
             if 'optimizer' in self.ttypes:
                 for k,v in states_of(optimizer, p).items(): self.see(st, 'optimizer', f'{k}_{i}', v, n, True)
+        self.settle()
 
     def all_parameters(self, wanted=None):
         "State, position, name and parameter, each parameter once"
@@ -315,7 +324,7 @@ class Recorder:
             tap = st.taps.get((ttype, tname))
             if tap is None: tap = st.taps[ttype, tname] = self.arena.tap((st.track.name, ttype, tname, pname), how, pname is not None)
             if again: self.arena.forget(tap)
-            observe(x, tap, call, None if scale is None else float(scale) if x.is_cpu else scale)
+            observe(x, tap, call, None if scale is None else float(scale) if x.is_cpu else scale, later=pname is not None)
         except Exception as e: self.failed(st, ttype, tname, e)
 
     def own_row(self, f, st, ttype, tname, x, pname, call):
@@ -387,6 +396,7 @@ class Recorder:
             self.opened = True
             self.again({'weight', 'weight_grad'})
             for o in self.watch.optimizers if self.watch else (): self.news(o)
+            self.settle()
 
     def again(self, kinds, wanted=None, scale=None):
         "Record parameters as they are now, in place of what this step had of them"

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['blocks', 'bits', 'programs', 'tile', 'cut', 'span_of', 'upload', 'merges', 'available', 'on', 'stream_of', 'flags',
-           'fills', 'whole', 'scratch', 'fold', 'read_one', 'plan', 'read_list']
+           'fills', 'whole', 'scratch', 'fold', 'read_one', 'plan', 'runs', 'read_list']
 
 # %% ../../nbs/10_measure/04_gpu.ipynb #6840bbaf
 import warnings
@@ -269,7 +269,7 @@ def merges(
         if done: return out
         k = np.bincount(whose)
 
-# %% ../../nbs/10_measure/04_gpu.ipynb #c3a578e6
+# %% ../../nbs/10_measure/04_gpu.ipynb #d087bbd8
 @cache
 def available(
     device # torch.device or its name
@@ -288,7 +288,7 @@ def available(
 
 def on(device): return torch.cuda.device(device) if device.type=='cuda' else nullcontext()
 def stream_of(device): return torch.cuda.current_stream(device).cuda_stream if device.type=='cuda' else 0
-def flags(wanted): return sum(bits[g] for g in wanted if g in bits)
+def flags(wanted): return sum(bits[g] for g in set(wanted) if g in bits)
 
 # %% ../../nbs/10_measure/04_gpu.ipynb #9eba464e
 def fills(
@@ -335,7 +335,7 @@ def read_one(
         _one[(-(-k//span),)](x, n, rows, step, out, span, wanted=flags(wanted), B=B, num_warps=8, enable_fp_fusion=True)
         if k>1: fold(rows, merges((k,), (0,), device, stream_of(device)), out, 0)
 
-# %% ../../nbs/10_measure/04_gpu.ipynb #82e3c423
+# %% ../../nbs/10_measure/04_gpu.ipynb #3cdba4cf
 @lru_cache(maxsize=64)
 def plan(
     tensors:tuple, # For each tensor: address, elements, row of `out`
@@ -350,17 +350,27 @@ def plan(
     jobs = [where[whose], sizes[whose], first, last, (np.cumsum(k)-k)[whose]+first, to[whose]]
     return upload(jobs, device), int(k.sum()), merges(tuple(k.tolist()), tuple(to.tolist()), device, stream), not (where%16).any()
 
+def runs(
+    to # Numbers of rows
+) -> list: # First and last of each run
+    "Rows that follow one another, as runs"
+    to = np.sort(np.fromiter(to, dtype=np.int64))
+    cuts = np.flatnonzero(np.diff(to, prepend=-2)!=1)
+    return list(zip(to[cuts].tolist(), (to[np.r_[cuts[1:]-1, len(to)-1]]+1).tolist(), strict=True)) if len(to) else []
+
 def read_list(
     xs:list, # Floating-point tensors on one GPU
     wanted:tuple, # Groups of parts, and 'exponents'
-    out:torch.Tensor # Rows to write, one for each, float64 on the same device
+    out:torch.Tensor, # Rows to write, float64 on the same device
+    to=None # The row of each; the first ones without it
 ):
     "Read each of `xs` into its row of `out`"
-    device,xs = out.device,[whole(x) for x in xs]
+    device,xs,to = out.device,[whole(x) for x in xs],range(len(xs)) if to is None else to
     with on(device):
-        if 'exponents' in wanted: out.data[:, 16:272].zero_()
+        if 'exponents' in wanted:
+            for first,last in runs(to): out.data[first:last, 16:272].zero_()
         for dtype in dict.fromkeys(x.dtype for x in xs):
-            same = [(x, i) for i,x in enumerate(xs) if x.dtype==dtype]
+            same = [(x, i) for x,i in zip(xs, to, strict=True) if x.dtype==dtype]
             B = blocks[dtype]
             jobs,k,tables,aligned = plan(tuple((x.data_ptr(), x.numel(), i) for x,i in same), B, device, stream_of(device))
             rows = scratch(k, device)

@@ -8,16 +8,16 @@ __all__ = ['ordinary', 'few', 'nan', 'row', 'piece', 'rowdot', 'stretch', 'ones'
            'row_dots', 'Room', 'moments', 'from_nearby', 'fits', 'nearest', 'stretches', 'settle', 'pooled', 'ends',
            'absolute', 'higher', 'powers', 'unit', 'quick', 'exact', 'read_cpu', 'with_exponents', 'exponent_counts',
            'read_stretches', 'look_again', 'read_piece', 'loops', 'by_loops', 'by_pieces', 'read_device', 'read',
-           'read_elsewhere', 'repeat', 'zero_vector', 'summarize']
+           'read_elsewhere', 'gpu_kernels', 'for_list', 'repeat', 'zero_vector', 'summarize']
 
-# %% ../../nbs/10_measure/05_kernels.ipynb #a4464309
+# %% ../../nbs/10_measure/05_kernels.ipynb #ded65dfa
 import math, warnings
 from functools import cache
 
 import numpy as np
 import torch
 
-from .summary import Summary, index, merge, nothing, parts, read_array, scalars, width
+from .summary import Summary, index, length, merge, nothing, parts, read_array, scalars, width
 from ..record import EmberWarning
 
 # %% ../../nbs/10_measure/05_kernels.ipynb #f793027f
@@ -408,7 +408,7 @@ def read_device(
     v = torch.stack([x.to(wide) for x in (*v.values(), full(math.nan))])
     return torch.cat([v, of.to(wide)]) if 'exponents' in wanted else v
 
-# %% ../../nbs/10_measure/05_kernels.ipynb #4359043c
+# %% ../../nbs/10_measure/05_kernels.ipynb #3ca31281
 def read(
     x:torch.Tensor, # Any tensor
     wanted=('basic',) # Groups of parts to measure
@@ -426,7 +426,24 @@ def read(
 def read_elsewhere(x, zeros, wanted):
     x,times = flat(x)
     if zeros or times>1: x = torch.cat([x.expand(times, -1).reshape(-1), x.new_zeros(zeros)])
-    return read_device(x, wanted)
+    gpu = gpu_kernels(x.device) if x.dtype in formats and type(x) in ordinary else None
+    if gpu is None: return read_device(x, wanted)
+    v = torch.full((length(wanted),), math.nan, dtype=torch.float64, device=x.device)
+    gpu.read_one(x, wanted, v)
+    return v
+
+@cache
+def gpu_kernels(device):
+    "The room `measure.gpu`, when its kernels run on a device"
+    if device.type!='cuda': return None
+    from torchember.measure import gpu
+    return gpu if gpu.available(device) else None
+
+def for_list(x):
+    "The kernels that read `x` as it lies, in one launch with others; None when there are none"
+    if type(x) not in ordinary or x.layout is not torch.strided or x.dtype not in formats: return None
+    gpu = gpu_kernels(x.device)
+    return gpu if gpu is not None and (x.is_contiguous() or gpu.fills(x)) else None
 
 def repeat(v, times):
     "The summary of the same elements several times over"

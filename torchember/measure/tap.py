@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['head_width', 'EVENT', 'TAP', 'CALL', 'MICRO', 'DTYPE', 'DIMS', 'SHAPE', 'SCALE', 'dtypes', 'dtype_code', 'powers',
-           'Block', 'disturbs', 'undisturbed', 'Tap', 'Arena', 'rows_to_host', 'Pending', 'observe', 'note',
-           'unwrapped', 'Snapshot', 'unscaled', 'moved', 'together', 'stats_of']
+           'Block', 'disturbs', 'undisturbed', 'Tap', 'Arena', 'read_together', 'rows_to_host', 'Pending', 'observe',
+           'note', 'measured', 'unwrapped', 'Snapshot', 'unscaled', 'moved', 'together', 'stats_of']
 
-# %% ../../nbs/10_measure/50_tap.ipynb #2e55d420
+# %% ../../nbs/10_measure/50_tap.ipynb #e0947a4a
 import itertools, threading, weakref
 from contextlib import contextmanager
 
@@ -16,9 +16,9 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .kernels import read
+from .kernels import for_list, read
 from .stats import as_dicts, stat_names
-from .summary import bins, derive, finite, groups_for, index, merge, wide, width
+from .summary import bins, derive, finite, groups_for, index, length, merge, width
 
 # %% ../../nbs/10_measure/50_tap.ipynb #367aea3a
 head_width = 16
@@ -58,7 +58,7 @@ def undisturbed(
     "Inside, operations do just what they say"
     with torch.autocast(kind, enabled=False), _disable_current_modes(), torch._C.DisableTorchFunction(), temporarily_clear_interpreter_stack(): yield
 
-# %% ../../nbs/10_measure/50_tap.ipynb #2814149f
+# %% ../../nbs/10_measure/50_tap.ipynb #0f0b91d7
 class Tap:
     "Where the tensors of one place go: views of an `Arena`, never made by hand"
     def __init__(self, arena, key, number, stats, cursor, where, once):
@@ -66,9 +66,9 @@ class Tap:
         self.arena,self.key,self.number,self.cursor,self.next = arena,key,number,cursor,where
         self.names = stat_names(stats)
         self.wanted = groups_for(self.names)
-        self.groups,self.length = frozenset(self.wanted),wide if 'exponents' in self.wanted else width
-        self.rows = self.head = self.out = self.device = None
-        self.size = 0
+        self.groups,self.length = frozenset(self.wanted),length(self.wanted)
+        self.rows = self.head = self.out = self.device = self.block = None
+        self.size = self.first = 0
 
 class Arena:
     "All rows and cursors of a model: made once, read at once, reset at once"
@@ -78,6 +78,7 @@ class Arena:
         self.size,self.blocks,self.taps,self.cursors,self.where = size,[],[],[],[]
         self.clock,self.lock,self.seen,self.micro = itertools.count(1),threading.RLock(),{},0 # a signal handler may come in between and read
         self.filled = self.shared = 0
+        self.waiting = {} # (block, row) -> a tensor that will be read into it, with others
 
     def tap(self,
         key, # Whatever identifies the place to its reader; must not hold the module
@@ -99,20 +100,32 @@ class Arena:
         n = 1 if tap.device!=device else 2*tap.size
         block = next((b for b in self.blocks if b.device==device and b.length==tap.length and len(b.head)-b.used>=n), None)
         if block is None:
-            block = Block(max(self.size*width//tap.length, n), device, tap.length)
+            block = Block(max(self.size, n), device, tap.length)
             self.blocks.append(block)
+        tap.block,tap.first = block,block.used
         tap.rows,tap.head,tap.out = block.cut(n)
         tap.device,tap.size,tap.next[0] = device,n,0
 
     def begin(self, micro=0):
         "A pass begins: calls count from 0 again"
         with self.lock:
+            self.settle()
             self.micro = micro
             for c in self.where: c[:, 1] = 0
             self.seen.clear()
 
+    def settle(self):
+        "Read the tensors that wait: those with rows in the same block in one launch"
+        with self.lock:
+            todo,self.waiting = self.waiting,{}
+            lists = {}
+            for (block,row),(x,wanted,scale) in todo.items(): lists.setdefault((block, wanted, id(scale)), (scale, []))[1].append((x, row))
+            for (block,wanted,_),(scale,those) in lists.items():
+                with undisturbed(block.device.type): read_together(block.rows.data, wanted, scale, *zip(*those, strict=True))
+
     def forget(self, tap):
         "Drop what `tap` holds: it is about to be observed anew"
+        for i in range(tap.size if self.waiting else 0): self.waiting.pop((tap.block, tap.first+i), None)
         if tap.head is not None: tap.head[:, EVENT] = 0
         tap.next[:2] = 0
 
@@ -121,12 +134,20 @@ class Arena:
     ):
         "All rows since the last time, as a `Snapshot`, and an empty arena"
         with self.lock:
+            self.settle()
             parts = [(b.head[u], rows_to_host(b, u)) for b in self.blocks if len(u:=np.flatnonzero(b.head[:b.used, EVENT]))]
             for b in self.blocks: b.head[:b.used, EVENT] = 0
             for c in self.where: c[:, 0] = 0
             self.filled = 0
             self.seen.clear()
         return Snapshot(parts, self.taps, earlier or [])
+
+def read_together(rows, wanted, scale, xs, to):
+    "Read the tensors `xs` into rows, in one launch"
+    at = torch.as_tensor(to, device=rows.device)
+    rows[at] = torch.nan
+    for_list(xs[0]).read_list(xs, wanted, rows, to)
+    if scale is not None: rows[at, SCALE] = torch.as_tensor(scale, dtype=rows.dtype, device=rows.device)
 
 def rows_to_host(block, used):
     "A copy of the rows `used`; from another device it is under way and not waited for"
@@ -146,35 +167,29 @@ class Pending:
         self.done.synchronize()
         return self.host.numpy()
 
-# %% ../../nbs/10_measure/50_tap.ipynb #f7767414
+# %% ../../nbs/10_measure/50_tap.ipynb #a7869dc2
 def observe(
     x:torch.Tensor, # Any tensor
     tap:Tap, # Where it was seen
     call:int|None=None, # Which call of the pass it belongs to; the next one without it
-    scale=None # What the tensor was multiplied by, a number or a tensor, to be divided out again
+    scale=None, # What the tensor was multiplied by, a number or a tensor, to be divided out again
+    later:bool=False # Whether `x` stays as it is until `Arena.settle`, so that it may be read then, with others
 ):
     "Measure `x` into the next row of `tap`. Raises `Unmeasurable` when its values cannot be read"
-    if not disturbs(x.device.type): return note(x, tap, call, scale)
+    if not disturbs(x.device.type): return note(x, tap, call, scale, later)
     x = unwrapped(x)
-    with undisturbed(x.device.type): note(x, tap, call, scale)
+    with undisturbed(x.device.type): note(x, tap, call, scale, later)
 
-def note(x, tap, call=None, scale=None):
+def note(x, tap, call=None, scale=None, later=False):
     "`observe`, with nothing of the user's around it"
-    a,counted = tap.arena,not x.is_inference() # an inference tensor has no version
-    version = x._version if counted else 0
-    known = a.seen.get(id(x)) if counted else None
-    if known is not None and known[0]() is x and known[1]==version and tap.groups<=known[2]:
-        v = known[3][:tap.length]
-        a.shared += 1
-    else:
-        v = read(x, tap.wanted)
-        a.seen[id(x)] = (weakref.ref(x), version, tap.groups, v)
-    shape = x.shape
+    v = None if later and for_list(x) else measured(x, tap)
+    a,shape = tap.arena,x.shape
     dims = len(shape)
     with a.lock:
         i = int(tap.next[0])
         if i>=tap.size or tap.device!=x.device: a.more(tap, x.device); i = 0
-        if tap.out is None:
+        if v is None: a.waiting[tap.block, tap.first+i] = x.detach(),tap.wanted,scale
+        elif tap.out is None:
             tap.rows.data[i].copy_(v)
             if scale is not None: tap.rows.data[i, SCALE] = scale
         else:
@@ -187,6 +202,18 @@ def note(x, tap, call=None, scale=None):
         tap.next[0] = i+1
         tap.next[1] += 1
         a.filled += tap.length//width
+
+def measured(x, tap):
+    "The summary vector of `x`: read now, or known from another tap"
+    a,counted = tap.arena,not x.is_inference() # an inference tensor has no version
+    version = x._version if counted else 0
+    known = a.seen.get(id(x)) if counted else None
+    if known is not None and known[0]() is x and known[1]==version and tap.groups<=known[2]:
+        a.shared += 1
+        return known[3][:tap.length]
+    v = read(x, tap.wanted)
+    a.seen[id(x)] = (weakref.ref(x), version, tap.groups, v)
+    return v
 
 def unwrapped(x):
     "The tensor inside vmap, grad and the like: with all the samples that it stands for"
