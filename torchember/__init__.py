@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from .choose import select as select
     from .choose import until as until
     from .core import torchEmber as torchEmber
+    from .measure.exponents import exponents_for as exponents_for
+    from .measure.exponents import headroom as headroom
     from .measure.kernels import summarize as summarize
     from .measure.stats import get_stats as get_stats
     from .measure.summary import Summary as Summary
@@ -25,6 +27,7 @@ rooms = {
     'torchEmber': 'core', 'moduleTrack': 'capture.tree',
     'emberTracker': 'store.jsonl', 'tracker': 'store.jsonl',
     'get_stats': 'measure.stats', 'summarize': 'measure.kernels', 'Summary': 'measure.summary',
+    'exponents_for': 'measure.exponents', 'headroom': 'measure.exponents',
     'select': 'choose', 'every': 'choose', 'at': 'choose', 'until': 'choose', 'between': 'choose', 'log_spaced': 'choose',
     'ttypes': 'record', 'EmberWarning': 'record'}
 __all__ = ['__version__', *rooms]
