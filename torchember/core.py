@@ -7,13 +7,14 @@ __all__ = ['recorded', 'waiting', 'most_rows', 'room', 'names', 'at_exit', 'in_c
            'Recorder', 'rows_of', 'one_row', 'Switch', 'Hint', 'place', 'shared_name', 'torchEmber', 'check_optimizers',
            'not_a_model', 'weak_source']
 
-# %% ../nbs/40_core.ipynb #8a578a4e
+# %% ../nbs/40_core.ipynb #0105e939
 import atexit, itertools, os, sys, threading, warnings, weakref
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from .budget import Local, Report, clock, idle, timed
 from .capture import compiled
 from .capture.backward import hear
 from .capture.compiled import left_alone
@@ -31,7 +32,7 @@ from .store.base import now, run_name, user
 from .store.jsonl import new_run
 from .store.table import tree_table
 
-# %% ../nbs/40_core.ipynb #bf1d15a2
+# %% ../nbs/40_core.ipynb #6182bfa4
 recorded = tuple(t for t in ttypes if t!='buffer') # tensor types that this version records
 waiting = weakref.WeakSet()
 most_rows = 1<<18 # rows of an open step to hold in memory
@@ -87,10 +88,12 @@ class Recorder:
         self.rank = rank
         self.t,self.ttypes,self.when,self.only_training,self.on_error,self.step = t,ttypes,when,only_training,on_error,step
         self.stats = dict.fromkeys(recorded, stats) | {'before': ('rms',)} # ttype -> function, or names of built-in statistics
-        self.local,self.lock = threading.local(),threading.RLock()
+        self.local,self.lock = Local(),threading.RLock()
         self.states,self.own,self.weighed,self.told = [],[],set(),set()
         self.grads = tuple(t for t in ('input_grad', 'output_grad') if t in ttypes)
         self.watch,self.stepped,self.copies,self.handles,self.variables,self.refusal,self.pass_ = None,set(),{},[],{},False,0
+        self.spent,self.busy,self.calls_off = 0.,None,0 # seconds spent; when the work on a module began; calls of armed modules
+        self.first_at = self.last_at = None # when the first pass began, and the last ended
         self.fresh_arena()
         self.opened,self.manual,self.passes,self.active,self.running,self.since = False,False,0,0,0,None
         self.taken,self.given = [],set() # what was handed out of the open step already: snapshots, and keys of custom rows
@@ -110,6 +113,7 @@ class Recorder:
 
     # ---- what capture tells
 
+    @timed
     def begin(self, module):
         "A call of the root begins; True when it is not inside another"
         loc = self.local
@@ -118,6 +122,7 @@ class Recorder:
         if not depth:
             loc.stack,loc.log,loc.skips = [],[],self.only_training and not module.training
             if not loc.skips: self.first(loc)
+            if self.first_at is None: self.first_at = loc.entered
             self.hint.trains |= module.training and torch.is_grad_enabled()
         self.running += 1
         loc.depth = depth+1
@@ -143,7 +148,10 @@ class Recorder:
         loc = self.local
         loc.depth -= 1
         self.running -= 1
-        if not loc.depth and not loc.skips:
+        if loc.depth: return
+        self.last_at = clock()
+        if not compiled: self.calls_off += len(self.states)
+        if not loc.skips:
             with self.lock:
                 self.active -= 1
                 if not self.active and self.deep: room.less(self.deep)
@@ -164,6 +172,8 @@ class Recorder:
         if not hasattr(loc, 'stack'): loc.stack,loc.log = [],[]
         loc.stack.append((st.track, loc.call))
         loc.log.append(f'enter {st.track.name}')
+        if self.busy is not None: self.spent += clock()-self.busy # the work of named_inputs, and this
+        self.busy = None
 
     def exit(self, st):
         loc = self.local
@@ -177,10 +187,14 @@ class Recorder:
             self.failed(st, what, what, e)
             return []
 
-    def inputs(self, st, args, kwargs): self.named_inputs(st, self.names(st, 'input', inputs, args, kwargs, st.names, st.rest))
+    def inputs(self, st, args, kwargs):
+        since = clock()
+        self.named_inputs(st, self.names(st, 'input', inputs, args, kwargs, st.names, st.rest), since)
+
     def outputs(self, st, result): self.named_outputs(st, self.names(st, 'output', outputs, result))
 
-    def named_inputs(self, st, named):
+    def named_inputs(self, st, named, since=None):
+        self.busy = clock() if since is None else since
         if not self.inside(): # a submodule called by itself belongs to the current step
             self.opened = True
             if self.arena.filled+len(self.own)>most_rows: self.flush()
@@ -200,6 +214,8 @@ class Recorder:
             for n,x in named: self.see(st, 'output', n, x, call=call)
         if 'output_grad' in self.grads: self.hook(st, 'output_grad', named, call)
         if self.local.stack: self.current_mt = self.local.stack[-1][0]
+        if self.busy is not None: self.spent += clock()-self.busy # the work of weights and exit, and this
+        self.busy = None
 
     # ---- gradients that arrive in a backward
 
@@ -208,14 +224,17 @@ class Recorder:
 
     def gradient(self, st, ttype, tname, g, call):
         if not self.on or not self.states: return
+        since = clock()
         self.opened = True
         self.see(st, ttype, tname, g, call=call, scale=self.scale())
+        self.spent += clock()-since
 
     def scale(self):
         "What a scaler multiplies the loss by"
         s = None if self.watch is None else self.watch.scaler
         return s._scale if s is not None and s.is_enabled() else None
 
+    @timed
     def recomputed(self, st, args, kwargs, result):
         "A checkpointed forward ran again: the reentrant kind makes only now the graph that gradients go through"
         ins = self.names(st, 'input', inputs, args, kwargs, st.names, st.rest)
@@ -224,6 +243,7 @@ class Recorder:
 
     # ---- the optimizer
 
+    @timed
     def before(self, optimizer, scale):
         "An optimizer is about to step: the gradients are complete"
         with self.lock:
@@ -232,11 +252,13 @@ class Recorder:
             self.again({'weight_grad'} & set(self.ttypes), {id(p) for p in ps}, scale)
             if 'update' in self.ttypes: self.copies.update({id(p): p.detach().clone() for p in ps})
 
+    @timed
     def after(self, optimizer):
         "An optimizer has stepped: weights and states are new"
         with self.lock:
             if self.on: self.news(optimizer)
             self.stepped.add(id(optimizer))
+            self.last_at = clock()
             if self.stepped>={id(o) for o in self.watch.optimizers}: self.close()
 
     def refused(self, optimizer):
@@ -274,6 +296,7 @@ class Recorder:
         stack = getattr(self.local, 'stack', None)
         self.probe(next((st for st in self.states if stack and st.track is stack[-1][0]), self.states[0]), name, x)
 
+    @timed
     def probe(self, st, name, x):
         if self.on and self.states: self.see(st, 'probe', name, x, call=self.local.call if hasattr(self.local, 'call') else 0)
 
@@ -285,6 +308,7 @@ class Recorder:
 
     def weights(self, st):
         "The module's own parameters; with the root's, those of modules that no call has reached"
+        self.busy = clock()
         kinds = self.ttypes if not self.manual else [t for t in self.ttypes if t!='weight_grad']
         self.parameters(st, kinds)
         if st.root and self.local.depth==1:
@@ -343,10 +367,12 @@ class Recorder:
 
     # ---- steps
 
+    @timed
     def close(self, boundary=False):
         "The step is over. A step in which nothing ran is none"
         with self.lock:
             if not self.opened: return
+            if boundary: self.last_at = clock()
             if self.on and boundary: self.boundary()
             if self.on and self.states:
                 for n,x in self.variables.items(): self.variable(n, x)
@@ -381,6 +407,7 @@ class Recorder:
         "The gradients as they are now, in place of those that were there during the pass"
         self.again({'weight_grad'} & set(self.ttypes))
 
+    @timed
     def log_model(self):
         "Weights and gradients as they are now"
         with self.lock:
@@ -395,6 +422,7 @@ class Recorder:
             if self.own: self.own = [r for r in self.own if r[1][1] not in kinds or r[1][0]!=st.track.name or r[1][3]!=n]
             self.parameter(st, i, n, p, kinds, True, scale)
 
+    @timed
     def flush(self, close=False):
         "Hand all that there is to the log. Returns before it is written"
         with self.lock:
@@ -407,6 +435,15 @@ class Recorder:
             about = dict(step=self.step, ts=self.since or now(), several=self.passes>1, marks={**extra, **self.t.marked})
             self.since = None
         self.t.put(lambda: rows_of(snapshot, own, **about), close)
+
+    def seconds(self):
+        "Time spent recording: ours, the writer's, and that of modules which were only called"
+        since = self.local.entered
+        return self.spent+(0 if since is None else clock()-since)+self.t.file.seconds+self.calls_off*idle()
+
+    def elapsed(self):
+        "Seconds from the beginning of the first pass to the end of the last step"
+        return 0. if self.first_at is None or self.last_at is None else max(self.last_at-self.first_at, 0.)
 
     def marked(self): self.taken,self.given = [],set()
 
@@ -473,7 +510,7 @@ def shared_name(kind):
     store = torch.distributed.distributed_c10d._get_default_store()
     return store.compare_set(f'torchember/{next(names)}', '', name).decode()
 
-# %% ../nbs/40_core.ipynb #ea64a30f
+# %% ../nbs/40_core.ipynb #0c7dd2d7
 class torchEmber:
     "Watch a model: arms it at once, and records every pass until `torchEmber.disarm`"
     def __init__(self,
@@ -632,13 +669,15 @@ class torchEmber:
         "The tree of modules as nested dicts `{'name', 'short', 'path', 'children'}`"
         return tree_dict(self.tracks[0])
 
-    def close(self): # Dict: steps seen and recorded, rows, bytes, errors, tensors skipped
+    def close(self): # A `Report`
         "End the run: disarm, write everything, and say what was done"
         self.recorder.close()
         self.disarm()
         self.t.close()
         r,f = self.recorder,self.t.file
-        return dict(run=self.fname, steps=r.seen_steps, recorded=r.recorded_steps, rows=f.rows, bytes=f.written, errors=r.errors, skipped=r.skipped)
+        seconds,elapsed = r.seconds(),r.elapsed()
+        return Report(run=self.fname, steps=r.seen_steps, recorded=r.recorded_steps, rows=f.rows, bytes=f.written,
+            seconds=seconds, share=seconds/elapsed if elapsed else 0., errors=r.errors, skipped=r.skipped)
 
     def __enter__(self): return self.arm()
 
