@@ -103,7 +103,7 @@ def append(
             if done and os.fstat(f.fileno()).st_size==size+done: f.truncate(size) # unless another process has appended meanwhile
             raise
 
-# %% ../../nbs/30_store/10_jsonl.ipynb #49b7a1c3
+# %% ../../nbs/30_store/10_jsonl.ipynb #5e3c89c8
 class Log:
     "One file of JSON lines that is only appended to"
     bound = 64 # batches that may wait; with more, whoever adds one does the writing
@@ -211,7 +211,7 @@ class Log:
     def claim(self):
         "Make the file, which must be new: two processes may have chosen the same name in the same second"
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        for path in (self.path, *(self.path.with_name(f'{self.path.name}_{i}') for i in range(2, 10_000))):
+        for path in (self.path.with_name(f'{self.path.name}_{i}') if i>1 else self.path for i in range(1, 10_000)):
             try: os.close(os.open(path, os.O_CREAT|os.O_EXCL|os.O_WRONLY, 0o666))
             except FileExistsError: continue
             if self.exact and path!=self.path:
