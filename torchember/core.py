@@ -7,14 +7,14 @@ __all__ = ['recorded', 'waiting', 'most_rows', 'room', 'names', 'at_exit', 'in_c
            'Recorder', 'rows_of', 'one_row', 'Switch', 'Hint', 'place', 'shared_name', 'torchEmber', 'check_optimizers',
            'not_a_model', 'weak_source']
 
-# %% ../nbs/40_core.ipynb #0105e939
+# %% ../nbs/40_core.ipynb #c9c3aa16
 import atexit, itertools, os, sys, threading, warnings, weakref
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from .budget import Local, Report, clock, idle, timed
+from .budget import Budget, Local, Report, check_share, clock, duration, idle, timed
 from .capture import compiled
 from .capture.backward import hear
 from .capture.compiled import left_alone
@@ -32,7 +32,7 @@ from .store.base import now, run_name, user
 from .store.jsonl import new_run
 from .store.table import tree_table
 
-# %% ../nbs/40_core.ipynb #6182bfa4
+# %% ../nbs/40_core.ipynb #ff42ddad
 recorded = tuple(t for t in ttypes if t!='buffer') # tensor types that this version records
 waiting = weakref.WeakSet()
 most_rows = 1<<18 # rows of an open step to hold in memory
@@ -84,8 +84,10 @@ def custom_row(f, x):
 
 class Recorder:
     "Hears a model and turns what it hears into rows"
-    def __init__(self, t, ttypes, stats, when, only_training, on_error, step, rank=None):
-        self.rank = rank
+    def __init__(self, t, ttypes, stats, when, only_training, on_error, step, rank=None, budget=None):
+        self.rank,self.budget = rank,budget
+        self.since_at,self.paid,self.late = None,0.,0. # when the step began, and what was spent before, also by the writer
+        self.decided = None, False, False # step; whether it is recorded; whether the budget said no
         self.t,self.ttypes,self.when,self.only_training,self.on_error,self.step = t,ttypes,when,only_training,on_error,step
         self.stats = dict.fromkeys(recorded, stats) | {'before': ('rms',)} # ttype -> function, or names of built-in statistics
         self.local,self.lock = Local(),threading.RLock()
@@ -100,12 +102,13 @@ class Recorder:
         self.errors = self.skipped = self.seen_steps = self.recorded_steps = self.deep = 0
         self.mt_log,self.current_mt = [],None
         self.hint,self.switch = Hint(),Switch(ttypes)
+        if budget: idle(); observe(torch.zeros(1), Arena().tap(None)) # what torch does at its first time belongs to no step
         self.on = self.switch.on = self.due()
         waiting.add(self)
 
     def leave(self):
         "Be inert: this process is not the one that the run belongs to"
-        self.when,self.on,self.switch.on,self.lock = schedule(at()),False,False,threading.RLock()
+        self.when,self.on,self.switch.on,self.lock,self.budget = schedule(at()),False,False,threading.RLock(),None
         self.fresh_arena()
         self.own,self.opened = [],False
 
@@ -123,6 +126,7 @@ class Recorder:
             loc.stack,loc.log,loc.skips = [],[],self.only_training and not module.training
             if not loc.skips: self.first(loc)
             if self.first_at is None: self.first_at = loc.entered
+            if self.since_at is None: self.since_at = loc.entered
             self.hint.trains |= module.training and torch.is_grad_enabled()
         self.running += 1
         loc.depth = depth+1
@@ -388,18 +392,41 @@ class Recorder:
             self.weighed.clear()
             self.stepped.clear()
             self.copies.clear()
+            if self.budget: self.account()
             self.step += 1
             self.on = self.switch.on = self.due()
 
+    def account(self):
+        "Tell the budget what the step took"
+        at,paid,late = clock(),self.ours(),self.t.file.seconds
+        if self.since_at is not None:
+            hidden = any(b.device.type!='cpu' for b in self.arena.blocks)
+            self.budget.passed(at-self.since_at, paid-self.paid, bool(self.on), late-self.late, hidden)
+        self.since_at,self.paid,self.late = at,paid,late
+        if self.budget.hopeless and 'budget' not in self.told:
+            self.told.add('budget')
+            warnings.warn(f"{self.budget}: it takes {duration(self.budget.cost)}, and a step {duration(self.budget.time)}. "
+                "Record less: include=, ttypes=, stats=.", EmberWarning, stacklevel=2)
+
     def due(self, step=None):
-        "Whether the schedule wants this step"
-        try: return self.when(self.step if step is None else step)
+        "Whether this step is recorded: the schedule wants it, and the budget has it. Decided once"
+        step = self.step if step is None else step
+        if self.budget is None: return self.scheduled(step)
+        if self.decided[0]!=step:
+            wanted = self.scheduled(step)
+            on = wanted and self.budget.allows(self.ours()-self.paid if self.opened and self.on else 0.)
+            self.decided = step, on, wanted and not on
+        return self.decided[1]
+
+    def scheduled(self, step):
+        "Whether the schedule wants the step"
+        try: return self.when(step)
         except Exception as e:
             if self.on_error=='raise': raise
             self.errors += 1
             if 'schedule' not in self.told:
                 self.told.add('schedule')
-                warnings.warn(f"The schedule {self.when} failed at step {self.step}: {type(e).__name__}: {e}. Such steps are not recorded.",
+                warnings.warn(f"The schedule {self.when} failed at step {step}: {type(e).__name__}: {e}. Such steps are not recorded.",
                     EmberWarning, stacklevel=2)
             return False
 
@@ -426,8 +453,10 @@ class Recorder:
     def flush(self, close=False):
         "Hand all that there is to the log. Returns before it is written"
         with self.lock:
+            if not self.arena.filled and not self.own: # a step that left nothing does not wake the writer
+                f = self.t.file
+                if not (close and (self.taken or self.given or f.step and not f.closed)): return
             snapshot,own,self.own = self.arena.take(list(self.taken)),self.own,[]
-            if not len(snapshot) and not own and not close: return
             if not close and len(snapshot): self.taken.append(snapshot)
             own = [(*r[:5], r[5] | {'supersedes': True}) if (r[1], r[2], r[3]) in self.given and r[1][3] else r for r in own]
             self.given |= {(r[1], r[2], r[3]) for r in own}
@@ -436,10 +465,12 @@ class Recorder:
             self.since = None
         self.t.put(lambda: rows_of(snapshot, own, **about), close)
 
-    def seconds(self):
-        "Time spent recording: ours, the writer's, and that of modules which were only called"
+    def ours(self):
+        "Time spent recording up to now, but for the writer's: measured, and that of modules which were only called"
         since = self.local.entered
-        return self.spent+(0 if since is None else clock()-since)+self.t.file.seconds+self.calls_off*idle()
+        return self.spent+(0 if since is None else clock()-since)+self.calls_off*idle()
+
+    def seconds(self): return self.ours()+self.t.file.seconds
 
     def elapsed(self):
         "Seconds from the beginning of the first pass to the end of the last step"
@@ -510,7 +541,7 @@ def shared_name(kind):
     store = torch.distributed.distributed_c10d._get_default_store()
     return store.compare_set(f'torchember/{next(names)}', '', name).decode()
 
-# %% ../nbs/40_core.ipynb #0c7dd2d7
+# %% ../nbs/40_core.ipynb #a435c665
 class torchEmber:
     "Watch a model: arms it at once, and records every pass until `torchEmber.disarm`"
     def __init__(self,
@@ -526,6 +557,7 @@ class torchEmber:
         name:str|None=None, # Name of the run; `<ModelClass>_<YYYYmmdd_HHMMSS>` without it
         resume:bool=False, # Go on with the run `name` after its last step
         home=None, # Folder for logs, instead of `~/.torchember`
+        overhead:float|None=None, # Share of the training time that recording may take, such as 0.02: then not every step that `every` wants is recorded
         scaler=None, # The `GradScaler` in use: recorded gradients are the unscaled ones, and steps that it skips are marked
         on_error:str='warn' # When a statistic fails: 'warn' once and go on, or 'raise'
     ):
@@ -537,13 +569,15 @@ class torchEmber:
             if n not in recorded: raise ValueError(f"{n!r} is not recorded by this version. It records: {', '.join(recorded)}.")
         optimizers = check_optimizers(optimizer, scaler, check_ttypes(ttypes))
         when,stats = schedule(every),stats if callable(stats) else stat_names(stats)
+        if overhead is not None: check_share(overhead)
         self.chosen = (include, exclude)
         self.watched(tracks(inner)) # raises before anything is changed
         rank,world = place()
         if world>1: name = f'{name or shared_name(self.model_name)}.rank{rank}'
         self.t = new_run(self.model_name, name, resume, home)
         step = self.t.last_step()+1 if resume else 0
-        self.recorder = Recorder(self.t, check_ttypes(ttypes), stats, when, only_training, on_error, step, rank if world>1 else None)
+        self.recorder = Recorder(self.t, check_ttypes(ttypes), stats, when, only_training, on_error, step, rank if world>1 else None,
+            None if overhead is None else Budget(overhead))
         if optimizers: self.recorder.watch,self.recorder.manual = OptimizerWatch(optimizers, scaler, self.recorder),True
         self.t.source = weak_source(self.recorder)
         self.tracks,self.armed = tracks(inner),False
@@ -590,6 +624,7 @@ class torchEmber:
             if self.recorder.watch: self.recorder.watch.detach()
             self.recorder.flush()
             self.recorder.states,self.armed = [],False
+            self.recorder.since_at = None # what comes until it is armed again is no training
             self.recorder.owner = None
         return self.model
 
@@ -677,7 +712,8 @@ class torchEmber:
         r,f = self.recorder,self.t.file
         seconds,elapsed = r.seconds(),r.elapsed()
         return Report(run=self.fname, steps=r.seen_steps, recorded=r.recorded_steps, rows=f.rows, bytes=f.written,
-            seconds=seconds, share=seconds/elapsed if elapsed else 0., errors=r.errors, skipped=r.skipped)
+            seconds=seconds, share=seconds/elapsed if elapsed else 0., errors=r.errors, skipped=r.skipped,
+            **({} if r.budget is None else {'thinned': r.budget.thinned-r.decided[2], 'budget': str(r.budget)}))
 
     def __enter__(self): return self.arm()
 
@@ -685,7 +721,8 @@ class torchEmber:
 
     def __repr__(self):
         state = 'armed' if self.armed else 'not armed'
-        return f"<torchEmber of {self.model_name}: {len(self.tracks)} modules, step {self.recorder.step}, {state}>"
+        thinned = '' if self.recorder.budget is None else f', {self.recorder.budget}'
+        return f"<torchEmber of {self.model_name}: {len(self.tracks)} modules, step {self.recorder.step}, {state}{thinned}>"
 
     def _repr_html_(self): return tree_table(repr(self)[1:-1], self.mod_tree(), self.t.latest_line_list())
 
