@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['recorded', 'waiting', 'most_rows', 'room', 'names', 'at_exit', 'in_child', 'Room', 'shape_of', 'custom_row',
-           'Recorder', 'rows_of', 'one_row', 'Switch', 'Hint', 'place', 'shared_name', 'torchEmber', 'check_optimizers',
-           'not_a_model', 'weak_source']
+           'Recorder', 'rows_of', 'one_row', 'Nowhere', 'per_row', 'parameter_places', 'flow_places', 'row_to_come',
+           'Switch', 'Hint', 'place', 'shared_name', 'torchEmber', 'check_optimizers', 'not_a_model', 'weak_source']
 
-# %% ../nbs/40_core.ipynb #c9c3aa16
-import atexit, itertools, os, sys, threading, warnings, weakref
+# %% ../nbs/40_core.ipynb #d9edeed4
+import atexit, functools, itertools, os, sys, threading, warnings, weakref
+from math import prod
 
 import torch
 from torch import nn
@@ -25,14 +26,15 @@ from .capture.tree import tracks, tree_dict, unwrap
 from .choose import at, schedule, select
 from .measure.kernels import Unmeasurable
 from .measure.stats import stat_names
-from .measure.summary import derived
+from .measure.summary import counts, derived
 from .measure.tap import Arena, observe
-from .record import SCHEMA, EmberWarning, check_ttypes, plain, pointer, reserved, trouble, ttypes
+from .plan import Place, Plan, Reading, rehearse, states_to_come
+from .record import SCHEMA, EmberWarning, check_ttypes, lines_of, line_of, plain, pointer, reserved, trouble, ttypes
 from .store.base import now, run_name, user
 from .store.jsonl import new_run
 from .store.table import tree_table
 
-# %% ../nbs/40_core.ipynb #ff42ddad
+# %% ../nbs/40_core.ipynb #d9dc2b37
 recorded = tuple(t for t in ttypes if t!='buffer') # tensor types that this version records
 waiting = weakref.WeakSet()
 most_rows = 1<<18 # rows of an open step to hold in memory
@@ -87,6 +89,7 @@ class Recorder:
     def __init__(self, t, ttypes, stats, when, only_training, on_error, step, rank=None, budget=None):
         self.rank,self.budget = rank,budget
         self.since_at,self.paid,self.late = None,0.,0. # when the step began, and what was spent before, also by the writer
+        self.rehearsal = None # while a plan is made
         self.decided = None, False, False # step; whether it is recorded; whether the budget said no
         self.t,self.ttypes,self.when,self.only_training,self.on_error,self.step = t,ttypes,when,only_training,on_error,step
         self.stats = dict.fromkeys(recorded, stats) | {'before': ('rms',)} # ttype -> function, or names of built-in statistics
@@ -282,10 +285,10 @@ class Recorder:
             if 'optimizer' in self.ttypes:
                 for k,v in states_of(optimizer, p).items(): self.see(st, 'optimizer', f'{k}_{i}', v, n, True)
 
-    def all_parameters(self, wanted=None):
+    def all_parameters(self, wanted=None, states=None):
         "State, position, name and parameter, each parameter once"
         seen = set()
-        for st in self.states:
+        for st in self.states if states is None else states:
             if not st.watched: continue
             for i,(n,p) in enumerate((n,p) for n,p in st.track.module._parameters.items() if p is not None):
                 if is_lazy(p) or id(p) in seen or (wanted is not None and id(p) not in wanted): continue
@@ -507,6 +510,78 @@ def one_row(key, call, micro, dtype, stats, step, ts, marks, several):
     return {**{k:v for k,v in stats.items() if k not in late}, 'module': module, 'ts': ts, 'ttype': ttype, 'tname': tname,
         'step': step, 'call': call, 'dtype': dtype, **extra, **late, **marks}
 
+class Nowhere:
+    "A log that works out its rows and forgets them"
+    fname,marked,step,closed,seconds = 'nowhere', {}, (), True, 0.
+    def __init__(self): self.file,self.took,self.rows = self,0.,0
+    def put(self, rows, close=False):
+        start = clock()
+        rows = rows()
+        lines_of(rows)
+        self.took += clock()-start
+        self.rows += len(rows)
+
+@functools.cache
+def per_row(stats):
+    "Seconds that a tensor of a few elements takes to be recorded, and a row to be written"
+    model,x = nn.Sequential(*(nn.Tanh() for _ in range(8))),torch.zeros(4)
+    r,ts = Recorder(Nowhere(), ('input', 'output'), stats, schedule(1), False, 'warn', 0),tracks(model)
+    r.states,spent,took = arm(ts, r),[],[]
+    for _ in range(12):
+        before = r.spent,r.t.took
+        with torch.no_grad(): model(x)
+        r.close()
+        n,b = 2*len(ts),r.t.took-before[1]
+        spent.append((r.spent-before[0]-b)/n)
+        took.append(b/n)
+    disarm(ts, r)
+    waiting.discard(r)
+    return sorted(spent)[6], sorted(took)[6]
+
+def parameter_places(r, left=()):
+    "Where there will be rows of weights, their gradients, updates and states; and what is not known. `left`: the states in the order in which a pass left them"
+    places,notes = [],set()
+    def add(st, ttype, tname, n, p, shape=None): places.append(Place(st.track, ttype, tname, n, 0, tuple(p.shape) if shape is None else shape, p.dtype, True))
+    first = list(dict.fromkeys([*left, *r.states])) # a tied weight belongs to who is left first
+    for st,i,n,p in r.all_parameters(states=first):
+        if 'weight' in r.ttypes: add(st, 'weight', f'weight_{i}', n, p)
+    for st,i,n,p in r.all_parameters(states=r.states if r.manual else first):
+        if 'weight_grad' in r.ttypes and p.requires_grad: add(st, 'weight_grad', f'grad_{i}', n, p)
+    for o in r.watch.optimizers if r.watch else ():
+        for st,i,n,p in r.all_parameters({id(p) for p in parameters_of(o)}):
+            if 'update' in r.ttypes: add(st, 'update', f'update_{i}', n, p)
+            states = states_to_come(o, p) if 'optimizer' in r.ttypes else {}
+            if states is None: notes.add(f"What {type(o).__name__} keeps is known after its first step.")
+            for k,shape in (states or {}).items(): add(st, 'optimizer', f'{k}_{i}', n, p, shape)
+    if any(is_lazy(p) for st in r.states for p in st.track.module._parameters.values()): notes.add("Lazy parameters are known after the first pass.")
+    for n,x in r.variables.items():
+        root = r.states[0].track
+        for t in ('weight', 'weight_grad'):
+            if t in r.ttypes and (t=='weight' or x.requires_grad): places.append(Place(root, t, n, n, 0, tuple(x.shape), x.dtype, True))
+    return places, sorted(notes)
+
+def flow_places(r):
+    "Inputs and outputs as far as they are known without a pass: those of the last recorded one, or one of each"
+    kinds = [(t, f'{t}{g}') for t in ('input', 'output') for g in ('', '_grad') if f'{t}{g}' in r.ttypes]
+    if not kinds: return [], []
+    known,places = r.states[0].pass_ is not None,[]
+    for st in r.states:
+        m = st.track.module
+        if not st.watched or (st.calls==0 if known else type(m).forward is nn.Module.forward): continue
+        dtype = next((p.dtype for p in m.parameters() if p.is_floating_point()), torch.float32)
+        for kind,ttype in kinds:
+            named = (st.track.input_dt if kind=='input' else st.track.output_dt) if known else {'input': None} if kind=='input' else {'output_0': None}
+            alone = kind!=ttype or (st.root if kind=='input' else st.track.base_module) # others are seen elsewhere, too
+            places += [Place(st.track, ttype, n, None, c, s, s and dtype, alone) for c in range(st.calls if known else 1) for n,s in (named or {}).items()]
+    return places, ["Inputs and outputs are those of the last recorded pass." if known else
+        "Inputs and outputs are not known before a pass: one of each is assumed, and their sizes are not in the time. Give an example input: te.plan(x)."]
+
+def row_to_come(place, how, marks):
+    "A row such as will be written there, with numbers that have as many digits"
+    stats = {} if callable(how) else {n: list(place.shape or (64, 64)) if n=='shape' else 1234 if n in counts else -.0123456789012345678 for n in how}
+    key = (place.track.name, place.ttype, place.tname, place.pname)
+    return one_row(key, place.call, None, str(place.dtype or torch.float32).removeprefix('torch.'), stats, 1000, now(), marks, False)
+
 class Switch:
     "What compiled code looks at: whether the coming pass is recorded, and which gradients are"
     def __init__(self, ttypes): self.on,self.input_grad,self.output_grad = True,'input_grad' in ttypes,'output_grad' in ttypes
@@ -541,7 +616,7 @@ def shared_name(kind):
     store = torch.distributed.distributed_c10d._get_default_store()
     return store.compare_set(f'torchember/{next(names)}', '', name).decode()
 
-# %% ../nbs/40_core.ipynb #a435c665
+# %% ../nbs/40_core.ipynb #14c12a5e
 class torchEmber:
     "Watch a model: arms it at once, and records every pass until `torchEmber.disarm`"
     def __init__(self,
@@ -650,7 +725,8 @@ class torchEmber:
         "Record a tensor from inside a forward, compiled or not; its row has the ttype 'probe'"
         if self.armed:
             root = self.recorder.states[0]
-            if not torch.compiler.is_compiling(): self.recorder.probe_here(name, tensor)
+            if not torch.compiler.is_compiling(): self.recorder.probe_here(name, tensor) if self.recorder.rehearsal is None else \
+                self.recorder.rehearsal.probe(self.recorder.states, name, tensor)
             elif root.switch.on: compiled.probed([tensor.detach()], root.key, [name])
         return tensor
 
@@ -699,6 +775,42 @@ class torchEmber:
         "`how_record` under the name and with the words of torchember 0.2"
         words = {'in': 'input', 'out': 'output', 'weight': 'weight', 'grad': 'weight_grad'}
         return self.how_record(words.get(ttype, ttype))
+
+    def plan(self,
+        *args, # An example input: with one, the model runs once, and afterwards is as before
+        **kwargs
+    ) -> Plan:
+        "What a recorded step will write and cost. Records nothing"
+        r,idle_here = self.recorder,not self.armed
+        inner = self.tracks[0].module
+        if idle_here:
+            if armed_by(inner) is not None: raise RuntimeError("another torchEmber is armed on this model. Ask that one for its plan, or disarm it.")
+            r.states = arm(self.tracks, r, self.watched(self.tracks))
+        try:
+            flow,left,more = [],[],[]
+            if args or kwargs:
+                if any(is_lazy(p) for p in inner.parameters()):
+                    raise ValueError("the model has lazy parameters, which an example input would make. Run the model once, then plan.")
+                flow,left = rehearse(inner, r, args, kwargs)
+            else: flow,more = flow_places(r)
+            own,notes = parameter_places(r, left)
+        finally:
+            if idle_here: disarm(self.tracks, r); r.states = []
+        return self.costs(flow+own, notes+more)
+
+    def costs(self, places, notes):
+        "The `Plan` of these places"
+        r = self.recorder
+        if any(callable(f) for t,f in r.stats.items() if t in r.ttypes): notes = [*notes, "What functions of yours return, and their time, is not in it."]
+        lines = [len(line_of(row_to_come(p, r.stats[p.ttype], self.t.marked)))+1 for p in places]
+        reading,seconds = Reading(max((prod(p.shape) for p in places if p.shape), default=1)),[]
+        home = next((p.device for p in self.tracks[0].module.parameters()), torch.device('cpu'))
+        for p in places:
+            how = r.stats[p.ttype]
+            how = stat_names('basic') if callable(how) else how
+            more = reading(how, p.dtype, home, prod(p.shape)) if p.read and p.shape and not callable(r.stats[p.ttype]) else 0.
+            seconds.append(sum(per_row(how))+more)
+        return Plan(self.model_name, places, lines, seconds, notes)
 
     def mod_tree(self):
         "The tree of modules as nested dicts `{'name', 'short', 'path', 'children'}`"
