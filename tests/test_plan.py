@@ -1,6 +1,8 @@
 "A plan says what a recorded step then writes, and leaves the model as it was"
 import copy
+import inspect
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ def places(rows): return sorted((r['module'], r['ttype'], r['tname'], r['call'],
 def planned(plan): return sorted((p.track.name, p.ttype, p.tname, p.call, p.shape) for p in plan.places)
 
 
-@pytest.mark.parametrize('name', [n for n in zoo if n not in ('embedding bag', 'routed')])
+@pytest.mark.parametrize('name', zoo)
 def test_planned_rows_are_those_that_are_written(name):
     model,args,kwargs = zoo[name]()
     te = torchEmber(model, ttypes=('input', 'output', 'weight'))
@@ -126,6 +128,24 @@ def test_probes_variables_and_functions_of_ones_own():
     assert plan.rows==len(te.t.lines()) and [p.tname for p in plan.places if p.ttype=='probe']==['scores']
     assert any('functions of yours' in n for n in plan.notes)
     te.close()
+
+
+def test_deeply_nested_modules():
+    "The pass has the room that a recorded one has: a limit that suffices for the plain model is enough"
+    model = nn.Linear(2, 2)
+    for _ in range(250): model = nn.Sequential(model)
+    x,limit = torch.randn(1, 2),sys.getrecursionlimit()
+    enough = len(inspect.stack(0))+3*250
+    try:
+        while True: # the least that the plain model needs
+            sys.setrecursionlimit(enough)
+            try: model(x); break
+            except RecursionError: enough += 20
+        te = torchEmber(model)
+        assert te.plan(x).rows==2*251+4
+        assert sys.getrecursionlimit()==enough
+    finally: sys.setrecursionlimit(limit)
+    te.disarm()
 
 
 def test_disarmed_and_lazy_models():

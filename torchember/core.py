@@ -616,7 +616,7 @@ def shared_name(kind):
     store = torch.distributed.distributed_c10d._get_default_store()
     return store.compare_set(f'torchember/{next(names)}', '', name).decode()
 
-# %% ../nbs/40_core.ipynb #14c12a5e
+# %% ../nbs/40_core.ipynb #2893b5df
 class torchEmber:
     "Watch a model: arms it at once, and records every pass until `torchEmber.disarm`"
     def __init__(self,
@@ -791,7 +791,9 @@ class torchEmber:
             if args or kwargs:
                 if any(is_lazy(p) for p in inner.parameters()):
                     raise ValueError("the model has lazy parameters, which an example input would make. Run the model once, then plan.")
-                flow,left = rehearse(inner, r, args, kwargs)
+                room.more(r.deep)
+                try: flow,left = rehearse(inner, r, args, kwargs)
+                finally: room.less(r.deep)
             else: flow,more = flow_places(r)
             own,notes = parameter_places(r, left)
         finally:
