@@ -34,7 +34,7 @@ from .store.base import now, run_name, user
 from .store.jsonl import new_run
 from .store.table import tree_table
 
-# %% ../nbs/40_core.ipynb #d9dc2b37
+# %% ../nbs/40_core.ipynb #622b7a5e
 recorded = tuple(t for t in ttypes if t!='buffer') # tensor types that this version records
 waiting = weakref.WeakSet()
 most_rows = 1<<18 # rows of an open step to hold in memory
@@ -536,7 +536,7 @@ def per_row(stats):
         took.append(b/n)
     disarm(ts, r)
     waiting.discard(r)
-    return sorted(spent)[6], sorted(took)[6]
+    return sorted(spent)[3], sorted(took)[3]
 
 def parameter_places(r, left=()):
     "Where there will be rows of weights, their gradients, updates and states; and what is not known. `left`: the states in the order in which a pass left them"
