@@ -4,16 +4,18 @@
 
 # %% auto #0
 __all__ = ['recorded', 'waiting', 'most_rows', 'room', 'names', 'at_exit', 'in_child', 'Room', 'shape_of', 'custom_row',
-           'Recorder', 'rows_of', 'one_row', 'Switch', 'Hint', 'place', 'shared_name', 'torchEmber', 'check_optimizers',
-           'not_a_model', 'weak_source']
+           'Recorder', 'rows_of', 'one_row', 'Nowhere', 'per_row', 'parameter_places', 'flow_places', 'row_to_come',
+           'Switch', 'Hint', 'place', 'shared_name', 'torchEmber', 'check_optimizers', 'not_a_model', 'weak_source']
 
-# %% ../nbs/40_core.ipynb #8a578a4e
-import atexit, itertools, os, sys, threading, warnings, weakref
+# %% ../nbs/40_core.ipynb #d9edeed4
+import atexit, functools, itertools, os, sys, threading, warnings, weakref
+from math import prod
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from .budget import Budget, Local, Report, check_share, clock, duration, idle, timed
 from .capture import compiled
 from .capture.backward import hear
 from .capture.compiled import left_alone
@@ -24,14 +26,15 @@ from .capture.tree import tracks, tree_dict, unwrap
 from .choose import at, schedule, select
 from .measure.kernels import Unmeasurable
 from .measure.stats import stat_names
-from .measure.summary import derived
+from .measure.summary import counts, derived
 from .measure.tap import Arena, observe
-from .record import SCHEMA, EmberWarning, check_ttypes, plain, pointer, reserved, trouble, ttypes
+from .plan import Place, Plan, Reading, rehearse, states_to_come
+from .record import SCHEMA, EmberWarning, check_ttypes, lines_of, line_of, plain, pointer, reserved, trouble, ttypes
 from .store.base import now, run_name, user
 from .store.jsonl import new_run
 from .store.table import tree_table
 
-# %% ../nbs/40_core.ipynb #8f07cdee
+# %% ../nbs/40_core.ipynb #5a1d2b1b
 recorded = tuple(t for t in ttypes if t!='buffer') # tensor types that this version records
 waiting = weakref.WeakSet()
 most_rows = 1<<18 # rows of an open step to hold in memory
@@ -83,26 +86,32 @@ def custom_row(f, x):
 
 class Recorder:
     "Hears a model and turns what it hears into rows"
-    def __init__(self, t, ttypes, stats, when, only_training, on_error, step, rank=None):
-        self.rank = rank
+    def __init__(self, t, ttypes, stats, when, only_training, on_error, step, rank=None, budget=None):
+        self.rank,self.budget = rank,budget
+        self.since_at,self.paid,self.late = None,0.,0. # when the step began, and what was spent before, also by the writer
+        self.rehearsal = None # while a plan is made
+        self.decided = None, False, False # step; whether it is recorded; whether the budget said no
         self.t,self.ttypes,self.when,self.only_training,self.on_error,self.step = t,ttypes,when,only_training,on_error,step
         self.stats = dict.fromkeys(recorded, stats) | {'before': ('rms',)} # ttype -> function, or names of built-in statistics
-        self.local,self.lock = threading.local(),threading.RLock()
+        self.local,self.lock = Local(),threading.RLock()
         self.states,self.own,self.weighed,self.told = [],[],set(),set()
         self.grads = tuple(t for t in ('input_grad', 'output_grad') if t in ttypes)
         self.watch,self.stepped,self.copies,self.handles,self.variables,self.refusal,self.pass_ = None,set(),{},[],{},False,0
+        self.spent,self.busy,self.calls_off = 0.,None,0 # seconds spent; when the work on a module began; calls of armed modules
+        self.first_at = self.last_at = None # when the first pass began, and the last ended
         self.fresh_arena()
         self.opened,self.manual,self.passes,self.active,self.running,self.since = False,False,0,0,0,None
         self.taken,self.given = [],set() # what was handed out of the open step already: snapshots, and keys of custom rows
         self.errors = self.skipped = self.seen_steps = self.recorded_steps = self.deep = 0
         self.mt_log,self.current_mt = [],None
         self.hint,self.switch = Hint(),Switch(ttypes)
+        if budget: idle(); observe(torch.zeros(1), Arena().tap(None)) # what torch does at its first time belongs to no step
         self.on = self.switch.on = self.due()
         waiting.add(self)
 
     def leave(self):
         "Be inert: this process is not the one that the run belongs to"
-        self.when,self.on,self.switch.on,self.lock = schedule(at()),False,False,threading.RLock()
+        self.when,self.on,self.switch.on,self.lock,self.budget = schedule(at()),False,False,threading.RLock(),None
         self.fresh_arena()
         self.own,self.opened = [],False
 
@@ -110,6 +119,7 @@ class Recorder:
 
     # ---- what capture tells
 
+    @timed
     def begin(self, module):
         "A call of the root begins; True when it is not inside another"
         loc = self.local
@@ -118,6 +128,8 @@ class Recorder:
         if not depth:
             loc.stack,loc.log,loc.skips = [],[],self.only_training and not module.training
             if not loc.skips: self.first(loc)
+            if self.first_at is None: self.first_at = loc.entered
+            if self.since_at is None: self.since_at = loc.entered
             self.hint.trains |= module.training and torch.is_grad_enabled()
         self.running += 1
         loc.depth = depth+1
@@ -143,7 +155,10 @@ class Recorder:
         loc = self.local
         loc.depth -= 1
         self.running -= 1
-        if not loc.depth and not loc.skips:
+        if loc.depth: return
+        self.last_at = clock()
+        if not compiled: self.calls_off += len(self.states)
+        if not loc.skips:
             with self.lock:
                 self.active -= 1
                 if not self.active and self.deep: room.less(self.deep)
@@ -170,6 +185,8 @@ class Recorder:
         if not hasattr(loc, 'stack'): loc.stack,loc.log = [],[]
         loc.stack.append((st.track, loc.call))
         loc.log.append(f'enter {st.track.name}')
+        if self.busy is not None: self.spent += clock()-self.busy # the work of named_inputs, and this
+        self.busy = None
 
     def exit(self, st):
         loc = self.local
@@ -183,10 +200,14 @@ class Recorder:
             self.failed(st, what, what, e)
             return []
 
-    def inputs(self, st, args, kwargs): self.named_inputs(st, self.names(st, 'input', inputs, args, kwargs, st.names, st.rest))
+    def inputs(self, st, args, kwargs):
+        since = clock()
+        self.named_inputs(st, self.names(st, 'input', inputs, args, kwargs, st.names, st.rest), since)
+
     def outputs(self, st, result): self.named_outputs(st, self.names(st, 'output', outputs, result))
 
-    def named_inputs(self, st, named):
+    def named_inputs(self, st, named, since=None):
+        self.busy = clock() if since is None else since
         if not self.inside(): # a submodule called by itself belongs to the current step
             self.opened = True
             if self.arena.filled+len(self.own)>most_rows: self.flush()
@@ -207,6 +228,8 @@ class Recorder:
         if 'output_grad' in self.grads: self.hook(st, 'output_grad', named, call)
         if self.local.stack: self.current_mt = self.local.stack[-1][0]
         if not self.inside(): self.settle()
+        if self.busy is not None: self.spent += clock()-self.busy # the work of weights and exit, and this
+        self.busy = None
 
     # ---- gradients that arrive in a backward
 
@@ -215,14 +238,17 @@ class Recorder:
 
     def gradient(self, st, ttype, tname, g, call):
         if not self.on or not self.states: return
+        since = clock()
         self.opened = True
         self.see(st, ttype, tname, g, call=call, scale=self.scale())
+        self.spent += clock()-since
 
     def scale(self):
         "What a scaler multiplies the loss by"
         s = None if self.watch is None else self.watch.scaler
         return s._scale if s is not None and s.is_enabled() else None
 
+    @timed
     def recomputed(self, st, args, kwargs, result):
         "A checkpointed forward ran again: the reentrant kind makes only now the graph that gradients go through"
         ins = self.names(st, 'input', inputs, args, kwargs, st.names, st.rest)
@@ -231,6 +257,7 @@ class Recorder:
 
     # ---- the optimizer
 
+    @timed
     def before(self, optimizer, scale):
         "An optimizer is about to step: the gradients are complete"
         with self.lock:
@@ -240,11 +267,13 @@ class Recorder:
             self.settle()
             if 'update' in self.ttypes: self.copies.update({id(p): p.detach().clone() for p in ps})
 
+    @timed
     def after(self, optimizer):
         "An optimizer has stepped: weights and states are new"
         with self.lock:
             if self.on: self.news(optimizer)
             self.stepped.add(id(optimizer))
+            self.last_at = clock()
             if self.stepped>={id(o) for o in self.watch.optimizers}: self.close()
 
     def refused(self, optimizer):
@@ -265,10 +294,10 @@ class Recorder:
                 for k,v in states_of(optimizer, p).items(): self.see(st, 'optimizer', f'{k}_{i}', v, n, True)
         self.settle()
 
-    def all_parameters(self, wanted=None):
+    def all_parameters(self, wanted=None, states=None):
         "State, position, name and parameter, each parameter once"
         seen = set()
-        for st in self.states:
+        for st in self.states if states is None else states:
             if not st.watched: continue
             for i,(n,p) in enumerate((n,p) for n,p in st.track.module._parameters.items() if p is not None):
                 if is_lazy(p) or id(p) in seen or (wanted is not None and id(p) not in wanted): continue
@@ -283,6 +312,7 @@ class Recorder:
         stack = getattr(self.local, 'stack', None)
         self.probe(next((st for st in self.states if stack and st.track is stack[-1][0]), self.states[0]), name, x)
 
+    @timed
     def probe(self, st, name, x):
         if self.on and self.states: self.see(st, 'probe', name, x, call=self.local.call if hasattr(self.local, 'call') else 0)
 
@@ -294,6 +324,7 @@ class Recorder:
 
     def weights(self, st):
         "The module's own parameters; with the root's, those of modules that no call has reached"
+        self.busy = clock()
         kinds = self.ttypes if not self.manual else [t for t in self.ttypes if t!='weight_grad']
         self.parameters(st, kinds)
         if st.root and self.local.depth==1:
@@ -352,10 +383,12 @@ class Recorder:
 
     # ---- steps
 
+    @timed
     def close(self, boundary=False):
         "The step is over. A step in which nothing ran is none"
         with self.lock:
             if not self.opened: return
+            if boundary: self.last_at = clock()
             if self.on and boundary: self.boundary()
             if self.on and self.states:
                 for n,x in self.variables.items(): self.variable(n, x)
@@ -371,18 +404,41 @@ class Recorder:
             self.weighed.clear()
             self.stepped.clear()
             self.copies.clear()
+            if self.budget: self.account()
             self.step += 1
             self.on = self.switch.on = self.due()
 
+    def account(self):
+        "Tell the budget what the step took"
+        at,paid,late = clock(),self.ours(),self.t.file.seconds
+        if self.since_at is not None:
+            hidden = any(b.device.type!='cpu' for b in self.arena.blocks)
+            self.budget.passed(at-self.since_at, paid-self.paid, bool(self.on), late-self.late, hidden)
+        self.since_at,self.paid,self.late = at,paid,late
+        if self.budget.hopeless and 'budget' not in self.told:
+            self.told.add('budget')
+            warnings.warn(f"{self.budget}: it takes {duration(self.budget.cost)}, and a step {duration(self.budget.time)}. "
+                "Record less: include=, ttypes=, stats=.", EmberWarning, stacklevel=2)
+
     def due(self, step=None):
-        "Whether the schedule wants this step"
-        try: return self.when(self.step if step is None else step)
+        "Whether this step is recorded: the schedule wants it, and the budget has it. Decided once"
+        step = self.step if step is None else step
+        if self.budget is None: return self.scheduled(step)
+        if self.decided[0]!=step:
+            wanted = self.scheduled(step)
+            on = wanted and self.budget.allows(self.ours()-self.paid if self.opened and self.on else 0.)
+            self.decided = step, on, wanted and not on
+        return self.decided[1]
+
+    def scheduled(self, step):
+        "Whether the schedule wants the step"
+        try: return self.when(step)
         except Exception as e:
             if self.on_error=='raise': raise
             self.errors += 1
             if 'schedule' not in self.told:
                 self.told.add('schedule')
-                warnings.warn(f"The schedule {self.when} failed at step {self.step}: {type(e).__name__}: {e}. Such steps are not recorded.",
+                warnings.warn(f"The schedule {self.when} failed at step {step}: {type(e).__name__}: {e}. Such steps are not recorded.",
                     EmberWarning, stacklevel=2)
             return False
 
@@ -390,6 +446,7 @@ class Recorder:
         "The gradients as they are now, in place of those that were there during the pass"
         self.again({'weight_grad'} & set(self.ttypes))
 
+    @timed
     def log_model(self):
         "Weights and gradients as they are now"
         with self.lock:
@@ -405,11 +462,14 @@ class Recorder:
             if self.own: self.own = [r for r in self.own if r[1][1] not in kinds or r[1][0]!=st.track.name or r[1][3]!=n]
             self.parameter(st, i, n, p, kinds, True, scale)
 
+    @timed
     def flush(self, close=False):
         "Hand all that there is to the log. Returns before it is written"
         with self.lock:
+            if not self.arena.filled and not self.own: # a step that left nothing does not wake the writer
+                f = self.t.file
+                if not (close and (self.taken or self.given or f.step and not f.closed)): return
             snapshot,own,self.own = self.arena.take(list(self.taken)),self.own,[]
-            if not len(snapshot) and not own and not close: return
             if not close and len(snapshot): self.taken.append(snapshot)
             own = [(*r[:5], r[5] | {'supersedes': True}) if (r[1], r[2], r[3]) in self.given and r[1][3] else r for r in own]
             self.given |= {(r[1], r[2], r[3]) for r in own}
@@ -417,6 +477,17 @@ class Recorder:
             about = dict(step=self.step, ts=self.since or now(), several=self.passes>1, marks={**extra, **self.t.marked})
             self.since = None
         self.t.put(lambda: rows_of(snapshot, own, **about), close)
+
+    def ours(self):
+        "Time spent recording up to now, but for the writer's: measured, and that of modules which were only called"
+        since = self.local.entered
+        return self.spent+(0 if since is None else clock()-since)+self.calls_off*idle()
+
+    def seconds(self): return self.ours()+self.t.file.seconds
+
+    def elapsed(self):
+        "Seconds from the beginning of the first pass to the end of the last step"
+        return 0. if self.first_at is None or self.last_at is None else max(self.last_at-self.first_at, 0.)
 
     def marked(self): self.taken,self.given = [],set()
 
@@ -448,6 +519,78 @@ def one_row(key, call, micro, dtype, stats, step, ts, marks, several):
     marks = {k:v for k,v in marks.items() if k not in stats} # `torchEmber.mark` refuses the built-in ones; a custom statistic's own value stands
     return {**{k:v for k,v in stats.items() if k not in late}, 'module': module, 'ts': ts, 'ttype': ttype, 'tname': tname,
         'step': step, 'call': call, 'dtype': dtype, **extra, **late, **marks}
+
+class Nowhere:
+    "A log that works out its rows and forgets them"
+    fname,marked,step,closed,seconds = 'nowhere', {}, (), True, 0.
+    def __init__(self): self.file,self.took,self.rows = self,0.,0
+    def put(self, rows, close=False):
+        start = clock()
+        rows = rows()
+        lines_of(rows)
+        self.took += clock()-start
+        self.rows += len(rows)
+
+@functools.cache
+def per_row(stats):
+    "Seconds that a tensor of a few elements takes to be recorded, and a row to be written"
+    model,x = nn.Sequential(*(nn.Tanh() for _ in range(8))),torch.zeros(4)
+    r,ts = Recorder(Nowhere(), ('input', 'output'), stats, schedule(1), False, 'warn', 0),tracks(model)
+    r.states,spent,took = arm(ts, r),[],[]
+    for _ in range(12):
+        before = r.spent,r.t.took
+        with torch.no_grad(): model(x)
+        r.close()
+        n,b = 2*len(ts),r.t.took-before[1]
+        spent.append((r.spent-before[0]-b)/n)
+        took.append(b/n)
+    disarm(ts, r)
+    waiting.discard(r)
+    return sorted(spent)[3], sorted(took)[3]
+
+def parameter_places(r, left=()):
+    "Where there will be rows of weights, their gradients, updates and states; and what is not known. `left`: the states in the order in which a pass left them"
+    places,notes = [],set()
+    def add(st, ttype, tname, n, p, shape=None): places.append(Place(st.track, ttype, tname, n, 0, tuple(p.shape) if shape is None else shape, p.dtype, True))
+    first = list(dict.fromkeys([*left, *r.states])) # a tied weight belongs to who is left first
+    for st,i,n,p in r.all_parameters(states=first):
+        if 'weight' in r.ttypes: add(st, 'weight', f'weight_{i}', n, p)
+    for st,i,n,p in r.all_parameters(states=r.states if r.manual else first):
+        if 'weight_grad' in r.ttypes and p.requires_grad: add(st, 'weight_grad', f'grad_{i}', n, p)
+    for o in r.watch.optimizers if r.watch else ():
+        for st,i,n,p in r.all_parameters({id(p) for p in parameters_of(o)}):
+            if 'update' in r.ttypes: add(st, 'update', f'update_{i}', n, p)
+            states = states_to_come(o, p) if 'optimizer' in r.ttypes else {}
+            if states is None: notes.add(f"What {type(o).__name__} keeps is known after its first step.")
+            for k,shape in (states or {}).items(): add(st, 'optimizer', f'{k}_{i}', n, p, shape)
+    if any(is_lazy(p) for st in r.states for p in st.track.module._parameters.values()): notes.add("Lazy parameters are known after the first pass.")
+    for n,x in r.variables.items():
+        root = r.states[0].track
+        for t in ('weight', 'weight_grad'):
+            if t in r.ttypes and (t=='weight' or x.requires_grad): places.append(Place(root, t, n, n, 0, tuple(x.shape), x.dtype, True))
+    return places, sorted(notes)
+
+def flow_places(r):
+    "Inputs and outputs as far as they are known without a pass: those of the last recorded one, or one of each"
+    kinds = [(t, f'{t}{g}') for t in ('input', 'output') for g in ('', '_grad') if f'{t}{g}' in r.ttypes]
+    if not kinds: return [], []
+    known,places = r.states[0].pass_ is not None,[]
+    for st in r.states:
+        m = st.track.module
+        if not st.watched or (st.calls==0 if known else type(m).forward is nn.Module.forward): continue
+        dtype = next((p.dtype for p in m.parameters() if p.is_floating_point()), torch.float32)
+        for kind,ttype in kinds:
+            named = (st.track.input_dt if kind=='input' else st.track.output_dt) if known else {'input': None} if kind=='input' else {'output_0': None}
+            alone = kind!=ttype or (st.root if kind=='input' else st.track.base_module) # others are seen elsewhere, too
+            places += [Place(st.track, ttype, n, None, c, s, s and dtype, alone) for c in range(st.calls if known else 1) for n,s in (named or {}).items()]
+    return places, ["Inputs and outputs are those of the last recorded pass." if known else
+        "Inputs and outputs are not known before a pass: one of each is assumed, and their sizes are not in the time. Give an example input: te.plan(x)."]
+
+def row_to_come(place, how, marks):
+    "A row such as will be written there, with numbers that have as many digits"
+    stats = {} if callable(how) else {n: list(place.shape or (64, 64)) if n=='shape' else 1234 if n in counts else -.0123456789012345678 for n in how}
+    key = (place.track.name, place.ttype, place.tname, place.pname)
+    return one_row(key, place.call, None, str(place.dtype or torch.float32).removeprefix('torch.'), stats, 1000, now(), marks, False)
 
 class Switch:
     "What compiled code looks at: whether the coming pass is recorded, and which gradients are"
@@ -483,7 +626,7 @@ def shared_name(kind):
     store = torch.distributed.distributed_c10d._get_default_store()
     return store.compare_set(f'torchember/{next(names)}', '', name).decode()
 
-# %% ../nbs/40_core.ipynb #ea64a30f
+# %% ../nbs/40_core.ipynb #2893b5df
 class torchEmber:
     "Watch a model: arms it at once, and records every pass until `torchEmber.disarm`"
     def __init__(self,
@@ -499,6 +642,7 @@ class torchEmber:
         name:str|None=None, # Name of the run; `<ModelClass>_<YYYYmmdd_HHMMSS>` without it
         resume:bool=False, # Go on with the run `name` after its last step
         home=None, # Folder for logs, instead of `~/.torchember`
+        overhead:float|None=None, # Share of the training time that recording may take, such as 0.02: then not every step that `every` wants is recorded
         scaler=None, # The `GradScaler` in use: recorded gradients are the unscaled ones, and steps that it skips are marked
         on_error:str='warn' # When a statistic fails: 'warn' once and go on, or 'raise'
     ):
@@ -510,13 +654,15 @@ class torchEmber:
             if n not in recorded: raise ValueError(f"{n!r} is not recorded by this version. It records: {', '.join(recorded)}.")
         optimizers = check_optimizers(optimizer, scaler, check_ttypes(ttypes))
         when,stats = schedule(every),stats if callable(stats) else stat_names(stats)
+        if overhead is not None: check_share(overhead)
         self.chosen = (include, exclude)
         self.watched(tracks(inner)) # raises before anything is changed
         rank,world = place()
         if world>1: name = f'{name or shared_name(self.model_name)}.rank{rank}'
         self.t = new_run(self.model_name, name, resume, home)
         step = self.t.last_step()+1 if resume else 0
-        self.recorder = Recorder(self.t, check_ttypes(ttypes), stats, when, only_training, on_error, step, rank if world>1 else None)
+        self.recorder = Recorder(self.t, check_ttypes(ttypes), stats, when, only_training, on_error, step, rank if world>1 else None,
+            None if overhead is None else Budget(overhead))
         if optimizers: self.recorder.watch,self.recorder.manual = OptimizerWatch(optimizers, scaler, self.recorder),True
         self.t.source = weak_source(self.recorder)
         self.tracks,self.armed = tracks(inner),False
@@ -563,6 +709,7 @@ class torchEmber:
             if self.recorder.watch: self.recorder.watch.detach()
             self.recorder.flush()
             self.recorder.states,self.armed = [],False
+            self.recorder.since_at = None # what comes until it is armed again is no training
             self.recorder.owner = None
         return self.model
 
@@ -588,7 +735,8 @@ class torchEmber:
         "Record a tensor from inside a forward, compiled or not; its row has the ttype 'probe'"
         if self.armed:
             root = self.recorder.states[0]
-            if not torch.compiler.is_compiling(): self.recorder.probe_here(name, tensor)
+            if not torch.compiler.is_compiling(): self.recorder.probe_here(name, tensor) if self.recorder.rehearsal is None else \
+                self.recorder.rehearsal.probe(self.recorder.states, name, tensor)
             elif root.switch.on: compiled.probed([tensor.detach()], root.key, [name])
         return tensor
 
@@ -638,17 +786,58 @@ class torchEmber:
         words = {'in': 'input', 'out': 'output', 'weight': 'weight', 'grad': 'weight_grad'}
         return self.how_record(words.get(ttype, ttype))
 
+    def plan(self,
+        *args, # An example input: with one, the model runs once, and afterwards is as before
+        **kwargs
+    ) -> Plan:
+        "What a recorded step will write and cost. Records nothing"
+        r,idle_here = self.recorder,not self.armed
+        inner = self.tracks[0].module
+        if idle_here:
+            if armed_by(inner) is not None: raise RuntimeError("another torchEmber is armed on this model. Ask that one for its plan, or disarm it.")
+            r.states = arm(self.tracks, r, self.watched(self.tracks))
+        try:
+            flow,left,more = [],[],[]
+            if args or kwargs:
+                if any(is_lazy(p) for p in inner.parameters()):
+                    raise ValueError("the model has lazy parameters, which an example input would make. Run the model once, then plan.")
+                room.more(r.deep)
+                try: flow,left = rehearse(inner, r, args, kwargs)
+                finally: room.less(r.deep)
+            else: flow,more = flow_places(r)
+            own,notes = parameter_places(r, left)
+        finally:
+            if idle_here: disarm(self.tracks, r); r.states = []
+        return self.costs(flow+own, notes+more)
+
+    def costs(self, places, notes):
+        "The `Plan` of these places"
+        r = self.recorder
+        if any(callable(f) for t,f in r.stats.items() if t in r.ttypes): notes = [*notes, "What functions of yours return, and their time, is not in it."]
+        lines = [len(line_of(row_to_come(p, r.stats[p.ttype], self.t.marked)))+1 for p in places]
+        reading,seconds = Reading(max((prod(p.shape) for p in places if p.shape), default=1)),[]
+        home = next((p.device for p in self.tracks[0].module.parameters()), torch.device('cpu'))
+        for p in places:
+            how = r.stats[p.ttype]
+            how = stat_names('basic') if callable(how) else how
+            more = reading(how, p.dtype, home, prod(p.shape)) if p.read and p.shape and not callable(r.stats[p.ttype]) else 0.
+            seconds.append(sum(per_row(how))+more)
+        return Plan(self.model_name, places, lines, seconds, notes)
+
     def mod_tree(self):
         "The tree of modules as nested dicts `{'name', 'short', 'path', 'children'}`"
         return tree_dict(self.tracks[0])
 
-    def close(self): # Dict: steps seen and recorded, rows, bytes, errors, tensors skipped
+    def close(self): # A `Report`
         "End the run: disarm, write everything, and say what was done"
         self.recorder.close()
         self.disarm()
         self.t.close()
         r,f = self.recorder,self.t.file
-        return dict(run=self.fname, steps=r.seen_steps, recorded=r.recorded_steps, rows=f.rows, bytes=f.written, errors=r.errors, skipped=r.skipped)
+        seconds,elapsed = r.seconds(),r.elapsed()
+        return Report(run=self.fname, steps=r.seen_steps, recorded=r.recorded_steps, rows=f.rows, bytes=f.written,
+            seconds=seconds, share=seconds/elapsed if elapsed else 0., errors=r.errors, skipped=r.skipped,
+            **({} if r.budget is None else {'thinned': r.budget.thinned-r.decided[2], 'budget': str(r.budget)}))
 
     def __enter__(self): return self.arm()
 
@@ -656,7 +845,8 @@ class torchEmber:
 
     def __repr__(self):
         state = 'armed' if self.armed else 'not armed'
-        return f"<torchEmber of {self.model_name}: {len(self.tracks)} modules, step {self.recorder.step}, {state}>"
+        thinned = '' if self.recorder.budget is None else f', {self.recorder.budget}'
+        return f"<torchEmber of {self.model_name}: {len(self.tracks)} modules, step {self.recorder.step}, {state}{thinned}>"
 
     def _repr_html_(self): return tree_table(repr(self)[1:-1], self.mod_tree(), self.t.latest_line_list())
 

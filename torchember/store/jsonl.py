@@ -103,7 +103,7 @@ def append(
             if done and os.fstat(f.fileno()).st_size==size+done: f.truncate(size) # unless another process has appended meanwhile
             raise
 
-# %% ../../nbs/30_store/10_jsonl.ipynb #e047d736
+# %% ../../nbs/30_store/10_jsonl.ipynb #5e3c89c8
 class Log:
     "One file of JSON lines that is only appended to"
     bound = 64 # batches that may wait; with more, whoever adds one does the writing
@@ -120,6 +120,7 @@ class Log:
         self.next = 0 # when that file may be written again
         self.notes,self.noted = [],set()
         self.rows = self.written = 0
+        self.seconds = 0. # CPU time that writing took
         live.add(self)
 
     @property
@@ -143,13 +144,15 @@ class Log:
         if not self.ours: return
         with self.io:
             if self.busy: return # called from inside itself, by a signal or a finalizer
-            self.busy = True
+            self.busy,began = True,time.thread_time()
             try:
                 while self.jobs:
                     self.take(*self.jobs[0])
                     self.jobs.popleft()
                 if insist or not self.refusal or time.monotonic()>=self.again: self.write(insist)
-            finally: self.busy = False
+            finally:
+                self.busy = False
+                self.seconds += time.thread_time()-began # not the clock: while the disk is waited for, the training goes on
         self.tell()
 
     def take(self, rows, close, joins):
@@ -208,7 +211,7 @@ class Log:
     def claim(self):
         "Make the file, which must be new: two processes may have chosen the same name in the same second"
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        for path in (self.path, *(self.path.with_name(f'{self.path.name}_{i}') for i in range(2, 10_000))):
+        for path in (self.path.with_name(f'{self.path.name}_{i}') if i>1 else self.path for i in range(1, 10_000)):
             try: os.close(os.open(path, os.O_CREAT|os.O_EXCL|os.O_WRONLY, 0o666))
             except FileExistsError: continue
             if self.exact and path!=self.path:

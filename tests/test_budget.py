@@ -1,0 +1,276 @@
+"What recording takes: measured by itself, with a clock that a test moves"
+import random
+import warnings
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+
+from torchember import EmberWarning, budget, core, torchEmber
+
+
+class Clock:
+    "Time passes only when a test says so"
+    def __init__(self): self.now = 0.
+    def __call__(self): return self.now
+    def pass_(self, seconds): self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    c = Clock()
+    for m in (budget, core): monkeypatch.setattr(m, 'clock', c)
+    monkeypatch.setattr(core, 'idle', lambda: 0)
+    return c
+
+
+@pytest.fixture
+def slow(clock, monkeypatch):
+    "Each tensor takes a second to measure"
+    real = core.observe
+    def observe(*args, **kwargs):
+        clock.pass_(1)
+        return real(*args, **kwargs)
+    monkeypatch.setattr(core, 'observe', observe)
+    return clock
+
+
+class Layer(nn.Linear):
+    "A forward that takes ten seconds"
+    def forward(self, x):
+        if Layer.clock is not None: Layer.clock.pass_(10)
+        return super().forward(x)
+
+
+Layer.clock = None
+
+
+def net(): return nn.Sequential(Layer(2, 2), nn.ReLU())
+def spent(te): return te.close()['seconds']-te.t.file.seconds
+
+
+@pytest.mark.parametrize('ttypes', ['input', 'output', 'weight', 'weight_grad', 'output_grad', 'optimizer', 'update'])
+def test_each_tensor_is_measured_once(slow, monkeypatch, ttypes):
+    monkeypatch.setattr(Layer, 'clock', slow)
+    model = net()
+    opt = torch.optim.Adam(model.parameters())
+    te = torchEmber(model, optimizer=opt, ttypes=ttypes)
+    for _ in range(3):
+        model(torch.randn(4, 2)).sum().backward()
+        slow.pass_(5)
+        opt.step()
+        opt.zero_grad()
+    rows = len(te.t.lines())
+    assert rows and abs(spent(te)-rows*(2 if ttypes=='update' else 1))<1e-6 # an update needs its weight, which has no row
+
+
+def test_passes_that_are_not_recorded_take_nothing(slow):
+    model = net()
+    te = torchEmber(model, every=4)
+    for _ in range(8): model(torch.randn(4, 2))
+    assert abs(spent(te)-2*8)<1e-6
+
+
+@pytest.mark.parametrize('backend', ['eager', 'aot_eager'])
+def test_compiled_passes_are_measured(slow, backend):
+    torch._dynamo.reset()
+    model = net()
+    te = torchEmber(model, ttypes=('input', 'output', 'output_grad'))
+    f = torch.compile(model, backend=backend, fullgraph=True)
+    for _ in range(3):
+        f(torch.randn(4, 2)).sum().backward()
+        te.step()
+    assert abs(spent(te)-len(te.t.lines()))<1e-6
+
+
+def test_share_is_of_the_time_from_first_to_last_step(slow, monkeypatch):
+    monkeypatch.setattr(Layer, 'clock', slow)
+    model = net()
+    te = torchEmber(model)
+    slow.pass_(1000)
+    for _ in range(3): model(torch.randn(4, 2))
+    slow.pass_(1000)
+    report = te.close()
+    assert abs(report['share']-(24+te.t.file.seconds)/(24+30))<1e-3, report
+
+
+def test_explicit_calls_are_measured(slow):
+    model = net()
+    te = torchEmber(model, every=core.at())
+    model(torch.randn(4, 2))
+    te.log_model()
+    assert abs(spent(te)-2)<1e-6
+
+
+def test_a_statistic_that_runs_the_model_is_not_counted_twice(clock, monkeypatch):
+    monkeypatch.setattr(Layer, 'clock', clock)
+    model = net()
+    def again(x): return {'mean': model(torch.ones(1, 2)).mean()}
+    te = torchEmber(model, ttypes='output', stats=again)
+    model(torch.randn(4, 2))
+    assert abs(spent(te)-3*10)<1e-6
+
+
+def test_no_step_no_share(): assert torchEmber(net()).close()['share']==0
+
+
+def test_report_is_a_dict_that_reads_as_a_sentence():
+    model = net()
+    with torchEmber(model, name='said') as te: model(torch.randn(4, 2))
+    report = te.close()
+    assert isinstance(report, dict) and list(report)==['run', 'steps', 'recorded', 'rows', 'bytes', 'seconds', 'share', 'errors', 'skipped']
+    assert repr(report).startswith('said: 1 of 1 steps recorded, 8 rows, ')
+
+
+# ---- staying below a share
+
+def train(b, steps, cost, time, late=lambda i: 0.):
+    "Which steps were recorded, and the share of recording after each"
+    kept,shares,spent,elapsed,owing = [],[],0.,0.,0.
+    for i in range(steps):
+        on = b.allows()
+        c,l = cost(i)*on,owing
+        owing = late(i)*on
+        b.passed(time(i)+c, c, on, l)
+        spent += c+l
+        elapsed += time(i)+c
+        shares.append(spent/elapsed)
+        if on: kept.append(i)
+    return kept, shares
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.floats(.001, .5), st.floats(.01, 3), st.floats(1, 5))
+def test_share_is_kept_and_used(share, cost, first):
+    "Steps of one second: the share is not exceeded once the first step is paid for, and no more steps are left out than must be"
+    n = budget.one_in(cost, 1., share)
+    hypothesis.assume(n<=200)
+    steps = 120*n+400
+    kept,shares = train(budget.Budget(share), steps, lambda i: cost*first if i==0 else cost, lambda i: 1.)
+    assert kept[0]==0
+    paid = next(i for i,s in enumerate(shares) if s<=share)
+    if cost*first<=100*share: assert max(shares[paid:])<=share*(1+1e-6) # else the second step may come before the first is paid for
+    gaps = [b-a for a,b in zip(kept[2:], kept[3:], strict=False)]
+    assert max(gaps)<=1.2*n+1 and sum(gaps)/len(gaps)>=n-1.1
+    assert shares[-1]<=share*(1+1e-6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 1000), st.floats(.01, .2))
+def test_share_is_kept_when_times_vary(seed, share):
+    r = random.Random(seed)
+    cost,time = ([x*r.lognormvariate(0, .5) for _ in range(3000)] for x in (.3, 1.))
+    kept,shares = train(budget.Budget(share), 3000, cost.__getitem__, time.__getitem__, lambda i: .1*cost[i])
+    assert len(kept)>10 and shares[-1]<=share*1.02
+    assert max(shares[1000:])<=share*1.2
+
+
+def test_a_first_step_that_compiles_is_no_reason_for_silence():
+    kept,_ = train(budget.Budget(.02), 1000, lambda i: .003 if i else 60., lambda i: .01)
+    assert 100<=kept[1]<=201 and len(kept)>40
+
+
+def test_a_pause_is_no_reason_for_a_burst():
+    kept,_ = train(budget.Budget(.02), 600, lambda i: .003, lambda i: 3600. if i==300 else .01)
+    assert len([k for k in kept if 300<=k<315])<=3
+
+
+def test_costs_on_a_gpu_are_seen_in_the_time_of_steps():
+    b,kept = budget.Budget(.02),[]
+    for i in range(1000):
+        on = b.allows()
+        b.passed(.01+.002*on, .0001*on, on, hidden=True)
+        kept += [i]*on
+    assert 9<=kept[-1]-kept[-2]<=10
+
+
+@pytest.mark.parametrize('bad, error', [(0, ValueError), (-.02, ValueError), (1.01, ValueError), (float('nan'), ValueError), (float('inf'), ValueError),
+    ('2%', TypeError), (True, TypeError), ([.02], TypeError)])
+def test_bad_shares(bad, error):
+    model = net()
+    with pytest.raises(error, match='overhead is a share of the training time'): torchEmber(model, overhead=bad)
+    assert not any('_torchember' in m.__dict__ for m in model.modules())
+
+
+def steps(te): return sorted({r['step'] for r in te.t.lines()})
+
+
+@pytest.mark.parametrize('says_step', [False, True])
+@pytest.mark.parametrize('compiled', [False, True])
+def test_thinned_steps(slow, monkeypatch, compiled, says_step):
+    "Each tensor takes a second to measure, a step 10: of 8 tensors, one step in 8 with a share of 10%"
+    torch._dynamo.reset()
+    model = net()
+    te = torchEmber(model, overhead=.1)
+    count = CompileCounter()
+    f = torch.compile(model, backend=count, fullgraph=True) if compiled else model
+    for _ in range(64):
+        f(torch.ones(4, 2))
+        slow.pass_(10)
+        if says_step: te.step()
+    got = steps(te)
+    report = te.close()
+    assert got[0]==0 and got[1]<16 and {b-a for a,b in zip(got[1:], got[2:], strict=False)} <= {7, 8} and len(got)>6
+    assert report['recorded']==len(got) and report['thinned']==64-len(got)
+    assert report['rows']==8*len(got)
+    assert report['budget']=='recording one step in 8 to stay under 10%' and report['budget'] in repr(report)
+    if compiled: assert count.frame_count==2
+
+
+def test_the_schedule_is_the_upper_bound(slow):
+    model = net()
+    te = torchEmber(model, every=30, overhead=.1)
+    for _ in range(100):
+        model(torch.ones(4, 2))
+        slow.pass_(10)
+    assert steps(te)==[0, 30, 60, 90]
+    assert te.close()['thinned']==0
+
+
+def test_what_is_asked_for_is_not_thinned(slow):
+    model = net()
+    te = torchEmber(model, overhead=.1)
+    for i in range(10):
+        model(torch.ones(4, 2))
+        if i==5: te.log_model()
+        te.step()
+        slow.pass_(10)
+    assert 5 in steps(te)
+
+
+def test_too_expensive_is_said_once_and_goes_on(slow):
+    model = net()
+    te = torchEmber(model, overhead=.001)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('always')
+        for _ in range(2500):
+            model(torch.ones(4, 2))
+            slow.pass_(.001)
+    got = steps(te)
+    said = [str(w.message) for w in said if issubclass(w.category, EmberWarning)]
+    assert len(said)==1 and 'Record less' in said[0]
+    assert len(got)>2 and got[-1]-got[-2]==1000
+
+
+def test_without_overhead_nothing_is_thinned(slow):
+    model = net()
+    te = torchEmber(model)
+    for _ in range(20): model(torch.ones(4, 2))
+    assert steps(te)==list(range(20)) and 'thinned' not in te.close()
+
+
+def test_a_step_that_left_nothing_does_not_wake_the_writer(monkeypatch):
+    model = net()
+    te = torchEmber(model, every=10)
+    puts = []
+    put = te.t.put
+    monkeypatch.setattr(te.t, 'put', lambda *args: (puts.append(te.recorder.step), put(*args)))
+    for _ in range(21):
+        model(torch.ones(4, 2))
+        te.t.barrier()
+    te.close()
+    assert set(puts)=={0, 10, 20}
