@@ -31,7 +31,7 @@ from .store.base import now, run_name, user
 from .store.jsonl import new_run
 from .store.table import tree_table
 
-# %% ../nbs/40_core.ipynb #bf1d15a2
+# %% ../nbs/40_core.ipynb #9360bcf3
 recorded = tuple(t for t in ttypes if t!='buffer') # tensor types that this version records
 waiting = weakref.WeakSet()
 most_rows = 1<<18 # rows of an open step to hold in memory
@@ -192,6 +192,7 @@ class Recorder:
         if 'input' in self.ttypes:
             for n,x in named: self.see(st, 'input', n, x, call=call)
         if 'input_grad' in self.grads: self.hook(st, 'input_grad', named, call)
+        return call
 
     def named_outputs(self, st, named):
         call = self.local.call
@@ -200,11 +201,12 @@ class Recorder:
             for n,x in named: self.see(st, 'output', n, x, call=call)
         if 'output_grad' in self.grads: self.hook(st, 'output_grad', named, call)
         if self.local.stack: self.current_mt = self.local.stack[-1][0]
+        return call
 
     # ---- gradients that arrive in a backward
 
     def hook(self, st, ttype, named, call):
-        self.handles += hear(named, lambda n, g: self.gradient(st, ttype, n, g, call))
+        self.handles += hear(named, lambda n, g: self.gradient(st, ttype, n, g, call), (id(st), ttype))
 
     def gradient(self, st, ttype, tname, g, call):
         if not self.on or not self.states: return
@@ -220,7 +222,7 @@ class Recorder:
         "A checkpointed forward ran again: the reentrant kind makes only now the graph that gradients go through"
         ins = self.names(st, 'input', inputs, args, kwargs, st.names, st.rest)
         for ttype,named in (('input_grad', ins), ('output_grad', self.names(st, 'output', outputs, result))):
-            if ttype in self.grads: self.handles += hear(named, lambda n, g, ttype=ttype: st.graded(ttype, [(n, g)]))
+            if ttype in self.grads: self.handles += hear(named, lambda n, g, ttype=ttype: st.graded(ttype, [(n, g)]), (id(st), ttype), True)
 
     # ---- the optimizer
 

@@ -33,7 +33,7 @@ def new_key(
 
 def holder_of(key): return holders.get(key.item())
 
-# %% ../../nbs/20_capture/15_compiled.ipynb #1841670e
+# %% ../../nbs/20_capture/15_compiled.ipynb #e181a253
 lib = torch.library.Library('torchember', 'FRAGMENT')
 
 def free(name): # a module that is loaded again, or run as a notebook beside itself, has operators of its own
@@ -59,12 +59,12 @@ def effect(
 def recomputing(): return torch._C._current_graph_task_id()!=-1
 
 def heard(what): # a method of the holder, called with (name, tensor) pairs
-    def f(holder, xs, names):
-        if not recomputing(): getattr(holder, what)(list(zip(names, xs, strict=True)))
+    def f(holder, xs, names, *hooked):
+        if not recomputing(): getattr(holder, what)(list(zip(names, xs, strict=True)), *hooked)
     return f
 
-entered = effect('entered', ', str[] names', heard('entered'))
-left = effect('left', ', str[] names', heard('left'))
+entered = effect('entered', ', str[] names, str[] hooked', heard('entered'))
+left = effect('left', ', str[] names, str[] hooked', heard('left'))
 graded = effect('graded', ', str ttype, str[] names', lambda holder, xs, ttype, names: holder.graded(ttype, list(zip(names, xs, strict=True))))
 probed = effect('probed', ', str[] names', heard('probed'))
 began = effect('began', '', lambda holder, xs: recomputing() or holder.began())
