@@ -423,3 +423,14 @@ def test_some_modules():
     want,got = (train(GPT, ids, how, include='blocks.*.act', ttypes=ALL) for how in ('eager', 'whole'))
     assert got.graphs==1 and {r['module'].split('.')[-1] for r in got.rows}=={'act(GELU)'}
     same_training(want, got)
+
+
+@pytest.mark.parametrize('backend', EXACT)
+def test_leaves_keep_no_hooks(backend):
+    "An input that is optimised itself, and a parameter that another module takes in: one gradient a step, however many steps"
+    def make():
+        m = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 2)), nn.Softplus())
+        return m, (torch.randn(3, 4, requires_grad=True),), {}
+    want,got = (train(make, None, how, backend, steps=4, ttypes=('input_grad', 'output_grad')) for how in ('eager', 'whole'))
+    same_training(want, got, EXACT[backend])
+    assert got.graphs==1 and not any(p._backward_hooks for p in got.model.parameters())
