@@ -49,6 +49,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'torchember/capture/forward.py'),
                                             'torchember.capture.forward.bringer_once': ( '20_capture/forward.html#bringer_once',
                                                                                          'torchember/capture/forward.py'),
+                                            'torchember.capture.forward.code_for': ( '20_capture/forward.html#code_for',
+                                                                                     'torchember/capture/forward.py'),
                                             'torchember.capture.forward.disarm': ( '20_capture/forward.html#disarm',
                                                                                    'torchember/capture/forward.py'),
                                             'torchember.capture.forward.in_place_of': ( '20_capture/forward.html#in_place_of',
