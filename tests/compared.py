@@ -1,5 +1,4 @@
 "A model is trained twice, as it is and compiled, and the rows are laid beside each other"
-import copy
 import math
 from collections import Counter
 from types import SimpleNamespace
@@ -94,20 +93,21 @@ def same_rows(want, got, tol=0.):
     a,b = places(want),places(got)
     assert len(want) and Counter(a)==Counter(b), ([*(Counter(a)-Counter(b))][:5], [*(Counter(b)-Counter(a))][:5])
     assert a==b, next((i, x, y) for i,(x,y) in enumerate(zip(a, b, strict=True)) if x!=y)
+    least = {t: .01*max(scale(r) for r in want if r['ttype']==t) for t in {r['ttype'] for r in want}} # some gradients are zero but for rounding
     for r,s in zip(want, got, strict=True):
         assert r.keys()==s.keys()
         for k in r:
             if r[k]==s[k] or r[k]!=r[k] and s[k]!=s[k]: continue # NaN, the skewness of equal numbers
-            assert tol and isinstance(r[k], float) and abs(r[k]-s[k])<=tol*max(scale(r), 1e-9), (r['module'], r['ttype'], r['tname'], r['call'], k, r[k], s[k])
+            assert tol and isinstance(r[k], float) and abs(r[k]-s[k])<=tol*max(scale(r), least[r['ttype']]), (r['module'], r['ttype'], r['tname'], r['call'], k, r[k], s[k])
 
 
 def same_training(want, got, tol=0.):
     "Losses, gradients, rows and the order of events"
-    for a,b in ((want.losses, got.losses),): assert a==b or tol and torch.allclose(torch.tensor(a), torch.tensor(b), rtol=max(tol, 1e-5)), (a, b)
+    a,b = want.losses,got.losses
+    assert a==b or tol and torch.allclose(torch.tensor(a), torch.tensor(b), rtol=max(tol, 1e-5)), (a, b)
+    largest = max((p.abs().max().item() for p in want.grads if p is not None), default=0) # some are zero but for rounding
     for p,q in zip(want.grads, got.grads, strict=True):
-        assert p is q is None or (torch.equal(p, q) if not tol else torch.allclose(p, q, rtol=1e-3, atol=tol*10*max(p.abs().max().item(), 1e-6)))
+        assert p is q is None or (torch.equal(p, q) if not tol else torch.allclose(p, q, rtol=1e-3, atol=tol*largest))
     same_rows(want.rows, got.rows, tol)
     assert want.log==got.log
 
-
-def clone(model): return copy.deepcopy(model)

@@ -11,6 +11,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'torchember/capture/compiled.py'),
                                              'torchember.capture.compiled.holder_of': ( '20_capture/compiled.html#holder_of',
                                                                                         'torchember/capture/compiled.py'),
+                                             'torchember.capture.compiled.in_order': ( '20_capture/compiled.html#in_order',
+                                                                                       'torchember/capture/compiled.py'),
                                              'torchember.capture.compiled.left_alone': ( '20_capture/compiled.html#left_alone',
                                                                                          'torchember/capture/compiled.py'),
                                              'torchember.capture.compiled.new_key': ( '20_capture/compiled.html#new_key',
