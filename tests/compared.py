@@ -98,7 +98,7 @@ def same_rows(want, got, tol=0.):
         assert r.keys()==s.keys()
         for k in r:
             if r[k]==s[k] or r[k]!=r[k] and s[k]!=s[k]: continue # NaN, the skewness of equal numbers
-            assert tol and isinstance(r[k], float) and abs(r[k]-s[k])<=tol*max(scale(r), least[r['ttype']]), (r['module'], r['ttype'], r['tname'], r['call'], k, r[k], s[k])
+            assert tol and isinstance(r[k], float) and abs(r[k]-s[k])<=tol*max(scale(r), least[r['ttype']]), (places([r]), k, r[k], s[k])
 
 
 def same_training(want, got, tol=0.):

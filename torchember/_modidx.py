@@ -187,6 +187,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'torchember.core.Recorder.variable': ('core.html#recorder.variable', 'torchember/core.py'),
                                  'torchember.core.Recorder.wants': ('core.html#recorder.wants', 'torchember/core.py'),
                                  'torchember.core.Recorder.weights': ('core.html#recorder.weights', 'torchember/core.py'),
+                                 'torchember.core.Recorder.whole_or_part': ('core.html#recorder.whole_or_part', 'torchember/core.py'),
                                  'torchember.core.Room': ('core.html#room', 'torchember/core.py'),
                                  'torchember.core.Room.__init__': ('core.html#room.__init__', 'torchember/core.py'),
                                  'torchember.core.Room.less': ('core.html#room.less', 'torchember/core.py'),
