@@ -34,7 +34,7 @@ from .store.base import now, run_name, user
 from .store.jsonl import new_run
 from .store.table import tree_table
 
-# %% ../nbs/40_core.ipynb #5a1d2b1b
+# %% ../nbs/40_core.ipynb #968e9ee2
 recorded = tuple(t for t in ttypes if t!='buffer') # tensor types that this version records
 waiting = weakref.WeakSet()
 most_rows = 1<<18 # rows of an open step to hold in memory
@@ -101,6 +101,7 @@ class Recorder:
         self.first_at = self.last_at = None # when the first pass began, and the last ended
         self.fresh_arena()
         self.opened,self.manual,self.passes,self.active,self.running,self.since = False,False,0,0,0,None
+        self.parts = {} # (module, ttype, tname) of what is a part of a tensor -> columns that say so
         self.taken,self.given = [],set() # what was handed out of the open step already: snapshots, and keys of custom rows
         self.errors = self.skipped = self.seen_steps = self.recorded_steps = self.deep = 0
         self.mt_log,self.current_mt = [],None
@@ -219,6 +220,7 @@ class Recorder:
         if 'input' in self.ttypes:
             for n,x in named: self.see(st, 'input', n, x, call=call)
         if 'input_grad' in self.grads: self.hook(st, 'input_grad', named, call)
+        return call
 
     def named_outputs(self, st, named):
         call = self.local.call
@@ -230,11 +232,12 @@ class Recorder:
         if not self.inside(): self.settle()
         if self.busy is not None: self.spent += clock()-self.busy # the work of weights and exit, and this
         self.busy = None
+        return call
 
     # ---- gradients that arrive in a backward
 
     def hook(self, st, ttype, named, call):
-        self.handles += hear(named, lambda n, g: self.gradient(st, ttype, n, g, call))
+        self.handles += hear(named, lambda n, g: self.gradient(st, ttype, n, g, call), (id(st), ttype))
 
     def gradient(self, st, ttype, tname, g, call):
         if not self.on or not self.states: return
@@ -253,7 +256,7 @@ class Recorder:
         "A checkpointed forward ran again: the reentrant kind makes only now the graph that gradients go through"
         ins = self.names(st, 'input', inputs, args, kwargs, st.names, st.rest)
         for ttype,named in (('input_grad', ins), ('output_grad', self.names(st, 'output', outputs, result))):
-            if ttype in self.grads: self.handles += hear(named, lambda n, g, ttype=ttype: st.graded(ttype, [(n, g)]))
+            if ttype in self.grads: self.handles += hear(named, lambda n, g, ttype=ttype: st.graded(ttype, [(n, g)]), (id(st), ttype), True)
 
     # ---- the optimizer
 
@@ -337,8 +340,8 @@ class Recorder:
         own = st.track.module._parameters
         if not own or not st.watched: return
         for i,(n,p) in enumerate((n,p) for n,p in own.items() if p is not None):
-            if is_lazy(p) or id(p) in self.weighed: continue
-            self.weighed.add(id(p))
+            if is_lazy(p) or id(p) in self.weighed or (st.track.id, n) in self.weighed: continue
+            self.weighed |= {id(p), (st.track.id, n)} # sharded, it is another tensor during a forward than after
             self.parameter(st, i, n, p, kinds)
 
     def parameter(self, st, i, n, p, kinds, again=False, scale=None):
@@ -350,6 +353,7 @@ class Recorder:
     def see(self, st, ttype, tname, x, pname=None, again=False, call=0, scale=None):
         "Measure one tensor; `again` forgets what this step had of it"
         try:
+            x = self.whole_or_part(st, ttype, tname, x)
             how = self.stats[ttype]
             if callable(how): return self.own_row(how, st, ttype, tname, x if scale is None else x/scale, pname, call)
             tap = st.taps.get((ttype, tname))
@@ -357,6 +361,15 @@ class Recorder:
             if again: self.arena.forget(tap)
             observe(x, tap, call, None if scale is None else float(scale) if x.is_cpu else scale, later=pname is not None)
         except Exception as e: self.failed(st, ttype, tname, e)
+
+    def whole_or_part(self, st, ttype, tname, x):
+        "Of a tensor that is spread over ranks, what this one holds. The row then says which part of what"
+        place = (st.track.name, ttype, tname)
+        if self.parts: self.parts.pop(place, None)
+        if not hasattr(x, 'to_local'): return x
+        if not all(p.is_replicate() for p in x.placements):
+            self.parts[place] = {'placement': ', '.join(map(str, x.placements)), 'global_shape': list(x.shape)}
+        return x.to_local()
 
     def own_row(self, f, st, ttype, tname, x, pname, call):
         "A row by the user's function; one that raises gives a row that says so"
@@ -474,7 +487,7 @@ class Recorder:
             own = [(*r[:5], r[5] | {'supersedes': True}) if (r[1], r[2], r[3]) in self.given and r[1][3] else r for r in own]
             self.given |= {(r[1], r[2], r[3]) for r in own}
             extra = ({'skipped': True} if self.refusal else {}) | ({'rank': self.rank} if self.rank is not None else {})
-            about = dict(step=self.step, ts=self.since or now(), several=self.passes>1, marks={**extra, **self.t.marked})
+            about = dict(step=self.step, ts=self.since or now(), several=self.passes>1, marks={**extra, **self.t.marked}, parts=dict(self.parts))
             self.since = None
         self.t.put(lambda: rows_of(snapshot, own, **about), close)
 
@@ -501,7 +514,7 @@ class Recorder:
 for f in (Recorder.begin, Recorder.end, Recorder.wants, Recorder.inputs, Recorder.enter, Recorder.exit, Recorder.weights, Recorder.outputs, Recorder.recomputed,
     Recorder.probe): left_alone(f)
 
-def rows_of(snapshot, own, step, ts, marks, several):
+def rows_of(snapshot, own, step, ts, marks, several, parts):
     "The rows of the log, in the order of their events"
     got = snapshot.rows()
     size = {(r['key'][0], r['key'][2].removeprefix('weight_')): r['rms'] for r in got if r['key'][1] in ('weight', 'before')}
@@ -509,7 +522,7 @@ def rows_of(snapshot, own, step, ts, marks, several):
         if r['key'][1]=='update' and (w := size.get((r['key'][0], r['key'][2].removeprefix('update_')))): r['stats']['ratio'] = r['rms']/w
     rows = [(r['event'], r['key'], r['call'], None, r['dtype'], r['stats']) for r in got if r['key'][1]!='before']
     rows = sorted(rows+own, key=lambda r: r[0])
-    return [one_row(*r[1:], step, ts, marks, several) for r in rows]
+    return [one_row(*r[1:], step, ts, {**parts.get(r[1][:3], {}), **marks}, several) for r in rows]
 
 def one_row(key, call, micro, dtype, stats, step, ts, marks, several):
     module,ttype,tname,pname = key

@@ -10,16 +10,21 @@ import torch
 
 from .compiled import left_alone
 
-# %% ../../nbs/20_capture/30_backward.ipynb #60479e57
+# %% ../../nbs/20_capture/30_backward.ipynb #fbe91981
 def hear(
     named:list, # (tname, tensor) pairs
-    tell # Function: tname, gradient
+    tell, # Function: tname, gradient
+    place=None, # Whose tensors these are: a tensor that was heard for the same place and name is passed over when `again`
+    again:bool=False # Whether the forward runs a second time
 ) -> list: # Handles of hooks on leaves, which outlive the pass: to be removed after it
     "Have `tell` called with the gradient of each tensor that will have one"
     handles = []
     if not torch.is_grad_enabled(): return handles
     for n,x in named:
         if not x.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(x): continue
-        h = x.register_hook(left_alone(lambda g, n=n: tell(n, g.detach())))
+        if again and any(getattr(h, 'place', None)==(place, n) for h in (x._backward_hooks or {}).values()): continue
+        hook = left_alone(lambda g, n=n: tell(n, g.detach()))
+        hook.place = place, n
+        h = x.register_hook(hook)
         if x.is_leaf: handles.append(h)
     return handles

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['numbers', 'holders', 'lib', 'entered', 'left', 'graded', 'probed', 'began', 'ended', 'left_alone', 'new_key',
-           'holder_of', 'free', 'effect', 'recomputing', 'heard']
+           'holder_of', 'free', 'effect', 'in_order', 'recomputing', 'heard']
 
-# %% ../../nbs/20_capture/15_compiled.ipynb #52142063
-import itertools, weakref
+# %% ../../nbs/20_capture/15_compiled.ipynb #90f2b484
+import itertools, sys, weakref
 
 import torch
 
@@ -33,7 +33,7 @@ def new_key(
 
 def holder_of(key): return holders.get(key.item())
 
-# %% ../../nbs/20_capture/15_compiled.ipynb #1841670e
+# %% ../../nbs/20_capture/15_compiled.ipynb #daf885c8
 lib = torch.library.Library('torchember', 'FRAGMENT')
 
 def free(name): # a module that is loaded again, or run as a notebook beside itself, has operators of its own
@@ -52,19 +52,31 @@ def effect(
     name = free(name)
     lib.define(f'{name}(Tensor[] xs, Tensor key{arguments}) -> ()')
     lib.impl(name, left_alone(run), 'CompositeExplicitAutograd')
-    torch.library.register_fake(f'torchember::{name}', lambda xs, key, *rest: None, lib=lib)
+    op = getattr(torch.ops.torchember, name).default
+    torch.library.register_fake(f'torchember::{name}', lambda xs, key, *rest: in_order(op), lib=lib)
     torch.library._register_effectful_op(f'torchember::{name}', torch.library.EffectType.ORDERED, lib=lib)
-    return getattr(torch.ops.torchember, name).default
+    return op
+
+def in_order(op):
+    "Have Inductor, when it is here, keep `op` behind the effect before it"
+    lowering = sys.modules.get('torch._inductor.lowering')
+    if not hasattr(getattr(lowering, 'ir', None), 'EffectfulKernel') or op in lowering.lowerings: return
+    def lower(*args):
+        graph = lowering.V.graph
+        n,last = len(graph.operations),graph.effectful_ops.get(torch.library.EffectType.ORDERED)
+        lowering.ir.FallbackKernel.create(op, *args)
+        for o in graph.operations[n:] if last else (): graph.additional_star_deps[o.get_operation_name()].add(last.get_name())
+    lowering.lowerings[op] = lower
 
 def recomputing(): return torch._C._current_graph_task_id()!=-1
 
 def heard(what): # a method of the holder, called with (name, tensor) pairs
-    def f(holder, xs, names):
-        if not recomputing(): getattr(holder, what)(list(zip(names, xs, strict=True)))
+    def f(holder, xs, names, *hooked):
+        if not recomputing(): getattr(holder, what)(list(zip(names, xs, strict=True)), *hooked)
     return f
 
-entered = effect('entered', ', str[] names', heard('entered'))
-left = effect('left', ', str[] names', heard('left'))
+entered = effect('entered', ', str[] names, str[] hooked', heard('entered'))
+left = effect('left', ', str[] names, str[] hooked', heard('left'))
 graded = effect('graded', ', str ttype, str[] names', lambda holder, xs, ttype, names: holder.graded(ttype, list(zip(names, xs, strict=True))))
 probed = effect('probed', ', str[] names', heard('probed'))
 began = effect('began', '', lambda holder, xs: recomputing() or holder.began())

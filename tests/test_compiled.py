@@ -1,0 +1,457 @@
+"Armed models under torch.compile: the same rows as in eager, from as many graphs as unarmed"
+import copy
+import io
+import pickle
+import threading
+from functools import cache
+
+import pytest
+import torch
+from compared import ALL, FORWARD, GPT, compiled, ids, plain, same_rows, same_training, train
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from torchember import torchEmber
+
+EXACT = {'eager': 0, 'aot_eager': 0, 'inductor': 2e-5}
+OPTIONS = dict(ttypes=ALL, stats='full')
+
+
+@cache
+def eager(blocks=2, loops=1, checkpoint=None): return train(lambda: GPT(blocks, loops, checkpoint), ids, **OPTIONS)
+
+
+@cache
+def bare(blocks, how, **kwargs): return train(lambda: GPT(blocks, **kwargs), ids, how, armed=False).graphs
+
+
+@pytest.fixture(autouse=True)
+def from_scratch():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Mlp(nn.Sequential): # Dynamo compiles no forward of torch's own by itself
+    def forward(self, x): return super().forward(x)
+
+
+def mlp():
+    torch.manual_seed(0)
+    return Mlp(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 2))
+
+
+def run(f, te, *inputs):
+    "Forward and backward for each input; its rows"
+    for i in inputs:
+        f(i).square().sum().backward()
+        te.step()
+    return plain(te)
+
+
+# ---- how a model is compiled
+
+@pytest.mark.parametrize('backend', EXACT)
+def test_whole(backend):
+    got = train(GPT, ids, 'whole', backend, **(OPTIONS if not EXACT[backend] else dict(ttypes=ALL)))
+    want = eager() if not EXACT[backend] else train(GPT, ids, ttypes=ALL)
+    assert got.graphs==1
+    same_training(want, got, EXACT[backend])
+
+
+@pytest.mark.parametrize('blocks', [12, 24])
+def test_block_by_block(blocks):
+    "All blocks share one graph, as they do unarmed"
+    got = train(lambda: GPT(blocks), ids, 'blocks', **OPTIONS)
+    assert got.graphs==bare(blocks, 'blocks')==1
+    same_training(eager(blocks), got)
+
+
+def test_blocks_under_inductor():
+    got = train(lambda: GPT(12, d=8), ids, 'blocks', 'inductor', ttypes=ALL)
+    assert got.graphs==1
+    same_training(train(lambda: GPT(12, d=8), ids, ttypes=ALL), got, 2e-5)
+
+
+@pytest.mark.parametrize('how', ['whole', 'blocks'])
+def test_a_block_looped_ten_times(how):
+    got = train(lambda: GPT(1, 10), ids, how, **OPTIONS)
+    assert got.graphs==bare(1, how, loops=10)==1
+    assert {r['call'] for r in got.rows if 'blocks' in r['module'] and r['ttype']!='weight' and r['ttype']!='weight_grad'}==set(range(10))
+    same_training(eager(1, 10), got)
+
+
+@pytest.mark.parametrize('how', ['whole', 'blocks'])
+@pytest.mark.parametrize('reentrant', [False, True])
+def test_checkpointing(how, reentrant):
+    "What is computed a second time inside backward is not recorded a second time, and finds the same graph"
+    got = train(lambda: GPT(2, 1, reentrant), ids, how, **OPTIONS)
+    assert got.graphs==bare(2, how, checkpoint=reentrant)
+    same_training(eager(2, 1, reentrant), got)
+
+
+def test_model_compile():
+    "model.compile(), in place"
+    want = run(m := mlp(), torchEmber(m, ttypes=ALL), *torch.randn(3, 5, 4))
+    torch.manual_seed(0)
+    model = mlp()
+    te,count = torchEmber(model, ttypes=ALL),CompileCounterWithBackend('aot_eager')
+    model.compile(backend=count, fullgraph=True)
+    got = run(model, te, *torch.randn(3, 5, 4))
+    assert count.frame_count==1
+    same_rows(want, got)
+
+
+def test_a_whole_training_step():
+    "Forward, backward and optimizer in one compiled function"
+    def rows(how):
+        torch.manual_seed(0)
+        model = mlp()
+        opt = torch.optim.SGD(model.parameters(), .1)
+        te = torchEmber(model, optimizer=opt, ttypes=('input', 'output', 'output_grad', 'weight', 'weight_grad', 'update'))
+        def step(x):
+            opt.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            opt.step()
+            return loss.detach()
+        f = compiled(step, 'aot_eager') if how else step
+        losses = [f(x).item() for x in torch.randn(4, 5, 4)]
+        te.close()
+        return losses, plain(te)
+    (a,want),(b,got) = rows(False),rows(True)
+    assert a==b
+    same_rows(want, got)
+
+
+def test_a_memory_budget_for_activations():
+    "What the compiler decides to compute again is not seen twice"
+    import torch._functorch.config as config
+    with config.patch(activation_memory_budget=.3): got = train(lambda: GPT(3), ids, 'whole', **OPTIONS)
+    same_training(eager(3), got)
+
+
+# ---- before and after
+
+@pytest.mark.parametrize('root', ['compiled', 'eager'])
+def test_armed_after_compiling(root):
+    "The guards notice: one more graph, and after disarm the first is found again"
+    model,count,x = mlp(),CompileCounterWithBackend('aot_eager'),torch.randn(5, 4)
+    want = run(m := mlp(), torchEmber(m, ttypes=ALL), x, x)
+    f = compiled(model, count, fullgraph=True)
+    f(x).square().sum().backward()
+    model.zero_grad()
+    assert count.frame_count==1
+    te = torchEmber(f if root=='compiled' else model, ttypes=ALL)
+    got = run(f, te, x, x)
+    assert count.frame_count==2
+    same_rows(want, got)
+    te.disarm()
+    f(x).sum().backward()
+    assert count.frame_count==2 and len(te.t.lines())==len(got)
+    te.arm()
+    run(f, te, x)
+    assert count.frame_count<=3 and len(te.t.lines())==len(got)*3/2
+    te.close()
+    f(x)
+    assert count.frame_count<=3
+
+
+def test_blocks_armed_after_compiling():
+    torch.manual_seed(0)
+    model,x = GPT(12),ids()
+    count = CompileCounterWithBackend('aot_eager')
+    for b in model.blocks: b.compile(backend=count, fullgraph=True)
+    model(x)
+    te = torchEmber(model)
+    model(x)
+    assert count.frame_count==2
+    want = plain(te)
+    te.close()
+    model(x)
+    assert count.frame_count==2
+    torch.manual_seed(0)
+    fresh = GPT(12)
+    with torchEmber(fresh) as te: fresh(ids())
+    same_rows(plain(te), want)
+
+
+# ---- what runs
+
+@pytest.mark.parametrize('mode', ['train', 'eval', 'no_grad', 'inference_mode'])
+def test_modes(mode):
+    class Net(nn.Sequential):
+        def forward(self, x): return super().forward(x)
+    def make():
+        m = Net(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Dropout(), nn.Flatten(), nn.Linear(36, 2))
+        return m.train(mode=='train')
+    context = {'no_grad': torch.no_grad, 'inference_mode': torch.inference_mode}.get(mode)
+    inputs = lambda: torch.randn(4, 3, 5, 5)
+    want,got = (train(make, inputs, how, context=context, **OPTIONS) for how in ('eager', 'whole'))
+    assert got.graphs==1
+    same_training(want, got)
+
+
+def test_one_model_in_all_modes():
+    "Training, evaluation and inference in turn: a graph for each, as unarmed"
+    def go(model, f, te):
+        for _ in range(2):
+            for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+                with mode(): y = f(torch.ones(3, 4))
+                if y.requires_grad: y.sum().backward()
+                if te: te.step()
+    counts = []
+    for armed in (False, True):
+        torch._dynamo.reset()
+        m,count = mlp(),CompileCounterWithBackend('aot_eager')
+        te = torchEmber(m) if armed else None
+        go(m, compiled(m, count, fullgraph=True), te)
+        counts.append(count.frame_count)
+    m = mlp()
+    go(m, m, want := torchEmber(m))
+    same_rows(plain(want), plain(te))
+    assert counts[0]==counts[1]<=3
+
+
+def test_dynamic_shapes():
+    "As many graphs as unarmed, and each row has the true shape"
+    counts = []
+    for armed in (False, True):
+        torch._dynamo.reset()
+        m,count = mlp(),CompileCounterWithBackend('aot_eager')
+        te = torchEmber(m, ttypes=ALL) if armed else None
+        f = compiled(m, count, fullgraph=True)
+        for n in (3, 5, 7, 9):
+            f(torch.ones(n, 4)*torch.arange(n)[:, None]).sum().backward()
+            if te: te.step()
+        counts.append(count.frame_count)
+    m = mlp()
+    want = torchEmber(m, ttypes=ALL)
+    for n in (3, 5, 7, 9):
+        m(torch.ones(n, 4)*torch.arange(n)[:, None]).sum().backward()
+        want.step()
+    assert counts[0]==counts[1]
+    assert {r['shape'][0] for r in plain(te) if r['ttype']=='output'}=={3, 5, 7, 9}
+    same_rows(plain(want), plain(te))
+
+
+def test_autocast():
+    context = lambda: torch.autocast('cpu', dtype=torch.bfloat16)
+    want,got = (train(GPT, ids, how, context=context, **OPTIONS) for how in ('eager', 'whole'))
+    assert got.graphs==1 and {'bfloat16', 'float32'}<={r['dtype'] for r in got.rows}
+    same_training(want, got)
+
+
+class Views(nn.Module):
+    "Views that are written to, of an input and of an output, and a module that gives its input back"
+    def __init__(self): super().__init__(); self.a,self.b,self.same,self.act = nn.Linear(4, 6),nn.Linear(3, 3),nn.Identity(),nn.ReLU(inplace=True)
+    def forward(self, x):
+        y = self.same(self.a(x))
+        left,right = y.chunk(2, -1)
+        z = self.b(self.act(left.clone())).transpose(0, 1)
+        z = z*2
+        z += right.transpose(0, 1)
+        z[0] = 0
+        return self.act(z.t()+1), y
+
+
+@pytest.mark.parametrize('backend', EXACT)
+def test_in_place_and_views(backend):
+    want,got = (train(Views, lambda: torch.randn(5, 4), how, backend, ttypes=ALL) for how in ('eager', 'whole'))
+    assert got.graphs==1
+    same_training(want, got, EXACT[backend])
+
+
+def test_two_passes_before_a_backward():
+    "As siamese nets and GANs do; the second pass is a step of its own"
+    def go(f, te):
+        torch.manual_seed(1)
+        a,b = torch.randn(3, 4),torch.randn(3, 4)
+        for _ in range(2):
+            (f(a).square().sum()+f(b).square().sum()).backward()
+            te.step()
+        loss = f(a).sum()
+        te.step() # closed between the pass and its backward
+        (loss+f(b).sum()).backward()
+        te.step()
+        return [p.grad for p in te.model.parameters()], plain(te)
+    m = mlp()
+    grads,want = go(m, torchEmber(m, ttypes=FORWARD[:4]))
+    m = mlp()
+    count = CompileCounterWithBackend('aot_eager')
+    got_grads,got = go(compiled(m, count, fullgraph=True), torchEmber(m, ttypes=FORWARD[:4]))
+    assert count.frame_count==1 and all(map(torch.equal, grads, got_grads))
+    same_rows(want, got)
+
+
+def test_a_gradient_finds_its_call():
+    "Of three calls the second has no gradient: those of the others keep their numbers"
+    class Loop(nn.Module):
+        def __init__(self): super().__init__(); self.l = nn.Linear(3, 3)
+        def forward(self, x):
+            x = self.l(x).tanh()
+            with torch.no_grad(): y = self.l(x)
+            return self.l(x+y).tanh()
+    want,got = (train(Loop, lambda: torch.randn(2, 3), how, **OPTIONS) for how in ('eager', 'whole'))
+    assert got.graphs==1 and {r['call'] for r in got.rows if r['ttype']=='output_grad'}=={0, 2}
+    same_training(want, got)
+
+
+def test_two_threads():
+    "Two threads call one compiled model: nothing is lost, and no new graph is needed"
+    m,count = mlp(),CompileCounterWithBackend('aot_eager')
+    te,f = torchEmber(m, ttypes='output', stats=['numel', 'mean']),compiled(m, count, fullgraph=True)
+    xs = torch.randn(2, 20, 3, 4)
+    with torch.no_grad():
+        f(xs[0, 0])
+        te.step()
+        def go(k): # grad mode is a thread's own
+            with torch.no_grad(): [f(x) for x in xs[k]]
+        threads = [threading.Thread(target=go, args=(k,)) for k in range(2)]
+        [t.start() for t in threads]
+        [t.join() for t in threads]
+        te.step()
+        want = mlp()(xs.flatten(0, 2)).double().mean().item()
+    got = [r for r in plain(te) if r['module']=='model(Mlp)' and r['step']] # calls of one number in several passes of a step are merged
+    assert count.frame_count==1 and sum(r['numel'] for r in got)==240
+    assert sum(r['numel']*r['mean'] for r in got)/240==pytest.approx(want, rel=1e-5)
+    te.close()
+
+
+# ---- copies
+
+@pytest.mark.parametrize('how', ['deepcopy', 'pickle', 'save'])
+def test_copies(how):
+    "A copy of a compiled and armed model is neither: its own weights, no rows"
+    model = mlp()
+    te = torchEmber(model)
+    f = compiled(model, 'aot_eager', fullgraph=True)
+    run(f, te, torch.ones(2, 4))
+    n = len(te.t.lines())
+    for m in (model, f):
+        if how=='deepcopy': c = copy.deepcopy(m)
+        elif how=='pickle': c = pickle.loads(pickle.dumps(m))
+        else:
+            file = io.BytesIO()
+            torch.save(m, file)
+            file.seek(0)
+            c = torch.load(file, weights_only=False)
+        inner = getattr(c, '_orig_mod', c)
+        assert not any(k.startswith('_torchember') or k in ('forward', 'disarm') for p in inner.modules() if p is not c or c is inner for k in p.__dict__)
+        with torch.no_grad(): [p.zero_() for p in c.parameters()]
+        assert not c(torch.ones(2, 4)).any()
+    assert len(te.t.lines())==n and f(torch.ones(2, 4)).any()
+    te.close()
+
+
+# ---- which steps
+
+@pytest.mark.parametrize('ends', ['by itself', 'te.step', 'optimizer'])
+@pytest.mark.parametrize('how', ['whole', 'blocks'])
+def test_schedules(how, ends):
+    "One more graph for the steps that are not recorded, once"
+    torch.manual_seed(0)
+    model,count = GPT(2),CompileCounterWithBackend('aot_eager')
+    opt = torch.optim.SGD(model.parameters(), .01)
+    te = torchEmber(model, every=2, optimizer=opt if ends=='optimizer' else None)
+    f = compiled(model, count, fullgraph=True) if how=='whole' else model
+    if how=='blocks': [b.compile(backend=count, fullgraph=True) for b in model.blocks]
+    seen = []
+    for _ in range(8):
+        f(ids()).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+        if ends=='te.step': te.step()
+        seen.append(count.frame_count)
+    assert seen==[1]+[2]*7
+    report = te.close()
+    assert report['steps']==8 and report['recorded']==4 and report['errors']==0
+    df = te.t.df
+    assert df.step.unique().tolist()==[0, 2, 4, 6] and df[df.ttype=='output'].groupby('step').size().nunique()==1
+
+
+# ---- what is recorded
+
+@pytest.mark.parametrize('backend', ['eager', 'aot_eager'])
+def test_custom_statistics(backend):
+    "Any Python, in its place in the order, under fullgraph; one that raises gives a row that says so"
+    def go(f, te):
+        @te.how_record('output', 'output_grad')
+        def own(t): return {'n': t.numel(), 'first': t.flatten()[:3].tolist(), 'rows': [r.sum() for r in t], 'kind': 'wide' if t.shape[-1]>2 else 'narrow'}
+        @te.how_record_in
+        def fails(t): return {'x': 1/(t.shape[-1]-8)}
+        with pytest.warns(UserWarning, match='division'): got = run(f, te, *torch.randn(2, 3, 4))
+        return got
+    torch.manual_seed(1)
+    m = mlp()
+    want = go(m, torchEmber(m, ttypes=ALL))
+    torch.manual_seed(0)
+    m = mlp()
+    count = CompileCounterWithBackend(backend)
+    te = torchEmber(m, ttypes=ALL)
+    f = compiled(m, count, fullgraph=True)
+    got = go(f, te)
+    assert count.frame_count==1 and sum('error' in r for r in got)==4 and [r for r in got if 'rows' in r]
+    same_rows(want, got)
+    te.how_record_out(lambda t: {'other': 1}) # may change at any time, and needs no new graph
+    f(torch.randn(3, 4))
+    assert count.frame_count==1 and te.t.lines()[-1]['other']==1
+    te.close()
+
+
+def test_probe_and_watch_tensor():
+    class Probed(nn.Module):
+        def __init__(self): super().__init__(); self.l,self.te = nn.Linear(3, 2),None
+        def forward(self, x):
+            scores = self.l(x)*2
+            return box['te'].probe('scores', scores).softmax(-1)
+    box = {}
+    def go(how):
+        torch.manual_seed(0)
+        m = Probed()
+        te = box['te'] = torchEmber(m, ttypes=FORWARD[:4], every=2)
+        v = te.watch_tensor('temperature', torch.full((3,), 2., requires_grad=True))
+        count = CompileCounterWithBackend('aot_eager')
+        f = compiled(m, count, fullgraph=True) if how else m
+        for x in torch.randn(6, 4, 3):
+            (f(x)*v.sum()).square().sum().backward()
+            te.step()
+        return plain(te), count.frame_count
+    (want,_),(got,graphs) = go(False),go(True)
+    assert graphs==2 and [r['step'] for r in got if r['tname']=='scores']==[0, 2, 4]
+    same_rows(want, got)
+
+
+def test_some_modules():
+    "include leaves the others out of the graph altogether"
+    want,got = (train(GPT, ids, how, include='blocks.*.act', ttypes=ALL) for how in ('eager', 'whole'))
+    assert got.graphs==1 and {r['module'].split('.')[-1] for r in got.rows}=={'act(GELU)'}
+    same_training(want, got)
+
+
+@pytest.mark.parametrize('backend', EXACT)
+def test_leaves_keep_no_hooks(backend):
+    "An input that is optimised itself, and a parameter that another module takes in: one gradient a step, however many steps"
+    def make():
+        m = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 2)), nn.Softplus())
+        return m, (torch.randn(3, 4, requires_grad=True),), {}
+    want,got = (train(make, None, how, backend, steps=4, ttypes=('input_grad', 'output_grad')) for how in ('eager', 'whole'))
+    same_training(want, got, EXACT[backend])
+    assert got.graphs==1 and not any(p._backward_hooks for p in got.model.parameters())
+
+
+def test_twelve_kinds_of_blocks():
+    "Dynamo gives up after eight graphs of one code: each kind has a code of its own, as unarmed"
+    def kind(i):
+        def forward(self, x): return self.l(x).tanh()
+        forward.__code__ = forward.__code__.replace(co_firstlineno=i+1)
+        return type(f'Kind{i}', (nn.Module,), {'forward': forward})
+    kinds = [kind(i) for i in range(12)]
+    def make():
+        net = nn.Sequential(*(k() for k in kinds))
+        for i,b in enumerate(net): b.l = nn.Linear(2+i, 3+i)
+        net.blocks = list(net)
+        return net
+    want,got = (train(make, lambda: torch.randn(3, 2), how, **OPTIONS) for how in ('eager', 'blocks'))
+    assert got.graphs==12
+    same_training(want, got)
