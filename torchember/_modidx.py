@@ -320,6 +320,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'torchember.measure.gpu._unit': ('10_measure/gpu.html#_unit', 'torchember/measure/gpu.py'),
                                         'torchember.measure.gpu._wide': ('10_measure/gpu.html#_wide', 'torchember/measure/gpu.py'),
                                         'torchember.measure.gpu.available': ('10_measure/gpu.html#available', 'torchember/measure/gpu.py'),
+                                        'torchember.measure.gpu.check_room': ( '10_measure/gpu.html#check_room',
+                                                                               'torchember/measure/gpu.py'),
                                         'torchember.measure.gpu.cut': ('10_measure/gpu.html#cut', 'torchember/measure/gpu.py'),
                                         'torchember.measure.gpu.fills': ('10_measure/gpu.html#fills', 'torchember/measure/gpu.py'),
                                         'torchember.measure.gpu.flags': ('10_measure/gpu.html#flags', 'torchember/measure/gpu.py'),

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['blocks', 'bits', 'programs', 'tile', 'cut', 'span_of', 'upload', 'merges', 'available', 'on', 'stream_of', 'flags',
-           'fills', 'whole', 'scratch', 'fold', 'read_one', 'plan', 'runs', 'read_list']
+           'fills', 'whole', 'check_room', 'scratch', 'fold', 'read_one', 'plan', 'runs', 'read_list']
 
-# %% ../../nbs/10_measure/04_gpu.ipynb #6840bbaf
+# %% ../../nbs/10_measure/04_gpu.ipynb #8886ac18
 import warnings
 from contextlib import nullcontext
 from functools import cache, lru_cache
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..record import EmberWarning
-from .summary import width
+from .summary import length, width
 
 try:
     import triton
@@ -308,7 +308,10 @@ def whole(x):
     if x.dtype not in blocks: raise TypeError(f"the GPU kernels read {known}, got {x.dtype}. kernels.read measures every dtype.")
     return x if x.is_contiguous() or fills(x) else x.contiguous()
 
-# %% ../../nbs/10_measure/04_gpu.ipynb #03ee6335
+# %% ../../nbs/10_measure/04_gpu.ipynb #56bcf4c0
+def check_room(wanted, out):
+    if out.shape[-1]<length(wanted): raise ValueError(f"a row for {', '.join(wanted)} has {length(wanted)} columns, and there is room for {out.shape[-1]}.")
+
 def scratch(n, device): return torch.empty(15, n, dtype=torch.float64, device=device)
 
 def fold(rows, tables, out, between):
@@ -325,7 +328,7 @@ def read_one(
     out:torch.Tensor # Row to write, float64 on the same device
 ):
     "Read `x` into `out`"
-    x = whole(x)
+    x,_ = whole(x),check_room(wanted, out)
     n,B,device = x.numel(),blocks[x.dtype],x.device
     k = max(-(-n//B), 1)
     span = span_of(k)
@@ -335,7 +338,7 @@ def read_one(
         _one[(-(-k//span),)](x, n, rows, step, out, span, wanted=flags(wanted), B=B, num_warps=8, enable_fp_fusion=True)
         if k>1: fold(rows, merges((k,), (0,), device, stream_of(device)), out, 0)
 
-# %% ../../nbs/10_measure/04_gpu.ipynb #3cdba4cf
+# %% ../../nbs/10_measure/04_gpu.ipynb #a20cfeea
 @lru_cache(maxsize=64)
 def plan(
     tensors:tuple, # For each tensor: address, elements, row of `out`
@@ -365,6 +368,7 @@ def read_list(
     to=None # The row of each; the first ones without it
 ):
     "Read each of `xs` into its row of `out`"
+    check_room(wanted, out)
     device,xs,to = out.device,[whole(x) for x in xs],range(len(xs)) if to is None else to
     with on(device):
         if 'exponents' in wanted:
