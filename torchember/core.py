@@ -639,7 +639,7 @@ def shared_name(kind):
     store = torch.distributed.distributed_c10d._get_default_store()
     return store.compare_set(f'torchember/{next(names)}', '', name).decode()
 
-# %% ../nbs/40_core.ipynb #2893b5df
+# %% ../nbs/40_core.ipynb #478d3f42
 class torchEmber:
     "Watch a model: arms it at once, and records every pass until `torchEmber.disarm`"
     def __init__(self,
@@ -650,7 +650,7 @@ class torchEmber:
         include=None, # Modules to record, as `select` takes them: 'features.*', nn.Linear, ...; all without it
         exclude=None, # Modules to leave out
         every=1, # Which steps, as `schedule` takes them: 10, 'linear(5, 2)', log_spaced(5), a function of the step
-        stats='basic', # Named set ('basic', 'full'), list of statistics, or function: tensor -> dict
+        stats='basic', # Named set ('basic', 'full', 'numerics'), list of statistics, or function: tensor -> dict
         only_training:bool=False, # Skip passes in `eval()` mode: they are no steps
         name:str|None=None, # Name of the run; `<ModelClass>_<YYYYmmdd_HHMMSS>` without it
         resume:bool=False, # Go on with the run `name` after its last step
