@@ -14,7 +14,7 @@ import numpy as np
 
 from ..record import unknown
 
-# %% ../../nbs/10_measure/00_summary.ipynb #f3eee9f7
+# %% ../../nbs/10_measure/00_summary.ipynb #f8ebbfb5
 parts = ('count', # elements, all of them
     'mean', 'm2', 'm3', 'm4', # mean of the finite elements, and sums of powers of the distance from it
     'l1', # sum of |x|
@@ -23,7 +23,7 @@ parts = ('count', # elements, all of them
     's4', 's8') # sums of x^4 and x^8
 index = {p:i for i,p in enumerate(parts)}
 width = 16 # slots in a row: one to spare, so that a row of float64 is 128 bytes
-bins = 256 # counts of exponents, which follow when they are asked for: bin b is for 2^(b-127) <= |x| < 2^(b-126)
+bins = 256 # counts of exponents, which follow when they are asked for: bin b counts numbers from 2^(b-127) to 2^(b-126)
 wide = width+bins
 
 groups = dict(basic=('count', 'mean', 'm2', 'min', 'max', 'nan', 'posinf', 'neginf'), absolute=('l1', 'min_abs', 'zeros'),
