@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from compared import ALL, FORWARD, GPT, compiled, ids, plain, same_rows, same_training, train
+from compared import ALL, FORWARD, GPT, compiled, ids, loss_of, plain, same_rows, same_training, train
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
