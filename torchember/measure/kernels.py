@@ -274,7 +274,7 @@ def exact(p, wanted, d):
         v[index['m3']],v[index['m4']] = torch.dot(q, d).item(),torch.dot(q, q).item()
     return v
 
-# %% ../../nbs/10_measure/05_kernels.ipynb #f100a6a6
+# %% ../../nbs/10_measure/05_kernels.ipynb #60d530f3
 eighths = tuple(getattr(torch, d) for d in dir(torch) if d.startswith('float8') and isinstance(getattr(torch, d), torch.dtype))
 narrow = (torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int8, torch.int16, *eighths) # float32 holds every value
 
@@ -299,6 +299,7 @@ def with_exponents(x, wanted):
     "The summary vector of a flat CPU tensor, followed by the counts of exponents"
     v = nothing(wanted)
     v[:width] = read_cpu(x, tuple(g for g in wanted if g!='exponents'))
+    if 'absolute' not in wanted: v[index['zeros']] = 0
     for p in x.split(piece):
         of,zeros = exponent_counts(torch.from_numpy(numbers(p)) if p.is_complex() else p.to(torch.float32 if p.dtype in narrow else torch.float64))
         v[width:] += of.numpy()
@@ -338,16 +339,19 @@ def read_piece(p, wanted, room):
     if p.dtype is torch.float32: v = quick(p, wanted, room)
     return v if v is not None else exact(p, wanted, room('exact', p.numel(), torch.float64))
 
-# %% ../../nbs/10_measure/05_kernels.ipynb #11435fd6
+# %% ../../nbs/10_measure/05_kernels.ipynb #d43ea568
 @cache
 def loops():
-    "The room `measure.cpu`, or None without numba"
-    try: from torchember.measure import cpu
-    except ModuleNotFoundError as e:
-        if e.name!='numba': raise
-        return None
-    except ImportError as e: # numba is there and does not work, say with this numpy
-        warnings.warn(f"numba cannot be loaded, so tensors are measured by plain torch operations: {e}", EmberWarning, stacklevel=2)
+    "The room `measure.cpu`, or None where numba is missing, switched off (`NUMBA_DISABLE_JIT`) or does not work"
+    try:
+        from numba import config
+        if config.DISABLE_JIT: return None
+        from torchember.measure import cpu
+        cpu.kernel('float32')
+    except Exception as e: # say, a numba that does not know this numpy; there is another way to measure
+        if not isinstance(e, ModuleNotFoundError) or e.name!='numba':
+            warnings.warn(f"numba does not work, so tensors are measured by plain torch operations, which is slower: {type(e).__name__}: {e!s:.200}",
+                EmberWarning, stacklevel=2)
         return None
     return cpu
 

@@ -1,0 +1,47 @@
+"The compiled loops are a guest: where numba is missing, switched off or broken, tensors are measured all the same"
+import os
+import subprocess
+import sys
+
+import pytest
+
+code = '''
+import warnings
+warnings.simplefilter('always')
+import torch
+from torchember import get_stats
+from torchember.measure import kernels
+print(get_stats(torch.tensor([3., 4, 0, 5]), ['mean', 'std', 'exponents(0, 2)']), kernels.loops() is None)
+'''
+right = "{'mean': 3.0, 'std': 2.160246899469287, 'exponents': [1, 0, 1, 2, 0], 'exponent_min': 0}"
+
+
+def run(path='', **env):
+    env = os.environ | env | {'PYTHONPATH': os.pathsep.join([str(path), os.environ.get('PYTHONPATH', '')])}
+    return subprocess.run([sys.executable, '-c', code], env=env, capture_output=True, text=True, timeout=300)
+
+
+def test_there():
+    done = run()
+    assert done.stdout.strip()==f'{right} False' and not done.stderr, done
+
+
+def test_switched_off():
+    done = run(NUMBA_DISABLE_JIT='1')
+    assert done.stdout.strip()==f'{right} True' and not done.stderr, done
+
+
+@pytest.mark.parametrize('error,said', [("ModuleNotFoundError('No module', name='numba')", False), ("ImportError('Numba needs another NumPy')", True)])
+def test_missing_or_broken(error, said, tmp_path):
+    (tmp_path/'numba.py').write_text(f'raise {error}')
+    done = run(tmp_path)
+    assert done.stdout.strip()==f'{right} True', done
+    assert ('EmberWarning' in done.stderr and 'needs another NumPy' in done.stderr)==said, done
+
+
+def test_nowhere_to_keep_what_is_compiled(tmp_path):
+    "numba finds no folder for its cache: it compiles, and keeps nothing"
+    cache = tmp_path/'cache'
+    cache.write_text('a file, no folder')
+    done = run(NUMBA_CACHE_DIR=str(cache))
+    assert done.stdout.strip()==f'{right} False', done
