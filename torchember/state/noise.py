@@ -185,7 +185,7 @@ def saw(watch, i, grad):
     w.seen.add(i)
     w.vectors.append(read(grad))
 
-# %% ../../nbs/45_state/20_noise.ipynb #6db3d6c3
+# %% ../../nbs/45_state/20_noise.ipynb #e93ed92f
 @contextmanager
 def untouched(model):
     "Put gradients, buffers, modes and random numbers back as they were"
@@ -236,7 +236,7 @@ def checked(micro, sums, lengths):
     def close(a, b): return np.allclose(a, b, rtol=1e-3, atol=0) and (a>0).any()
     if not (close(micro[:1], sums[:1]) or micro[0]==0 or np.isnan(micro[0])):
         raise ValueError("after one micro-batch p.grad is not its gradient: it is averaged over ranks, or clipped. "
-            "Without a DistributedDataParallel around the model it would be; inside training there is NoiseScale.")
+            "Measure the module inside the DistributedDataParallel, or use NoiseScale while training.")
     if close(micro[np.array(lengths)-1], sums): raise ValueError("gradients do not accumulate. The closure must not call zero_grad.")
     return micro, sums
 
