@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from .measure.summary import Summary as Summary
     from .record import EmberWarning as EmberWarning
     from .record import ttypes as ttypes
+    from .state.noise import NoiseScale as NoiseScale
+    from .state.noise import noise_scale as noise_scale
     from .store.jsonl import emberTracker as emberTracker
     from .store.jsonl import tracker as tracker
 
@@ -28,6 +30,7 @@ rooms = {
     'emberTracker': 'store.jsonl', 'tracker': 'store.jsonl',
     'get_stats': 'measure.stats', 'summarize': 'measure.kernels', 'Summary': 'measure.summary',
     'exponents_for': 'measure.exponents', 'headroom': 'measure.exponents',
+    'noise_scale': 'state.noise', 'NoiseScale': 'state.noise',
     'select': 'choose', 'every': 'choose', 'at': 'choose', 'until': 'choose', 'between': 'choose', 'log_spaced': 'choose',
     'ttypes': 'record', 'EmberWarning': 'record'}
 __all__ = ['__version__', *rooms]
