@@ -1,5 +1,6 @@
 "What is trained"
 import ctypes
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -70,12 +71,14 @@ class Training:
         says_step=True, # Whether the loop calls `te.step()` when it is armed
         warm=1, # Steps before those that are measured
         steps=1, # Steps that are measured together
+        opt=None, # Function that makes the optimizer from the parameters; its step then closes the armed steps
         **how # How it is armed
     ):
         from torchember import torchEmber
         keep_memory()
         self.model,self.loss,self.says_step,self.warm,self.steps = model,loss,says_step,warm,steps
-        self.opt = torch.optim.SGD(model.parameters(), lr=1e-4)
+        self.opt = (opt or partial(torch.optim.SGD, lr=1e-4))(model.parameters())
+        if opt: self.says_step,how = False,how | {'optimizer': self.opt}
         self.te = torchEmber(model, **how)
         self.te.disarm()
 

@@ -5,6 +5,7 @@ import os
 import random
 import threading
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from time import process_time
@@ -158,6 +159,20 @@ def alexnet_default(quick):
 @row('alexnet-full', "the same as alexnet with stats='full'")
 def alexnet_full(quick): yield recorded("AlexNet, stats='full'", quick, 20, least=2 if quick else 5, stats='full')
 
+
+@row('alexnet-numerics', 'the same with output gradients, optimizer state, 8 statistics and exponents')
+def alexnet_numerics(quick):
+    from torchember.measure.stats import sets
+    if len(ways())==1: raise Skip('it needs the extra `fast`, which is not installed')
+    types = ('input', 'output', 'weight', 'weight_grad', 'output_grad', 'optimizer')
+    few = [n for n in sets['numerics'] if n not in ('rm4', 'rm8')]
+    momentum = partial(torch.optim.SGD, lr=1e-4, momentum=.9)
+    for what,stats,opt,bar in (("stats='numerics', SGD with momentum", 'numerics', momentum, 30), ('without rm4 and rm8', few, momentum, 20),
+        ("stats='numerics', Adam", 'numerics', partial(torch.optim.Adam, lr=1e-5), None)):
+        yield recorded(f'AlexNet, {what}', quick, 30, bar=bar, stats=stats, opt=opt, ttypes=types)
+
+
+# ---- armed, and nothing to do
 
 @row('off', 'armed, but no step is recorded')
 def off(quick):
