@@ -125,6 +125,44 @@ def tap(quick):
         note=f'all that a step of 20 tiny layers takes more, the writer included, over its {n} rows', **spread(1e6*(a-b)/n for b,a in ps))
 
 
+@row('sizes', 'observe of one tensor, from 1 to 100 million numbers')
+def sizes(quick):
+    from torchember.measure.tap import Arena, observe
+    arena = Arena()
+    taps = [arena.tap(i) for i in range(80)]
+    for e in range(7 if quick else 9):
+        xs = [torch.randn(10**e) for _ in range(max(min(80, 10**6//10**e), 1))]
+        def reading(off=False, xs=xs):
+            arena.begin()
+            with without_loops(off): out = seconds(lambda: [observe(x, t) for x,t in zip(xs, taps, strict=False)])
+            arena.take()
+            return out/len(xs)
+        def summing(xs=xs): return seconds(lambda: [x.sum() for x in xs])/len(xs)
+        times = {}
+        for way,off in ways().items():
+            ps = compare(summing, lambda: reading(off), quick, 2, 5) # noqa: B023
+            times['x.sum()'],times[way] = (spread(1e6*t for t in ts) for ts in zip(*ps, strict=True))
+        way,*_ = (first for first in times if first!='x.sum()')
+        others = ', '.join(f"{w} {number(t['value'], 'us')}" for w,t in times.items() if w!=way)
+        yield line(f'observe, 1e{e} numbers, {way}', unit='us', note=others, x=10**e, curves={w: t['value'] for w,t in times.items()}, **times[way])
+
+
+@row('modules', 'MLPs of 10 to 10 000 tiny modules')
+def modules(quick):
+    for e in range(1, 4 if quick else 5):
+        n,rows,times = 10**e,0,{}
+        for way,how in (('recorded', {}), ('off schedule', never)):
+            t = Training(*mlp(n), warm=1, steps=max(1000//n, 1), **how)
+            ps = compare(t.bare, t.armed, quick, 8, 5)
+            times[way] = spread(1e6*(a-b)/n for b,a in ps)
+            rows = rows or len(t.te.t.latest_line_list())
+            t.te.disarm()
+            t.te.close()
+        curves = {w: t['value'] for w,t in times.items()}
+        note = f"{rows/n:.2g} rows a module; off schedule {number(curves['off schedule'], 'us')} a module"
+        yield line(f'MLP of {n} modules, recorded, each module', unit='us', note=note, x=n, curves=curves, **times['recorded'])
+
+
 # ---- whole models
 
 def recorded(what, quick, budget, bar=None, note='', least=8, off=False, **how):
