@@ -210,6 +210,65 @@ def alexnet_numerics(quick):
         yield recorded(f'AlexNet, {what}', quick, 30, bar=bar, stats=stats, opt=opt, ttypes=types)
 
 
+# ---- under the compiler
+
+def compiling(made, armed):
+    "A model, its loop, and what its first step took: seconds of CPU time, the C++ compiler included; graphs, graph breaks"
+    from torch._dynamo.utils import counters
+    torch._dynamo.reset()
+    counters.clear()
+    model,loss = made()
+    model.compile(fullgraph=True)
+    t = Training(model, loss, ttypes=('input', 'output', 'output_grad'), warm=0)
+    if armed: t.te.arm()
+    start = machine.family()
+    t.step()
+    return t, machine.family()-start, counters['stats']['unique_graphs'], sum(counters['graph_break'].values())
+
+
+@row('compiled', 'torch.compile(fullgraph=True) with inductor: inputs, outputs and output gradients of each module')
+def compiled(quick):
+    from shutil import which
+
+    from torch._inductor import config
+    from torch._inductor.utils import fresh_cache
+    if not any(map(which, ('g++', 'clang++'))): raise Skip('it needs a C++ compiler, and there is none here')
+    config.compile_threads = 1 # so that the compiler's time is ours
+    with fresh_cache(): compiling(lambda: mlp(2), True) # what only the first one takes
+    for name,made,steps,budget in (('MLP of 20 tiny layers', lambda: mlp(20), 100, 8), ('GPT-2', gpt2, 1, 40)):
+        times = [],[]
+        for _ in range(1 if quick else 2):
+            for armed in (False, True):
+                with fresh_cache(): t,took,graphs,breaks = compiling(made, armed)
+                times[armed].append(took)
+                if not armed: unarmed = graphs
+        yield line(f'{name}, graph breaks', breaks, '', at_most=0)
+        yield line(f'{name}, graphs', graphs, '', at_most=unarmed, note=f'unarmed: {unarmed}')
+        note = f"{min(times[0]):.1f} s unarmed, {min(times[1]):.1f} s armed: CPU time of the first step, forward and backward"
+        yield line(f'{name}, compiling', 100*(min(times[1])/min(times[0])-1), '%', note=note, n=len(times[0]))
+        t.steps = steps
+        with fresh_cache(): ps = compare(t.bare, t.armed, quick, budget)
+        n = len(t.te.t.latest_line_list())
+        step = spread(1e3*b for b,_ in ps)['value']
+        yield line(f'{name}, a compiled step', unit='%', note=f'{n} rows a step of {step:.3g} ms', **added(ps))
+        note = 'its part of the step, the writer included'
+        if steps>1: yield line('a compiled row of tiny tensors', unit='us', note=note, **spread(1e6*(a-b)/n for b,a in ps))
+
+
+@row('memory', 'the most memory that 200 steps of AlexNet take, armed against unarmed')
+def memory(quick):
+    t = Training(*alexnet())
+    t.te.disarm()
+    def most():
+        for _ in range(20 if quick else 200): t.step()
+        t.te.t.barrier()
+        return machine.status('VmHWM')
+    bare = most()
+    t.te.arm()
+    armed = most()
+    yield line('AlexNet, most memory', 100*(armed/bare-1), '%', note=f'{bare/1e6:,.0f} MB unarmed, then {armed/1e6:,.0f} MB armed, in the same process')
+
+
 # ---- armed, and nothing to do
 
 @row('off', 'armed, but no step is recorded')
