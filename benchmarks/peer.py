@@ -8,6 +8,7 @@ from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from textwrap import shorten
 
 import torch
 import torch.nn.functional as F
@@ -183,7 +184,7 @@ def counted(graph, xs):
     return run
 
 
-def why(e): return f'{type(e).__name__}: {(str(e).strip().splitlines() or [""])[0]}'[:160]
+def why(e): return shorten(f'{type(e).__name__}: {(str(e).strip().splitlines() or [""])[0]}', 120, placeholder=' ...')
 
 
 def after_three(loop):

@@ -66,8 +66,8 @@ def each(what, quick):
 
 def titled(name, got):
     "A tool's name with its version"
-    v = got.get('version')
-    return f'{name} {v}' if v and v not in name else name
+    v,(tool,*how) = got.get('version'),name.split(', ')
+    return name if not v or v in name else ', '.join([f'{tool} {v}', *how])
 
 
 @row('peers', 'other tools: what a step of AlexNet takes more, SGD with momentum, all in the same loop')
