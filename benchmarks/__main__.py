@@ -1,6 +1,7 @@
 "`python -m benchmarks`: measure, print, save"
 import argparse
 import json
+import os
 import sys
 from datetime import date
 from pathlib import Path
@@ -18,7 +19,8 @@ def arguments(argv):
     p.add_argument('--list', action='store_true', help='say which rows there are')
     p.add_argument('--threads', type=int, default=1, help='threads of torch (1)')
     p.add_argument('--update', action='store_true', help='put the rows into latest.json, in place of those that are there')
-    p.add_argument('--rows-of', default='benchmarks.rows', metavar='MODULE', help='a module with other rows')
+    p.add_argument('--peers', action='store_true', help='install the tools of the rows peers and survives, each into a folder of its own')
+    p.add_argument('--rows-of', default='benchmarks.rows,benchmarks.peers', metavar='MODULES', help='modules with other rows')
     p.add_argument('--results', type=Path, default=Path(__file__).with_name('results'), metavar='FOLDER', help='where to save')
     return p, p.parse_args(argv)
 
@@ -32,6 +34,7 @@ def updated(old, new):
 
 def main(argv=None):
     parser,a = arguments(argv)
+    if a.peers: os.environ['TORCHEMBER_PEERS'] = '1'
     rows = load(a.rows_of)
     if a.list: return print(columns_text([(n, title) for n,(title,_) in rows.items()]))
     for n in a.rows:

@@ -4,6 +4,7 @@ import platform
 import sys
 from importlib import import_module
 from pathlib import Path
+from time import process_time
 
 unknown = 'unknown'
 
@@ -18,6 +19,22 @@ def status(key):
 def descriptors(): return len(os.listdir('/proc/self/fd'))
 
 
+def family():
+    "CPU seconds of this process, of those that it has started and that are over, and of those that still run"
+    t,stats = os.times(),map(read, Path('/proc').glob('[0-9]*/stat'))
+    fields = {int(s.split()[0]): [int(n) for n in s.rpartition(')')[2].split()[1:15]] for s in stats if s} # from the parent's number on
+    ours = {os.getpid()}
+    while more := {p for p,f in fields.items() if f[0] in ours}-ours: ours |= more
+    ticks = sum(sum(fields[p][10:14]) for p in ours-{os.getpid()} if p in fields)
+    return process_time()+t.children_user+t.children_system+ticks/os.sysconf('SC_CLK_TCK')
+
+
+def read(path):
+    "A file of a process, which may be over by now"
+    try: return path.read_text()
+    except OSError: return ''
+
+
 def cpu_name():
     "What the processor calls itself"
     try: return next(l.split(':')[1].strip() for l in Path('/proc/cpuinfo').read_text().splitlines() if l.startswith('model name'))
@@ -29,7 +46,7 @@ def versions(threads):
     def version(name):
         try: return import_module(name).__version__
         except ImportError: return unknown
-    return dict(python=platform.python_version(), **{n: version(n) for n in ('torch', 'numpy', 'pandas', 'torchember')},
+    return dict(python=platform.python_version(), **{n: version(n) for n in ('torch', 'numpy', 'pandas', 'numba', 'orjson', 'transformers', 'torchember')},
         system=f'{platform.system()} {platform.machine()}', cpu=f'{cpu_name()}, {os.cpu_count()} cores', threads=threads)
 
 

@@ -1,5 +1,6 @@
 "What is trained"
 import ctypes
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +37,7 @@ def gpt2():
     from transformers import GPT2Config, GPT2LMHeadModel
     model = GPT2LMHeadModel(GPT2Config(vocab_size=2000, n_positions=128, n_embd=256, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0))
     x = torch.randint(2000, (4, 128))
-    return model, lambda: model(x, labels=x, use_cache=False).loss
+    return model, lambda: F.cross_entropy(model(x, use_cache=False).logits[:, :-1].flatten(0, 1), x[:, 1:].flatten())
 
 
 def gpt2_small_shapes():
@@ -45,9 +46,16 @@ def gpt2_small_shapes():
     return [(50257, 768), (1024, 768), *12*block, (768,), (768,)]
 
 
+class MLP(nn.Sequential):
+    "`nn.Sequential` with a forward of its own: as the root of a model, the compiler passes torch's over"
+    def forward(self, x):
+        for m in self: x = m(x)
+        return x
+
+
 def mlp(layers, width=8, batch=4):
     "`layers` modules, half of them linear and half tanh"
-    model,x = nn.Sequential(*(nn.Linear(width, width) if i%2==0 else nn.Tanh() for i in range(layers))),torch.randn(batch, width)
+    model,x = MLP(*(nn.Linear(width, width) if i%2==0 else nn.Tanh() for i in range(layers))),torch.randn(batch, width)
     return model, lambda: model(x).square().mean()
 
 
@@ -70,12 +78,14 @@ class Training:
         says_step=True, # Whether the loop calls `te.step()` when it is armed
         warm=1, # Steps before those that are measured
         steps=1, # Steps that are measured together
+        opt=None, # Function that makes the optimizer from the parameters; its step then closes the armed steps
         **how # How it is armed
     ):
         from torchember import torchEmber
         keep_memory()
         self.model,self.loss,self.says_step,self.warm,self.steps = model,loss,says_step,warm,steps
-        self.opt = torch.optim.SGD(model.parameters(), lr=1e-4)
+        self.opt = (opt or partial(torch.optim.SGD, lr=1e-4))(model.parameters())
+        if opt: self.says_step,how = False,how | {'optimizer': self.opt}
         self.te = torchEmber(model, **how)
         self.te.disarm()
 

@@ -19,10 +19,11 @@ def row(
     return add
 
 
-def load(module):
-    "The rows that `module` registers"
-    import_module(module)
-    return {n: r for n,r in rows.items() if r[1].__module__==module}
+def load(modules):
+    "The rows that modules register, their names with a comma between"
+    modules = modules.split(',')
+    for m in modules: import_module(m)
+    return {n: r for n,r in rows.items() if r[1].__module__ in modules}
 
 
 def line(

@@ -4,6 +4,9 @@ import json
 import os
 import random
 import threading
+from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from time import process_time
 
@@ -21,6 +24,22 @@ never = dict(every=lambda step: False)
 
 def compare(bare, armed, quick, budget, least=8): return pairs(bare, armed, budget/20 if quick else budget, min(least, 3) if quick else least)
 def home(): return os.environ['TORCHEMBER_HOME']
+
+
+@contextmanager
+def without_loops(off=True):
+    "As if numba were not installed"
+    from torchember.measure import kernels
+    before = kernels.loops
+    if off: kernels.loops = lambda: None
+    try: yield
+    finally: kernels.loops = before
+
+
+def ways():
+    "How tensors on the CPU can be read here: by compiled loops, by plain torch, or only by the latter"
+    from torchember.measure import kernels
+    return {**({'compiled loops': False} if kernels.loops() else {}), 'plain torch': True}
 
 
 # ---- whether to believe the others
@@ -43,15 +62,17 @@ def control(quick):
 @row('summary', 'a summary of a float32 tensor against x.sum()')
 def summary(quick):
     from torchember import summarize
+    kinds = dict(basic=(('basic',), 2.5), full=(('basic', 'absolute', 'higher', 'powers'), 2.5), exponents=(('basic', 'absolute', 'exponents'), 6))
     for n,times in ((1<<24, 1), (1<<16, 100)):
         x = torch.randn(n)
-        for name,wanted in (('basic', ('basic',)), ('full', None)):
-            def measure(x=x, wanted=wanted): summarize(x, wanted) if wanted else summarize(x)
-            rep = times if wanted or n<1<<20 else 1
-            ps = compare(lambda: seconds(x.sum, times), lambda: seconds(measure, rep), quick, 4, 5) # noqa: B023
-            size,bar = ('16M numbers', 2.5) if n==1<<24 else ('64k numbers, in the cache', None)
-            note = f"x.sum() takes {number(spread(1e6*b for b,_ in ps)['value'], 'us')}"
-            yield line(f'{name}, {size}', unit='x', at_most=bar, note=note, **ratios(ps))
+        for name,(wanted,bar) in kinds.items():
+            for way,off in ways().items():
+                rep = times if name=='basic' or not off or n<1<<20 else 1
+                with without_loops(off):
+                    ps = compare(lambda: seconds(x.sum, times), lambda: seconds(lambda: summarize(x, wanted), rep), quick, 4, 5) # noqa: B023
+                size = '16M numbers' if n==1<<24 else '64k numbers, in the cache'
+                note = f"x.sum() takes {number(spread(1e6*b for b,_ in ps)['value'], 'us')}"
+                yield line(f'{name}, {size}, {way}', unit='x', at_most=bar if n==1<<24 and not off else None, note=note, **ratios(ps))
 
 
 @row('gpu', 'a summary of tensors on a GPU against sum()')
@@ -104,28 +125,159 @@ def tap(quick):
         note=f'all that a step of 20 tiny layers takes more, the writer included, over its {n} rows', **spread(1e6*(a-b)/n for b,a in ps))
 
 
+@row('sizes', 'observe of one tensor, from 1 to 100 million numbers')
+def sizes(quick):
+    from torchember.measure.tap import Arena, observe
+    arena = Arena()
+    taps = [arena.tap(i) for i in range(80)]
+    for e in range(7 if quick else 9):
+        xs = [torch.randn(10**e) for _ in range(max(min(80, 10**6//10**e), 1))]
+        def reading(off=False, xs=xs):
+            arena.begin()
+            with without_loops(off): out = seconds(lambda: [observe(x, t) for x,t in zip(xs, taps, strict=False)])
+            arena.take()
+            return out/len(xs)
+        def summing(xs=xs): return seconds(lambda: [x.sum() for x in xs])/len(xs)
+        times = {}
+        for way,off in ways().items():
+            ps = compare(summing, lambda: reading(off), quick, 2, 5) # noqa: B023
+            times['x.sum()'],times[way] = (spread(1e6*t for t in ts) for ts in zip(*ps, strict=True))
+        way,*_ = (first for first in times if first!='x.sum()')
+        others = ', '.join(f"{w} {number(t['value'], 'us')}" for w,t in times.items() if w!=way)
+        yield line(f'observe, 1e{e} numbers, {way}', unit='us', note=others, x=10**e, curves={w: t['value'] for w,t in times.items()}, **times[way])
+
+
+@row('modules', 'MLPs of 10 to 10 000 tiny modules')
+def modules(quick):
+    for e in range(1, 4 if quick else 5):
+        n,rows,times = 10**e,0,{}
+        for way,how in (('recorded', {}), ('off schedule', never)):
+            t = Training(*mlp(n), warm=1, steps=max(1000//n, 1), **how)
+            ps = compare(t.bare, t.armed, quick, 8, 5)
+            times[way] = spread(1e6*(a-b)/n for b,a in ps)
+            rows = rows or len(t.te.t.latest_line_list())
+            t.te.disarm()
+            t.te.close()
+        curves = {w: t['value'] for w,t in times.items()}
+        note = f"{rows/n:.2g} rows a module; off schedule {number(curves['off schedule'], 'us')} a module"
+        yield line(f'MLP of {n} modules, recorded, each module', unit='us', note=note, x=n, curves=curves, **times['recorded'])
+
+
 # ---- whole models
 
-def recorded(what, quick, budget, bar=None, note='', least=8, **how):
+def recorded(what, quick, budget, bar=None, note='', least=8, off=False, **how):
     "A line: AlexNet with inputs, outputs, weights and weight gradients each step"
     t = Training(*alexnet(), **how)
-    ps = compare(t.bare, t.armed, quick, budget, least)
+    with without_loops(off): ps = compare(t.bare, t.armed, quick, budget, least)
     rows = len(t.te.t.latest_line_list())
     return line(what, unit='%', at_most=bar, note=f"{rows} rows a step of {1e3*spread(b for b,_ in ps)['value']:.0f} ms{note}", **added(ps))
 
 
 @row('alexnet', 'AlexNet, batch 8: inputs, outputs, weights and weight gradients each step')
-def alexnet_recorded(quick): yield recorded('AlexNet, te.step()', quick, 35, bar=10)
+def alexnet_recorded(quick):
+    for way,off in ways().items(): yield recorded(f'AlexNet, te.step(), {way}', quick, 35, bar=10 if off else 5, off=off)
+    ps = alexnet_sums(quick)
+    yield line('AlexNet, x.sum() of each weight and gradient instead', unit='%', note='no recording can read them faster than this', **added(ps))
+
+
+def alexnet_sums(quick):
+    "Pairs: a step, and a step that sums all weights and gradients"
+    t = Training(*alexnet(), **never)
+    t.te.disarm()
+    def sums():
+        for p in t.model.parameters(): p.sum(); p.grad.sum()
+    return compare(t.measured, lambda: t.measured()+seconds(sums), quick, 20)
 
 
 @row('alexnet-default', 'the same, steps closed by the next pass')
 def alexnet_default(quick):
-    yield recorded('AlexNet, by passes', quick, 35, bar=10, note='; the gradients of the step before are found', says_step=False)
+    yield recorded('AlexNet, by passes', quick, 35, bar=5 if len(ways())>1 else 10, note='; the gradients of the step before are found', says_step=False)
 
 
 @row('alexnet-full', "the same as alexnet with stats='full'")
 def alexnet_full(quick): yield recorded("AlexNet, stats='full'", quick, 20, least=2 if quick else 5, stats='full')
 
+
+@row('alexnet-numerics', 'the same with output gradients, optimizer state, 8 statistics and exponents')
+def alexnet_numerics(quick):
+    from torchember.measure.stats import sets
+    if len(ways())==1: raise Skip('it needs the extra `fast`, which is not installed')
+    types = ('input', 'output', 'weight', 'weight_grad', 'output_grad', 'optimizer')
+    few = [n for n in sets['numerics'] if n not in ('rm4', 'rm8')]
+    momentum = partial(torch.optim.SGD, lr=1e-4, momentum=.9)
+    for what,stats,opt,bar in (("stats='numerics', SGD with momentum", 'numerics', momentum, 30), ('without rm4 and rm8', few, momentum, 20),
+        ("stats='numerics', Adam", 'numerics', partial(torch.optim.Adam, lr=1e-5), None)):
+        yield recorded(f'AlexNet, {what}', quick, 30, bar=bar, stats=stats, opt=opt, ttypes=types)
+
+
+# ---- under the compiler
+
+def compiling(made, armed):
+    "A model, its loop, and what its first step took: seconds of CPU time, the C++ compiler included; graphs, graph breaks"
+    from torch._dynamo.utils import counters
+    torch._dynamo.reset()
+    counters.clear()
+    model,loss = made()
+    model.compile(fullgraph=True)
+    t = Training(model, loss, ttypes=('input', 'output', 'output_grad'), warm=0)
+    if armed: t.te.arm()
+    start = machine.family()
+    t.step()
+    return t, machine.family()-start, counters['stats']['unique_graphs'], sum(counters['graph_break'].values())
+
+
+def under_inductor(name, made, steps, budget, quick):
+    "Lines: what compiling takes, and how many graphs it gives; a step"
+    from shutil import which
+
+    from torch._inductor import config
+    from torch._inductor.utils import fresh_cache
+    if not any(map(which, ('g++', 'clang++'))): raise Skip('it needs a C++ compiler, and there is none here')
+    config.compile_threads = 1 # so that the compiler's time is ours
+    with fresh_cache(): compiling(lambda: mlp(2), True)[0].te.close() # what only the first one takes
+    times,t = ([], []),None
+    for _ in range(1 if quick else 2):
+        for armed in (False, True):
+            if t: t.te.close()
+            with fresh_cache(): t,took,graphs,breaks = compiling(made, armed)
+            times[armed].append(took)
+            if not armed: unarmed = graphs
+    yield line(f'{name}, graph breaks', breaks, '', at_most=0)
+    yield line(f'{name}, graphs', graphs, '', at_most=unarmed, note=f'unarmed: {unarmed}')
+    note = f"{min(times[0]):.1f} s unarmed, {min(times[1]):.1f} s armed: CPU time of the first step, forward and backward"
+    yield line(f'{name}, compiling', 100*(min(times[1])/min(times[0])-1), '%', note=note, n=len(times[0]))
+    t.steps = steps
+    with fresh_cache(): ps = compare(t.bare, t.armed, quick, budget)
+    n = len(t.te.t.latest_line_list())
+    step = spread(1e3*b for b,_ in ps)['value']
+    yield line(f'{name}, a compiled step', unit='%', note=f'{n} rows a step of {step:.3g} ms', **added(ps))
+    note = 'its part of the step, the writer included'
+    if steps>1: yield line('a compiled row of tiny tensors', unit='us', note=note, **spread(1e6*(a-b)/n for b,a in ps))
+
+
+@row('compiled', 'torch.compile(fullgraph=True) with inductor: inputs, outputs and output gradients of each module')
+def compiled(quick): yield from under_inductor('GPT-2', gpt2, 1, 40, quick)
+
+
+@row('compiled-mlp', 'the same of an MLP, where the fixed cost of a row is what counts')
+def compiled_mlp(quick): yield from under_inductor('MLP of 20 tiny layers', lambda: mlp(20), 100, 8, quick)
+
+
+@row('memory', 'the most memory that 200 steps of AlexNet take, armed against unarmed')
+def memory(quick):
+    t = Training(*alexnet())
+    t.te.disarm()
+    def most():
+        for _ in range(20 if quick else 200): t.step()
+        t.te.t.barrier()
+        return machine.status('VmHWM')
+    bare = most()
+    t.te.arm()
+    armed = most()
+    yield line('AlexNet, most memory', 100*(armed/bare-1), '%', note=f'{bare/1e6:,.0f} MB unarmed, then {armed/1e6:,.0f} MB armed, in the same process')
+
+
+# ---- armed, and nothing to do
 
 @row('off', 'armed, but no step is recorded')
 def off(quick):
@@ -189,11 +341,12 @@ def writing(quick):
         for i in range(0, n, 80): t.put(lambda i=i: rows[i:i+80], True)
         t.close()
     def timed(f): t = fresh(); out = seconds(lambda: f(t)); t.log_path.unlink(); return out
-    for what,f in (('as an ember does, 80 rows a step', by_step), ('one by one, t(row)', one_by_one)):
+    fast = find_spec('orjson')
+    for what,f,bar in (('as an ember does, 80 rows a step', by_step, fast and 10), ('one by one, t(row)', one_by_one, None)):
         ps = compare(lambda: seconds(by_hand), lambda: timed(f), quick, 6) # noqa: B023
         rate = n/spread(a for _,a in ps)['value']
-        note = f'{rate:,.0f} rows a second of CPU time; 10x is the bar for the extra `fast`, which there is not yet'
-        yield line(what, unit='x', note=note, **slowness(ps))
+        note = f'{rate:,.0f} rows a second of CPU time'
+        yield line(what, unit='x', at_least=bar, note=note, **slowness(ps))
 
 
 def a_log(n):

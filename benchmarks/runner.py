@@ -14,7 +14,7 @@ pools = ('OMP_NUM_THREADS', 'MKL_NUM_THREADS', 'OPENBLAS_NUM_THREADS')
 def run_row(
     name, # A row
     title='', # What it compares
-    module='benchmarks.rows', # Who registers it
+    module='benchmarks.rows,benchmarks.peers', # Who registers it
     quick=False, # Few repetitions
     threads=1 # Of torch
 ): # Dict: row, title, wall, lines, and error or skipped if there are none

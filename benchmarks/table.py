@@ -6,6 +6,7 @@ columns = ('row', 'what', 'measured', '95% interval', 'middle half', 'n', 'bar',
 
 def number(v, unit):
     "A value with three digits and its unit"
+    if v is None: return 'not measured'
     if unit=='%': return f'{v:+.2f}%' if abs(v)<10 else f'{v:+.0f}%'
     text = f'{v:.0f}' if unit=='' or abs(v)>=100 else f'{v:.3g}'
     return f'{text}x' if unit=='x' else f'{text} {unit}'.strip()

@@ -79,6 +79,37 @@ def far(quick):
     assert 'error' not in r and cells(r)[0][:3]==['far', 'there', 'skipped: it needs the sea']
 
 
+def test_several_modules_of_rows(rows, tmp_path):
+    from benchmarks.registry import load
+    (tmp_path/'more_rows.py').write_text("from benchmarks.registry import row\n\n@row('more', 'rows')\ndef more(quick): return []\n")
+    assert list(load('fake_rows,more_rows'))==['fake', 'broken', 'more']
+
+
+def test_tools_that_cannot_be_asked(rows, tmp_path, monkeypatch):
+    from benchmarks import peers
+    monkeypatch.delenv('TORCHEMBER_PEERS', raising=False)
+    monkeypatch.setattr(peers, 'tools', {'absent': (['nothing'], 'absent', ['absent']), 'broken': (['nothing'], 'absent', ['tandv'])})
+    broken = tmp_path/'python'
+    broken.write_text('#!/bin/sh\necho no such tool >&2; exit 1\n')
+    broken.chmod(0o755)
+    monkeypatch.setenv('PEER_BROKEN', str(broken))
+    (name,got,no),(_,_,failed) = peers.each('cost', True)
+    assert (name, got)==('absent', None) and '--peers' in no
+    assert failed=='it failed: no such tool'
+    assert peers.line('absent', None, '%')['verdict'] is None
+
+
+def test_processes_that_were_started_count(rows):
+    from subprocess import run
+    from sys import executable
+    from time import process_time
+
+    from benchmarks.machine import family
+    before,own = family(),process_time()
+    run([executable, '-c', 'import time\nwhile time.process_time()<.3: pass'], check=True)
+    assert family()-before >= .3 > process_time()-own
+
+
 def test_list_and_names(rows, capsys):
     from benchmarks.__main__ import main
     main([*rows, '--list'])

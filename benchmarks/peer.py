@@ -1,0 +1,238 @@
+"Other tools, in a Python of their own: `main(peer, 'cost' | 'features', quick, threads)` prints what was measured as JSON. Imports nothing of torchember"
+import copy
+import itertools
+import json
+import sys
+import warnings
+from contextlib import suppress
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from textwrap import shorten
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo import lookup_backend
+
+from . import machine
+from .models import MLP, AlexNet, keep_memory
+from .timing import pairs
+
+peers = {} # name -> (what it records, function that arms a model)
+
+
+def peer(
+    name, # What the table calls it
+    records # What it records, in words
+): # A decorator that returns the function unchanged
+    "A function (model, optimizer, input) -> (what ends a step, how many records there are, what runs the model); each may be None"
+    def add(f):
+        peers[name] = records,f
+        return f
+    return add
+
+
+# ---- the tools, each as its own documentation arms it
+
+@peer('torchember', 'inputs, outputs, weights, weight gradients: 4 statistics')
+def ours(model, opt, x, **how):
+    from torchember import torchEmber
+    te = torchEmber(model, **how)
+    return (None if how else te.step), (lambda: len(te.t.lines())), None
+
+
+@peer('torchember, numerics', 'the same and output gradients, optimizer state: 8 statistics, exponents')
+def numerics(model, opt, x):
+    return ours(model, opt, x, optimizer=opt, stats='numerics', ttypes=('input', 'output', 'weight', 'weight_grad', 'output_grad', 'optimizer'))
+
+
+@peer('torchember 0.2.7', 'inputs, outputs, weights, weight gradients: 6 statistics')
+def older(model, opt, x):
+    from torchember.core import torchEmber
+    te = torchEmber(model)
+    return te.log_model, (lambda: te.t.log_file.read_text().count('"ttype"') if te.t.log_file.exists() else 0), None
+
+
+@peer('wandb', 'weights, weight gradients: histograms; log="all", log_freq=1, offline')
+def wandb(model, opt, x):
+    import wandb
+    if wandb.run is not None: wandb.finish()
+    run = wandb.init(mode='offline', settings=wandb.Settings(console='off', silent=True))
+    wandb.watch(model, log='all', log_freq=1)
+    def count(): return sum(k.startswith(('gradients/', 'parameters/')) for k in run.summary.keys()) # noqa: SIM118
+    steps = itertools.count()
+    return (lambda: wandb.log({'step': next(steps)})), count, None
+
+
+@peer('TorchLens, watch', 'outputs, weights, weight gradients: scalars, as JSON lines')
+def lens_watch(model, opt, x):
+    from torchlens.trackers import JSONLSink, watch
+    steps,path = itertools.count(),Path('lens.jsonl')
+    sites = [n for n,_ in itertools.chain(model.named_modules(), model.named_parameters()) if n]
+    watch(model, to=JSONLSink(path), signals=('parameters', 'gradients', 'activations'), select=sites, optimizer=opt, step=partial(next, steps),
+        every=1, example_input=x)
+    return None, (lambda: path.read_text().count('"scalar"')), None
+
+
+@peer('TorchLens, record', 'the outputs of all operations, whole, in memory')
+def lens_record(model, opt, x):
+    from torchlens import fastlog
+    last = []
+    def run(*a):
+        out,last[:] = fastlog.record(model, *a, return_output=True, backward_ready=True, default_op=fastlog.CaptureSpec(keep_grad=True)),[]
+        last.append(out[1])
+        return out[0]
+    return None, (lambda: sum(len(r) for r in last)), run
+
+
+@peer('tandv', 'outputs, output gradients, weights, weight gradients, optimizer state: 8 statistics, exponents')
+def tandv(model, opt, x):
+    from tandv.track.torch import track
+    t = track(model, optimizer=opt)
+    return t.step, (lambda: len(t.stashes)+sum(map(len, t._global_stash.values()))), None
+
+
+@peer('nnstat', 'outputs, weights, weight gradients: describe(lw=True)')
+def nnstat(model, opt, x):
+    import nnstat
+    seen,rows = nnstat.from_activation(model),[]
+    def after():
+        for s in (nnstat.from_weight(model), nnstat.from_grad(model), seen.state_dict): rows.append(s.describe(lw=True, display=False))
+    return after, (lambda: sum(map(len, rows))), None
+
+
+# ---- what they cost
+
+class Loop:
+    "A model, its optimizer and its loop"
+    def __init__(self, model, x, loss):
+        self.model,self.x,self.loss,self.after,self.run = model,x,loss,None,model
+        self.opt = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=.9)
+
+    def arm(self, name):
+        self.after,self.count,run = peers[name][1](self.model, self.opt, self.x)
+        self.run = run or self.model
+        return self
+
+    def step(self):
+        loss = self.loss(self.run(self.x))
+        self.opt.zero_grad()
+        loss.backward()
+        self.opt.step()
+        if self.after: self.after()
+
+    def measured(self):
+        start = machine.family()
+        self.step()
+        return machine.family()-start
+
+
+def alexnet(inplace):
+    torch.manual_seed(0)
+    model,y = AlexNet(),torch.randint(1000, (8,))
+    for m in model.modules():
+        if isinstance(m, nn.ReLU): m.inplace = inplace
+    return Loop(model, torch.randn(8, 3, 224, 224), lambda out: F.cross_entropy(out, y))
+
+
+def cost(name, quick):
+    "Pairs of CPU seconds of a step, bare and armed; processes that the tool has started are in there"
+    keep_memory()
+    said = None
+    try:
+        armed = alexnet(True).arm(name)
+        armed.step()
+    except Exception as e:
+        armed,said = alexnet(False).arm(name),why(e)
+        armed.step()
+    bare = alexnet(said is None)
+    return dict(pairs=pairs(bare.measured, armed.measured, 5 if quick else 25, 3 if quick else 6), inplace=said)
+
+
+# ---- what they survive
+
+class LSTM(nn.Module):
+    def __init__(self): super().__init__(); self.lstm,self.head = nn.LSTM(8, 8, batch_first=True),nn.Linear(8, 1)
+    def forward(self, x): return self.head(self.lstm(x)[0])
+
+
+class Shared(nn.Module):
+    "One module twice"
+    def __init__(self): super().__init__(); self.one,self.act = nn.Linear(8, 8),nn.Tanh()
+    def forward(self, x): return self.one(self.act(self.one(x)))
+
+
+def small(): return MLP(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+models = {'torch.compile, fullgraph': small, 'watched once it is compiled': small,
+    'in-place ReLU': lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 1)),
+    'LSTM': LSTM, 'a module used twice': Shared,
+    'copy.deepcopy': small}
+
+
+ran = [] # compiled graphs
+
+
+def counted(graph, xs):
+    "A compiler that takes note of what runs"
+    f = lookup_backend('aot_eager')(graph, xs)
+    def run(*a):
+        ran.append(graph)
+        return f(*a)
+    return run
+
+
+def why(e): return shorten(f'{type(e).__name__}: {(str(e).strip().splitlines() or [""])[0]}', 120, placeholder=' ...')
+
+
+def after_three(loop):
+    "The parameters after three steps"
+    for _ in range(3): loop.step()
+    return [p.detach().clone() for p in loop.model.parameters()]
+
+
+def survives(name, feature):
+    "'yes', or what went wrong"
+    torch.manual_seed(0)
+    model = models[feature]()
+    x = torch.randn(4, 5, 8) if feature=='LSTM' else torch.randn(4, 8)
+    plain,watched,loop = (Loop(m, x, lambda y: y.square().mean()) for m in (copy.deepcopy(model), copy.deepcopy(model), model))
+    if 'compile' in feature:
+        after_three(watched.arm(name))
+        for l in (plain, loop): l.model.compile(backend=counted, fullgraph=True)
+    if 'once' in feature: plain.step(); loop.step()
+    wanted = after_three(plain)
+    if feature.startswith('torch.compile'): torch._dynamo.reset() # what was compiled for `plain` is not for `loop`
+    ran.clear()
+    got = after_three(loop.arm(name))
+    if not all(torch.equal(a, b) for a,b in zip(wanted, got, strict=True)): return 'trains to other weights'
+    n,eager = loop.count(),watched.count() if 'compile' in feature else None
+    if not n: return 'records nothing'
+    if eager and not ran: return 'what is compiled does not run any more'
+    if eager not in (None, n): return f'{n} of {eager} records'
+    if feature!='copy.deepcopy': return 'yes'
+    twin,before = copy.deepcopy(model),model(x)
+    with torch.no_grad():
+        for p in twin.parameters(): p.zero_()
+        if twin(x).abs().max(): return "the copy computes with the original's weights"
+        if not torch.equal(model(x), before): return 'the copy changes the original'
+    return 'yes'
+
+
+def features(name, quick):
+    out = {}
+    for f in models:
+        try: out[f] = survives(name, f)
+        except Exception as e: out[f] = why(e)
+    return dict(features=out)
+
+
+def main(name, package, what, quick, threads):
+    torch.set_num_threads(threads)
+    warnings.simplefilter('ignore')
+    out = globals()[what](name, quick)
+    with suppress(Exception): out['version'] = version(package)
+    print('\n'+json.dumps(out))
+    sys.stdout.flush()

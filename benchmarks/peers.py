@@ -1,0 +1,90 @@
+"Rows that compare with other tools. Each runs in a Python of its own: $PEER_<NAME>, or a virtual environment that is made for it when --peers is given"
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+from .registry import Skip, line, row
+from .timing import added, spread
+
+root = Path(__file__).parents[1]
+boot = "import sys; sys.path.insert({at}, {root!r}); from benchmarks.peer import main; main({name!r}, {package!r}, {what!r}, {quick}, {threads})"
+tools = { # tool -> what pip installs, call by call (nothing: this torchember), package, and the names under which benchmarks/peer.py has it
+    'torchember': ([], 'torchember', ['torchember', 'torchember, numerics']),
+    'old': (['--no-deps torchember==0.2.7'], 'torchember', ['torchember 0.2.7']),
+    'wandb': (['wandb'], 'wandb', ['wandb']),
+    'torchlens': (['torchlens'], 'torchlens', ['TorchLens, watch', 'TorchLens, record']),
+    'tandv': (['msgpack randomname', '--no-deps git+https://github.com/graphcore-research/track-and-visualize'], 'tandv', ['tandv']), # its pins are of 2024
+    'nnstat': (['git+https://github.com/zhengzangw/nnstat'], 'nnstat', ['nnstat'])}
+
+
+def python(tool, folder):
+    "The Python that has `tool`. Raises Skip"
+    if not tools[tool][0]: return sys.executable
+    if given := os.environ.get(f'PEER_{tool.upper()}'): return given
+    if not os.environ.get('TORCHEMBER_PEERS'): raise Skip('it needs --peers, which installs other tools into temporary folders')
+    made = folder/tool/'bin/python'
+    if not made.exists(): make(tool, made)
+    return str(made)
+
+
+def make(tool, made):
+    "A virtual environment with `tool` that finds all else, torch too, where we have it"
+    here = sysconfig.get_paths()['purelib']
+    subprocess.run([sys.executable, '-m', 'venv', '--without-pip', made.parents[1]], check=True)
+    found = subprocess.run([made, '-c', "import sysconfig; print(sysconfig.get_paths()['purelib'])"], check=True, capture_output=True, text=True)
+    Path(found.stdout.strip(), 'torch_is_here.pth').write_text(here)
+    for what in tools[tool][0]:
+        pip = [sys.executable, '-m', 'pip', '--python', made, 'install', '-q', '-c', root/'constraints.txt', *what.split()]
+        if subprocess.run(pip, capture_output=True).returncode: made.unlink(); raise Skip('pip could not install it here')
+
+
+def ask(tool, name, what, quick, folder):
+    "What benchmarks/peer.py says of `name`. Raises Skip"
+    exe = python(tool, folder)
+    home = Path(tempfile.mkdtemp(dir=folder))
+    own = not tools[tool][0]
+    code = boot.format(at=0 if own else 'len(sys.path)', root=str(root), name=name, package=tools[tool][1], what=what, quick=quick,
+        threads=int(os.environ.get('OMP_NUM_THREADS', 1)))
+    env = {k:v for k,v in os.environ.items() if k!='PYTHONPATH'} | {'HOME': str(home), 'WANDB_MODE': 'offline', 'TORCHEMBER_HOME': str(home)}
+    done = subprocess.run([exe, '-P', '-c', code], cwd=home, env=env, capture_output=True, text=True)
+    if done.returncode: raise Skip(f"it failed: {(done.stderr.strip().splitlines() or ['no word'])[-1]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def each(what, quick):
+    "(name, answer) of all tools, or (name, why there is none)"
+    with tempfile.TemporaryDirectory(prefix='peers-') as folder:
+        for tool,(_,_,names) in tools.items():
+            for name in names:
+                try: yield name, ask(tool, name, what, quick, Path(folder)), None
+                except Skip as e: yield name, None, str(e)
+
+
+def titled(name, got):
+    "A tool's name with its version"
+    v,(tool,*how) = got.get('version'),name.split(', ')
+    return name if not v or v in name else ', '.join([f'{tool} {v}', *how])
+
+
+@row('peers', 'other tools: what a step of AlexNet takes more, SGD with momentum, all in the same loop')
+def peers(quick):
+    from .peer import peers as known
+    for name,got,no in each('cost', quick):
+        records = known[name][0]
+        if no: yield line(name, None, '%', note=f'not measured: {no}', records=records, n=0); continue
+        note = records+(f"; with in-place ReLU it stops ({got['inplace']}), so without" if got['inplace'] else '')
+        base = spread(1e3*b for b,_ in got['pairs'])['value']
+        yield line(titled(name, got), unit='%', note=f'{note}; of a step of {base:.0f} ms', records=records, **added(got['pairs']))
+
+
+@row('survives', 'other tools: what a model may do while it is watched')
+def survives(quick):
+    for name,got,no in each('features', quick):
+        if no: yield line(name, None, '', note=f'not tried: {no}', n=0); continue
+        f = got['features']
+        note = '; '.join(f'{k}: {v}' for k,v in f.items() if v!='yes')
+        yield line(titled(name, got), sum(v=='yes' for v in f.values()), f'of {len(f)}', note=note, features=f)
