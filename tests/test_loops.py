@@ -1,5 +1,6 @@
 "The compiled loops are a guest: where numba is missing, switched off or broken, tensors are measured all the same"
 import os
+import platform
 import subprocess
 import sys
 
@@ -16,7 +17,7 @@ print(get_stats(torch.tensor([3., 4, 0, 5]), ['mean', 'std', 'exponents(0, 2)'])
 right = "{'mean': 3.0, 'std': 2.160246899469287, 'exponents': [1, 0, 1, 2, 0], 'exponent_min': 0}"
 
 
-def run(path='', **env):
+def run(path='', code=code, **env):
     env = os.environ | env | {'PYTHONPATH': os.pathsep.join([str(path), os.environ.get('PYTHONPATH', '')])}
     return subprocess.run([sys.executable, '-c', code], env=env, capture_output=True, text=True, timeout=300)
 
@@ -45,3 +46,30 @@ def test_nowhere_to_keep_what_is_compiled(tmp_path):
     cache.write_text('a file, no folder')
     done = run(NUMBA_CACHE_DIR=str(cache))
     assert done.stdout.strip()==f'{right} False', done
+
+
+everywhere = '''
+import numpy as np
+from torchember.measure import cpu
+from torchember.measure.summary import groups, read_array, width
+rng = np.random.default_rng(0)
+for n in (1, 63, 64, 128, 1000, cpu.block+77):
+    for scale in (1, 1e-20, 1e20):
+        x = (scale*rng.standard_normal(n)).astype(np.float32)
+        x[rng.random(n)<.1] = 0
+        for bad in (False, True):
+            if bad: x[rng.integers(n)] = np.nan
+            for y in (x, x.astype(np.float64)):
+                got,want = cpu.read(y.ctypes.data, n, y.dtype.name, tuple(groups)),read_array(y, tuple(groups))
+                np.testing.assert_allclose(got[:width-1], want[:width-1], rtol=1e-9)
+                np.testing.assert_array_equal(got[width:], want[width:])
+print(cpu.lanes)
+'''
+
+
+@pytest.mark.skipif(platform.machine().lower() not in ('x86_64', 'amd64'), reason='these are names of x86 processors')
+@pytest.mark.parametrize('name,features', [('generic', ''), ('haswell', '+avx2,+avx,+fma,+sse4.2,+sse4.1,+ssse3,+sse3,+bmi,+bmi2,+popcnt,+lzcnt,+f16c')])
+def test_other_processors(name, features):
+    "Vectors are cut into what a processor has: the numbers stay"
+    done = run(code=everywhere, NUMBA_CPU_NAME=name, NUMBA_CPU_FEATURES=features)
+    assert done.stdout.strip()=='8', done
