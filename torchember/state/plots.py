@@ -77,7 +77,7 @@ def finished(
 
 def sized(x): return str(list(x.shape))
 
-# %% ../../nbs/45_state/04_plots.ipynb #613d464d
+# %% ../../nbs/45_state/04_plots.ipynb #2480db6c
 def for_axis(values, logx):
     "Values as an axis can show them, the axis' label and a note"
     if not logx: return values, 'value', ''
@@ -108,6 +108,7 @@ def plot_hist(
             if len(values) and values.min()==values.max(): edges = values.min()*np.array([.5, 2.])
             a.set_xscale('log')
         else: edges = bins
+        if not logx: a.locator_params(axis='x', nbins=5)
         a.hist(values, bins=edges, log=logy, **{'histtype': 'stepfilled', **kwargs})
         titled(a, t, said, left_out)
         a.set(xlabel=label, ylabel='values')
