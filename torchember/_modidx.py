@@ -981,6 +981,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'torchember.state.plots.thinned': ('45_state/plots.html#thinned', 'torchember/state/plots.py'),
                                         'torchember.state.plots.titled': ('45_state/plots.html#titled', 'torchember/state/plots.py'),
                                         'torchember.state.plots.whole_of': ('45_state/plots.html#whole_of', 'torchember/state/plots.py')},
+            'torchember.state.ratios': { 'torchember.state.ratios.trust_ratio': ( '45_state/ratios.html#trust_ratio',
+                                                                                  'torchember/state/ratios.py')},
             'torchember.state.tables': { 'torchember.state.tables.as_list': ('45_state/tables.html#as_list', 'torchember/state/tables.py'),
                                          'torchember.state.tables.chosen_columns': ( '45_state/tables.html#chosen_columns',
                                                                                      'torchember/state/tables.py'),
