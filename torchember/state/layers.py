@@ -150,7 +150,7 @@ def as_tensor(
     wide = not floating or any(d in (torch.float64, torch.complex128) for d in floating)
     return torch.tensor(value, dtype=torch.float64 if wide else torch.float32)
 
-# %% ../../nbs/45_state/00_layers.ipynb #1a99b8d6
+# %% ../../nbs/45_state/00_layers.ipynb #0f81ac0f
 def joined(
     norms, # Norms of pieces
     p:float # Their power
@@ -176,7 +176,9 @@ def norms(
 ) -> np.ndarray: # A number for each layer
     "The p-norm of each layer"
     known = {1: 'norm1', 2: 'norm2', math.inf: 'abs_max', -math.inf: 'abs_min'}.get(p)
-    if known: return derived_from(vectors(layers, groups_of([known])), known)
+    if known:
+        v = vectors(layers, groups_of([known]))
+        return np.where(v[:, 0]==0, 0. if p>0 else math.inf, derived_from(v, known)) # of no elements, what changes no other norm
     for k,x in layers.items():
         if x.is_meta: vectors({k: x})
     xs = list(layers.values())
