@@ -141,7 +141,7 @@ def load(
     if nested: raise TypeError(f"{path} has several parts: {', '.join(map(str, raw))}. Use from_state_dict(torch.load(path)[{nested[0]!r}]).")
     return from_state_dict(raw, pattern, clone=device is not None or dtype is not None, device=device, dtype=dtype, name=name)
 
-# %% ../../nbs/45_state/08_factories.ipynb #ed476c00
+# %% ../../nbs/45_state/08_factories.ipynb #796fe52a
 class Activations:
     "Outputs of modules by name, or the gradients of these, of the latest pass: see `state_dict`"
     def __init__(self,
@@ -256,7 +256,7 @@ def from_activation(
     device=None, # Of the copies
     dtype=None, # Of the copies
     name=None # What to call the snapshot
-) -> Activations: # Has `.state_dict` and `.remove()`, and is a context manager
+) -> Activations: # What is caught is its `Activations.state_dict`; a context manager
     "Catch the outputs of modules at every pass, until `remove` or until it is let go of"
     return Activations(model, pattern, clone=clone, device=device, dtype=dtype, name=name)
 
@@ -267,6 +267,6 @@ def from_activation_grad(
     device=None, # Of the copies
     dtype=None, # Of the copies
     name=None # What to call the snapshot
-) -> Activations: # Has `.state_dict` and `.remove()`, and is a context manager
+) -> Activations: # What is caught is its `Activations.state_dict`; a context manager
     "Catch the gradients of the outputs of modules at every backward, until `remove` or until it is let go of"
     return Activations(model, pattern, grads=True, clone=clone, device=device, dtype=dtype, name=name)

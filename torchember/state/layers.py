@@ -61,7 +61,7 @@ def quietly(devices):
             if torch.amp.is_autocast_available(d): s.enter_context(torch.autocast(d, enabled=False))
         yield
 
-# %% ../../nbs/45_state/00_layers.ipynb #03f1148d
+# %% ../../nbs/45_state/00_layers.ipynb #9f4d3105
 def is_sharded(x): return hasattr(x, 'device_mesh')
 
 def held(x):
@@ -72,7 +72,7 @@ def held(x):
     return x.wait() if hasattr(x, 'wait') else x
 
 def exchanged(rows, mesh):
-    "The rows of all processes of a mesh: shape (*mesh.shape, *rows.shape)"
+    "The rows of all processes of a mesh, whose dimensions come first"
     out = torch.as_tensor(rows, dtype=torch.float64).to(mesh.device_type)
     for d in reversed(range(mesh.ndim)):
         pieces = [torch.empty_like(out) for _ in range(mesh.size(d))]
