@@ -7,7 +7,7 @@ __all__ = ['custom', 'words', 'first_difference', 'is_scalar', 'numbers_of', 'ca
            'tensors_in', 'by_torch', 'layers_of', 'reduced', 'corrected', 'norm_reduced', 'StateDict', 'described',
            'plainly', 'log_rows']
 
-# %% ../../nbs/45_state/06_algebra.ipynb #30edbe47
+# %% ../../nbs/45_state/06_algebra.ipynb #1309bed1
 from collections import OrderedDict
 from numbers import Number
 
@@ -18,7 +18,7 @@ from ..measure.kernels import Unmeasurable
 from ..measure.stats import as_dicts, groups_for, stat_names
 from ..measure.summary import merge, nothing
 from ..record import check_ttypes
-from .layers import as_tensor, derived_from, each, figures, groups_of, is_sharded, joined, kept, norms, vectors
+from .layers import as_tensor, check_real, derived_from, each, figures, groups_of, is_sharded, joined, kept, norms, vectors, with_values
 from .plots import most, plot_ecdf, plot_hist, plot_heatmap
 from .tables import as_list, chosen_columns, columns_group, layer_html, layer_lines, table_text
 from ..store.base import now
@@ -99,7 +99,7 @@ def by_torch(func, args, kwargs):
             raise TypeError(f"torch's {name} is not elementwise, so it takes no StateDict. Use a method such as sum(lw=True), or apply(f) for each layer.")
     return d.like({k: y.item() for k,y in out.items()} if d.is_result else out)
 
-# %% ../../nbs/45_state/06_algebra.ipynb #3c6ca89f
+# %% ../../nbs/45_state/06_algebra.ipynb #8368b134
 custom = {} # reductions that users registered: name -> (function, how to merge)
 
 def layers_of(d, pattern):
@@ -112,6 +112,7 @@ def reduced(d, name, lw, pattern, correction=1):
     "One of `figures`, or 'sum'"
     if d.is_result and lw: layers = {k: torch.tensor(v, dtype=torch.float64) for k,v in kept(d, pattern).items()}
     else: layers = layers_of(d, pattern)
+    check_real(layers, [name])
     rows = vectors(layers, groups_of([name]))
     v = rows if lw else merge(np.stack([nothing(groups_of([name])), *rows]))
     got = derived_from(v, name)
@@ -132,7 +133,7 @@ def norm_reduced(d, p, lw, pattern):
     if lw: return d.result(zip(layers, got.tolist(), strict=True))
     return as_tensor(float(joined(got, p)), [x.dtype for x in layers.values()])
 
-# %% ../../nbs/45_state/06_algebra.ipynb #966b80d6
+# %% ../../nbs/45_state/06_algebra.ipynb #ed092927
 class StateDict(OrderedDict):
     "Tensors of a model by name, or a number for each: a value to calculate with"
     def __init__(self,
@@ -225,6 +226,7 @@ class StateDict(OrderedDict):
     ): # StateDict
         "A copy that shares no memory with this one, or the model"
         if self.is_result: return self.like(self).set_name(f'{self._name}_clone')
+        if device is not None and torch.device(device).type!='meta': with_values(self)
         d = self.like((k, x.detach().to(device=device, dtype=dtype, copy=True)) for k,x in self.items())
         d._ttype = self._ttype
         return d.set_name(f'{self._name}_clone')
@@ -235,6 +237,7 @@ class StateDict(OrderedDict):
     ): # Itself
         "Move or cast the snapshot, not the model"
         known = self._ttype
+        if self.is_result: return self
         self.apply_(lambda x: x.to(device=device, dtype=dtype))
         self._ttype = known
         return self
@@ -371,6 +374,7 @@ class StateDict(OrderedDict):
         pattern=None # Regular expression, matched from the start
     ):
         "Your own number: of each layer, or of all values in one tensor"
+        with_values(kept(self, pattern))
         if not lw: return func(self.flatten(pattern))
         def number(x): return x.item() if isinstance(x, torch.Tensor) and x.numel()==1 else x
         return self.result((k, number(func(x))) for k,x in kept(self, pattern).items())
@@ -508,7 +512,7 @@ class StateDict(OrderedDict):
     def drawn(self, pattern):
         "The layers to draw"
         if self.is_result: raise TypeError(f"{self._name} holds a number for each layer, which has no distribution. Plot list(sd.values()) instead.")
-        return kept(self, pattern)
+        return with_values(kept(self, pattern))
 
     def rows(self,
         stats='basic', # As `get_stats` takes them
@@ -538,11 +542,11 @@ class StateDict(OrderedDict):
 
     def _repr_html_(self):
         if self.is_result: return layer_html(self.headline(), [{'name': k, 'value': v} for k,v in self.items()])
-        blind = any(is_sharded(x) or x.is_meta for x in self.values())
+        blind = any(is_sharded(x) or x.is_meta or x.is_complex() for x in self.values())
         rows = described(self, True, None, None, ['no', 'name', 'shape']+['norm2', 'mean', 'std']*(not blind), (), None)
         return layer_html(self.headline(), list(rows.values()))
 
-# %% ../../nbs/45_state/06_algebra.ipynb #08ffd14a
+# %% ../../nbs/45_state/06_algebra.ipynb #d76d55f1
 def described(d, lw, pattern, group, include, exclude, additional):
     "Rows of a table: for each layer by name, or one under ''"
     columns = ['no', 'name', 'value'] if d.is_result else chosen_columns(group, include, exclude)
@@ -551,6 +555,7 @@ def described(d, lw, pattern, group, include, exclude, additional):
     asked = [c for c in columns if c=='sum' or c in figures]
     got = {}
     if asked:
+        check_real({} if d.is_result else some, asked)
         v = vectors(some, groups_of(asked))
         if not lw: v = merge(np.stack([nothing(groups_of(asked)), *v]))[None]
         got = {c: derived_from(v, c).tolist() for c in asked}

@@ -10,18 +10,39 @@ from .algebra import StateDict
 from .factories import from_grad, from_optimizer_state, from_weight
 from .tables import as_list
 
-# %% ../../nbs/45_state/09_earlier.ipynb #83debdbb
+# %% ../../nbs/45_state/09_earlier.ipynb #21b215fe
 class NetDict(StateDict):
     "A `StateDict` under its earlier name"
-    def describe(self, layerwise=False, display=True, group=None, exclude=None, pattern=None, include=None, **kwargs):
-        "Numbers of the whole, or of layers whose name has one of the parts `include` (or `pattern`) in it"
+    def describe(self, layerwise=None, display=True, group=None, exclude=None, pattern=None, include=None, **kwargs):
+        "Numbers of the whole, or of each layer: of those whose name has one of the parts `include` (or `pattern`) in it"
         parts = as_list(include)+as_list(pattern)
-        some = NetDict({k: x for k,x in self.items() if any(p in k for p in parts)}, name=self._name) if parts else self
-        return StateDict.describe(some, kwargs.pop('lw', layerwise), None, group, display, exclude_keys=exclude, **kwargs)
+        if layerwise is None: layerwise = bool(parts)
+        return StateDict.describe(self.with_parts(parts), kwargs.pop('lw', layerwise), None, group, display, exclude_keys=exclude, **kwargs)
 
     def describe_layers(self, display=True, include=None, layerwise=True, **kwargs):
         "Numbers of layers whose name has one of the parts `include` in it"
         return self.describe(layerwise, display, include=include, **kwargs)
+
+    def with_parts(self, parts):
+        "The layers whose name has one of the parts in it, or all when there are none"
+        return self.like((k, x) for k,x in self.items() if any(p in k for p in parts)).set_name(self._name) if parts else self
+
+    def drawable(self, op, pattern):
+        "Layers by a part of their name, after an operation such as 'abs'"
+        some = self.with_parts(as_list(pattern))
+        return some if op=='identity' else getattr(some, op)().set_name(f'{op}({some._name})')
+
+    def hist(self, op='identity', layerwise=True, pattern=None, **kwargs):
+        "Histograms of layers whose name has `pattern` in it"
+        return StateDict.hist(self.drawable(op, pattern), kwargs.pop('lw', layerwise), **kwargs)
+
+    def ecdf(self, op='identity', layerwise=True, pattern=None, **kwargs):
+        "Distribution functions of layers whose name has `pattern` in it"
+        return StateDict.ecdf(self.drawable(op, pattern), kwargs.pop('lw', layerwise), **kwargs)
+
+    def heatmap(self, op='identity', layerwise=True, pattern=None, **kwargs):
+        "Heat maps of layers whose name has `pattern` in it"
+        return StateDict.heatmap(self.drawable(op, pattern), kwargs.pop('lw', layerwise), **kwargs)
 
     @property
     def num_params(self):

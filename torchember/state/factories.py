@@ -141,7 +141,7 @@ def load(
     if nested: raise TypeError(f"{path} has several parts: {', '.join(map(str, raw))}. Use from_state_dict(torch.load(path)[{nested[0]!r}]).")
     return from_state_dict(raw, pattern, clone=device is not None or dtype is not None, device=device, dtype=dtype, name=name)
 
-# %% ../../nbs/45_state/08_factories.ipynb #796fe52a
+# %% ../../nbs/45_state/08_factories.ipynb #0ab3bc63
 class Activations:
     "Outputs of modules by name, or the gradients of these, of the latest pass: see `state_dict`"
     def __init__(self,
@@ -162,7 +162,7 @@ class Activations:
         chosen = [t for t in found if re.match(pattern or '', t.path)]
         if not chosen: raise ValueError(unknown('module whose path matches', pattern, [t.path for t in found if t.path]))
         me = weakref.ref(self)
-        self.handles = [found[0].module.register_forward_pre_hook(starter(me), prepend=True)]
+        self.handles = [found[0].module.register_forward_pre_hook(starter(me, found[0]), prepend=True)]
         self.handles += [t.module.register_forward_hook(catcher(me, t)) for t in chosen]
 
     def begin(self):
@@ -239,14 +239,14 @@ def again_in_backward():
     "Whether this is a forward that runs a second time, for the backward of a checkpoint"
     return torch._C._current_graph_task_id()!=-1
 
-def starter(me):
-    def hook(module, args):
-        if (o := me()) is not None: o.begin()
+def starter(me, track):
+    def hook(module, args): # a deep copy of the model has it too
+        if module is track.module and (o := me()) is not None: o.begin()
     return hook
 
 def catcher(me, track):
     def hook(module, args, result):
-        if (o := me()) is not None: o.see(track, result)
+        if module is track.module and (o := me()) is not None: o.see(track, result)
     return hook
 
 def from_activation(
