@@ -13,7 +13,9 @@ from models import AlexNet, Dicts, Residual
 from scipy import stats
 from torch import nn
 
+import torchember
 from torchember import EmberWarning, StateDict, emberTracker, from_activation, from_activation_grad, from_optimizer_state, from_weight, load, trust_ratio
+from torchember.state import layers
 
 
 shapes = st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), min_size=1, max_size=5)
@@ -262,3 +264,82 @@ def test_threads_may_ask_at_once():
     for t in ts: t.start()
     for t in ts: t.join()
     assert len(set(out))==1 and len(out)==8
+
+
+def test_each_layer_is_read_once(monkeypatch):
+    "A table of all columns, of layers or of the whole, and no joined tensor"
+    sd,reads = StateDict((f'{i}', torch.randn(10, i)) for i in range(6)),[]
+    read = layers.read
+    monkeypatch.setattr(layers, 'read', lambda x, *a: (reads.append(x.data_ptr()), read(x, *a))[1])
+    monkeypatch.setattr(torch, 'cat', lambda *a, **k: pytest.fail('layers were joined'))
+    for lw in (True, False):
+        sd.describe(lw=lw, group='all', display=False)
+        assert len(reads)==len(sd)
+        reads.clear()
+
+
+def test_tables_are_plain_python():
+    "What json and loggers take, for layers of any kind of number"
+    m = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 2).half(), nn.Linear(2, 2).double())
+    more = dict(mask=torch.tensor([True, False]), bytes=torch.ones(3, dtype=torch.uint8), none=torch.empty(0, 2))
+    sd = torchember.from_state_dict(m.state_dict() | more)
+    assert sd['1.num_batches_tracked'].dtype==torch.int64
+    def plain(x): return all(map(plain, x.values())) if type(x) is dict else all(map(plain, x)) if type(x) is list else type(x) in (int, float, str)
+    for kw in (dict(lw=True), dict(lw=False), dict(lw=True, additional_info=dict(r=sd.norm(lw=True)))):
+        got = sd.describe(group='all', display=False, **kw)
+        assert plain(got) and json.dumps(got)
+    assert all(plain({k: v for k,v in r.items()}) for r in sd.rows('full')) and json.dumps(sd.rows('full'))
+    assert sd.numel()==sd.shape()[0]==sum(x.numel() for x in sd.values())
+
+
+def test_what_nnstats_documentation_calls(tmp_path, capsys):
+    "Each function and argument that its guide and reference show, under its own name"
+    nnstat = torchember
+    class ResNet(nn.Sequential): pass
+    model = ResNet(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4*36, 2))
+    conv,optimizer = '.*0',torch.optim.AdamW(model.parameters())
+    acts,grads = nnstat.from_activation(model, pattern='0|4'),nnstat.from_activation_grad(model, '0|4')
+    model(torch.randn(2, 3, 8, 8)).sum().backward()
+    optimizer.step()
+    assert list(acts.state_dict)==list(grads.state_dict)==['0', '4'] and '00: 0' in str(acts)
+    how = dict(clone=True, device='cpu', dtype=torch.float64)
+    for d,name in ((nnstat.from_weight(model, conv, requires_grad=True, **how), 'ResNet_weights'), (nnstat.from_grad(model, conv, **how), 'ResNet_grad'),
+            (nnstat.from_optimizer_state(model, optimizer, optimizer_key='exp_avg', pattern=conv, **how), 'ResNet_optimizer_state'),
+            (nnstat.from_state_dict(model.state_dict(), conv, name='mine', **how), 'mine')):
+        assert d.name()==name and list(d)==['0.weight', '0.bias'] and d.dtype==torch.float64
+    w,g,(m,v) = nnstat.from_together(model, optimizer, optimizer_keys=['exp_avg', 'exp_avg_sq'], pattern=None, clone=False)
+    assert (m/(v.sqrt()+1e-8)).is_compatible(w) and w.at(0).data_ptr()==model[0].weight.data_ptr() and g.at(0) is not None
+    for n in ('no', 'name', 'shape', 'numel', 'norm', *numbers, 'value'):
+        assert getattr(w, n)() is not None and list(getattr(w, n)(lw=True, pattern=conv))==['0.weight', '0.bias']
+    for n in ('sqrt', 'abs', 'zeros', 'ones', 'sign'):
+        c = w.clone()
+        assert getattr(w, n)().is_compatible(w) and getattr(c, n+'_')() is c
+    assert w.norm(p=2, lw=True).name()=='ResNet_weights_stat' and w.norm(p=3)<w.norm(2) and w.clip(min=-1, max=1).clip_(0, None).min()==0
+    assert w.flatten(pattern=conv).numel()==w.flatten(lazy=False, pattern=conv).numel()==w.filter(conv).numel()
+    assert len(w.flatten(lazy=True))==w.numel()
+    assert w.clone(device='cpu', dtype=torch.float16).to(device='cpu', dtype=torch.float32).dtype==torch.float32 and type(w.state_dict()) is dict
+    w.set_name('w').save(tmp_path/'w.pt')
+    assert nnstat.load(tmp_path/'w.pt', name='again').name()=='again' and nnstat.load(tmp_path/'w.pt').is_compatible(w)
+    w.register_reduction('largest', lambda x: x.abs().max())
+    try: assert w.describe(display=False, include_keys='largest')['largest']==w.largest()==max(w.largest(lw=True).values())
+    finally:
+        torchember.state.tables.columns_group['all'].remove('largest')
+        del StateDict.largest
+    capsys.readouterr()
+    w.describe()
+    w.describe(lw=True, pattern=conv, group='all', exlude_keys=['shape'], additional_info=dict(ratio=w.norm(lw=True)))
+    w.norm(lw=True).describe(lw=True)
+    said = capsys.readouterr().out
+    assert ' Stats w ' in said and 'ratio' in said and 'kurtosis' in said and ' Stats w_stat ' in said and 'shape' in said.split(' Stats w ')[1]
+    assert w.describe(display=False, include_keys=['norm1', 'norm2'])=={'norm1': pytest.approx(w.norm1().item()), 'norm2': pytest.approx(w.norm2().item())}
+    nnstat.utils.set_cache_dir(str(tmp_path/'pictures'))
+    try:
+        w.hist(bins=10, logx=True, logy=True)
+        w.ecdf(lw=True, pattern=conv, name='mine', logx=True)
+        w.abs().heatmap(lw=True, pattern=conv, vmin=1e-3, vmax=1, log=True, square=False)
+    finally: nnstat.utils.set_cache_dir(None)
+    assert len(list((tmp_path/'pictures').iterdir()))==3
+    w.hist()
+    assert len(list((tmp_path/'pictures').iterdir()))==3
+    import matplotlib.pyplot as plt
+    plt.close('all')

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .state.earlier import get_grad as get_grad
     from .state.earlier import get_optimizer_state as get_optimizer_state
     from .state.earlier import get_weight as get_weight
+    from .state.earlier import utils as utils
     from .state.factories import from_activation as from_activation
     from .state.factories import from_activation_grad as from_activation_grad
     from .state.factories import from_grad as from_grad
@@ -51,9 +52,9 @@ rooms = {
     'from_optimizer_state': 'state.factories', 'from_together': 'state.factories', 'from_activation': 'state.factories',
     'from_activation_grad': 'state.factories', 'load': 'state.factories', 'trust_ratio': 'state.ratios',
     'NetDict': 'state.earlier', 'get_weight': 'state.earlier', 'get_grad': 'state.earlier', 'get_optimizer_state': 'state.earlier',
-    'compute_stats': 'state.earlier',
+    'compute_stats': 'state.earlier', 'utils': 'state.earlier',
     'ttypes': 'record', 'EmberWarning': 'record'}
-__all__ = ['__version__', *rooms]
+__all__ = ['__version__', *(n for n in rooms if n!='utils')] # which a star import must not put over yours
 
 
 def __getattr__(name):

@@ -141,7 +141,7 @@ def load(
     if nested: raise TypeError(f"{path} has several parts: {', '.join(map(str, raw))}. Use from_state_dict(torch.load(path)[{nested[0]!r}]).")
     return from_state_dict(raw, pattern, clone=device is not None or dtype is not None, device=device, dtype=dtype, name=name)
 
-# %% ../../nbs/45_state/08_factories.ipynb #0ab3bc63
+# %% ../../nbs/45_state/08_factories.ipynb #88738920
 class Activations:
     "Outputs of modules by name, or the gradients of these, of the latest pass: see `state_dict`"
     def __init__(self,
@@ -210,12 +210,17 @@ class Activations:
     @property
     def state_dict(self) -> StateDict:
         "What was caught in the latest pass, in the order of the forward. The same object at every pass: clone it to keep it"
-        for k in sorted(self.state, key=self.rank.get): self.state.move_to_end(k)
+        self.in_order()
         lost = [k for k,x in self.state.items() if self.versions.get(k) is not None and x._version!=self.versions[k]]
         if lost and not self.grads:
             for k in lost: self.versions[k] = None
             warnings.warn(f"{', '.join(map(repr, lost[:3]))}{' and others' if len(lost)>3 else ''}: overwritten in place after the module returned, "
                 "so this is not what it returned. With clone=True a copy is kept.", EmberWarning, stacklevel=2)
+        return self.state
+
+    def in_order(self):
+        "What was caught, in the order of the forward, also when it arrived in that of the backward"
+        for k in sorted(self.state, key=self.rank.get): self.state.move_to_end(k)
         return self.state
 
     def drop_leaves(self):
@@ -233,7 +238,7 @@ class Activations:
     def __del__(self):
         if hasattr(self, 'handles'): self.remove()
 
-    def __repr__(self): return repr(self.state)
+    def __repr__(self): return repr(self.in_order())
 
 def again_in_backward():
     "Whether this is a forward that runs a second time, for the backward of a checkpoint"

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ..measure.kernels import Unmeasurable, dense, flat, for_list, piece, read
 from ..measure.summary import derive, group_of, length, merge, scalars
 
-# %% ../../nbs/45_state/00_layers.ipynb #ae542539
+# %% ../../nbs/45_state/00_layers.ipynb #9127b0f2
 def kept(
     layers, # Mapping from a name to anything
     pattern=None # Regular expression, matched from the start; None keeps all
@@ -26,7 +26,7 @@ def kept(
     "The layers whose name matches"
     try: match = re.compile(pattern or '').match
     except re.error as e:
-        raise ValueError(f"{pattern!r} is not a regular expression: {e}. A pattern is matched from the start of a name; '.*conv' is a name with conv in it.") from None
+        raise ValueError(f"{pattern!r} is not a regular expression: {e}. It is matched from the start of a name, and '.*' stands for anything.") from None
     return {k:v for k,v in layers.items() if match(k)}
 
 # %% ../../nbs/45_state/00_layers.ipynb #9eb9d673
@@ -127,7 +127,7 @@ def culprit(layers):
         try: read(x, ('basic',))
         except Unmeasurable: return k
 
-# %% ../../nbs/45_state/00_layers.ipynb #5179818a
+# %% ../../nbs/45_state/00_layers.ipynb #c7efa831
 figures = dict(norm1='l1', norm2='l2', norm1_mean='abs_mean', mean='mean', var='var', std='std', skew='skew', kurtosis='kurtosis',
     max='max', min='min', abs_min='abs_min', abs_max='abs_max') # a reduction -> the statistic it is
 
@@ -150,7 +150,8 @@ def check_real(
     "Complex numbers are measured by their magnitudes, which is what norms are made of, and sums and means are not"
     asked = [n for n in names if n=='sum' or n in figures and n not in of_magnitudes]
     k = next((k for k,x in layers.items() if x.is_complex()), None)
-    if asked and k is not None: raise TypeError(f"{k!r} is complex, and {asked[0]} is not about magnitudes. Ask for norms, or for those of abs(): the magnitudes.")
+    if asked and k is not None:
+        raise TypeError(f"{k!r} is complex, so its {asked[0]} is no real number. Ask for norms, or for abs().{asked[0]}(), which is about magnitudes.")
 
 def groups_of(
     names # Reductions
