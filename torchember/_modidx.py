@@ -767,6 +767,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                   'torchember/state/algebra.py'),
                                           'torchember.state.algebra.each_in': ( '45_state/algebra.html#each_in',
                                                                                 'torchember/state/algebra.py'),
+                                          'torchember.state.algebra.each_of': ( '45_state/algebra.html#each_of',
+                                                                                'torchember/state/algebra.py'),
                                           'torchember.state.algebra.first_difference': ( '45_state/algebra.html#first_difference',
                                                                                          'torchember/state/algebra.py'),
                                           'torchember.state.algebra.inside': ( '45_state/algebra.html#inside',
