@@ -410,3 +410,47 @@ def steps(quick):
 def imports(quick):
     ps = compare(lambda: machine.interpreter('pass'), lambda: machine.interpreter('import torchember'), quick, 8)
     yield line('import torchember', unit='ms', note='CPU time more than python -c pass', **spread(1e3*(a-b) for b,a in ps))
+
+
+# ---- arithmetic on whole models
+
+def snapshot_of(quick):
+    "A StateDict with the layers of GPT-2 small, and random weights; in a quick run a quarter of them"
+    from torchember import StateDict
+    shapes = gpt2_small_shapes()
+    return StateDict((f'layer{i}', torch.randn(s).mul_(.02)) for i,s in enumerate(shapes[2:] if quick else shapes))
+
+
+def by_passes(x):
+    "The numbers of `describe(group='all')`, each asked of torch by itself"
+    def central(k): return ((x-x.mean())**k).mean()
+    values = (x.norm(1), x.norm(1)/x.numel(), x.norm(2), x.sum(), x.mean(), x.var(), x.std(), central(3)/x.var(correction=0)**1.5,
+        central(4)/x.var(correction=0)**2-3, x.max(), x.min(), x.abs().min(), x.abs().max())
+    return [v.item() for v in values]
+
+
+@row('state-describe', 'StateDict.describe of GPT-2 small, all columns, against a torch operation for each number')
+def state_describe(quick):
+    from torchember.measure.kernels import loops
+    sd,how = snapshot_of(quick),'compiled' if loops() else 'without numba'
+    def ours(lw): return sd.describe(lw=lw, group='all', display=False)
+    for what,lw,theirs in (('each layer', True, lambda: [by_passes(x) for x in sd.values()]),
+            ('the whole, against one joined tensor', False, lambda: by_passes(torch.cat([x.flatten() for x in sd.values()])))):
+        ps = pairs(lambda: seconds(theirs), lambda: seconds(lambda: ours(lw)), 0, least=3 if quick else 5) # noqa: B023
+        took = spread(1e3*a for _,a in ps)['value']
+        yield line(f'{sd.numel()/1e6:.0f}M numbers, {what}', unit='x', at_least=5, note=f'{took:.0f} ms of CPU time, {how}', **slowness(ps))
+
+
+@row('state-memory', 'the most memory that describing GPT-2 small takes, against the model')
+def state_memory(quick):
+    sd = snapshot_of(quick)
+    size = sum(x.nbytes for x in sd.values())
+    sd.filter('layer3').describe(lw=True, group='all', display=False) # what is compiled and imported once
+    before = machine.status('VmRSS')
+    sd.describe(lw=True, group='all', display=False)
+    sd.describe(group='all', display=False)
+    most = machine.status('VmHWM')-before
+    yield line(f'{sd.numel()/1e6:.0f}M numbers, each layer and the whole', 100*most/size, '%', at_most=1, note=f'{most/1e6:.1f} MB for {size/1e6:.0f} MB')
+    before = machine.status('VmRSS')
+    x = torch.cat([x.flatten() for x in sd.values()])
+    yield line('to join them into one tensor', 100*(machine.status('VmHWM')-before)/size, '%', note=f'{x.nbytes/1e6:.0f} MB, before anything is measured')

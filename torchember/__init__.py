@@ -20,8 +20,24 @@ if TYPE_CHECKING:
     from .measure.summary import Summary as Summary
     from .record import EmberWarning as EmberWarning
     from .record import ttypes as ttypes
+    from .state.algebra import StateDict as StateDict
+    from .state.earlier import NetDict as NetDict
+    from .state.earlier import compute_stats as compute_stats
+    from .state.earlier import get_grad as get_grad
+    from .state.earlier import get_optimizer_state as get_optimizer_state
+    from .state.earlier import get_weight as get_weight
+    from .state.earlier import utils as utils
+    from .state.factories import from_activation as from_activation
+    from .state.factories import from_activation_grad as from_activation_grad
+    from .state.factories import from_grad as from_grad
+    from .state.factories import from_optimizer_state as from_optimizer_state
+    from .state.factories import from_state_dict as from_state_dict
+    from .state.factories import from_together as from_together
+    from .state.factories import from_weight as from_weight
+    from .state.factories import load as load
     from .state.noise import NoiseScale as NoiseScale
     from .state.noise import noise_scale as noise_scale
+    from .state.ratios import trust_ratio as trust_ratio
     from .store.jsonl import emberTracker as emberTracker
     from .store.jsonl import tracker as tracker
 
@@ -32,8 +48,13 @@ rooms = {
     'exponents_for': 'measure.exponents', 'headroom': 'measure.exponents',
     'noise_scale': 'state.noise', 'NoiseScale': 'state.noise',
     'select': 'choose', 'every': 'choose', 'at': 'choose', 'until': 'choose', 'between': 'choose', 'log_spaced': 'choose',
+    'StateDict': 'state.algebra', 'from_weight': 'state.factories', 'from_grad': 'state.factories', 'from_state_dict': 'state.factories',
+    'from_optimizer_state': 'state.factories', 'from_together': 'state.factories', 'from_activation': 'state.factories',
+    'from_activation_grad': 'state.factories', 'load': 'state.factories', 'trust_ratio': 'state.ratios',
+    'NetDict': 'state.earlier', 'get_weight': 'state.earlier', 'get_grad': 'state.earlier', 'get_optimizer_state': 'state.earlier',
+    'compute_stats': 'state.earlier', 'utils': 'state.earlier',
     'ttypes': 'record', 'EmberWarning': 'record'}
-__all__ = ['__version__', *rooms]
+__all__ = ['__version__', *(n for n in rooms if n!='utils')] # which a star import must not put over yours
 
 
 def __getattr__(name):

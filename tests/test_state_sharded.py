@@ -1,0 +1,57 @@
+"""Numbers of a model that is sharded over processes are those of the whole model, in every process"""
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+script = Path(__file__).parent/'sharded_state.py'
+world = 2
+
+
+@pytest.fixture(scope='module')
+def told(tmp_path_factory):
+    "What each process was told"
+    d = tmp_path_factory.mktemp('ranks')
+    def start(r): return subprocess.Popen([sys.executable, str(script), str(r), str(world), str(d/'store'), str(d/'rank')], stderr=subprocess.PIPE, text=True)
+    ps = [start(r) for r in range(world)]
+    try: said = [p.communicate(timeout=120)[1] for p in ps]
+    finally:
+        for p in ps: p.kill()
+    assert not any(p.returncode for p in ps), '\n'.join(said)
+    return [json.loads((d/f'rank{r}.json').read_text()) for r in range(world)]
+
+
+def close(a, b):
+    "Whether two nests of numbers agree to float32's rounding"
+    if isinstance(a, dict): return a.keys()==b.keys() and all(close(a[k], b[k]) for k in a)
+    if isinstance(a, list): return len(a)==len(b) and all(map(close, a, b))
+    if isinstance(a, str): return a==b
+    return math.isclose(a, b, rel_tol=2e-5, abs_tol=1e-6)
+
+
+@pytest.mark.parametrize('what', range(3), ids=['weight', 'grad', 'update'])
+def test_every_process_is_told_of_the_whole(told, what):
+    for t in told: assert close(t['sharded'][what], t['plain'][what])
+
+
+def test_ratios_are_those_of_whole_layers(told):
+    for t in told: assert close(*t['ratio'])
+
+
+def test_copies_count_once_and_partial_sums_are_summed(told):
+    for t in told:
+        assert close(t['mixed'], {k: t['want'] for k in t['mixed']} | {'one': t['want_one']})
+        assert close(t['mixed_all'], math.sqrt(5*t['want']**2+t['want_one']**2))
+        assert close(t['square'], {k: t['want'] for k in t['square']})
+
+
+def test_one_collective_a_call_and_none_to_print(told):
+    for t in told: assert t['collectives']==dict(norm=1, describe=1, ratio=2, repr=0, shape=0)
+    assert told[0]['repr']==told[1]['repr'] and 'L2=sharded' in told[0]['repr'] and 'Numel=58' in told[0]['repr']
+
+
+def test_arithmetic_stays_sharded(told):
+    for t in told: assert close(*t['flat']) and close(*t['twice'])
