@@ -105,9 +105,9 @@ def basic_vector(n, mean, m2, lo, hi): return np.array((n, mean, m2, nan, nan, n
 nan = math.nan
 np.testing.assert_array_equal(basic_vector(0, 0, 0, math.inf, -math.inf), nothing(('basic',)))
 
-# %% ../../nbs/10_measure/05_kernels.ipynb #f5dec595
+# %% ../../nbs/10_measure/05_kernels.ipynb #eb7b754e
 row = 1024 # elements summed in float32
-piece = 1<<20 # elements read at a time: 4 MB of float32
+piece = 1<<18 # elements that a thread reads at a time: 1 MB of float32, and a few times that of memory to work in
 
 def in_rows(x):
     "The elements of `x` in rows, and those that fill none"
@@ -274,7 +274,7 @@ def exact(p, wanted, d):
         v[index['m3']],v[index['m4']] = torch.dot(q, d).item(),torch.dot(q, q).item()
     return v
 
-# %% ../../nbs/10_measure/05_kernels.ipynb #60d530f3
+# %% ../../nbs/10_measure/05_kernels.ipynb #8a05d5d2
 eighths = tuple(getattr(torch, d) for d in dir(torch) if d.startswith('float8') and isinstance(getattr(torch, d), torch.dtype))
 narrow = (torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int8, torch.int16, *eighths) # float32 holds every value
 
@@ -289,7 +289,7 @@ def read_cpu(
     if size<=few:
         v = by_numpy(x, wanted)
         if v is not None: return v
-    n = max(piece, piece//4*torch.get_num_threads())
+    n = piece*torch.get_num_threads()
     room = Room(min(size, max(n, 2*stretch)))
     if x.dtype is torch.float32 and wanted==('basic',) and torch.get_num_threads()==1: got = read_stretches(x, room)
     else: got = [read_piece(p, wanted, room) for p in x.split(n)]
