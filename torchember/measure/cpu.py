@@ -28,9 +28,9 @@ from numba.extending import intrinsic
 
 from .summary import bins, index, merge, nothing, wide, width
 
-# %% ../../nbs/10_measure/03_cpu.ipynb #70a4dde0
+# %% ../../nbs/10_measure/03_cpu.ipynb #592ba82c
 ABSOLUTE,HIGHER,POWERS,EXPONENTS = flags = 1,2,4,8 # what is wanted beyond ends and moments
-LO,HI,D1,D2,D3,D4,SIZE,LEAST,P4,P8,BASE = range(11) # what is found: ends, sums of powers of the distance from the base, |x|, powers of x
+LO,HI,D1,D2,D3,D4,SIZE,LEAST,P4,P8,BASE = range(11) # what is found: ends, sums of powers of the distance from the base, of absolute values, of powers
 block = 65536 # elements: 256 KB of float32, to stay in the second cache
 ahead = 32768 # bytes from where a loop reads to what it asks for
 window = 31 # exponents: they have nearly all elements of a tensor. The 32nd place of a word counts those outside, zeros among them
