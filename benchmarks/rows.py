@@ -438,7 +438,7 @@ def state_describe(quick):
             ('the whole, against one joined tensor', False, lambda: by_passes(torch.cat([x.flatten() for x in sd.values()])))):
         ps = pairs(lambda: seconds(theirs), lambda: seconds(lambda: ours(lw)), 0, least=3 if quick else 5) # noqa: B023
         took = spread(1e3*a for _,a in ps)['value']
-        yield line(f'{sd.numel()/1e6:.0f}M numbers, {what}', unit='x', at_least=5, note=f'{took:.0f} ms of CPU time, {how}', **slowness(ps))
+        yield line(f'describe {sd.numel()/1e6:.0f}M numbers, {what}', unit='x', at_least=5, note=f'{took:.0f} ms of CPU time, {how}', **slowness(ps))
 
 
 @row('state-memory', 'the most memory that describing GPT-2 small takes, against the model')
@@ -450,7 +450,7 @@ def state_memory(quick):
     sd.describe(lw=True, group='all', display=False)
     sd.describe(group='all', display=False)
     most = machine.status('VmHWM')-before
-    yield line(f'{sd.numel()/1e6:.0f}M numbers, each layer and the whole', 100*most/size, '%', at_most=1, note=f'{most/1e6:.1f} MB for {size/1e6:.0f} MB')
+    yield line(f'describe {sd.numel()/1e6:.0f}M numbers, memory', 100*most/size, '%', at_most=1, note=f'{most/1e6:.1f} MB for {size/1e6:.0f} MB')
     before = machine.status('VmRSS')
     x = torch.cat([x.flatten() for x in sd.values()])
     yield line('to join them into one tensor', 100*(machine.status('VmHWM')-before)/size, '%', note=f'{x.nbytes/1e6:.0f} MB, before anything is measured')
