@@ -878,6 +878,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'torchember/state/factories.py'),
                                             'torchember.state.factories.check_copy': ( '45_state/factories.html#check_copy',
                                                                                        'torchember/state/factories.py'),
+                                            'torchember.state.factories.check_model': ( '45_state/factories.html#check_model',
+                                                                                        'torchember/state/factories.py'),
                                             'torchember.state.factories.from_activation': ( '45_state/factories.html#from_activation',
                                                                                             'torchember/state/factories.py'),
                                             'torchember.state.factories.from_activation_grad': ( '45_state/factories.html#from_activation_grad',

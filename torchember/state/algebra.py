@@ -23,15 +23,16 @@ from .plots import most, plot_ecdf, plot_hist, plot_heatmap
 from .tables import as_list, chosen_columns, columns_group, layer_html, layer_lines, table_text
 from ..store.base import now
 
-# %% ../../nbs/45_state/06_algebra.ipynb #fb442bf3
+# %% ../../nbs/45_state/06_algebra.ipynb #c4d2a861
 def first_difference(a, b):
     "What keeps two StateDicts from being combined, as a sentence, or None"
-    for one,other in ((a, b), (b, a)):
+    names = (a._name, b._name) if a._name!=b._name else (f'the first {a._name}', f'the second {b._name}')
+    for one,other,(has,lacks) in ((a, b, names), (b, a, names[::-1])):
         for k in one:
-            if k not in other: return f"{k!r} is in {one._name} and not in {other._name}. Give both the same layers, with filter(pattern) for example."
+            if k not in other: return f"{k!r} is in {has} and not in {lacks}. Give both the same layers, with filter(pattern) for example."
     for k,x in a.items():
         s,t = (tuple(v.shape) if isinstance(v, torch.Tensor) else () for v in (x, b[k]))
-        if s!=t and s and t: return f"{k!r} has shape {s} in {a._name} and {t} in {b._name}."
+        if s!=t and s and t: return f"{k!r} has shape {s} in {names[0]} and {t} in {names[1]}."
 
 def is_scalar(x): return isinstance(x, Number|np.number) or (isinstance(x, torch.Tensor) and x.dim()==0)
 

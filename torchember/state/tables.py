@@ -11,13 +11,16 @@ from numbers import Number
 
 from ..record import unknown
 
-# %% ../../nbs/45_state/02_tables.ipynb #973dbb44
+# %% ../../nbs/45_state/02_tables.ipynb #e6b5a8b5
 columns_group = dict(
     all=['no', 'name', 'shape', 'numel', 'norm1', 'norm1_mean', 'norm2', 'sum', 'mean', 'var', 'std', 'skew', 'kurtosis', 'max', 'min', 'abs_min', 'abs_max'],
     default=['no', 'name', 'shape', 'numel', 'norm1', 'norm1_mean', 'norm2'],
     custom=[]) # group -> columns; a reduction that is registered joins `all`
 
-def as_list(names): return [] if names is None else [names] if isinstance(names, str) else list(names)
+def as_list(names):
+    "A name, names or None as a list"
+    if names is not None and not hasattr(names, '__iter__'): raise TypeError(f"columns are named by a string or a list, got {names!r:.60}.")
+    return [] if names is None else [names] if isinstance(names, str) else list(names)
 
 def chosen_columns(
     group=None, # Name of a group
