@@ -122,7 +122,7 @@ def test_report_is_a_dict_that_reads_as_a_sentence():
     model = net()
     with torchEmber(model, name='said') as te: model(torch.randn(4, 2))
     report = te.close()
-    assert isinstance(report, dict) and list(report)==['run', 'steps', 'recorded', 'rows', 'bytes', 'seconds', 'share', 'errors', 'skipped']
+    assert isinstance(report, dict) and list(report)==['run', 'steps', 'recorded', 'rows', 'bytes', 'seconds', 'share', 'errors', 'skipped', 'remarks']
     assert repr(report).startswith('said: 1 of 1 steps recorded, 8 rows, ')
 
 

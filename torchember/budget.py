@@ -74,12 +74,12 @@ def size(
 
 # %% ../nbs/35_budget.ipynb #bf098c08
 class Report(dict):
-    "What a run did: steps, rows, bytes, seconds spent recording and their share of the time from first to last step, errors, tensors skipped"
+    "What a run did: steps, rows, bytes, seconds spent recording and their share of the time from first to last step, errors, tensors skipped, remarks"
     def __repr__(self):
         bad = [f'{self[k]:,} {what}' for k,what in (('errors', 'errors'), ('skipped', 'tensors skipped')) if self.get(k)]
         done = f"{self['run']}: {self['recorded']:,} of {self['steps']:,} steps recorded, {self['rows']:,} rows, {size(self['bytes'])}"
         took = f"recording took {duration(self['seconds'])}, {self['share']:.2%} of the time from first to last step"
-        return '; '.join([done, took, *([self['budget']] if 'budget' in self else []), *bad])
+        return '\n'.join(['; '.join([done, took, *([self['budget']] if 'budget' in self else []), *bad]), *self.get('remarks', ())])
 
 # %% ../nbs/35_budget.ipynb #c36c3f6c
 def one_in(

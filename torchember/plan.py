@@ -50,8 +50,9 @@ class Rehearsal:
 
     def __init__(self, ttypes): self.ttypes,self.places,self.left,self.seen,self.calls,self.stack = ttypes,[],[],{},Counter(),[]
 
-    def begin(self, module): return False
-    def wants(self, module): return True
+    def begin(self, st): return False
+    def inside(self): return True
+    def wants(self): return True
     def weights(self, st): self.left.append(st)
     def enter(self, st): self.stack.append((st, self.calls[st]-1))
     def exit(self, st): self.last = self.stack.pop()[1]

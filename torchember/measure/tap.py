@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['head_width', 'EVENT', 'TAP', 'CALL', 'MICRO', 'DTYPE', 'DIMS', 'SHAPE', 'SCALE', 'dtypes', 'dtype_code', 'powers',
            'Block', 'disturbs', 'undisturbed', 'Tap', 'Arena', 'read_together', 'rows_to_host', 'Pending', 'observe',
-           'note', 'measured', 'unwrapped', 'Snapshot', 'unscaled', 'moved', 'together', 'stats_of']
+           'OnMeta', 'note', 'measured', 'unwrapped', 'Snapshot', 'unscaled', 'moved', 'together', 'stats_of']
 
 # %% ../../nbs/10_measure/50_tap.ipynb #e0947a4a
 import itertools, threading, weakref
@@ -16,7 +16,7 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .kernels import for_list, read
+from .kernels import Unmeasurable, for_list, read
 from .stats import as_dicts, stat_names
 from .summary import bins, derive, finite, groups_for, index, length, merge, width
 
@@ -86,14 +86,15 @@ class Arena:
         once:bool=False # Of several rows in a step the last counts: a weight, not an activation
     ) -> Tap:
         "A new tap"
-        i = len(self.taps)
-        if i%self.size==0:
-            with undisturbed('cpu'), torch.inference_mode(False): self.cursors.append(torch.zeros(self.size, 8, dtype=torch.int64, device='cpu'))
-            with undisturbed('cpu'): self.where.append(self.cursors[-1].numpy())
-        with undisturbed('cpu'): cursor = self.cursors[-1][i%self.size]
-        t = Tap(self, key, i, stats, cursor, self.where[-1][i%self.size], once)
-        self.taps.append(t)
-        return t
+        with self.lock:
+            i = len(self.taps)
+            if i%self.size==0:
+                with undisturbed('cpu'), torch.inference_mode(False): self.cursors.append(torch.zeros(self.size, 8, dtype=torch.int64, device='cpu'))
+                with undisturbed('cpu'): self.where.append(self.cursors[-1].numpy())
+            with undisturbed('cpu'): cursor = self.cursors[-1][i%self.size]
+            t = Tap(self, key, i, stats, cursor, self.where[-1][i%self.size], once)
+            self.taps.append(t)
+            return t
 
     def more(self, tap, device):
         "Give `tap` fresh rows on `device`: one at first, then twice as many"
@@ -176,9 +177,16 @@ def observe(
     later:bool=False # Whether `x` stays as it is until `Arena.settle`, so that it may be read then, with others
 ):
     "Measure `x` into the next row of `tap`. Raises `Unmeasurable` when its values cannot be read"
-    if not disturbs(x.device.type): return note(x, tap, call, scale, later)
+    kind = x.device.type
+    if kind=='meta': raise OnMeta()
+    if not disturbs(kind): return note(x, tap, call, scale, later)
     x = unwrapped(x)
-    with undisturbed(x.device.type): note(x, tap, call, scale, later)
+    with undisturbed(kind): note(x, tap, call, scale, later)
+
+class OnMeta(Unmeasurable):
+    "Raised for a tensor without values"
+    def __init__(self): super().__init__("it is on the meta device, which has no values. Where weights are offloaded, arm the model before "
+        "the offload hooks are added")
 
 def note(x, tap, call=None, scale=None, later=False):
     "`observe`, with nothing of the user's around it"

@@ -129,7 +129,7 @@ class Log:
     def put(self,
         rows, # Function that gives a list of rows or of lines
         close:bool=False, # Whether the step is over with them
-        joins:bool=False # Whether they belong to the latest step even when that is over
+        joins:bool|None=False # Whether they belong to the latest step even when that is over; None: to no step whose rows are kept
     ):
         "Queue rows. Returns at once"
         if not self.ours: return self.foreign()
@@ -169,13 +169,17 @@ class Log:
         except Exception as e: self.note("a row is lost that cannot be written as JSON", e)
 
     def hold(self, data, n, joins=False):
+        if joins is not None: self.hold_step(data, joins)
+        if self.size+len(data)<=self.keep: self.waiting.append((data, n)); self.size += len(data)
+        else: self.dropped += n
+
+    def hold_step(self, data, joins):
+        "Of the latest step"
         if self.closed and not joins: self.step,self.step_size,self.closed = deque(),0,False
         self.step.append(data)
         self.step_size += len(data)
         while self.step_size>self.step_keep and len(self.step)>1: self.step_size -= len(self.step.popleft())
         self.stale = True
-        if self.size+len(data)<=self.keep: self.waiting.append((data, n)); self.size += len(data)
-        else: self.dropped += n
 
     def write(self, now):
         "Bring the files up to date, or say why that cannot be"
