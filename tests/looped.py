@@ -121,7 +121,14 @@ def said_of_parameters(te, ttype, wanted):
     for k,x in want.items(): says(got[k], x)
 
 
+def plainly(d): return {k: dict(v) if isinstance(v, dict) else id(v) for k,v in d.items()}
+
+
 def left(model, *optimizers):
     "What stands on modules, parameters and optimizers, to see whether all of it is as it was"
-    plain = lambda d: {k: dict(v) if isinstance(v, dict) else id(v) for k,v in d.items()}
-    return [plain(m.__dict__) for m in model.modules()], [dict(p._backward_hooks or {}) for p in model.parameters()], [plain(o.__dict__) for o in optimizers]
+    return [plainly(x.__dict__) for x in (*model.modules(), *optimizers)], [dict(p._backward_hooks or {}) for p in model.parameters()]
+
+
+def ears(*optimizers):
+    "Who listens to optimizers: hooks, and what stands in the place of `step`. Other attributes change as they step"
+    return [plainly({k: v for k,v in o.__dict__.items() if k=='step' or k.endswith('hooks')}) for o in optimizers]

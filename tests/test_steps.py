@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 import torch
-from looped import (ALL, Net, batches, by_hand, closure_of, grads, heard, left, loss_of, momentum, said_of_parameters, same, says, seeded, steps, table,
+from looped import (ALL, Net, batches, by_hand, closure_of, ears, grads, heard, left, loss_of, momentum, said_of_parameters, same, says, seeded, steps, table,
     training, weights)
 from torch import nn
 
@@ -328,12 +328,10 @@ def test_nothing_is_left_behind():
     model = seeded()
     opt = momentum(model)
     by_hand(model, opt, batches(1))
-    before = left(model, opt)
+    before = left(model),ears(opt)
     with torchEmber(model, optimizer=opt, ttypes=ALL):
         for x,y in batches(3): opt.step(closure_of(model, opt, x, y))
-    now = left(model, opt)
-    assert now[0]==before[0] and now[1]==before[1]
-    assert {k: v for k,v in now[2][0].items() if k!='state'}=={k: v for k,v in before[2][0].items() if k!='state'}
+    assert before==(left(model), ears(opt))
 
 
 # ---- te.log
@@ -606,6 +604,21 @@ def test_the_log_of_a_root_that_is_not_called_does_not_grow():
             for _ in range(300): model.decode(model.encode(torch.ones(1, 4))).sum().backward(); opt.step(); opt.zero_grad()
             assert len(te.mt_log)<=8
             assert not [o for o in gc.get_objects() if type(o) is list and len(o)>100 and 'exit model(VAE).dec(Linear)' in [s for s in o if type(s) is str]]
+
+
+def test_micro_batches_of_a_root_that_is_not_called():
+    "The passes of a step merge, as they do where the root is called"
+    model = seeded(VAE)
+    opt = momentum(model)
+    with torchEmber(model, optimizer=opt, ttypes=('input', 'output', 'weight', 'weight_grad')) as te:
+        for i,(x,_) in enumerate(batches(6)):
+            (model.decode(model.encode(x))-x).square().mean().backward()
+            if i%3==2: opt.step(); opt.zero_grad()
+    assert steps(te)==[0, 1] and len(table(te))==2*(4+4+4+4) and {k[4] for k in table(te)}=={0}
+    for s in (0, 1):
+        [r] = table(te, 'input', step=s, module='model(VAE).enc(Sequential)').values()
+        x = torch.cat([x for x,_ in batches(6)[3*s:3*s+3]])
+        says({**r, 'shape': x.shape}, x)
 
 
 def test_one_part_alone():
