@@ -1,0 +1,134 @@
+"A training loop written out by hand, and what its rows are compared with: other people's loops, and the tensors themselves"
+import math
+import warnings
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torchember import EmberWarning
+
+ALL = ('input', 'output', 'weight', 'weight_grad', 'output_grad', 'update', 'optimizer')
+place = ('step', 'module', 'ttype', 'tname', 'call', 'phase', 'backward')
+numbers = ('mean', 'std', 'max', 'min')
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a,self.act,self.b = nn.Linear(4, 6),nn.Tanh(),nn.Linear(6, 3)
+
+    def forward(self, x): return self.b(self.act(self.a(x)))
+
+
+def seeded(make=Net, seed=0):
+    "The same model each time"
+    torch.manual_seed(seed)
+    return make()
+
+
+def batches(n=4, size=5, seed=1):
+    "`n` pairs of inputs and classes, the same each time"
+    g = torch.Generator().manual_seed(seed)
+    return [(torch.randn(size, 4, generator=g), torch.randint(3, (size,), generator=g)) for _ in range(n)]
+
+
+def momentum(model): return torch.optim.SGD(model.parameters(), .1, momentum=.9)
+def loss_of(model, x, y, share=1): return F.cross_entropy(model(x), y)/share
+
+
+def by_hand(model, opt, data, accumulate=1):
+    "The plain loop. Returns, for each step, the gradients that the optimizer stepped with"
+    seen = []
+    for i,(x,y) in enumerate(data):
+        loss_of(model, x, y, accumulate).backward()
+        if (i+1)%accumulate: continue
+        seen.append(grads(model))
+        opt.step()
+        opt.zero_grad()
+    return seen
+
+
+def grads(model): return {n: p.grad.clone() for n,p in model.named_parameters() if p.grad is not None}
+def weights(model): return {n: p.detach().clone() for n,p in model.named_parameters()}
+
+
+def closure_of(model, opt, x, y, share=1, seen=None):
+    "What `opt.step` calls: zero_grad, forward, backward. `seen` gets the gradients of each call"
+    def closure():
+        if share==1: opt.zero_grad()
+        loss = loss_of(model, x, y, share)
+        loss.backward()
+        if seen is not None: seen.append(grads(model))
+        return loss
+    return closure
+
+
+@contextmanager
+def heard(word=''):
+    "The EmberWarnings, those with `word`, once the block is over"
+    got = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        yield got
+    got += [str(w.message) for w in caught if issubclass(w.category, EmberWarning) and word in str(w.message)]
+
+
+# ---- tables
+
+def table(te, *ttypes, **where):
+    "place -> row; no two rows have one place"
+    rows = [r for r in te.t.lines() if (not ttypes or r['ttype'] in ttypes) and all(r.get(k)==v for k,v in where.items())]
+    at = {tuple(r.get(k) or '' if k in ('phase', 'backward') else r[k] for k in place): r for r in rows}
+    assert len(at)==len(rows), f'{len(rows)-len(at)} rows have the place of another'
+    return at
+
+
+def same(got, want):
+    "Two tables have the same places, and there the same numbers"
+    assert got.keys()==want.keys(), {'more': sorted(map(str, got.keys()-want.keys()))[:8], 'fewer': sorted(map(str, want.keys()-got.keys()))[:8]}
+    for k,r in want.items(): is_row(got[k], [r[n] for n in numbers], r['shape'])
+
+
+def steps(te): return sorted({r['step'] for r in te.t.lines()})
+def training(te, *ttypes): return table(te, *ttypes, phase=None)
+
+
+# ---- tensors
+
+def is_row(row, want, shape):
+    "The row says these mean, std, max and min, as far as float32 goes"
+    assert list(row['shape'])==list(shape), (row, shape)
+    size = 1e-6*max([abs(v) for v in want if math.isfinite(v)], default=0)
+    for n,v in zip(numbers, want, strict=True):
+        assert abs(row[n]-v)<=size or row[n]==v or row[n]!=row[n] and v!=v, (n, v, row)
+
+
+def says(row, x):
+    "The row is of the tensor `x`"
+    d = x.detach().double()
+    is_row(row, [d.mean().item(), d.std().item() if d.numel()>1 else math.nan, d.max().item(), d.min().item()], x.shape)
+
+
+def said_of_parameters(te, ttype, wanted):
+    "The rows of `ttype` are those of `wanted`: for each step, parameter's name -> tensor"
+    paths = {name: t.path for name,t in te.modules.items()}
+    rows = [r for r in te.t.lines() if r['ttype']==ttype]
+    got = {(r['step'], '.'.join(filter(None, (paths[r['module']], r['pname'])))): r for r in rows}
+    want = {(i, n): x for i,tensors in enumerate(wanted) for n,x in tensors.items()}
+    assert len(got)==len(rows) and got.keys()==want.keys(), {'got': sorted(got), 'want': sorted(want)}
+    for k,x in want.items(): says(got[k], x)
+
+
+def plainly(d): return {k: dict(v) if isinstance(v, dict) else id(v) for k,v in d.items()}
+
+
+def left(model, *optimizers):
+    "What stands on modules, parameters and optimizers, to see whether all of it is as it was"
+    return [plainly(x.__dict__) for x in (*model.modules(), *optimizers)], [dict(p._backward_hooks or {}) for p in model.parameters()]
+
+
+def ears(*optimizers):
+    "Who listens to optimizers: hooks, and what stands in the place of `step`. Other attributes change as they step"
+    return [plainly({k: v for k,v in o.__dict__.items() if k=='step' or k.endswith('hooks')}) for o in optimizers]
