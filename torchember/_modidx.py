@@ -115,6 +115,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                       'torchember/capture/optimizer.py'),
                                               'torchember.capture.optimizer.OptimizerWatch.begins': ( '20_capture/optimizer.html#optimizerwatch.begins',
                                                                                                       'torchember/capture/optimizer.py'),
+                                              'torchember.capture.optimizer.OptimizerWatch.busy': ( '20_capture/optimizer.html#optimizerwatch.busy',
+                                                                                                    'torchember/capture/optimizer.py'),
                                               'torchember.capture.optimizer.OptimizerWatch.detach': ( '20_capture/optimizer.html#optimizerwatch.detach',
                                                                                                       'torchember/capture/optimizer.py'),
                                               'torchember.capture.optimizer.OptimizerWatch.ends': ( '20_capture/optimizer.html#optimizerwatch.ends',

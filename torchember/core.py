@@ -10,7 +10,7 @@ __all__ = ['recorded', 'waiting', 'most_rows', 'most_events', 'most_passes', 'ro
            'not_a_model', 'weak_source']
 
 # %% ../nbs/40_core.ipynb #d9edeed4
-import atexit, functools, itertools, math, os, sys, threading, warnings, weakref
+import atexit, functools, itertools, math, os, re, sys, threading, warnings, weakref
 from collections import Counter
 from math import prod
 
@@ -162,7 +162,8 @@ class Recorder:
             if loc.skips: return
             self.hint.trains |= training and torch.is_grad_enabled()
             if not self.active:
-                weights = versions(self.trained) if self.trained and (self.steps.manual or not st.root) else None
+                looked = self.trained and (not st.root if self.watch is None else not self.watch.busy) # LBFGS moves the weights within its step
+                weights = versions(self.trained) if looked else None
                 if self.steps.ends(path, phase, weights): self.close()
                 if self.steps.begin(path, phase, weights) and self.on: self.arena.begin(sum(self.steps.passes.values())-1)
                 self.silent()
@@ -303,18 +304,20 @@ class Recorder:
     def stepping(self, optimizer):
         "An optimizer begins its step, and the gradients may not be there yet: what an update is compared with"
         with self.lock:
-            if self.on and 'update' in self.ttypes:
-                self.copies.update({id(p): p.detach().clone() for p in parameters_of(optimizer) if id(p) not in self.copies})
+            if self.on and 'update' in self.ttypes: self.copies.update({id(p): p.detach().clone() for p in parameters_of(optimizer)})
 
     @timed
-    def before(self, optimizer, scale):
-        "An optimizer is about to step: the gradients are complete"
+    def before(self, optimizer, scale, still):
+        "An optimizer is about to step: the gradients are complete. `still`: the weights are those that an update is compared with"
         with self.lock:
             self.steps.opened = True # perhaps without a pass that we heard of
             if not self.on: return
-            self.again({'weight_grad'} & set(self.ttypes), {id(p) for p in parameters_of(optimizer)}, scale)
+            ids = {id(p) for p in parameters_of(optimizer)}
+            for st,_,n,p in self.all_parameters(ids) if 'weight' in self.ttypes else ():
+                if id(p) not in self.weighed and (st.track.id, n) not in self.weighed: self.parameters(st, ('weight',)) # no pass in training mode has seen it
+            self.again({'weight_grad'} & set(self.ttypes), ids, scale)
             self.settle()
-            self.stepping(optimizer)
+            if still: self.stepping(optimizer)
 
     @timed
     def after(self, optimizer):
@@ -376,6 +379,7 @@ class Recorder:
         "The module's own parameters; with the outermost one's, those of modules in it that no call has reached"
         loc = self.local
         loc.busy = clock()
+        if loc.phase and not torch.is_grad_enabled(): return # perhaps with averaged weights, put in for an evaluation
         kinds = self.ttypes if not self.steps.manual else [t for t in self.ttypes if t!='weight_grad']
         with self.lock: # once a step, whoever calls
             self.parameters(st, kinds)
@@ -689,8 +693,11 @@ def troubled(row):
         lost = {k: v for k,v in row.items() if isinstance(v, float) and not math.isfinite(v)}
         return f"step {row['step']}, {next(iter(lost))} is {next(iter(lost.values()))}" if lost else None
     if row.get('skipped') or not any(row.get(k) for k in (('nan', 'posinf') if row['ttype']=='input' else ('nan', 'posinf', 'neginf'))): return None
+    path = re.sub(r'\([^()]*\)', '', row['module']).partition('.')[2]
+    kind = row['module'].rpartition('(')[2].rstrip(')')
+    what = row['tname'] if row['tname'].startswith(f"{row['ttype']}_") else f"{row['ttype']} {row['tname']}"
     n = ' and '.join(f'{row[k]:,} {w}' for k,w in (('nan', 'NaN'), ('posinf', 'inf'), ('neginf', '-inf')) if row.get(k))
-    return f"step {row['step']}, {row['ttype']} {row['tname']}{' ('+row['pname']+')' if row.get('pname') else ''} of {row['module']} has {n}"
+    return f"step {row['step']}, {what}{' ('+row['pname']+')' if row.get('pname') else ''} of {path or 'the model'} ({kind}) has {n}"
 
 class Nowhere:
     "A log that works out its rows and forgets them"

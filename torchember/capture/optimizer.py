@@ -101,7 +101,7 @@ class OptimizerWatch:
     def __init__(self,
         optimizers:list, # Optimizers, as the user has them
         scaler, # A `GradScaler`, or None
-        listener # Who is told: `before(optimizer, scale)`, `after(optimizer)`, `refused(optimizer)`
+        listener # Who is told: `stepping(optimizer)`, `before(optimizer, scale, still)`, `after(optimizer)`, `refused(optimizer)`
     ):
         self.given,self.scaler,self.listener,self.handles,self.fired = optimizers,scaler,listener,[],set()
         self.workers_of = {id(o): workers(o) for o in optimizers}
@@ -134,7 +134,8 @@ class OptimizerWatch:
         def step(self, *args, **kwargs):
             def go(*args, **kwargs): return type(self).step(self, *args, **kwargs) if former is None else former(*args, **kwargs)
             return run(self, go, args, kwargs) if self is o else go(*args, **kwargs)
-        o.step = bound = types.MethodType(left_alone(functools.wraps(type(o).step)(step)), o)
+        looks = functools.wraps(type(o).step if former is None else former) # schedulers leave a mark on a step that they know
+        o.step = bound = types.MethodType(left_alone(looks(step)), o)
         def remove():
             if vars(o).get('step') is not bound: return # somebody has put another around it: it goes on, and tells nobody
             if former is None: del o.step
@@ -159,7 +160,7 @@ class OptimizerWatch:
         if n and not steps_now(o): n = 0 # an earlier one has raised
         self.running[id(o)] = n+1
         if n: return None
-        new = with_closure(args, kwargs, lambda: self.before(o))
+        new = with_closure(args, kwargs, lambda: self.before(o, False))
         if new is None: self.before(o)
         else: self.listener.stepping(o)
         return new
@@ -196,9 +197,13 @@ class OptimizerWatch:
         done,self.late = list(self.late.values()),{}
         if not done and versions(some(parameters_of(o)))!=at: # it has stepped by itself
             done = self.workers_of[id(o)]
-            for w in done: self.before(w)
+            for w in done: self.before(w, False)
         for w in done: self.tell(w)
         return out
+
+    @property
+    def busy(self): # Whether a step of one of them is running
+        return bool(self.inside) or any(self.running.values())
 
     def scale(self, o):
         "What the gradients of `o` are multiplied by now, a tensor or None"
@@ -207,9 +212,9 @@ class OptimizerWatch:
         stage = self.scaler._per_optimizer_states[id(o)]['stage'].name
         return self.scaler._scale if stage=='READY' else None # unscaled already
 
-    def before(self, o):
+    def before(self, o, still=True): # still: whether the weights are what they were before the step
         self.fired.add(id(o))
-        self.listener.before(o, self.scale(o))
+        self.listener.before(o, self.scale(o), still)
 
     def after(self, o):
         if self.inside: self.late[id(o)] = o
@@ -228,6 +233,6 @@ class OptimizerWatch:
         for o in ours:
             if id(o) in self.fired: continue
             self.stepped.add(id(o))
-            self.listener.before(o, None)
+            self.listener.before(o, None, True)
             self.listener.refused(o)
         return out
