@@ -1173,6 +1173,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'torchember/store/reading.py'),
                                           'torchember.store.reading.columns_of_rows': ( '30_store/reading.html#columns_of_rows',
                                                                                         'torchember/store/reading.py'),
+                                          'torchember.store.reading.counted': ( '30_store/reading.html#counted',
+                                                                                'torchember/store/reading.py'),
                                           'torchember.store.reading.current': ( '30_store/reading.html#current',
                                                                                 'torchember/store/reading.py'),
                                           'torchember.store.reading.ends_of': ( '30_store/reading.html#ends_of',
