@@ -12,7 +12,7 @@ from collections import deque
 from itertools import count
 from queue import Empty, SimpleQueue
 
-from ..record import EmberWarning, identity, line_of, lines_of, load_row, trouble, unknown
+from ..record import EmberWarning, line_of, lines_of, load_row, unknown, unmarkable
 from .base import folder, now, read_meta, replace, run_name, safe_name, write_meta
 from .reading import blocks_of, current, frame, parse, table
 from .table import tree_table
@@ -401,7 +401,7 @@ class tracker:
     ):
         "Add columns to every row from now on"
         for k in marks:
-            if k in identity+trouble: raise ValueError(f"{k!r} is a column of every row, so it cannot be a mark. Choose another name.")
+            if k in unmarkable: raise ValueError(f"{k!r} is a column of every row, so it cannot be a mark. Choose another name.")
         marks = load_row(line_of(marks)) # TypeError now rather than in the middle of training
         if self.source is not None and any(k not in self.marked or self.marked[k]!=v for k,v in marks.items()): self.source(False)
         self.marked = {**self.marked, **marks}

@@ -72,7 +72,7 @@ def counted(values):
     return whole.astype('int64') if (abs(whole)<2**53).all() and (whole%1==0).all() else values
 
 # %% ../../nbs/30_store/08_reading.ipynb #de3276d9
-key = ('step', 'module', 'ttype', 'tname', 'call', 'micro', 'rank') # what tells rows of a log apart
+key = ('step', 'module', 'ttype', 'tname', 'call', 'micro', 'phase', 'backward', 'rank') # what tells rows of a log apart
 
 def current(
     rows # Rows, or a table of them
