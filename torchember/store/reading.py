@@ -81,12 +81,14 @@ def current(
     if not isinstance(rows, list):
         if 'supersedes' not in rows: return rows
         by = [c for c in key if c in rows]
-        superseded = rows.duplicated(by, keep='last') & rows.groupby(by, dropna=False, sort=False)['supersedes'].transform('last').notna()
-        return rows[~superseded].drop(columns='supersedes').reset_index(drop=True)
+        place,again = rows.groupby(by, dropna=False, sort=False).ngroup().to_numpy(),np.flatnonzero(rows['supersedes'].notna())
+        last = np.zeros(len(rows), int)
+        last[place[again]] = again
+        return rows[np.arange(len(rows))>=last[place]].drop(columns='supersedes').reset_index(drop=True)
     if not any('supersedes' in r for r in rows): return rows
-    last = {tuple(r.get(k) for k in key): i for i,r in enumerate(rows)}
-    keep = [r for i,r in enumerate(rows) if (j := last[tuple(r.get(k) for k in key)])==i or 'supersedes' not in rows[j]]
-    return [{k:v for k,v in r.items() if k!='supersedes'} for r in keep]
+    places = [tuple(r.get(k) for k in key) for r in rows]
+    last = {p: i for i,(p,r) in enumerate(zip(places, rows, strict=True)) if 'supersedes' in r}
+    return [{k:v for k,v in r.items() if k!='supersedes'} for i,(p,r) in enumerate(zip(places, rows, strict=True)) if i>=last.get(p, 0)]
 
 # %% ../../nbs/30_store/08_reading.ipynb #63b6c876
 class Layout:
