@@ -26,11 +26,12 @@ unmarkable = frozenset(identity + trouble) - {'phase'} # what a mark cannot be c
 def unknown(
     what:str, # What kind of thing was asked for, 'tensor type'
     got, # What came
-    known # All names that exist
+    known, # All names that exist
+    called=() # Name that others have for it -> ours
 ) -> str: # A sentence: what came, what exists, the closest name
     "The sentence for a name that does not exist"
-    known = [str(k) for k in known]
-    close = difflib.get_close_matches(str(got), known, n=3, cutoff=.5)
+    known,meant = [str(k) for k in known],dict(called).get(str(got).lower())
+    close = [meant] if meant in known else difflib.get_close_matches(str(got), known, n=3, cutoff=.5)
     shown = ', '.join(known[:12]) + (f', ... ({len(known)} in all)' if len(known)>12 else '')
     return f"No {what} {got!r}. Known: {shown or 'none'}." + (f" Did you mean {' or '.join(map(repr, close))}?" if close else '')
 
