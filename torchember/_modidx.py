@@ -601,6 +601,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'torchember.plan.states_to_come': ('plan.html#states_to_come', 'torchember/plan.py'),
                                  'torchember.plan.tensor_bytes': ('plan.html#tensor_bytes', 'torchember/plan.py')},
             'torchember.record': { 'torchember.record.EmberWarning': ('record.html#emberwarning', 'torchember/record.py'),
+                                   'torchember.record.an': ('record.html#an', 'torchember/record.py'),
                                    'torchember.record.careful': ('record.html#careful', 'torchember/record.py'),
                                    'torchember.record.check_ttypes': ('record.html#check_ttypes', 'torchember/record.py'),
                                    'torchember.record.column_order': ('record.html#column_order', 'torchember/record.py'),

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SCHEMA', 'ttypes', 'identity', 'trouble', 'reserved', 'unmarkable', 'words', 'deepest', 'exact', 'encode', 'numbers',
-           'unknown', 'EmberWarning', 'check_ttypes', 'plain', 'fine', 'exactly', 'pointer', 'line_of', 'settled',
+           'unknown', 'an', 'EmberWarning', 'check_ttypes', 'plain', 'fine', 'exactly', 'pointer', 'line_of', 'settled',
            'lines_of', 'careful', 'dump_row', 'loads', 'encode_text', 'restore', 'put_back', 'load_row', 'column_order']
 
 # %% ../nbs/00_record.ipynb #e1362eea
@@ -34,6 +34,15 @@ def unknown(
     close = [meant] if meant in known else difflib.get_close_matches(str(got), known, n=3, cutoff=.5)
     shown = ', '.join(known[:12]) + (f', ... ({len(known)} in all)' if len(known)>12 else '')
     return f"No {what} {got!r}. Known: {shown or 'none'}." + (f" Did you mean {' or '.join(map(repr, close))}?" if close else '')
+
+# %% ../nbs/00_record.ipynb #1fb1331a
+def an(
+    thing # Anything
+) -> str: # 'a dict', 'an int', 'the class Net', 'None'
+    "What kind of thing it is, for a message"
+    if thing is None: return 'None'
+    name = thing.__name__ if isinstance(thing, type) else type(thing).__name__
+    return f'the class {name}' if isinstance(thing, type) else f"{'an' if name.lower().startswith((*'aeio', 'nd')) else 'a'} {name}"
 
 # %% ../nbs/00_record.ipynb #180d4c29
 class EmberWarning(UserWarning):
@@ -72,7 +81,7 @@ def plain(
     if hasattr(value, 'tolist') and not isinstance(value, type):
         got = value.tolist()
         return plain(float(got) if type(got) is type(value) else got, where, lost) # numpy's longdouble gives itself
-    raise TypeError(f"{value!r:.80} is a {type(value).__name__}, which JSON does not have. "
+    raise TypeError(f"{value!r:.80} is {an(value)}, which JSON does not have. "
         "Return numbers, strings, lists, dicts, tensors or numpy values.")
 
 exact = {str, bool, int, float, type(None)}

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from .summary import Summary, index, length, merge, nothing, parts, read_array, scalars, width
-from ..record import EmberWarning
+from ..record import EmberWarning, an
 
 # %% ../../nbs/10_measure/05_kernels.ipynb #f793027f
 class Unmeasurable(TypeError):
@@ -466,7 +466,7 @@ def summarize(
     wanted=scalars # Groups of parts to measure: some of 'basic', 'absolute', 'higher', 'powers', 'exponents'
 ) -> Summary:
     "The `Summary` of a tensor. Raises `Unmeasurable` when its values cannot be read"
-    if not isinstance(x, torch.Tensor): raise TypeError(f"summarize measures a tensor, got a {type(x).__name__}. For arrays there is Summary.of.")
+    if not isinstance(x, torch.Tensor): raise TypeError(f"summarize measures a tensor, got {an(x)}. For arrays there is Summary.of.")
     kind = x.device.type if torch.amp.is_autocast_available(x.device.type) else 'cpu' # a meta tensor has a device that autocast does not know
     with torch.no_grad(), torch.autocast(kind, enabled=False): v = read(x, wanted)
     return Summary(v if isinstance(v, np.ndarray) else v.cpu())

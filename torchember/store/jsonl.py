@@ -12,7 +12,7 @@ from collections import deque
 from itertools import count
 from queue import Empty, SimpleQueue
 
-from ..record import EmberWarning, line_of, lines_of, load_row, unknown, unmarkable
+from ..record import EmberWarning, an, line_of, lines_of, load_row, unknown, unmarkable
 from .base import folder, now, read_meta, replace, run_name, safe_name, write_meta
 from .reading import blocks_of, current, frame, parse, table
 from .table import tree_table
@@ -307,7 +307,7 @@ class tracker:
         row:dict # Anything that JSON, torch and numpy have. TypeError for what they have not
     ): # The tracker
         "Append a row as it is, with the marks"
-        if not isinstance(row, dict): raise TypeError(f"a row is a dict such as {{'loss': 0.3}}, got a {type(row).__name__}.")
+        if not isinstance(row, dict): raise TypeError(f"a row is a dict such as {{'loss': 0.3}}, got {an(row)}.")
         line = line_of({**row, **{k:v for k,v in self.marked.items() if k not in row}} if self.marked else row) # now: the row may change after this
         self.file.put(lambda: [line], joins=self.source is not None)
         return self
