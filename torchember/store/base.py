@@ -33,7 +33,8 @@ def safe_name(
     why = ('has a separator or control character in it' if forbidden.search(name) else 'begins with a dot' if name[0]=='.' else
         'cannot be the name of a file here' if not encodes(name) else f'is longer than {most} bytes' if len(os.fsencode(name))>most else
         "ends in '_latest', which torchember adds to the name of a run for its latest step" if what=='run' and name.endswith('_latest') else None)
-    if why: raise ValueError(f"The {what} name {name!r:.80} {why}. Use letters, digits, '-', '_' and '.', such as 'resnet_lr3e-4'.")
+    if why: raise ValueError(f"The {what} name {name!r:.80} {why}. Give one such as 'resnet lr=3e-4': no '/', no '\\', "
+        "no control character, no dot at its beginning.")
     return name
 
 def encodes(name):
