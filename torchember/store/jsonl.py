@@ -13,7 +13,7 @@ from itertools import count
 from queue import Empty, SimpleQueue
 
 from ..record import EmberWarning, an, line_of, lines_of, load_row, unknown, unmarkable
-from .base import folder, now, read_meta, replace, run_name, safe_name, write_meta
+from .base import check_writable, folder, now, read_meta, replace, run_name, safe_name, write_meta
 from .reading import blocks_of, current, frame, parse, table
 from .table import tree_table
 
@@ -464,8 +464,9 @@ def new_run(
     resume:bool=False, # Go on with the run `name`
     home=None # Folder to use instead of `~/.torchember`
 ) -> emberTracker:
-    "A tracker for a run that starts now. Raises FileExistsError for a `name` that exists, unless `resume`"
+    "A tracker for a run that starts now. Raises FileExistsError for a `name` that exists, unless `resume`, and OSError for a `home` that cannot be written"
     exact = name is not None
+    for part in ('log', 'data') if home is not None else (): check_writable(folder('torchember', home)/part) # another home says so when it is written
     if name is None:
         if resume: raise ValueError("resume=True needs name=, the run to go on with.")
         base = run_name(kind)
