@@ -412,6 +412,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                           'torchember/measure/kernels.py'),
                                             'torchember.measure.kernels.nearest': ( '10_measure/kernels.html#nearest',
                                                                                     'torchember/measure/kernels.py'),
+                                            'torchember.measure.kernels.no_autocast': ( '10_measure/kernels.html#no_autocast',
+                                                                                        'torchember/measure/kernels.py'),
                                             'torchember.measure.kernels.numbers': ( '10_measure/kernels.html#numbers',
                                                                                     'torchember/measure/kernels.py'),
                                             'torchember.measure.kernels.pooled': ( '10_measure/kernels.html#pooled',
