@@ -7,6 +7,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from torchember import torchEmber
+from torchember.measure.summary import derived
 
 ALL = ('input', 'output', 'weight', 'weight_grad', 'input_grad', 'output_grad', 'optimizer', 'update')
 
@@ -179,6 +180,29 @@ def test_scaler(clip, fused):
     assert {r['step'] for r in rows}=={0, 1, 2}
     te.close()
     assert 'step' not in scaler.__dict__
+
+
+@pytest.mark.parametrize('scale', [2.**16, 3.])
+def test_every_statistic_of_scaled_gradients(scale):
+    "The factor is divided out of each at its own power: all are those of the same training without a scaler"
+    names = [*derived, 'exponents']
+    def rows(scaler):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4))
+        opt = torch.optim.AdamW(model.parameters(), fused=True) # which unscales by itself: its gradients are recorded scaled, as those of activations are
+        with torchEmber(model, optimizer=opt, scaler=scaler, ttypes=('weight_grad', 'output_grad', 'input_grad'), stats=names) as te:
+            loss = model(torch.randn(7, 6)).exp().sum()
+            (scaler.scale(loss) if scaler else loss).backward()
+            scaler.step(opt) if scaler else opt.step()
+        return te.t.lines()
+    plain,scaled = rows(None),rows(torch.amp.GradScaler('cpu', init_scale=scale))
+    assert len(plain)==len(scaled)>=8 and any(abs(r['skew'])>.5 for r in plain)
+    for p,s in zip(plain, scaled, strict=True):
+        assert (p['module'], p['tname'])==(s['module'], s['tname'])
+        for n in derived:
+            rounding = 1e-5*p['abs_max'] if n in ('mean', 'finite_mean') else 0
+            assert s[n]==pytest.approx(p[n], rel=1e-4, abs=rounding, nan_ok=True), (n, p['tname'])
+        if scale==2**16: assert s['exponents']==p['exponents']
 
 
 def test_two_optimizers():

@@ -284,6 +284,31 @@ def test_a_home_that_refuses(tmp_path, what, child):
     if what=='nobody': assert len(whole(logs(tmp_path/'torchember-54321')[0]))==120
 
 
+@pytest.mark.parametrize('what', ['file', 'file for data', 'unreadable', 'not mine'])
+def test_a_chosen_home_that_refuses(tmp_path, what, child):
+    "home= is asked for when the model is armed: an error at once, no folder, and the model as it was"
+    home,first = tmp_path/'home',''
+    if what.startswith('file'): home.mkdir(); (home/('data' if 'data' in what else 'log')).touch()
+    else:
+        if os.getuid()==0: first = "os.setuid(65534)"
+        elif what=='not mine': pytest.skip("needs root, to have what is another's")
+        for p in tmp_path.parents:
+            if p==Path(tempfile.gettempdir()): break
+            p.chmod(p.stat().st_mode|0o111)
+        tmp_path.chmod(0o755)
+        if what=='unreadable': home.mkdir(); home.chmod(0)
+    before = sorted(map(str, tmp_path.rglob('*')))
+    code = f"""{first}
+try: torchEmber(model, home={str(home)!r})
+except OSError as e: print(type(e).__name__, e, list(vars(model))==list(vars(torch.nn.Linear(2, 1))))
+"""
+    code,out,err = child(code, tmp_path/'env').wait()
+    if what=='unreadable': home.chmod(0o755)
+    kind = 'NotADirectoryError' if 'file' in what else 'PermissionError'
+    assert code==0 and out.startswith(kind) and str(home) in out and 'another home=' in out and out.endswith('True\n'), (out, err)
+    assert [p for p in sorted(map(str, tmp_path.rglob('*'))) if 'env' not in p]==before
+
+
 def test_removed_under_a_live_run(tmp_path):
     "A log, and its folder, and the whole home: begun again"
     t = emberTracker('a', tmp_path/'home')

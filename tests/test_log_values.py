@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 
-from torchember import record
+from torchember import record, torchEmber
 from torchember.store.jsonl import emberTracker
 from torchember.store.reading import frame, parse, table
 
@@ -129,6 +129,7 @@ def some_row(draw, i):
     if kind==7: row = {}
     if kind==8: row |= {'names': ['a', 'b'], 'empty': '', 'train': False}
     if kind==9: row |= {'only_null': None}
+    if kind==10: row |= {'ttype': 'input'}
     return row
 
 
@@ -151,6 +152,19 @@ def test_table_is_what_frame_says(seed):
         got,t = table(lambda: iter(blocks))  # noqa: B023
         pd.testing.assert_frame_equal(got, expected, check_exact=True)
         if size>1: assert t==torn
+
+
+@pytest.mark.parametrize('value', [1., math.nan, math.inf, -math.inf])
+def test_trouble_always_has_its_columns(value, tmp_path):
+    "In every table of an ember, of rows and of lines, whole numbers"
+    with torchEmber(torch.nn.Identity(), home=tmp_path, name='a') as te:
+        te.model(torch.tensor([0., value]))
+        tables = [te.t.df, te.t.latest_df]
+    t = emberTracker('a', tmp_path)
+    want = [int(math.isnan(value)), int(value==math.inf), int(value==-math.inf)]
+    for df in (*tables, t.df, t.latest_df):
+        assert df[['nan', 'posinf', 'neginf']].to_numpy().tolist()==[want]*2 and set(map(str, df.dtypes[['nan', 'posinf', 'neginf']]))=={'int64'}
+    assert [[r[k] for k in ('nan', 'posinf', 'neginf') if k in r] for r in t.lines()]==[[n for n in want if n]]*2 # the file says only what there is
 
 
 columns = [[1, 2.5, None], [1, 'a'], [True, False], [True, None], [True, 1], [None, None], ['a', None], [[1], None], [[], [1]], [2**63, 1], [2**64, .5],

@@ -127,6 +127,23 @@ def test_the_gradient_hint(recwarn):
     te.close()
 
 
+@pytest.mark.parametrize('how', ['zero_grad first', 'te.step()', 'optimizer=', 'accumulated', 'off schedule'])
+def test_no_hint_where_there_are_gradients(how, recwarn):
+    "The hint says that there are none, so it is for who has none"
+    model = torch.nn.Linear(3, 1)
+    opt = torch.optim.SGD(model.parameters(), .1)
+    with torchEmber(model, optimizer=opt if how=='optimizer=' else None, every=2 if how=='off schedule' else 1) as te:
+        for i in range(6):
+            loss = model(torch.ones(1, 3)).sum()
+            if how in ('zero_grad first', 'off schedule'): opt.zero_grad()
+            loss.backward()
+            opt.step()
+            if how=='te.step()': te.step()
+            if how in ('te.step()', 'optimizer=') or how=='accumulated' and i%2: opt.zero_grad()
+    assert any(r['ttype']=='weight_grad' for r in te.t.lines())
+    assert not [w for w in recwarn if 'te.step()' in str(w.message)]
+
+
 def test_steps():
     "Closing with nothing recorded is no step; off-schedule steps count"
     model = torch.nn.Linear(3, 1)

@@ -10,7 +10,7 @@ __all__ = ['linear', 'Selection', 'nothing', 'by_string', 'takes_two', 'select',
 import inspect, math, re
 from fnmatch import fnmatchcase
 
-from .record import unknown
+from .record import an, unknown
 
 # %% ../nbs/01_choose.ipynb #fb427cc3
 class Selection:
@@ -70,7 +70,7 @@ def select(
     if callable(what):
         two = takes_two(what)
         return Selection(getattr(what, '__name__', repr(what)), lambda ps: {id(m) for p,m in ps if (what(p, m) if two else what(m))})
-    raise TypeError(f"cannot choose modules by {what!r}, a {type(what).__name__}. "
+    raise TypeError(f"cannot choose modules by {what!r}, {an(what)}. "
         "Give a glob ('features.*'), a class or its name, a compiled regex, a predicate, or a list of these.")
 
 # %% ../nbs/01_choose.ipynb #8b5fa0d0

@@ -8,7 +8,7 @@ __all__ = ['ordinary', 'few', 'nan', 'row', 'piece', 'rowdot', 'stretch', 'ones'
            'row_dots', 'Room', 'moments', 'from_nearby', 'fits', 'nearest', 'stretches', 'settle', 'pooled', 'ends',
            'absolute', 'higher', 'powers', 'unit', 'quick', 'exact', 'read_cpu', 'with_exponents', 'exponent_counts',
            'read_stretches', 'look_again', 'read_piece', 'loops', 'by_loops', 'by_pieces', 'read_device', 'read',
-           'read_elsewhere', 'gpu_kernels', 'for_list', 'repeat', 'zero_vector', 'summarize']
+           'read_elsewhere', 'gpu_kernels', 'for_list', 'repeat', 'zero_vector', 'summarize', 'no_autocast']
 
 # %% ../../nbs/10_measure/05_kernels.ipynb #ded65dfa
 import math, warnings
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from .summary import Summary, index, length, merge, nothing, parts, read_array, scalars, width
-from ..record import EmberWarning
+from ..record import EmberWarning, an
 
 # %% ../../nbs/10_measure/05_kernels.ipynb #f793027f
 class Unmeasurable(TypeError):
@@ -53,7 +53,7 @@ def dense(x):
     "The elements that `x` stores as a strided tensor, and the number of zeros that it leaves out"
     if torch._C._functorch.is_functorch_wrapped_tensor(x): raise Unmeasurable('it is inside vmap, grad or another function transform')
     if type(x) in ordinary and x.layout is torch.strided and not (x.is_meta or x.is_nested or x.is_quantized or x.is_neg()): return x, 0
-    if x.is_meta: raise Unmeasurable('it is on the meta device and has no values')
+    if x.is_meta: raise Unmeasurable('it is on the meta device, which has no values')
     if x.is_nested: raise Unmeasurable('it is a nested tensor')
     if type(x) not in ordinary:
         if any(c.__name__=='FakeTensor' for c in type(x).__mro__): raise Unmeasurable('it is a fake tensor and has no values')
@@ -466,7 +466,12 @@ def summarize(
     wanted=scalars # Groups of parts to measure: some of 'basic', 'absolute', 'higher', 'powers', 'exponents'
 ) -> Summary:
     "The `Summary` of a tensor. Raises `Unmeasurable` when its values cannot be read"
-    if not isinstance(x, torch.Tensor): raise TypeError(f"summarize measures a tensor, got a {type(x).__name__}. For arrays there is Summary.of.")
-    kind = x.device.type if torch.amp.is_autocast_available(x.device.type) else 'cpu' # a meta tensor has a device that autocast does not know
-    with torch.no_grad(), torch.autocast(kind, enabled=False): v = read(x, wanted)
+    if not isinstance(x, torch.Tensor): raise TypeError(f"summarize measures a tensor, got {an(x)}. For arrays there is Summary.of.")
+    with torch.no_grad(), no_autocast(x.device.type): v = read(x, wanted)
     return Summary(v if isinstance(v, np.ndarray) else v.cpu())
+
+def no_autocast(
+    kind:str # Type of a device, 'cpu'
+):
+    "A context without autocast, also on a device that has none: 'meta'"
+    return torch.autocast(kind if torch.amp.is_autocast_available(kind) else 'cpu', enabled=False)

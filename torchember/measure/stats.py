@@ -8,7 +8,7 @@ __all__ = ['sets', 'known', 'stat_names', 'is_statistic', 'as_dicts', 'get_stats
 # %% ../../nbs/10_measure/10_stats.ipynb #3da5d748
 from .exponents import exponent_range, exponents
 from .kernels import summarize
-from .summary import counts, derive, derived, groups_for
+from .summary import also_called, counts, derive, derived, groups_for
 from ..record import unknown
 
 # %% ../../nbs/10_measure/10_stats.ipynb #4f17d171
@@ -22,11 +22,11 @@ def stat_names(
     "The statistics in a named set or a list. Raises ValueError for a name that does not exist"
     if isinstance(stats, str):
         if stats in sets: return sets[stats]
-        if not is_statistic(stats): raise ValueError(unknown('set of statistics', stats, [*sets, *known]))
+        if not is_statistic(stats): raise ValueError(unknown('set of statistics', stats, [*sets, *known], also_called))
         stats = [stats]
     if not isinstance(stats, list|tuple|set): raise TypeError(f"statistics are a set ({', '.join(sets)}), a list of names, or a function, got {stats!r:.80}.")
     for n in stats:
-        if not is_statistic(n): raise ValueError(unknown('statistic', n, known))
+        if not is_statistic(n): raise ValueError(unknown('statistic', n, known, also_called))
     return tuple(stats)
 
 known = ('shape', 'exponents', *derived)

@@ -17,7 +17,7 @@ import torch
 from ..measure.kernels import Unmeasurable
 from ..measure.stats import as_dicts, groups_for, stat_names
 from ..measure.summary import merge, nothing
-from ..record import check_ttypes
+from ..record import an, check_ttypes
 from .layers import as_tensor, check_real, derived_from, each, figures, groups_of, is_sharded, joined, kept, norms, vectors, with_values
 from .plots import most, plot_ecdf, plot_hist, plot_heatmap
 from .tables import as_list, chosen_columns, columns_group, layer_html, layer_lines, table_text
@@ -159,9 +159,9 @@ class StateDict(OrderedDict):
     def __setitem__(self, key, value):
         is_tensor = isinstance(value, torch.Tensor)
         if not is_tensor and not isinstance(value, Number|str|tuple|list):
-            raise TypeError(f"{key!r} is a {type(value).__name__}. A StateDict holds tensors, or a number for each name.")
+            raise TypeError(f"{key!r} is {an(value)}. A StateDict holds tensors, or a number for each name.")
         if self and is_tensor==self.is_result and not (len(self)==1 and key in self):
-            raise TypeError(f"{key!r} is a {type(value).__name__}, and the others in {self._name} are {'results' if self.is_result else 'tensors'}.")
+            raise TypeError(f"{key!r} is {an(value)}, and the others in {self._name} are {'results' if self.is_result else 'tensors'}.")
         if isinstance(value, np.number): value = value.item()
         super().__setitem__(key, value.detach() if is_tensor else value)
 

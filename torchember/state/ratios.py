@@ -6,6 +6,7 @@
 __all__ = ['trust_ratio']
 
 # %% ../../nbs/45_state/10_ratios.ipynb #3cc37c87
+from ..record import an
 from .algebra import StateDict, first_difference
 
 # %% ../../nbs/45_state/10_ratios.ipynb #bc5f4ba3
@@ -17,7 +18,7 @@ def trust_ratio(
     """The norm of each layer's update over the norm of its weight. A weight of zeros gives inf, and nan when it has not moved.
     Raises ValueError when the two have other names or shapes"""
     for what,d in (('update', update), ('weight', weight)):
-        if not isinstance(d, StateDict): raise TypeError(f"trust_ratio takes two StateDicts; its {what} is a {type(d).__name__}. from_weight(model) makes one.")
+        if not isinstance(d, StateDict): raise TypeError(f"trust_ratio takes two StateDicts; its {what} is {an(d)}. from_weight(model) makes one.")
     u,w = (d if pattern is None else d.filter(pattern) for d in (update, weight))
     if trouble := first_difference(u, w): raise ValueError(trouble)
     return (u.norm(lw=True)/w.norm(lw=True)).set_name('trust_ratio')

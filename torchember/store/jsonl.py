@@ -12,8 +12,8 @@ from collections import deque
 from itertools import count
 from queue import Empty, SimpleQueue
 
-from ..record import EmberWarning, identity, line_of, lines_of, load_row, trouble, unknown
-from .base import folder, now, read_meta, replace, run_name, safe_name, write_meta
+from ..record import EmberWarning, an, line_of, lines_of, load_row, unknown, unmarkable
+from .base import check_writable, folder, now, read_meta, replace, run_name, safe_name, write_meta
 from .reading import blocks_of, current, frame, parse, table
 from .table import tree_table
 
@@ -311,7 +311,7 @@ class tracker:
         row:dict # Anything that JSON, torch and numpy have. TypeError for what they have not
     ): # The tracker
         "Append a row as it is, with the marks"
-        if not isinstance(row, dict): raise TypeError(f"a row is a dict such as {{'loss': 0.3}}, got a {type(row).__name__}.")
+        if not isinstance(row, dict): raise TypeError(f"a row is a dict such as {{'loss': 0.3}}, got {an(row)}.")
         line = line_of({**row, **{k:v for k,v in self.marked.items() if k not in row}} if self.marked else row) # now: the row may change after this
         self.file.put(lambda: [line], joins=self.source is not None)
         return self
@@ -405,7 +405,7 @@ class tracker:
     ):
         "Add columns to every row from now on"
         for k in marks:
-            if k in identity+trouble: raise ValueError(f"{k!r} is a column of every row, so it cannot be a mark. Choose another name.")
+            if k in unmarkable: raise ValueError(f"{k!r} is a column of every row, so it cannot be a mark. Choose another name.")
         marks = load_row(line_of(marks)) # TypeError now rather than in the middle of training
         if self.source is not None and any(k not in self.marked or self.marked[k]!=v for k,v in marks.items()): self.source(False)
         self.marked = {**self.marked, **marks}
@@ -468,8 +468,9 @@ def new_run(
     resume:bool=False, # Go on with the run `name`
     home=None # Folder to use instead of `~/.torchember`
 ) -> emberTracker:
-    "A tracker for a run that starts now. Raises FileExistsError for a `name` that exists, unless `resume`"
+    "A tracker for a run that starts now. Raises FileExistsError for a `name` that exists, unless `resume`, and OSError for a `home` that cannot be written"
     exact = name is not None
+    for part in ('log', 'data') if home is not None else (): check_writable(folder('torchember', home)/part) # another home says so when it is written
     if name is None:
         if resume: raise ValueError("resume=True needs name=, the run to go on with.")
         base = run_name(kind)
