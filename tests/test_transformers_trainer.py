@@ -51,7 +51,11 @@ def kinds():
         def on_train_end(self, *args, **more): self.te.close()
 
     class Trainer(transformers.Trainer):
-        "With batches that are there already, in their order"
+        "With batches that are there already, in their order, and the loss as the model gives it"
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self.model_accepts_loss_kwargs = False
+
         def get_train_dataloader(self): return torch.utils.data.DataLoader(self.train_dataset, batch_size=None)
         def get_eval_dataloader(self, *args): return torch.utils.data.DataLoader([hundred], batch_size=None)
     return transformers, Trainer, Arm
