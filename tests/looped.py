@@ -92,7 +92,13 @@ def same(got, want):
 
 
 def steps(te): return sorted({r['step'] for r in te.t.lines()})
-def training(te, *ttypes): return table(te, *ttypes, phase=None)
+
+
+def training(te, *ttypes):
+    "The rows of steps that trained, without those of eval passes"
+    rows = table(te, *ttypes, phase=None)
+    trained = {k[0] for k in rows if k[2] not in ('weight', 'scalar')}
+    return {k: r for k,r in rows.items() if k[0] in trained}
 
 
 # ---- tensors
