@@ -8,6 +8,7 @@ import sys
 import tempfile
 from configparser import ConfigParser
 from contextlib import chdir
+from functools import cache
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
@@ -119,6 +120,7 @@ def add_docments(app, what, name, obj, options, lines):
             if v['docment']: lines += ['', f":{'returns' if k=='return' else f'param {k}'}: {v['docment']}"]
     lines[:] = [re.sub(r'(`[^`]+`)(\w?)', lambda m: m[1]+(m[2] and '\\ '+m[2]), l) for l in lines]
 
+@cache
 def find_patched(app, mod):
     "The source of `mod`, with each function that `patch` makes a method named as one"
     a = ModuleAnalyzer.for_module(mod)
@@ -165,6 +167,7 @@ def render_nb(app, docname, content):
     if docname==app.config.root_doc:
         for caption,docs in sidebar(app.env.found_docs - {docname, *beside}):
             nb.cells.append(mk_cell(f'```{{toctree}}\n:hidden:\n:caption: {caption}\n\n' + '\n'.join(docs) + '\n```', 'markdown'))
+    nb.metadata['source_map'] = list(range(len(nb.cells))) # the line of a cell. MyST-NB says 10000 a cell, and an entry parses as many empty ones
     content[0] = nb2str(nb)
 
 def discover(self, *args, notebooks=Project.discover):
