@@ -131,7 +131,7 @@ def test_a_language_model(tmp_path):
     opt = momentum(twin.train())
     with torchEmber(twin, optimizer=opt, ttypes=('output', 'weight', 'weight_grad')) as other:
         for d in data:
-            twin(**d, num_items_in_batch=d['labels'].numel()).loss.backward() # as the Trainer asks for it
+            twin(**d).loss.backward()
             opt.step()
             opt.zero_grad()
     assert steps(te)==[0, 1, 2]

@@ -33,7 +33,7 @@ from .measure.stats import stat_names
 from .measure.summary import counts, derived
 from .measure.tap import Arena, OnMeta, Pending, observe
 from .plan import Place, Plan, Reading, rehearse, states_to_come
-from .record import SCHEMA, EmberWarning, check_ttypes, identity, lines_of, line_of, plain, pointer, reserved, trouble, ttypes
+from .record import SCHEMA, EmberWarning, an, check_ttypes, identity, lines_of, line_of, plain, pointer, reserved, trouble, ttypes
 from .steps import Phases, Steps
 from .store.base import now, run_name, user
 from .store.jsonl import emberTracker, new_run
@@ -84,7 +84,7 @@ def custom_row(f, x):
     if version is not None and x._version!=version:
         raise RuntimeError(f"{getattr(f, '__name__', f)} changed the tensor in place, and so the model's own values. Work on a copy: tensor.clone().")
     if not isinstance(got, dict):
-        raise TypeError(f"a statistic returns a dict such as {{'mean': 0.5}}, but {getattr(f, '__name__', f)} returned a {type(got).__name__}. "
+        raise TypeError(f"a statistic returns a dict such as {{'mean': 0.5}}, but {getattr(f, '__name__', f)} returned {an(got)}. "
             "Return {name: value}.")
     taken = reserved & got.keys()
     if taken: raise ValueError(f"the statistic's name {min(taken)!r} is a column of every row. Choose another name.")
@@ -830,9 +830,8 @@ class torchEmber:
         if on_error not in ('warn', 'raise'): raise ValueError(f"on_error is 'warn' or 'raise', got {on_error!r}.")
         self.model,inner = model,unwrap(model)
         self.model_name = type(inner).__name__
-        for n in check_ttypes(ttypes):
-            if n not in recorded: raise ValueError(f"{n!r} is not recorded by this version. It records: {', '.join(recorded)}.")
-        optimizers = check_optimizers(optimizer, scaler, check_ttypes(ttypes), [*model.parameters(), *inner.parameters()])
+        ttypes = check_ttypes(ttypes, recorded)
+        optimizers = check_optimizers(optimizer, scaler, ttypes, [*model.parameters(), *inner.parameters()])
         when,stats = schedule(every),stats if callable(stats) else stat_names(stats)
         if overhead is not None: check_share(overhead)
         self.chosen = (include, exclude)
@@ -842,7 +841,7 @@ class torchEmber:
         if world>1: name = f'{name or shared_name(self.model_name)}.rank{rank}'
         self.t = new_run(self.model_name, name, resume, home)
         step = self.t.last_step()+1 if resume else 0
-        self.recorder = Recorder(self.t, check_ttypes(ttypes), stats, when, only_training, on_error, step, rank if world>1 else None,
+        self.recorder = Recorder(self.t, ttypes, stats, when, only_training, on_error, step, rank if world>1 else None,
             None if overhead is None else Budget(overhead))
         self.recorder.root_name = self.tracks[0].name
         if optimizers: self.recorder.watch,self.recorder.steps.manual = OptimizerWatch(optimizers, scaler, self.recorder),True
@@ -913,10 +912,10 @@ class torchEmber:
     def log(self, /, **numbers):
         "Note numbers of the step whose pass has just run, in a row with the ttype 'scalar': `te.log(loss=loss)`. A tensor on a GPU is not waited for"
         for k,v in numbers.items():
-            if k in identity or k=='shape': raise ValueError(f"{k!r} is a column of every row, so no number can be called so. Choose another name.")
             number = isinstance(v, int|float|np.number|np.bool_) or isinstance(v, torch.Tensor|np.ndarray) and math.prod(v.shape)==1
             if not number or isinstance(v, torch.Tensor) and v.is_complex():
-                raise TypeError(f"te.log notes numbers, but {k} is {v!r:.80}, a {type(v).__name__}. What holds for all rows from now on is te.mark({k}=...).")
+                raise TypeError(f"te.log notes numbers, but {k} is {v!r:.80}, {an(v)}. What holds for all rows from now on is te.mark({k}=...).")
+            if k in identity or k=='shape': raise ValueError(f"{k!r} is a column of every row, so no number can be called so. Choose another name.")
         if numbers: self.recorder.log(numbers)
 
     def log_model(self): # The ember
@@ -941,7 +940,7 @@ class torchEmber:
         tensor:torch.Tensor|None # A tensor that is in no module; None ends it
     ): # The tensor
         "Record a variable and its gradient at the end of each step, as a weight of the root"
-        if tensor is not None and not isinstance(tensor, torch.Tensor): raise TypeError(f"watch_tensor follows a tensor, got a {type(tensor).__name__}.")
+        if tensor is not None and not isinstance(tensor, torch.Tensor): raise TypeError(f"watch_tensor follows a tensor, got {an(tensor)}.")
         self.recorder.variables.pop(name, None) if tensor is None else self.recorder.variables.update({name: tensor})
         return tensor
 
@@ -962,8 +961,7 @@ class torchEmber:
     ): # A decorator that returns the function unchanged
         "Use a function tensor -> dict, or a named set, for some tensor types"
         if any(callable(n) for n in ttypes): raise TypeError("how_record needs tensor types: write @te.how_record('output'), or @te.how_record_out.")
-        for n in check_ttypes(ttypes):
-            if n not in recorded: raise ValueError(f"{n!r} is not recorded by this version. It records: {', '.join(recorded)}.")
+        check_ttypes(ttypes, recorded)
         if not ttypes: raise ValueError(f"how_record needs the tensor types that the function is for: {', '.join(recorded)}.")
         def use(f):
             how = f if callable(f) else stat_names(f)
@@ -1084,13 +1082,13 @@ def check_optimizers(optimizer, scaler, ttypes, params):
     "The optimizers as a list. Raises for what is none, and for what cannot do without one"
     os = [] if optimizer is None else [*optimizer] if isinstance(optimizer, list|tuple) else [optimizer]
     for o in os:
-        if not is_optimizer(o): raise TypeError(f"optimizer= is a torch optimizer or a list of them, got a {type(o).__name__}.")
+        if not is_optimizer(o): raise TypeError(f"optimizer= is a torch optimizer or a list of them, got {an(o)}.")
     mine = {id(p) for p in params}
     for o in os:
         if not mine & {id(p) for p in parameters_of(o)}:
             raise ValueError(f"The optimizer {kinds_of([o])} trains none of the {len(mine)} parameters of this model. Was it made for another model, "
                 "or before the parameters were replaced? Give the one that steps; or none, and call te.step() where a step ends.")
-    if scaler is not None and not hasattr(scaler, 'unscale_'): raise TypeError(f"scaler= is a torch.amp.GradScaler, got a {type(scaler).__name__}.")
+    if scaler is not None and not hasattr(scaler, 'unscale_'): raise TypeError(f"scaler= is a torch.amp.GradScaler, got {an(scaler)}.")
     for n,why in (('optimizer', "'optimizer' in ttypes"), ('update', "'update' in ttypes")):
         if n in ttypes and not os: raise ValueError(f"{why} needs optimizer=, the optimizer that trains the model.")
     if scaler is not None and not os: raise ValueError("scaler= needs optimizer=, the optimizer whose steps it scales.")
@@ -1100,7 +1098,7 @@ def not_a_model(got):
     "The sentence for what is no model"
     hint = " Give the model itself, not its parameters or its state." if isinstance(got, dict|list|tuple) or hasattr(got, '__next__') else \
         " Give an instance: torchEmber(Net())." if isinstance(got, type) else ""
-    return f"torchEmber watches an nn.Module, got {'the class '+got.__name__ if isinstance(got, type) else 'a '+type(got).__name__}.{hint}"
+    return f"torchEmber watches an nn.Module, got {an(got)}.{hint}"
 
 def weak_source(recorder):
     "The recorder's rows for the log, without keeping the recorder alive"
