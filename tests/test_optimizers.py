@@ -1,10 +1,13 @@
 "Optimizers that hold another, that take two steps for one, or that call themselves: what is recorded is what the outer step did"
+import copy
+import gc
 import warnings
+import weakref
 from collections import defaultdict
 
 import pytest
 import torch
-from looped import (ALL, Net, batches, by_hand, closure_of, grads, heard, left, loss_of, momentum, said_of_parameters, seeded, steps, table, weights)
+from looped import (ALL, Net, batches, by_hand, closure_of, ears, grads, heard, left, loss_of, momentum, said_of_parameters, seeded, steps, table, weights)
 
 from torchember import torchEmber
 
@@ -318,7 +321,62 @@ def test_an_inner_and_its_outer_handed_over_together():
     said_of_parameters(te, 'weight_grad', truth.grad)
 
 
-@pytest.mark.parametrize('make', [lambda o: o, Lookahead], ids=['plain', 'wrapped'])
+either = pytest.mark.parametrize('make', [lambda o: o, Lookahead], ids=['plain', 'wrapped'])
+
+
+@either
+@pytest.mark.parametrize('first', [0, 1])
+def test_one_optimizer_of_two_models(make, first):
+    "Two embers listen to it: each has its own model's rows, and whichever is closed first, nothing is left"
+    models = [seeded(seed=k) for k in (0, 1)]
+    inner = sgd([p for m in models for p in m.parameters()])
+    opt,seen = make(inner),([], [])
+    before = ears(opt, inner)
+    tes = [torchEmber(m, optimizer=opt, ttypes=('weight', 'weight_grad')) for m in models]
+    for i,(x,y) in enumerate(batches(5)):
+        if i==3: tes[first].close()
+        sum(loss_of(m, x, y) for m in models).backward()
+        for s,m in zip(seen, models, strict=True): s.append(grads(m))
+        opt.step()
+        opt.zero_grad()
+    tes[1-first].close()
+    for k,te in enumerate(tes): said_of_parameters(te, 'weight_grad', seen[k][:3 if k==first else 5])
+    assert ears(opt, inner)==before
+
+
+@either
+def test_a_copied_optimizer(make):
+    "A deep copy of model and optimizer steps by itself, and nobody hears it"
+    model = seeded()
+    opt = make(sgd(model.parameters()))
+    with torchEmber(model, optimizer=opt) as te:
+        seen = by_hand(model, opt, batches(2))
+        before = weights(model)
+        twin,other = copy.deepcopy((model, opt))
+        by_hand(twin, other, batches(2))
+        assert all(torch.equal(before[n], w) for n,w in weights(model).items())
+        assert all(not torch.equal(before[n], w) for n,w in weights(twin).items())
+        seen += by_hand(model, opt, batches(2))
+    said_of_parameters(te, 'weight_grad', seen)
+
+
+@either
+@pytest.mark.parametrize('closed', [False, True])
+def test_an_optimizer_is_let_go_of(make, closed):
+    "Armed or closed, ember, model and optimizer keep each other no longer than the user keeps them"
+    def run():
+        model = seeded()
+        opt = make(sgd(model.parameters()))
+        te = torchEmber(model, optimizer=opt, ttypes=ALL)
+        for x,y in batches(2): opt.step(closure_of(model, opt, x, y))
+        if closed: te.close()
+        return [weakref.ref(o) for o in (model, opt, te)]
+    refs = run()
+    gc.collect()
+    assert [r() for r in refs]==[None]*3
+
+
+@either
 def test_one_that_is_not_the_models(make):
     "Refused at once; and the model can be armed after that"
     model = seeded()
