@@ -277,6 +277,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'torchember.core.Recorder.silent': ('core.html#recorder.silent', 'torchember/core.py'),
                                  'torchember.core.Recorder.source': ('core.html#recorder.source', 'torchember/core.py'),
                                  'torchember.core.Recorder.stepping': ('core.html#recorder.stepping', 'torchember/core.py'),
+                                 'torchember.core.Recorder.unseen': ('core.html#recorder.unseen', 'torchember/core.py'),
                                  'torchember.core.Recorder.variable': ('core.html#recorder.variable', 'torchember/core.py'),
                                  'torchember.core.Recorder.wants': ('core.html#recorder.wants', 'torchember/core.py'),
                                  'torchember.core.Recorder.weights': ('core.html#recorder.weights', 'torchember/core.py'),

@@ -313,8 +313,7 @@ class Recorder:
             self.steps.opened = True # perhaps without a pass that we heard of
             if not self.on: return
             ids = {id(p) for p in parameters_of(optimizer)}
-            for st,_,n,p in self.all_parameters(ids) if 'weight' in self.ttypes else ():
-                if id(p) not in self.weighed and (st.track.id, n) not in self.weighed: self.parameters(st, ('weight',)) # no pass in training mode has seen it
+            self.unseen(ids)
             self.again({'weight_grad'} & set(self.ttypes), ids, scale)
             self.settle()
             if still: self.stepping(optimizer)
@@ -327,6 +326,12 @@ class Recorder:
             self.stepped.add(id(optimizer))
             self.last_at = clock()
             if self.stepped>={id(o) for o in self.watch.optimizers}: self.close()
+
+    def unseen(self, wanted=None):
+        "Weights that no pass in training mode has recorded in this step: of a model that trains in `eval()` mode"
+        if 'weight' not in self.ttypes: return
+        for st,_,n,p in list(self.all_parameters(wanted)):
+            if id(p) not in self.weighed and (st.track.id, n) not in self.weighed: self.parameters(st, ('weight',))
 
     def refused(self, optimizer):
         "The scaler did not let the optimizer step"
@@ -379,7 +384,7 @@ class Recorder:
         "The module's own parameters; with the outermost one's, those of modules in it that no call has reached"
         loc = self.local
         loc.busy = clock()
-        if loc.phase and not torch.is_grad_enabled(): return # perhaps with averaged weights, put in for an evaluation
+        if loc.phase: return # perhaps with averaged weights, put in for an evaluation
         kinds = self.ttypes if not self.steps.manual else [t for t in self.ttypes if t!='weight_grad']
         with self.lock: # once a step, whoever calls
             self.parameters(st, kinds)
@@ -535,6 +540,7 @@ class Recorder:
 
     def boundary(self):
         "The gradients as they are now, in place of those that were there during the pass"
+        self.unseen()
         self.again({'weight_grad'} & set(self.ttypes))
 
     @timed
