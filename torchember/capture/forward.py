@@ -86,7 +86,7 @@ class Due:
         self.came.append(self.calls.pop())
         return *self.came[-1], self.backward
 
-def parts_of(module): return (*module._parameters.keys(), len(module._modules))
+def parts_of(module): return len(module._parameters)+1000*len(module._modules)
 
 def with_gradient(named, wanted): return [(n,x) for n,x in named if wanted and torch.is_grad_enabled() and x.requires_grad]
 

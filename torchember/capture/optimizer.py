@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['parameters_of', 'states_of', 'is_optimizer', 'workers', 'held', 'closure_told', 'with_closure', 'steps_now',
-           'versions', 'some', 'OptimizerWatch']
+           'versions', 'some', 'Place', 'OptimizerWatch']
 
 # %% ../../nbs/20_capture/40_optimizer.ipynb #5dd30003
 import functools, sys, types
@@ -96,6 +96,19 @@ def some(xs, n=16):
     return xs[::max(len(xs)//n, 1)][:n]
 
 # %% ../../nbs/20_capture/40_optimizer.ipynb #63555850
+class Place:
+    "The place of a `step` that was taken. Who has put another around it meanwhile keeps theirs; ours then tells nobody"
+    def __init__(self, o, former, step):
+        self.o,self.former,self.step,self.over = o,former,step,False
+        step.__func__._torchember = self
+        o.step = step
+
+    def remove(self):
+        self.over = True
+        while (step := vars(self.o).get('step')) is not None and (top := getattr(step, '_torchember', None)) is not None and top.over and top.step is step:
+            if top.former is None: del self.o.step
+            else: self.o.step = top.former
+
 class OptimizerWatch:
     "Hears when optimizers step, and when a scaler does not let them"
     def __init__(self,
@@ -135,12 +148,7 @@ class OptimizerWatch:
             def go(*args, **kwargs): return type(self).step(self, *args, **kwargs) if former is None else former(*args, **kwargs)
             return run(self, go, args, kwargs) if self is o else go(*args, **kwargs)
         looks = functools.wraps(type(o).step if former is None else former) # schedulers leave a mark on a step that they know
-        o.step = bound = types.MethodType(left_alone(looks(step)), o)
-        def remove():
-            if vars(o).get('step') is not bound: return # somebody has put another around it: it goes on, and tells nobody
-            if former is None: del o.step
-            else: o.step = former
-        self.handles.append(types.SimpleNamespace(remove=remove))
+        self.handles.append(Place(o, former, types.MethodType(left_alone(looks(step)), o)))
 
     def detach(self):
         "Give optimizers and scaler back as they were"
