@@ -849,3 +849,27 @@ def test_the_first_gradient_that_is_not_finite():
         opt.step()
         te.t.df # noqa: B018
     assert len(said)==1 and re.search(r'step\W*2\b', said[0]) and re.search(r'\bb\b', said[0]) and re.search('grad_0|weight', said[0]), said
+
+
+def test_nothing_is_noted_where_torchember_is_switched_off(monkeypatch):
+    monkeypatch.setenv('TORCHEMBER_DISABLE', '1')
+    model = seeded()
+    te = torchEmber(model, optimizer=momentum(model))
+    by_hand(model, momentum(model), batches(2))
+    te.log(loss=1.)
+    te.close()
+    assert not te.t.log_path.exists()
+
+
+def test_a_schedule_that_raises_leaves_the_passes_countable():
+    "With on_error='raise' it goes through the forward; what comes after is counted as before"
+    def when(step):
+        if step==1: raise RuntimeError('on purpose')
+        return True
+    model = seeded()
+    te = torchEmber(model, every=when, on_error='raise', ttypes=('output',))
+    x,_ = batches()[0]
+    model(x)
+    with pytest.raises(RuntimeError, match='on purpose'): model(x)
+    assert te.recorder.running==te.recorder.active==te.recorder.local.depth==0
+    te.close()

@@ -298,6 +298,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'torchember.core.at_exit': ('core.html#at_exit', 'torchember/core.py'),
                                  'torchember.core.check_optimizers': ('core.html#check_optimizers', 'torchember/core.py'),
                                  'torchember.core.custom_row': ('core.html#custom_row', 'torchember/core.py'),
+                                 'torchember.core.disabled': ('core.html#disabled', 'torchember/core.py'),
                                  'torchember.core.flow_places': ('core.html#flow_places', 'torchember/core.py'),
                                  'torchember.core.grad_of': ('core.html#grad_of', 'torchember/core.py'),
                                  'torchember.core.in_child': ('core.html#in_child', 'torchember/core.py'),

@@ -6,8 +6,8 @@
 __all__ = ['recorded', 'waiting', 'most_rows', 'most_events', 'most_passes', 'room', 'names', 'at_exit', 'in_child', 'Room',
            'shape_of', 'custom_row', 'Here', 'Recorder', 'rows_of', 'one_row', 'grad_of', 'kinds_of', 'on_its_way',
            'arrived', 'FirstBad', 'troubled', 'Nowhere', 'per_row', 'parameter_places', 'flow_places', 'row_to_come',
-           'Switch', 'Hint', 'place', 'shared_name', 'torchEmber', 'EmberCopy', 'parameters_of_all', 'check_optimizers',
-           'not_a_model', 'weak_source']
+           'Switch', 'Hint', 'place', 'shared_name', 'torchEmber', 'disabled', 'EmberCopy', 'parameters_of_all',
+           'check_optimizers', 'not_a_model', 'weak_source']
 
 # %% ../nbs/40_core.ipynb #d9edeed4
 import atexit, functools, itertools, math, os, re, sys, threading, warnings, weakref
@@ -146,7 +146,12 @@ class Recorder:
         "A call of the outermost armed module begins, or one of the root inside of it; False while a statistic calls the model"
         loc = self.local
         if loc.measuring: return False
-        if not loc.depth: self.first(loc, st)
+        if not loc.depth:
+            with self.lock: self.running += 1
+            try: self.first(loc, st)
+            except BaseException: # a schedule that raises, with on_error='raise'
+                with self.lock: self.running -= 1
+                raise
         loc.depth += 1
         return True
 
@@ -156,7 +161,6 @@ class Recorder:
         phase = self.phases.of(path, training, self.states[0].track.module.training if self.states else training)
         loc.outer,loc.stack,loc.skips = st,[],self.only_training and phase is not None
         with self.lock:
-            self.running += 1
             if self.first_at is None: self.first_at = loc.entered
             if self.since_at is None and not loc.skips: self.since_at = loc.entered
             if loc.skips: return
@@ -166,7 +170,6 @@ class Recorder:
                 weights = versions(self.trained) if looked else None
                 if self.steps.ends(path, phase, weights): self.close()
                 if self.steps.begin(path, phase, weights) and self.on: self.arena.begin(sum(self.steps.passes.values())-1)
-                self.silent()
             self.steps.opened = True
             loc.phase = phase if self.steps.manual else None
             if loc.pass_!=self.pass_ or len(loc.log)>most_events: loc.pass_,loc.log = self.pass_,[]
@@ -188,6 +191,7 @@ class Recorder:
             if loc.skips: return
             self.active -= 1
             if not self.active and self.deep: room.less(self.deep)
+        self.silent()
         self.settle()
         self.anew() # nothing of ours holds on to a tensor of the model between passes
         if compiled and not self.steps.manual and (loc.outer.root or len(self.steps.seen)<2):
@@ -872,7 +876,7 @@ class torchEmber:
 
     def arm(self): # The ember
         "Start to record; nothing happens when it is armed already"
-        if self.armed or os.environ.get('TORCHEMBER_DISABLE', '0') not in ('', '0'): return self
+        if self.armed or disabled(): return self
         inner = unwrap(self.model)
         earlier = armed_by(inner)
         if earlier is not None:
@@ -922,7 +926,7 @@ class torchEmber:
             if not number or isinstance(v, torch.Tensor) and v.is_complex():
                 raise TypeError(f"te.log notes numbers, but {k} is {v!r:.80}, {an(v)}. What holds for all rows from now on is te.mark({k}=...).")
             if k in identity or k=='shape': raise ValueError(f"{k!r} is a column of every row, so no number can be called so. Choose another name.")
-        if numbers: self.recorder.log(numbers)
+        if numbers and not disabled(): self.recorder.log(numbers)
 
     def log_model(self): # The ember
         "Record all weights and their gradients now, in the current step"
@@ -1055,6 +1059,8 @@ class torchEmber:
         return f"<torchEmber of {self.model_name}: {len(self.tracks)} modules, step {self.recorder.step}, {state}{thinned}>"
 
     def _repr_html_(self): return tree_table(repr(self)[1:-1], self.mod_tree(), self.t.latest_line_list())
+
+def disabled(): return os.environ.get('TORCHEMBER_DISABLE', '0') not in ('', '0')
 
 class EmberCopy:
     "What a copy of a model has in place of the ember that was kept in it: it reads the run, `EmberCopy.t`, and records nothing"
