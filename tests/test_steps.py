@@ -873,3 +873,26 @@ def test_a_schedule_that_raises_leaves_the_passes_countable():
     with pytest.raises(RuntimeError, match='on purpose'): model(x)
     assert te.recorder.running==te.recorder.active==te.recorder.local.depth==0
     te.close()
+
+
+@pytest.mark.parametrize('with_optimizer,every', [(False, 1), (False, 2), (True, 1), (True, 3)])
+def test_a_compiled_part_of_a_root_that_is_not_called(with_optimizer, every):
+    "It is the pass, as it is uncompiled. The compiler looks once more when it has turned out that it is called by itself"
+    from torch._dynamo.testing import CompileCounterWithBackend
+    class Lit(nn.Module):
+        def __init__(self): super().__init__(); self.net = Net()
+    torch._dynamo.reset()
+    tables = []
+    for compiled in (False, True):
+        model = seeded(Lit)
+        opt,count = momentum(model),CompileCounterWithBackend('aot_eager')
+        net = torch.compile(model.net, backend=count, fullgraph=True) if compiled else model.net
+        with torchEmber(model, every=every, ttypes=('input', 'output', 'weight', 'output_grad'), **(dict(optimizer=opt) if with_optimizer else {})) as te:
+            for x,_ in batches(7):
+                net(x).square().mean().backward()
+                opt.step()
+                opt.zero_grad()
+        assert te.close()['steps']==7 and steps(te)==list(range(0, 7, every))
+        tables.append(table(te))
+    same(*tables)
+    assert count.frame_count==2+(every>1)
