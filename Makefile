@@ -4,7 +4,7 @@ SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 base := $(shell command -v $(PYTHON))
 VENV ?= .venv
-ARGS ?= -n auto
+ARGS ?= -n auto -m 'not slow'
 
 ifneq ($(VENV),)
 ready := $(VENV)/.ready
@@ -34,10 +34,10 @@ save: # Run the notebooks and keep what they print: `make save NB=nbs/00_record.
 lint: # Look for mistakes in notebooks, library, tests and examples
 	ruff check
 
-test: # Run the notebooks and tests/ against the library: `make test ARGS='-k summary'` for some
+test: # Run the notebooks and tests/ against the library, but for the slow: ARGS='-n auto' for all, ARGS='-k summary' for some
 	pytest $(ARGS)
 
-docs: # Run the notebooks into pages: docs/_build/html/index.html
+docs: # Make pages of the notebooks as they are saved: docs/_build/html/index.html
 	sphinx-build -qWE -c docs nbs docs/_build/html
 
 check: sync # Fail unless notebooks are clean, and all that they generate is in git

@@ -1,24 +1,16 @@
-"""Sphinx settings. The pages are the notebooks, which run while they are read: `make docs`"""
+"""Sphinx settings. The pages are the notebooks, with the outputs that are saved in them: `make docs`"""
 import ast
 import json
-import os
-import random
 import re
-import sys
-import tempfile
 from configparser import ConfigParser
-from contextlib import chdir
 from functools import cache
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
 
-os.environ['MPLBACKEND'] = 'agg'
-
 from docutils import nodes
-from execnb.shell import CaptureShell, format_exc
 from fastcore.docments import docments
-from fastcore.nbio import dict2nb, does_cell_eval, mk_cell, nb2str
+from fastcore.nbio import dict2nb, mk_cell, nb2str
 from nbdev.doclinks import NbdevLookup
 from nbdev.process import NBProcessor
 from nbdev.showdoc import showdoc_nm
@@ -39,7 +31,7 @@ copyright = author
 extensions = ['myst_nb', 'sphinx.ext.autodoc', 'sphinx.ext.viewcode', 'sphinx_copybutton']
 exclude_patterns = ['**/.ipynb_checkpoints']
 default_role = 'py:obj' # as docstrings are Markdown, where one backtick means code
-nb_execution_mode = 'off' # `render_nb` has run them
+nb_execution_mode = 'off' # the tests run them, and compare what they show with what is saved
 myst_enable_extensions = ['alert', 'dollarmath']
 myst_heading_anchors = 3
 autodoc_typehints_format = 'short'
@@ -130,24 +122,6 @@ def find_patched(app, mod):
 
 # ---- the pages
 
-def run_nb(nb, path, docname):
-    "Run `nb` in its folder, with a home and with random numbers that no other notebook has touched"
-    import numpy as np
-    import torch
-    for seed in (random.seed, np.random.seed, torch.manual_seed): seed(0)
-    syspath = sys.path[:]
-    with tempfile.TemporaryDirectory(prefix='torchember-') as home, chdir(path.parent):
-        os.environ['TORCHEMBER_HOME'] = home
-        shell = CaptureShell(path)
-        for c in nb.cells:
-            if c.cell_type!='code' or not does_cell_eval(c, True) or re_show_doc.search(c.source): continue
-            shell.cell(c)
-            if shell.exc:
-                log.error('this cell fails:\n\n%s\n\n%s', c.source, ''.join(format_exc(shell.exc)), location=docname)
-                break
-        shell.close()
-    sys.path[:] = syspath
-
 def sidebar(docs):
     "A hidden table of contents for each folder, in order, and for the loose notebooks between two folders"
     groups = [(k, list(v)) for k,v in groupby(sorted(docs), lambda d: d.rpartition('/')[0])]
@@ -158,11 +132,9 @@ def sidebar(docs):
     yield 'Project', [*beside, 'All names <genindex>']
 
 def render_nb(app, docname, content):
-    "Run the notebook, and turn it into a page"
+    "Turn a notebook into a page"
     if docname in beside: return
-    path = Path(app.env.doc2path(docname))
     nb = NBProcessor(nb=dict2nb(json.loads(content[0])), rm_directives=False).nb
-    run_nb(nb, path, docname)
     nb.cells = list(page_cells(nb, docname))
     if docname==app.config.root_doc:
         for caption,docs in sidebar(app.env.found_docs - {docname, *beside}):

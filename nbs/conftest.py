@@ -1,6 +1,7 @@
 """Each section of a notebook is a test, in which the exported cells are taken from the library instead of being run"""
 import os
 import random
+import re
 import sys
 import tempfile
 import traceback
@@ -12,6 +13,7 @@ import pytest
 home,env = tempfile.TemporaryDirectory(prefix='torchember-'),pytest.MonkeyPatch()
 env.setenv('TORCHEMBER_HOME', home.name)
 env.setenv('MPLBACKEND', 'agg')
+env.setenv('TORCHINDUCTOR_COMPILE_THREADS', '1') # more are a pool of processes, each of which imports torch
 if 'PYTEST_XDIST_WORKER' in os.environ: env.setenv('OMP_NUM_THREADS', '1')
 
 from execnb.shell import CaptureShell  # noqa: E402
@@ -21,6 +23,13 @@ from fastcore.nbio import does_cell_eval, read_nb  # noqa: E402
 def pytest_unconfigure():
     env.undo()
     home.cleanup()
+
+
+def shown(c):
+    "The words and the kinds of picture in the outputs of a cell: what is the same on every machine, as numbers and addresses are not"
+    data = [d for o in c.outputs or () if o.get('name')!='stderr' for d in (o.get('data') or {'text/plain': o.get('text', '')}).items()]
+    texts = [kind if kind.startswith('image/') else re.sub('0x[0-9a-f]+', '', ''.join(v)) for kind,v in data]
+    return {w for t in texts for w in re.findall(r'[A-Za-z_]{3,}', t)} - {'nan', 'NaN', 'inf'}
 
 
 class Section(pytest.Item):
@@ -34,6 +43,7 @@ class Section(pytest.Item):
 
     def repr_failure(self, excinfo):
         "The traceback from the cell on, and the cell"
+        if isinstance(excinfo.value, pytest.fail.Exception): return str(excinfo.value)
         tb = excinfo.tb
         while tb.tb_next and '<ipython' not in tb.tb_frame.f_code.co_filename: tb = tb.tb_next
         return ''.join(traceback.format_exception(excinfo.type, excinfo.value, tb)) + f'\n{self.parent.cell.source}'
@@ -49,6 +59,7 @@ class Notebook(pytest.File):
                 d = c.directives
                 if 'default_exp' in d: self.mod = f"torchember.{d['default_exp']}"
                 if does_cell_eval(c, True) and not {'default_exp', 'export', 'exporti', 'exports'} & d.keys(): parts[-1][1].append(c)
+            if 'slow' in c.directives: self.add_marker('slow')
         self.todo = [Section.from_parent(self, name=n, cells=cs) for n,cs in parts if cs]
         return list(self.todo)
 
@@ -69,12 +80,20 @@ class Notebook(pytest.File):
         self.env.undo()
 
     def run_to(self, section):
-        "Run `section`, and those before it that have not run yet"
+        "Run `section`, and those before it that have not run yet. What it shows must be what is saved, as the pages have that"
+        old = []
         while section in self.todo:
             for c in self.todo.pop(0).cells:
-                self.cell = c
+                self.cell,saved = c,shown(c)
                 self.shell.cell(c)
                 if self.shell.exc: raise self.shell.exc
+                if 'hide' not in c.directives and (differ := saved ^ shown(c)): old.append(f'{c.source}\n\nshows, or has saved: {sorted(differ)}')
+        if old: pytest.fail('\n\n'.join([*old, f'Look at it, and save it: make save NB={self.path.relative_to(self.config.rootpath)}']), pytrace=False)
+
+
+def pytest_collection_modifyitems(items):
+    "The long ones first, so that no worker is left alone with them"
+    items.sort(key=lambda o: o.get_closest_marker('slow') is None)
 
 
 def pytest_collect_file(file_path, parent):

@@ -13,7 +13,7 @@ root = Path(__file__).parents[1]
 
 
 def run(code, *flags, **env):
-    got = subprocess.run([sys.executable, *flags, '-c', code], capture_output=True, text=True, env={**os.environ, **env}, timeout=120)
+    got = subprocess.run([sys.executable, *flags, '-c', code], capture_output=True, text=True, env={**os.environ, **env})
     assert got.returncode==0, got.stderr
     return got.stdout
 

@@ -22,6 +22,7 @@ from torchember.store import base, jsonl
 from torchember.store.jsonl import Log, emberTracker, new_run
 
 kills,steps,forks = (int(os.environ.get(f'LOG_{k}', n)) for k,n in (('KILLS', 40), ('STEPS', 2000), ('FORKS', 20)))
+patience = 600 # seconds to wait for what is there at once, unless it hangs or the machine is busy
 
 
 # ---- processes: one imports everything and forks the others, which saves each of them seconds
@@ -67,7 +68,7 @@ class Child:
         return self.wait()
 
     def until(self, word):
-        end = time.time()+60
+        end = time.time()+patience
         while word not in self.out.read_text():
             assert time.time()<end, self.err.read_text()
             time.sleep(.002)
@@ -176,7 +177,7 @@ def test_full_disk(small, monkeypatch):
         assert te.t.file.waiting and len(te.t.lines())==601*4 and len(te.t.df)==601*4 # also what is in memory
         assert te.t.latest_df.step.max()==600
         ballast.unlink()
-        end = time.time()+10
+        end = time.time()+patience
         while te.t.file.waiting and time.time()<end: time.sleep(.05) # by itself, without another row
         assert not te.t.file.waiting
         for _ in range(10): model(x)
@@ -227,7 +228,7 @@ def test_a_disk_is_asked_again_without_being_called(tmp_path, monkeypatch):
         t + {'i': 1}
         assert t.lines()==[{'i': 1}] and not t.log_path.exists()
     full.clear()
-    end = time.time()+20
+    end = time.time()+patience
     while not t.log_path.exists() and time.time()<end: time.sleep(.01)
     with t.file.io: pass # until the append is over
     assert whole(t.log_path)==[{'i': 1}]
@@ -355,16 +356,16 @@ def test_read_while_written(tmp_path, child):
     p = child("te = torchEmber(model, name='live')\nprint('go', flush=True)\nwhile True: model(x)", tmp_path)
     p.until('go')
     while not (tmp_path/'log'/'live').exists() or not (tmp_path/'log'/'live').stat().st_size: time.sleep(.01)
-    t,last,end = emberTracker('live', tmp_path),0,time.time()+3
-    while time.time()<end:
+    t,last,reads,end = emberTracker('live', tmp_path),0,0,time.time()+patience
+    while last<2000 or reads<20:
+        assert time.time()<end, last
         rows = t.lines()
         assert len(rows)>=last and all(len(r)>=11 for r in rows) and [r['step'] for r in rows]==sorted(r['step'] for r in rows)
-        last = len(rows)
+        last,reads = len(rows),reads+1
         df = t.df
         assert len(df)>=last and df.step.is_monotonic_increasing and df['mean'].notna().all()
         assert t.latest_df.empty or t.latest_df.step.nunique()==1
     p.kill()
-    assert last>100
 
 
 def test_lines_that_are_not_whole(tmp_path):
@@ -416,7 +417,7 @@ for i in range(forks):
         model(x); te.t.lines(); te.t + {'child': i}
         other = emberTracker(f'child{i}')
         other + {'i': i}
-        late = time.time()+20
+        late = time.time()+patience
         while not other.log_path.exists() and time.time()<late: time.sleep(.01) # it has a thread of its own
         if not other.log_path.exists(): os._exit(1)
         if i%10==0:
@@ -424,7 +425,7 @@ for i in range(forks):
         sys.exit(0) if i%2 else os._exit(0 if other.lines()==[{'i': i}] else 1)
     children.append(pid)
 stop.append(1)
-end = time.time()+60
+end = time.time()+patience
 codes = []
 for pid in children:
     while (got := os.waitpid(pid, os.WNOHANG))==(0, 0) and time.time()<end: time.sleep(.01)
@@ -433,7 +434,7 @@ print(any(codes), 'late' if time.time()>end else 'fine')
 if time.time()>end: [os.kill(pid, 9) for pid in children]
 te.close()
 """
-    code,out,err = child(f'forks = {forks}\n{code}', tmp_path).wait()
+    code,out,err = child(f'forks,patience = {forks},{patience}\n{code}', tmp_path).wait()
     assert code==0 and out.strip()=='False fine', err
     rows = whole(tmp_path/'log'/'a')
     assert sum('module' in r for r in rows)==forks*4 and not any('child' in r for r in rows)

@@ -12,14 +12,15 @@ warnings.simplefilter('always')
 import torch
 from torchember import get_stats
 from torchember.measure import kernels
-print(get_stats(torch.tensor([3., 4, 0, 5]), ['mean', 'std', 'exponents(0, 2)']), kernels.loops() is None)
+got = get_stats(torch.tensor([3., 4, 0, 5]), ['mean', 'std', 'exponents(0, 2)'])
+print({k: round(v, 6) if isinstance(v, float) else v for k,v in got.items()}, kernels.loops() is None)
 '''
-right = "{'mean': 3.0, 'std': 2.160246899469287, 'exponents': [1, 0, 1, 2, 0], 'exponent_min': 0}"
+right = "{'mean': 3.0, 'std': 2.160247, 'exponents': [1, 0, 1, 2, 0], 'exponent_min': 0}"
 
 
 def run(path='', code=code, **env):
     env = os.environ | env | {'PYTHONPATH': os.pathsep.join([str(path), os.environ.get('PYTHONPATH', '')])}
-    return subprocess.run([sys.executable, '-c', code], env=env, capture_output=True, text=True, timeout=300)
+    return subprocess.run([sys.executable, '-c', code], env=env, capture_output=True, text=True)
 
 
 def test_there():
@@ -68,6 +69,7 @@ print(cpu.lanes)
 
 
 @pytest.mark.skipif(platform.machine().lower() not in ('x86_64', 'amd64'), reason='these are names of x86 processors')
+@pytest.mark.slow
 @pytest.mark.parametrize('name,features', [('generic', ''), ('haswell', '+avx2,+avx,+fma,+sse4.2,+sse4.1,+ssse3,+sse3,+bmi,+bmi2,+popcnt,+lzcnt,+f16c')])
 def test_other_processors(name, features):
     "Vectors are cut into what a processor has: the numbers stay"

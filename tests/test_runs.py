@@ -17,7 +17,7 @@ def start(code, home, **kwargs):
 
 
 def finish(p):
-    err = p.communicate(timeout=120)[1]
+    err = p.communicate()[1]
     return p.returncode, err
 
 

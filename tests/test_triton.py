@@ -14,6 +14,7 @@ here = Path(__file__).parent
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec('triton'), reason='Triton is not installed')
 
 
+@pytest.mark.slow
 def test_interpreted():
     env = os.environ | {'TRITON_INTERPRET': '1'}
     done = subprocess.run([sys.executable, '-m', 'pytest', '-q', '-n0', '-p', 'no:cacheprovider', str(here/'triton_cases.py')],
