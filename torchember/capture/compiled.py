@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['numbers', 'holders', 'lib', 'entered', 'left', 'graded', 'probed', 'began', 'ended', 'left_alone', 'new_key',
-           'holder_of', 'free', 'effect', 'in_order', 'recomputing', 'heard']
+           'holder_of', 'free', 'effect', 'in_order', 'place', 'stand_behind', 'recomputing', 'heard']
 
 # %% ../../nbs/20_capture/15_compiled.ipynb #90f2b484
 import itertools, sys, weakref
+from contextlib import suppress
 
 import torch
 
@@ -16,8 +17,9 @@ def left_alone(
     f # A function
 ): # The same
     "Tell Dynamo never to compile `f`, or anything that `f` calls. It may still be traced as part of what calls it"
-    from torch._C._dynamo import eval_frame as d
-    if hasattr(d, 'set_code_exec_strategy'): d.set_code_exec_strategy(f.__code__, d._FrameExecStrategy(d._FrameAction.SKIP, d._FrameAction.SKIP))
+    with suppress(Exception): # without such notes Dynamo may compile ours too, which takes time and changes nothing
+        from torch._C._dynamo import eval_frame as d
+        d.set_code_exec_strategy(f.__code__, d._FrameExecStrategy(d._FrameAction.SKIP, d._FrameAction.SKIP))
     return f
 
 # %% ../../nbs/20_capture/15_compiled.ipynb #fd9b9211
@@ -54,19 +56,31 @@ def effect(
     lib.impl(name, left_alone(run), 'CompositeExplicitAutograd')
     op = getattr(torch.ops.torchember, name).default
     torch.library.register_fake(f'torchember::{name}', lambda xs, key, *rest: in_order(op), lib=lib)
-    torch.library._register_effectful_op(f'torchember::{name}', torch.library.EffectType.ORDERED, lib=lib)
+    try: torch.library._register_effectful_op(f'torchember::{name}', torch.library.EffectType.ORDERED, lib=lib)
+    except Exception: torch.fx.node.has_side_effect(op)
     return op
 
 def in_order(op):
     "Have Inductor, when it is here, keep `op` behind the effect before it"
-    lowering = sys.modules.get('torch._inductor.lowering')
-    if not hasattr(getattr(lowering, 'ir', None), 'EffectfulKernel') or op in lowering.lowerings: return
-    def lower(*args):
+    with suppress(Exception):
+        lowering = sys.modules.get('torch._inductor.lowering')
+        if lowering is None or op in lowering.lowerings: return
+        plain = lowering.fallback_handler(op, False) # what torch does with an operator that it knows nothing about
+        def lower(*args):
+            before = place(lowering)
+            out = plain(*args)
+            with suppress(Exception): stand_behind(*before)
+            return out
+        lowering.lowerings[op] = lower
+
+def place(lowering):
+    "Where in a graph the next operation comes, and behind which effect; None where there is none, or no notes as we know them"
+    with suppress(Exception):
         graph = lowering.V.graph
-        n,last = len(graph.operations),graph.effectful_ops.get(torch.library.EffectType.ORDERED)
-        lowering.ir.FallbackKernel.create(op, *args)
-        for o in graph.operations[n:] if last else (): graph.additional_star_deps[o.get_operation_name()].add(last.get_name())
-    lowering.lowerings[op] = lower
+        return graph.operations, len(graph.operations), graph.effectful_ops[torch.library.EffectType.ORDERED], graph.additional_star_deps
+
+def stand_behind(operations, n, last, notes):
+    for o in operations[n:]: notes[o.get_operation_name()].add(last.get_name())
 
 def recomputing(): return torch._C._current_graph_task_id()!=-1
 
