@@ -194,6 +194,70 @@ def test_operators_where_torch_has_no_effects(monkeypatch):
     del holder
 
 
+# ---- compiled autograd
+
+def backward_compiled(model, te, forward, around, backend):
+    "Three steps, whose backwards are compiled together with the hooks in them, and how many graphs these took"
+    from torch._dynamo.compiled_autograd import _enable
+    f = compiled(model, backend, fullgraph=True) if forward=='compiled' else model
+    opt,count = torch.optim.SGD(model.parameters(), .1),CompileCounterWithBackend(backend)
+    for i in range(3):
+        torch.manual_seed(i)
+        x = torch.randn(5, 4, requires_grad=True)
+        if around is None: f(x).square().mean().backward()
+        elif around=='all':
+            with _enable(torch.compile(backend=count, fullgraph=True)): f(x).square().mean().backward()
+        else:
+            loss = f(x).square().mean()
+            with _enable(torch.compile(backend=count, fullgraph=True)): loss.backward()
+        if te: te.step()
+        opt.step()
+        opt.zero_grad()
+    return count.frame_count
+
+
+@pytest.mark.parametrize('around', ['all', 'the backward'])
+@pytest.mark.parametrize('forward', ['eager', 'compiled'])
+@pytest.mark.parametrize('backend', EXACT)
+def test_compiled_autograd(backend, forward, around):
+    "Under fullgraph, from as many graphs as unarmed: the gradients of a plain run, and training as unarmed, to the bit"
+    def make(): return nn.Sequential(mlp(), nn.Tanh())
+    want,got,bare = make(),make(),make()
+    te = torchEmber(want, ttypes=ALL)
+    backward_compiled(want, te, forward, None, backend)
+    rows = plain(te)
+    graphs = backward_compiled(bare, None, forward, around, backend)
+    torch._dynamo.reset()
+    te = torchEmber(got, ttypes=ALL, on_error='raise')
+    assert backward_compiled(got, te, forward, around, backend)==graphs
+    assert all(map(torch.equal, bare.parameters(), got.parameters()))
+    same_rows(rows, plain(te), 2e-6 if backend=='inductor' else 0)
+    assert te.close()['errors']==0
+
+
+def test_compiled_autograd_by_config():
+    "A backward that is called in compiled code, as torch's tutorial has it; of three calls each gradient is that of its call"
+    class Loop(nn.Module):
+        def __init__(self): super().__init__(); self.l = nn.Linear(3, 3)
+        def forward(self, x):
+            for _ in range(3): x = self.l(x).tanh()
+            return x
+    def rows(how):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        m = Loop()
+        te = torchEmber(m, ttypes=('output', 'output_grad', 'weight_grad'), on_error='raise')
+        def step(x): m(x).square().mean().backward()
+        f = compiled(step, 'aot_eager') if how else step
+        with torch._dynamo.config.patch(compiled_autograd=bool(how)):
+            for x in torch.randn(3, 5, 3):
+                f(x)
+                te.step()
+                m.zero_grad()
+        return plain(te)
+    same_rows(rows(False), rows(True))
+
+
 # ---- before and after
 
 @pytest.mark.parametrize('root', ['compiled', 'eager'])

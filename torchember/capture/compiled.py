@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['numbers', 'holders', 'lib', 'entered', 'left', 'graded', 'probed', 'began', 'ended', 'left_alone', 'new_key',
-           'holder_of', 'free', 'effect', 'in_order', 'place', 'stand_behind', 'recomputing', 'heard']
+           'holder_of', 'free', 'effect', 'tokens', 'in_order', 'place', 'stand_behind', 'recomputing', 'heard']
 
 # %% ../../nbs/20_capture/15_compiled.ipynb #90f2b484
 import itertools, sys, weakref
@@ -45,7 +45,8 @@ def free(name): # a module that is loaded again, or run as a notebook beside its
 def effect(
     name:str, # Name of the operator
     arguments:str, # Its schema
-    f # What it does, called with the holder and the remaining arguments
+    f, # What it does, called with the holder and the remaining arguments
+    token:bool=True # Whether torch threads a token through the graph to keep the order
 ):
     "An operator that the compiler keeps, in order, and knows nothing about"
     def run(xs, key, *rest):
@@ -55,12 +56,18 @@ def effect(
     lib.define(f'{name}(Tensor[] xs, Tensor key{arguments}) -> ()')
     lib.impl(name, left_alone(run), 'CompositeExplicitAutograd')
     op = getattr(torch.ops.torchember, name).default
-    torch.library.register_fake(f'torchember::{name}', lambda xs, key, *rest: in_order(op), lib=lib)
-    try: torch.library._register_effectful_op(f'torchember::{name}', torch.library.EffectType.ORDERED, lib=lib)
-    except Exception: torch.fx.node.has_side_effect(op)
+    token = token and tokens(name)
+    if not token: torch.fx.node.has_side_effect(op)
+    torch.library.register_fake(f'torchember::{name}', lambda xs, key, *rest: in_order(op, token), lib=lib)
     return op
 
-def in_order(op):
+def tokens(name):
+    "Have torch keep the order of an operator. False where it cannot"
+    try: torch.library._register_effectful_op(f'torchember::{name}', torch.library.EffectType.ORDERED, lib=lib)
+    except Exception: return False
+    return True
+
+def in_order(op, token):
     "Have Inductor, when it is here, keep `op` behind the effect before it"
     with suppress(Exception):
         lowering = sys.modules.get('torch._inductor.lowering')
@@ -69,18 +76,20 @@ def in_order(op):
         def lower(*args):
             before = place(lowering)
             out = plain(*args)
-            with suppress(Exception): stand_behind(*before)
+            with suppress(Exception): stand_behind(*before, token)
             return out
         lowering.lowerings[op] = lower
 
 def place(lowering):
-    "Where in a graph the next operation comes, and behind which effect; None where there is none, or no notes as we know them"
+    "The graph that is being lowered, where in it the next operation comes, and behind which effect. None where no graph is as we know it"
     with suppress(Exception):
         graph = lowering.V.graph
-        return graph.operations, len(graph.operations), graph.effectful_ops[torch.library.EffectType.ORDERED], graph.additional_star_deps
+        return graph, len(graph.operations), graph.effectful_ops.get(torch.library.EffectType.ORDERED)
 
-def stand_behind(operations, n, last, notes):
-    for o in operations[n:]: notes[o.get_operation_name()].add(last.get_name())
+def stand_behind(graph, n, last, token):
+    for o in graph.operations[n:]:
+        if last: graph.additional_buffer_deps[o.get_operation_name()].add(last.get_name())
+        if not token: graph.effectful_ops[torch.library.EffectType.ORDERED] = o # with a token, torch does that
 
 def recomputing(): return torch._C._current_graph_task_id()!=-1
 
@@ -91,7 +100,7 @@ def heard(what): # a method of the holder, called with (name, tensor) pairs
 
 entered = effect('entered', ', str[] names, str[] hooked', heard('entered'))
 left = effect('left', ', str[] names, str[] hooked', heard('left'))
-graded = effect('graded', ', str ttype, str[] names', lambda holder, xs, ttype, names: holder.graded(ttype, list(zip(names, xs, strict=True))))
+graded = effect('graded', ', str ttype, str[] names', lambda holder, xs, ttype, names: holder.graded(ttype, list(zip(names, xs, strict=True))), False)
 probed = effect('probed', ', str[] names', heard('probed'))
 began = effect('began', '', lambda holder, xs: recomputing() or holder.began())
 ended = effect('ended', '', lambda holder, xs: recomputing() or holder.ended())
