@@ -3,11 +3,13 @@ import copy
 import io
 import pickle
 import threading
+from collections import Counter
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
-from compared import ALL, FORWARD, GPT, compiled, ids, loss_of, plain, same_rows, same_training, train
+from compared import ALL, FORWARD, GPT, compiled, ids, loss_of, places, plain, same_rows, same_training, train
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -39,6 +41,9 @@ class Mlp(nn.Sequential): # Dynamo compiles no forward of torch's own by itself
 def mlp():
     torch.manual_seed(0)
     return Mlp(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 2))
+
+
+def mlp_and_input(): return mlp(), (torch.randn(5, 4),), {}
 
 
 def run(f, te, *inputs):
@@ -141,6 +146,116 @@ def test_a_memory_budget_for_activations():
     import torch._functorch.config as config
     with config.patch(activation_memory_budget=.3): got = train(lambda: GPT(3), ids, 'whole', **OPTIONS)
     same_training(eager(3), got)
+
+
+# ---- torches of other insides
+
+def other_insides(which):
+    "What Inductor's lowering might be in another torch"
+    from torch._inductor import lowering as real
+    if which=='nothing': return None
+    if which=='another module': return SimpleNamespace()
+    if which=='no fallback': return SimpleNamespace(lowerings=real.lowerings, V=real.V)
+    return SimpleNamespace(lowerings=real.lowerings, fallback_handler=real.fallback_handler, V=SimpleNamespace(graph=SimpleNamespace()))
+
+
+@pytest.mark.parametrize('which', ['nothing', 'another module', 'no fallback', 'no notes'])
+def test_lowering_where_torch_has_changed(which, monkeypatch):
+    "The model compiles whatever Inductor looks like inside, and no row is lost"
+    from torch._inductor import lowering as real
+
+    from torchember.capture import compiled as ours
+    ops = [op for op in list(real.lowerings) if getattr(op, 'namespace', None)=='torchember']
+    for op in ops: monkeypatch.delitem(real.lowerings, op)
+    monkeypatch.setattr(ours, 'sys', SimpleNamespace(modules={'torch._inductor.lowering': other_insides(which)}))
+    got = train(mlp_and_input, None, 'whole', 'inductor', ttypes=ALL)
+    monkeypatch.undo()
+    want = train(mlp_and_input, None, ttypes=ALL)
+    assert got.graphs==1 and Counter(places(got.rows))==Counter(places(want.rows))
+    for op in [op for op in list(real.lowerings) if getattr(op, 'namespace', None)=='torchember']: del real.lowerings[op]
+
+
+def test_operators_where_torch_has_no_effects(monkeypatch):
+    "An operator stays in the graph, and is called"
+    from torchember.capture.compiled import effect, new_key
+    monkeypatch.delattr(torch.library, '_register_effectful_op')
+    heard = []
+    op = effect('without_effects', ', str what', lambda holder, xs, what: heard.append((what, xs[0].sum().item())))
+    key = new_key(holder := type('Holder', (), {})())
+    def f(x):
+        op([x.detach()], key, 'in')
+        y = x.relu()*2
+        y.register_hook(lambda g: op([g.detach()], key, 'grad') or g)
+        return y.sum()
+    for backend in TOL:
+        heard.clear()
+        compiled(f, backend, fullgraph=True)(torch.ones(3, requires_grad=True)).backward()
+        assert heard==[('in', 3), ('grad', 3)], backend
+    del holder
+
+
+# ---- compiled autograd
+
+def backward_compiled(model, te, forward, around, backend):
+    "Three steps, whose backwards are compiled together with the hooks in them, and how many graphs these took"
+    from torch._dynamo.compiled_autograd import _enable
+    f = compiled(model, backend, fullgraph=True) if forward=='compiled' else model
+    opt,count = torch.optim.SGD(model.parameters(), .1),CompileCounterWithBackend(backend)
+    for i in range(3):
+        torch.manual_seed(i)
+        x = torch.randn(5, 4, requires_grad=True)
+        if around is None: f(x).square().mean().backward()
+        elif around=='all':
+            with _enable(torch.compile(backend=count, fullgraph=True)): f(x).square().mean().backward()
+        else:
+            loss = f(x).square().mean()
+            with _enable(torch.compile(backend=count, fullgraph=True)): loss.backward()
+        if te: te.step()
+        opt.step()
+        opt.zero_grad()
+    return count.frame_count
+
+
+@pytest.mark.parametrize('around', ['all', 'the backward'])
+@pytest.mark.parametrize('forward', ['eager', 'compiled'])
+@pytest.mark.parametrize('backend', TOL)
+def test_compiled_autograd(backend, forward, around):
+    "Under fullgraph, from as many graphs as unarmed: the gradients of a plain run, and training as unarmed, to the bit"
+    def make(): return nn.Sequential(mlp(), nn.Tanh())
+    want,got,bare = make(),make(),make()
+    te = torchEmber(want, ttypes=ALL)
+    backward_compiled(want, te, forward, None, backend)
+    rows = plain(te)
+    graphs = backward_compiled(bare, None, forward, around, backend)
+    torch._dynamo.reset()
+    te = torchEmber(got, ttypes=ALL, on_error='raise')
+    assert backward_compiled(got, te, forward, around, backend)==graphs
+    assert all(map(torch.equal, bare.parameters(), got.parameters()))
+    same_rows(rows, plain(te), 2e-6 if backend=='inductor' else 0)
+    assert te.close()['errors']==0
+
+
+def test_compiled_autograd_by_config():
+    "A backward that is called in compiled code, as torch's tutorial has it; of three calls each gradient is that of its call"
+    class Loop(nn.Module):
+        def __init__(self): super().__init__(); self.l = nn.Linear(3, 3)
+        def forward(self, x):
+            for _ in range(3): x = self.l(x).tanh()
+            return x
+    def rows(how):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        m = Loop()
+        te = torchEmber(m, ttypes=('output', 'output_grad', 'weight_grad'), on_error='raise')
+        def step(x): m(x).square().mean().backward()
+        f = compiled(step, 'aot_eager') if how else step
+        with torch._dynamo.config.patch(compiled_autograd=bool(how)):
+            for x in torch.randn(3, 5, 3):
+                f(x)
+                te.step()
+                m.zero_grad()
+        return plain(te)
+    same_rows(rows(False), rows(True))
 
 
 # ---- before and after

@@ -71,20 +71,19 @@ def test_in_one_graph(name):
     same_training(want, got, 1e-5 if name in MASKED else 1e-6)
 
 
-# unarmed, armed, and armed with off-schedule steps: a frame of ours is split where the user's is
-graphs = {'tagger': (tagger, 0, 2, 4), 'routed': (zoo['routed'], 1, 3, 6), 'gpt2 with its loss': (language('gpt2', True), 2, 4, None)}
+graphs = {'tagger': tagger, 'routed': zoo['routed'], 'gpt2 with its loss': language('gpt2', True)}
 
 
 @pytest.mark.parametrize('name', [pytest.param(n, marks=[pytest.mark.slow]*n.startswith('gpt2')) for n in graphs])
 def test_in_several(name):
-    "A model that breaks its own graph: the same rows, from a few graphs more"
-    make,*most = graphs[name]
+    "A model that breaks its own graph: the same rows, from two graphs more, as a frame of ours is split where the user's is"
+    make = graphs[name]
     want,bare,got = trained(make, 'eager', ttypes=ALL),trained(make, 'whole', armed=False, fullgraph=False),trained(make, 'whole', fullgraph=False, ttypes=ALL)
-    assert bare.graphs==most[0] and got.graphs<=most[1]
+    assert got.graphs<=bare.graphs+2
     same_training(want, got, 1e-5)
     if name.startswith('gpt2'): return
     every = trained(make, 'whole', fullgraph=False, ttypes=FORWARD[:4], every=2, steps=6)
-    assert every.graphs<=most[2] and {r['step'] for r in every.rows}=={0, 2, 4}
+    assert every.graphs<=2*got.graphs and {r['step'] for r in every.rows}=={0, 2, 4}
 
 
 @pytest.mark.slow
@@ -92,7 +91,7 @@ def test_in_several(name):
 def test_inductor(name):
     "Layers that do not wait for each other, such as q, k and v, enter and leave in the order of the program all the same"
     import torch._inductor.config as config
-    make,fullgraph = (graphs[name][0], False) if name in graphs else (whole[name], True)
+    make,fullgraph = (graphs[name], False) if name in graphs else (whole[name], True)
     with config.patch(fallback_random=True):
         want,got = trained(make, 'eager', ttypes=ALL),trained(make, 'whole', backend='inductor', fullgraph=fullgraph, ttypes=ALL)
     same_training(want, got, 1e-4)

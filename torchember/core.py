@@ -281,7 +281,7 @@ class Recorder:
         def tell(n, g):
             came[n] = came.get(n, -1)+1
             self.gradient(st, ttype, n, g, call, phase, came[n])
-        self.handles += hear(named, tell, (id(st), ttype))
+        self.handles += hear(named, tell, (id(st), ttype), False, st.key, ttype)
 
     def gradient(self, st, ttype, tname, g, call, phase=None, backward=0):
         if not self.on or not self.states: return
@@ -300,7 +300,7 @@ class Recorder:
         "A checkpointed forward ran again: the reentrant kind makes only now the graph that gradients go through"
         ins = self.names(st, 'input', inputs, args, kwargs, st.names, st.rest)
         for ttype,named in (('input_grad', ins), ('output_grad', self.names(st, 'output', outputs, result))):
-            if ttype in self.grads: self.handles += hear(named, lambda n, g, ttype=ttype: st.graded(ttype, [(n, g)]), (id(st), ttype), True)
+            if ttype in self.grads: self.handles += hear(named, lambda n, g, ttype=ttype: st.graded(ttype, [(n, g)]), (id(st), ttype), True, st.key, ttype)
 
     # ---- the optimizer
 

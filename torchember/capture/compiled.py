@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['numbers', 'holders', 'lib', 'entered', 'left', 'graded', 'probed', 'began', 'ended', 'left_alone', 'new_key',
-           'holder_of', 'free', 'effect', 'in_order', 'recomputing', 'heard']
+           'holder_of', 'free', 'effect', 'tokens', 'in_order', 'place', 'stand_behind', 'recomputing', 'heard']
 
 # %% ../../nbs/20_capture/15_compiled.ipynb #90f2b484
 import itertools, sys, weakref
+from contextlib import suppress
 
 import torch
 
@@ -16,8 +17,9 @@ def left_alone(
     f # A function
 ): # The same
     "Tell Dynamo never to compile `f`, or anything that `f` calls. It may still be traced as part of what calls it"
-    from torch._C._dynamo import eval_frame as d
-    if hasattr(d, 'set_code_exec_strategy'): d.set_code_exec_strategy(f.__code__, d._FrameExecStrategy(d._FrameAction.SKIP, d._FrameAction.SKIP))
+    with suppress(Exception): # without such notes Dynamo may compile ours too, which takes time and changes nothing
+        from torch._C._dynamo import eval_frame as d
+        d.set_code_exec_strategy(f.__code__, d._FrameExecStrategy(d._FrameAction.SKIP, d._FrameAction.SKIP))
     return f
 
 # %% ../../nbs/20_capture/15_compiled.ipynb #fd9b9211
@@ -43,7 +45,8 @@ def free(name): # a module that is loaded again, or run as a notebook beside its
 def effect(
     name:str, # Name of the operator
     arguments:str, # Its schema
-    f # What it does, called with the holder and the remaining arguments
+    f, # What it does, called with the holder and the remaining arguments
+    token:bool=True # Whether torch threads a token through the graph to keep the order
 ):
     "An operator that the compiler keeps, in order, and knows nothing about"
     def run(xs, key, *rest):
@@ -53,20 +56,40 @@ def effect(
     lib.define(f'{name}(Tensor[] xs, Tensor key{arguments}) -> ()')
     lib.impl(name, left_alone(run), 'CompositeExplicitAutograd')
     op = getattr(torch.ops.torchember, name).default
-    torch.library.register_fake(f'torchember::{name}', lambda xs, key, *rest: in_order(op), lib=lib)
-    torch.library._register_effectful_op(f'torchember::{name}', torch.library.EffectType.ORDERED, lib=lib)
+    token = token and tokens(name)
+    if not token: torch.fx.node.has_side_effect(op)
+    torch.library.register_fake(f'torchember::{name}', lambda xs, key, *rest: in_order(op, token), lib=lib)
     return op
 
-def in_order(op):
+def tokens(name):
+    "Have torch keep the order of an operator. False where it cannot"
+    try: torch.library._register_effectful_op(f'torchember::{name}', torch.library.EffectType.ORDERED, lib=lib)
+    except Exception: return False
+    return True
+
+def in_order(op, token):
     "Have Inductor, when it is here, keep `op` behind the effect before it"
-    lowering = sys.modules.get('torch._inductor.lowering')
-    if not hasattr(getattr(lowering, 'ir', None), 'EffectfulKernel') or op in lowering.lowerings: return
-    def lower(*args):
+    with suppress(Exception):
+        lowering = sys.modules.get('torch._inductor.lowering')
+        if lowering is None or op in lowering.lowerings: return
+        plain = lowering.fallback_handler(op, False) # what torch does with an operator that it knows nothing about
+        def lower(*args):
+            before = place(lowering)
+            out = plain(*args)
+            with suppress(Exception): stand_behind(*before, token)
+            return out
+        lowering.lowerings[op] = lower
+
+def place(lowering):
+    "The graph that is being lowered, where in it the next operation comes, and behind which effect. None where no graph is as we know it"
+    with suppress(Exception):
         graph = lowering.V.graph
-        n,last = len(graph.operations),graph.effectful_ops.get(torch.library.EffectType.ORDERED)
-        lowering.ir.FallbackKernel.create(op, *args)
-        for o in graph.operations[n:] if last else (): graph.additional_star_deps[o.get_operation_name()].add(last.get_name())
-    lowering.lowerings[op] = lower
+        return graph, len(graph.operations), graph.effectful_ops.get(torch.library.EffectType.ORDERED)
+
+def stand_behind(graph, n, last, token):
+    for o in graph.operations[n:]:
+        if last: graph.additional_buffer_deps[o.get_operation_name()].add(last.get_name())
+        if not token: graph.effectful_ops[torch.library.EffectType.ORDERED] = o # with a token, torch does that
 
 def recomputing(): return torch._C._current_graph_task_id()!=-1
 
@@ -77,7 +100,7 @@ def heard(what): # a method of the holder, called with (name, tensor) pairs
 
 entered = effect('entered', ', str[] names, str[] hooked', heard('entered'))
 left = effect('left', ', str[] names, str[] hooked', heard('left'))
-graded = effect('graded', ', str ttype, str[] names', lambda holder, xs, ttype, names: holder.graded(ttype, list(zip(names, xs, strict=True))))
+graded = effect('graded', ', str ttype, str[] names', lambda holder, xs, ttype, names: holder.graded(ttype, list(zip(names, xs, strict=True))), False)
 probed = effect('probed', ', str[] names', heard('probed'))
 began = effect('began', '', lambda holder, xs: recomputing() or holder.began())
 ended = effect('ended', '', lambda holder, xs: recomputing() or holder.ended())

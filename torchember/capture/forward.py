@@ -95,13 +95,16 @@ def bring(named, key, ttype):
     for n,x in named: x.register_hook(bringer_once(key, ttype, n, x) if x.is_leaf else bringer(key, ttype, n))
 
 def bringer(key, ttype, n):
-    def hook(g): compiled.graded([g.detach()], key, ttype, [n])
+    def hook(g):
+        compiled.graded([g.detach()], key, ttype, [n])
+        return g # as `capture.backward.teller` does
     return hook
 
 def bringer_once(key, ttype, n, x):
     def hook(g): # on a leaf, which outlives the pass
         compiled.graded([g.detach()], key, ttype, [n])
         if not torch.compiler.is_compiling(): let_go(x)
+        return g
     return hook
 
 once = next(c for c in bringer_once.__code__.co_consts if hasattr(c, 'co_code'))
