@@ -896,3 +896,14 @@ def test_a_compiled_part_of_a_root_that_is_not_called(with_optimizer, every):
         tables.append(table(te))
     same(*tables)
     assert count.frame_count==2+(every>1)
+
+
+def test_a_leaf_that_is_given_in_every_pass():
+    "Each pass has a hook on it, and hears the backward of its own pass alone"
+    model = seeded(lambda: nn.Linear(2, 1, bias=False))
+    with torch.no_grad(): model.weight[:] = 1.
+    x = torch.ones(3, 2, requires_grad=True)
+    with torchEmber(model, optimizer=momentum(model), ttypes=('input_grad',)) as te:
+        for k in (1., 5.): (k*model(x)).sum().backward()
+    rows = te.t.lines()
+    assert [(r['mean'], r['min'], r['max'], r.get('backward')) for r in rows]==[(3, 1, 5, None)]

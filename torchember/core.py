@@ -277,8 +277,10 @@ class Recorder:
     # ---- gradients that arrive in a backward
 
     def hook(self, st, ttype, named, call):
-        came,phase = {},self.local.phase # tname -> how many backwards have brought its gradient
+        came,phase,pass_ = {},self.local.phase,self.pass_ # tname -> how many backwards have brought its gradient
+        leaves = {n for n,x in named if x.is_leaf}
         def tell(n, g):
+            if n in leaves and n in came and self.pass_!=pass_: return # the backward of a later pass, which has a hook of its own on the same leaf
             came[n] = came.get(n, -1)+1
             self.gradient(st, ttype, n, g, call, phase, came[n])
         self.handles += hear(named, tell, (id(st), ttype), False, st.key, ttype)
