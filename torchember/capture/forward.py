@@ -86,7 +86,10 @@ class Due:
         self.came.append(self.calls.pop())
         return *self.came[-1], self.backward
 
-def parts_of(module): return len(module._parameters)+1000*len(module._modules)
+def parts_of(module):
+    "The names of a module's own parameters and the ids of its children: something else when it is not made of the same any more"
+    if isinstance(module, torch.jit.ScriptModule): return None # does not change, and makes new objects of its parts for each who asks
+    return *module._parameters, *map(id, module._modules.values())
 
 def with_gradient(named, wanted): return [(n,x) for n,x in named if wanted and torch.is_grad_enabled() and x.requires_grad]
 
