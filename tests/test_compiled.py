@@ -424,6 +424,19 @@ def test_a_gradient_finds_its_call():
     same_training(want, got)
 
 
+@pytest.mark.parametrize('backend', EXACT)
+def test_two_calls_with_one_tensor(backend):
+    "What brings their gradients has the same arguments, and stays two operators"
+    class Twice(nn.Module):
+        def __init__(self): super().__init__(); self.l,self.head = nn.Linear(3, 3),nn.Linear(3, 2)
+        def forward(self, x):
+            x = self.l(x).tanh()
+            return self.head(x)+self.head(x).sin()
+    want,got = (train(Twice, lambda: torch.randn(4, 3), how, backend, ttypes=ALL) for how in ('eager', 'whole'))
+    assert sum(r['ttype']=='input_grad' and 'head' in r['module'] and r['step']==0 for r in got.rows)==2
+    same_training(want, got, EXACT[backend])
+
+
 def test_two_threads():
     "Two threads call one compiled model: nothing is lost, and no new graph is needed"
     m,count = mlp(),CompileCounterWithBackend('aot_eager')

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['numbers', 'holders', 'lib', 'entered', 'left', 'graded', 'probed', 'began', 'ended', 'left_alone', 'new_key',
-           'holder_of', 'free', 'effect', 'tokens', 'in_order', 'place', 'stand_behind', 'recomputing', 'heard']
+           'holder_of', 'free', 'effect', 'found', 'no_double', 'tokens', 'in_order', 'place', 'stand_behind',
+           'recomputing', 'heard']
 
 # %% ../../nbs/20_capture/15_compiled.ipynb #90f2b484
 import itertools, sys, weakref
@@ -58,8 +59,19 @@ def effect(
     op = getattr(torch.ops.torchember, name).default
     token = token and tokens(name)
     if not token: torch.fx.node.has_side_effect(op)
-    torch.library.register_fake(f'torchember::{name}', lambda xs, key, *rest: in_order(op, token), lib=lib)
+    torch.library.register_fake(f'torchember::{name}', lambda xs, key, *rest: found(op, token), lib=lib)
     return op
+
+def found(op, token):
+    "A graph that is traced has `op` in it"
+    in_order(op, token)
+    if not token: no_double(op)
+
+def no_double(op):
+    "Two operators with the same arguments are two, though not random ones"
+    with suppress(Exception):
+        known = sys.modules['torch._functorch.compile_utils'].rand_ops
+        if op.overloadpacket not in known: known.append(op.overloadpacket)
 
 def tokens(name):
     "Have torch keep the order of an operator. False where it cannot"
