@@ -2,6 +2,7 @@
 import copy
 import gc
 import io
+import math
 import os
 import random
 import re
@@ -407,7 +408,7 @@ def test_log_where_te_step_closes():
 
 
 def test_log_of_a_validation():
-    "It joins the step that the validation's own rows are in"
+    "It joins the step that was just closed, after which the model was validated; the rows of the pass itself are of the step that comes"
     model = seeded()
     opt = momentum(model)
     with torchEmber(model, optimizer=opt) as te:
@@ -416,7 +417,7 @@ def test_log_of_a_validation():
             model.eval()(xy[0])
             te.log(val_loss=2.)
             model.train()
-    assert [r['step'] for r in scalars(te)]==[r['step'] for r in outputs(te, phase='eval')]==[1, 2, 3]
+    assert [r['step'] for r in scalars(te)]==[0, 1, 2] and [r['step'] for r in outputs(te, phase='eval')]==[1, 2, 3]
 
 
 def test_log_off_schedule():
@@ -907,3 +908,132 @@ def test_a_leaf_that_is_given_in_every_pass():
         for k in (1., 5.): (k*model(x)).sum().backward()
     rows = te.t.lines()
     assert [(r['mean'], r['min'], r['max'], r.get('backward')) for r in rows]==[(3, 1, 5, None)]
+
+
+# ---- what somebody found who tried to break it
+
+def weights_by_name(te, step):
+    return {r['pname']: r['shape'] for r in te.t.lines() if r['step']==step and r['ttype']=='weight'}
+
+
+def test_a_parameter_that_comes_anew_keeps_its_name():
+    "Pruning takes `weight` away and puts `weight_orig` behind the bias"
+    from torch.nn.utils import prune
+    model = seeded(lambda: nn.Sequential(nn.Linear(4, 3)))
+    opt = momentum(model)
+    with heard('rearm') as said, torchEmber(model, optimizer=opt, ttypes=('weight', 'weight_grad', 'update')) as te:
+        by_hand(model, opt, batches(2))
+        prune.l1_unstructured(model[0], 'weight', .5)
+        by_hand(model, opt, batches(2))
+    assert len(said)==1
+    assert weights_by_name(te, 0)=={'weight': [3, 4], 'bias': [3]} and weights_by_name(te, 3)=={'bias': [3], 'weight_orig': [3, 4]}
+
+
+def test_a_submodule_that_is_replaced():
+    "It is said, and what is in the model no more has no rows. One that is only compiled is the same as before"
+    model = seeded(lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3)))
+    with heard('rearm') as said, torchEmber(model, ttypes=('output', 'weight')) as te:
+        x,_ = batches()[0]
+        model(x)
+        model[1] = nn.Linear(3, 3)
+        model(x)
+    assert len(said)==1
+    assert {r['module'] for r in te.t.lines() if r['step']==1}=={'model(Sequential)', 'model(Sequential).0(Linear)'}
+    with heard() as said, torchEmber(model, ttypes=('weight',)) as te:
+        model(x)
+        model[1] = torch.compile(model[1], backend='eager')
+        model(x)
+    assert not said and len([r for r in te.t.lines() if r['step']==1])==4
+
+
+@pytest.mark.parametrize('inside', [False, True])
+def test_a_run_that_goes_on_while_its_first_ember_lives(inside):
+    "As in a notebook whose cell is interrupted and run again"
+    model = seeded()
+    opt = momentum(model)
+    first = torchEmber(model, optimizer=opt, name='again')
+    by_hand(model, opt, batches(3))
+    if inside: model(batches()[0][0])
+    with heard('disarmed first') as said: te = torchEmber(model, optimizer=opt, name='again', resume=True)
+    by_hand(model, opt, batches(2))
+    te.close()
+    assert not first.armed and len(said)<=1
+    assert steps(te)==list(range(5+inside))
+    assert len({(r['step'], r['module'], r['ttype'], r['tname']) for r in te.t.lines()})==len(te.t.lines())
+
+
+def test_step_beside_an_optimizer():
+    "The optimizer ends the steps, and te.step() says so once"
+    model = seeded()
+    opt = momentum(model)
+    with heard('Leave out one') as said, torchEmber(model, optimizer=opt, ttypes=('weight_grad',)) as te:
+        for x,y in batches(3):
+            loss_of(model, x, y).backward()
+            te.step()
+            opt.step()
+            opt.zero_grad()
+    assert len(said)==1 and steps(te)==[0, 1, 2]
+
+
+def test_embers_of_one_second_have_names_of_their_own(monkeypatch):
+    "Two processes, of which each arms a generator and a discriminator"
+    monkeypatch.setenv('RANK', '1')
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    tes = [torchEmber(nn.Linear(2, 1)) for _ in range(3)]
+    assert len({te.fname for te in tes})==3 and all(te.fname.endswith('.rank1') for te in tes)
+    for te in tes: te.close()
+
+
+def test_masked_scores_do_not_use_up_the_alarm():
+    class Masked(nn.Module):
+        def forward(self, x): return x.masked_fill(x<0, -math.inf)
+    model = seeded(lambda: nn.Sequential(nn.Linear(4, 4), Masked(), nn.Softmax(-1)))
+    x,_ = batches()[0]
+    with heard() as said, torchEmber(model, ttypes=('input', 'output')) as te:
+        for _ in range(2): model(x)
+        te.t.df # noqa: B018
+        assert not said
+        model(x*float('nan'))
+    assert len(said)==1 and re.search(r'step\W*2', said[0])
+
+
+def test_an_evaluation_before_the_first_step_is_no_lack_of_gradients():
+    "Lightning looks at two batches of the validation before it trains, and its closure clears the gradients of the step before"
+    model = seeded()
+    opt = momentum(model)
+    with heard() as said, torchEmber(model) as te:
+        model.eval()(batches()[0][0])
+        model.train()
+        for x,y in batches(4):
+            def closure(x=x, y=y):
+                loss = loss_of(model, x, y)
+                opt.zero_grad()
+                loss.backward()
+                return loss
+            opt.step(closure)
+    assert not said and any(r['ttype']=='weight_grad' for r in te.t.lines())
+
+
+def test_rollouts_are_no_silence_of_the_optimizer():
+    model = seeded()
+    opt = momentum(model)
+    with heard() as said, torchEmber(model, optimizer=opt, ttypes=()) as te:
+        for _ in range(2):
+            with torch.no_grad():
+                for _ in range(1100): model(batches()[0][0])
+            by_hand(model, opt, batches(2))
+    assert not said and te.close()['steps']==4
+
+
+def test_one_of_two_optimizers_stops():
+    model = seeded()
+    a,b = (torch.optim.SGD(m.parameters(), .01) for m in (model.a, model.b))
+    with heard('not step') as said:
+        te = torchEmber(model, optimizer=[a, b], ttypes=())
+        for i in range(230):
+            loss_of(model, *batches()[0]).backward()
+            a.step()
+            if i<3: b.step()
+            a.zero_grad(); b.zero_grad()
+        report = te.close()
+    assert len(said)==1 and any('waited for SGD' in r for r in report['remarks'])

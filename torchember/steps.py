@@ -35,6 +35,7 @@ class Steps:
         self.pass_ = 0 # changes with each pass: calls of a module count from 0 in each
         self.leader = None # path of the module that began the pass, None before
         self.passes = Counter() # of the open step, for each phase
+        self.trained = False # whether there was training in that step
         self.phase,self.seen,self.weights,self.changes = None,set(),None,0
 
     def new_pass(self,
@@ -72,12 +73,13 @@ class Steps:
         return max(self.passes[self.phase]-1, 0)
 
     @property
-    def noted(self): # The step that a number belongs to which is noted now: one whose pass has run
-        return self.number if self.passes or self.closed is None else self.closed
+    def noted(self): # The step of a number that is noted now: the open one, or that just closed. An evaluation after a step of training belongs to that
+        later = self.passes[None] if self.manual and self.trained else self.passes
+        return self.number if later or self.closed is None else self.closed
 
     def close(self):
         "The step is over"
-        self.closed,self.number = self.number,self.number+1
+        self.closed,self.number,self.trained = self.number,self.number+1,self.passes[None]>0
         self.pass_ += 1
         self.opened,self.leader,self.phase,self.weights,self.changes = False,None,None,None,0
         self.passes.clear()
