@@ -14,7 +14,9 @@ from scipy import stats
 from torch import nn
 
 import torchember
-from torchember import EmberWarning, StateDict, emberTracker, from_activation, from_activation_grad, from_optimizer_state, from_weight, load, trust_ratio
+from torchember import (
+    EmberWarning, StateDict, emberTracker, from_activation, from_activation_grad, from_optimizer_state, from_together, from_weight, load, trust_ratio,
+)
 from torchember.state import layers
 
 
@@ -169,6 +171,22 @@ def test_snapshots_follow_a_training_or_do_not():
     assert (shared-copied).norm()>0 and (state-was).norm()>0
     assert m.load_state_dict(copied) and (shared-copied).norm()==0
     assert all(x.grad_fn is None and not x.requires_grad for x in (shared*2-copied).values())
+
+
+def test_what_is_shared_and_how_it_is_called(tmp_path):
+    model,x = nn.Linear(2, 1),torch.ones(1, 2)
+    opt = torch.optim.Adam(model.parameters())
+    model(x).sum().backward()
+    opt.step()
+    weight,grad,[avg,*_] = from_together(model, opt, ['exp_avg'])
+    for d,want in ((weight, model.weight), (grad, model.weight.grad), (avg, opt.state[model.weight]['exp_avg'])):
+        assert d['weight'].data_ptr()==want.data_ptr()
+    for name,called in ((None, 'Linear_activation'), ('mine', 'mine')):
+        with from_activation(model, name=name) as a:
+            model(x)
+            assert a.state_dict.name()==called
+    torch.save([x], tmp_path/'list.pt')
+    with pytest.raises(TypeError, match='holds a list'): load(tmp_path/'list.pt')
 
 
 def test_a_norm_is_never_a_remembered_one():
