@@ -363,6 +363,12 @@ def test_a_bar_and_a_plot(capsys):
     assert '/16' in capsys.readouterr().err
     _,ax = plt.subplots()
     assert est.plot(ax) is ax and ax.get_xlabel()=='1 / batch size' and len(ax.lines)>=2
+    line,band = ax.lines[0].get_xydata(),ax.collections[0].get_paths()[0].vertices
+    for x,y in (line[0], line[25], line[-1]): # where it meets the axis the line is |G|^2 with its error; further on the trace adds to both
+        ends = band[band[:, 0]==x, 1]
+        assert y==pytest.approx(est.grad_sq+est.trace*x) and (ends.max()+ends.min())/2==pytest.approx(y)
+        assert (ends.max()-ends.min())/2==pytest.approx((np.array([1, x])@est.cov@[1, x])**.5)
+    assert est.cov[0, 0]==pytest.approx(est.errors['grad_sq']**2)
     plt.close('all')
 
 
