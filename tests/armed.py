@@ -542,6 +542,20 @@ def one_model_two_threads():
     assert len(outputs(te))==400 and len(te.mt_log)==8
     assert not te.t.df[['module', 'ttype', 'tname', 'step', 'call']].duplicated().any()
     te.close()
+    inside,go = threading.Event(),threading.Event()
+    class Waits(nn.Identity):
+        def forward(self, x):
+            inside.set(); assert go.wait(30)
+            return x
+    te = torchEmber(nn.Sequential(Waits()))
+    t = threading.Thread(target=te.model, args=(x(),))
+    t.start(); assert inside.wait(30)
+    te.model[0].forward,waits = nn.Identity().forward,te.model[0].forward
+    for _ in range(3): te.model(x())
+    te.model[0].forward = waits
+    go.set(); t.join()
+    assert len(te.mt_log)==2, te.mt_log # three calls while another thread was in its first
+    te.close()
 
 
 @case('nn.DataParallel', 'refused with a message that names DistributedDataParallel, given to torchEmber or put around an armed model')

@@ -166,7 +166,9 @@ class Recorder:
             if self.first_at is None: self.first_at = loc.entered
             if self.since_at is None and not loc.skips: self.since_at = loc.entered
             if loc.skips: return
-            if not self.active:
+            if self.active:
+                if self.steps.new_pass(path, phase): loc.pass_ = None # this thread's log is that of one call of the model
+            else:
                 looked = self.trained and (not st.root if self.watch is None else not self.watch.busy) # LBFGS moves the weights within its step
                 weights = versions(self.trained) if looked else None
                 if self.steps.ends(path, phase, weights): self.close()
