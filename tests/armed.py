@@ -164,7 +164,7 @@ def interrupt():
     te = torchEmber(model)
     try: model(x())
     except KeyboardInterrupt: pass
-    assert te.recorder.local.depth==0 and len(te.mt_log)==6
+    assert te.recorder.calls.here.depth==0 and len(te.mt_log)==6
     te.close()
     assert dicts(model)==before
 

@@ -29,14 +29,14 @@ near = { # room -> what to run, the quickest first
     'choose': 'nbs/01_choose.ipynb tests/test_surprises.py',
     'needs': 'nbs/02_needs.ipynb tests/test_light.py',
     'budget': 'nbs/35_budget.ipynb tests/test_budget.py',
-    'plan': 'nbs/37_plan.ipynb tests/test_plan.py',
+    'plan': 'nbs/42_plan.ipynb tests/test_plan.py',
     'measure.summary': 'nbs/10_measure/00_summary.ipynb tests/test_numbers.py',
     'measure.exponents': 'nbs/10_measure/02_exponents.ipynb tests/test_numbers.py',
     'measure.cpu': 'nbs/10_measure/03_cpu.ipynb tests/test_numbers.py',
     'measure.gpu': 'nbs/10_measure/04_gpu.ipynb tests/test_triton.py',
     'measure.kernels': 'nbs/10_measure/05_kernels.ipynb tests/test_numbers.py',
     'measure.stats': 'nbs/10_measure/10_stats.ipynb tests/test_gradients.py',
-    'measure.tap': 'nbs/10_measure/50_tap.ipynb tests/test_gradients.py nbs/40_core.ipynb',
+    'measure.tap': 'nbs/10_measure/50_tap.ipynb tests/test_gradients.py nbs/43_core.ipynb',
     'store.base': 'nbs/30_store/00_base.ipynb nbs/30_store/10_jsonl.ipynb tests/test_log_faults.py',
     'store.table': 'nbs/30_store',
     'store.reading': 'nbs/30_store tests/test_log_values.py tests/test_light.py',
@@ -49,9 +49,11 @@ near = { # room -> what to run, the quickest first
     'state.factories': 'nbs/45_state/08_factories.ipynb tests/test_state.py tests/test_state_sharded.py',
     'state.earlier': 'nbs/45_state/09_earlier.ipynb tests/test_state.py',
     'state.ratios': 'nbs/45_state/10_ratios.ipynb tests/test_state.py',
-    'steps': 'nbs/39_steps.ipynb tests/test_steps.py',
+    'recorder.steps': 'nbs/40_recorder/10_steps.ipynb tests/test_steps.py',
+    'recorder': f'nbs/40_recorder nbs/43_core.ipynb tests/test_steps.py tests/test_optimizers.py {armed}',
+    'arguments': 'nbs/41_arguments.ipynb nbs/43_core.ipynb',
     'capture': f'nbs/20_capture {armed}',
-    'core': f'nbs/40_core.ipynb {armed}'}
+    'core': f'nbs/43_core.ipynb {armed}'}
 
 others = {} # operator -> those to put in its place
 for pair in ('Lt LtE', 'Lt GtE', 'Gt GtE', 'Gt LtE', 'Eq NotEq', 'In NotIn', 'Is IsNot', 'And Or', 'Add Sub', 'Mult Div', 'Pow Mult', 'FloorDiv Mod',

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
-from torchember import EmberWarning, budget, core, torchEmber
+from torchember import EmberWarning, at, budget, torchEmber
+from torchember.recorder import cost, page, recorder
 
 
 class Clock:
@@ -23,19 +24,19 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     c = Clock()
-    for m in (budget, core): monkeypatch.setattr(m, 'clock', c)
-    monkeypatch.setattr(core, 'idle', lambda: 0)
+    for m in (budget, cost, recorder): monkeypatch.setattr(m, 'clock', c)
+    monkeypatch.setattr(cost, 'idle', lambda told: 0)
     return c
 
 
 @pytest.fixture
 def slow(clock, monkeypatch):
     "Each tensor takes a second to measure"
-    real = core.observe
+    real = page.observe
     def observe(*args, **kwargs):
         clock.pass_(1)
         return real(*args, **kwargs)
-    monkeypatch.setattr(core, 'observe', observe)
+    monkeypatch.setattr(page, 'observe', observe)
     return clock
 
 
@@ -100,7 +101,7 @@ def test_share_is_of_the_time_from_first_to_last_step(slow, monkeypatch):
 
 def test_explicit_calls_are_measured(slow):
     model = net()
-    te = torchEmber(model, every=core.at())
+    te = torchEmber(model, every=at())
     model(torch.randn(4, 2))
     te.log_model()
     assert abs(spent(te)-2)<1e-6

@@ -14,6 +14,7 @@ from time import perf_counter as clock
 import torch
 from torch import nn
 
+from .capture.events import Listener
 from .capture.forward import arm, disarm
 from .capture.tree import tracks
 
@@ -23,37 +24,41 @@ class Local(threading.local):
     entered = None # when the outermost timed method was entered
 
 def timed(f):
-    "A method of something that has `local`, a `Local`, and `spent`: what it takes is added there"
+    "A method of something that has a `cost`, with `local`, a `Local`, and `spent`: what it takes is added there"
     @functools.wraps(f)
     def run(self, *args, **kwargs):
-        loc = self.local
-        if loc.entered is not None: return f(self, *args, **kwargs)
-        loc.entered = clock()
+        cost = self.cost
+        local = cost.local
+        if local.entered is not None: return f(self, *args, **kwargs)
+        local.entered = clock()
         try: return f(self, *args, **kwargs)
         finally:
-            self.spent += clock()-loc.entered
-            loc.entered = None
+            cost.spent += clock()-local.entered
+            local.entered = None
     return run
 
 # %% ../nbs/35_budget.ipynb #4b9a6664
-class Deaf:
-    "A listener that is off schedule"
-    on,running,grads,switch = False,1,(),None
+class Hears(Listener):
+    "A listener that makes nothing of what it hears"
+    running = 1
+    def __init__(self, on): self.on = on
 
 # %% ../nbs/35_budget.ipynb #3e7f52d3
 @functools.cache
-def idle():
-    "Seconds that an armed module takes longer for a call that is not recorded"
+def idle(
+    told:bool=False # Whether the calls are told; off schedule they are not
+) -> float: # Seconds
+    "How much longer a call of an armed module takes, before anything is done with it"
     ts,x = tracks(nn.Sequential(nn.Identity())),torch.zeros(1)
     def took(n=200):
         start = clock()
         for _ in range(n): ts[1].module(x)
         return (clock()-start)/n
     took()
-    bare,deaf = min(took() for _ in range(5)),Deaf()
-    arm(ts, deaf)
+    bare,listener = min(took() for _ in range(5)),Hears(told)
+    arm(ts, listener)
     armed = min(took() for _ in range(6))
-    disarm(ts, deaf)
+    disarm(ts, listener)
     return max(armed-bare, 0.)
 
 # %% ../nbs/35_budget.ipynb #d6a83656

@@ -7,6 +7,7 @@ __all__ = ['KEY', 'CAUGHT', 'parts_of', 'with_gradient', 'bring', 'with_self', '
 
 # %% ../../nbs/20_capture/20_forward.ipynb #4caf40ec
 import copy, functools, inspect, types, weakref
+from threading import get_ident
 from contextlib import contextmanager
 
 import torch
@@ -23,38 +24,57 @@ KEY = '_torchember' # where a module keeps our state
 
 # %% ../../nbs/20_capture/20_forward.ipynb #3f64cbbc
 class State:
-    "What an armed module carries: its track, who listens, its taps, and the keys that we put beside it"
+    "What an armed module carries, and the keys that we put beside it"
     def __init__(self, track, listener, former, had, names, rest, watched):
-        self.track,self.listener,self.former,self.had,self.names,self.rest,self.watched = track,listener,former,had,names,rest,watched
-        self.taps,self.root,self.keys,self.switch,self.key = {},track.root_module,(),listener.switch,compiled.new_key(self)
-        self.calls,self.came,self.pass_ = 0,{},None # calls in this pass, gradients that came back for each tensor, which pass
-        self.due,self.step = {},None # in compiled code: calls whose gradients are to come, in which step
+        self.track = track # its `moduleTrack`
+        self.listener = listener # who is told: see `capture.events`
+        self.watched = watched # whether calls of this module are told
+        self.root = track.root_module
+        self.former,self.had = former,had # the callable whose place was taken, where it is not the class's; whether it was set on the instance
+        self.names,self.rest = names,rest # names of its forward's parameters
+        self.keys = () # what is in the module's `__dict__` for as long as it is armed
         self.made_of = parts_of(track.module) # when it was armed
+
+        self.taps = {} # the listener's, for what it measures here
+        self.pass_,self.calls = None,0 # a pass, and calls of this module in it
+        self.came = {} # gradients that came back in it: (ttype, tname) -> how many
+
+        self.key,self.switch = compiled.new_key(self),listener.switch # how compiled code finds this, and what it looks at
         self.outermost = self.root # whether it is called by itself: then compiled code tells where a pass begins and ends
+        self.opened = set() # threads in which it is, though its compiled code does not tell
+        self.due,self.step = {},None # calls whose gradients are to come, in which step
 
-    # what compiled code calls
-    def began(self): self.listener.begin(self)
-    def ended(self): self.listener.end(True)
+    # ---- what compiled code calls
 
-    def hears(self):
-        self.listener.anew() # compiled code writes into memory without moving a version counter
-        return self.listener.on and self.listener.wants()
+    def began(self): self.listener.pass_begins(self)
+    def ended(self): self.listener.pass_ends(self, True)
+
+    def records(self):
+        "Whether this call is recorded"
+        self.listener.memory_reused() # compiled code writes into memory without moving a version counter
+        return self.listener.on and self.listener.records()
 
     def entered(self, named, hooked):
         if not self.root and not self.listener.inside():
-            self.outermost,self.listener.local.alone = True,self # the compiler will look again, and then `began` is in its code
+            self.outermost = True # the compiler will look again, and then `began` is in its code
+            self.opened.add(get_ident())
             self.began()
-        if self.hears():
-            self.expect('input_grad', hooked, self.listener.named_inputs(self, named))
-            self.listener.enter(self)
+        if self.records(): self.expect('input_grad', hooked, *self.listener.call_begins(self, named))
 
-    def expect(self, ttype, names, call):
+    def left(self, named, hooked):
+        if self.records(): self.expect('output_grad', hooked, *self.listener.call_ends(self, named))
+        if get_ident() in self.opened:
+            self.opened.discard(get_ident())
+            self.ended()
+
+    def expect(self, ttype, names, call, phase):
+        "The gradients of these tensors of a call are to come"
         if self.step!=self.listener.step: self.step,self.due = self.listener.step,{}
-        for n in names: self.due.setdefault((ttype, n), Due()).expect(call, self.listener.local.phase)
+        for n in names: self.due.setdefault((ttype, n), Due()).expect(call, phase)
 
     def graded(self, ttype, named):
         "Gradients that compiled code or a recomputation brings: the last call's come first"
-        self.listener.anew() # a buffer of compiled code holds one gradient after another
+        self.listener.memory_reused() # a buffer of compiled code holds one gradient after another
         for n,g in named:
             k = self.came[ttype, n] = self.came.get((ttype, n), -1)+1
             due = self.due.get((ttype, n))
@@ -62,15 +82,8 @@ class State:
             else: self.listener.gradient(self, ttype, n, g, self.calls-1-k%max(self.calls, 1), None, k//max(self.calls, 1))
 
     def probed(self, named):
-        self.listener.anew()
+        self.listener.memory_reused()
         for n,x in named: self.listener.probe(self, n, x)
-
-    def left(self, named, hooked):
-        if self.hears():
-            self.listener.weights(self)
-            self.listener.exit(self)
-            self.expect('output_grad', hooked, self.listener.named_outputs(self, named))
-        if self.listener.local.alone is self: self.listener.local.alone = self.ended()
 
 class Due:
     "Calls of compiled code whose gradients are to come, the last one's first; a second backward brings them once more"
@@ -146,27 +159,37 @@ def patched(
         st = self.__dict__.get(KEY)
         if st is None or st.former is not former: # kept by somebody from before: the model is disarmed, or armed anew around it
             return type(self).forward(self, *args, **kwargs) if former is None else former(*args, **kwargs)
-        ear = st.listener
-        if torch.compiler.is_compiling() and not torch.compiler.is_exporting(): return traced(self, st, args, kwargs)
-        if torch.compiler.is_exporting() or torch.jit.is_tracing() or torch._C._current_graph_task_id()!=-1:
+        listener = st.listener
+        if torch.compiler.is_compiling():
+            if not torch.compiler.is_exporting(): return traced(self, st, args, kwargs)
+        elif not listener.on and listener.running and not st.root: # off schedule: nothing to tell
+            return type(self).forward(self, *args, **kwargs) if former is None else former(*args, **kwargs)
+        if torch.compiler.is_exporting() or torch.jit.is_tracing() or compiled.recomputing():
             result = type(self).forward(self, *args, **kwargs) if former is None else former(*args, **kwargs)
-            if ear.grads and ear.on and st.watched: ear.recomputed(st, args, kwargs, result)
+            if listener.grads and listener.on and st.watched:
+                listener.recomputed(st, named(st, 'input', inputs, args, kwargs, st.names, st.rest), named(st, 'output', outputs, result))
             return result
-        entered = (st.root or not ear.running or ear.on and not ear.inside()) and ear.begin(st) # the outermost armed module is the pass
+        begun = (st.root or not listener.running or listener.on and not listener.inside()) and listener.pass_begins(st) # the outermost armed module is the pass
         try:
-            if not (ear.on and st.watched and ear.wants()):
+            if not (listener.on and st.watched and listener.records()):
                 return type(self).forward(self, *args, **kwargs) if former is None else former(*args, **kwargs)
-            ear.inputs(st, args, kwargs)
-            ear.enter(st)
-            try:
-                result = type(self).forward(self, *args, **kwargs) if former is None else former(*args, **kwargs)
-                ear.weights(st)
-            finally: ear.exit(st)
-            ear.outputs(st, result)
+            listener.call_begins(st, named(st, 'input', inputs, args, kwargs, st.names, st.rest))
+            try: result = type(self).forward(self, *args, **kwargs) if former is None else former(*args, **kwargs)
+            except BaseException:
+                listener.call_fails(st)
+                raise
+            listener.call_ends(st, named(st, 'output', outputs, result))
             return result
         finally:
-            if entered: ear.end(False)
+            if begun: listener.pass_ends(st, False)
     return forward
+
+def named(st, what, f, *args):
+    "The tensors in arguments or a result; what cannot be looked through is told, and passed over"
+    try: return f(*args)
+    except Exception as e:
+        st.listener.failed(st, what, what, e)
+        return []
 
 # %% ../../nbs/20_capture/20_forward.ipynb #22fc2b57
 copies,codes = weakref.WeakValueDictionary(),weakref.WeakKeyDictionary()
@@ -251,7 +274,7 @@ def beneath(f):
 @beneath
 def arm(
     tracks:list, # `moduleTrack`s, root first
-    listener, # Who hears: `on begin end wants inputs enter weights exit outputs`
+    listener, # Who is told: a `capture.events.Listener`
     watched:set|None=None, # ids of the modules to record; all of them without it
     extra:dict|None=None # Attributes that the root has while it is armed; one that it has already is left alone
 ) -> list: # The states, in order

@@ -1,0 +1,1 @@
+"What an armed model tells, gathered step by step, and turned into rows"
