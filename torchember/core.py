@@ -18,7 +18,6 @@ from torch.nn.parameter import is_lazy
 from .budget import Budget, Local, Report, check_share, clock, duration, idle, timed
 from .capture import compiled
 from .capture.backward import hear
-from .capture.compiled import left_alone
 from .capture.forward import KEY, arm, armed_by, disarm, parts_of
 from .capture.optimizer import OptimizerWatch, is_optimizer, parameters_of, some, states_of, versions
 from .capture.tensors import inputs, outputs
@@ -29,6 +28,7 @@ from .measure.stats import stat_names
 from .measure.summary import counts, derived
 from .measure.tap import Arena, OnMeta, Pending, observe
 from .plan import Place, Plan, Reading, rehearse, states_to_come
+from .private_torch import loss_scale, never_compile, say_missing, shared_store
 from .record import SCHEMA, EmberWarning, an, check_ttypes, identity, lines_of, line_of, plain, pointer, reserved, trouble, ttypes
 from .steps import Phases, Steps
 from .store.base import now, run_name, user
@@ -300,7 +300,7 @@ class Recorder:
     def scale(self):
         "What a scaler multiplies the loss by"
         s = None if self.watch is None else self.watch.scaler
-        return s._scale if s is not None and s.is_enabled() else None
+        return loss_scale(s) if s is not None and s.is_enabled() else None
 
     @timed
     def recomputed(self, st, args, kwargs, result):
@@ -672,7 +672,7 @@ class Recorder:
         if getattr(self, 'own', None) or getattr(getattr(self, 'arena', None), 'filled', 0): self.flush()
 
 for f in (Recorder.begin, Recorder.end, Recorder.wants, Recorder.inputs, Recorder.enter, Recorder.exit, Recorder.weights, Recorder.outputs, Recorder.recomputed,
-    Recorder.probe, Recorder.inside): left_alone(f)
+    Recorder.probe, Recorder.inside): never_compile(f)
 
 def rows_of(snapshot, own, step, ts, marks, several, parts):
     "The rows of the log, in the order of their events"
@@ -843,8 +843,8 @@ def place():
 def shared_name(kind):
     "The name of a run that all processes agree on"
     name = run_name(kind)
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        store = torch.distributed.distributed_c10d._get_default_store()
+    store = shared_store() if torch.distributed.is_available() and torch.distributed.is_initialized() else None
+    if store is not None:
         name = store.compare_set(f'torchember/{next(names)}', '', name).decode()
     given[name] += 1
     return name if given[name]==1 else f'{name}_{given[name]}' # a generator and a discriminator may be armed in the same second
@@ -911,6 +911,7 @@ class torchEmber:
     def arm(self): # The ember
         "Start to record; nothing happens when it is armed already"
         if self.armed or disabled(): return self
+        say_missing()
         inner = unwrap(self.model)
         earlier = armed_by(inner)
         if earlier is not None:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from . import compiled
+from ..private_torch import never_compile, recomputing
 from .forward import CAUGHT, KEY, answers, bring, with_gradient, with_self
 from .tensors import outputs
 
@@ -105,11 +106,11 @@ class Catch:
 
     # what modules and compiled code call
     def began(self):
-        if not compiled.recomputing():
+        if not recomputing():
             for o,_ in self.hear('begin'): o.begin()
 
     def returned(self, result):
-        if not compiled.recomputing(): self.show([('', result)] if isinstance(result, torch.Tensor) else outputs(result), None)
+        if not recomputing(): self.show([('', result)] if isinstance(result, torch.Tensor) else outputs(result), None)
 
     def left(self, named, hooked): self.show(named, hooked)
 
@@ -120,7 +121,7 @@ class Catch:
         for o,track in self.hear('see'):
             if o.grads: [o.graded(track, n, g) for n,g in named]
 
-for f in (Catch.began, Catch.returned): compiled.left_alone(f)
+for f in (Catch.began, Catch.returned): never_compile(f)
 
 @contextmanager
 def uncaught(module):

@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from . import compiled
+from ..private_torch import never_compile, recomputing
 from .tensors import inputs, outputs, parameters
 from .tree import refused
 
 # %% ../../nbs/20_capture/20_forward.ipynb #e366dc34
-for f in (inputs, outputs): compiled.left_alone(f)
+for f in (inputs, outputs): never_compile(f)
 
 KEY = '_torchember' # where a module keeps our state
 
@@ -118,7 +119,7 @@ def let_go(x):
     hooks = x._backward_hooks or {}
     for k in [k for k,h in hooks.items() if getattr(h, '__code__', None) is once]: del hooks[k]
 
-compiled.left_alone(let_go)
+never_compile(let_go)
 
 def traced(self, st, args, kwargs):
     "The patched forward as the compiler sees it: operators before and after the module's own"
@@ -148,7 +149,7 @@ def patched(
             return type(self).forward(self, *args, **kwargs) if former is None else former(*args, **kwargs)
         ear = st.listener
         if torch.compiler.is_compiling() and not torch.compiler.is_exporting(): return traced(self, st, args, kwargs)
-        if torch.compiler.is_exporting() or torch.jit.is_tracing() or torch._C._current_graph_task_id()!=-1:
+        if torch.compiler.is_exporting() or torch.jit.is_tracing() or recomputing():
             result = type(self).forward(self, *args, **kwargs) if former is None else former(*args, **kwargs)
             if ear.grads and ear.on and st.watched: ear.recomputed(st, args, kwargs, result)
             return result
