@@ -84,6 +84,13 @@ def recomputing():
     return running_backward()!=-1
 
 # %% ../nbs/03_private_torch.ipynb #03torch20
+if hasattr(torch.compiler, '_is_exporting_flag'): # in torch 2.7 and later
+    def is_exporting(): return torch.compiler._is_exporting_flag
+elif hasattr(torch.compiler, 'is_exporting'): is_exporting = torch.compiler.is_exporting
+else:
+    def is_exporting(): return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
+
+# %% ../nbs/03_private_torch.ipynb #03torch24
 # How to note something beside a code object, what, and a word for it: in torch 2.7 and later
 note,strategy,action = (private(f'torch._C._dynamo.eval_frame.{n}', None, 'Dynamo looks at our own functions, too, which takes time and changes nothing')
     for n in ('set_code_exec_strategy', '_FrameExecStrategy', '_FrameAction'))
@@ -95,7 +102,7 @@ def never_compile(
     if note and strategy and action: note(f.__code__, strategy(action.SKIP, action.SKIP))
     return f
 
-# %% ../nbs/03_private_torch.ipynb #03torch23
+# %% ../nbs/03_private_torch.ipynb #03torch27
 def thread_token(
     name:str, # Name of an operator, 'torchember::entered'
     lib # The `torch.library.Library` that defines it
@@ -116,7 +123,7 @@ def never_merge(
         known = sys.modules['torch._functorch.compile_utils'].rand_ops
         if op.overloadpacket not in known: known.append(op.overloadpacket)
 
-# %% ../nbs/03_private_torch.ipynb #03torch25
+# %% ../nbs/03_private_torch.ipynb #03torch29
 def keep_in_order(
     op, # An operator
     token:bool # Whether it has a token
@@ -148,7 +155,7 @@ def stand_behind(graph, n, last, token):
             if last: graph.additional_buffer_deps[o.get_operation_name()].add(last.get_name())
             if not token: graph.effectful_ops[torch.library.EffectType.ORDERED] = o # with a token, torch does that
 
-# %% ../nbs/03_private_torch.ipynb #03torch28
+# %% ../nbs/03_private_torch.ipynb #03torch32
 def has_step_hooks(
     optimizer # Any optimizer
 ) -> bool:
@@ -168,13 +175,13 @@ def is_unscaled(
     "Whether a scaler has divided the gradients of an optimizer already"
     return hasattr(scaler, '_per_optimizer_states') and scaler._per_optimizer_states[id(optimizer)]['stage'].name!='READY'
 
-# %% ../nbs/03_private_torch.ipynb #03torch31
+# %% ../nbs/03_private_torch.ipynb #03torch35
 def shared_store():
     "Where the processes of a group leave words for each other, or None. In all torches that can be run in several processes"
     get = private('torch.distributed.distributed_c10d._get_default_store', None, 'each process names its run by its own clock: give a name')
     return None if get is None else get()
 
-# %% ../nbs/03_private_torch.ipynb #03torch33
+# %% ../nbs/03_private_torch.ipynb #03torch37
 well_known = { # name -> what it is, and why it will stay
     '_parameters': "a module's own parameters by name, without its children's; pickled models are made of them",
     '_modules': "a module's children by name, None among them; pickled models are made of them",

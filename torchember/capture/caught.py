@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from . import compiled
-from ..private_torch import never_compile, recomputing
+from ..private_torch import is_exporting, never_compile, recomputing
 from .forward import CAUGHT, KEY, answers, bring, with_gradient, with_self
 from .tensors import outputs
 
@@ -22,7 +22,7 @@ def catching(self, *args, **kwargs):
     c = self.__dict__.get(CAUGHT)
     if c is None: return type(self).forward(self, *args, **kwargs) # kept by somebody from before
     compiling = torch.compiler.is_compiling()
-    aside = torch.compiler.is_exporting() or torch.jit.is_tracing()
+    aside = is_exporting() or torch.jit.is_tracing()
     if c.root and not aside: compiled.began([], c.key) if compiling else c.began()
     if c.former is not None: result = c.former(*args, **kwargs)
     else: result = type(self).forward(self, *args, **kwargs) if c.function is None else c.function(self, *args, **kwargs)

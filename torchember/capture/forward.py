@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from . import compiled
-from ..private_torch import never_compile, recomputing
+from ..private_torch import is_exporting, never_compile, recomputing
 from .tensors import inputs, outputs, parameters
 from .tree import refused
 
@@ -148,8 +148,8 @@ def patched(
         if st is None or st.former is not former: # kept by somebody from before: the model is disarmed, or armed anew around it
             return type(self).forward(self, *args, **kwargs) if former is None else former(*args, **kwargs)
         ear = st.listener
-        if torch.compiler.is_compiling() and not torch.compiler.is_exporting(): return traced(self, st, args, kwargs)
-        if torch.compiler.is_exporting() or torch.jit.is_tracing() or recomputing():
+        if torch.compiler.is_compiling() and not is_exporting(): return traced(self, st, args, kwargs)
+        if is_exporting() or torch.jit.is_tracing() or recomputing():
             result = type(self).forward(self, *args, **kwargs) if former is None else former(*args, **kwargs)
             if ear.grads and ear.on and st.watched: ear.recomputed(st, args, kwargs, result)
             return result
