@@ -164,11 +164,13 @@ def test_lowering_where_torch_has_changed(which, monkeypatch):
     "The model compiles whatever Inductor looks like inside, and no row is lost"
     from torch._inductor import lowering as real
 
-    from torchember.capture import compiled as ours
+    from torchember import private_torch as ours
     ops = [op for op in list(real.lowerings) if getattr(op, 'namespace', None)=='torchember']
     for op in ops: monkeypatch.delitem(real.lowerings, op)
     monkeypatch.setattr(ours, 'sys', SimpleNamespace(modules={'torch._inductor.lowering': other_insides(which)}))
+    monkeypatch.setattr(ours, 'missing', {})
     got = train(mlp_and_input, None, 'whole', 'inductor', ttypes=ALL)
+    assert any('_inductor' in k for k in ours.missing)==(which!='nothing')
     monkeypatch.undo()
     want = train(mlp_and_input, None, ttypes=ALL)
     assert got.graphs==1 and Counter(places(got.rows))==Counter(places(want.rows))

@@ -23,6 +23,7 @@ from .choose import schedule, select
 from .measure.stats import stat_names
 from .measure.summary import derived
 from .plan import Plan, plan_of
+from .private_torch import say_missing
 from .record import SCHEMA, EmberWarning, an, check_ttypes, identity
 from .recorder.process import hand_over, rank_and_size, shared_name, weak_source
 from .recorder.recorder import Recorder, recorded
@@ -91,6 +92,7 @@ class torchEmber:
     def arm(self): # The ember
         "Start to record; nothing happens when it is armed already"
         if self.armed or disabled(): return self
+        say_missing()
         inner = unwrap(self.model)
         earlier = armed_by(inner)
         if earlier is not None:

@@ -8,7 +8,8 @@ __all__ = ['hear']
 # %% ../../nbs/20_capture/30_backward.ipynb #1d26c92c
 import torch
 
-from .compiled import graded, left_alone
+from .compiled import graded
+from ..private_torch import is_wrapped, never_compile
 
 # %% ../../nbs/20_capture/30_backward.ipynb #fbe91981
 def hear(
@@ -23,7 +24,7 @@ def hear(
     handles = []
     if not torch.is_grad_enabled(): return handles
     for n,x in named:
-        if not x.requires_grad or torch._C._functorch.is_functorch_wrapped_tensor(x): continue
+        if not x.requires_grad or is_wrapped(x): continue
         if again and any(getattr(h, 'place', None)==(place, n) for h in (x._backward_hooks or {}).values()): continue
         hook = teller(tell, n, key, ttype)
         hook.place = place, n
@@ -37,4 +38,4 @@ def teller(tell, n, key, ttype):
         if key is not None and torch.compiler.is_compiling(): graded([g.detach()], key, ttype, [n])
         else: tell(n, g.detach())
         return g # compiled autograd takes no answer for a gradient that is None
-    return left_alone(hook)
+    return never_compile(hook)

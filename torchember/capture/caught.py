@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from . import compiled
+from ..private_torch import is_exporting, never_compile, recomputing
 from .forward import CAUGHT, KEY, answers, bring, with_gradient, with_self
 from .tensors import outputs
 
@@ -21,7 +22,7 @@ def catching(self, *args, **kwargs):
     c = self.__dict__.get(CAUGHT)
     if c is None: return type(self).forward(self, *args, **kwargs) # kept by somebody from before
     compiling = torch.compiler.is_compiling()
-    aside = torch.compiler.is_exporting() or torch.jit.is_tracing()
+    aside = is_exporting() or torch.jit.is_tracing()
     if c.root and not aside: compiled.began([], c.key) if compiling else c.began()
     if c.former is not None: result = c.former(*args, **kwargs)
     else: result = type(self).forward(self, *args, **kwargs) if c.function is None else c.function(self, *args, **kwargs)
@@ -105,11 +106,11 @@ class Catch:
 
     # what modules and compiled code call
     def began(self):
-        if not compiled.recomputing():
+        if not recomputing():
             for o,_ in self.hear('begin'): o.begin()
 
     def returned(self, result):
-        if not compiled.recomputing(): self.show([('', result)] if isinstance(result, torch.Tensor) else outputs(result), None)
+        if not recomputing(): self.show([('', result)] if isinstance(result, torch.Tensor) else outputs(result), None)
 
     def left(self, named, hooked): self.show(named, hooked)
 
@@ -120,7 +121,7 @@ class Catch:
         for o,track in self.hear('see'):
             if o.grads: [o.graded(track, n, g) for n,g in named]
 
-for f in (Catch.began, Catch.returned): compiled.left_alone(f)
+for f in (Catch.began, Catch.returned): never_compile(f)
 
 @contextmanager
 def uncaught(module):

@@ -161,10 +161,10 @@ def patched(
             return type(self).forward(self, *args, **kwargs) if former is None else former(*args, **kwargs)
         listener = st.listener
         if torch.compiler.is_compiling():
-            if not torch.compiler.is_exporting(): return traced(self, st, args, kwargs)
+            if not is_exporting(): return traced(self, st, args, kwargs)
         elif not listener.on and listener.running and not st.root: # off schedule: nothing to tell
             return type(self).forward(self, *args, **kwargs) if former is None else former(*args, **kwargs)
-        if torch.compiler.is_exporting() or torch.jit.is_tracing() or compiled.recomputing():
+        if is_exporting() or torch.jit.is_tracing() or recomputing():
             result = type(self).forward(self, *args, **kwargs) if former is None else former(*args, **kwargs)
             if listener.grads and listener.on and st.watched:
                 listener.recomputed(st, named(st, 'input', inputs, args, kwargs, st.names, st.rest), named(st, 'output', outputs, result))

@@ -10,7 +10,7 @@ import functools, sys, types
 
 import torch
 
-from .compiled import left_alone
+from ..private_torch import has_step_hooks, is_unscaled, loss_scale, never_compile
 
 # %% ../../nbs/20_capture/40_optimizer.ipynb #8150e7ac
 def parameters_of(
@@ -144,9 +144,9 @@ class OptimizerWatch:
 
     def hook(self, o):
         "Listen to an optimizer by its own hooks; one that was not made as torch's are has none"
-        if not hasattr(o, '_optimizer_step_pre_hooks'): return self.wrap(o, self.plain_step)
-        self.handles.append(o.register_step_pre_hook(left_alone(lambda o, args, kwargs: self.begins(o, args, kwargs))))
-        self.handles.append(o.register_step_post_hook(left_alone(lambda o, args, kwargs: self.ends(o))))
+        if not has_step_hooks(o): return self.wrap(o, self.plain_step)
+        self.handles.append(o.register_step_pre_hook(never_compile(lambda o, args, kwargs: self.begins(o, args, kwargs))))
+        self.handles.append(o.register_step_post_hook(never_compile(lambda o, args, kwargs: self.ends(o))))
 
     def wrap(self, o, run):
         "Take the place of the instance's `step`"
@@ -155,7 +155,7 @@ class OptimizerWatch:
             def go(*args, **kwargs): return type(self).step(self, *args, **kwargs) if former is None else former(*args, **kwargs)
             return run(self, go, args, kwargs) if self is o else go(*args, **kwargs)
         looks = functools.wraps(type(o).step if former is None else former) # schedulers leave a mark on a step that they know
-        self.handles.append(Place(o, former, types.MethodType(left_alone(looks(step)), o)))
+        self.handles.append(Place(o, former, types.MethodType(never_compile(looks(step)), o)))
 
     def detach(self):
         "Give optimizers and scaler back as they were"
@@ -224,8 +224,7 @@ class OptimizerWatch:
         "What the gradients of `o` are multiplied by now, a tensor or None"
         if self.scaler is None or not self.scaler.is_enabled(): return None
         if getattr(o, 'grad_scale', None) is not None: return o.grad_scale # a fused optimizer divides by it in its kernel
-        stage = self.scaler._per_optimizer_states[id(o)]['stage'].name
-        return self.scaler._scale if stage=='READY' else None # unscaled already
+        return None if is_unscaled(self.scaler, o) else loss_scale(self.scaler)
 
     def before(self, o, still=True): # still: whether the weights are what they were before the step
         self.fired.add(id(o))

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from .summary import Summary, index, length, merge, nothing, parts, read_array, scalars, width
+from ..private_torch import is_wrapped
 from ..record import EmberWarning, an
 
 # %% ../../nbs/10_measure/05_kernels.ipynb #f793027f
@@ -47,7 +48,7 @@ def layout(
 # %% ../../nbs/10_measure/05_kernels.ipynb #932e2d64
 def dense(x):
     "The elements that `x` stores as a strided tensor, and the number of zeros that it leaves out"
-    if torch._C._functorch.is_functorch_wrapped_tensor(x): raise Unmeasurable('it is inside vmap, grad or another function transform')
+    if is_wrapped(x): raise Unmeasurable('it is inside vmap, grad or another function transform')
     if type(x) in ordinary and x.layout is torch.strided and not (x.is_meta or x.is_nested or x.is_quantized or x.is_neg()): return x, 0
     if x.is_meta: raise Unmeasurable('it is on the meta device, which has no values')
     if x.is_nested: raise Unmeasurable('it is a nested tensor')

@@ -11,12 +11,12 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils._python_dispatch import _disable_current_modes
 
 from .kernels import Unmeasurable, for_list, read
 from .stats import as_dicts, stat_names
 from .summary import bins, derive, finite, groups_for, index, length, merge, width
+from ..private_torch import count_dispatch_modes, count_function_modes, inside_transform, is_wrapped, unwrap
+from ..private_torch import without_dispatch_modes, without_function_modes, without_transforms
 
 # %% ../../nbs/10_measure/50_tap.ipynb #367aea3a
 head_width = 16
@@ -46,15 +46,14 @@ def disturbs(
     kind:str # Type of the device, 'cpu'
 ) -> bool:
     "Whether anything of the user's would change what an operation does"
-    return (torch.is_autocast_enabled(kind) or torch._C._len_torch_dispatch_stack()>0 or torch._C._len_torch_function_stack()>0
-        or torch._C._functorch.peek_interpreter_stack() is not None)
+    return torch.is_autocast_enabled(kind) or count_dispatch_modes()>0 or count_function_modes()>0 or inside_transform() is not None
 
 @contextmanager
 def undisturbed(
     kind:str # Type of the device, 'cpu'
 ):
     "Inside, operations do just what they say"
-    with torch.autocast(kind, enabled=False), _disable_current_modes(), torch._C.DisableTorchFunction(), temporarily_clear_interpreter_stack(): yield
+    with torch.autocast(kind, enabled=False), without_dispatch_modes(), without_function_modes(), without_transforms(): yield
 
 # %% ../../nbs/10_measure/50_tap.ipynb #0f0b91d7
 class Tap:
@@ -227,7 +226,7 @@ def measured(x, tap):
 
 def unwrapped(x):
     "The tensor inside vmap, grad and the like: with all the samples that it stands for"
-    while torch._C._functorch.is_functorch_wrapped_tensor(x): x = torch._C._functorch.get_unwrapped(x)
+    while is_wrapped(x): x = unwrap(x)
     return x
 
 # %% ../../nbs/10_measure/50_tap.ipynb #15c4ed1e

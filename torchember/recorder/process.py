@@ -11,6 +11,7 @@ from collections import Counter
 
 import torch
 
+from ..private_torch import shared_store
 from ..store import jsonl # noqa: F401
 from ..store.base import run_name
 
@@ -61,8 +62,8 @@ def shared_name(
 ) -> str: # Name of a run
     "The name of a run that all processes agree on"
     name = run_name(kind)
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        store = torch.distributed.distributed_c10d._get_default_store()
+    store = shared_store() if torch.distributed.is_available() and torch.distributed.is_initialized() else None
+    if store is not None:
         name = store.compare_set(f'torchember/{next(shared_names)}', '', name).decode()
     given[name] += 1
     return name if given[name]==1 else f'{name}_{given[name]}' # a generator and a discriminator may be armed in the same second

@@ -12,11 +12,11 @@ from collections import Counter
 import torch
 
 from ..budget import clock, duration, idle, timed
-from ..capture.compiled import left_alone
 from ..capture.events import Listener
 from ..capture.optimizer import parameters_of, versions
 from ..choose import at, schedule
 from ..measure.tap import Arena, observe
+from ..private_torch import loss_scale, never_compile
 from ..record import ttypes
 from ..store.base import now
 from .buffers import Buffers
@@ -245,7 +245,7 @@ class Recorder(Listener):
     def scale(self):
         "What a scaler multiplies the loss by"
         s = None if self.watch is None else self.watch.scaler
-        return s._scale if s is not None and s.is_enabled() else None
+        return loss_scale(s) if s is not None and s.is_enabled() else None
 
     # ---- optimizers
 
@@ -417,4 +417,4 @@ class Recorder(Listener):
         if getattr(self, 'page', None) is not None and self.page.size: self.flush()
 
 for f in (Recorder.pass_begins, Recorder.pass_ends, Recorder.records, Recorder.call_begins, Recorder.call_ends, Recorder.call_fails, Recorder.recomputed,
-    Recorder.probe, Recorder.inside, Recorder.memory_reused): left_alone(f)
+    Recorder.probe, Recorder.inside, Recorder.memory_reused): never_compile(f)

@@ -1,0 +1,166 @@
+"torch's private names stand in one room, and nobody's run fails where torch lacks one of them"
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+import warnings
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from torchember import EmberWarning, private_torch, torchEmber
+
+package = Path(private_torch.__file__).parent
+python = {'_getframe', '_fields'} # of Python's own library
+endings = {'_grad', '_latest'} # of our own words
+
+
+def is_private(name): return re.fullmatch('_[A-Za-z].*', name) is not None
+
+
+def said_in(tree):
+    "Names with an underscore that a source uses, and where: attributes, imports, and strings that are nothing but a name"
+    pieces = {v for n in ast.walk(tree) if isinstance(n, ast.JoinedStr) for v in n.values}
+    for n in set(ast.walk(tree))-pieces:
+        if isinstance(n, ast.Attribute): names = [n.attr] if isinstance(n.ctx, ast.Load) else []
+        elif isinstance(n, ast.ImportFrom) and not n.level: names = [*n.module.split('.'), *(a.name for a in n.names)]
+        elif isinstance(n, ast.Import): names = [p for a in n.names for p in a.name.split('.')]
+        elif isinstance(n, ast.Constant) and isinstance(n.value, str) and re.fullmatch(r'[\w.]+', n.value): names = n.value.split('.')
+        else: continue
+        yield from ((name, n.lineno) for name in names if is_private(name))
+
+
+def ours(tree):
+    "Names with an underscore that a source gives a value: attributes, functions, and keys that begin with ours"
+    for n in ast.walk(tree):
+        if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store): yield n.attr
+        elif isinstance(n, ast.FunctionDef|ast.ClassDef): yield n.name
+
+
+def foreign(sources):
+    "Private names in sources (name -> text) that are neither ours nor well known"
+    trees = {k: ast.parse(v) for k,v in sources.items()}
+    known = {n for t in trees.values() for n in ours(t)} | python | endings
+    return [(k, line, n) for k,t in trees.items() for n,line in said_in(t)
+        if n not in known and not n.startswith('_torchember') and not any(fnmatch(n, w) for w in private_torch.well_known)]
+
+
+def test_private_names_stand_in_one_room():
+    sources = {str(p.relative_to(package)): p.read_text() for p in package.rglob('*.py') if p.name not in ('_modidx.py', 'private_torch.py')}
+    assert len(sources)>30 and foreign(sources)==[]
+
+
+@pytest.mark.parametrize('line', ['torch._C._len_torch_dispatch_stack()', 'from torch._functorch import config', 'import torch._dynamo', "hasattr(o, '_scale')",
+    "sys.modules['torch._inductor.lowering']", 'from torch.library import _register_effectful_op'])
+def test_a_private_name_is_found(line): assert foreign({'room': line})
+
+
+# ---- a torch that lacks something
+
+trains = '''
+import importlib, json, sys, warnings
+lacks,real = sys.argv[1].split(),importlib.import_module
+class Without:
+    "A module without some of its names"
+    def __init__(self, name): self.name,self.module = name,real(name)
+    def __getattr__(self, n):
+        if f'{self.name}.{n}' in lacks or 'everything' in lacks: raise AttributeError(n)
+        return getattr(self.module, n)
+importlib.import_module = lambda name, *rest: Without(name) if name.startswith('torch.') else real(name, *rest)
+import torchember.private_torch
+importlib.import_module = real
+
+import torch, torch.utils.checkpoint
+from torch import nn
+import torchember.private_torch as room
+room.import_module = Without
+from torchember import torchEmber
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a,self.b = nn.Linear(3, 4),nn.Linear(4, 2)
+    def forward(self, x): return self.b(self.a(x).relu())
+
+out = {}
+for how in ('eager', 'aot_eager'):
+    torch.manual_seed(0)
+    net = Net()
+    opt = torch.optim.SGD(net.parameters(), lr=.1)
+    te = torchEmber(net, optimizer=opt, ttypes=('input', 'output', 'weight', 'weight_grad', 'output_grad'), on_error='raise')
+    f = net if how=='eager' else torch.compile(net, backend=how, fullgraph=True)
+    for x in torch.randn(3, 5, 3):
+        opt.zero_grad()
+        f(x).square().mean().backward()
+        opt.step()
+    out[how] = [{k:v for k,v in r.items() if k!='ts'} for r in te.t.lines()]
+    assert te.close()['errors']==0
+print(json.dumps([out, sorted(room.missing)]))
+'''
+
+
+def trained(lacks, home):
+    got = subprocess.run([sys.executable, '-c', trains, lacks], capture_output=True, text=True, env={**os.environ, 'TORCHEMBER_HOME': str(home)})
+    assert got.returncode==0, got.stderr
+    return json.loads(got.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory):
+    "Rows of a torch as it is"
+    out,_ = trained('', tmp_path_factory.mktemp('whole'))
+    assert len(out['eager'])==len(out['aot_eager'])==3*17
+    return out
+
+
+groups = {
+    'modes': 'torch._C._len_torch_dispatch_stack torch._C._len_torch_function_stack torch.utils._python_dispatch._disable_current_modes '
+        'torch._C._functorch.peek_interpreter_stack torch._C._functorch.is_functorch_wrapped_tensor '
+        'torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack',
+    'the compiler': 'torch._C._dynamo.eval_frame.set_code_exec_strategy torch._C._current_graph_task_id torch.library._register_effectful_op',
+    'everything': 'everything'}
+
+
+@pytest.mark.parametrize('lacks', groups)
+def test_the_same_rows_without(lacks, whole, tmp_path):
+    out,missing = trained(groups[lacks], tmp_path)
+    assert len(missing)>12 if lacks=='everything' else set(missing)>=set(groups[lacks].split())
+    assert out['eager']==whole['eager']
+    def in_any_order(rows): return sorted(json.dumps(r, sort_keys=True) for r in rows)
+    assert in_any_order(out['aot_eager'])==in_any_order(whole['aot_eager'])
+
+
+def test_one_line_on_a_newer_torch(monkeypatch):
+    "It is said when a model is armed, once, and only when something is missing"
+    def heard():
+        with warnings.catch_warnings(record=True) as got:
+            warnings.simplefilter('always')
+            torchEmber(nn.Linear(1, 1)).disarm()
+        return [(str(w.message), w.filename) for w in got if w.category is EmberWarning]
+    monkeypatch.setattr(private_torch, 'newest', (1, 0))
+    monkeypatch.setattr(private_torch, 'missing', {})
+    monkeypatch.setattr(private_torch, 'said', set())
+    assert heard()==[]
+    private_torch.private('torch.library.gone', None, 'nothing else is')
+    [(line, where)] = heard()
+    assert 'lacks torch.library.gone: nothing else is.' in line and where==__file__
+    assert heard()==[]
+
+
+def test_a_scaler_of_other_insides():
+    "What it multiplies by is then asked for, and what was unscaled by hand is not known"
+    class Scaler:
+        def get_scale(self): return 8.
+    assert private_torch.loss_scale(Scaler())==8. and not private_torch.is_unscaled(Scaler(), None)
+
+
+def test_names_of_runs_without_a_store(monkeypatch):
+    from torchember import core
+    monkeypatch.setattr(private_torch, 'private', lambda path, without, then: without)
+    monkeypatch.setattr(torch.distributed, 'is_initialized', lambda: True)
+    assert core.shared_name('Net').startswith('Net_')
