@@ -384,6 +384,14 @@ def by_pieces(x, wanted):
     v = got[0] if len(got)==1 else merge(np.stack([nothing(wanted), *got]))
     return v if times==1 else repeat(v, times)
 
+most = 1<<15 # elements of a tensor that is read with Python's lock held
+
+def putter(tap, fmt, wanted):
+    "What writes the rows of a tap, None without compiled loops"
+    cpu = loops()
+    return None if cpu is None else cpu.ready_to_put(tap, fmt, wanted)
+
+
 # %% ../../nbs/10_measure/05_kernels.ipynb #5bf46c36
 def read_device(
     x:torch.Tensor, # Flat tensor, any device
