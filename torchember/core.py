@@ -1087,7 +1087,7 @@ class torchEmber:
         seconds,elapsed = r.seconds(),r.elapsed()
         return Report(run=self.fname, steps=r.seen_steps, recorded=r.recorded_steps, rows=f.rows, bytes=f.written,
             seconds=seconds, share=seconds/elapsed if elapsed else 0., errors=r.errors, skipped=r.skipped, remarks=r.remarks(),
-            beside=seconds_beside()-r.loaded,
+            **({'beside': seconds_beside()-r.loaded} if seconds_beside()>r.loaded else {}),
             **({} if r.budget is None else {'thinned': r.budget.thinned-r.decided[2], 'budget': str(r.budget)}))
 
     def __enter__(self): return self.arm()
