@@ -20,6 +20,7 @@ from .capture.forward import KEY, arm, armed_by, disarm
 from .capture.optimizer import OptimizerWatch, some, trained_by
 from .capture.tree import tracks, tree_dict, unwrap
 from .choose import schedule, select
+from .measure.kernels import warm
 from .measure.stats import stat_names
 from .measure.summary import derived
 from .plan import Plan, plan_of
@@ -100,6 +101,7 @@ class torchEmber:
             warnings.warn(f"{what} is armed already, by the run {earlier.t.fname}. That ember is disarmed first.", EmberWarning, stacklevel=2)
             earlier.owner().disarm()
         self.tracks = tracks(inner)
+        warm(inner.parameters())
         r = self.recorder
         r.page.fresh_arena()
         r.owner = lambda: self
@@ -240,6 +242,7 @@ class torchEmber:
         seconds,elapsed = r.seconds(),r.cost.elapsed
         return Report(run=self.fname, steps=r.seen_steps, recorded=r.recorded_steps, rows=f.rows, bytes=f.written,
             seconds=seconds, share=seconds/elapsed if elapsed else 0., errors=r.notices.errors, skipped=r.notices.unmeasurable, remarks=r.remarks(),
+            **({'beside': r.cost.loading} if r.cost.loading else {}),
             **({} if r.cost.budget is None else {'thinned': r.cost.budget.thinned-r.decide.denied, 'budget': str(r.cost.budget)}))
 
     def __enter__(self): return self.arm()

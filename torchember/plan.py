@@ -23,7 +23,7 @@ from .capture.tree import tracks
 from .choose import schedule
 from .capture.events import Listener
 from .capture.forward import arm, disarm
-from .measure.kernels import Unmeasurable
+from .measure.kernels import Unmeasurable, ready
 from .measure.stats import stat_names
 from .measure.summary import counts
 from .measure.tap import Arena, observe
@@ -165,6 +165,7 @@ def curve(
     most:int # Elements of the largest of them
 ) -> tuple: # Sizes, and seconds that observing a tensor of that size takes
     "How long tensors take to be observed"
+    ready() # as it will be for nearly all of the training
     arena = Arena()
     tap,xs,ys = arena.tap(None, stats),[],[]
     for n in sizes:

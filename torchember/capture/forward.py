@@ -16,9 +16,10 @@ from torch import nn
 from . import compiled
 from .tensors import inputs, outputs, parameters
 from .tree import refused
+from ..private_torch import is_exporting, never_compile, recomputing
 
 # %% ../../nbs/20_capture/20_forward.ipynb #e366dc34
-for f in (inputs, outputs): compiled.left_alone(f)
+for f in (inputs, outputs): never_compile(f)
 
 KEY = '_torchember' # where a module keeps our state
 
@@ -131,7 +132,7 @@ def let_go(x):
     hooks = x._backward_hooks or {}
     for k in [k for k,h in hooks.items() if getattr(h, '__code__', None) is once]: del hooks[k]
 
-compiled.left_alone(let_go)
+never_compile(let_go)
 
 def traced(self, st, args, kwargs):
     "The patched forward as the compiler sees it: operators before and after the module's own"

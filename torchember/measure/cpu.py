@@ -6,9 +6,9 @@
 __all__ = ['kernel']
 
 # %% ../../nbs/10_measure/03_cpu.ipynb #70d151c8
-import ctypes, math, os, threading
+import ctypes, itertools, math, os, threading
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 from llvmlite import ir
@@ -18,6 +18,7 @@ from numba.core import cgutils
 from numba.cpython.unsafe.numbers import trailing_zeros
 from numba.extending import intrinsic
 
+from .head import CALL, CALLS, CODE, EVENT, HEADS, HOW, LIKE, NEXT, ROWS, LAID, WORK, head_width
 from .summary import bins, index, merge, nothing, wide, width
 
 # %% ../../nbs/10_measure/03_cpu.ipynb #592ba82c
@@ -197,6 +198,21 @@ def ways(element):
 
 find32,find64 = ways(single),ways(double)
 
+# %% ../../nbs/10_measure/03_cpu.ipynb #5e1f0a02
+@intrinsic
+def pointer(typing, address):
+    "What is at an address"
+    def make(context, b, signature, arguments): return b.inttoptr(arguments[0], cgutils.voidptr_t)
+    return types.voidptr(types.int64), make
+
+@njit(nogil=True)
+def array_at(address, offset, shape, kind):
+    "The array that lies at an address"
+    return carray(pointer(address+offset), shape, kind)
+
+places = dict(FOUND=8*11, FIRST=8, PLANES=4*digits*lanes, INSIDE=4*32, COUNTS=4*bins, TABLES=4*8*bins, BYTES=block, ROOM=8*block, FEW=2*block) # bytes
+FOUND,FIRST,PLANES,INSIDE,COUNTS,TABLES,BYTES,ROOM,FEW,DESK = itertools.accumulate((-(-n//64)*64 for n in places.values()), initial=0) # the last is the end
+
 # %% ../../nbs/10_measure/03_cpu.ipynb #ba01b554
 @intrinsic
 def unfold(typing, planes, counts):
@@ -263,11 +279,12 @@ def best_window(recent):
     return min(max((lo+hi-window+1)//2, 1), bins-window-1)
 
 @njit(nogil=True)
-def empty_counts(how):
+def room_for_counts(desk):
     "Bytes, tables, counts of a block, planes, counts of the window, where the window begins"
-    n = bins if how & EXPONENTS else 0
-    return (np.empty(block if n else 0, np.uint8), np.empty((8, n), np.int32), np.empty(n, np.int32),
-        np.empty(digits*lanes if n else 0, np.uint32), np.empty(32 if n else 0, np.int32), np.full(1, 127-window+8))
+    first = array_at(desk, FIRST, 1, np.int64)
+    first[0] = 127-window+8
+    return (array_at(desk, BYTES, block, np.uint8), array_at(desk, TABLES, (8, bins), np.int32), array_at(desk, COUNTS, bins, np.int32),
+        array_at(desk, PLANES, digits*lanes, np.uint32), array_at(desk, INSIDE, 32, np.int32), first)
 
 def counters(of, fraction, bias):
     "Loops over floats as signed integers: how many are zero, and how many have which exponent"
@@ -468,10 +485,9 @@ def on_memory(blocks, work, widen=None):
     (take,finish),bits = blocks,np.int64 if work is np.float64 else np.int32
 
     @njit(nogil=True)
-    def walk(x, n, dims, sizes, strides, how, out):
+    def walk(x, n, dims, sizes, strides, how, out, desk):
         x,sizes,strides,out = carray(x, (n if dims==0 else 1<<48,)),carray(sizes, (dims,)),carray(strides, (dims,)),carray(out, (wide,))
-        room = np.empty(min(n, block), work)
-        found,counting = np.empty(11),empty_counts(how)
+        room,found,counting = array_at(desk, ROOM, min(n, block), work),array_at(desk, FOUND, 11, np.float64),room_for_counts(desk)
         end = end_of(room) if dims else end_of(x)
         for start in range(0, n, block):
             m = min(block, n-start)
@@ -482,10 +498,10 @@ def on_memory(blocks, work, widen=None):
         finish(n, how, out)
 
     @njit(nogil=True)
-    def walk_narrow(x, n, dims, sizes, strides, how, out):
+    def walk_narrow(x, n, dims, sizes, strides, how, out, desk):
         x,sizes,strides,out = carray(x, (n if dims==0 else 1<<48,)),carray(sizes, (dims,)),carray(strides, (dims,)),carray(out, (wide,))
-        room,few = np.empty(min(n, block), work),np.empty(min(n, block) if dims else 0, x.dtype)
-        found,counting = np.empty(11),empty_counts(how)
+        room,few = array_at(desk, ROOM, min(n, block), work),array_at(desk, FEW, min(n, block), np.uint16)
+        found,counting = array_at(desk, FOUND, 11, np.float64),room_for_counts(desk)
         for start in range(0, n, block):
             m = min(block, n-start)
             if dims:
@@ -500,32 +516,55 @@ def on_memory(blocks, work, widen=None):
 through_float32,through_float64 = on_memory(blocks32, np.float32),on_memory(blocks64, np.float64)
 through_bfloat16,through_float16 = on_memory(blocks32, np.float32, from_bfloat16),on_memory(blocks32, np.float32, from_float16)
 
-def float32(x, n, dims, sizes, strides, how, out): through_float32(x, n, dims, sizes, strides, how, out)
-def float64(x, n, dims, sizes, strides, how, out): through_float64(x, n, dims, sizes, strides, how, out)
-def bfloat16(x, n, dims, sizes, strides, how, out): through_bfloat16(x, n, dims, sizes, strides, how, out)
-def float16(x, n, dims, sizes, strides, how, out): through_float16(x, n, dims, sizes, strides, how, out)
+def float32(x, n, dims, sizes, strides, how, out, desk): through_float32(x, n, dims, sizes, strides, how, out, desk)
+def float64(x, n, dims, sizes, strides, how, out, desk): through_float64(x, n, dims, sizes, strides, how, out, desk)
+def bfloat16(x, n, dims, sizes, strides, how, out, desk): through_bfloat16(x, n, dims, sizes, strides, how, out, desk)
+def float16(x, n, dims, sizes, strides, how, out, desk): through_float16(x, n, dims, sizes, strides, how, out, desk)
 formats = dict(float32=(float32, types.float32), float64=(float64, types.float64), bfloat16=(bfloat16, types.uint16), float16=(float16, types.uint16))
+
+# %% ../../nbs/10_measure/03_cpu.ipynb #5e1f0a10
+def kept(compiled, function):
+    "What `compiled` makes of a function, from disk where numba has it there"
+    try: return compiled(cache=True)(function)
+    except RuntimeError: return compiled()(function) # numba finds no folder that it may write to
 
 # %% ../../nbs/10_measure/03_cpu.ipynb #589d843e
 @cache
 def kernel(
     fmt:str # 'float32', 'float64', 'bfloat16' or 'float16'
-): # Two callables with the arguments of `float32`: the first keeps Python's lock, the second lets it go
+): # Address of compiled code with the arguments of `float32`, and a callable that lets go of Python's lock meanwhile
     "The compiled loops for a number format"
     entry,memory = formats[fmt]
     number,numbers = types.int64,types.CPointer(types.int64)
-    signature = types.void(types.CPointer(memory), number, number, numbers, numbers, number, types.CPointer(types.float64))
-    try: compiled = cfunc(signature, cache=True)(entry)
-    except RuntimeError: compiled = cfunc(signature)(entry) # numba finds no folder that it may write to
-    kinds = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
-    return ctypes.PYFUNCTYPE(None, *kinds)(compiled.address), ctypes.CFUNCTYPE(None, *kinds)(compiled.address)
+    signature = types.void(types.CPointer(memory), number, number, numbers, numbers, number, types.CPointer(types.float64), number)
+    compiled = kept(partial(cfunc, signature), entry)
+    return compiled.address, ctypes.CFUNCTYPE(None, *(ctypes.c_int64,)*8)(compiled.address)
+
+# %% ../../nbs/10_measure/03_cpu.ipynb #5e1f0a09
+@intrinsic
+def call_kernel(typing, at, x, n, dims, sizes, strides, how, out, desk):
+    "Call what lies at an address with the arguments of `float32`, pointers as whole numbers"
+    def make(context, b, signature, arguments):
+        address,*rest = arguments
+        b.call(b.inttoptr(address, ir.FunctionType(ir.VoidType(), [word]*8).as_pointer()), rest)
+        return context.get_dummy_value()
+    return types.void(*(types.int64,)*9), make
+
+def run(at, x, n, dims, sizes, strides, how, out, desk): call_kernel(at, x, n, dims, sizes, strides, how, out, desk)
+
+def prompt(function, arguments, returns=types.void):
+    "A compiled function of whole numbers, called without asking what they are; Python's lock is kept"
+    signature = returns(*(types.int64,)*arguments)
+    return kept(partial(njit, signature), function).get_overload(signature.args)
 
 # %% ../../nbs/10_measure/03_cpu.ipynb #349194d9
 class Desk(threading.local):
-    "Where a thread's results are written, and its lists of sizes and strides"
+    "A thread's memory to work in, where its results are written, and its lists of sizes and strides"
     def __init__(self):
-        self.out,self.sizes,self.strides = np.empty(wide),np.zeros(64, np.int64),np.zeros(64, np.int64)
-        self.at = [a.__array_interface__['data'][0] for a in (self.out, self.sizes, self.strides)]
+        self.out,self.sizes,self.strides,self.room = np.empty(wide),np.zeros(64, np.int64),np.zeros(64, np.int64),np.empty(DESK, np.uint8)
+        self.at = [address_of(a) for a in (self.out, self.sizes, self.strides, self.room)]
+
+def address_of(a): return a.__array_interface__['data'][0]
 
 desk = Desk()
 
@@ -545,13 +584,73 @@ def read(
 ) -> np.ndarray: # The summary vector
     "The summary vector of the numbers at an address"
     how,start,length = plan(wanted)
-    out,where = desk.out,desk.at
+    out,(to,*lists,room) = desk.out,desk.at
     out[:length] = start
     if sizes: desk.sizes[:len(sizes)],desk.strides[:len(sizes)] = sizes,strides
-    kernel(fmt)[n>short](address, n, len(sizes), where[1], where[2], how, where[0])
+    code,unlocked = kernel(fmt)
+    if n>short: unlocked(address, n, len(sizes), *lists, how, to, room)
+    else: runner()(code, address, n, len(sizes), *lists, how, to, room)
     return out[:length].copy()
 
 short = 1<<15 # elements; a longer tensor lets other Python threads run meanwhile
+
+@cache
+def runner(): return prompt(run, 9)
+
+# %% ../../nbs/10_measure/03_cpu.ipynb #5e1f0a05
+@njit
+def empty_row(row, how):
+    "What `summary.nothing` gives; the spare slot counts the finite elements"
+    row[:] = 0.
+    row[MIN],row[MAX],row[MIN_ABS] = math.inf,-math.inf,math.inf
+    if not how & ABSOLUTE: row[L1] = row[MIN_ABS] = math.nan
+    if not how & (ABSOLUTE|EXPONENTS): row[ZEROS] = math.nan
+    if not how & HIGHER: row[M3] = row[M4] = math.nan
+    if not how & POWERS: row[S4] = row[S8] = math.nan
+
+def put(tap, x, n, call, event):
+    j = array_at(tap, 0, LIKE+head_width, np.int64)
+    i,how = j[NEXT],j[HOW]
+    if i>=j[LAID]: return 0
+    length = wide if how & EXPONENTS else width
+    to = j[ROWS]+8*length*i
+    row,head = array_at(to, 0, length, np.float64),array_at(j[HEADS], 8*head_width*i, head_width, np.int64)
+    if n<0:
+        known = array_at(x, 0, length, np.float64)
+        for k in range(FINITE): row[k] = known[k]
+        for k in range(width, length): row[k] = known[k]
+        row[FINITE] = np.nan
+    else:
+        empty_row(row, how)
+        call_kernel(j[CODE], x, n, 0, 0, 0, how, to, j[WORK])
+    for k in range(1, head_width): head[k] = j[LIKE+k]
+    head[CALL] = j[CALLS] if call<0 else call
+    head[EVENT] = event
+    j[NEXT],j[CALLS] = i+1,j[CALLS]+1
+    return to
+
+@cache
+def putter(
+): # put(address of what `measure.head` lays out, address of the elements, how many, which call or -1, event) -> address of the row, 0 when there is none left
+    "Reads a run of memory into the next row of a tap, or with -1 elements copies the row that lies there"
+    return prompt(put, 5, types.int64)
+
+workplace = np.empty(DESK, np.uint8) # of whoever has Python's lock
+
+def ready_to_put(
+    tap, # What `measure.head` lays out: an array
+    fmt:str, # 'float32', 'float64', 'bfloat16' or 'float16'
+    wanted=('basic',) # Groups of parts to measure
+):
+    "Write down how the tensors of a tap are read. The callable that does it"
+    tap[HOW],tap[CODE],tap[WORK] = plan(wanted)[0],kernel(fmt)[0],address_of(workplace)
+    return putter()
+
+def load(
+    fmt:str # 'float32', 'float64', 'bfloat16' or 'float16'
+):
+    "Compile, or load from disk, all that reading tensors of a format takes"
+    kernel(fmt),runner(),putter()
 
 # %% ../../nbs/10_measure/03_cpu.ipynb #287559bf
 @cache

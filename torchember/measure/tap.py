@@ -12,18 +12,18 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from .kernels import Unmeasurable, for_list, read
-from .stats import as_dicts, stat_names
-from .summary import bins, derive, finite, groups_for, index, length, merge, width
+from .head import CALL, CALLS, DIMS, DTYPE, EVENT, HEADS, LAID, LIKE, MICRO, NEXT, ROWS, SHAPE, TAP, head_width, tap_width
+from .kernels import Unmeasurable, for_list, formats, layout, most, ordinary, putter, read
 from ..private_torch import count_dispatch_modes, count_function_modes, inside_transform, is_wrapped, unwrap
 from ..private_torch import without_dispatch_modes, without_function_modes, without_transforms
+from .stats import as_dicts, stat_names
+from .summary import bins, derive, finite, groups_for, index, length, merge, width
 
 # %% ../../nbs/10_measure/50_tap.ipynb #367aea3a
-head_width = 16
-EVENT,TAP,CALL,MICRO,DTYPE,DIMS,SHAPE = range(7) # columns of a head; from SHAPE on, one size for each dimension
 SCALE = width-1 # in a row: the slot that the summary leaves free
 dtypes = list(dict.fromkeys(d for d in vars(torch).values() if isinstance(d, torch.dtype)))
 dtype_code = {d:i for i,d in enumerate(dtypes)}
+cpu = torch.device('cpu')
 
 class Block:
     "A run of rows on one device"
@@ -33,6 +33,12 @@ class Block:
         with torch.inference_mode(False): self.rows = torch.zeros(n, length, dtype=number, device=device)
         self.out = self.rows.numpy() if device.type=='cpu' else None # where the host can write
         self.head = np.zeros((n, head_width), dtype=np.int64)
+        self.at = None if self.out is None else (address_of(self.out), address_of(self.head))
+
+    def addresses(self, first):
+        "Where the row `first` and its head lie"
+        rows,heads = self.at
+        return rows+8*self.length*first, heads+8*head_width*first
 
     def cut(self, n):
         "The next `n` rows: tensor view, head view, and numpy view where the host can write"
@@ -40,6 +46,8 @@ class Block:
         self.used += n
         rows = self.rows[s]
         return rows, self.head[s], None if self.out is None else self.out[s]
+
+def address_of(a): return a.__array_interface__['data'][0]
 
 # %% ../../nbs/10_measure/50_tap.ipynb #48afe234
 def disturbs(
@@ -64,8 +72,12 @@ class Tap:
         self.names = stat_names(stats)
         self.wanted = groups_for(self.names)
         self.groups,self.length = frozenset(self.wanted),length(self.wanted)
+        self.share = self.length//width
         self.rows = self.head = self.out = self.device = self.block = None
         self.size = self.first = 0
+        self.address,self.turn = address_of(where),0 # a turn ends when what the rows hold is dropped
+        self.put = self.dtype = self.shape = self.stride = self.count = None # what `fit` found out about its tensors
+        where[LIKE+TAP] = number
 
 # %% ../../nbs/10_measure/50_tap.ipynb #9bbe3e9e
 class Arena:
@@ -87,10 +99,11 @@ class Arena:
         with self.lock:
             i = len(self.taps)
             if i%self.size==0:
-                with undisturbed('cpu'), torch.inference_mode(False): self.cursors.append(torch.zeros(self.size, 8, dtype=torch.int64, device='cpu'))
+                with undisturbed('cpu'), torch.inference_mode(False): self.cursors.append(torch.zeros(self.size, tap_width, dtype=torch.int64, device='cpu'))
                 with undisturbed('cpu'): self.where.append(self.cursors[-1].numpy())
             with undisturbed('cpu'): cursor = self.cursors[-1][i%self.size]
             t = Tap(self, key, i, stats, cursor, self.where[-1][i%self.size], once)
+            t.next[LIKE+MICRO] = self.micro
             self.taps.append(t)
             return t
 
@@ -103,14 +116,16 @@ class Arena:
             self.blocks.append(block)
         tap.block,tap.first = block,block.used
         tap.rows,tap.head,tap.out = block.cut(n)
-        tap.device,tap.size,tap.next[0] = device,n,0
+        tap.device,tap.size,tap.next[NEXT] = device,n,0
+        tap.next[LAID] = 0
+        if tap.out is not None: tap.next[[ROWS, HEADS, LAID]] = *block.addresses(tap.first),n
 
     def begin(self, micro=0):
         "A pass begins: calls count from 0 again"
         with self.lock:
             self.settle()
             self.micro = micro
-            for c in self.where: c[:, 1] = 0
+            for c in self.where: c[:, [CALLS, LIKE+MICRO]] = 0,micro
             self.seen.clear()
 
     def settle(self):
@@ -126,7 +141,8 @@ class Arena:
         "Drop what `tap` holds: it is about to be observed anew"
         for i in range(tap.size if self.waiting else 0): self.waiting.pop((tap.block, tap.first+i), None)
         if tap.head is not None: tap.head[:, EVENT] = 0
-        tap.next[:2] = 0
+        tap.next[[NEXT, CALLS]] = 0
+        tap.turn += 1
 
     def take(self,
         earlier=None # The `Snapshot`s that were taken of the same step before, to go on from
@@ -136,7 +152,7 @@ class Arena:
             self.settle()
             parts = [(b.head[u], rows_to_host(b, u)) for b in self.blocks if len(u:=np.flatnonzero(b.head[:b.used, EVENT]))]
             for b in self.blocks: b.head[:b.used, EVENT] = 0
-            for c in self.where: c[:, 0] = 0
+            for c in self.where: c[:, NEXT] = 0
             self.filled = 0
             self.seen.clear()
         return Snapshot(parts, self.taps, earlier or [])
@@ -177,11 +193,13 @@ def observe(
     later:bool=False # Whether `x` stays as it is until `Arena.settle`, so that it may be read then, with others
 ):
     "Measure `x` into the next row of `tap`. Raises `Unmeasurable` when its values cannot be read"
-    kind = x.device.type
-    if kind=='meta': raise OnMeta()
-    if not disturbs(kind): return note(x, tap, call, scale, later)
-    x = unwrapped(x)
-    with undisturbed(kind): note(x, tap, call, scale, later)
+    if scale is None and type(x) in ordinary and not count_function_modes() and inside_transform() is None:
+        try:
+            with tap.arena.lock:
+                like = x.dtype is tap.dtype and x.shape==tap.shape and (x.is_contiguous() or x.stride()==tap.stride)
+                if x.is_cpu and (like or fit(tap, x)) and tap.put is not None and not x.is_neg(): return at_once(x, tap, call)
+        except RuntimeError: pass # what has no address, say
+    observe_any(x, tap, call, scale, later)
 
 class OnMeta(Unmeasurable):
     "Raised for a tensor without values"
@@ -189,13 +207,48 @@ class OnMeta(Unmeasurable):
         "the offload hooks are added")
 
 # %% ../../nbs/10_measure/50_tap.ipynb #917686d2
+def fit(tap, x):
+    "Find out how tensors like `x` are read at once, by compiled loops: if that can be, `tap.put` does it. False while nobody knows"
+    dims,put = layout(x) if x.numel() and not x.is_contiguous() else None,None
+    one_run = x.layout is torch.strided and not x.is_nested and (dims is None or dims[1:]==((1,), 1))
+    if one_run and x.dtype in formats and x.numel()<=most and not for_list(x):
+        put = putter(tap.next, formats[x.dtype], tap.wanted)
+        if put is None: return False
+    tap.put,tap.dtype,tap.shape,tap.stride,tap.count = put,x.dtype,x.shape,x.stride(),x.numel()
+    write_about(x, tap.next[LIKE:])
+    return True
+
+def at_once(x, tap, call):
+    "Write the row of a tensor that `tap` is fit for: read now, or copied from where it is known"
+    a,counted = tap.arena,not x.is_inference() # an inference tensor has no version
+    source,n = x.data_ptr(),tap.count
+    if counted:
+        version,known = x._version,a.seen.get(id(x))
+        if known is not None and known[0]() is x and known[1]==version and known[3] and tap.groups<=known[2] and known[4].turn==known[5]:
+            a.shared += 1
+            source,n = known[3],-1
+    call = -1 if call is None else call
+    row = tap.put(tap.address, source, n, call, next(a.clock))
+    if not row:
+        a.more(tap, cpu)
+        row = tap.put(tap.address, source, n, call, next(a.clock))
+    a.filled += tap.share
+    if counted: a.seen[id(x)] = weakref.ref(x),version,tap.groups,row,tap,tap.turn,None
+
+def observe_any(x, tap, call, scale, later):
+    "`observe`, whatever there is"
+    kind = x.device.type
+    if kind=='meta': raise OnMeta()
+    if not disturbs(kind): return note(x, tap, call, scale, later)
+    x = unwrapped(x)
+    with undisturbed(kind): note(x, tap, call, scale, later)
+
 def note(x, tap, call=None, scale=None, later=False):
     "`observe`, with nothing of the user's around it"
     v = None if later and for_list(x) else measured(x, tap)
-    a,shape = tap.arena,x.shape
-    dims = len(shape)
+    a = tap.arena
     with a.lock:
-        i = int(tap.next[0])
+        i = int(tap.next[NEXT])
         if i>=tap.size or tap.device!=x.device: a.more(tap, x.device); i = 0
         if v is None: a.waiting[tap.block, tap.first+i] = x.detach(),tap.wanted,scale
         elif tap.out is None:
@@ -205,23 +258,30 @@ def note(x, tap, call=None, scale=None, later=False):
             tap.out[i] = v
             if scale is not None: tap.out[i, SCALE] = scale
         h = tap.head[i]
-        h[1:6] = tap.number,tap.next[1] if call is None else call,a.micro,dtype_code[x.dtype],dims
-        if dims: h[SHAPE:SHAPE+dims] = shape if dims<=head_width-SHAPE else (*shape[:head_width-SHAPE-1], -1)
+        h[TAP:DTYPE] = tap.number,tap.next[CALLS] if call is None else call,a.micro
+        write_about(x, h)
         h[EVENT] = next(a.clock)
-        tap.next[0] = i+1
-        tap.next[1] += 1
-        a.filled += tap.length//width
+        tap.next[NEXT] = i+1
+        tap.next[CALLS] += 1
+        a.filled += tap.share
+
+def write_about(x, head):
+    "What a head says of the tensor itself"
+    shape = x.shape
+    dims = len(shape)
+    head[DTYPE:SHAPE] = dtype_code[x.dtype],dims
+    if dims: head[SHAPE:SHAPE+dims] = shape if dims<=head_width-SHAPE else (*shape[:head_width-SHAPE-1], -1)
 
 def measured(x, tap):
     "The summary vector of `x`: read now, or known from another tap"
     a,counted = tap.arena,not x.is_inference() # an inference tensor has no version
     version = x._version if counted else 0
     known = a.seen.get(id(x)) if counted else None
-    if known is not None and known[0]() is x and known[1]==version and tap.groups<=known[2]:
+    if known is not None and known[0]() is x and known[1]==version and known[-1] is not None and tap.groups<=known[2]:
         a.shared += 1
-        return known[3][:tap.length]
+        return known[-1][:tap.length]
     v = read(x, tap.wanted)
-    a.seen[id(x)] = (weakref.ref(x), version, tap.groups, v)
+    a.seen[id(x)] = weakref.ref(x),version,tap.groups,0,None,0,v
     return v
 
 def unwrapped(x):

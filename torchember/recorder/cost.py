@@ -7,6 +7,7 @@ __all__ = ['Cost']
 
 # %% ../../nbs/40_recorder/15_cost.ipynb #572a8a7f
 from ..budget import Local, clock, idle
+from ..measure.kernels import loading, seconds_beside
 
 # %% ../../nbs/40_recorder/15_cost.ipynb #85635386
 class Cost:
@@ -21,6 +22,7 @@ class Cost:
         self.first = self.last = None # when the first pass began; when the last pass or step was over
         self.step_began = None # when something of the open step first happened
         self.paid = self.late = 0. # what had been spent, by us and by the writer, when the step before was over
+        self.loaded_before = self.loaded = seconds_beside() # what loading compiled loops, in a thread of its own, had taken then; and before this run
 
     def passed(self,
         modules:int, # Armed modules in the pass
@@ -51,6 +53,11 @@ class Cost:
         "From the beginning of the first pass to the end of the last step"
         return 0. if self.first is None or self.last is None else max(self.last-self.first, 0.)
 
+    @property
+    def loading(self): # Seconds
+        "What it took to load compiled loops, beside the training"
+        return seconds_beside()-self.loaded
+
     def step_over(self,
         recorded:bool, # Whether the step was recorded
         late:float, # Seconds that the writer has taken up to now
@@ -58,6 +65,7 @@ class Cost:
     ):
         "Tell the budget what the step took"
         if self.budget is None: return
-        at,paid = clock(),self.ours()
-        if self.step_began is not None: self.budget.passed(at-self.step_began, paid-self.paid, recorded, late-self.late, hidden)
-        self.step_began,self.paid,self.late = at,paid,late
+        at,paid,loaded = clock(),self.ours(),seconds_beside()
+        disturbed = loading() or loaded!=self.loaded_before
+        if self.step_began is not None: self.budget.passed(at-self.step_began, paid-self.paid, recorded, late-self.late, hidden, disturbed)
+        self.step_began,self.paid,self.late,self.loaded_before = at,paid,late,loaded

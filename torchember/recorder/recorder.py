@@ -15,6 +15,7 @@ from ..budget import clock, duration, idle, timed
 from ..capture.events import Listener
 from ..capture.optimizer import parameters_of, versions
 from ..choose import at, schedule
+from ..measure.kernels import warm
 from ..measure.tap import Arena, observe
 from ..private_torch import loss_scale, never_compile
 from ..record import ttypes
@@ -87,7 +88,7 @@ class Recorder(Listener):
         self.was_on = False # whether the step before was recorded
         self.seen_steps = self.recorded_steps = self.skipped_steps = 0
         self.waited = None # a sentence about a step that waited long for an optimizer
-        if budget: idle(); observe(torch.zeros(1), Arena().tap(None)) # what torch does at its first time belongs to no step
+        if budget: warm(); idle(); observe(torch.zeros(1), Arena().tap(None)) # what torch does at its first time belongs to no step
         self.switch = Switch(ttypes)
         self.set_on(self.due())
         open_recorders.add(self)
