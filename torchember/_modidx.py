@@ -1178,6 +1178,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'torchember.state.noise.one_chain': ('45_state/noise.html#one_chain', 'torchember/state/noise.py'),
                                         'torchember.state.noise.over_ranks': ( '45_state/noise.html#over_ranks',
                                                                                'torchember/state/noise.py'),
+                                        'torchember.state.noise.plot_sizes': ( '45_state/noise.html#plot_sizes',
+                                                                               'torchember/state/noise.py'),
                                         'torchember.state.noise.saw': ('45_state/noise.html#saw', 'torchember/state/noise.py'),
                                         'torchember.state.noise.short': ('45_state/noise.html#short', 'torchember/state/noise.py'),
                                         'torchember.state.noise.sums_of_squares': ( '45_state/noise.html#sums_of_squares',
