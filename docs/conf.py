@@ -5,6 +5,7 @@ import re
 from configparser import ConfigParser
 from functools import cache
 from importlib import import_module
+from inspect import getsource
 from itertools import groupby
 from pathlib import Path
 
@@ -77,6 +78,11 @@ def data_entry(c, mod, sym):
     said = re.search(r'\s#\s*([^\'"]*)$', lines[o.end_lineno-1]) or re.match(r'\s*#(?!\|)\s*(.*)', lines[o.lineno-2] if o.lineno>1 else '')
     return f'.. py:data:: {mod}.{sym}\n' + (f'   :value: {src}\n' if len(src)<100 else '') + f'\n   {said[1] if said else ""}'
 
+def members_of(cls, documented):
+    "Public methods and properties of a class, and of the unexported classes of its module that it is made of"
+    told = [b for b in reversed(cls.__mro__) if b is cls or b.__module__==cls.__module__ and b.__name__ not in documented]
+    return list(dict.fromkeys(public(s.name for b in told for s in ast.parse(getsource(b)).body[0].body if isinstance(s, defs))))
+
 def entry(c, mod, sym, all_syms):
     "A cell with the API entry of `sym`; a class has its public methods and properties, but for those with an entry elsewhere"
     o = import_module(mod)
@@ -86,8 +92,7 @@ def entry(c, mod, sym, all_syms):
         kind = 'class' if isinstance(o, type) else 'property' if isinstance(o, property) else 'method' if '.' in sym else 'function'
         kind = 'exception' if kind=='class' and issubclass(o, BaseException) else kind
         rst = f'.. auto{kind}:: {mod}.{sym}'
-        body = next((s.body for s in c.parsed_() if isinstance(s, ast.ClassDef) and s.name==sym), [])
-        if members := [n for n in public(s.name for s in body if isinstance(s, defs)) if f'{sym}.{n}' not in all_syms]:
+        if members := isinstance(o, type) and [n for n in members_of(o, all_syms) if f'{sym}.{n}' not in all_syms]:
             rst += f'\n   :members: {", ".join(members)}\n   :undoc-members:\n   :member-order: bysource'
     return mk_cell(f'```{{eval-rst}}\n{rst}\n```', 'markdown')
 

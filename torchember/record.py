@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SCHEMA', 'ttypes', 'identity', 'trouble', 'reserved', 'unmarkable', 'unknown', 'an', 'EmberWarning', 'check_ttypes',
-           'plain', 'pointer', 'line_of', 'lines_of', 'dump_row', 'load_row', 'column_order']
+           'pointer', 'plain', 'line_of', 'lines_of', 'dump_row', 'load_row', 'column_order']
 
 # %% ../nbs/00_record.ipynb #e1362eea
 import difflib, json, math
@@ -63,27 +63,6 @@ def check_ttypes(
 words = {math.inf: 'Infinity', -math.inf: '-Infinity'}
 deepest = 254 # lists within lists; orjson goes no deeper
 
-# %% ../nbs/00_record.ipynb #115ab4a4
-def plain(
-    value, # Scalar, string, None, list, dict, tensor or numpy value; nested as you like
-    where:str='', # Pointer to this value
-    lost:dict|None=None # Receives pointer -> 'NaN', 'Infinity' or '-Infinity'
-):
-    "`value` made of JSON's own types; a number that is not finite becomes None and is noted in `lost`"
-    if type(value) is not float and (value is None or isinstance(value, str|int|float|Enum|UUID)): value = exactly(value)
-    if type(value) is float and not math.isfinite(value):
-        if lost is not None: lost[where] = words.get(value, 'NaN')
-        return None
-    if type(value) in exact: return value
-    if where.count('/')>=deepest: raise ValueError(f"a value is nested more than {deepest} deep, which readers of JSON refuse.")
-    if isinstance(value, dict): return {exactly(str(k)): plain(v, f'{where}/{pointer(k)}', lost) for k,v in value.items()}
-    if isinstance(value, list|tuple|set|frozenset|range): return [v if fine(v) else plain(v, f'{where}/{i}', lost) for i,v in enumerate(value)]
-    if hasattr(value, 'tolist') and not isinstance(value, type):
-        got = value.tolist()
-        return plain(float(got) if type(got) is type(value) else got, where, lost) # numpy's longdouble gives itself
-    raise TypeError(f"{value!r:.80} is {an(value)}, which JSON does not have. "
-        "Return numbers, strings, lists, dicts, tensors or numpy values.")
-
 # %% ../nbs/00_record.ipynb #4a071f3b
 exact = {str, bool, int, float, type(None)}
 
@@ -105,12 +84,48 @@ def exactly(value):
 # %% ../nbs/00_record.ipynb #a70b679a
 def pointer(key): return exactly(str(key)).replace('~', '~0').replace('/', '~1')
 
+# %% ../nbs/00_record.ipynb #115ab4a4
+def plain(
+    value, # Scalar, string, None, list, dict, tensor or numpy value; nested as you like
+    where:str='', # Pointer to this value
+    lost:dict|None=None # Receives pointer -> 'NaN', 'Infinity' or '-Infinity'
+):
+    "`value` made of JSON's own types; a number that is not finite becomes None and is noted in `lost`"
+    if type(value) is not float and (value is None or isinstance(value, str|int|float|Enum|UUID)): value = exactly(value)
+    if type(value) is float and not math.isfinite(value):
+        if lost is not None: lost[where] = words.get(value, 'NaN')
+        return None
+    if type(value) in exact: return value
+    if where.count('/')>=deepest: raise ValueError(f"a value is nested more than {deepest} deep, which readers of JSON refuse.")
+    if isinstance(value, dict): return {exactly(str(k)): plain(v, f'{where}/{pointer(k)}', lost) for k,v in value.items()}
+    if isinstance(value, list|tuple|set|frozenset|range): return [v if fine(v) else plain(v, f'{where}/{i}', lost) for i,v in enumerate(value)]
+    if hasattr(value, 'tolist') and not isinstance(value, type):
+        got = value.tolist()
+        return plain(float(got) if type(got) is type(value) else got, where, lost) # numpy's longdouble gives itself
+    raise TypeError(f"{value!r:.80} is {an(value)}, which JSON does not have. "
+        "Return numbers, strings, lists, dicts, tensors or numpy values.")
+
 # %% ../nbs/00_record.ipynb #371edba4
 encode = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(',', ':')).encode
 try:
     import orjson
     options = orjson.OPT_PASSTHROUGH_SUBCLASS | orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_PASSTHROUGH_DATACLASS
 except ImportError: orjson = None
+
+# %% ../nbs/00_record.ipynb #bb09a960
+def settled(text):
+    "Whether JSON that orjson wrote has nothing in it that we write otherwise: no null, which may be a NaN, and no line separator of Unicode"
+    return b'null' not in text and (text.isascii() or b'\xe2\x80' not in text)
+
+# %% ../nbs/00_record.ipynb #d19c2d60
+def careful(row):
+    lost = {}
+    if isinstance(row.get('nonfinite'), dict): lost.update(row['nonfinite']) # of values that were made plain before
+    row = {k if fine(k) and type(k) is str else exactly(str(k)): v if fine(v) else plain(v, pointer(k), lost) for k,v in row.items()}
+    if lost: row['nonfinite'] = lost
+    line = encode(row)
+    if not line.isascii(): line = line.replace('\u2028', '\\u2028').replace('\u2029', '\\u2029')
+    return line.encode()
 
 # %% ../nbs/00_record.ipynb #2322c1de
 def line_of(
@@ -122,11 +137,6 @@ def line_of(
     except (TypeError, RecursionError): return careful(row)
     return line if 'nonfinite' not in row and settled(line) else careful(row)
 
-# %% ../nbs/00_record.ipynb #bb09a960
-def settled(text):
-    "Whether JSON that orjson wrote has nothing in it that we write otherwise: no null, which may be a NaN, and no line separator of Unicode"
-    return b'null' not in text and (text.isascii() or b'\xe2\x80' not in text)
-
 # %% ../nbs/00_record.ipynb #3f766e1f
 def lines_of(
     rows:list # Rows
@@ -136,16 +146,6 @@ def lines_of(
     try: text = b'\n'.join([orjson.dumps(r, option=options) for r in rows])
     except (TypeError, RecursionError): return None
     return text+b'\n' if settled(text) else None
-
-# %% ../nbs/00_record.ipynb #d19c2d60
-def careful(row):
-    lost = {}
-    if isinstance(row.get('nonfinite'), dict): lost.update(row['nonfinite']) # of values that were made plain before
-    row = {k if fine(k) and type(k) is str else exactly(str(k)): v if fine(v) else plain(v, pointer(k), lost) for k,v in row.items()}
-    if lost: row['nonfinite'] = lost
-    line = encode(row)
-    if not line.isascii(): line = line.replace('\u2028', '\\u2028').replace('\u2029', '\\u2029')
-    return line.encode()
 
 # %% ../nbs/00_record.ipynb #a9c17fb3
 def dump_row(

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['parts', 'index', 'width', 'bins', 'wide', 'groups', 'scalars', 'derived', 'counts', 'also_called', 'length',
-           'nothing', 'read_array', 'merge', 'finite', 'Parts', 'squares', 'group_of', 'derive', 'groups_for',
+           'nothing', 'read_array', 'finite', 'merge', 'Parts', 'squares', 'group_of', 'derive', 'groups_for',
            'lost_value', 'Summary']
 
 # %% ../../nbs/10_measure/00_summary.ipynb #a7050ae5
@@ -30,8 +30,10 @@ groups = dict(basic=('count', 'mean', 'm2', 'min', 'max', 'nan', 'posinf', 'negi
     higher=('m3', 'm4'), powers=('s4', 's8'), exponents=('zeros',)) # measured together; a part that was not asked for is NaN
 scalars = tuple(g for g in groups if g!='exponents')
 
+# %% ../../nbs/10_measure/00_summary.ipynb #925daf8d
 def length(wanted): return wide if 'exponents' in wanted else width # of a vector
 
+# %% ../../nbs/10_measure/00_summary.ipynb #0a08bc59
 def nothing(wanted=scalars):
     "The summary of no elements: what merging starts from"
     v = np.full(length(wanted), np.nan)
@@ -62,6 +64,11 @@ def read_array(
     if 'exponents' in wanted: v[width:] = np.bincount(np.clip(np.frexp(ok[ok!=0])[1]+126, 0, bins-1), minlength=bins)
     return v
 
+# %% ../../nbs/10_measure/00_summary.ipynb #ca371ce5
+def finite(v):
+    "How many elements are finite"
+    return v[..., index['count']] - v[..., index['nan']] - v[..., index['posinf']] - v[..., index['neginf']]
+
 # %% ../../nbs/10_measure/00_summary.ipynb #f43754a5
 def merge(
     vectors # Summary vectors, shape (..., k, 16), or 272 with exponents: k pieces
@@ -82,10 +89,6 @@ def merge(
         out[..., index['m4']] = (m4 + 4*d*m3 + 6*d**2*m2 + n*d**4).sum(-1)
     for p,f in (('min', np.min), ('max', np.max), ('min_abs', np.min)): out[..., index[p]] = f(v[..., index[p]], axis=-1)
     return out
-
-def finite(v):
-    "How many elements are finite"
-    return v[..., index['count']] - v[..., index['nan']] - v[..., index['posinf']] - v[..., index['neginf']]
 
 # %% ../../nbs/10_measure/00_summary.ipynb #8e2722a2
 class Parts:

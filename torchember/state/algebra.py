@@ -21,132 +21,9 @@ from .plots import most, plot_ecdf, plot_hist, plot_heatmap
 from .tables import as_list, chosen_columns, columns_group, layer_html, layer_lines, table_text
 from ..store.base import now
 
-# %% ../../nbs/45_state/06_algebra.ipynb #c4d2a861
-def first_difference(a, b):
-    "What keeps two StateDicts from being combined, as a sentence, or None"
-    names = (a._name, b._name) if a._name!=b._name else (f'the first {a._name}', f'the second {b._name}')
-    for one,other,(has,lacks) in ((a, b, names), (b, a, names[::-1])):
-        for k in one:
-            if k not in other: return f"{k!r} is in {has} and not in {lacks}. Give both the same layers, with filter(pattern) for example."
-    for k,x in a.items():
-        s,t = (tuple(v.shape) if isinstance(v, torch.Tensor) else () for v in (x, b[k]))
-        if s!=t and s and t: return f"{k!r} has shape {s} in {names[0]} and {t} in {names[1]}."
-
-# %% ../../nbs/45_state/06_algebra.ipynb #00daf9d9
-def is_scalar(x): return isinstance(x, Number|np.number) or (isinstance(x, torch.Tensor) and x.dim()==0)
-
-def numbers_of(d):
-    "Results as a tensor, float64 unless they are all whole numbers"
-    for k,v in d.items():
-        if not isinstance(v, Number): raise TypeError(f"{k!r} is {v!r:.60} in {d._name}, which cannot be calculated with.")
-    whole = all(isinstance(v, int) for v in d.values())
-    return torch.tensor(list(d.values()), dtype=torch.int64 if whole else torch.float64)
-
-def calculated(
-    op:str, # Name of a function of torch
-    d, # A StateDict
-    *other # Nothing, a number, or another StateDict
-): # A StateDict with the names of `d`
-    "An operation on all layers"
-    o = other[0] if other else None
-    if isinstance(o, StateDict):
-        if trouble := first_difference(d, o): raise ValueError(trouble)
-        o = [o[k] for k in d]
-    if d.is_result and not (isinstance(o, list) and any(isinstance(v, torch.Tensor) for v in o)):
-        x = numbers_of(d)
-        if op=='pow': x = x.double()
-        values = getattr(torch, op)(x, *([numbers_of(other[0])] if isinstance(o, list) else other)).tolist()
-    elif d.is_result: values = [getattr(torch, op)(torch.tensor(v, dtype=torch.float64), t) for v,t in zip(d.values(), o, strict=True)]
-    else: values = each_of(d, op, [o] if other else [])
-    return d.like(zip(d, values, strict=True))
-
-def each_of(d, op, others):
-    "`each`, whose error has a note that names the layer"
-    try: return each(op, list(d.values()), *others)
-    except (RuntimeError, TypeError) as e:
-        for i,(k,x) in enumerate(d.items()):
-            try: each(op, [x], *([o[i]] if isinstance(o, list) else o for o in others))
-            except (RuntimeError, TypeError):
-                e.add_note(f"This is layer {k!r} of {d._name}, {x.dtype}. Leave it out with filter(pattern).")
-                break
-        raise
-
-def swapped(op, x, d):
-    "An operation with a number on the left"
-    f = dict(sub=lambda v: x-v, div=lambda v: x/v, pow=lambda v: x**v)[op]
-    if d.is_result: return d.like(zip(d, f(numbers_of(d).double() if op=='pow' else numbers_of(d)).tolist(), strict=True))
-    return d.apply(f)
-
-# %% ../../nbs/45_state/06_algebra.ipynb #fad084d6
-def inside(args):
-    "The StateDicts among arguments"
-    if isinstance(args, StateDict): return [args]
-    if type(args) is dict: args = list(args.values())
-    return [d for a in args for d in inside(a)] if type(args) in (tuple, list) else []
-
-def each_in(args, f):
-    "Arguments with `f` of each StateDict in its place"
-    if isinstance(args, StateDict): return f(args)
-    if type(args) in (tuple, list): return type(args)(each_in(a, f) for a in args)
-    return {n: each_in(a, f) for n,a in args.items()} if type(args) is dict else args
-
-def tensors_in(d):
-    "Results as tensors without dimensions"
-    return StateDict(zip(d, numbers_of(d).double(), strict=True)) if d.is_result else d
-
-def by_torch(func, args, kwargs):
-    "A function of torch, layer by layer"
-    name,ds = getattr(func, '__name__', str(func)),inside([args, kwargs])
-    d = next((d for d in ds if not d.is_result), ds[0])
-    if kwargs.get('out') is not None or kwargs.get('inplace') or (name.endswith('_') and not name.endswith('__')):
-        raise TypeError(f"torch's {name} writes into tensors, which may be the model's own. Use the form that returns a new StateDict, or apply_.")
-    for other in ds:
-        if trouble := first_difference(d, other): raise ValueError(trouble)
-    args,kwargs = each_in((args, kwargs), tensors_in)
-    out = {}
-    for k,x in d.items():
-        out[k] = y = func(*each_in(args, lambda o, k=k: o[k]), **each_in(kwargs, lambda o, k=k: o[k]))
-        if not isinstance(y, torch.Tensor) or y.shape!=getattr(x, 'shape', ()):
-            raise TypeError(f"torch's {name} is not elementwise, so it takes no StateDict. Use a method such as sum(lw=True), or apply(f) for each layer.")
-    return d.like({k: y.item() for k,y in out.items()} if d.is_result else out)
-
-# %% ../../nbs/45_state/06_algebra.ipynb #8368b134
-custom = {} # reductions that users registered: name -> (function, how to merge)
-
-def layers_of(d, pattern):
-    "The layers of a StateDict that a reduction is about, as tensors. All results together are one"
-    some = kept(d, pattern)
-    if not d.is_result: return some
-    return {'': numbers_of(d.like(some))}
-
-def reduced(d, name, lw, pattern, correction=1):
-    "One of `figures`, or 'sum'"
-    if d.is_result and lw: layers = {k: torch.tensor(v, dtype=torch.float64) for k,v in kept(d, pattern).items()}
-    else: layers = layers_of(d, pattern)
-    check_real(layers, [name])
-    rows = vectors(layers, groups_of([name]))
-    v = rows if lw else merge(np.stack([nothing(groups_of([name])), *rows]))
-    got = derived_from(v, name)
-    if correction!=1: got = got*corrected(v[..., 0], correction)**(.5 if name=='std' else 1)
-    if lw: return d.result(zip(layers, got.tolist(), strict=True))
-    return as_tensor(float(got), [x.dtype for x in layers.values()], name)
-
-def corrected(n, correction):
-    "What makes a variance one with another correction than 1"
-    with np.errstate(all='ignore'): return np.where(n>correction, (n-1)/(n-correction), np.nan)
-
-def norm_reduced(d, p, lw, pattern):
-    "The p-norm, for any p"
-    if p=='fro': p = 2
-    layers = {k: torch.tensor(v, dtype=torch.float64) for k,v in kept(d, pattern).items()} if d.is_result else kept(d, pattern)
-    if p in (1, 2): return reduced(d, f'norm{int(p)}', lw, pattern)
-    got = norms(layers, p)
-    if lw: return d.result(zip(layers, got.tolist(), strict=True))
-    return as_tensor(float(joined(got, p)), [x.dtype for x in layers.values()])
-
-# %% ../../nbs/45_state/06_algebra.ipynb #325b413e
-class StateDict(OrderedDict):
-    "Tensors of a model by name, or a number for each: a value to calculate with"
+# %% ../../nbs/45_state/06_algebra.ipynb #558b36a9
+class Layers(OrderedDict):
+    "Tensors by name, or a number for each name"
     def __init__(self,
         *args, # As for a dict
         name:str|None=None, # What it is called in print
@@ -186,22 +63,6 @@ class StateDict(OrderedDict):
         found = {getattr(x, what, None) for x in self.values()}
         return found.pop() if len(found)==1 else None
 
-    def like(self,
-        items # (name, value) pairs
-    ): # StateDict
-        "A StateDict of other values for the same names"
-        d = type(self)(items)
-        d._places = self._places
-        return d
-
-    def result(self, items):
-        "A StateDict of numbers found in this one"
-        d = self.like(items).set_name(f'{self._name}_stat')
-        d._ttype = self._ttype
-        return d
-
-    # names and shapes
-
     def set_name(self,
         name # What it is called in print; None keeps the name
     ): # Itself
@@ -219,17 +80,88 @@ class StateDict(OrderedDict):
         "A plain dict of the same values"
         return dict(self)
 
-    def save(self,
-        path # File to write
-    ):
-        "Write it as a plain dict, that `load` and `torch.load` read"
-        torch.save(self.state_dict(), path)
+# %% ../../nbs/45_state/06_algebra.ipynb #32c5ec36
+def first_difference(a, b):
+    "What keeps two StateDicts from being combined, as a sentence, or None"
+    names = (a._name, b._name) if a._name!=b._name else (f'the first {a._name}', f'the second {b._name}')
+    for one,other,(has,lacks) in ((a, b, names), (b, a, names[::-1])):
+        for k in one:
+            if k not in other: return f"{k!r} is in {has} and not in {lacks}. Give both the same layers, with filter(pattern) for example."
+    for k,x in a.items():
+        s,t = (tuple(v.shape) if isinstance(v, torch.Tensor) else () for v in (x, b[k]))
+        if s!=t and s and t: return f"{k!r} has shape {s} in {names[0]} and {t} in {names[1]}."
 
+# %% ../../nbs/45_state/06_algebra.ipynb #fee60c57
+def numbers_of(d):
+    "Results as a tensor, float64 unless they are all whole numbers"
+    for k,v in d.items():
+        if not isinstance(v, Number): raise TypeError(f"{k!r} is {v!r:.60} in {d._name}, which cannot be calculated with.")
+    whole = all(isinstance(v, int) for v in d.values())
+    return torch.tensor(list(d.values()), dtype=torch.int64 if whole else torch.float64)
+
+# %% ../../nbs/45_state/06_algebra.ipynb #229133e9
+class Snapshot(Layers):
+    "Layers to choose from, and a function of each"
     def is_compatible(self,
         other # StateDict
     ) -> bool:
         "Whether the two can be combined: the same names and shapes"
         return first_difference(self, other) is None
+
+    def like(self,
+        items # (name, value) pairs
+    ): # StateDict
+        "A StateDict of other values for the same names"
+        d = type(self)(items)
+        d._places = self._places
+        return d
+
+    def result(self, items):
+        "A StateDict of numbers found in this one"
+        d = self.like(items).set_name(f'{self._name}_stat')
+        d._ttype = self._ttype
+        return d
+
+    def filter(self,
+        pattern # Regular expression, matched from the start
+    ): # StateDict
+        "The layers whose name matches"
+        d = self.like(kept(self, pattern)).set_name(self._name)
+        d._ttype = self._ttype
+        return d
+
+    def flatten(self,
+        pattern=None, # Regular expression, matched from the start
+        *, lazy=True # Taken and not needed: nothing is kept
+    ) -> torch.Tensor:
+        "All values in one new tensor, which is as large as all layers together. No reduction needs it"
+        some = kept(self, pattern)
+        if self.is_result: return numbers_of(self.like(some))
+        xs = [(x.full_tensor() if is_sharded(x) else x).flatten() for x in some.values()]
+        return torch.cat(xs) if xs else torch.empty(0)
+
+    def apply(self,
+        func # From a tensor (or number) to one
+    ): # StateDict
+        "A function of each layer"
+        return self.like((k, func(x)) for k,x in self.items())
+
+    def zeros(self):
+        "Zeros of the same shapes"
+        return self.apply(lambda x: torch.zeros_like(x) if isinstance(x, torch.Tensor) else type(x)(0))
+
+    def ones(self):
+        "Ones of the same shapes"
+        return self.apply(lambda x: torch.ones_like(x) if isinstance(x, torch.Tensor) else type(x)(1))
+
+# %% ../../nbs/45_state/06_algebra.ipynb #b5d0ab0f
+class Copies(Snapshot):
+    "Layers to copy, to move and to change"
+    def save(self,
+        path # File to write
+    ):
+        "Write it as a plain dict, that `load` and `torch.load` read"
+        torch.save(self.state_dict(), path)
 
     def clone(self,
         device=None, # Where to
@@ -254,32 +186,6 @@ class StateDict(OrderedDict):
         self._ttype = known
         return self
 
-    def filter(self,
-        pattern # Regular expression, matched from the start
-    ): # StateDict
-        "The layers whose name matches"
-        d = self.like(kept(self, pattern)).set_name(self._name)
-        d._ttype = self._ttype
-        return d
-
-    def flatten(self,
-        pattern=None, # Regular expression, matched from the start
-        *, lazy=True # Taken and not needed: nothing is kept
-    ) -> torch.Tensor:
-        "All values in one new tensor, which is as large as all layers together. No reduction needs it"
-        some = kept(self, pattern)
-        if self.is_result: return numbers_of(self.like(some))
-        xs = [(x.full_tensor() if is_sharded(x) else x).flatten() for x in some.values()]
-        return torch.cat(xs) if xs else torch.empty(0)
-
-    # layer by layer
-
-    def apply(self,
-        func # From a tensor (or number) to one
-    ): # StateDict
-        "A function of each layer"
-        return self.like((k, func(x)) for k,x in self.items())
-
     def apply_(self, func):
         "`apply` to the snapshot itself"
         return self.take(self.apply(func))
@@ -292,6 +198,55 @@ class StateDict(OrderedDict):
         self._ttype = None # its values are no longer what they were
         return self
 
+    def zeros_(self):
+        "`zeros` for the snapshot itself"
+        return self.take(self.zeros())
+
+    def ones_(self):
+        "`ones` for the snapshot itself"
+        return self.take(self.ones())
+
+# %% ../../nbs/45_state/06_algebra.ipynb #1125e2e5
+def is_scalar(x): return isinstance(x, Number|np.number) or (isinstance(x, torch.Tensor) and x.dim()==0)
+
+def calculated(
+    op:str, # Name of a function of torch
+    d, # A StateDict
+    *other # Nothing, a number, or another StateDict
+): # A StateDict with the names of `d`
+    "An operation on all layers"
+    o = other[0] if other else None
+    if isinstance(o, Layers):
+        if trouble := first_difference(d, o): raise ValueError(trouble)
+        o = [o[k] for k in d]
+    if d.is_result and not (isinstance(o, list) and any(isinstance(v, torch.Tensor) for v in o)):
+        x = numbers_of(d)
+        if op=='pow': x = x.double()
+        values = getattr(torch, op)(x, *([numbers_of(other[0])] if isinstance(o, list) else other)).tolist()
+    elif d.is_result: values = [getattr(torch, op)(torch.tensor(v, dtype=torch.float64), t) for v,t in zip(d.values(), o, strict=True)]
+    else: values = each_of(d, op, [o] if other else [])
+    return d.like(zip(d, values, strict=True))
+
+def each_of(d, op, others):
+    "`each`, whose error has a note that names the layer"
+    try: return each(op, list(d.values()), *others)
+    except (RuntimeError, TypeError) as e:
+        for i,(k,x) in enumerate(d.items()):
+            try: each(op, [x], *([o[i]] if isinstance(o, list) else o for o in others))
+            except (RuntimeError, TypeError):
+                e.add_note(f"This is layer {k!r} of {d._name}, {x.dtype}. Leave it out with filter(pattern).")
+                break
+        raise
+
+def swapped(op, x, d):
+    "An operation with a number on the left"
+    f = dict(sub=lambda v: x-v, div=lambda v: x/v, pow=lambda v: x**v)[op]
+    if d.is_result: return d.like(zip(d, f(numbers_of(d).double() if op=='pow' else numbers_of(d)).tolist(), strict=True))
+    return d.apply(f)
+
+# %% ../../nbs/45_state/06_algebra.ipynb #6dd25472
+class Arithmetic(Copies):
+    "Layers to calculate with as if they were one number"
     def neg(self):
         "The negative of each value"
         return calculated('neg', self)
@@ -307,14 +262,6 @@ class StateDict(OrderedDict):
     def sign(self):
         "-1, 0 or 1 for each value"
         return calculated('sign', self)
-
-    def zeros(self):
-        "Zeros of the same shapes"
-        return self.apply(lambda x: torch.zeros_like(x) if isinstance(x, torch.Tensor) else type(x)(0))
-
-    def ones(self):
-        "Ones of the same shapes"
-        return self.apply(lambda x: torch.ones_like(x) if isinstance(x, torch.Tensor) else type(x)(1))
 
     def clip(self,
         min=None, # Least value
@@ -340,14 +287,6 @@ class StateDict(OrderedDict):
         "`sign` of the snapshot itself"
         return self.take(self.sign())
 
-    def zeros_(self):
-        "`zeros` for the snapshot itself"
-        return self.take(self.zeros())
-
-    def ones_(self):
-        "`ones` for the snapshot itself"
-        return self.take(self.ones())
-
     def clip_(self, min=None, max=None):
         "`clip` of the snapshot itself"
         return self.take(self.clip(min, max))
@@ -366,47 +305,87 @@ class StateDict(OrderedDict):
 
     def __sub__(self, o):
         d = self.binary('sub', o)
-        if isinstance(o, StateDict) and self._ttype==o._ttype=='weight': d._ttype = 'update'
+        if isinstance(o, Layers) and self._ttype==o._ttype=='weight': d._ttype = 'update'
         return d
 
     def binary(self, op, o):
         "An operation with a number or another StateDict"
-        return calculated(op, self, o) if is_scalar(o) or isinstance(o, StateDict) else NotImplemented
+        return calculated(op, self, o) if is_scalar(o) or isinstance(o, Layers) else NotImplemented
 
     __array_ufunc__ = None # numpy's numbers on the left leave the calculation to us
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None): return by_torch(func, args, kwargs or {})
 
-    # numbers
+# %% ../../nbs/45_state/06_algebra.ipynb #29daad7d
+def inside(args):
+    "The StateDicts among arguments"
+    if isinstance(args, Layers): return [args]
+    if type(args) is dict: args = list(args.values())
+    return [d for a in args for d in inside(a)] if type(args) in (tuple, list) else []
 
-    def apply_reduction(self,
-        func, # From a tensor to a number
-        *, lw:bool=False, # For each layer
-        pattern=None # Regular expression, matched from the start
-    ):
-        "Your own number: of each layer, or of all values in one tensor"
-        with_values(kept(self, pattern))
-        if not lw: return func(self.flatten(pattern))
-        def number(x): return x.item() if isinstance(x, torch.Tensor) and x.numel()==1 else x
-        return self.result((k, number(func(x))) for k,x in kept(self, pattern).items())
+def each_in(args, f):
+    "Arguments with `f` of each StateDict in its place"
+    if isinstance(args, Layers): return f(args)
+    if type(args) in (tuple, list): return type(args)(each_in(a, f) for a in args)
+    return {n: each_in(a, f) for n,a in args.items()} if type(args) is dict else args
 
-    @classmethod
-    def register_reduction(cls,
-        name:str, # What the method and the column are called
-        func, # From a tensor to a number
-        merge=None # From the list of the layers' numbers to that of the whole; without it all layers are joined
-    ):
-        "Give every StateDict a reduction of your own, which `describe` knows as a column"
-        if hasattr(cls, name): raise ValueError(f"a StateDict has a {name!r} already. Choose another name.")
-        def method(self, *, lw=False, pattern=None):
-            if lw or merge is None: return self.apply_reduction(func, lw=lw, pattern=pattern)
-            return merge([func(x) for x in kept(self, pattern).values()])
-        method.__name__,method.__doc__ = name,func.__doc__
-        custom[name] = method
-        columns_group['all'].append(name)
-        setattr(StateDict, name, method)
+def tensors_in(d):
+    "Results as tensors without dimensions"
+    return Layers(zip(d, numbers_of(d).double(), strict=True)) if d.is_result else d
 
+def by_torch(func, args, kwargs):
+    "A function of torch, layer by layer"
+    name,ds = getattr(func, '__name__', str(func)),inside([args, kwargs])
+    d = next((d for d in ds if not d.is_result), ds[0])
+    if kwargs.get('out') is not None or kwargs.get('inplace') or (name.endswith('_') and not name.endswith('__')):
+        raise TypeError(f"torch's {name} writes into tensors, which may be the model's own. Use the form that returns a new StateDict, or apply_.")
+    for other in ds:
+        if trouble := first_difference(d, other): raise ValueError(trouble)
+    args,kwargs = each_in((args, kwargs), tensors_in)
+    out = {}
+    for k,x in d.items():
+        out[k] = y = func(*each_in(args, lambda o, k=k: o[k]), **each_in(kwargs, lambda o, k=k: o[k]))
+        if not isinstance(y, torch.Tensor) or y.shape!=getattr(x, 'shape', ()):
+            raise TypeError(f"torch's {name} is not elementwise, so it takes no StateDict. Use a method such as sum(lw=True), or apply(f) for each layer.")
+    return d.like({k: y.item() for k,y in out.items()} if d.is_result else out)
+
+# %% ../../nbs/45_state/06_algebra.ipynb #fc3ce81a
+def layers_of(d, pattern):
+    "The layers of a StateDict that a reduction is about, as tensors. All results together are one"
+    some = kept(d, pattern)
+    if not d.is_result: return some
+    return {'': numbers_of(d.like(some))}
+
+def reduced(d, name, lw, pattern, correction=1):
+    "One of `figures`, or 'sum'"
+    if d.is_result and lw: layers = {k: torch.tensor(v, dtype=torch.float64) for k,v in kept(d, pattern).items()}
+    else: layers = layers_of(d, pattern)
+    check_real(layers, [name])
+    rows = vectors(layers, groups_of([name]))
+    v = rows if lw else merge(np.stack([nothing(groups_of([name])), *rows]))
+    got = derived_from(v, name)
+    if correction!=1: got = got*corrected(v[..., 0], correction)**(.5 if name=='std' else 1)
+    if lw: return d.result(zip(layers, got.tolist(), strict=True))
+    return as_tensor(float(got), [x.dtype for x in layers.values()], name)
+
+def corrected(n, correction):
+    "What makes a variance one with another correction than 1"
+    with np.errstate(all='ignore'): return np.where(n>correction, (n-1)/(n-correction), np.nan)
+
+# %% ../../nbs/45_state/06_algebra.ipynb #86225f0a
+def norm_reduced(d, p, lw, pattern):
+    "The p-norm, for any p"
+    if p=='fro': p = 2
+    layers = {k: torch.tensor(v, dtype=torch.float64) for k,v in kept(d, pattern).items()} if d.is_result else kept(d, pattern)
+    if p in (1, 2): return reduced(d, f'norm{int(p)}', lw, pattern)
+    got = norms(layers, p)
+    if lw: return d.result(zip(layers, got.tolist(), strict=True))
+    return as_tensor(float(joined(got, p)), [x.dtype for x in layers.values()])
+
+# %% ../../nbs/45_state/06_algebra.ipynb #ef55d45c
+class Statistics(Snapshot):
+    "Numbers of layers, and of all of them together"
     def norm(self,
         p=2, # Which norm
         *, lw:bool=False, # For each layer
@@ -467,6 +446,60 @@ class StateDict(OrderedDict):
         "The least absolute value"
         return reduced(self, 'abs_min', lw, pattern)
 
+# %% ../../nbs/45_state/06_algebra.ipynb #70bb056a
+def described(d, lw, pattern, group, include, exclude, additional):
+    "Rows of a table: for each layer by name, or one under ''"
+    columns = ['no', 'name', 'value'] if d.is_result else chosen_columns(group, include, exclude)
+    columns = [c for c in columns if c not in exclude]
+    some = kept(d, pattern)
+    asked = [c for c in columns if c=='sum' or c in figures]
+    got = {}
+    if asked:
+        check_real({} if d.is_result else some, asked)
+        v = vectors(some, groups_of(asked))
+        if not lw: v = merge(np.stack([nothing(groups_of(asked)), *v]))[None]
+        got = {c: derived_from(v, c).tolist() for c in asked}
+    for c in columns:
+        if c not in got:
+            x = getattr(d, c)(lw=lw, pattern=pattern)
+            got[c] = [plainly(x[k]) for k in some] if lw else [plainly(x)]
+    if additional:
+        if not lw: raise ValueError('additional_info has a number for each layer, so it needs lw=True.')
+        for c,x in additional.items():
+            if lost := [k for k in some if k not in x]: raise ValueError(f"additional_info[{c!r}] has no number for {lost[0]!r}.")
+            got[c] = [plainly(x[k]) for k in some]
+    order = [*columns, *(additional or ())]
+    return {k: {c: got[c][i] for c in order} for i,k in enumerate(some if lw else [''])}
+
+def plainly(x):
+    "A value as Python has it"
+    return tuple(x) if isinstance(x, torch.Size) else x.tolist() if hasattr(x, 'tolist') else x
+
+# %% ../../nbs/45_state/06_algebra.ipynb #a1ac43df
+words = dict(weight='weight', weight_grad='grad', update='update') # tensor type -> what stands before `_0` in a tensor's name
+
+def log_rows(d, stats, ttype, step, pattern):
+    "Rows of a log from a StateDict"
+    ttype = check_ttypes(ttype or d._ttype or 'probe')[0]
+    some,stats = kept(d, pattern),stat_names(stats)
+    if d.is_result: numbers = [{'value': v} for v in some.values()]
+    else: numbers = as_dicts(vectors(some, groups_for(stats)), stats, [x.shape for x in some.values()]) if some else []
+    out = []
+    for i,(k,x) in enumerate(some.items()):
+        p = d._places.get(k) or dict(module=k.rpartition('.')[0], tname=f'x_{i}', pname=k.rpartition('.')[2])
+        position = p['tname'].rpartition('_')[2]
+        tname = p['tname'] if ttype==d._ttype and ttype!='update' else f'{words.get(ttype, d._name)}_{position}'
+        row = {**numbers[i], 'module': p['module'], 'ts': now(), 'ttype': ttype, 'tname': tname}
+        if step is not None: row['step'] = step
+        if 'call' in p: row['call'] = p['call']
+        if isinstance(x, torch.Tensor): row['dtype'] = str(x.dtype).removeprefix('torch.')
+        if 'pname' in p: row['pname'] = p['pname']
+        out.append(row)
+    return out
+
+# %% ../../nbs/45_state/06_algebra.ipynb #3d5415e7
+class Tables(Statistics):
+    "Layers in print, and as rows of a log"
     def numel(self, *, lw=False, pattern=None):
         "How many values"
         counts = {k: x.numel() if isinstance(x, torch.Tensor) else 1 for k,x in kept(self, pattern).items()}
@@ -490,8 +523,6 @@ class StateDict(OrderedDict):
         "The values themselves, or how they print"
         return self.filter(pattern) if lw else str(self)
 
-    # tables and pictures
-
     def describe(self,
         lw:bool=False, # A line for each layer
         pattern=None, # Regular expression, matched from the start
@@ -508,23 +539,6 @@ class StateDict(OrderedDict):
         if display: print(table_text(f'Stats {self._name}', list(rows.values())))
         elif lw or self.is_result: return {k: {c: list(v) if isinstance(v, tuple) else v for c,v in r.items()} for k,r in rows.items()}
         else: return {c: list(v) if isinstance(v, tuple) else v for c,v in rows[''].items()}
-
-    def hist(self, lw=False, pattern=None, name=None, *, bins=100, logx=False, logy=False, ax=None, to=None, sample=most, **kwargs):
-        "Histogram: matplotlib axes; a file only where `to` says. See `plot_hist`"
-        return plot_hist(self.drawn(pattern), name or self._name, lw, bins, logx, logy, ax, to, sample, **kwargs)
-
-    def ecdf(self, lw=False, pattern=None, name=None, *, logx=False, logy=False, ax=None, to=None, sample=most, **kwargs):
-        "Cumulative distribution: matplotlib axes; a file only where `to` says. See `plot_ecdf`"
-        return plot_ecdf(self.drawn(pattern), name or self._name, lw, logx, logy, ax, to, sample, **kwargs)
-
-    def heatmap(self, lw=False, pattern=None, name=None, *, vmin=None, vmax=None, log=False, square=False, ax=None, to=None, **kwargs):
-        "Heat map: matplotlib axes; a file only where `to` says. See `plot_heatmap`"
-        return plot_heatmap(self.drawn(pattern), name or self._name, lw, vmin, vmax, log, square, ax, to, **kwargs)
-
-    def drawn(self, pattern):
-        "The layers to draw"
-        if self.is_result: raise TypeError(f"{self._name} holds a number for each layer, which has no distribution. Plot list(sd.values()) instead.")
-        return with_values(kept(self, pattern))
 
     def rows(self,
         stats='basic', # As `get_stats` takes them
@@ -558,52 +572,51 @@ class StateDict(OrderedDict):
         rows = described(self, True, None, None, ['no', 'name', 'shape']+['norm2', 'mean', 'std']*(not blind), (), None)
         return layer_html(self.headline(), list(rows.values()))
 
-# %% ../../nbs/45_state/06_algebra.ipynb #5a5489fe
-def described(d, lw, pattern, group, include, exclude, additional):
-    "Rows of a table: for each layer by name, or one under ''"
-    columns = ['no', 'name', 'value'] if d.is_result else chosen_columns(group, include, exclude)
-    columns = [c for c in columns if c not in exclude]
-    some = kept(d, pattern)
-    asked = [c for c in columns if c=='sum' or c in figures]
-    got = {}
-    if asked:
-        check_real({} if d.is_result else some, asked)
-        v = vectors(some, groups_of(asked))
-        if not lw: v = merge(np.stack([nothing(groups_of(asked)), *v]))[None]
-        got = {c: derived_from(v, c).tolist() for c in asked}
-    for c in columns:
-        if c not in got:
-            x = getattr(d, c)(lw=lw, pattern=pattern)
-            got[c] = [plainly(x[k]) for k in some] if lw else [plainly(x)]
-    if additional:
-        if not lw: raise ValueError('additional_info has a number for each layer, so it needs lw=True.')
-        for c,x in additional.items():
-            if lost := [k for k in some if k not in x]: raise ValueError(f"additional_info[{c!r}] has no number for {lost[0]!r}.")
-            got[c] = [plainly(x[k]) for k in some]
-    order = [*columns, *(additional or ())]
-    return {k: {c: got[c][i] for c in order} for i,k in enumerate(some if lw else [''])}
+# %% ../../nbs/45_state/06_algebra.ipynb #3ecfb36f
+class Pictures(Snapshot):
+    "Layers that can be looked at"
+    def hist(self, lw=False, pattern=None, name=None, *, bins=100, logx=False, logy=False, ax=None, to=None, sample=most, **kwargs):
+        "Histogram: matplotlib axes; a file only where `to` says. See `plot_hist`"
+        return plot_hist(self.drawn(pattern), name or self._name, lw, bins, logx, logy, ax, to, sample, **kwargs)
 
-def plainly(x):
-    "A value as Python has it"
-    return tuple(x) if isinstance(x, torch.Size) else x.tolist() if hasattr(x, 'tolist') else x
+    def ecdf(self, lw=False, pattern=None, name=None, *, logx=False, logy=False, ax=None, to=None, sample=most, **kwargs):
+        "Cumulative distribution: matplotlib axes; a file only where `to` says. See `plot_ecdf`"
+        return plot_ecdf(self.drawn(pattern), name or self._name, lw, logx, logy, ax, to, sample, **kwargs)
 
-words = dict(weight='weight', weight_grad='grad', update='update') # tensor type -> what stands before `_0` in a tensor's name
+    def heatmap(self, lw=False, pattern=None, name=None, *, vmin=None, vmax=None, log=False, square=False, ax=None, to=None, **kwargs):
+        "Heat map: matplotlib axes; a file only where `to` says. See `plot_heatmap`"
+        return plot_heatmap(self.drawn(pattern), name or self._name, lw, vmin, vmax, log, square, ax, to, **kwargs)
 
-def log_rows(d, stats, ttype, step, pattern):
-    "Rows of a log from a StateDict"
-    ttype = check_ttypes(ttype or d._ttype or 'probe')[0]
-    some,stats = kept(d, pattern),stat_names(stats)
-    if d.is_result: numbers = [{'value': v} for v in some.values()]
-    else: numbers = as_dicts(vectors(some, groups_for(stats)), stats, [x.shape for x in some.values()]) if some else []
-    out = []
-    for i,(k,x) in enumerate(some.items()):
-        p = d._places.get(k) or dict(module=k.rpartition('.')[0], tname=f'x_{i}', pname=k.rpartition('.')[2])
-        position = p['tname'].rpartition('_')[2]
-        tname = p['tname'] if ttype==d._ttype and ttype!='update' else f'{words.get(ttype, d._name)}_{position}'
-        row = {**numbers[i], 'module': p['module'], 'ts': now(), 'ttype': ttype, 'tname': tname}
-        if step is not None: row['step'] = step
-        if 'call' in p: row['call'] = p['call']
-        if isinstance(x, torch.Tensor): row['dtype'] = str(x.dtype).removeprefix('torch.')
-        if 'pname' in p: row['pname'] = p['pname']
-        out.append(row)
-    return out
+    def drawn(self, pattern):
+        "The layers to draw"
+        if self.is_result: raise TypeError(f"{self._name} holds a number for each layer, which has no distribution. Plot list(sd.values()) instead.")
+        return with_values(kept(self, pattern))
+
+# %% ../../nbs/45_state/06_algebra.ipynb #0d5245e5
+class StateDict(Arithmetic, Tables, Pictures):
+    "Tensors of a model by name, or a number for each: a value to calculate with"
+    def apply_reduction(self,
+        func, # From a tensor to a number
+        *, lw:bool=False, # For each layer
+        pattern=None # Regular expression, matched from the start
+    ):
+        "Your own number: of each layer, or of all values in one tensor"
+        with_values(kept(self, pattern))
+        if not lw: return func(self.flatten(pattern))
+        def number(x): return x.item() if isinstance(x, torch.Tensor) and x.numel()==1 else x
+        return self.result((k, number(func(x))) for k,x in kept(self, pattern).items())
+
+    @classmethod
+    def register_reduction(cls,
+        name:str, # What the method and the column are called
+        func, # From a tensor to a number
+        merge=None # From the list of the layers' numbers to that of the whole; without it all layers are joined
+    ):
+        "Give every StateDict a reduction of your own, which `describe` knows as a column"
+        if hasattr(cls, name): raise ValueError(f"a StateDict has a {name!r} already. Choose another name.")
+        def method(self, *, lw=False, pattern=None):
+            if lw or merge is None: return self.apply_reduction(func, lw=lw, pattern=pattern)
+            return merge([func(x) for x in kept(self, pattern).values()])
+        method.__name__,method.__doc__ = name,func.__doc__
+        columns_group['all'].append(name)
+        setattr(StateDict, name, method)

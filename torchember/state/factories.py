@@ -122,6 +122,7 @@ def from_optimizer_state(
     items = ((k, found[p], place|dict(tname=f"{optimizer_key}_{place['tname'].rpartition('_')[2]}")) for k,p,place in own(model) if p in found)
     return snapshot(items, pattern, clone, device, dtype, name or called(model, 'optimizer_state'), 'optimizer')
 
+# %% ../../nbs/45_state/08_factories.ipynb #ed2176f1
 def from_together(
     model:nn.Module,
     optimizer:torch.optim.Optimizer,
@@ -136,6 +137,7 @@ def from_together(
     keys = state_keys(optimizer) if optimizer_keys is None else optimizer_keys
     return from_weight(model, **how), from_grad(model, **how), [from_optimizer_state(model, optimizer, k, **how) for k in keys]
 
+# %% ../../nbs/45_state/08_factories.ipynb #196224ef
 def load(
     path, # What `StateDict.save` wrote, or a state dict
     name=None, # What to call it
@@ -150,9 +152,82 @@ def load(
     if nested: raise TypeError(f"{path} has several parts: {', '.join(map(str, raw))}. Use from_state_dict(torch.load(path)[{nested[0]!r}]).")
     return from_state_dict(raw, pattern, clone=device is not None or dtype is not None, device=device, dtype=dtype, name=name)
 
-# %% ../../nbs/45_state/08_factories.ipynb #a72a28f8
+# %% ../../nbs/45_state/08_factories.ipynb #9fcd3109
+def key_of(
+    path:str, # Of the module
+    name:str, # Of the output; '' when there is one
+    call:int=0 # Which call of a pass it was
+) -> str:
+    "The name under which an output is kept"
+    return '.'.join(filter(None, (path, name or ('' if path else 'output_0'))))+(f'@{call}' if call else '')
+
+# %% ../../nbs/45_state/08_factories.ipynb #8b6ab2ac
+class LatestPass:
+    "Tensors of one pass by name, in the order of the forward"
+    def __init__(self,
+        state, # A StateDict to fill
+        copy=None # How to copy what is caught, as `Tensor.to` takes it; None to share its memory
+    ):
+        self.state,self.copy = state,copy
+        self.shown = 0 # the pass whose tensors there are
+        self.count,self.rank = 0,{} # names in the open pass so far, and the position of each
+        self.versions = {}
+
+    def begin(self):
+        "A forward starts"
+        self.count = 0
+
+    def expect(self, key, place):
+        "What is called `key` comes next in the forward; `place` is what a row says of it"
+        self.rank[key] = self.count = self.count+1
+        self.state._places[key] = place
+
+    def fresh(self, which):
+        "Forget what is of another pass"
+        if which==self.shown: return
+        self.shown = which
+        self.state.clear()
+        self.versions.clear()
+
+    def keep(self, key, x, copy):
+        "`copy` it when it is in memory that compiled code will use for something else"
+        x = x.detach()
+        if self.copy: x = x.to(**self.copy)
+        elif copy: x = x.clone()
+        self.versions[key] = None if x.is_inference() else x._version
+        if key in self.state: del self.state[key]
+        self.state[key] = x
+
+    def in_order(self):
+        "What was caught, in the order of the forward, also when it arrived in that of the backward"
+        for k in sorted(self.state, key=self.rank.get): self.state.move_to_end(k)
+        return self.state
+
+    def overwritten(self):
+        "The names of tensors that were written into since they were caught, each told once"
+        lost = [k for k,x in self.in_order().items() if self.versions.get(k) is not None and x._version!=self.versions[k]]
+        for k in lost: self.versions[k] = None
+        return lost
+
+# %% ../../nbs/45_state/08_factories.ipynb #572f333d
 still_due = 8 # passes whose backward may be still to come
 
+class Due:
+    "Gradients that compiled code is to bring: the pass and the name of each"
+    def __init__(self): self.waiting = {} # place -> (pass, name) of each call
+
+    def add(self, place, which, key): self.waiting.setdefault(place, []).append((which, key))
+
+    def take(self, place):
+        "Pass and name of the latest call that still waits, None when no call does"
+        calls = self.waiting.get(place)
+        return calls.pop() if calls else None
+
+    def forget(self, last):
+        "Wait no more for pass `last` and those before it"
+        self.waiting = {k: late for k,v in self.waiting.items() if (late := [d for d in v if d[0]>last])}
+
+# %% ../../nbs/45_state/08_factories.ipynb #b2fe55b1
 class Activations:
     "Outputs of modules by name, or the gradients of these, of the latest pass: see `state_dict`"
     def __init__(self,
@@ -166,11 +241,12 @@ class Activations:
     ):
         check_model(model)
         check_copy(clone, device, dtype)
-        self.grads,self.copy = grads,dict(device=device, dtype=dtype, copy=True) if clone else None
         self.state = StateDict(name=name or called(model, 'activation_grad' if grads else 'activation'))
         self.state._ttype = 'output_grad' if grads else 'output'
-        self.calls,self.rank,self.versions,self.leaves,self.passes,self.shown,self.at = Counter(),{},{},[],0,0,0
-        self.due = {} # (path, name) -> passes and keys whose gradients are to come
+        self.grads,self.due = grads,Due()
+        self.latest = LatestPass(self.state, dict(device=device, dtype=dtype, copy=True) if clone else None)
+        self.passes,self.calls = 0,Counter() # passes so far, and calls of each path in this one
+        self.leaves = [] # handles of hooks on leaves, which outlive a pass
         found = tracks(model)
         chosen = [t for t in found if re.match(pattern or '', t.path)]
         if not chosen: raise ValueError(unknown('module whose path matches', pattern, [t.path for t in found if t.path]))
@@ -178,68 +254,44 @@ class Activations:
 
     def begin(self):
         "A pass of the model starts"
-        self.passes,self.at = self.passes+1,0
+        self.passes += 1
         self.calls.clear()
         self.drop_leaves()
-        self.due = {k: late for k,v in self.due.items() if (late := [d for d in v if d[0]>self.passes-still_due])}
-        if not self.grads: self.fresh(self.passes)
-
-    def fresh(self, which):
-        "Forget what is of another pass"
-        if which==self.shown: return
-        self.shown = which
-        self.state.clear()
-        self.versions.clear()
+        self.due.forget(self.passes-still_due)
+        self.latest.begin()
+        if not self.grads: self.latest.fresh(self.passes)
 
     def see(self, track, named, key, hooked):
         "A module has returned; `hooked` are those whose gradients compiled code will bring, None in eager mode"
         call,which,keys = self.calls[track.path],self.passes,{}
         self.calls[track.path] += 1
         for n,x in named:
-            tname = n or 'output_0'
-            k = keys[n] = '.'.join(filter(None, (track.path, n or (None if track.path else tname))))+(f'@{call}' if call else '')
-            self.rank[k] = self.at = self.at+1
-            self.state._places[k] = dict(module=track.name, tname=tname, call=call)
-            if not self.grads: self.keep(k, x, hooked is not None)
-            elif hooked is None or n in hooked: self.due.setdefault((track.path, n), []).append((which, k))
+            k = keys[n] = key_of(track.path, n, call)
+            self.latest.expect(k, dict(module=track.name, tname=n or 'output_0', call=call))
+            if not self.grads: self.latest.keep(k, x, hooked is not None)
+            elif hooked is None or n in hooked: self.due.add((track.path, n), which, k)
         if not self.grads or hooked is not None: return
         me = weakref.ref(self)
         def tell(n, g):
-            if (o := me()) is not None: o.fresh(which); o.keep(keys[n], g, False)
+            if (o := me()) is not None: o.keep(which, keys[n], g, False)
         self.leaves += hear(named, tell, key=key)
 
     def graded(self, track, n, g):
         "Compiled code brings a gradient, the last call's first"
-        due = self.due.get((track.path, n))
-        if not due: return
-        which,k = due.pop()
-        self.fresh(which)
-        self.keep(k, g, True)
+        if (found := self.due.take((track.path, n))) is not None: self.keep(*found, g, True)
 
-    def keep(self, key, x, copy):
-        "`copy` it when it is in memory that compiled code will use for something else"
-        x = x.detach()
-        if self.copy: x = x.to(**self.copy)
-        elif copy: x = x.clone()
-        self.versions[key] = None if x.is_inference() else x._version
-        if key in self.state: del self.state[key]
-        self.state[key] = x
+    def keep(self, which, key, g, copy):
+        "A gradient of a pass has arrived"
+        self.latest.fresh(which)
+        self.latest.keep(key, g, copy)
 
     @property
     def state_dict(self) -> StateDict:
         "What was caught in the latest pass, in the order of the forward. The same object at every pass: clone it to keep it"
-        self.in_order()
-        lost = [k for k,x in self.state.items() if self.versions.get(k) is not None and x._version!=self.versions[k]]
-        if lost and not self.grads:
-            for k in lost: self.versions[k] = None
+        if not self.grads and (lost := self.latest.overwritten()):
             warnings.warn(f"{', '.join(map(repr, lost[:3]))}{' and others' if len(lost)>3 else ''}: overwritten in place after the module returned, "
                 "so this is not what it returned. With clone=True a copy is kept.", EmberWarning, stacklevel=2)
-        return self.state
-
-    def in_order(self):
-        "What was caught, in the order of the forward, also when it arrived in that of the backward"
-        for k in sorted(self.state, key=self.rank.get): self.state.move_to_end(k)
-        return self.state
+        return self.latest.in_order()
 
     def drop_leaves(self):
         for h in self.leaves: h.remove()
@@ -256,7 +308,7 @@ class Activations:
     def __del__(self):
         if hasattr(self, 'catches'): self.remove()
 
-    def __repr__(self): return repr(self.in_order())
+    def __repr__(self): return repr(self.latest.in_order())
 
 # %% ../../nbs/45_state/08_factories.ipynb #7bd0d0b0
 def from_activation(

@@ -123,18 +123,22 @@ class NoiseEstimate:
         ax=None # Matplotlib axes; new ones when None
     ): # The axes
         "Squared norms over the inverse of batch size: the line meets the axis at the squared gradient norm and rises by the trace"
-        ax = ax or needs('matplotlib.pyplot', for_='plot').subplots()[1]
-        x = np.linspace(0, 1.05/self.sizes[0], 50)
-        y,sd = self.grad_sq+self.trace*x,np.sqrt(self.cov[0, 0]+2*x*self.cov[0, 1]+x*x*self.cov[1, 1])
-        ax.plot(x, y, label=f"two sizes: {self.shown('noise_scale')}")
-        ax.fill_between(x, y-sd, y+sd, alpha=.2)
-        if self.squares is not None:
-            n,at = len(self.squares),1/np.asarray(self.sizes)
-            ax.errorbar(at, self.squares.mean(0), self.squares.std(0, ddof=1)/n**.5 if n>1 else None, fmt='o', ms=4, color='k', capsize=2)
-        if self.fit is not None: ax.plot(x, self.fit.grad_sq+self.fit.trace*x, '--', label=f"line: {self.fit.shown('noise_scale')}")
-        ax.set(xlabel='1 / batch size', ylabel='squared norm of the gradient', xlim=(0, None))
-        ax.legend(title='noise scale')
-        return ax
+        return plot_sizes(self, ax or needs('matplotlib.pyplot', for_='plot').subplots()[1])
+
+# %% ../../nbs/45_state/20_noise.ipynb #05299d35
+def plot_sizes(e, ax):
+    "A noise estimate as a picture: its line with the error, and the points it was made from"
+    x = np.linspace(0, 1.05/e.sizes[0], 50)
+    y,sd = e.grad_sq+e.trace*x,np.sqrt(e.cov[0, 0]+2*x*e.cov[0, 1]+x*x*e.cov[1, 1])
+    ax.plot(x, y, label=f"two sizes: {e.shown('noise_scale')}")
+    ax.fill_between(x, y-sd, y+sd, alpha=.2)
+    if e.squares is not None:
+        n,at = len(e.squares),1/np.asarray(e.sizes)
+        ax.errorbar(at, e.squares.mean(0), e.squares.std(0, ddof=1)/n**.5 if n>1 else None, fmt='o', ms=4, color='k', capsize=2)
+    if e.fit is not None: ax.plot(x, e.fit.grad_sq+e.fit.trace*x, '--', label=f"line: {e.fit.shown('noise_scale')}")
+    ax.set(xlabel='1 / batch size', ylabel='squared norm of the gradient', xlim=(0, None))
+    ax.legend(title='noise scale')
+    return ax
 
 # %% ../../nbs/45_state/20_noise.ipynb #87fdc70a
 def sums_of_squares(
@@ -150,6 +154,7 @@ def sums_of_squares(
     p = Parts(np.stack(flat))
     return [float(s.sum()) for s in np.split(p.sized(squares(p)), np.cumsum([len(g) for g in groups])[:-1])]
 
+# %% ../../nbs/45_state/20_noise.ipynb #52158dc9
 watches = weakref.WeakSet() # all that exist: measuring at a point is not part of training, and those of training look away
 
 class GradWatch:
@@ -202,6 +207,7 @@ def untouched(model):
         with torch.no_grad():
             for b,old in buffers: b.copy_(old)
 
+# %% ../../nbs/45_state/20_noise.ipynb #8f805856
 @contextmanager
 def apart():
     "What others watch goes by unseen"
@@ -211,6 +217,7 @@ def apart():
     finally:
         for w in others: w.on = True
 
+# %% ../../nbs/45_state/20_noise.ipynb #4ea56c62
 def one_chain(watch, closure, lengths, tick):
     "Squared norms: of each micro-batch's gradient, and of the sums that are `lengths` long"
     for p in watch.params: p.grad = None

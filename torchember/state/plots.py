@@ -68,6 +68,7 @@ def canvas(
     if len(axes)!=n: raise ValueError(f'{n} panels need as many axes, got {len(axes)}.')
     return axes, note
 
+# %% ../../nbs/45_state/04_plots.ipynb #49398c84
 def titled(ax, title, *notes):
     "A title, no wider than its panel, and below it what the reader must know"
     spec = ax.get_subplotspec()
@@ -217,6 +218,7 @@ def stretched(x, n=across):
     at = torch.linspace(0, max(x.numel()-1, 0), n, dtype=torch.float64).round().long()
     return x[at.to(x.device)].double().cpu().numpy() if x.numel() else np.full(n, np.nan)
 
+# %% ../../nbs/45_state/04_plots.ipynb #879c120f
 def end_of(a, q):
     "A percentile of what is not zero, 1 when nothing is"
     a = a[a>0]

@@ -17,11 +17,13 @@ columns_group = dict(
     default=['no', 'name', 'shape', 'numel', 'norm1', 'norm1_mean', 'norm2'],
     custom=[]) # group -> columns; a reduction that is registered joins `all`
 
+# %% ../../nbs/45_state/02_tables.ipynb #9f12e2d7
 def as_list(names):
     "A name, names or None as a list"
     if names is not None and not hasattr(names, '__iter__'): raise TypeError(f"columns are named by a string or a list, got {names!r:.60}.")
     return [] if names is None else [names] if isinstance(names, str) else list(names)
 
+# %% ../../nbs/45_state/02_tables.ipynb #f9ec588c
 def chosen_columns(
     group=None, # Name of a group
     include_keys=None, # A column, or a list of them

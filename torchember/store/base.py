@@ -86,6 +86,7 @@ def check_writable(
     if not near.is_dir(): raise NotADirectoryError(f"Logs cannot go to {place}: {near} is no folder. Choose another home=; it need not exist yet.")
     if not os.access(near, os.W_OK|os.X_OK): raise PermissionError(f"Logs cannot go to {place}: {near} may not be written. Choose another home=.")
 
+# %% ../../nbs/30_store/00_base.ipynb #498eb82a
 def user():
     "Who runs this, if the machine can tell"
     try: return getpass.getuser()
@@ -104,6 +105,7 @@ def replace(
         os.replace(temp, path)
     finally: temp.unlink(missing_ok=True)
 
+# %% ../../nbs/30_store/00_base.ipynb #49ebed3a
 def write_meta(
     path:Path, # File that ends in .json
     value # What JSON can hold, or tensors and numpy values; anything else raises TypeError
