@@ -13,7 +13,7 @@ from queue import Empty, SimpleQueue
 
 from ..record import EmberWarning, an, line_of, lines_of, load_row, unknown, unmarkable
 from .base import check_writable, folder, now, read_meta, replace, run_name, safe_name, write_meta
-from .reading import blocks_of, current, frame, parse, table
+from .reading import blocks_of, by_place, current, frame, parse, table
 from .table import tree_table
 
 # %% ../../nbs/30_store/10_jsonl.ipynb #1874225e
@@ -390,8 +390,8 @@ class tracker:
 
     @property
     def latest_df(self):
-        "The rows of the latest step, as a table"
-        return frame(self.latest_line_list())
+        "The rows of the latest step, as a table that begins with which tensor each is of"
+        return by_place(frame(self.latest_line_list()))
 
     def refresh(self): # The file of the latest step
         "Close the step, and bring the file of the latest step up to date"
