@@ -5,17 +5,21 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 base := $(shell command -v $(PYTHON))
 VENV ?= .venv
 ARGS ?= -n auto -m 'not slow'
+FNAME ?= torchember
 
 ifneq ($(VENV),)
 ready := $(VENV)/.ready
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 endif
 
-.PHONY: all sync save lint test docs check wheel demo bench clean help
+# What the comments beside arguments say goes into the docstrings
+library := nbdev-export && python docs/docstrings.py
+
+.PHONY: all sync update save lint test docs check wheel demo bench clean help
 .NOTPARALLEL:
 all: sync lint test docs # All that a change needs: sync, lint, test and docs
 
-sync save lint test docs check wheel demo bench: $(ready)
+sync update save lint test docs check wheel demo bench: $(ready)
 
 $(VENV)/.ready: settings.ini setup.py pyproject.toml constraints.txt
 	@echo "Installing into $(VENV): a few minutes the first time"
@@ -24,9 +28,15 @@ $(VENV)/.ready: settings.ini setup.py pyproject.toml constraints.txt
 	@touch $@
 
 sync: # Write the library and the README from the notebooks, and clean these
-	nbdev-export
+	python docs/docstrings.py --notebooks
+	$(library)
 	nbdev-clean
 	python docs/readme.py
+
+update: # Carry what was changed in a module back into its notebook: `make update FNAME=torchember/core.py` for one
+	python docs/docstrings.py --strip $(FNAME)
+	nbdev-update --fname $(FNAME)
+	@$(MAKE) --no-print-directory sync VENV=$(VENV)
 
 save: # Run the notebooks and keep what they print: `make save NB=nbs/00_record.ipynb` for one
 	home=$$(mktemp -d) && TORCHEMBER_HOME=$$home MPLBACKEND=agg nbdev-test --save $(NB); ok=$$?; rm -rf $$home; nbdev-clean; exit $$ok
@@ -41,7 +51,7 @@ docs: # Make pages of the notebooks as they are saved: docs/_build/html/index.ht
 	sphinx-build -qWE -c docs nbs docs/_build/html
 
 check: sync # Fail unless notebooks are clean, and all that they generate is in git
-	find torchember -name '*.py' ! -name __init__.py -delete && nbdev-export
+	find torchember -name '*.py' ! -name __init__.py -delete && $(library)
 	@git --no-pager diff --stat --exit-code && new=$$(git ls-files -o --exclude-standard) && [ -z "$$new" ] || \
 	{ echo "Not in git yet, or not as the notebooks say: run make sync, then git add. $$new"; exit 1; }
 

@@ -97,7 +97,16 @@ def rehearse(
     args:tuple, # An example input
     kwargs:dict
 ) -> tuple: # `Place`s of what flows, and the states in the order in which they were left
-    "Run `model` once and note what would be recorded"
+    """Run `model` once and note what would be recorded
+
+    Args:
+        model: The root, armed
+        recorder: Who listens: its `states`, `ttypes`, `switch`, and `rehearsal` meanwhile
+        args: An example input
+
+    Returns:
+        `Place`s of what flows, and the states in the order in which they were left
+    """
     ear = recorder.rehearsal = Rehearsal(recorder.ttypes)
     for st in recorder.states: st.listener = ear
     try:
@@ -113,7 +122,15 @@ def states_to_come(
     optimizer, # Optimizer
     p # One of its parameters
 ) -> dict: # Name of the state -> shape; None when that cannot be known
-    "The states that an optimizer keeps for a parameter, or will keep"
+    """The states that an optimizer keeps for a parameter, or will keep
+
+    Args:
+        optimizer: Optimizer
+        p: One of its parameters
+
+    Returns:
+        Name of the state -> shape; None when that cannot be known
+    """
     have = states_of(optimizer, p)
     if have: return {k: tuple(v.shape) for k,v in have.items()}
     kind = type(optimizer)
@@ -176,7 +193,15 @@ class Reading:
 
 # %% ../nbs/37_plan.ipynb #8193001c
 class Plan:
-    "What a recorded step will write and cost. `rows`, `bytes` and `seconds` of a step; `df` has a row for each tap"
+    """What a recorded step will write and cost. `rows`, `bytes` and `seconds` of a step; `df` has a row for each tap
+
+    Args:
+        name: Name of the model
+        places: `Place`s
+        lines: Bytes of the row of each
+        seconds: Estimated seconds of each
+        notes: What is not known
+    """
     def __init__(self,
         name:str, # Name of the model
         places:list, # `Place`s
@@ -188,7 +213,11 @@ class Plan:
         self.rows,self.bytes,self.seconds = len(places),sum(lines),sum(seconds)
 
     def kinds(self): # [(ttype, rows, bytes of its tensors or None, bytes of rows, seconds)]
-        "Totals for each tensor type"
+        """Totals for each tensor type
+
+        Returns:
+            [(ttype, rows, bytes of its tensors or None, bytes of rows, seconds)]
+        """
         out = []
         for t in dict.fromkeys(p.ttype for p in self.places):
             at = [i for i,p in enumerate(self.places) if p.ttype==t]
@@ -197,7 +226,11 @@ class Plan:
         return out
 
     def largest(self, n=3): # [(seconds, place)]
-        "The taps that take longest"
+        """The taps that take longest
+
+        Returns:
+            [(seconds, place)]
+        """
         return sorted(((s, p) for s,p in zip(self.each, self.places, strict=True) if p.shape is not None), key=lambda r: -r[0])[:n]
 
     @property

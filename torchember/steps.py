@@ -18,13 +18,27 @@ class Phases:
         training:bool, # Whether it is in training mode
         root_training:bool # Whether the root is
     ) -> str|None: # 'eval', or None for training
-        "The phase of a pass"
+        """The phase of a pass
+
+        Args:
+            path: Of the module that is called, '' for the root
+            training: Whether it is in training mode
+            root_training: Whether the root is
+
+        Returns:
+            'eval', or None for training
+        """
         if training: self.trained.add(path)
         return 'eval' if not root_training or not training and path in self.trained else None
 
 # %% ../nbs/39_steps.ipynb #759b03f7
 class Steps:
-    "Which pass and which step it is"
+    """Which pass and which step it is
+
+    Args:
+        number: The first step
+        manual: Whether an optimizer or `torchEmber.step` ends the steps; else the next pass does
+    """
     def __init__(self,
         number:int=0, # The first step
         manual:bool=False # Whether an optimizer or `torchEmber.step` ends the steps; else the next pass does
@@ -42,7 +56,12 @@ class Steps:
         path:str, # Of the outermost armed module that is called
         phase:str|None # Its phase, as `Phases.of` has it
     ) -> bool:
-        "Whether this call begins a pass, instead of joining the one that runs"
+        """Whether this call begins a pass, instead of joining the one that runs
+
+        Args:
+            path: Of the outermost armed module that is called
+            phase: Its phase, as `Phases.of` has it
+        """
         lead = self.leader
         return lead is None or phase!=self.phase or path in ('', lead) or lead.startswith(f'{path}.')
 
@@ -56,7 +75,16 @@ class Steps:
         phase:str|None=None, # 'eval' in an evaluation
         weights=None # Anything that is another when the weights have changed
     ) -> bool: # Whether it is a new pass
-        "A call of the outermost armed module begins"
+        """A call of the outermost armed module begins
+
+        Args:
+            path: Of the outermost armed module that is called
+            phase: 'eval' in an evaluation
+            weights: Anything that is another when the weights have changed
+
+        Returns:
+            Whether it is a new pass
+        """
         new = self.new_pass(path, phase)
         if new:
             self.pass_ += 1

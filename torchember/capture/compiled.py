@@ -15,7 +15,14 @@ import torch
 def left_alone(
     f # A function
 ): # The same
-    "Tell Dynamo never to compile `f`, or anything that `f` calls. It may still be traced as part of what calls it"
+    """Tell Dynamo never to compile `f`, or anything that `f` calls. It may still be traced as part of what calls it
+
+    Args:
+        f: A function
+
+    Returns:
+        The same
+    """
     with suppress(Exception): # without such notes Dynamo may compile ours too, which takes time and changes nothing
         from torch._C._dynamo import eval_frame as d
         d.set_code_exec_strategy(f.__code__, d._FrameExecStrategy(d._FrameAction.SKIP, d._FrameAction.SKIP))
@@ -28,7 +35,14 @@ numbers,holders = itertools.count(),weakref.WeakValueDictionary()
 def new_key(
     holder # Object that the operators will call; only weakly held
 ) -> torch.Tensor: # Its key
-    "A tensor by which compiled code finds `holder` again"
+    """A tensor by which compiled code finds `holder` again
+
+    Args:
+        holder: Object that the operators will call; only weakly held
+
+    Returns:
+        Its key
+    """
     n = next(numbers)
     holders[n] = holder
     with torch.inference_mode(False): return torch.tensor([n], dtype=torch.int64, device='cpu')

@@ -511,7 +511,14 @@ formats = dict(float32=(float32, types.float32), float64=(float64, types.float64
 def kernel(
     fmt:str # 'float32', 'float64', 'bfloat16' or 'float16'
 ): # Two callables with the arguments of `float32`: the first keeps Python's lock, the second lets it go
-    "The compiled loops for a number format"
+    """The compiled loops for a number format
+
+    Args:
+        fmt: 'float32', 'float64', 'bfloat16' or 'float16'
+
+    Returns:
+        Two callables with the arguments of `float32`: the first keeps Python's lock, the second lets it go
+    """
     entry,memory = formats[fmt]
     number,numbers = types.int64,types.CPointer(types.int64)
     signature = types.void(types.CPointer(memory), number, number, numbers, numbers, number, types.CPointer(types.float64))

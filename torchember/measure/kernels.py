@@ -22,7 +22,14 @@ class Unmeasurable(TypeError):
 def flat(
     x:torch.Tensor # Dense tensor, any shape and strides
 ) -> tuple: # One-dimensional tensor, and how many times it is repeated
-    "The elements of `x` in memory order, without a copy where that can be"
+    """The elements of `x` in memory order, without a copy where that can be
+
+    Args:
+        x: Dense tensor, any shape and strides
+
+    Returns:
+        One-dimensional tensor, and how many times it is repeated
+    """
     times = 1
     if x.is_contiguous(): return x.view(-1), times
     for d in range(x.dim()):
@@ -418,7 +425,15 @@ def read(
     x:torch.Tensor, # Any tensor
     wanted=('basic',) # Groups of parts to measure
 ): # The summary vector: numpy for a CPU tensor, a tensor on its device otherwise
-    "The summary vector of a tensor. Raises `Unmeasurable` when its values cannot be read"
+    """The summary vector of a tensor. Raises `Unmeasurable` when its values cannot be read
+
+    Args:
+        x: Any tensor
+        wanted: Groups of parts to measure
+
+    Returns:
+        The summary vector: numpy for a CPU tensor, a tensor on its device otherwise
+    """
     x,zeros = dense(x.detach())
     if x.device.type!='cpu': return read_elsewhere(x, zeros, wanted)
     if type(x) in ordinary and loops(): v = by_loops(x, wanted) # of a tensor of another kind the address may not be its own
@@ -470,7 +485,12 @@ def summarize(
     x:torch.Tensor, # Any tensor
     wanted=scalars # Groups of parts to measure: some of 'basic', 'absolute', 'higher', 'powers', 'exponents'
 ) -> Summary:
-    "The `Summary` of a tensor. Raises `Unmeasurable` when its values cannot be read"
+    """The `Summary` of a tensor. Raises `Unmeasurable` when its values cannot be read
+
+    Args:
+        x: Any tensor
+        wanted: Groups of parts to measure: some of 'basic', 'absolute', 'higher', 'powers', 'exponents'
+    """
     if not isinstance(x, torch.Tensor): raise TypeError(f"summarize measures a tensor, got {an(x)}. For arrays there is Summary.of.")
     with torch.no_grad(), no_autocast(x.device.type): v = read(x, wanted)
     return Summary(v if isinstance(v, np.ndarray) else v.cpu())

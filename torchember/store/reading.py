@@ -30,7 +30,14 @@ def whole_row(row):
 def parse(
     data:bytes # JSON lines
 ) -> tuple: # The rows, and the number of torn lines
-    "Rows from bytes; lines that are not whole are counted"
+    """Rows from bytes; lines that are not whole are counted
+
+    Args:
+        data: JSON lines
+
+    Returns:
+        The rows, and the number of torn lines
+    """
     lines = [line for line in data.split(b'\n') if line.strip()]
     rows = [r for r in map(row_or_none, lines) if r is not None]
     return rows, len(lines)-len(rows)
@@ -55,7 +62,14 @@ def marks_in(
 def frame(
     rows:list # Dicts
 ): # pandas.DataFrame
-    "Rows as a table. Needs pandas"
+    """Rows as a table. Needs pandas
+
+    Args:
+        rows: Dicts
+
+    Returns:
+        pandas.DataFrame
+    """
     pd = needs('pandas', for_='A table of rows')
     return in_order(pd.DataFrame(rows, columns=None if rows else identity[:7]), dict.fromkeys(map(tuple, rows)))
 
@@ -84,7 +98,14 @@ def path_of(
 def by_place(
     df # What `frame` gives
 ): # The same with a `path`, which tensor first, and its numbers last
-    "An ember's table as it is read best; another stays as it is"
+    """An ember's table as it is read best; another stays as it is
+
+    Args:
+        df: What `frame` gives
+
+    Returns:
+        The same with a `path`, which tensor first, and its numbers last
+    """
     if not {'module', 'ttype', 'tname'}<=set(df.columns): return df
     if 'path' not in df: df = df.assign(path=[path_of(m) if isinstance(m, str) else m for m in df['module']])
     first = [c for c in ('path', 'ttype', 'tname', 'pname') if c in df]
@@ -98,7 +119,14 @@ key = ('step', 'module', 'ttype', 'tname', 'call', 'micro', 'phase', 'backward',
 def current(
     rows # Rows, or a table of them
 ): # The same without those that a later one stands in place of
-    "The rows that count"
+    """The rows that count
+
+    Args:
+        rows: Rows, or a table of them
+
+    Returns:
+        The same without those that a later one stands in place of
+    """
     if not isinstance(rows, list):
         if 'supersedes' not in rows: return rows
         by = [c for c in key if c in rows]
@@ -303,7 +331,14 @@ def strings(got, order, pd):
 def table(
     blocks # Function that gives blocks of whole lines
 ) -> tuple: # pandas.DataFrame, number of torn lines
-    "JSON lines as a table: what `frame` makes of their rows, sooner"
+    """JSON lines as a table: what `frame` makes of their rows, sooner
+
+    Args:
+        blocks: Function that gives blocks of whole lines
+
+    Returns:
+        pandas.DataFrame, number of torn lines
+    """
     pd = needs('pandas', for_='A table of rows')
     parts,start,torn = [],0,0
     for data in blocks():
@@ -323,7 +358,17 @@ def blocks_of(
     end:int|None=None, # Where to stop; at the end of the file without it
     size:int=1<<23 # Bytes to read at a time
 ): # Blocks of whole lines
-    "The content of a file in blocks that end with a line"
+    """The content of a file in blocks that end with a line
+
+    Args:
+        path: File of JSON lines
+        more: What is to follow it
+        end: Where to stop; at the end of the file without it
+        size: Bytes to read at a time
+
+    Returns:
+        Blocks of whole lines
+    """
     rest,left = b'',math.inf if end is None else end
     try:
         with open(path, 'rb') as f:
