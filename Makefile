@@ -1,5 +1,6 @@
 # `make` does what a change needs before it is committed; `make help` lists the rest. All of it runs in .venv, which is made
-# on first use, and again when a pin or a requirement changes. `make VENV=` runs in the active environment as it is.
+# on first use (for the demo with what a user needs, for the rest with everything), and again when a pin or a requirement changes.
+# `make VENV=` runs in the active environment as it is.
 SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 base := $(shell command -v $(PYTHON))
@@ -9,6 +10,7 @@ FNAME ?= torchember
 
 ifneq ($(VENV),)
 ready := $(VENV)/.ready
+usable := $(VENV)/.demo
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 endif
 
@@ -19,12 +21,18 @@ library := nbdev-export && python docs/docstrings.py
 .NOTPARALLEL:
 all: sync lint test docs # All that a change needs: sync, lint, test and docs
 
-sync update save lint test docs check wheel demo bench: $(ready)
+sync update save lint test docs check wheel bench: $(ready)
+demo: $(usable)
 
-$(VENV)/.ready: settings.ini setup.py pyproject.toml constraints.txt
-	@echo "Installing into $(VENV): a few minutes the first time"
+$(VENV)/.demo: settings.ini setup.py pyproject.toml constraints.txt
+	@echo "Installing PyTorch, torchember and what the demo imports into $(VENV). A minute or two, the first time; pip says what it does:"
 	$(base) -m venv $(VENV)
-	python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
+	python -m pip install --disable-pip-version-check -c constraints.txt -e '.[fast,demo]'
+	@touch $@
+
+$(VENV)/.ready: $(VENV)/.demo
+	@echo "Installing what tests and pages need into $(VENV). A few minutes, the first time:"
+	python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
 	@touch $@
 
 sync: # Write the library and the README from the notebooks, and clean these
