@@ -1,32 +1,50 @@
 # `make` does what a change needs before it is committed; `make help` lists the rest. All of it runs in .venv, which is made
-# on first use, and again when a pin or a requirement changes. `make VENV=` runs in the active environment as it is.
+# on first use (for the demo with what a user needs, for the rest with everything), and again when a pin or a requirement changes.
+# `make VENV=` runs in the active environment as it is.
 SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 base := $(shell command -v $(PYTHON))
 VENV ?= .venv
 ARGS ?= -n auto -m 'not slow'
+FNAME ?= torchember
 
 ifneq ($(VENV),)
 ready := $(VENV)/.ready
+usable := $(VENV)/.demo
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 endif
 
-.PHONY: all sync save lint test docs check wheel demo bench clean help
+# What the comments beside arguments say goes into the docstrings
+library := nbdev-export && python docs/docstrings.py
+
+.PHONY: all sync update save lint test docs check wheel demo bench clean help
 .NOTPARALLEL:
 all: sync lint test docs # All that a change needs: sync, lint, test and docs
 
-sync save lint test docs check wheel demo bench: $(ready)
+sync update save lint test docs check wheel bench: $(ready)
+demo: $(usable)
 
-$(VENV)/.ready: settings.ini setup.py pyproject.toml constraints.txt
-	@echo "Installing into $(VENV): a few minutes the first time"
+$(VENV)/.demo: settings.ini setup.py pyproject.toml constraints.txt
+	@echo "Installing PyTorch, torchember and what the demo imports into $(VENV). A minute or two, the first time; pip says what it does:"
 	$(base) -m venv $(VENV)
-	python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
+	python -m pip install --disable-pip-version-check -c constraints.txt -e '.[fast,demo]'
+	@touch $@
+
+$(VENV)/.ready: $(VENV)/.demo
+	@echo "Installing what tests and pages need into $(VENV). A few minutes, the first time:"
+	python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
 	@touch $@
 
 sync: # Write the library and the README from the notebooks, and clean these
-	nbdev-export
+	python docs/docstrings.py --notebooks
+	$(library)
 	nbdev-clean
 	python docs/readme.py
+
+update: # Carry what was changed in a module back into its notebook: `make update FNAME=torchember/core.py` for one
+	python docs/docstrings.py --strip $(FNAME)
+	nbdev-update --fname $(FNAME)
+	@$(MAKE) --no-print-directory sync VENV=$(VENV)
 
 save: # Run the notebooks and keep what they print: `make save NB=nbs/00_record.ipynb` for one
 	home=$$(mktemp -d) && TORCHEMBER_HOME=$$home MPLBACKEND=agg TORCHEMBER_WAIT=1 nbdev-test --save $(NB); ok=$$?; rm -rf $$home; nbdev-clean; exit $$ok
@@ -41,7 +59,7 @@ docs: # Make pages of the notebooks as they are saved: docs/_build/html/index.ht
 	sphinx-build -qWE -c docs nbs docs/_build/html
 
 check: sync # Fail unless notebooks are clean, and all that they generate is in git
-	find torchember -name '*.py' ! -name __init__.py -delete && nbdev-export
+	find torchember -name '*.py' ! -name __init__.py -delete && $(library)
 	@git --no-pager diff --stat --exit-code && new=$$(git ls-files -o --exclude-standard) && [ -z "$$new" ] || \
 	{ echo "Not in git yet, or not as the notebooks say: run make sync, then git add. $$new"; exit 1; }
 

@@ -2,15 +2,15 @@
 import ast
 import json
 import re
+import sys
 from configparser import ConfigParser
 from functools import cache
 from importlib import import_module
-from inspect import getsource
+from inspect import Parameter, getsource, signature
 from itertools import groupby
 from pathlib import Path
 
 from docutils import nodes
-from fastcore.docments import docments
 from fastcore.nbio import dict2nb, mk_cell, nb2str
 from nbdev.doclinks import NbdevLookup
 from nbdev.process import NBProcessor
@@ -23,14 +23,18 @@ from sphinx.util.logging import getLogger
 from sphinx.util.nodes import make_refnode
 
 root = Path(__file__).parents[1]
+sys.path.insert(0, str(root/'docs'))
+import docstrings  # noqa: E402
+
 ini = ConfigParser()
 ini.read(root/'settings.ini', encoding='utf-8')
 cfg = ini['DEFAULT']
 
 project,author,release = cfg['lib_name'],cfg['author'],cfg['version']
 copyright = author
-extensions = ['myst_nb', 'sphinx.ext.autodoc', 'sphinx.ext.viewcode', 'sphinx_copybutton']
+extensions = ['myst_nb', 'sphinx.ext.autodoc', 'sphinx.ext.autosummary', 'sphinx.ext.viewcode', 'sphinx_copybutton']
 exclude_patterns = ['**/.ipynb_checkpoints']
+smartquotes = False # quotes are those of strings
 default_role = 'py:obj' # as docstrings are Markdown, where one backtick means code
 nb_execution_mode = 'off' # the tests run them, and compare what they show with what is saved
 myst_enable_extensions = ['alert', 'dollarmath']
@@ -38,14 +42,16 @@ myst_heading_anchors = 3
 autodoc_typehints_format = 'short'
 autodoc_preserve_defaults = True
 maximum_signature_line_length = 80
+autosummary_generate = False
 html_theme = 'furo'
 html_title = project
 html_static_path = ['_static']
 html_css_files = ['custom.css']
 
-# The sidebar: what stands beside `nbs`, and the captions that no folder's name gives
-beside = {'changelog':'CHANGELOG.md', 'contributing':'CONTRIBUTING.md'}
-captions = {'tutorials':'Start here'}
+# What stands beside `nbs`: docname -> file
+reference = {f'reference/{p.stem.partition("_")[2]}': p.relative_to(root) for p in sorted((root/'docs'/'reference').glob('*.md'))}
+beside = {'changelog':'CHANGELOG.md', 'contributing':'CONTRIBUTING.md', **reference}
+rooms = import_module(project).rooms # what a user types: entries of the reference
 
 # The MyST-NB tag for each nbdev or Quarto directive
 tags = {'export':'remove-cell', 'exporti':'remove-cell', 'default_exp':'remove-cell', 'hide':'remove-cell', 'exports':'hide-input',
@@ -87,6 +93,7 @@ def entry(c, mod, sym, all_syms):
     "A cell with the API entry of `sym`; a class has its public methods and properties, but for those with an entry elsewhere"
     o = import_module(mod)
     for a in sym.split('.'): o = getattr(o, a)
+    told = mod==f'{project}.{rooms.get(sym.partition(".")[0])}' # in the reference, where links lead
     if any(sym in assigned(s) for s in c.parsed_()): rst = data_entry(c, mod, sym)
     else:
         kind = 'class' if isinstance(o, type) else 'property' if isinstance(o, property) else 'method' if '.' in sym else 'function'
@@ -94,6 +101,7 @@ def entry(c, mod, sym, all_syms):
         rst = f'.. auto{kind}:: {mod}.{sym}'
         if members := isinstance(o, type) and [n for n in members_of(o, all_syms) if f'{sym}.{n}' not in all_syms]:
             rst += f'\n   :members: {", ".join(members)}\n   :undoc-members:\n   :member-order: bysource'
+    if told: rst = rst.replace('\n', '\n   :no-index:\n', 1) if '\n' in rst else rst+'\n   :no-index:'
     return mk_cell(f'```{{eval-rst}}\n{rst}\n```', 'markdown')
 
 def page_cells(nb, docname):
@@ -111,11 +119,23 @@ def page_cells(nb, docname):
         yield from new
 
 def add_docments(app, what, name, obj, options, lines):
-    "Document the parameters of `obj` by the comments beside them, and let a letter follow a backtick, as in Markdown"
-    if callable(obj) and not (isinstance(obj, type) and issubclass(obj, BaseException)):
-        for k,v in docments(obj, full=True).items():
-            if v['docment']: lines += ['', f":{'returns' if k=='return' else f'param {k}'}: {v['docment']}"]
-    lines[:] = [re.sub(r'(`[^`]+`)(\w?)', lambda m: m[1]+(m[2] and '\\ '+m[2]), l) for l in lines]
+    "Show the arguments that a docstring tells of as a table, and read its backticks as Markdown does"
+    text,said = docstrings.split('\n'.join(lines))
+    if said['Args']:
+        defaults = {k: f'``{short(p.default)}``' for k,p in signature(obj).parameters.items() if p.default is not Parameter.empty}
+        rows = [('argument', 'default', 'meaning'), *((bold(k), defaults.get(k, ''), v) for k,v in said['Args'].items())]
+        rows = rows if defaults else [(k, v) for k,_,v in rows]
+        text += '\n\n.. list-table::\n   :header-rows: 1\n   :class: arguments\n\n' + '\n'.join('   * - '+'\n     - '.join(r) for r in rows)
+    if said['Returns']: text += f"\n\n:returns: {said['Returns']}"
+    lines[:] = re.sub(r'(?<!`)`([^`]+)`(?!`)(\w?)', in_rst, text).splitlines()
+
+def bold(name): return '**' + name.replace('*', '\\*') + '**'
+def short(default): return default.__name__ if callable(default) else repr(default)
+
+def in_rst(m):
+    "What one backtick means in Markdown: a name that may be linked, or code. A letter may follow"
+    code = m[0][:len(m[1])+2] if re.fullmatch(r'[\w.]+', m[1]) else f'``{m[1]}``'
+    return code + (m[2] and '\\ '+m[2])
 
 @cache
 def find_patched(app, mod):
@@ -127,33 +147,48 @@ def find_patched(app, mod):
 
 # ---- the pages
 
+def said_of(docname):
+    "Title and promise of a notebook"
+    text = ''.join(json.loads((root/'nbs'/f'{docname}.ipynb').read_text(encoding='utf-8'))['cells'][0]['source'])
+    return re.match(r'# (.*)', text)[1], (re.search(r'^> (.*)', text, re.M) or ('', ''))[1]
+
+def wing(folder, docs):
+    "A page for a folder of notebooks: what each is about"
+    title = re.sub(r'^\d+_', '', folder).replace('_', ' ')
+    listed = '\n'.join(f'- [{t}]({d.rpartition("/")[2]}): {promise}' for d in docs for t,promise in [said_of(d)])
+    toctree = '```{toctree}\n:hidden:\n\n' + '\n'.join(d.rpartition('/')[2] for d in docs) + '\n```'
+    return f'# {title}\n\n{listed}\n\n{toctree}\n'
+
 def sidebar(docs):
-    "A hidden table of contents for each folder, in order, and for the loose notebooks between two folders"
-    groups = [(k, list(v)) for k,v in groupby(sorted(docs), lambda d: d.rpartition('/')[0])]
-    for k,v in sorted(groups, key=lambda g: g[0] not in captions):
-        named = [re.sub(r'^\d+_', '', o).replace('_', ' ') for o in ([k] if k else v)]
-        caption = captions.get(k) or ' and '.join(filter(None, (', '.join(named[:-1]), named[-1]))).capitalize()
-        yield caption, v
-    yield 'Project', [*beside, 'All names <genindex>']
+    "Caption -> pages. How it works is every other notebook, in reading order, a folder as one page"
+    guides = [d for d in docs if d.startswith('tutorials/')]
+    works = dict.fromkeys(f'{d.partition("/")[0]}/index' if '/' in d else d for d in docs if d not in (*guides, *beside, 'index', 'glossary'))
+    return {'Use it': ['Start here <self>', *guides, 'glossary', 'changelog'], 'Reference': [*reference, 'All names <genindex>'],
+        'How it works': [*works, 'contributing']}
 
 def render_nb(app, docname, content):
     "Turn a notebook into a page"
-    if docname in beside: return
+    if docname in beside or docname.endswith('/index'): return
     nb = NBProcessor(nb=dict2nb(json.loads(content[0])), rm_directives=False).nb
     nb.cells = list(page_cells(nb, docname))
     if docname==app.config.root_doc:
-        for caption,docs in sidebar(app.env.found_docs - {docname, *beside}):
+        for caption,docs in sidebar(sorted(app.env.found_docs)).items():
             nb.cells.append(mk_cell(f'```{{toctree}}\n:hidden:\n:caption: {caption}\n\n' + '\n'.join(docs) + '\n```', 'markdown'))
     nb.metadata['source_map'] = list(range(len(nb.cells))) # the line of a cell. MyST-NB says 10000 a cell, and an entry parses as many empty ones
     content[0] = nb2str(nb)
 
 def discover(self, *args, notebooks=Project.discover):
-    "The pages are the notebooks, and the files that stand beside their folder"
+    "The pages are the notebooks, one for each of their folders, and the files that stand beside"
     notebooks(self, *args)
-    for d,f in beside.items():
+    files = {d: root/f for d,f in beside.items()}
+    for folder,docs in groupby(sorted(d for d in self.docnames if '/' in d and not d.startswith('tutorials/')), lambda d: d.partition('/')[0]):
+        files[f'{folder}/index'] = f = root/'docs'/'_build'/'wings'/f'{folder}.md'
+        f.parent.mkdir(parents=True, exist_ok=True)
+        f.write_text(wing(folder, list(docs)), encoding='utf-8')
+    for d,f in files.items():
         self.docnames.add(d)
-        self._docname_to_path[d] = Path('..', f)
-        self._path_to_docname |= {Path('..', f):d, root/f:d}
+        self._docname_to_path[d] = Path('..', f.relative_to(root))
+        self._path_to_docname |= {Path('..', f.relative_to(root)):d, f:d}
     return self.docnames
 
 Project.discover = discover
@@ -188,7 +223,13 @@ def link_name(app, env, node, contnode):
     url = lookup.doc(aliases.get(pre, pre)+dot+post)
     if url and url.startswith('http'): return nodes.reference('', '', contnode, refuri=url, internal=False)
 
+def look_through(app, env):
+    "What a user types has an entry in the reference"
+    for n in rooms:
+        if f'{project}.{n}' not in env.domains['py'].objects: log.warning(f"{project}.{n} is public, but no page in docs/reference documents it")
+
 def setup(app):
+    app.connect('env-check-consistency', look_through)
     app.connect('source-read', render_nb)
     app.connect('viewcode-find-source', find_patched)
     app.connect('autodoc-process-docstring', add_docments)

@@ -1,4 +1,5 @@
 "Train a small convolutional network on scikit-learn's handwritten digits, and look inside: about half a minute"
+from collections import OrderedDict
 from pathlib import Path
 
 import matplotlib
@@ -8,6 +9,7 @@ import matplotlib.pyplot as plt
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
+from tqdm import tqdm
 
 from torchember import torchEmber
 
@@ -15,12 +17,15 @@ torch.manual_seed(0)
 digits = load_digits()
 x,y = torch.tensor(digits.images, dtype=torch.float32)[:, None]/16,torch.tensor(digits.target)
 train,test = slice(0, 1500),slice(1500, None)
-model = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-    nn.Flatten(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
+model = nn.Sequential(OrderedDict(
+    conv1=nn.Conv2d(1, 16, 3, padding=1), relu1=nn.ReLU(), pool1=nn.MaxPool2d(2),
+    conv2=nn.Conv2d(16, 32, 3, padding=1), relu2=nn.ReLU(), pool2=nn.MaxPool2d(2), flat=nn.Flatten(),
+    hidden=nn.Linear(128, 64), relu3=nn.ReLU(), head=nn.Linear(64, 10)))
 opt = torch.optim.AdamW(model.parameters(), 3e-3)
 loss_fn = nn.CrossEntropyLoss()
 
 te = torchEmber(model, every=5, only_training=True)
+bar = tqdm(total=6*30, unit='batch')
 for epoch in range(6):
     te.mark(epoch=epoch)
     for batch in torch.randperm(1500).split(50):
@@ -29,24 +34,28 @@ for epoch in range(6):
         opt.step()
         te.step() # here the gradients are still there
         opt.zero_grad()
+        bar.set_postfix(loss=f'{loss:.3f}', refresh=False)
+        bar.update()
     with torch.no_grad(): right = (model.eval()(x[test]).argmax(1)==y[test]).float().mean()
     model.train()
-    print(f'epoch {epoch}: loss of the last batch {loss:.3f}, {right:.1%} of unseen digits right')
+    bar.write(f'epoch {epoch}: loss of the last batch {loss:.3f}, {right:.1%} of unseen digits right')
+bar.close()
 report = te.close()
 
-df = te.t.df
-df['layer'] = df.module.str.removeprefix('model(Sequential).')
 out = Path(__file__).parent/'out'
 out.mkdir(exist_ok=True)
 latest = te.t.latest_df
 latest.to_csv(out/'latest.csv', index=False)
 print('\nThe latest step:\n')
-print(latest[['module', 'ttype', 'tname', 'shape', 'mean', 'std', 'max', 'min']].to_string(index=False, float_format='%.4f'))
+print(latest[['path', 'ttype', 'pname', 'shape', 'mean', 'std', 'max', 'min']].fillna({'pname': ''}).to_string(index=False, float_format='%.4f'))
 
+df = te.t.df
 fig,axes = plt.subplots(1, 3, figsize=(13, 4), layout='constrained')
 for ax,ttype,title in zip(axes, ('output', 'weight', 'weight_grad'), ('activations', 'weights', 'weight gradients'), strict=True):
-    rows = df[(df.ttype==ttype) & df.layer.str.contains('Conv2d|Linear') & (df.pname.isna() | (df.pname=='weight'))]
-    for layer,g in rows.groupby('layer', sort=False): ax.plot(g.step, g['std'], label=layer)
+    rows = df[(df.ttype==ttype) & (df.pname.isna() | (df.pname=='weight'))]
+    for name,g in rows.groupby('module', sort=False):
+        path = te.modules[name].path
+        if path in ('conv1', 'conv2', 'hidden', 'head'): ax.plot(g.step, g['std'], label=path)
     ax.set(title=f'standard deviation of {title}', xlabel='step', yscale='log')
 axes[0].legend()
 fig.savefig(out/'digits.png', dpi=110)

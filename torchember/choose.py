@@ -58,7 +58,11 @@ def takes_two(f):
 def select(
     what # Glob, class name, class, compiled regex, predicate, `Selection`, or a list of them
 ) -> Selection:
-    "A `Selection` from anything that can stand for one. Raises TypeError for what cannot"
+    """A `Selection` from anything that can stand for one. Raises TypeError for what cannot
+
+    Args:
+        what: Glob, class name, class, compiled regex, predicate, `Selection`, or a list of them
+    """
     if isinstance(what, Selection): return what
     if isinstance(what, str): return Selection(repr(what), by_string(what))
     if isinstance(what, re.Pattern): return Selection(f're {what.pattern!r}', lambda ps: {id(m) for p,m in ps if what.search(p)})
@@ -98,7 +102,12 @@ def every(
     n:int, # Keep one step in `n`
     start:int=0 # First step to keep
 ) -> Schedule:
-    "Steps `start`, `start+n`, `start+2n`, ..."
+    """Steps `start`, `start+n`, `start+2n`, ...
+
+    Args:
+        n: Keep one step in `n`
+        start: First step to keep
+    """
     whole('every', 'n', n, 1); whole('every', 'start', start, 0)
     return Schedule(lambda s: s>=start and (s-start)%n==0, f'every({n}, start={start})' if start else f'every({n})')
 
@@ -109,7 +118,11 @@ linear = re.compile(r'\s*linear\(\s*(\d+)\s*(?:,\s*(\d+)\s*)?\)\s*')
 def schedule(
     when # Whole number n (every n), function of the step, string 'linear(5, 2)', or a `Schedule`
 ) -> Schedule:
-    "A `Schedule` from anything that can stand for one"
+    """A `Schedule` from anything that can stand for one
+
+    Args:
+        when: Whole number n (every n), function of the step, string 'linear(5, 2)', or a `Schedule`
+    """
     if isinstance(when, Schedule): return when
     if isinstance(when, int): return every(when)
     if isinstance(when, str):
@@ -123,14 +136,22 @@ def schedule(
 def at(
     *steps:int # The steps to keep; none at all keeps nothing
 ) -> Schedule:
-    "Just these steps"
+    """Just these steps
+
+    Args:
+        *steps: The steps to keep; none at all keeps nothing
+    """
     for s in steps: whole('at', 'each step', s, 0)
     return Schedule(lambda s: s in steps, f"at({', '.join(map(str, steps))})")
 
 def until(
     n:int # First step that is not kept
 ) -> Schedule:
-    "The first `n` steps, 0 to n-1"
+    """The first `n` steps, 0 to n-1
+
+    Args:
+        n: First step that is not kept
+    """
     whole('until', 'n', n, 0)
     return Schedule(lambda s: s<n, f'until({n})')
 
@@ -138,7 +159,12 @@ def between(
     a:int, # First step to keep
     b:int # First step after that is not kept
 ) -> Schedule:
-    "Steps from `a` up to but not including `b`, as `range(a, b)`"
+    """Steps from `a` up to but not including `b`, as `range(a, b)`
+
+    Args:
+        a: First step to keep
+        b: First step after that is not kept
+    """
     whole('between', 'a', a, 0); whole('between', 'b', b, a)
     return Schedule(lambda s: a<=s<b, f'between({a}, {b})')
 
@@ -146,7 +172,11 @@ def between(
 def log_spaced(
     n:int # How many steps in each decade: 1 to 10, 10 to 100, ...
 ) -> Schedule:
-    "Step 0, and `n` steps in each decade, evenly spaced on a log axis"
+    """Step 0, and `n` steps in each decade, evenly spaced on a log axis
+
+    Args:
+        n: How many steps in each decade: 1 to 10, 10 to 100, ...
+    """
     whole('log_spaced', 'n', n, 1)
     def keep(s):
         if s<1: return s==0

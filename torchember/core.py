@@ -34,7 +34,24 @@ from .store.table import tree_table
 
 # %% ../nbs/43_core.ipynb #478d3f42
 class torchEmber:
-    "Watch a model: arms it at once, and records every pass until `torchEmber.disarm`"
+    """Watch a model: arms it at once, and records every pass until `torchEmber.disarm`
+
+    Args:
+        model: The model, also one that is wrapped by `torch.compile` or `DistributedDataParallel`
+        optimizer: Optimizer, or a list of them: when all have stepped, the training step is over
+        ttypes: Tensor types to record; also 'output_grad', 'input_grad', 'optimizer' and 'update'
+        include: Modules to record, as `select` takes them: 'features.*', nn.Linear, ...; all without it
+        exclude: Modules to leave out
+        every: Which steps, as `schedule` takes them: 10, 'linear(5, 2)', log_spaced(5), a function of the step
+        stats: Named set ('basic', 'full', 'numerics'), list of statistics, or function: tensor -> dict
+        only_training: Skip passes in `eval()` mode: they are no steps
+        name: Name of the run; `<ModelClass>_<YYYYmmdd_HHMMSS>` without it
+        resume: Go on with the run `name` after its last step
+        home: Folder for logs, instead of `~/.torchember`
+        overhead: Share of the training time that recording may take, such as 0.02: then not every step that `every` wants is recorded
+        scaler: The `GradScaler` in use: recorded gradients are the unscaled ones, and steps that it skips are marked
+        on_error: When a statistic fails: 'warn' once and go on, or 'raise'
+    """
     def __init__(self,
         model:nn.Module, # The model, also one that is wrapped by `torch.compile` or `DistributedDataParallel`
         *,
@@ -91,7 +108,11 @@ class torchEmber:
     modules = property(lambda self: {t.name: t for t in self.tracks}, doc="Display name -> `moduleTrack`")
 
     def arm(self): # The ember
-        "Start to record; nothing happens when it is armed already"
+        """Start to record; nothing happens when it is armed already
+
+        Returns:
+            The ember
+        """
         if self.armed or disabled(): return self
         say_missing()
         inner = unwrap(self.model)
@@ -118,7 +139,11 @@ class torchEmber:
         return self
 
     def disarm(self): # The model
-        "Stop recording and give every module back as it was; nothing happens when it is not armed"
+        """Stop recording and give every module back as it was; nothing happens when it is not armed
+
+        Returns:
+            The model
+        """
         if self.armed:
             r = self.recorder
             disarm(self.tracks, r)
@@ -131,7 +156,11 @@ class torchEmber:
         return self.model
 
     def rearm(self): # The ember
-        "Disarm and arm: takes in modules that came or went since"
+        """Disarm and arm: takes in modules that came or went since
+
+        Returns:
+            The ember
+        """
         self.disarm()
         return self.arm()
 
@@ -154,7 +183,11 @@ class torchEmber:
         if numbers and not disabled(): self.recorder.log(numbers)
 
     def log_model(self): # The ember
-        "Record all weights and their gradients now, in the current step"
+        """Record all weights and their gradients now, in the current step
+
+        Returns:
+            The ember
+        """
         self.recorder.log_model()
         return self
 
@@ -162,7 +195,15 @@ class torchEmber:
         name:str, # What to call it: the row's `tname`
         tensor:torch.Tensor # Any tensor, inside a forward
     ): # The tensor
-        "Record a tensor from inside a forward, compiled or not; its row has the ttype 'probe'"
+        """Record a tensor from inside a forward, compiled or not; its row has the ttype 'probe'
+
+        Args:
+            name: What to call it: the row's `tname`
+            tensor: Any tensor, inside a forward
+
+        Returns:
+            The tensor
+        """
         if self.armed:
             root = self.recorder.states[0]
             if not torch.compiler.is_compiling(): root.listener.probe_here(name, tensor)
@@ -173,7 +214,15 @@ class torchEmber:
         name:str, # What to call it: the row's `tname`
         tensor:torch.Tensor|None # A tensor that is in no module; None ends it
     ): # The tensor
-        "Record a variable and its gradient at the end of each step, as a weight of the root"
+        """Record a variable and its gradient at the end of each step, as a weight of the root
+
+        Args:
+            name: What to call it: the row's `tname`
+            tensor: A tensor that is in no module; None ends it
+
+        Returns:
+            The tensor
+        """
         if tensor is not None and not isinstance(tensor, torch.Tensor): raise TypeError(f"watch_tensor follows a tensor, got {an(tensor)}.")
         self.recorder.variables.pop(name, None) if tensor is None else self.recorder.variables.update({name: tensor})
         return tensor
@@ -192,7 +241,14 @@ class torchEmber:
     def how_record(self,
         *ttypes # Tensor types that the function is for
     ): # A decorator that returns the function unchanged
-        "Use a function tensor -> dict, or a named set, for some tensor types"
+        """Use a function tensor -> dict, or a named set, for some tensor types
+
+        Args:
+            *ttypes: Tensor types that the function is for
+
+        Returns:
+            A decorator that returns the function unchanged
+        """
         if any(callable(n) for n in ttypes): raise TypeError("how_record needs tensor types: write @te.how_record('output'), or @te.how_record_out.")
         check_ttypes(ttypes, recorded)
         if not ttypes: raise ValueError(f"how_record needs the tensor types that the function is for: {', '.join(recorded)}.")
@@ -210,7 +266,14 @@ class torchEmber:
     def set_metric(self,
         ttype:str # 'in', 'out', 'weight' or 'grad'
     ): # A decorator that returns the function unchanged
-        "`how_record` under the name and with the words of torchember 0.2"
+        """`how_record` under the name and with the words of torchember 0.2
+
+        Args:
+            ttype: 'in', 'out', 'weight' or 'grad'
+
+        Returns:
+            A decorator that returns the function unchanged
+        """
         words = {'in': 'input', 'out': 'output', 'weight': 'weight', 'grad': 'weight_grad'}
         return self.how_record(words.get(ttype, ttype))
 
@@ -218,7 +281,11 @@ class torchEmber:
         *args, # An example input: with one, the model runs once, and afterwards is as before
         **kwargs
     ) -> Plan:
-        "What a recorded step will write and cost. Records nothing"
+        """What a recorded step will write and cost. Records nothing
+
+        Args:
+            *args: An example input: with one, the model runs once, and afterwards is as before
+        """
         r,inner,armed_here = self.recorder,self.tracks[0].module,not self.armed
         if armed_here:
             if armed_by(inner) is not None: raise RuntimeError("another torchEmber is armed on this model. Ask that one for its plan, or disarm it.")
@@ -234,7 +301,11 @@ class torchEmber:
         return tree_dict(self.tracks[0])
 
     def close(self): # A `Report`
-        "End the run: disarm, write everything, and say what was done"
+        """End the run: disarm, write everything, and say what was done
+
+        Returns:
+            A `Report`
+        """
         self.recorder.close()
         self.disarm()
         self.t.close()

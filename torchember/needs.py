@@ -13,7 +13,15 @@ def needs(
     name:str, # Library to import
     for_:str # What needs it, for the message
 ): # The imported module
-    "Import a library, or say what to install. Raises ImportError"
+    """Import a library, or say what to install. Raises ImportError
+
+    Args:
+        name: Library to import
+        for_: What needs it, for the message
+
+    Returns:
+        The imported module
+    """
     try: return import_module(name)
     except ModuleNotFoundError as e:
         if e.name and not name.startswith(e.name): raise # it is there, but broken: that is another message

@@ -108,7 +108,16 @@ def rehearse(
     args:tuple, # An example input
     kwargs:dict
 ) -> tuple: # `Place`s of what flows, and the states in the order in which they were left
-    "Run `model` once and note what would be recorded"
+    """Run `model` once and note what would be recorded
+
+    Args:
+        model: The root, armed
+        recorder: Who listens: its `states` and `ttypes`
+        args: An example input
+
+    Returns:
+        `Place`s of what flows, and the states in the order in which they were left
+    """
     heard = Rehearsal(recorder.ttypes, recorder.states)
     for st in recorder.states: st.listener = heard
     try:
@@ -136,7 +145,15 @@ def states_to_come(
     optimizer, # Optimizer
     p # One of its parameters
 ) -> dict: # Name of the state -> shape; None when that cannot be known
-    "The states that an optimizer keeps for a parameter, or will keep"
+    """The states that an optimizer keeps for a parameter, or will keep
+
+    Args:
+        optimizer: Optimizer
+        p: One of its parameters
+
+    Returns:
+        Name of the state -> shape; None when that cannot be known
+    """
     have = states_of(optimizer, p)
     if have: return {k: tuple(v.shape) for k,v in have.items()}
     kind = type(optimizer)
@@ -266,7 +283,15 @@ def row_to_come(place, how, marks):
 
 # %% ../nbs/42_plan.ipynb #8193001c
 class Plan:
-    "What a recorded step will write and cost. `rows`, `bytes` and `seconds` of a step; `df` has a row for each tap"
+    """What a recorded step will write and cost. `rows`, `bytes` and `seconds` of a step; `df` has a row for each tap
+
+    Args:
+        name: Name of the model
+        places: `Place`s
+        lines: Bytes of the row of each
+        seconds: Estimated seconds of each
+        notes: What is not known
+    """
     def __init__(self,
         name:str, # Name of the model
         places:list, # `Place`s
@@ -278,7 +303,11 @@ class Plan:
         self.rows,self.bytes,self.seconds = len(places),sum(lines),sum(seconds)
 
     def kinds(self): # [(ttype, rows, bytes of its tensors or None, bytes of rows, seconds)]
-        "Totals for each tensor type"
+        """Totals for each tensor type
+
+        Returns:
+            [(ttype, rows, bytes of its tensors or None, bytes of rows, seconds)]
+        """
         out = []
         for t in dict.fromkeys(p.ttype for p in self.places):
             at = [i for i,p in enumerate(self.places) if p.ttype==t]
@@ -287,7 +316,11 @@ class Plan:
         return out
 
     def largest(self, n=3): # [(seconds, place)]
-        "The taps that take longest"
+        """The taps that take longest
+
+        Returns:
+            [(seconds, place)]
+        """
         return sorted(((s, p) for s,p in zip(self.each, self.places, strict=True) if p.shape is not None), key=lambda r: -r[0])[:n]
 
     @property
@@ -346,7 +379,14 @@ def plan_of(
     kwargs:dict=None,
     name:str='' # Of the model
 ) -> Plan:
-    "What a recorded step of `model` will write and cost"
+    """What a recorded step of `model` will write and cost
+
+    Args:
+        model: The root, armed
+        recorder: Its `Recorder`
+        args: An example input
+        name: Of the model
+    """
     flow,left,more = [],[],[]
     if args or kwargs:
         if any(is_lazy(p) for p in model.parameters()):

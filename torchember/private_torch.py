@@ -27,7 +27,16 @@ def private(
     without, # What takes its place where torch does not have it
     then:str # What is different then
 ): # What torch has there, or `without`
-    "Something that torch does not promise to keep"
+    """Something that torch does not promise to keep
+
+    Args:
+        path: Where torch has it, 'torch._C._functorch.get_unwrapped'
+        without: What takes its place where torch does not have it
+        then: What is different then
+
+    Returns:
+        What torch has there, or `without`
+    """
     module,_,name = path.rpartition('.')
     try: return getattr(import_module(module), name)
     except (ImportError, AttributeError):
@@ -39,7 +48,12 @@ def tried(
     path:str, # Where torch has what is used inside
     then:str # What is different when that fails
 ):
-    "What fails inside is noted, too"
+    """What fails inside is noted, too
+
+    Args:
+        path: Where torch has what is used inside
+        then: What is different when that fails
+    """
     try: yield
     except Exception: missing[path] = then
 
@@ -98,7 +112,14 @@ note,strategy,action = (private(f'torch._C._dynamo.eval_frame.{n}', None, 'Dynam
 def never_compile(
     f # A function
 ): # The same
-    "Tell Dynamo never to compile `f`, or anything that `f` calls. It may still be traced as part of what calls it"
+    """Tell Dynamo never to compile `f`, or anything that `f` calls. It may still be traced as part of what calls it
+
+    Args:
+        f: A function
+
+    Returns:
+        The same
+    """
     if note and strategy and action: note(f.__code__, strategy(action.SKIP, action.SKIP))
     return f
 
@@ -107,7 +128,15 @@ def thread_token(
     name:str, # Name of an operator, 'torchember::entered'
     lib # The `torch.library.Library` that defines it
 ) -> bool: # Whether torch does
-    "Have torch keep the order of an operator among effects. In torch 2.10 and later"
+    """Have torch keep the order of an operator among effects. In torch 2.10 and later
+
+    Args:
+        name: Name of an operator, 'torchember::entered'
+        lib: The `torch.library.Library` that defines it
+
+    Returns:
+        Whether torch does
+    """
     then = 'compiled code is held in order by Inductor alone'
     register,effects = private('torch.library._register_effectful_op', None, then),private('torch.library.EffectType', None, then)
     if register is None or effects is None: return False
@@ -118,7 +147,11 @@ def thread_token(
 def never_merge(
     op # An operator
 ):
-    "Two of `op` with the same arguments are two, as if it were random. In torch 2.2 and later"
+    """Two of `op` with the same arguments are two, as if it were random. In torch 2.2 and later
+
+    Args:
+        op: An operator
+    """
     with tried('torch._functorch.compile_utils.rand_ops', 'two equal gradients of compiled code may be one row'):
         known = sys.modules['torch._functorch.compile_utils'].rand_ops
         if op.overloadpacket not in known: known.append(op.overloadpacket)
@@ -128,7 +161,12 @@ def keep_in_order(
     op, # An operator
     token:bool # Whether it has a token
 ):
-    "Have Inductor, when it is here, keep `op` behind the effect before it"
+    """Have Inductor, when it is here, keep `op` behind the effect before it
+
+    Args:
+        op: An operator
+        token: Whether it has a token
+    """
     lowering = sys.modules.get('torch._inductor.lowering')
     if lowering is None: return
     with tried('torch._inductor.lowering', unordered):
@@ -159,20 +197,39 @@ def stand_behind(graph, n, last, token):
 def has_step_hooks(
     optimizer # Any optimizer
 ) -> bool:
-    "Whether it was made as torch's are. Without `_optimizer_step_pre_hooks`, in torch 2.0 and later, its `step` is wrapped"
+    """Whether it was made as torch's are. Without `_optimizer_step_pre_hooks`, in torch 2.0 and later, its `step` is wrapped
+
+    Args:
+        optimizer: Any optimizer
+    """
     return hasattr(optimizer, '_optimizer_step_pre_hooks')
 
 def loss_scale(
     scaler # A `GradScaler`
 ): # A tensor, not waited for; where there is no `_scale`, which all torches have, a number that is waited for
-    "What a scaler multiplies the loss by"
+    """What a scaler multiplies the loss by
+
+    Args:
+        scaler: A `GradScaler`
+
+    Returns:
+        A tensor, not waited for; where there is no `_scale`, which all torches have, a number that is waited for
+    """
     return scaler._scale if hasattr(scaler, '_scale') else scaler.get_scale()
 
 def is_unscaled(
     scaler, # A `GradScaler`
     optimizer # One of its optimizers
 ) -> bool: # Without `_per_optimizer_states`, which all torches have, False: what was unscaled by hand is divided once more
-    "Whether a scaler has divided the gradients of an optimizer already"
+    """Whether a scaler has divided the gradients of an optimizer already
+
+    Args:
+        scaler: A `GradScaler`
+        optimizer: One of its optimizers
+
+    Returns:
+        Without `_per_optimizer_states`, which all torches have, False: what was unscaled by hand is divided once more
+    """
     return hasattr(scaler, '_per_optimizer_states') and scaler._per_optimizer_states[id(optimizer)]['stage'].name!='READY'
 
 # %% ../nbs/03_private_torch.ipynb #03torch35

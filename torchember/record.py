@@ -28,7 +28,17 @@ def unknown(
     known, # All names that exist
     called=() # Name that others have for it -> ours
 ) -> str: # A sentence: what came, what exists, the closest name
-    "The sentence for a name that does not exist"
+    """The sentence for a name that does not exist
+
+    Args:
+        what: What kind of thing was asked for, 'tensor type'
+        got: What came
+        known: All names that exist
+        called: Name that others have for it -> ours
+
+    Returns:
+        A sentence: what came, what exists, the closest name
+    """
     known,meant = [str(k) for k in known],dict(called).get(str(got).lower())
     close = [meant] if meant in known else difflib.get_close_matches(str(got), known, n=3, cutoff=.5)
     shown = ', '.join(known[:12]) + (f', ... ({len(known)} in all)' if len(known)>12 else '')
@@ -38,7 +48,14 @@ def unknown(
 def an(
     thing # Anything
 ) -> str: # 'a dict', 'an int', 'the class Net', 'None'
-    "What kind of thing it is, for a message"
+    """What kind of thing it is, for a message
+
+    Args:
+        thing: Anything
+
+    Returns:
+        'a dict', 'an int', 'the class Net', 'None'
+    """
     if thing is None: return 'None'
     name = thing.__name__ if isinstance(thing, type) else type(thing).__name__
     return f'the class {name}' if isinstance(thing, type) else f"{'an' if name.lower().startswith((*'aeio', 'nd')) else 'a'} {name}"
@@ -52,7 +69,15 @@ def check_ttypes(
     names, # One tensor type, or a list of them
     known=ttypes # Those that can be asked for
 ) -> tuple: # The same, as a tuple
-    "Raise unless every name is a tensor type that can be asked for"
+    """Raise unless every name is a tensor type that can be asked for
+
+    Args:
+        names: One tensor type, or a list of them
+        known: Those that can be asked for
+
+    Returns:
+        The same, as a tuple
+    """
     names = (names,) if isinstance(names, str) else names
     if not isinstance(names, list|tuple|set|frozenset): raise TypeError(f"tensor types are names such as 'input', or a list of them, got {names!r:.80}.")
     for n in names:
@@ -90,7 +115,13 @@ def plain(
     where:str='', # Pointer to this value
     lost:dict|None=None # Receives pointer -> 'NaN', 'Infinity' or '-Infinity'
 ):
-    "`value` made of JSON's own types; a number that is not finite becomes None and is noted in `lost`"
+    """`value` made of JSON's own types; a number that is not finite becomes None and is noted in `lost`
+
+    Args:
+        value: Scalar, string, None, list, dict, tensor or numpy value; nested as you like
+        where: Pointer to this value
+        lost: Receives pointer -> 'NaN', 'Infinity' or '-Infinity'
+    """
     if type(value) is not float and (value is None or isinstance(value, str|int|float|Enum|UUID)): value = exactly(value)
     if type(value) is float and not math.isfinite(value):
         if lost is not None: lost[where] = words.get(value, 'NaN')
@@ -131,7 +162,14 @@ def careful(row):
 def line_of(
     row:dict # A row
 ) -> bytes: # One line of JSON, without the newline
-    "`row` as a line of strict JSON, in UTF-8"
+    """`row` as a line of strict JSON, in UTF-8
+
+    Args:
+        row: A row
+
+    Returns:
+        One line of JSON, without the newline
+    """
     if orjson is None: return careful(row)
     try: line = orjson.dumps(row, option=options)
     except (TypeError, RecursionError): return careful(row)
@@ -141,7 +179,14 @@ def line_of(
 def lines_of(
     rows:list # Rows
 ) -> bytes|None: # Their lines, each with a newline; None when they are better written one by one
-    "Many rows at once: to look through all of the text costs a third of looking through each line"
+    """Many rows at once: to look through all of the text costs a third of looking through each line
+
+    Args:
+        rows: Rows
+
+    Returns:
+        Their lines, each with a newline; None when they are better written one by one
+    """
     if orjson is None or not all(type(r) is dict and 'nonfinite' not in r for r in rows): return None
     try: text = b'\n'.join([orjson.dumps(r, option=options) for r in rows])
     except (TypeError, RecursionError): return None
@@ -151,7 +196,14 @@ def lines_of(
 def dump_row(
     row:dict # A row
 ) -> str: # One line of JSON, without the newline
-    "`row` as a line of strict JSON"
+    """`row` as a line of strict JSON
+
+    Args:
+        row: A row
+
+    Returns:
+        One line of JSON, without the newline
+    """
     return line_of(row).decode()
 
 # %% ../nbs/00_record.ipynb #fa842645
@@ -193,7 +245,14 @@ def put_back(o, where, word):
 def load_row(
     line:str|bytes # A line that `dump_row` made
 ) -> dict: # The row
-    "A line as a row, numbers that JSON lacks restored. Raises ValueError for a line that is no row"
+    """A line as a row, numbers that JSON lacks restored. Raises ValueError for a line that is no row
+
+    Args:
+        line: A line that `dump_row` made
+
+    Returns:
+        The row
+    """
     row = loads(line)
     if not isinstance(row, dict): raise ValueError(f"a row is an object, not {line!r:.80}")
     return restore(row) if 'nonfinite' in row else row
@@ -203,7 +262,15 @@ def column_order(
     names, # Column names, in the order they were met
     marks=() # Which of them are marks of the user
 ) -> list: # Statistics, then identity, then marks
-    "The order in which a table shows its columns"
+    """The order in which a table shows its columns
+
+    Args:
+        names: Column names, in the order they were met
+        marks: Which of them are marks of the user
+
+    Returns:
+        Statistics, then identity, then marks
+    """
     names,marks = list(names),set(marks)
     last = [c for c in identity+trouble if c in names and c not in marks]
     return [n for n in names if n not in last and n not in marks] + last + [n for n in names if n in marks]

@@ -140,7 +140,16 @@ def catch(
     root, # Track of the module with whose call a pass begins
     chosen:list # Tracks of the modules whose outputs are shown
 ) -> list: # Weak references to catches, each to `Catch.drop` it by
-    "Show `listener` what modules return"
+    """Show `listener` what modules return
+
+    Args:
+        listener: Who is told: `begin() see(track, named, key, hooked) graded(track, name, gradient) grads`
+        root: Track of the module with whose call a pass begins
+        chosen: Tracks of the modules whose outputs are shown
+
+    Returns:
+        Weak references to catches, each to `Catch.drop` it by
+    """
     found,ids,me = [],{t.id for t in chosen},weakref.ref(listener)
     for t in {t.id: t for t in (root, *chosen)}.values():
         c = t.module.__dict__.get(CAUGHT) or Catch(t.module)

@@ -35,7 +35,11 @@ class Listener(Protocol):
         return True
 
     def call_begins(self, state, inputs:list) -> tuple: # number of the call in its pass, and the phase: compiled code keeps them for `gradient`
-        "A module is called with these tensors"
+        """A module is called with these tensors
+
+        Returns:
+            number of the call in its pass, and the phase: compiled code keeps them for `gradient`
+        """
         return 0, None
 
     def call_ends(self, state, outputs:list) -> tuple:

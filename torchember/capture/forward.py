@@ -279,7 +279,17 @@ def arm(
     watched:set|None=None, # ids of the modules to record; all of them without it
     extra:dict|None=None # Attributes that the root has while it is armed; one that it has already is left alone
 ) -> list: # The states, in order
-    "Patch the forward of the root and of each watched module"
+    """Patch the forward of the root and of each watched module
+
+    Args:
+        tracks: `moduleTrack`s, root first
+        listener: Who is told: a `capture.events.Listener`
+        watched: ids of the modules to record; all of them without it
+        extra: Attributes that the root has while it is armed; one that it has already is left alone
+
+    Returns:
+        The states, in order
+    """
     try: return arm_each(tracks, listener, watched, extra or {})
     except BaseException:
         disarm(tracks, listener)
@@ -310,7 +320,12 @@ def disarm(
     tracks:list, # The same tracks
     listener # Only what this listener armed is taken off
 ):
-    "Give every module back as it was"
+    """Give every module back as it was
+
+    Args:
+        tracks: The same tracks
+        listener: Only what this listener armed is taken off
+    """
     for t in tracks:
         d = t.module.__dict__
         st = d.get(KEY)
@@ -323,5 +338,12 @@ def disarm(
 def armed_by(
     module:nn.Module # Any module
 ): # The listener of the first armed module in it, or None
-    "Who listens to this model already"
+    """Who listens to this model already
+
+    Args:
+        module: Any module
+
+    Returns:
+        The listener of the first armed module in it, or None
+    """
     return next((m.__dict__[KEY].listener for m in module.modules() if KEY in m.__dict__), None)

@@ -16,26 +16,45 @@ from ..private_torch import has_step_hooks, is_unscaled, loss_scale, never_compi
 def parameters_of(
     optimizer:torch.optim.Optimizer
 ) -> list: # Parameters of all its groups, each once
-    "What an optimizer trains"
+    """What an optimizer trains
+
+    Returns:
+        Parameters of all its groups, each once
+    """
     return list({id(p): p for g in optimizer.param_groups for p in g['params']}.values())
 
 def trained_by(
     optimizers:list
 ) -> list: # Parameters, each once
-    "What several optimizers train"
+    """What several optimizers train
+
+    Returns:
+        Parameters, each once
+    """
     return list({id(p): p for o in optimizers for p in parameters_of(o)}.values())
 
 def states_of(
     optimizer:torch.optim.Optimizer,
     p:torch.nn.Parameter # One of its parameters
 ) -> dict: # Name of the state -> tensor
-    "The state tensors that an optimizer keeps for one parameter; counters of steps are none"
+    """The state tensors that an optimizer keeps for one parameter; counters of steps are none
+
+    Args:
+        p: One of its parameters
+
+    Returns:
+        Name of the state -> tensor
+    """
     return {k:v for k,v in optimizer.state.get(p, {}).items() if isinstance(v, torch.Tensor) and k!='step'}
 
 def is_optimizer(
     o # Anything
 ) -> bool:
-    "Whether it steps for groups of parameters, as torch's optimizers do"
+    """Whether it steps for groups of parameters, as torch's optimizers do
+
+    Args:
+        o: Anything
+    """
     return isinstance(o, torch.optim.Optimizer) or all(hasattr(o, a) for a in ('param_groups', 'state')) and callable(getattr(o, 'step', None))
 
 # %% ../../nbs/20_capture/40_optimizer.ipynb #afd21f76
@@ -94,7 +113,14 @@ def steps_now(o):
 def versions(
     params # Tensors
 ) -> int: # Another number when one of them was written to
-    "How often tensors were written to: who looks at 16 of a thousand parameters sees an optimizer's step"
+    """How often tensors were written to: who looks at 16 of a thousand parameters sees an optimizer's step
+
+    Args:
+        params: Tensors
+
+    Returns:
+        Another number when one of them was written to
+    """
     return sum(p._version for p in params if not p.is_inference())
 
 def some(xs, n=16):
@@ -117,7 +143,13 @@ class Place:
 
 # %% ../../nbs/20_capture/40_optimizer.ipynb #abf984a9
 class OptimizerWatch:
-    "Hears when optimizers step, and when a scaler does not let them"
+    """Hears when optimizers step, and when a scaler does not let them
+
+    Args:
+        optimizers: Optimizers, as the user has them
+        scaler: A `GradScaler`, or None
+        listener: Who is told: a `capture.events.Listener`
+    """
     def __init__(self,
         optimizers:list, # Optimizers, as the user has them
         scaler, # A `GradScaler`, or None

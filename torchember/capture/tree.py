@@ -19,7 +19,14 @@ wrappers = dict(OptimizedModule='_orig_mod', DistributedDataParallel='module', F
 def unwrap(
     module:nn.Module # A model, perhaps in a wrapper or several
 ) -> nn.Module: # What is inside
-    "The model without its wrappers. Raises TypeError for what cannot be watched"
+    """The model without its wrappers. Raises TypeError for what cannot be watched
+
+    Args:
+        module: A model, perhaps in a wrapper or several
+
+    Returns:
+        What is inside
+    """
     while True:
         kind = type(module).__name__
         if isinstance(module, nn.DataParallel): raise TypeError(refused)
@@ -29,7 +36,15 @@ def unwrap(
 
 # %% ../../nbs/20_capture/10_tree.ipynb #a6a5d9ed
 class moduleTrack:
-    "What is known of one module: its names, its place in the tree, the shapes of its last call"
+    """What is known of one module: its names, its place in the tree, the shapes of its last call
+
+    Args:
+        module: The module
+        name: Display name, `model(Net).features(Sequential).0(Conv2d)`; the class name without it
+        root_module: Whether it is the root of the model
+        path: Qualified name in `named_modules`
+        short: Last part of the display name
+    """
     def __init__(self,
         module:nn.Module, # The module
         name:str|None=None, # Display name, `model(Net).features(Sequential).0(Conv2d)`; the class name without it
@@ -55,7 +70,14 @@ class moduleTrack:
 def tracks(
     model:nn.Module # The root
 ) -> list: # One `moduleTrack` for each module, root first, in the order of `named_modules`
-    "The tracks of all modules of a model, linked into a tree"
+    """The tracks of all modules of a model, linked into a tree
+
+    Args:
+        model: The root
+
+    Returns:
+        One `moduleTrack` for each module, root first, in the order of `named_modules`
+    """
     model = unwrap(model)
     root = moduleTrack(model, f'model({type(model).__name__})', True)
     found,out,todo = {id(model): root},[root],[(root, c) for c in reversed(list(model._modules.items()))]
@@ -77,7 +99,14 @@ def tracks(
 def tree_dict(
     root:moduleTrack # The top
 ) -> dict: # {'name', 'short', 'path', 'children'}, with 'aliases' where there are any
-    "A tree of tracks as nested dicts"
+    """A tree of tracks as nested dicts
+
+    Args:
+        root: The top
+
+    Returns:
+        {'name', 'short', 'path', 'children'}, with 'aliases' where there are any
+    """
     made,todo = {},[root]
     for t in todo:
         made[t.id] = {'name': t.name, 'short': t.short, 'path': t.path} | ({'aliases': list(t.aliases)} if t.aliases else {})

@@ -533,7 +533,14 @@ def kept(compiled, function):
 def kernel(
     fmt:str # 'float32', 'float64', 'bfloat16' or 'float16'
 ): # Address of compiled code with the arguments of `float32`, and a callable that lets go of Python's lock meanwhile
-    "The compiled loops for a number format"
+    """The compiled loops for a number format
+
+    Args:
+        fmt: 'float32', 'float64', 'bfloat16' or 'float16'
+
+    Returns:
+        Address of compiled code with the arguments of `float32`, and a callable that lets go of Python's lock meanwhile
+    """
     entry,memory = formats[fmt]
     number,numbers = types.int64,types.CPointer(types.int64)
     signature = types.void(types.CPointer(memory), number, number, numbers, numbers, number, types.CPointer(types.float64), number)

@@ -18,7 +18,15 @@ def exponents(
     v, # Summary vectors with exponents, shape (..., 272)
     lo:int=-16, hi:int=16 # First and last exponent with a column of its own
 ) -> np.ndarray: # Counts, int, shape (..., hi-lo+3)
-    "Counts of exponents: those below `lo`, from `lo` to `hi`, those above"
+    """Counts of exponents: those below `lo`, from `lo` to `hi`, those above
+
+    Args:
+        v: Summary vectors with exponents, shape (..., 272)
+        hi: First and last exponent with a column of its own
+
+    Returns:
+        Counts, int, shape (..., hi-lo+3)
+    """
     v = np.asarray(v)
     if v.shape[-1]==width: raise ValueError("these summaries have no exponents. Measure them with 'exponents' among the groups or statistics.")
     counts = v[..., width:]
@@ -30,7 +38,14 @@ def exponents(
 def exponent_range(
     name:str # Name of a statistic
 ): # First and last exponent; None when the name is not one of exponents
-    "The range in the name of a statistic. Raises ValueError for a range that float32 does not have"
+    """The range in the name of a statistic. Raises ValueError for a range that float32 does not have
+
+    Args:
+        name: Name of a statistic
+
+    Returns:
+        First and last exponent; None when the name is not one of exponents
+    """
     if name=='exponents': return -16, 16
     m = isinstance(name, str) and re.fullmatch(r'exponents\((-?\d+), *(-?\d+)\)', name)
     if not m: return None
@@ -57,7 +72,17 @@ def headroom(
     zeros=0 # How many elements are zero, shape (...): they are in the first count, and every format has them
 ) -> dict: # 'over', 'subnormal', 'under': shares of the elements that are not zero, arrays of shape (...)
     """What share of a tensor's elements a format is too small for, keeps with fewer digits, or rounds to zero.
-    Raises ValueError when the counts do not reach the limits of the format"""
+    Raises ValueError when the counts do not reach the limits of the format
+
+    Args:
+        counts: Lists of counts as rows have them, shape (..., k): below, one for each exponent, above
+        lo: Exponent of the second count: a row's `exponent_min`
+        dtype: Name of a number format
+        zeros: How many elements are zero, shape (...): they are in the first count, and every format has them
+
+    Returns:
+        'over', 'subnormal', 'under': shares of the elements that are not zero, arrays of shape (...)
+    """
     f,c = reach(dtype),np.asarray(counts, dtype=float)
     hi = lo+c.shape[-1]-3
     if lo>f['subnormal'] or hi<f['max']:
@@ -69,7 +94,14 @@ def headroom(
 def exponents_for(
     *dtypes:str # Names of number formats
 ) -> str: # A statistic: 'exponents(-24, 15)' for float16
-    "The statistic that tells whether a tensor fits formats"
+    """The statistic that tells whether a tensor fits formats
+
+    Args:
+        *dtypes: Names of number formats
+
+    Returns:
+        A statistic: 'exponents(-24, 15)' for float16
+    """
     f = [reach(d) for d in dtypes]
     return f"exponents({min(x['subnormal'] for x in f)}, {max(x['max'] for x in f)})"
 

@@ -273,7 +273,11 @@ def merges(
 def available(
     device # torch.device or its name
 ) -> bool:
-    "Whether the kernels run on `device`: Triton is there, and compiles for it"
+    """Whether the kernels run on `device`: Triton is there, and compiles for it
+
+    Args:
+        device: torch.device or its name
+    """
     device = torch.device(device)
     if triton is None: return False
     if not isinstance(_one, triton.JITFunction): return device.type=='cpu' # interpreted
@@ -294,7 +298,11 @@ def flags(wanted): return sum(bits[g] for g in set(wanted) if g in bits)
 def fills(
     x:torch.Tensor # Any strides
 ) -> bool:
-    "Whether the elements of `x` are a run of memory without holes"
+    """Whether the elements of `x` are a run of memory without holes
+
+    Args:
+        x: Any strides
+    """
     n = 1
     for stride,size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size==1: continue
@@ -329,7 +337,13 @@ def read_one(
     wanted:tuple, # Groups of parts, and 'exponents'
     out:torch.Tensor # Row to write, float64 on the same device
 ):
-    "Read `x` into `out`"
+    """Read `x` into `out`
+
+    Args:
+        x: Floating-point tensor on a GPU
+        wanted: Groups of parts, and 'exponents'
+        out: Row to write, float64 on the same device
+    """
     x,_ = whole(x),check_room(wanted, out)
     n,B,device = x.numel(),blocks[x.dtype],x.device
     k = max(-(-n//B), 1)

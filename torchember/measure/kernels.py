@@ -25,7 +25,14 @@ class Unmeasurable(TypeError):
 def flat(
     x:torch.Tensor # Dense tensor, any shape and strides
 ) -> tuple: # One-dimensional tensor, and how many times it is repeated
-    "The elements of `x` in memory order, without a copy where that can be"
+    """The elements of `x` in memory order, without a copy where that can be
+
+    Args:
+        x: Dense tensor, any shape and strides
+
+    Returns:
+        One-dimensional tensor, and how many times it is repeated
+    """
     times = 1
     if x.is_contiguous(): return x.view(-1), times
     for d in range(x.dim()):
@@ -427,7 +434,11 @@ def loops():
 def warm(
     tensors=() # Such as will be read: the parameters of a model
 ):
-    "Begin to load the compiled loops in a thread. Until they are there, plain torch takes their place; with TORCHEMBER_WAIT=1 who needs them waits"
+    """Begin to load the compiled loops in a thread. Until they are there, plain torch takes their place; with TORCHEMBER_WAIT=1 who needs them waits
+
+    Args:
+        tensors: Such as will be read: the parameters of a model
+    """
     if os.environ.get('TORCHEMBER_WAIT', '0') not in ('', '0'): return
     loader.warmed = True
     kinds = {x.dtype: None for x in tensors if x.device.type=='cpu'}
@@ -436,7 +447,14 @@ def warm(
 def ready(
     timeout:float|None=None # Seconds to wait at most
 ) -> bool: # Whether there are compiled loops
-    "Wait until all is there that is being loaded"
+    """Wait until all is there that is being loaded
+
+    Args:
+        timeout: Seconds to wait at most
+
+    Returns:
+        Whether there are compiled loops
+    """
     loader.wait(timeout)
     return loops() is not None
 
@@ -445,11 +463,19 @@ def loading() -> bool:
     return any(t.is_alive() for t in loader.threads)
 
 def loading_seconds() -> float: # Of this process
-    "Seconds that loading, and compiling, the loops has taken until now"
+    """Seconds that loading, and compiling, the loops has taken until now
+
+    Returns:
+        Of this process
+    """
     return loader.seconds
 
 def seconds_beside() -> float: # Of this process
-    "Those of `loading_seconds` for which nobody waited"
+    """Those of `loading_seconds` for which nobody waited
+
+    Returns:
+        Of this process
+    """
     return loader.beside
 
 # %% ../../nbs/10_measure/05_kernels.ipynb #8d1f0d02
@@ -527,7 +553,15 @@ def read(
     x:torch.Tensor, # Any tensor
     wanted=('basic',) # Groups of parts to measure
 ): # The summary vector: numpy for a CPU tensor, a tensor on its device otherwise
-    "The summary vector of a tensor. Raises `Unmeasurable` when its values cannot be read"
+    """The summary vector of a tensor. Raises `Unmeasurable` when its values cannot be read
+
+    Args:
+        x: Any tensor
+        wanted: Groups of parts to measure
+
+    Returns:
+        The summary vector: numpy for a CPU tensor, a tensor on its device otherwise
+    """
     x,zeros = dense(x.detach())
     if x.device.type!='cpu': return read_elsewhere(x, zeros, wanted)
     if type(x) in ordinary and loops() and loader.has(format_for(x.dtype)): v = by_loops(x, wanted) # of a tensor of another kind the address may not be its own
@@ -579,7 +613,12 @@ def summarize(
     x:torch.Tensor, # Any tensor
     wanted=scalars # Groups of parts to measure: some of 'basic', 'absolute', 'higher', 'powers', 'exponents'
 ) -> Summary:
-    "The `Summary` of a tensor. Raises `Unmeasurable` when its values cannot be read"
+    """The `Summary` of a tensor. Raises `Unmeasurable` when its values cannot be read
+
+    Args:
+        x: Any tensor
+        wanted: Groups of parts to measure: some of 'basic', 'absolute', 'higher', 'powers', 'exponents'
+    """
     if not isinstance(x, torch.Tensor): raise TypeError(f"summarize measures a tensor, got {an(x)}. For arrays there is Summary.of.")
     with torch.no_grad(), no_autocast(x.device.type): v = read(x, wanted)
     return Summary(v if isinstance(v, np.ndarray) else v.cpu())

@@ -19,7 +19,14 @@ sets = dict(basic=('shape', 'mean', 'std', 'max', 'min'),
 def stat_names(
     stats # 'basic', 'full', 'numerics', or a list of statistics
 ) -> tuple: # The statistics, in order
-    "The statistics in a named set or a list. Raises ValueError for a name that does not exist"
+    """The statistics in a named set or a list. Raises ValueError for a name that does not exist
+
+    Args:
+        stats: 'basic', 'full', 'numerics', or a list of statistics
+
+    Returns:
+        The statistics, in order
+    """
     if isinstance(stats, str):
         if stats in sets: return sets[stats]
         if not is_statistic(stats): raise ValueError(unknown('set of statistics', stats, [*sets, *known], also_called))
@@ -40,7 +47,16 @@ def as_dicts(
     names, # Statistics
     shapes # The shape of each tensor
 ) -> list: # A dict for each vector
-    "The statistics of summary vectors, as plain numbers"
+    """The statistics of summary vectors, as plain numbers
+
+    Args:
+        vectors: Summary vectors, shape (n, 16), or 272 with exponents
+        names: Statistics
+        shapes: The shape of each tensor
+
+    Returns:
+        A dict for each vector
+    """
     got = derive(vectors, [n for n in names if n in derived])
     columns = {}
     for n in names:
@@ -56,6 +72,14 @@ def get_stats(
     tensor, # Any tensor
     stats='basic' # Named set, or list of statistics
 ) -> dict: # Statistic -> number; lists for `shape` and `exponents`
-    "Statistics of one tensor, by default exactly `shape`, `mean`, `std`, `max` and `min`"
+    """Statistics of one tensor, by default exactly `shape`, `mean`, `std`, `max` and `min`
+
+    Args:
+        tensor: Any tensor
+        stats: Named set, or list of statistics
+
+    Returns:
+        Statistic -> number; lists for `shape` and `exponents`
+    """
     names = stat_names(stats)
     return as_dicts(summarize(tensor, groups_for(names)).vector[None], names, [tensor.shape])[0]

@@ -48,7 +48,15 @@ def read_array(
     x, # Array of numbers, any shape; complex by magnitude
     wanted=scalars # Groups to measure: some of 'basic', 'absolute', 'higher', 'powers', 'exponents'
 ) -> np.ndarray: # The vector, float64
-    "The summary vector of an array, in float64, several passes"
+    """The summary vector of an array, in float64, several passes
+
+    Args:
+        x: Array of numbers, any shape; complex by magnitude
+        wanted: Groups to measure: some of 'basic', 'absolute', 'higher', 'powers', 'exponents'
+
+    Returns:
+        The vector, float64
+    """
     v,x = nothing(wanted),np.asarray(x)
     x = (np.abs(x) if np.iscomplexobj(x) else x).astype(np.float64).ravel()
     ok = x[np.isfinite(x)]
@@ -73,7 +81,14 @@ def finite(v):
 def merge(
     vectors # Summary vectors, shape (..., k, 16), or 272 with exponents: k pieces
 ) -> np.ndarray: # Summary vectors of the wholes, shape (..., 16) or (..., 272)
-    "The summary of the whole from the summaries of its pieces"
+    """The summary of the whole from the summaries of its pieces
+
+    Args:
+        vectors: Summary vectors, shape (..., k, 16), or 272 with exponents: k pieces
+
+    Returns:
+        Summary vectors of the wholes, shape (..., 16) or (..., 272)
+    """
     v = np.asarray(vectors, dtype=np.float64)
     out = v.sum(-2)
     n,mean,m2,m3,m4 = finite(v),*(v[..., index[p]] for p in ('mean', 'm2', 'm3', 'm4'))
@@ -160,7 +175,15 @@ def derive(
     v, # Summary vectors, shape (..., 16)
     names=tuple(derived) # Statistics to derive
 ) -> dict: # name -> array of shape (...)
-    "Statistics from summaries. Raises ValueError for a name that does not exist; NaN where the parts were not measured"
+    """Statistics from summaries. Raises ValueError for a name that does not exist; NaN where the parts were not measured
+
+    Args:
+        v: Summary vectors, shape (..., 16)
+        names: Statistics to derive
+
+    Returns:
+        name -> array of shape (...)
+    """
     for n in names:
         if n not in derived: raise ValueError(unknown('statistic', n, derived, also_called))
     p = Parts(np.asarray(v, dtype=np.float64))
@@ -169,7 +192,14 @@ def derive(
 def groups_for(
     names # Statistics
 ) -> tuple: # The groups to measure
-    "Which groups of parts the statistics `names` are derived from"
+    """Which groups of parts the statistics `names` are derived from
+
+    Args:
+        names: Statistics
+
+    Returns:
+        The groups to measure
+    """
     return ('basic', *dict.fromkeys(g for n in names if (g := group_of(n))))
 
 # %% ../../nbs/10_measure/00_summary.ipynb #9683bc68
@@ -178,7 +208,15 @@ def lost_value(
     name:str, # Statistic
     nan:bool, posinf:bool, neginf:bool # Whether the tensor had any
 ) -> float: # NaN or an infinity
-    "The value of a statistic that was written as null"
+    """The value of a statistic that was written as null
+
+    Args:
+        name: Statistic
+        neginf: Whether the tensor had any
+
+    Returns:
+        NaN or an infinity
+    """
     v = nothing()
     for p,any_ in (('nan', nan), ('posinf', posinf), ('neginf', neginf)): v[index[p]] = v[index['count']] = bool(any_)
     v[index['count']] = nan+posinf+neginf
@@ -186,7 +224,11 @@ def lost_value(
 
 # %% ../../nbs/10_measure/00_summary.ipynb #de71363d
 class Summary:
-    "A summary that adds up: `Summary.of(a) + Summary.of(b)` is that of both together"
+    """A summary that adds up: `Summary.of(a) + Summary.of(b)` is that of both together
+
+    Args:
+        vector: The parts, in the order of `parts`
+    """
     def __init__(self,
         vector # The parts, in the order of `parts`
     ): self.vector = np.asarray(vector, dtype=np.float64)
@@ -196,7 +238,15 @@ class Summary:
         x, # Array of numbers
         wanted=scalars # Groups to measure
     ): # The summary of x
-        "The summary of an array, by numpy in float64"
+        """The summary of an array, by numpy in float64
+
+        Args:
+            x: Array of numbers
+            wanted: Groups to measure
+
+        Returns:
+            The summary of x
+        """
         return cls(read_array(x, wanted))
 
     def __add__(self, other): return Summary(merge(np.stack([self.vector, other.vector])))
@@ -209,7 +259,14 @@ class Summary:
     def dict(self,
         names=tuple(derived) # Statistics
     ) -> dict: # name -> number
-        "Statistics as plain numbers"
+        """Statistics as plain numbers
+
+        Args:
+            names: Statistics
+
+        Returns:
+            name -> number
+        """
         return {n: (int if n in counts else float)(x) for n,x in derive(self.vector, names).items()}
 
     def __repr__(self):

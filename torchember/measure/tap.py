@@ -81,7 +81,11 @@ class Tap:
 
 # %% ../../nbs/10_measure/50_tap.ipynb #9bbe3e9e
 class Arena:
-    "All rows and cursors of a model: made once, read at once, reset at once"
+    """All rows and cursors of a model: made once, read at once, reset at once
+
+    Args:
+        size: Rows to lay out at a time
+    """
     def __init__(self,
         size:int=256 # Rows to lay out at a time
     ):
@@ -95,7 +99,13 @@ class Arena:
         stats='basic', # Named set or list of statistics
         once:bool=False # Of several rows in a step the last counts: a weight, not an activation
     ) -> Tap:
-        "A new tap"
+        """A new tap
+
+        Args:
+            key: Whatever identifies the place to its reader; must not hold the module
+            stats: Named set or list of statistics
+            once: Of several rows in a step the last counts: a weight, not an activation
+        """
         with self.lock:
             i = len(self.taps)
             if i%self.size==0:
@@ -147,7 +157,11 @@ class Arena:
     def take(self,
         earlier=None # The `Snapshot`s that were taken of the same step before, to go on from
     ):
-        "All rows since the last time, as a `Snapshot`, and an empty arena"
+        """All rows since the last time, as a `Snapshot`, and an empty arena
+
+        Args:
+            earlier: The `Snapshot`s that were taken of the same step before, to go on from
+        """
         with self.lock:
             self.settle()
             parts = [(b.head[u], rows_to_host(b, u)) for b in self.blocks if len(u:=np.flatnonzero(b.head[:b.used, EVENT]))]
@@ -192,7 +206,15 @@ def observe(
     scale=None, # What the tensor was multiplied by, a number or a tensor, to be divided out again
     later:bool=False # Whether `x` stays as it is until `Arena.settle`, so that it may be read then, with others
 ):
-    "Measure `x` into the next row of `tap`. Raises `Unmeasurable` when its values cannot be read"
+    """Measure `x` into the next row of `tap`. Raises `Unmeasurable` when its values cannot be read
+
+    Args:
+        x: Any tensor
+        tap: Where it was seen
+        call: Which call of the pass it belongs to; the next one without it
+        scale: What the tensor was multiplied by, a number or a tensor, to be divided out again
+        later: Whether `x` stays as it is until `Arena.settle`, so that it may be read then, with others
+    """
     if scale is None and type(x) in ordinary and not count_function_modes() and inside_transform() is None:
         try:
             with tap.arena.lock:

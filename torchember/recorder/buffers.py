@@ -7,7 +7,11 @@ __all__ = ['Buffers']
 
 # %% ../../nbs/40_recorder/35_buffers.ipynb #03613cc6
 class Buffers:
-    "The buffers of a model's modules"
+    """The buffers of a model's modules
+
+    Args:
+        page: Where they are measured
+    """
     ttypes = ('buffer',)
     def __init__(self,
         page # Where they are measured
@@ -16,7 +20,11 @@ class Buffers:
     def each(self,
         states # Of the armed modules
     ):
-        "State, tensor type, name and tensor: each buffer once, at the first module that holds it"
+        """State, tensor type, name and tensor: each buffer once, at the first module that holds it
+
+        Args:
+            states: Of the armed modules
+        """
         seen = set()
         for st in states:
             for n,b in st.track.module._buffers.items() if st.watched else ():

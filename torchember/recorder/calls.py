@@ -36,7 +36,12 @@ class Calls:
         outermost, # State of the outermost module
         skipped:bool # Whether the pass is not for the log
     ):
-        "This thread's pass begins"
+        """This thread's pass begins
+
+        Args:
+            outermost: State of the outermost module
+            skipped: Whether the pass is not for the log
+        """
         here = self.here
         here.outermost,here.skipped = outermost,skipped
         here.stack = []
@@ -45,7 +50,12 @@ class Calls:
         pass_:int, # Number of the pass
         anew:bool=False # Whether the thread calls the model again, in a pass that it shares with another thread
     ):
-        "The log of enters and exits is of one pass, and of one thread"
+        """The log of enters and exits is of one pass, and of one thread
+
+        Args:
+            pass_: Number of the pass
+            anew: Whether the thread calls the model again, in a pass that it shares with another thread
+        """
         here = self.here
         if anew or here.pass_!=pass_ or len(here.log)>self.most_events: here.pass_,here.log = pass_,[]
         return here.log

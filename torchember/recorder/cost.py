@@ -11,7 +11,11 @@ from ..measure.kernels import loading, seconds_beside
 
 # %% ../../nbs/40_recorder/15_cost.ipynb #85635386
 class Cost:
-    "What recording takes, in seconds, and how long the training has lasted"
+    """What recording takes, in seconds, and how long the training has lasted
+
+    Args:
+        budget: `Budget` that is told of each step
+    """
     def __init__(self,
         budget=None # `Budget` that is told of each step
     ):
@@ -28,7 +32,12 @@ class Cost:
         modules:int, # Armed modules in the pass
         told:bool # Whether their calls were told
     ):
-        "A pass is over"
+        """A pass is over
+
+        Args:
+            modules: Armed modules in the pass
+            told: Whether their calls were told
+        """
         self.last = clock()
         self.calls[told] += modules
 
@@ -39,23 +48,39 @@ class Cost:
         return now
 
     def ours(self): # Seconds
-        "Time spent up to now, but for the writer's"
+        """Time spent up to now, but for the writer's
+
+        Returns:
+            Seconds
+        """
         since = self.local.entered
         return self.spent+(0 if since is None else clock()-since)+sum(n*idle(told) for told,n in self.calls.items() if n)
 
     @property
     def pending(self): # Seconds
-        "Time spent in the open step"
+        """Time spent in the open step
+
+        Returns:
+            Seconds
+        """
         return self.ours()-self.paid
 
     @property
     def elapsed(self): # Seconds
-        "From the beginning of the first pass to the end of the last step"
+        """From the beginning of the first pass to the end of the last step
+
+        Returns:
+            Seconds
+        """
         return 0. if self.first is None or self.last is None else max(self.last-self.first, 0.)
 
     @property
     def loading(self): # Seconds
-        "What it took to load compiled loops, beside the training"
+        """What it took to load compiled loops, beside the training
+
+        Returns:
+            Seconds
+        """
         return seconds_beside()-self.loaded
 
     def step_over(self,
@@ -63,7 +88,13 @@ class Cost:
         late:float, # Seconds that the writer has taken up to now
         hidden:bool=False # Whether there are costs that are not seen here: on a GPU
     ):
-        "Tell the budget what the step took"
+        """Tell the budget what the step took
+
+        Args:
+            recorded: Whether the step was recorded
+            late: Seconds that the writer has taken up to now
+            hidden: Whether there are costs that are not seen here: on a GPU
+        """
         if self.budget is None: return
         at,paid,loaded = clock(),self.ours(),seconds_beside()
         disturbed = loading() or loaded!=self.loaded_before

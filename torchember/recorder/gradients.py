@@ -10,7 +10,13 @@ from ..capture.backward import hear
 
 # %% ../../nbs/40_recorder/40_gradients.ipynb #9984be31
 class Gradients:
-    "Hooks on the tensors of calls"
+    """Hooks on the tensors of calls
+
+    Args:
+        ttypes: Tensor types that are recorded: 'input_grad', 'output_grad' or neither
+        steps: `Steps`, which know the pass
+        tell: `Listener.gradient`
+    """
     def __init__(self,
         ttypes, # Tensor types that are recorded: 'input_grad', 'output_grad' or neither
         steps, # `Steps`, which know the pass

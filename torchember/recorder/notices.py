@@ -16,7 +16,11 @@ from ..record import EmberWarning
 
 # %% ../../nbs/40_recorder/00_notices.ipynb #042d7ae6
 class Notices:
-    "Warnings of one run, each kind of them once, and how many errors there were"
+    """Warnings of one run, each kind of them once, and how many errors there were
+
+    Args:
+        on_error: When something cannot be recorded: 'warn' once and go on, or 'raise'
+    """
     def __init__(self,
         on_error:str='warn' # When something cannot be recorded: 'warn' once and go on, or 'raise'
     ):
@@ -29,7 +33,15 @@ class Notices:
         kind, # Anything hashable
         text:str # A sentence or two
     ) -> bool: # Whether it was said now
-        "Say `text`, unless something of this kind was said before"
+        """Say `text`, unless something of this kind was said before
+
+        Args:
+            kind: Anything hashable
+            text: A sentence or two
+
+        Returns:
+            Whether it was said now
+        """
         if kind in self.said: return False
         self.said.add(kind)
         warnings.warn(text, EmberWarning, stacklevel=3)
@@ -41,7 +53,14 @@ class Notices:
         error:Exception, # Why
         how=None # The statistics that were asked for
     ):
-        "A tensor could not be measured: said once for each place, or for each function of the user's (whose row says it again)"
+        """A tensor could not be measured: said once for each place, or for each function of the user's (whose row says it again)
+
+        Args:
+            module: Display name
+            tname: Name of the tensor, or of what was being done
+            error: Why
+            how: The statistics that were asked for
+        """
         if self.on_error=='raise': raise error
         no_values = isinstance(error, Unmeasurable)
         self.unmeasurable += no_values
@@ -59,7 +78,15 @@ class ChangingMarks:
         marks:dict, # Name -> value
         step:int # Number of the open step
     ) -> tuple|None: # Name and value of a mark that is a number of the step
-        "Marks are set"
+        """Marks are set
+
+        Args:
+            marks: Name -> value
+            step: Number of the open step
+
+        Returns:
+            Name and value of a mark that is a number of the step
+        """
         for name,v in marks.items():
             if isinstance(v, torch.Tensor) and v.numel()==1: v = v.item()
             if type(v) is not float: continue

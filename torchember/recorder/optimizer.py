@@ -14,7 +14,13 @@ def kinds_of(optimizers) -> str:
     return ', '.join(type(o).__name__ for o in optimizers)
 
 class Updates:
-    "Updates of weights, and optimizer states"
+    """Updates of weights, and optimizer states
+
+    Args:
+        page: Where they are measured
+        parameters: `Parameters`, which know where each is
+        ttypes: Tensor types that are recorded
+    """
     def __init__(self,
         page, # Where they are measured
         parameters, # `Parameters`, which know where each is

@@ -35,7 +35,13 @@ def custom_row(f, x):
 ordinary = (torch.Tensor, torch.nn.Parameter) # which are on one rank
 
 class Page:
-    "The open step's measurements"
+    """The open step's measurements
+
+    Args:
+        stats: ttype -> names of built-in statistics, or a function: tensor -> dict
+        notices: Where it is told that something cannot be measured
+        calls: `Calls`, which know what runs while a function of the user's does
+    """
     def __init__(self,
         stats:dict, # ttype -> names of built-in statistics, or a function: tensor -> dict
         notices=None, # Where it is told that something cannot be measured
@@ -67,7 +73,19 @@ class Page:
         once:bool=False, # Whether the step has one such row, of which the last measurement counts; it stays as it is until then, and may be read later
         replace:bool=False # Whether it takes the place of what this step had of it
     ):
-        "Measure one tensor. What goes wrong is told, and not raised"
+        """Measure one tensor. What goes wrong is told, and not raised
+
+        Args:
+            state: Of the module, see `capture.forward.State`
+            x: Any tensor
+            pname: Of a parameter: its name in the module
+            call: Number of the module's call
+            phase: 'eval' where the row has to say so
+            backward: Which backward brings it
+            scale: What it was multiplied by: a number, or a tensor
+            once: Whether the step has one such row, of which the last measurement counts; it stays as it is until then, and may be read later
+            replace: Whether it takes the place of what this step had of it
+        """
         try:
             if type(x) not in ordinary or self.parts: x = self.local_part((state.track.name, ttype, tname), x)
             how = self.stats[ttype]
@@ -135,7 +153,14 @@ class Page:
     def take(self,
         over:bool # Whether the step is over with this; else its rows may be taken again, grown
     ) -> tuple: # `Snapshot` of the arena, and custom rows
-        "All that was measured since the last time"
+        """All that was measured since the last time
+
+        Args:
+            over: Whether the step is over with this; else its rows may be taken again, grown
+
+        Returns:
+            `Snapshot` of the arena, and custom rows
+        """
         snapshot,custom,self.custom = self.arena.take(list(self.taken)),self.custom,[]
         if not over and len(snapshot): self.taken.append(snapshot)
         custom = [(*r[:5], r[5] | {'supersedes': True}) if r[1:4] in self.given and r[1][3] else r for r in custom] # of a parameter the last row counts

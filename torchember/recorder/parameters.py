@@ -18,7 +18,14 @@ from ..record import EmberWarning
 def own_parameters(
     module # Any module
 ) -> list: # (position, name, parameter); a lazy one that is not made yet has no values
-    "The parameters that a module holds itself"
+    """The parameters that a module holds itself
+
+    Args:
+        module: Any module
+
+    Returns:
+        (position, name, parameter); a lazy one that is not made yet has no values
+    """
     ps = ((n,p) for n,p in module._parameters.items() if p is not None)
     return [(i, n, p) for i,(n,p) in enumerate(ps) if not is_lazy(p)]
 
@@ -28,7 +35,12 @@ def grad_of(p):
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #86d117a6
 class Parameters:
-    "Weights and weight gradients of a model's modules"
+    """Weights and weight gradients of a model's modules
+
+    Args:
+        page: Where they are measured
+        ttypes: Tensor types that are recorded
+    """
     def __init__(self,
         page, # Where they are measured
         ttypes # Tensor types that are recorded
@@ -48,7 +60,12 @@ class Parameters:
         state, # Of a module
         ttypes # 'weight', 'weight_grad'
     ):
-        "Measure the module's own parameters that this step has not measured"
+        """Measure the module's own parameters that this step has not measured
+
+        Args:
+            state: Of a module
+            ttypes: 'weight', 'weight_grad'
+        """
         if not state.watched or not state.track.module._parameters: return
         for i,n,p in own_parameters(state.track.module):
             if self.is_new(state, n, p): self.measure(state, i, n, p, ttypes)
@@ -64,7 +81,12 @@ class Parameters:
         outermost:bool, # Whether nothing is around it
         ttypes
     ):
-        "The module's forward is over; with the outermost one's go those of modules in it that no call has reached"
+        """The module's forward is over; with the outermost one's go those of modules in it that no call has reached
+
+        Args:
+            state: Of the module that was called
+            outermost: Whether nothing is around it
+        """
         self.of_module(state, ttypes)
         if outermost and state.track.children:
             for other in self.states if state.root else self.below(state): self.of_module(other, ttypes)
@@ -79,7 +101,12 @@ class Parameters:
         wanted:set|None=None, # ids of parameters; all without it
         states=None # In another order than from the root down
     ):
-        "State, position, name and parameter: each parameter once, at the first module that holds it"
+        """State, position, name and parameter: each parameter once, at the first module that holds it
+
+        Args:
+            wanted: ids of parameters; all without it
+            states: In another order than from the root down
+        """
         seen = set()
         for st in self.states if states is None else states:
             for i,n,p in own_parameters(st.track.module) if st.watched else ():
@@ -98,7 +125,13 @@ class Parameters:
         wanted:set|None=None, # ids of parameters; all without it
         scale=None # What gradients are multiplied by
     ):
-        "Measure parameters as they are now, in place of what this step had of them"
+        """Measure parameters as they are now, in place of what this step had of them
+
+        Args:
+            ttypes: Those to measure, of the ones that are recorded
+            wanted: ids of parameters; all without it
+            scale: What gradients are multiplied by
+        """
         self.page.forget_seen() # what was written through .data, too
         for st,i,n,p in self.each(wanted):
             self.page.drop(st.track.name, ttypes, n)
@@ -123,7 +156,13 @@ class ZeroGradHint:
         manual:bool, # Whether an optimizer or `te.step()` ends the steps: then they would be there
         ttypes
     ):
-        "A recorded step is over"
+        """A recorded step is over
+
+        Args:
+            trained: Whether the step had a training pass
+            states: Of the modules
+            manual: Whether an optimizer or `te.step()` ends the steps: then they would be there
+        """
         self.steps_without += not self.in_step and trained
         self.in_step = False
         if self.found or not self.trains or manual or 'weight_grad' not in ttypes: return
@@ -140,7 +179,12 @@ def look_over(
     states, # Of the armed modules, root first
     notices # Where it is told
 ):
-    "Look for modules that have got, lost or changed parameters or modules since they were armed"
+    """Look for modules that have got, lost or changed parameters or modules since they were armed
+
+    Args:
+        states: Of the armed modules, root first
+        notices: Where it is told
+    """
     changed = [st for st in states if st.made_of!=parts_of(st.track.module)]
     if not changed: return
     here = {id(unwrap(m)) for m in states[0].track.module.modules()}

@@ -60,7 +60,14 @@ def rank_and_size() -> tuple:
 def shared_name(
     kind:str # Class of the model
 ) -> str: # Name of a run
-    "The name of a run that all processes agree on"
+    """The name of a run that all processes agree on
+
+    Args:
+        kind: Class of the model
+
+    Returns:
+        Name of a run
+    """
     name = run_name(kind)
     store = shared_store() if torch.distributed.is_available() and torch.distributed.is_initialized() else None
     if store is not None:

@@ -47,7 +47,19 @@ def shape_of(x):
 
 # %% ../../nbs/40_recorder/80_recorder.ipynb #71c86c27
 class Recorder(Listener):
-    "Hears a model and turns what it hears into rows of a run"
+    """Hears a model and turns what it hears into rows of a run
+
+    Args:
+        t: The run: `put` takes a function that gives rows
+        ttypes: Tensor types to record
+        stats: Names of built-in statistics, or a function: tensor -> dict
+        when: Schedule: step -> whether it is wanted
+        only_training: Whether evaluations are left out
+        on_error: 'warn' or 'raise'
+        step: Number of the first step
+        rank: Of this process, when there are several
+        budget: A `Budget`
+    """
     most_rows = 1<<18 # of an open step, to hold in memory
 
     def __init__(self,
@@ -295,7 +307,11 @@ class Recorder(Listener):
 
     @timed
     def close(self, boundary=False): # boundary: whether `te.step()` says so
-        "The step is over. A step in which nothing ran is none"
+        """The step is over. A step in which nothing ran is none
+
+        Returns:
+            boundary: whether `te.step()` says so
+        """
         with self.lock:
             if not self.steps.opened: return
             try: self.end_of_step(boundary)
@@ -359,7 +375,11 @@ class Recorder(Listener):
 
     @timed
     def flush(self, over=False): # over: whether the step is
-        "Hand all that was measured to the log. Returns before it is written"
+        """Hand all that was measured to the log. Returns before it is written
+
+        Returns:
+            over: whether the step is
+        """
         with self.lock:
             page,file = self.page,self.t.file
             if not page.size and not (over and (page.taken or page.given or file.step and not file.closed)): return # nothing wakes the writer

@@ -20,13 +20,27 @@ class Phases:
         training:bool, # Whether it is in training mode
         root_training:bool # Whether the root is
     ) -> str|None: # 'eval', or None for training
-        "The phase of a pass"
+        """The phase of a pass
+
+        Args:
+            path: Of the module that is called, '' for the root
+            training: Whether it is in training mode
+            root_training: Whether the root is
+
+        Returns:
+            'eval', or None for training
+        """
         if training: self.trained.add(path)
         return 'eval' if not root_training or not training and path in self.trained else None
 
 # %% ../../nbs/40_recorder/10_steps.ipynb #759b03f7
 class Steps:
-    "Which pass and which step it is"
+    """Which pass and which step it is
+
+    Args:
+        number: The first step
+        manual: Whether an optimizer or `torchEmber.step` ends the steps; else the next pass does
+    """
     def __init__(self,
         number:int=0, # The first step
         manual:bool=False # Whether an optimizer or `torchEmber.step` ends the steps; else the next pass does
@@ -48,7 +62,12 @@ class Steps:
         path:str, # Of the outermost armed module that is called
         phase:str|None # Its phase, as `Phases.of` has it
     ) -> bool:
-        "Whether this call begins a pass, instead of joining the one that runs"
+        """Whether this call begins a pass, instead of joining the one that runs
+
+        Args:
+            path: Of the outermost armed module that is called
+            phase: Its phase, as `Phases.of` has it
+        """
         lead = self.leader
         return lead is None or phase!=self.phase or path in ('', lead) or lead.startswith(f'{path}.')
 
@@ -62,7 +81,16 @@ class Steps:
         phase:str|None=None, # 'eval' in an evaluation
         weights=None # Anything that is another when the weights have changed
     ) -> bool: # Whether it is a new pass
-        "A call of the outermost armed module begins"
+        """A call of the outermost armed module begins
+
+        Args:
+            path: Of the outermost armed module that is called
+            phase: 'eval' in an evaluation
+            weights: Anything that is another when the weights have changed
+
+        Returns:
+            Whether it is a new pass
+        """
         new = self.new_pass(path, phase)
         if new:
             self.pass_ += 1
@@ -86,7 +114,11 @@ class Steps:
     def optimizer_stepped(self,
         optimizer:int # Its id
     ) -> bool:
-        "Whether the step is over, now that this optimizer has stepped"
+        """Whether the step is over, now that this optimizer has stepped
+
+        Args:
+            optimizer: Its id
+        """
         self.stepped.add(optimizer)
         self.turns[optimizer] += 1
         return self.stepped>=self.awaited
@@ -98,7 +130,12 @@ class Steps:
         passes:int=1000, # Training passes without a step of an awaited optimizer that are too many
         turns:int=200 # Steps of one optimizer without one of another that are
     ) -> str|None:
-        "Why it seems that the open step will never be over, None when all is well"
+        """Why it seems that the open step will never be over, None when all is well
+
+        Args:
+            passes: Training passes without a step of an awaited optimizer that are too many
+            turns: Steps of one optimizer without one of another that are
+        """
         if not self.quiet: return None
         most = max(self.turns.values(), default=0)
         if most>=turns: return f'another one has stepped {most:,} times'
@@ -115,7 +152,13 @@ class Steps:
 
 # %% ../../nbs/40_recorder/10_steps.ipynb #88219d60
 class Decision:
-    "Whether a step is recorded"
+    """Whether a step is recorded
+
+    Args:
+        when: Schedule: a function of the step, see `choose.schedule`
+        budget: A `budget.Budget`
+        notices: Where a schedule that raises is told
+    """
     def __init__(self,
         when, # Schedule: a function of the step, see `choose.schedule`
         budget=None, # A `budget.Budget`

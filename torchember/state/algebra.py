@@ -600,7 +600,13 @@ class StateDict(Arithmetic, Tables, Pictures):
         *, lw:bool=False, # For each layer
         pattern=None # Regular expression, matched from the start
     ):
-        "Your own number: of each layer, or of all values in one tensor"
+        """Your own number: of each layer, or of all values in one tensor
+
+        Args:
+            func: From a tensor to a number
+            lw: For each layer
+            pattern: Regular expression, matched from the start
+        """
         with_values(kept(self, pattern))
         if not lw: return func(self.flatten(pattern))
         def number(x): return x.item() if isinstance(x, torch.Tensor) and x.numel()==1 else x
@@ -612,7 +618,13 @@ class StateDict(Arithmetic, Tables, Pictures):
         func, # From a tensor to a number
         merge=None # From the list of the layers' numbers to that of the whole; without it all layers are joined
     ):
-        "Give every StateDict a reduction of your own, which `describe` knows as a column"
+        """Give every StateDict a reduction of your own, which `describe` knows as a column
+
+        Args:
+            name: What the method and the column are called
+            func: From a tensor to a number
+            merge: From the list of the layers' numbers to that of the whole; without it all layers are joined
+        """
         if hasattr(cls, name): raise ValueError(f"a StateDict has a {name!r} already. Choose another name.")
         def method(self, *, lw=False, pattern=None):
             if lw or merge is None: return self.apply_reduction(func, lw=lw, pattern=pattern)

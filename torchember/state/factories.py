@@ -48,7 +48,16 @@ def from_state_dict(
     dtype=None, # Of the copy
     name=None # What to call it
 ) -> StateDict:
-    "The tensors of a state dict, buffers among them"
+    """The tensors of a state dict, buffers among them
+
+    Args:
+        raw_state_dict: What `model.state_dict()` gives
+        pattern: Regular expression, matched from the start of a name
+        clone: Whether to copy; otherwise memory is shared
+        device: Of the copy
+        dtype: Of the copy
+        name: What to call it
+    """
     items = ((k, x, None) for k,x in raw_state_dict.items() if isinstance(x, torch.Tensor) or not k.endswith('_extra_state'))
     return snapshot(items, pattern, clone, device, dtype, name)
 
@@ -81,7 +90,16 @@ def from_weight(
     dtype=None, # Of the copy
     name=None # What to call it
 ) -> StateDict:
-    "The parameters of a model"
+    """The parameters of a model
+
+    Args:
+        pattern: Regular expression, matched from the start of a name
+        requires_grad: Only those that are trained
+        clone: Whether to copy; otherwise memory is shared
+        device: Of the copy
+        dtype: Of the copy
+        name: What to call it
+    """
     items = (o for o in own(model) if o[1].requires_grad or not requires_grad)
     return snapshot(items, pattern, clone, device, dtype, name or called(model, 'weights'), 'weight')
 
@@ -94,7 +112,15 @@ def from_grad(
     dtype=None, # Of the copy
     name=None # What to call it
 ) -> StateDict:
-    "The gradients of a model's parameters"
+    """The gradients of a model's parameters
+
+    Args:
+        pattern: Regular expression, matched from the start of a name
+        clone: Whether to copy; otherwise memory is shared, until `zero_grad` lets it go
+        device: Of the copy
+        dtype: Of the copy
+        name: What to call it
+    """
     items = ((k, p.grad, place|dict(tname=place['tname'].replace('weight', 'grad'))) for k,p,place in own(model) if p.grad is not None)
     return snapshot(items, pattern, clone, device, dtype, name or called(model, 'grad'), 'weight_grad')
 
@@ -114,7 +140,16 @@ def from_optimizer_state(
     dtype=None, # Of the copy
     name=None # What to call it
 ) -> StateDict:
-    "The state that an optimizer keeps for each parameter"
+    """The state that an optimizer keeps for each parameter
+
+    Args:
+        optimizer_key: Which state: 'exp_avg'. It can be left out when there is one
+        pattern: Regular expression, matched from the start of a name
+        clone: Whether to copy; otherwise memory is shared
+        device: Of the copy
+        dtype: Of the copy
+        name: What to call it
+    """
     keys = state_keys(optimizer)
     if optimizer_key is None and len(keys)==1: optimizer_key = keys[0]
     found = {p: s.get(optimizer_key) for p,s in optimizer.state.items() if s.get(optimizer_key) is not None}
@@ -132,7 +167,18 @@ def from_together(
     device=None, # Of the copies
     dtype=None # Of the copies
 ) -> tuple: # Weights, gradients, list of states
-    "Weights, gradients and optimizer states at once"
+    """Weights, gradients and optimizer states at once
+
+    Args:
+        optimizer_keys: Which states; all there are without it
+        pattern: Regular expression, matched from the start of a name
+        clone: Whether to copy; otherwise memory is shared
+        device: Of the copies
+        dtype: Of the copies
+
+    Returns:
+        Weights, gradients, list of states
+    """
     how = dict(pattern=pattern, clone=clone, device=device, dtype=dtype)
     keys = state_keys(optimizer) if optimizer_keys is None else optimizer_keys
     return from_weight(model, **how), from_grad(model, **how), [from_optimizer_state(model, optimizer, k, **how) for k in keys]
@@ -145,7 +191,15 @@ def load(
     *, device=None, # Where to; the CPU without it
     dtype=None # As what
 ) -> StateDict:
-    "Read a snapshot from a file. Only tensors and plain values are read: a file that would run code is refused"
+    """Read a snapshot from a file. Only tensors and plain values are read: a file that would run code is refused
+
+    Args:
+        path: What `StateDict.save` wrote, or a state dict
+        name: What to call it
+        pattern: Regular expression, matched from the start of a name
+        device: Where to; the CPU without it
+        dtype: As what
+    """
     raw = torch.load(path, map_location='cpu', weights_only=True)
     if not isinstance(raw, dict): raise TypeError(f"{path} holds a {type(raw).__name__}, not a dict of tensors.")
     nested = [k for k,v in raw.items() if isinstance(v, dict)]
@@ -319,7 +373,18 @@ def from_activation(
     dtype=None, # Of the copies
     name=None # What to call the snapshot
 ) -> Activations: # What is caught is its `Activations.state_dict`; a context manager
-    "Catch the outputs of modules at every pass, until `remove` or until it is let go of"
+    """Catch the outputs of modules at every pass, until `remove` or until it is let go of
+
+    Args:
+        pattern: Regular expression, matched from the start of a module's path
+        clone: Keep copies: otherwise memory is shared with the model
+        device: Of the copies
+        dtype: Of the copies
+        name: What to call the snapshot
+
+    Returns:
+        What is caught is its `Activations.state_dict`; a context manager
+    """
     return Activations(model, pattern, clone=clone, device=device, dtype=dtype, name=name)
 
 def from_activation_grad(
@@ -330,5 +395,16 @@ def from_activation_grad(
     dtype=None, # Of the copies
     name=None # What to call the snapshot
 ) -> Activations: # What is caught is its `Activations.state_dict`; a context manager
-    "Catch the gradients of the outputs of modules at every backward, until `remove` or until it is let go of"
+    """Catch the gradients of the outputs of modules at every backward, until `remove` or until it is let go of
+
+    Args:
+        pattern: Regular expression, matched from the start of a module's path
+        clone: Keep copies: otherwise memory is shared
+        device: Of the copies
+        dtype: Of the copies
+        name: What to call the snapshot
+
+    Returns:
+        What is caught is its `Activations.state_dict`; a context manager
+    """
     return Activations(model, pattern, grads=True, clone=clone, device=device, dtype=dtype, name=name)

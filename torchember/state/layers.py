@@ -22,7 +22,12 @@ def kept(
     layers, # Mapping from a name to anything
     pattern=None # Regular expression, matched from the start; None keeps all
 ) -> dict:
-    "The layers whose name matches"
+    """The layers whose name matches
+
+    Args:
+        layers: Mapping from a name to anything
+        pattern: Regular expression, matched from the start; None keeps all
+    """
     try: match = re.compile(pattern or '').match
     except re.error as e:
         raise ValueError(f"{pattern!r} is not a regular expression: {e}. It is matched from the start of a name, and '.*' stands for anything.") from None
@@ -32,7 +37,14 @@ def kept(
 def with_values(
     layers:dict # Name -> tensor
 ) -> dict: # The same
-    "Layers that have values. Raises `Unmeasurable` for the first on the meta device"
+    """Layers that have values. Raises `Unmeasurable` for the first on the meta device
+
+    Args:
+        layers: Name -> tensor
+
+    Returns:
+        The same
+    """
     for k,x in layers.items():
         if getattr(x, 'is_meta', False):
             raise Unmeasurable(f"{k!r} is on the meta device: it has a shape and no values. Ask for shapes and counts, or load the weights first.")
@@ -113,7 +125,15 @@ def vectors(
     layers:dict, # Name -> tensor
     wanted=scalars # Groups of parts to measure
 ) -> np.ndarray: # A summary vector for each layer
-    "The summary of each layer, each read once. Raises `Unmeasurable` for one that has no values"
+    """The summary of each layer, each read once. Raises `Unmeasurable` for one that has no values
+
+    Args:
+        layers: Name -> tensor
+        wanted: Groups of parts to measure
+
+    Returns:
+        A summary vector for each layer
+    """
     xs = list(with_values(layers).values())
     if not xs: return np.empty((0, length(wanted)))
     with quietly({x.device.type for x in xs}):
@@ -136,7 +156,12 @@ def derived_from(
     v:np.ndarray, # Summary vectors
     name:str # 'sum', or one of `figures`
 ) -> np.ndarray:
-    "One number from each summary vector"
+    """One number from each summary vector
+
+    Args:
+        v: Summary vectors
+        name: 'sum', or one of `figures`
+    """
     got = derive(v, ['mean' if name=='sum' else figures[name]]).popitem()[1]
     n = v[..., 0]
     if name=='sum': got = got*n
@@ -150,7 +175,12 @@ def check_real(
     layers:dict, # Name -> tensor
     names # Reductions
 ):
-    "Complex numbers are measured by their magnitudes, which is what norms are made of, and sums and means are not"
+    """Complex numbers are measured by their magnitudes, which is what norms are made of, and sums and means are not
+
+    Args:
+        layers: Name -> tensor
+        names: Reductions
+    """
     asked = [n for n in names if n=='sum' or n in figures and n not in of_magnitudes]
     k = next((k for k,x in layers.items() if x.is_complex()), None)
     if asked and k is not None:
@@ -159,7 +189,14 @@ def check_real(
 def groups_of(
     names # Reductions
 ) -> tuple: # Groups of parts
-    "What has to be measured for some reductions"
+    """What has to be measured for some reductions
+
+    Args:
+        names: Reductions
+
+    Returns:
+        Groups of parts
+    """
     return ('basic', *dict.fromkeys(g for n in names if n in figures and (g := group_of(figures[n]))))
 
 # %% ../../nbs/45_state/00_layers.ipynb #56365dde
@@ -168,7 +205,16 @@ def as_tensor(
     dtypes, # Dtypes of the layers it comes from
     name='' # What it is
 ) -> torch.Tensor: # Without dimensions, on the CPU
-    "A number of a whole model, in the dtype that torch would give it, but at least float32"
+    """A number of a whole model, in the dtype that torch would give it, but at least float32
+
+    Args:
+        value: A number
+        dtypes: Dtypes of the layers it comes from
+        name: What it is
+
+    Returns:
+        Without dimensions, on the CPU
+    """
     dtypes = set(dtypes)
     floating = [d for d in dtypes if d.is_floating_point or d.is_complex]
     if dtypes and not floating and name in ('sum', 'min', 'max', 'abs_min', 'abs_max') and math.isfinite(value): return torch.tensor(round(value))
@@ -180,7 +226,15 @@ def joined(
     norms, # Norms of pieces
     p:float # Their power
 ) -> float: # The norm of the whole
-    "The p-norm of the whole from those of its pieces"
+    """The p-norm of the whole from those of its pieces
+
+    Args:
+        norms: Norms of pieces
+        p: Their power
+
+    Returns:
+        The norm of the whole
+    """
     norms = np.asarray(norms, dtype=np.float64)
     if p==0: return norms.sum()
     if not norms.size: return 0.
@@ -201,7 +255,15 @@ def norms(
     layers:dict, # Name -> tensor
     p:float # Power; inf is the largest absolute value, 0 counts what is not zero
 ) -> np.ndarray: # A number for each layer
-    "The p-norm of each layer"
+    """The p-norm of each layer
+
+    Args:
+        layers: Name -> tensor
+        p: Power; inf is the largest absolute value, 0 counts what is not zero
+
+    Returns:
+        A number for each layer
+    """
     known = {1: 'norm1', 2: 'norm2', math.inf: 'abs_max', -math.inf: 'abs_min'}.get(p)
     if known:
         v = vectors(layers, groups_of([known]))
@@ -226,7 +288,16 @@ def each(
     xs:list, # Tensors
     *others # At most one: a number, or a list with a tensor or number for each
 ) -> list: # New tensors
-    "An operation on each tensor, in one call where that can be"
+    """An operation on each tensor, in one call where that can be
+
+    Args:
+        op: Name of a function of torch, one of `several`
+        xs: Tensors
+        *others: At most one: a number, or a list with a tensor or number for each
+
+    Returns:
+        New tensors
+    """
     if not xs: return []
     listed = [o for o in others if isinstance(o, list)]
     def fits(x, y): return isinstance(y, torch.Tensor) and y.shape==x.shape

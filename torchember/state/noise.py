@@ -256,7 +256,20 @@ def noise_scale(
     scale:float=1., # The loss over the mean loss of a sample: `micro_batch_size` where losses are sums
     progress:bool=False # Show a bar; needs tqdm
 ) -> NoiseEstimate: # By two sizes; its `fit` is by a line through all sizes
-    "The gradient noise scale of a model where it is. Raises ValueError for a closure or a number that cannot give one"
+    """The gradient noise scale of a model where it is. Raises ValueError for a closure or a number that cannot give one
+
+    Args:
+        model: The module whose gradient it is
+        closure: Called without arguments for each micro-batch: returns its loss, or calls backward itself; does not call zero_grad
+        micro_batch_size: Samples in a micro-batch
+        num_iters: Micro-batches in a chain
+        num_average: Chains
+        scale: The loss over the mean loss of a sample: `micro_batch_size` where losses are sums
+        progress: Show a bar; needs tqdm
+
+    Returns:
+        By two sizes; its `fit` is by a line through all sizes
+    """
     for name,n,least in (('micro_batch_size', micro_batch_size, 1), ('num_iters', num_iters, 2), ('num_average', num_average, 1)):
         if n<least: raise ValueError(f"{name} is {n}. " + ("One micro-batch has no second batch size to compare with: at least 2."
             if name=='num_iters' else f"At least {least}."))
@@ -280,7 +293,15 @@ def noise_scale(
 
 # %% ../../nbs/45_state/20_noise.ipynb #5341341c
 class NoiseScale:
-    "The noise scale from the micro-batches of training, with no pass more. A context manager"
+    """The noise scale from the micro-batches of training, with no pass more. A context manager
+
+    Args:
+        model: A module, or parameters; gradients start each step at zero or None
+        micro_batch_size: Samples in a micro-batch, on one rank
+        decay: What the last step's average counts for in this one's; 1 to average all steps alike
+        scale: What backward is called on, over the mean loss of a micro-batch's samples
+        group: Process group over which gradients are averaged; that of a DistributedDataParallel is known
+    """
     def __init__(self,
         model, # A module, or parameters; gradients start each step at zero or None
         micro_batch_size:int, # Samples in a micro-batch, on one rank
@@ -300,7 +321,11 @@ class NoiseScale:
     def micro(self,
         size:int|None=None # Samples in it, where that is not `micro_batch_size`
     ):
-        "The backward of a micro-batch is over"
+        """The backward of a micro-batch is over
+
+        Args:
+            size: Samples in it, where that is not `micro_batch_size`
+        """
         vectors,twice = self.watch.take()
         self.micros.append(vectors)
         self.inverses,self.twice = self.inverses+1/(size or self.size),self.twice or twice
@@ -308,7 +333,14 @@ class NoiseScale:
     def step(self,
         scale:float|None=None # `scale` of this step's losses, where it changes
     ) -> NoiseEstimate: # What is known by now
-        "The step's gradients are complete. The last micro-batch's `micro()` may be left out"
+        """The step's gradients are complete. The last micro-batch's `micro()` may be left out
+
+        Args:
+            scale: `scale` of this step's losses, where it changes
+
+        Returns:
+            What is known by now
+        """
         if self.watch.seen: self.micro()
         big,*small = sums_of_squares([self.watch.accumulated(), *self.micros])
         total,count,inverses,ranks = over_ranks(self.group, math.nan if self.twice else sum(small), len(self.micros), self.inverses, self.watch.params[0])

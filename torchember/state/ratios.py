@@ -16,7 +16,16 @@ def trust_ratio(
     pattern=None # Regular expression, matched from the start of a name
 ) -> StateDict: # A number for each layer
     """The norm of each layer's update over the norm of its weight. A weight of zeros gives inf, and nan when it has not moved.
-    Raises ValueError when the two have other names or shapes"""
+    Raises ValueError when the two have other names or shapes
+
+    Args:
+        update: What a step changed: the weights after it less those before it
+        weight: The weights
+        pattern: Regular expression, matched from the start of a name
+
+    Returns:
+        A number for each layer
+    """
     for what,d in (('update', update), ('weight', weight)):
         if not isinstance(d, StateDict): raise TypeError(f"trust_ratio takes two StateDicts; its {what} is {an(d)}. from_weight(model) makes one.")
     u,w = (d if pattern is None else d.filter(pattern) for d in (update, weight))

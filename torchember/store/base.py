@@ -17,7 +17,11 @@ from ..record import EmberWarning, plain
 def now(
     form:str='%Y-%m-%d %H:%M:%S' # As `strftime` has it
 ) -> str:
-    "Local time, as rows have it"
+    """Local time, as rows have it
+
+    Args:
+        form: As `strftime` has it
+    """
     return datetime.now().strftime(form)
 
 # %% ../../nbs/30_store/00_base.ipynb #b4c014a2
@@ -29,7 +33,16 @@ def safe_name(
     what:str, # What it names, for the message
     most:int=200 # Bytes it may have: file systems take 255, and we add to it
 ) -> str: # The same name
-    "Raise ValueError unless `name` can be the name of a file in our folder"
+    """Raise ValueError unless `name` can be the name of a file in our folder
+
+    Args:
+        name: A name that the user chose
+        what: What it names, for the message
+        most: Bytes it may have: file systems take 255, and we add to it
+
+    Returns:
+        The same name
+    """
     if not isinstance(name, str) or not name: raise ValueError(f"The name of a {what} is a text that is not empty, got {name!r}.")
     why = ('has a separator or control character in it' if forbidden.search(name) else 'begins with a dot' if name[0]=='.' else
         'cannot be the name of a file here' if not encodes(name) else f'is longer than {most} bytes' if len(os.fsencode(name))>most else
@@ -48,7 +61,14 @@ def encodes(name):
 def run_name(
     kind:str # Name of the model's class
 ) -> str: # `<kind>_<YYYYmmdd_HHMMSS>`, safe as a file name
-    "The name of a run that starts now"
+    """The name of a run that starts now
+
+    Args:
+        kind: Name of the model's class
+
+    Returns:
+        `<kind>_<YYYYmmdd_HHMMSS>`, safe as a file name
+    """
     kind = re.sub(r'[^\w.-]', '_', ''.join(c if encodes(c) else '_' for c in kind)).lstrip('.') or 'model'
     while len(os.fsencode(kind))>120: kind = kind[:-1]
     return f"{kind}_{now('%Y%m%d_%H%M%S')}"
@@ -58,7 +78,12 @@ def folder(
     libname:str, # Name of the library that keeps logs; the folder is `~/.<libname>`
     home=None # The folder itself, instead
 ) -> Path:
-    "The folder in which a library keeps its logs"
+    """The folder in which a library keeps its logs
+
+    Args:
+        libname: Name of the library that keeps logs; the folder is `~/.<libname>`
+        home: The folder itself, instead
+    """
     if home is None and libname=='torchember': home = os.environ.get('TORCHEMBER_HOME') or None
     if home is not None:
         if '\0' in str(home): raise ValueError(f"The home for logs, {str(home)!r}, has a null character in it.")
@@ -80,7 +105,11 @@ def homeless(libname):
 def check_writable(
     place # A folder; it need not exist yet
 ):
-    "Raise unless files can be made in a folder, as far as can be told without making any"
+    """Raise unless files can be made in a folder, as far as can be told without making any
+
+    Args:
+        place: A folder; it need not exist yet
+    """
     place = near = Path(place)
     while not os.path.lexists(near): near = near.parent
     if not near.is_dir(): raise NotADirectoryError(f"Logs cannot go to {place}: {near} is no folder. Choose another home=; it need not exist yet.")
@@ -97,7 +126,12 @@ def replace(
     path:Path, # File
     data:bytes # All of its content
 ):
-    "Write a file so that nobody ever sees it half written"
+    """Write a file so that nobody ever sees it half written
+
+    Args:
+        path: File
+        data: All of its content
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temp = path.with_name(f'.{path.name}.{os.getpid()}.{threading.get_ident():x}')
     try:
@@ -110,12 +144,21 @@ def write_meta(
     path:Path, # File that ends in .json
     value # What JSON can hold, or tensors and numpy values; anything else raises TypeError
 ):
-    "Write metadata, indented for people"
+    """Write metadata, indented for people
+
+    Args:
+        path: File that ends in .json
+        value: What JSON can hold, or tensors and numpy values; anything else raises TypeError
+    """
     replace(path, (json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False)+'\n').encode())
 
 def read_meta(
     path:Path # File that ends in .json
 ):
-    "Read metadata. Raises KeyError, naming the file, when there is none"
+    """Read metadata. Raises KeyError, naming the file, when there is none
+
+    Args:
+        path: File that ends in .json
+    """
     try: return json.loads(path.read_bytes())
     except FileNotFoundError: raise KeyError(f"No metadata {path.stem!r}: there is no file {path}. Write it with t[{path.stem!r}] = {{...}}") from None

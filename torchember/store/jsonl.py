@@ -13,7 +13,7 @@ from queue import Empty, SimpleQueue
 
 from ..record import EmberWarning, an, line_of, lines_of, load_row, unknown, unmarkable
 from .base import check_writable, folder, now, read_meta, replace, run_name, safe_name, write_meta
-from .reading import blocks_of, current, frame, parse, table
+from .reading import blocks_of, by_place, current, frame, parse, table
 from .table import tree_table
 
 # %% ../../nbs/30_store/10_jsonl.ipynb #1874225e
@@ -281,7 +281,16 @@ class Log:
 
 # %% ../../nbs/30_store/10_jsonl.ipynb #7a537354
 class tracker:
-    "A run on disk: `t + {row}` appends, `t.df` reads, `t[name]` keeps metadata, `t.mark` adds columns"
+    """A run on disk: `t + {row}` appends, `t.df` reads, `t[name]` keeps metadata, `t.mark` adds columns
+
+    Args:
+        libname: Library whose logs these are: they live in `~/.<libname>`
+        fname: Name of the run: an old one is reopened
+        home: Folder to use instead of `~/.<libname>`
+        fresh: The run must be a new one; when the name is taken meanwhile by another process, a number is added
+        fsync: When the disk itself must have the bytes: 'never', 'barrier' or 'step'. A killed process loses nothing without it, a power cut may
+        exact: Whether the user has chosen the name, and wants to know of that number
+    """
     def __init__(self,
         libname:str, # Library whose logs these are: they live in `~/.<libname>`
         fname:str, # Name of the run: an old one is reopened
@@ -318,7 +327,14 @@ class tracker:
     def logging(self,
         line:str # One line of JSON
     ): # The tracker
-        "Append a line as it is"
+        """Append a line as it is
+
+        Args:
+            line: One line of JSON
+
+        Returns:
+            The tracker
+        """
         line = line.removesuffix('\n')
         if '\n' in line: raise ValueError("a line has no newline in it. Log several lines one by one.")
         json.loads(line, parse_constant=refuse)
@@ -331,7 +347,12 @@ class tracker:
         rows, # Function that gives a list of rows; it is called later, in another thread
         close:bool=False # Whether the step is over with them
     ):
-        "Queue rows that are still to be worked out"
+        """Queue rows that are still to be worked out
+
+        Args:
+            rows: Function that gives a list of rows; it is called later, in another thread
+            close: Whether the step is over with them
+        """
         self.file.put(rows, close)
 
     def barrier(self, close=False):
@@ -390,11 +411,15 @@ class tracker:
 
     @property
     def latest_df(self):
-        "The rows of the latest step, as a table"
-        return frame(self.latest_line_list())
+        "The rows of the latest step, as a table that begins with which tensor each is of"
+        return by_place(frame(self.latest_line_list()))
 
     def refresh(self): # The file of the latest step
-        "Close the step, and bring the file of the latest step up to date"
+        """Close the step, and bring the file of the latest step up to date
+
+        Returns:
+            The file of the latest step
+        """
         self.barrier(close=True)
         self.file.closed = True
         return self.latest
@@ -402,7 +427,11 @@ class tracker:
     def mark(self, /,
         **marks # Column -> value, for every row from now on
     ):
-        "Add columns to every row from now on"
+        """Add columns to every row from now on
+
+        Args:
+            **marks: Column -> value, for every row from now on
+        """
         for k in marks:
             if k in unmarkable: raise ValueError(f"{k!r} is a column of every row, so it cannot be a mark. Choose another name.")
         marks = load_row(line_of(marks)) # TypeError now rather than in the middle of training
@@ -412,7 +441,11 @@ class tracker:
     def unmark(self,
         *names # Marks to end; all of them when none is named
     ):
-        "Stop adding marks"
+        """Stop adding marks
+
+        Args:
+            *names: Marks to end; all of them when none is named
+        """
         for n in names:
             if n not in self.marked: raise KeyError(f"No mark {n!r}. Marks: {', '.join(self.marked) or 'none'}.")
         if self.source is not None and self.marked: self.source(False)
@@ -452,7 +485,13 @@ def last_step(rows):
 
 # %% ../../nbs/30_store/10_jsonl.ipynb #3b28efb3
 class emberTracker(tracker):
-    "A run of torchember; the name of an old one reopens it, to read or to append"
+    """A run of torchember; the name of an old one reopens it, to read or to append
+
+    Args:
+        fname: Name of the run
+        home: Folder to use instead of `~/.torchember`
+        **kwargs: `fresh`, `fsync` and `exact`, as `tracker` has them
+    """
     def __init__(self,
         fname:str, # Name of the run
         home=None, # Folder to use instead of `~/.torchember`
@@ -469,7 +508,14 @@ def new_run(
     resume:bool=False, # Go on with the run `name`
     home=None # Folder to use instead of `~/.torchember`
 ) -> emberTracker:
-    "A tracker for a run that starts now. Raises FileExistsError for a `name` that exists, unless `resume`, and OSError for a `home` that cannot be written"
+    """A tracker for a run that starts now. Raises FileExistsError for a `name` that exists, unless `resume`, and OSError for a `home` that cannot be written
+
+    Args:
+        kind: Name of the model's class
+        name: Exact name of the run, instead
+        resume: Go on with the run `name`
+        home: Folder to use instead of `~/.torchember`
+    """
     exact = name is not None
     for part in ('log', 'data') if home is not None else (): check_writable(folder('torchember', home)/part) # another home says so when it is written
     if name is None:

@@ -40,7 +40,17 @@ def tree_table(
     rows:list, # Rows of one step
     most:int=200 # Modules to show
 ) -> str: # HTML
-    "The tree of a model with one line of numbers for each module"
+    """The tree of a model with one line of numbers for each module
+
+    Args:
+        title: What stands above
+        tree: {'name', 'short', 'children'} of all modules
+        rows: Rows of one step
+        most: Modules to show
+
+    Returns:
+        HTML
+    """
     best = one_row_each(rows)
     stats = [c for c in ('shape', 'mean', 'std', 'max', 'min') if any(c in r for r in best.values())]
     stats = stats or list(dict.fromkeys(k for r in best.values() for k in r if k not in identity+trouble))[:6]

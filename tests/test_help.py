@@ -1,0 +1,110 @@
+"What help, editors and Jupyter show of a public name: each argument with its meaning, although its source is a comment"
+import ast
+import importlib
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+
+import torchember
+from torchember import torchEmber
+
+root = Path(__file__).parents[1]
+sys.path.insert(0, str(root/'docs'))
+import docstrings  # noqa: E402
+
+meanings = {'optimizer': 'Optimizer, or a list of them', 'every': 'Which steps', 'on_error': "When a statistic fails: 'warn' once"}
+
+
+def help_of(code):
+    got = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
+    return ' '.join(got.stdout.replace('|', ' ').split())
+
+
+def test_help():
+    text = help_of('from torchember import torchEmber; help(torchEmber)')
+    for k,v in meanings.items(): assert f'{k}: {v}' in text
+    assert 'tensor: Any tensor, inside a forward' in text # of a method
+
+
+def test_jupyter():
+    "`torchEmber?` and Shift-Tab ask the kernel so"
+    shell = InteractiveShell()
+    shell.push({'torchEmber': torchEmber})
+    text = shell.object_inspect_mime('torchEmber')['text/plain']
+    for k,v in meanings.items(): assert f'{k}: {v}' in text
+    assert 'name: What to call it' in shell.object_inspect_mime('torchEmber.probe')['text/plain']
+
+
+def test_editors_read_the_source():
+    tree = ast.parse((root/'torchember'/'core.py').read_text())
+    doc = ast.get_docstring(next(o for o in tree.body if getattr(o, 'name', '')=='torchEmber'))
+    said = docstrings.split(doc)[1]['Args']
+    assert set(said)==set(inspect.signature(torchEmber).parameters)
+
+
+@pytest.mark.parametrize('name', [n for n in torchember.rooms if n!='ttypes'])
+def test_every_argument_with_a_comment_is_told(name):
+    "And is told once"
+    file = inspect.getsourcefile(importlib.import_module(f'torchember.{torchember.rooms[name]}'))
+    code = Path(file).read_text()
+    beside = docstrings.comments(code)
+    for o,f in docstrings.documented(code):
+        doc = ast.get_docstring(o) or ''
+        for title,lines in docstrings.sections(f, beside):
+            if not doc: continue
+            assert doc.count(f'\n{title}:\n')==1
+            for line in lines: assert f'    {line}' in doc.split(f'\n{title}:\n')[1]
+
+
+code = '''__all__ = ['f', 'Net']
+
+def f(
+    x:int, # A "number": any
+    *more, # Others
+    how='sum' # How
+) -> int: # Their sum
+    "Add up"
+    return x
+
+class Net:
+    """Two lines,
+    of which this is one"""
+    def __init__(self,
+        width # How wide
+    ): pass
+
+    def run(self): # The result
+        "Run it"
+    def quiet(self, x): "Says nothing of x"
+
+def within(
+    y # Not public
+): "As it is"
+'''
+
+
+def test_sections_are_written_once_and_taken_out():
+    got = docstrings.filled(code)
+    args = '    Args:\n        x: A "number": any\n        *more: Others\n        how: How\n'
+    assert f'    """Add up\n\n{args}\n    Returns:\n        Their sum\n    """\n' in got
+    assert '    """Two lines,\n    of which this is one\n\n    Args:\n        width: How wide\n    """\n' in got
+    assert '        """Run it\n\n        Returns:\n            The result\n        """\n' in got
+    assert '"Says nothing of x"' in got and '): "As it is"' in got
+    assert docstrings.filled(got)==got
+    assert docstrings.stripped(got)==code
+    exec(got, names := {})
+    assert docstrings.split(inspect.getdoc(names['f']))==('Add up', {'Args': {'x': 'A "number": any', '*more': 'Others', 'how': 'How'}, 'Returns': 'Their sum'})
+
+
+def test_a_section_that_got_into_a_notebook_is_taken_out():
+    cell = {'cell_type': 'code', 'source': ('#| export\n'+docstrings.filled(code)).splitlines(keepends=True)}
+    prose = {'cell_type': 'markdown', 'source': ['\n\nArgs:\n']}
+    got = json.loads(docstrings.cleaned(json.dumps({'cells': [cell, prose]})))['cells']
+    assert ''.join(got[0]['source'])=='#| export\n'+code and got[1]==prose
+    clean = json.dumps({'cells': got})
+    assert docstrings.cleaned(clean)==clean
