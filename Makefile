@@ -29,7 +29,7 @@ sync: # Write the library and the README from the notebooks, and clean these
 	python docs/readme.py
 
 save: # Run the notebooks and keep what they print: `make save NB=nbs/00_record.ipynb` for one
-	home=$$(mktemp -d) && TORCHEMBER_HOME=$$home MPLBACKEND=agg nbdev-test --save $(NB); ok=$$?; rm -rf $$home; nbdev-clean; exit $$ok
+	home=$$(mktemp -d) && TORCHEMBER_HOME=$$home MPLBACKEND=agg TORCHEMBER_WAIT=1 nbdev-test --save $(NB); ok=$$?; rm -rf $$home; nbdev-clean; exit $$ok
 
 lint: # Look for mistakes in notebooks, library, tests and examples
 	ruff check

@@ -3,6 +3,8 @@ import gc
 import json
 import os
 import random
+import subprocess
+import sys
 import threading
 from contextlib import contextmanager
 from functools import partial
@@ -292,6 +294,39 @@ def off(quick):
         modules,step = len(t.te.tracks),spread(b for b,_ in ps)['value']
         note = f'{modules} modules in {1e3*step:.0f} ms: at {1e6*each:.2g} us for each that is {100*each*modules/step:.2g}%, too little to be seen directly'
         yield line(f'{name}, off schedule', unit='%', at_most=.5, note=note, **added(ps))
+
+
+first_step = '''
+import sys
+from time import perf_counter
+import torch
+from torch import nn
+from torchember import torchEmber
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(10)))
+def step(): model(torch.randn(50, 64)).square().mean().backward()
+if 'warm' in sys.argv: step()
+te = torchEmber(model) if 'armed' in sys.argv else None
+start = perf_counter()
+for _ in range(int(sys.argv[1])):
+    step()
+    if te: te.step()
+print(perf_counter()-start)
+if te: te.close()
+'''
+
+
+@row('first', 'the first steps of a process: what a training waits for')
+def first(quick):
+    def took(steps, *how, **env): # wall time: to wait is no work
+        env = {**os.environ, **env}
+        return float(subprocess.run([sys.executable, '-c', first_step, str(steps), *how], env=env, capture_output=True, text=True, check=True).stdout)
+    for what,steps in (('the first step', 1), ('the first 300 steps', 300)):
+        ps = [[took(steps), took(steps, 'armed'), took(steps, 'armed', TORCHEMBER_WAIT='1')] for _ in range(2 if quick else 7)]
+        bare,beside,waits = (spread(1e3*t for t in ts) for ts in zip(*ps, strict=True))
+        note = f"unarmed {number(bare['value'], 'ms')}; {number(waits['value'], 'ms')} where it waits for the compiled loops; wall time"
+        yield line(f'MLP of 10 layers, {what}, armed', unit='ms', note=note, **beside)
 
 
 @row('arming', '10 000 modules')

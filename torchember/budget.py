@@ -75,12 +75,14 @@ def size(
 
 # %% ../nbs/35_budget.ipynb #bf098c08
 class Report(dict):
-    "What a run did: steps, rows, bytes, seconds spent recording and their share of the time from first to last step, errors, tensors skipped, remarks"
+    """What a run did: steps, rows, bytes, seconds spent recording and their share of the time from first to last step, errors, tensors skipped,
+    remarks, seconds that compiled code took to load beside"""
     def __repr__(self):
         bad = [f'{self[k]:,} {what}' for k,what in (('errors', 'errors'), ('skipped', 'tensors skipped')) if self.get(k)]
         done = f"{self['run']}: {self['recorded']:,} of {self['steps']:,} steps recorded, {self['rows']:,} rows, {size(self['bytes'])}"
         took = f"recording took {duration(self['seconds'])}, {self['share']:.2%} of the time from first to last step"
-        return '\n'.join(['; '.join([done, took, *([self['budget']] if 'budget' in self else []), *bad]), *self.get('remarks', ())])
+        loaded = [f"compiled loops loaded in {duration(self['beside'])}, beside"] if self.get('beside') else []
+        return '\n'.join(['; '.join([done, took, *loaded, *([self['budget']] if 'budget' in self else []), *bad]), *self.get('remarks', ())])
 
 # %% ../nbs/35_budget.ipynb #c36c3f6c
 def one_in(
@@ -119,7 +121,7 @@ class Budget:
         self.bare,self.off,self.idle = (deque(maxlen=25) for _ in range(3))
         self.on,self.costs = deque(maxlen=5),deque(maxlen=5) # of recorded steps, which are few
         self.recorded = self.thinned = self.since = 0
-        self.hidden = False
+        self.hidden = self.waiting = False # waiting: a step was recorded, and what it takes is not known
         self.time,self.cost,self.still = 0.,None,0. # medians, in seconds: a step without recording; recording one, None when not known; one not recorded
 
     def passed(self,
@@ -127,9 +129,12 @@ class Budget:
         cost:float, # Seconds of these that recording took
         recorded:bool, # Whether it was recorded
         late:float=0., # Seconds that a writer took meanwhile, for earlier steps
-        hidden:bool=False # Whether there are costs that this does not see: on a GPU
+        hidden:bool=False, # Whether there are costs that this does not see: on a GPU
+        disturbed:bool=False # Whether code was loaded beside it, so that what it took tells nothing
     ):
         "A step is over"
+        self.waiting = disturbed and (self.waiting or recorded)
+        if disturbed: return
         self.hidden = hidden
         if recorded and hidden and min(len(self.on), len(self.off))>2: cost = max(cost, middle(self.on)-middle(self.off))
         (self.on if recorded else self.off).append(took)
@@ -167,7 +172,8 @@ class Budget:
         "The decision. Ask once a step"
         cost = self.cost
         if self.recorded==1: cost = min(cost, self.earned)
-        if cost is None: yes = not pending
+        if self.waiting: yes = False
+        elif cost is None: yes = not pending
         elif self.hidden and self.recorded>2 and len(self.off)<3: yes = False # a few steps without, to compare with
         else: yes = self.account-pending+self.share*(self.time+cost)>=cost-1e-12 or self.since+1>=self.rarest
         self.thinned += not yes

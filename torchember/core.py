@@ -24,7 +24,7 @@ from .capture.optimizer import OptimizerWatch, is_optimizer, parameters_of, some
 from .capture.tensors import inputs, outputs
 from .capture.tree import tracks, tree_dict, unwrap
 from .choose import at, schedule, select
-from .measure.kernels import Unmeasurable
+from .measure.kernels import Unmeasurable, loading, seconds_beside, warm
 from .measure.stats import stat_names
 from .measure.summary import counts, derived
 from .measure.tap import Arena, OnMeta, Pending, observe
@@ -122,7 +122,8 @@ class Recorder:
         self.errors = self.skipped = self.seen_steps = self.recorded_steps = self.deep = 0
         self.mt_log,self.current_mt = [],None
         self.hint,self.switch = Hint(),Switch(ttypes)
-        if budget: idle(); observe(torch.zeros(1), Arena().tap(None)) # what torch does at its first time belongs to no step
+        self.loaded = self.beside = seconds_beside() # before this run, and before this step
+        if budget: warm(); idle(); observe(torch.zeros(1), Arena().tap(None)) # what torch does at its first time belongs to no step
         self.on = self.switch.on = self.due()
         waiting.add(self)
 
@@ -540,9 +541,10 @@ class Recorder:
     def account(self):
         "Tell the budget what the step took"
         at,paid,late = clock(),self.ours(),self.t.file.seconds
+        disturbed,self.beside = loading() or self.beside!=seconds_beside(),seconds_beside()
         if self.since_at is not None:
             hidden = any(b.device.type!='cpu' for b in self.arena.blocks)
-            self.budget.passed(at-self.since_at, paid-self.paid, bool(self.on), late-self.late, hidden)
+            self.budget.passed(at-self.since_at, paid-self.paid, bool(self.on), late-self.late, hidden, disturbed)
         self.since_at,self.paid,self.late = at,paid,late
         if self.budget.hopeless and 'budget' not in self.told:
             self.told.add('budget')
@@ -918,6 +920,7 @@ class torchEmber:
             warnings.warn(f"{what} is armed already, by the run {earlier.t.fname}. That ember is disarmed first.", EmberWarning, stacklevel=2)
             earlier.owner().disarm()
         self.tracks = tracks(inner)
+        warm(inner.parameters())
         self.recorder.fresh_arena()
         self.recorder.owner = lambda: self
         depth = max(t.path.count('.') for t in self.tracks)
@@ -1084,6 +1087,7 @@ class torchEmber:
         seconds,elapsed = r.seconds(),r.elapsed()
         return Report(run=self.fname, steps=r.seen_steps, recorded=r.recorded_steps, rows=f.rows, bytes=f.written,
             seconds=seconds, share=seconds/elapsed if elapsed else 0., errors=r.errors, skipped=r.skipped, remarks=r.remarks(),
+            **({'beside': seconds_beside()-r.loaded} if seconds_beside()>r.loaded else {}),
             **({} if r.budget is None else {'thinned': r.budget.thinned-r.decided[2], 'budget': str(r.budget)}))
 
     def __enter__(self): return self.arm()

@@ -17,7 +17,7 @@ import torch
 from .budget import clock, duration, size
 from .capture.optimizer import states_of
 from .capture.tensors import inputs, outputs
-from .measure.kernels import Unmeasurable
+from .measure.kernels import Unmeasurable, ready
 from .measure.tap import Arena, observe
 
 # %% ../nbs/37_plan.ipynb #18184d49
@@ -142,6 +142,7 @@ def curve(
     most:int # Elements of the largest of them
 ) -> tuple: # Sizes, and seconds that observing a tensor of that size takes
     "How long tensors take to be observed"
+    ready() # as it will be for nearly all of the training
     arena = Arena()
     tap,xs,ys = arena.tap(None, stats),[],[]
     for n in sizes:

@@ -646,6 +646,12 @@ def ready_to_put(
     tap[HOW],tap[CODE],tap[WORK] = plan(wanted)[0],kernel(fmt)[0],address_of(workplace)
     return putter()
 
+def load(
+    fmt:str # 'float32', 'float64', 'bfloat16' or 'float16'
+):
+    "Compile, or load from disk, all that reading tensors of a format takes"
+    kernel(fmt),runner(),putter()
+
 # %% ../../nbs/10_measure/03_cpu.ipynb #287559bf
 @cache
 def pool(threads): return ThreadPoolExecutor(threads, 'torchember')

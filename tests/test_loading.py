@@ -1,0 +1,147 @@
+"The compiled loops are loaded beside the training: nobody waits for them, no step is charged for them, and no fork or exit hangs on them"
+import os
+import subprocess
+import sys
+
+import pytest
+
+start = '''
+import os, sys, time, warnings
+import torch
+from torch import nn
+from torchember import torchEmber
+from torchember.measure import kernels
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+def train(te, n):
+    for _ in range(n):
+        model(torch.randn(4, 8)).square().mean().backward()
+        te.step()
+'''
+
+
+def run(code, timeout=100, **env):
+    "What a program says; TORCHEMBER_WAIT is for the other tests"
+    env = {k: v for k,v in os.environ.items() if k!='TORCHEMBER_WAIT'} | env
+    done = subprocess.run([sys.executable, '-c', start+code], env=env, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode==0 and not done.stderr, done
+    return done.stdout.split()
+
+
+def test_nothing_is_loaded_by_importing():
+    code = "import sys, torchember, torchember.core, torchember.measure.tap; print('numba' in sys.modules)"
+    assert subprocess.check_output([sys.executable, '-c', code], text=True).split()==['False']
+
+
+slowly = '''
+real = kernels.numba_room
+def slow(): time.sleep(2); return real()
+kernels.numba_room = slow
+'''
+
+
+def test_the_first_step_does_not_wait():
+    "and its numbers are those of the compiled loops, within the tolerance of plain torch"
+    told = run(slowly+'''
+since = time.perf_counter()
+te = torchEmber(model, ttypes=('input', 'output', 'weight', 'weight_grad'), stats='full')
+assert time.perf_counter()-since<1 and kernels.loops() is None
+train(te, 1)
+assert time.perf_counter()-since<1.5 and kernels.loops() is None
+first = te.t.lines()
+assert kernels.ready(60) and kernels.seconds_beside()>=2
+te.disarm(); te.arm(); model.zero_grad()
+torch.manual_seed(0)
+nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)) # draws what the model drew
+train(te, 1)
+second = te.t.lines()[len(first):]
+assert len(first)==len(second)>8
+for a,b in zip(first, second):
+    assert a['tname']==b['tname'] and a['shape']==b['shape']
+    for k in ('mean', 'std', 'l2', 'abs_mean', 'skew', 'kurtosis', 'zero_frac', 'min', 'max'):
+        assert a[k]==b[k] or abs(a[k]-b[k])<=1e-6*max(abs(b[k]), b['std']), (k, a, b)
+report = te.close()
+again = torchEmber(model).close()
+print(report['seconds']<1, report['beside']>=2, 'beside' in repr(report), 'beside' in again)
+''')
+    assert told==['True', 'True', 'True', 'False']
+
+
+def test_no_budget_is_charged():
+    "One step is recorded meanwhile, and what it took tells nothing about the others"
+    told = run(slowly+'''
+te = torchEmber(model, overhead=.5)
+train(te, 20)
+print(te.recorder.recorded_steps, te.recorder.budget.cost, te.recorder.budget.account)
+assert kernels.ready(60)
+train(te, 200)
+print(te.recorder.spent<1, te.close()['recorded']>10)
+''')
+    assert told==['1', 'None', '0.0', 'True', 'True']
+
+
+def test_only_what_a_model_has_is_loaded():
+    told = run('''
+model.bfloat16()
+te = torchEmber(model)
+kernels.ready()
+print(sorted(kernels.loader.loaded))
+te.close()
+''')
+    assert 'bfloat16' in ''.join(told)
+
+
+@pytest.mark.parametrize('after', [0, .05, .2, .5, 1])
+@pytest.mark.parametrize('new', [False, True], ids=['kept', 'compiled'])
+def test_exit_meanwhile(after, new, tmp_path):
+    told = run(f'''
+te = torchEmber(model)
+time.sleep({after})
+train(te, 1)
+te.close()
+print('over', flush=True)
+''', **({'NUMBA_CACHE_DIR': str(tmp_path)} if new and after in (0, .5) else {}))
+    assert told==['over']
+
+
+@pytest.mark.skipif(not hasattr(os, 'fork'), reason='there is no fork here')
+@pytest.mark.parametrize('after', [0, .1, .4])
+def test_fork_meanwhile(after):
+    "The child can measure, and import numba"
+    told = run(f'''
+warnings.simplefilter('ignore') # about forks beside threads
+te = torchEmber(model)
+time.sleep({after})
+if not os.fork():
+    import numba
+    from torchember import get_stats
+    get_stats(torch.ones(4))
+    assert kernels.ready(60)
+    assert get_stats(torch.ones(4))['mean']==1
+    print('child', flush=True)
+    os._exit(0)
+assert os.wait()[1]==0
+train(te, 1)
+te.close()
+print('parent', flush=True)
+''')
+    assert told==['child', 'parent']
+
+
+def test_a_broken_numba_is_said_where_somebody_measures(tmp_path):
+    (tmp_path/'numba.py').write_text("raise ImportError('Numba needs another NumPy')")
+    told = run('''
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter('always')
+    te = torchEmber(model)
+    kernels.ready()
+    train(te, 2)
+    te.close()
+print(sum('needs another NumPy' in str(w.message) for w in said))
+''', PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get('PYTHONPATH', '')]))
+    assert told==['1']
+
+
+def test_who_asks_waits():
+    assert run("print(kernels.loops() is not None, kernels.seconds_beside()==0<kernels.loading_seconds())")==['True', 'True']
+    assert run("te = torchEmber(model); train(te, 1); print(kernels.seconds_beside()==0<kernels.loading_seconds()); te.close()", TORCHEMBER_WAIT='1')==['True']
