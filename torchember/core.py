@@ -6,7 +6,7 @@
 __all__ = ['torchEmber']
 
 # %% ../nbs/40_core.ipynb #d9edeed4
-import atexit, functools, itertools, math, os, re, sys, threading, warnings, weakref
+import atexit, functools, itertools, math, os, sys, threading, warnings, weakref
 from collections import Counter
 from math import prod
 
@@ -27,9 +27,10 @@ from .choose import at, schedule, select
 from .measure.kernels import Unmeasurable
 from .measure.stats import stat_names
 from .measure.summary import counts, derived
-from .measure.tap import Arena, OnMeta, Pending, observe
+from .measure.tap import Arena, OnMeta, observe
 from .plan import Place, Plan, Reading, rehearse, states_to_come
-from .record import SCHEMA, EmberWarning, an, check_ttypes, identity, lines_of, line_of, plain, pointer, reserved, trouble, ttypes
+from .record import SCHEMA, EmberWarning, an, check_ttypes, identity, line_of, plain, pointer, reserved, ttypes
+from .recorder.rows import FirstBad, Lines, Measured, on_its_way, one_row
 from .steps import Phases, Steps
 from .store.base import now, run_name, user
 from .store.jsonl import emberTracker, new_run
@@ -109,6 +110,7 @@ class Recorder:
         self.local,self.lock = Here(),threading.RLock()
         self.states,self.own,self.weighed,self.told = [],[],set(),set()
         self.first_bad,self.root_name,self.was_on = FirstBad(t.file),'model',False
+        self.lines = Lines(self.first_bad.look)
         self.logged,self.without,self.scaled_off,self.trained,self.marks_seen = Counter(),0,0,[],{}
         self.graded,self.turns,self.waited = 0,Counter(),None # of the open step: passes that may be trained with, and how often each optimizer has stepped
         self.grads = tuple(t for t in ('input_grad', 'output_grad') if t in ttypes)
@@ -605,10 +607,9 @@ class Recorder:
             self.given |= {(r[1], r[2], r[3]) for r in own}
             extra = ({'skipped': True} if self.refusal else {}) | self.always()
             several = {p: n>1 for p,n in self.steps.passes.items()}
-            about = dict(step=self.step, ts=self.since or now(), several=several, marks={**extra, **self.t.marked}, parts=dict(self.parts))
+            measured = Measured(snapshot, own, self.step, self.since or now(), {**extra, **self.t.marked}, several, dict(self.parts))
             self.since = None
-        bad = self.first_bad
-        self.t.put(lambda: bad.look(rows_of(snapshot, own, **about)), close)
+        self.t.put(measured, close, self.lines)
 
     def ours(self):
         "Time spent recording up to now, but for the writer's: measured, and that of modules which were only called"
@@ -674,81 +675,21 @@ class Recorder:
 for f in (Recorder.begin, Recorder.end, Recorder.wants, Recorder.inputs, Recorder.enter, Recorder.exit, Recorder.weights, Recorder.outputs, Recorder.recomputed,
     Recorder.probe, Recorder.inside): left_alone(f)
 
-def rows_of(snapshot, own, step, ts, marks, several, parts):
-    "The rows of the log, in the order of their events"
-    got = snapshot.rows()
-    size = {(r['key'][0], r['key'][2].removeprefix('weight_')): r['rms'] for r in got if r['key'][1] in ('weight', 'before')}
-    for r in got: # how large an update is beside its weight
-        if r['key'][1]=='update' and (w := size.get((r['key'][0], r['key'][2].removeprefix('update_')))): r['stats']['ratio'] = r['rms']/w
-    rows = [(r['event'], r['key'], r['call'], None, r['dtype'], r['stats']) for r in got if r['key'][1]!='before']
-    rows = sorted(rows+own, key=lambda r: r[0])
-    return [one_row(*r[1:], step, ts, {**parts.get(r[1][:3], {}), **marks}, several) for r in rows]
-
-def one_row(key, call, micro, dtype, stats, step, ts, marks, several):
-    module,ttype,tname,pname,phase,backward = key
-    if ttype=='scalar': stats = {k: arrived(v) for k,v in stats.items()}
-    extra = {} if pname is None else {'pname': pname}
-    if micro is not None and several.get(phase): extra['micro'] = micro
-    if phase: extra['phase'] = phase
-    if backward: extra['backward'] = backward
-    late = {k: stats[k] for k in trouble if k in stats}
-    marks = {k:v for k,v in marks.items() if k not in stats and k not in extra} # a custom statistic's own value stands, and that it is an evaluation
-    return {**{k:v for k,v in stats.items() if k not in late}, 'module': module, 'ts': ts, 'ttype': ttype, 'tname': tname,
-        'step': step, 'call': call, 'dtype': dtype, **extra, **late, **marks}
-
 def grad_of(p):
     "The gradient of a parameter; of what is no leaf torch warns when it is asked"
     return p.grad if p.is_leaf or p.retains_grad else None
 
 def kinds_of(optimizers): return ', '.join(type(o).__name__ for o in optimizers)
 
-def on_its_way(v):
-    "A number of a tensor on a device, not waited for"
-    if not isinstance(v, torch.Tensor): return v.item() if isinstance(v, np.ndarray) else v
-    if v.device.type!='cuda': return v.detach().to('cpu', torch.float64 if v.is_floating_point() else v.dtype).reshape(()).item()
-    host = torch.empty((), dtype=v.dtype, pin_memory=True)
-    host.copy_(v.detach().reshape(()), non_blocking=True)
-    done = torch.cuda.Event()
-    done.record()
-    return Pending(host, done)
-
-def arrived(v): return np.asarray(v).item() if isinstance(v, Pending) else v
-
-class FirstBad:
-    "Looks out for the first value of a run that is not finite, and says where it is"
-    def __init__(self, file): self.file,self.found = file,None
-
-    def look(self, rows):
-        "The same rows"
-        if self.found is None:
-            bad = next((b for r in rows if (b := troubled(r))), None)
-            if bad is not None:
-                self.found = bad
-                self.file.note(f"{bad}: the first value of this run that is not finite. Training goes on, and this is said once.")
-        return rows
-
-def troubled(row):
-    "What is not finite in a row, in words. Scores that are masked by -inf are none, and neither are gradients that a scaler refuses"
-    if row.get('ttype')=='scalar':
-        lost = {k: v for k,v in row.items() if isinstance(v, float) and not math.isfinite(v)}
-        return f"step {row['step']}, {next(iter(lost))} is {next(iter(lost.values()))}" if lost else None
-    bad = ('nan', 'posinf') if row['ttype'] in ('input', 'output', 'probe') else ('nan', 'posinf', 'neginf')
-    if row.get('skipped') or not any(row.get(k) for k in bad): return None
-    path = re.sub(r'\([^()]*\)', '', row['module']).partition('.')[2]
-    kind = row['module'].rpartition('(')[2].rstrip(')')
-    what = row['tname'] if row['tname'].startswith(f"{row['ttype']}_") else f"{row['ttype']} {row['tname']}"
-    n = ' and '.join(f'{row[k]:,} {w}' for k,w in (('nan', 'NaN'), ('posinf', 'inf'), ('neginf', '-inf')) if row.get(k))
-    return f"step {row['step']}, {what}{' ('+row['pname']+')' if row.get('pname') else ''} of {path or 'the model'} ({kind}) has {n}"
-
 class Nowhere:
     "A log that works out its rows and forgets them"
     fname,marked,step,closed,seconds = 'nowhere', {}, (), True, 0.
     def note(self, what): "Nobody listens"
     def __init__(self): self.file,self.took,self.rows = self,0.,0
-    def put(self, rows, close=False):
+    def put(self, measured, close, by):
         start = clock()
-        rows = rows()
-        lines_of(rows)
+        [rows] = by([measured])
+        for r in rows: isinstance(r, bytes) or line_of(r)
         self.took += clock()-start
         self.rows += len(rows)
 

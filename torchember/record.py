@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SCHEMA', 'ttypes', 'identity', 'trouble', 'reserved', 'unmarkable', 'unknown', 'an', 'EmberWarning', 'check_ttypes',
-           'plain', 'pointer', 'line_of', 'lines_of', 'dump_row', 'load_row', 'column_order']
+           'plain', 'pointer', 'line_of', 'settled', 'lines_of', 'texts_of', 'dump_row', 'load_row', 'column_order']
 
 # %% ../nbs/00_record.ipynb #e1362eea
 import difflib, json, math
@@ -136,6 +136,15 @@ def lines_of(
     try: text = b'\n'.join([orjson.dumps(r, option=options) for r in rows])
     except (TypeError, RecursionError): return None
     return text+b'\n' if settled(text) else None
+
+# %% ../nbs/00_record.ipynb #c6e242ad
+def texts_of(
+    numbers # Array of finite numbers, or of lists of numbers
+) -> list: # bytes
+    "The JSON of each number; of each list in an array of lists"
+    if numbers.ndim>1: return [b'[%s]' % b','.join(texts_of(row)) for row in numbers]
+    text = orjson.dumps(numbers, option=orjson.OPT_SERIALIZE_NUMPY) if orjson is not None and numbers.flags.c_contiguous else encode(numbers.tolist()).encode()
+    return text[1:-1].split(b',')
 
 # %% ../nbs/00_record.ipynb #d19c2d60
 def careful(row):

@@ -20,17 +20,19 @@ from .table import tree_table
 class Writer:
     "The background thread that empties the queues of all runs"
     patience = 1 # seconds after which a disk that refused is asked again
+    nap = .1 # seconds in which steps may come together, that are then worked out in one go
 
     def __init__(self):
         self.dirty,self.lock,self.thread,self.over = deque(),threading.Lock(),None,False
         self.ready = SimpleQueue() # a signal handler may call its put inside of a put, which an Event does not bear
         self.holding = set() # logs that have something to write later, because the disk refuses: kept alive, and tried again
 
-    def wake(self, log):
-        "There is something to write in `log`"
+    def wake(self, log, now=False):
+        "There is something to write in `log`, soon or `now`"
         if self.over or self.thread is None and not self.start(): return self.empty(log)
+        if log.queued and not now: return
         if not log.queued: log.queued = True; self.dirty.append(log)
-        if self.ready.empty(): self.ready.put(1)
+        self.ready.put(1)
 
     def hold(self, log):
         "Ask again for `log`, after a while and without being called"
@@ -52,13 +54,17 @@ class Writer:
 
     def run(self):
         while True:
-            try: self.ready.get(timeout=self.patience if self.holding else None)
-            except Empty: pass # time to ask a disk again
+            if self.called(self.patience if self.holding else None): self.called(self.nap)
             while self.dirty:
                 log = self.dirty.popleft()
                 log.queued = False
                 self.empty(log)
             for log in list(self.holding): self.empty(log)
+
+    def called(self, seconds):
+        "Wait until somebody calls; whether somebody did"
+        try: return self.ready.get(timeout=seconds)
+        except Empty: return 0
 
     def empty(self, log):
         "Write what `log` has. Nothing is raised: a warning that the user's filters turn into an error is told at the next barrier"
@@ -103,12 +109,15 @@ def append(
             raise
 
 # %% ../../nbs/30_store/10_jsonl.ipynb #5e3c89c8
+def each(jobs): return [rows() for rows in jobs]
+
 class Log:
     "One file of JSON lines that is only appended to"
     bound = 64 # batches that may wait; with more, whoever adds one does the writing
     keep = 64_000_000 # bytes to hold on to while the disk refuses them
     step_keep = 16_000_000 # bytes of the latest step to hold on to; of a longer step the last ones
     at_once = 4_000_000 # bytes to append in one go
+    together = 1000 # rows to work out in one go
 
     def __init__(self, path, latest, fresh=False, fsync='never', first=None, exact=False):
         self.path,self.latest,self.fresh,self.fsync,self.first,self.exact = path,latest,fresh,fsync,first,exact
@@ -126,15 +135,16 @@ class Log:
     def ours(self): return self.pid==os.getpid()
 
     def put(self,
-        rows, # Function that gives a list of rows or of lines
+        rows, # Function that gives a list of rows or of lines; anything else with `by`
         close:bool=False, # Whether the step is over with them
-        joins:bool|None=False # Whether they belong to the latest step even when that is over; None: to no step whose rows are kept
+        joins:bool|None=False, # Whether they belong to the latest step even when that is over; None: to no step whose rows are kept
+        by=each # Function that turns a list of such, which have a `len`, into a list of their rows: it is handed those that wait together
     ):
         "Queue rows. Returns at once"
         if not self.ours: return self.foreign()
-        self.jobs.append((rows, close, joins))
+        self.jobs.append((rows, close, joins, by))
         if len(self.jobs)>self.bound: writer.empty(self)
-        else: writer.wake(self)
+        else: writer.wake(self, len(self.jobs)==self.bound//2)
 
     def drain(self,
         insist:bool=False # Ask the disk even when it has just refused
@@ -145,19 +155,35 @@ class Log:
             if self.busy: return # called from inside itself, by a signal or a finalizer
             self.busy,began = True,time.thread_time()
             try:
-                while self.jobs:
-                    self.take(*self.jobs[0])
-                    self.jobs.popleft()
+                while self.jobs: self.take_some()
                 if insist or not self.refusal or time.monotonic()>=self.again: self.write(insist)
             finally:
                 self.busy = False
                 self.seconds += time.thread_time()-began # not the clock: while the disk is waited for, the training goes on
         self.tell()
 
+    def take_some(self):
+        "Turn jobs that can be done together into bytes"
+        by = self.jobs[0][3]
+        some,n = [],0
+        for job in self.jobs:
+            n += len(job[0]) if job[3] is by is not each else 1
+            if some and (job[3] is not by or n>self.together): break
+            some.append(job)
+        for rows,(_,close,joins,_) in zip(self.rows_of([job[0] for job in some], by), some, strict=True):
+            self.take(rows, close, joins)
+            self.jobs.popleft()
+
+    def rows_of(self, some, by):
+        "The rows of each job. One that fails does not take others along"
+        try: return by(some)
+        except Exception as e:
+            if len(some)>1: return [rows for one in some for rows in self.rows_of([one], by)]
+            self.note("a batch of rows is lost", e)
+            return [[]]
+
     def take(self, rows, close, joins):
         "Turn one batch into bytes"
-        try: rows = rows()
-        except Exception as e: self.note("a batch of rows is lost", e); rows = []
         if not rows: pass
         elif data := lines_of(rows): self.hold(data, len(rows), joins)
         elif lines := [o for r in rows if (o := self.line(r)) is not None]: self.hold(b'\n'.join(lines)+b'\n', len(lines), joins)
@@ -328,11 +354,12 @@ class tracker:
         return self
 
     def put(self,
-        rows, # Function that gives a list of rows; it is called later, in another thread
-        close:bool=False # Whether the step is over with them
+        rows, # What gives rows when it is handed to `by`, later, in another thread
+        close:bool=False, # Whether the step is over with them
+        by=each # Function of a list of such, that gives the rows of each. Without it they are functions
     ):
         "Queue rows that are still to be worked out"
-        self.file.put(rows, close)
+        self.file.put(rows, close, by=by)
 
     def barrier(self, close=False):
         "After this, all that was recorded is in the file"
