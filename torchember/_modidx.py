@@ -770,6 +770,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'torchember.record.plain': ('record.html#plain', 'torchember/record.py'),
                                    'torchember.record.pointer': ('record.html#pointer', 'torchember/record.py'),
                                    'torchember.record.put_back': ('record.html#put_back', 'torchember/record.py'),
+                                   'torchember.record.quick_line': ('record.html#quick_line', 'torchember/record.py'),
+                                   'torchember.record.regular_line': ('record.html#regular_line', 'torchember/record.py'),
                                    'torchember.record.restore': ('record.html#restore', 'torchember/record.py'),
                                    'torchember.record.settled': ('record.html#settled', 'torchember/record.py'),
                                    'torchember.record.texts_of': ('record.html#texts_of', 'torchember/record.py'),

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['SCHEMA', 'ttypes', 'identity', 'trouble', 'reserved', 'unmarkable', 'unknown', 'an', 'EmberWarning', 'check_ttypes',
-           'plain', 'pointer', 'line_of', 'settled', 'lines_of', 'texts_of', 'dump_row', 'load_row', 'column_order']
+           'plain', 'pointer', 'line_of', 'quick_line', 'lines_of', 'texts_of', 'regular_line', 'dump_row', 'load_row',
+           'column_order']
 
 # %% ../nbs/00_record.ipynb #e1362eea
 import difflib, json, math
@@ -117,10 +118,15 @@ def line_of(
     row:dict # A row
 ) -> bytes: # One line of JSON, without the newline
     "`row` as a line of strict JSON, in UTF-8"
-    if orjson is None: return careful(row)
+    line = quick_line(row)
+    return careful(row) if line is None else line
+
+def quick_line(row):
+    "The line as orjson writes it; None where that is not how we write it"
+    if orjson is None or 'nonfinite' in row: return None
     try: line = orjson.dumps(row, option=options)
-    except (TypeError, RecursionError): return careful(row)
-    return line if 'nonfinite' not in row and settled(line) else careful(row)
+    except (TypeError, RecursionError): return None
+    return line if settled(line) else None
 
 # %% ../nbs/00_record.ipynb #bb09a960
 def settled(text):
@@ -145,6 +151,12 @@ def texts_of(
     if numbers.ndim>1: return [b'[%s]' % b','.join(texts_of(row)) for row in numbers]
     text = orjson.dumps(numbers, option=orjson.OPT_SERIALIZE_NUMPY) if orjson is not None and numbers.flags.c_contiguous else encode(numbers.tolist()).encode()
     return text[1:-1].split(b',')
+
+def regular_line(
+    row:dict # A row
+) -> bytes|None: # Its line; None for a row that needs care, and whose numbers may have other digits therefore
+    "The line of a row whose numbers look as `texts_of` writes them"
+    return careful(row) if orjson is None else quick_line(row)
 
 # %% ../nbs/00_record.ipynb #d19c2d60
 def careful(row):

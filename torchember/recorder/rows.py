@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..measure.tap import Pending, columns_of
-from ..record import line_of, settled, texts_of, trouble
+from ..record import line_of, regular_line, texts_of, trouble
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #dff900af
 def one_row(
@@ -68,8 +68,8 @@ def template(
 ) -> bytes|None: # The line
     "A line with all that does not change"
     row = one_row(key, '\0', None, dtype, dict.fromkeys(names, '\0'), '\2', '\1', parts, {})
-    line = line_of(row)
-    if row.keys() & set(marks) or line.count(b'\\u000')!=len(names)+3 or not settled(line): return None
+    line = regular_line(row)
+    if line is None or row.keys() & set(marks) or line.count(b'\\u000')!=len(names)+3: return None
     for hole in (VALUE, TS, STEP): line = line.replace(b'"\\u000%d"' % hole[0], hole)
     return line[:-1]+MARKS+b'}\n'
 
@@ -87,9 +87,9 @@ class Measured:
 
     def __len__(self): return len(self.snapshot)+len(self.own)
 
-    settled = property(lambda self: settled(line_of(self.marks)), doc="Whether the marks are the same in whatever line they stand")
+    regular = property(lambda self: regular_line(self.marks) is not None, doc="Whether rows with these marks need no care")
 
-    settled = property(lambda self: settled(line_of(self.marks)), doc="Whether the marks are the same in whatever line they stand")
+    regular = property(lambda self: regular_line(self.marks) is not None, doc="Whether rows with these marks need no care")
 
     def row(self, key, call, micro, dtype, stats):
         "A row of this step"
@@ -182,7 +182,7 @@ class Lines:
         good = c.plain()
         for x in columns.values():
             if not isinstance(x, list) and x.dtype==float: good &= np.isfinite(x)
-        if not all(m.settled for m in measured): good &= np.array([m.settled for m in measured])[c.owner]
+        if not all(m.regular for m in measured): good &= np.array([m.regular for m in measured])[c.owner]
         if None in templates: good &= [t is not None for t in templates]
         if good.all(): return [(c.owner, c.events, self.written(c, columns, templates, measured))]
         apart,at = np.flatnonzero(~good),np.flatnonzero(good)

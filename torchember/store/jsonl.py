@@ -27,12 +27,10 @@ class Writer:
         self.ready = SimpleQueue() # a signal handler may call its put inside of a put, which an Event does not bear
         self.holding = set() # logs that have something to write later, because the disk refuses: kept alive, and tried again
 
-    def wake(self, log, now=False):
-        "There is something to write in `log`, soon or `now`"
+    def wake(self, log):
+        "There is something to write in `log`, soon"
         if self.over or self.thread is None and not self.start(): return self.empty(log)
-        if log.queued and not now: return
-        if not log.queued: log.queued = True; self.dirty.append(log)
-        self.ready.put(1)
+        if not log.queued: log.queued = True; self.dirty.append(log); self.ready.put(1)
 
     def hold(self, log):
         "Ask again for `log`, after a while and without being called"
@@ -55,7 +53,7 @@ class Writer:
     def run(self):
         while True:
             if self.called(self.patience if self.holding else None): self.called(self.nap)
-            while self.dirty:
+            for _ in range(len(self.dirty)):
                 log = self.dirty.popleft()
                 log.queued = False
                 self.empty(log)
@@ -144,7 +142,9 @@ class Log:
         if not self.ours: return self.foreign()
         self.jobs.append((rows, close, joins, by))
         if len(self.jobs)>self.bound: writer.empty(self)
-        else: writer.wake(self, len(self.jobs)==self.bound//2)
+        else:
+            writer.wake(self)
+            if len(self.jobs)==self.bound//2: writer.ready.put(1) # the nap is over
 
     def drain(self,
         insist:bool=False # Ask the disk even when it has just refused
