@@ -600,7 +600,7 @@ class Recorder:
         with self.lock:
             if not self.arena.filled and not self.own: # a step that left nothing does not wake the writer
                 f = self.t.file
-                if not (close and (self.taken or self.given or f.step and not f.closed)): return
+                if not (close and (self.taken or self.given or f.step and not f.step.closed)): return
             snapshot,own,self.own = self.arena.take(list(self.taken)),self.own,[]
             if not close and len(snapshot): self.taken.append(snapshot)
             own = [(*r[:5], r[5] | {'supersedes': True}) if (r[1], r[2], r[3]) in self.given and r[1][3] else r for r in own]
@@ -683,7 +683,7 @@ def kinds_of(optimizers): return ', '.join(type(o).__name__ for o in optimizers)
 
 class Nowhere:
     "A log that works out its rows and forgets them"
-    fname,marked,step,closed,seconds = 'nowhere', {}, (), True, 0.
+    fname,marked,step,seconds = 'nowhere', {}, (), 0.
     def note(self, what): "Nobody listens"
     def __init__(self): self.file,self.took,self.rows = self,0.,0
     def put(self, measured, close, by):
