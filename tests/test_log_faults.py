@@ -528,7 +528,7 @@ def test_rows_without_steps_do_not_pile_up(tmp_path, monkeypatch):
     t = emberTracker('a', tmp_path)
     for i in range(20_000): t + {'i': i, 'text': 'x'*50}
     t.barrier()
-    assert t.file.step_size<=50_000 and len(t.lines())==20_000
+    assert t.file.step.size<=50_000 and len(t.lines())==20_000
     latest = whole(t.latest)
     assert latest==t.lines()[-len(latest):] and len(latest)>300
 

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['SCHEMA', 'ttypes', 'identity', 'trouble', 'reserved', 'unmarkable', 'unknown', 'an', 'EmberWarning', 'check_ttypes',
-           'pointer', 'plain', 'line_of', 'lines_of', 'dump_row', 'load_row', 'column_order']
+           'pointer', 'plain', 'line_of', 'quick_line', 'lines_of', 'texts_of', 'regular_line', 'dump_row', 'load_row',
+           'column_order']
 
 # %% ../nbs/00_record.ipynb #e1362eea
 import difflib, json, math
@@ -170,10 +171,15 @@ def line_of(
     Returns:
         One line of JSON, without the newline
     """
-    if orjson is None: return careful(row)
+    line = quick_line(row)
+    return careful(row) if line is None else line
+
+def quick_line(row):
+    "The line as orjson writes it; None where that is not how we write it"
+    if orjson is None or 'nonfinite' in row: return None
     try: line = orjson.dumps(row, option=options)
-    except (TypeError, RecursionError): return careful(row)
-    return line if 'nonfinite' not in row and settled(line) else careful(row)
+    except (TypeError, RecursionError): return None
+    return line if settled(line) else None
 
 # %% ../nbs/00_record.ipynb #3f766e1f
 def lines_of(
@@ -191,6 +197,35 @@ def lines_of(
     try: text = b'\n'.join([orjson.dumps(r, option=options) for r in rows])
     except (TypeError, RecursionError): return None
     return text+b'\n' if settled(text) else None
+
+# %% ../nbs/00_record.ipynb #c6e242ad
+def texts_of(
+    numbers # Array of finite numbers, or of lists of numbers
+) -> list: # bytes
+    """The JSON of each number; of each list in an array of lists
+
+    Args:
+        numbers: Array of finite numbers, or of lists of numbers
+
+    Returns:
+        bytes
+    """
+    if numbers.ndim>1: return [b'[%s]' % b','.join(texts_of(row)) for row in numbers]
+    text = orjson.dumps(numbers, option=orjson.OPT_SERIALIZE_NUMPY) if orjson is not None and numbers.flags.c_contiguous else encode(numbers.tolist()).encode()
+    return text[1:-1].split(b',')
+
+def regular_line(
+    row:dict # A row
+) -> bytes|None: # Its line; None for a row that needs care, and whose numbers may have other digits therefore
+    """The line of a row whose numbers look as `texts_of` writes them
+
+    Args:
+        row: A row
+
+    Returns:
+        Its line; None for a row that needs care, and whose numbers may have other digits therefore
+    """
+    return careful(row) if orjson is None else quick_line(row)
 
 # %% ../nbs/00_record.ipynb #a9c17fb3
 def dump_row(

@@ -29,7 +29,7 @@ from .optimizer import Updates, kinds_of
 from .page import Page
 from .parameters import Parameters, grad_of, look_over
 from .process import open_recorders
-from .rows import FirstBad, on_its_way, one_row, rows_of
+from .rows import FirstBad, Lines, Measured, on_its_way, one_row
 from .steps import Decision, Phases, Steps
 
 # %% ../../nbs/40_recorder/80_recorder.ipynb #c461705f
@@ -50,7 +50,7 @@ class Recorder(Listener):
     """Hears a model and turns what it hears into rows of a run
 
     Args:
-        t: The run: `put` takes a function that gives rows
+        t: The run: its `put` takes what was measured, whether the step is over, and what makes lines of it
         ttypes: Tensor types to record
         stats: Names of built-in statistics, or a function: tensor -> dict
         when: Schedule: step -> whether it is wanted
@@ -63,7 +63,7 @@ class Recorder(Listener):
     most_rows = 1<<18 # of an open step, to hold in memory
 
     def __init__(self,
-        t, # The run: `put` takes a function that gives rows
+        t, # The run: its `put` takes what was measured, whether the step is over, and what makes lines of it
         ttypes:tuple, # Tensor types to record
         stats, # Names of built-in statistics, or a function: tensor -> dict
         when, # Schedule: step -> whether it is wanted
@@ -82,6 +82,7 @@ class Recorder(Listener):
         self.stack_room = 0 # how much deeper Python's stack may be while the model runs
 
         self.notices,self.marks,self.first_bad = Notices(on_error),ChangingMarks(),FirstBad(t.file)
+        self.lines = Lines(self.first_bad.look) # makes lines of what the page gives
         self.calls,self.phases,self.steps = Calls(),Phases(),Steps(step)
         self.decide,self.cost = Decision(when, budget, self.notices),Cost(budget)
         self.page = Page(dict.fromkeys(recorded, stats) | {'before': ('rms',)}, self.notices, self.calls)
@@ -378,14 +379,12 @@ class Recorder(Listener):
         """
         with self.lock:
             page,file = self.page,self.t.file
-            if not page.size and not (over and (page.taken or page.given or file.step and not file.closed)): return # nothing wakes the writer
+            if not page.size and not (over and (page.taken or page.given or file.step and not file.step.closed)): return # nothing wakes the writer
             several = {p: n>1 for p,n in self.steps.passes.items()}
             marks = {**({'skipped': True} if self.skipped else {}), **self.own_columns(), **self.t.marked}
-            about = dict(step=self.step, ts=self.step_ts or now(), several=several, marks=marks, parts=dict(page.parts))
-            snapshot,custom = page.take(over)
+            measured = Measured(*page.take(over), self.step, self.step_ts or now(), marks, several, dict(page.parts))
             self.step_ts = None
-        bad = self.first_bad
-        self.t.put(lambda: bad.look(rows_of(snapshot, custom, **about)), over)
+        self.t.put(measured, over, self.lines)
 
     def own_columns(self): return {} if self.rank is None else {'rank': self.rank}
 

@@ -20,6 +20,7 @@ from .table import tree_table
 class Writer:
     "The background thread that empties the queues of all runs"
     patience = 1 # seconds after which a disk that refused is asked again
+    nap = .1 # seconds in which steps may come together, that are then worked out in one go
 
     def __init__(self):
         self.dirty,self.lock,self.thread,self.over = deque(),threading.Lock(),None,False
@@ -27,10 +28,9 @@ class Writer:
         self.holding = set() # logs that have something to write later, because the disk refuses: kept alive, and tried again
 
     def wake(self, log):
-        "There is something to write in `log`"
+        "There is something to write in `log`, soon"
         if self.over or self.thread is None and not self.start(): return self.empty(log)
-        if not log.queued: log.queued = True; self.dirty.append(log)
-        if self.ready.empty(): self.ready.put(1)
+        if not log.queued: log.queued = True; self.dirty.append(log); self.ready.put(1)
 
     def hold(self, log):
         "Ask again for `log`, after a while and without being called"
@@ -52,20 +52,25 @@ class Writer:
 
     def run(self):
         while True:
-            try: self.ready.get(timeout=self.patience if self.holding else None)
-            except Empty: pass # time to ask a disk again
-            while self.dirty:
+            if self.called(self.patience if self.holding else None): self.called(self.nap)
+            for _ in range(len(self.dirty)):
                 log = self.dirty.popleft()
                 log.queued = False
                 self.empty(log)
             for log in list(self.holding): self.empty(log)
 
+    def called(self, seconds):
+        "Wait until somebody calls; whether somebody did"
+        try: return self.ready.get(timeout=seconds)
+        except Empty: return 0
+
     def empty(self, log):
         "Write what `log` has. Nothing is raised: a warning that the user's filters turn into an error is told at the next barrier"
         try: log.drain()
-        except EmberWarning as e: log.notes.append(str(e).removeprefix('torchember: '))
+        except EmberWarning as e: log.remarks.notes.append(str(e).removeprefix('torchember: '))
         except Exception as e: log.note("trouble while writing", e)
 
+# %% ../../nbs/30_store/10_jsonl.ipynb #80fd246a
 writer,live = Writer(),weakref.WeakSet()
 
 def in_child():
@@ -79,8 +84,8 @@ def at_exit():
         except Exception: traceback.print_exc() # the others have rows, too
     writer.over = True # who comes later writes at once
 
-if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=in_child)
 atexit.register(at_exit)
+if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=in_child)
 
 # %% ../../nbs/30_store/10_jsonl.ipynb #8eb0cabf
 def append(
@@ -102,22 +107,78 @@ def append(
             if done and os.fstat(f.fileno()).st_size==size+done: f.truncate(size) # unless another process has appended meanwhile
             raise
 
+# %% ../../nbs/30_store/10_jsonl.ipynb #90c3a721
+class LatestStep:
+    "The lines of the latest step, and whether its file has them"
+    pause = .2 # seconds between two writes of its file: to replace a file costs ten times what appending to one does
+    def __init__(self,
+        most:int=16_000_000 # Bytes to hold on to; of a longer step the last ones
+    ):
+        self.most,self.lines,self.size = most,deque(),0
+        self.closed = self.stale = False # whether the step is over, and whether its file is behind
+        self.next = 0 # when that file may be written again
+
+    def __len__(self): return len(self.lines)
+
+    def add(self,
+        data:bytes, # Lines
+        joins:bool=False # Whether they belong to this step even when it is over
+    ):
+        "Lines of this step, or the first of the next one"
+        if self.closed and not joins: self.lines,self.size,self.closed = deque(),0,False
+        self.lines.append(data)
+        self.size += len(data)
+        while self.size>self.most and len(self.lines)>1: self.size -= len(self.lines.popleft())
+        self.stale = True
+
+    def due(self, now=False):
+        "Whether its file should be written: not after each step of a quick training"
+        return self.stale and (now or self.closed and time.monotonic()>=self.next)
+
+    def write(self, path):
+        replace(path, b''.join(self.lines))
+        self.stale,self.next = False,time.monotonic()+self.pause
+
+# %% ../../nbs/30_store/10_jsonl.ipynb #56315cc4
+class Remarks:
+    "What is to be said to the user, as soon as nobody holds a lock"
+    def __init__(self): self.notes,self.known = [],set()
+
+    def note(self,
+        what:str, # What happened
+        error:Exception|None=None, # Why
+        once:bool=True # Whether the first of its kind is enough
+    ):
+        "Remember to say something"
+        kind = f'{what}{type(error)}'
+        if once and kind in self.known: return
+        self.known.add(kind)
+        self.notes.append(f'{what}: {type(error).__name__}: {error} (said once)' if error else what)
+
+    def tell(self):
+        "Say what there is to say. Not while a lock is held: it runs the user's code"
+        notes,self.notes = self.notes,[]
+        if notes: warnings.warn('torchember: '+' Also: '.join(notes), EmberWarning, stacklevel=4)
+
+# %% ../../nbs/30_store/10_jsonl.ipynb #1ff1e77e
+def each(jobs): return [rows() for rows in jobs]
+
 # %% ../../nbs/30_store/10_jsonl.ipynb #5e3c89c8
 class Log:
     "One file of JSON lines that is only appended to"
     bound = 64 # batches that may wait; with more, whoever adds one does the writing
     keep = 64_000_000 # bytes to hold on to while the disk refuses them
-    step_keep = 16_000_000 # bytes of the latest step to hold on to; of a longer step the last ones
+    step_keep = 16_000_000 # bytes of the latest step to hold on to
     at_once = 4_000_000 # bytes to append in one go
+    together = 1000 # rows to work out in one go
 
     def __init__(self, path, latest, fresh=False, fsync='never', first=None, exact=False):
         self.path,self.latest,self.fresh,self.fsync,self.first,self.exact = path,latest,fresh,fsync,first,exact
         self.jobs,self.io,self.pid,self.queued,self.busy = deque(),threading.RLock(),os.getpid(),False,False
         self.waiting,self.size,self.dropped = deque(),0,0 # pairs of lines and their number; bytes of them; rows that were too many
         self.refusal,self.again = False,0 # whether the disk refuses, and when to ask again
-        self.step,self.step_size,self.closed,self.stale = deque(),0,False,False # lines of the latest step; whether it is over; whether its file is behind
-        self.next = 0 # when that file may be written again
-        self.notes,self.noted = [],set()
+        self.step,self.remarks = LatestStep(self.step_keep),Remarks()
+        self.note = self.remarks.note
         self.rows = self.written = 0
         self.seconds = 0. # CPU time that writing took
         live.add(self)
@@ -126,15 +187,18 @@ class Log:
     def ours(self): return self.pid==os.getpid()
 
     def put(self,
-        rows, # Function that gives a list of rows or of lines
+        rows, # Function that gives a list of rows or of lines; anything else with `by`
         close:bool=False, # Whether the step is over with them
-        joins:bool|None=False # Whether they belong to the latest step even when that is over; None: to no step whose rows are kept
+        joins:bool|None=False, # Whether they belong to the latest step even when that is over; None: to no step whose rows are kept
+        by=each # Function that turns a list of such, which have a `len`, into a list of their rows: it is handed those that wait together
     ):
         "Queue rows. Returns at once"
         if not self.ours: return self.foreign()
-        self.jobs.append((rows, close, joins))
+        self.jobs.append((rows, close, joins, by))
         if len(self.jobs)>self.bound: writer.empty(self)
-        else: writer.wake(self)
+        else:
+            writer.wake(self)
+            if len(self.jobs)==self.bound//2: writer.ready.put(1) # the nap is over
 
     def drain(self,
         insist:bool=False # Ask the disk even when it has just refused
@@ -145,57 +209,60 @@ class Log:
             if self.busy: return # called from inside itself, by a signal or a finalizer
             self.busy,began = True,time.thread_time()
             try:
-                while self.jobs:
-                    self.take(*self.jobs[0])
-                    self.jobs.popleft()
+                while self.jobs: self.take_some()
                 if insist or not self.refusal or time.monotonic()>=self.again: self.write(insist)
             finally:
                 self.busy = False
                 self.seconds += time.thread_time()-began # not the clock: while the disk is waited for, the training goes on
-        self.tell()
+        self.remarks.tell()
+
+    def take_some(self):
+        "Turn jobs that can be done together into bytes"
+        by = self.jobs[0][3]
+        some,n = [],0
+        for job in self.jobs:
+            n += len(job[0]) if job[3] is by is not each else 1
+            if some and (job[3] is not by or n>self.together): break
+            some.append(job)
+        for rows,(_,close,joins,_) in zip(self.rows_of([job[0] for job in some], by), some, strict=True):
+            self.take(rows, close, joins)
+            self.jobs.popleft()
+
+    def rows_of(self, some, by):
+        "The rows of each job. One that fails does not take others along"
+        try: return by(some)
+        except Exception as e:
+            if len(some)>1: return [rows for one in some for rows in self.rows_of([one], by)]
+            self.note("a batch of rows is lost", e)
+            return [[]]
 
     def take(self, rows, close, joins):
         "Turn one batch into bytes"
-        try: rows = rows()
-        except Exception as e: self.note("a batch of rows is lost", e); rows = []
         if not rows: pass
         elif data := lines_of(rows): self.hold(data, len(rows), joins)
         elif lines := [o for r in rows if (o := self.line(r)) is not None]: self.hold(b'\n'.join(lines)+b'\n', len(lines), joins)
-        if close: self.closed = True
+        if close: self.step.closed = True
 
     def line(self, row):
         try: return row if isinstance(row, bytes) else line_of(row)
         except Exception as e: self.note("a row is lost that cannot be written as JSON", e)
 
     def hold(self, data, n, joins=False):
-        if joins is not None: self.hold_step(data, joins)
+        if joins is not None: self.step.add(data, joins)
         if self.size+len(data)<=self.keep: self.waiting.append((data, n)); self.size += len(data)
         else: self.dropped += n
-
-    def hold_step(self, data, joins):
-        "Of the latest step"
-        if self.closed and not joins: self.step,self.step_size,self.closed = deque(),0,False
-        self.step.append(data)
-        self.step_size += len(data)
-        while self.step_size>self.step_keep and len(self.step)>1: self.step_size -= len(self.step.popleft())
-        self.stale = True
 
     def write(self, now):
         "Bring the files up to date, or say why that cannot be"
         try:
             while self.waiting: self.append_some()
             if self.first is not None and self.rows: self.begin()
-            if self.stale and (now or self.closed and time.monotonic()>=self.next): self.write_latest()
+            if self.step.due(now): self.step.write(self.latest)
         except OSError as e: return self.refused(e)
         self.refusal = False
-        if self.stale and self.closed: writer.hold(self) # its turn comes
+        if self.step.stale and self.step.closed: writer.hold(self) # its turn comes
         else: writer.holding.discard(self)
         if self.dropped: n,self.dropped = self.dropped,0; self.note(f"{n} rows were lost while {self.path} could not be written.", once=False)
-
-    def write_latest(self):
-        "Not after each step of a quick training: replacing a file costs ten times what appending to one does"
-        replace(self.latest, b''.join(self.step))
-        self.stale,self.next = False,time.monotonic()+.2
 
     def append_some(self):
         "Append batches, as many as one write should have"
@@ -239,26 +306,10 @@ class Log:
         self.note(f"cannot write {self.path}: {e}. Training goes on; rows are kept in memory (up to {self.keep//1_000_000} MB) "
             "and written as soon as it is possible. Make room, or choose another place with home= or TORCHEMBER_HOME.", once=False)
 
-    def note(self,
-        what:str, # What happened
-        error:Exception|None=None, # Why
-        once:bool=True # Whether the first of its kind is enough
-    ):
-        "Remember to say something"
-        kind = f'{what}{type(error)}'
-        if once and kind in self.noted: return
-        self.noted.add(kind)
-        self.notes.append(f'{what}: {type(error).__name__}: {error} (said once)' if error else what)
-
-    def tell(self):
-        "Say what there is to say. Not while a lock is held: it runs the user's code"
-        notes,self.notes = self.notes,[]
-        if notes: warnings.warn('torchember: '+' Also: '.join(notes), EmberWarning, stacklevel=3)
-
     def foreign(self):
         "A forked process records nothing of its parent's run"
-        if 'foreign' in self.noted: return
-        self.noted.add('foreign')
+        if 'foreign' in self.remarks.known: return
+        self.remarks.known.add('foreign')
         warnings.warn(f"torchember: the run {self.path.name!r} belongs to the process that began it; this one, forked from it, adds nothing to it. "
             "Open a run of your own here.", EmberWarning, stacklevel=3)
 
@@ -344,16 +395,18 @@ class tracker:
         return self
 
     def put(self,
-        rows, # Function that gives a list of rows; it is called later, in another thread
-        close:bool=False # Whether the step is over with them
+        rows, # What gives rows when it is handed to `by`, later, in another thread
+        close:bool=False, # Whether the step is over with them
+        by=each # Function of a list of such, that gives the rows of each. Without it they are functions
     ):
         """Queue rows that are still to be worked out
 
         Args:
-            rows: Function that gives a list of rows; it is called later, in another thread
+            rows: What gives rows when it is handed to `by`, later, in another thread
             close: Whether the step is over with them
+            by: Function of a list of such, that gives the rows of each. Without it they are functions
         """
-        self.file.put(rows, close)
+        self.file.put(rows, close, by=by)
 
     def barrier(self, close=False):
         "After this, all that was recorded is in the file"
@@ -406,7 +459,8 @@ class tracker:
     def latest_line_list(self):
         "The rows of the latest step, as dicts"
         self.barrier()
-        rows = parse(b''.join(self.file.step if self.file.stale and self.file.ours else blocks_of(self.latest)))[0]
+        step = self.file.step
+        rows = parse(b''.join(step.lines if step.stale and self.file.ours else blocks_of(self.latest)))[0]
         return current(rows) or last_step(self.lines()) # a run that was killed may have no latest file
 
     @property
@@ -421,7 +475,7 @@ class tracker:
             The file of the latest step
         """
         self.barrier(close=True)
-        self.file.closed = True
+        self.file.step.closed = True
         return self.latest
 
     def mark(self, /,
