@@ -145,3 +145,17 @@ print(sum('needs another NumPy' in str(w.message) for w in said))
 def test_who_asks_waits():
     assert run("print(kernels.loops() is not None, kernels.seconds_beside()==0<kernels.loading_seconds())")==['True', 'True']
     assert run("te = torchEmber(model); train(te, 1); print(kernels.seconds_beside()==0<kernels.loading_seconds()); te.close()", TORCHEMBER_WAIT='1')==['True']
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('first,second', [('bfloat16', 'float16'), ('float16', 'bfloat16')])
+def test_kernels_that_two_processes_have_compiled_are_two(tmp_path, first, second):
+    "numba calls a kernel by its name, signature and a number of the process: bfloat16 and float16 once shared all three, and so one's code"
+    def ones(*dtypes):
+        script = 'import sys, torch; from torchember.measure import kernels; kernels.ready()\n' \
+            'for d in sys.argv[1:]: print(kernels.read(torch.ones(16, dtype=getattr(torch, d)))[1])'
+        got = subprocess.run([sys.executable, '-c', script, *dtypes], env={**os.environ, 'NUMBA_CACHE_DIR': str(tmp_path)}, capture_output=True, text=True)
+        assert got.returncode==0, got.stderr[-2000:]
+        return got.stdout.split()
+    for dtypes in (['float32'], ['float32', first], ['float32', second]): ones(*dtypes)
+    assert ones(first, second)==['1.0', '1.0']

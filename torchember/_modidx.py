@@ -906,6 +906,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                           'torchember/recorder/parameters.py'),
                                                 'torchember.recorder.parameters.Parameters.again': ( '40_recorder/parameters.html#parameters.again',
                                                                                                      'torchember/recorder/parameters.py'),
+                                                'torchember.recorder.parameters.Parameters.at_boundary': ( '40_recorder/parameters.html#parameters.at_boundary',
+                                                                                                           'torchember/recorder/parameters.py'),
                                                 'torchember.recorder.parameters.Parameters.below': ( '40_recorder/parameters.html#parameters.below',
                                                                                                      'torchember/recorder/parameters.py'),
                                                 'torchember.recorder.parameters.Parameters.each': ( '40_recorder/parameters.html#parameters.each',

@@ -484,7 +484,6 @@ def on_memory(blocks, work, widen=None):
     "The way through a tensor: memory that lies as `blocks` want it, or that `widen` turns into it"
     (take,finish),bits = blocks,np.int64 if work is np.float64 else np.int32
 
-    @njit(nogil=True)
     def walk(x, n, dims, sizes, strides, how, out, desk):
         x,sizes,strides,out = carray(x, (n if dims==0 else 1<<48,)),carray(sizes, (dims,)),carray(strides, (dims,)),carray(out, (wide,))
         room,found,counting = array_at(desk, ROOM, min(n, block), work),array_at(desk, FOUND, 11, np.float64),room_for_counts(desk)
@@ -497,7 +496,6 @@ def on_memory(blocks, work, widen=None):
             take(v, v.view(bits), end, room, found, counting, how, out)
         finish(n, how, out)
 
-    @njit(nogil=True)
     def walk_narrow(x, n, dims, sizes, strides, how, out, desk):
         x,sizes,strides,out = carray(x, (n if dims==0 else 1<<48,)),carray(sizes, (dims,)),carray(strides, (dims,)),carray(out, (wide,))
         room,few = array_at(desk, ROOM, min(n, block), work),array_at(desk, FEW, min(n, block), np.uint16)
@@ -511,7 +509,9 @@ def on_memory(blocks, work, widen=None):
             take(room[:m], room[:m].view(bits), end_of(room), room, found, counting, how, out)
         finish(n, how, out)
 
-    return walk if widen is None else walk_narrow
+    f = walk if widen is None else walk_narrow
+    f.__qualname__ += f'_{work.__name__}_{widen and widen.__name__}' # two kernels of one name and signature, cached by two processes, would be taken for one
+    return njit(nogil=True)(f)
 
 through_float32,through_float64 = on_memory(blocks32, np.float32),on_memory(blocks64, np.float64)
 through_bfloat16,through_float16 = on_memory(blocks32, np.float32, from_bfloat16),on_memory(blocks32, np.float32, from_float16)

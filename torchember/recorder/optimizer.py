@@ -35,6 +35,7 @@ class Updates:
 
     def after(self, optimizer):
         "What has become of the parameters that an optimizer trains, and what it keeps"
+        if not self.copies and 'optimizer' not in self.ttypes: return
         for st,i,n,p in self.parameters.each({id(p) for p in parameters_of(optimizer)}):
             old = self.copies.pop(id(p), None)
             if old is not None:

@@ -26,7 +26,8 @@ def own_parameters(
     Returns:
         (position, name, parameter); a lazy one that is not made yet has no values
     """
-    ps = ((n,p) for n,p in module._parameters.items() if p is not None)
+    if not module._parameters: return []
+    ps = [(n,p) for n,p in module._parameters.items() if p is not None]
     return [(i, n, p) for i,(n,p) in enumerate(ps) if not is_lazy(p)]
 
 def grad_of(p):
@@ -114,26 +115,39 @@ class Parameters:
                 seen.add(id(p))
                 yield st, i, n, p
 
-    def missed(self, wanted=None):
+    def at_boundary(self,
+        wanted:set|None=None, # ids of parameters; all without it
+        scale=None # What gradients are multiplied by
+    ):
+        """The gradients are complete: they take the place of those that were there during the pass. Weights that no training pass has measured come first
+
+        Args:
+            wanted: ids of parameters; all without it
+            scale: What gradients are multiplied by
+        """
+        which = list(self.each(wanted))
+        if 'weight' in self.ttypes: self.missed(which)
+        if 'weight_grad' in self.ttypes: self.again(('weight_grad',), which, scale)
+
+    def missed(self, which):
         "Weights that no training pass of this step has measured: of a model that trains in `eval()` mode, or was not called"
-        if 'weight' not in self.ttypes: return
-        for st,_,n,p in list(self.each(wanted)):
+        for st,_,n,p in which:
             if id(p) not in self.seen and (st.track.id, n) not in self.seen: self.of_module(st, ('weight',))
 
     def again(self,
-        ttypes, # Those to measure, of the ones that are recorded
-        wanted:set|None=None, # ids of parameters; all without it
+        ttypes, # 'weight', 'weight_grad'
+        which=None, # Of what `each` gives; all without it
         scale=None # What gradients are multiplied by
     ):
         """Measure parameters as they are now, in place of what this step had of them
 
         Args:
-            ttypes: Those to measure, of the ones that are recorded
-            wanted: ids of parameters; all without it
+            ttypes: 'weight', 'weight_grad'
+            which: Of what `each` gives; all without it
             scale: What gradients are multiplied by
         """
         self.page.forget_seen() # what was written through .data, too
-        for st,i,n,p in self.each(wanted):
+        for st,i,n,p in list(self.each()) if which is None else which:
             self.page.drop(st.track.name, ttypes, n)
             self.measure(st, i, n, p, ttypes, True, scale)
 

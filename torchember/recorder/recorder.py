@@ -272,9 +272,7 @@ class Recorder(Listener):
         with self.lock:
             self.steps.opened = True # perhaps without a pass that we heard of
             if not self.on: return
-            ids = {id(p) for p in parameters_of(optimizer)}
-            self.parameters.missed(ids)
-            self.parameters.again({'weight_grad'} & set(self.ttypes), ids, scale)
+            self.parameters.at_boundary({id(p) for p in parameters_of(optimizer)}, scale)
             self.page.read_pending(self.root_name)
             if unchanged: self.updates.before(optimizer)
 
@@ -321,9 +319,7 @@ class Recorder(Listener):
         "What a step has at its end, and all of it to the log"
         if boundary: self.cost.last = clock()
         if self.on:
-            if boundary: # the gradients as they are now, in place of those that were there during the pass
-                self.parameters.missed()
-                self.parameters.again({'weight_grad'} & set(self.ttypes))
+            if boundary: self.parameters.at_boundary()
             if self.states: self.measure_at_end()
             self.parameters.hint.step_over(bool(self.steps.passes[None]), self.states, self.steps.manual, self.ttypes)
         self.flush(True)
