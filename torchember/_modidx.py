@@ -444,8 +444,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'torchember/measure/kernels.py'),
                                             'torchember.measure.kernels.Loader.load': ( '10_measure/kernels.html#loader.load',
                                                                                         'torchember/measure/kernels.py'),
-                                            'torchember.measure.kernels.Loader.load_now': ( '10_measure/kernels.html#loader.load_now',
-                                                                                            'torchember/measure/kernels.py'),
                                             'torchember.measure.kernels.Loader.say': ( '10_measure/kernels.html#loader.say',
                                                                                        'torchember/measure/kernels.py'),
                                             'torchember.measure.kernels.Loader.wait': ( '10_measure/kernels.html#loader.wait',

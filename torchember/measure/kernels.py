@@ -7,7 +7,7 @@ __all__ = ['piece', 'Unmeasurable', 'flat', 'dense', 'loops', 'warm', 'ready', '
            'read', 'for_list', 'summarize']
 
 # %% ../../nbs/10_measure/05_kernels.ipynb #ded65dfa
-import atexit, math, os, sys, threading, warnings
+import atexit, math, os, threading, warnings
 from functools import cache
 from time import perf_counter
 
@@ -362,7 +362,6 @@ def numba_room():
 
 class Loader:
     "Loads the compiled loops, a format at a time: for who waits, or beside what goes on"
-    turn = 5e-4 # seconds after which Python changes threads meanwhile: each operation of torch may have to wait for one
     def __init__(self):
         self.warmed,self.room,self.loaded,self.asked,self.threads = False,None,set(),set(),[]
         self.seconds,self.beside,self.trouble,self.lost,self.over = 0.,0.,None,False,False
@@ -384,12 +383,6 @@ class Loader:
 
     def load(self, fmt):
         "Load one format, unless that was done, or cannot be done"
-        before = sys.getswitchinterval()
-        sys.setswitchinterval(min(before, self.turn))
-        try: self.load_now(fmt)
-        finally: sys.setswitchinterval(before)
-
-    def load_now(self, fmt):
         with self.lock:
             if fmt in self.loaded or self.lost or self.over: return
             start = perf_counter()
