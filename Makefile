@@ -27,12 +27,13 @@ demo: $(usable)
 $(VENV)/.demo: settings.ini setup.py pyproject.toml constraints.txt
 	@echo "Installing PyTorch, torchember and what the demo imports into $(VENV). A minute or two, the first time; pip says what it does:"
 	$(base) -m venv $(VENV)
-	python -m pip install --disable-pip-version-check -c constraints.txt -e '.[fast,demo]'
+	python -m pip install -q --upgrade pip # to one that shows how far an installation is
+	python -m pip install -c constraints.txt -e '.[fast,demo]'
 	@touch $@
 
 $(VENV)/.ready: $(VENV)/.demo
 	@echo "Installing what tests and pages need into $(VENV). A few minutes, the first time:"
-	python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
+	python -m pip install -c constraints.txt -e '.[dev,docs]'
 	@touch $@
 
 sync: # Write the library and the README from the notebooks, and clean these

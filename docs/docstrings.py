@@ -34,18 +34,22 @@ def sections(f, beside):
         elif said and line in names: args.append(f'{names[line]}: {said}')
     return [(title, lines) for title,lines in (('Args', args), ('Returns', result)) if lines]
 
+def lineage(name, classes):
+    "A class and those of this module that it is made of"
+    o = classes.get(name)
+    return [] if o is None else [o, *(c for b in o.bases if isinstance(b, ast.Name) for c in lineage(b.id, classes))]
+
 def documented(code):
     "The public functions, classes and methods: what has the docstring, and what has the arguments"
     body = ast.parse(code).body
-    public = next((ast.literal_eval(o.value) for o in body if isinstance(o, ast.Assign) and getattr(o.targets[0], 'id', '')=='__all__'), ())
-    for o in body:
-        if getattr(o, 'name', None) not in public: continue
-        if isinstance(o, functions): yield o, o
-        else:
-            for f in o.body:
-                if not isinstance(f, functions): continue
-                if f.name=='__init__': yield o, f
-                elif not f.name.startswith('_'): yield f, f
+    names = next((ast.literal_eval(o.value) for o in body if isinstance(o, ast.Assign) and getattr(o.targets[0], 'id', '')=='__all__'), ())
+    yield from ((o, o) for o in body if isinstance(o, functions) and o.name in names)
+    classes = {o.name: o for o in body if isinstance(o, ast.ClassDef)}
+    lines = [lineage(n, classes) for n in names if n in classes]
+    for line in lines:
+        init = next((f for o in line for f in o.body if isinstance(f, functions) and f.name=='__init__'), None)
+        if init: yield line[0], init
+    yield from ((f, f) for o in {o.name: o for line in lines for o in line}.values() for f in o.body if isinstance(f, functions) and f.name[0]!='_')
 
 def docstring(o):
     "The node of a docstring, if there is one"

@@ -259,9 +259,17 @@ class torchEmber:
             return f
         return use
 
-    def how_record_in(self, f): return self.how_record('input')(f)
-    def how_record_out(self, f): return self.how_record('output')(f)
-    def how_record_weight(self, f): return self.how_record('weight', 'weight_grad')(f)
+    def how_record_in(self, f):
+        "A decorator: `how_record` for 'input'"
+        return self.how_record('input')(f)
+
+    def how_record_out(self, f):
+        "A decorator: `how_record` for 'output'"
+        return self.how_record('output')(f)
+
+    def how_record_weight(self, f):
+        "A decorator: `how_record` for 'weight', 'weight_grad'"
+        return self.how_record('weight', 'weight_grad')(f)
 
     def set_metric(self,
         ttype:str # 'in', 'out', 'weight' or 'grad'

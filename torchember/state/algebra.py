@@ -59,21 +59,42 @@ class Layers(OrderedDict):
     def common(self,
         what # 'device' or 'dtype'
     ): # The one that all tensors have, or None
-        "What all tensors have in common"
+        """What all tensors have in common
+
+        Args:
+            what: 'device' or 'dtype'
+
+        Returns:
+            The one that all tensors have, or None
+        """
         found = {getattr(x, what, None) for x in self.values()}
         return found.pop() if len(found)==1 else None
 
     def set_name(self,
         name # What it is called in print; None keeps the name
     ): # Itself
-        "Name it"
+        """Name it
+
+        Args:
+            name: What it is called in print; None keeps the name
+
+        Returns:
+            Itself
+        """
         if name is not None: self._name = name
         return self
 
     def at(self,
         index:int # Which: 0 is the first
     ): # Tensor or number
-        "The value at a position"
+        """The value at a position
+
+        Args:
+            index: Which: 0 is the first
+
+        Returns:
+            Tensor or number
+        """
         return self[list(self)[index]]
 
     def state_dict(self) -> dict:
@@ -105,13 +126,24 @@ class Snapshot(Layers):
     def is_compatible(self,
         other # StateDict
     ) -> bool:
-        "Whether the two can be combined: the same names and shapes"
+        """Whether the two can be combined: the same names and shapes
+
+        Args:
+            other: StateDict
+        """
         return first_difference(self, other) is None
 
     def like(self,
         items # (name, value) pairs
     ): # StateDict
-        "A StateDict of other values for the same names"
+        """A StateDict of other values for the same names
+
+        Args:
+            items: (name, value) pairs
+
+        Returns:
+            StateDict
+        """
         d = type(self)(items)
         d._places = self._places
         return d
@@ -125,7 +157,14 @@ class Snapshot(Layers):
     def filter(self,
         pattern # Regular expression, matched from the start
     ): # StateDict
-        "The layers whose name matches"
+        """The layers whose name matches
+
+        Args:
+            pattern: Regular expression, matched from the start
+
+        Returns:
+            StateDict
+        """
         d = self.like(kept(self, pattern)).set_name(self._name)
         d._ttype = self._ttype
         return d
@@ -134,7 +173,12 @@ class Snapshot(Layers):
         pattern=None, # Regular expression, matched from the start
         *, lazy=True # Taken and not needed: nothing is kept
     ) -> torch.Tensor:
-        "All values in one new tensor, which is as large as all layers together. No reduction needs it"
+        """All values in one new tensor, which is as large as all layers together. No reduction needs it
+
+        Args:
+            pattern: Regular expression, matched from the start
+            lazy: Taken and not needed: nothing is kept
+        """
         some = kept(self, pattern)
         if self.is_result: return numbers_of(self.like(some))
         xs = [(x.full_tensor() if is_sharded(x) else x).flatten() for x in some.values()]
@@ -143,7 +187,14 @@ class Snapshot(Layers):
     def apply(self,
         func # From a tensor (or number) to one
     ): # StateDict
-        "A function of each layer"
+        """A function of each layer
+
+        Args:
+            func: From a tensor (or number) to one
+
+        Returns:
+            StateDict
+        """
         return self.like((k, func(x)) for k,x in self.items())
 
     def zeros(self):
@@ -160,14 +211,26 @@ class Copies(Snapshot):
     def save(self,
         path # File to write
     ):
-        "Write it as a plain dict, that `load` and `torch.load` read"
+        """Write it as a plain dict, that `load` and `torch.load` read
+
+        Args:
+            path: File to write
+        """
         torch.save(self.state_dict(), path)
 
     def clone(self,
         device=None, # Where to
         dtype=None # As what
     ): # StateDict
-        "A copy that shares no memory with this one, or the model"
+        """A copy that shares no memory with this one, or the model
+
+        Args:
+            device: Where to
+            dtype: As what
+
+        Returns:
+            StateDict
+        """
         if self.is_result: return self.like(self).set_name(f'{self._name}_clone')
         if device is not None and torch.device(device).type!='meta': with_values(self)
         d = self.like((k, x.detach().to(device=device, dtype=dtype, copy=True)) for k,x in self.items())
@@ -178,7 +241,15 @@ class Copies(Snapshot):
         device=None, # Where to; or as what, as torch takes it
         dtype=None # As what
     ): # Itself
-        "Move or cast the snapshot, not the model"
+        """Move or cast the snapshot, not the model
+
+        Args:
+            device: Where to; or as what, as torch takes it
+            dtype: As what
+
+        Returns:
+            Itself
+        """
         if isinstance(device, torch.dtype): device,dtype = dtype,device
         known = self._ttype
         if self.is_result: return self
@@ -267,7 +338,15 @@ class Arithmetic(Copies):
         min=None, # Least value
         max=None # Greatest value
     ): # StateDict
-        "Each value, moved between two ends"
+        """Each value, moved between two ends
+
+        Args:
+            min: Least value
+            max: Greatest value
+
+        Returns:
+            StateDict
+        """
         if not self.is_result: return self.apply(lambda x: x.clip(min=min, max=max))
         return self.like(zip(self, numbers_of(self).clip(min=min, max=max).tolist(), strict=True))
 
@@ -391,7 +470,13 @@ class Statistics(Snapshot):
         *, lw:bool=False, # For each layer
         pattern=None # Regular expression, matched from the start
     ):
-        "The p-norm"
+        """The p-norm
+
+        Args:
+            p: Which norm
+            lw: For each layer
+            pattern: Regular expression, matched from the start
+        """
         return norm_reduced(self, p, lw, pattern)
 
     def norm1(self, *, lw=False, pattern=None):
@@ -533,7 +618,18 @@ class Tables(Statistics):
         additional_info=None, # Further columns: name -> number for each layer
         exlude_keys=None # The same as `exclude_keys`
     ):
-        "A table of numbers, printed, or as dicts of plain numbers"
+        """A table of numbers, printed, or as dicts of plain numbers
+
+        Args:
+            lw: A line for each layer
+            pattern: Regular expression, matched from the start
+            group: Columns: 'default', 'all', 'custom'
+            display: Print it; else return the numbers
+            include_keys: Columns to show, or to add to `group` when one is named
+            exclude_keys: Columns to leave out
+            additional_info: Further columns: name -> number for each layer
+            exlude_keys: The same as `exclude_keys`
+        """
         exclude = as_list(exclude_keys)+as_list(exlude_keys)
         rows = described(self, lw or self.is_result, pattern, group, include_keys, exclude, additional_info)
         if display: print(table_text(f'Stats {self._name}', list(rows.values())))
@@ -546,7 +642,17 @@ class Tables(Statistics):
         step=None, # Training step
         pattern=None # Regular expression, matched from the start
     ) -> list: # Dicts
-        "A row for each layer, as a log has them: `for row in sd.rows(): te.t + row`"
+        """A row for each layer, as a log has them: `for row in sd.rows(): te.t + row`
+
+        Args:
+            stats: As `get_stats` takes them
+            ttype: Tensor type; without it what the tensors are known to be, or 'probe'
+            step: Training step
+            pattern: Regular expression, matched from the start
+
+        Returns:
+            Dicts
+        """
         return log_rows(self, stats, ttype, step, pattern)
 
     def headline(self):
@@ -594,7 +700,12 @@ class Pictures(Snapshot):
 
 # %% ../../nbs/45_state/06_algebra.ipynb #0d5245e5
 class StateDict(Arithmetic, Tables, Pictures):
-    "Tensors of a model by name, or a number for each: a value to calculate with"
+    """Tensors of a model by name, or a number for each: a value to calculate with
+
+    Args:
+        *args: As for a dict
+        name: What it is called in print
+    """
     def apply_reduction(self,
         func, # From a tensor to a number
         *, lw:bool=False, # For each layer
