@@ -13,7 +13,7 @@ import torch
 
 from . import compiled
 from ..private_torch import is_exporting, never_compile, recomputing
-from .forward import CAUGHT, KEY, answers, bring, with_gradient, with_self
+from .forward import CAUGHT, KEY, answers, hook_compiled, with_gradient, with_self
 from .tensors import outputs
 
 # %% ../../nbs/20_capture/25_caught.ipynb #3d1f0a06
@@ -35,7 +35,7 @@ def traced(c, result):
     if not named: return
     hooked = with_gradient(named, c.grads)
     compiled.left([x.detach() for _,x in named], c.key, [n for n,_ in named], [n for n,_ in hooked])
-    bring(hooked, c.key, 'output_grad')
+    hook_compiled(hooked, c.key, 'output_grad')
 
 # %% ../../nbs/20_capture/25_caught.ipynb #3d1f0a08
 codes = weakref.WeakKeyDictionary(),weakref.WeakKeyDictionary() # forward -> code, without an ember and with one
@@ -89,7 +89,7 @@ class Catch:
             if k in self.covered: m.__dict__[k] = self.covered[k]
         self.put,self.covered = {},{}
 
-    def settle(self, listeners):
+    def update(self, listeners):
         "For these listeners from now on"
         self.off()
         self.listeners = [l for l in listeners if l[0]() is not None]
@@ -99,15 +99,15 @@ class Catch:
 
     def drop(self, listener):
         "Show it no more; with the last listener the module is as it was"
-        self.settle([l for l in self.listeners if l[0]() is not listener])
+        self.update([l for l in self.listeners if l[0]() is not listener])
 
-    def hear(self, what):
+    def wanting(self, what):
         return [(o, track) for ref,track,root,chosen in self.listeners if (root if what=='begin' else chosen) and (o := ref()) is not None]
 
     # what modules and compiled code call
     def began(self):
         if not recomputing():
-            for o,_ in self.hear('begin'): o.begin()
+            for o,_ in self.wanting('begin'): o.begin()
 
     def returned(self, result):
         if not recomputing(): self.show([('', result)] if isinstance(result, torch.Tensor) else outputs(result), None)
@@ -115,10 +115,10 @@ class Catch:
     def left(self, named, hooked): self.show(named, hooked)
 
     def show(self, named, hooked):
-        for o,track in self.hear('see'): o.see(track, named, self.key, hooked)
+        for o,track in self.wanting('see'): o.see(track, named, self.key, hooked)
 
     def graded(self, ttype, named):
-        for o,track in self.hear('see'):
+        for o,track in self.wanting('see'):
             if o.grads: [o.graded(track, n, g) for n,g in named]
 
 for f in (Catch.began, Catch.returned): never_compile(f)
@@ -153,6 +153,6 @@ def catch(
     found,ids,me = [],{t.id for t in chosen},weakref.ref(listener)
     for t in {t.id: t for t in (root, *chosen)}.values():
         c = t.module.__dict__.get(CAUGHT) or Catch(t.module)
-        c.settle([*c.listeners, (me, t, t is root, t.id in ids)])
+        c.update([*c.listeners, (me, t, t is root, t.id in ids)])
         found.append(weakref.ref(c))
     return found

@@ -195,9 +195,9 @@ def stretches(x):
             rest = a[filled:].astype(np.float64)
             s[-1] += np.add.reduce(rest)
             q[-1] += rest.dot(rest)
-    return settle(s, q, lo, hi, cuts, x)
+    return from_sums(s, q, lo, hi, cuts, x)
 
-def settle(s, q, lo, hi, cuts, x):
+def from_sums(s, q, lo, hi, cuts, x):
     "What `stretches` tells, from sums, sums of squares and extremes"
     n = np.diff(cuts)
     big = np.maximum(-lo, hi)
@@ -364,7 +364,7 @@ class Loader:
     "Loads the compiled loops, a format at a time: for who waits, or beside what goes on"
     def __init__(self):
         self.warmed,self.room,self.loaded,self.asked,self.threads = False,None,set(),set(),[]
-        self.seconds,self.beside,self.trouble,self.lost,self.over = 0.,0.,None,False,False
+        self.seconds,self.beside,self.error,self.lost,self.over = 0.,0.,None,False,False
         self.lock = threading.RLock() # held while something is loaded
 
     def has(self, fmt):
@@ -389,7 +389,7 @@ class Loader:
             try:
                 self.room = numba_room()
                 if self.room is not None: self.room.load(fmt)
-            except Exception as e: self.room,self.trouble = None,f'{type(e).__name__}: {e!s:.200}' # say, a numba that does not know this numpy
+            except Exception as e: self.room,self.error = None,f'{type(e).__name__}: {e!s:.200}' # say, a numba that does not know this numpy
             if self.room is None: self.lost = True
             else: self.loaded.add(fmt)
             took = perf_counter()-start
@@ -399,7 +399,7 @@ class Loader:
 
     def say(self):
         "Say once why there are none; where they are not installed there is nothing to say"
-        said,self.trouble = self.trouble,None
+        said,self.error = self.error,None
         if said: warnings.warn(f"numba does not work, so tensors are measured by plain torch operations, which is slower: {said}", EmberWarning, stacklevel=3)
         return False
 

@@ -93,7 +93,7 @@ class Arena:
         self.size,self.blocks,self.taps,self.cursors,self.where = size,[],[],[],[]
         self.clock,self.lock,self.seen,self.micro = itertools.count(1),threading.RLock(),{},0 # a signal handler may come in between and read
         self.filled = self.shared = 0
-        self.waiting = {} # (block, row) -> a tensor that will be read into it, with others
+        self.pending = {} # (block, row) -> a tensor that will be read into it, with others
 
     def tap(self,
         key, # Whatever identifies the place to its reader; must not hold the module
@@ -134,15 +134,15 @@ class Arena:
     def begin(self, micro=0):
         "A pass begins: calls count from 0 again"
         with self.lock:
-            self.settle()
+            self.read_pending()
             self.micro = micro
             for c in self.where: c[:, [CALLS, LIKE+MICRO]] = 0,micro
             self.seen.clear()
 
-    def settle(self):
+    def read_pending(self):
         "Read the tensors that wait: those with rows in the same block in one launch"
         with self.lock:
-            todo,self.waiting = self.waiting,{}
+            todo,self.pending = self.pending,{}
             lists = {}
             for (block,row),(x,wanted,scale) in todo.items(): lists.setdefault((block, wanted, id(scale)), (scale, []))[1].append((x, row))
             for (block,wanted,_),(scale,those) in lists.items():
@@ -150,7 +150,7 @@ class Arena:
 
     def forget(self, tap):
         "Drop what `tap` holds: it is about to be observed anew"
-        for i in range(tap.size if self.waiting else 0): self.waiting.pop((tap.block, tap.first+i), None)
+        for i in range(tap.size if self.pending else 0): self.pending.pop((tap.block, tap.first+i), None)
         if tap.head is not None: tap.head[:, EVENT] = 0
         tap.next[[NEXT, CALLS]] = 0
         tap.turn += 1
@@ -164,7 +164,7 @@ class Arena:
             earlier: The `Snapshot`s that were taken of the same step before, to go on from
         """
         with self.lock:
-            self.settle()
+            self.read_pending()
             parts = [(b.head[u], rows_to_host(b, u)) for b in self.blocks if len(u:=np.flatnonzero(b.head[:b.used, EVENT]))]
             for b in self.blocks: b.head[:b.used, EVENT] = 0
             for c in self.where: c[:, NEXT] = 0
@@ -205,7 +205,7 @@ def observe(
     tap:Tap, # Where it was seen
     call:int|None=None, # Which call of the pass it belongs to; the next one without it
     scale=None, # What the tensor was multiplied by, a number or a tensor, to be divided out again
-    later:bool=False # Whether `x` stays as it is until `Arena.settle`, so that it may be read then, with others
+    later:bool=False # Whether `x` stays as it is until `Arena.read_pending`, so that it may be read then, with others
 ):
     """Measure `x` into the next row of `tap`. Raises `Unmeasurable` when its values cannot be read
 
@@ -214,7 +214,7 @@ def observe(
         tap: Where it was seen
         call: Which call of the pass it belongs to; the next one without it
         scale: What the tensor was multiplied by, a number or a tensor, to be divided out again
-        later: Whether `x` stays as it is until `Arena.settle`, so that it may be read then, with others
+        later: Whether `x` stays as it is until `Arena.read_pending`, so that it may be read then, with others
     """
     if scale is None and type(x) in ordinary and not count_function_modes() and inside_transform() is None:
         try:
@@ -273,7 +273,7 @@ def note(x, tap, call=None, scale=None, later=False):
     with a.lock:
         i = int(tap.next[NEXT])
         if i>=tap.size or tap.device!=x.device: a.more(tap, x.device); i = 0
-        if v is None: a.waiting[tap.block, tap.first+i] = x.detach(),tap.wanted,scale
+        if v is None: a.pending[tap.block, tap.first+i] = x.detach(),tap.wanted,scale
         elif tap.out is None:
             tap.rows.data[i].copy_(v)
             if scale is not None: tap.rows.data[i, SCALE] = scale

@@ -48,16 +48,16 @@ class Calls:
 
     def fresh_log(self,
         pass_:int, # Number of the pass
-        anew:bool=False # Whether the thread calls the model again, in a pass that it shares with another thread
+        again:bool=False # Whether the thread calls the model again, in a pass that it shares with another thread
     ):
         """The log of enters and exits is of one pass, and of one thread
 
         Args:
             pass_: Number of the pass
-            anew: Whether the thread calls the model again, in a pass that it shares with another thread
+            again: Whether the thread calls the model again, in a pass that it shares with another thread
         """
         here = self.here
-        if anew or here.pass_!=pass_ or len(here.log)>self.most_events: here.pass_,here.log = pass_,[]
+        if again or here.pass_!=pass_ or len(here.log)>self.most_events: here.pass_,here.log = pass_,[]
         return here.log
 
     def number(self, state, pass_):

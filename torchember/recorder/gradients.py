@@ -6,7 +6,7 @@
 __all__ = ['Gradients']
 
 # %% ../../nbs/40_recorder/40_gradients.ipynb #c6a2d568
-from ..capture.backward import hear
+from ..capture.backward import hook_gradients
 
 # %% ../../nbs/40_recorder/40_gradients.ipynb #9984be31
 class Gradients:
@@ -34,13 +34,13 @@ class Gradients:
             if n in leaves and n in came and self.steps.pass_!=pass_: return # the backward of a later pass, which has a hook of its own on the same leaf
             came[n] = came.get(n, -1)+1
             self.tell(state, ttype, n, g, call, phase, came[n])
-        self.handles += hear(named, tell, (id(state), ttype), False, state.key, ttype)
+        self.handles += hook_gradients(named, tell, (id(state), ttype), False, state.key, ttype)
 
     def recomputed(self, state, inputs, outputs):
         "A checkpointed forward ran again: the reentrant kind makes only now the graph that gradients go through"
         for ttype,named in (('input_grad', inputs), ('output_grad', outputs)):
             if ttype not in self.ttypes: continue
-            self.handles += hear(named, lambda n, g, ttype=ttype: state.graded(ttype, [(n, g)]), (id(state), ttype), True, state.key, ttype)
+            self.handles += hook_gradients(named, lambda n, g, ttype=ttype: state.graded(ttype, [(n, g)]), (id(state), ttype), True, state.key, ttype)
 
     def step_over(self):
         for h in self.handles: h.remove()

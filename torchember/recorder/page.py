@@ -145,7 +145,7 @@ class Page:
 
     def read_pending(self, module='model'):
         "Read the parameters that wait to be read together, before anything changes them"
-        try: self.arena.settle()
+        try: self.arena.read_pending()
         except Exception as e: self.notices.failed(module, 'a parameter', e, self.stats.get('weight'))
 
     # ---- out of the page

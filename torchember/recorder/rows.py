@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..measure.tap import Pending, columns_of
-from ..record import line_of, regular_line, texts_of, trouble
+from ..record import line_of, regular_line, texts_of, optional
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #dff900af
 def one_row(
@@ -51,7 +51,7 @@ def one_row(
     if micro is not None and several.get(phase): extra['micro'] = micro
     if phase: extra['phase'] = phase
     if backward: extra['backward'] = backward
-    late = {k: stats[k] for k in trouble if k in stats}
+    late = {k: stats[k] for k in optional if k in stats}
     marks = {k:v for k,v in marks.items() if k not in stats and k not in extra}
     return {**{k:v for k,v in stats.items() if k not in late}, 'module': module, 'ts': ts, 'ttype': ttype, 'tname': tname,
         'step': step, 'call': call, 'dtype': dtype, **extra, **late, **marks}

@@ -288,7 +288,7 @@ def calculated(
     "An operation on all layers"
     o = other[0] if other else None
     if isinstance(o, Layers):
-        if trouble := first_difference(d, o): raise ValueError(trouble)
+        if why := first_difference(d, o): raise ValueError(why)
         o = [o[k] for k in d]
     if d.is_result and not (isinstance(o, list) and any(isinstance(v, torch.Tensor) for v in o)):
         x = numbers_of(d)
@@ -420,7 +420,7 @@ def by_torch(func, args, kwargs):
     if kwargs.get('out') is not None or kwargs.get('inplace') or (name.endswith('_') and not name.endswith('__')):
         raise TypeError(f"torch's {name} writes into tensors, which may be the model's own. Use the form that returns a new StateDict, or apply_.")
     for other in ds:
-        if trouble := first_difference(d, other): raise ValueError(trouble)
+        if why := first_difference(d, other): raise ValueError(why)
     args,kwargs = each_in((args, kwargs), tensors_in)
     out = {}
     for k,x in d.items():

@@ -13,7 +13,7 @@ from collections import Counter
 import torch
 from torch import nn
 
-from ..capture.backward import hear
+from ..capture.backward import hook_gradients
 from ..capture.caught import catch
 from ..capture.optimizer import states_of
 from ..capture.tree import tracks, unwrap
@@ -328,7 +328,7 @@ class Activations:
         me = weakref.ref(self)
         def tell(n, g):
             if (o := me()) is not None: o.keep(which, keys[n], g, False)
-        self.leaves += hear(named, tell, key=key)
+        self.leaves += hook_gradients(named, tell, key=key)
 
     def graded(self, track, n, g):
         "Compiled code brings a gradient, the last call's first"

@@ -29,5 +29,5 @@ def trust_ratio(
     for what,d in (('update', update), ('weight', weight)):
         if not isinstance(d, StateDict): raise TypeError(f"trust_ratio takes two StateDicts; its {what} is {an(d)}. from_weight(model) makes one.")
     u,w = (d if pattern is None else d.filter(pattern) for d in (update, weight))
-    if trouble := first_difference(u, w): raise ValueError(trouble)
+    if why := first_difference(u, w): raise ValueError(why)
     return (u.norm(lw=True)/w.norm(lw=True)).set_name('trust_ratio')

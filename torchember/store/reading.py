@@ -13,7 +13,7 @@ import numpy as np
 
 from ..measure.summary import derived, lost_value
 from ..needs import needs
-from ..record import column_order, identity, load_row, trouble
+from ..record import column_order, identity, load_row, optional
 
 # %% ../../nbs/30_store/08_reading.ipynb #dbbf85e3
 bad = ('nan', 'posinf', 'neginf') # counts of what is not finite
@@ -55,7 +55,7 @@ def marks_in(
     "Columns that follow a row's `tname` and are not ours: the user's marks"
     found = {}
     for keys in layouts:
-        if 'tname' in keys: found.update(dict.fromkeys(k for k in keys[keys.index('tname')+1:] if k not in identity+trouble))
+        if 'tname' in keys: found.update(dict.fromkeys(k for k in keys[keys.index('tname')+1:] if k not in identity+optional))
     return list(found)
 
 # %% ../../nbs/30_store/08_reading.ipynb #202deb91
@@ -109,7 +109,7 @@ def by_place(
     if not {'module', 'ttype', 'tname'}<=set(df.columns): return df
     if 'path' not in df: df = df.assign(path=[path_of(m) if isinstance(m, str) else m for m in df['module']])
     first = [c for c in ('path', 'ttype', 'tname', 'pname') if c in df]
-    numbers = [c for c in takewhile(lambda c: c not in identity+trouble, df.columns) if c not in first]
+    numbers = [c for c in takewhile(lambda c: c not in identity+optional, df.columns) if c not in first]
     return df[first+[c for c in df.columns if c not in first+numbers]+numbers]
 
 # %% ../../nbs/30_store/08_reading.ipynb #de3276d9

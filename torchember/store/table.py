@@ -8,7 +8,7 @@ __all__ = ['tree_table']
 # %% ../../nbs/30_store/05_table.ipynb #5ac68f0d
 from html import escape
 
-from ..record import identity, trouble
+from ..record import identity, optional
 
 # %% ../../nbs/30_store/05_table.ipynb #a0fcf9eb
 rank = ('output', 'input', 'weight') # which row stands for a module, best first
@@ -53,7 +53,7 @@ def tree_table(
     """
     best = one_row_each(rows)
     stats = [c for c in ('shape', 'mean', 'std', 'max', 'min') if any(c in r for r in best.values())]
-    stats = stats or list(dict.fromkeys(k for r in best.values() for k in r if k not in identity+trouble))[:6]
+    stats = stats or list(dict.fromkeys(k for r in best.values() for k in r if k not in identity+optional))[:6]
     head = ''.join(f'<th>{escape(c)}</th>' for c in ('module', 'tensor', *stats))
     body,count = [],0
     for depth,node in nodes(tree):
