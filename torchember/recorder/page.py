@@ -168,5 +168,10 @@ class Page:
         return snapshot, custom
 
     def clear_taken(self):
-        "The step is over, or rows that come now are new ones: they supersede nothing"
-        self.taken,self.given = [],set()
+        "Rows that come now are new ones: they supersede nothing"
+        if self.taken: self.taken = []
+        if self.given: self.given = set()
+
+    def step_over(self):
+        self.clear_taken()
+        self.micro = 0

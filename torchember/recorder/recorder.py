@@ -166,7 +166,7 @@ class Recorder(Listener):
 
     def new_pass(self, state, path, phase):
         "Perhaps the step before is over now"
-        looked = self.weights_watched and (not state.root if self.watch is None else not self.watch.busy) # LBFGS moves the weights within its step
+        looked = self.weights_watched and (not state.root if self.watch is None else self.steps.opened and not self.watch.busy) # LBFGS moves them itself
         weights = versions(self.weights_watched) if looked else None
         if self.steps.ends(path, phase, weights): self.close()
         if self.steps.begin(path, phase, weights) and self.on:
@@ -294,8 +294,8 @@ class Recorder(Listener):
 
     def say_when_stalled(self):
         "Every step would be the same one, when the optimizer does not step"
-        why = self.watch and self.steps.stalled()
-        if not why or 'stalled' in self.notices.said: return
+        if self.watch is None or not self.steps.stalled() or 'stalled' in self.notices.said: return
+        why = self.steps.stalled()
         quiet = [o for o in self.watch.optimizers if id(o) in self.steps.quiet]
         ever = any(id(o) in self.watch.stepped for o in quiet)
         how = 'does not step any more' if ever else 'has not stepped'
@@ -334,30 +334,35 @@ class Recorder(Listener):
 
     def next_step(self):
         "The next step is open, and it is decided whether it is recorded"
-        steps,most = self.steps,max(self.steps.turns.values(), default=0)
-        quiet = [o for o in self.watch.optimizers if id(o) in steps.quiet] if self.watch and most>=20 else []
-        if quiet: self.waited = f"Step {self.step} waited for {kinds_of(quiet)}: {most:,} steps of another optimizer are in it."
+        steps = self.steps
+        if len(steps.awaited)>1: self.note_waiting()
         self.seen_steps += 1
         self.recorded_steps += self.on
         self.was_on,self.skipped = self.on,False
-        self.logged = Counter({self.step: self.logged[self.step]}) # what is noted from now on may be of this step
-        hidden = any(b.device.type!='cpu' for b in self.page.arena.blocks)
-        for owner in (self.gradients, self.parameters): owner.step_over()
+        if self.logged: self.logged = Counter({self.step: self.logged[self.step]}) # what is noted from now on may be of this step
+        self.gradients.step_over()
+        self.parameters.step_over()
         self.updates.drop()
-        self.page.clear_taken()
+        self.page.step_over()
         steps.close()
-        self.page.micro = 0
-        self.cost.step_over(bool(self.on), self.t.file.seconds, hidden)
-        self.say_when_hopeless()
+        if self.cost.budget:
+            hidden = any(b.device.type!='cpu' for b in self.page.arena.blocks)
+            self.cost.step_over(bool(self.on), self.t.file.seconds, hidden)
+            self.say_when_hopeless()
         self.set_on(self.due())
+
+    def note_waiting(self):
+        "Of several optimizers, some have stepped far more often than the others"
+        most = max(self.steps.turns.values(), default=0)
+        quiet = [o for o in self.watch.optimizers if id(o) in self.steps.quiet] if most>=20 else []
+        if quiet: self.waited = f"Step {self.step} waited for {kinds_of(quiet)}: {most:,} steps of another optimizer are in it."
 
     def due(self, step=None): # whether this step, or the next, is recorded
         return self.decide(self.step if step is None else step, lambda: self.cost.pending if self.steps.opened and self.on else 0.)
 
     def say_when_hopeless(self):
         b = self.cost.budget
-        if not b or not b.hopeless: return
-        self.notices.once('budget', f"{b}: it takes {duration(b.cost)}, and a step {duration(b.time)}. Record less: include=, ttypes=, stats=.")
+        if b.hopeless: self.notices.once('budget', f"{b}: it takes {duration(b.cost)}, and a step {duration(b.time)}. Record less: include=, ttypes=, stats=.")
 
     @timed
     def log_model(self):

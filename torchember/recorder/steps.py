@@ -136,6 +136,7 @@ class Steps:
             passes: Training passes without a step of an awaited optimizer that are too many
             turns: Steps of one optimizer without one of another that are
         """
+        if self.changes<2 and self.training_passes<passes and not self.turns: return None # as in nearly every step
         if not self.quiet: return None
         most = max(self.turns.values(), default=0)
         if most>=turns: return f'another one has stepped {most:,} times'
