@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from . import compiled
-from ..private_torch import is_exporting, never_compile, recomputing
+from ..private_torch import hooks_in_graphs, is_exporting, never_compile, recomputing, say_no_hooks
 from .tensors import inputs, outputs, parameters
 from .tree import refused
 
@@ -39,6 +39,7 @@ class State:
 
     def hears(self):
         self.listener.anew() # compiled code writes into memory without moving a version counter
+        if self.switch.input_grad or self.switch.output_grad: say_no_hooks()
         return self.listener.on and self.listener.wants()
 
     def entered(self, named, hooked):
@@ -92,7 +93,9 @@ def parts_of(module):
     if isinstance(module, torch.jit.ScriptModule): return None # does not change, and makes new objects of its parts for each who asks
     return *module._parameters, *map(id, module._modules.values())
 
-def with_gradient(named, wanted): return [(n,x) for n,x in named if wanted and torch.is_grad_enabled() and x.requires_grad]
+def with_gradient(named, wanted):
+    wanted = wanted and hooks_in_graphs and torch.is_grad_enabled()
+    return [(n,x) for n,x in named if wanted and x.requires_grad]
 
 def bring(named, key, ttype):
     "Hooks, as the compiler sees them, that bring the gradients of tensors"
