@@ -171,7 +171,7 @@ def test_lowering_where_torch_has_changed(which, monkeypatch):
     monkeypatch.setattr(ours, 'sys', SimpleNamespace(modules={'torch._inductor.lowering': other_insides(which)}))
     monkeypatch.setattr(ours, 'missing', {})
     got = train(mlp_and_input, None, 'whole', 'inductor', ttypes=ALL)
-    assert any('_inductor' in k for k in ours.missing)==(which!='nothing')
+    if ours.hooks_in_graphs: assert any('_inductor' in k for k in ours.missing)==(which!='nothing') # before, tokens do without our lowering
     monkeypatch.undo()
     want = train(mlp_and_input, None, ttypes=ALL)
     assert got.graphs==1 and Counter(places(got.rows))==Counter(places(want.rows))

@@ -84,8 +84,8 @@ def test_activation_gradients(how):
 
 @pytest.mark.parametrize('compiled', [False, True])
 def test_calls_are_told_apart(compiled):
-    if compiled: graphs_take_hooks()
     "A layer that is called three times: each gradient is that of its call, though they arrive in reverse"
+    if compiled: graphs_take_hooks()
     class Loop(nn.Module):
         def __init__(self): super().__init__(); self.l = nn.Linear(3, 3)
         def forward(self, x):
