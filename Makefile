@@ -17,7 +17,7 @@ endif
 # What the comments beside arguments say goes into the docstrings
 library := nbdev-export && python docs/docstrings.py
 
-.PHONY: all sync update save lint test docs check wheel demo bench clean help
+.PHONY: all sync update save lint test versions docs check wheel demo bench clean help
 .NOTPARALLEL:
 all: sync lint test docs # All that a change needs: sync, lint, test and docs
 
@@ -55,6 +55,9 @@ lint: # Look for mistakes in notebooks, library, tests and examples
 
 test: # Run the notebooks and tests/ against the library, but for the slow: ARGS='-n auto' for all, ARGS='-k summary' for some
 	pytest $(ARGS)
+
+versions: # Run the core of the tests on other versions, with uv: ENVS='"torch==2.8.0 python=3.12" "torch pandas<3 -numba"' for some
+	python3 tests/versions.py $(ENVS)
 
 docs: # Make pages of the notebooks as they are saved: docs/_build/html/index.html
 	sphinx-build -qWE -c docs nbs docs/_build/html

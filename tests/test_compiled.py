@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from compared import ALL, FORWARD, GPT, compiled, ids, loss_of, places, plain, same_rows, same_training, train
+from compared import ALL, FORWARD, GPT, compiled, ids, loss_of, needs_hooks, places, plain, same_rows, same_training, train
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -119,6 +119,7 @@ def test_model_compile():
     same_rows(want, got)
 
 
+@needs_hooks
 def test_a_whole_training_step():
     "Forward, backward and optimizer in one compiled function"
     def rows(how):
@@ -170,17 +171,20 @@ def test_lowering_where_torch_has_changed(which, monkeypatch):
     monkeypatch.setattr(ours, 'sys', SimpleNamespace(modules={'torch._inductor.lowering': other_insides(which)}))
     monkeypatch.setattr(ours, 'missing', {})
     got = train(mlp_and_input, None, 'whole', 'inductor', ttypes=ALL)
-    assert any('_inductor' in k for k in ours.missing)==(which!='nothing')
+    if ours.hooks_in_graphs: assert any('_inductor' in k for k in ours.missing)==(which!='nothing') # before, tokens do without our lowering
     monkeypatch.undo()
     want = train(mlp_and_input, None, ttypes=ALL)
     assert got.graphs==1 and Counter(places(got.rows))==Counter(places(want.rows))
     for op in [op for op in list(real.lowerings) if getattr(op, 'namespace', None)=='torchember']: del real.lowerings[op]
 
 
+@needs_hooks
 def test_operators_where_torch_has_no_effects(monkeypatch):
     "An operator stays in the graph, and is called"
     from torchember.capture.compiled import effect, new_key
-    monkeypatch.delattr(torch.library, '_register_effectful_op')
+    import torch._higher_order_ops.effects as effects
+    monkeypatch.delattr(torch.library, '_register_effectful_op', raising=False)
+    monkeypatch.delattr(effects, '_register_effectful_op')
     heard = []
     op = effect('without_effects', ', str what', lambda holder, xs, what: heard.append((what, xs[0].sum().item())))
     key = new_key(holder := type('Holder', (), {})())
@@ -413,6 +417,7 @@ def test_two_passes_before_a_backward():
     same_rows(want, got)
 
 
+@needs_hooks
 def test_a_gradient_finds_its_call():
     "Of three calls the second has no gradient: those of the others keep their numbers"
     class Loop(nn.Module):
@@ -426,6 +431,7 @@ def test_a_gradient_finds_its_call():
     same_training(want, got)
 
 
+@needs_hooks
 @pytest.mark.parametrize('backend', TOL)
 def test_two_calls_with_one_tensor(backend):
     "What brings their gradients has the same arguments, and stays two operators"
@@ -514,6 +520,7 @@ def test_schedules(how, ends):
 
 # ---- what is recorded
 
+@needs_hooks
 @pytest.mark.parametrize('backend', ['eager', 'aot_eager'])
 def test_custom_statistics(backend):
     "Any Python, in its place in the order, under fullgraph; one that raises gives a row that says so"
@@ -571,6 +578,7 @@ def test_some_modules():
     same_training(want, got)
 
 
+@needs_hooks
 @pytest.mark.parametrize('backend', TOL)
 def test_leaves_keep_no_hooks(backend):
     "An input that is optimised itself, and a parameter that another module takes in: one gradient a step, however many steps"

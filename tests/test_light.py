@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from torchember import emberTracker, torchEmber
@@ -47,7 +48,8 @@ def bare_site(tmp_path):
     import six
     site = tmp_path/'site'
     site.mkdir()
-    for m in (numpy, pandas, dateutil):
+    modules = [numpy, pandas, dateutil, *([pytest.importorskip('pytz')] if pandas.__version__<'3' else [])]
+    for m in modules:
         folder = Path(m.__file__).parent
         (site/folder.name).symlink_to(folder)
         libs = folder.with_name(f'{folder.name}.libs')

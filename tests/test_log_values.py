@@ -187,6 +187,10 @@ columns = [[1, 2.5, None], [1, 'a'], [True, False], [True, None], [True, 1], [No
     [1e308, 1e-320], ['', ' '], ['1', '2'], ['null', 'nan', 'True'], ['True', 'False'], [1, {}], [-1, 2**62], ['2020-01-01', '2020-01-02']]
 
 
+def kinds(column): # pandas 2 has None or NaN where a text is missing
+    return [float if v is None and pd.__version__<'3' else type(v) for v in column]
+
+
 @pytest.mark.parametrize('column', columns, ids=str)
 @pytest.mark.parametrize('gap', [False, True])
 def test_columns_of_every_kind(column, gap):
@@ -194,7 +198,7 @@ def test_columns_of_every_kind(column, gap):
     data = b''.join(json.dumps(r, separators=(',', ':')).encode()+b'\n' for r in rows)
     got,want = table(lambda: [data])[0],frame(parse(data)[0])
     pd.testing.assert_frame_equal(got, want, check_exact=True)
-    assert list(map(type, got.a))==list(map(type, want.a))
+    assert kinds(got.a)==kinds(want.a)
     alone = b''.join(json.dumps({'a': v}).encode()+b'\n' for v in column)
     pd.testing.assert_frame_equal(table(lambda: [alone[:alone.index(b'\n')+1], alone[alone.index(b'\n')+1:]])[0], frame(parse(alone)[0]), check_exact=True)
 

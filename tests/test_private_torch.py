@@ -6,14 +6,17 @@ import re
 import subprocess
 import sys
 import warnings
+from collections import Counter
 from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 import torch
+from compared import FORWARD, GPT, ids, places, train
 from torch import nn
 
 from torchember import EmberWarning, private_torch, torchEmber
+from torchember.capture import forward
 
 package = Path(private_torch.__file__).parent
 python = {'_getframe', '_fields'} # of Python's own library
@@ -76,6 +79,10 @@ import torchember.private_torch
 importlib.import_module = real
 
 import torch, torch.utils.checkpoint
+import torch._higher_order_ops.effects as effects
+if lacks==['everything']:
+    vars(torch.library).pop('_register_effectful_op', None)
+    del effects._register_effectful_op
 from torch import nn
 import torchember.private_torch as room
 room.import_module = Without
@@ -92,7 +99,7 @@ for how in ('eager', 'aot_eager'):
     torch.manual_seed(0)
     net = Net()
     opt = torch.optim.SGD(net.parameters(), lr=.1)
-    te = torchEmber(net, optimizer=opt, ttypes=('input', 'output', 'weight', 'weight_grad', 'output_grad'), on_error='raise')
+    te = torchEmber(net, optimizer=opt, ttypes=('input', 'output', 'weight', 'weight_grad'), on_error='raise')
     f = net if how=='eager' else torch.compile(net, backend=how, fullgraph=True)
     for x in torch.randn(3, 5, 3):
         opt.zero_grad()
@@ -114,7 +121,7 @@ def trained(lacks, home):
 def whole(tmp_path_factory):
     "Rows of a torch as it is"
     out,_ = trained('', tmp_path_factory.mktemp('whole'))
-    assert len(out['eager'])==len(out['aot_eager'])==3*17
+    assert len(out['eager'])==len(out['aot_eager'])==3*14
     return out
 
 
@@ -122,7 +129,7 @@ groups = {
     'modes': 'torch._C._len_torch_dispatch_stack torch._C._len_torch_function_stack torch.utils._python_dispatch._disable_current_modes '
         'torch._C._functorch.peek_interpreter_stack torch._C._functorch.is_functorch_wrapped_tensor '
         'torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack',
-    'the compiler': 'torch._C._dynamo.eval_frame.set_code_exec_strategy torch._C._current_graph_task_id torch.library._register_effectful_op',
+    'the compiler': 'torch._C._dynamo.eval_frame.set_code_exec_strategy torch._C._current_graph_task_id',
     'everything': 'everything'}
 
 
@@ -164,3 +171,24 @@ def test_names_of_runs_without_a_store(monkeypatch):
     monkeypatch.setattr(private_torch, 'private', lambda path, without, then: without)
     monkeypatch.setattr(torch.distributed, 'is_initialized', lambda: True)
     assert core.shared_name('Net').startswith('Net_')
+
+
+def compiled_on_a_torch_without_hooks(monkeypatch):
+    "Rows of a compiled model there, what was said, and the rows of the same model in eager mode"
+    monkeypatch.setattr(private_torch, 'hooks_in_graphs', False)
+    monkeypatch.setattr(forward, 'hooks_in_graphs', False)
+    monkeypatch.setattr(private_torch, 'said', set())
+    options = dict(ttypes=(*FORWARD, 'input_grad', 'output_grad'))
+    with warnings.catch_warnings(record=True) as got:
+        warnings.simplefilter('always')
+        rows = [train(lambda: GPT(2), ids, how, **options).rows for how in ('eager', 'whole', 'blocks')]
+    return rows, [str(w.message) for w in got if w.category is EmberWarning]
+
+
+def test_gradients_of_activations_where_graphs_take_no_hooks(monkeypatch):
+    "A compiled model still compiles as a whole. All else is recorded, and that these are not is said once"
+    (eager,whole,blocks),said = compiled_on_a_torch_without_hooks(monkeypatch)
+    without = [r for r in eager if r['ttype'] not in ('input_grad', 'output_grad')]
+    assert len(without)<len(eager) and Counter(places(whole))==Counter(places(without))
+    assert {r['ttype'] for r in blocks} >= {r['ttype'] for r in without}
+    assert len(said)==1 and 'cannot bring the gradients of inputs and outputs' in said[0]

@@ -13,6 +13,7 @@ import warnings
 
 import pytest
 import torch
+from compared import needs_hooks
 from looped import (ALL, Net, batches, by_hand, closure_of, ears, grads, heard, left, loss_of, momentum, said_of_parameters, same, says, seeded, steps, table,
     training, weights)
 from torch import nn
@@ -876,6 +877,7 @@ def test_a_schedule_that_raises_leaves_the_passes_countable():
     te.close()
 
 
+@needs_hooks
 @pytest.mark.parametrize('with_optimizer,every', [(False, 1), (False, 2), (True, 1), (True, 3)])
 def test_a_compiled_part_of_a_root_that_is_not_called(with_optimizer, every):
     "It is the pass, as it is uncompiled. The compiler looks once more when it has turned out that it is called by itself"

@@ -768,6 +768,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'torchember/private_torch.py'),
                                           'torchember.private_torch.say_missing': ( 'private_torch.html#say_missing',
                                                                                     'torchember/private_torch.py'),
+                                          'torchember.private_torch.say_no_hooks': ( 'private_torch.html#say_no_hooks',
+                                                                                     'torchember/private_torch.py'),
                                           'torchember.private_torch.shared_store': ( 'private_torch.html#shared_store',
                                                                                      'torchember/private_torch.py'),
                                           'torchember.private_torch.stand_behind': ( 'private_torch.html#stand_behind',

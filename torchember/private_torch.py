@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['newest', 'missing', 'said', 'count_dispatch_modes', 'count_function_modes', 'inside_transform',
            'without_dispatch_modes', 'without_function_modes', 'without_transforms', 'is_wrapped', 'unwrap',
-           'running_backward', 'note', 'strategy', 'action', 'unordered', 'private', 'tried', 'say_missing', 'version',
-           'recomputing', 'never_compile', 'thread_token', 'never_merge', 'keep_in_order', 'place', 'stand_behind',
-           'has_step_hooks', 'loss_scale', 'is_unscaled', 'shared_store']
+           'running_backward', 'note', 'strategy', 'action', 'hooks_in_graphs', 'unordered', 'private', 'tried',
+           'say_missing', 'version', 'recomputing', 'never_compile', 'say_no_hooks', 'thread_token', 'never_merge',
+           'keep_in_order', 'place', 'stand_behind', 'has_step_hooks', 'loss_scale', 'is_unscaled', 'shared_store']
 
 # %% ../nbs/03_private_torch.ipynb #03torch02
 import sys, warnings
@@ -124,25 +124,37 @@ def never_compile(
     return f
 
 # %% ../nbs/03_private_torch.ipynb #03torch27
+hooks_in_graphs = version()>=(2, 11) # whether a tensor in compiled code can have a hook
+
+def say_no_hooks():
+    "One line where gradients of activations were asked for, and compiled code cannot bring them"
+    if hooks_in_graphs or 'hooks' in said: return
+    said.add('hooks')
+    warnings.warn(f"Compiled code of torch {torch.__version__} cannot bring the gradients of inputs and outputs, so these are not recorded there. "
+        "From torch 2.11 on it can, and so can the model when it is not compiled.", EmberWarning, stacklevel=2)
+
+# %% ../nbs/03_private_torch.ipynb #03torch30
 def thread_token(
-    name:str, # Name of an operator, 'torchember::entered'
+    op, # An operator
     lib # The `torch.library.Library` that defines it
 ) -> bool: # Whether torch does
-    """Have torch keep the order of an operator among effects. In torch 2.10 and later
+    """Have torch keep the order of an operator among effects
 
     Args:
-        name: Name of an operator, 'torchember::entered'
+        op: An operator
         lib: The `torch.library.Library` that defines it
 
     Returns:
         Whether torch does
     """
-    then = 'compiled code is held in order by Inductor alone'
-    register,effects = private('torch.library._register_effectful_op', None, then),private('torch.library.EffectType', None, then)
-    if register is None or effects is None: return False
-    try: register(name, effects.ORDERED, lib=lib)
-    except Exception: return False
-    return True
+    with tried('torch.library._register_effectful_op', 'compiled code is held in order by Inductor alone'): # in torch 2.10 and later
+        torch.library._register_effectful_op(op.name(), torch.library.EffectType.ORDERED, lib=lib)
+        return True
+    with tried('torch._higher_order_ops.effects._register_effectful_op', 'models that Inductor compiles are not recorded'): # in torch 2.5 to 2.9
+        effects = import_module('torch._higher_order_ops.effects')
+        effects._register_effectful_op(op, effects._EffectType.ORDERED)
+        return True
+    return False
 
 def never_merge(
     op # An operator
@@ -156,7 +168,7 @@ def never_merge(
         known = sys.modules['torch._functorch.compile_utils'].rand_ops
         if op.overloadpacket not in known: known.append(op.overloadpacket)
 
-# %% ../nbs/03_private_torch.ipynb #03torch29
+# %% ../nbs/03_private_torch.ipynb #03torch32
 def keep_in_order(
     op, # An operator
     token:bool # Whether it has a token
@@ -193,7 +205,7 @@ def stand_behind(graph, n, last, token):
             if last: graph.additional_buffer_deps[o.get_operation_name()].add(last.get_name())
             if not token: graph.effectful_ops[torch.library.EffectType.ORDERED] = o # with a token, torch does that
 
-# %% ../nbs/03_private_torch.ipynb #03torch32
+# %% ../nbs/03_private_torch.ipynb #03torch35
 def has_step_hooks(
     optimizer # Any optimizer
 ) -> bool:
@@ -232,13 +244,13 @@ def is_unscaled(
     """
     return hasattr(scaler, '_per_optimizer_states') and scaler._per_optimizer_states[id(optimizer)]['stage'].name!='READY'
 
-# %% ../nbs/03_private_torch.ipynb #03torch35
+# %% ../nbs/03_private_torch.ipynb #03torch38
 def shared_store():
     "Where the processes of a group leave words for each other, or None. In all torches that can be run in several processes"
     get = private('torch.distributed.distributed_c10d._get_default_store', None, 'each process names its run by its own clock: give a name')
     return None if get is None else get()
 
-# %% ../nbs/03_private_torch.ipynb #03torch37
+# %% ../nbs/03_private_torch.ipynb #03torch40
 well_known = { # name -> what it is, and why it will stay
     '_parameters': "a module's own parameters by name, without its children's; pickled models are made of them",
     '_modules': "a module's children by name, None among them; pickled models are made of them",

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from . import compiled
-from ..private_torch import is_exporting, never_compile, recomputing
+from ..private_torch import is_exporting, never_compile, recomputing, say_no_hooks
 from .forward import CAUGHT, KEY, answers, hook_compiled, with_gradient, with_self
 from .tensors import outputs
 
@@ -112,7 +112,9 @@ class Catch:
     def returned(self, result):
         if not recomputing(): self.show([('', result)] if isinstance(result, torch.Tensor) else outputs(result), None)
 
-    def left(self, named, hooked): self.show(named, hooked)
+    def left(self, named, hooked):
+        if self.grads: say_no_hooks()
+        self.show(named, hooked)
 
     def show(self, named, hooked):
         for o,track in self.wanting('see'): o.see(track, named, self.key, hooked)

@@ -55,7 +55,7 @@ def effect(
     lib.define(f'{name}(Tensor[] xs, Tensor key{arguments}) -> ()')
     lib.impl(name, never_compile(run), 'CompositeExplicitAutograd')
     op = getattr(torch.ops.torchember, name).default
-    token = token and thread_token(f'torchember::{name}', lib)
+    token = token and thread_token(op, lib)
     if not token: torch.fx.node.has_side_effect(op)
     torch.library.register_fake(f'torchember::{name}', lambda xs, key, *rest: found(op, token), lib=lib)
     return op

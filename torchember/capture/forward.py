@@ -16,7 +16,7 @@ from torch import nn
 from . import compiled
 from .tensors import inputs, outputs, parameters
 from .tree import refused
-from ..private_torch import is_exporting, never_compile, recomputing
+from ..private_torch import hooks_in_graphs, is_exporting, never_compile, recomputing, say_no_hooks
 
 # %% ../../nbs/20_capture/20_forward.ipynb #e366dc34
 for f in (inputs, outputs): never_compile(f)
@@ -53,6 +53,7 @@ class State:
     def records(self):
         "Whether this call is recorded"
         self.listener.memory_reused() # compiled code writes into memory without moving a version counter
+        if self.switch.input_grad or self.switch.output_grad: say_no_hooks()
         return self.listener.on and self.listener.records()
 
     def entered(self, named, hooked):
@@ -105,7 +106,9 @@ def parts_of(module):
     if isinstance(module, torch.jit.ScriptModule): return None # does not change, and makes new objects of its parts for each who asks
     return *module._parameters, *map(id, module._modules.values())
 
-def with_gradient(named, wanted): return [(n,x) for n,x in named if wanted and torch.is_grad_enabled() and x.requires_grad]
+def with_gradient(named, wanted):
+    wanted = wanted and hooks_in_graphs and torch.is_grad_enabled()
+    return [(n,x) for n,x in named if wanted and x.requires_grad]
 
 def hook_compiled(named, key, ttype):
     "Hooks, as the compiler sees them, that bring the gradients of tensors"

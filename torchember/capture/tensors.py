@@ -18,7 +18,7 @@ def children(
     "What a container holds, by key or index"
     if isinstance(value, Mapping): return value.items()
     if isinstance(value, tuple) and hasattr(value, '_fields'): return zip(value._fields, value, strict=True)
-    if isinstance(value, tuple|list): return enumerate(value)
+    if isinstance(value, (tuple, list)): return enumerate(value) # Dynamo before torch 2.10 does not know tuple|list
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [(f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value)]
 
