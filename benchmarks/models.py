@@ -1,6 +1,7 @@
 "What is trained"
 import ctypes
 from functools import partial
+from time import process_time
 
 import torch
 import torch.nn.functional as F
@@ -32,10 +33,18 @@ def alexnet(batch=8):
     return model, lambda: F.cross_entropy(model(x), y)
 
 
-def gpt2():
-    "A GPT-2 of 3.7 million parameters, with random weights, on 4 texts of 128 tokens"
+def small_cnn(batch=32):
+    "What people try first: 10 modules on images of 28 x 28 pixels"
+    model = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(784, 32), nn.ReLU(), nn.Linear(32, 10))
+    x,y = torch.randn(batch, 1, 28, 28),torch.randint(10, (batch,))
+    return model, lambda: F.cross_entropy(model(x), y)
+
+
+def gpt2(width=256):
+    "A GPT-2 of 4 layers (3.7 million parameters at a width of 256), with random weights, on 4 texts of 128 tokens"
     from transformers import GPT2Config, GPT2LMHeadModel
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=2000, n_positions=128, n_embd=256, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0))
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=2000, n_positions=128, n_embd=width, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0))
     x = torch.randint(2000, (4, 128))
     return model, lambda: F.cross_entropy(model(x, use_cache=False).logits[:, :-1].flatten(0, 1), x[:, 1:].flatten())
 
@@ -79,11 +88,12 @@ class Training:
         warm=1, # Steps before those that are measured
         steps=1, # Steps that are measured together
         opt=None, # Function that makes the optimizer from the parameters; its step then closes the armed steps
+        clock=process_time, # What is measured: the processor's time, or that on the wall
         **how # How it is armed
     ):
         from torchember import torchEmber
         keep_memory()
-        self.model,self.loss,self.says_step,self.warm,self.steps = model,loss,says_step,warm,steps
+        self.model,self.loss,self.says_step,self.warm,self.steps,self.clock = model,loss,says_step,warm,steps,clock
         self.opt = (opt or partial(torch.optim.SGD, lr=1e-4))(model.parameters())
         if opt: self.says_step,how = False,how | {'optimizer': self.opt}
         self.te = torchEmber(model, **how)
@@ -97,13 +107,13 @@ class Training:
         self.opt.step()
 
     def measured(self):
-        "CPU seconds a step; what the writer has to write of it is in there"
+        "Seconds a step; what the writer has to write of it is in there"
         for _ in range(self.warm): self.step()
         self.te.t.file.barrier()
         def run():
             for _ in range(self.steps): self.step()
             self.te.t.file.barrier()
-        return seconds(run)/self.steps
+        return seconds(run, clock=self.clock)/self.steps
 
     def bare(self):
         self.te.disarm()

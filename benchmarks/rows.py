@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from time import process_time
+from time import perf_counter, process_time
 
 import torch
 
 from . import machine
-from .models import Training, alexnet, gpt2, gpt2_small_shapes, mlp
+from .models import Training, alexnet, gpt2, gpt2_small_shapes, mlp, small_cnn
 from .registry import Skip, line, row
 from .table import number
 from .timing import added, gpu_seconds, pairs, ratios, seconds, slowness, spread
@@ -281,6 +281,25 @@ def memory(quick):
 
 
 # ---- armed, and nothing to do
+
+@row('small', 'small models with AdamW, every step recorded: the time of the processor on one thread, and on the wall with the threads that torch takes')
+def small(quick):
+    import torchember.measure.kernels as kernels
+    kernels.ready()
+    cores = os.cpu_count()
+    for name,made,steps,bars in (('CNN of 10 modules', small_cnn, 20, (1.35, 1.4)), ('MLP of 12 layers', lambda: mlp(12, 64, 32), 50, (None, None)),
+            ('GPT-2 of 4 layers, width 128', lambda: gpt2(128), 2, (None, None))):
+        for threads,clock,bar,what in ((1, process_time, bars[0], 'CPU time, one thread'), (cores, perf_counter, bars[1], f'on the wall, {cores} threads')):
+            torch.set_num_threads(threads)
+            t = Training(*made(), warm=2, steps=steps, opt=torch.optim.AdamW, clock=clock)
+            ps = compare(t.bare, t.armed, quick, 20)
+            rows = len(t.te.t.latest_line_list())
+            bare,armed = (spread(t)['value'] for t in zip(*ps, strict=True))
+            note = f'{rows} rows a step; {1e3*bare:.3g} ms unarmed, {1e6*(armed-bare)/rows:.3g} us more for each row'
+            yield line(f'{name}, {what}', unit='x', at_most=bar, note=note, **ratios(ps))
+            t.te.close()
+    torch.set_num_threads(1)
+
 
 @row('off', 'armed, but no step is recorded')
 def off(quick):
