@@ -86,7 +86,7 @@ class torchEmber:
         self.t = new_run(self.model_name, name, resume, home)
         self.recorder = Recorder(self.t, ttypes, stats, when, only_training, on_error, step=self.t.last_step()+1 if resume else 0,
             rank=rank if ranks>1 else None, budget=None if overhead is None else Budget(overhead))
-        self.recorder.root_name = self.tracks[0].name
+        self.recorder.journal.root_name = self.tracks[0].name
         if optimizers: self.recorder.listen_to(OptimizerWatch(optimizers, scaler, self.recorder))
         self.t.source = weak_source(self.recorder)
         self.arm()

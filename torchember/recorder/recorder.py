@@ -7,7 +7,6 @@ __all__ = ['recorded', 'Recorder']
 
 # %% ../../nbs/40_recorder/80_recorder.ipynb #277ff169
 import threading
-from collections import Counter
 
 import torch
 
@@ -19,17 +18,17 @@ from ..measure.kernels import warm
 from ..measure.tap import Arena, observe
 from ..private_torch import loss_scale, never_compile
 from ..record import ttypes
-from ..store.base import now
 from .buffers import Buffers
 from .calls import Calls, stack_room
 from .cost import Cost
 from .gradients import Gradients
+from .journal import Journal
 from .notices import ChangingMarks, Notices
 from .optimizer import Updates, kinds_of
 from .page import Page
 from .parameters import Parameters, grad_of, look_over
 from .process import open_recorders
-from .rows import FirstBad, Lines, Measured, on_its_way, one_row
+from .rows import on_its_way
 from .steps import Decision, Phases, Steps
 
 # %% ../../nbs/40_recorder/80_recorder.ipynb #c461705f
@@ -73,16 +72,14 @@ class Recorder(Listener):
         rank:int|None=None, # Of this process, when there are several
         budget=None # A `Budget`
     ):
-        self.t,self.ttypes,self.only_training,self.rank = t,ttypes,only_training,rank
+        self.t,self.ttypes,self.only_training = t,ttypes,only_training
         self.lock = threading.RLock()
-        self.root_name = 'model' # display name of the root
         self.running = 0 # passes that run, in all threads
         self.watch = None # `OptimizerWatch`, when there is an optimizer to listen to
         self.weights_watched = [] # some of the weights: their versions tell that somebody's optimizer has stepped
         self.stack_room = 0 # how much deeper Python's stack may be while the model runs
 
-        self.notices,self.marks,self.first_bad = Notices(on_error),ChangingMarks(),FirstBad(t.file)
-        self.lines = Lines(self.first_bad.look) # makes lines of what the page gives
+        self.notices,self.marks,self.journal = Notices(on_error),ChangingMarks(),Journal(t, rank)
         self.calls,self.phases,self.steps = Calls(),Phases(),Steps(step)
         self.decide,self.cost = Decision(when, budget, self.notices),Cost(budget)
         self.page = Page(dict.fromkeys(recorded, stats) | {'before': ('rms',)}, self.notices, self.calls)
@@ -95,10 +92,6 @@ class Recorder(Listener):
 
         self.grads = self.gradients.ttypes
         self.records_inputs,self.records_outputs = 'input' in ttypes,'output' in ttypes
-        self.logged = Counter() # step -> rows of numbers that the user has noted
-        self.step_ts = None # local time of the open step's first row
-        self.skipped = False # whether a scaler did not let the open step's optimizer step
-        self.was_on = False # whether the step before was recorded
         self.seen_steps = self.recorded_steps = self.skipped_steps = 0
         self.waited = None # a sentence about a step that waited long for an optimizer
         if budget: warm(); idle(); observe(torch.zeros(1), Arena().tap(None)) # what torch does at its first time belongs to no step
@@ -159,7 +152,7 @@ class Recorder(Listener):
             log = self.calls.fresh_log(self.steps.pass_, shared and self.steps.new_pass(path, phase))
             if self.on:
                 self.calls.log = log
-                if self.step_ts is None: self.step_ts = now()
+                self.journal.begins()
                 if self.page.size>self.most_rows: self.flush()
             self.calls.recorded += 1
             if not shared and self.stack_room: stack_room.more(self.stack_room)
@@ -185,7 +178,7 @@ class Recorder(Listener):
             self.calls.recorded -= 1
             if not self.calls.recorded and self.stack_room: stack_room.less(self.stack_room)
         self.say_when_stalled()
-        self.page.read_pending(self.root_name)
+        self.page.read_pending(self.journal.root_name)
         self.page.forget_seen() # nothing of ours holds on to a tensor of the model between passes
         if compiled and not self.steps.manual and (here.outermost.root or len(self.steps.seen)<2):
             self.switch.on = self.due(self.step+1) # no Python of ours runs before the compiler looks again
@@ -274,7 +267,7 @@ class Recorder(Listener):
             self.steps.opened = True # perhaps without a pass that we heard of
             if not self.on: return
             self.parameters.at_boundary({id(p) for p in parameters_of(optimizer)}, scale)
-            self.page.read_pending(self.root_name)
+            self.page.read_pending(self.journal.root_name)
             if unchanged: self.updates.before(optimizer)
 
     @timed
@@ -282,12 +275,12 @@ class Recorder(Listener):
         with self.lock:
             if self.on:
                 self.updates.after(optimizer)
-                self.page.read_pending(self.root_name)
+                self.page.read_pending(self.journal.root_name)
             self.cost.last = clock()
             if self.steps.optimizer_stepped(id(optimizer)): self.close()
 
     def step_skipped(self, optimizer):
-        self.skipped = True
+        self.journal.skipped = True
         self.skipped_steps += 1
         self.updates.drop()
         self.step_ends(optimizer)
@@ -338,8 +331,7 @@ class Recorder(Listener):
         if len(steps.awaited)>1: self.note_waiting()
         self.seen_steps += 1
         self.recorded_steps += self.on
-        self.was_on,self.skipped = self.on,False
-        if self.logged: self.logged = Counter({self.step: self.logged[self.step]}) # what is noted from now on may be of this step
+        self.journal.step_over(self.step, self.on)
         self.gradients.step_over()
         self.parameters.step_over()
         self.updates.drop()
@@ -371,7 +363,7 @@ class Recorder(Listener):
             self.steps.opened = True
             self.parameters.again({'weight', 'weight_grad'})
             for o in self.watch.optimizers if self.watch else (): self.updates.after(o)
-            self.page.read_pending(self.root_name)
+            self.page.read_pending(self.journal.root_name)
 
     # ---- to the log
 
@@ -382,16 +374,7 @@ class Recorder(Listener):
         Returns:
             over: whether the step is
         """
-        with self.lock:
-            page,file = self.page,self.t.file
-            if not page.size and not (over and (page.taken or page.given or file.step and not file.step.closed)): return # nothing wakes the writer
-            several = {p: n>1 for p,n in self.steps.passes.items()}
-            marks = {**({'skipped': True} if self.skipped else {}), **self.own_columns(), **self.t.marked}
-            measured = Measured(*page.take(over), self.step, self.step_ts or now(), marks, several, dict(page.parts))
-            self.step_ts = None
-        self.t.put(measured, over, self.lines)
-
-    def own_columns(self): return {} if self.rank is None else {'rank': self.rank}
+        with self.lock: self.journal.write(self.page, self.steps, over)
 
     def source(self, close):
         "What a barrier of the log asks for"
@@ -400,14 +383,7 @@ class Recorder(Listener):
     def log(self, numbers):
         "Note numbers of the step whose pass has run"
         values = {k: on_its_way(v) for k,v in numbers.items()}
-        with self.lock:
-            step,phase = self.steps.noted,'eval' if self.steps.passes and self.steps.manual and self.steps.phase else None
-            key,call = (self.root_name, 'scalar', 'log', None, phase, 0),self.logged[step]
-            self.logged[step] += 1
-            if step==self.step and self.on: return self.page.add(key, call, None, 'float64', values)
-            ts,marks,bad = now(),{**self.own_columns(), **self.t.marked},self.first_bad
-        rows = lambda: bad.look([one_row(key, call, None, 'float64', values, step, ts, marks, {})])
-        self.t.file.put(rows, joins=True if step!=self.step and self.was_on else None)
+        with self.lock: self.journal.note(values, self.page, self.steps, self.on)
 
     def marked(self, marks):
         "Marks are set: rows that come now are new ones"
@@ -432,7 +408,8 @@ class Recorder(Listener):
             out.append(f"{hint.steps_without:,} of {self.recorded_steps:,} recorded steps have no weight gradients.")
         if self.waited: out.append(self.waited)
         if self.skipped_steps: out.append(f"{self.skipped_steps:,} steps were skipped by the scaler.")
-        return out+([f"First value that is not finite: {self.first_bad.found}."] if self.first_bad.found else [])
+        bad = self.journal.first_bad.found
+        return out+([f"First value that is not finite: {bad}."] if bad else [])
 
     def __del__(self):
         if getattr(self, 'page', None) is not None and self.page.size: self.flush()
