@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SCHEMA', 'ttypes', 'identity', 'optional', 'reserved', 'unmarkable', 'unknown', 'an', 'EmberWarning', 'check_ttypes',
-           'pointer', 'plain', 'line_of', 'quick_line', 'lines_of', 'texts_of', 'regular_line', 'dump_row', 'load_row',
+           'pointer', 'plain', 'line_of', 'lines_of', 'texts_of', 'regular_line', 'dump_row', 'load_row',
            'column_order']
 
 # %% ../nbs/00_record.ipynb #e1362eea
@@ -174,6 +174,7 @@ def line_of(
     line = quick_line(row)
     return careful(row) if line is None else line
 
+# %% ../nbs/00_record.ipynb #9a42b660
 def quick_line(row):
     "The line as orjson writes it; None where that is not how we write it"
     if orjson is None or 'nonfinite' in row: return None
