@@ -45,20 +45,8 @@ def shape_of(x):
     except RuntimeError: return None # a nested tensor
 
 # %% ../../nbs/40_recorder/80_recorder.ipynb #71c86c27
-class Recorder(Listener):
-    """Hears a model and turns what it hears into rows of a run
-
-    Args:
-        t: The run: its `put` takes what was measured, whether the step is over, and what makes lines of it
-        ttypes: Tensor types to record
-        stats: Names of built-in statistics, or a function: tensor -> dict
-        when: Schedule: step -> whether it is wanted
-        only_training: Whether evaluations are left out
-        on_error: 'warn' or 'raise'
-        step: Number of the first step
-        rank: Of this process, when there are several
-        budget: A `Budget`
-    """
+class HearsPasses(Listener):
+    "Of a `Recorder`: its parts, and where a pass begins and ends"
     most_rows = 1<<18 # of an open step, to hold in memory
 
     def __init__(self,
@@ -119,8 +107,6 @@ class Recorder(Listener):
         self.steps.awaited = frozenset(id(o) for o in watch.optimizers)
 
     def set_on(self, on): self.on = self.switch.on = on
-
-    # ---- passes
 
     @timed
     def pass_begins(self, state):
@@ -193,7 +179,9 @@ class Recorder(Listener):
 
     def failed(self, state, ttype, tname, error): self.notices.failed(state.track.name, tname, error, self.page.stats.get(ttype))
 
-    # ---- calls
+# %% ../../nbs/40_recorder/80_recorder.ipynb #4a107ea0
+class HearsCalls(HearsPasses):
+    "Of a `Recorder`: the calls in a pass, and gradients that come back to them"
 
     def call_begins(self, state, inputs):
         since,here = clock(),self.calls.here
@@ -254,7 +242,9 @@ class Recorder(Listener):
         s = None if self.watch is None else self.watch.scaler
         return loss_scale(s) if s is not None and s.is_enabled() else None
 
-    # ---- optimizers
+# %% ../../nbs/40_recorder/80_recorder.ipynb #69f3a820
+class HearsSteps(HearsCalls):
+    "Of a `Recorder`: optimizers, and the end of a step"
 
     @timed
     def step_begins(self, optimizer):
@@ -364,6 +354,22 @@ class Recorder(Listener):
             self.parameters.again({'weight', 'weight_grad'})
             for o in self.watch.optimizers if self.watch else (): self.updates.after(o)
             self.page.read_pending(self.journal.root_name)
+
+# %% ../../nbs/40_recorder/80_recorder.ipynb #f53e8207
+class Recorder(HearsSteps):
+    """Hears a model and turns what it hears into rows of a run
+
+    Args:
+        t: The run: its `put` takes what was measured, whether the step is over, and what makes lines of it
+        ttypes: Tensor types to record
+        stats: Names of built-in statistics, or a function: tensor -> dict
+        when: Schedule: step -> whether it is wanted
+        only_training: Whether evaluations are left out
+        on_error: 'warn' or 'raise'
+        step: Number of the first step
+        rank: Of this process, when there are several
+        budget: A `Budget`
+    """
 
     # ---- to the log
 
