@@ -72,10 +72,10 @@ def test_no_budget_is_charged():
     told = run(slowly+'''
 te = torchEmber(model, overhead=.5)
 train(te, 20)
-print(te.recorder.recorded_steps, te.recorder.budget.cost, te.recorder.budget.account)
+print(te.recorder.recorded_steps, te.recorder.cost.budget.cost, te.recorder.cost.budget.account)
 assert kernels.ready(60)
 train(te, 200)
-print(te.recorder.spent<1, te.close()['recorded']>10)
+print(te.recorder.cost.spent<1, te.close()['recorded']>10)
 ''')
     assert told==['1', 'None', '0.0', 'True', 'True']
 

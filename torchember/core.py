@@ -148,7 +148,7 @@ class torchEmber:
             r = self.recorder
             disarm(self.tracks, r)
             if r.watch: r.watch.detach()
-            r.flush()
+            r.finish()
             r.armed([])
             r.weights_watched,r.owner = [],None
             r.cost.step_began = None # what comes until it is armed again is no training

@@ -222,7 +222,7 @@ def parameter_places(r, left=()):
     "Where there will be rows of weights, their gradients, updates and states; and what is not known. `left`: the states in the order in which a pass left them"
     places,notes = [],set()
     def add(st, ttype, tname, n, p, shape=None): places.append(Place(st.track, ttype, tname, n, 0, tuple(p.shape) if shape is None else shape, p.dtype, True))
-    first = list(dict.fromkeys([*left, *r.states])) # a tied weight belongs to who is left first
+    first = list(dict.fromkeys([*left, *r.states])) # a tied weight belongs to the module that returns first
     for st,i,n,p in r.parameters.each(states=first):
         if 'weight' in r.ttypes: add(st, 'weight', f'weight_{i}', n, p)
     for st,i,n,p in r.parameters.each(states=r.states if r.steps.manual else first):

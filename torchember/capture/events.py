@@ -6,29 +6,31 @@
 __all__ = ['Listener']
 
 # %% ../../nbs/20_capture/18_events.ipynb #427d4680
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 # %% ../../nbs/20_capture/18_events.ipynb #8b77b4ec
-@runtime_checkable
 class Listener(Protocol):
     "Who is told what a model does. Each method does nothing here, so a listener has only those that it needs"
     on = True # whether there is anything to tell now; off schedule there is not
-    running = 0 # passes that run, in all threads: kept by the listener, so that a module knows whether it is the outermost one
-    grads = () # which gradients it wants: 'input_grad', 'output_grad'
-    switch = None # what compiled code looks at instead of `on` and `grads`; None for a listener to eager code
+    running = 0 # passes that run, in all threads: so a module knows whether it is the outermost one
+    grads = () # which gradients compiled code and recomputations shall bring: 'input_grad', 'output_grad'
+    switch = None # what compiled code looks at: `on`, `input_grad`, `output_grad`. Without it the listener hears eager code only
     step = 0 # number of the training step
 
     # ---- passes and calls
 
     def pass_begins(self, state) -> bool:
-        "The outermost armed module is called, or the root inside of itself. Only what is answered by True will be told to end"
-        return False
+        "An armed module is called and no pass runs, or the root is. Only what is answered by True will be told to end"
+        self.running += 1
+        return True
 
-    def pass_ends(self, state, compiled:bool): "That call is over, returned or raised"
+    def pass_ends(self, state, compiled:bool):
+        "That call is over, returned or raised"
+        self.running -= 1
 
     def inside(self) -> bool:
         "Whether a pass runs in this thread"
-        return True
+        return self.running>0
 
     def records(self) -> bool:
         "Whether calls of this pass are told"

@@ -58,6 +58,7 @@ def layout(
 def dense(x):
     "The elements that `x` stores as a strided tensor, and the number of zeros that it leaves out"
     if is_wrapped(x): raise Unmeasurable('it is inside vmap, grad or another function transform')
+    if x.layout is torch.strided and without_memory(x): raise Unmeasurable('it has no memory: its storage was freed, or it only stands for zeros')
     if type(x) in ordinary and x.layout is torch.strided and not (x.is_meta or x.is_nested or x.is_quantized or x.is_neg()): return x, 0
     if x.is_meta: raise Unmeasurable('it is on the meta device, which has no values')
     if x.is_nested: raise Unmeasurable('it is a nested tensor')
@@ -73,6 +74,11 @@ def dense(x):
 
 # %% ../../nbs/10_measure/05_kernels.ipynb #01395b69
 ordinary = (torch.Tensor, torch.nn.Parameter)
+
+def without_memory(x):
+    "Whether a strided tensor with elements lies nowhere; one on the meta device, or that is a fake, lies nowhere by itself"
+    try: return x.data_ptr()==0 and x.numel()>0 and not x.is_meta
+    except RuntimeError: return False
 
 # %% ../../nbs/10_measure/05_kernels.ipynb #a3e6777d
 few = 8192 # elements; up to here float64 is as quick as float32

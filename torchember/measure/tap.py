@@ -244,10 +244,12 @@ def fit(tap, x):
 def at_once(x, tap, call):
     "Write the row of a tensor that `tap` is fit for: read now, or copied from where it is known"
     a,counted = tap.arena,not x.is_inference() # an inference tensor has no version
-    source,n = x.data_ptr(),tap.count
+    at = x.data_ptr()
+    source,n = at,tap.count
+    if not at and n: return observe_any(x, tap, call, None, False)
     if counted:
         version,known = x._version,a.seen.get(id(x))
-        if known is not None and known[0]() is x and known[1]==version and known[3] and tap.groups<=known[2] and known[4].turn==known[5]:
+        if known is not None and known[0]() is x and known[1]==version and known[3] and known[6]==at and tap.groups<=known[2] and known[4].turn==known[5]:
             a.shared += 1
             source,n = known[3],-1
     call = -1 if call is None else call
@@ -256,7 +258,7 @@ def at_once(x, tap, call):
         a.more(tap, cpu)
         row = tap.put(tap.address, source, n, call, next(a.clock))
     a.filled += tap.share
-    if counted: a.seen[id(x)] = weakref.ref(x),version,tap.groups,row,tap,tap.turn,None
+    if counted: a.seen[id(x)] = weakref.ref(x),version,tap.groups,row,tap,tap.turn,at,None
 
 def observe_any(x, tap, call, scale, later):
     "`observe`, whatever there is"
@@ -300,12 +302,17 @@ def measured(x, tap):
     a,counted = tap.arena,not x.is_inference() # an inference tensor has no version
     version = x._version if counted else 0
     known = a.seen.get(id(x)) if counted else None
-    if known is not None and known[0]() is x and known[1]==version and known[-1] is not None and tap.groups<=known[2]:
+    if known is not None and known[0]() is x and known[1]==version and known[-1] is not None and known[6]==address(x) and tap.groups<=known[2]:
         a.shared += 1
         return known[-1][:tap.length]
     v = read(x, tap.wanted)
-    a.seen[id(x)] = weakref.ref(x),version,tap.groups,0,None,0,v
+    a.seen[id(x)] = weakref.ref(x),version,tap.groups,0,None,0,address(x),v
     return v
+
+def address(x):
+    "Where a tensor lies, None for one that lies nowhere: `x.data = y` moves it, and no version counter"
+    try: return x.data_ptr() if x.layout is torch.strided else None
+    except RuntimeError: return None
 
 def unwrapped(x):
     "The tensor inside vmap, grad and the like: with all the samples that it stands for"
@@ -397,10 +404,21 @@ def by_names(rows, taps):
     several = dict.fromkeys(t.names for t in c.taps)
     return [c] if len(several)==1 else [c[[i for i,t in enumerate(c.taps) if t.names==names]] for names in several]
 
+def repeats(keys):
+    "How many rows with the same key come before each"
+    _,group = np.unique(keys, axis=0, return_inverse=True)
+    at = np.argsort(group.ravel(), kind='stable')
+    first = np.flatnonzero(np.diff(group.ravel()[at], prepend=-1))
+    out = np.empty(len(keys), dtype=np.int64)
+    out[at] = np.arange(len(keys))-np.repeat(first, np.diff(first, append=len(keys)))
+    return out
+
 def together(head, vectors, owner, old, taps):
-    "Merge the rows of the same owner, tap and call; give those with something new in them, and whether they were given before"
+    "Merge the passes' rows of the same owner, tap and call, first with first; give those with something new in them, and whether they were given before"
     if not old.any() and not head[:, MICRO].any(): return head, vectors, owner, old
-    _,group = np.unique(np.column_stack([owner, head[:, [TAP, CALL]]]), axis=0, return_inverse=True)
+    turn = repeats(np.column_stack([owner, head[:, [TAP, CALL, MICRO]]]))
+    turn[np.array([taps[i].once for i in head[:, TAP]])] = 0
+    _,group = np.unique(np.column_stack([owner, head[:, [TAP, CALL]], turn]), axis=0, return_inverse=True)
     at = np.argsort(group.ravel(), kind='stable')
     members = np.split(at, np.flatnonzero(np.diff(group.ravel()[at]))+1)
     members = [m for m in members if not old[m].all()]

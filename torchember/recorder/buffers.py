@@ -6,6 +6,8 @@
 __all__ = ['Buffers']
 
 # %% ../../nbs/40_recorder/35_buffers.ipynb #03613cc6
+from torch.nn.parameter import is_lazy
+
 class Buffers:
     """The buffers of a model's modules
 
@@ -28,7 +30,7 @@ class Buffers:
         seen = set()
         for st in states:
             for n,b in st.track.module._buffers.items() if st.watched else ():
-                if b is None or id(b) in seen: continue
+                if b is None or is_lazy(b) or id(b) in seen: continue
                 seen.add(id(b))
                 yield st, 'buffer', n, b
 

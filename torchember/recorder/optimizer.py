@@ -39,7 +39,7 @@ class Updates:
         for st,i,n,p in self.parameters.each({id(p) for p in parameters_of(optimizer)}):
             old = self.copies.pop(id(p), None)
             if old is not None:
-                if 'weight' not in self.ttypes: self.page.measure(st, 'before', f'weight_{i}', old, n, once=True, replace=True) # for the ratio; it has no row
+                self.page.measure(st, 'before', f'weight_{i}', old, n, once=True, replace=True) # for the ratio; it has no row
                 self.page.measure(st, 'update', f'update_{i}', p.detach()-old, n, once=True, replace=True)
             if 'optimizer' in self.ttypes:
                 for k,v in states_of(optimizer, p).items(): self.page.measure(st, 'optimizer', f'{k}_{i}', v, n, once=True, replace=True)

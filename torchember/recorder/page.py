@@ -52,11 +52,11 @@ class Page:
         self.micro = 0 # number of the pass among the step's: custom statistics cannot be merged, and get a row for each
         self.custom = [] # what functions of the user's returned: (event, key, call, micro, dtype, statistics)
         self.parts = {} # (module, ttype, tname) of what is a part of a tensor -> columns that say so
-        self.taken = [] # snapshots that were taken of this step already
-        self.given = set() # (key, call, micro) of the rows in `custom` that were
-        self.fresh_arena()
+        self.fresh_arena() # and `taken`: snapshots that were taken of this step already; `given`: (key, call, micro) of the rows in `custom` that were
 
-    def fresh_arena(self): self.arena = Arena() # its taps belong to one arming of a model
+    def fresh_arena(self):
+        "The taps of an arena belong to one arming of a model; what was taken of another supersedes nothing and merges with nothing"
+        self.arena,self.taken,self.given = Arena(),[],set()
 
     @property
     def size(self): return self.arena.filled+len(self.custom) # rows
@@ -66,12 +66,12 @@ class Page:
         ttype:str,
         tname:str,
         x:torch.Tensor, # Any tensor
-        pname:str|None=None, # Of a parameter: its name in the module
+        pname:str|None=None, # Its name in the module, of what is measured once a step
         call:int=0, # Number of the module's call
         phase=None, # 'eval' where the row has to say so
         backward:int=0, # Which backward brings it
         scale=None, # What it was multiplied by: a number, or a tensor
-        once:bool=False, # Whether the step has one such row, of which the last measurement counts; it stays as it is until then, and may be read later
+        once:bool=False, # Whether the step has one such row, for which the last measurement counts. The tensor must not change before `read_pending`
         replace:bool=False # Whether it takes the place of what this step had of it
     ):
         """Measure one tensor. What goes wrong is told, and not raised
@@ -79,17 +79,18 @@ class Page:
         Args:
             state: Of the module, see `capture.forward.State`
             x: Any tensor
-            pname: Of a parameter: its name in the module
+            pname: Its name in the module, of what is measured once a step
             call: Number of the module's call
             phase: 'eval' where the row has to say so
             backward: Which backward brings it
             scale: What it was multiplied by: a number, or a tensor
-            once: Whether the step has one such row, of which the last measurement counts; it stays as it is until then, and may be read later
+            once: Whether the step has one such row, for which the last measurement counts. The tensor must not change before `read_pending`
             replace: Whether it takes the place of what this step had of it
         """
         try:
             if type(x) not in ordinary or self.parts: x = self.local_part((state.track.name, ttype, tname), x)
             how = self.stats[ttype]
+            if replace and self.custom: self.drop(state.track.name, ttype, tname)
             if callable(how): return self.ask(how, state, ttype, tname, x if scale is None else x/scale, pname, call, phase, backward)
             place = ttype,tname,phase,backward,pname
             tap = state.taps.get(place) or self.new_tap(state, place, how, once)
@@ -127,9 +128,9 @@ class Page:
         "A row that is no vector"
         self.custom.append((next(self.arena.clock), key, call, micro, dtype, stats))
 
-    def drop(self, module, ttypes, pname):
-        "Custom rows of a parameter are about to be written anew"
-        if self.custom: self.custom = [r for r in self.custom if not (r[1][0]==module and r[1][1] in ttypes and r[1][3]==pname)]
+    def drop(self, *place):
+        "Custom rows of this module, tensor type and name are about to be written anew"
+        self.custom = [r for r in self.custom if r[1][:3]!=place]
 
     def forget_taps(self, states, ttypes):
         "These tensor types are measured in another way from now on"

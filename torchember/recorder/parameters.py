@@ -142,7 +142,6 @@ class Parameters:
         """
         self.page.forget_seen() # what was written through .data, too
         for st,i,n,p in list(self.each()) if which is None else which:
-            self.page.drop(st.track.name, ttypes, n)
             self.measure(st, i, n, p, ttypes, True, scale)
 
     def step_over(self): self.seen.clear()

@@ -16,12 +16,12 @@ from ..store import jsonl # noqa: F401
 from ..store.base import run_name
 
 # %% ../../nbs/40_recorder/70_process.ipynb #f04d8101
-open_recorders = weakref.WeakSet() # those of this process: anything with `flush`, `leave` and `t`, the run
+open_recorders = weakref.WeakSet() # those of this process: anything with `finish`, `leave` and `t`, the run
 
 # %% ../../nbs/40_recorder/70_process.ipynb #6b947870
 def at_exit():
     for r in list(open_recorders):
-        try: r.flush()
+        try: r.finish()
         except Exception as e: print(f"torchember: the last rows of {r.t.fname} are lost: {type(e).__name__}: {e}", file=sys.stderr)
 
 def in_child():

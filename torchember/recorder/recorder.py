@@ -303,13 +303,20 @@ class HearsSteps(HearsCalls):
         "What a step has at its end, and all of it to the log"
         if boundary: self.cost.last = clock()
         if self.on:
-            if boundary: self.parameters.at_boundary()
-            if self.states: self.measure_at_end()
+            try:
+                if boundary: self.parameters.at_boundary()
+                self.measure_at_end()
+            except BaseException: # with on_error='raise', or Ctrl-C: what there is belongs to this step
+                self.flush(True)
+                raise
             self.parameters.hint.step_over(bool(self.steps.passes[None]), self.states, self.steps.manual, self.ttypes)
         self.flush(True)
 
     def measure_at_end(self):
-        for source in self.at_step_end: source.step_over(self.states)
+        "What is measured when a step is over. An evaluation alone changes nothing, and is none"
+        if not self.states: return
+        if not (self.steps.manual and self.steps.passes and not self.steps.passes[None]):
+            for source in self.at_step_end: source.step_over(self.states)
         root = self.states[0]
         for n,x in self.variables.items():
             if 'weight' in self.ttypes: self.page.measure(root, 'weight', n, x, n, once=True, replace=True)
@@ -353,6 +360,7 @@ class HearsSteps(HearsCalls):
             self.steps.opened = True
             self.parameters.again({'weight', 'weight_grad'})
             for o in self.watch.optimizers if self.watch else (): self.updates.after(o)
+            for source in self.at_step_end: source.step_over(self.states)
             self.page.read_pending(self.journal.root_name)
 
 # %% ../../nbs/40_recorder/80_recorder.ipynb #f53e8207
@@ -381,6 +389,12 @@ class Recorder(HearsSteps):
             over: whether the step is
         """
         with self.lock: self.journal.write(self.page, self.steps, over)
+
+    def finish(self):
+        "Nothing more will come of the open step: hand over what it has"
+        with self.lock:
+            if self.on and self.steps.opened: self.measure_at_end()
+        self.flush()
 
     def source(self, close):
         "What a barrier of the log asks for"

@@ -112,7 +112,6 @@ class Measured:
 
     regular = property(lambda self: regular_line(self.marks) is not None, doc="Whether rows with these marks need no care")
 
-    regular = property(lambda self: regular_line(self.marks) is not None, doc="Whether rows with these marks need no care")
 
     def row(self, key, call, micro, dtype, stats):
         "A row of this step"
