@@ -67,8 +67,8 @@ def undisturbed(
 # %% ../../nbs/10_measure/50_tap.ipynb #0f0b91d7
 class Tap:
     "Where the tensors of one place go: views of an `Arena`, never made by hand"
-    def __init__(self, arena, key, number, stats, cursor, where, once):
-        self.once = once
+    def __init__(self, arena, key, number, stats, cursor, where, once, repeats):
+        self.once,self.repeats = once,repeats
         self.arena,self.key,self.number,self.cursor,self.next = arena,key,number,cursor,where
         self.names = stat_names(stats)
         self.wanted = groups_for(self.names)
@@ -98,7 +98,8 @@ class Arena:
     def tap(self,
         key, # Whatever identifies the place to its reader; must not hold the module
         stats='basic', # Named set or list of statistics
-        once:bool=False # Of several rows in a step the last counts: a weight, not an activation
+        once:bool=False, # Of several rows in a step the last counts: a weight, not an activation
+        repeats:bool=False # One call may have several rows, which do not merge with each other
     ) -> Tap:
         """A new tap
 
@@ -106,6 +107,7 @@ class Arena:
             key: Whatever identifies the place to its reader; must not hold the module
             stats: Named set or list of statistics
             once: Of several rows in a step the last counts: a weight, not an activation
+            repeats: One call may have several rows, which do not merge with each other
         """
         with self.lock:
             i = len(self.taps)
@@ -113,7 +115,7 @@ class Arena:
                 with undisturbed('cpu'), torch.inference_mode(False): self.cursors.append(torch.zeros(self.size, tap_width, dtype=torch.int64, device='cpu'))
                 with undisturbed('cpu'): self.where.append(self.cursors[-1].numpy())
             with undisturbed('cpu'): cursor = self.cursors[-1][i%self.size]
-            t = Tap(self, key, i, stats, cursor, self.where[-1][i%self.size], once)
+            t = Tap(self, key, i, stats, cursor, self.where[-1][i%self.size], once, repeats)
             t.next[LIKE+MICRO] = self.micro
             self.taps.append(t)
             return t
@@ -417,7 +419,7 @@ def together(head, vectors, owner, old, taps):
     "Merge the passes' rows of the same owner, tap and call, first with first; give those with something new in them, and whether they were given before"
     if not old.any() and not head[:, MICRO].any(): return head, vectors, owner, old
     turn = repeats(np.column_stack([owner, head[:, [TAP, CALL, MICRO]]]))
-    turn[np.array([taps[i].once for i in head[:, TAP]])] = 0
+    turn[[not taps[i].repeats for i in head[:, TAP]]] = 0
     _,group = np.unique(np.column_stack([owner, head[:, [TAP, CALL]], turn]), axis=0, return_inverse=True)
     at = np.argsort(group.ravel(), kind='stable')
     members = np.split(at, np.flatnonzero(np.diff(group.ravel()[at]))+1)

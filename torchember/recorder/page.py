@@ -48,7 +48,8 @@ class Page:
         notices=None, # Where it is told that something cannot be measured
         calls=None # `Calls`, which know what runs while a function of the user's does
     ):
-        self.stats,self.notices,self.calls = stats,notices or Notices(),calls or Calls()
+        self.stats = {'before': ('rms',), **stats} # `before`: a weight before its update, for the ratio; it has no row
+        self.notices,self.calls = notices or Notices(),calls or Calls()
         self.micro = 0 # number of the pass among the step's: custom statistics cannot be merged, and get a row for each
         self.custom = [] # what functions of the user's returned: (event, key, call, micro, dtype, statistics)
         self.parts = {} # (module, ttype, tname) of what is a part of a tensor -> columns that say so
@@ -101,7 +102,7 @@ class Page:
     def new_tap(self, state, place, how, once):
         ttype,tname,phase,backward,pname = place
         with self.arena.lock: # another thread may be here
-            if place not in state.taps: state.taps[place] = self.arena.tap((state.track.name, ttype, tname, pname, phase, backward), how, once)
+            if place not in state.taps: state.taps[place] = self.arena.tap((state.track.name, ttype, tname, pname, phase, backward), how, once, ttype=='probe')
             return state.taps[place]
 
     def local_part(self, place, x):

@@ -70,7 +70,7 @@ class HearsPasses(Listener):
         self.notices,self.marks,self.journal = Notices(on_error),ChangingMarks(),Journal(t, rank)
         self.calls,self.phases,self.steps = Calls(),Phases(),Steps(step)
         self.decide,self.cost = Decision(when, budget, self.notices),Cost(budget)
-        self.page = Page(dict.fromkeys(recorded, stats) | {'before': ('rms',)}, self.notices, self.calls)
+        self.page = Page(dict.fromkeys(recorded, stats), self.notices, self.calls)
         self.states = [] # of the armed modules, root first
         self.parameters = Parameters(self.page, ttypes)
         self.gradients = Gradients(ttypes, self.steps, self.gradient)
