@@ -906,6 +906,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                  'torchember/recorder/optimizer.py'),
                                                'torchember.recorder.optimizer.Updates.drop': ( '40_recorder/optimizer.html#updates.drop',
                                                                                                'torchember/recorder/optimizer.py'),
+                                               'torchember.recorder.optimizer.Updates.weight_is_known': ( '40_recorder/optimizer.html#updates.weight_is_known',
+                                                                                                          'torchember/recorder/optimizer.py'),
                                                'torchember.recorder.optimizer.kinds_of': ( '40_recorder/optimizer.html#kinds_of',
                                                                                            'torchember/recorder/optimizer.py')},
             'torchember.recorder.page': { 'torchember.recorder.page.Page': ('40_recorder/page.html#page', 'torchember/recorder/page.py'),

@@ -58,7 +58,8 @@ def layout(
 def dense(x):
     "The elements that `x` stores as a strided tensor, and the number of zeros that it leaves out"
     if is_wrapped(x): raise Unmeasurable('it is inside vmap, grad or another function transform')
-    if x.layout is torch.strided and without_memory(x): raise Unmeasurable('it has no memory: its storage was freed, or it only stands for zeros')
+    if type(x) in ordinary and x.layout is torch.strided and without_memory(x):
+        raise Unmeasurable('it has no memory: its storage was freed, or it only stands for zeros')
     if type(x) in ordinary and x.layout is torch.strided and not (x.is_meta or x.is_nested or x.is_quantized or x.is_neg()): return x, 0
     if x.is_meta: raise Unmeasurable('it is on the meta device, which has no values')
     if x.is_nested: raise Unmeasurable('it is a nested tensor')

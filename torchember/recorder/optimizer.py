@@ -39,10 +39,15 @@ class Updates:
         for st,i,n,p in self.parameters.each({id(p) for p in parameters_of(optimizer)}):
             old = self.copies.pop(id(p), None)
             if old is not None:
-                self.page.measure(st, 'before', f'weight_{i}', old, n, once=True, replace=True) # for the ratio; it has no row
+                if not self.weight_is_known(st, n): self.page.measure(st, 'before', f'weight_{i}', old, n, once=True, replace=True) # it has no row
                 self.page.measure(st, 'update', f'update_{i}', p.detach()-old, n, once=True, replace=True)
             if 'optimizer' in self.ttypes:
                 for k,v in states_of(optimizer, p).items(): self.page.measure(st, 'optimizer', f'{k}_{i}', v, n, once=True, replace=True)
+
+    def weight_is_known(self, state, name):
+        "Whether the page has the numbers of a weight that the ratio of its update is taken to"
+        page = self.page
+        return 'weight' in self.ttypes and not callable(page.stats['weight']) and not page.handed_out and (state.track.id, name) in self.parameters.seen
 
     def drop(self):
         "The copies are of no use: the step is over, or was skipped"

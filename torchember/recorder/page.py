@@ -50,6 +50,7 @@ class Page:
     ):
         self.stats = {'before': ('rms',), **stats} # `before`: a weight before its update, for the ratio; it has no row
         self.notices,self.calls = notices or Notices(),calls or Calls()
+        self.handed_out = False # whether some of the open step's rows are in the log already
         self.micro = 0 # number of the pass among the step's: custom statistics cannot be merged, and get a row for each
         self.custom = [] # what functions of the user's returned: (event, key, call, micro, dtype, statistics)
         self.parts = {} # (module, ttype, tname) of what is a part of a tensor -> columns that say so
@@ -165,7 +166,7 @@ class Page:
             `Snapshot` of the arena, and custom rows
         """
         snapshot,custom,self.custom = self.arena.take(list(self.taken)),self.custom,[]
-        if not over and len(snapshot): self.taken.append(snapshot)
+        if not over and len(snapshot): self.taken.append(snapshot); self.handed_out = True
         custom = [(*r[:5], r[5] | {'supersedes': True}) if r[1:4] in self.given and r[1][3] else r for r in custom] # of a parameter the last row counts
         self.given |= {r[1:4] for r in custom}
         return snapshot, custom
@@ -177,4 +178,4 @@ class Page:
 
     def step_over(self):
         self.clear_taken()
-        self.micro = 0
+        self.micro,self.handed_out = 0,False
