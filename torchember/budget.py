@@ -148,6 +148,7 @@ class Budget:
         self.bare,self.off,self.idle = (deque(maxlen=25) for _ in range(3))
         self.on,self.costs = deque(maxlen=5),deque(maxlen=5) # of recorded steps, which are few
         self.recorded = self.thinned = self.since = 0
+        self.hopeless = False # whether even the rarest recording is more than the share
         self.hidden = self.waiting = False # waiting: a step was recorded, and what it takes is not known
         self.time,self.cost,self.still = 0.,None,0. # medians, in seconds: a step without recording; recording one, None when not known; one not recorded
 
@@ -188,6 +189,7 @@ class Budget:
         self.cost = middle(self.costs)+self.late/max(self.recorded-1, 1) if self.costs else None
         self.earned = self.patience*self.share*self.time
         self.least = -self.rarest*self.share*self.time-middle(self.costs)
+        self.hopeless = self.never or self.recorded>1 and self.interval>self.rarest
 
     def limit(self, took, cost):
         "Neither long silence nor a burst"
@@ -223,9 +225,8 @@ class Budget:
         return yes
 
     @property
-    def hopeless(self): # Whether even the rarest recording is more than the share
-        if len(self.idle)==self.idle.maxlen and self.still>self.share*self.time: return True
-        return self.recorded>1 and self.interval>self.rarest
+    def never(self): # Whether steps that are not recorded cost more than the share already
+        return len(self.idle)==self.idle.maxlen and self.still>self.share*self.time
 
     def __str__(self):
         if self.hopeless: return f"recording one step in {self.rarest:,}, and that is more than overhead={self.share:g} allows"

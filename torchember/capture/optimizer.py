@@ -96,6 +96,7 @@ def closure_told(
 
 def with_closure(args, kwargs, tell):
     "The arguments of `step` with a closure that tells; None when there is none"
+    if len(args)<2 and not kwargs: return None
     if callable(kwargs.get('closure')): return args, kwargs | {'closure': closure_told(kwargs['closure'], tell)}
     at = next((i for i,a in enumerate(args) if i and callable(a)), None)
     return None if at is None else ((*args[:at], closure_told(args[at], tell), *args[at+1:]), kwargs)

@@ -372,6 +372,7 @@ class Loader:
     def __init__(self):
         self.warmed,self.room,self.loaded,self.asked,self.threads = False,None,set(),set(),[]
         self.seconds,self.beside,self.error,self.lost,self.over = 0.,0.,None,False,False
+        self.ended = 0 # of the threads, how many are over
         self.lock = threading.RLock() # held while something is loaded
 
     def has(self, fmt):
@@ -385,8 +386,12 @@ class Loader:
     def ask(self, fmt):
         if fmt in self.asked or self.over: return
         self.asked.add(fmt)
-        self.threads.append(threading.Thread(target=self.load, args=(fmt,), name='torchember loads', daemon=True))
+        self.threads.append(threading.Thread(target=self.load_beside, args=(fmt,), name='torchember loads', daemon=True))
         self.threads[-1].start()
+
+    def load_beside(self, fmt):
+        try: self.load(fmt)
+        finally: self.ended += 1
 
     def load(self, fmt):
         "Load one format, unless that was done, or cannot be done"
@@ -419,7 +424,7 @@ class Loader:
 
     def forked(self):
         "In the child there is no thread that loads"
-        self.lock,self.threads,self.asked = threading.RLock(),[],set()
+        self.lock,self.threads,self.asked,self.ended = threading.RLock(),[],set(),0
 
 loader = Loader()
 if hasattr(os, 'register_at_fork'):
@@ -460,7 +465,7 @@ def ready(
 
 def loading() -> bool:
     "Whether something is being loaded beside"
-    return any(t.is_alive() for t in loader.threads)
+    return loader.ended<len(loader.threads)
 
 # %% ../../nbs/10_measure/05_kernels.ipynb #61e31666
 def loading_seconds() -> float: # Of this process

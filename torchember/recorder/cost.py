@@ -53,8 +53,8 @@ class Cost:
         Returns:
             Seconds
         """
-        since = self.local.entered
-        return self.spent+(0 if since is None else clock()-since)+sum(n*idle(told) for told,n in self.calls.items() if n)
+        since,off,told = self.local.entered,self.calls[False],self.calls[True]
+        return self.spent+(0 if since is None else clock()-since)+(off and off*idle(False))+(told and told*idle(True))
 
     @property
     def pending(self): # Seconds

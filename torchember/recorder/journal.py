@@ -36,6 +36,11 @@ class Journal:
         "Something of the open step is measured"
         if self.ts is None: self.ts = now()
 
+    @property
+    def file_is_open(self): # whether the log's file has a step that is not over
+        step = self.t.file.step
+        return bool(step and not step.closed)
+
     def columns(self):
         "What is in every row, besides what was measured"
         return {**({} if self.rank is None else {'rank': self.rank}), **self.t.marked}
@@ -52,8 +57,7 @@ class Journal:
             steps: `Steps`
             over: Whether the step is
         """
-        file = self.t.file
-        if not page.size and not (over and (page.taken or page.given or file.step and not file.step.closed)): return # nothing wakes the writer
+        if not page.size and not (over and (page.taken or page.given or self.file_is_open)): return # nothing wakes the writer
         several = {phase: n>1 for phase,n in steps.passes.items()}
         marks = {**({'skipped': True} if self.skipped else {}), **self.columns()}
         measured = Measured(*page.take(over), steps.number, self.ts or now(), marks, several, dict(page.parts))

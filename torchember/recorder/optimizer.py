@@ -49,6 +49,6 @@ class Updates:
         page = self.page
         return 'weight' in self.ttypes and not callable(page.stats['weight']) and not page.handed_out and (state.track.id, name) in self.parameters.seen
 
-    def drop(self):
+    def step_over(self):
         "The copies are of no use: the step is over, or was skipped"
         self.copies.clear()

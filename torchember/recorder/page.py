@@ -53,6 +53,7 @@ class Page:
         self.handed_out = False # whether some of the open step's rows are in the log already
         self.micro = 0 # number of the pass among the step's: custom statistics cannot be merged, and get a row for each
         self.custom = [] # what functions of the user's returned: (event, key, call, micro, dtype, statistics)
+        self.on_device = False # whether a step before this measured something that was not on the CPU
         self.parts = {} # (module, ttype, tname) of what is a part of a tensor -> columns that say so
         self.fresh_arena() # and `taken`: snapshots that were taken of this step already; `given`: (key, call, micro) of the rows in `custom` that were
 
@@ -179,3 +180,4 @@ class Page:
     def step_over(self):
         self.clear_taken()
         self.micro,self.handed_out = 0,False
+        self.on_device = any(b.device.type!='cpu' for b in self.arena.blocks)

@@ -84,6 +84,7 @@ class HearsPasses(Listener):
         self.waited = None # a sentence about a step that waited long for an optimizer
         if budget: warm(); idle(); observe(torch.zeros(1), Arena().tap(None)) # what torch does at its first time belongs to no step
         self.switch = Switch(ttypes)
+        self.touched = False # whether anything of the open step was, or will be, measured
         self.set_on(self.due())
         open_recorders.add(self)
 
@@ -106,49 +107,53 @@ class HearsPasses(Listener):
         self.watch,self.steps.manual = watch,True
         self.steps.awaited = frozenset(id(o) for o in watch.optimizers)
 
-    def set_on(self, on): self.on = self.switch.on = on
+    def set_on(self, on):
+        self.on = self.switch.on = on
+        if on: self.touched = True
 
     @timed
     def pass_begins(self, state):
         here = self.calls.here
         if here.measuring: return False # a statistic of the user's calls the model
         if not here.depth:
-            with self.lock: self.running += 1
-            try: self.outermost_begins(here, state)
-            except BaseException: # a schedule that raises, with on_error='raise'
-                with self.lock: self.running -= 1
-                raise
+            with self.lock:
+                self.running += 1
+                try: self.outermost_begins(here, state)
+                except BaseException: # a schedule that raises, with on_error='raise'
+                    self.running -= 1
+                    raise
         here.depth += 1
         return True
 
     def outermost_begins(self, here, state):
-        "A pass begins, or joins that of another thread and goes on counting its calls"
-        training,path = state.track.module.training,state.track.path
+        "A pass begins, or joins that of another thread and goes on counting its calls. Under the lock"
+        track,steps = state.track,self.steps
+        training,path = track.module.training,track.path
         phase = self.phases.of(path, training, self.states[0].track.module.training if self.states else training)
         self.calls.begin(state, self.only_training and phase is not None)
-        with self.lock:
-            began = self.cost.begins()
-            if here.skipped: return
-            if self.cost.step_began is None: self.cost.step_began = began
-            shared = self.calls.recorded>0
-            if not shared: self.new_pass(state, path, phase)
-            if training and torch.is_grad_enabled(): self.parameters.hint.trains = True; self.steps.training_passes += 1
-            self.steps.opened = True
-            here.phase = phase if self.steps.manual else None
-            log = self.calls.fresh_log(self.steps.pass_, shared and self.steps.new_pass(path, phase))
-            if self.on:
-                self.calls.log = log
-                self.journal.begins()
-                if self.page.size>self.most_rows: self.flush()
-            self.calls.recorded += 1
-            if not shared and self.stack_room: stack_room.more(self.stack_room)
+        began = self.cost.begins()
+        if here.skipped: return
+        if self.cost.step_began is None: self.cost.step_began = began
+        shared = self.calls.recorded>0
+        if not shared: self.new_pass(state, path, phase)
+        if training and torch.is_grad_enabled(): self.parameters.hint.trains = True; steps.training_passes += 1
+        steps.opened = True
+        here.phase = phase if steps.manual else None
+        if self.on:
+            self.calls.log = self.calls.fresh_log(steps.pass_, shared and steps.new_pass(path, phase))
+            self.journal.begins()
+            if self.page.size>self.most_rows: self.flush()
+        self.calls.recorded += 1
+        if not shared and self.stack_room: stack_room.more(self.stack_room)
 
     def new_pass(self, state, path, phase):
         "Perhaps the step before is over now"
         looked = self.weights_watched and (not state.root if self.watch is None else self.steps.opened and not self.watch.busy) # LBFGS moves them itself
         weights = versions(self.weights_watched) if looked else None
         if self.steps.ends(path, phase, weights): self.close()
-        if self.steps.begin(path, phase, weights) and self.on:
+        new = self.steps.begin(path, phase, weights)
+        if not self.on: return
+        if new:
             self.page.begin_pass(sum(self.steps.passes.values())-1)
             look_over(self.states, self.notices)
         self.page.micro = self.steps.micro
@@ -163,9 +168,10 @@ class HearsPasses(Listener):
             if here.skipped: return
             self.calls.recorded -= 1
             if not self.calls.recorded and self.stack_room: stack_room.less(self.stack_room)
-        self.say_when_stalled()
-        self.page.read_pending(self.journal.root_name)
-        self.page.forget_seen() # nothing of ours holds on to a tensor of the model between passes
+        if self.watch is not None: self.say_when_stalled()
+        if self.touched:
+            self.page.read_pending(self.journal.root_name)
+            self.page.forget_seen() # nothing of ours holds on to a tensor of the model between passes
         if compiled and not self.steps.manual and (here.outermost.root or len(self.steps.seen)<2):
             self.switch.on = self.due(self.step+1) # no Python of ours runs before the compiler looks again
 
@@ -251,11 +257,14 @@ class HearsSteps(HearsCalls):
         with self.lock:
             if self.on: self.updates.before(optimizer)
 
-    @timed
     def gradients_ready(self, optimizer, scale, unchanged):
+        if self.on: self.measure_gradients(optimizer, scale, unchanged)
+        else: self.steps.opened = True # perhaps without a pass that we heard of
+
+    @timed
+    def measure_gradients(self, optimizer, scale, unchanged):
         with self.lock:
-            self.steps.opened = True # perhaps without a pass that we heard of
-            if not self.on: return
+            self.steps.opened = True
             self.parameters.at_boundary({id(p) for p in parameters_of(optimizer)}, scale)
             self.page.read_pending(self.journal.root_name)
             if unchanged: self.updates.before(optimizer)
@@ -267,18 +276,18 @@ class HearsSteps(HearsCalls):
                 self.updates.after(optimizer)
                 self.page.read_pending(self.journal.root_name)
             self.cost.last = clock()
-            if self.steps.optimizer_stepped(id(optimizer)): self.close()
+            if self.steps.optimizer_stepped(id(optimizer)): self.over()
 
     def step_skipped(self, optimizer):
         self.journal.skipped = True
         self.skipped_steps += 1
-        self.updates.drop()
+        self.updates.step_over()
         self.step_ends(optimizer)
 
     def say_when_stalled(self):
         "Every step would be the same one, when the optimizer does not step"
-        if self.watch is None or not self.steps.stalled() or 'stalled' in self.notices.said: return
         why = self.steps.stalled()
+        if not why or 'stalled' in self.notices.said: return
         quiet = [o for o in self.watch.optimizers if id(o) in self.steps.quiet]
         ever = any(id(o) in self.watch.stepped for o in quiet)
         how = 'does not step any more' if ever else 'has not stepped'
@@ -294,10 +303,12 @@ class HearsSteps(HearsCalls):
         Returns:
             boundary: whether `te.step()` says so
         """
-        with self.lock:
-            if not self.steps.opened: return
-            try: self.end_of_step(boundary)
-            finally: self.next_step() # also when Ctrl-C comes in between
+        with self.lock: self.over(boundary)
+
+    def over(self, boundary=False):
+        if not self.steps.opened: return
+        try: self.end_of_step(boundary)
+        finally: self.next_step() # also when Ctrl-C comes in between
 
     def end_of_step(self, boundary):
         "What a step has at its end, and all of it to the log"
@@ -310,7 +321,7 @@ class HearsSteps(HearsCalls):
                 self.flush(True)
                 raise
             self.parameters.hint.step_over(bool(self.steps.passes[None]), self.states, self.steps.manual, self.ttypes)
-        self.flush(True)
+        if self.touched or self.page.size or self.journal.file_is_open: self.flush(True)
 
     def measure_at_end(self):
         "What is measured when a step is over. An evaluation alone changes nothing, and is none"
@@ -328,16 +339,14 @@ class HearsSteps(HearsCalls):
         if len(steps.awaited)>1: self.note_waiting()
         self.seen_steps += 1
         self.recorded_steps += self.on
-        self.journal.step_over(self.step, self.on)
-        self.gradients.step_over()
-        self.parameters.step_over()
-        self.updates.drop()
-        self.page.step_over()
+        self.journal.step_over(steps.number, self.on)
+        if self.touched:
+            for part in (self.gradients, self.parameters, self.updates, self.page): part.step_over()
+            self.touched = False
         steps.close()
         if self.cost.budget:
-            hidden = any(b.device.type!='cpu' for b in self.page.arena.blocks)
-            self.cost.step_over(bool(self.on), self.t.file.seconds, hidden)
-            self.say_when_hopeless()
+            self.cost.step_over(bool(self.on), self.t.file.seconds, self.page.on_device)
+            if self.cost.budget.hopeless: self.say_hopeless()
         self.set_on(self.due())
 
     def note_waiting(self):
@@ -349,15 +358,16 @@ class HearsSteps(HearsCalls):
     def due(self, step=None): # whether this step, or the next, is recorded
         return self.decide(self.step if step is None else step, lambda: self.cost.pending if self.steps.opened and self.on else 0.)
 
-    def say_when_hopeless(self):
+    def say_hopeless(self):
         b = self.cost.budget
-        if b.hopeless: self.notices.once('budget', f"{b}: it takes {duration(b.cost)}, and a step {duration(b.time)}. Record less: include=, ttypes=, stats=.")
+        self.notices.once('budget', f"{b}: it takes {duration(b.cost)}, and a step {duration(b.time)}. Record less: include=, ttypes=, stats=.")
 
     @timed
     def log_model(self):
         "Measure weights, their gradients, updates and states as they are now"
         with self.lock:
-            self.steps.opened = True
+            self.steps.opened = self.touched = True
+            self.page.micro = self.steps.micro
             self.parameters.again({'weight', 'weight_grad'})
             for o in self.watch.optimizers if self.watch else (): self.updates.after(o)
             for source in self.at_step_end: source.step_over(self.states)

@@ -95,7 +95,7 @@ class Steps:
         if new:
             self.pass_ += 1
             self.leader,self.phase = path,phase
-            self.passes[phase] += 1
+            self.passes[phase] = self.passes.get(phase, 0)+1
         if self.opened and phase is None and None not in (weights, self.weights): self.changes += weights!=self.weights
         if phase is None or self.weights is None: self.weights = weights
         self.opened = True
@@ -120,7 +120,7 @@ class Steps:
             optimizer: Its id
         """
         self.stepped.add(optimizer)
-        self.turns[optimizer] += 1
+        self.turns[optimizer] = self.turns.get(optimizer, 0)+1 # `Counter` looks for a key that is missing in Python
         return self.stepped>=self.awaited
 
     @property
@@ -149,7 +149,7 @@ class Steps:
         self.pass_ += 1
         self.opened,self.leader,self.phase = False,None,None
         self.weights,self.changes,self.training_passes = None,0,0
-        for of_the_step in (self.passes, self.seen, self.stepped, self.turns): of_the_step.clear()
+        self.passes.clear(); self.seen.clear(); self.stepped.clear(); self.turns.clear()
 
 # %% ../../nbs/40_recorder/10_steps.ipynb #88219d60
 class Decision:
