@@ -94,6 +94,17 @@ def path_of(
     "The path of a module, from its display name"
     return '.'.join(part.rpartition('(')[0] for part in module.split('.')[1:])
 
+def with_path(df):
+    "The table of an ember's rows with the `path` right after the `module`; another as it is"
+    if not {'module', 'ttype', 'tname'}<=set(df.columns) or 'path' in df: return df
+    df.insert(df.columns.get_loc('module')+1, 'path', paths_of(df['module']))
+    return df
+
+def paths_of(modules):
+    "The paths of a column of modules"
+    known = {m: path_of(m) if isinstance(m, str) else m for m in modules.unique()}
+    return modules.map(known)
+
 # %% ../../nbs/30_store/08_reading.ipynb #431dfdcd
 def by_place(
     df # What `frame` gives
