@@ -22,6 +22,17 @@ if TYPE_CHECKING:
     from .measure.summary import Summary as Summary
     from .record import EmberWarning as EmberWarning
     from .record import ttypes as ttypes
+    from .show.comparison import compare as compare
+    from .show.heatmaps import scalar_global_heatmap as scalar_global_heatmap
+    from .show.histograms import exp_hist as exp_hist
+    from .show.histograms import ridge as ridge
+    from .show.lines import FacetException as FacetException
+    from .show.lines import scalar_line as scalar_line
+    from .show.first_look import overview as overview
+    from .show.first_look import summary as summary
+    from .show.ranges import out_of_range as out_of_range
+    from .show.trees import tree as tree
+    from .show.update_ratios import updates as updates
     from .state.algebra import StateDict as StateDict
     from .state.earlier import NetDict as NetDict
     from .state.earlier import compute_stats as compute_stats
@@ -49,6 +60,10 @@ rooms = {
     'read': 'frames.logs', 'wide': 'frames.logs',
     'get_stats': 'measure.stats', 'summarize': 'measure.kernels', 'Summary': 'measure.summary',
     'exponents_for': 'measure.exponents', 'headroom': 'measure.exponents',
+    'overview': 'show.first_look', 'summary': 'show.first_look', 'scalar_line': 'show.lines', 'exp_hist': 'show.histograms', 'ridge': 'show.histograms',
+    'scalar_global_heatmap': 'show.heatmaps', 'tree': 'show.trees',
+    'out_of_range': 'show.ranges', 'updates': 'show.update_ratios', 'compare': 'show.comparison',
+    'FacetException': 'show.lines',
     'noise_scale': 'state.noise', 'NoiseScale': 'state.noise',
     'select': 'choose', 'every': 'choose', 'at': 'choose', 'until': 'choose', 'between': 'choose', 'log_spaced': 'choose',
     'StateDict': 'state.algebra', 'from_weight': 'state.factories', 'from_grad': 'state.factories', 'from_state_dict': 'state.factories',

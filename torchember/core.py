@@ -308,6 +308,31 @@ class torchEmber:
         "The tree of modules as nested dicts `{'name', 'short', 'path', 'children'}`"
         return tree_dict(self.tracks[0])
 
+    def show(self,
+        *args, **kwargs # Of `overview`
+    ): # matplotlib Axes
+        """Draw the run: all layers and steps, the loss, and what was first not finite
+
+        Args:
+            **kwargs: Of `overview`
+
+        Returns:
+            matplotlib Axes
+        """
+        from torchember import overview # the show wing stands on this room: it is looked up when it is asked for
+        return overview(self, *args, **kwargs)
+
+    def summary(self,
+        *args, **kwargs # Of `torchember.summary`
+    ):
+        """Print what the run was like, a line for each layer
+
+        Args:
+            **kwargs: Of `torchember.summary`
+        """
+        from torchember import summary
+        print(summary(self, *args, **kwargs))
+
     def close(self): # A `Report`
         """End the run: disarm, write everything, and say what was done
 

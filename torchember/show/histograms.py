@@ -11,9 +11,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from ..measure.exponents import limits
-from .lines import FacetException, grid_options, is_several, parts_by_layer, parts_by_type, ttypes_asked
-from .select import name_of, pick, table_of, training, ttype_of
-from .style import base2, canvas, drawn, is_dark, palettes, panels, title_of, words
+from .lines import FacetException, grid_options, is_several, parts_by_type, ttypes_asked
+from .select import name_of, pick, places, table_of, training, ttype_of
+from .style import base2, canvas, drawn, is_dark, palettes, panels, short_names, title_of, words
 
 # %% ../../nbs/60_show/30_histograms.ipynb #e9d5b93d
 def counts_of(
@@ -133,7 +133,7 @@ def exp_hist(
     run = name_of(table)
     if tt is None: table = table[table['ttype'].astype(str)!='scalar']
     rows,step = at_step(training(pick(table, layer, tt)), step)
-    parts = parts_by_type(rows) if by_type and not (by_layer and rows['path'].nunique()>1) else parts_by_layer(rows) if by_layer else [('', rows)]
+    parts = parts_by_type(rows) if by_type and not (by_layer and rows['path'].nunique()>1) else parts_by_place(rows)
     if len(parts)>64: raise ValueError(f"{len(parts)} panels are more than can be looked at. Choose layers: layer='...*' or a list.")
     options,limits_ = grid_options(facet_kws, sharex=False, sharey=False)
     fig,axes = panels(len(parts), col_wrap, figsize or (None if len(parts)>1 else (7, 3.6)), **options)
@@ -147,7 +147,13 @@ def exp_hist(
     (axes[0].set_xlabel if len(axes)==1 else fig.supxlabel)('size, from a power of two to the next', fontsize=mpl.rcParams['axes.labelsize'])
     return fig
 
-# %% ../../nbs/60_show/30_histograms.ipynb #980f65ba
+# %% ../../nbs/60_show/30_histograms.ipynb #3b51c3a2
+def parts_by_place(rows):
+    "The rows of each tensor, under its name; without a name where there is one"
+    code,labels = places(rows)
+    if len(labels)==1: return [('', rows)]
+    return [(t, rows[code==i]) for i,t in enumerate(short_names(labels, 34))]
+
 def at_step(rows, step):
     "The rows of one step, and its number"
     steps = np.unique(rows['step'])

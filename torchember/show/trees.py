@@ -74,7 +74,7 @@ def heights(path, node, found):
 def tree(
     run, # Name of a run, an ember, a tracker, or a table
     stat:str='std', # A statistic
-    tt:str='output', # A tensor type. Of several tensors of a module the first one counts
+    tt:str='output', # A tensor type. Of several tensors of a module the first with a finite value counts
     step:int|None=None, # The last one without it
     layer=None, # A glob, a compiled regex, or a list of paths, for a part of the model
     deepest:int|None=None, # How deep to draw; without it, as deep as there is room
@@ -85,7 +85,7 @@ def tree(
     Args:
         run: Name of a run, an ember, a tracker, or a table
         stat: A statistic
-        tt: A tensor type. Of several tensors of a module the first one counts
+        tt: A tensor type. Of several tensors of a module the first with a finite value counts
         step: The last one without it
         layer: A glob, a compiled regex, or a list of paths, for a part of the model
         deepest: How deep to draw; without it, as deep as there is room
@@ -97,8 +97,9 @@ def tree(
     rows,step = at_step(training(pick(table_of(run, ttype=ttypes_asked(tt)), layer, tt)), step)
     col = stat_in(rows, stat)
     paths = rows['path'].astype(str)
-    first = ~paths.duplicated().to_numpy()
-    value = dict(zip(paths[first], rows[col].to_numpy(float, na_value=np.nan)[first], strict=True))
+    value = {}
+    for p,v in zip(paths, rows[col].to_numpy(float, na_value=np.nan), strict=True):
+        if not np.isfinite(value.get(p, np.nan)): value[p] = v
     bad = set(paths[trouble(rows)])
     known = list(dict.fromkeys(paths))
     if deepest is None: deepest = next((d for d in range(max(p.count('.')+1 for p in known), 0, -1) if sum(b.height==1 for b in boxes(known, d))<=120), 1)
