@@ -116,7 +116,7 @@ def counts_of(df):
         out[rows, a-low+1:a-low+1+n] = block[:, 1:-1]
     return [-math.inf, *range(low, high+1), math.inf], out
 
-# %% ../../nbs/50_frames/10_logframe.ipynb #d5075238
+# %% ../../nbs/50_frames/10_logframe.ipynb #8765f906
 def to_logframe(
     df, # Our rows as a table; or a run, by its name, tracker or ember
     keep=() # Tensor types that the schema has no word for and that come along under our names: 'input', 'buffer', ...; True for all
@@ -155,7 +155,7 @@ def to_logframe(
     data |= {(STAT, c if (n := named.get(c, c)) in df else n): x.to_numpy() for c,x in stats.items()}
     data |= {(EXP, e): counts[:, i] for i,e in enumerate(exponents)}
     out = pd.DataFrame(data, index=range(len(df)), copy=False)
-    out.columns = pd.MultiIndex.from_tuples(list(data))
+    out.columns = pd.MultiIndex.from_arrays([pd.Index(level, dtype=object) for level in zip(*data, strict=True)]) # which every pandas reads
     out.attrs['torchember'] = {'logframe': 1, 'exponents': bool(counts.any())}
     return out
 
