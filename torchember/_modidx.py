@@ -1445,6 +1445,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'torchember.show.select.name_of': ('60_show/select.html#name_of', 'torchember/show/select.py'),
                                         'torchember.show.select.of_table': ('60_show/select.html#of_table', 'torchember/show/select.py'),
                                         'torchember.show.select.of_ttypes': ('60_show/select.html#of_ttypes', 'torchember/show/select.py'),
+                                        'torchember.show.select.parameters_of': ( '60_show/select.html#parameters_of',
+                                                                                  'torchember/show/select.py'),
                                         'torchember.show.select.paths_like': ( '60_show/select.html#paths_like',
                                                                                'torchember/show/select.py'),
                                         'torchember.show.select.pick': ('60_show/select.html#pick', 'torchember/show/select.py'),
