@@ -437,6 +437,35 @@ def reading_memory(quick):
     yield line(f'{n} rows, memory', most/frame, 'x', at_most=3, note=f'{most/1e6:,.0f} MB for a frame of {frame/1e6:,.0f} MB')
 
 
+# ---- pictures
+
+def table_of(layers, steps):
+    "A table of random numbers, as a run would give it"
+    import numpy as np
+    import pandas as pd
+    path = pd.Categorical.from_codes(np.tile(np.arange(layers), steps), [f'h.{i}.mlp' for i in range(layers)])
+    std = np.random.default_rng(0).lognormal(size=layers*steps)
+    df = pd.DataFrame(dict(path=path, ttype='output', tname='output_0', step=np.repeat(np.arange(steps), layers), call=0, std=std, nan=0))
+    return df.astype(dict(ttype='category', tname='category'))
+
+
+@row('pictures', 'pictures of large tables, from the table to the PNG')
+def pictures(quick):
+    import io
+    import matplotlib
+    matplotlib.use('agg')
+    from torchember import overview, scalar_global_heatmap, scalar_line
+    def drawn(f, df):
+        out = f(df)
+        (out if hasattr(out, 'savefig') else out.figure).savefig(io.BytesIO())
+        matplotlib.pyplot.close('all')
+    drawn(overview, table_of(2, 3))
+    for what,df in (('10 000 layers, 100 steps', table_of(1000 if quick else 10_000, 100)), ('3 layers, 100 000 steps', table_of(3, 10_000 if quick else 100_000))):
+        for f in (scalar_line, scalar_global_heatmap, overview):
+            took = seconds(lambda f=f, df=df: drawn(f, df))
+            yield line(f'{f.__name__}, {what}', took, 's', at_most=5, note=f'CPU time for {len(df):,} rows')
+
+
 # ---- a long run
 
 @row('steps', '10 000 armed steps of a small MLP: what has grown')
