@@ -7,6 +7,7 @@ __all__ = ['parting', 'compare', 'mark_parting']
 
 # %% ../../nbs/60_show/80_comparison.ipynb #9e4e28ab
 import matplotlib as mpl
+import matplotlib.patheffects as effects
 import numpy as np
 
 from .lines import log_if_wide, put_lines, shades, ttypes_asked
@@ -91,4 +92,5 @@ def compare(
 
 def mark_parting(ax, step):
     ax.axvline(step, color=mpl.rcParams['axes.edgecolor'], ls=':', lw=1)
-    ax.text(step, .98, f' {step:,}', transform=ax.get_xaxis_transform(), va='top', fontsize=mpl.rcParams['legend.fontsize'])
+    ax.text(step, .98, f' {step:,}', transform=ax.get_xaxis_transform(), va='top', fontsize=mpl.rcParams['legend.fontsize'],
+        path_effects=[effects.withStroke(linewidth=2.5, foreground=ax.get_facecolor())])

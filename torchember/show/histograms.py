@@ -72,8 +72,9 @@ def formats_of(dtype_annotation, df):
 # %% ../../nbs/60_show/30_histograms.ipynb #da5ab6db
 def exponent_axis(ax, lo, hi, size=None, rotation=0):
     "An axis of exponents from below `lo` to above `hi`"
-    every = next(k for k in (1, 2, 4, 8, 16, 32) if (hi-lo)/k<=12)
-    ticks = [n for n in range(lo, hi+1) if n%every==0 and n-lo>every*.6 and hi+1-n>every*.6]
+    em = (size or mpl.rcParams['xtick.labelsize'])*(hi-lo+5.4)/(ax.figure.get_size_inches()[0]*ax.get_position().width*72) # in exponents
+    every = next(k for k in (1, 2, 4, 8, 16, 32, 64) if k>=max(2.6*em, (hi-lo)/12) or k==64)
+    ticks = [n for n in range(lo, hi+1) if n%every==0 and n-lo+1>3.3*em and hi+2-n>2.7*em]
     ax.set_xticks([lo-1, *ticks, hi+2], ['0, less', *base2(ticks), 'more'])
     if size is not None: ax.xaxis.set_tick_params(labelsize=size, rotation=rotation)
     ax.set_xlim(lo-2.2, hi+3.2)

@@ -77,6 +77,7 @@ def out_of_range(
     if len(axes)!=len(dtypes): raise ValueError(f"{len(dtypes)} formats need as many axes, got {len(axes)}.")
     for a,d,(_,got) in zip(axes, dtypes, found, strict=True): one_format(a, d, got)
     name_rows(axes[0], labels)
+    for a in axes[1:]: a.yaxis.set_tick_params(length=0)
     axes[0].figure.suptitle(title_of(name_of(rows), words.get(ttype_of(tt)[0], tt), f'step {step:,}'), x=.01, ha='left')
     if ax is None: axes[0].figure.supxlabel('← rounded to zero · kept with fewer digits (pale) · too large →', fontsize=mpl.rcParams['axes.labelsize'])
     return np.array(axes) if len(axes)>1 else axes[0]
