@@ -354,7 +354,7 @@ def grid(
     cell = row*len(steps)+column
     value,bad = np.full(len(labels)*len(steps), np.nan),np.zeros(len(labels)*len(steps), bool)
     np.logical_or.at(bad, cell[s.bad], True)
-    order = np.lexsort((unusual(s), cell)) # the last one wins
+    order = np.lexsort((s.value, unusual(s), cell)) # the last one wins: of two that are as far, the larger
     value[cell[order]] = s.value[order]
     return Grid(labels, steps, value.reshape(len(labels), len(steps)), bad.reshape(len(labels), len(steps)), members)
 
