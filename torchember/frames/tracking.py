@@ -178,7 +178,7 @@ class TensorStash:
 
     first_value = property(lambda self: self.value, doc="The same: each output is a stash of its own")
 
-# %% ../../nbs/50_frames/30_tracking.ipynb #d60aa058
+# %% ../../nbs/50_frames/30_tracking.ipynb #a723ea83
 class TorchTracker:
     """What `track` gives: ends steps, and in the end writes a LogFrame. As a list it has what was kept of the latest step's tensors
 
@@ -274,6 +274,7 @@ class TorchTracker:
         return self
 
     def __exit__(self, kind, error, traceback):
+        trained = any(p.requires_grad for _,_,_,p in self.te.recorder.parameters.each())
         self.report = self.te.close()
         try:
             if self.offload_fn: self.offload(self.current_step)
@@ -283,7 +284,7 @@ class TorchTracker:
             if kind is None: raise
             warnings.warn(f"The LogFrame was not written: {type(e).__name__}: {e}. The log is complete: to_logframe({self.name!r}) makes one.",
                 EmberWarning, stacklevel=2)
-        if kind is None: self.say()
+        if kind is None: self.say(trained)
 
     def hand_over(self):
         "The LogFrame goes to W&B"
@@ -291,12 +292,16 @@ class TorchTracker:
         artifact.add_file(self.out_path)
         self.wandb.run.log_artifact(artifact)
 
-    def say(self):
-        "What the user should know"
+    def say(self, trained): # trained: whether there are weights to be trained in what was watched
+        """What the user should know
+
+        Returns:
+            trained: whether there are weights to be trained in what was watched
+        """
         r = self.te.recorder
         if r.seen_steps and not self.calls:
             warnings.warn("tracker.step() was never called, so everything is in one step. Call it after optimizer.step().", EmberWarning, stacklevel=3)
-        elif 'weight_grad' in r.ttypes and r.watch is None and (n := r.parameters.hint.steps_without):
+        elif trained and 'weight_grad' in r.ttypes and r.watch is None and (n := r.parameters.hint.steps_without):
             warnings.warn(f"{n:,} of {r.recorded_steps:,} steps have no weight gradients: zero_grad() came before tracker.step(). Call it later, or give track "
                 "the optimizer=, then it does not matter.", EmberWarning, stacklevel=3)
 
