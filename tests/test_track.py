@@ -373,13 +373,15 @@ def test_what_a_custom_function_says():
     def mine(x): return {'scalar_stats': {'median': x.median(), 'rm2': x.pow(2).mean().sqrt()}, **stash_hist(x, -4, 4), 'top': x.max().item()}
     with track(model, stash_value=mine) as tracker: kept = steps(model, tracker, opt, 2)
     lf = read_pickle(tracker.out_path)
+    assert 'rms' in tracker.t.df and 'rm2' not in tracker.t.df # the log has our words
     assert [*lf.scalar_stats]==['median', 'rm2', 'top'] and [*lf.exponent_counts]==[-math.inf, *range(-4, 5), math.inf]
     row,g = select(lf, step=1, name='fc2', tensor_type='Weight_Gradients').iloc[0],kept[1]['fc2.weight']
     assert row['scalar_stats', 'median']==pytest.approx(g.median().item()) and row['exponent_counts'].tolist()==exponents(g, -4, 4)
 
 
 @pytest.mark.parametrize('f, stats, first, last', [(stash_scalar_stats, names, 0, 0), (stash_hist, ['mean'], -16, 16),
-    (partial(stash_hist, min_exp=-24, max_exp=15), ['mean'], -24, 15), (partial(stash_all_stats_and_hist, max_exp=4), names, -16, 4), (stash_full_tensor, ['full_tensor'], 0, 0)])
+    (partial(stash_hist, min_exp=-24, max_exp=15), ['mean'], -24, 15),
+    (partial(stash_all_stats_and_hist, max_exp=4), names, -16, 4), (stash_full_tensor, ['full_tensor'], 0, 0)])
 def test_their_functions(f, stats, first, last):
     model = MLP()
     opt = optim.SGD(model.parameters(), 1e-2)

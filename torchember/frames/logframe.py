@@ -25,13 +25,13 @@ class LogFrame:
         'scalar_stats': {'*': int|float},
         'exponent_counts': {-math.inf: int, math.inf: int, '*': int}}
 
-# %% ../../nbs/50_frames/10_logframe.ipynb #7d6ed351
+# %% ../../nbs/50_frames/10_logframe.ipynb #e923e063
 @dataclass
 class TrainingStats:
-    "Losses of a training, to be drawn beside its numbers"
-    steps:list # The steps
-    train_loss:list # The training loss at each of them
-    val_loss:list|None = None # The validation loss at each of them
+    "Losses of a training, to be drawn beside its numbers: `train_loss` at each of the `steps`, and `val_loss`, if there is one"
+    steps:list
+    train_loss:list
+    val_loss:list|None = None
 
     def __post_init__(self):
         for what in ('train_loss', 'val_loss'):
