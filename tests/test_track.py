@@ -1,4 +1,5 @@
 "Loops of Track & Visualize's users, as they wrote them but for the import, and what they find in the LogFrame"
+import inspect
 import math
 import re
 import shutil
@@ -487,3 +488,33 @@ def test_as_it_was_recorded_there(tmp_path, monkeypatch):
         nonzero = lambda r: {e: n for e,n in r['exponent_counts'].items() if n and -16<=e<=15 and e!=-1} # zeros are in their -1
         assert nonzero(row)==nonzero(other), (name, kind)
     assert compared>=4*4*2+4*6+3*6*3-6
+
+
+def test_arguments_are_in_their_order():
+    order = ['module', 'track_gradients', 'optimizer', 'track_weights', 'include', 'exclude', 'stash_value', 'async_offload', 'offload_inc', 'offload_type',
+        'use_wandb', 'only_stash_during_training', 'init_step']
+    given = inspect.signature(track).parameters
+    assert [*given][:len(order)]==order and all(p.kind is p.KEYWORD_ONLY for p in [*given.values()][len(order):])
+
+
+@pytest.mark.slow
+def test_a_custom_function_in_a_compiled_model():
+    model = SimpleModel(8)
+    opt = optim.SGD(model.parameters(), .1)
+    compiled = torch.compile(model)
+    with track(compiled, optimizer=opt, include='l1', stash_value=lambda x: {'n': x.numel()}) as tracker:
+        for _ in range(2):
+            compiled(torch.ones(3, 8)).sum().backward()
+            opt.step()
+            tracker.step()
+            opt.zero_grad()
+    lf = read_pickle(tracker.out_path)
+    assert {(t, n): x for t,n,x in zip(lf.metadata.tensor_type, lf.metadata.name, lf.scalar_stats.n, strict=True)}=={
+        ('Activation', '_orig_mod.l1'): 12, ('Gradient', '_orig_mod.l1'): 12, ('Weights', '_orig_mod.l1'): 32, ('Weight_Gradients', '_orig_mod.l1'): 32}
+
+
+def test_nothing_is_recorded_where_torchember_is_off(monkeypatch, capsys):
+    monkeypatch.setenv('TORCHEMBER_DISABLE', '1')
+    model = MLP()
+    with track(model) as tracker: steps(model, tracker, optim.SGD(model.parameters(), .1), 2)
+    assert tracker.out_path is None and 'no LogFrame' in capsys.readouterr().out

@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['LogFrame', 'TrainingStats', 'to_logframe', 'SchemaException', 'validate', 'unshifted', 'from_logframe']
 
-# %% ../../nbs/50_frames/10_logframe.ipynb #15a4ef51
+# %% ../../nbs/50_frames/10_logframe.ipynb #a907fb9b
 import math, re
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 
 import numpy as np
 
@@ -78,7 +79,7 @@ def named_tensors(
         return path if tname==first.get(path) and ttype in types else joined(path, tname)
     return [(name(t['path'], t['ttype'], t['tname'], t['pname']), class_of(t['module']), tensor_type(t['ttype'], t['tname'])) for t in tensors]
 
-# %% ../../nbs/50_frames/10_logframe.ipynb #b8e0bcf7
+# %% ../../nbs/50_frames/10_logframe.ipynb #f8b490b4
 def rows_of(source):
     "Our rows as a table"
     if hasattr(source, 'columns'): return source
@@ -101,16 +102,17 @@ def numbers_of(df):
 
 def counts_of(df):
     "Exponent -> counts, as an array with a column for each, and the exponents; a row without has zeros"
-    has = [isinstance(e, list|tuple|np.ndarray) for e in df['exponents']] if 'exponents' in df else []
+    lists = df['exponents'].to_numpy(object) if 'exponents' in df else []
+    has = [isinstance(e, list|tuple|np.ndarray) for e in lists]
     if not any(has): return [-math.inf, 0, math.inf], np.zeros((len(df), 3), np.int64)
     at = np.flatnonzero(has)
-    counts,lo = [df['exponents'].iloc[i] for i in at],df['exponent_min'].to_numpy()[at].astype(int)
-    size = np.array([len(c) for c in counts])-2
+    counts,lo = lists[at],df['exponent_min'].to_numpy()[at].astype(int)
+    size = np.array([*map(len, counts)])-2
     low,high = lo.min(),(lo+size-1).max()
     out = np.zeros((len(df), high-low+3), np.int64)
     for a,n in {*zip(lo.tolist(), size.tolist(), strict=True)}: # nearly always one range
         some = np.flatnonzero((lo==a) & (size==n))
-        block = np.array([counts[i] for i in some], np.int64)
+        block = np.fromiter(chain.from_iterable(counts[some]), np.int64, len(some)*(n+2)).reshape(len(some), n+2)
         rows = at[some]
         out[rows, 0],out[rows, -1] = block[:, 0],block[:, -1]
         out[rows, a-low+1:a-low+1+n] = block[:, 1:-1]
