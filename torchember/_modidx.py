@@ -381,6 +381,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                           'torchember/frames/logframe.py'),
                                             'torchember.frames.logframe.joined': ( '50_frames/logframe.html#joined',
                                                                                    'torchember/frames/logframe.py'),
+                                            'torchember.frames.logframe.kind_of': ( '50_frames/logframe.html#kind_of',
+                                                                                    'torchember/frames/logframe.py'),
                                             'torchember.frames.logframe.last_of': ( '50_frames/logframe.html#last_of',
                                                                                     'torchember/frames/logframe.py'),
                                             'torchember.frames.logframe.lists_of': ( '50_frames/logframe.html#lists_of',

@@ -197,7 +197,7 @@ def validate(
     if faults: raise SchemaException(f"This is no LogFrame: {' '.join(faults)}")
     return df
 
-# %% ../../nbs/50_frames/10_logframe.ipynb #6572b3e5
+# %% ../../nbs/50_frames/10_logframe.ipynb #9ee633c3
 def exponent(label):
     "The exponent that a label means; None when it means none"
     if isinstance(label, str) and re.fullmatch(r'[+-]?inf(inity)?', label.lower()): return float(label)
@@ -230,6 +230,11 @@ def faults_of_columns(df):
     again = df.columns[df.columns.duplicated()].unique().tolist()
     if again: yield f"{', '.join(map(str, again))} is there more than once."
 
+def kind_of(x):
+    "What is in a column: text, whose dtype has another name in each pandas, or its dtype"
+    got = needs('pandas', for_='validate').api.types.infer_dtype(x, skipna=True)
+    return 'text' if got=='string' else str(x.dtype)
+
 def faults_of_types(df):
     "Sentences about columns that hold something else than the schema wants"
     pd = needs('pandas', for_='validate')
@@ -240,8 +245,8 @@ def faults_of_types(df):
         number = pd.api.types.is_numeric_dtype(x.dtype) and not pd.api.types.is_bool_dtype(x.dtype)
         if t==META and c=='step' or t==EXP:
             if whole: continue
-            yield f"{(t, c)} has to be whole numbers, but is {x.dtype}" + (" with holes in it." if x.isna().any() else ".")
-        elif t==STAT and not number: yield f"{(t, c)} has to be numbers, but is {x.dtype}."
+            yield f"{(t, c)} has to be whole numbers, but is {kind_of(x)}" + (" with holes in it." if x.isna().any() else ".")
+        elif t==STAT and not number: yield f"{(t, c)} has to be numbers, but is {kind_of(x)}."
         elif t==META and c in LogFrame.schema[META]:
             text = x.cat.categories if isinstance(x.dtype, pd.CategoricalDtype) else x
             got = pd.api.types.infer_dtype(text, skipna=True)
