@@ -86,3 +86,27 @@ def test_all_files_hold_the_same(tmp_path):
     with pytest.warns(UserWarning): lf.to_parquet(tmp_path/'two.parquet')
     for read in (read_pickle(tmp_path/'x.pkl'), read_csv(tmp_path/'x.csv'), read_parquet(tmp_path/'x.parquet'), read_parquet(tmp_path/'two.parquet')):
         pd.testing.assert_frame_equal(read, lf, check_dtype=False, check_column_type=False)
+
+
+def test_broken_files():
+    "Whatever the bytes are: a table, or one of two exceptions"
+    import io
+    import random
+    data,found = pickle.dumps(lf),set()
+    for i in range(400):
+        b,rng = bytearray(data),random.Random(i)
+        for _ in range(rng.choice((1, 2, 10))): b[rng.randrange(len(b))] = rng.randrange(256)
+        try: found.add(type(read_pickle(io.BytesIO(bytes(b)))))
+        except (pickle.UnpicklingError, SchemaException) as e: found.add(type(e))
+    assert found>={pickle.UnpicklingError, pd.DataFrame}
+
+
+def test_reading_needs_no_torch(tmp_path):
+    import subprocess
+    import sys
+    lf.to_pickle(tmp_path/'x.pkl')
+    code = f"from torchember import TrainingStats, from_logframe, read_pickle; print(len(from_logframe(read_pickle({str(tmp_path/'x.pkl')!r}))))"
+    got = subprocess.run([sys.executable, '-c', f"import sys; sys.modules['torch'] = None; {code}"], capture_output=True, text=True)
+    assert got.stdout=='3\n', got.stderr
+    got = subprocess.run([sys.executable, '-c', "import sys; sys.modules['torch'] = None; from torchember import track"], capture_output=True, text=True)
+    assert 'torchember.track needs torch' in got.stderr

@@ -167,7 +167,7 @@ class torchEmber:
     def step(self):
         "The training step is over: call it after `backward`, before `zero_grad`; for micro-batches also before the first. From then on only this closes one"
         r = self.recorder
-        if r.watch is None:
+        if not r.steps.awaited:
             r.steps.manual = True
             r.close(boundary=True)
         elif r.steps.opened: r.notices.once('two', "te.step() does nothing here: the optimizer that torchEmber was given ends each step. "

@@ -14,7 +14,7 @@ from .logframe import SchemaException, settled, validate
 from ..needs import needs
 from ..record import an
 
-# %% ../../nbs/50_frames/20_files.ipynb #22fe12d7
+# %% ../../nbs/50_frames/20_files.ipynb #49f897d5
 class Part:
     "Stands for what a pickle names: the arguments it is called with, and the state it is given"
     what = None
@@ -30,7 +30,8 @@ core = {'frame': 'DataFrame', 'indexes.base': 'Index _new_Index', 'indexes.multi
     'dtypes.dtypes': 'CategoricalDtype', 'arrays.string_': 'StringDtype StringArray', 'arrays.string_arrow': 'ArrowStringArray ArrowStringArrayNumpySemantics',
     'arrays.integer': 'IntegerArray Int64Dtype Int32Dtype', 'arrays.floating': 'FloatingArray Float64Dtype Float32Dtype'}
 allowed = {f'pandas.core.{module}': names for module,names in core.items()} | {
-    'pandas': 'DataFrame Index MultiIndex RangeIndex CategoricalIndex Categorical CategoricalDtype StringDtype NA Int64Dtype Int32Dtype Float64Dtype Float32Dtype',
+    'pandas': 'DataFrame Index MultiIndex RangeIndex CategoricalIndex Categorical CategoricalDtype StringDtype NA Int64Dtype Int32Dtype Float64Dtype '
+        'Float32Dtype',
     'pandas.arrays': 'StringArray ArrowStringArray IntegerArray FloatingArray', 'pandas._libs.internals': '_unpickle_block',
     'pandas._libs.arrays': '__pyx_unpickle_NDArrayBacked', 'pandas._libs.missing': 'NA', 'numpy': 'ndarray dtype',
     'numpy.core.multiarray': '_reconstruct scalar', 'numpy._core.multiarray': '_reconstruct scalar',

@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['LogFrame', 'TrainingStats', 'to_logframe', 'SchemaException', 'validate', 'unshifted', 'from_logframe']
 
-# %% ../../nbs/50_frames/10_logframe.ipynb #15a4ef51
+# %% ../../nbs/50_frames/10_logframe.ipynb #a907fb9b
 import math, re
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 
 import numpy as np
 
@@ -25,13 +26,13 @@ class LogFrame:
         'scalar_stats': {'*': int|float},
         'exponent_counts': {-math.inf: int, math.inf: int, '*': int}}
 
-# %% ../../nbs/50_frames/10_logframe.ipynb #7d6ed351
+# %% ../../nbs/50_frames/10_logframe.ipynb #e923e063
 @dataclass
 class TrainingStats:
-    "Losses of a training, to be drawn beside its numbers"
-    steps:list # The steps
-    train_loss:list # The training loss at each of them
-    val_loss:list|None = None # The validation loss at each of them
+    "Losses of a training, to be drawn beside its numbers: `train_loss` at each of the `steps`, and `val_loss`, if there is one"
+    steps:list
+    train_loss:list
+    val_loss:list|None = None
 
     def __post_init__(self):
         for what in ('train_loss', 'val_loss'):
@@ -78,7 +79,7 @@ def named_tensors(
         return path if tname==first.get(path) and ttype in types else joined(path, tname)
     return [(name(t['path'], t['ttype'], t['tname'], t['pname']), class_of(t['module']), tensor_type(t['ttype'], t['tname'])) for t in tensors]
 
-# %% ../../nbs/50_frames/10_logframe.ipynb #b8e0bcf7
+# %% ../../nbs/50_frames/10_logframe.ipynb #f8b490b4
 def rows_of(source):
     "Our rows as a table"
     if hasattr(source, 'columns'): return source
@@ -101,16 +102,17 @@ def numbers_of(df):
 
 def counts_of(df):
     "Exponent -> counts, as an array with a column for each, and the exponents; a row without has zeros"
-    has = [isinstance(e, list|tuple|np.ndarray) for e in df['exponents']] if 'exponents' in df else []
+    lists = df['exponents'].to_numpy(object) if 'exponents' in df else []
+    has = [isinstance(e, list|tuple|np.ndarray) for e in lists]
     if not any(has): return [-math.inf, 0, math.inf], np.zeros((len(df), 3), np.int64)
     at = np.flatnonzero(has)
-    counts,lo = [df['exponents'].iloc[i] for i in at],df['exponent_min'].to_numpy()[at].astype(int)
-    size = np.array([len(c) for c in counts])-2
+    counts,lo = lists[at],df['exponent_min'].to_numpy()[at].astype(int)
+    size = np.array([*map(len, counts)])-2
     low,high = lo.min(),(lo+size-1).max()
     out = np.zeros((len(df), high-low+3), np.int64)
     for a,n in {*zip(lo.tolist(), size.tolist(), strict=True)}: # nearly always one range
         some = np.flatnonzero((lo==a) & (size==n))
-        block = np.array([counts[i] for i in some], np.int64)
+        block = np.fromiter(chain.from_iterable(counts[some]), np.int64, len(some)*(n+2)).reshape(len(some), n+2)
         rows = at[some]
         out[rows, 0],out[rows, -1] = block[:, 0],block[:, -1]
         out[rows, a-low+1:a-low+1+n] = block[:, 1:-1]
@@ -195,7 +197,7 @@ def validate(
     if faults: raise SchemaException(f"This is no LogFrame: {' '.join(faults)}")
     return df
 
-# %% ../../nbs/50_frames/10_logframe.ipynb #6572b3e5
+# %% ../../nbs/50_frames/10_logframe.ipynb #9ee633c3
 def exponent(label):
     "The exponent that a label means; None when it means none"
     if isinstance(label, str) and re.fullmatch(r'[+-]?inf(inity)?', label.lower()): return float(label)
@@ -228,6 +230,11 @@ def faults_of_columns(df):
     again = df.columns[df.columns.duplicated()].unique().tolist()
     if again: yield f"{', '.join(map(str, again))} is there more than once."
 
+def kind_of(x):
+    "What is in a column: text, whose dtype has another name in each pandas, or its dtype"
+    got = needs('pandas', for_='validate').api.types.infer_dtype(x, skipna=True)
+    return 'text' if got=='string' else str(x.dtype)
+
 def faults_of_types(df):
     "Sentences about columns that hold something else than the schema wants"
     pd = needs('pandas', for_='validate')
@@ -238,8 +245,8 @@ def faults_of_types(df):
         number = pd.api.types.is_numeric_dtype(x.dtype) and not pd.api.types.is_bool_dtype(x.dtype)
         if t==META and c=='step' or t==EXP:
             if whole: continue
-            yield f"{(t, c)} has to be whole numbers, but is {x.dtype}" + (" with holes in it." if x.isna().any() else ".")
-        elif t==STAT and not number: yield f"{(t, c)} has to be numbers, but is {x.dtype}."
+            yield f"{(t, c)} has to be whole numbers, but is {kind_of(x)}" + (" with holes in it." if x.isna().any() else ".")
+        elif t==STAT and not number: yield f"{(t, c)} has to be numbers, but is {kind_of(x)}."
         elif t==META and c in LogFrame.schema[META]:
             text = x.cat.categories if isinstance(x.dtype, pd.CategoricalDtype) else x
             got = pd.api.types.infer_dtype(text, skipna=True)
