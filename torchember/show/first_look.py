@@ -10,7 +10,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from ..needs import needs
-from .heatmaps import column_edges, heat
+from .heatmaps import column_edges, heat, sizes
 from .lines import put_lines, ttypes_asked
 from .select import grid, name_of, not_stats, pick, series, stat_in, table_of, training, trouble, ttype_of
 from .style import alarm, drawn, is_dark, meanings, palettes, title_of, words
@@ -123,7 +123,7 @@ def compose(parts, numbers, tensors, run, ax):
         fig,axes = ax.figure,[ax]
         top = ax.inset_axes([0, 1.04, 1, .3], sharex=ax) if numbers else None
     for a,(kind,col,_,g) in zip(axes, parts, strict=True):
-        heat(a, g, meanings.get(col, col))
+        heat(a, g, meanings.get(col, col), zeros=col in sizes)
         a.set_ylabel(words.get(ttype_of(kind)[0], kind))
     axes[-1].set_xlabel('step')
     steps = np.concatenate([g.steps for *_,g in parts])
