@@ -10,7 +10,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from ..needs import needs
-from .heatmaps import heat
+from .heatmaps import column_edges, heat, sizes
 from .lines import put_lines, ttypes_asked
 from .select import grid, name_of, not_stats, pick, series, stat_in, table_of, training, trouble, ttype_of
 from .style import alarm, drawn, is_dark, meanings, palettes, title_of, words
@@ -123,15 +123,19 @@ def compose(parts, numbers, tensors, run, ax):
         fig,axes = ax.figure,[ax]
         top = ax.inset_axes([0, 1.04, 1, .3], sharex=ax) if numbers else None
     for a,(kind,col,_,g) in zip(axes, parts, strict=True):
-        heat(a, g, meanings.get(col, col))
+        heat(a, g, meanings.get(col, col), zeros=col in sizes)
         a.set_ylabel(words.get(ttype_of(kind)[0], kind))
     axes[-1].set_xlabel('step')
     steps = np.concatenate([g.steps for *_,g in parts])
     if top is not None: draw_loss(top, numbers, steps)
+    ends = column_edges(np.unique(steps)) # the axes end where the last column does, or the loss
+    axes[0].set_xlim(*((min(ends[0], *numbers[1]), max(ends[-1], *numbers[1])) if numbers and len(numbers[1]) else (ends[0], ends[-1])))
     first = first_trouble(training(tensors))
     if first is not None: mark_first(axes, parts, first, top)
     title = title_of(run, sentence_of(first) if first is not None else '')
-    if ax is None: fig.suptitle(title, x=.01, ha='left')
+    if ax is None:
+        fig.suptitle(title, x=.01, ha='left')
+        fig.align_ylabels([a for a in (top, *axes) if a is not None])
     else: (top or ax).set_title(title)
     return axes[0]
 

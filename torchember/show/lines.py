@@ -231,7 +231,7 @@ def one_panel(ax, lines, metrics, kind, kwargs):
 
 def name_all(ax, lines, metrics, n):
     "Names of tensors, where colours tell them apart"
-    if len(metrics)==1 and not (n>1 and len(lines)>3): name_lines(ax, [l for _,l in lines], ax.colors_of_lines)
+    if len(metrics)==1: name_lines(ax, [l for _,l in lines], ax.colors_of_lines, 9 if n==1 else 5)
     del ax.colors_of_lines
 
 def label_figure(fig, axes, metrics, x, title):
