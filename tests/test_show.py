@@ -54,8 +54,8 @@ def finish(out):
     plt.close('all')
 
 
-pictures = {'overview': overview, 'scalar_line': scalar_line, 'exp_hist': exp_hist, 'scalar_global_heatmap': scalar_global_heatmap, 'ridge': ridge, 'tree': tree,
-    'updates': updates, 'out_of_range': lambda r: out_of_range(r, 'float8_e5m2'), 'compare': lambda r: compare([r, r])}
+pictures = {'overview': overview, 'scalar_line': scalar_line, 'exp_hist': exp_hist, 'scalar_global_heatmap': scalar_global_heatmap, 'ridge': ridge,
+    'tree': tree, 'updates': updates, 'out_of_range': lambda r: out_of_range(r, 'float8_e5m2'), 'compare': lambda r: compare([r, r])}
 
 
 @pytest.mark.parametrize('name', pictures)
