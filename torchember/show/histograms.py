@@ -222,7 +222,7 @@ def ridge(
     ax = canvas(ax, (6, 1.2+.32*len(got)))
     curves = [(s, smooth(c/max(c.sum()+b+a, 1), .6), first) for s,c,first,b,a in got]
     tall = max(y.max(initial=0) for _,(_,y),_ in curves) or 1
-    colors = plt.get_cmap('viridis')(np.linspace(.15, .85, len(curves)))
+    colors = plt.get_cmap('viridis')(np.linspace(.3 if is_dark() else .15, .85, len(curves)))
     for i,((_,(x,y),first),c) in enumerate(zip(curves, colors, strict=True)):
         base = len(curves)-1-i
         ax.fill_between(x+first, base, base+1.7*y/tall, color=c, alpha=.85, lw=0, zorder=i+1)
