@@ -143,7 +143,7 @@ def exp_hist(
         ax.set_title(title)
         ax.set(**limits_)
     what = '' if by_type else words.get(ttype_of(tt)[0], tt)
-    fig.suptitle(fig_title or title_of(run, what, layer if isinstance(layer, str) else '', f'step {step}'), x=.01, ha='left')
+    fig.suptitle(fig_title or title_of(run, what, layer if isinstance(layer, str) and layer!='*' else '', f'step {step}'), x=.01, ha='left')
     (axes[0].set_ylabel if len(axes)==1 else fig.supylabel)('share of the numbers', fontsize=mpl.rcParams['axes.labelsize'])
     (axes[0].set_xlabel if len(axes)==1 else fig.supxlabel)('size, from a power of two to the next', fontsize=mpl.rcParams['axes.labelsize'])
     return fig
