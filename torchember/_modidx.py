@@ -1521,6 +1521,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'torchember.show.select.extremes': ('60_show/select.html#extremes', 'torchember/show/select.py'),
                                         'torchember.show.select.grid': ('60_show/select.html#grid', 'torchember/show/select.py'),
                                         'torchember.show.select.name_of': ('60_show/select.html#name_of', 'torchember/show/select.py'),
+                                        'torchember.show.select.of_one_run': ( '60_show/select.html#of_one_run',
+                                                                               'torchember/show/select.py'),
                                         'torchember.show.select.of_table': ('60_show/select.html#of_table', 'torchember/show/select.py'),
                                         'torchember.show.select.of_ttypes': ('60_show/select.html#of_ttypes', 'torchember/show/select.py'),
                                         'torchember.show.select.parameters_of': ( '60_show/select.html#parameters_of',

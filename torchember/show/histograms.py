@@ -143,7 +143,7 @@ def exp_hist(
         ax.set_title(title)
         ax.set(**limits_)
     what = '' if by_type else words.get(ttype_of(tt)[0], tt)
-    fig.suptitle(fig_title or title_of(run, what, layer if isinstance(layer, str) else '', f'step {step}'), x=.01, ha='left')
+    fig.suptitle(fig_title or title_of(run, what, layer if isinstance(layer, str) and layer!='*' else '', f'step {step}'), x=.01, ha='left')
     (axes[0].set_ylabel if len(axes)==1 else fig.supylabel)('share of the numbers', fontsize=mpl.rcParams['axes.labelsize'])
     (axes[0].set_xlabel if len(axes)==1 else fig.supxlabel)('size, from a power of two to the next', fontsize=mpl.rcParams['axes.labelsize'])
     return fig
@@ -182,6 +182,7 @@ def one_histogram(ax, part, kind, dtypes, info, kws, size, rotation):
         ax.bar([lo-1.5, hi+1.5], [below/n, above/n], align='edge', width=.94, color=color, alpha=.45, hatch='//', edgecolor=ax.get_facecolor(), lw=0)
     top = max(share.max(initial=0), below/n, above/n) or 1
     ax.set_ylim(0, top*1.04*room_for(ax, dtypes))
+    ax.yaxis.set_major_locator(mpl.ticker.MaxNLocator(6, steps=[1, 2, 5, 10])) # without those that would be rounded
     ax.yaxis.set_major_formatter(mpl.ticker.PercentFormatter(1, decimals=0 if top>.03 else 1))
     ranges_over(ax, dtypes, info, lo, hi)
     exponent_axis(ax, lo, hi, size, rotation)
@@ -221,7 +222,7 @@ def ridge(
     ax = canvas(ax, (6, 1.2+.32*len(got)))
     curves = [(s, smooth(c/max(c.sum()+b+a, 1), .6), first) for s,c,first,b,a in got]
     tall = max(y.max(initial=0) for _,(_,y),_ in curves) or 1
-    colors = plt.get_cmap('viridis')(np.linspace(.15, .85, len(curves)))
+    colors = plt.get_cmap('viridis')(np.linspace(.3 if is_dark() else .15, .85, len(curves)))
     for i,((_,(x,y),first),c) in enumerate(zip(curves, colors, strict=True)):
         base = len(curves)-1-i
         ax.fill_between(x+first, base, base+1.7*y/tall, color=c, alpha=.85, lw=0, zorder=i+1)

@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.collections import LineCollection
 
 from ..record import unknown
-from .select import name_of, pick, series, stat_in, table_of, thinned, ttype_of
+from .select import name_of, pick, root_of, series, stat_in, table_of, thinned, ttype_of
 from .style import alarm, drawn, is_dark, meanings, palettes, panels, short_names, title_of, words
 
 # %% ../../nbs/60_show/20_lines.ipynb #4da1c2aa
@@ -202,7 +202,7 @@ def scalar_line(
     for some in [both] if options.get('sharey') else [[b] for b in both]:
         log_if_wide([a for a,_ in some], [l for _,(_,lines) in some for _,l in lines])
     for ax,(_,lines) in zip(axes, drawn_parts, strict=True): name_all(ax, lines, metrics, len(parts))
-    label_figure(fig, axes, metrics, x, fig_title or title_of(run, '' if by_type else words.get(ttype_of(tt)[0], tt), layer if isinstance(layer, str) else ''))
+    label_figure(fig, axes, metrics, x, fig_title or title_of(run, '' if by_type else words.get(ttype_of(tt)[0], tt), layer if isinstance(layer, str) and layer!='*' else ''))
     if len(metrics)>1: legend_of(fig, metrics, loc, bbox_to_anchor)
     return fig
 
@@ -218,7 +218,7 @@ def parts_by_layer(rows):
     names = list(dict.fromkeys(paths))
     where = paths.map({p: i for i,p in enumerate(names)}).to_numpy()
     if len(names)>36: return [('', None)]*len(names)
-    return [(t or 'model', rows[where==i]) for i,t in enumerate(short_names(names, 34))]
+    return [(t or root_of(rows), rows[where==i]) for i,t in enumerate(short_names(names, 34))]
 
 def one_panel(ax, lines, metrics, kind, kwargs):
     "The lines of one panel: coloured by statistic when there are several, by tensor otherwise"

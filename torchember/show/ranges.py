@@ -79,7 +79,7 @@ def out_of_range(
     name_rows(axes[0], labels)
     for a in axes[1:]: a.yaxis.set_tick_params(length=0)
     axes[0].figure.suptitle(title_of(name_of(rows), words.get(ttype_of(tt)[0], tt), f'step {step:,}'), x=.01, ha='left')
-    if ax is None: axes[0].figure.supxlabel('← rounded to zero · kept with fewer digits (pale) · too large →', fontsize=mpl.rcParams['axes.labelsize'])
+    if ax is None: axes[0].figure.supxlabel('← too small · kept with fewer digits (faint) · too large →', fontsize=mpl.rcParams['axes.labelsize'])
     return np.array(axes) if len(axes)>1 else axes[0]
 
 # %% ../../nbs/60_show/60_ranges.ipynb #d9b8b28c
