@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['read', 'wide', 'layers']
 
-# %% ../../nbs/50_frames/00_logs.ipynb #9bbf2d40
+# %% ../../nbs/50_frames/00_logs.ipynb #bc177c36
 import os, re
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -17,9 +17,10 @@ from ..needs import needs
 from ..record import an, identity, optional, unknown
 from ..store.base import folder
 from ..store.jsonl import emberTracker, tracker
-from ..store.reading import bad, blocks_of, current, frame, parse, path_of, with_path
+from ..store.columns import Odd, bad, columns_of, named, quoted, times_of
+from ..store.reading import blocks_of, current, frame, in_order, key, parse, path_of, with_path
 
-# %% ../../nbs/50_frames/00_logs.ipynb #5dbc7041
+# %% ../../nbs/50_frames/00_logs.ipynb #51408907
 class Source:
     "A run to read: its name, and the lines it has"
     def __init__(self,
@@ -29,7 +30,7 @@ class Source:
         t = run if isinstance(run, tracker) else getattr(run, 't', None)
         if isinstance(run, os.PathLike) or isinstance(run, str) and os.sep in run:
             self.name,self.t,self.path = Path(run).name,None,Path(run)
-            if not self.path.is_file(): raise FileNotFoundError(f"There is no log {self.path}. Give the file of a run, or a run's name: read('<run>', home=...).")
+            if not self.path.is_file(): raise FileNotFoundError(f"There is no log {self.path}. Give the file of a run, or the name of one.")
         elif isinstance(t, tracker) or isinstance(run, str):
             self.t = t if isinstance(t, tracker) else emberTracker(run, home)
             self.t.barrier() # which does nothing for a run that another process writes
@@ -40,6 +41,10 @@ class Source:
     def blocks(self):
         "The lines of the run, in blocks"
         return blocks_of(self.path) if self.t is None else self.t.blocks()
+
+    def file(self):
+        "Path and size of the file, if all lines are in it"
+        return (self.path, os.path.getsize(self.path)) if self.t is None else self.t.whole_file()
 
 def names_of(home):
     "The runs there are, as names"
@@ -59,7 +64,7 @@ def sources(run, home):
         raise FileNotFoundError(f"{unknown('run matches', run, names)} Looked in {folder('torchember', home)/'log'}.")
     return [Source(n, home) for n in some], True
 
-# %% ../../nbs/50_frames/00_logs.ipynb #bb6779ca
+# %% ../../nbs/50_frames/00_logs.ipynb #a36d6e5a
 def many(what): return list(what) if isinstance(what, list|tuple|set|frozenset) else [what]
 
 class Choice:
@@ -95,12 +100,12 @@ class Choice:
         there = [v for v in there if isinstance(v, int if name=='steps' else str)]
         return self.paths(there) if name=='path' else self.steps(there) if name=='steps' else set(there).intersection(many(self.asked[name]))
 
-columns_of = dict(path='module', ttype='ttype', tname='tname', steps='step') # where each is to be found
+columns_in = dict(path='module', ttype='ttype', tname='tname', steps='step') # where each is to be found
 
-# %% ../../nbs/50_frames/00_logs.ipynb #507d915f
+# %% ../../nbs/50_frames/00_logs.ipynb #34595e03
 def value_of(row, name):
     "What a row has for one of the questions"
-    v = row.get(columns_of[name])
+    v = row.get(columns_in[name])
     return path_of(v) if name=='path' and isinstance(v, str) and 'path' not in row else row.get('path') if name=='path' else v
 
 def chosen(rows, choice):
@@ -126,10 +131,9 @@ def nothing_chosen(choice, there):
         return unknown(called[name], getattr(asked, 'pattern', asked), [n for n in there[name] if n])
     return f"No row has all of {', '.join(f'{k}={v!r:.60}' for k,v in choice.asked.items())} at once. Ask for less at a time."
 
-# %% ../../nbs/50_frames/00_logs.ipynb #63576a47
+# %% ../../nbs/50_frames/00_logs.ipynb #e2f9736e
 names_in = ('run', 'path', 'module', 'ttype', 'tname', 'pname', 'dtype', 'phase') # columns of names
 left = ('run', 'path', 'module', 'ttype', 'tname', 'pname', 'step', 'call', 'phase', 'micro', 'backward', 'skipped', 'rank', 'dtype', 'ts')
-stamp = re.compile(r'\d{4}-\d\d-\d\d \d\d:\d\d:\d\d')
 
 def tidy_order(df):
     "The columns of a table of a log, as they are read best: who and when, marks, what was measured, trouble"
@@ -144,7 +148,10 @@ def tidy_order(df):
 def categories(values):
     "A column of names as a category, in the order in which they come; anything else as it is"
     pd = needs('pandas', for_='A table of rows')
-    if isinstance(values.dtype, pd.CategoricalDtype): return values.cat.set_categories(values.cat.categories[pd.unique(values.cat.codes[values.cat.codes>=0])])
+    if isinstance(values.dtype, pd.CategoricalDtype):
+        seen = pd.unique(values.cat.codes.to_numpy())
+        seen = seen[seen>=0].tolist()
+        return values if seen==list(range(len(values.cat.categories))) else values.cat.set_categories(values.cat.categories[seen])
     there = values.dropna().unique()
     if not len(there) or not all(isinstance(v, str) for v in there): return values
     return pd.Series(pd.Categorical(values, categories=there), index=values.index)
@@ -152,11 +159,10 @@ def categories(values):
 def times(values):
     "A column of time stamps as times, if all of them are; else as it is"
     pd = needs('pandas', for_='A table of rows')
+    if values.dtype.kind=='M': return values
     codes,texts = pd.factorize(values)
-    if not len(texts) or not all(isinstance(s, str) and stamp.fullmatch(s) for s in texts): return values
-    try: at = pd.to_datetime(pd.Series(texts, dtype=object), format='%Y-%m-%d %H:%M:%S').to_numpy('datetime64[s]')
-    except ValueError: return values
-    return pd.Series(pd.array(at).take(codes, allow_fill=True), index=values.index)
+    at = times_of(pd, list(texts))
+    return values if at is None else pd.Series(at.take(codes, allow_fill=True), index=values.index)
 
 def tidy(df, run=None):
     "A table of a log with a path, names as categories, counts of trouble, and its columns in order"
@@ -169,7 +175,7 @@ def tidy(df, run=None):
     if 'ts' in df: df['ts'] = times(df['ts'])
     return df[tidy_order(df)]
 
-# %% ../../nbs/50_frames/00_logs.ipynb #f224d209
+# %% ../../nbs/50_frames/00_logs.ipynb #90d2b385
 def read(
     run, # Name of a run, pattern such as 'GPT*', ember, tracker, file of a log, or a list of these
     path=None, # Modules: a glob on the path ('features.*'), a compiled regex, or a list of these
@@ -196,21 +202,53 @@ def read(
     needs('pandas', for_='A table of rows')
     runs,several = sources(run, home)
     choice = Choice(path, ttype, tname, steps)
-    tables = [tidy(rows_of(s, choice), s.name if several else None) for s in runs]
+    tables = [tidy(rows_of(s, choice, columns), s.name if several else None) for s in runs]
     df = under_each_other([t for t in tables if len(t)] or tables[:1])
     if not len(df) and choice.asked: raise ValueError(nothing_chosen(choice, together(runs)))
     return df if columns is None else df[known_columns(df, columns)]
 
-# %% ../../nbs/50_frames/00_logs.ipynb #01d627c9
-def rows_of(source, choice):
+# %% ../../nbs/50_frames/00_logs.ipynb #939b7a64
+def rows_of(source, choice, columns=None):
     "The table of a run, of the rows that are wanted"
-    rows = [r for data in source.blocks() for r in parse(data)[0]]
-    return current(frame(chosen(rows, choice)))
+    pd = needs('pandas', for_='A table of rows')
+    try:
+        if (file := source.file()) is None: raise Odd('no file')
+        got,layouts,n,_ = columns_of(*file, (*names_in, 'ts'), (lambda asked: condition(choice, asked)) if choice.asked else None, columns and needed(columns))
+        df = in_order(pd.DataFrame(got, index=range(n), copy=False), layouts)
+    except Odd: df = frame(chosen(all_rows(source), choice))
+    return current(df)
+
+def all_rows(source): return [r for data in source.blocks() for r in parse(data)[0]]
+
+def needed(columns):
+    "The columns of a log that are needed for some of a table"
+    columns = {columns} if isinstance(columns, str) else set(columns)
+    if 'mark_run' in columns: columns.add('run')
+    return columns | {'module', 'ttype', 'tname', 'supersedes'} | set(key)
+
+def condition(choice, asked):
+    "What is wanted, as SQL"
+    schema,out = asked.schema,[]
+    for name,wanted in choice.asked.items():
+        k = 'path' if name=='path' and 'path' in schema.kinds else columns_in[name]
+        if k not in schema.kinds: return 'FALSE'
+        if name=='steps':
+            if schema.kinds[k]!='i': raise Odd('steps that are no whole numbers')
+            kept = sorted(choice.keeps(name, [int(s) for s in asked.numbers(k)]))
+            out.append(f'{named(k)} BETWEEN {kept[0]} AND {kept[-1]}' if kept and len(kept)==kept[-1]-kept[0]+1 else one_of(k, map(str, kept)))
+            continue
+        if schema.kinds[k]!='s': raise Odd('names that are no texts')
+        there = {t: path_of(t) if name=='path' and k=='module' else t for t in schema.texts[k]}
+        kept = choice.keeps(name, set(there.values()))
+        out.append(one_of(k, (quoted(t) for t,p in there.items() if p in kept)))
+    return ' AND '.join(out)
+
+def one_of(name, values): return f'{named(name)} IN ({found})' if (found := ', '.join(values)) else 'FALSE'
 
 def together(runs):
     "Question -> what there is in the runs, of each thing that can be asked for"
-    rows = [r for s in runs for data in s.blocks() for r in parse(data)[0]]
-    return {name: list(dict.fromkeys(v for r in rows if isinstance(v := value_of(r, name), int if name=='steps' else str))) for name in columns_of}
+    rows = [r for s in runs for r in all_rows(s)]
+    return {name: list(dict.fromkeys(v for r in rows if isinstance(v := value_of(r, name), int if name=='steps' else str))) for name in columns_in}
 
 def under_each_other(tables):
     "Tables of several runs as one"

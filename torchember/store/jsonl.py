@@ -13,7 +13,7 @@ from queue import Empty, SimpleQueue
 
 from ..record import EmberWarning, an, line_of, lines_of, load_row, unknown, unmarkable
 from .base import check_writable, folder, now, read_meta, replace, run_name, safe_name, write_meta
-from .reading import blocks_of, by_place, current, frame, parse, table
+from .reading import blocks_of, by_place, current, frame, parse, table, with_path
 from .table import tree_table
 
 # %% ../../nbs/30_store/10_jsonl.ipynb #1874225e
@@ -418,6 +418,11 @@ class tracker:
         size,more = self.file.pending()
         return blocks_of(os.devnull if self.file.fresh else self.log_path, more, size) # one of this name may be another's
 
+    def whole_file(self):
+        "Path and size of the file, if all lines are in it"
+        if self.file.fresh or self.file.pending()[1] or not self.log_path.exists(): return None
+        return self.log_path, os.path.getsize(self.log_path)
+
     def lines(self):
         "All rows, as dicts"
         self.barrier()
@@ -453,8 +458,8 @@ class tracker:
         "All rows, as a table"
         self.barrier()
         self.there()
-        df,self.torn = table(self.blocks)
-        return current(df)
+        df,self.torn = table(self.blocks, self.whole_file())
+        return with_path(current(df))
 
     def latest_line_list(self):
         "The rows of the latest step, as dicts"
