@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from .choose import select as select
     from .choose import until as until
     from .core import torchEmber as torchEmber
+    from .frames.logs import query as query
     from .frames.logs import read as read
+    from .frames.logs import runs as runs
     from .frames.logs import wide as wide
     from .measure.exponents import exponents_for as exponents_for
     from .measure.exponents import headroom as headroom
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
 rooms = {
     'torchEmber': 'core', 'moduleTrack': 'capture.tree',
     'emberTracker': 'store.jsonl', 'tracker': 'store.jsonl',
-    'read': 'frames.logs', 'wide': 'frames.logs',
+    'read': 'frames.logs', 'runs': 'frames.logs', 'query': 'frames.logs', 'wide': 'frames.logs',
     'get_stats': 'measure.stats', 'summarize': 'measure.kernels', 'Summary': 'measure.summary',
     'exponents_for': 'measure.exponents', 'headroom': 'measure.exponents',
     'noise_scale': 'state.noise', 'NoiseScale': 'state.noise',

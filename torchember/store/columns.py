@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Odd']
 
-# %% ../../nbs/30_store/07_columns.ipynb #68a7dd0a
+# %% ../../nbs/30_store/07_columns.ipynb #994be0b2
 import gc, json, os, re
 from functools import cache
 from importlib import import_module
@@ -13,6 +13,7 @@ from importlib import import_module
 import numpy as np
 
 from ..measure.summary import derived, lost_value
+from ..needs import needs
 from ..record import load_row, loads, put_back
 
 # %% ../../nbs/30_store/07_columns.ipynb #80df4ab2
@@ -96,7 +97,7 @@ def whole(line):
     try: return load_row(line) is not None
     except (ValueError, RecursionError): return False
 
-# %% ../../nbs/30_store/07_columns.ipynb #94ba86f3
+# %% ../../nbs/30_store/07_columns.ipynb #529f6ce6
 seems_json = re.compile(r'\s*(-?\d|[\[{"]|true$|false$|nan$|-?inf)', re.I) # a text that DuckDB may have made of something else
 stamp = re.compile(r'\d{4}-\d\d-\d\d \d\d:\d\d:\d\d')
 
@@ -131,7 +132,7 @@ class Schema:
     ):
         rows = [r for r in map(loads, sample) if isinstance(r, dict)]
         self.kinds = {k: kind_of(k, types-{type(None)}, lambda k=k: [r[k] for r in rows if r.get(k) is not None]) for k,types in types_in(rows).items()}
-        self.texts,self.known,self.sure = {},{},False # name -> dictionary; name -> numbers; whether all of this was found to be so
+        self.texts,self.layouts = {},None # name -> dictionary; keys of the rows that have something new, once all was found to be so
         if len({k.lower() for k in self.kinds})<len(self.kinds) or any('\0' in k for k in self.kinds): raise Odd('DuckDB cannot tell the names apart')
         for k,kind in self.kinds.items():
             if kind=='t': self.seconds(k, [r[k] for r in rows if r.get(k) is not None], size)
@@ -145,7 +146,7 @@ class Schema:
 
     def of(self, kind): return [k for k,v in self.kinds.items() if v in kind]
 
-# %% ../../nbs/30_store/07_columns.ipynb #6de3996b
+# %% ../../nbs/30_store/07_columns.ipynb #0be3e1ef
 def quoted(text): return "'" + text.replace("'", "''") + "'"
 def named(name): return '"' + name.replace('"', '""') + '"'
 
@@ -164,19 +165,20 @@ def connection():
 def source(path, kinds, longest):
     "The lines of a file, for a query"
     types = ', '.join(f"{quoted(k)}: '{dict(n='DOUBLE', i='DOUBLE', s='VARCHAR', t='VARCHAR').get(kind, 'JSON')}'" for k,kind in kinds.items())
-    return f"read_json({quoted(str(path))}, format='newline_delimited', ignore_errors=true, compression='none', maximum_object_size={longest+2}, columns={{{types}}})"
+    return f"read_json({quoted(str(path))}, format='newline_delimited', ignore_errors=true, compression='none', " \
+        f"maximum_object_size={longest+2}, columns={{{types}}})"
 
 def as_read(name, kind, known):
     "What to select for a column. A text that is not in its dictionary, or is no time, becomes null, and is missed when all is counted"
     c = named(name)
     if kind=='t': return f"CASE WHEN CAST(try_cast({c} AS TIMESTAMP) AS VARCHAR)={c} THEN try_cast({c} AS TIMESTAMP) END AS {c}"
-    return c if kind in 'ni' else f"try_cast(CAST({c} AS VARCHAR) AS {known[name]}) AS {c}" if kind=='j' else f"try_cast({c} AS {known[name]}) AS {c}" if kind=='s' \
-        else f'CAST({c} AS VARCHAR) AS {c}'
+    text = f'CAST({c} AS VARCHAR)'
+    return c if kind in 'ni' else f'{text} AS {c}' if kind=='o' else f'try_cast({text} AS {known[name]}) AS {c}'
 
-# %% ../../nbs/30_store/07_columns.ipynb #120c3323
+# %% ../../nbs/30_store/07_columns.ipynb #553cdda7
 class Asked:
     "A query of a file, and what to expect there"
-    def __init__(self, scan, schema): self.scan,self.schema,self.con,self.known = scan,schema,connection(),{}; self.made = 0
+    def __init__(self, scan, schema): self.scan,self.schema,self.con,self.known,self.made = scan,schema,connection(),{},0
 
     def source(self, names): return source(self.scan.path, {k: self.schema.kinds[k] for k in names}, self.scan.longest)
 
@@ -201,81 +203,73 @@ class Asked:
     def distinct(self, k):
         "The values of a column, as texts"
         got = self.con.execute(f"SELECT CAST({named(k)} AS VARCHAR) t FROM {self.source([k])} GROUP BY t").fetchall()
-        return list(dict.fromkeys([*self.schema.texts.get(k, ()), *(t for t, in got if t is not None)])) if self.schema.kinds[k]=='s' else [t for t, in got if t is not None]
+        known = self.schema.texts.get(k, ()) if self.schema.kinds[k]=='s' else ()
+        return list(dict.fromkeys([*known, *(t for t, in got if t is not None)]))
 
-    def numbers(self, k):
-        "The numbers that there are in a column"
-        if k not in self.schema.known:
-            got = self.con.execute(f"SELECT DISTINCT {named(k)} FROM {self.source([k])} WHERE {named(k)} IS NOT NULL").fetchall()
-            self.schema.known[k] = [v for v, in got]
-        return self.schema.known[k]
-
-    def table(self,
-        names, # Columns to read
-        where:str='', # Condition
-        read=() # Columns that the condition needs, too
-    ): # pandas.DataFrame, with the number of each row when there is a condition
-        self.dictionaries()
-        picked = [as_read(k, self.schema.kinds[k], self.known) for k in names]
-        lines = self.source(dict.fromkeys((*names, *read)))
-        if where: return self.con.execute(f"SELECT {', '.join([*picked, named(number)])} FROM (SELECT *, row_number() OVER () - 1 AS {named(number)} FROM {lines}) " \
-            f"WHERE {where}").df()
-        return self.con.execute(f"SELECT {', '.join(picked)} FROM {lines}").df()
-
-    def tables(self, names, by=None):
-        "The table of all rows, in pieces of `by` times 2048 rows, or in one"
-        if by is None: yield self.table(names); return
+    def pieces(self, names, rows=50):
+        "The table of all rows in pieces of 2048 times `rows`: name -> array. Texts are their numbers in the dictionary, -1 where there is none"
         self.dictionaries()
         picked = [as_read(k, self.schema.kinds[k], self.known) for k in names]
         got = self.con.execute(f"SELECT {', '.join(picked)} FROM {self.source(names)}")
-        while len(df := got.fetch_df_chunk(by)): yield df
+        while len(df := got.fetch_df_chunk(rows)):
+            yield {k: df[k].cat.codes.to_numpy() if k in self.known else df[k].to_numpy() for k in names}, len(df)
 
-number = '\x02number' # the column with the number of the row
+    def numbers(self, k):
+        "The numbers that there are in a column"
+        got = self.con.execute(f"SELECT DISTINCT {named(k)} FROM {self.source([k])} WHERE {named(k)} IS NOT NULL").fetchall()
+        return [v for v, in got]
 
-# %% ../../nbs/30_store/07_columns.ipynb #62702656
+# %% ../../nbs/30_store/07_columns.ipynb #d2e41816
 def whole_numbers(values):
-    with np.errstate(invalid='ignore'): return bool((np.isnan(values) | (np.trunc(values)==values) & (np.abs(values)<2**53)).all())
+    "Whether all numbers are whole. Raises Odd for those that a float cannot hold"
+    there = values[values==values]
+    if len(there) and np.abs(there).max()>=2**53: raise Odd('whole numbers of more than 53 bits')
+    return bool((np.trunc(there)==there).all())
 
 def in_text(t):
     "Quotes and bools in the JSON of a value, and whether it has names in it"
     bools = len(re.findall('^(?:true|false)|":(?:true|false)', t))
     return t.count('"'), bools, '":null' in t
 
-def arrived(schema, df):
-    "How many quotes and bools there must be in the lines of a table"
-    quotes = bools = 0
-    for k in df.columns:
-        kind,values = schema.kinds[k],df[k]
-        n = int(values.notna().sum())
-        quotes += n*(2+k.count('"')+2*(kind in 'st'))
-        if k in schema.texts:
-            codes = values.cat.codes.to_numpy()
-            times = np.bincount(codes[codes>=0], minlength=len(schema.texts[k])).tolist()
-        if kind=='s': quotes += sum(t.count('"')*n for t,n in zip(schema.texts[k], times, strict=False) if n and '"' in t)
-        if kind not in 'jo': continue
-        for t,n in zip(schema.texts[k], times, strict=False) if kind=='j' else ((t, 1) for t in values[values.notna()]):
-            if not n: continue
-            q,b,null = in_text(t)
-            if null: raise Odd('a null within')
-            quotes,bools = quotes+q*n,bools+b*n
-    return quotes,bools
+def there_are(values):
+    "Where a column has a value"
+    if values.dtype.kind=='i': return values>=0
+    return values==values if values.dtype.kind in 'fM' else np.array([v is not None and v==v for v in values], bool)
 
 class Check:
     "Raises Odd unless all values that are in the file are in the tables that are added, and as what they are"
-    def __init__(self, scan, schema): self.scan,self.schema,self.rows,self.quotes,self.bools,self.large = scan,schema,0,0,0,False
+    def __init__(self, scan, schema): self.scan,self.schema,self.rows,self.quotes,self.bools,self.large,self.first = scan,schema,0,0,0,False,{}
 
-    def add(self, df):
+    def add(self, piece, n):
         "The next rows"
-        quotes,bools = arrived(self.schema, df)
-        self.quotes,self.bools = self.quotes+quotes,self.bools+bools
+        there = {k: there_are(v) for k,v in piece.items()}
+        for k,t in there.items():
+            count = int(np.count_nonzero(t))
+            self.arrived(k, piece[k], t, count)
+            if count and k not in self.first: self.first[k] = self.rows+int(t.argmax())
         for name,rows in self.scan.nulls.items():
-            rows = rows[(rows>=self.rows) & (rows<self.rows+len(df))]-self.rows
-            if name not in df or df[name].notna().to_numpy()[rows].any(): raise Odd('a null elsewhere')
-        if not any(df[c].notna().all() for c in df.columns) and not df.notna().any(axis=1).all(): raise Odd('a row of nothing, or no row')
-        for k in self.schema.of('n'):
-            values = np.abs(df[k].to_numpy())
-            self.large |= bool(((values>=2**63) & (values<np.inf)).any())
-        self.rows += len(df)
+            rows = rows[(rows>=self.rows) & (rows<self.rows+n)]-self.rows
+            if name not in there or there[name][rows].any(): raise Odd('a null elsewhere')
+        if not any(t.all() for t in there.values()) and not np.logical_or.reduce(list(there.values())).all(): raise Odd('a row of nothing, or no row')
+        self.rows += n
+
+    def arrived(self, k, values, there, n):
+        "Count the quotes and bools that there must be in the lines"
+        kind = self.schema.kinds[k]
+        self.quotes += n*(2+k.count('"')+2*(kind in 'st'))
+        if kind=='n' and not self.large: self.large = bool((np.abs(values[there])>=2**63).any())
+        if kind in 'nit': return
+        times = [1]*n if kind=='o' else np.bincount(values[there]).tolist()
+        found = [(t, m) for t,m in zip(values[there] if kind=='o' else self.schema.texts[k], times, strict=False) if m]
+        if kind=='s': self.quotes += sum(t.count('"')*m for t,m in found)
+        else: self.as_json(found)
+
+    def as_json(self, found):
+        "Count them in the JSON of values, each so many times"
+        for t,m in found:
+            q,b,null = in_text(t)
+            if null: raise Odd('a null within')
+            self.quotes,self.bools = self.quotes+q*m,self.bools+b*m
 
     def end(self):
         "All rows were added"
@@ -285,6 +279,8 @@ class Check:
         if self.large and long_ints(self.scan): raise Odd('a whole number of more than 64 bits')
         mine = [k for k in self.schema.of('i') if k not in numbered]
         if mine: self.schema.kinds.update(dict.fromkeys(fractions(self.scan, mine), 'n'))
+        for name,rows in scan.nulls.items(): self.first[name] = min(int(rows[0]), self.first.get(name, scan.rows))
+        self.schema.layouts = [tuple(r) for r in rows_at(scan, sorted(set(self.first.values())))]
 
 numbered = ('step', 'call', 'micro', 'backward', 'rank', 'nan', 'posinf', 'neginf') # whole numbers, also if somebody wrote 2.0
 
@@ -300,28 +296,34 @@ def fractions(scan, names):
             if k not in found and re.search(rb'"%s":\s?-?\d+[.eE]' % re.escape(k.encode()), data): found.add(k)
     return found
 
-# %% ../../nbs/30_store/07_columns.ipynb #c8bdf6b6
-def learn(asked, by=None):
-    "The table of a whole file; with `by`, a number of rows, nothing is kept of it but what was learnt. Raises Odd"
+# %% ../../nbs/30_store/07_columns.ipynb #4bf5a5d2
+def gather(asked, only=None, keep=None):
+    "Columns of the rows that are kept, and the numbers of these rows. What has not been checked is read whole, and checked. Raises Odd"
     scan,schema,complete = asked.scan,asked.schema,False
     while True:
-        check,left = Check(scan, schema),scan.rows
+        check,at,parts,rows = None if schema.layouts else Check(scan, schema),0,{},[]
+        wanted = [k for k in schema.kinds if only is None or k in only or k in (*bad, 'nonfinite')]
+        names = list(schema.kinds) if check else list(dict.fromkeys([*wanted, *(keep.names(schema) if keep else ())]))
         try:
-            for df in asked.tables(list(schema.kinds), by):
-                df,left = df.iloc[:left],max(left-len(df), 0) # what was appended meanwhile does not count
-                if changed := [k for k in schema.of('i') if not whole_numbers(df[k].to_numpy())]: break
-                check.add(df)
+            for piece,n in asked.pieces(names):
+                n = min(n, scan.rows-at)
+                if n<len(next(iter(piece.values()))): piece = {k: v[:n] for k,v in piece.items()} # what was appended meanwhile does not count
+                if changed := [k for k in names if schema.kinds[k]=='i' and not whole_numbers(piece[k])]: break
+                if check: check.add(piece, n)
+                which = slice(None) if keep is None else np.flatnonzero(keep.of(schema, piece, n))
+                for k in wanted: parts.setdefault(k, []).append(piece[k][which])
+                if keep: rows.append(which+at)
+                at += n
             else:
-                check.end()
-                schema.sure = True
-                return df
+                if check: check.end()
+                return {k: np.concatenate(parts.pop(k)) for k in list(parts)}, np.concatenate(rows) if keep else None
             schema.kinds.update(dict.fromkeys(changed, 'n'))
         except Odd:
-            if complete: raise
+            if complete or check is None: raise
             asked.complete()
             complete = True
 
-# %% ../../nbs/30_store/07_columns.ipynb #e2da6302
+# %% ../../nbs/30_store/07_columns.ipynb #e5abb355
 bad = ('nan', 'posinf', 'neginf') # counts of what is not finite
 
 def nulls_of(scan, name, rows):
@@ -342,10 +344,9 @@ def lists(codes, texts):
     finally:
         if collects: gc.enable()
 
-def values_of(schema, name, column):
+def values_of(schema, name, column, there):
     "A column of JSON as Python's values, NaN where there is none"
-    if name in schema.texts: return lists(column.cat.codes.tolist(), schema.texts[name])
-    there = column.notna().to_numpy()
+    if name in schema.texts: return lists(column.tolist(), schema.texts[name])
     out = np.full(len(column), np.nan, object)
     out[there] = np.fromiter(loads('['+','.join(column[there].tolist())+']'), object, int(there.sum()))
     return out.tolist()
@@ -354,21 +355,21 @@ class Values:
     "The columns of some rows, numbers that were lost restored. Raises Odd"
     def __init__(self,
         scan, schema,
-        df, # Table as DuckDB gave it
+        read, # Name -> array, as DuckDB gave it
         rows=None # Number of each row in the file; all of them without it
     ):
-        self.scan,self.schema,self.df,self.rows = scan,schema,df,rows
-        self.nulls = {k: nulls_of(scan, k, rows) for k in df.columns}
-        self.there = {k: df[k].notna().to_numpy() for k in df.columns}
+        self.schema,self.read = schema,read
+        self.nulls = {k: nulls_of(scan, k, rows) for k in read}
+        self.there = {k: there_are(v) for k,v in read.items()}
         self.there = {k: v for k,v in self.there.items() if len(self.nulls[k]) or v.any()}
-        self.values = {k: self.numbers(k) if schema.kinds[k] in 'ni' else values_of(schema, k, df[k])
+        self.values = {k: self.numbers(k) if schema.kinds[k] in 'ni' else values_of(schema, k, read[k], self.there[k])
             for k in self.there if schema.kinds[k] in 'nijo'}
         for k in self.values: self.note_nulls(k)
         if 'nonfinite' in self.values: self.restore()
 
     def numbers(self, k):
         "Numbers, to be changed where some are null"
-        values = self.df[k].to_numpy()
+        values = self.read[k]
         return values.copy() if len(self.nulls[k]) else values
 
     def note_nulls(self, k):
@@ -382,7 +383,7 @@ class Values:
             return
         if isinstance(values, list) and not self.there[k].any(): values = self.values[k] = np.full(len(values), np.nan)
         if any(self.schema.kinds.get(b, 'i') not in 'ni' for b in bad): raise Odd('counts that are no numbers')
-        code = sum((np.nan_to_num(self.df[b].to_numpy()[at])!=0)*2**i if b in self.df else np.zeros(len(at), int) for i,b in enumerate(bad))
+        code = sum((np.nan_to_num(self.read[b][at])!=0)*2**i if b in self.read else np.zeros(len(at), int) for i,b in enumerate(bad))
         for c in np.unique(code).tolist():
             v = lost_value(k, *(bool(c>>i & 1) for i in range(3)))
             for i in at[code==c].tolist() if isinstance(values, list) else [at[code==c]]: values[i] = v
@@ -404,20 +405,15 @@ class Values:
         if k not in self.__dict__.setdefault('sets', {}): self.sets[k] = set(self.nulls[k].tolist())
         return self.sets[k]
 
-    def layouts(self):
-        "The keys of the rows in which a column is met first, in their order"
-        first = {min([int(v.argmax())]*bool(v.any())+[int(n) for n in self.nulls[k][:1]]) for k,v in self.there.items()}
-        return [tuple(k for k in row if k in self.there) for row in rows_at(self.scan, sorted(first if self.rows is None else self.rows[list(first)].tolist()))]
-
     def column(self, pd, k, names):
         "A column as pandas has it; of texts, those that are `names` stay numbers in a dictionary"
         kind = self.schema.kinds[k]
         if k=='ts' and k in names and kind=='s' and (times := times_of(pd, self.schema.texts[k])) is not None:
-            return times.take(self.df[k].cat.codes.to_numpy(), allow_fill=True)
-        if kind=='s': return as_texts(pd, self.df[k].cat.codes.to_numpy(), self.schema.texts[k], k in names)
+            return times.take(self.read[k], allow_fill=True)
+        if kind=='s': return as_texts(pd, self.read[k], self.schema.texts[k], k in names)
         if kind=='t':
-            if k in names: return pd.array(self.df[k].to_numpy('datetime64[s]'))
-            codes,times = pd.factorize(self.df[k].to_numpy())
+            if k in names: return pd.array(self.read[k].astype('datetime64[s]'))
+            codes,times = pd.factorize(self.read[k])
             return as_texts(pd, codes, texts_of_times(times), False)
         values = self.values[k]
         if isinstance(values, np.ndarray): return values.astype('int64') if kind=='i' and self.there[k].all() else values
@@ -451,7 +447,7 @@ def rows_at(scan, which):
         start += n
     return out
 
-# %% ../../nbs/30_store/07_columns.ipynb #7eb3f60f
+# %% ../../nbs/30_store/07_columns.ipynb #750586f3
 learnt = {} # what was found out about files: identity -> (Scan, Schema)
 least = 1<<16 # bytes of a file that is worth the trouble
 
@@ -459,29 +455,22 @@ def columns_of(
     path, # File of JSON lines
     size:int, # Bytes of it to read
     names=(), # Columns of texts that are given as categories; with 'ts', that is given as times
-    where=None, # Function of an `Asked` that gives the condition for rows, as SQL
+    keep=None, # What says which rows to keep, by `names` and `of`; all of them without it
     only=None # Columns to read; all of them without it
 ) -> tuple: # Name -> column, layouts (the keys of the rows that have something new), number of rows, whether the last line is torn
     "Columns of a log, exactly as its rows have them. Raises Odd for what is better read line by line"
-    import pandas as pd
     if duckdb() is None or size<least or set('*?[')&set(str(path)): raise Odd('not for DuckDB')
+    pd = needs('pandas', for_='A table of rows')
     s = os.stat(path)
     who = s.st_dev, s.st_ino, s.st_mtime_ns, s.st_size, size
     try:
-        scan,schema = learnt.get(who) or (scan := Scan(path, size), Schema(scan.sample, scan.rows))
-        asked = Asked(scan, schema)
-        df = rows = None
-        if not schema.sure: df = learn(asked, None if where is None and only is None else 100)
-        if len(learnt)>8: learnt.clear()
-        learnt[who] = scan,schema
-        if where is not None or only is not None or df is None:
-            condition = where(asked) if where else ''
-            wanted = list(schema.kinds) if only is None else [k for k in schema.kinds if k in only or k in bad or k=='nonfinite']
-            df = asked.table(wanted, condition)
-            if condition: rows = df.pop(number).to_numpy()
-            df = df.iloc[:scan.rows] if rows is None else df[rows<scan.rows]
-            rows = None if rows is None else rows[rows<scan.rows]
+        if who not in learnt:
+            if len(learnt)>8: learnt.clear()
+            scan = Scan(path, size)
+            learnt[who] = scan,Schema(scan.sample, scan.rows)
+        scan,schema = learnt[who]
+        read,rows = gather(Asked(scan, schema), only, keep)
     except (duckdb().Error, ValueError, LookupError, RecursionError) as e: raise Odd(str(e)) from e
-    v = Values(scan, schema, df, rows)
-    layouts = v.layouts()
-    return {k: v.column(pd, k, names) for k in dict.fromkeys(k for keys in layouts for k in keys)}, layouts, len(df), scan.torn
+    v = Values(scan, schema, read, rows)
+    names_there = [k for k in dict.fromkeys(k for keys in schema.layouts for k in keys) if k in v.there]
+    return {k: v.column(pd, k, names) for k in names_there}, schema.layouts, scan.rows if rows is None else len(rows), scan.torn

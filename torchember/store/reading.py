@@ -64,18 +64,23 @@ def layouts_of(rows):
 
 # %% ../../nbs/30_store/08_reading.ipynb #202deb91
 def frame(
-    rows:list # Dicts
+    rows:list, # Dicts
+    layouts=None # The keys of rows that have something new, of all rows that these are taken from
 ): # pandas.DataFrame
     """Rows as a table. Needs pandas
 
     Args:
         rows: Dicts
+        layouts: The keys of rows that have something new, of all rows that these are taken from
 
     Returns:
         pandas.DataFrame
     """
     pd = needs('pandas', for_='A table of rows')
-    return in_order(pd.DataFrame(rows, columns=None if rows else identity[:7]), layouts_of(rows))
+    if layouts is None: layouts = layouts_of(rows)
+    there = set().union(*rows)
+    names = [k for k in dict.fromkeys(k for keys in layouts for k in keys) if k in there]
+    return in_order(pd.DataFrame(rows, columns=names if rows else identity[:7]), layouts)
 
 # %% ../../nbs/30_store/08_reading.ipynb #b9f0305b
 def in_order(df, layouts):
