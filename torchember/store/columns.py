@@ -33,7 +33,7 @@ def words_in(buf):
     word = np.isin(buf[at], list(b'ntf'))
     return at[word], buf[at[word]]
 
-# %% ../../nbs/30_store/07_columns.ipynb #5ccce63a
+# %% ../../nbs/30_store/07_columns.ipynb #976c9f8b
 def names_before(buf, at):
     "The name of the value that begins at each of some places"
     quotes = np.flatnonzero(buf==34)
@@ -67,6 +67,7 @@ class Scan:
         n = int(np.count_nonzero(buf==10))
         self.quotes += int(np.count_nonzero(buf==34))
         if np.count_nonzero(beginnings(buf)): self.words(buf)
+        if np.count_nonzero((buf[:-1]==44) & ((buf[1:]|np.uint8(32))==125)): raise Odd('a comma before a bracket, which DuckDB would bear')
         if len(data)>self.longest: self.longest = max(map(len, data.split(b'\n')))
         self.sample += data.split(b'\n', -1 if self.rows<3000 else 2)[:-1]
         self.rows += n
@@ -323,7 +324,7 @@ def gather(asked, only=None, keep=None):
             asked.complete()
             complete = True
 
-# %% ../../nbs/30_store/07_columns.ipynb #e5abb355
+# %% ../../nbs/30_store/07_columns.ipynb #fcb51449
 bad = ('nan', 'posinf', 'neginf') # counts of what is not finite
 
 def nulls_of(scan, name, rows):
@@ -395,6 +396,7 @@ class Values:
             if not isinstance(named[i], dict): raise Odd('nonfinite')
             for where,word in named[i].items():
                 k = where.split('/')[0].replace('~1', '/').replace('~0', '~')
+                if k not in self.read and k in self.schema.kinds: continue # it was not asked for
                 if k not in self.values: raise Odd('nonfinite')
                 row = {k: None if i in self.null_set(k) else self.values[k][i]}
                 if not put_back(row, where, word): raise Odd('nonfinite')
