@@ -372,6 +372,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'torchember.frames.logs.read': ('50_frames/logs.html#read', 'torchember/frames/logs.py'),
                                         'torchember.frames.logs.rows_of': ('50_frames/logs.html#rows_of', 'torchember/frames/logs.py'),
                                         'torchember.frames.logs.runs': ('50_frames/logs.html#runs', 'torchember/frames/logs.py'),
+                                        'torchember.frames.logs.shapes': ('50_frames/logs.html#shapes', 'torchember/frames/logs.py'),
                                         'torchember.frames.logs.sources': ('50_frames/logs.html#sources', 'torchember/frames/logs.py'),
                                         'torchember.frames.logs.tidy': ('50_frames/logs.html#tidy', 'torchember/frames/logs.py'),
                                         'torchember.frames.logs.tidy_order': ( '50_frames/logs.html#tidy_order',

@@ -172,7 +172,7 @@ def nothing_chosen(choice, there):
         return unknown(called[name], getattr(asked, 'pattern', asked), [n for n in there[name] if n])
     return f"No row has all of {', '.join(f'{k}={v!r:.60}' for k,v in choice.asked.items())} at once. Ask for less at a time."
 
-# %% ../../nbs/50_frames/00_logs.ipynb #e2f9736e
+# %% ../../nbs/50_frames/00_logs.ipynb #8713aba2
 names_in = ('run', 'path', 'module', 'ttype', 'tname', 'pname', 'dtype', 'phase') # columns of names
 left = ('run', 'path', 'module', 'ttype', 'tname', 'pname', 'step', 'call', 'phase', 'micro', 'backward', 'skipped', 'rank', 'dtype', 'ts')
 
@@ -204,6 +204,13 @@ def times(values):
     codes,texts = pd.factorize(values)
     at = times_of(pd, list(texts))
     return values if at is None else pd.Series(at.take(codes, allow_fill=True), index=values.index)
+
+def shapes(values):
+    "A column of shapes as tuples, which can be compared, grouped and counted"
+    there = list(map(type, values))
+    if list not in there: return values
+    out = np.fromiter((tuple(v) if t is list else v for v,t in zip(values, there, strict=True)), object, len(values))
+    return needs('pandas', for_='A table of rows').Series(out, index=values.index)
 
 def tidy(df, run=None):
     "A table of a log with a path, names as categories, counts of trouble, and its columns in order"
@@ -248,18 +255,19 @@ def read(
     if not len(df) and choice.asked: raise ValueError(nothing_chosen(choice, together(runs)))
     return df if columns is None else df[known_columns(df, columns)]
 
-# %% ../../nbs/50_frames/00_logs.ipynb #5defa8c1
+# %% ../../nbs/50_frames/00_logs.ipynb #ddae04b8
 def rows_of(source, choice, columns=None):
     "The table of a run, of the rows that are wanted"
     pd = needs('pandas', for_='A table of rows')
     try:
         if (file := source.file()) is None: raise Odd('no file')
         kept = Kept(choice, last_step_of(source.path) if choice.counts_back else None) if choice.asked else None
-        got,layouts,n,_ = columns_of(*file, (*names_in, 'ts'), kept, columns and needed(columns))
+        got,layouts,n,_ = columns_of(*file, (*names_in, 'ts', 'shape'), kept, columns and needed(columns))
         df = in_order(pd.DataFrame(got, index=range(n), copy=False), layouts)
     except Odd:
         rows = all_rows(source)
         df = frame(chosen(rows, choice), layouts_of(rows))
+        if 'shape' in df: df['shape'] = shapes(df['shape'])
     return current(df)
 
 def all_rows(source): return [r for data in source.blocks() for r in parse(data)[0]]

@@ -220,7 +220,7 @@ class Asked:
         got = self.con.execute(f"SELECT DISTINCT {named(k)} FROM {self.source([k])} WHERE {named(k)} IS NOT NULL").fetchall()
         return [v for v, in got]
 
-# %% ../../nbs/30_store/07_columns.ipynb #d2e41816
+# %% ../../nbs/30_store/07_columns.ipynb #901cfcba
 def whole_numbers(values):
     "Whether all numbers are whole. Raises Odd for those that a float cannot hold"
     there = values[values==values]
@@ -258,7 +258,7 @@ class Check:
         "Count the quotes and bools that there must be in the lines"
         kind = self.schema.kinds[k]
         self.quotes += n*(2+k.count('"')+2*(kind in 'st'))
-        if kind=='n' and not self.large: self.large = bool((np.abs(values[there])>=2**63).any())
+        if kind=='n' and not self.large: self.large = bool(np.fmax.reduce(values)>=2**63 or np.fmin.reduce(values)<=-2**63)
         if kind in 'nit': return
         times = [1]*n if kind=='o' else np.bincount(values[there]).tolist()
         found = [(t, m) for t,m in zip(values[there] if kind=='o' else self.schema.texts[k], times, strict=False) if m]
@@ -324,7 +324,7 @@ def gather(asked, only=None, keep=None):
             asked.complete()
             complete = True
 
-# %% ../../nbs/30_store/07_columns.ipynb #fcb51449
+# %% ../../nbs/30_store/07_columns.ipynb #9cb426fc
 bad = ('nan', 'posinf', 'neginf') # counts of what is not finite
 
 def nulls_of(scan, name, rows):
@@ -332,9 +332,10 @@ def nulls_of(scan, name, rows):
     at = scan.nulls.get(name, np.zeros(0, int))
     return at if rows is None or not len(at) else np.flatnonzero(np.isin(rows, at))
 
-def lists(codes, texts):
-    "Values of their own for every row, from JSON; NaN where the code is -1"
+def lists(codes, texts, shared=False):
+    "Values of their own for every row, from JSON, or tuples that rows share; NaN where the code is -1"
     known = [*map(loads, texts), np.nan]
+    if shared: return list(map([tuple(v) if isinstance(v, list) else v for v in known].__getitem__, codes))
     flat = not any(isinstance(v, dict) or isinstance(v, list) and any(isinstance(o, list|dict) for o in v) for v in known)
     collects = gc.isenabled()
     gc.disable() # it would look at all these lists again and again
@@ -345,11 +346,12 @@ def lists(codes, texts):
     finally:
         if collects: gc.enable()
 
-def values_of(schema, name, column, there):
+def values_of(schema, name, column, there, shared):
     "A column of JSON as Python's values, NaN where there is none"
-    if name in schema.texts: return lists(column.tolist(), schema.texts[name])
+    if name in schema.texts: return lists(column.tolist(), schema.texts[name], shared)
     out = np.full(len(column), np.nan, object)
-    out[there] = np.fromiter(loads('['+','.join(column[there].tolist())+']'), object, int(there.sum()))
+    values = loads('['+','.join(column[there].tolist())+']')
+    out[there] = np.fromiter((tuple(v) if isinstance(v, list) else v for v in values) if shared else values, object, len(values))
     return out.tolist()
 
 class Values:
@@ -357,13 +359,14 @@ class Values:
     def __init__(self,
         scan, schema,
         read, # Name -> array, as DuckDB gave it
-        rows=None # Number of each row in the file; all of them without it
+        rows=None, # Number of each row in the file; all of them without it
+        shared=() # Columns whose lists are tuples, one for all rows that have the same
     ):
         self.schema,self.read = schema,read
         self.nulls = {k: nulls_of(scan, k, rows) for k in read}
         self.there = {k: there_are(v) for k,v in read.items()}
         self.there = {k: v for k,v in self.there.items() if len(self.nulls[k]) or v.any()}
-        self.values = {k: self.numbers(k) if schema.kinds[k] in 'ni' else values_of(schema, k, read[k], self.there[k])
+        self.values = {k: self.numbers(k) if schema.kinds[k] in 'ni' else values_of(schema, k, read[k], self.there[k], k in shared)
             for k in self.there if schema.kinds[k] in 'nijo'}
         for k in self.values: self.note_nulls(k)
         if 'nonfinite' in self.values: self.restore()
@@ -419,7 +422,7 @@ class Values:
             return as_texts(pd, codes, texts_of_times(times), False)
         values = self.values[k]
         if isinstance(values, np.ndarray): return values.astype('int64') if kind=='i' and self.there[k].all() else values
-        if any(isinstance(v, list|dict) for v in values): return np.fromiter(values, object, len(values))
+        if any(isinstance(v, list|dict|tuple) for v in values): return np.fromiter(values, object, len(values))
         return pd.DataFrame([(v,) for v in values])[0].array
 
 def times_of(pd, texts):
@@ -449,14 +452,14 @@ def rows_at(scan, which):
         start += n
     return out
 
-# %% ../../nbs/30_store/07_columns.ipynb #750586f3
+# %% ../../nbs/30_store/07_columns.ipynb #8197a2c9
 learnt = {} # what was found out about files: identity -> (Scan, Schema)
 least = 1<<16 # bytes of a file that is worth the trouble
 
 def columns_of(
     path, # File of JSON lines
     size:int, # Bytes of it to read
-    names=(), # Columns of texts that are given as categories; with 'ts', that is given as times
+    names=(), # Columns that are given as what they are: texts as categories, lists as tuples, and 'ts' as times
     keep=None, # What says which rows to keep, by `names` and `of`; all of them without it
     only=None # Columns to read; all of them without it
 ) -> tuple: # Name -> column, layouts (the keys of the rows that have something new), number of rows, whether the last line is torn
@@ -473,6 +476,6 @@ def columns_of(
         scan,schema = learnt[who]
         read,rows = gather(Asked(scan, schema), only, keep)
     except (duckdb().Error, ValueError, LookupError, RecursionError) as e: raise Odd(str(e)) from e
-    v = Values(scan, schema, read, rows)
+    v = Values(scan, schema, read, rows, shared=names)
     names_there = [k for k in dict.fromkeys(k for keys in schema.layouts for k in keys) if k in v.there]
     return {k: v.column(pd, k, names) for k in names_there}, schema.layouts, scan.rows if rows is None else len(rows), scan.torn
