@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from .choose import select as select
     from .choose import until as until
     from .core import torchEmber as torchEmber
+    from .frames.logs import query as query
     from .frames.logs import read as read
+    from .frames.logs import runs as runs
     from .frames.logs import wide as wide
     from .frames.files import read_csv as read_csv
     from .frames.files import read_parquet as read_parquet
@@ -72,7 +74,7 @@ if TYPE_CHECKING:
 rooms = {
     'torchEmber': 'core', 'moduleTrack': 'capture.tree',
     'emberTracker': 'store.jsonl', 'tracker': 'store.jsonl',
-    'read': 'frames.logs', 'wide': 'frames.logs',
+    'read': 'frames.logs', 'runs': 'frames.logs', 'query': 'frames.logs', 'wide': 'frames.logs',
     'get_stats': 'measure.stats', 'summarize': 'measure.kernels', 'Summary': 'measure.summary',
     'exponents_for': 'measure.exponents', 'headroom': 'measure.exponents',
     'overview': 'show.first_look', 'summary': 'show.first_look', 'scalar_line': 'show.lines', 'exp_hist': 'show.histograms', 'ridge': 'show.histograms',

@@ -90,8 +90,8 @@ class torchEmber:
         if optimizers: self.recorder.listen_to(OptimizerWatch(optimizers, scaler, self.recorder))
         self.t.source = weak_source(self.recorder)
         self.arm()
-        base = {'start': now(), 'user': user(), 'schema': SCHEMA}
-        if not resume: self.t.about = {'base': base, 'vis': {'vis_type': 'standard'}, 'structure': self.mod_tree()}
+        base = {'start': now(), 'user': user(), 'schema': SCHEMA, 'model': self.model_name}
+        self.t.begin(base, {} if resume else {'vis': {'vis_type': 'standard'}, 'structure': self.mod_tree()})
 
     def watched(self, ts):
         "The ids of the modules to record"
@@ -341,7 +341,7 @@ class torchEmber:
         """
         self.recorder.close()
         self.disarm()
-        self.t.close()
+        self.t.end()
         r,f = self.recorder,self.t.file
         seconds,elapsed = r.seconds(),r.cost.elapsed
         return Report(run=self.fname, steps=r.seen_steps, recorded=r.recorded_steps, rows=f.rows, bytes=f.written,
