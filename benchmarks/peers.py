@@ -11,7 +11,7 @@ from .registry import Skip, line, row
 from .timing import added, spread
 
 root = Path(__file__).parents[1]
-boot = "import sys; sys.path.insert({at}, {root!r}); from benchmarks.peer import main; main({name!r}, {package!r}, {what!r}, {quick}, {threads})"
+boot = "import sys; sys.path.insert(0, {here!r}); {ours}from benchmarks.peer import main; main({name!r}, {package!r}, {what!r}, {quick}, {threads})"
 tools = { # tool -> what pip installs, call by call (nothing: this torchember), package, and the names under which benchmarks/peer.py has it
     'torchember': ([], 'torchember', ['torchember', 'torchember, numerics']),
     'old': (['--no-deps torchember==0.2.7'], 'torchember', ['torchember 0.2.7']),
@@ -42,12 +42,22 @@ def make(tool, made):
         if subprocess.run(pip, capture_output=True).returncode: made.unlink(); raise Skip('pip could not install it here')
 
 
+def only_benchmarks(folder):
+    "A folder in which this package is found, and nothing else of ours: other packages are called benchmarks, too"
+    here = folder/'only'
+    if not here.exists():
+        here.mkdir()
+        (here/'benchmarks').symlink_to(root/'benchmarks')
+    return here
+
+
 def ask(tool, name, what, quick, folder):
     "What benchmarks/peer.py says of `name`. Raises Skip"
     exe = python(tool, folder)
     home = Path(tempfile.mkdtemp(dir=folder))
     own = not tools[tool][0]
-    code = boot.format(at=0 if own else 'len(sys.path)', root=str(root), name=name, package=tools[tool][1], what=what, quick=quick,
+    here = only_benchmarks(folder)
+    code = boot.format(here=str(here), ours=f'sys.path.insert(0, {str(root)!r}); ' if own else '', name=name, package=tools[tool][1], what=what, quick=quick,
         threads=int(os.environ.get('OMP_NUM_THREADS', 1)))
     env = {k:v for k,v in os.environ.items() if k!='PYTHONPATH'} | {'HOME': str(home), 'WANDB_MODE': 'offline', 'TORCHEMBER_HOME': str(home)}
     done = subprocess.run([exe, '-P', '-c', code], cwd=home, env=env, capture_output=True, text=True)

@@ -415,26 +415,76 @@ def a_log(n):
     return t
 
 
+@contextmanager
+def without_duckdb(off=True):
+    "As if DuckDB were not installed; and nothing is known of any file"
+    from torchember.store import columns
+    before = columns.duckdb
+    if off: columns.duckdb = lambda: None
+    columns.learnt.clear()
+    try: yield
+    finally: columns.duckdb = before
+
+
 @row('reading', 'a million rows into a DataFrame, against json.loads for each line and pd.DataFrame')
 def reading(quick):
     import pandas as pd
+
+    from torchember import read
     n = 100_000 if quick else 1_000_000
     t = a_log(n)
     def by_hand():
         with open(t.log_path) as f: return pd.DataFrame([json.loads(l) for l in f])
-    ps = pairs(lambda: seconds(by_hand), lambda: seconds(lambda: t.df), 0, least=3, warm=False)
-    yield line(f'{n} rows, te.t.df', unit='x', at_least=4, note=f"{spread(a for _,a in ps)['value']:.1f} s of CPU time", **slowness(ps))
+    def timed(f, off):
+        with without_duckdb(off): return seconds(f)
+    fast = find_spec('duckdb')
+    ways = [('read(run), duckdb', lambda: read(t), False, 8), ('te.t.df, duckdb', lambda: t.df, False, 5)]*bool(fast)
+    for what,f,off,bar in (*ways, ('read(run), line by line', lambda: read(t), True, None)):
+        ps = pairs(lambda: seconds(by_hand), lambda: timed(f, off), 0, least=3, warm=False) # noqa: B023
+        note = f"{spread(a for _,a in ps)['value']:.1f} s of CPU time"
+        yield line(f'{n} rows, {what}', unit='x', at_least=bar if n>100_000 else None, note=note, **slowness(ps))
 
 
 @row('reading-memory', 'the most memory that reading a million rows takes, against the frame')
 def reading_memory(quick):
     import pandas # noqa: F401 which is not part of the frame
+
+    from torchember import read
     n = 100_000 if quick else 1_000_000
     t = a_log(n)
     before = machine.status('VmRSS')
-    df = t.df
+    df = read(t)
     most,frame = machine.status('VmHWM')-before,int(df.memory_usage(deep=True).sum())
     yield line(f'{n} rows, memory', most/frame, 'x', at_most=3, note=f'{most/1e6:,.0f} MB for a frame of {frame/1e6:,.0f} MB')
+
+
+# ---- pictures
+
+def table_of(layers, steps):
+    "A table of random numbers, as a run would give it"
+    import numpy as np
+    import pandas as pd
+    path = pd.Categorical.from_codes(np.tile(np.arange(layers), steps), [f'h.{i}.mlp' for i in range(layers)])
+    std = np.random.default_rng(0).lognormal(size=layers*steps)
+    df = pd.DataFrame(dict(path=path, ttype='output', tname='output_0', step=np.repeat(np.arange(steps), layers), call=0, std=std, nan=0))
+    return df.astype(dict(ttype='category', tname='category'))
+
+
+@row('pictures', 'pictures of large tables, from the table to the PNG')
+def pictures(quick):
+    import io
+    import matplotlib
+    matplotlib.use('agg')
+    from torchember import overview, scalar_global_heatmap, scalar_line
+    def drawn(f, df):
+        out = f(df)
+        (out if hasattr(out, 'savefig') else out.figure).savefig(io.BytesIO())
+        matplotlib.pyplot.close('all')
+    drawn(overview, table_of(2, 3))
+    for what,df in (('10 000 layers, 100 steps', table_of(1000 if quick else 10_000, 100)), ('3 layers, 100 000 steps', table_of(3, 10_000 if quick else 100_000))):
+        for f in (scalar_line, scalar_global_heatmap, overview):
+            took = seconds(lambda f=f, df=df: drawn(f, df))
+            yield line(f'{f.__name__}, {what}', took, 's', at_most=5, note=f'CPU time for {len(df):,} rows')
 
 
 # ---- a long run

@@ -40,6 +40,8 @@ near = { # room -> what to run, the quickest first
     'measure.tap': 'nbs/10_measure/50_tap.ipynb tests/test_gradients.py nbs/43_core.ipynb',
     'store.base': 'nbs/30_store/00_base.ipynb nbs/30_store/10_jsonl.ipynb tests/test_log_faults.py',
     'store.table': 'nbs/30_store',
+    'store.columns': 'nbs/30_store tests/test_log_values.py tests/test_frames.py',
+    'frames.logs': 'nbs/50_frames tests/test_frames.py',
     'store.reading': 'nbs/30_store tests/test_log_values.py tests/test_light.py',
     'store.jsonl': 'nbs/30_store tests/test_log_values.py tests/test_log_faults.py',
     'state.noise': 'nbs/45_state/20_noise.ipynb tests/test_noise.py',

@@ -66,13 +66,15 @@ def test_reading_without_torch(tmp_path):
         import torchember
         df = torchember.emberTracker('seen', home={str(tmp_path)!r}).df
         print(len(df), df['max'].max(), list(df.columns)[:3], 'torch' in sys.modules)
+        read = torchember.read('*', home={str(tmp_path)!r})
+        print(len(read), len(torchember.wide(read, 'max', 'input')), len(torchember.runs({str(tmp_path)!r})), 'torch' in sys.modules)
         from torchember.measure.summary import Summary
         print((Summary.of([1, 2]) + Summary.of([3])).mean)
         try: torchember.torchEmber
         except ModuleNotFoundError as e: print(e)
     """
     out = run(code, '-I', '-S').splitlines()
-    assert out[0]=="4 inf ['shape', 'mean', 'std'] False" and out[1]=='2.0' and 'pip install torch' in out[2]
+    assert out[0]=="4 inf ['shape', 'mean', 'std'] False" and out[1]=='4 1 1 False' and out[2]=='2.0' and 'pip install torch' in out[3]
 
 
 def strict(line):

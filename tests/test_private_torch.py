@@ -55,6 +55,7 @@ def foreign(sources):
 
 def test_private_names_stand_in_one_room():
     sources = {str(p.relative_to(package)): p.read_text() for p in package.rglob('*.py') if p.name not in ('_modidx.py', 'private_torch.py')}
+    assert 'import torch' not in sources.pop('frames/files.py') # it knows what stands in other people's pickles, and torch it does not know
     assert len(sources)>30 and foreign(sources)==[]
 
 

@@ -13,8 +13,25 @@ if TYPE_CHECKING:
     from .choose import select as select
     from .choose import until as until
     from .core import torchEmber as torchEmber
+    from .frames.logs import query as query
     from .frames.logs import read as read
+    from .frames.logs import runs as runs
     from .frames.logs import wide as wide
+    from .frames.files import read_csv as read_csv
+    from .frames.files import read_parquet as read_parquet
+    from .frames.files import read_pickle as read_pickle
+    from .frames.files import write_parquet as write_parquet
+    from .frames.logframe import LogFrame as LogFrame
+    from .frames.logframe import SchemaException as SchemaException
+    from .frames.logframe import TrainingStats as TrainingStats
+    from .frames.logframe import from_logframe as from_logframe
+    from .frames.logframe import to_logframe as to_logframe
+    from .frames.logframe import validate as validate
+    from .frames.tracking import stash_all_stats_and_hist as stash_all_stats_and_hist
+    from .frames.tracking import stash_full_tensor as stash_full_tensor
+    from .frames.tracking import stash_hist as stash_hist
+    from .frames.tracking import stash_scalar_stats as stash_scalar_stats
+    from .frames.tracking import track as track
     from .measure.exponents import exponents_for as exponents_for
     from .measure.exponents import headroom as headroom
     from .measure.kernels import summarize as summarize
@@ -57,7 +74,7 @@ if TYPE_CHECKING:
 rooms = {
     'torchEmber': 'core', 'moduleTrack': 'capture.tree',
     'emberTracker': 'store.jsonl', 'tracker': 'store.jsonl',
-    'read': 'frames.logs', 'wide': 'frames.logs',
+    'read': 'frames.logs', 'runs': 'frames.logs', 'query': 'frames.logs', 'wide': 'frames.logs',
     'get_stats': 'measure.stats', 'summarize': 'measure.kernels', 'Summary': 'measure.summary',
     'exponents_for': 'measure.exponents', 'headroom': 'measure.exponents',
     'overview': 'show.first_look', 'summary': 'show.first_look', 'scalar_line': 'show.lines', 'exp_hist': 'show.histograms', 'ridge': 'show.histograms',
@@ -71,6 +88,11 @@ rooms = {
     'from_activation_grad': 'state.factories', 'load': 'state.factories', 'trust_ratio': 'state.ratios',
     'NetDict': 'state.earlier', 'get_weight': 'state.earlier', 'get_grad': 'state.earlier', 'get_optimizer_state': 'state.earlier',
     'compute_stats': 'state.earlier', 'utils': 'state.earlier',
+    'to_logframe': 'frames.logframe', 'from_logframe': 'frames.logframe', 'validate': 'frames.logframe', 'LogFrame': 'frames.logframe',
+    'TrainingStats': 'frames.logframe', 'SchemaException': 'frames.logframe',
+    'read_pickle': 'frames.files', 'read_csv': 'frames.files', 'read_parquet': 'frames.files', 'write_parquet': 'frames.files',
+    'track': 'frames.tracking', 'stash_scalar_stats': 'frames.tracking', 'stash_hist': 'frames.tracking',
+    'stash_all_stats_and_hist': 'frames.tracking', 'stash_full_tensor': 'frames.tracking',
     'ttypes': 'record', 'EmberWarning': 'record'}
 __all__ = ['__version__', *(n for n in rooms if n!='utils')] # which a star import must not put over yours
 

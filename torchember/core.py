@@ -90,8 +90,8 @@ class torchEmber:
         if optimizers: self.recorder.listen_to(OptimizerWatch(optimizers, scaler, self.recorder))
         self.t.source = weak_source(self.recorder)
         self.arm()
-        base = {'start': now(), 'user': user(), 'schema': SCHEMA}
-        if not resume: self.t.about = {'base': base, 'vis': {'vis_type': 'standard'}, 'structure': self.mod_tree()}
+        base = {'start': now(), 'user': user(), 'schema': SCHEMA, 'model': self.model_name}
+        self.t.begin(base, {} if resume else {'vis': {'vis_type': 'standard'}, 'structure': self.mod_tree()})
 
     def watched(self, ts):
         "The ids of the modules to record"
@@ -167,7 +167,7 @@ class torchEmber:
     def step(self):
         "The training step is over: call it after `backward`, before `zero_grad`; for micro-batches also before the first. From then on only this closes one"
         r = self.recorder
-        if r.watch is None:
+        if not r.steps.awaited:
             r.steps.manual = True
             r.close(boundary=True)
         elif r.steps.opened: r.notices.once('two', "te.step() does nothing here: the optimizer that torchEmber was given ends each step. "
@@ -341,7 +341,7 @@ class torchEmber:
         """
         self.recorder.close()
         self.disarm()
-        self.t.close()
+        self.t.end()
         r,f = self.recorder,self.t.file
         seconds,elapsed = r.seconds(),r.cost.elapsed
         return Report(run=self.fname, steps=r.seen_steps, recorded=r.recorded_steps, rows=f.rows, bytes=f.written,

@@ -102,10 +102,10 @@ class HearsPasses(Listener):
         "These are the states of the armed modules now; none when the model is not armed"
         self.states = self.parameters.states = states
 
-    def listen_to(self, watch):
-        "An optimizer ends the steps"
+    def listen_to(self, watch, ends=True):
+        "An optimizer ends the steps; or is only heard, and `torchEmber.step` ends them"
         self.watch,self.steps.manual = watch,True
-        self.steps.awaited = frozenset(id(o) for o in watch.optimizers)
+        self.steps.awaited = frozenset(id(o) for o in watch.optimizers) if ends else frozenset()
 
     def set_on(self, on):
         self.on = self.switch.on = on
@@ -315,13 +315,19 @@ class HearsSteps(HearsCalls):
         if boundary: self.cost.last = clock()
         if self.on:
             try:
-                if boundary: self.parameters.at_boundary()
+                if boundary: self.parameters.at_boundary(self.untold())
                 self.measure_at_end()
             except BaseException: # with on_error='raise', or Ctrl-C: what there is belongs to this step
                 self.flush(True)
                 raise
             self.parameters.hint.step_over(bool(self.steps.passes[None]), self.states, self.steps.manual, self.ttypes)
         if self.touched or self.page.size or self.journal.file_is_open: self.flush(True)
+
+    def untold(self):
+        "The ids of parameters whose gradients no optimizer's step has told of in this step, None for all: zero_grad may have been there meanwhile"
+        if not self.steps.stepped: return None
+        told = {id(p) for o in self.watch.optimizers if id(o) in self.steps.stepped for p in parameters_of(o)}
+        return {id(p) for _,_,_,p in self.parameters.each() if id(p) not in told}
 
     def measure_at_end(self):
         "What is measured when a step is over. An evaluation alone changes nothing, and is none"

@@ -55,7 +55,7 @@ class Steps:
         self.phase,self.seen = None,set() # of the pass; paths that were called in this step
         self.weights,self.changes = None,0 # of the last training pass; how often they were others than in the pass before
         self.training_passes = 0 # of the open step: passes that may be trained with
-        self.awaited = frozenset() # ids of the optimizers that all have to step: then the step is over
+        self.awaited = frozenset() # ids of the optimizers that all have to step: then the step is over. With none it is over when somebody says so
         self.stepped,self.turns = set(),Counter() # of the open step: ids of those that have; how often each
 
     def new_pass(self,
@@ -121,7 +121,7 @@ class Steps:
         """
         self.stepped.add(optimizer)
         self.turns[optimizer] = self.turns.get(optimizer, 0)+1 # `Counter` looks for a key that is missing in Python
-        return self.stepped>=self.awaited
+        return bool(self.awaited) and self.stepped>=self.awaited
 
     @property
     def quiet(self): return self.awaited-self.stepped # ids of the optimizers that the open step waits for

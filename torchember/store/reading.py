@@ -6,7 +6,7 @@
 __all__ = ['parse', 'frame', 'by_place', 'current', 'table', 'blocks_of']
 
 # %% ../../nbs/30_store/08_reading.ipynb #fc8e256b
-import csv, gc, io, json, math
+import math
 from itertools import takewhile
 
 import numpy as np
@@ -14,10 +14,9 @@ import numpy as np
 from ..measure.summary import derived, lost_value
 from ..needs import needs
 from ..record import column_order, identity, load_row, optional
+from .columns import Odd, bad, columns_of, numbered
 
 # %% ../../nbs/30_store/08_reading.ipynb #dbbf85e3
-bad = ('nan', 'posinf', 'neginf') # counts of what is not finite
-
 def whole_row(row):
     "Give the statistics that are null in `row` the value they had, from the counts beside them"
     lost = [k for k,v in row.items() if v is None and k in derived]
@@ -50,7 +49,7 @@ def row_or_none(line):
 
 # %% ../../nbs/30_store/08_reading.ipynb #73a2808d
 def marks_in(
-    layouts # The keys of each kind of row
+    layouts # The keys of rows that have something new
 ) -> list:
     "Columns that follow a row's `tname` and are not ours: the user's marks"
     found = {}
@@ -58,24 +57,36 @@ def marks_in(
         if 'tname' in keys: found.update(dict.fromkeys(k for k in keys[keys.index('tname')+1:] if k not in identity+optional))
     return list(found)
 
+def layouts_of(rows):
+    "The keys of the rows that have something new"
+    known = set()
+    return [keys for keys in dict.fromkeys(map(tuple, rows)) if not known.issuperset(keys) and not known.update(keys)]
+
 # %% ../../nbs/30_store/08_reading.ipynb #202deb91
 def frame(
-    rows:list # Dicts
+    rows:list, # Dicts
+    layouts=None # The keys of rows that have something new, of all rows that these are taken from
 ): # pandas.DataFrame
     """Rows as a table. Needs pandas
 
     Args:
         rows: Dicts
+        layouts: The keys of rows that have something new, of all rows that these are taken from
 
     Returns:
         pandas.DataFrame
     """
     pd = needs('pandas', for_='A table of rows')
-    return in_order(pd.DataFrame(rows, columns=None if rows else identity[:7]), dict.fromkeys(map(tuple, rows)))
+    if layouts is None: layouts = layouts_of(rows)
+    there = set().union(*rows)
+    names = [k for k in dict.fromkeys(k for keys in layouts for k in keys) if k in there]
+    return in_order(pd.DataFrame(rows, columns=names if rows else identity[:7]), layouts)
 
 # %% ../../nbs/30_store/08_reading.ipynb #b9f0305b
 def in_order(df, layouts):
     "Counts as whole numbers, columns in their order. Where there are rows of an ember, trouble has its columns also when there was none"
+    for c in numbered[:5]:
+        if c in df and df[c].dtype.kind=='f' and (abs(df[c])<2**53).all() and (df[c]%1==0).all(): df[c] = df[c].astype('int64')
     for c in bad:
         if c in df: df[c] = counted(df[c])
         elif 'ttype' in df: df[c] = np.zeros(len(df), np.int64)
@@ -101,9 +112,13 @@ def with_path(df):
     return df
 
 def paths_of(modules):
-    "The paths of a column of modules"
-    known = {m: path_of(m) if isinstance(m, str) else m for m in modules.unique()}
-    return modules.map(known)
+    "The paths of a column of modules; of a category another one"
+    known = {m: path_of(m) if isinstance(m, str) else m for m in (modules.cat.categories if hasattr(modules, 'cat') else modules.unique())}
+    if not hasattr(modules, 'cat'): return modules.map(known)
+    pd = needs('pandas', for_='A table of rows')
+    paths = list(dict.fromkeys(known.values()))
+    code = np.array([paths.index(p) for p in known.values()]+[-1])
+    return pd.Series(pd.Categorical.from_codes(code[modules.cat.codes.to_numpy()], categories=paths), index=modules.index)
 
 # %% ../../nbs/30_store/08_reading.ipynb #431dfdcd
 def by_place(
@@ -141,7 +156,7 @@ def current(
     if not isinstance(rows, list):
         if 'supersedes' not in rows: return rows
         by = [c for c in key if c in rows]
-        place,again = rows.groupby(by, dropna=False, sort=False).ngroup().to_numpy(),np.flatnonzero(rows['supersedes'].notna())
+        place,again = rows.groupby(by, dropna=False, sort=False, observed=True).ngroup().to_numpy(),np.flatnonzero(rows['supersedes'].notna())
         last = np.zeros(len(rows), int)
         last[place[again]] = again
         return rows[np.arange(len(rows))>=last[place]].drop(columns='supersedes').reset_index(drop=True)
@@ -150,218 +165,32 @@ def current(
     last = {p: i for i,(p,r) in enumerate(zip(places, rows, strict=True)) if 'supersedes' in r}
     return [{k:v for k,v in r.items() if k!='supersedes'} for i,(p,r) in enumerate(zip(places, rows, strict=True)) if i>=last.get(p, 0)]
 
-# %% ../../nbs/30_store/08_reading.ipynb #63b6c876
-class Layout:
-    "What the lines of one kind have in common: keys, and the bytes before each value"
-    def __init__(self, keys, kinds, fixed, slots, comma): self.keys,self.kinds,self.fixed,self.slots,self.comma = keys,kinds,fixed,slots,comma
-
-kind_of = {str: 's', int: 'n', float: 'n', bool: 'b', type(None): 'n', list: 'l'}
-
-def layout_of(
-    line:bytes # One line, without its end
-): # Layout, or None for a line that is better parsed by itself
-    "The layout of a line"
-    try: pairs = json.loads(line, object_pairs_hook=tuple)
-    except (ValueError, RecursionError): return None
-    if not isinstance(pairs, tuple) or not pairs or line.count(b'\\'): return None
-    keys,kinds = tuple(k for k,_ in pairs),[kind_of.get(type(v)) for _,v in pairs]
-    if None in kinds or len(set(keys))<len(keys) or 'nonfinite' in keys or line.count(b'"')!=sum(4 if k=='s' else 2 for k in kinds): return None
-    comma,colon = (b', ', b': ') if line[line.index(b'"', 2)+2:][:1]==b' ' else (b',', b':')
-    quoted = [b'"' + k.encode() + b'"' + colon + b'"'*(kind=='s') for k,kind in zip(keys, kinds, strict=True)]
-    fixed = [(comma if i else b'{') + text for i,text in enumerate(quoted)]
-    slots = np.cumsum([0, *(4 if k=='s' else 2 for k in kinds)])[:-1]
-    return Layout(keys, kinds, fixed, slots, len(comma))
-
-# %% ../../nbs/30_store/08_reading.ipynb #0c0b784a
-def ends_of(buf, quotes, first, last, layout):
-    "Begin and end of every value in the lines that reach from `first` to `last`, and which of them have the layout"
-    fits = buf[last-1]==ord('}')
-    begin,end = [],[]
-    left = [quotes[:, s] for s in layout.slots]
-    for i,(kind,fixed,slot) in enumerate(zip(layout.kinds, layout.fixed, layout.slots, strict=True)):
-        at = left[i]-layout.comma if i else first
-        fits &= starts_with(buf, at, fixed)
-        begin.append(at+len(fixed))
-        stop = left[i+1]-layout.comma if i+1<len(left) else last-1 # of what stands before the next key
-        if kind=='s': fits &= quotes[:, slot+3]==stop-1
-        end.append(stop-(kind=='s'))
-        fits &= begin[i]+(kind!='s')<=end[i]
-        if kind!='s': fits &= allowed[kind][buf[np.minimum(begin[i], len(buf)-1)]]
-        if kind=='l': fits &= buf[stop-1]==ord(']')
-    return np.stack(begin, 1), np.stack(end, 1), fits
-
-def starts_with(buf, at, text):
-    "Whether `text` stands at each of the places `at`"
-    n = len(text)
-    if len(buf)<n: return np.zeros(len(at), bool)
-    windows = np.ndarray((len(buf)-n+1,), f'S{n}', buf, strides=(1,))
-    return windows[np.minimum(at, len(windows)-1)]==text # the last one ends with the end of a line, and `text` does not
-
-allowed = {k: np.isin(np.arange(256), list(c)) for k,c in {'n': b'-0123456789n', 'l': b'[', 'b': b'tf'}.items()} # first bytes of a value
-
-# %% ../../nbs/30_store/08_reading.ipynb #19793a4f
-def values_only(buf, begin, end):
-    "The values as CSV: a line for each row"
-    inside = np.zeros(len(buf)+1, np.int8)
-    inside[begin] = 1
-    inside[end+1] -= 1 # a value takes the byte after it along, to become a separator
-    buf[end[:, :-1]],buf[end[:, -1]] = 31,10
-    return buf[np.cumsum(inside, out=inside)[:-1].view(bool)].tobytes()
-
-def exact(pd): # pandas 3.1 rounds as `float` does, and earlier ones when they are asked to
-    return {} if tuple(map(int, pd.__version__.split('.')[:2]))>=(3, 1) else {'float_precision': 'round_trip'}
-
-def columns_of(buf, begin, end, layout):
-    "The columns of lines that share a layout: name -> (kind, values). Raises ValueError for values that are not what they seem"
-    pd = needs('pandas', for_='A table of rows')
-    text = {i: 'category' for i,k in enumerate(layout.kinds) if k in 'sl'}
-    nulls = {i: ['null'] for i,k in enumerate(layout.kinds) if k=='n'}
-    df = pd.read_csv(io.BytesIO(values_only(buf, begin, end)), sep='\x1f', header=None, names=range(len(layout.keys)), quoting=csv.QUOTE_NONE, dtype=text,
-        na_values=nulls, keep_default_na=False, skip_blank_lines=False, index_col=False, low_memory=False, encoding='utf-8', **exact(pd))
-    if len(df)!=len(begin): raise ValueError("a value with a line end in it")
-    return {k: column(kind, df[i]) for i,(k,kind) in enumerate(zip(layout.keys, layout.kinds, strict=True))}
-
-def column(kind, values):
-    "One parsed column as (kind, values)"
-    if kind in 'sl':
-        codes,texts = values.cat.codes.to_numpy(),values.cat.categories.tolist()
-        if not all(isinstance(t, str) for t in texts): raise ValueError("pandas takes strings of digits for numbers")
-        return ('s', (codes, texts)) if kind=='s' else ('o', lists(codes.tolist(), texts))
-    if values.dtype.kind not in {'n': 'if', 'b': 'b'}[kind]: raise ValueError("not the kind of value that it seemed")
-    if kind=='n' and values.isna().all(): return '-', [None]*len(values)
-    return kind, values.to_numpy()
-
-def lists(codes, texts):
-    "A list of its own for every row"
-    known = [json.loads(t) for t in texts]
-    nested = any(isinstance(v, list) for o in known for v in o)
-    collects = gc.isenabled()
-    gc.disable() # it would look at all these lists again and again
-    try: return [json.loads(texts[c]) for c in codes] if nested else [known[c].copy() for c in codes]
-    finally:
-        if collects: gc.enable()
-
-# %% ../../nbs/30_store/08_reading.ipynb #f68742cf
-def whole_columns(columns, n):
-    "Give the statistics that are null the value they had"
-    counts = [columns[b][1] if b in columns and columns[b][0]=='n' else np.zeros(n) for b in bad]
-    kinds = np.stack([np.nan_to_num(c)!=0 for c in counts], 1)
-    for k,(kind,values) in columns.items():
-        if k not in derived or kind not in 'n-': continue
-        values = np.array(values, dtype=float) if kind=='-' else values
-        lost = np.isnan(values) if values.dtype.kind=='f' else np.zeros(n, bool)
-        for which in np.unique(kinds[lost], axis=0): values[lost & (kinds==which).all(1)] = lost_value(k, *which.tolist())
-        columns[k] = ('n', values)
-    return columns
-
-# %% ../../nbs/30_store/08_reading.ipynb #1d45550e
-def columns_of_rows(rows):
-    "Columns of rows that have the same keys"
-    return {k: column_of_values([r[k] for r in rows]) for k in rows[0]}
-
-def column_of_values(values):
-    "A column of Python's own values as (kind, values)"
-    kinds = set(map(type, values))
-    if kinds=={str}:
-        code = {v: i for i,v in enumerate(dict.fromkeys(values))}
-        return 's', (np.array([code[v] for v in values]), list(code))
-    if kinds<={int, float, type(None)} and kinds>{type(None)} or kinds in ({int}, {float}, {int, float}):
-        if all(v is None or isinstance(v, float) or -2**63<=v<2**63 for v in values): return 'n', np.array(values, dtype=None if kinds=={int} else float)
-    return {bool: 'b', type(None): '-'}.get(next(iter(kinds)), 'o') if len(kinds)==1 else 'o', values
-
-# %% ../../nbs/30_store/08_reading.ipynb #993dbd9e
-def places(buf, byte): return np.flatnonzero(buf==ord(byte))
-
-def parts_of(
-    data:bytes # Whole lines
-) -> tuple: # List of (line numbers, columns), number of lines, number of torn lines
-    "The parts of a block of lines"
-    buf = np.frombuffer(data, np.uint8).copy()
-    last,quotes = places(buf, b'\n'),places(buf, b'"')
-    first = np.concatenate([[0], last[:-1]+1])
-    begin = np.searchsorted(quotes, first)
-    number = np.diff(begin, append=len(quotes))
-    if b'\\' in data or np.count_nonzero(buf<32)>len(last): # lines with escapes and control characters: one by one
-        number[np.searchsorted(last, np.flatnonzero((buf==92) | (buf<32) & (buf!=10)))] = 0
-    parts,single = [],[np.flatnonzero(number==0)]
-    for n in np.unique(number[number>0]):
-        rest = np.flatnonzero(number==n)
-        for _ in range(16): # layouts with as many quotes; with more of them something is odd
-            if not len(rest): break
-            layout = layout_of(data[first[rest[0]]:last[rest[0]]])
-            if layout is None: single.append(rest[:1]); rest = rest[1:]; continue
-            b,e,fits = ends_of(buf, quotes[begin[rest][:, None]+np.arange(n)], first[rest], last[rest], layout)
-            at,rest = rest[fits],rest[~fits]
-            try: parts.append((at, whole_columns(columns_of(buf, b[fits], e[fits], layout), len(at))))
-            except ValueError: single.append(at)
-            if not fits.any(): break
-        single.append(rest)
-    more,torn = parts_of_lines(data, first, last, np.sort(np.concatenate(single)))
-    return parts+more, len(last), torn
-
-def parts_of_lines(data, first, last, which):
-    "Parts from lines that are parsed one by one, and the number of torn ones"
-    groups,torn = {},0
-    for i in which.tolist():
-        line = data[first[i]:last[i]]
-        if not line.strip(): continue
-        row = row_or_none(line)
-        if row is None: torn += 1; continue
-        at,rows = groups.setdefault(tuple(row), ([], []))
-        at.append(i); rows.append(row)
-    return [(np.array(at), columns_of_rows(rows)) for at,rows in groups.values()], torn
-
-# %% ../../nbs/30_store/08_reading.ipynb #5a1cc354
-class Mixed(ValueError):
-    "A column has values of different kinds"
-
-def whole_column(name, parts, order):
-    "The column `name` of all parts, in the order of the lines. Raises Mixed"
-    pd = needs('pandas', for_='A table of rows')
-    got = [(len(at), *columns.pop(name, ('', None))) for at,columns in parts] # '' where there is no such column, '-' where there are only nulls
-    kinds = {kind for _,kind,_ in got}
-    real = kinds-{'', '-'}
-    if real=={'n'}: return np.concatenate([np.full(n, np.nan) if kind in '-' else values for n,kind,values in got])[order]
-    if real=={'s'}: return strings(got, order, pd)
-    if kinds=={'b'}: return np.concatenate([values for *_,values in got])[order]
-    if not real<={'o', 'b'}: raise Mixed(name)
-    values = [v for n,kind,part in got for v in ([math.nan]*n if kind=='' else part.tolist() if kind=='b' and isinstance(part, np.ndarray) else part)]
-    if any(isinstance(v, list|dict) for v in values): return np.fromiter(values, dtype=object, count=len(values))[order]
-    return pd.DataFrame([(values[i],) for i in order.tolist()])[0].array
-
-def strings(got, order, pd):
-    "A column of strings, from codes"
-    code,codes = {},[]
-    for n,kind,values in got:
-        if kind in '-': codes.append(np.full(n, -1)); continue
-        change = np.array([code.setdefault(s, len(code)) for s in values[1]], dtype=np.int64)
-        codes.append(change[values[0]])
-    return pd.Series(list(code)).array.take(np.concatenate(codes)[order], allow_fill=True)
-
 # %% ../../nbs/30_store/08_reading.ipynb #8c93150b
 def table(
-    blocks # Function that gives blocks of whole lines
+    blocks, # Function that gives blocks of whole lines
+    file=None # The same as a file: (path, size)
 ) -> tuple: # pandas.DataFrame, number of torn lines
-    """JSON lines as a table: what `frame` makes of their rows, sooner
+    """JSON lines as a table: what `frame` makes of their rows, sooner where it can be
 
     Args:
         blocks: Function that gives blocks of whole lines
+        file: The same as a file: (path, size)
 
     Returns:
         pandas.DataFrame, number of torn lines
     """
     pd = needs('pandas', for_='A table of rows')
-    parts,start,torn = [],0,0
+    try:
+        if file is None: raise Odd('no file')
+        columns,layouts,n,torn = columns_of(*file)
+        return in_order(pd.DataFrame(columns, index=range(n), copy=False), layouts), int(torn)
+    except Odd: pass
+    rows,torn = [],0
     for data in blocks():
-        got,n,bad_ones = parts_of(data)
-        parts += [(at+start, columns) for at,columns in got if len(at)]
-        start,torn = start+n,torn+bad_ones
-    if not parts: return frame([]), torn
-    order = np.argsort(np.concatenate([at for at,_ in parts]))
-    layouts = list(dict.fromkeys(tuple(c) for _,c in sorted(parts, key=lambda part: part[0][0])))
-    try: df = {k: whole_column(k, parts, order) for k in dict.fromkeys(k for keys in layouts for k in keys)}
-    except Mixed: return frame([r for data in blocks() for r in parse(data)[0]]), torn
-    return in_order(pd.DataFrame(df, index=range(len(order)), copy=False), layouts), torn
+        got,n = parse(data)
+        rows += got
+        torn += n
+    return frame(rows), torn
 
 def blocks_of(
     path, # File of JSON lines

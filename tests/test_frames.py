@@ -1,0 +1,198 @@
+"Logs as tables: DuckDB is there or is not, the table is the same"
+import json
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from torchember import emberTracker, query, read, record, runs, torchEmber, tracker, wide
+from torchember.store import columns
+
+root = Path(__file__).parents[1]
+numbers = st.one_of(st.floats(), st.floats(width=16), st.integers(-2**63, 2**63-1), st.integers(-3, 3))
+texts = st.sampled_from(['1', '2.5', 'true', '[1]', 'nan', '2020-01-01', '2026-01-01 10:00:00'])
+values = st.one_of(numbers, st.none(), st.booleans(), st.text(max_size=5), texts,
+    st.lists(st.one_of(st.floats(), st.integers(-9, 9), st.none(), st.text(max_size=2), st.lists(st.integers(0, 3), max_size=2)), max_size=3),
+    st.dictionaries(st.sampled_from('abc'), st.one_of(st.none(), st.floats(), st.integers()), max_size=2))
+stats = st.fixed_dictionaries({'shape': st.lists(st.integers(0, 9), max_size=3), 'mean': st.floats(), 'std': st.one_of(st.floats(), st.none())},
+    optional={'max': numbers, 'rms': st.floats(), 'exponents': st.lists(st.integers(0, 99), min_size=3, max_size=3)})
+who = st.fixed_dictionaries({'module': st.sampled_from(['model(Net)', 'model(Net).a(Linear)', 'model(Net).a(Linear).b(größe, "q")']),
+    'ts': st.sampled_from(['2026-01-01 10:00:00', '2026-01-01 10:00:01']), 'ttype': st.sampled_from(['input', 'weight', 'scalar']),
+    'tname': st.sampled_from(['x', 'weight_0']), 'step': st.integers(0, 5), 'call': st.just(0)},
+    optional={'pname': st.just('bias'), 'nan': st.integers(0, 2), 'posinf': st.integers(1, 2), 'phase': st.sampled_from(['eval', 'warm']),
+        'supersedes': st.just(True), 'epoch': st.integers(0, 2)})
+free = st.fixed_dictionaries({}, optional={k: values for k in ('loss', 'own', 'Loss', 'a b')})
+rows = st.lists(st.tuples(st.one_of(stats, st.just({})), who, free).map(lambda p: {**p[0], **p[1], **p[2]}), max_size=12)
+
+
+def both(log, **asked):
+    "The table by way of DuckDB, and line by line; or what is said instead"
+    out = []
+    for least in (0, 10**15):
+        columns.least = least
+        columns.learnt.clear()
+        try: out.append(read(log, **asked))
+        except ValueError as e: out.append(str(e))
+    return out
+
+
+def same(got, want):
+    if isinstance(want, str): assert got==want
+    else:
+        pd.testing.assert_frame_equal(got, want, check_exact=True)
+        for c in want: assert [type(v) for v in got[c]]==[type(v) for v in want[c]], c
+
+
+@pytest.fixture
+def eager(monkeypatch):
+    pytest.importorskip('duckdb')
+    monkeypatch.setattr(columns, 'least', 0)
+
+
+def written(path, some, tail=b''):
+    path.write_bytes(b''.join(record.line_of(r)+b'\n' for r in some)+tail)
+    return path
+
+
+questions = [{}, {'path': 'a*'}, {'ttype': 'weight'}, {'tname': ['x']}, {'steps': range(1, 4)}, {'steps': -1},
+    {'steps': slice(-3, None), 'path': re.compile('b')}, {'steps': lambda s: s%2==0, 'ttype': ['input', 'scalar']},
+    {'columns': ['path', 'step', 'mean', 'nan']}]
+
+
+@settings(deadline=None, max_examples=int(os.environ.get('FRAMES', 60)), suppress_health_check=list(HealthCheck))
+@given(rows, st.sampled_from([b'', b'{"mean": 0.1, "st', b'{}']), st.sampled_from(questions))
+def test_with_and_without_duckdb(tmp_path, eager, some, tail, asked):
+    same(*both(written(tmp_path/'log', some, tail), **asked))
+
+
+@pytest.mark.parametrize('seed', range(4))
+def test_regular_logs_take_the_quick_way(seed, tmp_path, eager, monkeypatch):
+    "Thousands of rows as an ember writes them: with trouble, marks, numbers of the step, a torn end"
+    from torchember.frames import logs
+    draw = random.Random(seed)
+    def number(): return draw.choice([draw.gauss(0, 1), draw.gauss(0, 1), math.nan, math.inf, -math.inf])
+    some = []
+    for i in range(6000):
+        ttype,tname = draw.choice(['input', 'output']),f'x_{draw.randint(0, 1)}'
+        id_ = dict(ts=f'2026-01-01 10:{i//600%60:02}:{i//10%60:02}', ttype=ttype, tname=tname, step=i//20, call=0, dtype='float32')
+        if draw.random()<.1: some.append({'loss': draw.random(), 'module': 'model(Net)', **id_, 'ttype': 'scalar', 'tname': 'log'}); continue
+        mean,std = number(),number()
+        kinds = [0 if math.isfinite(mean) else draw.randint(0, 2) for _ in columns.bad]
+        stats = {'shape': [draw.randint(1, 3), 4], 'mean': mean, 'std': std, 'own': [draw.random(), number()]}
+        marks = ({'epoch': i//1000} if i>2000 else {}) | ({'fold': '3', 'train': i%2==0} if i>4000 else {})
+        some.append({**stats, 'module': f'model(Net).{i%7}(Linear)', **id_, **{k: n for k,n in zip(columns.bad, kinds, strict=True) if n}, **marks})
+    path = written(tmp_path/'log', some, b'{"mean": 0.1, "st')
+    want = both(path)[1]
+    monkeypatch.setattr(logs, 'frame', None) # what is read line by line
+    columns.least = 0
+    for _ in range(2): same(read(path), want) # also when the file is known
+    last = want.step>=want.step.max()-8
+    for asked,keep in (({'path': '1'}, want.path=='1'), ({'steps': slice(-9, None)}, last), ({'ttype': 'scalar'}, want.ttype=='scalar')):
+        got,part = read(path, **asked),want[keep].reset_index(drop=True)
+        pd.testing.assert_frame_equal(got, part[got.columns], check_dtype=False, check_categorical=False, check_exact=True)
+        assert part.drop(columns=got.columns).isna().all(axis=None)
+    pd.testing.assert_frame_equal(read(path, columns=['step', 'mean']), want[['step', 'mean']])
+
+
+odd = ['{"a":true}', '{"a":"12"}', '{"a":2.5}', '{"a":2.0}', '{"a":null}', '{"a":[1]}', '{"a":{"b":1}}', '{"a":12345678901234567890}',
+    '{"a":9007199254740993}', '{"b":1}', '{"A":1}', '{"a":1,"a":2}', '{"a":1,}', '{"a":NaN}', '{"a":1e400}', '{"a":1}{"a":2}', '[1]', 'junk', '', '{}',
+    '{"a":"x:true"}', '{"a": false}', '{"a":{"b":null}}', '{"a":-0}', '{ "a" : 1 }', '{"a":"\\u0022"}', '{"a\\u0062":1}', '{"a":1', '"a":1}',
+    '{"a":null,"nan":1}', '{"mean":null,"nan":"x"}', '{"mean":null,"nonfinite":{"mean":"NaN","b/0":"NaN"}}']
+
+
+@pytest.mark.parametrize('at', [3, 4500])
+@pytest.mark.parametrize('line', odd)
+def test_one_odd_line(line, at, tmp_path, eager, monkeypatch):
+    "Early, where it is in the sample, and late, where nothing is expected"
+    monkeypatch.setattr(columns, 'blocks', partial(columns.blocks, block=1<<14))
+    lines = [f'{{"a":{i},"t":"text"}}' for i in range(5000)]
+    lines[at] = line
+    (tmp_path/'log').write_text('\n'.join(lines)+'\n')
+    same(*both(tmp_path/'log'))
+
+
+def test_a_run_that_is_being_written(tmp_path, eager, recwarn):
+    "By this process, with rows that are not in the file yet, and by another, with half a line at its end"
+    t = tracker('mine', 'a', tmp_path)
+    for i in range(50): t({'loss': i, 'step': i})
+    assert len(read(t))==50
+    with open(t.log_path, 'ab') as f: f.write(b'{"loss": 1, "st')
+    assert len(read(t.log_path))==50 and not recwarn.list
+
+
+def test_what_is_appended_meanwhile_does_not_count(tmp_path, eager, monkeypatch):
+    path,plain = written(tmp_path/'log', [{'a': i, 'step': i} for i in range(500)]),columns.Scan
+    def scan(*args):
+        out = plain(*args)
+        with open(path, 'ab') as f: f.write(b'{"a": "new", "other": 1}\n')
+        return out
+    monkeypatch.setattr(columns, 'Scan', scan)
+    df = read(path)
+    assert len(df)==500 and df.a.dtype=='int64' and 'other' not in df
+
+
+def test_runs_that_go_on_and_that_do_not(tmp_path):
+    code = f"import torch, torchember; te = torchember.torchEmber(torch.nn.Linear(1, 1), name='NAME', home={str(tmp_path)!r}); " \
+        "te.model(torch.ones(1, 1)); te.t.barrier()"
+    subprocess.run([sys.executable, '-c', code.replace('NAME', 'broken off')+"; import os; os._exit(1)"], check=False, cwd=root)
+    waits = code.replace('NAME', 'other')+"; print('there', flush=True); input(); te.close()"
+    with subprocess.Popen([sys.executable, '-c', waits], cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as p:
+        p.stdout.readline()
+        there = runs(tmp_path).set_index('name')
+        assert there.running.to_dict()=={'broken off': False, 'other': True} and there.end.isna().to_dict()=={'broken off': False, 'other': True}
+        p.communicate(b'\n')
+    base = tmp_path/'data/base_other.json'
+    assert not runs(tmp_path).running.any() and json.loads(base.read_text())['rows']==runs(tmp_path).set_index('name').rows['other']==4
+    base.write_text(json.dumps({**{k: v for k,v in json.loads(base.read_text()).items() if k!='end'}, 'host': 'elsewhere', 'pid': os.getpid()}))
+    assert not runs(tmp_path).running.any() # who knows
+    base.write_text('{"start"') # half a file
+    assert len(runs(tmp_path))==2
+
+
+def test_a_run_that_is_resumed(tmp_path):
+    for resume in (False, True):
+        with torchEmber(torch.nn.Linear(1, 1), name='a', home=tmp_path, resume=resume) as te:
+            te.model(torch.ones(1, 1))
+            te.t.barrier()
+            assert runs(tmp_path).running.all()
+    r = runs(tmp_path).iloc[0]
+    assert (r.steps, r.rows, r.running, r.model)==(2, 8, False, 'Linear')
+
+
+def test_without_duckdb(tmp_path, monkeypatch):
+    written(tmp_path/'log', [{'a': 1}])
+    monkeypatch.setitem(sys.modules, 'duckdb', None)
+    with pytest.raises(ModuleNotFoundError, match='pip install duckdb'): query('SELECT 1', tmp_path/'log')
+
+
+def test_names_of_every_kind(tmp_path, eager):
+    "A quote in a name, a name that looks like a pattern, a mark that is called as a column of ours"
+    for name in ("it's", 'a[1]', 'b*', 'x.gz'):
+        t = emberTracker(name, tmp_path)
+        t.mark(run='mine')
+        t({'loss': 1., 'step': 0})
+        t.close()
+        assert read(name, home=tmp_path).loss.tolist()==[1.]
+    df = read('*', home=tmp_path)
+    assert df.run.tolist()==['a[1]', 'b*', "it's", 'x.gz'] and set(df.mark_run)=={'mine'}
+    assert query('SELECT count(*) n FROM log', home=tmp_path).n[0]==4
+
+
+def test_wide_is_a_pivot(tmp_path):
+    with torchEmber(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU()), name='a', home=tmp_path) as te:
+        for _ in range(5): te.model(torch.randn(4, 3)).sum().backward()
+    df = read(te)
+    got,some = wide(df, 'std', 'output'),df[df.ttype=='output']
+    want = some.pivot(index='step', columns='path', values='std')
+    pd.testing.assert_frame_equal(got, want[got.columns].rename_axis(columns=None).set_axis(list(got.columns), axis=1), check_column_type=False)
+    pd.testing.assert_frame_equal(wide(te, 'std', 'output'), got)

@@ -1,0 +1,143 @@
+"What pictures must do with real runs, and without torch"
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matplotlib.colors import to_rgb
+
+from torchember import (
+    compare,
+    exp_hist,
+    out_of_range,
+    overview,
+    read,
+    ridge,
+    scalar_global_heatmap,
+    scalar_line,
+    summary,
+    torchEmber,
+    tree,
+    updates,
+)
+from torchember.show.select import grid, series, thinned
+
+root = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope='module')
+def run(tmp_path_factory):
+    "A run of a small model in which the last layer's output is not finite from step 6 on, and its log's folder"
+    home = tmp_path_factory.mktemp('home')
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+    opt = torch.optim.Adam(model.parameters())
+    kinds = ('input', 'output', 'weight', 'weight_grad', 'output_grad', 'optimizer', 'update')
+    with torchEmber(model, optimizer=opt, stats='numerics', ttypes=kinds, name='seen', home=home) as te:
+        for i in range(9):
+            if i==6: model[2].weight.data[0, 0] = float('inf')
+            loss = model(torch.randn(4, 8)).square().mean()
+            loss.backward(); opt.step(); opt.zero_grad()
+            te.log(loss=loss)
+    return te
+
+
+def finish(out):
+    "Draw it in full"
+    for o in np.ravel(np.array(out, dtype=object)): (o if hasattr(o, 'canvas') else o.figure).canvas.draw()
+    plt.close('all')
+
+
+pictures = {'overview': overview, 'scalar_line': scalar_line, 'exp_hist': exp_hist, 'scalar_global_heatmap': scalar_global_heatmap, 'ridge': ridge,
+    'tree': tree, 'updates': updates, 'out_of_range': lambda r: out_of_range(r, 'float8_e5m2'), 'compare': lambda r: compare([r, r])}
+
+
+@pytest.mark.parametrize('name', pictures)
+@pytest.mark.parametrize('theme', ['default', 'dark_background'])
+def test_each_picture_of_an_ember_a_tracker_and_a_table(run, name, theme):
+    if name=='out_of_range': pytest.importorskip('ml_dtypes')
+    with plt.style.context(theme):
+        for source in (run, run.t, run.t.df): finish(pictures[name](source))
+    assert matplotlib.rcParams['axes.titlelocation']=='center' # nothing is left set
+
+
+def lightness(color): return np.dot(to_rgb(color), (.299, .587, .114))
+
+
+@pytest.mark.parametrize('theme', ['default', 'dark_background'])
+def test_every_text_can_be_read(run, theme):
+    with plt.style.context(theme):
+        for f in (overview, scalar_line, scalar_global_heatmap, updates):
+            out = f(run)
+            fig = out if hasattr(out, 'canvas') else out.figure
+            fig.canvas.draw()
+            back = lightness(fig.get_facecolor())
+            for text in fig.findobj(matplotlib.text.Text):
+                if text.get_text().strip(): assert abs(lightness(text.get_color())-back)>.2, (f.__name__, text.get_text())
+            plt.close('all')
+
+
+def test_overview_says_where_it_went_wrong(run):
+    title = overview(run).figure.get_suptitle()
+    assert title.startswith('seen · first not finite: step 6, weight of 2.weight (1 +inf)')
+    text = repr(summary(run))
+    assert 'step 6' in text.splitlines()[0] and len(text.splitlines())==1+2+4
+    assert summary(run).df['not finite'].tolist()==[2, 2, 3, 3]
+
+
+def test_the_numbers_drawn_are_those_of_the_run(run):
+    fig = scalar_line(run, '0', 'output', 'std')
+    df = read(run)
+    np.testing.assert_array_equal(fig.axes[0].lines[0].get_ydata(), df[(df.path=='0') & (df.ttype=='output')]['std'])
+    mesh = scalar_global_heatmap(run, 'weight', 'rms').axes[0].collections[0].get_array()
+    rows = df[(df.ttype=='weight') & (df.path=='0') & (df.pname=='bias')]
+    np.testing.assert_array_equal(mesh[1], rows['rms'])
+    plt.close('all')
+
+
+def test_without_torch(run):
+    code = f"""if True:
+        import sys
+        sys.modules['torch'] = None
+        import matplotlib; matplotlib.use('agg')
+        from torchember import emberTracker, overview, summary
+        t = emberTracker('seen', home={str(run.t.dir)!r})
+        overview(t).figure.canvas.draw()
+        print(summary(t))
+    """
+    out = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, cwd=root)
+    assert out.returncode==0, out.stderr
+    assert 'step 6' in out.stdout
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), min_size=1, max_size=3000), st.integers(10, 200))
+def test_no_extreme_is_thinned_away(values, n):
+    y = np.array(values)
+    bad = ~np.isfinite(y)
+    keep = thinned(np.arange(len(y)), y, bad, n)
+    assert (np.diff(keep)>0).all() and keep[0]==0 and keep[-1]==len(y)-1
+    ok = y[~bad]
+    if len(ok): assert {ok.min(), ok.max()}<=set(y[keep])
+    if bad.sum()<n: assert set(np.flatnonzero(bad))<=set(keep)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 12), st.integers(3, 60), st.integers(1, 12), st.integers(1, 40), st.integers(0, 2**31))
+def test_no_spike_is_lost_in_a_grid(layers, steps, most_rows, most_columns, seed):
+    import pandas as pd
+    g = np.random.default_rng(seed)
+    df = pd.DataFrame([{'path': f'l{i}', 'ttype': 'output', 'tname': 'output_0', 'step': s, 'call': 0, 'std': 1., 'nan': 0}
+        for s in range(steps) for i in range(layers)])
+    at = g.integers(len(df))
+    df.loc[at, 'std'] = 1e6
+    df.loc[g.integers(len(df)), 'nan'] = 1
+    made = grid(series(df, 'std'), most_rows, most_columns)
+    assert made.value.shape==(min(layers, most_rows), min(steps, most_columns))
+    assert (made.value==1e6).sum()==1 and made.bad.sum()==1 and sum(len(m) for m in made.members)==layers
