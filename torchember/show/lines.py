@@ -202,8 +202,8 @@ def scalar_line(
     for some in [both] if options.get('sharey') else [[b] for b in both]:
         log_if_wide([a for a,_ in some], [l for _,(_,lines) in some for _,l in lines])
     for ax,(_,lines) in zip(axes, drawn_parts, strict=True): name_all(ax, lines, metrics, len(parts))
-    what = '' if by_type else words.get(ttype_of(tt)[0], tt)
-    label_figure(fig, axes, metrics, x, fig_title or title_of(run, what, layer if isinstance(layer, str) and layer!='*' else ''))
+    what = ['' if by_type else words.get(ttype_of(tt)[0], tt), layer if isinstance(layer, str) and layer!='*' else '']
+    label_figure(fig, axes, metrics, x, fig_title or title_of(run, *what))
     if len(metrics)>1: legend_of(fig, metrics, loc, bbox_to_anchor)
     return fig
 
