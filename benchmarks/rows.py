@@ -481,7 +481,8 @@ def pictures(quick):
         (out if hasattr(out, 'savefig') else out.figure).savefig(io.BytesIO())
         matplotlib.pyplot.close('all')
     drawn(overview, table_of(2, 3))
-    for what,df in (('10 000 layers, 100 steps', table_of(1000 if quick else 10_000, 100)), ('3 layers, 100 000 steps', table_of(3, 10_000 if quick else 100_000))):
+    large = {'10 000 layers, 100 steps': table_of(1000 if quick else 10_000, 100), '3 layers, 100 000 steps': table_of(3, 10_000 if quick else 100_000)}
+    for what,df in large.items():
         for f in (scalar_line, scalar_global_heatmap, overview):
             took = seconds(lambda f=f, df=df: drawn(f, df))
             yield line(f'{f.__name__}, {what}', took, 's', at_most=5, note=f'CPU time for {len(df):,} rows')

@@ -97,7 +97,9 @@ def test_regular_logs_take_the_quick_way(seed, tmp_path, eager, monkeypatch):
     columns.least = 0
     for _ in range(2): same(read(path), want) # also when the file is known
     last = want.step>=want.step.max()-8
-    for asked,keep in (({'path': '1'}, want.path=='1'), ({'steps': slice(-9, None)}, last), ({'ttype': 'scalar'}, want.ttype=='scalar')):
+    for asked,keep in (({'path': '1'}, want.path=='1'), ({'steps': slice(-9, None)}, last), ({'ttype': 'scalar'}, want.ttype=='scalar'),
+            ({'path': ['1', '2'], 'ttype': 'input', 'tname': 'x_0', 'steps': range(5, 9)},
+             want.path.isin(['1', '2']) & (want.ttype=='input') & (want.tname=='x_0') & want.step.between(5, 8))):
         got,part = read(path, **asked),want[keep].reset_index(drop=True)
         pd.testing.assert_frame_equal(got, part[got.columns], check_dtype=False, check_categorical=False, check_exact=True)
         assert part.drop(columns=got.columns).isna().all(axis=None)
@@ -118,6 +120,12 @@ def test_one_odd_line(line, at, tmp_path, eager, monkeypatch):
     lines = [f'{{"a":{i},"t":"text"}}' for i in range(5000)]
     lines[at] = line
     (tmp_path/'log').write_text('\n'.join(lines)+'\n')
+    same(*both(tmp_path/'log'))
+
+
+def test_whole_numbers_of_many_digits_among_others(tmp_path, eager, monkeypatch):
+    monkeypatch.setattr(record, 'orjson', None) # which makes floats of them
+    (tmp_path/'log').write_text(''.join(f'{{"a":{i}.5}}\n' for i in range(90))+'{"a":1234567890123456789012345}\n{"a":1e30}\n')
     same(*both(tmp_path/'log'))
 
 

@@ -358,7 +358,7 @@ def layers(df):
     def name(o): return o['path'] if alone[o['path']]==1 else '.'.join(p for p in (o['path'], o.get('pname') or o['tname']) if p)
     return label, [name(o) for o in one]
 
-# %% ../../nbs/50_frames/00_logs.ipynb #dc4926be
+# %% ../../nbs/50_frames/00_logs.ipynb #212eabca
 counted = {} # lines of files that were counted: file -> (bytes, lines)
 
 def lines_in(path, size):
@@ -393,7 +393,7 @@ def about(name, home):
     "What can be said of a run"
     t = emberTracker(name, home)
     try: base = t[f'base_{name}']
-    except (KeyError, ValueError): base = {}
+    except (KeyError, ValueError, OSError): base = {}
     s = os.stat(t.log_path)
     running = 'end' not in base and alive(base.get('pid'), base.get('host'))
     end = None if running else base.get('end') or datetime.fromtimestamp(s.st_mtime).strftime('%Y-%m-%d %H:%M:%S')

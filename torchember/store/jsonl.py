@@ -544,7 +544,7 @@ class tracker:
             more: Kind of metadata -> the same
         """
         try: earlier = {k:v for k,v in self[f'base_{self.fname}'].items() if k not in ended}
-        except (KeyError, ValueError, OSError): earlier = {}
+        except (KeyError, ValueError, OSError): earlier = {} # none, half of one, or one that may not be read
         self.about = {'base': {**base, **earlier, 'pid': os.getpid(), 'host': gethostname()}, **more}
 
     def end(self):
