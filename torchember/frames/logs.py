@@ -223,7 +223,7 @@ def tidy(df, run=None):
     if 'ts' in df: df['ts'] = times(df['ts'])
     return df[tidy_order(df)]
 
-# %% ../../nbs/50_frames/00_logs.ipynb #ca7207bc
+# %% ../../nbs/50_frames/00_logs.ipynb #8b2aafec
 def read(
     run, # Name of a run, pattern such as 'GPT*', ember, tracker, file of a log, or a list of these
     path=None, # Modules: a glob on the path ('features.*'), a compiled regex, or a list of these
@@ -254,7 +254,8 @@ def read(
     df = under_each_other([t for t in tables if len(t)] or tables[:1])
     if not len(df) and choice.asked: raise ValueError(nothing_chosen(choice, together(runs)))
     if columns is None: return df
-    if any(c not in df for c in ([columns] if isinstance(columns, str) else columns)): df = read(run, path, ttype, tname, steps, home=home) # to say what there is
+    asked = [columns] if isinstance(columns, str) else columns
+    if any(c not in df for c in asked): df = read(run, path, ttype, tname, steps, home=home) # to say what there is
     return df[known_columns(df, columns)]
 
 # %% ../../nbs/50_frames/00_logs.ipynb #ddae04b8
