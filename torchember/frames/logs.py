@@ -223,7 +223,7 @@ def tidy(df, run=None):
     if 'ts' in df: df['ts'] = times(df['ts'])
     return df[tidy_order(df)]
 
-# %% ../../nbs/50_frames/00_logs.ipynb #90d2b385
+# %% ../../nbs/50_frames/00_logs.ipynb #8b2aafec
 def read(
     run, # Name of a run, pattern such as 'GPT*', ember, tracker, file of a log, or a list of these
     path=None, # Modules: a glob on the path ('features.*'), a compiled regex, or a list of these
@@ -253,7 +253,10 @@ def read(
     tables = [tidy(rows_of(s, choice, columns), s.name if several else None) for s in runs]
     df = under_each_other([t for t in tables if len(t)] or tables[:1])
     if not len(df) and choice.asked: raise ValueError(nothing_chosen(choice, together(runs)))
-    return df if columns is None else df[known_columns(df, columns)]
+    if columns is None: return df
+    asked = [columns] if isinstance(columns, str) else columns
+    if any(c not in df for c in asked): df = read(run, path, ttype, tname, steps, home=home) # to say what there is
+    return df[known_columns(df, columns)]
 
 # %% ../../nbs/50_frames/00_logs.ipynb #ddae04b8
 def rows_of(source, choice, columns=None):
