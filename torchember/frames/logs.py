@@ -230,7 +230,7 @@ def read(
     ttype=None, # Tensor type, or a list of them
     tname=None, # Name of a tensor ('output_0'), or a list of them
     steps=None, # Step, `range`, `slice`, list of steps, or a function of the step; -1 is the last one
-    columns=None, # Columns to give, in this order; all of them without it
+    columns=None, # Columns to give, in this order, or a function of a column's name; all of them without it
     home=None # Folder of logs, instead of `~/.torchember`
 ): # pandas.DataFrame
     """A run as a table, or several of them under each other
@@ -241,7 +241,7 @@ def read(
         ttype: Tensor type, or a list of them
         tname: Name of a tensor ('output_0'), or a list of them
         steps: Step, `range`, `slice`, list of steps, or a function of the step; -1 is the last one
-        columns: Columns to give, in this order; all of them without it
+        columns: Columns to give, in this order, or a function of a column's name; all of them without it
         home: Folder of logs, instead of `~/.torchember`
 
     Returns:
@@ -254,6 +254,7 @@ def read(
     df = under_each_other([t for t in tables if len(t)] or tables[:1])
     if not len(df) and choice.asked: raise ValueError(nothing_chosen(choice, together(runs)))
     if columns is None: return df
+    if callable(columns): return df[[c for c in df.columns if c=='run' or columns(c)]]
     asked = [columns] if isinstance(columns, str) else columns
     if any(c not in df for c in asked): df = read(run, path, ttype, tname, steps, home=home) # to say what there is
     return df[known_columns(df, columns)]
@@ -275,8 +276,14 @@ def rows_of(source, choice, columns=None):
 
 def all_rows(source): return [r for data in source.blocks() for r in parse(data)[0]]
 
+class Those:
+    "Columns by a function of their name, and those that are always needed"
+    def __init__(self, f): self.f = f
+    def __contains__(self, name): return name in needed(()) or name=='run' or self.f(name)
+
 def needed(columns):
     "The columns of a log that are needed for some of a table"
+    if callable(columns): return Those(columns)
     columns = {columns} if isinstance(columns, str) else set(columns)
     if 'mark_run' in columns: columns.add('run')
     return columns | {'module', 'ttype', 'tname', 'supersedes'} | set(key)

@@ -65,7 +65,7 @@ def compare(
         The axes
     """
     if not isinstance(runs, list|tuple) or len(runs)<2: raise ValueError(f"compare needs a list of two runs or more, got {runs!r:.80}.")
-    tables = [pick(table_of(r, ttype=ttypes_asked(tt)), layer, tt) for r in runs]
+    tables = [pick(table_of(r, [stat], ttype=ttypes_asked(tt)), layer, tt) for r in runs]
     names = [name_of(t) or f'run {i}' for i,t in enumerate(tables)]
     found = [series(t, stat_in(t, stat)) for t in tables]
     parted = parting(found, rtol)

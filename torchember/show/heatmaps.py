@@ -146,7 +146,7 @@ def scalar_global_heatmap(
     if not isinstance(inc, int) or inc<1: raise ValueError(f"inc is each how manieth step is drawn, a whole number from 1 on, got {inc!r}.")
     if not isinstance(scalar_metric, str): raise ValueError(f"a heat map is of one statistic, got {scalar_metric!r}.")
     if tt is None or not isinstance(tt, str): raise ValueError(f"a heat map is of one tensor type, got tt={tt!r}.")
-    rows = pick(table_of(df, ttype=ttypes_asked(tt)), layer, tt)
+    rows = pick(table_of(df, [scalar_metric], ttype=ttypes_asked(tt)), layer, tt)
     if inc>1:
         rows = rows[(rows['step']%inc==0).to_numpy()]
         if not len(rows): raise ValueError(f"No recorded step is a multiple of inc={inc}.")

@@ -130,7 +130,7 @@ def exp_hist(
     by_type,by_layer = tt is None or isinstance(tt, list|tuple),layer is None or is_several(layer)
     if by_type and layer is not None and by_layer:
         raise FacetException(f"Panels are either of layers or of tensor types: choose one of layer={layer!r:.60}, or one of tt={tt!r}.")
-    table = table_of(df, **({} if tt is None else {'ttype': ttypes_asked(tt)}))
+    table = table_of(df, ['exponents'], **({} if tt is None else {'ttype': ttypes_asked(tt)}))
     run = name_of(table)
     if tt is None: table = table[table['ttype'].astype(str)!='scalar']
     rows,step = at_step(training(pick(table, layer, tt)), step)
@@ -210,7 +210,7 @@ def ridge(
     Returns:
         The axes
     """
-    rows = training(pick(table_of(run, ttype=ttypes_asked(tt)), layer, tt))
+    rows = training(pick(table_of(run, ['exponents'], ttype=ttypes_asked(tt)), layer, tt))
     if layer is None and 'exponents' in rows:
         have = rows[rows['exponents'].notna()]
         if len(have): rows = have[(have['path'].astype(str)==str(have['path'].iloc[-1])).to_numpy()]

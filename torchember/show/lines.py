@@ -183,7 +183,7 @@ def scalar_line(
     if by_type and (layer is not None and is_several(layer)):
         raise FacetException(f"Panels are either of layers or of tensor types: choose one of layer={layer!r:.60}, or one of tt={tt!r}.")
     metrics = [scalar_metric] if isinstance(scalar_metric, str) else list(scalar_metric)
-    table = table_of(df, **({} if tt is None else {'ttype': ttypes_asked(tt)}))
+    table = table_of(df, metrics, **({} if tt is None else {'ttype': ttypes_asked(tt)}))
     run,x = name_of(table),x[1] if isinstance(x, tuple) else x
     if tt is None: table = table[table['ttype'].astype(str)!='scalar']
     rows = pick(table, layer, tt)

@@ -64,7 +64,7 @@ def out_of_range(
         The axes
     """
     dtypes = [dtypes] if isinstance(dtypes, str) else list(dtypes)
-    rows,step = at_step(training(pick(table_of(run, ttype=ttypes_asked(tt)), layer, tt)), step)
+    rows,step = at_step(training(pick(table_of(run, ['exponents'], ttype=ttypes_asked(tt)), layer, tt)), step)
     if 'exponents' in rows: rows = rows[rows['exponents'].notna()]
     try: found = [shares(rows, d) for d in dtypes]
     except ValueError as e:
@@ -75,7 +75,8 @@ def out_of_range(
     if ax is None: _,axes = panels(len(dtypes), len(dtypes), (2.2+2.1*len(dtypes), tall_for(len(labels), 12)), sharey=True)
     else: axes = list(np.ravel(np.array(ax, dtype=object)))
     if len(axes)!=len(dtypes): raise ValueError(f"{len(dtypes)} formats need as many axes, got {len(axes)}.")
-    for a,d,(_,got) in zip(axes, dtypes, found, strict=True): one_format(a, d, got)
+    worst = [max(max(f(got).max(initial=0) for _,got in found), .01) for f in (lambda g: g['subnormal']+g['under'], lambda g: g['over'])]
+    for a,d,(_,got) in zip(axes, dtypes, found, strict=True): one_format(a, d, got, *worst)
     name_rows(axes[0], labels)
     for a in axes[1:]: a.yaxis.set_tick_params(length=0)
     axes[0].figure.suptitle(title_of(name_of(rows), words.get(ttype_of(tt)[0], tt), f'step {step:,}'), x=.01, ha='left')
@@ -83,16 +84,16 @@ def out_of_range(
     return np.array(axes) if len(axes)>1 else axes[0]
 
 # %% ../../nbs/60_show/60_ranges.ipynb #d9b8b28c
-def one_format(ax, dtype, got):
-    "Bars of one format"
+def one_format(ax, dtype, got, low, high):
+    "Bars of one format, in axes that reach as far as any format's bars: so that panels can be compared"
     blue,orange = palettes[is_dark()][:2]
     y = np.arange(len(got['under']))+.5
     ax.barh(y, -got['under'], height=.8, color=blue)
     ax.barh(y, -got['subnormal'], left=-got['under'], height=.8, color=blue, alpha=.3)
     ax.barh(y, got['over'], height=.8, color=orange)
     ax.axvline(0, color=mpl.rcParams['axes.edgecolor'], lw=.8)
-    worst = max(got['under'].max(initial=0), (got['subnormal']+got['under']).max(initial=0), got['over'].max(initial=0))
-    ax.set(xlim=(-max(worst*1.05, .01), max(got['over'].max(initial=0)*1.05, worst*.12, .01)), ylim=(len(y), 0), title=dtype)
+    worst = max(low, high)
+    ax.set(xlim=(-max(low*1.05, worst*.12), max(high*1.05, worst*.12)), ylim=(len(y), 0), title=dtype)
     ax.xaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda v, _: f'{abs(v):.0%}' if worst>.05 else f'{abs(v):.1%}'))
     ax.xaxis.set_major_locator(mpl.ticker.MaxNLocator(4))
     ax.spines['left'].set_visible(False)

@@ -94,7 +94,7 @@ def tree(
     Returns:
         The axes
     """
-    rows,step = at_step(training(pick(table_of(run, ttype=ttypes_asked(tt)), layer, tt)), step)
+    rows,step = at_step(training(pick(table_of(run, [stat], ttype=ttypes_asked(tt)), layer, tt)), step)
     col = stat_in(rows, stat)
     paths = rows['path'].astype(str)
     value = {}
