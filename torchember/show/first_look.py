@@ -71,7 +71,8 @@ def overview(
     if ax is not None: kinds = kinds[:1]
     parts = []
     for kind in kinds:
-        rows = larger(training(pick(tensors, layer, kind)))
+        rows = training(pick(tensors, layer, kind))
+        if ttype_of(kind)[0]=='output': rows = larger(rows)
         col = stat_of(rows, stat)
         parts.append((kind, col, rows, grid(series(rows, col))))
     return compose(parts, numbers, tensors, name_of(table), ax)
