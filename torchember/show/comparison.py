@@ -36,7 +36,7 @@ def parting(
         for x in xs[1:]: steps = np.intersect1d(steps, x)
         values = np.stack([y[np.searchsorted(x, steps)] for x,y in zip(xs, ys, strict=True)])
         same = np.isclose(values, values[0], rtol=rtol, atol=0, equal_nan=True).all(0)
-        out[label] = None if same.all() else steps[np.argmin(same)]
+        out[label] = None if same.all() else steps[np.argmin(same)].item()
     return out
 
 # %% ../../nbs/60_show/80_comparison.ipynb #7c5293f8
