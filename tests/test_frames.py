@@ -204,3 +204,11 @@ def test_wide_is_a_pivot(tmp_path):
     want = some.pivot(index='step', columns='path', values='std')
     pd.testing.assert_frame_equal(got, want[got.columns].rename_axis(columns=None).set_axis(list(got.columns), axis=1), check_column_type=False)
     pd.testing.assert_frame_equal(wide(te, 'std', 'output'), got)
+
+
+def test_a_folder_beside_the_runs_is_no_run(tmp_path):
+    "Somebody puts old runs into one"
+    (tmp_path/'log/archive').mkdir(parents=True)
+    assert len(runs(tmp_path))==0
+    written(tmp_path/'log/a', [{'a': 1, 'step': 0}])
+    assert read('*', home=tmp_path).run.tolist()==runs(tmp_path).name.tolist()==['a']
