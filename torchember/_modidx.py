@@ -469,6 +469,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'torchember.frames.logs.needed': ('50_frames/logs.html#needed', 'torchember/frames/logs.py'),
                                         'torchember.frames.logs.nothing_chosen': ( '50_frames/logs.html#nothing_chosen',
                                                                                    'torchember/frames/logs.py'),
+                                        'torchember.frames.logs.plain': ('50_frames/logs.html#plain', 'torchember/frames/logs.py'),
                                         'torchember.frames.logs.query': ('50_frames/logs.html#query', 'torchember/frames/logs.py'),
                                         'torchember.frames.logs.read': ('50_frames/logs.html#read', 'torchember/frames/logs.py'),
                                         'torchember.frames.logs.rows_of': ('50_frames/logs.html#rows_of', 'torchember/frames/logs.py'),

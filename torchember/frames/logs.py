@@ -70,6 +70,12 @@ def sources(run, home):
 # %% ../../nbs/50_frames/00_logs.ipynb #973c6dc8
 def many(what): return list(what) if isinstance(what, list|tuple|set|frozenset|range) else [what]
 
+def plain(what):
+    "Without the numbers, arrays and columns of numpy, pandas and torch"
+    if isinstance(what, slice): return slice(*map(plain, (what.start, what.stop, what.step)))
+    if isinstance(what, list|tuple|set|frozenset): return [plain(w) for w in what]
+    return what.tolist() if hasattr(what, 'tolist') else what
+
 class Choice:
     "Which rows of a log are wanted"
     def __init__(self,
@@ -78,7 +84,8 @@ class Choice:
         tname=None, # Name of a tensor, or a list of them
         steps=None # Whole number, `range`, `slice`, list, or a function of the step. Negative numbers count from the end
     ):
-        self.asked = {k: v for k,v in dict(path=path, ttype=ttype, tname=tname, steps=steps).items() if v is not None}
+        self.asked = {k: plain(v) for k,v in dict(path=path, ttype=ttype, tname=tname, steps=steps).items() if v is not None}
+        path,steps = self.asked.get('path'),self.asked.get('steps')
         for p in many(path) if path is not None else ():
             if not isinstance(p, str|re.Pattern): raise TypeError(f"path is a glob such as 'features.*', a compiled regex, or a list of these, got {p!r:.80}.")
         if steps is not None and not callable(steps) and not isinstance(steps, int|range|slice|list|tuple|set):
