@@ -223,3 +223,10 @@ def test_what_a_table_has_is_asked_for_as_it_is(tmp_path, eager):
     last = df.step.min()-2 # an integer of numpy that counts back
     assert read(log, steps=last).step.tolist()==read(log, steps=slice(last, last+1)).step.tolist()==[7, 7]
     for path in (df.path.unique()[:1], df.path.head(1), pd.Index(['a'])): assert set(read(log, path=path).path)=={'a'}
+
+
+def test_a_path_is_found_as_it_is_written(tmp_path, eager):
+    "Also one that looks like a pattern: the key of a ModuleDict may have brackets"
+    names = ['a[0]', 'a0', 'b[!x]', 'c*']
+    log = written(tmp_path/'a', [{'module': f'model(Net).{p}(Linear)', 'ttype': 'output', 'tname': 'x', 'step': 0} for p in names])
+    for p in names: assert p in set(read(log, path=p).path), p

@@ -96,7 +96,7 @@ class Choice:
 
     def paths(self, paths): # Those that match
         "Those of some paths that are wanted"
-        return {p for p in paths if any(fnmatchcase(p, w) if isinstance(w, str) else w.search(p) for w in many(self.asked['path']))}
+        return {p for p in paths if any(p==w or fnmatchcase(p, w) if isinstance(w, str) else w.search(p) for w in many(self.asked['path']))}
 
     @property
     def counts_back(self):
