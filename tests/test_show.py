@@ -163,3 +163,22 @@ def test_zeros_fit_every_format(tmp_path, more):
     ax = out_of_range(te, 'float8_e5m2')
     assert all(p.get_width()==0 for p in ax.patches) and 'or zero' not in ax.figure.get_supxlabel()
     plt.close('all')
+
+
+def test_in_a_figure_of_the_users_own(run):
+    "Axes may be of a part of a figure; its title stays, and a small tree has short names"
+    pytest.importorskip('ml_dtypes')
+    fig = plt.figure(figsize=(12, 6), layout='constrained')
+    fig.suptitle('mine')
+    part,other = fig.subfigures(1, 2)
+    part.suptitle('a half')
+    top,low = part.subplots(2)
+    overview(run, ax=top)
+    out_of_range(run, 'float8_e5m2', ax=low)
+    top,low = other.subplots(2, 4)
+    axes = [updates(run, ax=top[0]), ridge(run, ax=top[1]), tree(run, ax=top[2])]
+    compare([run, run], ax=low)
+    fig.canvas.draw()
+    assert (fig.get_suptitle(), part.get_suptitle(), other.get_suptitle())==('mine', 'a half', '')
+    assert all(len(t.get_text())<11 for t in axes[2].texts if 'finite' not in t.get_text())
+    plt.close('all')

@@ -1577,6 +1577,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'torchember.show.style.look': ('60_show/style.html#look', 'torchember/show/style.py'),
                                        'torchember.show.style.panels': ('60_show/style.html#panels', 'torchember/show/style.py'),
                                        'torchember.show.style.short_names': ('60_show/style.html#short_names', 'torchember/show/style.py'),
+                                       'torchember.show.style.size_of': ('60_show/style.html#size_of', 'torchember/show/style.py'),
                                        'torchember.show.style.title_of': ('60_show/style.html#title_of', 'torchember/show/style.py')},
             'torchember.show.trees': { 'torchember.show.trees.Box': ('60_show/trees.html#box', 'torchember/show/trees.py'),
                                        'torchember.show.trees.Box.__init__': ( '60_show/trees.html#box.__init__',

@@ -11,7 +11,7 @@ import numpy as np
 
 from .lines import ttypes_asked
 from .select import grid, name_of, pick, series, stat_in, table_of, ttype_of
-from .style import alarm, canvas, drawn, is_dark, meanings, short_names, title_of, words
+from .style import alarm, canvas, drawn, is_dark, meanings, short_names, size_of, title_of, words
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #e3ee4804
 def heat(
@@ -98,7 +98,7 @@ def column_edges(steps):
 
 def name_rows(ax, labels):
     "Names of rows, as many as there is room for"
-    height = ax.figure.get_size_inches()[1]*ax.get_position().height*72
+    height = size_of(ax)[1]
     every = max(1, int(np.ceil(len(labels)*mpl.rcParams['ytick.labelsize']*1.1/height)))
     names = short_names(labels, 30)
     ax.set_yticks(np.arange(0, len(labels), every)+.5, names[::every])

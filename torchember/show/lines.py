@@ -14,7 +14,7 @@ from matplotlib.collections import LineCollection
 
 from ..record import unknown
 from .select import name_of, pick, root_of, series, stat_in, table_of, thinned, ttype_of
-from .style import alarm, drawn, is_dark, meanings, palettes, panels, short_names, title_of, words
+from .style import alarm, drawn, is_dark, meanings, palettes, panels, short_names, size_of, title_of, words
 
 # %% ../../nbs/60_show/20_lines.ipynb #4da1c2aa
 most_points = 400_000 # of all lines of a picture
@@ -108,7 +108,7 @@ def name_lines(
     low,high = ax.get_ylim()
     if ax.get_yscale()=='log': at = lambda v: np.log(max(v, low)/low)/np.log(high/low)
     else: at = lambda v: (v-low)/(high-low)
-    height = ax.figure.get_size_inches()[1]*ax.get_position().height*72
+    height = size_of(ax)[1]
     ends = sorted((at(v), i) for v,i in ends)
     for y,(_,i) in zip(apart(ends, mpl.rcParams['legend.fontsize']*1.15/height), ends, strict=True):
         ax.text(1.01, y, names[i], color=colors[i], va='center', ha='left', transform=ax.transAxes, fontsize=mpl.rcParams['legend.fontsize'])

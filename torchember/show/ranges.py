@@ -93,8 +93,10 @@ def out_of_range(
     for a in axes[1:]: a.yaxis.set_tick_params(length=0)
     title = title_of(name_of(rows), words.get(ttype_of(tt)[0], tt), f'step {step:,}')
     small = 'too small' if 'zero_frac' in rows else 'too small, or zero'
-    axes[0].figure.suptitle(title, x=.01, ha='left')
-    if ax is None: axes[0].figure.supxlabel(f'← {small} · kept with fewer digits (faint) · too large →', fontsize=mpl.rcParams['axes.labelsize'])
+    if ax is not None: axes[0].set(title=title_of(title, dtypes[0]), xlabel=f'← {small} · too large →') # the figure has a title of its own
+    else:
+        axes[0].figure.suptitle(title, x=.01, ha='left')
+        axes[0].figure.supxlabel(f'← {small} · kept with fewer digits (faint) · too large →', fontsize=mpl.rcParams['axes.labelsize'])
     return np.array(axes) if len(axes)>1 else axes[0]
 
 common = 'float16','float8_e4m3fn','float8_e5m2'
