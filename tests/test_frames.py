@@ -230,3 +230,8 @@ def test_a_path_is_found_as_it_is_written(tmp_path, eager):
     names = ['a[0]', 'a0', 'b[!x]', 'c*']
     log = written(tmp_path/'a', [{'module': f'model(Net).{p}(Linear)', 'ttype': 'output', 'tname': 'x', 'step': 0} for p in names])
     for p in names: assert p in set(read(log, path=p).path), p
+
+
+def test_no_mark_is_called_path(tmp_path):
+    "It would be the layer of every row, in tables and pictures"
+    with pytest.raises(ValueError, match="'path' is a column of every row"): emberTracker('a', tmp_path).mark(path='data/train')
