@@ -182,3 +182,10 @@ def test_in_a_figure_of_the_users_own(run):
     assert (fig.get_suptitle(), part.get_suptitle(), other.get_suptitle())==('mine', 'a half', '')
     assert all(len(t.get_text())<11 for t in axes[2].texts if 'finite' not in t.get_text())
     plt.close('all')
+
+
+@pytest.mark.parametrize('value', ['text', [1, 2], {'a': 1}])
+def test_a_statistic_that_is_no_number(run, value):
+    df = read(run).assign(mine=[value]*len(read(run)))
+    for f in (lambda: scalar_line(df, scalar_metric='mine'), lambda: tree(df, 'mine'), lambda: overview(df, 'mine')):
+        with pytest.raises(ValueError, match="statistic 'mine' is no number"): f()

@@ -172,7 +172,10 @@ def stat_in(
     Returns:
         The column's name; raises ValueError when it was not recorded
     """
-    if stat in df and df[stat].notna().any(): return stat
+    if stat in df and df[stat].notna().any():
+        if df[stat].dtype.kind in 'OUT' and isinstance(one := df[stat].dropna().iloc[0], str|list|tuple|dict):
+            raise ValueError(f"The statistic {stat!r} is no number, its first value is {one!r:.60}, so it cannot be drawn.")
+        return stat
     other = stats_of.get(stat)
     if other in df and df[other].notna().any(): return other
     if stat in df and df[stat].isna().all() and len(df): return stat # all of them NaN, and that is something to see
