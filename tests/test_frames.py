@@ -204,3 +204,34 @@ def test_wide_is_a_pivot(tmp_path):
     want = some.pivot(index='step', columns='path', values='std')
     pd.testing.assert_frame_equal(got, want[got.columns].rename_axis(columns=None).set_axis(list(got.columns), axis=1), check_column_type=False)
     pd.testing.assert_frame_equal(wide(te, 'std', 'output'), got)
+
+
+def test_a_folder_beside_the_runs_is_no_run(tmp_path):
+    "Somebody puts old runs into one"
+    (tmp_path/'log/archive').mkdir(parents=True)
+    assert len(runs(tmp_path))==0
+    written(tmp_path/'log/a', [{'a': 1, 'step': 0}])
+    assert read('*', home=tmp_path).run.tolist()==runs(tmp_path).name.tolist()==['a']
+
+
+def test_what_a_table_has_is_asked_for_as_it_is(tmp_path, eager):
+    "Steps and names from another table: numbers of numpy, arrays, columns"
+    log = written(tmp_path/'a', [{'module': f'model(Net).{p}(Linear)', 'ttype': 'output', 'tname': 'x', 'step': s} for s in range(9) for p in 'ab'])
+    df = read(log)
+    for steps in (df.step.max(), df.step.unique()[-1:], df.step.tail(2), pd.Index([8]), torch.tensor([-1]), [df.step.max()], slice(df.step.max(), None)):
+        assert read(log, steps=steps).step.tolist()==[8, 8], steps
+    last = df.step.min()-2 # an integer of numpy that counts back
+    assert read(log, steps=last).step.tolist()==read(log, steps=slice(last, last+1)).step.tolist()==[7, 7]
+    for path in (df.path.unique()[:1], df.path.head(1), pd.Index(['a'])): assert set(read(log, path=path).path)=={'a'}
+
+
+def test_a_path_is_found_as_it_is_written(tmp_path, eager):
+    "Also one that looks like a pattern: the key of a ModuleDict may have brackets"
+    names = ['a[0]', 'a0', 'b[!x]', 'c*']
+    log = written(tmp_path/'a', [{'module': f'model(Net).{p}(Linear)', 'ttype': 'output', 'tname': 'x', 'step': 0} for p in names])
+    for p in names: assert p in set(read(log, path=p).path), p
+
+
+def test_no_mark_is_called_path(tmp_path):
+    "It would be the layer of every row, in tables and pictures"
+    with pytest.raises(ValueError, match="'path' is a column of every row"): emberTracker('a', tmp_path).mark(path='data/train')

@@ -110,3 +110,13 @@ def test_reading_needs_no_torch(tmp_path):
     assert got.stdout=='3\n', got.stderr
     got = subprocess.run([sys.executable, '-c', "import sys; sys.modules['torch'] = None; from torchember import track"], capture_output=True, text=True)
     assert 'torchember.track needs torch' in got.stderr
+
+
+@pytest.mark.parametrize('names', [['0', '1'], ['', '0'], ['0', '0.bias'], ['007', '1e5'], ['1.5', '']])
+@pytest.mark.parametrize('index', [True, False])
+def test_names_stay_names_in_csv(tmp_path, names, index):
+    "A module may be called as numbers are: those of an nn.Sequential are"
+    rows = [dict(module='model(Net)', path=n, ttype='output', tname='output_0', step=0, dtype='float32', mean=1.) for n in names]
+    lf = to_logframe(pd.DataFrame(rows))
+    lf.to_csv(tmp_path/'x.csv', index=index)
+    assert read_csv(tmp_path/'x.csv')['metadata', 'name'].tolist()==names

@@ -141,3 +141,51 @@ def test_no_spike_is_lost_in_a_grid(layers, steps, most_rows, most_columns, seed
     made = grid(series(df, 'std'), most_rows, most_columns)
     assert made.value.shape==(min(layers, most_rows), min(steps, most_columns))
     assert (made.value==1e6).sum()==1 and made.bad.sum()==1 and sum(len(m) for m in made.members)==layers
+
+
+def test_out_of_range_of_a_run_with_numerics(run):
+    "It draws the formats as far as which the counts reach, and says that zeros are among what is too small, where nobody counted them"
+    pytest.importorskip('ml_dtypes')
+    axes = out_of_range(run)
+    assert [a.get_title('left') for a in axes]==['float8_e4m3fn', 'float8_e5m2'] and 'or zero' in axes[0].figure.get_supxlabel()
+    with pytest.raises(ValueError, match='float16 from -24'): out_of_range(run, 'float16')
+    with pytest.raises(ValueError, match='needs a number format'): out_of_range(run, [])
+    plt.close('all')
+
+
+@pytest.mark.parametrize('more', [[], ['shape']])
+def test_zeros_fit_every_format(tmp_path, more):
+    "Half of what a ReLU gives is zero"
+    pytest.importorskip('ml_dtypes')
+    with torchEmber(torch.nn.ReLU(), stats=['zero_frac', 'exponents', *more], ttypes=('output',), home=tmp_path) as te:
+        te.model(torch.linspace(-1, 1, 64))
+        te.step()
+    ax = out_of_range(te, 'float8_e5m2')
+    assert all(p.get_width()==0 for p in ax.patches) and 'or zero' not in ax.figure.get_supxlabel()
+    plt.close('all')
+
+
+def test_in_a_figure_of_the_users_own(run):
+    "Axes may be of a part of a figure; its title stays, and a small tree has short names"
+    pytest.importorskip('ml_dtypes')
+    fig = plt.figure(figsize=(12, 6), layout='constrained')
+    fig.suptitle('mine')
+    part,other = fig.subfigures(1, 2)
+    part.suptitle('a half')
+    top,low = part.subplots(2)
+    overview(run, ax=top)
+    out_of_range(run, 'float8_e5m2', ax=low)
+    top,low = other.subplots(2, 4)
+    axes = [updates(run, ax=top[0]), ridge(run, ax=top[1]), tree(run, ax=top[2])]
+    compare([run, run], ax=low)
+    fig.canvas.draw()
+    assert (fig.get_suptitle(), part.get_suptitle(), other.get_suptitle())==('mine', 'a half', '')
+    assert all(len(t.get_text())<11 for t in axes[2].texts if 'finite' not in t.get_text())
+    plt.close('all')
+
+
+@pytest.mark.parametrize('value', ['text', [1, 2], {'a': 1}])
+def test_a_statistic_that_is_no_number(run, value):
+    df = read(run).assign(mine=[value]*len(read(run)))
+    for f in (lambda: scalar_line(df, scalar_metric='mine'), lambda: tree(df, 'mine'), lambda: overview(df, 'mine')):
+        with pytest.raises(ValueError, match="statistic 'mine' is no number"): f()

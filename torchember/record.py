@@ -20,7 +20,7 @@ ttypes = ('input', 'output', 'weight', 'weight_grad', 'input_grad', 'output_grad
 identity = ('module', 'ts', 'ttype', 'tname', 'step', 'call', 'dtype', 'pname', 'micro', 'phase', 'backward', 'skipped', 'rank') # who, when and where
 optional = ('nan', 'posinf', 'neginf', 'nonfinite', 'error', 'supersedes') # present in a row only when there is something to say
 reserved = frozenset(identity + ('nonfinite', 'error', 'supersedes')) # what a statistic cannot be called
-unmarkable = frozenset(identity + optional) - {'phase'} # what a mark cannot be called. A phase it can: te.mark(phase='warmup')
+unmarkable = frozenset(identity + optional + ('path',)) - {'phase'} # what a mark cannot be called. A phase it can: te.mark(phase='warmup')
 
 # %% ../nbs/00_record.ipynb #eeb67d8f
 def unknown(

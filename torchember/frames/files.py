@@ -246,6 +246,8 @@ def read_csv(
         A DataFrame that `LogFrame` describes
     """
     if not args: kwargs.setdefault('header', [0, 1])
+    if kwargs.get('header')==[0, 1] and not {'dtype', 'converters'}&set(kwargs):
+        kwargs['converters'] = {('metadata', 'name'): str} # also the '0' of an nn.Sequential
     df = needs('pandas', for_='read_csv').read_csv(filepath_or_buffer, *args, **kwargs)
     if df.columns.nlevels==2:
         df = df.loc[:, [not str(top).startswith('Unnamed:') for top,_ in df.columns]]

@@ -51,7 +51,8 @@ class Source:
 def names_of(home):
     "The runs there are, as names"
     log = folder('torchember', home)/'log'
-    return sorted(n for n in os.listdir(log) if not n.endswith('_latest') and n[0]!='.') if log.exists() else []
+    if not log.exists(): return []
+    with os.scandir(log) as there: return sorted(f.name for f in there if not f.name.endswith('_latest') and f.name[0]!='.' and f.is_file())
 
 def sources(run, home):
     "What to read, and whether that may be several runs"
@@ -69,6 +70,12 @@ def sources(run, home):
 # %% ../../nbs/50_frames/00_logs.ipynb #973c6dc8
 def many(what): return list(what) if isinstance(what, list|tuple|set|frozenset|range) else [what]
 
+def plain(what):
+    "Without the numbers, arrays and columns of numpy, pandas and torch"
+    if isinstance(what, slice): return slice(*map(plain, (what.start, what.stop, what.step)))
+    if isinstance(what, list|tuple|set|frozenset): return [plain(w) for w in what]
+    return what.tolist() if hasattr(what, 'tolist') else what
+
 class Choice:
     "Which rows of a log are wanted"
     def __init__(self,
@@ -77,7 +84,8 @@ class Choice:
         tname=None, # Name of a tensor, or a list of them
         steps=None # Whole number, `range`, `slice`, list, or a function of the step. Negative numbers count from the end
     ):
-        self.asked = {k: v for k,v in dict(path=path, ttype=ttype, tname=tname, steps=steps).items() if v is not None}
+        self.asked = {k: plain(v) for k,v in dict(path=path, ttype=ttype, tname=tname, steps=steps).items() if v is not None}
+        path,steps = self.asked.get('path'),self.asked.get('steps')
         for p in many(path) if path is not None else ():
             if not isinstance(p, str|re.Pattern): raise TypeError(f"path is a glob such as 'features.*', a compiled regex, or a list of these, got {p!r:.80}.")
         if steps is not None and not callable(steps) and not isinstance(steps, int|range|slice|list|tuple|set):
@@ -88,7 +96,7 @@ class Choice:
 
     def paths(self, paths): # Those that match
         "Those of some paths that are wanted"
-        return {p for p in paths if any(fnmatchcase(p, w) if isinstance(w, str) else w.search(p) for w in many(self.asked['path']))}
+        return {p for p in paths if any(p==w or fnmatchcase(p, w) if isinstance(w, str) else w.search(p) for w in many(self.asked['path']))}
 
     @property
     def counts_back(self):

@@ -10,6 +10,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from ..needs import needs
+from ..record import unknown
 from .heatmaps import column_edges, heat, sizes
 from .lines import put_lines, ttypes_asked
 from .select import grid, name_of, not_stats, pick, series, stat_in, table_of, training, trouble, ttype_of
@@ -47,7 +48,7 @@ def overview(
     stat:str|None=None, # A statistic; 'rms' where it was recorded, and else 'std', without it
     tt=None, # A tensor type, or a list of them: a heat map for each. What the layers give, and gradients of weights, without it
     layer=None, # A path, a glob, a compiled regex, or a list; all layers without it
-    loss=None, # What is drawn above: the name of a number that `te.log` noted, or values with their steps as a pair; 'loss', or the first one, without it
+    loss=None, # What is drawn above: the name of a number that `te.log` noted, or values; or steps and values, as a pair; 'loss', or the first one, without it
     ax=None # Axes: then one tensor type, and the loss within
 ): # The axes of the first heat map
     """All layers and steps as colours, the loss above, and where something was first not finite
@@ -57,7 +58,7 @@ def overview(
         stat: A statistic; 'rms' where it was recorded, and else 'std', without it
         tt: A tensor type, or a list of them: a heat map for each. What the layers give, and gradients of weights, without it
         layer: A path, a glob, a compiled regex, or a list; all layers without it
-        loss: What is drawn above: the name of a number that `te.log` noted, or values with their steps as a pair; 'loss', or the first one, without it
+        loss: What is drawn above: the name of a number that `te.log` noted, or values; or steps and values, as a pair; 'loss', or the first one, without it
         ax: Axes: then one tensor type, and the loss within
 
     Returns:
@@ -68,6 +69,7 @@ def overview(
     numbers = loss_of(table, loss)
     tensors = table[(table['ttype'].astype(str)!='scalar').to_numpy()]
     kinds = there_of(tensors, tt)
+    if not kinds: raise ValueError(f"overview needs a tensor type, such as 'output', got tt={tt!r}.")
     if ax is not None: kinds = kinds[:1]
     parts = []
     for kind in kinds:
@@ -102,12 +104,14 @@ def stat_of(rows, stat):
 
 def loss_of(table, loss):
     "(name, steps, values) of what is drawn above, or None"
-    if isinstance(loss, tuple|list) and len(loss)==2 and not isinstance(loss[0], str): return 'loss', np.asarray(loss[0]), np.asarray(loss[1], float)
+    if isinstance(loss, tuple|list) and len(loss)==2 and np.ndim(loss[0]): return 'loss', np.asarray(loss[0]), np.asarray(loss[1], float)
+    if np.ndim(loss): return 'loss', np.arange(len(loss)), np.asarray(loss, float)
     rows = table[(table['ttype'].astype(str)=='scalar').to_numpy()]
     names = [c for c in rows.columns if c not in not_stats and rows[c].dtype.kind in 'fi' and rows[c].notna().any()]
     if loss is None: loss = next((n for n in names if 'loss' in n), names[0] if names else None)
     if loss is None: return None
-    col = stat_in(rows, loss) if len(rows) else stat_in(table, loss)
+    if loss not in names: raise ValueError(f"{unknown('number that was logged', loss, names)} To have it in the next run: te.log({loss}=...).")
+    col = loss
     got = rows[rows[col].notna().to_numpy() | trouble(rows)]
     order = np.argsort(got['step'].to_numpy(), kind='stable')
     return loss, got['step'].to_numpy()[order], got[col].to_numpy(float, na_value=np.nan)[order]

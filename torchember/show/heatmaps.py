@@ -11,7 +11,7 @@ import numpy as np
 
 from .lines import ttypes_asked
 from .select import grid, name_of, pick, series, stat_in, table_of, ttype_of
-from .style import alarm, canvas, drawn, is_dark, meanings, short_names, title_of, words
+from .style import alarm, canvas, drawn, is_dark, meanings, short_names, size_of, title_of, words
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #e3ee4804
 def heat(
@@ -82,7 +82,8 @@ def scale_of(finite, vmin=None, vmax=None, center=None, robust=False):
     if not len(finite): return mpl.colors.Normalize(0, 1)
     low,high = np.percentile(finite, [2, 98]) if robust else (finite.min(), finite.max())
     above = finite[finite>0]
-    if center is None and finite.min()>=0 and len(above) and high>30*max(low, above.min()):
+    ends = [v for v in (vmin, vmax) if v is not None]
+    if center is None and finite.min()>=0 and len(above) and high>30*max(low, above.min()) and all(v>0 for v in ends):
         return mpl.colors.LogNorm(vmin or max(low, above.min(), high*1e-12), high if vmax is None else vmax)
     low,high = low if vmin is None else vmin,high if vmax is None else vmax
     if center is None: return mpl.colors.Normalize(low, high if high>low else low+1)
@@ -98,7 +99,7 @@ def column_edges(steps):
 
 def name_rows(ax, labels):
     "Names of rows, as many as there is room for"
-    height = ax.figure.get_size_inches()[1]*ax.get_position().height*72
+    height = size_of(ax)[1]
     every = max(1, int(np.ceil(len(labels)*mpl.rcParams['ytick.labelsize']*1.1/height)))
     names = short_names(labels, 30)
     ax.set_yticks(np.arange(0, len(labels), every)+.5, names[::every])

@@ -13,7 +13,7 @@ import numpy as np
 from ..measure.exponents import limits
 from .lines import FacetException, grid_options, is_several, parts_by_type, ttypes_asked
 from .select import name_of, pick, places, table_of, training, ttype_of
-from .style import base2, canvas, drawn, is_dark, palettes, panels, short_names, title_of, words
+from .style import base2, canvas, drawn, is_dark, palettes, panels, short_names, size_of, title_of, words
 
 # %% ../../nbs/60_show/30_histograms.ipynb #e9d5b93d
 def counts_of(
@@ -57,7 +57,7 @@ def ranges_over(ax, dtypes, info, lo, hi):
 
 def strip(ax): # as a share of the axes
     "How tall the bar of a format is"
-    return mpl.rcParams['legend.fontsize']*1.25/max(ax.figure.get_size_inches()[1]*ax.get_position().height*72, 40)
+    return mpl.rcParams['legend.fontsize']*1.25/max(size_of(ax)[1], 40)
 
 def room_for(ax, dtypes): return 1/(1-min(strip(ax)*(1.35*len(dtypes)+.2), .6)) if dtypes else 1.
 
@@ -72,7 +72,7 @@ def formats_of(dtype_annotation, df):
 # %% ../../nbs/60_show/30_histograms.ipynb #da5ab6db
 def exponent_axis(ax, lo, hi, size=None, rotation=0):
     "An axis of exponents from below `lo` to above `hi`"
-    em = (size or mpl.rcParams['xtick.labelsize'])*(hi-lo+5.4)/(ax.figure.get_size_inches()[0]*ax.get_position().width*72) # in exponents
+    em = (size or mpl.rcParams['xtick.labelsize'])*(hi-lo+5.4)/size_of(ax)[0] # in exponents
     every = next(k for k in (1, 2, 4, 8, 16, 32, 64) if k>=max(2.6*em, (hi-lo)/12) or k==64)
     ticks = [n for n in range(lo, hi+1) if n%every==0 and n-lo+1>3.3*em and hi+2-n>2.7*em]
     ax.set_xticks([lo-1, *ticks, hi+2], ['0, less', *base2(ticks), 'more'])
@@ -158,7 +158,8 @@ def parts_by_place(rows):
 def at_step(rows, step):
     "The rows of one step, and its number"
     steps = np.unique(rows['step'])
-    if step is None: step = int(steps[-1])
+    if step is None: step = -1
+    if isinstance(step, int) and -len(steps)<=step<0 and step not in steps: step = int(steps[step]) # from the end
     if step not in steps:
         near = ', '.join(map(str, sorted(steps[np.argsort(abs(steps-step))[:3]])))
         raise ValueError(f"Step {step!r} was not recorded. Recorded: {len(steps):,} steps from {steps[0]} to {steps[-1]}; nearest: {near}.")

@@ -14,7 +14,7 @@ from matplotlib.collections import LineCollection
 
 from ..record import unknown
 from .select import name_of, pick, root_of, series, stat_in, table_of, thinned, ttype_of
-from .style import alarm, drawn, is_dark, meanings, palettes, panels, short_names, title_of, words
+from .style import alarm, drawn, is_dark, meanings, palettes, panels, short_names, size_of, title_of, words
 
 # %% ../../nbs/60_show/20_lines.ipynb #4da1c2aa
 most_points = 400_000 # of all lines of a picture
@@ -108,7 +108,7 @@ def name_lines(
     low,high = ax.get_ylim()
     if ax.get_yscale()=='log': at = lambda v: np.log(max(v, low)/low)/np.log(high/low)
     else: at = lambda v: (v-low)/(high-low)
-    height = ax.figure.get_size_inches()[1]*ax.get_position().height*72
+    height = size_of(ax)[1]
     ends = sorted((at(v), i) for v,i in ends)
     for y,(_,i) in zip(apart(ends, mpl.rcParams['legend.fontsize']*1.15/height), ends, strict=True):
         ax.text(1.01, y, names[i], color=colors[i], va='center', ha='left', transform=ax.transAxes, fontsize=mpl.rcParams['legend.fontsize'])
@@ -188,6 +188,7 @@ def scalar_line(
     if tt is None: table = table[table['ttype'].astype(str)!='scalar']
     rows = pick(table, layer, tt)
     cols = [stat_in(rows, m) for m in metrics]
+    if x not in rows: raise ValueError(unknown('column', x, [c for c in ('step', 'call', 'ts') if c in rows]))
     parts = parts_by_type(rows) if by_type else parts_by_layer(rows) if layer is not None and is_several(layer) else [('', rows)]
     if len(parts)>36: parts = [('', rows)]
     drawn_parts = [(title, [(m, line) for m,c in zip(metrics, cols, strict=True) for line in series(part, c, x)]) for title,part in parts]

@@ -9,6 +9,7 @@ __all__ = ['not_stats', 'ttype_of', 'table_of', 'is_drawn', 'of_table', 'of_one_
 
 # %% ../../nbs/60_show/10_select.ipynb #ba2c4074
 import re
+from os import PathLike
 from fnmatch import fnmatchcase
 
 import numpy as np
@@ -60,12 +61,12 @@ def table_of(
     pd = needs('pandas', for_='A picture')
     if isinstance(source, pd.DataFrame): return of_one_run(of_table(source))
     tracker = getattr(source, 't', source)
-    if not isinstance(source, str) and not hasattr(tracker, 'log_path'):
+    if not isinstance(source, str|PathLike) and not hasattr(tracker, 'log_path'):
         raise TypeError(f"A picture is drawn from the name of a run, an ember, a tracker or a table of rows, not from {an(source)}.")
     from torchember.frames.logs import read
     df = read(source, **wanted, columns=lambda c: is_drawn(c, stats))
     if stats is not None and not all(s in df or stats_of.get(s) in df for s in stats): df = read(source, **wanted) # for the sentence that says what there is
-    df.attrs['run'] = source if isinstance(source, str) else tracker.fname
+    df.attrs['run'] = source if isinstance(source, str) else source.name if isinstance(source, PathLike) else tracker.fname
     return of_one_run(df)
 
 def is_drawn(column, stats):
@@ -182,7 +183,10 @@ def stat_in(
     Returns:
         The column's name; raises ValueError when it was not recorded
     """
-    if stat in df and df[stat].notna().any(): return stat
+    if stat in df and df[stat].notna().any():
+        if df[stat].dtype.kind in 'OUT' and isinstance(one := df[stat].dropna().iloc[0], str|list|tuple|dict):
+            raise ValueError(f"The statistic {stat!r} is no number, its first value is {one!r:.60}, so it cannot be drawn.")
+        return stat
     other = stats_of.get(stat)
     if other in df and df[other].notna().any(): return other
     if stat in df and df[stat].isna().all() and len(df): return stat # all of them NaN, and that is something to see

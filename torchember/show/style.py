@@ -144,6 +144,10 @@ meanings = {'std': 'standard deviation', 'rms': 'root mean square', 'abs_mean': 
     'l2': 'L2 norm', 'l1': 'L1 norm',
     'ratio': 'update / weight (rms)', 'zero_frac': 'share of zeros'}
 
+def size_of(ax):
+    "Width and height of axes in points, also of those in a part of a figure"
+    return ax.bbox.width/ax.figure.dpi*72, ax.bbox.height/ax.figure.dpi*72
+
 def title_of(run, *what):
     "A title that says which run it is, and of what"
     return ' · '.join(str(w) for w in (run, *what) if w)

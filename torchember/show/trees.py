@@ -13,7 +13,7 @@ from .heatmaps import scale_of
 from .histograms import at_step
 from .lines import ttypes_asked
 from .select import name_of, pick, root_of, stat_in, table_of, training, trouble, ttype_of
-from .style import alarm, canvas, drawn, elided, is_dark, meanings, title_of, words
+from .style import alarm, canvas, drawn, elided, is_dark, meanings, size_of, title_of, words
 
 # %% ../../nbs/60_show/50_trees.ipynb #5601def5
 class Box:
@@ -105,10 +105,10 @@ def tree(
     if deepest is None: deepest = next((d for d in range(max(p.count('.')+1 for p in known), 0, -1) if sum(b.height==1 for b in boxes(known, d))<=120), 1)
     bs = boxes(known, deepest)
     leaves,depth = max(b.top+b.height for b in bs),max(b.depth for b in bs)+1
-    ax = canvas(ax, (min(2.2*depth+1.6, 12), min(max(1.2+.19*leaves, 2.4), 14)))
+    given,ax = ax is not None,canvas(ax, (min(2.2*depth+1.6, 12), min(max(1.2+.19*leaves, 2.4), 14)))
     finite = np.array([value[b.path] for b in bs if np.isfinite(value.get(b.path, np.nan))])
     colours = mpl.cm.ScalarMappable(scale_of(finite), 'viridis')
-    room = ax.figure.get_size_inches()[0]*.8/depth*11
+    room = (size_of(ax)[0]/72 if given else ax.figure.get_size_inches()[0]*.8)/depth*11
     for b in bs: one_box(ax, b, value.get(b.path), b.path in bad, colours, root_of(rows), room)
     ax.set(xlim=(0, depth), ylim=(leaves, 0), xticks=[], yticks=[], title=title_of(name_of(rows), words.get(ttype_of(tt)[0], tt), f'step {step:,}'))
     for s in ax.spines.values(): s.set_visible(False)
