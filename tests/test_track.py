@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torchember import (
     EmberWarning,
     emberTracker,
+    read,
     read_parquet,
     read_pickle,
     stash_all_stats_and_hist,
@@ -518,3 +519,14 @@ def test_nothing_is_recorded_where_torchember_is_off(monkeypatch, capsys):
     model = MLP()
     with track(model) as tracker: steps(model, tracker, optim.SGD(model.parameters(), .1), 2)
     assert tracker.out_path is None and 'no LogFrame' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('kind', ['.pkl', '.parquet'])
+def test_values_that_are_no_numbers(kind, tmp_path):
+    "There is no LogFrame of them, and it is said; the training has not suffered, and the log has them"
+    model = nn.Linear(2, 1)
+    with pytest.warns(EmberWarning, match='needs numbers and stash_value gave none'):
+        with track(model, stash_value=lambda x: {'what': 'a text'}, offload_type=kind, home=tmp_path) as tracker:
+            model(torch.ones(3, 2)).sum().backward()
+            tracker.step()
+    assert tracker.out_path is None and set(read(tracker.t)['what'].dropna())=={'a text'}

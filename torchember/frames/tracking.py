@@ -259,6 +259,10 @@ class TorchTracker:
         "The whole run as a LogFrame, on disk; None when nothing was recorded"
         lf = self.logframe(self.t.df) if os.path.exists(self.t.log_path) else None
         if lf is None: return print("Nothing was recorded, so there is no LogFrame.")
+        if STAT not in lf:
+            warnings.warn(f"No LogFrame was written, as it needs numbers and stash_value gave none. The log is complete: read({self.name!r}) has what it gave.",
+                EmberWarning, stacklevel=3)
+            return
         path = self.folder()/f'final_logframe{self.offload_type}'
         if self.offload_type=='.pkl': lf.to_pickle(path)
         else: write_parquet(lf, path)
