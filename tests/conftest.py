@@ -1,6 +1,7 @@
 """Each test has a home of its own, and draws the same random numbers whatever ran before it"""
 import os
 import random
+import shutil
 import tempfile
 
 import pytest
@@ -26,3 +27,15 @@ def fresh(monkeypatch):
     import torch
     monkeypatch.setenv('TORCHEMBER_HOME', tempfile.mkdtemp(dir=home.name))
     for seed in (random.seed, np.random.seed, torch.manual_seed): seed(0)
+
+
+@pytest.fixture
+def chromium():
+    "Starts a browser that reaches nothing; `chromium('EXCLUDE 127.0.0.1')` reaches this machine"
+    path = next(filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome'))), None)
+    if path is None: pytest.skip('there is no chromium here')
+    from playwright.sync_api import sync_playwright
+    with sync_playwright() as p:
+        def start(*rules):
+            return p.chromium.launch(executable_path=path, args=['--no-sandbox', f"--host-resolver-rules={', '.join(['MAP * ~NOTFOUND', *rules])}"])
+        yield start

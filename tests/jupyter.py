@@ -1,0 +1,89 @@
+"A real JupyterLab, and a notebook in it that a browser runs"
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import contextmanager
+
+import nbformat
+
+
+@contextmanager
+def server(
+    tmp # An empty folder: its settings, and the notebooks
+):
+    "A server that runs while the context lasts: its address, its token, and the folder of its notebooks"
+    dirs = ('JUPYTER_CONFIG_DIR', 'JUPYTER_DATA_DIR', 'JUPYTER_RUNTIME_DIR', 'IPYTHONDIR')
+    token = secrets.token_hex(16)
+    env = {k: v for k,v in os.environ.items() if not k.startswith(('JUPYTER', 'JPY_', 'MPLBACKEND'))}
+    env |= {n: str(tmp/n) for n in dirs} | {'JUPYTER_TOKEN': token}
+    (tmp/'root').mkdir()
+    config = tmp/'JUPYTER_CONFIG_DIR/labconfig'
+    config.mkdir(parents=True)
+    (config/'page_config.json').write_text('{"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": true}}') # which asks a question
+    with socket.create_server(('127.0.0.1', 0)) as s: port = s.getsockname()[1]
+    url = f'http://127.0.0.1:{port}'
+    with open(tmp/'log', 'wb') as log:
+        proc = subprocess.Popen([sys.executable, '-m', 'jupyterlab', '--no-browser', '--allow-root', '--ServerApp.ip=127.0.0.1', f'--ServerApp.port={port}',
+            '--ServerApp.port_retries=0', f"--ServerApp.root_dir={tmp/'root'}", '--LabApp.expose_app_in_browser=True', '--LabApp.extension_manager=readonly'],
+            env=env, stdout=log, stderr=log, start_new_session=True)
+    try:
+        for _ in range(1200):
+            try:
+                urllib.request.urlopen(f'{url}/api/status?token={token}', timeout=5)
+                break
+            except OSError:
+                assert proc.poll() is None, (tmp/'log').read_text()
+                time.sleep(.1)
+        yield url, token, tmp/'root'
+    finally:
+        proc.send_signal(signal.SIGTERM) # the server stops its kernels, then exits
+        try: proc.wait(30)
+        finally:
+            if proc.poll() is None: os.killpg(proc.pid, signal.SIGKILL)
+
+
+class Notebook:
+    "A notebook that is open in a browser, with its kernel ready"
+    def __init__(self,
+        browser, # What the fixture `chromium` starts
+        lab, # What `server` gives
+        *cells, # Code
+        name='nb', **page # Width and so on of playwright's `new_page`
+    ):
+        url,token,root = lab
+        meta = {'kernelspec': {'name': 'python3', 'display_name': 'Python 3', 'language': 'python'}} # else a dialog asks
+        book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells], metadata=meta)
+        nbformat.write(book, root/f'{name}.ipynb')
+        self.page = page = browser.new_page(**{'viewport': {'width': 1500, 'height': 1600}, **page})
+        page.set_default_timeout(120_000)
+        page.goto(f'{url}/lab/tree/{name}.ipynb?reset&token={token}')
+        page.wait_for_function('window.jupyterapp?.restored.then(() => true)')
+        page.wait_for_function("window.jupyterapp.shell.currentWidget?.sessionContext?.session?.kernel?.status == 'idle'")
+        page.evaluate("""() => { window.bad = []; jupyterapp.shell.currentWidget.sessionContext.iopubMessage.connect(
+            (_, m) => m.header.msg_type == 'error' && bad.push(m.content.evalue)) }""") # also those of a widget's callback, which no cell shows
+
+    def run(self): # False when one has failed
+        "Run all cells"
+        return self.page.evaluate("jupyterapp.commands.execute('notebook:run-all-cells')")
+
+    @property
+    def bad(self):
+        "What went wrong in cells and callbacks"
+        return self.page.evaluate('bad')
+
+    @property
+    def out(self):
+        "Where cells show what they give: not the page, whose editor has the same texts"
+        return self.page.locator('.jp-OutputArea')
+
+    def numbers(self,
+        name # Text before a colon
+    ):
+        "The numbers of a line of output such as `name: 1 2.5`"
+        return [float(v) for v in self.out.get_by_text(re.compile(name+r': [-\d]')).last.inner_text().split(':')[1].split()]
