@@ -341,9 +341,10 @@ class torchEmber:
         """
         self.recorder.close()
         self.disarm()
-        self.t.end()
+        self.t.close()
         r,f = self.recorder,self.t.file
         seconds,elapsed = r.seconds(),r.cost.elapsed
+        self.t.end(seconds=seconds, share=seconds/elapsed if elapsed else 0.) # of recording, for those who read the run
         return Report(run=self.fname, steps=r.seen_steps, recorded=r.recorded_steps, rows=f.rows, bytes=f.written,
             seconds=seconds, share=seconds/elapsed if elapsed else 0., errors=r.notices.errors, skipped=r.notices.unmeasurable, remarks=r.remarks(),
             **({'beside': r.cost.loading} if r.cost.loading else {}),

@@ -344,7 +344,7 @@ def last_step_of(path):
         if steps: return max(steps)
     return -1
 
-ended = ('end', 'steps', 'rows', 'bytes') # what a run says of itself when it is over
+ended = ('end', 'steps', 'rows', 'bytes', 'seconds', 'share') # what a run says of itself when it is over
 
 class tracker:
     """A run on disk: `t + {row}` appends, `t.df` reads, `t[name]` keeps metadata, `t.mark` adds columns
@@ -547,13 +547,19 @@ class tracker:
         except (KeyError, ValueError, OSError): earlier = {} # none, half of one, or one that may not be read
         self.about = {'base': {**base, **earlier, 'pid': os.getpid(), 'host': gethostname()}, **more}
 
-    def end(self):
-        "Write everything, and that the run has come to its end"
+    def end(self,
+        **more # What else is known of the run, now that it is over
+    ):
+        """Write everything, and that the run has come to its end
+
+        Args:
+            **more: What else is known of the run, now that it is over
+        """
         self.close()
         f = self.file
         if not (f.ours and f.rows and 'base' in self.about) or f.waiting: return
         rows = {} if f.earlier else {'rows': f.rows, 'bytes': os.path.getsize(f.path)}
-        try: self[f'base_{self.fname}'] = {**self.about['base'], 'end': now(), 'steps': last_step_of(f.path)+1, **rows}
+        try: self[f'base_{self.fname}'] = {**self.about['base'], 'end': now(), 'steps': last_step_of(f.path)+1, **rows, **more}
         except OSError: pass # it is only that nobody will know when
 
     def close(self):
