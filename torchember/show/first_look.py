@@ -6,7 +6,6 @@
 __all__ = ['overview', 'RunSummary', 'summary', 'farthest']
 
 # %% ../../nbs/60_show/90_first_look.ipynb #1adde7ec
-import matplotlib.pyplot as plt
 import numpy as np
 
 from ..needs import needs
@@ -14,7 +13,7 @@ from ..record import unknown
 from .heatmaps import column_edges, heat, sizes
 from .lines import put_lines, ttypes_asked
 from .select import grid, name_of, not_stats, pick, series, stat_in, table_of, training, trouble, ttype_of
-from .style import alarm, drawn, is_dark, meanings, palettes, title_of, words
+from .style import alarm, drawn, figure, is_dark, meanings, palettes, title_of, words
 
 # %% ../../nbs/60_show/90_first_look.ipynb #ee8d9996
 def first_trouble(
@@ -114,7 +113,8 @@ def compose(parts, numbers, tensors, run, ax):
     tall = [min(.3+.155*len(g.labels), 6.) for *_,g in parts]
     if ax is None:
         heights = ([1.] if numbers else [])+tall
-        fig,axes = plt.subplots(len(heights), 1, figsize=(8, sum(heights)+1.1), height_ratios=heights, sharex=True, layout='constrained', squeeze=False)
+        fig = figure((8, sum(heights)+1.1))
+        axes = fig.subplots(len(heights), 1, height_ratios=heights, sharex=True, squeeze=False)
         axes = list(axes[:, 0])
         top = axes.pop(0) if numbers else None
     else:

@@ -7,6 +7,8 @@ __all__ = []
 
 # %% ../../nbs/60_show/00_style.ipynb #188adcd2
 import functools, math
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
@@ -52,12 +54,32 @@ def drawn(
     return g
 
 # %% ../../nbs/60_show/00_style.ipynb #d6994220
+def figure(
+    size:tuple # Width and height of a new figure, inches
+): # Figure
+    "An empty figure to draw into"
+    fig = given.get()
+    if fig is None: return plt.figure(figsize=size, layout='constrained')
+    fig.clear()
+    return fig
+
+given = ContextVar('given', default=None)
+
+@contextmanager
+def drawing_on(
+    fig # Figure, or part of one, which the pictures in the context are drawn into, each instead of the one before
+):
+    "Pictures make no figures of their own"
+    was = given.set(fig)
+    try: yield fig
+    finally: given.reset(was)
+
 def canvas(
     ax=None, # Axes to draw into; new ones without it
     size:tuple=(7, 3.5) # Width and height of a new figure, inches
 ): # Axes
     "Axes to draw into"
-    return plt.subplots(figsize=size, layout='constrained')[1] if ax is None else ax
+    return figure(size).subplots() if ax is None else ax
 
 def panels(
     n:int, # How many
@@ -70,8 +92,8 @@ def panels(
     across = min(n, wrap or (n if n<4 else math.ceil(n**.5)))
     down = math.ceil(n/across)
     if size is None: size = max(each[0]*across, 4.5), max(each[1]*down, 2.8)
-    fig,grid = plt.subplots(down, across, figsize=size, squeeze=False, layout='constrained', **kwargs)
-    grid = grid.ravel()
+    fig = figure(size)
+    grid = fig.subplots(down, across, squeeze=False, **kwargs).ravel()
     for ax in grid[n:]: ax.remove()
     for ax in grid[max(n-across, 0):n]: ax.xaxis.set_tick_params(labelbottom=True) # the one below it is not there
     return fig, list(grid[:n])
