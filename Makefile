@@ -72,7 +72,7 @@ wheel: # Build the package into dist/, and import it where nothing else is insta
 	python -m build > /dev/null
 	python -m venv --without-pip dist/bare
 	python -m pip --python dist/bare install -qq --no-deps dist/*.whl
-	cd dist && bare/bin/python -c "import torchember"
+	cd dist && bare/bin/python -c "import torchember; from importlib.resources import files; (files('torchember')/'web'/'report.js').read_bytes()"
 
 demo: # Train a small model on real data, and look inside
 	python examples/digits.py

@@ -1,7 +1,10 @@
 """Sphinx settings. The pages are the notebooks, with the outputs that are saved in them: `make docs`"""
 import ast
 import json
+import os
 import re
+import shutil
+import subprocess
 import sys
 from configparser import ConfigParser
 from functools import cache
@@ -9,6 +12,7 @@ from importlib import import_module
 from inspect import Parameter, getsource, signature
 from itertools import groupby
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from docutils import nodes
 from fastcore.nbio import dict2nb, mk_cell, nb2str
@@ -228,10 +232,19 @@ def look_through(app, env):
     for n in rooms:
         if f'{project}.{n}' not in env.domains['py'].objects: log.warning(f"{project}.{n} is public, but no page in docs/reference documents it")
 
+def add_report(app, error):
+    "The report of the demo beside the front page, which links it"
+    if error or app.builder.format!='html': return
+    with TemporaryDirectory() as home:
+        subprocess.run([sys.executable, root/'examples/digits.py'], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            env={**os.environ, 'TORCHEMBER_HOME': home, 'MPLBACKEND': 'agg', 'PYTHONPATH': str(root)})
+    shutil.copy(root/'examples/out/digits.html', app.outdir)
+
 def setup(app):
     app.connect('env-check-consistency', look_through)
     app.connect('source-read', render_nb)
     app.connect('viewcode-find-source', find_patched)
     app.connect('autodoc-process-docstring', add_docments)
     app.connect('missing-reference', link_name)
+    app.connect('build-finished', add_report)
     app.add_transform(LinkNames)

@@ -8,7 +8,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from tqdm import tqdm
 
-from torchember import scalar_line, torchEmber
+from torchember import report, scalar_line, torchEmber
 
 torch.manual_seed(0)
 digits = load_digits()
@@ -21,7 +21,7 @@ model = nn.Sequential(OrderedDict(
 opt = torch.optim.AdamW(model.parameters(), 3e-3)
 loss_fn = nn.CrossEntropyLoss()
 
-te = torchEmber(model, every=5, only_training=True)
+te = torchEmber(model, every=5, only_training=True, stats='numerics') # 'numerics': also how many numbers are how large
 bar = tqdm(total=6*30, unit='batch')
 for epoch in range(6):
     te.mark(epoch=epoch)
@@ -38,7 +38,7 @@ for epoch in range(6):
     model.train()
     bar.write(f'epoch {epoch}: loss of the last batch {loss:.3f}, {right:.1%} of unseen digits right')
 bar.close()
-report = te.close()
+closing = te.close()
 
 out = Path(__file__).parent/'out'
 out.mkdir(exist_ok=True)
@@ -46,11 +46,12 @@ latest = te.t.latest_df
 latest.to_csv(out/'latest.csv', index=False)
 print('\nThe latest step:\n')
 tensors = latest[latest.ttype!='scalar']
-print(tensors[['path', 'ttype', 'pname', 'shape', 'mean', 'std', 'max', 'min']].fillna({'pname': ''}).to_string(index=False, float_format='%.4f'))
+print(tensors[['path', 'ttype', 'pname', 'shape', 'mean', 'std', 'abs_max', 'abs_min']].fillna({'pname': ''}).to_string(index=False, float_format='%.4f'))
 scalar_line(te, tt=['output', 'weight', 'weight_grad'], scalar_metric='std', figsize=(15, 4)).savefig(out/'digits.png', dpi=110)
 te.show().figure.savefig(out/'overview.png', dpi=150)
-print(f"\n{report['rows']} rows of {report['recorded']} recorded steps in {te.t.log_path}")
-print(f'Table: {out/"latest.csv"}\nFigures: {out/"overview.png"}, {out/"digits.png"}')
+report(te, out/'digits.html')
+print(f"\n{closing['rows']} rows of {closing['recorded']} recorded steps in {te.t.log_path}")
+print(f'Table: {out/"latest.csv"}\nFigures: {out/"overview.png"}, {out/"digits.png"}\nTo click through, in a browser: {out/"digits.html"}')
 print("In the overview, the outputs of conv2 to head grow tenfold, just while the loss falls, and their gradients grow with them: all layers learn."
     "\nA layer that got nothing would be a gray row, and the first NaN a red cell, named in the title.")
 plt.show() # where there is a display

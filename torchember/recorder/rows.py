@@ -48,7 +48,7 @@ def one_row(
     module,ttype,tname,pname,phase,backward = key
     if ttype=='scalar':
         stats = {k: arrived(v) for k,v in stats.items()}
-        if lost := sum(isinstance(v, float) and v!=v for v in stats.values()): stats = {**stats, 'nan': lost} # in a table, one that was not noted looks the same
+        if lost := sum(isinstance(v, float) and v!=v for v in stats.values()): stats = {**stats, 'nan': lost} # in a table, one that is not noted looks so
     extra = {} if pname is None else {'pname': pname}
     if micro is not None and several.get(phase): extra['micro'] = micro
     if phase: extra['phase'] = phase

@@ -1,0 +1,313 @@
+"A report is opened from disk in a real browser: pointed into, searched, read on a phone and in the dark, and nothing in a run can make it do anything else"
+import re
+from contextlib import contextmanager
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from playwright.sync_api import expect
+from torch import nn
+
+from torchember import read, report, to_logframe, torchEmber
+
+expect.set_options(timeout=30_000)
+
+evil = '<img src=x onerror="window.hit=1">', "</script><script>window.hit=1</script>", '{data}', '<!--<script>', "');window.hit=1;('"
+
+
+def train(model, name, steps=40, stats='numerics', nan_at=None, **kwargs):
+    opt = torch.optim.SGD(model.parameters(), .05)
+    te = torchEmber(model, optimizer=opt, name=name, stats=stats, **kwargs)
+    for i in range(steps):
+        x = torch.randn(16, 8)
+        if i==nan_at: x[0, 0] = torch.nan
+        loss = model(x).pow(2).mean()
+        te.log(loss=loss, rate=.05)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+    te.close()
+    return te
+
+
+def net(): return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Sequential(nn.Linear(16, 16), nn.Tanh()), nn.Linear(16, 4))
+
+
+@contextmanager
+def opened(chromium, file, address='', **context):
+    "The page, ready; what it asked for and what went wrong are `page.asked` and `page.wrong`"
+    browser = chromium()
+    context = browser.new_context(**{'viewport': {'width': 1300, 'height': 900}, **context})
+    page = context.new_page()
+    page.set_default_timeout(30_000)
+    page.asked,page.wrong = [],[]
+    context.on('request', lambda r: page.asked.append(r.url))
+    page.on('pageerror', lambda e: page.wrong.append(str(e)))
+    page.on('console', lambda m: m.type=='error' and page.wrong.append(m.text))
+    page.goto(file.resolve().as_uri()+address)
+    page.wait_for_selector('html[data-ready]')
+    yield page
+    browser.close()
+
+
+def drawn(page): page.evaluate('() => drawing') # what was asked for is on the screen
+
+
+def cells(page): return [r.locator('th, td').all_inner_texts() for r in page.locator('#layers tbody tr').all()]
+
+
+def ink(page, chart): # what a chart shows
+    return page.locator(f'#{chart} canvas').evaluate('c => c.toDataURL()')
+
+
+def at_row(page, label):
+    "Where the heat map has a tensor: pixels below its upper edge"
+    k = page.evaluate('kind().tensors.map(t => t.label)')
+    return (k.index(label)+.5)/len(k)*page.locator('#heat .u-over').bounding_box()['height']
+
+
+def test_a_page_asks_nobody_for_anything_and_says_what_the_run_was(chromium, tmp_path):
+    te = train(net(), 'calm')
+    file = report(te, tmp_path/'calm.html')
+    with opened(chromium, file) as page:
+        assert [u for u in page.asked if not u.startswith('data:')]==[file.as_uri()] and not page.wrong
+        expect(page.locator('h1')).to_have_text('calm')
+        for fact in ('Sequential', '40 steps, 0 to 39', 'recording took', f'{len(te.t.df):,} rows'): expect(page.locator('#facts')).to_contain_text(fact)
+        expect(page.locator('#trouble')).to_have_text('All values that were recorded are finite.')
+        assert page.title()=='calm · torchember'
+    text = file.read_text('utf-8')
+    file.write_text(re.sub('<meta http-equiv[^>]*>', '', text).replace('<body>', '<body><img src="http://127.0.0.1:9/x">'), 'utf-8')
+    with opened(chromium, file) as page: assert 'http://127.0.0.1:9/x' in page.asked # a request would have been heard
+
+
+def test_the_table_is_that_of_the_log(chromium, tmp_path):
+    te = train(net(), 'table')
+    df = te.t.df
+    with opened(chromium, report(te, tmp_path/'a.html')) as page:
+        for kind in ('output', 'weight_grad'):
+            page.locator('#kind').select_option(kind)
+            page.locator('#stat').select_option('rms')
+            drawn(page)
+            got = {r[0]: r[1:] for r in cells(page)}
+            of = df[df.ttype==kind]
+            of = of.assign(name=of.path.astype(str)+('.'+of.pname.astype(str) if kind=='weight_grad' else ''))
+            assert set(got)=={n or 'Sequential' for n in of.name}
+            for name,line in got.items():
+                y = of[of.name==('' if name=='Sequential' else name)].sort_values('step')['rms']
+                assert [int(line[0]), int(line[-1])]==[40, 0]
+                np.testing.assert_allclose([float(v) for v in line[1:5]], [y.iloc[0], y.iloc[-1], y.min(), y.max()], rtol=1e-3)
+        expect(page.locator('#numbers .readout')).to_contain_text(f"lowest {df.loss.min():.3}"[:11])
+        page.locator('#layers thead button', has_text='highest').click()
+        drawn(page)
+        highest = [float(r[5]) for r in cells(page)]
+        assert highest==sorted(highest, reverse=True) and page.locator('#layers th[aria-sort=descending]').count()==1
+
+
+def test_a_click_leads_to_the_sizes_of_a_layer_and_the_address_remembers(chromium, tmp_path):
+    te = train(net(), 'click')
+    df = te.t.df
+    file = report(te, tmp_path/'a.html')
+    with opened(chromium, file) as page:
+        before = ink(page, 'lines'),ink(page, 'sizes')
+        width = page.locator('#heat .u-over').bounding_box()['width']
+        page.locator('#heat .u-over').hover(position={'x': width*.25, 'y': at_row(page, '2.1')})
+        expect(page.locator('#heat .readout')).to_contain_text(re.compile('^2.1, step (9|10)'))
+        page.locator('#heat .u-over').click(position={'x': width*.25, 'y': at_row(page, '2.1')})
+        drawn(page)
+        step = int(page.locator('#stepout').inner_text())
+        assert abs(step-39*.25)<1.5
+        near = int(re.search(r'step (\d+)$', page.locator('#sizes h2').inner_text())[1])
+        assert 'Sizes of the numbers in 2.1, outputs' in page.locator('#sizes h2').inner_text() and abs(near-step)<=1
+        assert ink(page, 'lines')!=before[0] and ink(page, 'sizes')!=before[1]
+        row = df[(df.path=='2.1')&(df.ttype=='output')&(df.step==near)].iloc[0]
+        expect(page.locator('#sizes .readout')).to_contain_text(f'{sum(row.exponents):,} numbers')
+        counts,low = np.array(row.exponents[1:-1]),int(row.exponent_min) # the bars are those of the log
+        shares = page.evaluate('[charts.sizes.data[0], charts.sizes.data[1]]')
+        for e,share in zip(*shares, strict=True):
+            if low<=e<low+len(counts): assert share==pytest.approx(counts[e-low]/sum(row.exponents), rel=1e-3)
+        expect(page.locator('#layers tr[aria-selected=true]')).to_have_count(1)
+        address = page.evaluate('location.hash')
+        page.keyboard.press('Escape')
+        drawn(page)
+        expect(page.locator('#layers tr[aria-selected=true]')).to_have_count(0)
+        assert not page.wrong
+    with opened(chromium, file, address) as page:
+        expect(page.locator('#stepout')).to_have_text(str(step))
+        expect(page.locator('#sizes h2')).to_contain_text('2.1')
+
+
+def test_search_narrows_the_table_and_the_tree(chromium, tmp_path):
+    train(net(), 'search')
+    with opened(chromium, report('search', tmp_path/'a.html')) as page:
+        n = page.locator('[role=treeitem]').count()
+        page.keyboard.press('/')
+        page.keyboard.type('2.')
+        expect(page.locator('#layers tbody tr')).to_have_count(2)
+        assert [r[0] for r in cells(page)]==['2.0', '2.1']
+        assert page.locator('[role=treeitem]').count()<n
+        page.keyboard.press('Control+A')
+        page.keyboard.type('nothing like it')
+        expect(page.locator('#layers .readout')).to_contain_text('No layer has')
+        page.keyboard.press('Escape')
+        expect(page.locator('#layers tbody tr')).to_have_count(7)
+        expect(page.locator('[role=treeitem]')).to_have_count(n)
+
+
+def test_all_of_it_by_keyboard(chromium, tmp_path):
+    train(net(), 'keys')
+    with opened(chromium, report('keys', tmp_path/'a.html')) as page:
+        for _ in range(12):
+            page.keyboard.press('Tab')
+            if page.evaluate("document.activeElement.getAttribute('role')")=='treeitem': break
+        assert page.evaluate("document.activeElement.getAttribute('role')")=='treeitem'
+        page.keyboard.press('ArrowDown')
+        page.keyboard.press('ArrowDown')
+        page.keyboard.press('ArrowDown')
+        page.keyboard.press('Enter')
+        drawn(page)
+        expect(page.locator('[role=treeitem][aria-selected=true]')).to_have_attribute('title', '2 (Sequential)')
+        expect(page.locator('#layers tr[aria-selected=true]')).to_have_count(3) # it and what is in it
+        page.keyboard.press('ArrowLeft')
+        expect(page.locator('[role=treeitem][aria-expanded=false]')).to_have_count(1)
+        page.locator('#heat .chart').focus()
+        page.keyboard.press('ArrowLeft')
+        page.keyboard.press('ArrowLeft')
+        page.keyboard.press('ArrowDown')
+        drawn(page)
+        expect(page.locator('#stepout')).to_have_text('37')
+        page.locator('#step').focus()
+        page.keyboard.press('Home')
+        expect(page.locator('#stepout')).to_have_text('0')
+        drawn(page)
+        expect(page.locator('#sizes h2')).to_contain_text('step 0')
+
+
+def test_what_was_first_not_finite_is_a_click_away(chromium, tmp_path):
+    train(net(), 'sick', nan_at=20)
+    with opened(chromium, report('sick', tmp_path/'a.html')) as page:
+        expect(page.locator('#trouble')).to_have_text('First not finite: step 20, input of the model (1 NaN)')
+        expect(page.locator('#numbers .readout')).to_contain_text('not finite 20 times')
+        page.locator('#trouble button').click()
+        drawn(page)
+        expect(page.locator('#kind')).to_have_value('input')
+        expect(page.locator('#stepout')).to_have_text('20')
+        red = page.evaluate("""() => { const c = document.querySelector('#heat canvas'), d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data
+            let n = 0; for (let i = 0; i < d.length; i += 4) n += d[i] > 180 && d[i + 1] < 40 && d[i + 2] < 50; return n / (d.length / 4) }""")
+        assert .15<red<.6 # the half after it
+        assert not page.wrong
+
+
+@pytest.mark.parametrize('size', [(390, 800), (1300, 900)], ids=['phone', 'desk'])
+@pytest.mark.parametrize('scheme', ['light', 'dark'])
+def test_on_a_phone_and_a_desk_in_light_and_dark(chromium, tmp_path, size, scheme):
+    train(net(), 'seen', steps=12)
+    phone = size[0]<700
+    with opened(chromium, report('seen', tmp_path/'a.html'), viewport=dict(zip(('width', 'height'), size, strict=True)), color_scheme=scheme, is_mobile=phone,
+                has_touch=phone, device_scale_factor=2 if phone else 1) as page:
+        light = lambda css: sum(map(int, re.findall(r'\d+', css)[:3]))/765
+        colors = page.evaluate('[getComputedStyle(document.documentElement).backgroundColor, getComputedStyle(document.documentElement).color]')
+        assert (light(colors[0])>.5)==(scheme=='light') and abs(light(colors[0])-light(colors[1]))>.6
+        assert page.evaluate('document.documentElement.scrollWidth<=innerWidth') # nothing to push sideways
+        small = page.evaluate("[...document.querySelectorAll('p, td, select, label, h2')].filter(e => parseFloat(getComputedStyle(e).fontSize)<12).length")
+        assert small==0
+        before = ink(page, 'heat')
+        page.locator('#heat .u-over').scroll_into_view_if_needed()
+        (page.locator('#heat .u-over').tap if phone else page.locator('#heat .u-over').click)(position={'x': 30, 'y': at_row(page, '2')})
+        drawn(page)
+        expect(page.locator('#sizes h2')).to_contain_text('numbers in 2, outputs')
+        page.locator('#theme').click()
+        drawn(page)
+        assert ink(page, 'heat')!=before
+        assert (light(page.evaluate('getComputedStyle(document.documentElement).backgroundColor'))>.5)==(scheme=='dark')
+        assert not page.wrong
+
+
+def test_names_are_text_whatever_they_are(chromium, tmp_path):
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.ModuleDict({n: type(n, (nn.Linear,), {})(8, 8) for n in evil if '.' not in n})
+            self.dots = type(evil[0], (nn.Linear,), {})(8, 8)
+
+        def forward(self, x):
+            for m in self.inner.values(): x = m(x)
+            return self.dots(x)
+    model = Odd()
+    Odd.__name__ = Odd.__qualname__ = evil[1]
+    te = torchEmber(model, name='evil')
+    for _ in range(3):
+        te.log(**{evil[0]: 1., evil[1]: 2.})
+        model(torch.randn(4, 8)).sum().backward()
+        te.probe(evil[1], torch.ones(3))
+        te.step()
+    te.close()
+    df = te.t.df
+    df['run'] = pd.Categorical([evil[1]]*len(df))
+    for i,source in enumerate((te, df)):
+        file = report(source, tmp_path/f'{i}.html')
+        with opened(chromium, file) as page:
+            page.locator('#layers tbody tr').first.click()
+            page.keyboard.press('/')
+            page.keyboard.type(evil[0])
+            drawn(page)
+            for o in page.locator('#kind option').all():
+                page.locator('#kind').select_option(o.get_attribute('value'))
+                drawn(page)
+            assert page.evaluate('window.hit')is None and page.locator('img').count()==0 and not page.wrong
+            assert page.evaluate('document.querySelectorAll("script").length')==3
+            page.locator('#search').fill('')
+            assert (evil[0] if i==0 else '{data}') in page.locator('#tree').inner_text() # a table knows no classes
+            assert page.locator('#number option').all_inner_texts()==list(evil[:2])
+            assert (page.locator('h1').inner_text()==evil[1])==(i==1)
+        text = file.read_text('utf-8') # and were a name once put in as HTML, the policy would not let it run
+        assert "script-src 'sha256-" in text and "unsafe" not in text.split('<body>')[0]
+        file.write_text(text.replace('<body>', '<body><img src="data:," onerror="window.hit=1"><script>window.hit=1</script>'), 'utf-8')
+        with opened(chromium, file) as page: assert page.evaluate('window.hit')is None
+        file.write_text(re.sub('<meta http-equiv[^>]*>', '', file.read_text('utf-8')), 'utf-8')
+        with opened(chromium, file) as page: assert page.evaluate('window.hit')==1 # what the test would have seen
+
+
+def sources():
+    yield 'one step', lambda: train(net(), 'a', 1)
+    yield 'one layer', lambda: train(nn.Linear(8, 2), 'a', 3)
+    yield 'all NaN', lambda: train(net(), 'a', 5, nan_at=0)
+    yield 'a table', lambda: train(net(), 'a', 5, 'basic').t.df
+    yield 'a logframe', lambda: to_logframe(train(net(), 'a', 5))
+    yield 'weights only', lambda: read(train(net(), 'a', 5), ttype='weight')
+    yield 'numbers only', lambda: read(train(net(), 'a', 5), ttype='scalar')
+    yield 'a constant', lambda: train(nn.Sequential(nn.Linear(8, 4), nn.Threshold(1e9, 0.)), 'a', 4)
+    yield 'every third step', lambda: train(net(), 'a', 30, every=3)
+    yield 'still going on', lambda: unfinished()
+
+
+def unfinished():
+    model = net()
+    te = torchEmber(model, name='open')
+    for _ in range(3):
+        model(torch.randn(4, 8)).sum().backward()
+        te.step()
+    return te
+
+
+@pytest.mark.parametrize('what,source', [pytest.param(w, s, id=w) for w,s in sources()])
+def test_a_page_of_whatever_there_is(chromium, tmp_path, what, source):
+    with opened(chromium, report(source(), tmp_path/'a.html')) as page:
+        for o in page.locator('#kind option').all():
+            if page.locator('#kind').is_enabled(): page.locator('#kind').select_option(o.get_attribute('value'))
+            drawn(page)
+            for row in page.locator('#layers tbody tr').all()[:2]:
+                row.click()
+                drawn(page)
+        assert not page.wrong and 'fault' not in page.locator('#small').inner_text()
+        if what=='all NaN': expect(page.locator('#trouble')).to_contain_text('First not finite: step 0')
+        if what=='still going on': expect(page.locator('#facts')).to_contain_text('still going on')
+
+
+def test_what_cannot_be_reported_is_said(tmp_path):
+    te = train(net(), 'b', 2)
+    with pytest.raises(FileNotFoundError, match='There is no folder .*missing'): report(te, tmp_path/'missing'/'a.html')
+    with pytest.raises(ValueError, match='no rows'): report(te.t.df[:0], tmp_path/'a.html')
+    with pytest.raises(FileNotFoundError, match="No run 'nobody'"): report('nobody', tmp_path/'a.html')
+    assert not list(tmp_path.iterdir())
+    assert report('b', tmp_path)==tmp_path/'b.html'

@@ -1,0 +1,627 @@
+'use strict'
+// A run, to look at and to point into. All that is shown is in `data`, as torchember.show.page_data makes it; names of layers
+// are somebody's data, so text goes into the page as text, never as HTML.
+const data = JSON.parse(document.getElementById('data').textContent)
+const $ = (css, within = document) => within.querySelector(css)
+const make = (tag, props = {}, ...children) => { const e = Object.assign(document.createElement(tag), props); e.append(...children); return e }
+const attrs = (e, some) => { for (const [k, v] of Object.entries(some)) v == null ? e.removeAttribute(k) : e.setAttribute(k, v); return e }
+const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim()
+const few = v => !Number.isFinite(v) ? (v === v ? (v > 0 ? '∞' : '−∞') : '') :
+  v === 0 ? '0' : Math.abs(v) >= 1e5 || Math.abs(v) < 1e-3 ? v.toExponential(2).replace('e+', 'e') : String(+v.toPrecision(4))
+const whole = n => n == null ? '' : Math.round(n).toLocaleString('en')
+const raised = n => '2' + String(n).replace(/./g, c => c === '-' ? '⁻' : '⁰¹²³⁴⁵⁶⁷⁸⁹'[c])
+const count = (n, one) => `${whole(n)} ${one}${n === 1 ? '' : 's'}`
+
+// ---- what is looked at: also in the address, so that it can be sent on
+
+const kinds = new Map(data.kinds.map(k => [k.ttype, k]))
+const state = { kind: null, stat: null, path: null, label: null, step: 0, words: '', sort: null, down: true }
+const kind = () => kinds.get(state.kind)
+
+function fromAddress() {
+  const asked = new URLSearchParams(location.hash.slice(1))
+  state.kind = kinds.has(asked.get('tensors')) ? asked.get('tensors') : kinds.has('output') ? 'output' : data.kinds[0]?.ttype ?? null
+  const stats = kind() ? Object.keys(kind().stats) : []
+  state.stat = stats.includes(asked.get('stat')) ? asked.get('stat') : stats[0] ?? null
+  const step = parseInt(asked.get('step'), 10)
+  state.step = nearest(steps(), Number.isFinite(step) ? step : data.trouble ? data.trouble.step : Number.MAX_SAFE_INTEGER)
+  const at = asked.get('at')
+  const tensor = kind()?.tensors.find(t => t.label === at)
+  state.label = tensor ? at : null
+  state.path = tensor ? tensor.path : data.tree.some(m => m[0] === at) && at ? at : null
+}
+
+function toAddress() {
+  const now = new URLSearchParams({ tensors: state.kind ?? '', stat: state.stat ?? '', step: state.step })
+  if (state.label ?? state.path) now.set('at', state.label ?? state.path)
+  history.replaceState(null, '', '#' + now)
+}
+
+const steps = () => kind()?.step ?? []
+function nearest(list, x) {
+  let low = 0, high = list.length - 1
+  while (low < high) { const m = (low + high) >> 1; if (list[m] < x) low = m + 1; else high = m }
+  return low > 0 && Math.abs(list[low - 1] - x) <= Math.abs(list[low] - x) ? list[low - 1] : list[low] ?? 0
+}
+const column = (list, x) => Math.max(list.indexOf(nearest(list, x)), 0)
+
+// ---- numbers: float32, in planes of bytes, compressed
+
+const unpackedAlready = new WeakMap()
+function numbers(packed) {
+  if (!unpackedAlready.has(packed)) unpackedAlready.set(packed, unpack(packed))
+  return unpackedAlready.get(packed)
+}
+async function unpack(packed) {
+  const text = atob(packed.zip), raw = new Uint8Array(text.length)
+  for (let i = 0; i < text.length; i++) raw[i] = text.charCodeAt(i)
+  const stream = new Blob([raw]).stream().pipeThrough(new DecompressionStream('gzip'))
+  const planes = new Uint8Array(await new Response(stream).arrayBuffer()), n = planes.length / 4, bytes = new Uint8Array(4 * n)
+  for (let k = 0; k < 4; k++) for (let i = 0; i < n; i++) bytes[4 * i + k] = planes[k * n + i]
+  return new Float32Array(bytes.buffer)
+}
+
+async function view() { // what is drawn: a matrix, with what is not finite
+  const k = kind(), columns = k.step.length
+  k.wrongSet ??= new Set(k.wrong)
+  return { k, columns, rows: k.tensors.length, value: await numbers(k.stats[state.stat]), wrong: (i, j) => k.wrongSet.has(i * columns + j), name: data.meanings[state.stat] }
+}
+
+// ---- how a value becomes a colour
+
+function scaleOf(value) {
+  let low = Infinity, high = -Infinity, above = Infinity, zeros = false
+  for (const v of value) if (Number.isFinite(v)) { if (v < low) low = v; if (v > high) high = v; if (v > 0 && v < above) above = v; if (v === 0) zeros = true }
+  if (low > high) return { at: () => 0, low: 0, high: 1, log: false, zeros: false }
+  zeros = zeros && low >= 0 && high > 0
+  const log = low >= 0 && high > 0 && high > 30 * above
+  if (log) { low = Math.max(above, high * 1e-12) } else if (zeros) low = above
+  const range = log ? Math.log(high / low) : high - low
+  return { low, high, log, zeros, at: v => range > 0 ? Math.min(Math.max(log ? Math.log(v / low) / range : (v - low) / range, 0), 1) : 0 }
+}
+const ramp = data.colors.scale.map(c => [1, 3, 5].map(i => parseInt(c.slice(i, i + 2), 16)))
+const gray = [1, 3, 5].map(i => parseInt(data.colors.zero.slice(i, i + 2), 16))
+const isDark = () => document.documentElement.dataset.theme === 'dark'
+const palette = () => data.colors[isDark() ? 'dark' : 'light'].lines
+function colorOf(scale, v) {
+  if (!Number.isFinite(v)) return null
+  if (scale.zeros && v === 0) return gray
+  return ramp[Math.min(Math.floor(scale.at(v) * ramp.length), ramp.length - 1)]
+}
+
+// ---- selection
+
+const chosen = t => state.label != null ? t.label === state.label :
+  state.path != null && (t.path === state.path || t.path.startsWith(state.path + '.'))
+const anything = () => state.label != null || state.path != null
+function shown() { // the tensor whose sizes are drawn
+  const all = kind()?.tensors ?? []
+  return all.find(t => t.label === state.label) ?? all.find(t => t.path === state.path) ?? all.find(chosen) ?? all[0]
+}
+function choose({ label = null, path = null, step = null }) {
+  state.label = label
+  state.path = label != null ? kind().tensors.find(t => t.label === label)?.path ?? null : path
+  if (step != null) state.step = nearest(steps(), step)
+  changed('choice')
+}
+
+// ---- charts over the steps share their pointer, their zoom and the line at the chosen step
+
+const charts = {}
+let zoom = null, zooming = false
+const together = uPlot.sync('steps')
+const phone = () => innerWidth < 760
+
+function chart(id, options, values, height) {
+  const box = $(`#${id} .chart`)
+  charts[id]?.destroy()
+  const font = '12px system-ui, sans-serif'
+  const axis = { stroke: css('--soft'), font, labelFont: font, grid: { stroke: css('--line'), width: .5 }, ticks: { stroke: css('--line'), width: .5, size: 4 } }
+  const all = { width: Math.max(box.clientWidth, 200), height, pxAlign: 0, legend: { show: false }, ...options,
+    axes: options.axes.map(a => ({ ...axis, ...a })) }
+  charts[id] = new uPlot(all, values, box)
+  charts[id].tall = height
+  return charts[id]
+}
+
+function overSteps(more = {}) { // what all charts over the steps have
+  return {
+    scales: { x: { time: false, range: (u, low, high) => low == null ? [0, 1] : low === high ? [low - .5, high + .5] : [low, high] }, ...more.scales },
+    cursor: { drag: { x: true, y: false, dist: 6 }, focus: { prox: 30 }, points: { show: false }, ...more.cursor,
+      sync: { key: together.key, scales: ['x', null], filters: { pub: t => t === 'mousemove' || t === 'mouseleave', sub: t => t === 'mousemove' || t === 'mouseleave' } } },
+    hooks: {
+      ...more.hooks,
+      ready: [u => {
+        let from = null
+        u.over.addEventListener('mousedown', e => { from = e.clientX })
+        u.over.addEventListener('click', e => { if (from == null || Math.abs(e.clientX - from) < 6) more.click?.(u, u.posToVal(e.offsetX, 'x'), e.offsetX, e.offsetY) })
+        u.over.addEventListener('dblclick', () => zoomTo(null))
+        zooming = true
+        u.setScale('x', zoom ?? { min: allSteps()[0], max: allSteps()[1] })
+        zooming = false
+      }, ...(more.hooks?.ready ?? [])],
+      setScale: [(u, key) => { if (key === 'x' && !zooming && u.status) zoomTo({ min: u.scales.x.min, max: u.scales.x.max }, u) }],
+      draw: [...(more.hooks?.draw ?? []), markStep]
+    }
+  }
+}
+
+function zoomTo(range, from) {
+  zooming = true
+  const full = allSteps()
+  zoom = range && (range.min > full[0] || range.max < full[1]) ? range : null
+  for (const id of ['numbers', 'heat', 'lines']) if (charts[id] && charts[id] !== from) charts[id].setScale('x', range ?? { min: full[0], max: full[1] })
+  zooming = false
+}
+
+function allSteps() {
+  const ends = [...data.kinds.map(k => k.step), ...data.numbers.map(n => n.step)].filter(s => s.length)
+  const low = Math.min(...ends.map(s => s[0])), high = Math.max(...ends.map(s => s[s.length - 1]))
+  return low < high ? [low, high] : [low - .5, high + .5]
+}
+
+function line(u, x, color, dash, width = 1) {
+  const at = u.valToPos(x, 'x', true), { ctx, bbox } = u
+  if (!(at >= bbox.left - 1 && at <= bbox.left + bbox.width + 1)) return
+  ctx.save()
+  ctx.strokeStyle = color; ctx.lineWidth = width * devicePixelRatio; ctx.setLineDash(dash.map(d => d * devicePixelRatio))
+  ctx.beginPath(); ctx.moveTo(at, bbox.top); ctx.lineTo(at, bbox.top + bbox.height); ctx.stroke()
+  ctx.restore()
+}
+function markStep(u) {
+  if (data.trouble) line(u, data.trouble.step, css('--bad'), [5, 4])
+  line(u, state.step, css('--mark'), [], 1.5)
+}
+function crosses(u, xs, color) { // along the upper edge, where something was not finite
+  const { ctx, bbox } = u, r = 3.5 * devicePixelRatio
+  ctx.save()
+  ctx.strokeStyle = color; ctx.lineWidth = 1.5 * devicePixelRatio
+  ctx.beginPath()
+  let last = -Infinity
+  for (const x of xs) {
+    const at = u.valToPos(x, 'x', true)
+    if (at < bbox.left - 1 || at > bbox.left + bbox.width + 1 || at - last < r) continue
+    last = at
+    ctx.moveTo(at - r, bbox.top - r); ctx.lineTo(at + r, bbox.top + r); ctx.moveTo(at - r, bbox.top + r); ctx.lineTo(at + r, bbox.top - r)
+  }
+  ctx.stroke()
+  ctx.restore()
+}
+const wide = values => { // whether an axis is better logarithmic
+  let low = Infinity, high = -Infinity
+  for (const v of values) if (Number.isFinite(v)) { if (v < 0) return false; if (v > 0) { if (v < low) low = v; if (v > high) high = v } }
+  return high > 100 * low
+}
+const yAxis = (log, size) => ({ size, values: (u, ticks) => ticks.map(v => v == null ? '' : few(v)), ...(log ? { filter: (u, ticks) => {
+  const decades = new Set(ticks.filter(v => v > 0).map(v => Math.floor(Math.log10(v) + 1e-9))), every = Math.ceil(decades.size / 7)
+  return ticks.map(v => { const e = Math.log10(v); return Math.abs(e - Math.round(e)) < 1e-6 && Math.round(e) % every === 0 || decades.size < 2 ? v : null })
+} } : {}) })
+const xAxis = { size: 26, values: (u, ticks) => ticks.map(v => Number.isInteger(v) ? whole(v) : '') }
+
+// ---- the number that was noted: the loss
+
+let which = 0
+async function drawNumbers() {
+  const section = $('#numbers')
+  section.hidden = !data.numbers.length
+  if (section.hidden) return
+  const n = data.numbers[which], y = await numbers(n.value), odd = n.step.filter((_, i) => !Number.isFinite(y[i]))
+  const log = wide(y), ok = Array.from(y, v => Number.isFinite(v) && (!log || v > 0) ? v : null)
+  const read = u => {
+    const i = u.cursor.idx
+    $('.readout', section).textContent = i == null || i < 0 ? summaryOf(n, y) : `step ${whole(n.step[i])}: ${n.name} ${few(y[i]) || 'NaN'}`
+  }
+  chart('numbers', { ...overSteps({ scales: { y: { distr: log ? 3 : 1 } }, click: (u, x) => choose({ label: state.label, path: state.path, step: x }),
+    hooks: { setCursor: [read], draw: [u => crosses(u, odd, css('--bad'))] } }),
+    series: [{}, { stroke: palette()[0], width: 1.5, spanGaps: false, points: { show: ok.length < 3 } }], axes: [xAxis, yAxis(log, labelRoom())] }, [n.step, ok], 150)
+  attrs($('.chart', section), { 'aria-label': `Line chart of ${n.name} over the steps. ${summaryOf(n, y)}` })
+  read(charts.numbers)
+}
+function summaryOf(n, y) {
+  const ok = Array.from(y).filter(Number.isFinite)
+  if (!ok.length) return `${n.name} was never finite.`
+  const odd = y.length - ok.length
+  return `first ${few(ok[0])}, last ${few(ok[ok.length - 1])}, lowest ${few(ok.reduce((a, b) => Math.min(a, b)))}${odd ? `; not finite ${count(odd, 'time')}` : ''}`
+}
+const widest = 26 // letters
+const labelRoom = () => phone() ? 52 : Math.max(60, 16 + 6.8 * Math.max(0, ...shortened(kind()?.tensors.map(t => t.label) ?? [], widest).map(s => s.length)))
+
+// ---- all layers and steps
+
+async function drawHeat() {
+  const section = $('#heat')
+  section.hidden = !kind()
+  if (section.hidden) return
+  const v = await view(), { k, columns, rows, value } = v, scale = scaleOf(value)
+  const image = make('canvas', { width: columns, height: rows }), pixels = new ImageData(columns, rows), bad = []
+  for (let i = 0; i < rows; i++) for (let j = 0; j < columns; j++) {
+    const c = colorOf(scale, value[i * columns + j]), at = 4 * (i * columns + j)
+    if (c) pixels.data.set([c[0], c[1], c[2], 255], at)
+  }
+  image.getContext('2d').putImageData(pixels, 0, 0)
+  for (const at of k.wrong) bad.push([Math.floor(at / columns), at % columns])
+  const edges = k.step.map((s, j) => j ? (k.step[j - 1] + s) / 2 : s - ((k.step[1] ?? s + 1) - s) / 2)
+  edges.push(columns > 1 ? k.step[columns - 1] + (k.step[columns - 1] - k.step[columns - 2]) / 2 : k.step[0] + .5)
+  const height = Math.min(Math.max(rows * 15 + 40, 90), phone() ? 420 : 620)
+  const names = shortened(k.tensors.map(t => t.label), widest)
+  const paint = u => {
+    const { ctx, bbox } = u, tall = bbox.height / rows
+    ctx.save()
+    ctx.beginPath(); ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height); ctx.clip()
+    ctx.imageSmoothingEnabled = tall < 1
+    const x = edges.map(e => u.valToPos(e, 'x', true))
+    for (let j = 0; j < columns; j++) if (x[j + 1] > bbox.left && x[j] < bbox.left + bbox.width)
+      ctx.drawImage(image, j, 0, 1, rows, Math.floor(x[j]), bbox.top, Math.max(Math.ceil(x[j + 1]) - Math.floor(x[j]), 1), bbox.height)
+    ctx.fillStyle = css('--bad')
+    for (const [i, j] of bad) ctx.fillRect(Math.floor(x[j]), bbox.top + i * tall, Math.max(Math.ceil(x[j + 1]) - Math.floor(x[j]), 2), Math.max(tall, 2))
+    if (anything()) {
+      ctx.strokeStyle = css('--ink'); ctx.lineWidth = 1.5 * devicePixelRatio
+      for (const [from, to] of spans(k.tensors.map(chosen))) ctx.strokeRect(bbox.left + 1, bbox.top + from * tall, bbox.width - 2, Math.max((to - from) * tall, 3))
+    }
+    ctx.restore()
+  }
+  const rowAt = (u, y) => Math.min(Math.max(Math.floor(u.posToVal(y, 'y')), 0), rows - 1)
+  const read = u => {
+    const { left, top } = u.cursor
+    const over = left >= 0 && top >= 0
+    const i = over ? rowAt(u, top) : k.tensors.indexOf(shown()), j = over ? column(k.step, u.posToVal(left, 'x')) : column(k.step, state.step)
+    $('.readout', section).textContent = `${k.tensors[i].label}, step ${whole(k.step[j])}: ${v.name} ${[few(value[i * columns + j]), v.wrong(i, j) ? 'not finite' : ''].filter(Boolean).join(', ') || 'not recorded'}`
+  }
+  const every = Math.max(1, Math.ceil(rows * 13 / (height - 40)))
+  chart('heat', { ...overSteps({
+    scales: { y: { range: () => [0, rows], dir: -1 } },
+    click: (u, x, left, top) => choose({ label: k.tensors[rowAt(u, top)].label, step: x }),
+    hooks: { draw: [paint], setCursor: [read] } }),
+    series: [{}, { paths: () => null, points: { show: false } }],
+    axes: [xAxis, { size: labelRoom(), grid: { show: false }, ticks: { show: false }, splits: () => k.tensors.map((_, i) => i + .5).filter((_, i) => i % every === 0),
+      values: (u, at) => at.map(y => phone() ? elided(names[Math.floor(y)], 7) : names[Math.floor(y)]) }]
+  }, [k.step, k.step.map(() => null)], height)
+  $('h2', section).textContent = `${capital(k.name)}: ${v.name} of all layers`
+  attrs($('.chart', section), { 'aria-label': `Heat map of ${v.name}, ${count(rows, 'tensor')} down, ${count(columns, 'step')} across. Arrow keys move the choice.` })
+  const bar = make('span', { className: 'ramp' })
+  bar.style.background = `linear-gradient(to right, ${data.colors.scale.filter((_, i) => i % 7 === 0).join()})`
+  const keys = [make('span', { textContent: few(scale.low) }), bar, make('span', { textContent: few(scale.high) + (scale.log ? ', logarithmic' : '') })]
+  const key = (color, text) => { const e = make('span', { className: 'key' }); e.style.background = color; keys.push(e, make('span', { textContent: text })) }
+  if (scale.zeros) key(data.colors.zero, 'exactly zero')
+  if (bad.length) key(css('--bad'), 'not finite')
+  $('.scale', section).replaceChildren(...keys)
+  read(charts.heat)
+}
+function spans(flags) {
+  const out = []
+  flags.forEach((f, i) => { if (f && flags[i - 1] !== true) out.push([i, i + 1]); else if (f) out[out.length - 1][1] = i + 1 })
+  return out
+}
+const capital = s => s.charAt(0).toUpperCase() + s.slice(1)
+const elided = (s, n) => s.length <= n ? s : s.slice(0, Math.floor((n - 1) / 3)) + '…' + s.slice(s.length - (n - 1 - Math.floor((n - 1) / 3)))
+function shortened(names, n) { // without what all of them begin with
+  let parts = names.map(s => s.split('.'))
+  while (Math.max(...parts.map(p => p.join('.').length)) > n && parts.length > 1 && parts.every(p => p.length > 1 && p[0] === parts[0][0])) parts = parts.map(p => p.slice(1))
+  return parts.map(p => elided(p.join('.'), n))
+}
+
+// ---- lines
+
+const mostLines = 200
+async function drawLines() {
+  const section = $('#lines')
+  section.hidden = !kind()
+  if (section.hidden) return
+  const v = await view(), { k, columns, value } = v, log = wide(value)
+  const marked = k.tensors.map((t, i) => chosen(t) ? i : -1).filter(i => i >= 0).slice(0, mostLines)
+  const every = Math.ceil(k.tensors.length / mostLines), all = k.tensors.map((_, i) => i).filter(i => i % every === 0 && !marked.includes(i))
+  const of = i => { const out = new Array(columns); for (let j = 0; j < columns; j++) { const y = value[i * columns + j]; out[j] = Number.isFinite(y) && (!log || y > 0) ? y : null } return out }
+  const order = [...all, ...marked], colors = palette()
+  const color = (i, n) => marked.length ? n < all.length ? css('--line') : colors[(n - all.length) % colors.length] :
+    all.length <= 8 ? colors[n] : data.colors.scale[Math.round((isDark() ? .12 + .8 * n / all.length : .92 * n / all.length) * 63)]
+  const odd = k.step.filter((_, j) => (marked.length ? marked : order).some(i => v.wrong(i, j)))
+  const sparse = columns < 3
+  const near = (u, left, top) => {
+    const j = u.posToIdx(left)
+    let best = null, least = 40
+    order.forEach((i, n) => {
+      const y = value[i * columns + j]
+      if (!Number.isFinite(y) || log && y <= 0) return
+      const far = Math.abs(u.valToPos(y, 'y') - top) - (n >= all.length ? 4 : 0)
+      if (far < least) { least = far; best = i }
+    })
+    return [best, j]
+  }
+  const read = u => {
+    const { left, top } = u.cursor, out = $('.readout', section)
+    const [i, j] = left >= 0 && top >= 0 ? near(u, left, top) : [null, 0]
+    out.replaceChildren()
+    if (i != null) out.textContent = `${k.tensors[i].label}, step ${whole(k.step[j])}: ${few(value[i * columns + j])}`
+    else if (!marked.length) out.textContent = `${count(order.length, 'tensor')}${every > 1 ? ` of ${whole(k.tensors.length)}` : ''}. Click a line, or choose modules on the left.`
+    else marked.slice(0, 8).forEach((i, n) => {
+      const name = make('span', { textContent: `— ${k.tensors[i].label}  ` })
+      name.style.color = colors[n % colors.length]
+      out.append(name)
+    })
+    if (i == null && marked.length > 8) out.append(`and ${whole(marked.length - 8)} more`)
+  }
+  chart('lines', { ...overSteps({ scales: { y: { distr: log ? 3 : 1 } },
+    click: (u, x, left, top) => { const [i] = near(u, left, top); choose(i == null ? { label: state.label, path: state.path, step: x } : { label: k.tensors[i].label, step: x }) },
+    hooks: { setCursor: [read], draw: [u => crosses(u, odd, css('--bad'))] } }),
+    series: [{}, ...order.map((i, n) => ({ stroke: color(i, n), width: n >= all.length ? 2 : all.length > 30 ? .7 : 1.2, points: { show: sparse, size: 5 } }))],
+    axes: [xAxis, yAxis(log, labelRoom())] }, [k.step, ...order.map(of)], phone() ? 260 : 330)
+  $('h2', section).textContent = `${capital(k.name)}: ${v.name}${anything() ? ' of ' + (state.label ?? state.path) : ''}`
+  attrs($('.chart', section), { 'aria-label': `Line chart of ${v.name} over the steps: ${marked.length ? marked.slice(0, 8).map(i => k.tensors[i].label).join(', ') : count(order.length, 'tensor')}. The table below has the numbers.` })
+  read(charts.lines)
+}
+
+// ---- sizes of a tensor's numbers
+
+async function drawSizes() {
+  const section = $('#sizes'), e = kind()?.exponents, t = shown(), out = $('.readout', section), box = $('.chart', section)
+  section.hidden = !kind()
+  if (section.hidden) return
+  const j = e ? column(e.step, state.step) : 0
+  const head = t ? `Sizes of the numbers in ${t.label}` : 'Sizes of numbers'
+  $('h2', section).textContent = e ? `${head}, ${kind().name}, step ${whole(e.step[j])}` : head
+  let counts = null
+  if (e && t) {
+    const [, across, bins] = e.counts.shape, all = await numbers(e.counts), at = (kind().tensors.indexOf(t) * across + j) * bins
+    counts = all.slice(at, at + bins)
+  }
+  const total = counts?.reduce((a, b) => a + b, 0)
+  $('.format', section).hidden = !total || !Object.keys(data.formats).length
+  if (!total) {
+    charts.sizes?.destroy()
+    delete charts.sizes
+    out.textContent = e ? 'Nothing was counted here.' : "This run has no exponent counts. To record them next time: torchEmber(model, stats='numerics')."
+    return attrs(box, { 'aria-label': out.textContent })
+  }
+  let from = 1, to = counts.length - 2
+  while (from < to && !counts[from]) from++
+  while (to > from && !counts[to]) to--
+  const low = e.first + from - 1, x = [], y = []
+  if (counts[0]) { x.push(low - 2); y.push(counts[0] / total) }
+  for (let i = from; i <= to; i++) { x.push(low + i - from); y.push(counts[i] / total) }
+  const high = low + to - from
+  if (counts[counts.length - 1]) { x.push(high + 2); y.push(counts[counts.length - 1] / total) }
+  const format = data.formats[$('#format').value]
+  const ends = [Math.min(low - 3, (format?.[0] ?? low) - 1), Math.max(high + 3, (format?.[2] ?? high) + 1)]
+  const range = [Math.max(ends[0], low - 14), Math.min(ends[1], high + 14)]
+  const band = u => {
+    if (!format) return
+    const { ctx, bbox } = u, at = v => Math.min(Math.max(u.valToPos(v - .5, 'x', true), bbox.left), bbox.left + bbox.width), h = 14 * devicePixelRatio
+    ctx.save()
+    ctx.fillStyle = palette()[1]
+    for (const [a, b, alpha] of [[format[0], format[1], .3], [format[1], format[2] + 1, .85]]) { ctx.globalAlpha = alpha; ctx.fillRect(at(a), bbox.top, at(b) - at(a), h) }
+    ctx.globalAlpha = .08; ctx.fillRect(at(format[0]), bbox.top, at(format[2] + 1) - at(format[0]), bbox.height)
+    ctx.restore()
+  }
+  const label = v => counts[0] && v === low - 2 ? '0, less' : counts[counts.length - 1] && v === high + 2 ? 'more' : Number.isInteger(v) && v >= range[0] && v <= range[1] ? raised(v) : ''
+  const share = v => `${+(100 * v).toPrecision(3)} %`
+  const tell = u => {
+    const i = u.cursor.idx
+    const outside = format ? x.reduce((sum, v, i) => sum + (v < format[0] && v !== low - 2 || v > format[2] ? y[i] : 0), 0) : null
+    out.textContent = i == null || !(u.cursor.left >= 0) ? `${whole(total)} numbers${t.shape ? `, shape (${t.shape.join(', ')})` : ''}${t.dtype ? `, ${t.dtype}` : ''}` +
+      (format ? `; ${share(outside)} of them outside ${$('#format').value}` : '') : `${label(x[i])}${Number.isInteger(+x[i]) && x[i] >= low && x[i] <= high ? ' to ' + raised(x[i] + 1) : ''}: ${share(y[i])}`
+  }
+  chart('sizes', { scales: { x: { time: false, range: () => range }, y: { range: (u, a, b) => [0, b * 1.18] } }, cursor: { drag: { x: false, y: false }, points: { show: false } },
+    hooks: { drawClear: [band], setCursor: [tell] },
+    series: [{}, { fill: palette()[0], stroke: palette()[0], width: 0, paths: uPlot.paths.bars({ size: [.9, Infinity] }), points: { show: false } }],
+    axes: [{ size: 26, splits: () => { const every = [1, 2, 4, 8, 16, 32].find(k => (range[1] - range[0]) / k <= (phone() ? 6 : 14)) ?? 64, out = []
+      for (let v = Math.ceil(range[0]); v <= range[1]; v++) if (v >= low - 1 && v <= high + 1 && v % every === 0 || v < low - 2 && v % every === 0 || v > high + 2 && v % every === 0 || counts[0] && v === low - 2 || counts[counts.length - 1] && v === high + 2) out.push(v)
+      return out }, values: (u, ticks) => ticks.map(label) },
+    { size: labelRoom(), values: (u, ticks) => ticks.map(v => share(v)) }] }, [x, y], 230)
+  tell(charts.sizes)
+  attrs(box, { 'aria-label': `Histogram of sizes: ${out.textContent}. Most of them at ${label(x[y.indexOf(Math.max(...y))])}.` })
+}
+
+// ---- the table
+
+const tableColumns = [['layer', r => r.label], ['steps', r => r.steps], ['first', r => r.first], ['last', r => r.last], ['lowest', r => r.low], ['highest', r => r.high], ['steps not finite', r => r.bad]]
+const mostRows = 500
+let lines = []
+async function fillTable() {
+  const section = $('#layers')
+  section.hidden = !kind()
+  if (section.hidden) return
+  const { k, columns, value, name } = await view()
+  lines = k.tensors.map((t, i) => {
+    const ok = Array.from(value.subarray(i * columns, (i + 1) * columns)).filter(Number.isFinite)
+    return { label: t.label, path: t.path, steps: t.steps, bad: t.bad, first: ok[0], last: ok[ok.length - 1], low: ok.length ? ok.reduce((a, b) => Math.min(a, b)) : undefined,
+      high: ok.length ? ok.reduce((a, b) => Math.max(a, b)) : undefined }
+  })
+  $('h2', section).textContent = `${capital(k.name)}: ${name}, layer by layer`
+  $('thead tr', section).replaceChildren(...tableColumns.map(([title], c) => {
+    const b = make('button', { type: 'button', textContent: title + (state.sort === c ? state.down ? ' ↓' : ' ↑' : '') })
+    b.onclick = () => { state.down = state.sort === c ? !state.down : c > 0; state.sort = c; fillTable().then(() => $('#layers thead').querySelectorAll('button')[c].focus()) }
+    return attrs(make('th', { scope: 'col' }, b), { 'aria-sort': state.sort === c ? state.down ? 'descending' : 'ascending' : null })
+  }))
+  fillRows()
+}
+const found = name => state.words.toLowerCase().split(/\s+/).every(w => name.toLowerCase().includes(w))
+function fillRows() {
+  const get = state.sort == null ? null : tableColumns[state.sort][1]
+  const some = lines.filter(r => found(r.label))
+  if (get) some.sort((a, b) => {
+    const x = get(a) ?? -Infinity, y = get(b) ?? -Infinity
+    return (x < y ? -1 : x > y ? 1 : 0) * (state.down ? -1 : 1)
+  })
+  $('#layers tbody').replaceChildren(...some.slice(0, mostRows).map(r => {
+    const b = make('button', { type: 'button', textContent: r.label })
+    const row = make('tr', {}, attrs(make('th', {}, b), { scope: 'row' }), ...tableColumns.slice(1).map(([, f], c) => make('td', { textContent: c === 0 || c === 5 ? whole(f(r)) : few(f(r) ?? NaN) })))
+    if (r.bad) row.lastChild.className = 'wrong'
+    row.dataset.label = r.label
+    row.onclick = () => choose(state.label === r.label ? {} : { label: r.label })
+    return row
+  }))
+  $('#layers .readout').textContent = !some.length ? `No layer has “${state.words}” in its name.` : some.length > mostRows ? `The first ${mostRows} of ${whole(some.length)}: search to see others.` :
+    state.words ? `${count(some.length, 'line')} of ${whole(lines.length)}` : ''
+  markRows()
+}
+function markRows() {
+  const yes = new Set(lines.filter(chosen).map(r => r.label))
+  for (const row of $('#layers tbody').children) attrs(row, { 'aria-selected': anything() && yes.has(row.dataset.label) ? 'true' : null })
+}
+
+// ---- the tree
+
+const modules = data.tree.map(([path, name, type, depth], i) => ({ path, name, type, depth, i, leaf: !(data.tree[i + 1]?.[3] > depth), open: true }))
+modules.forEach(m => { for (let i = m.i - 1; i >= 0; i--) if (modules[i].depth < m.depth) { m.above = modules[i]; break } })
+if (modules.length > 80) { // as deep as can be looked over
+  const upTo = d => modules.filter(m => m.depth <= d).length
+  let depth = 1
+  while (upTo(depth + 1) <= 60) depth++
+  for (const m of modules) m.open = m.depth < depth
+}
+let current = modules[0]
+function visible() {
+  if (state.words) { // what is found, and what it lies in
+    const keep = new Set()
+    for (const m of modules) if (found(m.path) || found(m.path + ' ' + m.type)) for (let a = m; a; a = a.above) keep.add(a)
+    return modules.filter(m => keep.has(m))
+  }
+  return modules.filter(m => { for (let a = m.above; a; a = a.above) if (!a.open) return false; return true })
+}
+const ofModule = new Map() // ttype -> path -> tensors
+function tensorsOf(path) {
+  if (!ofModule.has(state.kind)) {
+    const by = new Map()
+    kind().tensors.forEach((t, i) => { for (let p = t.path; ; p = p.slice(0, Math.max(p.lastIndexOf('.'), 0))) { by.has(p) || by.set(p, { own: [], bad: false }); if (p === t.path) by.get(p).own.push(i); by.get(p).bad ||= t.bad > 0; if (!p) break } })
+    ofModule.set(state.kind, by)
+  }
+  return ofModule.get(state.kind).get(path)
+}
+const mostNodes = 1500
+async function drawTree(focus = false) {
+  const v = kind() ? await view() : null, scale = v && (v.k.scales ??= {}, v.k.scales[state.stat] ??= scaleOf(v.value)), j = v && column(v.k.step, state.step), seen = visible()
+  if (!seen.includes(current)) current = seen[0]
+  $('#tree').replaceChildren(...seen.slice(0, mostNodes).map(m => {
+    const t = v && tensorsOf(m.path), patch = make('span', { className: 'patch' }), i = t?.own[0]
+    if (i != null) {
+      const c = colorOf(scale, v.value[i * v.columns + j])
+      patch.style.background = v.wrong(i, j) ? css('--bad') : c ? `rgb(${c})` : 'transparent'
+    } else patch.style.visibility = 'hidden'
+    const open = m.open || state.words !== ''
+    const node = make('div', { tabIndex: m === current ? 0 : -1, title: m.path + (m.type ? ` (${m.type})` : '') },
+      make('span', { className: 'fold', textContent: m.leaf ? '' : open ? '▾' : '▸' }), patch, make('span', { textContent: m.name }), make('span', { className: 'class', textContent: m.type }))
+    if (t?.bad) node.append(attrs(make('span', { className: 'wrong', textContent: '×' }), { title: 'not finite at some step', 'aria-label': 'not finite at some step' }))
+    node.style.paddingLeft = `${.2 + m.depth * .75}rem`
+    attrs(node, { role: 'treeitem', 'aria-level': m.depth + 1, 'aria-expanded': m.leaf ? null : String(open), 'aria-selected': String(state.path === m.path && m.path !== '') })
+    node.onclick = e => {
+      current = m
+      if (!m.leaf && e.target.classList.contains('fold')) { m.open = !m.open; drawTree(true) } else pickModule(m)
+    }
+    if (m === current) queueMicrotask(() => { if (focus && node.isConnected) node.focus() })
+    return node
+  }))
+  if (seen.length > mostNodes) $('#tree').append(make('div', { textContent: `and ${whole(seen.length - mostNodes)} more: search` }))
+  if (!seen.length) $('#tree').append(make('div', { textContent: 'No module is called so.' }))
+}
+const pickModule = m => choose(!m.path || state.path === m.path && state.label == null ? {} : { path: m.path })
+$('#tree').addEventListener('keydown', e => {
+  const seen = visible(), at = seen.indexOf(current), to = { ArrowDown: at + 1, ArrowUp: at - 1, Home: 0, End: seen.length - 1 }[e.key]
+  if (to != null) current = seen[Math.min(Math.max(to, 0), seen.length - 1)]
+  else if (e.key === 'ArrowRight') { if (!current.leaf && !current.open) current.open = true; else if (!current.leaf) current = seen[at + 1] ?? current }
+  else if (e.key === 'ArrowLeft') { if (!current.leaf && current.open) current.open = false; else current = current.above ?? current }
+  else if (e.key === 'Enter' || e.key === ' ') pickModule(current)
+  else return
+  e.preventDefault()
+  drawTree(true)
+})
+
+// ---- all together
+
+let drawing = Promise.resolve()
+function changed(what) {
+  drawing = drawing.then(() => redraw(what)).catch(e => { $('#small').textContent = `This page has a fault: ${e.message}`; console.error(e) })
+  return drawing
+}
+async function redraw(what) {
+  toAddress()
+  const slider = $('#step'), all = steps()
+  slider.max = Math.max(all.length - 1, 0)
+  slider.value = column(all, state.step)
+  slider.disabled = all.length < 2
+  $('#stepout').textContent = all.length ? whole(state.step) : '–'
+  attrs(slider, { 'aria-valuetext': `step ${state.step}` })
+  $('#clear').hidden = !anything()
+  if (what === 'step' || what === 'choice') { charts.numbers?.redraw(false); charts.heat?.redraw(false) }
+  if (what === 'step') charts.lines?.redraw(false)
+  const tree = drawTree(what === 'choice' && $('#tree').contains(document.activeElement))
+  if (what === 'all' || what === 'kind') { await drawNumbers(); await drawHeat() }
+  if (what !== 'step') await drawLines()
+  await drawSizes()
+  if (what === 'all' || what === 'kind') await fillTable(); else markRows()
+  if (what !== 'kind' && what !== 'all' && kind() && charts.heat) charts.heat.setCursor({ left: -10, top: -10 })
+  await tree
+}
+const moveStep = n => { const all = steps(); state.step = all[Math.min(Math.max(column(all, state.step) + n, 0), all.length - 1)] ?? 0; changed('step') }
+
+function fillOptions(select, names, title, value) {
+  select.replaceChildren(...names.map(n => make('option', { value: n, textContent: title(n) })))
+  if (value != null) select.value = value
+  select.disabled = names.length < 2
+}
+function fillControls() {
+  fillOptions($('#kind'), [...kinds.keys()], n => kinds.get(n).name, state.kind)
+  fillOptions($('#stat'), kind() ? Object.keys(kind().stats) : [], n => data.meanings[n] ?? n, state.stat)
+}
+
+const facts = r => [r.model, `${count(r.steps, 'step')}, ${whole(r.first)} to ${whole(r.last)}`, r.start && `begun ${r.start}`,
+  r.running ? 'still going on when this was made' : r.end && `ended ${r.end}`, r.rows && `${count(r.rows, 'row')}`,
+  r.seconds != null && `recording took ${r.seconds < 10 ? r.seconds.toPrecision(2) : whole(r.seconds)} s${r.share ? `, ${(100 * r.share).toPrecision(2)} % of the training` : ''}`].filter(Boolean).join(' · ')
+
+function begin() {
+  const r = data.run, dark = matchMedia('(prefers-color-scheme: dark)')
+  document.documentElement.dataset.theme = dark.matches ? 'dark' : 'light'
+  dark.addEventListener('change', e => { document.documentElement.dataset.theme = e.matches ? 'dark' : 'light'; changed('all') })
+  $('#theme').onclick = () => { document.documentElement.dataset.theme = isDark() ? 'light' : 'dark'; changed('all') }
+  $('#name').textContent = r.name
+  $('#facts').textContent = facts(r)
+  const trouble = $('#trouble')
+  trouble.hidden = false
+  if (data.trouble) {
+    const b = make('button', { type: 'button', textContent: capital(data.trouble.text) })
+    b.onclick = () => { if (kinds.has(data.trouble.ttype)) { state.kind = data.trouble.ttype; if (!(state.stat in kind().stats)) state.stat = Object.keys(kind().stats)[0]; fillControls() }
+      state.path = data.trouble.path || null; state.label = null; state.step = nearest(steps(), data.trouble.step); changed('all') }
+    trouble.append(b)
+  } else { trouble.textContent = data.kinds.length ? 'All values that were recorded are finite.' : ''; trouble.style.color = 'inherit'; trouble.style.fontWeight = 'normal' }
+  fromAddress()
+  fillControls()
+  fillOptions($('#number'), data.numbers.map((_, i) => String(i)), i => data.numbers[i].name, '0')
+  fillOptions($('#format'), Object.keys(data.formats), n => n)
+  $('#number').onchange = e => { which = +e.target.value; changed('all') }
+  $('#format').onchange = () => changed('step')
+  $('#kind').onchange = e => {
+    state.kind = e.target.value
+    if (!(state.stat in kind().stats)) state.stat = Object.keys(kind().stats)[0]
+    if (state.label != null && !kind().tensors.some(t => t.label === state.label)) state.label = null
+    state.step = nearest(steps(), state.step)
+    fillControls()
+    changed('kind')
+  }
+  $('#stat').onchange = e => { state.stat = e.target.value; changed('kind') }
+  $('#step').oninput = e => { state.step = steps()[+e.target.value] ?? 0; changed('step') }
+  $('#search').oninput = e => { state.words = e.target.value.trim(); fillRows(); drawTree() }
+  $('#clear').onclick = () => choose({})
+  document.addEventListener('keydown', e => {
+    if (e.key === '/' && !/INPUT|SELECT|TEXTAREA/.test(document.activeElement.tagName)) { e.preventDefault(); $('#search').focus() }
+    if (e.key === 'Escape') { if (state.words) { $('#search').value = ''; state.words = ''; fillRows(); drawTree() } else if (anything()) choose({}) }
+  })
+  $('#heat .chart').addEventListener('keydown', e => {
+    const move = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] }[e.key]
+    if (!move) return
+    e.preventDefault()
+    if (move[1]) return moveStep(move[1])
+    const all = kind().tensors, i = all.indexOf(shown()) + (anything() ? move[0] : 0)
+    choose({ label: all[Math.min(Math.max(i, 0), all.length - 1)].label })
+  })
+  addEventListener('hashchange', () => { fromAddress(); fillControls(); changed('all') })
+  if (phone()) $('#side').open = false
+  let width = innerWidth
+  new ResizeObserver(() => {
+    if ((width < 760) !== phone()) { width = innerWidth; changed('all'); return }
+    for (const [id, u] of Object.entries(charts)) { const w = $(`#${id} .chart`).clientWidth; if (w && Math.abs(w - u.width) > 1) u.setSize({ width: w, height: u.tall }) }
+  }).observe($('#main'))
+  const thin = data.kinds.find(k => k.step.length && r.steps > 2 * k.step.length)
+  $('#small').textContent = 'Drag over a chart to zoom in, double-click to zoom out. The address of the page remembers what is chosen.' +
+    (thin ? ` Of neighbouring steps, a chart shows the one that is farthest from the usual: ${whole(thin.step.length)} columns for ${whole(r.steps)} steps.` : '') + ` Made by torchember${r.version ? ' ' + r.version : ''}; all of it is in this file.`
+  return changed('all')
+}
+begin().then(() => { document.documentElement.dataset.ready = 'yes' })
