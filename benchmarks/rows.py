@@ -488,6 +488,36 @@ def pictures(quick):
             yield line(f'{f.__name__}, {what}', took, 's', at_most=5, note=f'CPU time for {len(df):,} rows')
 
 
+@row('report', 'a page of a run of 200 modules and 1 000 steps, opened from disk')
+def report(quick):
+    import shutil
+
+    import numpy as np
+    import pandas as pd
+
+    from torchember import report
+    layers,steps = (50, 200) if quick else (200, 1000)
+    df = pd.concat([table_of(layers, steps).assign(ttype=t) for t in ('input', 'output', 'weight', 'weight_grad')], ignore_index=True)
+    for i,c in enumerate(('mean', 'max', 'min')): df[c] = np.random.default_rng(i).normal(size=len(df)) # noise: nothing is harder to compress
+    file,told = Path(home())/'page.html',f'{len(df):,} rows, 4 statistics'
+    took = seconds(lambda: report(df, file))
+    yield line('size', file.stat().st_size/1e6, 'MB', at_most=15, note=told)
+    yield line('to write it', took, 's', note=f'CPU time, {told}')
+    try: from playwright.sync_api import sync_playwright
+    except ImportError: raise Skip('playwright is not installed') from None
+    if not (chromium := shutil.which('chromium')): raise Skip('there is no chromium')
+    def ready():
+        with sync_playwright() as p:
+            page = p.chromium.launch(executable_path=chromium, args=['--no-sandbox']).new_page(viewport={'width': 1400, 'height': 1000})
+            page.goto(file.as_uri())
+            first = float(page.wait_for_selector('html[data-ready]').get_attribute('data-ready'))/1e3
+            return first, page.evaluate("""async () => { const now = performance.now(); choose({ label: kind().tensors[7].label, step: 5 })
+                await drawing; await new Promise(requestAnimationFrame); return performance.now()-now }""")/1e3
+    opened,clicked = zip(*[ready() for _ in range(2 if quick else 7)], strict=True)
+    yield line('from opening until it can be used', sorted(opened)[len(opened)//2], 's', at_most=3, n=len(opened), note='by the clock; median, headless Chromium')
+    yield line('from a click until all is drawn', sorted(clicked)[len(clicked)//2], 's', n=len(clicked), note='by the clock; median')
+
+
 # ---- a long run
 
 @row('steps', '10 000 armed steps of a small MLP: what has grown')

@@ -25,7 +25,8 @@ def html_of(
     page:dict # What `page_of` gives
 ) -> str:
     "The page, with all that it needs inside"
-    styles,scripts = [of_web(n) for n in ('uPlot.min.css', 'report.css')],[f"/*\n{of_web('uPlot.LICENSE')}*/\n{of_web('uPlot.iife.min.js')}", of_web('report.js')]
+    styles = [of_web(n) for n in ('uPlot.min.css', 'report.css')]
+    scripts = [f"/*\n{of_web('uPlot.LICENSE')}*/\n{of_web('uPlot.iife.min.js')}", of_web('report.js')]
     data = json.dumps(page, allow_nan=False, separators=(',', ':')).replace('<', r'\u003c') # so that no name of a layer can end the element
     put = {'scripts': ' '.join(map(checksum, scripts)), 'styles': ' '.join(map(checksum, styles)), 'title': escape(f"{page['run']['name']} · torchember"),
         'head': ''.join(f'<style>{s}</style>\n' for s in styles),

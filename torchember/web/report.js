@@ -624,4 +624,4 @@ function begin() {
     (thin ? ` Of neighbouring steps, a chart shows the one that is farthest from the usual: ${whole(thin.step.length)} columns for ${whole(r.steps)} steps.` : '') + ` Made by torchember${r.version ? ' ' + r.version : ''}; all of it is in this file.`
   return changed('all')
 }
-begin().then(() => { document.documentElement.dataset.ready = 'yes' })
+begin().then(() => { document.documentElement.dataset.ready = Math.round(performance.now()) })
