@@ -514,7 +514,7 @@ def report(quick):
             return first, page.evaluate("""async () => { const now = performance.now(); choose({ label: kind().tensors[7].label, step: 5 })
                 await drawing; await new Promise(requestAnimationFrame); return performance.now()-now }""")/1e3
     opened,clicked = zip(*[ready() for _ in range(2 if quick else 7)], strict=True)
-    yield line('from opening until it can be used', sorted(opened)[len(opened)//2], 's', at_most=3, n=len(opened), note='by the clock; median, headless Chromium')
+    yield line('from opening until it can be used', sorted(opened)[len(opened)//2], 's', at_most=3, n=len(opened), note='by the clock; median')
     yield line('from a click until all is drawn', sorted(clicked)[len(clicked)//2], 's', n=len(clicked), note='by the clock; median')
 
 
