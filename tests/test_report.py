@@ -127,6 +127,7 @@ def test_a_click_leads_to_the_sizes_of_a_layer_and_the_address_remembers(chromiu
         for e,share in zip(*shares, strict=True):
             if low<=e<low+len(counts): assert share==pytest.approx(counts[e-low]/sum(row.exponents), rel=1e-3)
         expect(page.locator('#layers tr[aria-selected=true]')).to_have_count(1)
+        expect(page.locator('[role=treeitem][aria-selected=true]')).to_have_attribute('title', '2.1 (Tanh)')
         address = page.evaluate('location.hash')
         page.keyboard.press('Escape')
         drawn(page)

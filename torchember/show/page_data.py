@@ -69,6 +69,7 @@ def tree_of_paths(paths, root):
 # %% ../../nbs/60_show/96_page_data.ipynb #096c71ed
 most_values = 3_000_000 # of all matrices together: some 8 MB
 most_steps = 24 # with exponent counts
+most_counts = 100_000 # tensors times steps with exponent counts
 favourites = 'std', 'rms', 'abs_max', 'mean', 'zero_frac', 'max', 'min', 'abs_mean', 'l2', 'ratio', 'kurtosis'
 
 def stats_to_send(rows, stats):
@@ -173,7 +174,8 @@ def page_of(
 def add_exponents(run, kinds, tensors, also):
     "Put the exponent counts of a few steps beside the matrices"
     if not len(tensors): return
-    steps = some_steps(tensors['step'].to_numpy(), also)
+    n = sum(len(k['tensors']) for k in kinds)
+    steps = some_steps(tensors['step'].to_numpy(), also, int(np.clip(most_counts//n, 2, most_steps)))
     try: table = table_of(run, ['exponents'], steps=steps)
     except ValueError: return # a table without them
     if 'exponents' not in table: return

@@ -102,6 +102,7 @@ function choose({ label = null, path = null, step = null }) {
   state.label = label
   state.path = label != null ? kind().tensors.find(t => t.label === label)?.path ?? null : path
   if (step != null) state.step = nearest(steps(), step)
+  reveal()
   changed('choice')
 }
 
@@ -224,7 +225,8 @@ function summaryOf(n, y) {
   return `first ${few(ok[0])}, last ${few(ok[ok.length - 1])}, lowest ${few(ok.reduce((a, b) => Math.min(a, b)))}${odd ? `; not finite ${count(odd, 'time')}` : ''}`
 }
 const widest = 26 // letters
-const labelRoom = () => phone() ? 52 : Math.max(60, 16 + 6.8 * Math.max(0, ...shortened(kind()?.tensors.map(t => t.label) ?? [], widest).map(s => s.length)))
+const labelRoom = () => phone() ? 52 : Math.max(60, 16 + 6.8 * longest(shortened(kind()?.tensors.map(t => t.label) ?? [], widest)))
+const longest = names => names.reduce((n, s) => Math.max(n, s.length), 0)
 
 // ---- all layers and steps
 
@@ -254,9 +256,11 @@ async function drawHeat() {
       ctx.drawImage(image, j, 0, 1, rows, Math.floor(x[j]), bbox.top, Math.max(Math.ceil(x[j + 1]) - Math.floor(x[j]), 1), bbox.height)
     ctx.fillStyle = css('--bad')
     for (const [i, j] of bad) ctx.fillRect(Math.floor(x[j]), bbox.top + i * tall, Math.max(Math.ceil(x[j + 1]) - Math.floor(x[j]), 2), Math.max(tall, 2))
-    if (anything()) {
-      ctx.strokeStyle = css('--ink'); ctx.lineWidth = 1.5 * devicePixelRatio
-      for (const [from, to] of spans(k.tensors.map(chosen))) ctx.strokeRect(bbox.left + 1, bbox.top + from * tall, bbox.width - 2, Math.max((to - from) * tall, 3))
+    const flags = anything() ? k.tensors.map(t => !chosen(t)) : []
+    if (flags.includes(false)) { // what is not chosen pales
+      ctx.globalAlpha = .6
+      ctx.fillStyle = css('--back')
+      for (const [from, to] of spans(flags)) ctx.fillRect(bbox.left, bbox.top + from * tall, bbox.width, (to - from) * tall)
     }
     ctx.restore()
   }
@@ -296,7 +300,7 @@ const capital = s => s.charAt(0).toUpperCase() + s.slice(1)
 const elided = (s, n) => s.length <= n ? s : s.slice(0, Math.floor((n - 1) / 3)) + '…' + s.slice(s.length - (n - 1 - Math.floor((n - 1) / 3)))
 function shortened(names, n) { // without what all of them begin with
   let parts = names.map(s => s.split('.'))
-  while (Math.max(...parts.map(p => p.join('.').length)) > n && parts.length > 1 && parts.every(p => p.length > 1 && p[0] === parts[0][0])) parts = parts.map(p => p.slice(1))
+  while (longest(parts.map(p => p.join('.'))) > n && parts.length > 1 && parts.every(p => p.length > 1 && p[0] === parts[0][0])) parts = parts.map(p => p.slice(1))
   return parts.map(p => elided(p.join('.'), n))
 }
 
@@ -487,6 +491,12 @@ function tensorsOf(path) {
   }
   return ofModule.get(state.kind).get(path)
 }
+function reveal() { // the chosen module, in the tree
+  const m = state.path && modules.find(m => m.path === state.path)
+  if (!m) return
+  for (let a = m.above; a; a = a.above) a.open = true
+  current = m
+}
 const mostNodes = 1500
 async function drawTree(focus = false) {
   const v = kind() ? await view() : null, scale = v && (v.k.scales ??= {}, v.k.scales[state.stat] ??= scaleOf(v.value)), j = v && column(v.k.step, state.step), seen = visible()
@@ -510,6 +520,8 @@ async function drawTree(focus = false) {
     if (m === current) queueMicrotask(() => { if (focus && node.isConnected) node.focus() })
     return node
   }))
+  const here = $('#tree [aria-selected=true]'), nav = $('#side').open && here?.closest(phone() ? '#tree' : 'nav')
+  if (nav && (here.offsetTop < nav.scrollTop || here.offsetTop + here.offsetHeight > nav.scrollTop + nav.clientHeight)) nav.scrollTop = here.offsetTop - nav.clientHeight / 2
   if (seen.length > mostNodes) $('#tree').append(make('div', { textContent: `and ${whole(seen.length - mostNodes)} more: search` }))
   if (!seen.length) $('#tree').append(make('div', { textContent: 'No module is called so.' }))
 }
@@ -583,6 +595,7 @@ function begin() {
     trouble.append(b)
   } else { trouble.textContent = data.kinds.length ? 'All values that were recorded are finite.' : ''; trouble.style.color = 'inherit'; trouble.style.fontWeight = 'normal' }
   fromAddress()
+  reveal()
   fillControls()
   fillOptions($('#number'), data.numbers.map((_, i) => String(i)), i => data.numbers[i].name, '0')
   fillOptions($('#format'), Object.keys(data.formats), n => n)
