@@ -23,7 +23,9 @@ def output_md(o, name):
 def cell_md(c):
     "One cell as Markdown, with its links relative to `root`"
     if {'hide', 'export', 'default_exp'} & c.directives.keys(): return []
-    if c.cell_type=='markdown': return [re.sub(r'\]\((?!\w+:|#|/)([^)\s]+)', lambda m: f"]({normpath('nbs/'+m[1])}", c.source)]
+    if c.cell_type=='markdown':
+        text = c.source.replace('<a href="digits.html">Open a report</a>', 'Open `examples/out/digits.html`, which `make demo` writes') # GitHub shows no pages
+        return [re.sub(r'\]\((?!\w+:|#|/)([^)\s]+)', lambda m: f"]({normpath('nbs/'+m[1])}", text)]
     return [f'```python\n{c.source}\n```', *(output_md(o, f'{c.id}-{i}') for i,o in enumerate(c.outputs))]
 
 shutil.rmtree(images, ignore_errors=True)
