@@ -279,7 +279,15 @@ def sources():
     yield 'numbers only', lambda: read(train(net(), 'a', 5), ttype='scalar')
     yield 'a constant', lambda: train(nn.Sequential(nn.Linear(8, 4), nn.Threshold(1e9, 0.)), 'a', 4)
     yield 'every third step', lambda: train(net(), 'a', 30, every=3)
+    yield 'gradients that vanish', lambda: train(nn.Sequential(*[nn.Linear(8, 8) for _ in range(120)]), 'a', 3)
+    yield 'numbers of all sizes', lambda: sized(train(net(), 'a', 4, 'basic').t.df)
     yield 'still going on', lambda: unfinished()
+
+
+def sized(df): # from the smallest float32 to the largest, and doubles beyond
+    for c in ('std', 'max'): df[c] = np.geomspace(1e-320 if c=='max' else 1e-45, 1e300 if c=='max' else 3e38, len(df))
+    df.loc[df.index[::7], 'std'] = 0.
+    return df
 
 
 def unfinished():

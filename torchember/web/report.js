@@ -10,6 +10,7 @@ const few = v => !Number.isFinite(v) ? (v === v ? (v > 0 ? '∞' : '−∞') : '
   v === 0 ? '0' : Math.abs(v) >= 1e5 || Math.abs(v) < 1e-3 ? v.toExponential(2).replace('e+', 'e') : String(+v.toPrecision(4))
 const whole = n => n == null ? '' : Math.round(n).toLocaleString('en')
 const raised = n => '2' + String(n).replace(/./g, c => c === '-' ? '⁻' : '⁰¹²³⁴⁵⁶⁷⁸⁹'[c])
+const percent = v => `${100 * v >= 100 ? whole(100 * v) : +(100 * v).toPrecision(v < .1 ? 2 : 3)} %`
 const count = (n, one) => `${whole(n)} ${one}${n === 1 ? '' : 's'}`
 
 // ---- what is looked at: also in the address, so that it can be sent on
@@ -193,10 +194,9 @@ const wide = values => { // whether an axis is better logarithmic
   for (const v of values) if (Number.isFinite(v)) { if (v < 0) return false; if (v > 0) { if (v < low) low = v; if (v > high) high = v } }
   return high > 100 * low
 }
-const yAxis = (log, size) => ({ size, values: (u, ticks) => ticks.map(v => v == null ? '' : few(v)), ...(log ? { filter: (u, ticks) => {
-  const decades = new Set(ticks.filter(v => v > 0).map(v => Math.floor(Math.log10(v) + 1e-9))), every = Math.ceil(decades.size / 7)
-  return ticks.map(v => { const e = Math.log10(v); return Math.abs(e - Math.round(e)) < 1e-6 && Math.round(e) % every === 0 || decades.size < 2 ? v : null })
-} } : {}) })
+// A logarithmic axis is one of exponents of ten: so it also has room for what is smaller or larger than a chart's own can count to
+const heightOf = (v, log) => Number.isFinite(v) && (!log || v > 0) ? log ? Math.log10(v) : v : null
+const yAxis = (log, size) => ({ size, values: (u, ticks) => ticks.map(v => v == null ? '' : few(log ? 10 ** v : v).replace('.00e', 'e')), ...(log ? { incrs: [.30103, 1, 2, 3, 5, 10, 20, 50, 100] } : {}) })
 const xAxis = { size: 26, values: (u, ticks) => ticks.map(v => Number.isInteger(v) ? whole(v) : '') }
 
 // ---- the number that was noted: the loss
@@ -207,12 +207,12 @@ async function drawNumbers() {
   section.hidden = !data.numbers.length
   if (section.hidden) return
   const n = data.numbers[which], y = await numbers(n.value), odd = n.step.filter((_, i) => !Number.isFinite(y[i]))
-  const log = wide(y), ok = Array.from(y, v => Number.isFinite(v) && (!log || v > 0) ? v : null)
+  const log = wide(y), ok = Array.from(y, v => heightOf(v, log))
   const read = u => {
     const i = u.cursor.idx
     $('.readout', section).textContent = i == null || i < 0 ? summaryOf(n, y) : `step ${whole(n.step[i])}: ${n.name} ${few(y[i]) || 'NaN'}`
   }
-  chart('numbers', { ...overSteps({ scales: { y: { distr: log ? 3 : 1 } }, click: (u, x) => choose({ label: state.label, path: state.path, step: x }),
+  chart('numbers', { ...overSteps({ click: (u, x) => choose({ label: state.label, path: state.path, step: x }),
     hooks: { setCursor: [read], draw: [u => crosses(u, odd, css('--bad'))] } }),
     series: [{}, { stroke: palette()[0], width: 1.5, spanGaps: false, points: { show: ok.length < 3 } }], axes: [xAxis, yAxis(log, labelRoom())] }, [n.step, ok], 150)
   attrs($('.chart', section), { 'aria-label': `Line chart of ${n.name} over the steps. ${summaryOf(n, y)}` })
@@ -314,7 +314,7 @@ async function drawLines() {
   const v = await view(), { k, columns, value } = v, log = wide(value)
   const marked = k.tensors.map((t, i) => chosen(t) ? i : -1).filter(i => i >= 0).slice(0, mostLines)
   const every = Math.ceil(k.tensors.length / mostLines), all = k.tensors.map((_, i) => i).filter(i => i % every === 0 && !marked.includes(i))
-  const of = i => { const out = new Array(columns); for (let j = 0; j < columns; j++) { const y = value[i * columns + j]; out[j] = Number.isFinite(y) && (!log || y > 0) ? y : null } return out }
+  const of = i => { const out = new Array(columns); for (let j = 0; j < columns; j++) out[j] = heightOf(value[i * columns + j], log); return out }
   const order = [...all, ...marked], colors = palette()
   const color = (i, n) => marked.length ? n < all.length ? css('--line') : colors[(n - all.length) % colors.length] :
     all.length <= 8 ? colors[n] : data.colors.scale[Math.round((isDark() ? .12 + .8 * n / all.length : .92 * n / all.length) * 63)]
@@ -324,8 +324,8 @@ async function drawLines() {
     const j = u.posToIdx(left)
     let best = null, least = 40
     order.forEach((i, n) => {
-      const y = value[i * columns + j]
-      if (!Number.isFinite(y) || log && y <= 0) return
+      const y = heightOf(value[i * columns + j], log)
+      if (y == null) return
       const far = Math.abs(u.valToPos(y, 'y') - top) - (n >= all.length ? 4 : 0)
       if (far < least) { least = far; best = i }
     })
@@ -344,7 +344,7 @@ async function drawLines() {
     })
     if (i == null && marked.length > 8) out.append(`and ${whole(marked.length - 8)} more`)
   }
-  chart('lines', { ...overSteps({ scales: { y: { distr: log ? 3 : 1 } },
+  chart('lines', { ...overSteps({
     click: (u, x, left, top) => { const [i] = near(u, left, top); choose(i == null ? { label: state.label, path: state.path, step: x } : { label: k.tensors[i].label, step: x }) },
     hooks: { setCursor: [read], draw: [u => crosses(u, odd, css('--bad'))] } }),
     series: [{}, ...order.map((i, n) => ({ stroke: color(i, n), width: n >= all.length ? 2 : all.length > 30 ? .7 : 1.2, points: { show: sparse, size: 5 } }))],
@@ -397,12 +397,11 @@ async function drawSizes() {
     ctx.restore()
   }
   const label = v => counts[0] && v === low - 2 ? '0, less' : counts[counts.length - 1] && v === high + 2 ? 'more' : Number.isInteger(v) && v >= range[0] && v <= range[1] ? raised(v) : ''
-  const share = v => `${+(100 * v).toPrecision(3)} %`
   const tell = u => {
     const i = u.cursor.idx
     const outside = format ? x.reduce((sum, v, i) => sum + (v < format[0] && v !== low - 2 || v > format[2] ? y[i] : 0), 0) : null
     out.textContent = i == null || !(u.cursor.left >= 0) ? `${whole(total)} numbers${t.shape ? `, shape (${t.shape.join(', ')})` : ''}${t.dtype ? `, ${t.dtype}` : ''}` +
-      (format ? `; ${share(outside)} of them outside ${$('#format').value}` : '') : `${label(x[i])}${Number.isInteger(+x[i]) && x[i] >= low && x[i] <= high ? ' to ' + raised(x[i] + 1) : ''}: ${share(y[i])}`
+      (format ? `; ${percent(outside)} of them outside ${$('#format').value}` : '') : `${label(x[i])}${Number.isInteger(+x[i]) && x[i] >= low && x[i] <= high ? ' to ' + raised(x[i] + 1) : ''}: ${percent(y[i])}`
   }
   chart('sizes', { scales: { x: { time: false, range: () => range }, y: { range: (u, a, b) => [0, b * 1.18] } }, cursor: { drag: { x: false, y: false }, points: { show: false } },
     hooks: { drawClear: [band], setCursor: [tell] },
@@ -410,7 +409,7 @@ async function drawSizes() {
     axes: [{ size: 26, splits: () => { const every = [1, 2, 4, 8, 16, 32].find(k => (range[1] - range[0]) / k <= (phone() ? 6 : 14)) ?? 64, out = []
       for (let v = Math.ceil(range[0]); v <= range[1]; v++) if (v >= low - 1 && v <= high + 1 && v % every === 0 || v < low - 2 && v % every === 0 || v > high + 2 && v % every === 0 || counts[0] && v === low - 2 || counts[counts.length - 1] && v === high + 2) out.push(v)
       return out }, values: (u, ticks) => ticks.map(label) },
-    { size: labelRoom(), values: (u, ticks) => ticks.map(v => share(v)) }] }, [x, y], 230)
+    { size: labelRoom(), values: (u, ticks) => ticks.map(v => percent(v)) }] }, [x, y], 230)
   tell(charts.sizes)
   attrs(box, { 'aria-label': `Histogram of sizes: ${out.textContent}. Most of them at ${label(x[y.indexOf(Math.max(...y))])}.` })
 }
@@ -577,7 +576,7 @@ function fillControls() {
 
 const facts = r => [r.model, `${count(r.steps, 'step')}, ${whole(r.first)} to ${whole(r.last)}`, r.start && `begun ${r.start}`,
   r.running ? 'still going on when this was made' : r.end && `ended ${r.end}`, r.rows && `${count(r.rows, 'row')}`,
-  r.seconds != null && `recording took ${r.seconds < 10 ? r.seconds.toPrecision(2) : whole(r.seconds)} s${r.share ? `, ${(100 * r.share).toPrecision(2)} % of the training` : ''}`].filter(Boolean).join(' · ')
+  r.seconds != null && `recording took ${r.seconds < 10 ? r.seconds.toPrecision(2) : whole(r.seconds)} s${r.share ? `, ${percent(r.share)} of the training` : ''}`].filter(Boolean).join(' · ')
 
 function begin() {
   const r = data.run, dark = matchMedia('(prefers-color-scheme: dark)')
