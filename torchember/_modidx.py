@@ -1637,6 +1637,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'torchember/show/live_view.py'),
                                            'torchember.show.live_view.Reader.kill': ( '60_show/live_view.html#reader.kill',
                                                                                       'torchember/show/live_view.py'),
+                                           'torchember.show.live_view.Reader.over': ( '60_show/live_view.html#reader.over',
+                                                                                      'torchember/show/live_view.py'),
                                            'torchember.show.live_view.Reader.say': ( '60_show/live_view.html#reader.say',
                                                                                      'torchember/show/live_view.py'),
                                            'torchember.show.live_view.TerminalScreen': ( '60_show/live_view.html#terminalscreen',

@@ -110,11 +110,11 @@ class Viewer:
         fig.savefig(out, format='png')
         return out.getvalue()
 
-# %% ../../nbs/60_show/93_live_view.ipynb #5468dc17
+# %% ../../nbs/60_show/93_live_view.ipynb #72df7a7e
 def serve():
     "Answer questions, until there are no more"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if hasattr(os, 'nice'): os.nice(10)
+    if hasattr(os, 'nice'): os.nice(3) # with more a machine that is busy would show nothing for minutes
     asked,told = sys.stdin.buffer,os.fdopen(os.dup(1), 'wb')
     nothing = os.open(os.devnull, os.O_WRONLY)
     for fd in (1, 2): os.dup2(nothing, fd) # nobody else may write there
@@ -165,15 +165,25 @@ class Reader:
 
     def kill(self): self.p.kill()
 
-    def end(self):
+    def end(self): # CPU seconds that it took; None where that cannot be known
         "Let it go"
         for pipe in (self.p.stdin, self.p.stdout):
             try: pipe.close()
             except OSError: pass # it is gone already
-        try: self.p.wait(2)
-        except subprocess.TimeoutExpired:
+        until = time.monotonic()+2
+        while (got := self.over()) is None and time.monotonic()<until: time.sleep(.01)
+        if got is None:
             self.p.kill()
-            self.p.wait()
+            got = self.over(wait=True)
+        return got or None
+
+    def over(self, wait=False): # CPU seconds that it took, 0 where that cannot be known, None when it is not over
+        "Look whether it has ended"
+        try: pid,status,usage = os.wait4(self.p.pid, 0 if wait else os.WNOHANG)
+        except (AttributeError, ChildProcessError): return None if (self.p.wait() if wait else self.p.poll()) is None else 0 # on Windows
+        if not pid: return None
+        self.p.returncode = os.waitstatus_to_exitcode(status)
+        return usage.ru_utime+usage.ru_stime
 
 # %% ../../nbs/60_show/93_live_view.ipynb #4460ff0a
 class NotebookScreen:
@@ -221,7 +231,7 @@ def screen_for(name):
         return NotebookScreen(name)
     return TerminalScreen(name) if in_terminal() else LogScreen(name)
 
-# %% ../../nbs/60_show/93_live_view.ipynb #285bdf8a
+# %% ../../nbs/60_show/93_live_view.ipynb #329e82ef
 class Live:
     "A run that is shown while it goes on. `close()` ends it; `seconds` is the CPU time that it took"
     share,credit = .05,1. # of a core that drawing may take; seconds of it in advance
@@ -252,7 +262,7 @@ class Live:
         except Exception as e: self.say(f"has stopped: {'its process has ended' if isinstance(e, EOFError|OSError) else f'{type(e).__name__}: {e}'}")
         finally:
             try:
-                if self.reader: self.reader.end()
+                if self.reader: self.others = self.reader.end() or self.others
                 self.screen.end()
             except Exception: pass # a terminal that was closed
             self.own = time.thread_time()
