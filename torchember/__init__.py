@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from .show.first_look import overview as overview
     from .show.first_look import summary as summary
     from .show.page import report as report
+    from .show.live_view import live as live
     from .show.ranges import out_of_range as out_of_range
     from .show.trees import tree as tree
     from .show.update_ratios import updates as updates
@@ -81,6 +82,7 @@ rooms = {
     'overview': 'show.first_look', 'summary': 'show.first_look', 'scalar_line': 'show.lines', 'exp_hist': 'show.histograms', 'ridge': 'show.histograms',
     'scalar_global_heatmap': 'show.heatmaps', 'tree': 'show.trees',
     'out_of_range': 'show.ranges', 'updates': 'show.update_ratios', 'compare': 'show.comparison', 'report': 'show.page',
+    'live': 'show.live_view',
     'FacetException': 'show.lines',
     'noise_scale': 'state.noise', 'NoiseScale': 'state.noise',
     'select': 'choose', 'every': 'choose', 'at': 'choose', 'until': 'choose', 'between': 'choose', 'log_spaced': 'choose',

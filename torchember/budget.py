@@ -99,11 +99,12 @@ def size(
 # %% ../nbs/35_budget.ipynb #bf098c08
 class Report(dict):
     """What a run did: steps, rows, bytes, seconds spent recording and their share of the time from first to last step, errors, tensors skipped,
-    remarks, seconds that compiled code took to load beside"""
+    remarks, seconds of these that live pictures took, seconds that compiled code took to load beside"""
     def __repr__(self):
         bad = [f'{self[k]:,} {what}' for k,what in (('errors', 'errors'), ('skipped', 'tensors skipped')) if self.get(k)]
         done = f"{self['run']}: {self['recorded']:,} of {self['steps']:,} steps recorded, {self['rows']:,} rows, {size(self['bytes'])}"
         took = f"recording took {duration(self['seconds'])}, {self['share']:.2%} of the time from first to last step"
+        if self.get('live'): took += f" (of which live: {duration(self['live'])}, in a process of its own)"
         loaded = [f"compiled loops loaded in {duration(self['beside'])}, beside"] if self.get('beside') else []
         return '\n'.join(['; '.join([done, took, *loaded, *([self['budget']] if 'budget' in self else []), *bad]), *self.get('remarks', ())])
 

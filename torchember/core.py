@@ -78,7 +78,7 @@ class torchEmber:
         when,stats = schedule(every),stats if callable(stats) else stat_names(stats)
         if overhead is not None: check_share(overhead)
         self.tracks,self.armed = tracks(inner),False
-        self.chosen = include,exclude
+        self.chosen,self.views = (include, exclude),[] # views: live pictures of the run
         self.watched(self.tracks) # raises before anything is changed
         rank,ranks = rank_and_size()
         if ranks>1: name = f'{name or shared_name(self.model_name)}.rank{rank}'
@@ -322,6 +322,20 @@ class torchEmber:
         from torchember import overview # the show wing stands on this room: it is looked up when it is asked for
         return overview(self, *args, **kwargs)
 
+    def live(self,
+        **kwargs # Of `torchember.live`
+    ): # What shows it; its `close()` ends that sooner
+        """Show the run from now on until `close`: in a notebook as `show` does, drawn again below this cell as rows arrive; in a terminal as a line
+
+        Args:
+            **kwargs: Of `torchember.live`
+
+        Returns:
+            What shows it; its `close()` ends that sooner
+        """
+        from torchember import live
+        return live(self, **kwargs)
+
     def summary(self,
         *args, **kwargs # Of `torchember.summary`
     ):
@@ -342,12 +356,14 @@ class torchEmber:
         self.recorder.close()
         self.disarm()
         self.t.close()
+        for v in self.views: v.close() # the last picture
         r,f = self.recorder,self.t.file
-        seconds,elapsed = r.seconds(),r.cost.elapsed
+        live = sum(v.seconds for v in self.views)
+        seconds,elapsed = r.seconds()+live,r.cost.elapsed
         self.t.end(seconds=seconds, share=seconds/elapsed if elapsed else 0.) # of recording, for those who read the run
         return Report(run=self.fname, steps=r.seen_steps, recorded=r.recorded_steps, rows=f.rows, bytes=f.written,
             seconds=seconds, share=seconds/elapsed if elapsed else 0., errors=r.notices.errors, skipped=r.notices.unmeasurable, remarks=r.remarks(),
-            **({'beside': r.cost.loading} if r.cost.loading else {}),
+            **({'live': live} if live else {}), **({'beside': r.cost.loading} if r.cost.loading else {}),
             **({} if r.cost.budget is None else {'thinned': r.cost.budget.thinned-r.decide.denied, 'budget': str(r.cost.budget)}))
 
     def __enter__(self): return self.arm()

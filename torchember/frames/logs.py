@@ -14,13 +14,14 @@ from socket import gethostname
 
 import numpy as np
 
+from ..bars import progress
 from ..measure.summary import derived
 from ..needs import needs
 from ..record import an, identity, optional, unknown
 from ..store.base import folder
 from ..store.jsonl import emberTracker, last_step_of, tracker
 from ..store.columns import Odd, bad, columns_of, times_of
-from ..store.reading import blocks_of, current, frame, in_order, key, layouts_of, parse, path_of, with_path
+from ..store.reading import blocks_of, current, frame, in_order, key, layouts_of, parsed, path_of, with_path
 
 # %% ../../nbs/50_frames/00_logs.ipynb #51408907
 class Source:
@@ -258,7 +259,7 @@ def read(
     needs('pandas', for_='A table of rows')
     runs,several = sources(run, home)
     choice = Choice(path, ttype, tname, steps)
-    tables = [tidy(rows_of(s, choice, columns), s.name if several else None) for s in runs]
+    tables = [tidy(rows_of(s, choice, columns), s.name if several else None) for s in (progress(runs, f'reading {len(runs)} runs') if len(runs)>1 else runs)]
     df = under_each_other([t for t in tables if len(t)] or tables[:1])
     if not len(df) and choice.asked: raise ValueError(nothing_chosen(choice, together(runs)))
     if columns is None: return df
@@ -282,7 +283,7 @@ def rows_of(source, choice, columns=None):
         if 'shape' in df: df['shape'] = shapes(df['shape'])
     return current(df)
 
-def all_rows(source): return [r for data in source.blocks() for r in parse(data)[0]]
+def all_rows(source): return parsed(source.blocks, source.file())[0]
 
 class Those:
     "Columns by a function of their name, and those that are always needed"

@@ -8,6 +8,7 @@ __all__ = ['piece', 'Unmeasurable', 'flat', 'dense', 'loops', 'warm', 'ready', '
 
 # %% ../../nbs/10_measure/05_kernels.ipynb #ded65dfa
 import atexit, math, os, threading, warnings
+from contextlib import nullcontext
 from functools import cache
 from time import perf_counter
 
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 
 from .summary import Summary, index, length, merge, nothing, parts, read_array, scalars, width
+from ..bars import waiting
 from ..private_torch import is_wrapped
 from ..record import EmberWarning, an
 
@@ -367,6 +369,8 @@ def numba_room():
     from torchember.measure import cpu
     return cpu
 
+compiling = 'compiling the loops that measure tensors' # which is kept on disk for the next time
+
 class Loader:
     "Loads the compiled loops, a format at a time: for who waits, or beside what goes on"
     def __init__(self):
@@ -399,8 +403,9 @@ class Loader:
             if fmt in self.loaded or self.lost or self.over: return
             start = perf_counter()
             try:
-                self.room = numba_room()
-                if self.room is not None: self.room.load(fmt)
+                with nullcontext() if threading.current_thread() in self.threads else waiting(compiling):
+                    self.room = numba_room()
+                    if self.room is not None: self.room.load(fmt)
             except Exception as e: self.room,self.error = None,f'{type(e).__name__}: {e!s:.200}' # say, a numba that does not know this numpy
             if self.room is None: self.lost = True
             else: self.loaded.add(fmt)
@@ -416,7 +421,8 @@ class Loader:
         return False
 
     def wait(self, timeout=None):
-        for t in list(self.threads): t.join(timeout)
+        with waiting(compiling) if self.ended<len(self.threads) else nullcontext():
+            for t in list(self.threads): t.join(timeout)
 
     def end(self):
         self.over = True

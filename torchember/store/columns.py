@@ -12,6 +12,7 @@ from importlib import import_module
 
 import numpy as np
 
+from ..bars import progress
 from ..measure.summary import derived, lost_value
 from ..needs import needs
 from ..record import load_row, loads, put_back
@@ -52,13 +53,15 @@ class Scan:
     "What there is in the lines of a file"
     def __init__(self,
         path, # File of JSON lines
-        size:int # Bytes of it to look at
+        size:int, # Bytes of it to look at
+        tell=None # Is told how many bytes were looked at
     ):
         self.path,self.size,self.rows,self.quotes,self.bools,self.longest = path,size,0,0,0,1<<19
         self.nulls,self.sample,self.torn = {},[],False # name -> rows; lines; whether there is a piece of a line at the end
         for data in blocks(path, size):
             if data.endswith(b'\n'): self.look(data, np.frombuffer(data, np.uint8))
             elif data.strip(): self.torn = True
+            if tell: tell(len(data))
         if self.torn and whole(data): raise Odd('nothing but the end of the last line is missing')
         self.nulls = {name: np.concatenate(rows) for name,rows in self.nulls.items()}
 
@@ -298,7 +301,7 @@ def fractions(scan, names):
     return found
 
 # %% ../../nbs/30_store/07_columns.ipynb #4bf5a5d2
-def gather(asked, only=None, keep=None):
+def gather(asked, only=None, keep=None, tell=None):
     "Columns of the rows that are kept, and the numbers of these rows. What has not been checked is read whole, and checked. Raises Odd"
     scan,schema,complete = asked.scan,asked.schema,False
     while True:
@@ -315,6 +318,7 @@ def gather(asked, only=None, keep=None):
                 for k in wanted: parts.setdefault(k, []).append(piece[k][which])
                 if keep: rows.append(which+at)
                 at += n
+                if tell: tell(n*scan.size/scan.rows)
             else:
                 if check: check.end()
                 return {k: np.concatenate(parts.pop(k)) for k in list(parts)}, np.concatenate(rows) if keep else None
@@ -469,12 +473,13 @@ def columns_of(
     s = os.stat(path)
     who = s.st_dev, s.st_ino, s.st_mtime_ns, s.st_size, size
     try:
-        if who not in learnt:
-            if len(learnt)>8: learnt.clear()
-            scan = Scan(path, size)
-            learnt[who] = scan,Schema(scan.sample, scan.rows)
-        scan,schema = learnt[who]
-        read,rows = gather(Asked(scan, schema), only, keep)
+        with progress(size*(2-(who in learnt)), f'reading {os.path.basename(path)}') as bar:
+            if who not in learnt:
+                if len(learnt)>8: learnt.clear()
+                scan = Scan(path, size, bar.update)
+                learnt[who] = scan,Schema(scan.sample, scan.rows)
+            scan,schema = learnt[who]
+            read,rows = gather(Asked(scan, schema), only, keep, bar.update)
     except (duckdb().Error, ValueError, LookupError, RecursionError) as e: raise Odd(str(e)) from e
     v = Values(scan, schema, read, rows, shared=names)
     names_there = [k for k in dict.fromkeys(k for keys in schema.layouts for k in keys) if k in v.there]

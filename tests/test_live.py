@@ -1,0 +1,192 @@
+"A run is shown while it goes on: in a notebook, on a terminal, from another process, and until whatever end it has"
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import termios
+import textwrap
+import time
+
+import pytest
+import torch
+from jupyter import Notebook, server
+
+from torchember import EmberWarning, emberTracker, live, torchEmber
+
+training = """
+    import os, sys, time, torch, torchember
+    from torch import nn
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    opt = torch.optim.SGD(model.parameters(), .01)
+    te = torchember.torchEmber(model, optimizer=opt, name='followed')
+    def train(seconds, until=lambda: False):
+        end = time.time()+seconds
+        while time.time()<end and not until():
+            loss = model(torch.randn(16, 4)).square().mean()
+            opt.zero_grad(); loss.backward(); opt.step()
+            te.log(loss=loss)
+            time.sleep(.02)
+"""
+
+
+def program(code): return textwrap.dedent(training)+textwrap.dedent(code)
+
+
+def on_terminal(code, stop=None):
+    "What a program shows on a terminal, and its exit status"
+    pid,fd = pty.fork()
+    if not pid: os.execv(sys.executable, [sys.executable, '-c', code])
+    termios.tcsetwinsize(fd, (30, 120))
+    out = b''
+    while True:
+        try: got = os.read(fd, 4096)
+        except OSError: break
+        out += got
+        if stop and stop in out: os.kill(pid, signal.SIGINT); stop = None
+    return out.decode(), os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def steps_in(out): return [int(n.replace(',', '')) for n in re.findall(r'followed: step ([\d,]+)', out)]
+
+
+def picture(nb): return nb.page.evaluate("[...document.querySelectorAll('.jp-OutputArea img')].map(i => i.src)")
+
+
+def test_notebook(chromium, tmp_path):
+    cells = [program("import matplotlib.pyplot as plt; plt.style.use('dark_background'); other = plt.figure(); plt.close(other)"),
+        "te.live(every=.5); train(600, lambda: os.path.exists('enough')); print('trained: 1')",
+        """report = te.close(); print(f"report: {report['live']} {report['seconds']} {sum(os.times()[2:4])}")"""]
+    with server(tmp_path) as lab, chromium('EXCLUDE 127.0.0.1') as browser:
+        nb = Notebook(browser, lab, *cells)
+        nb.page.evaluate("jupyterapp.commands.execute('notebook:run-all-cells').then(v => window.ran = v) && 0")
+        seen = []
+        for _ in range(3): # while the cell runs
+            nb.page.wait_for_function("seen => [...document.querySelectorAll('.jp-OutputArea img')].some(i => !seen.includes(i.src))", arg=seen)
+            seen += picture(nb)
+            assert len(picture(nb))==1
+        assert nb.out.get_by_text('trained: 1').count()==0
+        (tmp_path/'root'/'enough').touch()
+        nb.page.wait_for_function('window.ran')
+        said,recording,children = nb.numbers('report')
+        assert len(picture(nb))==1 and picture(nb)[0] not in seen[:1] and nb.bad==[]
+        dark = nb.page.evaluate("""async () => { const i = document.querySelector('.jp-OutputArea img'); await i.decode()
+            const c = new OffscreenCanvas(1, 1).getContext('2d'); c.drawImage(i, 0, 0); return [...c.getImageData(0, 0, 1, 1).data] }""")
+        assert dark[:3]==[0, 0, 0] # as matplotlib's style was
+        assert 0<said<recording and said==pytest.approx(children, rel=.1) # most of it is the process, which is over
+        nb.page.screenshot(path=tmp_path/'live.png', full_page=True)
+
+
+def test_terminal():
+    code = program("te.live(every=.2); train(3); print('\\n'+repr(te.close()))")
+    out,rc = on_terminal(code)
+    steps = steps_in(out)
+    assert rc==0 and len(set(steps))>3 and steps==sorted(steps) and 'loss' in out
+    line = out[:out.rindex('followed: step')].split('followed: waiting')[1]
+    assert line.count('\n')<=2 and line.count('\r')>4 # in place; the report has lines of its own
+    assert 'of which live:' in out
+
+
+def test_no_close():
+    "A program that ends without `close` does end, and its last line is that of the last step"
+    out,rc = on_terminal(program("te.live(every=.2); train(2); print('\\nlast:', te.recorder.step)"))
+    assert rc==0 and abs(steps_in(out)[-1]-int(re.findall(r'last: (\d+)', out)[0]))<=1
+
+
+@pytest.fixture
+def other():
+    "A training in another process"
+    procs = []
+    def start(code):
+        procs.append(subprocess.Popen([sys.executable, '-c', program(code)], stderr=subprocess.PIPE))
+        t = emberTracker('followed')
+        while not t.log_path.exists() or not t.meta_path('base_followed').exists(): assert procs[0].poll() is None; time.sleep(.05)
+        return procs[0]
+    yield start
+    for p in procs: p.kill(); p.communicate()
+
+
+def test_killed(other, capfd):
+    p = other('train(600)')
+    view = live('followed', every=.1, wait=False)
+    while 'step' not in capfd.readouterr().err: time.sleep(.1)
+    assert view.thread.is_alive()
+    p.kill()
+    p.wait()
+    view.wait()
+    assert not view.thread.is_alive() and 'followed: step' in capfd.readouterr().err
+
+
+def test_waits(other):
+    "A run of another process is followed until its end, and an interrupt leaves without a traceback"
+    p = other('train(600)')
+    out,rc = on_terminal("import torchember; torchember.live('followed', every=.1); print('gone on')", stop=b'steps/s')
+    assert rc==0 and 'gone on' in out and 'Traceback' not in out and p.poll() is None
+
+
+def trained(te, n=3):
+    for _ in range(n): te.model(torch.randn(2, 4)).sum().backward(); te.step()
+
+
+def ember(): return torchEmber(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.ReLU()))
+
+
+def test_removed(capfd):
+    te = ember()
+    trained(te)
+    te.t.barrier()
+    view = te.live(every=.05)
+    while 'step' not in capfd.readouterr().err: time.sleep(.05)
+    with pytest.warns(EmberWarning, match='was removed'):
+        te.t.log_path.unlink()
+        view.wait()
+        assert not view.thread.is_alive()
+    trained(te)
+    assert te.close()['live']>0
+
+
+def test_ends(capfd):
+    "Never trained, twice, after the end, and an ember that nobody has any more"
+    te = ember()
+    first,second = te.live(), te.live()
+    assert not first.thread.is_alive() and second.thread.is_alive()
+    trained(te)
+    report = te.close()
+    assert not second.thread.is_alive() and report['live']==pytest.approx(first.seconds+second.seconds)
+    assert 0<report['live']<report['seconds'] and 'of which live' in repr(report)
+    assert f"{te.fname}: step 2" in capfd.readouterr().err
+    again = te.live()
+    again.thread.join(60)
+    assert not again.thread.is_alive() # the run is over
+    idle = ember()
+    idle.live()
+    assert 'live' in idle.close() and 'nothing was recorded' in capfd.readouterr().err
+    gone = ember()
+    view = gone.live(every=.05)
+    del gone
+    import gc
+    while view.thread.is_alive(): gc.collect(); view.thread.join(.1)
+
+
+def test_fails(capfd):
+    "A process that dies is told once, and the training goes on"
+    te = ember()
+    view = te.live(every=.05)
+    while view.reader is None: time.sleep(.01)
+    with pytest.warns(EmberWarning, match='live has stopped: its process has ended') as w:
+        view.reader.kill()
+        view.thread.join(60)
+    trained(te)
+    assert len(w)==1 and te.close()['recorded']==3
+
+
+def test_fork():
+    "A forked child leaves the picture of its parent alone"
+    te = ember()
+    view = te.live()
+    if not (pid := os.fork()):
+        view.close()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1]==0 and view.thread.is_alive()
+    te.close()
