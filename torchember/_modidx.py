@@ -1704,6 +1704,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'torchember/show/page_data.py'),
                                            'torchember.show.page_data.formats_for': ( '60_show/page_data.html#formats_for',
                                                                                       'torchember/show/page_data.py'),
+                                           'torchember.show.page_data.is_table': ( '60_show/page_data.html#is_table',
+                                                                                   'torchember/show/page_data.py'),
                                            'torchember.show.page_data.kind_of_rows': ( '60_show/page_data.html#kind_of_rows',
                                                                                        'torchember/show/page_data.py'),
                                            'torchember.show.page_data.meta': ( '60_show/page_data.html#meta',

@@ -13,8 +13,10 @@ from importlib.util import find_spec
 import matplotlib as mpl
 import numpy as np
 
-from ..frames.logs import about
+from ..bars import progress
+from ..frames.logs import about, read
 from ..measure.exponents import limits
+from ..measure.summary import derived
 from .first_look import first_trouble, loss_of, sentence_of, stat_of
 from .heatmaps import zero
 from .lines import ttypes_asked
@@ -139,11 +141,9 @@ def page_of(
     run, # Name of a run, an ember, a tracker, or a table
     stats=None, # A statistic, or a list of them; four that tell much without it
     tt=None, # A tensor type, or a list of them; all without it
-    layer=None, # A path, a glob, a compiled regex, or a list; all layers without it
-    step=lambda what: None # Called with what is done next
+    layer=None # A path, a glob, a compiled regex, or a list; all layers without it
 ) -> dict: # As above. Raises ValueError for a run without rows
     "A run, as a page shows it"
-    step('read the log')
     table = table_of(run) if tt is None else table_of(run, ttype=[*ttypes_asked(tt), 'scalar'])
     if not len(table): raise ValueError(f"{name_of(table) or 'The table'} has no rows yet.")
     scalar = (table['ttype'].astype(str)=='scalar').to_numpy()
@@ -158,10 +158,8 @@ def page_of(
     lines = sum(places(rows)[0].max()+1 for rows in of.values() for _ in wanted[rows['ttype'].iloc[0]]) or 1
     columns = int(np.clip(most_values//lines, 20, 1000))
     out = []
-    for k,rows in of.items():
-        step(f'{words.get(k, k)} of {rows["path"].nunique():,} modules')
+    for k,rows in progress(list(of.items()), f'laying out {name_of(table)}'):
         out.append({'ttype': k, 'name': words.get(k, k), **kind_of_rows(rows, wanted[k], columns)})
-    step('exponent counts')
     add_exponents(run, out, tensors, [int(first['step'])] if first is not None else [])
     known,structure = facts_of(run, table)
     return {'torchember': 1, 'run': {**known, 'bad': first is not None},
@@ -176,8 +174,7 @@ def add_exponents(run, kinds, tensors, also):
     if not len(tensors): return
     n = sum(len(k['tensors']) for k in kinds)
     steps = some_steps(tensors['step'].to_numpy(), also, int(np.clip(most_counts//n, 2, most_steps)))
-    try: table = table_of(run, ['exponents'], steps=steps)
-    except ValueError: return # a table without them
+    table = table_of(run) if is_table(run) else read(run, steps=steps, columns=lambda c: c in ('exponents', 'exponent_min') or c not in derived)
     if 'exponents' not in table: return
     table = training(table[table['step'].isin(steps).to_numpy()])
     for k in kinds:
@@ -185,6 +182,8 @@ def add_exponents(run, kinds, tensors, also):
         rows = rows[rows['path'].astype(str).isin({t['path'] for t in k['tensors']}).to_numpy()]
         found = exponents_of(rows, [t['label'] for t in k['tensors']]) if len(rows) else None
         if found: k['exponents'] = found
+
+def is_table(run): return hasattr(run, 'columns')
 
 def numbers_of(table):
     "What was noted with `te.log`: all numbers, each with its steps"
