@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from .show.lines import scalar_line as scalar_line
     from .show.first_look import overview as overview
     from .show.first_look import summary as summary
+    from .show.pointing import interactive as interactive
     from .show.ranges import out_of_range as out_of_range
     from .show.trees import tree as tree
     from .show.update_ratios import updates as updates
@@ -80,7 +81,7 @@ rooms = {
     'overview': 'show.first_look', 'summary': 'show.first_look', 'scalar_line': 'show.lines', 'exp_hist': 'show.histograms', 'ridge': 'show.histograms',
     'scalar_global_heatmap': 'show.heatmaps', 'tree': 'show.trees',
     'out_of_range': 'show.ranges', 'updates': 'show.update_ratios', 'compare': 'show.comparison',
-    'FacetException': 'show.lines',
+    'FacetException': 'show.lines', 'interactive': 'show.pointing',
     'noise_scale': 'state.noise', 'NoiseScale': 'state.noise',
     'select': 'choose', 'every': 'choose', 'at': 'choose', 'until': 'choose', 'between': 'choose', 'log_spaced': 'choose',
     'StateDict': 'state.algebra', 'from_weight': 'state.factories', 'from_grad': 'state.factories', 'from_state_dict': 'state.factories',
