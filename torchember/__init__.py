@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from .show.first_look import summary as summary
     from .show.page import report as report
     from .show.live_view import live as live
+    from .show.pointing import interactive as interactive
     from .show.ranges import out_of_range as out_of_range
     from .show.trees import tree as tree
     from .show.update_ratios import updates as updates
@@ -83,7 +84,7 @@ rooms = {
     'scalar_global_heatmap': 'show.heatmaps', 'tree': 'show.trees',
     'out_of_range': 'show.ranges', 'updates': 'show.update_ratios', 'compare': 'show.comparison', 'report': 'show.page',
     'live': 'show.live_view',
-    'FacetException': 'show.lines',
+    'FacetException': 'show.lines', 'interactive': 'show.pointing',
     'noise_scale': 'state.noise', 'NoiseScale': 'state.noise',
     'select': 'choose', 'every': 'choose', 'at': 'choose', 'until': 'choose', 'between': 'choose', 'log_spaced': 'choose',
     'StateDict': 'state.algebra', 'from_weight': 'state.factories', 'from_grad': 'state.factories', 'from_state_dict': 'state.factories',

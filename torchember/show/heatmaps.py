@@ -94,7 +94,7 @@ def tall_for(n, most=9.): # inches
 @drawn
 def scalar_global_heatmap(
     df, # Name of a run, an ember, a tracker, or a table
-    tt='output', # A tensor type
+    tt:str='output', # A tensor type
     scalar_metric:str='std', # A statistic
     inc:int=1, # Each how manieth step
     x='step', # Column of the columns
@@ -121,6 +121,16 @@ def scalar_global_heatmap(
     Returns:
         matplotlib Figure
     """
+    rows,col,g = cells_of(df, tt, scalar_metric, inc, x, layer)
+    ax = canvas(None, figsize or (8, tall_for(len(g.labels))))
+    heat(ax, g, meanings.get(col, col), **{'zeros': col in sizes, **kwargs})
+    ax.set(xlabel=x[1] if isinstance(x, tuple) else x)
+    ax.figure.suptitle(title_of(name_of(rows), words.get(ttype_of(tt)[0], tt), meanings.get(col, col)), x=.01, ha='left')
+    return ax.figure
+
+# %% ../../nbs/60_show/40_heatmaps.ipynb #fa172d3a
+def cells_of(df, tt='output', scalar_metric='std', inc=1, x='step', layer=None):
+    "The rows, the column of the statistic and the `Grid` of a heat map"
     if not isinstance(inc, int) or inc<1: raise ValueError(f"inc is each how manieth step is drawn, a whole number from 1 on, got {inc!r}.")
     if not isinstance(scalar_metric, str): raise ValueError(f"a heat map is of one statistic, got {scalar_metric!r}.")
     if tt is None or not isinstance(tt, str): raise ValueError(f"a heat map is of one tensor type, got tt={tt!r}.")
@@ -129,9 +139,4 @@ def scalar_global_heatmap(
         rows = rows[(rows['step']%inc==0).to_numpy()]
         if not len(rows): raise ValueError(f"No recorded step is a multiple of inc={inc}.")
     col = stat_in(rows, scalar_metric)
-    g = grid(series(rows, col, x[1] if isinstance(x, tuple) else x))
-    ax = canvas(None, figsize or (8, tall_for(len(g.labels))))
-    heat(ax, g, meanings.get(col, col), **{'zeros': col in sizes, **kwargs})
-    ax.set(xlabel='step')
-    ax.figure.suptitle(title_of(name_of(rows), words.get(ttype_of(tt)[0], tt), meanings.get(col, col)), x=.01, ha='left')
-    return ax.figure
+    return rows, col, grid(series(rows, col, x[1] if isinstance(x, tuple) else x))

@@ -135,7 +135,7 @@ def of_ttypes(df, tt):
                 'scalar': 'te.log(loss=loss)'}.get(ttype, f"torchEmber(..., ttypes=(..., {ttype!r}))")
             raise ValueError(f"{name_of(df) or 'The table'} has no rows of {ttype!r}, only of {', '.join(map(repr, there))}. To record it next time: {how}.")
         one = (df['ttype'].astype(str)==ttype).to_numpy()
-        if key: one &= df['tname'].astype(str).str.startswith(f'{key}_').to_numpy()
+        if key: one = one & (df['tname'].astype(str).str.rpartition('_')[0]==key).to_numpy() # exp_avg_0 and not exp_avg_sq_0
         if not one.any():
             states = sorted({t.rpartition('_')[0] for t in df['tname'].astype(str)[(df['ttype'].astype(str)==ttype).to_numpy()]})
             raise ValueError(unknown('optimizer state', key, states))

@@ -58,19 +58,21 @@ def figure(
     size:tuple # Width and height of a new figure, inches
 ): # Figure
     "An empty figure to draw into"
-    fig = given.get()
+    fig,wanted = given.get()
     if fig is None: return plt.figure(figsize=size, layout='constrained')
     fig.clear()
+    if wanted is not None: wanted(size)
     return fig
 
-given = ContextVar('given', default=None)
+given = ContextVar('given', default=(None, None))
 
 @contextmanager
 def drawing_on(
-    fig # Figure, or part of one, which the pictures in the context are drawn into, each instead of the one before
+    fig, # Figure, or part of one, which the pictures in the context are drawn into, each instead of the one before
+    wanted=None # Called with the size that a picture would have by itself, before it is drawn
 ):
     "Pictures make no figures of their own"
-    was = given.set(fig)
+    was = given.set((fig, wanted))
     try: yield fig
     finally: given.reset(was)
 
