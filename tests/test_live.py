@@ -1,8 +1,8 @@
 "A run is shown while it goes on: in a notebook, on a terminal, from another process, and until whatever end it has"
+import gc
 import os
 import pty
 import re
-import signal
 import subprocess
 import sys
 import termios
@@ -44,7 +44,7 @@ def on_terminal(code, stop=None):
         try: got = os.read(fd, 4096)
         except OSError: break
         out += got
-        if stop and stop in out: os.kill(pid, signal.SIGINT); stop = None
+        if stop and stop in out: os.write(fd, b'\3'); stop = None # Ctrl-C, for all processes of the terminal
     return out.decode(), os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
@@ -114,7 +114,7 @@ def test_killed(other, capfd):
     assert view.thread.is_alive()
     p.kill()
     p.wait()
-    view.wait()
+    view.thread.join(60)
     assert not view.thread.is_alive() and 'followed: step' in capfd.readouterr().err
 
 
@@ -140,16 +140,18 @@ def test_removed(capfd):
     while 'step' not in capfd.readouterr().err: time.sleep(.05)
     with pytest.warns(EmberWarning, match='was removed'):
         te.t.log_path.unlink()
-        view.wait()
+        view.thread.join(60)
         assert not view.thread.is_alive()
     trained(te)
     assert te.close()['live']>0
 
 
-def test_ends(capfd):
+def test_ends(capfd, recwarn):
     "Never trained, twice, after the end, and an ember that nobody has any more"
     te = ember()
-    first,second = te.live(), te.live()
+    first = te.live()
+    while first.reader is None: time.sleep(.01)
+    second = te.live()
     assert not first.thread.is_alive() and second.thread.is_alive()
     trained(te)
     report = te.close()
@@ -159,14 +161,16 @@ def test_ends(capfd):
     again = te.live()
     again.thread.join(60)
     assert not again.thread.is_alive() # the run is over
+    assert not [w for w in recwarn if 'live' in str(w.message)] # what is dropped has not failed
     idle = ember()
     idle.live()
     assert 'live' in idle.close() and 'nothing was recorded' in capfd.readouterr().err
     gone = ember()
     view = gone.live(every=.05)
     del gone
-    import gc
-    while view.thread.is_alive(): gc.collect(); view.thread.join(.1)
+    end = time.time()+60
+    while view.thread.is_alive() and time.time()<end: gc.collect(); view.thread.join(.1)
+    assert not view.thread.is_alive()
 
 
 def test_fails(capfd):

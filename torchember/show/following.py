@@ -58,13 +58,13 @@ def some_lines(
     first = [i for i,l in enumerate(lines) if bad_in(l)][:1000] if all_finite else ()
     return b'\n'.join([l for i,l in enumerate(lines) if (m := step_in(l)) is None or m[1] in kept or i in set(first)])+b'\n'
 
-# %% ../../nbs/60_show/92_following.ipynb #ff67da9b
+# %% ../../nbs/60_show/92_following.ipynb #9e187ce5
 drawn_ttypes,drawn_stats = ('output', 'weight_grad'),('rms', 'std', 'abs_mean', 'mean')
 always = {*identity, *optional, 'path', 'shape', 'supersedes', *bad}-{'ts', 'dtype', 'nonfinite', 'error'}
 
 class Kept:
     "What an overview of a run needs, in a bounded number of rows"
-    most = 50_000 # rows of tensors
+    most = 30_000 # rows of tensors
     least = 64 # steps that are not put together
     most_numbers = 8000 # rows of numbers that were logged
 

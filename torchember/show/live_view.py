@@ -231,7 +231,7 @@ def screen_for(name):
         return NotebookScreen(name)
     return TerminalScreen(name) if in_terminal() else LogScreen(name)
 
-# %% ../../nbs/60_show/93_live_view.ipynb #329e82ef
+# %% ../../nbs/60_show/93_live_view.ipynb #341c1dea
 class Live:
     "A run that is shown while it goes on. `close()` ends it; `seconds` is the CPU time that it took"
     share,credit = .05,1. # of a core that drawing may take; seconds of it in advance
@@ -244,7 +244,7 @@ class Live:
         flush=None # Function that brings the log up to date, to be called when the interpreter ends
     ):
         self.path,self.goes_on,self.screen,self.every,self.flush = path,goes_on,screen,every,flush
-        self.calls,self.closing,self.dropped,self.reader,self.pid = SimpleQueue(),False,False,None,os.getpid()
+        self.calls,self.closing,self.dropped,self.reader = SimpleQueue(),False,False,None
         self.own = self.others = self.drawing = 0. # CPU seconds of the thread, of the process, and of its answers
         self.look = look_now() if screen.picture else {}
         self.thread = threading.Thread(target=self.run, name='torchember-live', daemon=True)
@@ -303,7 +303,7 @@ class Live:
         patience:float=60. # Seconds to wait for it
     ):
         "Draw the last picture, and end"
-        if self.pid!=os.getpid() or not self.thread.is_alive() or threading.current_thread() is self.thread: return
+        if not self.thread.is_alive() or threading.current_thread() is self.thread: return # in a forked process it is not alive
         self.closing,self.dropped = True,self.dropped or not last
         self.calls.put(1)
         try:
