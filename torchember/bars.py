@@ -30,7 +30,7 @@ def new_bar(what, total, done, form=None):
     if in_notebook() and find_spec('ipywidgets'): from tqdm.notebook import tqdm
     else:
         from tqdm import tqdm
-        how['ncols'] = get_terminal_size().columns # tqdm would take 0 from a terminal that does not know
+        how['ncols'],how['nrows'] = get_terminal_size() # tqdm would take 0 from a terminal that does not know
     return tqdm(**how)
 
 class Progress:
