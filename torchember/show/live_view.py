@@ -206,7 +206,7 @@ class TerminalScreen:
     picture = False
     def __init__(self, name):
         from tqdm import tqdm
-        self.bar = tqdm(desc=f'{name}: waiting for the first rows', bar_format='{desc}', ncols=get_terminal_size().columns, file=sys.stderr)
+        self.bar = tqdm(desc=f'{name}: waiting for the first rows', bar_format='{desc}', ncols=get_terminal_size().columns, nrows=get_terminal_size().lines, file=sys.stderr)
 
     def show(self, line, png=None): self.bar.set_description_str(line)
     def end(self): self.bar.close()
