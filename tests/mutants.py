@@ -29,7 +29,7 @@ near = { # room -> what to run, the quickest first
     'choose': 'nbs/01_choose.ipynb tests/test_surprises.py',
     'needs': 'nbs/02_needs.ipynb tests/test_light.py',
     'bars': 'nbs/04_bars.ipynb',
-    'show.following': 'nbs/60_show/92_following.ipynb nbs/60_show/93_live_view.ipynb',
+    'show.following': 'nbs/60_show/91_following.ipynb nbs/60_show/93_live_view.ipynb',
     'show.live_view': 'nbs/60_show/93_live_view.ipynb tests/test_live.py',
     'budget': 'nbs/35_budget.ipynb tests/test_budget.py',
     'plan': 'nbs/42_plan.ipynb tests/test_plan.py',

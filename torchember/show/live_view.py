@@ -206,7 +206,8 @@ class TerminalScreen:
     picture = False
     def __init__(self, name):
         from tqdm import tqdm
-        self.bar = tqdm(desc=f'{name}: waiting for the first rows', bar_format='{desc}', ncols=get_terminal_size().columns, nrows=get_terminal_size().lines, file=sys.stderr)
+        size = dict(zip(('ncols', 'nrows'), get_terminal_size(), strict=True))
+        self.bar = tqdm(desc=f'{name}: waiting for the first rows', bar_format='{desc}', file=sys.stderr, **size)
 
     def show(self, line, png=None): self.bar.set_description_str(line)
     def end(self): self.bar.close()
