@@ -359,10 +359,10 @@ class torchEmber:
         for v in self.views: v.close() # the last picture
         r,f = self.recorder,self.t.file
         live = sum(v.seconds for v in self.views)
-        seconds,elapsed = r.seconds()+live,r.cost.elapsed
-        self.t.end(seconds=seconds, share=seconds/elapsed if elapsed else 0.) # of recording, for those who read the run
+        took = lambda: {'seconds': (s := r.seconds()+live), 'share': s/r.cost.elapsed if r.cost.elapsed else 0.}
+        self.t.end(**took()) # for those who read the run
         return Report(run=self.fname, steps=r.seen_steps, recorded=r.recorded_steps, rows=f.rows, bytes=f.written,
-            seconds=seconds, share=seconds/elapsed if elapsed else 0., errors=r.notices.errors, skipped=r.notices.unmeasurable, remarks=r.remarks(),
+            **took(), errors=r.notices.errors, skipped=r.notices.unmeasurable, remarks=r.remarks(),
             **({'live': live} if live else {}), **({'beside': r.cost.loading} if r.cost.loading else {}),
             **({} if r.cost.budget is None else {'thinned': r.cost.budget.thinned-r.decide.denied, 'budget': str(r.cost.budget)}))
 
