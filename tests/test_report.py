@@ -74,7 +74,7 @@ def test_a_page_asks_nobody_for_anything_and_says_what_the_run_was(chromium, tmp
         assert [u for u in page.asked if not u.startswith('data:')]==[file.as_uri()] and not page.wrong
         expect(page.locator('h1')).to_have_text('calm')
         for fact in ('Sequential', '40 steps, 0 to 39', 'recording took', f'{len(te.t.df):,} rows'): expect(page.locator('#facts')).to_contain_text(fact)
-        expect(page.locator('#trouble')).to_have_text('All values that were recorded are finite.')
+        expect(page.locator('#trouble')).to_have_text('All tensors that were recorded are finite.')
         assert page.title()=='calm · torchember'
     text = file.read_text('utf-8')
     file.write_text(re.sub('<meta http-equiv[^>]*>', '', text).replace('<body>', '<body><img src="http://127.0.0.1:9/x">'), 'utf-8')
@@ -281,6 +281,7 @@ def sources():
     yield 'every third step', lambda: train(net(), 'a', 30, every=3)
     yield 'gradients that vanish', lambda: train(nn.Sequential(*[nn.Linear(8, 8) for _ in range(120)]), 'a', 3)
     yield 'numbers of all sizes', lambda: sized(train(net(), 'a', 4, 'basic').t.df)
+    yield 'text and flags', lambda: flags()
     yield 'still going on', lambda: unfinished()
 
 
@@ -288,6 +289,17 @@ def sized(df): # from the smallest float32 to the largest, and doubles beyond
     for c in ('std', 'max'): df[c] = np.geomspace(1e-320 if c=='max' else 1e-45, 1e300 if c=='max' else 3e38, len(df))
     df.loc[df.index[::7], 'std'] = 0.
     return df
+
+
+def flags():
+    model = net()
+    te = torchEmber(model, name='flags', stats=lambda t: {'flag': bool((t.sum()>0).item()), 'txt': 'x'})
+    for _ in range(3):
+        model(torch.randn(4, 8)).sum().backward()
+        te.log(loss=1.)
+        te.step()
+    te.close()
+    return te
 
 
 def unfinished():
@@ -320,3 +332,104 @@ def test_what_cannot_be_reported_is_said(tmp_path):
     with pytest.raises(FileNotFoundError, match="No run 'nobody'"): report('nobody', tmp_path/'a.html')
     assert not list(tmp_path.iterdir())
     assert report('b', tmp_path)==tmp_path/'b.html'
+
+
+def test_quick_hands_do_no_harm(chromium, tmp_path):
+    train(net(), 'quick', ttypes=('input', 'output', 'weight', 'weight_grad', 'update', 'optimizer'))
+    with opened(chromium, report('quick', tmp_path/'a.html')) as page:
+        small = page.locator('#small').inner_text()
+        for _ in range(3):
+            page.locator('#kind').focus()
+            for key in ('ArrowUp', 'ArrowUp', 'ArrowDown', 'ArrowDown', 'ArrowDown', 'ArrowDown'): page.keyboard.press(key)
+            page.locator('#layers tbody tr').last.click()
+            page.evaluate("""() => { for (const k of kinds.keys()) { const s = document.getElementById('kind'); s.value = k; s.onchange({ target: s })
+                choose({ label: kind().tensors[0].label }) } }""")
+        drawn(page)
+        assert not page.wrong and page.locator('#small').inner_text()==small
+
+
+def test_zooming_chooses_nothing(chromium, tmp_path):
+    train(net(), 'zoom')
+    with opened(chromium, report('zoom', tmp_path/'a.html')) as page:
+        scales = 'Object.fromEntries(Object.entries(charts).filter(([n]) => n!="sizes").map(([n, u]) => [n, [u.scales.x.min, u.scales.x.max]]))'
+        full = page.evaluate(scales)
+        assert len(full)==3 and len({tuple(v) for v in full.values()})==1
+        page.locator('#lines').scroll_into_view_if_needed()
+        box = page.locator('#lines .u-over').bounding_box()
+        page.mouse.move(box['x']+100, box['y']+50)
+        page.mouse.down()
+        page.mouse.move(box['x']+300, box['y']+60, steps=5)
+        page.mouse.up()
+        drawn(page)
+        near = page.evaluate(scales)
+        assert near['heat']==near['lines']==near['numbers'] and near['lines'][1]-near['lines'][0]<20
+        before = page.evaluate('location.hash')
+        page.locator('#lines .u-over').dblclick(position={'x': 60, 'y': 40})
+        drawn(page)
+        assert page.evaluate(scales)==full and page.evaluate('location.hash')==before and not page.wrong
+        page.keyboard.press('Tab')
+        page.locator('.skip').focus()
+        page.keyboard.press('Enter')
+        assert page.evaluate('location.hash')==before and page.evaluate('document.activeElement.id')=='main'
+
+
+def test_a_loss_that_is_not_finite_is_said_where_tensors_are(chromium, tmp_path):
+    model = net()
+    te = torchEmber(model, name='loss')
+    for i in range(6):
+        model(torch.randn(4, 8)).sum().backward()
+        te.log(loss=float('nan') if i>3 else 1., rate=.1)
+        te.mark(epoch=i//2)
+        te.step()
+    te.close()
+    with opened(chromium, report(te, tmp_path/'a.html')) as page:
+        expect(page.locator('#trouble')).to_have_text('All tensors were finite, but not loss: first at step 4.')
+        assert page.locator('#number option').all_inner_texts()==['loss', 'rate'] # a mark is no number of a step
+
+
+def test_sizes_of_a_module_that_is_called_twice_now_and_then(chromium, tmp_path):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a,self.k = nn.Linear(8, 8),0
+
+        def forward(self, x):
+            self.k += 1
+            return self.a(self.a(x)) if self.k==30 else self.a(x)
+    te = train(Twice(), 'twice', 60)
+    with opened(chromium, report(te, tmp_path/'a.html'), '#tensors=output&at=a+call+0') as page:
+        expect(page.locator('#sizes .readout')).to_contain_text('128 numbers')
+
+
+def test_the_table_of_a_long_run_is_exact_and_charts_say_which_steps(chromium, tmp_path):
+    steps = 2500
+    df = pd.DataFrame(dict(path='a', ttype='output', tname='output_0', step=range(steps), std=np.random.default_rng(0).lognormal(size=steps)))
+    with opened(chromium, report(df, tmp_path/'a.html')) as page:
+        row = cells(page)[0]
+        np.testing.assert_allclose([float(v) for v in row[2:6]], [df['std'].iloc[0], df['std'].iloc[-1], df['std'].min(), df['std'].max()], rtol=1e-3)
+        assert row[1]=='2,500'
+        expect(page.locator('#heat .readout')).to_contain_text(re.compile(r'one of steps 2,49\d to 2,499'))
+        expect(page.locator('#small')).to_contain_text('Of neighbouring steps')
+    with opened(chromium, report(df[df.step%100==0], tmp_path/'a.html')) as page:
+        expect(page.locator('#heat .readout')).to_contain_text('a, step 2,400: ')
+        assert 'neighbouring' not in page.locator('#small').inner_text()
+
+
+def test_paths_and_choices(tmp_path):
+    te = train(net(), 'paths', 2)
+    (tmp_path/'b.html').write_text('old')
+    (tmp_path/'a.html').symlink_to('b.html')
+    report(te, tmp_path/'a.html')
+    assert (tmp_path/'a.html').is_symlink() and 'paths' in (tmp_path/'b.html').read_text('utf-8')
+    (tmp_path/'paths.html').mkdir()
+    with pytest.raises(FileExistsError, match='is no file'): report(te, tmp_path)
+    with pytest.raises(FileNotFoundError, match='There is no folder'): report(te, f'{tmp_path}/new/')
+    for name in ('stats', 'tt', 'layer'):
+        with pytest.raises(ValueError, match=f'{name} is an empty list'): report(te, tmp_path/'c.html', **{name: []})
+    assert report(te, str(tmp_path/('x'*240+'.html'))).exists()
+    assert 'paths' in report(str(te.t.log_path), tmp_path/'c.html').read_text('utf-8')
+    csv = tmp_path/'t.csv'
+    te.t.df.to_csv(csv, index=False)
+    report(pd.read_csv(csv), tmp_path/'d.html')
+    report('paths', tmp_path/'e.html', home=te.t.dir)
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith('.'))==[]

@@ -8,6 +8,7 @@ __all__ = ['overview', 'RunSummary', 'summary', 'farthest']
 # %% ../../nbs/60_show/90_first_look.ipynb #1adde7ec
 import numpy as np
 
+from ..measure.summary import derived
 from ..needs import needs
 from ..record import unknown
 from .heatmaps import column_edges, heat, sizes
@@ -98,8 +99,7 @@ def loss_of(table, loss):
     "(name, steps, values) of what is drawn above, or None"
     if isinstance(loss, tuple|list) and len(loss)==2 and np.ndim(loss[0]): return 'loss', np.asarray(loss[0]), np.asarray(loss[1], float)
     if np.ndim(loss): return 'loss', np.arange(len(loss)), np.asarray(loss, float)
-    rows = table[(table['ttype'].astype(str)=='scalar').to_numpy()]
-    names = [c for c in rows.columns if c not in not_stats and rows[c].dtype.kind in 'fi' and rows[c].notna().any()]
+    rows,names = table[(table['ttype'].astype(str)=='scalar').to_numpy()],noted(table)
     if loss is None: loss = next((n for n in names if 'loss' in n), names[0] if names else None)
     if loss is None: return None
     if loss not in names: raise ValueError(f"{unknown('number that was logged', loss, names)} To have it in the next run: te.log({loss}=...).")
@@ -107,6 +107,13 @@ def loss_of(table, loss):
     got = rows[rows[col].notna().to_numpy() | trouble(rows)]
     order = np.argsort(got['step'].to_numpy(), kind='stable')
     return loss, got['step'].to_numpy()[order], got[col].to_numpy(float, na_value=np.nan)[order]
+
+def noted(table):
+    "The numbers that `te.log` noted: what rows of tensors have, too, is a mark"
+    scalar = (table['ttype'].astype(str)=='scalar').to_numpy()
+    rows,others = table[scalar],table[~scalar]
+    names = [c for c in rows.columns if c not in not_stats and rows[c].dtype.kind in 'fi' and rows[c].notna().any()]
+    return [c for c in names if c in derived or not others[c].notna().any()]
 
 def compose(parts, numbers, tensors, run, ax):
     "Put the loss and the heat maps above one another"

@@ -53,7 +53,7 @@ class Words:
     def line(self, name, now=None):
         loss = f', {self.loss[0]} {self.loss[1]:.4g}' if self.loss else ''
         still = (now or 0)-self.at[-1][0] if self.at else 0
-        pace = f', nothing new for {still/60:.0f} min' if still>90 else '' if now is None else self.pace()
+        pace = f', nothing new for {still/60:.0f} min' if still>90 else '' if now is None or self.first is not None else self.pace()
         return f"{name}: step {self.step:,}{loss}{pace}{self.trouble()}"
 
     def trouble(self):
@@ -209,7 +209,11 @@ class TerminalScreen:
         size = dict(zip(('ncols', 'nrows'), get_terminal_size(), strict=True))
         self.bar = tqdm(desc=f'{name}: waiting for the first rows', bar_format='{desc}', file=sys.stderr, **size)
 
-    def show(self, line, png=None): self.bar.set_description_str(line)
+    def show(self, line, png=None):
+        name,rest = line.split(': ', 1)
+        room = max(get_terminal_size().columns-len(rest)-3, 8) # what was wrong, and where, is worth more than a long name
+        self.bar.set_description_str(f"{name if len(name)<=room else name[:room-1]+'…'}: {rest}")
+
     def end(self): self.bar.close()
 
 class LogScreen:
@@ -368,6 +372,8 @@ def live(
     """
     if not isinstance(every, int|float) or isinstance(every, bool) or not every>0: raise ValueError(f"every is a number of seconds above 0, got {every!r}.")
     views = getattr(run, 'views', None)
+    if wait and views is not None and run.armed:
+        raise ValueError("live(te, wait=True) would wait for a training that can only begin when it has returned. Leave wait out: te.live().")
     t = run.t if hasattr(run, 't') else run if isinstance(run, tracker) else emberTracker(run, home) if isinstance(run, str) else None
     if not isinstance(t, tracker): raise TypeError(f"live shows an ember, its tracker, or a run by its name, not {an(run)}.")
     if views is None: t.there()

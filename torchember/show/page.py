@@ -6,7 +6,7 @@
 __all__ = ['report', 'check_folder']
 
 # %% ../../nbs/60_show/98_page.ipynb #d8e470f4
-import json, os
+import json, os, threading
 from base64 import b64encode
 from hashlib import sha256
 from html import escape
@@ -15,6 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from .page_data import page_of
+from ..store.jsonl import emberTracker
 
 # %% ../../nbs/60_show/98_page.ipynb #b992ecbc
 def of_web(name): return (files('torchember')/'web'/name).read_text('utf-8')
@@ -44,7 +45,8 @@ def report(
     path=None, # File to write; `<run>.html` in the current folder without it
     stats=None, # A statistic, or a list of them, of those that were recorded; four that tell much without it
     tt=None, # A tensor type, or a list of them; all without it
-    layer=None # A path, a glob, a compiled regex, or a list; all layers without it
+    layer=None, # A path, a glob, a compiled regex, or a list; all layers without it
+    home=None # Folder of logs, instead of `~/.torchember`
 ) -> Path: # The file
     """Write a run as one HTML file to look at and to point into. Raises ValueError for a run without rows, FileNotFoundError for a folder that is missing
 
@@ -54,18 +56,21 @@ def report(
         stats: A statistic, or a list of them, of those that were recorded; four that tell much without it
         tt: A tensor type, or a list of them; all without it
         layer: A path, a glob, a compiled regex, or a list; all layers without it
+        home: Folder of logs, instead of `~/.torchember`
 
     Returns:
         The file
     """
     target = None if path is None else Path(path).expanduser()
-    if target is not None: check_folder(target.parent if not target.is_dir() else target)
+    if target is not None: check_folder(target if str(path).endswith(('/', os.sep)) or target.is_dir() else target.parent)
+    if home is not None and isinstance(run, str): run = emberTracker(run, home)
     page = page_of(run, stats, tt, layer)
     try: page['run']['version'] = version('torchember')
     except PackageNotFoundError: pass # a checkout that is not installed
-    file = f"{page['run']['name'].replace(os.sep, '_')}.html"
-    target = Path(file) if target is None else target/file if target.is_dir() else target
-    new = target.with_name(f'.{target.name}.{os.getpid()}')
+    file = f"{page['run']['name'].replace(os.sep, '_')[:200]}.html"
+    target = (Path(file) if target is None else target/file if target.is_dir() else target).resolve() # what a link leads to
+    if target.exists() and not target.is_file(): raise FileExistsError(f"{target} is there and is no file: no report can take its place. Give another path.")
+    new = target.with_name(f'.torchember-{os.getpid()}-{threading.get_ident():x}')
     try:
         new.write_text(html_of(page), 'utf-8')
         os.replace(new, target) # a page that somebody looks at is never half of one

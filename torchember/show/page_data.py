@@ -6,9 +6,10 @@
 __all__ = []
 
 # %% ../../nbs/60_show/96_page_data.ipynb #8f9ccba8
-import gzip, re
+import gzip, os, re
 from base64 import b64encode
 from importlib.util import find_spec
+from pathlib import Path
 
 import matplotlib as mpl
 import numpy as np
@@ -17,7 +18,7 @@ from ..bars import progress
 from ..frames.logs import about, read
 from ..measure.exponents import limits
 from ..measure.summary import derived
-from .first_look import first_trouble, loss_of, sentence_of, stat_of
+from .first_look import first_trouble, loss_of, noted, sentence_of, stat_of
 from .heatmaps import zero
 from .lines import ttypes_asked
 from .select import grid, name_of, not_stats, pick, places, root_of, series, stat_in, table_of, thinned, training
@@ -78,6 +79,7 @@ def stats_to_send(rows, stats):
     "The statistics that a page has: those that were asked for, or four that tell much"
     if stats is not None: return list(dict.fromkeys(stat_in(rows, s) for s in ([stats] if isinstance(stats, str) else stats)))
     there = [c for c in rows.columns if c not in not_stats and rows[c].dtype.kind in 'fi' and rows[c].notna().any()]
+    if not there: return []
     first = [stat_of(rows, None), *(c for c in favourites if c in there), *there]
     return list(dict.fromkeys(first))[:4]
 
@@ -87,22 +89,34 @@ def kind_of_rows(
     columns:int # Steps, at most
 ) -> dict:
     "What a page has of a tensor type"
-    code,labels = places(rows)
-    _,first = np.unique(code, return_index=True)
-    one = rows.iloc[first]
+    one,labels = rows.iloc[firsts(rows)],places(rows)[1]
     text = lambda c: [v if isinstance(v, str) else None for v in one[c].astype(object)] if c in one else [None]*len(one)
     shapes = [list(map(int, s)) if isinstance(s, list|tuple|np.ndarray) else None for s in one['shape']] if 'shape' in one else [None]*len(one)
-    out = {'stats': {}, 'tensors': [dict(label=l, path=p or '', dtype=d, shape=s)
+    out = {'stats': {}, 'n': {}, 'ends': {}, 'tensors': [dict(label=l, path=p or '', dtype=d, shape=s)
         for l,p,d,s in zip(labels, text('path'), text('dtype'), shapes, strict=True)]}
     for c in stats:
         s = series(rows, c)
         g = grid(s, len(labels), columns)
-        out['stats'][c] = packed(g.value)
-        for t,(_,x,_,bad) in zip(out['tensors'], s, strict=True): t |= {'steps': len(x), 'bad': max(int(bad.sum()), t.get('bad', 0))}
+        out['stats'][c],ends = packed(g.value),np.full((len(labels), 4), np.nan)
+        for t,e,(_,_,y,bad) in zip(out['tensors'], ends, s, strict=True):
+            t['bad'] = max(int(bad.sum()), t.get('bad', 0))
+            ok = y[np.isfinite(y)]
+            if len(ok): e[:] = ok[0],ok[-1],ok.min(),ok.max()
+            out['n'].setdefault(c, []).append(len(ok))
+        out['ends'][c] = packed(ends)
         wrong = g.bad | out.get('wrong', False)
-        out |= {'step': g.steps.tolist(), 'wrong': wrong}
+        out |= {'step': g.steps.tolist(), 'wrong': wrong, 'last': int(s.step.max()), 'thin': len(g.steps)<len(np.unique(s.step))}
     out['wrong'] = np.flatnonzero(out['wrong']).tolist()
     return out
+
+def firsts(rows):
+    "Where each tensor has its first row"
+    return np.unique(places(rows)[0], return_index=True)[1]
+
+def keys_of(rows):
+    "What tells the tensors apart"
+    cols = [c for c in ('path', 'tname', 'pname', 'call') if c in rows]
+    return list(zip(*(rows[c].iloc[firsts(rows)].astype(str) for c in cols), strict=True))
 
 # %% ../../nbs/60_show/96_page_data.ipynb #870723f4
 def some_steps(steps, also=(), most=None):
@@ -113,20 +127,19 @@ def some_steps(steps, also=(), most=None):
 
 def exponents_of(
     rows, # Of one tensor type, with exponent counts
-    labels:list # Of its tensors
+    keys:list # Of its tensors, as `keys_of` gives them
 ) -> dict|None: # `first` exponent, `step`, and `counts`, shape (tensors, steps, exponents+2): those below are first, those above last
     "Exponent counts of some steps, or None where there are none"
     if 'exponents' not in rows: return None
     rows = rows[rows['exponents'].map(lambda v: isinstance(v, list|tuple|np.ndarray)).to_numpy(bool)]
     if not len(rows): return None
-    code,names = places(rows)
-    tensor = np.array([labels.index(n) for n in names])[code] if set(names)<=set(labels) else None
-    if tensor is None: return None
+    known = {k: i for i,k in enumerate(keys)}
+    tensor = np.array([known[k] for k in keys_of(rows)])[places(rows)[0]]
     steps,at = np.unique(rows['step'].to_numpy(), return_inverse=True)
     lows = rows['exponent_min'].to_numpy(int)
     lengths = rows['exponents'].map(len).to_numpy()
     lo,hi = int(lows.min()),int((lows+lengths-3).max())
-    out = np.zeros((len(labels), len(steps), hi-lo+3))
+    out = np.zeros((len(keys), len(steps), hi-lo+3))
     for low,n in set(zip(lows.tolist(), lengths.tolist(), strict=True)):
         same = (lows==low) & (lengths==n)
         counts = np.array(rows['exponents'][same].tolist(), float)
@@ -149,18 +162,22 @@ def page_of(
     scalar = (table['ttype'].astype(str)=='scalar').to_numpy()
     tensors = table[~scalar]
     if not len(tensors) and not scalar.any(): raise ValueError(f"{name_of(table) or 'The table'} has no rows of tensors yet.")
+    for name,asked in (('stats', stats), ('tt', tt), ('layer', layer)):
+        if isinstance(asked, list|tuple|set) and not asked: raise ValueError(f"{name} is an empty list: there is nothing to show. Leave it out for all.")
     if len(tensors) and (layer is not None or tt is not None): tensors = pick(tensors, layer, tt)
     tensors = training(tensors)
     first = first_trouble(tensors) if len(tensors) else None
     kinds = list(dict.fromkeys(tensors['ttype'].astype(str)))
     of = {k: tensors[(tensors['ttype'].astype(str)==k).to_numpy()] for k in kinds}
     wanted = {k: stats_to_send(rows, stats) for k,rows in of.items()}
-    lines = sum(places(rows)[0].max()+1 for rows in of.values() for _ in wanted[rows['ttype'].iloc[0]]) or 1
+    lines = sum((places(rows)[0].max()+1)*len(wanted[k]) for k,rows in of.items()) or 1
     columns = int(np.clip(most_values//lines, 20, 1000))
-    out = []
+    out,keys = [],{}
     for k,rows in progress(list(of.items()), f'laying out {name_of(table)}'):
+        if not wanted[k]: continue # text and flags only
         out.append({'ttype': k, 'name': words.get(k, k), **kind_of_rows(rows, wanted[k], columns)})
-    add_exponents(run, out, tensors, [int(first['step'])] if first is not None else [])
+        keys[k] = keys_of(rows)
+    add_exponents(run, out, keys, tensors, [int(first['step'])] if first is not None else [])
     known,structure = facts_of(run, table)
     return {'torchember': 1, 'run': {**known, 'bad': first is not None},
         'trouble': None if first is None else {'step': int(first['step']), 'path': str(first['path'] or ''), 'ttype': str(first['ttype']),
@@ -169,9 +186,9 @@ def page_of(
         'kinds': out, 'formats': formats_for(out), 'meanings': {s: meanings.get(s, s) for k in out for s in k['stats']}, 'colors': colors()}
 
 # %% ../../nbs/60_show/96_page_data.ipynb #73dd976c
-def add_exponents(run, kinds, tensors, also):
+def add_exponents(run, kinds, keys, tensors, also):
     "Put the exponent counts of a few steps beside the matrices"
-    if not len(tensors): return
+    if not kinds: return
     n = sum(len(k['tensors']) for k in kinds)
     steps = some_steps(tensors['step'].to_numpy(), also, int(np.clip(most_counts//n, 2, most_steps)))
     table = table_of(run) if is_table(run) else read(run, steps=steps, columns=lambda c: c in ('exponents', 'exponent_min') or c not in derived)
@@ -180,39 +197,39 @@ def add_exponents(run, kinds, tensors, also):
     for k in kinds:
         rows = table[(table['ttype'].astype(str)==k['ttype']).to_numpy()]
         rows = rows[rows['path'].astype(str).isin({t['path'] for t in k['tensors']}).to_numpy()]
-        found = exponents_of(rows, [t['label'] for t in k['tensors']]) if len(rows) else None
+        found = exponents_of(rows, keys[k['ttype']]) if len(rows) else None
         if found: k['exponents'] = found
 
 def is_table(run): return hasattr(run, 'columns')
 
 def numbers_of(table):
     "What was noted with `te.log`: all numbers, each with its steps"
-    rows = table[(table['ttype'].astype(str)=='scalar').to_numpy()]
-    names = [c for c in rows.columns if c not in not_stats and rows[c].dtype.kind in 'fi' and rows[c].notna().any()]
     out = []
-    for n in sorted(names, key=lambda n: 'loss' not in n):
-        _,x,y = loss_of(rows, n)
-        at = thinned(x, y, ~np.isfinite(y), 4000)
-        out.append({'name': n, 'step': x[at].tolist(), 'value': packed(y[at])})
+    for n in sorted(noted(table), key=lambda n: 'loss' not in n):
+        _,x,y = loss_of(table, n)
+        at,odd = thinned(x, y, ~np.isfinite(y), 4000),x[~np.isfinite(y)]
+        out.append({'name': n, 'step': x[at].tolist(), 'value': packed(y[at]), 'odd': int(odd[0]) if len(odd) else None})
     return out
 
 def facts_of(run, table):
     "What is known of a run beside its rows, and the structure of its model"
     steps = table['step'].to_numpy()
-    out = {'name': name_of(table) or 'A table', 'rows': len(table), 'steps': len(np.unique(steps)), 'first': int(steps.min()), 'last': int(steps.max())}
-    if 'model' not in out and len(table): out['model'] = root_of(table)
+    name = Path(run).name if isinstance(run, str|os.PathLike) and os.sep in str(run) else name_of(table)
+    out = {'name': name or 'A table', 'model': root_of(table), 'rows': len(table), 'steps': len(np.unique(steps)),
+        'first': int(steps.min()), 'last': int(steps.max())}
     t = tracker_of(run)
     if t is None: return out, None
     base,structure = (meta(t, f'{k}_{t.fname}') for k in ('base', 'structure'))
     try: told = about(t.fname, t.dir)
     except FileNotFoundError: told = {}
-    known = {'model': told.get('model') or out['model'], 'size': told.get('size'), 'rows': told.get('rows', out['rows']), 'running': told.get('running', False),
+    known = {'model': told.get('model') or out['model'], 'size': told.get('size'), 'running': told.get('running', False),
         **{k: told.get(k) or base.get(k) for k in ('start', 'end')}, **{k: base.get(k) for k in ('seconds', 'share', 'user')}}
     return out | {k: v for k,v in known.items() if v is not None}, structure or None
 
 def tracker_of(run):
     from torchember.store.jsonl import emberTracker, tracker
     if isinstance(run, str):
+        if os.sep in run: return None # a file
         t = emberTracker(run)
         return t if t.log_path.exists() else None
     t = getattr(run, 't', run)

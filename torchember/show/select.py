@@ -69,6 +69,7 @@ def of_table(df):
     if 'path' not in df:
         paths = {m: path_of(m) for m in df['module'].unique() if isinstance(m, str)}
         df = df.assign(path=df['module'].map(paths))
+    if df['path'].isna().any(): df = df.assign(path=df['path'].astype(object).where(df['path'].notna(), '')) # of the root, after a CSV file
     return df
 
 def of_one_run(df):

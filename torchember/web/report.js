@@ -62,10 +62,14 @@ async function unpack(packed) {
   return new Float32Array(bytes.buffer)
 }
 
+const stepsOf = (k, j) => { // the steps that share a column
+  const to = k.thin ? (k.step[j + 1] ?? k.last + 1) - 1 : k.step[j]
+  return to > k.step[j] ? `one of steps ${whole(k.step[j])} to ${whole(to)}` : `step ${whole(k.step[j])}`
+}
 async function view() { // what is drawn: a matrix, with what is not finite
-  const k = kind(), columns = k.step.length
+  const k = kind(), columns = k.step.length, stat = state.stat // which may be another one when the numbers are there
   k.wrongSet ??= new Set(k.wrong)
-  return { k, columns, rows: k.tensors.length, value: await numbers(k.stats[state.stat]), wrong: (i, j) => k.wrongSet.has(i * columns + j), name: data.meanings[state.stat] }
+  return { k, columns, rows: k.tensors.length, value: await numbers(k.stats[stat]), wrong: (i, j) => k.wrongSet.has(i * columns + j), name: data.meanings[stat], stat }
 }
 
 // ---- how a value becomes a colour
@@ -95,8 +99,8 @@ function colorOf(scale, v) {
 const chosen = t => state.label != null ? t.label === state.label :
   state.path != null && (t.path === state.path || t.path.startsWith(state.path + '.'))
 const anything = () => state.label != null || state.path != null
-function shown() { // the tensor whose sizes are drawn
-  const all = kind()?.tensors ?? []
+function shown(k = kind()) { // the tensor whose sizes are drawn
+  const all = k?.tensors ?? []
   return all.find(t => t.label === state.label) ?? all.find(t => t.path === state.path) ?? all.find(chosen) ?? all[0]
 }
 function choose({ label = null, path = null, step = null }) {
@@ -110,7 +114,7 @@ function choose({ label = null, path = null, step = null }) {
 // ---- charts over the steps share their pointer, their zoom and the line at the chosen step
 
 const charts = {}
-let zoom = null, zooming = false
+let zoom = null, zooming = false, before = {} // the last click, which may turn out to be the first half of two
 const together = uPlot.sync('steps')
 const phone = () => innerWidth < 760
 
@@ -136,8 +140,12 @@ function overSteps(more = {}) { // what all charts over the steps have
       ready: [u => {
         let from = null
         u.over.addEventListener('mousedown', e => { from = e.clientX })
-        u.over.addEventListener('click', e => { if (from == null || Math.abs(e.clientX - from) < 6) more.click?.(u, u.posToVal(e.offsetX, 'x'), e.offsetX, e.offsetY) })
-        u.over.addEventListener('dblclick', () => zoomTo(null))
+        u.over.addEventListener('click', e => {
+          if (e.detail > 1) return
+          before = { label: state.label, path: state.path, step: state.step }
+          if (from == null || Math.abs(e.clientX - from) < 6) more.click?.(u, u.posToVal(e.offsetX, 'x'), e.offsetX, e.offsetY)
+        })
+        u.over.addEventListener('dblclick', () => { zoomTo(null); Object.assign(state, before); changed('choice') }) // its first click was no choice
         zooming = true
         u.setScale('x', zoom ?? { min: allSteps()[0], max: allSteps()[1] })
         zooming = false
@@ -151,8 +159,10 @@ function overSteps(more = {}) { // what all charts over the steps have
 function zoomTo(range, from) {
   zooming = true
   const full = allSteps()
-  zoom = range && (range.min > full[0] || range.max < full[1]) ? range : null
-  for (const id of ['numbers', 'heat', 'lines']) if (charts[id] && charts[id] !== from) charts[id].setScale('x', range ?? { min: full[0], max: full[1] })
+  const near = (full[1] - full[0]) / 200 // charts begin and end where their numbers do
+  zoom = range && (range.min > full[0] + near || range.max < full[1] - near) ? range : null
+  range = zoom
+  for (const id of ['numbers', 'heat', 'lines']) if (charts[id] && (charts[id] !== from || !zoom)) charts[id].setScale('x', range ?? { min: full[0], max: full[1] })
   zooming = false
 }
 
@@ -234,7 +244,7 @@ async function drawHeat() {
   const section = $('#heat')
   section.hidden = !kind()
   if (section.hidden) return
-  const v = await view(), { k, columns, rows, value } = v, scale = scaleOf(value)
+  const v = await view(), { k, columns, rows, value } = v, scale = scaleFor(v)
   const image = make('canvas', { width: columns, height: rows }), pixels = new ImageData(columns, rows), bad = []
   for (let i = 0; i < rows; i++) for (let j = 0; j < columns; j++) {
     const c = colorOf(scale, value[i * columns + j]), at = 4 * (i * columns + j)
@@ -268,8 +278,8 @@ async function drawHeat() {
   const read = u => {
     const { left, top } = u.cursor
     const over = left >= 0 && top >= 0
-    const i = over ? rowAt(u, top) : k.tensors.indexOf(shown()), j = over ? column(k.step, u.posToVal(left, 'x')) : column(k.step, state.step)
-    $('.readout', section).textContent = `${k.tensors[i].label}, step ${whole(k.step[j])}: ${v.name} ${[few(value[i * columns + j]), v.wrong(i, j) ? 'not finite' : ''].filter(Boolean).join(', ') || 'not recorded'}`
+    const i = over ? rowAt(u, top) : Math.max(k.tensors.indexOf(shown(k)), 0), j = over ? column(k.step, u.posToVal(left, 'x')) : column(k.step, state.step)
+    $('.readout', section).textContent = `${k.tensors[i].label}, ${stepsOf(k, j)}: ${v.name} ${[few(value[i * columns + j]), v.wrong(i, j) ? 'not finite' : ''].filter(Boolean).join(', ') || 'not recorded'}`
   }
   const every = Math.max(1, Math.ceil(rows * 13 / (height - 40)))
   chart('heat', { ...overSteps({
@@ -335,8 +345,8 @@ async function drawLines() {
     const { left, top } = u.cursor, out = $('.readout', section)
     const [i, j] = left >= 0 && top >= 0 ? near(u, left, top) : [null, 0]
     out.replaceChildren()
-    if (i != null) out.textContent = `${k.tensors[i].label}, step ${whole(k.step[j])}: ${few(value[i * columns + j])}`
-    else if (!marked.length) out.textContent = `${count(order.length, 'tensor')}${every > 1 ? ` of ${whole(k.tensors.length)}` : ''}. Click a line, or choose modules on the left.`
+    if (i != null) out.textContent = `${k.tensors[i].label}, ${stepsOf(k, j)}: ${few(value[i * columns + j])}`
+    else if (!marked.length) out.textContent = `${count(order.length, 'tensor')}${every > 1 ? ` of ${whole(k.tensors.length)}` : ''}. Click a line, or choose a module.`
     else marked.slice(0, 8).forEach((i, n) => {
       const name = make('span', { textContent: `— ${k.tensors[i].label}  ` })
       name.style.color = colors[n % colors.length]
@@ -357,15 +367,15 @@ async function drawLines() {
 // ---- sizes of a tensor's numbers
 
 async function drawSizes() {
-  const section = $('#sizes'), e = kind()?.exponents, t = shown(), out = $('.readout', section), box = $('.chart', section)
+  const section = $('#sizes'), k = kind(), e = k?.exponents, t = shown(k), out = $('.readout', section), box = $('.chart', section)
   section.hidden = !kind()
   if (section.hidden) return
   const j = e ? column(e.step, state.step) : 0
   const head = t ? `Sizes of the numbers in ${t.label}` : 'Sizes of numbers'
-  $('h2', section).textContent = e ? `${head}, ${kind().name}, step ${whole(e.step[j])}` : head
+  $('h2', section).textContent = e ? `${head}, ${k.name}, step ${whole(e.step[j])}` : head
   let counts = null
   if (e && t) {
-    const [, across, bins] = e.counts.shape, all = await numbers(e.counts), at = (kind().tensors.indexOf(t) * across + j) * bins
+    const [, across, bins] = e.counts.shape, all = await numbers(e.counts), at = (k.tensors.indexOf(t) * across + j) * bins
     counts = all.slice(at, at + bins)
   }
   const total = counts?.reduce((a, b) => a + b, 0)
@@ -423,11 +433,10 @@ async function fillTable() {
   const section = $('#layers')
   section.hidden = !kind()
   if (section.hidden) return
-  const { k, columns, value, name } = await view()
+  const { k, name, stat } = await view(), ends = await numbers(k.ends[stat])
   lines = k.tensors.map((t, i) => {
-    const ok = Array.from(value.subarray(i * columns, (i + 1) * columns)).filter(Number.isFinite)
-    return { label: t.label, path: t.path, steps: t.steps, bad: t.bad, first: ok[0], last: ok[ok.length - 1], low: ok.length ? ok.reduce((a, b) => Math.min(a, b)) : undefined,
-      high: ok.length ? ok.reduce((a, b) => Math.max(a, b)) : undefined }
+    const [first, last, low, high] = Array.from(ends.subarray(4 * i, 4 * i + 4), v => v === v ? v : undefined)
+    return { label: t.label, path: t.path, type: typeOf.get(t.path) ?? '', steps: k.n[stat][i], bad: t.bad, first, last, low, high }
   })
   $('h2', section).textContent = `${capital(k.name)}: ${name}, layer by layer`
   $('thead tr', section).replaceChildren(...tableColumns.map(([title], c) => {
@@ -440,7 +449,7 @@ async function fillTable() {
 const found = name => state.words.toLowerCase().split(/\s+/).every(w => name.toLowerCase().includes(w))
 function fillRows() {
   const get = state.sort == null ? null : tableColumns[state.sort][1]
-  const some = lines.filter(r => found(r.label))
+  const some = lines.filter(r => found(r.label + ' ' + r.type))
   if (get) some.sort((a, b) => {
     const x = get(a) ?? -Infinity, y = get(b) ?? -Infinity
     return (x < y ? -1 : x > y ? 1 : 0) * (state.down ? -1 : 1)
@@ -472,23 +481,25 @@ if (modules.length > 80) { // as deep as can be looked over
   while (upTo(depth + 1) <= 60) depth++
   for (const m of modules) m.open = m.depth < depth
 }
+const typeOf = new Map(modules.map(m => [m.path, m.type]))
 let current = modules[0]
 function visible() {
   if (state.words) { // what is found, and what it lies in
     const keep = new Set()
-    for (const m of modules) if (found(m.path) || found(m.path + ' ' + m.type)) for (let a = m; a; a = a.above) keep.add(a)
+    const paths = new Set((kind()?.tensors ?? []).filter(t => found(t.label + ' ' + (typeOf.get(t.path) ?? ''))).map(t => t.path))
+    for (const m of modules) if (paths.has(m.path) || found(m.path + ' ' + m.type)) for (let a = m; a; a = a.above) keep.add(a)
     return modules.filter(m => keep.has(m))
   }
   return modules.filter(m => { for (let a = m.above; a; a = a.above) if (!a.open) return false; return true })
 }
 const ofModule = new Map() // ttype -> path -> tensors
-function tensorsOf(path) {
-  if (!ofModule.has(state.kind)) {
+function tensorsOf(k, path) {
+  if (!ofModule.has(k.ttype)) {
     const by = new Map()
-    kind().tensors.forEach((t, i) => { for (let p = t.path; ; p = p.slice(0, Math.max(p.lastIndexOf('.'), 0))) { by.has(p) || by.set(p, { own: [], bad: false }); if (p === t.path) by.get(p).own.push(i); by.get(p).bad ||= t.bad > 0; if (!p) break } })
-    ofModule.set(state.kind, by)
+    k.tensors.forEach((t, i) => { for (let p = t.path; ; p = p.slice(0, Math.max(p.lastIndexOf('.'), 0))) { by.has(p) || by.set(p, { own: [], bad: false }); if (p === t.path) by.get(p).own.push(i); by.get(p).bad ||= t.bad > 0; if (!p) break } })
+    ofModule.set(k.ttype, by)
   }
-  return ofModule.get(state.kind).get(path)
+  return ofModule.get(k.ttype).get(path)
 }
 function reveal() { // the chosen module, in the tree
   const m = state.path && modules.find(m => m.path === state.path)
@@ -496,12 +507,17 @@ function reveal() { // the chosen module, in the tree
   for (let a = m.above; a; a = a.above) a.open = true
   current = m
 }
+function scaleFor(v) {
+  v.k.scales ??= new Map()
+  if (!v.k.scales.has(v.stat)) v.k.scales.set(v.stat, scaleOf(v.value))
+  return v.k.scales.get(v.stat)
+}
 const mostNodes = 1500
 async function drawTree(focus = false) {
-  const v = kind() ? await view() : null, scale = v && (v.k.scales ??= {}, v.k.scales[state.stat] ??= scaleOf(v.value)), j = v && column(v.k.step, state.step), seen = visible()
+  const v = kind() ? await view() : null, scale = v && scaleFor(v), j = v && column(v.k.step, state.step), seen = visible()
   if (!seen.includes(current)) current = seen[0]
   $('#tree').replaceChildren(...seen.slice(0, mostNodes).map(m => {
-    const t = v && tensorsOf(m.path), patch = make('span', { className: 'patch' }), i = t?.own[0]
+    const t = v && tensorsOf(v.k, m.path), patch = make('span', { className: 'patch' }), i = t?.own[0]
     if (i != null) {
       const c = colorOf(scale, v.value[i * v.columns + j])
       patch.style.background = v.wrong(i, j) ? css('--bad') : c ? `rgb(${c})` : 'transparent'
@@ -538,9 +554,9 @@ $('#tree').addEventListener('keydown', e => {
 
 // ---- all together
 
-let drawing = Promise.resolve()
+let drawing = Promise.resolve(), help = ''
 function changed(what) {
-  drawing = drawing.then(() => redraw(what)).catch(e => { $('#small').textContent = `This page has a fault: ${e.message}`; console.error(e) })
+  drawing = drawing.then(() => redraw(what)).then(() => { $('#small').textContent = help }, e => { $('#small').textContent = `This page has a fault: ${e.message}`; console.error(e) })
   return drawing
 }
 async function redraw(what) {
@@ -576,7 +592,7 @@ function fillControls() {
 
 const facts = r => [r.model, `${count(r.steps, 'step')}, ${whole(r.first)} to ${whole(r.last)}`, r.start && `begun ${r.start}`,
   r.running ? 'still going on when this was made' : r.end && `ended ${r.end}`, r.rows && `${count(r.rows, 'row')}`,
-  r.seconds != null && `recording took ${r.seconds < 10 ? r.seconds.toPrecision(2) : whole(r.seconds)} s${r.share ? `, ${percent(r.share)} of the training` : ''}`].filter(Boolean).join(' · ')
+  r.seconds != null && `recording took ${r.seconds < 10 ? r.seconds.toPrecision(2) : whole(r.seconds)} s${r.share > 0 && r.share < 1 ? `, ${percent(r.share)} of the training` : ''}`].filter(Boolean).join(' · ')
 
 function begin() {
   const r = data.run, dark = matchMedia('(prefers-color-scheme: dark)')
@@ -589,10 +605,14 @@ function begin() {
   trouble.hidden = false
   if (data.trouble) {
     const b = make('button', { type: 'button', textContent: capital(data.trouble.text) })
-    b.onclick = () => { if (kinds.has(data.trouble.ttype)) { state.kind = data.trouble.ttype; if (!(state.stat in kind().stats)) state.stat = Object.keys(kind().stats)[0]; fillControls() }
+    b.onclick = () => { if (kinds.has(data.trouble.ttype)) { state.kind = data.trouble.ttype; if (!Object.hasOwn(kind().stats, state.stat)) state.stat = Object.keys(kind().stats)[0]; fillControls() }
       state.path = data.trouble.path || null; state.label = null; state.step = nearest(steps(), data.trouble.step); changed('all') }
     trouble.append(b)
-  } else { trouble.textContent = data.kinds.length ? 'All values that were recorded are finite.' : ''; trouble.style.color = 'inherit'; trouble.style.fontWeight = 'normal' }
+  } else {
+    const odd = data.numbers.find(n => n.odd != null)
+    trouble.textContent = odd ? `${data.kinds.length ? 'All tensors were finite, but not ' : 'Not finite: '}${odd.name}: first at step ${whole(odd.odd)}.` : data.kinds.length ? 'All tensors that were recorded are finite.' : ''
+    if (!odd) { trouble.style.color = 'inherit'; trouble.style.fontWeight = 'normal' }
+  }
   fromAddress()
   reveal()
   fillControls()
@@ -602,7 +622,7 @@ function begin() {
   $('#format').onchange = () => changed('step')
   $('#kind').onchange = e => {
     state.kind = e.target.value
-    if (!(state.stat in kind().stats)) state.stat = Object.keys(kind().stats)[0]
+    if (!Object.hasOwn(kind().stats, state.stat)) state.stat = Object.keys(kind().stats)[0]
     if (state.label != null && !kind().tensors.some(t => t.label === state.label)) state.label = null
     state.step = nearest(steps(), state.step)
     fillControls()
@@ -624,16 +644,17 @@ function begin() {
     const all = kind().tensors, i = all.indexOf(shown()) + (anything() ? move[0] : 0)
     choose({ label: all[Math.min(Math.max(i, 0), all.length - 1)].label })
   })
-  addEventListener('hashchange', () => { fromAddress(); fillControls(); changed('all') })
+  $('.skip').onclick = e => { e.preventDefault(); $('#main').focus() }
+  addEventListener('hashchange', () => { if (!location.hash.includes('tensors=')) return; fromAddress(); fillControls(); changed('all') })
   if (phone()) $('#side').open = false
   let width = innerWidth
   new ResizeObserver(() => {
-    if ((width < 760) !== phone()) { width = innerWidth; changed('all'); return }
+    if ((width < 760) !== phone()) { width = innerWidth; $('#side').open = !phone(); changed('all'); return }
     for (const [id, u] of Object.entries(charts)) { const w = $(`#${id} .chart`).clientWidth; if (w && Math.abs(w - u.width) > 1) u.setSize({ width: w, height: u.tall }) }
   }).observe($('#main'))
-  const thin = data.kinds.find(k => k.step.length && r.steps > 2 * k.step.length)
-  $('#small').textContent = 'Drag over a chart to zoom in, double-click to zoom out. The address of the page remembers what is chosen.' +
-    (thin ? ` Of neighbouring steps, a chart shows the one that is farthest from the usual: ${whole(thin.step.length)} columns for ${whole(r.steps)} steps.` : '') + ` Made by torchember${r.version ? ' ' + r.version : ''}; all of it is in this file.`
+  const thin = data.kinds.find(k => k.thin)
+  help = 'Drag over a chart to zoom in, double-click to zoom out. The address of the page remembers what is chosen.' +
+    (thin ? ` Of neighbouring steps, heat maps and lines show the one that is farthest from the usual: ${whole(thin.step.length)} columns for all steps. The table has all of them.` : '') + ` Made by torchember${r.version ? ' ' + r.version : ''}; all of it is in this file.`
   return changed('all')
 }
 begin().then(() => { document.documentElement.dataset.ready = Math.round(performance.now()) })
