@@ -82,6 +82,16 @@ class Notebook:
         "Where cells show what they give: not the page, whose editor has the same texts"
         return self.page.locator('.jp-OutputArea')
 
+    def ask(self,
+        code # That prints
+    ):
+        "What the kernel prints, or the error that it has"
+        return self.page.evaluate("""async code => { let out = ''
+            const asked = jupyterapp.shell.currentWidget.sessionContext.session.kernel.requestExecute({code})
+            asked.onIOPub = m => { out += m.content.text ?? m.content.evalue ?? '' }
+            await asked.done
+            return out.trim() }""", code)
+
     def numbers(self,
         name # Text before a colon
     ):

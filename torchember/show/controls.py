@@ -78,7 +78,7 @@ def steps_of(table, tt=None):
     "The steps that were recorded"
     return np.unique(of_types(table, tt)['step'])
 
-# %% ../../nbs/60_show/92_controls.ipynb #0ec2fa78
+# %% ../../nbs/60_show/92_controls.ipynb #ebbb641e
 class Control:
     "A widget for an argument. `shown` is what is on the page, `value` what the argument is given"
     def __init__(self,
@@ -103,7 +103,7 @@ class Control:
         now,self.muted = self.widget.value,True
         try:
             self.widget.options = list(labels)
-            if now in labels: self.widget.value = now
+            if isinstance(now, tuple) or now in labels: self.widget.value = now
         finally: self.muted = False
 
 def label_of(labels, value):
@@ -131,8 +131,12 @@ def several(W, name, labels, value, none, means=lambda v: v, rows=4):
     def read(ls):
         if not ls and isinstance(none, Exception): raise none
         return none if not ls else labels[ls[0]] if len(ls)==1 else [labels[l] for l in ls]
-    def write(v): return [label_of(labels, means(o)) for o in (v if isinstance(v, list|tuple) else [v])]
-    return Control(w, read, write)
+    def write(v):
+        ls = [label_of(labels, means(o)) for o in (v if isinstance(v, list|tuple) else [v])]
+        if not set(ls)<=set(w.options): c.offer(labels)
+        return ls
+    c = Control(w, read, write)
+    return c
 
 def literal(W, name, value, default):
     "What is typed as Python has it: a number, a tuple, a dict. Nothing is the default"

@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['interactive']
 
-# %% ../../nbs/60_show/94_pointing.ipynb #faaf2b34
+# %% ../../nbs/60_show/94_pointing.ipynb #1055c0be
 import asyncio, functools, inspect, io, sys, threading, time, warnings
 from html import escape
 
 import matplotlib as mpl
+import matplotlib.patheffects as effects
 import numpy as np
 
 from ..needs import needs
@@ -22,7 +23,7 @@ from .lines import ttypes_asked
 from .select import name_of, places, table_of, training, trouble, ttype_of
 from .style import drawing_on, drawn, title_of, words
 
-# %% ../../nbs/60_show/94_pointing.ipynb #d5ec05ac
+# %% ../../nbs/60_show/94_pointing.ipynb #15eb8416
 dpi = 100
 
 class Surface:
@@ -46,7 +47,9 @@ class Surface:
 
     def show(self):
         "Draw it, and bring it to the page"
-        if self.live: return self.canvas.draw()
+        if self.live:
+            self.whole()
+            return self.canvas.draw()
         png = io.BytesIO()
         self.figure.savefig(png, dpi=2*dpi, facecolor=self.figure.get_facecolor())
         self.widget.value = png.getvalue()
@@ -70,7 +73,12 @@ class Surface:
         if not self.live or self.back is None: return self.show()
         self.canvas.restore_region(self.back)
         self.paint()
+        self.whole()
         self.canvas.blit(self.figure.bbox)
+
+    def whole(self):
+        "The next image is sent whole: of two that are sent as what has changed, the page loses the first where the second comes before it is shown"
+        self.canvas._force_full = True
 
 # %% ../../nbs/60_show/94_pointing.ipynb #84182a45
 class Losses:
@@ -142,15 +150,16 @@ def rows_like(table, row):
         if c in table and c in row: same &= (table[c].astype(str)==str(row[c])).to_numpy()
     return table[same]
 
-# %% ../../nbs/60_show/94_pointing.ipynb #2b93a9c3
+# %% ../../nbs/60_show/94_pointing.ipynb #72767a7a
 class Interactive:
     "A picture with controls: `controls` by the names of arguments, each with a `value` to read and to set; the `figure`; `show()`"
     def __init__(self, f, source, given, train_stats=None, width=1500, pause=.01, live=True):
         W = self.W = needs('ipywidgets', for_='interactive')
         self.source,self.width,self.pause,self.live,self.lock = source,width,pause,live,threading.RLock()
         self.style = {k: mpl.rcParams[k] for k in mpl.rcParams if not k.startswith('backend') and k not in ('interactive', 'toolbar')}
+        self.said,self.waiting,self.last = '',None,0.
         self.good = self.pinned = self.found = self.shown_in = None
-        self.stack,self.lines,self.last,self.waiting,self.exponents = [Arguments(f, self.read(f), given)],[],0.,None,{}
+        self.stack,self.lines,self.exponents = [Arguments(f, self.read(f), given)],[],{}
         self.losses = None if f.__name__=='overview' and train_stats is None else losses_of(train_stats, self.now.one)
         with mpl.rc_context(self.style):
             self.picture = Surface(W, round(width*(.8 if self.losses else 1)), 4., live)
@@ -158,17 +167,21 @@ class Interactive:
             if self.losses: self.draw_loss()
         self.message,self.hint = W.HTML(layout={'min_height': '22px', 'margin': '0 2px'}),W.HTML(layout={'margin': '0 2px'})
         self.back = W.Button(description='Back', icon='arrow-left', tooltip='Back to the heat map', layout={'width': '90px', 'margin': '0 0 0 2px'})
-        self.back.on_click(lambda _: self.leave())
-        self.slider,self.box = None,W.VBox(layout={'width': '100%'})
+        self.back.on_click(self.locked(lambda _: self.leave()))
+        self.slider,self.top,self.foot = None,W.VBox(),W.VBox()
         if self.losses and not live:
             self.slider = Steps(W, 'step', self.losses.steps, None)
-            self.slider.observe(lambda: self.go(self.slider.value))
+            self.slider.observe(self.locked(lambda: self.go(self.slider.value)))
             self.slider.widget.layout.width,self.slider.box.layout.width = f'{max(self.loss.width-90, 110)}px','80px'
             self.slider.widget.description,self.pinned = '',self.slider.value
         self.door = Door(W, self) if f.__name__=='scalar_global_heatmap' and not live else None
+        row = {'flex_flow': 'row' if live else 'row wrap', 'align_items': 'flex-start', 'overflow': 'auto hidden', 'max_width': '100%'}
+        left = [W.VBox([self.loss.widget, self.slider.shown]) if self.slider else self.loss.widget] if self.loss else []
+        figures = W.HBox([*left, self.picture.widget], layout=row) # which stays: a canvas that is put up again has lost its focus
+        self.box = W.VBox([self.top, self.message, figures, self.foot, self.hint], layout={'width': '100%'})
         self.connect()
         self.arrange()
-        self.draw(self.now, self.now.values()) # who asks for what is not there hears of it at once
+        with self.lock: self.draw(self.now, self.now.values()) # who asks for what is not there hears of it at once
         self.settle()
 
     @property
@@ -213,14 +226,11 @@ class Interactive:
         return g
 
     def arrange(self):
-        "Put the controls that are there now above the pictures"
-        W = self.W
+        "Put the controls that are there now above the picture"
         for a in self.stack: a.moved = lambda: None
         self.now.moved = self.locked(self.redraw)
-        row = {'flex_flow': 'row wrap' if not self.live else 'row', 'align_items': 'flex-start', 'overflow': 'auto hidden', 'max_width': '100%'}
-        left = [W.VBox([self.loss.widget, self.slider.shown]) if self.slider else self.loss.widget] if self.loss else []
-        self.box.children = [*([self.back] if len(self.stack)>1 else []), self.now.box, self.message, W.HBox([*left, self.picture.widget], layout=row),
-            *([self.door.shown] if self.door and len(self.stack)==1 else []), self.hint]
+        self.top.children = [*([self.back] if len(self.stack)>1 else []), self.now.box]
+        self.foot.children = [self.door.shown] if self.door and len(self.stack)==1 else []
         self.hint.value = small(self.tips())
 
     def tips(self):
@@ -249,13 +259,12 @@ class Interactive:
     def draw(self, arguments, values):
         "Draw a picture into the figure"
         f,table,own = arguments.f,arguments.table,values.get('figsize')
-        tall = (lambda size: self.picture.stretch(own[1])) if own else (lambda size: self.picture.stretch(min(max(1.12*size[1], 3.6), 12.)))
+        tall = (lambda size: self.picture.stretch(own[1])) if own else (lambda size: self.picture.stretch(min(max(size[1], 3.6), 12.)))
         with mpl.rc_context(self.style), drawing_on(self.figure, tall): out = f(table, **values)
         fig = getattr(np.ravel(np.array(out, dtype=object))[0], 'figure', None)
         if fig is not self.figure: raise TypeError(f"{f.__name__} gave {an(out)} that is not in the figure it was to draw into. "
             "interactive is for pictures of torchember: scalar_line, exp_hist, scalar_global_heatmap, overview, tree, ...")
-        self.lines = [ax.axvline(0, color='0.5', lw=1, ls='--', visible=False, zorder=10) for ax in followed(f, values, self.figure)]
-        for line in self.lines: line.axes.set_xlim(line.axes.get_xlim()) # which the line must not move
+        with mpl.rc_context(self.style): self.lines = [vertical(ax) for ax in followed(f, values, self.figure)]
         self.picture.above(*self.lines)
         self.good = arguments,values
         if f.__name__=='scalar_global_heatmap': self.found = None
@@ -276,7 +285,7 @@ class Interactive:
     def draw_loss(self):
         ax = self.loss_axes = self.losses.draw(self.loss.figure)
         ink = mpl.rcParams['text.color']
-        line = ax.axvline(self.losses.steps[0], color='0.5', lw=1, ls='--', visible=False)
+        line = vertical(ax)
         dots = [ax.plot([], [], 'o', ms=5, color=l.get_color(), visible=False)[0] for l in ax.lines if l is not line]
         back = {'boxstyle': 'round,pad=.3', 'facecolor': ax.get_facecolor(), 'edgecolor': 'none', 'alpha': .85}
         text = ax.text(.98, .98, '', transform=ax.transAxes, ha='right', va='top', color=ink, visible=False, bbox=back)
@@ -296,13 +305,13 @@ class Interactive:
         i = None if step is None else self.losses.place(step)
         for a in (line, *dots, text): a.set_visible(i is not None)
         if i is not None:
-            at = self.losses.steps[i]
+            at = self.losses.steps[i].item()
             line.set_xdata([at, at])
             for d,y in zip(dots, self.losses.lines.values(), strict=True): d.set_data([at], [y[i]])
             text.set_text(self.losses.says(i, self.recorded(at) if 'step' in self.controls else None))
         self.loss.moved()
         if self.lines:
-            self.put_lines(None if i is None else self.losses.steps[i])
+            self.put_lines(None if i is None else at)
             self.picture.moved()
         self.last = time.monotonic()
 
@@ -383,7 +392,7 @@ class Interactive:
         self.arrange()
         self.redraw()
 
-# %% ../../nbs/60_show/94_pointing.ipynb #cdfabf3a
+# %% ../../nbs/60_show/94_pointing.ipynb #fea165de
 counted = ('exp_hist', 'ridge', 'out_of_range') # pictures of exponents
 
 def cell():
@@ -396,6 +405,14 @@ def small(text): return text and f'<span style="opacity:.7;font-size:90%">{escap
 def sentence(e):
     "What an error says, for somebody who looks at pictures"
     return str(e) if isinstance(e, ValueError|TypeError) and str(e) else f'{type(e).__name__}: {e}'
+
+def vertical(ax):
+    "A line to be moved, which can be seen on any colour, and moves no limits"
+    limits = ax.get_xlim()
+    line = ax.axvline(limits[0], color=mpl.rcParams['text.color'], lw=1, ls='--', alpha=.8, visible=False, zorder=10)
+    line.set_path_effects([effects.withStroke(linewidth=2.4, foreground=mpl.rcParams['figure.facecolor'], alpha=.6)])
+    ax.set_xlim(limits)
+    return line
 
 def followed(f, values, fig):
     "The axes along which steps go"
@@ -426,7 +443,7 @@ def histogram_of(label):
         return exp_hist(df, **{**values, 'fig_title': values.get('fig_title') or title})
     return f
 
-# %% ../../nbs/60_show/94_pointing.ipynb #20929d66
+# %% ../../nbs/60_show/94_pointing.ipynb #f8a22577
 class Door:
     "What stands below a heat map that cannot be clicked on: a tensor, a step, and a button"
     def __init__(self, W, of):
@@ -440,10 +457,11 @@ class Door:
 
     def offer(self):
         rows,_,_,labels = self.of.cells()
-        self.names = list(labels.values())
+        first,self.names = not self.names,list(labels.values())
         if self.which.value not in self.names: self.which.chosen = self.names[:1]
         self.which.offer(self.names)
         self.when.offer(np.unique(rows['step']))
+        if first: self.when.value = None
 
     def open(self):
         rows,*_ = self.of.cells()
