@@ -53,8 +53,8 @@ class Words:
     def line(self, name, now=None):
         loss = f', {self.loss[0]} {self.loss[1]:.4g}' if self.loss else ''
         still = (now or 0)-self.at[-1][0] if self.at else 0
-        pace = f', nothing new for {still/60:.0f} min' if still>90 else '' if now is None or self.first is not None else self.pace()
-        return f"{name}: step {self.step:,}{loss}{pace}{self.trouble()}"
+        pace = f', nothing new for {still/60:.0f} min' if still>90 else '' if now is None else self.pace()
+        return f"{name}: step {self.step:,}{loss}{self.trouble()}{pace}"
 
     def trouble(self):
         "What was first not finite"
