@@ -26,13 +26,14 @@ from .style import alarm, meanings, palettes, words
 
 # %% ../../nbs/60_show/96_page_data.ipynb #693dbb4d
 def packed(
-    values # Numbers, any shape
+    values, # Numbers, any shape
+    exact:bool=False # Whether all bits are kept, as counts want it
 ) -> dict: # `shape`, and `zip`: float32 to 12 bits, bytes in planes, gzip, base64
     "An array, as the page unpacks it"
     v = np.ascontiguousarray(values, '<f4')
     bits = v.view('<u4')
     up = bits+np.uint32(1<<10)
-    bits = np.where(np.isfinite(v) & np.isfinite(up.view('<f4')), up, bits) & np.uint32(0xfffff800) # which leaves infinities as they are
+    if not exact: bits = np.where(np.isfinite(v) & np.isfinite(up.view('<f4')), up, bits) & np.uint32(0xfffff800) # which leaves infinities as they are
     bits = np.where(np.isnan(v), np.uint32(0x7fc00000), bits)
     return {'shape': list(v.shape), 'zip': b64encode(gzip.compress(bits.astype('<u4').view('u1').reshape(-1, 4).T.tobytes(), 6, mtime=0)).decode()}
 
@@ -147,7 +148,7 @@ def exponents_of(
         np.add.at(out, (*where, 0), counts[:, 0])
         np.add.at(out, (*where, -1), counts[:, -1])
         np.add.at(out, (*where, slice(low-lo+1, low-lo+n-1)), counts[:, 1:-1])
-    return {'first': lo, 'step': steps.tolist(), 'counts': packed(out)}
+    return {'first': lo, 'step': steps.tolist(), 'counts': packed(out, exact=True)}
 
 # %% ../../nbs/60_show/96_page_data.ipynb #d11a48b2
 def page_of(

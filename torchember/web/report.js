@@ -132,12 +132,13 @@ function chart(id, options, values, height) {
 
 function overSteps(more = {}) { // what all charts over the steps have
   return {
-    scales: { x: { time: false, range: (u, low, high) => low == null ? [0, 1] : low === high ? [low - .5, high + .5] : [low, high] }, ...more.scales },
+    scales: { x: { time: false, range: (u, low, high) => u.settled && low < high ? [low, high] : zoom ? [zoom.min, zoom.max] : allSteps() }, ...more.scales },
     cursor: { drag: { x: true, y: false, dist: 6 }, focus: { prox: 30 }, points: { show: false }, ...more.cursor,
       sync: { key: together.key, scales: ['x', null], filters: { pub: t => t === 'mousemove' || t === 'mouseleave', sub: t => t === 'mousemove' || t === 'mouseleave' } } },
     hooks: {
       ...more.hooks,
       ready: [u => {
+        u.settled = true
         let from = null
         u.over.addEventListener('mousedown', e => { from = e.clientX })
         u.over.addEventListener('click', e => {
@@ -146,9 +147,6 @@ function overSteps(more = {}) { // what all charts over the steps have
           if (from == null || Math.abs(e.clientX - from) < 6) more.click?.(u, u.posToVal(e.offsetX, 'x'), e.offsetX, e.offsetY)
         })
         u.over.addEventListener('dblclick', () => { zoomTo(null); Object.assign(state, before); changed('choice') }) // its first click was no choice
-        zooming = true
-        u.setScale('x', zoom ?? { min: allSteps()[0], max: allSteps()[1] })
-        zooming = false
       }, ...(more.hooks?.ready ?? [])],
       setScale: [(u, key) => { if (key === 'x' && !zooming && u.status) zoomTo({ min: u.scales.x.min, max: u.scales.x.max }, u) }],
       draw: [...(more.hooks?.draw ?? []), markStep]
