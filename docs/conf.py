@@ -236,8 +236,9 @@ def add_report(app, error):
     "The report of the demo beside the front page, which links it"
     if error or app.builder.format!='html': return
     with TemporaryDirectory() as home:
-        subprocess.run([sys.executable, root/'examples/digits.py'], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        got = subprocess.run([sys.executable, root/'examples/digits.py'], capture_output=True, text=True,
             env={**os.environ, 'TORCHEMBER_HOME': home, 'MPLBACKEND': 'agg', 'PYTHONPATH': str(root)})
+    if got.returncode: raise RuntimeError(f'examples/digits.py, whose report the front page links, failed:\n{got.stderr}')
     shutil.copy(root/'examples/out/digits.html', app.outdir)
 
 def setup(app):
