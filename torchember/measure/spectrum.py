@@ -80,15 +80,16 @@ def rough_mean(y):
     near = (first-mean).abs()<=64*torch.finfo(wide).eps*mean.abs()
     return torch.where(near|~mean.isfinite(), first, mean)
 
-# %% ../../nbs/10_measure/30_spectrum.ipynb #7818ff2e
-def add_gram(gram, rows, block=512):
+# %% ../../nbs/10_measure/30_spectrum.ipynb #03bc3c8c
+def add_gram(gram, rows):
     "Add the products of all pairs of columns; of many columns only the upper half, block by block"
     C = len(gram)
+    block = max(128, C//8)
     if C<=block: gram.addmm_(rows.T, rows)
     else:
         for i in range(0, C, block): gram[i:i+block, i:].addmm_(rows[:, i:i+block].T, rows[:, i:])
 
-def both_halves(gram, block=512): return gram if len(gram)<=block else gram.triu()+gram.triu(1).T
+def both_halves(gram): return gram.triu()+gram.triu(1).T
 
 def feature_gram(x, at):
     "(mean, gram): means, and sums of products of centred features, shape (C, C)"
@@ -97,7 +98,7 @@ def feature_gram(x, at):
     shift = rough_mean(y)
     total,gram = torch.zeros_like(shift),shift.new_zeros(C, C)
     flat = x.flatten(2) if x.dim()>2 and at==1 and x.is_contiguous() else None
-    if flat is not None and flat.shape[2]>=128: # images as they lie in memory, features first
+    if flat is not None and flat.shape[2]>=max(128, 4*C): # images as they lie in memory, features first
         step = max(1, CHUNK//max(flat[0].numel(), 1))
         for i in range(0, len(flat), step):
             part = flat[i:i+step].to(torch.float64, copy=True).sub_(shift[:, None])
@@ -124,7 +125,7 @@ def sample_gram(x, at):
         add_gram(gram, part.sub_(off).T)
     return mean, both_halves(gram)
 
-# %% ../../nbs/10_measure/30_spectrum.ipynb #ab810942
+# %% ../../nbs/10_measure/30_spectrum.ipynb #ba02d4e9
 @dataclass(eq=False)
 class Spectrum:
     "The eigenvalues of a covariance, or as much as is known of them"
@@ -150,7 +151,7 @@ class Spectrum:
     ) -> float: # inf where that eigenvalue is 0, NaN where all are
         """The largest eigenvalue over one further down
 
-        Of a large spectrum that is not exact, within 10 percent, or SpectrumError where that much is not known.
+        Of a large spectrum that is not exact, within 25 percent, or SpectrumError where that much is not known.
 
         Args:
             at: Share of the eigenvalues that are larger than the divisor, at least 0 and below 1; None: the smallest divides
@@ -164,10 +165,11 @@ class Spectrum:
         if i>=self.count-1: return math.inf # so many samples span no more
         if self.values is not None: return self.largest/self.values[i].item() if self.values[i]>0 else math.inf
         if i==0: return 1.
-        low,high = bracket(self.nodes, i, min(self.features, self.count))
-        if high>1.2*low: raise SpectrumError(f"eigenvalue {i} of {self.features} is only known to lie between {low/self.largest:.2g} and "
-            f"{min(high/self.largest, 1):.2g} of the largest. covariance(x, exact=True) computes all.")
-        return self.largest/math.sqrt(low*high)
+        low,near,high = bracket(self.nodes, i, min(self.features, self.count), self.largest/(1-self.error))
+        if low<1e-5*self.largest or high>1.25*near or near>1.25*low:
+            raise SpectrumError(f"eigenvalue {i} of {self.features} is only known to lie between {low/self.largest:.2g} and "
+            f"{high/self.largest:.2g} of the largest. covariance(x, exact=True) computes all.")
+        return self.largest/near
 
     def __repr__(self):
         return f"Spectrum of {self.features} features from {self.count} samples: largest {self.largest:.4g}, stable rank {self.stable_rank():.4g}"
@@ -221,9 +223,9 @@ class Covariance:
 
     def __repr__(self): return f"Covariance of {self.features} features from {self.count} samples"
 
-# %% ../../nbs/10_measure/30_spectrum.ipynb #67504395
+# %% ../../nbs/10_measure/30_spectrum.ipynb #4eedd3d6
 KEPT = 1024 # rows of the largest matrix that is kept
-LARGE = 4096 # from this on, not all eigenvalues are computed
+LARGE = 8192 # from this on, not all eigenvalues are computed
 
 def check_samples(n, C, shape):
     if n<2: raise SpectrumError(f"a covariance is over samples, got {n or 'none'} in a tensor of shape {tuple(shape)}. Watch larger batches.")
@@ -235,18 +237,18 @@ def check_finite(x, trace):
     if bad: raise SpectrumError(f"a covariance is of finite numbers, got {bad} NaN or infinite of {x.numel()}.")
     raise SpectrumError("the numbers are finite, and their squares too large for float64. Divide the tensor by its largest number.")
 
-# %% ../../nbs/10_measure/30_spectrum.ipynb #ac003c12
+# %% ../../nbs/10_measure/30_spectrum.ipynb #c2dc41f0
 def covariance(
     x, # Tensor of at least two samples and two features; any dtype, strides and device
     axis=None, # Dimension that holds the features; None: 1 of 4 dimensions and more, else the last
-    exact=None # True: compute all eigenvalues of a large one; False: of none; None: up to 4095 features or samples
+    exact=None # True: compute all eigenvalues of a large one; False: of none; None: up to 8191 features or samples
 ) -> Covariance: # Its `spectrum` is computed when it is first touched
     """The covariance of the features of a tensor, cheap, and small enough to keep many of them
 
     Unbiased, as `torch.cov` and `numpy.cov` (the divisor is samples - 1), and summed in float64. Kept is the smaller of two matrices with the same
     eigenvalues: products of features, and of samples. Where the smaller has more than 1024 rows, the spectrum is computed at once, and no matrix kept.
-    Where it has 4096 or more, no matrix is made at all: the trace is exact, the largest eigenvalue comes from a randomised Lanczos method and is too small
-    by at most the share `Spectrum.error` (below 1 percent; usually by far less), and `Spectrum.condition` is within 10 percent or says that it is not known.
+    Where it has 8192 or more, no matrix is made at all: the trace is exact, the largest eigenvalue comes from a randomised Lanczos method and is too small
+    by at most the share `Spectrum.error` (about 0.1 percent; usually by far less), and `Spectrum.condition` is within 25 percent or says that it is not known.
     `exact=True` computes all, for the price of a decomposition. The random numbers come from a generator of its own, with a fixed seed.
 
     Raises SpectrumError for one sample, for one feature, and for NaN and infinity.
@@ -254,7 +256,7 @@ def covariance(
     Args:
         x: Tensor of at least two samples and two features; any dtype, strides and device
         axis: Dimension that holds the features; None: 1 of 4 dimensions and more, else the last
-        exact: True: compute all eigenvalues of a large one; False: of none; None: up to 4095 features or samples
+        exact: True: compute all eigenvalues of a large one; False: of none; None: up to 8191 features or samples
 
     Returns:
         Its `spectrum` is computed when it is first touched
@@ -273,7 +275,7 @@ def covariance(
         if small<=KEPT: return Covariance(n, mean, trace, gram)
         return Covariance(n, mean, trace, spectrum=from_gram(gram, C, n))
 
-# %% ../../nbs/10_measure/30_spectrum.ipynb #c807ec48
+# %% ../../nbs/10_measure/30_spectrum.ipynb #b7ad14d7
 def centred_product(x, at, n, C):
     "(multiply, variance, mean): what multiplies the smaller matrix of centred products, divided by samples - 1, with a block of vectors; never the matrix"
     y = x.movedim(at, -1)
@@ -286,56 +288,61 @@ def centred_product(x, at, n, C):
     off /= n
     trace = ((square-n*off*off).sum()/(n-1)).item()
     check_finite(x, trace)
-    unit = math.sqrt(trace/C) or 1. # so that float32 neither overflows nor vanishes
-    of = torch.float64 if x.dtype==torch.float64 or not x.dtype.is_floating_point else torch.float32
-    shift,off = shift.to(of),off/unit
+    unit = math.sqrt(trace/C) or 1.
+    single = x.dtype.is_floating_point and x.dtype.itemsize<8 and 1e-30<unit<1e37/math.sqrt(n*C)
+    of = torch.float32 if single else torch.float64
+    if shift.abs().max()<=8*unit: shift,off,centre = shift+off,shift+off,None # a product with the mean takes it off, at the price of a digit
+    else: shift,centre = shift+off,shift.to(of)
+    left = (off/unit).to(of)
 
     def blocks():
         first = 0
-        for rows in pieces(y, CHUNK):
-            rows = rows.to(of, copy=True).sub_(shift).div_(unit)
+        for rows in pieces(y, 16*CHUNK if centre is None else 4*CHUNK):
+            rows = rows.to(of) if centre is None else rows.to(of)-centre
             yield rows,slice(first, first+len(rows))
             first += len(rows)
 
     def features(v): # X'Xv
-        low,out,mean,total = v.to(of),torch.zeros_like(v),off@v,0
+        low,out,total = v.to(of),torch.zeros_like(v),0
+        away = low@left
         for rows,_ in blocks():
-            seen = rows@low-mean.to(of)
-            out += rows.T@seen
-            total = total+seen.sum(0, dtype=torch.float64)
-        return (out-off[:, None]*total)*(unit**2/(n-1))
+            seen = (low@rows.T).div_(unit).sub_(away[:, None])
+            out += seen@rows
+            total = total+seen.sum(1, dtype=torch.float64)
+        return (out/unit-total[:, None]*left)*(unit**2/(n-1))
 
     def samples_(v): # XX'v
-        low,mid,out = v.to(of),v.new_zeros(C, v.shape[1]),torch.empty_like(v)
-        for rows,at_ in blocks(): mid += rows.T@low[at_]
-        mid -= off[:, None]*v.sum(0)
-        less,mid = off@mid,mid.to(of)
-        for rows,at_ in blocks(): out[at_] = rows@mid-less
+        low,mid,out = v.to(of),v.new_zeros(len(v), C),torch.empty_like(v)
+        for rows,at_ in blocks(): mid += low[:, at_].contiguous()@rows
+        mid = (mid/unit-v.sum(1)[:, None]*left).to(of)
+        away = mid@left
+        for rows,at_ in blocks(): out[:, at_] = (mid@rows.T).div_(unit).sub_(away[:, None])
         return out*(unit**2/(n-1))
 
-    return features if C<=n else samples_, trace, shift.double()+off*unit
+    return features if C<=n else samples_, trace, shift
 
-def lanczos(multiply, size, device, steps=64, probes=4):
+def lanczos(multiply, size, device, steps=96, probes=16):
     "(theta, weight), numpy, a row for each random vector: nodes and weights of Gauss quadratures of a spectrum"
-    v = torch.randn(size, probes, dtype=torch.float64, generator=torch.Generator().manual_seed(20210)).to(device)
-    v /= v.norm(dim=0)
+    v = torch.randn(probes, size, dtype=torch.float64, generator=torch.Generator().manual_seed(20210)).to(device)
+    v /= v.norm(dim=1, keepdim=True)
     steps = min(steps, size)
     basis,alpha,beta = v.new_zeros(probes, steps, size),v.new_zeros(probes, steps),v.new_zeros(probes, steps)
     for k in range(steps):
-        basis[:, k] = v.T
-        w = multiply(v).T[:, :, None]
-        alpha[:, k] = (basis[:, k]*w[:, :, 0]).sum(1)
-        for _ in range(2): w = w-basis[:, :k+1].mT@(basis[:, :k+1]@w) # twice is enough
-        norm = w[:, :, 0].norm(dim=1)
-        norm = torch.where(norm>1e-6*alpha[:, :k+1].amax(1), norm, 0.) # nothing new: the quadrature is complete
-        beta[:, k] = norm
-        v = torch.where(norm>0, w[:, :, 0].T/norm.clamp_min(1e-300), 0.)
+        basis[:, k] = v
+        w = multiply(v)
+        alpha[:, k] = (v*w).sum(1)
+        w -= alpha[:, k, None]*v
+        if k: w -= beta[:, k-1, None]*basis[:, k-1]
+        for p in range(probes): w[p] -= (basis[p, :k+1]@w[p])@basis[p, :k+1] # rounding brings the old ones back
+        norm = w.norm(dim=1)
+        beta[:, k] = norm = torch.where(norm>1e-6*alpha[:, :k+1].amax(1), norm, 0.) # 0: nothing new, the quadrature is complete
+        v = torch.where(norm[:, None]>0, w/norm.clamp_min(1e-300)[:, None], 0.)
     t = torch.diag_embed(alpha)+torch.diag_embed(beta[:, :-1], 1)+torch.diag_embed(beta[:, :-1], -1)
     theta,vectors = torch.linalg.eigh(t.cpu())
     return theta.numpy(),vectors[:, 0].square().numpy()
 
-def bracket(nodes, i, size):
-    "(low, high) of eigenvalue i, counted from the largest as 0, of `size`"
+def bracket(nodes, i, size, most):
+    "(low, middle, high) of eigenvalue i, counted from the largest as 0, of `size`, none of which is above `most`"
     theta,weight = nodes
     q,ends = (i+1)/size,np.unique(np.maximum(theta, 0))
     at_least,at_most = np.zeros(len(ends)),np.zeros(len(ends)) # share of the spectrum at or above each end
@@ -346,11 +353,14 @@ def bracket(nodes, i, size):
         at_most += above[np.maximum(first-1, 0)]/len(theta)
     noise = 4*math.sqrt(2*q*(1-q)/(len(theta)*size))+1e-9
     low,high = ends[at_least-noise>=q],ends[at_most+noise<q]
-    return (low.max() if len(low) else 0.), (high.min() if len(high) else math.inf)
+    low,high = low.max() if len(low) else 0.,min(high.min() if len(high) else most, most)
+    near = np.interp(-q, -(at_least+at_most)/2, ends)
+    return low, min(max(near, low), high), high
 
-def sketched(x, at, n, C, steps=64, probes=4):
+def sketched(x, at, n, C, steps=96, probes=16):
     "A Covariance whose spectrum is known in part"
     multiply,trace,mean = centred_product(x, at, n, C)
+    if not trace>0: return Covariance(n, mean, 0., spectrum=Spectrum(np.zeros(C), 0., 0., C, n))
     size = min(n, C)
     nodes = lanczos(multiply, size, x.device, steps, probes)
     share = ((math.log(1.648*math.sqrt(size))+9*math.log(10)/probes)/(2*min(steps, size)-1))**2
