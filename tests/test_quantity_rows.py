@@ -26,6 +26,7 @@ from torchember import (
     wide,
 )
 from torchember.show.controls import columns_of, statistics_of
+from torchember.show.following import Kept
 from torchember.show.page_data import page_of
 from torchember.store import columns
 
@@ -39,6 +40,7 @@ def quantities(t, step, i):
     t + {**some, **row} # noqa: B018
     t + {**some, **row, 'tname': 'x'} # noqa: B018
     t + {**some, **row, 'ttype': 'input'} # noqa: B018
+    t + {**vectors, **row, 'tname': 'y'} # noqa: B018
     t + {'Elsewhere': i, **row, 'module': 'model(Sequential).9(Linear)'} # noqa: B018
     t + {'Jumps': i/2, **row, 'ttype': 'weight', 'tname': 'weight_0', 'pname': 'weight'} # noqa: B018
     t + {'Jumps': i/2, **row, 'ttype': 'update', 'tname': 'w'} # noqa: B018
@@ -158,6 +160,16 @@ def test_menu(logs):
     assert more=={'InputStd', 'Elsewhere', 'Jumps'} # no vectors
 
 
+def test_live(logs):
+    def seen(t):
+        kept = Kept()
+        kept.add(t.lines())
+        return kept.table()
+    (alone,kinds),(both,same) = map(seen, logs)
+    assert kinds==same and not both['UnitActivity'].dropna().map(len).any() # that there are vectors is kept, and not the vectors
+    np.testing.assert_array_equal(*(pixels(lambda t: overview(t, tt=kinds), t) for t in (alone, both)))
+
+
 def test_quantities_alone(tmp_path):
     t = emberTracker('alone', tmp_path)
     for step in range(4): quantities(t, step, step)
@@ -170,4 +182,4 @@ def test_quantities_alone(tmp_path):
 
 def test_query(logs):
     pytest.importorskip('duckdb')
-    assert query("SELECT count(*) n FROM log WHERE InputMean[1]=.1", logs[1].log_path)['n'].item()==27
+    assert query("SELECT count(*) n FROM log WHERE InputMean[1]=.1", logs[1].log_path)['n'].item()==36

@@ -381,8 +381,10 @@ def may_have(
     has = [df[s].notna().to_numpy() for s in stats if s in df]
     if not has: return np.ones(len(df), bool)
     has = np.logical_or.reduce(has)
-    rest = ~has & (df['ttype'].astype(object)!='scalar').to_numpy() if 'ttype' in df else ~has
-    out = np.ones(len(df), bool)
+    rest,out = ~has,np.ones(len(df), bool)
+    if 'ttype' in df: rest &= (df['ttype'].astype(object)!='scalar').to_numpy()
+    for c in bad:
+        if c in df: rest &= ~(df[c]>0).to_numpy()
     if not rest.any() or not has.any(): return out
     for c in df.columns:
         if c in left or c in optional or c=='path': continue
