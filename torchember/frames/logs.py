@@ -383,8 +383,6 @@ def may_have(
     has = np.logical_or.reduce(has)
     rest,out = ~has,np.ones(len(df), bool)
     if 'ttype' in df: rest &= (df['ttype'].astype(object)!='scalar').to_numpy()
-    for c in bad:
-        if c in df: rest &= ~(df[c]>0).to_numpy()
     if not rest.any() or not has.any(): return out
     for c in df.columns:
         if c in left or c in optional or c=='path': continue
