@@ -8,6 +8,7 @@ import torch
 
 from torchember import (
     compare,
+    dead_units,
     emberTracker,
     exp_hist,
     out_of_range,
@@ -19,6 +20,7 @@ from torchember import (
     scalar_global_heatmap,
     scalar_line,
     summary,
+    surface,
     to_logframe,
     torchEmber,
     tree,
@@ -178,6 +180,15 @@ def test_quantities_alone(tmp_path):
     for picture in overview,line,cells: pixels(picture, t)
     assert page_of(t)['kinds'] and str(summary(t))
     report(t, tmp_path/'page.html')
+
+
+def test_vectors(logs, reader):
+    t = logs[1]
+    for run in t, read(t), t.df, t.log_path:
+        units = dead_units(run, '0')
+        assert units['path'].unique().tolist()==['0.output_0 (output)', '0.x (output)', '0.y (output)', '0 (input)']
+        assert units['unit'].tolist()==[0, 1, 2]*4 and units['since'].isna().tolist()==[False, True, True]*4 and units['since'].max()==0
+    for kind in 'surface','heatmap': assert len(pixels(lambda t, kind=kind: surface(t, 'InputMean', '0', 'Activation', kind), t))
 
 
 def test_query(logs):
