@@ -68,13 +68,16 @@ def test_reading_without_torch(tmp_path):
         print(len(df), df['max'].max(), list(df.columns)[:3], 'torch' in sys.modules)
         read = torchember.read('*', home={str(tmp_path)!r})
         print(len(read), len(torchember.wide(read, 'max', 'input')), len(torchember.runs({str(tmp_path)!r})), 'torch' in sys.modules)
+        import pandas as pd
+        units = pd.DataFrame(dict(path='a', ttype='output', tname='x', step=[1, 2], UnitActivity=[[0., 1.], [0., 0.]]))
+        print(torchember.dead_units(units)['since'].tolist(), 'torch' in sys.modules)
         from torchember.measure.summary import Summary
         print((Summary.of([1, 2]) + Summary.of([3])).mean)
         try: torchember.torchEmber
         except ModuleNotFoundError as e: print(e)
     """
     out = run(code, '-I', '-S').splitlines()
-    assert out[0]=="4 inf ['shape', 'mean', 'std'] False" and out[1]=='4 1 1 False' and out[2]=='2.0' and 'pip install torch' in out[3]
+    assert out[0]=="4 inf ['shape', 'mean', 'std'] False" and out[1]=='4 1 1 False' and out[2]=='[1, <NA>] False' and out[3]=='2.0' and 'pip install torch' in out[4]
 
 
 def strict(line):

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .frames.logframe import from_logframe as from_logframe
     from .frames.logframe import to_logframe as to_logframe
     from .frames.logframe import validate as validate
+    from .frames.unit_tables import dead_units as dead_units
     from .frames.tracking import stash_all_stats_and_hist as stash_all_stats_and_hist
     from .frames.tracking import stash_full_tensor as stash_full_tensor
     from .frames.tracking import stash_hist as stash_hist
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
     from .show.live_view import live as live
     from .show.pointing import interactive as interactive
     from .show.ranges import out_of_range as out_of_range
+    from .show.surfaces import Surface3d as Surface3d
+    from .show.surfaces import surface as surface
     from .show.trees import tree as tree
     from .show.update_ratios import updates as updates
     from .state.algebra import StateDict as StateDict
@@ -78,6 +81,7 @@ rooms = {
     'torchEmber': 'core', 'moduleTrack': 'capture.tree',
     'emberTracker': 'store.jsonl', 'tracker': 'store.jsonl',
     'read': 'frames.logs', 'runs': 'frames.logs', 'query': 'frames.logs', 'wide': 'frames.logs',
+    'dead_units': 'frames.unit_tables', 'surface': 'show.surfaces', 'Surface3d': 'show.surfaces',
     'get_stats': 'measure.stats', 'summarize': 'measure.kernels', 'Summary': 'measure.summary',
     'exponents_for': 'measure.exponents', 'headroom': 'measure.exponents',
     'overview': 'show.first_look', 'summary': 'show.first_look', 'scalar_line': 'show.lines', 'exp_hist': 'show.histograms', 'ridge': 'show.histograms',

@@ -14,7 +14,7 @@ from ..measure.summary import derived
 from ..needs import needs
 from ..record import identity, optional
 from .heatmaps import heat
-from .select import not_stats, of_ttypes, parameters_of, paths_like, root_of, stat_in, ttype_of
+from .select import measured, not_stats, of_ttypes, parameters_of, paths_like, root_of, stat_in, ttype_of
 from .style import words
 
 # %% ../../nbs/60_show/92_controls.ipynb #10070f0f
@@ -38,7 +38,7 @@ def types_of(table):
 
 def columns_of(table):
     "The columns that may be a horizontal axis: the step, and marks, which have one value at each step"
-    t = tensors_of(table)
+    t = measured(tensors_of(table))
     by = t.groupby(t['step'].to_numpy(), sort=False)
     some = [c for c in numbers_in(t) if c not in derived and t[c].nunique()>1]
     return ['step', *(c for c in some if by[c].nunique(dropna=False).max()==1)]

@@ -13,7 +13,7 @@ from ..needs import needs
 from ..record import unknown
 from .heatmaps import column_edges, heat, sizes
 from .lines import put_lines, ttypes_asked
-from .select import grid, name_of, not_stats, pick, series, stat_in, table_of, training, trouble, ttype_of
+from .select import grid, measured, name_of, not_stats, pick, series, stat_in, table_of, training, trouble, ttype_of, usual
 from .style import alarm, drawn, figure, is_dark, meanings, palettes, title_of, words
 
 # %% ../../nbs/60_show/90_first_look.ipynb #ee8d9996
@@ -60,7 +60,7 @@ def overview(
     table = table_of(run) if tt is None and loss is None else table_of(run, ttype=[*(ttypes_asked(tt) if tt else default_ttypes), 'scalar'])
     if not len(table): raise ValueError(f"{name_of(table) or 'The table'} has no rows yet.")
     numbers = loss_of(table, loss)
-    tensors = table[(table['ttype'].astype(str)!='scalar').to_numpy()]
+    tensors = measured(table[(table['ttype'].astype(str)!='scalar').to_numpy()], [stat] if stat else ())
     kinds = there_of(tensors, tt)
     if not kinds: raise ValueError(f"overview needs a tensor type, such as 'output', got tt={tt!r}.")
     if ax is not None: kinds = kinds[:1]
@@ -195,6 +195,7 @@ def summary(
     table = table_of(run)
     tensors = table[(table['ttype'].astype(str)!='scalar').to_numpy()]
     if not len(tensors): raise ValueError(f"{name_of(table) or 'The table'} has no rows of tensors yet.")
+    tensors = measured(tensors, [s for s in stats if s in tensors and s not in usual])
     kind = tt or there_of(tensors, None)[0]
     rows = training(pick(tensors, layer, kind))
     there = [s for s in stats if s in rows and rows[s].notna().any()] or [stat_of(rows, None)]

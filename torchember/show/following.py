@@ -97,7 +97,11 @@ class Kept:
     def slim(self, r):
         "What is drawn of a row"
         stat = next((s for s in drawn_stats if r.get(s) is not None), None)
-        return {k: self.names.setdefault(v, v) if type(v) is str else v for k,v in r.items() if k in always or k==stat or stat is None and type(v) is float}
+        slim = {k: self.names.setdefault(v, v) if type(v) is str else v for k,v in r.items()
+            if k in always or k==stat or stat is None and type(v) is float}
+        if stat is None and not any(s in r for s in drawn_stats): # perhaps a row of quantities: that it has others is what tells it from a row of these
+            slim |= {k: [] if type(v) is list else v for k,v in r.items() if k not in always and type(v) in (int, list)}
+        return slim
 
     def add_tensors(self, rows):
         if not self.trained and any(r.get('phase')!='eval' for r in rows): # what an evaluation before the training gave does not count any more

@@ -21,7 +21,7 @@ from ..measure.summary import derived
 from .first_look import first_trouble, loss_of, noted, sentence_of, stat_of
 from .heatmaps import zero
 from .lines import ttypes_asked
-from .select import grid, name_of, not_stats, pick, places, root_of, series, stat_in, table_of, thinned, training
+from .select import grid, measured, name_of, not_stats, pick, places, root_of, series, stat_in, table_of, thinned, training
 from .style import alarm, meanings, palettes, words
 
 # %% ../../nbs/60_show/96_page_data.ipynb #693dbb4d
@@ -171,6 +171,7 @@ def page_of(
     kinds = list(dict.fromkeys(tensors['ttype'].astype(str)))
     of = {k: tensors[(tensors['ttype'].astype(str)==k).to_numpy()] for k in kinds}
     wanted = {k: stats_to_send(rows, stats) for k,rows in of.items()}
+    of = {k: measured(rows, wanted[k]) if wanted[k] else rows for k,rows in of.items()}
     lines = sum((places(rows)[0].max()+1)*len(wanted[k]) for k,rows in of.items()) or 1
     columns = int(np.clip(most_values//lines, 20, 1000))
     out,keys = [],{}

@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
+from ..frames.logs import is_vectors, may_have
 from ..measure.summary import derived
 from ..needs import needs
 from ..record import an, ttypes, unknown
@@ -36,10 +37,25 @@ def ttype_of(
 # %% ../../nbs/60_show/10_select.ipynb #734937ed
 def table_of(
     source, # Name of a run, an ember, a tracker, or a table: of rows, or a logframe
-    stats=None, # Statistics that are drawn, so that no others are read; all but exponents without it
+    stats=None, # Statistics that are drawn, so that no others are read, and no rows that have others; all but exponents without it
     **wanted # `ttype`, `path` and `steps`, as `read` has them: what a run need not give is not read
 ): # pandas.DataFrame with `path`; `attrs['run']` is its name
     "The rows of a source"
+    df = every_row(source, stats, wanted)
+    return df if stats is None else measured(df, stats)
+
+def measured(
+    df, # Rows
+    stats=() # Statistics; those that an ember takes, or the user's own function where no row has one of these, without it
+):
+    "The rows that are of some statistics: a log may also have rows of quantities that somebody else measured"
+    names = [n for s in stats for n in (s, stats_of.get(s)) if n in df] if len(stats) else [c for c in df.columns if c in usual]
+    some = may_have(df, names)
+    return df if some.all() else df[some]
+
+usual = {*derived, 'shape', 'ratio', 'exponents'}
+
+def every_row(source, stats, wanted):
     pd = needs('pandas', for_='A picture')
     if isinstance(source, pd.DataFrame): return of_one_run(of_table(source))
     tracker = getattr(source, 't', source)
@@ -150,6 +166,7 @@ def stat_in(
 ) -> str: # The column's name; raises ValueError when it was not recorded
     "The column of a statistic"
     if stat in df and df[stat].notna().any():
+        if is_vectors(df[stat]): raise ValueError(f"The statistic {stat!r} is a vector, a number for each unit. To see it: surface(run, {stat!r}, path=...).")
         if df[stat].dtype.kind in 'OUT' and isinstance(one := df[stat].dropna().iloc[0], str|list|tuple|dict):
             raise ValueError(f"The statistic {stat!r} is no number, its first value is {one!r:.60}, so it cannot be drawn.")
         return stat
@@ -197,8 +214,8 @@ def series(
     new = np.ones(len(code), bool)
     new[1:] = (code[1:]!=code[:-1]) | (x[1:]!=x[:-1])
     if not new.all():
-        group = np.cumsum(new)-1
-        with np.errstate(invalid='ignore'): value = np.bincount(group, value)/np.bincount(group)
+        group,said = np.cumsum(new)-1,~np.isnan(value) | bad
+        with np.errstate(invalid='ignore'): value = np.bincount(group, np.where(said, value, 0))/np.bincount(group, said)
         bad = np.bincount(group, bad)>0
         code,x = code[new],x[new]
     return Series(labels, code, x, value, bad)

@@ -11,7 +11,7 @@ import matplotlib.patheffects as effects
 import numpy as np
 
 from .lines import name_lines, put_lines
-from .select import name_of, pick, places, series, stat_in, table_of
+from .select import measured, name_of, pick, places, series, stat_in, table_of
 from .style import canvas, drawn, is_dark, meanings, palettes, short_names, title_of
 
 # %% ../../nbs/60_show/70_update_ratios.ipynb #9c1348d1
@@ -33,7 +33,7 @@ def updates(
     Returns:
         The axes
     """
-    table = table_of(run, ttype=['update', 'weight'])
+    table = measured(table_of(run, ttype=['update', 'weight']))
     rows = pick(table, layer, 'update')
     lines = list(series(rows, stat_in(rows, 'ratio')))
     still = unmoved(table, lines, layer)
