@@ -33,6 +33,42 @@ def alexnet(batch=8):
     return model, lambda: F.cross_entropy(model(x), y)
 
 
+class BasicBlock(nn.Module):
+    "Two convolutions and what goes past them"
+    def __init__(self, before, width, stride):
+        super().__init__()
+        self.conv1,self.bn1 = nn.Conv2d(before, width, 3, stride, 1, bias=False),nn.BatchNorm2d(width)
+        self.conv2,self.bn2 = nn.Conv2d(width, width, 3, 1, 1, bias=False),nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = nn.Sequential(nn.Conv2d(before, width, 1, stride, bias=False), nn.BatchNorm2d(width)) if stride>1 or before!=width else None
+
+    def forward(self, x):
+        out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        out += x if self.downsample is None else self.downsample(x)
+        return self.relu(out)
+
+
+class ResNet18(nn.Sequential):
+    "With the widths and depths of He et al. 2016"
+    def __init__(self, classes=10):
+        widths,before,layers = (64, 128, 256, 512),64,[]
+        for i,w in enumerate(widths):
+            layers += [BasicBlock(before, w, 2 if i else 1), BasicBlock(w, w, 1)]
+            before = w
+        super().__init__(nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1), *layers,
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, classes))
+
+    def forward(self, x):
+        for m in self: x = m(x)
+        return x
+
+
+def resnet18(batch=8, size=112):
+    "ResNet-18 and its loss on one batch of images"
+    model,x,y = ResNet18(),torch.randn(batch, 3, size, size),torch.randint(10, (batch,))
+    return model, lambda: F.cross_entropy(model(x), y)
+
+
 def small_cnn(batch=32):
     "What people try first: 10 modules on images of 28 x 28 pixels"
     model = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),

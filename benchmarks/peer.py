@@ -16,7 +16,7 @@ from torch import nn
 from torch._dynamo import lookup_backend
 
 from . import machine
-from .models import MLP, AlexNet, keep_memory
+from .models import MLP, AlexNet, ResNet18, keep_memory
 from .timing import pairs
 
 peers = {} # name -> (what it records, function that arms a model)
@@ -148,6 +148,40 @@ def cost(name, quick):
         armed.step()
     bare = alexnet(said is None)
     return dict(pairs=pairs(bare.measured, armed.measured, 5 if quick else 25, 3 if quick else 6), inplace=said)
+
+
+# ---- quantities of modules, on the same loop
+
+both = { # what both tools have -> configuration
+    'spectra': {'Conv2d': ['InputCovMaxEig', 'InputCovStableRank', 'InputCovCondition20', 'InputCovCondition50', 'InputCovCondition80']},
+    'sizes': {'Conv2d': ['InputMean', 'InputStd', 'InputSndNorm', 'OutputGradSndNorm', 'WeightNorm', 'WeightGradNorm']},
+    'batch normalisation': {'BatchNorm2d': [['MeanTID', 'linear(5, 0)'], ['VarTID', 'linear(5, 0)']]}}
+
+
+def quantities(name, quick):
+    "Pairs of CPU seconds of a step, bare and watched at each step"
+    tool,_,kind = name.partition(', ')
+    if tool=='Taiyi': from Taiyi.taiyi.monitor import Monitor
+    else: from torchember import Monitor
+    keep_memory()
+    class Watched(Loop):
+        def step(self):
+            loss = self.loss(self.run(self.x))
+            self.opt.zero_grad()
+            loss.backward()
+            if self.after: self.after()
+            self.opt.step()
+    loops = []
+    for watch in (False, True):
+        torch.manual_seed(0)
+        model,y = ResNet18(),torch.randint(10, (8,))
+        loop = Watched(model, torch.randn(8, 3, 112, 112), lambda out, y=y: F.cross_entropy(out, y))
+        if watch:
+            monitor,steps = Monitor(model, both[kind]),itertools.count()
+            loop.after = lambda: monitor.track(next(steps)) # noqa: B023
+        for _ in range(2): loop.step()
+        loops.append(loop)
+    return dict(pairs=pairs(loops[0].measured, loops[1].measured, 10 if quick else 40, 3 if quick else 6))
 
 
 # ---- what they survive

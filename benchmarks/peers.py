@@ -18,7 +18,8 @@ tools = { # tool -> what pip installs, call by call (nothing: this torchember), 
     'wandb': (['wandb'], 'wandb', ['wandb']),
     'torchlens': (['torchlens'], 'torchlens', ['TorchLens, watch', 'TorchLens, record']),
     'tandv': (['msgpack randomname', '--no-deps git+https://github.com/graphcore-research/track-and-visualize'], 'tandv', ['tandv']), # its pins are of 2024
-    'nnstat': (['git+https://github.com/zhengzangw/nnstat'], 'nnstat', ['nnstat'])}
+    'nnstat': (['git+https://github.com/zhengzangw/nnstat'], 'nnstat', ['nnstat']),
+    'taiyi': (['plotly', '--no-deps git+https://github.com/DLCV-BUAA/Taiyi'], 'Taiyi', [])} # which computes quantities: see `quantities`
 
 
 def python(tool, folder):
@@ -98,3 +99,15 @@ def survives(quick):
         f = got['features']
         note = '; '.join(f'{k}: {v}' for k,v in f.items() if v!='yes')
         yield line(titled(name, got), sum(v=='yes' for v in f.values()), f'of {len(f)}', note=note, features=f)
+
+
+@row('quantities-peers', 'another tool: what chosen quantities of each convolution and normalisation add to a step of a ResNet-18')
+def quantities(quick):
+    from .peer import both
+    with tempfile.TemporaryDirectory(prefix='peers-') as folder:
+        for tool,name in (('torchember', 'torchember'), ('taiyi', 'Taiyi')):
+            for kind in both:
+                try: got = ask(tool, f'{name}, {kind}', 'quantities', quick, Path(folder))
+                except Skip as e: yield line(f'{name}, {kind}', None, '%', note=f'not measured: {e}', n=0); continue
+                base = spread(1e3*b for b,_ in got['pairs'])['value']
+                yield line(titled(f'{name}, {kind}', got), unit='%', note=f'of a step of {base:.0f} ms', **added(got['pairs']))

@@ -38,6 +38,21 @@ if TYPE_CHECKING:
     from .measure.kernels import summarize as summarize
     from .measure.stats import get_stats as get_stats
     from .measure.summary import Summary as Summary
+    from .measure.spectrum import cal_cov_matrix as cal_cov_matrix
+    from .measure.spectrum import cal_eig as cal_eig
+    from .monitor.monitor import Monitor as Monitor
+    from .monitor.quantities import MultiStepQuantity as MultiStepQuantity
+    from .monitor.quantities import SingleStepQuantity as SingleStepQuantity
+    from .monitor.quantities import quantity as quantity
+    from .monitor.views import BackwardInputExtension as BackwardInputExtension
+    from .monitor.views import BackwardOutputEigOfCovExtension as BackwardOutputEigOfCovExtension
+    from .monitor.views import BackwardOutputExtension as BackwardOutputExtension
+    from .monitor.views import Extension as Extension
+    from .monitor.views import ForwardInputEigOfCovExtension as ForwardInputEigOfCovExtension
+    from .monitor.views import ForwardInputExtension as ForwardInputExtension
+    from .monitor.views import ForwardOutputExtension as ForwardOutputExtension
+    from .show.visualization import Visualization as Visualization
+    from .choose import linear as linear
     from .record import EmberWarning as EmberWarning
     from .record import ttypes as ttypes
     from .show.comparison import compare as compare
@@ -101,6 +116,14 @@ rooms = {
     'read_pickle': 'frames.files', 'read_csv': 'frames.files', 'read_parquet': 'frames.files', 'write_parquet': 'frames.files',
     'track': 'frames.tracking', 'stash_scalar_stats': 'frames.tracking', 'stash_hist': 'frames.tracking',
     'stash_all_stats_and_hist': 'frames.tracking', 'stash_full_tensor': 'frames.tracking',
+    'cal_cov_matrix': 'measure.spectrum', 'cal_eig': 'measure.spectrum',
+    'Monitor': 'monitor.monitor',
+    'MultiStepQuantity': 'monitor.quantities', 'SingleStepQuantity': 'monitor.quantities', 'quantity': 'monitor.quantities',
+    'BackwardInputExtension': 'monitor.views', 'BackwardOutputEigOfCovExtension': 'monitor.views', 'BackwardOutputExtension': 'monitor.views',
+    'Extension': 'monitor.views', 'ForwardInputEigOfCovExtension': 'monitor.views',
+    'ForwardInputExtension': 'monitor.views', 'ForwardOutputExtension': 'monitor.views',
+    'Visualization': 'show.visualization',
+    'linear': 'choose',
     'ttypes': 'record', 'EmberWarning': 'record'}
 __all__ = ['__version__', *(n for n in rooms if n!='utils')] # which a star import must not put over yours
 

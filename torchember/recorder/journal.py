@@ -84,6 +84,27 @@ class Journal:
         rows = lambda: bad.look([one_row(key, call, None, 'float64', values, step, ts, marks, {})])
         self.t.file.put(rows, joins=True if step!=steps.number and self.was_on else None)
 
+    def add(self,
+        step:int, # Which step they are of
+        rows:list, # (key, call, dtype, statistics), as `one_row` has them
+        page, steps, # Of the recorder
+        on:bool # Whether the open step is recorded
+    ):
+        """Rows of somebody else who measures this model
+
+        Args:
+            step: Which step they are of
+            rows: (key, call, dtype, statistics), as `one_row` has them
+            steps: Of the recorder
+            on: Whether the open step is recorded
+        """
+        if step==steps.number and on and steps.opened:
+            for key,call,dtype,stats in rows: page.add(key, call, None, dtype, stats)
+            return
+        ts,marks = now(),self.columns()
+        made = lambda: [one_row(key, call, None, dtype, stats, step, ts, marks, {}) for key,call,dtype,stats in rows]
+        self.t.file.put(made, joins=True if step==steps.closed and self.was_on else None)
+
     def step_over(self,
         step:int, # The step that is over
         on:bool # Whether it was recorded

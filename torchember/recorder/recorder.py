@@ -421,6 +421,18 @@ class Recorder(HearsSteps):
         values = {k: on_its_way(v) for k,v in numbers.items()}
         with self.lock: self.journal.note(values, self.page, self.steps, self.on)
 
+    def add_rows(self,
+        step:int, # Which step they are of
+        rows:list # (key, call, dtype, statistics), as `one_row` has them
+    ):
+        """Rows of somebody else who measures this model, such as a `Monitor`
+
+        Args:
+            step: Which step they are of
+            rows: (key, call, dtype, statistics), as `one_row` has them
+        """
+        with self.lock: self.journal.add(step, rows, self.page, self.steps, self.on)
+
     def marked(self, marks):
         "Marks are set: rows that come now are new ones"
         found = self.marks.look(marks, self.step)

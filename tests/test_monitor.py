@@ -1,0 +1,565 @@
+"Quantities of a training, against torch's own hooks and numpy, in every way that a model is run"
+import copy
+import gc
+import math
+import os
+import pickle
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import torchember
+from torchember import (BackwardInputExtension, BackwardOutputEigOfCovExtension, BackwardOutputExtension, EmberWarning, Extension,
+    ForwardInputEigOfCovExtension, ForwardInputExtension, ForwardOutputExtension, Monitor, MultiStepQuantity, SingleStepQuantity, at, cal_cov_matrix,
+    cal_eig, every, linear, quantity, read, torchEmber)
+from torchember.monitor import InputMean, MeanTID
+
+every_quantity = ['InputCovMaxEig', 'InputCovStableRank', 'InputCovCondition', 'InputCovCondition20', 'InputCovCondition50', 'InputCovCondition80', 'InputMean',
+    'InputStd', 'InputSndNorm', 'OutputGradSndNorm', 'OutputGradCovMaxEig', 'OutputGradCovStableRank', 'OutputGradCovCondition50', 'RankMe',
+    'WeightNorm', 'WeightGradNorm', 'WeightEffectiveRank', 'LinearDeadNeuronNum', 'WeightParamJump', 'UpdateEffectiveRank', 'GradSNR', 'UnitActivity']
+
+
+class Net(nn.Module):
+    def __init__(self, inplace=False):
+        super().__init__()
+        self.conv,self.bn,self.relu = nn.Conv2d(3, 8, 3, padding=1),nn.BatchNorm2d(8),nn.ReLU(inplace)
+        self.fc1,self.fc2 = nn.Linear(8*36, 12),nn.Linear(12, 4)
+
+    def forward(self, x): return self.fc2(F.relu(self.fc1(self.relu(self.bn(self.conv(x))).flatten(1))))
+
+
+def made(**kwargs):
+    torch.manual_seed(0)
+    return Net(**kwargs)
+
+
+def batches(n=6, size=32):
+    g = torch.Generator().manual_seed(1)
+    return [(torch.randn(size, 3, 6, 6, generator=g), torch.randint(4, (size,), generator=g)) for _ in range(n)]
+
+
+def train(model, monitor=None, n=6, run=None, seen=None):
+    opt = torch.optim.SGD(model.parameters(), lr=.05)
+    for step,(x,y) in enumerate(batches(n)):
+        opt.zero_grad()
+        loss = F.cross_entropy((model if run is None else run)(x), y)
+        loss.backward()
+        if monitor is not None: monitor.track(step)
+        if seen is not None: seen(step)
+        opt.step()
+    return loss.item()
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch): monkeypatch.setenv('TORCHEMBER_HOME', str(tmp_path))
+
+
+def truth(model, path, n=6):
+    "What torch's own hooks see of a module, copied: a dict for each step"
+    m,steps,now = model.get_submodule(path),[],{}
+    def forward(m, args, out):
+        now.update(input=args[0].detach().clone(), output=out.detach().clone())
+        out.register_hook(lambda g: now.update(output_grad=g.clone()))
+    h = m.register_forward_hook(forward)
+    train(model, n=n, seen=lambda step: steps.append({**now, 'weight': m.weight.detach().clone(), 'weight_grad': m.weight.grad.clone()}))
+    h.remove()
+    return steps
+
+
+def eigs_of(x):
+    x = x.double().numpy()
+    x = np.moveaxis(x, 1, -1).reshape(-1, x.shape[1]) if x.ndim==4 else x
+    return np.linalg.eigvalsh(np.cov(x.T))[::-1]
+
+
+@pytest.mark.parametrize('how', ['eager', 'compiled', 'compiled before', 'inplace', 'with an ember', 'ember first'])
+def test_values_are_those_of_numpy(how):
+    seen = {p: truth(made(inplace=how=='inplace'), p) for p in ('conv', 'fc1')}
+    model = made(inplace=how=='inplace')
+    run = torch.compile(model, backend='aot_eager', fullgraph=True) if 'compiled' in how else model
+    if how=='compiled before': run(batches()[0][0]) # a graph is there already
+    if how=='compiled before': model.load_state_dict(made().state_dict())
+    te = torchEmber(model) if how=='ember first' else None
+    monitor = Monitor(run, {p: every_quantity for p in ('conv', 'fc1')})
+    if how=='with an ember': te = torchEmber(model)
+    train(model, monitor, run=run)
+    got = monitor.get_output()
+    monitor.close()
+    if te: te.close()
+    for p,steps in seen.items():
+        for step,s in enumerate(steps):
+            v = {k: d[step] for k,d in got[p].items() if step in d}
+            e,o = eigs_of(s['input']),eigs_of(s['output_grad'])
+            close = lambda a, b, rel=2e-4: np.testing.assert_allclose(a, b, rtol=rel, atol=1e-7) # noqa: E731
+            close(v['InputCovMaxEig'], e[0])
+            close(v['InputCovStableRank'], e.sum()/e[0])
+            if p=='conv':
+                close(v['InputCovCondition'], e[0]/e[-1])
+                for at_ in (20, 50, 80): close(v[f'InputCovCondition{at_}'], e[0]/e[math.floor(len(e)*at_/100)])
+            else: assert v['InputCovCondition']==math.inf # 32 samples of 288 features
+            close(v['OutputGradCovMaxEig'], o[0])
+            close(v['OutputGradCovStableRank'], o.sum()/o[0])
+            close(v['OutputGradCovCondition50'], o[0]/o[len(o)//2])
+            close(v['InputMean'], s['input'].double().mean((0, 2, 3) if p=='conv' else 0))
+            close(v['InputMeanScalar'], s['input'].double().mean())
+            close(v['InputStd'], s['input'].double().std())
+            close(v['InputSndNorm'], s['input'].double().norm())
+            close(v['OutputGradSndNorm'], s['output_grad'].double().norm())
+            close(v['WeightNorm'], s['weight'].norm())
+            close(v['WeightGradNorm'], s['weight_grad'].norm())
+            out = s['output'] if p=='fc1' else s['output'].movedim(1, -1).reshape(-1, 8)
+            close(v['LinearDeadNeuronNum'], (out<=0).all(0).double().mean())
+            close(v['UnitActivity'], (out>0).double().mean(0))
+            k = np.linalg.svd(s['output'].double().flatten(1).numpy(), compute_uv=False)
+            close(v['RankMe'], np.exp(-((k/k.sum()+1e-7)*np.log(k/k.sum()+1e-7)).sum()))
+            w = np.linalg.svd(s['weight'].double().flatten(1).numpy(), compute_uv=False)
+            close(v['WeightEffectiveRank'], np.exp(-(w/w.sum()*np.log(w/w.sum())).sum()))
+            if step:
+                before = steps[step-1]['weight']
+                close(v['WeightParamJump'], (before*s['weight']<0).double().mean())
+                u = np.linalg.svd((s['weight']-before).double().flatten(1).numpy(), compute_uv=False)
+                close(v['UpdateEffectiveRank'], np.exp(-(u/u.sum()*np.log(u/u.sum()+1e-300)).sum()), 1e-3)
+            else: assert v['WeightParamJump']==0 and 'UpdateEffectiveRank' not in v
+            assert math.isnan(v['GradSNR']) # of one step
+
+
+def test_training_is_the_same_to_the_last_bit():
+    plain,watched = made(),made()
+    a = train(plain)
+    monitor = Monitor(watched, {'Conv2d': every_quantity, 'Linear': every_quantity, 'bn': ['MeanTID', 'VarTID']})
+    b = train(watched, monitor)
+    monitor.close()
+    assert a==b and all(torch.equal(p, q) for p,q in zip(plain.state_dict().values(), watched.state_dict().values(), strict=True))
+    assert {n: set(m.__dict__) for n,m in plain.named_modules()}=={n: set(m.__dict__) for n,m in watched.named_modules()}
+
+
+def test_batch_normalisation_over_windows():
+    model = made()
+    steps,bn = [],[]
+    h = model.bn.register_forward_hook(lambda m, args, out: steps.append(args[0].detach().double()))
+    monitor = Monitor(model, {'bn': [['MeanTID', 'linear(3, 2)'], ['VarTID', 'linear(3, 2)']]})
+    train(model, monitor, seen=lambda s: bn.append((model.bn.running_mean.double().clone(), model.bn.running_var.double().clone())))
+    h.remove()
+    got = monitor.get_output()['bn']
+    assert list(got['MeanTID'])==list(got['VarTID'])==[2, 5]
+    for due,window in ((2, range(3)), (5, range(3, 6))):
+        mean,var = bn[due]
+        gaps = [((steps[s].mean((0, 2, 3))-mean).norm()/var.sqrt().norm()).item() for s in window]
+        np.testing.assert_allclose(got['MeanTID'][due], np.mean(gaps), rtol=1e-5)
+        gaps = [((steps[s].movedim(1, 0).flatten(1).std(1)-var.sqrt()).norm()/var.sqrt().norm()).item() for s in window]
+        np.testing.assert_allclose(got['VarTID'][due], np.mean(gaps), rtol=1e-5)
+
+
+def test_signal_to_noise_over_a_window():
+    model,grads = made(),[]
+    monitor = Monitor(model, {'fc2': [['GradSNR', 'linear(6, 5)']]})
+    train(model, monitor, seen=lambda s: grads.append(model.fc2.weight.grad.double().numpy().copy()))
+    g = np.stack(grads)
+    np.testing.assert_allclose(monitor.get_output()['fc2']['GradSNR'][5], np.linalg.norm(g.mean(0))/np.sqrt(g.var(0, ddof=1).sum()), rtol=1e-5)
+
+
+@pytest.mark.parametrize('spelling', ['bn', 'BatchNorm2d', nn.BatchNorm2d, 'b*'])
+@pytest.mark.parametrize('what', ['MeanTID', ['MeanTID'], ['MeanTID', 'linear(0, 0)'], MeanTID, [MeanTID, 'linear(1,0)'], [MeanTID, every(1)],
+    (MeanTID, linear())])
+def test_spellings(spelling, what):
+    model = made()
+    monitor = Monitor(model, {spelling: [what]})
+    train(model, monitor, 2)
+    assert list(monitor.get_output()['bn']['MeanTID'])==[0, 1]
+
+
+def test_what_is_asked_for_by_path_goes_before_what_is_asked_for_by_kind():
+    monitor = Monitor(made(), {nn.Linear: [['WeightNorm', 3], 'InputStd'], 'fc1': [['WeightNorm', at(1)]]})
+    train(monitor.model, monitor)
+    got = monitor.get_output()
+    assert list(got['fc1']['WeightNorm'])==[1] and list(got['fc2']['WeightNorm'])==[0, 3] and len(got['fc1']['InputStd'])==6
+
+
+def test_wrappers_are_looked_through():
+    model = made()
+    assert [*Monitor(torch.compile(model, backend='aot_eager'), {'_orig_mod.fc1': ['WeightNorm'], 'module.fc2': ['WeightNorm']}).parse_quantity]==['fc1', 'fc2']
+
+
+# ---- quantities that were written for Taiyi
+
+class OldMaxEig(SingleStepQuantity):
+    def _compute(self, global_step):
+        values,step = getattr(self._module, 'eigenvalues', (None, None))
+        if step!=global_step:
+            values = cal_eig(cal_cov_matrix(self._module.input_eig_data))
+            self._module.eigenvalues = values,global_step
+        return values[0]
+
+    def forward_extensions(self): return [ForwardInputEigOfCovExtension()]
+
+class OldRest(OldMaxEig):
+    def _compute(self, global_step): return cal_eig(cal_cov_matrix(self._module.input_eig_data)).sum()
+
+class OldEverything(SingleStepQuantity):
+    def _should_compute(self, global_step): return global_step%2==1
+    def _compute(self, global_step):
+        m = self._module
+        assert isinstance(m, nn.Conv2d) and m.__class__.__name__=='Conv2d' and m.weight.shape[0]==m.out_channels
+        return torch.stack([m.input.norm(), m.output.norm(), m.input_grad.norm(), m.output_grad.norm(), m.output_grad_eig.norm(), m.weight.grad.norm()])
+
+    def forward_extensions(self): return [ForwardInputExtension(), ForwardOutputExtension()]
+    def backward_extensions(self): return [BackwardInputExtension(), BackwardOutputExtension(), BackwardOutputEigOfCovExtension()]
+
+class OldWindow(MultiStepQuantity):
+    def _compute_ones(self, global_step): return self._module.weight.norm()
+    def _compute(self, global_step): return sum(self.cache)/len(self.cache)
+
+class Halved(Extension):
+    def __init__(self): self._name = 'halved'
+    def _default(self, module, input, output): return input[0]/2+output.mean()
+
+class OldOwnExtension(SingleStepQuantity):
+    def _compute(self, global_step): return self._module.halved.sum()
+    def forward_extensions(self): return [Halved()]
+
+
+@pytest.mark.parametrize('compiled', [False, True])
+def test_quantities_written_for_taiyi(compiled):
+    model,seen = made(),[]
+    run = torch.compile(model, backend='aot_eager', fullgraph=True) if compiled else model
+    monitor = Monitor(model, {'conv': [OldMaxEig, OldRest, 'OldEverything', ['OldWindow', 'linear(2, 1)'], OldOwnExtension]})
+    model.conv.weight.requires_grad_()
+    opt,xs = torch.optim.SGD(model.parameters(), lr=.1),[]
+    for step,(x,y) in enumerate(batches(4)):
+        x = x.requires_grad_()
+        opt.zero_grad()
+        F.cross_entropy(run(x), y).backward()
+        monitor.track(step)
+        seen.append((x.grad.norm().item(), x.norm().item(), model.conv.weight.norm().item(), model.conv.weight.grad.norm().item()))
+        xs.append(x.detach())
+        opt.step()
+    got = monitor.get_output()['conv']
+    assert not {'input', 'halved', 'eigenvalues', 'name'} & set(model.conv.__dict__)
+    assert list(got['OldEverything'])==[1, 3] and list(got['OldWindow'])==[1, 3]
+    for step in (1, 3):
+        v = got['OldEverything'][step]
+        np.testing.assert_allclose(v[[2, 0, 5]], [seen[step][i] for i in (0, 1, 3)], rtol=1e-5)
+        assert abs(v[3]-v[4])<1e-6*v[3]
+        np.testing.assert_allclose(got['OldWindow'][step], np.mean([s[2] for s in seen[step-1:step+1]]), rtol=1e-6)
+    for step,x in enumerate(xs):
+        np.testing.assert_allclose(got['OldMaxEig'][step], eigs_of(x)[0], rtol=1e-4)
+        np.testing.assert_allclose(got['OldRest'][step], eigs_of(x).sum(), rtol=1e-4)
+    assert all(isinstance(v, float) for v in got['OldOwnExtension'].values())
+
+
+def test_by_hand_with_hooks_of_torch():
+    bn = nn.BatchNorm1d(3)
+    q,x = MeanTID(bn, linear(2, 0)),torch.randn(4, 3, 5)
+    for hook in q.forward_extensions(): bn.register_forward_hook(hook)
+    for i in range(3):
+        bn(x)
+        q.track(i)
+    assert list(q.get_output())==[0, 2] and q.should_show(2) and not q.should_show(1)
+    gap = (x.mean((0, 2))-bn.running_mean).norm()/bn.running_var.sqrt().norm()
+    np.testing.assert_allclose(q.get_output()[2], gap, rtol=.3)
+
+
+# ---- quantities of one's own
+
+@quantity
+def Both(input, output_grad): return (input.mean()*0+output_grad.norm()).reshape(())
+
+@quantity
+def Top(input_eigs): return input_eigs[:2]
+
+@quantity
+def Named(weight, module, step): return weight.norm()*0+step+len(list(module.children()))
+
+
+def test_functions():
+    model = made()
+    monitor = Monitor(model, {'conv': ['Both', 'Top', Named]})
+    train(model, monitor, 3)
+    got = monitor.get_output()['conv']
+    assert got['Named']=={0: 0., 1: 1., 2: 2.} and got['Top'][0].shape==(2,) and all(v>0 for v in got['Both'].values())
+
+
+def test_only_what_is_asked_for_is_caught():
+    model = made()
+    monitor = Monitor(model, {'fc1': ['WeightNorm'], 'fc2': [['InputStd', at(2)]]})
+    assert '_torchember_caught' not in model.fc1.__dict__ and '_torchember_caught' in model.fc2.__dict__
+    kept = []
+    watch = next(w for w in monitor.watches if w.track.path=='fc2')
+    train(model, monitor, seen=None, run=lambda x: (model(x), kept.append(len(watch.kept)))[0])
+    assert kept==[1, 1, 1, 0, 0, 0] # of the first two steps it cannot be known whether they are due
+
+
+def test_a_value_that_was_overwritten_is_not_invented():
+    class Spoil(nn.Module):
+        def __init__(self): super().__init__(); self.fc = nn.Linear(3, 3)
+        def forward(self, x): return self.fc(x).mul_(0.)
+    class Late(SingleStepQuantity):
+        def _compute(self, global_step): return self._module.output.norm()
+        def forward_extensions(self): return [ForwardOutputExtension()]
+    model,x = Spoil(),torch.randn(5, 3)
+    monitor = Monitor(model, {'fc': [Late, 'LinearDeadNeuronNum']})
+    with pytest.warns(EmberWarning, match='written into, in place'):
+        for step in range(3):
+            model(x)
+            monitor.track(step)
+    got = monitor.get_output()['fc']
+    want = F.linear(x, model.fc.weight, model.fc.bias).detach()
+    assert list(got['Late'])==[1, 2] and abs(got['Late'][2]-want.norm().item())<1e-5
+    assert list(got['LinearDeadNeuronNum'].values())==[((want<=0).all(0).double().mean().item())]*3
+
+
+# ---- loops
+
+@pytest.mark.parametrize('steps', [range(0, 60, 10), [7, 8, 9, 10, 11], range(1000, 1006)])
+def test_numbers_of_steps(steps):
+    model = made()
+    monitor = Monitor(model, {'fc1': [['InputStd', lambda s: s>=steps[0]], ['OutputGradSndNorm', every(2)]]})
+    for (x,y),step in zip(batches(len(steps)), steps, strict=True):
+        F.cross_entropy(model(x), y).backward()
+        monitor.track(step)
+    got = monitor.get_output()['fc1']
+    assert list(got['InputStd'])==list(steps) and list(got['OutputGradSndNorm'])==[s for s in steps if s%2==0]
+
+
+def test_steps_without_a_rule_lose_little():
+    model,steps = made(),[0, 1, 10, 11, 20, 21, 30, 31, 40, 41, 50, 51, 60, 61]
+    monitor = Monitor(model, {'fc1': [['InputStd', 10]]})
+    with pytest.warns(EmberWarning, match='not expected'):
+        for (x,_),step in zip(batches(len(steps), 4), steps, strict=True):
+            model(x)
+            monitor.track(step)
+    assert len(monitor.get_output()['fc1']['InputStd'])>=6 # of 7
+
+
+def test_micro_batches_and_evaluations():
+    model,(x,y) = made(),batches(1)[0]
+    monitor = Monitor(model, {'fc1': [['InputStd', 2]]})
+    last = {}
+    h = model.fc1.register_forward_pre_hook(lambda m, args: last.update(x=args[0].detach().clone()) if m.training else None)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        for step in range(7):
+            for i in range(3): F.cross_entropy(model(x*(i+step+1)), y).backward()
+            want = last['x'].std().item()
+            model.eval()
+            with torch.no_grad(): model(x*100)
+            model.train()
+            monitor.track(step)
+            if step%2==0: assert abs(monitor.get_output()['fc1']['InputStd'][step]-want)<1e-5*want, step
+    h.remove()
+    assert list(monitor.get_output()['fc1']['InputStd'])==[0, 2, 4, 6]
+
+
+def test_a_part_of_the_model_is_called_by_itself():
+    model = made()
+    monitor = Monitor(model, {'fc2': ['InputStd', 'OutputGradSndNorm']})
+    for step in range(3):
+        x = torch.randn(8, 12)*(step+1)
+        model.fc2(x).sum().backward()
+        monitor.track(step)
+        np.testing.assert_allclose(monitor.get_output()['fc2']['InputStd'][step], x.std(), rtol=1e-5)
+        np.testing.assert_allclose(monitor.get_output()['fc2']['OutputGradSndNorm'][step], math.sqrt(32), rtol=1e-6)
+
+
+@pytest.mark.parametrize('reentrant', [False, True])
+def test_activation_checkpointing(reentrant):
+    class Saves(Net):
+        def forward(self, x):
+            x = checkpoint(lambda x: self.relu(self.bn(self.conv(x))), x, use_reentrant=reentrant)
+            return self.fc2(F.relu(self.fc1(x.flatten(1))))
+    plain,model = made(),(torch.manual_seed(0), Saves())[1]
+    for m in plain,model: m.bn.momentum = 0.
+    config = {'conv': ['InputStd', 'OutputGradSndNorm', 'OutputGradCovMaxEig'], 'fc1': ['OutputGradSndNorm']}
+    monitors = [Monitor(m, config) for m in (plain, model)]
+    x,y = batches(1)[0]
+    for m,monitor in zip((plain, model), monitors, strict=True):
+        F.cross_entropy(m(x.clone().requires_grad_()), y).backward()
+        monitor.track(0)
+    a,b = (m.get_output() for m in monitors)
+    for path in config:
+        for q in config[path]: np.testing.assert_allclose(a[path][q][0], b[path][q][0], rtol=1e-5)
+
+
+def test_a_module_that_is_called_several_times():
+    class Twice(nn.Module):
+        def __init__(self): super().__init__(); self.fc = nn.Linear(4, 4)
+        def forward(self, x): return self.fc(self.fc(x))
+    model,x = Twice(),torch.randn(6, 4)
+    monitor = Monitor(model, {'fc': ['InputStd', 'OutputGradSndNorm']})
+    (model(x)*3).sum().backward()
+    monitor.track(0)
+    got = monitor.get_output()['fc'] # of the last call
+    np.testing.assert_allclose(got['InputStd'][0], model.fc(x).std().item(), rtol=1e-5)
+    np.testing.assert_allclose(got['OutputGradSndNorm'][0], 3*math.sqrt(24), rtol=1e-6)
+    assert monitor.t.df.call.tolist()==[1, 1]
+
+
+# ---- the log, and memory
+
+def test_rows_are_in_the_log_also_beside_an_ember():
+    model = made()
+    te = torchEmber(model, every=2)
+    monitor = Monitor(model, {'conv': ['InputMean', 'InputCovMaxEig'], 'bn': ['MeanTID']})
+    assert monitor.t is te.t
+    train(model, monitor)
+    monitor.close(); te.close()
+    df = read(te.t.fname)
+    some = df[df.InputCovMaxEig.notna()]
+    assert some.step.tolist()==list(range(6)) and set(some.path)=={'conv'} and set(some.ttype)=={'input'} and set(some.tname)=={'input'}
+    assert [len(v) for v in some.InputMean]==[3]*6
+    np.testing.assert_allclose([np.mean(v) for v in some.InputMean], some.InputMeanScalar, rtol=1e-9)
+    assert df[df['mean'].notna()].step.unique().tolist()==[0, 2, 4]
+
+
+def test_output_is_there_when_memory_has_let_it_go():
+    from torchember.monitor.monitor import Outputs
+    model = made()
+    monitor = Monitor(model, {'conv': ['InputMean', 'InputStd']})
+    monitor.outputs.most = 12
+    train(model, monitor)
+    assert monitor.outputs.elsewhere
+    a = monitor.get_output()['conv']
+    other = Monitor(made(), {'conv': ['InputMean', 'InputStd']})
+    train(other.model, other)
+    b = other.get_output()['conv']
+    assert list(a['InputMean'])==list(b['InputMean'])==list(range(6))
+    for s in range(6): np.testing.assert_array_equal(a['InputMean'][s], b['InputMean'][s])
+    monitor.clean_mem()
+    assert monitor.get_output()=={'conv': {'InputMean': {}, 'InputMeanScalar': {}, 'InputStd': {}}} and len(monitor.t.df)==6
+    assert isinstance(Outputs().values, dict)
+
+
+def rss(): return int(next(l for l in open('/proc/self/status') if l.startswith('VmRSS')).split()[1])*1024
+
+@pytest.mark.skipif(not os.path.exists('/proc/self/status'), reason='needs /proc')
+def test_memory_is_flat():
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU())
+    monitor = Monitor(model, {'1': [['MeanTID', 'linear(10, 0)'], ['VarTID', 'linear(10, 0)']], '0': [['WeightParamJump', 5], ['GradSNR', 'linear(5, 4)']],
+        '2': [['UnitActivity', 10]]})
+    x = torch.randn(256, 64)
+    def some(first, n):
+        for step in range(first, first+n):
+            model.zero_grad()
+            model(x).sum().backward()
+            monitor.track(step)
+        monitor.clean_mem()
+        monitor.t.barrier()
+        gc.collect()
+        return rss()
+    before,tensors = some(0, 300),sum(type(o) is torch.Tensor for o in gc.get_objects())
+    after = some(300, 1500)
+    assert sum(type(o) is torch.Tensor for o in gc.get_objects())<=tensors+20
+    assert after-before<12e6, f'{(after-before)/1e6} MB' # 1500 batches would be 98 MB
+
+
+def test_copies_and_pickles_are_plain_models():
+    model = made()
+    with Monitor(model, {'conv': every_quantity}) as monitor:
+        train(model, monitor, 1)
+        for m in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert not any('torchember' in k for mod in m.modules() for k in mod.__dict__)
+            m(batches(1)[0][0])
+    del monitor
+    gc.collect()
+    assert not any('torchember' in k for mod in model.modules() for k in mod.__dict__)
+
+
+def test_a_monitor_that_is_let_go_of_leaves_nothing():
+    model = made()
+    monitor = Monitor(model, {'conv': every_quantity})
+    train(model, monitor, 1)
+    del monitor
+    gc.collect()
+    assert not any('torchember' in k for mod in model.modules() for k in mod.__dict__)
+
+
+def test_two_monitors_on_one_model():
+    model = made()
+    a,b = Monitor(model, {'conv': ['InputStd', OldMaxEig]}),Monitor(model, {'conv': ['InputStd', OldMaxEig], 'fc1': ['InputMean']})
+    def both(step): a.track(step); b.track(step)
+    train(model, seen=both)
+    assert a.get_output()['conv']==b.get_output()['conv'] and len(b.get_output()['fc1']['InputMean'])==6
+
+
+# ---- trouble
+
+def test_a_quantity_that_fails_takes_nothing_along():
+    class Fails(SingleStepQuantity):
+        def _compute(self, global_step): raise RuntimeError('my own mistake')
+    class Odd(SingleStepQuantity):
+        def _compute(self, global_step): return 'a string'
+    model = made()
+    monitor = Monitor(model, {'fc1': [Fails, 'WeightNorm', Odd]})
+    with pytest.warns(EmberWarning) as said: train(model, monitor)
+    assert len(said)==2 and 'my own mistake' in str(said[0].message) and 'got a str' in str(said[1].message)
+    got = monitor.get_output()['fc1']
+    assert all(math.isnan(v) for v in got['Fails'].values()) and len(got['WeightNorm'])==6 and not any(map(math.isnan, got['WeightNorm'].values()))
+    assert all('my own mistake' in e and 'got a str' in e for e in monitor.t.df.error)
+    with pytest.raises(RuntimeError, match='my own mistake'): train(made(), Monitor(model, {'fc1': [Fails]}, on_error='raise'), 1)
+
+
+@pytest.mark.parametrize('config, says', [({'fc3': ['WeightNorm']}, "Did you mean 'fc"), ({'fc1': ['WieghtNorm']}, "Did you mean 'WeightNorm'"),
+    ({'relu': ['WeightNorm']}, 'it has no weight'), ({'bn': ['WeightEffectiveRank']}, 'is a vector'), ({'conv': ['MeanTID']}, 'it has no running_mean'),
+    ({'relu': ['SaturatedUnits']}, 'bounds'), ({'fc1': [['WeightNorm', 'lineer(5, 2)']]}, "WeightNorm of 'fc1': cannot read the schedule"),
+    ({'fc1': [['WeightNorm', 'linear(5, 2)', 3]]}, r'\[name, schedule\]'), ({'fc1': [lambda input: 0]}, 'A lambda has no name'),
+    ({'fc1': [nn.Linear]}, 'got the class Linear'), ({nn.Conv3d: ['WeightNorm']}, 'No module matches')])
+def test_mistakes_are_sentences(config, says):
+    model = made()
+    with pytest.raises((ValueError, TypeError), match=says): Monitor(model, config)
+    assert not any('torchember' in k for mod in model.modules() for k in mod.__dict__)
+
+
+def test_track_of_no_number():
+    with pytest.raises(TypeError, match='number of the step'): Monitor(made(), {}).track('one')
+    monitor = Monitor(made(), {'fc1': ['WeightNorm']})
+    for s in (np.int64(0), torch.tensor(1), 2.): monitor.track(s)
+    assert list(monitor.get_output()['fc1']['WeightNorm'])==[0, 1, 2]
+
+
+def test_one_sample_and_gradients_that_do_not_come():
+    model = made().eval()
+    monitor = Monitor(model, {'fc1': ['InputCovMaxEig'], 'fc2': ['OutputGradSndNorm']})
+    with pytest.warns(EmberWarning) as said:
+        with torch.no_grad(): model(torch.randn(1, 3, 6, 6))
+        monitor.track(0)
+    assert any('over samples, got 1' in str(w.message) for w in said) and any('no gradient' in str(w.message) for w in said)
+    assert math.isnan(monitor.get_output()['fc1']['InputCovMaxEig'][0]) and not monitor.get_output()['fc2']['OutputGradSndNorm']
+
+
+def test_disabled(monkeypatch):
+    monkeypatch.setenv('TORCHEMBER_DISABLE', '1')
+    monitor = Monitor(made(), {'fc1': ['WeightNorm']})
+    train(monitor.model, monitor, 2)
+    assert monitor.get_output()=={'fc1': {'WeightNorm': {}}}
+
+
+def test_a_killed_training_keeps_its_rows(tmp_path):
+    code = '''
+import os, signal, torch
+from torch import nn
+from torchember import Monitor
+model = nn.Linear(3, 3)
+monitor = Monitor(model, {'': ['WeightNorm', 'InputStd']}, name='killed')
+for step in range(50):
+    model(torch.randn(4, 3)).sum().backward()
+    monitor.track(step)
+monitor.t.barrier()
+os.kill(os.getpid(), signal.SIGKILL)
+'''
+    subprocess.run([sys.executable, '-c', code], env={**os.environ, 'TORCHEMBER_HOME': str(tmp_path)})
+    df = read('killed')
+    assert df[df.WeightNorm.notna()].step.tolist()==list(range(50))
+
+
+def test_the_room_of_quantities_names_what_it_has():
+    from torchember import monitor
+    assert monitor.InputMean is InputMean
+    with pytest.raises(AttributeError): monitor.Nothing # noqa: B018
+    assert torchember.Monitor is Monitor
