@@ -35,6 +35,12 @@ if TYPE_CHECKING:
     from .measure.exponents import exponents_for as exponents_for
     from .measure.exponents import headroom as headroom
     from .measure.kernels import summarize as summarize
+    from .measure.spectrum import SpectrumError as SpectrumError
+    from .measure.spectrum import cal_cov_matrix as cal_cov_matrix
+    from .measure.spectrum import cal_eig as cal_eig
+    from .measure.spectrum import covariance as covariance
+    from .measure.spectrum import effective_rank as effective_rank
+    from .measure.spectrum import rankme as rankme
     from .measure.stats import get_stats as get_stats
     from .measure.summary import Summary as Summary
     from .record import EmberWarning as EmberWarning
@@ -80,6 +86,8 @@ rooms = {
     'read': 'frames.logs', 'runs': 'frames.logs', 'query': 'frames.logs', 'wide': 'frames.logs',
     'get_stats': 'measure.stats', 'summarize': 'measure.kernels', 'Summary': 'measure.summary',
     'exponents_for': 'measure.exponents', 'headroom': 'measure.exponents',
+    'covariance': 'measure.spectrum', 'cal_cov_matrix': 'measure.spectrum', 'cal_eig': 'measure.spectrum',
+    'rankme': 'measure.spectrum', 'effective_rank': 'measure.spectrum', 'SpectrumError': 'measure.spectrum',
     'overview': 'show.first_look', 'summary': 'show.first_look', 'scalar_line': 'show.lines', 'exp_hist': 'show.histograms', 'ridge': 'show.histograms',
     'scalar_global_heatmap': 'show.heatmaps', 'tree': 'show.trees',
     'out_of_range': 'show.ranges', 'updates': 'show.update_ratios', 'compare': 'show.comparison', 'report': 'show.page',
