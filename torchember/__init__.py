@@ -36,10 +36,14 @@ if TYPE_CHECKING:
     from .measure.exponents import exponents_for as exponents_for
     from .measure.exponents import headroom as headroom
     from .measure.kernels import summarize as summarize
-    from .measure.stats import get_stats as get_stats
-    from .measure.summary import Summary as Summary
+    from .measure.spectrum import SpectrumError as SpectrumError
     from .measure.spectrum import cal_cov_matrix as cal_cov_matrix
     from .measure.spectrum import cal_eig as cal_eig
+    from .measure.spectrum import covariance as covariance
+    from .measure.spectrum import effective_rank as effective_rank
+    from .measure.spectrum import rankme as rankme
+    from .measure.stats import get_stats as get_stats
+    from .measure.summary import Summary as Summary
     from .monitor.monitor import Monitor as Monitor
     from .monitor.quantities import MultiStepQuantity as MultiStepQuantity
     from .monitor.quantities import SingleStepQuantity as SingleStepQuantity
@@ -99,6 +103,8 @@ rooms = {
     'dead_units': 'frames.unit_tables', 'surface': 'show.surfaces', 'Surface3d': 'show.surfaces',
     'get_stats': 'measure.stats', 'summarize': 'measure.kernels', 'Summary': 'measure.summary',
     'exponents_for': 'measure.exponents', 'headroom': 'measure.exponents',
+    'covariance': 'measure.spectrum', 'cal_cov_matrix': 'measure.spectrum', 'cal_eig': 'measure.spectrum',
+    'rankme': 'measure.spectrum', 'effective_rank': 'measure.spectrum', 'SpectrumError': 'measure.spectrum',
     'overview': 'show.first_look', 'summary': 'show.first_look', 'scalar_line': 'show.lines', 'exp_hist': 'show.histograms', 'ridge': 'show.histograms',
     'scalar_global_heatmap': 'show.heatmaps', 'tree': 'show.trees',
     'out_of_range': 'show.ranges', 'updates': 'show.update_ratios', 'compare': 'show.comparison', 'report': 'show.page',
@@ -116,7 +122,6 @@ rooms = {
     'read_pickle': 'frames.files', 'read_csv': 'frames.files', 'read_parquet': 'frames.files', 'write_parquet': 'frames.files',
     'track': 'frames.tracking', 'stash_scalar_stats': 'frames.tracking', 'stash_hist': 'frames.tracking',
     'stash_all_stats_and_hist': 'frames.tracking', 'stash_full_tensor': 'frames.tracking',
-    'cal_cov_matrix': 'measure.spectrum', 'cal_eig': 'measure.spectrum',
     'Monitor': 'monitor.monitor',
     'MultiStepQuantity': 'monitor.quantities', 'SingleStepQuantity': 'monitor.quantities', 'quantity': 'monitor.quantities',
     'BackwardInputExtension': 'monitor.views', 'BackwardOutputEigOfCovExtension': 'monitor.views', 'BackwardOutputExtension': 'monitor.views',
