@@ -13,9 +13,10 @@ from pathlib import Path
 from time import perf_counter, process_time
 
 import torch
+from torch import nn
 
 from . import machine
-from .models import Training, alexnet, gpt2, gpt2_small_shapes, mlp, small_cnn
+from .models import Training, alexnet, gpt2, gpt2_small_shapes, mlp, resnet18, small_cnn
 from .registry import Skip, line, row
 from .table import number
 from .timing import added, gpu_seconds, pairs, ratios, seconds, slowness, spread
@@ -593,3 +594,77 @@ def state_memory(quick):
     before = machine.status('VmRSS')
     x = torch.cat([x.flatten() for x in sd.values()])
     yield line('to join them into one tensor', 100*(machine.status('VmHWM')-before)/size, '%', note=f'{x.nbytes/1e6:.0f} MB, before anything is measured')
+
+
+# ---- chosen quantities of chosen modules
+
+spectra = ['InputCovMaxEig', 'InputCovStableRank', 'InputCovCondition20', 'InputCovCondition50', 'InputCovCondition80']
+
+
+class Tracked:
+    "A ResNet-18 on one batch, with a `Monitor` or without"
+    def __init__(self, config=None, batch=8, size=112):
+        from torchember import Monitor
+        torch.manual_seed(0)
+        self.model,self.loss = resnet18(batch, size)
+        self.opt = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=.9)
+        self.monitor,self.n = Monitor(self.model, config) if config else None,0
+        for _ in range(3): self.step() # from the third step on it is known which is due
+
+    def step(self):
+        self.opt.zero_grad()
+        self.loss().backward()
+        if self.monitor: self.monitor.track(self.n)
+        self.opt.step()
+        self.n += 1
+
+    def seconds(self): return seconds(self.step)
+
+
+@row('spectra', 'five covariance quantities of the input of each of the 20 convolutions of a ResNet-18, against five full SVDs of each covariance')
+def spectra_of(quick):
+    from torchember.measure.spectrum import covariance, samples
+    def ours(x):
+        s = covariance(x, 1).spectrum
+        return s.largest, s.stable_rank(), [s.condition(p) for p in (.2, .5, .8)]
+    for batch,size in ((8, 112), (32, 32), (32, 64))[:1 if quick else 3]:
+        torch.manual_seed(0)
+        (model,loss),xs = resnet18(batch, size),[]
+        convs = [m for m in model.modules() if isinstance(m, nn.Conv2d)]
+        hooks = [m.register_forward_pre_hook(lambda m, args: xs.append(args[0].detach().clone())) for m in convs] # noqa: B023
+        loss()
+        for h in hooks: h.remove()
+        covs = [torch.cov(samples(x, 1).T) for x in xs]
+        def svds():
+            for c in covs: # noqa: B023
+                for _ in range(5): torch.linalg.svd(c)
+        ps = pairs(lambda: seconds(svds), lambda: seconds(lambda: [ours(x) for x in xs]), 3 if quick else 20, 3 if quick else 8) # noqa: B023
+        took = spread(1e3*a for _,a in ps)['value']
+        note = f'{took:.0f} ms of CPU time, with the covariances; these are given to the SVDs'
+        yield line(f'{batch} images of {size} x {size}', unit='x', at_least=10, note=note, **slowness(ps))
+
+
+@row('monitor', 'what a Monitor adds to a step of a ResNet-18, 8 images of 112 x 112, SGD')
+def monitor(quick):
+    bare,never = Tracked(),10**9
+    kinds = {'five covariance quantities of each convolution, each step': ({'Conv2d': spectra}, None),
+        'the same, off schedule': ({'Conv2d': [[q, f'linear({never}, {never-1})'] for q in spectra]}, .5),
+        'MeanTID and VarTID of each batch normalisation, each step': ({'BatchNorm2d': [['MeanTID', 'linear(10, 0)'], ['VarTID', 'linear(10, 0)']]}, None)}
+    for what,(config,bar) in kinds.items():
+        t = Tracked(config)
+        ps = compare(bare.seconds, t.seconds, quick, 60)
+        yield line(what, unit='%', at_most=bar, note=f"of a step of {spread(1e3*b for b,_ in ps)['value']:.0f} ms", **added(ps))
+        if bar is None: continue
+        from torchember import Monitor
+        one,plain = nn.Identity(),nn.Identity()
+        watch = Monitor(nn.Sequential(one), {'0': [['InputStd', f'linear({never}, {never-1})']]})
+        for i in range(4): watch.passes.start(True); one(torch.ones(2)); watch.track(i)
+        watch.passes.start(True)
+        def own():
+            t.monitor.passes.start(True) # noqa: B023
+            t.monitor.track(t.n) # noqa: B023
+        x = torch.ones(2)
+        calls = pairs(lambda: seconds(lambda: plain(x), 2000), lambda: seconds(lambda: one(x), 2000), 2, 20) # noqa: B023
+        us = 1e6*(seconds(own, 500)+20*spread(a-b for b,a in calls)['value'])
+        share = us/1e4/spread(b for b,_ in ps)['value']
+        yield line('the same, each of its calls by itself', us, 'us', note=f'{share:.3f} % of the step: one pass, 20 calls, one track')

@@ -135,7 +135,7 @@ def test_tables(logs, reader):
     assert wide(both, 'loss').iloc[:, 0].tolist()==wide(alone, 'loss').iloc[:, 0].tolist()
     assert both['InputMean'].dropna().map(list).tolist()[0]==[.1, .2, .3]
     for f in wide,lambda t,s: scalar_line(t, tt='input', scalar_metric=s),lambda t,s: scalar_global_heatmap(t, 'input', s),lambda t,s: tree(t, s, 'input'):
-        with pytest.raises(ValueError, match=r"is a vector, .* surface\("): f(both, 'InputMean')
+        with pytest.raises(ValueError, match=r"a vector.* surface\("): f(both, 'InputMean')
 
 
 def test_logframe(logs, reader):

@@ -106,10 +106,13 @@ def test_without_torch(run):
         import sys
         sys.modules['torch'] = None
         import matplotlib; matplotlib.use('agg')
-        from torchember import emberTracker, overview, summary
+        from torchember import emberTracker, overview, summary, surface
+        import pandas as pd
         t = emberTracker('seen', home={str(run.t.dir)!r})
         overview(t).figure.canvas.draw()
         print(summary(t))
+        units = pd.DataFrame(dict(path='a', ttype='output', tname='x', step=[1, 2], UnitActivity=[[0., 1.], [0., .5]]))
+        for kind in 'surface','heatmap': surface(units, 'UnitActivity', kind=kind).canvas.draw()
     """
     out = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, cwd=root)
     assert out.returncode==0, out.stderr

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Visualization']
 
-# %% ../../nbs/60_show/77_visualization.ipynb #a5b590fb
+# %% ../../nbs/60_show/77_visualization.ipynb #5525f17f
 import time
 
 import numpy as np
@@ -15,7 +15,7 @@ from ..record import an
 from .style import drawing_on, drawn, panels, short_names
 from .surfaces import Surface3d
 
-# %% ../../nbs/60_show/77_visualization.ipynb #b5ed2ea4
+# %% ../../nbs/60_show/77_visualization.ipynb #19366dc8
 class ToLog:
     "A sink with `log(dict)`: wandb, or one of the user's own, which is handed figures of matplotlib"
     def __init__(self, sink): self.sink,self.wandb = sink,of_wandb(sink)
@@ -33,7 +33,7 @@ def of_wandb(sink):
     name = getattr(sink, '__name__', None) or type(sink).__module__
     return sys.modules.get('wandb') if name.partition('.')[0]=='wandb' else None
 
-# %% ../../nbs/60_show/77_visualization.ipynb #dbd67428
+# %% ../../nbs/60_show/77_visualization.ipynb #c90983ef
 class ToTensorBoard:
     "A `SummaryWriter`"
     def __init__(self, sink): self.sink = sink
@@ -44,7 +44,7 @@ class ToTensorBoard:
 
     def close(self): self.sink.close()
 
-# %% ../../nbs/60_show/77_visualization.ipynb #0cf88bfa
+# %% ../../nbs/60_show/77_visualization.ipynb #2657bf7f
 class ToFigure:
     "A figure with a panel for each quantity, that is drawn again now and then"
     share = 20 # so many times what the last drawing took goes by before the next
@@ -82,7 +82,7 @@ def heat(ax, vectors, name):
     ax.pcolormesh(edges, np.arange(len(z)+1)-.5, z, shading='flat', rasterized=True)
     ax.set(title=name, xlabel='step', ylabel='channel')
 
-# %% ../../nbs/60_show/77_visualization.ipynb #d1314246
+# %% ../../nbs/60_show/77_visualization.ipynb #c5d082c6
 def sink_for(sink):
     "What speaks to a sink. Raises TypeError for what is none"
     if sink is None: return ToFigure(Figure(layout='constrained'))
@@ -92,7 +92,7 @@ def sink_for(sink):
     if callable(getattr(sink, 'log', None)): return ToLog(sink)
     raise TypeError(f"Visualization shows in wandb, a SummaryWriter, matplotlib.pyplot, a Figure, or anything that has log(dict), got {an(sink)}.")
 
-# %% ../../nbs/60_show/77_visualization.ipynb #1db9b6fa
+# %% ../../nbs/60_show/77_visualization.ipynb #e83c07df
 class Visualization:
     """Show what a `Monitor` computes: call `Visualization.show` after each `Monitor.track`
 
