@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['MeanTID', 'VarTID', 'WeightParamJump', 'UpdateEffectiveRank', 'GradSNR', 'UnitActivity']
 
-# %% ../../nbs/48_monitor/30_multi_step.ipynb #8e6efe9e
+# %% ../../nbs/48_monitor/30_multi_step.ipynb #b0bf2100
 from ..measure.spectrum import effective_rank
-from ..measure.units import SignalToNoise, Signs, Sketch, activity, channel_means, channel_stats, count_bits, mean_gap, std_gap
-from .quantities import MultiStepQuantity, Need, lacks
+from ..measure.units import SignalToNoise, Signs, Sketch, activity, count_bits, mean_gap, std_gap
+from .quantities import MultiStepQuantity, Need, lacks, means, stats
 from .single_step import WeightEffectiveRank
 
 # %% ../../nbs/48_monitor/30_multi_step.ipynb #005f629e
@@ -17,7 +17,7 @@ class _Gap(MultiStepQuantity):
     def unfit(cls, module):
         return None if getattr(module, 'running_mean', None) is not None else 'it has no running_mean, which batch normalisation that tracks statistics has'
 
-# %% ../../nbs/48_monitor/30_multi_step.ipynb #f20fd797
+# %% ../../nbs/48_monitor/30_multi_step.ipynb #88a2b4f0
 class MeanTID(_Gap):
     """How far means of batches are from the running mean: the training-inference discrepancy of batch normalisation
 
@@ -29,11 +29,11 @@ class MeanTID(_Gap):
     Look for: near 0, what the layer does in `eval()` is what it does in training. Where it grows, or stays large late in training, validation is
     worse than training for that reason alone: batches are too small, or too unlike each other (as in text), or `momentum` is too high.
     """
-    needs = Need('input', lambda x, axis, module: channel_means(x, axis)),
+    needs = Need('input', means),
     def _compute_ones(self, global_step): return self.reduced()
     def _compute(self, global_step): return mean_gap(self.cache, self._module.running_mean, self._module.running_var)
 
-# %% ../../nbs/48_monitor/30_multi_step.ipynb #56792358
+# %% ../../nbs/48_monitor/30_multi_step.ipynb #8b31a30c
 class VarTID(_Gap):
     """How far standard deviations of batches are from the running one: the training-inference discrepancy of batch normalisation
 
@@ -44,8 +44,8 @@ class VarTID(_Gap):
 
     Look for: as with `MeanTID`. Of the two this one is mostly the smaller; when it is the larger, single channels have outliers.
     """
-    needs = Need('input', lambda x, axis, module: channel_stats(x, axis)[1]),
-    def _compute_ones(self, global_step): return self.reduced()
+    needs = Need('input', stats),
+    def _compute_ones(self, global_step): return self.reduced()[1]
     def _compute(self, global_step): return std_gap(self.cache, self._module.running_var)
 
 # %% ../../nbs/48_monitor/30_multi_step.ipynb #60e80c2a

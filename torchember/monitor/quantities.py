@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SingleStepQuantity', 'MultiStepQuantity', 'quantity']
 
-# %% ../../nbs/48_monitor/10_quantities.ipynb #99604919
+# %% ../../nbs/48_monitor/10_quantities.ipynb #a45dedcb
 import inspect
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from ..choose import schedule
 from ..measure.kernels import summarize
 from ..measure.spectrum import covariance
 from ..measure.summary import groups_for
+from ..measure.units import channel_means, channel_stats
 from ..record import an, unknown
 from .views import BackwardInputExtension, BackwardOutputExtension, ForwardInputExtension, ForwardOutputExtension, Missing, axis_of, view_of
 
@@ -28,11 +29,15 @@ class Need(NamedTuple):
     ttype:str # One of `flows` or `owned`
     reduce:object # Function: tensor, axis of its features, module -> what is kept; None: the tensor itself
 
-# %% ../../nbs/48_monitor/10_quantities.ipynb #1d2ad220
+# %% ../../nbs/48_monitor/10_quantities.ipynb #0032403f
 scalars = groups_for(('mean', 'std', 'l2'))
 
 def summary(x, axis, module): return summarize(x, scalars)
 def cov(x, axis, module): return covariance(x, axis)
+def means(x, axis, module): return channel_means(x, axis)
+def stats(x, axis, module): return channel_stats(x, axis)
+
+also = {stats: (means, lambda got: got[0])} # who has the one has the other
 
 # %% ../../nbs/48_monitor/10_quantities.ipynb #cc99c4b2
 def of_module(module, ttype):

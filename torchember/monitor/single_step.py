@@ -9,13 +9,13 @@ __all__ = ['InputCovMaxEig', 'InputCovStableRank', 'InputCovCondition', 'InputCo
            'WeightGradNorm', 'InputMean', 'InputStd', 'InputSndNorm', 'OutputGradSndNorm', 'RankMe',
            'WeightEffectiveRank', 'LinearDeadNeuronNum', 'SaturatedUnits']
 
-# %% ../../nbs/48_monitor/20_single_step.ipynb #7153e5c6
+# %% ../../nbs/48_monitor/20_single_step.ipynb #f0974818
 import numpy as np
 from torch import nn
 
 from ..measure.spectrum import effective_rank, rankme
-from ..measure.units import channel_means, dead_share, saturated_share
-from .quantities import Need, SingleStepQuantity, cov, lacks, summary
+from ..measure.units import dead_share, saturated_share
+from .quantities import Need, SingleStepQuantity, cov, lacks, means, summary
 
 # %% ../../nbs/48_monitor/20_single_step.ipynb #34a4686b
 def one(module, side, names):
@@ -225,7 +225,7 @@ class WeightGradNorm(SingleStepQuantity):
     needs,unfit = (Need('weight_grad', summary),),classmethod(lacks)
     def _compute(self, global_step): return self.reduced().l2
 
-# %% ../../nbs/48_monitor/20_single_step.ipynb #3e226bea
+# %% ../../nbs/48_monitor/20_single_step.ipynb #6e6bfb4d
 class InputMean(SingleStepQuantity):
     """Mean of each channel of the input
 
@@ -236,7 +236,7 @@ class InputMean(SingleStepQuantity):
     Look for: channels that drift away from 0. A mean that is large beside `InputStd` makes `InputCovMaxEig` of the uncentred data, and so the loss
     surface, steep in one direction.
     """
-    needs,derived = (Need('input', lambda x, axis, module: channel_means(x, axis)),),{'InputMeanScalar': np.mean}
+    needs,derived = (Need('input', means),),{'InputMeanScalar': np.mean}
     def _compute(self, global_step): return self.reduced()
 
 # %% ../../nbs/48_monitor/20_single_step.ipynb #26bb4e3a

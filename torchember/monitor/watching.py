@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/48_monitor/40_watching.ipynb #e9d38ce0
+# %% ../../nbs/48_monitor/40_watching.ipynb #41755832
 import threading
 
 import torch
 
 from ..capture.backward import hook_gradients
 from ..measure.kernels import no_autocast
-from .quantities import Quantity, flows
+from .quantities import Quantity, also, flows
 from .views import View, axis_of
 
 # %% ../../nbs/48_monitor/40_watching.ipynb #e69b5870
@@ -110,14 +110,14 @@ class Kept:
     @property
     def overwritten(self): return self.version is not None and self.x._version!=self.version
 
-# %% ../../nbs/48_monitor/40_watching.ipynb #bf1a1eaf
+# %% ../../nbs/48_monitor/40_watching.ipynb #c158cfe4
 class Place:
     "What is kept of one tensor of a module"
-    def __init__(self): self.reductions,self.whole,self.copy = {},False,False # reduction -> its quantities are due; whether the tensor itself is wanted
+    def __init__(self): self.order,self.whole,self.copy = [],False,False # reductions that are wanted; whether the tensor itself is, and a copy of it
 
-    def wants(self): return self.whole or any(self.reductions.values())
+    def wants(self): return self.whole or self.order
 
-# %% ../../nbs/48_monitor/40_watching.ipynb #7601db6b
+# %% ../../nbs/48_monitor/40_watching.ipynb #191e147f
 class Watch:
     "Catches what the quantities of one module need"
     def __init__(self,
@@ -147,7 +147,7 @@ class Watch:
         for ttype,asked_for in self.needed.items():
             place = self.places[ttype]
             place.whole = any(r is None and due(q) for r,q in asked_for)
-            place.reductions = {r: any(due(q) for s,q in asked_for if s is r) for r in {r for r,_ in asked_for if r is not None}}
+            place.order = sorted({r for r,q in asked_for if r is not None and due(q)}, key=lambda r: r not in also)
         self.wants_any = any(p.wants() for p in self.places.values())
 
     on = wants_any = True
@@ -206,16 +206,19 @@ class Watch:
         place = self.places[ttype]
         self.about[ttype] = tname or 'output_0',call,str(x.dtype).removeprefix('torch.')
         if place.whole: self.whole[ttype] = Kept(x, copy or place.copy)
-        if not any(place.reductions.values()): return
-        self.all.measuring = True
+        if not place.order: return
+        self.all.measuring,done = True,{}
         try:
             with torch.no_grad(), no_autocast(x.device.type):
                 x = x.detach()
                 axis = axis_of(self.track.module, x)
-                for r,wanted in place.reductions.items():
-                    if not wanted: continue
-                    try: self.kept[ttype, r] = r(x, axis, self.view)
-                    except Exception as e: self.kept[ttype, r] = e
+                for r in place.order:
+                    if (ttype, r) in done: continue
+                    try: got = r(x, axis, self.view)
+                    except Exception as e: got = e
+                    done[ttype, r] = got
+                    if r in also and not isinstance(got, Exception): done[ttype, also[r][0]] = also[r][1](got)
+                self.kept.update(done)
         finally: self.all.measuring = False
 
     # ---- when a step is tracked
