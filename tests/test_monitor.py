@@ -1,12 +1,14 @@
 "Quantities of a training, against torch's own hooks and numpy, in every way that a model is run"
 import copy
 import gc
+import json
 import math
 import os
 import pickle
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -563,3 +565,22 @@ def test_the_room_of_quantities_names_what_it_has():
     assert monitor.InputMean is InputMean
     with pytest.raises(AttributeError): monitor.Nothing # noqa: B018
     assert torchember.Monitor is Monitor
+
+
+def test_two_processes(tmp_path):
+    "DDP, compiled or not, and FSDP2: activations are each rank's own, weights and their gradients are those of the whole, and the same in all"
+    here = Path(__file__).parent
+    done = subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node=2', '--standalone', str(here/'monitored.py'), str(tmp_path)],
+        env={**os.environ, 'TORCHEMBER_HOME': str(tmp_path), 'OMP_NUM_THREADS': '1'}, capture_output=True, text=True)
+    assert done.returncode==0, done.stderr[-3000:]
+    a,b = (json.loads((tmp_path/f'{k}.json').read_text()) for k in range(2))
+    for how in a:
+        for k,said in enumerate((a[how], b[how])):
+            assert said['run'].endswith(f'.rank{k}') and said['rows']==[[k, step] for step in range(4)]
+            assert list(said['output']['1']['MeanTID'])==['1', '3']
+            for path,quantities in said['output'].items():
+                for q,values in quantities.items():
+                    if how=='fsdp' and q=='MeanTID': continue # DDP gives all ranks the running statistics of the first
+                    np.testing.assert_allclose(list(values.values()), list((a, b)[k]['ddp']['output'][path][q].values()), rtol=2e-5, err_msg=f'{how} {q}')
+        for q in ('WeightNorm', 'WeightGradNorm', 'WeightEffectiveRank'): assert a[how]['output']['0'][q]==b[how]['output']['0'][q]
+        assert a[how]['output']['0']['InputStd']!=b[how]['output']['0']['InputStd']
