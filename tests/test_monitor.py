@@ -567,6 +567,26 @@ def test_the_room_of_quantities_names_what_it_has():
     assert torchember.Monitor is Monitor
 
 
+@pytest.mark.parametrize('how', ['scaler', 'unscaled by hand', 'of the ember'])
+def test_gradients_are_those_before_a_scaler_multiplied(how):
+    quantities = ['OutputGradSndNorm', 'WeightGradNorm', Both]
+    plain,scaled = made(),made()
+    monitors = [Monitor(plain, {'fc1': quantities})]
+    opt = torch.optim.SGD(scaled.parameters(), lr=.1)
+    scaler = torch.amp.GradScaler('cpu', init_scale=1024.)
+    te = torchEmber(scaled, optimizer=opt, scaler=scaler) if how=='of the ember' else None
+    monitors.append(Monitor(scaled, {'fc1': quantities}, scaler=None if te else scaler))
+    x,y = batches(1)[0]
+    F.cross_entropy(plain(x), y).backward()
+    scaler.scale(F.cross_entropy(scaled(x), y)).backward()
+    if how=='unscaled by hand': scaler.unscale_(opt)
+    for m in monitors: m.track(0)
+    scaler.step(opt)
+    a,b = (m.get_output()['fc1'] for m in monitors)
+    for q in a: np.testing.assert_allclose(a[q][0], b[q][0], rtol=1e-5)
+    if te: te.close()
+
+
 def test_two_processes(tmp_path):
     "DDP, compiled or not, and FSDP2: activations are each rank's own, weights and their gradients are those of the whole, and the same in all"
     here = Path(__file__).parent

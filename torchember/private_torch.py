@@ -6,7 +6,7 @@
 __all__ = ['count_dispatch_modes', 'count_function_modes', 'inside_transform', 'without_dispatch_modes', 'without_function_modes',
            'without_transforms', 'is_wrapped', 'unwrap', 'hooks_in_graphs', 'say_missing', 'recomputing',
            'never_compile', 'say_no_hooks', 'thread_token', 'never_merge', 'keep_in_order', 'has_step_hooks',
-           'loss_scale', 'is_unscaled', 'shared_store']
+           'loss_scale', 'is_unscaled', 'any_unscaled', 'shared_store']
 
 # %% ../nbs/03_private_torch.ipynb #03torch02
 import sys, warnings
@@ -233,6 +233,16 @@ def is_unscaled(
         Without `_per_optimizer_states`, which all torches have, False: what was unscaled by hand is divided once more
     """
     return hasattr(scaler, '_per_optimizer_states') and scaler._per_optimizer_states[id(optimizer)]['stage'].name!='READY'
+
+def any_unscaled(
+    scaler # A `GradScaler`, or None
+) -> bool:
+    """Whether a scaler has divided the gradients of any optimizer already
+
+    Args:
+        scaler: A `GradScaler`, or None
+    """
+    return any(s['stage'].name!='READY' for s in getattr(scaler, '_per_optimizer_states', {}).values())
 
 # %% ../nbs/03_private_torch.ipynb #03torch38
 def shared_store():

@@ -151,6 +151,7 @@ class Monitor:
         config: Module (path, glob, class or its name) -> list of quantities: name, class or function, or a pair of one and its schedule
         name: Name of the run; without it that of the model's armed ember, or `<ModelClass>_<YYYYmmdd_HHMMSS>`
         home: Folder for logs, instead of `~/.torchember`
+        scaler: The `GradScaler` in use: gradients are then the unscaled ones. Call `track` before its `step`
         on_error: When a quantity fails: 'warn' once and go on, or 'raise'
     """
     def __init__(self,
@@ -159,6 +160,7 @@ class Monitor:
         *,
         name:str|None=None, # Name of the run; without it that of the model's armed ember, or `<ModelClass>_<YYYYmmdd_HHMMSS>`
         home=None, # Folder for logs, instead of `~/.torchember`
+        scaler=None, # The `GradScaler` in use: gradients are then the unscaled ones. Call `track` before its `step`
         on_error:str='warn' # When a quantity fails: 'warn' once and go on, or 'raise'
     ):
         if not isinstance(model, nn.Module): raise TypeError(f"Monitor watches an nn.Module, got {an(model)}.")
@@ -175,7 +177,10 @@ class Monitor:
             self.passes.add(Watch(t, made, view, self.passes))
         self.parse_module = {w.track.path: w.track.module for w in self.watches}
         self.parse_quantity = {w.track.path: w.quantities for w in self.watches}
+        if scaler is not None and not hasattr(scaler, 'unscale_'): raise TypeError(f"scaler= is a torch.amp.GradScaler, got {an(scaler)}.")
         self.open_run(name, home)
+        watch = getattr(self.recorder, 'watch', None)
+        self.passes.scaler = scaler if scaler is not None or watch is None else watch.scaler
         listening = [w for w in self.watches if w.listens]
         self.catches = [(self.passes, c) for c in (catch(self.passes, self.tracks[0], []) if listening else [])]
         self.catches += [(w, c) for w in listening for c in catch(w, None, [w.track])]

@@ -48,8 +48,12 @@ def of_module(module, ttype):
             raise Missing(f"the {ttype.removesuffix('_grad')} of {module._name} has no gradient. Call track after backward, and before zero_grad.")
         p = None if p is None else p.grad
     if p is None: raise Missing(f"{module._name} has no {ttype}.")
-    p = p.detach()
+    p = unscaled(p.detach(), getattr(module, '_scale', None) if ttype.endswith('_grad') else None)
     return p.full_tensor() if hasattr(p, 'full_tensor') else p # spread over ranks
+
+def unscaled(g, scale):
+    "A gradient without what the loss was multiplied by"
+    return g if scale is None else (g.float() if g.dtype.itemsize<4 else g)/scale
 
 def reduced(view, need):
     "What is kept of a tensor: what was caught, or else made now, of a tensor that is there"

@@ -46,7 +46,7 @@ class View:
         module:nn.Module, # The module; only weakly held
         name:str='' # What to call it in a message
     ):
-        self.__dict__.update(_real=weakref.ref(module), _name=name or type(module).__name__, _reduced={}, _why={})
+        self.__dict__.update(_real=weakref.ref(module), _name=name or type(module).__name__, _reduced={}, _why={}, _scale=None)
 
     __class__ = property(lambda self: type(self._real()))
 

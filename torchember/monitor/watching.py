@@ -12,8 +12,9 @@ import torch
 
 from ..capture.backward import hook_gradients
 from ..measure.kernels import no_autocast
-from .quantities import Quantity, also, flows
+from .quantities import Quantity, also, flows, unscaled
 from .views import View, axis_of
+from ..private_torch import any_unscaled, loss_scale
 
 # %% ../../nbs/48_monitor/40_watching.ipynb #e69b5870
 class Expected:
@@ -63,6 +64,7 @@ class Passes:
         root # `moduleTrack` of the model
     ):
         self.root,self.expected,self.measuring = root,Expected(),False # measuring: while a quantity runs, which may call the model
+        self.scaler = None # a `GradScaler`
         self.watches,self.groups,self.last = [],{},None # groups: key -> function of the step, quantities that are due together
 
     def add(self, w):
@@ -74,6 +76,10 @@ class Passes:
             elif c._should_compute is not Quantity._should_compute: key,ask = id(q),q._should_compute
             else: key,ask = id(q._track_schedule),q._track_schedule
             self.groups.setdefault(key, (ask, set()))[1].add(q)
+
+    def scale(self):
+        "What the loss is multiplied by, None without a scaler"
+        return loss_scale(self.scaler) if self.scaler is not None and self.scaler.is_enabled() else None
 
     def due(self, step):
         "Keys of the groups that are due at a step, all of them when it is not known. Where a schedule fails, its quantity is asked again and tells"
@@ -205,12 +211,14 @@ class Watch:
         "Reduce a tensor now, or hold on to it. What goes wrong is kept in place of what should have come of it"
         place = self.places[ttype]
         self.about[ttype] = tname or 'output_0',call,str(x.dtype).removeprefix('torch.')
-        if place.whole: self.whole[ttype] = Kept(x, copy or place.copy)
+        if place.whole:
+            scale = self.all.scale() if ttype.endswith('_grad') else None
+            self.whole[ttype] = Kept(unscaled(x.detach(), scale), scale is None and (copy or place.copy))
         if not place.order: return
         self.all.measuring,done = True,{}
         try:
             with torch.no_grad(), no_autocast(x.device.type):
-                x = x.detach()
+                x = unscaled(x.detach(), self.all.scale() if ttype.endswith('_grad') else None)
                 axis = axis_of(self.track.module, x)
                 for r in place.order:
                     if (ttype, r) in done: continue
@@ -227,6 +235,7 @@ class Watch:
         "Put what was kept into the view"
         v = self.view
         v.let_go()
+        v._scale = None if any_unscaled(self.all.scaler) else self.all.scale()
         v._reduced.update(self.kept)
         for ttype,k in self.whole.items():
             if k.overwritten:
