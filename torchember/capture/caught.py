@@ -23,11 +23,14 @@ def catching(self, *args, **kwargs):
     if c is None: return type(self).forward(self, *args, **kwargs) # kept by somebody from before
     compiling = torch.compiler.is_compiling()
     aside = is_exporting() or torch.jit.is_tracing()
-    if c.root and not aside: compiled.began([], c.key) if compiling else c.began()
+    root = c.root and not aside
+    if root: compiled.began([], c.key) if compiling else c.began(False)
     if c.inputs and not aside: traced_call(c, args, kwargs) if compiling else c.called(args, kwargs)
-    if c.former is not None: result = c.former(*args, **kwargs)
+    if root and not compiling: result = c.within(self, args, kwargs)
+    elif c.former is not None: result = c.former(*args, **kwargs)
     else: result = type(self).forward(self, *args, **kwargs) if c.function is None else c.function(self, *args, **kwargs)
     if c.outputs and not aside: traced(c, result) if compiling else c.returned(result)
+    if root: compiled.ended([], c.key) if compiling else c.ended()
     return result
 
 def traced_call(c, args, kwargs):
@@ -120,9 +123,25 @@ class Catch:
         return some if what=='begin' else [(o, track) for o,track in some if getattr(o, what, wants[what])]
 
     # what modules and compiled code call
-    def began(self):
-        if not recomputing():
-            for o,_ in self.wanting('begin'): o.begin()
+    def began(self, graph=True): # graph: whether compiled code says so
+        if recomputing(): return
+        for o,_ in self.wanting('begin'):
+            o.graph = graph
+            o.begin()
+
+    def ended(self):
+        if recomputing(): return
+        for o,_ in self.wanting('begin'):
+            if hasattr(o, 'end'): o.end()
+
+    def within(self, m, args, kwargs):
+        "Call what the root had before; should it raise, its pass is over, too"
+        try:
+            if self.former is not None: return self.former(*args, **kwargs)
+            return type(m).forward(m, *args, **kwargs) if self.function is None else self.function(m, *args, **kwargs)
+        except BaseException:
+            self.ended()
+            raise
 
     def called(self, args, kwargs):
         if not self.there(0): return
@@ -157,7 +176,7 @@ class Catch:
 
 wants = {'inputs': False, 'outputs': True, 'grads': False, 'input_grads': False} # what a listener may want, and whether one that does not say does
 
-for f in (Catch.began, Catch.called, Catch.returned): never_compile(f)
+for f in (Catch.began, Catch.ended, Catch.within, Catch.called, Catch.returned): never_compile(f)
 
 @contextmanager
 def uncaught(module):

@@ -17,14 +17,20 @@ from .views import View, axis_of
 from ..private_torch import any_unscaled, loss_scale
 
 # %% ../../nbs/48_monitor/40_watching.ipynb #e69b5870
+def rank_of(training, grad):
+    "How good a pass is for training: 3 when it can be trained with"
+    return 2*bool(grad)+bool(training)
+
 class Expected:
     "Which step the coming pass belongs to, before it is said"
+    patience = 1000 # passes without a step, after which nothing is caught until there is one
     def __init__(self):
         self.last = self.stride = None # step that was tracked last, and its distance to the one before
         self.passes,self.usual = 0,1 # since then, and how many there were between the last two
         self.regular,self.needed = 0,1 # steps at the same distance, and how many of them there have to be
         self.number = 0 # of the pass among all
-        self.trained = self.skipped = self.varies = False # whether one was in training mode; this one is not looked at; the number of passes changes
+        self.best = self.common = self.other = -1 # rank of the passes that count in this step, in the last one, and of those that do not
+        self.skipped = self.varies = False # whether this pass is not looked at; whether the number of passes changes
 
     @property
     def step(self): # None when it is not known
@@ -33,15 +39,18 @@ class Expected:
 
     @property
     def early(self): # whether this pass is surely not the last one of its step
-        return self.last is not None and self.passes<self.usual and not self.varies
+        waits = self.stride is not None and 1<self.usual<=self.stride and self.passes<self.usual and not self.varies
+        return waits or self.passes>self.usual+self.patience
 
     def begin(self,
-        training:bool # Whether the model is in training mode
+        rank:int=3 # As `rank_of` has it
     ):
         "A pass begins"
-        self.trained |= training
-        self.skipped = self.trained and not training
-        if not self.skipped: self.passes += 1; self.number += 1
+        self.skipped = rank<self.best or rank<2<=self.common
+        if self.skipped: self.other = max(self.other, rank); return
+        if rank>self.best: self.best,self.passes = rank,0
+        self.passes += 1
+        self.number += 1
 
     def tracked(self,
         step:int
@@ -54,12 +63,14 @@ class Expected:
             self.stride = stride
         self.varies |= self.last is not None and 0<self.passes<self.usual
         if self.passes: self.usual = self.passes
-        self.last,self.passes,self.skipped = step,0,False
+        if max(self.best, self.other)>=0: self.common = self.best if self.best>=0 else self.other
+        self.last,self.passes,self.skipped,self.best,self.other = step,0,False,-1,-1
 
 # %% ../../nbs/48_monitor/40_watching.ipynb #65fe8618
 class Passes:
     "Hears where passes of a model begin, and says to its `Watch`es what is wanted in them"
-    inputs = outputs = grads = input_grads = False
+    inputs = outputs = grads = input_grads = running = False # running: whether the root is
+    graph = False # whether compiled code said that a pass begins: there it cannot be told whether there are gradients
     def __init__(self,
         root # `moduleTrack` of the model
     ):
@@ -86,12 +97,21 @@ class Passes:
         return frozenset(k for k,(ask,_) in self.groups.items() if step is None or ask is None or answers(ask, step))
 
     def begin(self):
-        if not self.measuring: self.start(self.root.module.training)
+        if self.measuring: return
+        training,self.running = self.root.module.training,True
+        self.start(rank_of(training, training if self.graph else torch.is_grad_enabled()))
 
-    def start(self, training):
+    def end(self): self.running = False
+
+    def called_alone(self, module, graph):
+        "A module is called outside of the root's forward: a pass begins, if it is the first such call since a step was tracked, or of another kind"
+        e,rank = self.expected,rank_of(module.training, module.training if graph else torch.is_grad_enabled())
+        if e.skipped or not e.passes or rank!=e.best: self.start(rank)
+
+    def start(self, rank):
         "A pass begins: say what is wanted in it, if that is something else than in the one before"
         e = self.expected
-        e.begin(training)
+        e.begin(rank)
         due = frozenset() if e.skipped or e.early else self.due(e.step)
         if due!=self.last:
             self.last = due
@@ -136,6 +156,7 @@ class Watch:
         self.places = {t: Place() for t in flows}
         self.kept,self.about = {},{} # (ttype, reduction) -> what came of it; ttype -> tname, call, dtype
         self.whole,self.handles = {},[] # ttype -> `Kept`; hooks on leaves
+        self.rank = -1 # of the pass whose tensors are kept
         self.calls,self.in_pass,self.arrived = 0,None,set() # calls in the pass; which pass; gradients that came in it
         self.lock = threading.Lock()
         self.needed = {t: [] for t in flows} # ttype -> (reduction, quantity)
@@ -163,22 +184,24 @@ class Watch:
     def begin(self): pass
 
     def called(self, track, named, key, hooked):
-        if self.all.measuring or not self.look(): return
+        if self.all.measuring or not self.look(hooked is not None): return
         self.take('input', named, hooked is not None)
         if self.places['input_grad'].wants(): self.gradient_of('input_grad', named, key, hooked)
 
     def see(self, track, named, key, hooked):
-        if self.all.measuring or not self.look(): return
+        if self.all.measuring or not self.look(hooked is not None, not (self.inputs or self.input_grads)): return
         if not (self.inputs or self.input_grads): self.count()
         self.take('output', named, hooked is not None)
         if self.places['output_grad'].wants(): self.gradient_of('output_grad', named, key, hooked)
 
-    def look(self):
+    def look(self, graph, begins=True):
         "Whether this call is looked at"
         e = self.all.expected
-        if not e.passes and not e.skipped: self.all.start(self.track.module.training) # called by itself: no pass of the root has begun
+        if begins and not self.all.running: self.all.called_alone(self.track.module, graph)
         if e.skipped: return False
-        if self.in_pass!=e.number: self.in_pass,self.calls,self.arrived = e.number,0,set()
+        if self.in_pass!=e.number:
+            self.in_pass,self.calls,self.arrived,self.rank = e.number,0,set(),e.best
+            self.kept.clear(); self.whole.clear(); self.about.clear()
         return self.on
 
     def count(self): self.calls += 1
@@ -236,6 +259,7 @@ class Watch:
         v = self.view
         v.let_go()
         v._scale = None if any_unscaled(self.all.scaler) else self.all.scale()
+        if self.rank<self.all.expected.best: self.kept.clear(); self.whole.clear(); self.about.clear() # of an evaluation in a step of training
         v._reduced.update(self.kept)
         for ttype,k in self.whole.items():
             if k.overwritten:
@@ -259,7 +283,9 @@ class Watch:
     def why(self, ttype):
         "Why there is no tensor"
         name = self.view._name
-        if self.places[ttype].wants() and not self.calls: return f"{name} was not called since the last step that was tracked, as far as that can be seen."
+        e = self.all.expected
+        if not e.passes and e.other>=0: return f"{name} was only called in eval() mode, or without gradients, unlike in the step before."
+        if not e.passes or self.places[ttype].wants() and not self.calls: return f"{name} was not called since the last step that was tracked, as far as can be seen."
         if ttype.endswith('_grad') and self.places[ttype].wants():
             return f"no gradient of the {ttype.removesuffix('_grad')} of {name} has come. Call track after backward; or nothing there requires a gradient."
         return f"the {ttype} of {name} was not caught: this step was not expected to be the next. Steps that follow are."
