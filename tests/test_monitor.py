@@ -587,6 +587,112 @@ def test_gradients_are_those_before_a_scaler_multiplied(how):
     if te: te.close()
 
 
+def alone(step, model, opt, x, y):
+    model.train()
+    opt.zero_grad()
+    F.cross_entropy(model.fc2(F.relu(model.fc1(model.bn(model.conv(x)).flatten(1)))), y).backward() # the root's forward is not called
+
+def test_a_model_whose_root_is_never_called_and_that_is_validated():
+    model = made()
+    opt = torch.optim.SGD(model.parameters(), lr=.05)
+    monitor = Monitor(model, {'fc1': ['InputStd', ['OutputGradSndNorm', 3]], 'conv': ['InputStd']})
+    for step,(x,y) in enumerate(batches(12, 8)):
+        alone(step, model, opt, x, y)
+        want = x.std().item()
+        if step%3==1: # before track
+            model.eval()
+            model.fc1(model.bn(model.conv(x*100)).flatten(1))
+        monitor.track(step)
+        assert abs(monitor.get_output()['conv']['InputStd'][step]-want)<1e-5
+        if step%3==2: # after it
+            model.eval()
+            with torch.no_grad(): model.fc1(model.bn(model.conv(x*100)).flatten(1))
+        opt.step()
+    got = monitor.get_output()['fc1']
+    assert list(got['InputStd'])==list(range(12)) and list(got['OutputGradSndNorm'])==[0, 3, 6, 9]
+
+
+def test_trained_in_eval_mode_from_some_step_on():
+    model = made()
+    monitor = Monitor(model, {'fc1': ['InputStd', 'OutputGradSndNorm']})
+    for step,(x,y) in enumerate(batches(6)):
+        model.train(step<2)
+        F.cross_entropy(model(x), y).backward()
+        monitor.track(step)
+    assert [list(v) for v in monitor.get_output()['fc1'].values()]==[list(range(6))]*2
+
+
+@pytest.mark.parametrize('parametrize', [nn.utils.parametrizations.spectral_norm, nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.orthogonal])
+def test_parametrized_weights_are_read_and_not_moved(parametrize):
+    plain,watched = made(),made()
+    for m in plain,watched:
+        torch.manual_seed(1)
+        parametrize(m.fc1)
+    monitor = Monitor(watched, {'fc1': ['WeightNorm', 'WeightParamJump', 'UpdateEffectiveRank', ['WeightEffectiveRank', 2]]})
+    assert train(plain)==train(watched, monitor)
+    assert all(torch.equal(a, b) for a,b in zip(plain.state_dict().values(), watched.state_dict().values(), strict=True))
+    with pytest.raises(ValueError, match='computed by a parametrization'): Monitor(watched, {'fc1': ['WeightGradNorm']})
+
+
+def test_what_is_written_into_is_said():
+    class Centres(SingleStepQuantity):
+        def _compute(self, global_step): return self._module.input.sub_(self._module.input.mean()).norm()
+        def forward_extensions(self): return [ForwardInputExtension()]
+    model = made()
+    monitor = Monitor(model, {'conv': [Centres]})
+    model(batches(1)[0][0])
+    with pytest.warns(EmberWarning, match='changed a tensor in place'): monitor.track(0)
+
+
+def test_values_that_are_no_numbers():
+    @quantity
+    def Wave(input): return torch.fft.rfft(input.flatten()[:8])
+    monitor = Monitor(made(), {'conv': ['Wave', 'InputStd']})
+    with pytest.warns(EmberWarning, match='real numbers'): train(monitor.model, monitor, 1)
+    assert monitor.t.df.InputStd.notna().all() and math.isnan(monitor.get_output()['conv']['Wave'][0])
+    for bad in ({'conv': ['SingleStepQuantity']}, {'conv': ['InputStd', 'linear(2, 0)']}, {'conv': [type('Empty', (MultiStepQuantity,), {})]}):
+        with pytest.raises((ValueError, TypeError)): Monitor(made(), bad)
+
+
+def test_a_layer_that_is_cut():
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    monitor = Monitor(model, {'0': [[q, 'linear(4, 3)'] for q in ('UnitActivity', 'GradSNR', 'UpdateEffectiveRank', 'WeightParamJump')]})
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore', EmberWarning)
+        for step in range(16):
+            if step==5: cut(model)
+            model.zero_grad()
+            model(torch.randn(8, 4)).square().sum().backward()
+            monitor.track(step)
+    got = monitor.get_output()['0']
+    assert len(got['UnitActivity'][3])==8 and len(got['UnitActivity'][15])==6 and all(math.isfinite(got[q][15]) for q in ('GradSNR', 'WeightParamJump'))
+
+def cut(model):
+    a,b = model[0],model[2]
+    a.weight,a.bias,a.out_features = nn.Parameter(a.weight[:6].detach()),nn.Parameter(a.bias[:6].detach()),6
+    b.weight,b.in_features = nn.Parameter(b.weight[:, :6].detach()),6
+
+
+def test_a_run_goes_on():
+    for resume in (False, True):
+        monitor = Monitor(made(), {'fc1': ['WeightNorm']}, name='again', resume=resume)
+        for step in range(3): monitor.track(step+3*resume)
+        monitor.close()
+    assert read('again').step.tolist()==list(range(6))
+
+
+def test_it_is_drawn_without_saying_of_which_tensor():
+    import matplotlib.pyplot as plt
+
+    from torchember import scalar_line
+    monitor = Monitor(made(), {'fc1': ['WeightNorm', 'InputStd']})
+    train(monitor.model, monitor)
+    monitor.close()
+    for stat in ('WeightNorm', 'InputStd'): assert len(scalar_line(monitor, scalar_metric=stat).axes[0].lines)>=1
+    with pytest.raises(ValueError, match='Monitor'): scalar_line(monitor, scalar_metric='InputSndNorm')
+    plt.close('all')
+
+
 def test_two_processes(tmp_path):
     "DDP, compiled or not, and FSDP2: activations are each rank's own, weights and their gradients are those of the whole, and the same in all"
     here = Path(__file__).parent

@@ -124,7 +124,7 @@ def activity(
     x, # Any tensor
     axis:int|None=None # Dimension of the units; None: 1 for 4 dimensions or more, else the last
 ): # float64 vector
-    """The share of each unit's values that are above zero. NaN where it has none
+    """The share of each unit's values that are above zero. NaN where it has no values, or none above zero and a NaN
 
     Args:
         x: Any tensor
@@ -137,7 +137,10 @@ def activity(
     count = torch.zeros(x.shape[1], dtype=wide(x.device), device=x.device)
     for p in pieces(x): count += above_zero(p)
     n = len(x)*x.shape[2]
-    return count/(n if n else math.nan)
+    share = count/(n if n else math.nan)
+    never = count==0
+    if n and x.is_floating_point() and never.any(): share[never] = torch.where(x[:, never].isnan().any(2).any(0), math.nan, share[never])
+    return share
 
 @torch.no_grad()
 def dead_share(

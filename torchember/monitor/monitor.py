@@ -18,7 +18,7 @@ from ..capture.tree import tracks, tree_dict, unwrap
 from ..choose import schedule, select
 from ..measure.kernels import no_autocast
 from . import multi_step, single_step # noqa: F401
-from .quantities import Quantity, classes, of_function, owned
+from .quantities import MultiStepQuantity, Quantity, classes, of_function, owned
 from .views import Missing, View
 from .watching import Passes, Watch, extensions, tensors_of
 from ..record import SCHEMA, an, unknown
@@ -49,9 +49,14 @@ def class_of(
 ) -> type:
     "The class of a quantity. Raises ValueError or TypeError for what is none"
     if isinstance(what, str):
+        if re.match(r'\s*\w+\(', what): raise ValueError(f"{what!r} is a schedule. A quantity and its schedule are a pair: [['WeightNorm', {what!r}]].")
         if what not in classes: raise ValueError(unknown('quantity', what, sorted(classes)))
         return classes[what]
-    if isinstance(what, type) and issubclass(what, Quantity): return what
+    if isinstance(what, type) and issubclass(what, Quantity):
+        for f in ('_compute', *(('_compute_ones',) if what.multi else ())):
+            if getattr(what, f) in (getattr(Quantity, f, None), getattr(MultiStepQuantity, f, None)):
+                raise TypeError(f"{what.__name__} cannot be a quantity: it has no method {f}(global_step).")
+        return what
     if inspect.isfunction(what) and what.__name__!='<lambda>': return of_function(what)
     hint = " A lambda has no name: write a function." if inspect.isfunction(what) else ""
     raise TypeError(f"a quantity is a name, a subclass of SingleStepQuantity or MultiStepQuantity, or a function, got {an(what)}.{hint}")
@@ -81,7 +86,10 @@ def quantities_of(
             try: when = known.setdefault(when, schedule(when)) if isinstance(when, str|int) else schedule(when)
             except (TypeError, ValueError) as e: raise type(e)(f"{c.__name__} of {key!r}: {e}") from None
             for t in some:
-                if reason := c.unfit(t.module): raise ValueError(f"{c.__name__} cannot be of {t.name}: {reason}.")
+                if reason := c.unfit(t.module):
+                    hint = '' if alone else f" Leave it out: with a key such as select({key!r}) & ~select({t.path!r})." if isinstance(key, str) else \
+                        f" Leave it out: with a key such as select({getattr(key, '__name__', key)}) & ~select({t.path!r})."
+                    raise ValueError(f"{c.__name__} cannot be of {t.name}: {reason}.{hint}")
                 if isinstance(what, Quantity) and what._module._real() is not t.module:
                     raise ValueError(f"this {c.__name__} was made for another module than {t.name}. Give the class, or its name.")
                 chosen = found.setdefault(t.path, (t, {}))[1]
@@ -137,6 +145,14 @@ class Outputs:
     def clear(self): self.__init__()
 
 # %% ../../nbs/48_monitor/50_monitor.ipynb #99cb77b1
+def unspoilt(w, compute, name):
+    "Compute a quantity. Raises when it has written into a tensor of the model"
+    held = [x for x in (*(k.x for k in w.whole.values()), *w.track.module._parameters.values()) if x is not None and not x.is_inference()]
+    before = [x._version for x in held]
+    compute()
+    if any(x._version!=v for x,v in zip(held, before, strict=True)):
+        raise RuntimeError(f"{name} changed a tensor in place, and so the model's own values. Work on a copy: tensor.clone().")
+
 def as_value(v):
     "A float, or an array of numpy"
     if isinstance(v, np.ndarray): return v.item() if v.size==1 and v.ndim<1 else v
@@ -150,6 +166,7 @@ class Monitor:
         model: The model, also one that is wrapped by `torch.compile` or `DistributedDataParallel`
         config: Module (path, glob, class or its name) -> list of quantities: name, class or function, or a pair of one and its schedule
         name: Name of the run; without it that of the model's armed ember, or `<ModelClass>_<YYYYmmdd_HHMMSS>`
+        resume: Go on with the run `name`
         home: Folder for logs, instead of `~/.torchember`
         scaler: The `GradScaler` in use: gradients are then the unscaled ones. Call `track` before its `step`
         on_error: When a quantity fails: 'warn' once and go on, or 'raise'
@@ -159,6 +176,7 @@ class Monitor:
         config:dict=None, # Module (path, glob, class or its name) -> list of quantities: name, class or function, or a pair of one and its schedule
         *,
         name:str|None=None, # Name of the run; without it that of the model's armed ember, or `<ModelClass>_<YYYYmmdd_HHMMSS>`
+        resume:bool=False, # Go on with the run `name`
         home=None, # Folder for logs, instead of `~/.torchember`
         scaler=None, # The `GradScaler` in use: gradients are then the unscaled ones. Call `track` before its `step`
         on_error:str='warn' # When a quantity fails: 'warn' once and go on, or 'raise'
@@ -171,30 +189,31 @@ class Monitor:
         self.notices,self.passes,self.outputs = Notices(on_error),Passes(self.tracks[0]),Outputs()
         self.watches,self.plans = self.passes.watches,{} # plans: groups that are due -> modules and their quantities
         for t,asked in found.values():
-            view = View(t.module, t.path or t.name)
+            view = View(t.module, repr(t.path) if t.path else t.name)
             made = [c if isinstance(c, Quantity) else c(view, when) for c,when in asked.values()]
             for q in made: q._module = view
             self.passes.add(Watch(t, made, view, self.passes))
         self.parse_module = {w.track.path: w.track.module for w in self.watches}
         self.parse_quantity = {w.track.path: w.quantities for w in self.watches}
         if scaler is not None and not hasattr(scaler, 'unscale_'): raise TypeError(f"scaler= is a torch.amp.GradScaler, got {an(scaler)}.")
-        self.open_run(name, home)
+        self.open_run(name, resume, home)
         watch = getattr(self.recorder, 'watch', None)
         self.passes.scaler = scaler if scaler is not None or watch is None else watch.scaler
         listening = [w for w in self.watches if w.listens]
         self.catches = [(self.passes, c) for c in (catch(self.passes, self.tracks[0], []) if listening else [])]
         self.catches += [(w, c) for w in listening for c in catch(w, None, [w.track])]
 
-    def open_run(self, name, home):
+    def open_run(self, name, resume, home):
         "Rows go into the run of the ember that is armed on this model, or into a run of their own"
-        recorder = None if name or home else armed_by(self.model)
+        recorder = None if name or home or resume else armed_by(self.model)
         self.recorder = recorder if hasattr(recorder, 'add_rows') else None
         if self.recorder is not None: self.t = self.recorder.t; return
         rank,ranks = rank_and_size()
         self.rank = {'rank': rank} if ranks>1 else {}
         if ranks>1: name = f'{name or shared_name(type(self.model).__name__)}.rank{rank}'
-        self.t = new_run(type(self.model).__name__, name, False, home)
-        self.t.begin({'start': now(), 'user': user(), 'schema': SCHEMA, 'model': type(self.model).__name__}, {'structure': tree_dict(self.tracks[0])})
+        self.t = new_run(type(self.model).__name__, name, resume, home)
+        base = {'start': now(), 'user': user(), 'schema': SCHEMA, 'model': type(self.model).__name__}
+        self.t.begin(base, {} if resume else {'structure': tree_dict(self.tracks[0])})
 
     fname = property(lambda self: self.t.fname, doc="Name of the run")
     output = property(lambda self: self.get_output(), doc="What `get_output` gives")
@@ -240,7 +259,7 @@ class Monitor:
             name = type(q).__name__
             try:
                 w.feed(q)
-                q.track(step)
+                unspoilt(w, lambda q=q: q.track(step), name)
                 if step not in q._output: continue
                 values = {name: as_value(q._output.pop(step))}
                 values.update({n: float(f(values[name])) for n,f in getattr(q, 'derived', {}).items()})

@@ -69,7 +69,7 @@ class WeightParamJump(MultiStepQuantity):
     def _compute_ones(self, global_step):
         signs = self.reduced()
         last,self.last = self.last,signs
-        return signs.flipped(last) if last is not None else None
+        return signs.flipped(last) if last is not None and last.numel==signs.numel else None
 
     def _keep(self, one):
         if one is not None: self.cache[:] = [self.cache[0]|one if self.cache else one]
@@ -97,7 +97,7 @@ class UpdateEffectiveRank(MultiStepQuantity):
     def _keep(self, one): pass
     def _compute(self, global_step):
         last,self.last = self.last,self.reduced().clone()
-        return None if last is None else effective_rank(self.last-last)
+        return None if last is None or last.shape!=self.last.shape else effective_rank(self.last-last)
 
 # %% ../../nbs/48_monitor/30_multi_step.ipynb #777059f3
 sketches = {} # numel -> `Sketch`: all steps, and all weights of a size, have the same
@@ -127,6 +127,7 @@ class GradSNR(MultiStepQuantity):
 
     def _compute_ones(self, global_step): return self.reduced()
     def _keep(self, one): self.sums.add(one)
+    def _restart(self): self.sums = SignalToNoise()
     def _compute(self, global_step):
         value,self.sums = self.sums.value,SignalToNoise()
         return value

@@ -30,6 +30,20 @@ class Need(NamedTuple):
     reduce:object # Function: tensor, axis of its features, module -> what is kept; None: the tensor itself
 
 # %% ../../nbs/48_monitor/10_quantities.ipynb #0032403f
+def computed(module, name):
+    "Whether a parametrization computes this parameter of a module, or its view"
+    return name in (getattr(module, 'parametrizations', None) or ())
+
+def parameter_of(module, name):
+    "A parameter as it is. To compute it may move a state in training, as that of spectral norm; not so in eval()"
+    if not computed(module, name): return getattr(module, name, None)
+    parts = list(module.parametrizations[name].modules())
+    was = [m.training for m in parts]
+    for m in parts: m.training = False
+    try: return getattr(module, name)
+    finally:
+        for m,t in zip(parts, was, strict=True): m.training = t
+
 scalars = groups_for(('mean', 'std', 'l2'))
 
 def summary(x, axis, module): return summarize(x, scalars)
@@ -42,12 +56,15 @@ also = {stats: (means, lambda got: got[0])} # who has the one has the other
 # %% ../../nbs/48_monitor/10_quantities.ipynb #cc99c4b2
 def of_module(module, ttype):
     "A tensor that a module has itself"
-    p = getattr(module, ttype.removesuffix('_grad'), None)
+    name = ttype.removesuffix('_grad')
+    p = parameter_of(module, name)
+    if p is None: raise Missing(f"{module._name} has no {name}.")
     if ttype.endswith('_grad'):
-        if p is not None and p.grad is None:
-            raise Missing(f"the {ttype.removesuffix('_grad')} of {module._name} has no gradient. Call track after backward, and before zero_grad.")
-        p = None if p is None else p.grad
-    if p is None: raise Missing(f"{module._name} has no {ttype}.")
+        it = f"the {name} of {module._name}"
+        if not (p.is_leaf or p.retains_grad): raise Missing(f"{it} is computed from other parameters, and has no gradient of its own.")
+        if p.grad is None and p.requires_grad: raise Missing(f"{it} has no gradient. Call track after backward, and before zero_grad.")
+        if p.grad is None: raise Missing(f"{it} is frozen: it does not require a gradient.")
+        p = p.grad
     p = unscaled(p.detach(), getattr(module, '_scale', None) if ttype.endswith('_grad') else None)
     return p.full_tensor() if hasattr(p, 'full_tensor') else p # spread over ranks
 
@@ -69,9 +86,12 @@ def reduced(view, need):
 classes = {} # name -> class, of all quantities that there are
 builtin = set() # names of ours
 
+def ours(c): return (c.__module__ or '').startswith('torchember.')
+
 def register(c):
     "Quantities can be named"
-    if c.__module__.startswith('torchember.'): builtin.add(c.__name__)
+    if c.__name__ in ('SingleStepQuantity', 'MultiStepQuantity'): return
+    if ours(c): builtin.add(c.__name__)
     elif c.__name__ in builtin: return # the name stays ours; the class itself can be given
     classes[c.__name__] = c
 
@@ -82,6 +102,8 @@ def kept(value):
         value = value.detach().cpu()
         value = (value.float() if value.dtype.is_floating_point and value.dtype not in (torch.float32, torch.float64) else value).numpy()
     if isinstance(value, np.ndarray|np.generic) and np.ndim(value)==0: value = value.item()
+    if isinstance(value, complex|np.ndarray) and (isinstance(value, complex) or value.dtype.kind not in 'biuf'):
+        raise TypeError(f"a quantity's values are real numbers, got {value!r:.80}.")
     if isinstance(value, np.ndarray): return value.copy()
     if isinstance(value, dict): return {k: kept(v) for k,v in value.items()}
     if isinstance(value, list): return [kept(v) for v in value]
@@ -190,16 +212,22 @@ class MultiStepQuantity(Quantity):
         raise NotImplementedError(f"{type(self).__name__} needs a method _compute_ones(global_step) that returns what to keep of a step.")
 
     def _keep(self, one): self.cache.append(one)
+    def _restart(self): self.cache.clear()
 
     @torch.no_grad()
     def track(self,
         global_step:int
     ):
         "Keep what is needed of this step, and the value if it is due"
-        self._keep(self._compute_ones(global_step))
-        if not self._should_compute(global_step): return
-        try: result = self._compute(global_step)
-        finally: self.cache.clear()
+        one = self._compute_ones(global_step)
+        try:
+            self._keep(one)
+            if not self._should_compute(global_step): return
+            result = self._compute(global_step)
+        except BaseException:
+            self._restart() # what is kept does not fit any more: a layer may have got another size
+            raise
+        self.cache.clear()
         if result is not None: self._save(global_step, result)
 
 # %% ../../nbs/48_monitor/10_quantities.ipynb #6022c061
@@ -260,8 +288,12 @@ def of_function(f) -> type:
 
 def lacks(cls, module):
     "Why a module does not have what is needed"
-    gone = next((n.ttype for n in cls.needs if n.ttype in owned and getattr(module, n.ttype.removesuffix('_grad'), None) is None), None)
-    return gone and f"it has no {gone.removesuffix('_grad')}"
+    for n in cls.needs:
+        name = n.ttype.removesuffix('_grad')
+        if n.ttype not in owned: continue
+        if computed(module, name):
+            if name!=n.ttype: return f"its {name} is computed by a parametrization, and has no gradient of its own"
+        elif getattr(module, name, None) is None: return f"it has no {name}"
 
 # %% ../../nbs/48_monitor/10_quantities.ipynb #6c90cb78
 def quantity(
@@ -278,7 +310,7 @@ def quantity(
     if isinstance(f, type) and issubclass(f, Quantity): c = f
     elif callable(f) and not isinstance(f, type) and getattr(f, '__name__', '<')[0]!='<': c = of_function(f)
     else: raise TypeError(f"a quantity is a function with a name, or a subclass of SingleStepQuantity or MultiStepQuantity, got {an(f)}.")
-    if c.__name__ in builtin and not c.__module__.startswith('torchember.'):
+    if c.__name__ in builtin and not ours(c):
         raise ValueError(f"{c.__name__!r} is a quantity of torchember. Choose another name.")
     classes[c.__name__] = c
     return f

@@ -15,7 +15,7 @@ from torch import nn
 
 from ..measure.spectrum import effective_rank, rankme
 from ..measure.units import dead_share, saturated_share
-from .quantities import Need, SingleStepQuantity, cov, lacks, means, summary
+from .quantities import Need, SingleStepQuantity, cov, lacks, means, parameter_of, summary
 
 # %% ../../nbs/48_monitor/20_single_step.ipynb #34a4686b
 def one(module, side, names):
@@ -309,7 +309,7 @@ class WeightEffectiveRank(SingleStepQuantity):
 
     @classmethod
     def unfit(cls, module):
-        w = getattr(module, 'weight', None)
+        w = parameter_of(module, 'weight')
         return 'it has no weight' if w is None else 'its weight is a vector, which has the rank 1' if not nn.parameter.is_lazy(w) and w.dim()<2 else None
 
     def _compute(self, global_step): return self.reduced()

@@ -8,6 +8,7 @@ __all__ = ['Extension', 'ForwardInputExtension', 'ForwardOutputExtension', 'Forw
 
 # %% ../../nbs/48_monitor/00_views.ipynb #a33a4618
 import re, weakref
+from functools import cache
 
 import torch
 from torch import nn
@@ -25,11 +26,18 @@ def axis_of(
 ) -> int: # Dimension
     "The dimension of `x` that holds features or channels"
     last = max(x.dim()-1, 0)
-    if x.dim()<2 or isinstance(module, lastly) or module.__class__.__name__=='RMSNorm': return last
-    if isinstance(module, nn.modules.batchnorm._BatchNorm | nn.GroupNorm): return 1
-    kind = next((m for c in module.__class__.__mro__ if (m := re.search(r'([123])d$', c.__name__))), None)
-    if kind: return max(min(last-int(kind[1]), 1), 0)
+    kind = layout_of(module.__class__)
+    if x.dim()<2 or kind=='last': return last
+    if kind=='batch': return 1
+    if kind: return max(min(last-kind, 1), 0)
     return 1 if x.dim()>=4 else last
+
+@cache
+def layout_of(c):
+    "What is known of a class of modules: 'last', 'batch' (which there always is), the number of dimensions that come after channels, or None"
+    if issubclass(c, lastly) or c.__name__.endswith(('RMSNorm', 'LayerNorm')): return 'last'
+    if issubclass(c, nn.modules.batchnorm._BatchNorm | nn.GroupNorm): return 'batch'
+    return next((int(m[1]) for k in c.__mro__ if (m := re.search(r'([123])d$', k.__name__))), None)
 
 # %% ../../nbs/48_monitor/00_views.ipynb #0ff6b595
 class Missing(AttributeError):

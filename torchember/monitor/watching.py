@@ -117,7 +117,8 @@ class Passes:
             self.last = due
             wanted = set().union(*(self.groups[k][1] for k in due))
             for w in self.watches: w.expect(wanted.__contains__)
-        for w in self.watches: w.on = w.wants_any
+        listen = e.skipped and not self.running # to whoever is called alone next
+        for w in self.watches: w.on = w.wants_any or listen
 
     def tracked(self, step):
         self.expected.tracked(step)
@@ -202,7 +203,7 @@ class Watch:
         if self.in_pass!=e.number:
             self.in_pass,self.calls,self.arrived,self.rank = e.number,0,set(),e.best
             self.kept.clear(); self.whole.clear(); self.about.clear()
-        return self.on
+        return self.wants_any
 
     def count(self): self.calls += 1
 
@@ -285,9 +286,10 @@ class Watch:
         name = self.view._name
         e = self.all.expected
         if not e.passes and e.other>=0: return f"{name} was only called in eval() mode, or without gradients, unlike in the step before."
-        if not e.passes or self.places[ttype].wants() and not self.calls: return f"{name} was not called since the last step that was tracked, as far as can be seen."
+        if not e.passes or self.places[ttype].wants() and not self.calls:
+            return f"{name} was not called since the last step that was tracked, as far as can be seen."
         if ttype.endswith('_grad') and self.places[ttype].wants():
-            return f"no gradient of the {ttype.removesuffix('_grad')} of {name} has come. Call track after backward; or nothing there requires a gradient."
+            return f"no gradient of the {ttype.removesuffix('_grad')} of {name} has come. Call track after backward; or nothing requires one there."
         return f"the {ttype} of {name} was not caught: this step was not expected to be the next. Steps that follow are."
 
     def let_go(self):

@@ -12,7 +12,8 @@ import numpy as np
 from matplotlib.collections import LineCollection
 
 from ..record import unknown
-from .select import name_of, pick, root_of, series, stat_in, table_of, thinned, ttype_of
+from ..measure.summary import derived
+from .select import name_of, pick, root_of, series, stat_in, stats_of, table_of, thinned, ttype_of
 from .style import alarm, drawn, is_dark, meanings, palettes, panels, short_names, size_of, title_of, words
 
 # %% ../../nbs/60_show/20_lines.ipynb #4da1c2aa
@@ -129,7 +130,7 @@ def grid_options(facet_kws, **defaults):
 def scalar_line(
     df, # Name of a run, an ember, a tracker, or a table
     layer=None, # A path, a glob ('features.*'), a compiled regex, or a list: a panel for each. All of them in one panel without it
-    tt='output', # A tensor type, or a list of them: a panel for each; None: all there are
+    tt='output', # A tensor type, or a list of them: a panel for each; None: all there are. Of a quantity of a `Monitor` the one that has it
     scalar_metric='std', # A statistic, or a list of them
     x='step', # Column of the horizontal axis
     col_wrap:int|None=None, # Panels in a row, at most
@@ -145,7 +146,7 @@ def scalar_line(
     Args:
         df: Name of a run, an ember, a tracker, or a table
         layer: A path, a glob ('features.*'), a compiled regex, or a list: a panel for each. All of them in one panel without it
-        tt: A tensor type, or a list of them: a panel for each; None: all there are
+        tt: A tensor type, or a list of them: a panel for each; None: all there are. Of a quantity of a `Monitor` the one that has it
         scalar_metric: A statistic, or a list of them
         x: Column of the horizontal axis
         col_wrap: Panels in a row, at most
@@ -164,6 +165,7 @@ def scalar_line(
     if by_type and (layer is not None and is_several(layer)):
         raise FacetException(f"Panels are either of layers or of tensor types: choose one of layer={layer!r:.60}, or one of tt={tt!r}.")
     metrics = [scalar_metric] if isinstance(scalar_metric, str) else list(scalar_metric)
+    if tt=='output' and not any(m in derived or m in stats_of for m in metrics): df,tt = having(df, metrics)
     table = table_of(df, metrics, **({} if tt is None else {'ttype': ttypes_asked(tt)}))
     run,x = name_of(table),x[1] if isinstance(x, tuple) else x
     if tt is None: table = table[table['ttype'].astype(str)!='scalar']
@@ -188,6 +190,17 @@ def scalar_line(
     label_figure(fig, axes, metrics, x, fig_title or title_of(run, *what))
     if len(metrics)>1: legend_of(fig, metrics, loc, bbox_to_anchor)
     return fig
+
+# %% ../../nbs/60_show/20_lines.ipynb #c5a1line
+def having(df, metrics):
+    "A table, and the tensor type whose rows have statistics of the user's. Raises ValueError when there are several, and outputs are not among them"
+    table = table_of(df, metrics)
+    types = table['ttype'].astype(str)
+    there = [t for t in types.unique() if all(m in table and table[m][(types==t).to_numpy()].notna().any() for m in metrics)]
+    if len(there)==1: return table, there[0]
+    if not there: [stat_in(table, m) for m in metrics] # raises for what there is not
+    if there and 'output' not in there: raise ValueError(f"several tensor types have {metrics[0]!r}: {', '.join(there)}. Say which: tt={there[0]!r}.")
+    return table, 'output'
 
 # %% ../../nbs/60_show/20_lines.ipynb #73ae0f64
 def ttypes_asked(tt): return list(dict.fromkeys(ttype_of(t)[0] for t in (tt if isinstance(tt, list|tuple) else [tt])))

@@ -174,7 +174,8 @@ def stat_in(
     if other in df and df[other].notna().any(): return other
     if stat in df and df[stat].isna().all() and len(df): return stat # all of them NaN, and that is something to see
     known = [c for c in df.columns if df[c].dtype.kind in 'fi' and c not in not_stats and df[c].notna().any()]
-    raise ValueError(f"{unknown('statistic', stat, known)} To record it next time: torchEmber(..., stats={[*known[:2], stat]!r}), or stats='full'.")
+    how = f"Monitor(model, {{'<path>': [{stat!r}]}})" if stat[:1].isupper() else f"torchEmber(..., stats={[*known[:2], stat]!r}), or stats='full'"
+    raise ValueError(f"{unknown('statistic', stat, known)} To record it next time: {how}.")
 
 not_stats = {'step', 'call', 'micro', 'backward', 'rank', 'nan', 'posinf', 'neginf', 'exponent_min'}
 

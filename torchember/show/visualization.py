@@ -35,23 +35,26 @@ def of_wandb(sink):
 
 # %% ../../nbs/60_show/77_visualization.ipynb #c90983ef
 class ToTensorBoard:
-    "A `SummaryWriter`"
+    "A `SummaryWriter`: it is given numbers and figures, and nothing else"
     def __init__(self, sink): self.sink = sink
 
     def put(self, numbers, figures, step):
-        for k,v in numbers.items(): self.sink.add_scalar(k, v, step)
+        for k,v in numbers.items():
+            if is_number(v): self.sink.add_scalar(k, v, step)
+            elif isinstance(v, Figure): self.sink.add_figure(k, v, step, close=False)
         for k,f in figures.items(): self.sink.add_figure(k, f, step, close=False)
 
     def close(self): self.sink.close()
 
 # %% ../../nbs/60_show/77_visualization.ipynb #2657bf7f
 class ToFigure:
-    "A figure with a panel for each quantity, that is drawn again now and then"
+    "A figure with a panel for each quantity, that is drawn again now and then. What is no number is not shown"
     share = 20 # so many times what the last drawing took goes by before the next
     def __init__(self, figure): self.figure,self.lines,self.vectors,self.drawn,self.took = figure,{},{},0.,0.
 
     def put(self, numbers, figures, step):
-        for k,v in numbers.items(): self.lines.setdefault(k, {})[step] = v
+        for k,v in numbers.items():
+            if is_number(v): self.lines.setdefault(k, {})[step] = float(v)
         if (numbers or self.vectors) and time.perf_counter()-self.drawn>self.share*self.took: self.draw()
 
     @drawn
@@ -93,6 +96,15 @@ def sink_for(sink):
     raise TypeError(f"Visualization shows in wandb, a SummaryWriter, matplotlib.pyplot, a Figure, or anything that has log(dict), got {an(sink)}.")
 
 # %% ../../nbs/60_show/77_visualization.ipynb #e83c07df
+def parts_of(key, v):
+    "The numbers and arrays in a value, with what each is called"
+    if isinstance(v, dict): return [o for k,x in v.items() for o in parts_of(f'{key}.{k}', x)]
+    if isinstance(v, list|tuple) and not all(isinstance(x, int|float) for x in v): return [o for i,x in enumerate(v) for o in parts_of(f'{key}.{i}', x)]
+    return [(key, np.asarray(v, dtype=float))]
+
+def is_number(v): return np.ndim(v)==0 and not isinstance(v, str) and hasattr(v, '__float__')
+
+# %% ../../nbs/60_show/77_visualization.ipynb #c5a1vis0
 class Visualization:
     """Show what a `Monitor` computes: call `Visualization.show` after each `Monitor.track`
 
@@ -124,8 +136,9 @@ class Visualization:
         for path,quantities in self.monitor.of_step(step).items():
             for name,v in quantities.items():
                 key = f'{path}_{name}' if path else name
-                if np.size(v)==1: numbers[key] = float(np.ravel(v)[0])
-                elif isinstance(v, np.ndarray): figures[key] = self.vector(key, step, v)
+                for k,part in parts_of(key, v):
+                    if np.size(part)==1: numbers[k] = float(np.ravel(part)[0])
+                    elif np.size(part): figures[k] = self.vector(k, step, part)
         self.sink.put(numbers | dict(ext or {}), {k: f for k,f in figures.items() if f is not None}, step)
 
     def vector(self, key, step, v):
