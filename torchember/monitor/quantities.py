@@ -143,11 +143,13 @@ class Quantity:
         have = {'input_grad': BackwardInputExtension, 'output_grad': BackwardOutputExtension}
         return [have[t]() for t in dict.fromkeys(n.ttype for n in self.needs) if t in have]
 
-    def reduced(self, i:int=0): # number of the need
+    def reduced(self,
+        i:int=0 # Number of the need
+    ):
         """What was kept of what it needs
 
-        Returns:
-            number of the need
+        Args:
+            i: Number of the need
         """
         return reduced(self._module, self.needs[i])
 
