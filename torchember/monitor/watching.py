@@ -6,8 +6,6 @@
 __all__ = []
 
 # %% ../../nbs/48_monitor/40_watching.ipynb #41755832
-import threading
-
 import torch
 
 from ..capture.backward import hook_gradients
@@ -103,9 +101,10 @@ class Passes:
 
     def end(self): self.running = False
 
-    def called_alone(self, module, graph):
+    def called_alone(self, graph):
         "A module is called outside of the root's forward: a pass begins, if it is the first such call since a step was tracked, or of another kind"
-        e,rank = self.expected,rank_of(module.training, module.training if graph else torch.is_grad_enabled())
+        e,training = self.expected,self.root.module.training # of the root: a part may be frozen
+        rank = rank_of(training, training if graph else torch.is_grad_enabled())
         if e.skipped or not e.passes or rank!=e.best: self.start(rank)
 
     def start(self, rank):
@@ -159,7 +158,6 @@ class Watch:
         self.whole,self.handles = {},[] # ttype -> `Kept`; hooks on leaves
         self.rank = -1 # of the pass whose tensors are kept
         self.calls,self.in_pass,self.arrived = 0,None,set() # calls in the pass; which pass; gradients that came in it
-        self.lock = threading.Lock()
         self.needed = {t: [] for t in flows} # ttype -> (reduction, quantity)
         for q in quantities:
             for ttype,reduce in asked(q): self.needed[ttype].append((reduce, q))
@@ -198,7 +196,7 @@ class Watch:
     def look(self, graph, begins=True):
         "Whether this call is looked at"
         e = self.all.expected
-        if begins and not self.all.running: self.all.called_alone(self.track.module, graph)
+        if begins and not self.all.running: self.all.called_alone(graph)
         if e.skipped: return False
         if self.in_pass!=e.number:
             self.in_pass,self.calls,self.arrived,self.rank = e.number,0,set(),e.best
