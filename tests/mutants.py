@@ -226,7 +226,8 @@ class Copy:
         for n in (1, 2): os.dup2(os.open(out, os.O_CREAT|os.O_WRONLY|os.O_TRUNC*(n==1)|os.O_APPEND), n)
         os.chdir(self.place)
         os.environ.update(PYTHONPATH=str(self.place), PYTHONDONTWRITEBYTECODE='1', LOG_KILLS='5', LOG_STEPS='600', LOG_FORKS='3')
-        sys.path[:] = [str(self.place), *(p for p in sys.path if not Path(p).absolute().is_relative_to(root))]
+        def ours(p): return p.is_relative_to(root) and not p.is_relative_to(sys.prefix) # an environment may lie in the repository
+        sys.path[:] = [str(self.place), *(p for p in sys.path if not ours(Path(p).absolute()))]
         sys.dont_write_bytecode = True
         os._exit(pytest.main(['-q', '-rfE', '-n0', '-p', 'no:cacheprovider', '-o', 'timeout=120', f'--maxfail={most}', *tests]))
 
