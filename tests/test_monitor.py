@@ -424,7 +424,7 @@ def test_output_is_there_when_memory_has_let_it_go():
     from torchember.monitor.monitor import Outputs
     model = made()
     monitor = Monitor(model, {'conv': ['InputMean', 'InputStd']})
-    monitor.outputs.most = 12
+    monitor.outputs.most = 100
     train(model, monitor)
     assert monitor.outputs.elsewhere
     a = monitor.get_output()['conv']
@@ -610,6 +610,82 @@ def test_a_model_whose_root_is_never_called_and_that_is_validated():
         opt.step()
     got = monitor.get_output()['fc1']
     assert list(got['InputStd'])==list(range(12)) and list(got['OutputGradSndNorm'])==[0, 3, 6, 9]
+
+
+@pytest.mark.parametrize('compiled', [False, True])
+@pytest.mark.parametrize('mode', ['train', 'eval'])
+@pytest.mark.parametrize('alone', [False, True])
+def test_a_pass_without_gradients_between_forward_and_backward(compiled, mode, alone):
+    if compiled and alone: pytest.skip('its parts are called by name')
+    model,seen = made(),[]
+    run = torch.compile(model, backend='aot_eager') if compiled else model
+    f = (lambda x: model.fc2(F.relu(model.fc1(model.relu(model.bn(model.conv(x))).flatten(1))))) if alone else run
+    monitor = Monitor(model, {'fc1': ['OutputGradSndNorm', 'InputStd'], 'fc2': ['WeightGradNorm']})
+    for step,(x,y) in enumerate(batches(8)):
+        model.zero_grad()
+        z = []
+        def hear(m, args, out, z=z):
+            z.append(args[0].std().item())
+            out.register_hook(lambda g: z.append(g.norm().item()))
+        h = None if compiled else model.fc1.register_forward_hook(hear)
+        loss = F.cross_entropy(f(x), y)
+        if h: h.remove()
+        model.train(mode=='train')
+        with torch.no_grad(): f(x*100)
+        model.train()
+        loss.backward()
+        monitor.track(step)
+        seen.append(z)
+    got = monitor.get_output()['fc1']
+    assert list(got['InputStd'])==list(got['OutputGradSndNorm'])==list(range(8))
+    assert max(got['InputStd'].values())<5
+    if not compiled: np.testing.assert_allclose([(got['InputStd'][s], got['OutputGradSndNorm'][s]) for s in range(8)], seen, rtol=1e-5)
+
+
+def test_trained_by_parts_validated_as_a_whole():
+    model = made()
+    monitor = Monitor(model, {'fc1': ['InputStd', 'OutputGradSndNorm'], 'bn': ['InputStd']})
+    opt = torch.optim.SGD(model.parameters(), lr=.05)
+    for step,(x,y) in enumerate(batches(8)):
+        model.train()
+        model.bn.eval() # frozen
+        opt.zero_grad()
+        with torch.no_grad(): h = model.bn(model.conv(x))
+        F.cross_entropy(model.fc2(F.relu(model.fc1(h.flatten(1)))), y).backward()
+        monitor.track(step)
+        model.eval()
+        with torch.no_grad(): model(x*100)
+    got = monitor.get_output()
+    assert [list(v) for m in got.values() for v in m.values()]==[list(range(8))]*3 and max(got['bn']['InputStd'].values())<5
+
+
+def test_passes_that_raise_and_those_inside_vmap_do_not_count():
+    model,(x,y) = made(),batches(1)[0]
+    monitor = Monitor(model, {'conv': ['InputStd'], 'fc1': ['InputStd']})
+    for step in range(4):
+        F.cross_entropy(model(x), y).backward()
+        if step==1:
+            with pytest.raises(RuntimeError): model(torch.randn(4, 3, 9, 9)) # fc1 cannot
+        if step==2: torch.vmap(lambda x: model.conv(x[None]))(x)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter('always')
+            monitor.track(step)
+        if step==1: assert len(said)==2 and all('raised an error' in str(w.message) for w in said)
+    got = monitor.get_output()
+    assert [list(m['InputStd']) for m in got.values()]==[[0, 2, 3]]*2
+    np.testing.assert_allclose(got['conv']['InputStd'][2], x.std(), rtol=1e-5)
+
+
+def test_tracked_once_an_epoch():
+    model = nn.Linear(3, 3)
+    monitor = Monitor(model, {'': ['InputMean']})
+    monitor.passes.expected.patience = 20
+    for epoch in range(4):
+        for _ in range(100): x = torch.randn(8, 3); model(x).sum().backward()
+        with warnings.catch_warnings(): warnings.simplefilter('ignore', EmberWarning); monitor.track(epoch)
+        values = monitor.get_output()[''].get('InputMean', {})
+        if epoch in values: np.testing.assert_allclose(values[epoch], x.mean(0), rtol=1e-5)
+    assert {2, 3}<=set(values) and 0 not in values # of the first epoch nobody knew how long it would be
 
 
 def test_trained_in_eval_mode_from_some_step_on():

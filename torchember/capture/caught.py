@@ -24,7 +24,7 @@ def catching(self, *args, **kwargs):
     compiling = torch.compiler.is_compiling()
     aside = is_exporting() or torch.jit.is_tracing()
     root = c.root and not aside
-    if root: compiled.began([], c.key) if compiling else c.began(False)
+    if root: compiled.began([c.key] if torch.is_grad_enabled() else [], c.key) if compiling else c.began(torch.is_grad_enabled())
     if c.inputs and not aside: traced_call(c, args, kwargs) if compiling else c.called(args, kwargs)
     if root and not compiling: result = c.within(self, args, kwargs)
     elif c.former is not None: result = c.former(*args, **kwargs)
@@ -123,16 +123,16 @@ class Catch:
         return some if what=='begin' else [(o, track) for o,track in some if getattr(o, what, wants[what])]
 
     # what modules and compiled code call
-    def began(self, graph=True): # graph: whether compiled code says so
+    def began(self, grad=False): # grad: whether there will be gradients
         if recomputing(): return
         for o,_ in self.wanting('begin'):
-            o.graph = graph
+            o.grad = grad
             o.begin()
 
-    def ended(self):
+    def ended(self, failed=False):
         if recomputing(): return
         for o,_ in self.wanting('begin'):
-            if hasattr(o, 'end'): o.end()
+            if hasattr(o, 'end'): o.end(failed)
 
     def within(self, m, args, kwargs):
         "Call what the root had before; should it raise, its pass is over, too"
@@ -140,7 +140,7 @@ class Catch:
             if self.former is not None: return self.former(*args, **kwargs)
             return type(m).forward(m, *args, **kwargs) if self.function is None else self.function(m, *args, **kwargs)
         except BaseException:
-            self.ended()
+            self.ended(True)
             raise
 
     def called(self, args, kwargs):

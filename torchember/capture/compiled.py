@@ -76,5 +76,5 @@ entered = effect('entered', ', str[] names, str[] hooked', heard('entered'))
 left = effect('left', ', str[] names, str[] hooked', heard('left'))
 graded = effect('graded', ', str ttype, str[] names', lambda holder, xs, ttype, names: holder.graded(ttype, list(zip(names, xs, strict=True))), False)
 probed = effect('probed', ', str[] names', heard('probed'))
-began = effect('began', '', lambda holder, xs: recomputing() or holder.began())
+began = effect('began', '', lambda holder, xs: recomputing() or holder.began(*[True]*len(xs))) # a tensor stands for: there are gradients
 ended = effect('ended', '', lambda holder, xs: recomputing() or holder.ended())

@@ -7,6 +7,7 @@ __all__ = ['Monitor']
 
 # %% ../../nbs/48_monitor/50_monitor.ipynb #f56fff83
 import inspect, math, operator, os, re
+from array import array
 
 import numpy as np
 import torch
@@ -116,33 +117,37 @@ def tensor_name(ttype, module, about):
 # %% ../../nbs/48_monitor/50_monitor.ipynb #1ca83a55
 class Outputs:
     "Values by module, quantity and step, in memory while they are few"
-    most = 2_000_000 # numbers to hold; beyond these the older half is read from the log when it is asked for
-    def __init__(self): self.values,self.numbers,self.elsewhere = {},0,set() # elsewhere: (path, quantity, step) that only the log has
+    most = 4_000_000 # numbers to hold, each value taken for ten more; beyond these the older half is read from the log when it is asked for
+    def __init__(self): self.values,self.numbers,self.elsewhere = {},0,{} # elsewhere: (path, quantity) -> steps of which only the log has the value
 
     def add(self, path, name, step, value):
         self.values.setdefault(path, {}).setdefault(name, {})[step] = value
-        self.elsewhere.discard((path, name, step))
-        self.numbers += getattr(value, 'size', 1)
+        self.numbers += cost(value)
         if self.numbers>self.most: self.forget_half()
 
     def forget_half(self):
         for path,names in self.values.items():
             for name,steps in names.items():
-                vectors = [s for s,v in steps.items() if getattr(v, 'size', 1)>1]
-                for s in vectors[:(len(vectors)+1)//2]: self.elsewhere.add((path, name, s)); del steps[s]
-        self.numbers = sum(getattr(v, 'size', 1) for names in self.values.values() for steps in names.values() for v in steps.values())
+                old = list(steps)[:(len(steps)+1)//2]
+                self.elsewhere.setdefault((path, name), array('q')).extend(old)
+                for s in old: del steps[s]
+        self.numbers = sum(cost(v) for names in self.values.values() for steps in names.values() for v in steps.values())
 
     def whole(self, rows): # rows: function that gives those of the log
         "All of them"
         out = {p: {n: dict(steps) for n,steps in names.items()} for p,names in self.values.items()}
         if not self.elsewhere: return out
+        wanted = {at: set(steps) for at,steps in self.elsewhere.items()}
         for r in rows():
+            path,step = path_of(r['module']) if 'module' in r else None,r.get('step')
             for name in r:
-                at = path_of(r['module']) if 'module' in r else None,name,r.get('step')
-                if at in self.elsewhere: out.setdefault(at[0], {}).setdefault(name, {})[at[2]] = np.asarray(r[name], dtype=float)
+                if step not in wanted.get((path, name), ()) or step in out[path][name]: continue
+                out[path][name][step] = np.asarray(r[name], dtype=float) if isinstance(r[name], list) else r[name]
         return {p: {n: dict(sorted(steps.items())) for n,steps in names.items()} for p,names in out.items()}
 
     def clear(self): self.__init__()
+
+def cost(value): return getattr(value, 'size', 1)+10
 
 # %% ../../nbs/48_monitor/50_monitor.ipynb #99cb77b1
 def unspoilt(w, compute, name):
@@ -236,7 +241,7 @@ class Monitor:
                     for w,qs in some: rows += self.rows_of(w, qs, step)
         finally:
             self.passes.measuring = False
-            for w in self.watches: w.let_go()
+            for w in self.watches: w.step_over()
             self.passes.tracked(step)
         if not rows: return
         if self.recorder is not None: self.recorder.add_rows(step, rows)

@@ -12,7 +12,7 @@ from ..capture.backward import hook_gradients
 from ..measure.kernels import no_autocast
 from .quantities import Quantity, also, flows, unscaled
 from .views import View, axis_of
-from ..private_torch import any_unscaled, loss_scale
+from ..private_torch import any_unscaled, is_wrapped, loss_scale
 
 # %% ../../nbs/48_monitor/40_watching.ipynb #e69b5870
 def rank_of(training, grad):
@@ -21,7 +21,7 @@ def rank_of(training, grad):
 
 class Expected:
     "Which step the coming pass belongs to, before it is said"
-    patience = 1000 # passes without a step, after which nothing is caught until there is one
+    patience,many = 1000,64 # passes without a step, after which nothing is caught until there is one; and those that are too many for micro-batches
     def __init__(self):
         self.last = self.stride = None # step that was tracked last, and its distance to the one before
         self.passes,self.usual = 0,1 # since then, and how many there were between the last two
@@ -37,7 +37,7 @@ class Expected:
 
     @property
     def early(self): # whether this pass is surely not the last one of its step
-        waits = self.stride is not None and 1<self.usual<=self.stride and self.passes<self.usual and not self.varies
+        waits = self.stride is not None and (1<self.usual<=self.stride or self.usual>self.many) and self.passes<self.usual and not self.varies
         return waits or self.passes>self.usual+self.patience
 
     def begin(self,
@@ -68,7 +68,8 @@ class Expected:
 class Passes:
     "Hears where passes of a model begin, and says to its `Watch`es what is wanted in them"
     inputs = outputs = grads = input_grads = running = False # running: whether the root is
-    graph = False # whether compiled code said that a pass begins: there it cannot be told whether there are gradients
+    grad = True # whether the pass has gradients
+    rank = -1 # of the pass that runs
     def __init__(self,
         root # `moduleTrack` of the model
     ):
@@ -96,32 +97,42 @@ class Passes:
 
     def begin(self):
         if self.measuring: return
-        training,self.running = self.root.module.training,True
-        self.start(rank_of(training, training if self.graph else torch.is_grad_enabled()))
+        self.running,self.rank = True,rank_of(self.root.module.training, self.grad)
+        self.start(self.rank)
 
-    def end(self): self.running = False
+    def end(self, failed=False):
+        self.running = self.expected.skipped = False
+        if failed:
+            for w in self.watches: w.pass_failed()
 
     def called_alone(self, graph):
-        "A module is called outside of the root's forward: a pass begins, if it is the first such call since a step was tracked, or of another kind"
-        e,training = self.expected,self.root.module.training # of the root: a part may be frozen
-        rank = rank_of(training, training if graph else torch.is_grad_enabled())
-        if e.skipped or not e.passes or rank!=e.best: self.start(rank)
+        "A module is called outside of the root's forward: the rank of the call. All such calls in a step are one pass"
+        training = self.root.module.training # not its own: a part may be frozen
+        if not self.expected.passes: self.start(3)
+        return rank_of(training, training if graph else torch.is_grad_enabled())
 
     def start(self, rank):
-        "A pass begins: say what is wanted in it, if that is something else than in the one before"
+        "A pass begins: say what is wanted in it, if that is something else than in the one before. Of one that is skipped nothing is taken"
         e = self.expected
         e.begin(rank)
-        due = frozenset() if e.skipped or e.early else self.due(e.step)
+        if e.skipped: return
+        if e.passes==e.usual+e.patience+1:
+            for w in self.watches: w.let_go() # it would be of another pass
+        due = frozenset() if e.early else self.due(e.step)
         if due!=self.last:
             self.last = due
             wanted = set().union(*(self.groups[k][1] for k in due))
             for w in self.watches: w.expect(wanted.__contains__)
-        listen = e.skipped and not self.running # to whoever is called alone next
-        for w in self.watches: w.on = w.wants_any or listen
+        for w in self.watches: w.on = w.wants_any
 
     def tracked(self, step):
         self.expected.tracked(step)
+        self.running = False
         for w in self.watches: w.on = True # until it is known what the next pass is of
+
+def aside(named):
+    "Whether a call is one of a transformation (vmap, grad): such tensors are not looked at"
+    return bool(named) and is_wrapped(named[0][1])
 
 def answers(ask, step):
     try: return bool(ask(step))
@@ -156,7 +167,8 @@ class Watch:
         self.places = {t: Place() for t in flows}
         self.kept,self.about = {},{} # (ttype, reduction) -> what came of it; ttype -> tname, call, dtype
         self.whole,self.handles = {},[] # ttype -> `Kept`; hooks on leaves
-        self.rank = -1 # of the pass whose tensors are kept
+        self.rank = self.now = self.common = self.other = -1 # rank of the calls whose tensors are kept, of this call, of those in the last step, of others
+        self.raised = False # whether the last pass did
         self.calls,self.in_pass,self.arrived = 0,None,set() # calls in the pass; which pass; gradients that came in it
         self.needed = {t: [] for t in flows} # ttype -> (reduction, quantity)
         for q in quantities:
@@ -183,12 +195,12 @@ class Watch:
     def begin(self): pass
 
     def called(self, track, named, key, hooked):
-        if self.all.measuring or not self.look(hooked is not None): return
+        if self.all.measuring or aside(named) or not self.look(hooked is not None): return
         self.take('input', named, hooked is not None)
         if self.places['input_grad'].wants(): self.gradient_of('input_grad', named, key, hooked)
 
     def see(self, track, named, key, hooked):
-        if self.all.measuring or not self.look(hooked is not None, not (self.inputs or self.input_grads)): return
+        if self.all.measuring or aside(named) or not self.look(hooked is not None, not (self.inputs or self.input_grads)): return
         if not (self.inputs or self.input_grads): self.count()
         self.take('output', named, hooked is not None)
         if self.places['output_grad'].wants(): self.gradient_of('output_grad', named, key, hooked)
@@ -196,12 +208,21 @@ class Watch:
     def look(self, graph, begins=True):
         "Whether this call is looked at"
         e = self.all.expected
-        if begins and not self.all.running: self.all.called_alone(graph)
-        if e.skipped: return False
-        if self.in_pass!=e.number:
-            self.in_pass,self.calls,self.arrived,self.rank = e.number,0,set(),e.best
-            self.kept.clear(); self.whole.clear(); self.about.clear()
+        if begins: self.now = self.all.rank if self.all.running else self.all.called_alone(graph)
+        if e.skipped and self.all.running: return False
+        if self.now<self.rank or self.now<2<=self.common: # not as good for training as another call of this module, in this step or the last
+            self.other = max(self.other, self.now)
+            return False
+        if self.in_pass!=e.number or self.now>self.rank:
+            self.in_pass,self.calls,self.arrived,self.rank = e.number,0,set(),self.now
+            self.forget()
         return self.wants_any
+
+    def forget(self): self.kept.clear(); self.whole.clear(); self.about.clear()
+
+    def pass_failed(self):
+        "The pass has raised: what it has left is worth nothing"
+        if self.in_pass==self.all.expected.number: self.forget(); self.raised = True
 
     def count(self): self.calls += 1
 
@@ -225,7 +246,7 @@ class Watch:
 
     def first(self, ttype, n, g):
         "A gradient that says not which call it is of: the last call's comes first"
-        if self.all.expected.skipped or ttype in self.arrived or not self.places[ttype].wants(): return
+        if ttype in self.arrived or not self.places[ttype].wants(): return
         self.arrived.add(ttype)
         self.keep(ttype, n, g.detach(), max(self.calls-1, 0), True)
 
@@ -258,7 +279,6 @@ class Watch:
         v = self.view
         v.let_go()
         v._scale = None if any_unscaled(self.all.scaler) else self.all.scale()
-        if self.rank<self.all.expected.best: self.kept.clear(); self.whole.clear(); self.about.clear() # of an evaluation in a step of training
         v._reduced.update(self.kept)
         for ttype,k in self.whole.items():
             if k.overwritten:
@@ -283,7 +303,9 @@ class Watch:
         "Why there is no tensor"
         name = self.view._name
         e = self.all.expected
-        if not e.passes and e.other>=0: return f"{name} was only called in eval() mode, or without gradients, unlike in the step before."
+        if self.raised: return f"the last pass that called {name} raised an error."
+        if not e.passes and e.other>=0 or self.rank<0<=self.other:
+            return f"{name} was only called in eval() mode, or without gradients, unlike in the step before."
         if not e.passes or self.places[ttype].wants() and not self.calls:
             return f"{name} was not called since the last step that was tracked, as far as can be seen."
         if ttype.endswith('_grad') and self.places[ttype].wants():
@@ -294,6 +316,12 @@ class Watch:
         if not (self.about or self.handles or self.kept or self.whole): return
         for h in self.handles: h.remove()
         self.handles,self.kept,self.whole,self.about,self.calls = [],{},{},{},0
+
+    def step_over(self):
+        "A step was tracked"
+        self.let_go()
+        if max(self.rank, self.other)>=0: self.common = self.rank if self.rank>=0 else self.other
+        self.rank,self.other,self.in_pass,self.calls,self.raised = -1,-1,None,0,False
 
 # %% ../../nbs/48_monitor/40_watching.ipynb #3373f4de
 def asked(q):

@@ -113,12 +113,14 @@ class Visualization:
         sink: wandb or a run of it, a `SummaryWriter`, `matplotlib.pyplot`, a figure, or what has log(dict); a figure of its own without it
     """
     keep = 300 # steps of a vector that a surface has, at most
+    share = 20 # so many times what the last pictures took goes by before the next
     def __init__(self,
         monitor, # A `Monitor`
         sink=None # wandb or a run of it, a `SummaryWriter`, `matplotlib.pyplot`, a figure, or what has log(dict); a figure of its own without it
     ):
         if not hasattr(monitor, 'get_output'): raise TypeError(f"Visualization shows what a Monitor computes, got {an(monitor)}.")
-        self.monitor,self.sink,self.history = monitor,sink_for(sink),{}
+        self.monitor,self.sink,self.history,self.waiting = monitor,sink_for(sink),{},set()
+        self.drawn,self.took = 0.,0. # when pictures were drawn last, and how long that took
 
     figure = property(lambda self: getattr(self.sink, 'figure', None), doc="The figure, where the sink is one")
 
@@ -132,14 +134,20 @@ class Visualization:
             step: The step that was tracked
             ext: Other numbers to show with them: {'loss': loss.item()}
         """
-        numbers,figures = {},{}
+        numbers = {}
         for path,quantities in self.monitor.of_step(step).items():
             for name,v in quantities.items():
                 key = f'{path}_{name}' if path else name
                 for k,part in parts_of(key, v):
                     if np.size(part)==1: numbers[k] = float(np.ravel(part)[0])
-                    elif np.size(part): figures[k] = self.vector(k, step, part)
-        self.sink.put(numbers | dict(ext or {}), {k: f for k,f in figures.items() if f is not None}, step)
+                    elif np.size(part): self.vector(k, step, part)
+        self.put(numbers | dict(ext or {}), step)
+
+    def put(self, numbers, step, now=False):
+        began = time.perf_counter()
+        figures = self.pictures(now)
+        if figures or not now: self.sink.put(numbers, figures, step)
+        if figures: self.drawn = time.perf_counter(); self.took = self.drawn-began
 
     def vector(self, key, step, v):
         "A picture of this vector and those before; None where the sink draws it itself"
@@ -147,8 +155,15 @@ class Visualization:
         if past and np.size(next(iter(past.values())))!=np.size(v): past.clear() # a layer of another width from now on
         past[step] = np.ravel(v)
         for old in list(past)[:-self.keep]: del past[old]
-        if isinstance(self.sink, ToFigure): self.sink.vectors[key] = past; return None
-        return Surface3d(past, key)
+        if isinstance(self.sink, ToFigure): self.sink.vectors[key] = past
+        else: self.waiting.add(key)
+
+    def pictures(self, now=False):
+        "Of the vectors that have changed. They take long to draw, so there are none while the last ones have taken more than a twentieth of the time"
+        if not self.waiting or not now and time.perf_counter()-self.drawn<self.share*self.took: return {}
+        figures = {k: Surface3d(self.history[k], k) for k in sorted(self.waiting)}
+        self.waiting.clear()
+        return figures
 
     def log_ext(self,
         ext:dict, # {'loss': loss.item()}
@@ -163,5 +178,6 @@ class Visualization:
         self.sink.put(dict(ext or {}), {}, self.monitor.last_step if step is None else step)
 
     def close(self):
-        "The last picture; wandb's run and TensorBoard's file are finished"
+        "The last pictures; wandb's run and TensorBoard's file are finished"
+        self.put({}, self.monitor.last_step, now=True)
         self.sink.close()
