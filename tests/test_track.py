@@ -431,6 +431,7 @@ def test_wandb(monkeypatch):
     "W&B as far as track uses it"
     model = MLP()
     opt = optim.SGD(model.parameters(), 1e-2)
+    monkeypatch.setitem(sys.modules, 'wandb', None) # as where it is not installed
     with pytest.raises(ImportError, match='pip install wandb'): track(model, use_wandb=True)
     logged,handed = [],[]
     class Artifact:

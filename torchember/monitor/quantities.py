@@ -251,7 +251,7 @@ def unchanged(f, tensors, call):
     got = call()
     if any(v is not None and x._version!=v for x,v in zip(tensors, before, strict=True)):
         raise RuntimeError(f"{f.__name__} changed a tensor in place, and so the model's own values. Work on a copy: tensor.clone().")
-    return got.clone() if isinstance(got, torch.Tensor) and (got._is_view() or any(got is x for x in tensors)) else got
+    return got.clone() if isinstance(got, torch.Tensor) else got # it may be a part of what the model goes on with
 
 def at_once(f, names, ttype):
     "A reduction that calls the user's function with a tensor as soon as it is there"

@@ -36,7 +36,7 @@ def axis_of(
 def layout_of(c):
     "What is known of a class of modules: 'last', 'batch' (which there always is), the number of dimensions that come after channels, or None"
     if issubclass(c, lastly) or c.__name__.endswith(('RMSNorm', 'LayerNorm')): return 'last'
-    if issubclass(c, nn.modules.batchnorm._BatchNorm | nn.GroupNorm): return 'batch'
+    if issubclass(c, nn.BatchNorm1d|nn.BatchNorm2d|nn.BatchNorm3d|nn.SyncBatchNorm|nn.GroupNorm): return 'batch'
     return next((int(m[1]) for k in c.__mro__ if (m := re.search(r'([123])d$', k.__name__))), None)
 
 # %% ../../nbs/48_monitor/00_views.ipynb #0ff6b595
@@ -54,7 +54,8 @@ class View:
         module:nn.Module, # The module; only weakly held
         name:str='' # What to call it in a message
     ):
-        self.__dict__.update(_real=weakref.ref(module), _name=name or type(module).__name__, _reduced={}, _why={}, _scale=None)
+        self._real,self._name = weakref.ref(module),name or type(module).__name__
+        self._reduced,self._why,self._scale = {},{},None
 
     __class__ = property(lambda self: type(self._real()))
 

@@ -130,7 +130,7 @@ def grid_options(facet_kws, **defaults):
 def scalar_line(
     df, # Name of a run, an ember, a tracker, or a table
     layer=None, # A path, a glob ('features.*'), a compiled regex, or a list: a panel for each. All of them in one panel without it
-    tt='output', # A tensor type, or a list of them: a panel for each; None: all there are. Of a quantity of a `Monitor` the one that has it
+    tt='output', # A tensor type, or a list of them: a panel for each; None: all there are
     scalar_metric='std', # A statistic, or a list of them
     x='step', # Column of the horizontal axis
     col_wrap:int|None=None, # Panels in a row, at most
@@ -146,7 +146,7 @@ def scalar_line(
     Args:
         df: Name of a run, an ember, a tracker, or a table
         layer: A path, a glob ('features.*'), a compiled regex, or a list: a panel for each. All of them in one panel without it
-        tt: A tensor type, or a list of them: a panel for each; None: all there are. Of a quantity of a `Monitor` the one that has it
+        tt: A tensor type, or a list of them: a panel for each; None: all there are
         scalar_metric: A statistic, or a list of them
         x: Column of the horizontal axis
         col_wrap: Panels in a row, at most
