@@ -467,7 +467,7 @@ def test_memory_is_flat(tmp_path):
     done = subprocess.run([sys.executable, '-c', flat], env={**os.environ, 'TORCHEMBER_HOME': str(tmp_path)}, capture_output=True, text=True)
     assert done.returncode==0, done.stderr[-2000:]
     grown,tensors = map(int, done.stdout.split())
-    assert grown<30e6 and tensors<=20, (grown, tensors)
+    assert grown<12e6 and tensors<=20, (grown, tensors)
 
 
 def test_copies_and_pickles_are_plain_models():

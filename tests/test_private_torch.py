@@ -19,8 +19,8 @@ from torchember import EmberWarning, private_torch, torchEmber
 from torchember.capture import forward
 
 package = Path(private_torch.__file__).parent
-python = {'_getframe', '_fields', '_axinfo'} # of Python's own library, and of matplotlib, which has no other way to colour a grid
-endings = {'_grad', '_latest', '_eigs'} # of our own words
+python = {'_getframe', '_fields'} # of Python's own library
+endings = {'_grad', '_latest'} # of our own words
 
 
 def is_private(name): return re.fullmatch('_[A-Za-z].*', name) is not None

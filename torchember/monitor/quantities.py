@@ -233,7 +233,7 @@ class MultiStepQuantity(Quantity):
         if result is not None: self._save(global_step, result)
 
 # %% ../../nbs/48_monitor/10_quantities.ipynb #6022c061
-eigs = tuple(f'{t}_eigs' for t in flows)
+eigs = {f'{t}_eigs': t for t in flows}
 known = (*flows, *owned, *eigs, 'module', 'step')
 
 def arguments(f):
@@ -269,7 +269,7 @@ class _OfFunction(SingleStepQuantity):
         if self.now: return self.reduced()
         f,given = self.function,{}
         for n in self.names:
-            if n in eigs: given[n] = values_of(reduced(self._module, Need(n.removesuffix('_eigs'), cov)).spectrum, f)
+            if n in eigs: given[n] = values_of(reduced(self._module, Need(eigs[n], cov)).spectrum, f)
             else: given[n] = self._module if n=='module' else global_step if n=='step' else reduced(self._module, Need(n, None))
         return unchanged(f, [v for v in given.values() if isinstance(v, torch.Tensor)], lambda: f(**given))
 
@@ -284,7 +284,7 @@ def of_function(f) -> type:
     flowing = [n for n in names if n in flows]
     now = len(flowing)==1 and not set(names) & {'step', 'weight_grad', 'bias_grad', *eigs}
     needs = [Need(flowing[0], at_once(f, names, flowing[0]))] if now else \
-        [Need(n.removesuffix('_eigs'), cov if n in eigs else None) for n in names if n in (*flows, *eigs, *owned)]
+        [Need(eigs.get(n, n), cov if n in eigs else None) for n in names if n in (*flows, *eigs, *owned)]
     return type(f.__name__, (_OfFunction,), {'function': staticmethod(f), 'names': names, 'now': now, 'needs': tuple(needs), '__doc__': f.__doc__,
         '__module__': f.__module__, 'unfit': classmethod(lambda cls, module: lacks(cls, module))})
 

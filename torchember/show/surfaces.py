@@ -125,7 +125,6 @@ def one_surface(ax, h, stat, kwargs):
         ax.text2D(1, 1, '× not finite', color=alarm[is_dark()], ha='right', va='bottom', transform=ax.transAxes, fontsize=mpl.rcParams['legend.fontsize'])
     for axis in (ax.xaxis, ax.yaxis, ax.zaxis):
         axis.pane.set(facecolor='none', edgecolor=(.5, .5, .5, .4))
-        axis._axinfo['grid'].update(color=(.5, .5, .5, .25), linewidth=.6) # matplotlib has no other way
     for which in (ax.xaxis, ax.yaxis): which.set_major_locator(mpl.ticker.MaxNLocator(5, integer=True))
     ax.zaxis.set_major_locator(mpl.ticker.MaxNLocator(5))
     ax.set(xlabel='step', ylabel='unit', zlabel=meanings.get(stat, stat), xlim=(x[0], x[-1]), ylim=(y[0], y[-1]))
