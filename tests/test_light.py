@@ -1,8 +1,10 @@
 "Importing torchember does nothing, and a log is read where torch is not installed"
 import json
 import os
+import re
 import subprocess
 import sys
+from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
@@ -107,3 +109,67 @@ def test_other_readers(tmp_path):
     df = te.t.df
     assert df['mean'].dtype==float and df.nan.dtype=='int64' and df.step.dtype=='int64'
     assert emberTracker('bad', home=tmp_path).lines()[-1]['mean']!=emberTracker('bad', home=tmp_path).lines()[-1]['mean'] # NaN came back
+
+
+def test_what_jax_needs_is_there_without_torch(tmp_path):
+    "All rooms that read and draw, and those that a tracker of another library stands on: from summary vectors to a LogFrame and a picture"
+    code = f"""if True:
+        import pkgutil, sys
+        from importlib import import_module
+        sys.modules['torch'] = None # as if it were not installed
+        for wing in ('store', 'frames', 'show'):
+            wing = import_module('torchember.'+wing)
+            for room in pkgutil.iter_modules(wing.__path__, wing.__name__+'.'):
+                if room.name!='torchember.frames.tracking': import_module(room.name) # that one is torch's
+        import numpy as np, torchember
+        from torchember.frames.tracker import Stash, Tracker, check_arguments, scalars, statistics_of
+        from torchember.measure.columns import as_dicts, stat_names
+        from torchember.measure.summary import Summary
+        from torchember.recorder.row import FirstBad, one_row
+        names = stat_names(('shape', *scalars))
+        check_arguments('.parquet', 1, None, None, None, {str(tmp_path)!r})
+        run = torchember.emberTracker('seen', {str(tmp_path)!r})
+        tracker,look = Tracker(run), FirstBad(run.file)
+        for tracker.current_step in range(3):
+            [stats] = as_dicts(Summary.of([1, tracker.current_step]).vector[None], names, [(2,)])
+            row = one_row(('m(Net).a(Dense)', 'output', 'output_0', None, None, 0), 0, None, 'float32', stats, tracker.current_step, 'now', {{}}, {{}})
+            run.put(lambda row=row: look.look([row]), True)
+            tracker.ended(tracker.current_step)
+        run.close()
+        tracker.finish(False)
+        lf = torchember.read_pickle(tracker.out_path)
+        print(lf['scalar_stats', 'mean'].tolist())
+        torchember.scalar_line(run.df, scalar_metric='mean').figure.savefig(tracker.folder()/'mean.png')
+        torchember.overview(run)
+        Stash(lambda x: {{'full_tensor': x}}, tracker.folder)(np.ones(3))
+        print([m for m in sys.modules if m.partition('.')[0] in ('torch', 'jax') and sys.modules[m]])
+    """
+    out = run(code, MPLBACKEND='agg').splitlines()
+    assert out[1:]==['[0.5, 1.0, 1.5]', '[]'] and out[0].startswith('LogFrame of this run')
+    assert {p.name for p in (tmp_path/'track'/'seen').rglob('*.*')}=={'final_logframe.pkl', 'mean.png', '0.npy'}
+
+
+def test_torch_and_jax_are_extras():
+    "Who has PyTorch already keeps it, who reads logs or uses JAX needs none, and constraints.txt pins both"
+    ini = ConfigParser()
+    ini.read(root/'settings.ini', encoding='utf-8')
+    asked = {k.removesuffix('_requirements'): re.findall(r'(?:^|\s)([\w-]+)', v) for k,v in ini['DEFAULT'].items() if k.endswith('requirements')}
+    assert not {'torch', 'jax'} & set(asked['requirements']) and asked['torch']==['torch'] and 'jax' in asked['jax']
+    assert {*asked['torch'], *asked['jax']} <= set(asked['dev'])
+    pins = re.findall(r'^([\w-]+)==', (root/'constraints.txt').read_text(), re.M)
+    assert pins[0]=='torch' and set(asked['jax']) <= set(pins)
+
+
+def test_jaxember_needs_no_torch():
+    pytest.importorskip('jax')
+    code = """if True:
+        import pkgutil, sys
+        from importlib import import_module
+        sys.modules['torch'] = None
+        wing = import_module('torchember.jaxember')
+        for room in pkgutil.iter_modules(wing.__path__, wing.__name__+'.'): import_module(room.name)
+        import numpy as np
+        from torchember.jaxember.trees import parameters
+        print([(n.path, n.tname) for n in parameters({'params': {'fc': {'kernel': np.ones(2)}}})], 'flax' in sys.modules)
+    """
+    assert run(code).strip()=="[('fc', 'weight_0')] False"

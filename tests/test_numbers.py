@@ -13,7 +13,7 @@ import torch
 from torchember import get_stats, summarize
 from torchember.measure import kernels
 from torchember.measure.kernels import Unmeasurable, flat, read, read_device
-from torchember.measure.stats import sets
+from torchember.measure.columns import sets
 from torchember.measure.summary import Summary, derive, groups, index, parts, read_array, scalars, width
 
 everything = tuple(groups)

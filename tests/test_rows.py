@@ -8,7 +8,8 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from torchember import record
 from torchember.measure.tap import Arena, observe
 from torchember.record import line_of
-from torchember.recorder.rows import FirstBad, Lines, Measured, one_row, troubled
+from torchember.recorder.row import FirstBad, one_row, troubled
+from torchember.recorder.rows import Lines, Measured
 
 
 # ---- the reference: a dict for each row

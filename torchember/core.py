@@ -20,8 +20,8 @@ from .capture.forward import KEY, arm, armed_by, disarm
 from .capture.optimizer import OptimizerWatch, some, trained_by
 from .capture.tree import tracks, tree_dict, unwrap
 from .choose import schedule, select
+from .measure.columns import stat_names
 from .measure.kernels import warm
-from .measure.stats import stat_names
 from .measure.summary import derived
 from .plan import Plan, plan_of
 from .private_torch import say_missing

@@ -23,15 +23,15 @@ from .capture.tree import tracks
 from .choose import schedule
 from .capture.events import Listener
 from .capture.forward import arm, disarm
+from .measure.columns import stat_names
 from .measure.kernels import Unmeasurable, ready
-from .measure.stats import stat_names
 from .measure.summary import counts
 from .measure.tap import Arena, observe
 from .record import line_of
 from .recorder.calls import stack_room
 from .recorder.process import open_recorders
 from .recorder.recorder import Recorder
-from .recorder.rows import one_row
+from .recorder.row import one_row
 from .store.base import now
 
 # %% ../nbs/42_plan.ipynb #18184d49

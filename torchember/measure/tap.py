@@ -12,11 +12,11 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from .columns import as_columns, as_dicts, stat_names
 from .head import CALL, CALLS, DIMS, DTYPE, EVENT, HEADS, LAID, LIKE, MICRO, NEXT, ROWS, SHAPE, TAP, head_width, tap_width
 from .kernels import Unmeasurable, for_list, formats, layout, most, ordinary, putter, read
 from ..private_torch import count_dispatch_modes, count_function_modes, inside_transform, is_wrapped, unwrap
 from ..private_torch import without_dispatch_modes, without_function_modes, without_transforms
-from .stats import as_columns, as_dicts, stat_names
 from .summary import bins, derive, finite, groups_for, index, length, merge, width
 
 # %% ../../nbs/10_measure/50_tap.ipynb #367aea3a

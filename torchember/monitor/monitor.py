@@ -25,7 +25,7 @@ from .watching import Passes, Watch, extensions, tensors_of
 from ..record import SCHEMA, an, unknown
 from ..recorder.notices import Notices
 from ..recorder.process import rank_and_size, shared_name
-from ..recorder.rows import one_row
+from ..recorder.row import one_row
 from ..store.base import now, user
 from ..store.reading import path_of
 from ..store.jsonl import new_run

@@ -8,7 +8,8 @@ __all__ = ['Journal']
 # %% ../../nbs/40_recorder/65_journal.ipynb #68b6aa01
 from collections import Counter
 
-from .rows import FirstBad, Lines, Measured, one_row
+from .row import FirstBad, one_row
+from .rows import Lines, Measured
 from ..store.base import now
 
 # %% ../../nbs/40_recorder/65_journal.ipynb #d68cf43a

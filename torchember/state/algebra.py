@@ -12,9 +12,9 @@ from numbers import Number
 import numpy as np
 import torch
 
+from ..measure.columns import as_dicts, stat_names
 from ..measure.kernels import Unmeasurable
-from ..measure.stats import as_dicts, groups_for, stat_names
-from ..measure.summary import merge, nothing
+from ..measure.summary import groups_for, merge, nothing
 from ..record import an, check_ttypes
 from .layers import as_tensor, check_real, derived_from, each, figures, groups_of, is_sharded, joined, kept, norms, vectors, with_values
 from .plots import most, plot_ecdf, plot_hist, plot_heatmap
