@@ -28,7 +28,7 @@ $(VENV)/.demo: settings.ini setup.py pyproject.toml constraints.txt
 	@echo "Installing PyTorch, torchember and what the demo imports into $(VENV). A minute or two, the first time; pip says what it does:"
 	$(base) -m venv $(VENV)
 	python -m pip install -q --upgrade pip # to one that shows how far an installation is
-	python -m pip install -c constraints.txt -e '.[fast,demo]'
+	python -m pip install -c constraints.txt -e '.[torch,fast,demo]'
 	@touch $@
 
 $(VENV)/.ready: $(VENV)/.demo

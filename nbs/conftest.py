@@ -68,6 +68,7 @@ class Notebook(pytest.File):
         "A shell in the notebook's folder, with a home of its own and what the library exports"
         import numpy as np
         import torch
+        for lib in ('jax', 'flax', 'optax', 'equinox') if 'jaxember' in (self.mod or '') else (): pytest.importorskip(lib)
         self.env = pytest.MonkeyPatch()
         self.env.setenv('TORCHEMBER_HOME', tempfile.mkdtemp(dir=home.name))
         self.env.setattr(sys, 'path', sys.path[:])

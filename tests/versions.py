@@ -17,7 +17,7 @@ tested = [ # the environments that the front page speaks of
     'torch==2.15.0 python=3.13', 'torch==2.13.0 numpy<2 pandas<3 pyarrow<22 -numba -orjson -triton']
 core = ['nbs', *(f'tests/test_{n}.py' for n in 'armed compiled gradients log_values loops models optimizers private_torch steps surprises'.split())]
 needed = 'nbdev==3.3.26 pytest pytest-timeout pytest-xdist hypothesis scipy scikit-learn transformers orjson numba duckdb pyarrow ml_dtypes tqdm'.split()
-shows = 'torch numpy pandas numba orjson triton'.split()
+shows = 'torch numpy pandas numba orjson triton jax'.split()
 
 
 def arguments():
@@ -36,7 +36,7 @@ def settings(all_):
     ini = ConfigParser()
     ini.read(root/'settings.ini', encoding='utf-8')
     cfg = ini['DEFAULT']
-    return cfg['requirements'].split() + (cfg['dev_requirements'].split() if all_ else needed)
+    return cfg['requirements'].split() + cfg['torch_requirements'].split() + (cfg['dev_requirements'].split() if all_ else needed)
 
 
 def make(env, words, all_):
