@@ -55,8 +55,8 @@ def numbered(tname):
     return [(0, int(s), '') if s.isdigit() else (1, 0, s) for s in re.split(r'(\d+)', tname)]
 
 def parameter_name(path, pname):
-    "As `named_parameters` has it, without a last .weight"
-    return joined(path, pname).removesuffix('.weight')
+    "As `named_parameters` has it, without a last .weight, or a last .kernel as flax has it"
+    return joined(path, pname).removesuffix('.weight').removesuffix('.kernel')
 
 def tensor_type(ttype, tname):
     "In their words; what they have no word for keeps its own"

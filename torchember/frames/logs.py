@@ -183,7 +183,7 @@ def nothing_chosen(choice, there):
 
 # %% ../../nbs/50_frames/00_logs.ipynb #8713aba2
 names_in = ('run', 'path', 'module', 'ttype', 'tname', 'pname', 'dtype', 'phase') # columns of names
-left = ('run', 'path', 'module', 'ttype', 'tname', 'pname', 'step', 'call', 'phase', 'micro', 'backward', 'skipped', 'rank', 'dtype', 'ts')
+left = ('run', 'path', 'module', 'ttype', 'tname', 'pname', 'step', 'call', 'phase', 'micro', 'backward', 'skipped', 'rank', 'shard', 'dtype', 'ts')
 
 def tidy_order(df):
     "The columns of a table of a log, as they are read best: who and when, marks, what was measured, trouble"

@@ -237,22 +237,23 @@ def places(
     df # Rows
 ) -> tuple: # Number of each row's place, and the places' labels, in the order of the log
     "Which tensor each row is of"
-    cols = [c for c in ('path', 'ttype', 'tname', 'call') if c in df]
+    cols = [c for c in ('path', 'ttype', 'tname', 'call', 'shard') if c in df]
     code = df.groupby(cols, sort=False, observed=True, dropna=False).ngroup().to_numpy()
     _,first = np.unique(code, return_index=True)
     one = df.iloc[first]
     get = lambda c: one[c].astype(object).where(one[c].notna(), None).tolist() if c in one else [None]*len(one)
-    path,ttype,tname,pname,call = (get(c) for c in ('path', 'ttype', 'tname', 'pname', 'call'))
+    path,ttype,tname,pname,call,shard = (get(c) for c in ('path', 'ttype', 'tname', 'pname', 'call', 'shard'))
     top = root_of(one)
     several_names,several_calls = several(zip(path, ttype, strict=True), tname),several(zip(path, ttype, tname, strict=True), call)
     several_ttypes = len(set(ttype))>1
     labels = []
-    for p,t,n,q,c in zip(path, ttype, tname, pname, call, strict=True):
+    for p,t,n,q,c,s in zip(path, ttype, tname, pname, call, shard, strict=True):
         label = p or ('' if q else top)
         if q: label = f'{label}.{q}' if label else str(q)
         if q and t=='optimizer': label += f" {n.rpartition('_')[0]}"
         elif not q and (p, t) in several_names: label += f' {n}'
         if (p, t, n) in several_calls: label += f' call {c}'
+        if s: label += f' {s}'
         labels.append(f'{label} ({t})' if several_ttypes else label)
     return code, labels
 

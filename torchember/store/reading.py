@@ -104,7 +104,7 @@ def path_of(
     module:str # Display name
 ) -> str: # The name in `named_modules`; '' for the root
     "The path of a module, from its display name"
-    return '.'.join(part.rpartition('(')[0] for part in module.split('.')[1:])
+    return '.'.join(part.rpartition('(')[0] or part for part in module.split('.')[1:]) # a module whose class nobody knows has none
 
 def with_path(df):
     "The table of an ember's rows with the `path` right after the `module`; another as it is"
@@ -140,7 +140,7 @@ def by_place(
     return df[first+[c for c in df.columns if c not in first+numbers]+numbers]
 
 # %% ../../nbs/30_store/08_reading.ipynb #de3276d9
-key = ('step', 'module', 'ttype', 'tname', 'call', 'micro', 'phase', 'backward', 'rank') # what tells rows of a log apart
+key = ('step', 'module', 'ttype', 'tname', 'call', 'micro', 'phase', 'backward', 'rank', 'shard') # what tells rows of a log apart
 
 # %% ../../nbs/30_store/08_reading.ipynb #4174c1a4
 def current(
