@@ -1,0 +1,129 @@
+"Summaries of JAX arrays are those of numpy and of torch, by compiled loops and by operations, whatever is in the arrays"
+import os, subprocess, sys
+from functools import cache, partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings, strategies as st
+
+from torchember import summarize
+from torchember.measure import kernels
+from torchember.measure.summary import index, merge, nothing, read_array, width
+
+jax = pytest.importorskip('jax')
+import jax.numpy as jnp  # noqa: E402
+
+from torchember.jaxember import summaries  # noqa: E402
+
+every = 'basic', 'absolute', 'higher', 'powers', 'exponents'
+kinds = ('float32', 'bfloat16', 'float16', 'float8_e4m3fn', 'float8_e5m2', 'float8_e4m3fnuz', 'int4', 'uint4', 'int8', 'uint8', 'int16', 'uint16', 'int32',
+    'uint32', 'bool', 'complex64')
+compiled = kernels.loops() is not None
+forms = dict(loops=summaries.read_on_cpu if compiled else summaries.on_processor, chunks=summaries.on_processor, operations=summaries.by_operations)
+
+@cache
+def reader(form, wanted):
+    f = partial(forms[form], wanted=wanted)
+    p = summaries.primitive(f'{form}{len(wanted)}', lambda x: (summaries.words(wanted),), f, f)
+    return lambda x: summaries.vectors(np.asarray(p.bind(x)), wanted)
+
+def in_float64(x): return np.asarray(x).astype(complex if jnp.iscomplexobj(x) else float)
+
+def compare(got, want, exact):
+    "Counts and ends are the same; sums nearly, beside the sum of absolute values"
+    p = {k: want[i] for k,i in index.items()}
+    n = max(p['count'], 1)
+    big = max(abs(p['min']), abs(p['max'])) if np.isfinite(p['min']) else 0
+    for k,i in index.items():
+        if k in ('count', 'nan', 'posinf', 'neginf', 'zeros') or k in ('min', 'max', 'min_abs') and exact!=1e-9: assert got[i]==want[i], k
+        else:
+            loose = {'mean': min(big, np.sqrt(p['m2']/n)+abs(p['mean'])), 'm3': p['m4']**.75*n**.25 if np.isfinite(p['m4']) else 0}.get(k, 0)
+            np.testing.assert_allclose(got[i], want[i], rtol=exact, atol=max(exact, 1e-9 if k=='m3' else 0)*loose+1e-300, err_msg=k)
+    np.testing.assert_array_equal(got[width:], want[width:])
+
+def made(kind, size, scale, offset, spoiled, seed):
+    g = np.random.default_rng(seed)
+    x = g.standard_normal(size)
+    if kind=='complex64': x = x+1j*g.standard_normal(size)
+    x = x*scale+offset
+    for value in spoiled:
+        if size: x[g.integers(0, size, 1+size//50)] = value
+    if 'int' in kind or kind=='bool':
+        info = (0, 1) if kind=='bool' else (jnp.iinfo(kind).min, jnp.iinfo(kind).max)
+        x = np.clip(np.nan_to_num(x), *info).astype(np.int64)
+    with np.errstate(all='ignore'): x = x.astype('complex64' if kind=='complex64' else jnp.dtype(kind))
+    return jnp.asarray(x.reshape(2, -1) if size%2==0 and seed%2 else x)
+
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from(kinds), st.sampled_from((0, 1, 6, 257, 33_001, 70_000)), st.sampled_from((1, 1e25, 1e-25, 1e-41, 1e4)), st.sampled_from((0, 0, 1000)),
+    st.lists(st.sampled_from((np.nan, np.inf, -np.inf, 0., 1e-40)), max_size=3), st.integers(0, 99))
+@example('float32', 70_000, 1, 1e6, [], 1)
+@example('float32', 70_000, 0, 1e-25, [], 1)
+@example('float16', 70_000, 0, 60_000, [], 1)
+@example('float32', 33_001, 1e25, 0, [0.], 1)
+@example('float32', 33_001, 1, 0, [0., 1e-40], 1)
+@example('uint32', 257, 1e9, 2e9, [], 1)
+def test_arrays(kind, size, scale, offset, spoiled, seed):
+    x = made(kind, size, scale, offset, spoiled, seed)
+    want = read_array(in_float64(x), every)
+    exact = 1e-9 if kind=='complex64' else 1e-11
+    compare(reader('loops', every)(x), want, exact if compiled else 1e-6)
+    compare(reader('chunks', every)(x), want, 1e-9 if kind=='complex64' else 1e-6)
+    compare(reader('operations', every)(x), want, exact)
+
+@pytest.mark.skipif(not compiled, reason='numba is missing or switched off')
+@pytest.mark.parametrize('kind', ('float32', 'bfloat16', 'float16', 'int8', 'int32', 'float8_e5m2', 'bool'))
+def test_as_torch(kind):
+    "To the last bit: the loops are the same"
+    for scale,spoiled in ((1, ()), (1e4, (np.nan, np.inf, 0.)), (1e-41, ())):
+        x = made(kind, 200_000, scale, 0, spoiled, 1)
+        bits = np.asarray(x)
+        if kind in ('bfloat16', 'float8_e5m2'): t = torch.from_numpy(bits.view(f'int{8*bits.itemsize}').copy()).view(getattr(torch, kind))
+        else: t = torch.from_numpy(bits.copy())
+        np.testing.assert_array_equal(summaries.vectors(summaries.measured(x, every), every), summarize(t, every).vector)
+
+@pytest.mark.parametrize('by_parts', (False, True))
+def test_inside(by_parts):
+    "In scan, cond, while_loop, remat and vmap, rows are those of the same arrays outside"
+    x = np.random.default_rng(0).standard_normal((4, 500)).astype(np.float32)
+    want = np.stack([read_array(y) for y in x])
+    read = partial(summaries.measured, by_parts=by_parts)
+    def same(rows, want): np.testing.assert_allclose(summaries.vectors(np.asarray(rows)), want, rtol=1e-6)
+    same(jax.jit(lambda x: jax.lax.scan(lambda c, y: (c, read(y)), 0, x)[1])(x), want)
+    same(jax.jit(jax.vmap(read))(x), want)
+    same(jax.jit(lambda x: jax.lax.cond(x[0]>9, lambda: read(x), summaries.none))(x[0]), nothing())
+    def turn(s): return s[0]+1, summaries.merged(jnp.stack([s[1], read(x[s[0]])]))
+    x = jnp.asarray(x)
+    same(jax.jit(lambda: jax.lax.while_loop(lambda s: s[0]<4, turn, (0, summaries.none()))[1])(), merge(want))
+    same(summaries.merged(jnp.stack([read(y) for y in x], 0)[:, None], axis=0)[0], merge(want))
+    f = jax.checkpoint(lambda w: jax.lax.scan(jax.checkpoint(lambda c, y: (c+(w*y).sum(), read(y))), 0., x))
+    (_,rows),_ = jax.jit(jax.value_and_grad(lambda w: f(w), has_aux=True))(2.)
+    same(rows, want)
+
+elsewhere = '''
+import sys, numpy as np, jax, jax.numpy as jnp
+from torchember.jaxember import summaries
+from torchember.measure.summary import read_array
+every = 'basic', 'absolute', 'powers', 'exponents'
+assert summaries.is_compiled()==(sys.argv[1]=='1'), sys.argv
+big = np.random.default_rng(0).standard_normal(70_000)
+for x in (big, big*1e150, big+1e9, np.arange(-5, 5)+2**40, np.arange(9, dtype=np.uint64)+np.uint64(2**63),
+        big[:99]+1j, np.float64(3), np.float32(big), np.float16(big), np.r_[big, np.nan]):
+    x = jnp.asarray(x)
+    for by_parts in (False, True):
+        got = summaries.vectors(np.asarray(summaries.measured(x, every, by_parts)), every)
+        want = read_array(np.asarray(x), every)
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6*want[5]/max(want[0], 1))
+    np.testing.assert_array_equal(summaries.vectors(np.asarray(jax.jit(lambda: summaries.none(every, (2,)))()), every), np.stack(2*[read_array([], every)]))
+assert 'torch' not in sys.modules
+'''
+
+@pytest.mark.parametrize('x64', '01')
+@pytest.mark.parametrize('loops', '01' if compiled else '0')
+def test_elsewhere(x64, loops, tmp_path):
+    "With jax_enable_x64, without numba, without torch; and from programs that JAX kept on disk"
+    kept = {'JAX_COMPILATION_CACHE_DIR': str(tmp_path), 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0', 'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1'}
+    env = os.environ | {'JAX_ENABLE_X64': x64, 'NUMBA_DISABLE_JIT': str(1-int(loops))} | kept
+    for _ in range(2 if loops>x64 else 1): subprocess.run([sys.executable, '-c', elsewhere, loops], check=True, env=env)
+    assert any(tmp_path.iterdir())
