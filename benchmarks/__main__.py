@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .machine import versions
 from .registry import load
-from .runner import run_row
+from .runner import modules, run_row
 from .table import columns_text, save, text
 
 
@@ -20,14 +20,15 @@ def arguments(argv):
     p.add_argument('--threads', type=int, default=1, help='threads of torch (1)')
     p.add_argument('--update', action='store_true', help='put the rows into latest.json, in place of those that are there')
     p.add_argument('--peers', action='store_true', help='install the tools of the rows peers and survives, each into a folder of its own')
-    p.add_argument('--rows-of', default='benchmarks.rows,benchmarks.peers', metavar='MODULES', help='modules with other rows')
+    p.add_argument('--rows-of', default=modules, metavar='MODULES', help='modules with other rows')
     p.add_argument('--results', type=Path, default=Path(__file__).with_name('results'), metavar='FOLDER', help='where to save')
     return p, p.parse_args(argv)
 
 
 def updated(old, new):
     "`old` with the rows of `new`; what was measured with other versions does not belong into one table"
-    if old['versions']!=new['versions']: raise SystemExit(f"latest.json is of other versions: {old['versions']}. Measure all rows.")
+    if any(old['versions'].get(k, v)!=v for k,v in new['versions'].items()):
+        raise SystemExit(f"latest.json is of other versions: {old['versions']}. Measure all rows.")
     rows = {r['row']: r for r in new['rows']}
     return new | {'rows': [rows.pop(r['row'], r) for r in old['rows']] + list(rows.values())}
 
@@ -42,7 +43,7 @@ def main(argv=None):
     done = []
     for n in a.rows or rows:
         print(f'{n}: {rows[n][0]} ...', end=' ', file=sys.stderr, flush=True)
-        done.append(run_row(n, rows[n][0], a.rows_of, a.quick, a.threads))
+        done.append(run_row(n, rows[n][0], rows[n][1].__module__, a.quick, a.threads))
         print(f"{done[-1]['wall']:.0f} s", file=sys.stderr)
         if 'error' in done[-1]: print(done[-1]['trace'], file=sys.stderr)
     result = dict(date=str(date.today()), quick=a.quick, versions=versions(a.threads), rows=done)

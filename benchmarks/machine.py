@@ -46,7 +46,8 @@ def versions(threads):
     def version(name):
         try: return import_module(name).__version__
         except ImportError: return unknown
-    return dict(python=platform.python_version(), **{n: version(n) for n in ('torch', 'numpy', 'pandas', 'numba', 'orjson', 'transformers', 'torchember')},
+    names = ('torch', 'numpy', 'pandas', 'numba', 'orjson', 'transformers', 'jax', 'flax', 'torchember')
+    return dict(python=platform.python_version(), **{n: version(n) for n in names},
         system=f'{platform.system()} {platform.machine()}', cpu=f'{cpu_name()}, {os.cpu_count()} cores', threads=threads)
 
 

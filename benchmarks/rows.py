@@ -204,7 +204,7 @@ def alexnet_full(quick): yield recorded("AlexNet, stats='full'", quick, 20, leas
 
 @row('alexnet-numerics', 'the same with output gradients, optimizer state, 8 statistics and exponents')
 def alexnet_numerics(quick):
-    from torchember.measure.stats import sets
+    from torchember.measure.columns import sets
     if len(ways())==1: raise Skip('it needs the extra `fast`, which is not installed')
     types = ('input', 'output', 'weight', 'weight_grad', 'output_grad', 'optimizer')
     few = [n for n in sets['numerics'] if n not in ('rm4', 'rm8')]

@@ -8,13 +8,14 @@ from pathlib import Path
 from time import perf_counter
 
 root = Path(__file__).parents[1]
+modules = 'benchmarks.rows,benchmarks.peers,benchmarks.jax_rows'
 pools = ('OMP_NUM_THREADS', 'MKL_NUM_THREADS', 'OPENBLAS_NUM_THREADS')
 
 
 def run_row(
     name, # A row
     title='', # What it compares
-    module='benchmarks.rows,benchmarks.peers', # Who registers it
+    module=modules, # Who registers it
     quick=False, # Few repetitions
     threads=1 # Of torch
 ): # Dict: row, title, wall, lines, and error or skipped if there are none
