@@ -56,6 +56,7 @@ html_css_files = ['custom.css']
 reference = {f'reference/{p.stem.partition("_")[2]}': p.relative_to(root) for p in sorted((root/'docs'/'reference').glob('*.md'))}
 beside = {'changelog':'CHANGELOG.md', 'contributing':'CONTRIBUTING.md', **reference}
 rooms = import_module(project).rooms # what a user types: entries of the reference
+of_jax = f'{project}.jaxember', 'tracker' # and another front door: its names are those of this room
 
 # The MyST-NB tag for each nbdev or Quarto directive
 tags = {'export':'remove-cell', 'exporti':'remove-cell', 'default_exp':'remove-cell', 'hide':'remove-cell', 'exports':'hide-input',
@@ -97,7 +98,8 @@ def entry(c, mod, sym, all_syms):
     "A cell with the API entry of `sym`; a class has its public methods and properties, but for those with an entry elsewhere"
     o = import_module(mod)
     for a in sym.split('.'): o = getattr(o, a)
-    told = mod==f'{project}.{rooms.get(sym.partition(".")[0])}' # in the reference, where links lead
+    top = sym.partition('.')[0]
+    told = mod==f'{project}.{rooms.get(top)}' or mod=='.'.join(of_jax) and top in import_module(of_jax[0]).__all__ # in the reference, where links lead
     if any(sym in assigned(s) for s in c.parsed_()): rst = data_entry(c, mod, sym)
     else:
         kind = 'class' if isinstance(o, type) else 'property' if isinstance(o, property) else 'method' if '.' in sym else 'function'
@@ -220,6 +222,7 @@ def link_name(app, env, node, contnode):
     short = name.removeprefix(f'{project}.')
     found = [(k, o) for k,o in objs.items() if k.endswith(f'.{short}')]
     if '.' not in short: found = [(k, o) for k,o in found if o.objtype not in ('method', 'property', 'attribute')]
+    if f'{project}.{short}' in objs: found = [(f'{project}.{short}', objs[f'{project}.{short}'])] # before others of its name
     if len(found)==1:
         [(full, o)] = found
         return make_refnode(app.builder, node['refdoc'], o.docname, o.node_id, contnode, full)
@@ -231,6 +234,8 @@ def look_through(app, env):
     "What a user types has an entry in the reference"
     for n in rooms:
         if f'{project}.{n}' not in env.domains['py'].objects: log.warning(f"{project}.{n} is public, but no page in docs/reference documents it")
+    for n in import_module(of_jax[0]).__all__:
+        if f'{of_jax[0]}.{n}' not in env.domains['py'].objects: log.warning(f"{of_jax[0]}.{n} is public, but no page in docs/reference documents it")
 
 def add_report(app, error):
     "The report of the demo beside the front page, which links it"
