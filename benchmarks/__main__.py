@@ -27,8 +27,7 @@ def arguments(argv):
 
 def updated(old, new):
     "`old` with the rows of `new`; what was measured with other versions does not belong into one table"
-    if any(old['versions'].get(k, v)!=v for k,v in new['versions'].items()):
-        raise SystemExit(f"latest.json is of other versions: {old['versions']}. Measure all rows.")
+    if old['versions']!=new['versions']: raise SystemExit(f"latest.json is of other versions: {old['versions']}. Measure all rows.")
     rows = {r['row']: r for r in new['rows']}
     return new | {'rows': [rows.pop(r['row'], r) for r in old['rows']] + list(rows.values())}
 

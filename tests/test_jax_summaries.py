@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings, strategies as st
 
-from torchember import summarize
+from torchember import EmberWarning, summarize
 from torchember.measure import kernels
 from torchember.measure.summary import index, merge, nothing, read_array, width
 
@@ -127,3 +127,18 @@ def test_elsewhere(x64, loops, tmp_path):
     env = os.environ | {'JAX_ENABLE_X64': x64, 'NUMBA_DISABLE_JIT': str(1-int(loops))} | kept
     for _ in range(2 if loops>x64 else 1): subprocess.run([sys.executable, '-c', elsewhere, loops], check=True, env=env)
     assert any(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not compiled, reason='numba is missing or switched off')
+def test_loops_that_do_not_work(monkeypatch):
+    "Where numba is there and fails, operations of JAX measure, and it is said once"
+    from torchember.jaxember import kernel
+    def fails(*args): raise RuntimeError('no such processor')
+    monkeypatch.setattr(kernel, 'target', fails)
+    monkeypatch.setattr(kernel, 'by_kernel', fails)
+    monkeypatch.setattr(summaries, 'broken', [])
+    x = jnp.arange(1237.)
+    with pytest.warns(EmberWarning, match='no such processor') as said:
+        rows = [jax.jit(lambda x, k=k: summaries.measured(x*k, every))(x) for k in (1, 2)]
+    assert len([w for w in said if w.category is EmberWarning])==1 and not summaries.is_compiled()
+    for k,row in zip((1, 2), rows, strict=True): compare(summaries.vectors(np.asarray(row), every), read_array(np.arange(1237.)*k, every), 1e-6)

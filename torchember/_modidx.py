@@ -822,6 +822,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'torchember/jaxember/summaries.py'),
                                                'torchember.jaxember.summaries.widened': ( '88_jaxember/summaries.html#widened',
                                                                                           'torchember/jaxember/summaries.py'),
+                                               'torchember.jaxember.summaries.without_loops': ( '88_jaxember/summaries.html#without_loops',
+                                                                                                'torchember/jaxember/summaries.py'),
                                                'torchember.jaxember.summaries.words': ( '88_jaxember/summaries.html#words',
                                                                                         'torchember/jaxember/summaries.py'),
                                                'torchember.jaxember.summaries.zeros_of': ( '88_jaxember/summaries.html#zeros_of',

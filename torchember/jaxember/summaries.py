@@ -6,7 +6,7 @@
 __all__ = ['words', 'vectors', 'none', 'among', 'ordered', 'measured', 'merged', 'warm']
 
 # %% ../../nbs/88_jaxember/20_summaries.ipynb #bfcd37d3
-import math, threading
+import math, threading, warnings
 from functools import cache, partial
 
 import jax, jax.numpy as jnp
@@ -16,6 +16,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from ..measure.summary import bins, groups, index, length, nothing, parts, scalars, width
+from ..record import EmberWarning
 
 # %% ../../nbs/88_jaxember/20_summaries.ipynb #4b9d384d
 def words(
@@ -249,16 +250,24 @@ def is_narrow(d):
 # %% ../../nbs/88_jaxember/20_summaries.ipynb #de094fb0
 def is_compiled():
     "Whether there are compiled loops, in the room `jaxember.kernel`: not where numba is missing, switched off (`NUMBA_DISABLE_JIT`) or does not work"
-    return kernel_room() is not None
+    return not broken and kernel_room() is not None
+
+broken = [] # why the compiled loops cannot be used
+
+def without_loops(e):
+    "Go on by operations of JAX, and say so once: a step of the user's does not fail for it"
+    if not broken: warnings.warn(f"torchember: the compiled loops that measure arrays cannot be used ({type(e).__name__}: {e}). "
+        "Operations of JAX measure them, which takes longer.", EmberWarning, stacklevel=2)
+    broken.append(e)
 
 @cache
 def kernel_room():
     try: from numba import config
-    except ModuleNotFoundError as e:
-        if e.name=='numba': return None
-        raise
+    except ModuleNotFoundError as e: return None if e.name=='numba' else without_loops(e)
+    except Exception as e: return without_loops(e) # it is there, and does not fit
     if config.DISABLE_JIT: return None
-    from torchember.jaxember import kernel
+    try: from torchember.jaxember import kernel
+    except Exception as e: return without_loops(e)
     return kernel
 
 def read_on_cpu(x, wanted):
@@ -297,7 +306,11 @@ def primitive(name, shape, f, on_cpu):
     return p
 
 def measure_on_cpu(x, wanted, by_parts):
-    return by_operations(x, wanted) if by_parts else read_on_cpu(x, wanted) if is_compiled() else on_processor(x, wanted)
+    if by_parts: return by_operations(x, wanted)
+    if is_compiled():
+        try: return read_on_cpu(x, wanted)
+        except Exception as e: without_loops(e)
+    return on_processor(x, wanted)
 
 def merged_shape(rows, wanted, axis): return tuple(n for i,n in enumerate(rows.shape) if i!=axis)
 
@@ -356,4 +369,7 @@ def warm(
     """
     if jax.default_backend()!='cpu' or not is_compiled(): return
     kinds = {format_for(x.dtype) for x in arrays} or {'float32'}
-    threading.Thread(target=lambda: [kernel_room().target(k) for k in sorted(kinds)], name='torchember loads', daemon=True).start()
+    def load():
+        try: [kernel_room().target(k) for k in sorted(kinds)]
+        except Exception as e: without_loops(e)
+    threading.Thread(target=load, name='torchember loads', daemon=True).start()
