@@ -36,6 +36,15 @@ def test_exit_writes_what_is_left(tmp_path):
         assert data['vis']=={'vis_type': 'standard'} and data['structure']['name']=='model(Linear)' and {'start', 'user'} <= data['base'].keys()
 
 
+def test_exit_writes_what_was_noted_after_the_run_was_closed(tmp_path):
+    "A number, and a step of a model that is armed once more"
+    for i,(more,ttypes) in enumerate({'te.log(loss=1.)': {'scalar'}, 'te.arm().model(torch.ones(1, 2))': {'input', 'output', 'weight'}}.items()):
+        home = tmp_path/str(i)
+        assert finish(start(f'{train}te.close()\n{more}', home))[0]==0
+        [log] = [p for p in (home/'log').iterdir() if not p.name.endswith('_latest')]
+        assert {r['ttype'] for r in rows(log)[12:]}==ttypes
+
+
 def test_eight_in_the_same_second(tmp_path):
     "Eight processes that start together have eight runs"
     wait = "import time; from datetime import datetime\nwhile datetime.now().second%5: time.sleep(.01)\n" # so that the names are the same

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from torchember import emberTracker, select, torchEmber
+from torchember.recorder.process import open_recorders
 
 
 def x(n=2): return torch.ones(n, 4)
@@ -68,6 +69,7 @@ def test_arguments_that_cannot_be_looked_through():
 def test_a_signal_handler_that_reads_or_closes():
     code = """if True:
         import faulthandler, signal, torch; from torch import nn; from torchember import torchEmber
+from torchember.recorder.process import open_recorders
         faulthandler.dump_traceback_later(600, exit=True)
         m = nn.Sequential(*[nn.Linear(4, 4) for _ in range(5)]); te = torchEmber(m); n = 0
         def handler(*a):
@@ -241,3 +243,16 @@ def test_resume_goes_on_after_the_last_step():
         te.mark(self=1)
         model(x())
     assert [r['step'] for r in te.t.lines() if 'step' in r]==[0, 1, 2, 3]
+
+
+def test_a_run_that_is_closed_is_not_asked_when_another_is_resumed():
+    "It is open from the first to the last that it records: when it is made, armed once more, and when a number comes late"
+    with torchEmber(nn.Linear(4, 2), name='other', ttypes='output') as te: assert te.recorder in open_recorders
+    assert te.recorder not in open_recorders
+    te.arm()
+    assert te.recorder in open_recorders
+    te.close()
+    te.log(late=1.)
+    assert te.recorder in open_recorders
+    te.close()
+    assert te.recorder not in open_recorders

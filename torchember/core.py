@@ -26,7 +26,7 @@ from .measure.summary import derived
 from .plan import Plan, plan_of
 from .private_torch import say_missing
 from .record import SCHEMA, EmberWarning, an, check_ttypes, identity
-from .recorder.process import hand_over, rank_and_size, shared_name, weak_source
+from .recorder.process import hand_over, open_recorders, rank_and_size, shared_name, weak_source
 from .recorder.recorder import Recorder, recorded
 from .store.base import now, user
 from .store.jsonl import emberTracker, new_run
@@ -356,6 +356,7 @@ class torchEmber:
         self.recorder.close()
         self.disarm()
         self.t.close()
+        open_recorders.discard(self.recorder) # nothing is left to hand over
         for v in self.views: v.close() # the last picture
         r,f = self.recorder,self.t.file
         live = sum(v.seconds for v in self.views)

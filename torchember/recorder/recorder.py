@@ -101,6 +101,7 @@ class HearsPasses(Listener):
     def armed(self, states):
         "These are the states of the armed modules now; none when the model is not armed"
         self.states = self.parameters.states = states
+        if states: open_recorders.add(self)
 
     def listen_to(self, watch, ends=True):
         "An optimizer ends the steps; or is only heard, and `torchEmber.step` ends them"
@@ -418,6 +419,7 @@ class Recorder(HearsSteps):
 
     def log(self, numbers):
         "Note numbers of the step whose pass has run"
+        open_recorders.add(self) # also after `torchEmber.close`: these numbers are still to be written
         values = {k: on_its_way(v) for k,v in numbers.items()}
         with self.lock: self.journal.note(values, self.page, self.steps, self.on)
 
@@ -431,6 +433,7 @@ class Recorder(HearsSteps):
             step: Which step they are of
             rows: (key, call, dtype, statistics), as `one_row` has them
         """
+        open_recorders.add(self)
         with self.lock: self.journal.add(step, rows, self.page, self.steps, self.on)
 
     def marked(self, marks):
