@@ -9,6 +9,7 @@ __all__ = ['live']
 import atexit, base64, io, os, pickle, signal, subprocess, sys, threading, time, warnings, weakref
 from collections import deque
 from importlib.util import find_spec
+from multiprocessing.util import _args_from_interpreter_flags
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from shutil import get_terminal_size
@@ -110,6 +111,16 @@ class Viewer:
         fig.savefig(out, format='png')
         return out.getvalue()
 
+# %% ../../nbs/60_show/93_live_view.ipynb #b754be15
+def flags():
+    "How a Python is to be started that does what this one does, and imports nothing from the current folder"
+    return list(dict.fromkeys(['-P', *_args_from_interpreter_flags()]))
+
+def path_of_child():
+    "Where it may import from: as this process, but not from the folder that it happens to stand in"
+    known = [os.path.abspath(p) for p in map(str, sys.path) if p not in ('', os.curdir)]
+    return list(dict.fromkeys([*known, os.path.dirname(os.path.dirname(find_spec('torchember').origin))])) # where torchember is, it may be
+
 # %% ../../nbs/60_show/93_live_view.ipynb #72df7a7e
 def serve():
     "Answer questions, until there are no more"
@@ -149,10 +160,10 @@ class Reader:
     start = 'import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); from torchember.show.live_view import serve; serve()'
 
     def __init__(self, **how):
-        env = {**os.environ, 'MPLBACKEND': 'agg', 'OMP_NUM_THREADS': '1', 'OPENBLAS_NUM_THREADS': '1'}
+        env = {**{k: v for k,v in os.environ.items() if k!='PYTHONPATH'}, 'MPLBACKEND': 'agg', 'OMP_NUM_THREADS': '1', 'OPENBLAS_NUM_THREADS': '1'}
         pipe,own_group = subprocess.PIPE,{'process_group': 0} if os.name=='posix' else {}
-        self.p = subprocess.Popen([sys.executable, '-c', self.start], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=env, **own_group)
-        self.say([str(p) for p in sys.path])
+        self.p = subprocess.Popen([sys.executable, *flags(), '-c', self.start], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=env, **own_group)
+        self.say(path_of_child())
         self.say(how)
 
     def say(self, what):
