@@ -69,7 +69,6 @@ def test_arguments_that_cannot_be_looked_through():
 def test_a_signal_handler_that_reads_or_closes():
     code = """if True:
         import faulthandler, signal, torch; from torch import nn; from torchember import torchEmber
-from torchember.recorder.process import open_recorders
         faulthandler.dump_traceback_later(600, exit=True)
         m = nn.Sequential(*[nn.Linear(4, 4) for _ in range(5)]); te = torchEmber(m); n = 0
         def handler(*a):
