@@ -1965,6 +1965,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                            'torchember/monitor/views.py'),
                                           'torchember.monitor.views.Extension._default': ( '48_monitor/views.html#extension._default',
                                                                                            'torchember/monitor/views.py'),
+                                          'torchember.monitor.views.Extension.alike': ( '48_monitor/views.html#extension.alike',
+                                                                                        'torchember/monitor/views.py'),
                                           'torchember.monitor.views.Extension.result': ( '48_monitor/views.html#extension.result',
                                                                                          'torchember/monitor/views.py'),
                                           'torchember.monitor.views.ForwardInputEigOfCovExtension': ( '48_monitor/views.html#forwardinputeigofcovextension',

@@ -102,7 +102,7 @@ def quantities_of(
 # %% ../../nbs/48_monitor/50_monitor.ipynb #377bfeb4
 def place_of(q) -> str:
     "The tensor type whose row has the values of a quantity"
-    asked = [n.ttype for n in q.needs]+[t for e in extensions(q) for t in tensors_of(e)[:1]]
+    asked = [n.ttype for n in q.needs]+[t for e,b in extensions(q) for t in tensors_of(e, b)[:1]]
     return asked[0] if asked else 'weight'
 
 def tensor_name(ttype, module, about):

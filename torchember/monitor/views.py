@@ -55,7 +55,7 @@ class View:
         name:str='' # What to call it in a message
     ):
         self._real,self._name = weakref.ref(module),name or type(module).__name__
-        self._reduced,self._why,self._scale = {},{},None
+        self._reduced,self._why,self._put,self._scale = {},{},{},None # _put: attribute -> the `Extension` whose result it is
 
     __class__ = property(lambda self: type(self._real()))
 
@@ -73,8 +73,8 @@ class View:
 
     def let_go(self):
         "Forget the tensors"
-        for a in attributes: self.__dict__.pop(a, None)
-        self._reduced.clear(); self._why.clear()
+        for a in (*attributes, *self._put): self.__dict__.pop(a, None)
+        self._put.clear(); self._reduced.clear(); self._why.clear()
 
 # %% ../../nbs/48_monitor/00_views.ipynb #e16ec0b7
 views = weakref.WeakKeyDictionary()
@@ -100,7 +100,9 @@ class Extension:
     ):
         "Keep it"
         with torch.no_grad(): result = self.result(module, input, output)
-        setattr(view_of(module), self._name, result)
+        v = view_of(module)
+        setattr(v, self._name, result)
+        v._put[self._name] = self
 
     def result(self, module, input, output):
         "What is kept"
@@ -108,6 +110,17 @@ class Extension:
 
     def _default(self, module, input, output):
         raise NotImplementedError(f"{type(self).__name__} needs a method _default(module, input, output) that returns what to keep.")
+
+    def alike(self,
+        other # Extension, or None
+    ) -> bool:
+        """Whether the other one keeps the same: it is of the same class, and was made with the same arguments
+
+        Args:
+            other: Extension, or None
+        """
+        if type(other) is not type(self) or vars(other).keys()!=vars(self).keys(): return False
+        return all(a is b or type(a) is type(b) in (str, int, float, bool) and a==b for a,b in ((a, vars(other)[k]) for k,a in vars(self).items()))
 
 # %% ../../nbs/48_monitor/00_views.ipynb #174d6745
 def first(x):

@@ -141,7 +141,8 @@ def answers(ask, step):
 # %% ../../nbs/48_monitor/40_watching.ipynb #fb1f8e62
 class Kept:
     "A tensor that is held on to until a step is tracked"
-    def __init__(self, x, copy):
+    def __init__(self, x, copy, alone=True): # alone: whether it was returned as it is, and not in a tuple or another nest
+        self.alone = alone
         self.x,self.version = (x.detach().clone(), None) if copy else (x.detach(), None if x.is_inference() else x._version)
 
     @property
@@ -256,7 +257,7 @@ class Watch:
         self.about[ttype] = tname or 'output_0',call,str(x.dtype).removeprefix('torch.')
         if place.whole:
             scale = self.all.scale() if ttype.endswith('_grad') else None
-            self.whole[ttype] = Kept(unscaled(x.detach(), scale), scale is None and (copy or place.copy))
+            self.whole[ttype] = Kept(unscaled(x.detach(), scale), scale is None and (copy or place.copy), not tname)
         if not place.order: return
         self.all.measuring,done = True,{}
         try:
@@ -292,12 +293,13 @@ class Watch:
     def feed(self, q):
         "Have the extensions of a quantity put tensors into the view"
         v = self.view
-        for e in extensions(q):
-            if e._name in v.__dict__: continue
+        for e,backward in extensions(q):
+            if e.alike(v._put.get(e._name)): continue
             ours = type(e).__module__.startswith('torchember.')
-            given = [v._reduced.get((t, None)) for t in (('input_grad', 'output_grad') if e.backward else ('input', 'output'))]
+            given = [v._reduced.get((t, None)) for t in (('input_grad', 'output_grad') if backward else ('input', 'output'))]
             if ours and v._reduced.get((e.ttype, None)) is None or all(x is None for x in given): continue # whoever looks for it is told why
-            e(v, (given[0],), (given[1],) if e.backward else given[1])
+            alone = not backward and ('output' not in self.whole or self.whole['output'].alone)
+            e(v, (given[0],), given[1] if alone else (given[1],))
 
     def why(self, ttype):
         "Why there is no tensor"
@@ -327,15 +329,15 @@ class Watch:
 def asked(q):
     "Which tensors that flow a quantity asks for, and what is to become of them: (ttype, reduction or None)"
     out = [(n.ttype, n.reduce) for n in q.needs if n.ttype in flows]
-    for e in extensions(q): out += [(t, None) for t in tensors_of(e) if (t, None) not in out]
+    for e,b in extensions(q): out += [(t, None) for t in tensors_of(e, b) if (t, None) not in out]
     return list(dict.fromkeys(out))
 
 def extensions(q):
-    "The extensions that a class of the user's asks for; ours say by `needs` what they reduce"
-    own = [f for f in (q.forward_extensions, q.backward_extensions) if not f.__func__.__module__.startswith('torchember.monitor.')]
-    return [e for f in own for e in f()]
+    "The extensions that a class of the user's asks for, and whether they are of gradients; ours say by `needs` what they reduce"
+    own = [(f, b) for f,b in ((q.forward_extensions, False), (q.backward_extensions, True)) if not f.__func__.__module__.startswith('torchember.monitor.')]
+    return [(e, b or e.backward) for f,b in own for e in f()]
 
-def tensors_of(e):
+def tensors_of(e, backward):
     "The tensors that an extension looks at"
     t = getattr(e, 'ttype', None) if type(e).__module__.startswith('torchember.') else None
-    return (t,) if t else ('input_grad', 'output_grad') if getattr(e, 'backward', False) else ('input', 'output')
+    return (t,) if t else ('input_grad', 'output_grad') if backward else ('input', 'output')

@@ -1,0 +1,154 @@
+"Extensions of one's own: what a quantity sees by them is of the step that is tracked, forward and backward, whoever else asks"
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from torchember import Extension, ForwardOutputExtension, Monitor, MultiStepQuantity, SingleStepQuantity, read
+
+
+class OutputSum(Extension):
+    def __init__(self): self._name = 'mine'
+    def _default(self, module, input, output): return output.sum()
+
+class GradSum(Extension): # as it is written where there is no `backward = True`: the method that names it says that it is of gradients
+    def __init__(self): self._name = 'mine_back'
+    def _default(self, module, grad_input, grad_output): return torch.stack([grad_input[0].sum(), grad_output[0].sum()])
+
+class Mine(SingleStepQuantity):
+    def _compute(self, step): return self._module.mine
+    def forward_extensions(self): return [OutputSum()]
+
+class MineBack(SingleStepQuantity):
+    def _compute(self, step): return self._module.mine_back
+    def backward_extensions(self): return [GradSum()]
+
+class Both(SingleStepQuantity):
+    def _compute(self, step): return torch.stack([self._module.mine, *self._module.mine_back])
+    def forward_extensions(self): return [OutputSum()]
+    def backward_extensions(self): return [GradSum()]
+
+class Window(MultiStepQuantity):
+    def _compute_ones(self, step): return self._module.mine
+    def _compute(self, step): return torch.stack(self.cache)
+    def forward_extensions(self): return [OutputSum()]
+
+
+def steps_of(model, config, n=6, run=None):
+    "What a monitor says, and for each step the sums of the output and of the gradient of the input"
+    monitor,seen = Monitor(model, config),[]
+    for step in range(n):
+        x = torch.full((2, 3), 1.+step, requires_grad=True)
+        y = model[0](x).detach()
+        (run or model)(x).square().sum().backward()
+        monitor.track(step)
+        seen.append((y.sum().item(), x.grad.sum().item()))
+    return monitor, seen
+
+
+@pytest.mark.parametrize('compiled', [False, True])
+def test_each_step_is_computed_anew_in_both_directions(compiled):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3))
+    run = torch.compile(model, backend='aot_eager', fullgraph=True) if compiled else None
+    monitor,seen = steps_of(model, {'0': [Mine, MineBack, Both, [Window, 'linear(3, 2)']]}, run=run)
+    got = monitor.get_output()['0']
+    assert [list(got[q]) for q in ('Mine', 'MineBack', 'Both')]==[list(range(6))]*3 and list(got['Window'])==[2, 5]
+    for step,(y,gx) in enumerate(seen):
+        np.testing.assert_allclose(got['Mine'][step], y, rtol=1e-5)
+        out = model[0](torch.full((2, 3), 1.+step)).detach()
+        np.testing.assert_allclose(got['MineBack'][step], [gx, 2*out.sum().item()], rtol=1e-4)
+        np.testing.assert_allclose(got['Both'][step], [y, gx, 2*out.sum().item()], rtol=1e-4)
+    np.testing.assert_allclose(got['Window'][5], [seen[s][0] for s in (3, 4, 5)], rtol=1e-5)
+    assert not {'mine', 'mine_back'} & set(model[0].__dict__)
+    rows = read(monitor.t)
+    assert rows[rows['Mine'].notna()][['step', 'path', 'ttype', 'call']].values.tolist()==[[s, '0', 'input', 0] for s in range(6)]
+    assert rows[rows['MineBack'].notna()][['step', 'path', 'ttype', 'call']].values.tolist()==[[s, '0', 'input_grad', 0] for s in range(6)]
+
+
+class OutputMax(OutputSum):
+    def _default(self, module, input, output): return output.max()
+
+class Highest(Mine):
+    def forward_extensions(self): return [OutputMax()]
+
+class Scaled(Extension):
+    def __init__(self, by): self._name,self.by = 'mine',by
+    def _default(self, module, input, output): return output.sum()*self.by
+
+class Twice(Mine):
+    def forward_extensions(self): return [Scaled(2)]
+
+class Thrice(Mine):
+    def forward_extensions(self): return [Scaled(3)]
+
+
+def test_of_two_extensions_with_one_name_each_quantity_sees_its_own():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3))
+    monitor,seen = steps_of(model, {'0': [Mine, Highest, Twice, Thrice]}, 3)
+    got = monitor.get_output()['0']
+    for step,(y,_) in enumerate(seen):
+        out = model[0](torch.full((2, 3), 1.+step)).detach()
+        np.testing.assert_allclose([got[q][step] for q in ('Mine', 'Highest', 'Twice', 'Thrice')], [y, out.max().item(), 2*y, 3*y], rtol=1e-5)
+
+
+class Counted(OutputSum):
+    calls = 0
+    def _default(self, module, input, output):
+        Counted.calls += 1
+        return output.sum()
+
+class Asks(Mine):
+    def forward_extensions(self): return [Counted()]
+
+class AsksToo(Asks): pass
+
+
+def test_what_several_quantities_ask_for_is_computed_once_a_step():
+    Counted.calls,model = 0,nn.Sequential(nn.Linear(3, 3))
+    steps_of(model, {'0': [Asks, AsksToo]}, 4)
+    assert Counted.calls==4
+
+
+class Hidden(Extension):
+    def __init__(self): self._name = 'hidden'
+    def _LSTM(self, module, input, output): return output[0].norm()
+
+class HiddenNorm(SingleStepQuantity):
+    def _compute(self, step): return self._module.hidden
+    def forward_extensions(self): return [Hidden()]
+
+class BuiltIn(SingleStepQuantity):
+    def _compute(self, step): return self._module.output.norm()
+    def forward_extensions(self): return [ForwardOutputExtension()]
+
+
+def test_an_extension_is_given_a_tuple_where_the_module_returns_one():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({'lstm': nn.LSTM(3, 4, batch_first=True)})
+    monitor = Monitor(model, {'lstm': [HiddenNorm, BuiltIn]})
+    for step in range(2):
+        y,_ = model['lstm'](torch.randn(2, 5, 3))
+        y.sum().backward()
+        monitor.track(step)
+        got = monitor.get_output()['lstm']
+        np.testing.assert_allclose([got[q][step] for q in ('HiddenNorm', 'BuiltIn')], [y.norm().item()]*2, rtol=1e-6)
+
+
+def test_what_is_not_there_is_said_and_not_taken_from_an_earlier_step():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    monitor = Monitor(model, {'1': [Mine]}, on_error='raise')
+    model(torch.ones(2, 3)).sum().backward()
+    monitor.track(0)
+    model[0](torch.ones(2, 3)).sum().backward() # the watched layer is not called
+    with pytest.raises(AttributeError, match='mine'): monitor.track(1)
+
+
+def test_by_hand_the_last_call_counts():
+    layer = nn.Linear(3, 3)
+    q = Mine(layer)
+    layer.register_forward_hook(OutputSum())
+    for step in range(3): y = layer(torch.full((2, 3), float(step))); q.track(step)
+    np.testing.assert_allclose(q.get_output()[2], y.sum().item(), rtol=1e-6)
+    assert list(q.get_output())==[0, 1, 2] and q.get_output()[0]!=q.get_output()[2]
