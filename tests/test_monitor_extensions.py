@@ -1,5 +1,8 @@
 "Extensions of one's own: what a quantity sees by them is of the step that is tracked, forward and backward, whoever else asks"
+import json
+
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import nn
@@ -152,3 +155,32 @@ def test_by_hand_the_last_call_counts():
     for step in range(3): y = layer(torch.full((2, 3), float(step))); q.track(step)
     np.testing.assert_allclose(q.get_output()[2], y.sum().item(), rtol=1e-6)
     assert list(q.get_output())==[0, 1, 2] and q.get_output()[0]!=q.get_output()[2]
+
+
+class Nested(SingleStepQuantity):
+    def _compute(self, step): return {'sum': self._module.mine, 'both': [self._module.mine, torch.ones(2)], 'given': 3}
+    def forward_extensions(self): return [OutputSum()]
+
+
+@pytest.mark.parametrize('most', [4_000_000, 50]) # of the few, the older ones come from the log
+def test_numbers_come_as_numpy_has_them_where_a_script_asks_for_their_size(most, monkeypatch):
+    monkeypatch.setattr('torchember.monitor.monitor.Outputs.most', most)
+    monitor,seen = steps_of(nn.Sequential(nn.Linear(3, 3)), {'0': [Mine, 'InputMean', 'WeightNorm']})
+    got = monitor.get_output()['0']
+    assert [list(got[q]) for q in ('Mine', 'InputMean', 'WeightNorm')]==[list(range(6))]*3
+    for v in (*got['Mine'].values(), *got['WeightNorm'].values()): # as a 0-d array, and as a number
+        assert (v.size, v.shape, v.ndim, v.dtype.kind)==(1, (), 0, 'f') and v.item()==v and isinstance(v, float) and json.loads(json.dumps(v))==v
+    assert all(v.shape==(3,) for v in got['InputMean'].values()) and pd.DataFrame({'mine': got['Mine']}).dtypes['mine']=='float64'
+    np.testing.assert_allclose([v.item() for v in got['Mine'].values()], [y for y,_ in seen], rtol=1e-5)
+
+
+def test_numbers_inside_of_a_value_come_as_numpy_has_them_too():
+    monitor,seen = steps_of(nn.Sequential(nn.Linear(3, 3)), {'0': [Nested]}, 2)
+    for step,v in monitor.get_output()['0']['Nested'].items():
+        np.testing.assert_allclose([v['sum'].item(), v['both'][0].item(), v['given'].item()], [seen[step][0]]*2+[3], rtol=1e-5)
+        assert v['both'][1].tolist()==[1, 1]
+    q = Mine(layer := nn.Linear(3, 3))
+    layer.register_forward_hook(OutputSum())
+    y = layer(torch.ones(2, 3))
+    q.track(7)
+    assert q.get_output()[7].size==1 and abs(q.get_output()[7].item()-y.sum().item())<1e-6

@@ -1825,6 +1825,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'torchember/monitor/quantities.py'),
                                                'torchember.monitor.quantities.of_module': ( '48_monitor/quantities.html#of_module',
                                                                                             'torchember/monitor/quantities.py'),
+                                               'torchember.monitor.quantities.of_numpy': ( '48_monitor/quantities.html#of_numpy',
+                                                                                           'torchember/monitor/quantities.py'),
                                                'torchember.monitor.quantities.ours': ( '48_monitor/quantities.html#ours',
                                                                                        'torchember/monitor/quantities.py'),
                                                'torchember.monitor.quantities.parameter_of': ( '48_monitor/quantities.html#parameter_of',

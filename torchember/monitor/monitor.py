@@ -19,7 +19,7 @@ from ..capture.tree import tracks, tree_dict, unwrap
 from ..choose import schedule, select
 from ..measure.kernels import no_autocast
 from . import multi_step, single_step # noqa: F401
-from .quantities import MultiStepQuantity, Quantity, classes, of_function, owned
+from .quantities import MultiStepQuantity, Quantity, classes, of_function, of_numpy, owned
 from .views import Missing, View
 from .watching import Passes, Watch, extensions, tensors_of
 from ..record import SCHEMA, an, unknown
@@ -311,14 +311,14 @@ class Monitor:
         got = {w.track.path: self.outputs.values.get(w.track.path, {}) for w in self.watches}
         return {p: {n: steps[step] for n,steps in names.items() if step in steps} for p,names in got.items() if any(step in steps for steps in names.values())}
 
-    def get_output(self) -> dict: # {path: {quantity: {step: value}}}: floats, and arrays of numpy
+    def get_output(self) -> dict: # {path: {quantity: {step: value}}}: scalars and arrays of numpy
         """The values so far
 
         Returns:
-            {path: {quantity: {step: value}}}: floats, and arrays of numpy
+            {path: {quantity: {step: value}}}: scalars and arrays of numpy
         """
         got = self.outputs.whole(self.t.lines)
-        return {w.track.path: {n: steps for q in w.quantities for n in (type(q).__name__, *getattr(q, 'derived', {}))
+        return {w.track.path: {n: {s: of_numpy(v) for s,v in steps.items()} for q in w.quantities for n in (type(q).__name__, *getattr(q, 'derived', {}))
             for steps in (got.get(w.track.path, {}).get(n, {}),)} for w in self.watches}
 
     def clean_mem(self):

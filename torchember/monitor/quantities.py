@@ -111,6 +111,14 @@ def kept(value):
     if isinstance(value, bool|int|float): return float(value)
     raise TypeError(f"a quantity's value is a number, a tensor, an array, or a dict, list or tuple of them, got {an(value)}.")
 
+# %% ../../nbs/48_monitor/10_quantities.ipynb #1fc1893b
+def of_numpy(value):
+    "A value that was `kept` as it is given out: numpy's scalars for numbers, in dicts, lists and tuples as well"
+    if isinstance(value, dict): return {k: of_numpy(v) for k,v in value.items()}
+    if isinstance(value, list|tuple): return type(value)(of_numpy(v) for v in value)
+    return np.float64(value) if isinstance(value, float) else value
+
+
 # %% ../../nbs/48_monitor/10_quantities.ipynb #2789016d
 class Quantity:
     "What single-step and multi-step quantities have in common"
@@ -178,8 +186,8 @@ class Quantity:
         if result is not None: self._save(global_step, result)
 
     def get_output(self) -> dict:
-        "Step -> value"
-        return self._output
+        "Step -> value: a scalar or an array of numpy"
+        return {step: of_numpy(v) for step,v in self._output.items()}
 
     def clean_mem(self):
         "Forget the values"
