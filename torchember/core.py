@@ -6,7 +6,7 @@
 __all__ = ['torchEmber']
 
 # %% ../nbs/43_core.ipynb #d9edeed4
-import math, os, warnings
+import math, os
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from .measure.kernels import warm
 from .measure.summary import derived
 from .plan import Plan, plan_of
 from .private_torch import say_missing
-from .record import SCHEMA, EmberWarning, an, check_ttypes, identity
+from .record import SCHEMA, an, check_ttypes, identity, warn
 from .recorder.process import hand_over, open_recorders, rank_and_size, shared_name, weak_source
 from .recorder.recorder import Recorder, recorded
 from .store.base import now, user
@@ -119,7 +119,7 @@ class torchEmber:
         earlier = armed_by(inner)
         if earlier is not None:
             what = 'The model' if KEY in inner.__dict__ else 'A part of the model'
-            warnings.warn(f"{what} is armed already, by the run {earlier.t.fname}. That ember is disarmed first.", EmberWarning, stacklevel=2)
+            warn(f"{what} is armed already, by the run {earlier.t.fname}. That ember is disarmed first.")
             earlier.owner().disarm()
         self.tracks = tracks(inner)
         warm(inner.parameters())

@@ -9,13 +9,13 @@ __all__ = ['count_dispatch_modes', 'count_function_modes', 'inside_transform', '
            'loss_scale', 'is_unscaled', 'any_unscaled', 'shared_store']
 
 # %% ../nbs/03_private_torch.ipynb #03torch02
-import sys, warnings
+import sys
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
 
 import torch
 
-from .record import EmberWarning
+from .record import warn
 
 # %% ../nbs/03_private_torch.ipynb #03torch05
 newest = 2,15 # The newest torch that the tests were run with
@@ -51,8 +51,8 @@ def say_missing():
     new = missing.keys()-said
     if not new or version()<=newest: return
     said.update(new)
-    warnings.warn(f"torch {torch.__version__} is newer than {'.'.join(map(str, newest))}, the newest that this torchember was tried with, and lacks "
-        + '; '.join(f"{k}: {missing[k]}" for k in sorted(new)) + ". Look for a newer torchember.", EmberWarning, stacklevel=4)
+    warn(f"torch {torch.__version__} is newer than {'.'.join(map(str, newest))}, the newest that this torchember was tried with, and lacks "
+        + '; '.join(f"{k}: {missing[k]}" for k in sorted(new)) + ". Look for a newer torchember.")
 
 # %% ../nbs/03_private_torch.ipynb #6b30bda5
 def version(): return tuple(int(n) for n in torch.__version__.split('.')[:2]) # of torch, as far as it counts
@@ -119,8 +119,8 @@ def say_no_hooks():
     "One line where gradients of activations were asked for, and compiled code cannot bring them"
     if hooks_in_graphs or 'hooks' in said: return
     said.add('hooks')
-    warnings.warn(f"Compiled code of torch {torch.__version__} cannot bring the gradients of inputs and outputs, so these are not recorded there. "
-        "From torch 2.11 on it can, and so can the model when it is not compiled.", EmberWarning, stacklevel=2)
+    warn(f"Compiled code of torch {torch.__version__} cannot bring the gradients of inputs and outputs, so these are not recorded there. "
+        "From torch 2.11 on it can, and so can the model when it is not compiled.")
 
 # %% ../nbs/03_private_torch.ipynb #03torch30
 def thread_token(

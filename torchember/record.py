@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['SCHEMA', 'ttypes', 'identity', 'optional', 'reserved', 'unmarkable', 'longest', 'printable', 'unknown', 'an',
-           'EmberWarning', 'check_ttypes', 'pointer', 'plain', 'line_of', 'lines_of', 'texts_of', 'regular_line',
-           'dump_row', 'load_row', 'column_order']
+           'EmberWarning', 'warn', 'check_ttypes', 'pointer', 'plain', 'line_of', 'lines_of', 'texts_of',
+           'regular_line', 'dump_row', 'load_row', 'column_order']
 
 # %% ../nbs/00_record.ipynb #e1362eea
-import difflib, json, math
+import difflib, json, math, os, sys, threading, warnings
 from enum import Enum
 from uuid import UUID
 
@@ -85,6 +85,43 @@ def an(
 class EmberWarning(UserWarning):
     "Something was not recorded, or not as asked; training goes on"
     def __init__(self, *args): super().__init__(*(printable(a) if isinstance(a, str) else a for a in args))
+
+# %% ../nbs/00_record.ipynb #9f0856d3
+ours,pythons = (os.path.dirname(f)+os.sep for f in (__file__, os.__file__))
+installed = tuple(os.sep+d+os.sep for d in ('site-packages', 'dist-packages'))
+frameworks = {'torch', 'jax', 'flax'} # which may be installed from a folder of their own, and generate code anywhere
+
+def is_users(frame):
+    "Whether the code of a frame is the user's: not ours, Python's, an installed library's, or generated"
+    file,module = frame.f_code.co_filename,str(frame.f_globals.get('__name__'))
+    if file.startswith('<'): return module=='__main__' # typed: in a shell, an old notebook, or after `python -c`
+    return not (file.startswith((ours, pythons)) or any(d in file for d in installed) or module.partition('.')[0] in frameworks)
+
+def outwards(frame):
+    "A frame and those that called it"
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+def users_frame():
+    "The user's frame that led here; the outermost where there is none"
+    here = list(outwards(sys._getframe(1)))
+    waits = outwards(sys._current_frames().get(threading.main_thread().ident))
+    return next((f for fs in (here, waits) for f in fs if is_users(f)), here[-1])
+
+# %% ../nbs/00_record.ipynb #abe87448
+def warn(
+    text:str # A sentence or two
+):
+    """An `EmberWarning` that points at the user's code
+
+    Args:
+        text: A sentence or two
+    """
+    frame = users_frame()
+    place = frame.f_globals
+    warnings.warn_explicit(text, EmberWarning, frame.f_code.co_filename, frame.f_lineno, place.get('__name__') or '<unknown>',
+        place.setdefault('__warningregistry__', {}))
 
 # %% ../nbs/00_record.ipynb #7a86d3cb
 def check_ttypes(

@@ -6,7 +6,7 @@
 __all__ = ['scalars', 'save_array', 'Stash', 'check_arguments', 'pattern_of', 'TensorStash', 'Tracker']
 
 # %% ../../nbs/50_frames/28_tracker.ipynb #9e2954d5
-import os, re, warnings
+import os, re
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -17,7 +17,7 @@ from .files import write_parquet
 from .logframe import EXP, META, STAT, joined, ours, to_logframe
 from ..measure.columns import sets
 from ..needs import needs
-from ..record import EmberWarning, an
+from ..record import an, warn
 from ..store.base import folder
 from ..store.jsonl import exists
 from ..store.reading import current, frame, parse
@@ -259,8 +259,7 @@ class Tracker:
             if self.wandb and self.out_path: self.hand_over()
         except Exception as e:
             if not failed: raise
-            warnings.warn(f"The LogFrame was not written: {type(e).__name__}: {e}. The log is complete: to_logframe({self.name!r}) makes one.",
-                EmberWarning, stacklevel=3)
+            warn(f"The LogFrame was not written: {type(e).__name__}: {e}. The log is complete: to_logframe({self.name!r}) makes one.")
 
     def write(self):
         "The whole run as a LogFrame, on disk; None when nothing was recorded"
@@ -269,8 +268,7 @@ class Tracker:
             rest = f"A LogFrame has no word for what was recorded; read({self.name!r}) has it." if os.path.exists(self.t.log_path) else None
             return print(rest or "Nothing was recorded, so there is no LogFrame.")
         if STAT not in lf:
-            warnings.warn(f"No LogFrame was written, as it needs numbers and stash_value gave none. The log is complete: read({self.name!r}) has what it gave.",
-                EmberWarning, stacklevel=4)
+            warn(f"No LogFrame was written, as it needs numbers and stash_value gave none. The log is complete: read({self.name!r}) has what it gave.")
             return
         path = self.folder()/f'final_logframe{self.offload_type}'
         if self.offload_type=='.pkl': lf.to_pickle(path)

@@ -6,8 +6,6 @@
 __all__ = ['stash_scalar_stats', 'stash_hist', 'stash_all_stats_and_hist', 'stash_full_tensor', 'TorchTracker', 'track']
 
 # %% ../../nbs/50_frames/30_tracking.ipynb #bca7e3c2
-import warnings
-
 import torch
 
 from ..capture.tree import unwrap
@@ -16,7 +14,7 @@ from ..core import torchEmber
 from .logframe import joined, named
 from .tracker import Stash, Tracker, check_arguments, hist_stat, open_run, pattern_of, scalars, statistics_of
 from ..measure.stats import get_stats
-from ..record import EmberWarning
+from ..record import warn
 
 # %% ../../nbs/50_frames/30_tracking.ipynb #b04e9a24
 def stash_scalar_stats(
@@ -99,7 +97,7 @@ def left_out(exclude, module):
     "What is to be left out; None, and a word, when it is nothing"
     inner = unwrap(module)
     if exclude is None or not isinstance(inner, torch.nn.Module) or exclude.ids(list(inner.named_modules())): return exclude
-    warnings.warn(f"exclude={exclude.what} is found in no module's name, so nothing is left out.", EmberWarning, stacklevel=3)
+    warn(f"exclude={exclude.what} is found in no module's name, so nothing is left out.")
 
 # %% ../../nbs/50_frames/30_tracking.ipynb #a723ea83
 class TorchTracker(Tracker):
@@ -149,10 +147,10 @@ class TorchTracker(Tracker):
         """
         r = self.te.recorder
         if r.seen_steps and not self.calls:
-            warnings.warn("tracker.step() was never called, so everything is in one step. Call it after optimizer.step().", EmberWarning, stacklevel=3)
+            warn("tracker.step() was never called, so everything is in one step. Call it after optimizer.step().")
         elif trained and 'weight_grad' in r.ttypes and r.watch is None and (n := r.parameters.hint.steps_without):
-            warnings.warn(f"{n:,} of {r.recorded_steps:,} steps have no weight gradients: zero_grad() came before tracker.step(). Call it later, or give track "
-                "the optimizer=, then it does not matter.", EmberWarning, stacklevel=3)
+            warn(f"{n:,} of {r.recorded_steps:,} steps have no weight gradients: zero_grad() came before tracker.step(). Call it later, or give track "
+                "the optimizer=, then it does not matter.")
 
 # %% ../../nbs/50_frames/30_tracking.ipynb #fcc2f0ee
 def track(

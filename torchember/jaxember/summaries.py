@@ -6,7 +6,7 @@
 __all__ = ['words', 'vectors', 'none', 'among', 'ordered', 'measured', 'merged', 'warm']
 
 # %% ../../nbs/88_jaxember/20_summaries.ipynb #bfcd37d3
-import math, threading, warnings
+import math, threading
 from functools import cache, partial
 
 import jax, jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from ..measure.summary import bins, groups, index, length, nothing, parts, scalars, width
-from ..record import EmberWarning
+from ..record import warn
 
 # %% ../../nbs/88_jaxember/20_summaries.ipynb #4b9d384d
 def words(
@@ -256,8 +256,8 @@ broken = [] # why the compiled loops cannot be used
 
 def without_loops(e):
     "Go on by operations of JAX, and say so once: a step of the user's does not fail for it"
-    if not broken: warnings.warn(f"torchember: the compiled loops that measure arrays cannot be used ({type(e).__name__}: {e}). "
-        "Operations of JAX measure them, which takes longer.", EmberWarning, stacklevel=2)
+    if not broken: warn(f"torchember: the compiled loops that measure arrays cannot be used ({type(e).__name__}: {e}). "
+        "Operations of JAX measure them, which takes longer.")
     broken.append(e)
 
 @cache

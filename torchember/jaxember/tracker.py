@@ -6,7 +6,6 @@
 __all__ = ['stash_scalar_stats', 'stash_hist', 'stash_all_stats_and_hist', 'stash_full_tensor', 'probe', 'JaxTracker', 'track']
 
 # %% ../../nbs/88_jaxember/80_tracker.ipynb #c964ed6a
-import warnings
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -26,7 +25,7 @@ from .twins import Own, Summaries
 from .watching import Watching, all_of
 from ..measure.columns import as_dicts
 from ..measure.summary import groups_for
-from ..record import SCHEMA, EmberWarning, an, identity, unknown
+from ..record import SCHEMA, an, identity, unknown, warn
 from ..recorder.row import FirstBad, one_row
 from ..store.base import now, user
 from ..store.jsonl import new_run
@@ -369,7 +368,7 @@ class JaxTracker(Tracker):
         "Once"
         if text in self.said: return
         self.said.add(text)
-        warnings.warn(f'torchember: {text}', EmberWarning, stacklevel=4)
+        warn(f'torchember: {text}')
 
     def unregister(self):
         "Watch no more: intercept runs what it is given"

@@ -6,14 +6,13 @@
 __all__ = ['available', 'fills', 'read_one']
 
 # %% ../../nbs/10_measure/04_gpu.ipynb #8886ac18
-import warnings
 from contextlib import nullcontext
 from functools import cache, lru_cache
 
 import numpy as np
 import torch
 
-from ..record import EmberWarning
+from ..record import warn
 from .summary import length, width
 
 try:
@@ -284,8 +283,7 @@ def available(
     if device.type!='cuda' or not torch.cuda.is_available(): return False
     try: read_one(torch.zeros(1, device=device), ('basic',), torch.zeros(width, dtype=torch.float64, device=device))
     except Exception as e: # whatever is wrong with a compiler or a driver, there is another way to read
-        warnings.warn(f"The kernels for {device} do not run: {type(e).__name__}: {e!s:.200}. Tensors there are read by torch operations, which is slower.",
-            EmberWarning, stacklevel=2)
+        warn(f"The kernels for {device} do not run: {type(e).__name__}: {e!s:.200}. Tensors there are read by torch operations, which is slower.")
         return False
     return True
 

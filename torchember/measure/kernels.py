@@ -7,7 +7,7 @@ __all__ = ['piece', 'Unmeasurable', 'flat', 'dense', 'loops', 'warm', 'ready', '
            'summarize']
 
 # %% ../../nbs/10_measure/05_kernels.ipynb #ded65dfa
-import atexit, math, os, threading, warnings
+import atexit, math, os, threading
 from contextlib import nullcontext
 from functools import cache
 from time import perf_counter
@@ -18,7 +18,7 @@ import torch
 from .summary import Summary, index, length, merge, nothing, parts, read_array, scalars, width
 from ..bars import waiting
 from ..private_torch import is_wrapped
-from ..record import EmberWarning, an
+from ..record import an, warn
 
 # %% ../../nbs/10_measure/05_kernels.ipynb #f793027f
 class Unmeasurable(TypeError):
@@ -417,7 +417,7 @@ class Loader:
     def say(self):
         "Say once why there are none; where they are not installed there is nothing to say"
         said,self.error = self.error,None
-        if said: warnings.warn(f"numba does not work, so tensors are measured by plain torch operations, which is slower: {said}", EmberWarning, stacklevel=3)
+        if said: warn(f"numba does not work, so tensors are measured by plain torch operations, which is slower: {said}")
         return False
 
     def wait(self, timeout=None):

@@ -6,13 +6,11 @@
 __all__ = ['Notices', 'ChangingMarks']
 
 # %% ../../nbs/40_recorder/00_notices.ipynb #669a8aa8
-import warnings
-
 import torch
 
 from ..measure.kernels import Unmeasurable
 from ..measure.tap import OnMeta
-from ..record import EmberWarning
+from ..record import warn
 
 # %% ../../nbs/40_recorder/00_notices.ipynb #042d7ae6
 class Notices:
@@ -44,7 +42,7 @@ class Notices:
         """
         if kind in self.said: return False
         self.said.add(kind)
-        warnings.warn(text, EmberWarning, stacklevel=3)
+        warn(text)
         return True
 
     def failed(self,

@@ -6,13 +6,11 @@
 __all__ = ['grad_of', 'Parameters', 'look_over']
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #d02f7b85
-import warnings
-
 from torch.nn.parameter import is_lazy
 
 from ..capture.forward import parts_of
 from ..capture.tree import unwrap
-from ..record import EmberWarning
+from ..record import warn
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #999a778f
 def own_parameters(
@@ -172,8 +170,8 @@ class ZeroGradHint:
         if self.versions is None: self.versions = versions; return
         if any(v>self.versions.get(k, v) for k,v in versions.items()):
             self.found = self.given = True
-            warnings.warn("No weight gradients are recorded: the weights change, but when the next pass begins zero_grad() has already removed "
-                "their gradients. Call te.step() after backward() and before zero_grad().", EmberWarning, stacklevel=2)
+            warn("No weight gradients are recorded: the weights change, but when the next pass begins zero_grad() has already removed "
+                "their gradients. Call te.step() after backward() and before zero_grad().")
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #8cde0aa9
 def look_over(

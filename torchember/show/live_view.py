@@ -6,7 +6,7 @@
 __all__ = ['live']
 
 # %% ../../nbs/60_show/93_live_view.ipynb #d46deb1c
-import atexit, base64, io, os, pickle, signal, subprocess, sys, threading, time, warnings, weakref
+import atexit, base64, io, os, pickle, signal, subprocess, sys, threading, time, weakref
 from collections import deque
 from importlib.util import find_spec
 from multiprocessing.util import _args_from_interpreter_flags
@@ -18,7 +18,7 @@ from socket import gethostname
 from ..bars import in_notebook, in_terminal
 from ..frames.logs import alive
 from ..needs import needs
-from ..record import EmberWarning, an
+from ..record import EmberWarning, an, warn
 from .following import Kept, Tail, loss_in, some_lines
 from ..store.columns import bad
 from ..store.jsonl import emberTracker, tracker
@@ -311,7 +311,7 @@ class Live:
     def say(self, what):
         "Tell it the user, who goes on without"
         if self.dropped: return
-        try: warnings.warn(f"torchember: live {what}. Everything else goes on.", EmberWarning, stacklevel=2)
+        try: warn(f"torchember: live {what}. Everything else goes on.")
         except EmberWarning as e: print(e, file=sys.stderr) # of those who turn warnings into errors
 
     def close(self,

@@ -6,7 +6,7 @@
 __all__ = ['interactive']
 
 # %% ../../nbs/60_show/94_pointing.ipynb #1055c0be
-import asyncio, functools, inspect, io, sys, threading, time, warnings
+import asyncio, functools, inspect, io, sys, threading, time
 from html import escape
 
 import matplotlib as mpl
@@ -14,7 +14,7 @@ import matplotlib.patheffects as effects
 import numpy as np
 
 from ..needs import needs
-from ..record import EmberWarning, an
+from ..record import an, warn
 from .controls import Arguments, Layers, Steps, shape, steps_of
 from .first_look import loss_of
 from .heatmaps import cells_of, column_edges
@@ -499,7 +499,7 @@ def interactive(
     source = given.pop(found[0])
     why = nowhere()
     if why:
-        warnings.warn(f"{why} This is the picture as it is, without controls.", EmberWarning, stacklevel=2)
+        warn(f"{why} This is the picture as it is, without controls.")
         return f(source, **given)
     out = Interactive(f, source, given, train_stats, width, mouse_sensitivity*1e-6, points())
     out.show()

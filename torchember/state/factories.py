@@ -7,7 +7,7 @@ __all__ = ['from_state_dict', 'from_weight', 'from_grad', 'from_optimizer_state'
            'from_activation_grad']
 
 # %% ../../nbs/45_state/08_factories.ipynb #4210d6ba
-import re, warnings, weakref
+import re, weakref
 from collections import Counter
 
 import torch
@@ -17,7 +17,7 @@ from ..capture.backward import hook_gradients
 from ..capture.caught import catch
 from ..capture.optimizer import states_of
 from ..capture.tree import tracks, unwrap
-from ..record import EmberWarning, unknown
+from ..record import unknown, warn
 from .algebra import StateDict
 from .layers import kept
 
@@ -343,8 +343,8 @@ class Activations:
     def state_dict(self) -> StateDict:
         "What was caught in the latest pass, in the order of the forward. The same object at every pass: clone it to keep it"
         if not self.grads and (lost := self.latest.overwritten()):
-            warnings.warn(f"{', '.join(map(repr, lost[:3]))}{' and others' if len(lost)>3 else ''}: overwritten in place after the module returned, "
-                "so this is not what it returned. With clone=True a copy is kept.", EmberWarning, stacklevel=2)
+            warn(f"{', '.join(map(repr, lost[:3]))}{' and others' if len(lost)>3 else ''}: overwritten in place after the module returned, "
+                "so this is not what it returned. With clone=True a copy is kept.")
         return self.latest.in_order()
 
     def drop_leaves(self):

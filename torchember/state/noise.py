@@ -6,7 +6,7 @@
 __all__ = ['noise_scale', 'NoiseScale']
 
 # %% ../../nbs/45_state/20_noise.ipynb #c63a5d13
-import math, random, warnings, weakref
+import math, random, weakref
 from contextlib import contextmanager
 from functools import partial
 
@@ -16,7 +16,7 @@ import torch
 from ..measure.kernels import read
 from ..measure.summary import Parts, squares
 from ..needs import needs
-from ..record import EmberWarning
+from ..record import warn
 
 # %% ../../nbs/45_state/20_noise.ipynb #9dab8816
 def two_sizes(
@@ -355,7 +355,7 @@ class NoiseScale:
 
     def skip(self, why):
         self.skipped += 1
-        if why not in self.warned: warnings.warn(f"NoiseScale left out a step: {why}", EmberWarning, stacklevel=3)
+        if why not in self.warned: warn(f"NoiseScale left out a step: {why}")
         self.warned.add(why)
 
     @property

@@ -6,12 +6,12 @@
 __all__ = ['now', 'safe_name', 'run_name', 'folder', 'check_writable', 'user', 'replace', 'write_meta', 'read_meta']
 
 # %% ../../nbs/30_store/00_base.ipynb #ecdf0570
-import getpass, json, os, re, tempfile, threading, warnings
+import getpass, json, os, re, tempfile, threading
 from datetime import datetime
 from functools import cache
 from pathlib import Path
 
-from ..record import EmberWarning, plain
+from ..record import plain, warn
 
 # %% ../../nbs/30_store/00_base.ipynb #3bae564e
 def now(
@@ -98,7 +98,7 @@ def folder(
 def homeless(libname):
     "Where logs go when there is no home at all: in a container without $HOME and without an entry for the user"
     place = Path(tempfile.gettempdir())/f'{libname}-{os.getuid() if hasattr(os, "getuid") else "user"}'
-    warnings.warn(f"There is no home directory, so logs go to {place}. Set TORCHEMBER_HOME to choose a place.", EmberWarning, stacklevel=3)
+    warn(f"There is no home directory, so logs go to {place}. Set TORCHEMBER_HOME to choose a place.")
     return place
 
 # %% ../../nbs/30_store/00_base.ipynb #86466caf

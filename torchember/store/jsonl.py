@@ -6,13 +6,13 @@
 __all__ = ['ended', 'last_step_of', 'tracker', 'emberTracker', 'new_run']
 
 # %% ../../nbs/30_store/10_jsonl.ipynb #a5694dc0
-import atexit, json, os, threading, time, traceback, warnings, weakref
+import atexit, json, os, threading, time, traceback, weakref
 from collections import deque
 from itertools import count
 from queue import Empty, SimpleQueue
 from socket import gethostname
 
-from ..record import EmberWarning, an, line_of, lines_of, load_row, unknown, unmarkable
+from ..record import EmberWarning, an, line_of, lines_of, load_row, unknown, unmarkable, warn
 from .base import check_writable, folder, now, read_meta, replace, run_name, safe_name, write_meta
 from .reading import blocks_of, by_place, current, frame, parse, table, with_path
 from .table import tree_table
@@ -159,7 +159,7 @@ class Remarks:
     def tell(self):
         "Say what there is to say. Not while a lock is held: it runs the user's code"
         notes,self.notes = self.notes,[]
-        if notes: warnings.warn('torchember: '+' Also: '.join(notes), EmberWarning, stacklevel=4)
+        if notes: warn('torchember: '+' Also: '.join(notes))
 
 # %% ../../nbs/30_store/10_jsonl.ipynb #1ff1e77e
 def each(jobs): return [rows() for rows in jobs]
@@ -312,8 +312,8 @@ class Log:
         "A forked process records nothing of its parent's run"
         if 'foreign' in self.remarks.known: return
         self.remarks.known.add('foreign')
-        warnings.warn(f"torchember: the run {self.path.name!r} belongs to the process that began it; this one, forked from it, adds nothing to it. "
-            "Open a run of your own here.", EmberWarning, stacklevel=3)
+        warn(f"torchember: the run {self.path.name!r} belongs to the process that began it; this one, forked from it, adds nothing to it. "
+            "Open a run of your own here.")
 
     def barrier(self):
         "After this, all that was recorded is in the file"
@@ -330,7 +330,7 @@ class Log:
         "The last barrier. What cannot be written now is lost"
         self.barrier()
         if self.ours and (n := sum(n for _,n in self.waiting)+self.dropped):
-            warnings.warn(f"torchember: {n} rows could not be written to {self.path} and are lost.", EmberWarning, stacklevel=2)
+            warn(f"torchember: {n} rows could not be written to {self.path} and are lost.")
 
 # %% ../../nbs/30_store/10_jsonl.ipynb #7a537354
 def last_step_of(path):
