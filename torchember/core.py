@@ -149,6 +149,7 @@ class torchEmber:
             disarm(self.tracks, r)
             if r.watch: r.watch.detach()
             r.finish()
+            self.t.file.barrier() # who reads the run by its name now finds all of it
             r.armed([])
             r.weights_watched,r.owner = [],None
             r.cost.step_began = None # what comes until it is armed again is no training

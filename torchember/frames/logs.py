@@ -19,7 +19,7 @@ from ..measure.summary import derived
 from ..needs import needs
 from ..record import an, identity, optional, unknown
 from ..store.base import folder
-from ..store.jsonl import emberTracker, last_step_of, tracker
+from ..store.jsonl import emberTracker, last_step_of, settle, tracker
 from ..store.columns import Odd, bad, columns_of, times_of
 from ..store.reading import blocks_of, current, frame, in_order, key, layouts_of, parsed, path_of, with_path
 
@@ -33,6 +33,7 @@ class Source:
         t = run if isinstance(run, tracker) else getattr(run, 't', None)
         if isinstance(run, os.PathLike) or isinstance(run, str) and os.sep in run:
             self.name,self.t,self.path = Path(run).name,None,Path(run)
+            settle(self.path)
             if not self.path.is_file(): raise FileNotFoundError(f"There is no log {self.path}. Give the file of a run, or the name of one.")
         elif isinstance(t, tracker) or isinstance(run, str):
             self.t = t if isinstance(t, tracker) else emberTracker(run, home)
@@ -52,6 +53,7 @@ class Source:
 def names_of(home):
     "The runs there are, as names"
     log = folder('torchember', home)/'log'
+    settle(log)
     if not log.exists(): return []
     with os.scandir(log) as there: return sorted(f.name for f in there if not f.name.endswith('_latest') and f.name[0]!='.' and f.is_file())
 

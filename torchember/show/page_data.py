@@ -233,6 +233,7 @@ def tracker_of(run):
     if isinstance(run, str):
         if os.sep in run: return None # a file
         t = emberTracker(run)
+        t.barrier()
         return t if t.log_path.exists() else None
     t = getattr(run, 't', run)
     return t if isinstance(t, tracker) else None

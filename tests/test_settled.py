@@ -1,0 +1,120 @@
+"""After `disarm`, and for every reader in the process that records, all steps that are over are in the log"""
+import os
+
+import pytest
+import torch
+from torch import nn
+
+from torchember import emberTracker, overview, query, read, report, runs, summary, torchEmber
+from torchember.frames.logframe import to_logframe
+from torchember.frames.logs import wide
+from torchember.store import jsonl
+
+
+@pytest.fixture
+def slow_writer(monkeypatch):
+    "A writer that never comes by itself: what a reader does not ask for is not there"
+    monkeypatch.setattr(jsonl, 'writer', jsonl.Writer())
+    monkeypatch.setattr(jsonl.Writer, 'run', lambda self: None)
+    monkeypatch.setattr(jsonl.Log, 'bound', 10**9)
+
+
+def trained(steps=20, **kw):
+    m = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    o = torch.optim.SGD(m.parameters(), .01)
+    te = torchEmber(m, optimizer=o, stats='full', **kw)
+    more(m, o, te, steps)
+    return m, o, te
+
+
+def more(m, o, te, steps):
+    for _ in range(steps):
+        o.zero_grad()
+        loss = m(torch.randn(4, 8)).square().mean()
+        te.log(loss=loss)
+        loss.backward()
+        o.step()
+
+
+def steps_in(df): return sorted(df['step'].unique().tolist())
+
+
+def test_disarmed(slow_writer):
+    "The file itself, with no reader to ask: all rows of each step, once"
+    m,o,te = trained()
+    assert not te.t.log_path.exists()
+    te.disarm()
+    rows,_ = jsonl.parse(te.t.log_path.read_bytes())
+    assert len(rows)==20*(len(rows)//20) and {r['step'] for r in rows}==set(range(20))
+    each = [sorted((r['ttype'], r['module'], r['tname']) for r in rows if r['step']==s) for s in range(20)]
+    assert all(e==each[0] and len(set(e))==len(e) for e in each) and {t for t,*_ in each[0]}=={'input', 'output', 'weight', 'weight_grad', 'scalar'}
+    te.arm()
+    more(m, o, te, 5)
+    te.disarm()
+    assert {r['step'] for r in jsonl.parse(te.t.log_path.read_bytes())[0]}==set(range(25)) # and a second time
+    te.close()
+
+
+def metadata(te): return emberTracker(te.fname)[f'structure_{te.fname}'] and list(range(20))
+def by_sql(te): pytest.importorskip('duckdb'); return steps_in(query('select step from log', te.fname))
+
+
+readers = dict(read=lambda te: steps_in(read(te.fname)), pattern=lambda te: steps_in(read(te.fname[:-1]+'*')), file=lambda te: steps_in(read(te.t.log_path)),
+    some=lambda te: steps_in(read(te.fname, ttype='weight')), several=lambda te: steps_in(read([te.fname])),
+    wide=lambda te: wide(te.fname, 'std', 'weight').index.tolist(),
+    df=lambda te: steps_in(emberTracker(te.fname).df),
+    lines=lambda te: sorted({r['step'] for r in emberTracker(te.fname).lines()}),
+    latest=lambda te: [*range(19), *{r['step'] for r in emberTracker(te.fname).latest_line_list()}],
+    last=lambda te: list(range(emberTracker(te.fname).last_step()+1)),
+    runs=lambda te: list(range(int(runs().set_index('name').steps[te.fname]))), metadata=metadata,
+    query=by_sql,
+    own=lambda te: steps_in(te.t.df),
+    logframe=lambda te: sorted(to_logframe(read(te.fname))['metadata', 'step'].unique().tolist()))
+
+
+@pytest.mark.parametrize('reader', readers)
+def test_readers(reader, slow_writer, tmp_path, monkeypatch):
+    "A live run is read by its name: 20 steps, and later 23"
+    m,o,te = trained()
+    assert not te.t.log_path.exists()
+    assert readers[reader](te)==list(range(20))
+    if reader not in ('metadata', 'latest'):
+        more(m, o, te, 3)
+        assert readers[reader](te)==list(range(23))
+    te.close()
+
+
+@pytest.mark.parametrize('show', [summary, overview, report])
+def test_pictures(show, slow_writer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _,_,te = trained()
+    assert show(te.fname) is not None
+    assert te.t.file.rows==20*15 # 3 inputs, 3 outputs, 4 weights, 4 gradients and a number in each step
+    te.close()
+
+
+def test_through_a_link(slow_writer, tmp_path):
+    "A home is known by where it leads"
+    (tmp_path/'real').mkdir()
+    os.symlink(tmp_path/'real', tmp_path/'link')
+    _,_,te = trained(home=tmp_path/'real')
+    assert steps_in(read(te.fname, home=tmp_path/'link'))==list(range(20))
+    te.close()
+
+
+def test_another_run_is_left_alone(slow_writer):
+    _,_,a = trained(name='a')
+    _,_,b = trained(name='b')
+    assert steps_in(read('a'))==list(range(20)) and a.t.file.rows and not b.t.file.rows
+    a.close(), b.close()
+
+
+def test_an_open_step_stays_open(slow_writer):
+    "Who reads by name sees what is over, and closes nothing"
+    m,o,te = trained(3)
+    m(torch.randn(4, 8)).sum().backward()
+    assert steps_in(read(te.fname))==[0, 1, 2] and te.recorder.step==3
+    o.step()
+    df = read(te.fname)
+    assert steps_in(df)==[0, 1, 2, 3] and len(df[df.step==3])==len(df[df.step==2])-1 and 'supersedes' not in df # it has no logged number
+    te.close()
