@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SCHEMA', 'ttypes', 'identity', 'optional', 'reserved', 'unmarkable', 'longest', 'printable', 'unknown', 'an',
-           'EmberWarning', 'warn', 'check_ttypes', 'pointer', 'plain', 'line_of', 'lines_of', 'texts_of',
+           'EmberWarning', 'warn', 'check_ttypes', 'pointer', 'plain', 'values_of', 'line_of', 'lines_of', 'texts_of',
            'regular_line', 'dump_row', 'load_row', 'column_order']
 
 # %% ../nbs/00_record.ipynb #e1362eea
@@ -194,6 +194,21 @@ def plain(
         return plain(float(got) if type(got) is type(value) else got, where, lost) # numpy's longdouble gives itself
     raise TypeError(f"{value!r:.80} is {an(value)}, which JSON does not have. "
         "Return numbers, strings, lists, dicts, tensors or numpy values.")
+
+# %% ../nbs/00_record.ipynb #9658e841
+def values_of(
+    numbers # Tensor, array, list of such, or anything else
+): # The same, but lists in place of tensors
+    """Numbers as numpy may have them, without a mark on the memory of a tensor
+
+    Args:
+        numbers: Tensor, array, list of such, or anything else
+
+    Returns:
+        The same, but lists in place of tensors
+    """
+    if isinstance(numbers, list|tuple): return [values_of(v) for v in numbers]
+    return numbers.tolist() if hasattr(numbers, 'untyped_storage') else numbers
 
 # %% ../nbs/00_record.ipynb #371edba4
 encode = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(',', ':')).encode

@@ -86,10 +86,24 @@ def without_memory(x):
 # %% ../../nbs/10_measure/05_kernels.ipynb #a3e6777d
 few = 8192 # elements; up to here float64 is as quick as float32
 
+class Memory:
+    "Where a CPU tensor lies, for numpy, which holds on to it. `Tensor.numpy` would forbid for ever that its storage is resized"
+    kinds = {getattr(torch, n): np.dtype(n) for n in ('float32', 'float64', 'complex128')}
+    def __init__(self, x):
+        kind,self.tensor = self.kinds[x.dtype],x
+        strides = tuple(s*kind.itemsize for s in x.stride())
+        self.__array_interface__ = dict(data=(x.data_ptr(), True), shape=tuple(x.shape), strides=strides, typestr=kind.str, version=3)
+
+def as_array(
+    x # CPU tensor of float32, float64 or complex128
+): # Array on the same memory, not to be written to
+    "A tensor's elements for numpy"
+    return np.asarray(Memory(x)) if type(x) in ordinary else x.clone().numpy() # what is of another kind may lie elsewhere
+
 def numbers(x):
     "The elements of the CPU tensor `x` as float64; complex by magnitude"
-    if x.is_complex(): return np.abs(x.resolve_conj().to(torch.complex128).numpy())
-    return x.double().numpy()
+    if x.is_complex(): return np.abs(as_array(x.to(torch.complex128).resolve_conj()))
+    return as_array(x.double())
 
 def by_numpy(x, wanted):
     "The summary vector of a few elements, or None where some are not finite"
@@ -147,7 +161,7 @@ def dot(a, b):
 
 def row_dots(a, b):
     "The inner product of each row of `a` with that of `b`: numpy's has one thread, torch's as many as the user lets it"
-    if torch.get_num_threads()==1: return rowdot(a.numpy(), b.numpy())
+    if torch.get_num_threads()==1: return rowdot(as_array(a), as_array(b))
     return torch.linalg.vector_norm(a, dim=1).double().square_().numpy() if a.data_ptr()==b.data_ptr() else (a*b).sum(1).numpy()
 
 rowdot = getattr(np, 'vecdot', None) or (lambda a,b,out=None: np.einsum('...j,...j->...', a, b, out=out)) # numpy 1 has no vecdot
@@ -187,7 +201,7 @@ ones = np.ones(row, dtype=np.float32)
 
 def stretches(x):
     "Of the float32 tensor `x`: a list of the summary vectors of what these sums tell; the other pieces, each with mean, least and greatest"
-    a = x.numpy()
+    a = as_array(x)
     k,filled = max(len(a)//stretch, 1),len(a)//row*row
     cuts = [i*stretch for i in range(k)]+[len(a)] # the last is longer
     s,q = np.empty((2, filled//row), dtype=np.float32)

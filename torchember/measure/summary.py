@@ -12,7 +12,7 @@ from functools import cache
 
 import numpy as np
 
-from ..record import unknown
+from ..record import unknown, values_of
 
 # %% ../../nbs/10_measure/00_summary.ipynb #f8ebbfb5
 parts = ('count', # elements, all of them
@@ -57,7 +57,7 @@ def read_array(
     Returns:
         The vector, float64
     """
-    v,x = nothing(wanted),np.asarray(x)
+    v,x = nothing(wanted),np.asarray(values_of(x))
     x = (np.abs(x) if np.iscomplexobj(x) else x).astype(np.float64).ravel()
     ok = x[np.isfinite(x)]
     mean = 0. if not ok.size else ok[0] if (ok==ok[0]).all() else ok.mean() # of equal elements the mean is one of them, without rounding

@@ -99,8 +99,8 @@ def register(c):
 def kept(value):
     "A value as it is kept: a float, or an array of numpy"
     if isinstance(value, torch.Tensor):
-        value = value.detach().cpu()
-        value = (value.float() if value.dtype.is_floating_point and value.dtype not in (torch.float32, torch.float64) else value).numpy()
+        single = value.dtype.is_floating_point and value.dtype not in (torch.float32, torch.float64)
+        value = value.detach().to('cpu', torch.float32 if single else value.dtype, copy=True).numpy() # of a copy: see `values_of`
     if isinstance(value, np.ndarray|np.generic) and np.ndim(value)==0: value = value.item()
     if isinstance(value, complex|np.ndarray) and (isinstance(value, complex) or value.dtype.kind not in 'biuf'):
         raise TypeError(f"a quantity's values are real numbers, got {value!r:.80}.")

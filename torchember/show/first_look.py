@@ -10,7 +10,7 @@ import numpy as np
 
 from ..measure.summary import derived
 from ..needs import needs
-from ..record import unknown
+from ..record import unknown, values_of
 from .heatmaps import column_edges, heat, sizes
 from .lines import put_lines, ttypes_asked
 from .select import grid, measured, name_of, not_stats, pick, series, stat_in, table_of, training, trouble, ttype_of, usual
@@ -97,6 +97,7 @@ def stat_of(rows, stat):
 
 def loss_of(table, loss):
     "(name, steps, values) of what is drawn above, or None"
+    loss = values_of(loss)
     if isinstance(loss, tuple|list) and len(loss)==2 and np.ndim(loss[0]): return 'loss', np.asarray(loss[0]), np.asarray(loss[1], float)
     if np.ndim(loss): return 'loss', np.arange(len(loss)), np.asarray(loss, float)
     rows,names = table[(table['ttype'].astype(str)=='scalar').to_numpy()],noted(table)

@@ -14,7 +14,7 @@ import matplotlib.patheffects as effects
 import numpy as np
 
 from ..needs import needs
-from ..record import an, warn
+from ..record import an, values_of, warn
 from .controls import Arguments, Layers, Steps, shape, steps_of
 from .first_look import loss_of
 from .heatmaps import cells_of, column_edges
@@ -117,7 +117,7 @@ def losses_of(train_stats, table):
     if steps is None or not given:
         raise TypeError(f"train_stats is a TrainingStats(steps, train_loss, val_loss), or a dict with 'steps' and 'train_loss', got {an(train_stats)}"
             f"{' without steps' if given else ''}.")
-    steps,lines = np.asarray(steps),{n: np.asarray(y, float) for n,y in given.items()}
+    steps,lines = np.asarray(values_of(steps)),{n: np.asarray(values_of(y), float) for n,y in given.items()}
     for n,y in lines.items():
         if len(y)!=len(steps): raise ValueError(f"train_stats has {len(steps)} steps, but {len(y)} of {n}. Give one for each step; NaN where there is none.")
     if not len(steps): raise ValueError("train_stats has no steps. Leave it out, or give the loss of one step at least.")

@@ -12,7 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from ..frames.unit_tables import History, histories
-from ..record import an
+from ..record import an, values_of
 from .heatmaps import heat, zero
 from .select import Grid, name_of, table_of, ttype_of
 from .style import alarm, drawing_on, drawn, is_dark, meanings, panels, short_names, title_of, words
@@ -151,7 +151,7 @@ def Surface3d(
     """
     if not isinstance(data, dict): raise TypeError(f"Surface3d draws a dict of step -> vector, got {an(data)}. Of a run: surface(run, stat, path).")
     if not data: raise ValueError("Surface3d draws a dict of step -> vector, got an empty one.")
-    vectors = {s: np.ravel(np.asarray(v.tolist() if hasattr(v, 'tolist') else v, float)) for s,v in data.items()}
+    vectors = {s: np.ravel(np.asarray(values_of(v), float)) for s,v in data.items()}
     sizes = {s: len(v) for s,v in vectors.items()}
     first = next(iter(sizes))
     if not sizes[first]: raise ValueError(f"the vector of step {first} has no numbers.")

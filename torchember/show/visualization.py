@@ -11,7 +11,7 @@ import time
 import numpy as np
 from matplotlib.figure import Figure
 
-from ..record import an
+from ..record import an, values_of
 from .style import drawing_on, drawn, panels, short_names
 from .surfaces import Surface3d
 
@@ -100,7 +100,7 @@ def parts_of(key, v):
     "The numbers and arrays in a value, with what each is called"
     if isinstance(v, dict): return [o for k,x in v.items() for o in parts_of(f'{key}.{k}', x)]
     if isinstance(v, list|tuple) and not all(isinstance(x, int|float) for x in v): return [o for i,x in enumerate(v) for o in parts_of(f'{key}.{i}', x)]
-    return [(key, np.asarray(v, dtype=float))]
+    return [(key, np.asarray(values_of(v), dtype=float))]
 
 def is_number(v): return np.ndim(v)==0 and not isinstance(v, str) and hasattr(v, '__float__')
 

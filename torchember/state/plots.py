@@ -37,7 +37,7 @@ def some_of(
         x = whole_of(x).reshape(-1)
         k = x.numel() if total<=n else math.ceil(x.numel()*n/total)
         if k<x.numel(): x = x[torch.randint(x.numel(), (k,), generator=g).to(x.device)]
-        out.append(x.double().cpu().numpy())
+        out.append(x.to('cpu', torch.float64, copy=True).numpy())
     values = np.concatenate(out) if out else np.empty(0)
     ok = np.isfinite(values)
     notes = [f'{len(values):,} of {total:,} values, drawn by lot'] if total>n else []
@@ -238,13 +238,13 @@ def thinned(x, n=across):
     "Some rows and columns of a matrix, evenly apart, and a note"
     rows,cols = (torch.linspace(0, s-1, min(s, n)).round().long() for s in x.shape)
     note = ', '.join(f'{len(i)} of {s} {what}' for i,s,what in zip((rows, cols), x.shape, ('rows', 'columns'), strict=True) if len(i)<s)
-    return x[rows.to(x.device)][:, cols.to(x.device)].double().cpu().numpy(), note
+    return x[rows.to(x.device)][:, cols.to(x.device)].to('cpu', torch.float64, copy=True).numpy(), note
 
 def stretched(x, n=across):
     "A row of `n` values of a layer, evenly apart"
     x = whole_of(x).reshape(-1)
     at = torch.linspace(0, max(x.numel()-1, 0), n, dtype=torch.float64).round().long()
-    return x[at.to(x.device)].double().cpu().numpy() if x.numel() else np.full(n, np.nan)
+    return x[at.to(x.device)].to('cpu', torch.float64, copy=True).numpy() if x.numel() else np.full(n, np.nan)
 
 # %% ../../nbs/45_state/04_plots.ipynb #879c120f
 def end_of(a, q):
