@@ -148,4 +148,4 @@ def __getattr__(name):
     return value
 
 
-def __dir__(): return sorted({*globals(), *__all__})
+def __dir__(): return sorted({*__all__, *(n for n in globals() if n[:2]==n[-2:]=='__')}) # what a person types, and what every module has
