@@ -30,6 +30,7 @@ from .recorder.process import hand_over, open_recorders, rank_and_size, shared_n
 from .recorder.recorder import Recorder, recorded
 from .store.base import now, user
 from .store.jsonl import emberTracker, new_run
+from .store.parameters import noted_in
 from .store.table import tree_table
 
 # %% ../nbs/43_core.ipynb #478d3f42
@@ -87,11 +88,14 @@ class torchEmber:
         self.recorder = Recorder(self.t, ttypes, stats, when, only_training, on_error, step=self.t.last_step()+1 if resume else 0,
             rank=rank if ranks>1 else None, budget=None if overhead is None else Budget(overhead))
         self.recorder.journal.root_name = self.tracks[0].name
+        known,t = self.recorder.parameters.known,self.t
+        known.tell = lambda meta: t.amend('parameters', meta)
+        if resume: known.go_on(noted_in(t))
         if optimizers: self.recorder.listen_to(OptimizerWatch(optimizers, scaler, self.recorder))
         self.t.source = weak_source(self.recorder)
         self.arm()
         base = {'start': now(), 'user': user(), 'schema': SCHEMA, 'model': self.model_name}
-        self.t.begin(base, {} if resume else {'vis': {'vis_type': 'standard'}, 'structure': self.mod_tree()})
+        self.t.begin(base, {'parameters': known.meta()} | ({} if resume else {'vis': {'vis_type': 'standard'}, 'structure': self.mod_tree()}))
 
     def watched(self, ts):
         "The ids of the modules to record"

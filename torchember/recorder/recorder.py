@@ -18,6 +18,7 @@ from ..measure.kernels import warm
 from ..measure.tap import Arena, observe
 from ..private_torch import loss_scale, never_compile
 from ..record import ttypes
+from ..store.parameters import untrained
 from .buffers import Buffers
 from .calls import Calls, stack_room
 from .cost import Cost
@@ -100,8 +101,15 @@ class HearsPasses(Listener):
 
     def armed(self, states):
         "These are the states of the armed modules now; none when the model is not armed"
+        if not states: self.look()
         self.states = self.parameters.states = states
         if states: open_recorders.add(self)
+        if states: self.look()
+
+    def look(self):
+        "Note which parameters there are, and what is known against them"
+        optimizers = None if self.watch is None else self.watch.optimizers
+        self.parameters.known.look(self.states, optimizers, self.parameters.hint.trains)
 
     def listen_to(self, watch, ends=True):
         "An optimizer ends the steps; or is only heard, and `torchEmber.step` ends them"
@@ -350,6 +358,7 @@ class HearsSteps(HearsCalls):
         if self.touched:
             for part in (self.gradients, self.parameters, self.updates, self.page): part.step_over()
             self.touched = False
+        if self.on and self.parameters.known.due(self.recorded_steps): self.look()
         steps.close()
         if self.cost.budget:
             self.cost.step_over(bool(self.on), self.t.file.seconds, self.page.on_device)
@@ -415,6 +424,7 @@ class Recorder(HearsSteps):
 
     def source(self, close):
         "What a barrier of the log asks for"
+        with self.lock: self.look()
         self.close() if close else self.flush()
 
     def log(self, numbers):
@@ -457,6 +467,8 @@ class Recorder(HearsSteps):
             if id(o) not in watch.stepped: out.append(f"The optimizer {kinds_of([o])} never stepped.")
         if 'weight_grad' in self.ttypes and hint.trains and hint.steps_without and (self.steps.manual or hint.given):
             out.append(f"{hint.steps_without:,} of {self.recorded_steps:,} recorded steps have no weight gradients.")
+        known = self.parameters.known
+        if known.trained and (missing := untrained(known.entries)): out.append(missing)
         if self.waited: out.append(self.waited)
         if self.skipped_steps: out.append(f"{self.skipped_steps:,} steps were skipped by the scaler.")
         bad = self.journal.first_bad.found

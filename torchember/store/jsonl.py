@@ -294,10 +294,12 @@ class Log:
 
     def begin(self):
         "What is to be done once there are rows"
-        try: self.first()
-        except OSError: raise
+        first,self.first = self.first,None # before it is done: there may be more to do meanwhile
+        try: first()
+        except OSError:
+            self.first = first
+            raise
         except Exception as e: self.note("the run has no metadata", e)
-        self.first = None
 
     def refused(self, e):
         "The disk said no: keep the rows, say so once"
@@ -382,7 +384,7 @@ class tracker:
         safe_name(fname, 'run')
         self.libname,self.dir = libname,folder(libname, home)
         self.home,self.log,self.data = self.dir.parent,self.dir/'log',self.dir/'data'
-        self.marked,self.torn,self.about,self.source = {},0,{},None # source(close): asks whoever records for what it still holds
+        self.marked,self.torn,self.about,self.unwritten,self.source = {},0,{},set(),None # source(close): asks whoever records for what it still holds
         self.file = Log(self.log/fname, self.log/f'{fname}_latest', fresh, fsync, self.write_about, exact)
 
     fname = property(lambda self: self.log_path.name, doc="Name of the run")
@@ -546,8 +548,13 @@ class tracker:
             raise
 
     def write_about(self):
-        "Write what is known of the run, once it has begun"
-        for kind,value in self.about.items(): self[f'{kind}_{self.fname}'] = value
+        "Write what is known of the run, once it has begun, and what has changed of it"
+        for kind in [k for k in self.about if k in self.unwritten]:
+            self.unwritten.discard(kind) # before it is looked at: it may change meanwhile
+            try: self[f'{kind}_{self.fname}'] = self.about[kind]
+            except OSError:
+                self.unwritten.add(kind)
+                raise
 
     def begin(self,
         base:dict, # What is known of the run
@@ -562,6 +569,21 @@ class tracker:
         try: earlier = {k:v for k,v in self[f'base_{self.fname}'].items() if k not in ended}
         except (KeyError, ValueError, OSError): earlier = {} # none, half of one, or one that may not be read
         self.about = {'base': {**base, **earlier, 'pid': os.getpid(), 'host': gethostname()}, **more}
+        self.unwritten = set(self.about)
+
+    def amend(self,
+        kind:str, # Of metadata
+        value # Instead of what was known
+    ):
+        """What is known of the run has changed: it is written with the next rows, by whoever writes these
+
+        Args:
+            kind: Of metadata
+            value: Instead of what was known
+        """
+        self.about[kind] = value
+        self.unwritten.add(kind)
+        self.file.first = self.write_about
 
     def end(self,
         **more # What else is known of the run, now that it is over
