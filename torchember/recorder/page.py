@@ -6,6 +6,10 @@
 __all__ = ['Page']
 
 # %% ../../nbs/40_recorder/20_page.ipynb #760ae7a3
+import os, random, threading
+from collections import Counter
+
+import numpy as np
 import torch
 
 from ..measure.kernels import Unmeasurable
@@ -15,11 +19,11 @@ from .calls import Calls
 from .notices import Notices
 
 # %% ../../nbs/40_recorder/20_page.ipynb #954cf48e
-def custom_row(f, x):
+def custom_row(f, x, call=lambda f, x: f(x)):
     "What the user's function `f` says of the tensor `x`, as a dict"
     version = None if x.is_inference() else x._version
     if x.is_meta: raise OnMeta()
-    with torch.no_grad(), torch.autocast(x.device.type, enabled=False): got = f(x.detach())
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False): got = call(f, x.detach())
     if version is not None and x._version!=version:
         raise RuntimeError(f"{getattr(f, '__name__', f)} changed the tensor in place, and so the model's own values. Work on a copy: tensor.clone().")
     if not isinstance(got, dict):
@@ -30,6 +34,53 @@ def custom_row(f, x):
     lost = {}
     got = {str(k): plain(v, pointer(k), lost) for k,v in got.items()}
     return got | ({'nonfinite': lost} if lost else {})
+
+# %% ../../nbs/40_recorder/20_page.ipynb #b78185b3
+def equal(a, b): return all((x==y).all() if isinstance(x, np.ndarray) else x==y for x,y in zip(a, b, strict=True))
+
+others = {'random': (random.getstate, random.setstate), 'numpy': (np.random.get_state, np.random.set_state)} # slow to ask
+
+class Generators:
+    "Random numbers for functions of the user's, apart from the training's"
+    lock = threading.RLock() # the generators are the process's
+    tries = 100 # rows of a function, in which it is seen which generators it takes
+
+    def __init__(self): self.ours,self.rows,self.drawn = {},Counter(),set() # states; rows of functions, by id; (id, generator) of those that draw
+
+    def call(self,
+        f, # Function of a tensor
+        x # The tensor
+    ): # What it returns
+        "Call a function. The generators go on afterwards as if it had not been called"
+        f_id = id(f)
+        self.rows[f_id] += 1
+        used = of_torch(x.device) | {k: g for k,g in others.items() if self.rows[f_id]<=self.tries or (f_id, k) in self.drawn}
+        with self.lock:
+            theirs = {k: get() for k,(get,_) in used.items()}
+            for k in used.keys() & self.ours.keys(): used[k][1](self.ours[k])
+            try: return f(x)
+            finally:
+                for k,(get,put) in used.items(): self.give_back(f_id, k, get(), theirs[k], put)
+
+    def give_back(self, f_id, k, now, theirs, put):
+        if k in others:
+            if equal(now, self.ours.get(k, theirs)):
+                if k not in self.ours: return # nobody has drawn from it
+            else: self.drawn.add((f_id, k))
+        self.ours[k] = now
+        put(theirs)
+
+def of_torch(device):
+    "torch's generators: name -> functions that get and set the state"
+    out = {'cpu': (torch.default_generator.get_state, torch.default_generator.set_state)}
+    if device.type=='cpu': return out
+    room = None if device.type=='meta' else torch.get_device_module(device.type)
+    if hasattr(room, 'get_rng_state'): out[str(device)] = (lambda: room.get_rng_state(device), lambda s: room.set_rng_state(s, device))
+    return out
+
+def new_lock(): Generators.lock = threading.RLock()
+
+if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=new_lock) # another thread may have held it
 
 # %% ../../nbs/40_recorder/20_page.ipynb #46e59f77
 ordinary = (torch.Tensor, torch.nn.Parameter) # which are on one rank
@@ -54,6 +105,7 @@ class Page:
         self.micro = 0 # number of the pass among the step's: custom statistics cannot be merged, and get a row for each
         self.custom = [] # what functions of the user's returned: (event, key, call, micro, dtype, statistics)
         self.on_device = False # whether a step before this measured something that was not on the CPU
+        self.generators = Generators() # for functions of the user's
         self.parts = {} # (module, ttype, tname) of what is a part of a tensor -> columns that say so
         self.fresh_arena() # and `taken`: snapshots that were taken of this step already; `given`: (key, call, micro) of the rows in `custom` that were
 
@@ -119,7 +171,7 @@ class Page:
         "A row by the user's function; one that raises gives a row that says so"
         here = self.calls.here
         self.calls.current,here.measuring = state.track,True
-        try: stats = custom_row(f, x)
+        try: stats = custom_row(f, x, self.generators.call)
         except Unmeasurable as e: return self.notices.failed(state.track.name, tname, e, f)
         except Exception as e:
             self.notices.failed(state.track.name, tname, e, f)
