@@ -200,6 +200,24 @@ def test_bad_shares(bad, error):
 def steps(te): return sorted({r['step'] for r in te.t.lines()})
 
 
+def test_a_model_that_moves_to_a_gpu_is_not_charged_with_whole_steps():
+    "What recording hides is looked for where there are some steps with it and some without, to compare"
+    b = budget.Budget(.5)
+    for i in range(8): b.passed(.01, .0001, True, hidden=i>3)
+    assert b.cost==pytest.approx(.0001)
+    for _ in range(3): b.passed(.01, .0001, False, hidden=True)
+    for _ in range(9): b.passed(.03, .0001, True, hidden=True)
+    assert b.cost==pytest.approx(.02)
+
+
+def test_a_step_is_charged_with_what_the_writer_took_since_the_last():
+    class Told(list):
+        def passed(self, took, cost, recorded, late, *more): self.append(late)
+    c = cost.Cost(Told())
+    for late in (1., 1.5, 1.5, 4.): c.step_over(True, late)
+    assert c.budget==[.5, 0., 2.5] # the first has no beginning
+
+
 @pytest.mark.parametrize('says_step', [False, True])
 @pytest.mark.parametrize('compiled', [False, True])
 def test_thinned_steps(slow, monkeypatch, compiled, says_step):

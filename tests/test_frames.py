@@ -196,6 +196,35 @@ def test_names_of_every_kind(tmp_path, eager):
     assert query('SELECT count(*) n FROM log', home=tmp_path).n[0]==4
 
 
+def test_the_last_step_is_the_greatest_and_need_not_be_written_last(tmp_path, eager):
+    t = emberTracker('a', tmp_path)
+    for s in (0, 7, 3): t({'step': s, 'module': 'model(N)', 'ttype': 'output', 'tname': 'output_0', 'call': 0, 'mean': 1.*s})
+    assert t.last_step()==7
+    for got in both(t.log_path, steps=-1): assert got[['step', 'mean']].values.tolist()==[[7, 7.]]
+    t({'step': 5, 'module': 'model(N)', 'ttype': 'output', 'tname': 'output_0', 'call': 0, 'mean': 5.})
+    assert t.last_step()==7
+    for got in both(t.log_path, steps=-1): assert got[['step', 'mean']].values.tolist()==[[7, 7.]]
+
+
+def test_a_log_that_was_edited_in_place_is_read_anew(tmp_path, eager):
+    "What was learnt of a file is forgotten when the file is another, also of the same size"
+    t = emberTracker('a', tmp_path)
+    for s in range(2000): t({'step': s, 'module': 'model(N)', 'ttype': 'output', 'tname': 'output_0', 'call': 0, 'mean': 1.*s, 'who': 'anna'})
+    t.barrier()
+    for old,new in (('anna', 'otto'), ('otto', 'anna')):
+        assert set(read('a', home=tmp_path).who)=={old}
+        before,data = os.stat(t.log_path),t.log_path.read_bytes().replace(old.encode(), new.encode())
+        with open(t.log_path, 'r+b') as f: f.write(data)
+        os.utime(t.log_path, ns=(before.st_atime_ns, before.st_mtime_ns+10**9))
+        assert set(read('a', home=tmp_path).who)=={new}
+
+
+def test_of_the_calls_of_a_step_the_last_counts_also_where_it_is_nan():
+    rows = dict(path='a', ttype='output', tname='output_0', step=[0, 0, 1, 1], call=[0, 1, 0, 1], mean=[1., math.nan, math.nan, 2.], nan=[0, 3, 3, 0])
+    got = wide(pd.DataFrame(rows), 'mean')
+    assert list(got.columns)==['a'] and list(got.index)==[0, 1] and math.isnan(got.loc[0, 'a']) and got.loc[1, 'a']==2.
+
+
 def test_wide_is_a_pivot(tmp_path):
     with torchEmber(torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU()), name='a', home=tmp_path) as te:
         for _ in range(5): te.model(torch.randn(4, 3)).sum().backward()

@@ -264,6 +264,21 @@ def test_a_leaf_that_lives_on():
     te.close()
 
 
+def test_leaves_that_go_in_by_two_passes_before_one_backward():
+    "The backward brings a gradient to each: the hook of the first pass is not that of a pass long ago"
+    model,a,b = nn.Linear(3, 2),*(torch.randn(4, 3, requires_grad=True) for _ in 'ab')
+    opt,want = torch.optim.SGD(model.parameters(), lr=.1),[]
+    with torchEmber(model, optimizer=opt, ttypes='input_grad') as te:
+        for _ in range(2):
+            a.grad = b.grad = None
+            (model(a).sum()+model(b).square().sum()).backward()
+            opt.step()
+            want.append(torch.cat([a.grad, b.grad])) # the passes of a step are merged
+    rows = te.t.lines()
+    assert [(r['step'], r['call'], r['tname']) for r in rows]==[(0, 0, 'input'), (1, 0, 'input')]
+    for r,g in zip(rows, want, strict=True): close({**r, 'shape': [8, 3]}, g)
+
+
 @pytest.mark.parametrize('compiled', [False, True])
 def test_probe_and_variable(compiled):
     class Probed(nn.Module):

@@ -25,10 +25,14 @@ import jaxed # noqa: E402
 import optax # noqa: E402
 import torch # noqa: E402
 from flax import nnx # noqa: E402
+from jax import lax # noqa: E402
 from jaxed import MLP, by_hand, run, same_bits # noqa: E402
 
 from torchember import EmberWarning, at, emberTracker, get_stats, read, read_parquet, read_pickle, to_logframe # noqa: E402
 from torchember.jaxember import probe, stash_full_tensor, stash_hist, stash_scalar_stats, track # noqa: E402
+from torchember.jaxember.modules import Where # noqa: E402
+from torchember.jaxember.tags import Asked, Key, asked, tap_p # noqa: E402
+from torchember.jaxember.twins import Own, Summaries, Twin # noqa: E402
 
 root = Path(__file__).parents[1]
 
@@ -329,6 +333,20 @@ def test_schedules(every, seen, tmp_path):
 
 
 # ---- bad input
+
+def test_a_branch_inside_of_a_loop():
+    "`cond` in `while_loop`: each branch has what it was given in the turns that took it, a function of one's own the last of that"
+    def tag(x, name): return tap_p.bind(x, key=Key(Where('', 'model'), 'probe', name), grad=False, number=0)
+    def user(x):
+        def turn(s): return s[0]+1, lax.cond(s[0]%3==0, lambda y: tag(y+1, 'third'), lambda y: tag(y*2, 'other'), s[1])
+        return lax.while_loop(lambda s: s[0]<4, turn, (0, x))[1].sum()
+    x = jnp.ones(3)
+    e, = jax.make_jaxpr(jax.jit(user))(x).eqns
+    with asked(Asked(None, None, True)): twin,own = (Twin(e.params, how) for how in (Summaries(('basic',)), Own(lambda x: {'last': x[0]})))
+    for start,third,other in ((1., 9., 8.), (2., 13., 12.)): # +1, *2, *2, +1; and once more
+        assert {s.key.tname: len(some) for s,some in twin(x*start)[1].each()}=={'third': 1, 'other': 1}
+        assert {s.key.tname: [float(p) for _,ps in some for p in ps] for s,some in own(x*start)[1].each()}=={'third': [third], 'other': [other]}
+
 
 def test_bad_input(tmp_path):
     p = made('mlp').state()[0]

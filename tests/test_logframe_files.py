@@ -1,13 +1,16 @@
 "Pickles that want to do more than hold a table, and files of Track & Visualize itself"
+import io
 import os
 import pickle
 import struct
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 
 from torchember import SchemaException, read_csv, read_parquet, read_pickle, to_logframe, write_parquet
+from torchember.frames.files import arrow_texts, parts_in
 
 row = dict(mean=.5, exponents=[0, 2, 1, 0], exponent_min=0, module='model(Net).fc1(Linear)', ttype='output', tname='output_0', dtype='float32')
 lf = to_logframe(pd.DataFrame([{**row, 'step': s} for s in range(3)]))
@@ -79,6 +82,13 @@ def test_texts_as_pandas_keeps_them(storage, tmp_path):
         read = read_pickle(tmp_path/f'{i}.pkl', shifted=False)
         assert read.index.tolist()==some.index.tolist()
         for c in some: assert [None if pd.isna(v) else v for v in read[c]]==[None if pd.isna(v) else v for v in some[c]], c
+
+
+def test_texts_of_an_array_that_was_cut_before_it_was_pickled():
+    "Bytes before the first of them, a text that is missing, one that is empty, and more than one byte a letter"
+    whole = pa.chunked_array([pa.array(['', 'a', 'ü', None, 'b', 'c'], pa.large_string()), pa.array(['d', None], pa.large_string())])
+    for some in (whole, whole.slice(1), whole.slice(2, 3), whole.slice(3), whole.slice(7)):
+        assert arrow_texts(parts_in(io.BytesIO(pickle.dumps(some)), 'x'))==some.to_pylist()
 
 
 def test_all_files_hold_the_same(tmp_path):

@@ -359,6 +359,25 @@ def test_micro_batches_and_evaluations():
     assert list(monitor.get_output()['fc1']['InputStd'])==[0, 2, 4, 6]
 
 
+def test_a_pass_in_eval_mode_before_that_of_training_is_no_micro_batch():
+    "An attack, with gradients: the step is of what was trained on"
+    model,want = nn.Linear(3, 2),{}
+    opt,m = torch.optim.SGD(model.parameters(), lr=.1),Monitor(model, {'': ['InputStd']})
+    for step in (0, 10, 20, 30):
+        x = torch.randn(8, 3)
+        want[step] = x.std().item()
+        if step<30: model.eval()(5*x.clone().requires_grad_()).sum().backward()
+        opt.zero_grad()
+        model.train()(x).sum().backward()
+        opt.step()
+        m.track(step)
+    m.close()
+    df = m.t.df
+    assert df.step.tolist()==list(want) and set(df.call)=={0}
+    assert m.get_output()['']['InputStd'].keys()==want.keys()
+    assert [float(v) for v in m.get_output()['']['InputStd'].values()]==pytest.approx(list(want.values()), rel=1e-5)
+
+
 def test_a_part_of_the_model_is_called_by_itself():
     model = made()
     monitor = Monitor(model, {'fc2': ['InputStd', 'OutputGradSndNorm']})

@@ -52,6 +52,20 @@ def test_gradients_states_and_updates(name, how):
     te.close()
 
 
+def test_a_weight_of_two_modules_is_planned_where_it_is_written():
+    "Its value at the module that returns first, its gradient at the one that is first in the model"
+    class Tied(nn.Module):
+        def __init__(self): super().__init__(); self.a,self.b = nn.Linear(3, 3, bias=False),nn.Linear(3, 3, bias=False); self.b.weight = self.a.weight
+        def forward(self, x): return self.a(self.b(x)) # b returns first
+    model,x = Tied(),torch.randn(2, 3)
+    opt = torch.optim.SGD(model.parameters(), lr=.1)
+    with torchEmber(model, optimizer=opt, ttypes=('weight', 'weight_grad')) as te:
+        plan = te.plan(x)
+        model(x).sum().backward(); opt.step()
+    assert planned(plan)==places(te.t.lines())
+    assert set(zip(te.t.df.path, te.t.df.ttype, strict=True))=={('a', 'weight_grad'), ('b', 'weight')}
+
+
 def test_without_a_pass_weights_are_exact_and_the_rest_is_assumed():
     model,args,_ = zoo['mlp']()
     te = torchEmber(model, ttypes=ALL[:4])

@@ -1,4 +1,6 @@
 "A report is opened from disk in a real browser: pointed into, searched, read on a phone and in the dark, and nothing in a run can make it do anything else"
+import base64
+import gzip
 import re
 from contextlib import contextmanager
 
@@ -10,6 +12,7 @@ from playwright.sync_api import expect
 from torch import nn
 
 from torchember import read, report, to_logframe, torchEmber
+from torchember.show.page_data import exponents_of, keys_of
 
 expect.set_options(timeout=30_000)
 
@@ -323,6 +326,16 @@ def test_a_page_of_whatever_there_is(chromium, tmp_path, what, source):
         assert not page.wrong and 'fault' not in page.locator('#small').inner_text()
         if what=='all NaN': expect(page.locator('#trouble')).to_contain_text('First not finite: step 0')
         if what=='still going on': expect(page.locator('#facts')).to_contain_text('still going on')
+
+
+def test_exponents_of_micro_batches_are_added():
+    "Of one layer and step, whichever rows come between; each layer has its own"
+    counts = [[1, 2, 3, 4], [9, 9, 9, 9], [0, 5, 0, 1], [1, 0, 0, 0]]
+    where = dict(path=['a', 'b', 'a', 'a'], ttype='output', tname='output_0', step=[0, 0, 0, 1], micro=[0, 0, 1, 0])
+    rows = pd.DataFrame({**where, 'exponents': counts, 'exponent_min': -1})
+    c = exponents_of(rows, keys_of(rows))['counts']
+    raw = np.frombuffer(gzip.decompress(base64.b64decode(c['zip'])), 'u1').reshape(4, -1).T.copy().view('<f4').reshape(c['shape'])
+    assert np.nan_to_num(raw).tolist()==[[[1, 7, 3, 5], [1, 0, 0, 0]], [[9, 9, 9, 9], [0, 0, 0, 0]]]
 
 
 def test_what_cannot_be_reported_is_said(tmp_path):

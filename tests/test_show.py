@@ -6,6 +6,7 @@ from pathlib import Path
 import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given, settings
@@ -26,7 +27,9 @@ from torchember import (
     tree,
     updates,
 )
-from torchember.show.select import grid, series, thinned
+from torchember.show.comparison import parting
+from torchember.show.following import binned
+from torchember.show.select import Series, grid, series, thinned
 
 root = Path(__file__).parents[1]
 
@@ -144,6 +147,35 @@ def test_no_spike_is_lost_in_a_grid(layers, steps, most_rows, most_columns, seed
     made = grid(series(df, 'std'), most_rows, most_columns)
     assert made.value.shape==(min(layers, most_rows), min(steps, most_columns))
     assert (made.value==1e6).sum()==1 and made.bad.sum()==1 and sum(len(m) for m in made.members)==layers
+
+
+def lines_of(*ys):
+    "A `Series` of paths a, b, ..., each with a value a step"
+    row,step = np.indices((len(ys), len(ys[0]))).reshape(2, -1)
+    return Series([*'abcdefgh'[:len(ys)]], row, step, np.concatenate(ys), np.zeros(len(row), bool))
+
+
+def test_a_cell_of_several_steps_has_the_most_unusual_value():
+    "Of its own row: far below the others counts as much as far above them"
+    low,high = np.array([1., 1., 1., 1e-6, 1., 1., 1.1, 1.]),np.array([1., 1e6, 1., 1., 1., 1., 1., .9])
+    assert grid(lines_of(low, high), most_columns=2).value.tolist()==[[1e-6, 1.1], [1e6, .9]]
+
+
+def test_runs_part_also_where_values_are_small():
+    "By a share of the values. The step is that of the first difference, of each layer its own"
+    one = np.array([1e-9, 1e-9, 1e-9])
+    assert parting([lines_of(one, one), lines_of(one*[1, 2, 5], one*[1, 1, 3])])=={'a': 1, 'b': 2}
+    assert parting([lines_of(one), lines_of(one)])=={'a': None}
+
+
+def test_a_bin_with_a_nan_keeps_the_value_of_the_other_steps():
+    "And none of another tensor's, which is in the same steps"
+    std = {'a': [1., 2., np.nan, 3., 1., 1.], 'b': [1., 1., 1., 1., np.nan, np.nan]}
+    same = dict(ttype='output', tname='output_0', call=0, step=range(6), posinf=0, neginf=0)
+    got = binned(pd.concat([pd.DataFrame(dict(path=p, std=y, nan=3*np.isnan(y), **same)) for p,y in std.items()]), 2)
+    a,b = (got[got.path==p] for p in 'ab')
+    assert a['std'].tolist()[:2]==[2., 3.] and a.nan.tolist()==[0, 3, 0]
+    assert b['std'].tolist()[:2]==[1., 1.] and np.isnan(b['std'].tolist()[2]) and b.nan.tolist()==[0, 0, 3]
 
 
 def test_out_of_range_of_a_run_with_numerics(run):

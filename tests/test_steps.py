@@ -391,6 +391,21 @@ def test_log_inside_of_a_step():
         row for i in range(4) for row in ((i, i, None, None), (i, None, 10*i, None), (i, None, None, 100*i))]
 
 
+def test_calls_count_the_numbers_that_are_logged():
+    "Before and after the end of a step they are of that step, one after another, and the next one begins at 0"
+    model = seeded()
+    opt = momentum(model)
+    with torchEmber(model, optimizer=opt) as te:
+        for x,y in batches(2):
+            loss_of(model, x, y).backward()
+            te.log(loss=1.)
+            opt.step()
+            te.log(norm=2.)
+            te.log(norm=3.)
+    assert [(r['step'], r['call'], r.get('loss'), r.get('norm')) for r in scalars(te)]==[
+        (s, *rest) for s in (0, 1) for rest in ((0, 1., None), (1, None, 2.), (2, None, 3.))]
+
+
 def test_log_where_passes_are_steps():
     model = seeded()
     with torchEmber(model) as te:
@@ -651,6 +666,18 @@ def test_one_part_alone():
     with torchEmber(model, ttypes=('output', 'weight')) as te:
         for x,_ in batches(5): model.net(x)
     assert steps(te)==[0, 1, 2, 3, 4] and len(table(te, 'output'))==5*4 and len(table(te, 'weight'))==5*4
+
+
+def test_weights_of_parts_that_no_call_reaches():
+    "Of a part that is called alone they are recorded with it, however deep they are; and none of a part beside it"
+    class Uses(nn.Module):
+        def __init__(self): super().__init__(); self.a = nn.Sequential(nn.Sequential(nn.Linear(3, 3)), nn.Sequential(nn.Sequential(nn.Linear(3, 3))))
+        def forward(self, x): return nn.functional.linear(nn.functional.linear(x, self.a[0][0].weight), self.a[1][0][0].weight)
+    model = seeded(lambda: nn.Sequential(Uses(), nn.Linear(3, 3)))
+    with torchEmber(model, ttypes='weight') as te:
+        for _ in range(2): model[0](torch.randn(2, 3))
+    assert te.t.df[['step', 'path', 'pname', 'call']].values.tolist()==[
+        [s, p, n, 0] for s in (0, 1) for p in ('0.a.0.0', '0.a.1.0.0') for n in ('weight', 'bias')]
 
 
 # ---- copies, and what torch does to modules
