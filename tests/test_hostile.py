@@ -1,10 +1,23 @@
 "What lies in a folder is data: nothing of it is run, nothing is written elsewhere, and no bad file ends a look at the good ones"
+import json
+import os
+import socket
+import stat
 import subprocess
 import sys
+import tempfile
+import time
+import warnings
 from pathlib import Path
 
+import pytest
+
 import torchember
-from torchember.show.live_view import Reader
+from torchember.frames.logs import read, runs
+from torchember.record import EmberWarning
+from torchember.show.live_view import Reader, base_of
+from torchember.store import base, columns, jsonl
+from torchember.store.jsonl import emberTracker, last_step_of, new_run
 
 root = Path(torchember.__file__).parents[1]
 
@@ -59,3 +72,254 @@ def test_a_child_is_started_as_its_parent_was(tmp_path):
     assert got[0]=='-P' and '-I' in got and '-Wignore::ResourceWarning' in got and 'utf8' in got[got.index('-X')+1]
     got = said('-E', '-s')
     assert got[0]=='-P' and {'-E', '-s'}<=set(got) and '-I' not in got
+
+
+# ---- files that are none, and files of others
+
+def row(step=0, **more): return dict(module='model(Net).fc(Linear)', ttype='output', tname='output_0', step=step, mean=1.) | more
+
+
+def lines(*rows): return b''.join(json.dumps(r).encode()+b'\n' for r in rows)
+
+
+@pytest.fixture
+def home(tmp_path):
+    "A folder of logs with one good run of two steps"
+    for d in 'log','data': (tmp_path/'home'/d).mkdir(parents=True)
+    (tmp_path/'home'/'log'/'good').write_bytes(lines(row(0), row(1, mean=2.)))
+    (tmp_path/'home'/'data'/'base_good.json').write_text('{"start": "2020-02-15 13:44:48", "model": "Net"}')
+    return tmp_path/'home'
+
+
+def put(path, what):
+    "Something that is no file, or not one of JSON"
+    path.unlink(missing_ok=True)
+    if what=='pipe': os.mkfifo(path)
+    elif what=='socket':
+        was = os.getcwd()
+        os.chdir(path.parent) # its address may have a hundred letters
+        try: socket.socket(socket.AF_UNIX).bind(path.name)
+        finally: os.chdir(was)
+    elif what=='folder': path.mkdir()
+    elif what in ('device', 'nowhere', 'round'): path.symlink_to({'device': '/dev/zero', 'nowhere': 'there_is_none', 'round': path.name}[what])
+    else: path.write_bytes(what)
+
+
+def give_up(t):
+    "It would be tried and told again until the interpreter ends"
+    t.file.waiting.clear()
+    jsonl.writer.holding.discard(t.file)
+
+
+no_files = ('pipe', 'socket', 'folder', 'device', 'nowhere', 'round')
+no_metadata = (b'[]', b'null', b'3', b'"base"', b'', b'{', b'\xff\xfe', b'['*200_000, b'{"a":'*200_000, b'9'*10_000, b'[NaN', b'\x00'*100)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize('what', no_files+no_metadata, ids=lambda w: w if isinstance(w, str) else repr(w[:12]))
+def test_metadata_that_is_none(home, what):
+    "The run is a row among the others, with its steps; what is wrong is said; everything else works as if there were no metadata"
+    (home/'log'/'bad').write_bytes(lines(row(0), row(4)))
+    for kind in 'base','structure','vis': put(home/'data'/f'{kind}_bad.json', what)
+    got = runs(home).set_index('name')
+    assert sorted(got.index)==['bad', 'good'] and got.problem.isna()['good']
+    assert got.loc['bad', ['steps', 'rows', 'running']].tolist()==[5, 2, False]
+    if what not in ('nowhere',): assert isinstance(got.problem['bad'], str) and '\n' not in got.problem['bad']
+    t = emberTracker('bad', home)
+    assert t._repr_html_() is None and base_of(t) is None and len(t.df)==2
+    assert read('*', home=home).run.tolist()==['bad']*2+['good']*2
+    if what=='folder': return
+    t.begin({'start': 'now'}, {})
+    t + row(5)
+    t.close()
+    assert len(t.lines())==3 and t['base_bad']['start']=='now' and runs(home).problem.isna().all()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize('what', no_files)
+def test_a_log_that_is_none(home, what):
+    "Nobody waits for it and nobody reads it for ever; the others are read, and it is not written to"
+    put(home/'log'/'bad', what)
+    got = runs(home).set_index('name')
+    assert got.problem.isna()['good'] and got.loc['good', 'steps']==2
+    if what!='folder':
+        assert isinstance(got.problem['bad'], str) and got.loc['bad', ['steps', 'rows', 'running']].tolist()==[0, 0, False]
+    assert read('*', home=home).step.tolist()==[0, 1]
+    t = emberTracker('bad', home)
+    for f in (lambda: t.df, lambda: t.lines(), lambda: read('bad', home=home), lambda: read(home/'log'/'bad')):
+        with pytest.raises(OSError, match='bad'): f()
+    with pytest.warns(EmberWarning, match='cannot write'): t + row(1); t.barrier()
+    with pytest.warns(EmberWarning, match='1 rows could not be written'): t.file.end()
+    give_up(t)
+    assert not (home/'log'/'there_is_none').exists()
+    with pytest.raises(FileExistsError, match='exists already'): new_run('Net', 'bad', home=home)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize('what', (*no_files, b'', b'{', b'\x00'*1000, lines([], 3)))
+def test_a_file_of_the_latest_step_that_is_none(home, what):
+    "The log has it, too"
+    put(home/'log'/'good_latest', what)
+    assert [r['step'] for r in emberTracker('good', home).latest_line_list()]==[1]
+    t = emberTracker('good', home)
+    if what=='folder': return
+    t + row(2)
+    t.refresh()
+    assert (home/'log'/'good_latest').read_bytes()==lines(row(2)).replace(b' ', b'') and not (home/'log'/'good_latest').is_symlink()
+    assert not (home/'log'/'there_is_none').exists()
+
+
+def test_what_a_link_leads_to_is_not_written(home, tmp_path):
+    "Neither as a log, nor as metadata, nor as the file of a latest step, nor by names that we might use beside them"
+    secret = tmp_path/'secret'
+    secret.write_bytes(b'mine\n')
+    for p in ('log/good_latest', 'data/base_linked.json', 'data/notes.json', 'log/linked'): (home/p).symlink_to(secret)
+    t = emberTracker('linked', home)
+    with pytest.warns(EmberWarning, match='is a link, and what it leads to is not written to'): t + row(); t.barrier()
+    give_up(t)
+    t['notes'] = {'lr': 1}
+    good = emberTracker('good', home)
+    good + row(2)
+    good.refresh()
+    assert secret.read_bytes()==b'mine\n' and t['notes']=={'lr': 1} and len(good.latest_line_list())==1
+    assert not [p for d in ('log', 'data') for p in (home/d).iterdir() if p.name[0]=='.']
+
+
+def test_a_file_beside_is_a_new_one(home, monkeypatch):
+    "Whoever guesses its name, and puts a link there, has us fail and not write"
+    secret = home/'secret'
+    secret.write_bytes(b'mine')
+    monkeypatch.setattr(base, 'token_hex', lambda n: 'guessed')
+    (home/'data'/'.torchember-guessed').symlink_to(secret)
+    with pytest.raises(FileExistsError): base.replace(home/'data'/'x.json', b'3')
+    assert secret.read_bytes()==b'mine'
+
+
+def test_files_have_the_rights_that_the_user_gives(home):
+    "As everything that this user makes: others of a group may read a run"
+    was = os.umask(0o027)
+    try: base.replace(home/'data'/'x.json', b'3'); emberTracker('new', home)(row()).barrier()
+    finally: os.umask(was)
+    assert [stat.S_IMODE(p.stat().st_mode) for p in (home/'data'/'x.json', home/'log'/'new')]==[0o640]*2
+
+
+@pytest.mark.parametrize('what', ('none', 'ours', 'open to all', 'a link', 'a file', "somebody else's"))
+def test_where_there_is_no_home(tmp_path, monkeypatch, what):
+    "The folder among the system's temporary files is one of ours, whoever has made one there before"
+    def nobody(*args): raise RuntimeError('Could not determine home directory.')
+    monkeypatch.setattr(Path, 'home', nobody)
+    monkeypatch.delenv('TORCHEMBER_HOME')
+    monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path))
+    place = tmp_path/f'torchember-{os.getuid()}'
+    if what=='a file': place.touch()
+    elif what=='a link': (tmp_path/'theirs').mkdir(mode=0o700); place.symlink_to(tmp_path/'theirs')
+    elif what!='none': place.mkdir(mode=0o700)
+    if what=='open to all': place.chmod(0o777)
+    if what=="somebody else's":
+        uid = os.getuid()+1
+        monkeypatch.setattr(os, 'getuid', lambda: uid)
+        place = place.rename(tmp_path/f'torchember-{uid}')
+    base.homeless.cache_clear()
+    try:
+        with pytest.warns(EmberWarning, match='There is no home') as said: got = base.folder('torchember')
+        assert base.folder('torchember')==got and len(said)==1
+        assert (got==place)==(what in ('none', 'ours')) and ('is there already' in str(said[0].message))==(got!=place)
+        assert got.parent==tmp_path and (what=="somebody else's" or base.is_ours(got)) and str(got) in str(said[0].message)
+    finally: base.homeless.cache_clear()
+
+
+@pytest.mark.parametrize('name', ('CON', 'nul.rank0', 'a:b', '12:30', 'what?', '*', 'end.', 'end '))
+def test_names_that_are_none_elsewhere(home, name):
+    "No new run is called so; one that is there is read"
+    for make in (lambda: emberTracker(name, home), lambda: new_run('Net', name, home=home)):
+        with pytest.raises(ValueError, match='run name'): make()
+    (home/'log'/name).write_bytes(lines(row(3)))
+    assert len(emberTracker(name, home).df)==1 and runs(home).set_index('name').loc[name, 'steps']==4
+
+
+def test_metadata_too_large(home, monkeypatch):
+    monkeypatch.setattr(base, 'most_meta', 1000)
+    base.write_meta(home/'data'/'x.json', 'x'*990)
+    with pytest.raises(ValueError, match='may have'): base.write_meta(home/'data'/'x.json', 'x'*1000)
+    assert base.read_meta(home/'data'/'x.json')=='x'*990
+    (home/'data'/'base_good.json').write_bytes(b' '*1001)
+    assert 'too large' in runs(home).problem[0]
+
+
+# ---- lines that are too long
+
+def test_a_long_line_is_read_in_linear_time(tmp_path):
+    "As measured in CPU time: of twice the line twice the time, and of no line that is too long a row"
+    def took(n):
+        (tmp_path/'log').write_bytes(b'x'*n)
+        began = time.process_time()
+        assert b''.join(columns.blocks(tmp_path/'log', n, 1<<12))==b'x'*n
+        return time.process_time()-began
+    took(1<<20)
+    small,large = min(took(1<<22) for _ in range(3)),min(took(1<<25) for _ in range(2))
+    assert large<40*small # eight times as long; 64 times where it were quadratic
+
+
+def test_lines_that_are_too_long(home, monkeypatch):
+    "Each reader leaves out the one and says so; and nobody writes one"
+    from torchember.store import reading
+    for room in columns,reading,jsonl: monkeypatch.setattr(room, 'longest_line', 1000)
+    monkeypatch.setattr(columns.blocks, '__defaults__', (*columns.blocks.__defaults__[:-1], 1000))
+    monkeypatch.setattr(reading.blocks_of, '__defaults__', (*reading.blocks_of.__defaults__[:-1], 100))
+    (home/'log'/'long').write_bytes(lines(row(0), row(7, more='x'*2000), row(2))+b'y'*5000)
+    t = emberTracker('long', home)
+    for f in (lambda: t.lines(), lambda: t.df.to_dict('records'), lambda: read('long', home=home).to_dict('records')):
+        with pytest.warns(EmberWarning, match='A line of long has more than'): assert [r['step'] for r in f()]==[0, 2]
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        assert t.lines() and t.torn==2
+    with pytest.warns(EmberWarning, match='a row is lost that has more than'):
+        good = emberTracker('good', home)
+        good + row(2, more='x'*2000)
+        good.put(lambda: [row(3, more='x'*2000), row(4)])
+        good.barrier()
+    assert [r['step'] for r in good.lines()]==[0, 1, 4]
+
+
+@pytest.mark.parametrize('step', ('"1"', 'true', '1e3', '-3', '9'*30, 'null', '[1]', '{}', '"x"'))
+def test_steps_of_another_type(home, step):
+    "The last step is the last that is one"
+    (home/'log'/'odd').write_bytes(lines(row(2))+b'{"ttype":"output","tname":"o","module":"m","step":%s}\n' % step.encode())
+    assert last_step_of(home/'log'/'odd')==2 and [r['step'] for r in emberTracker('odd', home).latest_line_list()]==[2]
+    assert runs(home).set_index('name').loc['odd', 'steps']==3
+
+
+def test_the_last_step_is_far_from_the_end(home):
+    (home/'log'/'far').write_bytes(lines(row(5))+lines(dict(note='x'*1000))*5000)
+    assert last_step_of(home/'log'/'far')==5
+
+
+def test_a_report_is_not_written_through_a_link(home, tmp_path, monkeypatch):
+    "In a folder that others write to there may be a link of just its name. A path that the user gives is another thing"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path/'secret').write_text('mine')
+    for made in (lambda: torchember.report('good', home=home), lambda: torchember.report('good', tmp_path, home=home)):
+        (tmp_path/'good.html').unlink(missing_ok=True)
+        (tmp_path/'good.html').symlink_to('secret')
+        assert made()==tmp_path/'good.html' and not (tmp_path/'good.html').is_symlink() and (tmp_path/'secret').read_text()=='mine'
+    (tmp_path/'link.html').symlink_to('secret')
+    assert torchember.report('good', 'link.html', home=home)==tmp_path/'secret' and (tmp_path/'link.html').is_symlink()
+    for name in ('..', '../up', '/etc/x', 'a\x1b[2J\n', '\u20ac'*300):
+        table = read('good', home=home)
+        table.attrs['run'] = name
+        made = torchember.report(table)
+        assert made.parent==tmp_path and made.exists() and made.name.isprintable()
+
+
+def test_a_log_that_grows_without_an_end_of_line(tmp_path, monkeypatch):
+    "What is too long for a line is passed over, once"
+    from torchember.show import following
+    monkeypatch.setattr(following, 'longest_line', 100)
+    (tmp_path/'log').write_bytes(b'x'*90)
+    tail = following.Tail(tmp_path/'log')
+    assert tail.more(40)==b'' and tail.at==0
+    (tmp_path/'log').write_bytes(b'x'*250)
+    assert tail.more(40)==b'' and tail.at>100
+    while tail.at<200: tail.more(40)
+    with open(tmp_path/'log', 'ab') as f: f.write(b'xx\n'+lines(row(3)))
+    assert tail.more(4000).endswith(lines(row(3)))

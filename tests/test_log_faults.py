@@ -556,8 +556,9 @@ def test_a_run_name_as_long_as_can_be(tmp_path):
     with pytest.raises(ValueError, match='longer than 200 bytes'): new_run('Net', name='é'*101, home=tmp_path)
 
 
-def test_no_home_no_user(monkeypatch):
+def test_no_home_no_user(tmp_path, monkeypatch):
     for k in ('HOME', 'USER', 'LOGNAME', 'LNAME', 'USERNAME', 'TORCHEMBER_HOME'): monkeypatch.delenv(k, raising=False)
+    monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path))
     import pwd
     def nobody(*args): raise KeyError('uid not found')
     monkeypatch.setattr(pwd, 'getpwuid', nobody)

@@ -6,12 +6,13 @@
 __all__ = ['open_recorders', 'hand_over', 'weak_source', 'rank_and_size', 'shared_name']
 
 # %% ../../nbs/40_recorder/70_process.ipynb #5c72ae2a
-import atexit, itertools, os, sys, weakref
+import atexit, itertools, os, re, sys, weakref
 from collections import Counter
 
 import torch
 
 from ..private_torch import shared_store
+from ..record import printable, warn
 from ..store import jsonl # noqa: F401
 from ..store.base import run_name
 
@@ -22,7 +23,7 @@ open_recorders = weakref.WeakSet() # those of this process: anything with `finis
 def at_exit():
     for r in list(open_recorders):
         try: r.finish()
-        except Exception as e: print(f"torchember: the last rows of {r.t.fname} are lost: {type(e).__name__}: {e}", file=sys.stderr)
+        except Exception as e: print(printable(f"torchember: the last rows of {r.t.fname} are lost: {type(e).__name__}: {e}"), file=sys.stderr)
 
 def in_child():
     "A forked process records nothing for its parent, and must not wait for locks that were held when it was made"
@@ -55,7 +56,12 @@ def rank_and_size() -> tuple:
     "Rank of this process, and how many processes there are"
     d = torch.distributed
     if d.is_available() and d.is_initialized(): return d.get_rank(), d.get_world_size()
-    return int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
+    said = [os.environ.get(k, default) for k,default in (('RANK', '0'), ('WORLD_SIZE', '1'))]
+    if all(re.fullmatch('[0-9]{1,9}', n) for n in said) and int(said[0])<int(said[1]): return int(said[0]), int(said[1])
+    if 'WORLD_SIZE' in os.environ: # else somebody has another use for the word
+        warn(f"RANK={said[0]!r:.40} and WORLD_SIZE={said[1]!r:.40} in the environment are not the number of this process and how many there are, "
+            "so this run is recorded as that of a single process.")
+    return 0, 1
 
 def shared_name(
     kind:str # Class of the model

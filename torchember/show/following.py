@@ -13,7 +13,8 @@ import numpy as np
 
 from ..needs import needs
 from ..record import identity, optional
-from ..store.columns import bad
+from ..store.base import regular
+from ..store.columns import bad, longest_line
 from ..store.reading import current, frame, with_path
 
 # %% ../../nbs/60_show/91_following.ipynb #0e814425
@@ -25,14 +26,14 @@ class Tail:
         most:int=1<<26 # Bytes to read, about
     ) -> bytes: # Whole lines
         "The next lines. Raises FileNotFoundError when the file is gone, or is another one"
-        with open(self.path, 'rb', buffering=0) as f:
+        with open(self.path, 'rb', buffering=0, opener=regular) as f:
             s = os.fstat(f.fileno())
             if self.who not in (None, (s.st_dev, s.st_ino)): raise FileNotFoundError(f"{self.path} is another file now.")
             self.who,self.at,self.size = (s.st_dev, s.st_ino),min(self.at, s.st_size),s.st_size
             f.seek(self.at)
             data = f.read(min(most, s.st_size-self.at))
-            while (cut := data.rfind(b'\n')+1)==0 and (next := f.read(most)): data += next
-        self.at += cut
+            while (cut := data.rfind(b'\n')+1)==0 and len(data)<=longest_line and (next := f.read(most)): data += next
+        self.at += cut or (len(data) if len(data)>longest_line else 0) # what is too long for a line is passed over
         return data[:cut]
 
     @property

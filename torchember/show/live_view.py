@@ -16,7 +16,7 @@ from shutil import get_terminal_size
 from socket import gethostname
 
 from ..bars import in_notebook, in_terminal
-from ..frames.logs import alive
+from ..frames.logs import alive, said_by
 from ..needs import needs
 from ..record import EmberWarning, an, warn
 from .following import Kept, Tail, loss_in, some_lines
@@ -358,8 +358,7 @@ def goes_on(t, base):
 
 def base_of(t):
     "What is known of a run, None when there is nothing"
-    try: return t[f'base_{t.fname}']
-    except (KeyError, ValueError, OSError): return None
+    return said_by(t)[0] or None
 
 def file_of(t): return None if t.file.fresh else t.log_path # before there are rows the name may change
 

@@ -15,7 +15,7 @@ import matplotlib as mpl
 import numpy as np
 
 from ..bars import progress
-from ..frames.logs import about, read
+from ..frames.logs import about, read, said_by
 from ..measure.exponents import limits
 from ..measure.summary import derived
 from .first_look import first_trouble, loss_of, noted, sentence_of, stat_of
@@ -23,6 +23,7 @@ from .heatmaps import zero
 from .lines import ttypes_asked
 from .select import grid, measured, name_of, not_stats, pick, places, root_of, series, stat_in, table_of, thinned, training
 from .style import alarm, meanings, palettes, words
+from ..store.table import whole_tree
 
 # %% ../../nbs/60_show/96_page_data.ipynb #693dbb4d
 def packed(
@@ -221,12 +222,12 @@ def facts_of(run, table):
         'first': int(steps.min()), 'last': int(steps.max())}
     t = tracker_of(run)
     if t is None: return out, None
-    base,structure = (meta(t, f'{k}_{t.fname}') for k in ('base', 'structure'))
+    base,structure = said_by(t)[0],structure_of(t)
     try: told = about(t.fname, t.dir)
-    except FileNotFoundError: told = {}
+    except OSError: told = {}
     known = {'model': told.get('model') or out['model'], 'size': told.get('size'), 'running': told.get('running', False),
         **{k: told.get(k) or base.get(k) for k in ('start', 'end')}, **{k: base.get(k) for k in ('seconds', 'share', 'user')}}
-    return out | {k: v for k,v in known.items() if v is not None}, structure or None
+    return out | {k: v for k,v in known.items() if v is not None}, structure
 
 def tracker_of(run):
     from torchember.store.jsonl import emberTracker, tracker
@@ -238,10 +239,10 @@ def tracker_of(run):
     t = getattr(run, 't', run)
     return t if isinstance(t, tracker) else None
 
-def meta(t, name):
-    "A file beside the log; an empty dict where there is none that can be read"
-    try: return t[name]
-    except (KeyError, ValueError, OSError): return {}
+def structure_of(t):
+    "The tree of a run's modules, None where there is none that can be read"
+    try: return whole_tree(t[f'structure_{t.fname}'])
+    except (KeyError, ValueError, OSError): return None
 
 def formats_for(kinds):
     "Exponents of the smallest number, the smallest normal one, the largest: of the formats that the run has, and of those to compare with"

@@ -16,10 +16,33 @@ from ..bars import progress
 from ..measure.summary import derived, lost_value
 from ..needs import needs
 from ..record import load_row, loads, put_back
+from .base import regular
 
 # %% ../../nbs/30_store/07_columns.ipynb #80df4ab2
 class Odd(Exception):
     "There is something in a log that is better parsed line by line"
+
+# %% ../../nbs/30_store/07_columns.ipynb #27a5f270
+longest_line = 1<<26 # bytes
+left_out = b'{ a line was too long\n'
+
+def blocks(path, size, block=1<<18, said=lambda: None, longest=longest_line):
+    "The lines of a file in blocks, up to a size; the last block may have no end. `said` is called for a line that is too long"
+    rest,n = [],0 # of a line that has no end yet: its pieces, and its bytes
+    with open(path, 'rb', buffering=0, opener=regular) as f:
+        while size>0 and (data := f.read(min(block, size))):
+            size -= len(data)
+            cut = data.rfind(b'\n')+1
+            end = data.index(b'\n') if cut else len(data)
+            if n<=longest<n+end: rest = []; said()
+            n += end
+            if n<=longest: rest.append(data[:cut] if cut else data)
+            elif cut: rest = [left_out, data[end+1:cut]]
+            if cut:
+                yield b''.join(rest)
+                rest,n = [data[cut:]],len(data)-cut
+    if n>longest: yield left_out
+    elif n: yield b''.join(rest)
 
 # %% ../../nbs/30_store/07_columns.ipynb #b9b4345c
 def beginnings(buf):
@@ -58,7 +81,7 @@ class Scan:
     ):
         self.path,self.size,self.rows,self.quotes,self.bools,self.longest = path,size,0,0,0,1<<19
         self.nulls,self.sample,self.torn = {},[],False # name -> rows; lines; whether there is a piece of a line at the end
-        for data in blocks(path, size):
+        for data in blocks(path, size, said=too_long):
             if data.endswith(b'\n'): self.look(data, np.frombuffer(data, np.uint8))
             elif data.strip(): self.torn = True
             if tell: tell(len(data))
@@ -72,6 +95,7 @@ class Scan:
         if np.count_nonzero(beginnings(buf)): self.words(buf)
         if np.count_nonzero((buf[:-1]==44) & ((buf[1:]|np.uint8(32))==125)): raise Odd('a comma before a bracket, which DuckDB would bear')
         if len(data)>self.longest: self.longest = max(map(len, data.split(b'\n')))
+        if self.longest>1<<24: too_long() # DuckDB has a room of twice that for each thread
         self.sample += data.split(b'\n', -1 if self.rows<3000 else 2)[:-1]
         self.rows += n
 
@@ -84,17 +108,7 @@ class Scan:
         names,rows = names_before(buf, null),np.searchsorted(np.flatnonzero(buf==10), null)+self.rows
         for name in set(names.tolist()): self.nulls.setdefault(name, []).append(rows[names==name])
 
-def blocks(path, size, block=1<<18):
-    "The lines of a file in blocks, up to a size; the last block may have no end"
-    rest = b''
-    with open(path, 'rb', buffering=0) as f:
-        while size>0 and (data := f.read(min(block, size))):
-            size -= len(data)
-            data = rest+data
-            cut = data.rfind(b'\n')+1
-            rest = data[cut:]
-            if cut: yield data[:cut]
-    if rest: yield rest
+def too_long(): raise Odd('a line that is too long')
 
 def whole(line):
     "Whether a line is a row"
