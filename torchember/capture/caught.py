@@ -7,19 +7,18 @@ __all__ = ['catch']
 
 # %% ../../nbs/20_capture/25_caught.ipynb #3d1f0a03
 import functools, inspect, types, weakref
-from contextlib import contextmanager
 
 import torch
 
 from . import compiled
 from ..private_torch import is_exporting, never_compile, recomputing, say_no_hooks
-from .forward import CAUGHT, KEY, answers, hook_compiled, with_gradient, with_self
+from .forward import CAUGHT, KEY, hook_compiled, lay, lift, with_gradient, with_self
 from .tensors import inputs, outputs, parameters
 
 # %% ../../nbs/20_capture/25_caught.ipynb #3d1f0a06
 def catching(self, *args, **kwargs):
     "The forward of a module that is caught from"
-    c = self.__dict__.get(CAUGHT)
+    c = getattr(self, CAUGHT, None) # by name, as the compiler finds it, too
     if c is None: return type(self).forward(self, *args, **kwargs) # kept by somebody from before
     compiling = torch.compiler.is_compiling()
     aside = is_exporting() or torch.jit.is_tracing()
@@ -76,7 +75,7 @@ class Catch:
         self.root = self.inputs = self.outputs = self.grads = self.input_grads = False
         self.names,self.rest,self.told = (),'args',([], [])
         self.function = self.former = None
-        self.put,self.covered = {},{}
+        self.laid = {} # what is in the module's `__dict__`
 
     def on(self):
         "Lie on top of what the module has now"
@@ -88,20 +87,15 @@ class Catch:
         self.function = found.__func__ if isinstance(found, types.MethodType) and found.__self__ is m else None
         self.former = m.forward if self.function is None and not (found is None and isinstance(kind, types.FunctionType)) else None
         like = self.former or self.function or kind
-        new = {CAUGHT: self, 'forward': types.MethodType(stand_in(like, self.former is not None, kind if ember and ember.former is None else like, ember), m)}
-        new |= answers(m, uncaught) | {'_replicate_for_data_parallel': functools.partial(replicated, m)}
-        self.put,self.covered = new,{k: d[k] for k in new if k in d}
-        d.update(new)
+        owner = kind if ember and ember.former is None else like
+        self.laid = {CAUGHT: self, 'forward': types.MethodType(stand_in(like, self.former is not None, owner, ember), m)}
+        lay(m, self.laid)
 
     def off(self):
-        "Give the module back what it had. A forward that somebody set meanwhile is theirs"
+        "Give the module back what it had"
         m = self.module()
-        if m is None: return
-        for k,v in self.put.items():
-            if k=='forward' and m.__dict__.get(k) is not v: continue
-            m.__dict__.pop(k, None)
-            if k in self.covered: m.__dict__[k] = self.covered[k]
-        self.put,self.covered = {},{}
+        if m is not None and self.laid: lift(m, self.laid)
+        self.laid = {}
 
     def update(self, listeners):
         "For these listeners from now on"
@@ -177,17 +171,6 @@ class Catch:
 wants = {'inputs': False, 'outputs': True, 'grads': False, 'input_grads': False} # what a listener may want, and whether one that does not say does
 
 for f in (Catch.began, Catch.ended, Catch.within, Catch.called, Catch.returned): never_compile(f)
-
-@contextmanager
-def uncaught(module):
-    "Inside, nobody catches the outputs of `module`"
-    c = module.__dict__[CAUGHT]
-    c.off()
-    try: yield
-    finally: c.on()
-
-def replicated(module):
-    with uncaught(module): return module._replicate_for_data_parallel()
 
 # %% ../../nbs/20_capture/25_caught.ipynb #3d1f0a12
 def catch(
