@@ -320,3 +320,97 @@ def test_bad_optimizer():
     for kwargs,word in ((dict(optimizer='adam'), 'got a str'), (dict(ttypes='update'), 'needs optimizer='),
             (dict(scaler=torch.amp.GradScaler('cpu')), 'needs optimizer='), (dict(optimizer=opt, scaler=3), 'GradScaler')):
         with pytest.raises((TypeError, ValueError), match=word): torchEmber(model, **kwargs)
+
+
+class Outside:
+    "A body and a head; a training of which the optimizers were given only some parameters"
+    def __init__(self, given, scaler=None, every=1, **kw):
+        torch.manual_seed(0)
+        self.m = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+        self.os = [torch.optim.SGD([p for i in which for p in self.m[i].parameters()], .1) for which in given]
+        self.te = torchEmber(self.m, optimizer=self.os, ttypes=('weight', 'weight_grad'), stats=['l2'], scaler=scaler, every=every, on_error='raise', **kw)
+        self.want = []
+
+    def note(self, step, *layers):
+        for i in layers:
+            for k,p in enumerate(self.m[i].parameters()): self.want.append((step, f'{i}', f'grad_{k}', 0, p.grad.double().norm().item()))
+
+    def rows(self):
+        self.te.close()
+        d = self.te.t.df
+        d = d[d.ttype=='weight_grad']
+        assert not len(d) or not d.duplicated(['step', 'path', 'tname']).any() # one row for each parameter and step
+        return sorted(zip(d.step, d.path, d.tname, d['call'], d.l2))
+
+    def check(self):
+        got = self.rows()
+        assert [g[:4] for g in got]==[w[:4] for w in sorted(self.want)]
+        assert [g[4] for g in got]==pytest.approx([w[4] for w in sorted(self.want)], rel=1e-6)
+
+
+def test_gradients_outside_the_optimizer():
+    "A parameter that no optimizer was given has its gradient recorded, once a step; and one that is frozen has none"
+    t = Outside([[2]])
+    for step in range(4):
+        if step==3: t.m[0].requires_grad_(False)
+        t.m(torch.randn(5, 2)).square().sum().backward()
+        t.note(step, *((0, 2) if step<3 else (2,)))
+        t.os[0].step()
+        t.m.zero_grad()
+    t.check()
+
+
+def test_gradients_outside_that_pile_up():
+    "`optimizer.zero_grad()` leaves them: they are recorded as they are, summed over the steps"
+    t = Outside([[0]])
+    for step in range(3):
+        t.m(torch.randn(5, 2)).square().sum().backward()
+        t.note(step, 0, 2)
+        t.os[0].step()
+        t.os[0].zero_grad()
+    assert t.m[2].weight.grad is not None
+    t.check()
+
+
+def test_gradients_outside_with_a_scaler():
+    "They are what they are without the scaler, whether the optimizer's own were unscaled before or not"
+    for unscaled in (False, True):
+        s = torch.amp.GradScaler('cpu', init_scale=1000.)
+        t = Outside([[2]], s)
+        for step in range(2):
+            t.m.zero_grad()
+            s.scale(t.m(torch.randn(5, 2)).square().sum()).backward()
+            scale = s.get_scale()
+            t.note(step, 0, 2)
+            t.want = [(*w[:4], w[4]/scale) if w[0]==step else w for w in t.want]
+            if unscaled: s.unscale_(t.os[0])
+            s.step(t.os[0])
+            s.update()
+        t.check()
+
+
+@pytest.mark.parametrize('set_to_none', [True, False])
+def test_optimizers_in_turn(set_to_none):
+    "A GAN: the second loss also reaches the first one's parameters. Each keeps the row of the gradient that its own optimizer got; the rest, that of nobody"
+    t = Outside([[0], [2]])
+    rest = nn.Parameter(torch.ones(2))
+    t.m.register_parameter('rest', rest)
+    t.te.rearm()
+    for step in range(3):
+        for i in (0, 2):
+            t.m.zero_grad(set_to_none)
+            (t.m(torch.randn(5, 2)*rest).square().sum()*(i+1)).backward()
+            t.note(step, i)
+            if i==2: t.want.append((step, '', 'grad_0', 0, rest.grad.double().norm().item())) # the last of the step
+            t.os[i//2].step()
+    t.check()
+
+
+def test_gradients_outside_off_schedule():
+    t = Outside([[2]], every=2)
+    for step in range(4):
+        t.m(torch.randn(5, 2)).square().sum().backward()
+        if step%2==0: t.note(step, 0, 2)
+        t.os[0].step()
+        t.m.zero_grad()
+    t.check()

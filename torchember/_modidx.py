@@ -2556,6 +2556,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                      'torchember/recorder/recorder.py'),
                                               'torchember.recorder.recorder.HearsSteps.note_waiting': ( '40_recorder/recorder.html#hearssteps.note_waiting',
                                                                                                         'torchember/recorder/recorder.py'),
+                                              'torchember.recorder.recorder.HearsSteps.outside': ( '40_recorder/recorder.html#hearssteps.outside',
+                                                                                                   'torchember/recorder/recorder.py'),
                                               'torchember.recorder.recorder.HearsSteps.over': ( '40_recorder/recorder.html#hearssteps.over',
                                                                                                 'torchember/recorder/recorder.py'),
                                               'torchember.recorder.recorder.HearsSteps.say_hopeless': ( '40_recorder/recorder.html#hearssteps.say_hopeless',

@@ -12,7 +12,7 @@ import torch
 
 from ..budget import clock, duration, idle, timed
 from ..capture.events import Listener
-from ..capture.optimizer import parameters_of, versions
+from ..capture.optimizer import parameters_of, trained_by, versions
 from ..choose import at, schedule
 from ..measure.kernels import warm
 from ..measure.tap import Arena, observe
@@ -275,6 +275,7 @@ class HearsSteps(HearsCalls):
         with self.lock:
             self.steps.opened = True
             self.parameters.at_boundary({id(p) for p in parameters_of(optimizer)}, scale)
+            if outside := self.outside(): self.parameters.at_boundary(outside, self.scale())
             self.page.read_pending(self.journal.root_name)
             if unchanged: self.updates.before(optimizer)
 
@@ -335,8 +336,13 @@ class HearsSteps(HearsCalls):
     def untold(self):
         "The ids of parameters whose gradients no optimizer's step has told of in this step, None for all: zero_grad may have been there meanwhile"
         if not self.steps.stepped: return None
-        told = {id(p) for o in self.watch.optimizers if id(o) in self.steps.stepped for p in parameters_of(o)}
+        told = {id(p) for o in self.watch.optimizers if id(o) in self.steps.stepped for p in parameters_of(o)} | self.outside()
         return {id(p) for _,_,_,p in self.parameters.each() if id(p) not in told}
+
+    def outside(self):
+        "The ids of parameters with a gradient that no optimizer we know of was given: a head that was forgotten does not look like a frozen one"
+        given = {id(p) for p in trained_by([*self.watch.given, *self.watch.optimizers])}
+        return {id(p) for _,_,_,p in self.parameters.each() if id(p) not in given and grad_of(p) is not None}
 
     def measure_at_end(self):
         "What is measured when a step is over. An evaluation alone changes nothing, and is none"
