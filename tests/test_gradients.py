@@ -340,7 +340,7 @@ class Outside:
         d = self.te.t.df
         d = d[d.ttype=='weight_grad']
         assert not len(d) or not d.duplicated(['step', 'path', 'tname']).any() # one row for each parameter and step
-        return sorted(zip(d.step, d.path, d.tname, d['call'], d.l2))
+        return sorted(zip(d.step, d.path, d.tname, d['call'], d.l2, strict=True))
 
     def check(self):
         got = self.rows()

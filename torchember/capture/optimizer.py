@@ -159,7 +159,7 @@ class OptimizerWatch:
         self.given,self.scaler,self.listener,self.handles,self.fired = optimizers,scaler,listener,[],set()
         self.workers_of = {id(o): workers(o) for o in optimizers}
         self.optimizers = list({id(w): w for ws in self.workers_of.values() for w in ws}.values())
-        self.step,self.attached = None,False
+        self.attached = False
         self.running = {} # id of an optimizer -> steps of it that run, one inside the other
         self.copied,self.stepped = set(),set() # ids of optimizers that were told of `before` in this step; that ever stepped
         self.inside = [] # wrappers whose step runs
@@ -171,9 +171,7 @@ class OptimizerWatch:
         for o in self.optimizers: self.hook(o)
         for o in self.given:
             if not any(o is w for w in self.optimizers): self.wrap(o, self.wrapper_step)
-        if self.scaler is not None:
-            self.step = self.scaler.step
-            self.scaler.step = self.scaled_step
+        if self.scaler is not None: self.wrap(self.scaler, self.scaled_step)
 
     def hook(self, o):
         "Listen to an optimizer by its own hooks; one that was not made as torch's are has none"
@@ -196,9 +194,6 @@ class OptimizerWatch:
         for h in self.handles: h.remove()
         self.handles.clear()
         self.running.clear()
-        if self.step is not None:
-            self.scaler.__dict__.pop('step', None)
-            self.step = None
 
     # ---- one optimizer
 
@@ -272,11 +267,13 @@ class OptimizerWatch:
         found = getattr(o, 'found_inf', None)
         self.listener.step_skipped(o) if found is not None and found.item() else self.listener.step_ends(o)
 
-    def scaled_step(self, optimizer, *args, **kwargs):
+    def scaled_step(self, scaler, go, args, kwargs):
         "The scaler's step: when the optimizer's hooks stay silent, it was skipped"
+        if not self.attached: return go(*args, **kwargs)
+        optimizer = args[0] if args else kwargs.get('optimizer')
         ours = self.workers_of.get(id(optimizer)) or [o for o in self.optimizers if o is optimizer]
         self.fired -= {id(o) for o in ours}
-        out = self.step(optimizer, *args, **kwargs)
+        out = go(*args, **kwargs)
         for o in ours:
             if id(o) in self.fired: continue
             self.stepped.add(id(o))

@@ -201,7 +201,8 @@ class Page:
         self.arena.seen.clear()
 
     def read_pending(self, module='model'):
-        "Read the parameters that wait to be read together, before anything changes them"
+        "Read the parameters that wait to be read together, before anything changes them. Nothing of ours refers to them any more"
+        self.forget_seen()
         try: self.arena.read_pending()
         except Exception as e: self.notices.failed(module, 'a parameter', e, self.stats.get('weight'))
 

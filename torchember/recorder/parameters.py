@@ -146,6 +146,7 @@ class Parameters:
         """
         self.page.forget_seen() # what was written through .data, too
         for st,i,n,p in list(self.each()) if which is None else which:
+            if 'weight' in ttypes: self.seen |= {id(p), (st.track.id, n)}
             self.measure(st, i, n, p, ttypes, True, scale)
 
     def step_over(self): self.seen.clear()

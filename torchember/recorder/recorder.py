@@ -66,6 +66,7 @@ class HearsPasses(Listener):
         self.running = 0 # passes that run, in all threads
         self.watch = None # `OptimizerWatch`, when there is an optimizer to listen to
         self.weights_watched = [] # some of the weights: their versions tell that somebody's optimizer has stepped
+        self.left = False # whether this process was forked from the one that records
         self.stack_room = 0 # how much deeper Python's stack may be while the model runs
 
         self.notices,self.marks,self.journal = Notices(on_error),ChangingMarks(),Journal(t, rank)
@@ -93,7 +94,7 @@ class HearsPasses(Listener):
 
     def leave(self):
         "Record nothing from now on: this process is not the one that the run belongs to"
-        self.lock = threading.RLock()
+        self.lock,self.left = threading.RLock(),True
         self.decide,self.cost.budget = Decision(schedule(at())),None
         self.set_on(False)
         self.page.fresh_arena()
@@ -180,7 +181,6 @@ class HearsPasses(Listener):
         if self.watch is not None: self.say_when_stalled()
         if self.touched:
             self.page.read_pending(self.journal.root_name)
-            self.page.forget_seen() # nothing of ours holds on to a tensor of the model between passes
         if compiled and not self.steps.manual and (here.outermost.root or len(self.steps.seen)<2):
             self.switch.on = self.due(self.step+1) # no Python of ours runs before the compiler looks again
 
@@ -240,6 +240,7 @@ class HearsCalls(HearsPasses):
     def probe(self, state, name, x):
         here = self.calls.here
         if self.on and self.states: self.page.measure(state, 'probe', name, x, None, here.call, here.phase)
+        if not here.depth: self.page.forget_seen()
 
     # ---- gradients
 
@@ -296,7 +297,7 @@ class HearsSteps(HearsCalls):
 
     def say_when_stalled(self):
         "Every step would be the same one, when the optimizer does not step"
-        why = self.steps.stalled()
+        why = None if self.left else self.steps.stalled()
         if not why or 'stalled' in self.notices.said: return
         quiet = [o for o in self.watch.optimizers if id(o) in self.steps.quiet]
         ever = any(id(o) in self.watch.stepped for o in quiet)
@@ -467,6 +468,7 @@ class Recorder(HearsSteps):
 
     def remarks(self) -> list:
         "What the user should know when the run is over, a sentence each"
+        if self.left: return ['This process was forked from the one that records the run, and adds nothing to it.']
         out,watch,hint = [],self.watch,self.parameters.hint
         if not self.seen_steps: out.append("No pass was seen: the model was never called while it was armed.")
         for o in watch.optimizers if watch and self.seen_steps else ():
