@@ -158,6 +158,71 @@ def test_search_narrows_the_table_and_the_tree(chromium, tmp_path):
         expect(page.locator('[role=treeitem]')).to_have_count(n)
 
 
+def test_search_narrows_the_heat_map_and_the_lines(chromium, tmp_path):
+    te = train(net(), 'charts')
+    rows = lambda page: page.evaluate("charts.heat.axes[1]._values") # names beside the heat map
+    with opened(chromium, report(te, tmp_path/'a.html')) as page:
+        every = rows(page)
+        assert every==['0', '1', '2.0', '2.1', '2', '3', 'Sequential'] and page.evaluate('charts.lines.series.length')==8
+        page.fill('#search', '2.')
+        drawn(page)
+        assert rows(page)==['2.0', '2.1'] and page.evaluate('charts.lines.series.length')==3
+        y = page.evaluate("charts.lines.data[2]")
+        assert len(y)==40 and y==page.evaluate("Promise.all([view()]).then(([v]) => Array.from(v.value.slice(3 * v.columns, 4 * v.columns), Number))")
+        expect(page.locator('#lines .readout')).to_contain_text('2 tensors of 7')
+        box = page.locator('#heat .u-over').bounding_box()
+        page.mouse.click(box['x']+box['width']/2, box['y']+box['height']*.75) # the lower of the two rows that are left
+        drawn(page)
+        assert page.evaluate('state.label')=='2.1'
+        page.keyboard.press('Escape') # the choice
+        page.fill('#search', 'nowhere')
+        drawn(page)
+        expect(page.locator('#heat')).to_be_hidden()
+        expect(page.locator('#lines')).to_be_hidden()
+        page.fill('#search', '')
+        page.evaluate('() => choose({})')
+        drawn(page)
+        assert rows(page)==every and page.evaluate('charts.lines.series.length')==8 and not page.wrong
+
+
+def test_what_is_not_trained_is_there_with_its_reason(chromium, tmp_path):
+    model = net()
+    model[0].requires_grad_(False)
+    te = train(model, 'frozen')
+    with opened(chromium, report(te, tmp_path/'a.html'), '#tensors=weight_grad') as page:
+        expect(page.locator('#missing')).to_have_text('Not trained: frozen: 0.')
+        assert [c[:2] for c in cells(page)][:3]==[['0.weight frozen', '0'], ['0.bias frozen', '0'], ['2.0.weight', '40']]
+        assert page.evaluate("reasonsIn(kind().tensors.map(t => t.why), i => kind().n[state.stat][i] > 0)")==[['frozen', 0, 2, False]]
+        expect(page.locator('#sizes h2')).to_contain_text('2.0.weight') # of what there is something to see
+        page.evaluate("choose({ label: '0.weight' })")
+        drawn(page)
+        expect(page.locator('#heat .readout')).to_have_text('0.weight, step 39: frozen')
+        page.fill('#search', 'frozen') # the reason is found, too
+        drawn(page)
+        assert page.evaluate("charts.heat.axes[1]._values")==['0.weight', '0.bias'] and not page.wrong
+
+
+def test_a_step_that_stands_alone_is_a_mark(chromium, tmp_path):
+    steps = [0, 1, 36, 72]
+    df = pd.DataFrame([{'path': p, 'ttype': 'output', 'tname': 'output_0', 'step': s, 'call': 0, 'std': 1.+s} for s in steps for p in 'ab'])
+    with opened(chromium, report(df, tmp_path/'a.html')) as page:
+        assert page.evaluate('columnEnds(kind())')==[[-.5, .5], [.5, 1.5], [35.5, 36.5], [71.5, 72.5]]
+        assert page.evaluate('columnEnds({ step: [0, 10, 20, 30] })')==[[-5, 5], [5, 15], [15, 25], [25, 35]]
+        assert page.evaluate('columnEnds({ step: [0, 1, 36, 72], thin: true })')[2]==[18.5, 54] # a column that stands for many steps
+        assert page.evaluate('columnEnds({ step: [7] })')==[[6.5, 7.5]] and not page.wrong
+
+
+def test_one_bar_of_all_numbers_is_a_sentence(chromium, tmp_path):
+    rows = [{'path': p, 'ttype': 'output', 'tname': 'output_0', 'step': 0, 'call': 0, 'std': 1., 'exponent_min': -2, 'exponents': e}
+        for p,e in (('low', [5, 0, 0, 0]), ('high', [0, 0, 0, 7]), ('some', [1, 2, 0, 3]))]
+    with opened(chromium, report(pd.DataFrame(rows), tmp_path/'a.html')) as page:
+        for label,text in (('low', 'All 5 numbers are smaller than 2⁻², or zero'), ('high', 'All 7 numbers are 2⁰ or larger'), ('some', '6 numbers')):
+            page.evaluate(f"choose({{ label: '{label}' }})")
+            drawn(page)
+            expect(page.locator('#sizes .readout')).to_contain_text(text)
+            assert page.locator('#sizes canvas').count()==(label=='some')
+
+
 def test_all_of_it_by_keyboard(chromium, tmp_path):
     train(net(), 'keys')
     with opened(chromium, report('keys', tmp_path/'a.html')) as page:

@@ -1,11 +1,16 @@
 "What got nothing is seen: a parameter that is frozen, cut off, forgotten or never called is noted from the start, and said by whatever shows the run"
+import gzip
 import json
+from base64 import b64decode
 
+import matplotlib.pyplot as plt
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from torchember import emberTracker, torchEmber
+from torchember import emberTracker, overview, scalar_global_heatmap, summary, torchEmber
+from torchember.show.page_data import page_of
 from torchember.store.parameters import label_of, why_not
 
 reasons = {'frozen': 'frozen', 'cut': 'no gradient ever arrived', 'forgotten': 'not in the optimizer', 'idle': 'module never called'}
@@ -131,3 +136,71 @@ def test_lazy_tied_and_none():
     assert [(label_of(p), p.get('also'), p['shape'], p['gradient'], p['optimizer']) for p in file_of(te)]==[
         ('emb.weight', ['head.weight'], [5, 4], True, None), ('lazy.weight', None, [4, 4], True, None), ('lazy.bias', None, [4], True, None)]
     assert not te.close()['remarks']
+
+
+def unpacked(a): return np.frombuffer(gzip.decompress(b64decode(a['zip'])), 'u1').reshape(4, -1).T.copy().view('<f4').reshape(a['shape'])
+
+
+def a_run(name='shown', **kwargs):
+    net = Net()
+    opt = optimizer_of(net)
+    te = torchEmber(net, optimizer=opt, name=name, **kwargs)
+    train(te, net, opt)
+    te.close()
+    return te
+
+
+def texts(ax): return {t.get_text(): t.get_position()[1] for t in ax.texts}
+
+
+def test_overview_and_heat_map_have_gray_rows_with_the_reason():
+    te = a_run()
+    fig = overview(te).figure
+    ax = next(a for a in fig.axes if a.get_ylabel()=='weight gradients')
+    rows = [t.get_text() for t in ax.get_yticklabels()]
+    order = [m for m in ('frozen', 'body', 'cut', 'forgotten', 'idle', 'head') for _ in range(2)]
+    assert rows==[f'{m}.{n}' for m,n in zip(order, ['weight', 'bias']*6, strict=True)] # in the model's order, and not after all others
+    value = ax.collections[0].get_array()
+    empty = {r.partition('.')[0] for r,v in zip(rows, value.mask.all(1), strict=True) if v}
+    assert empty>={'frozen', 'cut', 'idle'} and not empty & {'body', 'head'}
+    assert texts(ax)=={reasons[m]: order.index(m)+1 for m in reasons} # once for both rows
+    df = te.t.df
+    one = df[(df.path=='head') & (df.pname=='bias') & (df.ttype=='weight_grad')]['std']
+    assert value[11].tolist()==one.tolist()
+    heat = scalar_global_heatmap('shown', 'weight_grad', 'std').axes[0]
+    assert texts(heat)==texts(ax) and heat.collections[0].get_array().shape==(12, 3)
+    assert not scalar_global_heatmap(df, 'weight_grad', 'std').axes[0].texts # a table knows nothing of what it has not
+    part = overview(te, tt='weight_grad', layer=['cut', 'head'])
+    assert [t.get_text() for t in part.get_yticklabels()]==['cut.weight', 'cut.bias', 'head.weight', 'head.bias']
+    with pytest.raises(ValueError, match='no rows to draw. Not trained: no gradient ever arrived: cut.'): overview(te, tt='weight_grad', layer='cut')
+    plt.close('all')
+
+
+def test_a_layer_without_gradients_has_its_outputs():
+    fig = overview(a_run(), layer='cut').figure
+    assert [a.get_ylabel() for a in fig.axes[:2]]==['loss', 'outputs']
+    plt.close('all')
+
+
+def test_the_summary_says_it_in_words_and_has_the_rows():
+    a_run()
+    s = summary('shown')
+    assert s.missing==told and repr(s).split('\n')[1]==told and told in s._repr_html_() and 'cut' in s.df.index
+    s = summary('shown', 'weight_grad')
+    steps = s.df['steps']
+    assert list(steps.index)==[f'{m}.{n}' for m in ('frozen', 'body', 'cut', 'forgotten', 'idle', 'head') for n in ('weight', 'bias')]
+    assert (steps['cut.weight'], steps['idle.bias'], steps['head.bias'], s.df['not finite']['idle.bias'])==(0, 0, 3, 0)
+    assert summary('shown', layer=['cut', 'head']).missing=='Not trained: no gradient ever arrived: cut.'
+
+
+def test_the_page_has_them_in_their_places():
+    a_run(stats='numerics')
+    page = page_of('shown', tt='weight_grad')
+    assert page['run']['missing']==told
+    kind = page['kinds'][0]
+    order = 'frozen', 'body', 'cut', 'forgotten', 'idle', 'head'
+    assert [(t['label'], t.get('why')) for t in kind['tensors'][::2]]==[(f'{m}.weight', reasons.get(m)) for m in order]
+    assert [t['shape'] for t in kind['tensors'][:2]]==[[8, 4], [8]] and [n==0 for n in kind['n']['std']][:6]==[True, True, False, False, True, True]
+    counts = unpacked(kind['exponents']['counts'])
+    assert counts.shape[:2]==(12, 3) and counts[2].sum(1).tolist()==[64]*3 and counts[11].sum(1).tolist()==[2]*3 and not counts[:2].any()
+    assert unpacked(kind['stats']['std']).shape==(12, 3)

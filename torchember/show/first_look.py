@@ -11,8 +11,10 @@ import numpy as np
 from ..measure.summary import derived
 from ..needs import needs
 from ..record import unknown, values_of
-from .heatmaps import column_edges, heat, sizes
+from ..store.parameters import label_of, untrained
+from .heatmaps import column_spans, heat, sizes
 from .lines import put_lines, ttypes_asked
+from .missing import asked_for, parameters_in, places_among, reasons_in, reasons_of, with_missing, with_rows
 from .select import grid, measured, name_of, not_stats, pick, series, stat_in, table_of, training, trouble, ttype_of, usual
 from .style import alarm, drawn, figure, is_dark, meanings, palettes, title_of, words
 
@@ -63,13 +65,16 @@ def overview(
     tensors = measured(table[(table['ttype'].astype(str)!='scalar').to_numpy()], [stat] if stat else ())
     kinds = there_of(tensors, tt)
     if not kinds: raise ValueError(f"overview needs a tensor type, such as 'output', got tt={tt!r}.")
+    if tt is None and layer is not None: # a layer without parameters has no gradients of them, and one may not be called
+        some = pick(tensors, layer, kinds)['ttype'].astype(str)
+        kinds = [k for k in kinds if (some==k).any()]
     if ax is not None: kinds = kinds[:1]
-    parts = []
+    parts,ps = [],parameters_in(run)
     for kind in kinds:
-        rows = training(pick(tensors, layer, kind))
+        rows = training(pick(tensors, with_rows(of_kind(tensors, kind), layer, ps), kind))
         if ttype_of(kind)[0]=='output': rows = larger(rows)
-        col = stat_of(rows, stat)
-        parts.append((kind, col, rows, grid(series(rows, col))))
+        col,why = stat_of(rows, stat),reasons_in(rows, ttype_of(kind)[0], ps, layer)
+        parts.append((kind, col, rows, grid(with_missing(series(rows, col), why, [label_of(p) for p in ps])), why))
     return compose(parts, numbers, tensors, name_of(table), ax)
 
 # %% ../../nbs/60_show/90_first_look.ipynb #c192557b
@@ -80,6 +85,8 @@ def there_of(tensors, tt):
     if tt is not None: return [tt] if isinstance(tt, str) else list(tt)
     kinds = list(dict.fromkeys(tensors['ttype'].astype(str)))
     return [t for t in default_ttypes if t in kinds] or kinds[:1]
+
+def of_kind(tensors, kind): return tensors[(tensors['ttype'].astype(str)==ttype_of(kind)[0]).to_numpy()]
 
 def larger(rows):
     "Without tensors of one number, such as a loss that a model returns: it says nothing beside a layer. Unless there are no others"
@@ -118,7 +125,7 @@ def noted(table):
 
 def compose(parts, numbers, tensors, run, ax):
     "Put the loss and the heat maps above one another"
-    tall = [min(.3+.155*len(g.labels), 6.) for *_,g in parts]
+    tall = [min(.3+.155*len(g.labels), 6.) for *_,g,_ in parts]
     if ax is None:
         heights = ([1.] if numbers else [])+tall
         fig = figure((8, sum(heights)+1.1))
@@ -128,13 +135,13 @@ def compose(parts, numbers, tensors, run, ax):
     else:
         fig,axes = ax.figure,[ax]
         top = ax.inset_axes([0, 1.04, 1, .3], sharex=ax) if numbers else None
-    for a,(kind,col,_,g) in zip(axes, parts, strict=True):
-        heat(a, g, meanings.get(col, col), zeros=col in sizes)
+    for a,(kind,col,_,g,why) in zip(axes, parts, strict=True):
+        heat(a, g, meanings.get(col, col), zeros=col in sizes, why=reasons_of(g, why))
         a.set_ylabel(words.get(ttype_of(kind)[0], kind))
     axes[-1].set_xlabel('step')
-    steps = np.concatenate([g.steps for *_,g in parts])
+    steps = np.concatenate([g.steps for *_,g,_ in parts])
     if top is not None: draw_loss(top, numbers, steps)
-    ends = column_edges(np.unique(steps)) # the axes end where the last column does, or the loss
+    ends = column_spans(np.unique(steps))[0] # the axes end where the last column does, or the loss
     axes[0].set_xlim(*((min(ends[0], *numbers[1]), max(ends[-1], *numbers[1])) if numbers and len(numbers[1]) else (ends[0], ends[-1])))
     first = first_trouble(training(tensors))
     if first is not None: mark_first(axes, parts, first, top)
@@ -158,7 +165,7 @@ def mark_first(axes, parts, first, top):
     "A line through all at the step, and a ring around the place where it is drawn"
     c,step = alarm[is_dark()],first['step']
     for a in axes+([top] if top is not None else []): a.axvline(step, color=c, lw=1, ls='--')
-    for a,(_,_,rows,g) in zip(axes, parts, strict=True):
+    for a,(_,_,rows,g,_) in zip(axes, parts, strict=True):
         if str(first['ttype']) not in set(rows['ttype'].astype(str)): continue
         at = [i for i,(m,b) in enumerate(zip(g.members, g.bad, strict=True)) if b.any() and any(str(first['path']) in n for n in m)]
         where = np.searchsorted(g.steps, step, 'right')-1
@@ -166,17 +173,18 @@ def mark_first(axes, parts, first, top):
 
 # %% ../../nbs/60_show/90_first_look.ipynb #451ee375
 class RunSummary:
-    "A run, a line for each layer: `df` is the table"
-    def __init__(self, df, title): self.df,self.title = df,title
+    "A run, a line for each layer: `df` is the table, `missing` a sentence of the parameters that are not trained"
+    def __init__(self, df, title, missing=''): self.df,self.title,self.missing = df,title,missing
 
     def __repr__(self):
         import pandas as pd
         with pd.option_context('display.width', 200, 'display.max_colwidth', 40): text = self.df.to_string(float_format=lambda v: f'{v:.3g}', na_rep='')
-        return f'{self.title}\n{text}'
+        return '\n'.join(filter(None, [self.title, self.missing, text]))
 
     def _repr_html_(self):
         from html import escape
-        return f'<b>{escape(self.title)}</b>'+self.df.to_html(float_format=lambda v: f'{v:.3g}', na_rep='', escape=True)
+        missing = f'<p>{escape(self.missing)}</p>' if self.missing else ''
+        return f'<b>{escape(self.title)}</b>{missing}'+self.df.to_html(float_format=lambda v: f'{v:.3g}', na_rep='', escape=True)
 
 def summary(
     run, # Name of a run, an ember, a tracker, or a table
@@ -184,7 +192,7 @@ def summary(
     stats=('std', 'abs_max'), # Statistics, of those that were recorded: first, last and worst value of each
     layer=None # A path, a glob, a compiled regex, or a list; all layers without it
 ) -> RunSummary:
-    """What a run was like, a line for each layer: first, last and worst value, and at how many steps something was not finite
+    """What a run was like, a line for each layer: first, last and worst value, and at how many steps something was not finite; and what is not trained
 
     Args:
         run: Name of a run, an ember, a tracker, or a table
@@ -198,7 +206,8 @@ def summary(
     if not len(tensors): raise ValueError(f"{name_of(table) or 'The table'} has no rows of tensors yet.")
     tensors = measured(tensors, [s for s in stats if s in tensors and s not in usual])
     kind = tt or there_of(tensors, None)[0]
-    rows = training(pick(tensors, layer, kind))
+    ps = parameters_in(run)
+    rows = training(pick(tensors, with_rows(of_kind(tensors, kind), layer, ps), kind))
     there = [s for s in stats if s in rows and rows[s].notna().any()] or [stat_of(rows, None)]
     found = {c: list(series(rows, c)) for c in there}
     lines = {}
@@ -207,11 +216,14 @@ def summary(
             line = lines.setdefault(label, {'steps': len(x), 'not finite': int(bad.sum())})
             ok = y[np.isfinite(y)]
             line |= {f'{c} first': ok[0] if len(ok) else np.nan, f'{c} last': ok[-1] if len(ok) else np.nan, f'{c} worst': farthest(ok)}
-    df = pd.DataFrame.from_dict(lines, orient='index')
+    missing = reasons_in(rows, ttype_of(kind)[0], ps, layer).keys()-lines.keys()
+    labels,_ = places_among(list(lines), missing, [label_of(p) for p in ps])
+    df = pd.DataFrame.from_dict({n: lines.get(n, {'steps': 0, 'not finite': 0}) for n in labels}, orient='index')
     df = df[[c for c in df.columns if c!='not finite']+['not finite']]
     df.index.name = words.get(ttype_of(kind)[0], kind)
     first,n = first_trouble(training(tensors)),tensors['step'].nunique()
-    return RunSummary(df, title_of(name_of(table), f'{n:,} step{"s"*(n!=1)}', sentence_of(first) if first is not None else 'all finite'))
+    title = title_of(name_of(table), f'{n:,} step{"s"*(n!=1)}', sentence_of(first) if first is not None else 'all finite')
+    return RunSummary(df, title, untrained(ps, asked_for(ps, layer)))
 
 def farthest(y):
     "The value that is farthest from the median: by factors where all are above zero"

@@ -6,11 +6,16 @@
 __all__ = ['scalar_global_heatmap']
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #4aac8a89
+from itertools import groupby
+
 import matplotlib as mpl
+import matplotlib.patheffects as effects
 import numpy as np
 
 from .lines import ttypes_asked
+from .missing import parameters_in, reasons_in, reasons_of, with_missing
 from .select import grid, name_of, pick, series, stat_in, table_of, ttype_of
+from ..store.parameters import label_of
 from .style import alarm, canvas, drawn, is_dark, meanings, short_names, size_of, title_of, words
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #e3ee4804
@@ -27,6 +32,7 @@ def heat(
     cbar:bool=True, # Whether there is a colour bar
     cbar_kws:dict|None=None, # Of matplotlib's `colorbar`
     yticklabels=True, xticklabels=True, # Whether rows and columns have their names
+    why=(), # For each row a reason why it is empty, or None
     **kwargs # Of matplotlib's `pcolormesh`
 ): # The axes
     "Draw a grid as colours"
@@ -34,20 +40,22 @@ def heat(
     zeros = zeros and center is None and bool((finite==0).any()) and not (finite<0).any()
     if norm is None: norm = scale_of(finite[finite>0] if zeros else finite, vmin, vmax, center, robust)
     cmap = mpl.colormaps[cmap or ('RdBu_r' if center is not None else 'viridis')].copy() if cmap is None or isinstance(cmap, str) else cmap
-    edges = column_edges(g.steps)
+    edges,at = column_spans(g.steps)
     shown = np.where(np.isfinite(g.value), g.value, np.nan)
     if zeros: shown,cmap = np.where(shown==0, norm.vmin/10 if norm.vmin>0 else -1., shown),cmap.with_extremes(under=zero)
     elif isinstance(norm, mpl.colors.LogNorm): shown = np.where(shown<=0, norm.vmin, shown)
-    mesh = ax.pcolormesh(edges, np.arange(len(g.labels)+1), np.ma.masked_invalid(shown), norm=norm, cmap=cmap, rasterized=True, **kwargs)
+    mesh = ax.pcolormesh(edges, np.arange(len(g.labels)+1), np.ma.masked_invalid(spread(shown, at, np.nan)), norm=norm, cmap=cmap, rasterized=True, **kwargs)
     if g.bad.any():
         red = mpl.colors.ListedColormap([alarm[dark]])
-        ax.pcolormesh(edges, np.arange(len(g.labels)+1), np.ma.masked_where(~g.bad, np.ones(g.bad.shape)), cmap=red, rasterized=True)
+        bad = spread(g.bad, at, False)
+        ax.pcolormesh(edges, np.arange(len(g.labels)+1), np.ma.masked_where(~bad, np.ones(bad.shape)), cmap=red, rasterized=True)
     ax.invert_yaxis()
     for s in ax.spines.values(): s.set_visible(False)
     ax.set_facecolor((.5, .5, .5, .15)) # nothing was recorded there
     if yticklabels: name_rows(ax, g.labels)
     else: ax.set_yticks([])
     if not xticklabels: ax.set_xticks([])
+    say_why(ax, g, why)
     if cbar and len(finite):
         more = {'extend': 'min', 'extendrect': True} if zeros else {}
         bar = ax.figure.colorbar(mesh, ax=ax, **{'label': label, 'pad': .01, 'fraction': .04, 'aspect': 30, **more, **(cbar_kws or {})})
@@ -77,6 +85,40 @@ def column_edges(steps):
     if len(s)==1: return np.array([s[0]-.5, s[0]+.5])
     middle = (s[1:]+s[:-1])/2
     return np.concatenate([[s[0]-(middle[0]-s[0])], middle, [s[-1]+(s[-1]-middle[-1])]])
+
+def column_spans(
+    steps # Of the columns, ascending
+) -> tuple: # Edges of the cells, and at which of these each column begins
+    "Where the columns begin and end. A step that is far from its neighbours is a mark and no stretch: nothing was recorded between"
+    edges = column_edges(steps)
+    if len(steps)<3: return edges, np.arange(len(steps))
+    s,gaps = np.asarray(steps, float),np.diff(steps)
+    half = max(gaps.min(), (s[-1]-s[0])/400)/2 # of a step that stands alone, which is to be seen
+    hole = gaps>max(2.5*gaps.min(), 2*half)
+    begin = np.where(np.r_[hole[:1], hole], np.maximum(edges[:-1], s-half), edges[:-1])
+    end = np.where(np.r_[hole, hole[-1:]], np.minimum(edges[1:], s+half), edges[1:])
+    all_ = np.unique(np.r_[begin, end])
+    return all_, np.searchsorted(all_, begin)
+
+def spread(values, at, empty):
+    "A matrix with empty columns where nothing was recorded"
+    out = np.full((len(values), max(at[-1]+1, 1) if len(at) else 0), empty, values.dtype)
+    out[:, at] = values
+    return out
+
+def say_why(ax, g, why):
+    "Write the reasons into rows, once for neighbours that share one"
+    tall,size,low = size_of(ax)[1]/max(len(g.labels), 1),mpl.rcParams['legend.fontsize']-1,-np.inf
+    style = {'fontsize': size, 'va': 'center', 'clip_on': True, 'transform': ax.get_yaxis_transform(),
+        'path_effects': [effects.withStroke(linewidth=2, foreground=ax.figure.get_facecolor(), alpha=.75)]}
+    i = 0
+    for reason,rows in groupby(why):
+        n = len(list(rows))
+        middle,empty = i+n/2,not np.isfinite(g.value[i:i+n]).any()
+        i += n
+        if reason is None or (middle-low)*tall<size: continue # it would lie over the one before
+        low = middle
+        ax.text(.5 if empty else .995, middle, reason, ha='center' if empty else 'right', **style)
 
 def name_rows(ax, labels):
     "Names of rows, as many as there is room for"
@@ -121,15 +163,16 @@ def scalar_global_heatmap(
     Returns:
         matplotlib Figure
     """
-    rows,col,g = cells_of(df, tt, scalar_metric, inc, x, layer)
+    ps = parameters_in(df)
+    rows,col,g = cells_of(df, tt, scalar_metric, inc, x, layer, ps)
     ax = canvas(None, figsize or (8, tall_for(len(g.labels))))
-    heat(ax, g, meanings.get(col, col), **{'zeros': col in sizes, **kwargs})
+    heat(ax, g, meanings.get(col, col), **{'zeros': col in sizes, 'why': reasons_of(g, reasons_in(rows, ttype_of(tt)[0], ps, layer)), **kwargs})
     ax.set(xlabel=x[1] if isinstance(x, tuple) else x)
     ax.figure.suptitle(title_of(name_of(rows), words.get(ttype_of(tt)[0], tt), meanings.get(col, col)), x=.01, ha='left')
     return ax.figure
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #fa172d3a
-def cells_of(df, tt='output', scalar_metric='std', inc=1, x='step', layer=None):
+def cells_of(df, tt='output', scalar_metric='std', inc=1, x='step', layer=None, ps=()):
     "The rows, the column of the statistic and the `Grid` of a heat map"
     if not isinstance(inc, int) or inc<1: raise ValueError(f"inc is each how manieth step is drawn, a whole number from 1 on, got {inc!r}.")
     if not isinstance(scalar_metric, str): raise ValueError(f"a heat map is of one statistic, got {scalar_metric!r}.")
@@ -139,4 +182,5 @@ def cells_of(df, tt='output', scalar_metric='std', inc=1, x='step', layer=None):
         rows = rows[(rows['step']%inc==0).to_numpy()]
         if not len(rows): raise ValueError(f"No recorded step is a multiple of inc={inc}.")
     col = stat_in(rows, scalar_metric)
-    return rows, col, grid(series(rows, col, x[1] if isinstance(x, tuple) else x))
+    s = series(rows, col, x[1] if isinstance(x, tuple) else x)
+    return rows, col, grid(with_missing(s, reasons_in(rows, ttype_of(tt)[0], ps, layer), [label_of(p) for p in ps]))

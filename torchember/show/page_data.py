@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/60_show/96_page_data.ipynb #8f9ccba8
-import gzip, os, re
+import gzip, os, re, types
 from base64 import b64encode
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +21,9 @@ from ..measure.summary import derived
 from .first_look import first_trouble, loss_of, noted, sentence_of, stat_of
 from .heatmaps import zero
 from .lines import ttypes_asked
+from .missing import asked_for, parameters_in, places_among, reasons_in, tracker_of, with_missing
 from .select import grid, measured, name_of, not_stats, pick, places, root_of, series, stat_in, table_of, thinned, training
+from ..store.parameters import label_of, untrained
 from .style import alarm, meanings, palettes, words
 from ..store.table import whole_tree
 
@@ -88,16 +90,24 @@ def stats_to_send(rows, stats):
 def kind_of_rows(
     rows, # Of one tensor type
     stats:list, # Columns
-    columns:int # Steps, at most
+    columns:int, # Steps, at most
+    why:dict=types.MappingProxyType({}), # Label -> why the tensor is not trained, also of those that have no rows
+    ps=() # All parameters that the run knows
 ) -> dict:
     "What a page has of a tensor type"
     one,labels = rows.iloc[firsts(rows)],places(rows)[1]
     text = lambda c: [v if isinstance(v, str) else None for v in one[c].astype(object)] if c in one else [None]*len(one)
     shapes = [list(map(int, s)) if isinstance(s, list|tuple|np.ndarray) else None for s in one['shape']] if 'shape' in one else [None]*len(one)
-    out = {'stats': {}, 'n': {}, 'ends': {}, 'tensors': [dict(label=l, path=p or '', dtype=d, shape=s)
-        for l,p,d,s in zip(labels, text('path'), text('dtype'), shapes, strict=True)]}
+    tensors = [dict(label=l, path=p or '', dtype=d, shape=s) for l,p,d,s in zip(labels, text('path'), text('dtype'), shapes, strict=True)]
+    order = {label_of(p): p for p in ps}
+    missing = [l for l in why if l not in set(labels)]
+    labels,at = places_among(labels, missing, list(order))
+    there = dict(zip(at, tensors, strict=True))
+    tensors = [there[i] if i in there else dict(label=l, path=order[l]['path'], dtype=order[l].get('dtype'), shape=order[l].get('shape'))
+        for i,l in enumerate(labels)]
+    out = {'stats': {}, 'n': {}, 'ends': {}, 'tensors': [t | ({'why': why[t['label']]} if t['label'] in why else {}) for t in tensors]}
     for c in stats:
-        s = series(rows, c)
+        s = with_missing(series(rows, c), missing, list(order))
         g = grid(s, len(labels), columns)
         out['stats'][c],ends = packed(g.value),np.full((len(labels), 4), np.nan)
         for t,e,(_,_,y,bad) in zip(out['tensors'], ends, s, strict=True):
@@ -129,19 +139,20 @@ def some_steps(steps, also=(), most=None):
 
 def exponents_of(
     rows, # Of one tensor type, with exponent counts
-    keys:list # Of its tensors, as `keys_of` gives them
+    keys:dict, # Place -> tensor, as `keys_of` gives it
+    n:int # Tensors, those without rows, too
 ) -> dict|None: # `first` exponent, `step`, and `counts`, shape (tensors, steps, exponents+2): those below are first, those above last
     "Exponent counts of some steps, or None where there are none"
     if 'exponents' not in rows: return None
     rows = rows[rows['exponents'].map(lambda v: isinstance(v, list|tuple|np.ndarray)).to_numpy(bool)]
     if not len(rows): return None
-    known = {k: i for i,k in enumerate(keys)}
+    known = {k: i for i,k in keys.items()}
     tensor = np.array([known[k] for k in keys_of(rows)])[places(rows)[0]]
     steps,at = np.unique(rows['step'].to_numpy(), return_inverse=True)
     lows = rows['exponent_min'].to_numpy(int)
     lengths = rows['exponents'].map(len).to_numpy()
     lo,hi = int(lows.min()),int((lows+lengths-3).max())
-    out = np.zeros((len(keys), len(steps), hi-lo+3))
+    out = np.zeros((n, len(steps), hi-lo+3))
     for low,n in set(zip(lows.tolist(), lengths.tolist(), strict=True)):
         same = (lows==low) & (lengths==n)
         counts = np.array(rows['exponents'][same].tolist(), float)
@@ -175,14 +186,16 @@ def page_of(
     of = {k: measured(rows, wanted[k]) if wanted[k] else rows for k,rows in of.items()}
     lines = sum((places(rows)[0].max()+1)*len(wanted[k]) for k,rows in of.items()) or 1
     columns = int(np.clip(most_values//lines, 20, 1000))
-    out,keys = [],{}
+    out,keys,ps = [],{},parameters_in(run)
     for k,rows in progress(list(of.items()), f'laying out {name_of(table)}'):
         if not wanted[k]: continue # text and flags only
-        out.append({'ttype': k, 'name': words.get(k, k), **kind_of_rows(rows, wanted[k], columns)})
-        keys[k] = keys_of(rows)
+        why = reasons_in(rows, k, ps, layer)
+        out.append({'ttype': k, 'name': words.get(k, k), **kind_of_rows(rows, wanted[k], columns, why, ps)})
+        _,at = places_among(places(rows)[1], [l for l in why if l not in places(rows)[1]], [label_of(p) for p in ps])
+        keys[k] = dict(zip(at, keys_of(rows), strict=True))
     add_exponents(run, out, keys, tensors, [int(first['step'])] if first is not None else [])
     known,structure = facts_of(run, table)
-    return {'torchember': 1, 'run': {**known, 'bad': first is not None},
+    return {'torchember': 1, 'run': {**known, 'bad': first is not None, **({'missing': missing} if (missing := untrained(ps, asked_for(ps, layer))) else {})},
         'trouble': None if first is None else {'step': int(first['step']), 'path': str(first['path'] or ''), 'ttype': str(first['ttype']),
             'text': sentence_of(first)},
         'numbers': numbers_of(table), 'tree': tree_of(structure, list(dict.fromkeys(tensors['path'].astype(str))), root_of(tensors)),
@@ -200,7 +213,7 @@ def add_exponents(run, kinds, keys, tensors, also):
     for k in kinds:
         rows = table[(table['ttype'].astype(str)==k['ttype']).to_numpy()]
         rows = rows[rows['path'].astype(str).isin({t['path'] for t in k['tensors']}).to_numpy()]
-        found = exponents_of(rows, keys[k['ttype']]) if len(rows) else None
+        found = exponents_of(rows, keys[k['ttype']], len(k['tensors'])) if len(rows) else None
         if found: k['exponents'] = found
 
 def is_table(run): return hasattr(run, 'columns')
@@ -228,16 +241,6 @@ def facts_of(run, table):
     known = {'model': told.get('model') or out['model'], 'size': told.get('size'), 'running': told.get('running', False),
         **{k: told.get(k) or base.get(k) for k in ('start', 'end')}, **{k: base.get(k) for k in ('seconds', 'share', 'user')}}
     return out | {k: v for k,v in known.items() if v is not None}, structure
-
-def tracker_of(run):
-    from torchember.store.jsonl import emberTracker, tracker
-    if isinstance(run, str):
-        if os.sep in run: return None # a file
-        t = emberTracker(run)
-        t.barrier()
-        return t if t.log_path.exists() else None
-    t = getattr(run, 't', run)
-    return t if isinstance(t, tracker) else None
 
 def structure_of(t):
     "The tree of a run's modules, None where there is none that can be read"

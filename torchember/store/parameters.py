@@ -91,19 +91,21 @@ def parts_around(p):
 
 # %% ../../nbs/30_store/06_parameters.ipynb #efcd0043
 def untrained(
-    ps:list, # Entries
+    ps:list, # All entries
+    only=None, # Those of them that are asked for; all without it
     most:int=4 # Names for each reason
 ) -> str: # Empty when all are trained, as far as is known
     """A sentence of the parameters that are not trained, and why
 
     Args:
-        ps: Entries
+        ps: All entries
+        only: Those of them that are asked for; all without it
         most: Names for each reason
 
     Returns:
         Empty when all are trained, as far as is known
     """
-    why = {id(p): why_not(p) for p in ps}
+    why = {id(p): why_not(p) for p in (ps if only is None else only)}
     known = [p for p in ps if p.get('recorded') is not False]
     told = []
     for reason in reasons:

@@ -96,12 +96,16 @@ function colorOf(scale, v) {
 
 // ---- selection
 
+const textOf = t => [t.label, typeOf.get(t.path) ?? '', t.why ?? ''].join(' ')
+const found = text => state.words.toLowerCase().split(/\s+/).every(w => text.toLowerCase().includes(w))
+const listed = k => k.tensors.map((_, i) => i).filter(i => found(textOf(k.tensors[i]))) // which tensors the search leaves
+
 const chosen = t => state.label != null ? t.label === state.label :
   state.path != null && (t.path === state.path || t.path.startsWith(state.path + '.'))
 const anything = () => state.label != null || state.path != null
 function shown(k = kind()) { // the tensor whose sizes are drawn
   const all = k?.tensors ?? []
-  return all.find(t => t.label === state.label) ?? all.find(t => t.path === state.path) ?? all.find(chosen) ?? all[0]
+  return all.find(t => t.label === state.label) ?? all.find(t => t.path === state.path) ?? all.find(chosen) ?? listed(k ?? { tensors: [] }).map(i => all[i]).find(t => !t.why) ?? all[0]
 }
 function choose({ label = null, path = null, step = null }) {
   state.label = label
@@ -239,19 +243,20 @@ const longest = names => names.reduce((n, s) => Math.max(n, s.length), 0)
 // ---- all layers and steps
 
 async function drawHeat() {
-  const section = $('#heat')
-  section.hidden = !kind()
+  const section = $('#heat'), list = kind() ? listed(kind()) : []
+  section.hidden = !list.length
   if (section.hidden) return
-  const v = await view(), { k, columns, rows, value } = v, scale = scaleFor(v)
-  const image = make('canvas', { width: columns, height: rows }), pixels = new ImageData(columns, rows), bad = []
-  for (let i = 0; i < rows; i++) for (let j = 0; j < columns; j++) {
-    const c = colorOf(scale, value[i * columns + j]), at = 4 * (i * columns + j)
-    if (c) pixels.data.set([c[0], c[1], c[2], 255], at)
-  }
+  const v = await view(), { k, columns, value } = v, rows = list.length, scale = scaleFor(v)
+  const image = make('canvas', { width: columns, height: rows }), pixels = new ImageData(columns, rows), bad = [], place = new Map(list.map((i, r) => [i, r]))
+  list.forEach((i, r) => {
+    for (let j = 0; j < columns; j++) {
+      const c = colorOf(scale, value[i * columns + j])
+      if (c) pixels.data.set([c[0], c[1], c[2], 255], 4 * (r * columns + j))
+    }
+  })
   image.getContext('2d').putImageData(pixels, 0, 0)
-  for (const at of k.wrong) bad.push([Math.floor(at / columns), at % columns])
-  const edges = k.step.map((s, j) => j ? (k.step[j - 1] + s) / 2 : s - ((k.step[1] ?? s + 1) - s) / 2)
-  edges.push(columns > 1 ? k.step[columns - 1] + (k.step[columns - 1] - k.step[columns - 2]) / 2 : k.step[0] + .5)
+  for (const at of k.wrong) if (place.has(Math.floor(at / columns))) bad.push([place.get(Math.floor(at / columns)), at % columns])
+  const ends = columnEnds(k), reasons = reasonsIn(list.map(i => k.tensors[i].why), r => k.n[v.stat][list[r]] > 0)
   const height = Math.min(Math.max(rows * 15 + 40, 90), phone() ? 420 : 620)
   const names = shortened(k.tensors.map(t => t.label), widest)
   const paint = u => {
@@ -259,12 +264,15 @@ async function drawHeat() {
     ctx.save()
     ctx.beginPath(); ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height); ctx.clip()
     ctx.imageSmoothingEnabled = tall < 1
-    const x = edges.map(e => u.valToPos(e, 'x', true))
-    for (let j = 0; j < columns; j++) if (x[j + 1] > bbox.left && x[j] < bbox.left + bbox.width)
-      ctx.drawImage(image, j, 0, 1, rows, Math.floor(x[j]), bbox.top, Math.max(Math.ceil(x[j + 1]) - Math.floor(x[j]), 1), bbox.height)
+    ctx.fillStyle = 'rgba(128, 128, 128, .15)' // nothing was recorded there
+    ctx.fillRect(bbox.left, bbox.top, bbox.width, bbox.height)
+    const x = ends.map(e => e.map(v => u.valToPos(v, 'x', true)))
+    for (let j = 0; j < columns; j++) if (x[j][1] > bbox.left && x[j][0] < bbox.left + bbox.width)
+      ctx.drawImage(image, j, 0, 1, rows, Math.floor(x[j][0]), bbox.top, Math.max(Math.ceil(x[j][1]) - Math.floor(x[j][0]), devicePixelRatio), bbox.height)
     ctx.fillStyle = css('--bad')
-    for (const [i, j] of bad) ctx.fillRect(Math.floor(x[j]), bbox.top + i * tall, Math.max(Math.ceil(x[j + 1]) - Math.floor(x[j]), 2), Math.max(tall, 2))
-    const flags = anything() ? k.tensors.map(t => !chosen(t)) : []
+    for (const [i, j] of bad) ctx.fillRect(Math.floor(x[j][0]), bbox.top + i * tall, Math.max(Math.ceil(x[j][1]) - Math.floor(x[j][0]), 2), Math.max(tall, 2))
+    writeReasons(ctx, bbox, tall, reasons)
+    const flags = anything() ? list.map(i => !chosen(k.tensors[i])) : []
     if (flags.includes(false)) { // what is not chosen pales
       ctx.globalAlpha = .6
       ctx.fillStyle = css('--back')
@@ -276,17 +284,18 @@ async function drawHeat() {
   const read = u => {
     const { left, top } = u.cursor
     const over = left >= 0 && top >= 0
-    const i = over ? rowAt(u, top) : Math.max(k.tensors.indexOf(shown(k)), 0), j = over ? column(k.step, u.posToVal(left, 'x')) : column(k.step, state.step)
-    $('.readout', section).textContent = `${k.tensors[i].label}, ${stepsOf(k, j)}: ${v.name} ${[few(value[i * columns + j]), v.wrong(i, j) ? 'not finite' : ''].filter(Boolean).join(', ') || 'not recorded'}`
+    const i = over ? list[rowAt(u, top)] : Math.max(k.tensors.indexOf(shown(k)), 0), j = over ? column(k.step, u.posToVal(left, 'x')) : column(k.step, state.step)
+    const number = few(value[i * columns + j]), wrong = v.wrong(i, j) ? 'not finite' : '', why = k.tensors[i].why
+    $('.readout', section).textContent = `${k.tensors[i].label}, ${stepsOf(k, j)}: ${[...(number || wrong || !why ? [`${v.name} ${[number, wrong].filter(Boolean).join(', ') || 'not recorded'}`] : []), ...(why ? [why] : [])].join(', ')}`
   }
   const every = Math.max(1, Math.ceil(rows * 13 / (height - 40)))
   chart('heat', { ...overSteps({
     scales: { y: { range: () => [0, rows], dir: -1 } },
-    click: (u, x, left, top) => choose({ label: k.tensors[rowAt(u, top)].label, step: x }),
+    click: (u, x, left, top) => choose({ label: k.tensors[list[rowAt(u, top)]].label, step: x }),
     hooks: { draw: [paint], setCursor: [read] } }),
     series: [{}, { paths: () => null, points: { show: false } }],
-    axes: [xAxis, { size: labelRoom(), grid: { show: false }, ticks: { show: false }, splits: () => k.tensors.map((_, i) => i + .5).filter((_, i) => i % every === 0),
-      values: (u, at) => at.map(y => phone() ? elided(names[Math.floor(y)], 7) : names[Math.floor(y)]) }]
+    axes: [xAxis, { size: labelRoom(), grid: { show: false }, ticks: { show: false }, splits: () => list.map((_, r) => r + .5).filter((_, r) => r % every === 0),
+      values: (u, at) => at.map(y => phone() ? elided(names[list[Math.floor(y)]], 7) : names[list[Math.floor(y)]]) }]
   }, [k.step, k.step.map(() => null)], height)
   $('h2', section).textContent = `${capital(k.name)}: ${v.name} of all layers`
   attrs($('.chart', section), { 'aria-label': `Heat map of ${v.name}, ${count(rows, 'tensor')} down, ${count(columns, 'step')} across. Arrow keys move the choice.` })
@@ -298,6 +307,32 @@ async function drawHeat() {
   if (bad.length) key(css('--bad'), 'not finite')
   $('.scale', section).replaceChildren(...keys)
   read(charts.heat)
+}
+function columnEnds(k) { // where each column begins and ends: a step that is far from its neighbours is a mark, as nothing was recorded between
+  const s = k.step, n = s.length, gaps = s.slice(1).map((v, j) => v - s[j]), least = Math.min(...gaps.map(g => g || 1), n > 1 ? Infinity : 1)
+  const half = Math.max(least, n > 2 ? (s[n - 1] - s[0]) / 400 : 0) / 2, hole = g => n > 2 && !k.thin && g > Math.max(2.5 * least, 2 * half)
+  const reach = g => hole(g) ? Math.min(half, g / 2) : g / 2
+  return s.map((v, j) => [v - reach(gaps[j - 1] ?? gaps[0] ?? 1), v + reach(gaps[j] ?? gaps[n - 2] ?? 1)])
+}
+function reasonsIn(why, known) { // [reason, first row, row after the last, whether there are values], one for neighbours that share it
+  const out = []
+  why.forEach((w, r) => { const last = out[out.length - 1]; if (last && last[0] === w && last[2] === r && last[3] === known(r)) last[2]++; else if (w) out.push([w, r, r + 1, known(r)]) })
+  return out
+}
+function writeReasons(ctx, bbox, tall, reasons) {
+  const size = 11 * devicePixelRatio
+  let low = -Infinity
+  ctx.font = `${size}px system-ui, sans-serif`
+  ctx.textBaseline = 'middle'; ctx.lineWidth = 3 * devicePixelRatio; ctx.strokeStyle = css('--back'); ctx.fillStyle = css('--ink')
+  for (const [text, from, to, aside] of reasons) {
+    const y = bbox.top + (from + to) / 2 * tall
+    if (y - low < size) continue // it would lie over the one before
+    low = y
+    ctx.textAlign = aside ? 'right' : 'center'
+    const x = aside ? bbox.left + bbox.width - 4 * devicePixelRatio : bbox.left + bbox.width / 2
+    ctx.strokeText(text, x, y)
+    ctx.fillText(text, x, y)
+  }
 }
 function spans(flags) {
   const out = []
@@ -316,12 +351,12 @@ function shortened(names, n) { // without what all of them begin with
 
 const mostLines = 200
 async function drawLines() {
-  const section = $('#lines')
-  section.hidden = !kind()
+  const section = $('#lines'), list = kind() ? listed(kind()) : []
+  section.hidden = !list.length
   if (section.hidden) return
   const v = await view(), { k, columns, value } = v, log = wide(value)
-  const marked = k.tensors.map((t, i) => chosen(t) ? i : -1).filter(i => i >= 0).slice(0, mostLines)
-  const every = Math.ceil(k.tensors.length / mostLines), all = k.tensors.map((_, i) => i).filter(i => i % every === 0 && !marked.includes(i))
+  const marked = list.filter(i => chosen(k.tensors[i])).slice(0, mostLines)
+  const every = Math.ceil(list.length / mostLines), all = list.filter((i, n) => n % every === 0 && !marked.includes(i))
   const of = i => { const out = new Array(columns); for (let j = 0; j < columns; j++) out[j] = heightOf(value[i * columns + j], log); return out }
   const order = [...all, ...marked], colors = palette()
   const color = (i, n) => marked.length ? n < all.length ? css('--line') : colors[(n - all.length) % colors.length] :
@@ -344,7 +379,7 @@ async function drawLines() {
     const [i, j] = left >= 0 && top >= 0 ? near(u, left, top) : [null, 0]
     out.replaceChildren()
     if (i != null) out.textContent = `${k.tensors[i].label}, ${stepsOf(k, j)}: ${few(value[i * columns + j])}`
-    else if (!marked.length) out.textContent = `${count(order.length, 'tensor')}${every > 1 ? ` of ${whole(k.tensors.length)}` : ''}. Click a line, or choose a module.`
+    else if (!marked.length) out.textContent = `${count(order.length, 'tensor')}${order.length < k.tensors.length ? ` of ${whole(k.tensors.length)}` : ''}. Click a line, or choose a module.`
     else marked.slice(0, 8).forEach((i, n) => {
       const name = make('span', { textContent: `— ${k.tensors[i].label}  ` })
       name.style.color = colors[n % colors.length]
@@ -377,7 +412,14 @@ async function drawSizes() {
     counts = all.slice(at, at + bins)
   }
   const total = counts?.reduce((a, b) => a + b, 0)
-  $('.format', section).hidden = !total || !Object.keys(data.formats).length
+  const last = counts ? counts.length - 1 : 0, outer = total && counts[0] === total ? 0 : total && counts[last] === total ? last : null
+  $('.format', section).hidden = !total || outer != null || !Object.keys(data.formats).length
+  if (outer != null) { // one bar of 100 % says less than a sentence
+    charts.sizes?.destroy()
+    delete charts.sizes
+    out.textContent = `All ${whole(total)} numbers are ${outer ? `${raised(e.first + last - 1)} or larger` : `smaller than ${raised(e.first)}, or zero`}: beyond what was counted one by one.`
+    return attrs(box, { 'aria-label': out.textContent })
+  }
   if (!total) {
     charts.sizes?.destroy()
     delete charts.sizes
@@ -434,7 +476,7 @@ async function fillTable() {
   const { k, name, stat } = await view(), ends = await numbers(k.ends[stat])
   lines = k.tensors.map((t, i) => {
     const [first, last, low, high] = Array.from(ends.subarray(4 * i, 4 * i + 4), v => v === v ? v : undefined)
-    return { label: t.label, path: t.path, type: typeOf.get(t.path) ?? '', steps: k.n[stat][i], bad: t.bad, first, last, low, high }
+    return { label: t.label, path: t.path, why: t.why, steps: k.n[stat][i], bad: t.bad, first, last, low, high }
   })
   $('h2', section).textContent = `${capital(k.name)}: ${name}, layer by layer`
   $('thead tr', section).replaceChildren(...tableColumns.map(([title], c) => {
@@ -444,17 +486,17 @@ async function fillTable() {
   }))
   fillRows()
 }
-const found = name => state.words.toLowerCase().split(/\s+/).every(w => name.toLowerCase().includes(w))
 function fillRows() {
   const get = state.sort == null ? null : tableColumns[state.sort][1]
-  const some = lines.filter(r => found(r.label + ' ' + r.type))
+  const some = lines.filter(r => found(textOf(r)))
   if (get) some.sort((a, b) => {
     const x = get(a) ?? -Infinity, y = get(b) ?? -Infinity
     return (x < y ? -1 : x > y ? 1 : 0) * (state.down ? -1 : 1)
   })
   $('#layers tbody').replaceChildren(...some.slice(0, mostRows).map(r => {
     const b = make('button', { type: 'button', textContent: r.label })
-    const row = make('tr', {}, attrs(make('th', {}, b), { scope: 'row' }), ...tableColumns.slice(1).map(([, f], c) => make('td', { textContent: c === 0 || c === 5 ? whole(f(r)) : few(f(r) ?? NaN) })))
+    const why = r.why ? [make('span', { className: 'why', textContent: ` ${r.why}` })] : []
+    const row = make('tr', {}, attrs(make('th', {}, b, ...why), { scope: 'row' }), ...tableColumns.slice(1).map(([, f], c) => make('td', { textContent: c === 0 || c === 5 ? whole(f(r)) : few(f(r) ?? NaN) })))
     if (r.bad) row.lastChild.className = 'wrong'
     row.dataset.label = r.label
     row.onclick = () => choose(state.label === r.label ? {} : { label: r.label })
@@ -484,7 +526,7 @@ let current = modules[0]
 function visible() {
   if (state.words) { // what is found, and what it lies in
     const keep = new Set()
-    const paths = new Set((kind()?.tensors ?? []).filter(t => found(t.label + ' ' + (typeOf.get(t.path) ?? ''))).map(t => t.path))
+    const paths = new Set((kind()?.tensors ?? []).filter(t => found(textOf(t))).map(t => t.path))
     for (const m of modules) if (paths.has(m.path) || found(m.path + ' ' + m.type)) for (let a = m; a; a = a.above) keep.add(a)
     return modules.filter(m => keep.has(m))
   }
@@ -552,7 +594,7 @@ $('#tree').addEventListener('keydown', e => {
 
 // ---- all together
 
-let drawing = Promise.resolve(), help = ''
+let drawing = Promise.resolve(), help = '', searches = 0
 function changed(what) {
   drawing = drawing.then(() => redraw(what)).then(() => { $('#small').textContent = help }, e => { $('#small').textContent = `This page has a fault: ${e.message}`; console.error(e) })
   return drawing
@@ -569,6 +611,7 @@ async function redraw(what) {
   if (what === 'step' || what === 'choice') { charts.numbers?.redraw(false); charts.heat?.redraw(false) }
   if (what === 'step') charts.lines?.redraw(false)
   const tree = drawTree(what === 'choice' && $('#tree').contains(document.activeElement))
+  if (what === 'search') { if (--searches) return; await drawHeat() } // of quick fingers, the last
   if (what === 'all' || what === 'kind') { await drawNumbers(); await drawHeat() }
   if (what !== 'step') await drawLines()
   await drawSizes()
@@ -611,6 +654,8 @@ function begin() {
     trouble.textContent = odd ? `${data.kinds.length ? 'All tensors were finite, but not ' : 'Not finite: '}${odd.name}: first at step ${whole(odd.odd)}.` : data.kinds.length ? 'All tensors that were recorded are finite.' : ''
     if (!odd) { trouble.style.color = 'inherit'; trouble.style.fontWeight = 'normal' }
   }
+  $('#missing').hidden = !r.missing
+  $('#missing').textContent = r.missing ?? ''
   fromAddress()
   reveal()
   fillControls()
@@ -628,18 +673,19 @@ function begin() {
   }
   $('#stat').onchange = e => { state.stat = e.target.value; changed('kind') }
   $('#step').oninput = e => { state.step = steps()[+e.target.value] ?? 0; changed('step') }
-  $('#search').oninput = e => { state.words = e.target.value.trim(); fillRows(); drawTree() }
+  const search = words => { state.words = words.trim(); fillRows(); drawTree(); searches++; changed('search') }
+  $('#search').oninput = e => search(e.target.value)
   $('#clear').onclick = () => choose({})
   document.addEventListener('keydown', e => {
     if (e.key === '/' && !/INPUT|SELECT|TEXTAREA/.test(document.activeElement.tagName)) { e.preventDefault(); $('#search').focus() }
-    if (e.key === 'Escape') { if (state.words) { $('#search').value = ''; state.words = ''; fillRows(); drawTree() } else if (anything()) choose({}) }
+    if (e.key === 'Escape') { if (state.words) { $('#search').value = ''; search('') } else if (anything()) choose({}) }
   })
   $('#heat .chart').addEventListener('keydown', e => {
     const move = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] }[e.key]
     if (!move) return
     e.preventDefault()
     if (move[1]) return moveStep(move[1])
-    const all = kind().tensors, i = all.indexOf(shown()) + (anything() ? move[0] : 0)
+    const all = listed(kind()).map(i => kind().tensors[i]), i = all.indexOf(shown()) + (anything() ? move[0] : 0)
     choose({ label: all[Math.min(Math.max(i, 0), all.length - 1)].label })
   })
   $('.skip').onclick = e => { e.preventDefault(); $('#main').focus() }
