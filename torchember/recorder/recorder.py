@@ -239,7 +239,9 @@ class HearsCalls(HearsPasses):
     @timed
     def probe(self, state, name, x):
         here = self.calls.here
-        if self.on and self.states: self.page.measure(state, 'probe', name, x, None, here.call, here.phase)
+        if self.on and self.states:
+            call = next((n for track,n in reversed(here.stack) if track is state.track), here.call) # not that of what was called last
+            self.page.measure(state, 'probe', name, x, None, call, here.phase)
         if not here.depth: self.page.forget_seen()
 
     # ---- gradients

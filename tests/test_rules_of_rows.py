@@ -1,0 +1,405 @@
+"Which rows a training leaves: any order of passes, evaluations, steps, numbers, marks and readings, against hooks of torch and a list kept by hand"
+import math
+import warnings
+from collections import Counter, defaultdict
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from looped import heard, says
+from torch import nn
+
+from torchember import emberTracker, torchEmber
+from torchember.measure.kernels import Unmeasurable
+from torchember.recorder.buffers import Buffers
+from torchember.recorder.calls import Calls
+from torchember.recorder.cost import Cost
+from torchember.recorder.journal import Journal
+from torchember.recorder.notices import ChangingMarks, Notices
+from torchember.recorder.page import Page
+from torchember.recorder.parameters import ZeroGradHint
+from torchember.recorder.row import FirstBad, troubled
+from torchember.recorder.steps import Decision, Phases, Steps
+
+
+class Block(nn.Module):
+    def __init__(self): super().__init__(); self.l,self.t = nn.Linear(3, 3),nn.Tanh()
+    def forward(self, x): return self.t(self.l(x))
+
+
+class Twice(nn.Module):
+    def __init__(self): super().__init__(); self.f = Block()
+    def forward(self, x): return self.f(self.f(x))+self.f.l(x) # the last of three calls comes from outside of its own module
+
+
+class Net(nn.Module):
+    "Modules inside of modules that run several times, and a weight of two of them"
+    def __init__(self):
+        super().__init__()
+        self.a,self.b = Twice(),Block()
+        self.b.l.weight = self.a.f.l.weight
+
+    def forward(self, x): return self.b(self.a(self.a(x)))
+
+
+class ByHand:
+    "The rows that there should be: (step, path, ttype, tname, call, phase, epoch) -> tensors, which are merged"
+    def __init__(self, model):
+        self.model,self.want,self.step,self.epoch,self.began = model,defaultdict(list),0,None,False
+        self.phase,self.calls,self.seen = None,Counter(),set()
+        for path,m in model.named_modules(): m.register_forward_hook(lambda m, i, o, path=path: self.out(path, i[0], o))
+
+    def put(self, x, path, ttype, tname, call, phase): self.want[self.step, path, ttype, tname, call, phase, self.epoch].append(x.detach().clone())
+
+    def out(self, path, x, o):
+        call,self.calls[path] = self.calls[path],self.calls[path]+1
+        self.put(x, path, 'input', type(self.model.get_submodule(path)).forward.__code__.co_varnames[1], call, self.phase)
+        self.put(o, path, 'output', 'output_0', call, self.phase)
+        if o.requires_grad: o.register_hook(lambda g, where=(path, 'output_grad', 'output_0', call, self.phase): self.put(g, *where))
+
+    def own(self):
+        "Parameters: path, position, parameter, each once"
+        seen = set()
+        for path,m in self.model.named_modules():
+            for i,p in enumerate(m._parameters.values()):
+                if p is not None and id(p) not in seen: seen.add(id(p)); yield path, i, p
+
+    def forward(self, x, phase=None):
+        self.phase,self.calls = phase,Counter()
+        y = self.model(x)
+        if phase is None and not self.began:
+            self.began = True
+            for path,i,p in self.own(): self.put(p, path, 'weight', f'weight_{i}', 0, None)
+        return y
+
+    def stepped(self, before):
+        for path,i,p in self.own():
+            if p.grad is None: continue
+            self.put(p.grad, path, 'weight_grad', f'grad_{i}', 0, None)
+            self.put(p-before[id(p)], path, 'update', f'update_{i}', 0, None)
+        self.step,self.began = self.step+1,False
+
+
+todo = st.lists(st.sampled_from(['pass', 'pass', 'eval', 'step', 'read', 'epoch', 'log']), min_size=3, max_size=14)
+
+
+@settings(max_examples=25, deadline=None)
+@given(todo, st.integers(0, 9))
+def test_any_order_of_events(todo, seed):
+    torch.manual_seed(seed)
+    model = Net()
+    opt = torch.optim.SGD(model.parameters(), .1)
+    te = torchEmber(model, optimizer=opt, ttypes=('input', 'output', 'output_grad', 'weight', 'weight_grad', 'update'))
+    hand,logged,n,passes = ByHand(model),[],Counter(),0
+    for i,what in enumerate(todo):
+        if what=='pass': hand.forward(torch.randn(2, 3)).square().sum().backward(); passes += 1
+        elif what=='eval' and passes:
+            model.eval()
+            with torch.no_grad(): hand.forward(torch.randn(4, 3), 'eval')
+            model.train()
+        elif what=='step' and passes:
+            before = {id(p): p.detach().clone() for p in model.parameters()}
+            opt.step()
+            hand.stepped(before)
+            opt.zero_grad()
+            passes = 0
+        elif what=='read': assert len(te.t.lines())==len(te.t.df)
+        elif what=='epoch' and not passes: hand.epoch = i; te.mark(epoch=i)
+        elif what=='log' and passes:
+            te.log(loss=i)
+            logged.append((hand.step, n[hand.step], hand.epoch, i))
+            n[hand.step] += 1
+    te.close()
+    rows = te.t.df.to_dict('records')
+    def epoch(r): return None if math.isnan(e := r.get('epoch', math.nan)) else int(e)
+    def phase(r): return r['phase'] if isinstance(r.get('phase'), str) else None
+    assert [(r['step'], r['call'], epoch(r), r['loss']) for r in rows if r['ttype']=='scalar']==logged
+    tensors = [r for r in rows if r['ttype']!='scalar']
+    where = [(r['step'], r['path'], r['ttype'], r['tname'], r['call'], phase(r), epoch(r)) for r in tensors]
+    assert sorted(map(str, where))==sorted(map(str, hand.want)) # each place once
+    for k,r in zip(where, tensors, strict=True):
+        some = hand.want[k]
+        says({**r, 'shape': torch.cat(some).shape}, torch.cat(some))
+        assert list(r['shape'])==list(some[-1].shape)
+
+
+# ---- parts of the recorder, alone
+
+class Spy:
+    "Stands for a run: keeps what it is handed"
+    def __init__(self): self.file,self.step,self.got,self.marked = self,None,[],{}
+    def put(self, *args, **kwargs): self.got.append((args, kwargs))
+    def note(self, what, **kwargs): self.got.append(what)
+
+
+def test_what_the_journal_says_of_each_step():
+    "Marks and rank of their time, when its first row was measured, whether it was skipped; all of that anew in the next step"
+    t = Spy()
+    j,page,steps = Journal(t, rank=3),Page({}),Steps(5)
+    page.add(('m', 'output', 'x', None, None, 0), 0, None, 'float32', {'mean': 1.})
+    j.begins()
+    began = j.ts
+    j.begins()
+    assert j.ts is began
+    j.skipped,t.marked = True,{'epoch': 1}
+    steps.begin('')
+    j.write(page, steps, True)
+    j.step_over(5, True)
+    assert j.ts is None and not j.skipped and j.was_on and page.size==0
+    t.marked = {'epoch': 2}
+    steps.close()
+    steps.begin('')
+    steps.begin('')
+    page.add(('m', 'output', 'x', None, None, 0), 0, 1, 'float32', {'mean': 2.})
+    j.write(page, steps, False)
+    (one,*_),(two,*_) = (args for args,_ in t.got)
+    assert (one.step, one.ts, one.marks, one.several)==(5, began, {'skipped': True, 'rank': 3, 'epoch': 1}, {None: False})
+    assert (two.step, two.marks, two.several)==(6, {'rank': 3, 'epoch': 2}, {None: True})
+    assert [args[1] for args,_ in t.got]==[True, False] and [r[5] for m in (one, two) for r in m.own]==[{'mean': 1.}, {'mean': 2.}]
+    j.write(page, steps, False)
+    assert len(t.got)==2 # nothing wakes the writer
+
+
+def test_where_the_journal_puts_rows_that_come_late():
+    "Into the open step when it is recorded; with the step that closed when that was; beside all steps when neither is"
+    for was_on,on,joins in ((True, True, True), (True, False, True), (False, True, None)):
+        t = Spy()
+        j,page,steps = Journal(t),Page({}),Steps(3)
+        steps.begin('')
+        j.note({'loss': 1.}, page, steps, was_on)
+        assert (page.size, len(t.got))==((1, 0) if was_on else (0, 1))
+        page.custom.clear(); t.got.clear()
+        steps.close()
+        j.step_over(3, was_on)
+        j.note({'loss': 2.}, page, steps, on)
+        j.add(3, [(('m', 'quantity', 'q', None, None, 0), 0, None, {'q': 1.})], page, steps, on)
+        assert page.size==0 and [kwargs['joins'] for _,kwargs in t.got]==[joins, joins]
+        rows = [r for args,_ in t.got for r in args[0]()]
+        assert [(r['step'], r['ttype'], r['call']) for r in rows]==[(3, 'scalar', 1), (3, 'quantity', 0)]
+        steps.begin('')
+        j.note({'loss': 3.}, page, steps, True)
+        assert [r[2] for r in page.custom]==[0] # the calls of another step
+
+
+def test_rows_of_functions_that_are_read_several_times_in_a_step():
+    "Of a parameter the later one stands in place of what was handed out, however often; of a call each is a row of its own"
+    page = Page({})
+    def give(pname, mean):
+        page.add(('m', 'weight' if pname else 'output', 'x', pname, None, 0), 0, 0, 'float32', {'mean': mean})
+        return [r[5] for r in page.take(False)[1]]
+    for i in range(3): assert give('weight', i)==[{'mean': i, **({'supersedes': True} if i else {})}]
+    for i in range(2): assert give(None, i)==[{'mean': i}]
+    assert give('bias', 0)==[{'mean': 0}]
+    page.step_over()
+    assert give('weight', 7)==[{'mean': 7}]
+    page.clear_taken()
+    assert give('weight', 8)==[{'mean': 8}]
+
+
+def test_only_rows_of_the_same_module_type_and_name_are_dropped():
+    page = Page({})
+    for m in 'ab':
+        for t in ('weight', 'update'):
+            for n in 'xy': page.add((m, t, n, None, None, 0), 0, 0, 'float32', {})
+    page.drop('a', 'weight', 'x')
+    assert [r[1][:3] for r in page.custom]==[(m, t, n) for m in 'ab' for t in ('weight', 'update') for n in 'xy' if (m, t, n)!=('a', 'weight', 'x')]
+
+
+def test_calls_inside_of_calls():
+    "Each module counts its own, from 0 in each pass; what was entered last is left first, with its own number"
+    class State:
+        pass_ = calls = came = None
+        def __init__(self, name): self.name,self.track = name,self
+    c,a,b = Calls(),State('a'),State('b')
+    for pass_ in (1, 2):
+        c.begin(a, False)
+        log = c.fresh_log(pass_)
+        assert c.innermost() is None
+        a.came = {'old': 1} if a.pass_!=pass_ else a.came
+        c.enter(a, n := c.number(a, pass_))
+        assert n==0 and a.came=={}
+        for i in range(2):
+            c.enter(b, n := c.number(b, pass_))
+            assert (n, c.here.call, c.innermost())==(i, i, b)
+            assert c.exit()==i and c.current is b and c.innermost() is a
+        c.enter(a, c.number(a, pass_))
+        assert c.here.call==1 and c.exit()==1
+        assert c.exit()==0 and c.here.call==0 and c.innermost() is None
+        assert log==['enter a', 'enter b', 'exit b', 'enter b', 'exit b', 'enter a', 'exit a', 'exit a'] and c.fresh_log(pass_) is log
+        assert c.fresh_log(pass_, again=True)==[]
+
+
+def test_each_buffer_once_at_the_first_module_that_has_it_and_is_watched():
+    class Holds(nn.Module):
+        def __init__(self, **buffers):
+            super().__init__()
+            for n,b in buffers.items(): self.register_buffer(n, b)
+    shared = torch.ones(2)
+    modules = Holds(x=None, y=shared),Holds(y=torch.zeros(2), z=shared),Holds(w=shared, v=torch.ones(1))
+    class State:
+        def __init__(self, m, watched=True): self.track,self.module,self.watched = self,m,watched
+    def found(*watched): return [(s.module, n) for s,_,n,_ in Buffers(None).each([State(m, w) for m,w in zip(modules, watched, strict=True)])]
+    a,b,c = modules
+    assert found(True, True, True)==[(a, 'y'), (b, 'y'), (c, 'v')]
+    assert found(False, True, True)==[(b, 'y'), (b, 'z'), (c, 'v')] and found(False, False, True)==[(c, 'w'), (c, 'v')]
+
+
+def test_a_mark_that_changes_with_every_step():
+    "In four steps one after another; not every second step, not one that stays for a step, not one that is a whole number"
+    def said(*seen): m = ChangingMarks(); return [m.look({'loss': v, 'epoch': int(s)}, s) for s,v in seen]
+    assert said(*((s, s/2) for s in range(5)))==[None, None, None, ('loss', 1.5), ('loss', 2.)]
+    assert not any(said(*((2*s, s/2) for s in range(9))))
+    assert not any(said(*((s, v) for s,v in enumerate([.1, .2, .3, .3, .4, .5, .5]))))
+    assert not any(said(*((3, s/2) for s in range(9))))
+    assert said((0, .1), (1, .2), (2, .3), (4, .4), (5, .5), (6, .6), (7, .7))==[None]*6+[('loss', .7)]
+
+
+def test_what_could_not_be_measured_is_counted_apart_and_said_once_for_each_place():
+    def f(x): "A statistic"
+    n = Notices()
+    with heard() as said:
+        for module,tname,error,how in (('a', 'x', Unmeasurable('gone'), None), ('a', 'x', Unmeasurable('gone'), None), ('a', 'y', Unmeasurable('gone'), None),
+            ('b', 'x', Unmeasurable('gone'), None), ('a', 'x', ValueError('1'), f), ('b', 'x', ValueError('2'), f), ('b', 'x', TypeError('3'), f),
+            ('b', 'x', ValueError('4'), None)): n.failed(module, tname, error, how)
+    assert (n.errors, n.unmeasurable)==(4, 4)
+    assert [s.split(' is not')[0].split(' could')[0] for s in said]==['x of a', 'y of a', 'x of b', 'x of a', 'x of b', 'x of b']
+    with pytest.raises(ValueError, match='5'): Notices('raise').failed('a', 'x', ValueError('5'))
+
+
+def test_the_first_value_that_is_not_finite_is_found_once():
+    t = Spy()
+    bad = FirstBad(t)
+    def row(path, **more): return {'step': 2, 'module': f'model(N).{path}(L)', 'ttype': 'output', 'tname': 'output_0', **more}
+    rows = [b'a line', row('a', neginf=3), row('b', nan=2, posinf=1), row('c', nan=9)]
+    assert bad.look(rows) is rows and bad.look([row('d', nan=1)])
+    assert bad.found=='step 2, output_0 of b (L) has 2 NaN and 1 inf' and len(t.got)==1 and t.got[0].startswith(bad.found)
+    assert troubled({**row('a', neginf=3), 'ttype': 'weight', 'tname': 'weight_0', 'pname': 'w'})=='step 2, weight_0 (w) of a (L) has 3 -inf'
+    assert troubled(row('a', nan=3, skipped=True)) is None
+    assert troubled({'step': 1, 'ttype': 'scalar', 'rate': .1, 'loss': math.inf, 'norm': math.nan})=='step 1, loss is inf'
+
+
+def test_evaluation_is_what_the_root_or_a_part_that_was_trained_does_in_eval_mode():
+    p = Phases()
+    assert p.of('part', False, True) is None # frozen from the start, in a root that trains
+    assert p.of('part', True, True) is None and p.of('part', False, True)=='eval' and p.of('other', False, True) is None
+    assert p.of('other', True, False)=='eval' and p.of('', False, False)=='eval'
+
+
+def test_a_step_waits_for_all_of_its_optimizers_anew():
+    s = Steps(0, True)
+    s.awaited = frozenset({1, 2})
+    for _ in range(2):
+        s.begin('')
+        assert not s.optimizer_stepped(1) and s.quiet=={2} and not s.optimizer_stepped(1) and s.turns[1]==2
+        assert s.optimizer_stepped(2) and s.quiet==set()
+        s.close()
+        assert not s.turns and s.quiet=={1, 2}
+
+
+def test_a_decision_is_made_once_for_a_step():
+    "However often it is asked; what a budget denies is told from what the schedule does not want"
+    class Budget:
+        asked,pending = 0,[]
+        def allows(self, pending): self.asked += 1; self.pending.append(pending); return self.asked%2==0
+    b = Budget()
+    d = Decision(lambda s: s!=1, b)
+    got = [(d(s, lambda s=s: 10.*s), d(s), d.denied) for s in range(4)]
+    assert got==[(False, False, True), (False, False, False), (True, True, False), (False, False, True)]
+    assert b.asked==3 and b.pending==[0., 20., 30.]
+
+
+def test_time_is_counted_from_the_first_pass_to_the_last_end(monkeypatch):
+    from torchember.recorder import cost
+    now = [0.]
+    monkeypatch.setattr(cost, 'clock', lambda: now[0])
+    monkeypatch.setattr(cost, 'idle', lambda told: 1. if told else .25)
+    c = Cost()
+    assert c.elapsed==0
+    for at,modules,told in ((5., 2, True), (7., 4, False), (11., 3, True)):
+        now[0] = at
+        c.begins()
+        now[0] += 1
+        c.passed(modules, told)
+    assert c.elapsed==7 and c.calls=={False: 4, True: 5} and c.ours()==5*1+4*.25
+    c.spent = 3.
+    assert c.ours()==9
+    c.local.entered = 10.
+    assert c.ours()==11 # what runs now began at 10
+
+
+def test_steps_without_gradients_are_counted_when_they_trained():
+    h = ZeroGradHint()
+    for trained,there in ((True, False), (True, True), (True, False), (False, False)):
+        h.in_step = there
+        h.step_over(trained, [], True, ('weight_grad',))
+    assert h.steps_without==2 and not h.in_step
+
+
+# ---- an ember
+
+def test_statistics_that_are_chosen_anew_in_the_middle():
+    "From the next pass on, for these tensor types alone, and in a second module as in the first"
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with torchEmber(model, ttypes=('input', 'output'), stats=['mean']) as te:
+        model(torch.ones(1, 2))
+        te.how_record('output')(lambda x: {'own': 1.})
+        model(torch.ones(1, 2))
+        te.how_record('output')(['max'])
+        model(torch.ones(1, 2))
+    got = {(r['step'], r['ttype']): {k for k in ('mean', 'own', 'max') if k in r} for r in te.t.lines()}
+    assert got=={(s, 'input'): {'mean'} for s in range(3)} | {(0, 'output'): {'mean'}, (1, 'output'): {'own'}, (2, 'output'): {'max'}}
+    assert Counter((r['step'], r['ttype']) for r in te.t.lines())==Counter({(s, t): 3 for s in range(3) for t in ('input', 'output')})
+
+
+def test_variables_that_are_followed_replaced_and_let_go():
+    model = nn.Linear(2, 1)
+    v,w = (torch.full((2,), x, requires_grad=True) for x in (1., 2.))
+    with torchEmber(model, ttypes=('weight', 'weight_grad')) as te:
+        for now in (v, w, None, v):
+            te.watch_tensor('v', now)
+            loss = model(torch.ones(1, 2)).sum()
+            (loss if now is None else loss+(3*now).sum()).backward()
+            te.step()
+    rows = [(r['step'], r['ttype'], r['mean']) for r in te.t.lines() if r['tname']=='v']
+    assert rows==[(0, 'weight', 1.), (0, 'weight_grad', 3.), (1, 'weight', 2.), (1, 'weight_grad', 3.), (3, 'weight', 1.), (3, 'weight_grad', 6.)]
+
+
+def test_two_probes_in_a_module_that_is_called_twice():
+    class Probed(nn.Module):
+        def forward(self, x):
+            te.probe('in', x)
+            te.probe('out', x+1)
+            return x+1
+    class Root(nn.Module):
+        def __init__(self): super().__init__(); self.p,self.q = Probed(),Probed()
+        def forward(self, x): return self.q(te.probe('between', self.p(self.p(x))))
+    model = Root()
+    with torchEmber(model, ttypes='output') as te:
+        for s in (0., 10.): model(torch.full((1,), s))
+    rows = te.t.df.query('ttype=="probe"')
+    assert list(zip(rows.step, rows.path, rows.tname, rows.call, rows['mean'], strict=True))==[(s, *r[:3], 10*s+r[3]) for s in (0, 1) for r in
+        (('p', 'in', 0, 0.), ('p', 'out', 0, 1.), ('p', 'in', 1, 1.), ('p', 'out', 1, 2.), ('', 'between', 0, 2.), ('q', 'in', 0, 2.), ('q', 'out', 0, 3.))]
+
+
+def test_marks_end_one_by_one_and_the_later_one_counts(tmp_path):
+    t = emberTracker('r', tmp_path)
+    for do in (lambda: t.mark(a=1, b=1), lambda: t.mark(b=2), lambda: t.unmark('a'), lambda: t.mark(c=3), t.unmark):
+        do()
+        t({'x': 0})
+    t({'x': 0, 'a': 9})
+    assert [{k: v for k,v in r.items() if k!='x'} for r in t.lines()]==[{'a': 1, 'b': 1}, {'a': 1, 'b': 2}, {'b': 2}, {'b': 2, 'c': 3}, {}, {'a': 9}]
+    t.mark(a=1)
+    t({'x': 0, 'a': 5})
+    assert t.lines()[-1]=={'x': 0, 'a': 5} # a row's own goes before a mark
+
+
+def test_the_closing_report_names_who_did_not_step():
+    model = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)])
+    one,two = torch.optim.SGD(model[0].parameters(), .1),torch.optim.Adam(model[1].parameters(), .1)
+    te = torchEmber(model, optimizer=[one, two])
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        for _ in range(3): model[0](torch.ones(1, 2)).sum().backward(); one.step()
+        report = te.close()
+    assert [r for r in report['remarks'] if 'never stepped' in r]==['The optimizer Adam never stepped.']
