@@ -60,7 +60,9 @@ versions: # Run the core of the tests on other versions, with uv: ENVS='"torch==
 	python3 tests/versions.py $(ENVS)
 
 docs: # Make pages of the notebooks as they are saved: docs/_build/html/index.html
-	sphinx-build -qWE -c docs nbs docs/_build/html
+	@echo "Making the pages: each notebook with the outputs saved in it, and the report of a small training. A minute or two:"
+	@sphinx-build -qWE -c docs nbs docs/_build/html
+	@echo "The site is there: $(abspath docs/_build/html/index.html)"
 
 check: sync # Fail unless notebooks are clean, and all that they generate is in git
 	find torchember -name '*.py' ! -name __init__.py -delete && $(library)

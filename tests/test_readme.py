@@ -1,0 +1,83 @@
+"Every line of the README that can be run is run as it is written, as a reader would: in order, and alone where it needs nothing from before"
+import builtins
+import os
+import re
+import subprocess
+import sys
+import symtable
+from configparser import ConfigParser
+from pathlib import Path
+
+import pytest
+
+root = Path(__file__).parents[1]
+readme = (root/'README.md').read_text(encoding='utf-8')
+shown = re.findall(r'^```(\w*)\n(.*?)^```$', readme, re.M|re.S)
+blocks = [code for kind,code in shown if kind=='python']
+table = next(part for part in re.split(r'^## ', readme, flags=re.M) if part.startswith('The first four questions'))
+lines = [line for row in re.findall(r'^\| .*', table, re.M)[1:] for line in re.findall('`(.*?)`', row) if '(' in line]
+
+
+def unbound(code):
+    "Names that a program uses and nothing gives it"
+    def used(t):
+        names = {s.get_name() for s in t.get_symbols() if s.is_global() or t.get_type()=='module' and s.is_referenced()}
+        return names.union(*map(used, t.get_children()))
+    top = symtable.symtable(code, 'README.md', 'exec')
+    given = {s.get_name() for s in top.get_symbols() if s.is_assigned() or s.is_imported() or s.is_namespace()}
+    return {n for n in used(top)-given if not hasattr(builtins, n)}
+
+
+def run(code, tmp_path):
+    "In a Python of its own, in an empty folder, without a display. What goes wrong is what it says"
+    env = os.environ | {'TORCHEMBER_HOME': str(tmp_path/'home'), 'MPLBACKEND': 'agg', 'PYTHONPATH': str(root)}
+    got = subprocess.run([sys.executable, '-W', 'error::torchember.EmberWarning', '-c', code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert got.returncode==0, f'{code}\n{got.stderr}'
+    return got.stdout
+
+
+def test_unbound():
+    assert unbound('import a.b\nfrom c import d\ndef f(x, *y): return x+e\nclass G: h = d\n[i for i in f(1)]; j(k=2); len(l := 3)')=={'e', 'j'}
+
+
+def needs_jax(code):
+    if 'import jax' in code:
+        for lib in ('jax', 'flax', 'optax'): pytest.importorskip(lib)
+
+
+def test_in_order(tmp_path):
+    "All of it, in one program, with the table's lines where they stand; nothing in it asks for what comes later"
+    at = next(i for i,b in enumerate(blocks) if b.startswith('from torchember import compare'))
+    program = [*blocks[:at+1], *lines, *(b for b in blocks[at+1:] if 'import jax' not in b)]
+    assert unbound('\n'.join(program))==set() and len(lines)==6 and len(blocks)==9, (lines, len(blocks))
+    said = run('\n'.join(program), tmp_path)
+    assert 'sigmoid: loss' in said and 'relu: loss' in said
+    assert len({p.name.removesuffix('_latest') for p in (tmp_path/'home'/'log').glob('Net_*')})==3 # two trainings and a monitor, where it says that runs are
+    assert re.search(r'`~/\.torchember/log`.*`\$TORCHEMBER_HOME`', readme)
+
+
+alone = [b for b in blocks if not unbound(b)]
+
+@pytest.mark.parametrize('i', range(len(alone)))
+def test_alone(i, tmp_path):
+    "A block that needs nothing from before is a program"
+    needs_jax(alone[i])
+    run(alone[i], tmp_path)
+
+
+def test_which_are_programs():
+    "The training, what is imported for the table, and JAX"
+    assert [b.splitlines()[0] for b in alone]==['import torch', 'from torchember import compare, overview, read, scalar_line, wide', 'import jax, optax']
+
+
+def test_commands():
+    "What is installed and made exists"
+    ini = ConfigParser()
+    ini.read(root/'settings.ini', encoding='utf-8')
+    extras = {k.removesuffix('_requirements') for k in ini['DEFAULT'] if k.endswith('_requirements')}
+    targets = set(re.findall(r'^(\w+):', (root/'Makefile').read_text(encoding='utf-8'), re.M)) | {'sync'}
+    asked = {e for es in re.findall(r"(?:\.|torchember)\[([\w,]+)\]", readme) for e in es.split(',')}
+    assert {'torch', 'fast', 'jax', 'interactive'}<=asked<=extras
+    made = {m for kind,code in shown if kind=='sh' for m in re.findall(r'^make (\w+)', code, re.M)} | set(re.findall('`make (\\w+)', readme))
+    assert {'demo', 'test', 'docs'}<=made<=targets
+    assert [l for kind,code in shown if kind=='sh' for l in code.splitlines() if not re.match(r"make \w+|pip install '\.\[[\w,]+\]'", l)]==[]
