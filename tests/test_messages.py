@@ -115,12 +115,12 @@ def test_arming_twice():
     te = torchEmber(model)
     def again():
         return torchEmber(model) # again
-    points(lambda: again().disarm(), 'return torchEmber(model) # again', 'is armed already')
+    points(lambda: again().disarm(), 'return torchEmber(model) # again', 'is watched already')
     def rearmed():
         te.rearm() # rearmed
     other = torchEmber(nn.Sequential(model.fc), include='0')
     te.disarm()
-    points(lambda: (rearmed(), te.close()), 'te.rearm() # rearmed', 'is armed already')
+    points(lambda: (rearmed(), te.close()), 'te.rearm() # rearmed', 'is watched already')
     other.close()
 
 
@@ -173,3 +173,154 @@ def test_not_at_an_installed_trainer(tmp_path):
     assert 'mine.py:10: EmberWarning: output_0 of model(Linear)' in got.stderr
     got = subprocess.run([sys.executable, '-W', 'always', '-c', script.format(site=str(site))], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert '<string>:10: EmberWarning: output_0 of model(Linear)' in got.stderr
+
+
+# ---- what an error says
+
+def told(exc, f, *args, **kwargs):
+    with pytest.raises(exc) as e: f(*args, **kwargs)
+    return str(e.value)
+
+
+def train(model, te, order, steps=3, zero=None):
+    "A loop whose parts come in an order of one's own: f(orward), b(ackward), o(ptimizer), z(ero_grad), s (te.step)"
+    opt = torch.optim.SGD(model.parameters(), lr=.1)
+    loss = None
+    def forward():
+        nonlocal loss
+        loss = model(x).square().mean()
+    parts = dict(f=forward, b=lambda: loss.backward(), o=opt.step, z=lambda: opt.zero_grad(**(zero or {})), s=te.step)
+    said = []
+    for _ in range(steps):
+        for c in order: said.append((c, heard(parts[c])))
+    return [(i, c) for i,(c,got) in enumerate(said) for _ in got], [text for _,got in said for _,_,text in got]
+
+
+@pytest.mark.parametrize('order,zero,at', [
+    ('zfbos', None, []), ('zfbso', None, []), ('fbsoz', None, []),
+    ('fbozs', None, [(4, 's')]), # at the first te.step() that found nothing
+    ('fbozs', {'set_to_none': False}, [(4, 's')]), # zeros are no gradients
+    ('fsboz', None, [(6, 's')])]) # the first one could not know yet
+def test_step_that_finds_no_gradients(order, zero, at):
+    "It is said at once, once, and only where they are lost"
+    model = Net()
+    te = torchEmber(model)
+    where,texts = train(model, te, order, zero=zero)
+    assert where==at
+    for t in texts: assert 'after backward() and before zero_grad()' in t
+    rows = te.t.df.query("ttype=='weight_grad'")
+    assert len(rows)==(12 if not at or zero else 0) and ((rows[['max', 'min']]==0).all(axis=None) if zero else True)
+    te.close()
+
+
+def test_step_without_training_says_nothing():
+    "Passes alone, and a model with nothing to train, have no gradients to lose"
+    model = Net()
+    with torchEmber(model) as te:
+        assert heard(lambda: [(model(x), te.step()) for _ in range(3)])==[]
+    model.requires_grad_(False)
+    with torchEmber(model) as te:
+        assert heard(lambda: [(model(x), te.step()) for _ in range(3)])==[]
+
+
+def test_optimizer_by_position():
+    model = Net()
+    opt = torch.optim.SGD(model.parameters(), lr=.1)
+    with torchEmber(model, opt) as te:
+        for _ in range(2):
+            model(x).sum().backward()
+            opt.step()
+    assert te.recorder.watch.optimizers==[opt] and te.t.df.step.unique().tolist()==[0, 1]
+    assert 'got a str' in told(TypeError, lambda: torchEmber(model, 'full'))
+    assert 'positional' in told(TypeError, lambda: torchEmber(model, opt, 'full'))
+    assert 'full' in told(ValueError, lambda: torchEmber(model, opt, stats='ful'))
+
+
+@pytest.mark.parametrize('typed,ours', [('gradient', 'output_grad'), ('Gradients', 'output_grad'), ('optimiser_state', 'optimizer'), ('updates', 'update')])
+def test_a_picture_names_what_was_typed(typed, ours):
+    from torchember import scalar_global_heatmap, scalar_line
+    with torchEmber(Net()) as te: te.model(x)
+    for picture in (scalar_line, scalar_global_heatmap):
+        for source in (te, te.fname, te.t.df):
+            text = told(ValueError, picture, source, tt=typed)
+            assert f"has no rows of {typed!r}, which is {ours!r} here" in text and repr(ours) in text.partition('next time')[2], text
+            text = told(ValueError, picture, source, tt=ours)
+            assert f"has no rows of {ours!r};" in text
+
+
+def test_the_way_to_record_it_works():
+    "What a picture says to do next time can be typed as it stands"
+    from torchember import scalar_line
+    model = Net()
+    opt = torch.optim.SGD(model.parameters(), lr=.1)
+    with torchEmber(model) as te: model(x)
+    for asked in (dict(tt='update'), dict(tt='gradient'), dict(scalar_metric='l2'), dict(scalar_metric='norm')):
+        text = told(ValueError, scalar_line, te, **asked)
+        line = text[text.rindex('torchEmber('):].rstrip('.').split(", or stats=")[0]
+        with eval(line, dict(torchEmber=torchEmber, model=model, opt=opt)) as next_:
+            for _ in range(2):
+                opt.zero_grad()
+                model(x).sum().backward()
+                opt.step()
+                if next_.recorder.watch is None: next_.step()
+        scalar_line(next_, **asked if 'norm' not in asked.values() else dict(scalar_metric='l2'))
+
+
+def test_a_misspelt_statistic_is_not_to_be_recorded():
+    "Only what can be recorded is offered"
+    from torchember import read, scalar_line, wide
+    with torchEmber(Net()) as te: te.model(x)
+    for f in (lambda s: scalar_line(te, scalar_metric=s), lambda s: wide(te, s, 'output'), lambda s: read(te, columns=[s])):
+        assert 'torchEmber(' not in (text := told(ValueError, f, 'sdt')) and "Did you mean 'std'" in text
+        assert 'torchEmber(' not in told(ValueError, f, 'qqqq')
+        assert "Did you mean 'l2'? To have it in the next run: torchEmber(model, stats=['mean', 'std', 'l2'])" in told(ValueError, f, 'norm')
+        text = told(ValueError, f, 'rms')
+        assert "To have it in the next run: torchEmber(model, stats=['mean', 'std', 'rms'])" in text and 'Did you' not in text
+        assert "Monitor(model, {'<path>': ['WeightNorm']})" in (text := told(ValueError, f, 'WeightNorn')) and "'WeightNorn']" not in text
+    for stats in (['mean', 'sdt'], 'sdt'): assert "'std'" in told(ValueError, torchEmber, Net(), stats=stats)
+
+
+def test_numbers_that_are_none():
+    with torchEmber(Net()) as te:
+        te.model(x)
+        assert 'of shape (3,). Give one number of it: te.log(loss=loss.mean())' in told(TypeError, lambda: te.log(loss=torch.ones(3)))
+        assert 'Write te.log(loss=loss)' in told(TypeError, lambda: te.log({'loss': 1.}))
+        assert 'Write te.mark(epoch=3)' in told(TypeError, lambda: te.mark(3))
+        assert told(TypeError, lambda: te.log(loss=None))=='te.log notes numbers, but loss is None.'
+        te.log(loss=torch.ones(1, 1))
+    assert te.t.df.query("ttype=='scalar'").loss.tolist()==[1.]
+
+
+def test_before_anything_ran():
+    "A run without rows says so, whatever is asked of it"
+    from torchember import overview, report, scalar_global_heatmap, scalar_line, wide
+    te = torchEmber(Net())
+    for f in (overview, scalar_line, scalar_global_heatmap, lambda te: wide(te, 'std', 'output'), lambda te: report(te, 'x.html')):
+        assert 'has no rows yet: they come when the model is called' in told(ValueError, f, te), f
+    te.close()
+
+
+def test_another_model_is_trained():
+    "The one that is watched is never called: said at the second step, and at the end"
+    model = Net()
+    opt = torch.optim.SGD(model.parameters(), lr=.1)
+    te = torchEmber(model, optimizer=opt)
+    another = Net()
+    def step():
+        another(x).sum().backward()
+        opt.step() # steps
+    said = [heard(step) for _ in range(4)]
+    assert [len(s) for s in said]==[0, 1, 0, 0]
+    assert said[1][0][1]=='opt.step() # steps' and 'is never called' in said[1][0][2]
+    assert 'is never called' in str(te.close())
+
+
+def test_names_that_are_elsewhere():
+    import torchember
+    te = torchEmber(Net())
+    assert told(AttributeError, lambda: te.df)=="a torchEmber has no attribute 'df'. Its run has: te.t.df."
+    assert told(AttributeError, lambda: te.lerning)=="a torchEmber has no attribute 'lerning'."
+    assert not hasattr(te, '__array__') and told(AttributeError, lambda: te._nothing)=="a torchEmber has no attribute '_nothing'."
+    assert "Did you mean 'scalar_line'" in told(AttributeError, lambda: torchember.scalarline)
+    assert not hasattr(torchember, '_nothing')
+    te.close()

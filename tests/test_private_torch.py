@@ -19,7 +19,7 @@ from torchember import EmberWarning, private_torch, torchEmber
 from torchember.capture import forward
 
 package = Path(private_torch.__file__).parent
-python = {'_getframe', '_current_frames', '_fields'} # of Python's own library
+python = {'_getframe', '_current_frames', '_fields', '_args_from_interpreter_flags'} # of Python's own library
 endings = {'_grad', '_latest'} # of our own words
 
 

@@ -138,7 +138,11 @@ def __getattr__(name):
         from importlib.metadata import PackageNotFoundError, version
         try: return version('torchember')
         except PackageNotFoundError: return '0+unknown' # a checkout that is not installed
-    if name not in rooms: raise AttributeError(f"module 'torchember' has no attribute {name!r}")
+    if name not in rooms:
+        if name.startswith('_'): raise AttributeError(f"module 'torchember' has no attribute {name!r}")
+        from .record import closest
+        close = ' or '.join(map(repr, closest(name, list(rooms))))
+        raise AttributeError(f"module 'torchember' has no attribute {name!r}." + (f" Did you mean {close}?" if close else ''))
     try: value = getattr(import_module(f'.{rooms[name]}', __name__), name)
     except ModuleNotFoundError as e:
         if e.name!='torch': raise

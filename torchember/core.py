@@ -7,13 +7,14 @@ __all__ = ['torchEmber']
 
 # %% ../nbs/43_core.ipynb #d9edeed4
 import math, os
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from .arguments import check_optimizers, not_a_model
+from .arguments import check_optimizers, no_number, not_a_model
 from .budget import Budget, Report, check_share
 from .capture import compiled
 from .capture.forward import KEY, arm, armed_by, disarm
@@ -55,8 +56,8 @@ class torchEmber:
     """
     def __init__(self,
         model:nn.Module, # The model, also one that is wrapped by `torch.compile` or `DistributedDataParallel`
-        *,
         optimizer=None, # Optimizer, or a list of them: when all have stepped, the training step is over
+        *,
         ttypes=('input', 'output', 'weight', 'weight_grad'), # Tensor types to record; also 'output_grad', 'input_grad', 'optimizer', 'update' and 'buffer'
         include=None, # Modules to record, as `select` takes them: 'features.*', nn.Linear, ...; all without it
         exclude=None, # Modules to leave out
@@ -123,7 +124,7 @@ class torchEmber:
         earlier = armed_by(inner)
         if earlier is not None:
             what = 'The model' if KEY in inner.__dict__ else 'A part of the model'
-            warn(f"{what} is armed already, by the run {earlier.t.fname}. That ember is disarmed first.")
+            warn(f"{what} is watched already, by the run {earlier.t.fname}. That ends first, by its disarm(): one torchEmber watches a model at a time.")
             earlier.owner().disarm()
         self.tracks = tracks(inner)
         warm(inner.parameters())
@@ -178,12 +179,13 @@ class torchEmber:
         elif r.steps.opened: r.notices.once('two', "te.step() does nothing here: the optimizer that torchEmber was given ends each step. "
             "Leave out one of the two.")
 
-    def log(self, /, **numbers):
+    def log(self, /, *unnamed, **numbers):
         "Note numbers of the step whose pass has just run, in a row with the ttype 'scalar': `te.log(loss=loss)`. A tensor on a GPU is not waited for"
+        if unnamed: raise TypeError(f"te.log notes numbers by name, got {an(unnamed[0])} without one. Write te.log(loss=loss); of a dict, te.log(**numbers).")
         for k,v in numbers.items():
             number = isinstance(v, int|float|np.number|np.bool_) or isinstance(v, torch.Tensor|np.ndarray) and math.prod(v.shape)==1
             if not number or (v.is_complex() if isinstance(v, torch.Tensor) else np.iscomplexobj(v)):
-                raise TypeError(f"te.log notes numbers, but {k} is {v!r:.80}, {an(v)}. What holds for all rows from now on is te.mark({k}=...).")
+                raise TypeError(no_number(k, v))
             if k in identity or k=='shape': raise ValueError(f"{k!r} is a column of every row, so no number can be called so. Choose another name.")
         if numbers and not disabled(): self.recorder.log(numbers)
 
@@ -209,6 +211,7 @@ class torchEmber:
         Returns:
             The tensor
         """
+        if not isinstance(tensor, torch.Tensor): raise TypeError(f"te.probe records a tensor, got {an(tensor)}. A number is noted by te.log({name}=...).")
         if self.armed:
             root = self.recorder.states[0]
             if not torch.compiler.is_compiling(): root.listener.probe_here(name, tensor)
@@ -232,8 +235,9 @@ class torchEmber:
         self.recorder.variables.pop(name, None) if tensor is None else self.recorder.variables.update({name: tensor})
         return tensor
 
-    def mark(self, /, **marks):
+    def mark(self, /, *unnamed, **marks):
         "Add columns to every row from now on: `te.mark(epoch=3)`"
+        if unnamed: raise TypeError(f"te.mark takes marks by name, got {an(unnamed[0])} without one. Write te.mark(epoch=3); of a dict, te.mark(**marks).")
         for k in marks:
             if k in ('shape', *derived): raise ValueError(f"{k!r} is a statistic, so it cannot be a mark. Choose another name.")
         self.t.mark(**marks)
@@ -380,6 +384,11 @@ class torchEmber:
         return EmberCopy, (self.model_name, self.fname, str(self.t.dir))
 
     def __deepcopy__(self, memo): return EmberCopy(self.model_name, self.fname, str(self.t.dir))
+
+    if not TYPE_CHECKING: # which would find every name here
+        def __getattr__(self, name):
+            hint = f" Its run has: te.t.{name}." if not name.startswith('_') and hasattr(emberTracker, name) else ''
+            raise AttributeError(f"a torchEmber has no attribute {name!r}.{hint}", name=name, obj=self)
 
     def __repr__(self):
         state = 'armed' if self.armed else 'not armed'

@@ -9,15 +9,17 @@ __all__ = ['read', 'wide', 'may_have', 'is_vectors', 'layers', 'runs', 'one_run'
 import os, re
 from datetime import datetime
 from fnmatch import fnmatchcase
+from importlib.util import find_spec
 from pathlib import Path
 from socket import gethostname
 
 import numpy as np
 
 from ..bars import progress
-from ..measure.summary import derived
+from ..measure.columns import is_statistic, known as statistics
+from ..measure.summary import also_called
 from ..needs import needs
-from ..record import an, identity, optional, printable, unknown
+from ..record import an, called_ttypes, closest, identity, optional, printable, unknown
 from ..store.base import facts, folder, regular, safe_name
 from ..store.jsonl import emberTracker, last_step_of, settle, tracker
 from ..store.columns import Odd, bad, columns_of, times_of
@@ -40,7 +42,7 @@ class Source:
             self.t.barrier() # which does nothing for a run that another process writes
             self.t.there()
             self.name,self.path = self.t.fname,self.t.log_path
-        else: raise TypeError(f"a run is a name, a file, an ember or its tracker, got {an(run)}. A table need not be read: pass it on as it is.")
+        else: raise TypeError(f"a run is a name, a file, a torchEmber or its te.t, got {an(run)}. A table need not be read: pass it on as it is.")
 
     def blocks(self):
         "The lines of the run, in blocks"
@@ -179,9 +181,16 @@ def chosen(rows, choice):
         rows = [r for r,v in zip(rows, values, strict=True) if isinstance(v, int|str) and v in kept]
     return rows
 
+def no_rows(name='The run'):
+    "The sentence for a run that has not begun"
+    return f"{name} has no rows yet: they come when the model is called in its training."
+
+class NothingChosen(ValueError): "A run has no row of what was asked for"
+
 def nothing_chosen(choice, there):
     "The sentence for a choice that leaves nothing. `there`: question -> values that a log has"
     called = dict(path='path matches', ttype='tensor type', tname='tensor name', steps='step')
+    if not there['ttype']: return no_rows()
     for name,wanted in choice.asked.items():
         kept = choice.keeps(name, there[name])
         if kept: continue
@@ -190,7 +199,7 @@ def nothing_chosen(choice, there):
             what = f'It has {len(known)} steps, from {known[0]} to {known[-1]}.' if known else 'It has no steps.'
             return f"No step of the run is in steps={wanted!r:.80}. {what}"
         asked = next(iter(many(wanted)), '')
-        return unknown(called[name], getattr(asked, 'pattern', asked), [n for n in there[name] if n])
+        return unknown(called[name], getattr(asked, 'pattern', asked), [n for n in there[name] if n], called_ttypes if name=='ttype' else ())
     return f"No row has all of {', '.join(f'{k}={v!r:.60}' for k,v in choice.asked.items())} at once. Ask for less at a time."
 
 # %% ../../nbs/50_frames/00_logs.ipynb #8713aba2
@@ -273,7 +282,7 @@ def read(
     choice = Choice(path, ttype, tname, steps)
     tables = [tidy(rows_of(s, choice, columns), s.name if several else None) for s in (progress(runs, f'reading {len(runs)} runs') if len(runs)>1 else runs)]
     df = under_each_other([t for t in tables if len(t)] or tables[:1])
-    if not len(df) and choice.asked: raise ValueError(nothing_chosen(choice, together(runs)))
+    if not len(df) and choice.asked: raise NothingChosen(nothing_chosen(choice, together(runs)))
     if columns is None: return df
     if callable(columns): return df[[c for c in df.columns if c=='run' or columns(c)]]
     asked = [columns] if isinstance(columns, str) else columns
@@ -332,12 +341,26 @@ def known_columns(df, columns):
     "The columns asked for. ValueError for one that is not there"
     columns = many(columns) if not isinstance(columns, str) else [columns]
     for c in columns:
-        if c not in df: raise ValueError(unknown('column', c, df.columns) + to_record(c))
+        if c not in df: raise ValueError(not_recorded(c, list(df.columns), 'column'))
     return ['run']*('run' in df and 'run' not in columns) + columns
 
 def to_record(stat):
-    "How a statistic gets into the next run"
-    return f" To have it in the next run: torchEmber(model, stats=['mean', 'std', {stat!r}])." if stat in derived else ''
+    "How a statistic gets into the next run, if it is one"
+    if is_statistic(stat): return f" To have it in the next run: torchEmber(model, stats=['mean', 'std', {stat!r}])."
+    return f" To have it in the next run: Monitor(model, {{'<path>': [{stat!r}]}})." if stat in quantities_like(stat) else ''
+
+def quantities_like(name):
+    "The quantities of a `Monitor`, where `name` could be one and torch is there to know"
+    if not name[:1].isupper() or find_spec('torch') is None: return {}
+    from torchember.monitor import multi_step # noqa: F401
+    from torchember.monitor.quantities import classes
+    return classes
+
+def not_recorded(stat, there, what='statistic'):
+    "The sentence for a statistic that a run does not have: also what was meant, and how the next run gets that"
+    more = [*statistics, *quantities_like(stat), *([stat] if is_statistic(stat) else ())]
+    close = [stat] if stat in more else closest(stat, [*there, *more], also_called)
+    return unknown(what, stat, there, also_called, more) + (to_record(close[0]) if close and close[0] not in there else '')
 
 # %% ../../nbs/50_frames/00_logs.ipynb #2dc45e03
 def wide(
@@ -357,7 +380,8 @@ def wide(
     """
     pd = needs('pandas', for_='A table of rows')
     if not isinstance(df, pd.DataFrame): df = read(df)
-    if stat not in df: raise ValueError(unknown('statistic', stat, [c for c in df.columns if c not in left]) + to_record(stat))
+    if not len(df): raise ValueError(no_rows())
+    if stat not in df: raise ValueError(not_recorded(stat, [c for c in df.columns if c not in left]))
     if is_vectors(df[stat]): raise ValueError(f"the statistic {stat!r} is a vector, a number for each unit, so that a layer has no column of numbers. "
         f"To see it: surface(df, {stat!r}, path=...).")
     if missing := [c for c in ('path', 'ttype', 'tname', 'step') if c not in df]:
@@ -369,7 +393,7 @@ def wide(
     if ttype is None: ttype = there[0] if there else df['ttype'].iloc[0] if len(df) else None
     some = df[(df['ttype']==ttype).to_numpy()]
     some = some[may_have(some, [stat])]
-    if not len(some): raise ValueError(unknown('tensor type', ttype, df['ttype'].astype(object).unique()))
+    if not len(some): raise ValueError(unknown('tensor type', ttype, df['ttype'].astype(object).unique(), called_ttypes))
     at,steps = pd.factorize(some['step'].to_numpy(), sort=True)
     label,labels = layers(some)
     out,values = np.full((len(steps), len(labels)), np.nan),some[stat].to_numpy(dtype=float, na_value=np.nan)
@@ -526,4 +550,5 @@ def query(
     con = duckdb.connect(':memory:')
     con.register('log', df)
     for setting in 'enable_progress_bar=false','enable_external_access=false','lock_configuration=true': con.execute(f'SET {setting}')
-    return con.execute(sql).df()
+    try: return con.execute(sql).df()
+    except duckdb.CatalogException as e: raise duckdb.CatalogException(f"{e}\n\nThe rows are the table log: SELECT * FROM log") from None

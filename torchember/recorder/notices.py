@@ -64,7 +64,8 @@ class Notices:
         self.unmeasurable += no_values
         self.errors += not no_values
         kind = OnMeta if isinstance(error, OnMeta) else (module, tname) if no_values else (how, type(error))
-        what = f"is not measured: {error}" if no_values else f"could not be measured: {type(error).__name__}: {error}"
+        why = str(error).rstrip('.')
+        what = f"is not measured: {why}" if no_values else f"could not be measured: {type(error).__name__}: {why}"
         self.once(kind, f"{tname} of {module} {what}. Training goes on, and this is said once.")
 
 # %% ../../nbs/40_recorder/00_notices.ipynb #7455ecd9

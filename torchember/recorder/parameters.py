@@ -8,6 +8,7 @@ __all__ = ['grad_of', 'Parameters', 'look_over', 'Known', 'every_parameter']
 # %% ../../nbs/40_recorder/30_parameters.ipynb #d02f7b85
 import inspect
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -158,27 +159,48 @@ class ZeroGradHint:
         self.found = False # whether there ever was one, or this was said
         self.in_step = False # whether there is one in the open step
         self.trains = False # whether there was a pass that could be trained with
+        self.looked = False # whether the gradients of a step that `te.step()` ended were looked at: somebody may have set them to zero
         self.given = False # whether this was said
         self.steps_without = 0 # recorded steps with a training pass and no gradient
         self.versions = None # of the weights, when they were looked at first
+
+    def training(self, states):
+        "A pass begins that could be trained with"
+        self.trains,self.versions = True,{id(p): p._version for p in trained_in(states)}
 
     def step_over(self,
         trained:bool, # Whether the step had a training pass
         states, # Of the modules
         manual:bool, # Whether an optimizer or `te.step()` ends the steps: then they would be there
-        ttypes
+        ttypes,
+        boundary:bool=False # Whether it was `te.step()`
     ):
         "A recorded step is over"
         self.steps_without += not self.in_step and trained
         self.in_step = False
-        if self.found or not self.trains or manual or 'weight_grad' not in ttypes: return
-        ps = [p for st in states for _,_,p in own_parameters(st.track.module) if p.requires_grad and not p.is_inference()]
-        versions = {id(p): p._version for p in ps}
-        if self.versions is None: self.versions = versions; return
-        if any(v>self.versions.get(k, v) for k,v in versions.items()):
-            self.found = self.given = True
-            warn("No weight gradients are recorded: the weights change, but when the next pass begins zero_grad() has already removed "
-                "their gradients. Call te.step() after backward() and before zero_grad().")
+        if self.given or not self.trains or 'weight_grad' not in ttypes or manual and not boundary: return
+        if self.found:
+            if self.looked or not boundary: return
+            self.looked = True
+            if not all_zero(states): return
+        if not any(p._version>self.versions.get(id(p), p._version) for p in trained_in(states)): return
+        self.found = self.given = True
+        warn("te.step() found no gradients although the weights change: zero_grad() had removed them already, or backward() comes after it. Call te.step() "
+            "after backward() and before zero_grad(). With torchEmber(..., optimizer=opt) nothing has to be called." if boundary else
+            "No weight gradients are recorded: the weights change, but when the next pass begins zero_grad() has already removed "
+            "their gradients. Call te.step() after backward() and before zero_grad().")
+
+def trained_in(states):
+    "The weights that are trained"
+    return [p for st in states for _,_,p in own_parameters(st.track.module) if p.requires_grad and not p.is_inference()]
+
+def all_zero(states):
+    "Whether there are gradients, and all of them are plain tensors of zeros"
+    grads = [p.grad for p in trained_in(states) if p.grad is not None]
+    return bool(grads) and all(type(g) is torch.Tensor and g.dtype in plain_floats and g.layout is torch.strided and not g.is_meta for g in grads) \
+        and not any(g.any() for g in grads)
+
+plain_floats = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #8cde0aa9
 def look_over(

@@ -83,6 +83,7 @@ class HearsPasses(Listener):
         self.grads = self.gradients.ttypes
         self.records_inputs,self.records_outputs = 'input' in ttypes,'output' in ttypes
         self.seen_steps = self.recorded_steps = self.skipped_steps = 0
+        self.called = False # whether a pass was seen
         self.waited = None # a sentence about a step that waited long for an optimizer
         if budget: warm(); idle(); observe(torch.zeros(1), Arena().tap(None)) # what torch does at its first time belongs to no step
         self.switch = Switch(ttypes)
@@ -146,7 +147,7 @@ class HearsPasses(Listener):
         if self.cost.step_began is None: self.cost.step_began = began
         shared = self.calls.recorded>0
         if not shared: self.new_pass(state, path, phase)
-        if training and torch.is_grad_enabled(): self.parameters.hint.trains = True; steps.training_passes += 1
+        if training and torch.is_grad_enabled(): self.training_pass()
         steps.opened = True
         here.phase = phase if steps.manual else None
         if self.on:
@@ -156,8 +157,14 @@ class HearsPasses(Listener):
         self.calls.recorded += 1
         if not shared and self.stack_room: stack_room.more(self.stack_room)
 
+    def training_pass(self):
+        "A pass begins that may be trained with"
+        self.steps.training_passes += 1
+        if not self.parameters.hint.trains: self.parameters.hint.training(self.states)
+
     def new_pass(self, state, path, phase):
         "Perhaps the step before is over now"
+        self.called = True
         looked = self.weights_watched and (not state.root if self.watch is None else self.steps.opened and not self.watch.busy) # LBFGS moves them itself
         weights = versions(self.weights_watched) if looked else None
         if self.steps.ends(path, phase, weights): self.close()
@@ -261,6 +268,8 @@ class HearsCalls(HearsPasses):
         return loss_scale(s) if s is not None and s.is_enabled() else None
 
 # %% ../../nbs/40_recorder/80_recorder.ipynb #69f3a820
+not_called = "The optimizer steps, but the model that torchEmber was given is never called: of its tensors, only weights are recorded."
+
 class HearsSteps(HearsCalls):
     "Of a `Recorder`: optimizers, and the end of a step"
 
@@ -290,6 +299,7 @@ class HearsSteps(HearsCalls):
                 self.page.read_pending(self.journal.root_name)
             self.cost.last = clock()
             if self.steps.optimizer_stepped(id(optimizer)): self.over()
+        if not self.called and self.seen_steps==2: self.notices.once('uncalled', f"{not_called} Was it made anew, or is a copy of it trained? Watch that one.")
 
     def step_skipped(self, optimizer):
         self.journal.skipped = True
@@ -333,7 +343,7 @@ class HearsSteps(HearsCalls):
             except BaseException: # with on_error='raise', or Ctrl-C: what there is belongs to this step
                 self.flush(True)
                 raise
-            self.parameters.hint.step_over(bool(self.steps.passes[None]), self.states, self.steps.manual, self.ttypes)
+            self.parameters.hint.step_over(bool(self.steps.passes[None]), self.states, self.steps.manual, self.ttypes, boundary)
         if self.touched or self.page.size or self.journal.file_is_open: self.flush(True)
 
     def untold(self):
@@ -472,6 +482,7 @@ class Recorder(HearsSteps):
         "What the user should know when the run is over, a sentence each"
         if self.left: return ['This process was forked from the one that records the run, and adds nothing to it.']
         out,watch,hint = [],self.watch,self.parameters.hint
+        if self.seen_steps and watch and not self.called: out.append(not_called)
         if not self.seen_steps: out.append("No pass was seen: the model was never called while it was armed.")
         for o in watch.optimizers if watch and self.seen_steps else ():
             if id(o) not in watch.stepped: out.append(f"The optimizer {kinds_of([o])} never stepped.")

@@ -9,6 +9,7 @@ __all__ = ['overview', 'RunSummary', 'summary', 'farthest']
 import numpy as np
 
 from ..measure.summary import derived
+from ..frames.logs import no_rows
 from ..needs import needs
 from ..record import unknown, values_of
 from ..store.parameters import label_of, untrained
@@ -60,7 +61,7 @@ def overview(
         The axes of the first heat map
     """
     table = table_of(run) if tt is None and loss is None else table_of(run, ttype=[*(ttypes_asked(tt) if tt else default_ttypes), 'scalar'])
-    if not len(table): raise ValueError(f"{name_of(table) or 'The table'} has no rows yet.")
+    if not len(table): raise ValueError(no_rows(name_of(table) or 'The table'))
     numbers = loss_of(table, loss)
     tensors = measured(table[(table['ttype'].astype(str)!='scalar').to_numpy()], [stat] if stat else ())
     kinds = there_of(tensors, tt)

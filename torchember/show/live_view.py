@@ -385,7 +385,7 @@ def live(
     if wait and views is not None and run.armed:
         raise ValueError("live(te, wait=True) would wait for a training that can only begin when it has returned. Leave wait out: te.live().")
     t = run.t if hasattr(run, 't') else run if isinstance(run, tracker) else emberTracker(run, home) if isinstance(run, str) else None
-    if not isinstance(t, tracker): raise TypeError(f"live shows an ember, its tracker, or a run by its name, not {an(run)}.")
+    if not isinstance(t, tracker): raise TypeError(f"live shows a torchEmber, its te.t, or a run by its name, not {an(run)}.")
     if views is None: t.there()
     base = base_of(t)
     for v in views or (): v.close(last=False)

@@ -15,7 +15,7 @@ import matplotlib as mpl
 import numpy as np
 
 from ..bars import progress
-from ..frames.logs import about, read, said_by
+from ..frames.logs import about, no_rows, read, said_by
 from ..measure.exponents import limits
 from ..measure.summary import derived
 from .first_look import first_trouble, loss_of, noted, sentence_of, stat_of
@@ -171,7 +171,7 @@ def page_of(
 ) -> dict: # As above. Raises ValueError for a run without rows
     "A run, as a page shows it"
     table = table_of(run) if tt is None else table_of(run, ttype=[*ttypes_asked(tt), 'scalar'])
-    if not len(table): raise ValueError(f"{name_of(table) or 'The table'} has no rows yet.")
+    if not len(table): raise ValueError(no_rows(name_of(table) or 'The table'))
     scalar = (table['ttype'].astype(str)=='scalar').to_numpy()
     tensors = table[~scalar]
     if not len(tensors) and not scalar.any(): raise ValueError(f"{name_of(table) or 'The table'} has no rows of tensors yet.")

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
-from ..frames.logs import is_vectors, may_have
+from ..frames.logs import NothingChosen, is_vectors, may_have, no_rows, not_recorded
 from ..measure.summary import derived
 from ..needs import needs
 from ..record import an, ttypes, unknown
@@ -60,9 +60,11 @@ def every_row(source, stats, wanted):
     if isinstance(source, pd.DataFrame): return of_one_run(of_table(source))
     tracker = getattr(source, 't', source)
     if not isinstance(source, str|PathLike) and not hasattr(tracker, 'log_path'):
-        raise TypeError(f"A picture is drawn from the name of a run, an ember, a tracker or a table of rows, not from {an(source)}.")
+        hint = " To see where runs part: compare([...])." if isinstance(source, list|tuple) else ""
+        raise TypeError(f"A picture is drawn from the name of a run, a torchEmber, its te.t or a table of rows, not from {an(source)}.{hint}")
     from torchember.frames.logs import read
-    df = read(source, **wanted, columns=lambda c: is_drawn(c, stats))
+    try: df = read(source, **wanted, columns=lambda c: is_drawn(c, stats))
+    except NothingChosen: df,wanted = read(source, columns=lambda c: is_drawn(c, stats)),{} # who picks from it says what was typed, and what there is
     if stats is not None and not all(s in df or stats_of.get(s) in df for s in stats): df = read(source, **wanted) # for the sentence that says what there is
     df.attrs['run'] = source if isinstance(source, str) else source.name if isinstance(source, PathLike) else tracker.fname
     return of_one_run(df)
@@ -107,7 +109,7 @@ def pick(
     tt=None # A tensor type, or a list of them; all of them without it
 ): # The rows; raises ValueError where there are none
     "The rows of these layers and tensor types"
-    if not len(df): raise ValueError(f"{name_of(df) or 'The table'} has no rows{' of that kind' if name_of(df) else ''} yet.")
+    if not len(df): raise ValueError(no_rows(name_of(df) or 'The table'))
     every = df
     if tt is not None: df = of_ttypes(df, tt)
     if layer is None: return df
@@ -128,7 +130,7 @@ def pick(
         missed = [m for m in missed if m not in elsewhere]
     if missed:
         what = f"layer that matches {missed[0].pattern!r}" if isinstance(missed[0], re.Pattern) else 'layer'
-        raise ValueError(unknown(what, getattr(missed[0], 'pattern', missed[0]), known))
+        raise ValueError(unknown(what, getattr(missed[0], 'pattern', missed[0]), [k for k in known if k]))
     return df[rows]
 
 def parameters_of(df):
@@ -143,14 +145,11 @@ def paths_like(one, known):
     return {p for p in known if fnmatchcase(p, str(one))}
 
 def of_ttypes(df, tt):
-    asked = [ttype_of(t) for t in (tt if isinstance(tt, list|tuple|set) else [tt])]
+    asked = [(t, *ttype_of(t)) for t in (tt if isinstance(tt, list|tuple|set) else [tt])]
     there = list(dict.fromkeys(df['ttype'].astype(str).unique().tolist()))
     rows = np.zeros(len(df), bool)
-    for ttype,key in asked:
-        if ttype not in there:
-            how = {'update': "torchEmber(..., optimizer=opt, ttypes=(..., 'update'))", 'optimizer': "torchEmber(..., optimizer=opt, ttypes=(..., 'optimizer'))",
-                'scalar': 'te.log(loss=loss)'}.get(ttype, f"torchEmber(..., ttypes=(..., {ttype!r}))")
-            raise ValueError(f"{name_of(df) or 'The table'} has no rows of {ttype!r}, only of {', '.join(map(repr, there))}. To record it next time: {how}.")
+    for typed,ttype,key in asked:
+        if ttype not in there: raise ValueError(no_ttype(typed, ttype, there, name_of(df) or 'The table'))
         one = (df['ttype'].astype(str)==ttype).to_numpy()
         if key: one = one & (df['tname'].astype(str).str.rpartition('_')[0]==key).to_numpy() # exp_avg_0 and not exp_avg_sq_0
         if not one.any():
@@ -158,6 +157,14 @@ def of_ttypes(df, tt):
             raise ValueError(unknown('optimizer state', key, states))
         rows |= one
     return df[rows]
+
+def no_ttype(typed, ttype, there, name):
+    "The sentence for a tensor type of which there are no rows; it may have been typed in other words"
+    more = (*(t for t in there if t!='scalar'), ttype)
+    how = 'te.log(loss=loss)' if ttype=='scalar' else f"torchEmber(model{', optimizer=opt' if ttype in ('update', 'optimizer') else ''}, ttypes={more})"
+    said = repr(typed) if str(typed).partition('.')[0]==ttype else f"{typed!r}, which is {ttype!r} here"
+    meant = " Did you mean 'weight_grad'?" if ttype=='output_grad' and str(typed)!=ttype and 'weight_grad' in there else ''
+    return f"{name} has no rows of {said}; it has {', '.join(map(repr, there))}.{meant} To record {ttype!r} next time: {how}."
 
 # %% ../../nbs/60_show/10_select.ipynb #7e2e294a
 def stat_in(
@@ -174,8 +181,7 @@ def stat_in(
     if other in df and df[other].notna().any(): return other
     if stat in df and df[stat].isna().all() and len(df): return stat # all of them NaN, and that is something to see
     known = [c for c in df.columns if df[c].dtype.kind in 'fi' and c not in not_stats and df[c].notna().any()]
-    how = f"Monitor(model, {{'<path>': [{stat!r}]}})" if stat[:1].isupper() else f"torchEmber(..., stats={[*known[:2], stat]!r}), or stats='full'"
-    raise ValueError(f"{unknown('statistic', stat, known)} To record it next time: {how}.")
+    raise ValueError(not_recorded(stat, known))
 
 not_stats = {'step', 'call', 'micro', 'backward', 'rank', 'nan', 'posinf', 'neginf', 'exponent_min'}
 
