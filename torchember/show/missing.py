@@ -79,8 +79,13 @@ def places_among(
     missing, # Labels of those that have none
     order:list # All labels, in the model's order
 ) -> tuple: # All labels, and where those with rows are now
-    "What has no rows comes after what it follows in the model"
-    after,last,missing,there = {},None,set(missing),set(labels)
+    "What has no rows comes after what it follows in the model. Where all are known, all are in the model's order: a log has first what was first measured"
+    missing,there = set(missing),set(labels)
+    if there<=set(order) and len(there)==len(labels):
+        out = [label for label in order if label in there or label in missing]
+        where = {label: i for i,label in enumerate(out)}
+        return out, [where[label] for label in labels]
+    after,last = {},None
     for label in order:
         if label in missing: after.setdefault(last, []).append(label)
         elif label in there: last = label
@@ -97,7 +102,9 @@ def with_missing(
 ): # `Series`, in which they have no values
     "A statistic of all tensors, also of those that have none"
     labels,at = places_among(s.labels, set(missing)-set(s.labels), order)
-    return Series(labels, np.asarray(at, int)[s.code] if len(at) else s.code, s.step, s.value, s.bad)
+    code = np.asarray(at, int)[s.code]
+    first = np.argsort(code, kind='stable') # steps stay in their order
+    return Series(labels, code[first], s.step[first], s.value[first], s.bad[first])
 
 def reasons_of(
     g, # A `select.Grid`
