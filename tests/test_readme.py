@@ -1,5 +1,6 @@
 "Every line of the README that can be run is run as it is written, as a reader would: in order, and alone where it needs nothing from before"
 import builtins
+import json
 import os
 import re
 import subprocess
@@ -81,3 +82,30 @@ def test_commands():
     made = {m for kind,code in shown if kind=='sh' for m in re.findall(r'^make (\w+)', code, re.M)} | set(re.findall('`make (\\w+)', readme))
     assert {'demo', 'test', 'docs'}<=made<=targets
     assert [l for kind,code in shown if kind=='sh' for l in code.splitlines() if not re.match(r"make \w+|pip install '\.\[[\w,]+\]'", l)]==[]
+
+
+def title(path):
+    text = ''.join(json.loads(path.read_text(encoding='utf-8'))['cells'][0]['source']) if path.suffix=='.ipynb' else path.read_text(encoding='utf-8')
+    return re.match(r'# (.*)', text)[1].lower()
+
+
+def test_no_two_entries_of_the_menu_are_called_alike():
+    "Of the front page it says Start here"
+    pages = [*(p for p in (root/'nbs').glob('*.ipynb') if p.stem!='index'), *(root/'nbs'/'tutorials').glob('*.ipynb'), *(root/'docs'/'reference').glob('*.md')]
+    assert len(pages)>30 and sorted(map(title, pages))==sorted({title(p) for p in pages})
+
+
+@pytest.mark.parametrize('width', [1920, 1400, 1320, 1280, 1100, 1000, 400])
+def test_pages_are_as_wide_as_the_window(chromium, tmp_path, width):
+    "Furo's page with our width of text, and code in it that has longer lines"
+    furo = Path(pytest.importorskip('furo').__file__).parent
+    css = furo/'theme'/'furo'/'static'/'styles'/'furo.css'
+    html = f'''<meta name=viewport content="width=device-width"><link rel=stylesheet href="{css.as_uri()}"><link rel=stylesheet
+        href="{(root/'docs'/'_static'/'custom.css').as_uri()}"><div class=page><aside class=sidebar-drawer>menu</aside><div class=main><div class=content>
+        <div class=article-container><article><section><p>{'word '*200}</p><div class=highlight><pre>{'x'*300}</pre></div></section></article></div></div>
+        <aside class=toc-drawer>contents</aside></div></div>'''
+    (tmp_path/'page.html').write_text(html)
+    page = chromium().new_page(viewport={'width': width, 'height': 800})
+    page.goto((tmp_path/'page.html').as_uri())
+    inner,text = page.evaluate("[document.documentElement.scrollWidth, document.querySelector('.content').getBoundingClientRect().width]")
+    assert inner==width and text>min(width, 1000)*.7
