@@ -23,6 +23,7 @@ from ..record import an, called_ttypes, closest, identity, optional, printable, 
 from ..store.base import facts, folder, regular, safe_name
 from ..store.jsonl import emberTracker, last_step_of, settle, tracker
 from ..store.columns import Odd, bad, columns_of, times_of
+from ..store.older import is_older, older_blocks, size_and_rows
 from ..store.reading import blocks_of, current, frame, in_order, key, layouts_of, parsed, path_of, with_path
 
 # %% ../../nbs/50_frames/00_logs.ipynb #51408907
@@ -37,6 +38,8 @@ class Source:
             self.name,self.t,self.path = Path(run).name,None,Path(run)
             settle(self.path)
             if not self.path.is_file(): raise FileNotFoundError(f"There is no log {printable(self.path)}. Give the file of a run, or the name of one.")
+            if not (self.path.is_file() or is_older(self.path)):
+                raise FileNotFoundError(f"There is no log {self.path}. Give the file of a run, or the name of one.")
         elif isinstance(t, tracker) or isinstance(run, str):
             self.t = t if isinstance(t, tracker) else emberTracker(run, home)
             self.t.barrier() # which does nothing for a run that another process writes
@@ -46,11 +49,13 @@ class Source:
 
     def blocks(self):
         "The lines of the run, in blocks"
-        return blocks_of(self.path) if self.t is None else self.t.blocks()
+        if self.t is not None: return self.t.blocks()
+        return older_blocks(self.path) if is_older(self.path) else blocks_of(self.path)
 
     def file(self):
         "Path and size of the file, if all lines are in it"
-        return (self.path, os.path.getsize(self.path)) if self.t is None else self.t.whole_file()
+        if self.t is not None: return self.t.whole_file()
+        return None if is_older(self.path) else (self.path, os.path.getsize(self.path))
 
 def names_of(home):
     "The runs there are, as names"
@@ -68,6 +73,8 @@ def is_name(name):
     "Whether a run can be called so"
     try: return bool(safe_name(name, 'run'))
     except ValueError: return False
+    with os.scandir(log) as there:
+        return sorted(f.name for f in there if not f.name.endswith('_latest') and f.name[0]!='.' and (f.is_file() or is_older(f.path)))
 
 def sources(run, home):
     "What to read, and whether that may be several runs"
@@ -491,6 +498,10 @@ def about(name, home):
     t = emberTracker(name, home)
     base,problem = said_by(t)
     s = os.stat(t.log_path)
+    if t.folder:
+        size,rows = size_and_rows(t.log_path)
+        end = datetime.fromtimestamp(s.st_mtime).strftime('%Y-%m-%d %H:%M:%S')
+        return dict(name=name, model=model_of(t, base), steps=0, rows=rows, size=size, start=base.get('start'), end=end, running=False)
     running = 'end' not in base and alive(base.get('pid'), base.get('host'))
     end = None if running else base.get('end') or datetime.fromtimestamp(s.st_mtime).strftime('%Y-%m-%d %H:%M:%S')
     rows = base['rows'] if base.get('bytes')==s.st_size and 'rows' in base else lines_in(t.log_path, s.st_size)

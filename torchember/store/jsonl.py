@@ -16,6 +16,9 @@ from ..record import EmberWarning, an, line_of, lines_of, load_row, printable, u
 from torchember.store.base import (check_writable, facts, folder, not_through, now, portable_name, read_meta, regular, replace, run_name, safe_name,
     write_meta)
 from .columns import longest_line
+from ..record import EmberWarning, an, line_of, lines_of, load_row, unknown, unmarkable, warn
+from .base import check_writable, folder, now, read_meta, replace, run_name, safe_name, write_meta
+from .older import first_lines, is_first, is_older, older_blocks
 from .reading import blocks_of, by_place, current, frame, parse, table, with_path
 from .table import tree_table, whole_tree
 
@@ -194,11 +197,14 @@ class Log:
         rows, # Function that gives a list of rows or of lines; anything else with `by`
         close:bool=False, # Whether the step is over with them
         joins:bool|None=False, # Whether they belong to the latest step even when that is over; None: to no step whose rows are kept
-        by=each # Function that turns a list of such, which have a `len`, into a list of their rows: it is handed those that wait together
+        by=each, # Function that turns a list of such, which have a `len`, into a list of their rows: it is handed those that wait together
+        here:bool=False # Whether they are written here and now
     ):
         "Queue rows. Returns at once"
         if not self.ours: return self.foreign()
         self.jobs.append((rows, close, joins, by))
+        if here: writer.empty(self)
+        if here and not self.jobs: return # otherwise it was being written, by whom this call has interrupted
         if len(self.jobs)>self.bound: writer.empty(self)
         else:
             writer.wake(self)
@@ -398,6 +404,7 @@ class tracker:
         self.home,self.log,self.data = self.dir.parent,self.dir/'log',self.dir/'data'
         self.marked,self.torn,self.about,self.unwritten,self.source = {},0,{},set(),None # source(close): asks whoever records for what it still holds
         self.file = Log(self.log/fname, self.log/f'{fname}_latest', fresh, fsync, self.write_about, exact)
+        self.folder = is_older(self.log/fname) # whether torchember 0.2 has recorded it
 
     fname = property(lambda self: self.log_path.name, doc="Name of the run")
     log_path = property(lambda self: self.file.path, doc="File of all rows")
@@ -413,8 +420,9 @@ class tracker:
     ): # The tracker
         "Append a row as it is, with the marks"
         if not isinstance(row, dict): raise TypeError(f"a row is a dict such as {{'loss': 0.3}}, got {an(row)}.")
+        if self.folder: raise FileExistsError(not_on(self.fname))
         line = line_of({**row, **{k:v for k,v in self.marked.items() if k not in row}} if self.marked else row) # now: the row may change after this
-        self.file.put(lambda: [line], joins=self.source is not None)
+        self.file.put(lambda: [line], joins=self.source is not None, here=self.source is None)
         return self
 
     def logging(self,
@@ -430,10 +438,11 @@ class tracker:
         """
         line = line.removesuffix('\n')
         if '\n' in line: raise ValueError("a line has no newline in it. Log several lines one by one.")
+        if self.folder: raise FileExistsError(not_on(self.fname))
         json.loads(line, parse_constant=refuse)
         load_row(line) # raises ValueError for what is not a row
         data = line.encode()
-        self.file.put(lambda: [data])
+        self.file.put(lambda: [data], here=self.source is None)
         return self
 
     def put(self,
@@ -456,14 +465,22 @@ class tracker:
         self.file.barrier()
         settle(self.log_path)
 
+    def older(self):
+        "Whether torchember 0.1 or 0.2 has recorded it"
+        if self.folder or self.about or self.source is not None: return self.folder
+        try: return is_first(self[f'base_{self.fname}'])
+        except (KeyError, ValueError, OSError): return False # none, half of one, or one that may not be read
+
     def blocks(self):
         "The lines of the run, in blocks: those of the file, and those that it could not take"
+        if self.older(): return older_blocks(self.log_path) if self.folder else first_lines(blocks_of(self.log_path))
         size,more = self.file.pending()
         return blocks_of(None if self.file.fresh else self.log_path, more, size) # one of this name may be another's
 
     def whole_file(self):
         "Path and size of the file, if all lines are in it"
         if self.file.fresh or self.file.pending()[1] or not self.log_path.is_file(): return None
+        if self.file.fresh or self.file.pending()[1] or not self.log_path.exists() or self.older(): return None
         return self.log_path, os.path.getsize(self.log_path)
 
     def lines(self):
@@ -480,12 +497,14 @@ class tracker:
     def last_step(self):
         "The number of the last step, -1 when there is none"
         self.barrier()
-        return last_step_of(self.log_path)
+        return last_step_of(self.log_path) if not self.folder else max((r.get('step', -1) for r in self.lines()), default=-1)
 
     def there(self):
         "Raise when there is no such run"
         settle(self.log_path)
         f = self.file
+        if os.path.isdir(self.log_path) and not self.folder: raise FileNotFoundError(f"{self.log_path} is a folder, and no run: a run is a file, or a folder "
+            "with files such as 'init-00.log', as torchember 0.2 kept it. runs() says which there are.")
         if self.source is None and not (f.fresh or f.rows or f.waiting or self.log_path.exists()):
             known = [n for n in sorted(os.listdir(self.log)) if not n.endswith('_latest')] if self.log.exists() else []
             raise FileNotFoundError(f"{unknown('run', self.fname, known)} Looked in {printable(self.log)}.")
@@ -622,6 +641,10 @@ class tracker:
         return tree_table(self.fname, tree, self.latest_line_list()) if tree else None
 
 # %% ../../nbs/30_store/10_jsonl.ipynb #ef13d73a
+def not_on(name):
+    "The sentence for a run of 0.2 that is to go on"
+    return f"The run {name!r} was recorded by torchember 0.2, as a folder. It can be read, and nothing can be added to it. Choose another name."
+
 def refuse(word): raise ValueError(f"{word} is not JSON. t({{'name': float('nan')}}) writes it as JSON has it.")
 
 def content(path, most=1<<28):
@@ -675,6 +698,9 @@ def new_run(
         name = next(n for i in count(1) if not exists(n := base if i==1 else f'{base}_{i}', home))
     elif exists(safe_name(name, 'run'), home) and not resume:
         raise FileExistsError(f"The run {name!r} exists already in {folder('torchember', home)}. Choose another name=, or go on with it by resume=True.")
+    if resume and (old := emberTracker(name, home)).older():
+        raise FileExistsError(f"The run {name!r} was recorded by an older torchember ({'0.2' if old.folder else '0.1'}). It can be read, but not gone on with. "
+            "Choose another name=.")
     t = emberTracker(name, home, fresh=not (resume and exists(name, home)), exact=exact)
     taken.add(t.log_path)
     return t
