@@ -15,7 +15,7 @@ import torch
 from ..measure.columns import as_dicts, stat_names
 from ..measure.kernels import Unmeasurable
 from ..measure.summary import groups_for, merge, nothing
-from ..record import an, check_ttypes
+from ..record import an, check_ttypes, unknown
 from .layers import as_tensor, check_real, derived_from, each, figures, groups_of, is_sharded, joined, kept, norms, vectors, with_values
 from .plots import most, plot_ecdf, plot_hist, plot_heatmap
 from .tables import as_list, chosen_columns, columns_group, layer_html, layer_lines, table_text
@@ -436,7 +436,7 @@ def layers_of(d, pattern):
     if not d.is_result: return some
     return {'': numbers_of(d.like(some))}
 
-def reduced(d, name, lw, pattern, correction=1):
+def reduced(d, name, lw, pattern, change=None, dtype=None): # change: function of the numbers and their counts
     "One of `figures`, or 'sum'"
     if d.is_result and lw: layers = {k: torch.tensor(v, dtype=torch.float64) for k,v in kept(d, pattern).items()}
     else: layers = layers_of(d, pattern)
@@ -444,23 +444,59 @@ def reduced(d, name, lw, pattern, correction=1):
     rows = vectors(layers, groups_of([name]))
     v = rows if lw else merge(np.stack([nothing(groups_of([name])), *rows]))
     got = derived_from(v, name)
-    if correction!=1: got = got*corrected(v[..., 0], correction)**(.5 if name=='std' else 1)
-    if lw: return d.result(zip(layers, got.tolist(), strict=True))
-    return as_tensor(float(got), [x.dtype for x in layers.values()], name)
+    if change is not None: got = change(got, v[..., 0])
+    if lw: return d.result(zip(layers, rounded(got, dtype), strict=True))
+    return as_tensor(float(got), [x.dtype for x in layers.values()], name) if dtype is None else torch.tensor(float(got), dtype=dtype)
+
+def rounded(got, dtype):
+    "Numbers as a dtype has them"
+    return got.tolist() if dtype is None else torch.as_tensor(got).to(dtype).tolist()
 
 def corrected(n, correction):
     "What makes a variance one with another correction than 1"
     with np.errstate(all='ignore'): return np.where(n>correction, (n-1)/(n-correction), np.nan)
 
+def of_sample(name, got, n):
+    "The skewness or the excess kurtosis of what a sample was taken from, as scipy has it with bias=False"
+    with np.errstate(all='ignore'):
+        if name=='skew': return np.where(n>2, got*np.sqrt(n*(n-1))/(n-2), got)
+        return np.where(n>3, ((n**2-1)*(got+3)-3*(n-1)**2)/((n-2)*(n-3)), got)
+
 # %% ../../nbs/45_state/06_algebra.ipynb #86225f0a
-def norm_reduced(d, p, lw, pattern):
+def norm_reduced(d, p, lw, pattern, dtype=None):
     "The p-norm, for any p"
     if p=='fro': p = 2
     layers = {k: torch.tensor(v, dtype=torch.float64) for k,v in kept(d, pattern).items()} if d.is_result else kept(d, pattern)
-    if p in (1, 2): return reduced(d, f'norm{int(p)}', lw, pattern)
+    if p in (1, 2): return reduced(d, f'norm{int(p)}', lw, pattern, None, dtype)
     got = norms(layers, p)
-    if lw: return d.result(zip(layers, got.tolist(), strict=True))
-    return as_tensor(float(joined(got, p)), [x.dtype for x in layers.values()])
+    if lw: return d.result(zip(layers, rounded(got, dtype), strict=True))
+    got = float(joined(got, p))
+    return as_tensor(got, [x.dtype for x in layers.values()]) if dtype is None else torch.tensor(got, dtype=dtype)
+
+# %% ../../nbs/45_state/06_algebra.ipynb #c7b82ab3
+options = {**dict.fromkeys(('sum', 'mean', 'norm'), ('dim', 'keepdim', 'dtype')), **dict.fromkeys(('var', 'std'), ('dim', 'keepdim', 'correction', 'unbiased'))}
+
+def as_torch_has_it(d, name, lw, pattern, given, whole=None, by_torch=None):
+    "A reduction with the arguments that torch's own has. `whole`: of all values, in a dtype; `by_torch`: of one tensor"
+    known = options.get(name, ('dim', 'keepdim'))
+    for k in given:
+        if k not in known: raise TypeError(f"{unknown(f'argument of {name}', k, ('lw', 'pattern', *known))} A function of your own: apply_reduction(f).")
+    given,dtype = dict(given),given.get('dtype')
+    if {'unbiased', 'correction'}<=given.keys(): raise TypeError("correction and unbiased say the same thing. Give one of them.")
+    if 'unbiased' in given: given['correction'] = int(given.pop('unbiased'))
+    if given.get('dim') is not None or given.get('keepdim') or dtype is not None and not dtype.is_floating_point:
+        return along(d, lw, pattern, given, by_torch or getattr(torch, name), name)
+    c = given.get('correction', 1)
+    change = (lambda got, n: got*corrected(n, c)**(.5 if name=='std' else 1)) if c!=1 else None
+    return reduced(d, name, lw, pattern, change, dtype) if whole is None else whole(dtype)
+
+def along(d, lw, pattern, given, f, name):
+    "A function of torch of each layer, which gives tensors; or of all values in one tensor"
+    if d.is_result: raise TypeError(f"{d._name} has a number for each layer, so its {name} has no dim, keepdim, or dtype that is not floating.")
+    if not lw: return f(d.flatten(pattern), **given)
+    got = {k: f(x.full_tensor() if is_sharded(x) else x, **given) for k,x in with_values(kept(d, pattern)).items()}
+    return d.like(got).set_name(f'{d._name}_stat')
+
 
 # %% ../../nbs/45_state/06_algebra.ipynb #ef55d45c
 class Statistics(Snapshot):
@@ -468,68 +504,71 @@ class Statistics(Snapshot):
     def norm(self,
         p=2, # Which norm
         *, lw:bool=False, # For each layer
-        pattern=None # Regular expression, matched from the start
+        pattern=None, # Regular expression, matched from the start
+        **kwargs # `dim`, `keepdim` and `dtype`, as torch has them
     ):
-        """The p-norm
+        """The p-norm. With `dim` and `lw` there is a tensor for each layer, also for the other reductions
 
         Args:
             p: Which norm
             lw: For each layer
             pattern: Regular expression, matched from the start
+            **kwargs: `dim`, `keepdim` and `dtype`, as torch has them
         """
-        return norm_reduced(self, p, lw, pattern)
+        return as_torch_has_it(self, 'norm', lw, pattern, kwargs, lambda dtype: norm_reduced(self, p, lw, pattern, dtype), lambda x, **k: x.norm(p, **k))
 
-    def norm1(self, *, lw=False, pattern=None):
-        "The sum of the absolute values"
-        return reduced(self, 'norm1', lw, pattern)
+    def norm1(self, *, lw=False, pattern=None, **kwargs):
+        "The sum of the absolute values; with `dim`, `keepdim`, `dtype`"
+        return self.norm(1, lw=lw, pattern=pattern, **kwargs)
 
-    def norm2(self, *, lw=False, pattern=None):
-        "The Euclidean norm"
-        return reduced(self, 'norm2', lw, pattern)
+    def norm2(self, *, lw=False, pattern=None, **kwargs):
+        "The Euclidean norm; with `dim`, `keepdim`, `dtype`"
+        return self.norm(2, lw=lw, pattern=pattern, **kwargs)
 
     def norm1_mean(self, *, lw=False, pattern=None):
         "The mean of the absolute values"
         return reduced(self, 'norm1_mean', lw, pattern)
 
-    def sum(self, *, lw=False, pattern=None):
-        "The sum"
-        return reduced(self, 'sum', lw, pattern)
+    def sum(self, *, lw=False, pattern=None, **kwargs):
+        "The sum; with `dim`, `keepdim`, `dtype`"
+        return as_torch_has_it(self, 'sum', lw, pattern, kwargs)
 
-    def mean(self, *, lw=False, pattern=None):
-        "The mean"
-        return reduced(self, 'mean', lw, pattern)
+    def mean(self, *, lw=False, pattern=None, **kwargs):
+        "The mean; with `dim`, `keepdim`, `dtype`"
+        return as_torch_has_it(self, 'mean', lw, pattern, kwargs)
 
-    def var(self, *, lw=False, pattern=None, correction=1):
-        "The variance, unbiased unless `correction` is 0"
-        return reduced(self, 'var', lw, pattern, correction)
+    def var(self, *, lw=False, pattern=None, **kwargs):
+        "The variance, unbiased unless `correction` is 0 or `unbiased` is False; with `dim`, `keepdim`"
+        return as_torch_has_it(self, 'var', lw, pattern, kwargs)
 
-    def std(self, *, lw=False, pattern=None, correction=1):
-        "The standard deviation, unbiased unless `correction` is 0"
-        return reduced(self, 'std', lw, pattern, correction)
+    def std(self, *, lw=False, pattern=None, **kwargs):
+        "The standard deviation, unbiased unless `correction` is 0 or `unbiased` is False; with `dim`, `keepdim`"
+        return as_torch_has_it(self, 'std', lw, pattern, kwargs)
 
-    def skew(self, *, lw=False, pattern=None):
+    def skew(self, *, lw=False, pattern=None, bias=True):
         "The skewness, as `scipy.stats.skew`"
-        return reduced(self, 'skew', lw, pattern)
+        return reduced(self, 'skew', lw, pattern, None if bias else lambda got, n: of_sample('skew', got, n))
 
-    def kurtosis(self, *, lw=False, pattern=None):
-        "The excess kurtosis, as `scipy.stats.kurtosis`: 0 for a normal distribution"
-        return reduced(self, 'kurtosis', lw, pattern)
+    def kurtosis(self, *, lw=False, pattern=None, fisher=True, bias=True):
+        "The excess kurtosis, as `scipy.stats.kurtosis`: 0 for a normal distribution, and 3 when not `fisher`"
+        def change(got, n): return (got if bias else of_sample('kurtosis', got, n))+3*(not fisher)
+        return reduced(self, 'kurtosis', lw, pattern, change)
 
-    def max(self, *, lw=False, pattern=None):
-        "The greatest value"
-        return reduced(self, 'max', lw, pattern)
+    def max(self, *, lw=False, pattern=None, **kwargs):
+        "The greatest value; with `dim`, `keepdim`"
+        return as_torch_has_it(self, 'max', lw, pattern, kwargs, by_torch=torch.amax)
 
-    def min(self, *, lw=False, pattern=None):
-        "The least value"
-        return reduced(self, 'min', lw, pattern)
+    def min(self, *, lw=False, pattern=None, **kwargs):
+        "The least value; with `dim`, `keepdim`"
+        return as_torch_has_it(self, 'min', lw, pattern, kwargs, by_torch=torch.amin)
 
-    def abs_max(self, *, lw=False, pattern=None):
-        "The greatest absolute value"
-        return reduced(self, 'abs_max', lw, pattern)
+    def abs_max(self, *, lw=False, pattern=None, **kwargs):
+        "The greatest absolute value; with `dim`, `keepdim`"
+        return as_torch_has_it(self, 'abs_max', lw, pattern, kwargs, by_torch=lambda x, **k: x.abs().amax(**k))
 
-    def abs_min(self, *, lw=False, pattern=None):
-        "The least absolute value"
-        return reduced(self, 'abs_min', lw, pattern)
+    def abs_min(self, *, lw=False, pattern=None, **kwargs):
+        "The least absolute value; with `dim`, `keepdim`"
+        return as_torch_has_it(self, 'abs_min', lw, pattern, kwargs, by_torch=lambda x, **k: x.abs().amin(**k))
 
 # %% ../../nbs/45_state/06_algebra.ipynb #70bb056a
 def described(d, lw, pattern, group, include, exclude, additional):
