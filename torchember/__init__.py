@@ -2,6 +2,7 @@
 
 Each public name is fetched from its room when it is first touched, so that importing torchember loads nothing else."""
 from importlib import import_module
+from sys import _getframe
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -138,11 +139,7 @@ def __getattr__(name):
         from importlib.metadata import PackageNotFoundError, version
         try: return version('torchember')
         except PackageNotFoundError: return '0+unknown' # a checkout that is not installed
-    if name not in rooms:
-        if name.startswith('_'): raise AttributeError(f"module 'torchember' has no attribute {name!r}")
-        from .record import closest
-        close = ' or '.join(map(repr, closest(name, list(rooms))))
-        raise AttributeError(f"module 'torchember' has no attribute {name!r}." + (f" Did you mean {close}?" if close else ''))
+    if name not in rooms: raise missing(name)
     try: value = getattr(import_module(f'.{rooms[name]}', __name__), name)
     except ModuleNotFoundError as e:
         if e.name!='torch': raise
@@ -150,6 +147,16 @@ def __getattr__(name):
             "Reading logs works without it: torchember.emberTracker('<run>').df", name='torch') from None
     globals()[name] = value
     return value
+
+
+def missing(name):
+    "The error for a name that is not there: what took the place of an older tool's, which an import would lose the words of, or what is called nearly so"
+    if name.startswith('_'): return AttributeError(f"module 'torchember' has no attribute {name!r}", name=name)
+    if said := import_module('.gone', __name__).sentence(name):
+        imported = _getframe(2).f_code.co_name=='_handle_fromlist' # which asks for the names in `from torchember import ...`
+        return (ImportError if imported else AttributeError)(said, name=name)
+    close = ' or '.join(map(repr, import_module('.record', __name__).closest(name, list(rooms))))
+    return AttributeError(f"module 'torchember' has no attribute {name!r}." + (f" Did you mean {close}?" if close else ''), name=name)
 
 
 def __dir__(): return sorted({*__all__, *(n for n in globals() if n[:2]==n[-2:]=='__')}) # what a person types, and what every module has
