@@ -37,9 +37,8 @@ class Source:
         if isinstance(run, os.PathLike) or isinstance(run, str) and os.sep in run:
             self.name,self.t,self.path = Path(run).name,None,Path(run)
             settle(self.path)
-            if not self.path.is_file(): raise FileNotFoundError(f"There is no log {printable(self.path)}. Give the file of a run, or the name of one.")
             if not (self.path.is_file() or is_older(self.path)):
-                raise FileNotFoundError(f"There is no log {self.path}. Give the file of a run, or the name of one.")
+                raise FileNotFoundError(f"There is no log {printable(self.path)}. Give the file of a run, or the name of one.")
         elif isinstance(t, tracker) or isinstance(run, str):
             self.t = t if isinstance(t, tracker) else emberTracker(run, home)
             self.t.barrier() # which does nothing for a run that another process writes
@@ -62,7 +61,11 @@ def names_of(home):
     log = folder('torchember', home)/'log'
     settle(log)
     if not log.exists(): return []
-    return [n for n in files_in(log) if os.path.isfile(log/n) and is_name(n)]
+    return sorted([n for n in files_in(log) if os.path.isfile(log/n) and is_name(n)]+older_in(log))
+
+def older_in(log):
+    "The folders in a folder of logs that are runs of torchember 0.2"
+    with os.scandir(log) as there: return [f.name for f in there if f.is_dir(follow_symlinks=False) and is_name(f.name) and is_older(f.path)]
 
 def files_in(log):
     "What there is in a folder of logs, but for folders and for the files that go with a log: as names, whatever they are"
@@ -73,8 +76,6 @@ def is_name(name):
     "Whether a run can be called so"
     try: return bool(safe_name(name, 'run'))
     except ValueError: return False
-    with os.scandir(log) as there:
-        return sorted(f.name for f in there if not f.name.endswith('_latest') and f.name[0]!='.' and (f.is_file() or is_older(f.path)))
 
 def sources(run, home):
     "What to read, and whether that may be several runs"
@@ -501,7 +502,7 @@ def about(name, home):
     if t.folder:
         size,rows = size_and_rows(t.log_path)
         end = datetime.fromtimestamp(s.st_mtime).strftime('%Y-%m-%d %H:%M:%S')
-        return dict(name=name, model=model_of(t, base), steps=0, rows=rows, size=size, start=base.get('start'), end=end, running=False)
+        return dict(name=name, model=model_of(t, base), steps=0, rows=rows, size=size, start=base.get('start'), end=end, running=False, problem=problem)
     running = 'end' not in base and alive(base.get('pid'), base.get('host'))
     end = None if running else base.get('end') or datetime.fromtimestamp(s.st_mtime).strftime('%Y-%m-%d %H:%M:%S')
     rows = base['rows'] if base.get('bytes')==s.st_size and 'rows' in base else lines_in(t.log_path, s.st_size)
@@ -523,7 +524,7 @@ def runs(
     pd = needs('pandas', for_='A table of runs')
     log = folder('torchember', home)/'log'
     settle(log)
-    found = [row for name in (files_in(log) if log.exists() else ()) if (row := one_run(name, home, log))]
+    found = [row for name in ((*files_in(log), *older_in(log)) if log.exists() else ()) if (row := one_run(name, home, log))]
     df = pd.DataFrame(found, columns=['name', 'model', 'steps', 'rows', 'size', 'start', 'end', 'running', 'problem'])
     for c in 'start','end': df[c] = pd.to_datetime(df[c], errors='coerce', format='%Y-%m-%d %H:%M:%S')
     df = df.astype(dict(steps='int64', rows='int64', size='int64', running=bool))

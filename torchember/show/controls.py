@@ -14,7 +14,7 @@ from ..measure.summary import derived
 from ..needs import needs
 from ..record import identity, optional
 from .heatmaps import heat
-from .select import measured, not_stats, of_ttypes, parameters_of, paths_like, root_of, stat_in, ttype_of
+from .select import measured, names_in, not_stats, of_ttypes, parameters_of, paths_like, root_of, stat_in, ttype_of
 from .style import words
 
 # %% ../../nbs/60_show/92_controls.ipynb #10070f0f
@@ -67,6 +67,7 @@ def of_types(table, tt):
 def layers_of(table, tt=None):
     "What can be asked for as `layer`: modules as they come, and the parameters of those that have several"
     t = of_types(table, tt)
+    if 'layer_name' in t: return names_in(t)
     if 'pname' not in t: return t['path'].astype(str).unique().tolist()
     has = t['pname'].notna().to_numpy()
     pairs = dict.fromkeys(zip(t['path'].astype(str), parameters_of(t).where(has, ''), strict=True))

@@ -12,7 +12,8 @@ import matplotlib as mpl
 import matplotlib.patheffects as effects
 import numpy as np
 
-from .lines import ttypes_asked
+from ..record import unknown
+from .lines import check_drawn_with, settable, ttypes_asked
 from .missing import parameters_in, reasons_in, reasons_of, with_missing
 from .select import grid, name_of, pick, series, stat_in, table_of, ttype_of
 from ..store.parameters import label_of
@@ -33,9 +34,15 @@ def heat(
     cbar_kws:dict|None=None, # Of matplotlib's `colorbar`
     yticklabels=True, xticklabels=True, # Whether rows and columns have their names
     why=(), # For each row a reason why it is empty, or None
+    turned:bool=False, # Whether steps go down, and layers across
+    annot:bool=False, fmt:str='.2g', annot_kws:dict|None=None, # Whether each value is written into its cell, how, and with what of matplotlib's `text`
+    square:bool=False, # Whether cells are as wide as they are high
+    linewidths:float=0, linecolor='white', # Between cells
+    cbar_ax=None, # Axes of the colour bar
     **kwargs # Of matplotlib's `pcolormesh`
 ): # The axes
     "Draw a grid as colours"
+    kwargs = check_drawn_with(kwargs, known(), 'a heat map', refused)
     dark,finite = is_dark(ax.get_facecolor()),g.value[np.isfinite(g.value)]
     zeros = zeros and center is None and bool((finite==0).any()) and not (finite<0).any()
     if norm is None: norm = scale_of(finite[finite>0] if zeros else finite, vmin, vmax, center, robust)
@@ -44,21 +51,24 @@ def heat(
     shown = np.where(np.isfinite(g.value), g.value, np.nan)
     if zeros: shown,cmap = np.where(shown==0, norm.vmin/10 if norm.vmin>0 else -1., shown),cmap.with_extremes(under=zero)
     elif isinstance(norm, mpl.colors.LogNorm): shown = np.where(shown<=0, norm.vmin, shown)
-    mesh = ax.pcolormesh(edges, np.arange(len(g.labels)+1), np.ma.masked_invalid(spread(shown, at, np.nan)), norm=norm, cmap=cmap, rasterized=True, **kwargs)
+    if linewidths: kwargs = {'linewidth': linewidths, 'edgecolors': linecolor, **kwargs}
+    lay = lambda values: (np.arange(len(g.labels)+1), edges, values.T) if turned else (edges, np.arange(len(g.labels)+1), values)
+    mesh = ax.pcolormesh(*lay(np.ma.masked_invalid(spread(shown, at, np.nan))), norm=norm, cmap=cmap, rasterized=True, **kwargs)
     if g.bad.any():
         red = mpl.colors.ListedColormap([alarm[dark]])
         bad = spread(g.bad, at, False)
-        ax.pcolormesh(edges, np.arange(len(g.labels)+1), np.ma.masked_where(~bad, np.ones(bad.shape)), cmap=red, rasterized=True)
+        ax.pcolormesh(*lay(np.ma.masked_where(~bad, np.ones(bad.shape))), cmap=red, rasterized=True)
     ax.invert_yaxis()
     for s in ax.spines.values(): s.set_visible(False)
     ax.set_facecolor((.5, .5, .5, .15)) # nothing was recorded there
-    if yticklabels: name_rows(ax, g.labels)
-    else: ax.set_yticks([])
-    if not xticklabels: ax.set_xticks([])
-    say_why(ax, g, why)
+    name_axes(ax, g, xticklabels, yticklabels, turned)
+    if annot: write_values(ax, g, (edges[at]+edges[at+1])/2, norm, cmap, fmt, annot_kws, turned)
+    if square: w = float(np.median(edges[at+1]-edges[at])); ax.set_aspect(1/w if turned else w)
+    say_why(ax, g, why, turned)
     if cbar and len(finite):
         more = {'extend': 'min', 'extendrect': True} if zeros else {}
-        bar = ax.figure.colorbar(mesh, ax=ax, **{'label': label, 'pad': .01, 'fraction': .04, 'aspect': 30, **more, **(cbar_kws or {})})
+        place = {'cax': cbar_ax} if cbar_ax is not None else {'ax': ax, 'pad': .01, 'fraction': .04, 'aspect': 30}
+        bar = ax.figure.colorbar(mesh, **{**place, 'label': label, **more, **(cbar_kws or {})})
         bar.outline.set_visible(False)
         if zeros: bar.ax.text(1.6, -.025, '0', transform=bar.ax.transAxes, ha='left', va='center', fontsize=mpl.rcParams['ytick.labelsize'])
     return ax
@@ -106,10 +116,10 @@ def spread(values, at, empty):
     out[:, at] = values
     return out
 
-def say_why(ax, g, why):
+def say_why(ax, g, why, turned=False):
     "Write the reasons into rows, once for neighbours that share one"
-    tall,size,low = size_of(ax)[1]/max(len(g.labels), 1),mpl.rcParams['legend.fontsize']-1,-np.inf
-    style = {'fontsize': size, 'va': 'center', 'clip_on': True, 'transform': ax.get_yaxis_transform(),
+    tall,size,low = size_of(ax)[not turned]/max(len(g.labels), 1),mpl.rcParams['legend.fontsize']-1,-np.inf
+    style = {'fontsize': size, 'va': 'center', 'clip_on': True, 'transform': ax.get_xaxis_transform() if turned else ax.get_yaxis_transform(),
         'path_effects': [effects.withStroke(linewidth=2, foreground=ax.figure.get_facecolor(), alpha=.75)]}
     i = 0
     for reason,rows in groupby(why):
@@ -118,19 +128,48 @@ def say_why(ax, g, why):
         i += n
         if reason is None or (middle-low)*tall<size: continue # it would lie over the one before
         low = middle
-        ax.text(.5 if empty else .995, middle, reason, ha='center' if empty else 'right', **style)
+        if turned: ax.text(middle, .5, reason, **{**style, 'ha': 'center', 'rotation': 90})
+        else: ax.text(.5 if empty else .995, middle, reason, ha='center' if empty else 'right', **style)
 
-def name_rows(ax, labels):
-    "Names of rows, as many as there is room for"
-    height = size_of(ax)[1]
-    every = max(1, int(np.ceil(len(labels)*mpl.rcParams['ytick.labelsize']*1.1/height)))
+def name_rows(ax, labels, every=None, turned=False): # every: each how manieth has a name
+    "Names of rows, or of columns, as many as there is room for"
+    room = size_of(ax)[not turned]
+    every = every or max(1, int(np.ceil(len(labels)*mpl.rcParams['ytick.labelsize']*1.1/room)))
     names = short_names(labels, 30)
-    ax.set_yticks(np.arange(0, len(labels), every)+.5, names[::every])
-    ax.yaxis.set_tick_params(length=0)
+    at = np.arange(0, len(labels), every)+.5
+    if turned: ax.set_xticks(at, names[::every], rotation=90)
+    else: ax.set_yticks(at, names[::every])
+    (ax.xaxis if turned else ax.yaxis).set_tick_params(length=0)
 
 def tall_for(n, most=9.): # inches
     "How tall a picture of `n` rows is"
     return min(max(1.1+.155*n, 2.2), most)
+
+# %% ../../nbs/60_show/40_heatmaps.ipynb #8c303ef7
+refused = {'mask': 'leave layers out by layer=, and steps by inc=', 'ax': 'the picture is a figure of its own', 'data': 'the picture is made from df'}
+
+def known(): return settable(mpl.collections.QuadMesh) | {'shading', 'alpha', 'edgecolors', 'antialiased'}
+
+def name_axes(ax, g, xticklabels, yticklabels, turned):
+    "Names of layers, and which axis has them"
+    names,steps,kept = (xticklabels, yticklabels, ax.set_yticks) if turned else (yticklabels, xticklabels, ax.set_xticks)
+    if not isinstance(steps, bool) and steps!='auto':
+        raise TypeError(f"The steps of a heat map are numbered as they are: {'y' if turned else 'x'}ticklabels is True or False, got {steps!r:.60}.")
+    if not steps: kept([])
+    if isinstance(names, list|tuple) and len(names)!=len(g.labels): raise ValueError(f"{len(names)} names were given for {len(g.labels)} layers.")
+    every = names if isinstance(names, int) and not isinstance(names, bool) else None
+    labels = list(names) if isinstance(names, list|tuple) else g.labels
+    if names is False or names is None: (ax.set_xticks if turned else ax.set_yticks)([])
+    else: name_rows(ax, labels, every, turned)
+
+def write_values(ax, g, middle, norm, cmap, fmt, kws, turned, most=2500):
+    "The value of each cell, in a colour that can be seen on it"
+    if g.value.size>most:
+        raise ValueError(f"annot=True would write {g.value.size:,} numbers, and there is room for {most:,}. Choose layers by layer=, and steps by inc=.")
+    for i,j in zip(*np.nonzero(np.isfinite(g.value)), strict=True):
+        r,gr,b,_ = cmap(norm(g.value[i, j]))
+        at = (i+.5, middle[j]) if turned else (middle[j], i+.5)
+        ax.text(*at, format(g.value[i, j], fmt), **{'ha': 'center', 'va': 'center', 'color': 'black' if .3*r+.59*gr+.11*b>.5 else 'white', **(kws or {})})
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #31588f1e
 @drawn
@@ -139,12 +178,12 @@ def scalar_global_heatmap(
     tt:str='output', # A tensor type
     scalar_metric:str='std', # A statistic
     inc:int=1, # Each how manieth step
-    x='step', # Column of the columns
-    y=None, # Accepted for those who pass it: rows are layers
+    x='step', # Column of the columns; 'name', layers across: then steps go down
+    y=None, # What goes down: 'name', layers, where x is a column
     figsize:tuple|None=None, # Width and height, inches
     col_wrap:int|None=None, # Accepted for those who pass it: there is one panel
     layer=None, # A path, a glob, a compiled regex, or a list of layers; all of them without it
-    **kwargs # Of `heat`, and of matplotlib's `pcolormesh`
+    **kwargs # Of `heat`: `vmin`, `vmax`, `center`, `robust`, `cmap`, `cbar`, `annot`, `fmt`, `square`, `linewidths`, ..., and of matplotlib's `pcolormesh`
 ): # matplotlib Figure
     """A statistic of all layers over all steps, as colours. Raises ValueError where there is nothing to draw
 
@@ -153,23 +192,40 @@ def scalar_global_heatmap(
         tt: A tensor type
         scalar_metric: A statistic
         inc: Each how manieth step
-        x: Column of the columns
-        y: Accepted for those who pass it: rows are layers
+        x: Column of the columns; 'name', layers across: then steps go down
+        y: What goes down: 'name', layers, where x is a column
         figsize: Width and height, inches
         col_wrap: Accepted for those who pass it: there is one panel
         layer: A path, a glob, a compiled regex, or a list of layers; all of them without it
-        **kwargs: Of `heat`, and of matplotlib's `pcolormesh`
+        **kwargs: Of `heat`: `vmin`, `vmax`, `center`, `robust`, `cmap`, `cbar`, `annot`, `fmt`, `square`, `linewidths`, ..., and of matplotlib's `pcolormesh`
 
     Returns:
         matplotlib Figure
     """
     ps = parameters_in(df)
-    rows,col,g = cells_of(df, tt, scalar_metric, inc, x, layer, ps)
-    ax = canvas(None, figsize or (8, tall_for(len(g.labels))))
-    heat(ax, g, meanings.get(col, col), **{'zeros': col in sizes, 'why': reasons_of(g, reasons_in(rows, ttype_of(tt)[0], ps, layer)), **kwargs})
-    ax.set(xlabel=x[1] if isinstance(x, tuple) else x)
+    check_drawn_with({k: kwargs[k] for k in refused if k in kwargs}, (), 'a heat map', refused)
+    by,turned = axes_of(x, y)
+    rows,col,g = cells_of(df, tt, scalar_metric, inc, by, layer, ps)
+    ax = canvas(None, figsize or ((min(3+.2*len(g.labels), 14), 6) if turned else (8, tall_for(len(g.labels)))))
+    why = reasons_of(g, reasons_in(rows, ttype_of(tt)[0], ps, layer))
+    heat(ax, g, meanings.get(col, col), **{'zeros': col in sizes, 'turned': turned, 'why': why, **kwargs})
+    (ax.set_ylabel if turned else ax.set_xlabel)(by)
     ax.figure.suptitle(title_of(name_of(rows), words.get(ttype_of(tt)[0], tt), meanings.get(col, col)), x=.01, ha='left')
     return ax.figure
+
+# %% ../../nbs/60_show/40_heatmaps.ipynb #a4a56049
+layers_called = ('name', 'layer', 'path') # what stands for the layers on an axis
+
+def axes_of(x, y):
+    "The column of the steps, and whether layers go across. Names may be nested, as a LogFrame has them: ('metadata', 'step')"
+    x,y = (str(a[-1]) if isinstance(a, tuple|list) and a else a for a in (x, y))
+    if x in layers_called:
+        if y in (None, *layers_called): y = 'step'
+        return y, True
+    if y is not None and y not in layers_called:
+        raise ValueError(f"One axis of a heat map is that of the layers, the other has steps or another column: got x={x!r} and y={y!r}. "
+            f"Give y='name', or x='name', y={y!r}.")
+    return x, False
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #fa172d3a
 def cells_of(df, tt='output', scalar_metric='std', inc=1, x='step', layer=None, ps=()):
@@ -182,5 +238,8 @@ def cells_of(df, tt='output', scalar_metric='std', inc=1, x='step', layer=None, 
         rows = rows[(rows['step']%inc==0).to_numpy()]
         if not len(rows): raise ValueError(f"No recorded step is a multiple of inc={inc}.")
     col = stat_in(rows, scalar_metric)
-    s = series(rows, col, x[1] if isinstance(x, tuple) else x)
-    return rows, col, grid(with_missing(s, reasons_in(rows, ttype_of(tt)[0], ps, layer), [label_of(p) for p in ps]))
+    x = axes_of(x, None)[0]
+    if x not in rows or rows[x].dtype.kind not in 'iufM':
+        raise ValueError(unknown('column of numbers for the steps of a heat map', x, [c for c in ('step', 'call', 'ts', 'micro', 'rank') if c in rows]))
+    found = reasons_in(rows, ttype_of(tt)[0], ps, layer)
+    return rows, col, grid(with_missing(series(rows, col, x), found, [label_of(p) for p in ps]))

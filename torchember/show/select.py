@@ -67,6 +67,7 @@ def every_row(source, stats, wanted):
     except NothingChosen: df,wanted = read(source, columns=lambda c: is_drawn(c, stats)),{} # who picks from it says what was typed, and what there is
     if stats is not None and not all(s in df or stats_of.get(s) in df for s in stats): df = read(source, **wanted) # for the sentence that says what there is
     df.attrs['run'] = source if isinstance(source, str) else source.name if isinstance(source, PathLike) else tracker.fname
+    if len(df): complete(df, df.attrs['run'])
     return of_one_run(df)
 
 def is_drawn(column, stats):
@@ -79,16 +80,23 @@ def of_table(df):
     "A table as it is, or a logframe as a table"
     if df.columns.nlevels==2:
         from torchember.frames.logframe import from_logframe
-        df = from_logframe(df)
-    missing = [c for c in ('ttype', 'tname', 'step') if c not in df]
-    if missing or not ('path' in df or 'module' in df):
-        raise ValueError(f"This table has no column {' or '.join(missing or ['path'])}, so it is not known what its rows are of. "
-            f"Give a table as te.t.df, read(run) or a logframe has it. Its columns: {', '.join(map(str, list(df.columns)[:12]))}.")
+        names = df['metadata', 'name'].to_numpy()
+        df = from_logframe(df).assign(layer_name=names)
+    complete(df)
     if 'path' not in df:
         paths = {m: path_of(m) for m in df['module'].unique() if isinstance(m, str)}
         df = df.assign(path=df['module'].map(paths))
     if df['path'].isna().any(): df = df.assign(path=df['path'].astype(object).where(df['path'].notna(), '')) # of the root, after a CSV file
     return df
+
+def complete(df, what='This table'):
+    "Raise for rows that do not say what they are of"
+    missing = [c for c in ('ttype', 'tname', 'step') if c not in df]
+    if not missing and ('path' in df or 'module' in df): return
+    how = " Rows of a log that some other program wrote may be counted: df = read(run); df['step'] = df.groupby(['path', 'ttype', 'tname']).cumcount()." \
+        if missing==['step'] else ''
+    raise ValueError(f"{what} has no column {' or '.join(missing or ['path'])}, so it is not known what its rows are of. "
+        f"Give a table as te.t.df, read(run) or a logframe has it.{how} Its columns: {', '.join(map(str, list(df.columns)[:12]))}.")
 
 def of_one_run(df):
     "A table, if it is of one run"
@@ -113,14 +121,16 @@ def pick(
     every = df
     if tt is not None: df = of_ttypes(df, tt)
     if layer is None: return df
+    asked = list(layer) if isinstance(layer, list|tuple|set) else [layer]
+    rows,asked = of_names(df, asked)
     paths = df['path'].astype(str)
     known = list(dict.fromkeys(paths.unique().tolist()))
     chosen,missed = set(),[]
-    for one in layer if isinstance(layer, list|tuple|set) else [layer]:
+    for one in asked:
         got = paths_like(one, known)
         chosen |= got
         if not got: missed.append(one)
-    rows = paths.isin(chosen).to_numpy()
+    rows = rows | paths.isin(chosen).to_numpy()
     if missed and 'pname' in df: # perhaps they are parameters
         full = parameters_of(df)
         rows = rows | full.isin({str(m) for m in missed}).to_numpy()
@@ -130,8 +140,18 @@ def pick(
         missed = [m for m in missed if m not in elsewhere]
     if missed:
         what = f"layer that matches {missed[0].pattern!r}" if isinstance(missed[0], re.Pattern) else 'layer'
-        raise ValueError(unknown(what, getattr(missed[0], 'pattern', missed[0]), [k for k in known if k]))
+        raise ValueError(unknown(what, getattr(missed[0], 'pattern', missed[0]), names_in(df) or [k for k in known if k]))
     return df[rows]
+
+def names_in(df):
+    "The names that layers of a LogFrame have; none of another table"
+    return list(dict.fromkeys(df['layer_name'].astype(str).tolist())) if 'layer_name' in df else []
+
+def of_names(df, asked):
+    "The rows of a LogFrame whose names were asked for, and what is none of them: 'fc1' is the weight alone, and a regex matches from the start"
+    if not (known := names_in(df)): return np.zeros(len(df), bool), asked
+    got = [{n for n in known if one.match(n)} if isinstance(one, re.Pattern) else paths_like(one, known) for one in asked]
+    return df['layer_name'].astype(str).isin(set().union(*got)).to_numpy(), [one for one,g in zip(asked, got, strict=True) if not g]
 
 def parameters_of(df):
     "The names of the parameters that rows are of"

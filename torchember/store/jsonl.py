@@ -16,8 +16,6 @@ from ..record import EmberWarning, an, line_of, lines_of, load_row, printable, u
 from torchember.store.base import (check_writable, facts, folder, not_through, now, portable_name, read_meta, regular, replace, run_name, safe_name,
     write_meta)
 from .columns import longest_line
-from ..record import EmberWarning, an, line_of, lines_of, load_row, unknown, unmarkable, warn
-from .base import check_writable, folder, now, read_meta, replace, run_name, safe_name, write_meta
 from .older import first_lines, is_first, is_older, older_blocks
 from .reading import blocks_of, by_place, current, frame, parse, table, with_path
 from .table import tree_table, whole_tree
@@ -479,8 +477,7 @@ class tracker:
 
     def whole_file(self):
         "Path and size of the file, if all lines are in it"
-        if self.file.fresh or self.file.pending()[1] or not self.log_path.is_file(): return None
-        if self.file.fresh or self.file.pending()[1] or not self.log_path.exists() or self.older(): return None
+        if self.file.fresh or self.file.pending()[1] or not self.log_path.is_file() or self.older(): return None
         return self.log_path, os.path.getsize(self.log_path)
 
     def lines(self):

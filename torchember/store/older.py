@@ -11,6 +11,7 @@ import json, os, re
 from collections import Counter
 
 from ..record import line_of
+from .base import regular
 
 # %% ../../nbs/30_store/09_older.ipynb #c8045359
 def is_older(
@@ -32,7 +33,7 @@ def files_of(folder):
 
 def began(path):
     "The time in the first row, as far as it can be told"
-    with open(path, 'rb') as f: found = re.search(rb'"ts": "([^"]{,40})"', f.read(1<<16))
+    with open(path, 'rb', opener=regular) as f: found = re.search(rb'"ts": "([^"]{,40})"', f.read(1<<16))
     return found[1].decode(errors='replace') if found else ''
 
 # %% ../../nbs/30_store/09_older.ipynb #8d9d1ac5
@@ -114,7 +115,7 @@ def older_blocks(
     seen = Counter()
     for path in files_of(folder):
         marks = marks_of(path)
-        with open(path, encoding='utf-8', errors='replace') as f:
+        with open(path, encoding='utf-8', errors='replace', opener=regular) as f:
             for row in objects(f):
                 yield line_of(of_now(row, marks, seen))+b'\n' if isinstance(row, dict) else json.dumps(row).encode()+b'\n' # which is counted as torn
 
@@ -132,7 +133,7 @@ def size_and_rows(
     """
     size = rows = 0
     for path in files_of(folder):
-        with open(path, 'rb') as f:
+        with open(path, 'rb', opener=regular) as f:
             rest = b''
             while data := f.read(1<<22):
                 size += len(data)

@@ -1,0 +1,211 @@
+"What scripts of Track & Visualize, nnstat and torchember 0.2 ask for: it is done, or a sentence says what took its place"
+import re
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+
+import torchember
+from torchember import exp_hist, read_pickle, scalar_global_heatmap, scalar_line, track
+from torchember.show.select import pick, table_of
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1,self.fc2 = nn.Linear(4, 4),nn.Linear(4, 1)
+
+    def forward(self, x): return self.fc2(self.fc1(x).relu())
+
+
+@pytest.fixture(scope='module')
+def lf(tmp_path_factory):
+    torch.manual_seed(0)
+    with pytest.MonkeyPatch.context() as env:
+        env.setenv('TORCHEMBER_HOME', str(tmp_path_factory.mktemp('home')))
+        m = Net()
+        o = torch.optim.Adam(m.parameters())
+        with track(m, optimizer=o, track_gradients=True) as t:
+            for _ in range(4):
+                o.zero_grad()
+                m(torch.randn(8, 4)).sum().backward()
+                o.step()
+                t.step()
+        return read_pickle(t.out_path)
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    yield
+    plt.close('all')
+
+
+def names_of(lf, layer, tt):
+    "Which tensors a choice of layers gives, as path and parameter"
+    rows = pick(table_of(lf), layer, tt)
+    return sorted({*zip(rows['path'].astype(str), rows['pname'].astype(object).where(rows['pname'].notna(), '').astype(str), strict=True)})
+
+
+# ---- layers of a LogFrame
+
+@pytest.mark.parametrize('layer,wanted', [('fc1', [('fc1', 'weight')]), ('fc1.bias', [('fc1', 'bias')]),
+    (re.compile('.*bias'), [('fc1', 'bias'), ('fc2', 'bias')]), (re.compile('fc2'), [('fc2', 'bias'), ('fc2', 'weight')]),
+    (['fc1.bias', 'fc2'], [('fc1', 'bias'), ('fc2', 'weight')]), ('fc1*', [('fc1', 'bias'), ('fc1', 'weight')]),
+    (['fc2', re.compile('fc1.bias$')], [('fc1', 'bias'), ('fc2', 'weight')])])
+def test_a_layer_of_a_logframe_is_its_name(lf, layer, wanted):
+    for tt in ('Weights', 'Weight_Gradients', 'Optimiser_State.exp_avg'): assert names_of(lf, layer, tt)==wanted
+    scalar_line(lf, layer, 'Weights', 'std')
+
+
+def test_a_regex_matches_names_from_the_start(lf):
+    with pytest.raises(ValueError, match="'bias'.*fc1.bias"): scalar_line(lf, re.compile('bias'), 'Weights', 'std')
+    assert names_of(lf, re.compile('fc1'), 'Activation')==[('fc1', '')]
+
+
+def test_a_layer_that_is_not_there_is_answered_with_the_names(lf):
+    with pytest.raises(ValueError, match='fc1.bias'): scalar_line(lf, 'fc1.bia', 'Weights', 'std')
+
+
+def test_a_layer_of_a_run_is_a_path_as_before(lf):
+    df = torchember.from_logframe(lf)
+    assert names_of(df, 'fc1', 'Weights')==[('fc1', 'bias'), ('fc1', 'weight')]
+    assert names_of(df, re.compile('c2$'), 'Weights')==[('fc2', 'bias'), ('fc2', 'weight')]
+
+
+def test_each_name_has_a_panel(lf):
+    fig = scalar_line(lf, ['fc1', 'fc1.bias'], 'Weights', 'std')
+    assert [ax.get_title(loc='left') for ax in fig.axes]==['fc1', 'fc1.bias'] and [len(ax.lines) for ax in fig.axes]==[1, 1]
+    std = lf[(lf.metadata.name=='fc1.bias') & (lf.metadata.tensor_type=='Weights')].scalar_stats['std'].to_numpy()
+    np.testing.assert_allclose(fig.axes[1].lines[0].get_ydata(), std)
+
+
+def test_exponents_of_the_weight_alone(lf):
+    (bars,) = [ax.patches for ax in exp_hist(lf, 'fc1', 'Weights', 2, dtype_annotation=False).axes]
+    one = lf[(lf.metadata.name=='fc1') & (lf.metadata.tensor_type=='Weights') & (lf.metadata.step==2)].exponent_counts
+    counts = one[[c for c in one.columns if np.isfinite(c)]].to_numpy().ravel()
+    assert sorted(b.get_height() for b in bars if b.get_height())==pytest.approx(sorted((counts/one.to_numpy().sum())[counts>0]))
+
+
+# ---- axes of the heat map
+
+def mesh_of(fig): return fig.axes[0].collections[0].get_array()
+
+
+@pytest.mark.parametrize('x,y,turned', [(('metadata', 'step'), ('metadata', 'name'), False), ('step', None, False), ('step', 'name', False),
+    (('metadata', 'name'), ('metadata', 'step'), True), ('name', 'step', True), ('path', None, True)])
+def test_axes_of_a_heat_map_are_named_as_in_a_logframe(lf, x, y, turned):
+    fig = scalar_global_heatmap(lf, 'Activation', 'rm2', x=x, y=y)
+    wide = lf[lf.metadata.tensor_type=='Activation']
+    want = np.stack([wide[wide.metadata.name==n].scalar_stats['rm2'].to_numpy() for n in dict.fromkeys(wide.metadata.name)])
+    np.testing.assert_allclose(np.asarray(mesh_of(fig)), want.T if turned else want)
+    ax = fig.axes[0]
+    assert (ax.get_ylabel() if turned else ax.get_xlabel())=='step' and ax.yaxis_inverted()
+    names = [t.get_text() for t in (ax.get_xticklabels() if turned else ax.get_yticklabels())]
+    assert {'fc1', 'fc2'}<=set(names)
+
+
+@pytest.mark.parametrize('x,y', [('step', 'type'), (('metadata', 'step'), ('metadata', 'dtype')), ('nonsense', None), ('name', 'nonsense'), ('dtype', None)])
+def test_axes_that_a_heat_map_has_not_are_said(lf, x, y):
+    with pytest.raises(ValueError, match='axis|column of numbers'): scalar_global_heatmap(lf, 'Activation', 'rm2', x=x, y=y)
+
+
+# ---- what seaborn takes
+
+def test_numbers_in_cells(lf):
+    fig = scalar_global_heatmap(lf, 'Activation', 'std', annot=True, fmt='.3f', annot_kws={'fontsize': 5})
+    cells = np.asarray(mesh_of(fig))
+    texts = {t.get_text() for t in fig.axes[0].texts}
+    assert texts=={f'{v:.3f}' for v in cells.ravel()} and all(t.get_fontsize()==5 for t in fig.axes[0].texts)
+    for t in fig.axes[0].texts: # in the cell that it is of
+        j,i = (int(round(p)) if k==0 else int(p) for k,p in enumerate(t.get_position()))
+        assert t.get_text()==f'{cells[i, j]:.3f}'
+    turned = scalar_global_heatmap(lf, 'Activation', 'std', x='name', annot=True)
+    assert len(turned.axes[0].texts)==cells.size
+
+
+def test_too_many_numbers_are_refused(lf):
+    one = torchember.from_logframe(lf)
+    many = pd.concat([one.assign(step=one['step']+4*i) for i in range(400)], ignore_index=True)
+    with pytest.raises(ValueError, match='room for 2,500. Choose layers'): scalar_global_heatmap(many, 'Activation', 'std', annot=True)
+
+
+def test_squares_lines_and_colour_bars(lf):
+    fig = scalar_global_heatmap(lf, 'Activation', 'std', square=True, linewidths=.5, linecolor='red')
+    assert fig.axes[0].get_aspect()==1 and fig.axes[0].collections[0].get_linewidth()[0]==.5
+    other = scalar_global_heatmap(lf, 'Activation', 'std', inc=2, square=True)
+    assert other.axes[0].get_aspect()==2 # columns are two steps wide
+    _,(a,b) = plt.subplots(1, 2)
+    scalar_global_heatmap(lf, 'Activation', 'std', cbar_ax=b)
+    assert b.get_ylabel() and not a.get_ylabel()
+    assert len(scalar_global_heatmap(lf, 'Activation', 'std', cbar=False).axes)==1
+
+
+def test_names_of_rows_as_seaborn_takes_them(lf):
+    n = len(np.asarray(mesh_of(scalar_global_heatmap(lf, 'Activation', 'std'))))
+    labels = lambda **k: [t.get_text() for t in scalar_global_heatmap(lf, 'Activation', 'std', **k).axes[0].get_yticklabels()]
+    assert labels(yticklabels=[f'row {i}' for i in range(n)])==[f'row {i}' for i in range(n)]
+    assert len(labels(yticklabels=2))==(n+1)//2 and labels(yticklabels=False)==[] and len(labels(yticklabels='auto'))==n
+    with pytest.raises(ValueError, match='1 names were given'): labels(yticklabels=['one'])
+    with pytest.raises(TypeError, match='xticklabels is True or False'): labels(xticklabels=2)
+
+
+@pytest.mark.parametrize('bad,said', [({'mask': 1}, 'takes no mask=: leave layers out'),
+    ({'anot': True}, "No argument of a heat map 'anot'"), ({'ax': 1}, 'takes no ax=')])
+def test_what_a_heat_map_does_not_take_is_said(lf, bad, said):
+    with pytest.raises(TypeError, match=said): scalar_global_heatmap(lf, 'Activation', 'std', **bad)
+
+
+def test_height_and_aspect_are_those_of_a_panel(lf):
+    assert tuple(scalar_line(lf, ['fc1', 'fc2'], 'Activation', 'std', height=3, aspect=2).get_size_inches())==(12, 3)
+    assert tuple(scalar_line(lf, 'fc1', 'Activation', 'std', height=3, aspect=2).get_size_inches())==(6, 3)
+    assert tuple(scalar_line(lf, ['fc1', 'fc2'], 'Activation', 'std', facet_kws={'height': 4}).get_size_inches())==(8, 4)
+    assert tuple(scalar_line(lf, 'fc1', 'Activation', 'std', height=3, figsize=(5, 5)).get_size_inches())==(5, 5)
+
+
+def test_palettes_markers_and_legends(lf):
+    def colours(**k):
+        return [plt.matplotlib.colors.to_hex(line.get_color()) for line in scalar_line(lf, 'fc1', 'Activation', ['std', 'rm2'], **k).axes[0].lines]
+    assert colours(palette=['red', 'blue'])==['#ff0000', '#0000ff']==colours(palette={'rm2': 'blue', 'std': 'red'})
+    assert colours(palette='Set1')==[plt.matplotlib.colors.to_hex(c) for c in plt.get_cmap('Set1').colors[:2]]
+    legend = lambda **k: [t.get_text() for g in scalar_line(lf, 'fc1', 'Activation', ['std', 'rm2'], **k).legends for t in g.get_texts()]
+    assert len(legend())==2 and legend(legend=False)==[] and len(legend(legend='full'))==2
+    by_legend = scalar_line(lf, 'fc1', 'Activation', ['std', 'rm2'], palette=['red', 'blue']).legends[0]
+    assert [plt.matplotlib.colors.to_hex(h.get_color()) for h in by_legend.get_lines()]==['#ff0000', '#0000ff']
+    assert {line.get_marker() for line in scalar_line(lf, 'fc1', 'Activation', 'std', markers=True).axes[0].lines}=={'o'}
+    assert scalar_line(lf, 'fc1', 'Activation', 'std', errorbar=None, estimator=None, sort=True, lw=3).axes[0].lines[0].get_linewidth()==3
+    with pytest.raises(ValueError, match="palette= 'huls'"): scalar_line(lf, 'fc1', 'Activation', ['std', 'rm2'], palette='huls')
+
+
+@pytest.mark.parametrize('kind', ['line', 'scatter'])
+@pytest.mark.parametrize('bad,said', [({'hue': 'x'}, 'layers and statistics are told apart'), ({'estimator': 'mean'}, 'each value is drawn'),
+    ({'lww': 1}, "No argument of a picture of lines 'lww'")])
+def test_what_lines_do_not_take_is_said(lf, kind, bad, said):
+    with pytest.raises(TypeError, match=said): scalar_line(lf, 'fc1', 'Activation', 'std', kind=kind, **bad)
+
+
+# ---- names that are gone
+
+@pytest.mark.parametrize('name', ['compute_trust_ratio', 'compute_noise_scale', 'get_update', 'plot_heatmap', 'TorchTracker',
+    'exp_histogram', 'ScheduleSelector', 'VisualByTensor'])
+def test_a_name_that_is_gone_says_what_took_its_place(name):
+    with pytest.raises(AttributeError, match=f"no '{name}', which was .*(instead|now)"): getattr(torchember, name)
+    with pytest.raises(ImportError, match=f"no '{name}', which was .*(instead|now)"): exec(f'from torchember import torchEmber, {name}')
+    assert not hasattr(torchember, name) and getattr(torchember, name, 3)==3 and name not in dir(torchember)
+
+
+def test_a_name_that_nobody_had_is_an_error_as_ever():
+    with pytest.raises(AttributeError, match="^module 'torchember' has no attribute 'anything'"): torchember.anything # noqa: B018
+    with pytest.raises(ImportError, match="cannot import name 'anything'"): exec('from torchember import anything')
+
+
+def test_what_is_said_to_be_there_is_there():
+    from torchember.gone import gone
+    words = {w for _,what in gone.values() for w in re.findall(r'\b([a-z_]+|[A-Z]\w+)\(', what)}
+    known = {w for w in words if w in torchember.__all__}
+    assert {'trust_ratio', 'noise_scale', 'from_together', 'stash_hist', 'rankme', 'runs', 'read', 'updates'}<=known
+    import torchember.monitor as quantities
+    for n,(_,what) in gone.items():
+        if what.startswith('it is a class of torchember.monitor'): assert isinstance(getattr(quantities, n), type), n
