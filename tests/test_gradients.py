@@ -414,3 +414,44 @@ def test_gradients_outside_off_schedule():
         t.os[0].step()
         t.m.zero_grad()
     t.check()
+
+
+@pytest.mark.parametrize('scale', [1024., 1000., 3., 1/3, 7e4])
+def test_exponents_do_not_depend_on_the_scale(scale):
+    "Each number of a row of a scaled loss is that of the plain one: outputs, inputs and weights, also where the scale is no power of two"
+    def run(scale):
+        torch.manual_seed(0)
+        m = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 1))
+        o,s = torch.optim.SGD(m.parameters(), .1),torch.amp.GradScaler('cpu', init_scale=scale, enabled=scale!=1)
+        te = torchEmber(m, optimizer=o, scaler=s, stats='numerics', ttypes=('output_grad', 'input_grad', 'weight_grad'), on_error='raise')
+        for _ in range(2):
+            for _ in range(2): s.scale((m(torch.randn(64, 3))*1.01).sum()).backward() # two micro-batches
+            s.step(o)
+            s.update()
+            o.zero_grad()
+        te.close()
+        return te.t.df.drop(columns='ts').to_dict('records')
+    plain,scaled = run(1.),run(scale)
+    assert len(plain)==len(scaled)==2*(4+2+4) # the network's input requires no gradient
+    for p,s in zip(plain, scaled, strict=True):
+        assert {k: v for k,v in p.items() if not isinstance(v, float)}=={k: v for k,v in s.items() if not isinstance(v, float)}, (p, s)
+        for k,v in p.items():
+            if isinstance(v, float): assert s[k]==pytest.approx(v, rel=1e-5, abs=1e-9, nan_ok=True), (k, p, s)
+
+
+@pytest.mark.parametrize('later', [False, True])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_counted_without_the_scale(dtype, later):
+    "A factor that is known on the device only, and averages over three processes"
+    from torchember import get_stats
+    from torchember.measure.tap import Arena, observe
+    torch.manual_seed(0)
+    for scale in (torch.tensor(3.), 3., 1/3, torch.tensor(512.), 512.):
+        g = torch.randn(1000)*2.**torch.randint(-9, 5, (1000,))
+        g[:3] = torch.tensor([0., 1., -2.])
+        x = (g*scale).to(dtype)
+        a = Arena()
+        observe(x, a.tap('g', ['exponents', 'numel', 'rms', 'zero_frac']), scale=scale, later=later)
+        [row] = a.take().rows()
+        want = get_stats(x.double()/float(scale), ['exponents', 'numel', 'rms', 'zero_frac'])
+        assert row['dtype']==str(dtype)[6:] and row['stats'].pop('rms')==pytest.approx(want.pop('rms'), rel=1e-6) and row['stats']==want

@@ -1605,6 +1605,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'torchember.measure.tap.address_of': ( '10_measure/tap.html#address_of',
                                                                                'torchember/measure/tap.py'),
                                         'torchember.measure.tap.at_once': ('10_measure/tap.html#at_once', 'torchember/measure/tap.py'),
+                                        'torchember.measure.tap.before_counting': ( '10_measure/tap.html#before_counting',
+                                                                                    'torchember/measure/tap.py'),
                                         'torchember.measure.tap.by_names': ('10_measure/tap.html#by_names', 'torchember/measure/tap.py'),
                                         'torchember.measure.tap.columns_of': ( '10_measure/tap.html#columns_of',
                                                                                'torchember/measure/tap.py'),

@@ -6,7 +6,7 @@
 __all__ = ['Arena', 'Pending', 'observe', 'OnMeta', 'columns_of']
 
 # %% ../../nbs/10_measure/50_tap.ipynb #e0947a4a
-import itertools, threading, weakref
+import itertools, math, threading, weakref
 from contextlib import contextmanager
 
 import numpy as np
@@ -272,12 +272,13 @@ def observe_any(x, tap, call, scale, later):
 
 def note(x, tap, call=None, scale=None, later=False):
     "`observe`, with nothing of the user's around it"
-    v = None if later and for_list(x) else measured(x, tap)
+    y,scale = before_counting(x, tap.wanted, scale)
+    v = None if later and for_list(y) else measured(y, tap)
     a = tap.arena
     with a.lock:
         i = int(tap.next[NEXT])
         if i>=tap.size or tap.device!=x.device: a.more(tap, x.device); i = 0
-        if v is None: a.pending[tap.block, tap.first+i] = x.detach(),tap.wanted,scale
+        if v is None: a.pending[tap.block, tap.first+i] = y.detach(),tap.wanted,scale
         elif tap.out is None:
             tap.rows.data[i].copy_(v)
             if scale is not None: tap.rows.data[i, SCALE] = scale
@@ -291,6 +292,11 @@ def note(x, tap, call=None, scale=None, later=False):
         tap.next[NEXT] = i+1
         tap.next[CALLS] += 1
         a.filled += tap.share
+
+def before_counting(x, wanted, scale):
+    "A tensor, and what its numbers are still to be divided by: exponents move by whole places for a power of two only, so anything else goes first"
+    if scale is None or 'exponents' not in wanted or not isinstance(scale, torch.Tensor) and math.frexp(scale)[0]==.5: return x, scale
+    return (x if x.dtype in (torch.float32, torch.float64) or x.is_complex() else x.float())/scale, None
 
 def write_about(x, head):
     "What a head says of the tensor itself"
