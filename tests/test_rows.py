@@ -6,7 +6,7 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from torchember import record
-from torchember.measure.tap import Arena, observe
+from torchember.measure.tap import Arena, columns_of, observe
 from torchember.record import line_of
 from torchember.recorder.row import FirstBad, one_row, troubled
 from torchember.recorder.rows import Lines, Measured
@@ -20,6 +20,10 @@ def reference(m):
     size = {(r['key'][0], r['key'][2].removeprefix('weight_')): r['rms'] for r in got if r['key'][1] in ('weight', 'before')}
     for r in got:
         if r['key'][1]=='update' and (w := size.get((r['key'][0], r['key'][2].removeprefix('update_')))): r['stats']['ratio'] = r['rms']/w
+    counts = {e: (int(v[0]), math.prod(s)) for c in columns_of([m.snapshot]) for e,v,s in zip(c.events.tolist(), c.vectors, c.shapes(), strict=True)}
+    for r in got:
+        n,told = counts[r['event']]
+        if n!=told and 'numel' not in r['stats']: r['stats']['numel'] = n
     rows = [(r['event'], r['key'], r['call'], None, r['dtype'], r['stats']) for r in got if r['key'][1]!='before']
     rows = sorted(rows+m.own, key=lambda r: r[0])
     return [one_row(*r[1:], m.step, m.ts, {**m.parts.get(r[1][:3], {}), **m.marks}, m.several) for r in rows]

@@ -2652,6 +2652,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                  'torchember/recorder/rows.py'),
                                           'torchember.recorder.rows.careful': ( '40_recorder/rows.html#careful',
                                                                                 'torchember/recorder/rows.py'),
+                                          'torchember.recorder.rows.counted': ( '40_recorder/rows.html#counted',
+                                                                                'torchember/recorder/rows.py'),
                                           'torchember.recorder.rows.filled': ( '40_recorder/rows.html#filled',
                                                                                'torchember/recorder/rows.py'),
                                           'torchember.recorder.rows.in_order': ( '40_recorder/rows.html#in_order',

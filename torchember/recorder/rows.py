@@ -13,6 +13,7 @@ from itertools import groupby
 import numpy as np
 import torch
 
+from ..measure.summary import index
 from ..measure.tap import Pending, columns_of
 from ..record import line_of, regular_line, texts_of
 from .row import one_row
@@ -93,12 +94,22 @@ def portions(
     ratio = ratios(columns)
     for c in columns:
         ttypes = {t.key[1] for t in c.taps}
-        if 'before' not in ttypes and not ratio: yield c, {}; continue
+        if 'before' not in ttypes and not ratio: yield from counted(c, {}); continue
         got = [ratio.get(p) for p in zip(c.owner.tolist(), c.events.tolist(), strict=True)]
         rated = [i for i,r in enumerate(got) if r is not None]
         rest = [i for i,r in enumerate(got) if r is None and c.taps[i].key[1]!='before'] # a weight before its update has no row
-        if rated: yield c[rated], {'ratio': np.array([got[i] for i in rated])}
-        if rest: yield c[rest], {}
+        if rated: yield from counted(c[rated], {'ratio': np.array([got[i] for i in rated])})
+        if rest: yield from counted(c[rest], {})
+
+# %% ../../nbs/40_recorder/60_rows.ipynb #93c2bbe2
+def counted(c, more):
+    "Where a shape does not say how many elements a row is of, as that of the last of several micro-batches, the row does"
+    n = c.vectors[:, index['count']]
+    dims,sizes = c.dims[:, :1],c.dims[:, 1:]
+    odd = n!=np.where(np.arange(sizes.shape[1])<dims, sizes, 1).prod(1)
+    if 'numel' in c.names or not odd.any(): yield c, more; return
+    for at in (np.flatnonzero(~odd), np.flatnonzero(odd)):
+        if len(at): yield c[at], {k: v[at] for k,v in more.items()} | ({'numel': n[at].astype(int)} if odd[at[0]] else {})
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #7a0b1ee6
 @cache
