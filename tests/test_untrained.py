@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchember import emberTracker, overview, scalar_global_heatmap, summary, torchEmber
+from torchember import emberTracker, overview, read, scalar_global_heatmap, summary, torchEmber, updates
 from torchember.show.page_data import page_of
 from torchember.store.parameters import label_of, why_not
 
@@ -204,3 +204,38 @@ def test_the_page_has_them_in_their_places():
     counts = unpacked(kind['exponents']['counts'])
     assert counts.shape[:2]==(12, 3) and counts[2].sum(1).tolist()==[64]*3 and counts[11].sum(1).tolist()==[2]*3 and not counts[:2].any()
     assert unpacked(kind['stats']['std']).shape==(12, 3)
+
+
+def last_text(ax): return ax.texts[-1].get_text().split('\n')[-1]
+
+
+def test_updates_from_weights_alone_name_what_never_moved_exactly():
+    te = a_run()
+    ax = updates(te)
+    assert last_text(ax)=='never moved: ' + ', '.join(f'{m}.{n} ({reasons[m]})' for m in ('frozen', 'cut') for n in ('weight', 'bias')) + ' and 4 more'
+    assert len([l for l in ax.lines if l.get_xdata().tolist()==[1, 2]])==4 and ax.get_ylabel().endswith('at least')
+    a_run('exact', ttypes=('weight', 'weight_grad', 'update'))
+    exact = updates('exact')
+    assert last_text(exact)==last_text(ax) and not exact.get_ylabel().endswith('at least')
+    least,true = [{l.get_color(): l.get_ydata() for l in a.lines} for a in (ax, exact)]
+    df = read('exact', ttype='update')
+    ratio = df[(df.path=='body') & (df.pname=='weight')]['ratio'].tolist()
+    assert any(y.tolist()==ratio for y in true.values()) and all((y>0).all() for y in least.values())
+    plt.close('all')
+
+
+def test_an_update_of_zero_and_a_weight_of_zeros_are_counted():
+    net = nn.Linear(3, 2)
+    nn.init.zeros_(net.bias)
+    opt = torch.optim.SGD([{'params': [net.weight]}, {'params': [net.bias], 'lr': 0.}], .1)
+    te = torchEmber(net, optimizer=opt, ttypes=('weight', 'update'), name='zeros')
+    for i in range(4):
+        opt.param_groups[0]['lr'] = .1*(i!=2)
+        opt.zero_grad()
+        net(torch.randn(4, 3)).pow(2).sum().backward()
+        opt.step()
+    te.close()
+    ax = updates(te)
+    assert ax.texts[-1].get_text()=='now and then still: weight (1 of 4 steps)\nnever moved: bias'
+    assert updates(te, 'weight').texts[-1].get_text()=='now and then still: weight (1 of 4 steps)'
+    plt.close('all')
