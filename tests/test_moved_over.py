@@ -209,3 +209,28 @@ def test_what_is_said_to_be_there_is_there():
     import torchember.monitor as quantities
     for n,(_,what) in gone.items():
         if what.startswith('it is a class of torchember.monitor'): assert isinstance(getattr(quantities, n), type), n
+
+
+# ---- what is different on purpose, as the reference lists it
+
+def test_the_differences_that_are_listed_are_so(tmp_path, monkeypatch, lf):
+    monkeypatch.setenv('TORCHEMBER_HOME', str(tmp_path))
+    net = torchember.from_weight(Net())
+    assert net.no(pattern='.*bias')==2 and dict(net.no(lw=True, pattern='.*bias'))=={'fc1.bias': 1, 'fc2.bias': 3}
+    assert abs(net.norm(dtype=torch.float64).item()-net.flatten().double().norm().item())<1e-12 and net.dtype==torch.float32
+    model = nn.Sequential(layer := nn.Linear(3, 3), nn.ReLU(), layer)
+    with torchember.from_activation(model) as acts:
+        y = model(torch.ones(2, 3))
+        assert {'0', '0@1', '1', 'output_0'}==set(acts.state_dict) and torch.equal(acts.state_dict['0@1'], y)
+    assert set(lf.metadata.type)=={'Linear', 'Net'}
+    conv = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(2), nn.BatchNorm1d(3))
+    monitor = torchember.Monitor(conv, {'0': ['RankMe'], '2': ['InputMean', 'MeanTID']})
+    out = []
+    conv[0].register_forward_hook(lambda m, i, o: out.append(o.detach()))
+    conv(torch.randn(4, 2, 5, 5)).sum().backward()
+    monitor.track(0)
+    got = monitor.get_output()
+    s = np.linalg.svd(out[0].flatten(1).numpy(), compute_uv=False)
+    p = s/s.sum()+1e-7
+    np.testing.assert_allclose(got['0']['RankMe'][0], np.exp(-(p*np.log(p)).sum()), rtol=1e-4)
+    np.testing.assert_allclose(got['2']['InputMean'][0], out[0].mean((0, 2, 3)).numpy(), rtol=1e-5) # (N, C, L): channels in the middle
