@@ -1,29 +1,16 @@
 """Each section of a notebook is a test, in which the exported cells are taken from the library instead of being run"""
-import os
-import random
 import re
 import sys
-import tempfile
 import traceback
 from importlib import import_module
 
+import process # before anything that imports torch or torchember
 import pytest
-
-# Before anything imports torch or torchember: a home that is nobody's, no windows, and no fight between workers over the cores
-home,env = tempfile.TemporaryDirectory(prefix='torchember-'),pytest.MonkeyPatch()
-env.setenv('TORCHEMBER_HOME', home.name)
-env.setenv('MPLBACKEND', 'agg')
-env.setenv('TORCHEMBER_WAIT', '1') # the last digits of a first step are not left to chance
-env.setenv('TORCHINDUCTOR_COMPILE_THREADS', '1') # more are a pool of processes, each of which imports torch
-if 'PYTEST_XDIST_WORKER' in os.environ: env.setenv('OMP_NUM_THREADS', '1')
-
-from execnb.shell import CaptureShell  # noqa: E402
-from fastcore.nbio import does_cell_eval, read_nb  # noqa: E402
+from execnb.shell import CaptureShell
+from fastcore.nbio import does_cell_eval, read_nb
 
 
-def pytest_unconfigure():
-    env.undo()
-    home.cleanup()
+def pytest_unconfigure(): process.over()
 
 
 def shown(c):
@@ -66,20 +53,18 @@ class Notebook(pytest.File):
 
     def setup(self):
         "A shell in the notebook's folder, with a home of its own and what the library exports"
-        import numpy as np
-        import torch
         for lib in ('jax', 'flax', 'optax', 'equinox') if 'jaxember' in (self.mod or '') else (): pytest.importorskip(lib)
-        self.env = pytest.MonkeyPatch()
-        self.env.setenv('TORCHEMBER_HOME', tempfile.mkdtemp(dir=home.name))
+        self.before,self.failed,self.env = process.Before(),self.session.testsfailed,pytest.MonkeyPatch()
+        process.fresh(self.env)
         self.env.setattr(sys, 'path', sys.path[:])
         self.env.chdir(self.path.parent)
-        for seed in (random.seed, np.random.seed, torch.manual_seed): seed(0)
         self.shell = CaptureShell(self.path)
         if self.mod: self.shell.user_ns.update({k:v for k,v in vars(import_module(self.mod)).items() if not k.startswith('__')})
 
     def teardown(self):
         self.shell.close()
         self.env.undo()
+        if self.session.testsfailed==self.failed and not self.todo: process.blame(self.path.name, self.path.parent.name, self.before.left())
 
     def run_to(self, section):
         "Run `section`, and those before it that have not run yet. What it shows must be what is saved, as the pages have that"

@@ -1,32 +1,26 @@
-"""Each test has a home of its own, and draws the same random numbers whatever ran before it"""
-import os
-import random
+"Each test has a home of its own, draws the same random numbers whatever ran before it, and leaves the process as it was"
 import shutil
-import tempfile
 
+import process
 import pytest
 
-# Before anything imports torch or torchember: a home that is nobody's, no windows, and no fight between workers over the cores
-home,env = tempfile.TemporaryDirectory(prefix='torchember-'),pytest.MonkeyPatch()
-env.setenv('TORCHEMBER_HOME', home.name)
-env.setenv('MPLBACKEND', 'agg')
-env.setenv('TORCHEMBER_WAIT', '1') # the last digits of a first step are not left to chance
-env.setenv('TORCHINDUCTOR_COMPILE_THREADS', '1') # more are a pool of processes, each of which imports torch
-if 'PYTEST_XDIST_WORKER' in os.environ: env.setenv('OMP_NUM_THREADS', '1')
+pytest_plugins = 'pytester' # for tests of tests
 
 
-def pytest_unconfigure():
-    env.undo()
-    home.cleanup()
+def pytest_unconfigure(): process.over()
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    "An empty $TORCHEMBER_HOME, and seeded generators"
-    import numpy as np
-    import torch
-    monkeypatch.setenv('TORCHEMBER_HOME', tempfile.mkdtemp(dir=home.name))
-    for seed in (random.seed, np.random.seed, torch.manual_seed): seed(0)
+def as_it_was(request):
+    "What a test has left is named. The first fixture to begin and the last to end; a test that failed could not clean up"
+    before,failed = process.Before(),request.session.testsfailed
+    yield
+    process.close_figures()
+    if request.session.testsfailed==failed: process.blame(request.node.name, request.path.name, before.left())
+
+
+@pytest.fixture(autouse=True)
+def fresh(as_it_was, monkeypatch): process.fresh(monkeypatch)
 
 
 @pytest.fixture

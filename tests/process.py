@@ -1,0 +1,190 @@
+"""The process that tests run in: what it gets before anything imports torch, and what a test has left in it when it is over
+
+Both `conftest.py` begin with it, that of tests/ and that of the notebooks."""
+import gc
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import warnings
+from functools import cache
+
+import pytest
+
+# Before anything imports torch or torchember: a home that is nobody's, no windows, and no fight between workers over the cores
+home,env = tempfile.TemporaryDirectory(prefix='torchember-'),pytest.MonkeyPatch()
+env.setenv('TORCHEMBER_HOME', home.name)
+env.setenv('MPLBACKEND', 'agg')
+env.setenv('TORCHEMBER_WAIT', '1') # the last digits of a first step are not left to chance
+env.setenv('TORCHINDUCTOR_COMPILE_THREADS', '1') # more are a pool of processes, each of which imports torch
+if 'PYTEST_XDIST_WORKER' in os.environ: env.setenv('OMP_NUM_THREADS', '1')
+
+
+def over():
+    env.undo()
+    home.cleanup()
+
+
+def fresh(monkeypatch):
+    "An empty $TORCHEMBER_HOME, and seeded generators"
+    import numpy as np
+    import torch
+    monkeypatch.setenv('TORCHEMBER_HOME', tempfile.mkdtemp(dir=home.name))
+    for seed in (random.seed, np.random.seed, torch.manual_seed): seed(0)
+
+
+def close_figures():
+    "pyplot holds on to what was drawn"
+    if plt := loaded('matplotlib.pyplot'): plt.close('all')
+
+
+# ---- what there is in the process: each of these gives things by name. What is not imported has changed nothing
+
+def loaded(name): return sys.modules.get(name)
+
+
+def open_recorders():
+    m = loaded('torchember.recorder.process')
+    return {r.t.fname: r for r in list(m.open_recorders)} if m else {}
+
+
+def armed_modules():
+    "Those that an ember patches, and those that a monitor or a snapshot of activations catches from"
+    compiled,forward,caught = (loaded(f'torchember.capture.{n}') for n in ('compiled', 'forward', 'caught'))
+    out = {}
+    for h in list(compiled.holders.values()) if compiled else ():
+        if forward and isinstance(h, forward.State): m,key = h.track.module,forward.KEY
+        elif caught and isinstance(h, caught.Catch): m,key = h.module(),forward.CAUGHT
+        else: continue
+        if m is not None and m.__dict__.get(key) is h: out[f'{type(m).__name__} at {id(m):#x}'] = m
+    return out
+
+
+def threads():
+    "Ours, but for those that serve all runs for as long as the process lives; and what would keep it from ending"
+    serve = ('torchember-writer', 'torchember loads', 'torchember_')
+    return {t.name: t for t in threading.enumerate() if not t.name.startswith(serve) and (not t.daemon or t.name.startswith('torchember'))}
+
+
+def processes(): return {p.name: p for p in multiprocessing.active_children()}
+
+
+def variables(): return {k:v for k,v in os.environ.items() if not k.startswith(of_libraries)}
+
+
+of_libraries = ('PYTEST_', 'PYTORCH_', 'TORCHINDUCTOR_CACHE', 'KMP_', 'TRITON_', 'ACCELERATE_', 'LIGHTNING_', 'PL_', 'TRANSFORMERS_', 'TOKENIZERS_', 'WANDB_',
+    'XLA_', 'TF_', 'JUPYTER_', 'PYDEVD_') # which they set for themselves, when they are used first
+
+
+def settings():
+    out = {'current folder': os.getcwd(), 'sys.path': sys.path[:], 'sys.excepthook': sys.excepthook,
+        'recursion limit': sys.getrecursionlimit(), 'switch interval': sys.getswitchinterval(),
+        'garbage collector': gc.isenabled(), 'signal handlers': [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)]}
+    if torch := loaded('torch'):
+        out |= {'default dtype': torch.get_default_dtype(), 'default device': torch.get_default_device(), 'threads of torch': torch.get_num_threads(),
+            'gradients': torch.is_grad_enabled(), 'inference mode': torch.is_inference_mode_enabled(), 'anomaly mode': torch.is_anomaly_enabled(),
+            'deterministic algorithms': torch.are_deterministic_algorithms_enabled(), 'autocast': torch.is_autocast_enabled('cpu'),
+            'precision of matmul': torch.get_float32_matmul_precision(),
+            'process group': torch.distributed.is_available() and torch.distributed.is_initialized()}
+        places = (loaded('torch.nn.modules.module'), loaded('torch.optim.optimizer'))
+        out |= {f'{m.__name__}.{k}': [*v] for m in places for k,v in vars(m).items() if k.startswith('_global') and isinstance(v, dict)} # hooks
+    if private := loaded('torchember.private_torch'):
+        out |= {'modes of torch': (private.count_dispatch_modes(), private.count_function_modes()), 'transform': private.inside_transform()}
+    if np := loaded('numpy'): out |= {'errors of numpy': np.geterr(), 'printing of numpy': np.get_printoptions()}
+    if jax := loaded('jax'):
+        out |= {f'jax.config.{k}': getattr(jax.config, k) for k in ('jax_enable_x64', 'jax_disable_jit', 'jax_debug_nans', 'jax_check_tracer_leaks')}
+    if quantities := loaded('torchember.monitor.quantities'): out |= {f'the quantity {n}': quantities.classes[n] for n in quantities.builtin}
+    if plots := loaded('torchember.state.plots'): out['folder for pictures'] = dict(plots.pictures)
+    if modules := loaded('torchember.jaxember.modules'): out['modules of JAX that run'] = dict(modules.marked)
+    return out
+
+
+def figures():
+    m = loaded('matplotlib._pylab_helpers')
+    return {f'figure {n}': f for n,f in m.Gcf.figs.items()} if m else {}
+
+
+def drawing():
+    m = loaded('matplotlib')
+    return {f'rcParams[{k!r}] of matplotlib': v for k,v in dict.items(m.rcParams)} if m else {}
+
+
+# what may go, but not come; how to say so
+things = {'{} is an open recorder: close its ember': open_recorders, '{} is armed': armed_modules, 'the thread {} runs': threads,
+    'the process {} runs': processes, '{} is open': figures}
+# what is to be as it was; a library that was imported meanwhile has its settings from then on
+values = {'the environment variable {}': variables, '{}': lambda: settings()|drawing()}
+
+# where somebody may put something else in the place of what is there: modules, and classes in them
+patchable = {'builtins': '', 'os': '', 'time': '', 'json': '', 'pickle': '', 'threading': 'Thread', 'subprocess': 'Popen',
+    'torch': 'Tensor', 'torch.nn': 'Module Linear', 'torch.nn.functional': '', 'torch.autograd': '', 'torch.optim': 'Optimizer SGD Adam AdamW',
+    'torch.compiler': '', 'torch.distributed': '', 'numpy': '', 'pandas': 'DataFrame', 'jax': '', 'jax.numpy': '', 'jax.lax': '', 'optax': '',
+    'flax.nnx': 'Module', 'flax.linen': 'Module'}
+
+def attributes():
+    "Module or class -> its attributes. All of torchember's, too"
+    places = {}
+    for name,classes in patchable.items():
+        if (m := loaded(name)) is None: continue
+        for where,of in {name: m, **{f'{name}.{c}': vars(m).get(c) for c in classes.split()}}.items():
+            if of is None: continue
+            places[where] = {}
+            for c in reversed(getattr(of, '__mro__', [of])): places[where].update(vars(c)) # what is inherited can be covered
+    for name,m in list(sys.modules.items()):
+        if m is not None and name.startswith('torchember.'):
+            places[name] = own = {**vars(m)}
+            for c in classes_of(name, len(own)): places[f'{name}.{c.__name__}'] = {**vars(c)}
+    return places
+
+
+@cache
+def classes_of(name, size): return [v for v in vars(sys.modules[name]).values() if isinstance(v, type) and v.__module__==name]
+
+
+class Before:
+    "What there is in the process now"
+    def __init__(self):
+        self.things = {say: look() for say,look in things.items()}
+        self.values = {say: look() for say,look in values.items()}
+        self.attributes = attributes()
+
+    def come(self):
+        return [say.format(n) for say,look in things.items() for n,o in look().items() if not any(o is p for p in self.things[say].values())]
+
+    def left(self):
+        "What has come, or is something else since: a sentence each. What nobody holds any more is collected first, so that chance does not decide"
+        if self.come(): gc.collect()
+        now,out = Before(),self.come()
+        for say,look in values.items():
+            was,new = self.values[say],now.values[say]
+            known = was.keys()|new.keys() if look is variables else was.keys()&new.keys()
+            out += [f'{say.format(n)} was {was.get(n)!r:.200}, and is {new.get(n)!r:.200}' for n in sorted(known) if was.get(n)!=new.get(n)]
+        for where,was in self.attributes.items():
+            new = now.attributes.get(where, was)
+            out += [f'{where}.{n} is patched' for n,v in was.items() if (w := new.get(n, self)) is not v and by_somebody(where, n, v, w)]
+        return out
+
+
+def by_somebody(where, name, was, new):
+    "Whether what takes another's place does so for a test. Libraries do it to themselves and to others, when they are used for the first time"
+    package,code = where.split('.')[0],getattr(new, '__code__', None)
+    if package=='torchember': return not name.startswith('__') # Dynamo keeps there what it has compiled, and throws it away
+    library = 'site-packages' in code.co_filename if code else f'{getattr(new, "__module__", "")}.'.startswith(f'{package}.')
+    return callable(was) and not library
+
+
+# Files, and folders of notebooks, that have not been gone through yet: what they leave is a warning. To be emptied
+to_come = {'test_jaxember.py', 'test_interactive.py', 'test_live.py', 'test_track.py', 'test_visualization.py', 'test_distributed.py', 'test_compiled.py',
+    'test_compiled_models.py', 'test_noise.py', 'test_triton.py', 'test_jax_summaries.py', 'test_models.py', 'test_armed.py', 'test_activations.py',
+    '60_show', '88_jaxember', 'tutorials'}
+
+
+def blame(name, file, left):
+    "Say who left what"
+    if not left: return
+    said = '\n'.join([f'{name} left something:', *left])
+    if file in to_come: warnings.warn(said, stacklevel=2)
+    else: pytest.fail(said, pytrace=False)
