@@ -234,3 +234,11 @@ def test_the_differences_that_are_listed_are_so(tmp_path, monkeypatch, lf):
     p = s/s.sum()+1e-7
     np.testing.assert_allclose(got['0']['RankMe'][0], np.exp(-(p*np.log(p)).sum()), rtol=1e-4)
     np.testing.assert_allclose(got['2']['InputMean'][0], out[0].mean((0, 2, 3)).numpy(), rtol=1e-5) # (N, C, L): channels in the middle
+
+
+@pytest.mark.parametrize('kind,bad,said', [('kde', {'gridsize': 100}, 'takes no gridsize=: the curve is drawn from counts'),
+    ('bar', {'n': 10000}, 'takes no n=: the counts'),
+    ('line', {'linewith': 2}, "Did you mean 'linewidth'")])
+def test_what_histograms_do_not_take_is_said(lf, kind, bad, said):
+    with pytest.raises(TypeError, match=said): exp_hist(lf, 'fc1', 'Weights', 2, kind=kind, sp_kws=bad)
+    exp_hist(lf, 'fc1', 'Weights', 2, kind='kde', sp_kws=dict(n=10000, log_scale=2, bw_adjust=4, fill=True), legend_kws=dict(loc='upper left'))

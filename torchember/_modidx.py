@@ -2930,6 +2930,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'torchember/show/histograms.py'),
                                             'torchember.show.histograms.counts_of': ( '60_show/histograms.html#counts_of',
                                                                                       'torchember/show/histograms.py'),
+                                            'torchember.show.histograms.drawable': ( '60_show/histograms.html#drawable',
+                                                                                     'torchember/show/histograms.py'),
                                             'torchember.show.histograms.exp_hist': ( '60_show/histograms.html#exp_hist',
                                                                                      'torchember/show/histograms.py'),
                                             'torchember.show.histograms.exponent_axis': ( '60_show/histograms.html#exponent_axis',

@@ -11,7 +11,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from ..measure.exponents import limits
-from .lines import FacetException, grid_options, is_several, parts_by_type, ttypes_asked
+from .lines import FacetException, check_drawn_with, grid_options, settable, is_several, parts_by_type, ttypes_asked
 from .select import name_of, pick, places, table_of, training, ttype_of
 from .style import base2, canvas, drawn, is_dark, palettes, panels, short_names, size_of, title_of, words
 
@@ -120,6 +120,7 @@ def exp_hist(
         matplotlib Figure
     """
     if kind not in ('bar', 'line', 'kde'): raise ValueError(f"a histogram is drawn as 'bar', 'line' or 'kde', not as {kind!r}.")
+    sp_kws = drawable(kind, dict(sp_kws or {}))
     by_type,by_layer = tt is None or isinstance(tt, list|tuple),layer is None or is_several(layer)
     if by_type and layer is not None and by_layer:
         raise FacetException(f"Panels are either of layers or of tensor types: choose one of layer={layer!r:.60}, or one of tt={tt!r}.")
@@ -142,6 +143,15 @@ def exp_hist(
     return fig
 
 # %% ../../nbs/60_show/30_histograms.ipynb #3b51c3a2
+def drawable(kind, kws):
+    "What the bars or the curve are drawn with. TypeError for what they are not"
+    known = {'bar': settable(mpl.patches.Rectangle) | {'align', 'width'}, 'line': settable(mpl.lines.Line2D)}.get(kind)
+    if known is None: known = settable(mpl.lines.Line2D) | {'bw_adjust', 'fill', 'n', 'log_scale'}
+    why = 'the curve is drawn from counts, and is smoothed by bw_adjust=' if kind=='kde' else 'the counts are drawn as they are'
+    odd = ('cut', 'gridsize', 'clip', 'common_norm', 'common_grid', 'levels', 'thresh', 'cumulative', 'bw_method',
+        'multiple', 'weights', 'bins', 'n', 'bw_adjust')
+    return check_drawn_with(kws, known, f'a histogram of kind {kind!r}', dict.fromkeys(odd, why))
+
 def parts_by_place(rows):
     "The rows of each tensor, under its name; without a name where there is one"
     code,labels = places(rows)
