@@ -168,8 +168,21 @@ def at_step(rows, step):
         raise ValueError(f"Step {step!r} was not recorded. Recorded: {len(steps):,} steps from {steps[0]} to {steps[-1]}; nearest: {near}.")
     return rows[(rows['step']==step).to_numpy()], step
 
+def cropped(counts, lo):
+    "Counts from the first to the last that is not zero, and the exponent of the first"
+    at = np.flatnonzero(counts)
+    return (counts[at[0]:at[-1]+1], lo+int(at[0])) if len(at) else (counts, lo)
+
+def say_where(ax, lo, n, below, above):
+    "A sentence, where all numbers are beyond what was counted: one bar of all of them says less"
+    where = f'smaller than {base2([lo])[0]}, or zero' if not above else f'{base2([lo+n])[0]} or larger'
+    ax.text(.5, .5, f'all {below+above:,} numbers are {where}' if below+above else 'no numbers', transform=ax.transAxes, ha='center', va='center', wrap=True)
+    ax.set(xticks=[], yticks=[])
+
 def one_histogram(ax, part, kind, dtypes, info, kws, size, rotation):
     counts,lo,below,above = counts_of(part)
+    if not counts.any() and (not below or not above): return say_where(ax, lo, len(counts), below, above)
+    counts,lo = cropped(counts, lo)
     n = max(counts.sum()+below+above, 1)
     hi,c = lo+len(counts)-1,palettes[is_dark()][0]
     color = kws.pop('color', c)

@@ -45,7 +45,18 @@ def put_lines(
         if len(points): ax.update_datalim([points.min(0), points.max(0)])
         ax.autoscale_view()
     mark_bad(ax, np.unique(np.concatenate(bad_steps)) if bad_steps else [])
+    ax.format_coord = lambda x, y: pointed_at(ax, lines, x, y)
     return colors if given is None else given
+
+def pointed_at(ax, lines, x, y):
+    "What a window says while the pointer is at a place: the nearest line, and its value there"
+    best,least,height = None,np.inf,lambda v: ax.transData.transform((x, v))[1]
+    for label,steps,values,_ in lines:
+        if not len(steps): continue
+        i = int(np.argmin(np.abs(steps-x)))
+        far = abs(height(values[i])-height(y)) if np.isfinite(values[i]) else np.inf
+        if far<least: best,least = f'{label}: {values[i]:.4g} at step {steps[i]:g}',far
+    return best or ''
 
 def alone(y):
     "Whether there is a point that no line would reach"
@@ -77,13 +88,14 @@ def name_lines(
     ax, # Axes, drawn into already
     lines:list, # As in `put_lines`
     colors:list, # Of each
-    most:int=9 # Names
+    most:int=9 # Names, where not all have room
 ):
-    "Names of lines at their ends; of many, of those that stand out"
+    "Names of lines at their ends; where not all have room, of those that stand out"
     ends = [(y[ok][-1], i) for i,(_,x,y,_) in enumerate(lines) if (ok := np.isfinite(y)).any()]
     if len(lines)<2 or not ends: return
     names = short_names([l[0] for l in lines])
-    if len(ends)>most: # the highest and the lowest at the end, and who was highest at any time
+    height,tall = size_of(ax)[1],mpl.rcParams['legend.fontsize']*1.15
+    if len(ends)>max(most, height//tall): # the highest and the lowest at the end, and who was highest at any time
         ends.sort()
         peak = max(range(len(lines)), key=lambda i: np.nanmax(np.where(np.isfinite(lines[i][2]), lines[i][2], -np.inf), initial=-np.inf))
         keep = {i for _,i in [*ends[:most//2], *ends[-(most//2):]]} | {peak}
@@ -91,9 +103,8 @@ def name_lines(
     low,high = ax.get_ylim()
     if ax.get_yscale()=='log': at = lambda v: np.log(max(v, low)/low)/np.log(high/low)
     else: at = lambda v: (v-low)/(high-low)
-    height = size_of(ax)[1]
     ends = sorted((at(v), i) for v,i in ends)
-    for y,(_,i) in zip(apart(ends, mpl.rcParams['legend.fontsize']*1.15/height), ends, strict=True):
+    for y,(_,i) in zip(apart(ends, tall/height), ends, strict=True):
         ax.text(1.01, y, names[i], color=colors[i], va='center', ha='left', transform=ax.transAxes, fontsize=mpl.rcParams['legend.fontsize'])
 
 def apart(ends, gap):
