@@ -19,29 +19,82 @@ class Where:
     "The place of a module in its model"
     path: str # 'layers.0.attn'; '' for the model itself
     name: str # As it is shown: 'model(GPT).layers(List).0(Block).attn(Attention)'
+    model: object = None # The `Model` that it is in; None where that is unknown
 
 #| exporti
 @cache
-def root_of(cls): return Where('', f'model({cls})')
+def root_of(cls, model=None): return Where('', f'model({cls})', model)
 
 @cache
 def inside(where, key, cls):
     "The place under `key` in another; of a level between modules the class may be unknown"
-    return Where(f'{where.path}.{key}' if where.path else key, f'{where.name}.{key}({cls})' if cls else f'{where.name}.{key}')
+    return Where(f'{where.path}.{key}' if where.path else key, f'{where.name}.{key}({cls})' if cls else f'{where.name}.{key}', where.model)
 
 unknown = Where('', 'model')
 
 @cache
 def instead(where, cls):
     "The same place, held by another class: what a bridge wraps"
-    return Where(where.path, f"{where.name[:where.name.rindex('(')]}({cls})")
+    return Where(where.path, f"{where.name[:where.name.rindex('(')]}({cls})", where.model)
+
+# %% ../../nbs/88_jaxember/05_modules.ipynb #5ca1ab1e
+class Model:
+    "A model as its parameters show it, which tells two models of one step apart. There is one object for each"
+    def __init__(self, cls, leaves): self.cls,self.leaves = cls,leaves # pairs of a parameter's name, 'encoder.kernel', and its shape
+    def __reduce__(self): return model_of, (self.cls, self.leaves)
+    def __repr__(self): return f'Model({self.cls}, {len(self.leaves)} parameters)'
+
+@cache
+def model_of(cls, leaves): return Model(cls, leaves)
+
+def leaves_in(tree, name=''):
+    "Names and shapes of a nested mapping of arrays, in the order of the names"
+    if not isinstance(tree, Mapping): return ((name, tuple(getattr(tree, 'shape', ()))),)
+    return tuple(sorted(l for k,v in tree.items() for l in leaves_in(v, f'{name}.{k}' if name else str(k))))
+
+# %% ../../nbs/88_jaxember/05_modules.ipynb #5ca1ab2e
+class Scope:
+    "A module that runs, and what it runs in: the number by which a compiled program tells its operations' modules"
+    def __init__(self, number, where, parent): self.number,self.where,self.parent = number,where,parent
+
+scopes = [] # by number
+numbering = threading.Lock()
+
+@cache
+def scope_in(where, parent):
+    with numbering:
+        scopes.append(Scope(len(scopes), where, parent))
+        return scopes[-1]
+
+def followed(
+    start, # `Scope` in which a program is called, or None
+    numbers # Of the scopes that are entered in it, the outermost first
+): # `Scope`, or None outside of modules
+    "Where one arrives. A program that is traced once and called in several modules is each time in the one that calls it"
+    for n in numbers:
+        s = scopes[n]
+        start = s if start is None or s is start or s.parent is start else moved(s, start)
+    return start
+
+def moved(s, to):
+    "The same module in another"
+    base,cls = s.parent and s.parent.where,s.where.name.rpartition('(')[2].rstrip(')')
+    if base is None: return scope_in(inside(to.where, cls, cls), to)
+    if not (s.where.path+'.').startswith(base.path+'.' if base.path else '') or not s.where.name.startswith(base.name): return scope_in(s.where, to)
+    path = '.'.join(filter(None, (to.where.path, s.where.path[len(base.path):].strip('.'))))
+    return scope_in(Where(path, to.where.name+s.where.name[len(base.name):], to.where.model), to)
 
 # %% ../../nbs/88_jaxember/05_modules.ipynb #436918a2
 class Running(threading.local):
     "What this thread has hooked, and which of its modules are running"
-    def __init__(self): self.taps,self.stack,self.trees = [],[],[] # trees: nnx models whose modules are marked
+    def __init__(self): self.taps,self.stack,self.trees,self.around = [],[],[],[] # trees: nnx models whose modules are marked
 
 running = Running()
+
+def entered(where):
+    "The scope of a module that begins to run, and a context for its time"
+    scope = scope_in(where, running.stack[-1][5] if running.stack else None)
+    return scope, running.around[-1](scope)
 
 def handed(taps, where, label, out):
     "An output as the taps pass it on, the innermost first. What a generator will yield is not there yet"
@@ -82,7 +135,7 @@ def linen_where(module, path, stack):
     "The place of a linen module"
     Module,cls = sys.modules['flax.linen'].Module,class_of(type(module))
     for i in range(len(stack)-1, -1, -1):
-        where,other,_,_,at = stack[i]
+        where,other,_,_,at,_ = stack[i]
         if at is None: break
         if path and at==path[:-1]: return inside(where, path[-1], cls)
         if at==():
@@ -90,22 +143,27 @@ def linen_where(module, path, stack):
             if class_of(type(other))==cls: return where
             if isinstance(module.parent, Module): return instead(where, cls) # it shares a scope
             break
-    if not path: return nested_in(stack[-1], module) if stack else root_of(cls)
+    if not path: return nested_in(stack[-1], module) if stack else root_of(cls, linen_model(module, cls))
     parent = module.parent
     if isinstance(parent, Module) and parent.scope is not None:
         at = parent.path
         if at==path: return instead(linen_where(parent, at, stack), cls)
         if at==path[:-1]: return inside(linen_where(parent, at, stack), path[-1], cls)
-    return inside(between(path[:-1], stack), path[-1], cls)
+    return inside(between(path[:-1], stack, module), path[-1], cls)
 
-def between(path, stack):
+def linen_model(module, cls=''):
+    "The model that a module of linen is in"
+    return model_of(cls, leaves_in(module.scope.root.variables().get('params', {})))
+
+def between(path, stack, of):
     "The place of a linen module of which only the path is known: it is looked for in the attributes of those that run"
-    where,module,at = unknown,None,()
-    for w,m,_,_,p in reversed(stack):
+    where,module,at = None,None,()
+    for w,m,_,_,p,_ in reversed(stack):
         if p is None: break
         if p==path[:len(p)]:
             where,module,at = w,m,p
             break
+    if where is None: where = Where('', 'model', linen_model(of))
     for key in path[len(at):]:
         module = None if module is None else vars(module).get(key)
         where = inside(where, key, '' if module is None else class_of(type(module)))
@@ -121,10 +179,12 @@ def intercept(fun, args, kwargs, context):
         if top[1] is module and top[2]==label and top[3] is not method: return fun(*args, **kwargs) # a call of super()
     path = module.path
     where,n = linen_where(module, path, stack),len(stack)
-    stack.append((where, module, label, method, path))
-    try: out = fun(*args, **kwargs)
-    finally: del stack[n:]
-    return handed(taps, where, label, out)
+    scope,around = entered(where)
+    with around:
+        stack.append((where, module, label, method, path, scope))
+        try: out = fun(*args, **kwargs)
+        finally: del stack[n:]
+        return handed(taps, where, label, out)
 
 # %% ../../nbs/88_jaxember/05_modules.ipynb #ded17eb4
 mark_key = '_torchember_mark'
@@ -205,9 +265,16 @@ class Tree:
             del marked[id(self.model)]
             for m,_ in (*self.modules, *modules_in(self.model, unknown, set(), [])): vars(m).pop(mark_key, None)
 
+def nnx_model(module):
+    "The model that a module of nnx is, by its parameters"
+    Param = sys.modules['flax.nnx'].Param
+    of = [(m, w.path) for m,w in modules_in(module, unknown, set(), [])]
+    named = [(f'{p}.{k}' if p else k, tuple(getattr(v, 'shape', ()))) for m,p in of for k,v in vars(m).items() if isinstance(v, Param)]
+    return model_of(type(module).__name__, tuple(sorted(named)))
+
 def nnx_where(module, s):
     "The place of a nnx module that carries no mark"
-    if not s.stack: return root_of(type(module).__name__)
+    if not s.stack: return root_of(type(module).__name__, nnx_model(module))
     if s.trees and (where := s.trees[-1].place(module)) is not None: return where
     where,cls = s.stack[-1][0],type(module).__name__
     own = next((k for k,v in vars(s.stack[-1][1]).items() if v is module), None) # it was put there just now
@@ -235,14 +302,16 @@ def wrapped(method, name):
         else:
             where = nnx_where(self, running)
             if not (running.trees and id(self) in running.trees[-1].known): running.trees.append(tree := Tree(self, where))
-        stack.append((where, self, label, wrapper, None))
-        try: out = call(self, *args, **kwargs)
-        finally:
-            del stack[n:]
-            if tree is not None:
-                running.trees.pop()
-                tree.end()
-        return handed(taps, where, label, out)
+        scope,around = entered(where)
+        with around:
+            stack.append((where, self, label, wrapper, None, scope))
+            try: out = call(self, *args, **kwargs)
+            finally:
+                del stack[n:]
+                if tree is not None:
+                    running.trees.pop()
+                    tree.end()
+            return handed(taps, where, label, out)
     return wrapper
 
 def methods(cls):
@@ -313,15 +382,17 @@ patches = Patches()
 # %% ../../nbs/88_jaxember/05_modules.ipynb #ac4fe868
 @contextmanager
 def hooked(
-    tap # Takes (where, label, output) of each call, gives what is passed on; label: 'output', or the name of a method other than `__call__`
+    tap, # Takes (where, label, output) of each call, gives what is passed on; label: 'output', or the name of a method other than `__call__`
+    around=lambda scope: nullcontext() # Function: `Scope` of a module -> context in which it runs
 ):
     """Hand every output of every flax module that this thread runs to `tap`. Nothing of a linen module's `init`
 
     Args:
         tap: Takes (where, label, output) of each call, gives what is passed on; label: 'output', or the name of a method other than `__call__`
+        around: Function: `Scope` of a module -> context in which it runs
     """
     linen,nnx,first = sys.modules.get('flax.linen'),sys.modules.get('flax.nnx'),not running.taps
-    running.taps = [*running.taps, tap]
+    running.taps,running.around = [*running.taps, tap],[*running.around, around]
     try:
         if not first: yield
         else:
@@ -330,4 +401,4 @@ def hooked(
                 with linen.intercept_methods(intercept) if linen is not None else nullcontext(): yield
             finally:
                 if nnx is not None: patches.stop()
-    finally: running.taps = running.taps[:-1]
+    finally: running.taps,running.around = running.taps[:-1],running.around[:-1]

@@ -6,6 +6,7 @@
 __all__ = ['stash_scalar_stats', 'stash_hist', 'stash_all_stats_and_hist', 'stash_full_tensor', 'probe', 'JaxTracker', 'track']
 
 # %% ../../nbs/88_jaxember/80_tracker.ipynb #c964ed6a
+import re
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -17,11 +18,11 @@ from jax.extend.core import set_current_trace, take_current_trace
 from ..choose import schedule
 from ..frames.tracker import Stash, Tracker, check_arguments, open_run, pattern_of, scalars, statistics_of
 from .modules import Where, here, hooked
-from .rows import Calls, Names, Tensor, rows_of
+from .rows import Calls, Names, Places, Tensor, rows_of
 from .summaries import measured, vectors, warm
 from .tags import Asked, Key, asked, has_numbers, tagged_tree
-from .trees import Again, optimizer_states, parameters
-from .twins import Own, Summaries
+from .trees import Again, is_training, optimizer_states, parameters
+from .twins import Own, Summaries, named_scope
 from .watching import Watching, all_of
 from ..measure.columns import as_dicts
 from ..measure.summary import groups_for
@@ -173,12 +174,14 @@ class JaxTracker(Tracker):
     ):
         super().__init__(t, **kwargs)
         self.measure,self.names,self.when,self.asks,self.tracked,self.current_step = measure,names,when,asks,tracked,step
-        self.watching,self.display,self.busy,self.open,self.ran,self.stepped = Watching(measure),Names(),False,True,False,False
+        self.watching = Watching(measure, every_of(when), self.warn)
+        self.display,self.busy,self.open,self.ran,self.stepped = Names(),False,True,False,False
         self.states,self.of_gradients,self.noted = [],[],[] # of the open step: pairs of what was to be measured and what was; numbers
         self.known,self.seen = (),None # `Named` of the model; the latest notes
         self.named = {k: Again(optimizer_states if k=='optimizer_state' else parameters) for k in ('model_state', 'optimizer_state', 'gradients')}
         self.chosen,self.tensors = {},{} # 'states' or 'gradients' -> names, and what of them is recorded; -> notes, and the tensors of these
-        self.placed,self.by = Calls(),self.rows
+        self.places = Places(self.warn)
+        self.placed,self.by = Calls(self.places),self.rows
         self.ts,self.begun,self.said = None,False,set()
         self.bad = FirstBad(t.file)
         self.keep = Stash(lambda got: got, self.folder)
@@ -211,20 +214,22 @@ class JaxTracker(Tracker):
         if not self.on: return f(*args, **kwargs)
         self.ts,self.busy = self.ts or now(),True
         try:
-            with asked(self.asks), hooked(self.tap), set_current_trace(self.watching): return f(*args, **kwargs)
+            with asked(self.asks), hooked(self.tap, named_scope), set_current_trace(self.watching): return f(*args, **kwargs)
         finally:
             self.busy = False
             self.say_lost()
 
     def tap(self, where, label, tree):
         "An output of a module"
-        self.display.learn(where)
-        heard[self.asks].add(where.path)
-        return tagged_tree(where, 'output', label, tree) if self.wants(where.path) else tree
+        if self.asks.include is None and self.asks.exclude is None: return tagged_tree(where, 'output', label, tree)
+        there = self.places(where)
+        self.display.learn(there)
+        heard[self.asks].add(there.path)
+        return tagged_tree(where, 'output', label, tree) if self.wants(there.path) else tree
 
     def wants(self, path):
         "Whether a module is recorded, by its name"
-        include,exclude,_ = self.asks
+        include,exclude = self.asks[:2]
         return (include is None or include.search(path)) and not (exclude is not None and exclude.search(path))
 
     def step(self,
@@ -244,6 +249,7 @@ class JaxTracker(Tracker):
         if self.on:
             if gradients is not None and 'gradients' in self.tracked:
                 of = self.named['gradients'](gradients, 'gradients', 'grad', self.known)
+                if not self.known: self.places.learn(*of)
                 self.of_gradients = self.measured('gradients', (*of, {'weight': 'weight_grad'}.get))
             self.close(True)
         n,seen = self.current_step,self.on
@@ -267,11 +273,13 @@ class JaxTracker(Tracker):
 
     def look_at(self, model_state, optimizer_state):
         "The states with which a step begins"
-        some = []
+        some,both = [],'optimizer_state' not in self.tracked and isinstance(model_state, dict) and is_training(model_state)
         if model_state is not None:
             self.known,arrays = self.named['model_state'](model_state)
+            if not self.places.by: self.places.learn(self.known, arrays)
             if 'model_state' in self.tracked: some.append((self.known, arrays, str))
-        if 'optimizer_state' in self.tracked: some.append((*self.named['optimizer_state'](optimizer_state, self.known), lambda kind: 'optimizer'))
+        if both or 'optimizer_state' in self.tracked:
+            some.append((*self.named['optimizer_state'](model_state if both else optimizer_state, self.known), lambda kind: 'optimizer'))
         self.states = self.measured('states', *some)
 
     def measured(self,
@@ -309,8 +317,9 @@ class JaxTracker(Tracker):
     def close(self, over):
         "Hand the open step to the thread that writes"
         found,states,grads,noted = self.watching.taken(),self.states,self.of_gradients,self.noted
-        for f in found:
-            for s in () if f.notes is self.seen else f.notes: self.display.learn(s.key.where) # of what was traced before, modules do not say their names
+        new = [s.key.where for f in found if f.notes is not self.seen for s in f.notes]
+        self.places.settle([w.model for w in new])
+        for w in new: self.display.learn(self.places(w)) # of what was traced before, modules do not say their names
         if found: self.seen = found[-1].notes
         if not self.begun: self.begin()
         if self.ran and not found and self.open and not self.watching.lost:
@@ -345,7 +354,7 @@ class JaxTracker(Tracker):
             if known is None or known[0] is not todo or known[1]!=found.notes:
                 place = {p: i for i,p in enumerate(self.display.known)} # modules in the order in which they ran, as outputs have it
                 order = sorted(range(len(todo)), key=lambda i: place.get(todo[i][0].path, len(place)))
-                made = [Tensor(p.path, ttype, p.tname, None if ttype=='buffer' else p.pname or None, 0, '', s.shape, s.dtype)
+                made = [Tensor(p.path, ttype, p.tname, None if ttype=='buffer' else p.pname or None, 0, s.shape, s.dtype)
                     for (p,ttype),s in ((todo[i], found.notes[i]) for i in order)]
                 known = self.tensors[what] = todo,found.notes,made,order
             values = found.values()
@@ -353,7 +362,7 @@ class JaxTracker(Tracker):
 
     def begin(self):
         "What is known of the run once a step has run"
-        self.begun,(include,exclude,_) = True,self.asks
+        self.begun,(include,exclude) = True,self.asks[:2]
         seen = dict.fromkeys([*self.display.known, *sorted(heard[self.asks]), *(p.path for _,todo,_ in self.states+self.of_gradients for p,_ in todo)])
         if include is not None and seen and not any(include.search(p) for p in seen):
             raise ValueError(f"include={include.pattern!r} is found in no module's name. {unknown('module', include.pattern, [p for p in seen if p])}")
@@ -385,6 +394,11 @@ class JaxTracker(Tracker):
         if kind is None and not self.stepped and self.begun: self.warn("tracker.step() was never called, so everything is in one step. Call it each time.")
 
 # %% ../../nbs/88_jaxember/80_tracker.ipynb #987714af
+def every_of(when):
+    "n of a `Schedule` that keeps every n-th step from the first on; 1 of any other"
+    m = re.fullmatch(r'every\((\d+)\)', str(when))
+    return int(m[1]) if m else 1
+
 def name_of(f): return getattr(f, '__name__', None) or getattr(getattr(f, 'func', None), '__name__', None) or type(f).__name__
 
 # %% ../../nbs/88_jaxember/80_tracker.ipynb #49ded631

@@ -55,7 +55,8 @@ def holds(
 
 def leaves_of(
     tree, # Any tree
-    what:str # What it is, for the message
+    what:str, # What it is, for the message
+    before=() # Keys that lead to it, for the message
 ) -> list: # (keys, kind, array)
     "The arrays of a tree, in its order. Raises TypeError for a leaf that is none"
     boxed,out,keyed = boxes(),[],set()
@@ -66,7 +67,7 @@ def leaves_of(
             held = holds(x)
             if held=='key': keyed.add(at[:-1])
             if held in ('key', 'void') or kind=='': continue
-            if held is None: raise TypeError(not_an_array('.'.join(map(text_of, at)), x, what))
+            if held is None: raise TypeError(not_an_array('.'.join(map(text_of, (*before, *at))), x, what))
             out.append((at, kind, x))
     return [l for l in out if not (l[0][:-1] in keyed and np.ndim(l[2])==0 and text_of(l[0][-1])=='count')] if keyed else out # where no class tells
 
@@ -88,7 +89,53 @@ class Named:
     array:object # As it was in the tree
 
 # %% ../../nbs/88_jaxember/60_trees.ipynb #482a7655
-def is_linen(tree): return isinstance(tree, Mapping) and ('params' in tree or {*tree} <= {'batch_stats', 'cache'})
+def is_linen(tree): return isinstance(tree, Mapping) and ('params' in tree or {*tree} <= {'batch_stats', 'cache'}) and not is_boxed(tree)
+
+def is_boxed(tree):
+    "Whether arrays of a tree are variables of nnx"
+    Variable = nnx_class('Variable')
+    return any(isinstance(x, Variable) for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Variable)))
+
+def is_train_state(tree): return hasattr(tree, 'opt_state') and hasattr(tree, 'params') # flax's
+
+def children(tree):
+    "Pairs of a key and what is there"
+    return [(keys[0], x) for keys,x in tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)[0] if keys]
+
+def has_models(tree, depth=0):
+    "Whether variables of linen, a TrainState or a module of nnx is in a tree, or is the tree"
+    if is_train_state(tree) or isinstance(tree, nnx_class('Module')) or is_linen(tree) and (not depth or 'params' in tree): return True
+    return isinstance(tree, Mapping|list|tuple) and any(has_models(x, depth+1) for _,x in children(tree))
+
+def names_in(tree): return {tuple(map(text_of, keys)) for keys,_ in tree_flatten_with_path(tree)[0]}
+
+def has_own_name(key, tree, of):
+    "Whether what stands beside the parameters of linen is no collection of its modules': a copy of parameters, a number, another part of a training's state"
+    names,params = names_in(tree),names_in(of.get('params', {}))
+    if () in names or names and names <= params: return True
+    return 'opt_state' in of and key not in ('batch_stats', 'cache') and not {n[:-1] for n in names} <= {n[:i] for n in params for i in range(len(n))}
+
+def parts_of(
+    tree, # As `parameters` takes it
+    at=(), # Keys that lead to it
+    kind=None # Of what is in it, 'buffer' in a copy of a model
+): # (keys, kind or None, tree, all keys that lead to it) of each part whose leaves are named in one way
+    "Models in a tree: keys of linen's collections are no words of a path"
+    if is_train_state(tree):
+        more = {'batch_stats': tree.batch_stats} if getattr(tree, 'batch_stats', None) is not None else {}
+        tree = {**(tree.params if 'params' in tree.params else {'params': tree.params}), **more} if more else tree.params
+    if isinstance(tree, nnx_class('Module')): yield at, kind, sys.modules['flax.nnx'].state(tree), at # what is shared is in it once
+    elif is_linen(tree) and (not at or 'params' in tree):
+        for key,x in children(tree):
+            word = text_of(key)
+            if word=='params' and is_linen(x) and 'params' in x: yield from parts_of(x, at, kind)
+            elif word=='params': yield at, kind or 'weight', x, (*at, key)
+            elif word=='opt_state': continue # `optimizer_states` names it
+            elif has_own_name(word, x, tree): yield from parts_of(x, (*at, key), 'buffer')
+            else: yield at, 'buffer', x, (*at, key)
+    elif isinstance(tree, Mapping|list|tuple) and has_models(tree, 1):
+        for key,x in children(tree): yield from parts_of(x, (*at, key), kind)
+    else: yield at, kind, tree, at
 
 def nnx_class(name):
     "A class of nnx's, or one that nothing is an instance of"
@@ -142,20 +189,15 @@ def parameters(
     Returns:
         `Named`, in the order of the tree
     """
-    if hasattr(tree, 'opt_state') and hasattr(tree, 'params'): # flax's TrainState
-        more = {'batch_stats': tree.batch_stats} if getattr(tree, 'batch_stats', None) is not None else {}
-        tree = {**(tree.params if 'params' in tree.params else {'params': tree.params}), **more} if more else tree.params
-    if isinstance(tree, nnx_class('Module')): tree = sys.modules['flax.nnx'].state(tree) # what is shared is in it once
-    leaves = leaves_of(tree, what)
-    boxed = any(kind for _,kind,_ in leaves)
-    linen = not boxed and is_linen(tree)
     out,numbers,once = [],Numbers(known),Once()
-    for keys,kind,x in leaves:
-        if linen: kind,keys = 'weight' if text_of(keys[0])=='params' else 'buffer',keys[1:]
-        kind = kind or ('buffer' if boxed else 'weight')
-        path,pname = place_of(keys)
-        i = numbers(path, pname) if kind=='weight' else None
-        out.append(Named(path, pname, kind, i, once(path, pname) if i is None else once(path, stem, f'_{i}'), x))
+    for at,of,part,all_keys in parts_of(tree):
+        leaves = leaves_of(part, what, all_keys)
+        boxed = any(kind for _,kind,_ in leaves)
+        for keys,kind,x in leaves:
+            kind = of or kind or ('buffer' if boxed else 'weight')
+            path,pname = place_of((*at, *keys))
+            i = numbers(path, pname) if kind=='weight' else None
+            out.append(Named(path, pname, kind, i, once(path, pname) if i is None else once(path, stem, f'_{i}'), x))
     return out
 
 # %% ../../nbs/88_jaxember/60_trees.ipynb #b84e055c
@@ -179,22 +221,62 @@ def fields(
         else: return [i]
     return out or [0]
 
+class Known:
+    "Parameters by their names"
+    def __init__(self, named):
+        self.full,self.ends = {'.'.join(filter(None, (n.path, n.pname))): n for n in named},{}
+        self.skip = () if any('params' in name.split('.') for name in self.full) else ('params',) # of linen, no word of a path
+        for name,n in self.full.items():
+            words = name.split('.')
+            for i in range(1, len(words)): self.ends.setdefault('.'.join(words[i:]), []).append((words[:i], n))
+
+    def words(self, keys): return [w for w in split_words(keys) if w not in self.skip]
+
+    def called(self, name, before):
+        "The parameter of a name, or of one that ends so: the only one, or the one of a model that stands before the field"
+        if name in self.full: return self.full[name]
+        ends = self.ends.get(name, [])
+        of = [n for model,n in ends if ' '.join(model) in ' '.join(before)] if before else []
+        return of[0] if len(of)==1 else ends[0][1] if len(ends)==1 and not name.isdigit() else None
+
 def owner(
     keys, # That lead to a leaf
     at, # Where the fields are
-    known # Name of a parameter, with its module -> `Named`
+    known, # `Known`
+    before=() # Words that lead to the state
 ): # Where the field is, `Named`, and the words after it; None when there is none
     "The parameter in a leaf's keys: the one that ends last, and of these the longest. It may have a state of its own inside"
-    for i in at if known else ():
+    for i in at if known.full else ():
         inside = i!=at[0]
         if inside and text_of(keys[i]) in (*holders, labelled): continue
-        words = split_words(keys[i+1:])
+        words,earlier = known.words(keys[i+1:]),[*before, *known.words(keys[:i])]
         for end in range(len(words), 0, -1):
             for start in range(end):
-                n = known.get('.'.join(words[start:end]))
+                n = known.called('.'.join(words[start:end]), earlier)
                 if n and not (inside and all(w.isdigit() for w in words[start:end])): return i, n, words[end:]
 
+def model_words(keys):
+    "The words before a field that say which model its state is of"
+    words = [text_of(k) for k in keys]
+    return [w for i,w in enumerate(words) if not (w.isdigit() or w in (*holders, labelled) or i and words[i-1]==labelled)]
+
 def split_words(keys): return [p for k in keys for p in text_of(k).split('/') if p not in ('~', '')]
+
+def states_in(
+    tree, # As `optimizer_states` takes it
+    at=() # Keys that lead to it
+): # Pairs of keys and a state of an optimizer
+    "The states in those of trainings; a tree without such is one"
+    if hasattr(tree, 'opt_state') and not hasattr(tree, '_fields'): yield at, tree.opt_state # flax's TrainState, or nnx.Optimizer
+    elif isinstance(tree, Mapping) and 'opt_state' in tree: yield at, tree['opt_state']
+    elif type(tree) in (dict, list, tuple) and any(is_training(x) for _,x in children(tree)):
+        for key,x in children(tree): yield from states_in(x, (*at, key))
+    else: yield at, tree
+
+def is_training(tree):
+    "Whether a tree has the state of an optimizer in it, beside other things"
+    if hasattr(tree, 'opt_state') and not hasattr(tree, '_fields') or isinstance(tree, Mapping) and 'opt_state' in tree: return True
+    return type(tree) in (dict, list, tuple) and any(is_training(x) for _,x in children(tree))
 
 # %% ../../nbs/88_jaxember/60_trees.ipynb #f040f377
 def optimizer_states(
@@ -212,23 +294,20 @@ def optimizer_states(
     Returns:
         `Named`, in the order of the tree
     """
-    if hasattr(state, 'opt_state') and not hasattr(state, '_fields'): state = state.opt_state # of flax's TrainState, or nnx.Optimizer
-    elif isinstance(state, Mapping) and 'opt_state' in state: state = state['opt_state']
     weights = [n for n in known if n.number is not None]
-    full = {f'{n.path}.{n.pname}' if n.path else n.pname: n for n in weights}
-    numbers,once,out = Numbers(weights),Once(),[]
-    for keys,_,x in leaves_of(state, what):
-        at = fields(state, keys)
-        got = owner(keys, at, full)
+    full,numbers,once,out = Known(weights),Numbers(weights),Once(),[]
+    for before,keys,at,x in ((split_words(w), keys, fields(tree, keys), x) for w,tree in states_in(state) for keys,_,x in leaves_of(tree, what, w)):
+        got = owner(keys, at, full, before)
         if got: i,n,rest = got; path,pname = n.path,n.pname
         else:
-            i,words,rest = at[0],split_words(keys[at[0]+1:]),[]
+            i,words,rest = at[0],full.words(keys[at[0]+1:]),[]
+            model = '.'.join([*before, *model_words(keys[:i])])
             if holds(x)=='exact' and (np.ndim(x)==0 or not words): continue # a count, whether all was finite, a random key of the older kind
-            if not words or np.ndim(x)==0 and (full or text_of(keys[i])=='hyperparams'):
+            if not words or np.ndim(x)==0 and (full.full or text_of(keys[i])=='hyperparams'):
                 name = words[-1] if words else text_of(keys[i]) if keys else 'state'
-                out.append(Named('', name, text_of(keys[i]) if keys else 'state', None, once('', name), x))
+                out.append(Named(model, name, text_of(keys[i]) if keys else 'state', None, once(model, name), x))
                 continue
-            path,pname = '.'.join(words[:-1]), words[-1]
+            path,pname = '.'.join(filter(None, (model, *words[:-1]))), words[-1]
         kind,number = '.'.join([text_of(keys[i]), *rest]),numbers(path, pname)
         out.append(Named(path, pname, kind, number, once(path, kind, f'_{number}'), x))
     return out

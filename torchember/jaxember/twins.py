@@ -6,19 +6,23 @@
 __all__ = ['Evaluation', 'Found', 'Twin']
 
 # %% ../../nbs/88_jaxember/30_twins.ipynb #8cdcfe9d
+import re
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import count
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun, jaxprs_in_params, primitives
+from jax.extend.source_info_util import current_name_stack
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..record import an
+from .modules import followed, scopes, unknown
 from .summaries import measured, merged, none
-from .tags import Key, slope_p, tap_p
+from .tags import Tag, has_tags, retagged, slope_p, tap_p, trains
 
 # %% ../../nbs/88_jaxember/30_twins.ipynb #fa8af411
 class Summaries:
@@ -82,17 +86,37 @@ in_jit = ("inside jit there is a tracer and no value yet, so that a function can
 
 # %% ../../nbs/88_jaxember/30_twins.ipynb #5f06aa62
 @dataclass(frozen=True)
+class Loop:
+    "A `scan` of a program"
+    number:int # Which of all
+    every:int=1 # Of how many iterations one is kept
+    steps:bool=False # Whether rows say of which iteration they are: it is a training, or not all are kept
+
+loops = count()
+
+@dataclass(frozen=True)
 class Seen:
     "Where the pieces of one tag are"
-    key:Key
-    grad:bool # Whether it is of the gradient
-    number:int # Which of the tags of this name
+    tag:Tag
     shape:tuple # Of the value
     dtype:str
     at:tuple # Which of all pieces are its own
     form:object=None # Of the tree whose leaves they are; None for a summary
-    axes:tuple=() # Leading axes, outermost first: 'scan', or (name, size) of the axes of a mesh
+    axes:tuple=() # Leading axes, outermost first: a `Loop`, or (name, size) of the axes of a mesh
     when:tuple=() # Pairs (piece, value): what that piece must be, or more than 0 where the value is None
+    scopes:tuple=() # Numbers of the modules that run around it in its program, the outermost first
+
+    key = property(lambda self: self.tag.key)
+    grad = property(lambda self: self.tag.grad)
+    number = property(lambda self: self.tag.number)
+
+    def within(self, start):
+        "The same where its program is called in the `Scope` `start`, or None"
+        key = self.key
+        if key.ttype=='probe': where = scope.where if (scope := followed(start, self.scopes)) else unknown
+        elif self.scopes and scopes[self.scopes[-1]].where==key.where: where = followed(start, self.scopes).where
+        else: return self # a parameter, or of an output whose program has lost its scopes, what was known when it was traced
+        return self if where==key.where else replace(self, tag=self.tag._replace(key=key._replace(where=where)))
 
     def later(self, n):
         "The same, with `n` other pieces before"
@@ -101,11 +125,21 @@ class Seen:
     def under(self, axis): return replace(self, axes=(axis, *self.axes))
 
 # %% ../../nbs/88_jaxember/30_twins.ipynb #9d19a943
-def has_tags(
-    jaxpr # A program
-) -> bool:
-    "Whether a program, or one inside of it, has tags"
-    return any(e.primitive is tap_p or any(has_tags(j) for j in jaxprs_in_params(e.params)) for e in jaxpr.eqns)
+scope_name = 'torchember.'
+
+def named_scope(scope): return jax.named_scope(f'{scope_name}{scope.number}')
+
+def scopes_in(names):
+    "The numbers of modules in what JAX has of named scopes, the outermost first"
+    return tuple(map(int, re.findall(rf'{re.escape(scope_name)}(\d+)', str(names))))
+
+def scopes_of(e):
+    "The numbers of the modules in which an operation was traced: JAX keeps names of scopes through all that it does with a program"
+    return scopes_in(e.source_info.name_stack)
+
+def scope_now():
+    "The `Scope` in which this thread runs, also where JAX goes through a program that it has traced; None outside of modules"
+    return followed(None, scopes_in(current_name_stack()))
 
 # %% ../../nbs/88_jaxember/30_twins.ipynb #836c6cc4
 class Evaluation:
@@ -113,22 +147,22 @@ class Evaluation:
 
     Args:
         measure: `Summaries` or `Own`
+        every: Of how many steps of a training that is a `scan` one is measured
     """
     def __init__(self,
         measure, # `Summaries` or `Own`
-    ): self.measure,self.lost = measure,set()
+        every:int=1 # Of how many steps of a training that is a `scan` one is measured
+    ): self.measure,self.every,self.lost,self.told = measure,every,set(),{}
 
     def run(self,
         closed, # `ClosedJaxpr`
-        args, # Its arguments
-        again:bool=False # Whether its values are computed a second time, for gradients: tags of values count the first time
+        args # Its arguments
     ): # Outputs, pieces, and a `Seen` for each tag
         """The outputs of a program, and what was measured on the way
 
         Args:
             closed: `ClosedJaxpr`
             args: Its arguments
-            again: Whether its values are computed a second time, for gradients: tags of values count the first time
 
         Returns:
             Outputs, pieces, and a `Seen` for each tag
@@ -137,35 +171,36 @@ class Evaluation:
         read = lambda v: v.val if isinstance(v, Literal) else known[v]
         for e in closed.jaxpr.eqns:
             vals = [read(v) for v in e.invars]
-            with e.ctx.manager: out,more,notes = self.step(e, vals, again)
+            with e.ctx.manager: out,more,notes = self.step(e, vals)
             known.update(zip(e.outvars, out, strict=True))
-            seen += [n.later(len(pieces)) for n in notes]
+            around = scopes_of(e) if notes else ()
+            seen += [replace(n.later(len(pieces)), scopes=(*around, *n.scopes)) for n in notes]
             pieces += more
         return [read(v) for v in closed.jaxpr.outvars], pieces, seen
 
-    def step(self, e, vals, again):
+    def step(self, e, vals):
         "One operation: outputs, pieces, notes"
         p = e.primitive
-        if p is tap_p: return vals, *self.tapped(vals[0], again, **e.params)
+        if p is tap_p: return vals, *self.tapped(vals[0], **e.params)
         if p is slope_p: return vals, [], []
         inside = [j for j in jaxprs_in_params(e.params) if has_tags(j)]
         if inside:
-            if handler := handlers.get(p.name): return handler(self, e, vals, again)
+            if handler := handlers.get(p.name): return handler(self, e, vals)
             self.lost.add(p.name)
         out = p.bind(*vals, **p.get_bind_params(e.params))
         return out if p.multiple_results else [out], [], []
 
-    def tapped(self, x, again, key, grad, number):
+    def tapped(self, x, tag):
         "What is measured of a tagged value"
-        if again and not grad: return [], []
-        pieces,form = self.measure.pieces(key, x)
-        return pieces, [Seen(key, grad, number, x.shape, str(x.dtype), tuple(range(len(pieces))), form)]
+        if tag.again: return [], []
+        pieces,form = self.measure.pieces(tag.key, x)
+        return pieces, [Seen(tag, x.shape, str(x.dtype), tuple(range(len(pieces))), form)]
 
-    def twin(self, closed, again=False):
+    def twin(self, closed):
         "The twin of a program: a program, and its notes"
         notes = []
         def f(*args):
-            out,pieces,seen = self.run(closed, args, again)
+            out,pieces,seen = self.run(closed, args)
             notes[:] = seen
             return [*out, *pieces]
         return jax.make_jaxpr(f)(*closed.in_avals), notes
@@ -187,14 +222,14 @@ def with_more(
     free,layout = unspecified()
     return {**params, 'jaxpr': twin, 'out_shardings': (*params['out_shardings'], *[sharding or free]*n), 'out_layouts': (*params['out_layouts'], *[layout]*n)}
 
-def through_jit(self, e, vals, again):
-    twin,notes = self.twin(e.params['jaxpr'], again)
+def through_jit(self, e, vals):
+    twin,notes = self.twin(e.params['jaxpr'])
     n = len(e.outvars)
     out = e.primitive.bind(*vals, **with_more(e.params, twin, len(twin.out_avals)-n))
     return out[:n], out[n:], notes
 
-def through_checkpoint(self, e, vals, again):
-    twin,notes = self.twin(closed_of(e.params['jaxpr']), again or e.params['differentiated'])
+def through_checkpoint(self, e, vals):
+    twin,notes = self.twin(closed_of(e.params['jaxpr']))
     out,n = e.primitive.bind(*vals, *twin.consts, **{**e.params, 'jaxpr': without_constants(twin)}),len(e.outvars)
     return out[:n], out[n:], notes
 
@@ -207,14 +242,48 @@ def without_constants(closed):
     return j.replace(constvars=[], invars=[*j.invars, *j.constvars])
 
 # %% ../../nbs/88_jaxember/30_twins.ipynb #288db5cd
-def through_scan(self, e, vals, again):
-    twin,notes = self.twin(e.params['jaxpr'], again)
-    out,n = e.primitive.bind(*vals, **{**e.params, 'jaxpr': twin}),len(e.outvars)
-    return out[:n], out[n:], [s.under('scan') for s in notes]
+def through_scan(self, e, vals):
+    twin,notes = self.twin(e.params['jaxpr'])
+    n = len(e.outvars)
+    k = self.kept(e.params, twin.out_avals[n:])
+    loop = Loop(next(loops), k, k>1 or trains(e.params['jaxpr'].jaxpr))
+    out = e.primitive.bind(*vals, **{**e.params, 'jaxpr': twin}) if loop.every==1 else self.thinned(e.params, vals, twin, loop.every)
+    return out[:n], out[n:], [s.under(loop) for s in notes]
+
+# %% ../../nbs/88_jaxember/30_twins.ipynb #288db5ce
+most = 1<<26 # bytes that a loop may keep
+
+def kept(self, params, pieces):
+    "Of how many iterations of a `scan` one is measured: as was asked for where it is a training, and so many that what is kept has a bound"
+    length,size = params['length'],sum(int(np.prod(a.shape, dtype=int))*a.dtype.itemsize for a in pieces)
+    asked = self.every if self.every>1 and trains(params['jaxpr'].jaxpr) else 1
+    k = max(asked, -(-length//max(most//max(size, 1), 1)))
+    if k>asked: self.told[length, size] = (f"a loop of {length:,} iterations would keep {written(size*-(-length//asked))} of numbers until it ends"
+        f"{f', with one iteration in {asked:,}' if asked>1 else ''}. One in {k:,} is recorded, {written(size*-(-length//k))}. "
+        f"Fewer: track(every={2*k}) or more, where the loop is a training; fewer modules (include=); stash_value=stash_scalar_stats.")
+    return k
+
+def written(size): return f'{size/1e9:.2g} GB' if size>=1e9 else f'{size/1e6:.3g} MB'
+
+def thinned(self, params, vals, twin, k):
+    "A `scan` whose pieces are of every k-th iteration, in what it carries along: in all others its body runs as it is"
+    c,n,length,closed = params['num_consts'],params['num_carry'],params['length'],params['jaxpr']
+    plain = retagged(closed, lambda tag: tag._replace(again=True))
+    pieces,size = twin.out_avals[len(closed.out_avals):],-(-length//k)
+    def body(carry, x):
+        state,kept,(i,*x) = *carry,x
+        def as_it_is(*args): return [*jaxpr_as_fun(plain)(*args), *map(self.empty, pieces)]
+        out = lax.cond(i%k==0, lambda *args: [*jaxpr_as_fun(twin)(*args)], as_it_is, *vals[:c], *state, *x)
+        at = jnp.where(i%k==0, i//k, size) # one place more, for what nobody will read
+        kept = [lax.dynamic_update_index_in_dim(all_, new, at, 0) for all_,new in zip(kept, out[len(closed.out_avals):], strict=True)]
+        return (out[:n], kept), out[n:len(closed.out_avals)]
+    start = [*vals[c:c+n]],[jnp.zeros((size+1, *a.shape), a.dtype) for a in pieces]
+    (state,kept),ys = lax.scan(body, start, (jnp.arange(length, dtype=jnp.int32), *vals[c+n:]), length, params['reverse'], params['unroll'])
+    return [*state, *ys, *(x[:size] for x in kept)]
 
 # %% ../../nbs/88_jaxember/30_twins.ipynb #005fb59c
-def through_cond(self, e, vals, again):
-    n,twins = len(e.outvars),[self.twin(b, again) for b in e.params['branches']]
+def through_cond(self, e, vals):
+    n,twins = len(e.outvars),[self.twin(b) for b in e.params['branches']]
     more = [t.out_avals[n:] for t,_ in twins]
     def branch(i):
         def f(*args):
@@ -231,14 +300,14 @@ def empty(self, aval):
     return self.measure.nothing(aval) if aval.dtype==jnp.uint32 else jnp.zeros(aval.shape, aval.dtype)
 
 # %% ../../nbs/88_jaxember/30_twins.ipynb #ff05d3b2
-def through_while(self, e, vals, again):
+def through_while(self, e, vals):
     c,b = e.params['cond_nconsts'],e.params['body_nconsts']
     if e.params['cond_jaxpr'].out_avals[0].shape:
         self.lost.add('a while loop under vmap, whose examples end one by one,')
         return e.primitive.bind(*vals, **e.params), [], []
     if has_tags(e.params['cond_jaxpr'].jaxpr): self.lost.add('the condition of a while loop')
     check,body,start = vals[:c],vals[c:c+b],vals[c+b:]
-    twin,notes = self.twin(e.params['body_jaxpr'], again)
+    twin,notes = self.twin(e.params['body_jaxpr'])
     n = len(start)
     def one(state):
         out = jaxpr_as_fun(twin)(*body, *state[0])
@@ -257,12 +326,12 @@ def through_while(self, e, vals, again):
     return out, [*pieces, *counts], [replace(s, when=((len(pieces)+k, None),)) for k,s in enumerate(notes)]
 
 # %% ../../nbs/88_jaxember/30_twins.ipynb #5da6ec59
-def through_shard_map(self, e, vals, again):
+def through_shard_map(self, e, vals):
     prm = e.params
     axes,jaxpr = tuple(a for a in prm['mesh'].axis_names if a in prm['newly_manual_axes']),closed_of(prm['jaxpr']) # a set has no order
-    local,notes,along = type(self)(self.measure),[],[] # along: of each piece, the axes along which it differs
+    local,notes,along = type(self)(self.measure, self.every),[],[] # along: of each piece, the axes along which it differs
     def f(*args):
-        out,pieces,seen = local.run(jaxpr, args, again)
+        out,pieces,seen = local.run(jaxpr, args)
         notes[:],along[:] = seen,[tuple(a for a in axes if not prm['check_vma'] or a in varying(p)) for p in pieces]
         for s in seen: # the pieces of a tag go together, and so do all where some count only sometimes
             some = range(len(pieces)) if any(s.when for s in seen) else s.at
@@ -274,6 +343,7 @@ def through_shard_map(self, e, vals, again):
     jax.eval_shape(jax.shard_map(lambda *args: (f(*args)[0]), out_specs=list(prm['out_specs']), **settings), *vals) # to know along what
     out,pieces = jax.shard_map(f, out_specs=(list(prm['out_specs']), specs(along)), **settings)(*vals)
     self.lost |= local.lost
+    self.told |= local.told
     def shards(s): return tuple((a, prm['mesh'].shape[a]) for a in (along[s.at[0]] if s.at else ()))
     return out, pieces, [s.under(shards(s)) if shards(s) else s for s in notes]
 
@@ -283,10 +353,10 @@ def varying(x):
     return t.mat.varying if hasattr(t, 'mat') else t.vma
 
 # %% ../../nbs/88_jaxember/30_twins.ipynb #1d857688
-def through_own_derivative(self, e, vals, again):
-    return self.run(closed_of(e.params.get('call_jaxpr') or e.params['fun_jaxpr']), vals, again)
+def through_own_derivative(self, e, vals):
+    return self.run(closed_of(e.params.get('call_jaxpr') or e.params['fun_jaxpr']), vals)
 
-Evaluation.empty = empty
+Evaluation.empty,Evaluation.kept,Evaluation.thinned = empty,kept,thinned
 handlers = {'jit': through_jit, 'pjit': through_jit, 'remat2': through_checkpoint, 'checkpoint': through_checkpoint, 'scan': through_scan, 'cond': through_cond,
     'while': through_while, 'shard_map': through_shard_map, 'closed_call': through_own_derivative, 'core_closed_call': through_own_derivative,
     'custom_jvp_call': through_own_derivative, 'custom_vjp_call': through_own_derivative, 'custom_vjp_call_jaxpr': through_own_derivative}
@@ -350,24 +420,31 @@ class Twin:
         params: Of the `jit`
         measure: `Summaries` or `Own`
         mesh: Of the devices, when the arguments are laid out over several
+        every: Of how many steps of a training that is a `scan` one is measured
     """
     def __init__(self,
         params, # Of the `jit`
         measure, # `Summaries` or `Own`
-        mesh=None # Of the devices, when the arguments are laid out over several
+        mesh=None, # Of the devices, when the arguments are laid out over several
+        every:int=1 # Of how many steps of a training that is a `scan` one is measured
     ):
-        closed,self.n = params['jaxpr'],len(params['jaxpr'].out_avals)
+        closed,self.n,self.every = params['jaxpr'],len(params['jaxpr'].out_avals),every
         twin,evaluation = self.evaluated(closed, measure)
         if any(isinstance(c, jax.core.Tracer) for c in twin.consts): # a function of the user's has kept one of an earlier program
             error = measure.failed(TypeError(in_jit))
             twin,evaluation = self.evaluated(closed, Own(lambda x: error))
-        self.lost = evaluation.lost
+        self.lost,self.told = evaluation.lost,[*evaluation.told.values()] # what is said before it runs
         everywhere = NamedSharding(mesh, PartitionSpec()) if mesh is not None else None
         self.params = with_more(params, twin, len(twin.out_avals)-self.n, everywhere)
+        self.within = {None: tuple(s.within(None) for s in self.notes)} # `Scope` in which it is called -> notes
+
+    def notes_in(self, start):
+        if start not in self.within: self.within[start] = tuple(s.within(start) for s in self.notes)
+        return self.within[start]
 
     def evaluated(self, closed, measure):
         "The twin as a program, and its `Evaluation`"
-        evaluation = Evaluation(measure)
+        evaluation = Evaluation(measure, self.every)
         def f(*args):
             out,pieces,seen = evaluation.run(closed, args)
             rows = {i for s in seen if s.form is None for i in s.at}
@@ -378,8 +455,9 @@ class Twin:
 
     def __call__(self,
         *args, # As the function has them
-        trace=None # JAX's own, which runs it; the current one without it
+        trace=None, # JAX's own, which runs it; the current one without it
+        start=None # `Scope` in which it is called; None outside of modules
     ):
         "The outputs of the function, and what was `Found`"
         out = primitives.jit_p.bind(*args, **self.params) if trace is None else trace.process_primitive(primitives.jit_p, args, self.params)
-        return out[:self.n], Found(self.notes, self.shapes, self.kinds, out[self.n:])
+        return out[:self.n], Found(self.notes_in(start), self.shapes, self.kinds, out[self.n:])

@@ -17,8 +17,8 @@ from jax.core import Trace, eval_jaxpr
 from jax.extend.core import jaxprs_in_params, primitives, set_current_trace, take_current_trace
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from .tags import slope_p, tap_p
-from .twins import Own, Seen, Summaries, Twin, has_tags
+from .tags import Tag, has_tags, loops_that_train, slope_p, tap_p
+from .twins import Own, Seen, Summaries, Twin, scope_now
 
 # %% ../../nbs/88_jaxember/40_watching.ipynb #35a5ea6b
 def alone(
@@ -65,17 +65,19 @@ class Eager:
 
     def add(self,
         x, # The value
-        key, grad, number, # Of its tag
-        got=None # Its row, on the device, or what a function of the user's gave; None when the rows come together
+        tag, # Its `Tag`
+        got=None, # Its row, on the device, or what a function of the user's gave; None when the rows come together
+        start=None # `Scope` in which it is computed
     ):
         """One more
 
         Args:
             x: The value
-            number: Of its tag
+            tag: Its `Tag`
             got: Its row, on the device, or what a function of the user's gave; None when the rows come together
+            start: `Scope` in which it is computed
         """
-        self.notes.append(Seen(key, grad, number, x.shape, name_of(x.dtype), (), 'given' if isinstance(got, dict) else None))
+        self.notes.append(Seen(tag, x.shape, name_of(x.dtype), (), 'given' if isinstance(got, dict) else None).within(start))
         self.got.append(got)
 
     def leave(self):
@@ -97,7 +99,7 @@ class Eager:
 def name_of(dtype): return str(dtype)
 
 @lru_cache(4096)
-def note_of(key, shape, dtype): return Seen(key, False, 0, shape, name_of(dtype), ())
+def note_of(key, shape, dtype): return Seen(Tag(key, 0), shape, name_of(dtype), ())
 
 def in_one(
     parts # Pairs of numbers and a matrix with as many rows
@@ -125,7 +127,7 @@ def all_of(
     """
     found,xs = Eager(),[x if isinstance(x, jax.Array) else jnp.asarray(x) for _,x in named]
     if type(measure) is Own:
-        for (key,_),x in zip(named, xs, strict=True): found.add(x, key, False, 0, measure.here(x))
+        for (key,_),x in zip(named, xs, strict=True): found.add(x, Tag(key, 0), measure.here(x))
     else:
         found.notes,found.got = [note_of(key, x.shape, x.dtype) for (key,_),x in zip(named, xs, strict=True)],[None]*len(xs)
         for at in by_devices(xs):
@@ -144,14 +146,18 @@ class Watching(Trace):
 
     Args:
         measure: `Summaries` or `Own`
+        every: Of how many steps of a training that is a `scan` one is measured
+        say: Function that is told what there is to know before something runs
     """
     ever = [] # all there have been: what nnx made while one looked on can be changed only as long as that one is there
     def __init__(self,
-        measure # `Summaries` or `Own`
+        measure, # `Summaries` or `Own`
+        every:int=1, # Of how many steps of a training that is a `scan` one is measured
+        say=lambda text: None # Function that is told what there is to know before something runs
     ):
         super().__init__()
         with take_current_trace(), take_current_trace() as jax_itself: self.below = jax_itself # the inner one is handed what is there at the top
-        self.measure,self.found,self.lost,self.again = measure,[],set(),False
+        self.measure,self.every,self.say,self.found,self.lost = measure,every,say,[],set()
         self.ever.append(self)
 
     def __eq__(self, other): return isinstance(other, Watching) or other is self.below # to nnx, whose variables know where they were made
@@ -159,7 +165,7 @@ class Watching(Trace):
 
     def over(self):
         "The run is over: nothing is kept of it"
-        self.measure,self.found = None,[]
+        self.measure,self.say,self.found = None,None,[]
 
     def taken(self):
         "What was found since the last time, in its order"
@@ -173,12 +179,14 @@ class Watching(Trace):
         if primitive is primitives.jit_p: return self.jitted(args, params)
         inside = [j for j in jaxprs_in_params(params) if has_tags(j)]
         if not inside: return self.below.process_primitive(primitive, args, params)
-        if primitive is primitives.remat_p: return self.second_time(args, params)
+        if primitive is primitives.remat_p:
+            with set_current_trace(self): return eval_jaxpr(params['jaxpr'], (), *args)
         return self.compiled(inside[0], lambda *xs: primitive.bind(*xs, **primitive.get_bind_params(params)), args, primitive.multiple_results)
 
     def stage_value(self, x): return self.below.stage_value(x)
 
-    def process_call(self, primitive, f, args, params, /): return self.below.process_call(primitive, f, args, params)
+    def process_call(self, primitive, f, args, params, /):
+        with set_current_trace(self): return f.call_wrapped(*args)
 
     def process_custom_jvp_call(self, primitive, fun, jvp, args, /, **params):
         with set_current_trace(self): return fun.call_wrapped(*args)
@@ -194,37 +202,32 @@ class Watching(Trace):
         out = self.compiled(None, f, args, True)
         return form[0].update(out) if hasattr(form[0], 'update') else out # some versions of jax have a tree of its own there
 
-    def tapped(self, x, key, grad, number):
+    def tapped(self, x, tag):
         "A tagged value that is there"
-        if self.again and not grad: return x
+        if tag.again: return x
         if type(self.measure) is Own: got = self.measure.here(x)
         else: got = one_by_one(Summaries(self.measure.wanted, alone([x])))(x)
         if not (self.found and type(self.found[-1]) is Eager): self.found.append(Eager())
-        self.found[-1].add(x, key, grad, number, got)
+        self.found[-1].add(x, tag, got, scope_now())
         return x
 
     def jitted(self, args, params):
         "Something compiled"
         closed = params['jaxpr']
         known = twins.get(closed)
-        if known is None: known = twins[closed] = {} if has_tags(closed.jaxpr) else False
+        if known is None: known = twins[closed] = {'trains': loops_that_train(closed.jaxpr)} if has_tags(closed.jaxpr) else False
         if known is False: return self.below.process_primitive(primitives.jit_p, args, params)
         one,mesh = places_of(args)
         measure = Summaries(self.measure.wanted, one) if type(self.measure) is Summaries else self.measure
-        asked = measure,mesh,*(v for k,v in params.items() if k!='jaxpr') # one program may be compiled with and without donation
+        every = self.every if known['trains'] else 1
+        asked = measure,mesh,every,*(v for k,v in params.items() if k!='jaxpr') # one program may be compiled with and without donation
         twin = known.get(asked)
-        if twin is None: twin = known[asked] = Twin(params, measure, mesh)
+        if twin is None: twin = known[asked] = Twin(params, measure, mesh, every)
+        for text in twin.told: self.say(text)
         self.lost |= twin.lost
-        out,found = twin(*args, trace=self.below)
+        out,found = twin(*args, trace=self.below, start=scope_now())
         self.found.append(found)
         return out
-
-    def second_time(self, args, params):
-        "What was checkpointed, outside of anything compiled"
-        was,self.again = self.again,self.again or params['differentiated']
-        try:
-            with set_current_trace(self): return eval_jaxpr(params['jaxpr'], (), *args)
-        finally: self.again = was
 
     def compiled(self, program, f, args, several):
         "An operation that compiles what is in it: a loop, a branch"

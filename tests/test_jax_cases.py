@@ -1,0 +1,409 @@
+"Programs in JAX in which one thing lies inside another, or stands beside another of its kind: whose a row is, which call, and which backward"
+import flax.linen as nn
+import numpy as np
+import pytest
+
+jax = pytest.importorskip('jax')
+pytest.importorskip('optax')
+import jax.numpy as jnp # noqa: E402
+import optax # noqa: E402
+from flax import nnx # noqa: E402
+from jax import lax # noqa: E402
+
+from torchember import EmberWarning # noqa: E402
+from torchember.jaxember import probe, track # noqa: E402
+
+key = ('step', 'path', 'ttype', 'tname', 'pname', 'call', 'backward')
+
+
+def table(tracker):
+    "All rows of a run, by what names them; no two have the same name"
+    df = tracker.t.df
+    for k in key:
+        if k not in df: df[k] = None
+    df = df.astype({'pname': object, 'backward': object})
+    rows = [({k: None if r[k]!=r[k] else r[k] for k in key}, r) for r in df.to_dict('records')]
+    named = {tuple(k.values()): r for k,r in rows}
+    assert len(named)==len(rows)
+    return named
+
+
+def means(rows, step=0, **only):
+    "path, tname, call, backward -> mean, of one step"
+    return {(k[1], k[3], k[5], k[6] or 0): r['mean'] for k,r in rows.items() if k[0]==step and all(k[key.index(c)]==v for c,v in only.items())}
+
+
+def near(x): return pytest.approx(x, rel=1e-5, abs=1e-6)
+
+
+def trained(f, *args, steps=2, home=None, **kwargs):
+    "The rows of a step that is run again and again, whose result is its gradients"
+    with track(track_gradients=True, home=home, **kwargs) as tracker:
+        for _ in range(steps): tracker.step(kwargs.get('model_state'), gradients=tracker.intercept(f, *args))
+    return table(tracker)
+
+
+# ---- checkpoints inside of checkpoints
+
+W = jnp.array([[.5, .1], [-.2, .7]])
+
+def layer(c, _): return probe('p', jnp.tanh(W@c)), None
+def nested(y): return jax.checkpoint(lambda y: lax.scan(jax.checkpoint(layer), y, None, 3)[0])(y)
+def thrice(y): return jax.checkpoint(jax.checkpoint(jax.checkpoint(lambda y: nested(nested(y)))))(y)
+
+def by_hand(n, y=None):
+    "Values of `n` layers and the gradients of their sum"
+    xs,gs = [jnp.ones(2) if y is None else y],[jnp.ones(2)]
+    for _ in range(n): xs.append(jnp.tanh(W@xs[-1]))
+    for x in xs[:1:-1]: gs.append(W.T@(gs[-1]*(1-x**2)))
+    return [float(x.mean()) for x in xs[1:]], [float(g.mean()) for g in gs[::-1]]
+
+@pytest.mark.parametrize('f,n', [(nested, 3), (thrice, 6)])
+@pytest.mark.parametrize('compiled', ['nothing', 'all', 'inside'])
+def test_nested_checkpoints(f, n, compiled, tmp_path):
+    "Each value counts once, in the call that it is, and each gradient"
+    loss = jax.jit(lambda y: f(y).sum()) if compiled=='inside' else lambda y: f(y).sum()
+    g = jax.jit(jax.grad(loss)) if compiled=='all' else jax.grad(loss)
+    rows,(values,grads) = trained(g, jnp.ones(2), home=tmp_path),by_hand(n)
+    for step in (0, 1):
+        assert means(rows, step, ttype='probe')=={('', 'p', i, 0): near(v) for i,v in enumerate(values)}
+        assert means(rows, step, ttype='output_grad')=={('', 'p', i, 0): near(g) for i,g in enumerate(grads)}
+
+
+def test_a_checkpoint_keeps_no_tagged_value():
+    "Recording it does not make it keep what it would compute again"
+    from torchember.jaxember.tags import Asked, asked
+    def kept(f): return sorted(x.shape for x in jax.tree.leaves(jax.vjp(f, jnp.ones(2))[1]))
+    plain = kept(nested)
+    with asked(Asked(None, None, True)): assert kept(nested)==plain
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _): return jnp.tanh(nn.Dense(2, name='fc')(x)), None
+
+class Deep(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        B = nn.remat(nn.scan(nn.remat(Block, prevent_cse=False), variable_axes={'params': 0}, split_rngs={'params': True}, length=3))
+        return B(name='blocks')(x, None)[0]
+
+def test_remat_of_a_scan_of_remat(tmp_path):
+    x = jnp.ones((1, 2))
+    p = Deep().init(jax.random.key(0), x)
+    f = jax.jit(jax.grad(lambda p: Deep().apply(p, x).sum()))
+    rows = trained(f, p, model_state=p, home=tmp_path)
+    h,want = x,{}
+    for i in range(3):
+        fc = jax.tree.map(lambda a, i=i: a[i], p['params']['blocks']['fc'])
+        want['blocks.fc', 'output_0', i, 0] = near(float((h@fc['kernel']+fc['bias']).mean()))
+        h = jnp.tanh(h@fc['kernel']+fc['bias'])
+        want['blocks', 'output_0', i, 0] = near(float(h.mean()))
+    want['', 'output_0', 0, 0] = near(float(h.mean()))
+    for step in (0, 1):
+        assert means(rows, step, ttype='output')==want
+        assert means(rows, step, ttype='output_grad').keys()==want.keys()
+
+
+def test_a_bounded_loop_as_solvers_have_it(tmp_path):
+    "equinox's loop of checkpointed loops, by which diffrax differentiates its steps"
+    eqxi = pytest.importorskip('equinox').internal
+    def solve(y): return eqxi.while_loop(lambda c: c[0]<3, lambda c: (c[0]+1, layer(c[1], None)[0]), (0, y), max_steps=16, kind='bounded')[1].sum()
+    rows,(values,grads) = trained(jax.jit(jax.grad(solve)), jnp.ones(2), home=tmp_path),by_hand(3)
+    assert means(rows, 1, ttype='probe')=={('', 'p', i, 0): near(v) for i,v in enumerate(values)}
+    assert means(rows, 1, ttype='output_grad')=={('', 'p', i, 0): near(g) for i,g in enumerate(grads)}
+
+
+# ---- several models
+
+class Gen(nn.Module):
+    @nn.compact
+    def __call__(self, z): return nn.Dense(4)(nn.relu(nn.Dense(5)(z)))
+
+class Disc(nn.Module):
+    @nn.compact
+    def __call__(self, x): return nn.Dense(1)(jnp.tanh(nn.Dense(5)(x)))
+
+G,D,z,real = Gen(),Disc(),jnp.linspace(-1, 1, 18).reshape(6, 3),jnp.linspace(0, 2, 24).reshape(6, 4)
+
+def gan():
+    k = jax.random.key(0)
+    params = dict(gen=G.init(k, z), disc=D.init(k, real))
+    return params, {m: optax.adam(1e-3).init(p) for m,p in params.items()}
+
+def d_loss(disc, gen): return D.apply(disc, lax.stop_gradient(G.apply(gen, z))).mean()-D.apply(disc, real).mean()
+def g_loss(gen, disc): return -D.apply(disc, G.apply(gen, z)).mean()
+
+def stepped(grads, state, p): return (lambda u: (optax.apply_updates(p, u[0]), u[1]))(optax.adam(1e-3).update(grads, state))
+
+@jax.jit
+def both(params, states):
+    grads = dict(disc=jax.grad(d_loss)(params['disc'], params['gen']), gen=jax.grad(g_loss)(params['gen'], params['disc']))
+    new = {m: stepped(grads[m], states[m], params[m]) for m in params}
+    return {m: p for m,(p,_) in new.items()}, {m: s for m,(_,s) in new.items()}, grads
+
+@jax.jit
+def one_of(m, loss, params, states):
+    grads = jax.grad(loss)(params[m], params['gen' if m=='disc' else 'disc'])
+    p,s = stepped(grads, states[m], params[m])
+    return {**params, m: p}, {**states, m: s}, grads
+one_of = jax.jit(one_of.__wrapped__, static_argnums=(0, 1))
+
+def apart(call, params, states):
+    grads = {}
+    for m,loss in (('disc', d_loss), ('gen', g_loss)): params,states,grads[m] = call(one_of, m, loss, params, states)
+    return params, states, grads
+
+def dense(p, name, x): return x@p['params'][name]['kernel']+p['params'][name]['bias']
+
+@pytest.mark.parametrize('way', ['one step', 'a step each', 'no state'])
+def test_two_models(way, tmp_path):
+    "A generator and a discriminator, whose layers have the same names: outputs are at the place of their weights"
+    params,states = gan()
+    first = params
+    with track(*(() if way=='no state' else (params, states)), track_gradients=True, home=tmp_path) as tracker:
+        for _ in range(2):
+            if way=='a step each': params,states,grads = apart(tracker.intercept, params, states)
+            else: params,states,grads = tracker.intercept(both, params, states)
+            tracker.step(*(() if way=='no state' else (params, states)), gradients=grads)
+    rows = table(tracker)
+    places = {f'{m}{d}' for m in ('gen', 'disc') for d in ('', '.Dense_0', '.Dense_1')}
+    outs = means(rows, 1, ttype='output')
+    assert {p for p,*_ in outs}==places
+    assert {p: sum(q==p for q,*_ in outs) for p in places}=={p: 2 if p.startswith('gen') else 3 for p in places}
+    layers = {p for p in places if '.' in p}
+    for ttype in ('weight_grad',)+('weight', 'optimizer')*(way!='no state'): assert {k[1] for k in rows if k[2]==ttype}==layers
+    got = means(rows, 0, ttype='output')
+    fake = G.apply(first['gen'], z)
+    for i,x in enumerate((fake, real)): assert got['disc.Dense_1', 'output_0', i, 0]==near(float(dense(first['disc'], 'Dense_1', x).mean()))
+    assert got['gen', 'output_0', 0, 0]==near(float(fake.mean()))
+    grads = means(rows, 0, ttype='output_grad')
+    assert {c for p,_,c,_ in grads if p.startswith('gen')}=={1} # the first time its output was taken as it is
+    assert [grads['disc', 'output_0', c, 0] for c in range(3)]==[near(1/6), near(-1/6), near(-1/6)]
+    kernel = float(first['gen']['params']['Dense_0']['kernel'].mean())
+    if way!='no state': assert rows[0, 'gen.Dense_0', 'weight', 'weight_1', 'kernel', 0, None]['mean']==near(kernel)
+
+
+def test_models_that_are_not_told_apart(tmp_path):
+    "Of a network and its target, which are alike, it is said; each call is there once"
+    p = D.init(jax.random.key(0), real)
+    state = dict(online=p, target=jax.tree.map(lambda a: a*2, p))
+    f = jax.jit(lambda s: D.apply(s['online'], real)-D.apply(s['target'], real))
+    with pytest.warns(EmberWarning, match="Disc has the parameters of each of 'online', 'target'"), track(state, home=tmp_path) as tracker:
+        tracker.intercept(f, state)
+        tracker.step(state)
+    got = means(table(tracker), ttype='output')
+    assert [got['Disc.Dense_0', 'output_0', i, 0] for i in (0, 1)]==[near(float(D.apply(state[m], real).mean())) for m in ('online', 'target')]
+
+
+class Pair(nnx.Module):
+    def __init__(self, n, rngs): self.fc,self.out = nnx.Linear(n, 5, rngs=rngs),nnx.Linear(5, 3, rngs=rngs)
+    def __call__(self, x): return self.out(jnp.tanh(self.fc(x)))
+
+class Other(Pair): pass
+
+def test_two_models_of_nnx(tmp_path):
+    a,b = Pair(4, nnx.Rngs(0)),Other(3, nnx.Rngs(1))
+    @nnx.jit
+    def step(a, b): return nnx.grad(lambda a: b(a(real)).sum())(a)
+    with track((a, b), track_gradients=True, home=tmp_path) as tracker:
+        for _ in range(2): tracker.step((a, b), gradients=(tracker.intercept(step, a, b), None))
+    rows = table(tracker)
+    got = means(rows, 1, ttype='output')
+    assert got.keys()=={(f'{m}{l}', 'output_0', 0, 0) for m in '01' for l in ('', '.fc', '.out')}
+    assert got['1.fc', 'output_0', 0, 0]==near(float(b.fc(a(real)).mean()))
+    assert {k[1] for k in rows if k[2]=='weight'}=={f'{m}.{l}' for m in '01' for l in ('fc', 'out')}
+    assert {k[1] for k in rows if k[2]=='weight_grad'}=={'0.fc', '0.out'}
+
+
+# ---- what is traced once and called in several places
+
+@jax.jit
+def inner(x): return probe('inner', jnp.sin(x))
+@jax.jit
+def helper(x, k): return inner(probe('scaled', x*k))
+
+class Calls(nn.Module):
+    @nn.compact
+    def __call__(self, x): return helper(x, 2.)
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for i in range(3): x = Calls(name=f'h{i}')(x)
+        x = nn.remat(Calls)(name='again')(x)
+        for n in ('fast', 'faster'): x = nn.jit(Calls)(name=n)(x)
+        return nn.scan(lambda m, c, _: (m(c), None), length=2)(Calls(name='looped'), x, None)[0]
+
+@pytest.mark.parametrize('compiled', [False, True])
+def test_a_shared_helper(compiled, tmp_path):
+    "Its probes are those of the layer that calls it, and of none when it is called outside of all"
+    def f(x): return helper(Net().apply({}, x), 3.).sum()
+    rows = trained(jax.jit(jax.grad(f)) if compiled else jax.grad(f), x := jnp.array([.3, -.7]), home=tmp_path)
+    want,back = {},[]
+    for path,call in (*((p, 0) for p in ('h0', 'h1', 'h2', 'again', 'fast', 'faster')), ('looped', 0), ('looped', 1), ('', 0)):
+        k = 2. if path else 3.
+        want[path, 'scaled', call, 0],want[path, 'inner', call, 0] = near(float((x*k).mean())),near(float(jnp.sin(x*k).mean()))
+        back.append((path, call, x, k))
+        x = jnp.sin(x*k)
+    grads,g = {},jnp.ones(2)
+    for path,call,x,k in reversed(back):
+        grads[path, 'inner', call, 0] = near(float(g.mean()))
+        grads[path, 'scaled', call, 0] = near(float((g*jnp.cos(x*k)).mean()))
+        g = g*jnp.cos(x*k)*k
+    for step in (0, 1):
+        assert means(rows, step, ttype='probe')==want
+        assert {k: v for k,v in means(rows, step, ttype='output_grad').items() if k[1]!='output_0'}==grads
+
+
+def test_a_helper_that_was_traced_before(tmp_path):
+    "For another model, in another run"
+    class Fresh(nn.Module):
+        @nn.compact
+        def __call__(self, x): return Calls(name='mine')(x)
+    for _ in range(2):
+        rows = trained(jax.jit(jax.grad(lambda x: Fresh().apply({}, x).sum())), jnp.ones(2), steps=1, home=tmp_path)
+        assert {k[1] for k in rows if k[2] in ('probe', 'output_grad') and k[3] in ('scaled', 'inner')}=={'mine'}
+
+
+def test_a_helper_with_and_without_a_gradient(tmp_path):
+    "One program called twice, the second time for a target that has no gradient"
+    @jax.jit
+    def q(w, x): return probe('q', w*x)
+    rows = trained(jax.jit(jax.grad(lambda w: (q(w, 2.)-q(5., 3.))**2)), 1., home=tmp_path)
+    assert means(rows, 1, ttype='probe')=={('', 'q', 0, 0): 2., ('', 'q', 1, 0): 15.}
+    assert means(rows, 1, ttype='output_grad')=={('', 'q', 0, 0): -26.}
+
+
+# ---- loops
+
+class Add(nn.Module):
+    @nn.compact
+    def __call__(self, x, _): return x+self.param('b', nn.initializers.ones, ()), None
+
+class Twice(nn.Module):
+    def setup(self): self.h = nn.scan(Add, variable_axes={'params': 0}, split_rngs={'params': True}, length=3)()
+    def __call__(self, a, b): return self.h(a, None)[0], self.h(b, None)[0]
+
+def test_scanned_layers_that_run_twice(tmp_path):
+    "Calls as in the same step not compiled, and so are those of their gradients"
+    m,zero = Twice(),jnp.zeros(2)
+    p = m.init(jax.random.key(0), zero, zero)
+    def loss(p): return (lambda a, b: 2*a.sum()+3*b.sum())(*m.apply(p, zero, zero+100))
+    for f in (jax.grad(loss), jax.jit(jax.grad(loss))):
+        rows = trained(f, p, model_state=p, home=tmp_path)
+        assert means(rows, 1, ttype='output', path='h')=={('h', 'output_0', i, 0): v for i,v in enumerate((1., 2., 3., 101., 102., 103.))}
+        assert means(rows, 1, ttype='output_grad', path='h')=={('h', 'output_0', i, 0): v for i,v in enumerate((2., 2., 2., 3., 3., 3.))}
+
+
+def test_a_branch_for_each_example(tmp_path):
+    "`cond` under `vmap` sends all examples through both branches, and rows say so; one that is taken does not"
+    x = jnp.linspace(-1, 1, 4)[:, None]*jnp.ones((4, 3))
+    def one(x): return lax.cond(x.sum()>0, lambda x: probe('pos', x*2), lambda x: probe('neg', x*3), x).sum()
+    for f in (jax.grad(lambda x: jax.vmap(one)(x).sum()), jax.jit(jax.grad(lambda x: jax.vmap(one)(x).sum()))):
+        rows = trained(f, x, home=tmp_path)
+        some = {k: r for k,r in rows.items() if k[0]==1 and k[3] in ('pos', 'neg')}
+        assert {(k[2], k[3], k[5]) for k in some}=={(t, n, 0) for t in ('probe', 'output_grad') for n in ('pos', 'neg')}
+        assert all(r['all_examples'] is True and tuple(r['shape'])==(4, 3) for r in some.values())
+    rows = trained(jax.jit(jax.grad(one)), x[0], home=tmp_path)
+    taken = {(k[2], k[3], r.get('all_examples')) for k,r in rows.items() if k[0]==1 and k[3] in ('pos', 'neg')}
+    assert taken=={('probe', 'neg', None), ('output_grad', 'neg', None)}
+
+
+# ---- derivatives of derivatives
+
+def test_a_gradient_penalty(tmp_path):
+    "Both gradients are of the value, and `backward` says which brought them: that of the penalty's inside, and that of the loss"
+    w,x = jnp.linspace(-.5, .8, 9).reshape(3, 3),jnp.linspace(.1, 1, 6).reshape(2, 3)
+    def f(w, x, bump=0.): return (probe('y', jnp.tanh(x@w)+bump)**2).sum()
+    def loss(w): return (jax.grad(f, 1)(w, x)**2).sum()+f(w, 2*x)
+    y = jnp.tanh(x@w)
+    def by_bump(bump): return (jax.grad(lambda x: ((jnp.tanh(x@w)+bump)**2).sum())(x)**2).sum()
+    want = {('', 'y', 0, 0): near(float((2*y).mean())), ('', 'y', 0, 1): near(float(jax.grad(by_bump)(jnp.zeros_like(y)).mean())),
+        ('', 'y', 1, 0): near(float((2*jnp.tanh(2*x@w)).mean()))}
+    for g in (jax.grad(loss), jax.jit(jax.grad(loss)), jax.grad(jax.jit(loss))):
+        rows = trained(g, w, home=tmp_path)
+        assert means(rows, 1, ttype='probe')=={('', 'y', 0, 0): near(float(y.mean())), ('', 'y', 1, 0): near(float(jnp.tanh(2*x@w).mean()))}
+        assert means(rows, 1, ttype='output_grad')==want
+
+
+def test_two_pullbacks(tmp_path):
+    "A second backward through the same values"
+    def f(x):
+        _,back = jax.vjp(lambda x: probe('y', x*2), x)
+        return back(jnp.float32(3))[0]+back(jnp.float32(5))[0]
+    for g in (f, jax.jit(f)):
+        rows = trained(g, jnp.float32(1), home=tmp_path)
+        assert means(rows, 1, ttype='output_grad')=={('', 'y', 0, 0): 3., ('', 'y', 0, 1): 5.}
+        assert means(rows, 1, ttype='probe')=={('', 'y', 0, 0): 2.}
+
+
+# ---- the state of a training as a dict
+
+def test_state_in_a_dict(tmp_path):
+    "Moments are optimizer rows once, and what is a copy of the parameters keeps its word"
+    p = {'Dense_0': {'kernel': jnp.ones((3, 2))}}
+    state = {'params': p, 'opt_state': optax.adam(1e-3).init(p), 'ema': jax.tree.map(lambda x: x*3, p), 'step': 7}
+    want = {('Dense_0', 'weight', 'weight_0', 'kernel', 1.), ('ema.Dense_0', 'buffer', 'kernel', None, 3.), ('', 'buffer', 'step', None, 7.),
+        ('Dense_0', 'optimizer', 'mu_0', 'kernel', 0.), ('Dense_0', 'optimizer', 'nu_0', 'kernel', 0.)}
+    for args in ((state,), (state, state), (state, state['opt_state'])):
+        with track(*args, home=tmp_path) as tracker:
+            tracker.intercept(lambda: probe('x', jnp.ones(1)))
+            tracker.step(*args)
+        rows = table(tracker)
+        assert {(*k[1:5], r['mean']) for k,r in rows.items() if k[2]!='probe'}==want
+        assert all(np.isfinite(r['mean']) and k[0]==0 and k[5]==0 for k,r in rows.items())
+
+
+# ---- a whole training in one loop
+
+class Stack(nn.Module):
+    @nn.compact
+    def __call__(self, x): return nn.scan(Add, variable_axes={'params': 0}, split_rngs={'params': True}, length=2)(name='h')(x, None)[0].sum()
+
+stack = Stack()
+
+@jax.jit
+def looped(p, xs):
+    "Each step adds 1 to a number for each layer, and has a gradient of 2"
+    def step(p, x): return jax.tree.map(lambda a, g: a-.25*g, p, jax.grad(lambda p: stack.apply(p, x*jnp.ones(2)))(p)), None
+    return lax.scan(step, p, xs)[0]
+
+@pytest.mark.parametrize('every', [1, 3, 7, 50])
+@pytest.mark.parametrize('gradients', [False, True])
+def test_a_training_in_a_loop(every, gradients, tmp_path):
+    "Its steps are calls, and `every=` chooses among them: each with all its layers, numbered as they are without"
+    p,xs = stack.init(jax.random.key(0), jnp.ones(2)),jnp.arange(7.)
+    with track(p, track_gradients=gradients, every=every, home=tmp_path) as tracker:
+        q = tracker.intercept(looped, p, xs)
+        tracker.step(q, gradients=p if gradients else None)
+    assert all(np.array_equal(a, b) for a,b in zip(jax.tree.leaves(q), jax.tree.leaves(looped(p, xs)), strict=True))
+    rows,want = table(tracker),{}
+    for n,i in enumerate(range(0, 7, every)):
+        b = 1-.5*i # what each layer adds by then
+        for k in range(2): want['h', 'output_0', 2*n+k, 0] = near(i+(k+1)*b)
+        want['', 'output_0', n, 0] = near(2*(i+2*b))
+    assert means(rows, 0, ttype='output')==want
+    assert {k: 1. for k in want if gradients}==means(rows, 0, ttype='output_grad')
+    for name,per in (('h', 2), ('', 1)):
+        told = {(k[5], r.get('iteration')) for k,r in rows.items() if k[2]=='output' and k[1]==name}
+        assert told=={(n*per+j, i) for n,i in enumerate(range(0, 7, every)) for j in range(per)}
+
+
+def test_a_long_loop_is_bounded(monkeypatch, tmp_path):
+    "What it would take is said before it runs, and it keeps less"
+    from torchember.jaxember import twins
+    monkeypatch.setattr(twins, 'most', 5*3*544*4)
+    p,xs = stack.init(jax.random.key(0), jnp.ones(2)),jnp.arange(11.)
+    with pytest.warns(EmberWarning, match=r'a loop of 11 iterations would keep 0.0\d+ MB.*One in 3 is recorded'), track(home=tmp_path) as tracker:
+        tracker.intercept(looped, p, xs)
+        tracker.step()
+    rows = means(table(tracker), 0, ttype='output', path='')
+    assert rows=={('', 'output_0', n, 0): near(2*(i+2*(1-.5*i))) for n,i in enumerate(range(0, 11, 3))}
+
+
+def test_every_does_not_thin_layers(tmp_path):
+    p = stack.init(jax.random.key(0), jnp.ones(2))
+    rows = trained(jax.jit(jax.grad(lambda p: stack.apply(p, jnp.zeros(2)))), p, every=2, steps=3, home=tmp_path)
+    for step in (0, 2): assert means(rows, step, ttype='output', path='h')=={('h', 'output_0', i, 0): i+1. for i in (0, 1)}
+    assert {k[0] for k in rows}=={0, 2}
