@@ -21,8 +21,8 @@ def train(te, n):
 
 
 def run(code, timeout=100, **env):
-    "What a program says; TORCHEMBER_WAIT is for the other tests"
-    env = {k: v for k,v in os.environ.items() if k!='TORCHEMBER_WAIT'} | env
+    "What a program says whose loops are loaded beside"
+    env = os.environ | {'TORCHEMBER_WAIT': '0'} | env
     done = subprocess.run([sys.executable, '-c', start+code], env=env, capture_output=True, text=True, timeout=timeout)
     assert done.returncode==0 and not done.stderr, done
     return done.stdout.split()
@@ -147,7 +147,44 @@ print(sum('needs another NumPy' in str(w.message) for w in said))
 
 def test_who_asks_waits():
     assert run("print(kernels.loops() is not None, kernels.seconds_beside()==0<kernels.loading_seconds())")==['True', 'True']
-    assert run("te = torchEmber(model); train(te, 1); print(kernels.seconds_beside()==0<kernels.loading_seconds()); te.close()", TORCHEMBER_WAIT='1')==['True']
+    code = "te = torchEmber(model); train(te, 1); print(kernels.seconds_beside()==0<kernels.loading_seconds()); te.close()"
+    for wait in ('1', ''): assert run(code, TORCHEMBER_WAIT=wait)==['True']
+
+
+def test_arming_waits():
+    "The loops are there before the first step, which is charged for nothing; another format is loaded when it first comes"
+    told = run(slowly+'''
+te = torchEmber(model, overhead=.5, ttypes=('input', 'weight'))
+took = kernels.loading_seconds()
+print(sorted(kernels.loader.loaded), took>=2)
+train(te, 5)
+print(kernels.loading_seconds()==took, te.recorder.cost.spent<1, kernels.seconds_beside())
+te.close()
+''', TORCHEMBER_WAIT='')
+    assert told==["['float32']", 'True', 'True', 'True', '0.0']
+
+
+still = '''
+model = nn.ModuleList([nn.Linear(300, 301, dtype=d) for d in (torch.float32, torch.float64, torch.bfloat16, torch.float16)])
+model.forward = lambda: None
+big = nn.Parameter(torch.randn(1100, 1000))
+model.register_parameter('big', big)
+te = torchEmber(model, ttypes=('weight',), stats='full')
+for i in range(12):
+    if i>5: torch.set_num_threads(2)
+    model(); te.log_model(); te.step(); time.sleep(.15)
+te.close()
+rows = [{k: v for k,v in r.items() if k not in ('step', 'ts')} for r in te.t.lines()]
+kept = [str(r) for r in rows]
+print(len(kept), len(set(kept)))
+print(hash(tuple(kept[:9])))
+'''
+
+
+def test_one_result_whoever_read_it():
+    "Weights that nobody changes have the same digits at each step, in each of two processes, also while the first ones would be loading"
+    a,b = (run(still, TORCHEMBER_WAIT='', PYTHONHASHSEED='0') for _ in range(2))
+    assert a==b and a[:2]==['108', '9']
 
 
 @pytest.mark.slow

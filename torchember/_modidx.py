@@ -1330,6 +1330,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'torchember.measure.cpu.put': ('10_measure/cpu.html#put', 'torchember/measure/cpu.py'),
                                         'torchember.measure.cpu.putter': ('10_measure/cpu.html#putter', 'torchember/measure/cpu.py'),
                                         'torchember.measure.cpu.read': ('10_measure/cpu.html#read', 'torchember/measure/cpu.py'),
+                                        'torchember.measure.cpu.read_all': ('10_measure/cpu.html#read_all', 'torchember/measure/cpu.py'),
                                         'torchember.measure.cpu.read_on_cores': ( '10_measure/cpu.html#read_on_cores',
                                                                                   'torchember/measure/cpu.py'),
                                         'torchember.measure.cpu.ready_to_put': ( '10_measure/cpu.html#ready_to_put',

@@ -659,7 +659,7 @@ def pool(threads): return ThreadPoolExecutor(threads, 'torchember')
 if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=pool.cache_clear) # threads do not survive a fork
 
 item = dict(float32=4, float64=8, bfloat16=2, float16=2) # bytes
-long = 1<<20 # elements; below, starting a thread costs more than it saves
+long = 1<<20 # elements of a piece; for fewer, starting a thread costs more than it saves
 
 def read_on_cores(
     address:int, # Where the first element lies
@@ -668,10 +668,12 @@ def read_on_cores(
     wanted, # Groups of parts to measure
     threads:int # How many may be used
 ) -> np.ndarray: # The summary vector
-    "The summary vector of a run of memory, read by several threads"
-    if n<long or threads<2: return read(address, n, fmt, wanted)
+    "The summary vector of a run of memory, read by several threads. It is cut in the same way, however many there are: the same numbers, to the last digit"
+    if n<=long: return read(address, n, fmt, wanted)
     kernel(fmt) # compiled before many ask for it
-    step = -(-n//threads//block)*block
-    pieces = [(address+i*item[fmt], min(step, n-i), fmt, wanted) for i in range(0, n, step)]
-    rest = [pool(threads-1).submit(read, *p) for p in pieces[1:]]
-    return merge(np.stack([read(*pieces[0]), *(r.result() for r in rest)]))
+    pieces = [(address+i*item[fmt], min(long, n-i), fmt, wanted) for i in range(0, n, long)]
+    share = -(-len(pieces)//max(threads, 1))
+    rest = [pool(threads-1).submit(read_all, pieces[i:i+share]) for i in range(share, len(pieces), share)]
+    return merge(np.stack([*read_all(pieces[:share]), *(v for r in rest for v in r.result())]))
+
+def read_all(pieces): return [read(*p) for p in pieces]

@@ -459,13 +459,12 @@ def loops():
 def warm(
     tensors=() # Such as will be read: the parameters of a model
 ):
-    """Begin to load the compiled loops in a thread. Until they are there, plain torch takes their place; with TORCHEMBER_WAIT=1 who needs them waits
+    """Load the compiled loops, so that no step has to. With TORCHEMBER_WAIT=0 in a thread, and until they are there plain torch takes their place
 
     Args:
         tensors: Such as will be read: the parameters of a model
     """
-    if os.environ.get('TORCHEMBER_WAIT', '0') not in ('', '0'): return
-    loader.warmed = True
+    loader.warmed = os.environ.get('TORCHEMBER_WAIT', '')=='0'
     kinds = {x.dtype: None for x in tensors if x.device.type=='cpu'}
     for d in kinds: loader.has(format_for(d))
 

@@ -7,7 +7,7 @@ __all__ = ['Cost']
 
 # %% ../../nbs/40_recorder/15_cost.ipynb #572a8a7f
 from ..budget import Local, clock, idle
-from ..measure.kernels import loading, seconds_beside
+from ..measure.kernels import loading, loading_seconds, seconds_beside
 
 # %% ../../nbs/40_recorder/15_cost.ipynb #85635386
 class Cost:
@@ -26,7 +26,8 @@ class Cost:
         self.first = self.last = None # when the first pass began; when the last pass or step was over
         self.step_began = None # when something of the open step first happened
         self.paid = self.late = 0. # what had been spent, by us and by the writer, when the step before was over
-        self.loaded_before = self.loaded = seconds_beside() # what loading compiled loops, in a thread of its own, had taken then; and before this run
+        self.loaded_before = loading_seconds() # what loading compiled loops had taken then
+        self.loaded = seconds_beside() # and, in a thread of its own, before this run
 
     def passed(self,
         modules:int, # Armed modules in the pass
@@ -96,7 +97,7 @@ class Cost:
             hidden: Whether there are costs that are not seen here: on a GPU
         """
         if self.budget is None: return
-        at,paid,loaded = clock(),self.ours(),seconds_beside()
+        at,paid,loaded = clock(),self.ours(),loading_seconds()
         disturbed = loading() or loaded!=self.loaded_before
         if self.step_began is not None: self.budget.passed(at-self.step_began, paid-self.paid, recorded, late-self.late, hidden, disturbed)
         self.step_began,self.paid,self.late,self.loaded_before = at,paid,late,loaded
