@@ -10,12 +10,15 @@ import time
 import warnings
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pytest
 
 import torchember
-from torchember.frames.logs import read, runs
+from torchember.frames.logs import read, runs, wide
 from torchember.record import EmberWarning
-from torchember.show.live_view import Reader, base_of
+from torchember.show.histograms import counts_of
+from torchember.show.live_view import Reader, Viewer, base_of
+from torchember.show.page_data import page_of
 from torchember.store import base, columns, jsonl
 from torchember.store.jsonl import emberTracker, last_step_of, new_run
 
@@ -76,7 +79,7 @@ def test_a_child_is_started_as_its_parent_was(tmp_path):
 
 # ---- files that are none, and files of others
 
-def row(step=0, **more): return dict(module='model(Net).fc(Linear)', ttype='output', tname='output_0', step=step, mean=1.) | more
+def row(step=0, **more): return dict(module='model(Net).fc(Linear)', ttype='output', tname='output_0', step=step, mean=1., dtype='float32') | more
 
 
 def lines(*rows): return b''.join(json.dumps(r).encode()+b'\n' for r in rows)
@@ -323,3 +326,63 @@ def test_a_log_that_grows_without_an_end_of_line(tmp_path, monkeypatch):
     while tail.at<200: tail.more(40)
     with open(tmp_path/'log', 'ab') as f: f.write(b'xx\n'+lines(row(3)))
     assert tail.more(4000).endswith(lines(row(3)))
+
+
+# ---- what rows have in them
+
+def test_a_path_of_twenty_thousand_levels(home):
+    "A page has a hundred of them, and the rest as one name"
+    deep = '.'.join(['x']*20_000)
+    table = read('good', home=home).drop(columns='module').assign(path=deep)
+    began = time.process_time()
+    page = page_of(table)
+    assert time.process_time()-began<20 and len(page['tree'])==102 # thirteen seconds for one such module, and many hundred megabytes
+    assert page['tree'][-1][0]==deep and sum(len(p) for p,*_ in page['tree'])<20*len(deep)
+
+
+def test_exponents_that_no_number_has(home):
+    "The rows with others are drawn; this one has none"
+    counted = dict(exponents=[0, 3, 1, 0], exponent_min=-2, shape=[4])
+    rows = [row(s, **counted) for s in range(3)]+[row(3, **{**counted, 'exponent_min': 2**40}), row(4, **{**counted, 'exponents': [1, {}]})]
+    (home/'log'/'odd').write_bytes(lines(*rows))
+    table = read('odd', home=home)
+    kind, = page_of(table)['kinds']
+    assert kind['exponents']['step']==[0, 1, 2] and kind['exponents']['first']==-2 and kind['exponents']['counts']['shape']==[1, 3, 4]
+    assert counts_of(table)[0].tolist()==[9, 3] and counts_of(table)[1:]==(-2, 0, 0)
+    with pytest.raises(ValueError, match='no exponent counts'): counts_of(table[table.step>2])
+
+
+def write_odd(home, name, field, value):
+    "A log whose third row has something else somewhere"
+    bad = lines({k: v for k,v in row(2).items() if k!=field})[:-2]+b', "%s": %s}\n' % (field.encode(), value.encode())
+    (home/'log'/name).write_bytes(lines(row(0), row(1, mean=2.))+bad+lines(row(3, mean=4.)))
+
+
+odd_values = ('"1"', '{}', '[]', 'true', 'null', '-3', '1e300', '9'*30, '"x"', '[[1]]', '{"a": [1]}', '1.5', '""')
+
+
+@pytest.mark.parametrize('field', [*row(), 'nan', 'shape', 'call', 'phase', 'pname', 'supersedes', 'nonfinite', 'path', 'run', 'exponents', 'exponent_min'])
+def test_fields_of_another_type(home, field):
+    "A row of somebody else's neither ends a look at the others, nor changes what they say"
+    for i,value in enumerate(odd_values):
+        write_odd(home, name := f'odd{i}', field, value)
+        t = emberTracker(name, home)
+        assert len(t.lines())==len(t.df)==len(read(name, home=home))==4, value
+        assert len(t.latest_df) and runs(home).set_index('name').loc[name, 'rows']==4 and t._repr_html_() is None
+        table = wide(read(name, home=home), 'mean', 'output')
+        column = table.iloc[:, 0]
+        assert column[[0, 1, 3]].tolist()==[1., 2., 4.], value
+        assert torchember.summary(t, stats=['mean']).df.iloc[0]['mean last']==4., value
+        got = torchember.to_logframe(t)['scalar_stats', 'mean']
+        assert {1., 2., 4.}<=set(got), value
+
+
+@pytest.mark.parametrize('field', ['step', 'module', 'ttype', 'mean', 'shape', 'nan', 'exponents'])
+def test_pictures_of_fields_of_another_type(home, field):
+    for i,value in enumerate(('"1"', '{}', '[]', 'true', '9'*30)):
+        write_odd(home, name := f'odd{i}', field, value)
+        t = emberTracker(name, home)
+        assert torchember.overview(t).get_xlabel()=='step', value
+        assert 'step 3' in Viewer(True, {}).answer(t.log_path, True)['line'], value
+        assert page_of(t)['run']['last']==3, value
+        plt.close('all')

@@ -130,3 +130,67 @@ def test_names_stay_names_in_csv(tmp_path, names, index):
     lf = to_logframe(pd.DataFrame(rows))
     lf.to_csv(tmp_path/'x.csv', index=index)
     assert read_csv(tmp_path/'x.csv')['metadata', 'name'].tolist()==names
+
+
+def nested(levels, width=10):
+    "A list of lists of the same list"
+    return code(b']q\x00', *(b'](' + (b'h'+bytes([i]))*width + b'eq'+bytes([i+1]) for i in range(levels)))
+
+
+bombs = {
+    'a place far away': code(b'N', b'r'+struct.pack('<I', 1<<28)),
+    'a place far away, as a text': b'Np268435456\n.',
+    'a text of a terabyte': b'\x80\x04\x8d'+struct.pack('<Q', 1<<40)+b'abc.',
+    'bytes of four gigabytes': b'\x80\x04B'+struct.pack('<I', (1<<32)-1)+b'abc.',
+    'an array of a terabyte': b'\x80\x05\x96'+struct.pack('<Q', 1<<40)+b'abc.',
+    'a frame of a terabyte': b'\x80\x04\x95'+struct.pack('<Q', 1<<40)+b'N.',
+    'lists of the same list': nested(30),
+    'a list in itself': code(b']q\x00h\x00a'),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize('what', bombs)
+def test_a_few_bytes_do_not_ask_for_gigabytes(what, tmp_path):
+    import tracemalloc
+    (tmp_path/'run.pkl').write_bytes(bombs[what])
+    tracemalloc.start()
+    try:
+        with pytest.raises((pickle.UnpicklingError, SchemaException), match='run.pkl'): read_pickle(tmp_path/'run.pkl')
+        assert tracemalloc.get_traced_memory()[1]<50_000_000
+    finally: tracemalloc.stop()
+
+
+@pytest.mark.timeout(60)
+def test_attributes_that_unfold(tmp_path):
+    "They are part of a table that is read"
+    deep = [1]
+    for _ in range(30): deep = [deep]*10
+    bad = lf.copy()
+    bad.attrs['deep'] = deep
+    path = tmp_path/'run.pkl'
+    path.write_bytes(pickle.dumps(bad, protocol=4))
+    assert path.stat().st_size<20_000
+    with pytest.raises(pickle.UnpicklingError, match='which no table does'): read_pickle(path)
+
+
+def test_texts_that_overlap():
+    "Each end is before the next, or a megabyte of text would be had a thousand times"
+    def part(what, *args):
+        from torchember.frames.files import Part
+        return type(what, (Part,), {'what': what})(*args)
+    def texts(ends, n):
+        buffers = None, np.array(ends, np.int32).tobytes(), b'x'*1000
+        return part('_restore_array', (part('type_for_alias', 'string'), n, 0, 0, buffers, [], None))
+    assert arrow_texts(texts([0, 3, 5], 2))==['xxx', 'xx']
+    for ends,n in (([0, 1000, 0, 1000], 3), ([0, 1], 10**12), ([5, 3, 1], 2)):
+        with pytest.raises(Exception, match='end before they begin'): arrow_texts(texts(ends, n))
+
+
+def test_exponents_that_there_are_not(tmp_path):
+    "A label of 2^40 would ask for an array from there to here"
+    bad = lf.copy()
+    bad.columns = pd.MultiIndex.from_tuples([(top, 2**40 if c==0 and top=='exponent_counts' else c) for top,c in lf.columns])
+    bad.to_pickle(tmp_path/'run.pkl')
+    with pytest.raises(SchemaException): read_pickle(tmp_path/'run.pkl')
+    assert not to_logframe(pd.DataFrame([{**row, 'step': 0}, {**row, 'step': 1, 'exponent_min': 2**40}]))['exponent_counts'].to_numpy()[1].any()

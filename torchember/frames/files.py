@@ -6,13 +6,14 @@
 __all__ = ['parts_in', 'table_of', 'read_pickle', 'read_csv', 'write_parquet', 'read_parquet']
 
 # %% ../../nbs/50_frames/20_files.ipynb #b432f54a
-import pickle, re
+import math, pickle, pickletools, re
+from io import BytesIO
 
 import numpy as np
 
 from .logframe import SchemaException, settled, validate
 from ..needs import needs
-from ..record import an
+from ..record import an, printable
 
 # %% ../../nbs/50_frames/20_files.ipynb #49f897d5
 class Part:
@@ -39,6 +40,63 @@ allowed = {f'pandas.core.{module}': names for module,names in core.items()} | {
     'builtins': 'slice bytearray', '__builtin__': 'slice bytearray', '_codecs': 'encode'}
 allowed = {(module, name) for module,names in allowed.items() for name in names.split()}
 
+# %% ../../nbs/50_frames/20_files.ipynb #84f56ec1
+class Strange(Exception): "A part of a pickle that is not as pandas writes it"
+
+keeps = ('PUT', 'BINPUT', 'LONG_BINPUT')
+
+def within_bounds(file, name):
+    "The file, from where it was, if it asks for no more than it brings along. Raises UnpicklingError"
+    if not file.seekable(): file = BytesIO(file.read())
+    start,size,n = file.tell(),len_of(file),0
+    try:
+        for op,arg,_ in pickletools.genops(Limited(file, start+size)):
+            n += op.name in keeps or op.name=='MEMOIZE'
+            if op.name=='FRAME' and arg>size: raise Strange(f"it says that {arg:,} bytes follow, which is more than there are")
+            if op.name in keeps and int(arg)>2*n+1000: raise Strange(f"it keeps something under the number {int(arg):,}, after {n:,} others")
+    except (Strange, ValueError, OverflowError, MemoryError) as e:
+        raise pickle.UnpicklingError(f"{name} is no pickle, is cut off, or asks for more than it brings along: {printable(e, 200)}.") from None
+    file.seek(start)
+    return file
+
+def len_of(file):
+    "How many bytes follow"
+    at = file.tell()
+    size = file.seek(0, 2)-at
+    file.seek(at)
+    return size
+
+class Limited:
+    "A file of which nobody asks for more than there is left"
+    def __init__(self, file, end): self.file,self.end,self.tell,self.readline = file,end,file.tell,file.readline
+
+    def read(self, n=-1):
+        if n>self.end-self.file.tell(): raise Strange(f"it says that {n:,} bytes follow, which is more than there are")
+        return self.file.read(n)
+
+# %% ../../nbs/50_frames/20_files.ipynb #5d4a2313
+def unfolded(x):
+    "How many values and bytes there are in lists, dicts and parts, those counted again that stand in several places; inf for one within itself"
+    known,todo = {},[x]
+    while todo:
+        o = todo[-1]
+        if id(o) in known and known[id(o)] is not None: todo.pop(); continue
+        inner = [v for v in within(o) if not isinstance(v, str|int|float|type|None)]
+        if id(o) not in known:
+            known[id(o)] = None # it is being counted
+            if any(known.get(id(v), 0) is None for v in inner): return math.inf
+            todo += [v for v in inner if id(v) not in known]
+        else:
+            if any(known[id(v)] is None for v in inner): return math.inf
+            known[id(o)] = 1+(len(o) if isinstance(o, bytes|bytearray) else len(within(o))) + sum(known[id(v)] for v in inner)
+            todo.pop()
+    return known[id(x)]
+
+def within(o):
+    if isinstance(o, dict): return [*o.keys(), *o.values()]
+    if isinstance(o, Part): return [o.args, o.state]
+    return o if isinstance(o, list|tuple) else ()
+
 # %% ../../nbs/50_frames/20_files.ipynb #c03cde30
 def parts_in(
     file, # Binary file
@@ -53,6 +111,7 @@ def parts_in(
     Returns:
         Lists, dicts, numbers, texts, and a `Part` for each object
     """
+    file = within_bounds(file, name)
     made = {} # anew for each file, as one may write on what it is handed
     class Reader(pickle.Unpickler):
         def find_class(self, module, what):
@@ -60,15 +119,17 @@ def parts_in(
                 "It was not run, and nothing was read. If you know who made the file and trust it, read it with pandas, and hand the table to validate.")
             if what not in made: made[what] = type(what, (Part,), {'what': what})
             return made[what]
-    try: return Reader(file).load()
+    try:
+        size = len_of(file)
+        found = Reader(file).load()
+        if (n := unfolded(found))>100*size+1_000_000: raise pickle.UnpicklingError(f"{name} would make {n:,} values of {size:,} bytes, which no table does.")
+        return found
     except pickle.UnpicklingError as e:
         if str(e).startswith(name): raise
         raise pickle.UnpicklingError(f"{name} is no pickle, or is cut off: {e}.") from None
     except Exception as e: raise pickle.UnpicklingError(f"{name} cannot be read, it is broken or no pickle: {type(e).__name__}: {e}.") from None
 
 # %% ../../nbs/50_frames/20_files.ipynb #483f9863
-class Strange(Exception): "A part of a pickle that is not as pandas writes it"
-
 def is_(x, *kinds): return isinstance(x, Part) and x.what in kinds
 
 def expect(x, *kinds):
@@ -98,6 +159,11 @@ def number(x):
 
 def array(x):
     "An array"
+    a = any_array(x)
+    if not a.size and max(a.shape)>1000: raise Strange("an array of nothing that is very long")
+    return a
+
+def any_array(x):
     if is_(x, '_frombuffer'):
         data,dtype,shape,order = x.args
         return np.frombuffer(raw(data), plain_dtype(dtype)).reshape(shape, order='F' if order=='F' else 'C')
@@ -121,6 +187,7 @@ def arrow_texts(x):
     kind = expect(kind, 'type_for_alias').args[0]
     if kind not in ('string', 'large_string') or children: raise Strange(f"an array of {kind}")
     ends = np.frombuffer(raw(ends), np.int64 if kind=='large_string' else np.int32)[offset:offset+n+1].tolist() if n else [0]
+    if len(ends)!=n+1 and n or any(a>b for a,b in zip(ends, ends[1:], strict=False)): raise Strange("texts that end before they begin, or too early")
     text,there = b'' if text is None else bytes(raw(text)),[1]*n
     if valid is not None: there = np.unpackbits(np.frombuffer(raw(valid), np.uint8), bitorder='little')[offset:offset+n].tolist()
     if len(ends)!=n+1 or len(there)!=n: raise Strange("an array that ends too early")

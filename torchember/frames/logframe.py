@@ -13,9 +13,11 @@ from itertools import chain
 
 import numpy as np
 
+from ..measure.exponents import farthest, with_counts
 from ..measure.summary import derived
 from ..needs import needs
 from ..record import an, check_ttypes, identity, optional, ttypes, unknown
+from .logs import of_right_types
 from ..store.reading import path_of
 
 # %% ../../nbs/50_frames/10_logframe.ipynb #7e89306c
@@ -102,11 +104,9 @@ def numbers_of(df):
 
 def counts_of(df):
     "Exponent -> counts, as an array with a column for each, and the exponents; a row without has zeros"
-    lists = df['exponents'].to_numpy(object) if 'exponents' in df else []
-    has = [isinstance(e, list|tuple|np.ndarray) for e in lists]
-    if not any(has): return [-math.inf, 0, math.inf], np.zeros((len(df), 3), np.int64)
-    at = np.flatnonzero(has)
-    counts,lo = lists[at],df['exponent_min'].to_numpy()[at].astype(int)
+    at = np.flatnonzero(with_counts(df))
+    if not len(at): return [-math.inf, 0, math.inf], np.zeros((len(df), 3), np.int64)
+    counts,lo = df['exponents'].to_numpy(object)[at],df['exponent_min'].to_numpy()[at].astype(int)
     size = np.array([*map(len, counts)])-2
     low,high = lo.min(),(lo+size-1).max()
     out = np.zeros((len(df), high-low+3), np.int64)
@@ -140,6 +140,8 @@ def to_logframe(
     if df.columns.nlevels>1: return validate(df)
     missing = [c for c in ('ttype', 'tname', 'step', 'dtype') if c not in df] + [c for c in ('module',) if c not in df and 'path' not in df]
     if missing: raise ValueError(f"to_logframe needs rows of tensors, but the table has no column {', '.join(missing)}. It has {', '.join(map(str, df))}.")
+    df = of_right_types(df)
+    if 'module' in df: df = df[df['module'].notna().to_numpy()]
     if 'run' in df and df['run'].nunique()>1: raise ValueError(f"a LogFrame is of one run, but these rows are of {df['run'].nunique()}. "
         "Convert each by itself: df[df.run==name].")
     more = tuple(t for t in ttypes if t not in types and t!='scalar')
@@ -203,7 +205,7 @@ def exponent(label):
     if isinstance(label, str) and re.fullmatch(r'[+-]?inf(inity)?', label.lower()): return float(label)
     if isinstance(label, str) and re.fullmatch(r'[+-]?\d+(\.0+)?', label): label = float(label)
     if isinstance(label, str|bool|np.bool_) or not isinstance(label, int|float|np.number): return None
-    return float(label) if math.isinf(label) else int(label) if label==label and label==int(label) else None
+    return float(label) if math.isinf(label) else int(label) if abs(label)<=farthest and label==int(label) else None
 
 def relabelled(df):
     "With numbers for exponents"

@@ -15,6 +15,7 @@ from ..needs import needs
 from ..record import identity, optional
 from ..store.base import regular
 from ..store.columns import bad, longest_line
+from ..store.jsonl import is_step
 from ..store.reading import current, frame, with_path
 
 # %% ../../nbs/60_show/91_following.ipynb #0e814425
@@ -58,6 +59,17 @@ def some_lines(
     kept = set(list(steps)[::-1][::every]) # with the last one
     first = [i for i,l in enumerate(lines) if bad_in(l)][:1000] if all_finite else ()
     return b'\n'.join([l for i,l in enumerate(lines) if (m := step_in(l)) is None or m[1] in kept or i in set(first)])+b'\n'
+
+# %% ../../nbs/60_show/91_following.ipynb #5959605f
+names = ('module', 'path', 'tname', 'pname', 'phase')
+
+def shown_rows(rows):
+    "Those that can be shown"
+    return [as_shown(r) for r in rows if is_step(r.get('step')) and isinstance(r.get('ttype'), str)]
+
+def as_shown(r):
+    odd = [k for k in names if not isinstance(r.get(k, ''), str)] + [b for b in bad if b in r and (type(r[b]) not in (int, float) or not r[b]>=0)]
+    return {k: v for k,v in r.items() if k not in odd} if odd else r
 
 # %% ../../nbs/60_show/91_following.ipynb #9e187ce5
 drawn_ttypes,drawn_stats = ('output', 'weight_grad'),('rms', 'std', 'abs_mean', 'mean')

@@ -10,7 +10,7 @@ import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
 
-from ..measure.exponents import limits
+from ..measure.exponents import limits, with_counts
 from .lines import FacetException, check_drawn_with, grid_options, settable, is_several, parts_by_type, ttypes_asked
 from .select import name_of, pick, places, table_of, training, ttype_of
 from .style import base2, canvas, drawn, is_dark, palettes, panels, short_names, size_of, title_of, words
@@ -20,9 +20,9 @@ def counts_of(
     df # Rows with the columns `exponents` and `exponent_min`; raises ValueError where they have none
 ) -> tuple: # counts, one for each exponent; the first exponent; how many are smaller or zero; how many are larger
     "The exponent counts of several rows, added up"
-    if 'exponents' not in df or not (ok := df['exponents'].map(lambda v: isinstance(v, list|tuple|np.ndarray))).any():
+    if not (ok := with_counts(df)).any():
         raise ValueError("These rows have no exponent counts. To record them next time: torchEmber(..., stats='numerics'), or stats=[..., 'exponents'].")
-    df = df[ok.to_numpy()]
+    df = df[ok]
     lo = int(df['exponent_min'].min())
     hi = int(max(m+len(c)-3 for m,c in zip(df['exponent_min'], df['exponents'], strict=True)))
     counts,below,above = np.zeros(hi-lo+1, np.int64),0,0

@@ -18,8 +18,8 @@ from socket import gethostname
 from ..bars import in_notebook, in_terminal
 from ..frames.logs import alive, said_by
 from ..needs import needs
-from ..record import EmberWarning, an, warn
-from .following import Kept, Tail, loss_in, some_lines
+from ..record import EmberWarning, an, printable, warn
+from .following import Kept, Tail, loss_in, shown_rows, some_lines
 from ..store.columns import bad
 from ..store.jsonl import emberTracker, tracker
 from ..store.reading import parse, path_of
@@ -33,7 +33,7 @@ class Words:
         "The next rows, as they were found at a time"
         if rows and (numbers := [r for r in rows if r.get('ttype')=='scalar']):
             name = loss_in(numbers)
-            self.loss = next(((name, r[name]) for r in reversed(numbers) if name in r), self.loss)
+            self.loss = next(((name, r[name]) for r in reversed(numbers) if isinstance(r.get(name), int|float)), self.loss)
         for r in rows:
             if isinstance(s := r.get('step'), int): self.step = max(self.step, s)
             if not self.trained and r.get('phase')!='eval' and r.get('ttype')!='scalar': self.trained,self.first = True,None
@@ -55,7 +55,7 @@ class Words:
         loss = f', {self.loss[0]} {self.loss[1]:.4g}' if self.loss else ''
         still = (now or 0)-self.at[-1][0] if self.at else 0
         pace = f', nothing new for {still/60:.0f} min' if still>90 else '' if now is None else self.pace()
-        return f"{name}: step {self.step:,}{loss}{self.trouble()}{pace}"
+        return printable(f"{name}: step {self.step:,}{loss}{self.trouble()}{pace}")
 
     def trouble(self):
         "What was first not finite"
@@ -87,7 +87,7 @@ class Viewer:
         if self.tail is None or self.tail.path!=path: self.tail = Tail(path)
         now,data = time.monotonic(),self.tail.more()
         if data:
-            rows = parse(some_lines(data, all_finite=self.words.first is None))[0]
+            rows = shown_rows(parse(some_lines(data, all_finite=self.words.first is None))[0])
             self.words.add(rows, now)
             if self.kept is not None: self.kept.add(rows)
         if self.tail.size-self.tail.at>1<<20: return {'behind': self.tail.share}

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..bars import progress
 from ..frames.logs import about, no_rows, read, said_by
-from ..measure.exponents import limits
+from ..measure.exponents import limits, with_counts
 from ..measure.summary import derived
 from .first_look import first_trouble, loss_of, noted, sentence_of, stat_of
 from .heatmaps import zero
@@ -57,10 +57,12 @@ def tree_of(
         todo += [(c, depth+1) for c in reversed(node.get('children', []))]
     return out
 
+deepest = 100 # modules within modules; what is deeper is one name
+
 def tree_of_paths(paths, root):
     children = {'': []}
     for path in paths:
-        parts = path.split('.') if path else []
+        parts = path.split('.', deepest) if path else []
         for i in range(1, len(parts)+1):
             p = '.'.join(parts[:i])
             if p not in children:
@@ -143,8 +145,7 @@ def exponents_of(
     n:int # Tensors, those without rows, too
 ) -> dict|None: # `first` exponent, `step`, and `counts`, shape (tensors, steps, exponents+2): those below are first, those above last
     "Exponent counts of some steps, or None where there are none"
-    if 'exponents' not in rows: return None
-    rows = rows[rows['exponents'].map(lambda v: isinstance(v, list|tuple|np.ndarray)).to_numpy(bool)]
+    rows = rows[with_counts(rows)]
     if not len(rows): return None
     known = {k: i for i,k in keys.items()}
     tensor = np.array([known[k] for k in keys_of(rows)])[places(rows)[0]]

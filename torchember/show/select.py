@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
-from ..frames.logs import NothingChosen, is_vectors, may_have, no_rows, not_recorded
+from ..frames.logs import NothingChosen, is_vectors, may_have, no_rows, not_recorded, of_right_types
 from ..measure.summary import derived
 from ..needs import needs
 from ..record import an, ttypes, unknown
@@ -57,7 +57,7 @@ usual = {*derived, 'shape', 'ratio', 'exponents'}
 
 def every_row(source, stats, wanted):
     pd = needs('pandas', for_='A picture')
-    if isinstance(source, pd.DataFrame): return of_one_run(of_table(source))
+    if isinstance(source, pd.DataFrame): return of_one_run(of_right_types(of_table(source)))
     tracker = getattr(source, 't', source)
     if not isinstance(source, str|PathLike) and not hasattr(tracker, 'log_path'):
         hint = " To see where runs part: compare([...])." if isinstance(source, list|tuple) else ""
@@ -67,6 +67,7 @@ def every_row(source, stats, wanted):
     except NothingChosen: df,wanted = read(source, columns=lambda c: is_drawn(c, stats)),{} # who picks from it says what was typed, and what there is
     if stats is not None and not all(s in df or stats_of.get(s) in df for s in stats): df = read(source, **wanted) # for the sentence that says what there is
     df.attrs['run'] = source if isinstance(source, str) else source.name if isinstance(source, PathLike) else tracker.fname
+    df = of_right_types(df)
     if len(df): complete(df, df.attrs['run'])
     return of_one_run(df)
 
