@@ -185,7 +185,9 @@ def test_without_duckdb(tmp_path, monkeypatch):
 
 def test_names_of_every_kind(tmp_path, eager):
     "A quote in a name, a name that looks like a pattern, a mark that is called as a column of ours"
+    (tmp_path/'log').mkdir()
     for name in ("it's", 'a[1]', 'b*', 'x.gz'):
+        (tmp_path/'log'/name).touch() # one that is there already: no new run is called b*
         t = emberTracker(name, tmp_path)
         t.mark(run='mine')
         t({'loss': 1., 'step': 0})
