@@ -15,15 +15,15 @@ digits = load_digits()
 x,y = torch.tensor(digits.images, dtype=torch.float32)[:, None]/16,torch.tensor(digits.target)
 train,test = slice(0, 1500),slice(1500, None)
 model = nn.Sequential(OrderedDict(
-    conv1=nn.Conv2d(1, 16, 3, padding=1), relu1=nn.ReLU(), pool1=nn.MaxPool2d(2),
-    conv2=nn.Conv2d(16, 32, 3, padding=1), relu2=nn.ReLU(), pool2=nn.MaxPool2d(2), flat=nn.Flatten(),
-    hidden=nn.Linear(128, 64), relu3=nn.ReLU(), head=nn.Linear(64, 10)))
-opt = torch.optim.AdamW(model.parameters(), 3e-3)
+    conv1=nn.Conv2d(1, 32, 3, padding=1), relu1=nn.ReLU(), pool1=nn.MaxPool2d(2),
+    conv2=nn.Conv2d(32, 64, 3, padding=1), relu2=nn.ReLU(), pool2=nn.MaxPool2d(2), flat=nn.Flatten(),
+    hidden=nn.Linear(256, 128), relu3=nn.ReLU(), head=nn.Linear(128, 10)))
+opt = torch.optim.AdamW(model.parameters(), 1e-3)
 loss_fn = nn.CrossEntropyLoss()
 
-te = torchEmber(model, every=5, only_training=True, stats='numerics') # 'numerics': also how many numbers are how large
-bar = tqdm(total=6*30, unit='batch')
-for epoch in range(6):
+te = torchEmber(model, every=10, only_training=True, stats='numerics') # 'numerics': also how many numbers are how large
+bar = tqdm(total=12*30, unit='batch')
+for epoch in range(12):
     te.mark(epoch=epoch)
     for batch in torch.randperm(1500).split(50):
         loss = loss_fn(model(x[train][batch]), y[train][batch])
