@@ -61,7 +61,7 @@ def test_validation(accelerate):
             with torch.no_grad(): model(torch.full_like(x, 100.))
             model.train()
     same(table(te, phase=None), plain())
-    assert [(r['step'], r['mean']) for r in table(te, 'input', phase='eval', tname='x').values()]==[(s, 100) for s in (1, 2, 3, 4)]
+    assert [(r['step'], r['mean']) for r in table(te, 'input', phase='eval', tname='x').values()]==[(s, 100) for s in (0, 1, 2, 3)]
 
 
 @pytest.mark.parametrize('broken', [False, True])

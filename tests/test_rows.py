@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from torchember import record
 from torchember.measure.tap import Arena, columns_of, observe
 from torchember.record import line_of
+from torchember.recorder.page import place_of
 from torchember.recorder.row import FirstBad, one_row, troubled
 from torchember.recorder.rows import Lines, Measured
 
@@ -26,7 +27,7 @@ def reference(m):
         if n!=told and 'numel' not in r['stats']: r['stats']['numel'] = n
     rows = [(r['event'], r['key'], r['call'], None, r['dtype'], r['stats']) for r in got if r['key'][1]!='before']
     rows = sorted(rows+m.own, key=lambda r: r[0])
-    return [one_row(*r[1:], m.step, m.ts, {**m.parts.get(r[1][:3], {}), **m.marks}, m.several) for r in rows]
+    return [one_row(*r[1:], m.step, m.ts, {**m.parts.get(place_of(r[1], r[2]), {}), **m.marks}, m.several) for r in rows]
 
 def text(rows): return [r if isinstance(r, bytes) else line_of(r) for r in rows]
 
@@ -77,7 +78,7 @@ def steps(draw):
     "Steps of one arena: several passes, tensors that a scaler multiplied, rows of functions, rows that were handed over before"
     arena = Arena(draw(st.integers(1, 4)))
     places,out = draw(taps(arena)),[]
-    parts = {t.key[:3]: {'placement': 'S(0)', 'global_shape': [4]} for t in places if draw(st.integers(0, 5))==0}
+    parts = {place_of(t.key, call): {'placement': 'S(0)', 'global_shape': [4]} for t in places for call in range(2) if draw(st.integers(0, 5))==0}
     said = draw(marks)
     for step in range(draw(st.integers(1, 4))):
         taken,own = [],[]

@@ -65,7 +65,7 @@ def test_validation_in_between():
     te = fit(Arm(ttypes=ALL), max_epochs=2, train_split=predefined_split(torch.utils.data.TensorDataset(x, y)))
     same(training(te), table(plain(batches()*2)))
     rows = [r for r in table(te, 'input', phase='eval').values() if r['module']=='model(Net)']
-    assert [(r['step'], r['min'], r['max']) for r in rows]==[(4, 100, 100), (8, 100, 100)]
+    assert [(r['step'], r['min'], r['max']) for r in rows]==[(3, 100, 100), (7, 100, 100)]
 
 
 def test_gradients_are_clipped_in_the_closure():

@@ -192,7 +192,7 @@ def test_a_step_that_raises():
 
 @pytest.mark.parametrize('only_training', [False, True])
 def test_validation_in_between(only_training):
-    "Training rows are those of a run without validation; eval rows join the step that comes next"
+    "Training rows are those of a run without validation; eval rows are of the step before it"
     model = seeded()
     opt = momentum(model)
     with torchEmber(model, optimizer=opt, ttypes=ALL, only_training=only_training) as te:
@@ -203,7 +203,7 @@ def test_validation_in_between(only_training):
             model.train()
     same(training(te), plain())
     inputs = [r for r in table(te, 'input', phase='eval').values() if r['tname']=='x']
-    assert [(r['step'], r['mean'], r['max'], r['min']) for r in inputs]==([] if only_training else [(i+1, 100, 100, 100) for i in range(4)])
+    assert [(r['step'], r['mean'], r['max'], r['min']) for r in inputs]==([] if only_training else [(i, 100, 100, 100) for i in range(4)])
 
 
 def test_validation_passes_merge_with_each_other():
@@ -218,7 +218,7 @@ def test_validation_passes_merge_with_each_other():
             m.eval()
             with torch.no_grad(): [m(torch.full((2, 1), v)) for v in (100., 200., 300.)]
     assert [(r['step'], r.get('phase'), r['mean'], r['min'], r['max']) for r in outputs(te, phase=None)]==[(0, None, 1, 1, 1), (1, None, 1, 1, 1)]
-    assert [(r['step'], r.get('phase'), r['mean'], r['min'], r['max']) for r in outputs(te, phase='eval')]==[(s, 'eval', 200, 100, 300) for s in (1, 2)]
+    assert [(r['step'], r.get('phase'), r['mean'], r['min'], r['max']) for r in outputs(te, phase='eval')]==[(s, 'eval', 200, 100, 300) for s in (0, 1)]
 
 
 def test_validation_between_micro_batches():
@@ -245,7 +245,7 @@ def test_validation_where_te_step_closes():
         model.eval()(x)
         model.train()
     te.close()
-    assert [r['step'] for r in outputs(te, phase=None)]==[0, 1, 2, 3] and [r['step'] for r in outputs(te, phase='eval')]==[1, 2, 3, 4]
+    assert [r['step'] for r in outputs(te, phase=None)]==[0, 1, 2, 3] and [r['step'] for r in outputs(te, phase='eval')]==[0, 1, 2, 3]
 
 
 def test_validation_where_passes_are_steps():
@@ -424,7 +424,7 @@ def test_log_where_te_step_closes():
 
 
 def test_log_of_a_validation():
-    "It joins the step that was just closed, after which the model was validated; the rows of the pass itself are of the step that comes"
+    "It joins the step that was just closed, after which the model was validated, and so do the rows of the pass itself"
     model = seeded()
     opt = momentum(model)
     with torchEmber(model, optimizer=opt) as te:
@@ -433,7 +433,7 @@ def test_log_of_a_validation():
             model.eval()(xy[0])
             te.log(val_loss=2.)
             model.train()
-    assert [r['step'] for r in scalars(te)]==[0, 1, 2] and [r['step'] for r in outputs(te, phase='eval')]==[1, 2, 3]
+    assert [r['step'] for r in scalars(te)]==[0, 1, 2] and [r['step'] for r in outputs(te, phase='eval')]==[0, 1, 2]
 
 
 def test_log_off_schedule():

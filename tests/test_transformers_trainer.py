@@ -103,12 +103,12 @@ def test_the_optimizer_that_the_trainer_makes(tmp_path):
 
 @pytest.mark.parametrize('accumulate', [1, 2])
 def test_evaluation_in_between(accumulate, tmp_path):
-    "Its rows are of the step that comes next, and no training row changes"
+    "Its rows are of the step before it, and no training row changes"
     model = seeded(Scored)
     te = train(model, named(batches()), tmp_path, momentum(model), gradient_accumulation_steps=accumulate, eval_strategy='steps', eval_steps=1)
     same(training(te), plain(batches(), accumulate))
     rows = table(te, 'input', phase='eval', tname='x', module='model(Scored)').values()
-    assert [(r['step'], r['min'], r['max']) for r in rows]==[(i+1, 100, 100) for i in range(4//accumulate)]
+    assert [(r['step'], r['min'], r['max']) for r in rows]==[(i, 100, 100) for i in range(4//accumulate)]
 
 
 def test_what_a_callback_logs(tmp_path):

@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['count_dispatch_modes', 'count_function_modes', 'inside_transform', 'without_dispatch_modes', 'without_function_modes',
-           'without_transforms', 'is_wrapped', 'unwrap', 'hooks_in_graphs', 'say_missing', 'recomputing',
+           'without_transforms', 'is_wrapped', 'unwrap', 'running_node', 'who_saves', 'again', 'metadata_passes',
+           'hooks_in_graphs', 'say_missing', 'recomputing', 'function_around', 'only_metadata', 'same_function',
            'never_compile', 'say_no_hooks', 'thread_token', 'never_merge', 'keep_in_order', 'has_step_hooks',
            'loss_scale', 'is_unscaled', 'any_unscaled', 'shared_store']
 
 # %% ../nbs/03_private_torch.ipynb #03torch02
-import sys
+import sys, weakref
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
 
@@ -81,9 +82,43 @@ unwrap = private('torch._C._functorch.get_unwrapped', lambda x: x, 'tensors insi
 running_backward = private('torch._C._current_graph_task_id', lambda: -1, 'what activation checkpointing computes again is recorded again')
 
 # %% ../nbs/03_private_torch.ipynb #4f60f8aa
+# What runs in that backward, and who is told of what is saved for one: in torch 2.1 and later
+running_node = private('torch._C._current_autograd_node', lambda: None, 'what an adjoint solver computes in a backward is not recorded')
+who_saves = private('torch._C._autograd._top_saved_tensors_default_hooks', lambda ignore: None,
+    'what is computed again inside a custom backward is recorded again')
+
+again = 'checkpoint', 'compiled', 'recompute', 'revers', 'invert' # in the names of autograd Functions whose backward computes again what their forward did
+
 def recomputing():
-    "Whether a backward is running: a forward in it shows again what was shown before"
-    return running_backward()!=-1
+    "Whether a backward computes again what was shown before, as checkpointing does. An autograd Function not known for that computes something new"
+    if running_backward()==-1: return False
+    function = getattr(type(running_node()), '_forward_cls', None)
+    if function is None or any(w in function.__name__.lower() for w in again): return True # a node of torch's own asks for what was not saved
+    hooks = who_saves(False)
+    return bool(hooks) and hooks[0].__qualname__.startswith('_recomputation_hook')
+
+def function_around():
+    "What an autograd Function was given, whose forward runs in this thread; in its backward True; None where none runs. Only where gradients are off"
+    if running_backward()!=-1: return True
+    if torch.is_grad_enabled(): return None
+    apply,frame = torch.autograd.Function.apply.__func__.__code__,sys._getframe(1)
+    while frame is not None and frame.f_code is not apply: frame = frame.f_back
+    return None if frame is None else tuple(weakref.ref(x) for x in frame.f_locals['args'] if isinstance(x, torch.Tensor))
+
+# Of `torch.distributed.pipelining.stage`, in torch 2.4 and later: without them such a pass is recorded
+metadata_passes = '_forward_metadata_inference', '_shape_inference'
+
+def only_metadata():
+    "Whether a pipeline's stage runs the model only to learn the shapes of what it returns"
+    stage = sys.modules.get('torch.distributed.pipelining.stage')
+    frame = None if stage is None else sys._getframe(1)
+    while frame is not None and not (frame.f_globals is stage.__dict__ and frame.f_code.co_name in metadata_passes): frame = frame.f_back
+    return frame is not None
+
+def same_function(now, before):
+    "Whether these are of one call of a Function, or of its backward"
+    if now is None or now is True or before is None or before is True: return now is True
+    return len(now)==len(before) and all(a() is not None and a() is b() for a,b in zip(now, before, strict=True))
 
 # %% ../nbs/03_private_torch.ipynb #03torch20
 if hasattr(torch.compiler, '_is_exporting_flag'): # in torch 2.7 and later

@@ -19,14 +19,20 @@ class Listener(Protocol):
 
     # ---- passes and calls
 
-    def pass_begins(self, state) -> bool:
-        "An armed module is called and no pass runs, or the root is. Only what is answered by True will be told to end"
+    def pass_begins(self, state, grad=None) -> bool: # grad: whether there will be gradients, where compiled code says so; else torch knows
+        """An armed module is called and no pass runs, or the root is. Only what is answered by True will be told to end
+
+        Returns:
+            grad: whether there will be gradients, where compiled code says so; else torch knows
+        """
         self.running += 1
         return True
 
     def pass_ends(self, state, compiled:bool):
         "That call is over, returned or raised"
         self.running -= 1
+
+    def pass_fails(self, state): "That call raised; it will be told to end, too"
 
     def inside(self) -> bool:
         "Whether a pass runs in this thread"

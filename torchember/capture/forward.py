@@ -41,13 +41,22 @@ class State:
 
         self.key,self.switch = compiled.new_key(self),listener.switch # how compiled code finds this, and what it looks at
         self.outermost = self.root # whether it is called by itself: then compiled code tells where a pass begins and ends
+        self.begun = set() # threads in which its compiled code told that a pass began
         self.opened = set() # threads in which it is, though its compiled code does not tell
         self.due,self.step = {},None # calls whose gradients are to come, in which step
 
     # ---- what compiled code calls
 
-    def began(self): self.listener.pass_begins(self)
-    def ended(self): self.listener.pass_ends(self, True)
+    def began(self, grad=False): # grad: whether there will be gradients
+        if get_ident() in self.begun: # and did not end: compiled code does not tell when it raises
+            self.listener.pass_fails(self)
+            self.ended()
+        if self.listener.pass_begins(self, grad): self.begun.add(get_ident())
+
+    def ended(self):
+        if get_ident() not in self.begun: return
+        self.begun.discard(get_ident())
+        self.listener.pass_ends(self, True)
 
     def records(self):
         "Whether this call is recorded"
@@ -59,7 +68,7 @@ class State:
         if not self.root and not self.listener.inside():
             self.outermost = True # the compiler will look again, and then `began` is in its code
             self.opened.add(get_ident())
-            self.began()
+            self.began(self.track.module.training)
         if self.records(): self.expect('input_grad', hooked, *self.listener.call_begins(self, named))
 
     def left(self, named, hooked):
@@ -139,7 +148,7 @@ never_compile(let_go)
 def traced(self, st, args, kwargs):
     "The patched forward as the compiler sees it: operators before and after the module's own"
     former = st.former
-    if st.outermost: compiled.began([], st.key)
+    if st.outermost: compiled.began([st.key] if torch.is_grad_enabled() else [], st.key)
     if not (st.switch.on and st.watched): result = type(self).forward(self, *args, **kwargs) if former is None else former(*args, **kwargs)
     else:
         named = inputs(args, kwargs, st.names, st.rest)
@@ -183,6 +192,9 @@ def patched(
                 raise
             listener.call_ends(st, named(st, 'output', outputs, result))
             return result
+        except BaseException:
+            if begun: listener.pass_fails(st)
+            raise
         finally:
             if begun: listener.pass_ends(st, False)
     return forward

@@ -17,7 +17,7 @@ from .head import CALL, CALLS, DIMS, DTYPE, EVENT, HEADS, LAID, LIKE, MICRO, NEX
 from .kernels import Unmeasurable, for_list, formats, layout, most, ordinary, putter, read
 from ..private_torch import count_dispatch_modes, count_function_modes, inside_transform, is_wrapped, unwrap
 from ..private_torch import without_dispatch_modes, without_function_modes, without_transforms
-from .summary import bins, derive, finite, groups_for, index, length, merge, width
+from .summary import bins, derive, finite, groups_for, index, length, merge, nothing, width
 
 # %% ../../nbs/10_measure/50_tap.ipynb #367aea3a
 SCALE = width-1 # in a row: the slot that the summary leaves free
@@ -157,6 +157,21 @@ class Arena:
         tap.next[[NEXT, CALLS]] = 0
         tap.turn += 1
 
+    def take_back(self, micro, earlier):
+        "Drop the rows of the pass `micro`, but for what a step has once. Those taken already, in `earlier`, count for nothing when they are merged"
+        once = np.array([t.once for t in self.taps], dtype=bool)
+        with self.lock:
+            for b in self.blocks:
+                at = np.flatnonzero(of_pass(b.head[:b.used], micro, once))
+                b.head[at, EVENT] = 0
+                self.filled -= len(at)*(b.length//width)
+            self.seen.clear()
+        for s in earlier: s.parts = [(h, self.without(of_pass(h, micro, once), h, np.array(v, dtype=np.float64))) for h,v in s.parts]
+
+    def without(self, which, heads, vectors):
+        for i in np.flatnonzero(which): vectors[i] = nothing(self.taps[heads[i, TAP]].wanted)
+        return vectors
+
     def take(self,
         earlier=None # The `Snapshot`s that were taken of the same step before, to go on from
     ):
@@ -175,6 +190,10 @@ class Arena:
         return Snapshot(parts, self.taps, earlier or [])
 
 # %% ../../nbs/10_measure/50_tap.ipynb #f17c8e23
+def of_pass(heads, micro, once):
+    "Which rows are of that pass, and not of what a step has once"
+    return (heads[:, EVENT]!=0) & (heads[:, MICRO]==micro) & ~once[heads[:, TAP]]
+
 def read_together(rows, wanted, scale, xs, to):
     "Read the tensors `xs` into rows, in one launch"
     at = torch.as_tensor(to, device=rows.device)

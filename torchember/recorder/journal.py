@@ -60,10 +60,13 @@ class Journal:
         """
         if not page.size and not (over and (page.taken or page.given or self.file_is_open)): return # nothing wakes the writer
         several = {phase: n>1 for phase,n in steps.passes.items()}
-        marks = {**({'skipped': True} if self.skipped else {}), **self.columns()}
-        measured = Measured(*page.take(over), steps.number, self.ts or now(), marks, several, dict(page.parts))
+        joins = steps.shown!=steps.number # an evaluation, of the step before
+        again = {'supersedes': True} if joins and steps.evaluated==steps.shown else {}
+        marks = {**({'skipped': True} if self.skipped else {}), **again, **self.columns()}
+        measured = Measured(*page.take(over), steps.shown, self.ts or now(), marks, several, dict(page.parts))
         self.ts = None
-        self.t.put(measured, over, self.lines)
+        if joins: self.t.file.put(measured, joins=True if self.was_on else None, by=self.lines)
+        else: self.t.put(measured, over, self.lines)
 
     def note(self,
         values:dict, # Name -> number, as `on_its_way` has it

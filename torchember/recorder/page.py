@@ -85,6 +85,14 @@ if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=new_lock)
 # %% ../../nbs/40_recorder/20_page.ipynb #46e59f77
 ordinary = (torch.Tensor, torch.nn.Parameter) # which are on one rank
 
+def is_part(x):
+    "Whether a tensor is spread over ranks, and this one holds a part of it"
+    return hasattr(x, 'placements') and not all(p.is_replicate() for p in x.placements)
+
+def place_of(key, call):
+    "What one tensor of a step is known by: the key of its row, and the call"
+    return *key[:3], *key[4:6], call
+
 # %% ../../nbs/40_recorder/20_page.ipynb #2a1e4b42
 class Page:
     """The open step's measurements
@@ -106,12 +114,13 @@ class Page:
         self.custom = [] # what functions of the user's returned: (event, key, call, micro, dtype, statistics)
         self.on_device = False # whether a step before this measured something that was not on the CPU
         self.generators = Generators() # for functions of the user's
-        self.parts = {} # (module, ttype, tname) of what is a part of a tensor -> columns that say so
+        self.parts = {} # `place_of` what is a part of a tensor -> columns that say so
         self.fresh_arena() # and `taken`: snapshots that were taken of this step already; `given`: (key, call, micro) of the rows in `custom` that were
 
     def fresh_arena(self):
         "The taps of an arena belong to one arming of a model; what was taken of another supersedes nothing and merges with nothing"
         self.arena,self.taken,self.given = Arena(),[],set()
+        self.void = set() # of `given`: what is to be given anew, since a pass raised
 
     @property
     def size(self): return self.arena.filled+len(self.custom) # rows
@@ -143,7 +152,7 @@ class Page:
             replace: Whether it takes the place of what this step had of it
         """
         try:
-            if type(x) not in ordinary or self.parts: x = self.local_part((state.track.name, ttype, tname), x)
+            if type(x) not in ordinary or self.parts: x = self.local_part(place_of((state.track.name, ttype, tname, pname, phase, backward), call), x)
             how = self.stats[ttype]
             if replace and self.custom: self.drop(state.track.name, ttype, tname)
             if callable(how): return self.ask(how, state, ttype, tname, x if scale is None else x/scale, pname, call, phase, backward)
@@ -163,7 +172,7 @@ class Page:
         "Of a tensor that is spread over ranks, what this one holds"
         self.parts.pop(place, None)
         if not hasattr(x, 'to_local'): return x
-        if not all(p.is_replicate() for p in x.placements):
+        if is_part(x):
             self.parts[place] = {'placement': ', '.join(map(str, x.placements)), 'global_shape': list(x.shape)}
         return x.to_local()
 
@@ -196,6 +205,17 @@ class Page:
     def begin_pass(self, number:int): # Number of the pass among all of the step
         self.arena.begin(number)
 
+    def take_back(self, number:int): # Number of the pass among all of the step
+        """A pass raised: what it brought is not merged with what comes. Rows that were handed out already are superseded
+
+        Returns:
+            Number of the pass among all of the step
+        """
+        micro = self.micro
+        self.arena.take_back(number, self.taken)
+        self.custom = [r for r in self.custom if r[3]!=micro or r[1][3]]
+        self.void |= {k for k in self.given if k[2]==micro}
+
     def forget_seen(self):
         "A tensor that is measured now is read, even if it was seen before"
         self.arena.seen.clear()
@@ -221,14 +241,15 @@ class Page:
         """
         snapshot,custom,self.custom = self.arena.take(list(self.taken)),self.custom,[]
         if not over and len(snapshot): self.taken.append(snapshot); self.handed_out = True
-        custom = [(*r[:5], r[5] | {'supersedes': True}) if r[1:4] in self.given and r[1][3] else r for r in custom] # of a parameter the last row counts
+        anew = {k for k in self.given if k[0][3]} | self.void # of a parameter the last row counts
+        custom = [(*r[:5], r[5] | {'supersedes': True}) if r[1:4] in anew else r for r in custom]
         self.given |= {r[1:4] for r in custom}
         return snapshot, custom
 
     def clear_taken(self):
         "Rows that come now are new ones: they supersede nothing"
         if self.taken: self.taken = []
-        if self.given: self.given = set()
+        if self.given: self.given,self.void = set(),set()
 
     def step_over(self):
         self.clear_taken()

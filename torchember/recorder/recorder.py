@@ -16,7 +16,7 @@ from ..capture.optimizer import parameters_of, trained_by, versions
 from ..choose import at, schedule
 from ..measure.kernels import warm
 from ..measure.tap import Arena, observe
-from ..private_torch import loss_scale, never_compile
+from ..private_torch import function_around, loss_scale, never_compile, only_metadata, same_function
 from ..record import ttypes
 from ..store.parameters import untrained
 from .buffers import Buffers
@@ -82,8 +82,9 @@ class HearsPasses(Listener):
 
         self.grads = self.gradients.ttypes
         self.records_inputs,self.records_outputs = 'input' in ttypes,'output' in ttypes
-        self.seen_steps = self.recorded_steps = self.skipped_steps = 0
+        self.seen_steps = self.recorded_steps = self.skipped_steps = self.failed_passes = 0
         self.called = False # whether a pass was seen
+        self.function = None # around the pass that began last, see `function_around`
         self.waited = None # a sentence about a step that waited long for an optimizer
         if budget: warm(); idle(); observe(torch.zeros(1), Arena().tap(None)) # what torch does at its first time belongs to no step
         self.switch = Switch(ttypes)
@@ -123,31 +124,37 @@ class HearsPasses(Listener):
         if on: self.touched = True
 
     @timed
-    def pass_begins(self, state):
+    def pass_begins(self, state, grad=None):
         here = self.calls.here
         if here.measuring: return False # a statistic of the user's calls the model
         if not here.depth:
             with self.lock:
                 self.running += 1
-                try: self.outermost_begins(here, state)
+                try: self.outermost_begins(here, state, torch.is_grad_enabled() if grad is None else grad)
                 except BaseException: # a schedule that raises, with on_error='raise'
                     self.running -= 1
                     raise
         here.depth += 1
         return True
 
-    def outermost_begins(self, here, state):
+    def outermost_begins(self, here, state, grad):
         "A pass begins, or joins that of another thread and goes on counting its calls. Under the lock"
         track,steps = state.track,self.steps
         training,path = track.module.training,track.path
         phase = self.phases.of(path, training, self.states[0].track.module.training if self.states else training)
-        self.calls.begin(state, self.only_training and phase is not None)
+        if training: steps.trained_so = False
+        if grad and steps.trained_so: phase = None # it trains in `eval()` mode
+        self.calls.begin(state, self.only_training and phase is not None or only_metadata())
         began = self.cost.begins()
         if here.skipped: return
         if self.cost.step_began is None: self.cost.step_began = began
         shared = self.calls.recorded>0
-        if not shared: self.new_pass(state, path, phase)
-        if training and torch.is_grad_enabled(): self.training_pass()
+        joins = not shared and self.joins(phase)
+        if not shared:
+            if steps.ends_evaluation(phase, grad): self.end_evaluation()
+            self.new_pass(state, path, phase, joins)
+            if phase and grad: steps.graded = True
+        if training and grad: self.training_pass()
         steps.opened = True
         here.phase = phase if steps.manual else None
         if self.on:
@@ -162,18 +169,42 @@ class HearsPasses(Listener):
         self.steps.training_passes += 1
         if not self.parameters.hint.trains: self.parameters.hint.training(self.states)
 
-    def new_pass(self, state, path, phase):
+    def joins(self, phase):
+        "Whether a solver that is an autograd Function calls the model once more, forwards or backwards: then it is the same pass"
+        before,self.function = self.function,function_around() if phase is None else None
+        same = same_function(self.function, before)
+        if same: self.function = before if self.function is True else self.function
+        return same
+
+    def new_pass(self, state, path, phase, joins):
         "Perhaps the step before is over now"
         self.called = True
+        if self.steps.failed: self.take_back()
         looked = self.weights_watched and (not state.root if self.watch is None else self.steps.opened and not self.watch.busy) # LBFGS moves them itself
         weights = versions(self.weights_watched) if looked else None
-        if self.steps.ends(path, phase, weights): self.close()
-        new = self.steps.begin(path, phase, weights)
+        if self.steps.ends(path, phase, weights, joins): self.close()
+        new = self.steps.begin(path, phase, weights, joins)
         if not self.on: return
         if new:
             self.page.begin_pass(sum(self.steps.passes.values())-1)
             look_over(self.states, self.notices)
         self.page.micro = self.steps.micro
+
+    def end_evaluation(self):
+        "What was evaluated is of the step before; the open one has not begun"
+        self.without_failed()
+        self.journal.write(self.page, self.steps, True)
+        for part in (self.gradients, self.page): part.step_over() # not the copies of weights: a closure runs inside of a step
+        self.steps.end_evaluation()
+
+    def pass_fails(self, state):
+        here = self.calls.here
+        if here.depth==1 and not here.skipped and self.calls.recorded==1: self.steps.failed = True # of a pass that threads share the others go on
+
+    def take_back(self):
+        "What a pass had brought that raised is not merged with what comes"
+        self.failed_passes += 1
+        self.page.take_back(self.steps.take_back())
 
     def pass_ends(self, state, compiled):
         here = self.calls.here
@@ -330,6 +361,9 @@ class HearsSteps(HearsCalls):
 
     def over(self, boundary=False):
         if not self.steps.opened: return
+        if boundary and self.steps.graded: self.steps.measured = True # a step that was trained in `eval()` mode
+        if self.steps.evaluation: return None if boundary else self.end_evaluation()
+        self.without_failed()
         try: self.end_of_step(boundary)
         finally: self.next_step() # also when Ctrl-C comes in between
 
@@ -345,6 +379,10 @@ class HearsSteps(HearsCalls):
                 raise
             self.parameters.hint.step_over(bool(self.steps.passes[None]), self.states, self.steps.manual, self.ttypes, boundary)
         if self.touched or self.page.size or self.journal.file_is_open: self.flush(True)
+
+    def without_failed(self):
+        "Beside others of its step a pass that raised does not count. Alone it is what there is"
+        if self.steps.failed and sum(self.steps.passes.values())>1: self.take_back()
 
     def untold(self):
         "The ids of parameters whose gradients no optimizer's step has told of in this step, None for all: zero_grad may have been there meanwhile"
@@ -401,7 +439,8 @@ class HearsSteps(HearsCalls):
     def log_model(self):
         "Measure weights, their gradients, updates and states as they are now"
         with self.lock:
-            self.steps.opened = self.touched = True
+            if self.steps.evaluation: self.end_evaluation()
+            self.steps.opened = self.steps.measured = self.touched = True
             self.page.micro = self.steps.micro
             self.parameters.again({'weight', 'weight_grad'})
             for o in self.watch.optimizers if self.watch else (): self.updates.after(o)
@@ -438,6 +477,8 @@ class Recorder(HearsSteps):
     def finish(self):
         "Nothing more will come of the open step: hand over what it has"
         with self.lock:
+            if self.steps.evaluation: self.end_evaluation()
+            self.without_failed()
             if self.on and self.steps.opened: self.measure_at_end()
         self.flush()
 
@@ -491,6 +532,9 @@ class Recorder(HearsSteps):
         known = self.parameters.known
         if known.trained and (missing := untrained(known.entries)): out.append(missing)
         if self.waited: out.append(self.waited)
+        if self.failed_passes:
+            they = 'they' if self.failed_passes>1 else 'it'
+            out.append(f"{self.failed_passes:,} pass{'es' if self.failed_passes>1 else ''} raised; what {they} had brought is in no step that went on.")
         if self.skipped_steps: out.append(f"{self.skipped_steps:,} steps were skipped by the scaler.")
         bad = self.journal.first_bad.found
         return out+([f"First value that is not finite: {bad}."] if bad else [])

@@ -16,6 +16,7 @@ import torch
 from ..measure.summary import index
 from ..measure.tap import Pending, columns_of
 from ..record import line_of, regular_line, texts_of
+from .page import place_of
 from .row import one_row
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #fdd9f738
@@ -65,7 +66,7 @@ class Measured:
     ts:str # When
     marks:dict # Column -> value
     several:dict # Phase -> whether it had several passes
-    parts:dict # (module, ttype, tname) -> columns that say of which tensor it is a part
+    parts:dict # `place_of` a row -> columns that say of which tensor it is a part
 
     def __len__(self): return len(self.snapshot)+len(self.own)
 
@@ -74,7 +75,7 @@ class Measured:
 
     def row(self, key, call, micro, dtype, stats):
         "A row of this step"
-        return one_row(key, call, micro, dtype, stats, self.step, self.ts, {**self.parts.get(key[:3], {}), **self.marks}, self.several)
+        return one_row(key, call, micro, dtype, stats, self.step, self.ts, {**self.parts.get(place_of(key, call), {}), **self.marks}, self.several)
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #310557a6
 def ratios(
@@ -187,8 +188,9 @@ class Lines:
     def templates_of(self, c, names, m):
         "The template of each row"
         known,kinds = self.templates.setdefault(names, {}),c.kinds.tolist()
+        if m.parts: kinds = [*zip(kinds, c.calls.tolist(), strict=True)] # one call may be of a part, another of a whole
         for i,k in enumerate(kinds):
-            if k not in known: known[k] = template(names, c.taps[i].key, c.dtypes()[i], m.parts.get(c.taps[i].key[:3], {}), m.marks)
+            if k not in known: known[k] = template(names, c.taps[i].key, c.dtypes()[i], m.parts.get(place_of(c.taps[i].key, int(c.calls[i])), {}), m.marks)
         return [known[k] for k in kinds]
 
     def written(self, c, columns, templates, measured):

@@ -51,6 +51,10 @@ class Steps:
         self.pass_ = 0 # changes with each pass: calls of a module count from 0 in each
         self.leader = None # path of the module that began the pass, None before
         self.passes = Counter() # of the open step, for each phase
+        self.failed = False # whether the pass raised that began last
+        self.graded = self.measured = False # of the open step: whether a pass in `eval()` mode has gradients; whether something was measured beside passes
+        self.trained_so = False # whether the model is trained in `eval()` mode, as the first such step has shown
+        self.evaluated = None # a step that has an evaluation: one that comes later takes its place
         self.trained = False # whether there was training in that step
         self.phase,self.seen = None,set() # of the pass; paths that were called in this step
         self.weights,self.changes = None,0 # of the last training pass; how often they were others than in the pass before
@@ -60,26 +64,56 @@ class Steps:
 
     def new_pass(self,
         path:str, # Of the outermost armed module that is called
-        phase:str|None # Its phase, as `Phases.of` has it
+        phase:str|None, # Its phase, as `Phases.of` has it
+        joins:bool=False # Whether one autograd Function makes this call and the one before, as a solver does
     ) -> bool:
         """Whether this call begins a pass, instead of joining the one that runs
 
         Args:
             path: Of the outermost armed module that is called
             phase: Its phase, as `Phases.of` has it
+            joins: Whether one autograd Function makes this call and the one before, as a solver does
         """
         lead = self.leader
-        return lead is None or phase!=self.phase or path in ('', lead) or lead.startswith(f'{path}.')
+        return lead is None or phase!=self.phase or not joins and (path in ('', lead) or lead.startswith(f'{path}.'))
 
-    def ends(self, path, phase, weights=None) -> bool:
+    def ends(self, path, phase, weights=None, joins=False) -> bool:
         "Whether the open step is over before this call"
         if self.manual or not self.opened: return False
-        return self.new_pass(path, phase) or (path in self.seen and weights!=self.weights)
+        return self.new_pass(path, phase, joins) or (path in self.seen and weights!=self.weights)
+
+    @property
+    def evaluation(self): # Whether there was nothing but evaluation since a step that trained. If that was in `eval()` mode, what has gradients trains
+        other = self.passes[None] or self.measured or self.stepped or not (self.trained or self.trained_so and not self.graded)
+        return self.manual and not other and any(self.passes.values())
+
+    @property
+    def shown(self): # The step of what is measured now: an evaluation is of the step before it, whose weights it looks at
+        return self.closed if self.evaluation else self.number
+
+    def ends_evaluation(self, phase, grad) -> bool:
+        "Whether an evaluation is over before this pass"
+        return self.evaluation and (phase is None or grad and not self.trained)
+
+    def end_evaluation(self):
+        self.evaluated = self.closed
+        self.pass_ += 1
+        self.opened,self.leader,self.phase,self.failed,self.graded = False,None,None,False,False
+        self.passes.clear(); self.seen.clear()
+
+    def take_back(self):
+        "The pass that raised was none. Returns its number among all passes of the step"
+        n = sum(self.passes.values())-1
+        self.passes[self.phase] -= 1
+        self.leader,self.phase,self.failed = None,None,False
+        if not self.manual: self.opened = False # what comes takes its place
+        return n
 
     def begin(self,
         path:str, # Of the outermost armed module that is called
         phase:str|None=None, # 'eval' in an evaluation
-        weights=None # Anything that is another when the weights have changed
+        weights=None, # Anything that is another when the weights have changed
+        joins:bool=False # Whether one autograd Function makes this call and the one before
     ) -> bool: # Whether it is a new pass
         """A call of the outermost armed module begins
 
@@ -87,11 +121,12 @@ class Steps:
             path: Of the outermost armed module that is called
             phase: 'eval' in an evaluation
             weights: Anything that is another when the weights have changed
+            joins: Whether one autograd Function makes this call and the one before
 
         Returns:
             Whether it is a new pass
         """
-        new = self.new_pass(path, phase)
+        new = self.new_pass(path, phase, joins)
         if new:
             self.pass_ += 1
             self.leader,self.phase = path,phase
@@ -145,9 +180,12 @@ class Steps:
 
     def close(self):
         "The step is over"
+        if self.graded and not self.passes[None]: self.trained_so = True
+        elif self.passes['eval']: self.evaluated = self.number
+        self.graded = self.measured = False
         self.closed,self.number,self.trained = self.number,self.number+1,self.passes[None]>0
         self.pass_ += 1
-        self.opened,self.leader,self.phase = False,None,None
+        self.opened,self.leader,self.phase,self.failed = False,None,None,False
         self.weights,self.changes,self.training_passes = None,0,0
         self.passes.clear(); self.seen.clear(); self.stepped.clear(); self.turns.clear()
 

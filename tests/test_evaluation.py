@@ -1,0 +1,209 @@
+"Which step an evaluation is of: of the one before it, whose weights it looks at; and it is none itself"
+import contextlib
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from torchember import torchEmber
+
+
+def rows(te, ttype='input', module='model(Sequential)'):
+    d = te.t.df
+    d = d[(d.ttype==ttype) & (d.module==module)]
+    phase = d.phase.astype(object).where(d.phase.notna(), None) if 'phase' in d else [None]*len(d)
+    return [*zip(d.step, phase, d.call, d['mean'], strict=True)]
+
+
+def passes(model, *values, grad=True):
+    with contextlib.nullcontext() if grad else torch.no_grad(): return [model(torch.full((2, 1), float(v))).sum() for v in values]
+
+
+class Loop:
+    "Training batches hold 0, 1, 2; two batches of each evaluation 100 and 102, 110 and 112, 120 and 122"
+    def __init__(self, ends, compiled=False, trains_in_eval=False, **options):
+        torch._dynamo.reset()
+        self.model = nn.Sequential(nn.Linear(1, 1))
+        self.run = torch.compile(self.model, backend='aot_eager', fullgraph=True) if compiled else self.model
+        self.opt,self.ends,self.mode = torch.optim.SGD(self.model.parameters(), .1),ends,not trains_in_eval
+        self.model.train(self.mode)
+        ttypes = ('input', 'weight', 'weight_grad')
+        self.te = torchEmber(self.model, stats=['mean'], ttypes=ttypes, **(dict(optimizer=self.opt) if ends=='optimizer' else {}), **options)
+        if ends=='te.step': self.te.step()
+
+    def train(self, i):
+        passes(self.run, i)[0].backward()
+        self.opt.step()
+        if self.ends=='te.step': self.te.step()
+        self.opt.zero_grad()
+
+    def evaluate(self, v, grad=False):
+        self.model.eval()
+        passes(self.run, v, v+2, grad=grad)
+        self.model.train(self.mode)
+
+
+training = [(i, None, 0, i) for i in range(3)]
+evaluations = [(i, 'eval', 0, 101+10*i) for i in range(3)]
+in_turn = [r for pair in zip(training, evaluations, strict=True) for r in pair]
+
+
+@pytest.mark.parametrize('ends', ['optimizer', 'te.step'])
+@pytest.mark.parametrize('grad', [False, True], ids=['no_grad', 'with gradients'])
+@pytest.mark.parametrize('how', ['', 'read', 'compiled', 'before', 'only the last'])
+def test_an_evaluation_is_of_the_step_before(ends, grad, how):
+    "Before the first step it is of step 0, until there is another; the phase tells its rows from the training's; it adds no step and no weight"
+    loop = Loop(ends, compiled=how=='compiled')
+    if how=='before': loop.evaluate(1000, grad)
+    for i in range(3):
+        loop.train(i)
+        if how!='only the last' or i==2: loop.evaluate(100+10*i, grad)
+        if how=='read': assert rows(loop.te)==in_turn[:2*i+2]
+    report = loop.te.close()
+    assert rows(loop.te)==([*training, evaluations[2]] if how=='only the last' else in_turn)
+    assert report['steps']==report['recorded']==3
+    for ttype in ('weight', 'weight_grad'):
+        assert [r[:3] for r in rows(loop.te, ttype, 'model(Sequential).0(Linear)')]==[(i, None, 0) for i in range(3) for _ in range(2)]
+
+
+@pytest.mark.parametrize('ends', ['optimizer', 'te.step'])
+def test_an_evaluation_before_all(ends):
+    "And none after the first step: it is of step 0"
+    loop = Loop(ends)
+    loop.evaluate(1000)
+    loop.train(0)
+    assert loop.te.close()['steps']==1 and sorted(rows(loop.te), key=str)==[(0, 'eval', 0, 1001), (0, None, 0, 0)]
+
+
+def test_a_row_of_step_0_takes_the_place_of_one_before():
+    "In the file are both, and the later one supersedes"
+    loop = Loop('optimizer')
+    loop.evaluate(1000)
+    loop.train(0)
+    loop.evaluate(100)
+    loop.te.close()
+    lines = [json.loads(line) for line in loop.te.t.log_path.read_text().splitlines()]
+    lines = [r for r in lines if r.get('phase') and r['module']=='model(Sequential)']
+    assert [(r['step'], r['mean'], r.get('supersedes')) for r in lines]==[(0, 1001, None), (0, 101, True)]
+    assert rows(loop.te)==in_turn[:2]
+
+
+@pytest.mark.parametrize('ends', ['optimizer', 'te.step'])
+def test_te_step_after_an_evaluation(ends):
+    "An evaluation without gradients is no step, also where te.step() follows it"
+    loop = Loop(ends)
+    for i in range(3):
+        loop.train(i)
+        loop.evaluate(100+10*i)
+        if ends=='te.step': loop.te.step()
+    assert loop.te.close()['steps']==3 and rows(loop.te)==in_turn
+
+
+@pytest.mark.parametrize('ends', ['optimizer', 'te.step'])
+def test_a_model_that_is_trained_in_eval_mode(ends):
+    "Its steps are steps, after the first without a phase; what has no gradients is an evaluation of the one before"
+    loop = Loop(ends, trains_in_eval=True)
+    for i in range(3):
+        loop.train(i)
+        if i: loop.evaluate(100+10*i)
+    assert loop.te.close()['steps']==3 and rows(loop.te)==[(0, 'eval', 0, 0), *in_turn[2:]]
+
+
+@pytest.mark.parametrize('ends', ['optimizer', 'te.step'])
+def test_from_train_mode_to_eval_mode(ends):
+    "The training goes on in `eval()` mode, as when normalisation is frozen: steps go on being counted"
+    loop = Loop(ends)
+    for i in range(4):
+        if i==2: loop.model.eval(); loop.mode = False
+        loop.train(i)
+    assert loop.te.close()['steps']==4 and rows(loop.te)==[(0, None, 0, 0), (1, None, 0, 1), (2, 'eval', 0, 2), (3, None, 0, 3)]
+
+
+@pytest.mark.parametrize('ends', ['optimizer', 'te.step'])
+def test_nothing_but_evaluation(ends):
+    "Where nothing trains, te.step() makes steps of passes; nothing does where an optimizer would"
+    loop = Loop(ends)
+    for i in range(3):
+        loop.evaluate(10*i)
+        if ends=='te.step': loop.te.step()
+    loop.te.close()
+    assert rows(loop.te)==([(i, 'eval', 0, 10*i+1) for i in range(3)] if ends=='te.step' else [(0, 'eval', 0, 11)])
+
+
+@pytest.mark.parametrize('grad', [False, True])
+def test_train_mode_is_training(grad):
+    "torchember goes by train() and eval(): a pass in train() mode is of the open step, also without gradients"
+    loop = Loop('optimizer')
+    for i in range(2):
+        loop.train(i)
+        passes(loop.model, 10+i, grad=grad)
+    loop.te.close()
+    assert rows(loop.te)==[(0, None, 0, 0), (1, None, 0, 5.5), (2, None, 0, 11)]
+
+
+def test_where_passes_are_steps():
+    "Without an optimizer or te.step() an evaluation is a step as any pass is"
+    loop = Loop('passes')
+    for i in range(2): loop.train(i); loop.evaluate(100+10*i)
+    loop.te.close()
+    assert rows(loop.te)==[(0, None, 0, 0), (1, None, 0, 100), (2, None, 0, 102), (3, None, 0, 1), (4, None, 0, 110), (5, None, 0, 112)]
+
+
+def test_a_schedule_and_only_training():
+    "An evaluation is recorded when the step that comes next is, or not at all"
+    loop = Loop('optimizer', every=2)
+    for i in range(3): loop.train(i); loop.evaluate(100+10*i)
+    loop.te.close()
+    assert rows(loop.te)==[training[0], evaluations[1], training[2]]
+    loop = Loop('optimizer', only_training=True)
+    for i in range(3): loop.train(i); loop.evaluate(100+10*i)
+    assert loop.te.close()['steps']==3 and rows(loop.te)==training
+
+
+def test_what_else_is_measured_after_an_evaluation():
+    "te.log joins the step before, log_model and a variable the one that comes"
+    loop = Loop('optimizer')
+    loop.te.watch_tensor('t', torch.ones(1))
+    loop.train(0)
+    loop.evaluate(100)
+    loop.te.log(loss=1.)
+    loop.te.log_model()
+    loop.evaluate(200)
+    loop.train(1)
+    loop.te.close()
+    assert [(r['step'], r['phase'], r['loss']) for r in loop.te.t.lines() if r['ttype']=='scalar']==[(0, 'eval', 1.)]
+    assert [r for r in rows(loop.te) if r[1] is None]==training[:2] and (0, 'eval', 0, 101) in rows(loop.te)
+    assert [(r['step'], r.get('phase')) for r in loop.te.t.lines() if r['tname']=='t']==[(0, None), (1, None)]
+    assert [r[:2] for r in rows(loop.te, 'weight', 'model(Sequential).0(Linear)')]==[(i, None) for i in range(2) for _ in range(2)]
+
+
+@pytest.mark.parametrize('last', ['disarm', 'rearm'])
+def test_disarmed_in_an_evaluation(last):
+    loop = Loop('optimizer')
+    loop.train(0)
+    loop.evaluate(100)
+    getattr(loop.te, last)()
+    assert rows(loop.te)==in_turn[:2] and loop.te.recorder.step==1
+    if last=='rearm':
+        loop.train(1)
+        assert rows(loop.te)==in_turn[:3]
+    loop.te.close()
+
+
+def test_a_closure_after_an_evaluation():
+    "Its pass is the first that tells that the evaluation is over, and its step has begun already: updates have their weights of before"
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    opt = torch.optim.SGD(model.parameters(), .5)
+    te = torchEmber(model, optimizer=opt, stats=['mean'], ttypes=('input', 'update'))
+    def closure():
+        opt.zero_grad()
+        passes(model.train(), 1)[0].backward()
+    for i in range(2):
+        opt.step(closure)
+        passes(model.eval(), 100+i, grad=False)
+    te.close()
+    got = [(r['step'], r['ttype'], r.get('phase'), r['mean'], r.get('ratio')) for r in te.t.lines()]
+    assert got==[(0, 'input', None, 1, None), (0, 'update', None, -1, 1), (0, 'input', 'eval', 100, None), # the gradient of two ones is 2
+        (1, 'input', None, 1, None), (1, 'update', None, -1, None), (1, 'input', 'eval', 101, None)]
