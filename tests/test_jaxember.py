@@ -31,7 +31,7 @@ from jaxed import MLP, by_hand, run, same_bits # noqa: E402
 from torchember import EmberWarning, at, emberTracker, get_stats, read, read_parquet, read_pickle, to_logframe # noqa: E402
 from torchember.jaxember import probe, stash_full_tensor, stash_hist, stash_scalar_stats, track # noqa: E402
 from torchember.jaxember.modules import Where # noqa: E402
-from torchember.jaxember.tags import Asked, Key, asked, tap_p # noqa: E402
+from torchember.jaxember.tags import Asked, Key, Tag, asked, tap_p # noqa: E402
 from torchember.jaxember.twins import Own, Summaries, Twin # noqa: E402
 
 root = Path(__file__).parents[1]
@@ -336,7 +336,7 @@ def test_schedules(every, seen, tmp_path):
 
 def test_a_branch_inside_of_a_loop():
     "`cond` in `while_loop`: each branch has what it was given in the turns that took it, a function of one's own the last of that"
-    def tag(x, name): return tap_p.bind(x, key=Key(Where('', 'model'), 'probe', name), grad=False, number=0)
+    def tag(x, name): return tap_p.bind(x, tag=Tag(Key(Where('', 'model'), 'probe', name), 0))
     def user(x):
         def turn(s): return s[0]+1, lax.cond(s[0]%3==0, lambda y: tag(y+1, 'third'), lambda y: tag(y*2, 'other'), s[1])
         return lax.while_loop(lambda s: s[0]<4, turn, (0, x))[1].sum()
