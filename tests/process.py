@@ -109,7 +109,8 @@ def figures():
 
 def drawing():
     m = loaded('matplotlib')
-    return {f'rcParams[{k!r}] of matplotlib': v for k,v in dict.items(m.rcParams)} if m else {}
+    shell = 'backend', 'interactive' # which a notebook's shell chooses when it begins
+    return {f'rcParams[{k!r}] of matplotlib': v for k,v in dict.items(m.rcParams) if k not in shell} if m else {}
 
 
 # what may go, but not come; how to say so
