@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['count_dispatch_modes', 'count_function_modes', 'inside_transform', 'without_dispatch_modes', 'without_function_modes',
            'without_transforms', 'is_wrapped', 'unwrap', 'running_node', 'who_saves', 'again', 'metadata_passes',
-           'hooks_in_graphs', 'say_missing', 'recomputing', 'function_around', 'only_metadata', 'same_function',
-           'never_compile', 'say_no_hooks', 'thread_token', 'never_merge', 'keep_in_order', 'has_step_hooks',
-           'loss_scale', 'is_unscaled', 'any_unscaled', 'shared_store']
+           'hooks_in_graphs', 'say_missing', 'computes_again', 'recomputing', 'function_around', 'only_metadata',
+           'same_function', 'never_compile', 'say_no_hooks', 'thread_token', 'never_merge', 'keep_in_order',
+           'has_step_hooks', 'loss_scale', 'is_unscaled', 'any_unscaled', 'shared_store']
 
 # %% ../nbs/03_private_torch.ipynb #03torch02
 import sys, weakref
@@ -89,11 +89,13 @@ who_saves = private('torch._C._autograd._top_saved_tensors_default_hooks', lambd
 
 again = 'checkpoint', 'compiled', 'recompute', 'revers', 'invert' # in the names of autograd Functions whose backward computes again what their forward did
 
+def computes_again(function): return any(w in function.__name__.lower() for w in again)
+
 def recomputing():
     "Whether a backward computes again what was shown before, as checkpointing does. An autograd Function not known for that computes something new"
     if running_backward()==-1: return False
     function = getattr(type(running_node()), '_forward_cls', None)
-    if function is None or any(w in function.__name__.lower() for w in again): return True # a node of torch's own asks for what was not saved
+    if function is None or computes_again(function): return True # a node of torch's own asks for what was not saved
     hooks = who_saves(False)
     return bool(hooks) and hooks[0].__qualname__.startswith('_recomputation_hook')
 
@@ -102,7 +104,7 @@ def function_around():
     if running_backward()!=-1: return True
     if torch.is_grad_enabled(): return None
     apply,frame = torch.autograd.Function.apply.__func__.__code__,sys._getframe(1)
-    while frame is not None and frame.f_code is not apply: frame = frame.f_back
+    while frame is not None and (frame.f_code is not apply or computes_again(frame.f_locals['cls'])): frame = frame.f_back # compiled code is in one, too
     return None if frame is None else tuple(weakref.ref(x) for x in frame.f_locals['args'] if isinstance(x, torch.Tensor))
 
 # Of `torch.distributed.pipelining.stage`, in torch 2.4 and later: without them such a pass is recorded
