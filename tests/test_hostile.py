@@ -12,6 +12,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pytest
+import torch
 
 import torchember
 from torchember.frames.logs import read, runs, wide
@@ -19,6 +20,8 @@ from torchember.record import EmberWarning
 from torchember.show.histograms import counts_of
 from torchember.show.live_view import Reader, Viewer, base_of
 from torchember.show.page_data import page_of
+from torchember.show.pointing import losses_of
+from torchember.state.plots import plot_heatmap, plot_hist
 from torchember.store import base, columns, jsonl
 from torchember.store.jsonl import emberTracker, last_step_of, new_run
 
@@ -386,3 +389,45 @@ def test_pictures_of_fields_of_another_type(home, field):
         assert 'step 3' in Viewer(True, {}).answer(t.log_path, True)['line'], value
         assert page_of(t)['run']['last']==3, value
         plt.close('all')
+
+
+# ---- names
+
+hostile = (r'$\x$', '$', '$$', '\x1b[2J', '\x1b]0;t\x07', '\x9b31m', '\u202eabc', 'a\nb', '(', '<script>', '_hidden', '%s', '{0}', "'", '\\', 'größe', '层')
+
+
+@pytest.fixture
+def named_run(home):
+    "Layers, and a number, with all these names"
+    layers = [row(s, module=f'model(Net).{n}(L)', exponents=[0, 3, 1, 0], exponent_min=-2, shape=[4], std=.5+i)
+        for s in range(3) for i,n in enumerate(hostile)]
+    (home/'log'/'named').write_bytes(lines(*layers, *(row(s, module='model(Net)', ttype='scalar', **{r'$\x$': 10.**s}) for s in range(4))))
+    return emberTracker('named', home)
+
+
+pictures = {
+    'overview': lambda r: torchember.overview(r, loss=r'$\x$'),
+    'exp_hist': lambda r: torchember.exp_hist(r, layer=r'$\x$'),
+    'tree': torchember.tree,
+    'ridge': lambda r: torchember.ridge(r, layer=r'$\x$'),
+    'lines': lambda r: torchember.scalar_line(r, scalar_metric='std'),
+    'panels': lambda r: torchember.scalar_line(r, layer=[r'$\x$', '\x1b[2J'], scalar_metric='std'),
+    'heat map': lambda r: torchember.scalar_global_heatmap(r, tt='output', scalar_metric='std'),
+    'losses': lambda r: losses_of(None, r.df).draw(plt.figure()),
+    'layers': lambda r: plot_hist({n: torch.ones(2) for n in hostile}, r'$\x$', lw=True),
+    'stripes': lambda r: plot_heatmap({n: torch.ones(2) for n in hostile}, r'$\x$')}
+
+
+@pytest.mark.filterwarnings('ignore:.*(Glyph|font)') # which has few of these letters
+@pytest.mark.parametrize('picture', pictures)
+def test_names_are_drawn_letter_by_letter(named_run, picture):
+    "No formula of a name ends a picture, and none is read out of it"
+    pictures[picture](named_run)
+    texts = [t for n in plt.get_fignums() for t in plt.figure(n).findobj(plt.Text) if t.get_text()]
+    for n in plt.get_fignums(): plt.figure(n).canvas.draw()
+    plt.close('all')
+    assert not [t.get_text() for t in texts if not quiet(t.get_text())]
+    assert not [t.get_text() for t in texts if r'\x$' in t.get_text() and t.get_parse_math()]
+
+
+def quiet(text): return all(c.isprintable() or c in '\n\t' for c in text)

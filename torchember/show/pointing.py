@@ -14,7 +14,7 @@ import matplotlib.patheffects as effects
 import numpy as np
 
 from ..needs import needs
-from ..record import an, values_of, warn
+from ..record import an, printable, values_of, warn
 from .controls import Arguments, Layers, Steps, shape, steps_of
 from .first_look import loss_of
 from .heatmaps import cells_of, column_edges
@@ -94,8 +94,9 @@ class Losses:
     def says(self, i, recorded=None):
         "The sentence of a step"
         more = f'\nrecorded: step {recorded}' if recorded is not None and recorded!=self.steps[i] else ''
-        return '\n'.join([f'step={self.steps[i]:g}', *(f'{n}={y[i]:.4g}' for n,y in self.lines.items())])+more
+        return '\n'.join([f'step={self.steps[i]:g}', *(f'{printable(n)}={y[i]:.4g}' for n,y in self.lines.items())])+more
 
+    @drawn
     def draw(self, fig):
         "The curves; the axes"
         ax,ys = fig.subplots(),np.concatenate([y[np.isfinite(y)] for y in self.lines.values()])
@@ -281,18 +282,20 @@ class Interactive:
 
     # The loss
 
-    @drawn
     def draw_loss(self):
-        ax = self.loss_axes = self.losses.draw(self.loss.figure)
-        ink = mpl.rcParams['text.color']
-        line = vertical(ax)
+        self.loss_axes = self.losses.draw(self.loss.figure)
+        self.draw_cross(self.loss_axes)
+        self.loss.show()
+
+    @drawn
+    def draw_cross(self, ax):
+        ink,line = mpl.rcParams['text.color'],vertical(ax)
         dots = [ax.plot([], [], 'o', ms=5, color=l.get_color(), visible=False)[0] for l in ax.lines if l is not line]
         back = {'boxstyle': 'round,pad=.3', 'facecolor': ax.get_facecolor(), 'edgecolor': 'none', 'alpha': .85}
-        text = ax.text(.98, .98, '', transform=ax.transAxes, ha='right', va='top', color=ink, visible=False, bbox=back)
+        text = ax.text(.98, .98, '', transform=ax.transAxes, ha='right', va='top', color=ink, visible=False, bbox=back, parse_math=False)
         text.set_in_layout(False)
         self.cross = line,dots,text
         self.loss.above(line, *dots, text)
-        self.loss.show()
 
     def put_lines(self, step):
         for l in self.lines:

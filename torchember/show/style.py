@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/60_show/00_style.ipynb #188adcd2
-import functools, math
+import functools, math, re
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -14,6 +14,8 @@ import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.colors import to_rgb
+
+from ..record import printable
 
 # %% ../../nbs/60_show/00_style.ipynb #27ffc18e
 palettes = {
@@ -41,7 +43,38 @@ def look():
         'axes.spines.top': False, 'axes.spines.right': False, 'axes.edgecolor': line,
         'axes.labelcolor': ink, 'text.color': ink, 'axes.titlecolor': ink,
         'xtick.color': line, 'ytick.color': line, 'xtick.labelcolor': ink, 'ytick.labelcolor': ink,
-        'axes.prop_cycle': mpl.cycler(color=palettes[dark]), 'legend.frameon': False, 'axes.grid': False, 'lines.linewidth': 1.3}
+        'axes.prop_cycle': mpl.cycler(color=palettes[dark]), 'legend.frameon': False, 'axes.grid': False, 'lines.linewidth': 1.3,
+        'text.parse_math': False}
+
+# %% ../../nbs/60_show/00_style.ipynb #d9ac9375
+formula = re.compile(r'\$2\^\{-?\d+\}\$') # as `base2` writes it
+
+def figures_of(got):
+    "The figures of axes, one or several, or of what else a function has returned"
+    found = [getattr(o, 'figure', None) for o in (got if isinstance(got, list|tuple) else got.ravel() if isinstance(got, np.ndarray) else [got])]
+    return list(dict.fromkeys(f for f in found if hasattr(f, 'findobj')))
+
+def texts_of(fig): return fig.findobj(mpl.text.Text)
+
+def lines_of(text): return '\n'.join(map(printable, text.split('\n')))
+
+class Printable:
+    "What makes the labels of an axis, as matplotlib keeps those that it was given, without signs that are none"
+    def __init__(self, f): self.f = f
+    def __call__(self, x, pos=None): return lines_of(str(self.f(x, pos)))
+
+def as_letters(fig, users):
+    "Names are drawn letter by letter, numbers as matplotlib does"
+    for t in texts_of(fig):
+        s = t.get_text()
+        if users.get(t)==s: continue
+        if not s.isprintable(): t.set_text(lines_of(s))
+        t.set_parse_math('$' not in s or bool(formula.fullmatch(s)))
+    for axis in [getattr(ax, a) for ax in fig.axes for a in ('xaxis', 'yaxis', 'zaxis') if hasattr(ax, a)]:
+        names = axis.get_major_formatter()
+        if isinstance(names, mpl.ticker.FuncFormatter): names.func = names.func if isinstance(names.func, Printable) else Printable(names.func)
+        for tick in (*axis.get_major_ticks()*(not isinstance(names, mpl.ticker.FuncFormatter)), *axis.get_minor_ticks()):
+            for label in (tick.label1, tick.label2): label.set_parse_math(True)
 
 # %% ../../nbs/60_show/00_style.ipynb #ee344c0f
 def drawn(
@@ -50,7 +83,11 @@ def drawn(
     "A function that draws does so in torchember's look, and leaves matplotlib's settings as they were"
     @functools.wraps(f)
     def g(*args, **kwargs):
-        with mpl.rc_context(look()): return f(*args, **kwargs)
+        theirs = kwargs.get('ax', [a for a in args if isinstance(a, mpl.axes.Axes)])
+        users = {t: t.get_text() for fig in figures_of(theirs) for t in texts_of(fig)}
+        with mpl.rc_context(look()): got = f(*args, **kwargs)
+        for fig in figures_of(got): as_letters(fig, users)
+        return got
     return g
 
 # %% ../../nbs/60_show/00_style.ipynb #d6994220

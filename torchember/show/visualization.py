@@ -73,6 +73,7 @@ class ToFigure:
         if self.figure.canvas.manager is not None: self.figure.canvas.draw_idle()
         self.drawn = time.perf_counter()
         self.took = self.drawn-began
+        return self.figure
 
     def resize(self, size): self.figure.set_size_inches(*size)
 

@@ -11,6 +11,7 @@ import math, os, re, time
 import numpy as np
 import torch
 
+from ..record import printable
 from .layers import with_values
 
 # %% ../../nbs/45_state/04_plots.ipynb #8d887ff4
@@ -60,7 +61,7 @@ def canvas(
         across = math.ceil(n**.5) if n>3 else n
         down = math.ceil(n/across)
         fig,grid = plt.subplots(down, across, figsize=(size[0]*across, size[1]*down), squeeze=False, layout='constrained')
-        if title: fig.suptitle(title, fontsize=10)
+        if title: fig.suptitle(printable(title), fontsize=10, parse_math='$' not in title)
         grid = grid.ravel()
         for a in grid[n:]: a.remove()
         return grid[:n], note
@@ -74,7 +75,7 @@ def titled(ax, title, *notes):
     spec = ax.get_subplotspec()
     inches = ax.figure.get_figwidth()/spec.get_gridspec().ncols if spec else ax.figure.get_figwidth()*ax.get_position().width
     chars = max(20, int(inches*12)) # at 9 points a letter is about 1/13 inch wide
-    ax.set_title('\n'.join(broken(t, chars) for t in (title, ', '.join(filter(None, notes))) if t), fontsize=9)
+    ax.set_title('\n'.join(broken(printable(t), chars) for t in (title, ', '.join(filter(None, notes))) if t), fontsize=9, parse_math='$' not in title)
 
 def broken(text, chars):
     "A text in lines, broken at spaces and after dots, and not inside a shape"
@@ -308,7 +309,7 @@ def plot_heatmap(
     coloured(axes[0], np.stack([stretched(x, n) for x in layers.values()]), vmin, vmax, log, square, True, **kwargs)
     titled(axes[0], title, f'{n} values of each layer, evenly apart' if longest>n else '')
     every = range(0, len(layers), math.ceil(len(layers)/100))
-    axes[0].set_yticks(every, [list(layers)[i] for i in every], fontsize=7)
+    axes[0].set_yticks(every, [printable(list(layers)[i]) for i in every], fontsize=7, parse_math=False)
     axes[0].set(xlabel='values in memory order', xticks=[])
     return finished(axes, note, True, to, f'{title}_heatmap')
 
