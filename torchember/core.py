@@ -171,11 +171,9 @@ class torchEmber:
         return self.arm()
 
     def step(self):
-        "The training step is over: call it after `backward`, before `zero_grad`; for micro-batches also before the first. From then on only this closes one"
+        "The training step is over: call it after `backward`, before `zero_grad`. From then on only this closes one"
         r = self.recorder
-        if not r.steps.awaited:
-            r.steps.manual = True
-            r.close(boundary=True)
+        if not r.steps.awaited: r.boundary()
         elif r.steps.opened: r.notices.once('two', "te.step() does nothing here: the optimizer that torchEmber was given ends each step. "
             "Leave out one of the two.")
 

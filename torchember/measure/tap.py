@@ -172,6 +172,13 @@ class Arena:
         for i in np.flatnonzero(which): vectors[i] = nothing(self.taps[heads[i, TAP]].wanted)
         return vectors
 
+    def renumber(self, micro):
+        "What was observed since `begin`, and what comes, is of the pass `micro`"
+        with self.lock:
+            self.micro = micro
+            for b in self.blocks: b.head[:b.used, MICRO] = micro
+            for c in self.where: c[:, LIKE+MICRO] = micro
+
     def take(self,
         earlier=None # The `Snapshot`s that were taken of the same step before, to go on from
     ):
@@ -352,6 +359,12 @@ class Snapshot:
     def __init__(self, parts, taps, earlier): self.parts,self.taps,self.earlier = parts,taps,earlier
 
     def __len__(self): return sum(len(h) for h,_ in self.parts)
+
+    def as_pass(self, micro):
+        "The same rows, with those from before, as of the pass `micro`"
+        parts = [(h.copy(), v) for s in (*self.earlier, self) for h,v in s.parts]
+        for h,_ in parts: h[:, MICRO] = micro
+        return Snapshot(parts, self.taps, [])
 
     def rows(self):
         "The rows in order, one dict each: event, key, call, micro, dtype, and the statistics"

@@ -114,6 +114,7 @@ class Page:
         self.custom = [] # what functions of the user's returned: (event, key, call, micro, dtype, statistics)
         self.on_device = False # whether a step before this measured something that was not on the CPU
         self.generators = Generators() # for functions of the user's
+        self.joined = [] # parts of snapshots, of passes that were taken for steps of their own
         self.parts = {} # `place_of` what is a part of a tensor -> columns that say so
         self.fresh_arena() # and `taken`: snapshots that were taken of this step already; `given`: (key, call, micro) of the rows in `custom` that were
 
@@ -123,7 +124,7 @@ class Page:
         self.void = set() # of `given`: what is to be given anew, since a pass raised
 
     @property
-    def size(self): return self.arena.filled+len(self.custom) # rows
+    def size(self): return self.arena.filled+len(self.custom)+len(self.joined) # rows, about
 
     def measure(self,
         state, # Of the module, see `capture.forward.State`
@@ -216,6 +217,29 @@ class Page:
         self.custom = [r for r in self.custom if r[3]!=micro or r[1][3]]
         self.void |= {k for k in self.given if k[2]==micro}
 
+    def join(self,
+        earlier:list, # Steps that passes had closed, in their order: see `journal.Closed`. Rows of the first are in the log
+        own=() # Rows of the open step, as `custom` has them, that are in the log under its number
+    ):
+        """What was measured of them is of the open step: they were its first passes
+
+        Args:
+            earlier: Steps that passes had closed, in their order: see `journal.Closed`. Rows of the first are in the log
+            own: Rows of the open step, as `custom` has them, that are in the log under its number
+        """
+        n,noted,rows = len(earlier),0,[]
+        self.arena.renumber(n)
+        first,*more = [e.measured.snapshot.as_pass(i) for i,e in enumerate(earlier) if e.measured and e.measured.snapshot.taps is self.arena.taps] or [None]
+        self.joined = [p for s in (*more, *(s.as_pass(n) for s in self.taken)) for p in s.parts]
+        self.taken = [first] if first else []
+        self.micro,self.handed_out = n,True
+        self.given = {(key, call, None) for _,key,call,*_ in earlier[0].own if key[3]} # as in the log, what a step has once has no number of a pass
+        for i,some in enumerate([*(e.own for e in earlier), [*own, *self.custom]]):
+            if i: rows += [(at, k, c+noted*(k[1]=='scalar'), None if k[3] or m is None else i, *rest) for at,k,c,m,*rest in some if i==n or not k[3]]
+            noted += earlier[i].noted if i<n else 0
+        self.custom = rows
+        self.parts = {k:v for e in earlier if e.measured for k,v in e.measured.parts.items()} | self.parts
+
     def forget_seen(self):
         "A tensor that is measured now is read, even if it was seen before"
         self.arena.seen.clear()
@@ -240,6 +264,7 @@ class Page:
             `Snapshot` of the arena, and custom rows
         """
         snapshot,custom,self.custom = self.arena.take(list(self.taken)),self.custom,[]
+        snapshot.parts,self.joined = self.joined+snapshot.parts,[]
         if not over and len(snapshot): self.taken.append(snapshot); self.handed_out = True
         anew = {k for k in self.given if k[0][3]} | self.void # of a parameter the last row counts
         custom = [(*r[:5], r[5] | {'supersedes': True}) if r[1:4] in anew else r for r in custom]

@@ -23,14 +23,14 @@ from .buffers import Buffers
 from .calls import Calls, stack_room
 from .cost import Cost
 from .gradients import Gradients
-from .journal import Journal
+from .journal import Closed, Journal
 from .notices import ChangingMarks, Notices
 from .optimizer import Updates, kinds_of
 from .page import Page
 from .parameters import Parameters, grad_of, look_over
 from .process import open_recorders
 from .rows import on_its_way
-from .steps import Decision, Phases, Steps
+from .steps import Decision, Passes, Phases, Steps
 
 # %% ../../nbs/40_recorder/80_recorder.ipynb #c461705f
 recorded = tuple(t for t in ttypes if t!='scalar') # tensor types that can be recorded
@@ -70,7 +70,7 @@ class HearsPasses(Listener):
         self.stack_room = 0 # how much deeper Python's stack may be while the model runs
 
         self.notices,self.marks,self.journal = Notices(on_error),ChangingMarks(),Journal(t, rank)
-        self.calls,self.phases,self.steps = Calls(),Phases(),Steps(step)
+        self.calls,self.phases,self.steps,self.passes = Calls(),Phases(),Steps(step),Passes()
         self.decide,self.cost = Decision(when, budget, self.notices),Cost(budget)
         self.page = Page(dict.fromkeys(recorded, stats), self.notices, self.calls)
         self.states = [] # of the armed modules, root first
@@ -180,9 +180,10 @@ class HearsPasses(Listener):
         "Perhaps the step before is over now"
         self.called = True
         if self.steps.failed: self.take_back()
-        looked = self.weights_watched and (not state.root if self.watch is None else self.steps.opened and not self.watch.busy) # LBFGS moves them itself
+        here = not (state.root and self.steps.manual) if self.watch is None else self.steps.opened and not self.watch.busy # LBFGS moves them itself
+        looked = self.weights_watched and here
         weights = versions(self.weights_watched) if looked else None
-        if self.steps.ends(path, phase, weights, joins): self.close()
+        if self.steps.ends(path, phase, weights, joins): self.closed_by_pass()
         new = self.steps.begin(path, phase, weights, joins)
         if not self.on: return
         if new:
@@ -359,15 +360,49 @@ class HearsSteps(HearsCalls):
         """
         with self.lock: self.over(boundary)
 
-    def over(self, boundary=False):
+    @timed
+    def boundary(self):
+        "`torchEmber.step`: the step is over, and from now on only this ends one"
+        with self.lock:
+            if not self.steps.manual: self.join_passes()
+            self.steps.manual = True
+            self.over(boundary=True)
+
+    def closed_by_pass(self):
+        "A pass ends the step before, as long as nobody says that it was the first of a step with several"
+        steps,hint,journal,on = self.steps,self.parameters.hint,self.journal,bool(self.on)
+        weights,noted,without = None if steps.phase or not steps.training_passes else steps.weights,journal.noted[steps.number],hint.steps_without
+        journal.last = None
+        self.over(wait=self.passes.another(weights), by_pass=True)
+        self.passes.closed(weights, Closed(journal.last, journal.ended, noted, hint.steps_without-without, on))
+
+    def join_passes(self):
+        "Steps that passes closed are of the open one, which `torchEmber.step` ends"
+        steps,journal = self.steps,self.journal
+        earlier = self.passes.of(steps.weights) if steps.passes[None] and not steps.phase else []
+        if not earlier: return
+        self.seen_steps -= len(earlier)
+        self.recorded_steps -= sum(e.on for e in earlier)
+        self.parameters.hint.steps_without -= sum(e.without for e in earlier)
+        stale = steps.number if self.page.handed_out or self.page.given else steps.number-1-len(journal.waiting)
+        journal.waiting,number = [],steps.number
+        steps.join(len(earlier), stale)
+        journal.noted[steps.number] = sum(e.noted for e in earlier)+journal.noted[number]
+        own,journal.own = journal.own,[]
+        if earlier[0].on: self.page.join(earlier, own)
+        else: self.page.take(True) # the schedule does not want this step
+        self.set_on(earlier[0].on)
+
+    def over(self, boundary=False, by_pass=False, wait=False):
+        if not by_pass: self.passes.clear()
         if not self.steps.opened: return
         if boundary and self.steps.graded: self.steps.measured = True # a step that was trained in `eval()` mode
         if self.steps.evaluation: return None if boundary else self.end_evaluation()
         self.without_failed()
-        try: self.end_of_step(boundary)
+        try: self.end_of_step(boundary, wait)
         finally: self.next_step() # also when Ctrl-C comes in between
 
-    def end_of_step(self, boundary):
+    def end_of_step(self, boundary, wait=False):
         "What a step has at its end, and all of it to the log"
         if boundary: self.cost.last = clock()
         if self.on:
@@ -378,7 +413,7 @@ class HearsSteps(HearsCalls):
                 self.flush(True)
                 raise
             self.parameters.hint.step_over(bool(self.steps.passes[None]), self.states, self.steps.manual, self.ttypes, boundary)
-        if self.touched or self.page.size or self.journal.file_is_open: self.flush(True)
+        if self.touched or self.page.size or self.journal.file_is_open: self.flush(True, wait)
 
     def without_failed(self):
         "Beside others of its step a pass that raised does not count. Alone it is what there is"
@@ -466,18 +501,23 @@ class Recorder(HearsSteps):
     # ---- to the log
 
     @timed
-    def flush(self, over=False): # over: whether the step is
+    def flush(self,
+        over:bool=False, # Whether the step is
+        wait:bool=False # Whether it may turn out to be none
+    ):
         """Hand all that was measured to the log. Returns before it is written
 
-        Returns:
-            over: whether the step is
+        Args:
+            over: Whether the step is
+            wait: Whether it may turn out to be none
         """
-        with self.lock: self.journal.write(self.page, self.steps, over)
+        with self.lock: self.journal.write(self.page, self.steps, over, wait)
 
     def finish(self):
         "Nothing more will come of the open step: hand over what it has"
         with self.lock:
             if self.steps.evaluation: self.end_evaluation()
+            self.passes.clear()
             self.without_failed()
             if self.on and self.steps.opened: self.measure_at_end()
         self.flush()
@@ -540,7 +580,7 @@ class Recorder(HearsSteps):
         return out+([f"First value that is not finite: {bad}."] if bad else [])
 
     def __del__(self):
-        if getattr(self, 'page', None) is not None and self.page.size: self.flush()
+        if getattr(self, 'page', None) is not None and (self.page.size or self.journal.waiting): self.flush()
 
 for f in (Recorder.pass_begins, Recorder.pass_ends, Recorder.records, Recorder.call_begins, Recorder.call_ends, Recorder.call_fails, Recorder.recomputed,
     Recorder.probe, Recorder.inside, Recorder.memory_reused): never_compile(f)

@@ -1,0 +1,167 @@
+"""Who ends steps by `te.step()` says so when the first is over: rows are then as if it had been known from the start"""
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+
+from torchember import emberTracker, every, torchEmber
+from torchember.recorder.steps import Passes
+
+
+class Parts(nn.Module):
+    "Its second layer is in the first pass only, where that is asked for"
+    def __init__(self):
+        super().__init__()
+        self.a,self.b,self.norm = nn.Linear(3, 4),nn.Linear(4, 4),nn.BatchNorm1d(4)
+
+    def forward(self, x, short=False):
+        y = self.norm(self.a(x))
+        return y if short else self.b(y).tanh()
+
+
+def own(x): return {'most': x.detach().abs().max(), 'n': x.numel()}
+
+
+grads = ('input_grad', 'output_grad')
+ttypes = ('input', 'output', 'weight', 'weight_grad', *grads, 'buffer')
+
+
+def rows(passes, known, steps=3, each=False, read=False, log=False, compiled=False, move=True, short=False, **kw):
+    "What is in the log, the time apart, and the report"
+    torch.manual_seed(0)
+    m = Parts()
+    o,te = torch.optim.SGD(m.parameters(), .1, momentum=.9),torchEmber(m, **kw)
+    run = torch.compile(m, backend='aot_eager') if compiled else m
+    if known: te.step()
+    for s in range(steps):
+        outs = []
+        for i in range(passes):
+            outs.append(run(torch.randn(5, 3), short=short and i>0).square().mean()*(i+1))
+            if each: outs.pop().backward()
+            if log: te.log(**{f'loss_{i}': s+i/10})
+            if read and (read!='once' or i==0): te.t.df # noqa: B018
+        if outs: sum(outs).backward()
+        te.step()
+        if move: o.step()
+        m.zero_grad()
+    report = te.close()
+    latest = te.t.latest_df
+    df,latest = (d.drop(columns='ts').sort_values(list(key(d)), ignore_index=True) for d in (te.t.df, latest))
+    return df, latest, report
+
+
+def key(df): return [c for c in ('step', 'module', 'ttype', 'tname', 'pname', 'call', 'micro', 'backward') if c in df]
+
+
+def same(a, b): pd.testing.assert_frame_equal(a[sorted(a)], b[sorted(b)], check_exact=False, rtol=1e-12, check_categorical=False)
+
+
+cases = [dict(), dict(each=True), dict(read=True), dict(read='once'), dict(log=True), dict(stats='numerics'), dict(short=True),
+    dict(move=False), dict(log=True, read=True, each=True, stats=['mean', 'numel'])]
+
+@pytest.mark.parametrize('passes', [1, 2, 3])
+@pytest.mark.parametrize('case', cases, ids=lambda c: '-'.join(map(str, c)) or 'plain')
+def test_as_if_it_had_been_known(passes, case):
+    (a,latest,report),(b,expected,told) = (rows(passes, known, ttypes=ttypes, **case) for known in (False, True))
+    assert sorted(a.step.unique())==[0, 1, 2]
+    assert not a.duplicated(key(a)).any()
+    same(a, b)
+    same(latest, expected)
+    assert [report[k] for k in ('steps', 'recorded')]==[told[k] for k in ('steps', 'recorded')]
+
+
+@pytest.mark.parametrize('passes', [2, 3])
+def test_compiled(passes):
+    (a,*_),(b,*_) = (rows(passes, known, compiled=True, ttypes=[t for t in ttypes if t not in grads]) for known in (False, True))
+    same(a, b)
+
+
+@pytest.mark.parametrize('passes', [2, 3])
+@pytest.mark.parametrize('start', [0, 1])
+def test_on_a_schedule(passes, start):
+    "Of a first step that is wanted, its later passes may have been taken for steps that are not; of one that is not wanted nothing is left"
+    (a,*_),(b,*_) = (rows(passes, known, every=every(2, start), steps=4) for known in (False, True))
+    assert sorted(a.step.unique())==[start, start+2] and not a.duplicated(key(a)).any()
+    same(*(d[d.step>0].reset_index(drop=True) for d in (a, b)))
+
+
+def test_by_functions_of_the_users():
+    "Which cannot be merged: a row for each pass, once what a step has once. The first pass was written without its number"
+    (a,*_),(b,*_) = (rows(2, known, stats=own, read=known) for known in (False, True))
+    a,b = (d.assign(micro=d.micro.fillna(0)) for d in (a, b))
+    assert not a.duplicated(key(a)).any()
+    same(a.sort_values(key(a), ignore_index=True), b.sort_values(key(b), ignore_index=True))
+
+
+def test_steps_by_passes_stay_steps():
+    "Weights that changed in between are of another step"
+    m = nn.Linear(3, 1)
+    o,te = torch.optim.SGD(m.parameters(), .1),torchEmber(m)
+    for _ in range(4): # as long as nothing is said, passes are steps
+        o.zero_grad()
+        m(torch.ones(2, 3)).sum().backward()
+        o.step()
+    assert sorted(te.t.df.step.unique())==[0, 1, 2, 3]
+    for _ in range(2):
+        o.zero_grad()
+        (m(torch.ones(2, 3))-m(torch.zeros(2, 3))).sum().backward()
+        te.step()
+        o.step()
+    te.close()
+    df = te.t.df
+    assert sorted(df.step.unique())==[0, 1, 2, 3, 4, 5] and (df[df.ttype=='input'].numel.fillna(6)==[6]*4+[12]*2).all()
+
+
+def test_an_evaluation_in_between_is_no_part_of_it():
+    m = nn.Sequential(nn.Linear(3, 1), nn.Dropout())
+    te = torchEmber(m, ttypes=('input',))
+    m(torch.ones(2, 3))
+    m.eval()
+    m(torch.full((2, 3), 5.))
+    m.train()
+    m(torch.full((2, 3), 2.)).sum().backward()
+    te.step()
+    te.close()
+    df = te.t.df
+    assert df[df.path==''][['step', 'mean']].values.tolist()==[[0, 1], [1, 5], [2, 2]]
+
+
+def test_too_many_passes_are_steps():
+    m = nn.Linear(3, 1)
+    te = torchEmber(m, ttypes=('input',))
+    for _ in range(Passes.most+2): m(torch.ones(2, 3))
+    te.step()
+    assert te.close()['steps']==Passes.most+2 and te.t.df.step.nunique()==Passes.most+2
+
+
+def test_nothing_waits_for_it():
+    "What the first pass brought is on its way to the file when the next begins; where nothing can be trained with, that of each"
+    m = nn.Linear(3, 1)
+    def lines(te):
+        te.t.file.barrier()
+        return len(te.t.log_path.read_text().splitlines())
+    te = torchEmber(m, ttypes=('output',))
+    for _ in range(3): m(torch.ones(2, 3))
+    assert lines(te)==1
+    te.step()
+    te.close()
+    assert emberTracker(te.fname).df.step.tolist()==[0]
+    te = torchEmber(m, ttypes=('output',))
+    with torch.no_grad():
+        for _ in range(3): m(torch.ones(2, 3))
+    assert lines(te)==2
+    te.close()
+
+
+def test_armed_anew_in_between():
+    m = nn.Linear(3, 1)
+    te = torchEmber(m, ttypes=('output',))
+    for _ in range(2): m(torch.ones(2, 3))
+    te.rearm()
+    m(torch.ones(2, 3)).sum().backward()
+    te.step()
+    m(torch.ones(2, 3)).sum().backward()
+    te.step()
+    te.close()
+    df = te.t.df
+    assert not df.duplicated(key(df)).any() and df.step.is_monotonic_increasing and df.step.nunique()==df.step.max()+1
