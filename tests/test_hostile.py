@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import torchember
+from torchember.choose import select
 from torchember.frames.logs import read, runs, wide
 from torchember.record import EmberWarning
 from torchember.show.histograms import counts_of
@@ -431,3 +432,45 @@ def test_names_are_drawn_letter_by_letter(named_run, picture):
 
 
 def quiet(text): return all(c.isprintable() or c in '\n\t' for c in text)
+
+
+def said_by(f):
+    "What a call says, whether it warns, raises, prints or returns"
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('always')
+        try: got = repr(f())
+        except (LookupError, ValueError, TypeError, OSError) as e: got = ' '.join(map(str, e.args))
+    return [got, *(str(w.message) for w in said if issubclass(w.category, EmberWarning))]
+
+
+def net_named(names, kind):
+    "A model whose class and layers have these names"
+    net = type(kind, (torch.nn.Sequential,), {})()
+    for n in names: net.add_module(n, torch.nn.Linear(2, 2))
+    return net
+
+
+def test_names_reach_terminals_printable(tmp_path, capsys):
+    "Whatever layers, classes, marks and runs are called: no warning, repr, plan, summary or error has a sign in it that a terminal obeys"
+    esc,names = '\x1b[2J',[n for n in hostile if n!='_hidden']
+    said,net = [],net_named(names, f'Net{esc}')
+    def warned(f): said.extend(said_by(f)); return f
+    with torchember.torchEmber(net, home=tmp_path) as te:
+        te.mark(**{esc: 1.})
+        for f in (lambda: te, lambda: te.plan(), lambda: te.plan(torch.ones(1, 2)), lambda: te.tracks,
+            lambda: te.model(torch.full((1, 2), float('nan'))).sum().backward(),
+            te.step, lambda: te.unmark('no such'), lambda: torchember.torchEmber(net, include='no such')): warned(f)
+    table = read(te.fname, home=tmp_path)
+    twice = table.assign(run=[esc]+['b']*(len(table)-1))
+    for f in (lambda: torchember.summary(te), te.close, lambda: torchember.summary(te, layer='no such'), lambda: read(te.fname, path='no such', home=tmp_path),
+        lambda: read(te.fname, columns='no such', home=tmp_path), lambda: wide(table, 'no such'), lambda: wide(table, 'std', 'no such'),
+        lambda: wide(twice, 'std'), lambda: torchember.summary(twice), lambda: torchember.overview(te, loss='no such'),
+        lambda: torchember.summary(table.drop(columns='step').rename(columns={'std': esc})), lambda: te.t, lambda: te.close(),
+        lambda: torchember.from_weight(net), lambda: torchember.from_weight(net).describe(display=False), lambda: torchember.from_weight(net)['no such'],
+        lambda: torchember.from_weight(net).norm(lw=True), lambda: select([type(net), 'a']), lambda: runs(tmp_path).to_string()): warned(f)
+    torchember.from_weight(net).describe()
+    said.append(capsys.readouterr().out)
+    assert any('2J' in t for t in said)
+    assert not [t for t in said if not quiet(t)]
+    assert set(read(te.fname, home=tmp_path)['path'])>={esc, 'größe', '层', r'$\x$'} # files and columns have them as they are
+    assert "größe" in repr(torchember.summary(te)) and '层' in repr(torchember.summary(te))

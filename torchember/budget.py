@@ -17,6 +17,7 @@ from torch import nn
 from .capture.events import Listener
 from .capture.forward import arm, disarm
 from .capture.tree import tracks
+from .record import printable
 
 # %% ../nbs/35_budget.ipynb #961a21a7
 class Local(threading.local):
@@ -106,7 +107,7 @@ class Report(dict):
         took = f"recording took {duration(self['seconds'])}, {self['share']:.2%} of the time from first to last step"
         if self.get('live'): took += f" (of which live: {duration(self['live'])}, in a process of its own)"
         loaded = [f"compiled loops loaded in {duration(self['beside'])}, beside"] if self.get('beside') else []
-        return '\n'.join(['; '.join([done, took, *loaded, *([self['budget']] if 'budget' in self else []), *bad]), *self.get('remarks', ())])
+        return '\n'.join(map(printable, ['; '.join([done, took, *loaded, *([self['budget']] if 'budget' in self else []), *bad]), *self.get('remarks', ())]))
 
 # %% ../nbs/35_budget.ipynb #c36c3f6c
 def one_in(

@@ -9,7 +9,7 @@ __all__ = ['select', 'every', 'schedule', 'linear', 'at', 'until', 'between', 'l
 import inspect, math, re
 from fnmatch import fnmatchcase
 
-from .record import an, unknown
+from .record import an, printable, unknown
 
 # %% ../nbs/01_choose.ipynb #fb427cc3
 class Selection:
@@ -32,7 +32,7 @@ class Selection:
     def __or__(self, other): return Selection(f'{self} | {select(other)}', lambda ps: self.ids(ps) | select(other).ids(ps))
     def __invert__(self): return Selection(f'~{self}', lambda ps: {id(m) for _,m in ps} - self.ids(ps))
     __rand__,__ror__ = __and__,__or__
-    def __repr__(self): return f'({self.what})' if ' ' in self.what else self.what
+    def __repr__(self): return printable(f'({self.what})' if ' ' in self.what else self.what)
 
 def nothing(what, pairs):
     "The sentence for a choice that picks no module"

@@ -26,7 +26,7 @@ from .measure.kernels import warm
 from .measure.summary import derived
 from .plan import Plan, plan_of
 from .private_torch import say_missing
-from .record import SCHEMA, an, check_ttypes, identity, warn
+from .record import SCHEMA, an, check_ttypes, identity, printable, warn
 from .recorder.process import hand_over, open_recorders, rank_and_size, shared_name, weak_source
 from .recorder.recorder import Recorder, recorded
 from .store.base import now, user
@@ -392,7 +392,7 @@ class torchEmber:
         state = 'armed' if self.armed else 'not armed'
         budget = self.recorder.cost.budget
         thinned = '' if budget is None else f', {budget}'
-        return f"<torchEmber of {self.model_name}: {len(self.tracks)} modules, step {self.recorder.step}, {state}{thinned}>"
+        return f"<torchEmber of {printable(self.model_name)}: {len(self.tracks)} modules, step {self.recorder.step}, {state}{thinned}>"
 
     def _repr_html_(self): return tree_table(repr(self)[1:-1], self.mod_tree(), self.t.latest_line_list())
 
@@ -419,7 +419,7 @@ class EmberCopy:
     def close(self):
         "Nothing is open"
 
-    def __repr__(self): return f"<copy of a torchEmber of {self.model_name}: it reads the run {self.fname}, and records nothing>"
+    def __repr__(self): return printable(f"<copy of a torchEmber of {self.model_name}: it reads the run {self.fname}, and records nothing>")
 
     def __getattr__(self, name):
         if name.startswith('__') or not hasattr(torchEmber, name): raise AttributeError(name)

@@ -27,7 +27,7 @@ from .measure.columns import stat_names
 from .measure.kernels import Unmeasurable, ready
 from .measure.summary import counts
 from .measure.tap import Arena, observe
-from .record import line_of
+from .record import line_of, printable
 from .recorder.calls import stack_room
 from .recorder.process import open_recorders
 from .recorder.recorder import Recorder
@@ -327,7 +327,7 @@ class Plan:
         table = self.table()
         widths = [max(map(len, c)) for c in zip(*table, strict=True)]
         lines = ['  '.join([r[0].ljust(widths[0]), *(v.rjust(w) for v,w in zip(r[1:], widths[1:], strict=True))]) for r in table]
-        return '\n'.join([self.title(), *lines, 'Longest:', *('  '+t for t in self.tail()), *self.notes])
+        return '\n'.join(map(printable, [self.title(), *lines, 'Longest:', *('  '+t for t in self.tail()), *self.notes]))
 
     def _repr_html_(self):
         head,*body = ([escape(v) for v in r] for r in self.table())

@@ -8,6 +8,8 @@ __all__ = ['refused', 'unwrap', 'moduleTrack', 'tracks', 'tree_dict']
 # %% ../../nbs/20_capture/10_tree.ipynb #37e4dd76
 from torch import nn
 
+from ..record import printable
+
 # %% ../../nbs/20_capture/10_tree.ipynb #b34b704a
 refused = ("nn.DataParallel copies the model at every pass, so there is nothing to watch. Use DistributedDataParallel, which torch recommends too, "
     "or disarm the model first.")
@@ -63,8 +65,8 @@ class moduleTrack:
         return not self.children
 
     def __repr__(self):
-        def shapes(title, d): return f'\n\t[{title}]' + ', '.join(f'{k} {list(s)}' for k,s in d.items()) if d else ''
-        return f'<{self.name} @ {hex(self.id)}>' + shapes('Inputs', self.input_dt) + shapes('Outputs', self.output_dt)
+        def shapes(title, d): return f'\n\t[{title}]' + ', '.join(f'{printable(k)} {list(s)}' for k,s in d.items()) if d else ''
+        return f'<{printable(self.name)} @ {hex(self.id)}>' + shapes('Inputs', self.input_dt) + shapes('Outputs', self.output_dt)
 
 # %% ../../nbs/20_capture/10_tree.ipynb #89b14de9
 def tracks(

@@ -115,7 +115,8 @@ def parts_in(
     made = {} # anew for each file, as one may write on what it is handed
     class Reader(pickle.Unpickler):
         def find_class(self, module, what):
-            if (module, what) not in allowed: raise pickle.UnpicklingError(f"{name} has {module}.{what} in it, which is no part of a table of numbers. "
+            if (module, what) not in allowed: raise pickle.UnpicklingError(
+                f"{name} has {printable(f'{module}.{what}', 200)} in it, which is no part of a table of numbers. "
                 "It was not run, and nothing was read. If you know who made the file and trust it, read it with pandas, and hand the table to validate.")
             if what not in made: made[what] = type(what, (Part,), {'what': what})
             return made[what]
@@ -126,8 +127,8 @@ def parts_in(
         return found
     except pickle.UnpicklingError as e:
         if str(e).startswith(name): raise
-        raise pickle.UnpicklingError(f"{name} is no pickle, or is cut off: {e}.") from None
-    except Exception as e: raise pickle.UnpicklingError(f"{name} cannot be read, it is broken or no pickle: {type(e).__name__}: {e}.") from None
+        raise pickle.UnpicklingError(f"{name} is no pickle, or is cut off: {printable(e, 200)}.") from None
+    except Exception as e: raise pickle.UnpicklingError(f"{name} cannot be read, it is broken or no pickle: {type(e).__name__}: {printable(e, 200)}.") from None
 
 # %% ../../nbs/50_frames/20_files.ipynb #483f9863
 def is_(x, *kinds): return isinstance(x, Part) and x.what in kinds
@@ -258,7 +259,7 @@ def table_of(
         return out
     except (Strange, ValueError, TypeError, LookupError, AttributeError, RecursionError, MemoryError) as e:
         why = str(e) if isinstance(e, Strange) else f'{type(e).__name__}: {e}'
-        raise pickle.UnpicklingError(f"{name} is no table as pandas 2 and later write it ({why}). Nothing in it was run. "
+        raise pickle.UnpicklingError(f"{name} is no table as pandas 2 and later write it ({printable(why, 200)}). Nothing in it was run. "
             "If you trust it, read it with pandas, and hand the table to validate.") from None
 
 # %% ../../nbs/50_frames/20_files.ipynb #fdf06d45
@@ -290,7 +291,7 @@ def read_pickle(
     name = getattr(filepath_or_buffer, 'name', filepath_or_buffer) if hasattr(filepath_or_buffer, 'read') else filepath_or_buffer
     name = name if isinstance(name, str) or hasattr(name, '__fspath__') else 'The file'
     with from_io(filepath_or_buffer, 'rb', compression=compression, is_text=False, storage_options=storage_options) as h:
-        return settled(table_of(parts_in(h.handle, str(name)), str(name)), shifted)
+        return settled(table_of(parts_in(h.handle, printable(name)), printable(name)), shifted)
 
 # %% ../../nbs/50_frames/20_files.ipynb #d65ddc7b
 def read_csv(

@@ -16,7 +16,7 @@ import numpy as np
 from ..measure.exponents import farthest, with_counts
 from ..measure.summary import derived
 from ..needs import needs
-from ..record import an, check_ttypes, identity, optional, ttypes, unknown
+from ..record import an, check_ttypes, identity, optional, printable, ttypes, unknown
 from .logs import of_right_types
 from ..store.reading import path_of
 
@@ -139,7 +139,8 @@ def to_logframe(
     pd,df = needs('pandas', for_='to_logframe'),rows_of(df)
     if df.columns.nlevels>1: return validate(df)
     missing = [c for c in ('ttype', 'tname', 'step', 'dtype') if c not in df] + [c for c in ('module',) if c not in df and 'path' not in df]
-    if missing: raise ValueError(f"to_logframe needs rows of tensors, but the table has no column {', '.join(missing)}. It has {', '.join(map(str, df))}.")
+    if missing: raise ValueError(f"to_logframe needs rows of tensors, but the table has no column {', '.join(missing)}. "
+        f"It has {printable(', '.join(map(str, df)), 2000)}.")
     df = of_right_types(df)
     if 'module' in df: df = df[df['module'].notna().to_numpy()]
     if 'run' in df and df['run'].nunique()>1: raise ValueError(f"a LogFrame is of one run, but these rows are of {df['run'].nunique()}. "
@@ -149,7 +150,7 @@ def to_logframe(
     there = df['ttype'].astype(object).dropna().unique().tolist()
     df = df[df['ttype'].isin(kept)]
     if not len(df): raise ValueError(f"there is nothing in these rows that a LogFrame has a word for ({', '.join(types)}). "
-        f"They are of {', '.join(map(str, there)) or 'no tensor'}; keep= takes others along.")
+        f"They are of {printable(', '.join(map(str, there)), 200) or 'no tensor'}; keep= takes others along.")
     tensor,tensors = tensors_in(df)
     names = named_tensors(tensors)
     column = lambda i: pd.Series(np.array([n[i] for n in names], dtype=object)[tensor], dtype=object) # each text once, however many rows
@@ -193,7 +194,7 @@ def validate(
     pd = needs('pandas', for_='validate')
     if not isinstance(df, pd.DataFrame): raise SchemaException(f"a LogFrame is a DataFrame, got {an(df)}.")
     if df.columns.nlevels!=2: raise SchemaException(f"a LogFrame has columns of two levels, such as ('metadata', 'name'), got {df.columns.nlevels}: "
-        f"{', '.join(map(str, df.columns[:8]))}. Of our rows, to_logframe makes one.")
+        f"{printable(', '.join(map(str, df.columns[:8])))}. Of our rows, to_logframe makes one.")
     df = relabelled(df)
     faults = [*faults_of_columns(df), *faults_of_types(df)]
     if faults: raise SchemaException(f"This is no LogFrame: {' '.join(faults)}")

@@ -438,9 +438,10 @@ def wide(
     if missing := [c for c in ('path', 'ttype', 'tname', 'step') if c not in df]:
         raise ValueError(f"wide needs the columns path, ttype, tname and step, and the table has no {missing[0]}. Take a table from read(run).")
     if 'run' in df and df['run'].nunique()>1:
-        raise ValueError(f"the table has several runs: {', '.join(map(str, df['run'].unique()))}. Take one: wide(df[df.run==...], {stat!r}).")
+        raise ValueError(f"the table has several runs: {printable(', '.join(map(str, df['run'].unique())))}. Take one: wide(df[df.run==...], {stat!r}).")
     there = list(df['ttype'].astype(object)[df[stat].notna().to_numpy()].unique())
-    if ttype is None and len(there)>1: raise ValueError(f"several tensor types have {stat!r}: {', '.join(there)}. Say which: wide(df, {stat!r}, {there[0]!r}).")
+    if ttype is None and len(there)>1: raise ValueError(f"several tensor types have {stat!r}: {printable(', '.join(there))}. "
+        f"Say which: wide(df, {stat!r}, {there[0]!r}).")
     if ttype is None: ttype = there[0] if there else df['ttype'].iloc[0] if len(df) else None
     some = df[(df['ttype']==ttype).to_numpy()]
     some = some[may_have(some, [stat])]

@@ -17,7 +17,7 @@ from .files import write_parquet
 from .logframe import EXP, META, STAT, joined, ours, to_logframe
 from ..measure.columns import sets
 from ..needs import needs
-from ..record import an, warn
+from ..record import an, printable, warn
 from ..store.base import folder
 from ..store.jsonl import exists
 from ..store.reading import current, frame, parse
@@ -294,4 +294,4 @@ class Tracker:
     def __len__(self): return len(self.t.latest_line_list())
     def __bool__(self): return True
     def __getitem__(self, i): return list(self)[i]
-    def __repr__(self): return f'<{type(self).__name__} of {self.what}: run {self.name}, step {self.current_step}>'
+    def __repr__(self): return printable(f'<{type(self).__name__} of {self.what}: run {self.name}, step {self.current_step}>')

@@ -10,7 +10,7 @@ import numpy as np
 
 from .logs import Choice, is_vectors, layers, many, read
 from ..needs import needs
-from ..record import unknown
+from ..record import printable, unknown
 
 # %% ../../nbs/50_frames/40_unit_tables.ipynb #ed1898ba
 class History:
@@ -33,7 +33,7 @@ def histories(
         raise ValueError(f"units are found by the columns path, ttype, tname and step, and the table has no {missing[0]}. Take a table from read(run).")
     if 'run' in df and df['run'].nunique()>1:
         names = list(map(str, df['run'].unique()))
-        raise ValueError(f"the table has several runs: {', '.join(names)}. Take one: df[df.run=={names[0]!r}].")
+        raise ValueError(f"the table has several runs: {printable(', '.join(names))}. Take one: df[df.run=={names[0]!r}].")
     df = df[df[stat].notna().to_numpy()]
     if not is_vectors(df[stat]):
         raise ValueError(f"the statistic {stat!r} is a number, not a vector. To see it: scalar_line(run, scalar_metric={stat!r}).")
@@ -61,7 +61,7 @@ def history(rows, label, stat):
     sizes,steps = [v.shape for v in vectors],rows['step'].to_numpy()
     if len(set(sizes))>1:
         at = next(i for i,s in enumerate(sizes) if s!=sizes[0])
-        raise ValueError(f"{stat!r} of {label or 'the model'} has {sizes[at][0]} numbers at step {steps[at]}, and {sizes[0][0]} before: "
+        raise ValueError(f"{stat!r} of {printable(label) or 'the model'} has {sizes[at][0]} numbers at step {steps[at]}, and {sizes[0][0]} before: "
             f"these are not the same units. Ask for the steps of one length: read(run, steps=range({steps[at]})).")
     order,value = np.argsort(steps, kind='stable'),np.stack(vectors)
     steps,first = np.unique(steps[order], return_index=True)

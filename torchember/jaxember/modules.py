@@ -13,6 +13,8 @@ from dataclasses import dataclass, is_dataclass, fields
 from functools import cache, cached_property, wraps
 from types import FunctionType, GeneratorType
 
+from ..record import printable
+
 # %% ../../nbs/88_jaxember/05_modules.ipynb #7a45dc64
 @dataclass(frozen=True)
 class Where:
@@ -42,7 +44,7 @@ class Model:
     "A model as its parameters show it, which tells two models of one step apart. There is one object for each"
     def __init__(self, cls, leaves): self.cls,self.leaves = cls,leaves # pairs of a parameter's name, 'encoder.kernel', and its shape
     def __reduce__(self): return model_of, (self.cls, self.leaves)
-    def __repr__(self): return f'Model({self.cls}, {len(self.leaves)} parameters)'
+    def __repr__(self): return printable(f'Model({self.cls}, {len(self.leaves)} parameters)')
 
 @cache
 def model_of(cls, leaves): return Model(cls, leaves)

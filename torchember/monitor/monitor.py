@@ -22,7 +22,7 @@ from . import multi_step, single_step # noqa: F401
 from .quantities import MultiStepQuantity, Quantity, classes, of_function, of_numpy, owned
 from .views import Missing, View
 from .watching import Passes, Watch, extensions, tensors_of
-from ..record import SCHEMA, an, unknown
+from ..record import SCHEMA, an, printable, unknown
 from ..recorder.notices import Notices
 from ..recorder.process import rank_and_size, shared_name
 from ..recorder.row import one_row
@@ -346,7 +346,7 @@ class Monitor:
 
     def __repr__(self):
         n = sum(len(w.quantities) for w in self.watches)
-        return f"<Monitor of {type(self.model).__name__}: {n} quantities of {len(self.watches)} modules, run {self.fname}>"
+        return printable(f"<Monitor of {type(self.model).__name__}: {n} quantities of {len(self.watches)} modules, run {self.fname}>")
 
 # %% ../../nbs/48_monitor/50_monitor.ipynb #af31027b
 def disabled(): return os.environ.get('TORCHEMBER_DISABLE', '0') not in ('', '0')

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..measure.spectrum import samples
+from ..record import printable
 
 # %% ../../nbs/48_monitor/00_views.ipynb #224b4638
 lastly = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.EmbeddingBag, nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer,
@@ -69,7 +70,7 @@ class View:
     def __len__(self): return len(self._real())
     def __iter__(self): return iter(self._real())
     def __getitem__(self, i): return self._real()[i]
-    def __repr__(self): return f'<view of {self._name}>'
+    def __repr__(self): return printable(f'<view of {self._name}>')
 
     def let_go(self):
         "Forget the tensors"

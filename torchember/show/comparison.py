@@ -10,6 +10,7 @@ import matplotlib as mpl
 import matplotlib.patheffects as effects
 import numpy as np
 
+from ..record import printable
 from .lines import log_if_wide, put_lines, shades, ttypes_asked
 from .select import name_of, pick, series, stat_in, table_of, ttype_of
 from .style import drawn, meanings, panels, short_names, title_of, words
@@ -61,7 +62,9 @@ def compare(
     names = [name_of(t) or f'run {i}' for i,t in enumerate(tables)]
     found = [series(t, stat_in(t, stat)) for t in tables]
     parted = parting(found, rtol)
-    if not parted: raise ValueError(f"The runs have no layer in common: {', '.join(found[0].labels[:3])}, ... against {', '.join(found[1].labels[:3])}, ...")
+    if not parted:
+        one,other = (printable(', '.join(f.labels[:3])) for f in found[:2])
+        raise ValueError(f"The runs have no layer in common: {one}, ... against {other}, ...")
     order = sorted(parted, key=lambda l: (parted[l] is None, parted[l] or 0))
     shown = [l for l in parted if l in set(order[:most])]
     fig,axes = panels(len(shown), 3, sharex=True) if ax is None else (None, list(np.ravel(np.array(ax, dtype=object))))

@@ -11,7 +11,7 @@ import numpy as np
 from ..measure.summary import derived
 from ..frames.logs import no_rows
 from ..needs import needs
-from ..record import unknown, values_of
+from ..record import printable, unknown, values_of
 from ..store.parameters import label_of, untrained
 from .heatmaps import column_spans, heat, sizes
 from .lines import put_lines, ttypes_asked
@@ -180,7 +180,7 @@ class RunSummary:
     def __repr__(self):
         import pandas as pd
         with pd.option_context('display.width', 200, 'display.max_colwidth', 40): text = self.df.to_string(float_format=lambda v: f'{v:.3g}', na_rep='')
-        return '\n'.join(filter(None, [self.title, self.missing, text]))
+        return '\n'.join(map(printable, filter(None, [self.title, self.missing, *text.split('\n')])))
 
     def _repr_html_(self):
         from html import escape

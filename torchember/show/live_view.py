@@ -347,7 +347,7 @@ def at_exit():
         try:
             if v.flush: v.flush()
             v.close(patience=10.)
-        except Exception as e: print(f"torchember: {e}", file=sys.stderr)
+        except Exception as e: print(printable(f"torchember: {e}"), file=sys.stderr)
 
 atexit.register(at_exit)
 

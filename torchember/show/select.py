@@ -15,7 +15,7 @@ import numpy as np
 from ..frames.logs import NothingChosen, is_vectors, may_have, no_rows, not_recorded, of_right_types
 from ..measure.summary import derived
 from ..needs import needs
-from ..record import an, ttypes, unknown
+from ..record import an, printable, ttypes, unknown
 from ..store.reading import path_of
 
 # %% ../../nbs/60_show/10_select.ipynb #10edfcf8
@@ -96,15 +96,15 @@ def complete(df, what='This table'):
     if not missing and ('path' in df or 'module' in df): return
     how = " Rows of a log that some other program wrote may be counted: df = read(run); df['step'] = df.groupby(['path', 'ttype', 'tname']).cumcount()." \
         if missing==['step'] else ''
-    raise ValueError(f"{what} has no column {' or '.join(missing or ['path'])}, so it is not known what its rows are of. "
-        f"Give a table as te.t.df, read(run) or a logframe has it.{how} Its columns: {', '.join(map(str, list(df.columns)[:12]))}.")
+    raise ValueError(f"{printable(what)} has no column {' or '.join(missing or ['path'])}, so it is not known what its rows are of. "
+        f"Give a table as te.t.df, read(run) or a logframe has it.{how} Its columns: {printable(', '.join(map(str, list(df.columns)[:12])))}.")
 
 def of_one_run(df):
     "A table, if it is of one run"
     if 'run' not in df or name_of(df) and not set(name_of(df))&set('*?['): return df
     names = [str(n) for n in df['run'].dropna().unique()]
-    if len(names)>1: raise ValueError(f"This table has {len(names)} runs: {', '.join(names[:4])}{', ...' if len(names)>4 else ''}. A picture is of one: "
-        f"df[df.run=={names[0]!r}]. To see where runs part: compare({names[:2]!r}).")
+    if len(names)>1: raise ValueError(f"This table has {len(names)} runs: {printable(', '.join(names[:4]))}{', ...' if len(names)>4 else ''}. "
+        f"A picture is of one: df[df.run=={names[0]!r}]. To see where runs part: compare({names[:2]!r}).")
     df = df.assign() # whose attributes are its own
     df.attrs['run'] = names[0] if names else ''
     return df
@@ -185,7 +185,7 @@ def no_ttype(typed, ttype, there, name):
     how = 'te.log(loss=loss)' if ttype=='scalar' else f"torchEmber(model{', optimizer=opt' if ttype in ('update', 'optimizer') else ''}, ttypes={more})"
     said = repr(typed) if str(typed).partition('.')[0]==ttype else f"{typed!r}, which is {ttype!r} here"
     meant = " Did you mean 'weight_grad'?" if ttype=='output_grad' and str(typed)!=ttype and 'weight_grad' in there else ''
-    return f"{name} has no rows of {said}; it has {', '.join(map(repr, there))}.{meant} To record {ttype!r} next time: {how}."
+    return f"{printable(name)} has no rows of {said}; it has {', '.join(map(repr, there))}.{meant} To record {ttype!r} next time: {how}."
 
 # %% ../../nbs/60_show/10_select.ipynb #7e2e294a
 def stat_in(

@@ -12,7 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from ..frames.unit_tables import History, histories
-from ..record import an, values_of
+from ..record import an, printable, values_of
 from .heatmaps import heat, zero
 from .select import Grid, name_of, table_of, ttype_of
 from .style import alarm, drawing_on, drawn, is_dark, meanings, panels, short_names, title_of, words
@@ -72,7 +72,7 @@ def surface(
     table = table_of(run, [stat])
     found = histories(table, stat, path, ttype and ttype_of(ttype)[0])
     if len(found)>12:
-        names = ', '.join(h.label for h in found[:4])
+        names = printable(', '.join(h.label for h in found[:4]))
         raise ValueError(f"{len(found)} layers have {stat!r}: {names}, ... That is more than can be looked at. "
             f"Say which: surface(run, {stat!r}, {found[0].path!r}).")
     what = words.get(ttype_of(ttype)[0], ttype) if ttype else ''

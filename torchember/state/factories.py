@@ -17,7 +17,7 @@ from ..capture.backward import hook_gradients
 from ..capture.caught import catch
 from ..capture.optimizer import states_of
 from ..capture.tree import tracks, unwrap
-from ..record import unknown, warn
+from ..record import printable, unknown, warn
 from .algebra import StateDict
 from .layers import kept
 
@@ -201,9 +201,10 @@ def load(
         dtype: As what
     """
     raw = torch.load(path, map_location='cpu', weights_only=True)
-    if not isinstance(raw, dict): raise TypeError(f"{path} holds a {type(raw).__name__}, not a dict of tensors.")
+    if not isinstance(raw, dict): raise TypeError(f"{printable(path)} holds a {type(raw).__name__}, not a dict of tensors.")
     nested = [k for k,v in raw.items() if isinstance(v, dict)]
-    if nested: raise TypeError(f"{path} has several parts: {', '.join(map(str, raw))}. Use from_state_dict(torch.load(path)[{nested[0]!r}]).")
+    if nested: raise TypeError(f"{printable(path)} has several parts: {printable(', '.join(map(str, raw)), 200)}. "
+        f"Use from_state_dict(torch.load(path)[{nested[0]!r}]).")
     return from_state_dict(raw, pattern, clone=device is not None or dtype is not None, device=device, dtype=dtype, name=name)
 
 # %% ../../nbs/45_state/08_factories.ipynb #9fcd3109

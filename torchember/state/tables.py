@@ -9,7 +9,7 @@ __all__ = ['columns_group', 'as_list', 'chosen_columns', 'table_text', 'layer_li
 import html
 from numbers import Number
 
-from ..record import unknown
+from ..record import printable, unknown
 
 # %% ../../nbs/45_state/02_tables.ipynb #e6b5a8b5
 columns_group = dict(
@@ -46,7 +46,7 @@ def chosen_columns(
 # %% ../../nbs/45_state/02_tables.ipynb #409e8676
 def shown(value):
     "A value as a table has it"
-    if isinstance(value, bool) or not isinstance(value, Number): return str(tuple(value)) if isinstance(value, tuple|list) else str(value)
+    if isinstance(value, bool) or not isinstance(value, Number): return str(tuple(value)) if isinstance(value, tuple|list) else printable(value)
     return f'{value:.6g}' if isinstance(value, float) else str(value)
 
 # %% ../../nbs/45_state/02_tables.ipynb #97892a72
@@ -63,6 +63,7 @@ def table_text(
     Returns:
         Lines
     """
+    title = printable(title)
     if not rows: return f'[{f" {title} ":=^40}]\nNothing to show'
     cells = {k: [shown(r[k]) for r in rows] for k in rows[0]}
     left = {k for k in cells if all(isinstance(r[k], str) for r in rows)}
@@ -86,6 +87,7 @@ def layer_lines(
         values: What stands behind each
         joint: What stands between
     """
+    head,names,values = printable(head),[*map(printable, names)],[*map(printable, values)]
     if not names: return head
     digits,wide = max(len(str(len(names)-1)), 2),max(map(len, names))
     right = max(map(len, values)) if joint==' ' else 0

@@ -298,7 +298,7 @@ class Log:
                 self.note(f"the run {self.path.name!r} was begun by another process meanwhile, so this one is called {path.name!r}.")
             self.path,self.latest,self.fresh = path,path.with_name(f'{path.name}_latest'),False
             return
-        raise FileExistsError(f"no free name like {self.path}")
+        raise FileExistsError(f"no free name like {printable(self.path)}")
 
     def begin(self):
         "What is to be done once there are rows"
@@ -500,8 +500,9 @@ class tracker:
         "Raise when there is no such run"
         settle(self.log_path)
         f = self.file
-        if os.path.isdir(self.log_path) and not self.folder: raise FileNotFoundError(f"{self.log_path} is a folder, and no run: a run is a file, or a folder "
-            "with files such as 'init-00.log', as torchember 0.2 kept it. runs() says which there are.")
+        if os.path.isdir(self.log_path) and not self.folder:
+            raise FileNotFoundError(f"{printable(self.log_path)} is a folder, and no run: a run is a file, or a folder "
+                "with files such as 'init-00.log', as torchember 0.2 kept it. runs() says which there are.")
         if self.source is None and not (f.fresh or f.rows or f.waiting or self.log_path.exists()):
             known = [n for n in sorted(os.listdir(self.log)) if not n.endswith('_latest')] if self.log.exists() else []
             raise FileNotFoundError(f"{unknown('run', self.fname, known)} Looked in {printable(self.log)}.")
