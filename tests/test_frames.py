@@ -6,7 +6,7 @@ import random
 import re
 import subprocess
 import sys
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 
 import pandas as pd
@@ -106,6 +106,16 @@ def test_regular_logs_take_the_quick_way(seed, tmp_path, eager, monkeypatch):
     pd.testing.assert_frame_equal(read(path, columns=['step', 'mean']), want[['step', 'mean']])
 
 
+@pytest.mark.parametrize('asked', [-1, -2, [0, -1], slice(None, -1), slice(2, -2), slice(-3, None), slice(-9, -7), slice(None, None, 3)])
+def test_steps_are_counted_from_the_end_of_the_run_and_not_of_a_piece(asked, tmp_path, eager, monkeypatch):
+    "A long log is read in pieces"
+    monkeypatch.setattr(columns.Asked, 'pieces', partialmethod(columns.Asked.pieces, rows=1))
+    path = written(tmp_path/'log', [{'mean': i*.5, 'module': 'model(Net)', 'ttype': 'input', 'tname': 'x', 'step': i//500, 'call': i%500} for i in range(6000)])
+    steps = range(12)
+    wanted = set(steps[asked]) if isinstance(asked, slice) else {steps[s] for s in (asked if isinstance(asked, list) else [asked])}
+    for got in both(path, steps=asked): assert got['mean'].tolist()==[i*.5 for i in range(6000) if i//500 in wanted]
+
+
 odd = ['{"a":true}', '{"a":"12"}', '{"a":2.5}', '{"a":2.0}', '{"a":null}', '{"a":[1]}', '{"a":{"b":1}}', '{"a":12345678901234567890}',
     '{"a":9007199254740993}', '{"b":1}', '{"A":1}', '{"a":1,"a":2}', '{"a":1,}', '{"a":NaN}', '{"a":1e400}', '{"a":1}{"a":2}', '[1]', 'junk', '', '{}',
     '{"a":"x:true"}', '{"a": false}', '{"a":{"b":null}}', '{"a":-0}', '{ "a" : 1 }', '{"a":"\\u0022"}', '{"a\\u0062":1}', '{"a":1', '"a":1}',
@@ -175,6 +185,26 @@ def test_a_run_that_is_resumed(tmp_path):
             assert runs(tmp_path).running.all()
     r = runs(tmp_path).iloc[0]
     assert (r.steps, r.rows, r.running, r.model)==(2, 8, False, 'Linear')
+
+
+def test_a_run_that_goes_on_began_when_it_was_begun(tmp_path):
+    "Who resumes it is another process, of another time; and rows that come when it is over are counted"
+    def recorded(resume):
+        with torchEmber(torch.nn.Linear(1, 1), name='a', ttypes='output', home=tmp_path, resume=resume) as te: te.model(torch.ones(1, 1))
+    base = tmp_path/'data/base_a.json'
+    recorded(False)
+    base.write_text(json.dumps({**json.loads(base.read_text()), 'start': '2020-02-02 10:00:00', 'pid': 1}))
+    recorded(True)
+    now = json.loads(base.read_text())
+    assert (now['start'], now['pid'], now['steps'])==('2020-02-02 10:00:00', os.getpid(), 2)
+    def listed(): r = runs(tmp_path).iloc[0]; return str(r.start), r.steps, r.rows
+    assert listed()==('2020-02-02 10:00:00', 2, 2)
+    with torchEmber(torch.nn.Linear(1, 1), name='b', ttypes='output', home=tmp_path) as te: te.model(torch.ones(1, 1))
+    assert json.loads((tmp_path/'data/base_b.json').read_text())['rows']==1
+    t = emberTracker('b', tmp_path)
+    t({'note': 'looked at'})
+    t.close()
+    assert runs(tmp_path).set_index('name').rows.to_dict()=={'a': 2, 'b': 2}
 
 
 def test_without_duckdb(tmp_path, monkeypatch):
