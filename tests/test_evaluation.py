@@ -90,6 +90,19 @@ def test_a_row_of_step_0_takes_the_place_of_one_before():
 
 
 @pytest.mark.parametrize('ends', ['optimizer', 'te.step'])
+def test_a_second_evaluation_of_a_step_takes_the_place_of_the_first(ends):
+    "Each of them was over when the file of the latest step was asked for"
+    loop = Loop(ends)
+    for i in range(2):
+        loop.train(i)
+        for v in (300, 200, 100+10*i):
+            loop.evaluate(v)
+            loop.te.t.refresh()
+            assert rows(loop.te)==[*in_turn[:2*i+1], (i, 'eval', 0, v+1)]
+    assert loop.te.close()['steps']==2 and rows(loop.te)==in_turn[:4]
+
+
+@pytest.mark.parametrize('ends', ['optimizer', 'te.step'])
 def test_te_step_after_an_evaluation(ends):
     "An evaluation without gradients is no step, also where te.step() follows it"
     loop = Loop(ends)

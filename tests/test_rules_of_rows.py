@@ -382,6 +382,23 @@ def test_two_probes_in_a_module_that_is_called_twice():
         (('p', 'in', 0, 0.), ('p', 'out', 0, 1.), ('p', 'in', 1, 1.), ('p', 'out', 1, 2.), ('', 'between', 0, 2.), ('q', 'in', 0, 2.), ('q', 'out', 0, 3.))]
 
 
+def test_probes_around_a_call_of_the_module_by_itself():
+    "Of the call that runs, and not of the one that it is inside of or that came last"
+    class Down(nn.Module):
+        def __init__(self): super().__init__(); self.t = nn.Tanh()
+        def forward(self, x, n=2):
+            te.probe('before', x)
+            y = self(x+1, n-1) if n else self.t(x)
+            te.probe('after', x+10)
+            return y
+    model = Down()
+    with torchEmber(model, ttypes='output') as te:
+        for s in (0., 100.): model(torch.full((1,), s))
+    rows = te.t.df.query('ttype=="probe"')
+    assert list(zip(rows.step, rows.path, rows.tname, rows.call, rows['mean'], strict=True))==[(s, '', n, c, 100*s+c+d) for s in (0, 1)
+        for n,c,d in (*(('before', c, 0) for c in (0, 1, 2)), *(('after', c, 10) for c in (2, 1, 0)))]
+
+
 def test_marks_end_one_by_one_and_the_later_one_counts(tmp_path):
     t = emberTracker('r', tmp_path)
     for do in (lambda: t.mark(a=1, b=1), lambda: t.mark(b=2), lambda: t.unmark('a'), lambda: t.mark(c=3), t.unmark):

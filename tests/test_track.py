@@ -233,6 +233,25 @@ def test_two_optimizers_of_which_one_is_given():
     for k,g in grads.items(): check(select(lf, name=k.removesuffix('.weight')).iloc[0], g)
 
 
+def test_two_optimizers_of_which_one_steps():
+    "Each gradient once: of what that one trains, and of what no optimizer has, as it was when it stepped; of what the other trains, when the step is over"
+    model = nn.ModuleList(nn.Linear(2, 1, bias=False) for _ in range(3))
+    one,two = (optim.SGD(m.parameters(), .1) for m in model[:2])
+    def passes(s):
+        for i,m in enumerate(model): m(torch.full((1, 2), s+i)).sum().backward()
+    with track(model, optimizer=[one, two]) as tracker:
+        for s in (1., 10.):
+            passes(s)
+            one.step()
+            one.zero_grad()
+            passes(s) # more of it for the others
+            tracker.step()
+            model.zero_grad()
+    rows = tracker.t.df.query('ttype=="weight_grad"')
+    assert list(zip(rows.step, rows.path, rows.tname, rows['mean'], strict=True))==[(i, p, 'grad_0', g) for i,s in enumerate((1., 10.))
+        for p,g in (('0', s), ('2', s+2), ('1', 2*(s+1)))]
+
+
 def test_activations_and_their_gradients():
     model = MLP()
     opt = optim.SGD(model.parameters(), 1e-2)
