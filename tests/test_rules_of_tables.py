@@ -7,10 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchember import emberTracker, read, summary, wide
+from torchember import emberTracker, read, summary, tree, wide
+from torchember.show.first_look import first_trouble
 from torchember.show.following import Kept, binned, extremes, some_lines
 from torchember.show.heatmaps import column_edges
 from torchember.show.histograms import at_step, counts_of
+from torchember.show.page_data import page_of
 from torchember.show.select import grid, pick, places, series, training
 from torchember.show.trees import boxes
 from torchember.store.reading import current
@@ -195,6 +197,17 @@ def test_a_summary_has_a_line_for_each_tensor(df):
             assert any(same(r['std worst'], v) and f>=max(far)-1e-12 for v,f in zip(values, far, strict=True))
 
 
+@some
+@given(tables)
+def test_the_first_trouble_is_of_the_earliest_step(df):
+    "Wherever that stands in the log; of one step the first in the log's order"
+    rows = df.to_dict('records')
+    bad = [i for i,r in enumerate(rows) if r['nan']]
+    got = first_trouble(df)
+    assert (got is None)==(not bad)
+    if bad: assert got.name==min(bad, key=lambda i: (rows[i]['step'], i))
+
+
 @given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from([1., 2., -1., math.nan, math.inf])), max_size=20), st.integers(1, 5))
 def test_numbers_that_are_kept_of_many(some, width):
     "Of each bin the least, the largest and the first that is not finite, in the order of the log; numbers of another name are others"
@@ -255,6 +268,27 @@ def test_boxes_lie_inside_of_their_modules_box(paths, deepest):
             top += c.height
         first = [next(i for i,p in enumerate(paths) if p==c.path or p.startswith(f'{c.path}.')) for c in inside]
         assert first==sorted(first)
+
+
+def test_a_module_of_several_tensors_has_the_colour_of_the_first_that_is_finite():
+    "In the tree, at the last step"
+    some = [('a', 'output_0', 1.), ('a', 'output_1', 2.), ('b', 'output_0', math.nan), ('b', 'output_1', 3.), ('c', 'output_0', 4.),
+        ('c', 'output_1', math.nan), ('d', 'output_0', math.nan), ('d', 'output_1', math.nan)]
+    df = pd.DataFrame([dict(path=p, ttype='output', tname=t, step=s, std=v+10-10*s) for s in (0, 1) for p,t,v in some])
+    said = dict(t.get_text().split() for t in tree(df).texts if '  ' in t.get_text())
+    assert {p: float(v) for p,v in said.items() if v!='nan'}=={'a': 1., 'b': 3., 'c': 4.}
+
+
+def test_a_page_has_the_exponents_of_the_step_of_the_first_trouble():
+    "Of a long run it has those of a few steps: of the first, the last, and that one wherever it is"
+    def page(at):
+        rows = [dict(path='a', ttype='output', tname='output_0', step=s, call=0, std=1., nan=int(s in at), posinf=0, neginf=0, exponents=[0, s, 0],
+            exponent_min=-1) for s in range(100)]
+        return page_of(pd.DataFrame(rows))
+    usual = page(())['kinds'][0]['exponents']['step']
+    assert {0, 99} <= set(usual) and len(usual)==24 and not {37, 38} & set(usual)
+    got = page((37, 38))
+    assert got['trouble']['step']==37 and got['kinds'][0]['exponents']['step']==sorted([*usual, 37])
 
 
 def test_columns_end_halfway_between_steps():
