@@ -398,7 +398,7 @@ def test_exponents_of_micro_batches_are_added():
     counts = [[1, 2, 3, 4], [9, 9, 9, 9], [0, 5, 0, 1], [1, 0, 0, 0]]
     where = dict(path=['a', 'b', 'a', 'a'], ttype='output', tname='output_0', step=[0, 0, 0, 1], micro=[0, 0, 1, 0])
     rows = pd.DataFrame({**where, 'exponents': counts, 'exponent_min': -1})
-    c = exponents_of(rows, keys_of(rows))['counts']
+    c = exponents_of(rows, dict(enumerate(keys_of(rows))), 2)['counts']
     raw = np.frombuffer(gzip.decompress(base64.b64decode(c['zip'])), 'u1').reshape(4, -1).T.copy().view('<f4').reshape(c['shape'])
     assert np.nan_to_num(raw).tolist()==[[[1, 7, 3, 5], [1, 0, 0, 0]], [[9, 9, 9, 9], [0, 0, 0, 0]]]
 
