@@ -52,6 +52,23 @@ def test_gradients_states_and_updates(name, how):
     te.close()
 
 
+def test_a_part_without_gradients_is_planned_without_them():
+    "Though what goes into it requires one, for others"
+    class Partly(nn.Module):
+        def __init__(self): super().__init__(); self.a,self.b = nn.Linear(3, 3),nn.Linear(3, 3)
+        def forward(self, x):
+            h = self.a(x)
+            with torch.no_grad(): g = self.b(h)
+            return h+g
+    model,x = Partly(),torch.randn(2, 3)
+    with torchEmber(model, ttypes=('input_grad', 'output_grad')) as te:
+        plan = te.plan(x)
+        model(x).sum().backward()
+    assert planned(plan)==places(te.t.lines())
+    assert [(r['ttype'], r['tname']) for r in te.t.lines()]==[('output_grad', 'output_0')]*2
+    assert set(te.t.df.path)=={'', 'a'}
+
+
 def test_a_weight_of_two_modules_is_planned_where_it_is_written():
     "Its value at the module that returns first, its gradient at the one that is first in the model"
     class Tied(nn.Module):
