@@ -32,6 +32,7 @@ from torchember import EmberWarning, at, emberTracker, get_stats, read, read_par
 from torchember.jaxember import probe, stash_full_tensor, stash_hist, stash_scalar_stats, track # noqa: E402
 from torchember.jaxember.modules import Where # noqa: E402
 from torchember.jaxember.tags import Asked, Key, Tag, asked, tap_p # noqa: E402
+from torchember.jaxember.trees import Again, parameters # noqa: E402
 from torchember.jaxember.twins import Own, Summaries, Twin # noqa: E402
 
 root = Path(__file__).parents[1]
@@ -139,6 +140,18 @@ def test_names_of_weights(tmp_path):
     moments = {(p, f"{m}_{['bias', 'kernel'].index(q)}", q) for m in ('mu', 'nu') for p,q in both}
     assert {(r['path'], r['tname'], r['pname']) for r in of(rows, 'optimizer')}==moments
     assert {r['module'] for r in of(rows, 'output')}=={'model(MLP)', 'model(MLP).Dense_0(Dense)', 'model(MLP).Dense_1(Dense)'}
+
+
+def test_names_of_one_tree_beside_another_model():
+    "The gradients of a part are of one form at each step; their numbers are those that the model has, as soon as it is known, and of another model others"
+    one = {'kernel': jnp.ones(2)}
+    again = Again(parameters)
+    def called(known):
+        names,arrays = again(one, 'gradients', 'grad', known)
+        return [(n.path, n.pname, n.tname, n.number) for n in names], [x is one['kernel'] for x in arrays]
+    three = parameters({'alpha': jnp.ones(2), 'bias': jnp.ones(2), 'kernel': jnp.ones(2)})
+    two = parameters({'bias': jnp.ones(2), 'kernel': jnp.ones(2)})
+    for known,i in (((), 0), (three, 2), (three, 2), (two, 1), ((), 0)): assert called(known)==([('', 'kernel', f'grad_{i}', i)], [True])
 
 
 def test_a_second_training_of_the_same_compiled_function(tmp_path):
