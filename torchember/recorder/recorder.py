@@ -81,6 +81,8 @@ class HearsPasses(Listener):
         self.variables = {} # name -> tensor that is in no module, and is followed
 
         self.grads = self.gradients.ttypes
+        own = [t for t in ('weight', 'weight_grad') if t in ttypes]
+        self.own_types = {False: own, True: own[:own.count('weight')]} # of a module's own parameters, after its call: gradients are complete later when somebody ends the step
         self.records_inputs,self.records_outputs = 'input' in ttypes,'output' in ttypes
         self.seen_steps = self.recorded_steps = self.skipped_steps = self.failed_passes = 0
         self.called = False # whether a pass was seen
@@ -252,10 +254,9 @@ class HearsCalls(HearsPasses):
     def call_ends(self, state, outputs):
         since,here = clock(),self.calls.here
         call = self.calls.exit()
-        if not here.phase: # in an evaluation, perhaps averaged weights were put in
-            with self.lock: # once a step, whoever calls
-                ttypes = [t for t in self.ttypes if t!='weight_grad'] if self.steps.manual else self.ttypes # which are not complete yet
-                self.parameters.after_call(state, state is here.outermost and here.depth==1, ttypes)
+        own = self.own_types[self.steps.manual]
+        if own and not here.phase: # in an evaluation, perhaps averaged weights were put in
+            with self.lock: self.parameters.after_call(state, state is here.outermost and here.depth==1, own) # once a step, whoever calls
         state.track.output_dt = {n: shape_of(x) for n,x in outputs}
         if self.records_outputs:
             for n,x in outputs: self.page.measure(state, 'output', n, x, None, call, here.phase)
