@@ -16,12 +16,11 @@ from ..store.base import now
 # %% ../../nbs/40_recorder/65_journal.ipynb #5c1be0c1
 @dataclass
 class Closed:
-    "A step that a pass has closed"
-    measured:object # `Measured`, None when it was not recorded
+    "A recorded step that a pass has closed"
+    measured:object # `Measured`
     own:list # Its rows by functions of the user's, and noted numbers, as `Page.custom` has them
     noted:int # How many rows of noted numbers it has
     without:int # 1 when it was one of training, and had no weight gradients
-    on:bool # Whether it was recorded
 
 
 # %% ../../nbs/40_recorder/65_journal.ipynb #d68cf43a
@@ -79,7 +78,7 @@ class Journal:
         if not page.size and not (over and (page.taken or page.given or self.file_is_open)): return # nothing wakes the writer
         several = {phase: n>1 for phase,n in steps.passes.items()}
         joins = steps.shown!=steps.number # an evaluation, of the step before
-        again = {'supersedes': True} if joins and steps.evaluated==steps.shown or steps.number<=steps.stale else {}
+        again = {'supersedes': True} if joins and steps.evaluated==steps.shown else {}
         marks = {**({'skipped': True} if self.skipped else {}), **again, **self.columns()}
         measured = Measured(*page.take(over), steps.shown, self.ts or now(), marks, several, dict(page.parts))
         self.ts,self.last = None,measured

@@ -218,27 +218,24 @@ class Page:
         self.void |= {k for k in self.given if k[2]==micro}
 
     def join(self,
-        earlier:list, # Steps that passes had closed, in their order: see `journal.Closed`. Rows of the first are in the log
-        own=() # Rows of the open step, as `custom` has them, that are in the log under its number
+        earlier:list # Steps that passes had closed, in their order: see `journal.Closed`. Rows of the first are in the log
     ):
-        """What was measured of them is of the open step: they were its first passes
+        """What was measured of them is of the open step, of which nothing was handed out: they were its first passes
 
         Args:
             earlier: Steps that passes had closed, in their order: see `journal.Closed`. Rows of the first are in the log
-            own: Rows of the open step, as `custom` has them, that are in the log under its number
         """
         n,noted,rows = len(earlier),0,[]
         self.arena.renumber(n)
-        first,*more = [e.measured.snapshot.as_pass(i) for i,e in enumerate(earlier) if e.measured and e.measured.snapshot.taps is self.arena.taps] or [None]
-        self.joined = [p for s in (*more, *(s.as_pass(n) for s in self.taken)) for p in s.parts]
-        self.taken = [first] if first else []
+        first,*more = [e.measured.snapshot.as_pass(i) for i,e in enumerate(earlier)]
+        self.taken,self.joined = [first],[p for s in more for p in s.parts]
         self.micro,self.handed_out = n,True
         self.given = {(key, call, None) for _,key,call,*_ in earlier[0].own if key[3]} # as in the log, what a step has once has no number of a pass
-        for i,some in enumerate([*(e.own for e in earlier), [*own, *self.custom]]):
-            if i: rows += [(at, k, c+noted*(k[1]=='scalar'), None if k[3] or m is None else i, *rest) for at,k,c,m,*rest in some if i==n or not k[3]]
+        for i,own in enumerate([*(e.own for e in earlier), self.custom]):
+            if i: rows += [(at, k, c+noted*(k[1]=='scalar'), None if k[3] or m is None else i, *rest) for at,k,c,m,*rest in own if i==n or not k[3]]
             noted += earlier[i].noted if i<n else 0
         self.custom = rows
-        self.parts = {k:v for e in earlier if e.measured for k,v in e.measured.parts.items()} | self.parts
+        self.parts = {k:v for e in earlier for k,v in e.measured.parts.items()} | self.parts
 
     def forget_seen(self):
         "A tensor that is measured now is read, even if it was seen before"

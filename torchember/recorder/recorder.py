@@ -82,7 +82,7 @@ class HearsPasses(Listener):
 
         self.grads = self.gradients.ttypes
         own = [t for t in ('weight', 'weight_grad') if t in ttypes]
-        self.own_types = {False: own, True: own[:own.count('weight')]} # of a module's own parameters, after its call: gradients are complete later when somebody ends the step
+        self.own_types = {False: own, True: own[:own.count('weight')]} # whether somebody ends the steps: then gradients are complete later
         self.records_inputs,self.records_outputs = 'input' in ttypes,'output' in ttypes
         self.seen_steps = self.recorded_steps = self.skipped_steps = self.failed_passes = 0
         self.called = False # whether a pass was seen
@@ -162,7 +162,7 @@ class HearsPasses(Listener):
         if self.on:
             self.calls.log = self.calls.fresh_log(steps.pass_, shared and steps.new_pass(path, phase))
             self.journal.begins()
-            if self.page.size>self.most_rows: self.flush()
+            if self.page.size>self.most_rows: self.passes.clear(); self.flush()
         self.calls.recorded += 1
         if not shared and self.stack_room: stack_room.more(self.stack_room)
 
@@ -371,11 +371,11 @@ class HearsSteps(HearsCalls):
 
     def closed_by_pass(self):
         "A pass ends the step before, as long as nobody says that it was the first of a step with several"
-        steps,hint,journal,on = self.steps,self.parameters.hint,self.journal,bool(self.on)
-        weights,noted,without = None if steps.phase or not steps.training_passes else steps.weights,journal.noted[steps.number],hint.steps_without
-        journal.last = None
+        steps,hint,journal,page = self.steps,self.parameters.hint,self.journal,self.page
+        known = self.on and steps.training_passes and not steps.phase and not page.handed_out # what somebody has read stays a step
+        weights,noted,without = steps.weights if known else None,journal.noted[steps.number],hint.steps_without
         self.over(wait=self.passes.another(weights), by_pass=True)
-        self.passes.closed(weights, Closed(journal.last, journal.ended, noted, hint.steps_without-without, on))
+        self.passes.closed(weights, Closed(journal.last, journal.ended, noted, hint.steps_without-without))
 
     def join_passes(self):
         "Steps that passes closed are of the open one, which `torchEmber.step` ends"
@@ -383,16 +383,13 @@ class HearsSteps(HearsCalls):
         earlier = self.passes.of(steps.weights) if steps.passes[None] and not steps.phase else []
         if not earlier: return
         self.seen_steps -= len(earlier)
-        self.recorded_steps -= sum(e.on for e in earlier)
+        self.recorded_steps -= len(earlier)
         self.parameters.hint.steps_without -= sum(e.without for e in earlier)
-        stale = steps.number if self.page.handed_out or self.page.given else steps.number-1-len(journal.waiting)
         journal.waiting,number = [],steps.number
-        steps.join(len(earlier), stale)
+        steps.join(len(earlier))
         journal.noted[steps.number] = sum(e.noted for e in earlier)+journal.noted[number]
-        own,journal.own = journal.own,[]
-        if earlier[0].on: self.page.join(earlier, own)
-        else: self.page.take(True) # the schedule does not want this step
-        self.set_on(earlier[0].on)
+        self.page.join(earlier)
+        self.set_on(True)
 
     def over(self, boundary=False, by_pass=False, wait=False):
         if not by_pass: self.passes.clear()
@@ -525,7 +522,9 @@ class Recorder(HearsSteps):
 
     def source(self, close):
         "What a barrier of the log asks for"
-        with self.lock: self.look()
+        with self.lock:
+            self.look()
+            self.passes.clear() # what somebody has read stays as it is
         self.close() if close else self.flush()
 
     def log(self, numbers):

@@ -60,7 +60,6 @@ class Steps:
         self.weights,self.changes = None,0 # of the last training pass; how often they were others than in the pass before
         self.training_passes = 0 # of the open step: passes that may be trained with
         self.awaited = frozenset() # ids of the optimizers that all have to step: then the step is over. With none it is over when somebody says so
-        self.stale = -1 # steps up to this one may have rows in the log that are of an earlier one: see `Passes`
         self.stepped,self.turns = set(),Counter() # of the open step: ids of those that have; how often each
 
     def new_pass(self,
@@ -139,16 +138,13 @@ class Steps:
         return new
 
     def join(self,
-        n:int, # How many
-        stale:int # The last step of which the log has rows, the open one included
+        n:int # How many
     ):
         """The `n` steps before this one, which passes have closed, were its first passes
 
         Args:
             n: How many
-            stale: The last step of which the log has rows, the open one included
         """
-        self.stale = stale
         self.number -= n
         self.closed = None if self.closed is None or self.closed<n else self.closed-n
         self.passes[None] += n
