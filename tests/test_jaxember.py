@@ -481,6 +481,17 @@ def test_stashes_and_numbers_of_a_step(tmp_path):
 
 # ---- nnx models belong to the trace that they were made in
 
+def test_numbers_that_are_noted_several_times_in_a_step(tmp_path):
+    "A row for each, that is told from the others by its call; the next step counts from 0"
+    with track(home=tmp_path) as tracker:
+        for s in range(2):
+            tracker.intercept(lambda x: probe('x', x), jnp.ones(2))
+            for i in range(3-s): tracker.log(loss=10.*s+i)
+            tracker.step()
+    rows = read(tracker.name, ttype='scalar', home=tmp_path)
+    assert list(zip(rows.step, rows.call, rows.loss, strict=True))==[(s, i, 10.*s+i) for s in range(2) for i in range(3-s)]
+
+
 def test_nnx_models_live_on(tmp_path):
     "One that was made or changed in a tracked step can be changed afterwards, and in the next tracker"
     opt = optax.sgd(.1)
