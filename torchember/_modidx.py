@@ -2369,6 +2369,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                  'torchember.plan.tensor_bytes': ('plan.html#tensor_bytes', 'torchember/plan.py')},
             'torchember.private_torch': { 'torchember.private_torch.any_unscaled': ( 'private_torch.html#any_unscaled',
                                                                                      'torchember/private_torch.py'),
+                                          'torchember.private_torch.call_in': ('private_torch.html#call_in', 'torchember/private_torch.py'),
                                           'torchember.private_torch.computes_again': ( 'private_torch.html#computes_again',
                                                                                        'torchember/private_torch.py'),
                                           'torchember.private_torch.function_around': ( 'private_torch.html#function_around',

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['count_dispatch_modes', 'count_function_modes', 'inside_transform', 'without_dispatch_modes', 'without_function_modes',
-           'without_transforms', 'is_wrapped', 'unwrap', 'running_node', 'who_saves', 'again', 'metadata_passes',
-           'hooks_in_graphs', 'say_missing', 'computes_again', 'recomputing', 'function_around', 'only_metadata',
-           'same_function', 'never_compile', 'say_no_hooks', 'thread_token', 'never_merge', 'keep_in_order',
-           'has_step_hooks', 'loss_scale', 'is_unscaled', 'any_unscaled', 'shared_store']
+           'without_transforms', 'is_wrapped', 'unwrap', 'running_node', 'who_saves', 'again', 'apply',
+           'metadata_passes', 'hooks_in_graphs', 'say_missing', 'computes_again', 'recomputing', 'function_around',
+           'call_in', 'only_metadata', 'same_function', 'never_compile', 'say_no_hooks', 'thread_token', 'never_merge',
+           'keep_in_order', 'has_step_hooks', 'loss_scale', 'is_unscaled', 'any_unscaled', 'shared_store']
 
 # %% ../nbs/03_private_torch.ipynb #03torch02
 import sys, weakref
@@ -100,12 +100,24 @@ def recomputing():
     return bool(hooks) and hooks[0].__qualname__.startswith('_recomputation_hook')
 
 def function_around():
-    "What an autograd Function was given, whose forward runs in this thread; in its backward True; None where none runs. Only where gradients are off"
+    "What tells the call of an autograd Function whose forward runs in this thread; in its backward True; None where none runs. Only where gradients are off"
     if running_backward()!=-1: return True
     if torch.is_grad_enabled(): return None
-    apply,frame = torch.autograd.Function.apply.__func__.__code__,sys._getframe(1)
-    while frame is not None and (frame.f_code is not apply or computes_again(frame.f_locals['cls'])): frame = frame.f_back # compiled code is in one, too
-    return None if frame is None else tuple(weakref.ref(x) for x in frame.f_locals['args'] if isinstance(x, torch.Tensor))
+    frame,found = sys._getframe(1),None
+    while frame is not None and (found := call_in(frame)) is None: frame = frame.f_back
+    return found
+
+apply = getattr(getattr(torch.autograd.Function.apply, '__func__', None), '__code__', None) # from torch 2.14 on it is written in C, and has no frame
+
+def call_in(frame):
+    "What tells the call of a Function of which this is the frame, of `apply` or of a `forward` with its context; None of another frame, and of what computes again"
+    if apply is not None: # what it was given
+        if frame.f_code is not apply or computes_again(frame.f_locals['cls']): return None # compiled code is in one, too
+        return tuple(weakref.ref(x) for x in frame.f_locals['args'] if isinstance(x, torch.Tensor))
+    code = frame.f_code
+    ctx = frame.f_locals.get(code.co_varnames[0]) if code.co_name=='forward' and code.co_argcount else None
+    function = getattr(type(ctx), '_forward_cls', None)
+    return None if function is None or computes_again(function) else (weakref.ref(ctx),)
 
 # Of `torch.distributed.pipelining.stage`, in torch 2.4 and later: without them such a pass is recorded
 metadata_passes = '_forward_metadata_inference', '_shape_inference'

@@ -201,5 +201,6 @@ def track(
         exclude=left_out(by_pattern(exclude, 'exclude', prefix), module), stats=stats, only_training=only_stash_during_training, name=name, home=home)
     if te.recorder.watch: te.recorder.listen_to(te.recorder.watch, ends=False)
     te.recorder.steps.manual,te.recorder.steps.number = True,init_step or 0
+    te.recorder.parameters.hint.silent = True # the tracker says it, in its own words
     tracker = TorchTracker(te, prefix=prefix, offload_inc=offload_inc, offload_fn=offload_fn, offload_type=offload_type, wandb=wandb)
     return tracker

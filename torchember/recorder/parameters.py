@@ -161,6 +161,8 @@ class ZeroGradHint:
         self.trains = False # whether there was a pass that could be trained with
         self.looked = False # whether the gradients of a step that `te.step()` ended were looked at: somebody may have set them to zero
         self.given = False # whether this was said
+        self.silent = False # whether somebody else says it
+        self.begun = False # whether a step that passes end is over: its gradients are found in the pass after
         self.steps_without = 0 # recorded steps with a training pass and no gradient
         self.versions = None # of the weights, when they were looked at first
 
@@ -178,11 +180,12 @@ class ZeroGradHint:
         "A recorded step is over"
         self.steps_without += not self.in_step and trained
         self.in_step = False
-        if self.given or not self.trains or 'weight_grad' not in ttypes or manual and not boundary: return
+        if self.given or self.silent or not self.trains or 'weight_grad' not in ttypes or manual and not boundary: return
         if self.found:
             if self.looked or not boundary: return
             self.looked = True
             if not all_zero(states): return
+        if not boundary and not self.begun: self.begun = True; return self.training(states)
         if not any(p._version>self.versions.get(id(p), p._version) for p in trained_in(states)): return
         self.found = self.given = True
         warn("te.step() found no gradients although the weights change: zero_grad() had removed them already, or backward() comes after it. Call te.step() "
