@@ -76,7 +76,7 @@ def variables(): return {k:v for k,v in os.environ.items() if not k.startswith(o
 
 
 of_libraries = ('PYTEST_', 'PYTORCH_', 'TORCHINDUCTOR_CACHE', 'KMP_', 'TRITON_', 'ACCELERATE_', 'LIGHTNING_', 'PL_', 'TRANSFORMERS_', 'TOKENIZERS_', 'WANDB_',
-    'XLA_', 'TF_', 'JUPYTER_', 'PYDEVD_') # which they set for themselves, when they are used first
+    'XLA_', 'TF_', 'JUPYTER_', 'PYDEVD_', '_RJEM_') # which they set for themselves, when they are used first
 
 
 def settings():

@@ -2,6 +2,7 @@
 import copy
 import io
 import pickle
+import sys
 import threading
 from collections import Counter
 from functools import cache
@@ -168,7 +169,7 @@ def test_lowering_where_torch_has_changed(which, monkeypatch):
     from torchember import private_torch as ours
     ops = [op for op in list(real.lowerings) if getattr(op, 'namespace', None)=='torchember']
     for op in ops: monkeypatch.delitem(real.lowerings, op)
-    monkeypatch.setattr(ours, 'sys', SimpleNamespace(modules={'torch._inductor.lowering': other_insides(which)}))
+    monkeypatch.setattr(ours, 'sys', SimpleNamespace(modules={'torch._inductor.lowering': other_insides(which)}, _getframe=sys._getframe))
     monkeypatch.setattr(ours, 'missing', {})
     got = train(mlp_and_input, None, 'whole', 'inductor', ttypes=ALL)
     if ours.hooks_in_graphs: assert any('_inductor' in k for k in ours.missing)==(which!='nothing') # before, tokens do without our lowering

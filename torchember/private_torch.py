@@ -110,7 +110,7 @@ def function_around():
 apply = getattr(getattr(torch.autograd.Function.apply, '__func__', None), '__code__', None) # from torch 2.14 on it is written in C, and has no frame
 
 def call_in(frame):
-    "What tells the call of a Function of which this is the frame, of `apply` or of a `forward` with its context; None of another frame, and of what computes again"
+    "What tells the call of a Function whose `apply`, or `forward` with a context, runs in this frame; None of another, and of what computes again"
     if apply is not None: # what it was given
         if frame.f_code is not apply or computes_again(frame.f_locals['cls']): return None # compiled code is in one, too
         return tuple(weakref.ref(x) for x in frame.f_locals['args'] if isinstance(x, torch.Tensor))
