@@ -26,7 +26,7 @@ class MineBack(SingleStepQuantity):
     def _compute(self, step): return self._module.mine_back
     def backward_extensions(self): return [GradSum()]
 
-class Both(SingleStepQuantity):
+class BothWays(SingleStepQuantity):
     def _compute(self, step): return torch.stack([self._module.mine, *self._module.mine_back])
     def forward_extensions(self): return [OutputSum()]
     def backward_extensions(self): return [GradSum()]
@@ -54,14 +54,14 @@ def test_each_step_is_computed_anew_in_both_directions(compiled):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3))
     run = torch.compile(model, backend='aot_eager', fullgraph=True) if compiled else None
-    monitor,seen = steps_of(model, {'0': [Mine, MineBack, Both, [Window, 'linear(3, 2)']]}, run=run)
+    monitor,seen = steps_of(model, {'0': [Mine, MineBack, BothWays, [Window, 'linear(3, 2)']]}, run=run)
     got = monitor.get_output()['0']
-    assert [list(got[q]) for q in ('Mine', 'MineBack', 'Both')]==[list(range(6))]*3 and list(got['Window'])==[2, 5]
+    assert [list(got[q]) for q in ('Mine', 'MineBack', 'BothWays')]==[list(range(6))]*3 and list(got['Window'])==[2, 5]
     for step,(y,gx) in enumerate(seen):
         np.testing.assert_allclose(got['Mine'][step], y, rtol=1e-5)
         out = model[0](torch.full((2, 3), 1.+step)).detach()
         np.testing.assert_allclose(got['MineBack'][step], [gx, 2*out.sum().item()], rtol=1e-4)
-        np.testing.assert_allclose(got['Both'][step], [y, gx, 2*out.sum().item()], rtol=1e-4)
+        np.testing.assert_allclose(got['BothWays'][step], [y, gx, 2*out.sum().item()], rtol=1e-4)
     np.testing.assert_allclose(got['Window'][5], [seen[s][0] for s in (3, 4, 5)], rtol=1e-5)
     assert not {'mine', 'mine_back'} & set(model[0].__dict__)
     rows = read(monitor.t)
