@@ -1,4 +1,5 @@
 "What lies in a folder is data: nothing of it is run, nothing is written elsewhere, and no bad file ends a look at the good ones"
+import inspect
 import json
 import os
 import socket
@@ -19,7 +20,7 @@ from torchember.choose import select
 from torchember.frames.logs import read, runs, wide
 from torchember.record import EmberWarning
 from torchember.show.histograms import counts_of
-from torchember.show.live_view import Reader, Viewer, base_of
+from torchember.show.live_view import Reader, Viewer, base_of, flags
 from torchember.show.page_data import page_of
 from torchember.show.pointing import losses_of
 from torchember.state.plots import plot_heatmap, plot_hist
@@ -63,6 +64,7 @@ def test_a_program_that_shows_a_run_live_imports_nothing_of_its_folder(tmp_path,
         t = torchember.emberTracker('run', {str(tmp_path/'home')!r})
         t + dict(module='model(Net)', ttype='output', tname='output_0', step=3, rms=1.)
         t.barrier()
+        __import__('os').utime(t.log_path, (0, 0)) # it has not just begun, so that nobody waits for more
         torchember.live(t, wait=True)
         """
     script = tmp_path/'elsewhere'/'script.py'
@@ -72,13 +74,16 @@ def test_a_program_that_shows_a_run_live_imports_nothing_of_its_folder(tmp_path,
     assert done.returncode==0 and 'run: step 3' in done.stderr and not (here/'ran').exists(), done.stderr
 
 
-def test_a_child_is_started_as_its_parent_was(tmp_path):
-    code = f"import sys; sys.path.insert(0, {str(root)!r}); from torchember.show.live_view import flags; print(flags())"
-    said = lambda *how: eval(subprocess.run([sys.executable, *how, '-c', code], capture_output=True, text=True, check=True, cwd=root).stdout)
-    got = said('-I', '-W', 'ignore::ResourceWarning', '-X', 'utf8')
-    assert got[0]=='-P' and '-I' in got and '-Wignore::ResourceWarning' in got and 'utf8' in got[got.index('-X')+1]
-    got = said('-E', '-s')
-    assert got[0]=='-P' and {'-E', '-s'}<=set(got) and '-I' not in got
+@pytest.mark.parametrize('how', [['-I', '-W', 'ignore::ResourceWarning', '-X', 'utf8=0'], ['-E', '-s', '-B'], ['-S', '-OO', '-bb', '-X', 'utf8'],
+    ['-B', '-X', 'dev', '-X', 'pycache_prefix=elsewhere'], []], ids=' '.join)
+def test_a_child_is_started_as_its_parent_was(how):
+    "Each thing that a Python can be told is told it, and it imports nothing from the folder that it stands in"
+    names = [n for n in dir(sys.flags) if not n.startswith('_') and not callable(getattr(sys.flags, n)) and n!='safe_path']
+    look = f'[{{n: getattr(sys.flags, n) for n in {names}}}, sys.pycache_prefix, [*dict.fromkeys(sys.warnoptions)]]'
+    def said(start, code): return eval(subprocess.run([*start, '-c', f'import sys\n{code}'], capture_output=True, text=True, check=True, cwd=root).stdout)
+    told,parent = said([sys.executable, *how], f'{inspect.getsource(flags)}\nprint([flags(), {look}])')
+    child,safe = said([sys.executable, *told], f'print([{look}, sys.flags.safe_path])')
+    assert child==parent and safe
 
 
 # ---- files that are none, and files of others

@@ -19,7 +19,7 @@ from torchember import EmberWarning, private_torch, torchEmber
 from torchember.capture import forward
 
 package = Path(private_torch.__file__).parent
-python = {'_getframe', '_current_frames', '_fields', '_args_from_interpreter_flags', '_replace', '_handle_fromlist'} # of Python's own library
+python = {'_getframe', '_current_frames', '_fields', '_replace'} # of Python's own library, and documented there
 endings = {'_grad', '_latest', '_r'} # of our own words, and of matplotlib's colours that are turned round
 
 

@@ -153,7 +153,7 @@ def missing(name):
     "The error for a name that is not there: what took the place of an older tool's, which an import would lose the words of, or what is called nearly so"
     if name.startswith('_'): return AttributeError(f"module 'torchember' has no attribute {name!r}", name=name)
     if said := import_module('.gone', __name__).sentence(name):
-        imported = _getframe(2).f_code.co_name=='_handle_fromlist' # which asks for the names in `from torchember import ...`
+        imported = _getframe(2).f_globals.get('__name__', '').startswith('importlib.') # which asks for the names in `from torchember import ...`
         return (ImportError if imported else AttributeError)(said, name=name)
     close = ' or '.join(map(repr, import_module('.record', __name__).closest(name, list(rooms))))
     return AttributeError(f"module 'torchember' has no attribute {name!r}." + (f" Did you mean {close}?" if close else ''), name=name)

@@ -9,7 +9,6 @@ __all__ = ['live']
 import atexit, base64, io, os, pickle, signal, subprocess, sys, threading, time, weakref
 from collections import deque
 from importlib.util import find_spec
-from multiprocessing.util import _args_from_interpreter_flags
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from shutil import get_terminal_size
@@ -114,7 +113,10 @@ class Viewer:
 # %% ../../nbs/60_show/93_live_view.ipynb #b754be15
 def flags():
     "How a Python is to be started that does what this one does, and imports nothing from the current folder"
-    return list(dict.fromkeys(['-P', *_args_from_interpreter_flags()]))
+    f = sys.flags
+    letters = dict(I=f.isolated, E=f.ignore_environment, s=f.no_user_site, S=f.no_site, O=f.optimize, B=f.dont_write_bytecode, b=f.bytes_warning)
+    words = ['dev']*f.dev_mode+[f'utf8={f.utf8_mode}']+[f'pycache_prefix={p}' for p in [sys.pycache_prefix] if p]
+    return ['-P', *(f'-{k*n}' for k,n in letters.items() if n), *(f'-W{w}' for w in sys.warnoptions), *(f'-X{w}' for w in words)]
 
 def path_of_child():
     "Where it may import from: as this process, but not from the folder that it happens to stand in"
