@@ -1,0 +1,675 @@
+"What each part of a recorder keeps, hands on and forgets: a second step after the first, a second module, optimizer, pass and parameter beside one"
+import random
+import threading
+from types import SimpleNamespace as Some
+
+import numpy as np
+import pytest
+import torch
+from looped import heard
+from torch import nn
+
+from torchember.capture.events import Listener
+from torchember.capture.forward import State
+from torchember.capture.tree import tracks
+from torchember.recorder.calls import Calls
+from torchember.recorder.gradients import Gradients
+from torchember.recorder.journal import Journal
+from torchember.recorder.notices import Notices
+from torchember.recorder.optimizer import Updates
+from torchember.recorder.page import Generators, Page
+from torchember.recorder.parameters import Known, Parameters, ZeroGradHint, look_over
+from torchember.recorder.process import hand_over, open_recorders
+from torchember.recorder.row import one_row
+from torchember.recorder.steps import Decision, Steps
+
+BOTH = ('weight', 'weight_grad')
+
+
+def copied(o): return {k: v.copy() if hasattr(v, 'copy') else v for k,v in vars(o).items()}
+
+
+# ---- steps
+
+def busy(manual=True):
+    "A step in which everything has happened"
+    s = Steps(5, manual)
+    s.awaited = frozenset({1, 2})
+    for i in range(3): s.begin('', None, i)
+    s.begin('head', 'eval', 9)
+    s.training_passes,s.failed,s.graded,s.measured = 3,True,True,True
+    s.optimizer_stepped(1)
+    return s
+
+
+@pytest.mark.parametrize('manual', [False, True])
+def test_a_step_that_is_over_leaves_nothing_but_what_was_known_before(manual):
+    s,fresh = busy(manual),Steps(6, manual)
+    passes = s.pass_
+    for _ in range(2):
+        s.close()
+        want = copied(fresh) | dict(closed=s.number-1, pass_=passes+1, trained=True, evaluated=5, awaited=frozenset({1, 2}), number=s.number)
+        assert vars(s)==want
+        s.begin('', None, 1)
+        passes = s.pass_
+    s.close()
+    assert (s.number, s.closed)==(8, 7)
+    s.close()
+    assert not s.trained
+
+
+def test_an_evaluation_that_is_over_leaves_the_step_open_that_it_came_before():
+    s = Steps(5, True)
+    s.begin('', None, 1)
+    s.close()
+    before = copied(s)
+    s.begin('head', 'eval', 7)
+    s.failed = s.graded = True
+    assert s.evaluation and (s.shown, s.number)==(5, 6)
+    s.end_evaluation()
+    assert vars(s)==before | dict(pass_=before['pass_']+2, evaluated=5, weights=7)
+    s.begin('', None, 8)
+    assert not s.evaluation and s.shown==6 and s.weights==8 and s.changes==0
+
+
+def test_what_makes_of_an_evaluation_a_step():
+    "A pass that trains, a measurement, an optimizer; and no step that trained before, unless evaluation is how it is trained"
+    def of(trained=True, **more):
+        s = Steps(1, True)
+        s.trained = trained
+        s.begin('', 'eval')
+        for k,v in more.items(): setattr(s, k, v)
+        return s
+    assert of().evaluation and not of(False).evaluation and not of(manual=False).evaluation
+    assert not of(measured=True).evaluation and not of(stepped={1}).evaluation
+    assert of(False, trained_so=True).evaluation and not of(False, trained_so=True, graded=True).evaluation
+    s = of()
+    s.begin('', None)
+    assert not s.evaluation and not Steps(1, True).evaluation
+    told = [(phase, grad) for phase in (None, 'eval') for grad in (False, True) if of().ends_evaluation(phase, grad)]
+    assert told==[(None, False), (None, True)] and of(False, trained_so=True).ends_evaluation('eval', True) and not of(False).ends_evaluation(None, True)
+
+
+def test_what_begins_a_pass_and_what_ends_a_step():
+    "The root, the module that began, one around it, another phase; a module that was called already when weights have changed"
+    s = Steps()
+    s.begin('net.enc', None, 1)
+    s.begin('head', None, 1)
+    calls = [(p, phase, j) for p in ('', 'net.enc', 'net', 'net.en', 'head', 'ne') for phase in (None, 'eval') for j in (False, True)]
+    starts = [c for c in calls if s.new_pass(*c)]
+    assert starts==[('', None, False), ('', 'eval', False), ('', 'eval', True), ('net.enc', None, False), ('net.enc', 'eval', False), ('net.enc', 'eval', True),
+        ('net', None, False), ('net', 'eval', False), ('net', 'eval', True), *((p, 'eval', j) for p in ('net.en', 'head', 'ne') for j in (False, True))]
+    ends = [(p, w) for p in ('head', 'other') for w in (1, 2) if s.ends(p, None, w)]
+    assert ends==[('head', 2)] and s.ends('', None, 1) and not s.ends('', None, 1, True)
+    s.manual = True
+    assert not s.ends('', None, 1) and not s.ends('head', None, 2)
+    assert (s.leader, s.phase, s.seen, s.passes)==('net.enc', None, {'net.enc', 'head'}, {None: 1})
+    assert s.begin('net.enc', None, 1) and not s.begin('head', None, 1) and s.begin('head', 'eval', 1)
+    assert (s.leader, s.phase, s.pass_, s.passes, s.micro)==('head', 'eval', 3, {None: 2, 'eval': 1}, 0)
+
+
+@pytest.mark.parametrize('manual', [False, True])
+def test_a_pass_that_is_taken_back(manual):
+    s = Steps(0, manual)
+    s.begin('', 'eval')
+    for i in range(2): s.begin('', None, i)
+    s.failed = True
+    assert s.take_back()==2 and s.passes=={'eval': 1, None: 1} and (s.leader, s.phase, s.failed, s.opened)==(None, None, False, manual)
+    assert s.begin('head', None) and s.passes[None]==2 and s.micro==1
+
+
+def test_which_step_a_number_is_noted_for():
+    "The open one when it has trained; else the one that closed, which an evaluation is of"
+    s = Steps(3, True)
+    assert s.noted==3
+    s.begin('', None)
+    assert s.noted==3
+    s.close()
+    assert s.noted==3
+    s.begin('', 'eval')
+    assert s.noted==3
+    s.begin('', None)
+    assert s.noted==4
+    s.close()
+    s.trained = False # that step was an evaluation alone
+    s.begin('', 'eval')
+    assert s.noted==5
+    s = Steps(3)
+    s.begin('', None); s.close(); s.begin('', 'eval')
+    assert s.noted==4 # a pass is a step
+
+
+def test_passes_that_were_taken_for_steps_are_counted_in_the_open_one():
+    for closed,number,n,want in ((4, 5, 2, (3, 2)), (1, 2, 2, (0, None)), (2, 3, 2, (1, 0)), (None, 2, 2, (0, None))):
+        s = Steps(number)
+        s.closed = closed
+        s.begin('', None, 1)
+        s.join(n)
+        assert (s.number, s.closed, s.micro, s.passes)==(*want, n, {None: n+1})
+
+
+def test_why_a_step_seems_never_to_be_over():
+    def of(awaited=(1,), stepped=(), changes=0, passes=0, turns=()):
+        s = Steps(0, True)
+        s.awaited,s.changes,s.training_passes = frozenset(awaited),changes,passes
+        s.stepped |= set(stepped); s.turns.update(dict(turns))
+        return s.stalled(10, 5)
+    assert of() is None and of(changes=1) is None and of(passes=9) is None
+    assert of(passes=10)=='10 passes went by' and of(changes=2)=='the weights change all the same'
+    assert of((1, 2), changes=2) is None # those that the other has trained
+    assert of((1, 2), [1], turns={1: 4}) is None and of((1, 2), [1], turns={1: 5})=='another one has stepped 5 times'
+    assert of((1, 2), [1, 2], passes=10, turns={1: 9, 2: 1}) is None and of((), changes=9, passes=99) is None
+    assert of((1, 2), [1], 2, 10, {1: 5, 2: 4})=='another one has stepped 5 times' and of((1, 2), [1], 2, 10, {1: 4})=='10 passes went by'
+
+
+def test_a_schedule_that_fails_and_one_that_wants_nothing():
+    "A budget is asked for what is wanted, alone; with on_error='raise' the error goes through; a step that was asked of is not asked again"
+    asked = []
+    class Budget:
+        def allows(self, pending): asked.append(pending); return True
+    d = Decision(lambda s: asked.append(f'step {s}') or s>0, Budget())
+    assert [d(s) for s in (0, 0, 1, 1, 0)]==[False, False, True, True, False] and asked==['step 0', 'step 1', 0., 'step 0'] and not d.denied
+    with pytest.raises(ZeroDivisionError): Decision(lambda s: 1/s, None, Notices('raise'))(0)
+
+
+# ---- calls
+
+def test_each_thread_has_a_log_and_a_stack_of_its_own():
+    "One that grows too long is begun anew, and so is that of another pass"
+    c,track = Calls(),Some(name='m')
+    c.most_events = 3
+    logs = []
+    for pass_ in (1, 1, 1, 2):
+        log = c.fresh_log(pass_)
+        c.enter(track, 0)
+        logs.append((any(log is l for l in logs[:-1]), len(log)))
+        c.exit()
+        logs[-1] = len(log)
+    assert logs==[2, 4, 2, 2]
+    c.enter(track, 3)
+    c.here.skipped = True
+    seen = []
+    t = threading.Thread(target=lambda: seen.append((c.innermost(), c.here.skipped, c.here.log, c.here.pass_)))
+    t.start(); t.join()
+    assert seen==[(None, False, [], None)] and c.innermost() is track
+    c.begin(Some(track=track), False)
+    assert c.innermost() is None and not c.here.skipped
+
+
+# ---- the page
+
+def layer(name='a'): return Some(track=Some(name=name, id=name), taps={}, watched=True)
+def vectors(page, over=True): return [(r['key'], r['call'], r['stats']) for r in page.take(over)[0].rows()]
+
+
+def test_a_row_says_all_that_it_was_measured_with():
+    "By built-in statistics and by a function: module, type, name, parameter, phase, backward, call, pass, and the numbers without a scale"
+    asked = []
+    def own(x): asked.append((page.calls.current.name, page.calls.here.measuring)); return {'mean': x.mean()}
+    page = Page({'output': ('mean',), 'weight': own})
+    x = torch.tensor([2., 4.])
+    for micro in (0, 1):
+        page.begin_pass(micro)
+        page.micro = micro
+        for m in 'ab':
+            for t in ('output', 'weight'): page.measure(layer(m), t, 'x', x+micro, 'p', 3, 'eval', 2, torch.tensor(2.))
+    snapshot,rows = page.take(True)
+    want = [((m, t, 'x', 'p', 'eval', 2), 3, mean) for m in 'ab' for t,mean in (('output', 1.5), ('output', 2.), ('weight', 1.5), ('weight', 2.))]
+    got = [(r['key'], r['call'], r['stats']['mean']) for r in snapshot.rows()]+[(r[1], r[2], r[5]['mean']) for r in rows]
+    assert sorted(got)==want and [r[3] for r in rows]==[0, 0, 1, 1] and {r[4] for r in rows}=={'float32'} and not page.calls.here.measuring
+    assert asked==[(m, True) for _ in range(2) for m in 'ab']
+
+
+def test_a_function_that_fails_leaves_no_trace_of_itself():
+    def own(x): raise KeyError('x')
+    page = Page({'output': own}, Some(failed=lambda *a: said.append((*a[:2], a[3]))))
+    said = []
+    page.measure(layer(), 'output', 'x', torch.ones(1))
+    page.measure(layer(), 'output', 'y', torch.ones(1, device='meta'))
+    assert not page.calls.here.measuring and [r[5] for r in page.take(True)[1]]==[{'error': "KeyError: 'x'"}]
+    assert said==[('a', 'x', own), ('a', 'y', own)]
+
+
+def test_what_is_replaced_is_the_same_tensor_of_the_same_module_alone():
+    "Of what a step has once the last measurement counts, before and after it was handed out, and also when it was written to unseen"
+    page,a,b = Page({'weight': ('mean',)}),layer('a'),layer('b')
+    ws = torch.ones(2),torch.full((2,), 5.)
+    for st in (a, b):
+        for n,w in zip('wv', ws, strict=True): page.measure(st, 'weight', n, w, n, once=True)
+    ws[0].data.fill_(7.)
+    page.forget_seen()
+    page.measure(a, 'weight', 'w', ws[0], 'w', once=True, replace=True)
+    def of(rows): return [(k[0], k[2], s['mean'], 'supersedes' in s) for k,_,s in rows]
+    assert sorted(of(vectors(page, False)))==[('a', 'v', 5, False), ('a', 'w', 7, False), ('b', 'v', 5, False), ('b', 'w', 1, False)]
+    page.measure(a, 'weight', 'w', ws[1], 'w', once=True, replace=True)
+    page.measure(a, 'weight', 'w', ws[1]+1, 'w', once=True, replace=True)
+    assert page.handed_out and of(vectors(page))==[('a', 'w', 6, True)]
+    page.step_over()
+    page.measure(a, 'weight', 'w', ws[1]+2, 'w', once=True, replace=True)
+    assert of(vectors(page))==[('a', 'w', 7, False)]
+
+
+def test_a_page_whose_step_is_over():
+    page = Page({'output': ('mean',), 'weight': lambda x: {'n': 1}})
+    for over in (False, True):
+        page.micro = 2
+        page.measure(layer(), 'output', 'x', torch.ones(1))
+        page.measure(layer(), 'weight', 'x', torch.ones(1), 'x')
+        page.void = {'something'}
+        page.take(over)
+        assert page.given
+    assert len(page.taken)==1
+    page.step_over()
+    assert (page.taken, page.given, page.void, page.micro, page.handed_out, page.on_device, page.size)==([], set(), set(), 0, False, False, 0)
+    page.arena.blocks.append(Some(device=Some(type='cuda')))
+    page.step_over()
+    assert page.on_device
+    page.taken,page.given,page.void = [1],{1},{1}
+    arena = page.arena
+    page.fresh_arena()
+    assert (page.taken, page.given, page.void)==([], set(), set()) and page.arena is not arena
+
+
+def test_functions_rows_of_a_pass_that_raised():
+    "Those of the pass before stay, and what a step has once; what was handed out is superseded when it comes again"
+    page = Page({})
+    def give(micro, *names):
+        page.micro = micro
+        for n in names: page.add(('m', 'output', n, 'p' if n=='w' else None, None, 0), 0, micro, 'float32', {'at': micro})
+    give(0, 'x'); give(1, 'x', 'w')
+    page.take_back(1)
+    assert [(r[1][2], r[3]) for r in page.custom]==[('x', 0), ('w', 1)]
+    page.take(False)
+    give(1, 'x')
+    page.take(False)
+    page.take_back(1)
+    give(1, 'x', 'y')
+    assert [(r[1][2], r[5]) for r in page.take(True)[1]]==[('x', {'at': 1, 'supersedes': True}), ('y', {'at': 1})]
+
+
+class Part(torch.Tensor):
+    "Half of a tensor of two ranks, or all of it"
+    whole = False
+    placements = property(lambda self: (Some(is_replicate=lambda: self.whole),))
+    def to_local(self): return self.as_subclass(torch.Tensor)[:1]
+
+
+def test_parts_of_tensors_are_known_by_place_and_call():
+    page,st = Page({'output': ('shape',), 'weight': ('shape',)}),layer()
+    x = torch.zeros(2, 3).as_subclass(Part)
+    whole = x.as_subclass(Part)
+    whole.whole = True
+    def at(call, ttype='output'): return 'a', ttype, 'x', None, 0, call
+    for call in (0, 1): page.measure(st, 'output', 'x', x, call=call)
+    page.measure(st, 'weight', 'x', x, 'p')
+    assert page.parts.keys()=={at(0), at(1), ('a', 'weight', 'x', None, 0, 0)} and page.parts[at(0)]['global_shape']==[2, 3]
+    page.measure(st, 'output', 'x', torch.zeros(2, 3), call=0)
+    page.measure(st, 'weight', 'x', whole, 'p')
+    assert page.parts.keys()=={at(1)}
+    assert [s['shape'] for *_,s in vectors(page)]==[[1, 3]]*3+[[2, 3], [1, 3]]
+
+
+def test_functions_that_draw_do_so_apart_from_the_training_and_from_each_other(monkeypatch):
+    "Each generator is kept apart from the first draw on, also when a function has been seen often"
+    g,want = Generators(),{}
+    g.tries = 2
+    draws = {'python': (lambda x: random.random()), 'numpy': (lambda x: np.random.rand()), 'torch': (lambda x: torch.rand(1).item()), 'none': (lambda x: 0)}
+    def seed(): random.seed(3); np.random.seed(3); torch.manual_seed(3)
+    def theirs(): return random.random(), np.random.rand(), torch.rand(1).item()
+    seed()
+    training = [theirs() for _ in range(5)]
+    for n,f in draws.items(): seed(); want[n] = [f(0) for _ in range(5)]
+    seed()
+    got,rows = [],{n: [] for n in draws}
+    for _ in range(5):
+        for n,f in draws.items(): rows[n].append(g.call(f, torch.ones(1)))
+        got.append(theirs())
+    assert got==training and rows==want
+    assert {k for _,k in g.drawn}=={'random', 'numpy'} and len(g.drawn)==2
+    state = random.getstate()
+    with pytest.raises(ZeroDivisionError): g.call(lambda x: random.random()/0, torch.ones(1))
+    assert random.getstate()==state
+
+
+# ---- parameters, gradients, updates
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a,self.b,self.c = nn.Sequential(nn.Linear(2, 2)),nn.Linear(2, 2, bias=False),nn.Linear(1, 1)
+        self.b.weight = self.a[0].weight
+
+
+class Nobody(Listener): pass
+
+
+class Spy:
+    "Stands for a page: keeps what it is told to measure"
+    def __init__(self): self.got,self.stats,self.handed_out,self.parts,self.forgotten = [],{'weight': ('mean',)},False,{},0
+    def forget_seen(self): self.forgotten += 1
+    def measure(self, state, ttype, tname, x, pname=None, **more): self.got.append((state.track.path, ttype, tname, pname, x, more))
+    def places(self):
+        out = [g[:4] for g in self.got]
+        self.got.clear()
+        return out
+
+
+def of(model, ttypes=BOTH, page=None):
+    ps = Parameters(Spy() if page is None else page, ttypes)
+    ps.states = [State(t, Nobody(), None, False, (), None, True) for t in tracks(model)]
+    return ps
+
+
+def test_a_parameter_is_new_once_a_step_by_itself_and_by_its_place():
+    "A sharded one is another tensor at the same place; a tied one the same tensor at another"
+    ps,(p,q) = of(Model()),(torch.ones(1), torch.ones(1))
+    a,b = ps.states[2:4]
+    for _ in range(2):
+        assert ps.is_new(a, 'w', p) and not ps.is_new(a, 'w', p) and not ps.is_new(a, 'w', q) and not ps.is_new(b, 'w', p)
+        assert ps.is_new(a, 'v', q) and ps.is_new(b, 'w', torch.ones(1))
+        ps.step_over()
+
+
+def test_each_parameter_is_measured_once_at_the_first_that_returns_and_then_again_when_it_is_asked():
+    m = Model()
+    ps = of(m)
+    root,seq,lin,b,c = ps.states
+    for p in (m.b.weight, m.c.weight): p.grad = torch.ones_like(p)
+    ps.after_call(b, False, BOTH)
+    assert ps.page.places()==[('b', 'weight', 'weight_0', 'weight'), ('b', 'weight_grad', 'grad_0', 'weight')]
+    ps.after_call(seq, False, BOTH)
+    assert ps.page.places()==[]
+    ps.after_call(seq, True, BOTH)
+    assert ps.page.places()==[('a.0', 'weight', 'weight_1', 'bias')]
+    c.watched = False
+    ps.after_call(root, True, BOTH)
+    assert ps.page.places()==[]
+    c.watched = True
+    ps.after_call(root, True, ('weight_grad',))
+    assert ps.page.places()==[('c', 'weight_grad', 'grad_0', 'weight')]
+    assert ps.hint.found and ps.hint.in_step and ps.known.got=={('b', 'weight'), ('c', 'weight')}
+    ps.at_boundary({id(m.c.weight), id(m.b.weight)}, 4.)
+    assert [(*g[:3], g[5]) for g in ps.page.got]==[(p, 'weight_grad', 'grad_0', dict(scale=4., once=True, replace=True)) for p in ('a.0', 'c')]
+    assert ps.page.forgotten==1
+    ps.page.got.clear()
+    ps.step_over()
+    ps.at_boundary({id(m.c.bias)})
+    assert ps.page.places()==[('c', 'weight', 'weight_0', 'weight'), ('c', 'weight', 'weight_1', 'bias')]
+    ps.again(('weight',))
+    assert ps.page.places()==[('a.0', 'weight', 'weight_0', 'weight'), ('a.0', 'weight', 'weight_1', 'bias'), ('c', 'weight', 'weight_0', 'weight'),
+        ('c', 'weight', 'weight_1', 'bias')]
+    ps.after_call(root, True, BOTH)
+    assert ps.page.places()==[] # all were seen
+    assert [s.track.path for s in ps.below(root)]==['a', 'b', 'c', 'a.0'] and [s.track.path for s in ps.below(seq)]==['a.0'] and ps.below(c)==[]
+    assert [(st.track.path, n) for st,_,n,_ in ps.each(states=[b, c])]==[('b', 'weight'), ('c', 'weight'), ('c', 'bias')]
+    lin.watched = False
+    assert [(st.track.path, i, n) for st,i,n,_ in ps.each({id(m.b.weight), id(m.c.bias)})]==[('b', 0, 'weight'), ('c', 1, 'bias')]
+
+
+def test_when_a_lack_of_gradients_is_said():
+    "Not when gradients come, nobody trains, somebody else says it, they are not asked for, an optimizer ends the steps, or weights stay; and once"
+    def said(steps=3, boundary=False, manual=False, trains=True, ttypes=('weight_grad',), move=True, **more):
+        lin = nn.Linear(1, 1)
+        states,h = of(lin).states,ZeroGradHint()
+        if trains: h.training(states)
+        for k,v in more.items(): setattr(h, k, v)
+        with heard('gradients') as got:
+            for _ in range(steps):
+                if move: lin.weight.data = lin.weight.data; lin.weight.detach().add_(1)
+                h.step_over(True, states, manual, ttypes, boundary)
+        return len(got), h.steps_without
+    assert said()==(1, 3) and said(1)==(0, 1) and said(2)==(1, 2) and said(1, True)==(1, 1) and said(9, True, True)==(1, 9)
+    for no in (dict(trains=False), dict(silent=True), dict(ttypes=('weight',)), dict(manual=True), dict(move=False), dict(given=True), dict(found=True)):
+        assert said(**no)==(0, 3), no
+    assert said(in_step=True)==(1, 2)
+
+
+def test_zeros_are_looked_for_once_where_te_step_ends_the_steps():
+    lin = nn.Linear(1, 1)
+    states = of(lin).states
+    def said(*grads, boundary=True):
+        h = ZeroGradHint()
+        h.training(states)
+        with heard('gradients') as got:
+            for g in grads:
+                for p,v in zip(lin.parameters(), g, strict=True): p.grad = None if v is None else torch.full_like(p, v); p.detach().add_(1)
+                h.found = h.in_step = True
+                h.step_over(True, states, True, BOTH, boundary)
+        return len(got)
+    assert said((0, 0))==said((0, None))==1 and said((0, 1))==said((None, None))==said((1, 1), (0, 0))==said((0, 0), boundary=False)==0
+
+
+def test_look_over_tells_of_what_was_added_and_not_of_what_is_the_same():
+    def told(change):
+        m = Model()
+        states,n = of(m).states,Notices()
+        with heard('since it was armed') as said:
+            change(m)
+            for _ in range(2): look_over(states, n)
+        return [s.split(' has got')[0] for s in said], [s.track.path for s in states if not s.watched]
+    assert told(lambda m: None)==([], [])
+    assert told(lambda m: m.c.register_parameter('new', nn.Parameter(torch.ones(1))))==(['model(Model).c(Linear)'], [])
+    assert told(lambda m: setattr(m, 'c', nn.Linear(1, 1)))==(['model(Model)'], ['c'])
+    assert told(lambda m: m.add_module('d', m.b))==([], []) # it is known
+    assert told(lambda m: delattr(m, 'a'))[1]==['a', 'a.0']
+
+
+def test_the_gradient_of_a_leaf_is_that_of_the_pass_that_it_was_given_in():
+    "Each name and call counts its own backwards; hooks on leaves are taken off with the step"
+    steps,came = Some(pass_=1),[]
+    def tell(state, ttype, tname, g, call, phase, backward): came.append((state.n, ttype, tname, call, phase, backward, g.tolist()))
+    g,one,two = Gradients(('input_grad', 'output_grad'), steps, tell),Some(key=None, n=1),Some(key=None, n=2)
+    x,z = torch.ones(1, requires_grad=True),torch.ones(1, requires_grad=True)
+    y = x*2+z*3
+    g.of_call(one, 'input_grad', [('x', x), ('z', z)], 0, None)
+    g.of_call(two, 'output_grad', [('y', y)], 4, 'eval')
+    for _ in range(2): y.sum().backward(retain_graph=True)
+    leaves = [(1, 'input_grad', n, 0, None, b, [v]) for n,v in (('x', 2), ('z', 3)) for b in (0, 1)]
+    assert sorted(came)==leaves+[(2, 'output_grad', 'y', 4, 'eval', b, [1]) for b in (0, 1)]
+    came.clear()
+    steps.pass_ = 2
+    g.of_call(one, 'input_grad', [('x', x)], 0, None)
+    (x*5).sum().backward()
+    assert came==[(1, 'input_grad', 'x', 0, None, 0, [5])] # the pass before has heard its own
+    came.clear()
+    y.sum().backward() # of a graph that outlives its pass: no leaf, so it is told again
+    assert [c[:6] for c in came if c[2]=='y']==[(2, 'output_grad', 'y', 4, 'eval', 2)]
+    g.step_over()
+    came.clear()
+    (x*5+z).sum().backward()
+    assert came==[] and g.handles==[] and not x._backward_hooks and not z._backward_hooks
+    assert Gradients(('output_grad', 'weight', 'input_grad'), steps, tell).ttypes==('input_grad', 'output_grad')
+
+
+def test_updates_are_of_the_step_that_was_taken():
+    "Of two optimizers each tells of its own; what is asked again, later, or after a skipped step has no update"
+    m = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1, bias=False)])
+    ps = of(m)
+    u = Updates(ps.page, ps, ('weight', 'update', 'optimizer'))
+    one,two = torch.optim.SGD(m[0].parameters(), 1., momentum=.9),torch.optim.SGD(m[1].parameters(), 1.)
+    for p in m.parameters(): p.grad = torch.ones_like(p)
+    ps.seen |= {(st.track.id, n) for st,_,n,_ in ps.each()}
+    def rows(): out = [(*g[:4], g[4].item(), g[5]) for g in ps.page.got]; ps.page.got.clear(); return out
+    again = dict(once=True, replace=True)
+    for o in (one, two): u.before(o)
+    one.step()
+    u.after(one)
+    assert rows()==[r for i,n in enumerate(('weight', 'bias')) for r in
+        (('0', 'update', f'update_{i}', n, -1, again), ('0', 'optimizer', f'momentum_buffer_{i}', n, 1, again))]
+    m[0].weight.data += 7
+    u.after(one)
+    assert [r[1] for r in rows()]==['optimizer']*2
+    two.step()
+    u.after(two)
+    assert rows()==[('1', 'update', 'update_0', 'weight', -1, again)] and not u.copies
+    u.before(two)
+    u.step_over()
+    two.step()
+    u.after(two)
+    assert rows()==[]
+    def befores(ttypes=('weight', 'update'), seen=True, stats=('mean',), handed_out=False):
+        v = Updates(ps.page, ps, ttypes)
+        if not seen: ps.step_over()
+        ps.page.stats,ps.page.handed_out,old = {'weight': stats},handed_out,m[1].weight.item()
+        v.before(two); two.step(); v.after(two)
+        got = rows()
+        assert got[-1][1]=='update' and all(r==('1', 'before', 'weight_0', 'weight', old, again) for r in got[:-1])
+        return len(got)-1
+    assert befores()==0 and [befores(**k) for k in (dict(ttypes=('update',)), dict(stats=lambda x: {}), dict(handed_out=True), dict(seen=False))]==[1]*4
+    assert Updates(ps.page, ps, ('weight',)).before(one) is None
+    v = Updates(ps.page, ps, ('weight', 'optimizer'))
+    v.before(one)
+    assert not v.copies
+
+
+def test_what_is_known_of_parameters_is_told_when_it_changes():
+    m,told = Model(),[]
+    k = Known(BOTH)
+    k.tell = told.append
+    states = of(m).states
+    opt = torch.optim.SGD(m.c.parameters(), .1)
+    for _ in range(2): k.look(states, None, False)
+    assert len(told)==1 and [(p['path'], p['name'], p['optimizer']) for p in told[0]['parameters']]==[('a.0', 'weight', None), ('a.0', 'bias', None),
+        ('c', 'weight', None), ('c', 'bias', None)]
+    assert [p.get('also') for p in k.entries]==[['b.weight'], None, None, None] and not k.trained
+    for _ in range(2): k.look(states, [opt], True)
+    assert len(told)==2 and [p['optimizer'] for p in k.entries]==[False, False, True, True] and k.trained
+    k.got.add(('b', 'weight')) # known by its other name
+    states[4].pass_ = 3
+    k.look(states, [], False)
+    facts = [(p['optimizer'], p['gradient'], p['called']) for p in k.entries]
+    assert facts==[(False, True, False), (False, False, False), (True, False, True), (True, False, True)]
+    assert k.trained and len(told)==3 and [i for i in range(9) if k.due(i)]==[1, 2, 4, 8]
+
+
+# ---- the journal
+
+class Run:
+    "Stands for a run: keeps what it is handed, and whether it is to join a step"
+    def __init__(self): self.file,self.step,self.got,self.marked = self,None,[],{}
+    def put(self, what, *args, **more): self.got.append((what, args, more))
+    def note(self, what): "Nobody listens"
+
+
+def journal():
+    t = Run()
+    return t, Journal(t), Page({}), Steps(0, True)
+
+
+def measured(page, mean=1.): page.add(('m', 'output', 'x', None, None, 0), 0, 0, 'float32', {'mean': mean})
+
+
+def test_steps_that_wait_go_to_the_log_before_what_comes_next():
+    t,j,page,steps = journal()
+    for s in range(3):
+        steps.begin('')
+        measured(page, s)
+        j.write(page, steps, True, wait=s<2)
+        steps.close(); j.step_over(s, True)
+        assert len(t.got)==(0 if s<2 else 3) and len(j.waiting)==(s+1 if s<2 else 0)
+    assert [(m.step, [r[5]['mean'] for r in m.own], over) for m,(over,*_),_ in t.got]==[(s, [s], True) for s in range(3)] and j.last.step==2
+    j.write(page, steps, False)
+    assert len(t.got)==3
+    steps.begin('')
+    measured(page)
+    j.write(page, steps, True, wait=True)
+    j.write(page, steps, False) # with nothing of its own
+    assert len(t.got)==4 and j.waiting==[]
+
+
+def test_functions_rows_of_the_open_step_and_of_the_one_before_are_kept():
+    t,j,page,steps = journal()
+    for s in range(3):
+        steps.begin('')
+        for i in range(2):
+            measured(page, 10*s+i)
+            j.write(page, steps, i==1)
+        assert [r[5]['mean'] for r in j.own]==[10*s, 10*s+1]
+        steps.close(); j.step_over(s, True)
+        assert j.own==[] and [r[5]['mean'] for r in j.ended]==[10*s, 10*s+1]
+
+
+@pytest.mark.parametrize('open_,on,was_on', [(a, b, c) for a in (False, True) for b in (False, True) for c in (False, True)])
+def test_rows_of_somebody_else_go_into_the_open_step_or_beside_it(open_, on, was_on):
+    t,j,page,steps = journal()
+    steps.begin(''); steps.close(); j.step_over(0, was_on)
+    if open_: steps.begin('')
+    t.marked = {'epoch': 4}
+    rows = [(('m', 'quantity', n, None, None, 0), c, 'float64', {'v': c}) for c,n in enumerate('qr')]
+    for step in (0, 1): j.add(step, rows, page, steps, on)
+    t.marked = {}
+    inside = open_ and on
+    assert [r[1:] for r in page.custom]==([(k, c, None, d, s) for k,c,d,s in rows] if inside else [])
+    got = [([(r['step'], r['tname'], r['call'], r['dtype'], r['v'], r['epoch']) for r in f()], args, more['joins']) for f,args,more in t.got]
+    want = [([(s, n, c, 'float64', c, 4) for c,n in enumerate('qr')], (), True if s==0 and was_on else None) for s in (0, 1)]
+    assert got==want[:1 if inside else 2]
+
+
+def test_numbers_of_an_evaluation_and_of_two_steps():
+    "Their phase, their step, and calls that count on in the step that closed and from 0 in the next"
+    t,j,page,steps = journal()
+    j.root_name = 'model(Net)'
+    def note(v): j.note({'v': v}, page, steps, True)
+    steps.begin('')
+    note(0); note(1)
+    assert [(r[1], r[2], r[5]) for r in page.custom]==[(('model(Net)', 'scalar', 'log', None, None, 0), c, {'v': c}) for c in (0, 1)]
+    j.write(page, steps, True)
+    steps.close(); j.step_over(0, True)
+    note(2)
+    steps.begin('', 'eval')
+    note(3)
+    steps.begin('')
+    note(4)
+    rows = [r for f,_,_ in t.got[1:] for r in f()]
+    assert [(r['step'], r['call'], r.get('phase'), r['v']) for r in rows]==[(0, 2, None, 2), (0, 3, 'eval', 3)] and [m['joins'] for *_,m in t.got[1:]]==[True]*2
+    assert [(r[1][4], r[2], r[5]) for r in page.custom]==[(None, 0, {'v': 4})] and j.noted=={0: 4, 1: 1}
+    j.step_over(1, False)
+    assert j.noted=={1: 1} and not j.was_on
+
+
+def test_an_evaluation_joins_the_step_before_and_a_later_one_supersedes():
+    t,j,page,steps = journal()
+    steps.begin('')
+    measured(page); j.write(page, steps, True)
+    steps.close(); j.step_over(0, True)
+    for _ in range(2):
+        steps.begin('', 'eval'); steps.begin('', 'eval')
+        measured(page); j.write(page, steps, True)
+        steps.end_evaluation()
+    j.was_on = False
+    steps.begin('', 'eval')
+    measured(page); j.write(page, steps, True)
+    got = [(m.step, m.marks, m.several, more.get('joins')) for m,_,more in t.got[1:]]
+    assert got==[(0, {}, {'eval': True}, True), (0, {'supersedes': True}, {'eval': True}, True), (0, {'supersedes': True}, {'eval': False}, None)]
+    assert t.got[0][1][0] is True and all(more['by'] is j.lines for *_,more in t.got[1:])
+
+
+def test_a_row_has_its_pass_phase_and_backward_where_there_are_several():
+    key = 'm', 'output', 'x', 'p', 'eval', 2
+    for several,micro,shown in (({'eval': True}, 0, True), ({'eval': False, None: True}, 0, False), ({'eval': True}, None, False)):
+        row = one_row(key, 3, micro, 'float16', {'mean': 1.}, 7, 'now', {'epoch': 1, 'phase': 'mine'}, several)
+        assert row==dict(mean=1., module='m', ts='now', ttype='output', tname='x', step=7, call=3, dtype='float16', pname='p', phase='eval', backward=2,
+            epoch=1, **({'micro': 0} if shown else {}))
+    row = one_row(('m', 'output', 'x', None, None, 0), 0, 1, 'float32', {}, 0, '', {}, {None: False})
+    assert list(row)==['module', 'ts', 'ttype', 'tname', 'step', 'call', 'dtype']
+
+
+def test_only_the_runs_of_that_name_are_handed_over():
+    done = []
+    def run(name, owner):
+        r = Holds()
+        r.t,r.fname,r.name = r,name,name
+        r.owner = (lambda: Some(disarm=lambda: done.append(f'{name} disarmed'))) if owner else None
+        r.barrier = lambda: done.append(f'{name} written')
+        return r
+    class Holds: pass
+    mine = [run('one', True), run('two', True), run('two', False)]
+    open_recorders.update(mine)
+    try:
+        hand_over('one')
+        assert done==['one disarmed', 'one written']
+        done.clear()
+        hand_over('two')
+        assert sorted(done)==['two disarmed', 'two written', 'two written']
+    finally:
+        for r in mine: open_recorders.discard(r)
