@@ -48,7 +48,7 @@ class ByHand:
     def __init__(self, model):
         self.model,self.want,self.step,self.epoch,self.began = model,defaultdict(list),0,None,False
         self.phase,self.calls,self.seen = None,Counter(),set()
-        for path,m in model.named_modules(): m.register_forward_hook(lambda m, i, o, path=path: self.out(path, i[0], o))
+        self.hooks = [m.register_forward_hook(lambda m, i, o, path=path: self.out(path, i[0], o)) for path,m in model.named_modules()]
 
     def put(self, x, path, ttype, tname, call, phase): self.want[self.step, path, ttype, tname, call, phase, self.epoch].append(x.detach().clone())
 
@@ -81,6 +81,21 @@ class ByHand:
         self.step,self.began = self.step+1,False
 
 
+def agree(te, hand, logged=()):
+    "The rows of a run that is closed are those that there should be, and its numbers"
+    rows = te.t.df.to_dict('records')
+    def epoch(r): return None if math.isnan(e := r.get('epoch', math.nan)) else int(e)
+    def phase(r): return r['phase'] if isinstance(r.get('phase'), str) else None
+    assert [(r['step'], r['call'], epoch(r), r['loss']) for r in rows if r['ttype']=='scalar']==list(logged)
+    tensors = [r for r in rows if r['ttype']!='scalar']
+    where = [(r['step'], r['path'], r['ttype'], r['tname'], r['call'], phase(r), epoch(r)) for r in tensors]
+    assert sorted(map(str, where))==sorted(map(str, hand.want)) # each place once
+    for k,r in zip(where, tensors, strict=True):
+        some = hand.want[k]
+        says({**r, 'shape': torch.cat(some).shape}, torch.cat(some))
+        assert list(r['shape'])==list(some[-1].shape)
+
+
 todo = st.lists(st.sampled_from(['pass', 'pass', 'eval', 'step', 'read', 'epoch', 'log']), min_size=3, max_size=14)
 
 
@@ -111,17 +126,7 @@ def test_any_order_of_events(todo, seed):
             logged.append((hand.step, n[hand.step], hand.epoch, i))
             n[hand.step] += 1
     te.close()
-    rows = te.t.df.to_dict('records')
-    def epoch(r): return None if math.isnan(e := r.get('epoch', math.nan)) else int(e)
-    def phase(r): return r['phase'] if isinstance(r.get('phase'), str) else None
-    assert [(r['step'], r['call'], epoch(r), r['loss']) for r in rows if r['ttype']=='scalar']==logged
-    tensors = [r for r in rows if r['ttype']!='scalar']
-    where = [(r['step'], r['path'], r['ttype'], r['tname'], r['call'], phase(r), epoch(r)) for r in tensors]
-    assert sorted(map(str, where))==sorted(map(str, hand.want)) # each place once
-    for k,r in zip(where, tensors, strict=True):
-        some = hand.want[k]
-        says({**r, 'shape': torch.cat(some).shape}, torch.cat(some))
-        assert list(r['shape'])==list(some[-1].shape)
+    agree(te, hand, logged)
 
 
 # ---- parts of the recorder, alone
@@ -337,6 +342,71 @@ def test_steps_without_gradients_are_counted_when_they_trained():
 
 
 # ---- an ember
+
+class Around(nn.Module):
+    "Calls a model that is no part of it"
+    def __init__(self, call): super().__init__(); self.l,self.call = Block(),[call]
+    def forward(self, x): return self.l(self.call[0](x))
+
+
+each = ('input', 'output', 'output_grad', 'weight', 'weight_grad', 'update')
+
+
+def stepped(opt, *hands):
+    before = {id(p): p.detach().clone() for h in hands for p in h.model.parameters()}
+    opt.step()
+    for h in hands: h.stepped(before)
+    opt.zero_grad()
+
+
+def test_two_models_of_which_one_runs_inside_of_the_other():
+    "Steps of their own, numbers of their own, passes of their own; one steps twice as often"
+    torch.manual_seed(0)
+    inner = ByHand(Net())
+    outer = ByHand(Around(inner.forward))
+    opts = [torch.optim.SGD(h.model.parameters(), .1) for h in (inner, outer)]
+    embers = [torchEmber(h.model, optimizer=o, ttypes=each) for h,o in zip((inner, outer), opts, strict=True)]
+    logged,n = ([], []),Counter()
+    for s in range(4):
+        for _ in range(2): outer.forward(torch.randn(2, 3)).square().sum().backward()
+        if s%2: inner.forward(torch.randn(1, 3)).sum().backward()
+        for i,(te,h) in enumerate(zip(embers, (inner, outer), strict=True)):
+            te.log(loss=10*s+i)
+            logged[i].append((h.step, n[i, h.step], None, 10*s+i))
+            n[i, h.step] += 1
+        if s%2: stepped(opts[0], inner)
+        stepped(opts[1], outer)
+    for te,h,l,steps in zip(embers, (inner, outer), logged, (2, 4), strict=True):
+        report = te.close()
+        agree(te, h, l)
+        assert (report['steps'], report['recorded'], report['skipped'], report['remarks'])==(steps, steps, 0, [])
+
+
+def test_runs_of_one_model_after_each_other():
+    "A second one begins at nothing, one that goes on after the last step of the one before, and one that is armed again where it was"
+    torch.manual_seed(0)
+    model = Net()
+    opt = torch.optim.SGD(model.parameters(), .1)
+    def train(n=2, passes=2):
+        for _ in range(n):
+            for _ in range(passes): hand.forward(torch.randn(2, 3)).square().sum().backward()
+            stepped(opt, hand)
+    for name,resume in (('one', False), ('two', False), ('one', True)):
+        hand = ByHand(model)
+        te = torchEmber(model, optimizer=opt, ttypes=each, name=name, resume=resume)
+        if name=='one' and not resume: first = hand
+        if resume: hand.step,hand.want = first.step,first.want
+        train()
+        te.disarm()
+        at,want = hand.step,{k: list(v) for k,v in hand.want.items()}
+        train(1, 1) # heard by nobody
+        hand.step,hand.want = at,defaultdict(list, want)
+        te.arm()
+        train(1, 3)
+        te.close()
+        agree(te, hand)
+        for h in hand.hooks: h.remove()
+
 
 def test_statistics_that_are_chosen_anew_in_the_middle():
     "From the next pass on, for these tensor types alone, and in a second module as in the first"
