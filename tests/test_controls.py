@@ -1,0 +1,569 @@
+"What each control offers and gives, and what a picture with controls does where it is pointed at: without a page"
+import asyncio
+import math
+import re
+import warnings
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.backend_bases import KeyEvent, MouseEvent
+
+from torchember import EmberWarning, interactive
+from torchember.show import pointing
+from torchember.show.controls import (Arguments, Asked, Layers, Steps, arguments_of, choice, columns, columns_of, control_for, label_of, layers_of,
+    laid_out, literal, logged_in, main, of_types, said_of, same, several, statistics_of, steps_of, types_of)
+from torchember.show.heatmaps import scalar_global_heatmap
+from torchember.show.histograms import exp_hist, ridge
+from torchember.show.lines import scalar_line
+from torchember.show.pointing import Interactive, Losses, Surface, followed, labels_of, losses_of, rows_like, sentence, tensor_at, vertical
+from torchember.show.select import grid, series
+from torchember.show.style import figure
+
+W = pytest.importorskip('ipywidgets')
+
+
+def rows_of(steps=range(0, 40, 10), loss=True):
+    "Two layers: outputs at all steps, weights at the even tens, states of an optimizer; a rate that is a mark, a count that is none"
+    out = []
+    for s in steps:
+        def add(path, ttype, tname, pname=None, call=0, s=s, **more):
+            out.append(dict(path=path, module=f'model(Net).{path}(L)', ttype=ttype, tname=tname, pname=pname, step=s, call=call, dtype='float32', lr=.1/(1+s),
+                mine=float(len(out)), fixed=3., std=1.+s+len(out)/1000, nan=0, exponents=[0, 5, 3, 0], exponent_min=-1, **more))
+        for p in ('', 'b', 'a'): add(p, 'output', 'output_0')
+        if s%20==0:
+            for p in 'ba':
+                for q in ('weight', 'bias')[:1+(p=='b')]: add(p, 'weight', f'weight_{q}', q)
+            for k in ('exp_avg', 'exp_avg_sq'): add('b', 'optimizer', f'{k}_0', 'weight')
+        if loss: out.append(dict(path='', ttype='scalar', tname='log', step=s, call=0, loss=2.-s/40, rate=s/10., nan=0))
+    t = pd.DataFrame(out)
+    t.attrs['run'] = 'r'
+    return t
+
+
+t = rows_of()
+
+
+def test_what_a_table_offers():
+    "In the order of the log; what `te.log` noted is of no tensor, a mark is no statistic, and what never changes is no axis"
+    assert list(types_of(t).items())==[('outputs', 'output'), ('weights', 'weight'), ('optimizer states', 'optimizer'),
+        ('optimizer states: exp_avg', 'optimizer.exp_avg'), ('optimizer states: exp_avg_sq', 'optimizer.exp_avg_sq')]
+    assert (columns_of(t), statistics_of(t), logged_in(t))==(['step', 'lr'], ['mine', 'fixed', 'std'], ['loss', 'rate'])
+    one = t[(t.path=='a') & (t.ttype=='output')]
+    assert (columns_of(one), statistics_of(one), logged_in(one))==(['step', 'lr', 'mine'], ['lr', 'mine', 'fixed', 'std'], [])
+    now = t[t.step==20]
+    assert (columns_of(now), statistics_of(now))==(['step'], ['lr', 'mine', 'fixed', 'std'])
+    assert layers_of(t)==['', 'b', 'b.weight', 'b.bias', 'a'] and layers_of(t, 'weight')==['b', 'b.weight', 'b.bias', 'a']
+    assert layers_of(t, 'optimizer.exp_avg')==['b'] and layers_of(t, ['weight', 'output'])==layers_of(t)==layers_of(t, 'input')
+    assert layers_of(t.drop(columns='pname'))==['', 'b', 'a'] and layers_of(t[t.ttype!='scalar'].assign(layer_name='x'), 'weight')==['x']
+    assert steps_of(t[::-1]).tolist()==[0, 10, 20, 30] and steps_of(t, 'weight').tolist()==[0, 20]
+    assert set(of_types(t, 'update').ttype)=={'output', 'weight', 'optimizer'} and set(of_types(t, 'weight').ttype)=={'weight'}
+
+
+def test_a_value_is_called_by_its_own_name():
+    "One is not True; what nobody knew is known from then on, and only then"
+    labels = {'none': None, 'one': 1, 'yes': True, 'half': .5}
+    assert [label_of(labels, v) for v in (None, 1, True, .5)]==[*labels] and len(labels)==4
+    assert label_of(labels, 1.)=='1.0' and labels['1.0']==1. and label_of(labels, False)=='False' and len(labels)==6
+    assert [same(a, b) for a,b in [(1, True), (1, 1), (None, None), ((1,), (1,)), ([1], [2]), ('a', 'b')]]==[False, True, True, True, False, False]
+
+
+def test_what_is_offered_anew_keeps_what_was_chosen():
+    "Without telling anybody, and telling again afterwards"
+    told = []
+    c = choice(W, 'n', {'a': 1, 'b': 2, 'c': 3}, 2)
+    c.observe(lambda: told.append(c.value))
+    c.offer(['c', 'b'])
+    assert (c.widget.value, c.widget.options, told, c.muted)==('b', ('c', 'b'), [], False)
+    c.widget.value = 'c'
+    c.offer(['a', 'b'])
+    assert (c.widget.value, told)==('a', [3])
+    c.value = 3 # which was not on offer any more
+    assert (c.value, c.widget.options, told)==(3, ('a', 'b', 'c'), [3, 3])
+    s = several(W, 'n', {'a': 1, 'b': 2}, [2], None)
+    s.observe(lambda: told.append(s.value))
+    s.offer(['b', 'a', 'c'])
+    assert (s.value, told)==(2, [3, 3])
+    s.value = [1, 2]
+    assert (s.value, s.widget.options, told)==([1, 2], ('b', 'a', 'c'), [3, 3, [1, 2]])
+    s.widget.value = ()
+    assert s.value is None
+    l = literal(W, 'n', 7, None)
+    assert (l.widget.value, l.value, l.widget.placeholder)==('7', 7, '')
+    l.value = None
+    assert (l.widget.value, l.value)==('', None)
+    l.widget.value = " {'a': 1} "
+    assert l.value=={'a': 1} and literal(W, 'n', (1, 2), (1, 2)).widget.placeholder=='(1, 2)'
+
+
+def test_places_of_steps():
+    "The nearest that was recorded; from the end where it is negative and no step. Both widgets move together, in either direction"
+    s = Steps(W, 'step', np.array([-2, 0, 10, 20, 40]), 10)
+    assert [s.place(v) for v in (None, -1, -2, -3, -5, -6, 14, 15, 16, 99, 0)]==[4, 4, 0, 2, 0, 0, 2, 2, 3, 4, 1]
+    assert (s.value, s.box.value, s.box.min, s.box.max, s.widget.max)==(10, 10, -2, 40, 4)
+    s.box.value = 21
+    assert (s.value, s.box.value, s.widget.value)==(20, 20, 3)
+    s.widget.value = 4
+    assert (s.value, s.box.value)==(40, 40)
+    seen = []
+    s.observe(lambda: seen.append((s.value, s.box.value)))
+    s.offer(np.array([-2, 0, 10, 20, 40]))
+    s.offer(np.array([0, 39, 50]))
+    assert ([v for v,_ in seen], s.value, s.box.value, s.widget.max, s.box.min, s.box.max)==([39], 39, 39, 2, 0, 50)
+    s.offer(np.array([1, 2]))
+    assert (s.value, s.box.value, s.box.min, s.box.max)==(2, 2, 1, 2)
+
+
+def test_layers_to_choose_from():
+    "What is chosen is first and stays, what was typed brings up the others, in the order of the model; a choice is told once"
+    names = ['', *(f'h.{i}.{p}' for i in range(300) for p in ('b', 'a')), 'head']
+    l,told = Layers(W, 'layer', names, ['h.7.a', 'head'], root='Net'),[]
+    l.observe(lambda: told.append(l.value))
+    assert l.list.options[:4]==('h.7.a', 'head', 'Net', 'h.0.b') and len(l.list.options)==401 and l.note.value=='and 202 more: type a part of the name'
+    assert l.list.value==('h.7.a', 'head') and l.note.layout.display is None
+    l.search.value = 'h.12.'
+    assert l.list.options==('h.7.a', 'head', '*h.12.* (2)', 'h.12.b', 'h.12.a') and (l.note.value, l.note.layout.display)==('', 'none') and told==[]
+    l.list.value = ('*h.12.* (2)', 'h.12.a')
+    assert l.value==['*h.12.*', 'h.12.a'] and told==[l.value]
+    l.search.value = 'head'
+    assert l.list.options==('*h.12.* (2)', 'h.12.a', 'head') and l.list.value==('*h.12.* (2)', 'h.12.a') and told==[l.value]
+    l.value = None
+    assert (l.value, l.list.value, told[1:])==(None, (), [None])
+    l.value = {'head'}
+    assert (l.value, l.list.value, told[2:])==('head', ('head',), ['head'])
+    one = Layers(W, 'layer', names, 'head', one=True)
+    assert one.list.options[:3]==('automatic', 'head', 'model') and one.list.value=='head'
+    one.search.value = 'h.1?.a'
+    assert one.list.options==('automatic', 'head', *(f'h.{i}.a' for i in range(10, 20))) and one.value=='head'
+    one.list.value = 'automatic'
+    assert one.value is None and Layers(W, 'layer', ['a'], re.compile('a')).list.options==('/a/ (1)', 'a')
+    assert Layers(W, 'layer', ['a*'], 'a*').list.options==('a*',) # which is a name here
+
+
+def control(f, name, value=..., table=t):
+    p = dict(arguments_of(f))[name]
+    return control_for(Asked(W, f, name, p, p.default if value is ... else value, table))
+
+
+def test_the_control_of_each_argument():
+    "What it offers, what it gives without being moved, and for what there is none"
+    for name in ('figsize', 'legend_kws'): assert control(exp_hist, name) is None
+    assert control(scalar_global_heatmap, 'col_wrap') is None and control(scalar_line, 'col_wrap').widget.options==('automatic', *'12345678')
+    assert control(exp_hist, 'kind').widget.options==('bar', 'line', 'kde') and control(scalar_line, 'kind').widget.options==('line', 'scatter')
+    assert control(scalar_line, 'tt').widget.options[-1]=='each type' and control(scalar_line, 'tt', None).value is None
+    assert control(scalar_line, 'tt', 'Weights').value=='weight' and control(scalar_line, 'tt', ['Weights', 'Activation']).value==['weight', 'output']
+    assert control(scalar_global_heatmap, 'tt').widget.options==tuple(types_of(t)) and control(scalar_global_heatmap, 'tt').value=='output'
+    assert type(control(scalar_global_heatmap, 'scalar_metric').widget).__name__=='Dropdown'
+    many = control(scalar_line, 'scalar_metric', ['std', 'mine'])
+    assert (many.value, many.widget.options)==(['std', 'mine'], ('mine', 'fixed', 'std'))
+    assert control(scalar_line, 'x').widget.options==('step', 'lr') and control(scalar_line, 'x', ('metadata', 'lr')).value=='lr'
+    info = control(exp_hist, 'dtype_info', (True, False, True))
+    assert (info.value, info.widget.value)==((True, False, True), ('largest', 'smallest'))
+    info.value = (False, True, False)
+    assert (info.value, info.widget.value)==((False, True, False), ('smallest normal',))
+    inc = control(scalar_global_heatmap, 'inc', 2)
+    assert (inc.value, inc.widget.min, inc.widget.max)==(2, 1, 30) and control(scalar_global_heatmap, 'inc', 50).widget.max==50
+    title = control(scalar_line, 'fig_title')
+    assert title.value is None and control(scalar_line, 'fig_title', 'mine').value=='mine'
+    title.value = 'a'
+    title.value = None
+    assert (title.value, title.widget.value)==(None, '')
+    assert [control(scalar_line, 'facet_kws').widget.options, control(scalar_line, 'facet_kws', {'sharex': True, 'sharey': False}).widget.value]==[
+        ('automatic', 'the same', 'the same across', 'the same upwards', 'each its own'), 'the same across']
+    assert control(ridge, 'steps', [1, 2]) is None and (control(ridge, 'steps').widget.min, control(ridge, 'steps').widget.max)==(1, 12)
+    assert control(ridge, 'steps', 3).widget.max==4 and control(ridge, 'steps', 3, rows_of(range(99))).widget.max==40
+    robust = control(scalar_global_heatmap, 'robust')
+    assert (type(robust.widget).__name__, robust.value, control(scalar_global_heatmap, 'robust', True).value)==('Checkbox', False, True)
+    assert control(scalar_global_heatmap, 'zeros').value is None
+    assert control(scalar_line, 'bbox_to_anchor', lambda: 1) is None and control(scalar_line, 'bbox_to_anchor', (1, 2)).value==(1, 2)
+    layer = control(ridge, 'layer')
+    assert layer.one and not control(scalar_line, 'layer').one and layer.list.options[:2]==('automatic', 'Net')
+
+
+def test_arguments_of_a_picture():
+    "Given ones and those that were moved; layers and steps are those of the tensor type; it is told once however many are moved"
+    a,calls = Arguments(exp_hist, t, {'tt': 'Weights', 'figsize': (3, 4), 'step': 20}, but=('col_wrap',)),[]
+    a.moved = lambda: calls.append(a.values())
+    assert a.values()=={'tt': 'weight', 'figsize': (3, 4), 'step': 20} and 'col_wrap' not in a.controls and 'figsize' not in a.controls
+    assert a.controls['layer'].names==['b', 'b.weight', 'b.bias', 'a'] and a.controls['step'].steps.tolist()==[0, 20]
+    a.controls['tt'].value = 'output'
+    assert a.controls['layer'].names==layers_of(t, 'output') and a.controls['step'].steps.tolist()==[0, 10, 20, 30]
+    assert calls==[{'tt': 'output', 'figsize': (3, 4), 'step': 20}]
+    a.put(step=30, kind='line', tt='weight')
+    assert calls[1:]==[{'tt': 'weight', 'figsize': (3, 4), 'step': 20, 'kind': 'line'}] and a.still is False
+    a.put(kind='bar')
+    assert calls[2:]==[{'tt': 'weight', 'figsize': (3, 4), 'step': 20}] # what is as it is without asking is not handed on
+    with pytest.raises(KeyError): a.put(nothing=1)
+    a.controls['kind'].value = 'kde'
+    assert calls[3:]==[{'tt': 'weight', 'figsize': (3, 4), 'step': 20, 'kind': 'kde'}]
+    assert Arguments(exp_hist, t, {}).values()=={'step': 30} # `None` is the last one, and a picture that is moved needs to know which
+    assert Arguments(scalar_line, [t[t.path=='b'], t], {'tt': 'weight'}).controls['layer'].names==['b', 'b.weight', 'b.bias']
+    assert [n for n,_ in arguments_of(scalar_global_heatmap)][-9:]==['robust', 'zeros', 'center', 'vmin', 'vmax', 'cmap', 'cbar', 'yticklabels', 'xticklabels']
+    assert said_of(scalar_global_heatmap)['inc']=='Each how manieth step' and a.controls['kind'].widget.tooltip==said_of(exp_hist)['kind']
+
+
+def test_controls_lie_in_the_order_of_their_use():
+    "Those that are used most above the others, which are folded away; low ones in pairs, tall ones after them"
+    a = Arguments(scalar_line, t, {})
+    names = {id(c.shown): n for n,c in a.controls.items()}
+    _,row,more = a.box.children
+    def flat(w): return [names[id(w)]] if id(w) in names else [n for c in w.children for n in flat(c)]
+    first = [n for n in main if n in a.controls]
+    low = [n for n in first if n not in ('scalar_metric', 'layer')]
+    assert sorted(flat(row))==sorted(first) and flat(row)[:len(low)]==low and sorted(flat(more))==sorted(set(a.controls)-set(first))
+    assert flat(row)[len(low)]=='scalar_metric' and more.selected_index is None
+    few = {n: a.controls[n] for n in ('kind', 'tt', 'x')}
+    assert len(laid_out(W, few).children)==2 and [flat(c) for c in columns(W, list(few.values()))]==[['kind', 'tt'], ['x']]
+
+
+# What is pointed at
+
+class Agg(Surface):
+    "One that is pointed at, without a page"
+    def __init__(self, W, width, height, live):
+        super().__init__(W, width, height, False)
+        self.live,self.sent = live,0
+        self.canvas.blit = lambda *_: setattr(self, 'sent', self.sent+1)
+
+
+class Unseen(Agg):
+    "And that nobody looks at, as drawing takes longest"
+    def show(self): pass
+
+
+@pytest.fixture
+def pointed(monkeypatch):
+    monkeypatch.setattr(pointing, 'Surface', Unseen)
+    return lambda f, source=t, pause=0., stats=None, live=True, **given: Interactive(f, source, given, stats, 900, pause, live)
+
+
+def send(name, ax, x, y=None, button=None):
+    at = ax.transData.transform((x, np.mean(ax.get_ylim()) if y is None else y))
+    ax.figure.canvas.callbacks.process(name, MouseEvent(name, ax.figure.canvas, *at, button=button))
+
+
+def key(i, k): i.picture.canvas.callbacks.process('key_press_event', KeyEvent('key_press_event', i.picture.canvas, k))
+
+
+calls = []
+
+
+def quick(name, along=True):
+    "A picture that is quickly drawn, and notes what it was called with"
+    def f(df, tt='output', layer=None, step: int|None=None, x='step', kind='line', bad=False):
+        calls.append({k: v for k,v in dict(tt=tt, layer=layer, step=step, kind=kind).items()})
+        ax = figure((7, 3)).subplots()
+        ax.plot([0, 30], [1, 2])
+        if layer=='b': raise ValueError('There is no such layer.')
+        if layer=='a': raise KeyError('a')
+        return ax
+    f.__name__ = name
+    if along:
+        def g(df, tt='output', layer=None, kind='line', x='step'): return f(df, tt, layer, None, x, kind)
+        g.__name__ = name
+        return g
+    return f
+
+
+def crossed(i):
+    "Where the cross-hair is, what it says, and the lines in the picture"
+    line,dots,text = i.cross
+    if not line.get_visible():
+        assert not text.get_visible() and not any(d.get_visible() for d in dots)
+        return None, [l.get_xdata()[0] for l in i.lines if l.get_visible()]
+    assert text.get_visible() and all(d.get_visible() and d.get_xdata()[0]==line.get_xdata()[0]==line.get_xdata()[1] for d in dots)
+    return (line.get_xdata()[0], [d.get_ydata()[0] for d in dots], text.get_text()), [l.get_xdata()[0] for l in i.lines if l.get_visible()]
+
+
+def test_losses_to_point_at():
+    "In the order of the steps, each curve with its own; what is given is left as it was"
+    given = {'steps': [20, 0, 10], 'a': [1., 500., 2.], 'none': None, 'b': [3., math.nan, 5.]}
+    l = losses_of(given, None)
+    assert l.steps.tolist()==[0, 10, 20] and {n: y.tolist()[1:] for n,y in l.lines.items()}=={'a': [2., 1.], 'b': [5., 3.]} and len(given)==4
+    assert [l.place(s) for s in (-9, 4, 5, 6, 99)]==[0, 0, 0, 1, 2]
+    assert l.says(1)=='step=10\na=2\nb=5'==l.says(1, 10) and l.says(2, 30)=='step=20\na=1\nb=3\nrecorded: step 30'
+    ax = l.draw(mpl.figure.Figure())
+    assert ax.get_yscale()=='log' and ax.get_ylabel()=='' and [x.get_text() for x in ax.get_legend().get_texts()]==['a', 'b']
+    one = losses_of({'steps': [3], 'a': [5.]}, None).draw(mpl.figure.Figure())
+    assert (one.get_yscale(), one.get_ylabel(), one.get_legend(), one.lines[0].get_marker())==('linear', 'a', None, '.')
+    below = Losses(np.arange(2), {'a': np.array([-1., 500.])}).draw(mpl.figure.Figure())
+    assert below.get_yscale()=='linear' and Losses(np.arange(2), {'a': np.array([5., 500.])}).draw(mpl.figure.Figure()).get_yscale()=='linear'
+    own = losses_of(None, t)
+    assert (own.steps.tolist(), {n: y.tolist() for n,y in own.lines.items()})==([0, 10, 20, 30], {'loss': [2., 1.75, 1.5, 1.25]})
+    assert losses_of(False, t) is None and losses_of(None, rows_of(loss=False)) is None
+    with pytest.raises(TypeError, match='got a dict$|got a dict[^w]*$'): losses_of({'steps': [1], 'a': None}, t)
+
+
+def test_the_tensor_under_a_patch():
+    "Of the patch's tensors and steps the one that the colour is of; of a patch with trouble the one that has it"
+    df = t[t.ttype=='output'].reset_index(drop=True)
+    df.loc[(df.path=='a') & (df.step==30), ['std', 'nan']] = math.nan, 2
+    df = pd.concat([df, df[df.path=='b'].assign(phase='eval', std=-1.)], ignore_index=True)
+    for rows,columns_ in ((3, 4), (2, 4), (3, 2), (1, 1), (2, 3)):
+        g = grid(series(df, 'std'), rows, columns_)
+        ends = [*g.steps[1:], math.inf]
+        for i,members in enumerate(g.members):
+            for j,(first,last) in enumerate(zip(g.steps, ends, strict=True)):
+                r = tensor_at(df, 'std', g, i, j)
+                assert (r.path or 'Net') in members and first<=r.step<last and r.get('phase')!='eval'
+                if g.bad[i, j]: assert (r.path, r.step)==('a', 30)
+                else: assert r['std']==g.value[i, j]
+    gaps = df[(df.path!='b') | (df.step!=10)]
+    assert tensor_at(gaps, 'std', grid(series(gaps, 'std')), 1, 1) is None
+    inf = df.assign(std=df['std'].where((df.path!='') | (df.step!=0), math.inf))
+    g = grid(series(inf, 'std'), 1, 2)
+    assert g.bad[0, 0] and tuple(tensor_at(inf, 'std', g, 0, 0)[['path', 'step']])==('', 0)
+    by = df.assign(lr=df.step*-1.)
+    g = grid(series(by, 'std', 'lr'))
+    assert tensor_at(by, 'std', g, 2, 1, 'lr').step==20 and g.steps.tolist()==[-30, -20, -10, 0]
+
+
+def test_rows_of_the_same_tensor():
+    "Of its path, type, name and call"
+    own = dict(path='a', ttype='output', tname='x', call=0)
+    df = pd.DataFrame([own, own, *({**own, **o} for o in (dict(path='b'), dict(ttype='input'), dict(tname='y'), dict(call=1)))])
+    assert rows_like(df, df.iloc[0]).index.tolist()==[0, 1] and rows_like(df, df.iloc[5]).index.tolist()==[5]
+    assert rows_like(df.drop(columns='call'), df.iloc[0]).index.tolist()==[0, 1, 5]
+    keys,labels = labels_of(pd.concat([df.assign(phase='eval', path='z'), df]))
+    assert [k[0] for k in keys]==[*'abaaa'] and len(set(labels))==5 and keys[1]==('b', 'output', 'x', '0')
+
+
+def test_the_cross_hair_follows_the_pointer(pointed):
+    "To the nearest step of the loss; where the pointer leaves, it is where it was put"
+    i = pointed(quick('scalar_line'))
+    assert crossed(i)==(None, []) and len(i.lines)==1
+    send('motion_notify_event', i.loss_axes, 12)
+    assert crossed(i)==((10, [1.75], 'step=10\nloss=1.75'), [10])
+    send('motion_notify_event', i.loss_axes, 1e9)
+    assert crossed(i)==(None, [])
+    send('button_press_event', i.loss_axes, 18, button=3)
+    assert i.pinned is None and crossed(i)==(None, [])
+    send('button_press_event', i.loss_axes, 18, button=1)
+    send('motion_notify_event', i.loss_axes, 1)
+    assert i.pinned==20 and crossed(i)==((0, [2.], 'step=0\nloss=2'), [0])
+    send('motion_notify_event', i.loss_axes, 1e9)
+    assert crossed(i)==((20, [1.5], 'step=20\nloss=1.5'), [20])
+    i.controls['kind'].value = 'scatter' # drawn anew, it stays
+    assert crossed(i)==((20, [1.5], 'step=20\nloss=1.5'), [20]) and calls[-1]['kind']=='scatter'
+    send('button_press_event', i.loss_axes, 1e9, button=1)
+    assert i.pinned==20
+
+
+def test_a_click_goes_to_a_recorded_step(pointed):
+    "A picture of one step moves to the nearest that was recorded; what is pointed at is said with it"
+    i = pointed(quick('exp_hist', False), rows_of(range(0, 80, 20)), stats={'steps': range(70), 'train': np.arange(70.)})
+    assert i.controls['step'].value==60 and i.pinned==60 and crossed(i)[0][0]==60 and i.lines==[]
+    n = len(calls)
+    send('button_press_event', i.loss_axes, 33, button=1)
+    assert calls[n:]==[{'tt': 'output', 'layer': None, 'step': 40, 'kind': 'line'}]
+    assert i.controls['step'].value==40==i.pinned and crossed(i)[0]==(40, [40.], 'step=40\ntrain=40')
+    send('motion_notify_event', i.loss_axes, 12)
+    assert crossed(i)[0]==(12, [12.], 'step=12\ntrain=12\nrecorded: step 20') and i.controls['step'].value==40
+    i.controls['step'].value = 0
+    assert i.pinned==0 and crossed(i)[0][0]==0 and calls[-1]['step']==0
+
+
+def test_the_last_place_of_a_quick_pointer_is_not_lost(pointed):
+    "The cross-hair moves at once, then as often as was asked for, and in the end to where the pointer is"
+    async def moved():
+        i,at = pointed(quick('scalar_line'), pause=.05),[]
+        own = i.point
+        i.point = lambda step: (at.append(step and round(step)), own(step))
+        i.last = 0.
+        for x in (1, 11, 19, 31): send('motion_notify_event', i.loss_axes, x)
+        before = list(at)
+        await asyncio.sleep(.2)
+        return before, at, crossed(i)[0][0], i.waiting
+    before,at,where,waiting = asyncio.run(moved())
+    assert (before, at, where, waiting)==([1], [1, 31], 30, None)
+
+
+def test_what_cannot_be_drawn_is_said_and_the_last_picture_stays(pointed):
+    "And what was said is gone when it can be drawn again"
+    i = pointed(quick('scalar_line'))
+    n = len(calls)
+    i.controls['layer'].value = 'b'
+    assert i.said=='There is no such layer.' in i.message.value and [c['layer'] for c in calls[n:]]==['b', None] and 'status' in i.message.value
+    i.controls['layer'].value = 'a'
+    assert i.said=="KeyError: 'a'" and calls[-1]['layer'] is None
+    i.controls['layer'].value = None
+    assert (i.said, i.message.value)==('', '') and i.good[1].get('layer') is None
+    assert [sentence(e) for e in (ValueError('x'), ValueError(), TypeError('y'), KeyError('z'))]==['x', 'ValueError: ', 'y', "KeyError: 'z'"]
+    i.locked(lambda a: 1/a)(0)
+    assert i.said.startswith('ZeroDivisionError: ')
+
+
+def test_into_a_patch_and_back(pointed):
+    "By a click on the heat map and no other, and back by a right click, Escape, or Back; steps inside are those of the tensor"
+    i = pointed(scalar_global_heatmap, tt='weight', scalar_metric='std')
+    outside = i.stack[0]
+    assert i.top.children==(outside.box,) and 'Click on a patch' in i.hint.value and 'keep the line there' in i.hint.value
+    title = i.figure.get_suptitle()
+    for ax,x,y,b in ((i.figure.axes[0], 19, .5, 2), (i.figure.axes[0], 1e9, .5, 1), (i.figure.axes[1], .5, None, 1)):
+        send('button_press_event', ax, x, y, b)
+        assert len(i.stack)==1
+    send('button_press_event', i.figure.axes[0], 19, 1.7, 1)
+    assert i.figure.get_suptitle()=='r · weights · b.bias · step 20' and i.top.children==(i.back, i.now.box) and 'Right click, Escape' in i.hint.value
+    assert (i.controls['step'].steps.tolist(), i.pinned, 'go to that step' in i.hint.value)==([0, 20], 20, True) and crossed(i)[0][0]==20
+    assert set(i.now.table.pname)=={'bias'} and i.controls is i.now.controls is not outside.controls
+    good = i.good
+    outside.controls['inc'].value = 2 # which is not on the page, and draws nothing
+    assert i.good is good
+    outside.controls['inc'].value = 1
+    send('button_press_event', i.figure.axes[0], 1, .1, 1)
+    key(i, 'a')
+    assert len(i.stack)==2
+    key(i, 'escape')
+    assert (len(i.stack), i.pinned, i.figure.get_suptitle(), i.top.children)==(1, None, title, (outside.box,)) and crossed(i)==(None, [])
+    key(i, 'escape')
+    assert len(i.stack)==1
+    i.controls['tt'].value = 'output' # other cells, and other exponents
+    send('button_press_event', i.figure.axes[0], 31, 2.5, 1)
+    assert i.figure.get_suptitle()=='r · outputs · a · step 30' and i.controls['step'].steps.tolist()==[0, 10, 20, 30]
+    i.back.click()
+    assert len(i.stack)==1 and i.found is None
+    i.look(-100, -3), i.leave()
+    assert i.cells()[2].labels==['Net', 'b', 'a']
+    i.look(99, 99)
+    assert i.figure.get_suptitle()=='r · outputs · a · step 30'
+
+
+def test_a_patch_without_rows(pointed):
+    "Says so, and is not entered; nor where there are no exponents"
+    i = pointed(quick('scalar_global_heatmap'), t[(t.path!='b') | (t.step!=10)])
+    i.look(10, 1)
+    assert (len(i.stack), i.said)==(1, 'Nothing was recorded there.')
+    i.look(20, 1)
+    assert (len(i.stack), i.said)==(2, '')
+    by = pointed(quick('scalar_global_heatmap'), x='lr') # steps go to the left here
+    by.look(.1/11, 1)
+    assert by.figure.get_suptitle()=='r · outputs · b · step 10'
+    plain = pointed(quick('scalar_global_heatmap'), t.drop(columns=['exponents', 'exponent_min']))
+    children = plain.top.children
+    plain.look(20, 1)
+    assert len(plain.stack)==1 and 'no exponent counts' in plain.said and plain.top.children==children and len(plain.figure.axes[0].lines)==2
+
+
+def test_where_nothing_can_be_clicked_on(pointed):
+    "A slider stands for the loss, and a tensor, a step and a button for the heat map; these are gone inside"
+    i = pointed(scalar_global_heatmap, tt='weight', live=False)
+    door = i.door
+    assert i.foot.children==(door.shown,) and door.names==['b.weight', 'b.bias', 'a.weight'] and (door.which.value, door.when.value)==('b.weight', 20)
+    assert (i.slider.value, i.pinned, crossed(i))==(30, 30, ((30, [1.25], 'step=30\nloss=1.25'), [30]))
+    i.slider.value = 10
+    assert crossed(i)==((10, [1.75], 'step=10\nloss=1.75'), [10])
+    door.which.value,door.when.value = 'a.weight',0
+    door.button.click()
+    assert i.figure.get_suptitle()=='r · weights · a.weight · step 0' and i.foot.children==() and i.slider.value==0
+    i.back.click()
+    assert i.foot.children==(door.shown,) and (door.which.value, door.when.value)==('a.weight', 0)
+    i.controls['tt'].value = 'output'
+    assert door.names==['Net', 'b', 'a'] and (door.which.value, door.when.value)==('Net', 0) and door.when.steps.tolist()==[0, 10, 20, 30]
+    door.which.value,door.when.value = None,30
+    door.button.click() # the first
+    assert i.figure.get_suptitle()=='r · outputs · Net · step 30'
+    holes = pointed(quick('scalar_global_heatmap'), t[(t.path!='b') | (t.step!=10)], live=False)
+    holes.door.which.value,holes.door.when.value = 'b',10
+    holes.door.button.click()
+    assert (holes.said, len(holes.stack))==('Nothing was recorded there.', 1)
+
+
+def test_lines_that_are_moved():
+    "Of axes along which steps go, not of a colour bar; they move no limits"
+    fig = mpl.figure.Figure()
+    a,b = fig.subplots(2)
+    a.plot([3, 4], [1, 2])
+    b.set_label('<colorbar>')
+    limits = a.get_xlim()
+    line = vertical(a)
+    assert a.get_xlim()==limits and not line.get_visible() and line.get_xdata()[0]==limits[0]
+    f = {n: quick(n) for n in ('scalar_line', 'scalar_global_heatmap', 'overview', 'updates', 'compare', 'exp_hist', 'tree')}
+    assert [n for n in f if followed(f[n], {}, fig)==[a]]==['scalar_line', 'scalar_global_heatmap', 'overview', 'updates', 'compare']
+    assert followed(f['exp_hist'], {}, fig)==followed(f['scalar_line'], {'x': 'lr'}, fig)==followed(f['scalar_line'], {'x': ('metadata', 'lr')}, fig)==[]
+    assert followed(f['scalar_line'], {'x': ('metadata', 'step')}, fig)==[a]
+
+
+def test_a_figure_on_the_page():
+    "What is moved over it is painted when it can be seen, on the picture that was kept; an image is drawn whole"
+    s = Agg(W, 500, 4., True)
+    line = vertical(s.figure.subplots())
+    s.above(line)
+    painted = []
+    s.figure.draw_artist = painted.append
+    assert line.get_animated() and s.figure.get_size_inches().tolist()==[5., 4.]
+    s.moved() # nothing was kept: it is drawn
+    assert (s.sent, painted, s.back is not None)==(0, [], True)
+    line.set_visible(True)
+    s.moved()
+    assert (s.sent, painted, s.canvas._force_full)==(1, [line], True)
+    s.stretch(6)
+    assert s.figure.get_size_inches().tolist()==[5., 6.]
+    image = Surface(W, 500, 4., False)
+    other = vertical(image.figure.subplots())
+    image.above(other)
+    image.moved()
+    assert not other.get_animated() and image.back is None and image.widget.value[:4]==b'\x89PNG'
+
+
+class Run:
+    "As an ember or a tracker, without a file"
+    log_path,fname = '','small'
+
+
+def test_what_is_read_and_when(pointed, monkeypatch):
+    "Once for the picture, and exponents of a tensor type when they are wanted first; again for another type"
+    import torchember.frames.logs as logs
+    asked = []
+    monkeypatch.setattr(logs, 'read', lambda source, columns=None, **wanted: (asked.append((wanted, columns('exponents'))), t.copy())[1])
+    i = pointed(quick('scalar_global_heatmap'), Run(), tt='Activation')
+    for tt in ('output', 'weight', 'output'):
+        i.controls['tt'].value = tt
+        for _ in range(2): i.look(20, 1); i.leave()
+    assert [(w.get('ttype'), e) for w,e in asked]==[(None, False), (['output'], True), (['weight'], True)]
+    asked.clear()
+    pointed(quick('compare'), [Run(), Run()], stats=False)
+    assert [e for _,e in asked]==[False, False]
+    asked.clear()
+    pointed(quick('ridge'), Run(), stats=False)
+    assert asked==[({}, True)]
+
+
+def test_interactive_where_there_are_no_controls(monkeypatch):
+    "It is the picture, of the run under either name; the caller's arguments stay as they were"
+    def scalar_line(frame, layer=None): return frame, layer
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('always')
+        assert interactive(scalar_line, df=1, layer=2)==(1, 2)==interactive(scalar_line, run=1, layer=2)==interactive(scalar_line, frame=1, layer=2)
+    assert len(said)==3 and all(w.category is EmberWarning and 'is for notebooks' in str(w.message) for w in said)
+    with pytest.raises(TypeError, match='needs a run'): interactive(scalar_line, layer=2)
+    made = []
+    monkeypatch.setattr(pointing, 'nowhere', lambda: None)
+    monkeypatch.setattr(pointing, 'Interactive', lambda *args: (made.append(args), type('I', (), {'show': lambda self: made.append('shown')})())[1])
+    monkeypatch.setattr(mpl, 'get_backend', lambda: 'module://ipympl.backend_nbagg')
+    interactive(scalar_line, train_stats='s', width=700, mouse_sensitivity=500, df=1, layer=2)
+    assert made==[(scalar_line, 1, {'layer': 2}, 's', 700, pytest.approx(5e-4), True), 'shown']
+    monkeypatch.setattr(mpl, 'get_backend', lambda: 'agg')
+    assert not pointing.points()
+
+
+def test_it_is_shown_once_in_a_cell(pointed, monkeypatch):
+    "And again in another"
+    i,n,shown = pointed(quick('scalar_line'), live=False),[1],[]
+    monkeypatch.setattr(pointing, 'cell', lambda: n[0])
+    monkeypatch.setattr('IPython.display.display', shown.append)
+    for at in (1, 1, 2, 2, 1):
+        n[0] = at
+        i._ipython_display_()
+    assert shown==[i.box]*3 and repr(i)=='interactive scalar_line of r'
+
+
+def test_its_look_is_that_of_where_it_was_made(pointed):
+    "Whatever is set when it is drawn again"
+    with mpl.rc_context({'figure.facecolor': '#000010'}): i = pointed(quick('scalar_line'))
+    i.controls['kind'].value = 'scatter'
+    dark = mpl.colors.to_rgba('#000010')
+    assert i.loss.figure.get_facecolor()==dark and mpl.rcParams['figure.facecolor']!='#000010'
+    assert (i.picture.width, i.loss.width)==(720, 180) and pointed(quick('overview')).losses is None
+    own = pointed(quick('overview'), stats={'steps': [1], 'a': [2.]})
+    assert own.losses.steps.tolist()==[1] and pointed(quick('scalar_line'), stats=False).picture.width==900
