@@ -30,7 +30,8 @@ def sections(f, beside):
     names = named(f.args)
     for line in range(f.lineno, f.body[0].lineno):
         before,said = beside.get(line, ('', ''))
-        if before.endswith(':'): result.append(said)
+        of_one = said.partition(': ')[0] in names.values() # where all is on one line, the comment says of which argument it is
+        if before.endswith(':'): (args if of_one else result).append(said)
         elif said and line in names: args.append(f'{names[line]}: {said}')
     return [(title, lines) for title,lines in (('Args', args), ('Returns', result)) if lines]
 

@@ -84,6 +84,8 @@ class Net:
     def run(self): # The result
         "Run it"
     def quiet(self, x): "Says nothing of x"
+    def due(self, n, m=0) -> bool: # m: how many there were
+        "Whether it is time"
 
 def within(
     y # Not public
@@ -97,6 +99,7 @@ def test_sections_are_written_once_and_taken_out():
     assert f'    """Add up\n\n{args}\n    Returns:\n        Their sum\n    """\n' in got
     assert '    """Two lines,\n    of which this is one\n\n    Args:\n        width: How wide\n    """\n' in got
     assert '        """Run it\n\n        Returns:\n            The result\n        """\n' in got
+    assert '        """Whether it is time\n\n        Args:\n            m: how many there were\n        """\n' in got # and not what is returned
     assert '"Says nothing of x"' in got and '): "As it is"' in got
     assert docstrings.filled(got)==got
     assert docstrings.stripped(got)==code

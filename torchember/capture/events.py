@@ -22,7 +22,7 @@ class Listener(Protocol):
     def pass_begins(self, state, grad=None) -> bool: # grad: whether there will be gradients, where compiled code says so; else torch knows
         """An armed module is called and no pass runs, or the root is. Only what is answered by True will be told to end
 
-        Returns:
+        Args:
             grad: whether there will be gradients, where compiled code says so; else torch knows
         """
         self.running += 1

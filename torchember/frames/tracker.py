@@ -247,11 +247,11 @@ class Tracker:
         lf = self.latest()
         if lf is not None and lf[META, 'step'].iloc[0]==step: self.wandb.log(summary_of(lf), commit=False)
 
-    def finish(self, failed:bool): # Whether an exception ends the run
+    def finish(self, failed:bool): # failed: whether an exception ends the run
         """What is left goes to the user's function, to disk and to W&B. The run is closed
 
-        Returns:
-            Whether an exception ends the run
+        Args:
+            failed: whether an exception ends the run
         """
         try:
             if self.offload_fn: self.offload(self.current_step)

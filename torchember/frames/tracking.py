@@ -142,7 +142,7 @@ class TorchTracker(Tracker):
     def say(self, trained): # trained: whether there are weights to be trained in what was watched
         """What the user should know
 
-        Returns:
+        Args:
             trained: whether there are weights to be trained in what was watched
         """
         r = self.te.recorder

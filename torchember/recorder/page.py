@@ -206,11 +206,11 @@ class Page:
     def begin_pass(self, number:int): # Number of the pass among all of the step
         self.arena.begin(number)
 
-    def take_back(self, number:int): # Number of the pass among all of the step
+    def take_back(self, number:int): # number: of the pass among all of the step
         """A pass raised: what it brought is not merged with what comes. Rows that were handed out already are superseded
 
-        Returns:
-            Number of the pass among all of the step
+        Args:
+            number: of the pass among all of the step
         """
         micro = self.micro
         self.arena.take_back(number, self.taken)

@@ -235,12 +235,12 @@ def look_over(
 class Known:
     """Every parameter of a model, and what is known against it. What once was so is remembered: that an optimizer had it, that a gradient came
 
-    Returns:
-        Tensor types that are recorded
+    Args:
+        ttypes: those that are recorded
     """
     most = 20_000 # entries
 
-    def __init__(self, ttypes): # Tensor types that are recorded
+    def __init__(self, ttypes): # ttypes: those that are recorded
         self.grads = 'weight_grad' in ttypes
         self.got,self.held = set(),set() # (path, name) of those that ever had a gradient; that an optimizer ever had
         self.called = set() # paths of modules
@@ -248,20 +248,20 @@ class Known:
         self.entries,self.left_out = [],0 # as they were looked at last; how many are too many to note
         self.tell = None # called with `meta()` when it is another than before
 
-    def go_on(self, entries): # As the same run has noted them, which goes on
+    def go_on(self, entries): # entries: as the same run has noted them, which goes on
         """What was so before stays known
 
-        Returns:
-            As the same run has noted them, which goes on
+        Args:
+            entries: as the same run has noted them, which goes on
         """
         for fact,known in (('gradient', self.got), ('optimizer', self.held)): known |= {(p['path'], p['name']) for p in entries if p.get(fact)}
         self.called |= {p['path'] for p in entries if p.get('called')}
 
-    def due(self, recorded:int): # How many steps were recorded
+    def due(self, recorded:int): # recorded: how many steps were
         """Whether to look again: after 1, 2, 4, 8, ... steps
 
-        Returns:
-            How many steps were recorded
+        Args:
+            recorded: how many steps were
         """
         return recorded>0 and not recorded & recorded-1
 

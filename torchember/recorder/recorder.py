@@ -356,7 +356,7 @@ class HearsSteps(HearsCalls):
     def close(self, boundary=False): # boundary: whether `te.step()` says so
         """The step is over. A step in which nothing ran is none
 
-        Returns:
+        Args:
             boundary: whether `te.step()` says so
         """
         with self.lock: self.over(boundary)
