@@ -109,3 +109,24 @@ def test_nested_and_in_threads():
     for t in many: t.start()
     for t in many: t.join()
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_notes_a_number():
+    "A statistic may note one, in any thread: the run's lock is taken before that of the generators, whoever asks"
+    asked = []
+    def free(te):
+        got = te.recorder.lock.acquire(blocking=False)
+        if got: te.recorder.lock.release()
+        asked.append(got)
+    def stat(x):
+        te.log(seen=x.numel())
+        t = threading.Thread(target=free, args=(te,))
+        t.start()
+        t.join()
+        return {'n': x.numel()}
+    m = nn.Linear(3, 1)
+    te = torchEmber(m, stats=stat, ttypes=('input', 'output', 'weight', 'output_grad'), on_error='raise')
+    m(torch.ones(2, 3)).sum().backward()
+    te.close()
+    assert asked==[False]*5 # input, output, weight, bias, gradient
+    assert te.t.df.seen.dropna().tolist()==[6, 3, 1, 2, 2] # one of each

@@ -101,12 +101,15 @@ class Page:
         stats: ttype -> names of built-in statistics, or a function: tensor -> dict
         notices: Where it is told that something cannot be measured
         calls: `Calls`, which know what runs while a function of the user's does
+        lock: The recorder's, which is taken before that of the generators: a function of the user's may note a number
     """
     def __init__(self,
         stats:dict, # ttype -> names of built-in statistics, or a function: tensor -> dict
         notices=None, # Where it is told that something cannot be measured
-        calls=None # `Calls`, which know what runs while a function of the user's does
+        calls=None, # `Calls`, which know what runs while a function of the user's does
+        lock=None # The recorder's, which is taken before that of the generators: a function of the user's may note a number
     ):
+        self.lock = lock or threading.RLock()
         self.stats = {'before': ('rms',), **stats} # `before`: a weight before its update, for the ratio; it has no row
         self.notices,self.calls = notices or Notices(),calls or Calls()
         self.handed_out = False # whether some of the open step's rows are in the log already
@@ -181,7 +184,8 @@ class Page:
         "A row by the user's function; one that raises gives a row that says so"
         here = self.calls.here
         self.calls.current,here.measuring = state.track,True
-        try: stats = custom_row(f, x, self.generators.call)
+        try:
+            with self.lock: stats = custom_row(f, x, self.generators.call)
         except Unmeasurable as e: return self.notices.failed(state.track.name, tname, e, f)
         except Exception as e:
             self.notices.failed(state.track.name, tname, e, f)
@@ -191,7 +195,7 @@ class Page:
 
     def add(self, key, call, micro, dtype, stats):
         "A row that is no vector"
-        self.custom.append((next(self.arena.clock), key, call, micro, dtype, stats))
+        with self.lock: self.custom.append((next(self.arena.clock), key, call, micro, dtype, stats)) # else one is lost that comes while others are dropped
 
     def drop(self, *place):
         "Custom rows of this module, tensor type and name are about to be written anew"

@@ -72,7 +72,7 @@ class HearsPasses(Listener):
         self.notices,self.marks,self.journal = Notices(on_error),ChangingMarks(),Journal(t, rank)
         self.calls,self.phases,self.steps,self.passes = Calls(),Phases(),Steps(step),Passes()
         self.decide,self.cost = Decision(when, budget, self.notices),Cost(budget)
-        self.page = Page(dict.fromkeys(recorded, stats), self.notices, self.calls)
+        self.page = Page(dict.fromkeys(recorded, stats), self.notices, self.calls, self.lock)
         self.states = [] # of the armed modules, root first
         self.parameters = Parameters(self.page, ttypes)
         self.gradients = Gradients(ttypes, self.steps, self.gradient)
@@ -99,6 +99,7 @@ class HearsPasses(Listener):
     def leave(self):
         "Record nothing from now on: this process is not the one that the run belongs to"
         self.lock,self.left = threading.RLock(),True
+        self.page.lock = self.lock
         self.decide,self.cost.budget = Decision(schedule(at())),None
         self.set_on(False)
         self.page.fresh_arena()
