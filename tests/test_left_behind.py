@@ -135,3 +135,16 @@ def test_fork_is_quiet():
         print(sorted(d.step.unique().tolist()), d.groupby('step').size().nunique())''')
     assert r.stderr==''
     assert r.stdout.splitlines()==['True', '[0, 1, 2, 3] 1']
+
+
+def test_a_fork_takes_no_steps_along():
+    "Steps that wait in the parent, as passes with the same weights do, are the parent's: a child hands over none of them"
+    m = nn.Linear(2, 1)
+    te = torchEmber(m, ttypes='output')
+    for _ in range(4): m(torch.ones(1, 2))
+    r = te.recorder
+    assert len(r.journal.waiting)==2 # step 0 is in the log, step 3 is open
+    r.leave()
+    r.flush()
+    assert te.t.df.step.tolist()==[0] and not r.journal.waiting and not r.passes.kept
+    te.close()

@@ -104,6 +104,8 @@ class HearsPasses(Listener):
         self.set_on(False)
         self.page.fresh_arena()
         self.page.custom,self.steps.opened = [],False
+        self.passes.clear()
+        self.journal.waiting = []
 
     def armed(self, states):
         "These are the states of the armed modules now; none when the model is not armed"
