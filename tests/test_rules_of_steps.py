@@ -417,6 +417,7 @@ def test_when_a_lack_of_gradients_is_said():
             for _ in range(steps):
                 if move: lin.weight.data = lin.weight.data; lin.weight.detach().add_(1)
                 h.step_over(True, states, manual, ttypes, boundary)
+        assert h.given==(len(got)==1 or bool(more.get('given'))) # once is enough
         return len(got), h.steps_without
     assert said()==(1, 3) and said(1)==(0, 1) and said(2)==(1, 2) and said(1, True)==(1, 1) and said(9, True, True)==(1, 9)
     for no in (dict(trains=False), dict(silent=True), dict(ttypes=('weight',)), dict(manual=True), dict(move=False), dict(given=True), dict(found=True)):
@@ -427,16 +428,18 @@ def test_when_a_lack_of_gradients_is_said():
 def test_zeros_are_looked_for_once_where_te_step_ends_the_steps():
     lin = nn.Linear(1, 1)
     states = of(lin).states
-    def said(*grads, boundary=True):
+    def said(*grads, boundary=True, manual=True):
         h = ZeroGradHint()
         h.training(states)
         with heard('gradients') as got:
             for g in grads:
                 for p,v in zip(lin.parameters(), g, strict=True): p.grad = None if v is None else torch.full_like(p, v); p.detach().add_(1)
-                h.found = h.in_step = True
-                h.step_over(True, states, True, BOTH, boundary)
+                if any(v is not None for v in g): h.found = h.in_step = True
+                h.step_over(True, states, manual, BOTH, boundary)
         return len(got)
-    assert said((0, 0))==said((0, None))==1 and said((0, 1))==said((None, None))==said((1, 1), (0, 0))==said((0, 0), boundary=False)==0
+    assert said((0, 0))==said((0, None))==said((None, None), (0, 0))==1
+    assert said((0, 1))==said((1, 1), (0, 0))==said((0, 0), boundary=False)==0
+    assert said(*[(0, 0)]*4, boundary=False, manual=False)==0 # passes end the steps: there are gradients, whatever they are
 
 
 def test_look_over_tells_of_what_was_added_and_not_of_what_is_the_same():
@@ -625,6 +628,10 @@ def test_numbers_of_an_evaluation_and_of_two_steps():
     assert [(r[1][4], r[2], r[5]) for r in page.custom]==[(None, 0, {'v': 4})] and j.noted=={0: 4, 1: 1}
     j.step_over(1, False)
     assert j.noted=={1: 1} and not j.was_on
+    page,steps = Page({}),Steps(0)
+    steps.begin('', 'eval')
+    note(5)
+    assert [r[1][4] for r in page.custom]==[None] # where a pass is a step, rows have no phase
 
 
 def test_an_evaluation_joins_the_step_before_and_a_later_one_supersedes():

@@ -1,0 +1,470 @@
+"What is told of a model, in which order and to whom: modules inside of modules, two listeners, two optimizers, a second pass after the first"
+from types import SimpleNamespace as Some
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from torchember.capture.backward import hook_gradients
+from torchember.capture.caught import catch
+from torchember.capture.events import Listener
+from torchember.capture.forward import KEY, ArmedDict, Due, State, arm, armed_by, disarm, lay, lift, parts_of, with_gradient
+from torchember.capture.optimizer import OptimizerWatch, is_optimizer, parameters_of, some, states_of, trained_by, versions, with_closure, workers
+from torchember.capture.tree import moduleTrack, tracks, tree_dict, unwrap
+
+
+class Add(nn.Module):
+    def __init__(self, n, fails=()): super().__init__(); self.n,self.fails = n,list(fails)
+    def forward(self, x, *, more=0):
+        if self.fails and self.fails.pop(0): raise ZeroDivisionError
+        return x+self.n+more
+
+
+class Net(nn.Module):
+    "One part runs twice, one is caught when it fails"
+    def __init__(self, *fails): super().__init__(); self.a,self.b = Add(1),nn.Sequential(Add(10, fails))
+    def forward(self, x):
+        x = self.a(self.a(x), more=torch.full((1,), 100.))
+        try: return self.b(x)
+        except ZeroDivisionError: return x
+
+
+class Spy(Listener):
+    "Hears everything"
+    grads = ('input_grad',)
+    def __init__(self, records=True): self.heard,self.wants,self.depth = [],records,0
+    def pass_begins(self, st, grad=None): self.say(st, 'pass'); self.running += 1; self.depth += 1; return True
+    def pass_ends(self, st, compiled): self.say(st, 'over', compiled); self.running -= 1; self.depth -= 1
+    def pass_fails(self, st): self.say(st, 'raised')
+    def inside(self): return self.depth>0
+    def records(self): return self.wants
+    def call_begins(self, st, inputs): self.say(st, 'in', *((n, x.item()) for n,x in inputs))
+    def call_ends(self, st, outputs): self.say(st, 'out', *((n, x.item()) for n,x in outputs))
+    def call_fails(self, st): self.say(st, 'fails')
+    def recomputed(self, st, inputs, outputs): self.say(st, 'again', *(n for n,_ in inputs), *(n for n,_ in outputs))
+    def failed(self, st, ttype, tname, error): self.say(st, 'lost', ttype, type(error).__name__)
+    def say(self, st, *what): self.heard.append((st.track.path, *what))
+    def told(self): got,self.heard = self.heard,[]; return got
+
+
+one = torch.ones(1)
+whole = [('', 'pass', ), ('', 'in', ('x', 1)), ('a', 'in', ('x', 1)), ('a', 'out', ('output_0', 2)), ('a', 'in', ('x', 2), ('more', 100)),
+    ('a', 'out', ('output_0', 103))]
+well = [('b', 'in', ('input', 103)), ('b.0', 'in', ('x', 103)), ('b.0', 'out', ('output_0', 113)), ('b', 'out', ('output_0', 113)),
+    ('', 'out', ('output_0', 113)), ('', 'over', False)]
+failed = [('b', 'in', ('input', 103)), ('b.0', 'in', ('x', 103)), ('b.0', 'fails'), ('b', 'fails'), ('', 'out', ('output_0', 103)), ('', 'over', False)]
+
+
+def armed(model, *paths, spy=None):
+    spy,ts = spy or Spy(),tracks(model)
+    return spy, ts, arm(ts, spy, {t.id for t in ts if t.path in paths} if paths else None)
+
+
+def test_all_that_is_told_of_a_pass():
+    "Calls inside of calls, a second one of a module, one that fails inside and one that goes through"
+    model = Net(False, True, False, True)
+    spy,ts,_ = armed(model)
+    for want in (well, failed, well):
+        model(one)
+        assert spy.told()==whole+want
+    with pytest.raises(ZeroDivisionError): model.b[0](one)
+    assert spy.told()==[('b.0', 'pass'), ('b.0', 'in', ('x', 1)), ('b.0', 'fails'), ('b.0', 'raised'), ('b.0', 'over', False)] and spy.running==0
+    disarm(ts, spy)
+    model.a(one)
+    assert spy.heard==[]
+
+
+def test_who_is_told_of_what():
+    "Of some modules; off schedule the outermost call alone; of a pass that is not recorded its beginning and end"
+    model = Net()
+    def some(paths, **more):
+        spy,ts,states = armed(model, *paths)
+        for k,v in more.items(): setattr(spy, k, v)
+        model(one); model.b(one)
+        disarm(ts, spy)
+        return [s.track.path for s in states if s.watched], [h[:2] for h in spy.told()]
+    root,part = [('', 'pass'), ('', 'over')],[('b', 'pass'), ('b', 'over')]
+    assert some(['a'])==(['a'], [('', 'pass'), *[('a', 'in'), ('a', 'out')]*2, ('', 'over')]) # b is not armed
+    assert some(['b'])==(['b'], [('', 'pass'), ('b', 'in'), ('b', 'out'), ('', 'over'), ('b', 'pass'), ('b', 'in'), ('b', 'out'), ('b', 'over')])
+    assert some(['', 'b'], on=False)==(['', 'b'], root+part) and some(['', 'b'], wants=False)==(['', 'b'], root+part)
+    assert some(['b'], pass_begins=lambda st: False)[1]==[('b', 'in'), ('b', 'out')]*2 # only what was answered by True is told to end
+
+
+def test_a_root_that_has_a_name_already_keeps_it():
+    model = Net()
+    model.mine = 1
+    spy,ts = Spy(),tracks(model)
+    arm(ts, spy, None, {'mine': 2, 'new': 3})
+    assert (model.mine, model.new, hasattr(model.a, 'new'))==(1, 3, False)
+    assert armed_by(model) is spy and armed_by(model.b) is spy and armed_by(nn.Sequential(nn.Identity(), model.b)) is spy and armed_by(nn.Identity()) is None
+    disarm(ts, Spy()) # somebody else's
+    assert armed_by(model) is spy
+    disarm(ts, spy)
+    assert armed_by(model) is None and model.mine==1 and not hasattr(model, 'new') and all(KEY not in m.__dict__ for m in model.modules())
+
+
+def test_arming_that_fails_in_the_middle_leaves_nothing():
+    class Bad(nn.Module):
+        forward = property(lambda self: 1/0)
+    model = nn.Sequential(nn.Identity(), Bad())
+    before = [dict(m.__dict__) for m in model.modules()]
+    with pytest.raises(ZeroDivisionError): armed(model)
+    assert [m.__dict__ for m in model.modules()]==before and all(type(m.__dict__) is dict for m in model.modules())
+
+
+def test_what_is_computed_again_is_not_a_call():
+    "It is told with its tensors where gradients are asked for, on schedule, of watched modules"
+    model = nn.Sequential(nn.Linear(1, 1), nn.Tanh())
+    x = torch.ones(1, 1, requires_grad=True)
+    def told(reentrant=True, **more):
+        spy,ts,_ = armed(model, '0', '1')
+        y = checkpoint(model, x, use_reentrant=reentrant)
+        for k,v in more.items(): setattr(spy, k, v)
+        spy.told()
+        y.sum().backward()
+        disarm(ts, spy)
+        return spy.told()
+    again = [(p, 'again', 'input', 'output_0') for p in '01']
+    assert told()==again and told(False)==again[:1] # which ends as soon as all is there that was not saved
+    assert told(grads=())==told(on=False)==[]
+
+
+def test_what_cannot_be_looked_through_is_told_and_passed_over():
+    class Odd(dict):
+        def items(self): raise KeyError('x')
+    model = nn.Identity()
+    spy,ts,_ = armed(model)
+    assert isinstance(model(Odd()), Odd) and spy.told()==[('', 'pass'), ('', 'lost', 'input', 'KeyError'), ('', 'in'), ('', 'lost', 'output', 'KeyError'),
+        ('', 'out'), ('', 'over', False)]
+    disarm(ts, spy)
+
+
+def test_gradients_of_calls_that_compiled_code_brings():
+    "The last call's first, over again with each backward, and anew after a pass that comes later"
+    d = Due()
+    for c in range(3): d.expect(c, 'eval' if c else None)
+    assert [d.next() for _ in range(4)]==[(2, 'eval', 0), (1, 'eval', 0), (0, None, 0), (2, 'eval', 1)]
+    assert [d.next() for _ in range(3)]==[(1, 'eval', 1), (0, None, 1), (2, 'eval', 2)]
+    d = Due()
+    d.expect(0, None); d.next(); d.expect(5, None)
+    assert [d.next() for _ in range(2)]==[(5, None, 0), (5, None, 1)]
+    d = Due()
+    for c in (0, 1): d.expect(c, None)
+    d.next(); d.expect(2, None) # a call comes in the middle of a backward
+    assert [d.next() for _ in range(3)]==[(2, None, 0), (0, None, 0), (1, None, 1)]
+
+
+class Hears(Listener):
+    "Of gradients and compiled passes"
+    def __init__(self): self.switch,self.heard = Some(input_grad=False, output_grad=False),[]
+    def gradient(self, st, *what): self.heard.append(what)
+    def pass_begins(self, st, grad=None): self.heard.append(('begins', grad)); return self.on
+    def pass_ends(self, st, compiled): self.heard.append(('ends', compiled))
+    def pass_fails(self, st): self.heard.append(('fails',))
+
+
+def test_whose_gradients_they_are_is_known_for_each_type_and_name_in_each_step():
+    who = Hears()
+    st = State(tracks(nn.Identity())[0], who, None, False, (), None, True)
+    st.expect('output_grad', ['x', 'y'], 0, None); st.expect('output_grad', ['x'], 1, 'eval'); st.expect('input_grad', ['x'], 7, None)
+    for t,n in (('output_grad', 'x'), ('output_grad', 'x'), ('output_grad', 'y'), ('input_grad', 'x')): st.graded(t, [(n, 'g')])
+    assert who.heard==[('output_grad', 'x', 'g', 1, 'eval', 0), ('output_grad', 'x', 'g', 0, None, 0), ('output_grad', 'y', 'g', 0, None, 0),
+        ('input_grad', 'x', 'g', 7, None, 0)]
+    who.heard.clear()
+    who.step = 1
+    st.expect('output_grad', ['x'], 3, None)
+    st.graded('output_grad', [('x', 'g')])
+    assert st.due.keys()=={('output_grad', 'x')} and who.heard==[('output_grad', 'x', 'g', 3, None, 0)]
+    who.heard.clear()
+    st.calls = 2 # of an eager pass that was computed again: nothing is known but how many there were
+    for _ in range(3): st.graded('output_grad', [('z', 'g')])
+    assert [h[3:] for h in who.heard]==[(1, None, 0), (0, None, 0), (1, None, 1)]
+
+
+def test_a_compiled_pass_that_does_not_end_is_ended_by_the_next():
+    who = Hears()
+    st = State(tracks(nn.Identity())[0], who, None, False, (), None, True)
+    st.ended()
+    st.began(True); st.began(); st.ended(); st.ended()
+    assert who.heard==[('begins', True), ('fails',), ('ends', True), ('begins', False), ('ends', True)]
+    who.on,who.heard = False,[]
+    st.began(); st.ended()
+    assert who.heard==[('begins', False)] and not st.begun
+
+
+def test_what_lies_on_what_in_an_armed_dict():
+    "The last comes off first or not; what somebody set meanwhile is theirs; a key that was not there is there no more"
+    class Thing: pass
+    t = Thing()
+    t.a,t.own = 1,0
+    first,second = {'a': 2, 'b': 2},{'a': 3}
+    lay(t, first); lay(t, second)
+    d = vars(t)
+    assert isinstance(d, ArmedDict) and (t.a, t.b, d.unarmed())==(3, 2, {'a': 1, 'own': 0})
+    d.update({'a': 1, 'own': 5, 'new': 6}) # as it was found, and some more
+    assert (t.a, t.own, t.new)==(3, 5, 6)
+    lift(t, second)
+    assert (t.a, t.b)==(2, 2) and isinstance(vars(t), ArmedDict)
+    t.b = 9
+    lift(t, first)
+    assert vars(t)=={'a': 1, 'own': 5, 'new': 6, 'b': 9} and type(vars(t)) is dict
+    lift(t, first) # nothing lies there
+    lay(t, first)
+    vars(t).clear()
+    assert (t.a, t.b)==(2, 2) and vars(t).unarmed()=={'a': 1, 'b': 9}
+
+
+def test_what_a_module_is_made_of():
+    m = nn.Linear(1, 1)
+    m.add_module('c', nn.Tanh())
+    was = parts_of(m)
+    assert was==('weight', 'bias', id(m.c)) and parts_of(m)==was
+    m.c = nn.Tanh()
+    assert parts_of(m)!=was
+
+
+def test_gradients_are_waited_for_where_there_will_be_any():
+    x,y,z = (torch.ones(1, requires_grad=r) for r in (True, False, True))
+    heard,w = [],x*2
+    def tell(n, g): heard.append((n, g.item()))
+    handles = hook_gradients([('x', x), ('y', y), ('w', w)], tell, 'a')
+    assert len(handles)==1 and hook_gradients([('w', w)], tell, 'a', True)==[]
+    hook_gradients([('v', w)], tell, 'a', True); hook_gradients([('w', w)], tell, 'b', True) # another name, another module
+    (w*3+z).sum().backward()
+    assert sorted(heard)==[('v', 3), ('w', 3), ('w', 3), ('x', 6)]
+    with torch.no_grad(): assert hook_gradients([('z', z)], tell)==[] and with_gradient([('z', z)], True)==[]
+    assert not z._backward_hooks and with_gradient([('z', z), ('y', y)], False)==[]
+
+
+# ---- the tree
+
+def test_names_of_modules_in_modules():
+    "Against torch's own: each module once, under its first path, with its parent; others are its aliases"
+    shared = nn.Sequential(nn.Tanh())
+    model = nn.ModuleDict({'x': nn.Sequential(shared, nn.Linear(1, 1)), 'y': shared, 'z': nn.Sequential(nn.Identity(), shared)})
+    model.register_module('none', None)
+    ts = tracks(model)
+    assert [(t.path, t.module) for t in ts]==list(model.named_modules())
+    by = {t.path: t for t in ts}
+    assert by['x.0'].aliases==['y', 'z.1'] and not any(t.aliases for p,t in by.items() if p!='x.0')
+    for p,t in by.items():
+        assert (t.root_module, t.base_module)==(p=='', not list(t.module.children())) and t.id==id(t.module)
+        assert t.parent is (by[p.rpartition('.')[0]] if p else None) and (not p or t in t.parent.children)
+        if p: assert (t.name, t.short)==(f'{t.parent.name}.{t.short}', f"{p.rpartition('.')[2]}({type(t.module).__name__})")
+    assert ts[0].name=='model(ModuleDict)'
+    assert [c.path for c in ts[0].children]==['x', 'z'] and [c.path for c in by['x'].children]==['x.0', 'x.1']
+    x = tree_dict(by['x'])
+    assert x=={'name': by['x'].name, 'short': 'x(Sequential)', 'path': 'x', 'children': [
+        {'name': by['x.0'].name, 'short': '0(Sequential)', 'path': 'x.0', 'aliases': ['y', 'z.1'], 'children': [
+            {'name': by['x.0.0'].name, 'short': '0(Tanh)', 'path': 'x.0.0'}]},
+        {'name': by['x.1'].name, 'short': '1(Linear)', 'path': 'x.1'}]}
+    assert x['children'][0]['aliases'] is not by['x.0'].aliases
+    t = moduleTrack(shared)
+    t.input_dt,t.output_dt = {'x': (1, 2)},{'y': (3,)}
+    assert (t.name, t.short)==('Sequential', 'Sequential') and repr(t).split('\n\t')[1:]==['[Inputs]x [1, 2]', '[Outputs]y [3]']
+
+
+def test_a_wrapper_in_a_wrapper():
+    class OptimizedModule(nn.Module): # known by its name
+        def __init__(self, m): super().__init__(); self._orig_mod = m
+    class Mine(nn.Module):
+        def __init__(self, m): super().__init__(); self.module = m
+    net = Mine(OptimizedModule(nn.Tanh()))
+    assert unwrap(OptimizedModule(OptimizedModule(net))) is net and [t.path for t in tracks(OptimizedModule(net))]==['', 'module']
+    assert tracks(net)[1].module is net.module._orig_mod
+
+
+# ---- two who catch from one module
+
+class Catches:
+    def __init__(self, name, heard, **more): self.name,self.heard = name,heard; vars(self).update(more)
+    def begin(self): self.heard.append((self.name, 'begin', self.grad))
+    def end(self, failed): self.heard.append((self.name, 'end', failed))
+    def called(self, track, named, key, hooked): self.heard.append((self.name, 'called', track.path, *((n, x.item()) for n,x in named)))
+    def see(self, track, named, key, hooked): self.heard.append((self.name, 'see', track.path, *((n, x.item()) for n,x in named)))
+    def graded(self, track, n, g): self.heard.append((self.name, 'graded', track.path, n, g))
+    def input_graded(self, track, n, g): self.heard.append((self.name, 'input_graded', track.path, n, g))
+
+
+def test_each_catcher_is_shown_what_it_asked_for():
+    heard,model = [],Net(False, True, False)
+    before = [dict(m.__dict__) for m in model.modules()]
+    root,a,b,last = tracks(model)
+    def told(): got = heard[:]; heard.clear(); return got
+    p,q = Catches('p', heard),Catches('q', heard, inputs=True, outputs=False)
+    ps,qs = catch(p, root, [a, last]),catch(q, b, [last])
+    model(one)
+    assert told()==[('p', 'begin', True), ('p', 'see', 'a', ('', 2)), ('p', 'see', 'a', ('', 103)), ('q', 'begin', True), ('q', 'called', 'b.0', ('x', 103)),
+        ('p', 'see', 'b.0', ('', 113)), ('q', 'end', False), ('p', 'end', False)]
+    with torch.no_grad(): model(one)
+    assert told()==[('p', 'begin', False), ('p', 'see', 'a', ('', 2)), ('p', 'see', 'a', ('', 103)), ('q', 'begin', False), ('q', 'called', 'b.0', ('x', 103)),
+        ('q', 'end', True), ('p', 'end', False)]
+    p.on = False
+    model(one)
+    assert [h[:2] for h in told()]==[('p', 'begin'), ('q', 'begin'), ('q', 'called'), ('q', 'end'), ('p', 'end')]
+    p.on = True
+    for c in qs: c().drop(q)
+    model(one)
+    assert {h[0] for h in told()}=={'p'} and '_torchember_caught' not in vars(model.b) and '_torchember_caught' in vars(model.b[0])
+    for c in ps: c().drop(p)
+    model(one)
+    assert told()==[] and [m.__dict__ for m in model.modules()]==before
+
+
+def test_gradients_go_to_who_wants_them_of_that_kind():
+    heard,model = [],nn.Sequential(nn.Tanh())
+    root,t = tracks(model)
+    who = {n: Catches(n, heard, grads='g' in n, input_grads='i' in n) for n in ('g', 'i', 'gi', '-')}
+    for w in who.values(): catch(w, None, [t])
+    [c] = {id(c): c for w in who.values() for c in [t.module.__dict__['_torchember_caught']]}.values()
+    assert (c.root, c.inputs, c.outputs, c.grads, c.input_grads)==(False, True, True, True, True)
+    c.graded('output_grad', [('x', 1), ('y', 2)]); c.graded('input_grad', [('x', 3)])
+    assert heard==[(w, 'graded', '0', *ng) for w in ('g', 'gi') for ng in (('x', 1), ('y', 2))]+[(w, 'input_graded', '0', 'x', 3) for w in ('i', 'gi')]
+    del who['g'] # nobody holds it any more
+    heard.clear()
+    c.graded('output_grad', [('x', 1)])
+    assert [h[0] for h in heard]==['gi']
+    for w in [*who.values()]: c.drop(w)
+    assert '_torchember_caught' not in vars(model[0])
+
+
+# ---- optimizers
+
+class Steps:
+    def __init__(self): self.heard = []
+    def step_begins(self, o): self.heard.append(('begins', o))
+    def gradients_ready(self, o, scale, unchanged): self.heard.append(('ready', o, None if scale is None else float(scale), unchanged))
+    def step_ends(self, o): self.heard.append(('ends', o))
+    def step_skipped(self, o): self.heard.append(('skipped', o))
+    def told(self): got,self.heard = self.heard,[]; return got
+
+
+def linear(**kw): m = nn.Linear(1, 1); m(one).backward(); return m, torch.optim.SGD(m.parameters(), .1, **kw)
+
+
+def test_two_optimizers_are_told_apart():
+    "With and without a closure, one inside of the other's closure, one that raised, and nothing when nobody listens any more"
+    (_,o),(_,p),spy = linear(),linear(),Steps()
+    w = OptimizerWatch([o, p], None, spy)
+    w.attach()
+    def inner(): assert w.busy; p.step(); return one
+    for _ in range(2):
+        o.step()
+        assert spy.told()==[('ready', o, None, True), ('ends', o)] and not w.busy
+        o.step(inner)
+        assert spy.told()==[('begins', o), ('ready', p, None, True), ('ends', p), ('ready', o, None, False), ('ends', o)]
+        with pytest.raises(ZeroDivisionError): o.step(lambda: 1/0)
+        spy.told()
+    assert w.stepped=={id(o), id(p)}
+    w.detach()
+    o.step(); p.step(lambda: one)
+    assert spy.told()==[] and not w.busy and not w.handles
+    w.attach()
+    p.step()
+    assert spy.told()==[('ready', p, None, True), ('ends', p)]
+    w.detach()
+
+
+class Plain:
+    "An optimizer without hooks"
+    def __init__(self, params): self.param_groups,self.state,self.calls = [{'params': list(params)}],{},[]
+    def step(self, closure=None, *, again=False):
+        self.calls.append((closure and closure(), again))
+        return 'stepped'
+
+
+@pytest.mark.parametrize('kw', [False, True])
+def test_an_optimizer_without_hooks(kw):
+    "What it is given arrives, its closure tells, what it returns comes back, and it is as it was"
+    spy,o = Steps(),Plain(nn.Linear(1, 1).parameters())
+    w = OptimizerWatch([o], None, spy)
+    w.attach()
+    assert o.step()=='stepped' and spy.told()==[('ready', o, None, True), ('ends', o)]
+    assert (o.step(closure=lambda: 5, again=True) if kw else o.step(lambda: 5, again=True))=='stepped'
+    assert spy.told()==[('begins', o), ('ready', o, None, False), ('ends', o)] and o.calls==[(None, False), (5, True)]
+    with pytest.raises(ZeroDivisionError): o.step(lambda: 1/0)
+    assert not w.busy
+    spy.told()
+    step = o.step
+    w.detach()
+    assert 'step' not in vars(o) and step()=='stepped' and spy.told()==[]
+
+
+def test_what_a_scaler_does_to_each_of_two_optimizers():
+    "Whom it skips, by position and by name, and what gradients are multiplied by: nothing once they are unscaled, or when it is off"
+    (m,o),(n,p),spy = linear(),linear(),Steps()
+    s = torch.amp.GradScaler('cpu', init_scale=8.)
+    w = OptimizerWatch([o, p], s, spy)
+    w.attach()
+    for bad,kw in ((n, False), (n, True), (None, False)):
+        for k in (m, n): k.zero_grad(); s.scale(k(one).sum()*(float('inf') if k is bad else 1)).backward()
+        assert w.scale(o)==s.get_scale()
+        for k in (o, p): s.step(optimizer=k) if kw else s.step(k)
+        assert spy.told()==[('ready', o, None, True), ('ends', o), ('ready', p, None, True), ('skipped', p) if bad else ('ends', p)]
+        assert w.scale(o) is None # it was unscaled
+        s.update()
+    o.grad_scale = torch.tensor(3.)
+    assert w.scale(o)==3 and w.scale(p)==s.get_scale()
+    s._enabled = False
+    assert w.scale(o) is None
+    w.detach()
+    assert 'step' not in vars(s)
+    o.found_inf = torch.tensor(1.) # a fused one finds out by itself
+    w.tell(o); w.tell(p)
+    assert spy.told()==[('skipped', o), ('ends', p)]
+
+
+class Wrapper:
+    "Steps two others"
+    def __init__(self, *inner): self.inner,self.state = inner,{}
+    param_groups = property(lambda self: [g for o in self.inner for g in o.param_groups])
+    def step(self, closure=None):
+        for o in self.inner: o.step()
+
+
+def test_a_wrapper_of_two_and_one_beside_it():
+    (_,o),(_,p),(_,q),spy = linear(),linear(),linear(),Steps()
+    outer = Wrapper(o, p)
+    outer.other = q # trains something else
+    assert workers(outer)==[o, p] and workers(q)==[q]
+    w = OptimizerWatch([outer, q], None, spy)
+    assert w.optimizers==[o, p, q] and OptimizerWatch([o, outer], None, spy).optimizers==[o, p]
+    w.attach()
+    for _ in range(2):
+        outer.step()
+        assert spy.told()==[('begins', o), ('begins', p), ('ready', o, None, True), ('ready', p, None, True), ('ends', o), ('ends', p)]
+        q.step()
+        assert spy.told()==[('ready', q, None, True), ('ends', q)]
+    w.detach()
+    assert 'step' not in vars(outer)
+
+
+def test_what_an_optimizer_trains_and_keeps():
+    m,o = linear(momentum=.9)
+    n = nn.Linear(1, 1)
+    o.add_param_group({'params': [n.weight]})
+    o.step()
+    p = torch.optim.Adam([n.weight, n.bias])
+    n(one).backward(); p.step()
+    assert [id(x) for x in parameters_of(o)]==[id(x) for x in (m.weight, m.bias, n.weight)]
+    assert [id(x) for x in trained_by([o, p])]==[id(x) for x in (m.weight, m.bias, n.weight, n.bias)]
+    assert states_of(o, m.weight).keys()=={'momentum_buffer'} and states_of(p, n.weight).keys()=={'exp_avg', 'exp_avg_sq'} and states_of(o, n.bias)=={}
+    assert is_optimizer(o) and is_optimizer(Plain([])) and not is_optimizer(m) and not is_optimizer(Some(param_groups=[], state={}, step=1))
+    assert [some(list(range(k))) for k in (3, 16, 17, 33)]==[list(range(3)), list(range(16)), list(range(16)), list(range(0, 32, 2))]
+    before = versions(m.parameters())
+    with torch.no_grad(): m.bias.add_(1)
+    with torch.inference_mode(): z = torch.ones(1)
+    assert versions([m.weight, m.bias, z])==before+1
+
+
+def test_where_the_closure_stands_among_the_arguments():
+    told = []
+    def f(): told.append('f'); return 4
+    def g(): told.append('g')
+    def tell(): told.append('told')
+    assert with_closure(('o',), {}, tell) is None and with_closure((f,), {}, tell) is None and with_closure(('o', 1), {'loss': f}, tell) is None
+    args,kw = with_closure(('o', 1, f, g), {'x': 2}, tell)
+    assert (args[:2], args[3], kw)==(('o', 1), g, {'x': 2}) and args[2]()==4 and told==['f', 'told']
+    args,kw = with_closure(('o', g), {'closure': f, 'x': 2}, tell)
+    assert args==('o', g) and kw['x']==2 and kw['closure']()==4 and told==['f', 'told']*2
