@@ -83,6 +83,17 @@ def test_on_a_schedule(passes):
     assert report['recorded']==df.step.nunique()
 
 
+@pytest.mark.parametrize('each', [True, False])
+@pytest.mark.parametrize('only', [dict(ttypes=('weight_grad',)), dict(ttypes=('output',), include='b', short=True),
+    dict(ttypes=('output',), include='b', short=True, log=True)], ids=['gradients', 'layer', 'numbers'])
+def test_a_pass_of_which_nothing_was_measured(only, each):
+    "The first pass has no gradients yet; a layer is perhaps not called in the second"
+    (a,_,report),(b,_,told) = (rows(3, known, each=each, **only) for known in (False, True))
+    assert sorted(a.step.unique())==[0, 1, 2] and not a.duplicated(key(a)).any()
+    same(a, b)
+    assert report['steps']==told['steps']==3
+
+
 def test_what_was_read_stays_a_step():
     "Somebody looks at one pass, and trains then"
     m = nn.Linear(3, 1)

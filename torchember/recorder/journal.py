@@ -17,7 +17,7 @@ from ..store.base import now
 @dataclass
 class Closed:
     "A recorded step that a pass has closed"
-    measured:object # `Measured`
+    measured:object # `Measured`; None where nothing was measured
     own:list # Its rows by functions of the user's, and noted numbers, as `Page.custom` has them
     noted:int # How many rows of noted numbers it has
     without:int # 1 when it was one of training, and had no weight gradients
@@ -43,7 +43,7 @@ class Journal:
         self.skipped = False # whether a scaler did not let the open step's optimizer step
         self.noted = Counter() # step -> rows of noted numbers
         self.was_on = False # whether the step before was recorded
-        self.last = None # `Measured` that was written last
+        self.last = None # `Measured` that was written last; None where there was nothing to write
         self.own,self.ended = [],[] # rows of the user's functions, as `Page.custom` has them: of the open step, and of the one before
         self.waiting = [] # `Measured` of steps that passes have closed, and that may turn out to be none
 
@@ -75,6 +75,7 @@ class Journal:
             wait: Whether it may turn out to be none: it goes to the log before whatever comes next
         """
         if not wait: self.release()
+        self.last = None
         if not page.size and not (over and (page.taken or page.given or self.file_is_open)): return # nothing wakes the writer
         several = {phase: n>1 for phase,n in steps.passes.items()}
         joins = steps.shown!=steps.number # an evaluation, of the step before

@@ -231,15 +231,15 @@ class Page:
         """
         n,noted,rows = len(earlier),0,[]
         self.arena.renumber(n)
-        first,*more = [e.measured.snapshot.as_pass(i) for i,e in enumerate(earlier)]
-        self.taken,self.joined = [first],[p for s in more for p in s.parts]
-        self.micro,self.handed_out = n,True
+        first,*more = [[e.measured.snapshot.as_pass(i)] if e.measured is not None else [] for i,e in enumerate(earlier)]
+        self.taken,self.joined = first,[p for some in more for s in some for p in s.parts]
+        self.micro,self.handed_out = n,bool(first)
         self.given = {(key, call, None) for _,key,call,*_ in earlier[0].own if key[3]} # as in the log, what a step has once has no number of a pass
         for i,own in enumerate([*(e.own for e in earlier), self.custom]):
             if i: rows += [(at, k, c+noted*(k[1]=='scalar'), None if k[3] or m is None else i, *rest) for at,k,c,m,*rest in own if i==n or not k[3]]
             noted += earlier[i].noted if i<n else 0
         self.custom = rows
-        self.parts = {k:v for e in earlier for k,v in e.measured.parts.items()} | self.parts
+        self.parts = {k:v for e in earlier if e.measured is not None for k,v in e.measured.parts.items()} | self.parts
 
     def forget_seen(self):
         "A tensor that is measured now is read, even if it was seen before"
