@@ -187,3 +187,21 @@ def test_armed_anew_in_between():
     te.close()
     df = te.t.df
     assert not df.duplicated(key(df)).any() and df.step.is_monotonic_increasing and df.step.nunique()==df.step.max()+1
+
+
+@pytest.mark.parametrize('brings', [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 1)], ids=str)
+def test_passes_that_bring_nothing(brings):
+    "They are passes all the same, and nothing is counted in their place"
+    def got(known):
+        m = nn.Linear(3, 1)
+        te = torchEmber(m, ttypes=('output_grad',), stats=['mean', 'numel'])
+        if known: te.step()
+        for s in range(2):
+            for i,b in enumerate(brings):
+                y = m(torch.ones(2, 3)).sum()*(10*s+i+1)
+                if b: y.backward()
+            te.step()
+        report = te.close()
+        return te.t.df.reindex(columns=['step', 'call', 'mean', 'numel']).values.tolist(), report['steps'], report['recorded'], report['remarks']
+    assert got(False)==got(True)
+    assert [r[0] for r in got(True)[0]]==([0, 1] if any(brings) else [])

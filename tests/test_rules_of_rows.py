@@ -490,3 +490,148 @@ def test_the_closing_report_names_who_did_not_step():
         for _ in range(3): model[0](torch.ones(1, 2)).sum().backward(); one.step()
         report = te.close()
     assert [r for r in report['remarks'] if 'never stepped' in r]==['The optimizer Adam never stepped.']
+
+
+def told(te, *columns, **where):
+    rows = [r for r in te.t.lines() if all(r[k]==v for k,v in where.items())]
+    return [tuple(r.get(c) for c in columns) for r in rows]
+
+
+def test_a_probe_outside_of_all_passes_and_in_a_module_that_is_not_recorded():
+    "It is of the root, or of the recorded module around it; of none in a step that is not wanted"
+    class Probes(nn.Module):
+        def forward(self, x): return te.probe('inside', x)
+    model = nn.Sequential(nn.Sequential(Probes()), nn.Tanh())
+    with torchEmber(model, ttypes='output', exclude='0.0', every=2, stats=['mean']) as te:
+        for i in range(3):
+            te.probe('before', torch.full((1,), i+.5))
+            model(torch.full((1,), float(i)))
+    root,part = 'model(Sequential)','model(Sequential).0(Sequential)'
+    assert told(te, 'step', 'module', 'tname', 'call', 'mean', ttype='probe')==[(0, root, 'before', 0, .5), (0, part, 'inside', 0, 0),
+        (0, root, 'before', 0, 1.5), (2, part, 'inside', 0, 2)] # the step of the first pass is open until the second begins
+
+
+def test_gradients_that_no_optimizer_has_told_of_are_read_where_te_step_is():
+    "Two are heard, and te.step() ends the steps: of who has stepped they are those of its step, of the other those of now; in the next step likewise"
+    model = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(2))
+    opts = [torch.optim.SGD(m.parameters(), 0.) for m in model]
+    with torchEmber(model, optimizer=opts, ttypes='weight_grad', stats=['mean']) as te:
+        te.recorder.listen_to(te.recorder.watch, ends=False)
+        for s,who in enumerate((0, 1, 1, None)):
+            for i,m in enumerate(model): m(torch.full((1, 1), 10.*s+i+1)).sum().backward()
+            if who is not None: opts[who].step()
+            for p in model.parameters(): p.grad.add_(.5) # afterwards
+            te.step()
+            for o in opts: o.zero_grad()
+    want = [(s, i, 10*s+i+1+(.5 if i!=who else 0)) for s,who in enumerate((0, 1, 1, None)) for i in (0, 1)]
+    assert sorted((s, int(m.split('.')[1][0]), v) for s,m,v in told(te, 'step', 'module', 'mean'))==want
+
+
+def test_what_was_copied_for_an_update_that_did_not_come():
+    "Of a step that a scaler skips, and of one that raised: the weights are not compared with what they were then"
+    model = nn.Linear(1, 1, bias=False)
+    opt,s = torch.optim.SGD(model.parameters(), 1.),torch.amp.GradScaler('cpu', init_scale=2.)
+    nn.init.ones_(model.weight)
+    with torchEmber(model, optimizer=opt, scaler=s, ttypes='update', stats=['mean']) as te:
+        for i,bad in enumerate((1, float('inf'), 1)):
+            opt.zero_grad()
+            s.scale(model(torch.ones(1, 1)).sum()*bad).backward()
+            s.step(opt)
+            s.update()
+            with torch.no_grad(): model.weight.add_(10)
+            if i: te.log_model() # in the step that comes
+        te.recorder.updates.before(opt) # a step that is not over
+    assert told(te, 'step', 'mean', ttype='update')==[(0, -1), (2, -1)] and te.recorder.skipped_steps==1 and not te.recorder.updates.copies
+
+
+def test_the_closing_report_tells_how_long_a_step_waited():
+    model = nn.ModuleList(nn.Linear(1, 1) for _ in range(2))
+    one,two = torch.optim.SGD(model[0].parameters(), .1),torch.optim.Adam(model[1].parameters(), .1)
+    def remarks(*turns):
+        te = torchEmber(model, optimizer=[one, two], ttypes='input')
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')
+            for a,b in turns:
+                for n,m,o in ((a, model[0], one), (b, model[1], two)):
+                    for _ in range(n): m(torch.ones(1, 1)).sum().backward(); o.step(); o.zero_grad()
+            report = te.close()
+        return report['steps'], [r for r in report['remarks'] if 'waited' in r]
+    assert remarks((1, 1), (1, 1), (20, 0))==(3, ['Step 2 waited for Adam: 20 steps of another optimizer are in it.'])
+    assert remarks((1, 1), (19, 0))==(2, []) and remarks((25, 1), (1, 1))==(2, [])
+
+
+def test_steps_that_hold_more_rows_than_memory_should():
+    "What is handed over in between is merged with what comes, and superseded"
+    model = nn.Sequential(nn.Linear(1, 1))
+    opt = torch.optim.SGD(model.parameters(), 0.)
+    te = torchEmber(model, optimizer=opt, ttypes='input', stats=['mean', 'numel'])
+    te.recorder.most_rows = 3
+    for s in range(2):
+        for i in range(5): model(torch.full((1, 1), 10.*s+i))
+        opt.step()
+    te.close()
+    assert [tuple(r) for r in te.t.df[te.t.df.path==''][['step', 'call', 'mean', 'numel']].values]==[(0, 0, 2, 5), (1, 0, 12, 5)]
+    assert len(te.t.log_path.read_text().splitlines())>4
+
+
+def test_a_process_that_the_run_does_not_belong_to():
+    "As after a fork: nothing more is recorded, whatever is done, and the report says so"
+    model = nn.Linear(1, 1)
+    opt = torch.optim.SGD(model.parameters(), .1)
+    te = torchEmber(model, optimizer=opt, overhead=.9)
+    model(torch.ones(1, 1)).sum().backward(); opt.step()
+    te.t.barrier()
+    n = len(te.t.lines())
+    te.recorder.leave()
+    for _ in range(2):
+        model(torch.ones(1, 1)).sum().backward(); opt.step()
+        te.probe('x', torch.ones(1))
+    assert not te.recorder.on and not te.recorder.switch.on and te.recorder.page.size==0
+    assert te.close()['remarks']==['This process was forked from the one that records the run, and adds nothing to it.']
+    assert len(te.t.lines())==n>0
+
+
+@pytest.mark.parametrize('ends', ['optimizer', 'te.step'])
+def test_the_model_is_logged_twice_in_a_step_and_after_an_evaluation(ends):
+    "The last time counts, the rows are of the step that is open, and there is one of each"
+    model = nn.Linear(1, 1, bias=False)
+    opt = torch.optim.SGD(model.parameters(), 0.)
+    te = torchEmber(model, ttypes=('input', 'weight', 'weight_grad'), stats=['mean'], **({'optimizer': opt} if ends=='optimizer' else {}))
+    def now(v):
+        with torch.no_grad(): model.weight.fill_(v)
+    for s in range(2):
+        now(10*s+1)
+        model(torch.ones(1, 1)).sum().backward()
+        for k in (2, 3): now(10*s+k); te.log_model()
+        opt.step()
+        if ends=='te.step': te.step()
+        opt.zero_grad()
+        model.eval()
+        with torch.no_grad(): model(torch.full((1, 1), 5.))
+        model.train()
+    now(77)
+    te.log_model()
+    te.close()
+    latest = {(r['step'], r['ttype'], r.get('phase')): r['mean'] for r in te.t.lines() if r['ttype']!='input'}
+    assert {k: v for k,v in latest.items() if k[1]=='weight'}=={(0, 'weight', None): 3, (1, 'weight', None): 13, (2, 'weight', None): 77}
+    assert [k for k in latest if k[1]=='weight_grad']==[(0, 'weight_grad', None), (1, 'weight_grad', None)]
+    assert told(te, 'step', 'phase', 'mean', ttype='input')==[(s, *p) for s in (0, 1) for p in ((None, 1), ('eval', 5))]
+
+
+def test_steps_without_gradients_are_counted_whoever_ends_them():
+    "Passes that turn out to be of one step are one step without; what a later one finds counts for that one"
+    def remark(passes, grads, known=False):
+        model = nn.Linear(1, 1)
+        te = torchEmber(model, ttypes=('weight_grad',))
+        if known: te.step()
+        for g in grads:
+            for _ in range(passes): y = model(torch.ones(1, 1)).sum()
+            if g: y.backward()
+            te.step()
+            model.zero_grad()
+        report = te.close()
+        return report['steps'], report['recorded'], [r for r in report['remarks'] if 'gradients' in r]
+    for passes in (1, 3):
+        for known in (False, True):
+            assert remark(passes, (0, 1, 0), known)==(3, 3, ['2 of 3 recorded steps have no weight gradients.'])
+            assert remark(passes, (1, 1), known)==(2, 2, [])

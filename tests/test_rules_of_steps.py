@@ -12,6 +12,7 @@ from torch import nn
 from torchember.capture.events import Listener
 from torchember.capture.forward import State
 from torchember.capture.tree import tracks
+from torchember.recorder.buffers import Buffers
 from torchember.recorder.calls import Calls
 from torchember.recorder.gradients import Gradients
 from torchember.recorder.journal import Journal
@@ -106,6 +107,10 @@ def test_what_begins_a_pass_and_what_ends_a_step():
     assert (s.leader, s.phase, s.seen, s.passes)==('net.enc', None, {'net.enc', 'head'}, {None: 1})
     assert s.begin('net.enc', None, 1) and not s.begin('head', None, 1) and s.begin('head', 'eval', 1)
     assert (s.leader, s.phase, s.pass_, s.passes, s.micro)==('head', 'eval', 3, {None: 2, 'eval': 1}, 0)
+    s.begin('', 'eval', 7) # averaged weights, put in for an evaluation
+    assert (s.weights, s.changes)==(1, 0)
+    s.begin('', None, 1); s.begin('', None, 2)
+    assert (s.weights, s.changes)==(2, 1)
 
 
 @pytest.mark.parametrize('manual', [False, True])
@@ -481,7 +486,30 @@ def test_the_gradient_of_a_leaf_is_that_of_the_pass_that_it_was_given_in():
     came.clear()
     (x*5+z).sum().backward()
     assert came==[] and g.handles==[] and not x._backward_hooks and not z._backward_hooks
+    g.of_call(one, 'input_grad', [('x', x)], 6, None)
+    y,steps.pass_ = x*7,3
+    y.sum().backward() # another pass has begun meanwhile
+    assert [c[3:] for c in came]==[(6, None, 0, [7])]
     assert Gradients(('output_grad', 'weight', 'input_grad'), steps, tell).ttypes==('input_grad', 'output_grad')
+
+
+@pytest.mark.parametrize('ttypes', [(), ('input_grad',), ('output_grad',), ('output_grad', 'input_grad')])
+def test_what_is_computed_again_brings_the_gradients_that_are_asked_for(ttypes):
+    came = []
+    g = Gradients(ttypes, Some(pass_=1), None)
+    state = Some(key=None, graded=lambda ttype, named: came.append((ttype, [(n, x.item()) for n,x in named])))
+    x = torch.ones(1, requires_grad=True)
+    y = x*2
+    for _ in range(2): g.recomputed(state, [('x', x)], [('y', y)]) # heard already
+    (y*3).backward()
+    assert came==[c for c in (('output_grad', [('y', 3)]), ('input_grad', [('x', 6)])) if c[0] in ttypes]
+
+
+def test_buffers_are_measured_as_they_are_in_place_of_what_they_were():
+    page,m = Spy(),nn.ModuleList(nn.BatchNorm1d(1, track_running_stats=t) for t in (True, False, True))
+    Buffers(page).step_over(of(m).states)
+    names = [n for n,_ in m[0].named_buffers()]
+    assert page.got==[(p, 'buffer', n, n, m[int(p)]._buffers[n], dict(once=True, replace=True)) for p in '02' for n in names]
 
 
 def test_updates_are_of_the_step_that_was_taken():
@@ -537,6 +565,8 @@ def test_what_is_known_of_parameters_is_told_when_it_changes():
     assert [p.get('also') for p in k.entries]==[['b.weight'], None, None, None] and not k.trained
     for _ in range(2): k.look(states, [opt], True)
     assert len(told)==2 and [p['optimizer'] for p in k.entries]==[False, False, True, True] and k.trained
+    k.look(states, [opt], False)
+    assert k.trained # it was
     k.got.add(('b', 'weight')) # known by its other name
     states[4].pass_ = 3
     k.look(states, [], False)
