@@ -1,0 +1,124 @@
+"Rules of trainings in JAX, two of a thing beside each other: whole rows, with step, call, time and marks, and what stays of an earlier step or another run"
+import json
+import warnings
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+
+jax = pytest.importorskip('jax')
+import jax.numpy as jnp # noqa: E402
+
+from torchember import EmberWarning, read # noqa: E402
+from torchember.jaxember import probe, stash_all_stats_and_hist, stash_hist, stash_scalar_stats, track # noqa: E402
+from torchember.jaxember import tracker as room # noqa: E402
+
+double = jax.jit(lambda w: probe('x', 2*w))
+slope = jax.jit(jax.grad(lambda w: probe('x', 3*w).sum()))
+columns = ['step', 'path', 'ttype', 'tname', 'pname', 'call', 'mean', 'loss', 'ts', 'epoch']
+
+
+def rows(t, *names, home=None):
+    "What a run has in some columns; None for what there is not"
+    df = read(t.name, home=home)
+    df = pd.DataFrame({c: df[c].astype(object) if c in df else [None]*len(df) for c in names or columns})
+    return [tuple(None if v is None or v!=v else str(v) if n=='ts' else v for n,v in zip(names or columns, r, strict=True)) for r in df.itertuples(index=False)]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    "The time of day, in seconds"
+    at = SimpleNamespace(now=0)
+    monkeypatch.setattr(room, 'now', lambda: f'2026-01-01 10:00:{at.now:02}')
+    return at
+
+
+def test_two_trackers_take_turns(tmp_path, clock):
+    "One has every second step of another count, the other all of them with gradients: each row in its run, of its step, with the time and the mark of that"
+    a,b = (jnp.full(2, float(x)) for x in (10, 100))
+    with track({'w': a}, every=2, init_step=5, home=tmp_path, name='a') as one, \
+            track({'u': 0*b, 'w': b}, {'mu': {'w': -b}}, True, exclude='no such', home=tmp_path, name='b') as two:
+        for s in range(4):
+            clock.now = 10*s+1
+            one.intercept(double, a+s)
+            g = two.intercept(slope, b+s)
+            clock.now += 5 # a step has the time when it began
+            two.intercept(double, b-s)
+            one.log(loss=s)
+            two.log(loss=-1.*s)
+            two.log(loss=s+.5)
+            one.t.mark(epoch=s)
+            two.t.mark(epoch=10*s)
+            one.step({'w': a+s+1})
+            if s==0:
+                with pytest.warns(EmberWarning, match='no such'): two.step({'u': 0*b, 'w': b+s+1}, {'mu': {'w': -b-s-1}}, {'w': g*(s+1)})
+            else: two.step({'u': 0*b, 'w': b+s+1}, {'mu': {'w': -b-s-1}}, {'w': g*(s+1)})
+        clock.now = 59
+        two.log(loss=7.)
+        one.intercept(double, a) # of a step that is not recorded
+    def r(i, *who, call=0, mean=None, loss=None):
+        "A row of the step that was the i-th of both"
+        ttype,tname,pname = *who, *(None,)*(3-len(who))
+        return first+i, '', ttype, tname, pname, call, mean, loss, f'2026-01-01 10:00:{10*i+1 if i<4 else 59:02}', many*min(i, 3)
+    first,many = 5,1
+    assert rows(one, home=tmp_path)==[row for i in (1, 3) for row in (r(i, 'weight', 'weight_0', 'w', mean=10.+i), r(i, 'probe', 'x', mean=2*(10.+i)),
+        r(i, 'scalar', 'log', loss=i))]
+    first,many,want = 0,10,[]
+    for i in range(5):
+        want += [r(i, 'weight', 'weight_0', 'u', mean=0.), r(i, 'weight', 'weight_1', 'w', mean=100.+i), r(i, 'optimizer', 'mu_1', 'w', mean=-100.-i)]
+        if i<4: want += [r(i, 'probe', 'x', mean=3*(100.+i)), r(i, 'output_grad', 'x', mean=1.), r(i, 'probe', 'x', mean=2*(100.-i), call=1),
+            r(i, 'weight_grad', 'grad_1', 'w', mean=3.*(i+1)), r(i, 'scalar', 'log', loss=-1.*i), r(i, 'scalar', 'log', call=1, loss=i+.5)]
+    assert rows(two, home=tmp_path)==[*want, r(4, 'scalar', 'log', loss=7.)]
+
+
+def test_a_state_whose_form_changes(tmp_path):
+    "Names, numbers and shapes are those of the tree that was given last, also where only a name or only a shape is another, and back again"
+    forms = [{'a': 1., 'b': 2.}, {'a': 1., 'c': 2.}, {'c': 2.}, {'c': np.ones(3)}, {'a': 1., 'b': 2.}, {'b': 2., 'a': {'k': 1.}}]
+    def of(form, by): return jax.tree.map(lambda v: jnp.full(np.shape(v), by*np.mean(v)), form)
+    with track(of(forms[0], 1), {'mu': of(forms[0], -1)}, True, home=tmp_path) as t:
+        for s,form in enumerate(forms):
+            after = forms[(s+1)%len(forms)]
+            t.intercept(lambda: probe('x', jnp.ones(2)))
+            t.step(of(after, 1), {'mu': of(after, -1)}, of(form, 10))
+    def leaves(form, path=''):
+        return sorted(l for k,v in form.items() for l in (leaves(v, k) if isinstance(v, dict) else [(path, k, np.shape(v), float(np.mean(v)))]))
+    got = [(*r[:4], r[4] or (), r[5]) for r in rows(t, 'step', 'ttype', 'path', 'pname', 'shape', 'mean', home=tmp_path) if r[1]!='probe']
+    kinds = dict(weight=1, optimizer=-1, weight_grad=10)
+    assert sorted(got)==sorted((s, ttype, path, name, shape, by*mean) for s,form in enumerate(forms) for ttype,by in kinds.items()
+        for path,name,shape,mean in leaves(form))
+
+
+@pytest.mark.parametrize(('lo', 'hi'), [(-2, 3), (0, 0)])
+def test_exponents_at_the_ends(lo, hi):
+    "Of an array that is there, and of one inside jit: 2 to the power of the last exponent is in it, and twice that is above"
+    some = [s*2.**k*f for k in range(-5, 6) for s in (1, -1) for f in (1, 1.5)]+[0., -0., np.nan, np.inf, -np.inf]
+    within = [sum(2.**k<=abs(x)<2.**(k+1) for x in some) for k in range(lo, hi+1)]
+    want = [sum(abs(x)<2.**lo for x in some), *within, sum(abs(x)>=2.**(hi+1) for x in some)]
+    x = jnp.array(some)
+    inside = jax.jit(lambda x: stash_hist(x, lo, hi)['exp_hist']['hist'])(x).tolist()
+    assert (stash_hist(x, lo, hi)['exp_hist'], inside)==({'hist': want, 'bins': [*range(lo-1, hi+2)]}, want)
+    assert stash_all_stats_and_hist(x, lo, hi)['exp_hist']==stash_hist(x, min_exp=lo, max_exp=hi)['exp_hist']
+    finite = np.array([v for v in some if np.isfinite(v)])
+    want = dict(mean=finite.mean(), std=finite.std(ddof=1), mean_abs=abs(finite).mean(), max_abs=abs(finite).max(), min_abs=0.,
+        **{f'rm{p}': (abs(finite)**p).mean()**(1/p) for p in (2, 4, 8)})
+    for got in (stash_scalar_stats(jnp.array(finite)), jax.jit(stash_scalar_stats)(jnp.array(finite))):
+        assert {k: float(v) for k,v in got.items()}==pytest.approx(want, rel=1e-5, abs=1e-6)
+
+
+def test_what_is_known_of_a_run(tmp_path):
+    "Its model, that it is of JAX, how long it was; what is wrong with each step, and what is first not finite, is said once"
+    class Net(dict):
+        def __call__(self): pass
+    jax.tree_util.register_pytree_node(Net, lambda n: (tuple(n.values()), tuple(n)), lambda k, v: Net(zip(k, v, strict=True)))
+    with warnings.catch_warnings(record=True) as said, track(Net(w=jnp.ones(2)), home=tmp_path) as t:
+        warnings.simplefilter('always', EmberWarning)
+        for _ in range(2):
+            t.intercept(double, jnp.array([1., np.nan]))
+            t.step(Net(w=jnp.ones(2)), gradients=jnp.ones(2))
+        t.t.barrier()
+    said = [str(w.message) for w in said if issubclass(w.category, EmberWarning)]
+    assert len(said)==2 and 'gradients was given to step and is not recorded' in said[0]+said[1] and 'probe' in said[0]+said[1]
+    assert t.name.startswith('Net_') and read(t.name, home=tmp_path).step.tolist()==[0, 0, 1, 1]
+    base = json.loads((tmp_path/f'data/base_{t.name}.json').read_text())
+    assert (base['framework'], base['steps'], base['rows'])==('jax', 2, 4)
