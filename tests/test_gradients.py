@@ -455,3 +455,16 @@ def test_counted_without_the_scale(dtype, later):
         [row] = a.take().rows()
         want = get_stats(x.double()/float(scale), ['exponents', 'numel', 'rms', 'zero_frac'])
         assert row['dtype']==str(dtype)[6:] and row['stats'].pop('rms')==pytest.approx(want.pop('rms'), rel=1e-6) and row['stats']==want
+
+
+def test_no_copy_of_a_gradient_waits(monkeypatch):
+    "On a GPU all gradients are read together at the end: what was divided first is a copy, and all of them would be as large as the model"
+    from torchember.measure import tap
+    monkeypatch.setattr(tap, 'for_list', lambda x: True)
+    a,x = tap.Arena(),torch.tensor([3., 6., 12.])
+    tap.observe(x, a.tap('divided', ['mean', 'exponents']), scale=torch.tensor(3.), later=True)
+    assert not a.pending
+    row = a.take().rows()[0]
+    assert row['key']=='divided' and row['stats']['mean']==pytest.approx(7/3) and sum(row['stats']['exponents'])==3
+    tap.observe(x, a.tap('as it is', ['mean']), scale=torch.tensor(3.), later=True)
+    assert [(p.data_ptr(), s) for p,_,s in a.pending.values()]==[(x.data_ptr(), 3)]

@@ -299,7 +299,7 @@ def observe_any(x, tap, call, scale, later):
 def note(x, tap, call=None, scale=None, later=False):
     "`observe`, with nothing of the user's around it"
     y,scale = before_counting(x, tap.wanted, scale)
-    v = None if later and for_list(y) else measured(y, tap)
+    v = None if later and y is x and for_list(y) else measured(y, tap) # copies of all gradients are not kept until they are read
     a = tap.arena
     with a.lock:
         i = int(tap.next[NEXT])
