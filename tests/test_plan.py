@@ -3,6 +3,7 @@ import copy
 import inspect
 import random
 import sys
+from types import SimpleNamespace as Some
 
 import numpy as np
 import pytest
@@ -10,7 +11,9 @@ import torch
 from models import zoo
 from torch import nn
 
-from torchember import torchEmber
+from torchember import plan, torchEmber
+from torchember.plan import Place, Plan, Reading, Rehearsal, states_to_come
+from torchember.recorder.process import open_recorders
 
 ALL = ('input', 'output', 'weight', 'weight_grad', 'input_grad', 'output_grad')
 
@@ -197,3 +200,117 @@ def test_it_shows_itself():
     assert repr(plan).startswith('Plan for Sequential: 10 rows, ') and 'weight_grad' in repr(plan) and '<table' in plan._repr_html_()
     assert len(plan.df)==10 and {'path', 'ttype', 'tname', 'shape', 'dtype', 'row_bytes', 'seconds'}<=set(plan.df.columns)
     assert plan.seconds>0
+
+
+def test_a_rehearsal_notes_calls_inside_of_calls_and_what_is_read_anew():
+    "Numbers of calls, also beside one that fails; a tensor that was seen is read once more when it was written to"
+    class At:
+        def __init__(self, track): self.track = track
+    root,a,b = map(At, ('root', 'a', 'b'))
+    h = Rehearsal(('input', 'output', 'input_grad'), [root])
+    x,y = torch.ones(2),torch.ones(3, requires_grad=True)
+    h.probe_here('p', x)
+    h.call_begins(a, [('x', x), ('y', y)])
+    h.call_begins(a, [('x', x)])
+    h.call_begins(b, [('x', x.add_(1))])
+    h.probe_here('q', y)
+    h.call_fails(b)
+    h.call_ends(a, [('o', x)])
+    h.probe_here('r', torch.ones(2))
+    with torch.no_grad(): h.call_ends(a, [('o', y)])
+    h.call_begins(b, [('y', y.detach())])
+    h.call_ends(b, [])
+    assert [(p.track, p.ttype, p.tname, p.call, p.read) for p in h.places]==[('root', 'probe', 'p', 0, True), ('a', 'input', 'x', 0, False),
+        ('a', 'input', 'y', 0, True), ('a', 'input_grad', 'y', 0, True), ('a', 'input', 'x', 1, False), ('b', 'input', 'x', 0, True),
+        ('b', 'probe', 'q', 0, False), ('a', 'output', 'o', 1, False), ('a', 'probe', 'r', 0, True), ('a', 'output', 'o', 0, False), ('b', 'input', 'y', 1, True)]
+    assert h.left==[a, a, b] and h.states==[root]
+
+
+def test_what_is_known_of_the_last_pass_is_planned_call_by_call():
+    "Where one has run; before, one of each is assumed, of modules that have a forward and are recorded"
+    class Twice(nn.Module):
+        def __init__(self): super().__init__(); self.l,self.idle,self.list = nn.Linear(3, 3),nn.Tanh(),nn.ModuleList([nn.Identity()])
+        def forward(self, x): return self.l(self.l(x)), x
+    model,x = Twice(),torch.randn(2, 3)
+    te = torchEmber(model, ttypes=('input', 'output', 'output_grad'), exclude='list.0')
+    def flow(plan): return [(p.track.path, p.ttype, p.tname, p.call, p.shape, p.read) for p in plan.places]
+    def of(path, t, n, c, shape, read=True): return path, t, n, c, shape, read
+    assert flow(te.plan())==[of(p, t, 'input' if t=='input' else 'output_0', 0, None, t=='output_grad' or (t=='input')==(p=='')) for p in ('', 'l', 'idle')
+        for t in ('input', 'output', 'output_grad')]
+    model(x)
+    s = (2, 3)
+    assert flow(te.plan())==[of('', 'input', 'x', 0, s), of('', 'output', 'output_0', 0, s, False), of('', 'output', 'output_1', 0, s, False),
+        of('', 'output_grad', 'output_0', 0, s), of('', 'output_grad', 'output_1', 0, s), *(of('l', 'input', 'input', c, s, False) for c in (0, 1)),
+        *(of('l', 'output', 'output_0', c, s) for c in (0, 1)), *(of('l', 'output_grad', 'output_0', c, s) for c in (0, 1))]
+    te.close()
+
+
+def test_states_of_two_optimizers_before_and_after_their_first_step():
+    "Each of its own parameters, with its own options; what it has already is what it keeps"
+    model = nn.ModuleList([nn.Linear(2, 3, bias=False), nn.Linear(4, 1)])
+    one,two = torch.optim.Adam(model[0].parameters(), amsgrad=True),torch.optim.SGD(model[1].parameters(), .1, momentum=.9)
+    w = model[0].weight
+    assert states_to_come(one, w)==dict.fromkeys(('exp_avg', 'exp_avg_sq', 'max_exp_avg_sq'), (3, 2))
+    assert states_to_come(torch.optim.SGD([w], .1), w)=={} and states_to_come(torch.optim.Adagrad([w]), w)=={'sum': (3, 2)}
+    te = torchEmber(model, optimizer=[one, two], ttypes=('optimizer', 'update'))
+    want = sorted([('0', 'update', 'update_0', 'weight', (3, 2)), *(('0', 'optimizer', f'{s}_0', 'weight', (3, 2)) for s in states_to_come(one, w)),
+        *(r for i,(n,s) in enumerate((('weight', (1, 4)), ('bias', (1,)))) for r in
+            (('1', 'update', f'update_{i}', n, s), ('1', 'optimizer', f'momentum_buffer_{i}', n, s)))])
+    for _ in range(2):
+        plan = te.plan()
+        assert sorted((p.track.path, p.ttype, p.tname, p.pname, p.shape) for p in plan.places)==want and plan.notes==[]
+        model[0](torch.ones(1, 2)).sum().backward(); model[1](torch.ones(1, 4)).sum().backward()
+        one.step(); two.step()
+    one.state[w]['odd'] = torch.ones(7)
+    assert states_to_come(one, w)['odd']==(7,)
+    class Mine(torch.optim.SGD): pass
+    assert states_to_come(Mine([w], .1), w) is None
+    te.close()
+
+
+def test_time_to_read_is_measured_once_for_each_kind(monkeypatch):
+    asked = []
+    def curve(stats, dtype, device, most):
+        asked.append((stats, dtype, device, most))
+        if dtype is torch.int8: raise NotImplementedError
+        return [16, 100], [1., 3.]
+    monkeypatch.setattr(plan, 'curve', curve)
+    r = Reading(50)
+    assert [r(*k, n) for k in ((('a',), torch.float32, 'cpu'), (('b',), torch.float32, 'cpu'), (('a',), torch.float64, 'cpu'), (('a',), torch.int8, 'cpu'))
+        for n in (4, 16, 58, 100, 184)]==[0., 0., 1., 2., 4.]*3+[0.]*5
+    assert asked==[((s,), d, 'cpu', 50) for s,d in (('a', torch.float32), ('b', torch.float32), ('a', torch.float64), ('a', torch.int8))]
+    assert plan.on_curve([16], [2.], 999)==2. and plan.on_curve([16, 100], [3., 1.], 200)==1. # more elements never take less
+
+
+def test_totals_of_a_plan_by_hand():
+    here,there = (Some(name=n, path=n) for n in 'ab')
+    places = [Place(here, 'input', 'x', None, 0, (4, 2), torch.float32, True), Place(there, 'weight', 'weight_0', 'w', 0, (3,), torch.float64, True),
+        Place(there, 'input', 'y', None, 1, None, None, True), Place(here, 'weight', 'weight_0', 'w', 0, (), torch.bfloat16, True)]
+    p = Plan('N', places, [10, 20, 30, 40], [1., 4., 2., 3.])
+    assert (p.rows, p.bytes, p.seconds, p.notes)==(4, 100, 10., [])
+    assert p.kinds()==[('input', 2, None, 40, 3.), ('weight', 2, 26, 60, 7.)]
+    assert p.largest()==[(4., places[1]), (3., places[3]), (1., places[0])] and p.largest(1)==[(4., places[1])]
+    assert p.df.to_dict('records')[1]==dict(module='b', path='b', ttype='weight', tname='weight_0', pname='w', call=0, shape=[3], dtype='float64',
+        tensor_bytes=24, row_bytes=20, seconds=4.)
+    assert p.df.call.tolist()==[0, 0, 1, 0] and p.df.row_bytes.tolist()==[10, 20, 30, 40] and p.df.seconds.tolist()==[1., 4., 2., 3.]
+    assert p.table()==[('ttype', 'rows', 'tensors', 'written', 'time'), ('input', '2', '?', '40 bytes', '3 s'), ('weight', '2', '26 bytes', '60 bytes', '7 s')]
+
+
+def test_a_plan_knows_marks_and_takes_nothing_away():
+    "Rows get longer by their marks; nothing is recorded, no recorder stays open, and an ember that is not armed is not afterwards"
+    model,x = nn.Linear(2, 2),torch.ones(1, 2)
+    te = torchEmber(model, ttypes=('input', 'output'))
+    te.plan(x) # what is measured once has its recorder
+    open_before = set(open_recorders)
+    one = te.plan(x)
+    te.mark(epoch=3)
+    two = te.plan(x)
+    assert [b-a for a,b in zip(one.lines, two.lines, strict=True)]==[len(',"epoch":3')]*2 and set(open_recorders)==open_before
+    te.disarm()
+    assert te.plan(x).rows==2 and not te.armed and '_torchember' not in vars(model)
+    other = torchEmber(model)
+    with pytest.raises(RuntimeError, match='another torchEmber'): te.plan(x)
+    assert other.armed
+    model(x)
+    te.close(); other.close()
+    assert len(te.t.lines())==0 and len(other.t.lines())==4
