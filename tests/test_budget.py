@@ -1,4 +1,5 @@
 "What recording takes: measured by itself, with a clock that a test moves"
+import math
 import random
 import warnings
 
@@ -293,3 +294,108 @@ def test_a_step_that_left_nothing_does_not_wake_the_writer(monkeypatch):
         te.t.barrier()
     te.close()
     assert set(puts)=={0, 10, 20}
+
+
+# ---- by hand
+
+@settings(max_examples=200, deadline=None)
+@given(st.floats(.001, 5), st.floats(.01, 3), st.floats(.01, .9), st.floats(0, .2))
+def test_one_in_how_many_is_the_least_that_keeps_the_share(cost, time, share, off):
+    "Against counting: what n steps take, one of them recorded and the others held up"
+    def kept(n, slack): return cost+(n-1)*off<=share*(n*time+cost+(n-1)*off)*(1+slack)
+    n = budget.one_in(cost, time, share, off)
+    if cost<=off: assert n==1 # leaving a step out takes no less
+    elif n<math.inf: assert kept(n, 1e-6) and (n==1 or not kept(n-1, -1e-6))
+    else: assert not kept(10**6, -1e-4)
+
+
+def test_what_a_budget_says_of_a_step_and_why():
+    b = budget.Budget(.1)
+    assert b.allows() and not b.allows(.5) and b.thinned==1 # nothing is known; something of this step was recorded already
+    b.passed(1.5, .5, True, disturbed=True)
+    assert not b.allows() and b.recorded==0 and (b.time, b.cost)==(0, None) # wait until it is known what it takes
+    b.passed(9., 0., False, disturbed=True)
+    assert not b.allows() and b.thinned==3
+    b.passed(1., 0., False)
+    assert b.allows() and (b.time, b.cost, b.since, b.interval)==(1., None, 1, None)
+    b.passed(1.5, .5, True)
+    assert (b.time, b.cost, b.since, b.recorded, b.interval)==(1., .5, 0, 1, 5)
+    for n in range(1, 4): b.passed(1., 0., False); assert b.since==n
+    b = budget.Budget(.5)
+    for step in ((2., 1., True), (1., 0., False), (2., 1., True)): b.passed(*step)
+    assert b.allows() and not b.allows(1.1) and (b.late, b.still)==(0., 0.)
+    b.passed(2., 1., True, late=.5)
+    assert b.late==.5 and b.cost==1+.5/2 # the writer's, of all but the first
+    b.passed(1., 0., False, late=.25)
+    b.passed(2., 1., True)
+    assert b.late==.75 and b.cost==1+.75/3
+
+
+def test_what_the_writer_took_for_the_first_step_is_not_what_the_others_take():
+    b = budget.Budget(.5)
+    b.passed(2., 1., True, late=9.)
+    b.passed(2., 1., True, late=1.)
+    assert b.late==1. and b.cost==2.
+
+
+def test_a_few_steps_without_recording_where_costs_are_hidden():
+    b = budget.Budget(.9)
+    for i in range(3): b.passed(1., .001, True, hidden=True); assert b.allows()==(i<2)
+    for i in range(3): b.passed(.5, 0., False, hidden=True); assert b.allows()==(i==2)
+    b.passed(1., .001, True, hidden=True)
+    assert b.costs[-1]==.5 and b.bare[-1]==.5 # told by steps without
+
+
+def test_when_recording_is_too_much_whatever_is_done():
+    b = budget.Budget(.01)
+    b.passed(2., 1., True)
+    assert not b.hopeless
+    for _ in range(24): b.passed(1., .02, False)
+    assert not b.hopeless
+    for _ in range(8): b.passed(1., .02, False) # each that is not recorded is held up for more than the share
+    assert b.hopeless and str(b)=='recording one step in 1,000, and that is more than overhead=0.01 allows'
+    b.since = b.rarest-2
+    assert not b.allows()
+    b.since += 1
+    assert b.allows() # after all
+    fine = budget.Budget(.25)
+    assert str(fine)=='overhead=0.25, no step left out'
+    fine.passed(2., 1., True)
+    fine.thinned = 1
+    assert str(fine)=='recording one step in 3 to stay under 25%'
+
+
+def test_units_where_they_change():
+    said = ['1 s', '999 ms', '1,000 ms', '1 ms', '999 us', '1 us', '0.9 us', '998 s', '1,000 s']
+    assert [budget.duration(s) for s in (1, .9994, .9996, 1e-3, 999.4e-6, 1e-6, 9e-7, 998, 999.6)]==said
+    assert [budget.size(n) for n in (999.4, 1e3, 999_400, 999_600, 1e6, 1e9)]==['999 bytes', '1 KB', '999 KB', '1,000 KB', '1 MB', '1 GB']
+
+
+def test_all_that_a_report_says():
+    told = dict(run='r', steps=1200, recorded=1100, rows=5, bytes=2000, seconds=.5, share=.125)
+    plain = 'r: 1,100 of 1,200 steps recorded, 5 rows, 2 KB; recording took 500 ms, 12.50% of the time from first to last step'
+    assert repr(budget.Report(told))==plain
+    more = budget.Report(told, live=2., beside=3., budget='thin', errors=1, skipped=0, remarks=['One.', 'Two.'])
+    assert repr(more)==plain+' (of which live: 2 s, in a process of its own); compiled loops loaded in 3 s, beside; thin; 1 errors\nOne.\nTwo.'
+
+
+def test_time_of_two_threads_and_of_what_calls_itself(clock):
+    "Each thread has its own beginning; inside of a timed call nothing is counted twice, also after an error"
+    import threading
+    class Works:
+        def __init__(self): self.cost,self.local,self.spent = self,budget.Local(),0.
+        @budget.timed
+        def go(self, n):
+            clock.pass_(1)
+            if n: self.go(n-1)
+            if n==2: other.start(); other.join()
+            return n
+        @budget.timed
+        def fail(self): clock.pass_(5); raise ValueError
+    w = Works()
+    other = threading.Thread(target=w.go, args=(0,))
+    assert w.go(2)==2 and w.spent==3+1+1 # the other's second passes in both
+    with pytest.raises(ValueError): w.fail()
+    assert w.local.entered is None and w.spent==10
+    w.go(0)
+    assert w.spent==11

@@ -222,7 +222,8 @@ def test_a_rehearsal_notes_calls_inside_of_calls_and_what_is_read_anew():
     h.call_ends(b, [])
     assert [(p.track, p.ttype, p.tname, p.call, p.read) for p in h.places]==[('root', 'probe', 'p', 0, True), ('a', 'input', 'x', 0, False),
         ('a', 'input', 'y', 0, True), ('a', 'input_grad', 'y', 0, True), ('a', 'input', 'x', 1, False), ('b', 'input', 'x', 0, True),
-        ('b', 'probe', 'q', 0, False), ('a', 'output', 'o', 1, False), ('a', 'probe', 'r', 0, True), ('a', 'output', 'o', 0, False), ('b', 'input', 'y', 1, True)]
+        ('b', 'probe', 'q', 0, False), ('a', 'output', 'o', 1, False), ('a', 'probe', 'r', 0, True), ('a', 'output', 'o', 0, False),
+        ('b', 'input', 'y', 1, True)]
     assert h.left==[a, a, b] and h.states==[root]
 
 

@@ -88,6 +88,8 @@ def test_who_is_told_of_what():
     assert some(['a'])==(['a'], [('', 'pass'), *[('a', 'in'), ('a', 'out')]*2, ('', 'over')]) # b is not armed
     assert some(['b'])==(['b'], [('', 'pass'), ('b', 'in'), ('b', 'out'), ('', 'over'), ('b', 'pass'), ('b', 'in'), ('b', 'out'), ('b', 'over')])
     assert some(['', 'b'], on=False)==(['', 'b'], root+part) and some(['', 'b'], wants=False)==(['', 'b'], root+part)
+    assert [h[1] for h in some(['b'], running=1)[1]]==['pass', 'in', 'out', 'over']*2 # a pass runs in another thread
+    assert some(['b'], running=1, on=False)[1]==root
     assert some(['b'], pass_begins=lambda st: False)[1]==[('b', 'in'), ('b', 'out')]*2 # only what was answered by True is told to end
 
 
@@ -233,6 +235,11 @@ def test_gradients_are_waited_for_where_there_will_be_any():
     hook_gradients([('v', w)], tell, 'a', True); hook_gradients([('w', w)], tell, 'b', True) # another name, another module
     (w*3+z).sum().backward()
     assert sorted(heard)==[('v', 3), ('w', 3), ('w', 3), ('x', 6)]
+    heard.clear()
+    w = x*2
+    for _ in range(2): hook_gradients([('w', w)], tell, 'a') # two calls with one tensor
+    w.sum().backward()
+    assert heard.count(('w', 1))==2
     with torch.no_grad(): assert hook_gradients([('z', z)], tell)==[] and with_gradient([('z', z)], True)==[]
     assert not z._backward_hooks and with_gradient([('z', z), ('y', y)], False)==[]
 
