@@ -48,26 +48,26 @@ def test_a_tracker_hands_each_row_on_once(tmp_path, capsys):
     def want(s, prefix):
         name = 'module.fc' if prefix else 'fc'
         return [(s, name, 'Activation', 1.+s, 2.), (s, name, 'Activation', 3.+s, 4.), (s, name, 'Weights', 5.+s, 6.)]
-    for s in range(1, 8):
+    for s in range(2, 9):
         for i,(t,*_) in enumerate(made):
-            seen = s!=3+i # of that step nothing was recorded
+            seen = s!=3+2*i # of that step nothing was recorded
             if seen: t.t.put(lambda s=s: step_of(s), True)
             t.current_step = s
             t.ended(s, seen)
+            if seen and s==6: t.tell_wandb(7) # of which there is nothing yet
     for (t,w,prefix,inc),got in zip(made, (a, b), strict=True):
-        lost = 3 if prefix else 4
-        there = [s for s in range(1, 8) if s!=lost]
+        there = [s for s in range(2, 9) if s!=(3 if prefix else 5)]
         kept = list(t)
         name = 'module.fc' if prefix else 'fc'
         assert [(k.name, k.type, k.tensor_type, k.dtype, k.value, k.first_value) for k in kept]==[(name, 'Linear', tt, 'float32', v, v)
-            for tt,v in (('Activation', {'scalar_stats': {'mean': 8., 'rm2': 2.}, 'exp_hist': {'hist': [1, 2, 0, 1], 'bins': [-2, -1, 0, 1]}}),
-            ('Activation', {'scalar_stats': {'mean': 10., 'rm2': 4.}, 'exp_hist': {'hist': [0, 4, 0, 0], 'bins': [-2, -1, 0, 1]}}),
-            ('Weights', {'scalar_stats': {'mean': 12., 'rm2': 6.}, 'exp_hist': {'hist': [3, 1, 0, 4], 'bins': [-2, -1, 0, 1]}}))]
+            for tt,v in (('Activation', {'scalar_stats': {'mean': 9., 'rm2': 2.}, 'exp_hist': {'hist': [1, 2, 0, 1], 'bins': [-2, -1, 0, 1]}}),
+            ('Activation', {'scalar_stats': {'mean': 11., 'rm2': 4.}, 'exp_hist': {'hist': [0, 4, 0, 0], 'bins': [-2, -1, 0, 1]}}),
+            ('Weights', {'scalar_stats': {'mean': 13., 'rm2': 6.}, 'exp_hist': {'hist': [3, 1, 0, 4], 'bins': [-2, -1, 0, 1]}}))]
         assert (t[0], t[-1], t.stashes)==(kept[0], kept[-1], kept)
         t.finish(False)
-        ends = [s for s in range(1, 8) if s%inc==0]
+        ends = [s for s in range(2, 9) if s%inc==0]
         parts = [[s for s in there if (0, *ends, 99)[i]<s<=(0, *ends, 99)[i+1]] for i in range(len(ends)+1)]
-        assert got[0]==[(t.name, e, [r for s in part for r in want(s, prefix)]) for e,part in zip((*ends, 7), parts, strict=True) if part]
+        assert got[0]==[(t.name, e, [r for s in part for r in want(s, prefix)]) for e,part in zip((*ends, 8), parts, strict=True) if part]
         lf = (read_parquet if prefix else read_pickle)(t.out_path)
         assert names_of(lf)==[r for s in there for r in want(s, prefix)]
         assert w.logged==[({'Numerics.Activation/mean': 2.+s, 'Numerics.Activation/rm2': 3., 'Numerics.Activation/underflow_rate': .125,
@@ -87,6 +87,8 @@ def test_a_tracker_of_what_no_logframe_has(tmp_path, capsys):
     assert (len(t), list(t), bool(t))==(2, [], True)
     t.finish(False)
     assert (got, w.logged, w.handed, t.out_path)==([], [], [], None) and "read('r') has it" in capsys.readouterr().out
+    t.t.put(lambda: [row(1, mean=1.)], True)
+    assert [k.value for k in t]==[{'scalar_stats': {'mean': 1.}}] # no counts
     (tmp_path/'track'/'r').mkdir(parents=True)
     assert [t.folder().name for _ in range(2)]==['r_2', 'r_2'] and sorted(p.name for p in (tmp_path/'track').iterdir())==['r', 'r_2']
 
