@@ -7,7 +7,7 @@ import pandas as pd
 
 from torchember import emberTracker, from_logframe, read, read_parquet, read_pickle, to_logframe, wide
 from torchember.frames.logframe import EXP, META, STAT
-from torchember.frames.tracker import Stash, Tracker
+from torchember.frames.tracker import Stash, Tracker, summary_of
 
 
 def row(step, path='fc', ttype='output', tname='output_0', pname=None, call=0, **more):
@@ -141,6 +141,31 @@ def test_a_logframe_whole():
     assert again[STAT].iloc[0].to_dict()=={'mean': 1., 'rms': .1, 'rm2': 5.}
 
 
+def test_names_in_a_logframe_and_back():
+    "The first output has the module's name, also where a gradient is of an earlier one; a module may be called as outputs are; calls are those of their step"
+    net = dict(module='model(Net).a(Two)', dtype='float32', call=0, step=0, mean=1.)
+    rows = [{**net, 'ttype': 'output_grad', 'tname': 'output_0'}, {**net, 'ttype': 'output', 'tname': 'output_1'},
+        {**net, 'ttype': 'output', 'tname': 'output_2'}, {**net, 'ttype': 'output', 'tname': 'output_1', 'step': 1},
+        {**net, 'ttype': 'output', 'tname': 'output_1', 'step': 1, 'call': 1},
+        {**net, 'module': 'model(Net).a(Two).output_7(Head)', 'ttype': 'output', 'tname': 'output_0'},
+        *({**net, 'ttype': t, 'tname': f'{n}_{i}', 'pname': p} for t,n in (('weight', 'weight'), ('weight_grad', 'grad'))
+            for i,p in enumerate(('bias', 'weight')))]
+    lf = to_logframe(pd.DataFrame(rows))
+    names = ['a.output_0', 'a', 'a.output_2', 'a', 'a', 'a.output_7', 'a.bias', 'a', 'a.bias', 'a']
+    assert lf[META, 'name'].tolist()==names
+    lf[META, 'type'] = [None if i>5 else c for i,c in enumerate(lf[META, 'type'])] # as Track & Visualize has it of parameters
+    back = from_logframe(lf)
+    assert list(zip(back.path, back.module, back.tname, back.step, back.call, strict=True))==[(*(('a.output_7', 'model.a(Two).output_7(Head)') if i==5 else
+        ('a', 'model.a(Two)')), n, s, c) for i,(n,s,c) in enumerate((('output_0', 0, 0), ('output_0', 0, 0), ('output_2', 0, 0), ('output_0', 1, 0),
+        ('output_0', 1, 1), ('output_0', 0, 0), ('weight_0', 0, 0), ('weight_1', 0, 0), ('grad_0', 0, 0), ('grad_1', 0, 0)))]
+
+
+def test_means_for_wandb_are_of_what_there_is():
+    "A tensor without counts has no rates, and what was not measured is no zero"
+    lf = to_logframe(pd.DataFrame([row(0, mean=2., exponents=[1, 3, 0], exponent_min=0), row(0, call=1, mean=math.nan), row(0, call=2, mean=4.)]))
+    assert summary_of(lf)=={'Numerics.Activation/mean': 3., 'Numerics.Activation/underflow_rate': .25, 'Numerics.Activation/overflow_rate': 0.}
+
+
 def test_two_runs_read_together_and_apart(tmp_path):
     "Each column as each run has it; what one of them lacks is empty, counts are 0; in the order of the log, and in that of the names that were asked for"
     def write(name, rows):
@@ -160,5 +185,6 @@ def test_two_runs_read_together_and_apart(tmp_path):
     some = read(['b', 'a'], columns=['step', 'mean'], path='x', home=tmp_path)
     assert list(some.itertuples(index=False, name=None))==[('b', 1, 2.), ('b', 0, 1.), ('a', 2, 7.)]
     assert read('b', columns=['mean', 'step'], home=tmp_path).values.tolist()==[[2., 1], [1., 0]]
+    assert set(read('b*', home=tmp_path).run)=={'b'} # a pattern that only one has
     w = wide(read('b', home=tmp_path), 'mean')
     assert (w.index.tolist(), w.columns.tolist(), w['x'].tolist())==([0, 1], ['x'], [1., 2.])
