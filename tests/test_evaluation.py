@@ -220,3 +220,17 @@ def test_a_closure_after_an_evaluation():
     got = [(r['step'], r['ttype'], r.get('phase'), r['mean'], r.get('ratio')) for r in te.t.lines()]
     assert got==[(0, 'input', None, 1, None), (0, 'update', None, -1, 1), (0, 'input', 'eval', 100, None), # the gradient of two ones is 2
         (1, 'input', None, 1, None), (1, 'update', None, -1, None), (1, 'input', 'eval', 101, None)]
+
+
+def test_a_leaf_of_an_evaluation_hears_no_gradient_of_the_training():
+    "The same tensor is evaluated, with gradients that nobody asks for, and trained with"
+    model = nn.Linear(1, 1, bias=False)
+    opt,x = torch.optim.SGD(model.parameters(), 0.),torch.ones(2, 1, requires_grad=True)
+    with torchEmber(model, optimizer=opt, ttypes=('input_grad',), stats=['mean']) as te:
+        for s in range(2):
+            model(x).sum().mul(s+1).backward()
+            opt.step()
+            model.eval()(x)
+            model.train()
+    w = model.weight.item()
+    assert [(r['step'], r['call'], r.get('phase'), r['mean']) for r in te.t.lines()]==[(0, 0, None, w), (1, 0, None, pytest.approx(2*w))]

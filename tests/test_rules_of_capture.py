@@ -371,6 +371,15 @@ def test_two_optimizers_are_told_apart():
     p.step()
     assert spy.told()==[('ready', p, None, True), ('ends', p)]
     w.detach()
+    class Above(torch.optim.SGD):
+        def step(self, closure=None): return super().step(closure) # torch's hooks are around both
+    o = Above(p.param_groups[0]['params'], .1)
+    w = OptimizerWatch([o], None, spy)
+    w.attach()
+    for _ in range(2):
+        o.step()
+        assert spy.told()==[('ready', o, None, True), ('ends', o)]
+    w.detach()
 
 
 class Plain:
@@ -404,7 +413,7 @@ def test_what_a_scaler_does_to_each_of_two_optimizers():
     s = torch.amp.GradScaler('cpu', init_scale=8.)
     w = OptimizerWatch([o, p], s, spy)
     w.attach()
-    for bad,kw in ((n, False), (n, True), (None, False)):
+    for bad,kw in ((None, False), (n, False), (n, True), (None, True)):
         for k in (m, n): k.zero_grad(); s.scale(k(one).sum()*(float('inf') if k is bad else 1)).backward()
         assert w.scale(o)==s.get_scale()
         for k in (o, p): s.step(optimizer=k) if kw else s.step(k)
@@ -427,7 +436,7 @@ class Wrapper:
     def __init__(self, *inner): self.inner,self.state = inner,{}
     param_groups = property(lambda self: [g for o in self.inner for g in o.param_groups])
     def step(self, closure=None):
-        for o in self.inner: o.step()
+        for o in self.inner[:closure]: o.step()
 
 
 def test_a_wrapper_of_two_and_one_beside_it():
@@ -443,6 +452,8 @@ def test_a_wrapper_of_two_and_one_beside_it():
         assert spy.told()==[('begins', o), ('begins', p), ('ready', o, None, True), ('ready', p, None, True), ('ends', o), ('ends', p)]
         q.step()
         assert spy.told()==[('ready', q, None, True), ('ends', q)]
+    outer.step(1) # a number that is no closure
+    assert spy.told()==[('begins', o), ('begins', p), ('ready', o, None, True), ('ends', o)]
     w.detach()
     assert 'step' not in vars(outer)
 

@@ -532,7 +532,7 @@ def test_what_was_copied_for_an_update_that_did_not_come():
     model = nn.Linear(1, 1, bias=False)
     opt,s = torch.optim.SGD(model.parameters(), 1.),torch.amp.GradScaler('cpu', init_scale=2.)
     nn.init.ones_(model.weight)
-    with torchEmber(model, optimizer=opt, scaler=s, ttypes='update', stats=['mean']) as te:
+    with torchEmber(model, optimizer=opt, scaler=s, ttypes=('update', 'output'), stats=['mean']) as te:
         for i,bad in enumerate((1, float('inf'), 1)):
             opt.zero_grad()
             s.scale(model(torch.ones(1, 1)).sum()*bad).backward()
@@ -541,7 +541,8 @@ def test_what_was_copied_for_an_update_that_did_not_come():
             with torch.no_grad(): model.weight.add_(10)
             if i: te.log_model() # in the step that comes
         te.recorder.updates.before(opt) # a step that is not over
-    assert told(te, 'step', 'mean', ttype='update')==[(0, -1), (2, -1)] and te.recorder.skipped_steps==1 and not te.recorder.updates.copies
+    assert told(te, 'step', 'mean', ttype='update')==[(0, -1), (2, -1)]
+    assert told(te, 'step', 'skipped', ttype='output')==[(0, None), (1, True), (2, None)] and te.recorder.skipped_steps==1 and not te.recorder.updates.copies
 
 
 def test_the_closing_report_tells_how_long_a_step_waited():

@@ -1,0 +1,211 @@
+"What is given to an ember arrives where it belongs, and what it does is undone: two embers, twice in a row, armed and not"
+import copy
+import json
+import math
+import warnings
+
+import pytest
+import torch
+from looped import heard
+from torch import nn
+
+from torchember import emberTracker, torchEmber
+from torchember.recorder.process import open_recorders
+
+
+def net(): return nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+def run(model, x=1.): return model(torch.full((1, 2), float(x))).sum()
+def paths(te): return sorted({r['module'].rpartition('.')[2] for r in te.t.lines()})
+def of(te, *columns, **where): return [tuple(r.get(c) for c in columns) for r in te.t.lines() if all(r.get(k)==v for k,v in where.items())]
+
+
+def test_what_is_given_arrives(tmp_path):
+    "Folder, name, types, statistics, modules, schedule, and no evaluation"
+    model = net()
+    other = torchEmber(net(), home=tmp_path/'other', name='r')
+    with torchEmber(model, ttypes=('output', 'weight'), include=['0', '2'], exclude='2', every=2, stats=['max', 'l2'], only_training=True, name='r',
+        home=tmp_path/'home') as te:
+        for i in range(4):
+            run(model, i)
+            model.eval(); run(model, 100); model.train()
+    assert (te.fname, te.t.dir.parent if te.t.dir.name=='log' else te.t.dir)==('r', tmp_path/'home') and other.t.dir!=te.t.dir
+    assert of(te, 'step', 'module', 'ttype', 'tname')==[(s, 'model(Sequential).0(Linear)', *r) for s in (0, 2) for r in
+        (('weight', 'weight_0'), ('weight', 'weight_1'), ('output', 'output_0'))]
+    assert all({'max', 'l2'}<=r.keys() and 'mean' not in r for r in te.t.lines()) and other.t.lines()==[] and te.close()['steps']==4
+    other.close()
+
+
+def test_modules_are_chosen_by_all_of_their_names():
+    "By the name of the place that is not the first, to record and to leave out"
+    model = nn.Sequential(nn.ModuleDict({'a': nn.Linear(2, 2)}), nn.Linear(2, 2))
+    model.register_module('twin', model[0]['a'])
+    def chosen(**k):
+        te = torchEmber(model, **k)
+        got = [st.track.path for st in te.recorder.states if st.watched]
+        te.close()
+        return got
+    assert chosen(include='twin')==['0.a'] and chosen(exclude='twin')==['', '0', '1'] and chosen(include=nn.Linear, exclude='1')==['0.a']
+    assert chosen(include=['0.a', '1'], exclude='0.a')==['1'] and chosen()==['', '0', '0.a', '1']
+
+
+def test_a_run_that_goes_on_twice():
+    "Steps go on after the last, gradients that came stay known, and its own metadata is not begun anew"
+    model = net()
+    for k in range(3):
+        te = torchEmber(model, name='r', resume=k>0)
+        assert te.recorder.step==2*k
+        for _ in range(2): (run(model)*(k==0)).backward() if k==0 else run(model); te.step()
+        te.close()
+        model.zero_grad()
+    assert sorted({s for s, in of(te, 'step')})==list(range(6))
+    known = json.loads(next(te.t.dir.parent.rglob('parameters_r.json')).read_text())['parameters']
+    assert [(p['path'], p['name'], p['gradient']) for p in known]==[(p, n, True) for p in '02' for n in ('weight', 'bias')]
+    assert torchEmber(model, name='s').recorder.step==0
+
+
+def test_armed_and_not_armed_twice():
+    model = net()
+    te = torchEmber(model, ttypes='output')
+    states = te.recorder.states
+    assert te.arm() is te and te.recorder.states is states
+    run(model)
+    assert te.disarm() is model and te.disarm() is model
+    assert (te.armed, te.recorder.states, te.recorder.weights_watched, te.recorder.owner)==(False, [], [], None)
+    run(model, 9)
+    assert te.rearm() is te and te.armed
+    run(model)
+    assert te.rearm() is te and te.armed and model.disarm() is model and not te.armed
+    with te as again: assert again is te and te.armed
+    assert not te.armed and te.recorder not in open_recorders
+    (s,a),(t,b) = of(te, 'step', 'mean', module='model(Sequential)')
+    assert (s, t)==(0, 1) and a==b
+    assert [te.close()['steps'] for _ in range(2)]==[2, 2]
+
+
+@pytest.mark.parametrize('value,off', [('1', True), ('yes', True), ('0', False), ('', False)])
+def test_switched_off_by_the_environment(value, off, monkeypatch):
+    monkeypatch.setenv('TORCHEMBER_DISABLE', value)
+    model = net()
+    with torchEmber(model) as te:
+        run(model)
+        te.log(loss=1.)
+    assert (len(te.t.lines())==0)==off and te.recorder.seen_steps==(not off)
+
+
+def test_an_ember_of_a_part_ends_that_of_the_whole():
+    "By its disarm, said in words that name the run; one that is over says nothing"
+    model = net()
+    def said(m):
+        with heard('watched already') as got: te = torchEmber(m)
+        return te, [g.split(' is watched already, by the run ') for g in got]
+    a,first = said(model)
+    b,second = said(model[0])
+    c,third = said(model)
+    assert first==[] and [s[0] for s in second]==['A part of the model'] or second[0][0]=='The model'
+    assert a.fname in second[0][1] and not a.armed and third[0][0]=='A part of the model' and b.fname in third[0][1] and (b.armed, c.armed)==(False, True)
+    c.close()
+    assert said(model)[1]==[]
+
+
+def test_how_record_is_for_the_types_that_were_named():
+    "By each of its names, of old and new; the function comes back"
+    def f(x): return {'own': 1.}
+    def changed(use):
+        te = torchEmber(net(), stats=['mean'])
+        got = use(te)
+        assert got is f
+        changed = [t for t,how in te.recorder.page.stats.items() if how is f]
+        te.close()
+        return changed
+    assert changed(lambda te: te.how_record_in(f))==['input'] and changed(lambda te: te.how_record_out(f))==['output']
+    assert changed(lambda te: te.how_record_weight(f))==['weight', 'weight_grad']
+    assert changed(lambda te: te.how_record('probe', 'update')(f))==['update', 'probe']
+    for word,ttype in {'in': 'input', 'out': 'output', 'weight': 'weight', 'grad': 'weight_grad', 'buffer': 'buffer'}.items():
+        assert changed(lambda te, word=word: te.set_metric(word)(f))==[ttype]
+    te = torchEmber(net())
+    for bad in ((), ('nope',)):
+        with pytest.raises(ValueError): te.how_record(*bad)
+    with pytest.raises(TypeError): te.how_record(f)
+    te.close()
+
+
+def test_numbers_that_are_noted_and_those_that_are_none():
+    import numpy as np
+    te = torchEmber(model := net())
+    run(model)
+    te.log(a=1, b=np.float32(2.5), c=torch.tensor([[3.]]), d=True, e=math.nan, f=np.array([4]), module_=np.bool_(False))
+    for bad in (dict(x=torch.ones(2)), dict(x='1'), dict(x=None), dict(x=1j), dict(x=torch.tensor(1j)), dict(x=np.complex64(1)), dict(x=np.ones(2))):
+        with pytest.raises(TypeError): te.log(**bad)
+    for name in ('step', 'module', 'shape', 'call', 'tname'):
+        with pytest.raises(ValueError): te.log(**{name: 1.})
+    with pytest.raises(TypeError): te.log({'x': 1.})
+    te.log()
+    te.close()
+    [r] = [r for r in te.t.lines() if r['ttype']=='scalar']
+    assert [r[k] for k in 'abcdf']==[1, 2.5, 3., True, 4] and math.isnan(r['e']) and (r['step'], r['call'], r['module_'])==(0, 0, False)
+
+
+def test_a_variable_and_a_probe_come_back_as_they_were_given():
+    te,x = torchEmber(model := net()),torch.ones(2)
+    assert te.watch_tensor('v', x) is x and te.probe('p', x) is x and te.recorder.variables=={'v': x}
+    assert te.watch_tensor('nobody', None) is None and te.watch_tensor('v', None) is None and te.recorder.variables=={}
+    for f in (te.watch_tensor, te.probe):
+        with pytest.raises(TypeError): f('x', 1.)
+    te.disarm()
+    assert te.probe('p', x) is x and of(te, 'ttype')==[('probe',)]
+    for bad in ('mean', 'shape'):
+        with pytest.raises(ValueError): te.mark(**{bad: 1})
+    te.mark(epoch=1, fold=2)
+    te.unmark('fold')
+    te.arm()
+    run(model)
+    te.close()
+    assert {(r.get('epoch'), r.get('fold')) for r in te.t.lines() if r['ttype']!='probe'}=={(1, None)}
+
+
+def test_a_copy_of_an_ember_reads_and_records_nothing():
+    model = net()
+    model.ember = te = torchEmber(model, name='r')
+    run(model)
+    c = copy.deepcopy(model)
+    n = len(te.t.lines())
+    run(c)
+    assert not c.ember.armed and c.ember.fname=='r' and c.ember.model_name=='Sequential' and len(c.ember.t.lines())==n==len(te.t.lines())
+    c.ember.disarm(); c.ember.close()
+    assert te.armed and 'reads the run r' in repr(c.ember)
+    with pytest.raises(AttributeError, match="no 'log'"): getattr(c.ember, 'log') # noqa: B009
+    with pytest.raises(AttributeError) as e: getattr(c.ember, 'nothing') # noqa: B009
+    assert str(e.value)=='nothing'
+    model.ember = None
+    te.close()
+
+
+def test_what_the_closing_report_counts():
+    "Of a schedule, errors of functions and tensors that cannot be read; once more it says the same"
+    model = net()
+    te = torchEmber(model, every=2, ttypes=('input', 'output'), name='r')
+    def broken(x): raise ValueError
+    te.how_record('input')(broken)
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        for _ in range(6): run(model); te.step()
+        te.probe('x', torch.ones(1, device='meta'))
+    report = te.close()
+    assert {**report, **dict(run='r', steps=6, recorded=3, errors=12, skipped=1, remarks=[])}==report
+    assert report['rows']==len(emberTracker('r').lines())==3*8 and report['bytes']==te.t.log_path.stat().st_size
+    assert report['share']>0 and report['seconds']>0 and 'live' not in report and 'budget' not in report
+    assert te.t.df.step.unique().tolist()==[0, 2, 4]
+    assert repr(te).startswith('<torchEmber of Sequential: 4 modules, step 6, not armed')
+    names = ['model(Sequential)', *(f'model(Sequential).{i}' for i in ('0(Linear)', '1(ReLU)', '2(Linear)'))]
+    assert te.mod_tree()['short']==names[0] and [*te.modules]==names
+
+
+def test_te_step_beside_an_optimizer_is_said_once_and_ends_nothing():
+    model = net()
+    opt = torch.optim.SGD(model.parameters(), .1)
+    te = torchEmber(model, optimizer=opt)
+    with heard('te.step() does nothing') as said:
+        te.step()
+        for _ in range(2): run(model).backward(); te.step(); opt.step(); te.step()
+    assert len(said)==1 and te.recorder.step==2
+    te.close()
