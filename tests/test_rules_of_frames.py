@@ -172,19 +172,25 @@ def test_two_runs_read_together_and_apart(tmp_path):
         t = emberTracker(name, tmp_path)
         for r in rows: t({k: v for k,v in r.items() if v is not None})
         t.close()
-    write('b', [row(s, 'x', mean=1.+s, nan=s) for s in (1, 0)])
-    write('a', [row(0, 'y', ttype='weight', tname='weight_0', pname='bias', std=5., epoch='e'), row(2, 'x', mean=7.)])
+    write('b', [row(s, 'z', mean=1.+s, nan=s) for s in (1, 0)])
+    write('a', [row(0, 'y', ttype='weight', tname='weight_0', pname='bias', std=5., epoch='e', run='mine'), row(2, 'z', mean=7.)])
     df = read(['b', 'a'], home=tmp_path)
     none = lambda v: None if v is None or v!=v else v
-    got = [tuple(none(r.get(c)) for c in ('run', 'path', 'ttype', 'pname', 'step', 'epoch', 'mean', 'std', 'nan', 'posinf')) for r in df.to_dict('records')]
-    want = [('b', 'x', 'output', None, 1, None, 2., None, 1, 0), ('b', 'x', 'output', None, 0, None, 1., None, 0, 0),
-        ('a', 'y', 'weight', 'bias', 0, 'e', None, 5., 0, 0), ('a', 'x', 'output', None, 2, None, 7., None, 0, 0)]
+    words = ('run', 'path', 'ttype', 'pname', 'step', 'epoch', 'mean', 'std', 'nan', 'posinf', 'mark_run')
+    got = [tuple(none(r.get(c)) for c in words) for r in df.to_dict('records')]
+    want = [('b', 'z', 'output', None, 1, None, 2., None, 1, 0, None), ('b', 'z', 'output', None, 0, None, 1., None, 0, 0, None),
+        ('a', 'y', 'weight', 'bias', 0, 'e', None, 5., 0, 0, 'mine'), ('a', 'z', 'output', None, 2, None, 7., None, 0, 0, None)]
     assert got==want and df.nan.dtype.kind=='i' and df.columns[0]=='run'
     assert [*map(tuple, read('*', home=tmp_path)[['run', 'step']].values)]==[('a', 0), ('a', 2), ('b', 1), ('b', 0)]
-    assert [*map(tuple, read(['a', 'b'], steps=-1, home=tmp_path)[['run', 'step', 'path']].values)]==[('a', 2, 'x'), ('b', 1, 'x')] # the last of each
-    some = read(['b', 'a'], columns=['step', 'mean'], path='x', home=tmp_path)
+    assert [*map(tuple, read(['a', 'b'], steps=-1, home=tmp_path)[['run', 'step', 'path']].values)]==[('a', 2, 'z'), ('b', 1, 'z')] # the last of each
+    some = read(['b', 'a'], columns=['step', 'mean'], path='z', home=tmp_path)
     assert list(some.itertuples(index=False, name=None))==[('b', 1, 2.), ('b', 0, 1.), ('a', 2, 7.)]
     assert read('b', columns=['mean', 'step'], home=tmp_path).values.tolist()==[[2., 1], [1., 0]]
     assert set(read('b*', home=tmp_path).run)=={'b'} # a pattern that only one has
+    assert [*df.path.cat.categories]==['z', 'y'] # in the order in which they come
+    some = read(['b', 'a'], columns=lambda c: c in ('mean', 'step'), home=tmp_path)
+    assert [*some.columns]==['run', 'step', 'mean'] and some.run.tolist()==['b', 'b', 'a', 'a']
+    alone = read(['b', 'a'], path='y', home=tmp_path) # a run of which nothing is left adds no columns
+    assert [*alone.columns]==[*read(['a'], path='y', home=tmp_path).columns] and alone.run.tolist()==['a']
     w = wide(read('b', home=tmp_path), 'mean')
-    assert (w.index.tolist(), w.columns.tolist(), w['x'].tolist())==([0, 1], ['x'], [1., 2.])
+    assert (w.index.tolist(), w.columns.tolist(), w['z'].tolist())==([0, 1], ['z'], [1., 2.])
