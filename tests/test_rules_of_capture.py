@@ -428,7 +428,9 @@ def test_what_a_scaler_does_to_each_of_two_optimizers():
     assert 'step' not in vars(s)
     o.found_inf = torch.tensor(1.) # a fused one finds out by itself
     w.tell(o); w.tell(p)
-    assert spy.told()==[('skipped', o), ('ends', p)]
+    o.found_inf = torch.tensor(0.)
+    w.tell(o)
+    assert spy.told()==[('skipped', o), ('ends', p), ('ends', o)]
 
 
 class Wrapper:
@@ -481,7 +483,7 @@ def test_where_the_closure_stands_among_the_arguments():
     def f(): told.append('f'); return 4
     def g(): told.append('g')
     def tell(): told.append('told')
-    assert with_closure(('o',), {}, tell) is None and with_closure((f,), {}, tell) is None and with_closure(('o', 1), {'loss': f}, tell) is None
+    assert [with_closure(a, k, tell) for a,k in ((('o',), {}), ((f,), {}), ((f, 1), {}), (('o', 1), {'loss': f}))]==[None]*4
     args,kw = with_closure(('o', 1, f, g), {'x': 2}, tell)
     assert (args[:2], args[3], kw)==(('o', 1), g, {'x': 2}) and args[2]()==4 and told==['f', 'told']
     args,kw = with_closure(('o', g), {'closure': f, 'x': 2}, tell)

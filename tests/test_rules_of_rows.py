@@ -636,3 +636,21 @@ def test_steps_without_gradients_are_counted_whoever_ends_them():
         for known in (False, True):
             assert remark(passes, (0, 1, 0), known)==(3, 3, ['2 of 3 recorded steps have no weight gradients.'])
             assert remark(passes, (1, 1), known)==(2, 2, [])
+
+
+def test_what_comes_between_steps():
+    "A backward after te.step() is of the step that it opens; a probe outside of all passes reads what was written unseen"
+    model,x = nn.Linear(1, 1, bias=False),torch.ones(2)
+    te = torchEmber(model, ttypes='output_grad', stats=['mean'])
+    ys = [model(torch.ones(1, 1)) for _ in range(2)]
+    ys[0].backward()
+    te.step()
+    (ys[1]*3).backward()
+    te.step()
+    te.probe('a', x)
+    x.data.fill_(5.)
+    te.probe('b', x)
+    (model(torch.ones(1, 1))*4).backward()
+    te.step()
+    assert te.close()['steps']==3
+    assert told(te, 'step', 'tname', 'mean')==[(0, 'output_0', 1), (1, 'output_0', 3), (2, 'a', 1), (2, 'b', 5), (2, 'output_0', 4)]
