@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from ..capture.forward import parts_of
 from ..capture.tree import unwrap
 from ..record import warn
-from ..store.parameters import entry
+from ..store.parameters import entry, most_entries
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #999a778f
 def own_parameters(
@@ -238,7 +238,7 @@ class Known:
     Args:
         ttypes: those that are recorded
     """
-    most = 20_000 # entries
+    most = most_entries
 
     def __init__(self, ttypes): # ttypes: those that are recorded
         self.grads = 'weight_grad' in ttypes
