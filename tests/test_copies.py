@@ -123,7 +123,7 @@ def test_what_goes_through_an_armed_module_sees_it_unarmed():
     d = vars(model)
     assert 'forward' in d and d['forward'] is model.forward and '_torchember' in d
     assert [*d]==[*d.keys()]==[*was] and [*d.values()]==[*was.values()] and [*d.items()]==[*was.items()] and [*reversed(d)]==[*reversed(was)]
-    assert len(d)==len(was) and d==was and was==d and d==d and repr(d)==repr(was) and dict(d)==was==d.copy()
+    assert len(d)==len(was) and d==was and was==d and d==d and not (d!=was or was!=d) and repr(d)==repr(was) and dict(d)==was==d.copy()
     assert {**d}=={} | d==d | {}==was and type(d | {}) is type({} | d) is dict
     for c in (copy.deepcopy(d), pickle.loads(pickle.dumps(d))): assert type(c) is dict and c.keys()==was.keys()
     te.close()

@@ -144,6 +144,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                'torchember/capture/forward.py'),
                                             'torchember.capture.forward.ArmedDict.__len__': ( '20_capture/forward.html#armeddict.__len__',
                                                                                               'torchember/capture/forward.py'),
+                                            'torchember.capture.forward.ArmedDict.__ne__': ( '20_capture/forward.html#armeddict.__ne__',
+                                                                                             'torchember/capture/forward.py'),
                                             'torchember.capture.forward.ArmedDict.__or__': ( '20_capture/forward.html#armeddict.__or__',
                                                                                              'torchember/capture/forward.py'),
                                             'torchember.capture.forward.ArmedDict.__reduce_ex__': ( '20_capture/forward.html#armeddict.__reduce_ex__',

@@ -275,6 +275,7 @@ class ArmedDict(dict):
     def __reversed__(self): return reversed(self.unarmed())
     def __len__(self): return len(self.unarmed())
     def __eq__(self, other): return self.unarmed()==(other.unarmed() if isinstance(other, ArmedDict) else other)
+    def __ne__(self, other): return not self==other # a dict has its own
     def __or__(self, other): return self.unarmed() | other
     def __ror__(self, other): return other | self.unarmed()
     def __repr__(self): return repr(self.unarmed())
