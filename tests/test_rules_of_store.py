@@ -6,7 +6,7 @@ from torchember import emberTracker
 from torchember.record import SCHEMA
 from torchember.store.jsonl import LatestStep, last_step, new_run
 from torchember.store.parameters import cut_off, forgotten, frozen, not_called, untrained, why_not
-from torchember.store.reading import by_place, frame, parse
+from torchember.store.reading import by_place, frame, parse, parsed, with_path
 from torchember.store.table import nodes, one_row_each, whole_tree
 
 
@@ -78,6 +78,11 @@ def test_lines_that_become_rows():
     df = by_place(frame([{'shape': [1], 'mean': 1., 'module': 'model(N).a(1)(B).0(D)', 'ts': '', 'ttype': 'output', 'tname': 'output_0', 'step': 0, 'call': 0,
         'mine': 3}]))
     assert [*df.columns][:3]==['path', 'ttype', 'tname'] and {*df.columns[-2:]}=={'shape', 'mean'} and df.path[0]=='a(1).0'
+
+    df = with_path(frame([{'module': 'model(N).a(D)', 'ttype': 'output', 'tname': 'output_0', **own} for own in ({}, {'path': 'mine'}, {})]))
+    assert df.path.tolist()==['a', 'mine', 'a'] # a row may have its own
+    rows,torn = parsed(lambda: [b'{"a": 1}\n{"a"\n', b'{\n{"a": 2}\n', b'{"a": 3}\n'])
+    assert ([r['a'] for r in rows], torn)==([1, 2, 3], 2) # of all blocks
 
 
 def test_which_row_stands_for_a_module_and_which_modules_there_are():
