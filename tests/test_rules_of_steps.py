@@ -445,6 +445,7 @@ def test_zeros_are_looked_for_once_where_te_step_ends_the_steps():
     assert said((0, 0))==said((0, None))==said((None, None), (0, 0))==1
     assert said((0, 1))==said((1, 1), (0, 0))==said((0, 0), boundary=False)==0
     assert said(*[(0, 0)]*4, boundary=False, manual=False)==0 # passes end the steps: there are gradients, whatever they are
+    assert said((None, None), (0, 0), boundary=False, manual=False)==0
 
 
 def test_look_over_tells_of_what_was_added_and_not_of_what_is_the_same():
