@@ -11,6 +11,7 @@ from torch import nn
 
 import torchember
 from torchember import emberTracker, overview, read, report, runs, scalar_line, torchEmber, tracker
+from torchember.store.older import objects
 
 tree = {'name': 'model(Net)', 'short': 'model(Net)', 'children': [{'name': 'model(Net).a(Linear)', 'short': 'a(Linear)'}]}
 
@@ -119,6 +120,19 @@ def test_what_is_torn_or_no_row_is_counted_and_the_rest_read(home):
     t = emberTracker(name)
     assert len(t.lines())==30 and t.torn==2
     assert len(read(name))==30
+
+
+def test_a_row_that_was_torn_costs_only_itself(home):
+    name = of_02(home)
+    path = home/'log'/name/'init-00_epoch-1.log'
+    text = path.read_text()
+    with open(path, 'a') as f: f.write(3*(',{"mean": 0., "shape": [1, 2'+text[text.rindex(',{'):])) # a process was killed, and went on
+    t = emberTracker(name)
+    assert len(t.lines())==33 and t.torn==3 and len(read(name))==33
+    text = path.read_text()
+    for size in (1, 7, 100, len(text)):
+        got = list(objects(path.open(), size))
+        assert sum(isinstance(r, dict) for r in got)==18 and sum(isinstance(r, str) for r in got)==3
 
 
 def test_marks_are_columns_and_a_mark_called_step_is_the_step(home):

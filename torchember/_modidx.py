@@ -4404,6 +4404,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                 'torchember/store/older.py'),
                                         'torchember.store.older.is_first': ('30_store/older.html#is_first', 'torchember/store/older.py'),
                                         'torchember.store.older.is_older': ('30_store/older.html#is_older', 'torchember/store/older.py'),
+                                        'torchember.store.older.is_row': ('30_store/older.html#is_row', 'torchember/store/older.py'),
                                         'torchember.store.older.marks_of': ('30_store/older.html#marks_of', 'torchember/store/older.py'),
                                         'torchember.store.older.number': ('30_store/older.html#number', 'torchember/store/older.py'),
                                         'torchember.store.older.objects': ('30_store/older.html#objects', 'torchember/store/older.py'),

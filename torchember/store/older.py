@@ -94,11 +94,22 @@ def objects(
         while at<len(text):
             if text[at] in ', \n\r': at += 1; continue
             try: row,at = decode(text, at)
-            except (ValueError, RecursionError): break
+            except (ValueError, RecursionError):
+                following = text.find(',{"', at+1)
+                if not is_row(text, following+1): break # the rest of this one is still to be read
+                yield text[at:following][:200] # it was torn, and written on after it
+                at = following
+                continue
             yield row
         text = text[at:]
         if len(text)>most: break
     if text: yield text[:200]
+
+def is_row(text, at):
+    "Whether a whole row begins there"
+    try: row,_ = json.JSONDecoder().raw_decode(text, at) if at else (None, 0)
+    except (ValueError, RecursionError): return False
+    return isinstance(row, dict) and 'ttype' in row
 
 # %% ../../nbs/30_store/09_older.ipynb #39973d0b
 def older_blocks(
