@@ -279,6 +279,46 @@ def test_leaves_that_go_in_by_two_passes_before_one_backward():
     for r,g in zip(rows, want, strict=True): close({**r, 'shape': [8, 3]}, g)
 
 
+def penalty(model, x, between):
+    g, = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return (g.norm(dim=1)-1).square().mean()+between()
+
+def twice(model, x, between):
+    y = model(x).square().sum()
+    y.backward(retain_graph=True)
+    between()
+    return y
+
+def evaluated(model):
+    with torch.no_grad(): model.eval()(torch.randn(5, 3))
+    model.train()
+    return 0.
+
+@pytest.mark.parametrize('between', [lambda m: 0., lambda m: m(torch.randn(5, 3)).mean(), evaluated], ids=['nothing', 'a pass', 'an evaluation'])
+@pytest.mark.parametrize('body', [penalty, twice])
+def test_the_second_gradient_of_a_leaf_comes_after_another_pass(body, between):
+    "As in a critic with a gradient penalty. Each is of the call that the leaf went into, in its step; then the hooks are gone"
+    torch.manual_seed(0)
+    model,want,leaves = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)),[],[]
+    opt = torch.optim.SGD(model.parameters(), .1)
+    with torchEmber(model, optimizer=opt, ttypes='input_grad', stats=['mean']) as te:
+        for s in range(2):
+            x = torch.randn(4, 3, requires_grad=True)
+            leaves.append(x)
+            h = x.register_hook(lambda g, s=s: want.append((s, g.mean().item())))
+            opt.zero_grad()
+            body(model, x, lambda: between(model)).backward()
+            opt.step()
+            h.remove()
+            assert not x._backward_hooks
+        sum(model(x).sum() for x in leaves).backward() # the leaf of the step before, in this one
+    want = [(s, 0, b or None, pytest.approx(m, abs=1e-7)) for i,(s,m) in enumerate(want) for b in [i%2]]
+    for name in ('model(Sequential)', '.0(Linear)'): # the root, and the layer that gets the same tensor
+        rows = [r for r in te.t.lines() if r['module'].endswith(name)]
+        assert [(r['step'], r['call'], r.get('backward'), r['mean']) for r in rows if r['step']<2]==want
+        assert [(r['step'], r.get('backward')) for r in rows if r['step']>1]==[(2, None)]
+
+
 @pytest.mark.parametrize('compiled', [False, True])
 def test_probe_and_variable(compiled):
     class Probed(nn.Module):

@@ -24,14 +24,15 @@ class Gradients:
     ):
         self.ttypes = tuple(t for t in ('input_grad', 'output_grad') if t in ttypes)
         self.steps,self.tell = steps,tell
-        self.handles = [] # of hooks on leaves
+        self.handles,self.given = [],{} # of hooks on leaves; id of a leaf -> the last pass that it was given in
 
     def of_call(self, state, ttype, named, call, phase):
         "Wait for the gradients of the tensors of one call"
         came,pass_ = {},self.steps.pass_ # tname -> how many backwards have brought its gradient
-        leaves = {n for n,x in named if x.is_leaf}
+        leaves = {n: id(x) for n,x in named if x.is_leaf}
+        self.given.update(dict.fromkeys(leaves.values(), pass_))
         def tell(n, g):
-            if n in leaves and n in came and self.steps.pass_!=pass_: return # the backward of a later pass, which has a hook of its own on the same leaf
+            if n in came and n in leaves and self.given.get(leaves[n])!=pass_: return # a later pass has a hook of its own on the same leaf
             came[n] = came.get(n, -1)+1
             self.tell(state, ttype, n, g, call, phase, came[n])
         self.handles += hook_gradients(named, tell, (id(state), ttype), False, state.key, ttype)
@@ -44,4 +45,4 @@ class Gradients:
 
     def step_over(self):
         for h in self.handles: h.remove()
-        self.handles.clear()
+        self.handles.clear(); self.given.clear()
