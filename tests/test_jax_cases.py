@@ -114,6 +114,33 @@ def test_a_bounded_loop_as_solvers_have_it(tmp_path):
     assert means(rows, 1, ttype='output_grad')=={('', 'p', i, 0): near(g) for i,g in enumerate(grads)}
 
 
+# ---- a loop of unknown length in what is differentiated
+
+def found(w, x): return lax.while_loop(lambda c: c[0]<3, lambda c: (c[0]+1, probe('z', jnp.tanh(w*c[1]+x))), (0, x))[1]
+
+def equilibrium(w, x): return (w*lax.stop_gradient(found(w, x))).sum(), found(w, x).mean()
+
+def in_layers(w, x):
+    def one(c, _): return lax.stop_gradient(lax.while_loop(lambda c: c[0]<3, jax.jit(lambda c: (c[0]+1, probe('z', jnp.tanh(w*c[1]+x)))), (0, c))[1]), None
+    return w.sum()*jax.checkpoint(lambda w, x: lax.scan(jax.checkpoint(one), x, None, 2)[0])(w, x).sum(), None
+
+@pytest.mark.parametrize('loss,want', [(equilibrium, [(0, 3), (0, 3)]), (in_layers, [(0, 3), (3, 6)])], ids=['for metrics, too', 'in checkpointed layers'])
+@pytest.mark.parametrize('gradients', [False, True])
+def test_a_loop_whose_gradient_is_stopped(loss, want, gradients, tmp_path):
+    "What a loop of unknown length found, as in a deep equilibrium model, is recorded once, and the step that is differentiated gives what it gave"
+    f,w,x = jax.value_and_grad(loss, has_aux=True),jnp.array([.5, .1]),jnp.array([1., -.2])
+    plain,zs = jax.jit(f)(w, x),[x]
+    for _ in range(6): zs.append(jnp.tanh(w*zs[-1]+x))
+    with track(track_gradients=gradients, home=tmp_path) as tracker:
+        for _ in range(2):
+            got = tracker.intercept(jax.jit(f) if gradients else f, w, x)
+            assert all(np.allclose(a, b) for a,b in zip(jax.tree.leaves(got), jax.tree.leaves(plain), strict=True))
+            tracker.step(gradients=got[1] if gradients else None)
+    each = {('', 'z', i, 0): near(float(jnp.stack(zs[1+a:1+b]).mean())) for i,(a,b) in enumerate(want)} # of a loop, all that came together
+    for step in (0, 1): assert means(table(tracker), step, ttype='probe')==each
+    assert not means(table(tracker), ttype='output_grad')
+
+
 # ---- several models
 
 class Gen(nn.Module):

@@ -15,7 +15,8 @@ from weakref import WeakKeyDictionary
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, jaxprs_in_params, primitives
+from jax.core import Trace
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, jaxprs_in_params, primitives, set_current_trace, take_current_trace
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey, tree_flatten_with_path
 
@@ -107,9 +108,13 @@ def retagged(
     if isinstance(x, list|tuple) and any(isinstance(v, ClosedJaxpr|Jaxpr) for v in x): return type(x)(retagged(v, f) for v in x)
     if not isinstance(x, Jaxpr): return x
     def one(e):
-        if e.primitive in (tap_p, slope_p): return e.replace(params={'tag': f(e.params['tag'])})
-        return e.replace(params={k: retagged(v, f) for k,v in e.params.items()}) if any(has_tags(j) for j in jaxprs_in_params(e.params)) else e
-    return x.replace(eqns=[*map(one, x.eqns)])
+        if e.primitive is slope_p: return e.replace(params={'tag': f(e.params['tag'])})
+        if e.primitive is not tap_p and not any(has_tags(j) for j in jaxprs_in_params(e.params)): return e
+        params = {k: f(v) if k=='tag' else retagged(v, f) for k,v in e.params.items()}
+        counts = not params['tag'].again if e.primitive is tap_p else any(has_tags(j) for j in jaxprs_in_params(params))
+        return e.replace(params=params, effects=e.effects if counts else e.effects-tagged)
+    eqns = [*map(one, x.eqns)]
+    return x.replace(eqns=eqns, effects=set().union(x.effects-tagged, *(e.effects & tagged for e in eqns)))
 
 # %% ../../nbs/88_jaxember/10_tags.ipynb #6fa3c0de
 marked = WeakKeyDictionary() # branch -> the same with tags that say so
@@ -128,6 +133,50 @@ def says_so(rule):
     return batched
 
 batching.fancy_primitive_batchers[lax.cond_p] = says_so(batching.fancy_primitive_batchers[lax.cond_p])
+
+# %% ../../nbs/88_jaxember/10_tags.ipynb #6fa4c0de
+def known_to(first, params):
+    "Parameters of a loop that computes once more what a first loop has computed, by the first one's parameters; None where that has no tags"
+    name = lambda tag: (tag.number, tag.grad, tag.order)
+    done = {name(t) for j in jaxprs_in_params(first) for t in tags_of(j) if not t.again}
+    return {k: retagged(v, lambda tag: tag._replace(again=tag.again or name(tag) in done)) for k,v in params.items()} if done else None
+
+class Loops(Trace):
+    "Which loops run below"
+    def __init__(self, below):
+        super().__init__()
+        self.below,self.params = below,[]
+
+    def process_primitive(self, primitive, args, params, /):
+        if primitive is lax.while_p: self.params.append(params)
+        with set_current_trace(self.below): return self.below.process_primitive(primitive, args, params)
+
+def divided(rule):
+    "A rule for a `while` of which some is known, in a program that is being traced"
+    @wraps(rule)
+    def tagged_once(trace, *tracers, **params):
+        if not any(map(has_tags, jaxprs_in_params(params))): return rule(trace, *tracers, **params)
+        with take_current_trace() as below: first,handles = Loops(below),len(trace.effect_handles)
+        with set_current_trace(first): out = rule(trace, *tracers, **params)
+        again = known_to(first.params[-1], params) if first.params else None
+        if not again: return out
+        del trace.effect_handles[handles:] # of the second loop, which is made anew
+        second = trace.default_process_primitive(lax.while_p, tracers, again)
+        return [b if isinstance(a, partial_eval.JaxprTracer) and not a.is_known() else a for a,b in zip(out, second, strict=True)]
+    return tagged_once
+
+def divided_there(rule):
+    "The same of a program that is there"
+    @wraps(rule)
+    def tagged_once(saveable, unknown, instantiated, e):
+        first,second,*more = rule(saveable, unknown, instantiated, e)
+        again = known_to(first.params, second.params) if first is not None else None
+        if again: second = second.replace(params=again, effects=second.effects if any(map(has_tags, jaxprs_in_params(again))) else second.effects-tagged)
+        return first, second, *more
+    return tagged_once
+
+partial_eval.custom_partial_eval_rules[lax.while_p] = divided(partial_eval.custom_partial_eval_rules[lax.while_p])
+partial_eval.partial_eval_jaxpr_custom_rules[lax.while_p] = divided_there(partial_eval.partial_eval_jaxpr_custom_rules[lax.while_p])
 
 # %% ../../nbs/88_jaxember/10_tags.ipynb #8979ea79
 def has_numbers(
