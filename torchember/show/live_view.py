@@ -160,6 +160,7 @@ def can_pickle(v):
 class Reader:
     "A process that reads a log and draws. What it is asked it answers, or OSError or EOFError is raised"
     start = 'import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); from torchember.show.live_view import serve; serve()'
+    patience = 2. # seconds that it has to end by itself
 
     def __init__(self, **how):
         env = {**{k: v for k,v in os.environ.items() if k!='PYTHONPATH'}, 'MPLBACKEND': 'agg', 'OMP_NUM_THREADS': '1', 'OPENBLAS_NUM_THREADS': '1'}
@@ -183,7 +184,7 @@ class Reader:
         for pipe in (self.p.stdin, self.p.stdout):
             try: pipe.close()
             except OSError: pass # it is gone already
-        until = time.monotonic()+2
+        until = time.monotonic()+self.patience
         while (got := self.over()) is None and time.monotonic()<until: time.sleep(.01)
         if got is None:
             self.p.kill()
