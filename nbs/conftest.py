@@ -60,23 +60,34 @@ class Notebook(pytest.File):
         self.env.chdir(self.path.parent)
         self.shell = CaptureShell(self.path)
         if self.mod: self.shell.user_ns.update({k:v for k,v in vars(import_module(self.mod)).items() if not k.startswith('__')})
+        self.came,self.began = {},process.Settings()
+
+    def as_it_was(self, section):
+        "Settings and patches end with a section; what it opened may be of use to later ones, so that it is only noted who did"
+        self.came = {s: self.came.get(s, section.name) for s in self.before.come()}
+        if self.session.testsfailed>self.failed: return
+        changed = self.began.changed(process.Settings())
+        process.blame(section.name, [s for s in changed if ' TORCHEMBER_HOME ' not in s]) # a notebook may have several homes, and is alone in each
 
     def teardown(self):
         self.shell.close()
         self.env.undo()
-        if self.session.testsfailed==self.failed and not self.todo: process.blame(self.path.name, self.path.parent.name, self.before.left())
+        if self.session.testsfailed>self.failed or self.todo: return
+        process.blame(self.path.name, [f'{s} (since {self.came[s]!r})' if s in self.came else s for s in self.before.left()])
 
     def run_to(self, section):
         "Run `section`, and those before it that have not run yet. What it shows must be what is saved, as the pages have that"
         old = []
         while section in self.todo:
-            for c in self.todo.pop(0).cells:
+            part = self.todo.pop(0)
+            for c in part.cells:
                 for what in c.directives.get('needs', '').split(): # such as `hooks_in_graphs`, which a torch may not have
                     if not getattr(import_module('torchember.private_torch'), what): pytest.skip(f'this torch has no {what}')
                 self.cell,saved = c,shown(c)
                 self.shell.cell(c)
                 if self.shell.exc: raise self.shell.exc
                 if 'hide' not in c.directives and (differ := saved ^ shown(c)): old.append(f'{c.source}\n\nshows, or has saved: {sorted(differ)}')
+            self.as_it_was(part)
         if old: pytest.fail('\n\n'.join([*old, f'Look at it, and save it: make save NB={self.path.relative_to(self.config.rootpath)}']), pytrace=False)
 
 

@@ -16,7 +16,7 @@ def as_it_was(request):
     before,failed = process.Before(),request.session.testsfailed
     yield
     process.close_figures()
-    if request.session.testsfailed==failed: process.blame(request.node.name, request.path.name, before.left())
+    if request.session.testsfailed==failed: process.blame(request.node.name, before.left())
 
 
 @pytest.fixture(autouse=True)

@@ -5,11 +5,11 @@ import gc
 import multiprocessing
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
 import threading
-import warnings
 from functools import cache
 
 import pytest
@@ -75,13 +75,16 @@ def processes(): return {p.name: p for p in multiprocessing.active_children()}
 def variables(): return {k:v for k,v in os.environ.items() if not k.startswith(of_libraries)}
 
 
-of_libraries = ('PYTEST_', 'PYTORCH_', 'TORCHINDUCTOR_CACHE', 'KMP_', 'TRITON_', 'ACCELERATE_', 'LIGHTNING_', 'PL_', 'TRANSFORMERS_', 'TOKENIZERS_', 'WANDB_',
-    'XLA_', 'TF_', 'JUPYTER_', 'PYDEVD_', '_RJEM_') # which they set for themselves, when they are used first
+# Which they set for themselves, when they are used first: _TORCHINDUCTOR_ is for the code that Inductor compiles, _RJEM_ for the allocator of polars
+of_libraries = ('PYTEST_', 'PYTORCH_', 'TORCHINDUCTOR_CACHE', '_TORCHINDUCTOR_', 'KMP_', 'TRITON_', 'ACCELERATE_', 'LIGHTNING_', 'PL_', 'TRANSFORMERS_',
+    'TOKENIZERS_', 'WANDB_', 'XLA_', 'TF_', 'JUPYTER_', 'PYDEVD_', '_RJEM_')
 
 
 def settings():
-    out = {'current folder': os.getcwd(), 'sys.path': sys.path[:], 'sys.excepthook': sys.excepthook,
-        'recursion limit': sys.getrecursionlimit(), 'switch interval': sys.getswitchinterval(),
+    out = {'current folder': os.getcwd(), 'sys.excepthook': sys.excepthook,
+        'sys.path': [p for p in sys.path if not p.endswith('_vendor')], # setuptools', which Inductor imports
+        'recursion limit': max(sys.getrecursionlimit(), 2000), # as high as Inductor needs it
+        'switch interval': sys.getswitchinterval(),
         'garbage collector': gc.isenabled(), 'signal handlers': [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)]}
     if torch := loaded('torch'):
         out |= {'default dtype': torch.get_default_dtype(), 'default device': torch.get_default_device(), 'threads of torch': torch.get_num_threads(),
@@ -145,20 +148,15 @@ def attributes():
 def classes_of(name, size): return [v for v in vars(sys.modules[name]).values() if isinstance(v, type) and v.__module__==name]
 
 
-class Before:
-    "What there is in the process now"
+class Settings:
+    "What is set in the process now. It holds none of the things that there are"
     def __init__(self):
-        self.things = {say: look() for say,look in things.items()}
         self.values = {say: look() for say,look in values.items()}
         self.attributes = attributes()
 
-    def come(self):
-        return [say.format(n) for say,look in things.items() for n,o in look().items() if not any(o is p for p in self.things[say].values())]
-
-    def left(self):
-        "What has come, or is something else since: a sentence each. What nobody holds any more is collected first, so that chance does not decide"
-        if self.come(): gc.collect()
-        now,out = Before(),self.come()
+    def changed(self, now):
+        "What is something else at a later time: a sentence each"
+        out = []
         for say,look in values.items():
             was,new = self.values[say],now.values[say]
             known = was.keys()|new.keys() if look is variables else was.keys()&new.keys()
@@ -169,23 +167,29 @@ class Before:
         return out
 
 
+class Before(Settings):
+    "What there is in the process now, and what is set"
+    def __init__(self):
+        self.things = {say: look() for say,look in things.items()}
+        super().__init__()
+
+    def come(self):
+        return [say.format(n) for say,look in things.items() for n,o in look().items() if not any(o is p for p in self.things[say].values())]
+
+    def left(self):
+        "What has come, or is something else since. What nobody holds any more is collected first, so that chance does not decide"
+        if self.come(): gc.collect()
+        return self.come()+self.changed(Settings())
+
+
 def by_somebody(where, name, was, new):
     "Whether what takes another's place does so for a test. Libraries do it to themselves and to others, when they are used for the first time"
     package,code = where.split('.')[0],getattr(new, '__code__', None)
-    if package=='torchember': return not name.startswith('__') # Dynamo keeps there what it has compiled, and throws it away
+    if package=='torchember': return not re.fullmatch(r'__.*|_\d+_c\d+', name) # by which Dynamo keeps there what it has compiled, and throws it away
     library = 'site-packages' in code.co_filename if code else f'{getattr(new, "__module__", "")}.'.startswith(f'{package}.')
     return callable(was) and not library
 
 
-# Files, and folders of notebooks, that have not been gone through yet: what they leave is a warning. To be emptied
-to_come = {'test_jaxember.py', 'test_interactive.py', 'test_live.py', 'test_track.py', 'test_visualization.py', 'test_distributed.py', 'test_compiled.py',
-    'test_compiled_models.py', 'test_noise.py', 'test_triton.py', 'test_jax_summaries.py', 'test_models.py', 'test_armed.py', 'test_activations.py',
-    '60_show', '88_jaxember', 'tutorials'}
-
-
-def blame(name, file, left):
+def blame(name, left):
     "Say who left what"
-    if not left: return
-    said = '\n'.join([f'{name} left something:', *left])
-    if file in to_come: warnings.warn(said, stacklevel=2)
-    else: pytest.fail(said, pytrace=False)
+    if left: pytest.fail('\n'.join([f'{name} left something:', *left]), pytrace=False)

@@ -233,6 +233,7 @@ def test_compiled_autograd(backend, forward, around):
     te = torchEmber(want, ttypes=ALL)
     backward_compiled(want, te, forward, None, backend)
     rows = plain(te)
+    te.close()
     graphs = backward_compiled(bare, None, forward, around, backend)
     torch._dynamo.reset()
     te = torchEmber(got, ttypes=ALL, on_error='raise')
@@ -566,7 +567,9 @@ def test_probe_and_watch_tensor():
         for x in torch.randn(6, 4, 3):
             (f(x)*v.sum()).square().sum().backward()
             te.step()
-        return plain(te), count.frame_count
+        rows = plain(te)
+        te.close()
+        return rows, count.frame_count
     (want,_),(got,graphs) = go(False),go(True)
     assert graphs==2 and [r['step'] for r in got if r['tname']=='scores']==[0, 2, 4]
     same_rows(want, got)

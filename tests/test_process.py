@@ -12,6 +12,7 @@ import numpy as np
 import process
 import pytest
 import torch
+from fastcore.nbio import mk_cell, new_nb, write_nb
 from torch import nn
 
 from torchember import Monitor, torchEmber
@@ -112,6 +113,20 @@ def test_what_nobody_holds_is_collected_and_not_named():
     finally: gc.enable()
 
 
+def test_what_libraries_do_to_themselves_is_not_named(monkeypatch):
+    "When they are used first: variables of their own, names for compiled code, as deep a recursion as they need. Ours are named all the same"
+    names = '_140_c2', '__compiled_fn_1', '_ours'
+    for n in names: monkeypatch.setattr(jsonl, n, once, raising=False)
+    before = process.Before()
+    for n in names: monkeypatch.delattr(jsonl, n)
+    for k in ('_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR', '_RJEM_MALLOC_CONF', 'TORCHINDUCTOR_OURS'): monkeypatch.setenv(k, '1')
+    monkeypatch.setattr(sys, 'path', [*sys.path, '/setuptools/_vendor'])
+    was = sys.getrecursionlimit()
+    sys.setrecursionlimit(2000)
+    try: assert before.left()==["the environment variable TORCHINDUCTOR_OURS was None, and is '1'", 'torchember.store.jsonl._ours is patched']
+    finally: sys.setrecursionlimit(was)
+
+
 def test_what_was_there_before_may_go():
     with torchEmber(nn.Linear(1, 1)), warnings.catch_warnings(): before = process.Before()
     assert before.left()==[]
@@ -131,3 +146,21 @@ def test_the_test_that_left_something_fail(pytester, request):
     got.assert_outcomes(passed=2, failed=1, errors=1)
     got.stdout.fnmatch_lines(['*test_leaves left something:*', "*the environment variable LEFT was None, and is 'here'*"])
     assert 'MORE was' not in got.stdout.str() and 'AGAIN was' not in got.stdout.str()
+
+
+def test_a_section_that_left_something_fails(pytester, request):
+    "At its end, by its name; what it opened may be of use to later ones, and is the notebook's in the end"
+    root,nbs = request.config.rootpath,pytester.path/'nbs'
+    nbs.mkdir()
+    (nbs/'conftest.py').write_text(f'import sys\nsys.path[:0] = [{str(root/"tests")!r}]\n'+(root/'nbs'/'conftest.py').read_text())
+    def notebook(name, **sections):
+        cells = [c for title,code in sections.items() for c in (mk_cell(f'## {title}', 'markdown'), mk_cell(code, outputs=[], execution_count=None))]
+        write_nb(new_nb(cells), nbs/f'{name}.ipynb')
+    arms = 'from torchember import torchEmber; from torch import nn\nte = torchEmber(nn.Linear(1, 1), name="mine")'
+    notebook('sets', one="import os; os.environ['TORCHEMBER_HOME'] += '/x'", two="os.environ['LEFT'] = 'here'", three="del os.environ['LEFT']")
+    notebook('opens', one=arms, two='te.close();')
+    notebook('forgets', one='1', two=arms, three='2')
+    got = pytester.runpytest_subprocess('-n0', '-p', 'no:cacheprovider', 'nbs')
+    got.assert_outcomes(passed=7, failed=1, errors=1)
+    got.stdout.fnmatch_lines(['*two left something:*', "*the environment variable LEFT was None, and is 'here'*"])
+    got.stdout.fnmatch_lines(['*forgets.ipynb left something:*', "*mine is an open recorder: close its ember (since 'two')*"])
