@@ -300,6 +300,17 @@ def test_before_anything_ran():
     te.close()
 
 
+def test_a_number_was_noted_before_anything_ran():
+    "What has rows of numbers alone has no tensors to draw: no argument is to blame that nobody gave"
+    from torchember import overview, summary
+    te = torchEmber(Net())
+    te.log(loss=1.)
+    for f in (overview, summary, lambda te: te.show()):
+        assert told(ValueError, f, te)==f'{te.fname} has no rows of tensors yet: they come when the model is called in its training.'
+    assert 'got tt=[]' in told(ValueError, lambda: te.show(tt=[]))
+    te.close()
+
+
 def test_another_model_is_trained():
     "The one that is watched is never called: said at the second step, and at the end"
     model = Net()

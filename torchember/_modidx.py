@@ -3070,6 +3070,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'torchember/show/first_look.py'),
                                             'torchember.show.first_look.mark_first': ( '60_show/first_look.html#mark_first',
                                                                                        'torchember/show/first_look.py'),
+                                            'torchember.show.first_look.no_tensors': ( '60_show/first_look.html#no_tensors',
+                                                                                       'torchember/show/first_look.py'),
                                             'torchember.show.first_look.noted': ( '60_show/first_look.html#noted',
                                                                                   'torchember/show/first_look.py'),
                                             'torchember.show.first_look.of_kind': ( '60_show/first_look.html#of_kind',

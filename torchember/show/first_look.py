@@ -65,6 +65,7 @@ def overview(
     numbers = loss_of(table, loss)
     tensors = measured(table[(table['ttype'].astype(str)!='scalar').to_numpy()], [stat] if stat else ())
     kinds = there_of(tensors, tt)
+    if not kinds and tt is None: raise ValueError(no_tensors(table))
     if not kinds: raise ValueError(f"overview needs a tensor type, such as 'output', got tt={tt!r}.")
     if tt is None and layer is not None: # a layer without parameters has no gradients of them, and one may not be called
         some = pick(tensors, layer, kinds)['ttype'].astype(str)
@@ -80,6 +81,8 @@ def overview(
 
 # %% ../../nbs/60_show/90_first_look.ipynb #c192557b
 default_ttypes = ('output', 'weight_grad')
+
+def no_tensors(table): return f"{printable(name_of(table) or 'The table')} has no rows of tensors yet: they come when the model is called in its training."
 
 def there_of(tensors, tt):
     "The tensor types to draw"
@@ -204,7 +207,7 @@ def summary(
     pd = needs('pandas', for_='A summary')
     table = table_of(run)
     tensors = table[(table['ttype'].astype(str)!='scalar').to_numpy()]
-    if not len(tensors): raise ValueError(f"{name_of(table) or 'The table'} has no rows of tensors yet.")
+    if not len(tensors): raise ValueError(no_tensors(table))
     tensors = measured(tensors, [s for s in stats if s in tensors and s not in usual])
     kind = tt or there_of(tensors, None)[0]
     ps = parameters_in(run)
