@@ -311,6 +311,24 @@ def test_a_number_was_noted_before_anything_ran():
     te.close()
 
 
+def test_an_argument_that_does_not_exist():
+    "Python's own sentence has no names. Those of the function come first, and a TypeError from within stays what it is"
+    import matplotlib.pyplot as plt
+
+    from torchember import overview, read, scalar_global_heatmap, scalar_line, summary
+    with torchEmber(Net()) as te: te.model(x)
+    for f,args,odd,meant in ((torchEmber, Net(), 'stat', 'stats'), (torchEmber, Net(), 'statistics', 'stats'), (torchEmber, Net(), 'optim', 'optimizer'),
+            (read, te, 'layer', 'path'), (overview, te, 'metric', 'stat'), (te.show, None, 'metric', 'stat'), (summary, te, 'ttype', 'tt'),
+            (scalar_line, te, 'metric', 'scalar_metric'), (scalar_line, te, 'ttype', 'tt'), (scalar_line, te, 'markr', 'marker'),
+            (scalar_global_heatmap, te, 'metric', 'scalar_metric'), (scalar_global_heatmap, te, 'module', 'layer')):
+        text = told(TypeError, f, *([] if args is None else [args]), **{odd: 'std'})
+        assert text.startswith('No argument of ') and f' {odd!r}. Known: ' in text and f' Did you mean {meant!r}' in text, text
+    assert 'Known: df, layer, tt, scalar_metric' in told(TypeError, scalar_line, te, metric='std')
+    assert "missing 1 required positional argument: 'model'" in told(TypeError, torchEmber)
+    assert 'torchEmber watches an nn.Module, got an int.' in told(TypeError, torchEmber, 3)
+    plt.close('all')
+
+
 def test_another_model_is_trained():
     "The one that is watched is never called: said at the second step, and at the end"
     model = Net()

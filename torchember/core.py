@@ -26,7 +26,7 @@ from .measure.kernels import warm
 from .measure.summary import derived
 from .plan import Plan, plan_of
 from .private_torch import say_missing
-from .record import SCHEMA, an, check_ttypes, identity, printable, warn
+from .record import SCHEMA, an, check_ttypes, identity, printable, says_arguments, warn
 from .recorder.process import hand_over, open_recorders, rank_and_size, shared_name, weak_source
 from .recorder.recorder import Recorder, recorded
 from .store.base import now, user
@@ -54,6 +54,7 @@ class torchEmber:
         scaler: The `GradScaler` in use: recorded gradients are the unscaled ones, and steps that it skips are marked
         on_error: When a statistic fails: 'warn' once and go on, or 'raise'
     """
+    @says_arguments
     def __init__(self,
         model:nn.Module, # The model, also one that is wrapped by `torch.compile` or `DistributedDataParallel`
         optimizer=None, # Optimizer, or a list of them: when all have stepped, the training step is over

@@ -19,7 +19,7 @@ from ..bars import progress
 from ..measure.columns import is_statistic, known as statistics
 from ..measure.summary import also_called, derived
 from ..needs import needs
-from ..record import an, called_ttypes, closest, identity, optional, printable, unknown
+from ..record import an, called_ttypes, closest, identity, optional, printable, says_arguments, unknown
 from ..store.base import facts, folder, regular, safe_name
 from ..store.jsonl import emberTracker, is_step, last_step_of, settle, tracker
 from ..store.columns import Odd, bad, columns_of, times_of
@@ -264,6 +264,7 @@ def tidy(df, run=None):
     return df[tidy_order(df)]
 
 # %% ../../nbs/50_frames/00_logs.ipynb #8b2aafec
+@says_arguments
 def read(
     run, # Name of a run, pattern such as 'GPT*', ember, tracker, file of a log, or a list of these
     path=None, # Modules: a glob on the path ('features.*'), a compiled regex, or a list of these

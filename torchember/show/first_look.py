@@ -11,7 +11,7 @@ import numpy as np
 from ..measure.summary import derived
 from ..frames.logs import no_rows
 from ..needs import needs
-from ..record import printable, unknown, values_of
+from ..record import printable, says_arguments, unknown, values_of
 from ..store.parameters import label_of, untrained
 from .heatmaps import column_spans, heat, sizes
 from .lines import put_lines, ttypes_asked
@@ -190,6 +190,7 @@ class RunSummary:
         missing = f'<p>{escape(self.missing)}</p>' if self.missing else ''
         return f'<b>{escape(self.title)}</b>{missing}'+self.df.to_html(float_format=lambda v: f'{v:.3g}', na_rep='', escape=True)
 
+@says_arguments
 def summary(
     run, # Name of a run, an ember, a tracker, or a table
     tt=None, # A tensor type; what the layers give, or the first there is, without it

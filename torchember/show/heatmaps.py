@@ -12,7 +12,7 @@ import matplotlib as mpl
 import matplotlib.patheffects as effects
 import numpy as np
 
-from ..record import unknown
+from ..record import arguments_of, unknown
 from .lines import check_drawn_with, settable, ttypes_asked
 from .missing import parameters_in, reasons_in, reasons_of, with_missing
 from .select import grid, name_of, pick, series, stat_in, table_of, ttype_of
@@ -42,7 +42,7 @@ def heat(
     **kwargs # Of matplotlib's `pcolormesh`
 ): # The axes
     "Draw a grid as colours"
-    kwargs = check_drawn_with(kwargs, known(), 'a heat map', refused)
+    kwargs = check_drawn_with(kwargs, known(), 'a heat map', refused, arguments_of(scalar_global_heatmap))
     dark,finite = is_dark(ax.get_facecolor()),g.value[np.isfinite(g.value)]
     zeros = zeros and center is None and bool((finite==0).any()) and not (finite<0).any()
     if norm is None: norm = scale_of(finite[finite>0] if zeros else finite, vmin, vmax, center, robust)

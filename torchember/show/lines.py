@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.collections import LineCollection
 
-from ..record import unknown
+from ..record import arguments_of, unknown, unknown_argument
 from ..measure.summary import derived
 from .select import name_of, pick, root_of, series, stat_in, stats_of, table_of, thinned, ttype_of
 from .style import alarm, drawn, is_dark, meanings, palettes, panels, short_names, size_of, title_of, words
@@ -159,7 +159,8 @@ def check_drawn_with(
     given:dict, # Arguments that are to be matplotlib's
     known, # Those that it has
     what:str, # What is drawn
-    refused=of_seaborn # Argument -> why there is none
+    refused=of_seaborn, # Argument -> why there is none
+    own=() # Names of the picture's own arguments
 ): # Those of them that change something
     """Raise TypeError for what cannot be drawn with, in a sentence
 
@@ -168,6 +169,7 @@ def check_drawn_with(
         known: Those that it has
         what: What is drawn
         refused: Argument -> why there is none
+        own: Names of the picture's own arguments
 
     Returns:
         Those of them that change something
@@ -176,7 +178,7 @@ def check_drawn_with(
     for k in given:
         if k in known: continue
         if k in refused: raise TypeError(f"{what} takes no {k}=: {refused[k]}.")
-        raise TypeError(unknown(f'argument of {what}', k, sorted(known)))
+        raise TypeError(unknown_argument(what, k, [*own, *sorted({*known}-{*own})]))
     return given
 
 # %% ../../nbs/60_show/20_lines.ipynb #1805b7c5
@@ -302,7 +304,8 @@ def legend_of(fig, metrics, loc, bbox_to_anchor, palette=None):
 def drawn_with(kind, kwargs, facet_kws):
     "What lines are drawn with, the options of panels, and whether lines are named"
     artist = settable(mpl.lines.Line2D) if kind=='line' else settable(mpl.collections.PathCollection) | {'s', 'marker'}
-    given = check_drawn_with(kwargs, artist | {'height', 'aspect', 'palette', 'legend', 'markers', 'color'}, 'a picture of lines')
+    given = check_drawn_with(kwargs, artist | {'height', 'aspect', 'palette', 'legend', 'markers', 'color'}, 'a picture of lines',
+        own=arguments_of(scalar_line))
     if 'c' in given: given['color'] = given.pop('c')
     panel = {k: given.pop(k) for k in ('height', 'aspect') if k in given}
     if 'aspect' in panel: panel.setdefault('height', 2.4)

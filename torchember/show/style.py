@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.colors import to_rgb
 
-from ..record import printable
+from ..record import printable, says_arguments
 
 # %% ../../nbs/60_show/00_style.ipynb #27ffc18e
 palettes = {
@@ -81,6 +81,7 @@ def drawn(
     f # A function that draws
 ): # The same, in the look of this room
     "A function that draws does so in torchember's look, and leaves matplotlib's settings as they were"
+    @says_arguments
     @functools.wraps(f)
     def g(*args, **kwargs):
         theirs = kwargs.get('ax', [a for a in args if isinstance(a, mpl.axes.Axes)])
