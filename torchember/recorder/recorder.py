@@ -322,8 +322,9 @@ class HearsSteps(HearsCalls):
     def measure_gradients(self, optimizer, scale, unchanged):
         with self.lock:
             self.steps.opened = True
-            self.parameters.at_boundary({id(p) for p in parameters_of(optimizer)}, scale)
-            if outside := self.outside(): self.parameters.at_boundary(outside, self.scale())
+            if self.own_types[False]:
+                self.parameters.at_boundary({id(p) for p in parameters_of(optimizer)}, scale)
+                if outside := self.outside(): self.parameters.at_boundary(outside, self.scale())
             self.page.read_pending(self.journal.root_name)
             if unchanged: self.updates.before(optimizer)
 
@@ -523,6 +524,7 @@ class Recorder(HearsSteps):
             if self.on and self.steps.opened: self.measure_at_end()
         self.flush()
 
+    @timed
     def source(self, close):
         "What a barrier of the log asks for"
         with self.lock:
