@@ -8,6 +8,7 @@ pytest.importorskip('optax')
 import jax.numpy as jnp # noqa: E402
 import optax # noqa: E402
 from flax import nnx # noqa: E402
+from flax.training.train_state import TrainState # noqa: E402
 from jax import lax # noqa: E402
 
 from torchember import EmberWarning # noqa: E402
@@ -380,6 +381,25 @@ def test_state_in_a_dict(tmp_path):
         rows = table(tracker)
         assert {(*k[1:5], r['mean']) for k,r in rows.items() if k[2]!='probe'}==want
         assert all(np.isfinite(r['mean']) and k[0]==0 and k[5]==0 for k,r in rows.items())
+
+
+def test_a_train_state_with_fields_of_its_own(tmp_path):
+    "A moving average and a number in a subclass of flax's TrainState are recorded as those of a dict are, and so is the optimizer's state"
+    class Mine(TrainState):
+        batch_stats:dict
+        ema:dict
+        scale:jax.Array
+    p = {'Dense_0': {'kernel': jnp.ones((3, 2))}}
+    state = Mine.create(apply_fn=None, params=p, tx=optax.adam(1e-3), batch_stats={'BN': {'mean': jnp.zeros(2)}},
+        ema=jax.tree.map(lambda x: x*3, p), scale=jnp.float32(7))
+    want = {('Dense_0', 'weight', 'weight_0', 'kernel', 1.), ('ema.Dense_0', 'buffer', 'kernel', None, 3.), ('', 'buffer', 'scale', None, 7.),
+        ('BN', 'buffer', 'mean', None, 0.), ('Dense_0', 'optimizer', 'mu_0', 'kernel', 0.), ('Dense_0', 'optimizer', 'nu_0', 'kernel', 0.)}
+    for args in ((state,), (state, state)):
+        with track(*args, home=tmp_path) as tracker:
+            for _ in range(2):
+                tracker.intercept(lambda: probe('x', jnp.ones(1)))
+                tracker.step(*args)
+        assert {(k[0], *k[1:5], r['mean']) for k,r in table(tracker).items() if k[2]!='probe'}=={(step, *w) for step in (0, 1) for w in want}
 
 
 # ---- a whole training in one loop

@@ -1090,6 +1090,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'torchember/jaxember/trees.py'),
                                            'torchember.jaxember.trees.fields': ( '88_jaxember/trees.html#fields',
                                                                                  'torchember/jaxember/trees.py'),
+                                           'torchember.jaxember.trees.fields_of': ( '88_jaxember/trees.html#fields_of',
+                                                                                    'torchember/jaxember/trees.py'),
                                            'torchember.jaxember.trees.has_models': ( '88_jaxember/trees.html#has_models',
                                                                                      'torchember/jaxember/trees.py'),
                                            'torchember.jaxember.trees.has_own_name': ( '88_jaxember/trees.html#has_own_name',

@@ -21,7 +21,7 @@ from .modules import Where, here, hooked
 from .rows import Calls, Names, Places, Tensor, rows_of
 from .summaries import measured, vectors, warm
 from .tags import Asked, Key, asked, has_numbers, tagged_tree
-from .trees import Again, is_training, optimizer_states, parameters
+from .trees import Again, is_train_state, is_training, optimizer_states, parameters
 from .twins import Own, Summaries, named_scope
 from .watching import Watching, all_of
 from ..measure.columns import as_dicts
@@ -273,7 +273,8 @@ class JaxTracker(Tracker):
 
     def look_at(self, model_state, optimizer_state):
         "The states with which a step begins"
-        some,both = [],'optimizer_state' not in self.tracked and isinstance(model_state, dict) and is_training(model_state)
+        whole = isinstance(model_state, dict) or is_train_state(model_state)
+        some,both = [],whole and 'optimizer_state' not in self.tracked and is_training(model_state)
         if model_state is not None:
             self.known,arrays = self.named['model_state'](model_state)
             if not self.places.by: self.places.learn(self.known, arrays)

@@ -115,6 +115,11 @@ def has_own_name(key, tree, of):
     if () in names or names and names <= params: return True
     return 'opt_state' in of and key not in ('batch_stats', 'cache') and not {n[:-1] for n in names} <= {n[:i] for n in params for i in range(len(n))}
 
+def fields_of(state):
+    "Fields of arrays that a TrainState has beside its step and its parameters"
+    some = {text_of(k): x for k,x in children(state) if text_of(k) not in ('step', 'params')}
+    return {k: x for k,x in some.items() if jax.tree.leaves(x) and all(map(holds, jax.tree.leaves(x)))}
+
 def parts_of(
     tree, # As `parameters` takes it
     at=(), # Keys that lead to it
@@ -122,8 +127,12 @@ def parts_of(
 ): # (keys, kind or None, tree, all keys that lead to it) of each part whose leaves are named in one way
     "Models in a tree: keys of linen's collections are no words of a path"
     if is_train_state(tree):
-        more = {'batch_stats': tree.batch_stats} if getattr(tree, 'batch_stats', None) is not None else {}
-        tree = {**(tree.params if 'params' in tree.params else {'params': tree.params}), **more} if more else tree.params
+        params,own = tree.params,fields_of(tree)
+        if is_boxed(params):
+            yield from parts_of(params, at, kind)
+            for word in sorted(own.keys()-{'opt_state'}): yield from parts_of(own[word], (*at, word), 'buffer')
+            return
+        tree = {**(params if is_linen(params) and 'params' in params else {'params': params}), **own} if {*own}-{'opt_state'} else params
     if isinstance(tree, nnx_class('Module')): yield at, kind, sys.modules['flax.nnx'].state(tree), at # what is shared is in it once
     elif is_linen(tree) and (not at or 'params' in tree):
         for key,x in children(tree):
