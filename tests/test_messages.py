@@ -280,6 +280,19 @@ def test_a_misspelt_statistic_is_not_to_be_recorded():
     for stats in (['mean', 'sdt'], 'sdt'): assert "'std'" in told(ValueError, torchEmber, Net(), stats=stats)
 
 
+@pytest.mark.parametrize('nothing', [(), [], set()])
+def test_nothing_to_record(nothing):
+    "Neither tensor types nor statistics may be none at all: a run without rows would be found out at its end"
+    model = Net()
+    assert "no tensor type, so nothing of the model would be recorded" in told(ValueError, torchEmber, model, ttypes=nothing)
+    assert 'got an empty list' in told(ValueError, torchEmber, model, stats=nothing)
+    assert '_torchember' not in vars(model)
+    with torchEmber(model, ttypes='probe') as te:
+        model(x)
+        te.log(loss=1.)
+    assert [r['ttype'] for r in te.t.lines()]==['scalar']
+
+
 def test_numbers_that_are_none():
     with torchEmber(Net()) as te:
         te.model(x)

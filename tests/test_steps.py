@@ -1046,7 +1046,7 @@ def test_an_evaluation_before_the_first_step_is_no_lack_of_gradients():
 def test_rollouts_are_no_silence_of_the_optimizer():
     model = seeded()
     opt = momentum(model)
-    with heard() as said, torchEmber(model, optimizer=opt, ttypes=()) as te:
+    with heard() as said, torchEmber(model, optimizer=opt, ttypes='probe') as te:
         for _ in range(2):
             with torch.no_grad():
                 for _ in range(1100): model(batches()[0][0])
@@ -1058,7 +1058,7 @@ def test_one_of_two_optimizers_stops():
     model = seeded()
     a,b = (torch.optim.SGD(m.parameters(), .01) for m in (model.a, model.b))
     with heard('not step') as said:
-        te = torchEmber(model, optimizer=[a, b], ttypes=())
+        te = torchEmber(model, optimizer=[a, b], ttypes='probe')
         for i in range(230):
             loss_of(model, *batches()[0]).backward()
             a.step()

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from .arguments import check_optimizers, no_number, not_a_model
+from .arguments import check_optimizers, no_number, not_a_model, nothing_to_record
 from .budget import Budget, Report, check_share
 from .capture import compiled
 from .capture.forward import KEY, arm, armed_by, disarm
@@ -77,6 +77,7 @@ class torchEmber:
         self.model,inner = model,unwrap(model)
         self.model_name = type(inner).__name__
         ttypes = check_ttypes(ttypes, recorded)
+        if not ttypes: raise ValueError(nothing_to_record(recorded))
         optimizers = check_optimizers(optimizer, scaler, ttypes, [*model.parameters(), *inner.parameters()])
         when,stats = schedule(every),stats if callable(stats) else stat_names(stats)
         if overhead is not None: check_share(overhead)
