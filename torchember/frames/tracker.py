@@ -133,6 +133,7 @@ def check_arguments(
     for what,n,least in (('offload_inc', offload_inc, 1), ('init_step', init_step or 0, 0)):
         if isinstance(n, bool) or not isinstance(n, int) or n<least: raise ValueError(f"{what} is a whole number from {least} on, got {n!r}.")
     if stash_value is not None and not callable(stash_value): raise TypeError(f"stash_value is a function: tensor -> dict, got {an(stash_value)}.")
+    if name is not None and not isinstance(name, str): raise TypeError(f"name= is what the run is called, a text such as 'first', got {an(name)}.")
     if name is not None and exists(name, home):
         raise FileExistsError(f"There is a run {name!r} already in {folder('torchember', home)}. Choose another name=.")
 

@@ -244,6 +244,9 @@ class JaxTracker(Tracker):
             optimizer_state: The optimizer's, after the step
             gradients: Of the parameters
         """
+        with take_current_trace() as t: inside = not isinstance(t, Watching | type(self.watching.below))
+        if inside: raise RuntimeError("step is called inside of jit, grad or another function of JAX, where arrays are tracers and have no numbers yet. "
+            "Return them from there, and call it outside: state = tracker.intercept(update, ...), then tracker.step(state).")
         given,self.stepped = dict(model_state=model_state, optimizer_state=optimizer_state, gradients=gradients),True
         self.check(given)
         if self.on:
@@ -307,6 +310,8 @@ class JaxTracker(Tracker):
             **numbers: Name -> number, or an array of one
         """
         for k,v in numbers.items():
+            if isinstance(v, jax.core.Tracer): raise RuntimeError(f"log({k}=...) is called inside of jit, grad or another function of JAX, where {k} is a "
+                f"tracer and no number yet. Return it from there, and call it outside: {k} = tracker.intercept(update, ...), then tracker.log({k}={k}).")
             if k in identity or k in ('shape', 'path'): raise ValueError(f"{k!r} is a column of every row, so no number can be called so. Choose another name.")
             if not isinstance(v, str) and np.size(v)!=1:
                 raise ValueError(f"log({k}=...) is given one number, got an array of shape {np.shape(v)}. Make it one: jnp.mean({k}), "
