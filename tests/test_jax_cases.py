@@ -1,4 +1,6 @@
 "Programs in JAX in which one thing lies inside another, or stands beside another of its kind: whose a row is, which call, and which backward"
+import contextlib
+
 import flax.linen as nn
 import numpy as np
 import pytest
@@ -454,3 +456,25 @@ def test_every_does_not_thin_layers(tmp_path):
     rows = trained(jax.jit(jax.grad(lambda p: stack.apply(p, jnp.zeros(2)))), p, every=2, steps=3, home=tmp_path)
     for step in (0, 2): assert means(rows, step, ttype='output', path='h')=={('h', 'output_0', i, 0): i+1. for i in (0, 1)}
     assert {k[0] for k in rows}=={0, 2}
+
+
+# ---- a step that raised
+
+def test_a_pass_that_raised_is_in_no_step(tmp_path):
+    "Tried again, a step has the rows of the try that came to its end, as its first call; what ran before in it stays; a last try is written at the end"
+    def step(x, fail):
+        y = probe('y', 2*x)
+        if fail: raise KeyError('mine')
+        return y
+    one = jnp.ones(2)
+    with pytest.raises(KeyError, match='last'), track(home=tmp_path) as tracker:
+        for k,tries in enumerate(([1, None], [2, 3, None], [None, 4, 5, None], [4])):
+            for i,fails in enumerate(tries):
+                with contextlib.suppress(KeyError): tracker.intercept(step, one*(10*k+i), fails)
+            tracker.step()
+        with contextlib.suppress(KeyError): tracker.intercept(step, one*50, True)
+        tracker.intercept(step, one*60, False)
+        with contextlib.suppress(KeyError): tracker.intercept(step, one*70, True)
+        raise KeyError('last')
+    got = [(r['step'], r['call'], r['mean']) for r in table(tracker).values()]
+    assert got==[(0, 0, 2.), (1, 0, 24.), (2, 0, 40.), (2, 1, 46.), (4, 0, 120.), (4, 1, 140.)]

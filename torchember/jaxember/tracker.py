@@ -177,6 +177,7 @@ class JaxTracker(Tracker):
         self.watching = Watching(measure, every_of(when), self.warn)
         self.display,self.busy,self.open,self.ran,self.stepped = Names(),False,True,False,False
         self.states,self.of_gradients,self.noted = [],[],[] # of the open step: pairs of what was to be measured and what was; numbers
+        self.failed = [] # what was found by the latest call of `intercept`, if that raised
         self.known,self.seen = (),None # `Named` of the model; the latest notes
         self.named = {k: Again(optimizer_states if k=='optimizer_state' else parameters) for k in ('model_state', 'optimizer_state', 'gradients')}
         self.chosen,self.tensors = {},{} # 'states' or 'gradients' -> names, and what of them is recorded; -> notes, and the tensors of these
@@ -212,9 +213,16 @@ class JaxTracker(Tracker):
         self.ran = True
         if not self.open: self.warn("the run is over, so intercept only calls the function. Call it inside of `with track(...) as tracker:`.")
         if not self.on: return f(*args, **kwargs)
-        self.ts,self.busy = self.ts or now(),True
+        self.ts,self.busy,self.failed = self.ts or now(),True,[]
+        before,self.watching.found = self.watching.found,[]
         try:
-            with asked(self.asks), hooked(self.tap, named_scope), set_current_trace(self.watching): return f(*args, **kwargs)
+            with asked(self.asks), hooked(self.tap, named_scope), set_current_trace(self.watching): out = f(*args, **kwargs)
+        except BaseException:
+            self.failed,self.watching.found = self.watching.found,before # in no step, unless nothing comes after it
+            raise
+        else:
+            self.watching.found[:0] = before
+            return out
         finally:
             self.busy = False
             self.say_lost()
@@ -328,10 +336,10 @@ class JaxTracker(Tracker):
         for w in new: self.display.learn(self.places(w)) # of what was traced before, modules do not say their names
         if found: self.seen = found[-1].notes
         if not self.begun: self.begin()
-        if self.ran and not found and self.open and not self.watching.lost:
+        if self.ran and not (found or self.failed) and self.open and not self.watching.lost:
             self.warn("nothing was seen in this step: no module of flax ran that is to be recorded, and no probe. Where modules are of another "
                 "library, put probe('name', x) around values; what was compiled ahead of time (.lower().compile()) cannot be looked into.")
-        self.states,self.of_gradients,self.noted = [],[],[]
+        self.states,self.of_gradients,self.noted,self.failed = [],[],[],[]
         step,ts,marks,self.ts = self.current_step,self.ts or now(),dict(self.t.marked),None
         self.t.put(Step(states, found, grads, noted, step, ts, marks), over, by=self.by)
 
@@ -393,7 +401,9 @@ class JaxTracker(Tracker):
 
     def __exit__(self, kind, error, traceback):
         unfinished,self.open = self.on and (self.ran or self.noted),False
-        if unfinished: self.close(True) # a step that did not come to its end
+        if unfinished: # a step that did not come to its end
+            self.watching.found += self.failed
+            self.close(True)
         self.watching.over()
         self.t.end()
         self.finish(kind is not None)
