@@ -13,10 +13,13 @@ from fastcore.nbio import does_cell_eval, read_nb
 def pytest_unconfigure(): process.over()
 
 
+first = r'; arming waited [^;]* for compiled loops| \(of which compiling loops: [^;)]*\)' # what is said where a process needs them for the first time
+
+
 def shown(c):
     "The words and the kinds of picture in the outputs of a cell: what is the same on every machine, as numbers and addresses are not"
     data = [d for o in c.outputs or () if o.get('name')!='stderr' for d in (o.get('data') or {'text/plain': o.get('text', '')}).items()]
-    texts = [kind if kind.startswith('image/') else re.sub('0x[0-9a-f]+', '', ''.join(v)) for kind,v in data]
+    texts = [kind if kind.startswith('image/') else re.sub(f'0x[0-9a-f]+|{first}', '', ''.join(v)) for kind,v in data]
     return {w for t in texts for w in re.findall(r'[A-Za-z_]{3,}', t)} - {'nan', 'NaN', 'inf'}
 
 

@@ -164,6 +164,27 @@ te.close()
     assert told==["['float32']", 'True', 'True', 'True', '0.0']
 
 
+def test_what_was_compiled_in_the_midst_is_said():
+    "It is no lasting cost of recording: the report says how much of its time that was, and how long arming waited. A second run has neither"
+    told = run('''
+real = kernels.numba_room
+def slow(): time.sleep(1.2); return real()
+kernels.numba_room = slow
+def go():
+    te = torchEmber(model, ttypes=('probe',))
+    armed = kernels.loader.seconds
+    model(torch.randn(4, 8))
+    te.probe('b', torch.ones(3, dtype=torch.bfloat16))
+    return te.close(), armed, kernels.loader.seconds-armed
+r,armed,later = go()
+print(abs(r['arming']-armed)<1e-6, armed>1.2, abs(r['compiling']-later)<1e-6, later>1.2, r['compiling']<=r['seconds'])
+print(' (of which compiling loops: ' in repr(r), '; arming waited ' in repr(r))
+again = go()[0]
+print('arming' in again, 'compiling' in again)
+''', TORCHEMBER_WAIT='')
+    assert told==['True']*7+['False']*2
+
+
 still = '''
 model = nn.ModuleList([nn.Linear(300, 301, dtype=d) for d in (torch.float32, torch.float64, torch.bfloat16, torch.float16)])
 model.forward = lambda: None

@@ -100,13 +100,16 @@ def size(
 # %% ../nbs/35_budget.ipynb #bf098c08
 class Report(dict):
     """What a run did: steps, rows, bytes, seconds spent recording and their share of the time from first to last step, errors, tensors skipped,
-    remarks, seconds of these that live pictures took, seconds that compiled code took to load beside"""
+    remarks, seconds of these that live pictures took and that loops took to compile, seconds that these took to load beside, and while arming waited"""
     def __repr__(self):
         bad = [f'{self[k]:,} {what}' for k,what in (('errors', 'errors'), ('skipped', 'tensors skipped')) if self.get(k)]
         done = f"{self['run']}: {self['recorded']:,} of {self['steps']:,} steps recorded, {self['rows']:,} rows, {size(self['bytes'])}"
         took = f"recording took {duration(self['seconds'])}, {self['share']:.2%} of the time from first to last step"
-        if self.get('live'): took += f" (of which live: {duration(self['live'])}, in a process of its own)"
+        parts = [('live', 'live', 'in a process of its own'), ('compiling', 'compiling loops', 'once')]
+        parts = [f'{what}: {duration(self[k])}, {how}' for k,what,how in parts if self.get(k)]
+        if parts: took += f" (of which {'; '.join(parts)})"
         loaded = [f"compiled loops loaded in {duration(self['beside'])}, beside"] if self.get('beside') else []
+        if self.get('arming', 0)>=1: loaded.append(f"arming waited {duration(self['arming'])} for compiled loops")
         return '\n'.join(map(printable, ['; '.join([done, took, *loaded, *([self['budget']] if 'budget' in self else []), *bad]), *self.get('remarks', ())]))
 
 # %% ../nbs/35_budget.ipynb #c36c3f6c

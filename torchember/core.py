@@ -22,7 +22,6 @@ from .capture.optimizer import OptimizerWatch, some, trained_by
 from .capture.tree import tracks, tree_dict, unwrap
 from .choose import schedule, select
 from .measure.columns import stat_names
-from .measure.kernels import warm
 from .measure.summary import derived
 from .plan import Plan, plan_of
 from .private_torch import say_missing
@@ -129,8 +128,8 @@ class torchEmber:
             warn(f"{what} is watched already, by the run {earlier.t.fname}. That ends first, by its disarm(): one torchEmber watches a model at a time.")
             earlier.owner().disarm()
         self.tracks = tracks(inner)
-        warm(inner.parameters())
         r = self.recorder
+        r.cost.warm(inner.parameters())
         r.page.fresh_arena()
         r.owner = lambda: self
         depth = max(t.path.count('.') for t in self.tracks)
@@ -374,6 +373,7 @@ class torchEmber:
         return Report(run=self.fname, steps=r.seen_steps, recorded=r.recorded_steps, rows=f.rows, bytes=f.written,
             **took(), errors=r.notices.errors, skipped=r.notices.unmeasurable, remarks=r.remarks(),
             **({'live': live} if live else {}), **({'beside': r.cost.loading} if r.cost.loading else {}),
+            **({'arming': r.cost.arming} if r.cost.arming else {}), **({'compiling': r.cost.compiling} if r.cost.compiling else {}),
             **({} if r.cost.budget is None else {'thinned': r.cost.budget.thinned-r.decide.denied, 'budget': str(r.cost.budget)}))
 
     def __enter__(self): return self.arm()

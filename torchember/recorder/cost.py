@@ -7,7 +7,7 @@ __all__ = ['Cost']
 
 # %% ../../nbs/40_recorder/15_cost.ipynb #572a8a7f
 from ..budget import Local, clock, idle
-from ..measure.kernels import loading, loading_seconds, seconds_beside
+from ..measure.kernels import loading, loading_seconds, seconds_beside, seconds_waited, warm
 
 # %% ../../nbs/40_recorder/15_cost.ipynb #85635386
 class Cost:
@@ -27,7 +27,8 @@ class Cost:
         self.step_began = None # when something of the open step first happened
         self.paid = self.late = 0. # what had been spent, by us and by the writer, when the step before was over
         self.loaded_before = loading_seconds() # what loading compiled loops had taken then
-        self.loaded = seconds_beside() # and, in a thread of its own, before this run
+        self.loaded,self.waited = seconds_beside(),seconds_waited()[1] # and before this run, in a thread of its own; in the midst of steps
+        self.arming = 0. # seconds that arming waited for compiled loops
 
     def passed(self,
         modules:int, # Armed modules in the pass
@@ -83,6 +84,27 @@ class Cost:
             Seconds
         """
         return seconds_beside()-self.loaded
+
+    @property
+    def compiling(self): # Seconds
+        """Of the time spent, what it took to load, or compile, loops for a format that came in the midst of the training
+
+        Returns:
+            Seconds
+        """
+        return min(max(seconds_waited()[1]-self.waited, 0.), self.ours())
+
+    def warm(self,
+        tensors=() # Such as will be read
+    ):
+        """Load compiled loops before the training begins, which is none of its time
+
+        Args:
+            tensors: Such as will be read
+        """
+        before = seconds_waited()[0]
+        warm(tensors)
+        self.arming += seconds_waited()[0]-before
 
     def step_over(self,
         recorded:bool, # Whether the step was recorded

@@ -14,7 +14,6 @@ from ..budget import clock, duration, idle, timed
 from ..capture.events import Listener
 from ..capture.optimizer import parameters_of, trained_by, versions
 from ..choose import at, schedule
-from ..measure.kernels import warm
 from ..measure.tap import Arena, observe
 from ..private_torch import function_around, loss_scale, never_compile, only_metadata, same_function
 from ..record import ttypes
@@ -88,7 +87,7 @@ class HearsPasses(Listener):
         self.called = False # whether a pass was seen
         self.function = None # around the pass that began last, see `function_around`
         self.waited = None # a sentence about a step that waited long for an optimizer
-        if budget: warm(); idle(); observe(torch.zeros(1), Arena().tap(None)) # what torch does at its first time belongs to no step
+        if budget: self.cost.warm(); idle(); observe(torch.zeros(1), Arena().tap(None)) # what torch does at its first time belongs to no step
         self.switch = Switch(ttypes)
         self.touched = False # whether anything of the open step was, or will be, measured
         self.set_on(self.due())
