@@ -2430,6 +2430,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'torchember.record.EmberWarning.__init__': ('record.html#emberwarning.__init__', 'torchember/record.py'),
                                    'torchember.record.an': ('record.html#an', 'torchember/record.py'),
                                    'torchember.record.arguments_of': ('record.html#arguments_of', 'torchember/record.py'),
+                                   'torchember.record.article': ('record.html#article', 'torchember/record.py'),
                                    'torchember.record.careful': ('record.html#careful', 'torchember/record.py'),
                                    'torchember.record.check_ttypes': ('record.html#check_ttypes', 'torchember/record.py'),
                                    'torchember.record.closest': ('record.html#closest', 'torchember/record.py'),

@@ -131,6 +131,12 @@ def misnamed(f, args, kwargs):
         odd = [k for k in kwargs if k not in known]
         return unknown_argument(f.__qualname__.removesuffix('.__init__'), odd[0], known) if odd else None
 
+# %% ../nbs/00_record.ipynb #8d320c90
+def article(name):
+    "'a' or 'an', as the name is spoken: letter by letter where it begins with capitals, as SGD does"
+    spelt = len(name)>1 and name[:2].isupper()
+    return 'an' if name.startswith(tuple('AEFHILMNORSX')) and spelt or not spelt and name.lower().startswith((*'aeio', 'nd')) else 'a'
+
 # %% ../nbs/00_record.ipynb #1fb1331a
 def an(
     thing # Anything
@@ -145,7 +151,7 @@ def an(
     """
     if thing is None: return 'None'
     name = printable(thing.__name__ if isinstance(thing, type) else type(thing).__name__, longest)
-    return f'the class {name}' if isinstance(thing, type) else f"{'an' if name.lower().startswith((*'aeio', 'nd')) else 'a'} {name}"
+    return f'the class {name}' if isinstance(thing, type) else f'{article(name)} {name}'
 
 # %% ../nbs/00_record.ipynb #180d4c29
 class EmberWarning(UserWarning):
