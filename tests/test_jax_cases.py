@@ -1,5 +1,5 @@
 "Programs in JAX in which one thing lies inside another, or stands beside another of its kind: whose a row is, which call, and which backward"
-import contextlib
+import contextlib, warnings
 
 import flax.linen as nn
 import numpy as np
@@ -478,3 +478,28 @@ def test_a_pass_that_raised_is_in_no_step(tmp_path):
         raise KeyError('last')
     got = [(r['step'], r['call'], r['mean']) for r in table(tracker).values()]
     assert got==[(0, 0, 2.), (1, 0, 24.), (2, 0, 40.), (2, 1, 46.), (4, 0, 120.), (4, 1, 140.)]
+
+
+# ---- another tree than the one that was given first
+
+def test_step_is_given_another_tree(tmp_path):
+    "Arguments that change places, and a loss among the gradients, are said once, by name, and recorded; a tree that grows or shrinks is not"
+    p,g = {'a': {'kernel': jnp.ones((2, 3)), 'bias': jnp.ones(3)}},{'a': {'kernel': jnp.ones((2, 3)), 'bias': jnp.zeros(3)}}
+    s = optax.adam(1e-3).init(p)
+    bigger = {**p, 'b': p['a'], 'c': {'d': p['a']}}
+    cases = [((s, p, g), ['model_state', 'optimizer_state']), ((p, s, (jnp.ones(()), g)), ['gradients']), ((p, p, g), ['optimizer_state']),
+        ((bigger, optax.adam(1e-3).init(bigger), bigger), []), (({'a': {'bias': jnp.ones(3)}}, s, {'a': {'bias': jnp.ones(3)}}), []),
+        (({'params': p}, s, {'params': g}), []), ((p, s, g), [])]
+    for given,odd in cases:
+        with warnings.catch_warnings(record=True) as said, track(p, s, True, home=tmp_path) as tracker:
+            warnings.simplefilter('always')
+            for _ in range(3):
+                tracker.intercept(lambda: probe('x', jnp.ones(1)))
+                tracker.step(*given)
+        texts = [str(w.message) for w in said]
+        assert len(texts)==bool(odd)
+        if odd: assert 'another tree' in texts[0] and [w for w in ('model_state', 'optimizer_state', 'gradients') if f'{w} (' in texts[0]]==odd
+        rows = table(tracker)
+        assert {k[0] for k in rows if k[2]=='weight_grad'}=={0, 1, 2}
+        paths = {'a', 'b', 'c.d'} if given[0] is bigger else {'0', '0.mu.a', '0.nu.a'} if given[0] is s else {'a'}
+        assert {k[1] for k in rows if k[2]=='weight' and k[0]==2}==paths

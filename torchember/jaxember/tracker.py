@@ -132,6 +132,33 @@ def probe(
     return tagged_tree(here() or Where('', 'model'), 'probe', name, x)
 
 # %% ../../nbs/88_jaxember/80_tracker.ipynb #5a7e0f16
+class Agreed:
+    "What `track` was given, by its names: whether what `step` is given is another tree"
+    def __init__(self):
+        self.names,self.seen = {},{} # what -> names; -> the latest list, which is the same as long as its names are
+        self.odd,self.told = [],set() # texts of what is another; of what that was said
+
+    def first(self, what, named): self.names[what] = names_of(what, named)
+
+    def look(self, what, named):
+        "A tree may change; one of which less than half is there still is another"
+        if self.seen.get(what) is named: return
+        self.seen[what],known,given = named,self.names.get(what),names_of(what, named)
+        if not known or what in self.told or 2*len(known & given)>=min(len(known), len(given) or 1): return
+        self.told.add(what)
+        self.odd.append(f'{what} ({some_of(given)} instead of {some_of(known)})')
+
+    def said(self):
+        "What there is to say, of each argument once"
+        odd,self.odd = self.odd,[]
+        return odd
+
+def names_of(what, named):
+    "Names in a tree; of an optimizer's states with their kinds"
+    return {'.'.join(filter(None, (n.kind if what=='optimizer_state' else '', n.path, n.pname))) for n in named}
+
+def some_of(names): return ', '.join(sorted(names)[:2])+', ...'*(len(names)>2) or 'no arrays'
+
 @dataclass
 class Step:
     "What was measured of a step, on its way to the host"
@@ -185,6 +212,7 @@ class JaxTracker(Tracker):
         self.placed,self.by = Calls(self.places),self.rows
         self.ts,self.begun,self.said = None,False,set()
         self.bad = FirstBad(t.file)
+        self.agreed = Agreed()
         self.keep = Stash(lambda got: got, self.folder)
 
     what = property(lambda self: self.display('').removeprefix('model(').removesuffix(')'), doc="Class of the model")
@@ -260,6 +288,7 @@ class JaxTracker(Tracker):
         if self.on:
             if gradients is not None and 'gradients' in self.tracked:
                 of = self.named['gradients'](gradients, 'gradients', 'grad', self.known)
+                self.agreed.look('gradients', of[0])
                 if not self.known: self.places.learn(*of)
                 self.of_gradients = self.measured('gradients', (*of, {'weight': 'weight_grad'}.get))
             self.close(True)
@@ -267,6 +296,9 @@ class JaxTracker(Tracker):
         self.current_step += 1
         self.ran = False
         if self.on: self.look_at(model_state, optimizer_state)
+        if odd := self.agreed.said():
+            self.warn(f"what step was given is another tree than what track was given: {'; '.join(odd)}. It is recorded as it is. Is each in its place, and "
+                "gradients without the loss? tracker.step(model_state=params, optimizer_state=state, gradients=grads).")
         self.ended(n, seen)
 
     def check(self, given):
@@ -288,10 +320,13 @@ class JaxTracker(Tracker):
         some,both = [],whole and 'optimizer_state' not in self.tracked and is_training(model_state)
         if model_state is not None:
             self.known,arrays = self.named['model_state'](model_state)
+            self.agreed.look('model_state', self.known)
             if not self.places.by: self.places.learn(self.known, arrays)
             if 'model_state' in self.tracked: some.append((self.known, arrays, str))
         if both or 'optimizer_state' in self.tracked:
-            some.append((*self.named['optimizer_state'](model_state if both else optimizer_state, self.known), lambda kind: 'optimizer'))
+            of = self.named['optimizer_state'](model_state if both else optimizer_state, self.known)
+            if not both: self.agreed.look('optimizer_state', of[0])
+            some.append((*of, lambda kind: 'optimizer'))
         self.states = self.measured('states', *some)
 
     def measured(self,
@@ -464,10 +499,12 @@ def track(
     measure = Summaries(groups_for(names)) if names else Own(stash_value, lambda text: tracker.warn(text))
     tracked = [k for k,v in (('model_state', model_state), ('optimizer_state', optimizer_state), ('gradients', track_gradients or None)) if v is not None]
     if names: warm([x for x in jax.tree.leaves(model_state) if has_numbers(x)][:1]) # while the step is compiled
-    if model_state is not None: parameters(model_state) # raises now for what is no array
-    if optimizer_state is not None: optimizer_states(optimizer_state)
+    known = [] if model_state is None else parameters(model_state) # raises now for what is no array
+    states = [] if optimizer_state is None else optimizer_states(optimizer_state, known)
     kind = type(model_state).__name__ if callable(model_state) else 'jax'
     tracker = JaxTracker(new_run(kind, name, False, home), measure, names, schedule(every), asks, tracked, init_step or 0, offload_inc=offload_inc,
         offload_fn=offload_fn, offload_type=offload_type, wandb=wandb)
+    weights = [n for n in known if n.kind=='weight']
+    for what,some in (('model_state', known), ('optimizer_state', states), ('gradients', weights)): tracker.agreed.first(what, some)
     if tracker.on: tracker.look_at(model_state, optimizer_state)
     return tracker
