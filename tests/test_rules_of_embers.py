@@ -163,6 +163,23 @@ def test_a_variable_and_a_probe_come_back_as_they_were_given():
     assert {(r.get('epoch'), r.get('fold')) for r in te.t.lines() if r['ttype']!='probe'}=={(1, None)}
 
 
+def test_micro_batches_with_other_marks_are_not_one_row():
+    "Not where a mark comes, changes or goes between them, and where it is set to what it is they are"
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    opt = torch.optim.SGD(model.parameters(), 0.)
+    between = [lambda te: te.mark(a=1), lambda te: te.mark(a=1), lambda te: te.mark(a=2), lambda te: te.unmark('a')]
+    with torchEmber(model, opt, ttypes='output') as te:
+        for do in between:
+            model(torch.ones(1, 1))
+            do(te)
+            model(torch.full((1, 1), 3.)).sum().backward()
+            te.t.barrier()
+            opt.step()
+    assert of(te, 'step', 'mean', 'numel', 'a')==[(0, 1, None, None), (0, 3, None, 1), (1, 2, 2, 1), (2, 1, None, 1), (2, 3, None, 2),
+        (3, 1, None, 2), (3, 3, None, None)]
+
+
 def test_a_copy_of_an_ember_reads_and_records_nothing():
     model = net()
     model.ember = te = torchEmber(model, name='r')

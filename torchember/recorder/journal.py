@@ -45,6 +45,7 @@ class Journal:
         self.was_on = False # whether the step before was recorded
         self.last = None # `Measured` that was written last; None where there was nothing to write
         self.own,self.ended = [],[] # rows of the user's functions, as `Page.custom` has them: of the open step, and of the one before
+        self.marks = None # of the rows that were written last
         self.waiting = [] # `Measured` of steps that passes have closed, and that may turn out to be none
 
     def begins(self):
@@ -77,10 +78,12 @@ class Journal:
         if not wait: self.release()
         self.last = None
         if not page.size and not (over and (page.taken or page.given or self.file_is_open)): return # nothing wakes the writer
-        several = {phase: n>1 for phase,n in steps.passes.items()}
+        columns,several = self.columns(),{phase: n>1 for phase,n in steps.passes.items()}
+        if columns!=self.marks: page.clear_taken() # rows with other marks are new ones
+        self.marks = columns
         joins = steps.shown!=steps.number # an evaluation, of the step before
         again = {'supersedes': True} if joins and steps.evaluated==steps.shown else {}
-        marks = {**({'skipped': True} if self.skipped else {}), **again, **self.columns()}
+        marks = {**({'skipped': True} if self.skipped else {}), **again, **columns}
         measured = Measured(*page.take(over), steps.shown, self.ts or now(), marks, several, dict(page.parts))
         self.ts,self.last = None,measured
         self.own = self.own+measured.own

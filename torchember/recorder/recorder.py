@@ -551,11 +551,10 @@ class Recorder(HearsSteps):
         with self.lock: self.journal.add(step, rows, self.page, self.steps, self.on)
 
     def marked(self, marks):
-        "Marks are set: rows that come now are new ones"
+        "Marks are set: say when one is a number of the step"
         found = self.marks.look(marks, self.step)
         if found: self.notices.once('mark', f"te.mark({found[0]}={found[1]:.4g}) changes with every step. A mark is a column of every row from then on; "
             f"for a number of the step write te.log({found[0]}=...), which is a row of its own.")
-        self.page.clear_taken()
 
     # ---- what the run was
 
