@@ -163,6 +163,22 @@ def test_a_variable_and_a_probe_come_back_as_they_were_given():
     assert {(r.get('epoch'), r.get('fold')) for r in te.t.lines() if r['ttype']!='probe'}=={(1, None)}
 
 
+def test_a_mark_that_comes_or_goes_in_the_middle_of_a_step():
+    "What was measured before keeps the marks that it had; the calls after it, and the next micro-batch, have the others. In a second step, too"
+    model = net()
+    opt = torch.optim.SGD(model.parameters(), .1)
+    with torchEmber(model, opt, ttypes='output') as te:
+        for s in (0, 1):
+            for mark in (lambda s: te.mark(fold=s), lambda s: te.t.mark(fold=s)):
+                x = model[1](model[0](torch.ones(1, 2)))
+                mark(s)
+                model[2](x).sum().backward()
+                (te.unmark if s else te.t.unmark)('fold')
+            opt.step()
+    assert of(te, 'step', 'module', 'fold', 'supersedes')==[(s, f'model(Sequential).{m}', fold, None) for s in (0, 1) for _ in range(2)
+        for m,fold in (('0(Linear)', None), ('1(ReLU)', None), ('2(Linear)', s))]
+
+
 def test_micro_batches_with_other_marks_are_not_one_row():
     "Not where a mark comes, changes or goes between them, and where it is set to what it is they are"
     model = nn.Linear(1, 1, bias=False)
