@@ -42,12 +42,12 @@ sync: # Write the library and the README from the notebooks, and clean these
 	nbdev-clean
 	python docs/readme.py
 
-update: # Carry what was changed in a module back into its notebook: `make update FNAME=torchember/core.py` for one
+update: # Carry what was changed in a module back into its notebook: `make update FNAME=torchember/ember.py` for one
 	python docs/docstrings.py --strip $(FNAME)
 	nbdev-update --fname $(FNAME)
 	@$(MAKE) --no-print-directory sync VENV=$(VENV)
 
-save: # Run the notebooks and keep what they print: `make save NB=nbs/00_record.ipynb` for one
+save: # Run the notebooks and keep what they print: `make save NB=nbs/05_ground/20_record.ipynb` for one
 	home=$$(mktemp -d) && TORCHEMBER_HOME=$$home MPLBACKEND=agg TORCHEMBER_WAIT=1 nbdev-test --save $(NB); ok=$$?; rm -rf $$home; nbdev-clean; exit $$ok
 
 lint: # Look for mistakes in notebooks, library, tests and examples
@@ -74,7 +74,7 @@ wheel: # Build the package into dist/, and import it where nothing else is insta
 	python -m build > /dev/null
 	python -m venv --without-pip dist/bare
 	python -m pip --python dist/bare install -qq --no-deps dist/*.whl
-	cd dist && bare/bin/python -c "import torchember; from importlib.resources import files; (files('torchember')/'web'/'report.js').read_bytes()"
+	cd dist && bare/bin/python -c "import torchember; from importlib.resources import files; (files('torchember.show.page')/'web'/'report.js').read_bytes()"
 
 demo: # Train a small model on real data, and look inside
 	python examples/digits.py

@@ -49,7 +49,7 @@ def numerics(model, opt, x):
 
 @peer('torchember 0.2.7', 'inputs, outputs, weights, weight gradients: 6 statistics')
 def older(model, opt, x):
-    from torchember.core import torchEmber
+    from torchember.ember import torchEmber
     te = torchEmber(model)
     return te.log_model, (lambda: te.t.log_file.read_text().count('"ttype"') if te.t.log_file.exists() else 0), None
 

@@ -80,7 +80,7 @@ def summary(quick):
 
 @row('gpu', 'a summary of tensors on a GPU against sum()')
 def on_gpu(quick):
-    from torchember.measure import gpu
+    from torchember.measure.readers import triton as gpu
     if not torch.cuda.is_available(): raise Skip('it needs an NVIDIA GPU, and there is none here')
     if not gpu.available('cuda'): raise Skip('it needs Triton')
     def against(what, xs, wanted, bar=None):
@@ -408,7 +408,7 @@ def writing(quick):
 def a_log(n):
     "A finished run of `n` rows"
     from torchember import emberTracker
-    from torchember.record import dump_row
+    from torchember.ground.record import dump_row
     t = emberTracker('long')
     t.log.mkdir(parents=True)
     with open(t.log_path, 'w') as f:

@@ -85,7 +85,7 @@ class Notebook(pytest.File):
             part = self.todo.pop(0)
             for c in part.cells:
                 for what in c.directives.get('needs', '').split(): # such as `hooks_in_graphs`, which a torch may not have
-                    if not getattr(import_module('torchember.private_torch'), what): pytest.skip(f'this torch has no {what}')
+                    if not getattr(import_module('torchember.capture.private_torch'), what): pytest.skip(f'this torch has no {what}')
                 self.cell,saved = c,shown(c)
                 self.shell.cell(c)
                 if self.shell.exc: raise self.shell.exc

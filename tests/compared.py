@@ -11,7 +11,8 @@ from models import tensors
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from torchember import private_torch, torchEmber
+from torchember import torchEmber
+from torchember.capture import private_torch
 
 FORWARD = ('input', 'output', 'weight', 'weight_grad', 'probe')
 ALL = ('input', 'output', 'weight', 'weight_grad', *(('input_grad', 'output_grad') if private_torch.hooks_in_graphs else ())) # what compiled code brings

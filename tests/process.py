@@ -94,14 +94,14 @@ def settings():
             'process group': torch.distributed.is_available() and torch.distributed.is_initialized()}
         places = (loaded('torch.nn.modules.module'), loaded('torch.optim.optimizer'))
         out |= {f'{m.__name__}.{k}': [*v] for m in places for k,v in vars(m).items() if k.startswith('_global') and isinstance(v, dict)} # hooks
-    if private := loaded('torchember.private_torch'):
+    if private := loaded('torchember.capture.private_torch'):
         out |= {'modes of torch': (private.count_dispatch_modes(), private.count_function_modes()), 'transform': private.inside_transform()}
     if np := loaded('numpy'): out |= {'errors of numpy': np.geterr(), 'printing of numpy': np.get_printoptions()}
     if jax := loaded('jax'):
         out |= {f'jax.config.{k}': getattr(jax.config, k) for k in ('jax_enable_x64', 'jax_disable_jit', 'jax_debug_nans', 'jax_check_tracer_leaks')}
     if quantities := loaded('torchember.monitor.quantities'): out |= {f'the quantity {n}': quantities.classes[n] for n in quantities.builtin}
     if plots := loaded('torchember.state.plots'): out['folder for pictures'] = dict(plots.pictures)
-    if modules := loaded('torchember.jaxember.modules'): out['modules of JAX that run'] = dict(modules.marked)
+    if modules := loaded('torchember.jaxember.capture.modules'): out['modules of JAX that run'] = dict(modules.marked)
     return out
 
 

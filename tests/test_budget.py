@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
-from torchember import EmberWarning, at, budget, torchEmber
+from torchember import EmberWarning, at, torchEmber
+from torchember.recorder import budget
 from torchember.recorder import cost, page, recorder
 
 

@@ -166,7 +166,7 @@ def test_lowering_where_torch_has_changed(which, monkeypatch):
     "The model compiles whatever Inductor looks like inside, and no row is lost"
     from torch._inductor import lowering as real
 
-    from torchember import private_torch as ours
+    from torchember.capture import private_torch as ours
     ops = [op for op in list(real.lowerings) if getattr(op, 'namespace', None)=='torchember']
     for op in ops: monkeypatch.delitem(real.lowerings, op)
     monkeypatch.setattr(ours, 'sys', SimpleNamespace(modules={'torch._inductor.lowering': other_insides(which)}, _getframe=sys._getframe))

@@ -11,9 +11,9 @@ import warnings
 import pytest
 
 from torchember import EmberWarning, emberTracker
-from torchember.show import live_view
-from torchember.show.following import Kept, Tail, as_shown, loss_in, shown_rows, some_lines
-from torchember.show.live_view import Live, LogScreen, NotebookScreen, TerminalScreen, Viewer, Words, at_exit, goes_on, live
+from torchember.show.live import live_view
+from torchember.show.live.following import Kept, Tail, as_shown, loss_in, shown_rows, some_lines
+from torchember.show.live.live_view import Live, LogScreen, NotebookScreen, TerminalScreen, Viewer, Words, at_exit, goes_on, live
 
 
 def row(step, path='a', ttype='output', std=1., **more):
@@ -322,7 +322,7 @@ def test_what_was_appended(tmp_path):
 
 def test_a_line_that_is_too_long_is_passed_over(tmp_path, monkeypatch):
     "And what comes after it is read"
-    monkeypatch.setattr('torchember.show.following.longest_line', 20)
+    monkeypatch.setattr('torchember.show.live.following.longest_line', 20)
     path = tmp_path/'r'
     path.write_bytes(b'1\n'+b'x'*50+b'\n2\n')
     t,got = Tail(path),[]

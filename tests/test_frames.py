@@ -15,7 +15,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from torchember import emberTracker, query, read, record, runs, torchEmber, tracker, wide
+from torchember import emberTracker, query, read, runs, torchEmber, tracker, wide
+from torchember.ground import record
 from torchember.store import columns
 
 root = Path(__file__).parents[1]

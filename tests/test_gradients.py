@@ -6,7 +6,8 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from torchember import private_torch, torchEmber
+from torchember import torchEmber
+from torchember.capture import private_torch
 from torchember.measure.summary import derived
 
 ALL = ('input', 'output', 'weight', 'weight_grad', 'input_grad', 'output_grad', 'optimizer', 'update')

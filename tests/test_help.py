@@ -41,7 +41,7 @@ def test_jupyter():
 
 
 def test_editors_read_the_source():
-    tree = ast.parse((root/'torchember'/'core.py').read_text())
+    tree = ast.parse((root/'torchember'/'ember.py').read_text())
     doc = ast.get_docstring(next(o for o in tree.body if getattr(o, 'name', '')=='torchEmber'))
     said = docstrings.split(doc)[1]['Args']
     assert set(said)==set(inspect.signature(torchEmber).parameters)

@@ -16,12 +16,12 @@ import pytest
 import torch
 
 import torchember
-from torchember.choose import select
+from torchember.ground.choose import select
 from torchember.frames.logs import read, runs, wide
-from torchember.record import EmberWarning
+from torchember.ground.record import EmberWarning
 from torchember.show.histograms import counts_of
-from torchember.show.live_view import Reader, Viewer, base_of, flags
-from torchember.show.page_data import page_of
+from torchember.show.live.live_view import Reader, Viewer, base_of, flags
+from torchember.show.page.data import page_of
 from torchember.show.pointing import losses_of
 from torchember.state.plots import plot_heatmap, plot_hist
 from torchember.store import base, columns, jsonl
@@ -325,7 +325,7 @@ def test_a_report_is_not_written_through_a_link(home, tmp_path, monkeypatch):
 
 def test_a_log_that_grows_without_an_end_of_line(tmp_path, monkeypatch):
     "What is too long for a line is passed over, once"
-    from torchember.show import following
+    from torchember.show.live import following
     monkeypatch.setattr(following, 'longest_line', 100)
     (tmp_path/'log').write_bytes(b'x'*90)
     tail = following.Tail(tmp_path/'log')

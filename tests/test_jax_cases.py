@@ -75,7 +75,7 @@ def test_nested_checkpoints(f, n, compiled, tmp_path):
 
 def test_a_checkpoint_keeps_no_tagged_value():
     "Recording it does not make it keep what it would compute again"
-    from torchember.jaxember.tags import Asked, asked
+    from torchember.jaxember.capture.tags import Asked, asked
     def kept(f): return sorted(x.shape for x in jax.tree.leaves(jax.vjp(f, jnp.ones(2))[1]))
     plain = kept(nested)
     with asked(Asked(None, None, True)): assert kept(nested)==plain
@@ -441,7 +441,7 @@ def test_a_training_in_a_loop(every, gradients, tmp_path):
 
 def test_a_long_loop_is_bounded(monkeypatch, tmp_path):
     "What it would take is said before it runs, and it keeps less"
-    from torchember.jaxember import twins
+    from torchember.jaxember.recorder import twins
     monkeypatch.setattr(twins, 'most', 5*3*544*4)
     p,xs = stack.init(jax.random.key(0), jnp.ones(2)),jnp.arange(11.)
     with pytest.warns(EmberWarning, match=r'a loop of 11 iterations would keep 0.0\d+ MB.*One in 3 is recorded'), track(home=tmp_path) as tracker:

@@ -14,7 +14,7 @@ from torchember.measure.summary import index, merge, nothing, read_array, width
 jax = pytest.importorskip('jax')
 import jax.numpy as jnp  # noqa: E402
 
-from torchember.jaxember import summaries  # noqa: E402
+from torchember.jaxember.measure import summaries  # noqa: E402
 
 every = 'basic', 'absolute', 'higher', 'powers', 'exponents'
 kinds = ('float32', 'bfloat16', 'float16', 'float8_e4m3fn', 'float8_e5m2', 'float8_e4m3fnuz', 'int4', 'uint4', 'int8', 'uint8', 'int16', 'uint16', 'int32',
@@ -103,7 +103,7 @@ def test_inside(by_parts):
 
 elsewhere = '''
 import sys, numpy as np, jax, jax.numpy as jnp
-from torchember.jaxember import summaries
+from torchember.jaxember.measure import summaries
 from torchember.measure.summary import read_array
 every = 'basic', 'absolute', 'powers', 'exponents'
 assert summaries.is_compiled()==(sys.argv[1]=='1'), sys.argv
@@ -132,7 +132,7 @@ def test_elsewhere(x64, loops, tmp_path):
 @pytest.mark.skipif(not compiled, reason='numba is missing or switched off')
 def test_loops_that_do_not_work(monkeypatch):
     "Where numba is there and fails, operations of JAX measure, and it is said once"
-    from torchember.jaxember import kernel
+    from torchember.jaxember.measure import kernel
     def fails(*args): raise RuntimeError('no such processor')
     monkeypatch.setattr(kernel, 'target', fails)
     monkeypatch.setattr(kernel, 'by_kernel', fails)

@@ -30,10 +30,10 @@ from jaxed import MLP, by_hand, run, same_bits # noqa: E402
 
 from torchember import EmberWarning, at, emberTracker, get_stats, read, read_parquet, read_pickle, to_logframe # noqa: E402
 from torchember.jaxember import probe, stash_full_tensor, stash_hist, stash_scalar_stats, track # noqa: E402
-from torchember.jaxember.modules import Where # noqa: E402
-from torchember.jaxember.tags import Asked, Key, Tag, asked, tap_p # noqa: E402
-from torchember.jaxember.trees import Again, parameters # noqa: E402
-from torchember.jaxember.twins import Own, Summaries, Twin # noqa: E402
+from torchember.jaxember.capture.modules import Where # noqa: E402
+from torchember.jaxember.capture.tags import Asked, Key, Tag, asked, tap_p # noqa: E402
+from torchember.jaxember.capture.trees import Again, parameters # noqa: E402
+from torchember.jaxember.recorder.twins import Own, Summaries, Twin # noqa: E402
 
 root = Path(__file__).parents[1]
 

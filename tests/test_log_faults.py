@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from torchember import torchEmber
-from torchember.record import EmberWarning
+from torchember.ground.record import EmberWarning
 from torchember.store import base, jsonl
 from torchember.store.jsonl import Log, emberTracker, new_run
 
@@ -29,7 +29,7 @@ patience = 600 # seconds to wait for what is there at once, unless it hangs or t
 
 nursery = """
 import json, os, sys, tempfile, threading, time, warnings
-import pandas, torch, torchember.core
+import pandas, torch, torchember.ember
 from torchember import torchEmber
 from torchember.store.jsonl import Log, emberTracker, writer
 torch.set_num_threads(1)

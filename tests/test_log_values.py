@@ -11,7 +11,8 @@ import pandas as pd
 import pytest
 import torch
 
-from torchember import record, torchEmber
+from torchember import torchEmber
+from torchember.ground import record
 from torchember.store import columns as quick
 from torchember.store import reading
 from torchember.store.jsonl import emberTracker

@@ -51,7 +51,7 @@ def test_nowhere_to_keep_what_is_compiled(tmp_path):
 
 everywhere = '''
 import numpy as np
-from torchember.measure import cpu
+from torchember.measure.readers import numba as cpu
 from torchember.measure.summary import groups, read_array, width
 rng = np.random.default_rng(0)
 for n in (1, 63, 64, 128, 1000, cpu.block+77):

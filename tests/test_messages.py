@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from torchember import EmberWarning, NoiseScale, from_activation, torchEmber
-from torchember.record import warn
+from torchember.ground.record import warn
 
 root = Path(__file__).parents[1]
 x = torch.ones(4, 3)
@@ -59,7 +59,7 @@ def test_no_warning_counts_levels():
     for p in (root/'torchember').rglob('*.py'):
         calls = [ast.unparse(n.func) for n in ast.walk(ast.parse(p.read_text(encoding='utf-8'))) if isinstance(n, ast.Call)]
         assert 'warnings.warn' not in calls, p
-        assert calls.count('warnings.warn_explicit')==(p==root/'torchember'/'record.py'), p
+        assert calls.count('warnings.warn_explicit')==(p==root/'torchember'/'ground'/'record.py'), p
 
 
 @pytest.mark.parametrize('backend', [None, 'eager', 'aot_eager'])

@@ -202,7 +202,7 @@ def test_a_name_that_nobody_had_is_an_error_as_ever():
 
 
 def test_what_is_said_to_be_there_is_there():
-    from torchember.gone import gone
+    from torchember.compat.gone import gone
     words = {w for _,what in gone.values() for w in re.findall(r'\b([a-z_]+|[A-Z]\w+)\(', what)}
     known = {w for w in words if w in torchember.__all__}
     assert {'trust_ratio', 'noise_scale', 'from_together', 'stash_hist', 'rankme', 'runs', 'read', 'updates'}<=known

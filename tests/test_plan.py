@@ -11,8 +11,9 @@ import torch
 from models import zoo
 from torch import nn
 
-from torchember import plan, torchEmber
-from torchember.plan import Place, Plan, Reading, Rehearsal, states_to_come
+from torchember import torchEmber
+from torchember.recorder import plan
+from torchember.recorder.plan import Place, Plan, Reading, Rehearsal, states_to_come
 from torchember.recorder.process import open_recorders
 
 ALL = ('input', 'output', 'weight', 'weight_grad', 'input_grad', 'output_grad')

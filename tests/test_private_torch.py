@@ -15,10 +15,11 @@ import torch
 from compared import FORWARD, GPT, ids, places, train
 from torch import nn
 
-from torchember import EmberWarning, private_torch, torchEmber
+from torchember import EmberWarning, torchEmber
+from torchember.capture import private_torch
 from torchember.capture import forward
 
-package = Path(private_torch.__file__).parent
+package = Path(private_torch.__file__).parents[1]
 python = {'_getframe', '_current_frames', '_fields', '_replace'} # of Python's own library, and documented there
 endings = {'_grad', '_latest', '_r'} # of our own words, and of matplotlib's colours that are turned round
 
@@ -76,7 +77,7 @@ class Without:
         if f'{self.name}.{n}' in lacks or 'everything' in lacks: raise AttributeError(n)
         return getattr(self.module, n)
 importlib.import_module = lambda name, *rest: Without(name) if name.startswith('torch.') else real(name, *rest)
-import torchember.private_torch
+import torchember.capture.private_torch
 importlib.import_module = real
 
 import torch, torch.utils.checkpoint
@@ -85,7 +86,7 @@ if lacks==['everything']:
     vars(torch.library).pop('_register_effectful_op', None)
     del effects._register_effectful_op
 from torch import nn
-import torchember.private_torch as room
+import torchember.capture.private_torch as room
 room.import_module = Without
 from torchember import torchEmber
 
@@ -168,10 +169,10 @@ def test_a_scaler_of_other_insides():
 
 
 def test_names_of_runs_without_a_store(monkeypatch):
-    from torchember import core
+    from torchember import ember
     monkeypatch.setattr(private_torch, 'private', lambda path, without, then: without)
     monkeypatch.setattr(torch.distributed, 'is_initialized', lambda: True)
-    assert core.shared_name('Net').startswith('Net_')
+    assert ember.shared_name('Net').startswith('Net_')
 
 
 def compiled_on_a_torch_without_hooks(monkeypatch):

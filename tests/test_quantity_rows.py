@@ -28,8 +28,8 @@ from torchember import (
     wide,
 )
 from torchember.show.controls import columns_of, statistics_of
-from torchember.show.following import Kept
-from torchember.show.page_data import page_of
+from torchember.show.live.following import Kept
+from torchember.show.page.data import page_of
 from torchember.store import columns
 
 vectors = {'InputMean': [.1, .2, .3], 'UnitActivity': [0., .5, 1.]}

@@ -12,7 +12,7 @@ from playwright.sync_api import expect
 from torch import nn
 
 from torchember import read, report, to_logframe, torchEmber
-from torchember.show.page_data import exponents_of, keys_of
+from torchember.show.page.data import exponents_of, keys_of
 
 expect.set_options(timeout=30_000)
 

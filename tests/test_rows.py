@@ -5,9 +5,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from torchember import record
+from torchember.ground import record
 from torchember.measure.tap import Arena, columns_of, observe
-from torchember.record import line_of
+from torchember.ground.record import line_of
 from torchember.recorder.page import place_of
 from torchember.recorder.row import FirstBad, one_row, troubled
 from torchember.recorder.rows import Lines, Measured

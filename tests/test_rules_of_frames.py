@@ -7,7 +7,7 @@ import pandas as pd
 
 from torchember import emberTracker, from_logframe, read, read_parquet, read_pickle, to_logframe, wide
 from torchember.frames.logframe import EXP, META, STAT
-from torchember.frames.tracker import Stash, Tracker, summary_of
+from torchember.compat.tracker import Stash, Tracker, summary_of
 
 
 def row(step, path='fc', ttype='output', tname='output_0', pname=None, call=0, **more):

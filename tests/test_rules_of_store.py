@@ -3,7 +3,7 @@ import json
 import os
 
 from torchember import emberTracker
-from torchember.record import SCHEMA
+from torchember.ground.record import SCHEMA
 from torchember.store.jsonl import LatestStep, last_step, new_run
 from torchember.store.parameters import cut_off, forgotten, frozen, not_called, untrained, why_not
 from torchember.store.reading import by_place, frame, parse, parsed, with_path

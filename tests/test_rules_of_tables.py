@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from torchember import emberTracker, read, summary, tree, wide
 from torchember.show.first_look import first_trouble
-from torchember.show.following import Kept, binned, extremes, some_lines
+from torchember.show.live.following import Kept, binned, extremes, some_lines
 from torchember.show.heatmaps import column_edges
 from torchember.show.histograms import at_step, counts_of
-from torchember.show.page_data import page_of
+from torchember.show.page.data import page_of
 from torchember.show.select import grid, pick, places, series, training
 from torchember.show.trees import boxes
 from torchember.store.reading import current

@@ -28,7 +28,7 @@ from torchember import (
     updates,
 )
 from torchember.show.comparison import parting
-from torchember.show.following import binned
+from torchember.show.live.following import binned
 from torchember.show.select import Series, grid, series, thinned
 
 root = Path(__file__).parents[1]

@@ -28,7 +28,7 @@ import sys
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from torchember.measure import gpu
+from torchember.measure.readers import triton as gpu
 
 def text(f, cc, types, **const):
     at = f.arg_names.index
@@ -57,7 +57,7 @@ def test_compiled_for_gpus_that_are_not_here(tmp_path):
 def test_without_triton(tmp_path):
     "The room opens where Triton is not installed, and says that it cannot read"
     (tmp_path/'triton.py').write_text("raise ImportError('no triton')")
-    code = "from torchember.measure import gpu; print(gpu.available('cuda'), gpu.available('cpu'))"
+    code = "from torchember.measure.readers import triton as gpu; print(gpu.available('cuda'), gpu.available('cpu'))"
     env = os.environ | {'PYTHONPATH': os.pathsep.join([str(tmp_path), os.environ.get('PYTHONPATH', '')])}
     done = subprocess.run([sys.executable, '-c', code], env=env, cwd=here.parent, capture_output=True, text=True)
     assert done.stdout.split()==['False', 'False'], done.stderr

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torchember import emberTracker, overview, read, scalar_global_heatmap, summary, torchEmber, updates
-from torchember.show.page_data import page_of
+from torchember.show.page.data import page_of
 from torchember.store.parameters import label_of, why_not
 
 reasons = {'frozen': 'frozen', 'cut': 'no gradient ever arrived', 'forgotten': 'not in the optimizer', 'idle': 'module never called'}

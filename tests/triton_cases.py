@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchember.measure import gpu
+from torchember.measure.readers import triton as gpu
 from torchember.measure.summary import groups, index, parts, read_array
 
 device = torch.device('cuda' if torch.cuda.is_available() and isinstance(gpu._one, gpu.triton.JITFunction) else 'cpu')

@@ -12,8 +12,8 @@ from io import BytesIO
 import numpy as np
 
 from .logframe import SchemaException, settled, validate
-from ..needs import needs
-from ..record import an, printable
+from ..ground.needs import needs
+from ..ground.record import an, printable
 
 # %% ../../nbs/50_frames/20_files.ipynb #49f897d5
 class Part:

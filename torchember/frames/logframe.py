@@ -15,8 +15,8 @@ import numpy as np
 
 from ..measure.exponents import farthest, with_counts
 from ..measure.summary import derived
-from ..needs import needs
-from ..record import an, check_ttypes, identity, optional, printable, ttypes, unknown
+from ..ground.needs import needs
+from ..ground.record import an, check_ttypes, identity, optional, printable, ttypes, unknown
 from .logs import of_right_types
 from ..store.reading import path_of
 

@@ -15,11 +15,11 @@ from socket import gethostname
 
 import numpy as np
 
-from ..bars import progress
+from ..ground.progress import progress
 from ..measure.columns import is_statistic, known as statistics
 from ..measure.summary import also_called, derived
-from ..needs import needs
-from ..record import an, called_ttypes, closest, identity, optional, printable, says_arguments, unknown
+from ..ground.needs import needs
+from ..ground.record import an, called_ttypes, closest, identity, optional, printable, says_arguments, unknown
 from ..store.base import facts, folder, regular, safe_name
 from ..store.jsonl import emberTracker, is_step, last_step_of, settle, tracker
 from ..store.columns import Odd, bad, columns_of, times_of

@@ -9,8 +9,8 @@ __all__ = ['dead_units']
 import numpy as np
 
 from .logs import Choice, is_vectors, layers, many, read
-from ..needs import needs
-from ..record import printable, unknown
+from ..ground.needs import needs
+from ..ground.record import printable, unknown
 
 # %% ../../nbs/50_frames/40_unit_tables.ipynb #ed1898ba
 class History:

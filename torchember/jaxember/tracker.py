@@ -15,18 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import set_current_trace, take_current_trace
 
-from ..choose import schedule
-from ..frames.tracker import Stash, Tracker, check_arguments, open_run, pattern_of, scalars, statistics_of
-from .modules import Where, here, hooked
-from .rows import Calls, Names, Places, Tensor, rows_of
-from .summaries import measured, vectors, warm
-from .tags import Asked, Key, asked, has_numbers, tagged_tree
-from .trees import Again, is_train_state, is_training, optimizer_states, parameters
-from .twins import Own, Summaries, named_scope
-from .watching import Watching, all_of
+from ..ground.choose import schedule
+from ..compat.tracker import Stash, Tracker, check_arguments, open_run, pattern_of, scalars, statistics_of
+from .capture.modules import Where, here, hooked
+from .recorder.rows import Calls, Names, Places, Tensor, rows_of
+from .measure.summaries import measured, vectors, warm
+from .capture.tags import Asked, Key, asked, has_numbers, tagged_tree
+from .capture.trees import Again, is_train_state, is_training, optimizer_states, parameters
+from .recorder.twins import Own, Summaries, named_scope
+from .recorder.watching import Watching, all_of
 from ..measure.columns import as_dicts
 from ..measure.summary import groups_for
-from ..record import SCHEMA, an, identity, unknown, warn
+from ..ground.record import SCHEMA, an, identity, unknown, warn
 from ..recorder.row import FirstBad, one_row
 from ..store.base import now, user
 from ..store.jsonl import new_run

@@ -8,7 +8,7 @@ __all__ = ['stack_room', 'Calls']
 # %% ../../nbs/40_recorder/05_calls.ipynb #592de8df
 import sys, threading
 
-from ..budget import Local
+from .budget import Local
 
 # %% ../../nbs/40_recorder/05_calls.ipynb #de12adee
 class Here(Local):

@@ -6,7 +6,7 @@
 __all__ = ['Cost']
 
 # %% ../../nbs/40_recorder/15_cost.ipynb #572a8a7f
-from ..budget import Local, clock, idle
+from .budget import Local, clock, idle
 from ..measure.kernels import loading, loading_seconds, seconds_beside, seconds_waited, warm
 
 # %% ../../nbs/40_recorder/15_cost.ipynb #85635386

@@ -14,7 +14,7 @@ import torch
 
 from ..measure.kernels import Unmeasurable
 from ..measure.tap import Arena, OnMeta, observe
-from ..record import an, plain, pointer, reserved
+from ..ground.record import an, plain, pointer, reserved
 from .calls import Calls
 from .notices import Notices
 

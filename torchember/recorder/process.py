@@ -11,8 +11,8 @@ from collections import Counter
 
 import torch
 
-from ..private_torch import shared_store
-from ..record import printable, warn
+from ..capture.private_torch import shared_store
+from ..ground.record import printable, warn
 from ..store import jsonl # noqa: F401
 from ..store.base import run_name
 

@@ -10,13 +10,13 @@ import threading
 
 import torch
 
-from ..budget import clock, duration, idle, timed
+from .budget import clock, duration, idle, timed
 from ..capture.events import Listener
 from ..capture.optimizer import parameters_of, trained_by, versions
-from ..choose import at, schedule
+from ..ground.choose import at, schedule
 from ..measure.tap import Arena, observe
-from ..private_torch import function_around, loss_scale, never_compile, only_metadata, same_function
-from ..record import ttypes
+from ..capture.private_torch import function_around, loss_scale, never_compile, only_metadata, same_function
+from ..ground.record import ttypes
 from ..store.parameters import untrained
 from .buffers import Buffers
 from .calls import Calls, stack_room

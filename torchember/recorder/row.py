@@ -10,7 +10,7 @@ import math, re
 
 import numpy as np
 
-from ..record import optional
+from ..ground.record import optional
 
 # %% ../../nbs/40_recorder/55_row.ipynb #dff900af
 def one_row(

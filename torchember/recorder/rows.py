@@ -15,7 +15,7 @@ import torch
 
 from ..measure.summary import index
 from ..measure.tap import Pending, columns_of
-from ..record import line_of, regular_line, texts_of
+from ..ground.record import line_of, regular_line, texts_of
 from .page import place_of
 from .row import one_row
 

@@ -13,8 +13,8 @@ import matplotlib as mpl
 import matplotlib.patheffects as effects
 import numpy as np
 
-from ..needs import needs
-from ..record import an, printable, values_of, warn
+from ..ground.needs import needs
+from ..ground.record import an, printable, values_of, warn
 from .controls import Arguments, Layers, Steps, shape, steps_of
 from .first_look import loss_of
 from .heatmaps import cells_of, column_edges

@@ -12,10 +12,10 @@ from importlib import import_module
 
 import numpy as np
 
-from ..bars import progress
+from ..ground.progress import progress
 from ..measure.summary import derived, lost_value
-from ..needs import needs
-from ..record import load_row, loads, put_back
+from ..ground.needs import needs
+from ..ground.record import load_row, loads, put_back
 from .base import regular
 
 # %% ../../nbs/30_store/07_columns.ipynb #80df4ab2

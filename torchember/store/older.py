@@ -10,7 +10,7 @@ __all__ = ['words', 'is_older', 'files_of', 'began', 'marks_of', 'number', 'of_n
 import json, os, re
 from collections import Counter
 
-from ..record import line_of
+from ..ground.record import line_of
 from .base import regular
 
 # %% ../../nbs/30_store/09_older.ipynb #c8045359

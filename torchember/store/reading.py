@@ -11,10 +11,10 @@ from itertools import takewhile
 
 import numpy as np
 
-from ..bars import progress
+from ..ground.progress import progress
 from ..measure.summary import derived, lost_value
-from ..needs import needs
-from ..record import column_order, identity, load_row, optional, warn
+from ..ground.needs import needs
+from ..ground.record import column_order, identity, load_row, optional, warn
 from .columns import Odd, bad, blocks, columns_of, longest_line, numbered
 
 # %% ../../nbs/30_store/08_reading.ipynb #dbbf85e3

@@ -8,7 +8,7 @@ __all__ = ['whole_tree', 'whole_node', 'tree_table']
 # %% ../../nbs/30_store/05_table.ipynb #5ac68f0d
 from html import escape
 
-from ..record import identity, optional
+from ..ground.record import identity, optional
 
 # %% ../../nbs/30_store/05_table.ipynb #a0fcf9eb
 rank = ('output', 'input', 'weight') # which row stands for a module, best first

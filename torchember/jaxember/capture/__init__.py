@@ -1,0 +1,1 @@
+"A JAX program tells: modules, marks on values, names of parameters"

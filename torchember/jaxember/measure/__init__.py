@@ -1,0 +1,1 @@
+"Summaries of arrays inside compiled JAX code"

@@ -1,0 +1,1 @@
+"What a JAX step tells becomes rows"

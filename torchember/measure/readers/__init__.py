@@ -1,0 +1,1 @@
+"Who reads a tensor: compiled loops, Triton"
