@@ -25,6 +25,7 @@ import pytest
 root = Path(__file__).parent.parent
 armed = ' '.join(f'tests/test_{t}.py' for t in 'models steps gradients armed surprises optimizers runs compiled'.split())
 near = { # room -> what to run, the quickest first
+    'ground.messages': 'nbs/05_ground/10_messages.ipynb tests/test_messages.py',
     'ground.record': 'nbs/05_ground/20_record.ipynb tests/test_log_values.py',
     'ground.choose': 'nbs/05_ground/30_choose.ipynb tests/test_surprises.py',
     'ground.needs': 'nbs/05_ground/00_needs.ipynb tests/test_light.py',

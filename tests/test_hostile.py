@@ -18,7 +18,7 @@ import torch
 import torchember
 from torchember.ground.choose import select
 from torchember.frames.logs import read, runs, wide
-from torchember.ground.record import EmberWarning
+from torchember.ground.messages import EmberWarning
 from torchember.show.histograms import counts_of
 from torchember.show.live.live_view import Reader, Viewer, base_of, flags
 from torchember.show.page.data import page_of

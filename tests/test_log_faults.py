@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from torchember import torchEmber
-from torchember.ground.record import EmberWarning
+from torchember.ground.messages import EmberWarning
 from torchember.store import base, jsonl
 from torchember.store.jsonl import Log, emberTracker, new_run
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from torchember import EmberWarning, NoiseScale, from_activation, torchEmber
-from torchember.ground.record import warn
+from torchember.ground.messages import warn
 
 root = Path(__file__).parents[1]
 x = torch.ones(4, 3)
@@ -55,11 +55,11 @@ def points(f, line, says):
 
 
 def test_no_warning_counts_levels():
-    "All go by `record.warn`, which looks for the user's line"
+    "All go by `messages.warn`, which looks for the user's line"
     for p in (root/'torchember').rglob('*.py'):
         calls = [ast.unparse(n.func) for n in ast.walk(ast.parse(p.read_text(encoding='utf-8'))) if isinstance(n, ast.Call)]
         assert 'warnings.warn' not in calls, p
-        assert calls.count('warnings.warn_explicit')==(p==root/'torchember'/'ground'/'record.py'), p
+        assert calls.count('warnings.warn_explicit')==(p==root/'torchember'/'ground'/'messages.py'), p
 
 
 @pytest.mark.parametrize('backend', [None, 'eager', 'aot_eager'])

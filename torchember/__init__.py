@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .ground.choose import log_spaced as log_spaced
     from .ground.choose import linear as linear
     from .ground.record import ttypes as ttypes
-    from .ground.record import EmberWarning as EmberWarning
+    from .ground.messages import EmberWarning as EmberWarning
     from .measure.stats import get_stats as get_stats
     from .measure.kernels import summarize as summarize
     from .measure.summary import Summary as Summary
@@ -103,7 +103,7 @@ names = { # room -> what a person types of it
     'store.jsonl': 'emberTracker tracker',
     'frames.logs': 'read runs query wide',
     'ground.choose': 'select every at until between log_spaced linear',
-    'ground.record': 'ttypes EmberWarning',
+    'ground.record': 'ttypes', 'ground.messages': 'EmberWarning',
     'measure.stats': 'get_stats',
     'measure.kernels': 'summarize',
     'measure.summary': 'Summary',
@@ -170,7 +170,7 @@ def missing(name):
     if said := import_module('.compat.gone', __name__).sentence(name):
         imported = _getframe(2).f_globals.get('__name__', '').startswith('importlib.') # which asks for the names in `from torchember import ...`
         return (ImportError if imported else AttributeError)(said, name=name)
-    close = ' or '.join(map(repr, import_module('.ground.record', __name__).closest(name, list(rooms))))
+    close = ' or '.join(map(repr, import_module('.ground.messages', __name__).closest(name, list(rooms))))
     return AttributeError(f"module 'torchember' has no attribute {name!r}." + (f" Did you mean {close}?" if close else ''), name=name)
 
 

@@ -25,7 +25,8 @@ from .measure.columns import stat_names
 from .measure.summary import derived
 from .recorder.plan import Plan, plan_of
 from .capture.private_torch import say_missing
-from .ground.record import SCHEMA, an, check_ttypes, identity, printable, says_arguments, warn
+from .ground.messages import an, printable, says_arguments, warn
+from .ground.record import SCHEMA, check_ttypes, identity
 from .recorder.process import hand_over, open_recorders, rank_and_size, shared_name, weak_source
 from .recorder.recorder import Recorder, recorded
 from .store.base import now, user

@@ -16,7 +16,7 @@ from importlib import import_module
 
 import torch
 
-from ..ground.record import warn
+from ..ground.messages import warn
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch05
 newest = 2,15 # The newest torch that the tests were run with

@@ -8,7 +8,7 @@ __all__ = ['refused', 'unwrap', 'moduleTrack', 'tracks', 'tree_dict']
 # %% ../../nbs/10_capture/10_tree.ipynb #37e4dd76
 from torch import nn
 
-from ..ground.record import printable
+from ..ground.messages import printable
 
 # %% ../../nbs/10_capture/10_tree.ipynb #b34b704a
 refused = ("nn.DataParallel copies the model at every pass, so there is nothing to watch. Use DistributedDataParallel, which torch recommends too, "

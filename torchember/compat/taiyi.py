@@ -11,7 +11,8 @@ import time
 import numpy as np
 from matplotlib.figure import Figure
 
-from ..ground.record import an, values_of
+from ..ground.messages import an
+from ..ground.record import values_of
 from ..show.style import drawing_on, drawn, panels, short_names
 from ..show.surfaces import Surface3d
 

@@ -14,7 +14,7 @@ from ..ember import torchEmber
 from ..frames.logframe import joined, named
 from .tracker import Stash, Tracker, check_arguments, hist_stat, open_run, pattern_of, scalars, statistics_of
 from ..measure.stats import get_stats
-from ..ground.record import warn
+from ..ground.messages import warn
 
 # %% ../../nbs/80_compat/30_tandv.ipynb #b04e9a24
 def stash_scalar_stats(

@@ -17,7 +17,7 @@ from ..frames.files import write_parquet
 from ..frames.logframe import EXP, META, STAT, joined, ours, to_logframe
 from ..measure.columns import sets
 from ..ground.needs import needs
-from ..ground.record import an, printable, warn
+from ..ground.messages import an, printable, warn
 from ..store.base import folder
 from ..store.jsonl import exists
 from ..store.reading import current, frame, parse

@@ -13,7 +13,7 @@ import numpy as np
 
 from .logframe import SchemaException, settled, validate
 from ..ground.needs import needs
-from ..ground.record import an, printable
+from ..ground.messages import an, printable
 
 # %% ../../nbs/50_frames/20_files.ipynb #49f897d5
 class Part:

@@ -16,7 +16,8 @@ import numpy as np
 from ..measure.exponents import farthest, with_counts
 from ..measure.summary import derived
 from ..ground.needs import needs
-from ..ground.record import an, check_ttypes, identity, optional, printable, ttypes, unknown
+from ..ground.messages import an, printable, unknown
+from ..ground.record import check_ttypes, identity, optional, ttypes
 from .logs import of_right_types
 from ..store.reading import path_of
 

@@ -19,7 +19,8 @@ from ..ground.progress import progress
 from ..measure.columns import is_statistic, known as statistics
 from ..measure.summary import also_called, derived
 from ..ground.needs import needs
-from ..ground.record import an, called_ttypes, closest, identity, optional, printable, says_arguments, unknown
+from ..ground.messages import an, closest, printable, says_arguments, unknown
+from ..ground.record import called_ttypes, identity, optional
 from ..store.base import facts, folder, regular, safe_name
 from ..store.jsonl import emberTracker, is_step, last_step_of, settle, tracker
 from ..store.columns import Odd, bad, columns_of, times_of

@@ -10,7 +10,7 @@ import numpy as np
 
 from .logs import Choice, is_vectors, layers, many, read
 from ..ground.needs import needs
-from ..ground.record import printable, unknown
+from ..ground.messages import printable, unknown
 
 # %% ../../nbs/50_frames/40_unit_tables.ipynb #ed1898ba
 class History:

@@ -9,7 +9,7 @@ __all__ = ['select', 'every', 'schedule', 'linear', 'at', 'until', 'between', 'l
 import inspect, math, re
 from fnmatch import fnmatchcase
 
-from .record import an, printable, unknown
+from .messages import an, printable, unknown
 
 # %% ../../nbs/05_ground/30_choose.ipynb #fb427cc3
 class Selection:

@@ -26,7 +26,8 @@ from .recorder.twins import Own, Summaries, named_scope
 from .recorder.watching import Watching, all_of
 from ..measure.columns import as_dicts
 from ..measure.summary import groups_for
-from ..ground.record import SCHEMA, an, identity, unknown, warn
+from ..ground.messages import an, unknown, warn
+from ..ground.record import SCHEMA, identity
 from ..recorder.row import FirstBad, one_row
 from ..store.base import now, user
 from ..store.jsonl import new_run

@@ -10,7 +10,7 @@ import numpy as np
 
 from .exponents import exponent_range, exponents
 from .summary import also_called, counts, derive, derived
-from ..ground.record import unknown
+from ..ground.messages import unknown
 
 # %% ../../nbs/20_measure/08_columns.ipynb #4f17d171
 sets = dict(basic=('shape', 'mean', 'std', 'max', 'min'),

@@ -18,7 +18,7 @@ import torch
 from .summary import Summary, index, length, merge, nothing, parts, read_array, scalars, width
 from ..ground.progress import waiting
 from ..capture.private_torch import is_wrapped
-from ..ground.record import an, warn
+from ..ground.messages import an, warn
 
 # %% ../../nbs/20_measure/05_kernels.ipynb #f793027f
 class Unmeasurable(TypeError):

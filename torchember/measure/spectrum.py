@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from ..ground.record import an
+from ..ground.messages import an
 
 # %% ../../nbs/20_measure/30_spectrum.ipynb #1d63ed0f
 class SpectrumError(ValueError):

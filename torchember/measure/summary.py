@@ -12,7 +12,8 @@ from functools import cache
 
 import numpy as np
 
-from ..ground.record import unknown, values_of
+from ..ground.messages import unknown
+from ..ground.record import values_of
 
 # %% ../../nbs/20_measure/00_summary.ipynb #f8ebbfb5
 parts = ('count', # elements, all of them

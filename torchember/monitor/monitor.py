@@ -22,7 +22,8 @@ from . import multi_step, single_step # noqa: F401
 from .quantities import MultiStepQuantity, Quantity, classes, of_function, of_numpy, owned
 from .views import Missing, View
 from .watching import Passes, Watch, extensions, tensors_of
-from ..ground.record import SCHEMA, an, printable, unknown
+from ..ground.messages import an, printable, unknown
+from ..ground.record import SCHEMA
 from ..recorder.notices import Notices
 from ..recorder.process import rank_and_size, shared_name
 from ..recorder.row import one_row

@@ -17,7 +17,7 @@ from ..measure.kernels import summarize
 from ..measure.spectrum import covariance
 from ..measure.summary import groups_for
 from ..measure.units import channel_means, channel_stats
-from ..ground.record import an, unknown
+from ..ground.messages import an, unknown
 from .views import BackwardInputExtension, BackwardOutputExtension, ForwardInputExtension, ForwardOutputExtension, Missing, axis_of, view_of
 
 # %% ../../nbs/75_monitor/10_quantities.ipynb #b1d7cebf

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..measure.spectrum import samples
-from ..ground.record import printable
+from ..ground.messages import printable
 
 # %% ../../nbs/75_monitor/00_views.ipynb #224b4638
 lastly = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.EmbeddingBag, nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer,

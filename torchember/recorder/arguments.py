@@ -9,7 +9,7 @@ __all__ = ['check_optimizers', 'nothing_to_record', 'not_a_model', 'no_number']
 import math
 
 from ..capture.optimizer import is_optimizer, parameters_of
-from ..ground.record import an
+from ..ground.messages import an
 from .optimizer import kinds_of
 
 # %% ../../nbs/40_recorder/85_arguments.ipynb #36c01293

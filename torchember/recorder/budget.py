@@ -17,7 +17,7 @@ from torch import nn
 from ..capture.events import Listener
 from ..capture.forward import arm, disarm
 from ..capture.tree import tracks
-from ..ground.record import printable
+from ..ground.messages import printable
 
 # %% ../../nbs/40_recorder/02_budget.ipynb #961a21a7
 class Local(threading.local):

@@ -10,7 +10,7 @@ import torch
 
 from ..measure.kernels import Unmeasurable
 from ..measure.tap import OnMeta
-from ..ground.record import warn
+from ..ground.messages import warn
 
 # %% ../../nbs/40_recorder/00_notices.ipynb #042d7ae6
 class Notices:

@@ -14,7 +14,8 @@ import torch
 
 from ..measure.kernels import Unmeasurable
 from ..measure.tap import Arena, OnMeta, observe
-from ..ground.record import an, plain, pointer, reserved
+from ..ground.messages import an
+from ..ground.record import plain, pointer, reserved
 from .calls import Calls
 from .notices import Notices
 

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from ..capture.forward import parts_of
 from ..capture.tree import unwrap
-from ..ground.record import warn
+from ..ground.messages import warn
 from ..store.parameters import entry, most_entries
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #999a778f

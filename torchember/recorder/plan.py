@@ -27,7 +27,8 @@ from ..measure.columns import stat_names
 from ..measure.kernels import Unmeasurable, ready
 from ..measure.summary import counts
 from ..measure.tap import Arena, observe
-from ..ground.record import line_of, printable
+from ..ground.messages import printable
+from ..ground.record import line_of
 from .calls import stack_room
 from .process import open_recorders
 from .recorder import Recorder

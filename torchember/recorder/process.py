@@ -12,7 +12,7 @@ from collections import Counter
 import torch
 
 from ..capture.private_torch import shared_store
-from ..ground.record import printable, warn
+from ..ground.messages import printable, warn
 from ..store import jsonl # noqa: F401
 from ..store.base import run_name
 

@@ -10,7 +10,7 @@ import matplotlib as mpl
 import matplotlib.patheffects as effects
 import numpy as np
 
-from ..ground.record import printable
+from ..ground.messages import printable
 from .lines import log_if_wide, put_lines, shades, ttypes_asked
 from .select import name_of, pick, series, stat_in, table_of, ttype_of
 from .style import drawn, meanings, panels, short_names, title_of, words

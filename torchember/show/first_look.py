@@ -11,7 +11,8 @@ import numpy as np
 from ..measure.summary import derived
 from ..frames.logs import no_rows
 from ..ground.needs import needs
-from ..ground.record import printable, says_arguments, unknown, values_of
+from ..ground.messages import printable, says_arguments, unknown
+from ..ground.record import values_of
 from ..store.parameters import label_of, untrained
 from .heatmaps import column_spans, heat, sizes
 from .lines import put_lines, ttypes_asked

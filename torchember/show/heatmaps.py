@@ -12,7 +12,7 @@ import matplotlib as mpl
 import matplotlib.patheffects as effects
 import numpy as np
 
-from ..ground.record import arguments_of, unknown
+from ..ground.messages import arguments_of, unknown
 from .lines import check_drawn_with, settable, ttypes_asked
 from .missing import parameters_in, reasons_in, reasons_of, with_missing
 from .select import grid, name_of, pick, series, stat_in, table_of, ttype_of

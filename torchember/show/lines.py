@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.collections import LineCollection
 
-from ..ground.record import arguments_of, unknown, unknown_argument
+from ..ground.messages import arguments_of, unknown, unknown_argument
 from ..measure.summary import derived
 from .select import name_of, pick, root_of, series, stat_in, stats_of, table_of, thinned, ttype_of
 from .style import alarm, drawn, is_dark, meanings, palettes, panels, short_names, size_of, title_of, words

@@ -14,7 +14,8 @@ import matplotlib.patheffects as effects
 import numpy as np
 
 from ..ground.needs import needs
-from ..ground.record import an, printable, values_of, warn
+from ..ground.messages import an, printable, warn
+from ..ground.record import values_of
 from .controls import Arguments, Layers, Steps, shape, steps_of
 from .first_look import loss_of
 from .heatmaps import cells_of, column_edges

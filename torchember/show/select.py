@@ -15,7 +15,8 @@ import numpy as np
 from ..frames.logs import NothingChosen, is_vectors, may_have, no_rows, not_recorded, of_right_types
 from ..measure.summary import derived
 from ..ground.needs import needs
-from ..ground.record import an, printable, ttypes, unknown
+from ..ground.messages import an, printable, unknown
+from ..ground.record import ttypes
 from ..store.reading import path_of
 
 # %% ../../nbs/60_show/10_select.ipynb #10edfcf8

@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.colors import to_rgb
 
-from ..ground.record import printable, says_arguments
+from ..ground.messages import printable, says_arguments
 
 # %% ../../nbs/60_show/00_style.ipynb #27ffc18e
 palettes = {

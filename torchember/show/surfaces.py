@@ -12,7 +12,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from ..frames.unit_tables import History, histories
-from ..ground.record import an, printable, values_of
+from ..ground.messages import an, printable
+from ..ground.record import values_of
 from .heatmaps import heat, zero
 from .select import Grid, name_of, table_of, ttype_of
 from .style import alarm, drawing_on, drawn, is_dark, meanings, panels, short_names, title_of, words

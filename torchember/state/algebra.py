@@ -15,7 +15,8 @@ import torch
 from ..measure.columns import as_dicts, stat_names
 from ..measure.kernels import Unmeasurable
 from ..measure.summary import groups_for, merge, nothing
-from ..ground.record import an, check_ttypes, unknown
+from ..ground.messages import an, unknown
+from ..ground.record import check_ttypes
 from .layers import as_tensor, check_real, derived_from, each, figures, groups_of, is_sharded, joined, kept, norms, vectors, with_values
 from .plots import most, plot_ecdf, plot_hist, plot_heatmap
 from .tables import as_list, chosen_columns, columns_group, layer_html, layer_lines, table_text

@@ -17,7 +17,7 @@ from ..capture.backward import hook_gradients
 from ..capture.caught import catch
 from ..capture.optimizer import states_of
 from ..capture.tree import tracks, unwrap
-from ..ground.record import printable, unknown, warn
+from ..ground.messages import printable, unknown, warn
 from .algebra import StateDict
 from .layers import kept
 

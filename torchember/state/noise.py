@@ -16,7 +16,7 @@ import torch
 from ..measure.kernels import read
 from ..measure.summary import Parts, squares
 from ..ground.needs import needs
-from ..ground.record import warn
+from ..ground.messages import warn
 
 # %% ../../nbs/70_state/20_noise.ipynb #9dab8816
 def two_sizes(

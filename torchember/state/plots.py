@@ -11,7 +11,7 @@ import math, os, re, time
 import numpy as np
 import torch
 
-from ..ground.record import printable
+from ..ground.messages import printable
 from .layers import with_values
 
 # %% ../../nbs/70_state/04_plots.ipynb #8d887ff4

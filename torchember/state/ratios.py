@@ -6,7 +6,7 @@
 __all__ = ['trust_ratio']
 
 # %% ../../nbs/70_state/10_ratios.ipynb #3cc37c87
-from ..ground.record import an
+from ..ground.messages import an
 from .algebra import StateDict, first_difference
 
 # %% ../../nbs/70_state/10_ratios.ipynb #bc5f4ba3

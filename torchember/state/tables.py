@@ -9,7 +9,7 @@ __all__ = ['columns_group', 'as_list', 'chosen_columns', 'table_text', 'layer_li
 import html
 from numbers import Number
 
-from ..ground.record import printable, unknown
+from ..ground.messages import printable, unknown
 
 # %% ../../nbs/70_state/02_tables.ipynb #e6b5a8b5
 columns_group = dict(

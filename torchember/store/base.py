@@ -13,7 +13,8 @@ from functools import cache
 from pathlib import Path
 from secrets import token_hex
 
-from ..ground.record import an, plain, printable, warn
+from ..ground.messages import an, printable, warn
+from ..ground.record import plain
 
 # %% ../../nbs/30_store/00_base.ipynb #3bae564e
 def now(

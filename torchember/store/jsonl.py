@@ -12,7 +12,8 @@ from itertools import count
 from queue import Empty, SimpleQueue
 from socket import gethostname
 
-from ..ground.record import EmberWarning, an, line_of, lines_of, load_row, printable, unknown, unmarkable, warn
+from ..ground.messages import EmberWarning, an, printable, unknown, warn
+from ..ground.record import line_of, lines_of, load_row, unmarkable
 from torchember.store.base import (check_writable, facts, folder, not_through, now, portable_name, read_meta, regular, replace, run_name, safe_name,
     write_meta)
 from .columns import longest_line

@@ -14,7 +14,8 @@ import numpy as np
 from ..ground.progress import progress
 from ..measure.summary import derived, lost_value
 from ..ground.needs import needs
-from ..ground.record import column_order, identity, load_row, optional, warn
+from ..ground.messages import warn
+from ..ground.record import column_order, identity, load_row, optional
 from .columns import Odd, bad, blocks, columns_of, longest_line, numbered
 
 # %% ../../nbs/30_store/08_reading.ipynb #dbbf85e3

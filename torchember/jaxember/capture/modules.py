@@ -13,7 +13,7 @@ from dataclasses import dataclass, is_dataclass, fields
 from functools import cache, cached_property, wraps
 from types import FunctionType, GeneratorType
 
-from ...ground.record import printable
+from ...ground.messages import printable
 
 # %% ../../../nbs/88_jaxember/05_modules.ipynb #7a45dc64
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import tree_flatten_with_path
 
-from ...ground.record import an
+from ...ground.messages import an
 
 # %% ../../../nbs/88_jaxember/12_trees.ipynb #fc922e49
 def text_of(

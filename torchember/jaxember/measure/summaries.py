@@ -16,7 +16,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from ...measure.summary import bins, groups, index, length, nothing, parts, scalars, width
-from ...ground.record import warn
+from ...ground.messages import warn
 
 # %% ../../../nbs/88_jaxember/20_summaries.ipynb #4b9d384d
 def words(

@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun, jaxprs_in_params
 from jax.extend.source_info_util import current_name_stack
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ...ground.record import an
+from ...ground.messages import an
 from ..capture.modules import followed, scopes, unknown
 from ..measure.summaries import measured, merged, none
 from ..capture.tags import Tag, has_tags, retagged, slope_p, tap_p, trains

@@ -12,7 +12,7 @@ from functools import cache, lru_cache
 import numpy as np
 import torch
 
-from ...ground.record import warn
+from ...ground.messages import warn
 from ..summary import length, width
 
 try:

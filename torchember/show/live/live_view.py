@@ -17,7 +17,7 @@ from socket import gethostname
 from ...ground.progress import in_notebook, in_terminal
 from ...frames.logs import alive, said_by
 from ...ground.needs import needs
-from ...ground.record import EmberWarning, an, printable, warn
+from ...ground.messages import EmberWarning, an, printable, warn
 from .following import Kept, Tail, loss_in, shown_rows, some_lines
 from ...store.columns import bad
 from ...store.jsonl import emberTracker, tracker

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
 
-from ...ground.record import printable
+from ...ground.messages import printable
 from .data import page_of
 from ...store.base import replace
 from ...store.jsonl import emberTracker
