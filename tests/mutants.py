@@ -59,7 +59,7 @@ near = { # room -> what to run, the quickest first
     'store.jsonl': 'nbs/30_store tests/test_log_values.py tests/test_log_faults.py',
     'measure.spectrum': 'nbs/20_measure/30_spectrum.ipynb tests/test_monitor.py',
     'measure.units': 'nbs/20_measure/40_units.ipynb tests/test_monitor.py',
-    'monitor': 'nbs/75_monitor tests/test_monitor.py',
+    'monitor': 'nbs/47_monitor tests/test_monitor.py',
     'compat.taiyi': 'nbs/80_compat/40_taiyi.ipynb tests/test_visualization.py',
     'show.surfaces': 'nbs/60_show/75_surfaces.ipynb tests/test_quantity_rows.py',
     'frames.unit_tables': 'nbs/50_frames/40_unit_tables.ipynb',
