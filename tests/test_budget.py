@@ -12,8 +12,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from torchember import EmberWarning, at, torchEmber
-from torchember.recorder import budget
-from torchember.recorder import cost, page, recorder
+from torchember.recorder import budget, cost, hearing, step_buffer
 
 
 class Clock:
@@ -26,7 +25,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     c = Clock()
-    for m in (budget, cost, recorder): monkeypatch.setattr(m, 'clock', c)
+    for m in (budget, cost, hearing): monkeypatch.setattr(m, 'clock', c)
     monkeypatch.setattr(cost, 'idle', lambda told: 0)
     return c
 
@@ -34,11 +33,11 @@ def clock(monkeypatch):
 @pytest.fixture
 def slow(clock, monkeypatch):
     "Each tensor takes a second to measure"
-    real = page.observe
+    real = step_buffer.observe
     def observe(*args, **kwargs):
         clock.pass_(1)
         return real(*args, **kwargs)
-    monkeypatch.setattr(page, 'observe', observe)
+    monkeypatch.setattr(step_buffer, 'observe', observe)
     return clock
 
 

@@ -205,3 +205,23 @@ def test_passes_that_bring_nothing(brings):
         return te.t.df.reindex(columns=['step', 'call', 'mean', 'numel']).values.tolist(), report['steps'], report['recorded'], report['remarks']
     assert got(False)==got(True)
     assert [r[0] for r in got(True)[0]]==([0, 1] if any(brings) else [])
+
+
+def test_who_ends_a_step_and_which_number_it_has_can_be_said_at_once(tmp_path):
+    "With ends='step' a step is over where te.step() is, from the first one on and whoever steps; it begins with first_step"
+    model = nn.Linear(2, 1)
+    opt = torch.optim.SGD(model.parameters(), .1)
+    for optimizer in (None, opt):
+        te = torchEmber(model, optimizer, ttypes=('output', 'weight_grad'), stats=['mean'], ends='step', first_step=7, home=tmp_path)
+        for _ in range(2):
+            for _ in range(3): model(torch.ones(1, 2)).sum().backward(); opt.step() # each would end a step
+            te.step()
+            opt.zero_grad()
+        report,rows = te.close(),te.t.lines()
+        assert [(r['step'], r['ttype'], r.get('numel')) for r in rows if r['tname'] in ('output_0', 'grad_0')]== \
+            [(s, *of) for s in (7, 8) for of in (('output', 3), ('weight_grad', None))]
+        assert report['steps']==2
+    with pytest.raises(ValueError, match="ends is 'step'.* got 'optimizer'"): torchEmber(model, ends='optimizer')
+    for n in (-1, 1., True, None):
+        with pytest.raises(ValueError, match='first_step is a number from 0'): torchEmber(model, first_step=n)
+    with pytest.raises(ValueError, match='Leave out first_step'): torchEmber(model, name='r', resume=True, first_step=3, home=tmp_path)

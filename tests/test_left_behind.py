@@ -143,8 +143,8 @@ def test_a_fork_takes_no_steps_along():
     te = torchEmber(m, ttypes='output')
     for _ in range(4): m(torch.ones(1, 2))
     r = te.recorder
-    assert len(r.journal.waiting)==2 # step 0 is in the log, step 3 is open
+    assert len(r.writer.waiting)==2 # step 0 is in the log, step 3 is open
     r.leave()
     r.flush()
-    assert te.t.df.step.tolist()==[0] and not r.journal.waiting and not r.passes.kept
+    assert te.t.df.step.tolist()==[0] and not r.writer.waiting and not r.pipe.passes.kept
     te.close()

@@ -74,7 +74,7 @@ def test_no_budget_is_charged():
     told = run(slowly+'''
 te = torchEmber(model, overhead=.5)
 train(te, 20)
-print(te.recorder.recorded_steps, te.recorder.cost.budget.cost, te.recorder.cost.budget.account)
+print(te.recorder.tally.recorded, te.recorder.cost.budget.cost, te.recorder.cost.budget.account)
 gate.set()
 assert kernels.ready(60)
 train(te, 200)

@@ -133,7 +133,7 @@ def test_compiled_code_that_raises():
         except IndexError: continue
         opt.step()
     te.close()
-    assert te.recorder.calls.here.depth==te.recorder.running==0
+    assert te.recorder.calls.here.depth==te.recorder.events.running==0
     assert seen(te, module='model(Looks).a(Identity)')==[(0, 0, 1, 2), (1, 0, 2, 2), (2, 0, 3, 2)]
 
 

@@ -28,7 +28,7 @@ def test_planned_rows_are_those_that_are_written(name):
     model,args,kwargs = zoo[name]()
     te = torchEmber(model, ttypes=('input', 'output', 'weight'))
     plan = te.plan(*args, **kwargs)
-    assert not te.t.log_path.exists() and te.recorder.seen_steps==0 and te.mt_log==[]
+    assert not te.t.log_path.exists() and te.recorder.tally.steps==0 and te.mt_log==[]
     model(*args, **kwargs)
     te.t.barrier()
     assert planned(plan)==places(te.t.lines())

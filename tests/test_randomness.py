@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from torchember import torchEmber
-from torchember.recorder import page
-from torchember.recorder.page import Generators
+from torchember.recorder import step_buffer
+from torchember.recorder.step_buffer import Generators
 from torchember.recorder.recorder import recorded
 
 
@@ -91,7 +91,7 @@ def test_draws_go_on():
 
 def test_only_around_functions_of_the_users(monkeypatch):
     "Built-in statistics cost nothing of it"
-    monkeypatch.setattr(page, 'of_torch', lambda device: 1/0)
+    monkeypatch.setattr(step_buffer, 'of_torch', lambda device: 1/0)
     m = nn.Linear(3, 1)
     te = torchEmber(m, stats='full', on_error='raise')
     m(torch.ones(2, 3)).sum().backward()

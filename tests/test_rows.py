@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from torchember.ground import record
 from torchember.measure.tap import Arena, columns_of, observe
 from torchember.ground.record import line_of
-from torchember.recorder.page import place_of
+from torchember.recorder.step_buffer import place_of
 from torchember.recorder.row import FirstBad, one_row, troubled
 from torchember.recorder.rows import Lines, Measured
 

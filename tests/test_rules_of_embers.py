@@ -41,7 +41,7 @@ def test_modules_are_chosen_by_all_of_their_names():
     model.register_module('twin', model[0]['a'])
     def chosen(**k):
         te = torchEmber(model, **k)
-        got = [st.track.path for st in te.recorder.states if st.watched]
+        got = [st.track.path for st in te.recorder.sources.states if st.watched]
         te.close()
         return got
     assert chosen(include='twin')==['0.a'] and chosen(exclude='twin')==['', '0', '1'] and chosen(include=nn.Linear, exclude='1')==['0.a']
@@ -66,11 +66,11 @@ def test_a_run_that_goes_on_twice():
 def test_armed_and_not_armed_twice():
     model = net()
     te = torchEmber(model, ttypes='output')
-    states = te.recorder.states
-    assert te.arm() is te and te.recorder.states is states
+    states = te.recorder.sources.states
+    assert te.arm() is te and te.recorder.sources.states is states
     run(model)
     assert te.disarm() is model and te.disarm() is model
-    assert (te.armed, te.recorder.states, te.recorder.weights_watched, te.recorder.owner)==(False, [], [], None)
+    assert (te.armed, te.recorder.sources.states, te.recorder.sources.sampled, te.recorder.owner)==(False, [], [], None)
     run(model, 9)
     assert te.rearm() is te and te.armed
     run(model)
@@ -89,7 +89,7 @@ def test_switched_off_by_the_environment(value, off, monkeypatch):
     with torchEmber(model) as te:
         run(model)
         te.log(loss=1.)
-    assert (len(te.t.lines())==0)==off and te.recorder.seen_steps==(not off)
+    assert (len(te.t.lines())==0)==off and te.recorder.tally.steps==(not off)
 
 
 def test_an_ember_of_a_part_ends_that_of_the_whole():
@@ -114,7 +114,7 @@ def test_how_record_is_for_the_types_that_were_named():
         te = torchEmber(net(), stats=['mean'])
         got = use(te)
         assert got is f
-        changed = [t for t,how in te.recorder.page.stats.items() if how is f]
+        changed = [t for t,how in te.recorder.buffer.stats.items() if how is f]
         te.close()
         return changed
     assert changed(lambda te: te.how_record_in(f))==['input'] and changed(lambda te: te.how_record_out(f))==['output']
@@ -147,8 +147,8 @@ def test_numbers_that_are_noted_and_those_that_are_none():
 
 def test_a_variable_and_a_probe_come_back_as_they_were_given():
     te,x = torchEmber(model := net()),torch.ones(2)
-    assert te.watch_tensor('v', x) is x and te.probe('p', x) is x and te.recorder.variables=={'v': x}
-    assert te.watch_tensor('nobody', None) is None and te.watch_tensor('v', None) is None and te.recorder.variables=={}
+    assert te.watch_tensor('v', x) is x and te.probe('p', x) is x and te.recorder.sources.variables=={'v': x}
+    assert te.watch_tensor('nobody', None) is None and te.watch_tensor('v', None) is None and te.recorder.sources.variables=={}
     for f in (te.watch_tensor, te.probe):
         with pytest.raises(TypeError): f('x', 1.)
     te.disarm()

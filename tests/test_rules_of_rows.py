@@ -15,9 +15,9 @@ from torchember.measure.kernels import Unmeasurable
 from torchember.recorder.buffers import Buffers
 from torchember.recorder.calls import Calls
 from torchember.recorder.cost import Cost
-from torchember.recorder.journal import Journal
+from torchember.recorder.row_writer import RowWriter
 from torchember.recorder.notices import ChangingMarks, Notices
-from torchember.recorder.page import Page
+from torchember.recorder.step_buffer import StepBuffer
 from torchember.recorder.parameters import ZeroGradHint
 from torchember.recorder.row import FirstBad, troubled
 from torchember.recorder.steps import Decision, Phases, Steps
@@ -141,28 +141,28 @@ class Spy:
 def test_what_the_journal_says_of_each_step():
     "Marks and rank of their time, when its first row was measured, whether it was skipped; all of that anew in the next step"
     t = Spy()
-    j,page,steps = Journal(t, rank=3),Page({}),Steps(5)
-    page.add(('m', 'output', 'x', None, None, 0), 0, None, 'float32', {'mean': 1.})
+    j,buffer,steps = RowWriter(t, rank=3),StepBuffer({}),Steps(5)
+    buffer.add(('m', 'output', 'x', None, None, 0), 0, None, 'float32', {'mean': 1.})
     j.begins()
     began = j.ts
     j.begins()
     assert j.ts is began
     j.skipped,t.marked = True,{'epoch': 1}
     steps.begin('')
-    j.write(page, steps, True)
+    j.write(buffer, steps, True)
     j.step_over(5, True)
-    assert j.ts is None and not j.skipped and j.was_on and page.size==0
+    assert j.ts is None and not j.skipped and j.was_on and buffer.size==0
     t.marked = {'epoch': 2}
     steps.close()
     steps.begin('')
     steps.begin('')
-    page.add(('m', 'output', 'x', None, None, 0), 0, 1, 'float32', {'mean': 2.})
-    j.write(page, steps, False)
+    buffer.add(('m', 'output', 'x', None, None, 0), 0, 1, 'float32', {'mean': 2.})
+    j.write(buffer, steps, False)
     (one,*_),(two,*_) = (args for args,_ in t.got)
     assert (one.step, one.ts, one.marks, one.several)==(5, began, {'skipped': True, 'rank': 3, 'epoch': 1}, {None: False})
     assert (two.step, two.marks, two.several)==(6, {'rank': 3, 'epoch': 2}, {None: True})
     assert [args[1] for args,_ in t.got]==[True, False] and [r[5] for m in (one, two) for r in m.own]==[{'mean': 1.}, {'mean': 2.}]
-    j.write(page, steps, False)
+    j.write(buffer, steps, False)
     assert len(t.got)==2 # nothing wakes the writer
 
 
@@ -170,45 +170,45 @@ def test_where_the_journal_puts_rows_that_come_late():
     "Into the open step when it is recorded; with the step that closed when that was; beside all steps when neither is"
     for was_on,on,joins in ((True, True, True), (True, False, True), (False, True, None)):
         t = Spy()
-        j,page,steps = Journal(t),Page({}),Steps(3)
+        j,buffer,steps = RowWriter(t),StepBuffer({}),Steps(3)
         steps.begin('')
-        j.note({'loss': 1.}, page, steps, was_on)
-        assert (page.size, len(t.got))==((1, 0) if was_on else (0, 1))
-        page.custom.clear(); t.got.clear()
+        j.note({'loss': 1.}, buffer, steps, was_on)
+        assert (buffer.size, len(t.got))==((1, 0) if was_on else (0, 1))
+        buffer.custom.clear(); t.got.clear()
         steps.close()
         j.step_over(3, was_on)
-        j.note({'loss': 2.}, page, steps, on)
-        j.add(3, [(('m', 'quantity', 'q', None, None, 0), 0, None, {'q': 1.})], page, steps, on)
-        assert page.size==0 and [kwargs['joins'] for _,kwargs in t.got]==[joins, joins]
+        j.note({'loss': 2.}, buffer, steps, on)
+        j.add(3, [(('m', 'quantity', 'q', None, None, 0), 0, None, {'q': 1.})], buffer, steps, on)
+        assert buffer.size==0 and [kwargs['joins'] for _,kwargs in t.got]==[joins, joins]
         rows = [r for args,_ in t.got for r in args[0]()]
         assert [(r['step'], r['ttype'], r['call']) for r in rows]==[(3, 'scalar', 1), (3, 'quantity', 0)]
         steps.begin('')
-        j.note({'loss': 3.}, page, steps, True)
-        assert [r[2] for r in page.custom]==[0] # the calls of another step
+        j.note({'loss': 3.}, buffer, steps, True)
+        assert [r[2] for r in buffer.custom]==[0] # the calls of another step
 
 
 def test_rows_of_functions_that_are_read_several_times_in_a_step():
     "Of a parameter the later one stands in place of what was handed out, however often; of a call each is a row of its own"
-    page = Page({})
+    buffer = StepBuffer({})
     def give(pname, mean):
-        page.add(('m', 'weight' if pname else 'output', 'x', pname, None, 0), 0, 0, 'float32', {'mean': mean})
-        return [r[5] for r in page.take(False)[1]]
+        buffer.add(('m', 'weight' if pname else 'output', 'x', pname, None, 0), 0, 0, 'float32', {'mean': mean})
+        return [r[5] for r in buffer.take(False)[1]]
     for i in range(3): assert give('weight', i)==[{'mean': i, **({'supersedes': True} if i else {})}]
     for i in range(2): assert give(None, i)==[{'mean': i}]
     assert give('bias', 0)==[{'mean': 0}]
-    page.step_over()
+    buffer.step_over()
     assert give('weight', 7)==[{'mean': 7}]
-    page.clear_taken()
+    buffer.clear_taken()
     assert give('weight', 8)==[{'mean': 8}]
 
 
 def test_only_rows_of_the_same_module_type_and_name_are_dropped():
-    page = Page({})
+    buffer = StepBuffer({})
     for m in 'ab':
         for t in ('weight', 'update'):
-            for n in 'xy': page.add((m, t, n, None, None, 0), 0, 0, 'float32', {})
-    page.drop('a', 'weight', 'x')
-    assert [r[1][:3] for r in page.custom]==[(m, t, n) for m in 'ab' for t in ('weight', 'update') for n in 'xy' if (m, t, n)!=('a', 'weight', 'x')]
+            for n in 'xy': buffer.add((m, t, n, None, None, 0), 0, 0, 'float32', {})
+    buffer.drop('a', 'weight', 'x')
+    assert [r[1][:3] for r in buffer.custom]==[(m, t, n) for m in 'ab' for t in ('weight', 'update') for n in 'xy' if (m, t, n)!=('a', 'weight', 'x')]
 
 
 def test_calls_inside_of_calls():
@@ -292,14 +292,13 @@ def test_evaluation_is_what_the_root_or_a_part_that_was_trained_does_in_eval_mod
 
 
 def test_a_step_waits_for_all_of_its_optimizers_anew():
-    s = Steps(0, True)
-    s.awaited = frozenset({1, 2})
+    s = Steps(0, True, {1, 2})
     for _ in range(2):
         s.begin('')
-        assert not s.optimizer_stepped(1) and s.quiet=={2} and not s.optimizer_stepped(1) and s.turns[1]==2
-        assert s.optimizer_stepped(2) and s.quiet==set()
+        assert not s.turns.took(1) and s.turns.quiet=={2} and not s.turns.took(1) and s.turns.often[1]==2
+        assert s.turns.took(2) and s.turns.quiet==set()
         s.close()
-        assert not s.turns and s.quiet=={1, 2}
+        assert not s.turns.often and s.turns.quiet=={1, 2}
 
 
 def test_a_decision_is_made_once_for_a_step():
@@ -515,8 +514,7 @@ def test_gradients_that_no_optimizer_has_told_of_are_read_where_te_step_is():
     "Two are heard, and te.step() ends the steps: of who has stepped they are those of its step, of the other those of now; in the next step likewise"
     model = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(2))
     opts = [torch.optim.SGD(m.parameters(), 0.) for m in model]
-    with torchEmber(model, optimizer=opts, ttypes='weight_grad', stats=['mean']) as te:
-        te.recorder.listen_to(te.recorder.watch, ends=False)
+    with torchEmber(model, optimizer=opts, ttypes='weight_grad', stats=['mean'], ends='step') as te:
         for s,who in enumerate((0, 1, 1, None)):
             for i,m in enumerate(model): m(torch.full((1, 1), 10.*s+i+1)).sum().backward()
             if who is not None: opts[who].step()
@@ -540,9 +538,10 @@ def test_what_was_copied_for_an_update_that_did_not_come():
             s.update()
             with torch.no_grad(): model.weight.add_(10)
             if i: te.log_model() # in the step that comes
-        te.recorder.updates.before(opt) # a step that is not over
+        te.recorder.sources.updates.before(opt) # a step that is not over
     assert told(te, 'step', 'mean', ttype='update')==[(0, -1), (2, -1)]
-    assert told(te, 'step', 'skipped', ttype='output')==[(0, None), (1, True), (2, None)] and te.recorder.skipped_steps==1 and not te.recorder.updates.copies
+    assert told(te, 'step', 'skipped', ttype='output')==[(0, None), (1, True), (2, None)]
+    assert te.recorder.tally.skipped==1 and not te.recorder.sources.updates.copies
 
 
 def test_the_closing_report_tells_how_long_a_step_waited():
@@ -566,7 +565,7 @@ def test_steps_that_hold_more_rows_than_memory_should():
     model = nn.Sequential(nn.Linear(1, 1))
     opt = torch.optim.SGD(model.parameters(), 0.)
     te = torchEmber(model, optimizer=opt, ttypes='input', stats=['mean', 'numel'])
-    te.recorder.most_rows = 3
+    te.recorder.pipe.most_rows = 3
     for s in range(2):
         for i in range(5): model(torch.full((1, 1), 10.*s+i))
         opt.step()
@@ -587,7 +586,7 @@ def test_a_process_that_the_run_does_not_belong_to():
     for _ in range(2):
         model(torch.ones(1, 1)).sum().backward(); opt.step()
         te.probe('x', torch.ones(1))
-    assert not te.recorder.on and not te.recorder.switch.on and te.recorder.page.size==0
+    assert not te.recorder.pipe.on and not te.recorder.events.switch.on and te.recorder.buffer.size==0
     assert te.close()['remarks']==['This process was forked from the one that records the run, and adds nothing to it.']
     assert len(te.t.lines())==n>0
 

@@ -15,14 +15,14 @@ from torchember.capture.tree import tracks
 from torchember.recorder.buffers import Buffers
 from torchember.recorder.calls import Calls
 from torchember.recorder.gradients import Gradients
-from torchember.recorder.journal import Journal
+from torchember.recorder.row_writer import RowWriter
 from torchember.recorder.notices import Notices
 from torchember.recorder.optimizer import Updates
-from torchember.recorder.page import Generators, Page
+from torchember.recorder.step_buffer import Generators, StepBuffer
 from torchember.recorder.parameters import Known, Parameters, ZeroGradHint, look_over
 from torchember.recorder.process import hand_over, open_recorders
 from torchember.recorder.row import one_row
-from torchember.recorder.steps import Decision, Steps
+from torchember.recorder.steps import Decision, Steps, Turns, stalled
 
 BOTH = ('weight', 'weight_grad')
 
@@ -34,23 +34,23 @@ def copied(o): return {k: v.copy() if hasattr(v, 'copy') else v for k,v in vars(
 
 def busy(manual=True):
     "A step in which everything has happened"
-    s = Steps(5, manual)
-    s.awaited = frozenset({1, 2})
+    s = Steps(5, manual, {1, 2})
     for i in range(3): s.begin('', None, i)
     s.begin('head', 'eval', 9)
     s.training_passes,s.failed,s.graded,s.measured = 3,True,True,True
-    s.optimizer_stepped(1)
+    s.turns.took(1)
     return s
 
 
 @pytest.mark.parametrize('manual', [False, True])
 def test_a_step_that_is_over_leaves_nothing_but_what_was_known_before(manual):
-    s,fresh = busy(manual),Steps(6, manual)
+    s,fresh = busy(manual),Steps(6, manual, {1, 2})
     passes = s.pass_
     for _ in range(2):
         s.close()
-        want = copied(fresh) | dict(closed=s.number-1, pass_=passes+1, trained=True, evaluated=5, awaited=frozenset({1, 2}), number=s.number)
-        assert vars(s)==want
+        want = copied(fresh) | dict(closed=s.number-1, pass_=passes+1, trained=True, evaluated=5, number=s.number, turns=vars(fresh.turns))
+        got = vars(s) | {'turns': vars(s.turns)}
+        assert {**got, 'phases': 0}=={**want, 'phases': 0}
         s.begin('', None, 1)
         passes = s.pass_
     s.close()
@@ -81,8 +81,12 @@ def test_what_makes_of_an_evaluation_a_step():
         s.begin('', 'eval')
         for k,v in more.items(): setattr(s, k, v)
         return s
+    def took(optimizer):
+        turns = Turns()
+        turns.took(optimizer)
+        return turns
     assert of().evaluation and not of(False).evaluation and not of(manual=False).evaluation
-    assert not of(measured=True).evaluation and not of(stepped={1}).evaluation
+    assert not of(measured=True).evaluation and not of(turns=took(1)).evaluation
     assert of(False, trained_so=True).evaluation and not of(False, trained_so=True, graded=True).evaluation
     s = of()
     s.begin('', None)
@@ -155,10 +159,10 @@ def test_passes_that_were_taken_for_steps_are_counted_in_the_open_one():
 
 def test_why_a_step_seems_never_to_be_over():
     def of(awaited=(1,), stepped=(), changes=0, passes=0, turns=()):
-        s = Steps(0, True)
-        s.awaited,s.changes,s.training_passes = frozenset(awaited),changes,passes
-        s.stepped |= set(stepped); s.turns.update(dict(turns))
-        return s.stalled(10, 5)
+        s = Steps(0, True, awaited)
+        s.changes,s.training_passes = changes,passes
+        s.turns.stepped |= set(stepped); s.turns.often.update(dict(turns))
+        return stalled(s, 10, 5)
     assert of() is None and of(changes=1) is None and of(passes=9) is None
     assert of(passes=10)=='10 passes went by' and of(changes=2)=='the weights change all the same'
     assert of((1, 2), changes=2) is None # those that the other has trained
@@ -201,95 +205,95 @@ def test_each_thread_has_a_log_and_a_stack_of_its_own():
     assert c.innermost() is None and not c.here.skipped
 
 
-# ---- the page
+# ---- the buffer
 
 def layer(name='a'): return Some(track=Some(name=name, id=name), taps={}, watched=True)
-def vectors(page, over=True): return [(r['key'], r['call'], r['stats']) for r in page.take(over)[0].rows()]
+def vectors(buffer, over=True): return [(r['key'], r['call'], r['stats']) for r in buffer.take(over)[0].rows()]
 
 
 def test_a_row_says_all_that_it_was_measured_with():
     "By built-in statistics and by a function: module, type, name, parameter, phase, backward, call, pass, and the numbers without a scale"
     asked = []
-    def own(x): asked.append((page.calls.current.name, page.calls.here.measuring)); return {'mean': x.mean()}
-    page = Page({'output': ('mean',), 'weight': own})
+    def own(x): asked.append((buffer.calls.current.name, buffer.calls.here.measuring)); return {'mean': x.mean()}
+    buffer = StepBuffer({'output': ('mean',), 'weight': own})
     x = torch.tensor([2., 4.])
     for micro in (0, 1):
-        page.begin_pass(micro)
-        page.micro = micro
+        buffer.begin_pass(micro)
+        buffer.micro = micro
         for m in 'ab':
-            for t in ('output', 'weight'): page.measure(layer(m), t, 'x', x+micro, 'p', 3, 'eval', 2, torch.tensor(2.))
-    snapshot,rows = page.take(True)
+            for t in ('output', 'weight'): buffer.measure(layer(m), t, 'x', x+micro, 'p', 3, 'eval', 2, torch.tensor(2.))
+    snapshot,rows = buffer.take(True)
     want = [((m, t, 'x', 'p', 'eval', 2), 3, mean) for m in 'ab' for t,mean in (('output', 1.5), ('output', 2.), ('weight', 1.5), ('weight', 2.))]
     got = [(r['key'], r['call'], r['stats']['mean']) for r in snapshot.rows()]+[(r[1], r[2], r[5]['mean']) for r in rows]
-    assert sorted(got)==want and [r[3] for r in rows]==[0, 0, 1, 1] and {r[4] for r in rows}=={'float32'} and not page.calls.here.measuring
+    assert sorted(got)==want and [r[3] for r in rows]==[0, 0, 1, 1] and {r[4] for r in rows}=={'float32'} and not buffer.calls.here.measuring
     assert asked==[(m, True) for _ in range(2) for m in 'ab']
 
 
 def test_a_function_that_fails_leaves_no_trace_of_itself():
     def own(x): raise KeyError('x')
-    page = Page({'output': own}, Some(failed=lambda *a: said.append((*a[:2], a[3]))))
+    buffer = StepBuffer({'output': own}, Some(failed=lambda *a: said.append((*a[:2], a[3]))))
     said = []
-    page.measure(layer(), 'output', 'x', torch.ones(1))
-    page.measure(layer(), 'output', 'y', torch.ones(1, device='meta'))
-    assert not page.calls.here.measuring and [r[5] for r in page.take(True)[1]]==[{'error': "KeyError: 'x'"}]
+    buffer.measure(layer(), 'output', 'x', torch.ones(1))
+    buffer.measure(layer(), 'output', 'y', torch.ones(1, device='meta'))
+    assert not buffer.calls.here.measuring and [r[5] for r in buffer.take(True)[1]]==[{'error': "KeyError: 'x'"}]
     assert said==[('a', 'x', own), ('a', 'y', own)]
 
 
 def test_what_is_replaced_is_the_same_tensor_of_the_same_module_alone():
     "Of what a step has once the last measurement counts, before and after it was handed out, and also when it was written to unseen"
-    page,a,b = Page({'weight': ('mean',)}),layer('a'),layer('b')
+    buffer,a,b = StepBuffer({'weight': ('mean',)}),layer('a'),layer('b')
     ws = torch.ones(2),torch.full((2,), 5.)
     for st in (a, b):
-        for n,w in zip('wv', ws, strict=True): page.measure(st, 'weight', n, w, n, once=True)
+        for n,w in zip('wv', ws, strict=True): buffer.measure(st, 'weight', n, w, n, once=True)
     ws[0].data.fill_(7.)
-    page.forget_seen()
-    page.measure(a, 'weight', 'w', ws[0], 'w', once=True, replace=True)
+    buffer.forget_seen()
+    buffer.measure(a, 'weight', 'w', ws[0], 'w', once=True, replace=True)
     def of(rows): return [(k[0], k[2], s['mean'], 'supersedes' in s) for k,_,s in rows]
-    assert sorted(of(vectors(page, False)))==[('a', 'v', 5, False), ('a', 'w', 7, False), ('b', 'v', 5, False), ('b', 'w', 1, False)]
-    page.measure(a, 'weight', 'w', ws[1], 'w', once=True, replace=True)
-    page.measure(a, 'weight', 'w', ws[1]+1, 'w', once=True, replace=True)
-    assert page.handed_out and of(vectors(page))==[('a', 'w', 6, True)]
-    page.step_over()
-    page.measure(a, 'weight', 'w', ws[1]+2, 'w', once=True, replace=True)
-    assert of(vectors(page))==[('a', 'w', 7, False)]
+    assert sorted(of(vectors(buffer, False)))==[('a', 'v', 5, False), ('a', 'w', 7, False), ('b', 'v', 5, False), ('b', 'w', 1, False)]
+    buffer.measure(a, 'weight', 'w', ws[1], 'w', once=True, replace=True)
+    buffer.measure(a, 'weight', 'w', ws[1]+1, 'w', once=True, replace=True)
+    assert buffer.handed_out and of(vectors(buffer))==[('a', 'w', 6, True)]
+    buffer.step_over()
+    buffer.measure(a, 'weight', 'w', ws[1]+2, 'w', once=True, replace=True)
+    assert of(vectors(buffer))==[('a', 'w', 7, False)]
 
 
 def test_a_page_whose_step_is_over():
-    page = Page({'output': ('mean',), 'weight': lambda x: {'n': 1}})
+    buffer = StepBuffer({'output': ('mean',), 'weight': lambda x: {'n': 1}})
     for over in (False, True):
-        page.micro = 2
-        page.measure(layer(), 'output', 'x', torch.ones(1))
-        page.measure(layer(), 'weight', 'x', torch.ones(1), 'x')
-        page.void = {'something'}
-        page.take(over)
-        assert page.given
-    assert len(page.taken)==1
-    page.step_over()
-    assert (page.taken, page.given, page.void, page.micro, page.handed_out, page.on_device, page.size)==([], set(), set(), 0, False, False, 0)
-    page.arena.blocks.append(Some(device=Some(type='cuda')))
-    page.step_over()
-    assert page.on_device
-    page.taken,page.given,page.void = [1],{1},{1}
-    arena = page.arena
-    page.fresh_arena()
-    assert (page.taken, page.given, page.void)==([], set(), set()) and page.arena is not arena
+        buffer.micro = 2
+        buffer.measure(layer(), 'output', 'x', torch.ones(1))
+        buffer.measure(layer(), 'weight', 'x', torch.ones(1), 'x')
+        buffer.void = {'something'}
+        buffer.take(over)
+        assert buffer.given
+    assert len(buffer.taken)==1
+    buffer.step_over()
+    assert (buffer.taken, buffer.given, buffer.void, buffer.micro, buffer.handed_out, buffer.on_device, buffer.size)==([], set(), set(), 0, False, False, 0)
+    buffer.arena.blocks.append(Some(device=Some(type='cuda')))
+    buffer.step_over()
+    assert buffer.on_device
+    buffer.taken,buffer.given,buffer.void = [1],{1},{1}
+    arena = buffer.arena
+    buffer.fresh_arena()
+    assert (buffer.taken, buffer.given, buffer.void)==([], set(), set()) and buffer.arena is not arena
 
 
 def test_functions_rows_of_a_pass_that_raised():
     "Those of the pass before stay, and what a step has once; what was handed out is superseded when it comes again"
-    page = Page({})
+    buffer = StepBuffer({})
     def give(micro, *names):
-        page.micro = micro
-        for n in names: page.add(('m', 'output', n, 'p' if n=='w' else None, None, 0), 0, micro, 'float32', {'at': micro})
+        buffer.micro = micro
+        for n in names: buffer.add(('m', 'output', n, 'p' if n=='w' else None, None, 0), 0, micro, 'float32', {'at': micro})
     give(0, 'x'); give(1, 'x', 'w')
-    page.take_back(1)
-    assert [(r[1][2], r[3]) for r in page.custom]==[('x', 0), ('w', 1)]
-    page.take(False)
+    buffer.take_back(1)
+    assert [(r[1][2], r[3]) for r in buffer.custom]==[('x', 0), ('w', 1)]
+    buffer.take(False)
     give(1, 'x')
-    page.take(False)
-    page.take_back(1)
+    buffer.take(False)
+    buffer.take_back(1)
     give(1, 'x', 'y')
-    assert [(r[1][2], r[5]) for r in page.take(True)[1]]==[('x', {'at': 1, 'supersedes': True}), ('y', {'at': 1})]
+    assert [(r[1][2], r[5]) for r in buffer.take(True)[1]]==[('x', {'at': 1, 'supersedes': True}), ('y', {'at': 1})]
 
 
 class Part(torch.Tensor):
@@ -300,18 +304,18 @@ class Part(torch.Tensor):
 
 
 def test_parts_of_tensors_are_known_by_place_and_call():
-    page,st = Page({'output': ('shape',), 'weight': ('shape',)}),layer()
+    buffer,st = StepBuffer({'output': ('shape',), 'weight': ('shape',)}),layer()
     x = torch.zeros(2, 3).as_subclass(Part)
     whole = x.as_subclass(Part)
     whole.whole = True
     def at(call, ttype='output'): return 'a', ttype, 'x', None, 0, call
-    for call in (0, 1): page.measure(st, 'output', 'x', x, call=call)
-    page.measure(st, 'weight', 'x', x, 'p')
-    assert page.parts.keys()=={at(0), at(1), ('a', 'weight', 'x', None, 0, 0)} and page.parts[at(0)]['global_shape']==[2, 3]
-    page.measure(st, 'output', 'x', torch.zeros(2, 3), call=0)
-    page.measure(st, 'weight', 'x', whole, 'p')
-    assert page.parts.keys()=={at(1)}
-    assert [s['shape'] for *_,s in vectors(page)]==[[1, 3]]*3+[[2, 3], [1, 3]]
+    for call in (0, 1): buffer.measure(st, 'output', 'x', x, call=call)
+    buffer.measure(st, 'weight', 'x', x, 'p')
+    assert buffer.parts.keys()=={at(0), at(1), ('a', 'weight', 'x', None, 0, 0)} and buffer.parts[at(0)]['global_shape']==[2, 3]
+    buffer.measure(st, 'output', 'x', torch.zeros(2, 3), call=0)
+    buffer.measure(st, 'weight', 'x', whole, 'p')
+    assert buffer.parts.keys()=={at(1)}
+    assert [s['shape'] for *_,s in vectors(buffer)]==[[1, 3]]*3+[[2, 3], [1, 3]]
 
 
 def test_functions_that_draw_do_so_apart_from_the_training_and_from_each_other(monkeypatch):
@@ -349,7 +353,7 @@ class Nobody(Listener): pass
 
 
 class Spy:
-    "Stands for a page: keeps what it is told to measure"
+    "Stands for a buffer: keeps what it is told to measure"
     def __init__(self): self.got,self.stats,self.handed_out,self.parts,self.forgotten = [],{'weight': ('mean',)},False,{},0
     def forget_seen(self): self.forgotten += 1
     def measure(self, state, ttype, tname, x, pname=None, **more): self.got.append((state.track.path, ttype, tname, pname, x, more))
@@ -359,8 +363,8 @@ class Spy:
         return out
 
 
-def of(model, ttypes=BOTH, page=None):
-    ps = Parameters(Spy() if page is None else page, ttypes)
+def of(model, ttypes=BOTH, buffer=None):
+    ps = Parameters(Spy() if buffer is None else buffer, ttypes)
     ps.states = [State(t, Nobody(), None, False, (), None, True) for t in tracks(model)]
     return ps
 
@@ -381,30 +385,30 @@ def test_each_parameter_is_measured_once_at_the_first_that_returns_and_then_agai
     root,seq,lin,b,c = ps.states
     for p in (m.b.weight, m.c.weight): p.grad = torch.ones_like(p)
     ps.after_call(b, False, BOTH)
-    assert ps.page.places()==[('b', 'weight', 'weight_0', 'weight'), ('b', 'weight_grad', 'grad_0', 'weight')]
+    assert ps.buffer.places()==[('b', 'weight', 'weight_0', 'weight'), ('b', 'weight_grad', 'grad_0', 'weight')]
     ps.after_call(seq, False, BOTH)
-    assert ps.page.places()==[]
+    assert ps.buffer.places()==[]
     ps.after_call(seq, True, BOTH)
-    assert ps.page.places()==[('a.0', 'weight', 'weight_1', 'bias')]
+    assert ps.buffer.places()==[('a.0', 'weight', 'weight_1', 'bias')]
     c.watched = False
     ps.after_call(root, True, BOTH)
-    assert ps.page.places()==[]
+    assert ps.buffer.places()==[]
     c.watched = True
     ps.after_call(root, True, ('weight_grad',))
-    assert ps.page.places()==[('c', 'weight_grad', 'grad_0', 'weight')]
+    assert ps.buffer.places()==[('c', 'weight_grad', 'grad_0', 'weight')]
     assert ps.hint.found and ps.hint.in_step and ps.known.got=={('b', 'weight'), ('c', 'weight')}
     ps.at_boundary({id(m.c.weight), id(m.b.weight)}, 4.)
-    assert [(*g[:3], g[5]) for g in ps.page.got]==[(p, 'weight_grad', 'grad_0', dict(scale=4., once=True, replace=True)) for p in ('a.0', 'c')]
-    assert ps.page.forgotten==1
-    ps.page.got.clear()
+    assert [(*g[:3], g[5]) for g in ps.buffer.got]==[(p, 'weight_grad', 'grad_0', dict(scale=4., once=True, replace=True)) for p in ('a.0', 'c')]
+    assert ps.buffer.forgotten==1
+    ps.buffer.got.clear()
     ps.step_over()
     ps.at_boundary({id(m.c.bias)})
-    assert ps.page.places()==[('c', 'weight', 'weight_0', 'weight'), ('c', 'weight', 'weight_1', 'bias')]
+    assert ps.buffer.places()==[('c', 'weight', 'weight_0', 'weight'), ('c', 'weight', 'weight_1', 'bias')]
     ps.again(('weight',))
-    assert ps.page.places()==[('a.0', 'weight', 'weight_0', 'weight'), ('a.0', 'weight', 'weight_1', 'bias'), ('c', 'weight', 'weight_0', 'weight'),
+    assert ps.buffer.places()==[('a.0', 'weight', 'weight_0', 'weight'), ('a.0', 'weight', 'weight_1', 'bias'), ('c', 'weight', 'weight_0', 'weight'),
         ('c', 'weight', 'weight_1', 'bias')]
     ps.after_call(root, True, BOTH)
-    assert ps.page.places()==[] # all were seen
+    assert ps.buffer.places()==[] # all were seen
     assert [s.track.path for s in ps.below(root)]==['a', 'b', 'c', 'a.0'] and [s.track.path for s in ps.below(seq)]==['a.0'] and ps.below(c)==[]
     assert [(st.track.path, n) for st,_,n,_ in ps.each(states=[b, c])]==[('b', 'weight'), ('c', 'weight'), ('c', 'bias')]
     lin.watched = False
@@ -507,21 +511,21 @@ def test_what_is_computed_again_brings_the_gradients_that_are_asked_for(ttypes):
 
 
 def test_buffers_are_measured_as_they_are_in_place_of_what_they_were():
-    page,m = Spy(),nn.ModuleList(nn.BatchNorm1d(1, track_running_stats=t) for t in (True, False, True))
-    Buffers(page).step_over(of(m).states)
+    buffer,m = Spy(),nn.ModuleList(nn.BatchNorm1d(1, track_running_stats=t) for t in (True, False, True))
+    Buffers(buffer).step_over(of(m).states)
     names = [n for n,_ in m[0].named_buffers()]
-    assert page.got==[(p, 'buffer', n, n, m[int(p)]._buffers[n], dict(once=True, replace=True)) for p in '02' for n in names]
+    assert buffer.got==[(p, 'buffer', n, n, m[int(p)]._buffers[n], dict(once=True, replace=True)) for p in '02' for n in names]
 
 
 def test_updates_are_of_the_step_that_was_taken():
     "Of two optimizers each tells of its own; what is asked again, later, or after a skipped step has no update"
     m = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1, bias=False)])
     ps = of(m)
-    u = Updates(ps.page, ps, ('weight', 'update', 'optimizer'))
+    u = Updates(ps.buffer, ps, ('weight', 'update', 'optimizer'))
     one,two = torch.optim.SGD(m[0].parameters(), 1., momentum=.9),torch.optim.SGD(m[1].parameters(), 1.)
     for p in m.parameters(): p.grad = torch.ones_like(p)
     ps.seen |= {(st.track.id, n) for st,_,n,_ in ps.each()}
-    def rows(): out = [(*g[:4], g[4].item(), g[5]) for g in ps.page.got]; ps.page.got.clear(); return out
+    def rows(): out = [(*g[:4], g[4].item(), g[5]) for g in ps.buffer.got]; ps.buffer.got.clear(); return out
     again = dict(once=True, replace=True)
     for o in (one, two): u.before(o)
     one.step()
@@ -540,24 +544,23 @@ def test_updates_are_of_the_step_that_was_taken():
     u.after(two)
     assert rows()==[]
     def befores(ttypes=('weight', 'update'), seen=True, stats=('mean',), handed_out=False):
-        v = Updates(ps.page, ps, ttypes)
+        v = Updates(ps.buffer, ps, ttypes)
         if not seen: ps.step_over()
-        ps.page.stats,ps.page.handed_out,old = {'weight': stats},handed_out,m[1].weight.item()
+        ps.buffer.stats,ps.buffer.handed_out,old = {'weight': stats},handed_out,m[1].weight.item()
         v.before(two); two.step(); v.after(two)
         got = rows()
         assert got[-1][1]=='update' and all(r==('1', 'before', 'weight_0', 'weight', old, again) for r in got[:-1])
         return len(got)-1
     assert befores()==0 and [befores(**k) for k in (dict(ttypes=('update',)), dict(stats=lambda x: {}), dict(handed_out=True), dict(seen=False))]==[1]*4
-    assert Updates(ps.page, ps, ('weight',)).before(one) is None
-    v = Updates(ps.page, ps, ('weight', 'optimizer'))
+    assert Updates(ps.buffer, ps, ('weight',)).before(one) is None
+    v = Updates(ps.buffer, ps, ('weight', 'optimizer'))
     v.before(one)
     assert not v.copies
 
 
 def test_what_is_known_of_parameters_is_told_when_it_changes():
     m,told = Model(),[]
-    k = Known(BOTH)
-    k.tell = told.append
+    k = Known(BOTH, told.append)
     states = of(m).states
     opt = torch.optim.SGD(m.c.parameters(), .1)
     for _ in range(2): k.look(states, None, False)
@@ -587,37 +590,37 @@ class Run:
 
 def journal():
     t = Run()
-    return t, Journal(t), Page({}), Steps(0, True)
+    return t, RowWriter(t), StepBuffer({}), Steps(0, True)
 
 
-def measured(page, mean=1.): page.add(('m', 'output', 'x', None, None, 0), 0, 0, 'float32', {'mean': mean})
+def measured(buffer, mean=1.): buffer.add(('m', 'output', 'x', None, None, 0), 0, 0, 'float32', {'mean': mean})
 
 
 def test_steps_that_wait_go_to_the_log_before_what_comes_next():
-    t,j,page,steps = journal()
+    t,j,buffer,steps = journal()
     for s in range(3):
         steps.begin('')
-        measured(page, s)
-        j.write(page, steps, True, wait=s<2)
+        measured(buffer, s)
+        j.write(buffer, steps, True, wait=s<2)
         steps.close(); j.step_over(s, True)
         assert len(t.got)==(0 if s<2 else 3) and len(j.waiting)==(s+1 if s<2 else 0)
     assert [(m.step, [r[5]['mean'] for r in m.own], over) for m,(over,*_),_ in t.got]==[(s, [s], True) for s in range(3)] and j.last.step==2
-    j.write(page, steps, False)
+    j.write(buffer, steps, False)
     assert len(t.got)==3
     steps.begin('')
-    measured(page)
-    j.write(page, steps, True, wait=True)
-    j.write(page, steps, False) # with nothing of its own
+    measured(buffer)
+    j.write(buffer, steps, True, wait=True)
+    j.write(buffer, steps, False) # with nothing of its own
     assert len(t.got)==4 and j.waiting==[]
 
 
 def test_functions_rows_of_the_open_step_and_of_the_one_before_are_kept():
-    t,j,page,steps = journal()
+    t,j,buffer,steps = journal()
     for s in range(3):
         steps.begin('')
         for i in range(2):
-            measured(page, 10*s+i)
-            j.write(page, steps, i==1)
+            measured(buffer, 10*s+i)
+            j.write(buffer, steps, i==1)
         assert [r[5]['mean'] for r in j.own]==[10*s, 10*s+1]
         steps.close(); j.step_over(s, True)
         assert j.own==[] and [r[5]['mean'] for r in j.ended]==[10*s, 10*s+1]
@@ -625,15 +628,15 @@ def test_functions_rows_of_the_open_step_and_of_the_one_before_are_kept():
 
 @pytest.mark.parametrize('open_,on,was_on', [(a, b, c) for a in (False, True) for b in (False, True) for c in (False, True)])
 def test_rows_of_somebody_else_go_into_the_open_step_or_beside_it(open_, on, was_on):
-    t,j,page,steps = journal()
+    t,j,buffer,steps = journal()
     steps.begin(''); steps.close(); j.step_over(0, was_on)
     if open_: steps.begin('')
     t.marked = {'epoch': 4}
     rows = [(('m', 'quantity', n, None, None, 0), c, 'float64', {'v': c}) for c,n in enumerate('qr')]
-    for step in (0, 1): j.add(step, rows, page, steps, on)
+    for step in (0, 1): j.add(step, rows, buffer, steps, on)
     t.marked = {}
     inside = open_ and on
-    assert [r[1:] for r in page.custom]==([(k, c, None, d, s) for k,c,d,s in rows] if inside else [])
+    assert [r[1:] for r in buffer.custom]==([(k, c, None, d, s) for k,c,d,s in rows] if inside else [])
     got = [([(r['step'], r['tname'], r['call'], r['dtype'], r['v'], r['epoch']) for r in f()], args, more['joins']) for f,args,more in t.got]
     want = [([(s, n, c, 'float64', c, 4) for c,n in enumerate('qr')], (), True if s==0 and was_on else None) for s in (0, 1)]
     assert got==want[:1 if inside else 2]
@@ -641,13 +644,13 @@ def test_rows_of_somebody_else_go_into_the_open_step_or_beside_it(open_, on, was
 
 def test_numbers_of_an_evaluation_and_of_two_steps():
     "Their phase, their step, and calls that count on in the step that closed and from 0 in the next"
-    t,j,page,steps = journal()
+    t,j,buffer,steps = journal()
     j.root_name = 'model(Net)'
-    def note(v): j.note({'v': v}, page, steps, True)
+    def note(v): j.note({'v': v}, buffer, steps, True)
     steps.begin('')
     note(0); note(1)
-    assert [(r[1], r[2], r[5]) for r in page.custom]==[(('model(Net)', 'scalar', 'log', None, None, 0), c, {'v': c}) for c in (0, 1)]
-    j.write(page, steps, True)
+    assert [(r[1], r[2], r[5]) for r in buffer.custom]==[(('model(Net)', 'scalar', 'log', None, None, 0), c, {'v': c}) for c in (0, 1)]
+    j.write(buffer, steps, True)
     steps.close(); j.step_over(0, True)
     note(2)
     steps.begin('', 'eval')
@@ -656,27 +659,27 @@ def test_numbers_of_an_evaluation_and_of_two_steps():
     note(4)
     rows = [r for f,_,_ in t.got[1:] for r in f()]
     assert [(r['step'], r['call'], r.get('phase'), r['v']) for r in rows]==[(0, 2, None, 2), (0, 3, 'eval', 3)] and [m['joins'] for *_,m in t.got[1:]]==[True]*2
-    assert [(r[1][4], r[2], r[5]) for r in page.custom]==[(None, 0, {'v': 4})] and j.noted=={0: 4, 1: 1}
+    assert [(r[1][4], r[2], r[5]) for r in buffer.custom]==[(None, 0, {'v': 4})] and j.noted=={0: 4, 1: 1}
     j.step_over(1, False)
     assert j.noted=={1: 1} and not j.was_on
-    page,steps = Page({}),Steps(0)
+    buffer,steps = StepBuffer({}),Steps(0)
     steps.begin('', 'eval')
     note(5)
-    assert [r[1][4] for r in page.custom]==[None] # where a pass is a step, rows have no phase
+    assert [r[1][4] for r in buffer.custom]==[None] # where a pass is a step, rows have no phase
 
 
 def test_an_evaluation_joins_the_step_before_and_a_later_one_supersedes():
-    t,j,page,steps = journal()
+    t,j,buffer,steps = journal()
     steps.begin('')
-    measured(page); j.write(page, steps, True)
+    measured(buffer); j.write(buffer, steps, True)
     steps.close(); j.step_over(0, True)
     for _ in range(2):
         steps.begin('', 'eval'); steps.begin('', 'eval')
-        measured(page); j.write(page, steps, True)
+        measured(buffer); j.write(buffer, steps, True)
         steps.end_evaluation()
     j.was_on = False
     steps.begin('', 'eval')
-    measured(page); j.write(page, steps, True)
+    measured(buffer); j.write(buffer, steps, True)
     got = [(m.step, m.marks, m.several, more.get('joins')) for m,_,more in t.got[1:]]
     assert got==[(0, {}, {'eval': True}, True), (0, {'supersedes': True}, {'eval': True}, True), (0, {'supersedes': True}, {'eval': False}, None)]
     assert t.got[0][1][0] is True and all(more['by'] is j.lines for *_,more in t.got[1:])

@@ -900,7 +900,7 @@ def test_a_schedule_that_raises_leaves_the_passes_countable():
     x,_ = batches()[0]
     model(x)
     with pytest.raises(RuntimeError, match='on purpose'): model(x)
-    assert te.recorder.running==te.recorder.calls.recorded==te.recorder.calls.here.depth==0
+    assert te.recorder.events.running==te.recorder.calls.recorded==te.recorder.calls.here.depth==0
     te.close()
 
 

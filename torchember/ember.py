@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
-from .recorder.arguments import check_optimizers, no_number, not_a_model, nothing_to_record
+from .recorder.arguments import check_optimizers, check_steps, no_number, not_a_model, nothing_to_record
 from .recorder.budget import Budget, Report, check_share
 from .capture import compiled
 from .capture.forward import KEY, arm, armed_by, disarm
-from .capture.optimizer import OptimizerWatch, some, trained_by
 from .capture.tree import tracks, tree_dict, unwrap
 from .ground.choose import schedule, select
 from .measure.columns import stat_names
@@ -52,6 +50,8 @@ class torchEmber:
         home: Folder for logs, instead of `~/.torchember`
         overhead: Share of the training time that recording may take, such as 0.02: then not every step that `every` wants is recorded
         scaler: The `GradScaler` in use: recorded gradients are the unscaled ones, and steps that it skips are marked
+        ends: 'step': only `torchEmber.step` ends one. Without it the optimizer does, or where there is none each pass, until it is called
+        first_step: Number of the first step, to go on from a checkpoint in a run of its own
         on_error: When a statistic fails: 'warn' once and go on, or 'raise'
     """
     @says_arguments
@@ -70,6 +70,8 @@ class torchEmber:
         home=None, # Folder for logs, instead of `~/.torchember`
         overhead:float|None=None, # Share of the training time that recording may take, such as 0.02: then not every step that `every` wants is recorded
         scaler=None, # The `GradScaler` in use: recorded gradients are the unscaled ones, and steps that it skips are marked
+        ends:str|None=None, # 'step': only `torchEmber.step` ends one. Without it the optimizer does, or where there is none each pass, until it is called
+        first_step:int=0, # Number of the first step, to go on from a checkpoint in a run of its own
         on_error:str='warn' # When a statistic fails: 'warn' once and go on, or 'raise'
     ):
         if not isinstance(model, nn.Module): raise TypeError(not_a_model(model))
@@ -81,6 +83,7 @@ class torchEmber:
         optimizers = check_optimizers(optimizer, scaler, ttypes, [*model.parameters(), *inner.parameters()])
         when,stats = schedule(every),stats if callable(stats) else stat_names(stats)
         if overhead is not None: check_share(overhead)
+        check_steps(ends, first_step, resume)
         self.tracks,self.armed = tracks(inner),False
         self.chosen,self.views = (include, exclude),[] # views: live pictures of the run
         self.watched(self.tracks) # raises before anything is changed
@@ -88,17 +91,15 @@ class torchEmber:
         if ranks>1: name = f'{name or shared_name(self.model_name)}.rank{rank}'
         if resume: hand_over(name)
         self.t = new_run(self.model_name, name, resume, home)
-        self.recorder = Recorder(self.t, ttypes, stats, when, only_training, on_error, step=self.t.last_step()+1 if resume else 0,
-            rank=rank if ranks>1 else None, budget=None if overhead is None else Budget(overhead))
-        self.recorder.journal.root_name = self.tracks[0].name
-        known,t = self.recorder.parameters.known,self.t
-        known.tell = lambda meta: t.amend('parameters', meta)
+        t = self.t
+        self.recorder = Recorder(t, ttypes, stats, when, only_training, on_error, t.last_step()+1 if resume else first_step, rank if ranks>1 else None,
+            None if overhead is None else Budget(overhead), optimizers, scaler, ends, self.tracks[0].name, lambda meta: t.amend('parameters', meta))
+        known = self.recorder.sources.parameters.known
         if resume: known.go_on(noted_in(t))
-        if optimizers: self.recorder.listen_to(OptimizerWatch(optimizers, scaler, self.recorder))
-        self.t.source = weak_source(self.recorder)
+        t.source = weak_source(self.recorder)
         self.arm()
         base = {'start': now(), 'user': user(), 'schema': SCHEMA, 'model': self.model_name}
-        self.t.begin(base, {'parameters': known.meta()} | ({} if resume else {'vis': {'vis_type': 'standard'}, 'structure': self.mod_tree()}))
+        t.begin(base, {'parameters': known.meta()} | ({} if resume else {'vis': {'vis_type': 'standard'}, 'structure': self.mod_tree()}))
 
     def watched(self, ts):
         "The ids of the modules to record"
@@ -123,22 +124,17 @@ class torchEmber:
         if self.armed or disabled(): return self
         say_missing()
         inner = unwrap(self.model)
-        earlier = armed_by(inner)
+        earlier = getattr(armed_by(inner), 'recorder', None)
         if earlier is not None:
             what = 'The model' if KEY in inner.__dict__ else 'A part of the model'
             warn(f"{what} is watched already, by the run {earlier.t.fname}. That ends first, by its disarm(): one torchEmber watches a model at a time.")
             earlier.owner().disarm()
         self.tracks = tracks(inner)
         r = self.recorder
-        r.cost.warm(inner.parameters())
-        r.page.fresh_arena()
-        r.owner = lambda: self
-        depth = max(t.path.count('.') for t in self.tracks)
-        r.stack_room = depth+100 if depth>50 else 0
-        r.weights_watched = some([p for p in (trained_by(r.watch.optimizers) if r.watch else inner.parameters()) if p.requires_grad and not is_lazy(p)])
+        r.arming(lambda: self, self.tracks)
         self.armed = True
         try:
-            r.armed(arm(self.tracks, r, self.watched(self.tracks), {'disarm': lambda: (self.disarm(), self.model)[1]}))
+            r.armed(arm(self.tracks, r.events, self.watched(self.tracks), {'disarm': lambda: (self.disarm(), self.model)[1]}))
             if r.watch: r.watch.attach()
         except BaseException:
             self.disarm() # whatever it was, nothing is left behind
@@ -153,13 +149,11 @@ class torchEmber:
         """
         if self.armed:
             r = self.recorder
-            disarm(self.tracks, r)
+            disarm(self.tracks, r.events)
             if r.watch: r.watch.detach()
             r.finish()
             self.t.file.barrier() # who reads the run by its name now finds all of it
-            r.armed([])
-            r.weights_watched,r.owner = [],None
-            r.cost.step_began = None # what comes until it is armed again is no training
+            r.disarmed()
             self.armed = False
         return self.model
 
@@ -175,7 +169,7 @@ class torchEmber:
     def step(self):
         "The training step is over: call it after `backward`, before `zero_grad`. From then on only this closes one"
         r = self.recorder
-        if not r.steps.awaited: r.boundary()
+        if not r.steps.turns.awaited: r.boundary()
         elif r.steps.opened: r.notices.once('two', "te.step() does nothing here: the optimizer that torchEmber was given ends each step. "
             "Leave out one of the two.")
 
@@ -213,7 +207,7 @@ class torchEmber:
         """
         if not isinstance(tensor, torch.Tensor): raise TypeError(f"te.probe records a tensor, got {an(tensor)}. A number is noted by te.log({name}=...).")
         if self.armed:
-            root = self.recorder.states[0]
+            root = self.recorder.sources.states[0]
             if not torch.compiler.is_compiling(): root.listener.probe_here(name, tensor)
             elif root.switch.on: compiled.probed([tensor.detach()], root.key, [name])
         return tensor
@@ -232,7 +226,7 @@ class torchEmber:
             The tensor
         """
         if tensor is not None and not isinstance(tensor, torch.Tensor): raise TypeError(f"watch_tensor follows a tensor, got {an(tensor)}.")
-        self.recorder.variables.pop(name, None) if tensor is None else self.recorder.variables.update({name: tensor})
+        self.recorder.sources.follow(name, tensor)
         return tensor
 
     def mark(self, /, *unnamed, **marks):
@@ -262,9 +256,7 @@ class torchEmber:
         check_ttypes(ttypes, recorded)
         if not ttypes: raise ValueError(f"how_record needs the tensor types that the function is for: {', '.join(recorded)}.")
         def use(f):
-            how = f if callable(f) else stat_names(f)
-            self.recorder.page.stats.update(dict.fromkeys(ttypes, how))
-            self.recorder.page.forget_taps(self.recorder.states, ttypes)
+            self.recorder.buffer.use(f if callable(f) else stat_names(f), ttypes, self.recorder.sources.states)
             return f
         return use
 
@@ -306,11 +298,11 @@ class torchEmber:
         r,inner,armed_here = self.recorder,self.tracks[0].module,not self.armed
         if armed_here:
             if armed_by(inner) is not None: raise RuntimeError("another torchEmber is armed on this model. Ask that one for its plan, or disarm it.")
-            r.armed(arm(self.tracks, r, self.watched(self.tracks)))
+            r.armed(arm(self.tracks, r.events, self.watched(self.tracks)))
         try: return plan_of(inner, r, args, kwargs, self.model_name)
         finally:
             if armed_here:
-                disarm(self.tracks, r)
+                disarm(self.tracks, r.events)
                 r.armed([])
 
     def mod_tree(self):
@@ -371,11 +363,11 @@ class torchEmber:
         live = sum(v.seconds for v in self.views)
         took = lambda: {'seconds': (s := r.seconds()+live), 'share': s/r.cost.elapsed if r.cost.elapsed else 0.}
         self.t.end(**took()) # for those who read the run
-        return Report(run=self.fname, steps=r.seen_steps, recorded=r.recorded_steps, rows=f.rows, bytes=f.written,
+        return Report(run=self.fname, steps=r.tally.steps, recorded=r.tally.recorded, rows=f.rows, bytes=f.written,
             **took(), errors=r.notices.errors, skipped=r.notices.unmeasurable, remarks=r.remarks(),
             **({'live': live} if live else {}), **({'beside': r.cost.loading} if r.cost.loading else {}),
             **({'arming': r.cost.arming} if r.cost.arming else {}), **({'compiling': r.cost.compiling} if r.cost.compiling else {}),
-            **({} if r.cost.budget is None else {'thinned': r.cost.budget.thinned-r.decide.denied, 'budget': str(r.cost.budget)}))
+            **({} if r.cost.budget is None else {'thinned': r.cost.budget.thinned-r.pipe.decide.denied, 'budget': str(r.cost.budget)}))
 
     def __enter__(self): return self.arm()
 

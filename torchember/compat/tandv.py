@@ -119,11 +119,8 @@ class TorchTracker(Tracker):
 
     def step(self):
         "The training step is over: call it after `optimizer.step()`"
-        steps = self.te.recorder.steps
-        n,ran = steps.number,steps.opened
-        self.te.step()
-        if not ran: steps.number += 1
-        self.ended(n, ran)
+        n = self.current_step
+        self.ended(n, self.te.recorder.boundary(empty=True))
 
     def unregister(self):
         "Watch no more"
@@ -134,7 +131,7 @@ class TorchTracker(Tracker):
         return self
 
     def __exit__(self, kind, error, traceback):
-        trained = any(p.requires_grad for _,_,_,p in self.te.recorder.parameters.each())
+        trained = any(p.requires_grad for _,_,_,p in self.te.recorder.sources.parameters.each())
         self.report = self.te.close()
         self.finish(kind is not None)
         if kind is None: self.say(trained)
@@ -146,10 +143,10 @@ class TorchTracker(Tracker):
             trained: whether there are weights to be trained in what was watched
         """
         r = self.te.recorder
-        if r.seen_steps and not self.calls:
+        if r.tally.steps and not self.calls:
             warn("tracker.step() was never called, so everything is in one step. Call it after optimizer.step().")
-        elif trained and 'weight_grad' in r.ttypes and r.watch is None and (n := r.parameters.hint.steps_without):
-            warn(f"{n:,} of {r.recorded_steps:,} steps have no weight gradients: zero_grad() came before tracker.step(). Call it later, or give track "
+        elif trained and 'weight_grad' in r.ttypes and r.watch is None and (n := r.sources.parameters.hint.steps_without):
+            warn(f"{n:,} of {r.tally.recorded:,} steps have no weight gradients: zero_grad() came before tracker.step(). Call it later, or give track "
                 "the optimizer=, then it does not matter.")
 
 # %% ../../nbs/80_compat/30_tandv.ipynb #fcc2f0ee
@@ -198,9 +195,8 @@ def track(
         'optimizer': optimizer is not None}
     stats = statistics_of(stash_value, *stash_functions) or Stash(stash_value, lambda: tracker.folder(), save_tensor)
     te = torchEmber(module, optimizer=optimizer, ttypes=[t for t,yes in wanted.items() if yes], include=by_pattern(include, 'include', prefix),
-        exclude=left_out(by_pattern(exclude, 'exclude', prefix), module), stats=stats, only_training=only_stash_during_training, name=name, home=home)
-    if te.recorder.watch: te.recorder.listen_to(te.recorder.watch, ends=False)
-    te.recorder.steps.manual,te.recorder.steps.number = True,init_step or 0
-    te.recorder.parameters.hint.silent = True # the tracker says it, in its own words
+        exclude=left_out(by_pattern(exclude, 'exclude', prefix), module), stats=stats, only_training=only_stash_during_training, ends='step',
+        first_step=init_step or 0, name=name, home=home)
+    te.recorder.sources.parameters.hint.be_silent() # the tracker says it, in its own words
     tracker = TorchTracker(te, prefix=prefix, offload_inc=offload_inc, offload_fn=offload_fn, offload_type=offload_type, wandb=wandb)
     return tracker

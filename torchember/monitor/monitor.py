@@ -211,8 +211,7 @@ class Monitor:
 
     def open_run(self, name, resume, home):
         "Rows go into the run of the ember that is armed on this model, or into a run of their own"
-        recorder = None if name or home or resume else armed_by(self.model)
-        self.recorder = recorder if hasattr(recorder, 'add_rows') else None
+        self.recorder = None if name or home or resume else getattr(armed_by(self.model), 'recorder', None)
         if self.recorder is not None: self.t = self.recorder.t; return
         rank,ranks = rank_and_size()
         self.rank = {'rank': rank} if ranks>1 else {}

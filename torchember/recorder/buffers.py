@@ -12,12 +12,12 @@ class Buffers:
     """The buffers of a model's modules
 
     Args:
-        page: Where they are measured
+        buffer: Where they are measured
     """
     ttypes = ('buffer',)
     def __init__(self,
-        page # Where they are measured
-    ): self.page = page
+        buffer # Where they are measured
+    ): self.buffer = buffer
 
     def each(self,
         states # Of the armed modules
@@ -36,4 +36,4 @@ class Buffers:
 
     def step_over(self, states):
         "Measure them as they are now"
-        for st,ttype,n,b in self.each(states): self.page.measure(st, ttype, n, b, n, once=True, replace=True)
+        for st,ttype,n,b in self.each(states): self.buffer.measure(st, ttype, n, b, n, once=True, replace=True)

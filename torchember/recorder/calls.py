@@ -7,11 +7,12 @@ __all__ = ['stack_room', 'Calls']
 
 # %% ../../nbs/40_recorder/05_calls.ipynb #592de8df
 import sys, threading
+from contextlib import contextmanager
 
 from .budget import Local
 
 # %% ../../nbs/40_recorder/05_calls.ipynb #de12adee
-class Here(Local):
+class ThreadContext(Local):
     "Where one thread is in the model: each thread has its own"
     depth = 0 # calls of the outermost module that run, one inside the other
     outermost = None # that module's state
@@ -28,7 +29,7 @@ class Calls:
     most_events = 100_000 # entries of a log of enters and exits
 
     def __init__(self):
-        self.here = Here()
+        self.here = ThreadContext()
         self.recorded = 0 # passes that are recorded and run, in all threads
         self.log = [] # what the last recorded pass entered and left, in order
         self.current = None # `moduleTrack` of the module that is recorded now, or was last
@@ -59,7 +60,26 @@ class Calls:
         """
         here = self.here
         if again or here.pass_!=pass_ or len(here.log)>self.most_events: here.pass_,here.log = pass_,[]
+        self.log = here.log
         return here.log
+
+    def recording(self, phase): # phase: 'eval' where rows have to say so
+        """This thread's pass is recorded
+
+        Args:
+            phase: 'eval' where rows have to say so
+        """
+        self.here.phase = phase
+        self.recorded += 1
+
+    def recorded_over(self) -> bool: # Whether none is left
+        """A pass that was recorded is over
+
+        Returns:
+            Whether none is left
+        """
+        self.recorded -= 1
+        return not self.recorded
 
     def number(self, state, pass_):
         "The number of a call that begins now: 0, 1, ... in each pass"
@@ -76,11 +96,22 @@ class Calls:
         self.current = track
 
     def exit(self):
-        "The number of the call that ends, which is what `Here.call` is then, too"
+        "The number of the call that ends, which is what `ThreadContext.call` is then, too"
         here = self.here
         self.current,here.call = here.stack.pop()
         here.log.append(f'exit {self.current.name}')
         return here.call
+
+    @contextmanager
+    def asking(self, track): # track: `moduleTrack` of the module that it is asked about
+        """While a function of the user's runs, which may call the model
+
+        Args:
+            track: `moduleTrack` of the module that it is asked about
+        """
+        self.current,self.here.measuring = track,True
+        try: yield
+        finally: self.here.measuring = False
 
     def innermost(self):
         "`moduleTrack` of the module that runs in this thread, None outside of all"

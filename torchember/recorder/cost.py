@@ -43,11 +43,27 @@ class Cost:
         self.last = clock()
         self.calls[told] += modules
 
-    def begins(self):
-        "A pass begins"
+    def begins(self,
+        skipped:bool=False # Whether it is not for the log, and begins no step
+    ):
+        """A pass begins
+
+        Args:
+            skipped: Whether it is not for the log, and begins no step
+        """
         now = self.local.entered or clock()
         if self.first is None: self.first = now
-        return now
+        if self.step_began is None and not skipped: self.step_began = now
+
+    def ended(self): self.last = clock() # a step is over
+
+    def pause(self): self.step_began = None # what comes is no training
+
+    def leave(self): self.budget = None # in a forked process
+
+    def worked(self, since):
+        "We have worked, unless that is counted by who called"
+        if self.local.entered is None: self.spent += clock()-since
 
     def ours(self): # Seconds
         """Time spent up to now, but for the writer's

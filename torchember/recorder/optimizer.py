@@ -7,7 +7,7 @@ __all__ = ['kinds_of', 'Updates']
 
 # %% ../../nbs/40_recorder/50_optimizer.ipynb #733259d2
 from ..capture.optimizer import parameters_of, states_of
-from .page import is_part, place_of
+from .step_buffer import is_part, place_of
 
 # %% ../../nbs/40_recorder/50_optimizer.ipynb #502ecef1
 def kinds_of(optimizers) -> str:
@@ -18,16 +18,16 @@ class Updates:
     """Updates of weights, and optimizer states
 
     Args:
-        page: Where they are measured
+        buffer: Where they are measured
         parameters: `Parameters`, which know where each is
         ttypes: Tensor types that are recorded
     """
     def __init__(self,
-        page, # Where they are measured
+        buffer, # Where they are measured
         parameters, # `Parameters`, which know where each is
         ttypes # Tensor types that are recorded
     ):
-        self.page,self.parameters,self.ttypes = page,parameters,ttypes
+        self.buffer,self.parameters,self.ttypes = buffer,parameters,ttypes
         self.copies = {} # id of a parameter -> what it was
 
     def before(self, optimizer):
@@ -41,16 +41,16 @@ class Updates:
             old = self.copies.pop(id(p), None)
             if old is not None:
                 w = f'weight_{i}'
-                if not self.weight_is_known(st, n, w, old): self.page.measure(st, 'before', w, old, n, once=True, replace=True) # it has no row
-                self.page.measure(st, 'update', f'update_{i}', p.detach()-old, n, once=True, replace=True)
+                if not self.weight_is_known(st, n, w, old): self.buffer.measure(st, 'before', w, old, n, once=True, replace=True) # it has no row
+                self.buffer.measure(st, 'update', f'update_{i}', p.detach()-old, n, once=True, replace=True)
             if 'optimizer' in self.ttypes:
-                for k,v in states_of(optimizer, p).items(): self.page.measure(st, 'optimizer', f'{k}_{i}', v, n, once=True, replace=True)
+                for k,v in states_of(optimizer, p).items(): self.buffer.measure(st, 'optimizer', f'{k}_{i}', v, n, once=True, replace=True)
 
     def weight_is_known(self, state, name, tname, old):
-        "Whether the page has the numbers of a weight that the ratio of its update is taken to. A sharded one was perhaps whole in the forward"
-        page = self.page
-        if is_part(old) and place_of((state.track.name, 'weight', tname, name, None, 0), 0) not in page.parts: return False
-        return 'weight' in self.ttypes and not callable(page.stats['weight']) and not page.handed_out and (state.track.id, name) in self.parameters.seen
+        "Whether the buffer has the numbers of a weight that the ratio of its update is taken to. A sharded one was perhaps whole in the forward"
+        buffer = self.buffer
+        if is_part(old) and place_of((state.track.name, 'weight', tname, name, None, 0), 0) not in buffer.parts: return False
+        return 'weight' in self.ttypes and not callable(buffer.stats['weight']) and not buffer.handed_out and (state.track.id, name) in self.parameters.seen
 
     def step_over(self):
         "The copies are of no use: the step is over, or was skipped"

@@ -36,18 +36,20 @@ class Parameters:
     """Weights and weight gradients of a model's modules
 
     Args:
-        page: Where they are measured
+        buffer: Where they are measured
         ttypes: Tensor types that are recorded
+        tell: Called with what is known of them when it is another than before
     """
     def __init__(self,
-        page, # Where they are measured
-        ttypes # Tensor types that are recorded
+        buffer, # Where they are measured
+        ttypes, # Tensor types that are recorded
+        tell=None # Called with what is known of them when it is another than before
     ):
-        self.page,self.ttypes = page,ttypes
+        self.buffer,self.ttypes = buffer,ttypes
         self.states = [] # of the armed modules, root first
         self.seen = set() # parameters of this step: their ids, and where they are, since a sharded one is another tensor during a forward than after
         self.hint = ZeroGradHint()
-        self.known = Known(ttypes)
+        self.known = Known(ttypes, tell)
 
     def is_new(self, state, name, p):
         "Whether this step has not measured the parameter; from now on it has"
@@ -70,9 +72,9 @@ class Parameters:
             if self.is_new(state, n, p): self.measure(state, i, n, p, ttypes)
 
     def measure(self, state, i, name, p, ttypes, replace=False, scale=None):
-        if 'weight' in ttypes: self.page.measure(state, 'weight', f'weight_{i}', p, name, once=True, replace=replace)
+        if 'weight' in ttypes: self.buffer.measure(state, 'weight', f'weight_{i}', p, name, once=True, replace=replace)
         if 'weight_grad' in ttypes and (grad := grad_of(p)) is not None:
-            self.page.measure(state, 'weight_grad', f'grad_{i}', grad, name, scale=scale, once=True, replace=replace)
+            self.buffer.measure(state, 'weight_grad', f'grad_{i}', grad, name, scale=scale, once=True, replace=replace)
             self.hint.found = self.hint.in_step = True
             self.known.got.add((state.track.path, name))
 
@@ -145,7 +147,7 @@ class Parameters:
             which: Of what `each` gives; all without it
             scale: What gradients are multiplied by
         """
-        self.page.forget_seen() # what was written through .data, too
+        self.buffer.forget_seen() # what was written through .data, too
         for st,i,n,p in list(self.each()) if which is None else which:
             if 'weight' in ttypes: self.seen |= {id(p), (st.track.id, n)}
             self.measure(st, i, n, p, ttypes, True, scale)
@@ -169,6 +171,14 @@ class ZeroGradHint:
     def training(self, states):
         "A pass begins that could be trained with"
         self.trains,self.versions = True,{id(p): p._version for p in trained_in(states)}
+
+    def joined(self, n): # n: of the steps without, that were passes of another one
+        "So many steps were none"
+        self.steps_without -= n
+
+    def be_silent(self):
+        "Somebody else says it"
+        self.silent = True
 
     def step_over(self,
         trained:bool, # Whether the step had a training pass
@@ -236,17 +246,21 @@ class Known:
     """Every parameter of a model, and what is known against it. What once was so is remembered: that an optimizer had it, that a gradient came
 
     Args:
-        ttypes: those that are recorded
+        ttypes: Those that are recorded
+        tell: Called with `meta()` when it is another than before
     """
     most = most_entries
 
-    def __init__(self, ttypes): # ttypes: those that are recorded
+    def __init__(self,
+        ttypes, # Those that are recorded
+        tell=None # Called with `meta()` when it is another than before
+    ):
+        self.tell = tell
         self.grads = 'weight_grad' in ttypes
         self.got,self.held = set(),set() # (path, name) of those that ever had a gradient; that an optimizer ever had
         self.called = set() # paths of modules
         self.trained = False # whether the model was trained
         self.entries,self.left_out = [],0 # as they were looked at last; how many are too many to note
-        self.tell = None # called with `meta()` when it is another than before
 
     def go_on(self, entries): # entries: as the same run has noted them, which goes on
         """What was so before stays known

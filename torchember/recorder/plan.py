@@ -105,18 +105,19 @@ def eagerly():
 # %% ../../nbs/40_recorder/90_plan.ipynb #4bc4b785
 def rehearse(
     model, # The root, armed
-    recorder, # Who listens: its `states` and `ttypes`
+    recorder, # Who listens
     args:tuple, # An example input
     kwargs:dict
 ) -> tuple: # `Place`s of what flows, and the states in the order in which they were left
     "Run `model` once and note what would be recorded"
-    heard = Rehearsal(recorder.ttypes, recorder.states)
-    for st in recorder.states: st.listener = heard
+    states = recorder.sources.states
+    heard = Rehearsal(recorder.ttypes, states)
+    for st in states: st.listener = heard
     try:
         grads = bool({'input_grad', 'output_grad'} & set(heard.ttypes)) # which tensors have a gradient shows only when it is on
         with as_before(model), eagerly(), torch.set_grad_enabled(grads): model(*args, **kwargs)
     finally:
-        for st in recorder.states: st.listener = recorder
+        for st in states: st.listener = recorder.events
     return heard.places, heard.left
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #01727a7c
@@ -206,7 +207,7 @@ def per_row(stats):
     model,x = nn.Sequential(*(nn.Tanh() for _ in range(8))),torch.zeros(4)
     r,ts = Recorder(NullRun(), ('input', 'output'), stats, schedule(1)),tracks(model)
     spent,took = [],[]
-    r.armed(arm(ts, r))
+    r.armed(arm(ts, r.events))
     for _ in range(12):
         before = r.cost.spent,r.t.took
         with torch.no_grad(): model(x)
@@ -214,31 +215,31 @@ def per_row(stats):
         n,b = 2*len(ts),r.t.took-before[1]
         spent.append((r.cost.spent-before[0]-b)/n)
         took.append(b/n)
-    disarm(ts, r)
+    disarm(ts, r.events)
     open_recorders.discard(r)
     return sorted(spent)[3], sorted(took)[3]
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #0ebf059a
 def parameter_places(r, left=()):
     "Where there will be rows of weights, their gradients, updates and states; and what is not known. `left`: the states in the order in which a pass left them"
-    places,notes = [],set()
+    (places,notes),s = ([], set()),r.sources
     def add(st, ttype, tname, n, p, shape=None): places.append(Place(st.track, ttype, tname, n, 0, tuple(p.shape) if shape is None else shape, p.dtype, True))
-    first = list(dict.fromkeys([*left, *r.states])) # a tied weight belongs to the module that returns first
-    for st,i,n,p in r.parameters.each(states=first):
+    first = list(dict.fromkeys([*left, *s.states])) # a tied weight belongs to the module that returns first
+    for st,i,n,p in s.parameters.each(states=first):
         if 'weight' in r.ttypes: add(st, 'weight', f'weight_{i}', n, p)
-    for st,i,n,p in r.parameters.each(states=r.states if r.steps.manual else first):
+    for st,i,n,p in s.parameters.each(states=s.states if r.steps.manual else first):
         if 'weight_grad' in r.ttypes and p.requires_grad: add(st, 'weight_grad', f'grad_{i}', n, p)
     for o in r.watch.optimizers if r.watch else ():
-        for st,i,n,p in r.parameters.each({id(p) for p in parameters_of(o)}):
+        for st,i,n,p in s.parameters.each({id(p) for p in parameters_of(o)}):
             if 'update' in r.ttypes: add(st, 'update', f'update_{i}', n, p)
             states = states_to_come(o, p) if 'optimizer' in r.ttypes else {}
             if states is None: notes.add(f"What {type(o).__name__} keeps is known after its first step.")
             for k,shape in (states or {}).items(): add(st, 'optimizer', f'{k}_{i}', n, p, shape)
-    if any(is_lazy(p) for st in r.states for p in st.track.module._parameters.values()): notes.add("Lazy parameters are known after the first pass.")
-    for source in r.at_step_end:
-        for st,ttype,n,x in source.each(r.states): add(st, ttype, n, n, x)
-    for n,x in r.variables.items():
-        root = r.states[0].track
+    if any(is_lazy(p) for st in s.states for p in st.track.module._parameters.values()): notes.add("Lazy parameters are known after the first pass.")
+    for source in s.at_step_end:
+        for st,ttype,n,x in source.each(s.states): add(st, ttype, n, n, x)
+    for n,x in s.variables.items():
+        root = s.states[0].track
         for t in ('weight', 'weight_grad'):
             if t in r.ttypes and (t=='weight' or x.requires_grad): places.append(Place(root, t, n, n, 0, tuple(x.shape), x.dtype, True))
     return places, sorted(notes)
@@ -247,8 +248,9 @@ def flow_places(r):
     "Inputs and outputs as far as they are known without a pass: those of the last recorded one, or one of each"
     kinds = [(t, f'{t}{g}') for t in ('input', 'output') for g in ('', '_grad') if f'{t}{g}' in r.ttypes]
     if not kinds: return [], []
-    known,places = r.states[0].pass_ is not None,[]
-    for st in r.states:
+    states = r.sources.states
+    known,places = states[0].pass_ is not None,[]
+    for st in states:
         m = st.track.module
         if not st.watched or (st.calls==0 if known else type(m).forward is nn.Module.forward): continue
         dtype = next((p.dtype for p in m.parameters() if p.is_floating_point()), torch.float32)
@@ -345,7 +347,7 @@ def tensor_bytes(p):
 # %% ../../nbs/40_recorder/90_plan.ipynb #8b03c2a7
 def costs(name, places, notes, r, home):
     "The `Plan` of these places, for a model on the device `home`"
-    stats = r.page.stats
+    stats = r.buffer.stats
     if any(callable(f) for t,f in stats.items() if t in r.ttypes): notes = [*notes, "What functions of yours return, and their time, is not in it."]
     lines = [len(line_of(row_to_come(p, stats[p.ttype], r.t.marked)))+1 for p in places]
     reading,seconds = Reading(max((prod(p.shape) for p in places if p.shape), default=1)),[]
@@ -375,9 +377,9 @@ def plan_of(
     if args or kwargs:
         if any(is_lazy(p) for p in model.parameters()):
             raise ValueError("the model has lazy parameters, which an example input would make. Run the model once, then plan.")
-        stack_room.more(recorder.stack_room)
+        stack_room.more(recorder.events.passes.stack_room)
         try: flow,left = rehearse(model, recorder, args, kwargs or {})
-        finally: stack_room.less(recorder.stack_room)
+        finally: stack_room.less(recorder.events.passes.stack_room)
     else: flow,more = flow_places(recorder)
     own,notes = parameter_places(recorder, left)
     return costs(name, flow+own, notes+more, recorder, next((p.device for p in model.parameters()), torch.device('cpu')))

@@ -5,486 +5,33 @@
 # %% auto #0
 __all__ = ['recorded', 'Recorder']
 
-# %% ../../nbs/40_recorder/80_recorder.ipynb #277ff169
+# %% ../../nbs/40_recorder/80_recorder.ipynb #f55e091c
 import threading
 
 import torch
 
-from .budget import clock, duration, idle, timed
-from ..capture.events import Listener
-from ..capture.optimizer import parameters_of, trained_by, versions
-from ..ground.choose import at, schedule
+from .budget import idle, timed
+from ..capture.optimizer import OptimizerWatch
 from ..measure.tap import Arena, observe
-from ..capture.private_torch import function_around, loss_scale, never_compile, only_metadata, same_function
 from ..ground.record import ttypes
-from ..store.parameters import untrained
-from .buffers import Buffers
-from .calls import Calls, stack_room
+from .calls import Calls
 from .cost import Cost
-from .gradients import Gradients
-from .journal import Closed, Journal
+from .hearing import ModelEvents, OptimizerEvents
 from .notices import ChangingMarks, Notices
-from .optimizer import Updates, kinds_of
-from .page import Page
-from .parameters import Parameters, grad_of, look_over
+from .pipe import Pipe
 from .process import open_recorders
+from .row_writer import RowWriter
 from .rows import on_its_way
-from .steps import Decision, Passes, Phases, Steps
+from .sources import Sources
+from .step_buffer import StepBuffer
+from .steps import Decision, Steps
+from .tally import Tally
 
 # %% ../../nbs/40_recorder/80_recorder.ipynb #c461705f
 recorded = tuple(t for t in ttypes if t!='scalar') # tensor types that can be recorded
 
-# %% ../../nbs/40_recorder/80_recorder.ipynb #01f78bc1
-class Switch:
-    "What compiled code looks at: whether the coming pass is recorded, and which gradients are"
-    def __init__(self, ttypes): self.on,self.input_grad,self.output_grad = True,'input_grad' in ttypes,'output_grad' in ttypes
-
-def shape_of(x):
-    "The shape of a tensor, or None for one that has none to tell"
-    try: return tuple(x.shape)
-    except RuntimeError: return None # a nested tensor
-
-# %% ../../nbs/40_recorder/80_recorder.ipynb #71c86c27
-class HearsPasses(Listener):
-    "Of a `Recorder`: its parts, and where a pass begins and ends"
-    most_rows = 1<<18 # of an open step, to hold in memory
-
-    def __init__(self,
-        t, # The run: its `put` takes what was measured, whether the step is over, and what makes lines of it
-        ttypes:tuple, # Tensor types to record
-        stats, # Names of built-in statistics, or a function: tensor -> dict
-        when, # Schedule: step -> whether it is wanted
-        only_training:bool=False, # Whether evaluations are left out
-        on_error:str='warn', # 'warn' or 'raise'
-        step:int=0, # Number of the first step
-        rank:int|None=None, # Of this process, when there are several
-        budget=None # A `Budget`
-    ):
-        self.t,self.ttypes,self.only_training = t,ttypes,only_training
-        self.lock = threading.RLock()
-        self.running = 0 # passes that run, in all threads
-        self.watch = None # `OptimizerWatch`, when there is an optimizer to listen to
-        self.weights_watched = [] # some of the weights: their versions tell that somebody's optimizer has stepped
-        self.left = False # whether this process was forked from the one that records
-        self.stack_room = 0 # how much deeper Python's stack may be while the model runs
-
-        self.notices,self.marks,self.journal = Notices(on_error),ChangingMarks(),Journal(t, rank)
-        self.calls,self.phases,self.steps,self.passes = Calls(),Phases(),Steps(step),Passes()
-        self.decide,self.cost = Decision(when, budget, self.notices),Cost(budget)
-        self.page = Page(dict.fromkeys(recorded, stats), self.notices, self.calls, self.lock)
-        self.states = [] # of the armed modules, root first
-        self.parameters = Parameters(self.page, ttypes)
-        self.gradients = Gradients(ttypes, self.steps, self.gradient)
-        self.updates = Updates(self.page, self.parameters, ttypes)
-        self.at_step_end = [source for source in (Buffers(self.page),) if set(source.ttypes) & set(ttypes)] # sources of tensors that are measured then
-        self.variables = {} # name -> tensor that is in no module, and is followed
-
-        self.grads = self.gradients.ttypes
-        own = [t for t in ('weight', 'weight_grad') if t in ttypes]
-        self.own_types = {False: own, True: own[:own.count('weight')]} # whether somebody ends the steps: then gradients are complete later
-        self.records_inputs,self.records_outputs = 'input' in ttypes,'output' in ttypes
-        self.seen_steps = self.recorded_steps = self.skipped_steps = self.failed_passes = 0
-        self.called = False # whether a pass was seen
-        self.function = None # around the pass that began last, see `function_around`
-        self.waited = None # a sentence about a step that waited long for an optimizer
-        if budget: self.cost.warm(); idle(); observe(torch.zeros(1), Arena().tap(None)) # what torch does at its first time belongs to no step
-        self.switch = Switch(ttypes)
-        self.touched = False # whether anything of the open step was, or will be, measured
-        self.set_on(self.due())
-        open_recorders.add(self)
-
-    step = property(lambda self: self.steps.number)
-
-    def leave(self):
-        "Record nothing from now on: this process is not the one that the run belongs to"
-        self.lock,self.left = threading.RLock(),True
-        self.page.lock = self.lock
-        self.decide,self.cost.budget = Decision(schedule(at())),None
-        self.set_on(False)
-        self.page.fresh_arena()
-        self.page.custom,self.steps.opened = [],False
-        self.passes.clear()
-        self.journal.waiting = []
-
-    def armed(self, states):
-        "These are the states of the armed modules now; none when the model is not armed"
-        if not states: self.look()
-        self.states = self.parameters.states = states
-        if states: open_recorders.add(self)
-        if states: self.look()
-
-    def look(self):
-        "Note which parameters there are, and what is known against them"
-        optimizers = None if self.watch is None else self.watch.optimizers
-        self.parameters.known.look(self.states, optimizers, self.parameters.hint.trains)
-
-    def listen_to(self, watch, ends=True):
-        "An optimizer ends the steps; or is only heard, and `torchEmber.step` ends them"
-        self.watch,self.steps.manual = watch,True
-        self.steps.awaited = frozenset(id(o) for o in watch.optimizers) if ends else frozenset()
-
-    def set_on(self, on):
-        self.on = self.switch.on = on
-        if on: self.touched = True
-
-    @timed
-    def pass_begins(self, state, grad=None):
-        here = self.calls.here
-        if here.measuring: return False # a statistic of the user's calls the model
-        if not here.depth:
-            with self.lock:
-                self.running += 1
-                try: self.outermost_begins(here, state, torch.is_grad_enabled() if grad is None else grad)
-                except BaseException: # a schedule that raises, with on_error='raise'
-                    self.running -= 1
-                    raise
-        here.depth += 1
-        return True
-
-    def outermost_begins(self, here, state, grad):
-        "A pass begins, or joins that of another thread and goes on counting its calls. Under the lock"
-        track,steps = state.track,self.steps
-        training,path = track.module.training,track.path
-        phase = self.phases.of(path, training, self.states[0].track.module.training if self.states else training)
-        if training: steps.trained_so = False
-        if grad and steps.trained_so: phase = None # it trains in `eval()` mode
-        self.calls.begin(state, self.only_training and phase is not None or only_metadata())
-        began = self.cost.begins()
-        if here.skipped: return
-        if self.cost.step_began is None: self.cost.step_began = began
-        shared = self.calls.recorded>0
-        joins = not shared and self.joins(phase)
-        if not shared:
-            if steps.ends_evaluation(phase, grad): self.end_evaluation()
-            self.new_pass(state, path, phase, joins)
-            if phase and grad: steps.graded = True
-        if training and grad: self.training_pass()
-        steps.opened = True
-        here.phase = phase if steps.manual else None
-        if self.on:
-            self.calls.log = self.calls.fresh_log(steps.pass_, shared and steps.new_pass(path, phase))
-            self.journal.begins()
-            if self.page.size>self.most_rows: self.passes.clear(); self.flush()
-        self.calls.recorded += 1
-        if not shared and self.stack_room: stack_room.more(self.stack_room)
-
-    def training_pass(self):
-        "A pass begins that may be trained with"
-        self.steps.training_passes += 1
-        if not self.parameters.hint.trains: self.parameters.hint.training(self.states)
-
-    def joins(self, phase):
-        "Whether a solver that is an autograd Function calls the model once more, forwards or backwards: then it is the same pass"
-        before,self.function = self.function,function_around() if phase is None else None
-        same = same_function(self.function, before)
-        if same: self.function = before if self.function is True else self.function
-        return same
-
-    def new_pass(self, state, path, phase, joins):
-        "Perhaps the step before is over now"
-        self.called = True
-        if self.steps.failed: self.take_back()
-        here = not (state.root and self.steps.manual) if self.watch is None else self.steps.opened and not self.watch.busy # LBFGS moves them itself
-        looked = self.weights_watched and here
-        weights = versions(self.weights_watched) if looked else None
-        if self.steps.ends(path, phase, weights, joins): self.closed_by_pass()
-        new = self.steps.begin(path, phase, weights, joins)
-        if not self.on: return
-        if new:
-            self.page.begin_pass(sum(self.steps.passes.values())-1)
-            look_over(self.states, self.notices)
-        self.page.micro = self.steps.micro
-
-    def end_evaluation(self):
-        "What was evaluated is of the step before; the open one has not begun"
-        self.without_failed()
-        self.journal.write(self.page, self.steps, True)
-        for part in (self.gradients, self.page): part.step_over() # not the copies of weights: a closure runs inside of a step
-        self.steps.end_evaluation()
-
-    def pass_fails(self, state):
-        here = self.calls.here
-        if here.depth==1 and not here.skipped and self.calls.recorded==1: self.steps.failed = True # of a pass that threads share the others go on
-
-    def take_back(self):
-        "What a pass had brought that raised is not merged with what comes"
-        self.failed_passes += 1
-        self.page.take_back(self.steps.take_back())
-
-    def pass_ends(self, state, compiled):
-        here = self.calls.here
-        here.depth -= 1
-        if here.depth: return
-        with self.lock:
-            self.running -= 1
-            self.cost.passed(0 if compiled else len(self.states), bool(self.on and not here.skipped))
-            if here.skipped: return
-            self.calls.recorded -= 1
-            if not self.calls.recorded and self.stack_room: stack_room.less(self.stack_room)
-        if self.watch is not None: self.say_when_stalled()
-        if self.touched:
-            self.page.read_pending(self.journal.root_name)
-        if compiled and not self.steps.manual and (here.outermost.root or len(self.steps.seen)<2):
-            self.switch.on = self.due(self.step+1) # no Python of ours runs before the compiler looks again
-
-    def inside(self): return self.calls.here.depth>0
-
-    def records(self):
-        here = self.calls.here
-        return not here.measuring and not here.skipped
-
-    def memory_reused(self): self.page.forget_seen()
-
-    def failed(self, state, ttype, tname, error): self.notices.failed(state.track.name, tname, error, self.page.stats.get(ttype))
-
-# %% ../../nbs/40_recorder/80_recorder.ipynb #4a107ea0
-class HearsCalls(HearsPasses):
-    "Of a `Recorder`: the calls in a pass, and gradients that come back to them"
-
-    def call_begins(self, state, inputs):
-        since,here = clock(),self.calls.here
-        with self.lock: call = self.calls.number(state, self.steps.pass_) # two threads may be in one module
-        self.calls.current = state.track
-        state.track.input_dt = {n: shape_of(x) for n,x in inputs}
-        if self.records_inputs:
-            for n,x in inputs: self.page.measure(state, 'input', n, x, None, call, here.phase)
-        if 'input_grad' in self.grads: self.gradients.of_call(state, 'input_grad', inputs, call, here.phase)
-        self.calls.enter(state.track, call)
-        self.worked(since)
-        return call, here.phase
-
-    def call_ends(self, state, outputs):
-        since,here = clock(),self.calls.here
-        call = self.calls.exit()
-        own = self.own_types[self.steps.manual]
-        if own and not here.phase: # in an evaluation, perhaps averaged weights were put in
-            with self.lock: self.parameters.after_call(state, state is here.outermost and here.depth==1, own) # once a step, whoever calls
-        state.track.output_dt = {n: shape_of(x) for n,x in outputs}
-        if self.records_outputs:
-            for n,x in outputs: self.page.measure(state, 'output', n, x, None, call, here.phase)
-        if 'output_grad' in self.grads: self.gradients.of_call(state, 'output_grad', outputs, call, here.phase)
-        self.calls.current = self.calls.innermost() or state.track
-        self.worked(since)
-        return call, here.phase
-
-    def call_fails(self, state): self.calls.exit()
-
-    def worked(self, since):
-        if self.cost.local.entered is None: self.cost.spent += clock()-since
-
-    def probe_here(self, name, x):
-        "Record a tensor for the module that runs now"
-        if not self.on or (self.inside() and self.calls.here.skipped): return
-        track = self.calls.innermost()
-        self.probe(next((st for st in self.states if st.track is track), self.states[0]), name, x)
-
-    @timed
-    def probe(self, state, name, x):
-        here = self.calls.here
-        if self.on and self.states:
-            call = next((n for track,n in reversed(here.stack) if track is state.track), here.call) # not that of what was called last
-            self.page.measure(state, 'probe', name, x, None, call, here.phase)
-        if not here.depth: self.page.forget_seen()
-
-    # ---- gradients
-
-    @timed
-    def gradient(self, state, ttype, tname, grad, call, phase=None, backward=0):
-        if not self.on or not self.states: return
-        self.steps.opened = True
-        self.page.measure(state, ttype, tname, grad, None, call, phase, backward, self.scale())
-
-    @timed
-    def recomputed(self, state, inputs, outputs): self.gradients.recomputed(state, inputs, outputs)
-
-    def scale(self):
-        "What a scaler multiplies the loss by"
-        s = None if self.watch is None else self.watch.scaler
-        return loss_scale(s) if s is not None and s.is_enabled() else None
-
-# %% ../../nbs/40_recorder/80_recorder.ipynb #69f3a820
-not_called = "The optimizer steps, but the model that torchEmber was given is never called: of its tensors, only weights are recorded."
-
-class HearsSteps(HearsCalls):
-    "Of a `Recorder`: optimizers, and the end of a step"
-
-    @timed
-    def step_begins(self, optimizer):
-        with self.lock:
-            if self.on: self.updates.before(optimizer)
-
-    def gradients_ready(self, optimizer, scale, unchanged):
-        if self.on: self.measure_gradients(optimizer, scale, unchanged)
-        else: self.steps.opened = True # perhaps without a pass that we heard of
-
-    @timed
-    def measure_gradients(self, optimizer, scale, unchanged):
-        with self.lock:
-            self.steps.opened = True
-            if self.own_types[False]:
-                self.parameters.at_boundary({id(p) for p in parameters_of(optimizer)}, scale)
-                if outside := self.outside(): self.parameters.at_boundary(outside, self.scale())
-            self.page.read_pending(self.journal.root_name)
-            if unchanged: self.updates.before(optimizer)
-
-    @timed
-    def step_ends(self, optimizer):
-        with self.lock:
-            if self.on:
-                self.updates.after(optimizer)
-                self.page.read_pending(self.journal.root_name)
-            self.cost.last = clock()
-            if self.steps.optimizer_stepped(id(optimizer)): self.over()
-        if not self.called and self.seen_steps==2: self.notices.once('uncalled', f"{not_called} Was it made anew, or is a copy of it trained? Watch that one.")
-
-    def step_skipped(self, optimizer):
-        self.journal.skipped = True
-        self.skipped_steps += 1
-        self.updates.step_over()
-        self.step_ends(optimizer)
-
-    def say_when_stalled(self):
-        "Every step would be the same one, when the optimizer does not step"
-        why = None if self.left else self.steps.stalled()
-        if not why or 'stalled' in self.notices.said: return
-        quiet = [o for o in self.watch.optimizers if id(o) in self.steps.quiet]
-        ever = any(id(o) in self.watch.stepped for o in quiet)
-        how = 'does not step any more' if ever else 'has not stepped'
-        self.notices.once('stalled', f"The optimizer that torchEmber was given, {kinds_of(quiet)}, {how}, but {why}: all of this is recorded as step "
-            f"{self.step}. Was it made anew? Give torchEmber those that step; or none, and call te.step().")
-
-    # ---- steps
-
-    @timed
-    def close(self, boundary=False): # boundary: whether `te.step()` says so
-        """The step is over. A step in which nothing ran is none
-
-        Args:
-            boundary: whether `te.step()` says so
-        """
-        with self.lock: self.over(boundary)
-
-    @timed
-    def boundary(self):
-        "`torchEmber.step`: the step is over, and from now on only this ends one"
-        with self.lock:
-            if not self.steps.manual: self.join_passes()
-            self.steps.manual = True
-            self.over(boundary=True)
-
-    def closed_by_pass(self):
-        "A pass ends the step before, as long as nobody says that it was the first of a step with several"
-        steps,hint,journal,page = self.steps,self.parameters.hint,self.journal,self.page
-        known = self.on and steps.training_passes and not steps.phase and not page.handed_out # what somebody has read stays a step
-        weights,noted,without = steps.weights if known else None,journal.noted[steps.number],hint.steps_without
-        self.over(wait=self.passes.another(weights), by_pass=True)
-        self.passes.closed(weights, Closed(journal.last, journal.ended, noted, hint.steps_without-without))
-
-    def join_passes(self):
-        "Steps that passes closed are of the open one, which `torchEmber.step` ends"
-        steps,journal = self.steps,self.journal
-        earlier = self.passes.of(steps.weights) if steps.passes[None] and not steps.phase else []
-        if not earlier: return
-        self.seen_steps -= len(earlier)
-        self.recorded_steps -= len(earlier)
-        self.parameters.hint.steps_without -= sum(e.without for e in earlier)
-        journal.waiting,number = [],steps.number
-        steps.join(len(earlier))
-        journal.noted[steps.number] = sum(e.noted for e in earlier)+journal.noted[number]
-        self.page.join(earlier)
-        self.set_on(True)
-
-    def over(self, boundary=False, by_pass=False, wait=False):
-        if not by_pass: self.passes.clear()
-        if not self.steps.opened: return
-        if boundary and self.steps.graded: self.steps.measured = True # a step that was trained in `eval()` mode
-        if self.steps.evaluation: return None if boundary else self.end_evaluation()
-        self.without_failed()
-        try: self.end_of_step(boundary, wait)
-        finally: self.next_step() # also when Ctrl-C comes in between
-
-    def end_of_step(self, boundary, wait=False):
-        "What a step has at its end, and all of it to the log"
-        if boundary: self.cost.last = clock()
-        if self.on:
-            try:
-                if boundary: self.parameters.at_boundary(self.untold())
-                self.measure_at_end()
-            except BaseException: # with on_error='raise', or Ctrl-C: what there is belongs to this step
-                self.flush(True)
-                raise
-            self.parameters.hint.step_over(bool(self.steps.passes[None]), self.states, self.steps.manual, self.ttypes, boundary)
-        if self.touched or self.page.size or self.journal.file_is_open: self.flush(True, wait)
-
-    def without_failed(self):
-        "Beside others of its step a pass that raised does not count. Alone it is what there is"
-        if self.steps.failed and sum(self.steps.passes.values())>1: self.take_back()
-
-    def untold(self):
-        "The ids of parameters whose gradients no optimizer's step has told of in this step, None for all: zero_grad may have been there meanwhile"
-        if not self.steps.stepped: return None
-        told = {id(p) for o in self.watch.optimizers if id(o) in self.steps.stepped for p in parameters_of(o)} | self.outside()
-        return {id(p) for _,_,_,p in self.parameters.each() if id(p) not in told}
-
-    def outside(self):
-        "The ids of parameters with a gradient that no optimizer we know of was given: a head that was forgotten does not look like a frozen one"
-        given = {id(p) for p in trained_by([*self.watch.given, *self.watch.optimizers])}
-        return {id(p) for _,_,_,p in self.parameters.each() if id(p) not in given and grad_of(p) is not None}
-
-    def measure_at_end(self):
-        "What is measured when a step is over. An evaluation alone changes nothing, and is none"
-        if not self.states: return
-        if not (self.steps.manual and self.steps.passes and not self.steps.passes[None]):
-            for source in self.at_step_end: source.step_over(self.states)
-        root = self.states[0]
-        for n,x in self.variables.items():
-            if 'weight' in self.ttypes: self.page.measure(root, 'weight', n, x, n, once=True, replace=True)
-            if 'weight_grad' in self.ttypes and (grad := grad_of(x)) is not None: self.page.measure(root, 'weight_grad', n, grad, n, once=True, replace=True)
-
-    def next_step(self):
-        "The next step is open, and it is decided whether it is recorded"
-        steps = self.steps
-        if len(steps.awaited)>1: self.note_waiting()
-        self.seen_steps += 1
-        self.recorded_steps += self.on
-        self.journal.step_over(steps.number, self.on)
-        if self.touched:
-            for part in (self.gradients, self.parameters, self.updates, self.page): part.step_over()
-            self.touched = False
-        if self.on and self.parameters.known.due(self.recorded_steps): self.look()
-        steps.close()
-        if self.cost.budget:
-            self.cost.step_over(bool(self.on), self.t.file.seconds, self.page.on_device)
-            if self.cost.budget.hopeless: self.say_hopeless()
-        self.set_on(self.due())
-
-    def note_waiting(self):
-        "Of several optimizers, some have stepped far more often than the others"
-        most = max(self.steps.turns.values(), default=0)
-        quiet = [o for o in self.watch.optimizers if id(o) in self.steps.quiet] if most>=20 else []
-        if quiet: self.waited = f"Step {self.step} waited for {kinds_of(quiet)}: {most:,} steps of another optimizer are in it."
-
-    def due(self, step=None): # whether this step, or the next, is recorded
-        return self.decide(self.step if step is None else step, lambda: self.cost.pending if self.steps.opened and self.on else 0.)
-
-    def say_hopeless(self):
-        b = self.cost.budget
-        self.notices.once('budget', f"{b}: it takes {duration(b.cost)}, and a step {duration(b.time)}. Record less: include=, ttypes=, stats=.")
-
-    @timed
-    def log_model(self):
-        "Measure weights, their gradients, updates and states as they are now"
-        with self.lock:
-            if self.steps.evaluation: self.end_evaluation()
-            self.steps.opened = self.steps.measured = self.touched = True
-            self.page.micro = self.steps.micro
-            self.parameters.again({'weight', 'weight_grad'})
-            for o in self.watch.optimizers if self.watch else (): self.updates.after(o)
-            for source in self.at_step_end: source.step_over(self.states)
-            self.page.read_pending(self.journal.root_name)
-
 # %% ../../nbs/40_recorder/80_recorder.ipynb #f53e8207
-class Recorder(HearsSteps):
+class Recorder:
     """Hears a model and turns what it hears into rows of a run
 
     Args:
@@ -494,48 +41,143 @@ class Recorder(HearsSteps):
         when: Schedule: step -> whether it is wanted
         only_training: Whether evaluations are left out
         on_error: 'warn' or 'raise'
-        step: Number of the first step
+        first_step: Its number
         rank: Of this process, when there are several
         budget: A `Budget`
+        optimizers: Those to listen to
+        scaler: The `GradScaler` in use
+        ends: 'step' when only `torchEmber.step` ends a step; else the optimizers do, or without them passes, until it is called
+        root_name: Display name of the root
+        tell: Called with what is known of the parameters when it is another than before
     """
+    def __init__(self,
+        t, # The run: its `put` takes what was measured, whether the step is over, and what makes lines of it
+        ttypes:tuple, # Tensor types to record
+        stats, # Names of built-in statistics, or a function: tensor -> dict
+        when, # Schedule: step -> whether it is wanted
+        only_training:bool=False, # Whether evaluations are left out
+        on_error:str='warn', # 'warn' or 'raise'
+        first_step:int=0, # Its number
+        rank:int|None=None, # Of this process, when there are several
+        budget=None, # A `Budget`
+        optimizers=(), # Those to listen to
+        scaler=None, # The `GradScaler` in use
+        ends:str|None=None, # 'step' when only `torchEmber.step` ends a step; else the optimizers do, or without them passes, until it is called
+        root_name:str='model', # Display name of the root
+        tell=None # Called with what is known of the parameters when it is another than before
+    ):
+        self.t,self.ttypes,self.lock,self.owner = t,ttypes,threading.RLock(),None # owner: gives the ember, while it is armed
+        self.notices,self.marks,self.cost,self.tally,self.calls = Notices(on_error),ChangingMarks(),Cost(budget),Tally(),Calls()
+        self.events,self.optimizer_events = ModelEvents(self, ttypes, self.lock),OptimizerEvents(self.lock)
+        self.watch = OptimizerWatch(optimizers, scaler, self.optimizer_events) if optimizers else None
+        awaited = {id(o) for o in self.watch.optimizers} if optimizers and ends!='step' else ()
+        self.steps = Steps(first_step, bool(optimizers) or ends=='step', awaited)
+        self.buffer = StepBuffer(dict.fromkeys(recorded, stats), self.notices, self.calls, self.lock)
+        self.sources = Sources(ttypes, self.buffer, self.steps, self.events.gradient, self.watch, tell)
+        self.writer = RowWriter(t, rank, root_name)
+        if budget: self.cost.warm(); idle(); observe(torch.zeros(1), Arena().tap(None)) # what torch does at its first time belongs to no step
+        self.pipe = Pipe(self.steps, self.sources, self.buffer, self.writer, Decision(when, budget, self.notices), self.tally, self.cost)
+        self.events.into(self.pipe, only_training)
+        self.optimizer_events.into(self.pipe)
+        open_recorders.add(self)
+
+    step = property(lambda self: self.steps.number)
+
+    # ---- which model
+
+    def arming(self,
+        owner, # Gives the ember, which keeps the recorder
+        tracks # `moduleTrack`s of the modules, root first
+    ):
+        """A model is about to be armed
+
+        Args:
+            owner: Gives the ember, which keeps the recorder
+            tracks: `moduleTrack`s of the modules, root first
+        """
+        self.cost.warm(tracks[0].module.parameters())
+        self.buffer.fresh_arena()
+        self.owner = owner
+        self.events.passes.arming(max(t.path.count('.') for t in tracks))
+        self.sources.arming(tracks[0].module)
+
+    def armed(self, states):
+        "These are the states of the armed modules now; none when the model is not armed"
+        self.sources.armed(states)
+        if states: open_recorders.add(self)
+
+    def disarmed(self):
+        "What comes until the model is armed again is no training"
+        self.armed([])
+        self.owner = None
+        self.cost.pause()
+
+    def leave(self):
+        "Record nothing from now on: this process is not the one that the run belongs to"
+        self.lock = threading.RLock()
+        for part in (self.events, self.optimizer_events, self.pipe): part.leave(self.lock)
+
+    # ---- where a step ends
+
+    @timed
+    def close(self, boundary=False): # boundary: whether `te.step()` says so
+        """The step is over. A step in which nothing ran is none
+
+        Args:
+            boundary: whether `te.step()` says so
+        """
+        with self.lock: self.pipe.over(boundary)
+
+    @timed
+    def boundary(self,
+        empty:bool=False # Whether a step in which nothing ran counts, too
+    ) -> bool: # Whether something ran
+        """`torchEmber.step`: the step is over, and from now on only this ends one
+
+        Args:
+            empty: Whether a step in which nothing ran counts, too
+
+        Returns:
+            Whether something ran
+        """
+        with self.lock:
+            ran = self.steps.opened
+            if not self.steps.manual: self.pipe.join_passes()
+            self.steps.taken_over()
+            self.pipe.over(boundary=True)
+            if empty and not ran: self.steps.skip()
+        return ran
 
     # ---- to the log
 
     @timed
-    def flush(self,
-        over:bool=False, # Whether the step is
-        wait:bool=False # Whether it may turn out to be none
-    ):
-        """Hand all that was measured to the log. Returns before it is written
-
-        Args:
-            over: Whether the step is
-            wait: Whether it may turn out to be none
-        """
-        with self.lock: self.journal.write(self.page, self.steps, over, wait)
+    def flush(self):
+        "Hand all that was measured to the log. Returns before it is written"
+        with self.lock: self.pipe.flush()
 
     def finish(self):
         "Nothing more will come of the open step: hand over what it has"
-        with self.lock:
-            if self.steps.evaluation: self.end_evaluation()
-            self.passes.clear()
-            self.without_failed()
-            if self.on and self.steps.opened: self.measure_at_end()
+        with self.lock: self.pipe.finish()
         self.flush()
 
     @timed
     def source(self, close):
         "What a barrier of the log asks for"
         with self.lock:
-            self.look()
-            self.passes.clear() # what somebody has read stays as it is
+            self.sources.note_parameters()
+            self.pipe.passes.clear() # what somebody has read stays as it is
         self.close() if close else self.flush()
+
+    @timed
+    def log_model(self):
+        "Measure weights, their gradients, updates and states as they are now"
+        with self.lock: self.pipe.log_model()
 
     def log(self, numbers):
         "Note numbers of the step whose pass has run"
         open_recorders.add(self) # also after `torchEmber.close`: these numbers are still to be written
         values = {k: on_its_way(v) for k,v in numbers.items()}
-        with self.lock: self.journal.note(values, self.page, self.steps, self.on)
+        with self.lock: self.writer.note(values, self.buffer, self.steps, self.pipe.on)
 
     def add_rows(self,
         step:int, # Which step they are of
@@ -548,7 +190,7 @@ class Recorder(HearsSteps):
             rows: (key, call, dtype, statistics), as `one_row` has them
         """
         open_recorders.add(self)
-        with self.lock: self.journal.add(step, rows, self.page, self.steps, self.on)
+        with self.lock: self.writer.add(step, rows, self.buffer, self.steps, self.pipe.on)
 
     def marked(self, marks):
         "Marks are set: say when one is a number of the step"
@@ -564,26 +206,9 @@ class Recorder(HearsSteps):
 
     def remarks(self) -> list:
         "What the user should know when the run is over, a sentence each"
-        if self.left: return ['This process was forked from the one that records the run, and adds nothing to it.']
-        out,watch,hint = [],self.watch,self.parameters.hint
-        if self.seen_steps and watch and not self.called: out.append(not_called)
-        if not self.seen_steps: out.append("No pass was seen: the model was never called while it was armed.")
-        for o in watch.optimizers if watch and self.seen_steps else ():
-            if id(o) not in watch.stepped: out.append(f"The optimizer {kinds_of([o])} never stepped.")
-        if 'weight_grad' in self.ttypes and hint.trains and hint.steps_without and (self.steps.manual or hint.given):
-            out.append(f"{hint.steps_without:,} of {self.recorded_steps:,} recorded steps have no weight gradients.")
-        known = self.parameters.known
-        if known.trained and (missing := untrained(known.entries)): out.append(missing)
-        if self.waited: out.append(self.waited)
-        if self.failed_passes:
-            they = 'they' if self.failed_passes>1 else 'it'
-            out.append(f"{self.failed_passes:,} pass{'es' if self.failed_passes>1 else ''} raised; what {they} had brought is in no step that went on.")
-        if self.skipped_steps: out.append(f"{self.skipped_steps:,} steps were skipped by the scaler.")
-        bad = self.journal.first_bad.found
-        return out+([f"First value that is not finite: {bad}."] if bad else [])
+        if self.pipe.left: return ['This process was forked from the one that records the run, and adds nothing to it.']
+        bad = self.writer.first_bad.found
+        return self.tally.remarks(self.sources, self.steps.manual)+([f"First value that is not finite: {bad}."] if bad else [])
 
     def __del__(self):
-        if getattr(self, 'page', None) is not None and (self.page.size or self.journal.waiting): self.flush()
-
-for f in (Recorder.pass_begins, Recorder.pass_ends, Recorder.records, Recorder.call_begins, Recorder.call_ends, Recorder.call_fails, Recorder.recomputed,
-    Recorder.probe, Recorder.inside, Recorder.memory_reused): never_compile(f)
+        if getattr(self, 'pipe', None) is not None and (self.buffer.size or self.writer.waiting): self.flush()

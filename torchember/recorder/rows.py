@@ -16,7 +16,7 @@ import torch
 from ..measure.summary import index
 from ..measure.tap import Pending, columns_of
 from ..ground.record import line_of, regular_line, texts_of
-from .page import place_of
+from .step_buffer import place_of
 from .row import one_row
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #fdd9f738
