@@ -569,43 +569,44 @@ def data_parallel():
 
 
 ddp = """
-import os, sys, torch
+import torch
 from torch import nn, distributed as dist
 from torchember import torchEmber
 dist.init_process_group('gloo')
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-order = sys.argv[1]
-if order=='before': te = torchEmber(model)
-net = nn.parallel.DistributedDataParallel(model)
-if order=='after': te = torchEmber(net)
-opt = torch.optim.SGD(net.parameters(), .1)
-torch.manual_seed(dist.get_rank())
-for _ in range(5):
-    opt.zero_grad()
-    net(torch.randn(6, 4)).square().mean().backward()
-    te.step()
-    opt.step()
-w = [torch.empty_like(model[0].weight) for _ in range(2)]
-dist.all_gather(w, model[0].weight.detach())
-assert torch.equal(*w)
-te.close()
+for order in ('before', 'after'):
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    if order=='before': te = torchEmber(model)
+    net = nn.parallel.DistributedDataParallel(model)
+    if order=='after': te = torchEmber(net)
+    opt = torch.optim.SGD(net.parameters(), .1)
+    torch.manual_seed(dist.get_rank())
+    for _ in range(5):
+        opt.zero_grad()
+        net(torch.randn(6, 4)).square().mean().backward()
+        te.step()
+        opt.step()
+    w = [torch.empty_like(model[0].weight) for _ in range(2)]
+    dist.all_gather(w, model[0].weight.detach())
+    assert torch.equal(*w)
+    te.close()
 dist.destroy_process_group()
 """
 
 
 @case('DistributedDataParallel', 'two gloo processes, armed before and after wrapping: weights stay in step, each rank has a file of its own under one name')
 def distributed():
-    for order in ('before', 'after'):
-        with tempfile.TemporaryDirectory() as d:
-            script = Path(d)/'train.py'
-            script.write_text(ddp)
-            got = subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node=2', '--standalone', str(script), order],
-                env={**os.environ, 'TORCHEMBER_HOME': d, 'OMP_NUM_THREADS': '1'}, capture_output=True, text=True)
-            assert got.returncode==0, got.stderr[-3000:]
-            logs = sorted(p.name for p in (Path(d)/'log').iterdir() if not p.name.endswith('_latest'))
-            assert [n.split('.')[-1] for n in logs]==['rank0', 'rank1'] and len({n.rsplit('.', 1)[0] for n in logs})==1, logs
-            from torchember import emberTracker
+    from torchember import emberTracker
+    with tempfile.TemporaryDirectory() as d:
+        script = Path(d)/'train.py'
+        script.write_text(ddp)
+        got = subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node=2', '--standalone', str(script)],
+            env={**os.environ, 'TORCHEMBER_HOME': d, 'OMP_NUM_THREADS': '1'}, capture_output=True, text=True)
+        assert got.returncode==0, got.stderr[-3000:]
+        every = sorted(p.name for p in (Path(d)/'log').iterdir() if not p.name.endswith('_latest'))
+        names = sorted({n.rsplit('.', 1)[0] for n in every})
+        assert every==[f'{n}.rank{k}' for n in names for k in (0, 1)] and len(names)==2, every
+        for logs in (every[:2], every[2:]):
             tables = [emberTracker(n, home=d).df for n in logs]
             for k,t in enumerate(tables):
                 assert t['rank'].unique().tolist()==[k] and t.step.unique().tolist()==[0, 1, 2, 3, 4] and len(t)==5*(8+4+4)

@@ -55,16 +55,25 @@ def made(kind, size, scale, offset, spoiled, seed):
     with np.errstate(all='ignore'): x = x.astype('complex64' if kind=='complex64' else jnp.dtype(kind))
     return jnp.asarray(x.reshape(2, -1) if size%2==0 and seed%2 else x)
 
-@settings(max_examples=20, deadline=None)
-@given(st.sampled_from(kinds), st.sampled_from((0, 1, 6, 257, 33_001, 70_000)), st.sampled_from((1, 1e25, 1e-25, 1e-41, 1e4)), st.sampled_from((0, 0, 1000)),
-    st.lists(st.sampled_from((np.nan, np.inf, -np.inf, 0., 1e-40)), max_size=3), st.integers(0, 99))
+some_array = given(st.sampled_from(kinds), st.sampled_from((0, 1, 6, 257, 33_001, 70_000)), st.sampled_from((1, 1e25, 1e-25, 1e-41, 1e4)),
+    st.sampled_from((0, 0, 1000)), st.lists(st.sampled_from((np.nan, np.inf, -np.inf, 0., 1e-40)), max_size=3), st.integers(0, 99))
+
+@settings(max_examples=4, deadline=None)
+@some_array
 @example('float32', 70_000, 1, 1e6, [], 1)
 @example('float32', 70_000, 0, 1e-25, [], 1)
 @example('float16', 70_000, 0, 60_000, [], 1)
-@example('float32', 33_001, 1e25, 0, [0.], 1)
-@example('float32', 33_001, 1, 0, [0., 1e-40], 1)
+@example('float32', 70_000, 1e25, 0, [0.], 1)
+@example('float32', 70_000, 1, 0, [0., 1e-40], 1)
 @example('uint32', 257, 1e9, 2e9, [], 1)
-def test_arrays(kind, size, scale, offset, spoiled, seed):
+def test_arrays(kind, size, scale, offset, spoiled, seed): same_summaries(kind, size, scale, offset, spoiled, seed)
+
+@pytest.mark.slow # JAX compiles for each kind and size anew
+@settings(max_examples=20, deadline=None)
+@some_array
+def test_more_arrays(kind, size, scale, offset, spoiled, seed): same_summaries(kind, size, scale, offset, spoiled, seed)
+
+def same_summaries(kind, size, scale, offset, spoiled, seed):
     x = made(kind, size, scale, offset, spoiled, seed)
     want = read_array(in_float64(x), every)
     exact = 1e-9 if kind=='complex64' else 1e-11
@@ -109,7 +118,7 @@ every = 'basic', 'absolute', 'powers', 'exponents'
 assert summaries.is_compiled()==(sys.argv[1]=='1'), sys.argv
 big = np.random.default_rng(0).standard_normal(70_000)
 for x in (big, big*1e150, big+1e9, np.arange(-5, 5)+2**40, np.arange(9, dtype=np.uint64)+np.uint64(2**63),
-        big[:99]+1j, np.float64(3), np.float32(big), np.float16(big), np.r_[big, np.nan]):
+        big[:99]+1j, np.float64(3), np.float32(big), np.float16(big[:99]), np.where(big>3, np.nan, big)):
     x = jnp.asarray(x)
     for by_parts in (False, True):
         got = summaries.vectors(np.asarray(summaries.measured(x, every, by_parts)), every)
