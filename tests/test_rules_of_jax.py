@@ -12,7 +12,7 @@ import jax.numpy as jnp # noqa: E402
 
 from torchember import EmberWarning, read # noqa: E402
 from torchember.jaxember import probe, stash_all_stats_and_hist, stash_hist, stash_scalar_stats, track # noqa: E402
-from torchember.jaxember import tracker as room # noqa: E402
+from torchember.jaxember.recorder import recorder as room # noqa: E402
 
 double = jax.jit(lambda w: probe('x', 2*w))
 slope = jax.jit(jax.grad(lambda w: probe('x', 3*w).sum()))

@@ -6,30 +6,25 @@
 __all__ = ['stash_scalar_stats', 'stash_hist', 'stash_all_stats_and_hist', 'stash_full_tensor', 'probe', 'JaxTracker', 'track']
 
 # %% ../../nbs/88_jaxember/80_tracker.ipynb #c964ed6a
-import re
-from collections import defaultdict
-from dataclasses import dataclass
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import set_current_trace, take_current_trace
+from jax.extend.core import take_current_trace
 
+from ..compat.tracker import Stash, Tracker, check_arguments, hist_stat, open_run, pattern_of, scalars, statistics_of
+from ..frames.logframe import named
 from ..ground.choose import schedule
-from ..compat.tracker import Stash, Tracker, check_arguments, open_run, pattern_of, scalars, statistics_of
-from .capture.modules import Where, here, hooked
-from .recorder.rows import Calls, Names, Places, Tensor, rows_of
+from ..ground.messages import an
+from ..ground.record import identity
+from .capture.modules import Where, here
+from .capture.tags import Asked, asked, has_numbers, tagged_tree
 from .measure.summaries import measured, vectors, warm
-from .capture.tags import Asked, Key, asked, has_numbers, tagged_tree
-from .capture.trees import Again, is_train_state, is_training, optimizer_states, parameters
-from .recorder.twins import Own, Summaries, named_scope
-from .recorder.watching import Watching, all_of
+from .recorder.recorder import JaxRecorder
+from .recorder.states import agreed_on
+from .recorder.twins import Own, Summaries
+from .recorder.watching import Watching
 from ..measure.columns import as_dicts
 from ..measure.summary import groups_for
-from ..ground.messages import an, unknown, warn
-from ..ground.record import SCHEMA, identity
-from ..recorder.row import FirstBad, one_row
-from ..store.base import now, user
 from ..store.jsonl import new_run
 
 # %% ../../nbs/88_jaxember/80_tracker.ipynb #f1aa2d9a
@@ -62,8 +57,7 @@ def stash_hist(
     """
     bins = [*range(min_exp-1, max_exp+2)]
     if isinstance(tensor, jax.core.Tracer): return {'exp_hist': {'hist': traced_counts(tensor, min_exp, max_exp), 'bins': bins}}
-    name = f'exponents({min_exp}, {max_exp})'
-    return {'exp_hist': {'hist': stats_of(tensor, [name])['exponents'], 'bins': bins}}
+    return {'exp_hist': {'hist': stats_of(tensor, [hist_stat(min_exp, max_exp)])['exponents'], 'bins': bins}}
 
 def stash_all_stats_and_hist(
     tensor, # Any array
@@ -94,8 +88,6 @@ def stash_full_tensor(
     return {'full_tensor': tensor if isinstance(tensor, jax.core.Tracer) else np.array(tensor)}
 
 # %% ../../nbs/88_jaxember/80_tracker.ipynb #50a95bbb
-named = dict(abs_mean='mean_abs', abs_max='max_abs', abs_min='min_abs', rms='rm2')
-
 def stats_of(x, names):
     "Statistics of an array that is there"
     wanted = groups_for(names)
@@ -132,92 +124,23 @@ def probe(
     if asked.value is None: return x
     return tagged_tree(here() or Where('', 'model'), 'probe', name, x)
 
-# %% ../../nbs/88_jaxember/80_tracker.ipynb #5a7e0f16
-class Agreed:
-    "What `track` was given, by its names: whether what `step` is given is another tree"
-    def __init__(self):
-        self.names,self.seen = {},{} # what -> names; -> the latest list, which is the same as long as its names are
-        self.odd,self.told = [],set() # texts of what is another; of what that was said
-
-    def first(self, what, named): self.names[what] = names_of(what, named)
-
-    def look(self, what, named):
-        "A tree may change; one of which less than half is there still is another"
-        if self.seen.get(what) is named: return
-        self.seen[what],known,given = named,self.names.get(what),names_of(what, named)
-        if not known or what in self.told or 2*len(known & given)>=min(len(known), len(given) or 1): return
-        self.told.add(what)
-        self.odd.append(f'{what} ({some_of(given)} instead of {some_of(known)})')
-
-    def said(self):
-        "What there is to say, of each argument once"
-        odd,self.odd = self.odd,[]
-        return odd
-
-def names_of(what, named):
-    "Names in a tree; of an optimizer's states with their kinds"
-    return {'.'.join(filter(None, (n.kind if what=='optimizer_state' else '', n.path, n.pname))) for n in named}
-
-def some_of(names): return ', '.join(sorted(names)[:2])+', ...'*(len(names)>2) or 'no arrays'
-
-@dataclass
-class Step:
-    "What was measured of a step, on its way to the host"
-    states:list # Pairs of what was to be measured and what was
-    found:list # What `Watching` found
-    gradients:list # As the states
-    noted:list # Dicts of numbers
-    step:int # Its number
-    ts:str # When it began
-    marks:dict # Column -> value
-
-    def __len__(self): return 1+sum(len(f.notes) for f in (*self.found, *(s[-1] for s in self.states+self.gradients)))
-
-# %% ../../nbs/88_jaxember/80_tracker.ipynb #b5ff8bbe
-heard = defaultdict(set) # `Asked` -> paths of modules: of a step that was traced for another tracker, modules that are left out do not say their names again
-
 # %% ../../nbs/88_jaxember/80_tracker.ipynb #95ff8bbe
 class JaxTracker(Tracker):
     """What `track` gives: runs steps, ends them, and in the end writes a LogFrame. As a list it has what was kept of the latest step's tensors
 
     Args:
-        t: The run, an `emberTracker`
-        measure: `Summaries` or `Own`
-        names: Statistics to derive; None with a function of the user's
-        when: `Schedule`
-        asks: What is recorded
-        tracked: Of 'model_state', 'optimizer_state' and 'gradients' those that are
-        step: Number of the first step
+        recorder: What runs and records
         **kwargs: As `Tracker` has them
     """
     def __init__(self,
-        t, # The run, an `emberTracker`
-        measure, # `Summaries` or `Own`
-        names, # Statistics to derive; None with a function of the user's
-        when, # `Schedule`
-        asks:Asked, # What is recorded
-        tracked, # Of 'model_state', 'optimizer_state' and 'gradients' those that are
-        step:int=0, # Number of the first step
+        recorder:JaxRecorder, # What runs and records
         **kwargs # As `Tracker` has them
     ):
-        super().__init__(t, **kwargs)
-        self.measure,self.names,self.when,self.asks,self.tracked,self.current_step = measure,names,when,asks,tracked,step
-        self.watching = Watching(measure, every_of(when), self.warn)
-        self.display,self.busy,self.open,self.ran,self.stepped = Names(),False,True,False,False
-        self.states,self.of_gradients,self.noted = [],[],[] # of the open step: pairs of what was to be measured and what was; numbers
-        self.failed = [] # what was found by the latest call of `intercept`, if that raised
-        self.known,self.seen = (),None # `Named` of the model; the latest notes
-        self.named = {k: Again(optimizer_states if k=='optimizer_state' else parameters) for k in ('model_state', 'optimizer_state', 'gradients')}
-        self.chosen,self.tensors = {},{} # 'states' or 'gradients' -> names, and what of them is recorded; -> notes, and the tensors of these
-        self.places = Places(self.warn)
-        self.placed,self.by = Calls(self.places),self.rows
-        self.ts,self.begun,self.said = None,False,set()
-        self.bad = FirstBad(t.file)
-        self.agreed = Agreed()
-        self.keep = Stash(lambda got: got, self.folder)
+        super().__init__(recorder.t, **kwargs)
+        self.recorder,self.stepped = recorder,False
 
-    what = property(lambda self: self.display('').removeprefix('model(').removesuffix(')'), doc="Class of the model")
-    on = property(lambda self: self.open and self.when(self.current_step), doc="Whether the open step is recorded")
+    what = property(lambda self: self.recorder.model, doc="Class of the model")
+    current_step = property(lambda self: self.recorder.step, doc="Number of the step that is open")
 
     def intercept(self,
         f, # The step: a function of `*args`, jitted or not
@@ -233,41 +156,7 @@ class JaxTracker(Tracker):
             What it returns
         """
         if not callable(f): raise TypeError(f"intercept is given a function and its arguments, tracker.intercept(update, params, batch), got {an(f)}.")
-        if self.busy: raise RuntimeError(f"{name_of(f)} is called inside of a step that is being intercepted already. "
-            "Call intercept once for each step, outside of it.")
-        with take_current_trace() as t: inside = not isinstance(t, type(self.watching.below))
-        if isinstance(t, Watching): raise RuntimeError(f"another tracker intercepts the step in which {name_of(f)} is called. A step has one tracker.")
-        if inside: raise RuntimeError(f"intercept is called inside of jit, grad or another function of JAX. Call it outside: "
-            f"tracker.intercept({name_of(f)}, ...), where {name_of(f)} may be jitted.")
-        self.ran = True
-        if not self.open: self.warn("the run is over, so intercept only calls the function. Call it inside of `with track(...) as tracker:`.")
-        if not self.on: return f(*args, **kwargs)
-        self.ts,self.busy,self.failed = self.ts or now(),True,[]
-        before,self.watching.found = self.watching.found,[]
-        try:
-            with asked(self.asks), hooked(self.tap, named_scope), set_current_trace(self.watching): out = f(*args, **kwargs)
-        except BaseException:
-            self.failed,self.watching.found = self.watching.found,before # in no step, unless nothing comes after it
-            raise
-        else:
-            self.watching.found[:0] = before
-            return out
-        finally:
-            self.busy = False
-            self.say_lost()
-
-    def tap(self, where, label, tree):
-        "An output of a module"
-        if self.asks.include is None and self.asks.exclude is None: return tagged_tree(where, 'output', label, tree)
-        there = self.places(where)
-        self.display.learn(there)
-        heard[self.asks].add(there.path)
-        return tagged_tree(where, 'output', label, tree) if self.wants(there.path) else tree
-
-    def wants(self, path):
-        "Whether a module is recorded, by its name"
-        include,exclude = self.asks[:2]
-        return (include is None or include.search(path)) and not (exclude is not None and exclude.search(path))
+        return self.recorder.run(f, args, kwargs)
 
     def step(self,
         model_state=None, # Parameters, and other variables, after the step
@@ -281,69 +170,26 @@ class JaxTracker(Tracker):
             optimizer_state: The optimizer's, after the step
             gradients: Of the parameters
         """
-        with take_current_trace() as t: inside = not isinstance(t, Watching | type(self.watching.below))
+        with take_current_trace() as t: inside = not isinstance(t, Watching | type(self.recorder.watching.below))
         if inside: raise RuntimeError("step is called inside of jit, grad or another function of JAX, where arrays are tracers and have no numbers yet. "
             "Return them from there, and call it outside: state = tracker.intercept(update, ...), then tracker.step(state).")
-        given,self.stepped = dict(model_state=model_state, optimizer_state=optimizer_state, gradients=gradients),True
-        self.check(given)
-        if self.on:
-            if gradients is not None and 'gradients' in self.tracked:
-                of = self.named['gradients'](gradients, 'gradients', 'grad', self.known)
-                self.agreed.look('gradients', of[0])
-                if not self.known: self.places.learn(*of)
-                self.of_gradients = self.measured('gradients', (*of, {'weight': 'weight_grad'}.get))
-            self.close(True)
-        n,seen = self.current_step,self.on
-        self.current_step += 1
-        self.ran = False
-        if self.on: self.look_at(model_state, optimizer_state)
-        if odd := self.agreed.said():
-            self.warn(f"what step was given is another tree than what track was given: {'; '.join(odd)}. It is recorded as it is. Is each in its place, and "
-                "gradients without the loss? tracker.step(model_state=params, optimizer_state=state, gradients=grads).")
-        self.ended(n, seen)
+        self.stepped = True
+        self.check(dict(model_state=model_state, optimizer_state=optimizer_state, gradients=gradients))
+        self.ended(*self.recorder.end(model_state, optimizer_state, gradients))
 
     def check(self, given):
         "Raise unless each argument of `step` is there that has to be"
-        call = f"tracker.step({', '.join(f'{k}={k}' for k in given if k in self.tracked)})"
+        tracked = self.recorder.states.tracked
+        call = f"tracker.step({', '.join(f'{k}={k}' for k in given if k in tracked)})"
         for k,v in given.items():
-            if k in self.tracked and v is None:
+            if k in tracked and v is None:
                 asks = 'track_gradients=True' if k=='gradients' else f'{k}='
                 raise ValueError(f"track was given {asks}, so each step needs {k}, too: {call}.")
-            if k not in self.tracked and v is not None:
-                self.warn(f"{k} was given to step and is not recorded, as track was not asked to: "
+            if k not in tracked and v is not None:
+                self.recorder.warn(f"{k} was given to step and is not recorded, as track was not asked to: "
                     f"track({'track_gradients=True' if k=='gradients' else f'{k}={k}'}).")
-        if not self.ran and self.on: self.warn("step was called without intercept, so of this step there are no outputs. "
+        if not self.recorder.ran and self.recorder.on: self.recorder.warn("step was called without intercept, so of this step there are no outputs. "
             "Run your step by tracker.intercept(update, *args).")
-
-    def look_at(self, model_state, optimizer_state):
-        "The states with which a step begins"
-        whole = isinstance(model_state, dict) or is_train_state(model_state)
-        some,both = [],whole and 'optimizer_state' not in self.tracked and is_training(model_state)
-        if model_state is not None:
-            self.known,arrays = self.named['model_state'](model_state)
-            self.agreed.look('model_state', self.known)
-            if not self.places.by: self.places.learn(self.known, arrays)
-            if 'model_state' in self.tracked: some.append((self.known, arrays, str))
-        if both or 'optimizer_state' in self.tracked:
-            of = self.named['optimizer_state'](model_state if both else optimizer_state, self.known)
-            if not both: self.agreed.look('optimizer_state', of[0])
-            some.append((*of, lambda kind: 'optimizer'))
-        self.states = self.measured('states', *some)
-
-    def measured(self,
-        what, # 'states' or 'gradients'
-        *some # `Named`, their arrays, and a function: kind -> ttype, or None for what is not recorded
-    ): # Pairs of `Named` with ttypes and what was measured
-        lists = [names for names,_,_ in some]
-        if what not in self.chosen or self.chosen[what][0]!=lists:
-            every = enumerate((p, of(p.kind)) for names,_,of in some for p in names)
-            todo = [(i, p, ttype) for i,(p,ttype) in every if ttype and self.wants(p.path)]
-            self.chosen[what] = lists,[t[1:] for t in todo],[(i, Key(Where(p.path, ''), ttype, p.tname)) for i,p,ttype in todo]
-        _,todo,keys = self.chosen[what]
-        arrays = [x for _,some,_ in some for x in some]
-        found = all_of([(key, arrays[i]) for i,key in keys], self.measure)
-        found.leave()
-        return [(what, todo, found)]
 
     def log(self,
         **numbers # Name -> number, or an array of one
@@ -362,96 +208,19 @@ class JaxTracker(Tracker):
                     f"or {k}[0] of what pmap gives.")
         for v in numbers.values():
             if isinstance(v, jax.Array): v.copy_to_host_async()
-        if self.on: self.noted.append(numbers)
-
-    def close(self, over):
-        "Hand the open step to the thread that writes"
-        found,states,grads,noted = self.watching.taken(),self.states,self.of_gradients,self.noted
-        new = [s.key.where for f in found if f.notes is not self.seen for s in f.notes]
-        self.places.settle([w.model for w in new])
-        for w in new: self.display.learn(self.places(w)) # of what was traced before, modules do not say their names
-        if found: self.seen = found[-1].notes
-        if not self.begun: self.begin()
-        if self.ran and not (found or self.failed) and self.open and not self.watching.lost:
-            self.warn("nothing was seen in this step: no module of flax ran that is to be recorded, and no probe. Where modules are of another "
-                "library, put probe('name', x) around values; what was compiled ahead of time (.lower().compile()) cannot be looked into.")
-        self.states,self.of_gradients,self.noted,self.failed = [],[],[],[]
-        step,ts,marks,self.ts = self.current_step,self.ts or now(),dict(self.t.marked),None
-        self.t.put(Step(states, found, grads, noted, step, ts, marks), over, by=self.by)
-
-    def rows(self,
-        steps # List of `Step`
-    ) -> list: # For each its rows
-        """What was measured, as it is written
-
-        Args:
-            steps: List of `Step`
-
-        Returns:
-            For each its rows
-        """
-        parts = [([*self.parts(s.states), self.placed(s.found), *self.parts(s.gradients)], s.step, s.ts, s.marks) for s in steps]
-        out = rows_of(parts, self.measure.wanted if type(self.measure) is Summaries else (), self.names, self.display, self.keep)
-        for rows,s in zip(out, steps, strict=True):
-            of = self.display(''),'scalar','log',None,None,None
-            rows += [one_row(of, i, None, 'float64', n, s.step, s.ts, s.marks, {}) for i,n in enumerate(s.noted)]
-        return [*map(self.bad.look, out)]
-
-    def parts(self, some):
-        "Of parameters and states"
-        for what,todo,found in some:
-            known = self.tensors.get(what)
-            if known is None or known[0] is not todo or known[1]!=found.notes:
-                place = {p: i for i,p in enumerate(self.display.known)} # modules in the order in which they ran, as outputs have it
-                order = sorted(range(len(todo)), key=lambda i: place.get(todo[i][0].path, len(place)))
-                made = [Tensor(p.path, ttype, p.tname, None if ttype=='buffer' else p.pname or None, 0, s.shape, s.dtype)
-                    for (p,ttype),s in ((todo[i], found.notes[i]) for i in order)]
-                known = self.tensors[what] = todo,found.notes,made,order
-            values = found.values()
-            yield known[2], values[known[3]] if isinstance(values, np.ndarray) else [values[i] for i in known[3]]
-
-    def begin(self):
-        "What is known of the run once a step has run"
-        self.begun,(include,exclude) = True,self.asks[:2]
-        seen = dict.fromkeys([*self.display.known, *sorted(heard[self.asks]), *(p.path for _,todo,_ in self.states+self.of_gradients for p,_ in todo)])
-        if include is not None and seen and not any(include.search(p) for p in seen):
-            raise ValueError(f"include={include.pattern!r} is found in no module's name. {unknown('module', include.pattern, [p for p in seen if p])}")
-        if exclude is not None and not any(exclude.search(p) for p in seen):
-            self.warn(f"exclude={exclude.pattern!r} is found in no module's name, so nothing is left out.")
-        self.t.begin({'start': now(), 'user': user(), 'schema': SCHEMA, 'model': self.what, 'framework': 'jax'}, {'structure': self.display.tree()})
-
-    def say_lost(self):
-        for what in self.watching.lost: self.warn(f"values inside {what} cannot be taken out of it and are not recorded. Everything else is.")
-
-    def warn(self, text):
-        "Once"
-        if text in self.said: return
-        self.said.add(text)
-        warn(f'torchember: {text}')
+        self.recorder.note(numbers)
 
     def unregister(self):
         "Watch no more: intercept runs what it is given"
-        self.open = False
+        self.recorder.open = False
 
     def __enter__(self): return self
 
     def __exit__(self, kind, error, traceback):
-        unfinished,self.open = self.on and (self.ran or self.noted),False
-        if unfinished: # a step that did not come to its end
-            self.watching.found += self.failed
-            self.close(True)
-        self.watching.over()
-        self.t.end()
+        self.recorder.finish()
         self.finish(kind is not None)
-        if kind is None and not self.stepped and self.begun: self.warn("tracker.step() was never called, so everything is in one step. Call it each time.")
-
-# %% ../../nbs/88_jaxember/80_tracker.ipynb #987714af
-def every_of(when):
-    "n of a `Schedule` that keeps every n-th step from the first on; 1 of any other"
-    m = re.fullmatch(r'every\((\d+)\)', str(when))
-    return int(m[1]) if m else 1
-
-def name_of(f): return getattr(f, '__name__', None) or getattr(getattr(f, 'func', None), '__name__', None) or type(f).__name__
+        if kind is None and not self.stepped and self.recorder.begun:
+            self.recorder.warn("tracker.step() was never called, so everything is in one step. Call it each time.")
 
 # %% ../../nbs/88_jaxember/80_tracker.ipynb #49ded631
 def track(
@@ -497,15 +266,13 @@ def track(
     wandb = open_run() if use_wandb else None
     asks = Asked(pattern_of(include, 'include'), pattern_of(exclude, 'exclude'), bool(track_gradients))
     names = statistics_of(stash_value, stash_scalar_stats, stash_hist, stash_all_stats_and_hist)
-    measure = Summaries(groups_for(names)) if names else Own(stash_value, lambda text: tracker.warn(text))
+    measure = Summaries(groups_for(names)) if names else Own(stash_value, lambda text: recorder.warn(text))
     tracked = [k for k,v in (('model_state', model_state), ('optimizer_state', optimizer_state), ('gradients', track_gradients or None)) if v is not None]
     if names: warm([x for x in jax.tree.leaves(model_state) if has_numbers(x)][:1]) # while the step is compiled
-    known = [] if model_state is None else parameters(model_state) # raises now for what is no array
-    states = [] if optimizer_state is None else optimizer_states(optimizer_state, known)
+    agreed = agreed_on(model_state, optimizer_state) # raises now for what is no array
     kind = type(model_state).__name__ if callable(model_state) else 'jax'
-    tracker = JaxTracker(new_run(kind, name, False, home), measure, names, schedule(every), asks, tracked, init_step or 0, offload_inc=offload_inc,
-        offload_fn=offload_fn, offload_type=offload_type, wandb=wandb)
-    weights = [n for n in known if n.kind=='weight']
-    for what,some in (('model_state', known), ('optimizer_state', states), ('gradients', weights)): tracker.agreed.first(what, some)
-    if tracker.on: tracker.look_at(model_state, optimizer_state)
+    recorder = JaxRecorder(new_run(kind, name, False, home), measure, names, schedule(every), asks, tracked, agreed,
+        init_step or 0, Stash(lambda got: got, lambda: tracker.folder()))
+    tracker = JaxTracker(recorder, offload_inc=offload_inc, offload_fn=offload_fn, offload_type=offload_type, wandb=wandb)
+    if recorder.on: recorder.states.at_begin(model_state, optimizer_state)
     return tracker
