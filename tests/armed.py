@@ -1,6 +1,6 @@
 """What stays true while a model is armed: each case is a row of the table in the docs.
 
-A case arms something, does what users do, and asserts. `tests/test_armed.py` runs them all, and so does the page that shows them."""
+A case arms something, does what users do, and asserts. `tests/capture/test_armed.py` runs them all, and so does the page that shows them."""
 import copy
 import io
 import os

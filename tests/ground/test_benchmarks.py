@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-root = Path(__file__).parents[1]
+root = Path(__file__).parents[2]
 fake = '''
 import os
 from benchmarks.registry import line, row

@@ -13,7 +13,7 @@ from IPython.core.interactiveshell import InteractiveShell
 import torchember
 from torchember import torchEmber
 
-root = Path(__file__).parents[1]
+root = Path(__file__).parents[2]
 sys.path.insert(0, str(root/'docs'))
 import docstrings  # noqa: E402
 

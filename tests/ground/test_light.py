@@ -12,7 +12,7 @@ import torch
 
 from torchember import emberTracker, torchEmber
 
-root = Path(__file__).parents[1]
+root = Path(__file__).parents[2]
 
 
 def run(code, *flags, **env):

@@ -1,6 +1,6 @@
 """The GPU kernels, without a GPU: Triton interprets them with numpy, in a child process that was told so before it imported Triton.
 
-What is tried there is in triton_cases.py. On a machine with a GPU the same cases run there too, compiled: `pytest tests/triton_cases.py`.
+What is tried there is in triton_cases.py. On a machine with a GPU the same cases run there too, compiled: `pytest tests/measure/triton_cases.py`.
 """
 import importlib.util
 import os
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 here = Path(__file__).parent
+root = here.parents[1]
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec('triton'), reason='Triton is not installed')
 
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.skipif(not importlib.util.find_spec('triton'), reason='
 def test_interpreted():
     env = os.environ | {'TRITON_INTERPRET': '1'}
     done = subprocess.run([sys.executable, '-m', 'pytest', '-q', '-n0', '-p', 'no:cacheprovider', str(here/'triton_cases.py')],
-        env=env, cwd=here.parent, capture_output=True, text=True)
+        env=env, cwd=root, capture_output=True, text=True)
     assert done.returncode==0, done.stdout+done.stderr
     assert 'skipped' not in done.stdout
 
@@ -50,7 +51,7 @@ for cc in (80, 90):
 def test_compiled_for_gpus_that_are_not_here(tmp_path):
     "The compiler needs no GPU; what it writes for an A100 and an H100 loads 16 bytes at once and keeps subnormal numbers"
     env = {k:v for k,v in os.environ.items() if k!='TRITON_INTERPRET'} | {'TRITON_CACHE_DIR': str(tmp_path)}
-    done = subprocess.run([sys.executable, '-c', compiled], env=env, cwd=here.parent, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, '-c', compiled], env=env, cwd=root, capture_output=True, text=True)
     assert done.returncode==0, done.stderr
 
 
@@ -59,5 +60,5 @@ def test_without_triton(tmp_path):
     (tmp_path/'triton.py').write_text("raise ImportError('no triton')")
     code = "from torchember.measure.readers import triton as gpu; print(gpu.available('cuda'), gpu.available('cpu'))"
     env = os.environ | {'PYTHONPATH': os.pathsep.join([str(tmp_path), os.environ.get('PYTHONPATH', '')])}
-    done = subprocess.run([sys.executable, '-c', code], env=env, cwd=here.parent, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, '-c', code], env=env, cwd=root, capture_output=True, text=True)
     assert done.stdout.split()==['False', 'False'], done.stderr

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-root = Path(__file__).parents[1]
+root = Path(__file__).parents[2]
 readme = (root/'README.md').read_text(encoding='utf-8')
 shown = re.findall(r'^```(\w*)\n(.*?)^```$', readme, re.M|re.S)
 blocks = [code for kind,code in shown if kind=='python']

@@ -13,7 +13,7 @@ from torch import nn
 from torchember import EmberWarning, NoiseScale, from_activation, torchEmber
 from torchember.ground.messages import warn
 
-root = Path(__file__).parents[1]
+root = Path(__file__).parents[2]
 x = torch.ones(4, 3)
 
 

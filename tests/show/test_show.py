@@ -31,7 +31,7 @@ from torchember.show.comparison import parting
 from torchember.show.live.following import binned
 from torchember.show.select import Series, grid, series, thinned
 
-root = Path(__file__).parents[1]
+root = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope='module')

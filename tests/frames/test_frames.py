@@ -19,7 +19,7 @@ from torchember import emberTracker, query, read, runs, torchEmber, tracker, wid
 from torchember.ground import record
 from torchember.store import columns
 
-root = Path(__file__).parents[1]
+root = Path(__file__).parents[2]
 numbers = st.one_of(st.floats(), st.floats(width=16), st.integers(-2**63, 2**63-1), st.integers(-3, 3))
 texts = st.sampled_from(['1', '2.5', 'true', '[1]', 'nan', '2020-01-01', '2026-01-01 10:00:00'])
 values = st.one_of(numbers, st.none(), st.booleans(), st.text(max_size=5), texts,

@@ -1,6 +1,6 @@
 """Numbers are numpy's: random tensors of every kind, and the hostile ones by name, against float64.
 
-`NUMBERS=100000 pytest tests/test_numbers.py -k fuzz` tries that many; a failure prints a line that makes its tensor again.
+`NUMBERS=100000 pytest tests/measure/test_numbers.py -k fuzz` tries that many; a failure prints a line that makes its tensor again.
 """
 import math
 import os

@@ -16,8 +16,9 @@ def ran(tmp_path_factory):
     "All cases, in one start of two processes: what each rank said, and its rows"
     d = tmp_path_factory.mktemp('ranks')
     here = Path(__file__).parent
+    helpers = os.pathsep.join([str(here.parent), os.environ.get('PYTHONPATH', '')])
     got = subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node=2', '--standalone', str(here/'sharded.py'), 'all', str(d)],
-        env={**os.environ, 'TORCHEMBER_HOME': str(d), 'OMP_NUM_THREADS': '1'}, capture_output=True, text=True)
+        env={**os.environ, 'TORCHEMBER_HOME': str(d), 'OMP_NUM_THREADS': '1', 'PYTHONPATH': helpers}, capture_output=True, text=True)
     assert got.returncode==0, got.stderr[-3000:]
     said = [json.loads((d/f'{k}.json').read_text()) for k in range(2)]
     def rows(case, k): return emberTracker(f"{case.replace(' ', '_').replace(',', '')}.rank{k}", home=d).lines()

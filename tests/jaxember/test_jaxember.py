@@ -35,7 +35,7 @@ from torchember.jaxember.capture.tags import Asked, Key, Tag, asked, tap_p # noq
 from torchember.jaxember.capture.trees import Again, parameters # noqa: E402
 from torchember.jaxember.recorder.twins import Own, Summaries, Twin # noqa: E402
 
-root = Path(__file__).parents[1]
+root = Path(__file__).parents[2]
 
 
 def done(code, **env):
