@@ -153,6 +153,7 @@ class torchEmber:
             if r.watch: r.watch.detach()
             r.finish()
             self.t.file.barrier() # who reads the run by its name now finds all of it
+            self.t.file.settle()
             r.disarmed()
             self.armed = False
         return self.model
@@ -364,7 +365,7 @@ class torchEmber:
         took = lambda: {'seconds': (s := r.seconds()+live), 'share': s/r.cost.elapsed if r.cost.elapsed else 0.}
         self.t.end(**took()) # for those who read the run
         return Report(run=self.fname, steps=r.tally.steps, recorded=r.tally.recorded, rows=f.rows, bytes=f.written,
-            **took(), errors=r.notices.errors, skipped=r.notices.unmeasurable, remarks=r.remarks(),
+            **took(), errors=r.notices.errors, skipped=r.notices.unmeasurable, remarks=[*r.remarks(), *f.lost()],
             **({'live': live} if live else {}), **({'beside': r.cost.loading} if r.cost.loading else {}),
             **({'arming': r.cost.arming} if r.cost.arming else {}), **({'compiling': r.cost.compiling} if r.cost.compiling else {}),
             **({} if r.cost.budget is None else {'thinned': r.cost.budget.thinned-r.pipe.decide.denied, 'budget': str(r.cost.budget)}))

@@ -17,6 +17,7 @@ from ..ground.record import line_of, lines_of, load_row, unmarkable
 from torchember.store.base import (check_writable, facts, folder, not_through, now, portable_name, read_meta, regular, replace, run_name, safe_name,
     write_meta)
 from .columns import longest_line
+from .listeners import Listening
 from .older import first_lines, is_first, is_older, older_blocks
 from .reading import blocks_of, by_place, current, frame, parse, table, with_path
 from .table import tree_table, whole_tree
@@ -187,6 +188,7 @@ class Log:
         self.rows = self.written = 0
         self.earlier = not fresh # whether there may be rows that are not ours
         self.seconds = 0. # CPU time that writing took
+        self.listeners,self.taken = (),deque() # whoever is told of rows when the file has them; rows and lines of which they were not told yet
         live.add(self)
 
     @property
@@ -220,6 +222,7 @@ class Log:
             try:
                 while self.jobs: self.take_some()
                 if insist or not self.refusal or time.monotonic()>=self.again: self.write(insist)
+                self.tell()
             finally:
                 self.busy = False
                 self.seconds += time.thread_time()-began # not the clock: while the disk is waited for, the training goes on
@@ -248,8 +251,8 @@ class Log:
     def take(self, rows, close, joins):
         "Turn one batch into bytes"
         if not rows: pass
-        elif (data := lines_of(rows)) and len(data)<=longest_line: self.hold(data, len(rows), joins)
-        elif lines := [o for r in rows if (o := self.line(r)) is not None]: self.hold(b'\n'.join(lines)+b'\n', len(lines), joins)
+        elif (data := lines_of(rows)) and len(data)<=longest_line: self.hold(rows, data, joins)
+        elif some := [(r, o) for r in rows if (o := self.line(r)) is not None]: self.hold([r for r,_ in some], b'\n'.join(o for _,o in some)+b'\n', joins)
         if close: self.step.closed = True
 
     def line(self, row):
@@ -258,10 +261,40 @@ class Log:
         if len(line)<=longest_line: return line
         self.note(f"a row is lost that has more than {longest_line>>20} MB. Keep what is so large in a file of its own")
 
-    def hold(self, data, n, joins=False):
+    def hold(self, rows, data, joins=False):
         if joins is not None: self.step.add(data, joins)
-        if self.size+len(data)<=self.keep: self.waiting.append((data, n)); self.size += len(data)
-        else: self.dropped += n
+        if self.listeners: self.taken.append((rows, data))
+        if self.size+len(data)<=self.keep: self.waiting.append((data, len(rows))); self.size += len(data)
+        else: self.dropped += len(rows)
+
+    def tell(self):
+        "Tell the listeners what was taken. The file has it, unless the disk refuses"
+        while self.taken:
+            taken = self.taken.popleft()
+            for listener in self.listeners:
+                try: listener.put(*taken)
+                except Exception as e: self.note("rows are lost for a listener", e)
+
+    def listen(self, listener): # listener: a `Listening`, or what has its methods `put`, `mark`, `wait`, `rest` and `remark`
+        "Tell of all rows from now on"
+        with self.io: self.listeners = (*self.listeners, listener)
+        return listener
+
+    def unlisten(self, listener):
+        "Tell it no more"
+        with self.io: self.listeners = tuple(l for l in self.listeners if l is not listener)
+
+    def lost(self):
+        "What was lost for whom, a sentence each"
+        return [said for l in self.listeners if self.ours and (said := l.remark())]
+
+    def settle(self):
+        "Wait, but not for long, until the listeners were told of all that is in the file"
+        if not self.ours: return
+        marks,until = [(l, l.mark()) for l in self.listeners],time.monotonic()+Listening.patience
+        for l,mark in marks:
+            if l.wait(mark, until): l.rest()
+        if marks: self.remarks.tell() # what went wrong
 
     def write(self, now):
         "Bring the files up to date, or say why that cannot be"
@@ -340,6 +373,7 @@ class Log:
     def end(self):
         "The last barrier. What cannot be written now is lost"
         self.barrier()
+        self.settle()
         if self.ours and (n := sum(n for _,n in self.waiting)+self.dropped):
             warn(f"torchember: {n} rows could not be written to {self.path} and are lost.")
 
@@ -630,9 +664,34 @@ class tracker:
         try: self[f'base_{self.fname}'] = {**self.about['base'], 'end': now(), 'steps': last_step_of(f.path)+1, **rows, **more}
         except OSError: pass # it is only that nobody will know when
 
+    def listen(self,
+        f, # Function of a step's number, None for rows of no step, and of a list of rows, dicts: called in a thread of its own, when the file has them
+        name:str|None=None # What to call it, when something is wrong
+    ) -> Listening: # Its `close()` ends that
+        """Tell `f` of all rows from now on, as the log gets them. Nobody waits for it, and what it raises harms nobody
+
+        Args:
+            f: Function of a step's number, None for rows of no step, and of a list of rows, dicts: called in a thread of its own, when the file has them
+            name: What to call it, when something is wrong
+
+        Returns:
+            Its `close()` ends that
+        """
+        if not callable(f): raise TypeError(f"listen takes a function of a step and its rows, got {an(f)}.")
+        log = self.file
+        log.barrier() # of what was before it is not told
+        def remove(listening):
+            log.barrier()
+            log.unlisten(listening)
+        def note(what):
+            log.note(what)
+            writer.wake(log) # who says it
+        return log.listen(Listening(f, name, note, remove))
+
     def close(self):
-        "Write everything"
+        "Write everything, and wait, but not for long, for those who listen"
         self.barrier()
+        self.file.settle()
 
     def _repr_html_(self):
         try: tree = whole_tree(self[f'structure_{self.fname}'])

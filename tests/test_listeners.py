@@ -1,0 +1,338 @@
+"""Whoever listens to a run's rows gets exactly what the file gets, and nobody waits for it or is harmed by it: not training, file, nor others who listen"""
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from torchember import emberTracker, torchEmber
+from torchember.store.listeners import Listening
+from torchember.store.reading import parse
+
+
+class Heard(list):
+    "What a listener was told"
+    def __call__(self, step, rows): self.append((step, rows))
+    rows = property(lambda self: [r for _,rows in self for r in rows])
+    steps = property(lambda self: [s for s,_ in self])
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+
+
+def in_file(t): return parse(t.log_path.read_bytes())[0]
+
+
+def same(heard, t):
+    "Whether a listener was told what is in the file: all of it, in its order, each call of one step"
+    assert heard.rows and repr(heard.rows)==repr(in_file(t)) # NaN is not equal to itself
+    assert all(rows and {r.get('step') for r in rows}=={step} for step,rows in heard)
+    return True
+
+
+def step(model, x=None, opt=None):
+    model(torch.ones(2, 2) if x is None else x).sum().backward()
+    if opt is not None: opt.step(); opt.zero_grad()
+
+
+def until(true, seconds=20.):
+    end = time.monotonic()+seconds
+    while not true():
+        assert time.monotonic()<end
+        time.sleep(.002)
+
+
+# ---- the same as in the file
+
+def test_an_optimizers_steps_off_schedule_numbers_marks_and_functions_of_the_user(tmp_path):
+    "Built-in statistics that are lines, rows with care, NaN, those of a function and of te.log; what is not on the schedule is no step to anybody"
+    model,a,b = net(),Heard(),Heard()
+    opt = torch.optim.SGD(model.parameters(), .1)
+    te = torchEmber(model, opt, ttypes=('input', 'output', 'weight_grad', 'update'), every=2, home=tmp_path)
+    te.t.listen(a)
+    @te.how_record('input')
+    def own(x): return {'all': [float(v) for v in x[0]], 'of': 'me'}
+    for i in range(5):
+        te.mark(epoch=i//2)
+        step(model, torch.full((2, 2), float('nan') if i==4 else 1.*i), opt)
+        te.log(loss=.5*i)
+        if i==2: te.t.listen(b)
+    te.close()
+    assert same(a, te.t) and sorted(set(a.steps))==[0, 1, 2, 3, 4] # a loss is noted in any step
+    assert sorted({r['step'] for r in a.rows if r['ttype']!='scalar'})==[0, 2, 4] and b.rows and repr(a.rows[-len(b.rows):])==repr(b.rows)
+    assert any(r.get('nan') for r in a.rows) and any(r.get('of')=='me' for r in a.rows) and len(a.rows)>len(b.rows)
+
+
+def test_passes_that_turn_out_to_be_one_step(tmp_path):
+    "Nobody is told of a step that is none: three passes that `te.step()` joins, with what supersedes"
+    model,heard = net(),Heard()
+    te = torchEmber(model, home=tmp_path)
+    te.t.listen(heard)
+    for _ in range(3): step(model)
+    te.step()
+    for _ in range(2): step(model)
+    te.step()
+    te.close()
+    assert same(heard, te.t) and set(heard.steps)=={0, 1} and any(r.get('supersedes') for r in heard.rows)
+
+
+def test_what_was_read_in_the_midst_grows_and_supersedes(tmp_path):
+    model,heard = net(),Heard()
+    te = torchEmber(model, torch.optim.SGD(model.parameters(), .1), ttypes='output', home=tmp_path)
+    te.t.listen(heard)
+    for _ in range(3):
+        step(model)
+        assert len(te.t.df)
+    te.close()
+    assert same(heard, te.t) and set(heard.steps)=={0} and [any(r.get('supersedes') for r in rows) for _,rows in heard]==[False, True, True]
+
+
+def test_an_evaluation_a_late_loss_and_a_skipped_step(tmp_path):
+    "They are of the step before, and come by themselves"
+    model,heard = net(),Heard()
+    opt = torch.optim.SGD(model.parameters(), .1)
+    scaler = torch.amp.GradScaler('cpu', init_scale=4.)
+    te = torchEmber(model, opt, ttypes=('output', 'weight_grad'), scaler=scaler, home=tmp_path)
+    te.t.listen(heard)
+    for i in range(3):
+        loss = model(torch.full((2, 2), float('inf') if i==1 else 1.)).sum()
+        scaler.scale(loss).backward()
+        scaler.step(opt); scaler.update(); opt.zero_grad()
+        te.log(loss=loss.detach())
+        model.eval()
+        with torch.no_grad(): model(torch.zeros(1, 2))
+        model.train()
+    te.close()
+    assert same(heard, te.t) and heard.steps==sorted(heard.steps) and any(r.get('skipped') for r in heard.rows)
+    assert {r['step'] for r in heard.rows if r.get('phase')=='eval'}=={0, 1, 2}
+
+
+def test_rows_of_the_user_and_a_run_that_goes_on(tmp_path):
+    "A tracker without a model is listened to, too; what was there before it goes on is told to nobody"
+    t,heard = emberTracker('mine', tmp_path),Heard()
+    t + {'step': 0, 'loss': 1.}
+    with t.listen(heard):
+        t + {'step': 1, 'loss': float('nan')}
+        t + {'note': 'no step'}
+        t.logging('{"step": 2}')
+        t.barrier()
+    t + {'step': 3}
+    t.close()
+    assert heard.steps==[1, None, 2] and repr(heard.rows)==repr(in_file(t)[1:4])
+    model,more = net(),Heard()
+    te = torchEmber(model, ttypes='output', name='r', home=tmp_path)
+    step(model)
+    te.close()
+    old = len(in_file(te.t))
+    te = torchEmber(model, ttypes='output', name='r', resume=True, home=tmp_path)
+    te.t.listen(more)
+    step(model)
+    te.close()
+    assert repr(more.rows)==repr(in_file(te.t)[old:]) and set(more.steps)=={1}
+
+
+def test_a_listener_is_told_what_the_file_has_already(tmp_path):
+    "And may read the run, note numbers, ask for rows, and end its own listening"
+    model,seen = net(),[]
+    te = torchEmber(model, torch.optim.SGD(model.parameters(), .1), ttypes='output', home=tmp_path)
+    def f(step, rows):
+        lines = te.t.log_path.read_bytes().count(b'\n')
+        seen.append((step, lines, len(te.t.lines()), threading.current_thread() is not threading.main_thread()))
+        te.mark(seen=step)
+        if step==1: l.close()
+    l = te.t.listen(f)
+    for i in range(4):
+        step(model)
+        te.recorder.close()
+        until(lambda i=i: l.closed or len(seen)>i)
+    te.close()
+    assert [s[0] for s in seen]==[0, 1] and all(n==m and off for _,n,m,off in seen) and [s[1] for s in seen]==[4, 8]
+    assert {r['step']: r.get('seen') for r in te.t.lines()}=={0: None, 1: 0, 2: 1, 3: 1}
+
+
+# ---- nobody is harmed
+
+@pytest.mark.parametrize('error', [ValueError('too much'), SystemExit(3), KeyboardInterrupt()])
+def test_one_that_raises(tmp_path, error):
+    "It is told of the next steps; the user once, and in the end how many it lost. Others get everything"
+    model,good,got = net(),Heard(),[]
+    te = torchEmber(model, torch.optim.SGD(model.parameters(), .1), ttypes='output', home=tmp_path)
+    def bad(step, rows):
+        rows.clear() # its own
+        got.append(step)
+        if step in (1, 2): raise error
+    te.t.listen(bad, 'the odd one'); te.t.listen(good)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('always')
+        for _ in range(4): step(model); te.recorder.close()
+        report = te.close()
+    assert got==[0, 1, 2, 3] and same(good, te.t)
+    said = [str(w.message) for w in said if 'odd' in str(w.message)]
+    assert len(said)==1 and f'the odd one does not get all rows: {type(error).__name__}' in said[0] and 'at step 1' in said[0]
+    assert [r for r in report['remarks'] if 'odd' in r]==[f'the odd one lost rows of 2 steps: {type(error).__name__}: {error} (at step 1).']
+
+
+def test_one_that_hangs(tmp_path, monkeypatch):
+    "Training, file and another one go on; who ends the run waits for a while, once, and says it. Its oldest rows are lost when its queue is full"
+    monkeypatch.setattr(Listening, 'patience', .3)
+    monkeypatch.setattr(Listening, 'most', 3)
+    model,good,goes_on,got = net(),Heard(),threading.Event(),[]
+    te = torchEmber(model, torch.optim.SGD(model.parameters(), .1), ttypes='output', home=tmp_path)
+    def hangs(step, rows):
+        got.append(step)
+        goes_on.wait()
+    l = te.t.listen(hangs); te.t.listen(good)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('always')
+        for i in range(8):
+            step(model); te.recorder.close(); te.t.barrier()
+            if not i: until(lambda: got)
+            until(lambda i=i: len(good)>i)
+        began = time.monotonic()
+        report = te.close()
+        took = time.monotonic()-began
+    assert same(good, te.t) and good.steps==[*range(8)] and .3<=took<3
+    for what in ('hangs does not get all rows: it is too slow, at step 1', 'hangs has not come back, told of step 0'):
+        assert sum(what in str(w.message) for w in said)==1
+    assert [r for r in report['remarks'] if 'hangs' in r]==[f'{l.name} lost rows of 7 steps: it is too slow (at step 1).'] # 1 to 4, and 5 to 7 that wait
+    goes_on.set()
+    until(lambda: got==[0, 5, 6, 7]) # what was kept
+    until(lambda: not l.given_up)
+    assert (l.lost, l.size, len(l.waiting))==(4, 0, 0)
+    te.close()
+
+
+def test_rows_that_wait_are_bounded_in_bytes(monkeypatch):
+    "One piece is told however large it is"
+    goes_on,got = threading.Event(),[]
+    l = Listening(lambda step, rows: (got.append((step, len(rows[0]['of']))), goes_on.wait()))
+    l.most_bytes = 100
+    for i,n in enumerate((5, 60, 60, 300)):
+        line = json.dumps({'step': i, 'of': 'x'*n}).encode()
+        l.put([line], line+b'\n')
+        if not i: until(lambda: l.busy==0)
+    goes_on.set()
+    until(lambda: len(got)==2)
+    l.close()
+    assert got==[(0, 5), (3, 300)] and l.lost==2
+
+
+def test_nobody_is_told_any_more(tmp_path):
+    "After close(), which waits for what there was; nor is there a thread when the run is gone"
+    t,heard = emberTracker('mine', tmp_path),Heard()
+    slow = t.listen(lambda step, rows: (time.sleep(.01), heard(step, rows)))
+    for i in range(9): t + {'step': i}
+    slow.close(); slow.close()
+    assert heard.steps==[*range(9)] and t.file.listeners==()
+    t + {'step': 9}
+    t.close()
+    assert heard.steps==[*range(9)]
+    with pytest.raises(TypeError, match='a function of a step and its rows, got a list'): t.listen([])
+    last = t.listen(heard)
+    for i in (10, 11): # there is a thread while there may be something to tell
+        assert (last.thread is None)==(i>10)
+        t + {'step': i}
+        t.close()
+    assert heard.steps==[*range(12)][:9]+[10, 11] and last.thread is None
+
+
+def test_rows_cost_nothing_when_nobody_listens(tmp_path):
+    "Nothing is kept for anybody"
+    t = emberTracker('mine', tmp_path)
+    t.put(lambda: [{'step': 0}], True)
+    t.barrier()
+    assert not t.file.taken and not t.file.listeners
+
+
+def test_a_disk_that_refuses(tmp_path):
+    "Listeners are told all the same, once"
+    t,heard = emberTracker('mine', tmp_path),Heard()
+    t.listen(heard)
+    t + {'step': 0}
+    t.barrier()
+    t.file.path,path = tmp_path/'log'/'mine'/'no',t.file.path
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        t + {'step': 1}
+        until(lambda: heard.steps==[0, 1])
+        t.file.path = path
+        t.close()
+    assert heard.steps==[0, 1]==[r['step'] for r in in_file(t)]
+
+
+def run(code, home, **kwargs):
+    p = subprocess.run([sys.executable, '-W', 'default', '-c', textwrap.dedent(code)], env={**os.environ, 'TORCHEMBER_HOME': str(home)}, capture_output=True,
+        text=True, timeout=120, **kwargs)
+    return p.returncode, p.stdout, p.stderr
+
+
+program = """if True:
+    import os, signal, sys, threading, time, torch
+    from torchember import torchEmber
+    model = torch.nn.Linear(2, 1)
+    opt = torch.optim.SGD(model.parameters(), .1)
+    te = torchEmber(model, opt, ttypes='output', name='r')
+    def train(n):
+        for _ in range(n): model(torch.ones(1, 2)).sum().backward(); opt.step(); opt.zero_grad()
+    def say(step, rows): os.write(1, f'{step}:{len(rows)} '.encode())
+"""
+
+
+def test_the_end_of_the_interpreter(tmp_path):
+    "All that is in the file was told, though nobody has closed the run"
+    assert run(program+'    te.t.listen(say); train(3)', tmp_path)[:2]==(0, '0:1 1:1 2:1 ')
+
+
+def test_the_end_of_the_interpreter_does_not_wait_for_one_that_hangs(tmp_path):
+    began = time.monotonic()
+    code,out,err = run(program+"""
+    from torchember.store.listeners import Listening
+    Listening.patience = .5
+    te.t.listen(lambda step, rows: threading.Event().wait(), 'hangs'); te.t.listen(say); train(3)""", tmp_path)
+    assert (code, out)==(0, '0:1 1:1 2:1 ') and 'hangs has not come back, told of step 0' in err and time.monotonic()-began<60
+    assert [r['step'] for r in emberTracker('r', tmp_path).lines()]==[0, 1, 2]
+
+
+def test_a_kill(tmp_path):
+    "What a listener was told is in the file"
+    code,out,_ = run(program+"""
+    told = threading.Event()
+    def kills(step, rows):
+        say(step, rows)
+        if step==2: os.kill(os.getpid(), signal.SIGKILL)
+    te.t.listen(kills)
+    while True: train(1); te.recorder.close(); te.t.barrier(); time.sleep(.01)""", tmp_path)
+    assert code==-signal.SIGKILL and out=='0:1 1:1 2:1 '
+    assert [r['step'] for r in parse((tmp_path/'log'/'r').read_bytes())[0]][:3]==[0, 1, 2]
+
+
+def test_a_forked_process(tmp_path):
+    "It tells nobody, and its end waits for nobody; the other one goes on"
+    code,out,err = run(program+"""
+    gate = threading.Event()
+    def waits(step, rows): gate.wait(); say(step, rows)
+    l = te.t.listen(waits)
+    train(2); te.recorder.close(); te.t.barrier()
+    time.sleep(.2) # it is told of step 0 now
+    pid = os.fork()
+    if not pid:
+        began = time.monotonic()
+        model(torch.ones(1, 2))
+        l.close(); te.close()
+        os.write(1, b'child ' if time.monotonic()-began<5 else b'slow ')
+        sys.exit()
+    assert os.waitpid(pid, 0)[1]==0
+    gate.set()
+    train(1)
+    te.close()""", tmp_path)
+    assert (code, out)==(0, 'child 0:1 1:1 2:1 '), err
