@@ -138,3 +138,6 @@ def left(model, *optimizers):
 def ears(*optimizers):
     "Who listens to optimizers: hooks, and what stands in the place of `step`. Other attributes change as they step"
     return [plainly({k: v for k,v in o.__dict__.items() if k=='step' or k.endswith('hooks')}) for o in optimizers]
+
+
+def outputs(te, **where): return [r for r in table(te, 'output', **where).values() if r['module'].count('.')==0]

@@ -24,11 +24,12 @@ import pytest
 
 root = Path(__file__).parent.parent
 armed = ' '.join(f"tests/{t.replace('/', '/test_')}.py" for t in
-    'capture/models recorder/steps recorder/gradients capture/armed recorder/surprises recorder/optimizers store/runs capture/compiled'.split())
+    ('capture/models recorder/steps recorder/gradients capture/armed capture/forward recorder/roots recorder/exchanged recorder/optimizers '
+    'store/runs capture/compiled').split())
 near = { # room -> what to run, the quickest first
     'ground.messages': 'nbs/05_ground/10_messages.ipynb tests/ground/test_messages.py',
     'ground.record': 'nbs/05_ground/20_record.ipynb tests/store/test_log_values.py',
-    'ground.choose': 'nbs/05_ground/30_choose.ipynb tests/recorder/test_surprises.py',
+    'ground.choose': 'nbs/05_ground/30_choose.ipynb tests/recorder/test_runs_of_embers.py',
     'ground.needs': 'nbs/05_ground/00_needs.ipynb tests/ground/test_light.py',
     'ground.progress': 'nbs/05_ground/40_progress.ipynb',
     'show': 'nbs/60_show tests/frames/test_rules_of_tables.py tests/show/test_show.py',

@@ -15,8 +15,9 @@ root = Path(__file__).parents[1]
 tested = [ # the environments that the front page speaks of
     *(f'torch=={v}' for v in ('2.15.0', '2.13.0', '2.10.0', '2.8.0', '2.6.0')),
     'torch==2.15.0 python=3.13', 'torch==2.13.0 numpy<2 pandas<3 pyarrow<22 -numba -orjson -triton']
-core = ['nbs', *(f"tests/{t.replace('/', '/test_')}.py" for t in ('capture/armed capture/compiled capture/models capture/private_torch measure/loops '
-    'store/log_values recorder/gradients recorder/optimizers recorder/steps recorder/surprises').split())]
+core = ['nbs', *(f"tests/{t.replace('/', '/test_')}.py" for t in (
+    'capture/armed capture/compiled capture/forward capture/models capture/private_torch measure/loops store/log_values '
+    'recorder/exchanged recorder/gradients recorder/optimizers recorder/roots recorder/runs_of_embers recorder/steps').split())]
 needed = 'nbdev==3.3.26 pytest pytest-timeout pytest-xdist hypothesis scipy scikit-learn transformers orjson numba duckdb pyarrow ml_dtypes tqdm'.split()
 shows = 'torch numpy pandas numba orjson triton jax'.split()
 

@@ -1,0 +1,28 @@
+"What lies at a tensor's address: storage that is freed is not read, and one that is exchanged is read anew"
+import pytest
+import torch
+
+from torchember.measure.kernels import Unmeasurable
+from torchember.measure.tap import Arena, observe
+
+
+@pytest.mark.parametrize('n', [64, 1<<21])
+def test_a_tensor_without_memory_is_not_read(n):
+    "Its storage was freed, as sharding does: there is nothing at its address"
+    arena,x = Arena(),torch.randn(n)
+    tap = arena.tap('x')
+    observe(x, tap)
+    x.untyped_storage().resize_(0)
+    for lost in (x, torch._efficientzerotensor(n)):
+        with pytest.raises(Unmeasurable, match='no memory'): observe(lost, tap)
+    assert len(arena.take())==1
+
+
+def test_memory_that_is_put_under_a_tensor():
+    "`x.data = y` makes it another tensor, without moving its version"
+    arena,x = Arena(),torch.zeros(3)
+    tap = arena.tap('x', ['mean', 'shape'])
+    observe(x, tap)
+    x.data = torch.full((7,), 5.)
+    observe(x, tap)
+    assert [r['stats'] for r in arena.take().rows()]==[{'mean': 0., 'shape': [3]}, {'mean': 5., 'shape': [7]}]

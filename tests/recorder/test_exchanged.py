@@ -1,0 +1,137 @@
+"Modules and tensors that are copied, exchanged or made anew under an ember, by the user and by torch: rows keep to their names"
+import copy
+import io
+import warnings
+
+import pytest
+import torch
+from looped import ALL, batches, by_hand, heard, momentum, said_of_parameters, seeded, steps, table
+from torch import nn
+
+from torchember import torchEmber
+
+
+def independent(copied, model, x):
+    "Not armed, and computes with its own weights"
+    assert not hasattr(copied, 'disarm') and not getattr(getattr(copied, 'te', None), 'armed', False)
+    with torch.no_grad(): [p.zero_() for n,p in copied.named_parameters() if not n.endswith('original1')] # of weight_norm the size, not the direction
+    assert not copied(x).any() and model(x).any()
+
+
+def through_a_file(model):
+    f = io.BytesIO()
+    torch.save(model, f)
+    f.seek(0)
+    return torch.load(f, weights_only=False)
+
+
+@pytest.mark.parametrize('how', [copy.deepcopy, through_a_file])
+def test_an_ember_kept_on_the_model(how):
+    model = seeded()
+    model.te = torchEmber(model, optimizer=momentum(model))
+    x,_ = batches()[0]
+    model(x)
+    copied = how(model)
+    n = len(model.te.t.lines())
+    copied(x)
+    assert len(model.te.t.lines())==n and model.te.armed
+    independent(copied, model, x)
+    model.te.close()
+
+
+def test_a_parametrization_that_comes_later():
+    "weight_norm on an armed model: it works, it copies, it comes off; its parameters are seen after te.rearm(), which is said once"
+    from torch.nn.utils.parametrizations import weight_norm
+    def run(armed):
+        model = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+        te = torchEmber(model) if armed else None
+        weight_norm(model[0])
+        return te, model
+    x,_ = batches()[0]
+    _,twin = run(False)
+    with heard('rearm') as said:
+        te,model = run(True)
+        for _ in range(3): assert torch.equal(model(x), twin(x))
+        copied = copy.deepcopy(model)
+    assert len(said)==1
+    assert torch.equal(copied(x), twin(x)) and not hasattr(copied, 'disarm')
+    with torch.no_grad(): copied[0].parametrizations.weight.original0.zero_(); copied[0].bias.zero_()
+    assert not copied(x).any() and torch.equal(model(x), twin(x))
+    with heard() as said:
+        te.rearm()
+        model(x)
+    names = {r['pname'] for r in te.t.lines() if r['step']==max(steps(te)) and r['ttype']=='weight'}
+    assert not said and {'original0', 'original1'}<=names
+    te.close()
+    for a,b in zip(model.modules(), twin.modules(), strict=True): assert a.__dict__.keys()==b.__dict__.keys()
+    assert torch.equal(model(x), twin(x))
+
+
+@pytest.mark.parametrize('with_optimizer', [False, True])
+def test_tensors_are_swapped(with_optimizer):
+    "model.double() where torch swaps parameters, which nobody else may hold then, instead of setting their data"
+    model,x = seeded(),batches()[0][0]
+    opt = momentum(model)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with torchEmber(model, ttypes=ALL if with_optimizer else ('input', 'output', 'weight'), optimizer=opt if with_optimizer else None) as te:
+            for dtype in (torch.float32, torch.float64):
+                model.to(dtype)
+                out = model(x.to(dtype))
+                if with_optimizer: out.sum().backward(); opt.step(); opt.zero_grad()
+                del out
+    finally: torch.__future__.set_swap_module_params_on_conversion(False)
+    assert {(r['step'], r['dtype']) for r in table(te, 'weight').values()}=={(0, 'float32'), (1, 'float64')}
+
+
+@pytest.mark.parametrize('action', ['always', 'error'])
+def test_weights_that_are_no_leaves(action):
+    "functional_call with computed parameters: torch's warning about .grad of a non-leaf is not ours to cause"
+    model,x = seeded(),batches()[0][0]
+    with warnings.catch_warnings(record=action=='always') as said:
+        warnings.simplefilter(action)
+        with torchEmber(model, ttypes=('output', 'weight', 'weight_grad')) as te:
+            torch.func.functional_call(model, {n: 2*p for n,p in model.named_parameters()}, x).sum().backward()
+    assert not said
+    said_of_parameters(te, 'weight', [{n: 2*p for n,p in model.named_parameters()}])
+
+
+def test_a_model_on_meta():
+    with heard() as said:
+        model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)).to('meta')
+        with torchEmber(model): [model(torch.ones(1, 3, device='meta')) for _ in range(3)]
+    assert len(said)==1 and 'meta' in said[0] and 'autocast' not in said[0]
+
+
+def weights_by_name(te, step):
+    return {r['pname']: r['shape'] for r in te.t.lines() if r['step']==step and r['ttype']=='weight'}
+
+
+def test_a_parameter_that_comes_anew_keeps_its_name():
+    "Pruning takes `weight` away and puts `weight_orig` behind the bias"
+    from torch.nn.utils import prune
+    model = seeded(lambda: nn.Sequential(nn.Linear(4, 3)))
+    opt = momentum(model)
+    with heard('rearm') as said, torchEmber(model, optimizer=opt, ttypes=('weight', 'weight_grad', 'update')) as te:
+        by_hand(model, opt, batches(2))
+        prune.l1_unstructured(model[0], 'weight', .5)
+        by_hand(model, opt, batches(2))
+    assert len(said)==1
+    assert weights_by_name(te, 0)=={'weight': [3, 4], 'bias': [3]} and weights_by_name(te, 3)=={'bias': [3], 'weight_orig': [3, 4]}
+
+
+def test_a_submodule_that_is_replaced():
+    "It is said, and what is in the model no more has no rows. One that is only compiled is the same as before"
+    model = seeded(lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3)))
+    with heard('rearm') as said, torchEmber(model, ttypes=('output', 'weight')) as te:
+        x,_ = batches()[0]
+        model(x)
+        model[1] = nn.Linear(3, 3)
+        model(x)
+    assert len(said)==1
+    assert {r['module'] for r in te.t.lines() if r['step']==1}=={'model(Sequential)', 'model(Sequential).0(Linear)'}
+    with heard() as said, torchEmber(model, ttypes=('weight',)) as te:
+        model(x)
+        model[1] = torch.compile(model[1], backend='eager')
+        model(x)
+    assert not said and len([r for r in te.t.lines() if r['step']==1])==4

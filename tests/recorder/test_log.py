@@ -1,0 +1,141 @@
+"te.log: a number joins the step that it is of, with the marks of its time"
+import pytest
+import torch
+from looped import batches, by_hand, heard, loss_of, momentum, outputs, seeded, steps, table
+
+from torchember import torchEmber
+
+
+def scalars(te): return [r for r in te.t.lines() if r['ttype']=='scalar']
+
+
+def test_log_joins_the_step_that_closed():
+    model = seeded()
+    opt,losses = momentum(model),[]
+    with torchEmber(model, optimizer=opt) as te:
+        for x,y in batches():
+            loss = loss_of(model, x, y)
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            losses.append(loss.item())
+            te.log(loss=loss, lr=opt.param_groups[0]['lr'])
+    rows = scalars(te)
+    assert [r['step'] for r in rows]==[0, 1, 2, 3] and {r['module'] for r in rows}=={'model(Net)'}
+    assert [r['loss'] for r in rows]==pytest.approx(losses, rel=1e-6) and [r['lr'] for r in rows]==[.1]*4
+    assert {'loss', 'lr'}<=set(te.t.df.columns)
+    assert steps(te)==[0, 1, 2, 3]
+
+
+def test_log_inside_of_a_step():
+    "Called between forward and step, it is of the step that is open; one row for each call"
+    model = seeded()
+    opt = momentum(model)
+    with torchEmber(model, optimizer=opt) as te:
+        for i,(x,y) in enumerate(batches()):
+            loss = loss_of(model, x, y)
+            te.log(loss=i)
+            loss.backward()
+            te.log(norm=10*i)
+            opt.step()
+            te.log(after=100*i)
+    assert [(r['step'], r.get('loss'), r.get('norm'), r.get('after')) for r in scalars(te)]==[
+        row for i in range(4) for row in ((i, i, None, None), (i, None, 10*i, None), (i, None, None, 100*i))]
+
+
+def test_calls_count_the_numbers_that_are_logged():
+    "Before and after the end of a step they are of that step, one after another, and the next one begins at 0"
+    model = seeded()
+    opt = momentum(model)
+    with torchEmber(model, optimizer=opt) as te:
+        for x,y in batches(2):
+            loss_of(model, x, y).backward()
+            te.log(loss=1.)
+            opt.step()
+            te.log(norm=2.)
+            te.log(norm=3.)
+    assert [(r['step'], r['call'], r.get('loss'), r.get('norm')) for r in scalars(te)]==[
+        (s, *rest) for s in (0, 1) for rest in ((0, 1., None), (1, None, 2.), (2, None, 3.))]
+
+
+def test_log_where_passes_are_steps():
+    model = seeded()
+    with torchEmber(model) as te:
+        for i,(x,_) in enumerate(batches()): model(x); te.log(loss=i)
+    assert [(r['step'], r['loss']) for r in scalars(te)]==[(i, i) for i in range(4)] and steps(te)==[0, 1, 2, 3]
+
+
+def test_log_where_te_step_closes():
+    model = seeded()
+    with torchEmber(model) as te:
+        for i,(x,y) in enumerate(batches()):
+            loss_of(model, x, y).backward()
+            te.step()
+            te.log(loss=i)
+    assert [(r['step'], r['loss']) for r in scalars(te)]==[(i, i) for i in range(4)] and steps(te)==[0, 1, 2, 3]
+
+
+def test_log_of_a_validation():
+    "It joins the step that was just closed, after which the model was validated, and so do the rows of the pass itself"
+    model = seeded()
+    opt = momentum(model)
+    with torchEmber(model, optimizer=opt) as te:
+        for xy in batches(3):
+            by_hand(model, opt, [xy])
+            model.eval()(xy[0])
+            te.log(val_loss=2.)
+            model.train()
+    assert [r['step'] for r in scalars(te)]==[0, 1, 2] and [r['step'] for r in outputs(te, phase='eval')]==[0, 1, 2]
+
+
+def test_log_off_schedule():
+    "The loss of each step is written, also where nothing else is"
+    model = seeded()
+    opt = momentum(model)
+    with torchEmber(model, optimizer=opt, every=10) as te:
+        for i,xy in enumerate(batches(12)): by_hand(model, opt, [xy]); te.log(loss=i)
+    assert [(r['step'], r['loss']) for r in scalars(te)]==[(i, i) for i in range(12)]
+    assert sorted({r['step'] for r in table(te, 'weight').values()})==[0, 10]
+
+
+def test_log_takes_numbers():
+    import numpy as np
+    model = seeded()
+    with heard(), torchEmber(model) as te: # a loss that is NaN is worth a word
+        model(batches()[0][0])
+        te.log(a=torch.tensor(1.5), b=torch.tensor([[2.5]], requires_grad=True), c=np.float32(3.5), d=4, e=True, f=float('nan'), g=torch.tensor(5))
+        for bad in ('warmup', 'nan'):
+            with pytest.raises(TypeError, match='mark'): te.log(phase=bad)
+        with pytest.raises((TypeError, ValueError)): te.log(a=torch.ones(2))
+    [row] = scalars(te)
+    assert [row[k] for k in 'abcdg']==[1.5, 2.5, 3.5, 4, 5] and row['f']!=row['f']
+    assert te.t.df.loc[te.t.df.ttype=='scalar', 'a'].tolist()==[1.5]
+
+
+def test_log_keeps_the_marks_of_its_time():
+    model = seeded()
+    opt = momentum(model)
+    with torchEmber(model, optimizer=opt) as te:
+        for epoch in range(2):
+            te.mark(epoch=epoch)
+            by_hand(model, opt, batches(1))
+            te.log(loss=1.)
+    assert [(r['step'], r['epoch']) for r in scalars(te)]==[(0, 0), (1, 1)]
+
+
+def test_a_loss_is_logged_not_marked():
+    "A float that changes step after step was meant for te.log: said once"
+    model = seeded()
+    opt = momentum(model)
+    with heard('te.log') as said, torchEmber(model, optimizer=opt) as te:
+        for i,xy in enumerate(batches(12)): by_hand(model, opt, [xy]); te.mark(loss=1/(i+1))
+    assert len(said)==1
+
+
+def test_an_epoch_is_marked():
+    model = seeded()
+    opt = momentum(model)
+    with heard() as said, torchEmber(model, optimizer=opt) as te:
+        for i,xy in enumerate(batches(12)): te.mark(epoch=i, part='warmup' if i<6 else 'main'); by_hand(model, opt, [xy])
+        for xy in batches(8): te.mark(temperature=.5); by_hand(model, opt, [xy])
+    assert not said

@@ -1,0 +1,100 @@
+"One run after another: resumed, armed anew, made within the same second; what is chosen and what is mistyped"
+import pytest
+import torch
+from looped import batches, by_hand, heard, momentum, seeded, steps
+from models import mlp, x
+from torch import nn
+
+from torchember import emberTracker, select, torchEmber
+from torchember.recorder.process import open_recorders
+
+
+def test_choosing_a_module_itself():
+    model = mlp()
+    assert select(model[0]).pick(model.named_modules())==[model[0]]
+    with torchEmber(model, include=model[2]) as te: model(x())
+    assert te.t.df.module.unique().tolist()==['model(Sequential).2(Linear)']
+
+
+def test_answers_to_what_is_mistyped():
+    model = mlp()
+    for kwargs,word in ((dict(stats=None), 'statistics are'), (dict(ttypes=3), 'tensor types are'), (dict(ttypes=None), 'tensor types are')):
+        with pytest.raises(TypeError, match=word): torchEmber(model, **kwargs)
+    te = torchEmber(model)
+    with pytest.raises(TypeError, match='how_record_out'): te.how_record(lambda t: {})
+    assert te.t.df.empty and {'module', 'ttype', 'step'} <= set(te.t.df.columns)
+    te.close()
+    with pytest.raises(FileNotFoundError, match='typo'): len(emberTracker('typo').df)
+
+
+def test_resume_goes_on_after_the_last_step():
+    model = nn.Linear(4, 2)
+    with torchEmber(model, name='long', ttypes='output') as te:
+        for _ in range(3): model(x())
+        te.t + {'note': 'x'*100_000}
+    with torchEmber(model, name='long', ttypes='output', resume=True) as te:
+        te.mark(self=1)
+        model(x())
+    assert [r['step'] for r in te.t.lines() if 'step' in r]==[0, 1, 2, 3]
+
+
+def test_a_run_that_is_closed_is_not_asked_when_another_is_resumed():
+    "It is open from the first to the last that it records: when it is made, armed once more, and when a number comes late"
+    with torchEmber(nn.Linear(4, 2), name='other', ttypes='output') as te: assert te.recorder in open_recorders
+    assert te.recorder not in open_recorders
+    te.arm()
+    assert te.recorder in open_recorders
+    te.close()
+    te.log(late=1.)
+    assert te.recorder in open_recorders
+    te.close()
+    assert te.recorder not in open_recorders
+
+
+class Swaps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a,self.b,self.swap,self.w = nn.Identity(),nn.Identity(),False,nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        for m,y in ((self.b, x*100), (self.a, x)) if self.swap else ((self.a, x), (self.b, x*100)): m(y)
+        return x*self.w
+
+
+def test_armed_anew_in_an_open_step():
+    "What was measured before merges with nothing: the taps are others"
+    model = Swaps()
+    opt = torch.optim.SGD(model.parameters(), lr=0.)
+    te = torchEmber(model, optimizer=opt, ttypes=('input',))
+    model(torch.ones(2)).sum().backward()
+    te.rearm()
+    model.swap = True
+    model(torch.ones(2)).sum().backward()
+    opt.step()
+    te.close()
+    assert te.t.df.groupby('module')['mean'].unique().to_dict()=={'model(Swaps)': [1], 'model(Swaps).a(Identity)': [1], 'model(Swaps).b(Identity)': [100]}
+
+
+@pytest.mark.parametrize('inside', [False, True])
+def test_a_run_that_goes_on_while_its_first_ember_lives(inside):
+    "As in a notebook whose cell is interrupted and run again"
+    model = seeded()
+    opt = momentum(model)
+    first = torchEmber(model, optimizer=opt, name='again')
+    by_hand(model, opt, batches(3))
+    if inside: model(batches()[0][0])
+    with heard('disarmed first') as said: te = torchEmber(model, optimizer=opt, name='again', resume=True)
+    by_hand(model, opt, batches(2))
+    te.close()
+    assert not first.armed and len(said)<=1
+    assert steps(te)==list(range(5+inside))
+    assert len({(r['step'], r['module'], r['ttype'], r['tname']) for r in te.t.lines()})==len(te.t.lines())
+
+
+def test_embers_of_one_second_have_names_of_their_own(monkeypatch):
+    "Two processes, of which each arms a generator and a discriminator"
+    monkeypatch.setenv('RANK', '1')
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    tes = [torchEmber(nn.Linear(2, 1)) for _ in range(3)]
+    assert len({te.fname for te in tes})==3 and all(te.fname.endswith('.rank1') for te in tes)
+    for te in tes: te.close()
