@@ -76,7 +76,7 @@ near = { # room -> what to run, the quickest first
     'recorder.steps': 'nbs/40_recorder/10_steps.ipynb tests/recorder/test_steps.py',
     'recorder': f'nbs/40_recorder tests/recorder/test_rules_of_rows.py nbs/45_ember.ipynb tests/recorder/test_optimizers.py {armed}',
     'jaxember.capture.trees': 'nbs/88_jaxember/12_trees.ipynb',
-    'jaxember.recorder.recorder': 'nbs/88_jaxember/75_recorder.ipynb nbs/88_jaxember/80_tracker.ipynb tests/jaxember/test_rules_of_jax.py tests/jaxember/test_jaxember.py',
+    'jaxember.recorder.recorder': 'nbs/88_jaxember/75_recorder.ipynb nbs/88_jaxember/80_tracker.ipynb tests/jaxember/test_jaxember.py',
     'jaxember.recorder.states': 'nbs/88_jaxember/50_states.ipynb tests/jaxember/test_rules_of_jax.py tests/jaxember/test_jaxember.py',
     'jaxember.capture.modules': 'nbs/88_jaxember/05_modules.ipynb',
     'jaxember.measure.summaries': 'nbs/88_jaxember/20_summaries.ipynb tests/jaxember/test_jax_summaries.py',
