@@ -52,15 +52,10 @@ def open_recorders():
 
 
 def armed_modules():
-    "Those that an ember patches, and those that a monitor or a snapshot of activations catches from"
-    compiled,forward,caught = (loaded(f'torchember.capture.{n}') for n in ('compiled', 'forward', 'caught'))
-    out = {}
-    for h in list(compiled.holders.values()) if compiled else ():
-        if forward and isinstance(h, forward.State): m,key = h.track.module,forward.KEY
-        elif caught and isinstance(h, caught.Catch): m,key = h.module(),forward.CAUGHT
-        else: continue
-        if m is not None and m.__dict__.get(key) is h: out[f'{type(m).__name__} at {id(m):#x}'] = m
-    return out
+    "Those that an ember, a monitor or a snapshot of activations hears"
+    compiled,forward = (loaded(f'torchember.capture.{n}') for n in ('compiled', 'forward'))
+    patches = [h for h in list(compiled.holders.values()) if isinstance(h, forward.Patch)] if forward else []
+    return {f'{type(m).__name__} at {id(m):#x}': m for p in patches if p.states and (m := p.states[0].track.module).__dict__.get(forward.KEY) is p}
 
 
 def threads():

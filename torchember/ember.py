@@ -16,7 +16,7 @@ from torch import nn
 from .recorder.arguments import check_optimizers, check_steps, no_number, not_a_model, nothing_to_record
 from .recorder.budget import Budget, Report, check_share
 from .capture import compiled
-from .capture.forward import KEY, arm, armed_by, disarm
+from .capture.forward import arm, armed_by, disarm, states_of
 from .capture.tree import tracks, tree_dict, unwrap
 from .ground.choose import schedule, select
 from .measure.columns import stat_names
@@ -126,7 +126,7 @@ class torchEmber:
         inner = unwrap(self.model)
         earlier = getattr(armed_by(inner), 'recorder', None)
         if earlier is not None:
-            what = 'The model' if KEY in inner.__dict__ else 'A part of the model'
+            what = 'The model' if any(st.listener is earlier.events for st in states_of(inner)) else 'A part of the model'
             warn(f"{what} is watched already, by the run {earlier.t.fname}. That ends first, by its disarm(): one torchEmber watches a model at a time.")
             earlier.owner().disarm()
         self.tracks = tracks(inner)
@@ -209,8 +209,10 @@ class torchEmber:
         if not isinstance(tensor, torch.Tensor): raise TypeError(f"te.probe records a tensor, got {an(tensor)}. A number is noted by te.log({name}=...).")
         if self.armed:
             root = self.recorder.sources.states[0]
-            if not torch.compiler.is_compiling(): root.listener.probe_here(name, tensor)
-            elif root.switch.on: compiled.probed([tensor.detach()], root.key, [name])
+            if torch.compiler.is_compiling():
+                if root.wants.compiled: compiled.probed([tensor.detach()], root.key, [name])
+            else:
+                for st in states_of(root.track.module): st.listener.probe_here(name, tensor)
         return tensor
 
     def watch_tensor(self,

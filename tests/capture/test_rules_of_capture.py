@@ -7,8 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from torchember.capture.backward import hook_gradients
-from torchember.capture.caught import catch
-from torchember.capture.events import Listener
+from torchember.capture.events import Listener, always
 from torchember.capture.forward import KEY, ArmedDict, Due, State, arm, armed_by, disarm, lay, lift, parts_of, with_gradient
 from torchember.capture.optimizer import OptimizerWatch, is_optimizer, parameters_of, some, states_of, trained_by, versions, with_closure, workers
 from torchember.capture.tree import moduleTrack, tracks, tree_dict, unwrap
@@ -32,13 +31,13 @@ class Net(nn.Module):
 
 class Spy(Listener):
     "Hears everything"
-    grads = ('input_grad',)
-    def __init__(self, records=True): self.heard,self.wants,self.depth = [],records,0
+    exclusive,wants = True,always(input_grad=True, output_grad=True)
+    def __init__(self, records=True): self.heard,self.recording,self.depth = [],records,0
     def pass_begins(self, st, grad=None): self.say(st, 'pass'); self.running += 1; self.depth += 1; return True
     def pass_ends(self, st, compiled): self.say(st, 'over', compiled); self.running -= 1; self.depth -= 1
     def pass_fails(self, st): self.say(st, 'raised')
     def inside(self): return self.depth>0
-    def records(self): return self.wants
+    def records(self): return self.recording
     def call_begins(self, st, inputs): self.say(st, 'in', *((n, x.item()) for n,x in inputs))
     def call_ends(self, st, outputs): self.say(st, 'out', *((n, x.item()) for n,x in outputs))
     def call_fails(self, st): self.say(st, 'fails')
@@ -87,7 +86,7 @@ def test_who_is_told_of_what():
     root,part = [('', 'pass'), ('', 'over')],[('b', 'pass'), ('b', 'over')]
     assert some(['a'])==(['a'], [('', 'pass'), *[('a', 'in'), ('a', 'out')]*2, ('', 'over')]) # b is not armed
     assert some(['b'])==(['b'], [('', 'pass'), ('b', 'in'), ('b', 'out'), ('', 'over'), ('b', 'pass'), ('b', 'in'), ('b', 'out'), ('b', 'over')])
-    assert some(['', 'b'], on=False)==(['', 'b'], root+part) and some(['', 'b'], wants=False)==(['', 'b'], root+part)
+    assert some(['', 'b'], on=False)==(['', 'b'], root+part) and some(['', 'b'], recording=False)==(['', 'b'], root+part)
     assert [h[1] for h in some(['b'], running=1)[1]]==['pass', 'in', 'out', 'over']*2 # a pass runs in another thread
     assert some(['b'], running=1, on=False)[1]==root
     assert some(['b'], pass_begins=lambda st: False)[1]==[('b', 'in'), ('b', 'out')]*2 # only what was answered by True is told to end
@@ -127,9 +126,9 @@ def test_what_is_computed_again_is_not_a_call():
         y.sum().backward()
         disarm(ts, spy)
         return spy.told()
-    again = [(p, 'again', 'input', 'output_0') for p in '01']
-    assert told()==again and told(False)==again[:1] # which ends as soon as all is there that was not saved
-    assert told(grads=())==told(on=False)==[]
+    again = [(p, 'again', n) for p in '01' for n in ('input', 'output_0')]
+    assert told()==again and told(False)==again[:3] # which ends as soon as all is there that was not saved
+    assert told(on=False)==[]
 
 
 def test_what_cannot_be_looked_through_is_told_and_passed_over():
@@ -159,7 +158,8 @@ def test_gradients_of_calls_that_compiled_code_brings():
 
 class Hears(Listener):
     "Of gradients and compiled passes"
-    def __init__(self): self.switch,self.heard = Some(input_grad=False, output_grad=False),[]
+    wants = always(input_grad=True, output_grad=True)
+    def __init__(self): self.heard = []
     def gradient(self, st, *what): self.heard.append(what)
     def pass_begins(self, st, grad=None): self.heard.append(('begins', grad)); return self.on
     def pass_ends(self, st, compiled): self.heard.append(('ends', compiled))
@@ -168,14 +168,15 @@ class Hears(Listener):
 
 def test_whose_gradients_they_are_is_known_for_each_type_and_name_in_each_step():
     who = Hears()
-    st = State(tracks(nn.Identity())[0], who, None, False, (), None, True)
-    st.expect('output_grad', ['x', 'y'], 0, None); st.expect('output_grad', ['x'], 1, 'eval'); st.expect('input_grad', ['x'], 7, None)
+    st = State(tracks(nn.Identity())[0], who)
+    st.expect('output_grad', ['x', 'y'], (0, None)); st.expect('output_grad', ['x'], (1, 'eval')); st.expect('input_grad', ['x'], (7, None))
+    st.expect('input_grad', ['x'], None) # which is for nobody
     for t,n in (('output_grad', 'x'), ('output_grad', 'x'), ('output_grad', 'y'), ('input_grad', 'x')): st.graded(t, [(n, 'g')])
     assert who.heard==[('output_grad', 'x', 'g', 1, 'eval', 0), ('output_grad', 'x', 'g', 0, None, 0), ('output_grad', 'y', 'g', 0, None, 0),
         ('input_grad', 'x', 'g', 7, None, 0)]
     who.heard.clear()
     who.step = 1
-    st.expect('output_grad', ['x'], 3, None)
+    st.expect('output_grad', ['x'], (3, None))
     st.graded('output_grad', [('x', 'g')])
     assert st.due.keys()=={('output_grad', 'x')} and who.heard==[('output_grad', 'x', 'g', 3, None, 0)]
     who.heard.clear()
@@ -186,7 +187,7 @@ def test_whose_gradients_they_are_is_known_for_each_type_and_name_in_each_step()
 
 def test_a_compiled_pass_that_does_not_end_is_ended_by_the_next():
     who = Hears()
-    st = State(tracks(nn.Identity())[0], who, None, False, (), None, True)
+    st = State(tracks(nn.Identity())[0], who)
     st.ended()
     st.began(True); st.began(); st.ended(); st.ended()
     assert who.heard==[('begins', True), ('fails',), ('ends', True), ('begins', False), ('ends', True)]
@@ -200,14 +201,14 @@ def test_what_lies_on_what_in_an_armed_dict():
     class Thing: pass
     t = Thing()
     t.a,t.own = 1,0
-    first,second = {'a': 2, 'b': 2},{'a': 3}
+    first,second = {'a': 2, 'b': 2},{'c': 3}
     lay(t, first); lay(t, second)
     d = vars(t)
-    assert isinstance(d, ArmedDict) and (t.a, t.b, d.unarmed())==(3, 2, {'a': 1, 'own': 0})
+    assert isinstance(d, ArmedDict) and (t.a, t.b, t.c, d.unarmed())==(2, 2, 3, {'a': 1, 'own': 0})
     d.update({'a': 1, 'own': 5, 'new': 6}) # as it was found, and some more
-    assert (t.a, t.own, t.new)==(3, 5, 6)
-    lift(t, second)
-    assert (t.a, t.b)==(2, 2) and isinstance(vars(t), ArmedDict)
+    assert (t.a, t.own, t.new)==(2, 5, 6)
+    lift(t, {'a': 4}); lift(t, second) # of something else, and of this
+    assert (t.a, t.b)==(2, 2) and isinstance(vars(t), ArmedDict) and not hasattr(t, 'c')
     t.b = 9
     lift(t, first)
     assert vars(t)=={'a': 1, 'own': 5, 'new': 6, 'b': 9} and type(vars(t)) is dict
@@ -282,58 +283,64 @@ def test_a_wrapper_in_a_wrapper():
     assert tracks(net)[1].module is net.module._orig_mod
 
 
-# ---- two who catch from one module
+# ---- two who hear one module
 
-class Catches:
-    def __init__(self, name, heard, **more): self.name,self.heard = name,heard; vars(self).update(more)
-    def begin(self): self.heard.append((self.name, 'begin', self.grad))
-    def end(self, failed): self.heard.append((self.name, 'end', failed))
-    def called(self, track, named, key, hooked): self.heard.append((self.name, 'called', track.path, *((n, x.item()) for n,x in named)))
-    def see(self, track, named, key, hooked): self.heard.append((self.name, 'see', track.path, *((n, x.item()) for n,x in named)))
-    def graded(self, track, n, g): self.heard.append((self.name, 'graded', track.path, n, g))
-    def input_graded(self, track, n, g): self.heard.append((self.name, 'input_graded', track.path, n, g))
+class Ear(Listener):
+    "Hears what it wants of calls, and of passes when they are of the root"
+    running = 1
+    def __init__(self, name, heard, **wants): self.name,self.heard,self.wants = name,heard,always(**wants)
+    def pass_begins(self, st, grad=None): self.say('begins', grad); return True
+    def pass_ends(self, st, compiled): self.say('ends', compiled)
+    def pass_fails(self, st): self.say('raised')
+    def call_begins(self, st, named, compiled=False): self.say('in', st.track.path, *((n, x.item()) for n,x in named))
+    def call_ends(self, st, named, compiled=False): self.say('out', st.track.path, *((n, x.item()) for n,x in named))
+    def call_fails(self, st): self.say('fails', st.track.path)
+    def gradient(self, st, ttype, n, g, call, phase, backward): self.say(ttype, st.track.path, n, g)
+    def say(self, *what): self.heard.append((self.name, *what))
 
 
-def test_each_catcher_is_shown_what_it_asked_for():
+def test_each_is_told_what_it_asked_for():
     heard,model = [],Net(False, True, False)
     before = [dict(m.__dict__) for m in model.modules()]
-    root,a,b,last = tracks(model)
+    root,a,b,last = ts = tracks(model)
     def told(): got = heard[:]; heard.clear(); return got
-    p,q = Catches('p', heard),Catches('q', heard, inputs=True, outputs=False)
-    ps,qs = catch(p, root, [a, last]),catch(q, b, [last])
-    model(one)
-    assert told()==[('p', 'begin', True), ('p', 'see', 'a', ('', 2)), ('p', 'see', 'a', ('', 103)), ('q', 'begin', True), ('q', 'called', 'b.0', ('x', 103)),
-        ('p', 'see', 'b.0', ('', 113)), ('q', 'end', False), ('p', 'end', False)]
-    with torch.no_grad(): model(one)
-    assert told()==[('p', 'begin', False), ('p', 'see', 'a', ('', 2)), ('p', 'see', 'a', ('', 103)), ('q', 'begin', False), ('q', 'called', 'b.0', ('x', 103)),
-        ('q', 'end', True), ('p', 'end', False)]
+    p,q = Ear('p', heard, inputs=False),Ear('q', heard, outputs=False)
+    def ids(*ts): return {t.id for t in ts}
+    arm(ts, p, ids(a, last)); arm(tracks(model.b), q, ids(last))
+    begins,of_a = ('p', 'begins', None),[('p', 'out', 'a', ('output_0', v)) for v in (2, 103)]
+    for raises in (False, True, False):
+        model(one)
+        end = [('q', 'fails', '0'), ('p', 'fails', 'b.0'), ('q', 'raised')] if raises else [('p', 'out', 'b.0', ('output_0', 113))]
+        assert told()==[begins, *of_a, ('q', 'begins', None), ('q', 'in', '0', ('x', 103)), *end, ('q', 'ends', False), ('p', 'ends', False)]
     p.on = False
     model(one)
-    assert [h[:2] for h in told()]==[('p', 'begin'), ('q', 'begin'), ('q', 'called'), ('q', 'end'), ('p', 'end')]
+    assert [h[:2] for h in told()]==[('p', 'begins'), ('q', 'begins'), ('q', 'in'), ('q', 'ends'), ('p', 'ends')]
     p.on = True
-    for c in qs: c().drop(q)
+    disarm(ts, q)
     model(one)
-    assert {h[0] for h in told()}=={'p'} and '_torchember_caught' not in vars(model.b) and '_torchember_caught' in vars(model.b[0])
-    for c in ps: c().drop(p)
+    assert {h[0] for h in told()}=={'p'} and KEY not in vars(model.b) and KEY in vars(model.b[0])
+    disarm(ts, p)
     model(one)
     assert told()==[] and [m.__dict__ for m in model.modules()]==before
 
 
 def test_gradients_go_to_who_wants_them_of_that_kind():
     heard,model = [],nn.Sequential(nn.Tanh())
-    root,t = tracks(model)
-    who = {n: Catches(n, heard, grads='g' in n, input_grads='i' in n) for n in ('g', 'i', 'gi', '-')}
-    for w in who.values(): catch(w, None, [t])
-    [c] = {id(c): c for w in who.values() for c in [t.module.__dict__['_torchember_caught']]}.values()
-    assert (c.root, c.inputs, c.outputs, c.grads, c.input_grads)==(False, True, True, True, True)
-    c.graded('output_grad', [('x', 1), ('y', 2)]); c.graded('input_grad', [('x', 3)])
-    assert heard==[(w, 'graded', '0', *ng) for w in ('g', 'gi') for ng in (('x', 1), ('y', 2))]+[(w, 'input_graded', '0', 'x', 3) for w in ('i', 'gi')]
-    del who['g'] # nobody holds it any more
+    _,t = tracks(model)
+    who = {n: Ear(n, heard, output_grad='g' in n, input_grad='i' in n, inputs=False) for n in ('g', 'i', 'gi', '-')}
+    for w in who.values(): arm([t], w)
+    patch = vars(model[0])[KEY]
+    assert (patch.passes, patch.wants.inputs, patch.wants.outputs, patch.wants.output_grad, patch.wants.input_grad)==(False, True, True, True, True)
+    patch.graded('output_grad', [('', 1), ('y', 2)]); patch.graded('input_grad', [('x', 3)])
+    of_outputs = [(w, 'output_grad', '0', *ng) for w in ('g', 'gi') for ng in (('output_0', 1), ('y', 2))]
+    assert heard==of_outputs+[(w, 'input_grad', '0', 'x', 3) for w in ('i', 'gi')]
+    disarm([t], who.pop('g'))
+    who['i'].on = False
     heard.clear()
-    c.graded('output_grad', [('x', 1)])
-    assert [h[0] for h in heard]==['gi']
-    for w in [*who.values()]: c.drop(w)
-    assert '_torchember_caught' not in vars(model[0])
+    patch.graded('output_grad', [('x', 1)]); patch.graded('input_grad', [('x', 1)])
+    assert [h[0] for h in heard]==['gi']*2
+    for w in [*who.values()]: disarm([t], w)
+    assert KEY not in vars(model[0])
 
 
 # ---- optimizers

@@ -291,7 +291,7 @@ def test_functions():
 def test_only_what_is_asked_for_is_caught():
     model = made()
     monitor = Monitor(model, {'fc1': ['WeightNorm'], 'fc2': [['InputStd', at(2)]]})
-    assert '_torchember_caught' not in model.fc1.__dict__ and '_torchember_caught' in model.fc2.__dict__
+    assert '_torchember' not in model.fc1.__dict__ and '_torchember' in model.fc2.__dict__
     kept = []
     watch = next(w for w in monitor.watches if w.track.path=='fc2')
     train(model, monitor, seen=None, run=lambda x: (model(x), kept.append(len(watch.kept)))[0])

@@ -11,6 +11,7 @@ from looped import heard, says
 from torch import nn
 
 from torchember import emberTracker, torchEmber
+from torchember.capture.forward import State as Heard
 from torchember.measure.kernels import Unmeasurable
 from torchember.recorder.buffers import Buffers
 from torchember.recorder.calls import Calls
@@ -215,6 +216,7 @@ def test_calls_inside_of_calls():
     "Each module counts its own, from 0 in each pass; what was entered last is left first, with its own number"
     class State:
         pass_ = calls = came = None
+        number = Heard.number
         def __init__(self, name): self.name,self.track = name,self
     c,a,b = Calls(),State('a'),State('b')
     for pass_ in (1, 2):
@@ -222,13 +224,13 @@ def test_calls_inside_of_calls():
         log = c.fresh_log(pass_)
         assert c.innermost() is None
         a.came = {'old': 1} if a.pass_!=pass_ else a.came
-        c.enter(a, n := c.number(a, pass_))
+        c.enter(a, n := a.number(pass_))
         assert n==0 and a.came=={}
         for i in range(2):
-            c.enter(b, n := c.number(b, pass_))
+            c.enter(b, n := b.number(pass_))
             assert (n, c.here.call, c.innermost())==(i, i, b)
             assert c.exit()==i and c.current is b and c.innermost() is a
-        c.enter(a, c.number(a, pass_))
+        c.enter(a, a.number(pass_))
         assert c.here.call==1 and c.exit()==1
         assert c.exit()==0 and c.here.call==0 and c.innermost() is None
         assert log==['enter a', 'enter b', 'exit b', 'enter b', 'exit b', 'enter a', 'exit a', 'exit a'] and c.fresh_log(pass_) is log
@@ -586,7 +588,7 @@ def test_a_process_that_the_run_does_not_belong_to():
     for _ in range(2):
         model(torch.ones(1, 1)).sum().backward(); opt.step()
         te.probe('x', torch.ones(1))
-    assert not te.recorder.pipe.on and not te.recorder.events.switch.on and te.recorder.buffer.size==0
+    assert not te.recorder.pipe.on and not te.recorder.events.wants.compiled and te.recorder.buffer.size==0
     assert te.close()['remarks']==['This process was forked from the one that records the run, and adds nothing to it.']
     assert len(te.t.lines())==n>0
 

@@ -365,7 +365,7 @@ class Spy:
 
 def of(model, ttypes=BOTH, buffer=None):
     ps = Parameters(Spy() if buffer is None else buffer, ttypes)
-    ps.states = [State(t, Nobody(), None, False, (), None, True) for t in tracks(model)]
+    ps.states = [State(t, Nobody()) for t in tracks(model)]
     return ps
 
 

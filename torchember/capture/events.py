@@ -6,21 +6,71 @@
 __all__ = ['Listener']
 
 # %% ../../nbs/10_capture/18_events.ipynb #427d4680
+import functools, weakref
 from typing import Protocol
+
+from .private_torch import never_compile
+
+# %% ../../nbs/10_capture/18_events.ipynb #3f1c7a21
+class Wants:
+    "What a listener wants to be told of the calls of its modules"
+    def __init__(self,
+        inputs:bool=True, # Tensors that a module is given
+        outputs:bool=True, # Tensors that it returns
+        input_grad:bool=False, # Gradients of what it is given, which is told then, too
+        output_grad:bool=False, # Gradients of what it returns, likewise
+        compiled:bool=True # Whether compiled code tells of calls: see `turn`
+    ):
+        self.inputs,self.outputs = inputs or input_grad,outputs or output_grad
+        self.input_grad,self.output_grad,self.compiled = input_grad,output_grad,compiled
+        self.joints = weakref.WeakSet() # those that this is part of
+
+    def turn(self, compiled):
+        "From the next pass on compiled code tells of calls, or does not: one more graph, the first time"
+        if compiled==self.compiled: return
+        self.compiled = compiled
+        for j in list(self.joints): j.update()
+
+always = functools.cache(Wants) # for listeners that want the same all the time: one for all of these
+
+# %% ../../nbs/10_capture/18_events.ipynb #3f1c7a22
+class Joint:
+    "What all that hear a module want of compiled code. A graph is made for this, and for nothing else about listeners"
+    def __init__(self, parts):
+        self.parts = parts
+        for w in parts: w.joints.add(self)
+        self.update()
+
+    def update(self):
+        for f in ('inputs', 'outputs', 'input_grad', 'output_grad'): setattr(self, f, any(w.compiled and getattr(w, f) for w in self.parts))
+
+joints = weakref.WeakValueDictionary()
+
+def joint_of(
+    parts:frozenset # `Wants`
+): # One `Joint` for all modules that are heard alike: who turns touches few objects
+    "What several want together"
+    found = joints.get(parts)
+    if found is None: found = joints[parts] = Joint(parts)
+    return found
 
 # %% ../../nbs/10_capture/18_events.ipynb #8b77b4ec
 class Listener(Protocol):
     "Who is told what a model does. Each method does nothing here, so a listener has only those that it needs"
+    wants = always() # of calls
     on = True # whether there is anything to tell now; off schedule there is not
-    running = 0 # passes that run, in all threads: so a module knows whether it is the outermost one
-    grads = () # which gradients compiled code and recomputations shall bring: 'input_grad', 'output_grad'
-    switch = None # what compiled code looks at: `on`, `input_grad`, `output_grad`. Without it the listener hears eager code only
-    step = 0 # number of the training step
+    running = 0 # passes that run, in all threads: so a module knows whether it is the outermost one. At 1 for good, a pass begins with the root alone
+    exclusive = False # whether a module has one such listener at a time, and copies of it must not be trained unheard: the recorder of a run
+    step,lasting = 0,0 # number of the training step; and how many steps later gradients of a call may still come
+
+    def __init_subclass__(cls, **more):
+        super().__init_subclass__(**more)
+        leave_alone(cls)
 
     # ---- passes and calls
 
     def pass_begins(self, state, grad=None) -> bool: # grad: whether there will be gradients, where compiled code says so; else torch knows
-        """An armed module is called and no pass runs, or the root is. Only what is answered by True will be told to end
+        """A module is called and no pass runs, or the root is. Only what is answered by True will be told to end
 
         Args:
             grad: whether there will be gradients, where compiled code says so; else torch knows
@@ -42,15 +92,15 @@ class Listener(Protocol):
         "Whether calls of this pass are told"
         return True
 
-    def call_begins(self, state, inputs:list) -> tuple: # number of the call in its pass, and the phase: compiled code keeps them for `gradient`
-        """A module is called with these tensors
+    def call_begins(self, state, inputs:list, compiled:bool=False): # (number of the call in its pass, phase) for `gradient`, None for no gradients
+        """A module is called with these tensors; those of compiled code lie in memory that it uses again
 
         Returns:
-            number of the call in its pass, and the phase: compiled code keeps them for `gradient`
+            (number of the call in its pass, phase) for `gradient`, None for no gradients
         """
         return 0, None
 
-    def call_ends(self, state, outputs:list) -> tuple:
+    def call_ends(self, state, outputs:list, compiled:bool=False):
         "The module returns these tensors"
         return 0, None
 
@@ -58,11 +108,15 @@ class Listener(Protocol):
 
     def probe(self, state, name:str, tensor): "A tensor that the user points at, in this module"
 
+    def probe_here(self, name:str, tensor): "A tensor that the user points at, in the module that runs now"
+
     # ---- gradients
 
-    def gradient(self, state, ttype:str, tname:str, grad, call:int, phase=None, backward:int=0): "A backward brings the gradient of a tensor of that call"
+    def gradient(self, state, ttype:str, tname:str, grad, call:int, phase=None, backward:int=0):
+        "A backward brings the gradient of a tensor of that call: number and phase are what was answered when it was told"
 
-    def recomputed(self, state, inputs:list, outputs:list): "A checkpointed forward runs again, in a backward: gradients may go through these tensors"
+    def recomputed(self, state, inputs:list, outputs:list):
+        "A checkpointed forward runs again, in a backward: gradients may go through these tensors. Told before it runs, and after, of what is there then"
 
     # ---- optimizers: where a training step ends
 
@@ -80,3 +134,11 @@ class Listener(Protocol):
     def memory_reused(self): "Compiled code may have written into tensors without moving their version: what was seen before has to be looked at anew"
 
     def failed(self, state, ttype:str, tname:str, error): "Arguments or a result could not be looked through"
+
+# %% ../../nbs/10_capture/18_events.ipynb #3f1c7a23
+def leave_alone(listener):
+    "The compiler, which looks at every function that Python calls beside compiled code, passes over what a class of listeners does with calls"
+    for n,f in vars(listener).items():
+        if hasattr(f, '__code__') and (n in ('inside', 'records', 'recomputed', 'memory_reused') or n.startswith(('pass_', 'call_', 'probe'))): never_compile(f)
+
+leave_alone(Listener)

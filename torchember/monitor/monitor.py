@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..capture.caught import catch
-from ..capture.forward import armed_by
+from ..capture.forward import arm, armed_by
 from ..capture.tree import tracks, tree_dict, unwrap
 from ..ground.choose import schedule, select
 from ..measure.kernels import no_autocast
@@ -206,8 +205,8 @@ class Monitor:
         watch = getattr(self.recorder, 'watch', None)
         self.passes.scaler = scaler if scaler is not None or watch is None else watch.scaler
         listening = [w for w in self.watches if w.listens]
-        self.catches = [(self.passes, c) for c in (catch(self.passes, self.tracks[0], []) if listening else [])]
-        self.catches += [(w, c) for w in listening for c in catch(w, None, [w.track])]
+        self.states = arm(self.tracks[:1], self.passes, set()) if listening else []
+        for w in listening: self.states += arm([w.track], w)
 
     def open_run(self, name, resume, home):
         "Rows go into the run of the ember that is armed on this model, or into a run of their own"
@@ -329,9 +328,7 @@ class Monitor:
 
     def close(self):
         "Give the model back as it was, and write everything"
-        for listener,c in self.catches:
-            if (found := c()) is not None: found.drop(listener)
-        self.catches = []
+        self.leave()
         for w in self.watches: w.let_go()
         if self.recorder is None: self.t.end()
         else: self.t.barrier()
@@ -340,9 +337,11 @@ class Monitor:
 
     def __exit__(self, *error): self.close()
 
-    def __del__(self):
-        for listener,c in getattr(self, 'catches', ()):
-            if (found := c()) is not None: found.drop(listener)
+    def __del__(self): self.leave()
+
+    def leave(self):
+        for st in getattr(self, 'states', ()): st.leave()
+        self.states = []
 
     def __repr__(self):
         n = sum(len(w.quantities) for w in self.watches)

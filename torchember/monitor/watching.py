@@ -9,6 +9,8 @@ __all__ = []
 import torch
 
 from ..capture.backward import hook_gradients
+from ..capture.events import Listener, always
+from ..capture.tensors import alone
 from ..measure.kernels import no_autocast
 from .quantities import Quantity, also, flows, unscaled
 from .views import View, axis_of
@@ -65,10 +67,10 @@ class Expected:
         self.last,self.passes,self.skipped,self.best,self.other = step,0,False,-1,-1
 
 # %% ../../nbs/47_monitor/40_watching.ipynb #65fe8618
-class Passes:
+class Passes(Listener):
     "Hears where passes of a model begin, and says to its `Watch`es what is wanted in them"
-    inputs = outputs = grads = input_grads = running = False # running: whether the root is
-    grad = True # whether the pass has gradients
+    wants = always(False, False)
+    running = False # whether the root is
     rank = -1 # of the pass that runs
     def __init__(self,
         root # `moduleTrack` of the model
@@ -95,15 +97,16 @@ class Passes:
         "Keys of the groups that are due at a step, all of them when it is not known. Where a schedule fails, its quantity is asked again and tells"
         return frozenset(k for k,(ask,_) in self.groups.items() if step is None or ask is None or answers(ask, step))
 
-    def begin(self):
-        if self.measuring: return
-        self.running,self.rank = True,rank_of(self.root.module.training, self.grad)
+    def pass_begins(self, state, grad=None):
+        if self.measuring: return False
+        self.running,self.rank = True,rank_of(self.root.module.training, torch.is_grad_enabled() if grad is None else grad)
         self.start(self.rank)
+        return True
 
-    def end(self, failed=False):
-        self.running = self.expected.skipped = False
-        if failed:
-            for w in self.watches: w.pass_failed()
+    def pass_ends(self, state, compiled): self.running = self.expected.skipped = False
+
+    def pass_fails(self, state):
+        for w in self.watches: w.pass_failed()
 
     def called_alone(self, graph):
         "A module is called outside of the root's forward: the rank of the call. All such calls in a step are one pass"
@@ -156,8 +159,10 @@ class Place:
     def wants(self): return self.whole or self.order
 
 # %% ../../nbs/47_monitor/40_watching.ipynb #191e147f
-class Watch:
-    "Catches what the quantities of one module need"
+class Watch(Listener):
+    "Keeps what the quantities of one module need"
+    running = 1 # no pass begins with it
+    on = wants_any = True
     def __init__(self,
         track, # Its `moduleTrack`
         quantities:list, # Of it, made with `view`
@@ -174,10 +179,10 @@ class Watch:
         self.needed = {t: [] for t in flows} # ttype -> (reduction, quantity)
         for q in quantities:
             for ttype,reduce in asked(q): self.needed[ttype].append((reduce, q))
-        self.inputs,self.outputs,self.input_grads,self.grads = (bool(self.needed[t]) for t in flows) # what `capture.caught` asks
+        self.wants = always(*(bool(self.needed[t]) for t in flows))
 
-    @property
-    def listens(self): return self.inputs or self.outputs or self.grads or self.input_grads
+    listens = property(lambda self: self.wants.inputs or self.wants.outputs)
+    step = property(lambda self: self.all.expected.number)
 
     def expect(self,
         due # Function: quantity -> whether its tensors are wanted in the coming pass
@@ -189,22 +194,21 @@ class Watch:
             place.order = sorted({r for r,q in asked_for if r is not None and due(q)}, key=lambda r: r not in also)
         self.wants_any = any(p.wants() for p in self.places.values())
 
-    on = wants_any = True
+    # ---- what is heard
 
-    # ---- what is caught
+    def pass_begins(self, state, grad=None): return False
 
-    def begin(self): pass
+    def call_begins(self, state, inputs, compiled=False):
+        if self.all.measuring or aside(inputs) or not self.look(compiled): return None
+        self.take('input', inputs, compiled)
+        return self.gradient_of('input_grad', state, inputs, compiled)
 
-    def called(self, track, named, key, hooked):
-        if self.all.measuring or aside(named) or not self.look(hooked is not None): return
-        self.take('input', named, hooked is not None)
-        if self.places['input_grad'].wants(): self.gradient_of('input_grad', named, key, hooked)
-
-    def see(self, track, named, key, hooked):
-        if self.all.measuring or aside(named) or not self.look(hooked is not None, not (self.inputs or self.input_grads)): return
-        if not (self.inputs or self.input_grads): self.count()
-        self.take('output', named, hooked is not None)
-        if self.places['output_grad'].wants(): self.gradient_of('output_grad', named, key, hooked)
+    def call_ends(self, state, outputs, compiled=False):
+        first = not self.wants.inputs
+        if self.all.measuring or aside(outputs) or not self.look(compiled, first): return None
+        if first: self.count()
+        self.take('output', outputs, compiled)
+        return self.gradient_of('output_grad', state, outputs, compiled)
 
     def look(self, graph, begins=True):
         "Whether this call is looked at"
@@ -231,19 +235,23 @@ class Watch:
         if ttype=='input': self.count()
         if named and self.places[ttype].wants(): self.keep(ttype, *named[0], self.calls-1, copy)
 
-    def gradient_of(self, ttype, named, key, hooked):
-        if not named or hooked is not None: return # compiled code brings it
+    def gradient_of(self, ttype, state, named, compiled):
+        "Wait for that of the first tensor of this call; what is said of the call comes back with it from compiled code"
+        if not named or not self.places[ttype].wants(): return None
         number,call = self.in_pass,self.calls-1
+        if compiled: return call, (number, named[0][0])
         def tell(n, g):
             if number==self.in_pass and call==self.calls-1: self.keep(ttype, n, g, call, False)
-        self.handles += hook_gradients(named[:1], tell, (id(self), ttype), False, key, ttype)
+        self.handles += hook_gradients(named[:1], tell, (id(self), ttype), False, state.key, ttype)
 
-    def recomputed(self, track, ttype, named, key):
-        if named and self.places[ttype].wants():
-            self.handles += hook_gradients(named[:1], lambda n, g: self.first(ttype, n, g), (id(self), ttype), True, key, ttype)
+    def gradient(self, state, ttype, tname, grad, call, phase=None, backward=0):
+        if phase is None: self.first(ttype, tname, grad)
+        elif phase==(self.in_pass, tname) and call==self.calls-1 and self.places[ttype].wants(): self.keep(ttype, tname, grad.detach(), call, True)
 
-    def graded(self, track, n, g): self.first('output_grad', n, g)
-    def input_graded(self, track, n, g): self.first('input_grad', n, g)
+    def recomputed(self, state, inputs, outputs):
+        for ttype,named in (('input_grad', inputs), ('output_grad', outputs)):
+            if not named or not self.places[ttype].wants(): continue
+            self.handles += hook_gradients(named[:1], lambda n, g, ttype=ttype: self.first(ttype, n, g), (id(self), ttype), True, state.key, ttype)
 
     def first(self, ttype, n, g):
         "A gradient that says not which call it is of: the last call's comes first"
@@ -254,10 +262,10 @@ class Watch:
     def keep(self, ttype, tname, x, call, copy):
         "Reduce a tensor now, or hold on to it. What goes wrong is kept in place of what should have come of it"
         place = self.places[ttype]
-        self.about[ttype] = tname or 'output_0',call,str(x.dtype).removeprefix('torch.')
+        self.about[ttype] = tname,call,str(x.dtype).removeprefix('torch.')
         if place.whole:
             scale = self.all.scale() if ttype.endswith('_grad') else None
-            self.whole[ttype] = Kept(unscaled(x.detach(), scale), scale is None and (copy or place.copy), not tname)
+            self.whole[ttype] = Kept(unscaled(x.detach(), scale), scale is None and (copy or place.copy), tname is alone)
         if not place.order: return
         self.all.measuring,done = True,{}
         try:

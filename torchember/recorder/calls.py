@@ -81,13 +81,6 @@ class Calls:
         self.recorded -= 1
         return not self.recorded
 
-    def number(self, state, pass_):
-        "The number of a call that begins now: 0, 1, ... in each pass"
-        if state.pass_!=pass_: state.pass_,state.calls,state.came = pass_,0,{}
-        n = state.calls
-        state.calls += 1
-        return n
-
     def enter(self, track, call):
         here = self.here
         here.call = call

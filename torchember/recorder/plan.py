@@ -22,7 +22,7 @@ from ..capture.optimizer import parameters_of, states_of
 from ..capture.tree import tracks
 from ..ground.choose import schedule
 from ..capture.events import Listener
-from ..capture.forward import arm, disarm
+from ..capture.forward import arm, disarm, only
 from ..measure.columns import stat_names
 from ..measure.kernels import Unmeasurable, ready
 from ..measure.summary import counts
@@ -68,12 +68,12 @@ class Rehearsal(Listener):
         self.places,self.left = [],[] # what would be recorded; states in the order in which their calls ended
         self.seen,self.calls,self.stack = {},Counter(),[]
 
-    def call_begins(self, st, inputs):
+    def call_begins(self, st, inputs, compiled=False):
         self.note(st, 'input', inputs, self.calls[st])
         self.stack.append((st, self.calls[st]))
         self.calls[st] += 1
 
-    def call_ends(self, st, outputs):
+    def call_ends(self, st, outputs, compiled=False):
         self.left.append(st)
         self.note(st, 'output', outputs, self.stack.pop()[1])
 
@@ -111,14 +111,13 @@ def rehearse(
 ) -> tuple: # `Place`s of what flows, and the states in the order in which they were left
     "Run `model` once and note what would be recorded"
     states = recorder.sources.states
-    heard = Rehearsal(recorder.ttypes, states)
-    for st in states: st.listener = heard
+    heard,its,ts = Rehearsal(recorder.ttypes, states),{st.track.id: st for st in states},[st.track for st in states]
+    arm(ts, heard, {st.track.id for st in states if st.watched})
     try:
         grads = bool({'input_grad', 'output_grad'} & set(heard.ttypes)) # which tensors have a gradient shows only when it is on
-        with as_before(model), eagerly(), torch.set_grad_enabled(grads): model(*args, **kwargs)
-    finally:
-        for st in states: st.listener = recorder.events
-    return heard.places, heard.left
+        with only(model, heard), as_before(model), eagerly(), torch.set_grad_enabled(grads): model(*args, **kwargs)
+    finally: disarm(ts, heard)
+    return heard.places, [its[st.track.id] for st in heard.left]
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #01727a7c
 class NullRun:

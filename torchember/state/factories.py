@@ -8,14 +8,15 @@ __all__ = ['from_state_dict', 'from_weight', 'from_grad', 'from_optimizer_state'
 
 # %% ../../nbs/70_state/08_factories.ipynb #4210d6ba
 import re, weakref
-from collections import Counter
 
 import torch
 from torch import nn
 
 from ..capture.backward import hook_gradients
-from ..capture.caught import catch
+from ..capture.events import Listener, always
+from ..capture.forward import arm
 from ..capture.optimizer import states_of
+from ..capture.tensors import alone
 from ..capture.tree import tracks, unwrap
 from ..ground.messages import printable, unknown, warn
 from .algebra import StateDict
@@ -264,23 +265,45 @@ class LatestPass:
         for k in lost: self.versions[k] = None
         return lost
 
-# %% ../../nbs/70_state/08_factories.ipynb #572f333d
-still_due = 8 # passes whose backward may be still to come
+# %% ../../nbs/70_state/08_factories.ipynb #6f0a3c11
+class Outputs(Listener):
+    "Hears what modules return, or the gradients of that, and keeps those of the latest pass"
+    running = 1 # a pass begins with the root alone
+    lasting = 7 # passes later, in which a backward may still come
 
-class Due:
-    "Gradients that compiled code is to bring: the pass and the name of each"
-    def __init__(self): self.waiting = {} # place -> (pass, name) of each call
+    def __init__(self, state, grads, copy):
+        self.grads,self.wants = grads,always(inputs=False, output_grad=grads)
+        self.latest = LatestPass(state, copy)
+        self.step,self.leaves = 0,[] # passes so far; handles of hooks on leaves, which outlive a pass
 
-    def add(self, place, which, key): self.waiting.setdefault(place, []).append((which, key))
+    def pass_begins(self, state, grad=None):
+        self.step += 1
+        self.drop_leaves()
+        self.latest.begin()
+        if not self.grads: self.latest.fresh(self.step)
 
-    def take(self, place):
-        "Pass and name of the latest call that still waits, None when no call does"
-        calls = self.waiting.get(place)
-        return calls.pop() if calls else None
+    def call_ends(self, state, outputs, compiled=False):
+        track,call,which,keys = state.track,state.number(self.step),self.step,{}
+        for n,x in outputs:
+            k = keys[n] = key_of(track.path, '' if n is alone else n, call)
+            self.latest.expect(k, dict(module=track.name, tname=n, call=call))
+            if not self.grads: self.latest.keep(k, x, compiled)
+        if self.grads and not compiled:
+            state.expect('output_grad', keys, (call, (which, keys))) # for a backward that is compiled
+            self.leaves += hook_gradients(outputs, lambda n, g: self.keep(which, keys[n], g, False), key=state.key)
+        return call, (which, keys)
 
-    def forget(self, last):
-        "Wait no more for pass `last` and those before it"
-        self.waiting = {k: late for k,v in self.waiting.items() if (late := [d for d in v if d[0]>last])}
+    def gradient(self, state, ttype, tname, grad, call, phase=None, backward=0):
+        if phase is not None: self.keep(phase[0], phase[1][tname], grad, True)
+
+    def keep(self, which, key, g, copy):
+        "A gradient of a pass has arrived"
+        self.latest.fresh(which)
+        self.latest.keep(key, g, copy)
+
+    def drop_leaves(self):
+        for h in self.leaves: h.remove()
+        self.leaves.clear()
 
 # %% ../../nbs/70_state/08_factories.ipynb #b2fe55b1
 class Activations:
@@ -298,72 +321,33 @@ class Activations:
         check_copy(clone, device, dtype)
         self.state = StateDict(name=name or called(model, 'activation_grad' if grads else 'activation'))
         self.state._ttype = 'output_grad' if grads else 'output'
-        self.grads,self.due = grads,Due()
-        self.latest = LatestPass(self.state, dict(device=device, dtype=dtype, copy=True) if clone else None)
-        self.passes,self.calls = 0,Counter() # passes so far, and calls of each path in this one
-        self.leaves = [] # handles of hooks on leaves, which outlive a pass
+        self.hears = Outputs(self.state, grads, dict(device=device, dtype=dtype, copy=True) if clone else None)
         found = tracks(model)
-        chosen = [t for t in found if re.match(pattern or '', t.path)]
+        chosen = {t.id for t in found if re.match(pattern or '', t.path)}
         if not chosen: raise ValueError(unknown('module whose path matches', pattern, [t.path for t in found if t.path]))
-        self.catches = catch(self, found[0], chosen)
-
-    def begin(self):
-        "A pass of the model starts"
-        self.passes += 1
-        self.calls.clear()
-        self.drop_leaves()
-        self.due.forget(self.passes-still_due)
-        self.latest.begin()
-        if not self.grads: self.latest.fresh(self.passes)
-
-    def see(self, track, named, key, hooked):
-        "A module has returned; `hooked` are those whose gradients compiled code will bring, None in eager mode"
-        call,which,keys = self.calls[track.path],self.passes,{}
-        self.calls[track.path] += 1
-        for n,x in named:
-            k = keys[n] = key_of(track.path, n, call)
-            self.latest.expect(k, dict(module=track.name, tname=n or 'output_0', call=call))
-            if not self.grads: self.latest.keep(k, x, hooked is not None)
-            elif hooked is None or n in hooked: self.due.add((track.path, n), which, k)
-        if not self.grads or hooked is not None: return
-        me = weakref.ref(self)
-        def tell(n, g):
-            if (o := me()) is not None: o.keep(which, keys[n], g, False)
-        self.leaves += hook_gradients(named, tell, key=key)
-
-    def graded(self, track, n, g):
-        "Compiled code brings a gradient, the last call's first"
-        if (found := self.due.take((track.path, n))) is not None: self.keep(*found, g, True)
-
-    def keep(self, which, key, g, copy):
-        "A gradient of a pass has arrived"
-        self.latest.fresh(which)
-        self.latest.keep(key, g, copy)
+        self.states = [weakref.ref(st) for st in arm(found, self.hears, chosen)]
 
     @property
     def state_dict(self) -> StateDict:
         "What was caught in the latest pass, in the order of the forward. The same object at every pass: clone it to keep it"
-        if not self.grads and (lost := self.latest.overwritten()):
+        latest = self.hears.latest
+        if not self.hears.grads and (lost := latest.overwritten()):
             warn(f"{', '.join(map(repr, lost[:3]))}{' and others' if len(lost)>3 else ''}: overwritten in place after the module returned, "
                 "so this is not what it returned. With clone=True a copy is kept.")
-        return self.latest.in_order()
-
-    def drop_leaves(self):
-        for h in self.leaves: h.remove()
-        self.leaves.clear()
+        return latest.in_order()
 
     def remove(self):
         "Give the model back as it was; what was caught stays"
-        for c in filter(None, (ref() for ref in self.catches)): c.drop(self)
-        self.catches = []
-        self.drop_leaves()
+        for st in filter(None, (ref() for ref in self.states)): st.leave()
+        self.states = []
+        self.hears.drop_leaves()
 
     def __enter__(self): return self
     def __exit__(self, *args): self.remove()
     def __del__(self):
-        if hasattr(self, 'catches'): self.remove()
+        if hasattr(self, 'states'): self.remove()
 
-    def __repr__(self): return repr(self.latest.in_order())
+    def __repr__(self): return repr(self.hears.latest.in_order())
 
 # %% ../../nbs/70_state/08_factories.ipynb #7bd0d0b0
 def from_activation(
