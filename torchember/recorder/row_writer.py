@@ -78,7 +78,7 @@ class RowWriter:
         if not wait: self.release()
         self.last = None
         if not buffer.size and not (over and (buffer.taken or buffer.given or self.file_is_open)): return # nothing wakes the writer
-        columns,several = self.columns(),{phase: n>1 for phase,n in steps.passes.items()}
+        columns,several = self.columns(),{phase: n>1 for phase,n in dict(steps.passes).items()} # a copy: a signal handler may step
         if columns!=self.marks: buffer.clear_taken() # rows with other marks are new ones
         self.marks = columns
         joins = steps.shown!=steps.number # an evaluation, of the step before
