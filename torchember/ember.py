@@ -27,8 +27,10 @@ from .ground.messages import an, printable, says_arguments, warn
 from .ground.record import SCHEMA, check_ttypes, identity
 from .recorder.process import hand_over, open_recorders, rank_and_size, shared_name, weak_source
 from .recorder.recorder import Recorder, recorded
+from .recorder.row import FirstBad
 from .store.base import now, user
 from .store.jsonl import emberTracker, new_run
+from .store.listeners import AtOnce
 from .store.parameters import noted_in
 from .store.table import tree_table
 
@@ -97,6 +99,8 @@ class torchEmber:
         known = self.recorder.sources.parameters.known
         if resume: known.go_on(noted_in(t))
         t.source = weak_source(self.recorder)
+        first = FirstBad(t.file)
+        t.file.listen(AtOnce(first.look, first.remark))
         self.arm()
         base = {'start': now(), 'user': user(), 'schema': SCHEMA, 'model': self.model_name}
         t.begin(base, {'parameters': known.meta()} | ({} if resume else {'vis': {'vis_type': 'standard'}, 'structure': self.mod_tree()}))
@@ -367,7 +371,7 @@ class torchEmber:
         took = lambda: {'seconds': (s := r.seconds()+live), 'share': s/r.cost.elapsed if r.cost.elapsed else 0.}
         self.t.end(**took()) # for those who read the run
         return Report(run=self.fname, steps=r.tally.steps, recorded=r.tally.recorded, rows=f.rows, bytes=f.written,
-            **took(), errors=r.notices.errors, skipped=r.notices.unmeasurable, remarks=[*r.remarks(), *f.lost()],
+            **took(), errors=r.notices.errors, skipped=r.notices.unmeasurable, remarks=[*r.remarks(), *f.remarked()],
             **({'live': live} if live else {}), **({'beside': r.cost.loading} if r.cost.loading else {}),
             **({'arming': r.cost.arming} if r.cost.arming else {}), **({'compiling': r.cost.compiling} if r.cost.compiling else {}),
             **({} if r.cost.budget is None else {'thinned': r.cost.budget.thinned-r.pipe.decide.denied, 'budget': str(r.cost.budget)}))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from looped import heard, says
 from torch import nn
 
-from torchember import emberTracker, torchEmber
+from torchember import EmberWarning, emberTracker, torchEmber
 from torchember.capture.forward import State as Heard
 from torchember.measure.kernels import Unmeasurable
 from torchember.recorder.buffers import Buffers
@@ -655,3 +655,23 @@ def test_what_comes_between_steps():
     te.step()
     assert te.close()['steps']==3
     assert told(te, 'step', 'tname', 'mean')==[(0, 'output_0', 1), (1, 'output_0', 3), (2, 'a', 1), (2, 'b', 5), (2, 'output_0', 4)]
+
+
+def test_the_first_value_that_is_not_finite_is_said_of_whatever_leaves(tmp_path):
+    "Once, of the rows of a step, of a number noted when its step is over, and of a Monitor's; it is the last remark; a line of the user's is nobody's business"
+    for early in (False, True):
+        model = nn.Linear(1, 1)
+        with torch.no_grad(): model.weight.fill_(1.)
+        te = torchEmber(model, torch.optim.SGD(model.parameters(), .1), ttypes='output', stats=['mean'], home=tmp_path)
+        te.t + {'step': 0, 'loss': math.nan}
+        def one(x, model=model, te=te): model(torch.full((1, 1), x)).sum().backward(); te.recorder.watch.optimizers[0].step()
+        with pytest.warns(EmberWarning) as said:
+            one(math.inf if early else 1.)
+            te.log(loss=math.nan)
+            one(1.)
+            te.recorder.add_rows(0, [(('model(Linear)', 'weight', 'weight_0', 'weight', None, 0), 0, 'float32', {'mean': math.nan, 'nan': 1})])
+            remarks = te.close()['remarks']
+        first = f"step 0, {'output_0 of the model (Linear) has 1 inf' if early else 'loss is nan'}"
+        assert [str(w.message) for w in said if 'finite' in str(w.message)]==[
+            f'torchember: {first}: the first value of this run that is not finite. Training goes on, and this is said once.']
+        assert remarks[-1]==f'First value that is not finite: {first}.'

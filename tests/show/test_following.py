@@ -36,7 +36,7 @@ def test_what_a_line_says():
     w.add([number(0, loss=5., rate=2.), row(1), row(1, nan=1, phase='eval'), number(3, nan=1, loss=None)], 2.)
     assert (w.line('r'), w.loss, w.step)==('r: step 3, loss 5', ('loss', 5.), 3)
     w.add([row(5, path='b', posinf=3), row(4, path='c', neginf=1), number(4, loss=.25), number(4, rate=7)], 4.)
-    assert w.line('r', 4.)=='r: step 5, loss 0.25, first not finite: step 5, output of b (3 +inf), 1.7 steps/s'
+    assert w.line('r', 4.)=='r: step 5, loss 0.25, first not finite: step 4, output of c (1 -inf), 1.7 steps/s' # of the earliest step, as in a picture
     assert w.line('r', 94.).endswith(', 1.7 steps/s') and w.line('r', 95.).endswith(', nothing new for 2 min')
     w.add([number(2, loss=1.)], 4.)
     assert (w.step, w.loss)==(5, ('loss', 1.))

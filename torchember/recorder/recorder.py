@@ -207,8 +207,7 @@ class Recorder:
     def remarks(self) -> list:
         "What the user should know when the run is over, a sentence each"
         if self.pipe.left: return ['This process was forked from the one that records the run, and adds nothing to it.']
-        bad = self.writer.first_bad.found
-        return self.tally.remarks(self.sources, self.steps.manual)+([f"First value that is not finite: {bad}."] if bad else [])
+        return self.tally.remarks(self.sources, self.steps.manual)
 
     def __del__(self):
         if getattr(self, 'pipe', None) is not None and (self.buffer.size or self.writer.waiting): self.flush()

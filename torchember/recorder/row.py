@@ -10,6 +10,7 @@ import math, re
 
 import numpy as np
 
+from ..ground.not_finite import first_not_finite, is_alarming
 from ..ground.record import optional
 
 # %% ../../nbs/40_recorder/55_row.ipynb #dff900af
@@ -65,21 +66,18 @@ class FirstBad:
 
     def look(self, rows):
         "The same rows. A row that is a line already has no such value"
-        if self.found is None:
-            bad = next((b for r in rows if isinstance(r, dict) and (b := troubled(r))), None)
-            if bad is not None:
-                self.found = bad
-                self.file.note(f"{bad}: the first value of this run that is not finite. Training goes on, and this is said once.")
+        if self.found is None and (row := first_not_finite((r for r in rows if isinstance(r, dict)), is_alarming)) is not None:
+            self.found = troubled(row)
+            self.file.note(f"{self.found}: the first value of this run that is not finite. Training goes on, and this is said once.")
         return rows
+
+    def remark(self): return f"First value that is not finite: {self.found}." if self.found else None
 
 # %% ../../nbs/40_recorder/55_row.ipynb #9eeccf0c
 def troubled(row):
-    "What is not finite in a row, in words. Scores that are masked by -inf are none, and neither are gradients that a scaler refuses"
-    if row.get('ttype')=='scalar':
-        lost = {k: v for k,v in row.items() if isinstance(v, float) and not math.isfinite(v)}
-        return f"step {row['step']}, {next(iter(lost))} is {next(iter(lost.values()))}" if lost else None
-    bad = ('nan', 'posinf') if row['ttype'] in ('input', 'output', 'probe') else ('nan', 'posinf', 'neginf')
-    if row.get('skipped') or not any(row.get(k) for k in bad): return None
+    "What is alarming in a row, in words; None when nothing is"
+    if not is_alarming(row): return None
+    if row['ttype']=='scalar': return next(f"step {row['step']}, {k} is {v}" for k,v in row.items() if isinstance(v, float) and not math.isfinite(v))
     path = re.sub(r'\([^()]*\)', '', row['module']).partition('.')[2]
     kind = row['module'].rpartition('(')[2].rstrip(')')
     what = row['tname'] if row['tname'].startswith(f"{row['ttype']}_") else f"{row['ttype']} {row['tname']}"

@@ -9,7 +9,7 @@ __all__ = ['Closed', 'RowWriter']
 from collections import Counter
 from dataclasses import dataclass
 
-from .row import FirstBad, one_row
+from .row import one_row
 from .rows import Lines, Measured
 from ..store.base import now
 
@@ -37,8 +37,7 @@ class RowWriter:
         root_name:str='model' # Display name of the root, whose rows the noted numbers are
     ):
         self.t,self.rank,self.root_name = t,rank,root_name
-        self.first_bad = FirstBad(t.file)
-        self.lines = Lines(self.first_bad.look) # makes lines of what the buffer gives
+        self.lines = Lines() # makes lines of what the buffer gives
         self.ts = None # local time of the open step's first row
         self.skipped = False # whether a scaler did not let the open step's optimizer step
         self.noted = Counter() # step -> rows of noted numbers
@@ -129,8 +128,8 @@ class RowWriter:
         key,call = (self.root_name, 'scalar', 'log', None, phase, 0),self.noted[step]
         self.noted[step] += 1
         if step==steps.number and on: return buffer.add(key, call, None, 'float64', values)
-        ts,marks,bad = now(),self.columns(),self.first_bad
-        rows = lambda: bad.look([one_row(key, call, None, 'float64', values, step, ts, marks, {})])
+        ts,marks = now(),self.columns()
+        rows = lambda: [one_row(key, call, None, 'float64', values, step, ts, marks, {})]
         self.t.file.put(rows, joins=True if step!=steps.number and self.was_on else None)
 
     def add(self,

@@ -147,21 +147,15 @@ def filled(
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #7fd17b2d
 class Lines:
-    """Turns what was measured into lines, those of several steps at once. Remembers what does not change from step to step
-
-    Args:
-        look: Function that is given the rows of each step, and gives the same
-    """
-    def __init__(self,
-        look=lambda rows: rows # Function that is given the rows of each step, and gives the same
-    ): self.look,self.of,self.templates = look,None,{} # what the templates were made for; names of columns -> number of tap and dtype -> template
+    "Turns what was measured into lines, those of several steps at once. Remembers what does not change from step to step"
+    def __init__(self): self.of,self.templates = None,{} # what the templates were made for; names of columns -> number of tap and dtype -> template
 
     def __call__(self,
         measured # List of `Measured`, in their order
     ) -> list: # For each a list: a line for each row, as bytes, or a dict for one that has to be written with care
         "The rows of steps, in the order of their events"
         of = lambda m: (m.snapshot.taps, m.parts, (*m.marks,))
-        return [self.look(rows) for of,some in groupby(measured, of) for rows in self.alike(of, list(some))]
+        return [rows for of,some in groupby(measured, of) for rows in self.alike(of, list(some))]
 
     def alike(self, of, measured):
         "The same for steps that have the same taps and marks"

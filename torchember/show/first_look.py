@@ -24,7 +24,7 @@ from .style import alarm, drawn, figure, is_dark, meanings, palettes, title_of, 
 def first_trouble(
     df # Rows
 ): # The first row, in the order of the log, of a tensor with something not finite; None when there is none
-    "Where and when there was first something that is not finite"
+    "Where and when there was first something that is not finite: `ground.not_finite.first_not_finite` of a table, whose rows are too many for dicts"
     at = np.flatnonzero(trouble(df))
     if not len(at): return None
     step = df['step'].to_numpy()[at]

@@ -284,8 +284,8 @@ class Log:
         "Tell it no more"
         with self.io: self.listeners = tuple(l for l in self.listeners if l is not listener)
 
-    def lost(self):
-        "What was lost for whom, a sentence each"
+    def remarked(self):
+        "What the listeners have to say in the end, a sentence each"
         return [said for l in self.listeners if self.ours and (said := l.remark())]
 
     def settle(self):

@@ -12,6 +12,7 @@ from math import ceil
 import numpy as np
 
 from ...ground.needs import needs
+from ...ground.not_finite import FirstNotFinite
 from ...ground.record import identity, optional
 from ...store.base import regular
 from ...store.columns import bad, longest_line
@@ -83,13 +84,16 @@ class Kept:
 
     def __init__(self):
         self.parts,self.numbers,self.names,self.n,self.step = [],[],{},0,-1 # tables of tensors; names, each kept once; rows of tensors; the last step
-        self.first,self.trained,self.other,self.loss = None,False,None,None # table of the first row that is not finite; a type to draw where there is no better
+        self.looks,self.other,self.loss = FirstNotFinite(),None,None # for the first row that is not finite; a type to draw where there is no better
         self.width,self.width_of_numbers = 1,1 # steps in a bin
 
     def __len__(self): return self.n+len(self.numbers)
 
     def add(self, rows):
         "The next rows of the log"
+        trained = self.looks.trained
+        self.looks.add([r for r in rows if isinstance(r.get('step'), int) and isinstance(r.get('ttype'), str)])
+        if self.looks.trained and not trained: self.parts = [] # what an evaluation before the training gave does not count any more
         tensors = [self.slim(r) for r in rows if isinstance(r.get('step'), int) and isinstance(r.get('ttype'), str) and self.wants(r)]
         if tensors: self.add_tensors(tensors)
         if not self.numbers: return
@@ -100,8 +104,7 @@ class Kept:
         "Whether it is a row of a tensor that is needed. Others are taken account of"
         t,self.step = r['ttype'],max(self.step, r['step'])
         if t=='scalar': self.numbers.append({k:v for k,v in r.items() if k not in ('ts', 'nonfinite')})
-        elif r.get('phase')=='eval' and self.trained: pass
-        elif self.first is None and any(r.get(b) for b in bad): return True
+        elif r.get('phase')=='eval' and self.looks.trained: pass
         elif t in drawn_ttypes: return True
         else:
             if self.other is None: self.other = t
@@ -117,15 +120,15 @@ class Kept:
         return slim
 
     def add_tensors(self, rows):
-        if not self.trained and any(r.get('phase')!='eval' for r in rows): # what an evaluation before the training gave does not count any more
-            rows,self.trained,self.first,self.parts = [r for r in rows if r.get('phase')!='eval'],True,None,[]
         df = with_path(frame(rows))
-        if self.first is None and len(at := np.flatnonzero(df[list(bad)].to_numpy().any(1))):
-            self.first = df.iloc[[at[df['step'].to_numpy()[at].argmin()]]]
         if self.other!='' and df['ttype'].isin(drawn_ttypes).any(): self.other,self.parts = '',[] # there is a better one
         self.parts.append(df[df['ttype'].isin(drawn_ttypes if self.other=='' else [self.other])])
         self.n = sum(map(len, self.parts))
         if self.n>self.most: self.thin()
+
+    @property
+    def first(self): # As a table, None when there is none
+        return None if self.looks.row is None else with_path(frame([self.slim(self.looks.row)]))
 
     def together(self):
         "The rows as one table"
@@ -157,11 +160,12 @@ class Kept:
     def table(self):
         "What `overview` takes, and the tensor types to draw; None when there is nothing to draw"
         pd,df = needs('pandas', for_='A picture'),self.together()
+        first = self.first
         if df is None or not len(df): return None
         if self.width>1: df = binned(df, self.width)
         numbers = [with_path(frame(self.numbers))] if self.numbers else []
         kinds = [t for t in (*drawn_ttypes, self.other) if (df['ttype']==t).any()]
-        return pd.concat([*([self.first] if self.first is not None else []), df, *numbers], ignore_index=True), kinds
+        return pd.concat([*([first] if first is not None else []), df, *numbers], ignore_index=True), kinds
 
 def loss_in(rows):
     "Which of the numbers that were logged is drawn: the loss, or the first"

@@ -17,16 +17,16 @@ from socket import gethostname
 from ...ground.progress import in_notebook, in_terminal
 from ...frames.logs import alive, said_by
 from ...ground.needs import needs
+from ...ground.not_finite import FirstNotFinite
 from ...ground.messages import EmberWarning, an, printable, warn
 from .following import Kept, Tail, loss_in, shown_rows, some_lines
-from ...store.columns import bad
 from ...store.jsonl import emberTracker, tracker
 from ...store.reading import parse, path_of
 
 # %% ../../../nbs/60_show/93_live_view.ipynb #5e6c5e03
 class Words:
     "What a line says of a run"
-    def __init__(self): self.step,self.loss,self.first,self.trained,self.at = -1,None,None,False,deque(maxlen=16) # at: (seconds, step) of the last looks
+    def __init__(self): self.step,self.loss,self.looks,self.at = -1,None,FirstNotFinite(),deque(maxlen=16) # at: (seconds, step) of the last looks
 
     def add(self, rows, now):
         "The next rows, as they were found at a time"
@@ -35,9 +35,10 @@ class Words:
             self.loss = next(((name, r[name]) for r in reversed(numbers) if isinstance(r.get(name), int|float)), self.loss)
         for r in rows:
             if isinstance(s := r.get('step'), int): self.step = max(self.step, s)
-            if not self.trained and r.get('phase')!='eval' and r.get('ttype')!='scalar': self.trained,self.first = True,None
-            if self.first is None and any(r.get(b) for b in bad) and r.get('ttype')!='scalar' and not (self.trained and r.get('phase')=='eval'): self.first = r
+        self.looks.add([r for r in rows if isinstance(r.get('step'), int)])
         if rows: self.at.append((now, self.step))
+
+    first = property(lambda self: self.looks.row, doc="The first row that is not finite")
 
     def speed(self):
         "Steps in a second, None where that is not known"
