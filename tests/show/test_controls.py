@@ -243,7 +243,7 @@ def send(name, ax, x, y=None, button=None):
     ax.figure.canvas.callbacks.process(name, MouseEvent(name, ax.figure.canvas, *at, button=button))
 
 
-def key(i, k): i.picture.canvas.callbacks.process('key_press_event', KeyEvent('key_press_event', i.picture.canvas, k))
+def key(i, k): i.picture.surface.canvas.callbacks.process('key_press_event', KeyEvent('key_press_event', i.picture.surface.canvas, k))
 
 
 calls = []
@@ -268,12 +268,12 @@ def quick(name, along=True):
 
 def crossed(i):
     "Where the cross-hair is, what it says, and the lines in the picture"
-    line,dots,text = i.cross
+    line,dots,text = i.cursor.loss.cross
     if not line.get_visible():
         assert not text.get_visible() and not any(d.get_visible() for d in dots)
-        return None, [l.get_xdata()[0] for l in i.lines if l.get_visible()]
+        return None, [l.get_xdata()[0] for l in i.picture.lines if l.get_visible()]
     assert text.get_visible() and all(d.get_visible() and d.get_xdata()[0]==line.get_xdata()[0]==line.get_xdata()[1] for d in dots)
-    return (line.get_xdata()[0], [d.get_ydata()[0] for d in dots], text.get_text()), [l.get_xdata()[0] for l in i.lines if l.get_visible()]
+    return (line.get_xdata()[0], [d.get_ydata()[0] for d in dots], text.get_text()), [l.get_xdata()[0] for l in i.picture.lines if l.get_visible()]
 
 
 def test_losses_to_point_at():
@@ -332,49 +332,49 @@ def test_rows_of_the_same_tensor():
 def test_the_cross_hair_follows_the_pointer(pointed):
     "To the nearest step of the loss; where the pointer leaves, it is where it was put"
     i = pointed(quick('scalar_line'))
-    assert crossed(i)==(None, []) and len(i.lines)==1
-    send('motion_notify_event', i.loss_axes, 12)
+    assert crossed(i)==(None, []) and len(i.picture.lines)==1
+    send('motion_notify_event', i.cursor.loss.axes, 12)
     assert crossed(i)==((10, [1.75], 'step=10\nloss=1.75'), [10])
-    send('motion_notify_event', i.loss_axes, 1e9)
+    send('motion_notify_event', i.cursor.loss.axes, 1e9)
     assert crossed(i)==(None, [])
-    send('button_press_event', i.loss_axes, 18, button=3)
-    assert i.pinned is None and crossed(i)==(None, [])
-    send('button_press_event', i.loss_axes, 18, button=1)
-    send('motion_notify_event', i.loss_axes, 1)
-    assert i.pinned==20 and crossed(i)==((0, [2.], 'step=0\nloss=2'), [0])
-    send('motion_notify_event', i.loss_axes, 1e9)
+    send('button_press_event', i.cursor.loss.axes, 18, button=3)
+    assert i.cursor.pinned is None and crossed(i)==(None, [])
+    send('button_press_event', i.cursor.loss.axes, 18, button=1)
+    send('motion_notify_event', i.cursor.loss.axes, 1)
+    assert i.cursor.pinned==20 and crossed(i)==((0, [2.], 'step=0\nloss=2'), [0])
+    send('motion_notify_event', i.cursor.loss.axes, 1e9)
     assert crossed(i)==((20, [1.5], 'step=20\nloss=1.5'), [20])
     i.controls['kind'].value = 'scatter' # drawn anew, it stays
     assert crossed(i)==((20, [1.5], 'step=20\nloss=1.5'), [20]) and calls[-1]['kind']=='scatter'
-    send('button_press_event', i.loss_axes, 1e9, button=1)
-    assert i.pinned==20
+    send('button_press_event', i.cursor.loss.axes, 1e9, button=1)
+    assert i.cursor.pinned==20
 
 
 def test_a_click_goes_to_a_recorded_step(pointed):
     "A picture of one step moves to the nearest that was recorded; what is pointed at is said with it"
     i = pointed(quick('exp_hist', False), rows_of(range(0, 80, 20)), stats={'steps': range(70), 'train': np.arange(70.)})
-    assert i.controls['step'].value==60 and i.pinned==60 and crossed(i)[0][0]==60 and i.lines==[]
+    assert i.controls['step'].value==60 and i.cursor.pinned==60 and crossed(i)[0][0]==60 and i.picture.lines==[]
     n = len(calls)
-    send('button_press_event', i.loss_axes, 33, button=1)
+    send('button_press_event', i.cursor.loss.axes, 33, button=1)
     assert calls[n:]==[{'tt': 'output', 'layer': None, 'step': 40, 'kind': 'line'}]
-    assert i.controls['step'].value==40==i.pinned and crossed(i)[0]==(40, [40.], 'step=40\ntrain=40')
-    send('motion_notify_event', i.loss_axes, 12)
+    assert i.controls['step'].value==40==i.cursor.pinned and crossed(i)[0]==(40, [40.], 'step=40\ntrain=40')
+    send('motion_notify_event', i.cursor.loss.axes, 12)
     assert crossed(i)[0]==(12, [12.], 'step=12\ntrain=12\nrecorded: step 20') and i.controls['step'].value==40
     i.controls['step'].value = 0
-    assert i.pinned==0 and crossed(i)[0][0]==0 and calls[-1]['step']==0
+    assert i.cursor.pinned==0 and crossed(i)[0][0]==0 and calls[-1]['step']==0
 
 
 def test_the_last_place_of_a_quick_pointer_is_not_lost(pointed):
     "The cross-hair moves at once, then as often as was asked for, and in the end to where the pointer is"
     async def moved():
         i,at = pointed(quick('scalar_line'), pause=.05),[]
-        own = i.point
-        i.point = lambda step: (at.append(step and round(step)), own(step))
-        i.last = 0.
-        for x in (1, 11, 19, 31): send('motion_notify_event', i.loss_axes, x)
+        own = i.cursor.point
+        i.cursor.point = lambda step: (at.append(step and round(step)), own(step))
+        i.cursor.hover.last = 0.
+        for x in (1, 11, 19, 31): send('motion_notify_event', i.cursor.loss.axes, x)
         before = list(at)
         await asyncio.sleep(.2)
-        return before, at, crossed(i)[0][0], i.waiting
+        return before, at, crossed(i)[0][0], i.cursor.hover.waiting
     before,at,where,waiting = asyncio.run(moved())
     assert (before, at, where, waiting)==([1], [1, 31], 30, None)
 
@@ -384,11 +384,11 @@ def test_what_cannot_be_drawn_is_said_and_the_last_picture_stays(pointed):
     i = pointed(quick('scalar_line'))
     n = len(calls)
     i.controls['layer'].value = 'b'
-    assert i.said=='There is no such layer.' in i.message.value and [c['layer'] for c in calls[n:]]==['b', None] and 'status' in i.message.value
+    assert i.said=='There is no such layer.' in i.layout.message.value and [c['layer'] for c in calls[n:]]==['b', None] and 'status' in i.layout.message.value
     i.controls['layer'].value = 'a'
     assert i.said=="KeyError: 'a'" and calls[-1]['layer'] is None
     i.controls['layer'].value = None
-    assert (i.said, i.message.value)==('', '') and i.good[1].get('layer') is None
+    assert (i.said, i.layout.message.value)==('', '') and i.picture.good[1].get('layer') is None
     assert [sentence(e) for e in (ValueError('x'), ValueError(), TypeError('y'), KeyError('z'))]==['x', 'ValueError: ', 'y', "KeyError: 'z'"]
     i.locked(lambda a: 1/a)(0)
     assert i.said.startswith('ZeroDivisionError: ')
@@ -398,66 +398,67 @@ def test_into_a_patch_and_back(pointed):
     "By a click on the heat map and no other, and back by a right click, Escape, or Back; steps inside are those of the tensor"
     i = pointed(scalar_global_heatmap, tt='weight', scalar_metric='std')
     outside = i.stack[0]
-    assert i.top.children==(outside.box,) and 'Click on a patch' in i.hint.value and 'keep the line there' in i.hint.value
+    assert i.layout.top.children==(outside.box,) and 'Click on a patch' in i.layout.hint.value and 'keep the line there' in i.layout.hint.value
     title = i.figure.get_suptitle()
     for ax,x,y,b in ((i.figure.axes[0], 19, .5, 2), (i.figure.axes[0], 1e9, .5, 1), (i.figure.axes[1], .5, None, 1)):
         send('button_press_event', ax, x, y, b)
         assert len(i.stack)==1
     send('button_press_event', i.figure.axes[0], 19, 1.7, 1)
-    assert i.figure.get_suptitle()=='r · weights · b.bias · step 20' and i.top.children==(i.back, i.now.box) and 'Right click, Escape' in i.hint.value
-    assert (i.controls['step'].steps.tolist(), i.pinned, 'go to that step' in i.hint.value)==([0, 20], 20, True) and crossed(i)[0][0]==20
+    assert i.figure.get_suptitle()=='r · weights · b.bias · step 20'
+    assert i.layout.top.children==(i.layout.back, i.now.box) and 'Right click, Escape' in i.layout.hint.value
+    assert (i.controls['step'].steps.tolist(), i.cursor.pinned, 'go to that step' in i.layout.hint.value)==([0, 20], 20, True) and crossed(i)[0][0]==20
     assert set(i.now.table.pname)=={'bias'} and i.controls is i.now.controls is not outside.controls
-    good = i.good
+    good = i.picture.good
     outside.controls['inc'].value = 2 # which is not on the page, and draws nothing
-    assert i.good is good
+    assert i.picture.good is good
     outside.controls['inc'].value = 1
     send('button_press_event', i.figure.axes[0], 1, .1, 1)
     key(i, 'a')
     assert len(i.stack)==2
     key(i, 'escape')
-    assert (len(i.stack), i.pinned, i.figure.get_suptitle(), i.top.children)==(1, None, title, (outside.box,)) and crossed(i)==(None, [])
+    assert (len(i.stack), i.cursor.pinned, i.figure.get_suptitle(), i.layout.top.children)==(1, None, title, (outside.box,)) and crossed(i)==(None, [])
     key(i, 'escape')
     assert len(i.stack)==1
     i.controls['tt'].value = 'output' # other cells, and other exponents
     send('button_press_event', i.figure.axes[0], 31, 2.5, 1)
     assert i.figure.get_suptitle()=='r · outputs · a · step 30' and i.controls['step'].steps.tolist()==[0, 10, 20, 30]
-    i.back.click()
-    assert len(i.stack)==1 and i.found is None
-    i.look(-100, -3), i.leave()
-    assert i.cells()[2].labels==['Net', 'b', 'a']
-    i.look(99, 99)
+    i.layout.back.click()
+    assert len(i.stack)==1 and i.patches.found is None
+    i.enter(i.patches.at(-100, -3)), i.leave()
+    assert i.patches.cells()[2].labels==['Net', 'b', 'a']
+    i.enter(i.patches.at(99, 99))
     assert i.figure.get_suptitle()=='r · outputs · a · step 30'
 
 
 def test_a_patch_without_rows(pointed):
     "Says so, and is not entered; nor where there are no exponents"
     i = pointed(quick('scalar_global_heatmap'), t[(t.path!='b') | (t.step!=10)])
-    i.look(10, 1)
+    i.enter(i.patches.at(10, 1))
     assert (len(i.stack), i.said)==(1, 'Nothing was recorded there.')
-    i.look(20, 1)
+    i.enter(i.patches.at(20, 1))
     assert (len(i.stack), i.said)==(2, '')
     by = pointed(quick('scalar_global_heatmap'), x='lr') # steps go to the left here
-    by.look(.1/11, 1)
+    by.enter(by.patches.at(.1/11, 1))
     assert by.figure.get_suptitle()=='r · outputs · b · step 10'
     plain = pointed(quick('scalar_global_heatmap'), t.drop(columns=['exponents', 'exponent_min']))
-    children = plain.top.children
-    plain.look(20, 1)
-    assert len(plain.stack)==1 and 'no exponent counts' in plain.said and plain.top.children==children and len(plain.figure.axes[0].lines)==2
+    children = plain.layout.top.children
+    plain.enter(plain.patches.at(20, 1))
+    assert len(plain.stack)==1 and 'no exponent counts' in plain.said and plain.layout.top.children==children and len(plain.figure.axes[0].lines)==2
 
 
 def test_where_nothing_can_be_clicked_on(pointed):
     "A slider stands for the loss, and a tensor, a step and a button for the heat map; these are gone inside"
     i = pointed(scalar_global_heatmap, tt='weight', live=False)
     door = i.door
-    assert i.foot.children==(door.shown,) and door.names==['b.weight', 'b.bias', 'a.weight'] and (door.which.value, door.when.value)==('b.weight', 20)
-    assert (i.slider.value, i.pinned, crossed(i))==(30, 30, ((30, [1.25], 'step=30\nloss=1.25'), [30]))
-    i.slider.value = 10
+    assert i.layout.foot.children==(door.shown,) and door.names==['b.weight', 'b.bias', 'a.weight'] and (door.which.value, door.when.value)==('b.weight', 20)
+    assert (i.cursor.slider.value, i.cursor.pinned, crossed(i))==(30, 30, ((30, [1.25], 'step=30\nloss=1.25'), [30]))
+    i.cursor.slider.value = 10
     assert crossed(i)==((10, [1.75], 'step=10\nloss=1.75'), [10])
     door.which.value,door.when.value = 'a.weight',0
     door.button.click()
-    assert i.figure.get_suptitle()=='r · weights · a.weight · step 0' and i.foot.children==() and i.slider.value==0
-    i.back.click()
-    assert i.foot.children==(door.shown,) and (door.which.value, door.when.value)==('a.weight', 0)
+    assert i.figure.get_suptitle()=='r · weights · a.weight · step 0' and i.layout.foot.children==() and i.cursor.slider.value==0
+    i.layout.back.click()
+    assert i.layout.foot.children==(door.shown,) and (door.which.value, door.when.value)==('a.weight', 0)
     i.controls['tt'].value = 'output'
     assert door.names==['Net', 'b', 'a'] and (door.which.value, door.when.value)==('Net', 0) and door.when.steps.tolist()==[0, 10, 20, 30]
     door.which.value,door.when.value = None,30
@@ -519,7 +520,7 @@ def test_what_is_read_and_when(pointed, monkeypatch):
     i = pointed(quick('scalar_global_heatmap'), Run(), tt='Activation')
     for tt in ('output', 'weight', 'output'):
         i.controls['tt'].value = tt
-        for _ in range(2): i.look(20, 1); i.leave()
+        for _ in range(2): i.enter(i.patches.at(20, 1)); i.leave()
     assert [(w.get('ttype'), e) for w,e in asked]==[(None, False), (['output'], True), (['weight'], True)]
     asked.clear()
     pointed(quick('compare'), [Run(), Run()], stats=False)
@@ -555,7 +556,7 @@ def test_it_is_shown_once_in_a_cell(pointed, monkeypatch):
     for at in (1, 1, 2, 2, 1):
         n[0] = at
         i._ipython_display_()
-    assert shown==[i.box]*3 and repr(i)=='interactive scalar_line of r'
+    assert shown==[i.layout.box]*3 and repr(i)=='interactive scalar_line of r'
 
 
 def test_its_look_is_that_of_where_it_was_made(pointed):
@@ -563,7 +564,7 @@ def test_its_look_is_that_of_where_it_was_made(pointed):
     with mpl.rc_context({'figure.facecolor': '#000010'}): i = pointed(quick('scalar_line'))
     i.controls['kind'].value = 'scatter'
     dark = mpl.colors.to_rgba('#000010')
-    assert i.loss.figure.get_facecolor()==dark and mpl.rcParams['figure.facecolor']!='#000010'
-    assert (i.picture.width, i.loss.width)==(720, 180) and pointed(quick('overview')).losses is None
+    assert i.cursor.loss.surface.figure.get_facecolor()==dark and mpl.rcParams['figure.facecolor']!='#000010'
+    assert (i.picture.surface.width, i.cursor.loss.surface.width)==(720, 180) and pointed(quick('overview')).cursor is None
     own = pointed(quick('overview'), stats={'steps': [1], 'a': [2.]})
-    assert own.losses.steps.tolist()==[1] and pointed(quick('scalar_line'), stats=False).picture.width==900
+    assert own.cursor.loss.losses.steps.tolist()==[1] and pointed(quick('scalar_line'), stats=False).picture.surface.width==900

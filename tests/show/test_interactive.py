@@ -37,10 +37,10 @@ class Page:
 
     def place(self, surface, x, y=None, axes=0):
         "Where a place of a figure's axes is on the page, pixels; halfway up without y. Figures are in the order of the page, each picture after its loss"
-        i,which = surface.rsplit('.', 1)
-        n = int(self.nb.ask(f"print([s for v in views for s in (v.loss, v.picture) if s].index({i}.{which}))"))
+        i = surface.partition('.')[0]
+        n = int(self.nb.ask(f"print([s for v in views for s in ([v.cursor.loss] if v.cursor else [])+[v.picture]].index({surface}))"))
         to,y = ('get_xaxis_transform()', .5) if y is None else ('transData', y)
-        code = f"with {i}.lock: f = {surface}.figure; print(*f.axes[{axes}].{to}.transform(({x}, {y})), f.bbox.height, f.canvas.device_pixel_ratio)"
+        code = f"with {i}.lock: f = {surface}.surface.figure; print(*f.axes[{axes}].{to}.transform(({x}, {y})), f.bbox.height, f.canvas.device_pixel_ratio)"
         px,py,height,ratio = map(float, self.nb.ask(code).split())
         canvas = self.nb.page.locator('.jupyter-matplotlib-canvas-div').nth(n)
         canvas.scroll_into_view_if_needed()
@@ -74,12 +74,12 @@ def test_pointing(chromium, tmp_path, dpr):
 
         # a line follows the pointer over the loss
         before = p.pixels(1)
-        p.hover('a.loss', 7.2)
-        p.prints('[l.get_xdata() for l in a.lines], a.cross[2].get_text()[:6]', '[[7, 7], [7, 7]] step=7')
+        p.hover('a.cursor.loss', 7.2)
+        p.prints('[l.get_xdata() for l in a.picture.lines], a.cursor.loss.cross[2].get_text()[:6]', '[[7, 7], [7, 7]] step=7')
         until(lambda: p.pixels(1)!=before, True)
         box = canvases.nth(0).bounding_box()
         nb.page.mouse.move(box['x']+5, box['y']-40)
-        p.prints('[l.get_visible() for l in a.lines]', '[False, False]')
+        p.prints('[l.get_visible() for l in a.picture.lines]', '[False, False]')
 
         # controls
         before = p.pixels(1)
@@ -99,11 +99,11 @@ def test_pointing(chromium, tmp_path, dpr):
 
         # a click goes to a step
         before = p.pixels(3)
-        p.click('b.loss', 4.1)
+        p.click('b.cursor.loss', 4.1)
         p.prints("b.controls['step'].value, b.figure.get_suptitle()", '4 small · outputs · 2 · step 4', of='b')
         until(lambda: p.pixels(3)!=before, True)
         nb.out.get_by_role('slider').first.press('ArrowRight')
-        p.prints("b.controls['step'].value, b.cross[2].get_text()[:6]", '5 step=5', of='b')
+        p.prints("b.controls['step'].value, b.cursor.loss.cross[2].get_text()[:6]", '5 step=5', of='b')
 
         # a patch and back
         before = p.pixels(5)
@@ -131,7 +131,7 @@ def test_images(chromium, tmp_path):
         assert images.nth(1).bounding_box()['width']==720 and nb.page.locator('.jupyter-matplotlib').count()==0
         before = src(0), src(1)
         nb.out.get_by_role('slider').first.press('Home')
-        p.prints('[l.get_xdata() for l in a.lines]', '[[0, 0]]')
+        p.prints('[l.get_xdata() for l in a.picture.lines]', '[[0, 0]]')
         until(lambda: src(0)!=before[0] and src(1)!=before[1], True)
         before = src(1)
         nb.out.get_by_label('kind').first.select_option('scatter')
@@ -203,14 +203,14 @@ def test_calls_of_track_and_visualize(chromium, tmp_path):
         assert nb.run()
         p,canvases = Page(nb),nb.page.locator('.jupyter-matplotlib-canvas-div')
         p.prints('[v.said for v in views]', str(['']*9))
-        p.prints('[len(v.picture.figure.axes) for v in views]', '[1, 1, 2, 3, 3, 1, 2, 1, 4]')
-        p.prints('[v.loss is not None for v in views]', str([False]*3+[True]*2+[False]*3+[True]))
+        p.prints('[len(v.figure.axes) for v in views]', '[1, 1, 2, 3, 3, 1, 2, 1, 4]')
+        p.prints('[v.cursor is not None for v in views]', str([False]*3+[True]*2+[False]*3+[True]))
         until(canvases.count, 12)
-        p.click('views[3].loss', 40.2)
+        p.click('views[3].cursor.loss', 40.2)
         p.prints("views[3].controls['step'].value, views[3].figure.get_suptitle()", '40 outputs · step 40', of='views[3]')
-        p.prints("views[3].cross[2].get_text().count('_loss=')", '2')
-        p.hover('views[4].loss', 60.2)
-        p.prints('{float(x) for l in views[4].lines for x in l.get_xdata()}', '{60.0}')
+        p.prints("views[3].cursor.loss.cross[2].get_text().count('_loss=')", '2')
+        p.hover('views[4].cursor.loss', 60.2)
+        p.prints('{float(x) for l in views[4].picture.lines for x in l.get_xdata()}', '{60.0}')
         p.click('views[2].picture', 50, 1.5)
         p.prints("'exp_avg · step 50' in views[2].figure.get_suptitle(), len(views[2].stack)", 'True 2', of='views[2]')
         p.good()

@@ -169,6 +169,8 @@ class Steps(Control):
         if -len(self.steps)<=step<0 and step not in self.steps: return len(self.steps)+step
         return int(np.argmin(np.abs(self.steps-step)))
 
+    def nearest(self, step): return int(self.steps[np.argmin(np.abs(self.steps-step))])
+
     def offer(self, steps):
         "Other steps to choose from"
         if np.array_equal(steps, self.steps): return

@@ -73,6 +73,7 @@ def heat(
         if zeros: bar.ax.text(1.6, -.025, '0', transform=bar.ax.transAxes, ha='left', va='center', fontsize=mpl.rcParams['ytick.labelsize'])
     return ax
 
+# %% ../../nbs/60_show/40_heatmaps.ipynb #e3ee4805
 zero = '#a6a6a6' # of what is exactly zero
 sizes = {'std', 'rms', 'rm2', 'rm4', 'rm8', 'abs_mean', 'mean_abs', 'abs_max', 'max_abs', 'l1', 'l2', 'ratio'} # zero where nothing happens
 
@@ -116,6 +117,7 @@ def spread(values, at, empty):
     out[:, at] = values
     return out
 
+# %% ../../nbs/60_show/40_heatmaps.ipynb #e3ee4806
 def say_why(ax, g, why, turned=False):
     "Write the reasons into rows, once for neighbours that share one"
     tall,size,low = size_of(ax)[not turned]/max(len(g.labels), 1),mpl.rcParams['legend.fontsize']-1,-np.inf

@@ -16,13 +16,13 @@ import numpy as np
 from ..ground.needs import needs
 from ..ground.messages import an, printable, warn
 from ..ground.record import values_of
-from .controls import Arguments, Layers, Steps, shape, steps_of
+from .controls import Arguments, Layers, Steps, shape
 from .first_look import loss_of
 from .heatmaps import cells_of, column_edges
 from .histograms import exp_hist
 from .lines import ttypes_asked
 from .select import name_of, places, table_of, training, trouble, ttype_of
-from .style import drawing_on, drawn, title_of, words
+from .style import drawing_on, drawn, figures_of, title_of, words
 
 # %% ../../nbs/60_show/94_pointing.ipynb #15eb8416
 dpi = 100
@@ -125,6 +125,154 @@ def losses_of(train_stats, table):
     if not len(steps): raise ValueError("train_stats has no steps. Leave it out, or give the loss of one step at least.")
     return Losses(steps, lines)
 
+# %% ../../nbs/60_show/94_pointing.ipynb #51c0a002
+class CrossHair:
+    "The curves of losses, and over them what is at a step: a line, a dot on each curve, a sentence"
+    def __init__(self, losses, surface):
+        self.losses,self.surface = losses,surface
+        self.axes = losses.draw(surface.figure)
+        self.draw_cross(self.axes)
+        surface.show()
+
+    @drawn
+    def draw_cross(self, ax):
+        ink,line = mpl.rcParams['text.color'],vertical(ax)
+        dots = [ax.plot([], [], 'o', ms=5, color=l.get_color(), visible=False)[0] for l in ax.lines if l is not line]
+        back = {'boxstyle': 'round,pad=.3', 'facecolor': ax.get_facecolor(), 'edgecolor': 'none', 'alpha': .85}
+        text = ax.text(.98, .98, '', transform=ax.transAxes, ha='right', va='top', color=ink, visible=False, bbox=back, parse_math=False)
+        text.set_in_layout(False)
+        self.cross = line,dots,text
+        self.surface.above(line, *dots, text)
+
+    def put(self,
+        step, # Where; None takes it away
+        recorded=None # Function from a step to the recorded one that the picture shows
+    ): # The step of the losses where it is now
+        "Move the cross-hair"
+        line,dots,text = self.cross
+        for a in (line, *dots, text): a.set_visible(step is not None)
+        at = None
+        if step is not None:
+            i = self.losses.place(step)
+            at = self.losses.steps[i].item()
+            line.set_xdata([at, at])
+            for d,y in zip(dots, self.losses.lines.values(), strict=True): d.set_data([at], [y[i]])
+            text.set_text(self.losses.says(i, recorded and recorded(at)))
+        self.surface.moved()
+        return at
+
+# %% ../../nbs/60_show/94_pointing.ipynb #51c0a003
+class Throttle:
+    "`f` of what came last: at once, and no sooner than `pause` seconds after the time before. The last of all is not lost"
+    def __init__(self, f, pause, locked): self.f,self.pause,self.locked,self.waiting,self.last = f,pause,locked,None,0.
+
+    def __call__(self, value):
+        self.waiting = value,
+        wait = self.last+self.pause-time.monotonic()
+        if wait<=0: return self.now()
+        try: asyncio.get_running_loop().call_later(wait, self.locked(self.now))
+        except RuntimeError: self.now() # nobody would come back to it
+
+    def now(self):
+        if self.waiting is None: return
+        (value,),self.waiting = self.waiting,None
+        self.f(value)
+        self.last = time.monotonic()
+
+# %% ../../nbs/60_show/94_pointing.ipynb #51c0a007
+class Picture:
+    "A picture as its arguments say, in the style that was set when it was made; and a line at a step where steps go along its axes"
+    def __init__(self, surface):
+        self.surface,self.lines,self.good = surface,[],None
+        self.style = {k: mpl.rcParams[k] for k in mpl.rcParams if not k.startswith('backend') and k not in ('interactive', 'toolbar')}
+
+    def draw(self, arguments, values, step=None):
+        "Draw it, with a line at a step; what was drawn last is `good`"
+        f,own,fig = arguments.f,values.get('figsize'),self.surface.figure
+        tall = (lambda size: self.surface.stretch(own[1])) if own else (lambda size: self.surface.stretch(min(max(size[1], 3.6), 12.)))
+        with mpl.rc_context(self.style), drawing_on(fig, tall): out = f(arguments.table, **values)
+        if fig not in figures_of(out): raise TypeError(f"{f.__name__} gave {an(out)} that is not in the figure it was to draw into. "
+            "interactive is for pictures of torchember: scalar_line, exp_hist, scalar_global_heatmap, overview, tree, ...")
+        with mpl.rc_context(self.style): self.lines = [vertical(ax) for ax in followed(f, values, fig)]
+        self.surface.above(*self.lines)
+        self.good = arguments,values
+        self.place(step)
+        self.surface.show()
+
+    def place(self, step):
+        for l in self.lines:
+            l.set_visible(step is not None)
+            if step is not None: l.set_xdata([step, step])
+
+    def put(self, step):
+        "Move the line; None takes it away"
+        self.place(step)
+        if self.lines: self.surface.moved()
+
+# %% ../../nbs/60_show/94_pointing.ipynb #51c0a008
+def vertical(ax):
+    "A line to be moved, which can be seen on any colour, and moves no limits"
+    limits = ax.get_xlim()
+    line = ax.axvline(limits[0], color=mpl.rcParams['text.color'], lw=1, ls='--', alpha=.8, visible=False, zorder=10)
+    line.set_path_effects([effects.withStroke(linewidth=2.4, foreground=mpl.rcParams['figure.facecolor'], alpha=.6)])
+    ax.set_xlim(limits)
+    return line
+
+def followed(f, values, fig):
+    "The axes along which steps go"
+    if f.__name__ not in along_steps or column_of(values)!='step': return []
+    return [ax for ax in fig.axes if ax.get_label()!='<colorbar>']
+
+along_steps = ('scalar_line', 'scalar_global_heatmap', 'overview', 'updates', 'compare')
+
+def column_of(values):
+    "The column of the horizontal axis"
+    by = values.get('x', 'step')
+    return by[1] if isinstance(by, tuple) else by
+
+# %% ../../nbs/60_show/94_pointing.ipynb #51c0a013
+class Cursor:
+    "Where in the training one looks: `pinned` is the step, which the loss and the picture show. It is pointed at, clicked on, or moved by a slider"
+    def __init__(self, W, loss, picture, live, pause, locked):
+        self.loss,self.picture,self.control,self.pinned,self.slider = loss,picture,None,None,None
+        self.hover = Throttle(lambda step: self.point(step), pause, locked)
+        if not live:
+            self.slider = slider_under(W, loss, locked(self.go))
+            self.pinned = self.slider.value
+
+    @property
+    def shown(self): return self.loss.surface.widget, *([self.slider.shown] if self.slider else [])
+
+    def point(self, step):
+        "Put the cross-hair and the lines at a step; None takes them away"
+        self.picture.put(self.loss.put(step, self.control and self.control.nearest))
+
+    def hovered(self, event): self.hover(event.xdata if event.inaxes is self.loss.axes else self.pinned)
+
+    def clicked(self, event):
+        if event.inaxes is self.loss.axes and event.button==1: self.go(self.loss.losses.steps[self.loss.losses.place(event.xdata)].item())
+
+    def go(self, step):
+        "Move the picture to a step, or the line where it has none"
+        self.pinned = step
+        if self.control:
+            self.control.value = self.control.nearest(step)
+            step = self.control.value
+        self.point(step)
+
+    def settle(self):
+        "Go where the picture is"
+        if self.control: self.pinned = self.control.value
+        if self.slider and self.pinned is not None: self.slider.widget.value = self.slider.place(self.pinned)
+        self.point(self.pinned)
+
+def slider_under(W, loss, go):
+    "A slider over the steps of the losses, where these cannot be pointed at"
+    s = Steps(W, 'step', loss.losses.steps, None)
+    s.observe(lambda: go(s.value))
+    s.widget.layout.width,s.box.layout.width,s.widget.description = f'{max(loss.surface.width-90, 110)}px','80px',''
+    return s
+
 # %% ../../nbs/60_show/94_pointing.ipynb #e05da9a6
 def tensor_at(
     rows, col, g, # What `cells_of` gives
@@ -152,284 +300,50 @@ def rows_like(table, row):
         if c in table and c in row: same &= (table[c].astype(str)==str(row[c])).to_numpy()
     return table[same]
 
-# %% ../../nbs/60_show/94_pointing.ipynb #72767a7a
-class Interactive:
-    "A picture with controls: `controls` by the names of arguments, each with a `value` to read and to set; the `figure`; `show()`"
-    def __init__(self, f, source, given, train_stats=None, width=1500, pause=.01, live=True):
-        W = self.W = needs('ipywidgets', for_='interactive')
-        self.source,self.width,self.pause,self.live,self.lock = source,width,pause,live,threading.RLock()
-        self.style = {k: mpl.rcParams[k] for k in mpl.rcParams if not k.startswith('backend') and k not in ('interactive', 'toolbar')}
-        self.said,self.waiting,self.last = '',None,0.
-        self.good = self.pinned = self.found = self.shown_in = None
-        self.stack,self.lines,self.exponents = [Arguments(f, self.read(f), given)],[],{}
-        self.losses = None if f.__name__=='overview' and train_stats is None else losses_of(train_stats, self.now.one)
-        with mpl.rc_context(self.style):
-            self.picture = Surface(W, round(width*(.8 if self.losses else 1)), 4., live)
-            self.loss = Surface(W, width-self.picture.width, 3., live) if self.losses else None
-            if self.losses: self.draw_loss()
-        self.message,self.hint = W.HTML(layout={'min_height': '22px', 'margin': '0 2px'}),W.HTML(layout={'margin': '0 2px'})
-        self.back = W.Button(description='Back', icon='arrow-left', tooltip='Back to the heat map', layout={'width': '90px', 'margin': '0 0 0 2px'})
-        self.back.on_click(self.locked(lambda _: self.leave()))
-        self.slider,self.top,self.foot = None,W.VBox(),W.VBox()
-        if self.losses and not live:
-            self.slider = Steps(W, 'step', self.losses.steps, None)
-            self.slider.observe(self.locked(lambda: self.go(self.slider.value)))
-            self.slider.widget.layout.width,self.slider.box.layout.width = f'{max(self.loss.width-90, 110)}px','80px'
-            self.slider.widget.description,self.pinned = '',self.slider.value
-        self.door = Door(W, self) if f.__name__=='scalar_global_heatmap' and not live else None
-        row = {'flex_flow': 'row' if live else 'row wrap', 'align_items': 'flex-start', 'overflow': 'auto hidden', 'max_width': '100%'}
-        left = [W.VBox([self.loss.widget, self.slider.shown]) if self.slider else self.loss.widget] if self.loss else []
-        figures = W.HBox([*left, self.picture.widget], layout=row) # which stays: a canvas that is put up again has lost its focus
-        self.box = W.VBox([self.top, self.message, figures, self.foot, self.hint], layout={'width': '100%'})
-        self.connect()
-        self.arrange()
-        with self.lock: self.draw(self.now, self.now.values()) # who asks for what is not there hears of it at once
-        self.settle()
+# %% ../../nbs/60_show/94_pointing.ipynb #51c0a010
+class Patches:
+    "What is behind a heat map: which tensor is where, and its exponents, which are read when they are first wanted"
+    def __init__(self, source, table): self.source,self.table,self.values,self.found,self.exponents = source,table,{},None,{}
 
-    @property
-    def now(self): return self.stack[-1]
-
-    @property
-    def controls(self): return self.now.controls
-
-    @property
-    def figure(self): return self.picture.figure
-
-    def read(self, f, tt=None):
-        "The table that a picture needs; nothing else is read when a control is moved"
-        stats = ['exponents'] if f.__name__ in counted else None
-        if isinstance(self.source, list|tuple): return [table_of(s, stats) for s in self.source]
-        return table_of(self.source, stats, **({} if tt is None else {'ttype': ttypes_asked(tt)}))
-
-    def __repr__(self): return f"interactive {self.stack[0].f.__name__} of {name_of(self.stack[0].one) or 'a table'}"
-
-    def _ipython_display_(self):
-        "Once, where it is made; and again where it is asked for"
-        if self.shown_in is None or self.shown_in!=cell(): self.show()
-
-    def show(self):
-        "Display it"
-        from IPython.display import display
-        self.shown_in = cell()
-        display(self.box)
-
-    def connect(self):
-        "Listen to what is pointed at"
-        on = lambda s, **events: [s.canvas.mpl_connect(f'{n}_event', self.locked(f)) for n,f in events.items()]
-        on(self.picture, button_press=self.pressed, key_press=self.key)
-        if self.loss: on(self.loss, motion_notify=self.hovered, button_press=self.clicked, figure_leave=self.hovered)
-
-    def locked(self, f):
-        "`f`, one call after the other; and what goes wrong is said"
-        def g(*args):
-            with self.lock:
-                try: f(*args)
-                except Exception as e: self.say(sentence(e))
-        return g
-
-    def arrange(self):
-        "Put the controls that are there now above the picture"
-        for a in self.stack: a.moved = lambda: None
-        self.now.moved = self.locked(self.redraw)
-        self.top.children = [*([self.back] if len(self.stack)>1 else []), self.now.box]
-        self.foot.children = [self.door.shown] if self.door and len(self.stack)==1 else []
-        self.hint.value = small(self.tips())
-
-    def tips(self):
-        "What can be done"
-        f,out = self.stack[0].f.__name__,[]
-        if self.live and f=='scalar_global_heatmap':
-            out.append('Click on a patch to see how large its numbers were.' if len(self.stack)==1 else 'Right click, Escape or Back: to the heat map.')
-        click = 'go to that step' if 'step' in self.controls else 'keep the line there'
-        if self.live and self.loss: out.append(f'Point at the loss to see where it is; click to {click}.')
-        if not self.live and 'widget' not in mpl.get_backend(): out.append('For pictures that can be pointed at, run %matplotlib widget first (ipympl).')
-        return ' '.join(out)
-
-    def say(self, text=''):
-        self.said = text
-        self.message.value = text and f'<div role="status" style="color:var(--jp-error-color1,firebrick);line-height:1.4">{escape(text)}</div>'
-
-    def redraw(self):
-        "Draw what the controls say; where that cannot be drawn, say why, and leave the last picture"
-        try: self.draw(self.now, self.now.values())
-        except Exception as e:
-            if self.good: self.draw(*self.good)
-            self.say(sentence(e))
-        else: self.say()
-        self.settle()
-
-    def draw(self, arguments, values):
-        "Draw a picture into the figure"
-        f,table,own = arguments.f,arguments.table,values.get('figsize')
-        tall = (lambda size: self.picture.stretch(own[1])) if own else (lambda size: self.picture.stretch(min(max(size[1], 3.6), 12.)))
-        with mpl.rc_context(self.style), drawing_on(self.figure, tall): out = f(table, **values)
-        fig = getattr(np.ravel(np.array(out, dtype=object))[0], 'figure', None)
-        if fig is not self.figure: raise TypeError(f"{f.__name__} gave {an(out)} that is not in the figure it was to draw into. "
-            "interactive is for pictures of torchember: scalar_line, exp_hist, scalar_global_heatmap, overview, tree, ...")
-        with mpl.rc_context(self.style): self.lines = [vertical(ax) for ax in followed(f, values, self.figure)]
-        self.picture.above(*self.lines)
-        self.good = arguments,values
-        if f.__name__=='scalar_global_heatmap': self.found = None
-        self.put_lines(self.pinned)
-        self.picture.show()
-
-    def settle(self):
-        "Show which step the picture is of, and what it can be opened at"
-        if self.door and len(self.stack)==1: self.door.offer()
-        if not self.loss: return
-        if 'step' in self.controls: self.pinned = self.controls['step'].value
-        if self.slider and self.pinned is not None: self.slider.widget.value = self.slider.place(self.pinned)
-        self.point(self.pinned)
-
-    # The loss
-
-    def draw_loss(self):
-        self.loss_axes = self.losses.draw(self.loss.figure)
-        self.draw_cross(self.loss_axes)
-        self.loss.show()
-
-    @drawn
-    def draw_cross(self, ax):
-        ink,line = mpl.rcParams['text.color'],vertical(ax)
-        dots = [ax.plot([], [], 'o', ms=5, color=l.get_color(), visible=False)[0] for l in ax.lines if l is not line]
-        back = {'boxstyle': 'round,pad=.3', 'facecolor': ax.get_facecolor(), 'edgecolor': 'none', 'alpha': .85}
-        text = ax.text(.98, .98, '', transform=ax.transAxes, ha='right', va='top', color=ink, visible=False, bbox=back, parse_math=False)
-        text.set_in_layout(False)
-        self.cross = line,dots,text
-        self.loss.above(line, *dots, text)
-
-    def put_lines(self, step):
-        for l in self.lines:
-            l.set_visible(step is not None)
-            if step is not None: l.set_xdata([step, step])
-
-    def point(self, step):
-        "Put the cross-hair at a step; None takes it away"
-        line,dots,text = self.cross
-        i = None if step is None else self.losses.place(step)
-        for a in (line, *dots, text): a.set_visible(i is not None)
-        if i is not None:
-            at = self.losses.steps[i].item()
-            line.set_xdata([at, at])
-            for d,y in zip(dots, self.losses.lines.values(), strict=True): d.set_data([at], [y[i]])
-            text.set_text(self.losses.says(i, self.recorded(at) if 'step' in self.controls else None))
-        self.loss.moved()
-        if self.lines:
-            self.put_lines(None if i is None else at)
-            self.picture.moved()
-        self.last = time.monotonic()
-
-    def recorded(self, step):
-        "The recorded step that is nearest"
-        steps = self.controls['step'].steps if 'step' in self.controls else steps_of(self.now.one)
-        return int(steps[np.argmin(np.abs(steps-step))])
-
-    def hovered(self, event):
-        "Follow the pointer, as often as was asked for; the last place it was at is not lost"
-        self.waiting = event.xdata if event.inaxes is self.loss_axes else self.pinned,
-        wait = self.last+self.pause-time.monotonic()
-        if wait<=0: return self.follow()
-        try: asyncio.get_running_loop().call_later(wait, self.locked(self.follow))
-        except RuntimeError: self.follow() # nobody would come back to it
-
-    def follow(self):
-        if self.waiting is None: return
-        (step,),self.waiting = self.waiting,None
-        self.point(step)
-
-    def clicked(self, event):
-        if event.inaxes is self.loss_axes and event.button==1: self.go(self.losses.steps[self.losses.place(event.xdata)].item())
-
-    def go(self, step):
-        "Move the picture to a step, or the line where it has none"
-        self.pinned = step
-        if 'step' in self.controls: self.controls['step'].value = self.recorded(step)
-        self.point(step if 'step' not in self.controls else self.controls['step'].value)
-
-    # Patches
-
-    def pressed(self, event):
-        if event.button==3: return self.leave()
-        if event.button!=1 or len(self.stack)>1 or self.now.f.__name__!='scalar_global_heatmap' or event.inaxes is not self.figure.axes[0]: return
-        self.look(event.xdata, event.ydata)
-
-    def key(self, event):
-        if event.key=='escape': self.leave()
+    def drawn_with(self, values): self.values,self.found = values,None
 
     def cells(self):
-        "The rows, the column, the grid of the heat map, and what its tensors are called"
+        "The rows, the column, the grid, and what the tensors are called"
         if self.found is None:
             known = inspect.signature(cells_of).parameters
-            got = cells_of(self.stack[0].table, **{k: v for k,v in self.good[1].items() if k in known})
+            got = cells_of(self.table, **{k: v for k,v in self.values.items() if k in known})
             self.found = *got,dict(zip(*labels_of(got[0]), strict=True))
         return self.found
 
-    def look(self, x, y):
-        "Show the exponents of the tensor under a point of the heat map"
+    def at(self, x, y):
+        "The row of the tensor at a place of the axes; None where nothing was recorded"
         rows,col,g,_ = self.cells()
         j = min(max(int(np.searchsorted(column_edges(g.steps), x))-1, 0), len(g.steps)-1)
-        row = tensor_at(rows, col, g, min(max(int(y), 0), len(g.labels)-1), j, column_of(self.good[1]))
-        if row is None: return self.say('Nothing was recorded there.')
-        self.enter(row)
+        return tensor_at(rows, col, g, min(max(int(y), 0), len(g.labels)-1), j, column_of(self.values))
 
-    def enter(self, row):
-        "Show the exponents of a tensor at a step"
-        tt,label = self.good[1].get('tt', 'output'),self.cells()[3][tensor_key(row)]
-        if tt not in self.exponents: self.exponents[tt] = self.now.table if hasattr(self.source, 'columns') else self.read(exp_hist, tt)
-        table = rows_like(self.exponents[tt], row)
-        inside = Arguments(histogram_of(label), table, {'step': int(row['step']), 'tt': tt}, but=('layer', 'tt', 'col_wrap', 'facet_kws'))
-        self.stack.append(inside)
-        try: self.draw(inside, inside.values())
-        except Exception as e:
-            self.stack.pop()
-            self.draw(self.now, self.now.values())
-            return self.say(sentence(e))
-        self.say()
-        self.arrange()
-        self.settle()
+    def of_name(self, which, step):
+        "That of the tensor of a name at a step, of the first tensor where there is no such name"
+        rows,_,_,labels = self.cells()
+        names,rows = list(labels.values()),training(rows)
+        at = np.flatnonzero((places(rows)[0]==(names.index(which) if which in names else 0)) & (rows['step']==step).to_numpy())
+        return rows.iloc[at[0]] if len(at) else None
 
-    def leave(self):
-        "Back to the heat map"
-        if len(self.stack)==1: return
-        self.stack.pop()
-        self.pinned = None
-        self.arrange()
-        self.redraw()
+    def histogram(self, row):
+        "How large the numbers of a row's tensor were at its step, as `Arguments`"
+        tt,label = self.values.get('tt', 'output'),self.cells()[3][tensor_key(row)]
+        if tt not in self.exponents: self.exponents[tt] = self.table if hasattr(self.source, 'columns') else rows_for(exp_hist, self.source, tt)
+        given = {'step': int(row['step']), 'tt': tt}
+        return Arguments(histogram_of(label), rows_like(self.exponents[tt], row), given, but=('layer', 'tt', 'col_wrap', 'facet_kws'))
 
-# %% ../../nbs/60_show/94_pointing.ipynb #fea165de
+def rows_for(f, source, tt=None):
+    "The table that a picture needs; nothing else is read when a control is moved"
+    stats = ['exponents'] if f.__name__ in counted else None
+    if isinstance(source, list|tuple): return [table_of(s, stats) for s in source]
+    return table_of(source, stats, **({} if tt is None else {'ttype': ttypes_asked(tt)}))
+
 counted = ('exp_hist', 'ridge', 'out_of_range') # pictures of exponents
 
-def cell():
-    "The number of the cell that is run"
-    ip = sys.modules['IPython'].get_ipython() if 'IPython' in sys.modules else None
-    return getattr(ip, 'execution_count', None)
-
-def small(text): return text and f'<span style="opacity:.7;font-size:90%">{escape(text)}</span>'
-
-def sentence(e):
-    "What an error says, for somebody who looks at pictures"
-    return str(e) if isinstance(e, ValueError|TypeError) and str(e) else f'{type(e).__name__}: {e}'
-
-def vertical(ax):
-    "A line to be moved, which can be seen on any colour, and moves no limits"
-    limits = ax.get_xlim()
-    line = ax.axvline(limits[0], color=mpl.rcParams['text.color'], lw=1, ls='--', alpha=.8, visible=False, zorder=10)
-    line.set_path_effects([effects.withStroke(linewidth=2.4, foreground=mpl.rcParams['figure.facecolor'], alpha=.6)])
-    ax.set_xlim(limits)
-    return line
-
-def followed(f, values, fig):
-    "The axes along which steps go"
-    if f.__name__ not in along_steps or column_of(values)!='step': return []
-    return [ax for ax in fig.axes if ax.get_label()!='<colorbar>']
-
-along_steps = ('scalar_line', 'scalar_global_heatmap', 'overview', 'updates', 'compare')
-
-def column_of(values):
-    "The column of the horizontal axis"
-    by = values.get('x', 'step')
-    return by[1] if isinstance(by, tuple) else by
-
+# %% ../../nbs/60_show/94_pointing.ipynb #51c0a011
 def tensor_key(row): return tuple(str(row.get(c)) for c in ('path', 'ttype', 'tname', 'call'))
 
 def labels_of(rows):
@@ -450,30 +364,174 @@ def histogram_of(label):
 # %% ../../nbs/60_show/94_pointing.ipynb #f8a22577
 class Door:
     "What stands below a heat map that cannot be clicked on: a tensor, a step, and a button"
-    def __init__(self, W, of):
-        self.of,self.names = of,[]
+    def __init__(self, W, patches, enter):
+        self.patches,self.names = patches,[]
         self.which,self.when = Layers(W, 'tensor', [], None, one=True),Steps(W, 'step', np.array([0]), None)
         self.button = W.Button(description='How large its numbers were', layout={'width': 'auto', 'margin': '22px 2px 0 2px'})
-        self.button.on_click(lambda _: of.locked(self.open)())
+        self.button.on_click(lambda _: enter(patches.of_name(self.which.value, self.when.value)))
         for c in (self.which, self.when): shape(c)
         row = {'flex_flow': 'row wrap', 'grid_gap': '2px 14px', 'align_items': 'flex-start'}
         self.shown = W.HBox([self.which.shown, self.when.shown, self.button], layout=row)
 
     def offer(self):
-        rows,_,_,labels = self.of.cells()
+        "The tensors and steps that the heat map has now"
+        rows,_,_,labels = self.patches.cells()
         first,self.names = not self.names,list(labels.values())
         if self.which.value not in self.names: self.which.chosen = self.names[:1]
         self.which.offer(self.names)
         self.when.offer(np.unique(rows['step']))
         if first: self.when.value = None
 
-    def open(self):
-        rows,*_ = self.of.cells()
-        code,_ = places(rows := training(rows))
-        label = self.names.index(self.which.value) if self.which.value in self.names else 0
-        at = np.flatnonzero((code==label) & (rows['step']==self.when.value).to_numpy())
-        if not len(at): return self.of.say('Nothing was recorded there.')
-        self.of.enter(rows.iloc[at[0]])
+# %% ../../nbs/60_show/94_pointing.ipynb #51c0a012
+class Layout:
+    "What lies where on the page: controls, what there is to say, figures, what stands below them, a hint"
+    def __init__(self, W, figures, live):
+        self.said = ''
+        self.message,self.hint = W.HTML(layout={'min_height': '22px', 'margin': '0 2px'}),W.HTML(layout={'margin': '0 2px'})
+        self.back = W.Button(description='Back', icon='arrow-left', tooltip='Back to the heat map', layout={'width': '90px', 'margin': '0 0 0 2px'})
+        self.top,self.foot = W.VBox(),W.VBox()
+        row = {'flex_flow': 'row' if live else 'row wrap', 'align_items': 'flex-start', 'overflow': 'auto hidden', 'max_width': '100%'}
+        figures = W.HBox(figures, layout=row) # which stays: a canvas that is put up again has lost its focus
+        self.box = W.VBox([self.top, self.message, figures, self.foot, self.hint], layout={'width': '100%'})
+
+    def say(self, text=''):
+        self.said = text
+        self.message.value = text and f'<div role="status" style="color:var(--jp-error-color1,firebrick);line-height:1.4">{escape(text)}</div>'
+
+    def arrange(self, controls, foot, inside, hint):
+        "Put the controls that are there now above the picture"
+        self.top.children = [*([self.back] if inside else []), controls]
+        self.foot.children = foot
+        self.hint.value = hint and f'<span style="opacity:.7;font-size:90%">{escape(hint)}</span>'
+
+# %% ../../nbs/60_show/94_pointing.ipynb #72767a7a
+class Interactive:
+    "A picture with controls: `controls` by the names of arguments, each with a `value` to read and to set; the `figure`; `show()`"
+    def __init__(self, f, source, given, train_stats=None, width=1500, pause=.01, live=True):
+        W = needs('ipywidgets', for_='interactive')
+        self.live,self.lock,self.shown_in = live,threading.RLock(),None
+        self.stack = [Arguments(f, rows_for(f, source), given)] # what is shown, and above it what was entered from there
+        losses = None if f.__name__=='overview' and train_stats is None else losses_of(train_stats, self.now.one)
+        self.picture = Picture(Surface(W, round(width*(.8 if losses else 1)), 4., live))
+        loss = CrossHair(losses, Surface(W, width-self.picture.surface.width, 3., live)) if losses else None
+        self.cursor = Cursor(W, loss, self.picture, live, pause, self.locked) if loss else None
+        self.patches = Patches(source, self.now.table) if f.__name__=='scalar_global_heatmap' else None
+        self.door = Door(W, self.patches, self.locked(self.enter)) if self.patches and not live else None
+        self.layout = Layout(W, [*([W.VBox(self.cursor.shown)] if loss else []), self.picture.surface.widget], live)
+        self.layout.back.on_click(self.locked(lambda _: self.leave()))
+        self.listen()
+        self.arrange()
+        with self.lock: self.draw(self.now, self.now.values()) # who asks for what is not there hears of it at once
+        self.settle()
+
+    @property
+    def now(self): return self.stack[-1]
+
+    @property
+    def controls(self): return self.now.controls
+
+    @property
+    def figure(self): return self.picture.surface.figure
+
+    @property
+    def said(self): return self.layout.said
+
+    def __repr__(self): return f"interactive {self.stack[0].f.__name__} of {name_of(self.stack[0].one) or 'a table'}"
+
+    def _ipython_display_(self):
+        "Once, where it is made; and again where it is asked for"
+        if self.shown_in is None or self.shown_in!=cell(): self.show()
+
+    def show(self):
+        "Display it"
+        from IPython.display import display
+        self.shown_in = cell()
+        display(self.layout.box)
+
+    def locked(self, f):
+        "`f`, one call after the other; and what goes wrong is said"
+        def g(*args):
+            with self.lock:
+                try: f(*args)
+                except Exception as e: self.layout.say(sentence(e))
+        return g
+
+    def listen(self):
+        "Hear what is pointed at"
+        on = lambda s, **events: [s.canvas.mpl_connect(f'{n}_event', self.locked(f)) for n,f in events.items()]
+        on(self.picture.surface, button_press=self.pressed, key_press=lambda event: self.leave() if event.key=='escape' else None)
+        if c := self.cursor: on(c.loss.surface, motion_notify=c.hovered, button_press=c.clicked, figure_leave=c.hovered)
+
+    def arrange(self):
+        for a in self.stack: a.moved = lambda: None
+        self.now.moved = self.locked(self.redraw)
+        inside = len(self.stack)>1
+        if self.cursor: self.cursor.control = self.controls.get('step')
+        self.layout.arrange(self.now.box, [self.door.shown] if self.door and not inside else [], inside, self.hint(inside))
+
+    def hint(self, inside):
+        "What can be done"
+        out = []
+        if self.live and self.patches:
+            out.append('Right click, Escape or Back: to the heat map.' if inside else 'Click on a patch to see how large its numbers were.')
+        click = 'go to that step' if 'step' in self.controls else 'keep the line there'
+        if self.live and self.cursor: out.append(f'Point at the loss to see where it is; click to {click}.')
+        if not self.live and 'widget' not in mpl.get_backend(): out.append('For pictures that can be pointed at, run %matplotlib widget first (ipympl).')
+        return ' '.join(out)
+
+    def draw(self, arguments, values):
+        self.picture.draw(arguments, values, self.cursor and self.cursor.pinned)
+        if self.patches and arguments is self.stack[0]: self.patches.drawn_with(values)
+
+    def redraw(self):
+        "Draw what the controls say; where that cannot be drawn, say why, and leave the last picture"
+        try: self.draw(self.now, self.now.values())
+        except Exception as e:
+            if self.picture.good: self.draw(*self.picture.good)
+            self.layout.say(sentence(e))
+        else: self.layout.say()
+        self.settle()
+
+    def settle(self):
+        "Show which step the picture is of, and what it can be opened at"
+        if self.door and len(self.stack)==1: self.door.offer()
+        if self.cursor: self.cursor.settle()
+
+    def pressed(self, event):
+        if event.button==3: return self.leave()
+        if event.button!=1 or len(self.stack)>1 or not self.patches or event.inaxes is not self.figure.axes[0]: return
+        self.enter(self.patches.at(event.xdata, event.ydata))
+
+    def enter(self, row):
+        "Show how large the numbers of a tensor were at a step"
+        if row is None: return self.layout.say('Nothing was recorded there.')
+        self.stack.append(self.patches.histogram(row))
+        try: self.draw(self.now, self.now.values())
+        except Exception as e:
+            self.stack.pop()
+            self.draw(self.now, self.now.values())
+            return self.layout.say(sentence(e))
+        self.layout.say()
+        self.arrange()
+        self.settle()
+
+    def leave(self):
+        "Back to the heat map"
+        if len(self.stack)==1: return
+        self.stack.pop()
+        if self.cursor: self.cursor.pinned = None
+        self.arrange()
+        self.redraw()
+
+# %% ../../nbs/60_show/94_pointing.ipynb #fea165de
+def cell():
+    "The number of the cell that is run"
+    ip = sys.modules['IPython'].get_ipython() if 'IPython' in sys.modules else None
+    return getattr(ip, 'execution_count', None)
+
+def sentence(e):
+    "What an error says, for somebody who looks at pictures"
+    return str(e) if isinstance(e, ValueError|TypeError) and str(e) else f'{type(e).__name__}: {e}'
 
 # %% ../../nbs/60_show/94_pointing.ipynb #fc1e0406
 def interactive(
