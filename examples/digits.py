@@ -47,7 +47,7 @@ latest.to_csv(out/'latest.csv', index=False)
 print('\nThe latest step:\n')
 tensors = latest[latest.ttype!='scalar']
 print(tensors[['path', 'ttype', 'pname', 'shape', 'mean', 'std', 'abs_max', 'abs_min']].fillna({'pname': ''}).to_string(index=False, float_format='%.4f'))
-scalar_line(te, tt=['output', 'weight', 'weight_grad'], scalar_metric='std', figsize=(15, 4)).savefig(out/'digits.png', dpi=110)
+scalar_line(te, ttype=['output', 'weight', 'weight_grad'], stat='std', figsize=(15, 4)).savefig(out/'digits.png', dpi=110)
 te.show().figure.savefig(out/'overview.png', dpi=150)
 report(te, out/'digits.html')
 print(f"\n{closing['rows']} rows of {closing['recorded']} recorded steps in {te.t.log_path}")

@@ -320,7 +320,7 @@ def test_a_number_was_noted_before_anything_ran():
     te.log(loss=1.)
     for f in (overview, summary, lambda te: te.show()):
         assert told(ValueError, f, te)==f'{te.fname} has no rows of tensors yet: they come when the model is called in its training.'
-    assert 'got tt=[]' in told(ValueError, lambda: te.show(tt=[]))
+    assert 'got ttype=[]' in told(ValueError, lambda: te.show(tt=[]))
     te.close()
 
 
@@ -331,12 +331,12 @@ def test_an_argument_that_does_not_exist():
     from torchember import overview, read, scalar_global_heatmap, scalar_line, summary
     with torchEmber(Net()) as te: te.model(x)
     for f,args,odd,meant in ((torchEmber, Net(), 'stat', 'stats'), (torchEmber, Net(), 'statistics', 'stats'), (torchEmber, Net(), 'optim', 'optimizer'),
-            (read, te, 'layer', 'path'), (overview, te, 'metric', 'stat'), (te.show, None, 'metric', 'stat'), (summary, te, 'ttype', 'tt'),
-            (scalar_line, te, 'metric', 'scalar_metric'), (scalar_line, te, 'ttype', 'tt'), (scalar_line, te, 'markr', 'marker'),
-            (scalar_global_heatmap, te, 'metric', 'scalar_metric'), (scalar_global_heatmap, te, 'module', 'layer')):
+            (read, te, 'layer', 'path'), (overview, te, 'metric', 'stat'), (te.show, None, 'metric', 'stat'), (summary, te, 'tensor_type', 'ttype'),
+            (scalar_line, te, 'metric', 'stat'), (scalar_line, te, 'tensor_type', 'ttype'), (scalar_line, te, 'markr', 'marker'),
+            (scalar_global_heatmap, te, 'metric', 'stat'), (scalar_global_heatmap, te, 'module', 'path')):
         text = told(TypeError, f, *([] if args is None else [args]), **{odd: 'std'})
         assert text.startswith('No argument of ') and f' {odd!r}. Known: ' in text and f' Did you mean {meant!r}' in text, text
-    assert 'Known: df, layer, tt, scalar_metric' in told(TypeError, scalar_line, te, metric='std')
+    assert 'Known: run, path, ttype, stat' in told(TypeError, scalar_line, te, metric='std')
     assert "missing 1 required positional argument: 'model'" in told(TypeError, torchEmber)
     assert 'torchEmber watches an nn.Module, got an int.' in told(TypeError, torchEmber, 3)
     plt.close('all')

@@ -151,11 +151,11 @@ def test_the_control_of_each_argument():
     for name in ('figsize', 'legend_kws'): assert control(exp_hist, name) is None
     assert control(scalar_global_heatmap, 'col_wrap') is None and control(scalar_line, 'col_wrap').widget.options==('automatic', *'12345678')
     assert control(exp_hist, 'kind').widget.options==('bar', 'line', 'kde') and control(scalar_line, 'kind').widget.options==('line', 'scatter')
-    assert control(scalar_line, 'tt').widget.options[-1]=='each type' and control(scalar_line, 'tt', None).value is None
-    assert control(scalar_line, 'tt', 'Weights').value=='weight' and control(scalar_line, 'tt', ['Weights', 'Activation']).value==['weight', 'output']
-    assert control(scalar_global_heatmap, 'tt').widget.options==tuple(types_of(t)) and control(scalar_global_heatmap, 'tt').value=='output'
-    assert type(control(scalar_global_heatmap, 'scalar_metric').widget).__name__=='Dropdown'
-    many = control(scalar_line, 'scalar_metric', ['std', 'mine'])
+    assert control(scalar_line, 'ttype').widget.options[-1]=='each type' and control(scalar_line, 'ttype', None).value is None
+    assert control(scalar_line, 'ttype', 'Weights').value=='weight' and control(scalar_line, 'ttype', ['Weights', 'Activation']).value==['weight', 'output']
+    assert control(scalar_global_heatmap, 'ttype').widget.options==tuple(types_of(t)) and control(scalar_global_heatmap, 'ttype').value=='output'
+    assert type(control(scalar_global_heatmap, 'stat').widget).__name__=='Dropdown'
+    many = control(scalar_line, 'stat', ['std', 'mine'])
     assert (many.value, many.widget.options)==(['std', 'mine'], ('mine', 'fixed', 'std'))
     assert control(scalar_line, 'x').widget.options==('step', 'lr') and control(scalar_line, 'x', ('metadata', 'lr')).value=='lr'
     info = control(exp_hist, 'dtype_info', (True, False, True))
@@ -177,26 +177,26 @@ def test_the_control_of_each_argument():
     assert (type(robust.widget).__name__, robust.value, control(scalar_global_heatmap, 'robust', True).value)==('Checkbox', False, True)
     assert control(scalar_global_heatmap, 'zeros').value is None
     assert control(scalar_line, 'bbox_to_anchor', lambda: 1) is None and control(scalar_line, 'bbox_to_anchor', (1, 2)).value==(1, 2)
-    layer = control(ridge, 'layer')
-    assert layer.one and not control(scalar_line, 'layer').one and layer.list.options[:2]==('automatic', 'Net')
+    layer = control(ridge, 'path')
+    assert layer.one and not control(scalar_line, 'path').one and layer.list.options[:2]==('automatic', 'Net')
 
 
 def test_arguments_of_a_picture():
     "Given ones and those that were moved; layers and steps are those of the tensor type; it is told once however many are moved"
     a,calls = Arguments(exp_hist, t, {'tt': 'Weights', 'figsize': (3, 4), 'step': 20}, but=('col_wrap',)),[]
     a.moved = lambda: calls.append(a.values())
-    assert a.values()=={'tt': 'weight', 'figsize': (3, 4), 'step': 20} and 'col_wrap' not in a.controls and 'figsize' not in a.controls
+    assert a.values()=={'ttype': 'weight', 'figsize': (3, 4), 'step': 20} and 'col_wrap' not in a.controls and 'figsize' not in a.controls
     assert a.controls['layer'].names==['b', 'b.weight', 'b.bias', 'a'] and a.controls['step'].steps.tolist()==[0, 20]
     a.controls['tt'].value = 'output'
     assert a.controls['layer'].names==layers_of(t, 'output') and a.controls['step'].steps.tolist()==[0, 10, 20, 30]
-    assert calls==[{'tt': 'output', 'figsize': (3, 4), 'step': 20}]
-    a.put(step=30, kind='line', tt='weight')
-    assert calls[1:]==[{'tt': 'weight', 'figsize': (3, 4), 'step': 20, 'kind': 'line'}] and a.still is False
+    assert calls==[{'ttype': 'output', 'figsize': (3, 4), 'step': 20}]
+    a.put(step=30, kind='line', ttype='weight')
+    assert calls[1:]==[{'ttype': 'weight', 'figsize': (3, 4), 'step': 20, 'kind': 'line'}] and a.still is False
     a.put(kind='bar')
-    assert calls[2:]==[{'tt': 'weight', 'figsize': (3, 4), 'step': 20}] # what is as it is without asking is not handed on
+    assert calls[2:]==[{'ttype': 'weight', 'figsize': (3, 4), 'step': 20}] # what is as it is without asking is not handed on
     with pytest.raises(KeyError): a.put(nothing=1)
     a.controls['kind'].value = 'kde'
-    assert calls[3:]==[{'tt': 'weight', 'figsize': (3, 4), 'step': 20, 'kind': 'kde'}]
+    assert calls[3:]==[{'ttype': 'weight', 'figsize': (3, 4), 'step': 20, 'kind': 'kde'}]
     assert Arguments(exp_hist, t, {}).values()=={'step': 30} # `None` is the last one, and a picture that is moved needs to know which
     assert Arguments(scalar_line, [t[t.path=='b'], t], {'tt': 'weight'}).controls['layer'].names==['b', 'b.weight', 'b.bias']
     assert [n for n,_ in arguments_of(scalar_global_heatmap)][-9:]==['robust', 'zeros', 'center', 'vmin', 'vmax', 'cmap', 'cbar', 'yticklabels', 'xticklabels']
@@ -210,11 +210,11 @@ def test_controls_lie_in_the_order_of_their_use():
     _,row,more = a.box.children
     def flat(w): return [names[id(w)]] if id(w) in names else [n for c in w.children for n in flat(c)]
     first = [n for n in main if n in a.controls]
-    low = [n for n in first if n not in ('scalar_metric', 'layer')]
+    low = [n for n in first if n not in ('stat', 'path')]
     assert sorted(flat(row))==sorted(first) and flat(row)[:len(low)]==low and sorted(flat(more))==sorted(set(a.controls)-set(first))
-    assert flat(row)[len(low)]=='scalar_metric' and more.selected_index is None
-    few = {n: a.controls[n] for n in ('kind', 'tt', 'x')}
-    assert len(laid_out(W, few).children)==2 and [flat(c) for c in columns(W, list(few.values()))]==[['kind', 'tt'], ['x']]
+    assert flat(row)[len(low)]=='stat' and more.selected_index is None
+    few = {n: a.controls[n] for n in ('kind', 'ttype', 'x')}
+    assert len(laid_out(W, few).children)==2 and [flat(c) for c in columns(W, list(few.values()))]==[['kind', 'ttype'], ['x']]
 
 
 # What is pointed at

@@ -36,7 +36,7 @@ def histories(
         raise ValueError(f"the table has several runs: {printable(', '.join(names))}. Take one: df[df.run=={names[0]!r}].")
     df = df[df[stat].notna().to_numpy()]
     if not is_vectors(df[stat]):
-        raise ValueError(f"the statistic {stat!r} is a number, not a vector. To see it: scalar_line(run, scalar_metric={stat!r}).")
+        raise ValueError(f"the statistic {stat!r} is a number, not a vector. To see it: scalar_line(run, stat={stat!r}).")
     if 'phase' in df and 0<(evaluation := (df['phase'].astype(object)=='eval').to_numpy()).sum()<len(df): df = df[~evaluation]
     there = df['ttype'].astype(object)
     if ttype is not None and not (there==ttype).any(): raise ValueError(unknown(f'tensor type that has {stat!r}', ttype, there.unique()))

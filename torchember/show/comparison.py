@@ -12,7 +12,7 @@ import numpy as np
 
 from ..ground.messages import printable
 from .lines import log_if_wide, put_lines, shades, ttypes_asked
-from .select import name_of, pick, series, stat_in, table_of, ttype_of
+from .select import earlier_calls, name_of, pick, series, stat_in, table_of, ttype_of
 from .style import drawn, meanings, panels, short_names, title_of, words
 
 # %% ../../nbs/60_show/80_comparison.ipynb #103ad9bb
@@ -33,11 +33,12 @@ def parting(
     return out
 
 # %% ../../nbs/60_show/80_comparison.ipynb #7c5293f8
+@earlier_calls()
 @drawn
 def compare(
     runs:list, # Two or more: names, embers, trackers or tables
-    layer=None, # A path, a glob, a compiled regex, or a list. Without it those that part first
-    tt:str='output', # A tensor type
+    path=None, # A path, a glob, a compiled regex, or a list. Without it those that part first
+    ttype:str='output', # A tensor type
     stat:str='std', # A statistic
     most:int=6, # Panels
     rtol:float=1e-5, # Relative difference from which on runs have parted
@@ -47,8 +48,8 @@ def compare(
 
     Args:
         runs: Two or more: names, embers, trackers or tables
-        layer: A path, a glob, a compiled regex, or a list. Without it those that part first
-        tt: A tensor type
+        path: A path, a glob, a compiled regex, or a list. Without it those that part first
+        ttype: A tensor type
         stat: A statistic
         most: Panels
         rtol: Relative difference from which on runs have parted
@@ -58,7 +59,7 @@ def compare(
         The axes
     """
     if not isinstance(runs, list|tuple) or len(runs)<2: raise ValueError(f"compare needs a list of two runs or more, got {runs!r:.80}.")
-    tables = [pick(table_of(r, [stat], ttype=ttypes_asked(tt)), layer, tt) for r in runs]
+    tables = [pick(table_of(r, [stat], ttype=ttypes_asked(ttype)), path, ttype) for r in runs]
     names = [name_of(t) or f'run {i}' for i,t in enumerate(tables)]
     found = [series(t, stat_in(t, stat)) for t in tables]
     parted = parting(found, rtol)
@@ -79,7 +80,7 @@ def compare(
     first = order[0]
     what = 'they do not part' if parted[first] is None else f'they part at step {parted[first]:,}, in {first}'
     if fig is not None:
-        fig.suptitle(title_of(words.get(ttype_of(tt)[0], tt), meanings.get(stat, stat), what), x=.01, ha='left')
+        fig.suptitle(title_of(words.get(ttype_of(ttype)[0], ttype), meanings.get(stat, stat), what), x=.01, ha='left')
         fig.supxlabel('step', fontsize=mpl.rcParams['axes.labelsize'])
         handles = [mpl.lines.Line2D([], [], color=c, label=n) for n,c in zip(names, colors, strict=True)]
         fig.legend(handles=handles, loc='outside lower right', ncols=min(len(runs), 3))

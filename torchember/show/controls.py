@@ -14,7 +14,7 @@ from ..measure.summary import derived
 from ..ground.needs import needs
 from ..ground.record import identity, optional
 from .heatmaps import heat
-from .select import measured, names_in, not_stats, of_ttypes, parameters_of, paths_like, root_of, stat_in, ttype_of
+from .select import in_our_words, measured, names_in, not_stats, of_ttypes, parameters_of, paths_like, root_of, stat_in, ttype_of, words_before
 from .style import words
 
 # %% ../../nbs/60_show/82_controls.ipynb #10070f0f
@@ -255,8 +255,8 @@ class Layers(Control):
 # %% ../../nbs/60_show/82_controls.ipynb #e1dc95a2
 class Asked:
     "What a control is made for"
-    def __init__(self, W, f, name, parameter, value, table):
-        self.W,self.f,self.name,self.value,self.table = W,f.__name__,name,value,table
+    def __init__(self, W, f, name, parameter, value, table, called=None):
+        self.W,self.f,self.argument,self.name,self.value,self.table = W,f.__name__,name,called or name,value,table
         self.default,self.kind = parameter.default,'' if parameter.annotation is parameter.empty else str(parameter.annotation)
 
     @property
@@ -267,7 +267,7 @@ class Asked:
 
     def choose(self, labels, **more): return choice(self.W, self.name, labels, self.value, **more)
 
-def tt_control(a):
+def ttype_control(a):
     every = {} if a.one else {'each type': None} if a.default is not None else a.maybe
     return a.choose(types_of(a.table)|every, means=lambda v: [canonical(o) for o in v] if isinstance(v, list|tuple) else canonical(v))
 
@@ -283,7 +283,7 @@ def stat_control(a):
 def format_control(a):
     from importlib.util import find_spec
     names = floats if find_spec('ml_dtypes') else []
-    if a.name!='dtype_annotation': return several(a.W, a.name, {n: n for n in names}, [] if a.value is None else a.value, a.default)
+    if a.argument!='dtype_annotation': return several(a.W, a.name, {n: n for n in names}, [] if a.value is None else a.value, a.default)
     c = several(a.W, a.name, {own: True}|{n: n for n in names}, [] if a.value in (None, False) else a.value, False)
     read,write = c.read,c.write
     there = [d for d in dict.fromkeys(tensors_of(a.table)['dtype'].astype(str)) if 'float' in d] if 'dtype' in a.table else []
@@ -315,8 +315,8 @@ places_of_legends = ('outside upper right', 'outside lower center', 'outside rig
 maps = ('viridis', 'magma', 'cividis', 'Greys', 'RdBu_r', 'coolwarm')
 
 made = {
-    'tt': tt_control, 'scalar_metric': stat_control, 'stat': stat_control, 'dtype_annotation': format_control, 'dtypes': format_control,
-    'layer': lambda a: Layers(a.W, a.name, layers_of(a.table), a.value, a.one, root_of(a.table)),
+    'ttype': ttype_control, 'stat': stat_control, 'dtype_annotation': format_control, 'dtypes': format_control,
+    'path': lambda a: Layers(a.W, a.name, layers_of(a.table), a.value, a.one, root_of(a.table)),
     'step': lambda a: Steps(a.W, a.name, steps_of(a.table), a.value),
     'steps': steps_control, 'dtype_info': info_control,
     'kind': lambda a: a.choose({k: k for k in {'exp_hist': ('bar', 'line', 'kde')}.get(a.f, ('line', 'scatter'))}),
@@ -328,18 +328,32 @@ made = {
     'facet_kws': lambda a: a.choose(dict(shared)), 'loc': lambda a: a.choose(a.maybe|{p: p for p in places_of_legends}),
     'cmap': lambda a: a.choose(a.maybe|{m: m for m in maps}), 'zeros': lambda a: a.choose({'automatic': None, 'gray': True, 'as colours': False}),
     'fig_title': lambda a: Control(a.W.Text(value=a.value or '', description=a.name, continuous_update=False), lambda v: v or None, lambda v: v or '')}
-main = ('kind', 'tt', 'stat', 'scalar_metric', 'loss', 'inc', 'x', 'col_wrap', 'deepest', 'step', 'steps', 'layer', 'dtype_annotation', 'dtypes')
+main = ('kind', 'ttype', 'stat', 'loss', 'inc', 'x', 'col_wrap', 'deepest', 'step', 'steps', 'path', 'dtype_annotation', 'dtypes')
 unmoved = ('ax', 'y', 'figsize', 'legend_kws')
 beyond = ('robust', 'zeros', 'center', 'vmin', 'vmax', 'cmap', 'cbar', 'yticklabels', 'xticklabels') # of `heat`, which a heat map passes on to
 
 def control_for(a):
     "The control of an argument; None where there is none"
-    if a.name in unmoved or a.f=='scalar_global_heatmap' and a.name=='col_wrap': return None
-    if a.name in made: return made[a.name](a)
+    asked = words_before.get(a.argument, a.argument)
+    if asked in unmoved or a.f=='scalar_global_heatmap' and asked=='col_wrap': return None
+    if asked in made: return made[asked](a)
     if isinstance(a.default, bool): return Control(a.W.Checkbox(value=bool(a.value), description=a.name, indent=False))
     try: plain = a.value is a.default or ast.literal_eval(repr(a.value))==a.value
     except (ValueError, SyntaxError): return None # such as a colour map: it stays as it was given
     return literal(a.W, a.name, a.value, a.default) if plain else None
+
+# %% ../../nbs/60_show/82_controls.ipynb #39fdef75
+class Controls(dict):
+    "Controls by the names of their arguments, and by Track & Visualize's"
+    def __missing__(self, name):
+        for typed,ours in words_before.items():
+            for a,b in ((typed, ours), (ours, typed)):
+                if name==a and b in self: return self[b]
+        raise KeyError(name)
+
+    def get(self, name, default=None):
+        try: return self[name]
+        except KeyError: return default
 
 # %% ../../nbs/60_show/82_controls.ipynb #39fdef74
 class Arguments:
@@ -351,30 +365,32 @@ class Arguments:
         but=() # Arguments without a control
     ):
         W = needs('ipywidgets', for_='interactive')
-        self.f,self.table,self.given,self.moved,self.still = f,table,dict(given),lambda: None,False
-        self.defaults,self.controls,said = {},{},said_of(f)
+        known,said = arguments_of(f),said_of(f)
+        self.f,self.table,self.moved,self.still,self.defaults,self.controls = f,table,lambda: None,False,{},Controls()
+        self.given = in_our_words(given, dict(known), f.__name__)
+        called = {ours: typed for typed,ours in words_before.items()} if self.given.keys()!=given.keys() else {} # on the page as they were typed
         one = table[0] if isinstance(table, list) else table
-        for name,p in arguments_of(f):
+        for name,p in known:
             if name in but: continue
             self.defaults[name] = p.default
-            c = control_for(Asked(W, f, name, p, self.given.get(name, p.default), one))
+            c = control_for(Asked(W, f, name, p, self.given.get(name, p.default), one, called.get(name)))
             if c is None: continue
             self.controls[name] = c
             c.widget.tooltip = said.get(name, '')
             c.observe(self.one_moved)
         self.one = one
-        for n in ('tt',): # what there is to choose from depends on it
-            if n in self.controls: self.controls[n].observe(self.offer)
+        if c := self.controls.get('ttype'): c.observe(self.offer) # what there is to choose from depends on it
         self.offer()
         self.box = laid_out(W, self.controls)
 
     def offer(self):
         "Offer the layers and steps that a tensor type has"
-        tt = self.controls['tt'].value if 'tt' in self.controls else {'updates': 'update'}.get(self.f.__name__)
+        c = self.controls.get('ttype')
+        ttype = c.value if c else {'updates': 'update'}.get(self.f.__name__)
         was,self.still = self.still,True
         try:
-            for n,of in (('layer', layers_of), ('step', steps_of)):
-                if n in self.controls: self.controls[n].offer(of(self.one, tt))
+            for n,of in (('path', layers_of), ('step', steps_of)):
+                if c := self.controls.get(n): c.offer(of(self.one, ttype))
         finally: self.still = was
 
     def one_moved(self):
@@ -410,7 +426,7 @@ def said_of(f):
 
 def laid_out(W, controls):
     "Controls beside each other, those that are used most first; the others below, folded away"
-    rank = {n: i for i,n in enumerate(main)}
+    rank = {n: i for i,m in enumerate(main) for n in (m, *(t for t,ours in words_before.items() if ours==m))}
     names = sorted(controls, key=lambda n: rank.get(n, len(main)))
     for n in names: shape(controls[n])
     first = [n for n in names if n in rank]

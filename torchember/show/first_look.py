@@ -17,7 +17,7 @@ from ..store.parameters import label_of, untrained
 from .heatmaps import column_spans, heat, sizes
 from .lines import put_lines, ttypes_asked
 from .missing import asked_for, parameters_in, places_among, reasons_in, reasons_of, with_missing, with_rows
-from .select import grid, measured, name_of, not_stats, pick, series, stat_in, table_of, training, trouble, ttype_of, usual
+from .select import earlier_calls, grid, measured, name_of, not_stats, pick, series, stat_in, table_of, training, trouble, ttype_of, usual
 from .style import alarm, drawn, figure, is_dark, meanings, palettes, title_of, words
 
 # %% ../../nbs/60_show/90_first_look.ipynb #ee8d9996
@@ -39,12 +39,13 @@ def sentence_of(row):
     return f"first not finite: step {int(row['step']):,}, {words.get(row['ttype'], row['ttype']).removesuffix('s')} of {name} ({what})"
 
 # %% ../../nbs/60_show/90_first_look.ipynb #5a3157fc
+@earlier_calls('stat', 'ttype', 'path', 'loss', 'ax')
 @drawn
 def overview(
     run, # Name of a run, an ember, a tracker, or a table
+    path=None, # A path, a glob, a compiled regex, or a list; all layers without it
+    ttype=None, # A tensor type, or a list of them: a heat map for each. What the layers give, and gradients of weights, without it
     stat:str|None=None, # A statistic; 'rms' where it was recorded, and else 'std', without it
-    tt=None, # A tensor type, or a list of them: a heat map for each. What the layers give, and gradients of weights, without it
-    layer=None, # A path, a glob, a compiled regex, or a list; all layers without it
     loss=None, # What is drawn above: the name of a number that `te.log` noted, or values; or steps and values, as a pair; 'loss', or the first one, without it
     ax=None # Axes: then one tensor type, and the loss within
 ): # The axes of the first heat map
@@ -52,31 +53,31 @@ def overview(
 
     Args:
         run: Name of a run, an ember, a tracker, or a table
+        path: A path, a glob, a compiled regex, or a list; all layers without it
+        ttype: A tensor type, or a list of them: a heat map for each. What the layers give, and gradients of weights, without it
         stat: A statistic; 'rms' where it was recorded, and else 'std', without it
-        tt: A tensor type, or a list of them: a heat map for each. What the layers give, and gradients of weights, without it
-        layer: A path, a glob, a compiled regex, or a list; all layers without it
         loss: What is drawn above: the name of a number that `te.log` noted, or values; or steps and values, as a pair; 'loss', or the first one, without it
         ax: Axes: then one tensor type, and the loss within
 
     Returns:
         The axes of the first heat map
     """
-    table = table_of(run) if tt is None and loss is None else table_of(run, ttype=[*(ttypes_asked(tt) if tt else default_ttypes), 'scalar'])
+    table = table_of(run) if ttype is None and loss is None else table_of(run, ttype=[*(ttypes_asked(ttype) if ttype else default_ttypes), 'scalar'])
     if not len(table): raise ValueError(no_rows(name_of(table) or 'The table'))
     numbers = loss_of(table, loss)
     tensors = measured(table[(table['ttype'].astype(str)!='scalar').to_numpy()], [stat] if stat else ())
-    kinds = there_of(tensors, tt)
-    if not kinds and tt is None: raise ValueError(no_tensors(table))
-    if not kinds: raise ValueError(f"overview needs a tensor type, such as 'output', got tt={tt!r}.")
-    if tt is None and layer is not None: # a layer without parameters has no gradients of them, and one may not be called
-        some = pick(tensors, layer, kinds)['ttype'].astype(str)
+    kinds = there_of(tensors, ttype)
+    if not kinds and ttype is None: raise ValueError(no_tensors(table))
+    if not kinds: raise ValueError(f"overview needs a tensor type, such as 'output', got ttype={ttype!r}.")
+    if ttype is None and path is not None: # a layer without parameters has no gradients of them, and one may not be called
+        some = pick(tensors, path, kinds)['ttype'].astype(str)
         kinds = [k for k in kinds if (some==k).any()]
     if ax is not None: kinds = kinds[:1]
     parts,ps = [],parameters_in(run)
     for kind in kinds:
-        rows = training(pick(tensors, with_rows(of_kind(tensors, kind), layer, ps), kind))
+        rows = training(pick(tensors, with_rows(of_kind(tensors, kind), path, ps), kind))
         if ttype_of(kind)[0]=='output': rows = larger(rows)
-        col,why = stat_of(rows, stat),reasons_in(rows, ttype_of(kind)[0], ps, layer)
+        col,why = stat_of(rows, stat),reasons_in(rows, ttype_of(kind)[0], ps, path)
         parts.append((kind, col, rows, grid(with_missing(series(rows, col), why, [label_of(p) for p in ps])), why))
     return compose(parts, numbers, tensors, name_of(table), ax)
 
@@ -85,9 +86,9 @@ default_ttypes = ('output', 'weight_grad')
 
 def no_tensors(table): return f"{printable(name_of(table) or 'The table')} has no rows of tensors yet: they come when the model is called in its training."
 
-def there_of(tensors, tt):
+def there_of(tensors, ttype):
     "The tensor types to draw"
-    if tt is not None: return [tt] if isinstance(tt, str) else list(tt)
+    if ttype is not None: return [ttype] if isinstance(ttype, str) else list(ttype)
     kinds = list(dict.fromkeys(tensors['ttype'].astype(str)))
     return [t for t in default_ttypes if t in kinds] or kinds[:1]
 
@@ -191,29 +192,30 @@ class RunSummary:
         missing = f'<p>{escape(self.missing)}</p>' if self.missing else ''
         return f'<b>{escape(self.title)}</b>{missing}'+self.df.to_html(float_format=lambda v: f'{v:.3g}', na_rep='', escape=True)
 
+@earlier_calls('ttype', 'stats', 'path')
 @says_arguments
 def summary(
     run, # Name of a run, an ember, a tracker, or a table
-    tt=None, # A tensor type; what the layers give, or the first there is, without it
+    path=None, # A path, a glob, a compiled regex, or a list; all layers without it
+    ttype=None, # A tensor type; what the layers give, or the first there is, without it
     stats=('std', 'abs_max'), # Statistics, of those that were recorded: first, last and worst value of each
-    layer=None # A path, a glob, a compiled regex, or a list; all layers without it
 ) -> RunSummary:
     """What a run was like, a line for each layer: first, last and worst value, and at how many steps something was not finite; and what is not trained
 
     Args:
         run: Name of a run, an ember, a tracker, or a table
-        tt: A tensor type; what the layers give, or the first there is, without it
+        path: A path, a glob, a compiled regex, or a list; all layers without it
+        ttype: A tensor type; what the layers give, or the first there is, without it
         stats: Statistics, of those that were recorded: first, last and worst value of each
-        layer: A path, a glob, a compiled regex, or a list; all layers without it
     """
     pd = needs('pandas', for_='A summary')
     table = table_of(run)
     tensors = table[(table['ttype'].astype(str)!='scalar').to_numpy()]
     if not len(tensors): raise ValueError(no_tensors(table))
     tensors = measured(tensors, [s for s in stats if s in tensors and s not in usual])
-    kind = tt or there_of(tensors, None)[0]
+    kind = ttype or there_of(tensors, None)[0]
     ps = parameters_in(run)
-    rows = training(pick(tensors, with_rows(of_kind(tensors, kind), layer, ps), kind))
+    rows = training(pick(tensors, with_rows(of_kind(tensors, kind), path, ps), kind))
     there = [s for s in stats if s in rows and rows[s].notna().any()] or [stat_of(rows, None)]
     found = {c: list(series(rows, c)) for c in there}
     lines = {}
@@ -222,14 +224,14 @@ def summary(
             line = lines.setdefault(label, {'steps': len(x), 'not finite': int(bad.sum())})
             ok = y[np.isfinite(y)]
             line |= {f'{c} first': ok[0] if len(ok) else np.nan, f'{c} last': ok[-1] if len(ok) else np.nan, f'{c} worst': farthest(ok)}
-    missing = reasons_in(rows, ttype_of(kind)[0], ps, layer).keys()-lines.keys()
+    missing = reasons_in(rows, ttype_of(kind)[0], ps, path).keys()-lines.keys()
     labels,_ = places_among(list(lines), missing, [label_of(p) for p in ps])
     df = pd.DataFrame.from_dict({n: lines.get(n, {'steps': 0, 'not finite': 0}) for n in labels}, orient='index')
     df = df[[c for c in df.columns if c!='not finite']+['not finite']]
     df.index.name = words.get(ttype_of(kind)[0], kind)
     first,n = first_trouble(training(tensors)),tensors['step'].nunique()
     title = title_of(name_of(table), f'{n:,} step{"s"*(n!=1)}', sentence_of(first) if first is not None else 'all finite')
-    return RunSummary(df, title, untrained(ps, asked_for(ps, layer)))
+    return RunSummary(df, title, untrained(ps, asked_for(ps, path)))
 
 def farthest(y):
     "The value that is farthest from the median: by factors where all are above zero"

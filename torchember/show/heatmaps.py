@@ -15,7 +15,7 @@ import numpy as np
 from ..ground.messages import arguments_of, unknown
 from .lines import check_drawn_with, settable, ttypes_asked
 from .missing import parameters_in, reasons_in, reasons_of, with_missing
-from .select import grid, name_of, pick, series, stat_in, table_of, ttype_of
+from .select import earlier_calls, grid, name_of, pick, series, stat_in, table_of, ttype_of
 from ..store.parameters import label_of
 from .style import alarm, canvas, drawn, is_dark, meanings, short_names, size_of, title_of, words
 
@@ -148,7 +148,7 @@ def tall_for(n, most=9.): # inches
     return min(max(1.1+.155*n, 2.2), most)
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #8c303ef7
-refused = {'mask': 'leave layers out by layer=, and steps by inc=', 'ax': 'the picture is a figure of its own', 'data': 'the picture is made from df'}
+refused = {'mask': 'leave layers out by path=, and steps by inc=', 'ax': 'the picture is a figure of its own', 'data': 'the picture is made from run'}
 
 def known(): return settable(mpl.collections.QuadMesh) | {'shading', 'alpha', 'edgecolors', 'antialiased'}
 
@@ -167,52 +167,53 @@ def name_axes(ax, g, xticklabels, yticklabels, turned):
 def write_values(ax, g, middle, norm, cmap, fmt, kws, turned, most=2500):
     "The value of each cell, in a colour that can be seen on it"
     if g.value.size>most:
-        raise ValueError(f"annot=True would write {g.value.size:,} numbers, and there is room for {most:,}. Choose layers by layer=, and steps by inc=.")
+        raise ValueError(f"annot=True would write {g.value.size:,} numbers, and there is room for {most:,}. Choose layers by path=, and steps by inc=.")
     for i,j in zip(*np.nonzero(np.isfinite(g.value)), strict=True):
         r,gr,b,_ = cmap(norm(g.value[i, j]))
         at = (i+.5, middle[j]) if turned else (middle[j], i+.5)
         ax.text(*at, format(g.value[i, j], fmt), **{'ha': 'center', 'va': 'center', 'color': 'black' if .3*r+.59*gr+.11*b>.5 else 'white', **(kws or {})})
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #31588f1e
+@earlier_calls('ttype', 'stat', 'inc', 'x', 'y', 'figsize', 'col_wrap', 'path')
 @drawn
 def scalar_global_heatmap(
-    df, # Name of a run, an ember, a tracker, or a table
-    tt:str='output', # A tensor type
-    scalar_metric:str='std', # A statistic
+    run, # Name of a run, an ember, a tracker, or a table
+    path=None, # A path, a glob, a compiled regex, or a list of layers; all of them without it
+    ttype:str='output', # A tensor type
+    stat:str='std', # A statistic
     inc:int=1, # Each how manieth step
     x='step', # Column of the columns; 'name', layers across: then steps go down
     y=None, # What goes down: 'name', layers, where x is a column
     figsize:tuple|None=None, # Width and height, inches
     col_wrap:int|None=None, # Accepted for those who pass it: there is one panel
-    layer=None, # A path, a glob, a compiled regex, or a list of layers; all of them without it
     **kwargs # Of `heat`: `vmin`, `vmax`, `center`, `robust`, `cmap`, `cbar`, `annot`, `fmt`, `square`, `linewidths`, ..., and of matplotlib's `pcolormesh`
 ): # matplotlib Figure
     """A statistic of all layers over all steps, as colours. Raises ValueError where there is nothing to draw
 
     Args:
-        df: Name of a run, an ember, a tracker, or a table
-        tt: A tensor type
-        scalar_metric: A statistic
+        run: Name of a run, an ember, a tracker, or a table
+        path: A path, a glob, a compiled regex, or a list of layers; all of them without it
+        ttype: A tensor type
+        stat: A statistic
         inc: Each how manieth step
         x: Column of the columns; 'name', layers across: then steps go down
         y: What goes down: 'name', layers, where x is a column
         figsize: Width and height, inches
         col_wrap: Accepted for those who pass it: there is one panel
-        layer: A path, a glob, a compiled regex, or a list of layers; all of them without it
         **kwargs: Of `heat`: `vmin`, `vmax`, `center`, `robust`, `cmap`, `cbar`, `annot`, `fmt`, `square`, `linewidths`, ..., and of matplotlib's `pcolormesh`
 
     Returns:
         matplotlib Figure
     """
-    ps = parameters_in(df)
+    ps = parameters_in(run)
     check_drawn_with({k: kwargs[k] for k in refused if k in kwargs}, (), 'a heat map', refused)
     by,turned = axes_of(x, y)
-    rows,col,g = cells_of(df, tt, scalar_metric, inc, by, layer, ps)
+    rows,col,g = cells_of(run, path, ttype, stat, inc, by, ps)
     ax = canvas(None, figsize or ((min(3+.2*len(g.labels), 14), 6) if turned else (8, tall_for(len(g.labels)))))
-    why = reasons_of(g, reasons_in(rows, ttype_of(tt)[0], ps, layer))
+    why = reasons_of(g, reasons_in(rows, ttype_of(ttype)[0], ps, path))
     heat(ax, g, meanings.get(col, col), **{'zeros': col in sizes, 'turned': turned, 'why': why, **kwargs})
     (ax.set_ylabel if turned else ax.set_xlabel)(by)
-    ax.figure.suptitle(title_of(name_of(rows), words.get(ttype_of(tt)[0], tt), meanings.get(col, col)), x=.01, ha='left')
+    ax.figure.suptitle(title_of(name_of(rows), words.get(ttype_of(ttype)[0], ttype), meanings.get(col, col)), x=.01, ha='left')
     return ax.figure
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #a4a56049
@@ -230,18 +231,18 @@ def axes_of(x, y):
     return x, False
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #fa172d3a
-def cells_of(df, tt='output', scalar_metric='std', inc=1, x='step', layer=None, ps=()):
+def cells_of(run, path=None, ttype='output', stat='std', inc=1, x='step', ps=()):
     "The rows, the column of the statistic and the `Grid` of a heat map"
     if not isinstance(inc, int) or inc<1: raise ValueError(f"inc is each how manieth step is drawn, a whole number from 1 on, got {inc!r}.")
-    if not isinstance(scalar_metric, str): raise ValueError(f"a heat map is of one statistic, got {scalar_metric!r}.")
-    if tt is None or not isinstance(tt, str): raise ValueError(f"a heat map is of one tensor type, got tt={tt!r}.")
-    rows = pick(table_of(df, [scalar_metric], ttype=ttypes_asked(tt)), layer, tt)
+    if not isinstance(stat, str): raise ValueError(f"a heat map is of one statistic, got {stat!r}.")
+    if ttype is None or not isinstance(ttype, str): raise ValueError(f"a heat map is of one tensor type, got ttype={ttype!r}.")
+    rows = pick(table_of(run, [stat], ttype=ttypes_asked(ttype)), path, ttype)
     if inc>1:
         rows = rows[(rows['step']%inc==0).to_numpy()]
         if not len(rows): raise ValueError(f"No recorded step is a multiple of inc={inc}.")
-    col = stat_in(rows, scalar_metric)
+    col = stat_in(rows, stat)
     x = axes_of(x, None)[0]
     if x not in rows or rows[x].dtype.kind not in 'iufM':
         raise ValueError(unknown('column of numbers for the steps of a heat map', x, [c for c in ('step', 'call', 'ts', 'micro', 'rank') if c in rows]))
-    found = reasons_in(rows, ttype_of(tt)[0], ps, layer)
+    found = reasons_in(rows, ttype_of(ttype)[0], ps, path)
     return rows, col, grid(with_missing(series(rows, col, x), found, [label_of(p) for p in ps]))

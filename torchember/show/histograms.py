@@ -12,7 +12,7 @@ import numpy as np
 
 from ..measure.exponents import limits, with_counts
 from .lines import FacetException, check_drawn_with, grid_options, settable, is_several, parts_by_type, ttypes_asked
-from .select import name_of, pick, places, table_of, training, ttype_of
+from .select import earlier_calls, name_of, pick, places, table_of, training, ttype_of
 from .style import base2, canvas, drawn, is_dark, palettes, panels, short_names, size_of, title_of, words
 
 # %% ../../nbs/60_show/30_histograms.ipynb #e9d5b93d
@@ -81,11 +81,12 @@ def smooth(counts, width=1.2, per=8):
     return (np.arange(len(y))+.5)/per, y*per
 
 # %% ../../nbs/60_show/30_histograms.ipynb #0d779b72
+@earlier_calls()
 @drawn
 def exp_hist(
-    df, # Name of a run, an ember, a tracker, or a table
-    layer=None, # A path, a glob, a compiled regex, or a list: a panel for each
-    tt='output', # A tensor type, or a list of them: a panel for each; None: all there are
+    run, # Name of a run, an ember, a tracker, or a table
+    path=None, # A path, a glob, a compiled regex, or a list: a panel for each
+    ttype='output', # A tensor type, or a list of them: a panel for each; None: all there are
     step:int|None=None, # The last one without it
     kind:str='bar', # 'bar', 'line', or 'kde', a smooth curve
     dtype_annotation=True, # Formats to draw the ranges of, such as 'float8_e4m3fn' or a list; True: that of the tensor; False: none
@@ -101,9 +102,9 @@ def exp_hist(
     """How many of a tensor's numbers are how large, beneath the ranges of number formats. Raises ValueError where there is nothing to draw
 
     Args:
-        df: Name of a run, an ember, a tracker, or a table
-        layer: A path, a glob, a compiled regex, or a list: a panel for each
-        tt: A tensor type, or a list of them: a panel for each; None: all there are
+        run: Name of a run, an ember, a tracker, or a table
+        path: A path, a glob, a compiled regex, or a list: a panel for each
+        ttype: A tensor type, or a list of them: a panel for each; None: all there are
         step: The last one without it
         kind: 'bar', 'line', or 'kde', a smooth curve
         dtype_annotation: Formats to draw the ranges of, such as 'float8_e4m3fn' or a list; True: that of the tensor; False: none
@@ -121,23 +122,22 @@ def exp_hist(
     """
     if kind not in ('bar', 'line', 'kde'): raise ValueError(f"a histogram is drawn as 'bar', 'line' or 'kde', not as {kind!r}.")
     sp_kws = drawable(kind, dict(sp_kws or {}))
-    by_type,by_layer = tt is None or isinstance(tt, list|tuple),layer is None or is_several(layer)
-    if by_type and layer is not None and by_layer:
-        raise FacetException(f"Panels are either of layers or of tensor types: choose one of layer={layer!r:.60}, or one of tt={tt!r}.")
-    table = table_of(df, ['exponents'], **({} if tt is None else {'ttype': ttypes_asked(tt)}))
-    run = name_of(table)
-    if tt is None: table = table[table['ttype'].astype(str)!='scalar']
-    rows,step = at_step(training(pick(table, layer, tt)), step)
+    by_type,by_layer = ttype is None or isinstance(ttype, list|tuple),path is None or is_several(path)
+    if by_type and path is not None and by_layer:
+        raise FacetException(f"Panels are either of layers or of tensor types: choose one of path={path!r:.60}, or one of ttype={ttype!r}.")
+    table = table_of(run, ['exponents'], **({} if ttype is None else {'ttype': ttypes_asked(ttype)}))
+    if ttype is None: table = table[table['ttype'].astype(str)!='scalar']
+    rows,step = at_step(training(pick(table, path, ttype)), step)
     parts = parts_by_type(rows) if by_type and not (by_layer and rows['path'].nunique()>1) else parts_by_place(rows)
-    if len(parts)>64: raise ValueError(f"{len(parts)} panels are more than can be looked at. Choose layers: layer='...*' or a list.")
+    if len(parts)>64: raise ValueError(f"{len(parts)} panels are more than can be looked at. Choose layers: path='...*' or a list.")
     options,limits_ = grid_options(facet_kws, sharex=False, sharey=False)
     fig,axes = panels(len(parts), col_wrap, figsize or (None if len(parts)>1 else (7, 3.6)), **options)
     for ax,(title,part) in zip(axes, parts, strict=True):
         one_histogram(ax, part, kind, formats_of(dtype_annotation, part), dtype_info, dict(sp_kws or {}), xtick_labelsize, xtick_rotation)
         ax.set_title(title)
         ax.set(**limits_)
-    what = '' if by_type else words.get(ttype_of(tt)[0], tt)
-    fig.suptitle(fig_title or title_of(run, what, layer if isinstance(layer, str) and layer!='*' else '', f'step {step}'), x=.01, ha='left')
+    what = '' if by_type else words.get(ttype_of(ttype)[0], ttype)
+    fig.suptitle(fig_title or title_of(name_of(table), what, path if isinstance(path, str) and path!='*' else '', f'step {step}'), x=.01, ha='left')
     (axes[0].set_ylabel if len(axes)==1 else fig.supylabel)('share of the numbers', fontsize=mpl.rcParams['axes.labelsize'])
     (axes[0].set_xlabel if len(axes)==1 else fig.supxlabel)('size, from a power of two to the next', fontsize=mpl.rcParams['axes.labelsize'])
     return fig
@@ -205,11 +205,12 @@ def one_histogram(ax, part, kind, dtypes, info, kws, size, rotation):
     exponent_axis(ax, lo, hi, size, rotation)
 
 # %% ../../nbs/60_show/30_histograms.ipynb #bf01fdec
+@earlier_calls()
 @drawn
 def ridge(
     run, # Name of a run, an ember, a tracker, or a table
-    layer:str|None=None, # A path; the last module that has exponents without it
-    tt:str='output', # A tensor type
+    path:str|None=None, # A path; the last module that has exponents without it
+    ttype:str='output', # A tensor type
     steps:int|list=12, # How many steps, evenly spaced; or which
     dtypes=(), # Formats to draw the ranges of
     ax=None # Axes
@@ -218,8 +219,8 @@ def ridge(
 
     Args:
         run: Name of a run, an ember, a tracker, or a table
-        layer: A path; the last module that has exponents without it
-        tt: A tensor type
+        path: A path; the last module that has exponents without it
+        ttype: A tensor type
         steps: How many steps, evenly spaced; or which
         dtypes: Formats to draw the ranges of
         ax: Axes
@@ -227,8 +228,8 @@ def ridge(
     Returns:
         The axes
     """
-    rows = training(pick(table_of(run, ['exponents'], ttype=ttypes_asked(tt)), layer, tt))
-    if layer is None and 'exponents' in rows:
+    rows = training(pick(table_of(run, ['exponents'], ttype=ttypes_asked(ttype)), path, ttype))
+    if path is None and 'exponents' in rows:
         have = rows[rows['exponents'].notna()]
         if len(have): rows = have[(have['path'].astype(str)==str(have['path'].iloc[-1])).to_numpy()]
     there = np.unique(rows['step'])
@@ -248,6 +249,6 @@ def ridge(
     ax.set_ylim(-.1, (len(curves)+.9)*room_for(ax, dtypes))
     exponent_axis(ax, lo, hi)
     ax.set_yticks(range(len(curves)), [f'{s:,}' for s in which][::-1])
-    ax.set(xlabel='size', ylabel='step', title=title_of(name_of(rows), words.get(ttype_of(tt)[0], tt), layer or str(rows['path'].iloc[0])))
+    ax.set(xlabel='size', ylabel='step', title=title_of(name_of(rows), words.get(ttype_of(ttype)[0], ttype), path or str(rows['path'].iloc[0])))
     ranges_over(ax, dtypes, (True, True, True), lo, hi)
     return ax

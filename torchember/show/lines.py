@@ -14,7 +14,7 @@ from matplotlib.collections import LineCollection
 
 from ..ground.messages import arguments_of, unknown, unknown_argument
 from ..measure.summary import derived
-from .select import name_of, pick, root_of, series, stat_in, stats_of, table_of, thinned, ttype_of
+from .select import earlier_calls, name_of, pick, root_of, series, stat_in, stats_of, table_of, thinned, ttype_of
 from .style import alarm, drawn, is_dark, meanings, palettes, panels, short_names, size_of, title_of, words
 
 # %% ../../nbs/60_show/20_lines.ipynb #4da1c2aa
@@ -121,7 +121,7 @@ def apart(ends, gap):
 class FacetException(ValueError):
     "A picture was asked to have panels by layers and by tensor types at once"
 
-def is_several(layer): return not isinstance(layer, str) or any(c in layer for c in '*?[')
+def is_several(path): return not isinstance(path, str) or any(c in path for c in '*?[')
 
 panel_keys = {'sharex', 'sharey', 'subplot_kws', 'gridspec_kws', 'xlim', 'ylim', 'height', 'aspect', 'legend_out', 'despine', 'margin_titles',
     'dropna'} # of seaborn's FacetGrid
@@ -142,8 +142,8 @@ of_seaborn = {
     **dict.fromkeys(('estimator', 'errorbar', 'ci', 'n_boot', 'seed', 'err_style', 'err_kws', 'units', 'weights'),
         'nothing is estimated here: each value is drawn'),
     **dict.fromkeys(('hue', 'size', 'style', 'row', 'col', 'hue_order', 'hue_norm', 'size_order', 'size_norm', 'sizes', 'style_order', 'row_order', 'col_order',
-        'dashes', 'orient'), 'layers and statistics are told apart by layer=, tt= and scalar_metric='),
-    **dict.fromkeys(('data', 'ax', 'figure'), 'the picture is made from df, in a figure of its own')} # argument of seaborn's plots -> why there is none here
+        'dashes', 'orient'), 'layers and statistics are told apart by path=, ttype= and stat='),
+    **dict.fromkeys(('data', 'ax', 'figure'), 'the picture is made from run, in a figure of its own')} # argument of seaborn's plots -> why there is none here
 harmless = dict(estimator=(None,), errorbar=(None,), ci=(None,), sort=(True,), legend=(True, 'auto', 'brief', 'full'), dashes=(True, False), orient=('x', None),
     style=(None,), size=(None,), units=(None,), hue_order=(None,), palette=(None,), markers=(None, False), legend_out=(True, False)) # and what changes nothing
 
@@ -182,12 +182,13 @@ def check_drawn_with(
     return given
 
 # %% ../../nbs/60_show/20_lines.ipynb #1805b7c5
+@earlier_calls()
 @drawn
 def scalar_line(
-    df, # Name of a run, an ember, a tracker, or a table
-    layer=None, # A path, a glob ('features.*'), a compiled regex, or a list: a panel for each. All of them in one panel without it
-    tt='output', # A tensor type, or a list of them: a panel for each; None: all there are
-    scalar_metric='std', # A statistic, or a list of them
+    run, # Name of a run, an ember, a tracker, or a table
+    path=None, # A path, a glob ('features.*'), a compiled regex, or a list: a panel for each. All of them in one panel without it
+    ttype='output', # A tensor type, or a list of them: a panel for each; None: all there are
+    stat='std', # A statistic, or a list of them
     x='step', # Column of the horizontal axis
     col_wrap:int|None=None, # Panels in a row, at most
     kind:str='line', # 'line' or 'scatter'
@@ -200,10 +201,10 @@ def scalar_line(
     """Statistics of layers over the steps. Raises ValueError where there is nothing to draw, `FacetException` for panels of two kinds
 
     Args:
-        df: Name of a run, an ember, a tracker, or a table
-        layer: A path, a glob ('features.*'), a compiled regex, or a list: a panel for each. All of them in one panel without it
-        tt: A tensor type, or a list of them: a panel for each; None: all there are
-        scalar_metric: A statistic, or a list of them
+        run: Name of a run, an ember, a tracker, or a table
+        path: A path, a glob ('features.*'), a compiled regex, or a list: a panel for each. All of them in one panel without it
+        ttype: A tensor type, or a list of them: a panel for each; None: all there are
+        stat: A statistic, or a list of them
         x: Column of the horizontal axis
         col_wrap: Panels in a row, at most
         kind: 'line' or 'scatter'
@@ -218,18 +219,18 @@ def scalar_line(
     """
     kwargs,facet_kws,named = drawn_with(kind, kwargs, facet_kws)
     if kind not in ('line', 'scatter'): raise ValueError(f"a statistic is drawn as 'line' or 'scatter', not as {kind!r}.")
-    by_type = tt is None or isinstance(tt, list|tuple)
-    if by_type and (layer is not None and is_several(layer)):
-        raise FacetException(f"Panels are either of layers or of tensor types: choose one of layer={layer!r:.60}, or one of tt={tt!r}.")
-    metrics = [scalar_metric] if isinstance(scalar_metric, str) else list(scalar_metric)
-    if tt=='output' and not any(m in derived or m in stats_of for m in metrics): df,tt = having(df, metrics)
-    table = table_of(df, metrics, **({} if tt is None else {'ttype': ttypes_asked(tt)}))
-    run,x = name_of(table),x[1] if isinstance(x, tuple) else x
-    if tt is None: table = table[table['ttype'].astype(str)!='scalar']
-    rows = pick(table, layer, tt)
+    by_type = ttype is None or isinstance(ttype, list|tuple)
+    if by_type and (path is not None and is_several(path)):
+        raise FacetException(f"Panels are either of layers or of tensor types: choose one of path={path!r:.60}, or one of ttype={ttype!r}.")
+    metrics = [stat] if isinstance(stat, str) else list(stat)
+    if ttype=='output' and not any(m in derived or m in stats_of for m in metrics): run,ttype = having(run, metrics)
+    table = table_of(run, metrics, **({} if ttype is None else {'ttype': ttypes_asked(ttype)}))
+    name,x = name_of(table),x[1] if isinstance(x, tuple) else x
+    if ttype is None: table = table[table['ttype'].astype(str)!='scalar']
+    rows = pick(table, path, ttype)
     cols = [stat_in(rows, m) for m in metrics]
     if x not in rows: raise ValueError(unknown('column', x, [c for c in ('step', 'call', 'ts') if c in rows]))
-    parts = parts_by_type(rows) if by_type else parts_by_layer(rows) if layer is not None and is_several(layer) else [('', rows)]
+    parts = parts_by_type(rows) if by_type else parts_by_layer(rows) if path is not None and is_several(path) else [('', rows)]
     if len(parts)>36: parts = [('', rows)]
     drawn_parts = [(title, [(m, line) for m,c in zip(metrics, cols, strict=True) for line in series(part, c, x)]) for title,part in parts]
     options,limits = grid_options(facet_kws, sharex=True, sharey=not by_type)
@@ -243,8 +244,8 @@ def scalar_line(
     for some in [both] if options.get('sharey') else [[b] for b in both]:
         log_if_wide([a for a,_ in some], [l for _,(_,lines) in some for _,l in lines])
     for ax,(_,lines) in zip(axes, drawn_parts, strict=True): name_all(ax, lines, metrics if named else [], len(parts))
-    what = ['' if by_type else words.get(ttype_of(tt)[0], tt), layer if isinstance(layer, str) and layer!='*' else '']
-    label_figure(fig, axes, metrics, x, fig_title or title_of(run, *what))
+    what = ['' if by_type else words.get(ttype_of(ttype)[0], ttype), path if isinstance(path, str) and path!='*' else '']
+    label_figure(fig, axes, metrics, x, fig_title or title_of(name, *what))
     if len(metrics)>1 and named: legend_of(fig, metrics, loc, bbox_to_anchor, kwargs.get('palette'))
     return fig
 
@@ -256,11 +257,11 @@ def having(df, metrics):
     there = [t for t in types.unique() if all(m in table and table[m][(types==t).to_numpy()].notna().any() for m in metrics)]
     if len(there)==1: return table, there[0]
     if not there: [stat_in(table, m) for m in metrics] # raises for what there is not
-    if there and 'output' not in there: raise ValueError(f"several tensor types have {metrics[0]!r}: {', '.join(there)}. Say which: tt={there[0]!r}.")
+    if there and 'output' not in there: raise ValueError(f"several tensor types have {metrics[0]!r}: {', '.join(there)}. Say which: ttype={there[0]!r}.")
     return table, 'output'
 
 # %% ../../nbs/60_show/20_lines.ipynb #73ae0f64
-def ttypes_asked(tt): return list(dict.fromkeys(ttype_of(t)[0] for t in (tt if isinstance(tt, list|tuple) else [tt])))
+def ttypes_asked(ttype): return list(dict.fromkeys(ttype_of(t)[0] for t in (ttype if isinstance(ttype, list|tuple) else [ttype])))
 
 def parts_by_type(rows):
     kinds = rows['ttype'].astype(str)

@@ -6,8 +6,9 @@
 __all__ = ['interactive']
 
 # %% ../../nbs/60_show/94_pointing.ipynb #1055c0be
-import asyncio, functools, inspect, io, sys, threading, time
+import asyncio, functools, io, sys, threading, time
 from html import escape
+from inspect import signature
 
 import matplotlib as mpl
 import matplotlib.patheffects as effects
@@ -21,7 +22,7 @@ from .first_look import loss_of
 from .heatmaps import cells_of, column_edges
 from .histograms import exp_hist
 from .lines import ttypes_asked
-from .select import name_of, places, table_of, training, trouble, ttype_of
+from .select import in_our_words, name_of, places, table_of, training, trouble, ttype_of
 from .style import drawing_on, drawn, figures_of, title_of, words
 
 # %% ../../nbs/60_show/94_pointing.ipynb #15eb8416
@@ -240,8 +241,8 @@ class Cursor:
             self.slider = slider_under(W, loss, locked(self.go))
             self.pinned = self.slider.value
 
-    @property
-    def shown(self): return self.loss.surface.widget, *([self.slider.shown] if self.slider else [])
+    def shown(self, W): # a box of its own would cut off a canvas
+        return W.VBox([self.loss.surface.widget, self.slider.shown]) if self.slider else self.loss.surface.widget
 
     def point(self, step):
         "Put the cross-hair and the lines at a step; None takes them away"
@@ -305,13 +306,12 @@ class Patches:
     "What is behind a heat map: which tensor is where, and its exponents, which are read when they are first wanted"
     def __init__(self, source, table): self.source,self.table,self.values,self.found,self.exponents = source,table,{},None,{}
 
-    def drawn_with(self, values): self.values,self.found = values,None
+    def drawn_with(self, values): self.values,self.found = in_our_words(values, signature(cells_of).parameters),None
 
     def cells(self):
         "The rows, the column, the grid, and what the tensors are called"
         if self.found is None:
-            known = inspect.signature(cells_of).parameters
-            got = cells_of(self.table, **{k: v for k,v in self.values.items() if k in known})
+            got = cells_of(self.table, **{k: v for k,v in self.values.items() if k in signature(cells_of).parameters})
             self.found = *got,dict(zip(*labels_of(got[0]), strict=True))
         return self.found
 
@@ -330,16 +330,16 @@ class Patches:
 
     def histogram(self, row):
         "How large the numbers of a row's tensor were at its step, as `Arguments`"
-        tt,label = self.values.get('tt', 'output'),self.cells()[3][tensor_key(row)]
-        if tt not in self.exponents: self.exponents[tt] = self.table if hasattr(self.source, 'columns') else rows_for(exp_hist, self.source, tt)
-        given = {'step': int(row['step']), 'tt': tt}
-        return Arguments(histogram_of(label), rows_like(self.exponents[tt], row), given, but=('layer', 'tt', 'col_wrap', 'facet_kws'))
+        ttype,label = self.values.get('ttype', 'output'),self.cells()[3][tensor_key(row)]
+        if ttype not in self.exponents: self.exponents[ttype] = self.table if hasattr(self.source, 'columns') else rows_for(exp_hist, self.source, ttype)
+        given = {'step': int(row['step']), 'ttype': ttype}
+        return Arguments(histogram_of(label), rows_like(self.exponents[ttype], row), given, but=('path', 'ttype', 'col_wrap', 'facet_kws'))
 
-def rows_for(f, source, tt=None):
+def rows_for(f, source, ttype=None):
     "The table that a picture needs; nothing else is read when a control is moved"
     stats = ['exponents'] if f.__name__ in counted else None
     if isinstance(source, list|tuple): return [table_of(s, stats) for s in source]
-    return table_of(source, stats, **({} if tt is None else {'ttype': ttypes_asked(tt)}))
+    return table_of(source, stats, **({} if ttype is None else {'ttype': ttypes_asked(ttype)}))
 
 counted = ('exp_hist', 'ridge', 'out_of_range') # pictures of exponents
 
@@ -356,9 +356,9 @@ def labels_of(rows):
 def histogram_of(label):
     "`exp_hist` of one tensor, under its name"
     @functools.wraps(exp_hist)
-    def f(df, **values):
-        title = title_of(name_of(df), words.get(ttype_of(values['tt'])[0], values['tt']), label, f"step {values['step']}")
-        return exp_hist(df, **{**values, 'fig_title': values.get('fig_title') or title})
+    def f(run, **values):
+        title = title_of(name_of(run), words.get(ttype_of(values['ttype'])[0], values['ttype']), label, f"step {values['step']}")
+        return exp_hist(run, **{**values, 'fig_title': values.get('fig_title') or title})
     return f
 
 # %% ../../nbs/60_show/94_pointing.ipynb #f8a22577
@@ -417,7 +417,7 @@ class Interactive:
         self.cursor = Cursor(W, loss, self.picture, live, pause, self.locked) if loss else None
         self.patches = Patches(source, self.now.table) if f.__name__=='scalar_global_heatmap' else None
         self.door = Door(W, self.patches, self.locked(self.enter)) if self.patches and not live else None
-        self.layout = Layout(W, [*([W.VBox(self.cursor.shown)] if loss else []), self.picture.surface.widget], live)
+        self.layout = Layout(W, [*([self.cursor.shown(W)] if loss else []), self.picture.surface.widget], live)
         self.layout.back.on_click(self.locked(lambda _: self.leave()))
         self.listen()
         self.arrange()
@@ -539,7 +539,7 @@ def interactive(
     train_stats=None, # `TrainingStats`, or a dict of the same, to point at; what `te.log` noted, without it; False: nothing
     width:int=1500, # Of all, pixels
     mouse_sensitivity:int=10000, # Least time from one move of the cross-hair to the next, microseconds
-    **kwargs # Of the picture, with the run as `df`: its name, an ember, a tracker or a table
+    **kwargs # Of the picture, with the run as `run`: its name, an ember, a tracker or a table
 ): # What is shown: its `controls`, its `figure`, and `show()`. Outside of a notebook what the picture gives
     """A picture in a notebook with a control for each argument, the loss beside it to point at, and patches of a heat map to click on
 
@@ -548,16 +548,16 @@ def interactive(
         train_stats: `TrainingStats`, or a dict of the same, to point at; what `te.log` noted, without it; False: nothing
         width: Of all, pixels
         mouse_sensitivity: Least time from one move of the cross-hair to the next, microseconds
-        **kwargs: Of the picture, with the run as `df`: its name, an ember, a tracker or a table
+        **kwargs: Of the picture, with the run as `run`: its name, an ember, a tracker or a table
 
     Returns:
         What is shown: its `controls`, its `figure`, and `show()`. Outside of a notebook what the picture gives
     """
     if not callable(f): raise TypeError(f"interactive needs a picture, such as scalar_line, got {an(f)}.")
     given = dict(kwargs)
-    names = list(inspect.signature(f).parameters)[:1]
+    names = list(signature(f).parameters)[:1]
     found = [n for n in (*names, 'df', 'run') if n in given]
-    if not found: raise TypeError(f"interactive needs a run: interactive({f.__name__}, df=<name, ember or table>, ...).")
+    if not found: raise TypeError(f"interactive needs a run: interactive({f.__name__}, run=<name, ember or table>, ...).")
     source = given.pop(found[0])
     why = nowhere()
     if why:

@@ -13,7 +13,7 @@ from ..measure.exponents import exponents_for, headroom, reach
 from .heatmaps import name_rows, tall_for
 from .histograms import at_step, counts_of
 from .lines import ttypes_asked
-from .select import name_of, pick, places, table_of, training, ttype_of
+from .select import earlier_calls, name_of, pick, places, table_of, training, ttype_of
 from .style import drawn, is_dark, palettes, panels, title_of, words
 
 # %% ../../nbs/60_show/60_ranges.ipynb #dd7424aa
@@ -44,29 +44,30 @@ def reached(rows, dtypes):
     return [d for d in dtypes if lo<=(r := reach(d))['subnormal'] and r['max']<lo+len(counts)]
 
 # %% ../../nbs/60_show/60_ranges.ipynb #48a19551
+@earlier_calls('dtypes', 'ttype', 'step', 'path', 'ax')
 @drawn
 def out_of_range(
     run, # Name of a run, an ember, a tracker, or a table
+    path=None, # A path, a glob, a compiled regex, or a list; all layers without it
+    ttype:str='output', # A tensor type
     dtypes=None, # Number formats, a panel for each; of float16, float8_e4m3fn and float8_e5m2 those that the counts reach, without it
-    tt:str='output', # A tensor type
     step:int|None=None, # The last one without it
-    layer=None, # A path, a glob, a compiled regex, or a list; all layers without it
     ax=None # Axes, as many as formats
 ): # The axes
     """What share of each layer's numbers number formats would lose: to the left what underflows, to the right what overflows
 
     Args:
         run: Name of a run, an ember, a tracker, or a table
+        path: A path, a glob, a compiled regex, or a list; all layers without it
+        ttype: A tensor type
         dtypes: Number formats, a panel for each; of float16, float8_e4m3fn and float8_e5m2 those that the counts reach, without it
-        tt: A tensor type
         step: The last one without it
-        layer: A path, a glob, a compiled regex, or a list; all layers without it
         ax: Axes, as many as formats
 
     Returns:
         The axes
     """
-    rows,step = at_step(training(pick(table_of(run, ['exponents'], ttype=ttypes_asked(tt)), layer, tt)), step)
+    rows,step = at_step(training(pick(table_of(run, ['exponents'], ttype=ttypes_asked(ttype)), path, ttype)), step)
     if 'exponents' in rows: rows = rows[rows['exponents'].notna()]
     if dtypes is None: dtypes = reached(rows, common) or common
     dtypes = [dtypes] if isinstance(dtypes, str) else list(dtypes)
@@ -84,7 +85,7 @@ def out_of_range(
     for a,d,(_,got) in zip(axes, dtypes, found, strict=True): one_format(a, d, got, *worst)
     name_rows(axes[0], labels)
     for a in axes[1:]: a.yaxis.set_tick_params(length=0)
-    title = title_of(name_of(rows), words.get(ttype_of(tt)[0], tt), f'step {step:,}')
+    title = title_of(name_of(rows), words.get(ttype_of(ttype)[0], ttype), f'step {step:,}')
     small = 'too small' if 'zero_frac' in rows else 'too small, or zero'
     if ax is not None: axes[0].set(title=title_of(title, dtypes[0]), xlabel=f'← {small} · too large →') # the figure has a title of its own
     else:

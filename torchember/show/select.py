@@ -6,9 +6,10 @@
 __all__ = []
 
 # %% ../../nbs/60_show/10_select.ipynb #ba2c4074
-import re
+import functools, re
 from os import PathLike
 from fnmatch import fnmatchcase
+from inspect import signature
 
 import numpy as np
 
@@ -34,6 +35,55 @@ def ttype_of(
     ours = ttypes_of.get(first.lower(), first)
     if ours not in ttypes: raise ValueError(unknown('tensor type', name, ttypes, ttypes_of))
     return ours, key or None
+
+# %% ../../nbs/60_show/10_select.ipynb #a5be0002
+def earlier_calls(
+    *order # Names of a picture's arguments in the order that they once had, after the run; as they stand without it
+):
+    "A picture that is asked for in our words and in our order is also asked for as it was: a decorator"
+    def of(f):
+        known = signature(f)
+        @functools.wraps(f)
+        def g(*args, **given):
+            given = in_our_words(given, known.parameters, f.__name__)
+            before = dict(zip((next(iter(known.parameters)), *order), args, strict=False)) if order else {}
+            named,later = {n: v for n,v in before.items() if n in kinds_of_words},lambda: f(*args, **given)
+            if len(args)<2 or len(before)<len(args) or set(before)&set(given) or not all(is_words(n, v) for n,v in named.items()): return later()
+            if any(v is not None for v in named.values()) and all(map(is_known, named, named.values())): return f(**before, **given)
+            try: return f(**before, **given)
+            except (ValueError, TypeError) as e: then = e
+            try: known.bind(*args, **given)
+            except TypeError: raise then from None
+            try: return later()
+            except (ValueError, TypeError) as e: raise (e if 'Did you mean' in str(e) and 'Did you mean' not in str(then) else then) from None
+        return g
+    return of
+
+words_before = {'df': 'run', 'layer': 'path', 'tt': 'ttype', 'scalar_metric': 'stat'} # Track & Visualize's words for arguments, and ours
+
+def in_our_words(
+    given, # Arguments by name
+    known, # Names that there are
+    what:str='A picture' # Who is given them
+) -> dict:
+    "Arguments by our names. Raises TypeError where one is given under both"
+    out = {}
+    for typed,v in given.items():
+        name = words_before[typed] if typed not in known and words_before.get(typed) in known else typed
+        if name in out: raise TypeError(f"{what} got {name}= twice: as {typed}=, too. Give one of them.")
+        out[name] = v
+    return out
+
+kinds_of_words = {'ttype': lambda v: v.partition('.')[0].lower() in {*ttypes, *ttypes_of}, 'stat': lambda v: v in {*derived, *stats_of},
+    'stats': lambda v: v in {*derived, *stats_of}, 'dtypes': lambda v: 'float' in v} # argument -> whether it is surely one of its words
+
+def is_words(name, v):
+    "Whether a value can be what an argument takes: words, and no pattern of layers"
+    if v is None: return True
+    if name=='stats' and isinstance(v, str): return False
+    return all(isinstance(o, str) and not set(o)&set('*?[') for o in (v if isinstance(v, list|tuple) else [v]))
+
+def is_known(name, v): return v is None or all(map(kinds_of_words[name], v if isinstance(v, list|tuple) else [v]))
 
 # %% ../../nbs/60_show/10_select.ipynb #734937ed
 def table_of(
@@ -115,15 +165,15 @@ def name_of(df): return df.attrs.get('run', '')
 # %% ../../nbs/60_show/10_select.ipynb #e6ddf6d4
 def pick(
     df, # What `table_of` gives
-    layer=None, # A path, a glob ('features.*'), a label ('0.weight'), a compiled regex that is searched, or a list of these; all of them without it
-    tt=None # A tensor type, or a list of them; all of them without it
+    path=None, # A path, a glob ('features.*'), a label ('0.weight'), a compiled regex that is searched, or a list of these; all of them without it
+    ttype=None # A tensor type, or a list of them; all of them without it
 ): # The rows; raises ValueError where there are none
     "The rows of these layers and tensor types"
     if not len(df): raise ValueError(no_rows(name_of(df) or 'The table'))
     every = df
-    if tt is not None: df = of_ttypes(df, tt)
-    if layer is None: return df
-    asked = list(layer) if isinstance(layer, list|tuple|set) else [layer]
+    if ttype is not None: df = of_ttypes(df, ttype)
+    if path is None: return df
+    asked = list(path) if isinstance(path, list|tuple|set) else [path]
     rows,asked = of_names(df, asked)
     paths = df['path'].astype(str)
     known = list(dict.fromkeys(paths.unique().tolist()))
@@ -166,8 +216,8 @@ def paths_like(one, known):
     if one in known: return {one}
     return {p for p in known if fnmatchcase(p, str(one))}
 
-def of_ttypes(df, tt):
-    asked = [(t, *ttype_of(t)) for t in (tt if isinstance(tt, list|tuple|set) else [tt])]
+def of_ttypes(df, asked):
+    asked = [(t, *ttype_of(t)) for t in (asked if isinstance(asked, list|tuple|set) else [asked])]
     there = list(dict.fromkeys(df['ttype'].astype(str).unique().tolist()))
     rows = np.zeros(len(df), bool)
     for typed,ttype,key in asked:

@@ -15,7 +15,7 @@ from ..frames.unit_tables import History, histories
 from ..ground.messages import an, printable
 from ..ground.record import values_of
 from .heatmaps import heat, zero
-from .select import Grid, name_of, table_of, ttype_of
+from .select import Grid, earlier_calls, name_of, table_of, ttype_of
 from .style import alarm, drawing_on, drawn, is_dark, meanings, panels, short_names, title_of, words
 
 # %% ../../nbs/60_show/75_surfaces.ipynb #83eb96c8
@@ -43,12 +43,13 @@ def has_zeros(value):
     return bool(len(finite)) and finite.min()==0 and finite.max()>0
 
 # %% ../../nbs/60_show/75_surfaces.ipynb #386396c9
+@earlier_calls('stat', 'path', 'ttype', 'kind', 'figsize', 'col_wrap')
 @drawn
 def surface(
     run, # Name of a run, an ember, a tracker, or a table
-    stat:str, # A statistic whose values are vectors: 'InputMean', 'UnitActivity'
     path=None, # A layer: a path, a glob, a compiled regex, or a list: a panel for each. All that have the statistic without it, if they are few
     ttype:str|None=None, # A tensor type; all that have the statistic without it
+    stat:str|None=None, # A statistic whose values are vectors: 'InputMean', 'UnitActivity'
     kind:str='surface', # 'surface', or 'heatmap': steps to the right, units down
     figsize:tuple|None=None, # Width and height, inches
     col_wrap:int|None=None, # Panels in a row, at most
@@ -58,9 +59,9 @@ def surface(
 
     Args:
         run: Name of a run, an ember, a tracker, or a table
-        stat: A statistic whose values are vectors: 'InputMean', 'UnitActivity'
         path: A layer: a path, a glob, a compiled regex, or a list: a panel for each. All that have the statistic without it, if they are few
         ttype: A tensor type; all that have the statistic without it
+        stat: A statistic whose values are vectors: 'InputMean', 'UnitActivity'
         kind: 'surface', or 'heatmap': steps to the right, units down
         figsize: Width and height, inches
         col_wrap: Panels in a row, at most
@@ -70,6 +71,7 @@ def surface(
         matplotlib Figure
     """
     if kind not in ('surface', 'heatmap'): raise ValueError(f"a vector statistic is drawn as 'surface' or 'heatmap', not as {kind!r}.")
+    if stat is None: raise TypeError("surface needs a statistic whose values are vectors, such as surface(run, stat='UnitActivity').")
     table = table_of(run, [stat])
     found = histories(table, stat, path, ttype and ttype_of(ttype)[0])
     if len(found)>12:

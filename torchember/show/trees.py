@@ -12,7 +12,7 @@ import numpy as np
 from .heatmaps import scale_of
 from .histograms import at_step
 from .lines import ttypes_asked
-from .select import name_of, pick, root_of, stat_in, table_of, training, trouble, ttype_of
+from .select import earlier_calls, name_of, pick, root_of, stat_in, table_of, training, trouble, ttype_of
 from .style import alarm, canvas, drawn, elided, is_dark, meanings, size_of, title_of, words
 
 # %% ../../nbs/60_show/50_trees.ipynb #5601def5
@@ -55,13 +55,14 @@ def heights(path, node, found):
     return found
 
 # %% ../../nbs/60_show/50_trees.ipynb #0c5b6a76
+@earlier_calls('stat', 'ttype', 'step', 'path', 'deepest', 'ax')
 @drawn
 def tree(
     run, # Name of a run, an ember, a tracker, or a table
+    path=None, # A glob, a compiled regex, or a list of paths, for a part of the model
+    ttype:str='output', # A tensor type. Of several tensors of a module the first with a finite value counts
     stat:str='std', # A statistic
-    tt:str='output', # A tensor type. Of several tensors of a module the first with a finite value counts
     step:int|None=None, # The last one without it
-    layer=None, # A glob, a compiled regex, or a list of paths, for a part of the model
     deepest:int|None=None, # How deep to draw; without it, as deep as there is room
     ax=None # Axes
 ): # The axes
@@ -69,17 +70,17 @@ def tree(
 
     Args:
         run: Name of a run, an ember, a tracker, or a table
+        path: A glob, a compiled regex, or a list of paths, for a part of the model
+        ttype: A tensor type. Of several tensors of a module the first with a finite value counts
         stat: A statistic
-        tt: A tensor type. Of several tensors of a module the first with a finite value counts
         step: The last one without it
-        layer: A glob, a compiled regex, or a list of paths, for a part of the model
         deepest: How deep to draw; without it, as deep as there is room
         ax: Axes
 
     Returns:
         The axes
     """
-    rows,step = at_step(training(pick(table_of(run, [stat], ttype=ttypes_asked(tt)), layer, tt)), step)
+    rows,step = at_step(training(pick(table_of(run, [stat], ttype=ttypes_asked(ttype)), path, ttype)), step)
     col = stat_in(rows, stat)
     paths = rows['path'].astype(str)
     value = {}
@@ -95,7 +96,7 @@ def tree(
     colours = mpl.cm.ScalarMappable(scale_of(finite), 'viridis')
     room = (size_of(ax)[0]/72 if given else ax.figure.get_size_inches()[0]*.8)/depth*11
     for b in bs: one_box(ax, b, value.get(b.path), b.path in bad, colours, root_of(rows), room)
-    ax.set(xlim=(0, depth), ylim=(leaves, 0), xticks=[], yticks=[], title=title_of(name_of(rows), words.get(ttype_of(tt)[0], tt), f'step {step:,}'))
+    ax.set(xlim=(0, depth), ylim=(leaves, 0), xticks=[], yticks=[], title=title_of(name_of(rows), words.get(ttype_of(ttype)[0], ttype), f'step {step:,}'))
     for s in ax.spines.values(): s.set_visible(False)
     if len(finite):
         bar = ax.figure.colorbar(colours, ax=ax, label=meanings.get(col, col), pad=.01, fraction=.03, aspect=30)

@@ -13,7 +13,7 @@ import numpy as np
 from ..measure.summary import derived
 from .lines import name_lines, put_lines
 from .missing import asked_for, parameters_in, reasons_in
-from .select import measured, name_of, pick, places, series, stat_in, table_of, training, trouble
+from .select import earlier_calls, measured, name_of, pick, places, series, stat_in, table_of, training, trouble
 from .style import canvas, drawn, is_dark, meanings, palettes, short_names, title_of
 from ..store.parameters import label_of, why_not
 
@@ -57,7 +57,7 @@ def stood_still(rows):
     said = np.any([~np.isnan(v) for v in values], axis=0)
     return said & ~np.any([(v!=0) & ~np.isnan(v) for v in values], axis=0) & ~trouble(rows)
 
-def as_before(rows, code):
+def stood_as_before(rows, code):
     "Which weights have the numbers of the recorded step before, in all that is known of them; and which have one before"
     order = np.lexsort((rows['step'].to_numpy(), code))
     same = np.ones(max(len(rows)-1, 0), bool)
@@ -75,15 +75,15 @@ def standstills(
 ) -> dict: # Label -> number of recorded steps that moved nothing, and of all
     "How often each weight did not move"
     code,labels = places(rows)
-    still,counted = (stood_still(rows), np.ones(len(rows), bool)) if known else as_before(rows, code)
+    still,counted = (stood_still(rows), np.ones(len(rows), bool)) if known else stood_as_before(rows, code)
     each = zip(labels, np.bincount(code, still, len(labels)), np.bincount(code, counted, len(labels)), strict=True)
     return {l: (int(z), int(n)) for l,z,n in each if n}
 
-def unmoved(table, rows, layer, known):
+def unmoved(table, rows, path, known):
     "The same, and weights that no update is of"
     found = standstills(rows, known)
     if not known or not (table['ttype'].astype(str)=='weight').any(): return found
-    try: weights = pick(table, layer, 'weight')
+    try: weights = pick(table, path, 'weight')
     except ValueError: return found # this layer has none
     return {l: found.get(l, (1, 1)) for l in dict.fromkeys([*places(weights)[1], *found])}
 
@@ -102,10 +102,11 @@ def told(
     return '\n'.join(title+names(some) for title,some in lines if some)
 
 # %% ../../nbs/60_show/70_update_ratios.ipynb #9c1348d1
+@earlier_calls()
 @drawn
 def updates(
     run, # Name of a run, an ember, a tracker, or a table
-    layer=None, # A path, a glob, a compiled regex, a parameter ('0.weight'), or a list; all of them without it
+    path=None, # A path, a glob, a compiled regex, a parameter ('0.weight'), or a list; all of them without it
     healthy:tuple=(1e-4, 1e-2), # The band that is drawn: a thousandth, give or take a factor of ten
     ax=None # Axes
 ): # The axes
@@ -113,7 +114,7 @@ def updates(
 
     Args:
         run: Name of a run, an ember, a tracker, or a table
-        layer: A path, a glob, a compiled regex, a parameter ('0.weight'), or a list; all of them without it
+        path: A path, a glob, a compiled regex, a parameter ('0.weight'), or a list; all of them without it
         healthy: The band that is drawn: a thousandth, give or take a factor of ten
         ax: Axes
 
@@ -122,11 +123,11 @@ def updates(
     """
     table,ps = training(measured(table_of(run, ttype=['update', 'weight']))),parameters_in(run)
     known = 'update' in set(table['ttype'].astype(str)) or not can_tell(table)
-    rows = pick(table, layer, 'update' if known else 'weight')
+    rows = pick(table, path, 'update' if known else 'weight')
     lines = list(series(rows, stat_in(rows, 'ratio'))) if known else least_ratios(rows)
-    still = unmoved(table, rows, layer, known)
+    still = unmoved(table, rows, path, known)
     never = dict.fromkeys([n for n,(zeros,n_steps) in still.items() if zeros==n_steps])
-    if known: never |= dict.fromkeys(n for n in reasons_in(rows, 'update', ps, layer) if n not in still)
+    if known: never |= dict.fromkeys(n for n in reasons_in(rows, 'update', ps, path) if n not in still)
     ax = canvas(ax, (7.5, 3.6))
     ax.axhspan(*healthy, color=palettes[is_dark()][2], alpha=.15, lw=0)
     lines = [(n, x, np.where(y>0, y, np.nan), bad) for n,x,y,bad in lines if n not in never] # a step that moved nothing is not on this axis
@@ -139,6 +140,6 @@ def updates(
         title=title_of(name_of(rows), 'updates' if known else 'updates, from weights'))
     word = {'fontsize': mpl.rcParams['legend.fontsize'], 'path_effects': [effects.withStroke(linewidth=2.5, foreground=ax.get_facecolor())]}
     ax.text(.995, healthy[1], 'usual', transform=ax.get_yaxis_transform(), va='top', ha='right', color=palettes[is_dark()][2], **word)
-    said = told(never, still, {label_of(p): why_not(p) for p in asked_for(ps, layer)})
+    said = told(never, still, {label_of(p): why_not(p) for p in asked_for(ps, path)})
     if said: ax.text(.01, .02, said, transform=ax.transAxes, va='bottom', ha='left', **word)
     return ax
