@@ -55,7 +55,9 @@ def earlier_calls(
             try: known.bind(*args, **given)
             except TypeError: raise then from None
             try: return later()
-            except (ValueError, TypeError) as e: raise (e if 'Did you mean' in str(e) and 'Did you mean' not in str(then) else then) from None
+            except (ValueError, TypeError) as e:
+                ours = 'Did you mean' in str(e) and 'Did you mean' not in str(then) and not any(v and is_known(n, v) for n,v in named.items())
+                raise (e if ours else then) from None # the sentence about what was meant
         return g
     return of
 

@@ -126,17 +126,39 @@ def panels(
     wrap:int|None=None, # In a row, at most
     size:tuple|None=None, # Of the whole figure, inches
     each:tuple=(3.2, 2.2), # Of one panel, where `size` is not given, inches
+    least:tuple=(4.5, 2.8), # Of the whole figure, where `size` is not given, inches
     **kwargs # `sharex`, `sharey`, `subplot_kw`, `gridspec_kw` of matplotlib's `subplots`
 ): # Figure, and a list of axes
     "A figure with a grid of axes"
     across = min(n, wrap or (n if n<4 else math.ceil(n**.5)))
     down = math.ceil(n/across)
-    if size is None: size = max(each[0]*across, 4.5), max(each[1]*down, 2.8)
+    if size is None: size = max(each[0]*across, least[0]), max(each[1]*down, least[1])
     fig = figure(size)
     grid = fig.subplots(down, across, squeeze=False, **kwargs).ravel()
     for ax in grid[n:]: ax.remove()
     for ax in grid[max(n-across, 0):n]: ax.xaxis.set_tick_params(labelbottom=True) # the one below it is not there
     return fig, list(grid[:n])
+
+# %% ../../nbs/60_show/00_style.ipynb #9a3e0002
+class Panels(np.ndarray):
+    "The axes of a picture that has several: an array of them, with a `figure`, `axes` and `savefig`"
+    def __new__(cls, axes):
+        out = np.empty(len(axes), object)
+        out[:] = axes
+        return out.view(cls)
+
+    @property
+    def figure(self): return self.flat[0].figure
+
+    @property
+    def axes(self): return list(self.flat)
+
+    def savefig(self, *args, **kwargs): whole_figure(self.figure).savefig(*args, **kwargs)
+
+def whole_figure(fig):
+    "The figure that a part of a figure belongs to"
+    while fig.figure is not fig: fig = fig.figure
+    return fig
 
 # %% ../../nbs/60_show/00_style.ipynb #32fcdd91
 def short_names(

@@ -18,7 +18,7 @@ from .layers import with_values
 most = 1_000_000 # values that a picture is made of
 
 # %% ../../nbs/70_state/04_plots.ipynb #543ce2c8
-panels = 48 # layers that one picture has a panel for
+most_panels = 48 # layers that one picture has a panel for
 
 def whole_of(x):
     "A tensor as the plots read it: strided, all of it, on its device"
@@ -53,21 +53,17 @@ def canvas(
     title='' # What the panels have in common
 ): # Axes, one for each name, and a note
     "Axes for panels, in a grid of their own unless they are given"
-    import matplotlib.pyplot as plt
+    from torchember.show.style import Panels, panels
     if not names: raise ValueError('there is nothing to draw: no layer matches.')
-    note = f'the first {panels} of {len(names)} layers' if ax is None and len(names)>panels else ''
-    n = len(names) if ax is not None else min(len(names), panels)
+    note = f'the first {most_panels} of {len(names)} layers' if ax is None and len(names)>most_panels else ''
+    n = len(names) if ax is not None else min(len(names), most_panels)
     if ax is None:
-        across = math.ceil(n**.5) if n>3 else n
-        down = math.ceil(n/across)
-        fig,grid = plt.subplots(down, across, figsize=(size[0]*across, size[1]*down), squeeze=False, layout='constrained')
+        fig,axes = panels(n, each=size, least=(0, 0))
         if title: fig.suptitle(printable(title), fontsize=10, parse_math='$' not in title)
-        grid = grid.ravel()
-        for a in grid[n:]: a.remove()
-        return grid[:n], note
+        return Panels(axes), note
     axes = np.ravel(np.array(ax, dtype=object))
     if len(axes)!=n: raise ValueError(f'{n} panels need as many axes, got {len(axes)}.')
-    return axes, note
+    return Panels(axes), note
 
 # %% ../../nbs/70_state/04_plots.ipynb #49398c84
 def titled(ax, title, *notes):

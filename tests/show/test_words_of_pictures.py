@@ -110,3 +110,27 @@ def test_controls_have_the_words_that_were_typed(t):
         i.controls['tt'].value = 'weight'
         assert i.figure.get_suptitle()=='r · weights · fc1' and i.said==''
     with pytest.raises(KeyError): ours.controls['metric']
+
+
+def test_what_a_picture_returns(t, tmp_path):
+    "Has its figure; of several panels it can be saved and has its axes; an array of axes is an array, and a Figure a Figure"
+    pytest.importorskip('ml_dtypes')
+    other = t.assign(std=np.where(t.step>3, t['std']*2, t['std']))
+    other.attrs['run'] = 's'
+    got = {'lines': scalar_line(t, 'fc*', 'weight'), 'sizes': exp_hist(t, 'fc*', 'weight'), 'cells': scalar_global_heatmap(t), 'parting': compare([t, other]),
+        'formats': out_of_range(t, dtypes=['float8_e4m3fn', 'float8_e5m2']), 'first': overview(t)}
+    for name,p in got.items():
+        p.savefig(tmp_path/f'{name}.png', dpi=20)
+        assert (tmp_path/f'{name}.png').read_bytes()[:4]==b'\x89PNG' and isinstance(p.figure, plt.Figure)
+        axes = p.axes if isinstance(p.axes, list) else [p.axes]
+        assert all(a in p.figure.axes for a in axes)
+    assert [isinstance(got[n], plt.Figure) for n in got]==[True]*3+[False]*3 and isinstance(got['first'], plt.Axes)
+    both = got['parting']
+    assert isinstance(both, np.ndarray) and both.shape==(2,) and both.axes==[both[0], both[1]]==list(both) and both.figure is both[1].figure
+    for one in (compare([t, other], 'fc1'), out_of_range(t, dtypes='float8_e5m2'), tree(t), updates(t), ridge(t)): assert isinstance(one, plt.Axes)
+    parts = plt.figure().subfigures(1, 2)
+    inside = compare([t, other], ax=parts[0].subplots(2))
+    assert inside.figure is parts[0]
+    inside.savefig(tmp_path/'whole.png', dpi=20)
+    assert (tmp_path/'whole.png').stat().st_size>0
+    plt.close('all')
