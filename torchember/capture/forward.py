@@ -18,7 +18,7 @@ from . import compiled
 from .events import joint_of
 from .tensors import alone, inputs, outputs, parameters
 from .tree import refused
-from .private_torch import hooks_in_graphs, is_exporting, never_compile, recomputing, say_no_hooks
+from .private_torch import hooks_in_graphs, is_exporting, is_tracing, never_compile, recomputing, say_no_hooks
 
 # %% ../../nbs/10_capture/20_forward.ipynb #e366dc34
 for f in (inputs, outputs): never_compile(f)
@@ -63,6 +63,15 @@ class State:
         patch.hear([st for st in patch.states if st is not self])
         lift(m, self.laid)
         if not patch.states: lift(m, patch.laid)
+
+    def tensors(self, what, f, *args):
+        try: return f(*args)
+        except Exception as e: return self.lost(what, e)
+
+    def lost(self, what, error):
+        "What could not be looked through is told, and passed over"
+        self.listener.failed(self, what, what, error)
+        return []
 
     # ---- what compiled code calls
 
@@ -170,6 +179,7 @@ class Patch:
             st.patch,st.call = self,call
             call = types.MethodType(beneath(st), st.track.module)
         self.first = self.states[0] if states else None
+        self.place = self if not states else self.function if self.former is None else self.former # what a forward of ours has to stand for
         self.passes = any(st.outermost for st in states) # whether compiled code tells where a pass begins and ends
         self.wants = joint_of(frozenset(st.wants for st in states if st.watched))
 
@@ -201,33 +211,39 @@ def patched(
     inner=None # `State` of one who listens beneath another
 ):
     "The forward of a module that is heard: tell the listener, call the module's own"
+    place = function if former is None else former
     def forward(self, *args, **kwargs):
         st = inner
         if st is None:
             patch = getattr(self, KEY, None) # by name, as the compiler finds it, too
-            if patch is None or patch.former is not former or patch.function is not function or patch.first is None or is_exporting():
-                # kept by somebody from before: the model is disarmed, or armed anew around it
+            if patch is None or patch.place is not place: # kept by somebody from before
                 return (function or type(self).forward)(self, *args, **kwargs) if former is None else former(*args, **kwargs)
             if torch.compiler.is_compiling(): return traced(self, patch, args, kwargs)
             st = patch.first
         listener,call = st.listener,st.call
-        if not listener.on and listener.running and not st.root: # off schedule: nothing to tell
+        if not listener.on and listener.running and not st.root or is_exporting() or is_tracing(): # off schedule: nothing to tell
             return type(self).forward(self, *args, **kwargs) if call is None else call(*args, **kwargs)
-        if recomputing() or torch.jit.is_tracing():
-            again = listener.on and st.watched and recomputing()
-            if again and st.wants.input_grad: listener.recomputed(st, named(st, 'input', inputs, args, kwargs, st.patch.names, st.patch.rest), [])
+        if recomputing():
+            told = listener.on and st.watched and st.wants
+            if told and told.input_grad: listener.recomputed(st, st.tensors('input', inputs, args, kwargs, st.patch.names, st.patch.rest), [])
             result = type(self).forward(self, *args, **kwargs) if call is None else call(*args, **kwargs)
-            if again and st.wants.output_grad: listener.recomputed(st, [], named(st, 'output', outputs, result))
+            if told and told.output_grad: listener.recomputed(st, [], st.tensors('output', outputs, result))
             return result
         begun = (st.root or not listener.running or listener.on and not listener.inside()) and listener.pass_begins(st) # the outermost module is the pass
         try:
             told = listener.on and st.watched and listener.records()
-            if told and st.inputs: listener.call_begins(st, named(st, 'input', inputs, args, kwargs, st.patch.names, st.patch.rest))
+            if told and st.inputs:
+                try: tensors = inputs(args, kwargs, st.patch.names, st.patch.rest)
+                except Exception as e: tensors = st.lost('input', e)
+                listener.call_begins(st, tensors)
             try: result = type(self).forward(self, *args, **kwargs) if call is None else call(*args, **kwargs)
             except BaseException:
                 if told: listener.call_fails(st)
                 raise
-            if told and st.outputs: listener.call_ends(st, named(st, 'output', outputs, result))
+            if told and st.outputs:
+                try: tensors = outputs(result)
+                except Exception as e: tensors = st.lost('output', e)
+                listener.call_ends(st, tensors)
             return result
         except BaseException:
             if begun: listener.pass_fails(st)
@@ -236,18 +252,12 @@ def patched(
             if begun: listener.pass_ends(st, False)
     return forward
 
-def named(st, what, f, *args):
-    "The tensors in arguments or a result; what cannot be looked through is told, and passed over"
-    try: return f(*args)
-    except Exception as e:
-        st.listener.failed(st, what, what, e)
-        return []
-
 # %% ../../nbs/10_capture/20_forward.ipynb #515b52ad
 def traced(self, patch, args, kwargs):
     "The patched forward as the compiler sees it, for whoever listens"
-    former,wants = patch.former,patch.wants
-    if patch.passes: compiled.began([patch.key] if torch.is_grad_enabled() else [], patch.key)
+    former,wants,passes = patch.former,patch.wants,patch.passes
+    if is_exporting(): wants,passes = nothing,False
+    if passes: compiled.began([patch.key] if torch.is_grad_enabled() else [], patch.key)
     if wants.inputs:
         named = inputs(args, kwargs, patch.names, patch.rest)
         hooked = with_gradient(named, wants.input_grad)
@@ -259,8 +269,10 @@ def traced(self, patch, args, kwargs):
         hooked = with_gradient(named, wants.output_grad)
         compiled.left([x.detach() for _,x in named], patch.key, [n for n,_ in named], [n for n,_ in hooked])
         hook_compiled(hooked, patch.key, 'output_grad')
-    if patch.passes: compiled.ended([], patch.key)
+    if passes: compiled.ended([], patch.key)
     return result
+
+nothing = joint_of(frozenset())
 
 def with_gradient(named, wanted):
     wanted = wanted and hooks_in_graphs and torch.is_grad_enabled()

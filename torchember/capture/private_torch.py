@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['count_dispatch_modes', 'count_function_modes', 'inside_transform', 'without_dispatch_modes', 'without_function_modes',
            'without_transforms', 'is_wrapped', 'unwrap', 'running_node', 'who_saves', 'again', 'apply',
-           'metadata_passes', 'hooks_in_graphs', 'say_missing', 'computes_again', 'recomputing', 'function_around',
-           'call_in', 'only_metadata', 'same_function', 'never_compile', 'say_no_hooks', 'thread_token', 'never_merge',
-           'keep_in_order', 'has_step_hooks', 'loss_scale', 'is_unscaled', 'any_unscaled', 'shared_store']
+           'metadata_passes', 'is_tracing', 'hooks_in_graphs', 'say_missing', 'computes_again', 'recomputing',
+           'function_around', 'call_in', 'only_metadata', 'same_function', 'never_compile', 'say_no_hooks',
+           'thread_token', 'never_merge', 'keep_in_order', 'has_step_hooks', 'loss_scale', 'is_unscaled',
+           'any_unscaled', 'shared_store']
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch02
 import sys, weakref
@@ -135,6 +136,9 @@ def same_function(now, before):
     return len(now)==len(before) and all(a() is not None and a() is b() for a,b in zip(now, before, strict=True))
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch20
+# Whether `torch.jit.trace` looks at a model, asked without two functions of Python around it: in all torches
+is_tracing = private('torch._C._is_tracing', torch.jit.is_tracing, 'a call of a module that is heard takes a little longer')
+
 if hasattr(torch.compiler, '_is_exporting_flag'): # in torch 2.7 and later
     def is_exporting(): return torch.compiler._is_exporting_flag
 elif hasattr(torch.compiler, 'is_exporting'): is_exporting = torch.compiler.is_exporting
