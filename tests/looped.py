@@ -1,17 +1,16 @@
 "A training loop written out by hand, and what its rows are compared with: other people's loops, and the tensors themselves"
-import math
 import warnings
 from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
+from oracle import is_row, numbers, says
 from torch import nn
 
 from torchember import EmberWarning
 
 ALL = ('input', 'output', 'weight', 'weight_grad', 'output_grad', 'update', 'optimizer')
 place = ('step', 'module', 'ttype', 'tname', 'call', 'phase', 'backward')
-numbers = ('mean', 'std', 'max', 'min')
 
 
 class Net(nn.Module):
@@ -101,21 +100,7 @@ def training(te, *ttypes):
     return {k: r for k,r in rows.items() if k[0] in trained}
 
 
-# ---- tensors
-
-def is_row(row, want, shape):
-    "The row says these mean, std, max and min, as far as float32 goes"
-    assert list(row['shape'])==list(shape), (row, shape)
-    size = 1e-6*max([abs(v) for v in want if math.isfinite(v)], default=0)
-    for n,v in zip(numbers, want, strict=True):
-        assert abs(row[n]-v)<=size or row[n]==v or row[n]!=row[n] and v!=v, (n, v, row)
-
-
-def says(row, x):
-    "The row is of the tensor `x`"
-    d = x.detach().double()
-    is_row(row, [d.mean().item(), d.std().item() if d.numel()>1 else math.nan, d.max().item(), d.min().item()], x.shape)
-
+# ---- parameters
 
 def said_of_parameters(te, ttype, wanted):
     "The rows of `ttype` are those of `wanted`: for each step, parameter's name -> tensor"

@@ -1,7 +1,8 @@
 "accelerate wraps optimizers, the forward, and moves weights about: the rows are those of the plain loop, and all comes off again"
 import pytest
 import torch
-from looped import ALL, Net, batches, by_hand, heard, loss_of, momentum, same, says, seeded, steps, table
+from looped import ALL, Net, batches, by_hand, heard, loss_of, momentum, same, seeded, steps, table
+from oracle import says
 from torch import nn
 
 from torchember import torchEmber

@@ -4,7 +4,8 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from looped import ALL, Net, grads, heard, said_of_parameters, same, says, seeded, steps, table, training, weights
+from looped import ALL, Net, grads, heard, said_of_parameters, same, seeded, steps, table, training, weights
+from oracle import says
 
 from torchember import torchEmber
 

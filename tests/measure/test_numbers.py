@@ -4,21 +4,18 @@
 """
 import math
 import os
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
+from oracle import everything, judge, rel
 
 from torchember import get_stats, summarize
 from torchember.measure import kernels
 from torchember.measure.kernels import Unmeasurable, flat, read, read_device
 from torchember.measure.columns import sets
-from torchember.measure.summary import Summary, derive, groups, index, parts, read_array, scalars, width
+from torchember.measure.summary import Summary, parts, scalars
 
-everything = tuple(groups)
-rel = 1e-6 # SPEC 5: relative to the float64 answer
-eps = 2**-52
 small_floats = [getattr(torch, n) for n in dir(torch) if n.startswith('float8') and isinstance(getattr(torch, n), torch.dtype)]
 floats = [torch.float32, torch.float64, torch.bfloat16, torch.float16, *small_floats]
 integers = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
@@ -41,67 +38,6 @@ def one_thread():
     yield
     torch.set_num_threads(n)
 
-
-# ---- the judge
-
-@dataclass
-class Tolerance:
-    """How far each statistic may be from the float64 answer.
-
-    What is copied or counted is exact, and sums of what cannot cancel are relative to themselves. A mean can cancel, and then a
-    relative error says nothing: it is held to the *standard deviation*, which is smaller than any other scale of a tensor, plus
-    what float64 itself rounds of the largest element. A skewness cancels in the same way, so its scale is the mean of |d|^3.
-    """
-    x:np.ndarray # The elements in float64
-
-    def __post_init__(self):
-        ok = self.x[np.isfinite(self.x)].astype(np.longdouble)
-        n = max(ok.size, 1)
-        mean = ok.sum()/n
-        d = np.abs(ok-mean)
-        self.std,self.rms = float(np.sqrt((d*d).sum()/n)),float(np.sqrt((ok*ok).sum()/n))
-        self.round = 16*eps*float(np.abs(ok).max(initial=0)) # of an element, of the mean
-        self.bent = float((d**3).sum()/n/np.sqrt((d*d).sum()/n)**3) if self.std else 1.
-        self.lean = self.round/self.std if self.std else 0. # what rounding elements does to a standardized one
-
-    def of(self, name, want):
-        "The tolerance of statistic `name`, whose float64 answer is `want`"
-        if name in ('mean', 'finite_mean'): return rel*self.std + self.round
-        if name in ('std', 'finite_std'): return rel*abs(want) + self.round
-        if name=='var': return 2*rel*abs(want) + self.round*(2*self.std+self.round)
-        if name=='skew': return (3*rel+8*self.lean)*self.bent
-        if name=='kurtosis': return (4*rel+12*self.lean)*(abs(want)+6)
-        if name in ('rms', 'l1', 'l2', 'abs_mean', 'rm4', 'rm8'): return rel*abs(want)
-        return 0.
-
-    def knows(self, name):
-        "Whether float64 can tell: not a skewness where the spread is rounding, not an eighth power that leaves its range"
-        if name in ('skew', 'kurtosis'): return self.std==0 or self.lean<1e-3
-        if name in ('rm4', 'rm8'): return self.rms==0 or 1e-36<self.rms<1e36
-        return True
-
-
-def judge(vector, x, wanted=everything, worst=None, where=''):
-    "Fail unless the statistics of `vector` are those of the float64 array `x`"
-    want = Summary(read_array(x, wanted))
-    got,right = derive(vector),derive(want.vector)
-    ulp = 8*eps if np.iscomplexobj(x) else 0 # hypot of one library and of another
-    x = (np.abs(x) if np.iscomplexobj(x) else np.asarray(x)).astype(np.float64).ravel()
-    tol = Tolerance(x)
-    for p in ('count', 'nan', 'posinf', 'neginf', 'min', 'max'):
-        a,b = vector[index[p]],want.vector[index[p]]
-        assert a==b or abs(a-b)<=ulp*abs(b), f'{p}: {a!r} for {b!r} {where}'
-    if 'exponents' in wanted and not np.iscomplexobj(vector) and not ulp:
-        np.testing.assert_array_equal(vector[width:], want.vector[width:], err_msg=f'exponents {where}')
-        assert vector[index['zeros']]==want.vector[index['zeros']]
-    for name in got:
-        a,b = float(got[name]),float(right[name])
-        if not tol.knows(name): continue
-        if math.isfinite(a) and math.isfinite(b):
-            t,e = max(tol.of(name, b), ulp*abs(b)),abs(a-b)
-            assert e<=t, f'{name}: {a!r} for {b!r}, off by {e/t if t else math.inf:.3g} tolerances {where}'
-            if worst is not None and t: worst[name] = max(worst.get(name, (0, '')), (e/t, where))
-        else: assert a==b or (a!=a and b!=b), f'{name}: {a!r} for {b!r} {where}'
 
 
 def plain(t):

@@ -7,7 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from looped import heard, says
+from looped import heard
+from oracle import says
 from torch import nn
 
 from torchember import EmberWarning, emberTracker, torchEmber

@@ -7,8 +7,9 @@ import time
 
 import pytest
 import torch
-from looped import (ALL, Net, batches, by_hand, closure_of, ears, grads, heard, left, loss_of, momentum, outputs, said_of_parameters, same, says, seeded,
+from looped import (ALL, Net, batches, by_hand, closure_of, ears, grads, heard, left, loss_of, momentum, outputs, said_of_parameters, same, seeded,
     steps, table, training, weights)
+from oracle import says
 from torch import nn
 
 import torchember
