@@ -417,14 +417,13 @@ def a_log(n):
 
 
 @contextmanager
-def without_duckdb(off=True):
-    "As if DuckDB were not installed; and nothing is known of any file"
+def without_msgspec(off=True):
+    "As if msgspec were not installed"
     from torchember.store import columns
-    before = columns.duckdb
-    if off: columns.duckdb = lambda: None
-    columns.learnt.clear()
+    before = columns.msgspec
+    if off: columns.msgspec = lambda: None
     try: yield
-    finally: columns.duckdb = before
+    finally: columns.msgspec = before
 
 
 @row('reading', 'a million rows into a DataFrame, against json.loads for each line and pd.DataFrame')
@@ -437,10 +436,10 @@ def reading(quick):
     def by_hand():
         with open(t.log_path) as f: return pd.DataFrame([json.loads(l) for l in f])
     def timed(f, off):
-        with without_duckdb(off): return seconds(f)
-    fast = find_spec('duckdb')
-    ways = [('read(run), duckdb', lambda: read(t), False, 8), ('te.t.df, duckdb', lambda: t.df, False, 5)]*bool(fast)
-    for what,f,off,bar in (*ways, ('read(run), line by line', lambda: read(t), True, None)):
+        with without_msgspec(off): return seconds(f)
+    fast = find_spec('msgspec')
+    ways = [('read(run), msgspec', lambda: read(t), False, 8), ('te.t.df, msgspec', lambda: t.df, False, 5)]*bool(fast)
+    for what,f,off,bar in (*ways, ('read(run), without msgspec', lambda: read(t), True, None)):
         ps = pairs(lambda: seconds(by_hand), lambda: timed(f, off), 0, least=3, warm=False) # noqa: B023
         note = f"{spread(a for _,a in ps)['value']:.1f} s of CPU time"
         yield line(f'{n} rows, {what}', unit='x', at_least=bar if n>100_000 else None, note=note, **slowness(ps))

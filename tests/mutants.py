@@ -53,6 +53,7 @@ near = { # room -> what to run, the quickest first
     'measure.tap': 'nbs/20_measure/50_tap.ipynb tests/recorder/test_gradients.py nbs/45_ember.ipynb',
     'store.base': 'nbs/30_store/00_base.ipynb nbs/30_store/10_jsonl.ipynb tests/store/test_log_faults.py',
     'store.table': 'nbs/30_store',
+    'store.lines': 'nbs/30_store tests/store/test_log_values.py tests/store/test_log_faults.py',
     'store.columns': 'nbs/30_store tests/store/test_log_values.py tests/frames/test_frames.py',
     'frames.logs': 'nbs/50_frames tests/frames/test_rules_of_tables.py tests/frames/test_frames.py',
     'compat.tracker': 'nbs/80_compat/20_tracker.ipynb tests/compat/test_track.py',

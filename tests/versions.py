@@ -18,7 +18,8 @@ tested = [ # the environments that the front page speaks of
 core = ['nbs', *(f"tests/{t.replace('/', '/test_')}.py" for t in (
     'capture/armed capture/compiled capture/forward capture/models capture/private_torch measure/loops store/log_values '
     'recorder/exchanged recorder/gradients recorder/optimizers recorder/roots recorder/runs_of_embers recorder/steps').split())]
-needed = 'nbdev==3.3.26 pytest pytest-timeout pytest-xdist hypothesis scipy scikit-learn transformers orjson numba duckdb pyarrow ml_dtypes tqdm'.split()
+needed = 'nbdev==3.3.26 tqdm pytest pytest-timeout pytest-xdist hypothesis scipy scikit-learn transformers orjson numba '\
+    'msgspec duckdb pyarrow ml_dtypes'.split()
 shows = 'torch numpy pandas numba orjson triton jax'.split()
 
 

@@ -24,7 +24,8 @@ from torchember.show.live.live_view import Reader, Viewer, base_of, flags
 from torchember.show.page.data import page_of
 from torchember.show.pointing import losses_of
 from torchember.state.plots import plot_heatmap, plot_hist
-from torchember.store import base, columns, jsonl
+from torchember.store import base, jsonl
+from torchember.store import lines as by_lines
 from torchember.store.jsonl import emberTracker, last_step_of, new_run
 
 root = Path(torchember.__file__).parents[1]
@@ -265,7 +266,7 @@ def test_a_long_line_is_read_in_linear_time(tmp_path):
     def took(n):
         (tmp_path/'log').write_bytes(b'x'*n)
         began = time.process_time()
-        assert b''.join(columns.blocks(tmp_path/'log', n, 1<<12))==b'x'*n
+        assert b''.join(by_lines.blocks(tmp_path/'log', n, 1<<12))==b'x'*n
         return time.process_time()-began
     took(1<<20)
     small,large = min(took(1<<22) for _ in range(3)),min(took(1<<25) for _ in range(2))
@@ -274,10 +275,9 @@ def test_a_long_line_is_read_in_linear_time(tmp_path):
 
 def test_lines_that_are_too_long(home, monkeypatch):
     "Each reader leaves out the one and says so; and nobody writes one"
-    from torchember.store import reading
-    for room in columns,reading,jsonl: monkeypatch.setattr(room, 'longest_line', 1000)
-    monkeypatch.setattr(columns.blocks, '__defaults__', (*columns.blocks.__defaults__[:-1], 1000))
-    monkeypatch.setattr(reading.blocks_of, '__defaults__', (*reading.blocks_of.__defaults__[:-1], 100))
+    for room in by_lines,jsonl: monkeypatch.setattr(room, 'longest_line', 1000)
+    monkeypatch.setattr(by_lines.blocks, '__defaults__', (*by_lines.blocks.__defaults__[:-1], 1000))
+    monkeypatch.setattr(by_lines.blocks_of, '__defaults__', (*by_lines.blocks_of.__defaults__[:-1], 100))
     (home/'log'/'long').write_bytes(lines(row(0), row(7, more='x'*2000), row(2))+b'y'*5000)
     t = emberTracker('long', home)
     for f in (lambda: t.lines(), lambda: t.df.to_dict('records'), lambda: read('long', home=home).to_dict('records')):

@@ -1,4 +1,4 @@
-"Logs as tables: DuckDB is there or is not, the table is the same"
+"Logs as tables: msgspec is there or is not, the table is what the rows say"
 import json
 import math
 import os
@@ -6,7 +6,6 @@ import random
 import re
 import subprocess
 import sys
-from functools import partial, partialmethod
 from pathlib import Path
 
 import pandas as pd
@@ -16,8 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from torchember import emberTracker, query, read, runs, torchEmber, tracker, wide
+from torchember.frames import logs
 from torchember.ground import record
-from torchember.store import columns
+from torchember.store import columns, lines
+from torchember.store.reading import current, frame, layouts_of, path_of
 
 root = Path(__file__).parents[2]
 numbers = st.one_of(st.floats(), st.floats(width=16), st.integers(-2**63, 2**63-1), st.integers(-3, 3))
@@ -36,15 +37,39 @@ free = st.fixed_dictionaries({}, optional={k: values for k in ('loss', 'own', 'L
 rows = st.lists(st.tuples(st.one_of(stats, st.just({})), who, free).map(lambda p: {**p[0], **p[1], **p[2]}), max_size=12)
 
 
+def value_of(row, name):
+    if name!='path' or 'path' in row: return row.get({'steps': 'step'}.get(name, name))
+    return path_of(row['module']) if isinstance(row.get('module'), str) else row.get('module')
+
+
+def by_rows(source, choice, columns=None):
+    "What `read` takes of a run, by way of its rows"
+    rows = every = lines.parse(b''.join(source.blocks()))[0]
+    for name in choice.asked:
+        values = [value_of(r, name) for r in rows]
+        kept = choice.keeps(name, dict.fromkeys(v for v in values if isinstance(v, int if name=='steps' else str)))
+        rows = [r for r,v in zip(rows, values, strict=True) if isinstance(v, int|str) and v in kept]
+    df = frame(rows, layouts_of(every))
+    if 'shape' in df: df['shape'] = pd.Series([tuple(v) if isinstance(v, list) else v for v in df['shape']], index=df.index, dtype=object)
+    return current(df)
+
+
+def answer(log, **asked):
+    "The table, or what is said instead"
+    try: return read(log, **asked)
+    except ValueError as e: return str(e)
+
+
 def both(log, **asked):
-    "The table by way of DuckDB, and line by line; or what is said instead"
-    out = []
-    for least in (0, 10**15):
-        columns.least = least
-        columns.learnt.clear()
-        try: out.append(read(log, **asked))
-        except ValueError as e: out.append(str(e))
-    return out
+    "The table with msgspec, as it is without, and what its rows say"
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(columns, 'msgspec', lambda: None)
+        without = answer(log, **asked)
+    with_it = answer(log, **asked)
+    same(without, with_it)
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(logs, 'rows_of', by_rows)
+        return with_it, answer(log, **asked)
 
 
 def same(got, want):
@@ -56,8 +81,9 @@ def same(got, want):
 
 @pytest.fixture
 def eager(monkeypatch):
-    pytest.importorskip('duckdb')
-    monkeypatch.setattr(columns, 'least', 0)
+    "A log is read in many small blocks: from the first ones it is learnt what to expect"
+    pytest.importorskip('msgspec')
+    monkeypatch.setattr(lines.blocks_of, '__defaults__', (b'', None, 300))
 
 
 def written(path, some, tail=b''):
@@ -72,14 +98,13 @@ questions = [{}, {'path': 'a*'}, {'ttype': 'weight'}, {'tname': ['x']}, {'steps'
 
 @settings(deadline=None, max_examples=int(os.environ.get('FRAMES', 60)), suppress_health_check=list(HealthCheck))
 @given(rows, st.sampled_from([b'', b'{"mean": 0.1, "st', b'{}']), st.sampled_from(questions))
-def test_with_and_without_duckdb(tmp_path, eager, some, tail, asked):
+def test_with_and_without_msgspec(tmp_path, eager, some, tail, asked):
     same(*both(written(tmp_path/'log', some, tail), **asked))
 
 
 @pytest.mark.parametrize('seed', range(4))
 def test_regular_logs_take_the_quick_way(seed, tmp_path, eager, monkeypatch):
     "Thousands of rows as an ember writes them: with trouble, marks, numbers of the step, a torn end"
-    from torchember.frames import logs
     draw = random.Random(seed)
     def number(): return draw.choice([draw.gauss(0, 1), draw.gauss(0, 1), math.nan, math.inf, -math.inf])
     some = []
@@ -94,9 +119,11 @@ def test_regular_logs_take_the_quick_way(seed, tmp_path, eager, monkeypatch):
         some.append({**stats, 'module': f'model(Net).{i%7}(Linear)', **id_, **{k: n for k,n in zip(columns.bad, kinds, strict=True) if n}, **marks})
     path = written(tmp_path/'log', some, b'{"mean": 0.1, "st')
     want = both(path)[1]
-    monkeypatch.setattr(logs, 'frame', None) # what is read line by line
-    columns.least = 0
-    for _ in range(2): same(read(path), want) # also when the file is known
+    plain,by_dicts = columns.parse,[]
+    monkeypatch.setattr(lines.blocks_of, '__defaults__', (b'', None, 1<<13))
+    monkeypatch.setattr(columns, 'parse', lambda data: by_dicts.append(len(data)) or plain(data))
+    same(read(path), want)
+    assert sum(by_dicts)<path.stat().st_size/4 # where something is new
     last = want.step>=want.step.max()-8
     for asked,keep in (({'path': '1'}, want.path=='1'), ({'steps': slice(-9, None)}, last), ({'ttype': 'scalar'}, want.ttype=='scalar'),
             ({'path': ['1', '2'], 'ttype': 'input', 'tname': 'x_0', 'steps': range(5, 9)},
@@ -110,7 +137,7 @@ def test_regular_logs_take_the_quick_way(seed, tmp_path, eager, monkeypatch):
 @pytest.mark.parametrize('asked', [-1, -2, [0, -1], slice(None, -1), slice(2, -2), slice(-3, None), slice(-9, -7), slice(None, None, 3)])
 def test_steps_are_counted_from_the_end_of_the_run_and_not_of_a_piece(asked, tmp_path, eager, monkeypatch):
     "A long log is read in pieces"
-    monkeypatch.setattr(columns.Asked, 'pieces', partialmethod(columns.Asked.pieces, rows=1))
+    monkeypatch.setattr(lines.blocks_of, '__defaults__', (b'', None, 1<<13))
     path = written(tmp_path/'log', [{'mean': i*.5, 'module': 'model(Net)', 'ttype': 'input', 'tname': 'x', 'step': i//500, 'call': i%500} for i in range(6000)])
     steps = range(12)
     wanted = set(steps[asked]) if isinstance(asked, slice) else {steps[s] for s in (asked if isinstance(asked, list) else [asked])}
@@ -126,11 +153,11 @@ odd = ['{"a":true}', '{"a":"12"}', '{"a":2.5}', '{"a":2.0}', '{"a":null}', '{"a"
 @pytest.mark.parametrize('at', [3, 4500])
 @pytest.mark.parametrize('line', odd)
 def test_one_odd_line(line, at, tmp_path, eager, monkeypatch):
-    "Early, where it is in the sample, and late, where nothing is expected"
-    monkeypatch.setattr(columns, 'blocks', partial(columns.blocks, block=1<<14))
-    lines = [f'{{"a":{i},"t":"text"}}' for i in range(5000)]
-    lines[at] = line
-    (tmp_path/'log').write_text('\n'.join(lines)+'\n')
+    "Early, where it is learnt what to expect, and late"
+    monkeypatch.setattr(lines.blocks_of, '__defaults__', (b'', None, 1<<14))
+    log = [f'{{"a":{i},"t":"text"}}' for i in range(5000)]
+    log[at] = line
+    (tmp_path/'log').write_text('\n'.join(log)+'\n')
     same(*both(tmp_path/'log'))
 
 
@@ -150,12 +177,11 @@ def test_a_run_that_is_being_written(tmp_path, eager, recwarn):
 
 
 def test_what_is_appended_meanwhile_does_not_count(tmp_path, eager, monkeypatch):
-    path,plain = written(tmp_path/'log', [{'a': i, 'step': i} for i in range(500)]),columns.Scan
-    def scan(*args):
-        out = plain(*args)
+    path,plain = written(tmp_path/'log', [{'a': i, 'step': i} for i in range(500)]),columns.Expected.read
+    def appends(self, data):
         with open(path, 'ab') as f: f.write(b'{"a": "new", "other": 1}\n')
-        return out
-    monkeypatch.setattr(columns, 'Scan', scan)
+        return plain(self, data)
+    monkeypatch.setattr(columns.Expected, 'read', appends)
     df = read(path)
     assert len(df)==500 and df.a.dtype=='int64' and 'other' not in df
 
@@ -240,7 +266,7 @@ def test_the_last_step_is_the_greatest_and_need_not_be_written_last(tmp_path, ea
 
 
 def test_a_log_that_was_edited_in_place_is_read_anew(tmp_path, eager):
-    "What was learnt of a file is forgotten when the file is another, also of the same size"
+    "Also when it is of the same size"
     t = emberTracker('a', tmp_path)
     for s in range(2000): t({'step': s, 'module': 'model(N)', 'ttype': 'output', 'tname': 'output_0', 'call': 0, 'mean': 1.*s, 'who': 'anna'})
     t.barrier()

@@ -30,7 +30,7 @@ from torchember import (
 from torchember.show.controls import columns_of, statistics_of
 from torchember.show.live.following import Kept
 from torchember.show.page.data import page_of
-from torchember.store import columns
+from torchember.store import columns, lines
 
 vectors = {'InputMean': [.1, .2, .3], 'UnitActivity': [0., .5, 1.]}
 
@@ -72,12 +72,12 @@ def logs(request, tmp_path_factory):
     return alone, both
 
 
-@pytest.fixture(params=['duckdb', 'no duckdb'])
+@pytest.fixture(params=['msgspec', 'no msgspec'])
 def reader(request, monkeypatch):
-    "How logs are read, however short they are"
-    if request.param=='duckdb': pytest.importorskip('duckdb')
-    monkeypatch.setattr(columns, 'least', 0 if request.param=='duckdb' else 10**15)
-    columns.learnt.clear()
+    "How logs are read, in small blocks"
+    if request.param=='msgspec': pytest.importorskip('msgspec')
+    else: monkeypatch.setattr(columns, 'msgspec', lambda: None)
+    monkeypatch.setattr(lines.blocks_of, '__defaults__', (b'', None, 1000))
 
 
 pictures = {

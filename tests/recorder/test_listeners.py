@@ -15,7 +15,7 @@ from torch import nn
 
 from torchember import emberTracker, torchEmber
 from torchember.store.listeners import Listening
-from torchember.store.reading import parse
+from torchember.store.lines import parse
 
 
 class Heard(list):

@@ -14,9 +14,10 @@ import torch
 from torchember import torchEmber
 from torchember.ground import record
 from torchember.store import columns as quick
-from torchember.store import reading
+from torchember.store import lines as by_lines
 from torchember.store.jsonl import emberTracker
-from torchember.store.reading import frame, parse, table
+from torchember.store.lines import blocks_of, parse
+from torchember.store.reading import frame, table
 
 lines_read = int(os.environ.get('LOG_LINES', 3000))
 
@@ -138,23 +139,20 @@ def some_row(draw, i):
 
 
 def by_file(path, data):
-    "The table of a file, by way of DuckDB where that can be"
+    "The table of a file, by way of msgspec where that can be"
     path = path.with_name('a log')
     path.write_bytes(data)
-    return table(lambda: [data if data.endswith(b'\n') else data+b'\n'] if data else [], (path, len(data)))
+    return table(lambda: blocks_of(path), (path, len(data)))
 
 
 @pytest.fixture
 def eager(monkeypatch):
-    "No file is too small for DuckDB, and it is noted what is odd"
-    pytest.importorskip('duckdb')
-    said,plain = [],quick.columns_of
-    def columns_of(*args, **kwargs):
-        try: return plain(*args, **kwargs)
-        except quick.Odd as e: said.append(str(e)); raise
-    monkeypatch.setattr(quick, 'least', 0)
-    monkeypatch.setattr(reading, 'columns_of', columns_of)
-    return said
+    "A file is read in many blocks, and it is noted which become dicts"
+    pytest.importorskip('msgspec')
+    by_dicts,plain = [],quick.parse
+    monkeypatch.setattr(quick, 'parse', lambda data: by_dicts.append(data) or plain(data))
+    monkeypatch.setattr(by_lines.blocks_of, '__defaults__', (b'', None, 1000))
+    return by_dicts
 
 
 def some_lines(seed, odd=True):
@@ -207,9 +205,11 @@ def test_the_quick_way_is_taken(tmp_path, monkeypatch, eager):
             te.log(loss=math.nan if step==5 else step)
     data = te.t.log_path.read_bytes()
     want = frame(parse(data)[0])
-    for slow in ('frame', 'row_or_none'): monkeypatch.setattr(reading, slow, None)
-    pd.testing.assert_frame_equal(by_file(tmp_path/'log', data)[0], want, check_exact=True)
-    pd.testing.assert_frame_equal(by_file(tmp_path/'log', data+b'{"mean": 0.1, "st')[0], want, check_exact=True)
+    pd.testing.assert_frame_equal(by_file(tmp_path/'log', data*20)[0], pd.concat([want]*20, ignore_index=True), check_exact=True)
+    assert sum(map(len, eager))<=2*len(data) # the first time
+    eager.clear()
+    pd.testing.assert_frame_equal(by_file(tmp_path/'log', data*20+b'{"mean": 0.1, "st')[0], pd.concat([want]*20, ignore_index=True), check_exact=True)
+    assert sum(map(len, eager))<=2*len(data)
 
 
 columns = [[1, 2.5, None], [1, 'a'], [True, False], [True, None], [True, 1], [None, None], ['a', None], [[1], None], [[], [1]], [2**63, 1], [2**64, .5],
@@ -243,4 +243,4 @@ def test_numbers_are_rounded_as_python_does(tmp_path, eager):
     numbers += [float(np.float32(x)) for x in numbers if abs(x)<1e38][:1000] + [2.2250738585072011e-308, 9007199254740993., 5e-324, 1.7976931348623157e308]
     data = b''.join(b'{"a":%s}\n' % repr(x).encode() for x in numbers)
     assert by_file(tmp_path/'log', data)[0].a.tolist()==numbers
-    assert not eager
+    assert len(eager)==1

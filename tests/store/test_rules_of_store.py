@@ -6,7 +6,8 @@ from torchember import emberTracker
 from torchember.ground.record import SCHEMA
 from torchember.store.jsonl import LatestStep, last_step, new_run
 from torchember.store.parameters import cut_off, forgotten, frozen, not_called, untrained, why_not
-from torchember.store.reading import by_place, frame, parse, parsed, with_path
+from torchember.store.lines import parse, parsed
+from torchember.store.reading import by_place, frame, with_path
 from torchember.store.table import nodes, one_row_each, whole_tree
 
 

@@ -20,7 +20,8 @@ from ..ground.needs import needs
 from ..ground.messages import an, printable, warn
 from ..store.base import folder
 from ..store.jsonl import exists
-from ..store.reading import current, frame, parse
+from ..store.lines import parse
+from ..store.reading import current, frame
 
 # %% ../../nbs/80_compat/20_tracker.ipynb #6c051b87
 scalars = tuple(s for s in sets['numerics'] if s not in ('shape', 'exponents')) # what a LogFrame has of each tensor

@@ -22,10 +22,11 @@ from ..ground.needs import needs
 from ..ground.messages import an, closest, printable, says_arguments, unknown
 from ..ground.record import called_ttypes, identity, optional
 from ..store.base import facts, folder, regular, safe_name
-from ..store.jsonl import emberTracker, is_step, last_step_of, settle, tracker
-from ..store.columns import Odd, bad, columns_of, times_of
+from ..store.jsonl import emberTracker, is_step, last_in, last_step_of, settle, tracker
+from ..store.columns import Block, columns_of, missing, times_of
 from ..store.older import is_older, older_blocks, size_and_rows
-from ..store.reading import blocks_of, current, frame, in_order, key, layouts_of, parsed, path_of, with_path
+from ..store.lines import bad, blocks_of, parsed
+from ..store.reading import assembled, current, key, path_of, with_path
 
 # %% ../../nbs/50_frames/00_logs.ipynb #51408907
 class Source:
@@ -56,6 +57,10 @@ class Source:
         "Path and size of the file, if all lines are in it"
         if self.t is not None: return self.t.whole_file()
         return None if is_older(self.path) else (self.path, os.path.getsize(self.path))
+
+    def last_step(self):
+        "The number of the last step, -1 when there is none"
+        return last_step_of(self.path) if self.file() is not None else max(map(last_in, self.blocks()), default=-1)
 
 def names_of(home):
     "The runs there are, as names"
@@ -146,50 +151,29 @@ columns_in = dict(path='module', ttype='ttype', tname='tname', steps='step') # w
 
 # %% ../../nbs/50_frames/00_logs.ipynb #98ae9352
 class Kept:
-    "Which rows of a piece of a log are wanted"
-    def __init__(self, choice, last): self.choice,self.last,self.known = choice,last,{}
+    "Which rows of a block of a log are wanted"
+    def __init__(self, choice, last): self.choice,self.last,self.paths = choice,last,{} # the last step, where that must be known; module -> path
 
-    def columns(self, schema): return {name: 'path' if name=='path' and 'path' in schema.kinds else columns_in[name] for name in self.choice.asked}
-
-    def names(self, schema):
-        "The columns that are looked at"
-        return [k for k in self.columns(schema).values() if k in schema.kinds]
-
-    def of(self, schema, piece, n):
+    def __call__(self, block):
         "Whether each row is wanted"
-        out = np.ones(n, bool)
-        for name,k in self.columns(schema).items():
-            if k not in piece: return np.zeros(n, bool)
-            out &= self.by_step(schema, piece[k]) if name=='steps' else self.by_name(schema, name, k, piece[k])
-        return out
+        return [all(kept) for kept in zip(*(self.by(name, self.asked(name, block)) for name in self.choice.asked), strict=True)]
 
-    def by_name(self, schema, name, k, codes):
-        if schema.kinds[k]!='s': raise Odd('names that are no texts')
-        there = [path_of(t) if name=='path' and k=='module' else t for t in schema.texts[k]]
-        kept = self.choice.keeps(name, set(there))
-        return np.array([t in kept for t in there]+[False])[codes] # -1 is the last one: no name
+    def asked(self, name, block):
+        "What each row has for one of the questions"
+        values = block[columns_in[name]]
+        if name!='path': return values
+        return [(self.path_of(m) if isinstance(m, str) else m) if p is missing else p for m,p in zip(values, block['path'], strict=True)]
 
-    def by_step(self, schema, values):
-        if schema.kinds['step']!='i': raise Odd('steps that are no whole numbers')
-        code,steps = needs('pandas', for_='A table of rows').factorize(values)
-        kept = self.choice.steps([int(s) for s in steps.tolist()], self.last)
-        return np.array([s in kept for s in steps.tolist()]+[False])[code]
+    def path_of(self, module):
+        if module not in self.paths: self.paths[module] = path_of(module)
+        return self.paths[module]
+
+    def by(self, name, values):
+        there = {v for v in values if isinstance(v, int if name=='steps' else str)}
+        kept = self.choice.steps(there, self.last) if name=='steps' else self.choice.keeps(name, there)
+        return [isinstance(v, int|str) and v in kept for v in values]
 
 # %% ../../nbs/50_frames/00_logs.ipynb #34595e03
-def value_of(row, name):
-    "What a row has for one of the questions"
-    v = row.get(columns_in[name])
-    return path_of(v) if name=='path' and isinstance(v, str) and 'path' not in row else row.get('path') if name=='path' else v
-
-def chosen(rows, choice):
-    "The rows that are wanted"
-    for name in choice.asked:
-        values = [value_of(r, name) for r in rows]
-        there = dict.fromkeys(v for v in values if isinstance(v, int if name=='steps' else str))
-        kept = choice.keeps(name, there)
-        rows = [r for r,v in zip(rows, values, strict=True) if isinstance(v, int|str) and v in kept]
-    return rows
-
 def no_rows(name='The run'):
     "The sentence for a run that has not begun"
     return f"{name} has no rows yet: they come when the model is called in its training."
@@ -246,13 +230,6 @@ def times(values):
     at = times_of(pd, list(texts))
     return values if at is None else pd.Series(at.take(codes, allow_fill=True), index=values.index)
 
-def shapes(values):
-    "A column of shapes as tuples, which can be compared, grouped and counted"
-    there = list(map(type, values))
-    if list not in there: return values
-    out = np.fromiter((tuple(v) if t is list else v for v,t in zip(values, there, strict=True)), object, len(values))
-    return needs('pandas', for_='A table of rows').Series(out, index=values.index)
-
 def tidy(df, run=None):
     "A table of a log with a path, names as categories, counts of trouble, and its columns in order"
     df = with_path(df)
@@ -304,19 +281,9 @@ def read(
 # %% ../../nbs/50_frames/00_logs.ipynb #ddae04b8
 def rows_of(source, choice, columns=None):
     "The table of a run, of the rows that are wanted"
-    pd = needs('pandas', for_='A table of rows')
-    try:
-        if (file := source.file()) is None: raise Odd('no file')
-        kept = Kept(choice, last_step_of(source.path) if choice.counts_back else None) if choice.asked else None
-        got,layouts,n,_ = columns_of(*file, (*names_in, 'ts', 'shape'), kept, columns and needed(columns))
-        df = in_order(pd.DataFrame(got, index=range(n), copy=False), layouts)
-    except Odd:
-        rows = all_rows(source)
-        df = frame(chosen(rows, choice), layouts_of(rows))
-        if 'shape' in df: df['shape'] = shapes(df['shape'])
-    return current(df)
-
-def all_rows(source): return parsed(source.blocks, source.file())[0]
+    kept = Kept(choice, source.last_step() if choice.counts_back else None)
+    got = columns_of(source.blocks, source.file(), (*names_in, 'ts', 'shape'), kept if choice.asked else None, columns and needed(columns))
+    return current(assembled(*got[:3]))
 
 class Those:
     "Columns by a function of their name, and those that are always needed"
@@ -332,8 +299,8 @@ def needed(columns):
 
 def together(runs):
     "Question -> what there is in the runs, of each thing that can be asked for"
-    rows = [r for s in runs for r in all_rows(s)]
-    return {name: list(dict.fromkeys(v for r in rows if isinstance(v := value_of(r, name), int if name=='steps' else str))) for name in columns_in}
+    rows = Block.of([r for s in runs for r in parsed(s.blocks, s.file())[0]])
+    return {name: list(dict.fromkeys(v for v in Kept(None, None).asked(name, rows) if isinstance(v, int if name=='steps' else str))) for name in columns_in}
 
 def under_each_other(tables):
     "Tables of several runs as one"

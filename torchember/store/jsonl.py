@@ -16,10 +16,10 @@ from ..ground.messages import EmberWarning, an, printable, unknown, warn
 from ..ground.record import line_of, lines_of, load_row, unmarkable
 from torchember.store.base import (check_writable, facts, folder, not_through, now, portable_name, read_meta, regular, replace, run_name, safe_name,
     write_meta)
-from .columns import longest_line
 from .listeners import Listening
 from .older import first_lines, is_first, is_older, older_blocks
-from .reading import blocks_of, by_place, current, frame, parse, table, with_path
+from .lines import blocks_of, longest_line, parse, parsed
+from .reading import by_place, current, frame, table, with_path
 from .table import tree_table, whole_tree
 
 # %% ../../nbs/30_store/10_jsonl.ipynb #1874225e
@@ -519,11 +519,7 @@ class tracker:
         "All rows, as dicts"
         self.barrier()
         self.there()
-        rows,self.torn = [],0
-        for data in self.blocks():
-            got,torn = parse(data)
-            rows += got
-            self.torn += torn
+        rows,self.torn = parsed(self.blocks)
         return current(rows)
 
     def last_step(self):

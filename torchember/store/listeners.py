@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 
 from ..ground.messages import printable
 from ..ground.record import load_row
-from .reading import parse
+from .lines import parse
 
 # %% ../../nbs/30_store/09_listeners.ipynb #b11ba0f9
 def name_of(f):

@@ -15,7 +15,7 @@ from ...ground.needs import needs
 from ...ground.not_finite import FirstNotFinite
 from ...ground.record import identity, optional
 from ...store.base import regular
-from ...store.columns import bad, longest_line
+from ...store.lines import bad, longest_line
 from ...store.jsonl import is_step
 from ...store.reading import current, frame, with_path
 

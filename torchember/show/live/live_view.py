@@ -20,8 +20,9 @@ from ...ground.needs import needs
 from ...ground.not_finite import FirstNotFinite
 from ...ground.messages import EmberWarning, an, printable, warn
 from .following import Kept, Tail, loss_in, shown_rows, some_lines
+from ...store.lines import parse
 from ...store.jsonl import emberTracker, tracker
-from ...store.reading import parse, path_of
+from ...store.reading import path_of
 
 # %% ../../../nbs/60_show/93_live_view.ipynb #5e6c5e03
 class Words:
