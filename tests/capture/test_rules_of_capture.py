@@ -185,6 +185,18 @@ def test_whose_gradients_they_are_is_known_for_each_type_and_name_in_each_step()
     assert [h[3:] for h in who.heard]==[(1, None, 0), (0, None, 0), (1, None, 1)]
 
 
+def test_gradients_are_waited_for_as_many_steps_as_the_listener_says():
+    "A step that turns out to be of an earlier one takes what it expected along"
+    who = Hears()
+    who.lasting = 2
+    st = State(tracks(nn.Identity())[0], who)
+    def waiting(step, call):
+        who.step = step
+        st.expect('output_grad', ['x'], (call, None))
+        return [c[0] for c in st.due['output_grad', 'x'].calls]
+    assert [waiting(i, i) for i in range(4)]==[[0], [0, 1], [0, 1, 2], [1, 2, 3]] and waiting(2, 9)==[1, 2, 9] and waiting(7, 8)==[8]
+
+
 def test_a_compiled_pass_that_does_not_end_is_ended_by_the_next():
     who = Hears()
     st = State(tracks(nn.Identity())[0], who)
