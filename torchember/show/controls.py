@@ -304,7 +304,7 @@ def steps_control(a):
     most = max(2, min(len(steps_of(a.table)), 40), a.value)
     return Control(a.W.IntSlider(value=a.value, min=1, max=most, description=a.name, continuous_update=False))
 
-def whole(a, most):
+def whole_number(a, most):
     return Control(a.W.BoundedIntText(value=a.value, min=1, max=max(most, a.value), description=a.name, continuous_update=False))
 
 def up_to(n, a): return a.choose(a.maybe|{str(i): i for i in range(1, n+1)})
@@ -320,7 +320,7 @@ made = {
     'step': lambda a: Steps(a.W, a.name, steps_of(a.table), a.value),
     'steps': steps_control, 'dtype_info': info_control,
     'kind': lambda a: a.choose({k: k for k in {'exp_hist': ('bar', 'line', 'kde')}.get(a.f, ('line', 'scatter'))}),
-    'inc': lambda a: whole(a, int(max(a.table['step'].max(), 1))), 'most': lambda a: whole(a, 36),
+    'inc': lambda a: whole_number(a, int(max(a.table['step'].max(), 1))), 'most': lambda a: whole_number(a, 36),
     'x': lambda a: a.choose({c: c for c in columns_of(a.table)}, means=lambda v: v[1] if isinstance(v, tuple) else v),
     'loss': lambda a: a.choose(a.maybe|{n: n for n in logged_in(a.table)}) if a.value is None or isinstance(a.value, str) else None,
     'col_wrap': lambda a: up_to(8, a), 'deepest': lambda a: up_to(12, a), 'xtick_labelsize': lambda a: up_to(14, a),
@@ -329,13 +329,13 @@ made = {
     'cmap': lambda a: a.choose(a.maybe|{m: m for m in maps}), 'zeros': lambda a: a.choose({'automatic': None, 'gray': True, 'as colours': False}),
     'fig_title': lambda a: Control(a.W.Text(value=a.value or '', description=a.name, continuous_update=False), lambda v: v or None, lambda v: v or '')}
 main = ('kind', 'ttype', 'stat', 'loss', 'inc', 'x', 'col_wrap', 'deepest', 'step', 'steps', 'path', 'dtype_annotation', 'dtypes')
-unmoved = ('ax', 'y', 'figsize', 'legend_kws')
+without_control = ('ax', 'y', 'figsize', 'legend_kws')
 beyond = ('robust', 'zeros', 'center', 'vmin', 'vmax', 'cmap', 'cbar', 'yticklabels', 'xticklabels') # of `heat`, which a heat map passes on to
 
 def control_for(a):
     "The control of an argument; None where there is none"
     asked = words_before.get(a.argument, a.argument)
-    if asked in unmoved or a.f=='scalar_global_heatmap' and asked=='col_wrap': return None
+    if asked in without_control or a.f=='scalar_global_heatmap' and asked=='col_wrap': return None
     if asked in made: return made[asked](a)
     if isinstance(a.default, bool): return Control(a.W.Checkbox(value=bool(a.value), description=a.name, indent=False))
     try: plain = a.value is a.default or ast.literal_eval(repr(a.value))==a.value

@@ -324,7 +324,7 @@ def places(
     get = lambda c: one[c].astype(object).where(one[c].notna(), None).tolist() if c in one else [None]*len(one)
     path,ttype,tname,pname,call,shard = (get(c) for c in ('path', 'ttype', 'tname', 'pname', 'call', 'shard'))
     top = root_of(one)
-    several_names,several_calls = several(zip(path, ttype, strict=True), tname),several(zip(path, ttype, tname, strict=True), call)
+    several_names,several_calls = with_several(zip(path, ttype, strict=True), tname),with_several(zip(path, ttype, tname, strict=True), call)
     several_ttypes = len(set(ttype))>1
     labels = []
     for p,t,n,q,c,s in zip(path, ttype, tname, pname, call, shard, strict=True):
@@ -337,7 +337,7 @@ def places(
         labels.append(f'{label} ({t})' if several_ttypes else label)
     return code, labels
 
-def several(keys, values):
+def with_several(keys, values):
     "The keys that have more than one value"
     found = {}
     for k,v in zip(keys, values, strict=True): found.setdefault(k, set()).add(v)
@@ -362,10 +362,10 @@ def thinned(
     edges = np.linspace(0, len(x), max(n//2, 1)+1).astype(int)
     low,high = np.where(np.isfinite(y), y, np.inf),np.where(np.isfinite(y), y, -np.inf)
     keep = [np.array([0, len(x)-1]), np.flatnonzero(bad)[:max(n, 2)]]
-    for values,at in ((low, np.argmin), (high, np.argmax)): keep.append(extremes(values, edges, at))
+    for values,at in ((low, np.argmin), (high, np.argmax)): keep.append(extremes_between(values, edges, at))
     return np.unique(np.concatenate(keep))
 
-def extremes(values, edges, at):
+def extremes_between(values, edges, at):
     "The place of the extreme between each two edges"
     size = np.diff(edges)
     if size.min()==size.max(): return edges[:-1]+at(values[:edges[-1]].reshape(len(size), -1), axis=1)

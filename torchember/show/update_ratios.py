@@ -49,11 +49,11 @@ def spread_of(rows):
     return np.where(n==1, 0, rows['std'].to_numpy(float)*np.sqrt(1-1/np.maximum(n, 1)))
 
 # %% ../../nbs/60_show/70_update_ratios.ipynb #c31488c8
-sizes = 'rms', 'std', 'abs_max', 'max', 'min', 'mean', 'l2', 'abs_mean', 'ratio' # of an update: zero where nothing moved
+sizes_of_updates = 'rms', 'std', 'abs_max', 'max', 'min', 'mean', 'l2', 'abs_mean', 'ratio' # of an update: zero where nothing moved
 
 def stood_still(rows):
     "Which updates moved nothing"
-    values = [rows[c].to_numpy(float, na_value=np.nan) for c in sizes if c in rows]
+    values = [rows[c].to_numpy(float, na_value=np.nan) for c in sizes_of_updates if c in rows]
     said = np.any([~np.isnan(v) for v in values], axis=0)
     return said & ~np.any([(v!=0) & ~np.isnan(v) for v in values], axis=0) & ~trouble(rows)
 

@@ -46,7 +46,7 @@ def some_of(
     return values[ok], ', '.join(notes)
 
 # %% ../../nbs/70_state/04_plots.ipynb #1b29280b
-def canvas(
+def axes_for(
     names:list, # A title for each panel
     ax=None, # Axes to draw into: one, or an array of as many as there are names
     size=(4, 2.6), # Inches of a panel
@@ -90,7 +90,7 @@ def nothing_in(ax, why):
 pictures = {} # 'folder': where a user wants every picture, if anywhere
 
 # %% ../../nbs/70_state/04_plots.ipynb #893067c5
-def named(what):
+def new_file(what):
     "A new file for a picture in the folder that the user has set, or None"
     if 'folder' not in pictures: return None
     os.makedirs(pictures['folder'], exist_ok=True)
@@ -106,7 +106,7 @@ def finished(
 ):
     "A note below the figure, the figure into a file where one is named, and the axes"
     if note: axes[0].figure.supxlabel(note, fontsize=8)
-    to = to or named(what)
+    to = to or new_file(what)
     if to is not None: axes[0].figure.savefig(to)
     return axes[0] if one else axes
 
@@ -135,7 +135,7 @@ def panels_of(layers, title, lw, ax):
     "Axes, a note, and for each panel its title and layers"
     with_values(layers)
     parts = [(f'{k} {sized(x)}', {k: x}) for k,x in layers.items()] if lw else [(title, layers)] if layers else []
-    return *canvas([t for t,_ in parts], ax, title=title if lw else ''), parts
+    return *axes_for([t for t,_ in parts], ax, title=title if lw else ''), parts
 
 # %% ../../nbs/70_state/04_plots.ipynb #3fcda9aa
 def plot_hist(
@@ -296,10 +296,10 @@ def plot_heatmap(
     """
     with_values(layers)
     if lw:
-        axes,note = canvas(list(layers), ax, (4, 3), title)
+        axes,note = axes_for(list(layers), ax, (4, 3), title)
         for a,(k,x) in zip(axes, layers.items(), strict=False): matrix_map(a, k, x, vmin, vmax, log, square, **kwargs)
         return finished(axes, note, False, to, f'{title}_heatmap')
-    axes,note = canvas([title]*bool(layers), ax, (7, min(max(2.5, .18*len(layers)+1), 20)))
+    axes,note = axes_for([title]*bool(layers), ax, (7, min(max(2.5, .18*len(layers)+1), 20)))
     longest = max(x.numel() for x in layers.values())
     n = max(min(across, longest), 1)
     coloured(axes[0], np.stack([stretched(x, n) for x in layers.values()]), vmin, vmax, log, square, True, **kwargs)
