@@ -374,7 +374,7 @@ class torchEmber:
             **took(), errors=r.notices.errors, skipped=r.notices.unmeasurable, remarks=[*r.remarks(), *f.remarked()],
             **({'live': live} if live else {}), **({'beside': r.cost.loading} if r.cost.loading else {}),
             **({'arming': r.cost.arming} if r.cost.arming else {}), **({'compiling': r.cost.compiling} if r.cost.compiling else {}),
-            **({} if r.cost.budget is None else {'thinned': r.cost.budget.thinned-r.pipe.decide.denied, 'budget': str(r.cost.budget)}))
+            **({} if r.cost.budget is None else {'thinned': r.cost.budget.thinned-r.pipe.gate.decide.denied, 'budget': str(r.cost.budget)}))
 
     def __enter__(self): return self.arm()
 

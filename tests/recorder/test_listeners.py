@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from torchember import emberTracker, torchEmber
-from torchember.store.listeners import Listening
 from torchember.store.lines import parse
+from torchember.store.listeners import AtOnce, Listening
 
 
 class Heard(list):
@@ -336,3 +336,14 @@ def test_a_forked_process(tmp_path):
     train(1)
     te.close()""", tmp_path)
     assert (code, out)==(0, 'child 0:1 1:1 2:1 '), err
+
+
+def test_the_file_is_the_first(tmp_path):
+    "Before anybody is told, the file has the rows; and rows are made once"
+    t,got,made = emberTracker('mine', tmp_path),[],[]
+    def look(rows): got.append([r['step'] for r in rows if isinstance(r, dict)]+[r['step'] for r in in_file(t)])
+    t.file.listen(AtOnce(look))
+    for i in range(3):
+        t.put(lambda i=i: made.append(i) or [{'step': i}], True)
+        t.barrier()
+    assert got==[[0, 0], [1, 0, 1], [2, 0, 1, 2]] and made==[0, 1, 2]

@@ -589,7 +589,7 @@ def test_a_process_that_the_run_does_not_belong_to():
     for _ in range(2):
         model(torch.ones(1, 1)).sum().backward(); opt.step()
         te.probe('x', torch.ones(1))
-    assert not te.recorder.pipe.on and not te.recorder.events.wants.compiled and te.recorder.buffer.size==0
+    assert not te.recorder.pipe.gate.on and not te.recorder.events.wants.compiled and te.recorder.buffer.size==0
     assert te.close()['remarks']==['This process was forked from the one that records the run, and adds nothing to it.']
     assert len(te.t.lines())==n>0
 

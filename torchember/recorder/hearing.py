@@ -62,7 +62,7 @@ class PassEvents:
         if not shared: self.pipe.pass_begins(path, phase, state.root, grad, self.solver.joins(phase))
         if training and grad: self.sources.training()
         self.steps.opens(training and grad, bool(not shared and phase and grad))
-        if self.pipe.on:
+        if self.pipe.gate.on:
             self.calls.fresh_log(self.steps.pass_, shared and self.steps.new_pass(path, phase))
             self.pipe.writer.begins()
             self.pipe.relieve()
@@ -73,12 +73,12 @@ class PassEvents:
         if here.depth==1 and not here.skipped and self.calls.recorded==1: self.steps.fails() # of a pass that threads share the others go on
 
     def ends(self, here, compiled):
-        self.cost.passed(0 if compiled else len(self.sources.states), bool(self.pipe.on and not here.skipped))
+        self.cost.passed(0 if compiled else len(self.sources.states), bool(self.pipe.gate.on and not here.skipped))
         if not here.skipped and self.calls.recorded_over() and self.stack_room: stack_room.less(self.stack_room)
 
     def over(self):
         if self.sources.watch is not None: say_when_stalled(self.pipe)
-        if self.pipe.touched: self.pipe.read_pending()
+        if self.pipe.gate.touched: self.pipe.read_pending()
 
     def recorded_next(self, here): # the answer; None where Python of ours runs before the compiler looks again
         """Whether the pass of compiled code that comes is recorded, after one that is over
@@ -86,7 +86,7 @@ class PassEvents:
         Returns:
             the answer; None where Python of ours runs before the compiler looks again
         """
-        if not self.steps.manual and (here.outermost.root or len(self.steps.seen)<2): return self.pipe.due(self.steps.number+1)
+        if not self.steps.manual and (here.outermost.root or len(self.steps.seen)<2): return self.pipe.gate.due(self.steps.number+1)
 
 # %% ../../nbs/40_recorder/79_hearing.ipynb #009b6057
 def shape_of(x):
@@ -124,7 +124,7 @@ class ModelEvents(Listener):
         """
         self.steps,self.sources,self.buffer,self.cost,self.calls = pipe.steps,pipe.sources,pipe.buffer,pipe.cost,pipe.buffer.calls
         self.passes,self.grads = PassEvents(pipe, only_training),self.sources.gradients.ttypes
-        pipe.begin(self.turn)
+        pipe.gate.begin(self.turn)
 
     step = property(lambda self: self.steps.number)
 
@@ -242,10 +242,10 @@ class OptimizerEvents(Listener):
     @timed
     def step_begins(self, optimizer):
         with self.lock:
-            if self.pipe.on: self.sources.updates.before(optimizer)
+            if self.pipe.gate.on: self.sources.updates.before(optimizer)
 
     def gradients_ready(self, optimizer, scale, unchanged):
-        if self.pipe.on: self.measure_gradients(optimizer, scale, unchanged)
+        if self.pipe.gate.on: self.measure_gradients(optimizer, scale, unchanged)
         else: self.pipe.steps.opens() # perhaps without a pass that we heard of
 
     @timed
@@ -259,7 +259,7 @@ class OptimizerEvents(Listener):
     @timed
     def step_ends(self, optimizer):
         with self.lock:
-            if self.pipe.on:
+            if self.pipe.gate.on:
                 self.sources.updates.after(optimizer)
                 self.pipe.read_pending()
             self.cost.ended()
@@ -276,7 +276,7 @@ class OptimizerEvents(Listener):
 # %% ../../nbs/40_recorder/79_hearing.ipynb #c98f036c
 def say_when_stalled(pipe):
     "Every step would be the same one, when the optimizer does not step"
-    why = None if pipe.left else stalled(pipe.steps)
+    why = None if pipe.gate.left else stalled(pipe.steps)
     notices,watch = pipe.buffer.notices,pipe.sources.watch
     if not why or 'stalled' in notices.said: return
     quiet = [o for o in watch.optimizers if id(o) in pipe.steps.turns.quiet]

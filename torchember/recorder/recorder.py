@@ -18,7 +18,7 @@ from .calls import Calls
 from .cost import Cost
 from .hearing import ModelEvents, OptimizerEvents
 from .notices import ChangingMarks, Notices
-from .pipe import Pipe
+from .pipe import Gate, Pipe, join_passes
 from .process import open_recorders
 from .row_writer import RowWriter
 from .rows import on_its_way
@@ -76,7 +76,8 @@ class Recorder:
         self.sources = Sources(ttypes, self.buffer, self.steps, self.events.gradient, self.watch, tell)
         self.writer = RowWriter(t, rank, root_name)
         if budget: self.cost.warm(); idle(); observe(torch.zeros(1), Arena().tap(None)) # what torch does at its first time belongs to no step
-        self.pipe = Pipe(self.steps, self.sources, self.buffer, self.writer, Decision(when, budget, self.notices), self.tally, self.cost)
+        gate = Gate(Decision(when, budget, self.notices), self.steps, self.cost)
+        self.pipe = Pipe(self.steps, self.sources, self.buffer, self.writer, gate, self.tally, self.cost)
         self.events.into(self.pipe, only_training)
         self.optimizer_events.into(self.pipe)
         open_recorders.add(self)
@@ -142,7 +143,7 @@ class Recorder:
         """
         with self.lock:
             ran = self.steps.opened
-            if not self.steps.manual: self.pipe.join_passes()
+            if not self.steps.manual: join_passes(self.pipe)
             self.steps.taken_over()
             self.pipe.over(boundary=True)
             if empty and not ran: self.steps.skip()
@@ -177,7 +178,7 @@ class Recorder:
         "Note numbers of the step whose pass has run"
         open_recorders.add(self) # also after `torchEmber.close`: these numbers are still to be written
         values = {k: on_its_way(v) for k,v in numbers.items()}
-        with self.lock: self.writer.note(values, self.buffer, self.steps, self.pipe.on)
+        with self.lock: self.writer.note(values, self.buffer, self.steps, self.pipe.gate.on)
 
     def add_rows(self,
         step:int, # Which step they are of
@@ -190,7 +191,7 @@ class Recorder:
             rows: (key, call, dtype, statistics), as `one_row` has them
         """
         open_recorders.add(self)
-        with self.lock: self.writer.add(step, rows, self.buffer, self.steps, self.pipe.on)
+        with self.lock: self.writer.add(step, rows, self.buffer, self.steps, self.pipe.gate.on)
 
     def marked(self, marks):
         "Marks are set: say when one is a number of the step"
@@ -206,7 +207,7 @@ class Recorder:
 
     def remarks(self) -> list:
         "What the user should know when the run is over, a sentence each"
-        if self.pipe.left: return ['This process was forked from the one that records the run, and adds nothing to it.']
+        if self.pipe.gate.left: return ['This process was forked from the one that records the run, and adds nothing to it.']
         return self.tally.remarks(self.sources, self.steps.manual)
 
     def __del__(self):

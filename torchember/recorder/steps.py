@@ -143,18 +143,14 @@ class Steps:
         return n
 
     def begin(self,
-        path:str, # Of the outermost armed module that is called
-        phase:str|None=None, # 'eval' in an evaluation
-        weights=None, # Anything that is another when the weights have changed
-        joins:bool=False # Whether one autograd Function makes this call and the one before
+        path:str, phase:str|None=None, # As `new_pass` has them
+        weights=None, joins:bool=False # Anything that is another when the weights have changed; as `new_pass` has it
     ) -> bool: # Whether it is a new pass
         """A call of the outermost armed module begins
 
         Args:
-            path: Of the outermost armed module that is called
-            phase: 'eval' in an evaluation
-            weights: Anything that is another when the weights have changed
-            joins: Whether one autograd Function makes this call and the one before
+            phase: As `new_pass` has them
+            joins: Anything that is another when the weights have changed; as `new_pass` has it
 
         Returns:
             Whether it is a new pass
@@ -194,13 +190,10 @@ class Steps:
         self.graded,self.measured = self.graded or graded,self.measured or measured
 
     def fails(self): self.failed = True # the pass raised that began last
-
     def taken_over(self): self.manual = True # from now on only somebody who says so ends a step
-
     def said_over(self): self.measured = self.measured or self.graded # somebody says so: one with gradients was a training, in `eval()` mode
 
     def leave(self): self.opened = False # in a forked process it is the other one's
-
     def skip(self): self.number += 1 # there is nothing in it, and it counts all the same
 
     def close(self):
