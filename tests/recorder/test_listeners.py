@@ -347,3 +347,10 @@ def test_the_file_is_the_first(tmp_path):
         t.put(lambda i=i: made.append(i) or [{'step': i}], True)
         t.barrier()
     assert got==[[0, 0], [1, 0, 1], [2, 0, 1, 2]] and made==[0, 1, 2]
+
+
+def test_steps_are_counted_that_lost_rows_and_not_pieces():
+    l = Listening(lambda step, rows: 1/0)
+    for i in (0, 0, 1, None, None, 2, 2): l.put([{'step': i}], json.dumps({'step': i}).encode()+b'\n')
+    l.close()
+    assert l.lost==4 and 'lost rows of 4 steps: ZeroDivisionError' in l.remark()
