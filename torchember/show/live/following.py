@@ -92,9 +92,10 @@ class Kept:
     def add(self, rows):
         "The next rows of the log"
         trained = self.looks.trained
-        self.looks.add([r for r in rows if isinstance(r.get('step'), int) and isinstance(r.get('ttype'), str)])
+        rows = [r for r in rows if isinstance(r.get('step'), int) and isinstance(r.get('ttype'), str)]
+        self.looks.add(rows)
         if self.looks.trained and not trained: self.parts = [] # what an evaluation before the training gave does not count any more
-        tensors = [self.slim(r) for r in rows if isinstance(r.get('step'), int) and isinstance(r.get('ttype'), str) and self.wants(r)]
+        tensors = [self.slim(r) for r in rows if self.wants(r)]
         if tensors: self.add_tensors(tensors)
         if not self.numbers: return
         if self.loss is None or 'loss' not in self.loss: self.loss = loss_in(self.numbers[:50])
