@@ -226,7 +226,7 @@ def backward_compiled(model, te, forward, around, backend):
 
 @pytest.mark.parametrize('around', ['all', 'the backward'])
 @pytest.mark.parametrize('forward', ['eager', 'compiled'])
-@pytest.mark.parametrize('backend', ['eager', 'aot_eager', pytest.param('inductor', marks=pytest.mark.slow)])
+@pytest.mark.parametrize('backend', ['eager', 'aot_eager', pytest.param('inductor', marks=[pytest.mark.slow, pytest.mark.release])])
 def test_compiled_autograd(backend, forward, around):
     "Under fullgraph, from as many graphs as unarmed: the gradients of a plain run, and training as unarmed, to the bit"
     def make(): return nn.Sequential(mlp(), nn.Tanh())

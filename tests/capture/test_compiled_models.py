@@ -86,7 +86,7 @@ def test_in_one_graph(name):
 graphs = {'tagger': tagger, 'routed': zoo['routed'], 'gpt2 with its loss': shallow(language('gpt2', True))}
 
 
-@pytest.mark.parametrize('name', [pytest.param(n, marks=[pytest.mark.slow]*n.startswith('gpt2')) for n in graphs])
+@pytest.mark.parametrize('name', [pytest.param(n, marks=[pytest.mark.slow, pytest.mark.release]*n.startswith('gpt2')) for n in graphs])
 def test_in_several(name):
     "A model that breaks its own graph: the same rows, from two graphs more, as a frame of ours is split where the user's is"
     make = graphs[name]

@@ -68,6 +68,7 @@ some_array = given(st.sampled_from(kinds), st.sampled_from((0, 1, 6, 257, 33_001
 @example('uint32', 257, 1e9, 2e9, [], 1)
 def test_arrays(kind, size, scale, offset, spoiled, seed): same_summaries(kind, size, scale, offset, spoiled, seed)
 
+@pytest.mark.release
 @pytest.mark.slow # JAX compiles for each kind and size anew
 @settings(max_examples=20, deadline=None)
 @some_array

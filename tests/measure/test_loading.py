@@ -211,6 +211,7 @@ def test_one_result_whoever_read_it():
     assert a==b and a[:2]==['108', '9']
 
 
+@pytest.mark.release
 @pytest.mark.slow
 def test_kernels_that_two_processes_have_compiled_are_two(tmp_path):
     "numba calls a kernel by its name, signature and a number of the process: bfloat16 and float16 once shared all three, and so one's code"

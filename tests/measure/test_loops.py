@@ -69,6 +69,7 @@ print(cpu.lanes)
 
 
 @pytest.mark.skipif(platform.machine().lower() not in ('x86_64', 'amd64'), reason='these are names of x86 processors')
+@pytest.mark.release
 @pytest.mark.slow
 @pytest.mark.parametrize('name,features', [('generic', ''), ('haswell', '+avx2,+avx,+fma,+sse4.2,+sse4.1,+ssse3,+sse3,+bmi,+bmi2,+popcnt,+lzcnt,+f16c')])
 def test_other_processors(name, features):
