@@ -354,3 +354,14 @@ def test_steps_are_counted_that_lost_rows_and_not_pieces():
     for i in (0, 0, 1, None, None, 2, 2): l.put([{'step': i}], json.dumps({'step': i}).encode()+b'\n')
     l.close()
     assert l.lost==4 and 'lost rows of 4 steps: ZeroDivisionError' in l.remark()
+
+
+def test_steps_that_passes_ended_are_written_in_their_order(tmp_path):
+    "They wait for `te.step()`, which might join them; whatever ends the wait, the log has them one after the other"
+    model,x = nn.Linear(2, 1),torch.ones(1, 2)
+    with torchEmber(model, name='a', home=tmp_path) as te:
+        got = []
+        te.t.listen(lambda step, rows: got.append(step))
+        for _ in range(5): model(x).sum().backward()
+    steps = [r['step'] for r in te.t.lines()]
+    assert steps==sorted(steps) and [*dict.fromkeys(steps)]==[*dict.fromkeys(got)]==[0, 1, 2, 3, 4]
