@@ -7,7 +7,7 @@ from torchember.ground.record import SCHEMA
 from torchember.store.jsonl import LatestStep, last_step, new_run
 from torchember.store.parameters import cut_off, forgotten, frozen, not_called, untrained, why_not
 from torchember.store.lines import parse, parsed
-from torchember.store.reading import by_place, frame, with_path
+from torchember.store.reading import frame, with_path
 from torchember.store.table import nodes, one_row_each, whole_tree
 
 
@@ -76,9 +76,9 @@ def test_lines_that_become_rows():
     rows,torn = parse(data)
     assert torn==2 and [{k: str(v) for k,v in r.items()} for r in rows]==[{'mean': 'nan', 'std': 'nan', 'nan': '1'},
         {'mean': 'inf', 'std': '1.5', 'posinf': '2'}, {'max': rows[2]['max'].__str__(), 'neginf': '1', 'min': '-inf'}]
-    df = by_place(frame([{'shape': [1], 'mean': 1., 'module': 'model(N).a(1)(B).0(D)', 'ts': '', 'ttype': 'output', 'tname': 'output_0', 'step': 0, 'call': 0,
+    df = with_path(frame([{'shape': [1], 'mean': 1., 'module': 'model(N).a(1)(B).0(D)', 'ts': '', 'ttype': 'output', 'tname': 'output_0', 'step': 0, 'call': 0,
         'mine': 3}]))
-    assert [*df.columns][:3]==['path', 'ttype', 'tname'] and {*df.columns[-2:]}=={'shape', 'mean'} and df.path[0]=='a(1).0'
+    assert [*df.columns]=='shape mean module path ts ttype tname step call nan posinf neginf mine'.split() and df.path[0]=='a(1).0'
 
     df = with_path(frame([{'module': 'model(N).a(D)', 'ttype': 'output', 'tname': 'output_0', **own} for own in ({}, {'path': 'mine'}, {})]))
     assert df.path.tolist()==['a', 'mine', 'a'] # a row may have its own

@@ -288,5 +288,5 @@ def column_order(
         Statistics, then identity, then marks
     """
     names,marks = list(names),set(marks)
-    last = [c for c in identity+optional if c in names and c not in marks]
+    last = [c for c in ('run', 'module', 'path', *identity[1:], *optional) if c in names and c not in marks]
     return [n for n in names if n not in last and n not in marks] + last + [n for n in names if n in marks]

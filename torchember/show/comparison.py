@@ -12,7 +12,8 @@ import numpy as np
 
 from ..ground.messages import printable
 from .lines import log_if_wide, put_lines, shades, ttypes_asked
-from .select import earlier_calls, name_of, pick, series, stat_in, table_of, ttype_of
+from ..frames.words import earlier_calls, ttype_of
+from .select import name_of, pick, series, stat_in, table_of
 from .style import Panels, drawn, meanings, panels, short_names, title_of, words
 
 # %% ../../nbs/60_show/80_comparison.ipynb #103ad9bb

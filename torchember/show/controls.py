@@ -14,7 +14,8 @@ from ..measure.summary import derived
 from ..ground.needs import needs
 from ..ground.record import identity, optional
 from .heatmaps import heat
-from .select import in_our_words, measured, names_in, not_stats, of_ttypes, parameters_of, paths_like, root_of, stat_in, ttype_of, words_before
+from ..frames.words import in_our_words, ttype_of, words_before
+from .select import measured, names_in, not_stats, of_ttypes, parameters_of, paths_like, root_of, stat_in
 from .style import words
 
 # %% ../../nbs/60_show/82_controls.ipynb #10070f0f

@@ -17,7 +17,8 @@ from ..store.parameters import label_of, untrained
 from .heatmaps import column_spans, heat, sizes
 from .lines import put_lines, ttypes_asked
 from .missing import asked_for, parameters_in, places_among, reasons_in, reasons_of, with_missing, with_rows
-from .select import earlier_calls, grid, measured, name_of, not_stats, pick, series, stat_in, table_of, training, trouble, ttype_of, usual
+from ..frames.words import earlier_calls, ttype_of
+from .select import grid, measured, name_of, not_stats, pick, series, stat_in, table_of, training, trouble, usual
 from .style import alarm, drawn, figure, is_dark, meanings, palettes, title_of, whole_figure, words
 
 # %% ../../nbs/60_show/90_first_look.ipynb #ee8d9996

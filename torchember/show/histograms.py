@@ -12,7 +12,8 @@ import numpy as np
 
 from ..measure.exponents import limits, with_counts
 from .lines import FacetException, check_drawn_with, grid_options, settable, is_several, parts_by_type, ttypes_asked
-from .select import earlier_calls, name_of, pick, places, table_of, training, ttype_of
+from ..frames.words import earlier_calls, ttype_of
+from .select import name_of, pick, places, table_of, training
 from .style import base2, canvas, drawn, is_dark, palettes, panels, short_names, size_of, title_of, words
 
 # %% ../../nbs/60_show/30_histograms.ipynb #e9d5b93d

@@ -14,7 +14,8 @@ from matplotlib.collections import LineCollection
 
 from ..ground.messages import arguments_of, unknown, unknown_argument
 from ..measure.summary import derived
-from .select import earlier_calls, name_of, pick, root_of, series, stat_in, stats_of, table_of, thinned, ttype_of
+from ..frames.words import earlier_calls, stats_of, ttype_of
+from .select import name_of, pick, root_of, series, stat_in, table_of, thinned
 from .style import alarm, drawn, is_dark, meanings, palettes, panels, short_names, size_of, title_of, words
 
 # %% ../../nbs/60_show/20_lines.ipynb #4da1c2aa

@@ -22,7 +22,8 @@ from .first_look import loss_of
 from .heatmaps import cells_of, column_edges
 from .histograms import exp_hist
 from .lines import ttypes_asked
-from .select import in_our_words, name_of, places, table_of, training, trouble, ttype_of
+from ..frames.words import in_our_words, ttype_of
+from .select import name_of, places, table_of, training, trouble
 from .style import drawing_on, drawn, figures_of, title_of, words
 
 # %% ../../nbs/60_show/94_pointing.ipynb #15eb8416

@@ -13,7 +13,8 @@ from ..measure.exponents import exponents_for, headroom, reach
 from .heatmaps import name_rows, tall_for
 from .histograms import at_step, counts_of
 from .lines import ttypes_asked
-from .select import earlier_calls, name_of, pick, places, table_of, training, ttype_of
+from ..frames.words import earlier_calls, ttype_of
+from .select import name_of, pick, places, table_of, training
 from .style import Panels, drawn, is_dark, palettes, panels, title_of, words
 
 # %% ../../nbs/60_show/60_ranges.ipynb #dd7424aa

@@ -6,86 +6,18 @@
 __all__ = []
 
 # %% ../../nbs/60_show/10_select.ipynb #ba2c4074
-import functools, re
+import re
 from os import PathLike
 from fnmatch import fnmatchcase
-from inspect import signature
 
 import numpy as np
 
 from ..frames.logs import NothingChosen, is_vectors, may_have, no_rows, not_recorded, of_right_types
+from ..frames.words import stats_of, ttype_of
 from ..measure.summary import derived
 from ..ground.needs import needs
 from ..ground.messages import an, printable, unknown
-from ..ground.record import ttypes
 from ..store.reading import path_of
-
-# %% ../../nbs/60_show/10_select.ipynb #10edfcf8
-ttypes_of = {'activation': 'output', 'gradient': 'output_grad', 'weights': 'weight', 'weight_gradients': 'weight_grad', 'optimiser_state': 'optimizer',
-    'outputs': 'output', 'inputs': 'input', 'gradients': 'output_grad', 'updates': 'update', 'optimizer_state': 'optimizer', 'grad': 'weight_grad'}
-stats_of = {'rm2': 'rms', 'mean_abs': 'abs_mean', 'max_abs': 'abs_max', 'min_abs': 'abs_min',
-    'rms': 'rm2', 'abs_mean': 'mean_abs', 'abs_max': 'max_abs', 'abs_min': 'min_abs'}
-
-# %% ../../nbs/60_show/10_select.ipynb #02a00250
-def ttype_of(
-    name:str # 'output', 'Activation', 'Optimiser_State.exp_avg'
-) -> tuple: # 'optimizer', 'exp_avg': our word, and which of an optimizer's states, or None
-    "A tensor type in our words. Raises ValueError for one that does not exist"
-    first,_,key = str(name).partition('.')
-    ours = ttypes_of.get(first.lower(), first)
-    if ours not in ttypes: raise ValueError(unknown('tensor type', name, ttypes, ttypes_of))
-    return ours, key or None
-
-# %% ../../nbs/60_show/10_select.ipynb #a5be0002
-def earlier_calls(
-    *order # Names of a picture's arguments in the order that they once had, after the run; as they stand without it
-):
-    "A picture that is asked for in our words and in our order is also asked for as it was: a decorator"
-    def of(f):
-        known = signature(f)
-        @functools.wraps(f)
-        def g(*args, **given):
-            given = in_our_words(given, known.parameters, f.__name__)
-            before = dict(zip((next(iter(known.parameters)), *order), args, strict=False)) if order else {}
-            named,later = {n: v for n,v in before.items() if n in kinds_of_words},lambda: f(*args, **given)
-            if len(args)<2 or len(before)<len(args) or set(before)&set(given) or not all(is_words(n, v) for n,v in named.items()): return later()
-            if any(v is not None for v in named.values()) and all(map(is_known, named, named.values())): return f(**before, **given)
-            try: return f(**before, **given)
-            except (ValueError, TypeError) as e: then = e
-            try: known.bind(*args, **given)
-            except TypeError: raise then from None
-            try: return later()
-            except (ValueError, TypeError) as e:
-                ours = 'Did you mean' in str(e) and 'Did you mean' not in str(then) and not any(v and is_known(n, v) for n,v in named.items())
-                raise (e if ours else then) from None # the sentence about what was meant
-        return g
-    return of
-
-words_before = {'df': 'run', 'layer': 'path', 'tt': 'ttype', 'scalar_metric': 'stat'} # Track & Visualize's words for arguments, and ours
-
-def in_our_words(
-    given, # Arguments by name
-    known, # Names that there are
-    what:str='A picture' # Who is given them
-) -> dict:
-    "Arguments by our names. Raises TypeError where one is given under both"
-    out = {}
-    for typed,v in given.items():
-        name = words_before[typed] if typed not in known and words_before.get(typed) in known else typed
-        if name in out: raise TypeError(f"{what} got {name}= twice: as {typed}=, too. Give one of them.")
-        out[name] = v
-    return out
-
-kinds_of_words = {'ttype': lambda v: v.partition('.')[0].lower() in {*ttypes, *ttypes_of}, 'stat': lambda v: v in {*derived, *stats_of},
-    'stats': lambda v: v in {*derived, *stats_of}, 'dtypes': lambda v: 'float' in v} # argument -> whether it is surely one of its words
-
-def is_words(name, v):
-    "Whether a value can be what an argument takes: words, and no pattern of layers"
-    if v is None: return True
-    if name=='stats' and isinstance(v, str): return False
-    return all(isinstance(o, str) and not set(o)&set('*?[') for o in (v if isinstance(v, list|tuple) else [v]))
-
-def is_known(name, v): return v is None or all(map(kinds_of_words[name], v if isinstance(v, list|tuple) else [v]))
 
 # %% ../../nbs/60_show/10_select.ipynb #734937ed
 def table_of(

@@ -15,7 +15,8 @@ from ..frames.unit_tables import History, histories
 from ..ground.messages import an, printable
 from ..ground.record import values_of
 from .heatmaps import heat, zero
-from .select import Grid, earlier_calls, name_of, table_of, ttype_of
+from ..frames.words import earlier_calls, ttype_of
+from .select import Grid, name_of, table_of
 from .style import alarm, drawing_on, drawn, is_dark, meanings, panels, short_names, title_of, words
 
 # %% ../../nbs/60_show/75_surfaces.ipynb #83eb96c8

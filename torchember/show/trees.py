@@ -12,7 +12,8 @@ import numpy as np
 from .heatmaps import scale_of
 from .histograms import at_step
 from .lines import ttypes_asked
-from .select import earlier_calls, name_of, pick, root_of, stat_in, table_of, training, trouble, ttype_of
+from ..frames.words import earlier_calls, ttype_of
+from .select import name_of, pick, root_of, stat_in, table_of, training, trouble
 from .style import alarm, canvas, drawn, elided, is_dark, meanings, size_of, title_of, words
 
 # %% ../../nbs/60_show/50_trees.ipynb #5601def5

@@ -13,7 +13,8 @@ import numpy as np
 from ..measure.summary import derived
 from .lines import name_lines, put_lines
 from .missing import asked_for, parameters_in, reasons_in
-from .select import earlier_calls, measured, name_of, pick, places, series, stat_in, table_of, training, trouble
+from ..frames.words import earlier_calls
+from .select import measured, name_of, pick, places, series, stat_in, table_of, training, trouble
 from .style import canvas, drawn, is_dark, meanings, palettes, short_names, title_of
 from ..store.parameters import label_of, why_not
 

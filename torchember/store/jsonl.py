@@ -19,7 +19,7 @@ from torchember.store.base import (check_writable, facts, folder, not_through, n
 from .listeners import Listening
 from .older import first_lines, is_first, is_older, older_blocks
 from .lines import blocks_of, longest_line, parse, parsed
-from .reading import by_place, current, frame, table, with_path
+from .reading import current, frame, table, with_path
 from .table import tree_table, whole_tree
 
 # %% ../../nbs/30_store/10_jsonl.ipynb #1874225e
@@ -555,8 +555,8 @@ class tracker:
 
     @property
     def latest_df(self):
-        "The rows of the latest step, as a table that begins with which tensor each is of"
-        return by_place(frame(self.latest_line_list()))
+        "The rows of the latest step, as a table"
+        return with_path(frame(self.latest_line_list()))
 
     def refresh(self): # The file of the latest step
         """Close the step, and bring the file of the latest step up to date
