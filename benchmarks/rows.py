@@ -537,7 +537,7 @@ def steps(quick):
     t.te.arm()
     memory,threads,files = grown(last)
     span = f'step {first} to {last}'
-    yield line(f'memory, {span}', memory/1e6, 'MB', at_most=1, note=f'the same steps unarmed: {bare/1e6:.2g} MB; {t.te.t.file.rows} rows were written')
+    yield line(f'memory, {span}', memory/1e6, 'MB', at_most=1, note=f'the same steps unarmed: {bare/1e6:.2g} MB; {t.te.t.file.disk.rows} rows were written')
     yield line(f'threads, {span}', threads, '', at_most=0)
     yield line(f'open files, {span}', files, '', at_most=0)
 

@@ -26,158 +26,64 @@ from .capture.private_torch import say_missing
 from .ground.messages import an, printable, says_arguments, warn
 from .ground.record import SCHEMA, check_ttypes, identity
 from .recorder.process import hand_over, open_recorders, rank_and_size, shared_name, weak_source
-from .recorder.recorder import Recorder, recorded
-from .recorder.row import FirstBad
+from .recorder.recorder import Recorder, Settings, recorded
+from .recorder.row import look_out
 from .store.base import now, user
 from .store.jsonl import emberTracker, new_run
-from .store.listeners import AtOnce
 from .store.parameters import noted_in
 from .store.table import tree_table
 
-# %% ../nbs/45_ember.ipynb #478d3f42
-class torchEmber:
-    """Watch a model: arms it at once, and records every pass until `torchEmber.disarm`
+# %% ../nbs/45_ember.ipynb #e3c22913
+class OwnStatistics:
+    "Which statistics an ember records"
+    def how_record(self,
+        *ttypes # Tensor types that the function is for
+    ): # A decorator that returns the function unchanged
+        """Use a function tensor -> dict, or a named set, for some tensor types
 
-    Args:
-        model: The model, also one that is wrapped by `torch.compile` or `DistributedDataParallel`
-        optimizer: Optimizer, or a list of them: when all have stepped, the training step is over
-        ttypes: Tensor types to record; also 'output_grad', 'input_grad', 'optimizer', 'update' and 'buffer'
-        include: Modules to record, as `select` takes them: 'features.*', nn.Linear, ...; all without it
-        exclude: Modules to leave out
-        every: Which steps, as `schedule` takes them: 10, 'linear(5, 2)', log_spaced(5), a function of the step
-        stats: Named set ('basic', 'full', 'numerics'), list of statistics, or function: tensor -> dict
-        only_training: Skip passes in `eval()` mode: they are no steps
-        name: Name of the run; `<ModelClass>_<YYYYmmdd_HHMMSS>` without it
-        resume: Go on with the run `name` after its last step
-        home: Folder for logs, instead of `~/.torchember`
-        overhead: Share of the training time that recording may take, such as 0.02: then not every step that `every` wants is recorded
-        scaler: The `GradScaler` in use: recorded gradients are the unscaled ones, and steps that it skips are marked
-        ends: 'step': only `torchEmber.step` ends one. Without it the optimizer does, or where there is none each pass, until it is called
-        first_step: Number of the first step, to go on from a checkpoint in a run of its own
-        on_error: When a statistic fails: 'warn' once and go on, or 'raise'
-    """
-    @says_arguments
-    def __init__(self,
-        model:nn.Module, # The model, also one that is wrapped by `torch.compile` or `DistributedDataParallel`
-        optimizer=None, # Optimizer, or a list of them: when all have stepped, the training step is over
-        *,
-        ttypes=('input', 'output', 'weight', 'weight_grad'), # Tensor types to record; also 'output_grad', 'input_grad', 'optimizer', 'update' and 'buffer'
-        include=None, # Modules to record, as `select` takes them: 'features.*', nn.Linear, ...; all without it
-        exclude=None, # Modules to leave out
-        every=1, # Which steps, as `schedule` takes them: 10, 'linear(5, 2)', log_spaced(5), a function of the step
-        stats='basic', # Named set ('basic', 'full', 'numerics'), list of statistics, or function: tensor -> dict
-        only_training:bool=False, # Skip passes in `eval()` mode: they are no steps
-        name:str|None=None, # Name of the run; `<ModelClass>_<YYYYmmdd_HHMMSS>` without it
-        resume:bool=False, # Go on with the run `name` after its last step
-        home=None, # Folder for logs, instead of `~/.torchember`
-        overhead:float|None=None, # Share of the training time that recording may take, such as 0.02: then not every step that `every` wants is recorded
-        scaler=None, # The `GradScaler` in use: recorded gradients are the unscaled ones, and steps that it skips are marked
-        ends:str|None=None, # 'step': only `torchEmber.step` ends one. Without it the optimizer does, or where there is none each pass, until it is called
-        first_step:int=0, # Number of the first step, to go on from a checkpoint in a run of its own
-        on_error:str='warn' # When a statistic fails: 'warn' once and go on, or 'raise'
-    ):
-        if not isinstance(model, nn.Module): raise TypeError(not_a_model(model))
-        if on_error not in ('warn', 'raise'): raise ValueError(f"on_error is 'warn' or 'raise', got {on_error!r}.")
-        self.model,inner = model,unwrap(model)
-        self.model_name = type(inner).__name__
-        ttypes = check_ttypes(ttypes, recorded)
-        if not ttypes: raise ValueError(nothing_to_record(recorded))
-        optimizers = check_optimizers(optimizer, scaler, ttypes, [*model.parameters(), *inner.parameters()])
-        when,stats = schedule(every),stats if callable(stats) else stat_names(stats)
-        if overhead is not None: check_share(overhead)
-        check_steps(ends, first_step, resume)
-        self.tracks,self.armed = tracks(inner),False
-        self.chosen,self.views = (include, exclude),[] # views: live pictures of the run
-        self.watched(self.tracks) # raises before anything is changed
-        rank,ranks = rank_and_size()
-        if ranks>1: name = f'{name or shared_name(self.model_name)}.rank{rank}'
-        if resume: hand_over(name)
-        self.t = new_run(self.model_name, name, resume, home)
-        t = self.t
-        self.recorder = Recorder(t, ttypes, stats, when, only_training, on_error, t.last_step()+1 if resume else first_step, rank if ranks>1 else None,
-            None if overhead is None else Budget(overhead), optimizers, scaler, ends, self.tracks[0].name, lambda meta: t.amend('parameters', meta))
-        known = self.recorder.sources.parameters.known
-        if resume: known.go_on(noted_in(t))
-        t.source = weak_source(self.recorder)
-        first = FirstBad(t.file)
-        t.file.listen(AtOnce(first.look, first.remark))
-        self.arm()
-        base = {'start': now(), 'user': user(), 'schema': SCHEMA, 'model': self.model_name}
-        t.begin(base, {'parameters': known.meta()} | ({} if resume else {'vis': {'vis_type': 'standard'}, 'structure': self.mod_tree()}))
-
-    def watched(self, ts):
-        "The ids of the modules to record"
-        pairs = [(p, t.module) for t in ts for p in (t.path, *t.aliases)]
-        include,exclude = self.chosen
-        ids = {id(m) for m in (select(include).pick(pairs) if include is not None else (t.module for t in ts))}
-        if exclude is not None: ids -= {id(m) for m in select(exclude).pick(pairs)}
-        if not ids: raise ValueError(f"exclude={exclude!r} leaves no module of include={include!r}.")
-        return ids
-
-    fname = property(lambda self: self.t.fname, doc="Name of the run")
-    mt_log = property(lambda self: self.recorder.calls.log, doc="What the root's last recorded pass entered and left, in order")
-    current_mt = property(lambda self: self.recorder.calls.current, doc="`moduleTrack` of the module that is recorded now, or was last")
-    modules = property(lambda self: {t.name: t for t in self.tracks}, doc="Display name -> `moduleTrack`")
-
-    def arm(self): # The ember
-        """Start to record; nothing happens when it is armed already
+        Args:
+            *ttypes: Tensor types that the function is for
 
         Returns:
-            The ember
+            A decorator that returns the function unchanged
         """
-        if self.armed or disabled(): return self
-        say_missing()
-        inner = unwrap(self.model)
-        earlier = getattr(armed_by(inner), 'recorder', None)
-        if earlier is not None:
-            what = 'The model' if any(st.listener is earlier.events for st in states_of(inner)) else 'A part of the model'
-            warn(f"{what} is watched already, by the run {earlier.t.fname}. That ends first, by its disarm(): one torchEmber watches a model at a time.")
-            earlier.owner().disarm()
-        self.tracks = tracks(inner)
-        r = self.recorder
-        r.arming(lambda: self, self.tracks)
-        self.armed = True
-        try:
-            r.armed(arm(self.tracks, r.events, self.watched(self.tracks), {'disarm': lambda: (self.disarm(), self.model)[1]}))
-            if r.watch: r.watch.attach()
-        except BaseException:
-            self.disarm() # whatever it was, nothing is left behind
-            raise
-        return self
+        if any(callable(n) for n in ttypes): raise TypeError("how_record needs tensor types: write @te.how_record('output'), or @te.how_record_out.")
+        check_ttypes(ttypes, recorded)
+        if not ttypes: raise ValueError(f"how_record needs the tensor types that the function is for: {', '.join(recorded)}.")
+        def use(f):
+            self.recorder.use(f if callable(f) else stat_names(f), ttypes)
+            return f
+        return use
 
-    def disarm(self): # The model
-        """Stop recording and give every module back as it was; nothing happens when it is not armed
+    def how_record_in(self, f):
+        "A decorator: `how_record` for 'input'"
+        return self.how_record('input')(f)
+
+    def how_record_out(self, f):
+        "A decorator: `how_record` for 'output'"
+        return self.how_record('output')(f)
+
+    def how_record_weight(self, f):
+        "A decorator: `how_record` for 'weight', 'weight_grad'"
+        return self.how_record('weight', 'weight_grad')(f)
+
+    def set_metric(self,
+        ttype:str # 'in', 'out', 'weight' or 'grad'
+    ): # A decorator that returns the function unchanged
+        """`how_record` under the name and with the words of torchember 0.2
+
+        Args:
+            ttype: 'in', 'out', 'weight' or 'grad'
 
         Returns:
-            The model
+            A decorator that returns the function unchanged
         """
-        if self.armed:
-            r = self.recorder
-            disarm(self.tracks, r.events)
-            if r.watch: r.watch.detach()
-            r.finish()
-            self.t.file.barrier() # who reads the run by its name now finds all of it
-            self.t.file.settle()
-            r.disarmed()
-            self.armed = False
-        return self.model
+        words = {'in': 'input', 'out': 'output', 'weight': 'weight', 'grad': 'weight_grad'}
+        return self.how_record(words.get(ttype, ttype))
 
-    def rearm(self): # The ember
-        """Disarm and arm: takes in modules that came or went since
-
-        Returns:
-            The ember
-        """
-        self.disarm()
-        return self.arm()
-
-    def step(self):
-        "The training step is over: call it after `backward`, before `zero_grad`. From then on only this closes one"
-        r = self.recorder
-        if not r.steps.turns.awaited: r.boundary()
-        elif r.steps.opened: r.notices.once('two', "te.step() does nothing here: the optimizer that torchEmber was given ends each step. "
-            "Leave out one of the two.")
-
+# %% ../nbs/45_ember.ipynb #dc5d3d08
+class Notes:
+    "What the user tells an ember of the step, and has it measure beside the passes"
     def log(self, /, *unnamed, **numbers):
         "Note numbers of the step whose pass has just run, in a row with the ttype 'scalar': `te.log(loss=loss)`. A tensor on a GPU is not waited for"
         if unnamed: raise TypeError(f"te.log notes numbers by name, got {an(unnamed[0])} without one. Write te.log(loss=loss); of a dict, te.log(**numbers).")
@@ -248,50 +154,13 @@ class torchEmber:
         "Stop adding marks, those named or all"
         self.t.unmark(*names)
 
-    def how_record(self,
-        *ttypes # Tensor types that the function is for
-    ): # A decorator that returns the function unchanged
-        """Use a function tensor -> dict, or a named set, for some tensor types
-
-        Args:
-            *ttypes: Tensor types that the function is for
-
-        Returns:
-            A decorator that returns the function unchanged
-        """
-        if any(callable(n) for n in ttypes): raise TypeError("how_record needs tensor types: write @te.how_record('output'), or @te.how_record_out.")
-        check_ttypes(ttypes, recorded)
-        if not ttypes: raise ValueError(f"how_record needs the tensor types that the function is for: {', '.join(recorded)}.")
-        def use(f):
-            self.recorder.buffer.use(f if callable(f) else stat_names(f), ttypes, self.recorder.sources.states)
-            return f
-        return use
-
-    def how_record_in(self, f):
-        "A decorator: `how_record` for 'input'"
-        return self.how_record('input')(f)
-
-    def how_record_out(self, f):
-        "A decorator: `how_record` for 'output'"
-        return self.how_record('output')(f)
-
-    def how_record_weight(self, f):
-        "A decorator: `how_record` for 'weight', 'weight_grad'"
-        return self.how_record('weight', 'weight_grad')(f)
-
-    def set_metric(self,
-        ttype:str # 'in', 'out', 'weight' or 'grad'
-    ): # A decorator that returns the function unchanged
-        """`how_record` under the name and with the words of torchember 0.2
-
-        Args:
-            ttype: 'in', 'out', 'weight' or 'grad'
-
-        Returns:
-            A decorator that returns the function unchanged
-        """
-        words = {'in': 'input', 'out': 'output', 'weight': 'weight', 'grad': 'weight_grad'}
-        return self.how_record(words.get(ttype, ttype))
+# %% ../nbs/45_ember.ipynb #c324a8fa
+class Views:
+    "How an ember shows its model and its run, and what it will take"
+    fname = property(lambda self: self.t.fname, doc="Name of the run")
+    mt_log = property(lambda self: self.recorder.calls.log, doc="What the root's last recorded pass entered and left, in order")
+    current_mt = property(lambda self: self.recorder.calls.current, doc="`moduleTrack` of the module that is recorded now, or was last")
+    modules = property(lambda self: {t.name: t for t in self.tracks}, doc="Display name -> `moduleTrack`")
 
     def plan(self,
         *args, # An example input: with one, the model runs once, and afterwards is as before
@@ -305,12 +174,12 @@ class torchEmber:
         r,inner,armed_here = self.recorder,self.tracks[0].module,not self.armed
         if armed_here:
             if armed_by(inner) is not None: raise RuntimeError("another torchEmber is armed on this model. Ask that one for its plan, or disarm it.")
-            r.armed(arm(self.tracks, r.events, self.watched(self.tracks)))
+            r.sources.armed(arm(self.tracks, r.events, self.watched(self.tracks)))
         try: return plan_of(inner, r, args, kwargs, self.model_name)
         finally:
             if armed_here:
                 disarm(self.tracks, r.events)
-                r.armed([])
+                r.sources.armed([])
 
     def mod_tree(self):
         "The tree of modules as nested dicts `{'name', 'short', 'path', 'children'}`"
@@ -355,6 +224,160 @@ class torchEmber:
         from torchember import summary
         print(summary(self, *args, **kwargs))
 
+    def __repr__(self):
+        state = 'armed' if self.armed else 'not armed'
+        budget = self.recorder.cost.budget
+        thinned = '' if budget is None else f', {budget}'
+        return f"<torchEmber of {printable(self.model_name)}: {len(self.tracks)} modules, step {self.recorder.step}, {state}{thinned}>"
+
+    def _repr_html_(self): return tree_table(repr(self)[1:-1], self.mod_tree(), self.t.latest_line_list())
+
+# %% ../nbs/45_ember.ipynb #b57e800d
+def open_run(kind, name, resume, home):
+    "The run of an ember, of its own on each rank. The rank, None where there is one process"
+    rank,ranks = rank_and_size()
+    if ranks>1: name = f'{name or shared_name(kind)}.rank{rank}'
+    if resume: hand_over(name)
+    return new_run(kind, name, resume, home), rank if ranks>1 else None
+
+def disarm_earlier(model):
+    "One ember watches a model at a time"
+    earlier = getattr(armed_by(model), 'recorder', None)
+    if earlier is None: return
+    what = 'The model' if any(st.listener is earlier.events for st in states_of(model)) else 'A part of the model'
+    warn(f"{what} is watched already, by the run {earlier.t.fname}. That ends first, by its disarm(): one torchEmber watches a model at a time.")
+    earlier.owner().disarm()
+
+def report_of(recorder, live): # live: CPU seconds of its pictures
+    "What was done"
+    r,f,cost = recorder,recorder.t.file,recorder.cost
+    took = {'seconds': (s := r.seconds()+live), 'share': s/cost.elapsed if cost.elapsed else 0.}
+    r.t.end(**took) # for those who read the run
+    took = {'seconds': (s := r.seconds()+live), 'share': s/cost.elapsed if cost.elapsed else 0.} # with that
+    beside = {'live': live, 'beside': cost.loading, 'arming': cost.arming, 'compiling': cost.compiling}
+    return Report(run=r.t.fname, steps=r.tally.steps, recorded=r.tally.recorded, rows=f.disk.rows, bytes=f.disk.written,
+        **took, errors=r.notices.errors, skipped=r.notices.unmeasurable, remarks=[*r.remarks(), *f.remarked()], **{k: v for k,v in beside.items() if v},
+        **({} if cost.budget is None else {'thinned': cost.budget.thinned-r.pipe.gate.decide.denied, 'budget': str(cost.budget)}))
+
+# %% ../nbs/45_ember.ipynb #478d3f42
+class torchEmber(OwnStatistics, Notes, Views):
+    """Watch a model: arms it at once, and records every pass until `torchEmber.disarm`
+
+    Args:
+        model: The model, also one that is wrapped by `torch.compile` or `DistributedDataParallel`
+        optimizer: Optimizer, or a list of them: when all have stepped, the training step is over
+        ttypes: Tensor types to record; also 'output_grad', 'input_grad', 'optimizer', 'update' and 'buffer'
+        include: Modules to record, as `select` takes them: 'features.*', nn.Linear, ...; all without it
+        exclude: Modules to leave out
+        every: Which steps, as `schedule` takes them: 10, 'linear(5, 2)', log_spaced(5), a function of the step
+        stats: Named set ('basic', 'full', 'numerics'), list of statistics, or function: tensor -> dict
+        only_training: Skip passes in `eval()` mode: they are no steps
+        name: Name of the run; `<ModelClass>_<YYYYmmdd_HHMMSS>` without it
+        resume: Go on with the run `name` after its last step
+        home: Folder for logs, instead of `~/.torchember`
+        overhead: Share of the training time that recording may take, such as 0.02: then not every step that `every` wants is recorded
+        scaler: The `GradScaler` in use: recorded gradients are the unscaled ones, and steps that it skips are marked
+        ends: 'step': only `torchEmber.step` ends one. Without it the optimizer does, or where there is none each pass, until it is called
+        first_step: Number of the first step, to go on from a checkpoint in a run of its own
+        on_error: When a statistic fails: 'warn' once and go on, or 'raise'
+    """
+    @says_arguments
+    def __init__(self,
+        model:nn.Module, # The model, also one that is wrapped by `torch.compile` or `DistributedDataParallel`
+        optimizer=None, # Optimizer, or a list of them: when all have stepped, the training step is over
+        *,
+        ttypes=('input', 'output', 'weight', 'weight_grad'), # Tensor types to record; also 'output_grad', 'input_grad', 'optimizer', 'update' and 'buffer'
+        include=None, # Modules to record, as `select` takes them: 'features.*', nn.Linear, ...; all without it
+        exclude=None, # Modules to leave out
+        every=1, # Which steps, as `schedule` takes them: 10, 'linear(5, 2)', log_spaced(5), a function of the step
+        stats='basic', # Named set ('basic', 'full', 'numerics'), list of statistics, or function: tensor -> dict
+        only_training:bool=False, # Skip passes in `eval()` mode: they are no steps
+        name:str|None=None, # Name of the run; `<ModelClass>_<YYYYmmdd_HHMMSS>` without it
+        resume:bool=False, # Go on with the run `name` after its last step
+        home=None, # Folder for logs, instead of `~/.torchember`
+        overhead:float|None=None, # Share of the training time that recording may take, such as 0.02: then not every step that `every` wants is recorded
+        scaler=None, # The `GradScaler` in use: recorded gradients are the unscaled ones, and steps that it skips are marked
+        ends:str|None=None, # 'step': only `torchEmber.step` ends one. Without it the optimizer does, or where there is none each pass, until it is called
+        first_step:int=0, # Number of the first step, to go on from a checkpoint in a run of its own
+        on_error:str='warn' # When a statistic fails: 'warn' once and go on, or 'raise'
+    ):
+        if not isinstance(model, nn.Module): raise TypeError(not_a_model(model))
+        if on_error not in ('warn', 'raise'): raise ValueError(f"on_error is 'warn' or 'raise', got {on_error!r}.")
+        self.model,inner = model,unwrap(model)
+        self.model_name = type(inner).__name__
+        ttypes = check_ttypes(ttypes, recorded)
+        if not ttypes: raise ValueError(nothing_to_record(recorded))
+        optimizers = check_optimizers(optimizer, scaler, ttypes, [*model.parameters(), *inner.parameters()])
+        when,stats = schedule(every),stats if callable(stats) else stat_names(stats)
+        if overhead is not None: check_share(overhead)
+        check_steps(ends, first_step, resume)
+        self.tracks,self.armed = tracks(inner),False
+        self.chosen,self.views = (include, exclude),[] # views: live pictures of the run
+        self.watched(self.tracks) # raises before anything is changed
+        self.t,rank = open_run(self.model_name, name, resume, home)
+        t = self.t
+        self.recorder = Recorder(t, Settings(ttypes, stats, when, only_training, on_error, t.last_step()+1 if resume else first_step, rank,
+            None if overhead is None else Budget(overhead), optimizers, scaler, ends, self.tracks[0].name, lambda meta: t.amend('parameters', meta)))
+        known = self.recorder.sources.parameters.known
+        if resume: known.go_on(noted_in(t))
+        t.source = weak_source(self.recorder)
+        look_out(t.file)
+        self.arm()
+        base = {'start': now(), 'user': user(), 'schema': SCHEMA, 'model': self.model_name}
+        t.begin(base, {'parameters': known.meta()} | ({} if resume else {'vis': {'vis_type': 'standard'}, 'structure': self.mod_tree()}))
+
+    def watched(self, ts):
+        "The ids of the modules to record"
+        pairs = [(p, t.module) for t in ts for p in (t.path, *t.aliases)]
+        include,exclude = self.chosen
+        ids = {id(m) for m in (select(include).pick(pairs) if include is not None else (t.module for t in ts))}
+        if exclude is not None: ids -= {id(m) for m in select(exclude).pick(pairs)}
+        if not ids: raise ValueError(f"exclude={exclude!r} leaves no module of include={include!r}.")
+        return ids
+
+    def arm(self): # The ember
+        """Start to record; nothing happens when it is armed already
+
+        Returns:
+            The ember
+        """
+        if self.armed or disabled(): return self
+        say_missing()
+        disarm_earlier(unwrap(self.model))
+        self.tracks,self.armed = tracks(unwrap(self.model)),True
+        try: self.recorder.arm(self.tracks, self.watched(self.tracks), lambda: self, {'disarm': lambda: (self.disarm(), self.model)[1]})
+        except BaseException:
+            self.disarm() # whatever it was, nothing is left behind
+            raise
+        return self
+
+    def disarm(self): # The model
+        """Stop recording and give every module back as it was; nothing happens when it is not armed
+
+        Returns:
+            The model
+        """
+        if self.armed:
+            self.recorder.disarm()
+            self.armed = False
+        return self.model
+
+    def rearm(self): # The ember
+        """Disarm and arm: takes in modules that came or went since
+
+        Returns:
+            The ember
+        """
+        self.disarm()
+        return self.arm()
+
+    def step(self):
+        "The training step is over: call it after `backward`, before `zero_grad`. From then on only this closes one"
+        r = self.recorder
+        if not r.steps.turns.awaited: r.boundary()
+        elif r.steps.opened: r.notices.once('two', "te.step() does nothing here: the optimizer that torchEmber was given ends each step. "
+            "Leave out one of the two.")
+
     def close(self): # A `Report`
         """End the run: disarm, write everything, and say what was done
 
@@ -366,15 +389,7 @@ class torchEmber:
         self.t.close()
         open_recorders.discard(self.recorder) # nothing is left to hand over
         for v in self.views: v.close() # the last picture
-        r,f = self.recorder,self.t.file
-        live = sum(v.seconds for v in self.views)
-        took = lambda: {'seconds': (s := r.seconds()+live), 'share': s/r.cost.elapsed if r.cost.elapsed else 0.}
-        self.t.end(**took()) # for those who read the run
-        return Report(run=self.fname, steps=r.tally.steps, recorded=r.tally.recorded, rows=f.rows, bytes=f.written,
-            **took(), errors=r.notices.errors, skipped=r.notices.unmeasurable, remarks=[*r.remarks(), *f.remarked()],
-            **({'live': live} if live else {}), **({'beside': r.cost.loading} if r.cost.loading else {}),
-            **({'arming': r.cost.arming} if r.cost.arming else {}), **({'compiling': r.cost.compiling} if r.cost.compiling else {}),
-            **({} if r.cost.budget is None else {'thinned': r.cost.budget.thinned-r.pipe.gate.decide.denied, 'budget': str(r.cost.budget)}))
+        return report_of(self.recorder, sum(v.seconds for v in self.views))
 
     def __enter__(self): return self.arm()
 
@@ -389,14 +404,6 @@ class torchEmber:
         def __getattr__(self, name):
             hint = f" Its run has: te.t.{name}." if not name.startswith('_') and hasattr(emberTracker, name) else ''
             raise AttributeError(f"a torchEmber has no attribute {name!r}.{hint}", name=name, obj=self)
-
-    def __repr__(self):
-        state = 'armed' if self.armed else 'not armed'
-        budget = self.recorder.cost.budget
-        thinned = '' if budget is None else f', {budget}'
-        return f"<torchEmber of {printable(self.model_name)}: {len(self.tracks)} modules, step {self.recorder.step}, {state}{thinned}>"
-
-    def _repr_html_(self): return tree_table(repr(self)[1:-1], self.mod_tree(), self.t.latest_line_list())
 
 # %% ../nbs/45_ember.ipynb #d08ba4de
 def disabled(): return os.environ.get('TORCHEMBER_DISABLE', '0') not in ('', '0')

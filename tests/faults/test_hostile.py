@@ -120,7 +120,7 @@ def put(path, what):
 
 def give_up(t):
     "It would be tried and told again until the interpreter ends"
-    t.file.waiting.clear()
+    t.file.disk.waiting.clear()
     jsonl.writer.holding.discard(t.file)
 
 

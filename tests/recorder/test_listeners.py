@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from torchember import emberTracker, torchEmber
+from torchember.store.jsonl import listen_at_once
 from torchember.store.lines import parse
-from torchember.store.listeners import AtOnce, Listening
+from torchember.store.listeners import Listening, Pieces
 
 
 class Heard(list):
@@ -160,6 +161,47 @@ def test_a_listener_is_told_what_the_file_has_already(tmp_path):
     assert {r['step']: r.get('seen') for r in te.t.lines()}=={0: None, 1: 0, 2: 1, 3: 1}
 
 
+def test_of_the_open_step_all_is_told_and_of_steps_before_nothing(tmp_path):
+    "Also when the writer had not come to these yet; a listener knows where in the file it begins"
+    t,heard = emberTracker('mine', tmp_path),Heard()
+    for i in range(3): t.put(lambda i=i: [{'step': i}], True)
+    listening = t.listen(heard)
+    assert listening.since==t.log_path.stat().st_size>0
+    t.put(lambda: [{'step': 3}], True)
+    t.close()
+    assert heard.steps==[3]
+    model,heard = net(),Heard()
+    te = torchEmber(model, torch.optim.SGD(model.parameters(), .1), ttypes='output', name='r', home=tmp_path)
+    step(model)
+    te.recorder.close()
+    model(torch.ones(2, 2)) # of the step that is open
+    te.t.listen(heard)
+    model(torch.zeros(2, 2))
+    te.close()
+    assert repr(heard.rows)==repr([r for r in in_file(te.t) if r['step']==1]) and {r['tname'] for r in heard.rows}=={'output_0'} and len(heard.rows)==4
+
+
+def test_listeners_that_note_something_at_each_call(tmp_path):
+    "Nobody is told of what it has caused itself, also by way of others: two that answer each other come to an end. Whoever notes nothing gets it all"
+    model,spy,calls = net(),Heard(),{'a': [], 'b': [], 'c': []}
+    te = torchEmber(model, torch.optim.SGD(model.parameters(), .1), ttypes='output', home=tmp_path)
+    def notes(name, say):
+        def f(step, rows):
+            calls[name].append((step, [k for r in rows for k in 'abc' if k in r]))
+            if len(calls[name])<99: say()
+        return f
+    te.t.listen(notes('a', lambda: te.log(a=1.)))
+    te.t.listen(notes('b', lambda: te.log(b=2.)))
+    te.t.listen(notes('c', lambda: te.t + {'c': 3.}))
+    te.t.listen(spy)
+    step(model)
+    te.recorder.close() # from here on numbers are noted of a step that is over
+    until(lambda: len(spy)>=16)
+    te.close()
+    assert same(spy, te.t) and len(in_file(te.t))==4+3+6+6 # of the model, by each, of that by each other, and of that by the third
+    for name in calls: assert calls[name][0]==(0, []) and len(calls[name])==5 and not any(name in k for _,k in calls[name])
+
+
 # ---- nobody is harmed
 
 @pytest.mark.parametrize('error', [ValueError('too much'), SystemExit(3), KeyboardInterrupt()])
@@ -185,7 +227,7 @@ def test_one_that_raises(tmp_path, error):
 def test_one_that_hangs(tmp_path, monkeypatch):
     "Training, file and another one go on; who ends the run waits for a while, once, and says it. Its oldest rows are lost when its queue is full"
     monkeypatch.setattr(Listening, 'patience', .3)
-    monkeypatch.setattr(Listening, 'most', 3)
+    monkeypatch.setattr(Pieces, 'most', 3)
     model,good,goes_on,got = net(),Heard(),threading.Event(),[]
     te = torchEmber(model, torch.optim.SGD(model.parameters(), .1), ttypes='output', home=tmp_path)
     def hangs(step, rows):
@@ -208,7 +250,7 @@ def test_one_that_hangs(tmp_path, monkeypatch):
     goes_on.set()
     until(lambda: got==[0, 5, 6, 7]) # what was kept
     until(lambda: not l.given_up)
-    assert (l.lost, l.size, len(l.waiting))==(4, 0, 0)
+    assert (l.lost, l.pieces.size, len(l.pieces))==(4, 0, 0)
     te.close()
 
 
@@ -216,7 +258,7 @@ def test_rows_that_wait_are_bounded_in_bytes(monkeypatch):
     "One piece is told however large it is"
     goes_on,got = threading.Event(),[]
     l = Listening(lambda step, rows: (got.append((step, len(rows[0]['of']))), goes_on.wait()))
-    l.most_bytes = 100
+    l.pieces.most_bytes = 100
     for i,n in enumerate((5, 60, 60, 300)):
         line = json.dumps({'step': i, 'of': 'x'*n}).encode()
         l.put([line], line+b'\n')
@@ -233,7 +275,7 @@ def test_nobody_is_told_any_more(tmp_path):
     slow = t.listen(lambda step, rows: (time.sleep(.01), heard(step, rows)))
     for i in range(9): t + {'step': i}
     slow.close(); slow.close()
-    assert heard.steps==[*range(9)] and t.file.listeners==()
+    assert heard.steps==[*range(9)] and t.file.audience.listeners==()
     t + {'step': 9}
     t.close()
     assert heard.steps==[*range(9)]
@@ -251,7 +293,7 @@ def test_rows_cost_nothing_when_nobody_listens(tmp_path):
     t = emberTracker('mine', tmp_path)
     t.put(lambda: [{'step': 0}], True)
     t.barrier()
-    assert not t.file.taken and not t.file.listeners
+    assert not t.file.audience.untold and not t.file.audience.listeners
 
 
 def test_a_disk_that_refuses(tmp_path):
@@ -260,12 +302,12 @@ def test_a_disk_that_refuses(tmp_path):
     t.listen(heard)
     t + {'step': 0}
     t.barrier()
-    t.file.path,path = tmp_path/'log'/'mine'/'no',t.file.path
+    t.file.disk.path,path = tmp_path/'log'/'mine'/'no',t.file.path
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         t + {'step': 1}
         until(lambda: heard.steps==[0, 1])
-        t.file.path = path
+        t.file.disk.path = path
         t.close()
     assert heard.steps==[0, 1]==[r['step'] for r in in_file(t)]
 
@@ -342,7 +384,7 @@ def test_the_file_is_the_first(tmp_path):
     "Before anybody is told, the file has the rows; and rows are made once"
     t,got,made = emberTracker('mine', tmp_path),[],[]
     def look(rows): got.append([r['step'] for r in rows if isinstance(r, dict)]+[r['step'] for r in in_file(t)])
-    t.file.listen(AtOnce(look))
+    listen_at_once(t.file, look, lambda: None)
     for i in range(3):
         t.put(lambda i=i: made.append(i) or [{'step': i}], True)
         t.barrier()

@@ -276,9 +276,9 @@ def test_which_view_of_a_run_is_made(tmp_path, monkeypatch):
     te.t,te.views,te.armed = t,[],True
     first,second = live(te), live(te, every=.5)
     assert first.done==['begin', ('close', False)] and second.done==['begin'] and te.views==[first, second] and (first.every, second.every)==(2., .5)
-    t.file.fresh = True # before there are rows the name may change
+    t.file.disk.fresh = True # before there are rows the name may change
     assert first.path() is None and first.goes_on()
-    t.file.fresh = False
+    t.file.disk.fresh = False
     with pytest.raises(ValueError, match='would wait for a training'): live(te, wait=True)
     t(row(0))
     t.barrier()

@@ -19,7 +19,7 @@ import torch
 from torchember import torchEmber
 from torchember.ground.messages import EmberWarning
 from torchember.store import base, jsonl
-from torchember.store.jsonl import Log, emberTracker, new_run
+from torchember.store.jsonl import LogFile, emberTracker, new_run
 
 kills,steps,forks = (int(os.environ.get(f'LOG_{k}', n)) for k,n in (('KILLS', 40), ('STEPS', 2000), ('FORKS', 20)))
 patience = 600 # seconds to wait for what is there at once, unless it hangs or the machine is busy
@@ -31,7 +31,7 @@ nursery = """
 import json, os, sys, tempfile, threading, time, warnings
 import pandas, torch, torchember.ember
 from torchember import torchEmber
-from torchember.store.jsonl import Log, emberTracker, writer
+from torchember.store.jsonl import LogFile, emberTracker, writer
 torch.set_num_threads(1)
 model,x = torch.nn.Linear(2, 1),torch.ones(1, 2)
 with tempfile.TemporaryDirectory() as d, torchEmber(model, home=d) as te: # warm
@@ -174,12 +174,12 @@ def test_full_disk(small, monkeypatch):
         for i in range(600):
             model(x)
             if i%100==0: te.t.refresh()
-        assert te.t.file.waiting and len(te.t.lines())==601*4 and len(te.t.df)==601*4 # also what is in memory
+        assert te.t.file.disk.waiting and len(te.t.lines())==601*4 and len(te.t.df)==601*4 # also what is in memory
         assert te.t.latest_df.step.max()==600
         ballast.unlink()
         end = time.time()+patience
-        while te.t.file.waiting and time.time()<end: time.sleep(.05) # by itself, without another row
-        assert not te.t.file.waiting
+        while te.t.file.disk.waiting and time.time()<end: time.sleep(.05) # by itself, without another row
+        assert not te.t.file.disk.waiting
         for _ in range(10): model(x)
         te.close()
     [said] = said_of(record)
@@ -191,7 +191,7 @@ def test_full_disk(small, monkeypatch):
 
 def test_beyond_the_limit_is_counted(small, monkeypatch):
     "What does not fit into memory is dropped, counted and said"
-    monkeypatch.setattr(Log, 'keep', 20_000)
+    monkeypatch.setattr(LogFile, 'keep', 20_000)
     with warnings.catch_warnings(record=True) as record:
         warnings.simplefilter('always')
         t = emberTracker('full', small)
@@ -333,7 +333,7 @@ def test_eight_threads(tmp_path):
     for th in ts: th.start()
     while any(th.is_alive() for th in ts): assert len(t.df)<=12_000
     rows = t.lines()
-    assert not t.torn and len(rows)==12_000==t.file.rows
+    assert not t.torn and len(rows)==12_000==t.file.disk.rows
     for k in range(8): assert [r['i'] for r in rows if r['k']==k]==list(range(1500))
 
 
@@ -503,7 +503,7 @@ def test_no_growth(tmp_path, disk, child):
     "Memory, threads and descriptors after thousands of steps are those after hundreds"
     code = """
 import psutil
-Log.keep = 300_000
+LogFile.keep = 300_000
 me = psutil.Process()
 def use(): return me.memory_info().rss, me.num_threads(), me.num_fds()
 te = torchEmber(model)
@@ -511,7 +511,7 @@ for i in range(steps):
     if i==max(steps//4, 500): te.t.barrier(); begin = use()
     model(x).sum().backward()
 te.t.barrier()
-print([b-a for a,b in zip(begin, use())], len(te.t.file.step), len(te.t.file.jobs))
+print([b-a for a,b in zip(begin, use())], len(te.t.file.step), len(te.t.file.batches))
 os._exit(0)
 """
     if disk=='refuses': (tmp_path/'log').write_text('a file')
@@ -522,10 +522,10 @@ os._exit(0)
     assert rss<3_000_000 and threads<=0 and fds<=0, out
 
 
-def test_rows_without_steps_do_not_pile_up(tmp_path, monkeypatch):
+def test_rows_without_steps_do_not_pile_up(tmp_path):
     "`t + row` never closes a step: the log does not hold all of it, nor write it again and again"
-    monkeypatch.setattr(Log, 'step_keep', 50_000)
     t = emberTracker('a', tmp_path)
+    t.file.step.most = 50_000
     for i in range(20_000): t + {'i': i, 'text': 'x'*50}
     t.barrier()
     assert t.file.step.size<=50_000 and len(t.lines())==20_000

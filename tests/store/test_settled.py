@@ -89,7 +89,7 @@ def test_pictures(show, slow_writer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     _,_,te = trained()
     assert show(te.fname) is not None
-    assert te.t.file.rows==20*15 # 3 inputs, 3 outputs, 4 weights, 4 gradients and a number in each step
+    assert te.t.file.disk.rows==20*15 # 3 inputs, 3 outputs, 4 weights, 4 gradients and a number in each step
     te.close()
 
 
@@ -105,7 +105,7 @@ def test_through_a_link(slow_writer, tmp_path):
 def test_another_run_is_left_alone(slow_writer):
     _,_,a = trained(name='a')
     _,_,b = trained(name='b')
-    assert steps_in(read('a'))==list(range(20)) and a.t.file.rows and not b.t.file.rows
+    assert steps_in(read('a'))==list(range(20)) and a.t.file.disk.rows and not b.t.file.disk.rows
     a.close(), b.close()
 
 

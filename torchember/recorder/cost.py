@@ -6,8 +6,11 @@
 __all__ = ['Cost']
 
 # %% ../../nbs/40_recorder/15_cost.ipynb #572a8a7f
+import torch
+
 from .budget import Local, clock, idle
 from ..measure.kernels import loading, loading_seconds, seconds_beside, seconds_waited, warm
+from ..measure.tap import Arena, observe
 
 # %% ../../nbs/40_recorder/15_cost.ipynb #85635386
 class Cost:
@@ -121,6 +124,12 @@ class Cost:
         before = seconds_waited()[0]
         warm(tensors)
         self.arming += seconds_waited()[0]-before
+
+    def once(self):
+        "What torch does at its first time belongs to no step"
+        self.warm()
+        idle(False)
+        observe(torch.zeros(1), Arena().tap(None))
 
     def step_over(self,
         recorded:bool, # Whether the step was recorded

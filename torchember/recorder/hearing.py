@@ -54,7 +54,7 @@ class PassEvents:
     def begins(self, here, state, grad):
         "A pass begins, or joins that of another thread and goes on counting its calls"
         (path,training),states = (state.track.path, state.track.module.training),self.sources.states
-        phase = self.steps.phase_of(path, training, states[0].track.module.training if states else training, grad)
+        phase = self.steps.phases.of(path, training, states[0].track.module.training if states else training, grad)
         self.calls.begin(state, self.only_training and phase is not None or only_metadata())
         self.cost.begins(here.skipped)
         if here.skipped: return

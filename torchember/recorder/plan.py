@@ -31,7 +31,7 @@ from ..ground.messages import printable
 from ..ground.record import line_of
 from .calls import stack_room
 from .process import open_recorders
-from .recorder import Recorder
+from .recorder import Recorder, Settings
 from .row import one_row
 from ..store.base import now
 
@@ -204,9 +204,9 @@ class Reading:
 def per_row(stats):
     "Seconds that a tensor of a few elements takes to be recorded, and a row to be written"
     model,x = nn.Sequential(*(nn.Tanh() for _ in range(8))),torch.zeros(4)
-    r,ts = Recorder(NullRun(), ('input', 'output'), stats, schedule(1)),tracks(model)
+    r,ts = Recorder(NullRun(), Settings(('input', 'output'), stats, schedule(1))),tracks(model)
     spent,took = [],[]
-    r.armed(arm(ts, r.events))
+    r.arm(ts)
     for _ in range(12):
         before = r.cost.spent,r.t.took
         with torch.no_grad(): model(x)

@@ -18,7 +18,7 @@ from ..store.base import now
 class Closed:
     "A recorded step that a pass has closed"
     measured:object # `Measured`; None where nothing was measured
-    own:list # Its rows by functions of the user's, and noted numbers, as `StepBuffer.custom` has them
+    own:list # Its rows by functions of the user's, and noted numbers, as `CustomRows` has them
     noted:int # How many rows of noted numbers it has
     without:int # 1 when it was one of training, and had no weight gradients
 
@@ -43,7 +43,7 @@ class RowWriter:
         self.noted = Counter() # step -> rows of noted numbers
         self.was_on = False # whether the step before was recorded
         self.last = None # `Measured` that was written last; None where there was nothing to write
-        self.own,self.ended = [],[] # rows of the user's functions, as `StepBuffer.custom` has them: of the open step, and of the one before
+        self.own,self.ended = [],[] # rows of the user's functions, as `CustomRows` has them: of the open step, and of the one before
         self.marks = None # of the rows that were written last
         self.waiting = [] # `Measured` of steps that passes have closed, and that may turn out to be none
 
@@ -76,7 +76,7 @@ class RowWriter:
         """
         if not wait: self.release()
         self.last = None
-        if not buffer.size and not (over and (buffer.taken or buffer.given or self.file_is_open)): return # nothing wakes the writer
+        if not buffer.size and not (over and (buffer.snapshots.taken or buffer.custom.given or self.file_is_open)): return # nothing wakes the writer
         columns,several = self.columns(),{phase: n>1 for phase,n in dict(steps.passes).items()} # a copy: a signal handler may step
         if columns!=self.marks: buffer.clear_taken() # rows with other marks are new ones
         self.marks = columns

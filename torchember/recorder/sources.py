@@ -55,6 +55,7 @@ class Sources:
         Args:
             root: the model
         """
+        self.buffer.fresh_arena()
         ps = trained_by(self.watch.optimizers) if self.watch else root.parameters()
         self.sampled = some([p for p in ps if p.requires_grad and not is_lazy(p)])
 

@@ -116,6 +116,40 @@ class Functions:
                 self.notices.failed(track.name, tname, e, f)
                 return {'error': f'{type(e).__name__}: {e}'}
 
+# %% ../../nbs/40_recorder/20_step_buffer.ipynb #c0570a02
+class CustomRows:
+    "Rows of the open step that are no vectors: (event, key, call, micro, dtype, statistics)"
+    def __init__(self, lock): self.lock,self.rows = lock,[]; self.clear_given()
+
+    def __len__(self): return len(self.rows)
+
+    def clear_given(self):
+        self.given,self.void = set(),set() # (key, call, micro) of rows that were taken already; of those that are to be given anew, since a pass raised
+
+    def add(self, *row):
+        with self.lock: self.rows.append(row) # else one is lost that comes while others are dropped
+
+    def drop(self, *place):
+        "Rows of this module, tensor type and name are about to be written anew"
+        self.rows = [r for r in self.rows if r[1][:3]!=place]
+
+    def take_back(self, micro):
+        "A pass raised. What the step has once stays"
+        self.rows = [r for r in self.rows if r[3]!=micro or r[1][3]]
+        self.void |= {k for k in self.given if k[2]==micro}
+
+    def join(self, earlier):
+        "Steps that passes had closed were passes of this one; rows of the first are in the log"
+        self.given = {(key, call, None) for _,key,call,*_ in earlier[0].own if key[3]} # as in the log, what a step has once has no number of a pass
+        self.rows = joined_rows(earlier, self.rows)
+
+    def take(self):
+        rows,self.rows = self.rows,[]
+        anew = {k for k in self.given if k[0][3]} | self.void # of a parameter the last row counts
+        rows = [(*r[:5], r[5] | {'supersedes': True}) if r[1:4] in anew else r for r in rows]
+        self.given |= {r[1:4] for r in rows}
+        return rows
+
 def joined_rows(earlier, own):
     "Rows that are no vectors of steps that were one, and its `own`: of what a step has once the last one's"
     noted,rows,n = 0,[],len(earlier)
@@ -123,6 +157,28 @@ def joined_rows(earlier, own):
         if i: rows += [(at, k, c+noted*(k[1]=='scalar'), None if k[3] or m is None else i, *rest) for at,k,c,m,*rest in some if i==n or not k[3]]
         noted += earlier[i].noted if i<n else 0
     return rows
+
+# %% ../../nbs/40_recorder/20_step_buffer.ipynb #c0570a05
+class Snapshots:
+    "What was handed out of the open step already, and what passes had that were taken for steps of their own"
+    def __init__(self): self.taken,self.joined,self.any = [],[],False # any: whether some of the open step's rows are in the log
+
+    def take(self, arena, over):
+        snapshot = arena.take(list(self.taken))
+        snapshot.parts,self.joined = self.joined+snapshot.parts,[]
+        if not over and len(snapshot): self.taken.append(snapshot); self.any = True
+        return snapshot
+
+    def join(self, earlier):
+        first,*more = [[e.measured.snapshot.as_pass(i)] if e.measured is not None else [] for i,e in enumerate(earlier)]
+        self.taken,self.joined,self.any = first,[p for some in more for s in some for p in s.parts],bool(first)
+
+def new_tap(arena, state, place, how, once):
+    "The tap of a place of a module, unless another thread was first"
+    ttype,tname,phase,backward,pname = place
+    with arena.lock:
+        if place not in state.taps: state.taps[place] = arena.tap((state.track.name, ttype, tname, pname, phase, backward), how, once, ttype=='probe')
+        return state.taps[place]
 
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #2a1e4b42
 class StepBuffer:
@@ -143,22 +199,21 @@ class StepBuffer:
         self.lock = lock or threading.RLock()
         self.stats = {'before': ('rms',), **stats} # `before`: a weight before its update, for the ratio; it has no row
         self.notices,self.calls = notices or Notices(),calls or Calls()
-        self.handed_out = False # whether some of the open step's rows are in the log already
         self.micro = 0 # number of the pass among the step's: custom statistics cannot be merged, and get a row for each
-        self.custom = [] # what functions of the user's returned: (event, key, call, micro, dtype, statistics)
+        self.custom = CustomRows(self.lock)
         self.on_device = False # whether a step before this measured something that was not on the CPU
         self.functions = Functions(self.notices, self.calls, self.lock)
-        self.joined = [] # parts of snapshots, of passes that were taken for steps of their own
+        self.snapshots = Snapshots()
         self.parts = {} # `place_of` what is a part of a tensor -> columns that say so
-        self.fresh_arena() # and `taken`: snapshots that were taken of this step already; `given`: (key, call, micro) of the rows in `custom` that were
+        self.fresh_arena()
 
     def fresh_arena(self):
         "The taps of an arena belong to one arming of a model; what was taken of another supersedes nothing and merges with nothing"
-        self.arena,self.taken,self.given = Arena(),[],set()
-        self.void = set() # of `given`: what is to be given anew, since a pass raised
+        self.arena,self.snapshots.taken = Arena(),[]
+        self.custom.clear_given()
 
-    @property
-    def size(self): return self.arena.filled+len(self.custom)+len(self.joined) # rows, about
+    size = property(lambda self: self.arena.filled+len(self.custom)+len(self.snapshots.joined)) # rows, about
+    handed_out = property(lambda self: self.snapshots.any) # whether some of the open step's rows are in the log already
 
     def measure(self,
         state, # Of the module, see `capture.forward.State`
@@ -189,30 +244,20 @@ class StepBuffer:
         try:
             if type(x) not in ordinary or self.parts: x = local_part(self.parts, place_of((state.track.name, ttype, tname, pname, phase, backward), call), x)
             how = self.stats[ttype]
-            if replace and self.custom: self.drop(state.track.name, ttype, tname)
+            if replace and self.custom: self.custom.drop(state.track.name, ttype, tname)
             if callable(how):
                 stats = self.functions.ask(how, state.track, tname, x if scale is None else x/scale)
                 if stats is None: return
                 return self.add((state.track.name, ttype, tname, pname, phase, backward), call, self.micro, str(x.dtype).removeprefix('torch.'), stats)
             place = ttype,tname,phase,backward,pname
-            tap = state.taps.get(place) or self.new_tap(state, place, how, once)
+            tap = state.taps.get(place) or new_tap(self.arena, state, place, how, once)
             if replace: self.arena.forget(tap)
             observe(x, tap, call, None if scale is None else float(scale) if x.is_cpu else scale, later=once)
         except Exception as e: self.notices.failed(state.track.name, tname, e, self.stats.get(ttype))
 
-    def new_tap(self, state, place, how, once):
-        ttype,tname,phase,backward,pname = place
-        with self.arena.lock: # another thread may be here
-            if place not in state.taps: state.taps[place] = self.arena.tap((state.track.name, ttype, tname, pname, phase, backward), how, once, ttype=='probe')
-            return state.taps[place]
-
     def add(self, key, call, micro, dtype, stats):
         "A row that is no vector"
-        with self.lock: self.custom.append((next(self.arena.clock), key, call, micro, dtype, stats)) # else one is lost that comes while others are dropped
-
-    def drop(self, *place):
-        "Custom rows of this module, tensor type and name are about to be written anew"
-        self.custom = [r for r in self.custom if r[1][:3]!=place]
+        self.custom.add(next(self.arena.clock), key, call, micro, dtype, stats)
 
     def use(self,
         how, # Names of built-in statistics, or a function: tensor -> dict
@@ -229,8 +274,6 @@ class StepBuffer:
         self.stats.update(dict.fromkeys(ttypes, how))
         for st in states: st.taps = {place: tap for place,tap in st.taps.items() if place[0] not in ttypes}
 
-    # ---- passes
-
     def begin_pass(self, number:int): # Number of the pass among all of the step
         self.arena.begin(number)
 
@@ -242,10 +285,8 @@ class StepBuffer:
         Args:
             number: of the pass among all of the step
         """
-        micro = self.micro
-        self.arena.take_back(number, self.taken)
-        self.custom = [r for r in self.custom if r[3]!=micro or r[1][3]]
-        self.void |= {k for k in self.given if k[2]==micro}
+        self.arena.take_back(number, self.snapshots.taken)
+        self.custom.take_back(self.micro)
 
     def join(self,
         earlier:list # Steps that passes had closed, in their order: see `writer.Closed`. Rows of the first are in the log
@@ -255,13 +296,10 @@ class StepBuffer:
         Args:
             earlier: Steps that passes had closed, in their order: see `writer.Closed`. Rows of the first are in the log
         """
-        n = len(earlier)
-        self.arena.renumber(n)
-        first,*more = [[e.measured.snapshot.as_pass(i)] if e.measured is not None else [] for i,e in enumerate(earlier)]
-        self.taken,self.joined = first,[p for some in more for s in some for p in s.parts]
-        self.micro,self.handed_out = n,bool(first)
-        self.given = {(key, call, None) for _,key,call,*_ in earlier[0].own if key[3]} # as in the log, what a step has once has no number of a pass
-        self.custom = joined_rows(earlier, self.custom)
+        self.arena.renumber(len(earlier))
+        self.snapshots.join(earlier)
+        self.micro = len(earlier)
+        self.custom.join(earlier)
         self.parts = {k:v for e in earlier if e.measured is not None for k,v in e.measured.parts.items()} | self.parts
 
     def forget_seen(self):
@@ -274,8 +312,6 @@ class StepBuffer:
         try: self.arena.read_pending()
         except Exception as e: self.notices.failed(module, 'a parameter', e, self.stats.get('weight'))
 
-    # ---- out of the buffer
-
     def take(self,
         over:bool # Whether the step is over with this; else its rows may be taken again, grown
     ) -> tuple: # `Snapshot` of the arena, and custom rows
@@ -287,26 +323,20 @@ class StepBuffer:
         Returns:
             `Snapshot` of the arena, and custom rows
         """
-        snapshot,custom,self.custom = self.arena.take(list(self.taken)),self.custom,[]
-        snapshot.parts,self.joined = self.joined+snapshot.parts,[]
-        if not over and len(snapshot): self.taken.append(snapshot); self.handed_out = True
-        anew = {k for k in self.given if k[0][3]} | self.void # of a parameter the last row counts
-        custom = [(*r[:5], r[5] | {'supersedes': True}) if r[1:4] in anew else r for r in custom]
-        self.given |= {r[1:4] for r in custom}
-        return snapshot, custom
+        return self.snapshots.take(self.arena, over), self.custom.take()
 
     def clear_taken(self):
         "Rows that come now are new ones: they supersede nothing"
-        if self.taken: self.taken = []
-        if self.given: self.given,self.void = set(),set()
+        if self.snapshots.taken: self.snapshots.taken = []
+        if self.custom.given: self.custom.clear_given()
 
     def leave(self, lock):
         "In a forked process there is nothing, and another lock"
         self.lock = self.functions.lock = lock
+        self.custom = CustomRows(lock)
         self.fresh_arena()
-        self.custom = []
 
     def step_over(self):
         self.clear_taken()
-        self.micro,self.handed_out = 0,False
+        self.micro,self.snapshots.any = 0,False
         self.on_device = any(b.device.type!='cpu' for b in self.arena.blocks)

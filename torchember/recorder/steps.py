@@ -13,12 +13,15 @@ from .notices import Notices
 # %% ../../nbs/40_recorder/10_steps.ipynb #74ed4a03
 class Phases:
     "Tells evaluation from training"
-    def __init__(self): self.trained = set() # paths of what was called by itself in training mode
+    def __init__(self):
+        self.trained = set() # paths of what was called by itself in training mode
+        self.trained_so = False # whether the model is trained in `eval()` mode, as the first such step has shown
 
     def of(self,
         path:str, # Of the module that is called, '' for the root
         training:bool, # Whether it is in training mode
-        root_training:bool # Whether the root is
+        root_training:bool, # Whether the root is
+        grad:bool=False # Whether there will be gradients: where the model is trained in `eval()` mode, such a pass trains
     ) -> str|None: # 'eval', or None for training
         """The phase of a pass
 
@@ -26,11 +29,13 @@ class Phases:
             path: Of the module that is called, '' for the root
             training: Whether it is in training mode
             root_training: Whether the root is
+            grad: Whether there will be gradients: where the model is trained in `eval()` mode, such a pass trains
 
         Returns:
             'eval', or None for training
         """
-        if training: self.trained.add(path)
+        if training: self.trained.add(path); self.trained_so = False
+        if grad and self.trained_so: return None
         return 'eval' if not root_training or not training and path in self.trained else None
 
 # %% ../../nbs/40_recorder/10_steps.ipynb #9487dba0
@@ -84,18 +89,11 @@ class Steps:
         self.passes = Counter() # of the open step, for each phase
         self.failed = False # whether the pass raised that began last
         self.graded = self.measured = False # of the open step: whether a pass in `eval()` mode has gradients; whether something was measured beside passes
-        self.trained_so = False # whether the model is trained in `eval()` mode, as the first such step has shown
         self.evaluated = None # a step that has an evaluation: one that comes later takes its place
         self.trained = False # whether there was training in that step
         self.phase,self.seen = None,set() # of the pass; paths that were called in this step
         self.weights,self.changes = None,0 # of the last training pass; how often they were others than in the pass before
         self.training_passes = 0 # of the open step: passes that may be trained with
-
-    def phase_of(self, path, training, root_training, grad):
-        "The phase of a pass, as `Phases.of` has it. One with gradients trains, where the model is trained in `eval()` mode"
-        phase = self.phases.of(path, training, root_training)
-        if training: self.trained_so = False
-        return None if grad and self.trained_so else phase
 
     def new_pass(self,
         path:str, # Of the outermost armed module that is called
@@ -119,7 +117,7 @@ class Steps:
 
     @property
     def evaluation(self): # Whether there was nothing but evaluation since a step that trained. If that was in `eval()` mode, what has gradients trains
-        other = self.passes[None] or self.measured or self.turns.stepped or not (self.trained or self.trained_so and not self.graded)
+        other = self.passes[None] or self.measured or self.turns.stepped or not (self.trained or self.phases.trained_so and not self.graded)
         return self.manual and not other and any(self.passes.values())
 
     shown = property(lambda self: self.closed if self.evaluation else self.number) # of what is measured now: an evaluation is of the step before
@@ -198,7 +196,7 @@ class Steps:
 
     def close(self):
         "The step is over"
-        if self.graded and not self.passes[None]: self.trained_so = True
+        if self.graded and not self.passes[None]: self.phases.trained_so = True
         elif self.passes['eval']: self.evaluated = self.number
         self.graded = self.measured = False
         self.closed,self.number,self.trained = self.number,self.number+1,self.passes[None]>0

@@ -26,6 +26,42 @@ def serve(queue):
         else: job.set()
         del job
 
+# %% ../../nbs/30_store/09_listeners.ipynb #cf8793ff
+class Cause(threading.local):
+    "The listeners because of which this thread does what it does: the one that it calls, and those whose rows that is told"
+    listeners = ()
+
+cause = Cause()
+
+# %% ../../nbs/30_store/09_listeners.ipynb #c749aba4
+class Pieces:
+    "What waits for a listener: pieces of steps, and events to set when those before them were told. Where there are too many the oldest go"
+    most,most_bytes = 256,32_000_000 # pieces that may wait, and their bytes
+
+    def __init__(self): self.queue,self.lock,self.steps,self.size = SimpleQueue(),threading.RLock(),deque(),0 # steps of the pieces; their bytes
+
+    def __len__(self): return len(self.steps)
+
+    def put(self, listening, step, lines, by): # Steps of those that had to go
+        "One more. Returns at once"
+        gone = []
+        with self.lock:
+            self.steps.append(step)
+            self.size += len(lines)
+            self.queue.put((listening, step, lines, by))
+            while len(self)>self.most or self.size>self.most_bytes and len(self)>1:
+                try: job = self.queue.get_nowait()
+                except Empty: break
+                if isinstance(job, tuple): self.taken(job[2]); gone.append(job[1])
+                elif job is not None: job.set() # who waits for those before it need not wait any more
+        return gone
+
+    def taken(self, lines):
+        "One does not wait any more"
+        with self.lock:
+            self.steps.popleft()
+            self.size -= len(lines)
+
 # %% ../../nbs/30_store/09_listeners.ipynb #ab5f60d4
 class Listening:
     """A function that is told of rows, in a thread of its own
@@ -36,7 +72,6 @@ class Listening:
         note: Called with what the user should know
         remove: Called with this when it is to be told no more
     """
-    most,most_bytes = 256,32_000_000 # pieces of steps that may wait, and their bytes
     patience = 10. # seconds that whoever ends a run waits for it
 
     def __init__(self,
@@ -46,62 +81,47 @@ class Listening:
         remove=lambda listening: None # Called with this when it is to be told no more
     ):
         self.f,self.name,self.note,self.remove = f,printable(name or name_of(f)),note,remove
-        self.queue,self.lock,self.pid = SimpleQueue(),threading.RLock(),os.getpid()
-        self.waiting,self.size = deque(),0 # the steps of the pieces that wait, and their bytes
+        self.pieces,self.pid = Pieces(),os.getpid()
         self.lost,self.last_lost = 0,() # steps of which it did not get all rows, and the last of them
         self.why = None # what went wrong first
+        self.since = 0 # bytes that the log's file had when this began: what it is told comes after them
         self.busy = () # the step that it is told of now
         self.closed = self.given_up = False # whether it is told no more; whether somebody has waited in vain
         self.thread = None # only while there is something to tell
         self.start()
 
     def start(self):
-        self.thread = threading.Thread(target=serve, args=(self.queue,), name=f'torchember-{self.name}', daemon=True)
+        self.thread = threading.Thread(target=serve, args=(self.pieces.queue,), name=f'torchember-{self.name}', daemon=True)
         try: self.thread.start()
         except RuntimeError: self.thread = None # the interpreter ends, or the machine has no more of them
         return self.thread
 
     def put(self,
         rows, # As they were made
-        lines:bytes # As the file has them
+        lines:bytes, # As the file has them
+        by=() # Listeners that have made them
     ):
         """Rows for the listener. Returns at once
 
         Args:
             rows: As they were made
             lines: As the file has them
+            by: Listeners that have made them
         """
         if self.closed or self.pid!=os.getpid(): return
         step = (rows[0] if isinstance(rows[0], dict) else load_row(rows[0])).get('step')
-        with self.lock:
+        with self.pieces.lock:
             if self.thread is None and not self.start(): return self.loses(step, 'there is no thread for it')
-            self.waiting.append(step)
-            self.size += len(lines)
-            self.queue.put((self, step, lines))
-            while len(self.waiting)>self.most or self.size>self.most_bytes and len(self.waiting)>1: self.drop()
+            for gone in self.pieces.put(self, step, lines, by): self.loses(gone, 'it is too slow')
 
-    def drop(self):
-        "The oldest rows are lost. What waits for those before them need not wait any more"
-        try: job = self.queue.get_nowait()
-        except Empty: return
-        if not isinstance(job, tuple): return job.set()
-        _,step,lines = job
-        self.taken(lines)
-        self.loses(step, 'it is too slow')
-
-    def taken(self, lines):
-        with self.lock:
-            self.waiting.popleft()
-            self.size -= len(lines)
-
-    def tell(self, step, lines):
+    def tell(self, step, lines, by):
         "Call the function. In its thread"
-        self.taken(lines)
+        self.pieces.taken(lines)
         if self.closed: return self.count(step) # nobody has waited so long
-        self.busy = step
+        self.busy,cause.listeners = step,(*by, self)
         try: self.f(step, parse(lines)[0])
         except BaseException as e: self.loses(step, f'{type(e).__name__}: {e}') # whatever it was, this thread goes on
-        finally: self.busy,self.given_up = (),False
+        finally: self.busy,self.given_up,cause.listeners = (),False,()
 
     def count(self, step):
         if step!=self.last_lost: self.lost,self.last_lost = self.lost+1,step
@@ -121,7 +141,7 @@ class Listening:
         """
         if self.pid!=os.getpid() or threading.current_thread() is self.thread or self.given_up: return None
         done = threading.Event()
-        done.set() if self.thread is None else self.queue.put(done)
+        done.set() if self.thread is None else self.pieces.queue.put(done)
         return done
 
     def wait(self,
@@ -141,14 +161,14 @@ class Listening:
         if done.wait(max(until-time.monotonic(), 0)): return True
         self.given_up = True # until it comes back
         self.note(f"{self.name} has not come back, {'' if self.busy==() else 'told of '+step_named(self.busy)+', '}and nobody waits for it any more. "
-            f"{len(self.waiting):,} pieces of the log wait for it.")
+            f"{len(self.pieces):,} pieces of the log wait for it.")
         return False
 
     def rest(self):
         "No thread is needed before there is more to tell"
-        with self.lock: thread,self.thread = self.thread,None
+        with self.pieces.lock: thread,self.thread = self.thread,None
         if thread is None: return
-        self.queue.put(None)
+        self.pieces.queue.put(None)
         if thread is not threading.current_thread(): thread.join(1)
 
     def close(self):
@@ -158,11 +178,11 @@ class Listening:
         waited = self.wait(self.mark(), time.monotonic()+self.patience)
         self.closed = True
         if waited: self.rest()
-        else: self.queue.put(None) # it ends when it comes back
+        else: self.pieces.queue.put(None) # it ends when it comes back
 
     def remark(self):
         "What to say of it in the end, None when it got everything"
-        lost = self.lost+(len({*self.waiting}-{self.last_lost}) if self.given_up else 0)
+        lost = self.lost+(len({*self.pieces.steps}-{self.last_lost}) if self.given_up else 0)
         if lost: return f"{self.name} lost rows of {lost:,} step{'s'*(lost!=1)}: {self.why or 'it has not come back'}."
 
     def __enter__(self): return self
@@ -170,7 +190,7 @@ class Listening:
     def __exit__(self, *error): self.close()
 
     def __del__(self):
-        if getattr(self, 'thread', None) is not None: self.queue.put(None)
+        if getattr(self, 'thread', None) is not None: self.pieces.queue.put(None)
 
     def __repr__(self): return f"<{self.name}, {'told no more' if self.closed else 'told of rows'}{f', {self.lost:,} steps lost' if self.lost else ''}>"
 
@@ -187,10 +207,45 @@ class AtOnce:
         remark=lambda: None # Function: what to say in the end
     ): self.f,self.remark = f,remark
 
-    def put(self, rows, lines): self.f(rows)
+    def put(self, rows, lines, by=()): self.f(rows)
 
     def mark(self): return None # nobody has to wait
 
     def wait(self, done, until): return False
 
 def step_named(step): return 'rows of no step' if step is None else f'step {step}'
+
+# %% ../../nbs/30_store/09_listeners.ipynb #06ae56ba
+class Audience:
+    "Who is told of the rows of a log"
+    def __init__(self,
+        note # Called with what the user should know, and an exception
+    ): self.note,self.listeners,self.untold = note,(),deque() # untold: pieces of which nobody was told yet
+
+    def add(self, listener): self.listeners = (*self.listeners, listener) # `Listening`, or what has its methods `put`, `mark`, `wait`, `rest` and `remark`
+
+    def remove(self, listener): self.listeners = tuple(l for l in self.listeners if l is not listener)
+
+    def take(self,
+        rows, lines:bytes, by=() # As `Listening.put` has them
+    ):
+        "A piece that is to be told"
+        if self.listeners: self.untold.append((rows, lines, by))
+
+    def tell(self):
+        "Tell of what was taken all but those who have made it. The file has it, unless the disk refuses"
+        while self.untold:
+            rows,lines,by = self.untold.popleft()
+            for l in self.listeners:
+                try: l in by or l.put(rows, lines, by)
+                except Exception as e: self.note("rows are lost for a listener", e)
+
+    def remarks(self):
+        "What they have to say in the end, a sentence each"
+        return [said for l in self.listeners if (said := l.remark())]
+
+    def wait(self):
+        "Wait, but not for long, until they were told of all that there is"
+        marks,until = [(l, l.mark()) for l in self.listeners],time.monotonic()+Listening.patience
+        for l,mark in marks:
+            if l.wait(mark, until): l.rest()

@@ -21,7 +21,7 @@ from .rows import Calls, Names, Places, Tensor, rows_of
 from .states import States
 from .twins import Summaries, named_scope
 from .watching import Watching
-from ...recorder.row import FirstBad, one_row
+from ...recorder.row import look_out, one_row
 from ...store.base import now, user
 
 # %% ../../../nbs/88_jaxember/75_recorder.ipynb #6f2236bf
@@ -48,17 +48,15 @@ class StepRows:
         display: `Names` of the modules, as they are shown
         places: `Places` of the modules
         keep: What is done with what a function of the user's gives, as `rows_of` takes it
-        look: Function of rows that gives them back: what looks out for the first value that is not finite
     """
     def __init__(self,
         measure, # `Summaries` or `Own`
         names, # Statistics to derive; None with a function of the user's
         display, # `Names` of the modules, as they are shown
         places, # `Places` of the modules
-        keep, # What is done with what a function of the user's gives, as `rows_of` takes it
-        look # Function of rows that gives them back: what looks out for the first value that is not finite
+        keep # What is done with what a function of the user's gives, as `rows_of` takes it
     ):
-        self.measure,self.names,self.display,self.keep,self.look = measure,names,display,keep,look
+        self.measure,self.names,self.display,self.keep = measure,names,display,keep
         self.placed,self.tensors = Calls(places),{} # tensors: 'states' or 'gradients' -> notes, and the tensors of these
 
     def __call__(self,
@@ -70,7 +68,7 @@ class StepRows:
         for rows,s in zip(out, steps, strict=True):
             of = self.display(''),'scalar','log',None,None,None
             rows += [one_row(of, i, None, 'float64', n, s.step, s.ts, s.marks, {}) for i,n in enumerate(s.noted)]
-        return [*map(self.look, out)]
+        return out
 
     def parts(self, some):
         "Of parameters and states"
@@ -125,7 +123,8 @@ class JaxRecorder:
         self.open,self.running,self.begun,self.said = True,False,False,set() # begun: whether what is known of the run is written
         self.display,self.places,self.watching = Names(),Places(self.warn),Watching(measure, every_of(when), self.warn)
         self.states = States(measure, tracked, asks, self.places, agreed)
-        self.rows = StepRows(measure, names, self.display, self.places, keep, FirstBad(t.file).look)
+        self.rows = StepRows(measure, names, self.display, self.places, keep)
+        look_out(t.file)
         self.ran,self.ts,self.noted,self.failed = False,None,[],[] # of the open step; failed: what was found by the latest run, if that raised
         self.notes = None # the latest ones
 

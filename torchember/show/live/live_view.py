@@ -365,7 +365,7 @@ def base_of(t):
     "What is known of a run, None when there is nothing"
     return said_by(t)[0] or None
 
-def file_of(t): return None if t.file.fresh else t.log_path # before there are rows the name may change
+def file_of(t): return None if t.file.disk.fresh else t.log_path # before there are rows the name may change
 
 # %% ../../../nbs/60_show/93_live_view.ipynb #ae049b8f
 def live(
