@@ -9,7 +9,8 @@ from torch.utils.checkpoint import checkpoint
 from torchember.capture.backward import hook_gradients
 from torchember.capture.events import Listener, always
 from torchember.capture.forward import KEY, ArmedDict, Due, State, arm, armed_by, disarm, lay, lift, parts_of, with_gradient
-from torchember.capture.optimizer import OptimizerWatch, is_optimizer, parameters_of, some, states_of, trained_by, versions, with_closure, workers
+from torchember.capture.optimizer import OptimizerWatch, evenly_spaced, is_optimizer, parameters_of, scale_of, state_tensors, trained_by, versions
+from torchember.capture.optimizer import with_closure, workers
 from torchember.capture.tree import moduleTrack, tracks, tree_dict, unwrap
 
 
@@ -434,15 +435,15 @@ def test_what_a_scaler_does_to_each_of_two_optimizers():
     w.attach()
     for bad,kw in ((None, False), (n, False), (n, True), (None, True)):
         for k in (m, n): k.zero_grad(); s.scale(k(one).sum()*(float('inf') if k is bad else 1)).backward()
-        assert w.scale(o)==s.get_scale()
+        assert scale_of(w.scaler, o)==s.get_scale()
         for k in (o, p): s.step(optimizer=k) if kw else s.step(k)
         assert spy.told()==[('ready', o, None, True), ('ends', o), ('ready', p, None, True), ('skipped', p) if bad else ('ends', p)]
-        assert w.scale(o) is None # it was unscaled
+        assert scale_of(w.scaler, o) is None # it was unscaled
         s.update()
     o.grad_scale = torch.tensor(3.)
-    assert w.scale(o)==3 and w.scale(p)==s.get_scale()
+    assert scale_of(w.scaler, o)==3 and scale_of(w.scaler, p)==s.get_scale()
     s._enabled = False
-    assert w.scale(o) is None
+    assert scale_of(w.scaler, o) is None
     w.detach()
     assert 'step' not in vars(s)
     o.found_inf = torch.tensor(1.) # a fused one finds out by itself
@@ -488,9 +489,10 @@ def test_what_an_optimizer_trains_and_keeps():
     n(one).backward(); p.step()
     assert [id(x) for x in parameters_of(o)]==[id(x) for x in (m.weight, m.bias, n.weight)]
     assert [id(x) for x in trained_by([o, p])]==[id(x) for x in (m.weight, m.bias, n.weight, n.bias)]
-    assert states_of(o, m.weight).keys()=={'momentum_buffer'} and states_of(p, n.weight).keys()=={'exp_avg', 'exp_avg_sq'} and states_of(o, n.bias)=={}
+    assert state_tensors(o, m.weight).keys()=={'momentum_buffer'} and state_tensors(p, n.weight).keys()=={'exp_avg', 'exp_avg_sq'}
+    assert state_tensors(o, n.bias)=={}
     assert is_optimizer(o) and is_optimizer(Plain([])) and not is_optimizer(m) and not is_optimizer(Some(param_groups=[], state={}, step=1))
-    assert [some(list(range(k))) for k in (3, 16, 17, 33)]==[list(range(3)), list(range(16)), list(range(16)), list(range(0, 32, 2))]
+    assert [evenly_spaced(list(range(k))) for k in (3, 16, 17, 33)]==[list(range(3)), list(range(16)), list(range(16)), list(range(0, 32, 2))]
     before = versions(m.parameters())
     with torch.no_grad(): m.bias.add_(1)
     with torch.inference_mode(): z = torch.ones(1)

@@ -6,7 +6,7 @@
 __all__ = ['kinds_of', 'Updates']
 
 # %% ../../nbs/40_recorder/50_optimizer.ipynb #733259d2
-from ..capture.optimizer import parameters_of, states_of
+from ..capture.optimizer import parameters_of, state_tensors
 from .step_buffer import is_part, place_of
 
 # %% ../../nbs/40_recorder/50_optimizer.ipynb #502ecef1
@@ -44,7 +44,7 @@ class Updates:
                 if not self.weight_is_known(st, n, w, old): self.buffer.measure(st, 'before', w, old, n, once=True, replace=True) # it has no row
                 self.buffer.measure(st, 'update', f'update_{i}', p.detach()-old, n, once=True, replace=True)
             if 'optimizer' in self.ttypes:
-                for k,v in states_of(optimizer, p).items(): self.buffer.measure(st, 'optimizer', f'{k}_{i}', v, n, once=True, replace=True)
+                for k,v in state_tensors(optimizer, p).items(): self.buffer.measure(st, 'optimizer', f'{k}_{i}', v, n, once=True, replace=True)
 
     def weight_is_known(self, state, name, tname, old):
         "Whether the buffer has the numbers of a weight that the ratio of its update is taken to. A sharded one was perhaps whole in the forward"

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from .budget import clock, duration, size
-from ..capture.optimizer import parameters_of, states_of
+from ..capture.optimizer import parameters_of, state_tensors
 from ..capture.tree import tracks
 from ..ground.choose import schedule
 from ..capture.events import Listener
@@ -138,7 +138,7 @@ def states_to_come(
     p # One of its parameters
 ) -> dict: # Name of the state -> shape; None when that cannot be known
     "The states that an optimizer keeps for a parameter, or will keep"
-    have = states_of(optimizer, p)
+    have = state_tensors(optimizer, p)
     if have: return {k: tuple(v.shape) for k,v in have.items()}
     kind = type(optimizer)
     if not kind.__module__.startswith('torch.optim'): return None
@@ -149,7 +149,7 @@ def states_to_come(
         q.grad = torch.zeros(2, 3)
         small.step()
     except Exception: return None
-    return {k: tuple(p.shape) if v.shape==q.shape else tuple(v.shape) for k,v in states_of(small, q).items()}
+    return {k: tuple(p.shape) if v.shape==q.shape else tuple(v.shape) for k,v in state_tensors(small, q).items()}
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #88a37214
 sizes = (16, 1<<13, 1<<17, 1<<20, 1<<22) # elements

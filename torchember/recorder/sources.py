@@ -8,7 +8,7 @@ __all__ = ['Sources']
 # %% ../../nbs/40_recorder/75_sources.ipynb #e67a9502
 from torch.nn.parameter import is_lazy
 
-from ..capture.optimizer import parameters_of, some, trained_by, versions
+from ..capture.optimizer import evenly_spaced, parameters_of, trained_by, versions
 from ..capture.private_torch import loss_scale
 from .buffers import Buffers
 from .gradients import Gradients
@@ -57,7 +57,7 @@ class Sources:
         """
         self.buffer.fresh_arena()
         ps = trained_by(self.watch.optimizers) if self.watch else root.parameters()
-        self.sampled = some([p for p in ps if p.requires_grad and not is_lazy(p)])
+        self.sampled = evenly_spaced([p for p in ps if p.requires_grad and not is_lazy(p)])
 
     def armed(self, states):
         "These are the states of the armed modules now; none when the model is not armed"

@@ -15,7 +15,7 @@ from torch import nn
 from ..capture.backward import hook_gradients
 from ..capture.events import Listener, always
 from ..capture.forward import arm
-from ..capture.optimizer import states_of
+from ..capture.optimizer import state_tensors
 from ..capture.tensors import alone
 from ..capture.tree import tracks, unwrap
 from ..ground.messages import printable, unknown, warn
@@ -128,7 +128,7 @@ def from_grad(
 # %% ../../nbs/70_state/08_factories.ipynb #8100334b
 def state_keys(optimizer):
     "Names of the states that an optimizer keeps"
-    return list(dict.fromkeys(k for p in optimizer.state for k in states_of(optimizer, p)))
+    return list(dict.fromkeys(k for p in optimizer.state for k in state_tensors(optimizer, p)))
 
 # %% ../../nbs/70_state/08_factories.ipynb #85750749
 def from_optimizer_state(
