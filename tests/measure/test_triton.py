@@ -39,10 +39,10 @@ def text(f, cc, types, **const):
 
 for cc in (80, 90):
     for x,B in (('fp32', 4096), ('bf16', 4096), ('fp64', 2048)):
-        one = text(gpu._one, cc, dict(x='*'+x, n='i32', rows='*fp64', step='i32', out='*fp64', span='i32'), wanted=15, B=B)
+        one = text(gpu._one, cc, dict(x='*'+x, n='i32', rows='*fp64', step='i32', out='*fp64', span='i32'), wanted=15, B=B, W=16)
         assert '.ftz' not in one, 'subnormal numbers become zero'
         assert ('ld.global.v2.b64' if x=='fp64' else 'ld.global.v4.b32') in one, 'a thread does not load 16 bytes at once'
-    many = text(gpu._many, cc, dict(jobs='*i64', like='*fp32', rows='*fp64', step='i32', out='*fp64', between='i32'), wanted=0, B=4096, aligned=True)
+    many = text(gpu._many, cc, dict(jobs='*i64', like='*fp32', rows='*fp64', step='i32', out='*fp64', between='i32'), wanted=0, B=4096, W=16, aligned=True)
     assert 'ld.global.v4.b32' in many and 'atom' not in many
     text(gpu._merge, cc, dict(rows='*fp64', step='i32', jobs='*i64', out='*fp64', between='i32', apart='i32'), T=gpu.tile)
 '''

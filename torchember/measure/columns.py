@@ -9,12 +9,12 @@ __all__ = ['sets', 'stat_names', 'as_columns', 'as_dicts']
 import numpy as np
 
 from .exponents import exponent_range, exponents
-from .summary import also_called, counts, derive, derived
+from .summary import also_called, counts, derive, derived, groups_for
 from ..ground.messages import unknown
 
 # %% ../../nbs/20_measure/08_columns.ipynb #4f17d171
 sets = dict(basic=('shape', 'mean', 'std', 'max', 'min'),
-    full=('shape', *(n for n in derived if n not in ('rm4', 'rm8'))),
+    full=('shape', *(n for n in derived if {*groups_for([n])}<={'basic', 'absolute', 'higher'})),
     numerics=('shape', 'mean', 'std', 'abs_mean', 'abs_max', 'abs_min', 'rms', 'rm4', 'rm8', 'exponents'))
 
 def stat_names(
@@ -45,14 +45,14 @@ def is_statistic(name): return name in known or exponent_range(name) is not None
 
 # %% ../../nbs/20_measure/08_columns.ipynb #6f7f4346
 def as_columns(
-    vectors, # Summary vectors, shape (n, 16), or 272 with exponents
+    vectors, # Summary vectors, shape (n, width), `wide` with exponents
     names, # Statistics
     shapes # The shape of each tensor
 ) -> dict: # Statistic -> array of n numbers, or of n lists; the shapes are a list
     """The statistics of summary vectors, a column each
 
     Args:
-        vectors: Summary vectors, shape (n, 16), or 272 with exponents
+        vectors: Summary vectors, shape (n, width), `wide` with exponents
         names: Statistics
         shapes: The shape of each tensor
 
@@ -70,14 +70,14 @@ def as_columns(
     return columns
 
 def as_dicts(
-    vectors, # Summary vectors, shape (n, 16), or 272 with exponents
+    vectors, # Summary vectors, shape (n, width), `wide` with exponents
     names, # Statistics
     shapes # The shape of each tensor
 ) -> list: # A dict for each vector
     """The statistics of summary vectors, as plain numbers
 
     Args:
-        vectors: Summary vectors, shape (n, 16), or 272 with exponents
+        vectors: Summary vectors, shape (n, width), `wide` with exponents
         names: Statistics
         shapes: The shape of each tensor
 

@@ -15,13 +15,13 @@ from ..ground.needs import needs
 
 # %% ../../nbs/20_measure/02_exponents.ipynb #4a674bb9
 def exponents(
-    v, # Summary vectors with exponents, shape (..., 272)
+    v, # Summary vectors with exponents, shape (..., wide)
     lo:int=-16, hi:int=16 # First and last exponent with a column of its own
 ) -> np.ndarray: # Counts, int, shape (..., hi-lo+3)
     """Counts of exponents: those below `lo`, from `lo` to `hi`, those above
 
     Args:
-        v: Summary vectors with exponents, shape (..., 272)
+        v: Summary vectors with exponents, shape (..., wide)
         hi: First and last exponent with a column of its own
 
     Returns:

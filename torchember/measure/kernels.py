@@ -15,7 +15,7 @@ from time import perf_counter
 import numpy as np
 import torch
 
-from .summary import Summary, index, length, merge, nothing, parts, read_array, scalars, width
+from .summary import Summary, index, length, merge, not_in_loops, nothing, of_each, parts, parts_of, read_array, scalars, sums, width
 from ..ground.progress import waiting
 from ..capture.private_torch import is_wrapped
 from ..ground.messages import an, warn
@@ -130,7 +130,7 @@ def more_by_numpy(v, x, d, wanted):
         q *= q
         v[index['s4']],v[index['s8']] = np.add.reduce(q),q.dot(q)
 
-def basic_vector(n, mean, m2, lo, hi): return np.array((n, mean, m2, nan, nan, nan, lo, hi, nan, nan, 0, 0, 0, nan, nan, nan))
+def basic_vector(n, mean, m2, lo, hi): return np.array((n, mean, m2, nan, nan, nan, lo, hi, nan, nan, 0, 0, 0, nan, nan, *(nan,)*(width-15)))
 
 nan = math.nan
 np.testing.assert_array_equal(basic_vector(0, 0, 0, math.inf, -math.inf), nothing(('basic',)))
@@ -557,28 +557,26 @@ def read_device(
     wanted=('basic',) # Groups of parts to measure
 ) -> torch.Tensor: # The summary vector, on the device of `x`
     "The summary vector of a flat tensor without asking the device for anything"
-    wide = torch.float32 if x.device.type=='mps' else torch.float64 # MPS has no float64
-    def full(value): return torch.full((), value, dtype=wide, device=x.device)
-    if not len(x): return torch.from_numpy(nothing(wanted)).to(wide).to(x.device)
-    if x.is_complex(): x = (x if wide is torch.float32 else x.to(torch.complex128)).abs()
-    d = x.to(wide)
+    to = widest(x.device)
+    def full(value): return torch.full((), value, dtype=to, device=x.device)
+    if not len(x): return torch.from_numpy(nothing(wanted)).to(to).to(x.device)
+    if x.is_complex(): x = (x if to is torch.float32 else x.to(torch.complex128)).abs()
+    d = x.to(to)
     ok = torch.isfinite(d)
-    n,z = ok.sum().to(wide),full(0.)
+    n,z = ok.sum().to(to),full(0.)
     f = torch.where(ok, d, z)
-    lo,hi = torch.where(ok, d, full(math.inf)).amin(),torch.where(ok, d, full(-math.inf)).amax()
-    mean = torch.where(lo==hi, lo, f.sum()/n.clamp(min=1)) # of equal elements the mean is one of them, without rounding
+    v = dict(count=full(len(x)), nan=torch.isnan(d).sum(), posinf=torch.isposinf(d).sum(), neginf=torch.isneginf(d).sum())
+    v |= {p: of_each(p, d, torch, ok) for p in parts_of(wanted) if sums[p].each}
+    mean = torch.where(v['min']==v['max'], v['min'], f.sum()/n.clamp(min=1)) # of equal elements the mean is one of them, without rounding
     c = torch.where(ok, d-mean, z)
     q = c*c
-    v = {p: full(math.nan) for p in parts}
-    v.update(count=full(len(x)), mean=mean, m2=q.sum(), min=lo, max=hi,
-        nan=torch.isnan(d).sum(), posinf=torch.isposinf(d).sum(), neginf=torch.isneginf(d).sum())
-    a = f.abs() if 'absolute' in wanted or 'powers' in wanted else None
-    if 'absolute' in wanted: v.update(l1=a.sum(), min_abs=torch.where(ok, a, full(math.inf)).amin(), zeros=(d==0).sum())
+    v |= dict(mean=mean, m2=q.sum())
     if 'higher' in wanted: v.update(m3=(q*c).sum(), m4=(q*q).sum())
-    if 'powers' in wanted: v.update(s4=(a**4).sum(), s8=(a**8).sum())
     if 'exponents' in wanted: of,v['zeros'] = exponent_counts(d if d.dtype is x.dtype or x.dtype not in (torch.float32, *narrow) else x.float())
-    v = torch.stack([x.to(wide) for x in (*v.values(), full(math.nan))])
-    return torch.cat([v, of.to(wide)]) if 'exponents' in wanted else v
+    v = torch.stack([v.get(p, full(math.nan)).to(to) for p in (*parts, *(None,)*(width-len(parts)))])
+    return torch.cat([v, of.to(to)]) if 'exponents' in wanted else v
+
+def widest(device): return torch.float32 if device.type=='mps' else torch.float64 # MPS has no float64
 
 # %% ../../nbs/20_measure/05_kernels.ipynb #3ca31281
 def read(
@@ -598,10 +596,23 @@ def read(
     if x.device.type!='cpu': return read_elsewhere(x, zeros, wanted)
     if type(x) in ordinary and loops() and loader.has(format_for(x.dtype)): v = by_loops(x, wanted) # of a tensor of another kind the address may not be its own
     else:
-        x,times = flat(x)
-        v = read_cpu(x, wanted)
+        run,times = flat(x)
+        v = read_cpu(run, wanted)
         if times>1: v = repeat(v, times)
+    write_expressions(v, x, wanted)
     return merge(np.stack([v, zero_vector(zeros, wanted)])) if zeros else v
+
+# %% ../../nbs/20_measure/05_kernels.ipynb #dedf20e6
+def write_expressions(v, x, wanted):
+    "Write into the summary vector of the CPU tensor `x` what no loop has found"
+    todo = not_in_loops(wanted)
+    if not todo: return
+    x,times = flat(x)
+    got = {p: [sums[p].nothing] for p in todo}
+    for a in map(numbers, x.split(piece) if x.numel() else ()):
+        a = a[np.isfinite(a)]
+        for p in todo if len(a) else (): got[p].append(of_each(p, a))
+    for p in todo: v[index[p]] = sum(got[p])*times if sums[p].merge=='sum' else getattr(np, sums[p].merge)(got[p])
 
 # %% ../../nbs/20_measure/05_kernels.ipynb #394535ee
 def read_elsewhere(x, zeros, wanted):
@@ -628,10 +639,12 @@ def for_list(x):
     return gpu if gpu is not None and (x.is_contiguous() or gpu.fills(x)) else None
 
 # %% ../../nbs/20_measure/05_kernels.ipynb #a555f281
+repeated = [index[p] for p,s in sums.items() if s.merge in ('sum', 'moments') and p!='mean']
+
 def repeat(v, times):
     "The summary of the same elements several times over"
     v = v.copy()
-    for p in ('count', 'm2', 'm3', 'm4', 'l1', 'zeros', 'nan', 'posinf', 'neginf', 's4', 's8'): v[index[p]] *= times
+    v[repeated] *= times
     v[width:] *= times
     return v
 

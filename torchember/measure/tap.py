@@ -8,6 +8,7 @@ __all__ = ['Arena', 'Pending', 'observe', 'OnMeta', 'columns_of']
 # %% ../../nbs/20_measure/50_tap.ipynb #e0947a4a
 import itertools, math, threading, weakref
 from contextlib import contextmanager
+from functools import cache
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from .head import CALL, CALLS, DIMS, DTYPE, EVENT, HEADS, LAID, LIKE, MICRO, NEX
 from .kernels import Unmeasurable, for_list, formats, layout, most, ordinary, putter, read
 from ..capture.private_torch import count_dispatch_modes, count_function_modes, inside_transform, is_wrapped, unwrap
 from ..capture.private_torch import without_dispatch_modes, without_function_modes, without_transforms
-from .summary import bins, derive, finite, groups_for, index, length, merge, nothing, width
+from .summary import bins, derive, finite, groups_for, index, length, merge, not_in_loops, nothing, parts_of, sums, width
 
 # %% ../../nbs/20_measure/50_tap.ipynb #367aea3a
 SCALE = width-1 # in a row: the slot that the summary leaves free
@@ -262,7 +263,7 @@ def fit(tap, x):
     "Find out how tensors like `x` are read at once, by compiled loops: if that can be, `tap.put` does it. False while nobody knows"
     dims,put = layout(x) if x.numel() and not x.is_contiguous() else None,None
     one_run = x.layout is torch.strided and not x.is_nested and (dims is None or dims[1:]==((1,), 1))
-    if one_run and x.dtype in formats and x.numel()<=most and not for_list(x):
+    if one_run and x.dtype in formats and x.numel()<=most and not for_list(x) and not not_in_loops(tap.wanted):
         put = putter(tap.next, formats[x.dtype], tap.wanted)
         if put is None: return False
     tap.put,tap.dtype,tap.shape,tap.stride,tap.count = put,x.dtype,x.shape,x.stride(),x.numel()
@@ -320,9 +321,14 @@ def note(x, tap, call=None, scale=None, later=False):
         a.filled += tap.share
 
 def before_counting(x, wanted, scale):
-    "A tensor, and what its numbers are still to be divided by: exponents move by whole places for a power of two only, so anything else goes first"
-    if scale is None or 'exponents' not in wanted or not isinstance(scale, torch.Tensor) and math.frexp(scale)[0]==.5: return x, scale
+    "A tensor, and what its numbers are still to be divided by: what cannot be divided out of them goes first"
+    if scale is None or divides_out(wanted) and ('exponents' not in wanted or not isinstance(scale, torch.Tensor) and math.frexp(scale)[0]==.5): return x, scale
     return (x if x.dtype in (torch.float32, torch.float64) or x.is_complex() else x.float())/scale, None
+
+@cache
+def divides_out(wanted):
+    "Whether the sums follow from those of a multiple. Exponents move by whole places for a power of two only"
+    return all(sums[p].degree is not None for p in parts_of(wanted))
 
 def write_about(x, head):
     "What a head says of the tensor itself"
@@ -470,14 +476,13 @@ def together(head, vectors, owner, old, taps):
     return out[order], merged[order], whose[order], again[order]
 
 # %% ../../nbs/20_measure/50_tap.ipynb #17de913a
-powers = dict(mean=1, m2=2, m3=3, m4=4, l1=1, min=1, max=1, min_abs=1, s4=4, s8=8)
-
 def unscaled(vectors):
     "Divide out what tensors were multiplied by (a positive number)"
     s = vectors[:, SCALE]
     if not np.isfinite(s).any(): return vectors
     s = np.where(np.isfinite(s), s, 1.)
-    for p,k in powers.items(): vectors[:, index[p]] /= s**k
+    for p,i in index.items():
+        if sums[p].degree: vectors[:, i] /= s**sums[p].degree
     if vectors.shape[1]>width:
         for v,by in zip(vectors[:, width:], np.rint(np.log2(s)).astype(int), strict=True): v[:] = moved(v, by)
     return vectors

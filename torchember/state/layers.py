@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..measure.kernels import Unmeasurable, dense, flat, for_list, piece, read
-from ..measure.summary import derive, group_of, length, merge, scalars
+from ..measure.summary import derive, groups_for, length, merge, scalars
 
 # %% ../../nbs/70_state/00_layers.ipynb #9127b0f2
 def kept(
@@ -54,7 +54,7 @@ def with_values(
 def read_local(
     xs:list, # Ordinary tensors, on any devices
     wanted=scalars # Groups of parts to measure
-) -> np.ndarray: # Summary vectors, shape (n, 16)
+) -> np.ndarray: # Summary vectors, shape (n, width)
     "The summary vectors of tensors that this process holds"
     out,places = np.empty((len(xs), length(wanted))),{}
     for i,x in enumerate(xs): places.setdefault(x.device, []).append(i)
@@ -197,7 +197,7 @@ def groups_of(
     Returns:
         Groups of parts
     """
-    return ('basic', *dict.fromkeys(g for n in names if n in figures and (g := group_of(figures[n]))))
+    return groups_for([figures[n] for n in names if n in figures])
 
 # %% ../../nbs/70_state/00_layers.ipynb #56365dde
 def as_tensor(

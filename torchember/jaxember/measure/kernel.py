@@ -18,7 +18,7 @@ from numba.extending import intrinsic
 
 from ...ground.progress import waiting
 from ...measure.readers.numba import FINITE, ROOM, array_at, block, call, empty_row, integer, kept, kernel, plan, word
-from ...measure.summary import length
+from ...measure.summary import length, wide, width
 
 # %% ../../../nbs/88_jaxember/15_kernel.ipynb #3e1dbc80
 letters = 16 # of the number of elements; one more says what is wanted
@@ -71,7 +71,7 @@ def begin(out, text):
     "How many elements, what of them, the row and the memory to work in: the row is that of nothing"
     n,how = number_at(text, 0, letters),number_at(text, letters, 1)
     row,desk = array_at(out, 0, 2, np.int64)
-    to = array_at(row, 0, 272 if how & 8 else 16, np.float64)
+    to = array_at(row, 0, wide if how & 8 else width, np.float64)
     empty_row(to, how)
     to[FINITE] = 0.
     return n, how, row, desk

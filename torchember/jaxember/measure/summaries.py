@@ -15,7 +15,8 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from ...measure.summary import bins, groups, index, length, nothing, parts, scalars, width
+from ...measure.summary import bins, groups, index, length, merged_moments, moments, not_in_loops, nothing
+from ...measure.summary import of_each, parts, parts_of, scalars, sums, width
 from ...ground.messages import warn
 
 # %% ../../../nbs/88_jaxember/20_summaries.ipynb #4b9d384d
@@ -32,7 +33,7 @@ def words(
 def vectors(
     rows:np.ndarray, # uint32, shape (..., words)
     wanted=scalars # Groups of parts that were measured
-) -> np.ndarray: # float64, shape (..., 16), or 272 with exponents
+) -> np.ndarray: # float64, shape (..., width), `wide` with exponents
     """The summary vectors that rows hold, on the host: what `measure.summary` takes
 
     Args:
@@ -40,7 +41,7 @@ def vectors(
         wanted: Groups of parts that were measured
 
     Returns:
-        float64, shape (..., 16), or 272 with exponents
+        float64, shape (..., width), `wide` with exponents
     """
     rows = np.ascontiguousarray(rows, np.uint32)
     if rows.shape[-1:]!=(words(wanted),): raise ValueError(f"rows of {tuple(wanted)} have {words(wanted)} words, got an array of shape {rows.shape}.")
@@ -94,7 +95,8 @@ def widened(x):
 
 def packed(v, wanted, counts=None):
     "The row of parts by name, float64"
-    row = jnp.stack([jnp.asarray(v[p], np.float64) if any(p in groups[g] for g in wanted) else jnp.float64(math.nan) for p in parts]+[jnp.float64(math.nan)])
+    asked = parts_of(wanted)
+    row = jnp.stack([jnp.asarray(v[p] if p in asked else math.nan, np.float64) for p in (*parts, *(None,)*(width-len(parts)))])
     if counts is not None: row = jnp.concatenate([row, counts.astype(np.float64)])
     return lax.bitcast_convert_type(row, np.uint32).reshape(-1)
 
@@ -103,54 +105,44 @@ def by_operations(x, wanted):
     if not x.size: return none(wanted)
     x = widened(x)
     ok = jnp.isfinite(x)
-    f = jnp.where(ok, x, 0.)
-    lo,hi = jnp.where(ok, x, math.inf).min()+0., jnp.where(ok, x, -math.inf).max()+0.
-    v = dict(count=x.size, nan=jnp.isnan(x).sum(), posinf=(x==math.inf).sum(), neginf=(x==-math.inf).sum(), min=lo, max=hi)
+    v = dict(count=x.size, nan=jnp.isnan(x).sum(), posinf=(x==math.inf).sum(), neginf=(x==-math.inf).sum())
+    v |= {p: of_each(p, x, jnp, ok) for p in parts_of(wanted) if sums[p].each}
+    f,lo,hi = jnp.where(ok, x, 0.),v['min'],v['max']
     n = jnp.maximum(x.size-v['nan']-v['posinf']-v['neginf'], 1).astype(np.float64)
     mean = f.sum()/n
     mean = jnp.where(lo==hi, lo, jnp.where(jnp.isfinite(mean), mean, (f/n).sum())) # of equal elements the mean is one of them, without rounding
     d = jnp.where(ok, x-mean, 0.)
     rest = jnp.where(lo==hi, 0., d.sum()/n) # what rounding left of the mean
-    d = d-rest
-    d = jnp.where(ok, d, 0.)
+    d = jnp.where(ok, d-rest, 0.)
     q = d*d
     v |= dict(mean=mean+rest, m2=q.sum())
-    a,counts = jnp.abs(f),None
-    if 'absolute' in wanted: v |= dict(l1=a.sum(), min_abs=jnp.where(ok, a, math.inf).min())
-    if 'absolute' in wanted or 'exponents' in wanted: v['zeros'] = (x==0).sum()
     if 'higher' in wanted: v |= dict(m3=(q*d).sum(), m4=(q*q).sum())
-    if 'powers' in wanted:
-        q = a*a
-        q = q*q
-        v |= dict(s4=q.sum(), s8=(q*q).sum())
-    if 'exponents' in wanted:
-        e = lax.bitcast_convert_type(a, np.uint32)[..., 1]>>20 # of float64's two words the upper
-        e = jnp.clip(e.astype(np.int32)-(1023-127), 0, bins-1)
-        counts = jnp.zeros(bins, np.int64).at[jnp.where(ok & (x!=0), e, bins)].add(1, mode='drop')
-    return packed(v, wanted, counts)
+    if 'exponents' not in wanted: return packed(v, wanted)
+    e = lax.bitcast_convert_type(jnp.abs(f), np.uint32)[..., 1]>>20 # of float64's two words the upper
+    e = jnp.clip(e.astype(np.int32)-(1023-127), 0, bins-1)
+    return packed(v, wanted, jnp.zeros(bins, np.int64).at[jnp.where(ok & (x!=0), e, bins)].add(1, mode='drop'))
+
+def with_expressions(row, x, wanted):
+    "The row of an array with what no loop has found"
+    todo = not_in_loops(wanted)
+    if not todo or not x.size: return row
+    v,x = lax.bitcast_convert_type(row.reshape(-1, 2), np.float64),widened(x)
+    values = [of_each(p, x, jnp, jnp.isfinite(x)).astype(np.float64) for p in todo]
+    v = v.at[np.array([index[p] for p in todo])].set(jnp.stack(values))
+    return lax.bitcast_convert_type(v, np.uint32).reshape(-1)
 
 # %% ../../../nbs/88_jaxember/20_summaries.ipynb #813e4083
 def merged_parts(rows, wanted, axis):
     "`measure.summary.merge` of rows, in float64"
-    v = jnp.moveaxis(rows, axis, 0)
+    v = jnp.moveaxis(rows, axis, -2)
     v = lax.bitcast_convert_type(v.reshape(*v.shape[:-1], -1, 2), np.float64)
-    if not len(v): return none(wanted, v.shape[1:-1])
-    part = {p: v[..., i] for p,i in index.items()}
-    out = {p: x.sum(0) for p,x in part.items()}
+    if not v.shape[-2]: return none(wanted, v.shape[:-2])
+    out,part = v.sum(-2),{p: v[..., i] for p,i in index.items()}
     n = part['count']-part['nan']-part['posinf']-part['neginf']
-    total = n.sum(0)
-    base = jnp.take_along_axis(part['mean'], n.argmax(0)[None], 0) # the largest piece's: sums of small differences round less
-    d = jnp.where(n>0, part['mean']-base, 0.)
-    shift = jnp.where(total>0, (n*d).sum(0)/jnp.maximum(total, 1.), 0.)
-    out['mean'] = jnp.where(total>0, base[0]+shift, 0.)
-    d = jnp.where(n>0, d-shift, 0.)
-    m2,m3,m4 = (part[p] for p in ('m2', 'm3', 'm4'))
-    out['m2'] = (m2+n*d**2).sum(0)
-    if 'higher' in wanted: out |= dict(m3=(m3+3*d*m2+n*d**3).sum(0), m4=(m4+4*d*m3+6*d**2*m2+n*d**4).sum(0))
-    for p,f in (('min', jnp.min), ('max', jnp.max), ('min_abs', jnp.min)): out[p] = f(part[p], 0)
-    spare = jnp.full_like(total, math.nan)
-    v = jnp.concatenate([jnp.stack([*out.values(), spare], -1), v[..., width:].sum(0)], -1)
-    return lax.bitcast_convert_type(v, np.uint32).reshape(*v.shape[:-1], -1)
+    new = dict(zip(moments, merged_moments(n, *(part[p] for p in moments), jnp), strict=True))
+    new |= {p: dict(min=jnp.min, max=jnp.max)[s.merge](part[p], -1) for p,s in sums.items() if s.merge in ('min', 'max')}
+    out = out.at[..., np.array([index[p] for p in new])].set(jnp.stack([*new.values()], -1))
+    return lax.bitcast_convert_type(out, np.uint32).reshape(*out.shape[:-1], -1)
 
 # %% ../../../nbs/88_jaxember/20_summaries.ipynb #d9a37f73
 lanes,chunk = 256,1<<15
@@ -232,7 +224,8 @@ def by_float32(x, wanted):
     if 'exponents' in wanted:
         counts = jnp.zeros(bins, np.int32 if n<1<<31 else np.int64).at[few_bits(x.astype(np.float32))>>23].add(1, mode='promise_in_bounds').astype(np.float64)
         counts = counts.at[0].add(-zeros)
-    return packed(v, wanted, counts), right
+    v |= {p: math.nan for p in not_in_loops(wanted)}
+    return with_expressions(packed(v, wanted, counts), x, wanted), right
 
 def on_processor(x, wanted):
     "The row of an array on a CPU, without compiled loops"
@@ -274,8 +267,7 @@ def read_on_cpu(x, wanted):
     "The row of an array by compiled loops, in a format that these read"
     if not x.size: return none(wanted)
     if jnp.issubdtype(x.dtype, jnp.complexfloating): x = jnp.abs(x.astype(np.complex128))
-    else: x = x.astype(format_for(x.dtype))
-    return kernel_room().by_kernel(x, wanted)
+    return with_expressions(kernel_room().by_kernel(x.astype(format_for(x.dtype)), wanted), x, wanted)
 
 def format_for(d):
     "The format by which the loops read arrays of a dtype"

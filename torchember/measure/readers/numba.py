@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../../nbs/20_measure/03_numba.ipynb #70d151c8
-import ctypes, itertools, math, os, threading
+import ctypes, itertools, math, os, threading, zlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 
@@ -19,7 +19,7 @@ from numba.cpython.unsafe.numbers import trailing_zeros
 from numba.extending import intrinsic
 
 from ..head import CALL, CALLS, CODE, EVENT, HEADS, HOW, LIKE, NEXT, ROWS, LAID, WORK, head_width
-from ..summary import bins, index, merge, nothing, wide, width
+from ..summary import bins, fast, index, merge, nothing, parts, wide, width
 
 # %% ../../../nbs/20_measure/03_numba.ipynb #592ba82c
 ABSOLUTE,HIGHER,POWERS,EXPONENTS = flags = 1,2,4,8 # what is wanted beyond ends and moments
@@ -336,7 +336,7 @@ counters32,counters64 = counters(np.int32, 23, 0),counters(np.int64, 52, 1023-12
 MEAN,M2,M3,M4 = (index[p] for p in ('mean', 'm2', 'm3', 'm4'))
 COUNT,L1,MIN,MAX,MIN_ABS,ZEROS = (index[p] for p in ('count', 'l1', 'min', 'max', 'min_abs', 'zeros'))
 NAN,POSINF,NEGINF,S4,S8 = (index[p] for p in ('nan', 'posinf', 'neginf', 's4', 's8'))
-FINITE = width-1
+FINITE,LOOPED = width-1,len(fast)
 
 @njit(nogil=True)
 def add(n, base, found, how, out):
@@ -523,8 +523,11 @@ def float16(x, n, dims, sizes, strides, how, out, desk): through_float16(x, n, d
 formats = dict(float32=(float32, types.float32), float64=(float64, types.float64), bfloat16=(bfloat16, types.uint16), float16=(float16, types.uint16))
 
 # %% ../../../nbs/20_measure/03_numba.ipynb #5e1f0a10
+layout = zlib.crc32(' '.join(parts).encode()) # numba does not see that a row has other parts
+
 def kept(compiled, function):
     "What `compiled` makes of a function, from disk where numba has it there"
+    function.__qualname__ = f'{function.__name__}_{layout:x}'
     try: return compiled(cache=True)(function)
     except RuntimeError: return compiled()(function) # numba finds no folder that it may write to
 
@@ -602,6 +605,7 @@ def runner(): return prompt(run, 9)
 def empty_row(row, how):
     "What `summary.nothing` gives; the spare slot counts the finite elements"
     row[:] = 0.
+    row[LOOPED:FINITE] = math.nan
     row[MIN],row[MAX],row[MIN_ABS] = math.inf,-math.inf,math.inf
     if not how & ABSOLUTE: row[L1] = row[MIN_ABS] = math.nan
     if not how & (ABSOLUTE|EXPONENTS): row[ZEROS] = math.nan

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ...ground.messages import warn
-from ..summary import length, width
+from ..summary import fast, index, length, not_in_loops, of_each, sums, wide, width
 
 try:
     import triton
@@ -173,21 +173,21 @@ def _read_span(p, n, first, last, row, step, bins, wanted:tl.constexpr, B:tl.con
     if wanted&8: tl.atomic_add(bins+tl.arange(0, 256), _wide(found), mask=found>0, sem='relaxed')
 
 @kernel
-def _one(x, n, rows, step, out, span, wanted:tl.constexpr, B:tl.constexpr):
+def _one(x, n, rows, step, out, span, wanted:tl.constexpr, B:tl.constexpr, W:tl.constexpr):
     "One tensor: each program reads `span` blocks"
     first = tl.program_id(0)*span
     last = tl.minimum(first+span, tl.maximum((n.to(tl.int64)+B-1)//B, 1).to(tl.int32))
-    _read_span(x, n, first, last, rows+first, step, out+16, wanted, B)
+    _read_span(x, n, first, last, rows+first, step, out+W, wanted, B)
 
 @kernel
-def _many(jobs, like, rows, step, out, between, wanted:tl.constexpr, B:tl.constexpr, aligned:tl.constexpr):
+def _many(jobs, like, rows, step, out, between, wanted:tl.constexpr, B:tl.constexpr, W:tl.constexpr, aligned:tl.constexpr):
     "Many tensors of the dtype of `like`. A job: address, elements, first and last block, first row, and the tensor's row of `out`"
     job = jobs+6*tl.program_id(0)
     x = tl.load(job).to(like.dtype)
     if aligned: x = tl.multiple_of(x, 16)
     first = tl.load(job+2).to(tl.int32)
     last = tl.load(job+3).to(tl.int32)
-    _read_span(x, tl.load(job+1), first, last, rows+tl.load(job+4), step, out+tl.load(job+5)*between+16, wanted, B)
+    _read_span(x, tl.load(job+1), first, last, rows+tl.load(job+4), step, out+tl.load(job+5)*between+W, wanted, B)
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #c2552029
 programs = 2048 # about as many as keep a large GPU busy to the end
@@ -319,7 +319,7 @@ def whole(x):
 def check_room(wanted, out):
     if out.shape[-1]<length(wanted): raise ValueError(f"a row for {', '.join(wanted)} has {length(wanted)} columns, and there is room for {out.shape[-1]}.")
 
-def scratch(n, device): return torch.empty(15, n, dtype=torch.float64, device=device)
+def scratch(n, device): return torch.empty(len(fast), n, dtype=torch.float64, device=device)
 
 def fold(rows, tables, out, between):
     "Merge the columns `rows` into rows of `out`, which are `between` apart"
@@ -328,6 +328,17 @@ def fold(rows, tables, out, between):
         to = out if last else scratch(len(jobs), out.device)
         _merge[(len(jobs),)](rows, rows.shape[1], jobs, to, between if last else 1, 1 if last else len(jobs), T=tile, num_warps=8, enable_fp_fusion=True)
         rows = to
+
+def write_expressions(x, wanted, row):
+    "Write into the row of `x` what no kernel finds"
+    todo = {p: None for p in not_in_loops(wanted)}
+    for d in x.reshape(-1).split(1<<24) if todo else ():
+        d = d.double()
+        ok = torch.isfinite(d)
+        for p in todo if len(d) else ():
+            new = of_each(p, d, torch, ok)
+            todo[p] = new if todo[p] is None else dict(sum=torch.add, min=torch.minimum, max=torch.maximum)[sums[p].merge](todo[p], new)
+    for p,value in todo.items(): row.data[index[p]] = sums[p].nothing if value is None else value
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #85fb521c
 def read_one(
@@ -347,10 +358,11 @@ def read_one(
     k = max(-(-n//B), 1)
     span = span_of(k)
     with on(device):
-        if 'exponents' in wanted: out.data[16:272].zero_()
+        if 'exponents' in wanted: out.data[width:wide].zero_()
         rows,step = (out, 1) if k==1 else (scratch(k, device), k)
-        _one[(-(-k//span),)](x, n, rows, step, out, span, wanted=flags(wanted), B=B, num_warps=8, enable_fp_fusion=True)
+        _one[(-(-k//span),)](x, n, rows, step, out, span, wanted=flags(wanted), B=B, W=width, num_warps=8, enable_fp_fusion=True)
         if k>1: fold(rows, merges((k,), (0,), device, stream_of(device)), out, 0)
+        write_expressions(x, wanted, out)
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #a20cfeea
 @lru_cache(maxsize=64)
@@ -386,11 +398,13 @@ def read_list(
     device,xs,to = out.device,[whole(x) for x in xs],range(len(xs)) if to is None else to
     with on(device):
         if 'exponents' in wanted:
-            for first,last in runs(to): out.data[first:last, 16:272].zero_()
+            for first,last in runs(to): out.data[first:last, width:wide].zero_()
         for dtype in dict.fromkeys(x.dtype for x in xs):
             same = [(x, i) for x,i in zip(xs, to, strict=True) if x.dtype==dtype]
             B = blocks[dtype]
             jobs,k,tables,aligned = plan(tuple((x.data_ptr(), x.numel(), i) for x,i in same), B, device, stream_of(device))
             rows = scratch(k, device)
-            _many[(len(jobs),)](jobs, same[0][0], rows, k, out, out.stride(0), wanted=flags(wanted), B=B, aligned=aligned, num_warps=8, enable_fp_fusion=True)
+            const = dict(wanted=flags(wanted), B=B, W=width, aligned=aligned, num_warps=8, enable_fp_fusion=True)
+            _many[(len(jobs),)](jobs, same[0][0], rows, k, out, out.stride(0), **const)
             fold(rows, tables, out, out.stride(0))
+        for x,i in zip(xs, to, strict=True): write_expressions(x, wanted, out[i])

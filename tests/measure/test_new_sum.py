@@ -1,0 +1,187 @@
+"""A statistic that needs sums of its own: two lines in `measure.summary`, and everything measures, merges and reads it.
+
+The lines are written into a copy of the module, as somebody would who adds them, in a process of its own: with them a row has more than 16 slots.
+"""
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+added = '''
+import importlib.util, math, sys, warnings
+import numpy as np, torch
+import torchember.measure
+spec = importlib.util.find_spec('torchember.measure.summary')
+source = open(spec.origin).read()
+for table,lines in (('sums', """
+    tiny=Sum('tiny', lambda x, xp: abs(x)<1e-7),
+    logs=Sum('logs', lambda x, xp: xp.log(abs(x))),
+    roots=Sum('roots', lambda x, xp: xp.sqrt(abs(x)), degree=.5),
+    nearest=Sum('roots', lambda x, xp: xp.where(x==0, np.inf, abs(x)), 'min', 1),"""), ('derived', """
+    tiny_frac=lambda p: p.sized(p.tiny/np.maximum(p.n, 1)),
+    geometric_mean=lambda p: p.sized(np.exp(p.logs/np.maximum(p.n, 1))),
+    root_mean=lambda p: p.sized(p.roots/np.maximum(p.n, 1)),
+    least_nonzero=lambda p: p.sized(p.nearest),""")):
+    assert source.count(f'\\n{table} = dict(')==1
+    source = source.replace(f'\\n{table} = dict(', f'\\n{table} = dict({lines}')
+summary = sys.modules[spec.name] = torchember.measure.summary = importlib.util.module_from_spec(spec)
+exec(compile(source, spec.origin, 'exec'), summary.__dict__)
+
+names = ['tiny_frac', 'geometric_mean', 'root_mean', 'least_nonzero']
+old = ['mean', 'std', 'min', 'max', 'abs_mean', 'skew', 'rm4', 'rm8', 'zero_frac', 'numel']
+more = [*names, *old]
+exponents = ('basic', 'tiny', 'logs', 'roots', 'exponents')
+
+def want(x):
+    "By numpy, of finite numbers"
+    a = np.abs(np.asarray(x, np.float64)).ravel()
+    with np.errstate(all='ignore'): logs = np.log(a).mean()
+    return {'tiny_frac': (a<1e-7).mean(), 'geometric_mean': np.exp(logs), 'root_mean': np.sqrt(a).mean(), 'least_nonzero': a[a>0].min()}
+
+def check(got, x, rel=1e-9):
+    "The new ones are numpy's, those from before are what they were"
+    for k,v in want(x).items(): np.testing.assert_allclose(float(got[k]), v, rtol=rel, err_msg=k)
+    before = summary.derive(summary.read_array(x), old)
+    for k in old:
+        if k in got: np.testing.assert_allclose(float(got[k]), before[k], rtol=1e-6, atol=1e-6 if k in ('mean', 'skew') else 0, err_msg=k)
+
+def arrays(sizes=(1, 5, 1000, 40_000, 300_001)):
+    rng = np.random.default_rng(0)
+    for n in sizes: yield 1e-3+rng.standard_normal(n).astype(np.float32)**3
+    yield np.array([1e-9, -3, 1e-8, 4, -1e-20, 7], np.float32)
+
+assert summary.width==20 and summary.parts[:15]==summary.fast
+'''
+
+cpu = added+'''
+from torchember import get_stats, summarize
+from torchember.measure import kernels
+assert (kernels.loops() is None)==NONE
+for x in arrays():
+    check(get_stats(torch.from_numpy(x), more), x)
+    check(get_stats(torch.from_numpy(x).double(), more), x)
+    check(get_stats(torch.from_numpy(x).expand(3, -1), more), np.tile(x, 3))
+    v = kernels.read_device(torch.from_numpy(x), (*summary.scalars, 'exponents')).numpy()
+    check(summary.derive(v, more), x)
+    for wanted in (summary.scalars, exponents):
+        v = summarize(torch.from_numpy(x), wanted).vector
+        assert len(v)==summary.length(wanted) and math.isnan(v[summary.width-1])
+        if 'exponents' in wanted: np.testing.assert_array_equal(v[summary.width:], summary.read_array(x, wanted)[summary.width:])
+    pieces = [summarize(torch.from_numpy(p)) for p in np.array_split(x, 3)]
+    check(sum(pieces).dict(more), x)
+half = torch.tensor([4., 9, 0, 16], dtype=torch.float16)
+halves = dict(root_mean=2.25, tiny_frac=.25, geometric_mean=0., least_nonzero=4.)
+assert get_stats(half, names)=={k: halves[k] for k in names}
+bad = torch.tensor([4., float('nan'), 9.])
+assert math.isnan(get_stats(bad, ['root_mean'])['root_mean']) and summarize(bad).roots==5 and summarize(bad[:0]).numel==0
+sparse = torch.sparse_coo_tensor([[0, 3]], [4., 9.], (5,))
+assert get_stats(sparse, ['root_mean', 'tiny_frac'])=={'root_mean': 1., 'tiny_frac': .6}
+z = torch.tensor([3+4j, 0])
+assert abs(get_stats(z, ['root_mean'])['root_mean']-5**.5/2)<1e-12
+got = get_stats(torch.ones(3), 'full')
+assert not {*names} & {*got} and 'skew' in got # who does not ask pays nothing
+'''
+
+armed = added+'''
+from torch import nn
+from torchember import read, torchEmber
+from torchember.measure import kernels
+assert (kernels.loops() is None)==NONE
+torch.manual_seed(0)
+for compiled in (False, True):
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    x,xs = torch.randn(16, 6),[]
+    te = torchEmber(model, stats=more, name=f'new_{compiled}')
+    te.how_record('weight_grad')([*names, 'exponents'])
+    te.how_record('input')('basic')
+    run = torch.compile(model, backend='eager', fullgraph=True) if compiled else model
+    for _ in range(3): # accumulated: rows of three passes merge
+        batch = torch.randn(16, 6)
+        xs.append(nn.functional.linear(batch, model[0].weight, model[0].bias).detach())
+        run(batch).square().sum().backward()
+    g = model[0].weight.grad.clone()
+    te.step()
+    rows = te.t.df
+    te.close()
+    for df in (rows, read(f'new_{compiled}')):
+        first = df[(df.path=='0')&(df.ttype=='output')&(df.step==0)]
+        assert len(first)==1, len(first)
+        check(first.iloc[0], torch.cat(xs).numpy(), 1e-6)
+        grad = df[(df.path=='0')&(df.ttype=='weight_grad')&(df.tname=='grad_0')].iloc[0]
+        for k,v in want(g.numpy()).items(): np.testing.assert_allclose(grad[k], v, rtol=1e-6)
+        assert sum(grad['exponents'])==48
+        assert df[(df.path=='0')&(df.ttype=='input')]['tiny_frac'].isna().all()
+'''
+
+scaled = added+'''
+from torchember.measure.tap import Arena, observe
+x = torch.randn(500)
+for stats in (names, ['root_mean', 'least_nonzero', 'mean'], [*names, 'exponents']):
+    for scale in (1024., 1000., torch.tensor(1024.)):
+        arena = Arena()
+        observe(x*scale, arena.tap('a', stats), scale=scale)
+        row, = arena.take().rows()
+        for k,v in want(x.numpy()).items():
+            if k in stats: np.testing.assert_allclose(row['stats'][k], v, rtol=1e-5)
+'''
+
+by_triton = added+'''
+from torchember.measure.readers import triton as gpu
+assert gpu.available('cpu')
+wanted = (*summary.scalars, 'exponents')
+xs = list(arrays((1, 5, 9000)))
+out = torch.full((len(xs), summary.wide), math.nan, dtype=torch.float64)
+gpu.read_list([torch.from_numpy(x) for x in xs], wanted, out)
+one = torch.full((summary.wide,), math.nan, dtype=torch.float64)
+for x,v in zip(xs, out):
+    gpu.read_one(torch.from_numpy(x), wanted, one)
+    for row in (v.numpy(), one.numpy()):
+        check(summary.derive(row, more), x)
+        np.testing.assert_array_equal(row[summary.width:], summary.read_array(x, wanted)[summary.width:])
+'''
+
+by_jax = added+'''
+import jax, jax.numpy as jnp
+from torchember.jaxember.measure import summaries as js
+assert js.is_compiled()!=NONE
+every = (*summary.scalars, 'exponents')
+def row(x, **kw): return summary.derive(js.vectors(np.asarray(jax.jit(lambda x: js.measured(x, every, **kw))(x)), every), more)
+for x in arrays((1, 1000, 70_000)):
+    check(row(x), x)
+    check(row(x, by_parts=True), x)
+    v = js.vectors(np.asarray(js.measured(x, every)), every)
+    np.testing.assert_array_equal(v[summary.width:], summary.read_array(x, every)[summary.width:])
+    rows = jnp.stack([js.measured(p, every) for p in np.array_split(x, 3) if len(p)])
+    check(summary.derive(js.vectors(np.asarray(js.merged(rows, every)), every), more), x)
+assert math.isnan(row(np.array([4, np.nan], np.float32))['root_mean']) and row(np.zeros(0, np.float32))['numel']==0
+'''
+
+
+def run(code, none=False, **env):
+    env = os.environ | env | ({'NUMBA_DISABLE_JIT': '1'} if none else {})
+    done = subprocess.run([sys.executable, '-c', code.replace('NONE', repr(none))], env=env, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert done.returncode==0, done.stdout+done.stderr
+
+
+@pytest.mark.parametrize('none', [False, True], ids=['loops', 'no loops'])
+@pytest.mark.parametrize('code', [cpu, armed], ids=['read', 'armed'])
+def test_cpu(code, none):
+    "Read, merged, recorded, compiled and read back"
+    run(code, none)
+
+
+def test_scaled():
+    "What a GradScaler multiplied by is divided out, or goes before"
+    run(scaled)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec('triton'), reason='Triton is not installed')
+def test_triton(): run(by_triton, TRITON_INTERPRET='1')
+
+
+@pytest.mark.skipif(not importlib.util.find_spec('jax'), reason='JAX is not installed')
+@pytest.mark.parametrize('none', [False, True], ids=['loops', 'no loops'])
+def test_jax(none): run(by_jax, none)
