@@ -83,7 +83,7 @@ def test_each_name_has_a_panel(lf):
 
 
 def test_exponents_of_the_weight_alone(lf):
-    (bars,) = [ax.patches for ax in exp_hist(lf, 'fc1', 'Weights', 2, dtype_annotation=False).axes]
+    bars = exp_hist(lf, 'fc1', 'Weights', 2, dtype_annotation=False).patches
     one = lf[(lf.metadata.name=='fc1') & (lf.metadata.tensor_type=='Weights') & (lf.metadata.step==2)].exponent_counts
     counts = one[[c for c in one.columns if np.isfinite(c)]].to_numpy().ravel()
     assert sorted(b.get_height() for b in bars if b.get_height())==pytest.approx(sorted((counts/one.to_numpy().sum())[counts>0]))
@@ -91,17 +91,16 @@ def test_exponents_of_the_weight_alone(lf):
 
 # ---- axes of the heat map
 
-def mesh_of(fig): return fig.axes[0].collections[0].get_array()
+def mesh_of(ax): return ax.collections[0].get_array()
 
 
 @pytest.mark.parametrize('x,y,turned', [(('metadata', 'step'), ('metadata', 'name'), False), ('step', None, False), ('step', 'name', False),
     (('metadata', 'name'), ('metadata', 'step'), True), ('name', 'step', True), ('path', None, True)])
 def test_axes_of_a_heat_map_are_named_as_in_a_logframe(lf, x, y, turned):
-    fig = scalar_global_heatmap(lf, 'Activation', 'rm2', x=x, y=y)
+    ax = scalar_global_heatmap(lf, 'Activation', 'rm2', x=x, y=y)
     wide = lf[lf.metadata.tensor_type=='Activation']
     want = np.stack([wide[wide.metadata.name==n].scalar_stats['rm2'].to_numpy() for n in dict.fromkeys(wide.metadata.name)])
-    np.testing.assert_allclose(np.asarray(mesh_of(fig)), want.T if turned else want)
-    ax = fig.axes[0]
+    np.testing.assert_allclose(np.asarray(mesh_of(ax)), want.T if turned else want)
     assert (ax.get_ylabel() if turned else ax.get_xlabel())=='step' and ax.yaxis_inverted()
     names = [t.get_text() for t in (ax.get_xticklabels() if turned else ax.get_yticklabels())]
     assert {'fc1', 'fc2'}<=set(names)
@@ -115,15 +114,15 @@ def test_axes_that_a_heat_map_has_not_are_said(lf, x, y):
 # ---- what seaborn takes
 
 def test_numbers_in_cells(lf):
-    fig = scalar_global_heatmap(lf, 'Activation', 'std', annot=True, fmt='.3f', annot_kws={'fontsize': 5})
-    cells = np.asarray(mesh_of(fig))
-    texts = {t.get_text() for t in fig.axes[0].texts}
-    assert texts=={f'{v:.3f}' for v in cells.ravel()} and all(t.get_fontsize()==5 for t in fig.axes[0].texts)
-    for t in fig.axes[0].texts: # in the cell that it is of
+    ax = scalar_global_heatmap(lf, 'Activation', 'std', annot=True, fmt='.3f', annot_kws={'fontsize': 5})
+    cells = np.asarray(mesh_of(ax))
+    texts = {t.get_text() for t in ax.texts}
+    assert texts=={f'{v:.3f}' for v in cells.ravel()} and all(t.get_fontsize()==5 for t in ax.texts)
+    for t in ax.texts: # in the cell that it is of
         j,i = (int(round(p)) if k==0 else int(p) for k,p in enumerate(t.get_position()))
         assert t.get_text()==f'{cells[i, j]:.3f}'
     turned = scalar_global_heatmap(lf, 'Activation', 'std', x='name', annot=True)
-    assert len(turned.axes[0].texts)==cells.size
+    assert len(turned.texts)==cells.size
 
 
 def test_too_many_numbers_are_refused(lf):
@@ -133,19 +132,19 @@ def test_too_many_numbers_are_refused(lf):
 
 
 def test_squares_lines_and_colour_bars(lf):
-    fig = scalar_global_heatmap(lf, 'Activation', 'std', square=True, linewidths=.5, linecolor='red')
-    assert fig.axes[0].get_aspect()==1 and fig.axes[0].collections[0].get_linewidth()[0]==.5
+    ax = scalar_global_heatmap(lf, 'Activation', 'std', square=True, linewidths=.5, linecolor='red')
+    assert ax.get_aspect()==1 and ax.collections[0].get_linewidth()[0]==.5
     other = scalar_global_heatmap(lf, 'Activation', 'std', inc=2, square=True)
-    assert other.axes[0].get_aspect()==2 # columns are two steps wide
+    assert other.get_aspect()==2 # columns are two steps wide
     _,(a,b) = plt.subplots(1, 2)
     scalar_global_heatmap(lf, 'Activation', 'std', cbar_ax=b)
     assert b.get_ylabel() and not a.get_ylabel()
-    assert len(scalar_global_heatmap(lf, 'Activation', 'std', cbar=False).axes)==1
+    assert len(scalar_global_heatmap(lf, 'Activation', 'std', cbar=False).figure.axes)==1
 
 
 def test_names_of_rows_as_seaborn_takes_them(lf):
     n = len(np.asarray(mesh_of(scalar_global_heatmap(lf, 'Activation', 'std'))))
-    labels = lambda **k: [t.get_text() for t in scalar_global_heatmap(lf, 'Activation', 'std', **k).axes[0].get_yticklabels()]
+    labels = lambda **k: [t.get_text() for t in scalar_global_heatmap(lf, 'Activation', 'std', **k).get_yticklabels()]
     assert labels(yticklabels=[f'row {i}' for i in range(n)])==[f'row {i}' for i in range(n)]
     assert len(labels(yticklabels=2))==(n+1)//2 and labels(yticklabels=False)==[] and len(labels(yticklabels='auto'))==n
     with pytest.raises(ValueError, match='1 names were given'): labels(yticklabels=['one'])
@@ -160,22 +159,22 @@ def test_what_a_heat_map_does_not_take_is_said(lf, bad, said):
 
 def test_height_and_aspect_are_those_of_a_panel(lf):
     assert tuple(scalar_line(lf, ['fc1', 'fc2'], 'Activation', 'std', height=3, aspect=2).get_size_inches())==(12, 3)
-    assert tuple(scalar_line(lf, 'fc1', 'Activation', 'std', height=3, aspect=2).get_size_inches())==(6, 3)
+    assert tuple(scalar_line(lf, 'fc1', 'Activation', 'std', height=3, aspect=2).figure.get_size_inches())==(6, 3)
     assert tuple(scalar_line(lf, ['fc1', 'fc2'], 'Activation', 'std', facet_kws={'height': 4}).get_size_inches())==(8, 4)
-    assert tuple(scalar_line(lf, 'fc1', 'Activation', 'std', height=3, figsize=(5, 5)).get_size_inches())==(5, 5)
+    assert tuple(scalar_line(lf, 'fc1', 'Activation', 'std', height=3, figsize=(5, 5)).figure.get_size_inches())==(5, 5)
 
 
 def test_palettes_markers_and_legends(lf):
     def colours(**k):
-        return [plt.matplotlib.colors.to_hex(line.get_color()) for line in scalar_line(lf, 'fc1', 'Activation', ['std', 'rm2'], **k).axes[0].lines]
+        return [plt.matplotlib.colors.to_hex(line.get_color()) for line in scalar_line(lf, 'fc1', 'Activation', ['std', 'rm2'], **k).lines]
     assert colours(palette=['red', 'blue'])==['#ff0000', '#0000ff']==colours(palette={'rm2': 'blue', 'std': 'red'})
     assert colours(palette='Set1')==[plt.matplotlib.colors.to_hex(c) for c in plt.get_cmap('Set1').colors[:2]]
-    legend = lambda **k: [t.get_text() for g in scalar_line(lf, 'fc1', 'Activation', ['std', 'rm2'], **k).legends for t in g.get_texts()]
+    legend = lambda **k: [t.get_text() for g in scalar_line(lf, 'fc1', 'Activation', ['std', 'rm2'], **k).figure.legends for t in g.get_texts()]
     assert len(legend())==2 and legend(legend=False)==[] and len(legend(legend='full'))==2
-    by_legend = scalar_line(lf, 'fc1', 'Activation', ['std', 'rm2'], palette=['red', 'blue']).legends[0]
+    by_legend = scalar_line(lf, 'fc1', 'Activation', ['std', 'rm2'], palette=['red', 'blue']).figure.legends[0]
     assert [plt.matplotlib.colors.to_hex(h.get_color()) for h in by_legend.get_lines()]==['#ff0000', '#0000ff']
-    assert {line.get_marker() for line in scalar_line(lf, 'fc1', 'Activation', 'std', markers=True).axes[0].lines}=={'o'}
-    assert scalar_line(lf, 'fc1', 'Activation', 'std', errorbar=None, estimator=None, sort=True, lw=3).axes[0].lines[0].get_linewidth()==3
+    assert {line.get_marker() for line in scalar_line(lf, 'fc1', 'Activation', 'std', markers=True).lines}=={'o'}
+    assert scalar_line(lf, 'fc1', 'Activation', 'std', errorbar=None, estimator=None, sort=True, lw=3).lines[0].get_linewidth()==3
     with pytest.raises(ValueError, match="palette= 'huls'"): scalar_line(lf, 'fc1', 'Activation', ['std', 'rm2'], palette='huls')
 
 

@@ -792,7 +792,7 @@ def test_it_is_drawn_without_saying_of_which_tensor():
     monitor = Monitor(made(), {'fc1': ['WeightNorm', 'InputStd']})
     train(monitor.model, monitor)
     monitor.close()
-    for stat in ('WeightNorm', 'InputStd'): assert len(scalar_line(monitor, scalar_metric=stat).axes[0].lines)>=1
+    for stat in ('WeightNorm', 'InputStd'): assert len(scalar_line(monitor, scalar_metric=stat).lines)>=1
     with pytest.raises(ValueError, match='Monitor'): scalar_line(monitor, scalar_metric='InputSndNorm')
     plt.close('all')
 

@@ -97,9 +97,7 @@ pictures = {
 
 
 def pixels(picture, of):
-    out = picture(of)
-    one = np.ravel(np.array(out, dtype=object))[0]
-    fig = one if hasattr(one, 'canvas') else one.figure
+    fig = picture(of).figure
     fig.canvas.draw()
     image = np.asarray(fig.canvas.buffer_rgba()).copy()
     plt.close('all')

@@ -167,10 +167,10 @@ def test_overview_and_heat_map_have_gray_rows_with_the_reason():
     df = te.t.df
     one = df[(df.path=='head') & (df.pname=='bias') & (df.ttype=='weight_grad')]['std']
     assert value[11].tolist()==one.tolist()
-    heat = scalar_global_heatmap('shown', 'weight_grad', 'std').axes[0]
+    heat = scalar_global_heatmap('shown', 'weight_grad', 'std')
     assert texts(heat)==texts(ax) and heat.collections[0].get_array().shape==(12, 3)
-    assert not scalar_global_heatmap(df, 'weight_grad', 'std').axes[0].texts # a table knows nothing of what it has not
-    part = overview(te, tt='weight_grad', layer=['cut', 'head'])
+    assert not scalar_global_heatmap(df, 'weight_grad', 'std').texts # a table knows nothing of what it has not
+    part = overview(te, tt='weight_grad', layer=['cut', 'head'])[-1]
     assert [t.get_text() for t in part.get_yticklabels()]==['cut.weight', 'cut.bias', 'head.weight', 'head.bias']
     with pytest.raises(ValueError, match='no rows to draw. Not trained: no gradient ever arrived: cut.'): overview(te, tt='weight_grad', layer='cut')
     plt.close('all')
@@ -195,7 +195,7 @@ def test_the_summary_says_it_in_words_and_has_the_rows():
 
 def test_the_page_has_them_in_their_places():
     a_run(stats='numerics')
-    page = page_of('shown', tt='weight_grad')
+    page = page_of('shown', ttype='weight_grad')
     assert page['run']['missing']==told
     kind = page['kinds'][0]
     order = 'frozen', 'body', 'cut', 'forgotten', 'idle', 'head'

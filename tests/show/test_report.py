@@ -504,7 +504,7 @@ def test_paths_and_choices(tmp_path):
     (tmp_path/'paths.html').mkdir()
     with pytest.raises(FileExistsError, match='is no file'): report(te, tmp_path)
     with pytest.raises(FileNotFoundError, match='There is no folder'): report(te, f'{tmp_path}/new/')
-    for name in ('stats', 'tt', 'layer'):
+    for name in ('stats', 'ttype', 'path'):
         with pytest.raises(ValueError, match=f'{name} is an empty list'): report(te, tmp_path/'c.html', **{name: []})
     assert report(te, str(tmp_path/('x'*240+'.html'))).exists()
     assert 'paths' in report(str(te.t.log_path), tmp_path/'c.html').read_text('utf-8')

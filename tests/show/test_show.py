@@ -53,7 +53,7 @@ def run(tmp_path_factory):
 
 def finish(out):
     "Draw it in full"
-    for o in np.ravel(np.array(out, dtype=object)): (o if hasattr(o, 'canvas') else o.figure).canvas.draw()
+    out.figure.canvas.draw()
     plt.close('all')
 
 
@@ -77,8 +77,7 @@ def lightness(color): return np.dot(to_rgb(color), (.299, .587, .114))
 def test_every_text_can_be_read(run, theme):
     with plt.style.context(theme):
         for f in (overview, scalar_line, scalar_global_heatmap, updates):
-            out = f(run)
-            fig = out if hasattr(out, 'canvas') else out.figure
+            fig = f(run).figure
             fig.canvas.draw()
             back = lightness(fig.get_facecolor())
             for text in fig.findobj(matplotlib.text.Text):
@@ -95,10 +94,10 @@ def test_overview_says_where_it_went_wrong(run):
 
 
 def test_the_numbers_drawn_are_those_of_the_run(run):
-    fig = scalar_line(run, '0', 'output', 'std')
+    ax = scalar_line(run, '0', 'output', 'std')
     df = read(run)
-    np.testing.assert_array_equal(fig.axes[0].lines[0].get_ydata(), df[(df.path=='0') & (df.ttype=='output')]['std'])
-    mesh = scalar_global_heatmap(run, 'weight', 'rms').axes[0].collections[0].get_array()
+    np.testing.assert_array_equal(ax.lines[0].get_ydata(), df[(df.path=='0') & (df.ttype=='output')]['std'])
+    mesh = scalar_global_heatmap(run, 'weight', 'rms').collections[0].get_array()
     rows = df[(df.ttype=='weight') & (df.path=='0') & (df.pname=='bias')]
     np.testing.assert_array_equal(mesh[1], rows['rms'])
     plt.close('all')
@@ -115,7 +114,7 @@ def test_without_torch(run):
         overview(t).figure.canvas.draw()
         print(summary(t))
         units = pd.DataFrame(dict(path='a', ttype='output', tname='x', step=[1, 2], UnitActivity=[[0., 1.], [0., .5]]))
-        for kind in 'surface','heatmap': surface(units, 'UnitActivity', kind=kind).canvas.draw()
+        for kind in 'surface','heatmap': surface(units, 'UnitActivity', kind=kind).figure.canvas.draw()
     """
     out = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, cwd=root)
     assert out.returncode==0, out.stderr

@@ -7,7 +7,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from torchember import compare, exp_hist, out_of_range, overview, ridge, scalar_global_heatmap, scalar_line, summary, surface, tree, updates
+import torchember
+from torchember import (compare, exp_hist, out_of_range, overview, report, ridge, scalar_global_heatmap, scalar_line, summary, surface, tree, updates,
+    wide)
+from torchember.show.style import Panels
 
 
 @pytest.fixture(scope='module')
@@ -28,19 +31,62 @@ def t():
 
 def seen(got):
     "What a picture looks like, or what a table says"
-    if not hasattr(got, 'figure') and not isinstance(got, np.ndarray): return repr(got)
-    fig,file = np.ravel(np.array(got, dtype=object))[0].figure,io.BytesIO()
-    fig.savefig(file, format='png', dpi=40)
+    if not hasattr(got, 'figure'): return repr(got)
+    file = io.BytesIO()
+    got.figure.savefig(file, format='png', dpi=40)
     plt.close('all')
     return file.getvalue()
 
 
-def test_one_order():
-    "Of what there is of them, after the run: path, ttype, stat; and no other word for these"
-    for f in (overview, summary, scalar_line, exp_hist, scalar_global_heatmap, tree, updates, compare, ridge, out_of_range, surface):
-        names = list(inspect.signature(f).parameters)
-        ours = [n for n in ('path', 'ttype', 'stat') if n in names]
-        assert names[0]==('runs' if f is compare else 'run') and names[1:1+len(ours)]==ours and not {'df', 'layer', 'tt', 'scalar_metric'} & set(names)
+others = {'interactive': 'takes a picture', 'Surface3d': "Taiyi's, of a dict", 'query': 'begins with a question', 'runs': 'of no run', 'live': 'of all',
+    **dict.fromkeys(('from_logframe', 'validate', 'write_parquet'), 'of a LogFrame'), **dict.fromkeys(('read_pickle', 'read_csv', 'read_parquet'), 'of a file')}
+public = {n: getattr(torchember, n) for room,found in torchember.names.items() if room.startswith(('show.', 'frames.')) for n in found.split()}
+of_runs = {n: f for n,f in public.items() if inspect.isfunction(f) and n not in others}
+tables = {'read', 'wide', 'summary', 'dead_units', 'to_logframe', 'report'} # and a file
+more = {'wide': dict(stat='std'), 'surface': dict(ttype='output', stat='units'), 'exp_hist': dict(path='fc1')} # what is asked for
+
+
+@pytest.mark.parametrize('name', of_runs)
+def test_one_order(name):
+    "All that is public and of a run, now and in time to come: of what there is of them, after the run path, ttype, stat; and no other word for these"
+    f = of_runs[name]
+    words = list(inspect.signature(f).parameters)
+    asked = [w.replace('stats', 'stat') for w in words if w in ('path', 'ttype', 'stat', 'stats')]
+    assert words[0]==('runs' if name=='compare' else 'run') and asked==[w for w in ('path', 'ttype', 'stat') if w in asked]
+    assert not {'df', 'layer', 'layers', 'tt', 'scalar_metric', 'metric', 'pattern', 'name'} & set(words)
+
+
+@pytest.mark.parametrize('name', sorted(of_runs.keys()-tables))
+def test_one_panel_is_its_axes_and_several_are_panels(name, t, tmp_path):
+    "Of whatever picture there is: with the figure, and saved by itself; in axes of the user's it gives these back, as they were"
+    pytest.importorskip('ml_dtypes')
+    f,other = of_runs[name],t.assign(std=t['std']*2)
+    other.attrs['run'] = 's'
+    given = [[t, other]] if name=='compare' else [t]
+    one,two = (f(*given, **({'dtypes': d} if 'dtypes' in inspect.signature(f).parameters and name!='ridge' else {}), **{**more.get(name, {}), 'path': p})
+        for p,d in (('fc1', 'float8_e5m2'), (['fc1', 'fc2'], ['float8_e5m2', 'float8_e4m3fn'])))
+    several = {'scalar_line', 'exp_hist', 'surface', 'compare', 'out_of_range'}
+    if name!='overview': assert isinstance(one, plt.Axes) and isinstance(two, Panels if name in several else plt.Axes)
+    else: assert isinstance(f(t, ttype='output'), plt.Axes) and len(one)==2
+    for p in (one, two):
+        p.savefig(tmp_path/'p.png', dpi=20)
+        assert (tmp_path/'p.png').read_bytes()[:4]==b'\x89PNG' and isinstance(p.figure, plt.Figure)
+    if 'ax' in inspect.signature(f).parameters:
+        mine = plt.figure().subplots()
+        assert f(*given, path='fc1', ax=mine, **({'dtypes': 'float8_e5m2'} if name=='out_of_range' else {})) is mine and not hasattr(mine, 'savefig')
+    plt.close('all')
+
+
+@pytest.mark.parametrize('name', sorted(of_runs.keys()-{'compare', 'read', 'dead_units'}))
+def test_track_and_visualizes_words_are_understood(name, t, tmp_path):
+    "Those for the run, the layers and the tensor type by name, wherever there is one of ours"
+    pytest.importorskip('ml_dtypes')
+    f,words = of_runs[name],inspect.signature(of_runs[name]).parameters
+    ours = {**{n: v for n,v in (('path', 'fc1'), ('ttype', 'output')) if n in words}, **more.get(name, {})}
+    if name=='report': ours['file'] = tmp_path/'r.html'
+    theirs = {{'path': 'layer', 'ttype': 'tt'}.get(n, n): v for n,v in ours.items()}
+    a,b = f(run=t, **ours),f(df=t, **theirs)
+    assert a.equals(b) if isinstance(a, pd.DataFrame) else seen(a)==seen(b)
 
 
 calls = { # the same picture, asked for in three ways
@@ -112,25 +158,39 @@ def test_controls_have_the_words_that_were_typed(t):
     with pytest.raises(KeyError): ours.controls['metric']
 
 
-def test_what_a_picture_returns(t, tmp_path):
-    "Has its figure; of several panels it can be saved and has its axes; an array of axes is an array, and a Figure a Figure"
-    pytest.importorskip('ml_dtypes')
+def test_panels_are_an_array_with_a_figure(t, tmp_path):
+    "What a Figure was asked for is answered; a part of a figure is saved with the whole"
     other = t.assign(std=np.where(t.step>3, t['std']*2, t['std']))
     other.attrs['run'] = 's'
-    got = {'lines': scalar_line(t, 'fc*', 'weight'), 'sizes': exp_hist(t, 'fc*', 'weight'), 'cells': scalar_global_heatmap(t), 'parting': compare([t, other]),
-        'formats': out_of_range(t, dtypes=['float8_e4m3fn', 'float8_e5m2']), 'first': overview(t)}
-    for name,p in got.items():
-        p.savefig(tmp_path/f'{name}.png', dpi=20)
-        assert (tmp_path/f'{name}.png').read_bytes()[:4]==b'\x89PNG' and isinstance(p.figure, plt.Figure)
-        axes = p.axes if isinstance(p.axes, list) else [p.axes]
-        assert all(a in p.figure.axes for a in axes)
-    assert [isinstance(got[n], plt.Figure) for n in got]==[True]*3+[False]*3 and isinstance(got['first'], plt.Axes)
-    both = got['parting']
+    both = compare([t, other])
     assert isinstance(both, np.ndarray) and both.shape==(2,) and both.axes==[both[0], both[1]]==list(both) and both.figure is both[1].figure
-    for one in (compare([t, other], 'fc1'), out_of_range(t, dtypes='float8_e5m2'), tree(t), updates(t), ridge(t)): assert isinstance(one, plt.Axes)
+    both.set_size_inches(3, 2)
+    assert both.get_suptitle()==both.figure.get_suptitle()!='' and both.figure.get_size_inches().tolist()==[3, 2]
+    with pytest.raises(AttributeError, match='sevefig'): both.sevefig('a')
+    assert [a.get_ylabel() for a in overview(pd.concat([t, t.assign(ttype='scalar', loss=1.).iloc[::40]]))]==['loss', 'outputs', 'weight gradients']
     parts = plt.figure().subfigures(1, 2)
     inside = compare([t, other], ax=parts[0].subplots(2))
     assert inside.figure is parts[0]
     inside.savefig(tmp_path/'whole.png', dpi=20)
     assert (tmp_path/'whole.png').stat().st_size>0
     plt.close('all')
+
+
+def test_a_report_of_some_of_a_run(t, tmp_path):
+    "Asked for as pictures are; as it was, with the file as `path`; and a layer called as one may be is no file"
+    page = lambda file: file.read_text('utf-8')
+    ours = page(report(t, tmp_path/'a.html', 'fc1', 'weight', ['std']))
+    assert ours!=page(report(t, tmp_path/'b.html'))
+    for before in (lambda: report(t, tmp_path/'c.html', ['std'], 'weight', 'fc1'), lambda: report(t, tmp_path/'c.html', 'std', 'weight', 'fc1'),
+            lambda: report(t, path=tmp_path/'c.html', stats='std', tt='weight', layer='fc1'), lambda: report(t, path=str(tmp_path/'c.html'), stats='std',
+                ttype='weight', layer='fc1'), lambda: report(t, path='fc1', ttype='weight', stats='std', file=tmp_path/'c.html')):
+        assert page(before())==ours
+        (tmp_path/'c.html').unlink()
+
+
+def test_wide_of_some_layers(t):
+    "In both orders, of a table and a part of it"
+    assert wide(t, 'fc1', 'weight', 'std').equals(wide(t, 'std', 'weight')[['fc1']]) and wide(t, ['fc*'], 'weight', 'mine').equals(wide(t, 'mine', 'weight'))
+    for bad,says in ((dict(path='fc3'), "No path matches 'fc3'"), (dict(), 'several tensor types')):
+        with pytest.raises(ValueError, match=says): wide(t, stat='std', **bad)
+    with pytest.raises(TypeError, match='needs a statistic'): wide(t, ttype='weight')

@@ -49,7 +49,7 @@ nowhere = {
         'helper': "emberTracker and tracker are classes of torchember now",
         'visual': "use overview(run), scalar_line(run), interactive(scalar_line, run=run) or report(run, 'run.html') instead",
         **dict.fromkeys(('VisualByTensor', 'Visualize'), "use overview(run), or interactive(scalar_line, run=run) instead"),
-        'VisualMovement': "use updates(run), or wide(run, 'std', 'weight').diff().abs().mean() instead",
+        'VisualMovement': "use updates(run), or wide(run, ttype='weight', stat='std').diff().abs().mean() instead",
         'emberReader': "use read(run) for the table, and emberTracker(run) for the metadata instead",
         **dict.fromkeys(('get_ember_list', 'get_ember_df', 'get_ember_record'), "use runs() instead"),
         'check_existance': "use len(runs()) instead",

@@ -19,6 +19,7 @@ from ..ground.needs import needs
 from ..ground.messages import an, printable, unknown
 from ..ground.record import check_ttypes, identity, optional, ttypes
 from .logs import of_right_types
+from .words import earlier_calls
 from ..store.reading import path_of
 
 # %% ../../nbs/50_frames/10_logframe.ipynb #7e89306c
@@ -120,8 +121,9 @@ def counts_of(df):
     return [-math.inf, *range(low, high+1), math.inf], out
 
 # %% ../../nbs/50_frames/10_logframe.ipynb #8765f906
+@earlier_calls()
 def to_logframe(
-    df, # Our rows as a table; or a run, by its name, tracker or ember
+    run, # Our rows as a table; or a run, by its name, tracker or ember
     keep=() # Tensor types that the schema has no word for and that come along under our names: 'input', 'buffer', ...; True for all
 ): # A DataFrame that `LogFrame` describes
     """Our rows as a table for Track & Visualize. Raises ValueError when there is nothing to convert
@@ -131,13 +133,13 @@ def to_logframe(
     inputs, input gradients, updates, buffers and probes, shapes, times, calls, marks that are no numbers, and rows of `te.log`.
 
     Args:
-        df: Our rows as a table; or a run, by its name, tracker or ember
+        run: Our rows as a table; or a run, by its name, tracker or ember
         keep: Tensor types that the schema has no word for and that come along under our names: 'input', 'buffer', ...; True for all
 
     Returns:
         A DataFrame that `LogFrame` describes
     """
-    pd,df = needs('pandas', for_='to_logframe'),rows_of(df)
+    pd,df = needs('pandas', for_='to_logframe'),rows_of(run)
     if df.columns.nlevels>1: return validate(df)
     missing = [c for c in ('ttype', 'tname', 'step', 'dtype') if c not in df] + [c for c in ('module',) if c not in df and 'path' not in df]
     if missing: raise ValueError(f"to_logframe needs rows of tensors, but the table has no column {', '.join(missing)}. "

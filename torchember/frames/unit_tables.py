@@ -8,7 +8,7 @@ __all__ = ['dead_units']
 # %% ../../nbs/50_frames/40_unit_tables.ipynb #fb5f0427
 import numpy as np
 
-from .logs import Choice, is_vectors, layers, many, read
+from .logs import is_vectors, layers, of_paths, read
 from ..ground.needs import needs
 from ..ground.messages import printable, unknown
 
@@ -41,13 +41,7 @@ def histories(
     there = df['ttype'].astype(object)
     if ttype is not None and not (there==ttype).any(): raise ValueError(unknown(f'tensor type that has {stat!r}', ttype, there.unique()))
     if ttype is not None: df = df[(there==ttype).to_numpy()]
-    paths = df['path'].astype(str)
-    if path is not None:
-        known = list(dict.fromkeys(paths))
-        if not (kept := Choice(path=path).paths(known)):
-            asked = many(path)[0] if many(path) else ''
-            raise ValueError(unknown(f'layer that has {stat!r}', getattr(asked, 'pattern', asked), known))
-        df = df[paths.isin(kept).to_numpy()]
+    df = of_paths(df, path, f'layer that has {stat!r}')
     out,types = [],df['ttype'].astype(object).unique()
     for t in types:
         rows = df[(df['ttype'].astype(object)==t).to_numpy()]

@@ -41,7 +41,7 @@ def earlier_calls(
             given = in_our_words(given, known.parameters, f.__name__)
             before = dict(zip((next(iter(known.parameters)), *order), args, strict=False)) if order else {}
             named,later = {n: v for n,v in before.items() if n in kinds_of_words},lambda: f(*args, **given)
-            if len(args)<2 or len(before)<len(args) or set(before)&set(given) or not all(is_words(n, v) for n,v in named.items()): return later()
+            if not named or len(before)<len(args) or set(before)&set(given) or not all(is_words(n, v) for n,v in named.items()): return later()
             if any(v is not None for v in named.values()) and all(map(is_known, named, named.values())): return f(**before, **given)
             try: return f(**before, **given)
             except (ValueError, TypeError) as e: then = e
@@ -63,6 +63,7 @@ def in_our_words(
 ) -> dict:
     "Arguments by our names. Raises TypeError where one is given under both"
     out = {}
+    if 'file' in known and {'path', 'layer'}<=given.keys(): given = {'file' if n=='path' else n: v for n,v in given.items()} # as the report once had it
     for typed,v in given.items():
         name = words_before[typed] if typed not in known and words_before.get(typed) in known else typed
         if name in out: raise TypeError(f"{what} got {name}= twice: as {typed}=, too. Give one of them.")
@@ -75,7 +76,7 @@ kinds_of_words = {'ttype': lambda v: v.partition('.')[0].lower() in {*ttypes, *t
 def is_words(name, v):
     "Whether a value can be what an argument takes: words, and no pattern of layers"
     if v is None: return True
-    if name=='stats' and isinstance(v, str): return False
+    if name=='stats' and isinstance(v, str): return is_known(name, v)
     return all(isinstance(o, str) and not set(o)&set('*?[') for o in (v if isinstance(v, list|tuple) else [v]))
 
 def is_known(name, v): return v is None or all(map(kinds_of_words[name], v if isinstance(v, list|tuple) else [v]))

@@ -141,7 +141,7 @@ class UnitActivity(MultiStepQuantity):
 
     Source: Lu et al. 2019, Dying ReLU (arXiv 1903.06733); Sokar et al. 2023, Dormant neurons (arXiv 2302.12902).
 
-    Look for: zeros that stay. `dead_units` says which units they are, and since when; `surface(run, 'UnitActivity')` shows them as dark lines.
+    Look for: zeros that stay. `dead_units` says which units they are, and since when; `surface(run, stat='UnitActivity')` shows them as dark lines.
     """
     needs = Need('output', lambda x, axis, module: activity(x, axis)),
     def _compute_ones(self, global_step): return self.reduced()

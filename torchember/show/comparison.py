@@ -14,7 +14,7 @@ from ..ground.messages import printable
 from .lines import log_if_wide, put_lines, shades, ttypes_asked
 from ..frames.words import earlier_calls, ttype_of
 from .select import name_of, pick, series, stat_in, table_of
-from .style import Panels, drawn, meanings, panels, short_names, title_of, words
+from .style import drawn, meanings, panels, short_names, title_of, words
 
 # %% ../../nbs/60_show/80_comparison.ipynb #103ad9bb
 def parting(
@@ -44,7 +44,7 @@ def compare(
     most:int=6, # Panels
     rtol:float=1e-5, # Relative difference from which on runs have parted
     ax=None # Axes, as many as layers
-): # Axes; several as an array with a `figure`, `axes` and `savefig`
+): # The Axes of one panel; several as `Panels`: an array with a `figure`, `axes` and `savefig`
     """The same layers of several runs, a panel for each layer, and the step at which they part
 
     Args:
@@ -57,7 +57,7 @@ def compare(
         ax: Axes, as many as layers
 
     Returns:
-        Axes; several as an array with a `figure`, `axes` and `savefig`
+        The Axes of one panel; several as `Panels`: an array with a `figure`, `axes` and `savefig`
     """
     if not isinstance(runs, list|tuple) or len(runs)<2: raise ValueError(f"compare needs a list of two runs or more, got {runs!r:.80}.")
     tables = [pick(table_of(r, [stat], ttype=ttypes_asked(ttype)), path, ttype) for r in runs]
@@ -85,7 +85,7 @@ def compare(
         fig.supxlabel('step', fontsize=mpl.rcParams['axes.labelsize'])
         handles = [mpl.lines.Line2D([], [], color=c, label=n) for n,c in zip(names, colors, strict=True)]
         fig.legend(handles=handles, loc='outside lower right', ncols=min(len(runs), 3))
-    return Panels(axes) if len(axes)>1 else axes[0]
+    return axes
 
 def mark_parting(ax, step):
     ax.axvline(step, color=mpl.rcParams['axes.edgecolor'], ls=':', lw=1)

@@ -19,7 +19,7 @@ from .lines import put_lines, ttypes_asked
 from .missing import asked_for, parameters_in, places_among, reasons_in, reasons_of, with_missing, with_rows
 from ..frames.words import earlier_calls, ttype_of
 from .select import grid, measured, name_of, not_stats, pick, series, stat_in, table_of, training, trouble, usual
-from .style import alarm, drawn, figure, is_dark, meanings, palettes, title_of, whole_figure, words
+from .style import alarm, drawn, figure, is_dark, meanings, palettes, title_of, words
 
 # %% ../../nbs/60_show/90_first_look.ipynb #ee8d9996
 def first_trouble(
@@ -49,7 +49,7 @@ def overview(
     stat:str|None=None, # A statistic; 'rms' where it was recorded, and else 'std', without it
     loss=None, # What is drawn above: the name of a number that `te.log` noted, or values; or steps and values, as a pair; 'loss', or the first one, without it
     ax=None # Axes: then one tensor type, and the loss within
-): # The axes of the first heat map, with `savefig`
+): # The Axes of one panel; several as `Panels`: an array with a `figure`, `axes` and `savefig`
     """All layers and steps as colours, the loss above, and where something was first not finite
 
     Args:
@@ -61,7 +61,7 @@ def overview(
         ax: Axes: then one tensor type, and the loss within
 
     Returns:
-        The axes of the first heat map, with `savefig`
+        The Axes of one panel; several as `Panels`: an array with a `figure`, `axes` and `savefig`
     """
     table = table_of(run) if ttype is None and loss is None else table_of(run, ttype=[*(ttypes_asked(ttype) if ttype else default_ttypes), 'scalar'])
     if not len(table): raise ValueError(no_rows(name_of(table) or 'The table'))
@@ -156,9 +156,8 @@ def compose(parts, numbers, tensors, run, ax):
     if ax is None:
         fig.suptitle(title, x=.01, ha='left')
         fig.align_ylabels([a for a in (top, *axes) if a is not None])
-        axes[0].savefig = whole_figure(fig).savefig # as other pictures of several panels have it
     else: (top or ax).set_title(title)
-    return axes[0]
+    return [top, *axes] if top is not None and ax is None else axes
 
 def draw_loss(ax, numbers, steps):
     name,x,y = numbers

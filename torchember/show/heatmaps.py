@@ -188,7 +188,7 @@ def scalar_global_heatmap(
     figsize:tuple|None=None, # Width and height, inches
     col_wrap:int|None=None, # Accepted for those who pass it: there is one panel
     **kwargs # Of `heat`: `vmin`, `vmax`, `center`, `robust`, `cmap`, `cbar`, `annot`, `fmt`, `square`, `linewidths`, ..., and of matplotlib's `pcolormesh`
-): # matplotlib Figure
+): # The Axes
     """A statistic of all layers over all steps, as colours. Raises ValueError where there is nothing to draw
 
     Args:
@@ -204,7 +204,7 @@ def scalar_global_heatmap(
         **kwargs: Of `heat`: `vmin`, `vmax`, `center`, `robust`, `cmap`, `cbar`, `annot`, `fmt`, `square`, `linewidths`, ..., and of matplotlib's `pcolormesh`
 
     Returns:
-        matplotlib Figure
+        The Axes
     """
     ps = parameters_in(run)
     check_drawn_with({k: kwargs[k] for k in refused if k in kwargs}, (), 'a heat map', refused)
@@ -215,7 +215,7 @@ def scalar_global_heatmap(
     heat(ax, g, meanings.get(col, col), **{'zeros': col in sizes, 'turned': turned, 'why': why, **kwargs})
     (ax.set_ylabel if turned else ax.set_xlabel)(by)
     ax.figure.suptitle(title_of(name_of(rows), words.get(ttype_of(ttype)[0], ttype), meanings.get(col, col)), x=.01, ha='left')
-    return ax.figure
+    return ax
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #a4a56049
 layers_called = ('name', 'layer', 'path') # what stands for the layers on an axis

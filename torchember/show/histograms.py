@@ -99,7 +99,7 @@ def exp_hist(
     facet_kws:dict|None=None, # `sharex`, `sharey`, ... of a grid of panels
     sp_kws:dict|None=None, # Of matplotlib's `bar`, `plot`, or `fill_between`; for 'kde' also `bw_adjust`
     legend_kws:dict|None=None # Accepted for those who pass it: formats are named in their bars
-): # matplotlib Figure
+): # The Axes of one panel; several as `Panels`: an array with a `figure`, `axes` and `savefig`
     """How many of a tensor's numbers are how large, beneath the ranges of number formats. Raises ValueError where there is nothing to draw
 
     Args:
@@ -119,7 +119,7 @@ def exp_hist(
         legend_kws: Accepted for those who pass it: formats are named in their bars
 
     Returns:
-        matplotlib Figure
+        The Axes of one panel; several as `Panels`: an array with a `figure`, `axes` and `savefig`
     """
     if kind not in ('bar', 'line', 'kde'): raise ValueError(f"a histogram is drawn as 'bar', 'line' or 'kde', not as {kind!r}.")
     sp_kws = drawable(kind, dict(sp_kws or {}))
@@ -141,7 +141,7 @@ def exp_hist(
     fig.suptitle(fig_title or title_of(name_of(table), what, path if isinstance(path, str) and path!='*' else '', f'step {step}'), x=.01, ha='left')
     (axes[0].set_ylabel if len(axes)==1 else fig.supylabel)('share of the numbers', fontsize=mpl.rcParams['axes.labelsize'])
     (axes[0].set_xlabel if len(axes)==1 else fig.supxlabel)('size, from a power of two to the next', fontsize=mpl.rcParams['axes.labelsize'])
-    return fig
+    return axes
 
 # %% ../../nbs/60_show/30_histograms.ipynb #3b51c3a2
 def drawable(kind, kws):

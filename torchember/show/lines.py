@@ -198,7 +198,7 @@ def scalar_line(
     loc:str|None=None, bbox_to_anchor=None, # Where the legend of several statistics is
     fig_title:str|None=None, # Instead of the run and the tensor type
     **kwargs # Of matplotlib's `plot` or `scatter`; seaborn's `height` and `aspect` of a panel, `palette`, `markers` and `legend`
-): # matplotlib Figure
+): # The Axes of one panel; several as `Panels`: an array with a `figure`, `axes` and `savefig`
     """Statistics of layers over the steps. Raises ValueError where there is nothing to draw, `FacetException` for panels of two kinds
 
     Args:
@@ -216,7 +216,7 @@ def scalar_line(
         **kwargs: Of matplotlib's `plot` or `scatter`; seaborn's `height` and `aspect` of a panel, `palette`, `markers` and `legend`
 
     Returns:
-        matplotlib Figure
+        The Axes of one panel; several as `Panels`: an array with a `figure`, `axes` and `savefig`
     """
     kwargs,facet_kws,named = drawn_with(kind, kwargs, facet_kws)
     if kind not in ('line', 'scatter'): raise ValueError(f"a statistic is drawn as 'line' or 'scatter', not as {kind!r}.")
@@ -248,7 +248,7 @@ def scalar_line(
     what = ['' if by_type else words.get(ttype_of(ttype)[0], ttype), path if isinstance(path, str) and path!='*' else '']
     label_figure(fig, axes, metrics, x, fig_title or title_of(name, *what))
     if len(metrics)>1 and named: legend_of(fig, metrics, loc, bbox_to_anchor, kwargs.get('palette'))
-    return fig
+    return axes
 
 # %% ../../nbs/60_show/20_lines.ipynb #c5a1line
 def having(df, metrics):

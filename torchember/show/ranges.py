@@ -15,7 +15,7 @@ from .histograms import at_step, counts_of
 from .lines import ttypes_asked
 from ..frames.words import earlier_calls, ttype_of
 from .select import name_of, pick, places, table_of, training
-from .style import Panels, drawn, is_dark, palettes, panels, title_of, words
+from .style import drawn, is_dark, palettes, panels, title_of, words
 
 # %% ../../nbs/60_show/60_ranges.ipynb #dd7424aa
 def shares(
@@ -54,7 +54,7 @@ def out_of_range(
     dtypes=None, # Number formats, a panel for each; of float16, float8_e4m3fn and float8_e5m2 those that the counts reach, without it
     step:int|None=None, # The last one without it
     ax=None # Axes, as many as formats
-): # Axes; several as an array with a `figure`, `axes` and `savefig`
+): # The Axes of one panel; several as `Panels`: an array with a `figure`, `axes` and `savefig`
     """What share of each layer's numbers number formats would lose: to the left what underflows, to the right what overflows
 
     Args:
@@ -66,7 +66,7 @@ def out_of_range(
         ax: Axes, as many as formats
 
     Returns:
-        Axes; several as an array with a `figure`, `axes` and `savefig`
+        The Axes of one panel; several as `Panels`: an array with a `figure`, `axes` and `savefig`
     """
     rows,step = at_step(training(pick(table_of(run, ['exponents'], ttype=ttypes_asked(ttype)), path, ttype)), step)
     if 'exponents' in rows: rows = rows[rows['exponents'].notna()]
@@ -92,7 +92,7 @@ def out_of_range(
     else:
         axes[0].figure.suptitle(title, x=.01, ha='left')
         axes[0].figure.supxlabel(f'← {small} · kept with fewer digits (faint) · too large →', fontsize=mpl.rcParams['axes.labelsize'])
-    return Panels(axes) if len(axes)>1 else axes[0]
+    return axes
 
 common = 'float16','float8_e4m3fn','float8_e5m2'
 

@@ -179,7 +179,7 @@ def stat_in(
 ) -> str: # The column's name; raises ValueError when it was not recorded
     "The column of a statistic"
     if stat in df and df[stat].notna().any():
-        if is_vectors(df[stat]): raise ValueError(f"The statistic {stat!r} is no number but a vector. To see it: surface(run, {stat!r}, path=...).")
+        if is_vectors(df[stat]): raise ValueError(f"The statistic {stat!r} is no number but a vector. To see it: surface(run, path=..., stat={stat!r}).")
         if df[stat].dtype.kind in 'OUT' and isinstance(one := df[stat].dropna().iloc[0], str|list|tuple|dict):
             raise ValueError(f"The statistic {stat!r} is no number, its first value is {one!r:.60}, so it cannot be drawn.")
         return stat

@@ -84,12 +84,19 @@ def drawn(
     @says_arguments
     @functools.wraps(f)
     def g(*args, **kwargs):
-        theirs = kwargs.get('ax', [a for a in args if isinstance(a, mpl.axes.Axes)])
+        theirs = kwargs.get('ax', [a for a in args if isinstance(a, mpl.axes.Axes)] or None)
         users = {t: t.get_text() for fig in figures_of(theirs) for t in texts_of(fig)}
         with mpl.rc_context(look()): got = f(*args, **kwargs)
         for fig in figures_of(got): as_letters(fig, users)
-        return got
+        return given_back(got, theirs is None) if isinstance(got, list|mpl.axes.Axes) else got
     return g
+
+def given_back(axes, own=True):
+    "What a picture gives: the Axes of one panel, `Panels` of several. A figure of its `own` is saved by the Axes, too"
+    ax = axes if isinstance(axes, mpl.axes.Axes) else axes[0] if len(axes)==1 else None
+    if ax is None: return Panels(axes)
+    if own: ax.savefig = whole_figure(ax.figure).savefig
+    return ax
 
 # %% ../../nbs/60_show/00_style.ipynb #d6994220
 def figure(
@@ -141,7 +148,7 @@ def panels(
 
 # %% ../../nbs/60_show/00_style.ipynb #9a3e0002
 class Panels(np.ndarray):
-    "The axes of a picture that has several: an array of them, with a `figure`, `axes` and `savefig`"
+    "The axes of a picture that has several: an array of them, with a `figure`, `axes` and `savefig`; what else is asked of it is asked of the figure"
     def __new__(cls, axes):
         out = np.empty(len(axes), object)
         out[:] = axes
@@ -154,6 +161,10 @@ class Panels(np.ndarray):
     def axes(self): return list(self.flat)
 
     def savefig(self, *args, **kwargs): whole_figure(self.figure).savefig(*args, **kwargs)
+
+    def __getattr__(self, name):
+        if name[0]=='_': raise AttributeError(name)
+        return getattr(self.figure, name)
 
 def whole_figure(fig):
     "The figure that a part of a figure belongs to"

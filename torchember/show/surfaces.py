@@ -55,7 +55,7 @@ def surface(
     figsize:tuple|None=None, # Width and height, inches
     col_wrap:int|None=None, # Panels in a row, at most
     **kwargs # Of matplotlib's `plot_surface` or `pcolormesh`
-): # matplotlib Figure
+): # The Axes of one panel; several as `Panels`: an array with a `figure`, `axes` and `savefig`
     """A vector statistic of a layer over the steps, a number for each unit. Raises ValueError where there is nothing to draw
 
     Args:
@@ -69,7 +69,7 @@ def surface(
         **kwargs: Of matplotlib's `plot_surface` or `pcolormesh`
 
     Returns:
-        matplotlib Figure
+        The Axes of one panel; several as `Panels`: an array with a `figure`, `axes` and `savefig`
     """
     if kind not in ('surface', 'heatmap'): raise ValueError(f"a vector statistic is drawn as 'surface' or 'heatmap', not as {kind!r}.")
     if stat is None: raise TypeError("surface needs a statistic whose values are vectors, such as surface(run, stat='UnitActivity').")
@@ -78,7 +78,7 @@ def surface(
     if len(found)>12:
         names = printable(', '.join(h.label for h in found[:4]))
         raise ValueError(f"{len(found)} layers have {stat!r}: {names}, ... That is more than can be looked at. "
-            f"Say which: surface(run, {stat!r}, {found[0].path!r}).")
+            f"Say which: surface(run, {found[0].path!r}, stat={stat!r}).")
     what = words.get(ttype_of(ttype)[0], ttype) if ttype else ''
     return draw(found, stat, kind, title_of(name_of(table), what, meanings.get(stat, stat)), figsize, col_wrap, kwargs)
 
@@ -95,7 +95,7 @@ def draw(found, stat, kind, title, figsize=None, col_wrap=None, kwargs=None):
         if not alone: ax.set_title(name)
     title = title_of(title, names[0] if alone else '')
     if title: fig.suptitle(title, x=.01, ha='left')
-    return fig
+    return axes
 
 shares = {'UnitActivity'} # which go from zero to one
 
@@ -153,7 +153,7 @@ def Surface3d(
     Returns:
         matplotlib Figure
     """
-    if not isinstance(data, dict): raise TypeError(f"Surface3d draws a dict of step -> vector, got {an(data)}. Of a run: surface(run, stat, path).")
+    if not isinstance(data, dict): raise TypeError(f"Surface3d draws a dict of step -> vector, got {an(data)}. Of a run: surface(run, path, stat=...).")
     if not data: raise ValueError("Surface3d draws a dict of step -> vector, got an empty one.")
     vectors = {s: np.ravel(np.asarray(values_of(v), float)) for s,v in data.items()}
     sizes = {s: len(v) for s,v in vectors.items()}
@@ -164,4 +164,5 @@ def Surface3d(
     steps = sorted(vectors)
     fig = Figure(figsize=(7, 5), layout='constrained')
     FigureCanvasAgg(fig)
-    with drawing_on(fig): return draw([History('', '', np.asarray(steps), np.stack([vectors[s] for s in steps]))], '', 'surface', title)
+    with drawing_on(fig): draw([History('', '', np.asarray(steps), np.stack([vectors[s] for s in steps]))], '', 'surface', title)
+    return fig

@@ -166,19 +166,19 @@ def exponents_of(
 # %% ../../../nbs/60_show/96_page_data.ipynb #d11a48b2
 def page_of(
     run, # Name of a run, an ember, a tracker, or a table
-    stats=None, # A statistic, or a list of them; four that tell much without it
-    tt=None, # A tensor type, or a list of them; all without it
-    layer=None # A path, a glob, a compiled regex, or a list; all layers without it
+    path=None, # A path, a glob, a compiled regex, or a list; all layers without it
+    ttype=None, # A tensor type, or a list of them; all without it
+    stats=None # A statistic, or a list of them; four that tell much without it
 ) -> dict: # As above. Raises ValueError for a run without rows
     "A run, as a page shows it"
-    table = table_of(run) if tt is None else table_of(run, ttype=[*ttypes_asked(tt), 'scalar'])
+    table = table_of(run) if ttype is None else table_of(run, ttype=[*ttypes_asked(ttype), 'scalar'])
     if not len(table): raise ValueError(no_rows(name_of(table) or 'The table'))
     scalar = (table['ttype'].astype(str)=='scalar').to_numpy()
     tensors = table[~scalar]
     if not len(tensors) and not scalar.any(): raise ValueError(f"{name_of(table) or 'The table'} has no rows of tensors yet.")
-    for name,asked in (('stats', stats), ('tt', tt), ('layer', layer)):
+    for name,asked in (('path', path), ('ttype', ttype), ('stats', stats)):
         if isinstance(asked, list|tuple|set) and not asked: raise ValueError(f"{name} is an empty list: there is nothing to show. Leave it out for all.")
-    if len(tensors) and (layer is not None or tt is not None): tensors = pick(tensors, layer, tt)
+    if len(tensors) and (path is not None or ttype is not None): tensors = pick(tensors, path, ttype)
     tensors = training(tensors)
     first = first_trouble(tensors) if len(tensors) else None
     kinds = list(dict.fromkeys(tensors['ttype'].astype(str)))
@@ -190,13 +190,13 @@ def page_of(
     out,keys,ps = [],{},parameters_in(run)
     for k,rows in progress(list(of.items()), f'laying out {name_of(table)}'):
         if not wanted[k]: continue # text and flags only
-        why = reasons_in(rows, k, ps, layer)
+        why = reasons_in(rows, k, ps, path)
         out.append({'ttype': k, 'name': words.get(k, k), **kind_of_rows(rows, wanted[k], columns, why, ps)})
         _,at = places_among(places(rows)[1], [l for l in why if l not in places(rows)[1]], [label_of(p) for p in ps])
         keys[k] = dict(zip(at, keys_of(rows), strict=True))
     add_exponents(run, out, keys, tensors, [int(first['step'])] if first is not None else [])
     known,structure = facts_of(run, table)
-    return {'torchember': 1, 'run': {**known, 'bad': first is not None, **({'missing': missing} if (missing := untrained(ps, asked_for(ps, layer))) else {})},
+    return {'torchember': 1, 'run': {**known, 'bad': first is not None, **({'missing': missing} if (missing := untrained(ps, asked_for(ps, path))) else {})},
         'trouble': None if first is None else {'step': int(first['step']), 'path': str(first['path'] or ''), 'ttype': str(first['ttype']),
             'text': sentence_of(first)},
         'numbers': numbers_of(table), 'tree': tree_of(structure, list(dict.fromkeys(tensors['path'].astype(str))), root_of(tensors)),
