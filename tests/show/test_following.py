@@ -13,7 +13,8 @@ import pytest
 from torchember import EmberWarning, emberTracker
 from torchember.show.live import live_view
 from torchember.show.live.following import Kept, Tail, as_shown, loss_in, shown_rows, some_lines
-from torchember.show.live.live_view import Live, LogScreen, NotebookScreen, TerminalScreen, Viewer, Words, at_exit, goes_on, live
+from torchember.show.live.live_view import (Live, LogScreen, NotebookScreen, RowsOfFile, RowsTold, TerminalScreen, Viewer, Words, at_exit,
+    goes_on, live)
 
 
 def row(step, path='a', ttype='output', std=1., **more):
@@ -164,7 +165,7 @@ def answers(monkeypatch):
     def follow(script, over=(), path='p/r', every=2.):
         Answers.script,Answers.made[:],over = list(script),[],iter(over)
         path = path and types.SimpleNamespace(name=path.rpartition('/')[2])
-        v = Live(lambda: path, lambda: not next(over, True), Screen(), every)
+        v = Live(RowsOfFile(lambda: path, lambda: not next(over, True)), Screen(), every)
         v.pauses = []
         v.pause = v.pauses.append
         return v
@@ -234,7 +235,7 @@ def test_the_end_of_the_interpreter_ends_them(monkeypatch):
     "Each, though another one fails: what is not written yet is written before"
     done = []
     class V:
-        def __init__(self, n, flush=None): self.n,self.flush = n,flush
+        def __init__(self, n, flush=lambda: None): self.n,self.rows = n,types.SimpleNamespace(flush=flush)
         def close(self, patience): done.append((self.n, patience))
     monkeypatch.setattr(live_view, 'shown', [V(1, lambda: done.append('flush')), V(2, lambda: 1/0), V(3)])
     monkeypatch.setattr(sys, 'stderr', err := io.StringIO())
@@ -262,45 +263,90 @@ def test_which_view_of_a_run_is_made(tmp_path, monkeypatch):
     "An ember's own takes the place of its last one; a run that is over or elsewhere is followed by its words, and waited for where it is elsewhere"
     made = []
     class View:
-        def __init__(self, path, goes_on, screen, every, flush=None):
-            self.path,self.goes_on,self.every,self.flush,self.done = path,goes_on,every,flush,[]
+        def __init__(self, rows, screen, every):
+            self.rows,self.goes_on,self.every,self.done = rows,rows.goes_on,every,[]
             made.append(self)
+        told = property(lambda self: isinstance(self.rows, RowsTold))
         def begin(self): self.done.append('begin')
         def wait(self): self.done.append('wait')
         def close(self, last): self.done.append(('close', last))
     monkeypatch.setattr(live_view, 'Live', View)
     monkeypatch.setattr(live_view, 'screen_for', lambda name: name)
     t = emberTracker('r', tmp_path)
+    t.source = lambda close: None # somebody in this process records it
     class Ember: pass
     te = Ember()
     te.t,te.views,te.armed = t,[],True
     first,second = live(te), live(te, every=.5)
     assert first.done==['begin', ('close', False)] and second.done==['begin'] and te.views==[first, second] and (first.every, second.every)==(2., .5)
-    t.file.disk.fresh = True # before there are rows the name may change
-    assert first.path() is None and first.goes_on()
-    t.file.disk.fresh = False
+    assert first.told and second.told and first.goes_on()
     with pytest.raises(ValueError, match='would wait for a training'): live(te, wait=True)
     t(row(0))
-    t.barrier()
-    assert second.path()==t.log_path
-    second.flush()
+    second.rows.flush()
+    assert [second.rows.question(ready)['rows'] for ready in (False, True)]==[[], [row(0)]] and second.rows.path==t.log_path
     base = {'pid': os.getpid()}
     monkeypatch.setattr(live_view, 'base_of', lambda t: base)
-    assert live(t).done==['begin'] and live('r', home=tmp_path, wait=True).done==['begin', 'wait'] and live(t).flush is None
+    own,other = live(t),live('r', home=tmp_path, wait=True)
+    assert (own.done, own.told, own.goes_on())==(['begin'], True, True) and (other.done, other.told)==(['begin', 'wait'], False)
     base = {'pid': os.getpid()+1}
     assert live(t).done==['begin', 'wait'] and live(t, wait=False).done==['begin'] and live(te).done==['begin']
     te.armed = False
-    assert live(te).flush is not None
+    assert live(te).told
     base = {'pid': os.getpid(), 'end': 'x'}
     over = live(te, wait=True)
-    assert (over.flush, over.done, over.goes_on(), te.views[-1] is over)==(None, ['begin', 'wait'], False, True)
+    assert (over.told, over.done, over.goes_on(), te.views[-1] is over)==(False, ['begin', 'wait'], False, True) and not own.goes_on()
+    te.armed = True
+    assert live(te).told # which goes on all the same
     gone = made[1]
     del te
-    assert (gone.goes_on(), gone.path(), gone.flush())==(False, None, None)
+    assert not gone.goes_on()
+    for v in made: v.rows.end()
+    assert t.file.audience.listeners==()
     for every in (0, True, '2', -1, None, float('nan')):
         with pytest.raises(ValueError, match='every is a number'): live(t, every=every)
     with pytest.raises(TypeError, match='not an int'): live(3)
     t.close()
+
+
+def test_rows_that_are_told_follow_those_of_the_file(tmp_path):
+    "What was there before is read once, up to where telling began; what is told comes after it, each row once, also where the file is cut or gone"
+    t = emberTracker('r', tmp_path)
+    for i in range(3): t(row(i))
+    told,v = RowsTold(t, lambda: True),Viewer(False, {})
+    seen,v.words.add = [],lambda rows, now: seen.extend(r['step'] for r in rows)
+    for i in range(3, 6): t(row(i))
+    t({'note': 'no step'})
+    v.answer(**told.question(False))
+    assert seen==[0, 1, 2]
+    t.close()
+    t.log_path.unlink()
+    for _ in range(2): v.answer(**told.question(True))
+    assert seen==[*range(6)]
+    t(row(6)); t.close()
+    v.answer(**told.question(True))
+    told.end()
+    t(row(7)); t.close()
+    v.answer(**told.question(True))
+    assert seen==[*range(7)]
+
+
+def test_rows_that_are_told_are_bounded(monkeypatch, tmp_path):
+    "Of too many those of each second step stay, with the last one and the first that is not finite"
+    monkeypatch.setattr(RowsTold, 'most', 8)
+    t = emberTracker('r', tmp_path)
+    told = RowsTold(t, lambda: True)
+    for i in range(100): told(i, [row(i, nan=1) if i in (2, 5) else row(i), row(i, 'b')])
+    told.end()
+    rows = told.question(True)['rows']
+    assert len(rows)<=10 and rows[-1]['step']==99 and [r['step'] for r in rows if r.get('nan')]==[2] and told.question(True)['rows']==[]
+
+
+def test_the_last_question_is_asked_when_what_was_before_is_read(answers):
+    v = answers([{'behind': .5}, {'line': 'r: 1'}, {'line': 'r: 2'}], [1]*9)
+    asked = []
+    v.rows.question = lambda ready: asked.append(ready) or {'path': v.rows.path(), 'rows': []}
+    v.run()
+    assert asked==[False, False, True] and [line for line,_ in v.screen.shown][-1]=='r: 2'
 
 
 def test_what_was_appended(tmp_path):

@@ -133,17 +133,18 @@ def ember(): return torchEmber(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.
 
 
 def test_removed(capfd):
+    "Of a log that is followed as a file that is the end; an ember tells what it records, and its picture goes on"
     te = ember()
     trained(te)
     te.t.barrier()
-    view = te.live(every=.05)
-    while 'step' not in capfd.readouterr().err: time.sleep(.05)
+    own,view = te.live(every=.05),live(te.fname, every=.05)
+    while capfd.readouterr().err.count('step')<2: time.sleep(.05)
     with pytest.warns(EmberWarning, match='was removed'):
         te.t.log_path.unlink()
         view.thread.join(60)
         assert not view.thread.is_alive()
-    trained(te)
-    assert te.close()['live']>0
+    trained(te, 6)
+    assert own.thread.is_alive() and te.close()['live']>0 and f"{te.fname}: step 8" in capfd.readouterr().err
 
 
 def test_ends(capfd, recwarn):

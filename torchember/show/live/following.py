@@ -22,7 +22,10 @@ from ...store.reading import current, frame, with_path
 # %% ../../../nbs/60_show/91_following.ipynb #0e814425
 class Tail:
     "What was appended to a file since the last look"
-    def __init__(self, path): self.path,self.at,self.who = path,0,None
+    def __init__(self,
+        path,
+        until:int|None=None # Bytes that are of interest; all without it
+    ): self.path,self.until,self.at,self.who = path,until,0,None
 
     def more(self,
         most:int=1<<26 # Bytes to read, about
@@ -31,9 +34,9 @@ class Tail:
         with open(self.path, 'rb', buffering=0, opener=regular) as f:
             s = os.fstat(f.fileno())
             if self.who not in (None, (s.st_dev, s.st_ino)): raise FileNotFoundError(f"{self.path} is another file now.")
-            self.who,self.at,self.size = (s.st_dev, s.st_ino),min(self.at, s.st_size),s.st_size
+            self.who,self.at,self.size = (s.st_dev, s.st_ino),min(self.at, s.st_size),min(s.st_size, self.until or s.st_size)
             f.seek(self.at)
-            data = f.read(min(most, s.st_size-self.at))
+            data = f.read(min(most, self.size-self.at))
             while (cut := data.rfind(b'\n')+1)==0 and len(data)<=longest_line and (next := f.read(most)): data += next
         self.at += cut or (len(data) if len(data)>longest_line else 0) # what is too long for a line is passed over
         return data[:cut]

@@ -17,7 +17,7 @@ from socket import gethostname
 from ...ground.progress import in_notebook, in_terminal
 from ...frames.logs import alive, said_by
 from ...ground.needs import needs
-from ...ground.not_finite import FirstNotFinite
+from ...ground.not_finite import FirstNotFinite, first_not_finite
 from ...ground.messages import EmberWarning, an, printable, warn
 from .following import Kept, Tail, loss_in, shown_rows, some_lines
 from ...store.lines import parse
@@ -68,12 +68,12 @@ class Words:
 
 # %% ../../../nbs/60_show/93_live_view.ipynb #c6c77fee
 class Viewer:
-    "Reads what is new of a log, and says or draws what there is"
+    "Reads what is new of a log, or is given it, and says or draws what there is"
     def __init__(self,
         picture:bool, # Whether to draw
         look:dict # Settings of matplotlib
     ):
-        self.kept,self.tail,self.words = Kept() if picture else None,None,Words()
+        self.kept,self.tail,self.words,self.any = Kept() if picture else None,None,Words(),False # any: whether there was anything
         if not picture: return
         import matplotlib as mpl
         from torchember.show import first_look # noqa: F401
@@ -81,20 +81,27 @@ class Viewer:
 
     def answer(self,
         path, # File of the log; None when there is none yet
-        over:bool=False # Whether this is the last picture
+        over:bool=False, # Whether this is the last picture
+        until:int|None=None, # How many of its bytes are read; all without it
+        rows=() # What came after them
     ) -> dict: # line: text, png: bytes, behind: how much is read when not all was. FileNotFoundError when the log was removed
         "What to show now. Nothing when there is nothing new"
         if path is None: return {}
-        if self.tail is None or self.tail.path!=path: self.tail = Tail(path)
-        now,data = time.monotonic(),self.tail.more()
-        if data:
-            rows = shown_rows(parse(some_lines(data, all_finite=self.words.first is None))[0])
-            self.words.add(rows, now)
-            if self.kept is not None: self.kept.add(rows)
-        if self.tail.size-self.tail.at>1<<20: return {'behind': self.tail.share}
-        if not self.tail.at: return {}
+        now,new = time.monotonic(),[*(self.read(path, until) if until!=0 else ()), *shown_rows(rows)]
+        if new:
+            self.words.add(new, now)
+            if self.kept is not None: self.kept.add(new)
+        if self.tail is not None and self.tail.size-self.tail.at>1<<20: return {'behind': self.tail.share}
+        self.any = self.any or bool(new) or self.tail is not None and self.tail.at>0
+        if not self.any: return {}
         out = {'line': self.words.line(Path(path).name, None if over else now)}
-        return out if self.kept is None or not (data or over) else {**out, 'png': self.draw(Path(path).name, over)}
+        return out if self.kept is None or not (new or over) else {**out, 'png': self.draw(Path(path).name, over)}
+
+    def read(self, path, until):
+        "The next rows of a log"
+        if self.tail is None or self.tail.path!=path: self.tail = Tail(path, until)
+        elif self.tail.at==until: return [] # whatever becomes of the file
+        return shown_rows(parse(some_lines(self.tail.more(), all_finite=self.words.first is None))[0])
 
     def draw(self, name, over):
         "The overview as it is now; None while there is nothing to be seen in it"
@@ -252,19 +259,62 @@ def screen_for(name):
         return NotebookScreen(name)
     return TerminalScreen(name) if in_terminal() else LogScreen(name)
 
+# %% ../../../nbs/60_show/93_live_view.ipynb #11fe0002
+class RowsOfFile:
+    "The rows of a run that another process records, or that is over: whoever draws reads its file"
+    def __init__(self,
+        path, # Function that gives it, None while there is none
+        goes_on # Function that says whether the run does
+    ): self.path,self.goes_on = path,goes_on
+
+    def question(self, ready): return {'path': self.path()}
+    def flush(self): pass
+    def end(self): pass
+
+class RowsTold:
+    "The rows that a run of this process tells. Of too many that nobody has asked for yet those of each second step"
+    most = 20_000 # about
+
+    def __init__(self,
+        t, # The run, which this does not keep alive
+        goes_on # Function that says whether it does
+    ):
+        self.t,self.goes_on,self.path = weakref.ref(t),goes_on,t.log_path
+        self.new,self.lock = [],threading.Lock()
+        self.listening = t.listen(self, 'live')
+
+    def __call__(self, step, rows):
+        with self.lock:
+            self.new += rows # as they are: to look at each is left to the other process
+            if len(self.new)<=self.most: return
+            self.new = shown_rows(self.new)
+            kept,first = {*list(dict.fromkeys(r['step'] for r in self.new))[::-2]},first_not_finite(self.new)
+            self.new = [r for r in self.new if r['step'] in kept or r is first]
+
+    def question(self,
+        ready:bool # Whether what was before is read
+    ):
+        if (t := self.t()) is not None: self.path = t.log_path # before there are rows the name may change
+        with self.lock: rows,self.new = (self.new, []) if ready else ([], self.new)
+        return {'path': self.path, 'until': self.listening.since, 'rows': rows}
+
+    def flush(self):
+        "All that was recorded is told"
+        if (t := self.t()) is not None: t.close()
+
+    def end(self): self.listening.close()
+
 # %% ../../../nbs/60_show/93_live_view.ipynb #341c1dea
 class Live:
     "A run that is shown while it goes on. `close()` ends it; `seconds` is the CPU time that it took"
     share,credit = .05,1. # of a core that drawing may take; seconds of it in advance
 
     def __init__(self,
-        path, # Function that gives the log's file, None while there is none
-        goes_on, # Function that says whether the run does
+        rows, # `RowsOfFile` or `RowsTold`
         screen, # Where to show it
-        every:float, # Seconds between two looks, at least
-        flush=None # Function that brings the log up to date, to be called when the interpreter ends
+        every:float # Seconds between two looks, at least
     ):
-        self.path,self.goes_on,self.screen,self.every,self.flush = path,goes_on,screen,every,flush
+        self.rows,self.screen,self.every = rows,screen,every
         self.calls,self.closing,self.dropped,self.reader = SimpleQueue(),False,False,None
         self.own = self.others = self.drawing = 0. # CPU seconds of the thread, of the process, and of its answers
         self.look = look_now() if screen.picture else {}
@@ -284,23 +334,25 @@ class Live:
         finally:
             try:
                 if self.reader: self.others = self.reader.end() or self.others
+                self.rows.end()
                 self.screen.end()
             except Exception: pass # a terminal that was closed
             self.own = time.thread_time()
 
     def follow(self):
         "Ask and show, until the run is over"
-        self.reader,began = Reader(picture=self.screen.picture, look=self.look),time.monotonic()
+        self.reader,began,ready = Reader(picture=self.screen.picture, look=self.look),time.monotonic(),False
         while not self.dropped:
-            over = self.closing or not self.goes_on()
-            path = self.path()
-            got = self.reader.ask(path=path, over=over)
+            over = self.closing or not self.rows.goes_on()
+            question = self.rows.question(ready)
+            path,got = question['path'],self.reader.ask(over=over, **question)
             self.others,self.drawing = got['seconds'],self.drawing+got['took']
             if 'error' in got: return self.say(f"has stopped: {got['error']}")
             if 'gone' in got: return self.say(f"has ended: the log {path} was removed")
             self.show(got, path, over)
             self.own = time.thread_time()
-            if 'behind' in got: continue
+            done,ready = ready or 'rows' not in question,'behind' not in got
+            if not ready or over and not done: continue
             if over: return
             self.pause(max(self.every, (self.drawing-self.credit)/self.share-(time.monotonic()-began)))
 
@@ -350,7 +402,7 @@ shown = weakref.WeakSet() # those of this process
 def at_exit():
     for v in list(shown):
         try:
-            if v.flush: v.flush()
+            v.rows.flush()
             v.close(patience=10.)
         except Exception as e: print(printable(f"torchember: {e}"), file=sys.stderr)
 
@@ -365,7 +417,7 @@ def base_of(t):
     "What is known of a run, None when there is nothing"
     return said_by(t)[0] or None
 
-def file_of(t): return None if t.file.disk.fresh else t.log_path # before there are rows the name may change
+def is_over(t): return 'end' in (base_of(t) or {})
 
 # %% ../../../nbs/60_show/93_live_view.ipynb #ae049b8f
 def live(
@@ -395,10 +447,11 @@ def live(
     base = base_of(t)
     for v in views or (): v.close(last=False)
     screen = screen_for(t.fname)
-    if views is None or not run.armed and base and 'end' in base: view = Live(lambda: t.log_path, lambda: goes_on(t, base_of(t)), screen, every)
+    if t.source is None or is_over(t) and not getattr(run, 'armed', False): rows = RowsOfFile(lambda: t.log_path, lambda: goes_on(t, base_of(t)))
     else:
-        ref = weakref.ref(run)
-        view = Live(lambda: (e := ref()) and file_of(e.t), lambda: ref() is not None, screen, every, lambda: (e := ref()) and e.t.barrier())
+        ref = weakref.ref(t if views is None else run)
+        rows = RowsTold(t, lambda: (r := ref()) is not None and not (views is None and is_over(r)))
+    view = Live(rows, screen, every)
     if views is not None: views.append(view)
     view.begin()
     if wait or wait is None and views is None and base and base.get('pid')!=os.getpid(): view.wait()
