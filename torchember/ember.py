@@ -18,7 +18,7 @@ from .recorder.budget import Budget, Report, check_share
 from .capture import compiled
 from .capture.forward import arm, armed_by, disarm, states_of
 from .capture.tree import tracks, tree_dict, unwrap
-from .ground.choose import schedule, select
+from .ground.choose import chosen, schedule
 from .measure.columns import stat_names
 from .measure.summary import derived
 from .recorder.plan import Plan, plan_of
@@ -329,11 +329,7 @@ class torchEmber(OwnStatistics, Notes, Views):
     def watched(self, ts):
         "The ids of the modules to record"
         pairs = [(p, t.module) for t in ts for p in (t.path, *t.aliases)]
-        include,exclude = self.chosen
-        ids = {id(m) for m in (select(include).pick(pairs) if include is not None else (t.module for t in ts))}
-        if exclude is not None: ids -= {id(m) for m in select(exclude).pick(pairs)}
-        if not ids: raise ValueError(f"exclude={exclude!r} leaves no module of include={include!r}.")
-        return ids
+        return chosen(pairs, *self.chosen)
 
     def arm(self): # The ember
         """Start to record; nothing happens when it is armed already

@@ -6,10 +6,12 @@
 __all__ = ['stash_scalar_stats', 'stash_hist', 'stash_all_stats_and_hist', 'stash_full_tensor', 'TorchTracker', 'track']
 
 # %% ../../nbs/80_compat/30_tandv.ipynb #bca7e3c2
+import re
+
 import torch
 
 from ..capture.tree import unwrap
-from ..ground.choose import Selection
+from ..ground.choose import Selection, select
 from ..ember import torchEmber
 from ..frames.logframe import joined, named
 from .tracker import Stash, Tracker, check_arguments, hist_stat, open_run, pattern_of, scalars, statistics_of
@@ -85,13 +87,15 @@ def prefix_of(module):
     return next((n for n,m in module.named_modules() if m is inner), '') if isinstance(module, torch.nn.Module) else ''
 
 def by_pattern(
-    pattern, # Text, compiled pattern or None
+    pattern, # Text, compiled pattern, what else `select` takes, a list, or None
     what:str, # The argument's name
     prefix:str # Of the names
 ): # A `Selection`, or None
     "The modules in whose name a pattern is found"
+    if isinstance(pattern, list|tuple|set): return select([by_pattern(p, what, prefix) for p in pattern])
     found = pattern_of(pattern, what)
-    return None if found is None else Selection(f're {found.pattern!r}', lambda pairs: {id(m) for p,m in pairs if found.search(joined(prefix, p))})
+    if not isinstance(found, re.Pattern): return None if found is None else select(found)
+    return Selection(f're {found.pattern!r}', lambda pairs: {id(m) for p,m in pairs if found.search(joined(prefix, p))})
 
 def left_out(exclude, module):
     "What is to be left out; None, and a word, when it is nothing"
@@ -155,7 +159,7 @@ def track(
     track_gradients:bool=True, # Record gradients of outputs, and with `track_weights` those of weights
     optimizer=None, # The optimizer, if its states are to be recorded, too
     track_weights:bool=True, # Record weights
-    include=None, # Modules to record: a pattern, text or compiled, that is searched in their names
+    include=None, # Modules to record: a pattern, text or compiled, that is searched in their names; or, but for globs, what `select` takes
     exclude=None, # Modules to leave out
     stash_value=None, # Function: tensor -> dict; without it `stash_all_stats_and_hist`
     async_offload:bool=False, # Changes nothing: a thread of its own writes in any case
@@ -176,7 +180,7 @@ def track(
         track_gradients: Record gradients of outputs, and with `track_weights` those of weights
         optimizer: The optimizer, if its states are to be recorded, too
         track_weights: Record weights
-        include: Modules to record: a pattern, text or compiled, that is searched in their names
+        include: Modules to record: a pattern, text or compiled, that is searched in their names; or, but for globs, what `select` takes
         exclude: Modules to leave out
         stash_value: Function: tensor -> dict; without it `stash_all_stats_and_hist`
         async_offload: Changes nothing: a thread of its own writes in any case

@@ -15,6 +15,7 @@ import numpy as np
 
 from ..frames.files import write_parquet
 from ..frames.logframe import EXP, META, STAT, joined, ours, to_logframe
+from ..ground.choose import Selection, select
 from ..measure.columns import sets
 from ..ground.needs import needs
 from ..ground.messages import an, printable, warn
@@ -139,19 +140,23 @@ def check_arguments(
         raise FileExistsError(f"There is a run {name!r} already in {folder('torchember', home)}. Choose another name=.")
 
 def pattern_of(
-    pattern, # Text, compiled pattern or None
+    pattern, # Text, compiled pattern, a list of these, or None
     what:str # The argument's name
-): # Compiled pattern, or None
+): # Compiled pattern, None, or what it was given and is another choice of modules
     """A pattern to search names of modules for. Raises ValueError for one that is none
 
     Args:
-        pattern: Text, compiled pattern or None
+        pattern: Text, compiled pattern, a list of these, or None
         what: The argument's name
 
     Returns:
-        Compiled pattern, or None
+        Compiled pattern, None, or what it was given and is another choice of modules
     """
-    if pattern is None: return None
+    if pattern is None or isinstance(pattern, Selection|type) or callable(pattern): return pattern
+    if isinstance(pattern, list|tuple|set):
+        parts = [pattern_of(p, what) for p in pattern]
+        plain = all(isinstance(p, re.Pattern) and not p.flags & ~re.U for p in parts)
+        return re.compile('|'.join(f'(?:{p.pattern})' for p in parts)) if parts and plain else select(parts)
     try: return re.compile(pattern)
     except (re.error, TypeError) as e:
         raise ValueError(f"{what}={pattern!r} is no regular expression: {e}. It is searched in names such as 'layers.0.fc1'.") from None

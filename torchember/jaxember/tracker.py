@@ -6,6 +6,8 @@
 __all__ = ['stash_scalar_stats', 'stash_hist', 'stash_all_stats_and_hist', 'stash_full_tensor', 'probe', 'JaxTracker', 'track']
 
 # %% ../../nbs/88_jaxember/80_tracker.ipynb #c964ed6a
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -222,12 +224,19 @@ class JaxTracker(Tracker):
         if kind is None and not self.stepped and self.recorder.begun:
             self.recorder.warn("tracker.step() was never called, so everything is in one step. Call it each time.")
 
+# %% ../../nbs/88_jaxember/80_tracker.ipynb #f7b3cb3f
+def names_by(chosen, what):
+    "The pattern of modules to record. Raises TypeError for a choice of which arrays of JAX know nothing"
+    found = pattern_of(chosen, what)
+    if found is None or isinstance(found, re.Pattern): return found
+    raise TypeError(f"{what}= is a pattern such as 'Dense|attn', or a list of these, as arrays of JAX have names and no modules: got {chosen!r:.80}.")
+
 # %% ../../nbs/88_jaxember/80_tracker.ipynb #49ded631
 def track(
     model_state=None, # Parameters and other variables, if they are to be recorded: of flax, or any tree of arrays
     optimizer_state=None, # The optimizer's state, if it is to be recorded
     track_gradients:bool=False, # Record gradients: of outputs, and those that `step` is given
-    include=None, # Modules to record: a pattern, text or compiled, that is searched in their names
+    include=None, # Modules to record: a pattern, text or compiled, that is searched in their names, or a list of these
     exclude=None, # Modules to leave out
     stash_value=None, # Function: array -> dict; without it `stash_all_stats_and_hist`
     async_offload:bool=False, # Changes nothing: a thread of its own writes in any case
@@ -247,7 +256,7 @@ def track(
         model_state: Parameters and other variables, if they are to be recorded: of flax, or any tree of arrays
         optimizer_state: The optimizer's state, if it is to be recorded
         track_gradients: Record gradients: of outputs, and those that `step` is given
-        include: Modules to record: a pattern, text or compiled, that is searched in their names
+        include: Modules to record: a pattern, text or compiled, that is searched in their names, or a list of these
         exclude: Modules to leave out
         stash_value: Function: array -> dict; without it `stash_all_stats_and_hist`
         async_offload: Changes nothing: a thread of its own writes in any case
@@ -264,7 +273,7 @@ def track(
     with take_current_trace() as t, take_current_trace() as jax_itself: inside = t is not jax_itself
     if inside: raise RuntimeError("track is called inside of jit, grad or another function of JAX. Call it outside, around the loop.")
     wandb = open_run() if use_wandb else None
-    asks = Asked(pattern_of(include, 'include'), pattern_of(exclude, 'exclude'), bool(track_gradients))
+    asks = Asked(names_by(include, 'include'), names_by(exclude, 'exclude'), bool(track_gradients))
     names = statistics_of(stash_value, stash_scalar_stats, stash_hist, stash_all_stats_and_hist)
     measure = Summaries(groups_for(names)) if names else Own(stash_value, lambda text: recorder.warn(text))
     tracked = [k for k,v in (('model_state', model_state), ('optimizer_state', optimizer_state), ('gradients', track_gradients or None)) if v is not None]

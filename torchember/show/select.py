@@ -8,13 +8,13 @@ __all__ = []
 # %% ../../nbs/60_show/10_select.ipynb #ba2c4074
 import re
 from os import PathLike
-from fnmatch import fnmatchcase
 
 import numpy as np
 
 from ..frames.logs import NothingChosen, is_vectors, may_have, no_rows, not_recorded, of_right_types
 from ..frames.words import stats_of, ttype_of
 from ..measure.summary import derived
+from ..ground.choose import NamedLayer, Selection, chosen
 from ..ground.needs import needs
 from ..ground.messages import an, printable, unknown
 from ..store.reading import path_of
@@ -99,7 +99,7 @@ def name_of(df): return df.attrs.get('run', '')
 # %% ../../nbs/60_show/10_select.ipynb #e6ddf6d4
 def pick(
     df, # What `table_of` gives
-    path=None, # A path, a glob ('features.*'), a label ('0.weight'), a compiled regex that is searched, or a list of these; all of them without it
+    path=None, # Modules, as `select` takes them ('features.*', 'Linear', a regex, ...), or a label ('0.weight'), or a list of these; all of them without it
     ttype=None # A tensor type, or a list of them; all of them without it
 ): # The rows; raises ValueError where there are none
     "The rows of these layers and tensor types"
@@ -111,12 +111,13 @@ def pick(
     rows,asked = of_names(df, asked)
     paths = df['path'].astype(str)
     known = list(dict.fromkeys(paths.unique().tolist()))
-    chosen,missed = set(),[]
+    kinds = {} if all(isinstance(one, str) and one in known for one in asked) else classes_in(df)
+    found,missed = set(),[]
     for one in asked:
-        got = paths_like(one, known)
-        chosen |= got
+        got = paths_like(one, known, kinds)
+        found |= got
         if not got: missed.append(one)
-    rows = rows | paths.isin(chosen).to_numpy()
+    rows = rows | paths.isin(found).to_numpy()
     if missed and 'pname' in df: # perhaps they are parameters
         full = parameters_of(df)
         rows = rows | full.isin({str(m) for m in missed}).to_numpy()
@@ -125,8 +126,9 @@ def pick(
         elsewhere = {*every['path'].astype(str).unique(), *(parameters_of(every).unique() if 'pname' in every else ())}
         missed = [m for m in missed if m not in elsewhere]
     if missed:
-        what = f"layer that matches {missed[0].pattern!r}" if isinstance(missed[0], re.Pattern) else 'layer'
-        raise ValueError(unknown(what, getattr(missed[0], 'pattern', missed[0]), names_in(df) or [k for k in known if k]))
+        first = missed[0]
+        what = f"layer that matches {first.pattern!r}" if isinstance(first, re.Pattern) else 'layer of the class itself' if isinstance(first, type) else 'layer'
+        raise ValueError(unknown(what, getattr(first, 'pattern', getattr(first, '__name__', first)), names_in(df) or [k for k in known if k]))
     return df[rows]
 
 def names_in(df):
@@ -144,11 +146,19 @@ def parameters_of(df):
     paths = df['path'].astype(str)
     return paths+np.where(paths=='', '', '.')+df['pname'].astype(object).where(df['pname'].notna(), '').astype(str)
 
-def paths_like(one, known):
-    "The paths that a word or a regex stands for"
-    if isinstance(one, re.Pattern): return {p for p in known if one.search(p)}
-    if one in known: return {one}
-    return {p for p in known if fnmatchcase(p, str(one))}
+def paths_like(one, known, kinds=None): # kinds: path -> names of classes
+    "The paths that a choice of modules stands for, as `select` takes it, or a path that is there"
+    if not (isinstance(one, re.Pattern|Selection|type) or callable(one)): one = str(one)
+    if isinstance(one, str) and one in known: return {one}
+    layers = [NamedLayer(p, (kinds or {}).get(p, ())) for p in known]
+    try: ids = chosen([(l.path, l) for l in layers], one)
+    except ValueError: return set()
+    return {l.path for l in layers if id(l) in ids}
+
+def classes_in(df):
+    "Path -> name of its module's class, in a tuple, as labels have it: 'model(Net).fc(Linear)'"
+    if 'module' not in df: return {}
+    return {p: (m.rpartition('(')[2][:-1],) for p,m in df[['path', 'module']].drop_duplicates().astype(str).itertuples(index=False) if m.endswith(')')}
 
 def of_ttypes(df, asked):
     asked = [(t, *ttype_of(t)) for t in (asked if isinstance(asked, list|tuple|set) else [asked])]

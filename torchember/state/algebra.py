@@ -156,17 +156,21 @@ class Snapshot(Layers):
         return d
 
     def filter(self,
-        pattern # Regular expression, matched from the start
+        pattern=None, # Regular expression, matched from the start of a name
+        *, include=None, # Modules, as `select` takes them: 'features.*', nn.Linear, ...
+        exclude=None # Modules to leave out
     ): # StateDict
-        """The layers whose name matches
+        """The layers whose name matches, of the modules that are chosen
 
         Args:
-            pattern: Regular expression, matched from the start
+            pattern: Regular expression, matched from the start of a name
+            include: Modules, as `select` takes them: 'features.*', nn.Linear, ...
+            exclude: Modules to leave out
 
         Returns:
             StateDict
         """
-        d = self.like(kept(self, pattern)).set_name(self._name)
+        d = self.like(kept(self, pattern, include, exclude)).set_name(self._name)
         d._ttype = self._ttype
         return d
 

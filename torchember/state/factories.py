@@ -18,6 +18,7 @@ from ..capture.forward import arm
 from ..capture.optimizer import state_tensors
 from ..capture.tensors import alone
 from ..capture.tree import tracks, unwrap
+from ..ground.choose import NamedLayer, chosen, kinds_of
 from ..ground.messages import printable, unknown, warn
 from .algebra import StateDict
 from .layers import kept
@@ -68,16 +69,23 @@ def check_model(model):
     if isinstance(model, nn.Module): return
     raise TypeError(f"a snapshot is taken of a torch.nn.Module, got a {type(model).__name__}. For a dict of tensors there is from_state_dict.")
 
-def own(model):
+def places_of(
+    model, include=None, exclude=None # A model, and which modules of it
+):
     "A model's parameters: (name, parameter, what a row says of it), each once, in the order of `named_parameters`"
     check_model(model)
     if isinstance(model, nn.DataParallel): model = model.module
-    seen = set()
-    for t in tracks(model):
+    seen,ts = set(),tracks(model)
+    ids = chosen_of(ts, include, exclude)
+    for t in (t for t in ts if t.id in ids):
         for i,(k,p) in enumerate(t.module.named_parameters(recurse=False, remove_duplicate=False)):
             if id(p) in seen: continue
             seen.add(id(p))
-            yield f'{t.path}.{k}' if t.path else k, p, dict(module=t.name, tname=f'weight_{i}', pname=k)
+            yield f'{t.path}.{k}' if t.path else k, p, dict(module=t.name, tname=f'weight_{i}', pname=k, layer=layer_of(t))
+
+def chosen_of(ts, include, exclude): return chosen(((p, t.module) for t in ts for p in (t.path, *t.aliases)), include, exclude)
+
+def layer_of(track): return NamedLayer(track.path, kinds_of(track.module))
 
 def called(model, what): return f'{type(model.module if isinstance(model, nn.DataParallel) else unwrap(model)).__name__}_{what}'
 
@@ -85,7 +93,9 @@ def called(model, what): return f'{type(model.module if isinstance(model, nn.Dat
 def from_weight(
     model:nn.Module,
     pattern=None, # Regular expression, matched from the start of a name
-    *, requires_grad:bool=False, # Only those that are trained
+    *, include=None, # Modules, as `select` takes them: 'features.*', nn.Linear, ...
+    exclude=None, # Modules to leave out
+    requires_grad:bool=False, # Only those that are trained
     clone:bool=False, # Whether to copy; otherwise memory is shared
     device=None, # Of the copy
     dtype=None, # Of the copy
@@ -95,20 +105,24 @@ def from_weight(
 
     Args:
         pattern: Regular expression, matched from the start of a name
+        include: Modules, as `select` takes them: 'features.*', nn.Linear, ...
+        exclude: Modules to leave out
         requires_grad: Only those that are trained
         clone: Whether to copy; otherwise memory is shared
         device: Of the copy
         dtype: Of the copy
         name: What to call it
     """
-    items = (o for o in own(model) if o[1].requires_grad or not requires_grad)
+    items = (o for o in places_of(model, include, exclude) if o[1].requires_grad or not requires_grad)
     return snapshot(items, pattern, clone, device, dtype, name or called(model, 'weights'), 'weight')
 
 # %% ../../nbs/70_state/08_factories.ipynb #c8acccda
 def from_grad(
     model:nn.Module,
     pattern=None, # Regular expression, matched from the start of a name
-    *, clone:bool=False, # Whether to copy; otherwise memory is shared, until `zero_grad` lets it go
+    *, include=None, # Modules, as `select` takes them: 'features.*', nn.Linear, ...
+    exclude=None, # Modules to leave out
+    clone:bool=False, # Whether to copy; otherwise memory is shared, until `zero_grad` lets it go
     device=None, # Of the copy
     dtype=None, # Of the copy
     name=None # What to call it
@@ -117,12 +131,14 @@ def from_grad(
 
     Args:
         pattern: Regular expression, matched from the start of a name
+        include: Modules, as `select` takes them: 'features.*', nn.Linear, ...
+        exclude: Modules to leave out
         clone: Whether to copy; otherwise memory is shared, until `zero_grad` lets it go
         device: Of the copy
         dtype: Of the copy
         name: What to call it
     """
-    items = ((k, p.grad, place|dict(tname=place['tname'].replace('weight', 'grad'))) for k,p,place in own(model) if p.grad is not None)
+    items = ((k, p.grad, place|dict(tname=place['tname'].replace('weight', 'grad'))) for k,p,place in places_of(model, include, exclude) if p.grad is not None)
     return snapshot(items, pattern, clone, device, dtype, name or called(model, 'grad'), 'weight_grad')
 
 # %% ../../nbs/70_state/08_factories.ipynb #8100334b
@@ -136,7 +152,9 @@ def from_optimizer_state(
     optimizer:torch.optim.Optimizer,
     optimizer_key=None, # Which state: 'exp_avg'. It can be left out when there is one
     pattern=None, # Regular expression, matched from the start of a name
-    *, clone:bool=False, # Whether to copy; otherwise memory is shared
+    *, include=None, # Modules, as `select` takes them: 'features.*', nn.Linear, ...
+    exclude=None, # Modules to leave out
+    clone:bool=False, # Whether to copy; otherwise memory is shared
     device=None, # Of the copy
     dtype=None, # Of the copy
     name=None # What to call it
@@ -146,6 +164,8 @@ def from_optimizer_state(
     Args:
         optimizer_key: Which state: 'exp_avg'. It can be left out when there is one
         pattern: Regular expression, matched from the start of a name
+        include: Modules, as `select` takes them: 'features.*', nn.Linear, ...
+        exclude: Modules to leave out
         clone: Whether to copy; otherwise memory is shared
         device: Of the copy
         dtype: Of the copy
@@ -155,7 +175,8 @@ def from_optimizer_state(
     if optimizer_key is None and len(keys)==1: optimizer_key = keys[0]
     found = {p: s.get(optimizer_key) for p,s in optimizer.state.items() if s.get(optimizer_key) is not None}
     if keys and not found: raise ValueError(unknown('optimizer state', optimizer_key, keys))
-    items = ((k, found[p], place|dict(tname=f"{optimizer_key}_{place['tname'].rpartition('_')[2]}")) for k,p,place in own(model) if p in found)
+    items = ((k, found[p], place|dict(tname=f"{optimizer_key}_{place['tname'].rpartition('_')[2]}"))
+        for k,p,place in places_of(model, include, exclude) if p in found)
     return snapshot(items, pattern, clone, device, dtype, name or called(model, 'optimizer_state'), 'optimizer')
 
 # %% ../../nbs/70_state/08_factories.ipynb #ed2176f1
@@ -164,7 +185,9 @@ def from_together(
     optimizer:torch.optim.Optimizer,
     optimizer_keys=None, # Which states; all there are without it
     pattern=None, # Regular expression, matched from the start of a name
-    *, clone:bool=False, # Whether to copy; otherwise memory is shared
+    *, include=None, # Modules, as `select` takes them: 'features.*', nn.Linear, ...
+    exclude=None, # Modules to leave out
+    clone:bool=False, # Whether to copy; otherwise memory is shared
     device=None, # Of the copies
     dtype=None # Of the copies
 ) -> tuple: # Weights, gradients, list of states
@@ -173,6 +196,8 @@ def from_together(
     Args:
         optimizer_keys: Which states; all there are without it
         pattern: Regular expression, matched from the start of a name
+        include: Modules, as `select` takes them: 'features.*', nn.Linear, ...
+        exclude: Modules to leave out
         clone: Whether to copy; otherwise memory is shared
         device: Of the copies
         dtype: Of the copies
@@ -180,7 +205,7 @@ def from_together(
     Returns:
         Weights, gradients, list of states
     """
-    how = dict(pattern=pattern, clone=clone, device=device, dtype=dtype)
+    how = dict(pattern=pattern, include=include, exclude=exclude, clone=clone, device=device, dtype=dtype)
     keys = state_keys(optimizer) if optimizer_keys is None else optimizer_keys
     return from_weight(model, **how), from_grad(model, **how), [from_optimizer_state(model, optimizer, k, **how) for k in keys]
 
@@ -284,9 +309,10 @@ class Outputs(Listener):
 
     def call_ends(self, state, outputs, compiled=False):
         track,call,which,keys = state.track,state.number(self.step),self.step,{}
+        known = self.latest.state._places
         for n,x in outputs:
             k = keys[n] = key_of(track.path, '' if n is alone else n, call)
-            self.latest.expect(k, dict(module=track.name, tname=n, call=call))
+            self.latest.expect(k, known.get(k) or dict(module=track.name, tname=n, call=call, layer=layer_of(track)))
             if not self.grads: self.latest.keep(k, x, compiled)
         if self.grads and not compiled:
             state.expect('output_grad', keys, (call, (which, keys))) # for a backward that is compiled
@@ -311,7 +337,9 @@ class Activations:
     def __init__(self,
         model:nn.Module,
         pattern=None, # Regular expression, matched from the start of a module's path
-        *, grads:bool=False, # The gradients instead
+        *, include=None, # Modules, as `select` takes them
+        exclude=None, # Modules to leave out
+        grads:bool=False, # The gradients instead
         clone:bool=False, # Keep copies
         device=None, # Of the copies
         dtype=None, # Of the copies
@@ -323,9 +351,9 @@ class Activations:
         self.state._ttype = 'output_grad' if grads else 'output'
         self.hears = Outputs(self.state, grads, dict(device=device, dtype=dtype, copy=True) if clone else None)
         found = tracks(model)
-        chosen = {t.id for t in found if re.match(pattern or '', t.path)}
-        if not chosen: raise ValueError(unknown('module whose path matches', pattern, [t.path for t in found if t.path]))
-        self.states = [weakref.ref(st) for st in arm(found, self.hears, chosen)]
+        of_path = {t.id for t in found if re.match(pattern or '', t.path)}
+        if not of_path: raise ValueError(unknown('module whose path matches', pattern, [t.path for t in found if t.path]))
+        self.states = [weakref.ref(st) for st in arm(found, self.hears, of_path & chosen_of(found, include, exclude))]
 
     @property
     def state_dict(self) -> StateDict:
@@ -353,7 +381,9 @@ class Activations:
 def from_activation(
     model:nn.Module,
     pattern=None, # Regular expression, matched from the start of a module's path
-    *, clone:bool=False, # Keep copies: otherwise memory is shared with the model
+    *, include=None, # Modules, as `select` takes them: 'features.*', nn.Linear, ...
+    exclude=None, # Modules to leave out
+    clone:bool=False, # Keep copies: otherwise memory is shared with the model
     device=None, # Of the copies
     dtype=None, # Of the copies
     name=None # What to call the snapshot
@@ -362,6 +392,8 @@ def from_activation(
 
     Args:
         pattern: Regular expression, matched from the start of a module's path
+        include: Modules, as `select` takes them: 'features.*', nn.Linear, ...
+        exclude: Modules to leave out
         clone: Keep copies: otherwise memory is shared with the model
         device: Of the copies
         dtype: Of the copies
@@ -370,12 +402,14 @@ def from_activation(
     Returns:
         What is caught is its `Activations.state_dict`; a context manager
     """
-    return Activations(model, pattern, clone=clone, device=device, dtype=dtype, name=name)
+    return Activations(model, pattern, include=include, exclude=exclude, clone=clone, device=device, dtype=dtype, name=name)
 
 def from_activation_grad(
     model:nn.Module,
     pattern=None, # Regular expression, matched from the start of a module's path
-    *, clone:bool=False, # Keep copies: otherwise memory is shared
+    *, include=None, # Modules, as `select` takes them: 'features.*', nn.Linear, ...
+    exclude=None, # Modules to leave out
+    clone:bool=False, # Keep copies: otherwise memory is shared
     device=None, # Of the copies
     dtype=None, # Of the copies
     name=None # What to call the snapshot
@@ -384,6 +418,8 @@ def from_activation_grad(
 
     Args:
         pattern: Regular expression, matched from the start of a module's path
+        include: Modules, as `select` takes them: 'features.*', nn.Linear, ...
+        exclude: Modules to leave out
         clone: Keep copies: otherwise memory is shared
         device: Of the copies
         dtype: Of the copies
@@ -392,4 +428,4 @@ def from_activation_grad(
     Returns:
         What is caught is its `Activations.state_dict`; a context manager
     """
-    return Activations(model, pattern, grads=True, clone=clone, device=device, dtype=dtype, name=name)
+    return Activations(model, pattern, include=include, exclude=exclude, grads=True, clone=clone, device=device, dtype=dtype, name=name)
