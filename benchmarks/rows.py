@@ -285,8 +285,8 @@ def memory(quick):
 
 @row('small', 'small models with AdamW, every step recorded: the time of the processor on one thread, and on the wall with the threads that torch takes')
 def small(quick):
-    import torchember.measure.kernels as kernels
-    kernels.ready()
+    from torchember.measure import loading
+    loading.ready()
     cores = os.cpu_count()
     for name,made,steps,bars in (('CNN of 10 modules', small_cnn, 20, (1.35, 1.4)), ('MLP of 12 layers', lambda: mlp(12, 64, 32), 50, (None, None)),
             ('GPT-2 of 4 layers, width 128', lambda: gpt2(128), 2, (None, None))):

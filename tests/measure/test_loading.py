@@ -10,7 +10,7 @@ import os, sys, time, warnings
 import torch
 from torch import nn
 from torchember import torchEmber
-from torchember.measure import kernels
+from torchember.measure import loading
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
 def train(te, n):
@@ -35,9 +35,9 @@ def test_nothing_is_loaded_by_importing():
 
 slowly = '''
 import threading
-real,gate = kernels.numba_room,threading.Event() # loading takes until it is opened
+real,gate = loading.numba_room,threading.Event() # loading takes until it is opened
 def slow(): gate.wait(90); return real()
-kernels.numba_room = slow
+loading.numba_room = slow
 '''
 
 
@@ -48,9 +48,9 @@ from torchember.recorder import cost
 te = torchEmber(model, ttypes=('input', 'output', 'weight', 'weight_grad'), stats='full')
 train(te, 1)
 first = te.t.lines()
-assert kernels.loops() is None # nobody has waited, as the gate is shut
+assert loading.loops() is None # nobody has waited, as the gate is shut
 gate.set()
-assert kernels.ready(60) and kernels.seconds_beside()>0
+assert loading.ready(60) and loading.seconds_beside()>0
 te.disarm(); te.arm(); model.zero_grad()
 torch.manual_seed(0)
 nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)) # draws what the model drew
@@ -76,7 +76,7 @@ te = torchEmber(model, overhead=.5)
 train(te, 20)
 print(te.recorder.tally.recorded, te.recorder.cost.budget.cost, te.recorder.cost.budget.account)
 gate.set()
-assert kernels.ready(60)
+assert loading.ready(60)
 train(te, 200)
 print(te.close()['recorded']>10)
 ''')
@@ -87,8 +87,8 @@ def test_only_what_a_model_has_is_loaded():
     told = run('''
 model.bfloat16()
 te = torchEmber(model)
-kernels.ready()
-print(sorted(kernels.loader.loaded))
+loading.ready()
+print(sorted(loading.loader.loaded))
 te.close()
 ''')
     assert 'bfloat16' in ''.join(told)
@@ -119,7 +119,7 @@ if not os.fork():
     import numba
     from torchember import get_stats
     get_stats(torch.ones(4))
-    assert kernels.ready(60)
+    assert loading.ready(60)
     assert get_stats(torch.ones(4))['mean']==1
     print('child', flush=True)
     os._exit(0)
@@ -137,7 +137,7 @@ def test_a_broken_numba_is_said_where_somebody_measures(tmp_path):
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter('always')
     te = torchEmber(model)
-    kernels.ready()
+    loading.ready()
     train(te, 2)
     te.close()
 print(sum('needs another NumPy' in str(w.message) for w in said))
@@ -146,22 +146,22 @@ print(sum('needs another NumPy' in str(w.message) for w in said))
 
 
 def test_who_asks_waits():
-    assert run("print(kernels.loops() is not None, kernels.seconds_beside()==0<kernels.loading_seconds())")==['True', 'True']
-    code = "te = torchEmber(model); train(te, 1); print(kernels.seconds_beside()==0<kernels.loading_seconds()); te.close()"
+    assert run("print(loading.loops() is not None, loading.seconds_beside()==0<loading.loading_seconds())")==['True', 'True']
+    code = "te = torchEmber(model); train(te, 1); print(loading.seconds_beside()==0<loading.loading_seconds()); te.close()"
     for wait in ('1', ''): assert run(code, TORCHEMBER_WAIT=wait)==['True']
 
 
 def test_arming_waits():
     "The loops are there before the first step, which is charged for nothing; another format is loaded when it first comes"
     told = run('''
-real = kernels.numba_room
+real = loading.numba_room
 def slow(): time.sleep(2); return real()
-kernels.numba_room = slow
+loading.numba_room = slow
 te = torchEmber(model, overhead=.5, ttypes=('input', 'weight'))
-took = kernels.loading_seconds()
-print(sorted(kernels.loader.loaded), took>=2)
+took = loading.loading_seconds()
+print(sorted(loading.loader.loaded), took>=2)
 train(te, 5)
-print(kernels.loading_seconds()==took, te.recorder.cost.spent<1, kernels.seconds_beside())
+print(loading.loading_seconds()==took, te.recorder.cost.spent<1, loading.seconds_beside())
 te.close()
 ''', TORCHEMBER_WAIT='')
     assert told==["['float32']", 'True', 'True', 'True', '0.0']
@@ -170,15 +170,15 @@ te.close()
 def test_what_was_compiled_in_the_midst_is_said():
     "It is no lasting cost of recording: the report says how much of its time that was, and how long arming waited. A second run has neither"
     told = run('''
-real = kernels.numba_room
+real = loading.numba_room
 def slow(): time.sleep(1.2); return real()
-kernels.numba_room = slow
+loading.numba_room = slow
 def go():
     te = torchEmber(model, ttypes=('probe',))
-    armed = kernels.loader.seconds
+    armed = loading.loader.seconds
     model(torch.randn(4, 8))
     te.probe('b', torch.ones(3, dtype=torch.bfloat16))
-    return te.close(), armed, kernels.loader.seconds-armed
+    return te.close(), armed, loading.loader.seconds-armed
 r,armed,later = go()
 print(abs(r['arming']-armed)<1e-6, armed>1.2, abs(r['compiling']-later)<1e-6, later>1.2, r['compiling']<=r['seconds'])
 print(' (of which compiling loops: ' in repr(r), '; arming waited ' in repr(r))
@@ -216,7 +216,7 @@ def test_one_result_whoever_read_it():
 def test_kernels_that_two_processes_have_compiled_are_two(tmp_path):
     "numba calls a kernel by its name, signature and a number of the process: bfloat16 and float16 once shared all three, and so one's code"
     def ones(*dtypes):
-        script = 'import sys, torch; from torchember.measure import kernels; kernels.ready()\n' \
+        script = 'import sys, torch; from torchember.measure import kernels, loading; loading.ready()\n' \
             'for d in sys.argv[1:]: print(kernels.read(torch.ones(16, dtype=getattr(torch, d)))[1])'
         got = subprocess.run([sys.executable, '-c', script, *dtypes], env={**os.environ, 'NUMBA_CACHE_DIR': str(tmp_path)}, capture_output=True, text=True)
         assert got.returncode==0, got.stderr[-2000:]

@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from torchember.measure.kernels import Unmeasurable
+from torchember.measure.elements import Unmeasurable
 from torchember.measure.tap import Arena, observe
 
 

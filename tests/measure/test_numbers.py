@@ -12,7 +12,9 @@ from oracle import everything, judge, rel
 
 from torchember import get_stats, summarize
 from torchember.measure import kernels
-from torchember.measure.kernels import Unmeasurable, flat, read, read_device
+from torchember.measure.elements import Unmeasurable, flat
+from torchember.measure.kernels import read, read_device
+from torchember.measure.readers import torch as without_loops
 from torchember.measure.columns import sets
 from torchember.measure.summary import Summary, parts, scalars
 
@@ -180,18 +182,19 @@ def test_fuzz(batch): fuzz(range(batch, tries, batches))
 @pytest.mark.parametrize('piece', [1024, 1500, 4096])
 def test_fuzz_many_pieces(piece, monkeypatch):
     "Tensors of several pieces, without being large"
-    monkeypatch.setattr(kernels, 'piece', piece)
-    monkeypatch.setattr(kernels, 'stretch', 2048)
+    for room in (kernels, without_loops): monkeypatch.setattr(room, 'piece', piece)
+    monkeypatch.setattr(without_loops, 'cached', piece)
+    monkeypatch.setattr(without_loops, 'stretch', 2048)
     fuzz(range(10**9, 10**9+tries//40), piece)
 
 
 def test_fuzz_large():
     "Around the true size of a stretch"
-    fuzz(range(2*10**9, 2*10**9+tries//400), kernels.stretch)
+    fuzz(range(2*10**9, 2*10**9+tries//400), without_loops.stretch)
 
 
 def test_fuzz_threads(engine, monkeypatch):
-    "With two threads torch does what numpy does with one, and so do the loops"
+    "The loops do with two threads what they do with one"
     torch.set_num_threads(2)
     if engine=='loops': monkeypatch.setattr(kernels.loops(), 'long', 5000)
     fuzz(range(3*10**9, 3*10**9+tries//200), 20000)

@@ -13,7 +13,7 @@ from torch import nn
 
 from torchember import EmberWarning, emberTracker, torchEmber
 from torchember.capture.forward import State as Heard
-from torchember.measure.kernels import Unmeasurable
+from torchember.measure.elements import Unmeasurable
 from torchember.recorder.buffers import Buffers
 from torchember.recorder.calls import Calls
 from torchember.recorder.cost import Cost

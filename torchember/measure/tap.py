@@ -15,7 +15,8 @@ import torch
 
 from .columns import as_columns, as_dicts, stat_names
 from .head import CALL, CALLS, DIMS, DTYPE, EVENT, HEADS, LAID, LIKE, MICRO, NEXT, ROWS, SHAPE, TAP, head_width, tap_width
-from .kernels import Unmeasurable, for_list, formats, layout, most, ordinary, putter, read
+from .elements import Unmeasurable, formats, layout, ordinary
+from .kernels import for_list, most, putter, read
 from ..capture.private_torch import count_dispatch_modes, count_function_modes, inside_transform, is_wrapped, unwrap
 from ..capture.private_torch import without_dispatch_modes, without_function_modes, without_transforms
 from .summary import bins, derive, finite, groups_for, index, length, merge, not_in_loops, nothing, parts_of, sums, width

@@ -9,7 +9,7 @@ __all__ = ['Cost']
 import torch
 
 from .budget import Local, clock, idle
-from ..measure.kernels import loading, loading_seconds, seconds_beside, seconds_waited, warm
+from ..measure.loading import loading, loading_seconds, seconds_beside, seconds_waited, warm
 from ..measure.tap import Arena, observe
 
 # %% ../../nbs/40_recorder/15_cost.ipynb #85635386

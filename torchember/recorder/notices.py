@@ -8,7 +8,7 @@ __all__ = ['Notices', 'ChangingMarks', 'no_mark']
 # %% ../../nbs/40_recorder/00_notices.ipynb #669a8aa8
 import torch
 
-from ..measure.kernels import Unmeasurable
+from ..measure.elements import Unmeasurable
 from ..measure.tap import OnMeta
 from ..ground.messages import warn
 

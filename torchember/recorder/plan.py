@@ -24,7 +24,8 @@ from ..ground.choose import schedule
 from ..capture.events import Listener
 from ..capture.forward import arm, disarm, only
 from ..measure.columns import stat_names
-from ..measure.kernels import Unmeasurable, ready
+from ..measure.elements import Unmeasurable
+from ..measure.loading import ready
 from ..measure.summary import counts
 from ..measure.tap import Arena, observe
 from ..ground.messages import printable

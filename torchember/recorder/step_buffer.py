@@ -12,7 +12,7 @@ from collections import Counter
 import numpy as np
 import torch
 
-from ..measure.kernels import Unmeasurable
+from ..measure.elements import Unmeasurable
 from ..measure.tap import Arena, OnMeta, observe
 from ..ground.messages import an
 from ..ground.record import plain, pointer, reserved

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..measure.columns import as_dicts, stat_names
-from ..measure.kernels import Unmeasurable
+from ..measure.elements import Unmeasurable
 from ..measure.summary import groups_for, merge, nothing
 from ..ground.messages import an, unknown
 from ..ground.record import check_ttypes

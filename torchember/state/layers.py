@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from ..ground.choose import NamedLayer, chosen, select
-from ..measure.kernels import Unmeasurable, dense, flat, for_list, piece, read
+from ..measure.elements import Unmeasurable, dense, flat, piece
+from ..measure.kernels import for_list, read
 from ..measure.summary import derive, groups_for, length, merge, scalars
 
 # %% ../../nbs/70_state/00_layers.ipynb #9127b0f2
