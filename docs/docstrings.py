@@ -109,12 +109,19 @@ def cleaned(notebook):
     for c in found: c['source'] = stripped(''.join(c['source'])).splitlines(keepends=True)
     return json.dumps(nb, indent=1, ensure_ascii=False)+'\n' if found else notebook
 
+def hinted(code):
+    "`torchember/__init__.py` with an import of each of its `names`, for editors"
+    rooms = next(ast.literal_eval(o.value) for o in ast.parse(code).body if isinstance(o, ast.Assign) and o.targets[0].id=='names')
+    lines = ''.join(f'    from .{room} import {n} as {n}\n' for room,names in rooms.items() for n in names.split())
+    return re.sub(r'(?<=\nif TYPE_CHECKING:\n)(    .*\n)+', lines, code, count=1)
+
 def modules(where): return [where] if where.suffix=='.py' else [p for p in sorted(where.rglob('*.py')) if p.name not in ('__init__.py', '_modidx.py')]
 
 if __name__=='__main__':
     match sys.argv[1:]:
         case []:
             for p in modules(root/'torchember'): change(p, filled)
+            change(root/'torchember/__init__.py', hinted)
         case ['--strip', where]:
             for p in modules(Path(where)): change(p, stripped)
         case ['--notebooks']:

@@ -77,13 +77,13 @@ if TYPE_CHECKING:
     from .monitor.quantities import MultiStepQuantity as MultiStepQuantity
     from .monitor.quantities import SingleStepQuantity as SingleStepQuantity
     from .monitor.quantities import quantity as quantity
-    from .monitor.views import BackwardInputExtension as BackwardInputExtension
-    from .monitor.views import BackwardOutputEigOfCovExtension as BackwardOutputEigOfCovExtension
-    from .monitor.views import BackwardOutputExtension as BackwardOutputExtension
     from .monitor.views import Extension as Extension
-    from .monitor.views import ForwardInputEigOfCovExtension as ForwardInputEigOfCovExtension
     from .monitor.views import ForwardInputExtension as ForwardInputExtension
     from .monitor.views import ForwardOutputExtension as ForwardOutputExtension
+    from .monitor.views import ForwardInputEigOfCovExtension as ForwardInputEigOfCovExtension
+    from .monitor.views import BackwardInputExtension as BackwardInputExtension
+    from .monitor.views import BackwardOutputExtension as BackwardOutputExtension
+    from .monitor.views import BackwardOutputEigOfCovExtension as BackwardOutputEigOfCovExtension
     from .compat.tandv import track as track
     from .compat.tandv import stash_scalar_stats as stash_scalar_stats
     from .compat.tandv import stash_hist as stash_hist

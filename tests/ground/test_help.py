@@ -114,3 +114,19 @@ def test_a_section_that_got_into_a_notebook_is_taken_out():
     assert ''.join(got[0]['source'])=='#| export\n'+code and got[1]==prose
     clean = json.dumps({'cells': got})
     assert docstrings.cleaned(clean)==clean
+
+
+def test_editors_see_what_names_say():
+    "An import of each, in their order, in place of what was there; and nothing else of the file changes"
+    before = """import x
+if TYPE_CHECKING:
+    from .a import b as b
+    from .old import c as c
+
+names = { # all
+    'a': 'b d', 'e.f': 'g'}
+if 1:
+    y
+"""
+    after = before.replace('    from .old import c as c\n', '    from .a import d as d\n    from .e.f import g as g\n')
+    assert docstrings.hinted(before)==after==docstrings.hinted(after)

@@ -5,12 +5,13 @@ import re
 import warnings
 
 import matplotlib as mpl
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.backend_bases import KeyEvent, MouseEvent
 
-from torchember import EmberWarning, interactive
+from torchember import EmberWarning, compare, interactive, overview, tree, updates
 from torchember.show import pointing
 from torchember.show.controls import (Arguments, Asked, Layers, Steps, arguments_of, choice, columns, columns_of, control_for, label_of, layers_of,
     laid_out, literal, logged_in, main, of_types, said_of, same, several, statistics_of, steps_of, types_of)
@@ -255,6 +256,7 @@ def quick(name, along=True):
         calls.append({k: v for k,v in dict(tt=tt, layer=layer, step=step, kind=kind).items()})
         ax = figure((7, 3)).subplots()
         ax.plot([0, 30], [1, 2])
+        if along: ax.set_xlabel(x)
         if layer=='b': raise ValueError('There is no such layer.')
         if layer=='a': raise KeyError('a')
         return ax
@@ -479,10 +481,34 @@ def test_lines_that_are_moved():
     limits = a.get_xlim()
     line = vertical(a)
     assert a.get_xlim()==limits and not line.get_visible() and line.get_xdata()[0]==limits[0]
-    f = {n: quick(n) for n in ('scalar_line', 'scalar_global_heatmap', 'overview', 'updates', 'compare', 'exp_hist', 'tree')}
-    assert [n for n in f if followed(f[n], {}, fig)==[a]]==['scalar_line', 'scalar_global_heatmap', 'overview', 'updates', 'compare']
-    assert followed(f['exp_hist'], {}, fig)==followed(f['scalar_line'], {'x': 'lr'}, fig)==followed(f['scalar_line'], {'x': ('metadata', 'lr')}, fig)==[]
-    assert followed(f['scalar_line'], {'x': ('metadata', 'step')}, fig)==[a]
+    assert followed(fig)==[]
+    a.set_xlabel('step')
+    assert followed(fig)==[a]
+    b.set_xlabel('step')
+    assert followed(fig)==[a]
+    a.set_xlabel('lr')
+    assert followed(fig)==[]
+    fig.supxlabel('step')
+    assert followed(fig)==[a]
+    for size,said in (('step', 2), ('lr', 0)): # the lower of two that share one says it for both
+        shared = mpl.figure.Figure()
+        axes = shared.subplots(2, sharex=True)
+        axes[1].set_xlabel(size)
+        assert followed(shared)==[*axes][:said]
+    assert followed(mpl.figure.Figure().add_subplot(projection='3d', xlabel='step').figure)==[]
+
+
+@pytest.mark.parametrize('f,n', [(scalar_line, 1), (scalar_global_heatmap, 1), (overview, 2), (updates, 1), (tree, 0), (exp_hist, 0), (ridge, 0),
+    (lambda t: scalar_line(t, ['a', 'b']), 2), (lambda t: compare([t, t]), 2), (lambda t: scalar_global_heatmap(t, x='name'), 0),
+    (lambda t: scalar_line(t, x='lr'), 0)])
+def test_pictures_whose_steps_are_followed(f, n):
+    "By what is written along their axes"
+    t = pd.DataFrame([dict(path=p, module=f'm(N).{p}(L)', ttype=k, tname=f'{k}_0', pname='weight' if k=='update' else None, step=s, call=0, std=1.+s, ratio=.1,
+        lr=s/2, exponents=[0, 1, 2, 0], exponent_min=0, dtype='float32') for s in range(3) for p in 'ab' for k in ('output', 'update')]
+        +[dict(path='', module='m(N)', ttype='scalar', tname='log', step=s, loss=1.) for s in range(3)])
+    got = followed(f(t).figure)
+    plt.close('all')
+    assert len(got)==n
 
 
 def test_a_figure_on_the_page():
@@ -526,8 +552,10 @@ def test_what_is_read_and_when(pointed, monkeypatch):
     pointed(quick('compare'), [Run(), Run()], stats=False)
     assert [e for _,e in asked]==[False, False]
     asked.clear()
-    pointed(quick('ridge'), Run(), stats=False)
-    assert asked==[({}, True)]
+    drawing = quick('mine')
+    def mine(df, tt='output', dtypes=()): return drawing(df, tt)
+    pointed(mine, Run(), stats=False)
+    assert asked==[({}, True)] # number formats are looked for in exponents
 
 
 def test_interactive_where_there_are_no_controls(monkeypatch):

@@ -195,7 +195,7 @@ class Picture:
         with mpl.rc_context(self.style), drawing_on(fig, tall): out = f(arguments.table, **values)
         if fig not in figures_of(out): raise TypeError(f"{f.__name__} gave {an(out)} that is not in the figure it was to draw into. "
             "interactive is for pictures of torchember: scalar_line, exp_hist, scalar_global_heatmap, overview, tree, ...")
-        with mpl.rc_context(self.style): self.lines = [vertical(ax) for ax in followed(f, values, fig)]
+        with mpl.rc_context(self.style): self.lines = [vertical(ax) for ax in followed(fig)]
         self.surface.above(*self.lines)
         self.good = arguments,values
         self.place(step)
@@ -220,12 +220,10 @@ def vertical(ax):
     ax.set_xlim(limits)
     return line
 
-def followed(f, values, fig):
-    "The axes along which steps go"
-    if f.__name__ not in along_steps or column_of(values)!='step': return []
-    return [ax for ax in fig.axes if ax.get_label()!='<colorbar>']
-
-along_steps = ('scalar_line', 'scalar_global_heatmap', 'overview', 'updates', 'compare')
+def followed(fig):
+    "The axes along which steps go: those that say so"
+    named = lambda ax: 'step' in {fig.get_supxlabel(), *(a.get_xlabel() for a in ax.get_shared_x_axes().get_siblings(ax))}
+    return [ax for ax in fig.axes if ax.name=='rectilinear' and ax.get_label()!='<colorbar>' and named(ax)]
 
 def column_of(values):
     "The column of the horizontal axis"
@@ -338,11 +336,9 @@ class Patches:
 
 def rows_for(f, source, ttype=None):
     "The table that a picture needs; nothing else is read when a control is moved"
-    stats = ['exponents'] if f.__name__ in counted else None
+    stats = ['exponents'] if any(n.startswith('dtype') for n in signature(f).parameters) else None # which number formats have room for
     if isinstance(source, list|tuple): return [table_of(s, stats) for s in source]
     return table_of(source, stats, **({} if ttype is None else {'ttype': ttypes_asked(ttype)}))
-
-counted = ('exp_hist', 'ridge', 'out_of_range') # pictures of exponents
 
 # %% ../../nbs/60_show/94_pointing.ipynb #51c0a011
 def tensor_key(row): return tuple(str(row.get(c)) for c in ('path', 'ttype', 'tname', 'call'))
