@@ -23,6 +23,10 @@ env.setenv('TORCHINDUCTOR_COMPILE_THREADS', '1') # more are a pool of processes,
 if 'PYTEST_XDIST_WORKER' in os.environ: env.setenv('OMP_NUM_THREADS', '1')
 
 
+# Some collections in a process full of compilers take half a second each; tests that mean one ask for it
+gc.set_threshold(20_000, 20, 20)
+
+
 def over():
     env.undo()
     home.cleanup()

@@ -67,7 +67,7 @@ def same(want, got, tol=0.):
 
 @pytest.mark.parametrize('when', ['before', 'after'])
 @pytest.mark.parametrize('how', ['whole', 'in place', 'blocks'])
-@pytest.mark.parametrize('backend', TOL)
+@pytest.mark.parametrize('backend', [pytest.param(b, marks=[pytest.mark.slow]*(b=='inductor')) for b in TOL])
 def test_compiled(backend, how, when):
     "Before compiling and after: all activations and gradients, from one graph, and after `remove` the first is found again"
     want,grads = wanted(blocks=BLOCKS[backend])
@@ -240,6 +240,7 @@ def test_passes_and_backwards_in_any_order():
     same(last(None), last('whole'))
 
 
+@pytest.mark.slow
 def test_compiled_autograd():
     "A backward that is compiled after an eager pass, or after a compiled one"
     from torch._dynamo.compiled_autograd import _enable

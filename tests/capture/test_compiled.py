@@ -57,7 +57,7 @@ def run(f, te, *inputs):
 
 # ---- how a model is compiled
 
-@pytest.mark.parametrize('backend', TOL)
+@pytest.mark.parametrize('backend', [pytest.param(b, marks=[pytest.mark.slow]*(b=='inductor')) for b in TOL])
 def test_whole(backend):
     got = train(GPT, ids, 'whole', backend, **(OPTIONS if backend!='inductor' else dict(ttypes=ALL)))
     want = eager() if backend!='inductor' else train(GPT, ids, ttypes=ALL)
@@ -73,12 +73,14 @@ def test_block_by_block(blocks):
     same_training(eager(blocks), got)
 
 
+@pytest.mark.slow
 def test_blocks_under_inductor():
     got = train(lambda: GPT(12, d=8), ids, 'blocks', 'inductor', ttypes=ALL)
     assert got.graphs==1
     same_training(train(lambda: GPT(12, d=8), ids, ttypes=ALL), got, 2e-5)
 
 
+@pytest.mark.slow
 def test_reduce_overhead():
     "On a CPU there are no CUDA graphs to record; on a GPU our operators keep a graph out of them, for their key is on the CPU"
     torch.manual_seed(0)

@@ -99,7 +99,7 @@ def test_in_several(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', ['vit', 'gpt2', 'resnet', 'routed', 'cells'])
+@pytest.mark.parametrize('name', ['resnet', 'routed', 'cells', *(pytest.param(n, marks=pytest.mark.release) for n in ('vit', 'gpt2'))])
 def test_inductor(name):
     "Layers that do not wait for each other, such as q, k and v, enter and leave in the order of the program all the same"
     import torch._inductor.config as config

@@ -135,7 +135,7 @@ groups = {
     'everything': 'everything'}
 
 
-@pytest.mark.parametrize('lacks', groups)
+@pytest.mark.parametrize('lacks', [pytest.param(g, marks=[pytest.mark.slow]*(g!='everything')) for g in groups])
 def test_the_same_rows_without(lacks, whole, tmp_path):
     out,missing = trained(groups[lacks], tmp_path)
     assert len(missing)>12 if lacks=='everything' else set(missing)>=set(groups[lacks].split())

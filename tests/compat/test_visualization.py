@@ -39,6 +39,7 @@ def run(code, tmp_path, **env):
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('sink', ['wandb', 'run'])
 def test_wandb_offline(tmp_path, sink):
     pytest.importorskip('wandb')
@@ -80,7 +81,7 @@ print(json.dumps({q: got['1'][q] if q in got['1'] else got['0'][q] for q in ('Me
     assert [e.step for e in events.Scalars('accuracy')]==[11]
 
 
-@pytest.mark.parametrize('sink', ['plt', 'None', 'Figure()', 'plt.figure()'])
+@pytest.mark.parametrize('sink', ['None', 'plt.figure()', *(pytest.param(s, marks=pytest.mark.slow) for s in ('plt', 'Figure()'))])
 def test_matplotlib(tmp_path, sink):
     out = run(f'''
 import matplotlib.pyplot as plt

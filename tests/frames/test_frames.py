@@ -186,6 +186,7 @@ def test_what_is_appended_meanwhile_does_not_count(tmp_path, eager, monkeypatch)
     assert len(df)==500 and df.a.dtype=='int64' and 'other' not in df
 
 
+@pytest.mark.slow
 def test_runs_that_go_on_and_that_do_not(tmp_path):
     code = f"import torch, torchember; te = torchember.torchEmber(torch.nn.Linear(1, 1), name='NAME', home={str(tmp_path)!r}); " \
         "te.model(torch.ones(1, 1)); te.t.barrier()"

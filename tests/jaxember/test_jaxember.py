@@ -492,6 +492,7 @@ def test_numbers_that_are_noted_several_times_in_a_step(tmp_path):
     assert list(zip(rows.step, rows.call, rows.loss, strict=True))==[(s, i, 10.*s+i) for s in range(2) for i in range(3-s)]
 
 
+@pytest.mark.slow
 def test_nnx_models_live_on(tmp_path):
     "One that was made or changed in a tracked step can be changed afterwards, and in the next tracker"
     opt = optax.sgd(.1)
@@ -620,6 +621,7 @@ out['pmap'] = dict(same=bool((y==2*x).all()), rows=rows(t), said=[str(i.message)
 print(json.dumps(out))
 '''
 
+@pytest.mark.slow
 def test_eight_devices(tmp_path):
     "Rows of sharded arrays are of the whole, those in shard_map and pmap of each shard"
     got = json.loads(done(f'import sys; sys.argv[1:] = [{str(tmp_path)!r}]\n'+eight, XLA_FLAGS='--xla_force_host_platform_device_count=8').splitlines()[-1])
@@ -701,6 +703,7 @@ def test_memory_is_flat(tmp_path):
     assert grown<15e6 and arrays<=20, (grown, arrays)
 
 
+@pytest.mark.slow
 def test_without_torch(tmp_path):
     "Train, read and draw where torch is not installed; and what is missing is said"
     out = done(f'''

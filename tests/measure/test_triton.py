@@ -48,6 +48,7 @@ for cc in (80, 90):
 '''
 
 
+@pytest.mark.slow
 def test_compiled_for_gpus_that_are_not_here(tmp_path):
     "The compiler needs no GPU; what it writes for an A100 and an H100 loads 16 bytes at once and keeps subnormal numbers"
     env = {k:v for k,v in os.environ.items() if k!='TRITON_INTERPRET'} | {'TRITON_CACHE_DIR': str(tmp_path)}

@@ -797,6 +797,7 @@ def test_it_is_drawn_without_saying_of_which_tensor():
     plt.close('all')
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path):
     "DDP, compiled or not, and FSDP2: activations are each rank's own, weights and their gradients are those of the whole, and the same in all"
     here = Path(__file__).parent

@@ -67,6 +67,7 @@ def ran(code, folder):
     return [json.loads(Path(folder/f'{r}.json').read_text()) for r in range(2)]
 
 
+@pytest.mark.slow
 def test_each_call_has_its_placement(tmp_path):
     "One call is given a shard and another a whole tensor, in either order, in two steps"
     pytest.importorskip('torch.distributed.tensor')
@@ -76,6 +77,7 @@ def test_each_call_has_its_placement(tmp_path):
             assert [tuple(r) for r in got]==[(s, c, *order[c]) for s in range(2) for c in range(2)]
 
 
+@pytest.mark.slow
 def test_the_ratio_of_a_shard_is_to_the_shard_of_its_weight(tmp_path):
     "FSDP2 shows whole weights in the forward, and the update of a shard: .2/1 on the one rank, .2/10 on the other"
     pytest.importorskip('torch.distributed.tensor')

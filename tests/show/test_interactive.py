@@ -60,7 +60,8 @@ class Page:
         assert self.nb.page.locator('.Toastify__toast, .jp-Dialog').count()==0
 
 
-@pytest.mark.parametrize('dpr', [1, 2])
+@pytest.mark.slow
+@pytest.mark.parametrize('dpr', [1, pytest.param(2, marks=[pytest.mark.slow, pytest.mark.release])])
 def test_pointing(chromium, tmp_path, dpr):
     cells = ['%matplotlib widget', RUN, "a = interactive(scalar_line, df=te, layer=['0', '2'], tt='Gradient', scalar_metric=['std', 'rm2'], width=900)\na",
         "b = interactive(exp_hist, df=te, layer='2', dtype_annotation='float8_e4m3fn', width=900)",
@@ -118,6 +119,7 @@ def test_pointing(chromium, tmp_path, dpr):
         p.good()
 
 
+@pytest.mark.slow
 def test_images(chromium, tmp_path):
     "Without ipympl the same controls, a slider over the steps, and a way into a heat map"
     cells = ['%matplotlib inline', RUN, "a = interactive(scalar_line, df=te, layer='0', tt='Gradient', width=900)",
@@ -196,6 +198,7 @@ THEIRS = ["interactive(exp_hist, df=lf, layer='output', tt='Activation', step=0,
         tt='Gradient', scalar_metric=['std', 'rm2'], col_wrap=3)"""]
 
 
+@pytest.mark.slow
 def test_calls_of_track_and_visualize(chromium, tmp_path):
     with server(tmp_path) as lab, chromium('EXCLUDE 127.0.0.1') as browser:
         calls = [f'v = {call}\nviews.append(v)' for call in THEIRS]

@@ -3,6 +3,7 @@ import gc
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 import termios
@@ -37,7 +38,9 @@ def program(code): return textwrap.dedent(training)+textwrap.dedent(code)
 def on_terminal(code, stop=None):
     "What a program shows on a terminal, and its exit status"
     pid,fd = pty.fork()
-    if not pid: os.execv(sys.executable, [sys.executable, '-c', code])
+    if not pid:
+        signal.signal(signal.SIGINT, signal.SIG_DFL) # who began this in a background has it ignored, and Ctrl-C would wait for ever
+        os.execv(sys.executable, [sys.executable, '-c', code])
     termios.tcsetwinsize(fd, (30, 120))
     out = b''
     while True:
@@ -54,6 +57,7 @@ def steps_in(out): return [int(n.replace(',', '')) for n in re.findall(r'followe
 def picture(nb): return nb.page.evaluate("[...document.querySelectorAll('.jp-OutputArea img')].map(i => i.src)")
 
 
+@pytest.mark.slow
 def test_notebook(chromium, tmp_path):
     cells = [program("import matplotlib.pyplot as plt; plt.style.use('dark_background'); other = plt.figure(); plt.close(other)"),
         "view = te.live(every=.5); train(600, lambda: os.path.exists('enough')); print('trained: 1')",

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 train = """
 import sys, torch
 from torchember import torchEmber
@@ -45,6 +47,7 @@ def test_exit_writes_what_was_noted_after_the_run_was_closed(tmp_path):
         assert {r['ttype'] for r in rows(log)[12:]}==ttypes
 
 
+@pytest.mark.slow
 def test_eight_in_the_same_second(tmp_path):
     "Eight processes that start together have eight runs"
     wait = "import time; from datetime import datetime\nwhile datetime.now().second%5: time.sleep(.01)\n" # so that the names are the same
