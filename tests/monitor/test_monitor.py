@@ -294,7 +294,7 @@ def test_only_what_is_asked_for_is_caught():
     assert '_torchember' not in model.fc1.__dict__ and '_torchember' in model.fc2.__dict__
     kept = []
     watch = next(w for w in monitor.watches if w.track.path=='fc2')
-    train(model, monitor, seen=None, run=lambda x: (model(x), kept.append(len(watch.kept)))[0])
+    train(model, monitor, seen=None, run=lambda x: (model(x), kept.append(len(watch.caught.reduced)))[0])
     assert kept==[1, 1, 1, 0, 0, 0] # of the first two steps it cannot be known whether they are due
 
 
@@ -440,7 +440,7 @@ def test_rows_are_in_the_log_also_beside_an_ember():
 
 
 def test_output_is_there_when_memory_has_let_it_go():
-    from torchember.monitor.monitor import Outputs
+    from torchember.monitor.monitor import QuantityValues
     model = made()
     monitor = Monitor(model, {'conv': ['InputMean', 'InputStd']})
     monitor.outputs.most = 100
@@ -454,7 +454,7 @@ def test_output_is_there_when_memory_has_let_it_go():
     for s in range(6): np.testing.assert_array_equal(a['InputMean'][s], b['InputMean'][s])
     monitor.clean_mem()
     assert monitor.get_output()=={'conv': {'InputMean': {}, 'InputMeanScalar': {}, 'InputStd': {}}} and len(monitor.t.df)==6
-    assert isinstance(Outputs().values, dict)
+    assert isinstance(QuantityValues().values, dict)
 
 
 flat = '''

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from torchember import Monitor, at
-from torchember.monitor.watching import Expected, rank_of
+from torchember.monitor.watching import ExpectedStep, rank_of
 
 config = {'0': [['InputStd', 2], 'WeightNorm', ['WeightGradNorm', at(1, 6, 9)], ['WeightParamJump', 3], ['GradSNR', 4], ['UpdateEffectiveRank', 2]],
     '1': [['MeanTID', 3], ['VarTID', 2], 'OutputGradSndNorm'], '2': [['UnitActivity', 4], ['LinearDeadNeuronNum', 3]],
@@ -115,7 +115,7 @@ def test_each_value_of_each_step(tmp_path):
 def test_which_step_a_pass_is_of():
     "Ranks of passes, how many there are to a step, and steps at one distance, until one comes as a surprise"
     assert [rank_of(t, g) for t in (False, True) for g in (False, True)]==[0, 2, 1, 3]
-    e,seen = Expected(),[]
+    e,seen = ExpectedStep(),[]
     def step(number, *ranks):
         for r in ranks:
             e.begin(r)
@@ -128,7 +128,7 @@ def test_which_step_a_pass_is_of():
     assert step(5, 1, 3)==[(True, 0, False, None), (False, 1, False, None)] # without gradients, after a step that had them
     assert (e.usual, e.varies, e.step)==(1, True, 10)
     assert step(10, 3, 3)==[(False, 1, False, 10), (False, 2, False, None)] # one more than usual
-    e = Expected()
+    e = ExpectedStep()
     for s in (0, 5): step(s, 3, 3)
     assert step(10, 3, 3)==[(False, 1, True, 10), (False, 2, False, 10)] # of the two the last one counts
     assert step(12, 3, 3)==[(False, 1, True, 15), (False, 2, False, 15)] and e.needed==4 # a surprise

@@ -6,7 +6,7 @@
 __all__ = ['Monitor']
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #f56fff83
-import inspect, math, operator, os, re
+import inspect, math, operator, re
 from array import array
 
 import numpy as np
@@ -15,12 +15,13 @@ from torch import nn
 
 from ..capture.forward import arm, armed_by
 from ..capture.tree import tracks, tree_dict, unwrap
+from ..ember import disabled
 from ..ground.choose import schedule, select
 from ..measure.kernels import no_autocast
 from . import multi_step, single_step # noqa: F401
 from .quantities import MultiStepQuantity, Quantity, classes, of_function, of_numpy, owned
-from .views import Missing, View
-from .watching import Passes, Watch, extensions, tensors_of
+from .views import MissingTensor, View
+from .watching import ModelPasses, Watch, extensions, feed, show_caught, tensors_of
 from ..ground.messages import an, printable, unknown
 from ..ground.record import SCHEMA
 from ..recorder.notices import Notices
@@ -45,7 +46,7 @@ def modules_of(
     return [by_id[id(m)] for m in select(key).pick((p, t.module) for p,t in paths.items())], False
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #69843774
-def class_of(
+def quantity_class(
     what # Name of a quantity, its class, or a function
 ) -> type:
     "The class of a quantity. Raises ValueError or TypeError for what is none"
@@ -83,7 +84,7 @@ def quantities_of(
     for key,asked in config.items():
         some,alone = modules_of(key, tracked)
         for what,when in items_of(asked, key):
-            c = type(what) if isinstance(what, Quantity) else class_of(what)
+            c = type(what) if isinstance(what, Quantity) else quantity_class(what)
             try: when = known.setdefault(when, schedule(when)) if isinstance(when, str|int) else schedule(when)
             except (TypeError, ValueError) as e: raise type(e)(f"{c.__name__} of {key!r}: {e}") from None
             for t in some:
@@ -100,7 +101,7 @@ def quantities_of(
     return {t.path: found[t.path] for t in tracked if t.path in found}
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #377bfeb4
-def place_of(q) -> str:
+def row_ttype(q) -> str:
     "The tensor type whose row has the values of a quantity"
     asked = [n.ttype for n in q.needs]+[t for e,b in extensions(q) for t in tensors_of(e, b)[:1]]
     return asked[0] if asked else 'weight'
@@ -115,7 +116,7 @@ def tensor_name(ttype, module, about):
     return f"{'grad' if ttype.endswith('grad') else 'weight'}_{i}", p if p in ps else None, 0, str(dtype).removeprefix('torch.')
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #1ca83a55
-class Outputs:
+class QuantityValues:
     "Values by module, quantity and step, in memory while they are few"
     most = 4_000_000 # numbers to hold, each value taken for ten more; beyond these the older half is read from the log when it is asked for
     def __init__(self): self.values,self.numbers,self.elsewhere = {},0,{} # elsewhere: (path, quantity) -> steps of which only the log has the value
@@ -152,7 +153,7 @@ def cost(value): return getattr(value, 'size', 1)+10
 # %% ../../nbs/47_monitor/50_monitor.ipynb #99cb77b1
 def unspoilt(w, compute, name):
     "Compute a quantity. Raises when it has written into a tensor of the model"
-    held = [x for x in (*(k.x for k in w.whole.values()), *w.track.module._parameters.values()) if x is not None and not x.is_inference()]
+    held = [x for x in (*(k.x for k in w.caught.whole.values()), *w.track.module._parameters.values()) if x is not None and not x.is_inference()]
     before = [x._version for x in held]
     compute()
     if any(x._version!=v for x,v in zip(held, before, strict=True)):
@@ -162,6 +163,61 @@ def as_value(v):
     "A float, or an array of numpy"
     if isinstance(v, np.ndarray): return v.item() if v.size==1 and v.ndim<1 else v
     return v
+
+# %% ../../nbs/47_monitor/50_monitor.ipynb #f0789139
+class QuantityRows:
+    "Computes what quantities of a module are due: a row for each tensor that has some. What fails is told once, and the row says it"
+    def __init__(self,
+        values, # `QuantityValues`, which remembers them
+        on_error:str='warn' # Or 'raise'
+    ): self.values,self.notices = values,Notices(on_error)
+
+    def __call__(self, w, qs, step) -> list: # As `Recorder.add_rows` takes them
+        "What comes of a module at this step"
+        show_caught(w)
+        of = {}
+        for q in qs:
+            values = self.computed(w, q, step)
+            if values is None: continue
+            stats = of.setdefault(row_ttype(q), {})
+            if 'error' in values and 'error' in stats: values['error'] = f"{stats['error']}; {values['error']}"
+            stats.update(values)
+            for n,v in values.items():
+                if n!='error': self.values.add(w.track.path, n, step, v)
+        w.view.let_go()
+        return [self.row(w, ttype, stats) for ttype,stats in of.items()]
+
+    def computed(self, w, q, step): # Columns, or None where there are none
+        "One quantity"
+        name = type(q).__name__
+        try:
+            feed(w.view, w.caught, q)
+            unspoilt(w, lambda: q.track(step), name)
+            if step not in q._output: return None
+            value = as_value(q._output.pop(step))
+            return {name: value, **{n: float(f(value)) for n,f in getattr(q, 'derived', {}).items()}}
+        except Exception as e:
+            missing = isinstance(e, MissingTensor)
+            if missing and q.multi and not shown(q, step): return None
+            self.tell(w, q, e)
+            return None if missing else {name: math.nan, 'error': f'{name}: {type(e).__name__}: {e}'} # of what is missing there is no row
+
+    def row(self, w, ttype, stats):
+        tname,pname,call,dtype = tensor_name(ttype, w.track.module, w.caught.about)
+        stats = {k: v.tolist() if isinstance(v, np.ndarray) else v for k,v in stats.items()}
+        return (w.track.name, ttype.replace('bias', 'weight') if ttype in owned else ttype, tname, pname, None, 0), call, dtype, stats
+
+    def tell(self, w, q, e):
+        if self.notices.on_error=='raise': raise e
+        self.notices.errors += 1
+        if missing := isinstance(e, MissingTensor): said = f"{e} There is no value of this step."
+        else: said = f"{type(e).__name__}: {e} Its row says so."
+        kind = (w.track.path, type(q), type(e)) if missing else (type(q), type(e))
+        self.notices.once(kind, f"{type(q).__name__} of {w.track.name}: {said} Training goes on, and this is said once.")
+
+def shown(q, step):
+    try: return q.should_show(step)
+    except Exception: return True
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #7a246089
 class Monitor:
@@ -191,8 +247,8 @@ class Monitor:
         self.model,self.config = unwrap(model),{} if config is None else config
         self.tracks = tracks(self.model)
         found = quantities_of(self.config, self.tracks) # raises before anything is changed
-        self.notices,self.passes,self.outputs = Notices(on_error),Passes(self.tracks[0]),Outputs()
-        self.watches,self.plans = self.passes.watches,{} # plans: groups that are due -> modules and their quantities
+        self.passes,self.outputs = ModelPasses(self.tracks[0]),QuantityValues()
+        self.watches,self.rows = self.passes.watches,QuantityRows(self.outputs, on_error)
         for t,asked in found.values():
             view = View(t.module, repr(t.path) if t.path else t.name)
             made = [c if isinstance(c, Quantity) else c(view, when) for c,when in asked.values()]
@@ -201,14 +257,14 @@ class Monitor:
         self.parse_module = {w.track.path: w.track.module for w in self.watches}
         self.parse_quantity = {w.track.path: w.quantities for w in self.watches}
         if scaler is not None and not hasattr(scaler, 'unscale_'): raise TypeError(f"scaler= is a torch.amp.GradScaler, got {an(scaler)}.")
-        self.open_run(name, resume, home)
+        self._open_run(name, resume, home)
         watch = getattr(self.recorder, 'watch', None)
         self.passes.scaler = scaler if scaler is not None or watch is None else watch.scaler
         listening = [w for w in self.watches if w.listens]
         self.states = arm(self.tracks[:1], self.passes, set()) if listening else []
         for w in listening: self.states += arm([w.track], w)
 
-    def open_run(self, name, resume, home):
+    def _open_run(self, name, resume, home):
         "Rows go into the run of the ember that is armed on this model, or into a run of their own"
         self.recorder = None if name or home or resume else getattr(armed_by(self.model), 'recorder', None)
         if self.recorder is not None: self.t = self.recorder.t; return
@@ -232,12 +288,12 @@ class Monitor:
         """
         step = whole_number(global_step)
         if disabled(): return
-        rows,some = [],self.active(self.passes.due(step))
+        rows,due = [],self.passes.quantities(self.passes.due(step))
         self.passes.measuring = True
         try:
-            if some:
+            if due:
                 with torch.no_grad(), no_autocast('cpu'):
-                    for w,qs in some: rows += self.rows_of(w, qs, step)
+                    for w,qs in due: rows += self.rows(w, qs, step)
         finally:
             self.passes.measuring = False
             for w in self.watches: w.step_over()
@@ -247,55 +303,6 @@ class Monitor:
         else:
             ts,marks = now(),{**self.rank, **self.t.marked}
             self.t.put(lambda: [one_row(key, call, None, dtype, stats, step, ts, marks, {}) for key,call,dtype,stats in rows], True)
-
-    def active(self, due):
-        "Modules and their quantities, of the groups that are due"
-        if due not in self.plans:
-            wanted = set().union(*(self.passes.groups[k][1] for k in due))
-            self.plans[due] = [(w, qs) for w in self.watches if (qs := [q for q in w.quantities if q in wanted])]
-        return self.plans[due]
-
-    def rows_of(self, w, qs, step):
-        "What comes of a module at this step: a row for each tensor that has quantities. As `Recorder.add_rows` takes them"
-        w.show()
-        of = {}
-        for q in qs:
-            name = type(q).__name__
-            try:
-                w.feed(q)
-                unspoilt(w, lambda q=q: q.track(step), name)
-                if step not in q._output: continue
-                values = {name: as_value(q._output.pop(step))}
-                values.update({n: float(f(values[name])) for n,f in getattr(q, 'derived', {}).items()})
-            except Exception as e:
-                if isinstance(e, Missing) and q.multi and not self.shown(q, step): continue
-                self.failed(w, q, e)
-                if isinstance(e, Missing): continue # there is no tensor that a row could be of
-                values = {name: math.nan, 'error': f'{name}: {type(e).__name__}: {e}'}
-            stats = of.setdefault(place_of(q), {})
-            if 'error' in values and 'error' in stats: values['error'] = f"{stats['error']}; {values['error']}"
-            stats.update(values)
-            for n,v in values.items():
-                if n!='error': self.outputs.add(w.track.path, n, step, v)
-        out = []
-        for ttype,stats in of.items():
-            tname,pname,call,dtype = tensor_name(ttype, w.track.module, w.about)
-            stats = {k: v.tolist() if isinstance(v, np.ndarray) else v for k,v in stats.items()}
-            out.append(((w.track.name, ttype.replace('bias', 'weight') if ttype in owned else ttype, tname, pname, None, 0), call, dtype, stats))
-        w.view.let_go()
-        return out
-
-    def shown(self, q, step):
-        try: return q.should_show(step)
-        except Exception: return True
-
-    def failed(self, w, q, e):
-        if self.notices.on_error=='raise': raise e
-        self.notices.errors += 1
-        if missing := isinstance(e, Missing): said = f"{e} There is no value of this step."
-        else: said = f"{type(e).__name__}: {e} Its row says so."
-        kind = (w.track.path, type(q), type(e)) if missing else (type(q), type(e))
-        self.notices.once(kind, f"{type(q).__name__} of {w.track.name}: {said} Training goes on, and this is said once.")
 
     last_step = property(lambda self: self.passes.expected.last, doc="The step that was tracked last, None before")
 
@@ -328,7 +335,7 @@ class Monitor:
 
     def close(self):
         "Give the model back as it was, and write everything"
-        self.leave()
+        self._leave()
         for w in self.watches: w.let_go()
         if self.recorder is None: self.t.end()
         else: self.t.barrier()
@@ -337,9 +344,9 @@ class Monitor:
 
     def __exit__(self, *error): self.close()
 
-    def __del__(self): self.leave()
+    def __del__(self): self._leave()
 
-    def leave(self):
+    def _leave(self):
         for st in getattr(self, 'states', ()): st.leave()
         self.states = []
 
@@ -348,8 +355,6 @@ class Monitor:
         return printable(f"<Monitor of {type(self.model).__name__}: {n} quantities of {len(self.watches)} modules, run {self.fname}>")
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #af31027b
-def disabled(): return os.environ.get('TORCHEMBER_DISABLE', '0') not in ('', '0')
-
 def whole_number(step):
     "A step as an int. Raises TypeError"
     if isinstance(step, torch.Tensor) and step.numel()==1: step = step.item()

@@ -18,7 +18,8 @@ from ..measure.spectrum import covariance
 from ..measure.summary import groups_for
 from ..measure.units import channel_means, channel_stats
 from ..ground.messages import an, unknown
-from .views import BackwardInputExtension, BackwardOutputExtension, ForwardInputExtension, ForwardOutputExtension, Missing, axis_of, view_of
+from .views import BackwardInputExtension, BackwardOutputExtension, ForwardInputExtension, ForwardOutputExtension
+from .views import MissingTensor, axis_of, view_of
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #b1d7cebf
 flows = ('input', 'output', 'input_grad', 'output_grad') # what has to be caught
@@ -58,12 +59,12 @@ def of_module(module, ttype):
     "A tensor that a module has itself"
     name = ttype.removesuffix('_grad')
     p = parameter_of(module, name)
-    if p is None: raise Missing(f"{module._name} has no {name}.")
+    if p is None: raise MissingTensor(f"{module._name} has no {name}.")
     if ttype.endswith('_grad'):
         it = f"the {name} of {module._name}"
-        if not (p.is_leaf or p.retains_grad): raise Missing(f"{it} is computed from other parameters, and has no gradient of its own.")
-        if p.grad is None and p.requires_grad: raise Missing(f"{it} has no gradient. Call track after backward, and before zero_grad.")
-        if p.grad is None: raise Missing(f"{it} is frozen: it does not require a gradient.")
+        if not (p.is_leaf or p.retains_grad): raise MissingTensor(f"{it} is computed from other parameters, and has no gradient of its own.")
+        if p.grad is None and p.requires_grad: raise MissingTensor(f"{it} has no gradient. Call track after backward, and before zero_grad.")
+        if p.grad is None: raise MissingTensor(f"{it} is frozen: it does not require a gradient.")
         p = p.grad
     p = unscaled(p.detach(), getattr(module, '_scale', None) if ttype.endswith('_grad') else None)
     return p.full_tensor() if hasattr(p, 'full_tensor') else p # spread over ranks

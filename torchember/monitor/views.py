@@ -41,7 +41,7 @@ def layout_of(c):
     return next((int(m[1]) for k in c.__mro__ if (m := re.search(r'([123])d$', k.__name__))), None)
 
 # %% ../../nbs/47_monitor/00_views.ipynb #0ff6b595
-class Missing(AttributeError):
+class MissingTensor(AttributeError):
     "Raised for a tensor that is not there"
 
 what = {'input': 'what is given to it', 'output': 'what it returns', 'input_grad': 'the gradient of what is given to it',
@@ -63,7 +63,7 @@ class View:
     def __getattr__(self, name): # what neither the view nor its class has
         if name in attributes:
             t = attributes[name]
-            raise Missing(self._why.get(t) or f"{self._name} has no {name}: {what[t]} was not caught. A quantity says by its extensions what it needs.")
+            raise MissingTensor(self._why.get(t) or f"{self._name} has no {name}: {what[t]} was not caught. A quantity says by its extensions what it needs.")
         return getattr(self._real(), name)
 
     def __call__(self, *args, **kwargs): return self._real()(*args, **kwargs)

@@ -21,7 +21,7 @@ def rank_of(training, grad):
     "How good a pass is for training: 3 when it can be trained with"
     return 2*bool(grad)+bool(training)
 
-class Expected:
+class ExpectedStep:
     "Which step the coming pass belongs to, before it is said"
     patience,many = 1000,64 # passes without a step, after which nothing is caught until there is one; and those that are too many for micro-batches
     def __init__(self):
@@ -67,7 +67,7 @@ class Expected:
         self.last,self.passes,self.skipped,self.best,self.other = step,0,False,-1,-1
 
 # %% ../../nbs/47_monitor/40_watching.ipynb #65fe8618
-class Passes(Listener):
+class ModelPasses(Listener):
     "Hears where passes of a model begin, and says to its `Watch`es what is wanted in them"
     wants = always(False, False)
     running = False # whether the root is
@@ -75,9 +75,10 @@ class Passes(Listener):
     def __init__(self,
         root # `moduleTrack` of the model
     ):
-        self.root,self.expected,self.measuring = root,Expected(),False # measuring: while a quantity runs, which may call the model
+        self.root,self.expected,self.measuring = root,ExpectedStep(),False # measuring: while a quantity runs, which may call the model
         self.scaler = None # a `GradScaler`
         self.watches,self.groups,self.last = [],{},None # groups: key -> function of the step, quantities that are due together
+        self.plans = {} # groups that are due -> watches and their quantities
 
     def add(self, w):
         "One more `Watch`"
@@ -96,6 +97,15 @@ class Passes(Listener):
     def due(self, step):
         "Keys of the groups that are due at a step, all of them when it is not known. Where a schedule fails, its quantity is asked again and tells"
         return frozenset(k for k,(ask,_) in self.groups.items() if step is None or ask is None or answers(ask, step))
+
+    def quantities(self,
+        due # Groups, as `due` gives them
+    ) -> list: # Pairs
+        "The watches that have quantities of these groups, and which"
+        if due not in self.plans:
+            wanted = set().union(*(self.groups[k][1] for k in due))
+            self.plans[due] = [(w, qs) for w in self.watches if (qs := [q for q in w.quantities if q in wanted])]
+        return self.plans[due]
 
     def pass_begins(self, state, grad=None):
         if self.measuring: return False
@@ -142,7 +152,7 @@ def answers(ask, step):
     except Exception: return True
 
 # %% ../../nbs/47_monitor/40_watching.ipynb #fb1f8e62
-class Kept:
+class HeldTensor:
     "A tensor that is held on to until a step is tracked"
     def __init__(self, x, copy, alone=True): # alone: whether it was returned as it is, and not in a tuple or another nest
         self.alone = alone
@@ -152,186 +162,193 @@ class Kept:
     def overwritten(self): return self.version is not None and self.x._version!=self.version
 
 # %% ../../nbs/47_monitor/40_watching.ipynb #c158cfe4
-class Place:
-    "What is kept of one tensor of a module"
-    def __init__(self): self.order,self.whole,self.copy = [],False,False # reductions that are wanted; whether the tensor itself is, and a copy of it
+class Wanted:
+    "What is wanted of one tensor of a module in the coming pass"
+    def __init__(self): self.reductions,self.whole,self.copy = [],False,False # copy: of the whole, as the last was written into
 
-    def wants(self): return self.whole or self.order
+    def __bool__(self): return bool(self.whole or self.reductions)
+
+# %% ../../nbs/47_monitor/40_watching.ipynb #3a99ab1e
+class CaughtTensors:
+    "What is wanted of a module's tensors, and what is kept of them until the step is tracked"
+    def __init__(self,
+        module, # It, or whatever stands for it
+        view, # Its `View`, which reductions may ask
+        needed, # ttype -> (reduction or None, quantity) pairs
+        passes # The `ModelPasses`, which knows the scale of the loss
+    ):
+        self.module,self.view,self.needed,self.passes = module,view,needed,passes
+        self.wanted = {t: Wanted() for t in flows}
+        self.reduced,self.whole,self.about = {},{},{} # (ttype, reduction) -> what came of it; ttype -> `HeldTensor`; ttype -> tname, call, dtype
+
+    def expect(self,
+        due # Function: quantity -> whether its tensors are wanted in the coming pass
+    ) -> bool: # Whether any are
+        "A pass begins"
+        for ttype,asked_for in self.needed.items():
+            w = self.wanted[ttype]
+            w.whole = any(r is None and due(q) for r,q in asked_for)
+            w.reductions = sorted({r for r,q in asked_for if r is not None and due(q)}, key=lambda r: r not in also)
+        return any(self.wanted.values())
+
+    def keep(self, ttype, tname, x, call, copy):
+        "Reduce a tensor now, or hold on to it. What goes wrong is kept in place of what should have come of it"
+        w = self.wanted[ttype]
+        self.about[ttype] = tname,call,str(x.dtype).removeprefix('torch.')
+        scale = self.passes.scale() if ttype.endswith('_grad') else None
+        if w.whole: self.whole[ttype] = HeldTensor(unscaled(x.detach(), scale), scale is None and (copy or w.copy), tname is alone)
+        if not w.reductions: return
+        self.passes.measuring,done = True,{}
+        try:
+            with torch.no_grad(), no_autocast(x.device.type):
+                x = unscaled(x.detach(), scale)
+                axis = axis_of(self.module, x)
+                for r in w.reductions:
+                    if (ttype, r) in done: continue
+                    try: got = r(x, axis, self.view)
+                    except Exception as e: got = e
+                    done[ttype, r] = got
+                    if r in also and not isinstance(got, Exception): done[ttype, also[r][0]] = also[r][1](got)
+                self.reduced.update(done)
+        finally: self.passes.measuring = False
+
+    def clear(self): self.reduced.clear(); self.whole.clear(); self.about.clear()
+
+    def __bool__(self): return bool(self.about or self.reduced or self.whole)
 
 # %% ../../nbs/47_monitor/40_watching.ipynb #191e147f
 class Watch(Listener):
-    "Keeps what the quantities of one module need"
+    "Hears one module for its quantities: which of its calls count, and which gradients are of these"
     running = 1 # no pass begins with it
     on = wants_any = True
     def __init__(self,
         track, # Its `moduleTrack`
         quantities:list, # Of it, made with `view`
         view:View, # Of the module
-        passes # The `Passes` of the model
+        passes # The `ModelPasses` of the model
     ):
-        self.track,self.quantities,self.view,self.all = track,quantities,view,passes
-        self.places = {t: Place() for t in flows}
-        self.kept,self.about = {},{} # (ttype, reduction) -> what came of it; ttype -> tname, call, dtype
-        self.whole,self.handles = {},[] # ttype -> `Kept`; hooks on leaves
+        self.track,self.quantities,self.view,self.passes = track,quantities,view,passes
+        needed = {t: [] for t in flows}
+        for q in quantities:
+            for ttype,reduce in asked(q): needed[ttype].append((reduce, q))
+        self.caught,self.handles = CaughtTensors(track.module, view, needed, passes),[] # hooks on leaves
         self.rank = self.now = self.common = self.other = -1 # rank of the calls whose tensors are kept, of this call, of those in the last step, of others
         self.raised = False # whether the last pass did
         self.calls,self.in_pass,self.arrived = 0,None,set() # calls in the pass; which pass; gradients that came in it
-        self.needed = {t: [] for t in flows} # ttype -> (reduction, quantity)
-        for q in quantities:
-            for ttype,reduce in asked(q): self.needed[ttype].append((reduce, q))
-        self.wants = always(*(bool(self.needed[t]) for t in flows))
+        self.wants = always(*(bool(needed[t]) for t in flows))
 
     listens = property(lambda self: self.wants.inputs or self.wants.outputs)
-    step = property(lambda self: self.all.expected.number)
 
-    def expect(self,
-        due # Function: quantity -> whether its tensors are wanted in the coming pass
-    ):
-        "A pass begins"
-        for ttype,asked_for in self.needed.items():
-            place = self.places[ttype]
-            place.whole = any(r is None and due(q) for r,q in asked_for)
-            place.order = sorted({r for r,q in asked_for if r is not None and due(q)}, key=lambda r: r not in also)
-        self.wants_any = any(p.wants() for p in self.places.values())
-
-    # ---- what is heard
+    def expect(self, due): self.wants_any = self.caught.expect(due)
 
     def pass_begins(self, state, grad=None): return False
 
     def call_begins(self, state, inputs, compiled=False):
-        if self.all.measuring or aside(inputs) or not self.look(compiled): return None
+        if self.passes.measuring or aside(inputs) or not self.counts(compiled): return None
+        self.calls += 1
         self.take('input', inputs, compiled)
         return self.gradient_of('input_grad', state, inputs, compiled)
 
     def call_ends(self, state, outputs, compiled=False):
         first = not self.wants.inputs
-        if self.all.measuring or aside(outputs) or not self.look(compiled, first): return None
-        if first: self.count()
+        if self.passes.measuring or aside(outputs) or not self.counts(compiled, first): return None
+        if first: self.calls += 1
         self.take('output', outputs, compiled)
         return self.gradient_of('output_grad', state, outputs, compiled)
 
-    def look(self, graph, begins=True):
+    def counts(self, graph, begins=True):
         "Whether this call is looked at"
-        e = self.all.expected
-        if begins: self.now = self.all.rank if self.all.running else self.all.called_alone(graph)
-        if e.skipped and self.all.running: return False
+        e = self.passes.expected
+        if begins: self.now = self.passes.rank if self.passes.running else self.passes.called_alone(graph)
+        if e.skipped and self.passes.running: return False
         if self.now<self.rank or self.now<2<=self.common: # not as good for training as another call of this module, in this step or the last
             self.other = max(self.other, self.now)
             return False
         if self.in_pass!=e.number or self.now>self.rank:
             self.in_pass,self.calls,self.arrived,self.rank = e.number,0,set(),self.now
-            self.forget()
+            self.caught.clear()
         return self.wants_any
-
-    def forget(self): self.kept.clear(); self.whole.clear(); self.about.clear()
 
     def pass_failed(self):
         "The pass has raised: what it has left is worth nothing"
-        if self.in_pass==self.all.expected.number: self.forget(); self.raised = True
-
-    def count(self): self.calls += 1
+        if self.in_pass==self.passes.expected.number: self.caught.clear(); self.raised = True
 
     def take(self, ttype, named, copy):
-        if ttype=='input': self.count()
-        if named and self.places[ttype].wants(): self.keep(ttype, *named[0], self.calls-1, copy)
+        if named and self.caught.wanted[ttype]: self.caught.keep(ttype, *named[0], self.calls-1, copy)
 
     def gradient_of(self, ttype, state, named, compiled):
         "Wait for that of the first tensor of this call; what is said of the call comes back with it from compiled code"
-        if not named or not self.places[ttype].wants(): return None
+        if not named or not self.caught.wanted[ttype]: return None
         number,call = self.in_pass,self.calls-1
         if compiled: return call, (number, named[0][0])
         def tell(n, g):
-            if number==self.in_pass and call==self.calls-1: self.keep(ttype, n, g, call, False)
+            if number==self.in_pass and call==self.calls-1: self.caught.keep(ttype, n, g, call, False)
         self.handles += hook_gradients(named[:1], tell, (id(self), ttype), False, state.key, ttype)
 
     def gradient(self, state, ttype, tname, grad, call, phase=None, backward=0):
         if phase is None: self.first(ttype, tname, grad)
-        elif phase==(self.in_pass, tname) and call==self.calls-1 and self.places[ttype].wants(): self.keep(ttype, tname, grad.detach(), call, True)
+        elif phase==(self.in_pass, tname) and call==self.calls-1 and self.caught.wanted[ttype]: self.caught.keep(ttype, tname, grad.detach(), call, True)
 
     def recomputed(self, state, inputs, outputs):
         for ttype,named in (('input_grad', inputs), ('output_grad', outputs)):
-            if not named or not self.places[ttype].wants(): continue
+            if not named or not self.caught.wanted[ttype]: continue
             self.handles += hook_gradients(named[:1], lambda n, g, ttype=ttype: self.first(ttype, n, g), (id(self), ttype), True, state.key, ttype)
 
     def first(self, ttype, n, g):
         "A gradient that says not which call it is of: the last call's comes first"
-        if ttype in self.arrived or not self.places[ttype].wants(): return
+        if ttype in self.arrived or not self.caught.wanted[ttype]: return
         self.arrived.add(ttype)
-        self.keep(ttype, n, g.detach(), max(self.calls-1, 0), True)
-
-    def keep(self, ttype, tname, x, call, copy):
-        "Reduce a tensor now, or hold on to it. What goes wrong is kept in place of what should have come of it"
-        place = self.places[ttype]
-        self.about[ttype] = tname,call,str(x.dtype).removeprefix('torch.')
-        if place.whole:
-            scale = self.all.scale() if ttype.endswith('_grad') else None
-            self.whole[ttype] = Kept(unscaled(x.detach(), scale), scale is None and (copy or place.copy), tname is alone)
-        if not place.order: return
-        self.all.measuring,done = True,{}
-        try:
-            with torch.no_grad(), no_autocast(x.device.type):
-                x = unscaled(x.detach(), self.all.scale() if ttype.endswith('_grad') else None)
-                axis = axis_of(self.track.module, x)
-                for r in place.order:
-                    if (ttype, r) in done: continue
-                    try: got = r(x, axis, self.view)
-                    except Exception as e: got = e
-                    done[ttype, r] = got
-                    if r in also and not isinstance(got, Exception): done[ttype, also[r][0]] = also[r][1](got)
-                self.kept.update(done)
-        finally: self.all.measuring = False
-
-    # ---- when a step is tracked
-
-    def show(self):
-        "Put what was kept into the view"
-        v = self.view
-        v.let_go()
-        v._scale = None if any_unscaled(self.all.scaler) else self.all.scale()
-        v._reduced.update(self.kept)
-        for ttype,k in self.whole.items():
-            if k.overwritten:
-                self.places[ttype].copy = True
-                v._why[ttype] = (f"the {ttype.replace('_', ' ')} of {v._name} was written into, in place, after it was caught. "
-                    "From the next step on a copy is made.")
-            else: v._reduced[ttype, None] = k.x
-        for ttype in flows:
-            if ttype not in v._why and self.needed[ttype] and ttype not in self.about: v._why[ttype] = self.why(ttype)
-
-    def feed(self, q):
-        "Have the extensions of a quantity put tensors into the view"
-        v = self.view
-        for e,backward in extensions(q):
-            if e.alike(v._put.get(e._name)): continue
-            ours = type(e).__module__.startswith('torchember.')
-            given = [v._reduced.get((t, None)) for t in (('input_grad', 'output_grad') if backward else ('input', 'output'))]
-            if ours and v._reduced.get((e.ttype, None)) is None or all(x is None for x in given): continue # whoever looks for it is told why
-            alone = not backward and ('output' not in self.whole or self.whole['output'].alone)
-            e(v, (given[0],), given[1] if alone else (given[1],))
-
-    def why(self, ttype):
-        "Why there is no tensor"
-        name = self.view._name
-        e = self.all.expected
-        if self.raised: return f"the last pass that called {name} raised an error."
-        if not e.passes and e.other>=0 or self.rank<0<=self.other:
-            return f"{name} was only called in eval() mode, or without gradients, unlike in the step before."
-        if not e.passes or self.places[ttype].wants() and not self.calls:
-            return f"{name} was not called since the last step that was tracked, as far as can be seen."
-        if ttype.endswith('_grad') and self.places[ttype].wants():
-            return f"no gradient of the {ttype.removesuffix('_grad')} of {name} has come. Call track after backward; or nothing requires one there."
-        return f"the {ttype} of {name} was not caught: this step was not expected to be the next. Steps that follow are."
+        self.caught.keep(ttype, n, g.detach(), max(self.calls-1, 0), True)
 
     def let_go(self):
-        if not (self.about or self.handles or self.kept or self.whole): return
+        if not (self.handles or self.caught): return
         for h in self.handles: h.remove()
-        self.handles,self.kept,self.whole,self.about,self.calls = [],{},{},{},0
+        self.handles,self.calls = [],0
+        self.caught.clear()
 
     def step_over(self):
         "A step was tracked"
         self.let_go()
         if max(self.rank, self.other)>=0: self.common = self.rank if self.rank>=0 else self.other
         self.rank,self.other,self.in_pass,self.calls,self.raised = -1,-1,None,0,False
+
+# %% ../../nbs/47_monitor/40_watching.ipynb #d7f48c02
+def show_caught(watch):
+    "Put what was caught of a module into its view, and for the rest why it is not there"
+    v,caught,passes = watch.view,watch.caught,watch.passes
+    v.let_go()
+    v._scale = None if any_unscaled(passes.scaler) else passes.scale()
+    v._reduced.update(caught.reduced)
+    for ttype,k in caught.whole.items():
+        if k.overwritten:
+            caught.wanted[ttype].copy = True
+            v._why[ttype] = (f"the {ttype.replace('_', ' ')} of {v._name} was written into, in place, after it was caught. "
+                "From the next step on a copy is made.")
+        else: v._reduced[ttype, None] = k.x
+    for ttype in flows:
+        if ttype not in v._why and caught.needed[ttype] and ttype not in caught.about: v._why[ttype] = why_missing(watch, ttype)
+
+def feed(view, caught, q):
+    "Have the extensions of a quantity put tensors into the view"
+    for e,backward in extensions(q):
+        if e.alike(view._put.get(e._name)): continue
+        ours = type(e).__module__.startswith('torchember.')
+        given = [view._reduced.get((t, None)) for t in (('input_grad', 'output_grad') if backward else ('input', 'output'))]
+        if ours and view._reduced.get((e.ttype, None)) is None or all(x is None for x in given): continue # whoever looks for it is told why
+        alone = not backward and ('output' not in caught.whole or caught.whole['output'].alone)
+        e(view, (given[0],), given[1] if alone else (given[1],))
+
+def why_missing(watch, ttype):
+    "Why there is no tensor"
+    name,e,wanted = watch.view._name,watch.passes.expected,watch.caught.wanted[ttype]
+    if watch.raised: return f"the last pass that called {name} raised an error."
+    if not e.passes and e.other>=0 or watch.rank<0<=watch.other:
+        return f"{name} was only called in eval() mode, or without gradients, unlike in the step before."
+    if not e.passes or wanted and not watch.calls:
+        return f"{name} was not called since the last step that was tracked, as far as can be seen."
+    if ttype.endswith('_grad') and wanted:
+        return f"no gradient of the {ttype.removesuffix('_grad')} of {name} has come. Call track after backward; or nothing requires one there."
+    return f"the {ttype} of {name} was not caught: this step was not expected to be the next. Steps that follow are."
 
 # %% ../../nbs/47_monitor/40_watching.ipynb #3373f4de
 def asked(q):
