@@ -19,7 +19,7 @@ import torchember
 from torchember.ground.choose import select
 from torchember.frames.logs import read, runs, wide
 from torchember.ground.messages import EmberWarning
-from torchember.show.histograms import counts_of
+from torchember.show.histograms import total_counts
 from torchember.show.live.live_view import Reader, Viewer, base_of, flags
 from torchember.show.page.data import page_of
 from torchember.show.pointing import losses_of
@@ -357,8 +357,8 @@ def test_exponents_that_no_number_has(home):
     table = read('odd', home=home)
     kind, = page_of(table)['kinds']
     assert kind['exponents']['step']==[0, 1, 2] and kind['exponents']['first']==-2 and kind['exponents']['counts']['shape']==[1, 3, 4]
-    assert counts_of(table)[0].tolist()==[9, 3] and counts_of(table)[1:]==(-2, 0, 0)
-    with pytest.raises(ValueError, match='no exponent counts'): counts_of(table[table.step>2])
+    assert total_counts(table)[0].tolist()==[9, 3] and total_counts(table)[1:]==(-2, 0, 0)
+    with pytest.raises(ValueError, match='no exponent counts'): total_counts(table[table.step>2])
 
 
 def write_odd(home, name, field, value):

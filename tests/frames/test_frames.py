@@ -68,7 +68,7 @@ def both(log, **asked):
     with_it = answer(log, **asked)
     same(without, with_it)
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(logs, 'rows_of', by_rows)
+        m.setattr(logs, 'rows_wanted', by_rows)
         return with_it, answer(log, **asked)
 
 

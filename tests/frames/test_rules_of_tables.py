@@ -11,7 +11,7 @@ from torchember import emberTracker, read, summary, tree, wide
 from torchember.show.first_look import first_trouble
 from torchember.show.live.following import Kept, binned, extremes, some_lines
 from torchember.show.heatmaps import column_edges
-from torchember.show.histograms import at_step, counts_of
+from torchember.show.histograms import at_step, total_counts
 from torchember.show.page.data import page_of
 from torchember.show.select import grid, pick, places, series, training
 from torchember.show.trees import boxes
@@ -168,7 +168,7 @@ def test_wide_has_the_last_row_that_says_something(df):
 @given(st.lists(st.tuples(st.integers(-4, 3), st.lists(st.integers(0, 9), min_size=3, max_size=6)), min_size=1, max_size=5))
 def test_exponents_of_rows_with_other_ranges_are_added(rows):
     df = pd.DataFrame([dict(exponent_min=lo, exponents=c) for lo,c in rows]+[dict(exponent_min=math.nan, exponents=None)])
-    counts,lo,below,above = counts_of(df)
+    counts,lo,below,above = total_counts(df)
     want = {}
     for first,c in rows:
         for i,n in enumerate(c[1:-1]): want[first+i] = want.get(first+i, 0)+n

@@ -27,7 +27,7 @@ from torchember import (
     updates,
     wide,
 )
-from torchember.show.controls import columns_of, statistics_of
+from torchember.show.controls import axis_columns, statistics_of
 from torchember.show.live.following import Kept
 from torchember.show.page.data import page_of
 from torchember.store import columns, lines
@@ -155,7 +155,7 @@ def test_page(logs, reader, tmp_path):
 
 def test_menu(logs):
     alone,both = map(read, logs)
-    assert columns_of(both)==columns_of(alone)
+    assert axis_columns(both)==axis_columns(alone)
     more = set(statistics_of(both))-set(statistics_of(alone))
     assert more=={'InputStd', 'Elsewhere', 'Jumps'} # no vectors
 

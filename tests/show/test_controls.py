@@ -13,12 +13,12 @@ from matplotlib.backend_bases import KeyEvent, MouseEvent
 
 from torchember import EmberWarning, compare, interactive, overview, tree, updates
 from torchember.show import pointing
-from torchember.show.controls import (Arguments, Asked, Layers, Steps, arguments_of, choice, columns, columns_of, control_for, label_of, layers_of,
-    laid_out, literal, logged_in, main, of_types, said_of, same, several, statistics_of, steps_of, types_of)
+from torchember.show.controls import (Arguments, Asked, LayerPicker, StepSlider, controllable, choice, columns, axis_columns, control_for, label_for, layers_of,
+    laid_out, literal, logged_in, main, of_types, said_of, same, choices, statistics_of, steps_of, types_of)
 from torchember.show.heatmaps import scalar_global_heatmap
 from torchember.show.histograms import exp_hist, ridge
 from torchember.show.lines import scalar_line
-from torchember.show.pointing import Interactive, Losses, Surface, followed, labels_of, losses_of, rows_like, sentence, tensor_at, vertical
+from torchember.show.pointing import Interactive, Losses, PageFigure, followed, labels_of, losses_of, rows_like, error_text, tensor_at, vertical
 from torchember.show.select import grid, series
 from torchember.show.style import figure
 
@@ -50,11 +50,11 @@ def test_what_a_table_offers():
     "In the order of the log; what `te.log` noted is of no tensor, a mark is no statistic, and what never changes is no axis"
     assert list(types_of(t).items())==[('outputs', 'output'), ('weights', 'weight'), ('optimizer states', 'optimizer'),
         ('optimizer states: exp_avg', 'optimizer.exp_avg'), ('optimizer states: exp_avg_sq', 'optimizer.exp_avg_sq')]
-    assert (columns_of(t), statistics_of(t), logged_in(t))==(['step', 'lr'], ['mine', 'fixed', 'std'], ['loss', 'rate'])
+    assert (axis_columns(t), statistics_of(t), logged_in(t))==(['step', 'lr'], ['mine', 'fixed', 'std'], ['loss', 'rate'])
     one = t[(t.path=='a') & (t.ttype=='output')]
-    assert (columns_of(one), statistics_of(one), logged_in(one))==(['step', 'lr', 'mine'], ['lr', 'mine', 'fixed', 'std'], [])
+    assert (axis_columns(one), statistics_of(one), logged_in(one))==(['step', 'lr', 'mine'], ['lr', 'mine', 'fixed', 'std'], [])
     now = t[t.step==20]
-    assert (columns_of(now), statistics_of(now))==(['step'], ['lr', 'mine', 'fixed', 'std'])
+    assert (axis_columns(now), statistics_of(now))==(['step'], ['lr', 'mine', 'fixed', 'std'])
     assert layers_of(t)==['', 'b', 'b.weight', 'b.bias', 'a'] and layers_of(t, 'weight')==['b', 'b.weight', 'b.bias', 'a']
     assert layers_of(t, 'optimizer.exp_avg')==['b'] and layers_of(t, ['weight', 'output'])==layers_of(t)==layers_of(t, 'input')
     assert layers_of(t.drop(columns='pname'))==['', 'b', 'a'] and layers_of(t[t.ttype!='scalar'].assign(layer_name='x'), 'weight')==['x']
@@ -65,8 +65,8 @@ def test_what_a_table_offers():
 def test_a_value_is_called_by_its_own_name():
     "One is not True; what nobody knew is known from then on, and only then"
     labels = {'none': None, 'one': 1, 'yes': True, 'half': .5}
-    assert [label_of(labels, v) for v in (None, 1, True, .5)]==[*labels] and len(labels)==4
-    assert label_of(labels, 1.)=='1.0' and labels['1.0']==1. and label_of(labels, False)=='False' and len(labels)==6
+    assert [label_for(labels, v) for v in (None, 1, True, .5)]==[*labels] and len(labels)==4
+    assert label_for(labels, 1.)=='1.0' and labels['1.0']==1. and label_for(labels, False)=='False' and len(labels)==6
     assert [same(a, b) for a,b in [(1, True), (1, 1), (None, None), ((1,), (1,)), ([1], [2]), ('a', 'b')]]==[False, True, True, True, False, False]
 
 
@@ -82,7 +82,7 @@ def test_what_is_offered_anew_keeps_what_was_chosen():
     assert (c.widget.value, told)==('a', [3])
     c.value = 3 # which was not on offer any more
     assert (c.value, c.widget.options, told)==(3, ('a', 'b', 'c'), [3, 3])
-    s = several(W, 'n', {'a': 1, 'b': 2}, [2], None)
+    s = choices(W, 'n', {'a': 1, 'b': 2}, [2], None)
     s.observe(lambda: told.append(s.value))
     s.offer(['b', 'a', 'c'])
     assert (s.value, told)==(2, [3, 3])
@@ -100,7 +100,7 @@ def test_what_is_offered_anew_keeps_what_was_chosen():
 
 def test_places_of_steps():
     "The nearest that was recorded; from the end where it is negative and no step. Both widgets move together, in either direction"
-    s = Steps(W, 'step', np.array([-2, 0, 10, 20, 40]), 10)
+    s = StepSlider(W, 'step', np.array([-2, 0, 10, 20, 40]), 10)
     assert [s.place(v) for v in (None, -1, -2, -3, -5, -6, 14, 15, 16, 99, 0)]==[4, 4, 0, 2, 0, 0, 2, 2, 3, 4, 1]
     assert (s.value, s.box.value, s.box.min, s.box.max, s.widget.max)==(10, 10, -2, 40, 4)
     s.box.value = 21
@@ -119,7 +119,7 @@ def test_places_of_steps():
 def test_layers_to_choose_from():
     "What is chosen is first and stays, what was typed brings up the others, in the order of the model; a choice is told once"
     names = ['', *(f'h.{i}.{p}' for i in range(300) for p in ('b', 'a')), 'head']
-    l,told = Layers(W, 'layer', names, ['h.7.a', 'head'], root='Net'),[]
+    l,told = LayerPicker(W, 'layer', names, ['h.7.a', 'head'], root='Net'),[]
     l.observe(lambda: told.append(l.value))
     assert l.list.options[:4]==('h.7.a', 'head', 'Net', 'h.0.b') and len(l.list.options)==401 and l.note.value=='and 202 more: type a part of the name'
     assert l.list.value==('h.7.a', 'head') and l.note.layout.display is None
@@ -133,17 +133,17 @@ def test_layers_to_choose_from():
     assert (l.value, l.list.value, told[1:])==(None, (), [None])
     l.value = {'head'}
     assert (l.value, l.list.value, told[2:])==('head', ('head',), ['head'])
-    one = Layers(W, 'layer', names, 'head', one=True)
+    one = LayerPicker(W, 'layer', names, 'head', one=True)
     assert one.list.options[:3]==('automatic', 'head', 'model') and one.list.value=='head'
     one.search.value = 'h.1?.a'
     assert one.list.options==('automatic', 'head', *(f'h.{i}.a' for i in range(10, 20))) and one.value=='head'
     one.list.value = 'automatic'
-    assert one.value is None and Layers(W, 'layer', ['a'], re.compile('a')).list.options==('/a/ (1)', 'a')
-    assert Layers(W, 'layer', ['a*'], 'a*').list.options==('a*',) # which is a name here
+    assert one.value is None and LayerPicker(W, 'layer', ['a'], re.compile('a')).list.options==('/a/ (1)', 'a')
+    assert LayerPicker(W, 'layer', ['a*'], 'a*').list.options==('a*',) # which is a name here
 
 
 def control(f, name, value=..., table=t):
-    p = dict(arguments_of(f))[name]
+    p = dict(controllable(f))[name]
     return control_for(Asked(W, f, name, p, p.default if value is ... else value, table))
 
 
@@ -200,7 +200,7 @@ def test_arguments_of_a_picture():
     assert calls[3:]==[{'ttype': 'weight', 'figsize': (3, 4), 'step': 20, 'kind': 'kde'}]
     assert Arguments(exp_hist, t, {}).values()=={'step': 30} # `None` is the last one, and a picture that is moved needs to know which
     assert Arguments(scalar_line, [t[t.path=='b'], t], {'tt': 'weight'}).controls['layer'].names==['b', 'b.weight', 'b.bias']
-    assert [n for n,_ in arguments_of(scalar_global_heatmap)][-9:]==['robust', 'zeros', 'center', 'vmin', 'vmax', 'cmap', 'cbar', 'yticklabels', 'xticklabels']
+    assert [n for n,_ in controllable(scalar_global_heatmap)][-9:]==['robust', 'zeros', 'center', 'vmin', 'vmax', 'cmap', 'cbar', 'yticklabels', 'xticklabels']
     assert said_of(scalar_global_heatmap)['inc']=='Each how manieth step' and a.controls['kind'].widget.tooltip==said_of(exp_hist)['kind']
 
 
@@ -220,7 +220,7 @@ def test_controls_lie_in_the_order_of_their_use():
 
 # What is pointed at
 
-class Agg(Surface):
+class Agg(PageFigure):
     "One that is pointed at, without a page"
     def __init__(self, W, width, height, live):
         super().__init__(W, width, height, False)
@@ -235,7 +235,7 @@ class Unseen(Agg):
 
 @pytest.fixture
 def pointed(monkeypatch):
-    monkeypatch.setattr(pointing, 'Surface', Unseen)
+    monkeypatch.setattr(pointing, 'PageFigure', Unseen)
     return lambda f, source=t, pause=0., stats=None, live=True, **given: Interactive(f, source, given, stats, 900, pause, live)
 
 
@@ -391,7 +391,7 @@ def test_what_cannot_be_drawn_is_said_and_the_last_picture_stays(pointed):
     assert i.said=="KeyError: 'a'" and calls[-1]['layer'] is None
     i.controls['layer'].value = None
     assert (i.said, i.layout.message.value)==('', '') and i.picture.good[1].get('layer') is None
-    assert [sentence(e) for e in (ValueError('x'), ValueError(), TypeError('y'), KeyError('z'))]==['x', 'ValueError: ', 'y', "KeyError: 'z'"]
+    assert [error_text(e) for e in (ValueError('x'), ValueError(), TypeError('y'), KeyError('z'))]==['x', 'ValueError: ', 'y', "KeyError: 'z'"]
     i.locked(lambda a: 1/a)(0)
     assert i.said.startswith('ZeroDivisionError: ')
 
@@ -451,24 +451,25 @@ def test_a_patch_without_rows(pointed):
 def test_where_nothing_can_be_clicked_on(pointed):
     "A slider stands for the loss, and a tensor, a step and a button for the heat map; these are gone inside"
     i = pointed(scalar_global_heatmap, tt='weight', live=False)
-    door = i.door
-    assert i.layout.foot.children==(door.shown,) and door.names==['b.weight', 'b.bias', 'a.weight'] and (door.which.value, door.when.value)==('b.weight', 20)
+    chooser = i.chooser
+    assert i.layout.foot.children==(chooser.shown,) and chooser.names==['b.weight', 'b.bias', 'a.weight']
+    assert (chooser.which.value, chooser.when.value)==('b.weight', 20)
     assert (i.cursor.slider.value, i.cursor.pinned, crossed(i))==(30, 30, ((30, [1.25], 'step=30\nloss=1.25'), [30]))
     i.cursor.slider.value = 10
     assert crossed(i)==((10, [1.75], 'step=10\nloss=1.75'), [10])
-    door.which.value,door.when.value = 'a.weight',0
-    door.button.click()
+    chooser.which.value,chooser.when.value = 'a.weight',0
+    chooser.button.click()
     assert i.figure.get_suptitle()=='r · weights · a.weight · step 0' and i.layout.foot.children==() and i.cursor.slider.value==0
     i.layout.back.click()
-    assert i.layout.foot.children==(door.shown,) and (door.which.value, door.when.value)==('a.weight', 0)
+    assert i.layout.foot.children==(chooser.shown,) and (chooser.which.value, chooser.when.value)==('a.weight', 0)
     i.controls['tt'].value = 'output'
-    assert door.names==['Net', 'b', 'a'] and (door.which.value, door.when.value)==('Net', 0) and door.when.steps.tolist()==[0, 10, 20, 30]
-    door.which.value,door.when.value = None,30
-    door.button.click() # the first
+    assert chooser.names==['Net', 'b', 'a'] and (chooser.which.value, chooser.when.value)==('Net', 0) and chooser.when.steps.tolist()==[0, 10, 20, 30]
+    chooser.which.value,chooser.when.value = None,30
+    chooser.button.click() # the first
     assert i.figure.get_suptitle()=='r · outputs · Net · step 30'
     holes = pointed(quick('scalar_global_heatmap'), t[(t.path!='b') | (t.step!=10)], live=False)
-    holes.door.which.value,holes.door.when.value = 'b',10
-    holes.door.button.click()
+    holes.chooser.which.value,holes.chooser.when.value = 'b',10
+    holes.chooser.button.click()
     assert (holes.said, len(holes.stack))==('Nothing was recorded there.', 1)
 
 
@@ -526,7 +527,7 @@ def test_a_figure_on_the_page():
     assert (s.sent, painted, s.canvas._force_full)==(1, [line], True)
     s.stretch(6)
     assert s.figure.get_size_inches().tolist()==[5., 6.]
-    image = Surface(W, 500, 4., False)
+    image = PageFigure(W, 500, 4., False)
     other = vertical(image.figure.subplots())
     image.above(other)
     image.moved()
@@ -579,7 +580,7 @@ def test_interactive_where_there_are_no_controls(monkeypatch):
 def test_it_is_shown_once_in_a_cell(pointed, monkeypatch):
     "And again in another"
     i,n,shown = pointed(quick('scalar_line'), live=False),[1],[]
-    monkeypatch.setattr(pointing, 'cell', lambda: n[0])
+    monkeypatch.setattr(pointing, 'execution_count', lambda: n[0])
     monkeypatch.setattr('IPython.display.display', shown.append)
     for at in (1, 1, 2, 2, 1):
         n[0] = at

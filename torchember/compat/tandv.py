@@ -13,7 +13,7 @@ import torch
 from ..capture.tree import unwrap
 from ..ground.choose import Selection, select
 from ..ember import torchEmber
-from ..frames.logframe import joined, named
+from ..frames.logframe import dotted, named
 from .tracker import Stash, Tracker, check_arguments, hist_stat, open_run, pattern_of, scalars, statistics_of
 from ..measure.stats import get_stats
 from ..ground.messages import warn
@@ -95,7 +95,7 @@ def by_pattern(
     if isinstance(pattern, list|tuple|set): return select([by_pattern(p, what, prefix) for p in pattern])
     found = pattern_of(pattern, what)
     if not isinstance(found, re.Pattern): return None if found is None else select(found)
-    return Selection(f're {found.pattern!r}', lambda pairs: {id(m) for p,m in pairs if found.search(joined(prefix, p))})
+    return Selection(f're {found.pattern!r}', lambda pairs: {id(m) for p,m in pairs if found.search(dotted(prefix, p))})
 
 def left_out(exclude, module):
     "What is to be left out; None, and a word, when it is nothing"

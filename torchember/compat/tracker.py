@@ -14,7 +14,7 @@ from itertools import count
 import numpy as np
 
 from ..frames.files import write_parquet
-from ..frames.logframe import EXP, META, STAT, joined, ours, to_logframe
+from ..frames.logframe import EXP, META, STAT, dotted, ours, to_logframe
 from ..ground.choose import Selection, select
 from ..measure.columns import sets
 from ..ground.needs import needs
@@ -221,7 +221,7 @@ class Tracker:
         "Rows as a LogFrame; None when there are none"
         if not len(rows) or not rows['ttype'].isin(('output', 'output_grad', 'weight', 'weight_grad', 'optimizer')).any(): return None
         lf = to_logframe(rows)
-        if self.prefix: lf[META, 'name'] = [joined(self.prefix, n) for n in lf[META, 'name']]
+        if self.prefix: lf[META, 'name'] = [dotted(self.prefix, n) for n in lf[META, 'name']]
         return lf
 
     def folder(self):

@@ -52,21 +52,21 @@ ours = {t: o for o,t in named.items()}
 of_parameters = ('weight', 'weight_grad', 'optimizer', 'update')
 META,STAT,EXP = LogFrame.schema # the three top levels
 
-def joined(*parts): return '.'.join(p for p in parts if p)
+def dotted(*parts): return '.'.join(p for p in parts if p)
 
-def numbered(tname):
+def number_order(tname):
     "What sorts output_10 after output_9"
     return [(0, int(s), '') if s.isdigit() else (1, 0, s) for s in re.split(r'(\d+)', tname)]
 
 def parameter_name(path, pname):
     "As `named_parameters` has it, without a last .weight, or a last .kernel as flax has it"
-    return joined(path, pname).removesuffix('.weight').removesuffix('.kernel')
+    return dotted(path, pname).removesuffix('.weight').removesuffix('.kernel')
 
 def tensor_type(ttype, tname):
     "In their words; what they have no word for keeps its own"
     return f"{types[ttype]}.{re.sub(r'_[0-9]+$', '', tname)}" if ttype=='optimizer' else types.get(ttype, ttype)
 
-def class_of(module):
+def class_in_name(module):
     "The class in a display name: 'Linear' of model(Net).fc1(Linear)"
     return module.rpartition('(')[2].removesuffix(')') if module.endswith(')') else ''
 
@@ -76,21 +76,21 @@ def named_tensors(
 ) -> list: # (name, type, tensor_type) of each
     "What tensors are called in a LogFrame"
     first = {}
-    for t in sorted(tensors, key=lambda t: (t['ttype']!='output', numbered(t['tname']))):
+    for t in sorted(tensors, key=lambda t: (t['ttype']!='output', number_order(t['tname']))):
         if t['ttype'] in ('output', 'output_grad'): first.setdefault(t['path'], t['tname'])
     def name(path, ttype, tname, pname):
         if ttype in of_parameters: return parameter_name(path, pname or tname)
-        return path if tname==first.get(path) and ttype in types else joined(path, tname)
-    return [(name(t['path'], t['ttype'], t['tname'], t['pname']), class_of(t['module']), tensor_type(t['ttype'], t['tname'])) for t in tensors]
+        return path if tname==first.get(path) and ttype in types else dotted(path, tname)
+    return [(name(t['path'], t['ttype'], t['tname'], t['pname']), class_in_name(t['module']), tensor_type(t['ttype'], t['tname'])) for t in tensors]
 
 # %% ../../nbs/50_frames/10_logframe.ipynb #f8b490b4
-def rows_of(source):
+def as_table(source):
     "Our rows as a table"
     if hasattr(source, 'columns'): return source
     from torchember.frames.logs import read
     return read(source)
 
-def numbers_of(df):
+def number_columns(df):
     "The columns that are numbers of a tensor, as floats or ints: name -> column"
     pd,out = needs('pandas', for_='A LogFrame'),{}
     for c in df.columns:
@@ -104,7 +104,7 @@ def numbers_of(df):
         out[c] = x
     return out
 
-def counts_of(df):
+def count_columns(df):
     "Exponent -> counts, as an array with a column for each, and the exponents; a row without has zeros"
     at = np.flatnonzero(with_counts(df))
     if not len(at): return [-math.inf, 0, math.inf], np.zeros((len(df), 3), np.int64)
@@ -139,7 +139,7 @@ def to_logframe(
     Returns:
         A DataFrame that `LogFrame` describes
     """
-    pd,df = needs('pandas', for_='to_logframe'),rows_of(run)
+    pd,df = needs('pandas', for_='to_logframe'),as_table(run)
     if df.columns.nlevels>1: return validate(df)
     missing = [c for c in ('ttype', 'tname', 'step', 'dtype') if c not in df] + [c for c in ('module',) if c not in df and 'path' not in df]
     if missing: raise ValueError(f"to_logframe needs rows of tensors, but the table has no column {', '.join(missing)}. "
@@ -157,7 +157,7 @@ def to_logframe(
     tensor,tensors = tensors_in(df)
     names = named_tensors(tensors)
     column = lambda i: pd.Series(np.array([n[i] for n in names], dtype=object)[tensor], dtype=object) # each text once, however many rows
-    stats,(exponents,counts) = numbers_of(df),counts_of(df)
+    stats,(exponents,counts) = number_columns(df),count_columns(df)
     data = {(META, k): column(i) for i,k in enumerate(('name', 'type', 'tensor_type'))}
     data[META, 'step'],data[META, 'dtype'] = df['step'].to_numpy().astype(np.int64),pd.Series(df['dtype'].to_numpy(object), dtype=object)
     data |= {(STAT, c if (n := named.get(c, c)) in df else n): x.to_numpy() for c,x in stats.items()}
@@ -236,7 +236,7 @@ def faults_of_columns(df):
     again = df.columns[df.columns.duplicated()].unique().tolist()
     if again: yield f"{', '.join(map(str, again))} is there more than once."
 
-def kind_of(x):
+def kind_of_column(x):
     "What is in a column: text, whose dtype has another name in each pandas, or its dtype"
     got = needs('pandas', for_='validate').api.types.infer_dtype(x, skipna=True)
     return 'text' if got=='string' else str(x.dtype)
@@ -251,8 +251,8 @@ def faults_of_types(df):
         number = pd.api.types.is_numeric_dtype(x.dtype) and not pd.api.types.is_bool_dtype(x.dtype)
         if t==META and c=='step' or t==EXP:
             if whole: continue
-            yield f"{(t, c)} has to be whole numbers, but is {kind_of(x)}" + (" with holes in it." if x.isna().any() else ".")
-        elif t==STAT and not number: yield f"{(t, c)} has to be numbers, but is {kind_of(x)}."
+            yield f"{(t, c)} has to be whole numbers, but is {kind_of_column(x)}" + (" with holes in it." if x.isna().any() else ".")
+        elif t==STAT and not number: yield f"{(t, c)} has to be numbers, but is {kind_of_column(x)}."
         elif t==META and c in LogFrame.schema[META]:
             text = x.cat.categories if isinstance(x.dtype, pd.CategoricalDtype) else x
             got = pd.api.types.infer_dtype(text, skipna=True)
@@ -282,13 +282,13 @@ def recorded_there(lf):
     kinds = [] if 'torchember' in lf.attrs else lf[META, 'type'].unique().tolist()
     return any(not isinstance(k, str) or k.startswith("<class '") for k in kinds)
 
-def settled(lf, shifted=None):
+def with_right_exponents(lf, shifted=None):
     "A LogFrame that was read, with the right columns. `shifted`: whether they are one too high; None: when Track & Visualize has recorded it"
     lf = validate(lf)
     return unshifted(lf) if (recorded_there(lf) if shifted is None else shifted) else lf
 
 # %% ../../nbs/50_frames/10_logframe.ipynb #d5bf7649
-def parameter_of(name, modules, holders):
+def split_parameter(name, modules, holders):
     "Path and parameter of what `parameter_name` has called so"
     path,_,last = name.rpartition('.')
     if last!='bias' and (name in modules or name in holders): return name, 'weight'
@@ -328,7 +328,7 @@ def tensors_from(
     for (n,cls,t),k in zip(names, kinds, strict=True):
         tname = pname = None
         if k in of_parameters:
-            path,pname = parameter_of(n, modules, holders)
+            path,pname = split_parameter(n, modules, holders)
             mine = place.setdefault(path, {})
             i = mine.setdefault(pname, len(mine))
             word = {'weight': 'weight', 'weight_grad': 'grad', 'update': 'update'}.get(k) or t.partition('.')[2] or 'state'

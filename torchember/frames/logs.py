@@ -100,10 +100,10 @@ def sources(run, home):
 # %% ../../nbs/50_frames/05_logs.ipynb #973c6dc8
 def many(what): return list(what) if isinstance(what, list|tuple|set|frozenset|range) else [what]
 
-def plain(what):
+def as_python(what):
     "Without the numbers, arrays and columns of numpy, pandas and torch"
-    if isinstance(what, slice): return slice(*map(plain, (what.start, what.stop, what.step)))
-    if isinstance(what, list|tuple|set|frozenset): return [plain(w) for w in what]
+    if isinstance(what, slice): return slice(*map(as_python, (what.start, what.stop, what.step)))
+    if isinstance(what, list|tuple|set|frozenset): return [as_python(w) for w in what]
     return what.tolist() if hasattr(what, 'tolist') else what
 
 class Choice:
@@ -114,7 +114,7 @@ class Choice:
         tname=None, # Name of a tensor, or a list of them
         steps=None # Whole number, `range`, `slice`, list, or a function of the step. Negative numbers count from the end
     ):
-        self.asked = {k: plain(v) for k,v in dict(path=path, ttype=ttype, tname=tname, steps=steps).items() if v is not None}
+        self.asked = {k: as_python(v) for k,v in dict(path=path, ttype=ttype, tname=tname, steps=steps).items() if v is not None}
         path,steps = self.asked.get('path'),self.asked.get('steps')
         for p in many(path) if path is not None else ():
             if not isinstance(p, str|re.Pattern): raise TypeError(f"path is a glob such as 'features.*', a compiled regex, or a list of these, got {p!r:.80}.")
@@ -151,7 +151,7 @@ class Choice:
 columns_in = dict(path='module', ttype='ttype', tname='tname', steps='step') # where each is to be found
 
 # %% ../../nbs/50_frames/05_logs.ipynb #98ae9352
-class Kept:
+class RowFilter:
     "Which rows of a block of a log are wanted"
     def __init__(self, choice, last): self.choice,self.last,self.paths = choice,last,{} # the last step, where that must be known; module -> path
 
@@ -200,7 +200,7 @@ def nothing_chosen(choice, there):
 names_in = ('run', 'path', 'module', 'ttype', 'tname', 'pname', 'dtype', 'phase') # columns of names
 not_measured = ('run', 'path', 'module', 'ttype', 'tname', 'pname', 'step', 'call', 'phase', 'micro', 'backward', 'skipped', 'rank', 'shard', 'dtype', 'ts')
 
-def marks_of(df):
+def marks_at_end(df):
     "The columns of the user's marks in a table of a log: they come last"
     known = [i for i,c in enumerate(df.columns) if c in (*identity, *optional)]
     return list(df.columns[known[-1]+1:]) if known else []
@@ -229,7 +229,7 @@ def times(values):
 def tidy(df, run=None):
     "A table of a log with a path, names as categories, counts of trouble, and its columns in order"
     df = with_path(df if run is None else df.rename(columns={'run': 'mark_run'}))
-    marks = marks_of(df)
+    marks = marks_at_end(df)
     for c in bad:
         if c not in df: df[c] = np.zeros(len(df), np.int64)
     if run is not None: df['run'] = run
@@ -266,9 +266,10 @@ def read(
     needs('pandas', for_='A table of rows')
     runs,several = sources(run, home)
     choice = Choice(path, ttype, tname, steps)
-    tables = [tidy(rows_of(s, choice, columns), s.name if several else None) for s in (progress(runs, f'reading {len(runs)} runs') if len(runs)>1 else runs)]
+    each = progress(runs, f'reading {len(runs)} runs') if len(runs)>1 else runs
+    tables = [tidy(rows_wanted(s, choice, columns), s.name if several else None) for s in each]
     df = under_each_other([t for t in tables if len(t)] or tables[:1])
-    if not len(df) and choice.asked: raise NothingChosen(nothing_chosen(choice, together(runs)))
+    if not len(df) and choice.asked: raise NothingChosen(nothing_chosen(choice, values_there(runs)))
     if columns is None: return df
     if callable(columns): return df[[c for c in df.columns if c=='run' or columns(c)]]
     asked = [columns] if isinstance(columns, str) else columns
@@ -276,28 +277,29 @@ def read(
     return df[known_columns(df, columns)]
 
 # %% ../../nbs/50_frames/05_logs.ipynb #ddae04b8
-def rows_of(source, choice, columns=None):
+def rows_wanted(source, choice, columns=None):
     "The table of a run, of the rows that are wanted"
-    kept = Kept(choice, source.last_step() if choice.counts_back else None)
+    kept = RowFilter(choice, source.last_step() if choice.counts_back else None)
     got = columns_of(source.blocks, source.file(), (*names_in, 'ts', 'shape'), kept if choice.asked else None, columns and needed(columns))
     return current(assembled(*got[:3]))
 
-class Those:
+class ColumnFilter:
     "Columns by a function of their name, and those that are always needed"
     def __init__(self, f): self.f = f
     def __contains__(self, name): return name in needed(()) or name=='run' or self.f(name)
 
 def needed(columns):
     "The columns of a log that are needed for some of a table"
-    if callable(columns): return Those(columns)
+    if callable(columns): return ColumnFilter(columns)
     columns = {columns} if isinstance(columns, str) else set(columns)
     if 'mark_run' in columns: columns.add('run')
     return columns | {'module', 'ttype', 'tname', 'supersedes'} | set(key)
 
-def together(runs):
+def values_there(runs):
     "Question -> what there is in the runs, of each thing that can be asked for"
     rows = Block.of([r for s in runs for r in parsed(s.blocks, s.file())[0]])
-    return {name: list(dict.fromkeys(v for v in Kept(None, None).asked(name, rows) if isinstance(v, int if name=='steps' else str))) for name in columns_in}
+    asked = {name: RowFilter(None, None).asked(name, rows) for name in columns_in}
+    return {name: list(dict.fromkeys(v for v in values if isinstance(v, int if name=='steps' else str))) for name,values in asked.items()}
 
 def under_each_other(tables):
     "Tables of several runs as one"
@@ -311,7 +313,7 @@ def under_each_other(tables):
     df = pd.concat(tables, ignore_index=True)
     for c in bad:
         if df[c].dtype.kind=='f' and all(t[c].dtype.kind=='i' for t in tables if c in t): df[c] = df[c].fillna(0).astype('int64')
-    return df[column_order(df.columns, [m for t in tables for m in marks_of(t)])]
+    return df[column_order(df.columns, [m for t in tables for m in marks_at_end(t)])]
 
 def known_columns(df, columns):
     "The columns asked for. ValueError for one that is not there"
@@ -345,7 +347,7 @@ counts_in = ('call', 'micro', 'backward', 'rank', 'exponent_min')
 def of_right_types(df):
     "The rows of a step and a tensor type, with texts for names and numbers for numbers, whatever a log has in it"
     mixed = {c: values_like(df[c], str) for c in texts if c in df and (df[c].dtype==object or c in ('pname', 'phase') and df[c].dtype.kind in 'iufb')}
-    mixed |= {c: as_numbers(df[c], c) for c in {*derived, 'ratio', *bad, *counts_in} if c in df and c!='exponents' and df[c].dtype.kind not in 'iuf'}
+    mixed |= {c: to_numbers(df[c], c) for c in {*derived, 'ratio', *bad, *counts_in} if c in df and c!='exponents' and df[c].dtype.kind not in 'iuf'}
     if 'shape' in df: mixed['shape'] = values_like(df['shape'], (list, tuple, np.ndarray))
     changed = {c: v for c,v in mixed.items() if v is not None}
     if changed: df = df.assign(**changed)
@@ -366,7 +368,7 @@ def values_like(column, kinds):
     if same.all(): return None
     return column.astype(object).where(same, column.map(lambda v: str(v) if kinds is str and type(v) is int else None))
 
-def as_numbers(column, name):
+def to_numbers(column, name):
     "A column of a statistic as numbers; None for one of lists, which are of quantities"
     if name in derived and name not in bad and is_vectors(column): return None
     there = column.astype(object).map(lambda v: v if isinstance(v, int|float) else None)

@@ -13,7 +13,7 @@ import numpy as np
 from ..ground.messages import printable
 from .lines import log_if_wide, put_lines, shades, ttypes_asked
 from ..frames.words import earlier_calls, ttype_of
-from .select import name_of, pick, series, stat_in, table_of
+from .select import name_of_run, pick, series, stat_in, table_of
 from .style import drawn, meanings, panels, short_names, title_of, words
 
 # %% ../../nbs/60_show/80_comparison.ipynb #103ad9bb
@@ -61,7 +61,7 @@ def compare(
     """
     if not isinstance(runs, list|tuple) or len(runs)<2: raise ValueError(f"compare needs a list of two runs or more, got {runs!r:.80}.")
     tables = [pick(table_of(r, [stat], ttype=ttypes_asked(ttype)), path, ttype) for r in runs]
-    names = [name_of(t) or f'run {i}' for i,t in enumerate(tables)]
+    names = [name_of_run(t) or f'run {i}' for i,t in enumerate(tables)]
     found = [series(t, stat_in(t, stat)) for t in tables]
     parted = parting(found, rtol)
     if not parted:

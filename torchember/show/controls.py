@@ -15,11 +15,11 @@ from ..ground.needs import needs
 from ..ground.record import identity, optional
 from .heatmaps import heat
 from ..frames.words import in_our_words, ttype_of, words_before
-from .select import measured, names_in, not_stats, of_ttypes, parameters_of, paths_like, root_of, stat_in
+from .select import with_statistics, names_in, not_stats, of_ttypes, parameter_names, paths_like, root_of, stat_in
 from .style import words
 
 # %% ../../nbs/60_show/82_controls.ipynb #10070f0f
-def tensors_of(table):
+def tensor_rows(table):
     "The rows of tensors: without what `te.log` noted"
     return table[(table['ttype'].astype(str)!='scalar').to_numpy()]
 
@@ -29,7 +29,7 @@ def canonical(tt):
 
 def types_of(table):
     "What the tensor types of a table are called, and each in our words"
-    t,out = tensors_of(table),{}
+    t,out = tensor_rows(table),{}
     for ttype in dict.fromkeys(t['ttype'].astype(str)):
         out[words.get(ttype, ttype)] = ttype
         if ttype!='optimizer': continue
@@ -37,9 +37,9 @@ def types_of(table):
         out |= {f'{words[ttype]}: {k}': f'{ttype}.{k}' for k in keys}
     return out
 
-def columns_of(table):
+def axis_columns(table):
     "The columns that may be a horizontal axis: the step, and marks, which have one value at each step"
-    t = measured(tensors_of(table))
+    t = with_statistics(tensor_rows(table))
     by = t.groupby(t['step'].to_numpy(), sort=False)
     some = [c for c in numbers_in(t) if c not in derived and t[c].nunique()>1]
     return ['step', *(c for c in some if by[c].nunique(dropna=False).max()==1)]
@@ -50,8 +50,8 @@ def numbers_in(t):
 
 def statistics_of(table):
     "The statistics of a table"
-    t = tensors_of(table)
-    marks = columns_of(table) if t['step'].nunique()>1 and len(t)>t['step'].nunique() else () # of one tensor, nothing tells them apart
+    t = tensor_rows(table)
+    marks = axis_columns(table) if t['step'].nunique()>1 and len(t)>t['step'].nunique() else () # of one tensor, nothing tells them apart
     return [c for c in numbers_in(t) if c not in marks]
 
 def logged_in(table):
@@ -61,7 +61,7 @@ def logged_in(table):
 
 def of_types(table, tt):
     "The rows of some tensor types; those of all tensors where there are none"
-    t = tensors_of(table)
+    t = tensor_rows(table)
     try: return of_ttypes(t, tt) if tt is not None else t
     except ValueError: return t
 
@@ -71,10 +71,10 @@ def layers_of(table, tt=None):
     if 'layer_name' in t: return names_in(t)
     if 'pname' not in t: return t['path'].astype(str).unique().tolist()
     has = t['pname'].notna().to_numpy()
-    pairs = dict.fromkeys(zip(t['path'].astype(str), parameters_of(t).where(has, ''), strict=True))
+    pairs = dict.fromkeys(zip(t['path'].astype(str), parameter_names(t).where(has, ''), strict=True))
     inside = {}
     for path,parameter in pairs: inside.setdefault(path, []).extend([parameter] if parameter else [])
-    return [n for path,own in inside.items() for n in (path, *(own if len(own)>1 else ()))]
+    return [n for path,inner in inside.items() for n in (path, *(inner if len(inner)>1 else ()))]
 
 def steps_of(table, tt=None):
     "The steps that were recorded"
@@ -108,7 +108,7 @@ class Control:
             if isinstance(now, tuple) or now in labels: self.widget.value = now
         finally: self.muted = False
 
-def label_of(labels, value):
+def label_for(labels, value):
     "What a value is called; what nobody knows is called as it is written, and known from now on"
     for l,v in labels.items():
         if v is value or type(v) is type(value) and v==value: return l
@@ -117,24 +117,24 @@ def label_of(labels, value):
 
 def choice(W, name, labels, value, means=lambda v: v):
     "One of several values. `labels`: what they are called -> the values"
-    now = label_of(labels, means(value))
+    now = label_for(labels, means(value))
     def write(v):
-        l = label_of(labels, means(v))
+        l = label_for(labels, means(v))
         if l not in c.widget.options: c.offer(labels)
         return l
     c = Control(W.Dropdown(options=list(labels), value=now, description=name), labels.get, write)
     return c
 
-def several(W, name, labels, value, none, means=lambda v: v, rows=4):
+def choices(W, name, labels, value, none, means=lambda v: v, rows=4):
     "Some of several values. `none`: the argument where nothing is chosen; an exception is raised"
     got = value if isinstance(value, list|tuple) else [value]
-    chosen = [label_of(labels, means(v)) for v in got]
+    chosen = [label_for(labels, means(v)) for v in got]
     w = W.SelectMultiple(options=list(labels), value=chosen, description=name, rows=rows)
     def read(ls):
         if not ls and isinstance(none, Exception): raise none
         return none if not ls else labels[ls[0]] if len(ls)==1 else [labels[l] for l in ls]
     def write(v):
-        ls = [label_of(labels, means(o)) for o in (v if isinstance(v, list|tuple) else [v])]
+        ls = [label_for(labels, means(o)) for o in (v if isinstance(v, list|tuple) else [v])]
         if not set(ls)<=set(w.options): c.offer(labels)
         return ls
     c = Control(w, read, write)
@@ -151,7 +151,7 @@ def literal(W, name, value, default):
     return Control(W.Text(value=write(value), description=name, placeholder='' if default is None else repr(default), continuous_update=False), read, write)
 
 # %% ../../nbs/60_show/82_controls.ipynb #da3714a3
-class Steps(Control):
+class StepSlider(Control):
     "One of the steps that were recorded"
     def __init__(self, W, name, steps, value):
         self.steps = steps
@@ -186,7 +186,7 @@ class Steps(Control):
 # %% ../../nbs/60_show/82_controls.ipynb #245fe3c3
 most_names = 400 # in the list at once; typing brings up the others
 
-class Layers(Control):
+class LayerPicker(Control):
     "One or several layers, out of many"
     def __init__(self, W, name, names, value, one=False, root='model'):
         self.names,self.root,self.one,self.entries,self.chosen,self.still = names,root,one,{},[],False
@@ -273,31 +273,31 @@ def ttype_control(a):
     return a.choose(types_of(a.table)|every, means=lambda v: [canonical(o) for o in v] if isinstance(v, list|tuple) else canonical(v))
 
 def stat_control(a):
-    t,stats = tensors_of(a.table),statistics_of(a.table)
+    t,stats = tensor_rows(a.table),statistics_of(a.table)
     def means(s):
         try: return s if s is None or s in stats else stat_in(t, s)
         except ValueError: return s
     labels = {s: s for s in stats}
     if a.one: return a.choose(a.maybe|labels, means=means)
-    return several(a.W, a.name, labels, a.value, ValueError(f"Choose a statistic: {a.name} is empty."), means)
+    return choices(a.W, a.name, labels, a.value, ValueError(f"Choose a statistic: {a.name} is empty."), means)
 
 def format_control(a):
     from importlib.util import find_spec
     names = floats if find_spec('ml_dtypes') else []
-    if a.argument!='dtype_annotation': return several(a.W, a.name, {n: n for n in names}, [] if a.value is None else a.value, a.default)
-    c = several(a.W, a.name, {own: True}|{n: n for n in names}, [] if a.value in (None, False) else a.value, False)
+    if a.argument!='dtype_annotation': return choices(a.W, a.name, {n: n for n in names}, [] if a.value is None else a.value, a.default)
+    c = choices(a.W, a.name, {own_format: True}|{n: n for n in names}, [] if a.value in (None, False) else a.value, False)
     read,write = c.read,c.write
-    there = [d for d in dict.fromkeys(tensors_of(a.table)['dtype'].astype(str)) if 'float' in d] if 'dtype' in a.table else []
+    there = [d for d in dict.fromkeys(tensor_rows(a.table)['dtype'].astype(str)) if 'float' in d] if 'dtype' in a.table else []
     c.read = lambda ls: list(dict.fromkeys(d for o in v for d in (there if o is True else [o]))) if isinstance(v := read(ls), list) else v
     c.write = lambda v: [] if v in (None, False) else write(v)
     return c
 
-own = "the tensor's own"
+own_format = "the tensor's own"
 floats = ['float32', 'bfloat16', 'float16', 'float8_e5m2', 'float8_e4m3fn', 'float6_e3m2fn', 'float6_e2m3fn', 'float4_e2m1fn']
 
 def info_control(a):
     ends = ('largest', 'smallest normal', 'smallest')
-    c = several(a.W, a.name, {e: e for e in ends}, [e for e,on in zip(ends, a.value, strict=True) if on], [], rows=3)
+    c = choices(a.W, a.name, {e: e for e in ends}, [e for e,on in zip(ends, a.value, strict=True) if on], [], rows=3)
     return Control(c.widget, lambda ls: tuple(e in ls for e in ends), lambda v: [e for e,on in zip(ends, v, strict=True) if on])
 
 def steps_control(a):
@@ -305,7 +305,7 @@ def steps_control(a):
     most = max(2, min(len(steps_of(a.table)), 40), a.value)
     return Control(a.W.IntSlider(value=a.value, min=1, max=most, description=a.name, continuous_update=False))
 
-def whole_number(a, most):
+def count_control(a, most):
     return Control(a.W.BoundedIntText(value=a.value, min=1, max=max(most, a.value), description=a.name, continuous_update=False))
 
 def up_to(n, a): return a.choose(a.maybe|{str(i): i for i in range(1, n+1)})
@@ -315,14 +315,14 @@ shared = {'automatic': None, 'the same': {'sharex': True, 'sharey': True}, 'the 
 places_of_legends = ('outside upper right', 'outside lower center', 'outside right upper', 'upper right', 'upper left', 'lower left', 'lower right')
 maps = ('viridis', 'magma', 'cividis', 'Greys', 'RdBu_r', 'coolwarm')
 
-made = {
+control_makers = {
     'ttype': ttype_control, 'stat': stat_control, 'dtype_annotation': format_control, 'dtypes': format_control,
-    'path': lambda a: Layers(a.W, a.name, layers_of(a.table), a.value, a.one, root_of(a.table)),
-    'step': lambda a: Steps(a.W, a.name, steps_of(a.table), a.value),
+    'path': lambda a: LayerPicker(a.W, a.name, layers_of(a.table), a.value, a.one, root_of(a.table)),
+    'step': lambda a: StepSlider(a.W, a.name, steps_of(a.table), a.value),
     'steps': steps_control, 'dtype_info': info_control,
     'kind': lambda a: a.choose({k: k for k in {'exp_hist': ('bar', 'line', 'kde')}.get(a.f, ('line', 'scatter'))}),
-    'inc': lambda a: whole_number(a, int(max(a.table['step'].max(), 1))), 'most': lambda a: whole_number(a, 36),
-    'x': lambda a: a.choose({c: c for c in columns_of(a.table)}, means=lambda v: v[1] if isinstance(v, tuple) else v),
+    'inc': lambda a: count_control(a, int(max(a.table['step'].max(), 1))), 'most': lambda a: count_control(a, 36),
+    'x': lambda a: a.choose({c: c for c in axis_columns(a.table)}, means=lambda v: v[1] if isinstance(v, tuple) else v),
     'loss': lambda a: a.choose(a.maybe|{n: n for n in logged_in(a.table)}) if a.value is None or isinstance(a.value, str) else None,
     'col_wrap': lambda a: up_to(8, a), 'deepest': lambda a: up_to(12, a), 'xtick_labelsize': lambda a: up_to(14, a),
     'xtick_rotation': lambda a: a.choose({f'{d}°': d for d in (0, 30, 45, 60, 90)}),
@@ -337,7 +337,7 @@ def control_for(a):
     "The control of an argument; None where there is none"
     asked = words_before.get(a.argument, a.argument)
     if asked in without_control or a.f=='scalar_global_heatmap' and asked=='col_wrap': return None
-    if asked in made: return made[asked](a)
+    if asked in control_makers: return control_makers[asked](a)
     if isinstance(a.default, bool): return Control(a.W.Checkbox(value=bool(a.value), description=a.name, indent=False))
     try: plain = a.value is a.default or ast.literal_eval(repr(a.value))==a.value
     except (ValueError, SyntaxError): return None # such as a colour map: it stays as it was given
@@ -366,7 +366,7 @@ class Arguments:
         but=() # Arguments without a control
     ):
         W = needs('ipywidgets', for_='interactive')
-        known,said = arguments_of(f),said_of(f)
+        known,said = controllable(f),said_of(f)
         self.f,self.table,self.moved,self.still,self.defaults,self.controls = f,table,lambda: None,False,{},Controls()
         self.given = in_our_words(given, dict(known), f.__name__)
         called = {ours: typed for typed,ours in words_before.items()} if self.given.keys()!=given.keys() else {} # on the page as they were typed
@@ -413,7 +413,7 @@ class Arguments:
 
 def same(a, b): return a is b or type(a) is type(b) and not isinstance(a, np.ndarray) and a==b
 
-def arguments_of(f):
+def controllable(f):
     "Names and parameters of all but the run"
     known = list(inspect.signature(f).parameters.items())[1:]
     out = [(n, p) for n,p in known if p.kind is not p.VAR_KEYWORD]
@@ -441,8 +441,8 @@ def shape(c):
     for w in (c.widget, getattr(c, 'search', None), getattr(c, 'box', None)):
         if w is None: continue
         w.add_class('ember-control')
-        w.layout.width = '260px' if isinstance(c, Layers) else '86px' if w is getattr(c, 'box', None) else widths.get(type(w).__name__, '160px')
-    if isinstance(c, Steps): c.shown.layout.align_items = 'flex-end'
+        w.layout.width = '260px' if isinstance(c, LayerPicker) else '86px' if w is getattr(c, 'box', None) else widths.get(type(w).__name__, '160px')
+    if isinstance(c, StepSlider): c.shown.layout.align_items = 'flex-end'
 
 widths = {'SelectMultiple': '170px', 'IntSlider': '200px', 'BoundedIntText': '90px', 'Checkbox': '130px', 'Text': '170px', 'Dropdown': '175px'}
 

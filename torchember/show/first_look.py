@@ -18,7 +18,7 @@ from .heatmaps import column_spans, heat, sizes
 from .lines import put_lines, ttypes_asked
 from .missing import asked_for, parameters_in, places_among, reasons_in, reasons_of, with_missing, with_rows
 from ..frames.words import earlier_calls, ttype_of
-from .select import grid, measured, name_of, not_stats, pick, series, stat_in, table_of, training, trouble, usual
+from .select import grid, with_statistics, name_of_run, not_stats, pick, series, stat_in, table_of, training, trouble, usual
 from .style import alarm, drawn, figure, is_dark, meanings, palettes, title_of, words
 
 # %% ../../nbs/60_show/90_first_look.ipynb #ee8d9996
@@ -64,9 +64,9 @@ def overview(
         The Axes of one panel; several as `Panels`: an array with a `figure`, `axes` and `savefig`
     """
     table = table_of(run) if ttype is None and loss is None else table_of(run, ttype=[*(ttypes_asked(ttype) if ttype else default_ttypes), 'scalar'])
-    if not len(table): raise ValueError(no_rows(name_of(table) or 'The table'))
+    if not len(table): raise ValueError(no_rows(name_of_run(table) or 'The table'))
     numbers = loss_of(table, loss)
-    tensors = measured(table[(table['ttype'].astype(str)!='scalar').to_numpy()], [stat] if stat else ())
+    tensors = with_statistics(table[(table['ttype'].astype(str)!='scalar').to_numpy()], [stat] if stat else ())
     kinds = there_of(tensors, ttype)
     if not kinds and ttype is None: raise ValueError(no_tensors(table))
     if not kinds: raise ValueError(f"overview needs a tensor type, such as 'output', got ttype={ttype!r}.")
@@ -80,12 +80,12 @@ def overview(
         if ttype_of(kind)[0]=='output': rows = larger(rows)
         col,why = stat_of(rows, stat),reasons_in(rows, ttype_of(kind)[0], ps, path)
         parts.append((kind, col, rows, grid(with_missing(series(rows, col), why, [label_of(p) for p in ps])), why))
-    return compose(parts, numbers, tensors, name_of(table), ax)
+    return compose(parts, numbers, tensors, name_of_run(table), ax)
 
 # %% ../../nbs/60_show/90_first_look.ipynb #c192557b
 default_ttypes = ('output', 'weight_grad')
 
-def no_tensors(table): return f"{printable(name_of(table) or 'The table')} has no rows of tensors yet: they come when the model is called in its training."
+def no_tensors(table): return f"{printable(name_of_run(table) or 'The table')} has no rows of tensors yet: they come when the model is called in its training."
 
 def there_of(tensors, ttype):
     "The tensor types to draw"
@@ -213,7 +213,7 @@ def summary(
     table = table_of(run)
     tensors = table[(table['ttype'].astype(str)!='scalar').to_numpy()]
     if not len(tensors): raise ValueError(no_tensors(table))
-    tensors = measured(tensors, [s for s in stats if s in tensors and s not in usual])
+    tensors = with_statistics(tensors, [s for s in stats if s in tensors and s not in usual])
     kind = ttype or there_of(tensors, None)[0]
     ps = parameters_in(run)
     rows = training(pick(tensors, with_rows(of_kind(tensors, kind), path, ps), kind))
@@ -231,7 +231,7 @@ def summary(
     df = df[[c for c in df.columns if c!='not finite']+['not finite']]
     df.index.name = words.get(ttype_of(kind)[0], kind)
     first,n = first_trouble(training(tensors)),tensors['step'].nunique()
-    title = title_of(name_of(table), f'{n:,} step{"s"*(n!=1)}', sentence_of(first) if first is not None else 'all finite')
+    title = title_of(name_of_run(table), f'{n:,} step{"s"*(n!=1)}', sentence_of(first) if first is not None else 'all finite')
     return RunSummary(df, title, untrained(ps, asked_for(ps, path)))
 
 def farthest(y):

@@ -16,7 +16,7 @@ from ..ground.messages import arguments_of, unknown
 from .lines import check_drawn_with, settable, ttypes_asked
 from .missing import parameters_in, reasons_in, reasons_of, with_missing
 from ..frames.words import earlier_calls, ttype_of
-from .select import grid, name_of, pick, series, stat_in, table_of
+from .select import grid, name_of_run, pick, series, stat_in, table_of
 from ..store.parameters import label_of
 from .style import alarm, canvas, drawn, is_dark, meanings, short_names, size_of, title_of, words
 
@@ -46,7 +46,7 @@ def heat(
     kwargs = check_drawn_with(kwargs, known(), 'a heat map', refused, arguments_of(scalar_global_heatmap))
     dark,finite = is_dark(ax.get_facecolor()),g.value[np.isfinite(g.value)]
     zeros = zeros and center is None and bool((finite==0).any()) and not (finite<0).any()
-    if norm is None: norm = scale_of(finite[finite>0] if zeros else finite, vmin, vmax, center, robust)
+    if norm is None: norm = color_norm(finite[finite>0] if zeros else finite, vmin, vmax, center, robust)
     cmap = mpl.colormaps[cmap or ('RdBu_r' if center is not None else 'viridis')].copy() if cmap is None or isinstance(cmap, str) else cmap
     edges,at = column_spans(g.steps)
     shown = np.where(np.isfinite(g.value), g.value, np.nan)
@@ -54,10 +54,10 @@ def heat(
     elif isinstance(norm, mpl.colors.LogNorm): shown = np.where(shown<=0, norm.vmin, shown)
     if linewidths: kwargs = {'linewidth': linewidths, 'edgecolors': linecolor, **kwargs}
     lay = lambda values: (np.arange(len(g.labels)+1), edges, values.T) if turned else (edges, np.arange(len(g.labels)+1), values)
-    mesh = ax.pcolormesh(*lay(np.ma.masked_invalid(spread(shown, at, np.nan))), norm=norm, cmap=cmap, rasterized=True, **kwargs)
+    mesh = ax.pcolormesh(*lay(np.ma.masked_invalid(with_gaps(shown, at, np.nan))), norm=norm, cmap=cmap, rasterized=True, **kwargs)
     if g.bad.any():
         red = mpl.colors.ListedColormap([alarm[dark]])
-        bad = spread(g.bad, at, False)
+        bad = with_gaps(g.bad, at, False)
         ax.pcolormesh(*lay(np.ma.masked_where(~bad, np.ones(bad.shape))), cmap=red, rasterized=True)
     ax.invert_yaxis()
     for s in ax.spines.values(): s.set_visible(False)
@@ -78,7 +78,7 @@ def heat(
 zero = '#a6a6a6' # of what is exactly zero
 sizes = {'std', 'rms', 'rm2', 'rm4', 'rm8', 'abs_mean', 'mean_abs', 'abs_max', 'max_abs', 'l1', 'l2', 'ratio'} # zero where nothing happens
 
-def scale_of(finite, vmin=None, vmax=None, center=None, robust=False):
+def color_norm(finite, vmin=None, vmax=None, center=None, robust=False):
     "How values become colours"
     if not len(finite): return mpl.colors.Normalize(0, 1)
     low,high = np.percentile(finite, [2, 98]) if robust else (finite.min(), finite.max())
@@ -112,7 +112,7 @@ def column_spans(
     all_ = np.unique(np.r_[begin, end])
     return all_, np.searchsorted(all_, begin)
 
-def spread(values, at, empty):
+def with_gaps(values, at, empty):
     "A matrix with empty columns where nothing was recorded"
     out = np.full((len(values), max(at[-1]+1, 1) if len(at) else 0), empty, values.dtype)
     out[:, at] = values
@@ -214,7 +214,7 @@ def scalar_global_heatmap(
     why = reasons_of(g, reasons_in(rows, ttype_of(ttype)[0], ps, path))
     heat(ax, g, meanings.get(col, col), **{'zeros': col in sizes, 'turned': turned, 'why': why, **kwargs})
     (ax.set_ylabel if turned else ax.set_xlabel)(by)
-    ax.figure.suptitle(title_of(name_of(rows), words.get(ttype_of(ttype)[0], ttype), meanings.get(col, col)), x=.01, ha='left')
+    ax.figure.suptitle(title_of(name_of_run(rows), words.get(ttype_of(ttype)[0], ttype), meanings.get(col, col)), x=.01, ha='left')
     return ax
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #a4a56049

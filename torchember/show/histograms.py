@@ -13,11 +13,11 @@ import numpy as np
 from ..measure.exponents import limits, with_counts
 from .lines import FacetException, check_drawn_with, grid_options, settable, is_several, parts_by_type, ttypes_asked
 from ..frames.words import earlier_calls, ttype_of
-from .select import name_of, pick, places, table_of, training
+from .select import name_of_run, pick, places, table_of, training
 from .style import base2, canvas, drawn, is_dark, palettes, panels, short_names, size_of, title_of, words
 
 # %% ../../nbs/60_show/30_histograms.ipynb #e9d5b93d
-def counts_of(
+def total_counts(
     df # Rows with the columns `exponents` and `exponent_min`; raises ValueError where they have none
 ) -> tuple: # counts, one for each exponent; the first exponent; how many are smaller or zero; how many are larger
     "The exponent counts of several rows, added up"
@@ -138,7 +138,7 @@ def exp_hist(
         ax.set_title(title)
         ax.set(**limits_)
     what = '' if by_type else words.get(ttype_of(ttype)[0], ttype)
-    fig.suptitle(fig_title or title_of(name_of(table), what, path if isinstance(path, str) and path!='*' else '', f'step {step}'), x=.01, ha='left')
+    fig.suptitle(fig_title or title_of(name_of_run(table), what, path if isinstance(path, str) and path!='*' else '', f'step {step}'), x=.01, ha='left')
     (axes[0].set_ylabel if len(axes)==1 else fig.supylabel)('share of the numbers', fontsize=mpl.rcParams['axes.labelsize'])
     (axes[0].set_xlabel if len(axes)==1 else fig.supxlabel)('size, from a power of two to the next', fontsize=mpl.rcParams['axes.labelsize'])
     return axes
@@ -181,7 +181,7 @@ def say_where(ax, lo, n, below, above):
     ax.set(xticks=[], yticks=[])
 
 def one_histogram(ax, part, kind, dtypes, info, kws, size, rotation):
-    counts,lo,below,above = counts_of(part)
+    counts,lo,below,above = total_counts(part)
     if not counts.any() and (not below or not above): return say_where(ax, lo, len(counts), below, above)
     counts,lo = cropped(counts, lo)
     n = max(counts.sum()+below+above, 1)
@@ -236,7 +236,7 @@ def ridge(
     there = np.unique(rows['step'])
     if isinstance(steps, int): which = there[np.unique(np.linspace(0, len(there)-1, max(steps, 1)).round().astype(int))]
     else: which = [at_step(rows, s)[1] for s in steps]
-    got = [(s, *counts_of(rows[(rows['step']==s).to_numpy()])) for s in which]
+    got = [(s, *total_counts(rows[(rows['step']==s).to_numpy()])) for s in which]
     lo,hi = min(g[2] for g in got),max(g[2]+len(g[1])-1 for g in got)
     ax = canvas(ax, (6, 1.2+.32*len(got)))
     curves = [(s, smooth(c/max(c.sum()+b+a, 1), .6), first) for s,c,first,b,a in got]
@@ -250,6 +250,6 @@ def ridge(
     ax.set_ylim(-.1, (len(curves)+.9)*room_for(ax, dtypes))
     exponent_axis(ax, lo, hi)
     ax.set_yticks(range(len(curves)), [f'{s:,}' for s in which][::-1])
-    ax.set(xlabel='size', ylabel='step', title=title_of(name_of(rows), words.get(ttype_of(ttype)[0], ttype), path or str(rows['path'].iloc[0])))
+    ax.set(xlabel='size', ylabel='step', title=title_of(name_of_run(rows), words.get(ttype_of(ttype)[0], ttype), path or str(rows['path'].iloc[0])))
     ranges_over(ax, dtypes, (True, True, True), lo, hi)
     return ax

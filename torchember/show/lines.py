@@ -15,7 +15,7 @@ from matplotlib.collections import LineCollection
 from ..ground.messages import arguments_of, unknown, unknown_argument
 from ..measure.summary import derived
 from ..frames.words import earlier_calls, stats_of, ttype_of
-from .select import name_of, pick, root_of, series, stat_in, table_of, thinned
+from .select import name_of_run, pick, root_of, series, stat_in, table_of, thinned
 from .style import alarm, drawn, is_dark, meanings, palettes, panels, short_names, size_of, title_of, words
 
 # %% ../../nbs/60_show/20_lines.ipynb #4da1c2aa
@@ -36,7 +36,7 @@ def put_lines(
         at = thinned(x, y, bad, n)
         seen = np.where(np.isfinite(y[at]), y[at], np.nan)
         if len(lines)>100 and kind=='line': many.append(np.column_stack([x[at], seen]))
-        elif kind=='line': ax.plot(x[at], seen, **{'color': c, 'marker': '.' if alone(seen) else None, **kwargs})
+        elif kind=='line': ax.plot(x[at], seen, **{'color': c, 'marker': '.' if has_lone_point(seen) else None, **kwargs})
         else: ax.scatter(x[at], seen, color=c, s=kwargs.get('s', 8), **{k: v for k,v in kwargs.items() if k!='s'})
         bad_steps.append(x[bad])
     if many:
@@ -59,7 +59,7 @@ def pointed_at(ax, lines, x, y):
         if far<least: best,least = f'{label}: {values[i]:.4g} at step {steps[i]:g}',far
     return best or ''
 
-def alone(y):
+def has_lone_point(y):
     "Whether there is a point that no line would reach"
     ok = np.isfinite(y)
     return bool((ok & ~np.r_[False, ok[:-1]] & ~np.r_[ok[1:], False]).any())
@@ -105,10 +105,10 @@ def name_lines(
     if ax.get_yscale()=='log': at = lambda v: np.log(max(v, low)/low)/np.log(high/low)
     else: at = lambda v: (v-low)/(high-low)
     ends = sorted((at(v), i) for v,i in ends)
-    for y,(_,i) in zip(apart(ends, tall/height), ends, strict=True):
+    for y,(_,i) in zip(spaced(ends, tall/height), ends, strict=True):
         ax.text(1.01, y, names[i], color=colors[i], va='center', ha='left', transform=ax.transAxes, fontsize=mpl.rcParams['legend.fontsize'])
 
-def apart(ends, gap):
+def spaced(ends, gap):
     "Heights of names, in order and at least `gap` apart, near where their lines end"
     y = [min(max(v, 0), 1) for v,_ in ends]
     for _ in range(60):
@@ -226,7 +226,7 @@ def scalar_line(
     metrics = [stat] if isinstance(stat, str) else list(stat)
     if ttype=='output' and not any(m in derived or m in stats_of for m in metrics): run,ttype = having(run, metrics)
     table = table_of(run, metrics, **({} if ttype is None else {'ttype': ttypes_asked(ttype)}))
-    name,x = name_of(table),x[1] if isinstance(x, tuple) else x
+    name,x = name_of_run(table),x[1] if isinstance(x, tuple) else x
     if ttype is None: table = table[table['ttype'].astype(str)!='scalar']
     rows = pick(table, path, ttype)
     cols = [stat_in(rows, m) for m in metrics]

@@ -10,7 +10,7 @@ import os
 
 import numpy as np
 
-from .select import Series, parameters_of, paths_like
+from .select import Series, parameter_names, paths_like
 from ..store.parameters import cut_off, forgotten, label_of, noted_in, untrained, why_not
 
 # %% ../../nbs/60_show/15_missing.ipynb #07bc4faf
@@ -68,7 +68,7 @@ def with_rows(
     "The layers to pick, without those that are only known to have no rows"
     if layer is None or not ps: return layer
     asked = list(layer) if isinstance(layer, list|tuple|set) else [layer]
-    paths,labels = set(rows['path'].astype(str)),set(parameters_of(rows)) if 'pname' in rows else set()
+    paths,labels = set(rows['path'].astype(str)),set(parameter_names(rows)) if 'pname' in rows else set()
     left = [one for one in asked if paths_like(one, paths) or one in labels or not asked_for(ps, one)]
     if not left: raise ValueError(f"There are no rows to draw. {untrained(ps, asked_for(ps, asked))}".strip())
     return left if len(left)<len(asked) else layer

@@ -17,19 +17,19 @@ import numpy as np
 from ..ground.needs import needs
 from ..ground.messages import an, printable, warn
 from ..ground.record import values_of
-from .controls import Arguments, Layers, Steps, shape
+from .controls import Arguments, LayerPicker, StepSlider, shape
 from .first_look import loss_of
 from .heatmaps import cells_of, column_edges
 from .histograms import exp_hist
 from .lines import ttypes_asked
 from ..frames.words import in_our_words, ttype_of
-from .select import name_of, places, table_of, training, trouble
+from .select import name_of_run, places, table_of, training, trouble
 from .style import drawing_on, drawn, figures_of, title_of, words
 
 # %% ../../nbs/60_show/94_pointing.ipynb #15eb8416
 dpi = 100
 
-class Surface:
+class PageFigure:
     "A figure on the page, which can be pointed at (`live`), or as an image"
     def __init__(self, W, width, height, live):
         self.width,self.live,self.artists,self.back = width,live,[],None
@@ -268,7 +268,7 @@ class Cursor:
 
 def slider_under(W, loss, go):
     "A slider over the steps of the losses, where these cannot be pointed at"
-    s = Steps(W, 'step', loss.losses.steps, None)
+    s = StepSlider(W, 'step', loss.losses.steps, None)
     s.observe(lambda: go(s.value))
     s.widget.layout.width,s.box.layout.width,s.widget.description = f'{max(loss.surface.width-90, 110)}px','80px',''
     return s
@@ -354,16 +354,16 @@ def histogram_of(label):
     "`exp_hist` of one tensor, under its name"
     @functools.wraps(exp_hist)
     def f(run, **values):
-        title = title_of(name_of(run), words.get(ttype_of(values['ttype'])[0], values['ttype']), label, f"step {values['step']}")
+        title = title_of(name_of_run(run), words.get(ttype_of(values['ttype'])[0], values['ttype']), label, f"step {values['step']}")
         return exp_hist(run, **{**values, 'fig_title': values.get('fig_title') or title})
     return f
 
 # %% ../../nbs/60_show/94_pointing.ipynb #f8a22577
-class Door:
+class TensorChooser:
     "What stands below a heat map that cannot be clicked on: a tensor, a step, and a button"
     def __init__(self, W, patches, enter):
         self.patches,self.names = patches,[]
-        self.which,self.when = Layers(W, 'tensor', [], None, one=True),Steps(W, 'step', np.array([0]), None)
+        self.which,self.when = LayerPicker(W, 'tensor', [], None, one=True),StepSlider(W, 'step', np.array([0]), None)
         self.button = W.Button(description='How large its numbers were', layout={'width': 'auto', 'margin': '22px 2px 0 2px'})
         self.button.on_click(lambda _: enter(patches.of_name(self.which.value, self.when.value)))
         for c in (self.which, self.when): shape(c)
@@ -409,11 +409,11 @@ class Interactive:
         self.live,self.lock,self.shown_in = live,threading.RLock(),None
         self.stack = [Arguments(f, rows_for(f, source), given)] # what is shown, and above it what was entered from there
         losses = None if f.__name__=='overview' and train_stats is None else losses_of(train_stats, self.now.one)
-        self.picture = Picture(Surface(W, round(width*(.8 if losses else 1)), 4., live))
-        loss = CrossHair(losses, Surface(W, width-self.picture.surface.width, 3., live)) if losses else None
+        self.picture = Picture(PageFigure(W, round(width*(.8 if losses else 1)), 4., live))
+        loss = CrossHair(losses, PageFigure(W, width-self.picture.surface.width, 3., live)) if losses else None
         self.cursor = Cursor(W, loss, self.picture, live, pause, self.locked) if loss else None
         self.patches = Patches(source, self.now.table) if f.__name__=='scalar_global_heatmap' else None
-        self.door = Door(W, self.patches, self.locked(self.enter)) if self.patches and not live else None
+        self.chooser = TensorChooser(W, self.patches, self.locked(self.enter)) if self.patches and not live else None
         self.layout = Layout(W, [*([self.cursor.shown(W)] if loss else []), self.picture.surface.widget], live)
         self.layout.back.on_click(self.locked(lambda _: self.leave()))
         self.listen()
@@ -433,16 +433,16 @@ class Interactive:
     @property
     def said(self): return self.layout.said
 
-    def __repr__(self): return f"interactive {self.stack[0].f.__name__} of {name_of(self.stack[0].one) or 'a table'}"
+    def __repr__(self): return f"interactive {self.stack[0].f.__name__} of {name_of_run(self.stack[0].one) or 'a table'}"
 
     def _ipython_display_(self):
         "Once, where it is made; and again where it is asked for"
-        if self.shown_in is None or self.shown_in!=cell(): self.show()
+        if self.shown_in is None or self.shown_in!=execution_count(): self.show()
 
     def show(self):
         "Display it"
         from IPython.display import display
-        self.shown_in = cell()
+        self.shown_in = execution_count()
         display(self.layout.box)
 
     def locked(self, f):
@@ -450,7 +450,7 @@ class Interactive:
         def g(*args):
             with self.lock:
                 try: f(*args)
-                except Exception as e: self.layout.say(sentence(e))
+                except Exception as e: self.layout.say(error_text(e))
         return g
 
     def listen(self):
@@ -464,7 +464,7 @@ class Interactive:
         self.now.moved = self.locked(self.redraw)
         inside = len(self.stack)>1
         if self.cursor: self.cursor.control = self.controls.get('step')
-        self.layout.arrange(self.now.box, [self.door.shown] if self.door and not inside else [], inside, self.hint(inside))
+        self.layout.arrange(self.now.box, [self.chooser.shown] if self.chooser and not inside else [], inside, self.hint(inside))
 
     def hint(self, inside):
         "What can be done"
@@ -485,13 +485,13 @@ class Interactive:
         try: self.draw(self.now, self.now.values())
         except Exception as e:
             if self.picture.good: self.draw(*self.picture.good)
-            self.layout.say(sentence(e))
+            self.layout.say(error_text(e))
         else: self.layout.say()
         self.settle()
 
     def settle(self):
         "Show which step the picture is of, and what it can be opened at"
-        if self.door and len(self.stack)==1: self.door.offer()
+        if self.chooser and len(self.stack)==1: self.chooser.offer()
         if self.cursor: self.cursor.settle()
 
     def pressed(self, event):
@@ -507,7 +507,7 @@ class Interactive:
         except Exception as e:
             self.stack.pop()
             self.draw(self.now, self.now.values())
-            return self.layout.say(sentence(e))
+            return self.layout.say(error_text(e))
         self.layout.say()
         self.arrange()
         self.settle()
@@ -521,12 +521,12 @@ class Interactive:
         self.redraw()
 
 # %% ../../nbs/60_show/94_pointing.ipynb #fea165de
-def cell():
+def execution_count():
     "The number of the cell that is run"
     ip = sys.modules['IPython'].get_ipython() if 'IPython' in sys.modules else None
     return getattr(ip, 'execution_count', None)
 
-def sentence(e):
+def error_text(e):
     "What an error says, for somebody who looks at pictures"
     return str(e) if isinstance(e, ValueError|TypeError) and str(e) else f'{type(e).__name__}: {e}'
 

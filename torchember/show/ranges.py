@@ -11,10 +11,10 @@ import numpy as np
 
 from ..measure.exponents import exponents_for, headroom, reach
 from .heatmaps import name_rows, tall_for
-from .histograms import at_step, counts_of
+from .histograms import at_step, total_counts
 from .lines import ttypes_asked
 from ..frames.words import earlier_calls, ttype_of
-from .select import name_of, pick, places, table_of, training
+from .select import name_of_run, pick, places, table_of, training
 from .style import drawn, is_dark, palettes, panels, title_of, words
 
 # %% ../../nbs/60_show/60_ranges.ipynb #dd7424aa
@@ -27,7 +27,7 @@ def shares(
     out = {k: np.zeros(len(labels)) for k in ('over', 'subnormal', 'under')}
     for i in range(len(labels)):
         part = rows[code==i]
-        counts,lo,below,above = counts_of(part)
+        counts,lo,below,above = total_counts(part)
         got = headroom([below, *counts, above], lo, dtype, min(zeros_in(part), below))
         for k in out: out[k][i] = got[k]
     return labels, out
@@ -41,7 +41,7 @@ def zeros_in(rows):
 def reached(rows, dtypes):
     "The formats as far as which the counts reach"
     if 'exponents' not in rows or not len(rows): return []
-    counts,lo,*_ = counts_of(rows)
+    counts,lo,*_ = total_counts(rows)
     return [d for d in dtypes if lo<=(r := reach(d))['subnormal'] and r['max']<lo+len(counts)]
 
 # %% ../../nbs/60_show/60_ranges.ipynb #48a19551
@@ -86,7 +86,7 @@ def out_of_range(
     for a,d,(_,got) in zip(axes, dtypes, found, strict=True): one_format(a, d, got, *worst)
     name_rows(axes[0], labels)
     for a in axes[1:]: a.yaxis.set_tick_params(length=0)
-    title = title_of(name_of(rows), words.get(ttype_of(ttype)[0], ttype), f'step {step:,}')
+    title = title_of(name_of_run(rows), words.get(ttype_of(ttype)[0], ttype), f'step {step:,}')
     small = 'too small' if 'zero_frac' in rows else 'too small, or zero'
     if ax is not None: axes[0].set(title=title_of(title, dtypes[0]), xlabel=f'← {small} · too large →') # the figure has a title of its own
     else:

@@ -27,9 +27,9 @@ def table_of(
 ): # pandas.DataFrame with `path`; `attrs['run']` is its name
     "The rows of a source"
     df = every_row(source, stats, wanted)
-    return df if stats is None else measured(df, stats)
+    return df if stats is None else with_statistics(df, stats)
 
-def measured(
+def with_statistics(
     df, # Rows
     stats=() # Statistics; those that an ember takes, or the user's own function where no row has one of these, without it
 ):
@@ -86,7 +86,7 @@ def complete(df, what='This table'):
 
 def of_one_run(df):
     "A table, if it is of one run"
-    if 'run' not in df or name_of(df) and not set(name_of(df))&set('*?['): return df
+    if 'run' not in df or name_of_run(df) and not set(name_of_run(df))&set('*?['): return df
     names = [str(n) for n in df['run'].dropna().unique()]
     if len(names)>1: raise ValueError(f"This table has {len(names)} runs: {printable(', '.join(names[:4]))}{', ...' if len(names)>4 else ''}. "
         f"A picture is of one: df[df.run=={names[0]!r}]. To see where runs part: compare({names[:2]!r}).")
@@ -94,7 +94,7 @@ def of_one_run(df):
     df.attrs['run'] = names[0] if names else ''
     return df
 
-def name_of(df): return df.attrs.get('run', '')
+def name_of_run(df): return df.attrs.get('run', '')
 
 # %% ../../nbs/60_show/10_select.ipynb #e6ddf6d4
 def pick(
@@ -103,7 +103,7 @@ def pick(
     ttype=None # A tensor type, or a list of them; all of them without it
 ): # The rows; raises ValueError where there are none
     "The rows of these layers and tensor types"
-    if not len(df): raise ValueError(no_rows(name_of(df) or 'The table'))
+    if not len(df): raise ValueError(no_rows(name_of_run(df) or 'The table'))
     every = df
     if ttype is not None: df = of_ttypes(df, ttype)
     if path is None: return df
@@ -119,11 +119,11 @@ def pick(
         if not got: missed.append(one)
     rows = rows | paths.isin(found).to_numpy()
     if missed and 'pname' in df: # perhaps they are parameters
-        full = parameters_of(df)
+        full = parameter_names(df)
         rows = rows | full.isin({str(m) for m in missed}).to_numpy()
         missed = [m for m in missed if str(m) not in set(full.unique())]
     if missed and rows.any(): # of a list, some have no tensors of this type
-        elsewhere = {*every['path'].astype(str).unique(), *(parameters_of(every).unique() if 'pname' in every else ())}
+        elsewhere = {*every['path'].astype(str).unique(), *(parameter_names(every).unique() if 'pname' in every else ())}
         missed = [m for m in missed if m not in elsewhere]
     if missed:
         first = missed[0]
@@ -141,7 +141,7 @@ def of_names(df, asked):
     got = [{n for n in known if one.match(n)} if isinstance(one, re.Pattern) else paths_like(one, known) for one in asked]
     return df['layer_name'].astype(str).isin(set().union(*got)).to_numpy(), [one for one,g in zip(asked, got, strict=True) if not g]
 
-def parameters_of(df):
+def parameter_names(df):
     "The names of the parameters that rows are of"
     paths = df['path'].astype(str)
     return paths+np.where(paths=='', '', '.')+df['pname'].astype(object).where(df['pname'].notna(), '').astype(str)
@@ -165,7 +165,7 @@ def of_ttypes(df, asked):
     there = list(dict.fromkeys(df['ttype'].astype(str).unique().tolist()))
     rows = np.zeros(len(df), bool)
     for typed,ttype,key in asked:
-        if ttype not in there: raise ValueError(no_ttype(typed, ttype, there, name_of(df) or 'The table'))
+        if ttype not in there: raise ValueError(no_ttype(typed, ttype, there, name_of_run(df) or 'The table'))
         one = (df['ttype'].astype(str)==ttype).to_numpy()
         if key: one = one & (df['tname'].astype(str).str.rpartition('_')[0]==key).to_numpy() # exp_avg_0 and not exp_avg_sq_0
         if not one.any():

@@ -33,7 +33,7 @@ def is_dark(
     return float(np.dot(to_rgb(color), (.299, .587, .114)))<.5
 
 # %% ../../nbs/60_show/00_style.ipynb #57f8018d
-def look():
+def rc_settings():
     "Settings of matplotlib for a picture, given the background that is set now"
     dark = is_dark()
     ink,line = ('#e6e6e6', '#8a8a8a') if dark else ('#1c1c1c', '#8a8a8a')
@@ -54,21 +54,21 @@ def figures_of(got):
     found = [getattr(o, 'figure', None) for o in (got if isinstance(got, list|tuple) else got.ravel() if isinstance(got, np.ndarray) else [got])]
     return list(dict.fromkeys(f for f in found if hasattr(f, 'findobj')))
 
-def texts_of(fig): return fig.findobj(mpl.text.Text)
+def texts_in(fig): return fig.findobj(mpl.text.Text)
 
-def lines_of(text): return '\n'.join(map(printable, text.split('\n')))
+def printable_lines(text): return '\n'.join(map(printable, text.split('\n')))
 
 class Printable:
     "What makes the labels of an axis, as matplotlib keeps those that it was given, without signs that are none"
     def __init__(self, f): self.f = f
-    def __call__(self, x, pos=None): return lines_of(str(self.f(x, pos)))
+    def __call__(self, x, pos=None): return printable_lines(str(self.f(x, pos)))
 
 def as_letters(fig, users):
     "Names are drawn letter by letter, numbers as matplotlib does"
-    for t in texts_of(fig):
+    for t in texts_in(fig):
         s = t.get_text()
         if users.get(t)==s: continue
-        if not s.isprintable(): t.set_text(lines_of(s))
+        if not s.isprintable(): t.set_text(printable_lines(s))
         t.set_parse_math('$' not in s or bool(formula.fullmatch(s)))
     for axis in [getattr(ax, a) for ax in fig.axes for a in ('xaxis', 'yaxis', 'zaxis') if hasattr(ax, a)]:
         names = axis.get_major_formatter()
@@ -85,8 +85,8 @@ def drawn(
     @functools.wraps(f)
     def g(*args, **kwargs):
         theirs = kwargs.get('ax', [a for a in args if isinstance(a, mpl.axes.Axes)] or None)
-        users = {t: t.get_text() for fig in figures_of(theirs) for t in texts_of(fig)}
-        with mpl.rc_context(look()): got = f(*args, **kwargs)
+        users = {t: t.get_text() for fig in figures_of(theirs) for t in texts_in(fig)}
+        with mpl.rc_context(rc_settings()): got = f(*args, **kwargs)
         for fig in figures_of(got): as_letters(fig, users)
         return given_back(got, theirs is None) if isinstance(got, list|mpl.axes.Axes) else got
     return g

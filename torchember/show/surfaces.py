@@ -16,7 +16,7 @@ from ..ground.messages import an, printable
 from ..ground.record import values_of
 from .heatmaps import heat, zero
 from ..frames.words import earlier_calls, ttype_of
-from .select import Grid, name_of, table_of
+from .select import Grid, name_of_run, table_of
 from .style import alarm, drawing_on, drawn, is_dark, meanings, panels, short_names, title_of, words
 
 # %% ../../nbs/60_show/75_surfaces.ipynb #83eb96c8
@@ -80,7 +80,7 @@ def surface(
         raise ValueError(f"{len(found)} layers have {stat!r}: {names}, ... That is more than can be looked at. "
             f"Say which: surface(run, {found[0].path!r}, stat={stat!r}).")
     what = words.get(ttype_of(ttype)[0], ttype) if ttype else ''
-    return draw(found, stat, kind, title_of(name_of(table), what, meanings.get(stat, stat)), figsize, col_wrap, kwargs)
+    return draw(found, stat, kind, title_of(name_of_run(table), what, meanings.get(stat, stat)), figsize, col_wrap, kwargs)
 
 # %% ../../nbs/60_show/75_surfaces.ipynb #1051bcb7
 def draw(found, stat, kind, title, figsize=None, col_wrap=None, kwargs=None):

@@ -9,11 +9,11 @@ __all__ = ['tree']
 import matplotlib as mpl
 import numpy as np
 
-from .heatmaps import scale_of
+from .heatmaps import color_norm
 from .histograms import at_step
 from .lines import ttypes_asked
 from ..frames.words import earlier_calls, ttype_of
-from .select import name_of, pick, root_of, stat_in, table_of, training, trouble
+from .select import name_of_run, pick, root_of, stat_in, table_of, training, trouble
 from .style import alarm, canvas, drawn, elided, is_dark, meanings, size_of, title_of, words
 
 # %% ../../nbs/60_show/50_trees.ipynb #5601def5
@@ -94,10 +94,10 @@ def tree(
     leaves,depth = max(b.top+b.height for b in bs),max(b.depth for b in bs)+1
     given,ax = ax is not None,canvas(ax, (min(2.2*depth+1.6, 12), min(max(1.2+.19*leaves, 2.4), 14)))
     finite = np.array([value[b.path] for b in bs if np.isfinite(value.get(b.path, np.nan))])
-    colours = mpl.cm.ScalarMappable(scale_of(finite), 'viridis')
+    colours = mpl.cm.ScalarMappable(color_norm(finite), 'viridis')
     room = (size_of(ax)[0]/72 if given else ax.figure.get_size_inches()[0]*.8)/depth*11
     for b in bs: one_box(ax, b, value.get(b.path), b.path in bad, colours, root_of(rows), room)
-    ax.set(xlim=(0, depth), ylim=(leaves, 0), xticks=[], yticks=[], title=title_of(name_of(rows), words.get(ttype_of(ttype)[0], ttype), f'step {step:,}'))
+    ax.set(xlim=(0, depth), ylim=(leaves, 0), xticks=[], yticks=[], title=title_of(name_of_run(rows), words.get(ttype_of(ttype)[0], ttype), f'step {step:,}'))
     for s in ax.spines.values(): s.set_visible(False)
     if len(finite):
         bar = ax.figure.colorbar(colours, ax=ax, label=meanings.get(col, col), pad=.01, fraction=.03, aspect=30)

@@ -14,7 +14,7 @@ from ..measure.summary import derived
 from .lines import name_lines, put_lines
 from .missing import asked_for, parameters_in, reasons_in
 from ..frames.words import earlier_calls
-from .select import measured, name_of, pick, places, series, stat_in, table_of, training, trouble
+from .select import with_statistics, name_of_run, pick, places, series, stat_in, table_of, training, trouble
 from .style import canvas, drawn, is_dark, meanings, palettes, short_names, title_of
 from ..store.parameters import label_of, why_not
 
@@ -89,7 +89,7 @@ def unmoved(table, rows, path, known):
     return {l: found.get(l, (1, 1)) for l in dict.fromkeys([*places(weights)[1], *found])}
 
 # %% ../../nbs/60_show/70_update_ratios.ipynb #accf216f
-def told(
+def standstill_text(
     never, # Labels of weights that never moved
     still:dict, # As `standstills` gives it
     why:dict, # Label -> reason, where it is known
@@ -122,7 +122,7 @@ def updates(
     Returns:
         The axes
     """
-    table,ps = training(measured(table_of(run, ttype=['update', 'weight']))),parameters_in(run)
+    table,ps = training(with_statistics(table_of(run, ttype=['update', 'weight']))),parameters_in(run)
     known = 'update' in set(table['ttype'].astype(str)) or not can_tell(table)
     rows = pick(table, path, 'update' if known else 'weight')
     lines = list(series(rows, stat_in(rows, 'ratio'))) if known else least_ratios(rows)
@@ -138,9 +138,9 @@ def updates(
     ax.set_ylim(min(low, healthy[0]/2), max(high, healthy[1]*2))
     name_lines(ax, lines, colors)
     ax.set(xlabel='step', ylabel=meanings['ratio']+('' if known else ', at least'),
-        title=title_of(name_of(rows), 'updates' if known else 'updates, from weights'))
+        title=title_of(name_of_run(rows), 'updates' if known else 'updates, from weights'))
     word = {'fontsize': mpl.rcParams['legend.fontsize'], 'path_effects': [effects.withStroke(linewidth=2.5, foreground=ax.get_facecolor())]}
     ax.text(.995, healthy[1], 'usual', transform=ax.get_yaxis_transform(), va='top', ha='right', color=palettes[is_dark()][2], **word)
-    said = told(never, still, {label_of(p): why_not(p) for p in asked_for(ps, path)})
+    said = standstill_text(never, still, {label_of(p): why_not(p) for p in asked_for(ps, path)})
     if said: ax.text(.01, .02, said, transform=ax.transAxes, va='bottom', ha='left', **word)
     return ax

@@ -22,7 +22,7 @@ from ..first_look import first_trouble, loss_of, noted, sentence_of, stat_of
 from ..heatmaps import zero
 from ..lines import ttypes_asked
 from ..missing import asked_for, parameters_in, places_among, reasons_in, tracker_of, with_missing
-from ..select import grid, measured, name_of, not_stats, pick, places, root_of, series, stat_in, table_of, thinned, training
+from ..select import grid, with_statistics, name_of_run, not_stats, pick, places, root_of, series, stat_in, table_of, thinned, training
 from ...store.parameters import label_of, untrained
 from ..style import alarm, meanings, palettes, words
 from ...store.table import whole_tree
@@ -172,10 +172,10 @@ def page_of(
 ) -> dict: # As above. Raises ValueError for a run without rows
     "A run, as a page shows it"
     table = table_of(run) if ttype is None else table_of(run, ttype=[*ttypes_asked(ttype), 'scalar'])
-    if not len(table): raise ValueError(no_rows(name_of(table) or 'The table'))
+    if not len(table): raise ValueError(no_rows(name_of_run(table) or 'The table'))
     scalar = (table['ttype'].astype(str)=='scalar').to_numpy()
     tensors = table[~scalar]
-    if not len(tensors) and not scalar.any(): raise ValueError(f"{name_of(table) or 'The table'} has no rows of tensors yet.")
+    if not len(tensors) and not scalar.any(): raise ValueError(f"{name_of_run(table) or 'The table'} has no rows of tensors yet.")
     for name,asked in (('path', path), ('ttype', ttype), ('stats', stats)):
         if isinstance(asked, list|tuple|set) and not asked: raise ValueError(f"{name} is an empty list: there is nothing to show. Leave it out for all.")
     if len(tensors) and (path is not None or ttype is not None): tensors = pick(tensors, path, ttype)
@@ -184,11 +184,11 @@ def page_of(
     kinds = list(dict.fromkeys(tensors['ttype'].astype(str)))
     of = {k: tensors[(tensors['ttype'].astype(str)==k).to_numpy()] for k in kinds}
     wanted = {k: stats_to_send(rows, stats) for k,rows in of.items()}
-    of = {k: measured(rows, wanted[k]) if wanted[k] else rows for k,rows in of.items()}
+    of = {k: with_statistics(rows, wanted[k]) if wanted[k] else rows for k,rows in of.items()}
     lines = sum((places(rows)[0].max()+1)*len(wanted[k]) for k,rows in of.items()) or 1
     columns = int(np.clip(most_values//lines, 20, 1000))
     out,keys,ps = [],{},parameters_in(run)
-    for k,rows in progress(list(of.items()), f'laying out {name_of(table)}'):
+    for k,rows in progress(list(of.items()), f'laying out {name_of_run(table)}'):
         if not wanted[k]: continue # text and flags only
         why = reasons_in(rows, k, ps, path)
         out.append({'ttype': k, 'name': words.get(k, k), **kind_of_rows(rows, wanted[k], columns, why, ps)})
@@ -199,7 +199,7 @@ def page_of(
     return {'torchember': 1, 'run': {**known, 'bad': first is not None, **({'missing': missing} if (missing := untrained(ps, asked_for(ps, path))) else {})},
         'trouble': None if first is None else {'step': int(first['step']), 'path': str(first['path'] or ''), 'ttype': str(first['ttype']),
             'text': sentence_of(first)},
-        'numbers': numbers_of(table), 'tree': tree_of(structure, list(dict.fromkeys(tensors['path'].astype(str))), root_of(tensors)),
+        'numbers': logged_numbers(table), 'tree': tree_of(structure, list(dict.fromkeys(tensors['path'].astype(str))), root_of(tensors)),
         'kinds': out, 'formats': formats_for(out), 'meanings': {s: meanings.get(s, s) for k in out for s in k['stats']}, 'colors': colors()}
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #73dd976c
@@ -219,7 +219,7 @@ def add_exponents(run, kinds, keys, tensors, also):
 
 def is_table(run): return hasattr(run, 'columns')
 
-def numbers_of(table):
+def logged_numbers(table):
     "What was noted with `te.log`: all numbers, each with its steps"
     out = []
     for n in sorted(noted(table), key=lambda n: 'loss' not in n):
@@ -231,7 +231,7 @@ def numbers_of(table):
 def facts_of(run, table):
     "What is known of a run beside its rows, and the structure of its model"
     steps = table['step'].to_numpy()
-    name = Path(run).name if isinstance(run, str|os.PathLike) and os.sep in str(run) else name_of(table)
+    name = Path(run).name if isinstance(run, str|os.PathLike) and os.sep in str(run) else name_of_run(table)
     out = {'name': name or 'A table', 'model': root_of(table), 'rows': len(table), 'steps': len(np.unique(steps)),
         'first': int(steps.min()), 'last': int(steps.max())}
     t = tracker_of(run)
