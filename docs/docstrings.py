@@ -20,9 +20,11 @@ def comments(code):
     return {t.start[0]: (lines[t.start[0]-1][:t.start[1]].rstrip(), t.string.lstrip('# ')) for t in generate_tokens(StringIO(code).readline) if t.type==COMMENT}
 
 def named(a):
-    "Line -> the argument that a comment on it speaks of"
-    stars = [(a.vararg, '*'), (a.kwarg, '**')]
-    return {o.lineno: star+o.arg for o,star in [*((o, '') for o in (*a.posonlyargs, *a.args, *a.kwonlyargs)), *((o, s) for o,s in stars if o)]}
+    "Line -> the arguments that a comment on it speaks of"
+    stars,out = [(a.vararg, '*'), (a.kwarg, '**')],{}
+    for o,star in [*((o, '') for o in (*a.posonlyargs, *a.args, *a.kwonlyargs)), *((o, s) for o,s in stars if o)]:
+        out.setdefault(o.lineno, []).append(star+o.arg)
+    return out
 
 def sections(f, beside):
     "What is said beside the arguments of the function `f`, and beside its result"
@@ -30,9 +32,9 @@ def sections(f, beside):
     names = named(f.args)
     for line in range(f.lineno, f.body[0].lineno):
         before,said = beside.get(line, ('', ''))
-        of_one = said.partition(': ')[0] in names.values() # where all is on one line, the comment says of which argument it is
+        of_one = said.partition(': ')[0] in sum(names.values(), []) # where all is on one line, the comment says of which argument it is
         if before.endswith(':'): (args if of_one else result).append(said)
-        elif said and line in names: args.append(f'{names[line]}: {said}')
+        elif said and line in names: args.append(f"{', '.join(names[line])}: {said}")
     return [(title, lines) for title,lines in (('Args', args), ('Returns', result)) if lines]
 
 def lineage(name, classes):
@@ -61,8 +63,8 @@ def split(doc):
     "A docstring without our sections, and what these say"
     found = ours.search(doc)
     args,_,result = (found[0] if found else '').partition('Returns:\n')
-    pairs = (line.strip().split(': ', 1) for line in args.partition('Args:\n')[2].splitlines() if line.strip())
-    return ours.sub('', doc), {'Args': dict(pairs), 'Returns': result.strip()}
+    pairs = [line.strip().split(': ', 1) for line in args.partition('Args:\n')[2].splitlines() if line.strip()]
+    return ours.sub('', doc), {'Args': {k: what for names,what in pairs for k in names.split(', ')}, 'Returns': result.strip()}
 
 def quoted(text):
     return f'"""{text}"""' if '\n' in text else f'"{text}"'

@@ -191,7 +191,7 @@ class Views:
         """Draw the run: all layers and steps, the loss, and what was first not finite
 
         Args:
-            **kwargs: Of `overview`
+            *args, **kwargs: Of `overview`
 
         Returns:
             matplotlib Axes
@@ -219,7 +219,7 @@ class Views:
         """Print what the run was like, a line for each layer
 
         Args:
-            **kwargs: Of `torchember.summary`
+            *args, **kwargs: Of `torchember.summary`
         """
         from torchember import summary
         print(summary(self, *args, **kwargs))

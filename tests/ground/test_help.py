@@ -69,7 +69,7 @@ code = '''__all__ = ['f', 'Net']
 def f(
     x:int, # A "number": any
     *more, # Others
-    how='sum' # How
+    how='sum', where=None # How and where
 ) -> int: # Their sum
     "Add up"
     return x
@@ -95,7 +95,7 @@ def within(
 
 def test_sections_are_written_once_and_taken_out():
     got = docstrings.filled(code)
-    args = '    Args:\n        x: A "number": any\n        *more: Others\n        how: How\n'
+    args = '    Args:\n        x: A "number": any\n        *more: Others\n        how, where: How and where\n'
     assert f'    """Add up\n\n{args}\n    Returns:\n        Their sum\n    """\n' in got
     assert '    """Two lines,\n    of which this is one\n\n    Args:\n        width: How wide\n    """\n' in got
     assert '        """Run it\n\n        Returns:\n            The result\n        """\n' in got
@@ -104,7 +104,8 @@ def test_sections_are_written_once_and_taken_out():
     assert docstrings.filled(got)==got
     assert docstrings.stripped(got)==code
     exec(got, names := {})
-    assert docstrings.split(inspect.getdoc(names['f']))==('Add up', {'Args': {'x': 'A "number": any', '*more': 'Others', 'how': 'How'}, 'Returns': 'Their sum'})
+    said = {'x': 'A "number": any', '*more': 'Others', 'how': 'How and where', 'where': 'How and where'}
+    assert docstrings.split(inspect.getdoc(names['f']))==('Add up', {'Args': said, 'Returns': 'Their sum'})
 
 
 def test_a_section_that_got_into_a_notebook_is_taken_out():

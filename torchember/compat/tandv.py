@@ -40,7 +40,7 @@ def stash_hist(
 
     Args:
         tensor: Any tensor
-        max_exp: First and last exponent with a count of its own
+        min_exp, max_exp: First and last exponent with a count of its own
 
     Returns:
         {'exp_hist': {'hist': [...], 'bins': [...]}}
@@ -55,7 +55,7 @@ def stash_all_stats_and_hist(
 
     Args:
         tensor: Any tensor
-        max_exp: First and last exponent with a count of its own
+        min_exp, max_exp: First and last exponent with a count of its own
 
     Returns:
         {'scalar_stats': {...}, 'exp_hist': {...}}

@@ -52,7 +52,7 @@ def stash_hist(
 
     Args:
         tensor: Any array
-        max_exp: First and last exponent with a count of its own
+        min_exp, max_exp: First and last exponent with a count of its own
 
     Returns:
         {'exp_hist': {'hist': [...], 'bins': [...]}}
@@ -69,7 +69,7 @@ def stash_all_stats_and_hist(
 
     Args:
         tensor: Any array
-        max_exp: First and last exponent with a count of its own
+        min_exp, max_exp: First and last exponent with a count of its own
 
     Returns:
         {'scalar_stats': {...}, 'exp_hist': {...}}
@@ -152,7 +152,7 @@ class JaxTracker(Tracker):
 
         Args:
             f: The step: a function of `*args`, jitted or not
-            **kwargs: Its arguments
+            *args, **kwargs: Its arguments
 
         Returns:
             What it returns

@@ -22,7 +22,7 @@ def exponents(
 
     Args:
         v: Summary vectors with exponents, shape (..., wide)
-        hi: First and last exponent with a column of its own
+        lo, hi: First and last exponent with a column of its own
 
     Returns:
         Counts, int, shape (..., hi-lo+3)

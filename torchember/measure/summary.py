@@ -153,7 +153,7 @@ def merged_moments(
     """Mean and centred moments of wholes from those of their pieces
 
     Args:
-        m4: Of pieces, along the last axis; `n` counts the finite elements
+        n, mean, m2, m3, m4: Of pieces, along the last axis; `n` counts the finite elements
         xp: The module of their functions
 
     Returns:
@@ -299,7 +299,7 @@ def lost_value(
 
     Args:
         name: Statistic
-        neginf: Whether the tensor had any
+        nan, posinf, neginf: Whether the tensor had any
 
     Returns:
         NaN or an infinity

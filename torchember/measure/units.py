@@ -170,7 +170,7 @@ def saturated_share(
 
     Args:
         x: Any tensor
-        high: The bounds: -1 and 1 of tanh, 0 and 1 of sigmoid
+        low, high: The bounds: -1 and 1 of tanh, 0 and 1 of sigmoid
         within: How near to a bound is at the bound, as a share of the distance between them
         axis: Dimension of the units; None: 1 for 4 dimensions or more, else the last
 
@@ -205,7 +205,7 @@ def mean_gap(
 
     Args:
         means: A vector for each batch: the means of the units
-        running_var: Of the layer
+        running_mean, running_var: Of the layer
 
     Returns:
         NaN where there are no batches, or all variances are zero

@@ -97,8 +97,8 @@ class Pipe:
         """Perhaps what was open is over now
 
         Args:
-            phase: As `Steps.begin` has them
-            joins: Whether the root is called; there will be gradients; an autograd Function makes this call and the one before
+            path, phase: As `Steps.begin` has them
+            root, grad, joins: Whether the root is called; there will be gradients; an autograd Function makes this call and the one before
         """
         steps = self.steps
         if steps.ends_evaluation(phase, grad): self.end_evaluation()
@@ -178,7 +178,7 @@ class Pipe:
         """Hand all that was measured to the log. Returns before it is written
 
         Args:
-            wait: Whether the step is; whether it may turn out to be none
+            over, wait: Whether the step is; whether it may turn out to be none
         """
         self.writer.write(self.buffer, self.steps, over, wait)
 

@@ -118,7 +118,7 @@ class Recorder:
         """Hear a model
 
         Args:
-            methods: As `HeardModel` has them
+            tracks, watched, owner, methods: As `HeardModel` has them
         """
         self.model.arm(tracks, watched, owner, methods)
         open_recorders.add(self)

@@ -102,7 +102,7 @@ class RowWriter:
         """Steps that waited were none: they are of the open one
 
         Args:
-            first: Number of the open step until now, and from now on
+            step, first: Number of the open step until now, and from now on
             earlier: `Closed` steps, which were its first passes
         """
         self.waiting = []
@@ -121,7 +121,7 @@ class RowWriter:
 
         Args:
             values: Name -> number, as `on_its_way` has it
-            steps: Of the recorder
+            buffer, steps: Of the recorder
             on: Whether the open step is recorded
         """
         step,phase = steps.noted,'eval' if steps.passes and steps.manual and steps.phase else None
@@ -143,7 +143,7 @@ class RowWriter:
         Args:
             step: Which step they are of
             rows: (key, call, dtype, statistics), as `one_row` has them
-            steps: Of the recorder
+            buffer, steps: Of the recorder
             on: Whether the open step is recorded
         """
         if step==steps.number and on and steps.opened:

@@ -147,8 +147,8 @@ class Steps:
         """A call of the outermost armed module begins
 
         Args:
-            phase: As `new_pass` has them
-            joins: Anything that is another when the weights have changed; as `new_pass` has it
+            path, phase: As `new_pass` has them
+            weights, joins: Anything that is another when the weights have changed; as `new_pass` has it
 
         Returns:
             Whether it is a new pass

@@ -112,7 +112,7 @@ def exp_hist(
         dtype_info: Lines at the largest number, the smallest normal one, the smallest of all
         col_wrap: Panels in a row, at most
         figsize: Width and height, inches
-        xtick_rotation: Of the exponents
+        xtick_labelsize, xtick_rotation: Of the exponents
         fig_title: Instead of the run, the tensor type and the step
         facet_kws: `sharex`, `sharey`, ... of a grid of panels
         sp_kws: Of matplotlib's `bar`, `plot`, or `fill_between`; for 'kde' also `bw_adjust`

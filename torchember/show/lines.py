@@ -211,7 +211,7 @@ def scalar_line(
         kind: 'line' or 'scatter'
         figsize: Width and height, inches
         facet_kws: `sharex`, `sharey`, `xlim`, `ylim`, `subplot_kws`, `gridspec_kws` of a grid of panels
-        bbox_to_anchor: Where the legend of several statistics is
+        loc, bbox_to_anchor: Where the legend of several statistics is
         fig_title: Instead of the run and the tensor type
         **kwargs: Of matplotlib's `plot` or `scatter`; seaborn's `height` and `aspect` of a panel, `palette`, `markers` and `legend`
 

@@ -170,7 +170,7 @@ class JaxRecorder:
         """The step is over
 
         Args:
-            gradients: Trees, or None
+            model_state, optimizer_state, gradients: Trees, or None
 
         Returns:
             Number of the step, and whether it was recorded

@@ -218,9 +218,9 @@ class Tensor:
     """A value of which there is a row
 
     Args:
-        pname: Whose it is
+        path, ttype, tname, pname: Whose it is
         call: Of its module
-        dtype: Of the value
+        shape, dtype: Of the value
         backward: Of a gradient, which backward brought it
         more: Other columns: {'shard': 'data=3'}
     """
@@ -244,7 +244,7 @@ def rows_of(
 
     Args:
         steps: Tuples: pairs of `Tensor`s and what was measured of them (a matrix of words, or a list of what a function gave), number of the step, when, marks
-        names: Groups of parts, and statistics that are derived from them
+        wanted, names: Groups of parts, and statistics that are derived from them
         display: `Names`
         own: Function: what a function of the user's gave -> columns
 

@@ -46,7 +46,7 @@ def agreed_on(
     """The names in the trees that come first. Raises for what is no array
 
     Args:
-        optimizer_state: What `track` is given: trees, or None
+        model_state, optimizer_state: What `track` is given: trees, or None
     """
     agreed = Agreed()
     known = [] if model_state is None else parameters(model_state)
@@ -84,7 +84,7 @@ class States:
         """The states with which a step begins
 
         Args:
-            optimizer_state: Trees, or None
+            model_state, optimizer_state: Trees, or None
         """
         whole = isinstance(model_state, dict) or is_train_state(model_state)
         some,both = [],whole and 'optimizer_state' not in self.tracked and is_training(model_state)
