@@ -550,3 +550,13 @@ def test_values_that_are_no_numbers(kind, tmp_path):
             model(torch.ones(3, 2)).sum().backward()
             tracker.step()
     assert tracker.out_path is None and set(read(tracker.t)['what'].dropna())=={'a text'}
+
+
+def test_one_function_takes_tensors_of_both_libraries():
+    jnp,there = pytest.importorskip('jax.numpy'),pytest.importorskip('torchember.jaxember')
+    values = [0., .25, -3, 300, 1e-30]
+    for f in (stash_scalar_stats, stash_hist, stash_all_stats_and_hist, stash_full_tensor): assert getattr(there, f.__name__) is f
+    ours,theirs = stash_all_stats_and_hist(torch.tensor(values), -3, 4),stash_all_stats_and_hist(jnp.array(values), -3, 4)
+    assert ours['exp_hist']==theirs['exp_hist']=={'hist': [2, 0, 1, 0, 0, 1, 0, 0, 0, 1], 'bins': [*range(-4, 6)]}
+    assert theirs['scalar_stats']==pytest.approx(ours['scalar_stats'], rel=1e-6)
+    assert isinstance(stash_full_tensor(torch.ones(1))['full_tensor'], torch.Tensor) and isinstance(stash_full_tensor(jnp.ones(1))['full_tensor'], np.ndarray)
