@@ -233,7 +233,7 @@ class Views:
     def _repr_html_(self): return tree_table(repr(self)[1:-1], self.mod_tree(), self.t.latest_line_list())
 
 # %% ../nbs/45_ember.ipynb #b57e800d
-def open_run(kind, name, resume, home):
+def run_of_rank(kind, name, resume, home):
     "The run of an ember, of its own on each rank. The rank, None where there is one process"
     rank,ranks = rank_and_size()
     if ranks>1: name = f'{name or shared_name(kind)}.rank{rank}'
@@ -314,7 +314,7 @@ class torchEmber(OwnStatistics, Notes, Views):
         self.tracks,self.armed = tracks(inner),False
         self.chosen,self.views = (include, exclude),[] # views: live pictures of the run
         self.watched(self.tracks) # raises before anything is changed
-        self.t,rank = open_run(self.model_name, name, resume, home)
+        self.t,rank = run_of_rank(self.model_name, name, resume, home)
         t = self.t
         self.recorder = Recorder(t, Settings(ttypes, stats, when, only_training, on_error, t.last_step()+1 if resume else first_step, rank,
             None if overhead is None else Budget(overhead), optimizers, scaler, ends, self.tracks[0].name, lambda meta: t.amend('parameters', meta)))

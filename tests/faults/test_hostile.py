@@ -20,7 +20,7 @@ from torchember.ground.choose import select
 from torchember.frames.logs import read, runs, wide
 from torchember.ground.messages import EmberWarning
 from torchember.show.histograms import total_counts
-from torchember.show.live.live_view import Reader, Viewer, base_of, flags
+from torchember.show.live.live_view import Reader, Viewer, base_of, interpreter_flags
 from torchember.show.page.data import page_of
 from torchember.show.pointing import losses_of
 from torchember.state.plots import plot_heatmap, plot_hist
@@ -82,7 +82,7 @@ def test_a_child_is_started_as_its_parent_was(how):
     names = [n for n in dir(sys.flags) if not n.startswith('_') and not callable(getattr(sys.flags, n)) and n!='safe_path']
     look = f'[{{n: getattr(sys.flags, n) for n in {names}}}, sys.pycache_prefix, [*dict.fromkeys(sys.warnoptions)]]'
     def said(start, code): return eval(subprocess.run([*start, '-c', f'import sys\n{code}'], capture_output=True, text=True, check=True, cwd=root).stdout)
-    told,parent = said([sys.executable, *how], f'{inspect.getsource(flags)}\nprint([flags(), {look}])')
+    told,parent = said([sys.executable, *how], f'{inspect.getsource(interpreter_flags)}\nprint([interpreter_flags(), {look}])')
     child,safe = said([sys.executable, *told], f'print([{look}, sys.flags.safe_path])')
     assert child==parent and safe
 

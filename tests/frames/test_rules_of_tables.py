@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from torchember import emberTracker, read, summary, tree, wide
 from torchember.show.first_look import first_trouble
-from torchember.show.live.following import Kept, binned, extremes, some_lines
+from torchember.show.live.following import OverviewRows, binned, extremes, some_lines
 from torchember.show.heatmaps import column_edges
 from torchember.show.histograms import at_step, total_counts
 from torchember.show.page.data import page_of
@@ -239,7 +239,7 @@ def test_what_is_kept_of_a_long_run_has_its_first_trouble():
     "Though an evaluation before the training had some, and a later step has more"
     def rows(s, phase=None, nan=0): return [{'step': s, 'module': f'model(N).{m}(L)', 'ttype': t, 'tname': 'x_0', 'call': 0, 'std': 1.+s, 'nan': nan*(m=='b'),
         'posinf': 0, 'neginf': 0, **({'phase': phase} if phase else {})} for m in 'ab' for t in ('output', 'input')]
-    k = Kept()
+    k = OverviewRows()
     k.add(rows(0, 'eval', 5))
     assert k.first.step.tolist()==[0]
     k.add(rows(1))

@@ -28,7 +28,7 @@ from torchember import (
     wide,
 )
 from torchember.show.controls import axis_columns, statistics_of
-from torchember.show.live.following import Kept
+from torchember.show.live.following import OverviewRows
 from torchember.show.page.data import page_of
 from torchember.store import columns, lines
 
@@ -162,7 +162,7 @@ def test_menu(logs):
 
 def test_live(logs):
     def seen(t):
-        kept = Kept()
+        kept = OverviewRows()
         kept.add(t.lines())
         return kept.table()
     (alone,kinds),(both,same) = map(seen, logs)

@@ -12,8 +12,8 @@ import pytest
 
 from torchember import EmberWarning, emberTracker
 from torchember.show.live import live_view
-from torchember.show.live.following import Kept, Tail, as_shown, loss_in, shown_rows, some_lines
-from torchember.show.live.live_view import (Live, LogScreen, NotebookScreen, RowsOfFile, RowsTold, TerminalScreen, Viewer, Words, at_exit,
+from torchember.show.live.following import OverviewRows, Tail, as_shown, loss_in, shown_rows, some_lines
+from torchember.show.live.live_view import (Live, LogScreen, NotebookScreen, RowsOfFile, RowsTold, TerminalScreen, Viewer, Words, close_shown,
     goes_on, live)
 
 
@@ -239,7 +239,7 @@ def test_the_end_of_the_interpreter_ends_them(monkeypatch):
         def close(self, patience): done.append((self.n, patience))
     monkeypatch.setattr(live_view, 'shown', [V(1, lambda: done.append('flush')), V(2, lambda: 1/0), V(3)])
     monkeypatch.setattr(sys, 'stderr', err := io.StringIO())
-    at_exit()
+    close_shown()
     assert done==['flush', (1, 10.), (3, 10.)] and 'division' in err.getvalue()
 
 
@@ -398,7 +398,7 @@ def test_the_loss_that_is_drawn():
 
 def test_what_an_overview_needs_is_kept():
     "Outputs and gradients of weights; of other types the first that came, as long as there is nothing better"
-    k = Kept()
+    k = OverviewRows()
     k.add([row(0, ttype='input'), row(0, ttype='weight'), row(0, ttype='input', path='b')])
     table,kinds = k.table()
     assert (kinds, table.path.tolist(), k.other, len(k))==(['input'], ['a', 'b'], 'input', 2)
@@ -416,7 +416,7 @@ def test_what_an_overview_needs_is_kept():
 
 def test_what_is_kept_of_a_row():
     "The best statistic alone; where there is none, what tells the row from one of these"
-    k = Kept()
+    k = OverviewRows()
     known = {k_: v for k_,v in row(0).items() if k_!='std'}
     assert k.slim(row(0, rms=2., mean=3., abs_max=4.))=={**known, 'rms': 2.} and k.slim(row(0, rms=None, mean=3.))=={**known, 'std': 1.}
     assert k.slim({**known, 'mine': 3., 'n': 4, 'v': [1, 2]})=={**known, 'mine': 3., 'n': 4, 'v': []}
@@ -427,10 +427,10 @@ def test_what_is_kept_of_a_row():
 
 def test_a_long_run_is_put_together(monkeypatch):
     "As often as it must be, for all of its steps alike; few steps stay as they are, and numbers have bins of their own"
-    monkeypatch.setattr(Kept, 'most', 100)
-    monkeypatch.setattr(Kept, 'least', 8)
-    monkeypatch.setattr(Kept, 'most_numbers', 40)
-    k = Kept()
+    monkeypatch.setattr(OverviewRows, 'most', 100)
+    monkeypatch.setattr(OverviewRows, 'least', 8)
+    monkeypatch.setattr(OverviewRows, 'most_numbers', 40)
+    k = OverviewRows()
     def step(s): return [*(row(s, path=p, std=1.+(s==77)) for p in 'ab'), number(s, loss=1.+(s==33), rate=.1)]
     for s in range(0, 200, 10): k.add([r for i in range(s, s+10) for r in step(i)])
     table,_ = k.table()
@@ -438,6 +438,6 @@ def test_a_long_run_is_put_together(monkeypatch):
     assert k.n==len(k.together())<=100 and k.width in (4, 8) and len(k.numbers)<=40 and k.width_of_numbers>=8
     assert outputs['step'].tolist()[-1]==199 and set(outputs['step'][:-4]%k.width)=={k.width-1} and outputs['std'].tolist().count(2.)==2
     assert [(r.step, r.loss) for r in table[table.ttype=='scalar'].itertuples() if r.loss==2.]==[(33, 2.)]
-    wide = Kept()
+    wide = OverviewRows()
     for s in range(0, 9, 3): wide.add([row(s+j, path=f'p{i}') for j in range(3) for i in range(40)])
     assert wide.table()[0]['step'].nunique()>=5 # 8 steps of 40 layers are more than 100 rows

@@ -24,7 +24,7 @@ from ..ground.record import called_ttypes, column_order, identity, optional
 from .words import earlier_calls
 from ..store.base import facts, folder, regular, safe_name
 from ..store.jsonl import emberTracker, is_step, last_in, last_step_of, settle, tracker
-from ..store.columns import Block, columns_of, missing, times_of
+from ..store.columns import ColumnBlock, columns_of_lines, missing, times_of
 from ..store.older import is_older, older_blocks, size_and_rows
 from ..store.lines import bad, blocks_of, parsed
 from ..store.reading import assembled, current, key, path_of, with_path
@@ -280,7 +280,7 @@ def read(
 def rows_wanted(source, choice, columns=None):
     "The table of a run, of the rows that are wanted"
     kept = RowFilter(choice, source.last_step() if choice.counts_back else None)
-    got = columns_of(source.blocks, source.file(), (*names_in, 'ts', 'shape'), kept if choice.asked else None, columns and needed(columns))
+    got = columns_of_lines(source.blocks, source.file(), (*names_in, 'ts', 'shape'), kept if choice.asked else None, columns and needed(columns))
     return current(assembled(*got[:3]))
 
 class ColumnFilter:
@@ -297,7 +297,7 @@ def needed(columns):
 
 def values_there(runs):
     "Question -> what there is in the runs, of each thing that can be asked for"
-    rows = Block.of([r for s in runs for r in parsed(s.blocks, s.file())[0]])
+    rows = ColumnBlock.of([r for s in runs for r in parsed(s.blocks, s.file())[0]])
     asked = {name: RowFilter(None, None).asked(name, rows) for name in columns_in}
     return {name: list(dict.fromkeys(v for v in values if isinstance(v, int if name=='steps' else str))) for name,values in asked.items()}
 

@@ -10,7 +10,7 @@ import math
 
 from ..capture.optimizer import is_optimizer, parameters_of
 from ..ground.messages import an
-from .optimizer import kinds_of
+from .optimizer import optimizer_names
 
 # %% ../../nbs/40_recorder/85_arguments.ipynb #36c01293
 def check_optimizers(optimizer, scaler, ttypes, params):
@@ -21,7 +21,7 @@ def check_optimizers(optimizer, scaler, ttypes, params):
     mine = {id(p) for p in params}
     for o in os:
         if not mine & {id(p) for p in parameters_of(o)}:
-            raise ValueError(f"The optimizer {kinds_of([o])} trains none of the {len(mine)} parameters of this model. Was it made for another model, "
+            raise ValueError(f"The optimizer {optimizer_names([o])} trains none of the {len(mine)} parameters of this model. Was it made for another model, "
                 "or before the parameters were replaced? Give the one that steps; or none, and call te.step() where a step ends.")
     if scaler is not None and not hasattr(scaler, 'unscale_'): raise TypeError(f"scaler= is a torch.amp.GradScaler, got {an(scaler)}.")
     for n,why in (('optimizer', "'optimizer' in ttypes"), ('update', "'update' in ttypes")):

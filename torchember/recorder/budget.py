@@ -134,7 +134,7 @@ def check_share(share):
         f"overhead is a share of the training time, more than 0 and at most 1, such as 0.02 for 2%; got {share!r}.{hint}")
 
 # %% ../../nbs/40_recorder/02_budget.ipynb #040f5119
-def middle(xs): return median_low(xs) if xs else 0.
+def median_of(xs): return median_low(xs) if xs else 0.
 
 # %% ../../nbs/40_recorder/02_budget.ipynb #56deb09d
 class Budget:
@@ -178,7 +178,7 @@ class Budget:
         self.waiting = disturbed and (self.waiting or recorded)
         if disturbed: return
         self.hidden = hidden
-        if recorded and hidden and min(len(self.on), len(self.off))>2: cost = max(cost, middle(self.on)-middle(self.off))
+        if recorded and hidden and min(len(self.on), len(self.off))>2: cost = max(cost, median_of(self.on)-median_of(self.off))
         (self.on if recorded else self.off).append(took)
         (self.costs if recorded else self.idle).append(cost)
         self.bare.append(max(took-cost, 0.))
@@ -190,10 +190,10 @@ class Budget:
         self.limit(took, cost)
 
     def look(self):
-        self.time,self.still = middle(self.bare),middle(self.idle)
-        self.cost = middle(self.costs)+self.late/max(self.recorded-1, 1) if self.costs else None
+        self.time,self.still = median_of(self.bare),median_of(self.idle)
+        self.cost = median_of(self.costs)+self.late/max(self.recorded-1, 1) if self.costs else None
         self.earned = self.patience*self.share*self.time
-        self.least = -self.rarest*self.share*self.time-middle(self.costs)
+        self.least = -self.rarest*self.share*self.time-median_of(self.costs)
         self.hopeless = self.never or self.recorded>1 and self.interval>self.rarest
 
     def limit(self, took, cost):

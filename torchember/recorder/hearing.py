@@ -12,7 +12,7 @@ from .budget import clock, timed
 from ..capture.events import Listener, Wants
 from ..capture.private_torch import function_around, only_metadata, same_function
 from .calls import stack_room
-from .optimizer import kinds_of
+from .optimizer import optimizer_names
 from .steps import stalled
 from .tally import not_called
 
@@ -282,5 +282,5 @@ def say_when_stalled(pipe):
     quiet = [o for o in watch.optimizers if id(o) in pipe.steps.turns.quiet]
     ever = any(id(o) in watch.stepped for o in quiet)
     how = 'does not step any more' if ever else 'has not stepped'
-    notices.once('stalled', f"The optimizer that torchEmber was given, {kinds_of(quiet)}, {how}, but {why}: all of this is recorded as step "
+    notices.once('stalled', f"The optimizer that torchEmber was given, {optimizer_names(quiet)}, {how}, but {why}: all of this is recorded as step "
         f"{pipe.steps.number}. Was it made anew? Give torchEmber those that step; or none, and call te.step().")

@@ -20,18 +20,18 @@ from ..store.base import run_name
 open_recorders = weakref.WeakSet() # those of this process: anything with `finish`, `leave` and `t`, the run
 
 # %% ../../nbs/40_recorder/70_process.ipynb #6b947870
-def at_exit():
+def finish_open_recorders():
     for r in list(open_recorders):
         try: r.finish()
         except Exception as e: print(printable(f"torchember: the last rows of {r.t.fname} are lost: {type(e).__name__}: {e}"), file=sys.stderr)
 
-def in_child():
+def leave_open_recorders():
     "A forked process records nothing for its parent, and must not wait for locks that were held when it was made"
     for r in list(open_recorders): r.leave()
     open_recorders.clear()
 
-atexit.register(at_exit) # after that of the store, which was imported for this: what is registered last comes first
-if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=in_child)
+atexit.register(finish_open_recorders) # after that of the store, which was imported for this: what is registered last comes first
+if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=leave_open_recorders)
 
 # %% ../../nbs/40_recorder/70_process.ipynb #78226770
 def hand_over(name):

@@ -95,15 +95,15 @@ def portions(
     ratio = ratios(columns)
     for c in columns:
         ttypes = {t.key[1] for t in c.taps}
-        if 'before' not in ttypes and not ratio: yield from counted(c, {}); continue
+        if 'before' not in ttypes and not ratio: yield from with_numel(c, {}); continue
         got = [ratio.get(p) for p in zip(c.owner.tolist(), c.events.tolist(), strict=True)]
         rated = [i for i,r in enumerate(got) if r is not None]
         rest = [i for i,r in enumerate(got) if r is None and c.taps[i].key[1]!='before'] # a weight before its update has no row
-        if rated: yield from counted(c[rated], {'ratio': np.array([got[i] for i in rated])})
-        if rest: yield from counted(c[rest], {})
+        if rated: yield from with_numel(c[rated], {'ratio': np.array([got[i] for i in rated])})
+        if rest: yield from with_numel(c[rest], {})
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #93c2bbe2
-def counted(c, more):
+def with_numel(c, more):
     "Where a shape does not say how many elements a row is of, as that of the last of several micro-batches, the row does"
     n = c.vectors[:, index['count']]
     dims,sizes = c.dims[:, :1],c.dims[:, 1:]
@@ -135,7 +135,7 @@ def texts_of_columns(
     return [c if isinstance(c, list) else done[n] if n in done else texts_of(c) for n,c in columns.items()]
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #d77aa2bf
-def filled(
+def fill_templates(
     text, # Templates, one after the other
     columns # For each column of numbers the text of each row
 ) -> list: # Lines, without newlines
@@ -163,7 +163,7 @@ class Lines:
         own = [(i, r[0], m.row(*r[1:])) for i,m in enumerate(measured) for r in m.own]
         some = [([i for i,_,_ in own], [e for _,e,_ in own], [r for _,_,r in own])] if own else []
         for c,more in portions(columns_of([m.snapshot for m in measured])): some += self.portion(c, more, measured)
-        return in_order(some, len(measured))
+        return by_event(some, len(measured))
 
     def portion(self, c, more, measured):
         "Owners, events and lines of rows with the same columns; those that need care apart"
@@ -176,7 +176,7 @@ class Lines:
         if None in templates: good &= [t is not None for t in templates]
         if good.all(): return [(c.owner, c.events, self.written(c, columns, templates, measured))]
         apart,at = np.flatnonzero(~good),np.flatnonzero(good)
-        out = [(c.owner[apart], c.events[apart], careful(c[apart], {n: x[apart] for n,x in more.items()}, measured))]
+        out = [(c.owner[apart], c.events[apart], rows_with_care(c[apart], {n: x[apart] for n,x in more.items()}, measured))]
         return out+self.portion(c[at], {n: x[at] for n,x in more.items()}, measured) if len(at) else out
 
     def templates_of(self, c, names, m):
@@ -191,7 +191,7 @@ class Lines:
         "The lines"
         ends = np.searchsorted(c.owner, np.arange(len(measured)+1)).tolist()
         text = [stamped(b''.join(templates[a:b]), m) for a,b,m in zip(ends, ends[1:], measured, strict=False)]
-        return filled(b''.join(text), [*texts_of_columns(columns), texts_of(np.ascontiguousarray(c.calls))])
+        return fill_templates(b''.join(text), [*texts_of_columns(columns), texts_of(np.ascontiguousarray(c.calls))])
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #e34d01bb
 def stamped(text, m):
@@ -199,13 +199,13 @@ def stamped(text, m):
     marks = b','+line_of(m.marks)[1:-1] if m.marks else b''
     return text.replace(TS, b'"%s"' % m.ts.encode()).replace(STEP, b'%d' % m.step).replace(MARKS, marks)
 
-def careful(c, more, measured):
+def rows_with_care(c, more, measured):
     "Rows as dicts"
     more = [dict(zip(more, v, strict=True)) for v in zip(*(x.tolist() for x in more.values()), strict=True)] or [{}]*len(c)
     rows = zip(c.owner.tolist(), c.taps, c.calls.tolist(), c.dtypes(), c.dicts(), more, strict=True)
     return [measured[o].row(t.key, n, None, d, s | m) for o,t,n,d,s,m in rows]
 
-def in_order(some, n):
+def by_event(some, n):
     "The rows of each of `n` owners, in the order of their events, from tuples of owners, events and rows"
     owners,events = (np.concatenate([s[i] for s in some]) if some else np.empty(0, int) for i in (0, 1))
     rows = [r for s in some for r in s[2]]

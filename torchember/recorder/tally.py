@@ -6,7 +6,7 @@
 __all__ = ['not_called', 'Tally']
 
 # %% ../../nbs/40_recorder/77_tally.ipynb #d0d5b648
-from .optimizer import kinds_of
+from .optimizer import optimizer_names
 from ..store.parameters import untrained
 
 # %% ../../nbs/40_recorder/77_tally.ipynb #92669538
@@ -43,7 +43,7 @@ class Tally:
         """
         t = steps.turns
         quiet = [o for o in optimizers if id(o) in t.quiet] if t.most>=20 else []
-        if quiet: self.waited = f"Step {steps.number} waited for {kinds_of(quiet)}: {t.most:,} steps of another optimizer are in it."
+        if quiet: self.waited = f"Step {steps.number} waited for {optimizer_names(quiet)}: {t.most:,} steps of another optimizer are in it."
 
     def remarks(self,
         sources, # `Sources`
@@ -59,7 +59,7 @@ class Tally:
         if self.steps and watch and not self.called: out.append(not_called)
         if not self.steps: out.append("No pass was seen: the model was never called while it was armed.")
         for o in watch.optimizers if watch and self.steps else ():
-            if id(o) not in watch.stepped: out.append(f"The optimizer {kinds_of([o])} never stepped.")
+            if id(o) not in watch.stepped: out.append(f"The optimizer {optimizer_names([o])} never stepped.")
         if 'weight_grad' in sources.ttypes and hint.trains and hint.steps_without and (manual or hint.given):
             out.append(f"{hint.steps_without:,} of {self.recorded:,} recorded steps have no weight gradients.")
         if known.trained and (missing := untrained(known.entries)): out.append(missing)

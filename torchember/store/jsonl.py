@@ -679,7 +679,7 @@ class tracker(StoredRun):
         line = line.removesuffix('\n')
         if '\n' in line: raise ValueError("a line has no newline in it. Log several lines one by one.")
         if self.folder: raise FileExistsError(not_on(self.fname))
-        json.loads(line, parse_constant=refuse)
+        json.loads(line, parse_constant=refuse_constant)
         load_row(line) # raises ValueError for what is not a row
         data = line.encode()
         self.file.put(lambda: [data], here=self.source is None)
@@ -791,7 +791,7 @@ def not_on(name):
     "The sentence for a run of 0.2 that is to go on"
     return f"The run {name!r} was recorded by torchember 0.2, as a folder. It can be read, and nothing can be added to it. Choose another name."
 
-def refuse(word): raise ValueError(f"{word} is not JSON. t({{'name': float('nan')}}) writes it as JSON has it.")
+def refuse_constant(word): raise ValueError(f"{word} is not JSON. t({{'name': float('nan')}}) writes it as JSON has it.")
 
 def last_step(rows):
     "The rows of the last step"

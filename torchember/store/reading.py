@@ -10,7 +10,7 @@ import numpy as np
 
 from ..ground.needs import needs
 from ..ground.record import column_order, identity, optional
-from .columns import columns_of
+from .columns import columns_of_lines
 from .lines import bad
 
 # %% ../../nbs/30_store/08_reading.ipynb #73a2808d
@@ -143,7 +143,7 @@ def table(
     Returns:
         pandas.DataFrame, number of torn lines
     """
-    columns,layouts,n,torn = columns_of(blocks, file)
+    columns,layouts,n,torn = columns_of_lines(blocks, file)
     return assembled(columns, layouts, n), torn
 
 def assembled(columns, layouts, n):

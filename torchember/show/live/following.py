@@ -79,7 +79,7 @@ def as_shown(r):
 drawn_ttypes,drawn_stats = ('output', 'weight_grad'),('rms', 'std', 'abs_mean', 'mean')
 always = {*identity, *optional, 'path', 'shape', 'supersedes', *bad}-{'ts', 'dtype', 'nonfinite', 'error'}
 
-class Kept:
+class OverviewRows:
     "What an overview of a run needs, in a bounded number of rows"
     most = 30_000 # rows of tensors
     least = 64 # steps that are not put together

@@ -19,7 +19,7 @@ from ...frames.logs import alive, said_by
 from ...ground.needs import needs
 from ...ground.not_finite import FirstNotFinite, first_not_finite
 from ...ground.messages import EmberWarning, an, printable, warn
-from .following import Kept, Tail, loss_in, shown_rows, some_lines
+from .following import OverviewRows, Tail, loss_in, shown_rows, some_lines
 from ...store.lines import parse
 from ...store.jsonl import emberTracker, tracker
 from ...store.reading import path_of
@@ -73,7 +73,7 @@ class Viewer:
         picture:bool, # Whether to draw
         look:dict # Settings of matplotlib
     ):
-        self.kept,self.tail,self.words,self.any = Kept() if picture else None,None,Words(),False # any: whether there was anything
+        self.kept,self.tail,self.words,self.any = OverviewRows() if picture else None,None,Words(),False # any: whether there was anything
         if not picture: return
         import matplotlib as mpl
         from torchember.show import first_look # noqa: F401
@@ -120,7 +120,7 @@ class Viewer:
         return out.getvalue()
 
 # %% ../../../nbs/60_show/93_live_view.ipynb #b754be15
-def flags():
+def interpreter_flags():
     "How a Python is to be started that does what this one does, and imports nothing from the current folder"
     f = sys.flags
     letters = dict(I=f.isolated, E=f.ignore_environment, s=f.no_user_site, S=f.no_site, O=f.optimize, B=f.dont_write_bytecode, b=f.bytes_warning)
@@ -133,7 +133,7 @@ def path_of_child():
     return list(dict.fromkeys([*known, os.path.dirname(os.path.dirname(find_spec('torchember').origin))])) # where torchember is, it may be
 
 # %% ../../../nbs/60_show/93_live_view.ipynb #72df7a7e
-def serve():
+def answer_questions():
     "Answer questions, until there are no more"
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(os, 'nice'): os.nice(3) # with more a machine that is busy would show nothing for minutes
@@ -168,13 +168,14 @@ def can_pickle(v):
 
 class Reader:
     "A process that reads a log and draws. What it is asked it answers, or OSError or EOFError is raised"
-    start = 'import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); from torchember.show.live.live_view import serve; serve()'
+    start = 'import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); from torchember.show.live.live_view import answer_questions; answer_questions()'
     patience = 2. # seconds that it has to end by itself
 
     def __init__(self, **how):
         env = {**{k: v for k,v in os.environ.items() if k!='PYTHONPATH'}, 'MPLBACKEND': 'agg', 'OMP_NUM_THREADS': '1', 'OPENBLAS_NUM_THREADS': '1'}
         pipe,own_group = subprocess.PIPE,{'process_group': 0} if os.name=='posix' else {}
-        self.p = subprocess.Popen([sys.executable, *flags(), '-c', self.start], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=env, **own_group)
+        how_started = [sys.executable, *interpreter_flags(), '-c', self.start]
+        self.p = subprocess.Popen(how_started, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=env, **own_group)
         self.say(path_of_child())
         self.say(how)
 
@@ -399,14 +400,14 @@ class Live:
 
 shown = weakref.WeakSet() # those of this process
 
-def at_exit():
+def close_shown():
     for v in list(shown):
         try:
             v.rows.flush()
             v.close(patience=10.)
         except Exception as e: print(printable(f"torchember: {e}"), file=sys.stderr)
 
-atexit.register(at_exit)
+atexit.register(close_shown)
 
 def goes_on(t, base):
     "Whether a run does, as far as can be told"
