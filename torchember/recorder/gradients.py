@@ -17,14 +17,19 @@ class Gradients:
         steps: `Steps`, which know the pass
         tell: `Listener.gradient`
     """
+    of = dict(input='input_grad', output='output_grad')
     def __init__(self,
         ttypes, # Tensor types that are recorded: 'input_grad', 'output_grad' or neither
         steps, # `Steps`, which know the pass
         tell # `Listener.gradient`
     ):
-        self.ttypes = tuple(t for t in ('input_grad', 'output_grad') if t in ttypes)
+        self.ttypes = tuple(t for t in self.of.values() if t in ttypes)
         self.steps,self.tell = steps,tell
         self.handles,self.given = [],{} # of hooks on leaves; id of a leaf -> the last pass that it was given in
+
+    def flow(self, state, ttype, named, call, phase):
+        "Tensors of a call: 'input' or 'output'"
+        if (grad := self.of[ttype]) in self.ttypes: self.of_call(state, grad, named, call, phase)
 
     def of_call(self, state, ttype, named, call, phase):
         "Wait for the gradients of the tensors of one call"
