@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from torchember.capture.backward import hook_gradients
 from torchember.capture.events import Listener, always
 from torchember.capture.forward import KEY, ArmedDict, Due, State, arm, armed_by, disarm, lay, lift, parts_of, with_gradient
-from torchember.capture.optimizer import OptimizerWatch, evenly_spaced, is_optimizer, parameters_of, scale_of, state_tensors, trained_by, versions
+from torchember.capture.optimizer import OptimizerWatch, evenly_spaced, is_optimizer, parameters_of, gradient_scale, state_tensors, trained_by, versions
 from torchember.capture.optimizer import with_closure, workers
 from torchember.capture.tree import moduleTrack, tracks, tree_dict, unwrap
 
@@ -435,15 +435,15 @@ def test_what_a_scaler_does_to_each_of_two_optimizers():
     w.attach()
     for bad,kw in ((None, False), (n, False), (n, True), (None, True)):
         for k in (m, n): k.zero_grad(); s.scale(k(one).sum()*(float('inf') if k is bad else 1)).backward()
-        assert scale_of(w.scaler, o)==s.get_scale()
+        assert gradient_scale(w.scaler, o)==s.get_scale()
         for k in (o, p): s.step(optimizer=k) if kw else s.step(k)
         assert spy.told()==[('ready', o, None, True), ('ends', o), ('ready', p, None, True), ('skipped', p) if bad else ('ends', p)]
-        assert scale_of(w.scaler, o) is None # it was unscaled
+        assert gradient_scale(w.scaler, o) is None # it was unscaled
         s.update()
     o.grad_scale = torch.tensor(3.)
-    assert scale_of(w.scaler, o)==3 and scale_of(w.scaler, p)==s.get_scale()
+    assert gradient_scale(w.scaler, o)==3 and gradient_scale(w.scaler, p)==s.get_scale()
     s._enabled = False
-    assert scale_of(w.scaler, o) is None
+    assert gradient_scale(w.scaler, o) is None
     w.detach()
     assert 'step' not in vars(s)
     o.found_inf = torch.tensor(1.) # a fused one finds out by itself

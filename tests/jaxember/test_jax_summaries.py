@@ -9,7 +9,7 @@ from hypothesis import example, given, settings, strategies as st
 
 from torchember import EmberWarning, summarize
 from torchember.measure import kernels
-from torchember.measure.summary import index, merge, nothing, read_array, width
+from torchember.measure.summary import index, merge, no_elements, read_array, width
 
 jax = pytest.importorskip('jax')
 import jax.numpy as jnp  # noqa: E402
@@ -102,7 +102,7 @@ def test_inside(by_parts):
     def same(rows, want): np.testing.assert_allclose(summaries.vectors(np.asarray(rows)), want, rtol=1e-6)
     same(jax.jit(lambda x: jax.lax.scan(lambda c, y: (c, read(y)), 0, x)[1])(x), want)
     same(jax.jit(jax.vmap(read))(x), want)
-    same(jax.jit(lambda x: jax.lax.cond(x[0]>9, lambda: read(x), summaries.none))(x[0]), nothing())
+    same(jax.jit(lambda x: jax.lax.cond(x[0]>9, lambda: read(x), summaries.none))(x[0]), no_elements())
     def turn(s): return s[0]+1, summaries.merged(jnp.stack([s[1], read(x[s[0]])]))
     x = jnp.asarray(x)
     same(jax.jit(lambda: jax.lax.while_loop(lambda s: s[0]<4, turn, (0, summaries.none()))[1])(), merge(want))

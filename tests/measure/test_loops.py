@@ -61,7 +61,7 @@ for n in (1, 63, 64, 128, 1000, cpu.block+77):
         for bad in (False, True):
             if bad: x[rng.integers(n)] = np.nan
             for y in (x, x.astype(np.float64)):
-                got,want = cpu.read(y.ctypes.data, n, y.dtype.name, tuple(groups)),read_array(y, tuple(groups))
+                got,want = cpu.read_at(y.ctypes.data, n, y.dtype.name, tuple(groups)),read_array(y, tuple(groups))
                 np.testing.assert_allclose(got[:width-1], want[:width-1], rtol=1e-9)
                 np.testing.assert_array_equal(got[width:], want[width:])
 print(cpu.lanes)

@@ -177,7 +177,7 @@ class Patch:
         self.states,call = tuple(states),self.covered
         for st in reversed(states):
             st.patch,st.call = self,call
-            call = types.MethodType(beneath(st), st.track.module)
+            call = types.MethodType(patched_for(st), st.track.module)
         self.first = self.states[0] if states else None
         self.place = self if not states else self.function if self.former is None else self.former # what a forward of ours has to stand for
         self.passes = any(st.outermost for st in states) # whether compiled code tells where a pass begins and ends
@@ -333,7 +333,7 @@ def code_for(forward):
         codes[forward] = c.replace(co_qualname=forward.__qualname__, **like)
     return codes[forward]
 
-def beneath(st):
+def patched_for(st):
     "`patched` for a listener that is not the first"
     f = patched(inner=st)
     f.__code__ = code_for(nn.Identity.forward)

@@ -155,7 +155,7 @@ def take_step(
     return StepPlace(o, former, types.MethodType(never_compile(looks(step)), o))
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #fd77bd10
-def scale_of(
+def gradient_scale(
     scaler, # A `GradScaler`, or None
     o # An optimizer
 ): # A tensor, or None
@@ -263,7 +263,7 @@ class OptimizerWatch:
 
     def before(self, o, still=True): # still: whether the weights are what they were before the step
         self.fired.add(id(o))
-        self.listener.gradients_ready(o, scale_of(self.scaler, o), still)
+        self.listener.gradients_ready(o, gradient_scale(self.scaler, o), still)
 
     def after(self, o):
         if self.inside: self.late[id(o)] = o

@@ -12,3 +12,8 @@ EVENT,TAP,CALL,MICRO,DTYPE,DIMS,SHAPE = range(7) # columns of a head; from SHAPE
 # %% ../../nbs/20_measure/01_head.ipynb #6a1f0b05
 NEXT,CALLS,ROWS,HEADS,LAID,HOW,CODE,WORK,LIKE = range(9) # from LIKE on, a head
 tap_width = LIKE+head_width
+
+# %% ../../nbs/20_measure/01_head.ipynb #e53bc8d9
+short = 1<<15 # elements
+
+def address_of(a): return a.__array_interface__['data'][0]

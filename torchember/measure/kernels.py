@@ -16,7 +16,7 @@ from ..ground.messages import an
 from .elements import dense, flat, format_for, formats, layout, narrow, numbers, ordinary, piece
 from .loading import loader, loops
 from .readers.torch import read_cpu, read_device
-from .summary import Summary, index, length, merge, not_in_loops, nothing, of_each, read_array, scalars, sums, width
+from .summary import Summary, index, length, merge, no_elements, not_in_loops, of_each, read_array, scalars, sums, width
 
 # %% ../../nbs/20_measure/08_kernels.ipynb #49109b45
 def by_loops(
@@ -27,11 +27,11 @@ def by_loops(
     fmt = formats.get(x.dtype)
     if fmt is None: return by_pieces(x, wanted)
     if x.is_contiguous(): return loops().read_on_cores(x.data_ptr(), x.numel(), fmt, wanted, torch.get_num_threads())
-    if not x.numel(): return nothing(wanted)
+    if not x.numel(): return no_elements(wanted)
     sizes,strides,times = layout(x)
     n = math.prod(sizes)
     if strides==(1,): v = loops().read_on_cores(x.data_ptr(), n, fmt, wanted, torch.get_num_threads())
-    else: v = loops().read(x.data_ptr(), n, fmt, wanted, sizes, strides)
+    else: v = loops().read_at(x.data_ptr(), n, fmt, wanted, sizes, strides)
     return v if times==1 else repeat(v, times)
 
 def by_pieces(x, wanted):
@@ -41,16 +41,13 @@ def by_pieces(x, wanted):
     got = []
     for p in x.split(piece) if x.numel() else ():
         p = torch.from_numpy(numbers(p)) if x.is_complex() else p.to(to)
-        got.append(loops().read(p.data_ptr(), p.numel(), formats[p.dtype], wanted))
-    v = got[0] if len(got)==1 else merge(np.stack([nothing(wanted), *got]))
+        got.append(loops().read_at(p.data_ptr(), p.numel(), formats[p.dtype], wanted))
+    v = got[0] if len(got)==1 else merge(np.stack([no_elements(wanted), *got]))
     return v if times==1 else repeat(v, times)
-
-most = 1<<15 # elements of a tensor that is read with Python's lock held
 
 def putter(tap, fmt, wanted):
     "What writes the rows of a tap, None without compiled loops"
     return loops().ready_to_put(tap, fmt, wanted) if loops() and loader.has(fmt) else None
-
 
 # %% ../../nbs/20_measure/08_kernels.ipynb #3ca31281
 def read(
@@ -73,11 +70,11 @@ def read(
         run,times = flat(x)
         v = read_cpu(run, wanted)
         if times>1: v = repeat(v, times)
-    write_expressions(v, x, wanted)
+    expressions_on_cpu(v, x, wanted)
     return merge(np.stack([v, zero_vector(zeros, wanted)])) if zeros else v
 
 # %% ../../nbs/20_measure/08_kernels.ipynb #dedf20e6
-def write_expressions(v, x, wanted):
+def expressions_on_cpu(v, x, wanted):
     "Write into the summary vector of the CPU tensor `x` what no loop has found"
     todo = not_in_loops(wanted)
     if not todo: return

@@ -50,7 +50,7 @@ def samples(
 # %% ../../nbs/20_measure/30_spectrum.ipynb #73a4e959
 CHUNK = 2**18 # numbers that are in float64 at a time
 
-def plain(x):
+def where_float64_is(x):
     "The tensor where float64 exists, without its graph"
     return (x.detach().cpu() if x.device.type=='mps' else x.detach())
 
@@ -266,7 +266,7 @@ def covariance(
     n = x.numel()//max(C, 1)
     check_samples(n, C, x.shape)
     if C<2: raise SpectrumError(f"a spectrum is of several features, got one in a tensor of shape {tuple(x.shape)}. `axis` says which dimension holds them.")
-    x,small = plain(x),min(n, C)
+    x,small = where_float64_is(x),min(n, C)
     with torch.no_grad(), quiet(x):
         if exact is False or exact is None and small>=LARGE: return sketched(x, at, n, C)
         mean,gram = feature_gram(x, at) if C<=n else sample_gram(x, at)
@@ -384,7 +384,7 @@ def cal_cov_matrix(
     C = x.shape[at]
     n = x.numel()//max(C, 1)
     check_samples(n, C, x.shape)
-    y = plain(x)
+    y = where_float64_is(x)
     with torch.no_grad(), quiet(y):
         gram = feature_gram(y, at)[1]/(n-1)
         check_finite(y, gram.trace().item())
@@ -408,7 +408,7 @@ def cal_eig(
     if matrix.is_complex(): raise SpectrumError(f"cal_eig takes real numbers, got {matrix.dtype}. torch.linalg.eigvalsh takes Hermitian matrices.")
     dtype = matrix.dtype if matrix.dtype.is_floating_point else torch.get_default_dtype()
     with torch.no_grad():
-        m = plain(matrix).double()
+        m = where_float64_is(matrix).double()
         bad = m.numel()-int(m.isfinite().sum())
         if bad: raise SpectrumError(f"eigenvalues are of finite numbers, got {bad} NaN or infinite of {m.numel()}.")
         apart,scale = (m-m.T).abs().max().item(),m.abs().max().item()
@@ -422,7 +422,7 @@ WHOLE = 2**22 # numbers of the largest matrix that goes through an SVD
 
 def singular_values(z, whole=None):
     "Of a matrix, float64. Of a large one, roots of eigenvalues of the smaller Gram matrix, which are off by about 1e-8 of the largest"
-    y = plain(z)
+    y = where_float64_is(z)
     with torch.no_grad(), quiet(y):
         if y.is_complex(): raise SpectrumError(f"an effective rank is of real numbers, got {y.dtype}.")
         if not y.numel(): raise SpectrumError(f"an effective rank is of numbers, got none in shape {tuple(z.shape)}.")

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['sums', 'fast', 'parts', 'index', 'width', 'bins', 'wide', 'groups', 'scalars', 'moments', 'slots', 'derived',
-           'counts', 'also_called', 'Sum', 'length', 'nothing', 'parts_of', 'not_in_loops', 'of_each', 'read_array',
+           'counts', 'also_called', 'Sum', 'length', 'no_elements', 'parts_in', 'not_in_loops', 'of_each', 'read_array',
            'finite', 'merged_moments', 'merge', 'Parts', 'squares', 'derive', 'groups_for', 'lost_value', 'Summary']
 
 # %% ../../nbs/20_measure/00_summary.ipynb #a7050ae5
@@ -52,7 +52,7 @@ groups['exponents'] = 'zeros', # which have none
 def length(wanted): return wide if 'exponents' in wanted else width # of a vector
 
 # %% ../../nbs/20_measure/00_summary.ipynb #0a08bc59
-def nothing(wanted=scalars):
+def no_elements(wanted=scalars):
     "The summary of no elements: what merging starts from"
     v = np.full(length(wanted), np.nan)
     v[width:] = 0
@@ -61,7 +61,7 @@ def nothing(wanted=scalars):
     return v
 
 # %% ../../nbs/20_measure/00_summary.ipynb #93e27f4f
-def parts_of(
+def parts_in(
     wanted # Groups of parts
 ) -> tuple: # Parts, each once
     """What is measured with some groups
@@ -86,7 +86,7 @@ def not_in_loops(
     Returns:
         Parts
     """
-    return tuple(p for p in parts_of(wanted) if p not in fast)
+    return tuple(p for p in parts_in(wanted) if p not in fast)
 
 # %% ../../nbs/20_measure/00_summary.ipynb #ef91351c
 def of_each(
@@ -126,7 +126,7 @@ def read_array(
     Returns:
         The vector, float64
     """
-    v,x = nothing(wanted),np.asarray(values_of(x))
+    v,x = no_elements(wanted),np.asarray(values_of(x))
     x = (np.abs(x) if np.iscomplexobj(x) else x).astype(np.float64).ravel()
     ok = x[np.isfinite(x)]
     mean = 0. if not ok.size else ok[0] if (ok==ok[0]).all() else ok.mean() # of equal elements the mean is one of them, without rounding
@@ -134,7 +134,7 @@ def read_array(
     with np.errstate(all='ignore'):
         new = dict(count=x.size, nan=np.isnan(x).sum(), posinf=np.isposinf(x).sum(), neginf=np.isneginf(x).sum(),
             mean=mean, m2=(d**2).sum(), m3=(d**3).sum(), m4=(d**4).sum())
-        for p in parts_of(wanted): v[index[p]] = new[p] if p in new else of_each(p, ok) if ok.size else sums[p].nothing
+        for p in parts_in(wanted): v[index[p]] = new[p] if p in new else of_each(p, ok) if ok.size else sums[p].nothing
     if 'exponents' in wanted: v[width:] = np.bincount(np.clip(np.frexp(ok[ok!=0])[1]+126, 0, bins-1), minlength=bins)
     return v
 
@@ -195,20 +195,20 @@ class Parts:
         self.v,self.n,self.asked = v,finite(v),set()
         self.bad = v[..., index['nan']]>0
         self.pos,self.neg = (v[..., index[p]]>0 for p in ('posinf', 'neginf'))
-        self.some = self.n>0
+        self.has_finite = self.n>0
 
     def __getattr__(self, name):
         if name not in index: raise AttributeError(unknown('part', name, parts))
         self.asked.add(name)
         return self.v[..., index[name]]
 
-    def known(self, x): return np.where(self.some, x, np.nan) # of the finite elements, if any
-    def spoiled(self, x): return np.where(self.bad|self.pos|self.neg|~self.some, np.nan, x)
+    def known(self, x): return np.where(self.has_finite, x, np.nan) # of the finite elements, if any
+    def spoiled(self, x): return np.where(self.bad|self.pos|self.neg|~self.has_finite, np.nan, x)
     def sized(self, x): return np.where(self.bad|(self.count==0), np.nan, np.where(self.pos|self.neg, np.inf, x))
     def signed(self, x):
         x = np.where(self.pos, np.inf, np.where(self.neg, -np.inf, x))
         return np.where(self.bad|(self.pos&self.neg)|(self.count==0), np.nan, x)
-    def ends(self, x, first, inf): return np.where(self.bad|(self.count==0), np.nan, np.where(first, inf, np.where(self.some, x, -inf)))
+    def ends(self, x, first, inf): return np.where(self.bad|(self.count==0), np.nan, np.where(first, inf, np.where(self.has_finite, x, -inf)))
 
 # %% ../../nbs/20_measure/00_summary.ipynb #5a445b73
 def spread(p): return np.where(p.n>1, p.m2/np.maximum(p.n-1, 1), np.nan)
@@ -253,7 +253,7 @@ also_called = dict(norm='l2', norm2='l2', l2_norm='l2', norm1='l1', l1_norm='l1'
 def groups_behind(name):
     "The groups of parts that a statistic is derived from, but for 'basic'"
     if name.startswith('exponents'): return 'exponents',
-    p = Parts(nothing())
+    p = Parts(no_elements())
     with np.errstate(all='ignore'): derived.get(name, lambda p: None)(p)
     return tuple(g for g in groups if any(sums[part].group==g for part in p.asked) and g!='basic')
 
@@ -304,7 +304,7 @@ def lost_value(
     Returns:
         NaN or an infinity
     """
-    v = nothing()
+    v = no_elements()
     for p,any_ in (('nan', nan), ('posinf', posinf), ('neginf', neginf)): v[index[p]] = v[index['count']] = bool(any_)
     v[index['count']] = nan+posinf+neginf
     return float(derive(v, [name])[name])

@@ -14,12 +14,13 @@ import numpy as np
 import torch
 
 from .columns import as_columns, as_dicts, stat_names
-from .head import CALL, CALLS, DIMS, DTYPE, EVENT, HEADS, LAID, LIKE, MICRO, NEXT, ROWS, SHAPE, TAP, head_width, tap_width
+from .head import CALL, CALLS, DIMS, DTYPE, EVENT, HEADS, LAID, LIKE, MICRO, NEXT, ROWS, SHAPE, TAP
+from .head import address_of, head_width, short, tap_width
 from .elements import Unmeasurable, formats, layout, ordinary
-from .kernels import for_list, most, putter, read
+from .kernels import for_list, putter, read
 from ..capture.private_torch import count_dispatch_modes, count_function_modes, inside_transform, is_wrapped, unwrap
 from ..capture.private_torch import without_dispatch_modes, without_function_modes, without_transforms
-from .summary import bins, derive, finite, groups_for, index, length, merge, not_in_loops, nothing, parts_of, sums, width
+from .summary import bins, derive, finite, groups_for, index, length, merge, not_in_loops, no_elements, parts_in, sums, width
 
 # %% ../../nbs/20_measure/50_tap.ipynb #367aea3a
 SCALE = width-1 # in a row: the slot that the summary leaves free
@@ -49,8 +50,6 @@ class Block:
         self.used += n
         rows = self.rows[s]
         return rows, self.head[s], None if self.out is None else self.out[s]
-
-def address_of(a): return a.__array_interface__['data'][0]
 
 # %% ../../nbs/20_measure/50_tap.ipynb #48afe234
 def disturbs(
@@ -171,7 +170,7 @@ class Arena:
         for s in earlier: s.parts = [(h, self.without(of_pass(h, micro, once), h, np.array(v, dtype=np.float64))) for h,v in s.parts]
 
     def without(self, which, heads, vectors):
-        for i in np.flatnonzero(which): vectors[i] = nothing(self.taps[heads[i, TAP]].wanted)
+        for i in np.flatnonzero(which): vectors[i] = no_elements(self.taps[heads[i, TAP]].wanted)
         return vectors
 
     def renumber(self, micro):
@@ -264,7 +263,7 @@ def fit(tap, x):
     "Find out how tensors like `x` are read at once, by compiled loops: if that can be, `tap.put` does it. False while nobody knows"
     dims,put = layout(x) if x.numel() and not x.is_contiguous() else None,None
     one_run = x.layout is torch.strided and not x.is_nested and (dims is None or dims[1:]==((1,), 1))
-    if one_run and x.dtype in formats and x.numel()<=most and not for_list(x) and not not_in_loops(tap.wanted):
+    if one_run and x.dtype in formats and x.numel()<=short and not for_list(x) and not not_in_loops(tap.wanted):
         put = putter(tap.next, formats[x.dtype], tap.wanted)
         if put is None: return False
     tap.put,tap.dtype,tap.shape,tap.stride,tap.count = put,x.dtype,x.shape,x.stride(),x.numel()
@@ -329,7 +328,7 @@ def before_counting(x, wanted, scale):
 @cache
 def divides_out(wanted):
     "Whether the sums follow from those of a multiple. Exponents move by whole places for a power of two only"
-    return all(sums[p].degree is not None for p in parts_of(wanted))
+    return all(sums[p].degree is not None for p in parts_in(wanted))
 
 def write_about(x, head):
     "What a head says of the tensor itself"

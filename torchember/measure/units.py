@@ -12,6 +12,8 @@ import math
 import numpy as np
 import torch
 
+from .elements import widest
+
 # %% ../../nbs/20_measure/40_units.ipynb #ae156f00
 def by_unit(
     x, # Any tensor
@@ -31,13 +33,11 @@ def by_unit(
         except RuntimeError: pass # units are not side by side
     return x.reshape(math.prod(x.shape[:axis]), units, after)
 
-def pieces(x):
+def cache_pieces(x):
     "Parts of (before, units, after) that fit into a cache of the processor; the whole of it where there is none to fill"
     if x.device.type!='cpu': return x.split(max((1<<26)//max(x[0].numel(), 1), 1)) if len(x) else ()
     before = x.split(max((1<<18)//max(x.shape[1]*x.shape[2], 1), 1)) if x.numel() else ()
     return (q for p in before for q in (p.split(1<<16, 2) if x.shape[2]>1<<16 else (p,)))
-
-def wide(device): return torch.float32 if device.type=='mps' else torch.float64 # which has nothing wider
 
 # %% ../../nbs/20_measure/40_units.ipynb #88542511
 @torch.no_grad()
@@ -74,8 +74,8 @@ def channel_means(
     """
     x = by_unit(x, axis)
     if x.dtype not in summable: return moments(x, False)[0]
-    total = torch.zeros(x.shape[1], dtype=wide(x.device), device=x.device)
-    for p in pieces(x): total += p.sum((0, 2), dtype=total.dtype)
+    total = torch.zeros(x.shape[1], dtype=widest(x.device), device=x.device)
+    for p in cache_pieces(x): total += p.sum((0, 2), dtype=total.dtype)
     return total/(len(x)*x.shape[2] or math.nan)
 
 summable = torch.float64,torch.float32,torch.bfloat16,torch.float16 # which torch adds up as something wider
@@ -83,7 +83,7 @@ summable = torch.float64,torch.float32,torch.bfloat16,torch.float16 # which torc
 # %% ../../nbs/20_measure/40_units.ipynb #d25fb64e
 def moments(x, squared):
     "Mean of each unit, and the sum of squared distances from it if that is wanted"
-    exact = torch.float32 if x.device.type=='cpu' and x.dtype in fits_float32 else wide(x.device)
+    exact = torch.float32 if x.device.type=='cpu' and x.dtype in fits_float32 else widest(x.device)
     got = distances(x, exact, squared)
     if exact==torch.float32 and x.device.type=='cpu' and x.numel() and lost(*got, squared): got = distances(x, torch.float64, squared)
     n,base,first,second = len(x)*x.shape[2],*got
@@ -94,10 +94,10 @@ fits_float32 = torch.float32,torch.bfloat16,torch.float16,torch.float8_e4m3fn,to
 
 def distances(x, dtype, squared):
     "A number near each unit's values, the sum of their distances from it, and of the squared ones"
-    to = {'dtype': wide(x.device), 'device': x.device}
+    to = {'dtype': widest(x.device), 'device': x.device}
     first,second = torch.zeros(x.shape[1], **to),torch.zeros(x.shape[1], **to)
     base = torch.zeros(x.shape[1], dtype=dtype, device=x.device)
-    for i,p in enumerate(pieces(x)):
+    for i,p in enumerate(cache_pieces(x)):
         p = p.to(dtype)
         if not i: base = near(p)
         d = p-base[:, None]
@@ -134,8 +134,8 @@ def activity(
         float64 vector
     """
     x = by_unit(x, axis)
-    count = torch.zeros(x.shape[1], dtype=wide(x.device), device=x.device)
-    for p in pieces(x): count += above_zero(p)
+    count = torch.zeros(x.shape[1], dtype=widest(x.device), device=x.device)
+    for p in cache_pieces(x): count += above_zero(p)
     n = len(x)*x.shape[2]
     share = count/(n if n else math.nan)
     never = count==0
@@ -182,7 +182,7 @@ def saturated_share(
     x = by_unit(x, axis)
     if not x.numel(): return math.nan
     middle,far,least = (low+high)/2,(high-low)*(.5-within),None
-    for p in pieces(x):
+    for p in cache_pieces(x):
         d = ((p if x.dtype==torch.float64 else p.float())-middle).abs_().amin((0, 2))
         least = d if least is None else torch.minimum(least, d) # which keeps a NaN
     return (least>=far*(1-1e-6)).double().mean().item()
@@ -226,11 +226,11 @@ def std_gap(
     Returns:
         NaN where there are no batches, or all variances are zero
     """
-    return gap(stds, running_var.detach().to(wide(running_var.device)).sqrt(), running_var)
+    return gap(stds, running_var.detach().to(widest(running_var.device)).sqrt(), running_var)
 
 # %% ../../nbs/20_measure/40_units.ipynb #2d0cb8ca
 def gap(vectors, target, running_var):
-    to = wide(running_var.device)
+    to = widest(running_var.device)
     size = running_var.detach().to(to).sum().sqrt() # of the vector of deviations
     if not len(vectors) or not size>0: return math.nan
     far = [(v.detach().to(target.device, to)-target.to(to)).norm() for v in vectors]
@@ -323,7 +323,7 @@ class SignalToNoise:
         for p,mean in zip(x.split(part), self.mean.split(part), strict=True):
             d = p.to(mean.device, mean.dtype)-mean
             mean.add_(d, alpha=1/self.k)
-            self.squares = self.squares+d.norm().to(wide(d.device)).square()*((self.k-1)/self.k)
+            self.squares = self.squares+d.norm().to(widest(d.device)).square()*((self.k-1)/self.k)
 
     @property
     def value(self) -> float:

@@ -14,7 +14,7 @@ import torch
 
 from ..measure.columns import as_dicts, stat_names
 from ..measure.elements import Unmeasurable
-from ..measure.summary import groups_for, merge, nothing
+from ..measure.summary import groups_for, merge, no_elements
 from ..ground.messages import an, unknown
 from ..ground.record import check_ttypes
 from .layers import as_tensor, check_real, derived_from, each, figures, groups_of, is_sharded, joined, kept, norms, vectors, with_values
@@ -447,7 +447,7 @@ def reduced(d, name, lw, pattern, change=None, dtype=None): # change: function o
     else: layers = layers_of(d, pattern)
     check_real(layers, [name])
     rows = vectors(layers, groups_of([name]))
-    v = rows if lw else merge(np.stack([nothing(groups_of([name])), *rows]))
+    v = rows if lw else merge(np.stack([no_elements(groups_of([name])), *rows]))
     got = derived_from(v, name)
     if change is not None: got = change(got, v[..., 0])
     if lw: return d.result(zip(layers, rounded(got, dtype), strict=True))
@@ -586,7 +586,7 @@ def described(d, lw, pattern, group, include, exclude, additional):
     if asked:
         check_real({} if d.is_result else some, asked)
         v = vectors(some, groups_of(asked))
-        if not lw: v = merge(np.stack([nothing(groups_of(asked)), *v]))[None]
+        if not lw: v = merge(np.stack([no_elements(groups_of(asked)), *v]))[None]
         got = {c: derived_from(v, c).tolist() for c in asked}
     for c in columns:
         if c not in got:

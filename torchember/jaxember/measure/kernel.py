@@ -17,7 +17,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ...ground.progress import waiting
-from ...measure.readers.numba import FINITE, ROOM, array_at, block, call, empty_row, integer, kept, kernel, plan, word
+from ...measure.readers.numba import FINITE, ROOM, array_at, block, call, empty_row, integer, kept, kernel, start_of, word
 from ...measure.summary import length, wide, width
 
 # %% ../../../nbs/88_jaxember/15_kernel.ipynb #3e1dbc80
@@ -123,6 +123,6 @@ def by_kernel(
     wanted # Groups of parts to measure
 ): # uint32: the summary vector's float64 as it lies in memory
     "The row of an array, by the compiled loops"
-    how = plan(wanted)[0]
+    how = start_of(wanted)[0]
     out = jax.ShapeDtypeStruct((2*length(wanted),), np.uint32),jax.ShapeDtypeStruct((ROOM+8*min(x.size, block),), np.uint8)
     return jax.ffi.ffi_call(target(x.dtype.name), out, custom_call_api_version=3, legacy_backend_config=told(x.size, how))(x)[0]

@@ -15,8 +15,8 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from ...measure.summary import bins, groups, index, length, merged_moments, moments, not_in_loops, nothing
-from ...measure.summary import of_each, parts, parts_of, scalars, sums, width
+from ...measure.summary import bins, groups, index, length, merged_moments, moments, not_in_loops, no_elements
+from ...measure.summary import of_each, parts, parts_in, scalars, sums, width
 from ...ground.messages import warn
 
 # %% ../../../nbs/88_jaxember/20_summaries.ipynb #4b9d384d
@@ -62,7 +62,7 @@ def none(
         uint32, of shape `(*shape, words)`
     """
     wanted = ordered(wanted)
-    empty = nothing(wanted).view(np.uint32).tolist()
+    empty = no_elements(wanted).view(np.uint32).tolist()
     i,row = lax.iota(np.uint32, len(empty)),None
     for x in sorted(set(empty)):
         where = [j for j,y in enumerate(empty) if x==y]
@@ -95,7 +95,7 @@ def widened(x):
 
 def packed(v, wanted, counts=None):
     "The row of parts by name, float64"
-    asked = parts_of(wanted)
+    asked = parts_in(wanted)
     row = jnp.stack([jnp.asarray(v[p] if p in asked else math.nan, np.float64) for p in (*parts, *(None,)*(width-len(parts)))])
     if counts is not None: row = jnp.concatenate([row, counts.astype(np.float64)])
     return lax.bitcast_convert_type(row, np.uint32).reshape(-1)
@@ -106,7 +106,7 @@ def by_operations(x, wanted):
     x = widened(x)
     ok = jnp.isfinite(x)
     v = dict(count=x.size, nan=jnp.isnan(x).sum(), posinf=(x==math.inf).sum(), neginf=(x==-math.inf).sum())
-    v |= {p: of_each(p, x, jnp, ok) for p in parts_of(wanted) if sums[p].each}
+    v |= {p: of_each(p, x, jnp, ok) for p in parts_in(wanted) if sums[p].each}
     f,lo,hi = jnp.where(ok, x, 0.),v['min'],v['max']
     n = jnp.maximum(x.size-v['nan']-v['posinf']-v['neginf'], 1).astype(np.float64)
     mean = f.sum()/n

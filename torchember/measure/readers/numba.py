@@ -18,8 +18,8 @@ from numba.core import cgutils
 from numba.cpython.unsafe.numbers import trailing_zeros
 from numba.extending import intrinsic
 
-from ..head import CALL, CALLS, CODE, EVENT, HEADS, HOW, LIKE, NEXT, ROWS, LAID, WORK, head_width
-from ..summary import bins, fast, index, merge, nothing, parts, wide, width
+from ..head import CALL, CALLS, CODE, EVENT, HEADS, HOW, LIKE, NEXT, ROWS, LAID, WORK, address_of, head_width, short
+from ..summary import bins, fast, index, merge, no_elements, parts, wide, width
 
 # %% ../../../nbs/20_measure/03_numba.ipynb #592ba82c
 ABSOLUTE,HIGHER,POWERS,EXPONENTS = flags = 1,2,4,8 # what is wanted beyond ends and moments
@@ -49,7 +49,7 @@ def call(b, name, returns, *args, **kw):
     "Call one of LLVM's own functions"
     return b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(returns, [a.type for a in args]), name), args, **kw)
 
-def at(b, address, kind, offset=0): return b.inttoptr(b.add(address, word(offset)), kind.as_pointer())
+def pointer_at(b, address, kind, offset=0): return b.inttoptr(b.add(address, word(offset)), kind.as_pointer())
 
 def looped(b, n, start, step):
     "`step(i, values)` makes new values out of old ones, `n` times, and at least once; the last are returned"
@@ -108,9 +108,9 @@ def one_pass(
             for line in range(0, size*lanes*unroll, 64):
                 soon = b.add(here, word(ahead+line))
                 soon = b.select(b.icmp_unsigned('<', soon, end), soon, end)
-                call(b, 'llvm.prefetch.p0', ir.VoidType(), at(b, soon, byte), integer(0), integer(3), integer(1)) # to read, into the nearest cache, data
+                call(b, 'llvm.prefetch.p0', ir.VoidType(), pointer_at(b, soon, byte), integer(0), integer(3), integer(1)) # to read, into the nearest cache
             for u in range(unroll):
-                x = b.load(at(b, here, floats, size*lanes*u), align=size)
+                x = b.load(pointer_at(b, here, floats, size*lanes*u), align=size)
                 w = b.fpext(x, doubles) if element is single else x
                 d = b.fsub(w, base)
                 dd = times(d, d)
@@ -140,11 +140,11 @@ def one_pass(
 
         for k,x in looped(b, n, start, step).items():
             if isinstance(k, tuple):
-                b.store(x, at(b, planes_to, integers, 4*lanes*k[1]), align=4)
+                b.store(x, pointer_at(b, planes_to, integers, 4*lanes*k[1]), align=4)
                 continue
             if k in sums: x = call(b, f'llvm.vector.reduce.fadd.v{lanes}f64', double, double(0.), x, fastmath=('reassoc',))
             else: x = call(b, f"llvm.vector.reduce.f{'max' if k==HI else 'min'}.v{lanes}f{8*size}", element, x, fastmath=('nnan',))
-            b.store(b.fpext(x, double) if x.type is single else x, at(b, to, double, 8*k))
+            b.store(b.fpext(x, double) if x.type is single else x, pointer_at(b, to, double, 8*k))
         return context.get_dummy_value()
 
     @intrinsic
@@ -200,7 +200,7 @@ find32,find64 = ways(single),ways(double)
 
 # %% ../../../nbs/20_measure/03_numba.ipynb #5e1f0a02
 @intrinsic
-def pointer(typing, address):
+def void_pointer(typing, address):
     "What is at an address"
     def make(context, b, signature, arguments): return b.inttoptr(arguments[0], cgutils.voidptr_t)
     return types.voidptr(types.int64), make
@@ -208,7 +208,7 @@ def pointer(typing, address):
 @njit(nogil=True)
 def array_at(address, offset, shape, kind):
     "The array that lies at an address"
-    return carray(pointer(address+offset), shape, kind)
+    return carray(void_pointer(address+offset), shape, kind)
 
 places = dict(FOUND=8*11, FIRST=8, PLANES=4*digits*lanes, INSIDE=4*32, COUNTS=4*bins, TABLES=4*8*bins, BYTES=block, ROOM=8*block, FEW=2*block) # bytes
 FOUND,FIRST,PLANES,INSIDE,COUNTS,TABLES,BYTES,ROOM,FEW,DESK = itertools.accumulate((-(-n//64)*64 for n in places.values()), initial=0) # the last is the end
@@ -223,11 +223,11 @@ def unfold(typing, planes, counts):
         def step(lane, now):
             total = now['total']
             for d in range(digits):
-                bits = filled(b, columns, b.load(at(b, b.add(planes, b.mul(lane, word(4))), integer, 4*lanes*d), align=4))
+                bits = filled(b, columns, b.load(pointer_at(b, b.add(planes, b.mul(lane, word(4))), integer, 4*lanes*d), align=4))
                 bit = b.and_(b.lshr(bits, ir.Constant(columns, list(range(32)))), constant(columns, 1))
                 total = b.add(total, b.shl(bit, constant(columns, d)))
             return dict(total=total)
-        b.store(looped(b, word(lanes), dict(total=constant(columns, 0)), step)['total'], at(b, counts, columns), align=4)
+        b.store(looped(b, word(lanes), dict(total=constant(columns, 0)), step)['total'], pointer_at(b, counts, columns), align=4)
         return context.get_dummy_value()
     return types.void(types.uint64, types.uint64), make
 
@@ -237,7 +237,7 @@ def outside(typing, address, first):
     def make(context, b, signature, arguments):
         address,first = arguments
         bytes_ = ir.VectorType(byte, 64)
-        x = b.load(at(b, address, bytes_), align=1)
+        x = b.load(pointer_at(b, address, bytes_), align=1)
         far = b.icmp_unsigned('>=', b.sub(x, filled(b, bytes_, first)), constant(bytes_, window))
         return b.bitcast(b.and_(far, b.icmp_unsigned('!=', x, constant(bytes_, 0))), word)
     return types.uint64(types.uint64, types.uint8), make
@@ -567,18 +567,16 @@ class Desk(threading.local):
         self.out,self.sizes,self.strides,self.room = np.empty(wide),np.zeros(64, np.int64),np.zeros(64, np.int64),np.empty(DESK, np.uint8)
         self.at = [address_of(a) for a in (self.out, self.sizes, self.strides, self.room)]
 
-def address_of(a): return a.__array_interface__['data'][0]
-
 desk = Desk()
 
 @cache
-def plan(wanted):
+def start_of(wanted):
     "What to measure as flags, the empty vector to start from, and its length"
-    v = nothing(wanted)
+    v = no_elements(wanted)
     v[FINITE] = 0
     return sum(f for f,g in zip(flags, ('absolute', 'higher', 'powers', 'exponents'), strict=True) if g in wanted), v, len(v)
 
-def read(
+def read_at(
     address:int, # Where the first element lies
     n:int, # Elements
     fmt:str, # 'float32', 'float64', 'bfloat16' or 'float16'
@@ -586,7 +584,7 @@ def read(
     sizes=(), strides=() # Of a tensor that is not one run of memory: its dimensions, in elements
 ) -> np.ndarray: # The summary vector
     "The summary vector of the numbers at an address"
-    how,start,length = plan(wanted)
+    how,start,length = start_of(wanted)
     out,(to,*lists,room) = desk.out,desk.at
     out[:length] = start
     if sizes: desk.sizes[:len(sizes)],desk.strides[:len(sizes)] = sizes,strides
@@ -595,15 +593,13 @@ def read(
     else: runner()(code, address, n, len(sizes), *lists, how, to, room)
     return out[:length].copy()
 
-short = 1<<15 # elements; a longer tensor lets other Python threads run meanwhile
-
 @cache
 def runner(): return prompt(run, 9)
 
 # %% ../../../nbs/20_measure/03_numba.ipynb #5e1f0a05
 @njit
 def empty_row(row, how):
-    "What `summary.nothing` gives; the spare slot counts the finite elements"
+    "What `summary.no_elements` gives; the spare slot counts the finite elements"
     row[:] = 0.
     row[LOOPED:FINITE] = math.nan
     row[MIN],row[MAX],row[MIN_ABS] = math.inf,-math.inf,math.inf
@@ -634,7 +630,7 @@ def put(tap, x, n, call, event):
     return to
 
 @cache
-def putter(
+def row_putter(
 ): # put(address of what `measure.head` lays out, address of the elements, how many, which call or -1, event) -> address of the row, 0 when there is none left
     "Reads a run of memory into the next row of a tap, or with -1 elements copies the row that lies there"
     return prompt(put, 5, types.int64)
@@ -647,14 +643,14 @@ def ready_to_put(
     wanted=('basic',) # Groups of parts to measure
 ):
     "Write down how the tensors of a tap are read. The callable that does it"
-    tap[HOW],tap[CODE],tap[WORK] = plan(wanted)[0],kernel(fmt)[0],address_of(workplace)
-    return putter()
+    tap[HOW],tap[CODE],tap[WORK] = start_of(wanted)[0],kernel(fmt)[0],address_of(workplace)
+    return row_putter()
 
 def load(
     fmt:str # 'float32', 'float64', 'bfloat16' or 'float16'
 ):
     "Compile, or load from disk, all that reading tensors of a format takes"
-    kernel(fmt),runner(),putter()
+    kernel(fmt),runner(),row_putter()
 
 # %% ../../../nbs/20_measure/03_numba.ipynb #287559bf
 @cache
@@ -673,11 +669,11 @@ def read_on_cores(
     threads:int # How many may be used
 ) -> np.ndarray: # The summary vector
     "The summary vector of a run of memory, read by several threads. It is cut in the same way, however many there are: the same numbers, to the last digit"
-    if n<=long: return read(address, n, fmt, wanted)
+    if n<=long: return read_at(address, n, fmt, wanted)
     kernel(fmt) # compiled before many ask for it
     pieces = [(address+i*item[fmt], min(long, n-i), fmt, wanted) for i in range(0, n, long)]
     share = -(-len(pieces)//max(threads, 1))
     rest = [pool(threads-1).submit(read_all, pieces[i:i+share]) for i in range(share, len(pieces), share)]
     return merge(np.stack([*read_all(pieces[:share]), *(v for r in rest for v in r.result())]))
 
-def read_all(pieces): return [read(*p) for p in pieces]
+def read_all(pieces): return [read_at(*p) for p in pieces]

@@ -11,8 +11,8 @@ import math
 import numpy as np
 import torch
 
-from ..elements import as_array, narrow, numbers, piece
-from ..summary import index, merge, nothing, of_each, parts, parts_of, sums, width
+from ..elements import as_array, narrow, numbers, piece, widest
+from ..summary import index, merge, no_elements, of_each, parts, parts_in, sums, width
 
 # %% ../../../nbs/20_measure/06_torch.ipynb #d10a0015
 def of_numbers(
@@ -50,7 +50,7 @@ def basic_vector(n, mean, m2, lo, hi, nans=0, posinf=0, neginf=0):
     return np.array((n, mean, m2, nan, nan, nan, lo, hi, nan, nan, nans, posinf, neginf, nan, nan, *others))
 
 nan,others = math.nan,(math.nan,)*(width-15)
-np.testing.assert_array_equal(basic_vector(0, 0, 0, math.inf, -math.inf), nothing(('basic',)))
+np.testing.assert_array_equal(basic_vector(0, 0, 0, math.inf, -math.inf), no_elements(('basic',)))
 
 # %% ../../../nbs/20_measure/06_torch.ipynb #d10a0019
 row = 1024 # elements summed in float32
@@ -90,7 +90,7 @@ def read_cpu(
     wanted=('basic',) # Groups of parts to measure
 ) -> np.ndarray: # The summary vector
     "The summary vector of a flat CPU tensor, piece by piece"
-    if not x.numel(): return nothing(wanted)
+    if not x.numel(): return no_elements(wanted)
     if 'exponents' in wanted: return with_exponents(x, wanted)
     with np.errstate(all='ignore'):
         if wanted==('basic',) and x.numel()>=row and (x.dtype is torch.float32 or x.dtype in narrow): got = [v for p in x.split(stretch) for v in of_stretch(p)]
@@ -105,7 +105,7 @@ def of_stretch(p):
 # %% ../../../nbs/20_measure/06_torch.ipynb #d10a001e
 def with_exponents(x, wanted):
     "The summary vector of a flat CPU tensor, followed by the counts of exponents"
-    v = nothing(wanted)
+    v = no_elements(wanted)
     v[:width] = read_cpu(x, tuple(g for g in wanted if g!='exponents'))
     if 'absolute' not in wanted: v[index['zeros']] = 0
     for p in x.split(piece):
@@ -135,14 +135,14 @@ def read_device(
     "The summary vector of a flat tensor without asking the device for anything"
     to = widest(x.device)
     def full(value): return torch.full((), value, dtype=to, device=x.device)
-    if not len(x): return torch.from_numpy(nothing(wanted)).to(to).to(x.device)
+    if not len(x): return torch.from_numpy(no_elements(wanted)).to(to).to(x.device)
     if x.is_complex(): x = (x if to is torch.float32 else x.to(torch.complex128)).abs()
     d = x.to(to)
     ok = torch.isfinite(d)
     n,z = ok.sum().to(to),full(0.)
     f = torch.where(ok, d, z)
     v = dict(count=full(len(x)), nan=torch.isnan(d).sum(), posinf=torch.isposinf(d).sum(), neginf=torch.isneginf(d).sum())
-    v |= {p: of_each(p, d, torch, ok) for p in parts_of(wanted) if sums[p].each}
+    v |= {p: of_each(p, d, torch, ok) for p in parts_in(wanted) if sums[p].each}
     mean = torch.where(v['min']==v['max'], v['min'], f.sum()/n.clamp(min=1)) # of equal elements the mean is one of them, without rounding
     c = torch.where(ok, d-mean, z)
     q = c*c
@@ -151,5 +151,3 @@ def read_device(
     if 'exponents' in wanted: of,v['zeros'] = exponent_counts(d if d.dtype is x.dtype or x.dtype not in (torch.float32, *narrow) else x.float())
     v = torch.stack([v.get(p, full(math.nan)).to(to) for p in (*parts, *(None,)*(width-len(parts)))])
     return torch.cat([v, of.to(to)]) if 'exponents' in wanted else v
-
-def widest(device): return torch.float32 if device.type=='mps' else torch.float64 # MPS has no float64

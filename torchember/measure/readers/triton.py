@@ -309,7 +309,7 @@ def fills(
     return True
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #70715b89
-def whole(x):
+def as_run(x):
     "`x` as a run of memory, of a dtype that the kernels read"
     known = ', '.join(str(d)[6:] for d in blocks)
     if x.dtype not in blocks: raise TypeError(f"the GPU kernels read {known}, got {x.dtype}. kernels.read measures every dtype.")
@@ -329,7 +329,7 @@ def fold(rows, tables, out, between):
         _merge[(len(jobs),)](rows, rows.shape[1], jobs, to, between if last else 1, 1 if last else len(jobs), T=tile, num_warps=8, enable_fp_fusion=True)
         rows = to
 
-def write_expressions(x, wanted, row):
+def expressions_on_gpu(x, wanted, row):
     "Write into the row of `x` what no kernel finds"
     todo = {p: None for p in not_in_loops(wanted)}
     for d in x.reshape(-1).split(1<<24) if todo else ():
@@ -353,7 +353,7 @@ def read_one(
         wanted: Groups of parts, and 'exponents'
         out: Row to write, float64 on the same device
     """
-    x,_ = whole(x),check_room(wanted, out)
+    x,_ = as_run(x),check_room(wanted, out)
     n,B,device = x.numel(),blocks[x.dtype],x.device
     k = max(-(-n//B), 1)
     span = span_of(k)
@@ -362,7 +362,7 @@ def read_one(
         rows,step = (out, 1) if k==1 else (scratch(k, device), k)
         _one[(-(-k//span),)](x, n, rows, step, out, span, wanted=flags(wanted), B=B, W=width, num_warps=8, enable_fp_fusion=True)
         if k>1: fold(rows, merges((k,), (0,), device, stream_of(device)), out, 0)
-        write_expressions(x, wanted, out)
+        expressions_on_gpu(x, wanted, out)
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #a20cfeea
 @lru_cache(maxsize=64)
@@ -395,7 +395,7 @@ def read_list(
 ):
     "Read each of `xs` into its row of `out`"
     check_room(wanted, out)
-    device,xs,to = out.device,[whole(x) for x in xs],range(len(xs)) if to is None else to
+    device,xs,to = out.device,[as_run(x) for x in xs],range(len(xs)) if to is None else to
     with on(device):
         if 'exponents' in wanted:
             for first,last in runs(to): out.data[first:last, width:wide].zero_()
@@ -407,4 +407,4 @@ def read_list(
             const = dict(wanted=flags(wanted), B=B, W=width, aligned=aligned, num_warps=8, enable_fp_fusion=True)
             _many[(len(jobs),)](jobs, same[0][0], rows, k, out, out.stride(0), **const)
             fold(rows, tables, out, out.stride(0))
-        for x,i in zip(xs, to, strict=True): write_expressions(x, wanted, out[i])
+        for x,i in zip(xs, to, strict=True): expressions_on_gpu(x, wanted, out[i])
