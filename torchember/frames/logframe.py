@@ -18,7 +18,7 @@ from ..measure.summary import derived
 from ..ground.needs import needs
 from ..ground.messages import an, printable, unknown
 from ..ground.record import check_ttypes, identity, optional, ttypes
-from .logs import of_right_types
+from .logs import of_right_types, read
 from .words import earlier_calls
 from ..store.reading import path_of
 
@@ -84,12 +84,6 @@ def named_tensors(
     return [(name(t['path'], t['ttype'], t['tname'], t['pname']), class_in_name(t['module']), tensor_type(t['ttype'], t['tname'])) for t in tensors]
 
 # %% ../../nbs/50_frames/10_logframe.ipynb #f8b490b4
-def as_table(source):
-    "Our rows as a table"
-    if hasattr(source, 'columns'): return source
-    from torchember.frames.logs import read
-    return read(source)
-
 def number_columns(df):
     "The columns that are numbers of a tensor, as floats or ints: name -> column"
     pd,out = needs('pandas', for_='A LogFrame'),{}
@@ -139,7 +133,7 @@ def to_logframe(
     Returns:
         A DataFrame that `LogFrame` describes
     """
-    pd,df = needs('pandas', for_='to_logframe'),as_table(run)
+    pd,df = needs('pandas', for_='to_logframe'),run if hasattr(run, 'columns') else read(run)
     if df.columns.nlevels>1: return validate(df)
     missing = [c for c in ('ttype', 'tname', 'step', 'dtype') if c not in df] + [c for c in ('module',) if c not in df and 'path' not in df]
     if missing: raise ValueError(f"to_logframe needs rows of tensors, but the table has no column {', '.join(missing)}. "

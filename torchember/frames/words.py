@@ -29,6 +29,10 @@ def ttype_of(
     if ours not in ttypes: raise ValueError(unknown('tensor type', name, ttypes, ttypes_of))
     return ours, key or None
 
+def ttypes_asked(ttype):
+    "One tensor type, or several, in our words, without an optimizer's states"
+    return list(dict.fromkeys(ttype_of(t)[0] for t in (ttype if isinstance(ttype, list|tuple) else [ttype])))
+
 # %% ../../nbs/50_frames/00_words.ipynb #a5be0002
 def earlier_calls(
     *order # Names of a picture's arguments in the order that they once had, after the run; as they stand without it

@@ -11,8 +11,8 @@ import matplotlib.patheffects as effects
 import numpy as np
 
 from ..ground.messages import printable
-from .lines import log_if_wide, put_lines, shades, ttypes_asked
-from ..frames.words import earlier_calls, ttype_of
+from .lines import log_if_wide, put_lines, shades
+from ..frames.words import earlier_calls, ttype_of, ttypes_asked
 from .select import name_of_run, pick, series, stat_in, table_of
 from .style import drawn, meanings, panels, short_names, title_of, words
 

@@ -12,16 +12,15 @@ import numpy as np
 
 from ..measure.summary import derived
 from ..ground.needs import needs
-from ..ground.record import identity, optional
 from .heatmaps import heat
 from ..frames.words import in_our_words, ttype_of, words_before
-from .select import with_statistics, names_in, not_stats, of_ttypes, parameter_names, paths_like, root_of, stat_in
+from .select import has_ttype, names_in, numbers_in, of_ttypes, parameter_names, paths_like, root_of, stat_in, with_statistics
 from .style import words
 
 # %% ../../nbs/60_show/82_controls.ipynb #10070f0f
 def tensor_rows(table):
     "The rows of tensors: without what `te.log` noted"
-    return table[(table['ttype'].astype(str)!='scalar').to_numpy()]
+    return table[~has_ttype(table, 'scalar')]
 
 def canonical(tt):
     "A tensor type in our words: 'optimizer.exp_avg' for 'Optimiser_State.exp_avg'"
@@ -33,7 +32,7 @@ def types_of(table):
     for ttype in dict.fromkeys(t['ttype'].astype(str)):
         out[words.get(ttype, ttype)] = ttype
         if ttype!='optimizer': continue
-        keys = dict.fromkeys(n.rpartition('_')[0] for n in t.loc[(t['ttype'].astype(str)==ttype).to_numpy(), 'tname'].astype(str).unique())
+        keys = dict.fromkeys(n.rpartition('_')[0] for n in t.loc[has_ttype(t, ttype), 'tname'].astype(str).unique())
         out |= {f'{words[ttype]}: {k}': f'{ttype}.{k}' for k in keys}
     return out
 
@@ -44,10 +43,6 @@ def axis_columns(table):
     some = [c for c in numbers_in(t) if c not in derived and t[c].nunique()>1]
     return ['step', *(c for c in some if by[c].nunique(dropna=False).max()==1)]
 
-def numbers_in(t):
-    known = {*not_stats, *identity, *optional, 'path', 'exponents'}
-    return [c for c in t.columns if c not in known and t[c].dtype.kind in 'fiu' and t[c].notna().any()]
-
 def statistics_of(table):
     "The statistics of a table"
     t = tensor_rows(table)
@@ -56,7 +51,7 @@ def statistics_of(table):
 
 def logged_in(table):
     "The numbers that `te.log` noted"
-    t = table[(table['ttype'].astype(str)=='scalar').to_numpy()]
+    t = table[has_ttype(table, 'scalar')]
     return numbers_in(t) if len(t) else []
 
 def of_types(table, tt):
@@ -347,10 +342,9 @@ def control_for(a):
 class Controls(dict):
     "Controls by the names of their arguments, and by Track & Visualize's"
     def __missing__(self, name):
-        for typed,ours in words_before.items():
-            for a,b in ((typed, ours), (ours, typed)):
-                if name==a and b in self: return self[b]
-        raise KeyError(name)
+        other = {**words_before, **{ours: typed for typed,ours in words_before.items()}}.get(name)
+        if other not in self: raise KeyError(name)
+        return self[other]
 
     def get(self, name, default=None):
         try: return self[name]

@@ -15,10 +15,11 @@ from ..ground.messages import printable, says_arguments, unknown
 from ..ground.record import values_of
 from ..store.parameters import label_of, untrained
 from .heatmaps import column_spans, heat, sizes
-from .lines import put_lines, ttypes_asked
+from .lines import put_lines
 from .missing import asked_for, parameters_in, places_among, reasons_in, reasons_of, with_missing, with_rows
-from ..frames.words import earlier_calls, ttype_of
-from .select import grid, with_statistics, name_of_run, not_stats, pick, series, stat_in, table_of, training, trouble, usual
+from ..frames.words import earlier_calls, ttype_of, ttypes_asked
+from .select import (grid, has_ttype, name_of_run, numbers_in, pick, series, stat_in, table_of,
+    training, trouble, usual, with_statistics)
 from .style import alarm, drawn, figure, is_dark, meanings, palettes, title_of, words
 
 # %% ../../nbs/60_show/90_first_look.ipynb #ee8d9996
@@ -66,7 +67,7 @@ def overview(
     table = table_of(run) if ttype is None and loss is None else table_of(run, ttype=[*(ttypes_asked(ttype) if ttype else default_ttypes), 'scalar'])
     if not len(table): raise ValueError(no_rows(name_of_run(table) or 'The table'))
     numbers = loss_of(table, loss)
-    tensors = with_statistics(table[(table['ttype'].astype(str)!='scalar').to_numpy()], [stat] if stat else ())
+    tensors = with_statistics(table[~has_ttype(table, 'scalar')], [stat] if stat else ())
     kinds = there_of(tensors, ttype)
     if not kinds and ttype is None: raise ValueError(no_tensors(table))
     if not kinds: raise ValueError(f"overview needs a tensor type, such as 'output', got ttype={ttype!r}.")
@@ -93,7 +94,7 @@ def there_of(tensors, ttype):
     kinds = list(dict.fromkeys(tensors['ttype'].astype(str)))
     return [t for t in default_ttypes if t in kinds] or kinds[:1]
 
-def of_kind(tensors, kind): return tensors[(tensors['ttype'].astype(str)==ttype_of(kind)[0]).to_numpy()]
+def of_kind(tensors, kind): return tensors[has_ttype(tensors, ttype_of(kind)[0])]
 
 def larger(rows):
     "Without tensors of one number, such as a loss that a model returns: it says nothing beside a layer. Unless there are no others"
@@ -114,7 +115,7 @@ def loss_of(table, loss):
     loss = values_of(loss)
     if isinstance(loss, tuple|list) and len(loss)==2 and np.ndim(loss[0]): return 'loss', np.asarray(loss[0]), np.asarray(loss[1], float)
     if np.ndim(loss): return 'loss', np.arange(len(loss)), np.asarray(loss, float)
-    rows,names = table[(table['ttype'].astype(str)=='scalar').to_numpy()],noted(table)
+    rows,names = table[has_ttype(table, 'scalar')],noted(table)
     if loss is None: loss = next((n for n in names if 'loss' in n), names[0] if names else None)
     if loss is None: return None
     if loss not in names: raise ValueError(f"{unknown('number that was logged', loss, names)} To have it in the next run: te.log({loss}=...).")
@@ -125,10 +126,9 @@ def loss_of(table, loss):
 
 def noted(table):
     "The numbers that `te.log` noted: what rows of tensors have, too, is a mark"
-    scalar = (table['ttype'].astype(str)=='scalar').to_numpy()
+    scalar = has_ttype(table, 'scalar')
     rows,others = table[scalar],table[~scalar]
-    names = [c for c in rows.columns if c not in not_stats and rows[c].dtype.kind in 'fi' and rows[c].notna().any()]
-    return [c for c in names if c in derived or not others[c].notna().any()]
+    return [c for c in numbers_in(rows) if c in derived or not others[c].notna().any()]
 
 def compose(parts, numbers, tensors, run, ax):
     "Put the loss and the heat maps above one another"
@@ -211,7 +211,7 @@ def summary(
     """
     pd = needs('pandas', for_='A summary')
     table = table_of(run)
-    tensors = table[(table['ttype'].astype(str)!='scalar').to_numpy()]
+    tensors = table[~has_ttype(table, 'scalar')]
     if not len(tensors): raise ValueError(no_tensors(table))
     tensors = with_statistics(tensors, [s for s in stats if s in tensors and s not in usual])
     kind = ttype or there_of(tensors, None)[0]

@@ -13,9 +13,9 @@ import matplotlib.patheffects as effects
 import numpy as np
 
 from ..ground.messages import arguments_of, unknown
-from .lines import check_drawn_with, settable, ttypes_asked
+from .lines import check_drawn_with, settable
 from .missing import parameters_in, reasons_in, reasons_of, with_missing
-from ..frames.words import earlier_calls, ttype_of
+from ..frames.words import earlier_calls, ttype_of, ttypes_asked
 from .select import grid, name_of_run, pick, series, stat_in, table_of
 from ..store.parameters import label_of
 from .style import alarm, canvas, drawn, is_dark, meanings, short_names, size_of, title_of, words

@@ -11,9 +11,10 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from ..measure.exponents import limits, with_counts
-from .lines import FacetException, check_drawn_with, grid_options, settable, is_several, parts_by_type, ttypes_asked
-from ..frames.words import earlier_calls, ttype_of
-from .select import name_of_run, pick, places, table_of, training
+from .lines import FacetException, check_drawn_with, grid_options, settable, is_several, parts_by_type
+from ..frames.logframe import count_columns
+from ..frames.words import earlier_calls, ttype_of, ttypes_asked
+from .select import has_ttype, name_of_run, pick, places, table_of, training
 from .style import base2, canvas, drawn, is_dark, palettes, panels, short_names, size_of, title_of, words
 
 # %% ../../nbs/60_show/30_histograms.ipynb #e9d5b93d
@@ -21,16 +22,11 @@ def total_counts(
     df # Rows with the columns `exponents` and `exponent_min`; raises ValueError where they have none
 ) -> tuple: # counts, one for each exponent; the first exponent; how many are smaller or zero; how many are larger
     "The exponent counts of several rows, added up"
-    if not (ok := with_counts(df)).any():
+    if not with_counts(df).any():
         raise ValueError("These rows have no exponent counts. To record them next time: torchEmber(..., stats='numerics'), or stats=[..., 'exponents'].")
-    df = df[ok]
-    lo = int(df['exponent_min'].min())
-    hi = int(max(m+len(c)-3 for m,c in zip(df['exponent_min'], df['exponents'], strict=True)))
-    counts,below,above = np.zeros(hi-lo+1, np.int64),0,0
-    for m,c in zip(df['exponent_min'], df['exponents'], strict=True):
-        counts[int(m)-lo:int(m)-lo+len(c)-2] += np.asarray(c[1:-1])
-        below,above = below+c[0],above+c[-1]
-    return counts, lo, int(below), int(above)
+    exponents,counts = count_columns(df)
+    below,*inside,above = counts.sum(0).tolist()
+    return np.array(inside), exponents[1], below, above
 
 # %% ../../nbs/60_show/30_histograms.ipynb #d7be0e59
 def ranges_over(ax, dtypes, info, lo, hi):
@@ -127,7 +123,7 @@ def exp_hist(
     if by_type and path is not None and by_layer:
         raise FacetException(f"Panels are either of layers or of tensor types: choose one of path={path!r:.60}, or one of ttype={ttype!r}.")
     table = table_of(run, ['exponents'], **({} if ttype is None else {'ttype': ttypes_asked(ttype)}))
-    if ttype is None: table = table[table['ttype'].astype(str)!='scalar']
+    if ttype is None: table = table[~has_ttype(table, 'scalar')]
     rows,step = at_step(training(pick(table, path, ttype)), step)
     parts = parts_by_type(rows) if by_type and not (by_layer and rows['path'].nunique()>1) else parts_by_place(rows)
     if len(parts)>64: raise ValueError(f"{len(parts)} panels are more than can be looked at. Choose layers: path='...*' or a list.")

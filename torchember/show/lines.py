@@ -14,8 +14,8 @@ from matplotlib.collections import LineCollection
 
 from ..ground.messages import arguments_of, unknown, unknown_argument
 from ..measure.summary import derived
-from ..frames.words import earlier_calls, stats_of, ttype_of
-from .select import name_of_run, pick, root_of, series, stat_in, table_of, thinned
+from ..frames.words import earlier_calls, stats_of, ttype_of, ttypes_asked
+from .select import has_ttype, name_of_run, pick, root_of, series, stat_in, table_of, thinned
 from .style import alarm, drawn, is_dark, meanings, palettes, panels, short_names, size_of, title_of, words
 
 # %% ../../nbs/60_show/20_lines.ipynb #4da1c2aa
@@ -227,7 +227,7 @@ def scalar_line(
     if ttype=='output' and not any(m in derived or m in stats_of for m in metrics): run,ttype = having(run, metrics)
     table = table_of(run, metrics, **({} if ttype is None else {'ttype': ttypes_asked(ttype)}))
     name,x = name_of_run(table),x[1] if isinstance(x, tuple) else x
-    if ttype is None: table = table[table['ttype'].astype(str)!='scalar']
+    if ttype is None: table = table[~has_ttype(table, 'scalar')]
     rows = pick(table, path, ttype)
     cols = [stat_in(rows, m) for m in metrics]
     if x not in rows: raise ValueError(unknown('column', x, [c for c in ('step', 'call', 'ts') if c in rows]))
@@ -262,8 +262,6 @@ def having(df, metrics):
     return table, 'output'
 
 # %% ../../nbs/60_show/20_lines.ipynb #73ae0f64
-def ttypes_asked(ttype): return list(dict.fromkeys(ttype_of(t)[0] for t in (ttype if isinstance(ttype, list|tuple) else [ttype])))
-
 def parts_by_type(rows):
     kinds = rows['ttype'].astype(str)
     return [(words.get(t, t), rows[(kinds==t).to_numpy()]) for t in dict.fromkeys(kinds)]

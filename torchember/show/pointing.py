@@ -21,8 +21,7 @@ from .controls import Arguments, LayerPicker, StepSlider, shape
 from .first_look import loss_of
 from .heatmaps import cells_of, column_edges
 from .histograms import exp_hist
-from .lines import ttypes_asked
-from ..frames.words import in_our_words, ttype_of
+from ..frames.words import in_our_words, ttype_of, ttypes_asked
 from .select import name_of_run, places, table_of, training, trouble
 from .style import drawing_on, drawn, figures_of, title_of, words
 

@@ -12,8 +12,7 @@ import numpy as np
 from ..measure.exponents import exponents_for, headroom, reach
 from .heatmaps import name_rows, tall_for
 from .histograms import at_step, total_counts
-from .lines import ttypes_asked
-from ..frames.words import earlier_calls, ttype_of
+from ..frames.words import earlier_calls, ttype_of, ttypes_asked
 from .select import name_of_run, pick, places, table_of, training
 from .style import drawn, is_dark, palettes, panels, title_of, words
 

@@ -160,16 +160,20 @@ def classes_in(df):
     if 'module' not in df: return {}
     return {p: (m.rpartition('(')[2][:-1],) for p,m in df[['path', 'module']].drop_duplicates().astype(str).itertuples(index=False) if m.endswith(')')}
 
+def has_ttype(df, ttype):
+    "Which rows are of a tensor type"
+    return (df['ttype'].astype(str)==ttype).to_numpy()
+
 def of_ttypes(df, asked):
     asked = [(t, *ttype_of(t)) for t in (asked if isinstance(asked, list|tuple|set) else [asked])]
     there = list(dict.fromkeys(df['ttype'].astype(str).unique().tolist()))
     rows = np.zeros(len(df), bool)
     for typed,ttype,key in asked:
         if ttype not in there: raise ValueError(no_ttype(typed, ttype, there, name_of_run(df) or 'The table'))
-        one = (df['ttype'].astype(str)==ttype).to_numpy()
+        one = has_ttype(df, ttype)
         if key: one = one & (df['tname'].astype(str).str.rpartition('_')[0]==key).to_numpy() # exp_avg_0 and not exp_avg_sq_0
         if not one.any():
-            states = sorted({t.rpartition('_')[0] for t in df['tname'].astype(str)[(df['ttype'].astype(str)==ttype).to_numpy()]})
+            states = sorted({t.rpartition('_')[0] for t in df['tname'].astype(str)[has_ttype(df, ttype)]})
             raise ValueError(unknown('optimizer state', key, states))
         rows |= one
     return df[rows]
@@ -196,10 +200,13 @@ def stat_in(
     other = stats_of.get(stat)
     if other in df and df[other].notna().any(): return other
     if stat in df and df[stat].isna().all() and len(df): return stat # all of them NaN, and that is something to see
-    known = [c for c in df.columns if df[c].dtype.kind in 'fi' and c not in not_stats and df[c].notna().any()]
-    raise ValueError(not_recorded(stat, known))
+    raise ValueError(not_recorded(stat, numbers_in(df)))
 
 not_stats = {'step', 'call', 'micro', 'backward', 'rank', 'nan', 'posinf', 'neginf', 'exponent_min'}
+
+def numbers_in(df):
+    "Columns of numbers: statistics, and marks"
+    return [c for c in df.columns if c not in not_stats and df[c].dtype.kind in 'fiu' and df[c].notna().any()]
 
 # %% ../../nbs/60_show/10_select.ipynb #6bc987c2
 class Series:

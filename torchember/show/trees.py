@@ -11,8 +11,7 @@ import numpy as np
 
 from .heatmaps import color_norm
 from .histograms import at_step
-from .lines import ttypes_asked
-from ..frames.words import earlier_calls, ttype_of
+from ..frames.words import earlier_calls, ttype_of, ttypes_asked
 from .select import name_of_run, pick, root_of, stat_in, table_of, training, trouble
 from .style import alarm, canvas, drawn, elided, is_dark, meanings, size_of, title_of, words
 

@@ -14,7 +14,7 @@ from ..measure.summary import derived
 from .lines import name_lines, put_lines
 from .missing import asked_for, parameters_in, reasons_in
 from ..frames.words import earlier_calls
-from .select import with_statistics, name_of_run, pick, places, series, stat_in, table_of, training, trouble
+from .select import has_ttype, name_of_run, pick, places, series, stat_in, table_of, training, trouble, with_statistics
 from .style import canvas, drawn, is_dark, meanings, palettes, short_names, title_of
 from ..store.parameters import label_of, why_not
 
@@ -26,7 +26,7 @@ def sizes_of(rows):
 
 def can_tell(table):
     "Whether rows of weights tell how far they moved"
-    weights = table[(table['ttype'].astype(str)=='weight').to_numpy()]
+    weights = table[has_ttype(table, 'weight')]
     return len(weights)>0 and sizes_of(weights) is not None
 
 def least_ratios(
@@ -83,7 +83,7 @@ def standstills(
 def unmoved(table, rows, path, known):
     "The same, and weights that no update is of"
     found = standstills(rows, known)
-    if not known or not (table['ttype'].astype(str)=='weight').any(): return found
+    if not known or not has_ttype(table, 'weight').any(): return found
     try: weights = pick(table, path, 'weight')
     except ValueError: return found # this layer has none
     return {l: found.get(l, (1, 1)) for l in dict.fromkeys([*places(weights)[1], *found])}

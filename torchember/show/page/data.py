@@ -20,9 +20,11 @@ from ...measure.exponents import limits, with_counts
 from ...measure.summary import derived
 from ..first_look import first_trouble, loss_of, noted, sentence_of, stat_of
 from ..heatmaps import zero
-from ..lines import ttypes_asked
 from ..missing import asked_for, parameters_in, places_among, reasons_in, tracker_of, with_missing
-from ..select import grid, with_statistics, name_of_run, not_stats, pick, places, root_of, series, stat_in, table_of, thinned, training
+from ...frames.logframe import count_columns
+from ...frames.words import ttypes_asked
+from ..select import (grid, has_ttype, name_of_run, numbers_in, pick, places, root_of, series,
+    stat_in, table_of, thinned, training, with_statistics)
 from ...store.parameters import label_of, untrained
 from ..style import alarm, meanings, palettes, words
 from ...store.table import whole_tree
@@ -84,8 +86,7 @@ favourites = 'std', 'rms', 'abs_max', 'mean', 'zero_frac', 'max', 'min', 'abs_me
 def stats_to_send(rows, stats):
     "The statistics that a page has: those that were asked for, or four that tell much"
     if stats is not None: return list(dict.fromkeys(stat_in(rows, s) for s in ([stats] if isinstance(stats, str) else stats)))
-    there = [c for c in rows.columns if c not in not_stats and rows[c].dtype.kind in 'fi' and rows[c].notna().any()]
-    if not there: return []
+    if not (there := numbers_in(rows)): return []
     first = [stat_of(rows, None), *(c for c in favourites if c in there), *there]
     return list(dict.fromkeys(first))[:4]
 
@@ -150,18 +151,10 @@ def exponents_of(
     known = {k: i for i,k in keys.items()}
     tensor = np.array([known[k] for k in keys_of(rows)])[places(rows)[0]]
     steps,at = np.unique(rows['step'].to_numpy(), return_inverse=True)
-    lows = rows['exponent_min'].to_numpy(int)
-    lengths = rows['exponents'].map(len).to_numpy()
-    lo,hi = int(lows.min()),int((lows+lengths-3).max())
-    out = np.zeros((n, len(steps), hi-lo+3))
-    for low,n in set(zip(lows.tolist(), lengths.tolist(), strict=True)):
-        same = (lows==low) & (lengths==n)
-        counts = np.array(rows['exponents'][same].tolist(), float)
-        where = tensor[same],at[same]
-        np.add.at(out, (*where, 0), counts[:, 0])
-        np.add.at(out, (*where, -1), counts[:, -1])
-        np.add.at(out, (*where, slice(low-lo+1, low-lo+n-1)), counts[:, 1:-1])
-    return {'first': lo, 'step': steps.tolist(), 'counts': packed(out, exact=True)}
+    exponents,counts = count_columns(rows)
+    out = np.zeros((n, len(steps), len(exponents)))
+    np.add.at(out, (tensor, at), counts)
+    return {'first': exponents[1], 'step': steps.tolist(), 'counts': packed(out, exact=True)}
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #d11a48b2
 def page_of(
@@ -173,7 +166,7 @@ def page_of(
     "A run, as a page shows it"
     table = table_of(run) if ttype is None else table_of(run, ttype=[*ttypes_asked(ttype), 'scalar'])
     if not len(table): raise ValueError(no_rows(name_of_run(table) or 'The table'))
-    scalar = (table['ttype'].astype(str)=='scalar').to_numpy()
+    scalar = has_ttype(table, 'scalar')
     tensors = table[~scalar]
     if not len(tensors) and not scalar.any(): raise ValueError(f"{name_of_run(table) or 'The table'} has no rows of tensors yet.")
     for name,asked in (('path', path), ('ttype', ttype), ('stats', stats)):
@@ -182,7 +175,7 @@ def page_of(
     tensors = training(tensors)
     first = first_trouble(tensors) if len(tensors) else None
     kinds = list(dict.fromkeys(tensors['ttype'].astype(str)))
-    of = {k: tensors[(tensors['ttype'].astype(str)==k).to_numpy()] for k in kinds}
+    of = {k: tensors[has_ttype(tensors, k)] for k in kinds}
     wanted = {k: stats_to_send(rows, stats) for k,rows in of.items()}
     of = {k: with_statistics(rows, wanted[k]) if wanted[k] else rows for k,rows in of.items()}
     lines = sum((places(rows)[0].max()+1)*len(wanted[k]) for k,rows in of.items()) or 1
@@ -212,7 +205,7 @@ def add_exponents(run, kinds, keys, tensors, also):
     if 'exponents' not in table: return
     table = training(table[table['step'].isin(steps).to_numpy()])
     for k in kinds:
-        rows = table[(table['ttype'].astype(str)==k['ttype']).to_numpy()]
+        rows = table[has_ttype(table, k['ttype'])]
         rows = rows[rows['path'].astype(str).isin({t['path'] for t in k['tensors']}).to_numpy()]
         found = exponents_of(rows, keys[k['ttype']], len(k['tensors'])) if len(rows) else None
         if found: k['exponents'] = found
