@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from torchember import emberTracker, read, summary, tree, wide
 from torchember.show.first_look import first_trouble
-from torchember.show.live.following import OverviewRows, binned, extremes, some_lines
+from torchember.show.live.following import OverviewRows, binned, extremes, thinned_lines
 from torchember.show.heatmaps import column_edges
 from torchember.show.histograms import at_step, total_counts
 from torchember.show.page.data import page_of
@@ -226,12 +226,12 @@ def test_lines_that_are_kept_of_many():
     def line(s, more=''): return f'{{"m": 1, "step": {s}{more}}}'.encode()
     lines = [line(s, ', "nan": 2' if s in (13, 17) else '') for s in range(40) for _ in range(3)]+[b'{"note": "no step"}']
     data = b'\n'.join(lines)+b'\n'
-    assert some_lines(data, len(lines))==data
-    kept = some_lines(data, 40).splitlines()
+    assert thinned_lines(data, len(lines))==data
+    kept = thinned_lines(data, 40).splitlines()
     steps = [int(l.split(b'"step": ')[1].split(b',')[0].rstrip(b'}')) for l in kept[:-1]]
     assert kept[-1]==lines[-1] and steps==sorted(steps) and {13, 17, 39} <= set(steps) and len(set(steps)-{13, 17})==10
     assert all(steps.count(s)==3 for s in steps)
-    later = {int(l.split(b'"step": ')[1].split(b',')[0].rstrip(b'}')) for l in some_lines(data, 40, False).splitlines()[:-1]}
+    later = {int(l.split(b'"step": ')[1].split(b',')[0].rstrip(b'}')) for l in thinned_lines(data, 40, False).splitlines()[:-1]}
     assert later==set(range(39, -1, -4)) # what was first not finite was earlier
 
 

@@ -161,9 +161,9 @@ def test_what_the_journal_says_of_each_step():
     buffer.add(('m', 'output', 'x', None, None, 0), 0, 1, 'float32', {'mean': 2.})
     j.write(buffer, steps, False)
     (one,*_),(two,*_) = (args for args,_ in t.got)
-    assert (one.step, one.ts, one.marks, one.several)==(5, began, {'skipped': True, 'rank': 3, 'epoch': 1}, {None: False})
-    assert (two.step, two.marks, two.several)==(6, {'rank': 3, 'epoch': 2}, {None: True})
-    assert [args[1] for args,_ in t.got]==[True, False] and [r[5] for m in (one, two) for r in m.own]==[{'mean': 1.}, {'mean': 2.}]
+    assert (one.step, one.ts, one.marks, one.many_passes)==(5, began, {'skipped': True, 'rank': 3, 'epoch': 1}, {None: False})
+    assert (two.step, two.marks, two.many_passes)==(6, {'rank': 3, 'epoch': 2}, {None: True})
+    assert [args[1] for args,_ in t.got]==[True, False] and [r[5] for m in (one, two) for r in m.custom]==[{'mean': 1.}, {'mean': 2.}]
     j.write(buffer, steps, False)
     assert len(t.got)==2 # nothing wakes the writer
 
@@ -280,8 +280,8 @@ def test_the_first_value_that_is_not_finite_is_found_once():
     bad = FirstBad(t)
     def row(path, **more): return {'step': 2, 'module': f'model(N).{path}(L)', 'ttype': 'output', 'tname': 'output_0', **more}
     rows = [b'a line', row('a', neginf=3), row('b', nan=2, posinf=1), row('c', nan=9)]
-    bad.look(rows)
-    bad.look([row('d', nan=1)])
+    bad.add(rows)
+    bad.add([row('d', nan=1)])
     assert bad.found=='step 2, output_0 of b (L) has 2 NaN and 1 inf' and len(t.got)==1 and t.got[0].startswith(bad.found)
     assert troubled({**row('a', neginf=3), 'ttype': 'weight', 'tname': 'weight_0', 'pname': 'w'})=='step 2, weight_0 (w) of a (L) has 3 -inf'
     assert troubled(row('a', nan=3, skipped=True)) is None

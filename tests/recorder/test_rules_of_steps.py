@@ -606,7 +606,7 @@ def test_steps_that_wait_go_to_the_log_before_what_comes_next():
         j.write(buffer, steps, True, wait=s<2)
         steps.close(); j.step_over(s, True)
         assert len(t.got)==(0 if s<2 else 3) and len(j.waiting)==(s+1 if s<2 else 0)
-    assert [(m.step, [r[5]['mean'] for r in m.own], over) for m,(over,*_),_ in t.got]==[(s, [s], True) for s in range(3)] and j.last.step==2
+    assert [(m.step, [r[5]['mean'] for r in m.custom], over) for m,(over,*_),_ in t.got]==[(s, [s], True) for s in range(3)] and j.last.step==2
     j.write(buffer, steps, False)
     assert len(t.got)==3
     steps.begin('')
@@ -623,9 +623,9 @@ def test_functions_rows_of_the_open_step_and_of_the_one_before_are_kept():
         for i in range(2):
             measured(buffer, 10*s+i)
             j.write(buffer, steps, i==1)
-        assert [r[5]['mean'] for r in j.own]==[10*s, 10*s+1]
+        assert [r[5]['mean'] for r in j.custom]==[10*s, 10*s+1]
         steps.close(); j.step_over(s, True)
-        assert j.own==[] and [r[5]['mean'] for r in j.ended]==[10*s, 10*s+1]
+        assert j.custom==[] and [r[5]['mean'] for r in j.ended]==[10*s, 10*s+1]
 
 
 @pytest.mark.parametrize('open_,on,was_on', [(a, b, c) for a in (False, True) for b in (False, True) for c in (False, True)])
@@ -682,7 +682,7 @@ def test_an_evaluation_joins_the_step_before_and_a_later_one_supersedes():
     j.was_on = False
     steps.begin('', 'eval')
     measured(buffer); j.write(buffer, steps, True)
-    got = [(m.step, m.marks, m.several, more.get('joins')) for m,_,more in t.got[1:]]
+    got = [(m.step, m.marks, m.many_passes, more.get('joins')) for m,_,more in t.got[1:]]
     assert got==[(0, {}, {'eval': True}, True), (0, {'supersedes': True}, {'eval': True}, True), (0, {'supersedes': True}, {'eval': False}, None)]
     assert t.got[0][1][0] is True and all(more['by'] is j.lines for *_,more in t.got[1:])
 

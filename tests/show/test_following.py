@@ -12,7 +12,7 @@ import pytest
 
 from torchember import EmberWarning, emberTracker
 from torchember.show.live import live_view
-from torchember.show.live.following import OverviewRows, Tail, as_shown, loss_in, shown_rows, some_lines
+from torchember.show.live.following import OverviewRows, Tail, as_shown, loss_in, shown_rows, thinned_lines
 from torchember.show.live.live_view import (Live, LogScreen, NotebookScreen, RowsOfFile, RowsTold, TerminalScreen, Viewer, Words, close_shown,
     goes_on, live)
 
@@ -178,7 +178,7 @@ def test_a_run_is_followed_to_its_end(answers):
     v.run()
     assert v.screen.shown==[('r: 1', None), ('r: reading what there is, 25%', None), ('r: 2', b'p'), ('r: reading what there is, 50%', None), ('r: 3', b'q')]
     assert [q['over'] for q in v.reader.asked]==[False]*4+[True]*2 and {q['path'].name for q in v.reader.asked}=={'r'} and v.screen.ended==1
-    assert (v.others, v.drawing, len(v.pauses), v.reader.how)==(9., 3., 3, {'picture': False, 'look': {}}) and v.seconds==v.own+9.
+    assert (v.process_seconds, v.drawing, len(v.pauses), v.reader.how)==(9., 3., 3, {'picture': False, 'look': {}}) and v.seconds==v.thread_seconds+9.
 
 
 def test_drawing_takes_a_twentieth_of_a_core(answers):
@@ -201,7 +201,7 @@ def test_what_ends_it_is_said(answers, answer, said):
     "Once; the screen and the process are let go, and who has let it go first hears nothing"
     v = answers([{}, answer], [0])
     with pytest.warns(EmberWarning, match=f'torchember: live {said}. Everything else goes on.'): v.run()
-    assert (v.screen.ended, v.others)==(1, 9.)
+    assert (v.screen.ended, v.process_seconds)==(1, 9.)
     dropped = answers([{}, answer], [0])
     dropped.pause = lambda s: setattr(dropped, 'closing', True)
     dropped.say = lambda what, own=dropped.say: (setattr(dropped, 'dropped', True), own(what))
@@ -387,7 +387,7 @@ def test_rows_that_can_be_shown():
 
 def test_lines_without_a_step_are_kept():
     data = b'{"note": 1}\n'+b''.join(b'{"step": %d}\n'%s for s in range(9))
-    assert some_lines(data, 5)==b'{"note": 1}\n'+b''.join(b'{"step": %d}\n'%s for s in (0, 2, 4, 6, 8))
+    assert thinned_lines(data, 5)==b'{"note": 1}\n'+b''.join(b'{"step": %d}\n'%s for s in (0, 2, 4, 6, 8))
 
 
 def test_the_loss_that_is_drawn():

@@ -61,7 +61,7 @@ def picture(nb): return nb.page.evaluate("[...document.querySelectorAll('.jp-Out
 def test_notebook(chromium, tmp_path):
     cells = [program("import matplotlib.pyplot as plt; plt.style.use('dark_background'); other = plt.figure(); plt.close(other)"),
         "view = te.live(every=.5); train(600, lambda: os.path.exists('enough')); print('trained: 1')",
-        """report = te.close(); print(f"report: {report['live']} {report['seconds']} {view.own} {view.others} {sum(os.times()[2:4])}")"""]
+        """report = te.close(); print(f"report: {report['live']} {report['seconds']} {view.thread_seconds} {view.process_seconds} {sum(os.times()[2:4])}")"""]
     with server(tmp_path) as lab, chromium('EXCLUDE 127.0.0.1') as browser:
         nb = Notebook(browser, lab, *cells)
         nb.page.evaluate("jupyterapp.commands.execute('notebook:run-all-cells').then(v => window.ran = v) && 0")

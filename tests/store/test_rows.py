@@ -26,8 +26,8 @@ def reference(m):
         n,told = counts[r['event']]
         if n!=told and 'numel' not in r['stats']: r['stats']['numel'] = n
     rows = [(r['event'], r['key'], r['call'], None, r['dtype'], r['stats']) for r in got if r['key'][1]!='before']
-    rows = sorted(rows+m.own, key=lambda r: r[0])
-    return [one_row(*r[1:], m.step, m.ts, {**m.parts.get(place_of(r[1], r[2]), {}), **m.marks}, m.several) for r in rows]
+    rows = sorted(rows+m.custom, key=lambda r: r[0])
+    return [one_row(*r[1:], m.step, m.ts, {**m.parts.get(place_of(r[1], r[2]), {}), **m.marks}, m.many_passes) for r in rows]
 
 def text(rows): return [r if isinstance(r, bytes) else line_of(r) for r in rows]
 
@@ -126,5 +126,5 @@ def test_the_first_bad_row_is_found(measured):
     for m,rows in zip(measured, Lines()(measured), strict=True):
         want = next((b for r in reference(m) if (b := troubled(r))), None)
         listener = FirstBad(type('File', (), {'note': lambda self, what: None})())
-        listener.look(rows)
+        listener.add(rows)
         assert listener.found==want

@@ -186,7 +186,7 @@ class ModelEvents(Listener):
     def call_ends(self, state, outputs, compiled=False):
         since,here = clock(),self.calls.here
         call = self.calls.exit()
-        own = self.sources.own_types[self.steps.manual]
+        own = self.sources.parameter_types[self.steps.manual]
         if own and not here.phase: # in an evaluation, perhaps averaged weights were put in
             with self.lock: self.sources.parameters.after_call(state, state is here.outermost and here.depth==1, own) # once a step, whoever calls
         state.track.output_dt = {n: shape_of(x) for n,x in outputs}

@@ -24,7 +24,7 @@ def one_row(
     step:int, # Which step
     ts:str, # When
     marks:dict, # Column -> value
-    several:dict # Phase -> whether it had several passes
+    many_passes:dict # Phase -> whether it had several passes
 ) -> dict: # A row of the log
     """The row of one tensor
 
@@ -37,7 +37,7 @@ def one_row(
         step: Which step
         ts: When
         marks: Column -> value
-        several: Phase -> whether it had several passes
+        many_passes: Phase -> whether it had several passes
 
     Returns:
         A row of the log
@@ -47,7 +47,7 @@ def one_row(
         stats = {k: arrived(v) for k,v in stats.items()}
         if lost := sum(isinstance(v, float) and v!=v for v in stats.values()): stats = {**stats, 'nan': lost} # in a table, one that is not noted looks so
     extra = {} if pname is None else {'pname': pname}
-    if micro is not None and several.get(phase): extra['micro'] = micro
+    if micro is not None and many_passes.get(phase): extra['micro'] = micro
     if phase: extra['phase'] = phase
     if backward: extra['backward'] = backward
     late = {k: stats[k] for k in optional if k in stats}
@@ -65,7 +65,7 @@ class FirstBad:
     "Looks out for the first value of a run that is not finite, and says where it is"
     def __init__(self, file): self.file,self.found = file,None
 
-    def look(self, rows):
+    def add(self, rows):
         "The next rows. A row that is a line already has no such value"
         if self.found is None and (row := first_not_finite((r for r in rows if isinstance(r, dict)), is_alarming)) is not None:
             self.found = troubled(row)
@@ -76,7 +76,7 @@ class FirstBad:
 def look_out(log):
     "Have who writes a log look out for such a value, before anybody else is told"
     first = FirstBad(log)
-    listen_at_once(log, first.look, first.remark)
+    listen_at_once(log, first.add, first.remark)
 
 # %% ../../nbs/40_recorder/55_row.ipynb #9eeccf0c
 def troubled(row):

@@ -18,7 +18,7 @@ from ..store.base import now
 class Closed:
     "A recorded step that a pass has closed"
     measured:object # `Measured`; None where nothing was measured
-    own:list # Its rows by functions of the user's, and noted numbers, as `CustomRows` has them
+    custom:list # Its rows by functions of the user's, and noted numbers, as `CustomRows` has them
     noted:int # How many rows of noted numbers it has
     without:int # 1 when it was one of training, and had no weight gradients
 
@@ -43,7 +43,7 @@ class RowWriter:
         self.noted = Counter() # step -> rows of noted numbers
         self.was_on = False # whether the step before was recorded
         self.last = None # `Measured` that was written last; None where there was nothing to write
-        self.own,self.ended = [],[] # rows of the user's functions, as `CustomRows` has them: of the open step, and of the one before
+        self.custom,self.ended = [],[] # rows of the user's functions, as `CustomRows` has them: of the open step, and of the one before
         self.marks = None # of the rows that were written last
         self.waiting = [] # `Measured` of steps that passes have closed, and that may turn out to be none
 
@@ -77,15 +77,15 @@ class RowWriter:
         if not wait: self.release()
         self.last = None
         if not buffer.size and not (over and (buffer.snapshots.taken or buffer.custom.given or self.file_is_open)): return # nothing wakes the writer
-        columns,several = self.columns(),{phase: n>1 for phase,n in dict(steps.passes).items()} # a copy: a signal handler may step
+        columns,many_passes = self.columns(),{phase: n>1 for phase,n in dict(steps.passes).items()} # a copy: a signal handler may step
         if columns!=self.marks: buffer.clear_taken() # rows with other marks are new ones
         self.marks = columns
         joins = steps.shown!=steps.number # an evaluation, of the step before
         again = {'supersedes': True} if joins and steps.evaluated==steps.shown else {}
         marks = {**({'skipped': True} if self.skipped else {}), **again, **columns}
-        measured = Measured(*buffer.take(over), steps.shown, self.ts or now(), marks, several, dict(buffer.parts))
+        measured = Measured(*buffer.take(over), steps.shown, self.ts or now(), marks, many_passes, dict(buffer.parts))
         self.ts,self.last = None,measured
-        self.own = self.own+measured.own
+        self.custom = self.custom+measured.custom
         if wait: return self.waiting.append(measured)
         if joins: self.t.file.put(measured, joins=True if self.was_on else None, by=self.lines)
         else: self.t.put(measured, over, self.lines)
@@ -158,5 +158,5 @@ class RowWriter:
         on:bool # Whether it was recorded
     ):
         self.was_on,self.skipped = on,False
-        self.own,self.ended = [],self.own
+        self.custom,self.ended = [],self.custom
         if self.noted: self.noted = Counter({step: self.noted[step]}) # what is noted from now on may be of this step

@@ -61,21 +61,21 @@ def template(
 class Measured:
     "What was measured of a step since it was handed over the last time"
     snapshot:object # `Snapshot` of the arena
-    own:list # Rows of the user's functions: event, and the first five arguments of `one_row`
+    custom:list # Rows of the user's functions: event, and the first five arguments of `one_row`
     step:int # Which step
     ts:str # When
     marks:dict # Column -> value
-    several:dict # Phase -> whether it had several passes
+    many_passes:dict # Phase -> whether it had several passes
     parts:dict # `place_of` a row -> columns that say of which tensor it is a part
 
-    def __len__(self): return len(self.snapshot)+len(self.own)
+    def __len__(self): return len(self.snapshot)+len(self.custom)
 
     regular = property(lambda self: regular_line(self.marks) is not None, doc="Whether rows with these marks need no care")
 
 
     def row(self, key, call, micro, dtype, stats):
         "A row of this step"
-        return one_row(key, call, micro, dtype, stats, self.step, self.ts, {**self.parts.get(place_of(key, call), {}), **self.marks}, self.several)
+        return one_row(key, call, micro, dtype, stats, self.step, self.ts, {**self.parts.get(place_of(key, call), {}), **self.marks}, self.many_passes)
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #310557a6
 def ratios(
@@ -160,7 +160,7 @@ class Lines:
     def alike(self, of, measured):
         "The same for steps that have the same taps and marks"
         if self.of!=of: self.of,self.templates = of,{}
-        own = [(i, r[0], m.row(*r[1:])) for i,m in enumerate(measured) for r in m.own]
+        own = [(i, r[0], m.row(*r[1:])) for i,m in enumerate(measured) for r in m.custom]
         some = [([i for i,_,_ in own], [e for _,e,_ in own], [r for _,_,r in own])] if own else []
         for c,more in portions(columns_of([m.snapshot for m in measured])): some += self.portion(c, more, measured)
         return by_event(some, len(measured))

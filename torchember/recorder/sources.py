@@ -52,7 +52,7 @@ class Sources:
         self.at_step_end = [source for source in (Buffers(buffer),) if set(source.ttypes) & set(ttypes)] # sources of tensors that are measured then
         self.variables = {} # name -> tensor that is in no module, and is followed
         own = [t for t in ('weight', 'weight_grad') if t in ttypes]
-        self.own_types = {False: own, True: own[:own.count('weight')]} # whether somebody ends the steps: then gradients are complete later
+        self.parameter_types = {False: own, True: own[:own.count('weight')]} # whether somebody ends the steps: then gradients are complete later
         self.at_calls = [source(buffer, ttypes) for source in who_measures(ttypes)]
         if self.gradients.ttypes: self.at_calls.append(self.gradients)
 
@@ -137,7 +137,7 @@ class Sources:
 
     def complete(self, optimizer, scale):
         "An optimizer is about to change the weights: their gradients are complete"
-        if not self.own_types[False]: return
+        if not self.parameter_types[False]: return
         self.parameters.at_boundary({id(p) for p in parameters_of(optimizer)}, scale)
         if outside := self.outside(): self.parameters.at_boundary(outside, self.scale())
 

@@ -140,7 +140,7 @@ class CustomRows:
 
     def join(self, earlier):
         "Steps that passes had closed were passes of this one; rows of the first are in the log"
-        self.given = {(key, call, None) for _,key,call,*_ in earlier[0].own if key[3]} # as in the log, what a step has once has no number of a pass
+        self.given = {(key, call, None) for _,key,call,*_ in earlier[0].custom if key[3]} # as in the log, what a step has once has no number of a pass
         self.rows = joined_rows(earlier, self.rows)
 
     def take(self):
@@ -153,7 +153,7 @@ class CustomRows:
 def joined_rows(earlier, own):
     "Rows that are no vectors of steps that were one, and its `own`: of what a step has once the last one's"
     noted,rows,n = 0,[],len(earlier)
-    for i,some in enumerate([*(e.own for e in earlier), own]):
+    for i,some in enumerate([*(e.custom for e in earlier), own]):
         if i: rows += [(at, k, c+noted*(k[1]=='scalar'), None if k[3] or m is None else i, *rest) for at,k,c,m,*rest in some if i==n or not k[3]]
         noted += earlier[i].noted if i<n else 0
     return rows

@@ -50,7 +50,7 @@ class Tail:
 step_in = re.compile(rb'"step":\s?(\d+)').search
 bad_in = re.compile(rb'"(?:nan|posinf|neginf)":\s?[1-9]').search
 
-def some_lines(
+def thinned_lines(
     data:bytes, # Lines
     most:int=20_000, # Lines to give, about
     all_finite:bool=True # Whether nothing was not finite before
@@ -87,17 +87,17 @@ class OverviewRows:
 
     def __init__(self):
         self.parts,self.numbers,self.names,self.n,self.step = [],[],{},0,-1 # tables of tensors; names, each kept once; rows of tensors; the last step
-        self.looks,self.other,self.loss = FirstNotFinite(),None,None # for the first row that is not finite; a type to draw where there is no better
+        self.not_finite,self.other,self.loss = FirstNotFinite(),None,None # for the first row that is not finite; a type to draw where there is no better
         self.width,self.width_of_numbers = 1,1 # steps in a bin
 
     def __len__(self): return self.n+len(self.numbers)
 
     def add(self, rows):
         "The next rows of the log"
-        trained = self.looks.trained
+        trained = self.not_finite.trained
         rows = [r for r in rows if isinstance(r.get('step'), int) and isinstance(r.get('ttype'), str)]
-        self.looks.add(rows)
-        if self.looks.trained and not trained: self.parts = [] # what an evaluation before the training gave does not count any more
+        self.not_finite.add(rows)
+        if self.not_finite.trained and not trained: self.parts = [] # what an evaluation before the training gave does not count any more
         tensors = [self.slim(r) for r in rows if self.wants(r)]
         if tensors: self.add_tensors(tensors)
         if not self.numbers: return
@@ -108,7 +108,7 @@ class OverviewRows:
         "Whether it is a row of a tensor that is needed. Others are taken account of"
         t,self.step = r['ttype'],max(self.step, r['step'])
         if t=='scalar': self.numbers.append({k:v for k,v in r.items() if k not in ('ts', 'nonfinite')})
-        elif r.get('phase')=='eval' and self.looks.trained: pass
+        elif r.get('phase')=='eval' and self.not_finite.trained: pass
         elif t in drawn_ttypes: return True
         else:
             if self.other is None: self.other = t
@@ -132,7 +132,7 @@ class OverviewRows:
 
     @property
     def first(self): # As a table, None when there is none
-        return None if self.looks.row is None else with_path(frame([self.slim(self.looks.row)]))
+        return None if self.not_finite.row is None else with_path(frame([self.slim(self.not_finite.row)]))
 
     def together(self):
         "The rows as one table"

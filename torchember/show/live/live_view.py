@@ -19,7 +19,7 @@ from ...frames.logs import alive, said_by
 from ...ground.needs import needs
 from ...ground.not_finite import FirstNotFinite, first_not_finite
 from ...ground.messages import EmberWarning, an, printable, warn
-from .following import OverviewRows, Tail, loss_in, shown_rows, some_lines
+from .following import OverviewRows, Tail, loss_in, shown_rows, thinned_lines
 from ...store.lines import parse
 from ...store.jsonl import emberTracker, tracker
 from ...store.reading import path_of
@@ -27,7 +27,7 @@ from ...store.reading import path_of
 # %% ../../../nbs/60_show/93_live_view.ipynb #5e6c5e03
 class Words:
     "What a line says of a run"
-    def __init__(self): self.step,self.loss,self.looks,self.at = -1,None,FirstNotFinite(),deque(maxlen=16) # at: (seconds, step) of the last looks
+    def __init__(self): self.step,self.loss,self.not_finite,self.at = -1,None,FirstNotFinite(),deque(maxlen=16) # at: (seconds, step) of the last looks
 
     def add(self, rows, now):
         "The next rows, as they were found at a time"
@@ -36,10 +36,10 @@ class Words:
             self.loss = next(((name, r[name]) for r in reversed(numbers) if isinstance(r.get(name), int|float)), self.loss)
         for r in rows:
             if isinstance(s := r.get('step'), int): self.step = max(self.step, s)
-        self.looks.add([r for r in rows if isinstance(r.get('step'), int)])
+        self.not_finite.add([r for r in rows if isinstance(r.get('step'), int)])
         if rows: self.at.append((now, self.step))
 
-    first = property(lambda self: self.looks.row, doc="The first row that is not finite")
+    first = property(lambda self: self.not_finite.row, doc="The first row that is not finite")
 
     def speed(self):
         "Steps in a second, None where that is not known"
@@ -101,7 +101,7 @@ class Viewer:
         "The next rows of a log"
         if self.tail is None or self.tail.path!=path: self.tail = Tail(path, until)
         elif self.tail.at==until: return [] # whatever becomes of the file
-        return shown_rows(parse(some_lines(self.tail.more(), all_finite=self.words.first is None))[0])
+        return shown_rows(parse(thinned_lines(self.tail.more(), all_finite=self.words.first is None))[0])
 
     def draw(self, name, over):
         "The overview as it is now; None while there is nothing to be seen in it"
@@ -317,11 +317,11 @@ class Live:
     ):
         self.rows,self.screen,self.every = rows,screen,every
         self.calls,self.closing,self.dropped,self.reader = SimpleQueue(),False,False,None
-        self.own = self.others = self.drawing = 0. # CPU seconds of the thread, of the process, and of its answers
+        self.thread_seconds = self.process_seconds = self.drawing = 0. # CPU seconds of the thread, of the process, and of its answers
         self.look = look_now() if screen.picture else {}
         self.thread = threading.Thread(target=self.run, name='torchember-live', daemon=True)
 
-    seconds = property(lambda self: self.own+self.others)
+    seconds = property(lambda self: self.thread_seconds+self.process_seconds)
 
     def begin(self):
         try: self.thread.start()
@@ -334,11 +334,11 @@ class Live:
         except Exception as e: self.say(f"has stopped: {'its process has ended' if isinstance(e, EOFError|OSError) else f'{type(e).__name__}: {e}'}")
         finally:
             try:
-                if self.reader: self.others = self.reader.end() or self.others
+                if self.reader: self.process_seconds = self.reader.end() or self.process_seconds
                 self.rows.end()
                 self.screen.end()
             except Exception: pass # a terminal that was closed
-            self.own = time.thread_time()
+            self.thread_seconds = time.thread_time()
 
     def follow(self):
         "Ask and show, until the run is over"
@@ -347,11 +347,11 @@ class Live:
             over = self.closing or not self.rows.goes_on()
             question = self.rows.question(ready)
             path,got = question['path'],self.reader.ask(over=over, **question)
-            self.others,self.drawing = got['seconds'],self.drawing+got['took']
+            self.process_seconds,self.drawing = got['seconds'],self.drawing+got['took']
             if 'error' in got: return self.say(f"has stopped: {got['error']}")
             if 'gone' in got: return self.say(f"has ended: the log {path} was removed")
             self.show(got, path, over)
-            self.own = time.thread_time()
+            self.thread_seconds = time.thread_time()
             done,ready = ready or 'rows' not in question,'behind' not in got
             if not ready or over and not done: continue
             if over: return
