@@ -122,7 +122,7 @@ def numbers_of(d):
     return torch.tensor(list(d.values()), dtype=torch.int64 if whole else torch.float64)
 
 # %% ../../nbs/70_state/06_algebra.ipynb #229133e9
-class Snapshot(Layers):
+class ChosenLayers(Layers):
     "Layers to choose from, and a function of each"
     def is_compatible(self,
         other # StateDict
@@ -211,7 +211,7 @@ class Snapshot(Layers):
         return self.apply(lambda x: torch.ones_like(x) if isinstance(x, torch.Tensor) else type(x)(1))
 
 # %% ../../nbs/70_state/06_algebra.ipynb #b5d0ab0f
-class Copies(Snapshot):
+class Copies(ChosenLayers):
     "Layers to copy, to move and to change"
     def save(self,
         path # File to write
@@ -402,11 +402,11 @@ class Arithmetic(Copies):
     def __torch_function__(cls, func, types, args=(), kwargs=None): return by_torch(func, args, kwargs or {})
 
 # %% ../../nbs/70_state/06_algebra.ipynb #29daad7d
-def inside(args):
+def state_dicts_in(args):
     "The StateDicts among arguments"
     if isinstance(args, Layers): return [args]
     if type(args) is dict: args = list(args.values())
-    return [d for a in args for d in inside(a)] if type(args) in (tuple, list) else []
+    return [d for a in args for d in state_dicts_in(a)] if type(args) in (tuple, list) else []
 
 def each_in(args, f):
     "Arguments with `f` of each StateDict in its place"
@@ -414,19 +414,19 @@ def each_in(args, f):
     if type(args) in (tuple, list): return type(args)(each_in(a, f) for a in args)
     return {n: each_in(a, f) for n,a in args.items()} if type(args) is dict else args
 
-def tensors_in(d):
+def results_as_tensors(d):
     "Results as tensors without dimensions"
     return Layers(zip(d, numbers_of(d).double(), strict=True)) if d.is_result else d
 
 def by_torch(func, args, kwargs):
     "A function of torch, layer by layer"
-    name,ds = getattr(func, '__name__', str(func)),inside([args, kwargs])
+    name,ds = getattr(func, '__name__', str(func)),state_dicts_in([args, kwargs])
     d = next((d for d in ds if not d.is_result), ds[0])
     if kwargs.get('out') is not None or kwargs.get('inplace') or (name.endswith('_') and not name.endswith('__')):
         raise TypeError(f"torch's {name} writes into tensors, which may be the model's own. Use the form that returns a new StateDict, or apply_.")
     for other in ds:
         if why := first_difference(d, other): raise ValueError(why)
-    args,kwargs = each_in((args, kwargs), tensors_in)
+    args,kwargs = each_in((args, kwargs), results_as_tensors)
     out = {}
     for k,x in d.items():
         out[k] = y = func(*each_in(args, lambda o, k=k: o[k]), **each_in(kwargs, lambda o, k=k: o[k]))
@@ -435,16 +435,16 @@ def by_torch(func, args, kwargs):
     return d.like({k: y.item() for k,y in out.items()} if d.is_result else out)
 
 # %% ../../nbs/70_state/06_algebra.ipynb #fc3ce81a
-def layers_of(d, pattern):
+def layers_to_reduce(d, pattern):
     "The layers of a StateDict that a reduction is about, as tensors. All results together are one"
     some = kept(d, pattern)
     if not d.is_result: return some
     return {'': numbers_of(d.like(some))}
 
-def reduced(d, name, lw, pattern, change=None, dtype=None): # change: function of the numbers and their counts
+def reduction(d, name, lw, pattern, change=None, dtype=None): # change: function of the numbers and their counts
     "One of `figures`, or 'sum'"
     if d.is_result and lw: layers = {k: torch.tensor(v, dtype=torch.float64) for k,v in kept(d, pattern).items()}
-    else: layers = layers_of(d, pattern)
+    else: layers = layers_to_reduce(d, pattern)
     check_real(layers, [name])
     rows = vectors(layers, groups_of([name]))
     v = rows if lw else merge(np.stack([no_elements(groups_of([name])), *rows]))
@@ -472,7 +472,7 @@ def norm_reduced(d, p, lw, pattern, dtype=None):
     "The p-norm, for any p"
     if p=='fro': p = 2
     layers = {k: torch.tensor(v, dtype=torch.float64) for k,v in kept(d, pattern).items()} if d.is_result else kept(d, pattern)
-    if p in (1, 2): return reduced(d, f'norm{int(p)}', lw, pattern, None, dtype)
+    if p in (1, 2): return reduction(d, f'norm{int(p)}', lw, pattern, None, dtype)
     got = norms(layers, p)
     if lw: return d.result(zip(layers, rounded(got, dtype), strict=True))
     got = float(joined(got, p))
@@ -493,7 +493,7 @@ def as_torch_has_it(d, name, lw, pattern, given, whole=None, by_torch=None):
         return along(d, lw, pattern, given, by_torch or getattr(torch, name), name)
     c = given.get('correction', 1)
     change = (lambda got, n: got*corrected(n, c)**(.5 if name=='std' else 1)) if c!=1 else None
-    return reduced(d, name, lw, pattern, change, dtype) if whole is None else whole(dtype)
+    return reduction(d, name, lw, pattern, change, dtype) if whole is None else whole(dtype)
 
 def along(d, lw, pattern, given, f, name):
     "A function of torch of each layer, which gives tensors; or of all values in one tensor"
@@ -504,7 +504,7 @@ def along(d, lw, pattern, given, f, name):
 
 
 # %% ../../nbs/70_state/06_algebra.ipynb #ef55d45c
-class Statistics(Snapshot):
+class Statistics(ChosenLayers):
     "Numbers of layers, and of all of them together"
     def norm(self,
         p=2, # Which norm
@@ -532,7 +532,7 @@ class Statistics(Snapshot):
 
     def norm1_mean(self, *, lw=False, pattern=None):
         "The mean of the absolute values"
-        return reduced(self, 'norm1_mean', lw, pattern)
+        return reduction(self, 'norm1_mean', lw, pattern)
 
     def sum(self, *, lw=False, pattern=None, **kwargs):
         "The sum; with `dim`, `keepdim`, `dtype`"
@@ -552,12 +552,12 @@ class Statistics(Snapshot):
 
     def skew(self, *, lw=False, pattern=None, bias=True):
         "The skewness, as `scipy.stats.skew`"
-        return reduced(self, 'skew', lw, pattern, None if bias else lambda got, n: of_sample('skew', got, n))
+        return reduction(self, 'skew', lw, pattern, None if bias else lambda got, n: of_sample('skew', got, n))
 
     def kurtosis(self, *, lw=False, pattern=None, fisher=True, bias=True):
         "The excess kurtosis, as `scipy.stats.kurtosis`: 0 for a normal distribution, and 3 when not `fisher`"
         def change(got, n): return (got if bias else of_sample('kurtosis', got, n))+3*(not fisher)
-        return reduced(self, 'kurtosis', lw, pattern, change)
+        return reduction(self, 'kurtosis', lw, pattern, change)
 
     def max(self, *, lw=False, pattern=None, **kwargs):
         "The greatest value; with `dim`, `keepdim`"
@@ -723,7 +723,7 @@ class Tables(Statistics):
         return layer_html(self.headline(), list(rows.values()))
 
 # %% ../../nbs/70_state/06_algebra.ipynb #3ecfb36f
-class Pictures(Snapshot):
+class Pictures(ChosenLayers):
     "Layers that can be looked at"
     def hist(self, lw=False, pattern=None, name=None, *, bins=100, logx=False, logy=False, ax=None, to=None, sample=most, **kwargs):
         "Histogram: matplotlib axes; a file only where `to` says. See `plot_hist`"

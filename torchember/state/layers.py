@@ -77,11 +77,11 @@ def read_local(
     for device,at in places.items():
         some = [xs[i] for i in at]
         if device.type=='cpu': rows = np.stack([read(x, wanted) for x in some])
-        else: rows = read_together(some, wanted).cpu().numpy()
+        else: rows = read_on_device(some, wanted).cpu().numpy()
         out[at] = rows
     return out
 
-def read_together(xs, wanted):
+def read_on_device(xs, wanted):
     "Summary vectors of tensors on one device, on that device"
     listed = [x for x in xs if for_list(x)]
     fast = iter(())
@@ -104,7 +104,7 @@ def quietly(devices):
 def is_sharded(x): return hasattr(x, 'device_mesh')
 
 # %% ../../nbs/70_state/00_layers.ipynb #1701f6d8
-def held(x):
+def local_part(x):
     "What this process holds of a `DTensor`; partial sums are added up before"
     from torch.distributed.tensor import Replicate
     if any(p.is_partial() for p in x.placements): x = x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
@@ -153,7 +153,7 @@ def vectors(
     xs = list(with_values(layers).values())
     if not xs: return np.empty((0, length(wanted)))
     with quietly({x.device.type for x in xs}):
-        try: rows = read_local([held(x) if is_sharded(x) else x for x in xs], wanted)
+        try: rows = read_local([local_part(x) if is_sharded(x) else x for x in xs], wanted)
         except Unmeasurable as e: raise Unmeasurable(f"{culprit(layers)!r} cannot be read: {e}") from None
     return over_processes(rows, xs)
 
@@ -286,11 +286,11 @@ def norms(
         return np.where(v[:, 0]==0, 0. if p>0 else math.inf, derived_from(v, known)) # of no elements, what changes no other norm
     xs = list(with_values(layers).values())
     with quietly({x.device.type for x in xs}):
-        rows = np.array([[norm_of(held(x) if is_sharded(x) else x, p)] for x in xs]).reshape(-1, 1)
+        rows = np.array([[norm_of(local_part(x) if is_sharded(x) else x, p)] for x in xs]).reshape(-1, 1)
     return over_processes(rows, xs, lambda got: joined(got[:, 0], p))[:, 0]
 
 # %% ../../nbs/70_state/00_layers.ipynb #e2142d46
-several = dict(add=torch._foreach_add, sub=torch._foreach_sub, mul=torch._foreach_mul, div=torch._foreach_div, pow=torch._foreach_pow,
+foreach_of = dict(add=torch._foreach_add, sub=torch._foreach_sub, mul=torch._foreach_mul, div=torch._foreach_div, pow=torch._foreach_pow,
     neg=torch._foreach_neg, abs=torch._foreach_abs, sqrt=torch._foreach_sqrt, sign=torch._foreach_sign)
 
 def of_one_kind(xs):
@@ -300,14 +300,14 @@ def of_one_kind(xs):
 
 # %% ../../nbs/70_state/00_layers.ipynb #a0c403fe
 def each(
-    op:str, # Name of a function of torch, one of `several`
+    op:str, # Name of a function of torch, one of `foreach_of`
     xs:list, # Tensors
     *others # At most one: a number, or a list with a tensor or number for each
 ) -> list: # New tensors
     """An operation on each tensor, in one call where that can be
 
     Args:
-        op: Name of a function of torch, one of `several`
+        op: Name of a function of torch, one of `foreach_of`
         xs: Tensors
         *others: At most one: a number, or a list with a tensor or number for each
 
@@ -318,7 +318,7 @@ def each(
     listed = [o for o in others if isinstance(o, list)]
     def fits(x, y): return isinstance(y, torch.Tensor) and y.shape==x.shape
     alike = all(map(fits, xs, listed[0])) if listed else all(type(o) in (int, float) for o in others)
-    if alike and of_one_kind(xs+sum(listed, [])): return list(several[op](xs, *others))
+    if alike and of_one_kind(xs+sum(listed, [])): return list(foreach_of[op](xs, *others))
     f = getattr(torch, op)
     if not others: return [f(x) for x in xs]
     return [f(x, y) for x,y in zip(xs, *(listed or [[others[0]]*len(xs)]), strict=True)]

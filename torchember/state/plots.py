@@ -27,7 +27,7 @@ def whole_of(x):
     if x.layout is not torch.strided: x = x.to_dense()
     return x.abs() if x.is_complex() else x
 
-def some_of(
+def sampled_values(
     layers:dict, # Name -> tensor
     n:int=most # Values, at most
 ) -> tuple: # float64 array of values, and a note: how many of how many, or ''
@@ -120,22 +120,24 @@ def for_axis(values, logx):
     zeros = int((a==0).sum())
     return a[a>0], '|value|', f'{zeros:,} zeros are not shown' if zeros else ''
 
-def values_for(some, sample, logx):
-    "Values to draw, their label, and notes"
-    values,said = some_of(some, sample)
-    values,label,left_out = for_axis(values, logx)
-    return values, label, (said, left_out)
-
 def why_empty(some):
     "What to say of layers that have nothing to draw"
     if not sum(x.numel() for x in some.values()): return 'no values'
     return 'only zeros' if any(x.isfinite().any() for x in some.values()) else 'no finite value'
 
-def panels_of(layers, title, lw, ax):
-    "Axes, a note, and for each panel its title and layers"
+def distributions(layers, title, lw, ax, to, sample, logx, what, ylabel, draw): # draw: function of axes and values
+    "Values of layers, each in a panel or all in one"
     with_values(layers)
     parts = [(f'{k} {sized(x)}', {k: x}) for k,x in layers.items()] if lw else [(title, layers)] if layers else []
-    return *axes_for([t for t,_ in parts], ax, title=title if lw else ''), parts
+    axes,note = axes_for([t for t,_ in parts], ax, title=title if lw else '')
+    for a,(t,some) in zip(axes, parts, strict=False):
+        values,said = sampled_values(some, sample)
+        values,label,zeros = for_axis(values, logx)
+        titled(a, t, said, zeros)
+        if len(values): draw(a, values)
+        else: nothing_in(a, why_empty(some))
+        a.set(xlabel=label, ylabel=ylabel)
+    return finished(axes, note, not lw, to, f'{title}_{what}')
 
 # %% ../../nbs/70_state/04_plots.ipynb #3fcda9aa
 def plot_hist(
@@ -165,14 +167,8 @@ def plot_hist(
     Returns:
         Axes; with `lw` an array of them
     """
-    axes,note,parts = panels_of(layers, title, lw, ax)
-    for a,(t,some) in zip(axes, parts, strict=False):
-        values,label,notes = values_for(some, sample, logx)
-        titled(a, t, *notes)
-        if len(values): histogram(a, values, bins, logx, logy, **kwargs)
-        else: nothing_in(a, why_empty(some))
-        a.set(xlabel=label, ylabel='values')
-    return finished(axes, note, not lw, to, f'{title}_hist')
+    def draw(a, values): histogram(a, values, bins, logx, logy, **kwargs)
+    return distributions(layers, title, lw, ax, to, sample, logx, 'hist', 'values', draw)
 
 # %% ../../nbs/70_state/04_plots.ipynb #c44a7046
 def histogram(ax, values, bins, logx, logy, **kwargs):
@@ -211,17 +207,11 @@ def plot_ecdf(
     Returns:
         Axes; with `lw` an array of them
     """
-    axes,note,parts = panels_of(layers, title, lw, ax)
-    for a,(t,some) in zip(axes, parts, strict=False):
-        values,label,notes = values_for(some, sample, logx)
-        titled(a, t, *notes)
-        if len(values):
-            a.ecdf(values, **kwargs)
-            if logx: a.set_xscale('log')
-            if logy: a.set_yscale('log')
-        else: nothing_in(a, why_empty(some))
-        a.set(xlabel=label, ylabel='share of values')
-    return finished(axes, note, not lw, to, f'{title}_ecdf')
+    def draw(a, values):
+        a.ecdf(values, **kwargs)
+        if logx: a.set_xscale('log')
+        if logy: a.set_yscale('log')
+    return distributions(layers, title, lw, ax, to, sample, logx, 'ecdf', 'share of values', draw)
 
 # %% ../../nbs/70_state/04_plots.ipynb #08be44c5
 across = 512 # rows and columns that a picture has at most
@@ -231,7 +221,7 @@ def as_matrix(x):
     x = whole_of(x)
     return x.reshape(1, -1) if x.dim()<2 else x.flatten(1)
 
-def thinned(x, n=across):
+def thinned_matrix(x, n=across):
     "Some rows and columns of a matrix, evenly apart, and a note"
     rows,cols = (torch.linspace(0, s-1, min(s, n)).round().long() for s in x.shape)
     note = ', '.join(f'{len(i)} of {s} {what}' for i,s,what in zip((rows, cols), x.shape, ('rows', 'columns'), strict=True) if len(i)<s)
@@ -244,7 +234,7 @@ def stretched(x, n=across):
     return x[at.to(x.device)].to('cpu', torch.float64, copy=True).numpy() if x.numel() else np.full(n, np.nan)
 
 # %% ../../nbs/70_state/04_plots.ipynb #879c120f
-def end_of(a, q):
+def percentile_of(a, q):
     "A percentile of what is not zero, 1 when nothing is"
     a = a[a>0]
     return float(np.percentile(a, q)) if a.size else 1.
@@ -256,9 +246,9 @@ def colours(m, vmin, vmax, log, each_row=False):
     a = np.where(np.isfinite(m), np.abs(m), 0)
     def map_of(name, bad): return matplotlib.colormaps[name].with_extremes(bad=bad)
     if log:
-        top = vmax or end_of(a, 100)
-        return dict(cmap=map_of('viridis', 'w'), norm=LogNorm(vmin or min(end_of(a, .5), top/10), top))
-    tops = [end_of(row, 99.5) for row in (a if each_row else [a]) if row.any()]
+        top = vmax or percentile_of(a, 100)
+        return dict(cmap=map_of('viridis', 'w'), norm=LogNorm(vmin or min(percentile_of(a, .5), top/10), top))
+    tops = [percentile_of(row, 99.5) for row in (a if each_row else [a]) if row.any()]
     top = float(np.median(tops)) if tops else 1.
     low = -top if (m<0).any() or not tops else 0.
     norm = Normalize(low if vmin is None else vmin, top if vmax is None else vmax)
@@ -322,7 +312,7 @@ def matrix_map(ax, name, x, vmin, vmax, log, square, **kwargs):
     titled(ax, t)
     if not x.numel(): return nothing_in(ax, 'no values')
     whole = as_matrix(x)
-    m,said = thinned(whole)
+    m,said = thinned_matrix(whole)
     coloured(ax, m, vmin, vmax, log, square, False, **{'extent': (-.5, whole.shape[1]-.5, whole.shape[0]-.5, -.5), **kwargs})
     titled(ax, t, said)
     if x.dim()<2: ax.set(xlabel='index', yticks=[])

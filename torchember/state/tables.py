@@ -44,7 +44,7 @@ def chosen_columns(
     return [n for n in dict.fromkeys([*base, *include]) if n not in exclude]
 
 # %% ../../nbs/70_state/02_tables.ipynb #409e8676
-def shown(value):
+def cell_text(value):
     "A value as a table has it"
     if isinstance(value, bool) or not isinstance(value, Number): return str(tuple(value)) if isinstance(value, tuple|list) else printable(value)
     return f'{value:.6g}' if isinstance(value, float) else str(value)
@@ -65,7 +65,7 @@ def table_text(
     """
     title = printable(title)
     if not rows: return f'[{f" {title} ":=^40}]\nNothing to show'
-    cells = {k: [shown(r[k]) for r in rows] for k in rows[0]}
+    cells = {k: [cell_text(r[k]) for r in rows] for k in rows[0]}
     left = {k for k in cells if all(isinstance(r[k], str) for r in rows)}
     width = {k: max(map(len, [k, *col])) for k,col in cells.items()}
     def line(values): return '  '.join(f'{v:<{width[k]}}' if k in left else f'{v:>{width[k]}}' for k,v in zip(cells, values, strict=True)).rstrip()
@@ -105,5 +105,5 @@ def layer_html(
     """
     if not rows: return f'<code>{html.escape(head)}</code>'
     th = ''.join(f'<th>{html.escape(k)}</th>' for k in rows[0])
-    body = ''.join('<tr>'+''.join(f'<td>{html.escape(shown(v))}</td>' for v in r.values())+'</tr>' for r in rows)
+    body = ''.join('<tr>'+''.join(f'<td>{html.escape(cell_text(v))}</td>' for v in r.values())+'</tr>' for r in rows)
     return f'<code>{html.escape(head)}</code><div style="max-height:30em;overflow:auto"><table><thead><tr>{th}</tr></thead><tbody>{body}</tbody></table></div>'
