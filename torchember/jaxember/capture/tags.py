@@ -18,7 +18,7 @@ from jax import lax
 from jax.core import Trace
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, jaxprs_in_params, primitives, set_current_trace, take_current_trace
 from jax.interpreters import ad, batching, mlir, partial_eval
-from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey, tree_flatten_with_path
+from jax.tree_util import tree_flatten_with_path
 
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #8135e008
 class Asked(namedtuple('Asked', 'include exclude gradients')):
@@ -130,7 +130,7 @@ def retagged(
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #6fa3c0de
 marked = WeakKeyDictionary() # branch -> the same with tags that say so
 
-def of_all(branch):
+def branch_of_all(branch):
     "A branch through which all examples go"
     if not has_tags(branch.jaxpr): return branch
     if branch not in marked: marked[branch] = retagged(branch, lambda tag: tag._replace(all_examples=True))
@@ -140,7 +140,7 @@ def says_so(rule):
     "A rule of `vmap` for `cond`, whose tags say where all examples go through both branches"
     @wraps(rule)
     def batched(axis, args, dims, *, branches, **params):
-        return rule(axis, args, dims, branches=branches if dims[0] is None else tuple(map(of_all, branches)), **params)
+        return rule(axis, args, dims, branches=branches if dims[0] is None else tuple(map(branch_of_all, branches)), **params)
     return batched
 
 batching.fancy_primitive_batchers[lax.cond_p] = says_so(batching.fancy_primitive_batchers[lax.cond_p])
@@ -222,8 +222,8 @@ def tagged_tree(
     return jax.tree.unflatten(form, [tap_p.bind(x, tag=Tag(Key(where, ttype, n), next(numbers))) if has_numbers(x) else x for n,x in named])
 
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #07c8997a
-def text_of(k):
-    "A step of a path into a tree, as text"
-    match k:
-        case DictKey(key=v) | FlattenedIndexKey(key=v) | SequenceKey(idx=v) | GetAttrKey(name=v): return str(v)
-    return str(k).strip('.[]\'"')
+def text_of(
+    key # As jax has it, of a dict, a sequence or an attribute
+) -> str:
+    "A key, as it stands in a path"
+    return str(next((getattr(key, n) for n in ('name', 'key', 'idx') if hasattr(key, n)), str(key).strip('.[]\'"')))

@@ -18,20 +18,15 @@ import numpy as np
 from jax.tree_util import tree_flatten_with_path
 
 from ...ground.messages import an
+from .tags import text_of
 
 # %% ../../../nbs/88_jaxember/12_trees.ipynb #fc922e49
-def text_of(
-    key # As jax has it, of a dict, a sequence or an attribute
-) -> str:
-    "A key, as it stands in a path"
-    return str(next((getattr(key, n) for n in ('name', 'key', 'idx') if hasattr(key, n)), key))
-
-def boxes():
+def box_classes():
     "Classes of flax's that have an array inside, as far as somebody has imported them"
     there = [(sys.modules.get('flax.nnx'), 'Variable'), (sys.modules.get('flax.core.meta'), 'AxisMetadata')]
     return tuple(getattr(m, n) for m,n in there if hasattr(m, n))
 
-def kind_of(
+def box_kind(
     box # An array, or what flax has put around it
 ): # 'weight', 'buffer', None where its like has no kind, '' for what belongs to a generator of random numbers
     "What kind of array a leaf is"
@@ -40,7 +35,7 @@ def kind_of(
     return '' if isinstance(box, nnx.RngState) else 'weight' if isinstance(box, nnx.Param) else 'buffer'
 
 @cache
-def class_of(dtype):
+def dtype_class(dtype):
     "What a dtype holds: 'inexact', 'exact', 'key' for random ones, 'void' for the gradient of an integer; None for what is no number"
     if jnp.issubdtype(dtype, jax.dtypes.prng_key): return 'key'
     if dtype==jax.dtypes.float0: return 'void'
@@ -50,7 +45,7 @@ def holds(
     x # Anything
 ):
     "The same of a leaf"
-    if isinstance(x, jax.Array|np.ndarray|np.generic): return class_of(x.dtype)
+    if isinstance(x, jax.Array|np.ndarray|np.generic): return dtype_class(x.dtype)
     return 'exact' if isinstance(x, bool|int) else 'inexact' if isinstance(x, float|complex) else None
 
 def leaves_of(
@@ -59,9 +54,9 @@ def leaves_of(
     before=() # Keys that lead to it, for the message
 ) -> list: # (keys, kind, array)
     "The arrays of a tree, in its order. Raises TypeError for a leaf that is none"
-    boxed,out,keyed = boxes(),[],set()
+    boxed,out,keyed = box_classes(),[],set()
     for keys,box in tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, boxed))[0]:
-        kind = kind_of(box)
+        kind = box_kind(box)
         for inner,x in tree_flatten_with_path(box)[0] if isinstance(box, boxed) else [((), box)]:
             at = (*keys, *inner[1:]) # an array in a box is at `.value`
             held = holds(x)
@@ -98,29 +93,29 @@ def is_boxed(tree):
 
 def is_train_state(tree): return hasattr(tree, 'opt_state') and hasattr(tree, 'params') # flax's
 
-def children(tree):
+def items_in(tree):
     "Pairs of a key and what is there"
     return [(keys[0], x) for keys,x in tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree)[0] if keys]
 
 def has_models(tree, depth=0):
     "Whether variables of linen, a TrainState or a module of nnx is in a tree, or is the tree"
     if is_train_state(tree) or isinstance(tree, nnx_class('Module')) or is_linen(tree) and (not depth or 'params' in tree): return True
-    return isinstance(tree, Mapping|list|tuple) and any(has_models(x, depth+1) for _,x in children(tree))
+    return isinstance(tree, Mapping|list|tuple) and any(has_models(x, depth+1) for _,x in items_in(tree))
 
-def names_in(tree): return {tuple(map(text_of, keys)) for keys,_ in tree_flatten_with_path(tree)[0]}
+def names_in_tree(tree): return {tuple(map(text_of, keys)) for keys,_ in tree_flatten_with_path(tree)[0]}
 
 def has_own_name(key, tree, of):
     "Whether what stands beside the parameters of linen is no collection of its modules': a copy of parameters, a number, another part of a training's state"
-    names,params = names_in(tree),names_in(of.get('params', {}))
+    names,params = names_in_tree(tree),names_in_tree(of.get('params', {}))
     if () in names or names and names <= params: return True
     return 'opt_state' in of and key not in ('batch_stats', 'cache') and not {n[:-1] for n in names} <= {n[:i] for n in params for i in range(len(n))}
 
 def fields_of(state):
     "Fields of arrays that a TrainState has beside its step and its parameters"
-    some = {text_of(k): x for k,x in children(state) if text_of(k) not in ('step', 'params')}
+    some = {text_of(k): x for k,x in items_in(state) if text_of(k) not in ('step', 'params')}
     return {k: x for k,x in some.items() if jax.tree.leaves(x) and all(map(holds, jax.tree.leaves(x)))}
 
-def parts_of(
+def parts_in(
     tree, # As `parameters` takes it
     at=(), # Keys that lead to it
     kind=None # Of what is in it, 'buffer' in a copy of a model
@@ -129,28 +124,28 @@ def parts_of(
     if is_train_state(tree):
         params,own = tree.params,fields_of(tree)
         if is_boxed(params):
-            yield from parts_of(params, at, kind)
-            for word in sorted(own.keys()-{'opt_state'}): yield from parts_of(own[word], (*at, word), 'buffer')
+            yield from parts_in(params, at, kind)
+            for word in sorted(own.keys()-{'opt_state'}): yield from parts_in(own[word], (*at, word), 'buffer')
             return
         tree = {**(params if is_linen(params) and 'params' in params else {'params': params}), **own} if {*own}-{'opt_state'} else params
     if isinstance(tree, nnx_class('Module')): yield at, kind, sys.modules['flax.nnx'].state(tree), at # what is shared is in it once
     elif is_linen(tree) and (not at or 'params' in tree):
-        for key,x in children(tree):
+        for key,x in items_in(tree):
             word = text_of(key)
-            if word=='params' and is_linen(x) and 'params' in x: yield from parts_of(x, at, kind)
+            if word=='params' and is_linen(x) and 'params' in x: yield from parts_in(x, at, kind)
             elif word=='params': yield at, kind or 'weight', x, (*at, key)
             elif word=='opt_state': continue # `optimizer_states` names it
-            elif has_own_name(word, x, tree): yield from parts_of(x, (*at, key), 'buffer')
+            elif has_own_name(word, x, tree): yield from parts_in(x, (*at, key), 'buffer')
             else: yield at, 'buffer', x, (*at, key)
     elif isinstance(tree, Mapping|list|tuple) and has_models(tree, 1):
-        for key,x in children(tree): yield from parts_of(x, (*at, key), kind)
+        for key,x in items_in(tree): yield from parts_in(x, (*at, key), kind)
     else: yield at, kind, tree, at
 
 def nnx_class(name):
     "A class of nnx's, or one that nothing is an instance of"
     return getattr(sys.modules.get('flax.nnx'), name, ())
 
-def place_of(
+def module_and_name(
     keys # That lead to a leaf
 ) -> tuple: # Path and name
     "The module and the name of a parameter. Names of haiku's have slashes, and a tilde for what was made in a constructor"
@@ -199,12 +194,12 @@ def parameters(
         `Named`, in the order of the tree
     """
     out,numbers,once = [],Numbers(known),Once()
-    for at,of,part,all_keys in parts_of(tree):
+    for at,of,part,all_keys in parts_in(tree):
         leaves = leaves_of(part, what, all_keys)
         boxed = any(kind for _,kind,_ in leaves)
         for keys,kind,x in leaves:
             kind = of or kind or ('buffer' if boxed else 'weight')
-            path,pname = place_of((*at, *keys))
+            path,pname = module_and_name((*at, *keys))
             i = numbers(path, pname) if kind=='weight' else None
             out.append(Named(path, pname, kind, i, once(path, pname) if i is None else once(path, stem, f'_{i}'), x))
     return out
@@ -230,7 +225,7 @@ def fields(
         else: return [i]
     return out or [0]
 
-class Known:
+class KnownNames:
     "Parameters by their names"
     def __init__(self, named):
         self.full,self.ends = {'.'.join(filter(None, (n.path, n.pname))): n for n in named},{}
@@ -251,7 +246,7 @@ class Known:
 def owner(
     keys, # That lead to a leaf
     at, # Where the fields are
-    known, # `Known`
+    known, # `KnownNames`
     before=() # Words that lead to the state
 ): # Where the field is, `Named`, and the words after it; None when there is none
     "The parameter in a leaf's keys: the one that ends last, and of these the longest. It may have a state of its own inside"
@@ -278,14 +273,14 @@ def states_in(
     "The states in those of trainings; a tree without such is one"
     if hasattr(tree, 'opt_state') and not hasattr(tree, '_fields'): yield at, tree.opt_state # flax's TrainState, or nnx.Optimizer
     elif isinstance(tree, Mapping) and 'opt_state' in tree: yield at, tree['opt_state']
-    elif type(tree) in (dict, list, tuple) and any(is_training(x) for _,x in children(tree)):
-        for key,x in children(tree): yield from states_in(x, (*at, key))
+    elif type(tree) in (dict, list, tuple) and any(is_training(x) for _,x in items_in(tree)):
+        for key,x in items_in(tree): yield from states_in(x, (*at, key))
     else: yield at, tree
 
 def is_training(tree):
     "Whether a tree has the state of an optimizer in it, beside other things"
     if hasattr(tree, 'opt_state') and not hasattr(tree, '_fields') or isinstance(tree, Mapping) and 'opt_state' in tree: return True
-    return type(tree) in (dict, list, tuple) and any(is_training(x) for _,x in children(tree))
+    return type(tree) in (dict, list, tuple) and any(is_training(x) for _,x in items_in(tree))
 
 # %% ../../../nbs/88_jaxember/12_trees.ipynb #f040f377
 def optimizer_states(
@@ -304,7 +299,7 @@ def optimizer_states(
         `Named`, in the order of the tree
     """
     weights = [n for n in known if n.number is not None]
-    full,numbers,once,out = Known(weights),Numbers(weights),Once(),[]
+    full,numbers,once,out = KnownNames(weights),Numbers(weights),Once(),[]
     for before,keys,at,x in ((split_words(w), keys, fields(tree, keys), x) for w,tree in states_in(state) for keys,_,x in leaves_of(tree, what, w)):
         got = owner(keys, at, full, before)
         if got: i,n,rest = got; path,pname = n.path,n.pname
@@ -343,11 +338,11 @@ class Again:
         named = self.f(tree, *args)
         names,arrays = [replace(n, array=None) for n in named],[n.array for n in named]
         if names!=self.names: self.names = names
-        self.form,self.at = form,places(leaves, arrays)
+        self.form,self.at = form,positions(leaves, arrays)
         return self.names, arrays
 
 # %% ../../../nbs/88_jaxember/12_trees.ipynb #19db1e09
-def places(
+def positions(
     leaves, # Of a tree, in its order
     arrays # Some of them, in the same order
 ): # The number of each; None where that cannot be told: one is at several places and not each of these is meant, or the order is another

@@ -93,7 +93,7 @@ def widened(x):
     tiny = (bits & 0x7fffff).astype(np.float64)*2.**-149 # a processor may take these for zero
     return jnp.where(bits & 0x7f800000, x.astype(np.float64), jnp.where(bits<0, -tiny, tiny))
 
-def packed(v, wanted, counts=None):
+def row_of_parts(v, wanted, counts=None):
     "The row of parts by name, float64"
     asked = parts_in(wanted)
     row = jnp.stack([jnp.asarray(v[p] if p in asked else math.nan, np.float64) for p in (*parts, *(None,)*(width-len(parts)))])
@@ -117,10 +117,10 @@ def by_operations(x, wanted):
     q = d*d
     v |= dict(mean=mean+rest, m2=q.sum())
     if 'higher' in wanted: v |= dict(m3=(q*d).sum(), m4=(q*q).sum())
-    if 'exponents' not in wanted: return packed(v, wanted)
+    if 'exponents' not in wanted: return row_of_parts(v, wanted)
     e = lax.bitcast_convert_type(jnp.abs(f), np.uint32)[..., 1]>>20 # of float64's two words the upper
     e = jnp.clip(e.astype(np.int32)-(1023-127), 0, bins-1)
-    return packed(v, wanted, jnp.zeros(bins, np.int64).at[jnp.where(ok & (x!=0), e, bins)].add(1, mode='drop'))
+    return row_of_parts(v, wanted, jnp.zeros(bins, np.int64).at[jnp.where(ok & (x!=0), e, bins)].add(1, mode='drop'))
 
 def with_expressions(row, x, wanted):
     "The row of an array with what no loop has found"
@@ -162,7 +162,7 @@ def totals(f, x):
     "Sums over all numbers of what `f` sums over rows: float64"
     return [sum(g.astype(np.float64).sum() for g in gs) for gs in zip(*in_chunks(f, x), strict=True)]
 
-def of_all(f, gs): return f(jnp.stack([f(g) for g in gs]))
+def of_chunks(f, gs): return f(jnp.stack([f(g) for g in gs]))
 
 def by_chunks(x, wanted):
     "`by_operations`, a chunk at a time"
@@ -188,14 +188,14 @@ def by_float32(x, wanted):
         return (*sums, sizes.sum(0), sizes.min(0)) if 'absolute' in wanted else sums
     s,q,hi,lo,*size = zip(*in_chunks(first, x), strict=True)
     s,q = (sum(g.astype(np.float64).sum() for g in gs) for gs in (s, q))
-    hi,lo = of_all(jnp.max, hi),of_all(jnp.min, lo)
+    hi,lo = of_chunks(jnp.max, hi),of_chunks(jnp.min, lo)
     big = jnp.maximum(-lo, hi)
     mean,m2 = s/n, q-s*s/n
     right = jnp.isfinite(q) & (big>1e-15) & (big<1e15) & (m2*2>=q)
     v = dict(count=n, nan=0, posinf=0, neginf=0, min=lo.astype(np.float64)+0., max=hi.astype(np.float64)+0., mean=mean, m2=m2)
     zeros = counts = None
     if 'absolute' in wanted:
-        least = of_all(jnp.min, size[1])
+        least = of_chunks(jnp.min, size[1])
         v |= dict(l1=sum(g.astype(np.float64).sum() for g in size[0]), min_abs=least.astype(np.float64))
         zeros,tiny = lax.cond(least==0, lambda: tuple(zeros_of(x)), lambda: (jnp.float64(0), jnp.float64(0)))
         right &= tiny==zeros
@@ -225,7 +225,7 @@ def by_float32(x, wanted):
         counts = jnp.zeros(bins, np.int32 if n<1<<31 else np.int64).at[few_bits(x.astype(np.float32))>>23].add(1, mode='promise_in_bounds').astype(np.float64)
         counts = counts.at[0].add(-zeros)
     v |= {p: math.nan for p in not_in_loops(wanted)}
-    return with_expressions(packed(v, wanted, counts), x, wanted), right
+    return with_expressions(row_of_parts(v, wanted, counts), x, wanted), right
 
 def on_processor(x, wanted):
     "The row of an array on a CPU, without compiled loops"

@@ -17,7 +17,7 @@ from ...ground.messages import unknown, warn
 from ...ground.record import SCHEMA
 from ..capture.modules import hooked
 from ..capture.tags import Asked, asked, tagged_tree
-from .rows import Calls, Names, Places, Tensor, rows_of
+from .rows import Names, PlacedCalls, Places, Tensor, rows_of_steps
 from .states import States
 from .twins import Summaries, named_scope
 from .watching import Watching
@@ -47,24 +47,24 @@ class StepRows:
         names: Statistics to derive; None with a function of the user's
         display: `Names` of the modules, as they are shown
         places: `Places` of the modules
-        keep: What is done with what a function of the user's gives, as `rows_of` takes it
+        keep: What is done with what a function of the user's gives, as `rows_of_steps` takes it
     """
     def __init__(self,
         measure, # `Summaries` or `Own`
         names, # Statistics to derive; None with a function of the user's
         display, # `Names` of the modules, as they are shown
         places, # `Places` of the modules
-        keep # What is done with what a function of the user's gives, as `rows_of` takes it
+        keep # What is done with what a function of the user's gives, as `rows_of_steps` takes it
     ):
         self.measure,self.names,self.display,self.keep = measure,names,display,keep
-        self.placed,self.tensors = Calls(places),{} # tensors: 'states' or 'gradients' -> notes, and the tensors of these
+        self.placed,self.tensors = PlacedCalls(places),{} # tensors: 'states' or 'gradients' -> notes, and the tensors of these
 
     def __call__(self,
         steps # List of `Step`
     ) -> list: # For each its rows
         "What was measured, as it is written"
         parts = [([*self.parts(s.states), self.placed(s.found), *self.parts(s.gradients)], s.step, s.ts, s.marks) for s in steps]
-        out = rows_of(parts, self.measure.wanted if type(self.measure) is Summaries else (), self.names, self.display, self.keep)
+        out = rows_of_steps(parts, self.measure.wanted if type(self.measure) is Summaries else (), self.names, self.display, self.keep)
         for rows,s in zip(out, steps, strict=True):
             of = self.display(''),'scalar','log',None,None,None
             rows += [one_row(of, i, None, 'float64', n, s.step, s.ts, s.marks, {}) for i,n in enumerate(s.noted)]
@@ -91,7 +91,7 @@ def every_of(when):
     m = re.fullmatch(r'every\((\d+)\)', str(when))
     return int(m[1]) if m else 1
 
-def name_of(f): return getattr(f, '__name__', None) or getattr(getattr(f, 'func', None), '__name__', None) or type(f).__name__
+def function_name(f): return getattr(f, '__name__', None) or getattr(getattr(f, 'func', None), '__name__', None) or type(f).__name__
 
 # %% ../../../nbs/88_jaxember/75_recorder.ipynb #e1be2e72
 class JaxRecorder:
@@ -133,12 +133,12 @@ class JaxRecorder:
 
     def run(self, f, args, kwargs):
         "The step itself, whose modules tell what they give"
-        if self.running: raise RuntimeError(f"{name_of(f)} is called inside of a step that is being intercepted already. "
+        if self.running: raise RuntimeError(f"{function_name(f)} is called inside of a step that is being intercepted already. "
             "Call intercept once for each step, outside of it.")
         with take_current_trace() as t: inside = not isinstance(t, type(self.watching.below))
-        if isinstance(t, Watching): raise RuntimeError(f"another tracker intercepts the step in which {name_of(f)} is called. A step has one tracker.")
+        if isinstance(t, Watching): raise RuntimeError(f"another tracker intercepts the step in which {function_name(f)} is called. A step has one tracker.")
         if inside: raise RuntimeError(f"intercept is called inside of jit, grad or another function of JAX. Call it outside: "
-            f"tracker.intercept({name_of(f)}, ...), where {name_of(f)} may be jitted.")
+            f"tracker.intercept({function_name(f)}, ...), where {function_name(f)} may be jitted.")
         self.ran = True
         if not self.open: self.warn("the run is over, so intercept only calls the function. Call it inside of `with track(...) as tracker:`.")
         if not self.on: return f(*args, **kwargs)

@@ -18,26 +18,26 @@ class Agreed:
         self.names,self.seen = {},{} # what -> names; -> the latest list, which is the same as long as its names are
         self.odd,self.told = [],set() # texts of what is another; of what that was said
 
-    def first(self, what, named): self.names[what] = names_of(what, named)
+    def first(self, what, named): self.names[what] = flat_names(what, named)
 
     def look(self, what, named):
         "A tree may change; one of which less than half is there still is another"
         if self.seen.get(what) is named: return
-        self.seen[what],known,given = named,self.names.get(what),names_of(what, named)
+        self.seen[what],known,given = named,self.names.get(what),flat_names(what, named)
         if not known or what in self.told or 2*len(known & given)>=min(len(known), len(given) or 1): return
         self.told.add(what)
-        self.odd.append(f'{what} ({some_of(given)} instead of {some_of(known)})')
+        self.odd.append(f'{what} ({first_two(given)} instead of {first_two(known)})')
 
     def said(self):
         "What there is to say, of each argument once"
         odd,self.odd = self.odd,[]
         return odd
 
-def names_of(what, named):
+def flat_names(what, named):
     "Names in a tree; of an optimizer's states with their kinds"
     return {'.'.join(filter(None, (n.kind if what=='optimizer_state' else '', n.path, n.pname))) for n in named}
 
-def some_of(names): return ', '.join(sorted(names)[:2])+', ...'*(len(names)>2) or 'no arrays'
+def first_two(names): return ', '.join(sorted(names)[:2])+', ...'*(len(names)>2) or 'no arrays'
 
 # %% ../../../nbs/88_jaxember/50_states.ipynb #91ab3768
 def agreed_on(

@@ -20,7 +20,7 @@ from jax.extend.source_info_util import current_name_stack
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ...ground.messages import an
-from ..capture.modules import followed, scopes, unknown
+from ..capture.modules import innermost, scopes, unknown
 from ..measure.summaries import measured, merged, none
 from ..capture.tags import Tag, has_tags, retagged, slope_p, tap_p, trains
 
@@ -113,8 +113,8 @@ class Seen:
     def within(self, start):
         "The same where its program is called in the `Scope` `start`, or None"
         key = self.key
-        if key.ttype=='probe': where = scope.where if (scope := followed(start, self.scopes)) else unknown
-        elif self.scopes and scopes[self.scopes[-1]].where==key.where: where = followed(start, self.scopes).where
+        if key.ttype=='probe': where = scope.where if (scope := innermost(start, self.scopes)) else unknown
+        elif self.scopes and scopes[self.scopes[-1]].where==key.where: where = innermost(start, self.scopes).where
         else: return self # a parameter, or of an output whose program has lost its scopes, what was known when it was traced
         return self if where==key.where else replace(self, tag=self.tag._replace(key=key._replace(where=where)))
 
@@ -139,7 +139,7 @@ def scopes_of(e):
 
 def scope_now():
     "The `Scope` in which this thread runs, also where JAX goes through a program that it has traced; None outside of modules"
-    return followed(None, scopes_in(current_name_stack()))
+    return innermost(None, scopes_in(current_name_stack()))
 
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #836c6cc4
 class Evaluation:
@@ -399,7 +399,7 @@ class Found:
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #14dbd9a4
 def of_place(counts, i): return counts[i[:counts.ndim]]
 
-def packed(
+def one_buffer(
     pieces, # Arrays
     rows # Which of them are rows
 ): # Kinds, and the function that packs such
@@ -449,7 +449,7 @@ class Twin:
             out,pieces,seen = evaluation.run(closed, args)
             rows = {i for s in seen if s.form is None for i in s.at}
             self.notes,self.shapes = tuple(seen),tuple(p.shape for p in pieces)
-            self.kinds,pack = packed(pieces, rows)
+            self.kinds,pack = one_buffer(pieces, rows)
             return [*out, *pack(pieces)]
         return jax.make_jaxpr(f)(*closed.in_avals), evaluation
 
