@@ -18,12 +18,13 @@ from .gradients import Gradients
 from .optimizer import Updates
 from .parameters import Parameters, grad_of, look_over
 
-# %% ../../nbs/40_recorder/75_sources.ipynb #fe964441
+# %% ../../nbs/40_recorder/75_sources.ipynb #50a7ce01
 def who_measures(ttypes):
     "The classes, in the order of `flowing`, of the tensors that are measured when a module is called"
     names = dict.fromkeys(name for t,name in flowing.items() if t in ttypes)
     return [getattr(import_module(f"torchember.recorder.{room}"), name) for room,name in (n.split('.') for n in names)]
 
+# %% ../../nbs/40_recorder/75_sources.ipynb #fe964441
 class Sources:
     """What there is to measure of a model, and when
 

@@ -125,8 +125,7 @@ class JaxRecorder:
         self.states = States(measure, tracked, asks, self.places, agreed)
         self.rows = StepRows(measure, names, self.display, self.places, keep)
         look_out(t.file)
-        self.ran,self.ts,self.noted,self.failed = False,None,[],[] # of the open step; failed: what was found by the latest run, if that raised
-        self.notes = None # the latest ones
+        self.ran,self.ts,self.noted,self.failed,self.notes = False,None,[],[],None # of the open step; failed: found by a run that raised; notes: the latest
 
     model = property(lambda self: self.display('').removeprefix('model(').removesuffix(')'), doc="Its class")
     on = property(lambda self: self.open and self.when(self.step), doc="Whether the open step is recorded")
