@@ -234,3 +234,14 @@ def test_a_leaf_of_an_evaluation_hears_no_gradient_of_the_training():
             model.train()
     w = model.weight.item()
     assert [(r['step'], r['call'], r.get('phase'), r['mean']) for r in te.t.lines()]==[(0, 0, None, w), (1, 0, None, pytest.approx(2*w))]
+
+
+def test_an_evaluation_that_is_left_out_costs_what_calls_cost_that_nobody_is_told():
+    "With `only_training`, also while a step is recorded"
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    te = torchEmber(model, only_training=True)
+    model(torch.ones(1, 2)).sum().backward()
+    model.eval()
+    with torch.no_grad(): model(torch.ones(1, 2))
+    assert te.recorder.cost.calls=={True: 3, False: 3}
+    te.close()
