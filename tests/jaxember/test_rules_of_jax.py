@@ -122,3 +122,17 @@ def test_what_is_known_of_a_run(tmp_path):
     assert t.name.startswith('Net_') and read(t.name, home=tmp_path).step.tolist()==[0, 0, 1, 1]
     base = json.loads((tmp_path/f'data/base_{t.name}.json').read_text())
     assert (base['framework'], base['steps'], base['rows'])==('jax', 2, 4)
+
+
+def test_who_looks_out_for_what_is_not_finite_is_the_first_that_listens(tmp_path):
+    "As in torch: it is told by who writes, and whoever else listens gets what the file gets"
+    got,w = [],{'w': jnp.ones(2)}
+    with warnings.catch_warnings(record=True) as said, track(w, home=tmp_path, name='r') as t:
+        warnings.simplefilter('always', EmberWarning)
+        with t.t.listen(lambda step, rows: got.append((step, rows))):
+            for i in range(3):
+                t.intercept(double, jnp.array([1., np.inf if i else 1.]))
+                t.step(w)
+        first = t.t.file.audience.listeners[0].remark()
+    assert [str(x.message).split(': ')[1] for x in said if 'not finite' in str(x.message)]==[first.split(': ')[1].rstrip('.')]
+    assert 'step 1, probe x' in first and [s for s,_ in got]==[0, 1, 2] and [r for _,rows in got for r in rows]==t.t.lines()
