@@ -32,6 +32,7 @@ near = { # room -> what to run, the quickest first
     'ground.choose': 'nbs/05_ground/30_choose.ipynb tests/recorder/test_runs_of_embers.py',
     'ground.needs': 'nbs/05_ground/00_needs.ipynb tests/ground/test_light.py',
     'ground.progress': 'nbs/05_ground/40_progress.ipynb',
+    'frames.words': 'nbs/50_frames/00_words.ipynb tests/show/test_words_of_pictures.py',
     'show': 'nbs/60_show tests/frames/test_rules_of_tables.py tests/show/test_show.py',
     'show.select': 'nbs/60_show/10_select.ipynb tests/frames/test_rules_of_tables.py tests/show/test_show.py',
     'show.live.following': 'tests/show/test_following.py tests/frames/test_rules_of_tables.py nbs/60_show/91_following.ipynb nbs/60_show/93_live_view.ipynb',

@@ -10,6 +10,7 @@ import pytest
 import torchember
 from torchember import (compare, exp_hist, out_of_range, overview, report, ridge, scalar_global_heatmap, scalar_line, summary, surface, tree, updates,
     wide)
+from torchember.show.histograms import at_step
 from torchember.show.style import Panels
 
 
@@ -194,3 +195,23 @@ def test_wide_of_some_layers(t):
     for bad,says in ((dict(path='fc3'), "No path matches 'fc3'"), (dict(), 'several tensor types')):
         with pytest.raises(ValueError, match=says): wide(t, stat='std', **bad)
     with pytest.raises(TypeError, match='needs a statistic'): wide(t, ttype='weight')
+
+
+def test_which_one_of_several_counts(t):
+    "The layer that parts first, and not one that does not; the first tensor type, the last module, the last row; a step of that number before one from the end"
+    other = t.assign(std=np.where((t.path=='fc2') & (t.step>2), t['std']*2, t['std']))
+    other.attrs['run'] = 's'
+    one = compare([t, other], most=1)
+    assert isinstance(one, plt.Axes) and one.get_title('left')=='fc2' and one.figure.get_suptitle().endswith('they part at step 3, in fc2')
+    assert compare([t, t]).figure.get_suptitle().endswith('they do not part')
+    for kinds,label in ((['output', 'weight'], 'outputs'), (['weight', 'output'], 'weights')):
+        assert overview(t, ttype=kinds, ax=plt.figure().subplots()).get_ylabel()==label
+    assert ridge(t).get_title('left')=='r · outputs · fc2' # the last module that has exponents
+    twice = pd.concat([t.assign(std=t['std']+10), t])
+    assert wide(twice, ttype='output', stat='std').equals(wide(t, ttype='output', stat='std'))
+    far = t.assign(std=t['std']+np.where(t.path=='fc1', 1, 1e4)) # each within little, and together wide
+    for facets,scale in (({}, 'log'), ({'sharey': False}, 'linear')): assert {a.get_yscale() for a in scalar_line(far, 'fc*', facet_kws=facets)}=={scale}
+    early = t.assign(step=t.step-3)
+    for step,found in ((-1, -1), (-3, -3), (None, 2), (2, 2), (-5, -2)):
+        assert at_step(early, step)[1]==found and set(at_step(early, step)[0].step)=={found}
+    plt.close('all')

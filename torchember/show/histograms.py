@@ -158,7 +158,7 @@ def parts_by_place(rows):
 def at_step(rows, step):
     "The rows of one step, and its number"
     steps = np.unique(rows['step'])
-    if step is None: step = -1
+    if step is None: step = int(steps[-1])
     if isinstance(step, int) and -len(steps)<=step<0 and step not in steps: step = int(steps[step]) # from the end
     if step not in steps:
         near = ', '.join(map(str, sorted(steps[np.argsort(abs(steps-step))[:3]])))
