@@ -185,3 +185,17 @@ def test_triton(): run(by_triton, TRITON_INTERPRET='1')
 @pytest.mark.skipif(not importlib.util.find_spec('jax'), reason='JAX is not installed')
 @pytest.mark.parametrize('none', [False, True], ids=['loops', 'no loops'])
 def test_jax(none): run(by_jax, none)
+
+
+@pytest.mark.slow
+def test_loops_kept_for_shorter_rows(tmp_path):
+    "numba keeps what it has compiled, and does not see that a row has become longer"
+    few = """
+import torch
+from torchember import get_stats
+x = torch.arange(4.)
+def has(names, **want): assert {k: v for k,v in get_stats(x, names).items() if k!='exponent_min'}==want, want
+has(['mean', 'exponents(0, 1)'], mean=1.5, exponents=[1, 1, 2, 0])
+"""
+    run(few, NUMBA_CACHE_DIR=str(tmp_path))
+    run(added+few+"has(['tiny_frac', 'mean', 'exponents(0, 1)'], tiny_frac=.25, mean=1.5, exponents=[1, 1, 2, 0])", NUMBA_CACHE_DIR=str(tmp_path))
