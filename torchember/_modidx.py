@@ -4154,8 +4154,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                           'torchember/show/pointing.py'),
                                           'torchember.show.pointing.Throttle.now': ( '60_show/pointing.html#throttle.now',
                                                                                      'torchember/show/pointing.py'),
-                                          'torchember.show.pointing.column_of': ( '60_show/pointing.html#column_of',
-                                                                                  'torchember/show/pointing.py'),
                                           'torchember.show.pointing.error_text': ( '60_show/pointing.html#error_text',
                                                                                    'torchember/show/pointing.py'),
                                           'torchember.show.pointing.execution_count': ( '60_show/pointing.html#execution_count',

@@ -473,6 +473,15 @@ def test_where_nothing_can_be_clicked_on(pointed):
     assert (holes.said, len(holes.stack))==('Nothing was recorded there.', 1)
 
 
+def test_a_patch_of_a_heat_map_whose_layers_go_across(pointed):
+    "Is that of the same tensor and step as where they go down; also of another column"
+    down,across,rate = (pointed(scalar_global_heatmap, stats=False, **x) for x in ({}, dict(x='name'), dict(x='name', y='lr')))
+    for step,layer in ((0, 0), (10, 2), (30, 1)):
+        want = down.patches.at(step, layer+.5)
+        assert across.patches.at(layer+.5, step).equals(want) and (want.step, want.path)==(step, ('', 'b', 'a')[layer])
+        assert rate.patches.at(layer+.5, want.lr).equals(want)
+
+
 def test_lines_that_are_moved():
     "Of axes along which steps go, not of a colour bar; they move no limits"
     fig = mpl.figure.Figure()

@@ -19,7 +19,7 @@ from ..ground.messages import an, printable, warn
 from ..ground.record import values_of
 from .controls import Arguments, LayerPicker, StepSlider, shape
 from .first_look import loss_of
-from .heatmaps import cells_of, column_edges
+from .heatmaps import axes_of, cells_of, column_edges
 from .histograms import exp_hist
 from ..frames.words import in_our_words, ttype_of, ttypes_asked
 from .select import name_of_run, places, table_of, training, trouble
@@ -224,11 +224,6 @@ def followed(fig):
     named = lambda ax: 'step' in {fig.get_supxlabel(), *(a.get_xlabel() for a in ax.get_shared_x_axes().get_siblings(ax))}
     return [ax for ax in fig.axes if ax.name=='rectilinear' and ax.get_label()!='<colorbar>' and named(ax)]
 
-def column_of(values):
-    "The column of the horizontal axis"
-    by = values.get('x', 'step')
-    return by[1] if isinstance(by, tuple) else by
-
 # %% ../../nbs/60_show/94_pointing.ipynb #51c0a013
 class Cursor:
     "Where in the training one looks: `pinned` is the step, which the loss and the picture show. It is pointed at, clicked on, or moved by a slider"
@@ -309,15 +304,17 @@ class Patches:
     def cells(self):
         "The rows, the column, the grid, and what the tensors are called"
         if self.found is None:
-            got = cells_of(self.table, **{k: v for k,v in self.values.items() if k in signature(cells_of).parameters})
+            self.by,self.turned = axes_of(self.values.get('x', 'step'), self.values.get('y'))
+            got = cells_of(self.table, **{k: v for k,v in self.values.items() if k in signature(cells_of).parameters}|{'x': self.by})
             self.found = *got,dict(zip(*labels_of(got[0]), strict=True))
         return self.found
 
     def at(self, x, y):
         "The row of the tensor at a place of the axes; None where nothing was recorded"
         rows,col,g,_ = self.cells()
+        if self.turned: x,y = y,x # layers go across
         j = min(max(int(np.searchsorted(column_edges(g.steps), x))-1, 0), len(g.steps)-1)
-        return tensor_at(rows, col, g, min(max(int(y), 0), len(g.labels)-1), j, column_of(self.values))
+        return tensor_at(rows, col, g, min(max(int(y), 0), len(g.labels)-1), j, self.by)
 
     def of_name(self, which, step):
         "That of the tensor of a name at a step, of the first tensor where there is no such name"
