@@ -140,7 +140,7 @@ def test_what_jax_needs_is_there_without_torch(tmp_path):
             for room in pkgutil.walk_packages(wing.__path__, wing.__name__+'.'):
                 if room.name not in ('torchember.compat.tandv', 'torchember.compat.nnstat'): import_module(room.name) # these are torch's
         import numpy as np, torchember
-        from torchember.compat.tracker import Stash, Tracker, check_arguments, scalars, statistics_of
+        from torchember.compat.tracker import Stash, Tracker, check_arguments, engine_statistics, scalars
         from torchember.measure.columns import as_dicts, stat_names
         from torchember.measure.summary import Summary
         from torchember.recorder.row import look_out, one_row

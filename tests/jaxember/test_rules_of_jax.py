@@ -136,3 +136,17 @@ def test_who_looks_out_for_what_is_not_finite_is_the_first_that_listens(tmp_path
         first = t.t.file.audience.listeners[0].remark()
     assert [str(x.message).split(': ')[1] for x in said if 'not finite' in str(x.message)]==[first.split(': ')[1].rstrip('.')]
     assert 'step 1, probe x' in first and [s for s,_ in got]==[0, 1, 2] and [r for _,rows in got for r in rows]==t.t.lines()
+
+
+def test_a_step_that_raises_is_recorded_as_far_as_it_came_unless_it_is_run_again(tmp_path):
+    a = jnp.full(2, 3.)
+    def broken(w):
+        probe('x', 2*w)
+        raise KeyError('of the user')
+    with pytest.raises(KeyError), track({'w': a}, home=tmp_path, name='raised') as t:
+        with pytest.raises(KeyError): t.intercept(broken, 5*a)
+        t.intercept(double, a)
+        t.step({'w': a+1})
+        t.intercept(broken, a+1)
+    want = [(0, 'weight', 3.), (0, 'probe', 6.), (1, 'weight', 4.), (1, 'probe', 8.)]
+    assert rows(t, 'step', 'ttype', 'mean', home=tmp_path)==want

@@ -815,3 +815,82 @@ def test_two_processes(tmp_path):
                     np.testing.assert_allclose(list(values.values()), list((a, b)[k]['ddp']['output'][path][q].values()), rtol=2e-5, err_msg=f'{how} {q}')
         for q in ('WeightNorm', 'WeightGradNorm', 'WeightEffectiveRank'): assert a[how]['output']['0'][q]==b[how]['output']['0'][q]
         assert a[how]['output']['0']['InputStd']!=b[how]['output']['0']['InputStd']
+
+
+def test_a_call_that_can_be_trained_with_goes_before_others_of_its_step(tmp_path):
+    "Parts that are called by themselves, before and after with no gradients: the value, and the number of the call"
+    def Seen(input): return input.mean()
+    model = nn.Sequential(nn.Linear(2, 2))
+    with Monitor(model, {'0': [Seen]}, name='alone', home=tmp_path) as monitor:
+        for s in range(3):
+            for value,grad in ((1., False), (2.+s, True), (9., False)):
+                with torch.set_grad_enabled(grad): y = model[0](torch.full((1, 2), value))
+                if grad: y.sum().backward()
+            monitor.track(s)
+    assert monitor.output['0']['Seen']=={0: 2., 1: 3., 2: 4.}
+    df = read('alone', home=tmp_path)
+    assert df[['step', 'call', 'ttype', 'tname', 'Seen']].values.tolist()==[[s, 0, 'input', 'input', 2.+s] for s in range(3)]
+
+
+def test_a_pass_that_raised_explains_its_own_step_alone(tmp_path):
+    def Seen(input): return input.mean()
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a,self.b = nn.Linear(2, 2),nn.Linear(2, 2)
+        def forward(self, x, how):
+            if how!='without a': x = self.a(x)
+            if how=='raise': raise KeyError('of the user')
+            return self.b(x)
+    model = Net()
+    with Monitor(model, {'a': [Seen]}, name='raised', home=tmp_path, on_error='raise') as monitor:
+        with pytest.raises(KeyError): model(torch.ones(1, 2), 'raise')
+        with pytest.raises(AttributeError, match="the last pass that called 'a' raised an error"): monitor.track(0)
+        model(torch.ones(1, 2), 'without a').sum().backward()
+        with pytest.raises(AttributeError, match="'a' was not called since the last step|this step was not expected"): monitor.track(1)
+        model(torch.full((1, 2), 5.), 'with').sum().backward()
+        monitor.track(2)
+    assert monitor.output['a']['Seen']=={2: 5.}
+
+
+@pytest.mark.parametrize('how', ['eager', 'compiled'])
+def test_a_gradient_is_that_of_the_last_call_of_a_pass(how, tmp_path):
+    "A layer that is called twice: by hand its gradients are 1 and, of the first call, 6"
+    def Slope(output_grad): return output_grad.mean()
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(1, 1, bias=False)
+        def forward(self, x): return self.fc(2*self.fc(x))
+    model = Twice()
+    nn.init.constant_(model.fc.weight, 3.)
+    with Monitor(model, {'fc': [Slope]}, name='twice', home=tmp_path) as monitor:
+        run = torch.compile(model, backend='aot_eager') if how=='compiled' else model
+        for s in range(3):
+            run(torch.ones(1, 1)).sum().backward()
+            monitor.track(s)
+    assert monitor.output['fc']['Slope']=={0: 1., 1: 1., 2: 1.}
+    assert read('twice', home=tmp_path)[['step', 'call', 'Slope']].values.tolist()==[[s, 1, 1.] for s in range(3)]
+
+
+def test_hooks_on_what_a_user_has_made_are_taken_away_after_each_step(tmp_path):
+    def Slope(input_grad): return input_grad.mean()
+    model,x = nn.Sequential(nn.Linear(2, 2)),torch.ones(1, 2, requires_grad=True)
+    with Monitor(model, {'0': [Slope]}, home=tmp_path) as monitor:
+        for s in range(3):
+            model(x).sum().backward()
+            assert len(x._backward_hooks)==1
+            monitor.track(s)
+            assert not x._backward_hooks
+    assert list(monitor.output['0']['Slope'])==[0, 1, 2]
+
+
+def test_two_quantities_of_a_tensor_that_fail_are_both_in_its_row(tmp_path):
+    def First(input): raise ValueError('one')
+    def Second(input): raise KeyError('two')
+    model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.warns(EmberWarning), Monitor(model, {'0': [First, Second]}, name='both', home=tmp_path) as monitor:
+        model(torch.ones(1, 2))
+        monitor.track(0)
+    row, = read('both', home=tmp_path).to_dict('records')
+    assert (row['error'], row['First']!=row['First'], row['Second']!=row['Second'])==("First: ValueError: one; Second: KeyError: 'two'", True, True)

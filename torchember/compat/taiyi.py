@@ -70,7 +70,7 @@ class ToFigure:
             for module,short in zip(of, short_names(list(of)), strict=True): ax.plot(*zip(*of[module].items(), strict=True), label=short or None)
             ax.set(title=name, xlabel='step')
             if 0<len(of)<9 and any(of): ax.legend()
-        for ax,(name,of) in zip(axes[len(groups):], self.vectors.items(), strict=True): heat(ax, of, name)
+        for ax,(name,of) in zip(axes[len(groups):], self.vectors.items(), strict=True): draw_vectors(ax, of, name)
         if self.figure.canvas.manager is not None: self.figure.canvas.draw_idle()
         self.drawn = time.perf_counter()
         self.took = self.drawn-began
@@ -80,7 +80,7 @@ class ToFigure:
 
     def close(self): self.draw()
 
-def heat(ax, vectors, name):
+def draw_vectors(ax, vectors, name):
     "Vectors over steps, as colours"
     steps,z = list(vectors),np.array([np.ravel(v) for v in vectors.values()], dtype=float).T
     edges = np.concatenate([[steps[0]-.5], (np.array(steps[1:])+np.array(steps[:-1]))/2, [steps[-1]+.5]])
@@ -98,10 +98,10 @@ def sink_for(sink):
     raise TypeError(f"Visualization shows in wandb, a SummaryWriter, matplotlib.pyplot, a Figure, or anything that has log(dict), got {an(sink)}.")
 
 # %% ../../nbs/80_compat/40_taiyi.ipynb #e83c07df
-def parts_of(key, v):
+def named_parts(key, v):
     "The numbers and arrays in a value, with what each is called"
-    if isinstance(v, dict): return [o for k,x in v.items() for o in parts_of(f'{key}.{k}', x)]
-    if isinstance(v, list|tuple) and not all(isinstance(x, int|float) for x in v): return [o for i,x in enumerate(v) for o in parts_of(f'{key}.{i}', x)]
+    if isinstance(v, dict): return [o for k,x in v.items() for o in named_parts(f'{key}.{k}', x)]
+    if isinstance(v, list|tuple) and not all(isinstance(x, int|float) for x in v): return [o for i,x in enumerate(v) for o in named_parts(f'{key}.{i}', x)]
     return [(key, np.asarray(values_of(v), dtype=float))]
 
 def is_number(v): return np.ndim(v)==0 and not isinstance(v, str) and hasattr(v, '__float__')
@@ -140,7 +140,7 @@ class Visualization:
         for path,quantities in self.monitor.of_step(step).items():
             for name,v in quantities.items():
                 key = f'{path}_{name}' if path else name
-                for k,part in parts_of(key, v):
+                for k,part in named_parts(key, v):
                     if np.size(part)==1: numbers[k] = float(np.ravel(part)[0])
                     elif np.size(part): self.vector(k, step, part)
         self.put(numbers | dict(ext or {}), step)

@@ -14,8 +14,8 @@ from ..capture.tree import unwrap
 from ..ground.choose import Selection, select
 from ..ember import torchEmber
 from ..frames.logframe import dotted
-from .tracker import Library, Stash, Tracker, check_arguments, hist_stat, libraries, open_run, pattern_of, scalars
-from .tracker import stash_all_stats_and_hist, stash_full_tensor, stash_hist, stash_scalar_stats, statistics_of
+from .tracker import Library, Stash, Tracker, check_arguments, hist_stat, libraries, open_wandb_run, pattern_of, scalars
+from .tracker import engine_statistics, stash_all_stats_and_hist, stash_full_tensor, stash_hist, stash_scalar_stats
 from ..measure.stats import get_stats
 from ..ground.messages import warn
 
@@ -142,10 +142,10 @@ def track(
         home: Folder for log and LogFrame, instead of `~/.torchember`
     """
     check_arguments(offload_type, offload_inc, init_step, stash_value, name, home)
-    wandb,prefix = open_run() if use_wandb else None,prefix_of(module)
+    wandb,prefix = open_wandb_run() if use_wandb else None,prefix_of(module)
     wanted = {'output': True, 'output_grad': track_gradients, 'weight': track_weights, 'weight_grad': track_gradients and track_weights,
         'optimizer': optimizer is not None}
-    stats = statistics_of(stash_value) or Stash(stash_value, lambda: tracker.folder(), save_tensor)
+    stats = engine_statistics(stash_value) or Stash(stash_value, lambda: tracker.folder(), save_tensor)
     te = torchEmber(module, optimizer=optimizer, ttypes=[t for t,yes in wanted.items() if yes], include=by_pattern(include, 'include', prefix),
         exclude=left_out(by_pattern(exclude, 'exclude', prefix), module), stats=stats, only_training=only_stash_during_training, ends='step',
         first_step=init_step or 0, name=name, home=home)

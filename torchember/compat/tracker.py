@@ -110,7 +110,7 @@ def stash_full_tensor(
 # %% ../../nbs/80_compat/20_tracker.ipynb #0a49309d
 def hist_stat(min_exp=-16, max_exp=16): return f'exponents({min_exp}, {max_exp})'
 
-def statistics_of(
+def engine_statistics(
     stash_value # Function: tensor -> dict, perhaps in a `partial`; None for the default
 ): # Names of statistics; None for a function of somebody else's
     "What the engine shall measure in place of a function"
@@ -152,7 +152,7 @@ class Stash:
         if not isinstance(got, dict): return got # the recorder says what it thinks of that
         for k,v in got.items():
             if k=='scalar_stats': out |= {ours.get(n, n): s for n,s in v.items()}
-            elif k=='exp_hist': out |= exponents_of(**v)
+            elif k=='exp_hist': out |= hist_columns(**v)
             elif k=='full_tensor': out[k] = self.keep(v)
             else: out[ours.get(k, k)] = v
         return out
@@ -166,7 +166,7 @@ class Stash:
         return n
 
 # %% ../../nbs/80_compat/20_tracker.ipynb #8af682a0
-def exponents_of(hist, bins):
+def hist_columns(hist, bins):
     "The two columns of a row"
     bins = [int(b) for b in bins[1:-1]]
     if not bins or bins!=[*range(bins[0], bins[0]+len(bins))] or len(hist)!=len(bins)+2:
@@ -184,7 +184,7 @@ def summary_of(
     means = stats.groupby(lf[META, 'tensor_type'].to_numpy()).mean()
     return {f'Numerics.{t}/{s}': v for t,row in means.to_dict('index').items() for s,v in row.items()}
 
-def open_run():
+def open_wandb_run():
     "W&B, if a run of it is open"
     wandb = needs('wandb', for_='track(use_wandb=True)')
     if wandb.run is None: raise RuntimeError("track(use_wandb=True) adds to the run of W&B that is open, but there is none. "

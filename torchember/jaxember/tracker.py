@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import take_current_trace
 
-from ..compat.tracker import Library, Stash, Tracker, check_arguments, hist_stat, libraries, open_run, pattern_of, scalars
-from ..compat.tracker import stash_all_stats_and_hist, stash_full_tensor, stash_hist, stash_scalar_stats, statistics_of
+from ..compat.tracker import Library, Stash, Tracker, check_arguments, hist_stat, libraries, open_wandb_run, pattern_of, scalars
+from ..compat.tracker import engine_statistics, stash_all_stats_and_hist, stash_full_tensor, stash_hist, stash_scalar_stats
 from ..ground.choose import schedule
 from ..ground.messages import an
 from ..ground.record import identity
@@ -221,9 +221,9 @@ def track(
     check_arguments(offload_type, offload_inc, init_step, stash_value, name, home)
     with take_current_trace() as t, take_current_trace() as jax_itself: inside = t is not jax_itself
     if inside: raise RuntimeError("track is called inside of jit, grad or another function of JAX. Call it outside, around the loop.")
-    wandb = open_run() if use_wandb else None
+    wandb = open_wandb_run() if use_wandb else None
     asks = Asked(names_by(include, 'include'), names_by(exclude, 'exclude'), bool(track_gradients))
-    names = statistics_of(stash_value)
+    names = engine_statistics(stash_value)
     measure = Summaries(groups_for(names)) if names else Own(stash_value, lambda text: recorder.warn(text))
     tracked = [k for k,v in (('model_state', model_state), ('optimizer_state', optimizer_state), ('gradients', track_gradients or None)) if v is not None]
     if names: warm([x for x in jax.tree.leaves(model_state) if has_numbers(x)][:1]) # while the step is compiled

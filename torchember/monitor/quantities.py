@@ -66,14 +66,14 @@ def of_module(module, ttype):
         if p.grad is None and p.requires_grad: raise MissingTensor(f"{it} has no gradient. Call track after backward, and before zero_grad.")
         if p.grad is None: raise MissingTensor(f"{it} is frozen: it does not require a gradient.")
         p = p.grad
-    p = unscaled(p.detach(), getattr(module, '_scale', None) if ttype.endswith('_grad') else None)
+    p = without_scale(p.detach(), getattr(module, '_scale', None) if ttype.endswith('_grad') else None)
     return p.full_tensor() if hasattr(p, 'full_tensor') else p # spread over ranks
 
-def unscaled(g, scale):
+def without_scale(g, scale):
     "A gradient without what the loss was multiplied by"
     return g if scale is None else (g.float() if g.dtype.itemsize<4 else g)/scale
 
-def reduced(view, need):
+def reduction_of(view, need):
     "What is kept of a tensor: what was caught, or else made now, of a tensor that is there"
     key = need.ttype,need.reduce
     if key not in view._reduced:
@@ -89,7 +89,7 @@ builtin = set() # names of ours
 
 def ours(c): return (c.__module__ or '').startswith('torchember.')
 
-def register(c):
+def register_quantity(c):
     "Quantities can be named"
     if c.__name__ in ('SingleStepQuantity', 'MultiStepQuantity'): return
     if ours(c): builtin.add(c.__name__)
@@ -97,7 +97,7 @@ def register(c):
     classes[c.__name__] = c
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #93e7fce6
-def kept(value):
+def value_to_keep(value):
     "A value as it is kept: a float, or an array of numpy"
     if isinstance(value, torch.Tensor):
         single = value.dtype.is_floating_point and value.dtype not in (torch.float32, torch.float64)
@@ -106,15 +106,15 @@ def kept(value):
     if isinstance(value, complex|np.ndarray) and (isinstance(value, complex) or value.dtype.kind not in 'biuf'):
         raise TypeError(f"a quantity's values are real numbers, got {value!r:.80}.")
     if isinstance(value, np.ndarray): return value.copy()
-    if isinstance(value, dict): return {k: kept(v) for k,v in value.items()}
-    if isinstance(value, list): return [kept(v) for v in value]
-    if isinstance(value, tuple): return tuple(kept(v) for v in value)
+    if isinstance(value, dict): return {k: value_to_keep(v) for k,v in value.items()}
+    if isinstance(value, list): return [value_to_keep(v) for v in value]
+    if isinstance(value, tuple): return tuple(value_to_keep(v) for v in value)
     if isinstance(value, bool|int|float): return float(value)
     raise TypeError(f"a quantity's value is a number, a tensor, an array, or a dict, list or tuple of them, got {an(value)}.")
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #1fc1893b
 def of_numpy(value):
-    "A value that was `kept` as it is given out: numpy's scalars for numbers, in dicts, lists and tuples as well"
+    "A value that was kept as it is given out: numpy's scalars for numbers, in dicts, lists and tuples as well"
     if isinstance(value, dict): return {k: of_numpy(v) for k,v in value.items()}
     if isinstance(value, list|tuple): return type(value)(of_numpy(v) for v in value)
     return np.float64(value) if isinstance(value, float) else value
@@ -128,7 +128,7 @@ class Quantity:
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
-        if not cls.__name__.startswith('_'): register(cls)
+        if not cls.__name__.startswith('_'): register_quantity(cls)
 
     def __init__(self,
         module, # The module that it is of, or its view
@@ -160,7 +160,7 @@ class Quantity:
         Args:
             i: Number of the need
         """
-        return reduced(self._module, self.needs[i])
+        return reduction_of(self._module, self.needs[i])
 
     # ---- values
 
@@ -175,7 +175,7 @@ class Quantity:
     def _compute(self, global_step):
         raise NotImplementedError(f"{type(self).__name__} needs a method _compute(global_step) that returns its value.")
 
-    def _save(self, global_step, result): self._output[global_step] = kept(result)
+    def _save(self, global_step, result): self._output[global_step] = value_to_keep(result)
 
     @torch.no_grad()
     def track(self,
@@ -262,7 +262,7 @@ def unchanged(f, tensors, call):
         raise RuntimeError(f"{f.__name__} changed a tensor in place, and so the model's own values. Work on a copy: tensor.clone().")
     return got.clone() if isinstance(got, torch.Tensor) else got # it may be a part of what the model goes on with
 
-def at_once(f, names, ttype):
+def reducing_at_once(f, names, ttype):
     "A reduction that calls the user's function with a tensor as soon as it is there"
     def reduce(x, axis, module):
         given = {n: x if n==ttype else module if n=='module' else of_module(module, n) for n in names}
@@ -278,11 +278,11 @@ class _OfFunction(SingleStepQuantity):
         if self.now: return self.reduced()
         f,given = self.function,{}
         for n in self.names:
-            if n in eigs: given[n] = values_of(reduced(self._module, Need(eigs[n], cov)).spectrum, f)
-            else: given[n] = self._module if n=='module' else global_step if n=='step' else reduced(self._module, Need(n, None))
+            if n in eigs: given[n] = all_eigenvalues(reduction_of(self._module, Need(eigs[n], cov)).spectrum, f)
+            else: given[n] = self._module if n=='module' else global_step if n=='step' else reduction_of(self._module, Need(n, None))
         return unchanged(f, [v for v in given.values() if isinstance(v, torch.Tensor)], lambda: f(**given))
 
-def values_of(spectrum, f):
+def all_eigenvalues(spectrum, f):
     "All eigenvalues"
     if spectrum.values is not None: return spectrum.values
     raise ValueError(f"{f.__name__} needs all eigenvalues, and of {spectrum.features:,} features only some are computed.")
@@ -292,7 +292,7 @@ def of_function(f) -> type:
     names = arguments(f)
     flowing = [n for n in names if n in flows]
     now = len(flowing)==1 and not set(names) & {'step', 'weight_grad', 'bias_grad', *eigs}
-    needs = [Need(flowing[0], at_once(f, names, flowing[0]))] if now else \
+    needs = [Need(flowing[0], reducing_at_once(f, names, flowing[0]))] if now else \
         [Need(eigs.get(n, n), cov if n in eigs else None) for n in names if n in (*flows, *eigs, *owned)]
     return type(f.__name__, (_OfFunction,), {'function': staticmethod(f), 'names': names, 'now': now, 'needs': tuple(needs), '__doc__': f.__doc__,
         '__module__': f.__module__, 'unfit': classmethod(lambda cls, module: lacks(cls, module))})

@@ -129,7 +129,7 @@ def first(x):
     if isinstance(x, dict): x = list(x.values())
     return next((y for o in x if (y := first(o)) is not None), None) if isinstance(x, tuple|list) else x
 
-def rows_of(module, x):
+def sample_rows(module, x):
     "Samples by features"
     return samples(x, axis_of(module, x))
 
@@ -152,7 +152,7 @@ class ForwardInputEigOfCovExtension(Extension):
     "The first tensor that a module is given, as `input_eig_data`: samples by features, ready for `cal_cov_matrix`"
     ttype,whole = 'input',False
     def __init__(self): self._name = 'input_eig_data'
-    def _default(self, module, input, output): return rows_of(module, first(input))
+    def _default(self, module, input, output): return sample_rows(module, first(input))
 
 # %% ../../nbs/47_monitor/00_views.ipynb #96594528
 class BackwardInputExtension(Extension):
@@ -173,4 +173,4 @@ class BackwardOutputEigOfCovExtension(Extension):
     "The gradient of the first tensor that a module returns, as `output_grad_eig`: samples by features, ready for `cal_cov_matrix`"
     ttype,whole,backward = 'output_grad',False,True
     def __init__(self): self._name = 'output_grad_eig'
-    def _default(self, module, input, output): return rows_of(module, first(output))
+    def _default(self, module, input, output): return sample_rows(module, first(output))

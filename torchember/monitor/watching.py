@@ -12,7 +12,7 @@ from ..capture.backward import hook_gradients
 from ..capture.events import Listener, always
 from ..capture.tensors import alone
 from ..measure.kernels import no_autocast
-from .quantities import Quantity, also, flows, unscaled
+from .quantities import Quantity, also, flows, without_scale
 from .views import View, axis_of
 from ..capture.private_torch import any_unscaled, is_wrapped, loss_scale
 
@@ -196,12 +196,12 @@ class CaughtTensors:
         w = self.wanted[ttype]
         self.about[ttype] = tname,call,str(x.dtype).removeprefix('torch.')
         scale = self.passes.scale() if ttype.endswith('_grad') else None
-        if w.whole: self.whole[ttype] = HeldTensor(unscaled(x.detach(), scale), scale is None and (copy or w.copy), tname is alone)
+        if w.whole: self.whole[ttype] = HeldTensor(without_scale(x.detach(), scale), scale is None and (copy or w.copy), tname is alone)
         if not w.reductions: return
         self.passes.measuring,done = True,{}
         try:
             with torch.no_grad(), no_autocast(x.device.type):
-                x = unscaled(x.detach(), scale)
+                x = without_scale(x.detach(), scale)
                 axis = axis_of(self.module, x)
                 for r in w.reductions:
                     if (ttype, r) in done: continue
