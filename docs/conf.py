@@ -115,7 +115,8 @@ def page_cells(nb, docname):
     mod = next((f"{project}.{c.directives_['default_exp']}" for c in nb.cells if 'default_exp' in c.directives_), None)
     last = {o:c for c in nb.cells if c.cell_type=='code' for o in documented(c)}
     for o in getattr(import_module(mod), '__all__', ()) if mod else ():
-        if o not in last: log.warning(f"{mod}.{o} is public, but no cell documents it", location=docname)
+        of = getattr(getattr(import_module(mod), o), '__module__', mod) # what is of another room is told there
+        if o not in last and (of==mod or not of.startswith(project)): log.warning(f"{mod}.{o} is public, but no cell documents it", location=docname)
     for c in nb.cells:
         new = [entry(c, mod, o, last) for o,l in last.items() if l is c]
         if c.cell_type=='code':
