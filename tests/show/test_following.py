@@ -283,7 +283,7 @@ def test_which_view_of_a_run_is_made(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match='would wait for a training'): live(te, wait=True)
     t(row(0))
     second.rows.flush()
-    assert [second.rows.question(ready)['rows'] for ready in (False, True)]==[[], [row(0)]] and second.rows.path==t.log_path
+    assert [second.rows.question(ready)['lines'] for ready in (False, True)]==[b'', t.log_path.read_bytes()] and second.rows.path==t.log_path
     base = {'pid': os.getpid()}
     monkeypatch.setattr(live_view, 'base_of', lambda t: base)
     own,other = live(t),live('r', home=tmp_path, wait=True)
@@ -335,16 +335,17 @@ def test_rows_that_are_told_are_bounded(monkeypatch, tmp_path):
     monkeypatch.setattr(RowsTold, 'most', 8)
     t = emberTracker('r', tmp_path)
     told = RowsTold(t, lambda: True)
-    for i in range(100): told(i, [row(i, nan=1) if i in (2, 5) else row(i), row(i, 'b')])
+    for i in range(100): told(i, lines(row(i, nan=1) if i in (2, 5) else row(i), row(i, 'b')))
+    told(None, b'{"a": 1}\n'*100)
     told.end()
-    rows = told.question(True)['rows']
-    assert len(rows)<=10 and rows[-1]['step']==99 and [r['step'] for r in rows if r.get('nan')]==[2] and told.question(True)['rows']==[]
+    rows = [json.loads(l) for l in told.question(True)['lines'].splitlines()]
+    assert len(rows)<=12 and rows[-1]['step']==99 and [r['step'] for r in rows if r.get('nan')]==[2, 5] and told.question(True)['lines']==b''
 
 
 def test_the_last_question_is_asked_when_what_was_before_is_read(answers):
     v = answers([{'behind': .5}, {'line': 'r: 1'}, {'line': 'r: 2'}], [1]*9)
     asked = []
-    v.rows.question = lambda ready: asked.append(ready) or {'path': v.rows.path(), 'rows': []}
+    v.rows.question = lambda ready: asked.append(ready) or {'path': v.rows.path(), 'lines': b''}
     v.run()
     assert asked==[False, False, True] and [line for line,_ in v.screen.shown][-1]=='r: 2'
 

@@ -423,7 +423,8 @@ class Log:
 # %% ../../nbs/30_store/10_jsonl.ipynb #9f9020b6
 def listen_to(
     log, # `Log`
-    f, name:str|None=None # As `Listening` has them
+    f, name:str|None=None, # As `Listening` has them
+    **kwargs # `given`, as it has it
 ) -> Listening:
     "Tell `f` of all that the log takes from now on"
     def remove(listening):
@@ -434,7 +435,7 @@ def listen_to(
         writer.wake(log) # who says it
     with log.io:
         log.drain(True)
-        listening = Listening(f, name, note, remove)
+        listening = Listening(f, name, note, remove, **kwargs)
         listening.since = log.disk.size_there
         log.audience.add(listening)
     return listening

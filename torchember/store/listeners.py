@@ -71,6 +71,7 @@ class Listening:
         name: What to call it
         note: Called with what the user should know
         remove: Called with this when it is to be told no more
+        given: Function of the lines of a piece: what the function is given
     """
     patience = 10. # seconds that whoever ends a run waits for it
 
@@ -78,9 +79,10 @@ class Listening:
         f, # Function of the number of a step, None for rows of no step, and of a list of rows
         name:str|None=None, # What to call it
         note=lambda what: None, # Called with what the user should know
-        remove=lambda listening: None # Called with this when it is to be told no more
+        remove=lambda listening: None, # Called with this when it is to be told no more
+        given=lambda lines: parse(lines)[0] # Function of the lines of a piece: what the function is given
     ):
-        self.f,self.name,self.note,self.remove = f,printable(name or name_of(f)),note,remove
+        self.f,self.name,self.note,self.remove,self.given = f,printable(name or name_of(f)),note,remove,given
         self.pieces,self.pid = Pieces(),os.getpid()
         self.lost,self.last_lost = 0,() # steps of which it did not get all rows, and the last of them
         self.why = None # what went wrong first
@@ -119,7 +121,7 @@ class Listening:
         self.pieces.taken(lines)
         if self.closed: return self.count(step) # nobody has waited so long
         self.busy,cause.listeners = step,(*by, self)
-        try: self.f(step, parse(lines)[0])
+        try: self.f(step, self.given(lines))
         except BaseException as e: self.loses(step, f'{type(e).__name__}: {e}') # whatever it was, this thread goes on
         finally: self.busy,self.given_up,cause.listeners = (),False,()
 

@@ -61,8 +61,8 @@ def thinned_lines(
     lines,every = data.split(b'\n')[:-1],ceil(n/most)
     steps = {m[1]: None for m in map(step_in, lines) if m}
     kept = set(list(steps)[::-1][::every]) # with the last one
-    first = [i for i,l in enumerate(lines) if bad_in(l)][:1000] if all_finite else ()
-    return b'\n'.join([l for i,l in enumerate(lines) if (m := step_in(l)) is None or m[1] in kept or i in set(first)])+b'\n'
+    first = set([i for i,l in enumerate(lines) if bad_in(l)][:1000] if all_finite else ())
+    return b'\n'.join([l for i,l in enumerate(lines) if (m := step_in(l)) is None or m[1] in kept or i in first])+b'\n'
 
 # %% ../../../nbs/60_show/91_following.ipynb #5959605f
 names = ('module', 'path', 'tname', 'pname', 'phase')

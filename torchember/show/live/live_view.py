@@ -17,11 +17,11 @@ from socket import gethostname
 from ...ground.progress import in_notebook, in_terminal
 from ...frames.logs import alive, said_by
 from ...ground.needs import needs
-from ...ground.not_finite import FirstNotFinite, first_not_finite
+from ...ground.not_finite import FirstNotFinite
 from ...ground.messages import EmberWarning, an, printable, warn
 from .following import OverviewRows, Tail, loss_in, shown_rows, thinned_lines
 from ...store.lines import parse
-from ...store.jsonl import emberTracker, tracker
+from ...store.jsonl import emberTracker, listen_to, tracker
 from ...store.reading import path_of
 
 # %% ../../../nbs/60_show/93_live_view.ipynb #5e6c5e03
@@ -83,11 +83,11 @@ class Viewer:
         path, # File of the log; None when there is none yet
         over:bool=False, # Whether this is the last picture
         until:int|None=None, # How many of its bytes are read; all without it
-        rows=() # What came after them
+        lines:bytes=b'' # What came after them
     ) -> dict: # line: text, png: bytes, behind: how much is read when not all was. FileNotFoundError when the log was removed
         "What to show now. Nothing when there is nothing new"
         if path is None: return {}
-        now,new = time.monotonic(),[*(self.read(path, until) if until!=0 else ()), *shown_rows(rows)]
+        now,new = time.monotonic(),[*(self.read(path, until) if until!=0 else ()), *self.rows_in(lines)]
         if new:
             self.words.add(new, now)
             if self.kept is not None: self.kept.add(new)
@@ -101,7 +101,9 @@ class Viewer:
         "The next rows of a log"
         if self.tail is None or self.tail.path!=path: self.tail = Tail(path, until)
         elif self.tail.at==until: return [] # whatever becomes of the file
-        return shown_rows(parse(thinned_lines(self.tail.more(), all_finite=self.words.first is None))[0])
+        return self.rows_in(self.tail.more())
+
+    def rows_in(self, lines): return shown_rows(parse(thinned_lines(lines, all_finite=self.words.first is None))[0])
 
     def draw(self, name, over):
         "The overview as it is now; None while there is nothing to be seen in it"
@@ -274,30 +276,33 @@ class RowsOfFile:
 
 class RowsTold:
     "The rows that a run of this process tells. Of too many that nobody has asked for yet those of each second step"
-    most = 20_000 # about
+    most = 20_000 # lines, about
 
     def __init__(self,
         t, # The run, which this does not keep alive
         goes_on # Function that says whether it does
     ):
         self.t,self.goes_on,self.path = weakref.ref(t),goes_on,t.log_path
-        self.new,self.lock = [],threading.Lock()
-        self.listening = t.listen(self, 'live')
+        self.new,self.n,self.lock = [],0,threading.Lock() # pieces, and their lines
+        self.listening = listen_to(t.file, self, 'live', given=bytes)
 
-    def __call__(self, step, rows):
+    def __call__(self, step, lines):
+        if step is None: return # it cannot be shown
         with self.lock:
-            self.new += rows # as they are: to look at each is left to the other process
-            if len(self.new)<=self.most: return
-            self.new = shown_rows(self.new)
-            kept,first = {*list(dict.fromkeys(r['step'] for r in self.new))[::-2]},first_not_finite(self.new)
-            self.new = [r for r in self.new if r['step'] in kept or r is first]
+            self.new.append(lines) # as they are: to read them is left to the other process
+            self.n += lines.count(b'\n')
+            if self.n<=self.most: return
+            self.new = [thinned_lines(b''.join(self.new), self.most)]
+            self.n = self.new[0].count(b'\n')
 
     def question(self,
         ready:bool # Whether what was before is read
     ):
         if (t := self.t()) is not None: self.path = t.log_path # before there are rows the name may change
-        with self.lock: rows,self.new = (self.new, []) if ready else ([], self.new)
-        return {'path': self.path, 'until': self.listening.since, 'rows': rows}
+        out = {'path': self.path, 'until': self.listening.since, 'lines': b''}
+        if ready:
+            with self.lock: out['lines'],self.new,self.n = b''.join(self.new),[],0
+        return out
 
     def flush(self):
         "All that was recorded is told"
@@ -352,7 +357,7 @@ class Live:
             if 'gone' in got: return self.say(f"has ended: the log {path} was removed")
             self.show(got, path, over)
             self.thread_seconds = time.thread_time()
-            done,ready = ready or 'rows' not in question,'behind' not in got
+            done,ready = ready or 'lines' not in question,'behind' not in got
             if not ready or over and not done: continue
             if over: return
             self.pause(max(self.every, (self.drawing-self.credit)/self.share-(time.monotonic()-began)))
