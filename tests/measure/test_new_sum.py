@@ -183,7 +183,7 @@ def test_triton(): run(by_triton, TRITON_INTERPRET='1')
 
 
 @pytest.mark.skipif(not importlib.util.find_spec('jax'), reason='JAX is not installed')
-@pytest.mark.parametrize('none', [False, True], ids=['loops', 'no loops'])
+@pytest.mark.parametrize('none', [False, pytest.param(True, marks=pytest.mark.slow)], ids=['loops', 'no loops'])
 def test_jax(none): run(by_jax, none)
 
 

@@ -514,7 +514,7 @@ def test_what_is_computed_again_brings_the_gradients_that_are_asked_for(ttypes):
 
 def test_buffers_are_measured_as_they_are_in_place_of_what_they_were():
     buffer,m = Spy(),nn.ModuleList(nn.BatchNorm1d(1, track_running_stats=t) for t in (True, False, True))
-    Buffers(buffer).step_over(of(m).states)
+    Buffers(buffer).measure_all(of(m).states)
     names = [n for n,_ in m[0].named_buffers()]
     assert buffer.got==[(p, 'buffer', n, n, m[int(p)]._buffers[n], dict(once=True, replace=True)) for p in '02' for n in names]
 

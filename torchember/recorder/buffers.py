@@ -34,6 +34,6 @@ class Buffers:
                 seen.add(id(b))
                 yield st, 'buffer', n, b
 
-    def step_over(self, states):
+    def measure_all(self, states):
         "Measure them as they are now"
         for st,ttype,n,b in self.each(states): self.buffer.measure(st, ttype, n, b, n, once=True, replace=True)

@@ -166,7 +166,7 @@ class Sources:
             changed: Whether there was anything but an evaluation, which changes nothing
         """
         if not self.states: return
-        for source in self.at_step_end if changed else (): source.step_over(self.states)
+        for source in self.at_step_end if changed else (): source.measure_all(self.states)
         root = self.states[0]
         for n,x in self.variables.items():
             if 'weight' in self.ttypes: self.buffer.measure(root, 'weight', n, x, n, once=True, replace=True)
@@ -177,7 +177,7 @@ class Sources:
         "Measure what is asked for as it is now, whatever the step has of it"
         self.parameters.again({'weight', 'weight_grad'})
         for o in self.watch.optimizers if self.watch else (): self.updates.after(o)
-        for source in self.at_step_end: source.step_over(self.states)
+        for source in self.at_step_end: source.measure_all(self.states)
 
     def step_over(self):
         for part in (*self.at_calls, self.parameters, self.updates): part.step_over()
