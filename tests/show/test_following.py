@@ -338,8 +338,10 @@ def test_rows_that_are_told_are_bounded(monkeypatch, tmp_path):
     for i in range(100): told(i, lines(row(i, nan=1) if i in (2, 5) else row(i), row(i, 'b')))
     told(None, b'{"a": 1}\n'*100)
     told.end()
+    assert told.n<=12
     rows = [json.loads(l) for l in told.question(True)['lines'].splitlines()]
     assert len(rows)<=12 and rows[-1]['step']==99 and [r['step'] for r in rows if r.get('nan')]==[2, 5] and told.question(True)['lines']==b''
+    assert told.n==0 # what was handed on counts no more
 
 
 def test_the_last_question_is_asked_when_what_was_before_is_read(answers):
