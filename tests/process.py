@@ -28,6 +28,7 @@ gc.set_threshold(20_000, 20, 20)
 
 
 def over():
+    if programs := loaded('programs'): programs.over()
     env.undo()
     home.cleanup()
 

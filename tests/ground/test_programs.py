@@ -1,0 +1,93 @@
+"A program that is forked is as one that is started by itself"
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import programs
+import pytest
+
+pytestmark = pytest.mark.skipif(not programs.forks(programs.variables), reason='nothing can be forked here')
+looks = '''
+import atexit, gc, json, os, random, signal, sys, threading, time, warnings
+was_there = [m for m in sys.modules if m.split('.')[0] in ('torchember', 'numba', 'pandas', 'jax', 'matplotlib')]
+import numpy as np, torch
+atexit.register(print, 'at exit')
+print(json.dumps(dict(was_there=was_there, argv=sys.argv, path=sys.path, main=[vars(sys.modules['__main__']) is globals(), __name__, globals().get('__file__')],
+    names=sorted({*globals()}-{'__annotations__', '__cached__'}), cwd=os.getcwd(), env={**os.environ}, stdin=sys.stdin.read(),
+    tty=[f.isatty() for f in (sys.stdin, sys.stdout, sys.stderr)], threads=threading.active_count(), tasks=len(os.listdir('/proc/self/task')),
+    files=[f for f in os.listdir('/proc/self/fd') if os.path.exists(f'/proc/self/fd/{f}')], signals=[str(signal.getsignal(s)) for s in range(1, 32)],
+    filters=[str(f) for f in warnings.filters], options=sys.warnoptions,
+    flags=str(sys.flags), gc=[gc.isenabled(), *gc.get_threshold()], hook=sys.excepthook is sys.__excepthook__,
+    torch=torch.get_num_threads(),
+    recursion=sys.getrecursionlimit(), umask=os.umask(0))))
+print(random.random(), np.random.rand(), torch.rand(1).item(), file=sys.stderr)
+threading.Thread(target=lambda: (time.sleep(.1), print('a thread'))).start()
+sys.exit(3)
+'''
+
+
+def by_itself(monkeypatch): monkeypatch.setattr(programs, 'forks', lambda env: False)
+
+
+@pytest.mark.parametrize('script', [False, True])
+def test_as_a_python(script, tmp_path, monkeypatch):
+    "What it finds and draws, its end, and what others do not have from it: the numbers that it draws without a seed"
+    (tmp_path/'program.py').write_text(looks)
+    def run():
+        p = programs.run(tmp_path/'program.py' if script else looks, 'a', 'b c', input='typed', cwd=tmp_path, ONE='1', HOME=None, PYTHONPATH=str(tmp_path),
+            PYTHONWARNINGS='error::ResourceWarning')
+        said,*more = p.stdout.splitlines()
+        return json.loads(said),more,p.returncode,p.stderr.split()
+    forked,again = run(),run()
+    by_itself(monkeypatch)
+    started = run()
+    for k in started[0]|forked[0]: assert forked[0][k]==started[0][k], k
+    assert forked[:3]==again[:3]==started[:3] and started[1:3]==(['a thread', 'at exit'], 3)
+    assert all(len({*drawn})==3 for drawn in zip(forked[3], again[3], started[3], strict=True))
+
+
+ends = {'raise ValueError("it")': 1, 'raise SystemExit("it")': 1, '': 0, 'import os; os._exit(4)': 4, 'import os; os.kill(os.getpid(), 9)': -9,
+    'raise KeyboardInterrupt': -2, 'it is none': 1}
+
+
+@pytest.mark.parametrize('code', ends)
+def test_ends(code, monkeypatch):
+    "However it ends: what is said, and the status"
+    forked = programs.run(code)
+    by_itself(monkeypatch)
+    started = programs.run(code)
+    assert forked.returncode==started.returncode==ends[code] and forked.stdout==started.stdout
+    assert forked.stderr.splitlines()[-1:]==started.stderr.splitlines()[-1:]
+
+
+def test_others_go_on_beside_it():
+    "Two at once; one of them can be asked, killed, and waited for twice"
+    code = 'print("there", flush=True); input(); print("over")'
+    with programs.start(code, stdin=subprocess.PIPE) as a, programs.start(code, stdin=subprocess.PIPE) as b:
+        assert a.stdout.readline()=='there\n' and a.poll() is None is b.poll()
+        a.kill()
+        assert a.wait(60)==a.wait()==a.poll()==-9 and b.poll() is None
+        assert b.communicate('\n', 60)==('there\nover\n', '') and b.returncode==0
+
+
+def test_what_is_not_over_in_time_is_killed_with_its_children(tmp_path):
+    code = f"import os, time; open({str(tmp_path/'pid')!r}, 'w').write(str(os.fork() or os.getpid())); time.sleep(600)"
+    with pytest.raises(subprocess.TimeoutExpired): programs.run(code, timeout=2)
+    pid,end = int((tmp_path/'pid').read_text()),time.time()+60
+    while Path(f'/proc/{pid}/stat').exists() and Path(f'/proc/{pid}/stat').read_text().split()[2]!='Z': assert time.time()<end
+
+
+def test_what_many_have_in_common_is_done_once():
+    "In what they begin with, which is theirs: its names, and functions that see the names that come later"
+    after = 'import os\nbegun,more = os.getpid(),[]\ndef said(): return begun!=os.getpid(), more, later'
+    for _ in range(2): assert programs.run('later = 1; more.append(2); print(*said())', after=after).stdout=='True [2] 1\n'
+
+
+def test_what_is_read_when_torch_is_loaded():
+    "makes it one by itself"
+    code = 'import torch; print(torch.get_num_threads())'
+    n = 3-int(os.environ.get('OMP_NUM_THREADS', 1))%2
+    assert programs.run(code, OMP_NUM_THREADS=n).stdout.split()==[str(n)]
+    assert type(programs.start('')) is programs.Forked is not type(programs.start('', PYTHONHASHSEED=0))

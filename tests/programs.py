@@ -1,0 +1,168 @@
+"""Programs in processes of their own, for which torch is not imported each time: one process has, and forks the others
+
+`run` and `start` take a program as text, or as the path of a script, and give what `subprocess` gives of a Python. Where nothing can be forked, or
+the program is to have another value of what is read when torch is loaded, a Python is started as ever. For what import does, for flags and `-m`, write
+`subprocess`."""
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import types
+import warnings
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+variables = {**os.environ} # as they are before any test
+read_at_start = 'PYTHON', 'OMP_', 'KMP_', 'MKL_', 'GOMP_', 'OPENBLAS_', 'TORCH_', 'PYTORCH_', 'CUDA_', 'LD_', 'LC_', 'LANG', 'TZ'
+
+
+# ---- in the process of the tests
+
+def start(program, *args, after='', **kwargs):
+    """`Popen` of a program, with text in its pipes. A keyword in capitals is a variable of its environment, None takes it away.
+    `after` is how the program begins: what many have in common is done once, in a server of their own"""
+    env = {**os.environ, **{k: str(v) for k,v in kwargs.items() if k.isupper()}}
+    env = {k: v for k,v in env.items() if kwargs.get(k, '') is not None}
+    kwargs = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)|{k: v for k,v in kwargs.items() if not k.isupper()}
+    def line(program): return [sys.executable, *([str(program)] if isinstance(program, Path) else ['-c', program]), *map(str, args)]
+    if forks(env): return Forked(line(program), after, **kwargs)
+    return subprocess.Popen(line(f'{after}\n{program}' if after else program), **kwargs)
+
+
+def run(program, *args, timeout=600, input=None, **kwargs):
+    "Its `CompletedProcess`. What is not over in time is killed, with what it has started"
+    with start(program, *args, stdin=subprocess.DEVNULL if input is None else subprocess.PIPE, **kwargs) as p:
+        try: said = p.communicate(input, timeout)
+        except BaseException:
+            (os.killpg if isinstance(p, Forked) else os.kill)(p.pid, signal.SIGKILL)
+            raise
+    return subprocess.CompletedProcess(p.args, p.returncode, *said)
+
+
+def forks(env):
+    def read(env): return {k: v for k,v in env.items() if k.startswith(read_at_start) and k not in ('PYTHONPATH', 'PYTHONWARNINGS')}
+    return sys.platform=='linux' and 'NO_FORKS' not in os.environ and read(env)==read(variables)
+
+
+class Forked(subprocess.Popen):
+    "As `Popen` of a Python, but a server forks it"
+    def __init__(self, args, after, **kwargs):
+        self.server = server(after)[0]
+        super().__init__(args, **kwargs)
+
+    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell, *rest):
+        stdin,_,_,stdout,_,stderr = pipes = rest[:6]
+        self.ended,told = os.pipe()
+        job = json.dumps(dict(args=args[1:], cwd=os.path.abspath(cwd or '.'), env=env)).encode()
+        socket.send_fds(self.server, [job], [*(n if fd<0 else fd for n,fd in enumerate((stdin, stdout, stderr))), told])
+        os.close(told)
+        self._close_pipe_fds(*pipes)
+        self.pid,self._child_created = self.number(),True
+
+    def number(self):
+        if not (told := os.read(self.ended, 4)): raise RuntimeError('The server that forks programs has ended')
+        return int.from_bytes(told, 'big', signed=True)
+
+    def wait(self, timeout=None):
+        if self.returncode is None:
+            if not select.select([self.ended], [], [], timeout)[0]: raise subprocess.TimeoutExpired(self.args, timeout)
+            self.returncode = self.number()
+            os.close(self.ended)
+        return self.returncode
+
+    def poll(self):
+        with suppress(subprocess.TimeoutExpired): self.wait(0)
+        return self.returncode
+
+
+servers = []
+
+@cache
+def server(after):
+    ours,its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with its: p = subprocess.Popen([sys.executable, __file__, str(its.fileno()), after], env={k: v for k,v in variables.items() if k!='PYTHONWARNINGS'},
+        pass_fds=[its.fileno()], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+    servers.append((ours, p))
+    return ours,p
+
+
+def over():
+    "End the servers, and what nobody has waited for"
+    for ours,p in servers:
+        ours.close()
+        p.communicate()
+    servers.clear()
+    server.cache_clear()
+
+
+# ---- in a server
+
+def serve(sock):
+    "Fork a child for each message, say its number, and in the end how it ended. Returns in the child, with what it is to be"
+    def say(told, n):
+        with suppress(BrokenPipeError): os.write(told, n.to_bytes(4, 'big', signed=True))
+    running = {}
+    while True:
+        for fd in select.select([sock, *running], [], [])[0]:
+            if fd is not sock:
+                pid,told = running.pop(fd)
+                say(told, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+                for f in (fd, told): os.close(f)
+                continue
+            job,fds,*_ = socket.recv_fds(sock, 1<<20, 4)
+            if not job:
+                for pid,_ in running.values(): os.killpg(pid, signal.SIGKILL)
+                os._exit(0)
+            if pid := os.fork():
+                running[os.pidfd_open(pid)] = pid,fds[3]
+                say(fds[3], pid)
+                for f in fds[:3]: os.close(f)
+            else:
+                os.setpgid(0, 0)
+                for n,f in enumerate(fds[:3]): os.dup2(f, n)
+                for f in (*fds, *(f for r,(_,told) in running.items() for f in (r, told))): os.close(f)
+                sock.close()
+                return json.loads(job)
+
+
+def become(main, filters, args, cwd, env):
+    "As a Python that was started so: the code to run"
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    if args[0]=='-c': code,sys.argv,folder = compile(args[1], '<string>', 'exec'),['-c', *args[2:]],''
+    else:
+        code,sys.argv,folder = compile(Path(args[0]).read_bytes(), args[0], 'exec'),args,os.path.dirname(os.path.realpath(args[0]))
+        main.__file__ = args[0]
+    sys.path[:0] = [folder, *on_the_path(env)]
+    importlib.invalidate_caches()
+    sys.warnoptions[:] = [o for o in env.get('PYTHONWARNINGS', '').split(',') if o]
+    of_torch = [f for f in warnings.filters if f not in filters] # which come before those that one asks for
+    warnings.filters[:] = filters
+    warnings._processoptions(sys.warnoptions)
+    warnings.filters[:0] = of_torch
+    sys.modules['torch'].default_generator.seed() # by chance, as when torch is loaded. That of Python does so by itself
+    if 'numpy.random' in sys.modules: sys.modules['numpy.random'].seed()
+    return code
+
+
+def on_the_path(env): return [os.path.abspath(p) for p in env.get('PYTHONPATH', '').split(os.pathsep) if p]
+
+
+if __name__=='__main__':
+    sock,after,filters = socket.socket(fileno=int(sys.argv[1])),sys.argv[2],warnings.filters[:]
+    main = sys.modules['__main__'] = types.ModuleType('__main__')
+    sys.argv = ['-c']
+    del sys.path[0] # which is ours
+    import torch  # noqa: F401
+    exec(after, vars(main))
+    sys.path[:] = [p for p in sys.path if p not in on_the_path(os.environ)]
+    gc.collect()
+    gc.freeze() # what is there already is not to be looked through in each child
+    exec(become(main, filters, **serve(sock)), vars(main))
