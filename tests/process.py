@@ -178,7 +178,9 @@ class Before(Settings):
 
     def left(self):
         "What has come, or is something else since. What nobody holds any more is collected first, so that chance does not decide"
-        if self.come(): gc.collect()
+        if self.come():
+            gc.collect()
+            if not self.come(): gc.freeze() # modules mostly, through which no later collection need go again
         return self.come()+self.changed(Settings())
 
 
