@@ -1,5 +1,6 @@
 "Each test has a home of its own, draws the same random numbers whatever ran before it, and leaves the process as it was"
 import shutil
+from functools import cache
 
 import process
 import pytest
@@ -23,13 +24,14 @@ def as_it_was(request):
 def fresh(as_it_was, monkeypatch): process.fresh(monkeypatch)
 
 
-@pytest.fixture
+@pytest.fixture(scope='module')
 def chromium():
-    "Starts a browser that reaches nothing; `chromium('EXCLUDE 127.0.0.1')` reaches this machine"
+    "A browser that reaches nothing, for all tests of a file; `chromium('EXCLUDE 127.0.0.1')` reaches this machine. Each page is of a context of its own"
     path = next(filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome'))), None)
     if path is None: pytest.skip('there is no chromium here')
     from playwright.sync_api import sync_playwright
     with sync_playwright() as p:
+        @cache
         def start(*rules):
             return p.chromium.launch(executable_path=path, args=['--no-sandbox', f"--host-resolver-rules={', '.join(['MAP * ~NOTFOUND', *rules])}"])
         yield start

@@ -48,25 +48,42 @@ def server(
             if proc.poll() is None: os.killpg(proc.pid, signal.SIGKILL)
 
 
+def window(
+    browser, # What the fixture `chromium` starts
+    lab, # What `server` gives
+    **context # Pixels for one of the page, and what else playwright's `new_page` knows
+):
+    "A page with the server's JupyterLab, in which `Notebook` opens one after the other"
+    url,token,root = lab
+    page = browser.new_page(**context)
+    page.set_default_timeout(120_000)
+    page.goto(f'{url}/lab?reset&token={token}')
+    page.wait_for_function('window.jupyterapp?.restored.then(() => true)')
+    page.root,page.kernel = root,None
+    return page
+
+
 class Notebook:
-    "A notebook that is open in a browser, with its kernel ready"
+    "The notebook that is open in a window, with its kernel ready"
     def __init__(self,
-        browser, # What the fixture `chromium` starts
-        lab, # What `server` gives
+        page, # What `window` gives: the notebook before is closed
         *cells, # Code
-        name='nb', **page # Width and so on of playwright's `new_page`
+        size=(1500, 1600), # Of the window
+        fresh=True # False goes on in the kernel of the notebook before
     ):
-        url,token,root = lab
         meta = {'kernelspec': {'name': 'python3', 'display_name': 'Python 3', 'language': 'python'}} # else a dialog asks
         book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells], metadata=meta)
-        nbformat.write(book, root/f'{name}.ipynb')
-        self.page = page = browser.new_page(**{'viewport': {'width': 1500, 'height': 1600}, **page})
-        page.set_default_timeout(120_000)
-        page.goto(f'{url}/lab/tree/{name}.ipynb?reset&token={token}')
-        page.wait_for_function('window.jupyterapp?.restored.then(() => true)')
+        self.page,name = page,f'{len([*page.root.iterdir()])}.ipynb' # a name that was there has a kernel, too
+        nbformat.write(book, page.root/name)
+        page.set_viewport_size(dict(zip(('width', 'height'), size, strict=True)))
+        if page.kernel: self.ask("import ipywidgets, matplotlib.pyplot as plt; plt.close('all'); ipywidgets.Widget.close_all()") # else the next has them, too
+        page.evaluate("""([path, id]) => { for (const w of [...jupyterapp.shell.widgets('main')]) w.dispose()
+            return jupyterapp.commands.execute('docmanager:open', {path, factory: 'Notebook', ...(id && {kernel: {id}})}).then(() => 0) }""",
+            [name, None if fresh else page.kernel])
         page.wait_for_function("window.jupyterapp.shell.currentWidget?.sessionContext?.session?.kernel?.status == 'idle'")
-        page.evaluate("""() => { window.bad = []; jupyterapp.shell.currentWidget.sessionContext.iopubMessage.connect(
-            (_, m) => m.header.msg_type == 'error' && bad.push(m.content.evalue)) }""") # also those of a widget's callback, which no cell shows
+        page.kernel = page.evaluate("""() => { window.bad = []; const context = jupyterapp.shell.currentWidget.sessionContext; context.iopubMessage.connect(
+            (_, m) => m.header.msg_type == 'error' && bad.push(m.content.evalue)) // also those of a widget's callback, which no cell shows
+            return context.session.kernel.id }""")
 
     def run(self): # False when one has failed
         "Run all cells"

@@ -1,4 +1,4 @@
-"A run is shown while it goes on: in a notebook, on a terminal, from another process, and until whatever end it has"
+"A run is shown while it goes on: on a terminal, from another process, and until whatever end it has. test_interactive.py has it in a notebook"
 import gc
 import os
 import pty
@@ -12,7 +12,6 @@ import time
 
 import pytest
 import torch
-from jupyter import Notebook, server
 
 from torchember import EmberWarning, emberTracker, live, torchEmber
 
@@ -52,34 +51,6 @@ def on_terminal(code, stop=None):
 
 
 def steps_in(out): return [int(n.replace(',', '')) for n in re.findall(r'followed: step ([\d,]+)', out)]
-
-
-def picture(nb): return nb.page.evaluate("[...document.querySelectorAll('.jp-OutputArea img')].map(i => i.src)")
-
-
-@pytest.mark.slow
-def test_notebook(chromium, tmp_path):
-    cells = [program("import matplotlib.pyplot as plt; plt.style.use('dark_background'); other = plt.figure(); plt.close(other)"),
-        "view = te.live(every=.5); train(600, lambda: os.path.exists('enough')); print('trained: 1')",
-        """report = te.close(); print(f"report: {report['live']} {report['seconds']} {view.thread_seconds} {view.process_seconds} {sum(os.times()[2:4])}")"""]
-    with server(tmp_path) as lab, chromium('EXCLUDE 127.0.0.1') as browser:
-        nb = Notebook(browser, lab, *cells)
-        nb.page.evaluate("jupyterapp.commands.execute('notebook:run-all-cells').then(v => window.ran = v) && 0")
-        seen = []
-        for _ in range(3): # while the cell runs
-            nb.page.wait_for_function("seen => [...document.querySelectorAll('.jp-OutputArea img')].some(i => !seen.includes(i.src))", arg=seen)
-            seen += picture(nb)
-            assert len(picture(nb))==1
-        assert nb.out.get_by_text('trained: 1').count()==0
-        (tmp_path/'root'/'enough').touch()
-        nb.page.wait_for_function('window.ran')
-        said,recording,own,process,children = nb.numbers('report')
-        assert len(picture(nb))==1 and picture(nb)[0] not in seen[:1] and nb.bad==[]
-        dark = nb.page.evaluate("""async () => { const i = document.querySelector('.jp-OutputArea img'); await i.decode()
-            const c = new OffscreenCanvas(1, 1).getContext('2d'); c.drawImage(i, 0, 0); return [...c.getImageData(0, 0, 1, 1).data] }""")
-        assert dark[:3]==[0, 0, 0] # as matplotlib's style was
-        assert 0<said<recording and said==pytest.approx(own+process) and process==pytest.approx(children, abs=.05) # which counts hundredths
-        nb.page.screenshot(path=tmp_path/'live.png', full_page=True)
 
 
 def test_terminal():

@@ -40,18 +40,16 @@ def net(): return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Sequential(nn.Li
 @contextmanager
 def opened(chromium, file, address='', **context):
     "The page, ready; what it asked for and what went wrong are `page.asked` and `page.wrong`"
-    browser = chromium()
-    context = browser.new_context(**{'viewport': {'width': 1300, 'height': 900}, **context})
-    page = context.new_page()
-    page.set_default_timeout(30_000)
-    page.asked,page.wrong = [],[]
-    context.on('request', lambda r: page.asked.append(r.url))
-    page.on('pageerror', lambda e: page.wrong.append(str(e)))
-    page.on('console', lambda m: m.type=='error' and page.wrong.append(m.text))
-    page.goto(file.resolve().as_uri()+address)
-    page.wait_for_selector('html[data-ready]')
-    yield page
-    browser.close()
+    with chromium().new_context(**{'viewport': {'width': 1300, 'height': 900}, **context}) as context:
+        page = context.new_page()
+        page.set_default_timeout(30_000)
+        page.asked,page.wrong = [],[]
+        context.on('request', lambda r: page.asked.append(r.url))
+        page.on('pageerror', lambda e: page.wrong.append(str(e)))
+        page.on('console', lambda m: m.type=='error' and page.wrong.append(m.text))
+        page.goto(file.resolve().as_uri()+address)
+        page.wait_for_selector('html[data-ready]')
+        yield page
 
 
 def drawn(page): page.evaluate('() => drawing') # what was asked for is on the screen
