@@ -36,6 +36,9 @@ class Case:
     python:bool=False # Whether `hand` branches on values
 
 
+compiled_quickly = dict(xla_backend_optimization_level=0, xla_llvm_disable_expensive_passes=True) # for what runs once
+
+
 # ---- a MLP
 
 class MLP(nn.Module):
@@ -59,7 +62,7 @@ def stepped(model, loss, opt=opt):
 def begun(model, opt=opt, shape=(6, 4)):
     @cache
     def first():
-        p = jax.jit(model.init)(jax.random.key(1), jnp.ones(shape))
+        p = jax.jit(model.init, compiler_options=compiled_quickly)(jax.random.key(1), jnp.ones(shape))
         return jax.device_get((p, opt.init(p)))
     return lambda: jax.tree.map(jnp.array, first())
 
@@ -354,6 +357,6 @@ def by_hand(case, state, x, y):
     def named(k, call, grad):
         path,ttype,tname = k if isinstance(k, tuple) else (k, 'output', 'output_0')
         return path, 'output_grad' if grad else ttype, tname, call
-    got,grads = both() if case.python else jax.jit(both)()
+    got,grads = both() if case.python else jax.jit(both, compiler_options=compiled_quickly)()
     return {named(*k, False): v for k,v in zip(keys, got, strict=True)} | {named(*k, True): v for k,v in zip(keys, grads, strict=True)
         if not (isinstance(k[0], tuple) and k[0][-1] in case.constant)}

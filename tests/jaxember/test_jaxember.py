@@ -41,7 +41,8 @@ root = Path(__file__).parents[2]
 def done(code, **env):
     "What a process of its own says"
     got = subprocess.run([sys.executable, '-c', textwrap.dedent(code)], capture_output=True, text=True, cwd=root/'tests',
-        env={**os.environ, 'PYTHONPATH': os.pathsep.join([str(root), os.environ.get('PYTHONPATH', '')]), 'JAX_PLATFORMS': 'cpu', **env})
+        env={**os.environ, 'PYTHONPATH': os.pathsep.join([str(root), os.environ.get('PYTHONPATH', '')]), 'JAX_PLATFORMS': 'cpu',
+            'JAX_DISABLE_MOST_OPTIMIZATIONS': '1', **env})
     assert got.returncode==0, got.stderr[-3000:]
     return got.stdout
 
@@ -105,7 +106,7 @@ def name_of_row(r): return '.'.join(filter(None, (r['path'], r['pname'] if isins
 
 
 @pytest.mark.parametrize('name', jaxed.cases)
-def test_numbers_and_rows(name, tmp_path):
+def test_numbers_and_rows(name, optimized, tmp_path):
     "A compiled training of three steps: no bit of it changes, and there is a row for each array, with the numbers that it has"
     case = made(name)
     plain,(seen,tracker) = untracked(name),run(case, home=tmp_path)
@@ -190,7 +191,7 @@ class Compact(nn.Module):
 def test_names_as_tandv_has_them(cls, jitted, tmp_path):
     "Each tensor type has the modules that have kernels"
     x = jnp.ones((1, 16))
-    model = cls(hidden=16, output=10)
+    model = cls(hidden=16, output=16)
     state = model.init(jax.random.PRNGKey(0), x)
     names = {'.'.join(k.key for k in path[1:-1]) for path,_ in jax.tree_util.tree_flatten_with_path(state)[0]}
     optimizer = optax.adam(learning_rate=.001, eps=2**-16)
@@ -218,8 +219,8 @@ def test_their_notebook(capsys, tmp_path):
     class MLP(nn.Module):
         @nn.compact
         def __call__(self, x):
-            for n in (12, 12): x = nn.relu(nn.Dense(features=n, use_bias=True)(x))
-            x = nn.Dense(features=10, use_bias=True)(x)
+            for _ in range(2): x = nn.relu(nn.Dense(features=12, use_bias=True)(x)) # one width: JAX compiles each operation once
+            x = nn.Dense(features=12, use_bias=True)(x)
             return x-jax.scipy.special.logsumexp(x, axis=1, keepdims=True)
     def loss(model, params, batch):
         inputs,targets = batch
@@ -229,12 +230,12 @@ def test_their_notebook(capsys, tmp_path):
         updates,opt_state = optimizer.update(grads, opt_state, model_state)
         return optax.apply_updates(model_state, updates), opt_state, grads
     model,opt = MLP(),optax.adam(learning_rate=.001, eps=2**-16)
-    model_state = model.init(jax.random.PRNGKey(42), np.zeros((8, 20), np.float16))
+    model_state = model.init(jax.random.PRNGKey(42), np.zeros((8, 12), np.float16))
     opt_state = opt.init(model_state)
     r = np.random.RandomState(0)
     with track(model_state=model_state, optimizer_state=opt_state, track_gradients=True, home=tmp_path) as tracker:
         for _ in range(2):
-            batch = r.randn(8, 20).astype(np.float16),np.eye(10, dtype=np.float32)[r.randint(0, 10, 8)]
+            batch = r.randn(8, 12).astype(np.float16),np.eye(12, dtype=np.float32)[r.randint(0, 12, 8)]
             model_state,opt_state,grads = tracker.intercept(update, model, opt, model_state, opt_state, batch)
             tracker.step(model_state, opt_state, grads)
     assert capsys.readouterr().out.splitlines()==[f'LogFrame of this run: {tracker.out_path}']
@@ -325,7 +326,7 @@ def test_left_early(tmp_path):
 # ---- which steps
 
 @pytest.mark.parametrize('every,seen', [(3, [0, 3, 6]), (at(1, 5), [1, 5]), (lambda step: step in (2, 3), [2, 3])])
-def test_schedules(every, seen, tmp_path):
+def test_schedules(every, seen, optimized, tmp_path):
     "Between them the user's own function runs, and nothing is traced anew"
     traced,model = [],MLP()
     @jax.jit
@@ -495,17 +496,23 @@ def test_numbers_that_are_noted_several_times_in_a_step(tmp_path):
 @pytest.mark.slow
 def test_nnx_models_live_on(tmp_path):
     "One that was made or changed in a tracked step can be changed afterwards, and in the next tracker"
-    opt = optax.sgd(.1)
-    def step(state, model, opt, x, y):
+    class Net(nnx.Module):
+        def __init__(self):
+            layer = partial(nnx.Linear, 4, 4, rngs=nnx.Rngs(0), kernel_init=nnx.initializers.ones)
+            self.layers,self.head = nnx.List([layer(), layer()]),layer()
+        def __call__(self, x):
+            for layer in self.layers: x = layer(x)
+            return self.head(x)
+    def step(state, model, opt, x):
         if model is None:
-            model = jaxed.Net(nnx.Rngs(0))
+            model = Net()
             opt = nnx.Optimizer(model, optax.sgd(.1), wrt=nnx.Param)
-        g = nnx.grad(lambda m: jaxed.entropy(m(x), y))(model)
+        g = nnx.grad(lambda m: m(x).sum())(model)
         opt.update(model, g)
         return model, opt
     def once(model, opt):
         with track(home=tmp_path) as tracker:
-            model,opt = tracker.intercept(step, None, model, opt, *jaxed.batch())
+            model,opt = tracker.intercept(step, None, model, opt, jnp.ones((4, 4)))
             tracker.step()
             df = tracker.t
         del tracker
@@ -514,10 +521,10 @@ def test_nnx_models_live_on(tmp_path):
     model,opt = once(None, None)
     import gc
     gc.collect()
-    model.head.bias[...] = jnp.zeros(3)
+    model.head.bias[...] = jnp.zeros(4)
     model.layers[0].extra = nnx.Param(jnp.zeros(2))
     model,opt = once(model, opt)
-    step(None, model, opt, *jaxed.batch())
+    step(None, model, opt, jnp.ones((4, 4)))
 
 
 # ---- the same arrays in torch
@@ -585,7 +592,8 @@ def rows(t): return json.loads(t.t.df.drop(columns=['ts']).to_json(orient='recor
 
 # data in parallel, and weights in shards; the same on one device
 model = MLP(width=6)
-base = Case(jax.jit(stepped(model, plain_loss)), begun(model), lambda s: s)
+opt = optax.sgd(.1, momentum=.9)
+base = Case(jax.jit(stepped(model, plain_loss, opt)), begun(model, opt), lambda s: s)
 for name,spec in (('data', lambda x: P()), ('weights', lambda x: P(None, 'model') if np.ndim(x)==2 and x.shape[1]%2==0 else P())):
     case = Case(base.update, lambda: put(base.state(), spec), lambda s: s, batch=lambda seed: put(batch((8, 4), seed=seed), lambda x: P('data')))
     if name=='data': _,one = run(Case(base.update, base.state, lambda s: s, batch=partial(batch, (8, 4))), 2, home=home, name='alone')
@@ -668,7 +676,7 @@ with track(state[0], home=sys.argv[1], name='killed') as tracker:
 def test_kill(tmp_path):
     "What is on disk after `kill -9` is read, and drawn"
     got = subprocess.run([sys.executable, '-c', killed, str(tmp_path)], capture_output=True, text=True, cwd=root/'tests',
-        env={**os.environ, 'PYTHONPATH': str(root), 'JAX_PLATFORMS': 'cpu'})
+        env={**os.environ, 'PYTHONPATH': str(root), 'JAX_PLATFORMS': 'cpu', 'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'})
     assert got.returncode==-signal.SIGKILL and got.stdout.split()==['now'], got.stderr[-2000:]
     df = read('killed', home=tmp_path)
     n = df.groupby('step').size()
@@ -693,14 +701,14 @@ with track(state[0], state[1], True, home=sys.argv[1], every=2) as tracker:
         tracker.t.barrier()
         gc.collect()
         return rss(), len(jax.live_arrays())
-    (before,n),(after,m) = some(300),some(1000)
+    (before,n),(after,m) = some(300),some(500)
 print(after-before, m-n)
 '''
 
 @pytest.mark.skipif(not os.path.exists('/proc/self/status'), reason='needs /proc')
 def test_memory_is_flat(tmp_path):
     grown,arrays = map(int, done(f'import sys; sys.argv[1:] = [{str(tmp_path)!r}]\n'+flat).splitlines()[-1].split())
-    assert grown<15e6 and arrays<=20, (grown, arrays)
+    assert grown<7.5e6 and arrays<=20, (grown, arrays)
 
 
 @pytest.mark.slow
@@ -719,7 +727,7 @@ def test_without_torch(tmp_path):
         lf = te.to_logframe(te.emberTracker('free', home=home))
         print(len(df), len(lf), len(te.read_pickle(t.out_path)))
         draw = dict(hist=te.exp_hist(lf, layer='blocks.*', tt='Activation', step=1), line=te.scalar_line(t.t, layer='blocks.*'), first=te.overview(t.t))
-        for k,f in draw.items(): getattr(f, 'figure', f).savefig(f'{{home}}/{{k}}.png')
+        for k,f in draw.items(): getattr(f, 'figure', f).savefig(f'{{home}}/{{k}}.png', dpi=30)
         te.report(t.t, f'{{home}}/report.html')
         print([m for m in sys.modules if m.partition('.')[0]=='torch' and sys.modules[m]])
     ''', MPLBACKEND='agg')
