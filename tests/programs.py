@@ -147,7 +147,7 @@ def become(main, filters, args, cwd, env):
     warnings.filters[:] = filters
     warnings._processoptions(sys.warnoptions)
     warnings.filters[:0] = of_torch
-    sys.modules['torch'].default_generator.seed() # by chance, as when torch is loaded. That of Python does so by itself
+    if torch.initial_seed()==seed: torch.default_generator.seed() # by chance, as when torch is loaded. That of Python does so by itself
     if 'numpy.random' in sys.modules: sys.modules['numpy.random'].seed()
     return code
 
@@ -160,7 +160,8 @@ if __name__=='__main__':
     main = sys.modules['__main__'] = types.ModuleType('__main__')
     sys.argv = ['-c']
     del sys.path[0] # which is ours
-    import torch  # noqa: F401
+    import torch
+    seed = torch.initial_seed()
     exec(after, vars(main))
     sys.path[:] = [p for p in sys.path if p not in on_the_path(os.environ)]
     gc.collect()

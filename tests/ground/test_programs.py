@@ -81,8 +81,15 @@ def test_what_is_not_over_in_time_is_killed_with_its_children(tmp_path):
 
 def test_what_many_have_in_common_is_done_once():
     "In what they begin with, which is theirs: its names, and functions that see the names that come later"
-    after = 'import os\nbegun,more = os.getpid(),[]\ndef said(): return begun!=os.getpid(), more, later'
-    for _ in range(2): assert programs.run('later = 1; more.append(2); print(*said())', after=after).stdout=='True [2] 1\n'
+    after = 'import os, torch\nbegun,more = os.getpid(),[]\ndef said(): return begun!=os.getpid(), more, later'
+    drawn = set()
+    for _ in range(2):
+        *said,n = programs.run('later = 1; more.append(2); print(*said(), torch.rand(1).item())', after=after).stdout.split()
+        assert said==['True', '[2]', '1']
+        drawn.add(n)
+    assert len(drawn)==2
+    seeded = [programs.run('print(torch.rand(1).item())', after='import torch; torch.manual_seed(1); torch.rand(1)').stdout for _ in range(2)]
+    assert seeded[0]==seeded[1]
 
 
 def test_what_is_read_when_torch_is_loaded():

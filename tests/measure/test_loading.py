@@ -1,8 +1,7 @@
 "The compiled loops are loaded beside the training: nobody waits for them, no step is charged for them, and no fork or exit hangs on them"
 import os
-import subprocess
-import sys
 
+import programs
 import pytest
 
 start = '''
@@ -22,15 +21,13 @@ def train(te, n):
 
 def run(code, timeout=100, **env):
     "What a program says whose loops are loaded beside"
-    env = os.environ | {'TORCHEMBER_WAIT': '0'} | env
-    done = subprocess.run([sys.executable, '-c', start+code], env=env, capture_output=True, text=True, timeout=timeout)
+    done = programs.run(code, after=start, timeout=timeout, **{'TORCHEMBER_WAIT': '0', **env})
     assert done.returncode==0 and not done.stderr, done
     return done.stdout.split()
 
 
 def test_nothing_is_loaded_by_importing():
-    code = "import sys, torchember, torchember.ember, torchember.measure.tap; print('numba' in sys.modules)"
-    assert subprocess.check_output([sys.executable, '-c', code], text=True).split()==['False']
+    assert run("import torchember.ember, torchember.measure.tap; print('numba' in sys.modules)")==['False']
 
 
 slowly = '''
@@ -219,7 +216,7 @@ def test_kernels_that_two_processes_have_compiled_are_two(tmp_path):
     def ones(*dtypes):
         script = 'import sys, torch; from torchember.measure import kernels, loading; loading.ready()\n' \
             'for d in sys.argv[1:]: print(kernels.read(torch.ones(16, dtype=getattr(torch, d)))[1])'
-        got = subprocess.run([sys.executable, '-c', script, *dtypes], env={**os.environ, 'NUMBA_CACHE_DIR': str(tmp_path)}, capture_output=True, text=True)
+        got = programs.run(script, *dtypes, NUMBA_CACHE_DIR=tmp_path)
         assert got.returncode==0, got.stderr[-2000:]
         return got.stdout.split()
     for dtypes in (['float32'], ['float32', 'bfloat16'], ['float32', 'float16']): ones(*dtypes) # each of the two is the second of its process
