@@ -1,11 +1,11 @@
 "What numbers must be: rows, summaries and whole models against float64, by numpy, scipy and torch"
 import math
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 
 import numpy as np
 from scipy import stats
 
-from torchember.measure.summary import Summary, derive, groups, index, read_array, width
+from torchember.measure.summary import derive, groups, index, length, parts_in, read_array, width
 
 numbers = ('mean', 'std', 'max', 'min')
 everything = tuple(groups)
@@ -39,10 +39,10 @@ class Tolerance:
     relative error says nothing: it is held to the *standard deviation*, which is smaller than any other scale of a tensor, plus
     what float64 itself rounds of the largest element. A skewness cancels in the same way, so its scale is the mean of |d|^3.
     """
-    x:np.ndarray # The elements in float64
+    x:InitVar[np.ndarray] # The elements in float64
 
-    def __post_init__(self):
-        ok = self.x[np.isfinite(self.x)].astype(np.longdouble)
+    def __post_init__(self, x):
+        ok = x[np.isfinite(x)].astype(np.longdouble)
         n = max(ok.size, 1)
         mean = ok.sum()/n
         d = np.abs(ok-mean)
@@ -68,21 +68,33 @@ class Tolerance:
         return True
 
 
+class Answer:
+    "The summary of an array of numbers in float64, and how far one may be from it: worked out once for all who read the array. It holds none of its elements"
+    def __init__(self, x):
+        self.ulp = 8*eps if np.iscomplexobj(x) else 0 # hypot of one library and of another
+        x = (np.abs(x) if np.iscomplexobj(x) else np.asarray(x)).astype(np.float64).ravel()
+        self.vector,self.tolerance = read_array(x, everything),Tolerance(x)
+
+    def of(self, wanted):
+        "The vector of some groups: NaN are the parts of the others"
+        v = self.vector[:length(wanted)].copy()
+        v[[i for p,i in index.items() if p not in parts_in(wanted)]] = np.nan
+        return v
+
+
 def judge(vector, x, wanted=everything, worst=None, where=''):
-    "Fail unless the statistics of `vector` are those of the float64 array `x`"
-    want = Summary(read_array(x, wanted))
-    got,right = derive(vector),derive(want.vector)
-    ulp = 8*eps if np.iscomplexobj(x) else 0 # hypot of one library and of another
-    x = (np.abs(x) if np.iscomplexobj(x) else np.asarray(x)).astype(np.float64).ravel()
-    tol = Tolerance(x)
+    "Fail unless the statistics of `vector` are those of the float64 array `x`, or of its `Answer`"
+    x = x if isinstance(x, Answer) else Answer(x)
+    want,ulp,tol = x.of(wanted),x.ulp,x.tolerance
     for p in ('count', 'nan', 'posinf', 'neginf', 'min', 'max'):
-        a,b = vector[index[p]],want.vector[index[p]]
+        a,b = vector[index[p]],want[index[p]]
         assert a==b or abs(a-b)<=ulp*abs(b), f'{p}: {a!r} for {b!r} {where}'
-    if 'exponents' in wanted and not np.iscomplexobj(vector) and not ulp:
-        np.testing.assert_array_equal(vector[width:], want.vector[width:], err_msg=f'exponents {where}')
-        assert vector[index['zeros']]==want.vector[index['zeros']]
-    for name in got:
-        a,b = float(got[name]),float(right[name])
+    if 'exponents' in wanted and not ulp:
+        np.testing.assert_array_equal(vector[width:], want[width:], err_msg=f'exponents {where}')
+        assert vector[index['zeros']]==want[index['zeros']]
+    both = derive(np.stack([vector[:width], want[:width]]))
+    for name,(a,b) in both.items():
+        a,b = float(a),float(b)
         if not tol.knows(name): continue
         if math.isfinite(a) and math.isfinite(b):
             t,e = max(tol.of(name, b), ulp*abs(b)),abs(a-b)

@@ -8,7 +8,7 @@ import os
 import numpy as np
 import pytest
 import torch
-from oracle import everything, judge, rel
+from oracle import Answer, everything, judge, rel
 
 from torchember import get_stats, summarize
 from torchember.measure import kernels
@@ -159,12 +159,20 @@ def sample(seed, large=0):
     return t, f'(sample({seed}, {large}): {kind} {str(dtype)[6:]} {tuple(t.shape)} {getattr(layout, "__name__", layout)})'
 
 
+answers = {} # of tensors that both engines read
+
+
+def answer(of, x):
+    if of not in answers: answers[of] = Answer(x)
+    return answers[of]
+
+
 def fuzz(seeds, large=0, worst=None):
     "Read each tensor in both ways, all of it and the basic groups"
     with np.errstate(all='ignore'):
         for seed in seeds:
             t,what = sample(seed, large)
-            x = plain(t)
+            x = answer((seed, large), plain(t))
             judge(read(t, everything), x, worst=worst, where=what)
             judge(read(t), x, ('basic',), worst, what)
             if seed%3==0: judge(read(t, ('basic', 'exponents')), x, ('basic', 'exponents'), worst, what)
@@ -283,11 +291,12 @@ hostile = dict(
 def test_hostile(name):
     x = hostile[name]()
     before,version = plain(x).copy(),None if x.is_inference() else x._version
+    right = answer(name, before)
     with np.errstate(all='ignore'):
         for some in ((), ('absolute',), ('higher',), ('powers',), everything[1:]):
-            judge(read(x, ('basic', *some)), before, ('basic', *some), where=f'{name} {some}')
-        judge(read_device(x.detach().reshape(-1).resolve_neg(), everything).numpy(), before, where=f'{name} read_device')
-        judge(summarize(x).vector, before, scalars, where=f'{name} summarize')
+            judge(read(x, ('basic', *some)), right, ('basic', *some), where=f'{name} {some}')
+        judge(read_device(x.detach().reshape(-1).resolve_neg(), everything).numpy(), right, where=f'{name} read_device')
+        judge(summarize(x).vector, right, scalars, where=f'{name} summarize')
     np.testing.assert_array_equal(plain(x), before) # and reading changes nothing
     assert version is None or x._version==version
 
