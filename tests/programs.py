@@ -12,6 +12,8 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 import types
 import warnings
 from contextlib import suppress
@@ -43,6 +45,22 @@ def run(program, *args, timeout=600, input=None, **kwargs):
             (os.killpg if isinstance(p, Forked) else os.kill)(p.pid, signal.SIGKILL)
             raise
     return subprocess.CompletedProcess(p.args, p.returncode, *said)
+
+
+def ranks(program, *args, n=2, timeout=600, **kwargs):
+    "Run a program in `n` processes of torch.distributed, as torchrun starts them. If one fails, the others are killed"
+    with socket.create_server(('localhost', 0)) as s: port = s.getsockname()[1]
+    with tempfile.TemporaryFile('w+') as said:
+        def rank(r):
+            return start(program, *args, stdin=subprocess.DEVNULL, stdout=said, stderr=said, RANK=r, LOCAL_RANK=r, WORLD_SIZE=n, LOCAL_WORLD_SIZE=n,
+                MASTER_ADDR='localhost', MASTER_PORT=port, **kwargs)
+        ps,end = [rank(r) for r in range(n)],time.monotonic()+timeout
+        while {p.poll() for p in ps}<={None, 0} and any(p.returncode is None for p in ps) and time.monotonic()<end: time.sleep(.02)
+        for p in ps:
+            if p.returncode is None: p.kill()
+            p.wait()
+        said.seek(0)
+        assert not any(p.returncode for p in ps), f'{[p.returncode for p in ps]}\n{said.read()[-3000:]}'
 
 
 def forks(env):

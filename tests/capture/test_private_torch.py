@@ -1,15 +1,13 @@
 "torch's private names stand in one room, and nobody's run fails where torch lacks one of them"
 import ast
 import json
-import os
 import re
-import subprocess
-import sys
 import warnings
 from collections import Counter
 from fnmatch import fnmatch
 from pathlib import Path
 
+import programs
 import pytest
 import torch
 from compared import FORWARD, GPT, ids, places, train
@@ -114,7 +112,7 @@ print(json.dumps([out, sorted(room.missing)]))
 
 
 def trained(lacks, home):
-    got = subprocess.run([sys.executable, '-c', trains, lacks], capture_output=True, text=True, env={**os.environ, 'TORCHEMBER_HOME': str(home)})
+    got = programs.run(trains, lacks, after='import torch._dynamo', TORCHEMBER_HOME=home)
     assert got.returncode==0, got.stderr
     return json.loads(got.stdout.splitlines()[-1])
 

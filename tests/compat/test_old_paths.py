@@ -1,10 +1,9 @@
 "What a script imported from 0.3.0.dev0, from whichever room, it still imports"
 import pickle
-import subprocess
-import sys
 from importlib import import_module
 from importlib.util import find_spec
 
+import programs
 import pytest
 
 import torchember
@@ -84,9 +83,9 @@ def test_a_room_is_imported_once_under_both_names():
 def test_in_a_fresh_process_in_either_order():
     code = "import torchember.{0} as a, torchember.{1} as b; assert a is b, (a, b); from torchember import {0}; assert {0} is a"
     for names in (('core', 'ember'), ('record', 'ground.record')): # the first asks for the old name first, too
-        got = subprocess.run([sys.executable, '-c', code.format(*names)], capture_output=True, text=True)
+        got = programs.run(code.format(*names))
         assert got.returncode==0, got.stderr
-    got = subprocess.run([sys.executable, '-c', 'import torchember.cores'], capture_output=True, text=True)
+    got = programs.run('import torchember.cores')
     assert "ModuleNotFoundError: No module named 'torchember.cores'" in got.stderr
 
 

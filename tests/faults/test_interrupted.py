@@ -1,9 +1,8 @@
 "A signal, Ctrl-C or a fork in the midst of a step: training goes on, and the rows that there are are right"
 import os
 import signal
-import subprocess
-import sys
 
+import programs
 import pytest
 import torch
 from models import mlp, x
@@ -28,7 +27,7 @@ def test_a_signal_handler_that_reads_or_closes():
         signal.setitimer(signal.ITIMER_REAL, 0)
         te.close(); print('lived', n)
     """
-    got = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
+    got = programs.run(code)
     assert 'lived' in got.stdout, got.stderr[-2000:]
 
 

@@ -2,11 +2,10 @@
 import copy
 import os
 import pickle
-import subprocess
-import sys
 import textwrap
 import weakref
 
+import programs
 import pytest
 import torch
 from torch import nn
@@ -105,7 +104,7 @@ def test_scaler_whose_step_somebody_replaced():
 
 
 def run(code):
-    r = subprocess.run([sys.executable, '-c', textwrap.dedent(code)], capture_output=True, text=True, timeout=300)
+    r = programs.run(textwrap.dedent(code), timeout=300)
     assert r.returncode==0, r.stderr
     return r
 

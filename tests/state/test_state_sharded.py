@@ -1,10 +1,9 @@
 """Numbers of a model that is sharded over processes are those of the whole model, in every process"""
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
+import programs
 import pytest
 
 script = Path(__file__).parent/'sharded_state.py'
@@ -15,8 +14,7 @@ world = 2
 def told(tmp_path_factory):
     "What each process was told"
     d = tmp_path_factory.mktemp('ranks')
-    def start(r): return subprocess.Popen([sys.executable, str(script), str(r), str(world), str(d/'store'), str(d/'rank')], stderr=subprocess.PIPE, text=True)
-    ps = [start(r) for r in range(world)]
+    ps = [programs.start(script, r, world, d/'store', d/'rank') for r in range(world)]
     try: said = [p.communicate()[1] for p in ps]
     finally:
         for p in ps: p.kill()

@@ -1,21 +1,22 @@
 "Runs of whole processes"
 import json
-import os
-import subprocess
-import sys
 
+import programs
 import pytest
 
-train = """
+begin = """
 import sys, torch
 from torchember import torchEmber
+from torchember.measure import loading
+loading.loops()
+"""
+train = """
 te = torchEmber(torch.nn.Linear(2, 1))
 for _ in range(3): te.model(torch.ones(1, 2))
 """
 
 
-def start(code, home, **kwargs):
-    return subprocess.Popen([sys.executable, '-c', code], env={**os.environ, 'TORCHEMBER_HOME': str(home)}, stderr=subprocess.PIPE, text=True, **kwargs)
+def start(code, home): return programs.start(code, after=begin, TORCHEMBER_HOME=home)
 
 
 def finish(p):
