@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import programs
 import pytest
 
 here = Path(__file__).parent
@@ -37,14 +38,13 @@ def text(f, cc, types, **const):
     source = ASTSource(f, dict.fromkeys(f.arg_names, 'constexpr')|types, {(at(k),): v for k,v in const.items()}, pointers)
     return compile(source, target=GPUTarget('cuda', cc, 32), options=dict(num_warps=8, enable_fp_fusion=True)).asm['ptx']
 
-for cc in (80, 90):
-    for x,B in (('fp32', 4096), ('bf16', 4096), ('fp64', 2048)):
-        one = text(gpu._one, cc, dict(x='*'+x, n='i32', rows='*fp64', step='i32', out='*fp64', span='i32'), wanted=15, B=B, W=16)
-        assert '.ftz' not in one, 'subnormal numbers become zero'
-        assert ('ld.global.v2.b64' if x=='fp64' else 'ld.global.v4.b32') in one, 'a thread does not load 16 bytes at once'
-    many = text(gpu._many, cc, dict(jobs='*i64', like='*fp32', rows='*fp64', step='i32', out='*fp64', between='i32'), wanted=0, B=4096, W=16, aligned=True)
-    assert 'ld.global.v4.b32' in many and 'atom' not in many
-    text(gpu._merge, cc, dict(rows='*fp64', step='i32', jobs='*i64', out='*fp64', between='i32', apart='i32'), T=gpu.tile)
+for cc,x,B in ((80, 'fp32', 4096), (80, 'fp64', 2048), (90, 'bf16', 4096)): # each type and each GPU; what a compile tells is of the type
+    one = text(gpu._one, cc, dict(x='*'+x, n='i32', rows='*fp64', step='i32', out='*fp64', span='i32'), wanted=15, B=B, W=16)
+    assert '.ftz' not in one, 'subnormal numbers become zero'
+    assert ('ld.global.v2.b64' if x=='fp64' else 'ld.global.v4.b32') in one, 'a thread does not load 16 bytes at once'
+many = text(gpu._many, 90, dict(jobs='*i64', like='*fp32', rows='*fp64', step='i32', out='*fp64', between='i32'), wanted=0, B=4096, W=16, aligned=True)
+assert 'ld.global.v4.b32' in many and 'atom' not in many
+text(gpu._merge, 80, dict(rows='*fp64', step='i32', jobs='*i64', out='*fp64', between='i32', apart='i32'), T=gpu.tile)
 '''
 
 
@@ -60,6 +60,5 @@ def test_without_triton(tmp_path):
     "The room opens where Triton is not installed, and says that it cannot read"
     (tmp_path/'triton.py').write_text("raise ImportError('no triton')")
     code = "from torchember.measure.readers import triton as gpu; print(gpu.available('cuda'), gpu.available('cpu'))"
-    env = os.environ | {'PYTHONPATH': os.pathsep.join([str(tmp_path), os.environ.get('PYTHONPATH', '')])}
-    done = subprocess.run([sys.executable, '-c', code], env=env, cwd=root, capture_output=True, text=True)
+    done = programs.run(code, cwd=root, PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get('PYTHONPATH', '')]))
     assert done.stdout.split()==['False', 'False'], done.stderr

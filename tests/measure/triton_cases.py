@@ -11,6 +11,15 @@ from torchember.measure.summary import groups, index, parts, read_array
 device = torch.device('cuda' if torch.cuda.is_available() and isinstance(gpu._one, gpu.triton.JITFunction) else 'cpu')
 pytestmark = pytest.mark.skipif(not gpu.available(device), reason='neither a GPU nor TRITON_INTERPRET=1')
 
+if device.type=='cpu':
+    from triton.runtime import interpreter
+    once = set()
+    def call(f, *args, **kwargs):
+        "A function that a kernel calls. Triton would look through its whole language, in which the launch has replaced all there is to replace"
+        if f.fn.__module__ not in once: interpreter._patch_lang(f.fn); once.add(f.fn.__module__)
+        return f.rewrite()(*args, **kwargs)
+    if hasattr(interpreter, '_LangPatchScope'): interpreter.InterpretedFunction.__call__ = call
+
 full = tuple(groups)
 dtypes = list(gpu.blocks)
 rel = 1e-6
@@ -54,7 +63,7 @@ def one(x, wanted=full, rel=rel):
 
 
 @pytest.mark.parametrize('dtype', dtypes, ids=str)
-@pytest.mark.parametrize('n', [0, 1, 31, 2048, 4096, 4097, 100_003])
+@pytest.mark.parametrize('n', [0, 1, 31, 2048, 4096, 4097, 30_003 if device.type=='cpu' else 100_003])
 def test_normal(n, dtype): one(torch.randn(n).to(dtype), rel=1e-12 if dtype is torch.float64 else rel)
 
 
