@@ -1,13 +1,11 @@
 """Nothing that measures or shows makes a tensor's storage unresizable, as `Tensor.numpy`, `np.asarray` and DLPack do for ever:
 `fully_shard` frees weights by resizing their storage, and a training that was looked at would die of it"""
 import ast
-import os
 import pathlib
-import subprocess
-import sys
 import textwrap
 
 import numpy as np
+import programs
 import pytest
 import torch
 from torch import nn
@@ -118,8 +116,7 @@ def test_while_loops_are_loaded_and_without_numba():
                 te.disarm()
         print('resized')''')
     for numba,threads in (('with', '1'), ('without', '1'), ('without', '2')):
-        env = os.environ | {'TORCHEMBER_WAIT': '0'}
-        r = subprocess.run([sys.executable, '-W', 'ignore', '-c', code, numba, threads], capture_output=True, text=True, env=env, timeout=600)
+        r = programs.run(code, numba, threads, TORCHEMBER_WAIT=0, PYTHONWARNINGS='ignore')
         assert r.stdout.strip()=='resized', (numba, threads, r.stdout+r.stderr)
 
 

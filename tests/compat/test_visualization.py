@@ -1,11 +1,9 @@
 "What a Monitor computes, in the tools that people look at: real wandb (offline), real TensorBoard, matplotlib"
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
+import programs
 import pytest
 
 training = '''
@@ -33,8 +31,7 @@ def train(vis, n=12):
 
 
 def run(code, tmp_path, **env):
-    done = subprocess.run([sys.executable, '-c', training+code], capture_output=True, text=True, cwd=tmp_path,
-        env={**os.environ, 'TORCHEMBER_HOME': str(tmp_path/'home'), 'HOME': str(tmp_path), 'MPLBACKEND': 'agg', **env})
+    done = programs.run(training+code, cwd=tmp_path, **{'TORCHEMBER_HOME': tmp_path/'home', 'HOME': tmp_path, 'MPLBACKEND': 'agg', **env})
     assert done.returncode==0, done.stderr
     return done.stdout
 

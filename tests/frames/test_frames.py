@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pandas as pd
+import programs
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -190,13 +191,13 @@ def test_what_is_appended_meanwhile_does_not_count(tmp_path, eager, monkeypatch)
 def test_runs_that_go_on_and_that_do_not(tmp_path):
     code = f"import torch, torchember; te = torchember.torchEmber(torch.nn.Linear(1, 1), name='NAME', home={str(tmp_path)!r}); " \
         "te.model(torch.ones(1, 1)); te.t.barrier()"
-    subprocess.run([sys.executable, '-c', code.replace('NAME', 'broken off')+"; import os; os._exit(1)"], check=False, cwd=root)
+    assert programs.run(code.replace('NAME', 'broken off')+"; import os; os._exit(1)", cwd=root).returncode==1
     waits = code.replace('NAME', 'other')+"; print('there', flush=True); input(); te.close()"
-    with subprocess.Popen([sys.executable, '-c', waits], cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as p:
+    with programs.start(waits, cwd=root, stdin=subprocess.PIPE) as p:
         p.stdout.readline()
         there = runs(tmp_path).set_index('name')
         assert there.running.to_dict()=={'broken off': False, 'other': True} and there.end.isna().to_dict()=={'broken off': False, 'other': True}
-        p.communicate(b'\n')
+        p.communicate('\n')
     base = tmp_path/'data/base_other.json'
     assert not runs(tmp_path).running.any() and json.loads(base.read_text())['rows']==runs(tmp_path).set_index('name').rows['other']==4
     base.write_text(json.dumps({**{k: v for k,v in json.loads(base.read_text()).items() if k!='end'}, 'host': 'elsewhere', 'pid': os.getpid()}))

@@ -1,10 +1,9 @@
 "Two processes: DDP and FSDP2, armed before and after, eager and compiled"
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import programs
 import pytest
 from sharded import steps
 
@@ -17,9 +16,7 @@ def ran(tmp_path_factory):
     d = tmp_path_factory.mktemp('ranks')
     here = Path(__file__).parent
     helpers = os.pathsep.join([str(here.parent), os.environ.get('PYTHONPATH', '')])
-    got = subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node=2', '--standalone', str(here/'sharded.py'), 'all', str(d)],
-        env={**os.environ, 'TORCHEMBER_HOME': str(d), 'OMP_NUM_THREADS': '1', 'PYTHONPATH': helpers}, capture_output=True, text=True)
-    assert got.returncode==0, got.stderr[-3000:]
+    programs.ranks(here/'sharded.py', 'all', d, TORCHEMBER_HOME=d, PYTHONPATH=helpers)
     said = [json.loads((d/f'{k}.json').read_text()) for k in range(2)]
     def rows(case, k): return emberTracker(f"{case.replace(' ', '_').replace(',', '')}.rank{k}", home=d).lines()
     return said, {(c, k): rows(c, k) for c in steps for k in range(2)}

@@ -2,10 +2,10 @@
 import ast
 import inspect
 import json
-import subprocess
 import sys
 from pathlib import Path
 
+import programs
 import pytest
 from fastcore.docments import docments
 from IPython.core.interactiveshell import InteractiveShell
@@ -21,7 +21,8 @@ meanings = {'optimizer': 'Optimizer, or a list of them', 'every': 'Which steps',
 
 
 def help_of(code):
-    got = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
+    got = programs.run(code)
+    assert got.returncode==0, got.stderr
     return ' '.join(got.stdout.replace('|', ' ').split())
 
 

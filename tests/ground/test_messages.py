@@ -1,11 +1,10 @@
 "What a user is told: which line a warning points at, and what an error says to a name or an argument that cannot be"
 import ast
-import subprocess
-import sys
 import threading
 import warnings
 from pathlib import Path
 
+import programs
 import pytest
 import torch
 from torch import nn
@@ -169,10 +168,10 @@ def test_not_at_an_installed_trainer(tmp_path):
     site.mkdir(parents=True)
     (site/'trainer.py').write_text('import torch\ndef fit(model): model(torch.ones(2))\n')
     (tmp_path/'mine.py').write_text(script.format(site=str(site)))
-    got = subprocess.run([sys.executable, '-W', 'always', 'mine.py'], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert 'mine.py:10: EmberWarning: output_0 of model(Linear)' in got.stderr
-    got = subprocess.run([sys.executable, '-W', 'always', '-c', script.format(site=str(site))], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert '<string>:10: EmberWarning: output_0 of model(Linear)' in got.stderr
+    got = programs.run(Path('mine.py'), cwd=tmp_path, PYTHONWARNINGS='always')
+    assert got.returncode==0 and 'mine.py:10: EmberWarning: output_0 of model(Linear)' in got.stderr
+    got = programs.run(script.format(site=str(site)), cwd=tmp_path, PYTHONWARNINGS='always')
+    assert got.returncode==0 and '<string>:10: EmberWarning: output_0 of model(Linear)' in got.stderr
 
 
 # ---- what an error says

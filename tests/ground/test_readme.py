@@ -1,14 +1,12 @@
 "Every line of the README that can be run is run as it is written, as a reader would: in order, and alone where it needs nothing from before"
 import builtins
 import json
-import os
 import re
-import subprocess
-import sys
 import symtable
 from configparser import ConfigParser
 from pathlib import Path
 
+import programs
 import pytest
 
 root = Path(__file__).parents[2]
@@ -31,8 +29,8 @@ def unbound(code):
 
 def run(code, tmp_path):
     "In a Python of its own, in an empty folder, without a display. What goes wrong is what it says"
-    env = os.environ | {'TORCHEMBER_HOME': str(tmp_path/'home'), 'MPLBACKEND': 'agg', 'PYTHONPATH': str(root)}
-    got = subprocess.run([sys.executable, '-W', 'error::torchember.EmberWarning', '-c', code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    env = dict(TORCHEMBER_HOME=tmp_path/'home', MPLBACKEND='agg', PYTHONPATH=root, PYTHONWARNINGS='error::torchember.EmberWarning')
+    got = programs.run(code, cwd=tmp_path, **env)
     assert got.returncode==0, f'{code}\n{got.stderr}'
     return got.stdout
 

@@ -1,9 +1,8 @@
 "The compiled loops are a guest: where numba is missing, switched off or broken, tensors are measured all the same"
 import os
 import platform
-import subprocess
-import sys
 
+import programs
 import pytest
 
 code = '''
@@ -19,8 +18,7 @@ right = "{'mean': 3.0, 'std': 2.160247, 'exponents': [1, 0, 1, 2, 0], 'exponent_
 
 
 def run(path='', code=code, **env):
-    env = os.environ | env | {'PYTHONPATH': os.pathsep.join([str(path), os.environ.get('PYTHONPATH', '')])}
-    return subprocess.run([sys.executable, '-c', code], env=env, capture_output=True, text=True)
+    return programs.run(code, PYTHONPATH=os.pathsep.join([str(path), os.environ.get('PYTHONPATH', '')]), **env)
 
 
 def test_there():

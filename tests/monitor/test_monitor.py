@@ -5,12 +5,11 @@ import json
 import math
 import os
 import pickle
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
 import numpy as np
+import programs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -483,7 +482,7 @@ print(after-before, more-tensors)
 @pytest.mark.skipif(not os.path.exists('/proc/self/status'), reason='needs /proc')
 def test_memory_is_flat(tmp_path):
     "In a process of its own: 1500 batches would be 98 MB"
-    done = subprocess.run([sys.executable, '-c', flat], env={**os.environ, 'TORCHEMBER_HOME': str(tmp_path)}, capture_output=True, text=True)
+    done = programs.run(flat, TORCHEMBER_HOME=tmp_path)
     assert done.returncode==0, done.stderr[-2000:]
     grown,tensors = map(int, done.stdout.split())
     assert grown<12e6 and tensors<=20, (grown, tensors)
@@ -583,7 +582,7 @@ for step in range(50):
 monitor.t.barrier()
 os.kill(os.getpid(), signal.SIGKILL)
 '''
-    subprocess.run([sys.executable, '-c', code], env={**os.environ, 'TORCHEMBER_HOME': str(tmp_path)})
+    assert programs.run(code, TORCHEMBER_HOME=tmp_path).returncode==-9
     df = read('killed')
     assert df[df.WeightNorm.notna()].step.tolist()==list(range(50))
 
@@ -801,9 +800,7 @@ def test_it_is_drawn_without_saying_of_which_tensor():
 def test_two_processes(tmp_path):
     "DDP, compiled or not, and FSDP2: activations are each rank's own, weights and their gradients are those of the whole, and the same in all"
     here = Path(__file__).parent
-    done = subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node=2', '--standalone', str(here/'monitored.py'), str(tmp_path)],
-        env={**os.environ, 'TORCHEMBER_HOME': str(tmp_path), 'OMP_NUM_THREADS': '1'}, capture_output=True, text=True)
-    assert done.returncode==0, done.stderr[-3000:]
+    programs.ranks(here/'monitored.py', tmp_path, TORCHEMBER_HOME=tmp_path)
     a,b = (json.loads((tmp_path/f'{k}.json').read_text()) for k in range(2))
     for how in a:
         for k,said in enumerate((a[how], b[how])):

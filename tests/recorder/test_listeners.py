@@ -1,14 +1,12 @@
 """Whoever listens to a run's rows gets exactly what the file gets, and nobody waits for it or is harmed by it: not training, file, nor others who listen"""
 import json
-import os
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 import time
 import warnings
 
+import programs
 import pytest
 import torch
 from torch import nn
@@ -312,9 +310,8 @@ def test_a_disk_that_refuses(tmp_path):
     assert heard.steps==[0, 1]==[r['step'] for r in in_file(t)]
 
 
-def run(code, home, **kwargs):
-    p = subprocess.run([sys.executable, '-W', 'default', '-c', textwrap.dedent(code)], env={**os.environ, 'TORCHEMBER_HOME': str(home)}, capture_output=True,
-        text=True, timeout=120, **kwargs)
+def run(code, home):
+    p = programs.run(textwrap.dedent(code), timeout=120, PYTHONWARNINGS='default', TORCHEMBER_HOME=home)
     return p.returncode, p.stdout, p.stderr
 
 

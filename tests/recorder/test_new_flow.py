@@ -2,9 +2,7 @@
 
 In a process of its own, where the line is written into a copy of `ground.record` and the room is made by hand.
 """
-import os
-import subprocess
-import sys
+import programs
 
 added = '''
 import importlib.util, sys, types
@@ -73,5 +71,5 @@ with pytest.raises(ValueError, match="Did you mean 'residual'"): torchEmber(mode
 
 
 def test_residuals():
-    done = subprocess.run([sys.executable, '-c', added], env=os.environ.copy(), capture_output=True, text=True)
+    done = programs.run(added)
     assert done.returncode==0, done.stdout+done.stderr

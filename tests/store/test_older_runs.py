@@ -1,10 +1,9 @@
 "Runs of torchember 0.1 and 0.2 in the same folder are read, and rows that a process writes by hand are on disk at once"
 import json
 import os
-import subprocess
-import sys
 
 import matplotlib.pyplot as plt
+import programs
 import pytest
 import torch
 from torch import nn
@@ -169,7 +168,7 @@ def test_rows_by_hand_are_on_disk_at_once(home):
 
 def test_rows_by_hand_outlive_a_process_that_is_killed(home):
     code = "import os, signal; from torchember import emberTracker; t = emberTracker('killed'); t + {'i': 0} + {'i': 1}; os.kill(os.getpid(), signal.SIGKILL)"
-    assert subprocess.run([sys.executable, '-c', code], env={**os.environ, 'TORCHEMBER_HOME': str(home)}).returncode!=0
+    assert programs.run(code, TORCHEMBER_HOME=home).returncode!=0
     assert [r['i'] for r in emberTracker('killed').lines()]==[0, 1]
 
 
