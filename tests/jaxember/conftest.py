@@ -4,7 +4,7 @@ import sys
 import pytest
 
 
-@pytest.fixture
+@pytest.fixture(scope='session')
 def optimized(): "Asked for by a test in which a program as XLA makes it for users is to give the same bits"
 
 
