@@ -3,6 +3,7 @@ import json
 
 import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -110,9 +111,12 @@ def test_pictures(logs, name):
     np.testing.assert_array_equal(alone, both)
 
 
+@pytest.fixture(scope='module')
+def tables(logs): return [read(t) for t in logs]
+
+
 @pytest.mark.parametrize('name', ['overview', 'scalar_line', 'scalar_global_heatmap', 'compare', 'ridge'])
-def test_pictures_of_tables(logs, reader, name):
-    tables = [read(t) for t in logs]
+def test_pictures_of_tables(logs, tables, name):
     alone,both = (pixels(pictures[name], t) for t in tables)
     np.testing.assert_array_equal(alone, both)
     pixels(pictures[name], logs[1].df)
@@ -125,8 +129,9 @@ def test_words(logs):
     assert got['InputStd last'].tolist()==[15] and got['steps'].tolist()==[7]
 
 
-def test_tables(logs, reader):
+def test_tables(logs, reader, tables):
     alone,both = map(read, logs)
+    for got,drawn in zip((alone, both), tables, strict=True): pd.testing.assert_frame_equal(got, drawn, check_exact=True)
     for stat,tt in ('std', 'output'),('std', 'weight'),('ratio', None): assert wide(alone, stat, tt).equals(wide(both, stat, tt))
     std = wide(both, 'InputStd', 'input')
     assert std.columns.tolist()==['0'] and std['0'].tolist()==[1+s for s in (0, 2, 3, 4, 6, 11, 14)]

@@ -4,12 +4,11 @@ import os
 import pty
 import re
 import signal
-import subprocess
-import sys
 import termios
 import textwrap
 import time
 
+import programs
 import pytest
 import torch
 
@@ -36,18 +35,19 @@ def program(code): return textwrap.dedent(training)+textwrap.dedent(code)
 
 def on_terminal(code, stop=None):
     "What a program shows on a terminal, and its exit status"
-    pid,fd = pty.fork()
-    if not pid:
-        signal.signal(signal.SIGINT, signal.SIG_DFL) # who began this in a background has it ignored, and Ctrl-C would wait for ever
-        os.execv(sys.executable, [sys.executable, '-c', code])
-    termios.tcsetwinsize(fd, (30, 120))
+    fd,theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (30, 120))
+    heard = 'import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n' # who began this in a background has Ctrl-C ignored
+    p = programs.start(heard+code, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
     out = b''
     while True:
         try: got = os.read(fd, 4096)
         except OSError: break
         out += got
-        if stop and stop in out: os.write(fd, b'\3'); stop = None # Ctrl-C, for all processes of the terminal
-    return out.decode(), os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if stop and stop in out: os.killpg(p.pid, signal.SIGINT); stop = None # as Ctrl-C does, for all processes of the terminal
+    os.close(fd)
+    return out.decode(), p.wait()
 
 
 def steps_in(out): return [int(n.replace(',', '')) for n in re.findall(r'followed: step ([\d,]+)', out)]
@@ -74,7 +74,7 @@ def other():
     "A training in another process"
     procs = []
     def start(code):
-        procs.append(subprocess.Popen([sys.executable, '-c', program(code)], stderr=subprocess.PIPE))
+        procs.append(programs.start(program(code)))
         t = emberTracker('followed')
         while not t.log_path.exists() or not t.meta_path('base_followed').exists(): assert procs[0].poll() is None; time.sleep(.05)
         return procs[0]
