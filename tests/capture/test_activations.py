@@ -4,6 +4,7 @@ import io
 import itertools
 import pickle
 import types
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ from torch._dynamo.utils import counters
 from torchember import from_activation, from_activation_grad, torchEmber
 
 TOL = {'aot_eager': 0, 'inductor': 1e-5}
-BLOCKS = {'aot_eager': 2, 'inductor': 1} # what is the same twice is Dynamo's, not Inductor's
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,10 @@ def from_scratch():
     torch._dynamo.reset()
 
 
-def model(blocks=2, **kwargs):
+def blocks_of(how): return 2 if how=='blocks' else 1 # these share a graph
+
+
+def model(blocks=1, **kwargs):
     torch.manual_seed(0)
     return GPT(blocks, **kwargs)
 
@@ -65,13 +68,12 @@ def same(want, got, tol=0.):
 
 # ---- how a model is compiled
 
-@pytest.mark.parametrize('when', ['before', 'after'])
-@pytest.mark.parametrize('how', ['whole', 'in place', 'blocks'])
-@pytest.mark.parametrize('backend', [pytest.param(b, marks=[pytest.mark.slow]*(b=='inductor')) for b in TOL])
+@pytest.mark.parametrize('backend,how,when', [*itertools.product(['aot_eager'], ['whole', 'in place', 'blocks'], ['before', 'after']),
+    *(pytest.param('inductor', *p, marks=pytest.mark.slow) for p in [('whole', 'before'), ('blocks', 'after')])]) # in place is Dynamo's matter
 def test_compiled(backend, how, when):
     "Before compiling and after: all activations and gradients, from one graph, and after `remove` the first is found again"
-    want,grads = wanted(blocks=BLOCKS[backend])
-    m = model(BLOCKS[backend])
+    want,grads = wanted(blocks=blocks_of(how))
+    m = model(blocks_of(how))
     caught = catch(m) if when=='before' else ()
     f,count = compiled(m, how, backend)
     if when=='after':
@@ -135,46 +137,42 @@ def test_a_schedule_of_modes():
 
 # ---- beside an ember
 
-@pytest.mark.parametrize('order', ['ember first', 'ember last'])
-@pytest.mark.parametrize('how', ['whole', 'blocks'])
-@pytest.mark.parametrize('backend', TOL)
-def test_beside_an_ember(backend, how, order):
+@pytest.mark.parametrize('backend,how,order,leaves', [('aot_eager', 'whole', 'ember first', 'ember'), ('aot_eager', 'whole', 'ember last', 'activations'),
+    ('aot_eager', 'blocks', 'ember first', 'activations'), ('aot_eager', 'blocks', 'ember last', 'ember'),
+    *(pytest.param('inductor', *p, marks=pytest.mark.slow) for p in [('whole', 'ember first', 'activations'), ('blocks', 'ember last', 'ember')])])
+def test_beside_an_ember(backend, how, order, leaves):
     "Each sees what it sees alone, and either may go first"
-    blocks = 2 if how=='blocks' else 1 # these share a graph
-    want,_ = wanted(3, blocks=blocks)
-    alone = model(blocks)
+    want,_ = wanted(3, blocks=blocks_of(how))
+    alone = model(blocks_of(how))
     te = torchEmber(alone, ttypes=ALL)
     for i in range(3):
         loss_of(alone(batch(i))).backward()
         te.step()
     rows = plain(te)
-    both = 'ember', 'activations'
-    for leaves in both if backend=='aot_eager' else both[order=='ember first':][:1]: # what came first stays, with Inductor
-        torch._dynamo.reset()
-        m = model(blocks)
-        before = {n: dict(o.__dict__) for n,o in m.named_modules()}
-        te = torchEmber(m, ttypes=ALL, on_error='raise') if order=='ember first' else None
-        caught = catch(m)
-        if te is None: te = torchEmber(m, ttypes=ALL, on_error='raise')
-        f,count = compiled(m, how, backend)
-        for i in range(3):
-            loss_of(f(batch(i))).backward()
-            te.step()
-        assert count.frame_count==1 and not counters['graph_break']
-        same_rows(rows, plain(te), 2*TOL[backend])
-        same(want, taken(*caught), TOL[backend])
-        if leaves=='ember': te.disarm()
-        else: [a.remove() for a in caught]
-        f(batch(5))
-        if leaves=='ember':
-            got, = taken(caught[0])
-            assert list(got)==list(want[0]) and not torch.equal(got['head'], want[0]['head'])
-            [a.remove() for a in caught]
-        else:
-            assert len(te.t.lines())>len(rows)
-            te.disarm()
-        for n,o in m.named_modules():
-            assert set(o.__dict__)-{'_compiled_call_impl', '_is_torch_compile'}==set(before[n]), n
+    m = model(blocks_of(how))
+    before = {n: dict(o.__dict__) for n,o in m.named_modules()}
+    te = torchEmber(m, ttypes=ALL, on_error='raise') if order=='ember first' else None
+    caught = catch(m)
+    if te is None: te = torchEmber(m, ttypes=ALL, on_error='raise')
+    f,count = compiled(m, how, backend)
+    for i in range(3):
+        loss_of(f(batch(i))).backward()
+        te.step()
+    assert count.frame_count==1 and not counters['graph_break']
+    same_rows(rows, plain(te), 2*TOL[backend])
+    same(want, taken(*caught), TOL[backend])
+    if leaves=='ember': te.disarm()
+    else: [a.remove() for a in caught]
+    f(batch(5))
+    if leaves=='ember':
+        got, = taken(caught[0])
+        assert list(got)==list(want[0]) and not torch.equal(got['head'], want[0]['head'])
+        [a.remove() for a in caught]
+    else:
+        assert len(te.t.lines())>len(rows)
+        te.disarm()
+    for n,o in m.named_modules():
+        assert set(o.__dict__)-{'_compiled_call_impl', '_is_torch_compile'}==set(before[n]), n
 
 
 def test_an_ember_and_blocks_share_a_graph():
@@ -244,15 +242,19 @@ def test_passes_and_backwards_in_any_order():
 def test_compiled_autograd():
     "A backward that is compiled after an eager pass, or after a compiled one"
     from torch._dynamo.compiled_autograd import _enable
-    want,_ = wanted(blocks=1)
+    class Small(nn.Sequential):
+        def forward(self, x): return super().forward(x)
+    def caught(how, around):
+        torch.manual_seed(0)
+        m,x = Small(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)),torch.randn(5, 4)
+        both = catch(m)
+        loss = loss_of((compiled(m, how)[0] if how else m)(x))
+        with around: loss.backward()
+        return taken(*both)
+    want = caught(None, nullcontext())
     for how in (None, 'whole'):
         torch._dynamo.reset()
-        m = model(1)
-        caught = catch(m)
-        f = compiled(m, how)[0] if how else m
-        loss = loss_of(f(batch()))
-        with _enable(torch.compile(backend='aot_eager', fullgraph=True)): loss.backward()
-        same(want, taken(*caught))
+        same(want, caught(how, _enable(torch.compile(backend='aot_eager', fullgraph=True))))
 
 
 def test_tuples_and_dicts():
