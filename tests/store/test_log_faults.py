@@ -6,13 +6,13 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 import warnings
 from pathlib import Path
 
+import programs
 import pytest
 import torch
 
@@ -25,9 +25,9 @@ kills,steps,forks = (int(os.environ.get(f'LOG_{k}', n)) for k,n in (('KILLS', 40
 patience = 600 # seconds to wait for what is there at once, unless it hangs or the machine is busy
 
 
-# ---- processes: one imports everything and forks the others, which saves each of them seconds
+# ---- processes: what they begin with is done once
 
-nursery = """
+begin = """
 import json, os, sys, tempfile, threading, time, warnings
 import pandas, torch, torchember.ember
 from torchember import torchEmber
@@ -39,32 +39,20 @@ with tempfile.TemporaryDirectory() as d, torchEmber(model, home=d) as te: # warm
     te.t.df, te.t.latest_df
 del te
 model.zero_grad()
-for line in sys.stdin:
-    job = json.loads(line)
-    if 'wait' in job: print(os.waitstatus_to_exitcode(os.waitpid(job['wait'], 0)[1]), flush=True); continue
-    pid = os.fork()
-    if pid: print(pid, flush=True); continue
-    for n,f in ((1, 'out'), (2, 'err')): os.dup2(os.open(job[f], os.O_CREAT | os.O_WRONLY | os.O_APPEND), n)
-    os.environ['TORCHEMBER_HOME'] = job['home']
-    warnings.simplefilter(job['filter'], UserWarning)
-    break
-exec(job['code'])
 """
 
 
 class Child:
     "A process of its own that has imported everything: runs `code` and ends as a script does"
-    def __init__(self, server, code, home, filter='default'):
-        self.server,self.out,self.err = server,Path(f'{home}.{next(number)}.out'),Path(f'{home}.{next(number)}.err')
-        for f in (self.out, self.err): f.touch()
-        self.pid = int(server.ask(dict(code=code, home=str(home), out=str(self.out), err=str(self.err), filter=filter)))
+    def __init__(self, code, home, filter='default'):
+        self.out,self.err = (Path(f'{home}.{next(number)}.{what}') for what in ('out', 'err'))
+        with open(self.out, 'w') as out, open(self.err, 'w') as err:
+            self.p = programs.start(f'warnings.simplefilter({filter!r}, UserWarning)\n{code}', after=begin, stdout=out, stderr=err, TORCHEMBER_HOME=home)
 
-    def wait(self):
-        code = int(self.server.ask({'wait': self.pid}))
-        return code, self.out.read_text(), self.err.read_text()
+    def wait(self): return self.p.wait(patience), self.out.read_text(), self.err.read_text()
 
     def kill(self):
-        os.kill(self.pid, signal.SIGKILL)
+        self.p.kill()
         return self.wait()
 
     def until(self, word):
@@ -74,28 +62,7 @@ class Child:
             time.sleep(.002)
 
 
-class Server:
-    def __init__(self):
-        env = {**os.environ, 'OMP_NUM_THREADS': '1'}
-        self.p = subprocess.Popen([sys.executable, '-c', nursery], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def ask(self, job):
-        self.p.stdin.write(json.dumps(job)+'\n')
-        self.p.stdin.flush()
-        return self.p.stdout.readline()
-
-    def __call__(self, code, home, **kwargs): return Child(self, code, home, **kwargs)
-
-
 number = itertools.count()
-
-
-@pytest.fixture(scope='module')
-def child():
-    server = Server()
-    yield server
-    server.p.kill()
-    server.p.communicate()
 
 
 def logs(home): return sorted(p for p in (Path(home)/'log').iterdir() if not p.name.endswith('_latest') and p.name[0]!='.')
@@ -114,11 +81,11 @@ for i in range(10**9):
 """
 
 
-def test_killed_at_any_moment(tmp_path, child):
+def test_killed_at_any_moment(tmp_path):
     "SIGKILL: what was there at a barrier is there, every file can be read, and the run goes on"
     draw,barriers = random.Random(0),0
     for k in range(kills):
-        c = child(trained, tmp_path/f'run{k}')
+        c = Child(trained, tmp_path/f'run{k}')
         if k%2: c.until('0')
         time.sleep(draw.uniform(0, .1))
         code,said,err = c.kill()
@@ -234,7 +201,7 @@ def test_a_disk_is_asked_again_without_being_called(tmp_path, monkeypatch):
     assert whole(t.log_path)==[{'i': 1}]
 
 
-def test_a_disk_that_takes_a_part(tmp_path, child):
+def test_a_disk_that_takes_a_part(tmp_path):
     "Part of an append is taken back, and nothing is written twice: with a limit on the size of a file, where nothing can be mounted"
     code = """
 import resource
@@ -247,7 +214,7 @@ t + {'i': 30}
 t.barrier()
 print(size)
 """
-    code,out,err = child(code, tmp_path).wait()
+    code,out,err = Child(code, tmp_path).wait()
     assert code==0 and int(out)<=5000 and err.count('cannot write')==1, err
     assert [r['i'] for r in whole(tmp_path/'log'/'a')]==list(range(31))
 
@@ -257,7 +224,7 @@ broken_home = "\nfor i in range(30): model(x); te.t.refresh()\nprint('trained', 
 
 
 @pytest.mark.parametrize('what', ['file', 'file for data', 'readonly', 'unreadable', 'nobody'])
-def test_a_home_that_refuses(tmp_path, what, child):
+def test_a_home_that_refuses(tmp_path, what):
     "One warning with what to do, and training goes on"
     home = tmp_path/'home'
     home.mkdir()
@@ -275,7 +242,7 @@ def test_a_home_that_refuses(tmp_path, what, child):
             p.chmod(p.stat().st_mode|0o111)
         home.chmod(0)
     if what=='nobody': first = f"{without_names}\nimport tempfile; tempfile.tempdir = {str(tmp_path)!r}\n{first}"
-    code,out,err = child(first+broken_home, home).wait()
+    code,out,err = Child(first+broken_home, home).wait()
     if what=='readonly': subprocess.run(['umount', '-l', home], check=True)
     home.chmod(0o755)
     assert code==0 and 'trained 120 120' in out, err
@@ -286,7 +253,7 @@ def test_a_home_that_refuses(tmp_path, what, child):
 
 
 @pytest.mark.parametrize('what', ['file', 'file for data', 'unreadable', 'not mine'])
-def test_a_chosen_home_that_refuses(tmp_path, what, child):
+def test_a_chosen_home_that_refuses(tmp_path, what):
     "home= is asked for when the model is armed: an error at once, no folder, and the model as it was"
     home,first = tmp_path/'home',''
     if what.startswith('file'): home.mkdir(); (home/('data' if 'data' in what else 'log')).touch()
@@ -303,7 +270,7 @@ def test_a_chosen_home_that_refuses(tmp_path, what, child):
 try: torchEmber(model, home={str(home)!r})
 except OSError as e: print(type(e).__name__, e, list(vars(model))==list(vars(torch.nn.Linear(2, 1))))
 """
-    code,out,err = child(code, tmp_path/'env').wait()
+    code,out,err = Child(code, tmp_path/'env').wait()
     if what=='unreadable': home.chmod(0o755)
     kind = 'NotADirectoryError' if 'file' in what else 'PermissionError'
     assert code==0 and out.startswith(kind) and str(home) in out and 'another home=' in out and out.endswith('True\n'), (out, err)
@@ -337,11 +304,11 @@ def test_eight_threads(tmp_path):
     for k in range(8): assert [r['i'] for r in rows if r['k']==k]==list(range(1500))
 
 
-def test_the_same_name_in_two_processes(tmp_path, child):
+def test_the_same_name_in_two_processes(tmp_path):
     "Who comes second gets a number, and is told"
     wait = "while not os.path.exists(os.environ['TORCHEMBER_HOME']+'/go'): time.sleep(.01)\n"
     code = f"te = torchEmber(model, name='same')\nprint('ready', flush=True)\n{wait}\nfor _ in range(20): model(x)\nte.close()\nprint(te.fname)"
-    ps = [child(code, tmp_path/'home') for _ in range(2)]
+    ps = [Child(code, tmp_path/'home') for _ in range(2)]
     for p in ps: p.until('ready')
     (tmp_path/'home').mkdir()
     (tmp_path/'home'/'go').touch()
@@ -351,9 +318,9 @@ def test_the_same_name_in_two_processes(tmp_path, child):
     assert len(list((tmp_path/'home'/'data').glob('structure_same*.json')))==2
 
 
-def test_read_while_written(tmp_path, child):
+def test_read_while_written(tmp_path):
     "A reader sees whole rows, in order, and more of them each time"
-    p = child("te = torchEmber(model, name='live')\nprint('go', flush=True)\nfor _ in range(500): model(x); time.sleep(.002)\nte.close()", tmp_path)
+    p = Child("te = torchEmber(model, name='live')\nprint('go', flush=True)\nfor _ in range(500): model(x); time.sleep(.002)\nte.close()", tmp_path)
     p.until('go')
     while not (tmp_path/'log'/'live').exists() or not (tmp_path/'log'/'live').stat().st_size: time.sleep(.01)
     t,last,end = emberTracker('live', tmp_path),0,time.time()+patience
@@ -384,7 +351,7 @@ def test_lines_that_are_not_whole(tmp_path):
 
 # ---- forks
 
-def test_workers_of_a_data_loader(tmp_path, child):
+def test_workers_of_a_data_loader(tmp_path):
     "Forked workers with an armed model neither hang nor write"
     code = """
 class Data(torch.utils.data.Dataset):
@@ -396,12 +363,12 @@ for epoch in range(3):
 te.close()
 print(sorted(set(os.listdir(te.t.log))))
 """
-    code,out,err = child(code, tmp_path).wait()
+    code,out,err = Child(code, tmp_path).wait()
     assert code==0 and out.strip()=="['a', 'a_latest']", err
     assert [r['step'] for r in whole(tmp_path/'log'/'a')]==[i for i in range(96) for _ in range(4)]
 
 
-def test_forks_while_rows_are_written(tmp_path, child):
+def test_forks_while_rows_are_written(tmp_path):
     "A fork may happen while the writer holds its locks: children end, read, and record runs of their own"
     code = """
 te = torchEmber(model, name='a')
@@ -434,7 +401,7 @@ print(any(codes), 'late' if time.time()>end else 'fine')
 if time.time()>end: [os.kill(pid, 9) for pid in children]
 te.close()
 """
-    code,out,err = child(f'forks,patience = {forks},{patience}\n{code}', tmp_path).wait()
+    code,out,err = Child(f'forks,patience = {forks},{patience}\n{code}', tmp_path).wait()
     assert code==0 and out.strip()=='False fine', err
     rows = whole(tmp_path/'log'/'a')
     assert sum('module' in r for r in rows)==forks*4 and not any('child' in r for r in rows)
@@ -455,9 +422,9 @@ ends = {
 
 
 @pytest.mark.parametrize('filter', ['default', 'error'])
-def test_ends(tmp_path, filter, child):
+def test_ends(tmp_path, filter):
     "However a process ends by itself, its rows are there"
-    ps = {end: child('te = torchEmber(model)\nfor _ in range(3): model(x)\n'+code, tmp_path/end, filter=filter) for end,code in ends.items()}
+    ps = {end: Child('te = torchEmber(model)\nfor _ in range(3): model(x)\n'+code, tmp_path/end, filter=filter) for end,code in ends.items()}
     for end,p in ps.items():
         code,_,err = p.wait()
         assert code=={'exception': 1, 'exit': 3}.get(end, 0), (end, err)
@@ -466,7 +433,7 @@ def test_ends(tmp_path, filter, child):
         assert len(whole(log))==4*passes and {r['step'] for r in whole(log.with_name(log.name+'_latest'))}=={passes-1}, end
 
 
-def test_one_log_that_fails_does_not_take_others_along(tmp_path, child):
+def test_one_log_that_fails_does_not_take_others_along(tmp_path):
     "At exit, with warnings as errors, every log has its turn"
     code = """
 writer.wake = lambda log: None # what is queued stays so until exit
@@ -477,12 +444,12 @@ os.makedirs(os.environ['TORCHEMBER_HOME']+'/bad')
 open(os.environ['TORCHEMBER_HOME']+'/bad/log', 'w').close()
 ts = [new(f'{i:02}', i%2) for i in range(20)]
 """
-    code,_,err = child(code, tmp_path, filter='error').wait()
+    code,_,err = Child(code, tmp_path, filter='error').wait()
     assert code==0 and err.count('cannot write')==10
     assert [whole(p) for p in logs(tmp_path)]==[[{'i': 1}]]*10
 
 
-def test_a_thread_that_cannot_be_started(tmp_path, child):
+def test_a_thread_that_cannot_be_started(tmp_path):
     "As at exit in Python 3.12 and later, or when there are too many: whoever adds a row writes it"
     code = """
 threading.Thread.start = lambda self: (_ for _ in ()).throw(RuntimeError("can't start new thread"))
@@ -492,14 +459,14 @@ torchember.store.jsonl.atexit.unregister(torchember.store.jsonl.at_exit)
 t + {'i': 1}
 os._exit(0)
 """
-    code,_,err = child(code, tmp_path).wait()
+    code,_,err = Child(code, tmp_path).wait()
     assert code==0 and whole(tmp_path/'log'/'a')==[{'i': 1}], err
 
 
 # ---- growth
 
 @pytest.mark.parametrize('disk', ['takes', 'refuses'])
-def test_no_growth(tmp_path, disk, child):
+def test_no_growth(tmp_path, disk):
     "Memory, threads and descriptors after thousands of steps are those after hundreds"
     code = """
 import psutil
@@ -515,7 +482,7 @@ print([b-a for a,b in zip(begin, use())], len(te.t.file.step), len(te.t.file.bat
 os._exit(0)
 """
     if disk=='refuses': (tmp_path/'log').write_text('a file')
-    code,out,err = child(f'steps = {steps}\n{code}', tmp_path).wait()
+    code,out,err = Child(f'steps = {steps}\n{code}', tmp_path).wait()
     assert code==0, err
     rss,threads,fds = json.loads(out[:out.index(']')+1])
     print(disk, steps, out)
