@@ -63,12 +63,7 @@ def test_there_and_back(df):
         assert [None if empty(v) else v for v in a]==[None if empty(v) else v for v in b], c
     twice = to_logframe(again)
     pd.testing.assert_frame_equal(twice, lf)
-
-
-@given(logs())
-def test_numbers_stay_in_their_rows(df):
-    lf = to_logframe(df)
-    for c in ('mean', 'abs_max', 'rms', 'own'):
+    for c in ('mean', 'abs_max', 'rms', 'own'): # numbers stay in their rows
         if c in df: np.testing.assert_array_equal(lf['scalar_stats', named.get(c, c)], df[c])
     counts = np.array(df.exponents.tolist())
     np.testing.assert_array_equal(lf.exponent_counts.to_numpy(), counts)
