@@ -1,4 +1,5 @@
 "A real JupyterLab, and a notebook in it that a browser runs"
+import json
 import os
 import re
 import secrets
@@ -9,8 +10,6 @@ import sys
 import time
 import urllib.request
 from contextlib import contextmanager
-
-import nbformat
 
 
 @contextmanager
@@ -72,9 +71,9 @@ class Notebook:
         fresh=True # False goes on in the kernel of the notebook before
     ):
         meta = {'kernelspec': {'name': 'python3', 'display_name': 'Python 3', 'language': 'python'}} # else a dialog asks
-        book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells], metadata=meta)
+        code = [dict(cell_type='code', source=c, metadata={}, outputs=[], execution_count=None) for c in cells]
         self.page,name = page,f'{len([*page.root.iterdir()])}.ipynb' # a name that was there has a kernel, too
-        nbformat.write(book, page.root/name)
+        (page.root/name).write_text(json.dumps(dict(cells=code, metadata=meta, nbformat=4, nbformat_minor=4)))
         page.set_viewport_size(dict(zip(('width', 'height'), size, strict=True)))
         if page.kernel: self.ask("import ipywidgets, matplotlib.pyplot as plt; plt.close('all'); ipywidgets.Widget.close_all()") # else the next has them, too
         page.evaluate("""([path, id]) => { for (const w of [...jupyterapp.shell.widgets('main')]) w.dispose()
