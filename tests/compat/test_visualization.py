@@ -6,6 +6,7 @@ import numpy as np
 import programs
 import pytest
 
+libraries = 'import matplotlib.pyplot, torch, torchember.ember\nfrom torchember.measure import loading\nloading.loops()'
 training = '''
 import torch
 from torch import nn
@@ -31,7 +32,7 @@ def train(vis, n=12):
 
 
 def run(code, tmp_path, **env):
-    done = programs.run(training+code, cwd=tmp_path, **{'TORCHEMBER_HOME': tmp_path/'home', 'HOME': tmp_path, 'MPLBACKEND': 'agg', **env})
+    done = programs.run(training+code, after=libraries, cwd=tmp_path, **{'TORCHEMBER_HOME': tmp_path/'home', 'HOME': tmp_path, 'MPLBACKEND': 'agg', **env})
     assert done.returncode==0, done.stderr
     return done.stdout
 

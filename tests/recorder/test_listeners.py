@@ -311,10 +311,11 @@ def test_a_disk_that_refuses(tmp_path):
 
 
 def run(code, home):
-    p = programs.run(textwrap.dedent(code), timeout=120, PYTHONWARNINGS='default', TORCHEMBER_HOME=home)
+    p = programs.run(textwrap.dedent(code), after=libraries, timeout=120, PYTHONWARNINGS='default', TORCHEMBER_HOME=home)
     return p.returncode, p.stdout, p.stderr
 
 
+libraries = 'import torch, torchember.ember\nfrom torchember.measure import loading\nloading.loops()'
 program = """if True:
     import os, signal, sys, threading, time, torch
     from torchember import torchEmber
