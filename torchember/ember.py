@@ -23,6 +23,7 @@ from .measure.columns import stat_names
 from .measure.summary import derived
 from .recorder.plan import Plan, plan_of
 from .capture.private_torch import say_missing
+from .capture.ranks import Ranks
 from .ground.messages import an, printable, says_arguments, warn
 from .ground.record import SCHEMA, check_ttypes, identity
 from .recorder.process import hand_over, open_recorders, rank_and_size, shared_name, weak_source
@@ -234,11 +235,11 @@ class Views:
 
 # %% ../nbs/45_ember.ipynb #b57e800d
 def run_of_rank(kind, name, resume, home):
-    "The run of an ember, of its own on each rank. The rank, None where there is one process"
-    rank,ranks = rank_and_size()
-    if ranks>1: name = f'{name or shared_name(kind)}.rank{rank}'
+    "The run of an ember, of its own on each rank. The rank, None where there is one process, and how many there are"
+    rank,world = rank_and_size()
+    if world>1: name = f'{name or shared_name(kind)}.rank{rank}'
     if resume: hand_over(name)
-    return new_run(kind, name, resume, home), rank if ranks>1 else None
+    return new_run(kind, name, resume, home), rank if world>1 else None, world
 
 def disarm_earlier(model):
     "One ember watches a model at a time"
@@ -314,17 +315,19 @@ class torchEmber(OwnStatistics, Notes, Views):
         self.tracks,self.armed = tracks(inner),False
         self.chosen,self.views = (include, exclude),[] # views: live pictures of the run
         self.watched(self.tracks) # raises before anything is changed
-        self.t,rank = run_of_rank(self.model_name, name, resume, home)
+        self.t,rank,world = run_of_rank(self.model_name, name, resume, home)
         t = self.t
+        ranks = None if rank is None else Ranks(model, rank, world, lambda meta: t.amend('ranks', meta))
         self.recorder = Recorder(t, Settings(ttypes, stats, when, only_training, on_error, t.last_step()+1 if resume else first_step, rank,
-            None if overhead is None else Budget(overhead), optimizers, scaler, ends, self.tracks[0].name, lambda meta: t.amend('parameters', meta)))
+            ranks, None if overhead is None else Budget(overhead), optimizers, scaler, ends, self.tracks[0].name, lambda meta: t.amend('parameters', meta)))
         known = self.recorder.sources.parameters.known
         if resume: known.go_on(noted_in(t))
         t.source = weak_source(self.recorder)
         look_out(t.file)
         self.arm()
         base = {'start': now(), 'user': user(), 'schema': SCHEMA, 'model': self.model_name}
-        t.begin(base, {'parameters': known.meta()} | ({} if resume else {'vis': {'vis_type': 'standard'}, 'structure': self.mod_tree()}))
+        t.begin(base, {'parameters': known.meta()} | ({'ranks': ranks.meta()} if ranks else {}) |
+            ({} if resume else {'vis': {'vis_type': 'standard'}, 'structure': self.mod_tree()}))
 
     def watched(self, ts):
         "The ids of the modules to record"

@@ -8,10 +8,10 @@ __all__ = ['count_dispatch_modes', 'count_function_modes', 'inside_transform', '
            'metadata_passes', 'is_tracing', 'hooks_in_graphs', 'say_missing', 'computes_again', 'recomputing',
            'function_around', 'call_in', 'only_metadata', 'same_function', 'never_compile', 'say_no_hooks',
            'thread_token', 'never_merge', 'keep_in_order', 'has_step_hooks', 'loss_scale', 'is_unscaled',
-           'any_unscaled', 'shared_store']
+           'any_unscaled', 'shared_store', 'fsdp_of', 'running_ddp', 'pipeline_stage']
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch02
-import sys, weakref
+import gc, sys, weakref
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
 
@@ -302,6 +302,35 @@ def shared_store():
     "Where the processes of a group leave words for each other, or None. In all torches that can be run in several processes"
     get = private('torch.distributed.distributed_c10d._get_default_store', None, 'each process names its run by its own clock: give a name')
     return None if get is None else get()
+
+# %% ../../nbs/10_capture/05_private_torch.ipynb #5f1a7c02
+def fsdp_of(module):
+    """Meshes over which FSDP2 spreads what a module was given with: triples of a mesh, its dimensions, and what gradients are divided by,
+    None for the number of processes. In torch 2.6 and later"""
+    if not hasattr(module, '_get_fsdp_state'): return []
+    state = module._get_fsdp_state()
+    one = getattr(state, '_fsdp_param_group', None) if not hasattr(state, '_fsdp_param_groups') else None
+    groups = getattr(state, '_fsdp_param_groups', None) or ([one] if one is not None else [])
+    out = []
+    for g in groups:
+        dims = [d for d in (getattr(g.mesh_info, n, None) for n in ('replicate_mesh_dim', 'shard_mesh_dim')) if d is not None]
+        out.append((g.mesh_info.mesh, dims, getattr(g, 'gradient_divide_factor', None)))
+    return out
+
+def running_ddp():
+    "The `DistributedDataParallel` whose forward runs, or None. In all torches"
+    return getattr(torch.nn.parallel.DistributedDataParallel, '_active_ddp_module', None)
+
+def pipeline_stage(model):
+    "The stage of a pipeline that runs this model, and by what the pipeline divides the gradients in the end; None where there is none. In torch 2.5 and later"
+    stages,schedules = (sys.modules.get(f'torch.distributed.pipelining.{n}') for n in ('stage', 'schedules'))
+    if stages is None or not hasattr(stages, '_PipelineStageBase'): return None
+    def all_of(kind): return [o for o in gc.get_objects() if issubclass(type(o), kind)] # `isinstance` asks a weak proxy for its class, which may raise
+    stage = next((s for s in all_of(stages._PipelineStageBase) if getattr(s, 'submod', None) is model), None)
+    if stage is None: return None
+    def runs(schedule): return any(s is stage for s in [getattr(schedule, '_stage', None), *(getattr(schedule, '_stages', None) or ())])
+    schedule = next(filter(runs, all_of(getattr(schedules, '_PipelineSchedule', ()))), None)
+    return stage, schedule._n_microbatches if getattr(schedule, 'scale_grads', False) else 1
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch40
 well_known = { # name -> what it is, and why it will stay

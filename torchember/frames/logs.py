@@ -19,8 +19,9 @@ from ..ground.progress import progress
 from ..measure.columns import is_statistic, known as statistics
 from ..measure.summary import also_called, derived
 from ..ground.needs import needs
-from ..ground.messages import an, closest, printable, says_arguments, unknown
+from ..ground.messages import an, closest, printable, says_arguments, unknown, warn
 from ..ground.record import called_ttypes, column_order, identity, optional
+from . import ranks
 from .words import earlier_calls
 from ..store.base import facts, folder, regular, safe_name
 from ..store.jsonl import emberTracker, is_step, last_in, last_step_of, settle, tracker
@@ -84,18 +85,49 @@ def is_name(name):
     try: return bool(safe_name(name, 'run'))
     except ValueError: return False
 
+class RankedSource:
+    "A run of several processes, each of which has written a log of its own"
+    def __init__(self, name, sources): self.name,self.sources,self.path = name,sources,sources[min(sources)].path # sources: rank -> `Source`
+
+    def told(self, kind):
+        "Rank -> what the metadata of its run says, of one kind"
+        out = {}
+        for rank,s in self.sources.items():
+            try: out[rank] = s.t[f'{kind}_{s.name}']
+            except (KeyError, ValueError, OSError): continue # a process that was killed may have left none
+        return {rank: v for rank,v in out.items() if isinstance(v, dict)}
+
+of_rank = re.compile(r'(.+)\.rank(\d+)')
+
+def logs_of_ranks(name, home):
+    "The logs of the processes of a run: rank -> name"
+    log = folder('torchember', home)/'log'
+    if not log.is_dir(): return {}
+    found = [(m, n) for n in files_in(log) if n.startswith(f'{name}.rank') and (m := of_rank.fullmatch(n)) and m[1]==name]
+    return {int(m[2]): n for m,n in sorted(found, key=lambda f: int(f[0][2]))}
+
+def source(run, home):
+    "What to read of one run"
+    if isinstance(run, str) and os.sep not in run and not os.path.lexists(folder('torchember', home)/'log'/run):
+        if found := logs_of_ranks(run, home): return RankedSource(run, {r: Source(n, home) for r,n in found.items()})
+    return Source(run, home)
+
+def in_whole(names):
+    "The names of runs: those of the processes of one under the name of that"
+    return list(dict.fromkeys(m[1] if (m := of_rank.fullmatch(n)) else n for n in names))
+
 def sources(run, home):
     "What to read, and whether that may be several runs"
     if isinstance(run, list|tuple|set):
         found = {str(s.path): s for r in run for s in sources(r, home)[0]}
         if not found: raise ValueError("read needs a run, got an empty list. See runs() for those there are.")
         return list(found.values()), True
-    if not isinstance(run, str) or not set(run)&set('*?[') or os.sep in run: return [Source(run, home)], False
+    if not isinstance(run, str) or not set(run)&set('*?[') or os.sep in run: return [source(run, home)], False
     names = names_of(home)
-    if run in names: return [Source(run, home)], False
-    if not (some := [n for n in names if fnmatchcase(n, run)]):
+    if run in names or run in in_whole(names): return [source(run, home)], False
+    if not (some := [n for n in in_whole(names) if fnmatchcase(n, run)] or [n for n in names if fnmatchcase(n, run)]):
         raise FileNotFoundError(f"{unknown('run matches', run, names)} Looked in {printable(folder('torchember', home)/'log')}.")
-    return [Source(n, home) for n in some], True
+    return [source(n, home) for n in some], True
 
 # %% ../../nbs/50_frames/05_logs.ipynb #973c6dc8
 def many(what): return list(what) if isinstance(what, list|tuple|set|frozenset|range) else [what]
@@ -247,9 +279,10 @@ def read(
     tname=None, # Name of a tensor ('output_0'), or a list of them
     steps=None, # Step, `range`, `slice`, list of steps, or a function of the step; -1 is the last one
     columns=None, # Columns to give, in this order, or a function of a column's name; all of them without it
-    home=None # Folder of logs, instead of `~/.torchember`
+    home=None, # Folder of logs, instead of `~/.torchember`
+    per_rank:bool=False # Of a run of several processes the rows of each, as it saw them, and not those of the whole
 ): # pandas.DataFrame
-    """A run as a table, or several of them under each other
+    """A run as a table, or several of them under each other. The logs of several processes are merged into that of the whole model and batch
 
     Args:
         run: Name of a run, pattern such as 'GPT*', ember, tracker, file of a log, or a list of these
@@ -259,6 +292,7 @@ def read(
         steps: Step, `range`, `slice`, list of steps, or a function of the step; -1 is the last one
         columns: Columns to give, in this order, or a function of a column's name; all of them without it
         home: Folder of logs, instead of `~/.torchember`
+        per_rank: Of a run of several processes the rows of each, as it saw them, and not those of the whole
 
     Returns:
         pandas.DataFrame
@@ -267,13 +301,14 @@ def read(
     runs,several = sources(run, home)
     choice = Choice(path, ttype, tname, steps)
     each = progress(runs, f'reading {len(runs)} runs') if len(runs)>1 else runs
-    tables = [tidy(rows_wanted(s, choice, columns), s.name if several else None) for s in each]
+    tables = [tidy(rows_of_whole(s, choice, columns, per_rank) if isinstance(s, RankedSource) else rows_wanted(s, choice, columns),
+        s.name if several else None) for s in each]
     df = under_each_other([t for t in tables if len(t)] or tables[:1])
     if not len(df) and choice.asked: raise NothingChosen(nothing_chosen(choice, values_there(runs)))
     if columns is None: return df
     if callable(columns): return df[[c for c in df.columns if c=='run' or columns(c)]]
     asked = [columns] if isinstance(columns, str) else columns
-    if any(c not in df for c in asked): df = read(run, path, ttype, tname, steps, home=home) # to say what there is
+    if any(c not in df for c in asked): df = read(run, path, ttype, tname, steps, home=home, per_rank=per_rank) # to say what there is
     return df[known_columns(df, columns)]
 
 # %% ../../nbs/50_frames/05_logs.ipynb #ddae04b8
@@ -282,6 +317,31 @@ def rows_wanted(source, choice, columns=None):
     kept = RowFilter(choice, source.last_step() if choice.counts_back else None)
     got = columns_of_lines(source.blocks, source.file(), (*names_in, 'ts', 'shape'), kept if choice.asked else None, columns and needed(columns))
     return current(assembled(*got[:3]))
+
+def rows_of_whole(source, choice, columns, per_rank):
+    "The table of a run of several processes, of the rows that are wanted. What a part is of shows beside all others only, so that all are read"
+    if per_rank: return under_each_other([tidy(rows_wanted(s, choice, columns)).assign(rank=r) for r,s in source.sources.items()])
+    tables = [tidy(rows_wanted(s, Choice())).assign(rank=r) for r,s in source.sources.items()]
+    paths = {r: paths_in(tree) for r,tree in source.told('structure').items()}
+    df,said = ranks.whole(under_each_other([t for t in tables if len(t)] or tables[:1]), source.told('ranks'), paths)
+    for s in said: warn(f"{printable(source.name)}: {s}")
+    last = max((s.last_step() for s in source.sources.values()), default=-1) if choice.counts_back else None
+    kept = np.ones(len(df), bool)
+    for name in choice.asked:
+        values = df[name if name=='path' else columns_in[name]]
+        known = [v.item() if isinstance(v, np.generic) else v for v in values.unique()]
+        kept &= values.isin(choice.steps([s for s in known if isinstance(s, int)], last) if name=='steps' else choice.keeps(name, known)).to_numpy()
+    return df[kept].reset_index(drop=True)
+
+def paths_in(tree):
+    "The paths of all modules of a tree, as the metadata has it"
+    todo,out = [tree],[]
+    while todo:
+        node = todo.pop()
+        if not isinstance(node, dict): continue
+        if isinstance(node.get('path'), str): out.append(node['path'])
+        if isinstance(node.get('children'), list): todo += reversed(node['children'])
+    return out
 
 class ColumnFilter:
     "Columns by a function of their name, and those that are always needed"
@@ -297,7 +357,8 @@ def needed(columns):
 
 def values_there(runs):
     "Question -> what there is in the runs, of each thing that can be asked for"
-    rows = ColumnBlock.of([r for s in runs for r in parsed(s.blocks, s.file())[0]])
+    each = [one for s in runs for one in (s.sources.values() if isinstance(s, RankedSource) else [s])]
+    rows = ColumnBlock.of([r for s in each for r in parsed(s.blocks, s.file())[0]])
     asked = {name: RowFilter(None, None).asked(name, rows) for name in columns_in}
     return {name: list(dict.fromkeys(v for v in values if isinstance(v, int if name=='steps' else str))) for name,values in asked.items()}
 

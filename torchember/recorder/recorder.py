@@ -40,6 +40,7 @@ class Settings:
     on_error:str = 'warn' # 'warn' or 'raise'
     first_step:int = 0 # Its number
     rank:int|None = None # Of this process, when there are several
+    ranks:object = None # `capture.ranks.Ranks`, then
     budget:object = None # A `Budget`
     optimizers:tuple = () # Those to listen to
     scaler:object = None # The `GradScaler` in use
@@ -96,7 +97,7 @@ class Recorder:
         self.watch = OptimizerWatch(wish.optimizers, wish.scaler, self.optimizer_events) if wish.optimizers else None
         awaited = {id(o) for o in self.watch.optimizers} if self.watch and wish.ends!='step' else ()
         self.steps = Steps(wish.first_step, self.watch is not None or wish.ends=='step', awaited)
-        self.buffer = StepBuffer(dict.fromkeys(recorded, wish.stats), self.notices, self.calls, self.lock)
+        self.buffer = StepBuffer(dict.fromkeys(recorded, wish.stats), self.notices, self.calls, self.lock, wish.ranks)
         self.sources = Sources(wish.ttypes, self.buffer, self.steps, self.events.gradient, self.watch, wish.tell)
         self.model = HeardModel(self.events, self.watch, self.sources, self.cost)
         self.writer = RowWriter(t, wish.rank, wish.root_name)

@@ -95,11 +95,12 @@ def place_of(key, call):
     return *key[:3], *key[4:6], call
 
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #138f0f81
-def local_part(parts, place, x):
-    "Of a tensor that is spread over ranks, what this one holds. `parts` keeps what its row has to say of it"
+def local_part(parts, place, x, piece=None):
+    "Of a tensor that is spread over ranks, what this one holds. `parts` keeps what its row has to say of it: `piece`, if it is known"
     parts.pop(place, None)
+    if piece: parts[place] = piece
     if not hasattr(x, 'to_local'): return x
-    if is_part(x): parts[place] = {'placement': ', '.join(map(str, x.placements)), 'global_shape': list(x.shape)}
+    if is_part(x): parts[place] = {'placement': ', '.join(map(str, x.placements)), 'global_shape': list(x.shape), **(piece or {})}
     return x.to_local()
 
 class Functions:
@@ -189,12 +190,14 @@ class StepBuffer:
         notices: Where it is told that something cannot be measured
         calls: `Calls`, which know what runs while a function of the user's does
         lock: The recorder's, which is taken before that of the generators: a function of the user's may note a number
+        ranks: `capture.ranks.Ranks`, where there are several processes
     """
     def __init__(self,
         stats:dict, # ttype -> names of built-in statistics, or a function: tensor -> dict
         notices=None, # Where it is told that something cannot be measured
         calls=None, # `Calls`, which know what runs while a function of the user's does
-        lock=None # The recorder's, which is taken before that of the generators: a function of the user's may note a number
+        lock=None, # The recorder's, which is taken before that of the generators: a function of the user's may note a number
+        ranks=None # `capture.ranks.Ranks`, where there are several processes
     ):
         self.lock = lock or threading.RLock()
         self.stats = {'before': ('rms',), **stats} # `before`: a weight before its update, for the ratio; it has no row
@@ -204,7 +207,7 @@ class StepBuffer:
         self.on_device = False # whether a step before this measured something that was not on the CPU
         self.functions = Functions(self.notices, self.calls, self.lock)
         self.snapshots = Snapshots()
-        self.parts = {} # `place_of` what is a part of a tensor -> columns that say so
+        self.parts,self.ranks = {},ranks # `place_of` what is a part of a tensor -> columns that say so
         self.fresh_arena()
 
     def fresh_arena(self):
@@ -242,7 +245,8 @@ class StepBuffer:
             replace: Whether it takes the place of what this step had of it
         """
         try:
-            if type(x) not in ordinary or self.parts: x = local_part(self.parts, place_of((state.track.name, ttype, tname, pname, phase, backward), call), x)
+            if type(x) not in ordinary or self.parts or self.ranks is not None:
+                x = local_part(self.parts, place_of((state.track.name, ttype, tname, pname, phase, backward), call), x, self.piece(state, ttype, pname, x))
             how = self.stats[ttype]
             if replace and self.custom: self.custom.drop(state.track.name, ttype, tname)
             if callable(how):
@@ -254,6 +258,17 @@ class StepBuffer:
             if replace: self.arena.forget(tap)
             observe(x, tap, call, None if scale is None else float(scale) if x.is_cpu else scale, later=once)
         except Exception as e: self.notices.failed(state.track.name, tname, e, self.stats.get(ttype))
+
+    def piece(self, state, ttype, pname, x):
+        "What a row says of which piece of the whole it is, where there are several processes"
+        if self.ranks is None: return None
+        try: return self.ranks.columns(state.track.module, ttype, x, pname)
+        except Exception as e: self.no_ranks(e)
+
+    def no_ranks(self, e):
+        self.ranks = None
+        self.notices.once('ranks', f"How the model is spread over processes cannot be told ({type(e).__name__}: {e}). Each process goes on to record "
+            "what it has; to the reader all of it is of unknown place.")
 
     def add(self, key, call, micro, dtype, stats):
         "A row that is no vector"
@@ -276,6 +291,9 @@ class StepBuffer:
 
     def begin_pass(self, number:int): # Number of the pass among all of the step
         self.arena.begin(number)
+        if self.ranks is None: return
+        try: self.ranks.pass_begins()
+        except Exception as e: self.no_ranks(e)
 
     def in_micro(self, micro:int): self.micro = micro # number of the pass among those of its phase
 
