@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['key', 'merged_columns', 'of_pieces', 'numbered_children', 'with_ancestors', 'names_in_whole', 'numbered_on',
-           'Processes', 'numbers_in', 'differs', 'first_of_each', 'together', 'Whole', 'whole']
+           'Processes', 'numbers_in', 'differs', 'samples_in', 'first_of_each', 'together', 'Whole', 'whole']
 
 # %% ../../nbs/50_frames/07_ranks.ipynb #bf127dde
 import re
@@ -106,6 +106,11 @@ def differs(df, at):
         out |= ~(near | (x==y) | (np.isnan(x) & np.isnan(y)))
     return out
 
+def samples_in(df):
+    "The first dimension of each tensor, 1 where it has none"
+    shapes = df['shape'] if 'shape' in df else [None]*len(df)
+    return np.array([s[0] if isinstance(s, list|tuple) and len(s) else 1 for s in shapes])
+
 def first_of_each(codes):
     "For each row the first that has the same code"
     _,at,back = np.unique(codes, return_index=True, return_inverse=True)
@@ -175,13 +180,15 @@ class Whole:
         parts = {p: dict(x.rpartition(':')[::2] for x in p.split()) if isinstance(p, str) else {'world': '?'} for p in self.df['part'].unique()}
         self.roles = [parts[p] for p in self.df['part']]
         same = [frozenset(a for a,r in roles.items() if r=='R') for roles in self.roles]
-        unknown = sorted({a for roles in parts.values() for a,r in roles.items() if r=='?'})
-        for a in unknown:
-            of = np.array([roles.get(a)=='?' for roles in self.roles], bool)
+        samples = samples_in(self.df)
+        for a in sorted({a for roles in parts.values() for a,r in roles.items() if r in ('?', 'B')}):
+            batch,of = (np.array([roles.get(a)==r for roles in self.roles], bool) for r in ('B', '?'))
             line = np.array([self.processes.line(a, r) for r in self.rank])
             there = together(self.key, line)
             odd = np.zeros(self.key.max()+1, bool)
-            odd[self.key[differs(self.df, first_of_each(there)) & of]] = True
+            odd[self.key[differs(self.df, first_of_each(there)) & (of | batch)]] = True
+            sizes = set(samples[batch & odd[self.key]].tolist())-{1}
+            of |= batch & ~np.isin(samples, [*sizes])
             for i in np.flatnonzero(of & ~odd[self.key]): same[i] |= {a}
         self.unsettled = np.array([any(r=='?' and a not in s for a,r in roles.items()) for roles,s in zip(self.roles, same, strict=True)], bool)
         self.piece = np.array([self.processes.first(s, r) for s,r in zip(same, self.rank.tolist(), strict=True)], int)
@@ -256,7 +263,8 @@ class Whole:
         for i,o in enumerate(order): groups[o].append(i)
         wrong = []
         shapes = d['shape'].tolist()
-        for o in np.flatnonzero(many):
+        spread = np.array([isinstance(s, list|tuple) for s in known], bool)
+        for o in np.flatnonzero(many | (np.bincount(order, spread)>0)):
             rows = groups[o]
             said = next((s for i in rows if isinstance(s := known[i], list|tuple)), None)
             said = self.with_batch(said, rows)
@@ -358,6 +366,14 @@ class Whole:
         self.said.append(f"Replicas have drifted apart: rank {rank} has another {named(r)} than rank {self.rank[at[row]]} since step {step}"
             + (f", and {len(lasting)-1} more tensors follow" if len(lasting)>1 else '') + ". The first rank's are shown.")
 
+    def say_same_batch(self):
+        "Processes that all train on the same samples"
+        inputs = np.array(['B' in roles.values() for roles in self.roles], bool) & (self.df['ttype']=='input').to_numpy()
+        if not inputs.any(): return
+        alone = self.piece==self.rank
+        if (self.rank[inputs]>0).any() and not (alone & inputs & (self.rank>0)).any():
+            self.said.append("All processes are given the same batch: each input has the same numbers on all of them. Has the sampler been told of the ranks?")
+
     def say_unknown_scale(self):
         "Gradients of activations of processes of which nobody says how they share the batch"
         nowhere = np.array([roles.get('world')=='?' for roles in self.roles], bool)
@@ -458,4 +474,5 @@ def whole(
     out = w.table()
     w.say_missing()
     w.say_unknown_scale()
+    w.say_same_batch()
     return out, w.said
