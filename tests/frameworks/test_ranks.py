@@ -4,11 +4,10 @@ import math
 import os
 import re
 import shutil
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
+import programs
 import pytest
 
 from torchember import EmberWarning, read
@@ -23,10 +22,7 @@ def ran(tmp_path_factory):
     "All cases, in one start of two processes and one of four"
     d = tmp_path_factory.mktemp('ranks')
     helpers = os.pathsep.join([str(here.parent), os.environ.get('PYTHONPATH', '')])
-    for n in 2, 4:
-        got = subprocess.run([sys.executable, '-m', 'torch.distributed.run', f'--nproc_per_node={n}', '--standalone', str(here/'ranked.py'), str(d)],
-            env={**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONPATH': helpers}, capture_output=True, text=True)
-        assert got.returncode==0, got.stderr[-3000:]
+    for n in 2, 4: programs.ranks(here/'ranked.py', d, n=n, PYTHONPATH=helpers)
     return d
 
 

@@ -7,7 +7,7 @@ __all__ = ['optimizer_names', 'Updates']
 
 # %% ../../nbs/40_recorder/50_optimizer.ipynb #733259d2
 from ..capture.optimizer import parameters_of, state_tensors
-from .step_buffer import is_part, place_of
+from .step_buffer import is_part, place_of, placement
 
 # %% ../../nbs/40_recorder/50_optimizer.ipynb #502ecef1
 def optimizer_names(optimizers) -> str:
@@ -47,9 +47,10 @@ class Updates:
                 for k,v in state_tensors(optimizer, p).items(): self.buffer.measure(st, 'optimizer', f'{k}_{i}', v, n, once=True, replace=True)
 
     def weight_is_known(self, state, name, tname, old):
-        "Whether the buffer has the numbers of a weight that the ratio of its update is taken to. A sharded one was perhaps whole in the forward"
+        "Whether the buffer has the numbers of a weight that the ratio of its update is taken to. Of a sharded one it perhaps has those of more"
         buffer = self.buffer
-        if is_part(old) and place_of((state.track.name, 'weight', tname, name, None, 0), 0) not in buffer.parts: return False
+        there = buffer.parts.get(place_of((state.track.name, 'weight', tname, name, None, 0), 0), {})
+        if is_part(old) and there.get('placement')!=placement(old): return False
         return 'weight' in self.ttypes and not callable(buffer.stats['weight']) and not buffer.handed_out and (state.track.id, name) in self.parameters.seen
 
     def step_over(self):

@@ -90,6 +90,8 @@ def is_part(x):
     "Whether a tensor is spread over ranks, and this one holds a part of it"
     return hasattr(x, 'placements') and not all(p.is_replicate() for p in x.placements)
 
+def placement(x): return ', '.join(map(str, x.placements)) # of a tensor that is spread over ranks, in torch's words
+
 def place_of(key, call):
     "What one tensor of a step is known by: the key of its row, and the call"
     return *key[:3], *key[4:6], call
@@ -100,7 +102,7 @@ def local_part(parts, place, x, piece=None):
     parts.pop(place, None)
     if piece: parts[place] = piece
     if not hasattr(x, 'to_local'): return x
-    if is_part(x): parts[place] = {'placement': ', '.join(map(str, x.placements)), 'global_shape': list(x.shape), **(piece or {})}
+    if is_part(x): parts[place] = {'placement': placement(x), 'global_shape': list(x.shape), **(piece or {})}
     return x.to_local()
 
 class Functions:
