@@ -19,7 +19,8 @@ from fastcore.nbio import dict2nb, mk_cell, nb2str
 from nbdev.doclinks import NbdevLookup
 from nbdev.process import NBProcessor
 from nbdev.showdoc import showdoc_nm
-from sphinx.addnodes import pending_xref
+from sphinx.addnodes import pending_xref, toctree
+from sphinx.builders import html
 from sphinx.project import Project
 from sphinx.pycode import ModuleAnalyzer
 from sphinx.transforms import SphinxTransform
@@ -183,6 +184,22 @@ def render_nb(app, docname, content):
             nb.cells.append(mk_cell(f'```{{toctree}}\n:hidden:\n:caption: {caption}\n\n' + '\n'.join(docs) + '\n```', 'markdown'))
     nb.metadata['source_map'] = list(range(len(nb.cells))) # the line of a cell. MyST-NB says 10000 a cell, and an entry parses as many empty ones
     content[0] = nb2str(nb)
+
+def titles(toc):
+    "A page's table of contents without its headings, as the sidebar has it"
+    toc = toc.deepcopy()
+    for entry in toc.children:
+        if len(entry)>1: entry[1:] = [nodes.bullet_list('', *below)] if (below := list(entry.findall(toctree))) else []
+    return toc
+
+def in_sidebar(env, *args, resolve=html.global_toctree_for_doc, **kwargs):
+    "Sphinx copies the headings of all pages for the sidebar of each, and then leaves them out: half of what writing the pages costs"
+    if not hasattr(env, 'without_headings'): env.without_headings = {d: titles(t) for d,t in env.tocs.items()}
+    tocs,env.tocs = env.tocs,env.without_headings
+    try: return resolve(env, *args, **kwargs)
+    finally: env.tocs = tocs
+
+html.global_toctree_for_doc = in_sidebar
 
 def discover(self, *args, notebooks=Project.discover):
     "The pages are the notebooks, one for each of their folders, and the files that stand beside"
