@@ -113,7 +113,8 @@ def test_removed(capfd):
     trained(te)
     te.t.barrier()
     own,view = te.live(every=.05),live(te.fname, every=.05)
-    while capfd.readouterr().err.count('step')<2: time.sleep(.05)
+    shown = ''
+    while (shown := shown+capfd.readouterr().err).count('step')<2: time.sleep(.05) # each says it once
     with pytest.warns(EmberWarning, match='was removed'):
         te.t.log_path.unlink()
         view.thread.join(60)
