@@ -230,7 +230,7 @@ def nothing_chosen(choice, there):
 
 # %% ../../nbs/50_frames/05_logs.ipynb #8713aba2
 names_in = ('run', 'path', 'module', 'ttype', 'tname', 'pname', 'dtype', 'phase') # columns of names
-not_measured = ('run', 'path', 'module', 'ttype', 'tname', 'pname', 'step', 'call', 'phase', 'micro', 'backward', 'skipped', 'rank', 'shard', 'dtype', 'ts')
+not_measured = ('run', 'path', *identity)
 
 def marks_at_end(df):
     "The columns of the user's marks in a table of a log: they come last"
@@ -402,7 +402,7 @@ def not_recorded(stat, there, what='statistic'):
     return unknown(what, stat, there, also_called, more) + (to_record(close[0]) if close and close[0] not in there else '')
 
 # %% ../../nbs/50_frames/05_logs.ipynb #1aa59e10
-texts = ('run', 'path', 'module', 'ttype', 'tname', 'pname', 'dtype', 'phase', 'shard')
+texts = ('run', 'path', 'module', 'ttype', 'tname', 'pname', 'dtype', 'phase', 'shard', 'part')
 counts_in = ('call', 'micro', 'backward', 'rank', 'exponent_min')
 
 def of_right_types(df):

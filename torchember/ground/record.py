@@ -21,7 +21,8 @@ SCHEMA = 1 # Version of the row layout. A reader that knows version n reads ever
 flowing = dict(input='flows.Flows', output='flows.Flows') # tensor types that are measured when a module is called -> who does it, in `recorder`
 ttypes = (*flowing, 'weight', 'weight_grad', 'input_grad', 'output_grad', 'optimizer', 'update', 'buffer', 'probe',
     'scalar') # numbers that the user logs, of no tensor
-identity = ('module', 'ts', 'ttype', 'tname', 'step', 'call', 'dtype', 'pname', 'micro', 'phase', 'backward', 'skipped', 'rank', 'shard') # who, when and where
+identity = ('module', 'ts', 'ttype', 'tname', 'step', 'call', 'dtype', 'pname', 'micro', 'phase', 'backward', 'skipped', 'rank', 'shard',
+    'part', 'gscale', 'placement', 'global_shape') # who, when and where; which piece of the whole
 optional = ('nan', 'posinf', 'neginf', 'nonfinite', 'error', 'supersedes') # present in a row only when there is something to say
 reserved = frozenset(identity + ('nonfinite', 'error', 'supersedes')) # what a statistic cannot be called
 unmarkable = frozenset(identity + optional + ('path',)) - {'phase'} # what a mark cannot be called. A phase it can: te.mark(phase='warmup')
