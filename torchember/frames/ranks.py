@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['key', 'merged_columns', 'of_pieces', 'numbered_children', 'with_ancestors', 'names_in_whole', 'numbered_on',
-           'Processes', 'numbers_in', 'differs', 'samples_in', 'first_of_each', 'together', 'Whole', 'whole']
+           'Processes', 'numbers_in', 'differs', 'samples_in', 'first_of_each', 'together', 'Pieces', 'Merge', 'drift',
+           'gone', 'unknown_scale', 'same_batch', 'whole']
 
 # %% ../../nbs/50_frames/07_ranks.ipynb #bf127dde
 import re
@@ -121,13 +122,11 @@ def together(*codes):
     pd = needs('pandas', for_='A table of rows')
     return pd.DataFrame({i: c for i,c in enumerate(codes)}).groupby([*range(len(codes))], sort=False, dropna=False, observed=True).ngroup().to_numpy()
 
-# %% ../../nbs/50_frames/07_ranks.ipynb #e4f9ccf3
+# %% ../../nbs/50_frames/07_ranks.ipynb #a7c10001
 key = ('step', 'path', 'ttype', 'tname', 'pname', 'call', 'micro', 'phase', 'backward') # what tells tensors apart
-merged_columns = 'nan', 'posinf', 'neginf', 'shape', 'numel', 'exponents', 'exponent_min', 'ratio', 'module', 'ts', 'dtype', 'run'
-of_pieces = ('part', 'gscale', 'placement', 'global_shape', 'rank') # what is said of pieces, and not of wholes
 
-class Whole:
-    """The rows of all processes as those of one
+class Pieces:
+    """The rows of all processes, and which piece of which tensor each is of
 
     Args:
         df: Rows of all processes under each other, each with its `rank`
@@ -140,17 +139,20 @@ class Whole:
         paths:dict # Rank -> paths of its modules
     ):
         self.said,self.about,self.paths,self.processes = [],about,paths,Processes(about)
-        df = df.sort_values(['step', 'rank'], kind='stable', ignore_index=True) if 'step' in df else df
-        if 'part' not in df: df['part'] = None
-        self.df,self.rank = df,df['rank'].to_numpy(int)
-        self.rename_stages()
-        self.key = self.keys()
+        self.df = df.sort_values(['step', 'rank'], kind='stable', ignore_index=True) if 'step' in df else df.reset_index(drop=True)
+        if 'part' not in self.df: self.df['part'] = None
+        self.rank = self.df['rank'].to_numpy(int)
+        self.name_stages()
         self.settle()
-        self.name_experts()
+        self.name_own()
 
-    def keys(self): return together(*(self.df[c] for c in key if c in self.df))
+    def has(self, *roles):
+        "Whether each row has one of some roles along any axis"
+        return np.array([not of.isdisjoint(roles) for of in (set(r.values()) for r in self.roles)], bool)
 
     # ---- names
+
+    def all_paths(self, rank): return [*self.paths.get(rank, ()), *self.df['path'][self.rank==rank].astype(object).dropna().unique()]
 
     def rename(self, names):
         "Give modules other names. names: rank -> path -> path"
@@ -159,115 +161,119 @@ class Whole:
         pairs = pd.DataFrame({'rank': self.rank, 'path': path, 'module': module})
         for (rank,p,m),rows in pairs.groupby(['rank', 'path', 'module'], sort=False).indices.items():
             new = names.get(rank, {}).get(p, p)
-            if new!=p: path[rows],module[rows] = new,renamed(m, p, new)
+            if new!=p: path[rows],module[rows] = new,display_name(m, new)
         self.df = self.df.assign(path=pd.Categorical(path), module=pd.Categorical(module))
 
-    def rename_stages(self):
+    def name_stages(self):
+        "What the stages of a pipeline have is named as in the whole model"
         stages = {r: a['stage'] for r,a in self.about.items() if isinstance(a.get('stage'), int)}
-        if len(set(stages.values()))<2: return
         order = sorted(set(stages.values()))
+        if len(order)<2: return
         paths = [list(dict.fromkeys(p for r,s in stages.items() if s==o for p in self.all_paths(r))) for o in order]
         names = names_in_whole(paths, [f'@pp{o}' for o in order])
         self.rename({r: names[order.index(s)] for r,s in stages.items()})
 
-    def all_paths(self, rank):
-        return [*self.paths.get(rank, ()), *self.df['path'][self.rank==rank].astype(object).dropna().unique()]
+    def name_own(self):
+        "Parameters that nobody says to be replicas, and that differ, are no pieces of one tensor: each process has its own"
+        weights = (self.df['ttype']=='weight').to_numpy()
+        own = self.unsettled & weights & (self.df['global_shape'].isna().to_numpy() if 'global_shape' in self.df else True)
+        if not own.any(): return
+        modules = set(self.df['path'][own].astype(object))
+        shared = set(self.df['path'][weights & ~own].astype(object))-modules
+        tops = sorted({top_of(m, shared) for m in modules})
+        ranks = sorted(set(self.rank.tolist()))
+        paths = [[p for p in self.all_paths(r) if any(p==t or p.startswith(f'{t}.') for t in tops)] for r in ranks]
+        names = names_in_whole(paths, [f'@rank{r}' for r in ranks])
+        self.rename(dict(zip(ranks, names, strict=True)))
+        new = sorted({n for of in names for p,n in of.items() if n!=p and p in tops})
+        self.said.append(f"Each process has parameters of its own in {listed(tops)}, and torch does not say why: they are shown as different ones, "
+            f"{listed(new)}.")
+        self.settle()
 
     # ---- pieces
 
     def settle(self):
-        "Which piece of its tensor each row is of"
-        parts = {p: dict(x.rpartition(':')[::2] for x in p.split()) if isinstance(p, str) else {'world': '?'} for p in self.df['part'].unique()}
-        self.roles = [parts[p] for p in self.df['part']]
+        "Which piece of its tensor each row is of. What is said to be a part, or nothing is said of, is a replica where it is equal"
+        self.key = together(*(self.df[c] for c in key if c in self.df))
+        said = [p if isinstance(p, str) else 'world:?' for p in self.df['part']]
+        parts = {p: dict(x.rpartition(':')[::2] for x in p.split()) for p in set(said)}
+        self.roles,samples = [parts[p] for p in said],samples_in(self.df)
         same = [frozenset(a for a,r in roles.items() if r=='R') for roles in self.roles]
-        samples = samples_in(self.df)
         for a in sorted({a for roles in parts.values() for a,r in roles.items() if r in ('?', 'B')}):
             batch,of = (np.array([roles.get(a)==r for roles in self.roles], bool) for r in ('B', '?'))
             line = np.array([self.processes.line(a, r) for r in self.rank])
-            there = together(self.key, line)
             odd = np.zeros(self.key.max()+1, bool)
-            odd[self.key[differs(self.df, first_of_each(there)) & (of | batch)]] = True
+            odd[self.key[differs(self.df, first_of_each(together(self.key, line))) & (of | batch)]] = True
             sizes = set(samples[batch & odd[self.key]].tolist())-{1}
             of |= batch & ~np.isin(samples, [*sizes])
             for i in np.flatnonzero(of & ~odd[self.key]): same[i] |= {a}
         self.unsettled = np.array([any(r=='?' and a not in s for a,r in roles.items()) for roles,s in zip(self.roles, same, strict=True)], bool)
         self.piece = np.array([self.processes.first(s, r) for s,r in zip(same, self.rank.tolist(), strict=True)], int)
 
-    def name_experts(self):
-        "Parameters that nobody says to be replicas, and that differ from the first, are no pieces of one tensor: each process has its own"
-        own = self.unsettled & (self.df['ttype']=='weight').to_numpy() & (self.df['global_shape'].isna().to_numpy() if 'global_shape' in self.df else True)
-        if not own.any(): return
-        modules = set(self.df['path'][own].astype(object))
-        others = set(self.df['path'][(self.df['ttype']=='weight').to_numpy() & ~own].astype(object))-modules
-        tops = sorted({top_of(m, modules, others) for m in modules})
-        ranks = sorted(set(self.rank.tolist()))
-        per = [[p for p in self.all_paths(r) if any(p==t or p.startswith(f'{t}.') for t in tops)] for r in ranks]
-        names = names_in_whole(per, [f'@rank{r}' for r in ranks])
-        self.rename(dict(zip(ranks, names, strict=True)))
-        new = sorted({n for names in names for p,n in names.items() if n!=p and p in tops})
-        self.said.append(f"Each process has parameters of its own in {listed(tops)}, and torch does not say why: they are shown as different ones, "
-            f"{listed(new)}.")
-        self.key = self.keys()
-        self.settle()
+# %% ../../nbs/50_frames/07_ranks.ipynb #a7c10003
+merged_columns = 'nan', 'posinf', 'neginf', 'shape', 'numel', 'exponents', 'exponent_min', 'ratio', 'module', 'ts', 'dtype', 'run'
+of_pieces = ('part', 'gscale', 'placement', 'global_shape', 'rank') # what is said of pieces, and not of wholes
 
-    # ---- rows
+class Merge:
+    """The rows of wholes from those of their pieces
+
+    Args:
+        pieces: `Pieces`
+    """
+    def __init__(self,
+        pieces # `Pieces`
+    ):
+        pd = needs('pandas', for_='A table of rows')
+        self.said,self.processes = [],pieces.processes
+        place = together(pieces.key, pieces.piece)
+        partial = pieces.has('P', 'P*')
+        kept = np.flatnonzero((first_of_each(place)==np.arange(len(place))) | partial) # of replicas the first
+        self.d,self.partial,self.rank = pieces.df.iloc[kept].reset_index(drop=True),partial[kept],pieces.rank[kept]
+        self.roles = [pieces.roles[i] for i in kept]
+        self.order = pd.factorize(pieces.key[kept])[0] # which whole each row is of
+        self.n = self.order.max()+1 if len(kept) else 0
+        self.first = np.full(self.n, -1)
+        self.first[self.order[::-1]] = np.arange(len(kept))[::-1]
+        self.many = np.bincount(self.order, minlength=self.n)>1
+        self.factor = self.column('gscale', 1.).fillna(1.).to_numpy(float)
+
+    def column(self, name, missing=None):
+        pd = needs('pandas', for_='A table of rows')
+        return self.d[name] if name in self.d else pd.Series([missing]*len(self.d), dtype=float if isinstance(missing, float) else object)
 
     def table(self):
-        "The rows of the whole"
-        pd = needs('pandas', for_='A table of rows')
-        df,place = self.df,together(self.key, self.piece)
-        self.say_drift(place)
-        partial = np.array([any(r[0]=='P' for r in roles.values()) for roles in self.roles], bool)
-        kept = np.flatnonzero((first_of_each(place)==np.arange(len(df))) | partial)
-        d,codes = df.iloc[kept].reset_index(drop=True),self.key[kept]
-        order,codes = pd.factorize(codes)[0],None
-        self.partial,self.kept = partial[kept],kept
-        n = order.max()+1 if len(order) else 0
-        first = np.full(n, -1)
-        first[order[::-1]] = np.arange(len(order))[::-1]
-        out = d.iloc[first].reset_index(drop=True)
-        many = np.bincount(order, minlength=n)>1
-        if not len(d): return out.drop(columns=[c for c in of_pieces if c in out])
-        out = self.merged(d, order, first, many, out)
+        "The rows of the wholes"
+        out = self.d.iloc[self.first].reset_index(drop=True)
+        if len(out): self.fill(out)
         return out.drop(columns=[c for c in of_pieces if c in out])
 
-    def merged(self, d, order, first, many, out):
-        "The statistics of wholes from those of their pieces"
-        shape,numel = (d[c] if c in d else [missing]*len(d) for c,missing in (('shape', None), ('numel', np.nan)))
-        count = np.array([elements(s, m) for s,m in zip(shape, numel, strict=True)])
-        stats = [c for c in d.columns if c in derived]
-        factor = d['gscale'].fillna(1.).to_numpy(float) if 'gscale' in d else np.ones(len(d))
-        vectors = scaled(vectors_of({c: d[c].to_numpy(float) for c in numbers_in(d)}, count), factor)
+    def fill(self, out):
+        d,order,many = self.d,self.order,self.many
+        self.count = np.array([elements(s, m) for s,m in zip(self.column('shape'), self.column('numel', np.nan), strict=True)])
+        vectors = scaled(vectors_of({c: d[c].to_numpy(float) for c in numbers_in(d)}, self.count), self.factor)
         wholes = merged_by(vectors, order)
-        change = many | (factor!=1)[first]
-        got,there = derive(wholes, stats),{c: np.bincount(order, d[c].notna().to_numpy())>0 for c in stats}
-        spoiled = (finite(wholes)<wholes[:, index['count']]) | (finite(wholes)<2)
+        stats,change = [c for c in d.columns if c in derived],many | (self.factor!=1)[self.first]
+        got,spoiled = derive(wholes, stats),(finite(wholes)<wholes[:, index['count']]) | (finite(wholes)<2)
         for c in stats:
-            new = np.where(there[c] | spoiled, got[c], np.nan)
-            out[c] = np.where(change, new, out[c].to_numpy(float))
+            there = np.bincount(order, d[c].notna().to_numpy())>0
+            out[c] = np.where(change, np.where(there | spoiled, got[c], np.nan), out[c].to_numpy(float))
         for c in ('nan', 'posinf', 'neginf'):
             if c in out: out[c] = np.where(many, wholes[:, index[c]], out[c]).astype(out[c].dtype)
-        self.shapes(d, order, out, wholes, many)
-        if 'exponents' in out: out['exponents'] = self.exponents(d, order, factor, out, change)
-        self.add_partial(d, order, out, stats, count)
+        if 'shape' in d: self.shapes(out, wholes[:, index['count']])
+        if 'exponents' in out: out['exponents'] = self.exponents(out, change)
         if 'ratio' in out: out['ratio'] = np.where(many, ratios(d, vectors, order, wholes), out['ratio'])
-        self.others(d, order, out, many, {*stats, *key, *of_pieces, *merged_columns})
-        return out
+        if self.partial.any(): self.sums(out, stats)
+        lost = fill_others(out, d, order, many, {*stats, *key, *of_pieces, *merged_columns})
+        if lost: self.said.append(f"{listed(lost)}: other values on each process, which cannot be merged. To see them: read(run, per_rank=True).")
 
-    def shapes(self, d, order, out, wholes, many):
+    def shapes(self, out, numel):
         "The shape of each whole, and its number of elements where the shape does not say it"
-        if 'shape' not in d: return
-        whole,numel = out['shape'].astype(object).to_numpy(copy=True),wholes[:, index['count']]
-        known = d['global_shape'] if 'global_shape' in d else [None]*len(d)
-        groups = defaultdict(list)
-        for i,o in enumerate(order): groups[o].append(i)
-        wrong = []
-        shapes = d['shape'].tolist()
+        whole,known,shapes = out['shape'].astype(object).to_numpy(copy=True),self.column('global_shape').tolist(),self.d['shape'].tolist()
         spread = np.array([isinstance(s, list|tuple) for s in known], bool)
-        for o in np.flatnonzero(many | (np.bincount(order, spread)>0)):
+        groups,wrong = rows_of(self.order),[]
+        for o in np.flatnonzero(self.many | (np.bincount(self.order, spread)>0)):
             rows = groups[o]
-            said = next((s for i in rows if isinstance(s := known[i], list|tuple)), None)
-            said = self.with_batch(said, rows)
+            said = self.with_batch(next((s for i in rows if isinstance(s := known[i], list|tuple)), None), rows)
             whole[o] = tuple(said) if said is not None else batch_of([shapes[i] for i in rows])
             if said is not None and prod(said)!=numel[o] and not self.partial[rows].any(): wrong.append(o)
         out['shape'] = whole
@@ -281,129 +287,99 @@ class Whole:
     def with_batch(self, shape, rows):
         "The shape of the whole of a tensor that each part of the batch has one of"
         if shape is None: return None
-        parts = {self.processes.first(frozenset(a for a,r in self.roles[i].items() if r!='B'), int(self.rank[i])) for i in self.kept[rows]}
-        return [shape[0]*len(parts), *shape[1:]] if len(shape) and 'B' in self.roles[self.kept[rows[0]]].values() else list(shape)
+        parts = {self.processes.first(frozenset(a for a,r in self.roles[i].items() if r!='B'), int(self.rank[i])) for i in rows}
+        return [shape[0]*len(parts), *shape[1:]] if len(shape) and 'B' in self.roles[rows[0]].values() else list(shape)
 
-    def add_partial(self, d, order, out, stats, count):
+    def sums(self, out, stats):
         "Of a tensor that is the sum of what the processes have, the mean is the sum of their means. Nothing else follows"
-        if not self.partial.any(): return
-        wholes,scale = np.unique(order[self.partial]),d['gscale'].fillna(1.).to_numpy(float) if 'gscale' in d else np.ones(len(d))
-        for o in wholes:
-            rows = np.flatnonzero(order==o)
-            for c in stats: out.loc[o, c] = np.nan
-            if 'mean' in out: out.loc[o, 'mean'] = self.mean_of_sums(rows, d['mean'].to_numpy(float)*scale, count)
-            if 'exponents' in out: out.at[o, 'exponents'] = None
-        r = out.iloc[wholes[0]]
+        groups,wholes = rows_of(self.order),np.unique(self.order[self.partial])
+        means = self.column('mean', np.nan).to_numpy(float)*self.factor
+        out.loc[wholes, stats] = np.nan
+        if 'mean' in out: out.loc[wholes, 'mean'] = [self.mean_of_sum(groups[o], means) for o in wholes]
+        if 'exponents' in out: out['exponents'] = out['exponents'].astype(object).where(~np.isin(np.arange(self.n), wholes), None)
         self.said.append(f"{len(wholes)} rows are of tensors that are the sum of what several processes hold, which is added later: of these the mean is known "
-            f"and nothing else, such as {named(r)}.")
+            f"and nothing else, such as {named(out.iloc[wholes[0]])}.")
 
-    def mean_of_sums(self, rows, means, count):
+    def mean_of_sum(self, rows, means):
         "The mean of a tensor that is the sum of some rows; of several parts of the batch, or shards, that of all"
-        terms = {}
+        terms = defaultdict(dict)
         for i in rows:
-            roles,rank = self.roles[self.kept[i]],int(self.rank[self.kept[i]])
+            roles,rank = self.roles[i],int(self.rank[i])
             if 'P*' in roles.values(): return np.nan
-            added = self.processes.first(frozenset(a for a,r in roles.items() if r in ('P', 'R')), rank)
-            term = self.processes.first(frozenset(a for a,r in roles.items() if r=='R'), rank)
-            terms.setdefault(added, {}).setdefault(term, i)
-        sums = [(count[next(iter(t.values()))], sum(means[i] for i in t.values())) for t in terms.values()]
+            added,term = (self.processes.first(frozenset(a for a,r in roles.items() if r in which), rank) for which in (('P', 'R'), ('R',)))
+            terms[added].setdefault(term, i)
+        sums = [(self.count[next(iter(t.values()))], sum(means[i] for i in t.values())) for t in terms.values()]
         return sum(n*m for n,m in sums)/sum(n for n,_ in sums)
 
-    def exponents(self, d, order, factor, out, change):
+    def exponents(self, out, change):
         "Counts of exponents add up; those of what is multiplied by a power of two are moved"
-        lists = d['exponents'].astype(object).to_numpy()
-        whole,lost = out['exponents'].astype(object).to_numpy(copy=True),0
-        total = {}
-        for i,o in enumerate(order):
-            if not change[o]: continue
-            c = lists[i]
-            c = moved(c, factor[i]) if isinstance(c, list|tuple|np.ndarray) else None
-            total[o] = c if o not in total else total[o]+c if c is not None and total[o] is not None and len(c)==len(total[o]) else None
-            lost += c is None and isinstance(lists[i], list)
-        for o,c in total.items(): whole[o] = None if c is None else c.tolist()
-        if lost: self.said.append(f"Counts of exponents of {lost} gradients are left out: they are larger by a factor that is no power of two.")
+        lists,whole,lost,groups = self.d['exponents'].tolist(),out['exponents'].astype(object).to_numpy(copy=True),0,rows_of(self.order)
+        for o in np.flatnonzero(change):
+            counts = [moved(lists[i], self.factor[i]) for i in groups[o]]
+            whole[o] = sum(counts).tolist() if all(c is not None for c in counts) and len({len(c) for c in counts})==1 else None
+            lost += whole[o] is None and isinstance(lists[groups[o][0]], list)
+        if lost: self.said.append(f"Counts of exponents of {lost} tensors are left out: their factor is no power of two, or they are of other exponents.")
         return whole
 
-    def others(self, d, order, out, many, done):
-        "Columns that nobody knows how to merge: what all processes have the same is that of the whole; of noted numbers the mean"
-        pd = needs('pandas', for_='A table of rows')
-        scalar,lost = (out['ttype']=='scalar').to_numpy(bool),[]
-        for c in [c for c in d.columns if c not in done]:
-            values = d[c]
-            texts = values.map(repr) if values.dtype==object else values
-            g = pd.DataFrame({'o': order, 'v': texts.to_numpy() if texts.dtype.kind!='O' else texts.astype(str).to_numpy()})
-            odd = (g.groupby('o')['v'].nunique(dropna=False)>1).to_numpy() & many
-            if not odd.any(): continue
-            number = pd.to_numeric(values, errors='coerce').to_numpy(float)
-            mean = np.bincount(order, np.nan_to_num(number))/np.maximum(np.bincount(order, ~np.isnan(number)), 1)
-            mean = np.where(np.bincount(order, np.isnan(number))>0, np.nan, mean)
-            if out[c].dtype==object or isinstance(out[c].dtype, pd.CategoricalDtype): out[c] = out[c].astype(object).where(~odd, None)
-            else: out[c] = out[c].astype(float).where(~odd, np.where(scalar, mean, np.nan))
-            if (odd & ~scalar).any(): lost.append(c)
-        if lost: self.said.append(f"{listed(lost)}: other values on each process, which cannot be merged. To see them: read(run, per_rank=True).")
+# %% ../../nbs/50_frames/07_ranks.ipynb #a7c10004
+def drift(pieces):
+    "Replicas that are none any more: which process, which tensor, since when"
+    df,place = pieces.df,together(pieces.key, pieces.piece)
+    at = first_of_each(place)
+    off = differs(df, at) & ~pieces.has('P', 'P*') & ~df['ttype'].isin(['buffer', 'scalar']).to_numpy()
+    if not off.any(): return None
+    pd = needs('pandas', for_='A table of rows')
+    d = pd.DataFrame({'rank': pieces.rank, 'step': df['step'].to_numpy(), 'off': off, 'row': np.arange(len(off)),
+        'tensor': together(*(df[c] for c in ('path', 'ttype', 'tname', 'call') if c in df))})
+    d,lasting = d[at!=np.arange(len(at))],[] # those that are compared
+    for (_,rank),g in d[d.groupby(['tensor', 'rank'])['off'].transform('any')].groupby(['tensor', 'rank']):
+        if not g['off'].iloc[-1]: continue # it was rounding, while the loops were loaded
+        well = np.flatnonzero(~g['off'].to_numpy())
+        since = g.iloc[well[-1]+1 if len(well) else 0]
+        lasting.append((int(since['step']), int(since['row']), int(rank)))
+    if not lasting: return None
+    step,row,rank = min(lasting)
+    more = f", and {len(lasting)-1} more tensors follow" if len(lasting)>1 else ''
+    other = f"rank {rank} has another {named(df.iloc[row])} than rank {pieces.rank[at[row]]}"
+    return f"Replicas have drifted apart: {other} since step {step}{more}. The first rank's are shown."
 
-    # ---- what is said
+def gone(pieces):
+    "Processes that have left no log, and those whose log ends before the others'"
+    ranks,world = sorted(set(pieces.rank.tolist())),pieces.processes.world
+    missing = [f'rank {r}' for r in range(world) if r not in ranks]
+    if missing: yield f"Of {world} processes {listed(missing)} left no rows: what they hold is missing."
+    last = {r: int(pieces.df['step'][pieces.rank==r].max()) for r in ranks}
+    if behind := [f'rank {r} has no rows after step {s}' for r,s in last.items() if s<max(last.values())]:
+        yield f"{listed(behind)}, while others go on to step {max(last.values())}."
 
-    def say_drift(self, place):
-        "Replicas that are none any more: which process, which tensor, since when"
-        at = first_of_each(place)
-        partial = np.array([any(r[0]=='P' for r in roles.values()) for roles in self.roles], bool)
-        off = differs(self.df, at) & ~partial & ~self.df['ttype'].isin(['buffer', 'scalar']).to_numpy()
-        if not off.any(): return
-        pd = needs('pandas', for_='A table of rows')
-        d = pd.DataFrame({'rank': self.rank, 'step': self.df['step'].to_numpy(), 'off': off, 'row': np.arange(len(off)),
-            'tensor': together(*(self.df[c] for c in ('path', 'ttype', 'tname', 'call') if c in self.df))})
-        d = d[at!=np.arange(len(at))] # those that are compared
-        lasting = []
-        for (_,rank),g in d[d.groupby(['tensor', 'rank'])['off'].transform('any')].groupby(['tensor', 'rank']):
-            if not g['off'].iloc[-1]: continue # it was rounding, while the loops were loaded
-            well = np.flatnonzero(~g['off'].to_numpy())
-            since = g.iloc[well[-1]+1 if len(well) else 0]
-            lasting.append((int(since['step']), int(rank), int(since['row'])))
-        if not lasting: return
-        step,rank,row = min(lasting)
-        r = self.df.iloc[row]
-        self.said.append(f"Replicas have drifted apart: rank {rank} has another {named(r)} than rank {self.rank[at[row]]} since step {step}"
-            + (f", and {len(lasting)-1} more tensors follow" if len(lasting)>1 else '') + ". The first rank's are shown.")
+def unknown_scale(pieces):
+    "Gradients of activations of processes of which nobody says how they share the batch"
+    nowhere = np.array([roles.get('world')=='?' for roles in pieces.roles], bool)
+    rows = nowhere & pieces.unsettled & pieces.df['ttype'].isin(['output_grad', 'input_grad']).to_numpy()
+    if not rows.any(): return None
+    return (f"Gradients of activations ({int(rows.sum())} rows) are those of each process's own loss: torch does not say how the losses become one. "
+        "Those of their mean are smaller by the number of processes.")
 
-    def say_same_batch(self):
-        "Processes that all train on the same samples"
-        inputs = np.array(['B' in roles.values() for roles in self.roles], bool) & (self.df['ttype']=='input').to_numpy()
-        if not inputs.any(): return
-        alone = self.piece==self.rank
-        if (self.rank[inputs]>0).any() and not (alone & inputs & (self.rank>0)).any():
-            self.said.append("All processes are given the same batch: each input has the same numbers on all of them. Has the sampler been told of the ranks?")
+def same_batch(pieces):
+    "Processes that all train on the same samples"
+    inputs = pieces.has('B') & (pieces.df['ttype']=='input').to_numpy() & (pieces.rank>0)
+    if not inputs.any() or (inputs & (pieces.piece==pieces.rank)).any(): return None
+    return "All processes are given the same batch: each input has the same numbers on all of them. Has the sampler been told of the ranks?"
 
-    def say_unknown_scale(self):
-        "Gradients of activations of processes of which nobody says how they share the batch"
-        nowhere = np.array([roles.get('world')=='?' for roles in self.roles], bool)
-        rows = nowhere & self.unsettled & self.df['ttype'].isin(['output_grad', 'input_grad']).to_numpy()
-        if rows.any(): self.said.append(f"Gradients of activations ({int(rows.sum())} rows) are those of each process's own loss: torch does not say how "
-            "the losses become one. Those of their mean are smaller by the number of processes.")
-
-    def say_missing(self):
-        "Processes that have left no log, and those whose log ends before the others'"
-        ranks,world = sorted(set(self.rank.tolist())),self.processes.world
-        if gone := [r for r in range(world) if r not in ranks]:
-            self.said.append(f"Of {world} processes {listed([f'rank {r}' for r in gone])} left no rows: what they hold is missing.")
-        last = {r: int(self.df['step'][self.rank==r].max()) for r in ranks}
-        if behind := {r: s for r,s in last.items() if s<max(last.values())}:
-            self.said.append(f"{listed([f'rank {r} has no rows after step {s}' for r,s in behind.items()])}, while others go on to step {max(last.values())}.")
-
-# %% ../../nbs/50_frames/07_ranks.ipynb #8bbc472b
-def renamed(module, path, new):
+# %% ../../nbs/50_frames/07_ranks.ipynb #a7c10005
+def display_name(module, new):
     "The display name of a module under another path"
     root,*parts = module.split('.')
     names = new.partition('@')[0].split('.') if new.partition('@')[0] else []
     if len(names)==len(parts): parts = [re.sub(r'^[^(]*', n, p, count=1) for n,p in zip(names, parts, strict=True)]
     return '.'.join([root, *parts]) + (f'@{new.partition("@")[2]}' if '@' in new else '')
 
-def top_of(module, own, shared):
-    "The outermost module above one whose parameters are all its process's own, of those that have any"
+def top_of(module, shared):
+    "The outermost module above one whose parameters are its process's own that has none which are shared, and a number"
     parts = module.split('.')
     for i in range(1, len(parts)+1):
         top = '.'.join(parts[:i])
-        if not any(p==top or p.startswith(f'{top}.') for p in shared) and (i==len(parts) or parts[i-1].isdecimal()): return top
+        if not any(p==top or p.startswith(f'{top}.') for p in shared) and parts[i-1].isdecimal(): return top
     return module
 
 def listed(names, most=5):
@@ -438,7 +414,8 @@ def merged_by(vectors, order):
     return out
 
 def moved(counts, factor):
-    "Counts of exponents of numbers that are multiplied by a power of two; None for another factor"
+    "Counts of exponents of numbers that are multiplied by a power of two; None for another factor, and where there are none"
+    if not isinstance(counts, list|tuple|np.ndarray): return None
     c,by = np.asarray(counts),np.log2(factor)
     if by==0: return c
     if by!=int(by): return None
@@ -454,7 +431,31 @@ def ratios(d, vectors, order, wholes):
         weight = squares(p)/d['ratio'].to_numpy(float)**2
         return np.sqrt(squares(Parts(wholes))/np.bincount(order, weight))
 
-# %% ../../nbs/50_frames/07_ranks.ipynb #623a5c23
+def rows_of(order):
+    "Which rows each whole has"
+    at = np.argsort(order, kind='stable')
+    return np.split(at, np.cumsum(np.bincount(order))[:-1])
+
+def means_of(numbers, order):
+    "The mean of the numbers of each whole, NaN where one is"
+    n = np.bincount(order)
+    return np.bincount(order, numbers, minlength=len(n))/n
+
+def fill_others(out, d, order, many, done):
+    "Columns that nobody knows how to merge: what all processes have the same is that of the whole; of noted numbers the mean. Names of those that are lost"
+    pd = needs('pandas', for_='A table of rows')
+    scalar,lost = (out['ttype']=='scalar').to_numpy(bool),[]
+    for c in [c for c in d.columns if c not in done]:
+        values = d[c]
+        text = values.map(repr).to_numpy(str) if values.dtype==object else values.to_numpy()
+        odd = (pd.DataFrame({'o': order, 'v': text}).groupby('o')['v'].nunique(dropna=False)>1).to_numpy() & many
+        if not odd.any(): continue
+        if values.dtype.kind in 'iuf': out[c] = out[c].astype(float).where(~odd, np.where(scalar, means_of(values.to_numpy(float), order), np.nan))
+        else: out[c] = out[c].astype(object).where(~odd, None)
+        if (odd & ~scalar).any(): lost.append(c)
+    return lost
+
+# %% ../../nbs/50_frames/07_ranks.ipynb #a7c10006
 def whole(
     df, # Rows of all processes under each other, each with its `rank`
     about:dict, # Rank -> what its metadata says of the processes
@@ -470,9 +471,8 @@ def whole(
     Returns:
         Rows as one process would have written them; sentences about what is not as it should be, or not known
     """
-    w = Whole(df, about, paths or {})
-    out = w.table()
-    w.say_missing()
-    w.say_unknown_scale()
-    w.say_same_batch()
-    return out, w.said
+    pieces = Pieces(df, about, paths or {})
+    merged = Merge(pieces)
+    out = merged.table()
+    said = [drift(pieces), *pieces.said, *merged.said, *gone(pieces), unknown_scale(pieces), same_batch(pieces)]
+    return out, [s for s in said if s]
