@@ -23,6 +23,8 @@ from pathlib import Path
 variables = {**os.environ} # as they are before any test
 read_at_start = 'PYTHON', 'OMP_', 'KMP_', 'MKL_', 'GOMP_', 'OPENBLAS_', 'TORCH_', 'PYTORCH_', 'CUDA_', 'LD_', 'LC_', 'LANG', 'TZ'
 
+of_no_matter = 'PYTHONPATH', 'PYTHONWARNINGS', 'KMP_DUPLICATE_LIB_OK', 'KMP_INIT_AT_FORK', 'PYTORCH_NVML_BASED_CUDA_CHECK' # sklearn and lightning set some
+
 
 # ---- in the process of the tests
 
@@ -64,7 +66,7 @@ def ranks(program, *args, n=2, timeout=600, **kwargs):
 
 
 def forks(env):
-    def read(env): return {k: v for k,v in env.items() if k.startswith(read_at_start) and k not in ('PYTHONPATH', 'PYTHONWARNINGS')}
+    def read(env): return {k: v for k,v in env.items() if k.startswith(read_at_start) and k not in of_no_matter}
     return sys.platform=='linux' and 'NO_FORKS' not in os.environ and read(env)==read(variables)
 
 

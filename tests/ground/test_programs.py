@@ -92,8 +92,9 @@ def test_what_many_have_in_common_is_done_once():
     assert seeded[0]==seeded[1]
 
 
-def test_what_is_read_when_torch_is_loaded():
-    "makes it one by itself"
+def test_what_is_read_when_torch_is_loaded(monkeypatch):
+    "makes it one by itself. What libraries set for themselves does not: after a test that imports sklearn, others are forked"
+    monkeypatch.setenv('KMP_INIT_AT_FORK', 'FALSE')
     code = 'import torch; print(torch.get_num_threads())'
     n = 3-int(os.environ.get('OMP_NUM_THREADS', 1))%2
     assert programs.run(code, OMP_NUM_THREADS=n).stdout.split()==[str(n)]
