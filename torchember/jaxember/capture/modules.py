@@ -245,9 +245,10 @@ marked = {} # id of a module that runs as the outermost -> how many threads run 
 class Tree:
     "Marks on a model and all modules in it, while it runs"
     def __init__(self, model, where):
-        self.model,self.modules = model,modules_in(model, where, set(), [])
-        self.known = {id(m): w for m,w in self.modules if container_kind(type(m))=='unmarked'}
-        with lock:
+        self.model = model
+        with lock: # another thread may put marks on the same modules, or take them away
+            self.modules = modules_in(model, where, set(), [])
+            self.known = {id(m): w for m,w in self.modules if container_kind(type(m))=='unmarked'}
             marked[id(model)] = marked.get(id(model), 0)+1
             for m,w in self.modules:
                 if id(m) not in self.known: vars(m)[mark_key] = Mark(w)
