@@ -283,6 +283,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                         'torchember/capture/private_torch.py'),
                                                   'torchember.capture.private_torch.has_step_hooks': ( '10_capture/private_torch.html#has_step_hooks',
                                                                                                        'torchember/capture/private_torch.py'),
+                                                  'torchember.capture.private_torch.is_fsdp': ( '10_capture/private_torch.html#is_fsdp',
+                                                                                                'torchember/capture/private_torch.py'),
                                                   'torchember.capture.private_torch.is_unscaled': ( '10_capture/private_torch.html#is_unscaled',
                                                                                                     'torchember/capture/private_torch.py'),
                                                   'torchember.capture.private_torch.keep_in_order': ( '10_capture/private_torch.html#keep_in_order',

@@ -15,6 +15,7 @@ from torchember import EmberWarning, read
 here = Path(__file__).parent
 where = ['path', 'ttype', 'tname', 'call', 'step']
 rel = 1e-9
+pytestmark = pytest.mark.slow # six processes, and transformers in two of them
 
 
 @pytest.fixture(scope='module')

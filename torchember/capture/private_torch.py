@@ -8,7 +8,7 @@ __all__ = ['count_dispatch_modes', 'count_function_modes', 'inside_transform', '
            'metadata_passes', 'is_tracing', 'hooks_in_graphs', 'say_missing', 'computes_again', 'recomputing',
            'function_around', 'call_in', 'only_metadata', 'same_function', 'never_compile', 'say_no_hooks',
            'thread_token', 'never_merge', 'keep_in_order', 'has_step_hooks', 'loss_scale', 'is_unscaled',
-           'any_unscaled', 'shared_store', 'fsdp_of', 'running_ddp', 'pipeline_stage']
+           'any_unscaled', 'shared_store', 'fsdp_of', 'is_fsdp', 'running_ddp', 'pipeline_stage']
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch02
 import gc, sys, weakref
@@ -307,7 +307,7 @@ def shared_store():
 def fsdp_of(module):
     """Meshes over which FSDP2 spreads what a module was given with: triples of a mesh, its dimensions, and what gradients are divided by,
     None for the number of processes. In torch 2.6 and later"""
-    if not hasattr(module, '_get_fsdp_state'): return []
+    if not is_fsdp(module): return []
     state = module._get_fsdp_state()
     one = getattr(state, '_fsdp_param_group', None) if not hasattr(state, '_fsdp_param_groups') else None
     groups = getattr(state, '_fsdp_param_groups', None) or ([one] if one is not None else [])
@@ -316,6 +316,8 @@ def fsdp_of(module):
         dims = [d for d in (getattr(g.mesh_info, n, None) for n in ('replicate_mesh_dim', 'shard_mesh_dim')) if d is not None]
         out.append((g.mesh_info.mesh, dims, getattr(g, 'gradient_divide_factor', None)))
     return out
+
+def is_fsdp(module): return hasattr(module, '_get_fsdp_state') # FSDP2 was given it
 
 def running_ddp():
     "The `DistributedDataParallel` whose forward runs, or None. In all torches"

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from .private_torch import fsdp_of, pipeline_stage, running_ddp
+from .private_torch import fsdp_of, is_fsdp, pipeline_stage, running_ddp
 
 # %% ../../nbs/10_capture/45_ranks.ipynb #c19e994a
 def role_of(placement):
@@ -101,7 +101,7 @@ class Ranks:
 
     def of_fsdp(self, module):
         "Of a module that was given to `fully_shard`; a root whose parameters all belong to others is spread as these are"
-        groups = next((g for m in module.modules() if (g := fsdp_of(m))), []) if hasattr(module, '_get_fsdp_state') else []
+        groups = next((g for m in module.modules() if (g := fsdp_of(m))), []) if is_fsdp(module) else []
         if not groups: return None
         mesh,dims,divided = groups[0]
         there = dims_of(mesh)
