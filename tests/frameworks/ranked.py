@@ -109,6 +109,7 @@ def train(net, opt, losses, **how):
         for loss in losses(net, s): loss.backward()
         opt.step()
         opt.zero_grad()
+        te.log(loss=loss.item(), done=s+1)
     te.close()
 
 

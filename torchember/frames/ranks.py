@@ -199,11 +199,12 @@ class Pieces:
         parts = {p: dict(x.rpartition(':')[::2] for x in p.split()) for p in set(said)}
         self.roles,samples = [parts[p] for p in said],samples_in(self.df)
         same = [frozenset(a for a,r in roles.items() if r=='R') for roles in self.roles]
+        nameless = self.df[[c for c in self.df.columns if c in derived]].isna().all(axis=1).to_numpy() # noted numbers, and those of the user's own functions
         for a in sorted({a for roles in parts.values() for a,r in roles.items() if r in ('?', 'B')}):
             batch,of = (np.array([roles.get(a)==r for roles in self.roles], bool) for r in ('B', '?'))
             line = np.array([self.processes.line(a, r) for r in self.rank])
             odd = np.zeros(self.key.max()+1, bool)
-            odd[self.key[differs(self.df, first_of_each(together(self.key, line))) & (of | batch)]] = True
+            odd[self.key[(differs(self.df, first_of_each(together(self.key, line))) | nameless) & (of | batch)]] = True
             sizes = set(samples[batch & odd[self.key]].tolist())-{1}
             of |= batch & ~np.isin(samples, [*sizes])
             for i in np.flatnonzero(of & ~odd[self.key]): same[i] |= {a}
