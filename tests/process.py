@@ -169,6 +169,8 @@ class Settings:
 
 class Before(Settings):
     "What there is in the process now, and what is set"
+    collections = 0 # of what nobody holds any more, after tests that left something
+
     def __init__(self):
         self.things = {say: look() for say,look in things.items()}
         super().__init__()
@@ -179,6 +181,8 @@ class Before(Settings):
     def left(self):
         "What has come, or is something else since. What nobody holds any more is collected first, so that chance does not decide"
         if self.come():
+            Before.collections += 1
+            if Before.collections%50==0: gc.unfreeze() # what was frozen may be garbage by now
             gc.collect()
             if not self.come(): gc.freeze() # modules mostly, through which no later collection need go again
         return self.come()+self.changed(Settings())
