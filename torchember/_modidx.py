@@ -856,6 +856,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                       'torchember/frames/ranks.py'),
                                          'torchember.frames.ranks.Pieces.all_paths': ( '50_frames/ranks.html#pieces.all_paths',
                                                                                        'torchember/frames/ranks.py'),
+                                         'torchember.frames.ranks.Pieces.along': ( '50_frames/ranks.html#pieces.along',
+                                                                                   'torchember/frames/ranks.py'),
                                          'torchember.frames.ranks.Pieces.has': ( '50_frames/ranks.html#pieces.has',
                                                                                  'torchember/frames/ranks.py'),
                                          'torchember.frames.ranks.Pieces.name_own': ( '50_frames/ranks.html#pieces.name_own',

@@ -146,9 +146,13 @@ class Pieces:
         self.settle()
         self.name_own()
 
+    def along(self, axis, role):
+        "Whether each row has this role along an axis"
+        return np.array([roles.get(axis)==role for roles in self.parts], bool)[self.part]
+
     def has(self, *roles):
         "Whether each row has one of some roles along any axis"
-        return np.array([not of.isdisjoint(roles) for of in (set(r.values()) for r in self.roles)], bool)
+        return np.array([not set(of.values()).isdisjoint(roles) for of in self.parts], bool)[self.part]
 
     # ---- names
 
@@ -195,21 +199,25 @@ class Pieces:
     def settle(self):
         "Which piece of its tensor each row is of. What is said to be a part, or nothing is said of, is a replica where it is equal"
         self.key = together(*(self.df[c] for c in key if c in self.df))
-        said = [p if isinstance(p, str) else 'world:?' for p in self.df['part']]
-        parts = {p: dict(x.rpartition(':')[::2] for x in p.split()) for p in set(said)}
-        self.roles,samples = [parts[p] for p in said],samples_in(self.df)
-        same = [frozenset(a for a,r in roles.items() if r=='R') for roles in self.roles]
+        pd = needs('pandas', for_='A table of rows')
+        self.part,known = pd.factorize(np.array([p if isinstance(p, str) else 'world:?' for p in self.df['part']], object)) # rows -> what is said of them
+        self.parts = [dict(x.rpartition(':')[::2] for x in p.split()) for p in known] # each of these -> axis -> role
         nameless = self.df[[c for c in self.df.columns if c in derived]].isna().all(axis=1).to_numpy() # noted numbers, and those of the user's own functions
-        for a in sorted({a for roles in parts.values() for a,r in roles.items() if r in ('?', 'B')}):
-            batch,of = (np.array([roles.get(a)==r for roles in self.roles], bool) for r in ('B', '?'))
-            line = np.array([self.processes.line(a, r) for r in self.rank])
+        samples,same = samples_in(self.df),{}
+        self.unsettled = np.zeros(len(self.df), bool)
+        for a in sorted({a for roles in self.parts for a,r in roles.items() if r in ('?', 'B')}):
+            batch,of = self.along(a, 'B'),self.along(a, '?')
+            line = np.array([self.processes.line(a, r) for r in range(self.rank.max()+1)])[self.rank]
             odd = np.zeros(self.key.max()+1, bool)
             odd[self.key[(differs(self.df, first_of_each(together(self.key, line))) | nameless) & (of | batch)]] = True
             sizes = set(samples[batch & odd[self.key]].tolist())-{1}
-            of |= batch & ~np.isin(samples, [*sizes])
-            for i in np.flatnonzero(of & ~odd[self.key]): same[i] |= {a}
-        self.unsettled = np.array([any(r=='?' and a not in s for a,r in roles.items()) for roles,s in zip(self.roles, same, strict=True)], bool)
-        self.piece = np.array([self.processes.first(s, r) for s,r in zip(same, self.rank.tolist(), strict=True)], int)
+            self.unsettled |= of & odd[self.key]
+            same[a] = (of | batch & ~np.isin(samples, [*sizes])) & ~odd[self.key]
+        self.piece = np.zeros(len(self.df), int)
+        for rows in pd.DataFrame({'part': self.part, 'rank': self.rank, **same}).groupby(['part', 'rank', *same], sort=False).indices.values():
+            i = rows[0]
+            axes = frozenset(a for a,r in self.parts[self.part[i]].items() if r=='R' or a in same and same[a][i])
+            self.piece[rows] = self.processes.first(axes, int(self.rank[i]))
 
 # %% ../../nbs/50_frames/07_ranks.ipynb #a7c10003
 merged_columns = 'nan', 'posinf', 'neginf', 'shape', 'numel', 'exponents', 'exponent_min', 'ratio', 'module', 'ts', 'dtype', 'run'
@@ -230,7 +238,7 @@ class Merge:
         partial = pieces.has('P', 'P*')
         kept = np.flatnonzero((first_of_each(place)==np.arange(len(place))) | partial) # of replicas the first
         self.d,self.partial,self.rank = pieces.df.iloc[kept].reset_index(drop=True),partial[kept],pieces.rank[kept]
-        self.roles = [pieces.roles[i] for i in kept]
+        self.part,self.parts = pieces.part[kept],pieces.parts
         self.order = pd.factorize(pieces.key[kept])[0] # which whole each row is of
         self.n = self.order.max()+1 if len(kept) else 0
         self.first = np.full(self.n, -1)
@@ -288,8 +296,10 @@ class Merge:
     def with_batch(self, shape, rows):
         "The shape of the whole of a tensor that each part of the batch has one of"
         if shape is None: return None
-        parts = {self.processes.first(frozenset(a for a,r in self.roles[i].items() if r!='B'), int(self.rank[i])) for i in rows}
-        return [shape[0]*len(parts), *shape[1:]] if len(shape) and 'B' in self.roles[rows[0]].values() else list(shape)
+        roles = self.parts[self.part[rows[0]]]
+        if not len(shape) or 'B' not in roles.values(): return shape
+        others = frozenset(a for a,r in roles.items() if r!='B')
+        return [shape[0]*len({self.processes.first(others, r) for r in self.rank[rows].tolist()}), *shape[1:]]
 
     def sums(self, out, stats):
         "Of a tensor that is the sum of what the processes have, the mean is the sum of their means. Nothing else follows"
@@ -305,7 +315,7 @@ class Merge:
         "The mean of a tensor that is the sum of some rows; of several parts of the batch, or shards, that of all"
         terms = defaultdict(dict)
         for i in rows:
-            roles,rank = self.roles[i],int(self.rank[i])
+            roles,rank = self.parts[self.part[i]],int(self.rank[i])
             if 'P*' in roles.values(): return np.nan
             added,term = (self.processes.first(frozenset(a for a,r in roles.items() if r in which), rank) for which in (('P', 'R'), ('R',)))
             terms[added].setdefault(term, i)
@@ -355,8 +365,7 @@ def gone(pieces):
 
 def unknown_scale(pieces):
     "Gradients of activations of processes of which nobody says how they share the batch"
-    nowhere = np.array([roles.get('world')=='?' for roles in pieces.roles], bool)
-    rows = nowhere & pieces.unsettled & pieces.df['ttype'].isin(['output_grad', 'input_grad']).to_numpy()
+    rows = pieces.along('world', '?') & pieces.unsettled & pieces.df['ttype'].isin(['output_grad', 'input_grad']).to_numpy()
     if not rows.any(): return None
     return (f"Gradients of activations ({int(rows.sum())} rows) are those of each process's own loss: torch does not say how the losses become one. "
         "Those of their mean are smaller by the number of processes.")
