@@ -281,6 +281,28 @@ def memory(quick):
     yield line('AlexNet, most memory', 100*(armed/bare-1), '%', note=f'{bare/1e6:,.0f} MB unarmed, then {armed/1e6:,.0f} MB armed, in the same process')
 
 
+@row('runs', 'a home of 10 000 runs as a list, half of them logs of four processes each; one in twenty was killed')
+def runs(quick):
+    import torchember
+    n,place = 500 if quick else 10_000,Path(home())
+    for part in 'log','data': (place/part).mkdir(parents=True, exist_ok=True)
+    rows = b'{"step": 0, "module": "Net.fc(Linear)", "ttype": "output", "tname": "output_0", "mean": 1.0, "std": 2.0}\n'*80
+    for i in range(n):
+        name = f'run_{i//4}.rank{i%4}' if i<n//2 else f'run_{i}'
+        known = {'start': '2026-01-01 00:00:00', 'user': 'me', 'schema': 1, 'model': 'Net', 'pid': 1<<30, 'host': 'elsewhere'}
+        if i%20: known |= {'end': '2026-01-01 01:00:00', 'steps': 1, 'rows': 80, 'bytes': len(rows), 'seconds': 1., 'share': .5}
+        (place/'log'/name).write_bytes(rows)
+        (place/'log'/f'{name}_latest').write_bytes(rows[:-1])
+        (place/'data'/f'base_{name}.json').write_text(json.dumps(known, indent=2))
+        for kind in 'structure','parameters','vis','ranks': (place/'data'/f'{kind}_{name}.json').write_text('{"world": 4}')
+    took = []
+    for _ in range(2 if quick else 5):
+        began = process_time()
+        there = torchember.runs()
+        took.append(process_time()-began)
+    yield line(f'{n:,} logs, {len(there):,} runs', min(took), 's', at_most=None if quick else 1., note='CPU time, files in the cache of the system')
+
+
 # ---- armed, and nothing to do
 
 @row('small', 'small models with AdamW, every step recorded: the time of the processor on one thread, and on the wall with the threads that torch takes')

@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from pathlib import Path
 from socket import gethostname
+from stat import S_ISDIR
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from ..ground.messages import an, closest, printable, says_arguments, unknown, w
 from ..ground.record import called_ttypes, column_order, identity, optional
 from . import ranks
 from .words import earlier_calls
-from ..store.base import facts, folder, regular, safe_name
+from ..store.base import facts, folder, read_meta, regular, safe_name
 from ..store.jsonl import emberTracker, is_step, last_in, last_step_of, settle, tracker
 from ..store.columns import ColumnBlock, columns_of_lines, missing, times_of
 from ..store.older import is_older, older_blocks, size_and_rows
@@ -552,6 +553,24 @@ def lines_in(path, size):
     counted[path] = size, n
     return n
 
+most_counted = 1<<24 # bytes that are looked through to list a run
+
+def lines_about(path, size):
+    "The number of lines of a file; where much of it was never counted, by the length of the last ones"
+    done,n = counted.get(path, (0, 0))
+    if size-done<=most_counted: return lines_in(path, size)
+    with open(path, 'rb', buffering=0, opener=regular) as f:
+        f.seek(size-(1<<20))
+        data = f.read(1<<20)
+    return n+round((size-done)*data.count(b'\n')/len(data))
+
+def steps_about(path, size):
+    "How many steps a file has: its last lines know, as steps only grow"
+    with open(path, 'rb', buffering=0, opener=regular) as f:
+        f.seek(max(size-4096, 0))
+        last = last_in(f.read(4096))
+    return (last if last>=0 else last_step_of(path))+1
+
 def alive(pid, host):
     "Whether a process runs, as far as this machine can tell"
     if host!=gethostname() or not isinstance(pid, int) or not 0<pid<2**31: return False
@@ -561,67 +580,124 @@ def alive(pid, host):
     except OSError: return True # somebody else's
     return True
 
-def model_of(t, base):
+def model_of(name, data, base):
     "The class of a run's model"
     if 'model' in base: return printable(base['model'], 200)
     try:
-        with open(t.meta_path(f'structure_{t.fname}'), 'rb', opener=regular) as f: text = f.read(4096).decode(errors='replace')
+        with open(data/f'structure_{name}.json', 'rb', opener=regular) as f: text = f.read(4096).decode(errors='replace')
     except OSError: return None
     found = re.search(r'"name": "[^"(]*\((.*?)\)"', text)
     return printable(found[1], 200) if found else None
 
-def said_by(t):
+def said_of(name, data):
     "What a run says of itself, and why that cannot be read, None where it can or where there is nothing"
-    try: return facts(t[f'base_{t.fname}']), None
+    try: return facts(read_meta(data/f'base_{name}.json')), None
     except KeyError: return {}, None
     except (ValueError, OSError) as e: return {}, printable(e)
 
-def about(name, home):
-    "What can be said of a run"
-    t = emberTracker(name, home)
-    base,problem = said_by(t)
-    s = os.stat(t.log_path)
-    if t.folder:
-        size,rows = size_and_rows(t.log_path)
-        end = datetime.fromtimestamp(s.st_mtime).strftime('%Y-%m-%d %H:%M:%S')
-        return dict(name=name, model=model_of(t, base), steps=0, rows=rows, size=size, start=base.get('start'), end=end, running=False, problem=problem)
-    running = 'end' not in base and alive(base.get('pid'), base.get('host'))
-    end = None if running else base.get('end') or datetime.fromtimestamp(s.st_mtime).strftime('%Y-%m-%d %H:%M:%S')
-    rows = base['rows'] if base.get('bytes')==s.st_size and 'rows' in base else lines_in(t.log_path, s.st_size)
-    steps = last_step_of(t.log_path)+1
-    return dict(name=name, model=model_of(t, base), steps=steps, rows=rows, size=s.st_size, start=base.get('start'), end=end, running=running, problem=problem)
+def said_by(t): return said_of(t.fname, t.data)
+
+def is_running(base): return 'end' not in base and alive(base.get('pid'), base.get('host'))
+
+def at_time(seconds): return datetime.fromtimestamp(seconds).strftime('%Y-%m-%d %H:%M:%S')
+
+def about(name, place):
+    "What can be said of a run in the folder `place`"
+    path,data = os.path.join(place, 'log', safe_name(name, 'run')),place/'data'
+    base,problem = said_of(name, data)
+    s = os.stat(path)
+    known = dict(name=name, model=model_of(name, data, base), ranks=1, start=base.get('start'), problem=problem)
+    if S_ISDIR(s.st_mode) and is_older(path):
+        size,rows = size_and_rows(path)
+        return known | dict(steps=0, rows=rows, size=size, end=at_time(s.st_mtime), running=False)
+    running = is_running(base)
+    end = None if running else base.get('end') or at_time(s.st_mtime)
+    same = base.get('bytes')==s.st_size # nobody has added to it since it said how much there is
+    rows = base['rows'] if same and 'rows' in base else lines_about(path, s.st_size)
+    steps = base['steps'] if same and 'steps' in base else steps_about(path, s.st_size)
+    return known | dict(steps=steps, rows=rows, size=s.st_size, end=end, running=running)
 
 # %% ../../nbs/50_frames/05_logs.ipynb #561aa667
-def one_run(name, home, log):
+def one_run(name, place):
     "A row about a run, whatever is wrong with it; None when somebody has just removed it"
-    try: return about(name, home)
+    try: return about(name, place)
     except Exception as e: # anything may be in there, and the other runs are none of its business
-        if not os.path.lexists(log/name): return None
-        return dict(name=printable(name), model=None, steps=0, rows=0, size=os.lstat(log/name).st_size, running=False, problem=printable(why(log/name, e)))
+        path = place/'log'/name
+        if not os.path.lexists(path): return None
+        return dict(name=printable(name), model=None, ranks=1, steps=0, rows=0, size=os.lstat(path).st_size, running=False, problem=printable(why(path, e)))
 
 def why(path, error):
     if os.path.islink(path) and not os.path.exists(path): return f"{path} is a link that leads to no file."
     return error if isinstance(error, ValueError|OSError) else f'{type(error).__name__}: {error}'
 
+no_log = 'Its log is gone, and metadata is left: rm(name) removes that.'
+
+def without_log(place, names):
+    "Rows about runs of which nothing but metadata is left, as when removing one was cut short"
+    if not (place/'data').is_dir(): return []
+    with os.scandir(place/'data') as there:
+        bases = [f.name[5:-5] for f in there if f.name.startswith('base_') and f.name.endswith('.json') and f.is_file(follow_symlinks=False)]
+    rows = []
+    for n in filter(is_name, sorted({*bases}-names)):
+        base,problem = said_of(n, place/'data')
+        if not problem and 'schema' in base: rows.append(dict(name=n, model=model_of(n, place/'data', base), ranks=1, steps=0, rows=0, size=0,
+            start=base.get('start'), end=base.get('end'), running=False, problem=no_log))
+    return rows
+
+# %% ../../nbs/50_frames/05_logs.ipynb #a1c0ffee
+def grouped(rows, place):
+    "Rows about logs, those of the processes of one run as one row under its name"
+    out,groups,names = [],{},{r['name'] for r in rows}
+    for r in rows:
+        m = of_rank.fullmatch(r['name'])
+        if m and m[1] not in names:
+            if m[1] not in groups: out.append(groups.setdefault(m[1], []))
+            groups[m[1]].append((int(m[2]), r))
+        else: out.append(r)
+    called = {id(rs): n for n,rs in groups.items()}
+    return [one_of_ranks(called[id(r)], dict(sorted(r, key=lambda x: x[0])), place) if isinstance(r, list) else r for r in out]
+
+def one_of_ranks(name, rows, place):
+    "A row about a run of several processes. `rows`: rank -> row about its log"
+    every,running = list(rows.values()),any(r['running'] for r in rows.values())
+    first = lambda c: [r[c] for r in every if r.get(c)]
+    return dict(name=name, model=next(iter(first('model')), None), ranks=len(rows), **{c: sum(r[c] for r in every) for c in ('rows', 'size')},
+        steps=max(r['steps'] for r in every), start=min(first('start'), default=None), end=None if running else max(first('end'), default=None),
+        running=running, problem=problem_of_ranks(name, rows, running, place))
+
+def problem_of_ranks(name, rows, running, place):
+    "What is wrong with any of the processes of a run"
+    try: world = read_meta(place/'data'/f'ranks_{name}.rank{min(rows)}.json')['world']
+    except (KeyError, ValueError, OSError, TypeError): world = None
+    world = world if isinstance(world, int) and world<1<<24 else 0
+    gone = [k for k in range(world) if k not in rows]
+    said = [f"of {world} processes {ranks.listed([f'rank {k}' for k in gone])} left no log"]*bool(gone)
+    most = max(r['steps'] for r in rows.values())
+    said += [f"rank {k}: {r['problem']}" for k,r in rows.items() if r['problem']][:3]
+    behind = [f"rank {k} has {r['steps']} steps of {most}" for k,r in rows.items() if r['steps']<most and not r['problem'] and not running]
+    if behind: said.append(ranks.listed(behind, 3))
+    return '; '.join(said) or None
+
 # %% ../../nbs/50_frames/05_logs.ipynb #0acc470f
 def runs(
     home=None # Folder of logs, instead of `~/.torchember`
-): # pandas.DataFrame: name, model, steps, rows, size (bytes), start, end, running, and a problem, None where there is none
-    """The runs there are, the newest first. What cannot be read is a row, too, and says why
+): # pandas.DataFrame: name, model, ranks (processes), steps, rows, size (bytes), start, end, running, and a problem, None where there is none
+    """The runs there are, the newest first. What cannot be read is a row, too, and says why. Of a long run that was killed, rows are about
 
     Args:
         home: Folder of logs, instead of `~/.torchember`
 
     Returns:
-        pandas.DataFrame: name, model, steps, rows, size (bytes), start, end, running, and a problem, None where there is none
+        pandas.DataFrame: name, model, ranks (processes), steps, rows, size (bytes), start, end, running, and a problem, None where there is none
     """
-    pd = needs('pandas', for_='A table of runs')
-    log = folder('torchember', home)/'log'
-    settle(log)
-    found = [row for name in ((*files_in(log), *older_in(log)) if log.exists() else ()) if (row := one_run(name, home, log))]
-    df = pd.DataFrame(found, columns=['name', 'model', 'steps', 'rows', 'size', 'start', 'end', 'running', 'problem'])
+    pd,place = needs('pandas', for_='A table of runs'),folder('torchember', home)
+    settle(place/'log')
+    names = (*files_in(place/'log'), *older_in(place/'log')) if (place/'log').exists() else ()
+    found = [row for name in names if (row := one_run(name, place))]
+    found = grouped(found+without_log(place, set(names)), place)
+    df = pd.DataFrame(found, columns=['name', 'model', 'ranks', 'steps', 'rows', 'size', 'start', 'end', 'running', 'problem'])
     for c in 'start','end': df[c] = pd.to_datetime(df[c], errors='coerce', format='%Y-%m-%d %H:%M:%S')
-    df = df.astype(dict(steps='int64', rows='int64', size='int64', running=bool))
+    df = df.astype(dict(ranks='int64', steps='int64', rows='int64', size='int64', running=bool))
     return df.sort_values('start', ascending=False, na_position='last', kind='stable', ignore_index=True)
 
 # %% ../../nbs/50_frames/05_logs.ipynb #a5c632a8
