@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from .frames.logs import runs as runs
     from .frames.logs import query as query
     from .frames.logs import wide as wide
+    from .frames.belongings import du as du
+    from .frames.belongings import mv as mv
+    from .frames.belongings import rm as rm
     from .ground.choose import select as select
     from .ground.choose import every as every
     from .ground.choose import at as at
@@ -102,6 +105,7 @@ names = { # room -> what a person types of it
     'capture.tree': 'moduleTrack',
     'store.jsonl': 'emberTracker tracker',
     'frames.logs': 'read runs query wide',
+    'frames.belongings': 'du mv rm',
     'ground.choose': 'select every at until between log_spaced linear',
     'ground.record': 'ttypes', 'ground.messages': 'EmberWarning',
     'measure.stats': 'get_stats',

@@ -1,0 +1,167 @@
+"A run of several processes under its name: in the list of runs, in pictures, in words, on a page, and as files"
+import json
+import os
+import shutil
+from pathlib import Path
+
+import programs
+import pytest
+
+import torchember
+from torchember import du, mv, read, rm, runs
+
+here = Path(__file__).parent
+
+
+@pytest.fixture(scope='module')
+def made(tmp_path_factory):
+    "Two processes, once: FSDP2, a pipeline, and replicas of which one drifts"
+    d = tmp_path_factory.mktemp('ranks')
+    helpers = os.pathsep.join([str(here.parent), os.environ.get('PYTHONPATH', '')])
+    programs.ranks(here.parent/'frameworks/ranked.py', d, 'sharded', 'pipeline', 'drifted', n=2, PYTHONPATH=helpers)
+    for f in d.glob('*.jsonl'): f.unlink()
+    return d
+
+
+@pytest.fixture
+def home(made, tmp_path, monkeypatch):
+    shutil.copytree(made, tmp_path/'home')
+    monkeypatch.setenv('TORCHEMBER_HOME', str(tmp_path/'home'))
+    return tmp_path/'home'
+
+
+def files(home): return sorted(str(p.relative_to(home)) for p in home.glob('*/*'))
+def of(name, there): return [f for f in there if name in f]
+
+
+# ---- listed
+
+def test_a_run_of_several_processes_is_one_row(home):
+    got = runs().set_index('name')
+    assert sorted(got.index)==['drifted_2', 'pipeline_2', 'sharded_2']
+    logs = [(home/'log'/f'pipeline_2.rank{k}').read_bytes() for k in range(2)]
+    r,rows = got.loc['pipeline_2'],[len(b.splitlines()) for b in logs]
+    assert (r.ranks, r.steps, r.rows, r['size'], r.running)==(2, 3, sum(rows), sum(map(len, logs)), False)
+    assert min(rows)>0 and got.problem.isna().all() and got.end.notna().all()
+
+
+def test_what_is_wrong_with_a_process_is_said(home):
+    (home/'log/sharded_2.rank1').unlink()
+    for f in (home/'data').glob('*sharded_2.rank1.json'): f.unlink()
+    lines = (home/'log/pipeline_2.rank1').read_bytes().splitlines(True)
+    (home/'log/pipeline_2.rank1').write_bytes(b''.join(l for l in lines if b'"step":2' not in l.replace(b' ', b'')))
+    (home/'log/drifted_2.rank1').unlink()
+    got = runs().set_index('name').problem
+    assert got['sharded_2']=='of 2 processes rank 1 left no log'
+    assert got['pipeline_2']=='rank 1 has 2 steps of 3'
+    assert 'rank 1: Its log is gone' in got['drifted_2']
+
+
+def test_a_long_log_without_an_end_is_not_looked_through(tmp_path, monkeypatch):
+    from torchember.frames import logs
+    (tmp_path/'log').mkdir()
+    line = b'{"step": 0, "ttype": "output", "tname": "a", "module": "N", "mean": 1.0}\n'
+    (tmp_path/'log/long').write_bytes(line*30_000)
+    monkeypatch.setattr(logs, 'most_counted', 1<<20)
+    monkeypatch.setattr(logs, 'lines_in', lambda *a: pytest.fail('counted'))
+    assert abs(runs(tmp_path).rows[0]-30_000)<10 and runs(tmp_path).steps[0]==1
+
+
+# ---- files
+
+def test_removed_with_all_that_belongs_to_it_and_nothing_else(home, capsys):
+    for n in 'sharded_20.rank0', 'sharded_2.rank10x', 'a_sharded_2.rank1': shutil.copy(home/'log/sharded_2.rank0', home/'log'/n)
+    shutil.copy(home/'data/base_sharded_2.rank0.json', home/'data/base_a_sharded_2.rank1.json')
+    (home/'data/mine_sharded_2.rank0.json').write_text('1') # metadata of a user's own
+    (home/'data/sharded_2.json').write_text('1') # and some that is of no run
+    (home/'log/sharded_2.rank1.parts').mkdir()
+    (home/'log/sharded_2.rank1.parts/0.parquet').write_bytes(b'x'*100)
+    before = files(home)
+    others = [f for f in before if not f.removesuffix('.json').removesuffix('_latest').removesuffix('.parts').endswith(('sharded_2.rank0', 'sharded_2.rank1'))
+        or 'a_sharded' in f]
+    size = du('sharded_2').iloc[0]
+    assert (size['ranks'], size.parts, size.files)==(2, 100, len(before)-len(others))
+    got = rm('sharded_2')
+    assert files(home)==others and 'log/sharded_20.rank0' in others and 'data/base_a_sharded_2.rank1.json' in others
+    assert got.name.tolist()==['sharded_2'] and capsys.readouterr().out.startswith(f'removed sharded_2: {size.files} files')
+    with pytest.raises(FileNotFoundError, match=r"No run 'sharded_2'"): rm('sharded_2')
+
+
+def test_one_process_of_several_is_named_by_itself(home):
+    shutil.copy(home/'log/sharded_2.rank1', home/'log/sharded_2.rank10')
+    before = files(home)
+    rm('sharded_2.rank1')
+    assert set(before)-set(files(home))=={f for f in before if f.removesuffix('.json').removesuffix('_latest').endswith('sharded_2.rank1')}
+
+
+def test_cut_short_it_is_listed_and_can_be_removed(home, monkeypatch):
+    class Stop(Exception): pass
+    n,unlink = len(du('pipeline_2')) and int(du('pipeline_2').files[0]),Path.unlink
+    for k in range(n):
+        def some(p, missing_ok=False, left=[1]): # noqa: B006
+            if not left: raise Stop
+            left.pop()
+            unlink(p, missing_ok=missing_ok)
+        with monkeypatch.context() as m:
+            m.setattr(Path, 'unlink', some)
+            try: rm('pipeline_2')
+            except Stop: assert 'pipeline_2' in runs().name.tolist(), k
+    assert 'pipeline_2' not in runs().name.tolist() and not of('pipeline_2', files(home))
+
+
+@pytest.mark.parametrize('how', (rm, lambda run: mv(run, 'other')))
+def test_what_is_written_or_not_ours_stays(home, how):
+    base = home/'data/base_sharded_2.rank1.json'
+    was = base.read_text()
+    known = json.loads(was)
+    def written(**more): base.write_text(json.dumps({k: v for k,v in known.items() if k!='end'}|more))
+    before = files(home)
+    for more,said in (({'pid': os.getpid()}, r'by this process. End it first: te.close\(\)'), ({'pid': os.getppid()}, f'by process {os.getppid()} on'),
+            ({'host': 'elsewhere'}, 'perhaps: it began on elsewhere')):
+        written(**more)
+        if 'host' in more: os.utime(home/'log/sharded_2.rank1')
+        with pytest.raises(ValueError, match=said): how('sharded_2')
+        assert files(home)==before
+    base.write_text(was)
+    (home/'log/link').symlink_to(home/'log/drifted_2.rank0')
+    with pytest.raises(OSError, match='is a link'): how('link')
+    (home/'log/folder').mkdir()
+    with pytest.raises(FileNotFoundError, match="No run 'folder'"): how('folder')
+    assert (home/'log/drifted_2.rank0').exists() and (home/'log/link').is_symlink()
+
+
+def test_several_are_removed_together_or_not_at_all(home):
+    base = home/'data/base_sharded_2.rank1.json'
+    base.write_text(base.read_text().replace('"end"', '"was"').replace('"pid": ', '"pid": 1, "p": '))
+    before = files(home)
+    with pytest.raises(ValueError, match='by process 1 '): rm('*_2')
+    assert files(home)==before
+    rm(['pipeline_2', 'drift*'])
+    assert runs().name.tolist()==['sharded_2']
+
+
+def test_moved_it_is_the_same_run(home):
+    before,there = read('pipeline_2'),files(home)
+    assert mv('pipeline_2', 'cut lr=3e-4')=='cut lr=3e-4'
+    assert files(home)==sorted(f.replace('pipeline_2', 'cut lr=3e-4') for f in there)
+    assert read('cut lr=3e-4').drop(columns='ts', errors='ignore').equals(before.drop(columns='ts', errors='ignore'))
+    assert runs().set_index('name').loc['cut lr=3e-4', ['ranks', 'model', 'steps']].tolist()==[2, 'Sequential', 3]
+    for name,error,said in (('sharded_2', FileExistsError, 'is taken'), ('a/b', ValueError, 'separator'), ('nul', ValueError, 'device'),
+            ('x_latest', ValueError, '_latest'), (3, ValueError, 'not empty')):
+        with pytest.raises(error, match=said): mv('drifted_2', name)
+    with pytest.raises(ValueError, match='mv takes one run'): mv('*_2', 'x')
+    assert 'drifted_2' in runs().name.tolist()
+
+
+def test_a_run_that_is_closed_can_be_removed_and_its_name_taken_again(tmp_path):
+    import torch
+    net = torch.nn.Linear(2, 1)
+    for _ in range(2):
+        te = torchember.torchEmber(net, name='again', home=tmp_path)
+        net(torch.ones(1, 2)).sum().backward()
+        te.step()
+        te.t.barrier()
+        with pytest.raises(ValueError, match='by this process'): rm(te, tmp_path)
+        te.close()
+        rm(te, tmp_path)
+        assert not files(tmp_path)
