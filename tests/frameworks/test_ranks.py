@@ -64,8 +64,9 @@ def test_as_one_process(ran, case):
     "Every row of the reference is there, and each of its statistics. What cannot be known is said, and not given"
     df,said = merged(ran, case)
     got,wrong,unknown = rows_of(df[df.ttype!='scalar']),[],set()
-    for line in (ran/f'{case}.jsonl').read_text().splitlines():
-        want = json.loads(line)
+    wanted = [json.loads(line) for line in (ran/f'{case}.jsonl').read_text().splitlines()]
+    weights = {(w['path'], w['tname'].removeprefix('weight_'), w['step']): w['rms'] for w in wanted if w['ttype']=='weight'}
+    for want in wanted:
         place = tuple(want[c] for c in where)
         if case.startswith('pipeline') and place[0]=='': continue # each stage has a root of its own
         assert place in got, place
@@ -75,6 +76,9 @@ def test_as_one_process(ran, case):
             unknown.add(want['ttype'])
             assert row['mean']!=row['mean'] or abs(row['mean']-want['mean'])<=rel*want['rms'], place
         elif bad := off(row, want): wrong.append((place, bad))
+        if want['ttype']=='update': # beside the weight before it
+            before = weights[want['path'], want['tname'].removeprefix('update_'), want['step']]
+            assert row['ratio']==pytest.approx(want['rms']/before, rel=rel) if before else row['ratio']!=row['ratio'], place
     assert not wrong, (len(wrong), wrong[:3])
     if case!='hugging_face_2': assert {p[0] for p in got}<={'@pp0', '@pp1'} # else what is in tuples and dicts, into which plain hooks do not look
     if case in exact: assert not said

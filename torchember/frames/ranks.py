@@ -435,11 +435,11 @@ def moved(counts, factor):
     return out
 
 def ratios(d, vectors, order, wholes):
-    "How large updates are beside their weights: the size of a weight is that of its update by the ratio"
-    p = Parts(vectors)
+    "How large updates are beside their weights: the size of a weight is that of its update by the ratio, and 0 where a piece has none"
+    ratio,update,whole = d['ratio'].to_numpy(float),squares(Parts(vectors)),squares(Parts(wholes))
     with np.errstate(all='ignore'):
-        weight = squares(p)/d['ratio'].to_numpy(float)**2
-        return np.sqrt(squares(Parts(wholes))/np.bincount(order, weight))
+        weight = np.bincount(order, np.where(np.isnan(ratio), 0, update/ratio**2))
+        return np.where(np.bincount(order, ~np.isnan(ratio))==0, np.nan, np.where(whole==0, 0, np.sqrt(whole/weight)))
 
 def rows_of(order):
     "Which rows each whole has"
