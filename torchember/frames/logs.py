@@ -98,20 +98,27 @@ class RankedSource:
             except (KeyError, ValueError, OSError): continue # a process that was killed may have left none
         return {rank: v for rank,v in out.items() if isinstance(v, dict)}
 
-of_rank = re.compile(r'(.+)\.rank(\d+)')
+of_rank = re.compile(r'(.+)\.rank(0|[1-9][0-9]{0,5})')
 
 def logs_of_ranks(name, home):
     "The logs of the processes of a run: rank -> name"
     log = folder('torchember', home)/'log'
     if not log.is_dir(): return {}
-    found = [(m, n) for n in files_in(log) if n.startswith(f'{name}.rank') and (m := of_rank.fullmatch(n)) and m[1]==name]
+    found = [(m, n) for n in files_in(log) if n.startswith(f'{name}.rank') and (m := of_rank.fullmatch(n)) and m[1]==name and (log/n).is_file()]
     return {int(m[2]): n for m,n in sorted(found, key=lambda f: int(f[0][2]))}
 
 def source(run, home):
     "What to read of one run"
-    if isinstance(run, str) and os.sep not in run and not os.path.lexists(folder('torchember', home)/'log'/run):
-        if found := logs_of_ranks(run, home): return RankedSource(run, {r: Source(n, home) for r,n in found.items()})
-    return Source(run, home)
+    log = folder('torchember', home)/'log'
+    if not isinstance(run, str) or os.sep in run: return Source(run, home)
+    if os.path.lexists(log/run):
+        if os.path.isfile(log/f'{run}.rank0'): warn(f"{printable(run)}: this is the log of one process. There are those of several beside it, "
+            f"{printable(run)}.rank0 and so on, which are not read. To read them, move this one away.")
+        return Source(run, home)
+    if not (found := logs_of_ranks(run, home)): return Source(run, home)
+    if odd := [n for n in files_in(log) if n.startswith(f'{run}.rank') and n.removeprefix(f'{run}.rank').isdecimal() and n not in found.values()]:
+        warn(f"{printable(run)}: {printable(', '.join(odd))} is no log of one of its processes, which are numbered 0, 1, 2, and is not read with them.")
+    return RankedSource(run, {r: Source(n, home) for r,n in found.items()})
 
 def in_whole(names):
     "The names of runs: those of the processes of one under the name of that"
@@ -322,10 +329,14 @@ def rows_wanted(source, choice, columns=None):
 def rows_of_whole(source, choice, columns, per_rank):
     "The table of a run of several processes, of the rows that are wanted. What a part is of shows beside all others only, so that all are read"
     if per_rank: return under_each_other([tidy(rows_wanted(s, choice, columns)).assign(rank=r) for r,s in source.sources.items()])
-    tables = [tidy(rows_wanted(s, Choice())).assign(rank=r) for r,s in source.sources.items()]
+    tables,spoiled = {},[]
+    for r,s in source.sources.items():
+        tables[r],lost = rows_of_rank(s)
+        if lost: spoiled.append(f"Lines of rank {r} that are torn or make no sense: {lost}. What they are of is without it.")
     paths = {r: paths_in(tree) for r,tree in source.told('structure').items()}
-    df,said = ranks.whole(under_each_other([t for t in tables if len(t)] or tables[:1]), source.told('ranks'), paths)
-    for s in said: warn(f"{printable(source.name)}: {s}")
+    each = [t.assign(rank=r) for r,t in tables.items()]
+    df,said = ranks.whole(under_each_other([t for t in each if len(t)] or each[:1]), source.told('ranks'), paths)
+    for s in (*spoiled, *said): warn(f"{printable(source.name)}: {s}")
     last = max((s.last_step() for s in source.sources.values()), default=-1) if choice.counts_back else None
     kept = np.ones(len(df), bool)
     for name in choice.asked:
@@ -333,6 +344,20 @@ def rows_of_whole(source, choice, columns, per_rank):
         known = [v.item() if isinstance(v, np.generic) else v for v in values.unique()]
         kept &= values.isin(choice.steps([s for s in known if isinstance(s, int)], last) if name=='steps' else choice.keeps(name, known)).to_numpy()
     return df[kept].reset_index(drop=True)
+
+def rows_of_rank(source):
+    "The table of one process, with numbers where numbers are to be, and how many of its lines say nothing"
+    got = columns_of_lines(source.blocks, source.file(), (*names_in, 'ts', 'shape'))
+    df = tidy(current(assembled(*got[:3])))
+    good = of_right_types(df)
+    for c in 'shape','global_shape':
+        if c in good: good = good.assign(**{c: [s if is_shape(s) else None for s in good[c]]})
+    for c in derived:
+        if c in good and good[c].dtype==object and c!='exponents': good = good.assign(**{c: good[c].map(lambda v: v if isinstance(v, int|float) else np.nan)})
+    if 'gscale' in good: good = good[df['gscale'].loc[good.index].isna() | good['gscale'].between(0, np.inf, inclusive='neither')]
+    return good, got[3]+len(df)-len(good)
+
+def is_shape(s): return isinstance(s, list|tuple) and all(type(n) is int and n>=0 for n in s)
 
 def paths_in(tree):
     "The paths of all modules of a tree, as the metadata has it"
@@ -404,7 +429,7 @@ def not_recorded(stat, there, what='statistic'):
 
 # %% ../../nbs/50_frames/05_logs.ipynb #1aa59e10
 texts = ('run', 'path', 'module', 'ttype', 'tname', 'pname', 'dtype', 'phase', 'shard', 'part')
-counts_in = ('call', 'micro', 'backward', 'rank', 'exponent_min')
+counts_in = ('call', 'micro', 'backward', 'rank', 'exponent_min', 'gscale')
 
 def of_right_types(df):
     "The rows of a step and a tensor type, with texts for names and numbers for numbers, whatever a log has in it"

@@ -1,0 +1,172 @@
+"Logs of several processes that were made by hand: what is torn, missing, twice there, or makes no sense is said, and no number is wrong in silence"
+import json
+import warnings
+
+import numpy as np
+import pytest
+
+from torchember import EmberWarning, read
+
+g = np.random.default_rng(0)
+x,w = g.normal(size=(3, 8, 5)),g.normal(size=(3, 4, 5)) # by step: the outputs of a batch, and a weight
+pieces = {'world': 2, 'axes': {'dp': [0, 1]}}
+
+
+def row(a, step, ttype, tname, part, **more):
+    return dict(shape=[*a.shape], mean=a.mean(), std=a.std(ddof=1), l1=np.abs(a).sum(), min=a.min(), max=a.max(), module='model(Net).fc(Linear)', ttype=ttype,
+        tname=tname, step=step, call=0, dtype='float64', part=part) | more
+
+
+def rows(rank):
+    "What a process of two writes, which have a batch in halves and equal weights"
+    return [r for s in range(3) for mine in [x[s][4*rank:4*rank+4]] for r in (row(mine, s, 'output', 'output_0', 'dp:B'),
+        row(2*mine, s, 'output_grad', 'output_0', 'dp:B', gscale=.5), row(w[s], s, 'weight', 'weight_0', 'dp:R'))]
+
+
+def about(rank): return {'rank': rank, **pieces}
+
+
+def lines(rows): return ''.join(json.dumps(r)+'\n' for r in rows)
+
+
+def write(home, *logs, name='run'):
+    "logs: (rank, rows or text, metadata or None)"
+    for rank,log,meta in logs:
+        for d in 'log','data': (home/d).mkdir(exist_ok=True)
+        (home/'log'/f'{name}.rank{rank}').write_text(log if isinstance(log, str) else lines(log))
+        if meta is not None: (home/'data'/f'ranks_{name}.rank{rank}.json').write_text(meta if isinstance(meta, str) else json.dumps(meta))
+
+
+def merged(home, name='run', **how):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('always')
+        df = read(name, home=home, **how)
+    assert all(issubclass(w.category, EmberWarning) for w in said), [str(w.message) for w in said]
+    return df, ' '.join(str(w.message) for w in said)
+
+
+def off(df, ttypes=('output', 'output_grad', 'weight')):
+    "Rows that are not those of the whole"
+    whole = ('output', 'output_0', x), ('output_grad', 'output_0', x), ('weight', 'weight_0', w)
+    want = [row(a[s], s, tt, n, '') for s in range(3) for tt,n,a in whole if tt in ttypes]
+    got = {(r['step'], r['ttype']): r for r in df.to_dict('records')}
+    assert len(got)==len(df)
+    return [(r['step'], r['ttype']) for r in want if (mine := got.get((r['step'], r['ttype']))) is None or tuple(mine['shape'])!=tuple(r['shape'])
+        or any(not abs(mine[k]-r[k])<1e-9 for k in ('mean', 'std', 'l1', 'min', 'max'))]
+
+
+def test_two_halves(tmp_path):
+    write(tmp_path, *((r, rows(r), about(r)) for r in range(2)))
+    df,said = merged(tmp_path)
+    assert not off(df) and not said
+
+
+def test_without_metadata(tmp_path):
+    "Nobody says along which processes the axis is: all of them, and it is said. Replicas are not counted twice"
+    write(tmp_path, *((r, rows(r), None) for r in range(2)))
+    df,said = merged(tmp_path)
+    assert not off(df) and "which processes stand along 'dp': they are taken to be all 2" in said
+    write(tmp_path, (2, rows(1), None), (3, rows(0), None))
+    for r in range(2): (tmp_path/'data'/f'ranks_run.rank{r}.json').write_text(json.dumps({'rank': r, 'world': 4, 'axes': pieces['axes']}))
+    assert "rank 2, rank 3 left no metadata (data/ranks_*.json), and no other process says who stands with it along 'dp'" in merged(tmp_path)[1]
+
+
+def test_logs_of_older_versions(tmp_path):
+    "Without `part`: what is equal is a replica; gradients of activations are each process's own"
+    def older(r): return [{k: v for k,v in row.items() if k not in ('part', 'gscale')} for row in rows(r)]
+    write(tmp_path, *((r, older(r), None) for r in range(2)))
+    df,said = merged(tmp_path)
+    assert not off(df, ('output', 'weight')) and "each process's own loss" in said
+    write(tmp_path, (0, rows(0), about(0)))
+    df,said = merged(tmp_path)
+    assert not off(df, ('output', 'weight')) and "each process's own loss" in said
+
+
+@pytest.mark.parametrize('spoil', [lambda h: h[:-1]+[h[-1][:40]], lambda h: h[:4]+['\0'*300+'\n']+h[5:],
+    lambda h: h[:4]+[h[4].replace('"step": 1', '"step": []')]+h[5:], lambda h: h[:4]+[h[4].replace('"gscale": 0.5', '"gscale": -1')]+h[5:]])
+def test_torn_lines(tmp_path, spoil):
+    "What a process wrote of a tensor cannot be read: said, and all other rows are right"
+    write(tmp_path, (0, rows(0), about(0)), (1, ''.join(spoil(lines(rows(1)).splitlines(True))), about(1)))
+    df,said = merged(tmp_path)
+    assert len(off(df))<=1 and 'Lines of rank 1 that are torn or make no sense: 1.' in said
+
+
+def test_empty_logs(tmp_path):
+    write(tmp_path, (0, rows(0), about(0)), (1, '', about(1)))
+    df,said = merged(tmp_path)
+    assert len(df)==9 and 'Of 2 processes rank 1 left no rows' in said and 'same batch' not in said
+    write(tmp_path, (0, '', about(0)))
+    df,said = merged(tmp_path)
+    assert len(df)==0 and 'rank 0, rank 1 left no rows' in said
+
+
+def test_of_different_lengths(tmp_path):
+    write(tmp_path, (0, rows(0), about(0)), (1, rows(1)[3:], about(1)))
+    assert 'rank 1 has no rows before step 1, while others begin at step 0' in merged(tmp_path)[1]
+    write(tmp_path, (1, rows(1)[:6], about(1)))
+    df,said = merged(tmp_path)
+    assert 'rank 1 has no rows after step 1, while others go on to step 2' in said and set(off(df))=={(2, 'output'), (2, 'output_grad')}
+
+
+def test_names(tmp_path):
+    "`rank01` is another run; a run of one process beside those of several; a run whose name looks like a rank's; folders and links"
+    write(tmp_path, *((r, rows(r), about(r)) for r in range(2)))
+    for odd in '01', '00', '٣', '9'*30: (tmp_path/'log'/f'run.rank{odd}').write_text(lines(rows(0)[:1]))
+    (tmp_path/'log'/'run.rank2').mkdir()
+    (tmp_path/'log'/'run.rank3').symlink_to('/nowhere')
+    df,said = merged(tmp_path)
+    assert not off(df) and 'run.rank00, run.rank01' in said and 'is not read with them' in said
+    write(tmp_path, *((r, rows(r), about(r)) for r in range(2)), name='a.rank1')
+    for name in 'a.rank1', 'a.*': assert not off(merged(tmp_path, name)[0].drop(columns='run', errors='ignore'))
+    (tmp_path/'log'/'run').write_text(lines(rows(0)))
+    df,said = merged(tmp_path)
+    assert df['shape'].iloc[0]==(4, 5) and 'this is the log of one process' in said
+
+
+@pytest.mark.parametrize('meta', [[], 'x', 5, '{{{', {'world': 'two'}, {'world': -3}, {'world': 10**12}, {'world': True},
+    {'world': 2., 'axes': {}}, {'world': None, 'axes': None}, {'world': 2, 'axes': []},
+    *({'world': 2, 'axes': {'dp': a}} for a in (5, None, [], ['0', '1'], [[0], [1]], [-1, 0], [0, 5], [1], [0]*9)),
+    *({**pieces, 'stage': s} for s in ('0', -1, 10**9, [])), {**pieces, 'rank': 1}], ids=str)
+def test_metadata_that_makes_no_sense(tmp_path, meta):
+    "What the other process says of both is enough. What is a table at all is named"
+    write(tmp_path, (0, rows(0), meta if isinstance(meta, str) else json.dumps(meta)), (1, rows(1), about(1)))
+    df,said = merged(tmp_path)
+    assert not off(df) and ('The metadata of rank 0 is left out' in said)==isinstance(meta, dict)
+
+
+@pytest.mark.parametrize('part', [5, [], '', ':', 'dp', 'dp:', 'dp:X', 'x'*99, 'dp:S', None])
+def test_parts_that_make_no_sense(tmp_path, part):
+    "Nothing is known of such a row: equal ones are replicas, others parts"
+    write(tmp_path, *((r, [row | {'part': part} for row in rows(r)], about(r)) for r in range(2)))
+    assert not off(merged(tmp_path)[0])
+
+
+def test_how_many_elements(tmp_path):
+    "Without shape and numel the mean of a whole is not known, and no 0"
+    def bare(r): return [{k: v for k,v in row.items() if k!='shape'} for row in rows(r)]
+    write(tmp_path, *((r, bare(r), about(r)) for r in range(2)))
+    df,said = merged(tmp_path)
+    out = df[df.ttype=='output']
+    assert out['mean'].isna().all() and np.allclose(out['max'], x.max((1, 2))) and "Record 'shape' or 'numel'" in said
+    assert np.allclose(df[df.ttype=='weight']['mean'], w.mean((1, 2)))
+
+
+def test_resumed_with_fewer_processes(tmp_path):
+    early = [(r, [row for row in rows(r-2) if row['step']<1], {'rank': r, 'world': 4, 'axes': {'dp': [0, 1, 2, 3]}}) for r in (2, 3)]
+    write(tmp_path, *((r, rows(r), about(r)) for r in range(2)), *early)
+    df,said = merged(tmp_path)
+    assert 'do not agree on how many they are: 2 (rank 0, rank 1), 4 (rank 2, rank 3)' in said and 'rank 2 has no rows after step 0' in said
+    assert {s for s,_ in off(df)}=={0} and len(df[df.ttype=='weight'])==3
+
+
+def test_numbers_noted(tmp_path):
+    "Of each note the mean over processes, of those that have one. NaN is not lost among others"
+    def note(call, **numbers): return dict(module='model(Net)', ttype='scalar', tname='log', step=0, call=call, dtype='float64') | numbers
+    notes = [[note(0, loss=1.), note(0, loss=5.), note(1, a=2., lr=.1), note(2, loss=1.)],
+        [note(0, loss=2.), note(0, loss=6.), note(1, a=2.), note(2, loss=None, nan=1)]]
+    write(tmp_path, *((r, rows(r)+notes[r], about(r)) for r in range(2)))
+    df,said = merged(tmp_path)
+    got = df[df.ttype=='scalar'].sort_values('call', kind='stable')
+    want = [[1.5, np.nan, np.nan, 0], [5.5, np.nan, np.nan, 0], [np.nan, 2, .1, 0], [np.nan, np.nan, np.nan, 1]]
+    assert np.array_equal(got[['loss', 'a', 'lr', 'nan']], want, equal_nan=True)
+    assert not said and not off(df[df.ttype!='scalar'])
