@@ -924,6 +924,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'torchember/frames/ranks.py'),
                                          'torchember.frames.ranks.Pieces.settle': ( '50_frames/ranks.html#pieces.settle',
                                                                                     'torchember/frames/ranks.py'),
+                                         'torchember.frames.ranks.Pieces.sum_along': ( '50_frames/ranks.html#pieces.sum_along',
+                                                                                       'torchember/frames/ranks.py'),
                                          'torchember.frames.ranks.Processes': ( '50_frames/ranks.html#processes',
                                                                                 'torchember/frames/ranks.py'),
                                          'torchember.frames.ranks.Processes.__init__': ( '50_frames/ranks.html#processes.__init__',

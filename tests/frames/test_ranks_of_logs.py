@@ -170,3 +170,19 @@ def test_numbers_noted(tmp_path):
     want = [[1.5, np.nan, np.nan, 0], [5.5, np.nan, np.nan, 0], [np.nan, 2, .1, 0], [np.nan, np.nan, np.nan, 1]]
     assert np.array_equal(got[['loss', 'a', 'lr', 'nan']], want, equal_nan=True)
     assert not said and not off(df[df.ttype!='scalar'])
+
+
+def test_what_each_process_has_whole(tmp_path):
+    "Positions have no batch, and are there once; their gradient is the sum over all parts of the batch. A constant of a batch's size is of a batch"
+    one,grads = g.normal(size=(1, 5)),g.normal(size=(2, 3, 1, 5))
+    def more(r): return [dict(row(a, s, tt, 'output_0', 'dp:B', **how), module='model(Net).pos(Embedding)') for s in range(3)
+        for tt,a,how in (('output', one, {}), ('output_grad', grads[r, s], {'gscale': .5}))] + [dict(row(np.zeros((4, 5)), 0, tt, 'output_0', 'dp:B'),
+        module='model(Net).zero(Linear)') for tt in ('output', 'output_grad')]
+    write(tmp_path, *((r, rows(r)+more(r), about(r)) for r in range(2)))
+    df,said = merged(tmp_path)
+    got = df[df['path']=='pos']
+    out,grad = (got[got.ttype==t] for t in ('output', 'output_grad'))
+    assert not off(df[df['path']=='fc']) and out['shape'].tolist()==[(1, 5)]*3 and np.allclose(out['l1'], np.abs(one).sum())
+    assert np.allclose(grad['mean'], (grads.sum(0)/2).mean((1, 2))) and grad[['std', 'l1', 'max']].isna().all(axis=None)
+    assert '3 rows are of tensors that are the sum' in said and 'output_grad output_0 of pos' in said
+    assert df[df['path']=='zero']['shape'].tolist()==[(8, 5)]*2

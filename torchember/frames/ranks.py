@@ -242,21 +242,33 @@ class Pieces:
         self.part,known = pd.factorize(np.array([p if isinstance(p, str) else 'world:?' for p in self.df['part']], object)) # rows -> what is said of them
         self.parts = [roles_in(p) for p in known] # each of these -> axis -> role
         nameless = self.df[[c for c in self.df.columns if c in derived]].isna().all(axis=1).to_numpy() # noted numbers, and those of the user's own functions
-        samples,same = samples_in(self.df),{}
+        samples,same,forward = samples_in(self.df),{},self.df['ttype'].isin(['input', 'output']).to_numpy()
         self.unsettled = np.zeros(len(self.df), bool)
         for a in sorted({a for roles in self.parts for a,r in roles.items() if r in ('?', 'B')}):
             batch,of = self.along(a, 'B'),self.along(a, '?')
             line = np.array([self.processes.line(a, r) for r in range(self.rank.max()+1)])[self.rank]
             odd = np.zeros(self.key.max()+1, bool)
             odd[self.key[(differs(self.df, first_of_each(together(self.key, line))) | nameless) & (of | batch)]] = True
-            sizes = set(samples[batch & odd[self.key]].tolist())-{1}
+            flows = batch & odd[self.key]
+            sizes = set(samples[flows & forward if (flows & forward).any() else flows].tolist())-{1}
             self.unsettled |= of & odd[self.key]
             same[a] = (of | batch & ~np.isin(samples, [*sizes])) & ~odd[self.key]
+            if sizes: self.sum_along(a, batch & ~same[a], batch & same[a])
         self.piece = np.zeros(len(self.df), int)
         for rows in pd.DataFrame({'part': self.part, 'rank': self.rank, **same}).groupby(['part', 'rank', *same], sort=False).indices.values():
             i = rows[0]
             axes = frozenset(a for a,r in self.parts[self.part[i]].items() if r=='R' or a in same and same[a][i])
             self.piece[rows] = self.processes.first(axes, int(self.rank[i]))
+
+    def sum_along(self, axis, parts, wholes):
+        "What each process has whole, as positions, has a gradient that is the sum of those of all parts of the batch. parts, wholes: whether each row is one"
+        place = together(*(self.df[c] for c in ('step', 'path', 'tname', 'call') if c in self.df))
+        for ttype in 'input', 'output':
+            there = set(place[wholes & (self.df['ttype']==ttype).to_numpy()].tolist())
+            rows = parts & (self.df['ttype']==f'{ttype}_grad').to_numpy() & np.isin(place, [*there])
+            for p in set(self.part[rows].tolist()):
+                self.part[rows & (self.part==p)] = len(self.parts)
+                self.parts.append({**self.parts[p], axis: 'P'})
 
 # %% ../../nbs/50_frames/07_ranks.ipynb #a7c10003
 merged_columns = 'nan', 'posinf', 'neginf', 'shape', 'numel', 'exponents', 'exponent_min', 'ratio', 'module', 'ts', 'dtype', 'run'
