@@ -56,10 +56,10 @@ def off(row, want):
     return out if n==want['numel'] else [*out, ('numel', n, want['numel'])]
 
 
-exact = ['replicated_2', 'accumulated_2', 'uneven_2', 'sharded_2', 'sharded_4', 'sharded_and_replicated_4', 'hugging_face_2', 'pipeline_2']
+exact = ['replicated_2', 'accumulated_2', 'uneven_2', 'sharded_2', 'sharded_4', 'sharded_and_replicated_4', 'hugging_face_2', 'pipeline_2', 'tensor_parallel_4']
 
 
-@pytest.mark.parametrize('case', [*exact, 'tensor_parallel_2', 'tensor_parallel_4', 'experts_2', 'experts_4'])
+@pytest.mark.parametrize('case', [*exact, 'tensor_parallel_2', 'experts_2', 'experts_4'])
 def test_as_one_process(ran, case):
     "Every row of the reference is there, and each of its statistics. What cannot be known is said, and not given"
     df,said = merged(ran, case)
@@ -72,8 +72,8 @@ def test_as_one_process(ran, case):
         assert place in got, place
         row = got.pop(place)
         if case.startswith('experts') and want['ttype']=='output_grad': continue # of each process's own loss, which is said
-        if case.startswith('tensor') and row['std']!=row['std']:
-            unknown.add(want['ttype'])
+        if case=='tensor_parallel_2' and row['std']!=row['std']: # replicated weights that see a part of the sequence; FSDP adds up also these
+            unknown.add((want['ttype'], place[0].split('.')[-1].rstrip('12')))
             assert row['mean']!=row['mean'] or abs(row['mean']-want['mean'])<=rel*want['rms'], place
         elif bad := off(row, want): wrong.append((place, bad))
         if want['ttype']=='update': # beside the weight before it
@@ -82,7 +82,7 @@ def test_as_one_process(ran, case):
     assert not wrong, (len(wrong), wrong[:3])
     if case!='hugging_face_2': assert {p[0] for p in got}<={'@pp0', '@pp1'} # else what is in tuples and dicts, into which plain hooks do not look
     if case in exact: assert not said
-    elif case.startswith('tensor'): assert 'the sum of what several processes hold' in said and unknown<={'output', 'weight_grad'}
+    elif case=='tensor_parallel_2': assert '30 rows are of tensors that are the sum' in said and unknown=={('weight_grad', 'norm')}
     else: assert 'parameters of its own in moe.experts.0, moe.experts.1' in said and "each process's own loss" in said
 
 

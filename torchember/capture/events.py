@@ -61,6 +61,7 @@ class Listener(Protocol):
     on = True # whether there is anything to tell now; off schedule there is not
     running = 0 # passes that run, in all threads: so a module knows whether it is the outermost one. At 1 for good, a pass begins with the root alone
     exclusive = False # whether a module has one such listener at a time, and copies of it must not be trained unheard: the recorder of a run
+    sums_after_hooks = False # whether a module whose forward returns partial sums (of tensor parallelism) tells what its own hooks make of them: see `returned`
     step,lasting = 0,0 # number of the training step; and how many steps later gradients of a call may still come
 
     def __init_subclass__(cls, **more):
@@ -104,6 +105,9 @@ class Listener(Protocol):
         "The module returns these tensors"
         return 0, None
 
+    def returned(self, state, outputs:list, call:int, phase=None):
+        "What the module's own hooks have made of partial sums. `call_ends` was told of no tensor before, and answered with number and phase"
+
     def call_fails(self, state): "The module raised"
 
     def probe(self, state, name:str, tensor): "A tensor that the user points at, in this module"
@@ -136,9 +140,11 @@ class Listener(Protocol):
     def failed(self, state, ttype:str, tname:str, error): "Arguments or a result could not be looked through"
 
 # %% ../../nbs/10_capture/18_events.ipynb #3f1c7a23
+beside = 'inside', 'records', 'returned', 'recomputed', 'memory_reused'
+
 def leave_alone(listener):
     "The compiler, which looks at every function that Python calls beside compiled code, passes over what a class of listeners does with calls"
     for n,f in vars(listener).items():
-        if hasattr(f, '__code__') and (n in ('inside', 'records', 'recomputed', 'memory_reused') or n.startswith(('pass_', 'call_', 'probe'))): never_compile(f)
+        if hasattr(f, '__code__') and (n in beside or n.startswith(('pass_', 'call_', 'probe'))): never_compile(f)
 
 leave_alone(Listener)

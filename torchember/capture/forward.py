@@ -6,7 +6,7 @@
 __all__ = ['KEY', 'arm', 'states_of', 'disarm', 'armed_by', 'only']
 
 # %% ../../nbs/10_capture/20_forward.ipynb #4caf40ec
-import functools, inspect, types, weakref
+import functools, inspect, sys, types, weakref
 from collections import Counter
 from contextlib import contextmanager
 from threading import get_ident
@@ -18,7 +18,7 @@ from . import compiled
 from .events import joint_of
 from .tensors import alone, inputs, outputs, parameters
 from .tree import refused
-from .private_torch import hooks_in_graphs, is_exporting, is_tracing, never_compile, recomputing, say_no_hooks
+from .private_torch import hooks_in_graphs, is_exporting, is_tracing, never_compile, recomputing, say_no_hooks, who_calls_hooks
 
 # %% ../../nbs/10_capture/20_forward.ipynb #e366dc34
 for f in (inputs, outputs): never_compile(f)
@@ -49,6 +49,7 @@ class State:
         self.opened = set() # threads in which it is, though its compiled code does not tell
         self.open = Counter() # thread -> calls of compiled code that were told to begin
         self.due,self.step = {},None # calls whose gradients are to come, until which step
+        self.waiting = {} # thread -> its hook on the module that waits for what is returned: see `after_hooks`
 
     def number(self, pass_):
         "The number of a call that begins now: 0, 1, ... in each pass"
@@ -60,6 +61,7 @@ class State:
         "The listener hears this module no more; with the last one the module is as it was"
         patch,m = self.patch,self.track.module
         if patch is None or self not in patch.states: return
+        while self.waiting: self.waiting.popitem()[1].remove()
         patch.hear([st for st in patch.states if st is not self])
         lift(m, self.laid)
         if not patch.states: lift(m, patch.laid)
@@ -227,7 +229,9 @@ def patched(
             told = listener.on and st.watched and st.wants
             if told and told.input_grad: listener.recomputed(st, st.tensors('input', inputs, args, kwargs, st.patch.names, st.patch.rest), [])
             result = type(self).forward(self, *args, **kwargs) if call is None else call(*args, **kwargs)
-            if told and told.output_grad: listener.recomputed(st, [], st.tensors('output', outputs, result))
+            if told and told.output_grad:
+                tensors = st.tensors('output', outputs, result)
+                if not (listener.sums_after_hooks and after_hooks(st, tensors, True)): listener.recomputed(st, [], tensors)
             return result
         begun = (st.root or not listener.running or listener.on and not listener.inside()) and listener.pass_begins(st) # the outermost module is the pass
         try:
@@ -243,7 +247,7 @@ def patched(
             if told and st.outputs:
                 try: tensors = outputs(result)
                 except Exception as e: tensors = st.lost('output', e)
-                listener.call_ends(st, tensors)
+                if not (listener.sums_after_hooks and after_hooks(st, tensors)): listener.call_ends(st, tensors)
             return result
         except BaseException:
             if begun: listener.pass_fails(st)
@@ -304,6 +308,40 @@ def let_go(x):
     for k in [k for k,h in hooks.items() if getattr(h, '__code__', None) is once]: del hooks[k]
 
 never_compile(let_go)
+
+# %% ../../nbs/10_capture/20_forward.ipynb #7e1d0a02
+def sums(named):
+    "Those of some tensors that are partial sums"
+    return [x for _,x in named if type(x) is not torch.Tensor and any(p.is_partial() for p in getattr(x, 'placements', ()))]
+
+def after_hooks(
+    st, # Whose forward has returned
+    named:list, # What it returned, pairs of name and tensor
+    again=False # Whether it is a checkpoint's, that runs once more in a backward
+) -> bool: # Whether it will be
+    "What is told of a partial sum is what the module's hooks make of it"
+    frames = who_calls_hooks(st.track.module, variables) if st.tensors('output', sums, named) else ()
+    if not frames: return False
+    listener = st.listener
+    call = None if again else listener.call_ends(st, [])
+    def tell(named): listener.recomputed(st, [], named) if again else listener.returned(st, named, *call)
+    wait(st, frames, tell)
+    return True
+
+def wait(st, frames, tell):
+    "One hook behind all others, for this call of the module"
+    thread = get_ident()
+    def hook(module, args, result):
+        if id(sys._getframe(1)) not in frames: return # of another call: of another thread, or by a hook before this one
+        handle.remove()
+        if st.waiting.get(thread) is handle: del st.waiting[thread]
+        tell(st.tensors('output', outputs, result))
+    if thread in st.waiting: st.waiting.pop(thread).remove() # a hook before it was interrupted
+    st.waiting[thread] = handle = st.track.module.register_forward_hook(never_compile(hook), always_call=True) # also when another hook fails
+
+never_compile(after_hooks)
+variables = patched().__code__.co_varnames
+
 
 # %% ../../nbs/10_capture/20_forward.ipynb #22fc2b57
 copies,codes = weakref.WeakValueDictionary(),weakref.WeakKeyDictionary()

@@ -8,7 +8,7 @@ __all__ = ['count_dispatch_modes', 'count_function_modes', 'inside_transform', '
            'metadata_passes', 'is_tracing', 'hooks_in_graphs', 'say_missing', 'computes_again', 'recomputing',
            'function_around', 'call_in', 'only_metadata', 'same_function', 'never_compile', 'say_no_hooks',
            'thread_token', 'never_merge', 'keep_in_order', 'has_step_hooks', 'loss_scale', 'is_unscaled',
-           'any_unscaled', 'shared_store', 'fsdp_of', 'is_fsdp', 'running_ddp', 'pipeline_stage']
+           'any_unscaled', 'shared_store', 'fsdp_of', 'is_fsdp', 'running_ddp', 'pipeline_stage', 'who_calls_hooks']
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch02
 import gc, sys, weakref
@@ -333,6 +333,19 @@ def pipeline_stage(model):
     def runs(schedule): return any(s is stage for s in [getattr(schedule, '_stage', None), *(getattr(schedule, '_stages', None) or ())])
     schedule = next(filter(runs, all_of(getattr(schedules, '_PipelineSchedule', ()))), None)
     return stage, schedule._n_microbatches if getattr(schedule, 'scale_grads', False) else 1
+
+# %% ../../nbs/10_capture/05_private_torch.ipynb #5f1a7c04
+def who_calls_hooks(module, ours):
+    """The ids of the frames from which torch may call a module's forward hooks on what its forward, which runs now, returns. None of them where it has
+    no hooks, or where somebody calls the forward without them. `ours`: the variables of functions that stand for forwards. In all torches"""
+    if not (module._forward_hooks or getattr(torch.nn.modules.module, '_global_forward_hooks', None)): return ()
+    frame,inside = sys._getframe(1),False
+    while frame is not None and not (inside and frame.f_code.co_varnames!=ours): # one that listens beneath another is called by the other's
+        inside,frame = inside or frame.f_code.co_varnames==ours,frame.f_back
+    known = frame is not None and frame.f_code.co_filename==torch.nn.Module.register_forward_hook.__code__.co_filename
+    if not known or frame.f_locals.get('self') is not module: return ()
+    return id(frame), id(frame.f_back) # the second calls those that are called after an error
+
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch40
 well_known = { # name -> what it is, and why it will stay

@@ -61,6 +61,7 @@ class Ranks:
         self.batches = WeakKeyDictionary() # module -> `DataParallel`
         self.stage = None # (number of this stage, of how many, axis), in a pipeline
         self.pipeline_scale,self.known,self.looked = 1.,{},0
+        self.sharded = False # whether a parameter is a `DTensor`: then there may be partial sums
 
     def axis(self, name, ranks):
         "The name of the axis along these ranks, which may be known already; None where it is of one process"
@@ -80,8 +81,10 @@ class Ranks:
             if ddp is not None: self.spread(ddp.module, self.of_ddp(ddp))
         for m in inner.modules():
             if found := self.of_fsdp(m): self.spread(m, found)
-        for p in inner.parameters():
-            for name,ranks in (dims_of(p.device_mesh) or ()) if hasattr(p, 'placements') else (): self.axis(name or 'mesh', ranks)
+        spread = [p for p in inner.parameters() if hasattr(p, 'placements')]
+        self.sharded = bool(spread)
+        for p in spread:
+            for name,ranks in dims_of(p.device_mesh) or (): self.axis(name or 'mesh', ranks)
         self.look_for_stage(inner)
 
     def pass_begins(self):

@@ -145,6 +145,7 @@ class ModelEvents(Listener):
                 except BaseException: # a schedule that raises, with on_error='raise'
                     self.running -= 1
                     raise
+                self.sums_after_hooks = self.buffer.ranks is not None and self.buffer.ranks.sharded
         here.depth += 1
         return True
 
@@ -194,6 +195,13 @@ class ModelEvents(Listener):
         self.calls.current = self.calls.innermost() or state.track
         self.cost.worked(since)
         return call, here.phase
+
+    def returned(self, state, outputs, call, phase=None):
+        if not self.on or not self.sources.states: return
+        since = clock()
+        state.track.output_dt = {n: shape_of(x) for n,x in outputs}
+        self.sources.flow(state, 'output', outputs, call, phase)
+        self.cost.worked(since)
 
     def call_fails(self, state): self.calls.exit()
 
