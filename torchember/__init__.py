@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .frames.logs import runs as runs
     from .frames.logs import query as query
     from .frames.logs import wide as wide
+    from .frames.logs import compact as compact
     from .frames.belongings import du as du
     from .frames.belongings import mv as mv
     from .frames.belongings import rm as rm
@@ -104,7 +105,7 @@ names = { # room -> what a person types of it
     'ember': 'torchEmber',
     'capture.tree': 'moduleTrack',
     'store.jsonl': 'emberTracker tracker',
-    'frames.logs': 'read runs query wide',
+    'frames.logs': 'read runs query wide compact',
     'frames.belongings': 'du mv rm',
     'ground.choose': 'select every at until between log_spaced linear',
     'ground.record': 'ttypes', 'ground.messages': 'EmberWarning',

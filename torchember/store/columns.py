@@ -50,6 +50,8 @@ class ColumnBlock:
         known = {c: lost_value(k, *c) for c in set(counts)}
         return [known[c] if v is None else v for v,c in zip(values, counts, strict=True)]
 
+    def piece(self, k, column): return column.plain_piece(self[k], self.sure.get(k)) # None where each value must be looked at
+
     def trouble(self, k): return [v is not missing and bool(v) for v in self[k]]
 
     def where(self, wanted): return ColumnBlock({k: list(compress(v, wanted)) for k,v in self.columns.items()}, sum(wanted), self.sure)
@@ -85,15 +87,18 @@ class Expected:
 
     def learn(self, rows):
         "Take account of rows, some of which have something new"
-        for keys in dict.fromkeys(map(tuple, rows)):
-            if not self.types.keys()>=set(keys): self.layouts.append(keys)
-            for k in keys: self.types.setdefault(k, set())
+        self.learn_layouts(dict.fromkeys(map(tuple, rows)))
         for k,types in self.types.items():
             values = [r[k] for r in rows if k in r]
             types.update(map(type, values))
             if types-{none}=={str}: self.learn_texts(k, set(values)-{None})
         self.sure = {k: t for k,types in self.types.items() for t in (int, str) if types-{none}=={t}}
         self.decoder = self.new_decoder()
+
+    def learn_layouts(self, layouts):
+        for keys in layouts:
+            if not self.types.keys()>=set(keys): self.layouts.append(keys)
+            for k in keys: self.types.setdefault(k, set())
 
     def learn_texts(self, k, texts):
         known,changes = self.texts.setdefault(k, (set(), 0))
@@ -116,7 +121,10 @@ class Expected:
         except ValueError: return None # it does not take all names
 
     def read(self, data):
-        "The rows in a block of lines, and the number of torn lines"
+        "The rows in a block of lines or a part, and the number of torn lines"
+        if not isinstance(data, bytes):
+            self.learn_layouts(data.layouts.keys())
+            return data.block(), data.told['torn']
         block = self.as_expected(data) if self.decoder else None
         if block is not None: return block, 0
         rows,torn = parse(data)
@@ -158,7 +166,7 @@ class Column:
 
     def add(self, block, k):
         "The values of the next rows"
-        piece = None if self.as_it_is else self.plain_piece(block[k], block.sure.get(k))
+        piece = None if self.as_it_is else block.piece(k, self)
         kind,values = piece or self.piece(*block.values(k))
         self.there = self.there or kind!='nothing' or None in values
         self.pieces.append((kind, values))

@@ -19,6 +19,7 @@ from torchember.store.base import (check_writable, facts, folder, not_through, n
 from .listeners import AtOnce, Audience, Listening, cause
 from .older import first_lines, is_first, is_older, older_blocks
 from .lines import blocks_of, longest_line, parse, parsed
+from .parts import blocks_of_run, held
 from .reading import current, frame, table, with_path
 from .table import tree_table, whole_tree
 
@@ -288,16 +289,16 @@ class LogFile:
     def blocks(self):
         "All lines, in blocks"
         size,more = self.untaken()
-        return blocks_of(None if self.fresh else self.path, more, size)
+        return blocks_of_run(None if self.fresh else self.path, more, size)
 
     def complete(self): # Path and size of the file
         "The file, if all lines are in it"
-        if not (self.fresh or self.untaken()[1]) and self.path.is_file(): return self.path, os.path.getsize(self.path)
+        if not (self.fresh or self.untaken()[1]) and self.path.is_file(): return self.path, held(self.path)['lines']+os.path.getsize(self.path)
 
     def summary(self):
         "What a run that is over says of its file. None for one without rows of ours, or that is not complete"
         if not (self.ours and self.rows) or self.waiting: return None
-        return {'steps': last_step_of(self.path)+1, **({} if self.earlier else {'rows': self.rows, 'bytes': os.path.getsize(self.path)})}
+        return {'steps': last_step_of(self.path)+1, **({} if self.earlier else {'rows': self.rows, 'bytes': self.complete()[1]})}
 
 
 # %% ../../nbs/30_store/10_jsonl.ipynb #5e3c89c8
@@ -462,13 +463,13 @@ def settle(
 # %% ../../nbs/30_store/10_jsonl.ipynb #7a537354
 def last_step_of(path):
     "The number of the last step in a file, -1 when there is none"
-    size = os.path.getsize(path) if os.path.isfile(path) else 0
+    size,before = os.path.getsize(path) if os.path.isfile(path) else 0,held(path)['last']
     for tail in (1<<16, 1<<22): # steps only grow, so the end of the file knows
         if not size: break
         with open(path, 'rb', opener=regular) as f:
             f.seek(max(size-tail, 0))
-            if (last := last_in(f.read(tail)))>=0: return last
-    return max(map(last_in, blocks_of(path)), default=-1) if size>tail else -1
+            if (last := last_in(f.read(tail)))>=0: return max(last, before)
+    return max(map(last_in, blocks_of(path)), default=before) if size>tail else before
 
 def last_in(data):
     "The number of the last step in some lines, -1 when there is none"

@@ -18,10 +18,12 @@ from .base import regular
 longest_line = 1<<26 # bytes
 left_out = b'{ a line was too long\n'
 
-def blocks(path, size, block=1<<18, said=lambda: None, longest=longest_line):
-    "The lines of a file in blocks, up to a size; the last block may have no end. `said` is called for a line that is too long"
+def blocks(path, size, block=1<<18, said=lambda: None, longest=longest_line, start=0):
+    "The lines of a file in blocks, from a byte on, up to a size; the last block may have no end. `said` is called for a line that is too long"
     rest,n = [],0 # of a line that has no end yet: its pieces, and its bytes
     with open(path, 'rb', buffering=0, opener=regular) as f:
+        f.seek(start)
+        size -= start
         while size>0 and (data := f.read(min(block, size))):
             size -= len(data)
             cut = data.rfind(b'\n')+1
@@ -41,7 +43,9 @@ def blocks_of(
     path, # File of JSON lines; None for no file
     more:bytes=b'', # What is to follow it
     end:int|None=None, # Where to stop; at the end of the file without it
-    size:int=1<<18 # Bytes to read at a time
+    size:int=1<<18, # Bytes to read at a time
+    *,
+    start:int=0 # Where to begin
 ): # Blocks of whole lines
     """The content of a file in blocks that end with a line
 
@@ -50,12 +54,13 @@ def blocks_of(
         more: What is to follow it
         end: Where to stop; at the end of the file without it
         size: Bytes to read at a time
+        start: Where to begin
 
     Returns:
         Blocks of whole lines
     """
     try:
-        for data in blocks(path, os.path.getsize(path) if end is None else end, size, lambda: say_left_out(path)) if path is not None else ():
+        for data in blocks(path, os.path.getsize(path) if end is None else end, size, lambda: say_left_out(path), start=start) if path is not None else ():
             yield data if data.endswith(b'\n') else data+b'\n'
     except FileNotFoundError: pass
     if more: yield more
@@ -76,16 +81,17 @@ def whole_row(row):
 
 # %% ../../nbs/30_store/06_lines.ipynb #bc82c1d2
 def parse(
-    data:bytes # JSON lines
+    data # JSON lines, or a part of a log
 ) -> tuple: # The rows, and the number of torn lines
     """Rows from bytes; lines that are not whole are counted
 
     Args:
-        data: JSON lines
+        data: JSON lines, or a part of a log
 
     Returns:
         The rows, and the number of torn lines
     """
+    if not isinstance(data, bytes): return data.parsed()
     lines = [line for line in data.split(b'\n') if line.strip()]
     rows = [r for r in map(row_or_none, lines) if r is not None]
     return rows, len(lines)-len(rows)

@@ -1,0 +1,199 @@
+"A run that was compacted answers as its JSON lines do, whatever is in it, and whenever who compacts it is killed"
+import json
+import math
+import os
+import shutil
+
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, example, given, settings, strategies as st
+
+from torchember import compact, emberTracker, query, read, runs
+from torchember.frames.logs import NothingChosen
+from torchember.ground.record import line_of
+from torchember.store import jsonl, parts
+from tests import programs
+
+nan,inf = math.nan,math.inf
+odd = [None, True, 0, 7, -2**63, 2**63, 2**53+1, -0., 2., 1/3, nan, inf, -inf, '', 'a.b', '🔥é', '2024-01-01 00:00:00', [], [1, 2], [1., nan], [True], [None],
+    [1, [2.5]], ['x'], {}, {'a': [nan, {'b': -inf}]}, {'nonfinite': 1}]
+keys = ['mean', 'max', 'nan', 'posinf', 'shape', 'exponents', 'call', 'dtype', 'ts', 'supersedes', 'phase', 'path', 'epoch', 'run', '_layout', 'a.b', 'a',
+    'é"\n', '', 'step', 'module', 'ttype', 'tname', 'nonfinite']
+names = dict(step=st.integers(0, 3), module=st.sampled_from(['m(Net).f(L)', 'm(Net).g(L)', 'm(Net)']), ttype=st.sampled_from(['output', 'weight']),
+    tname=st.sampled_from(['o', 'p']))
+usual = dict(mean=st.floats(), max=st.floats(width=32), n=st.integers(-5, 5), exponents=st.lists(st.integers(0, 9), max_size=3),
+    epoch=st.integers(0, 2)|st.floats(0, 1),
+    ts=st.just('2024-01-01 00:00:00'), supersedes=st.just('numbers'), posinf=st.integers(0, 2))
+row = st.fixed_dictionaries(names, optional=usual)
+any_row = st.builds(lambda a,b: {**a, **b}, row, st.dictionaries(st.sampled_from(keys), st.sampled_from(odd), max_size=4))
+log = st.lists(row|any_row, min_size=1, max_size=9)
+questions = [{}, dict(steps=1), dict(steps=-1), dict(steps=slice(-2, None)), dict(ttype='weight'), dict(path='f*', tname='o'), dict(columns=['step', 'ttype']),
+    dict(columns=lambda c: 'm' in c), dict(steps=lambda s: s%2==0, ttype=['output'])]
+
+
+def lines(rows): return b''.join(line_of(r)+b'\n' for r in rows)
+
+def begun(home, data, name='a'):
+    t = emberTracker(name, home)
+    t.log.mkdir(parents=True, exist_ok=True)
+    t.log_path.write_bytes(data)
+    return t
+
+def answers(home, name='a'):
+    "What there is to say of a run"
+    t = emberTracker(name, home)
+    out = {'lines': repr(t.lines()), 'torn': t.torn, 'latest': t.latest_df, 'df': t.df, 'last': t.last_step(), 'rows': runs(home)[['name', 'steps']]}
+    for q in questions:
+        try: out[str(list(q.items()))] = read(name, home=home, **q)
+        except (NothingChosen, ValueError, TypeError, AttributeError) as e: out[str(list(q.items()))] = type(e).__name__, str(e)
+    return out
+
+def told(x):
+    "All that there is to a table, as a text: values that are lists of NaN compare as nothing else does"
+    if not isinstance(x, pd.DataFrame): return str(x)
+    def column(c): return f"{c!r} {x[c].dtype!r} {list(getattr(x[c].dtype, 'categories', ()))} {x[c].tolist()}"
+    return '\n'.join([f'{x.index} {len(x)}', *map(column, x)])
+
+def same(a, b):
+    assert a.keys()==b.keys()
+    for k in a: assert told(a[k])==told(b[k]), k
+
+
+@pytest.mark.parametrize('over', [True, False], ids=['over', 'going on'])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors])
+@given(rows=log, torn=st.integers(0, 12), size=st.integers(200, 2000), n=st.integers(3, 6))
+@example(rows=[{'step': 0, 'mean': v, 'ttype': 'output', 'tname': 'o', 'x': v} for v in odd], torn=3, size=300, n=100)
+@example(rows=[{k: 1, 'step': i} for i,k in enumerate(keys)], torn=0, size=10_000, n=100)
+@example(rows=[{'step': i, 'x': v} for i,v in enumerate([1, 2, 2.5, 3, None])], torn=9, size=10_000, n=100)
+def test_answers_are_those_of_the_lines(over, tmp_path_factory, rows, torn, size, n):
+    home = tmp_path_factory.mktemp('home')
+    jsonl.live.clear() # each read looks whether one of the others is meant
+    data = lines(rows[:torn])+b'{"torn": \n\n'*(torn<len(rows))+lines(rows[torn:])
+    t = begun(home, data)
+    if not over: t['base_a'] = {'pid': os.getpid(), 'host': parts.os.uname().nodename}
+    expected = answers(home)
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(parts, 'most_bytes', size)
+        m.setattr(parts, 'most_rows', n)
+        said, = compact('a', home)
+    same(expected, answers(home))
+    kept = t.log_path.read_bytes()
+    assert said['lines']==len(kept) and kept==(b'' if over else data)
+    last = max((r['step'] for r in rows if type(r.get('step')) is int and 0<=r['step']<2**53), default=-1)
+    if not over and said['rows']:
+        held = [r for p in sorted(parts.folder_of(t.log_path).glob('*.parquet')) for r in parsed(p)]
+        assert len(held)==said['rows'] and all(r.get('step')!=last or type(r['step']) is not int for r in held)
+    shutil.rmtree(home)
+
+def parsed(path):
+    about = json.loads(pq.read_schema(path).metadata[b'torchember'])
+    return parts.Part(path, about, about['id']).parsed()[0]
+
+
+killed = """
+import os, signal, sys, shutil
+from pathlib import Path
+import pyarrow.parquet as pq
+from torchember import compact, emberTracker, read
+from torchember.store import parts
+
+home,over = Path(sys.argv[1]),sys.argv[2]=='over'
+def fresh():
+    shutil.rmtree(home, ignore_errors=True)
+    t = emberTracker('a', home)
+    for i in range(40): t + dict(mean=i/7, ttype='output', tname='o', module='m(Net)', step=i//4)
+    t.barrier()
+    if not over: t['base_a'] = dict(pid=os.getpid(), host=os.uname().nodename)
+    return t
+
+def dies(n):
+    "Each call of what touches the disk may be the last"
+    done = 0
+    def counted(f, half=None):
+        def g(*args, **kwargs):
+            nonlocal done
+            done += 1
+            if done==n:
+                if half: half(*args)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return f(*args, **kwargs)
+        return g
+    os.replace,os.fsync,Path.unlink = counted(os.replace),counted(os.fsync),counted(Path.unlink)
+    pq.write_table = counted(pq.write_table, lambda table, path: Path(path).write_bytes(b'PAR1'+bytes(999)))
+    pq.read_metadata = counted(pq.read_metadata)
+    try: compact('a', home)
+    finally: os._exit(7)
+
+parts.most_rows = 16
+t = fresh()
+expected,n = t.lines(),0
+while True:
+    n += 1
+    pid = os.fork()
+    if pid==0: dies(n)
+    if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])==7: break
+    assert t.lines()==expected and len(read('a', home=home))==40, n
+    told = compact('a', home)[0]
+    assert t.lines()==expected and told['rows']==(40 if over else 36), (n, told)
+    left = {f.name for f in parts.folder_of(t.log_path).iterdir()}
+    assert left=={'parts.json', '.lock', *(f'part-0000{i}.parquet' for i in range(3))}, (n, left)
+    assert (t.log_path.stat().st_size==0)==over
+    t = fresh()
+print(n)
+"""
+
+@pytest.mark.parametrize('over', ['over', 'going on'])
+def test_who_compacts_may_be_killed(over, tmp_path):
+    "at every call that touches the disk: nothing is lost or twice, and the next one finishes it and clears up"
+    p = programs.run(killed, tmp_path/'home', over)
+    assert p.returncode==0, p.stderr[-3000:]
+    assert int(p.stdout)>15
+
+
+@pytest.fixture
+def run(tmp_path):
+    t = begun(tmp_path, lines([dict(mean=i/7, ttype='output', tname='o', module='m(Net)', step=i) for i in range(20)]))
+    compact('a', tmp_path, keep=True)
+    return t
+
+def test_lines_may_be_kept(run, tmp_path):
+    assert len(run.log_path.read_bytes().split(b'\n'))==21 and len(run.lines())==20
+    assert compact('a', tmp_path)==[dict(name='a', rows=20, parquet=parts.held(run.log_path)['size'], lines=0)] and len(run.lines())==20
+
+def test_a_compacted_run_goes_on(run, tmp_path):
+    "and is compacted again, and once more"
+    for i in range(20, 24):
+        compact('a', tmp_path)
+        run + dict(mean=i/7, ttype='output', tname='o', module='m(Net)', step=i)
+        run.barrier()
+        assert [r['step'] for r in run.lines()]==[*range(i+1)] and run.last_step()==i and runs(tmp_path)['rows'].tolist()==[i+1]
+        assert read('a', steps=-1, home=tmp_path)['step'].tolist()==[i] and query('SELECT count(*) n FROM log', 'a', tmp_path)['n'][0]==i+1
+
+def test_a_part_of_another_run_is_refused(run, tmp_path):
+    begun(tmp_path, run.log_path.read_bytes(), 'b')
+    compact('b', tmp_path)
+    folder = parts.folder_of(run.log_path)
+    shutil.copy(parts.folder_of(run.log/'b')/'part-00000.parquet', folder)
+    for ask in (lambda: read('a', home=tmp_path), run.lines, lambda: run.df):
+        with pytest.raises(ValueError, match="part-00000.parquet is a part of another run, 'b': nothing of it is read"): ask()
+    (folder/'part-00000.parquet').write_bytes(b'PAR1 and half of it')
+    with pytest.raises(ValueError, match='part-00000.parquet is no part of a run as compact writes it'): read('a', home=tmp_path)
+    (folder/'part-00000.parquet').unlink()
+    with pytest.raises(FileNotFoundError, match='is not there any more, and it has rows of the run'): read('a', home=tmp_path)
+
+def test_lines_of_another_run_are_refused(run, tmp_path):
+    run.log_path.write_bytes(b'{"step": 0}\n')
+    with pytest.raises(ValueError, match='has 12 bytes, and its parts were made of'): read('a', home=tmp_path)
+    (parts.folder_of(run.log_path)/'parts.json').write_text('{"parts": 3}')
+    with pytest.raises(ValueError, match='is no list of parts as compact writes it'): read('a', home=tmp_path)
+
+def test_one_at_a_time(run, tmp_path):
+    with parts.alone(parts.folder_of(run.log_path)), pytest.raises(BlockingIOError, match='is being written by another process'): compact('a', tmp_path)
+
+def test_logs_of_ranks_are_compacted_one_by_one(tmp_path):
+    rows = [dict(mean=i/7, ttype='weight', tname='o', module='m(Net)', step=i) for i in range(5)]
+    for r in range(2): begun(tmp_path, lines(rows), f'a.rank{r}')
+    before = read('a', home=tmp_path, per_rank=True)
+    assert [s['name'] for s in compact('a', tmp_path)]==['a.rank0', 'a.rank1']
+    pd.testing.assert_frame_equal(read('a', home=tmp_path, per_rank=True), before)
