@@ -467,6 +467,31 @@ def reading(quick):
         yield line(f'{n} rows, {what}', unit='x', at_least=bar if n>100_000 else None, note=note, **slowness(ps))
 
 
+@row('parquet', 'a run that was compacted: its size, and reading it against its JSON lines, and against duckdb on the same parts')
+def parquet(quick):
+    if not (find_spec('pyarrow') and find_spec('duckdb')): raise Skip('pyarrow and duckdb')
+    import duckdb
+
+    from torchember import compact, read
+    from torchember.store.parts import folder_of
+    n = 100_000 if quick else 1_000_000
+    t,some = a_log(n),['step', 'mean']
+    size = t.log_path.stat().st_size
+    compact(t, keep=True)
+    parts = [p.read_bytes() for p in sorted(folder_of(t.log_path).glob('*.parquet'))]
+    yield line(f'{n} rows, bytes of the parts', unit='x', value=sum(map(len, parts))/size, at_most=.2, note=f'of {size/n:.0f} bytes a row in JSON lines')
+    files,log = str(folder_of(t.log_path)/'*.parquet'),t.log_path.read_bytes()
+    lines = type(t)('lines') # the same rows, without parts
+    lines.log_path.write_bytes(log)
+    for what,columns in (('all columns', None), ('two columns', some)):
+        def stored(): return read(t, columns=columns) # noqa: B023
+        asked = f"SELECT {', '.join(columns or '*')} FROM read_parquet('{files}')"
+        for beside,f in (('JSON lines', lambda: read(lines, columns=columns)), ('duckdb', lambda: duckdb.sql(asked).df())): # noqa: B023
+            ps = pairs(lambda: seconds(f), lambda: seconds(stored), 0, least=3) # noqa: B023
+            note = f"{spread(a for _,a in ps)['value']:.2f} s of CPU time"
+            yield line(f'{n} rows, {what}, against {beside}', unit='x', at_least=1 if beside!='duckdb' and n>100_000 else None, note=note, **slowness(ps))
+
+
 @row('reading-memory', 'the most memory that reading a million rows takes, against the frame')
 def reading_memory(quick):
     import pandas # noqa: F401 which is not part of the frame
