@@ -1,14 +1,16 @@
 "A run of several processes under its name: in the list of runs, in pictures, in words, on a page, and as files"
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import programs
 import pytest
 
 import torchember
-from torchember import du, mv, read, rm, runs
+from torchember import EmberWarning, du, mv, read, rm, runs
 
 here = Path(__file__).parent
 
@@ -53,7 +55,7 @@ def test_what_is_wrong_with_a_process_is_said(home):
     (home/'log/drifted_2.rank1').unlink()
     got = runs().set_index('name').problem
     assert got['sharded_2']=='of 2 processes rank 1 left no log'
-    assert got['pipeline_2']=='rank 1 has 2 steps of 3'
+    assert got['pipeline_2']=='rank 1 has 2 of 3 steps'
     assert 'rank 1: Its log is gone' in got['drifted_2']
 
 
@@ -165,3 +167,59 @@ def test_a_run_that_is_closed_can_be_removed_and_its_name_taken_again(tmp_path):
         te.close()
         rm(te, tmp_path)
         assert not files(tmp_path)
+
+
+# ---- shown
+
+def data_of(file): return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', file.read_text(), re.S)[1])
+
+
+@pytest.mark.filterwarnings('ignore:drifted_2')
+def test_every_picture_takes_its_name(home):
+    name = 'pipeline_2'
+    for f in 'overview', 'scalar_line', 'exp_hist', 'ridge', 'updates', 'tree', 'out_of_range', 'scalar_global_heatmap':
+        fig = getattr(torchember, f)(name).figure
+        assert name in ' '.join([t.get_text() for t in fig.texts]+[a.get_title()+a.get_title('left') for a in fig.axes]+[fig.get_suptitle()]), f
+        plt.close('all')
+    assert torchember.summary(name).df.loc['3', 'steps']==3
+    assert set(torchember.to_logframe(name)['metadata', 'step'])==set(range(3))
+    assert torchember.query('SELECT count(DISTINCT step) n FROM log', name).n[0]==3
+    with pytest.warns(EmberWarning, match='for notebooks'): torchember.interactive(torchember.tree, run=name)
+    fig = torchember.compare(['sharded_2', 'drifted_2']).figure
+    assert 'drifted_2' in ' '.join(t.get_text() for t in fig.findobj(plt.Text))
+    plt.close('all')
+    with pytest.raises(FileNotFoundError, match=rf"The run '{name}' is of 2 processes, with a log each: read\('{name}'\)"):
+        len(torchember.emberTracker(name).df)
+
+
+@pytest.mark.filterwarnings('ignore:drifted_2')
+def test_what_is_said_of_the_processes_stands_in_words_and_on_the_page(home, tmp_path, monkeypatch):
+    said = 'Replicas have drifted apart: rank 1 has another weight'
+    assert said in repr(got := torchember.summary('drifted_2')) and said in got._repr_html_() and len(got.said)==1
+    assert torchember.summary('sharded_2').said==() and 'said' not in read('sharded_2').attrs
+    assert read('*_2').attrs['said'][0].startswith(f'drifted_2: {said}')
+    monkeypatch.delenv('TORCHEMBER_HOME')
+    for name in 'drifted_2', 'sharded_2':
+        run = data_of(torchember.report(name, tmp_path/'page.html', home=home))['run']
+        assert (run['name'], run['ranks'], run['steps'], run['running'])==(name, 2, 3, False) and run['start']<=run['end']
+        assert said in run.get('missing', '') if name=='drifted_2' else 'missing' not in run
+
+
+def test_a_parameter_that_is_not_trained_on_any_process_is_named(home):
+    for k in range(2):
+        p = home/f'data/parameters_sharded_2.rank{k}.json'
+        noted = json.loads(p.read_text())
+        for e in noted['parameters']:
+            if e['path']=='layers.0': e['gradient'] = False
+            if e['path']=='layers.1': e['gradient'] = k==1
+        p.write_text(json.dumps(noted))
+    from torchember.show.missing import parameters_in
+    assert {(p['path'], p['name']): p['gradient'] for p in parameters_in('sharded_2')}=={(f'layers.{i}', n): i>0 for i in range(3) for n in ('weight', 'bias')}
+    assert 'layers.0' in torchember.summary('sharded_2').missing and 'layers.1' not in torchember.summary('sharded_2').missing
+    assert parameters_in('pipeline_2')==[] and torchember.overview('sharded_2') is not None
+    plt.close('all')
+
+
+def test_one_of_its_processes_is_followed_and_which_is_said(home, capfd):
+    with pytest.warns(EmberWarning, match='sharded_2 is of 2 processes: live shows what rank 0 sees'): torchember.live('sharded_2', every=.1, wait=True)
+    assert 'sharded_2.rank0: step 2' in capfd.readouterr().err

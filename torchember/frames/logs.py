@@ -108,8 +108,15 @@ def logs_of_ranks(name, home):
     found = [(m, n) for n in files_in(log) if n.startswith(f'{name}.rank') and (m := of_rank.fullmatch(n)) and m[1]==name and (log/n).is_file()]
     return {int(m[2]): n for m,n in sorted(found, key=lambda f: int(f[0][2]))}
 
+def of_processes(run, home=None):
+    "What to read of a run of several processes; None for any other"
+    if isinstance(run, RankedSource): return run
+    if not isinstance(run, str) or os.sep in run or set(run)&set('*?[') and not logs_of_ranks(run, home): return None
+    return s if is_name(run) and logs_of_ranks(run, home) and isinstance(s := source(run, home), RankedSource) else None
+
 def source(run, home):
     "What to read of one run"
+    if isinstance(run, RankedSource): return run
     log = folder('torchember', home)/'log'
     if not isinstance(run, str) or os.sep in run: return Source(run, home)
     if os.path.lexists(log/run):
@@ -313,6 +320,8 @@ def read(
     tables = [tidy(rows_of_whole(s, choice, columns, per_rank) if isinstance(s, RankedSource) else rows_wanted(s, choice, columns),
         s.name if several else None) for s in each]
     df = under_each_other([t for t in tables if len(t)] or tables[:1])
+    df.attrs['said'] = [f'{s.name}: {what}' if several else what for s,t in zip(runs, tables, strict=True) for what in t.attrs.get('said', ())]
+    if not df.attrs['said']: del df.attrs['said']
     if not len(df) and choice.asked: raise NothingChosen(nothing_chosen(choice, values_there(runs)))
     if columns is None: return df
     if callable(columns): return df[[c for c in df.columns if c=='run' or columns(c)]]
@@ -338,6 +347,7 @@ def rows_of_whole(source, choice, columns, per_rank):
     each = [t.assign(rank=r) for r,t in tables.items()]
     df,said = ranks.whole(under_each_other([t for t in each if len(t)] or each[:1]), source.told('ranks'), paths)
     for s in (*spoiled, *said): warn(f"{printable(source.name)}: {s}")
+    df.attrs['said'] = [*spoiled, *said]
     last = max((s.last_step() for s in source.sources.values()), default=-1) if choice.counts_back else None
     kept = np.ones(len(df), bool)
     for name in choice.asked:
@@ -685,6 +695,11 @@ def grouped(rows, place):
     called = {id(rs): n for n,rs in groups.items()}
     return [one_of_ranks(called[id(r)], dict(sorted(r, key=lambda x: x[0])), place) if isinstance(r, list) else r for r in out]
 
+def about_ranks(source):
+    "What can be said of a run of several processes"
+    place = next(iter(source.sources.values())).t.dir
+    return one_of_ranks(source.name, {k: r for k,s in source.sources.items() if (r := one_run(s.name, place))}, place)
+
 def one_of_ranks(name, rows, place):
     "A row about a run of several processes. `rows`: rank -> row about its log"
     every,running = list(rows.values()),any(r['running'] for r in rows.values())
@@ -702,7 +717,7 @@ def problem_of_ranks(name, rows, running, place):
     said = [f"of {world} processes {ranks.listed([f'rank {k}' for k in gone])} left no log"]*bool(gone)
     most = max(r['steps'] for r in rows.values())
     said += [f"rank {k}: {r['problem']}" for k,r in rows.items() if r['problem']][:3]
-    behind = [f"rank {k} has {r['steps']} steps of {most}" for k,r in rows.items() if r['steps']<most and not r['problem'] and not running]
+    behind = [f"rank {k} has {r['steps']} of {most} steps" for k,r in rows.items() if r['steps']<most and not r['problem'] and not running]
     if behind: said.append(ranks.listed(behind, 3))
     return '; '.join(said) or None
 

@@ -180,17 +180,17 @@ def mark_first(axes, parts, first, top):
 
 # %% ../../nbs/60_show/90_first_look.ipynb #451ee375
 class RunSummary:
-    "A run, a line for each layer: `df` is the table, `missing` a sentence of the parameters that are not trained"
-    def __init__(self, df, title, missing=''): self.df,self.title,self.missing = df,title,missing
+    "A run, a line for each layer: `df` is the table, `missing` a sentence of the parameters that are not trained, `said` sentences of several processes"
+    def __init__(self, df, title, missing='', said=()): self.df,self.title,self.missing,self.said = df,title,missing,tuple(said)
 
     def __repr__(self):
         import pandas as pd
         with pd.option_context('display.width', 200, 'display.max_colwidth', 40): text = self.df.to_string(float_format=lambda v: f'{v:.3g}', na_rep='')
-        return '\n'.join(map(printable, filter(None, [self.title, self.missing, *text.split('\n')])))
+        return '\n'.join(map(printable, filter(None, [self.title, *self.said, self.missing, *text.split('\n')])))
 
     def _repr_html_(self):
         from html import escape
-        missing = f'<p>{escape(self.missing)}</p>' if self.missing else ''
+        missing = ''.join(f'<p>{escape(printable(s))}</p>' for s in (*self.said, self.missing) if s)
         return f'<b>{escape(self.title)}</b>{missing}'+self.df.to_html(float_format=lambda v: f'{v:.3g}', na_rep='', escape=True)
 
 @earlier_calls('ttype', 'stats', 'path')
@@ -232,7 +232,7 @@ def summary(
     df.index.name = words.get(ttype_of(kind)[0], kind)
     first,n = first_trouble(training(tensors)),tensors['step'].nunique()
     title = title_of(name_of_run(table), f'{n:,} step{"s"*(n!=1)}', sentence_of(first) if first is not None else 'all finite')
-    return RunSummary(df, title, untrained(ps, asked_for(ps, path)))
+    return RunSummary(df, title, untrained(ps, asked_for(ps, path)), table.attrs.get('said', ()))
 
 def farthest(y):
     "The value that is farthest from the median: by factors where all are above zero"

@@ -10,6 +10,7 @@ import os
 
 import numpy as np
 
+from ..frames.logs import of_processes
 from .select import Series, parameter_names, paths_like
 from ..store.parameters import cut_off, forgotten, label_of, noted_in, untrained, why_not
 
@@ -27,11 +28,22 @@ def tracker_of(
     t = getattr(run, 't', run)
     return t if isinstance(t, tracker) else None
 
+def parameters_of_whole(
+    source # A run of several processes
+) -> list:
+    "Those that all processes have under the same names, as shards or replicas have; none where each has others, as stages of a pipeline do"
+    noted = [{label_of(p): p for p in noted_in(s.t) if p.get('recorded') is not False} for s in source.sources.values()]
+    if any(n.keys()!=noted[0].keys() for n in noted): return []
+    def of_any(ps, k): return next((v for v in (True, False) if any(p.get(k) is v for p in ps)), None)
+    each = [[n[label] for n in noted] for label in noted[0]]
+    return [{**ps[0], **{k: of_any(ps, k) for k in ('optimizer', 'gradient', 'called')}} for ps in each]
+
 def parameters_in(
     run # Name of a run, an ember, a tracker, or a table
 ) -> list: # Entries, see `store.parameters`
     "All parameters that a run knows"
     t = tracker_of(run)
+    if t is None and (whole := of_processes(run)): return parameters_of_whole(whole)
     return [] if t is None else [p for p in noted_in(t) if p.get('recorded') is not False]
 
 # %% ../../nbs/60_show/15_missing.ipynb #884f03b8

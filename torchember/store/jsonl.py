@@ -6,7 +6,7 @@
 __all__ = ['settle', 'last_step_of', 'last_in', 'is_step', 'tracker', 'emberTracker', 'new_run']
 
 # %% ../../nbs/30_store/10_jsonl.ipynb #a5694dc0
-import atexit, json, os, threading, time, traceback, weakref
+import atexit, json, os, re, threading, time, traceback, weakref
 from collections import deque
 from itertools import count
 from queue import Empty, SimpleQueue
@@ -571,6 +571,9 @@ class StoredRun:
                 "with files such as 'init-00.log', as torchember 0.2 kept it. runs() says which there are.")
         if self.source is None and not self.file.disk.there:
             known = [n for n in sorted(os.listdir(self.log)) if not n.endswith('_latest')] if self.log.exists() else []
+            if ranks := [n for n in known if re.fullmatch(re.escape(self.fname)+r'\.rank\d+', n)]:
+                raise FileNotFoundError(f"The run {self.fname!r} is of {len(ranks)} process{'es'*(len(ranks)>1)}, with a log each: read({self.fname!r}) makes "
+                    f"one table of them, and emberTracker({ranks[0]!r}) has what one of them saw.")
             raise FileNotFoundError(f"{unknown('run', self.fname, known)} Looked in {printable(self.log)}.")
 
     def whole_file(self):

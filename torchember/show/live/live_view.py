@@ -15,7 +15,7 @@ from shutil import get_terminal_size
 from socket import gethostname
 
 from ...ground.progress import in_notebook, in_terminal
-from ...frames.logs import alive, said_by
+from ...frames.logs import alive, of_processes, said_by
 from ...ground.needs import needs
 from ...ground.not_finite import FirstNotFinite
 from ...ground.messages import EmberWarning, an, printable, warn
@@ -425,6 +425,13 @@ def base_of(t):
 
 def is_over(t): return 'end' in (base_of(t) or {})
 
+def one_of(source):
+    "The process of a run whose log is followed"
+    rank = min(source.sources)
+    warn(f"torchember: {printable(source.name)} is of {len(source.sources)} processes: live shows what rank {rank} sees. read({source.name!r}) has the whole.")
+    return source.sources[rank].t
+
+
 # %% ../../../nbs/60_show/93_live_view.ipynb #ae049b8f
 def live(
     run, # An ember, a tracker, or the name of a run, also of another process
@@ -445,6 +452,7 @@ def live(
     """
     if not isinstance(every, int|float) or isinstance(every, bool) or not every>0: raise ValueError(f"every is a number of seconds above 0, got {every!r}.")
     views = getattr(run, 'views', None)
+    if whole := of_processes(run, home): run = one_of(whole)
     if wait and views is not None and run.armed:
         raise ValueError("live(te, wait=True) would wait for a training that can only begin when it has returned. Leave wait out: te.live().")
     t = run.t if hasattr(run, 't') else run if isinstance(run, tracker) else emberTracker(run, home) if isinstance(run, str) else None

@@ -15,7 +15,7 @@ import matplotlib as mpl
 import numpy as np
 
 from ...ground.progress import progress
-from ...frames.logs import about, no_rows, read, said_by
+from ...frames.logs import about, about_ranks, no_rows, of_processes, read, said_by
 from ...measure.exponents import limits, with_counts
 from ...measure.summary import derived
 from ..first_look import first_trouble, loss_of, noted, sentence_of, stat_of
@@ -189,7 +189,8 @@ def page_of(
         keys[k] = dict(zip(at, keys_of(rows), strict=True))
     add_exponents(run, out, keys, tensors, [int(first['step'])] if first is not None else [])
     known,structure = facts_of(run, table)
-    return {'torchember': 1, 'run': {**known, 'bad': first is not None, **({'missing': missing} if (missing := untrained(ps, asked_for(ps, path))) else {})},
+    words_of_run = [s for s in (*table.attrs.get('said', ()), untrained(ps, asked_for(ps, path))) if s]
+    return {'torchember': 1, 'run': {**known, 'bad': first is not None, **({'missing': ' '.join(words_of_run)} if words_of_run else {})},
         'trouble': None if first is None else {'step': int(first['step']), 'path': str(first['path'] or ''), 'ttype': str(first['ttype']),
             'text': sentence_of(first)},
         'numbers': logged_numbers(table), 'tree': tree_of(structure, list(dict.fromkeys(tensors['path'].astype(str))), root_of(tensors)),
@@ -228,6 +229,7 @@ def facts_of(run, table):
     out = {'name': name or 'A table', 'model': root_of(table), 'rows': len(table), 'steps': len(np.unique(steps)),
         'first': int(steps.min()), 'last': int(steps.max())}
     t = tracker_of(run)
+    if t is None and (whole := of_processes(run)): return out | facts_of_whole(whole), None
     if t is None: return out, None
     base,structure = said_by(t)[0],structure_of(t)
     try: told = about(t.fname, t.dir)
@@ -235,6 +237,13 @@ def facts_of(run, table):
     known = {'model': told.get('model') or out['model'], 'size': told.get('size'), 'running': told.get('running', False),
         **{k: told.get(k) or base.get(k) for k in ('start', 'end')}, **{k: base.get(k) for k in ('seconds', 'share', 'user')}}
     return out | {k: v for k,v in known.items() if v is not None}, structure
+
+def facts_of_whole(source):
+    "What is known of a run of several processes"
+    told,bases = about_ranks(source),[said_by(s.t)[0] for s in source.sources.values()]
+    known = {k: told.get(k) for k in ('model', 'ranks', 'size', 'running', 'start', 'end')} | {'user': bases[0].get('user'),
+        'seconds': max((b['seconds'] for b in bases if 'seconds' in b), default=None)}
+    return {k: v for k,v in known.items() if v is not None}
 
 def structure_of(t):
     "The tree of a run's modules, None where there is none that can be read"

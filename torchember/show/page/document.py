@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ...frames.words import earlier_calls
 from ...ground.messages import printable
+from ...frames.logs import of_processes
 from .data import page_of
 from ...store.base import replace
 from ...store.jsonl import emberTracker
@@ -68,7 +69,7 @@ def report(
     if file is None and is_file(path): file,path = path,None
     target = None if file is None else Path(file).expanduser()
     if target is not None: check_folder(target if str(file).endswith(('/', os.sep)) or target.is_dir() else target.parent)
-    if home is not None and isinstance(run, str): run = emberTracker(run, home)
+    if home is not None and isinstance(run, str): run = of_processes(run, home) or emberTracker(run, home)
     page = page_of(run, path, ttype, stats)
     try: page['run']['version'] = version('torchember')
     except PackageNotFoundError: pass # a checkout that is not installed
