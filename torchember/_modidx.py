@@ -215,6 +215,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'torchember/capture/forward.py'),
                                             'torchember.capture.forward.wait': ( '10_capture/forward.html#wait',
                                                                                  'torchember/capture/forward.py'),
+                                            'torchember.capture.forward.whole': ( '10_capture/forward.html#whole',
+                                                                                  'torchember/capture/forward.py'),
                                             'torchember.capture.forward.with_gradient': ( '10_capture/forward.html#with_gradient',
                                                                                           'torchember/capture/forward.py'),
                                             'torchember.capture.forward.with_self': ( '10_capture/forward.html#with_self',

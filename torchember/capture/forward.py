@@ -263,13 +263,13 @@ def traced(self, patch, args, kwargs):
     if is_exporting(): wants,passes = nothing,False
     if passes: compiled.began([patch.key] if torch.is_grad_enabled() else [], patch.key)
     if wants.inputs:
-        named = inputs(args, kwargs, patch.names, patch.rest)
+        named = whole(inputs(args, kwargs, patch.names, patch.rest))
         hooked = with_gradient(named, wants.input_grad)
         compiled.entered([x.detach() for _,x in named], patch.key, [n for n,_ in named], [n for n,_ in hooked])
         hook_compiled(hooked, patch.key, 'input_grad')
     result = (patch.function or type(self).forward)(self, *args, **kwargs) if former is None else former(*args, **kwargs)
     if wants.outputs:
-        named = [('', result)] if isinstance(result, torch.Tensor) else outputs(result)
+        named = whole([('', result)] if isinstance(result, torch.Tensor) else outputs(result))
         hooked = with_gradient(named, wants.output_grad)
         compiled.left([x.detach() for _,x in named], patch.key, [n for n,_ in named], [n for n,_ in hooked])
         hook_compiled(hooked, patch.key, 'output_grad')
@@ -277,6 +277,8 @@ def traced(self, patch, args, kwargs):
     return result
 
 nothing = joint_of(frozenset())
+
+def whole(named): return [(n,x) for n,x in named if not hasattr(x, 'placements')] # an operator that is given a `DTensor` raises: it has no sharding strategy
 
 def with_gradient(named, wanted):
     wanted = wanted and hooks_in_graphs and torch.is_grad_enabled()
