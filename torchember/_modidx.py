@@ -354,6 +354,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'torchember/capture/ranks.py'),
                                           'torchember.capture.ranks.Ranks.of_fsdp': ( '10_capture/ranks.html#ranks.of_fsdp',
                                                                                       'torchember/capture/ranks.py'),
+                                          'torchember.capture.ranks.Ranks.of_older_fsdp': ( '10_capture/ranks.html#ranks.of_older_fsdp',
+                                                                                            'torchember/capture/ranks.py'),
                                           'torchember.capture.ranks.Ranks.pass_begins': ( '10_capture/ranks.html#ranks.pass_begins',
                                                                                           'torchember/capture/ranks.py'),
                                           'torchember.capture.ranks.Ranks.roles': ( '10_capture/ranks.html#ranks.roles',

@@ -318,6 +318,7 @@ class torchEmber(OwnStatistics, Notes, Views):
         self.t,rank,world = run_of_rank(self.model_name, name, resume, home)
         t = self.t
         ranks = None if rank is None else Ranks(model, rank, world, lambda meta: t.amend('ranks', meta))
+        if ranks and not callable(stats) and not {'shape', 'numel'}.intersection(stats): stats = (*stats, 'numel') # how much of a whole a piece is
         self.recorder = Recorder(t, Settings(ttypes, stats, when, only_training, on_error, t.last_step()+1 if resume else first_step, rank,
             ranks, None if overhead is None else Budget(overhead), optimizers, scaler, ends, self.tracks[0].name, lambda meta: t.amend('parameters', meta)))
         known = self.recorder.sources.parameters.known

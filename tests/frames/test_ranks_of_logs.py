@@ -151,6 +151,14 @@ def test_how_many_elements(tmp_path):
     assert np.allclose(df[df.ttype=='weight']['mean'], w.mean((1, 2)))
 
 
+def test_functions_of_the_user(tmp_path):
+    "Nobody knows how to merge what they give: what is the same is shown, what is not is said"
+    def own(r): return [{k: v for k,v in row.items() if k not in ('shape', 'mean', 'std', 'l1', 'min', 'max')} | {'med': r, 'top': 3.} for row in rows(r)]
+    write(tmp_path, *((r, own(r), about(r)) for r in range(2)))
+    df,said = merged(tmp_path)
+    assert (df['top']==3).all() and df[df.ttype=='output']['med'].isna().all() and 'med: other values on each process' in said and 'how many' not in said
+
+
 def test_resumed_with_fewer_processes(tmp_path):
     early = [(r, [row for row in rows(r-2) if row['step']<1], {'rank': r, 'world': 4, 'axes': {'dp': [0, 1, 2, 3]}}) for r in (2, 3)]
     write(tmp_path, *((r, rows(r), about(r)) for r in range(2)), *early)

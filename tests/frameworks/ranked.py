@@ -104,7 +104,7 @@ def reference(make, losses):
 
 def train(net, opt, losses, **how):
     "Armed, on each rank: `losses` as above"
-    te = torchEmber(net, optimizer=opt, ttypes=ttypes, stats=recorded, name=name, home=folder, on_error='raise', **how)
+    te = torchEmber(net, optimizer=opt, ttypes=ttypes, name=name, home=folder, on_error='raise', **{'stats': recorded, **how})
     for s in range(steps):
         for loss in losses(net, s): loss.backward()
         opt.step()
@@ -200,6 +200,32 @@ def replicated():
     net = ddp(seeded(GPT))
     train(net, adam(net), lambda m, s: [surprise(m, *part(words(s), rank, world))])
     reference(lambda: seeded(GPT), lambda m, s: [surprise(m, *words(s))])
+
+
+def of_mlp(wrap, **how):
+    net = wrap(seeded(MLP))
+    train(net, adam(net), lambda m, s: [error(m, *part(numbers_of(s), rank, world))], **how)
+    reference(lambda: seeded(MLP), lambda m, s: [error(m, *numbers_of(s))])
+
+
+@case(2)
+def composable():
+    from torch.distributed._composable.replicate import replicate
+    of_mlp(lambda m: replicate(m) or m)
+
+
+@case(2)
+def older_fsdp():
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    def wrap(m): return FullyShardedDataParallel(m, use_orig_params=True, device_id=torch.device('cpu'))
+    def each(m):
+        for i,l in enumerate(m.layers): m.layers[i] = wrap(l)
+        return wrap(m)
+    of_mlp(each)
+
+
+@case(2)
+def few(): of_mlp(ddp, stats=['mean', 'var'])
 
 
 @case(2)

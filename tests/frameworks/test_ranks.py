@@ -56,7 +56,8 @@ def off(row, want):
     return out if n==want['numel'] else [*out, ('numel', n, want['numel'])]
 
 
-exact = ['replicated_2', 'accumulated_2', 'uneven_2', 'sharded_2', 'sharded_4', 'sharded_and_replicated_4', 'hugging_face_2', 'pipeline_2', 'tensor_parallel_4']
+exact = ['replicated_2', 'composable_2', 'older_fsdp_2', 'accumulated_2', 'uneven_2', 'sharded_2', 'sharded_4', 'sharded_and_replicated_4', 'hugging_face_2',
+    'pipeline_2', 'tensor_parallel_4']
 
 
 @pytest.mark.parametrize('case', [*exact, 'tensor_parallel_2', 'experts_2', 'experts_4'])
@@ -101,6 +102,16 @@ def test_noted_numbers(ran):
     want = each.groupby('step')['loss'].mean()
     assert each.groupby('step')['loss'].nunique().tolist()==[4, 4, 4] and not said
     assert df['loss'].tolist()==pytest.approx(want.tolist(), rel=1e-12) and df['done'].tolist()==[1, 2, 3]
+
+
+def test_few_statistics(ran):
+    "Of which none says how many elements a piece has"
+    df,said = merged(ran, 'few_2')
+    got,want = rows_of(df),[json.loads(line) for line in (ran/'few_2.jsonl').read_text().splitlines()]
+    assert not said and len(want)==144
+    for w in want:
+        r = got[tuple(w[c] for c in where)]
+        assert abs(r['mean']-w['mean'])<=rel*w['rms'] and (w['std'] is None or abs(r['var']-w['std']**2)<=rel*w['std']**2), w
 
 
 def test_some_rows(ran):

@@ -6,6 +6,7 @@
 __all__ = ['of_batch', 'scaled', 'role_of', 'DataParallel', 'dims_of', 'ranks_of', 'Ranks']
 
 # %% ../../nbs/10_capture/45_ranks.ipynb #7f6fc875
+import sys
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -78,9 +79,9 @@ class Ranks:
         self.batches.clear(); self.known.clear()
         inner = getattr(self.model, 'module', self.model) if isinstance(self.model, nn.parallel.DistributedDataParallel) else self.model
         for ddp in (running_ddp(), *(m for m in self.model.modules() if isinstance(m, nn.parallel.DistributedDataParallel))):
-            if ddp is not None: self.spread(ddp.module, self.of_ddp(ddp))
+            if ddp is not None: self.spread(inner if isinstance(ddp.module, nn.ParameterList) else ddp.module, self.of_ddp(ddp)) # which `replicate` gives it
         for m in inner.modules():
-            if found := self.of_fsdp(m): self.spread(m, found)
+            if found := self.of_fsdp(m) or self.of_older_fsdp(m): self.spread(m, found)
         spread = [p for p in inner.parameters() if hasattr(p, 'placements')]
         self.sharded = bool(spread)
         for p in spread:
@@ -112,6 +113,13 @@ class Ranks:
         along,n = [there[d] for d in dims],1
         for _,ranks in along: n *= len(ranks)
         return DataParallel(tuple(a for name,ranks in along if (a := self.axis(name or 'fsdp', ranks))), 1/(divided or n))
+
+    def of_older_fsdp(self, module):
+        "Of a `FullyShardedDataParallel`: whole in forward, and a shard of all parameters in a row at other times, which no number says"
+        kind = getattr(sys.modules.get('torch.distributed.fsdp'), 'FullyShardedDataParallel', None)
+        if kind is None or not isinstance(module, kind) or 'HYBRID' in module.sharding_strategy.name: return None
+        ranks = ranks_of(module.process_group)
+        return DataParallel(tuple(filter(None, [self.axis('fsdp', ranks)])), 1/len(ranks), frozenset(map(id, module.parameters())))
 
     def look_for_stage(self, model):
         found = pipeline_stage(model)

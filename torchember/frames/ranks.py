@@ -330,7 +330,8 @@ class Merge:
 
     def uncounted(self, out, wholes, change):
         "Of pieces that do not say how many elements they have, the least and the largest are known"
-        lost = change & (np.bincount(self.order, np.isnan(self.count))>0) & (out['ttype']!='scalar').to_numpy()
+        numbers = [c for c in self.d.columns if c in derived]
+        lost = change & (np.bincount(self.order, np.isnan(self.count) & ~self.d[numbers].isna().all(axis=1).to_numpy())>0)
         if not lost.any(): return lost
         wholes[np.ix_(lost, [i for p,i in index.items() if p not in ('count', 'min', 'max', 'min_abs', 'nan', 'posinf', 'neginf')])] = np.nan
         self.said.append(f"{int(lost.sum())} rows are of pieces of which nobody says how many elements they have, so that only min and max of the whole are "
