@@ -68,7 +68,7 @@ def arrow_table(rows, /, **told):
     at = [layouts.number(r) for r in rows]
     names = list(dict.fromkeys(chain.from_iterable(layouts.keys())))
     columns = {k: arrow_column(pa, rows, k, set(layouts.each(k))-{none, Missing}) for k in names}
-    which = '_layout'
+    which = '_torchember_layout'
     while which in columns: which = f'_{which}'
     said = dict(layout=which, layouts=layouts.told(), kinds={k: kind for k,(_,kind) in columns.items()}, **told)
     return pa.table([*(c for c,_ in columns.values()), pa.array(at, pa.int32())], names=[*names, which],
