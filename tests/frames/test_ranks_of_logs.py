@@ -159,6 +159,15 @@ def test_functions_of_the_user(tmp_path):
     assert (df['top']==3).all() and df[df.ttype=='output']['med'].isna().all() and 'med: other values on each process' in said and 'how many' not in said
 
 
+def test_quantities_of_a_monitor(tmp_path):
+    "Rows of weights with no statistic, and no word of what they are a part of: equal or not, nobody has parameters of its own"
+    of = dict(module='model(Net).fc(Linear)', ttype='weight', tname='weight_0', pname='weight', step=0, call=0, dtype='float64', WeightNorm=2.)
+    write(tmp_path, *((r, [of | {'Other': r}], None) for r in range(2)))
+    df,said = merged(tmp_path)
+    assert df['path'].tolist()==['fc'] and df['WeightNorm'].tolist()==[2] and df['Other'].isna().all()
+    assert 'Other: other values on each process' in said and 'of its own' not in said
+
+
 def test_resumed_with_fewer_processes(tmp_path):
     early = [(r, [row for row in rows(r-2) if row['step']<1], {'rank': r, 'world': 4, 'axes': {'dp': [0, 1, 2, 3]}}) for r in (2, 3)]
     write(tmp_path, *((r, rows(r), about(r)) for r in range(2)), *early)

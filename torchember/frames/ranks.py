@@ -217,7 +217,7 @@ class Pieces:
     def name_own(self):
         "Parameters that nobody says to be replicas, and that differ, are no pieces of one tensor: each process has its own"
         weights = (self.df['ttype']=='weight').to_numpy()
-        own = self.unsettled & weights & (self.df['global_shape'].isna().to_numpy() if 'global_shape' in self.df else True)
+        own = self.unsettled & weights & ~self.nameless & (self.df['global_shape'].isna().to_numpy() if 'global_shape' in self.df else True)
         if not own.any(): return
         modules = set(self.df['path'][own].astype(object))
         shared = set(self.df['path'][weights & ~own].astype(object))-modules
@@ -241,14 +241,14 @@ class Pieces:
         pd = needs('pandas', for_='A table of rows')
         self.part,known = pd.factorize(np.array([p if isinstance(p, str) else 'world:?' for p in self.df['part']], object)) # rows -> what is said of them
         self.parts = [roles_in(p) for p in known] # each of these -> axis -> role
-        nameless = self.df[[c for c in self.df.columns if c in derived]].isna().all(axis=1).to_numpy() # noted numbers, and those of the user's own functions
+        self.nameless = self.df[[c for c in self.df.columns if c in derived]].isna().all(axis=1).to_numpy() # noted numbers, and what users and monitors have
         samples,same,forward = samples_in(self.df),{},self.df['ttype'].isin(['input', 'output']).to_numpy()
         self.unsettled = np.zeros(len(self.df), bool)
         for a in sorted({a for roles in self.parts for a,r in roles.items() if r in ('?', 'B')}):
             batch,of = self.along(a, 'B'),self.along(a, '?')
             line = np.array([self.processes.line(a, r) for r in range(self.rank.max()+1)])[self.rank]
             odd = np.zeros(self.key.max()+1, bool)
-            odd[self.key[(differs(self.df, first_of_each(together(self.key, line))) | nameless) & (of | batch)]] = True
+            odd[self.key[(differs(self.df, first_of_each(together(self.key, line))) | self.nameless) & (of | batch)]] = True
             flows = batch & odd[self.key]
             sizes = set(samples[flows & forward if (flows & forward).any() else flows].tolist())-{1}
             self.unsettled |= of & odd[self.key]
