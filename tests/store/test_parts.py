@@ -18,7 +18,8 @@ from tests import programs
 nan,inf = math.nan,math.inf
 odd = [None, True, 0, 7, -2**63, 2**63, 2**53+1, -0., 2., 1/3, nan, inf, -inf, '', 'a.b', '🔥é', '2024-01-01 00:00:00', [], [1, 2], [1., nan], [True], [None],
     [1, [2.5]], ['x'], {}, {'a': [nan, {'b': -inf}]}, {'nonfinite': 1}]
-keys = ['mean', 'max', 'nan', 'posinf', 'shape', 'exponents', 'call', 'dtype', 'ts', 'supersedes', 'phase', 'path', 'epoch', 'run', '_torchember_layout', 'a.b', 'a',
+keys = ['mean', 'max', 'nan', 'posinf', 'shape', 'exponents', 'call', 'dtype', 'ts', 'supersedes', 'phase', 'path', 'epoch', 'run',
+    '_torchember_layout', 'a.b', 'a',
     'é"\n', '', 'step', 'module', 'ttype', 'tname', 'nonfinite']
 names = dict(step=st.integers(0, 3), module=st.sampled_from(['m(Net).f(L)', 'm(Net).g(L)', 'm(Net)']), ttype=st.sampled_from(['output', 'weight']),
     tname=st.sampled_from(['o', 'p']))
