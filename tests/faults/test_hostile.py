@@ -276,8 +276,9 @@ def test_a_long_line_is_read_in_linear_time(tmp_path):
 def test_lines_that_are_too_long(home, monkeypatch):
     "Each reader leaves out the one and says so; and nobody writes one"
     for room in by_lines,jsonl: monkeypatch.setattr(room, 'longest_line', 1000)
-    monkeypatch.setattr(by_lines.blocks, '__defaults__', (*by_lines.blocks.__defaults__[:-1], 1000))
-    monkeypatch.setattr(by_lines.blocks_of, '__defaults__', (*by_lines.blocks_of.__defaults__[:-1], 100))
+    for f,name,n in ((by_lines.blocks, 'longest', 1000), (by_lines.blocks_of, 'size', 100)):
+        names = [p.name for p in inspect.signature(f).parameters.values() if p.default is not p.empty and p.kind is not p.KEYWORD_ONLY]
+        monkeypatch.setattr(f, '__defaults__', tuple(n if k==name else d for k,d in zip(names, f.__defaults__, strict=True)))
     (home/'log'/'long').write_bytes(lines(row(0), row(7, more='x'*2000), row(2))+b'y'*5000)
     t = emberTracker('long', home)
     for f in (lambda: t.lines(), lambda: t.df.to_dict('records'), lambda: read('long', home=home).to_dict('records')):

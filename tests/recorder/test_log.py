@@ -136,6 +136,6 @@ def test_an_epoch_is_marked():
     model = seeded()
     opt = momentum(model)
     with heard() as said, torchEmber(model, optimizer=opt) as te:
-        for i,xy in enumerate(batches(12)): te.mark(epoch=i, part='warmup' if i<6 else 'main'); by_hand(model, opt, [xy])
+        for i,xy in enumerate(batches(12)): te.mark(epoch=i, stage='warmup' if i<6 else 'main'); by_hand(model, opt, [xy])
         for xy in batches(8): te.mark(temperature=.5); by_hand(model, opt, [xy])
     assert not said
