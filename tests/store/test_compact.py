@@ -5,6 +5,7 @@ import os
 import shutil
 
 import pandas as pd
+import programs
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, example, given, settings, strategies as st
@@ -13,7 +14,6 @@ from torchember import compact, emberTracker, query, read, runs
 from torchember.frames.logs import NothingChosen
 from torchember.ground.record import line_of
 from torchember.store import jsonl, parts
-from tests import programs
 
 nan,inf = math.nan,math.inf
 odd = [None, True, 0, 7, -2**63, 2**63, 2**53+1, -0., 2., 1/3, nan, inf, -inf, '', 'a.b', '🔥é', '2024-01-01 00:00:00', [], [1, 2], [1., nan], [True], [None],
