@@ -126,7 +126,7 @@ def test_names(tmp_path):
 @pytest.mark.parametrize('meta', [[], 'x', 5, '{{{', {'world': 'two'}, {'world': -3}, {'world': 10**12}, {'world': True},
     {'world': 2., 'axes': {}}, {'world': None, 'axes': None}, {'world': 2, 'axes': []},
     *({'world': 2, 'axes': {'dp': a}} for a in (5, None, [], ['0', '1'], [[0], [1]], [-1, 0], [0, 5], [1], [0]*9)),
-    *({**pieces, 'stage': s} for s in ('0', -1, 10**9, [])), {**pieces, 'rank': 1}], ids=str)
+    *({**pieces, 'stages': s} for s in ('0', [], {'': -1}, {'': 10**9}, {'': '0'})), {**pieces, 'rank': 1}], ids=str)
 def test_metadata_that_makes_no_sense(tmp_path, meta):
     "What the other process says of both is enough. What is a table at all is named"
     write(tmp_path, (0, rows(0), meta if isinstance(meta, str) else json.dumps(meta)), (1, rows(1), about(1)))

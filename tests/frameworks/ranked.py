@@ -299,18 +299,16 @@ def tensor_parallel():
     reference(lambda: seeded(GPT), lambda m, s: [surprise(m, *words(s))])
 
 
-@case(2)
-def pipeline():
-    "A model that was cut by hand: each stage counts its layers from 0"
-    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-    def make():
-        full = seeded(MLP)
-        return nn.Sequential(full.layers[0], nn.ReLU(), full.layers[1], nn.ReLU(), full.layers[2])
-    whole = make()
-    mine = whole[2:] if rank else whole[:2]
-    opt = adam(mine)
-    te = torchEmber(mine, optimizer=opt, ttypes=ttypes, stats=recorded, name=name, home=folder, on_error='raise')
-    schedule = ScheduleGPipe(PipelineStage(mine, rank, 2, torch.device('cpu')), 4, loss_fn=lambda y, t: (y-t).square().mean())
+def cut(make, stages, schedule):
+    "A model that was cut by hand: each stage counts its layers from 0. stages: number -> slice, of this rank"
+    from torch.distributed import pipelining
+    mine = {i: nn.Sequential(*make()[of]) for i,of in stages.items()}
+    net = nn.ModuleList(mine.values()) if len(mine)>1 else mine[rank]
+    opt = adam(net)
+    te = torchEmber(net, optimizer=opt, ttypes=ttypes, stats=recorded, name=name, home=folder, on_error='raise')
+    n = len(stages)*world
+    there = [pipelining.PipelineStage(m, i, n, torch.device('cpu')) for i,m in mine.items()]
+    schedule = getattr(pipelining, schedule)(there if len(mine)>1 else there[0], 4, loss_fn=lambda y, t: (y-t).square().mean())
     for s in range(steps):
         x,t = numbers_of(s)
         schedule.step(target=t) if rank else schedule.step(x)
@@ -318,6 +316,19 @@ def pipeline():
         opt.zero_grad()
     te.close()
     reference(make, lambda m, s: [error(m, *numbers_of(s))])
+
+
+def in_a_row(*sizes): return nn.Sequential(*(m for a,b in zip(sizes, sizes[1:], strict=False) for m in (nn.Linear(a, b), nn.Tanh())))
+
+
+@case(2)
+def pipeline(): cut(lambda: seeded(lambda: in_a_row(20, 37, 23, 5)), {rank: slice(2, None) if rank else slice(2)}, 'ScheduleGPipe')
+
+
+@case(2)
+def interleaved():
+    "Each process has two stages that take turns: 0 and 2, 1 and 3. A stage that is called twice before the other has two calls in this pass"
+    cut(lambda: seeded(lambda: in_a_row(20, 12, 11, 10, 5)), {i: slice(2*i, 2*i+2) for i in (rank, rank+2)}, 'ScheduleInterleaved1F1B')
 
 
 class Exchange(torch.autograd.Function):

@@ -87,6 +87,19 @@ def test_as_one_process(ran, case):
     else: assert 'parameters of its own in moe.experts.0, moe.experts.1' in said and "each process's own loss" in said
 
 
+def test_stages_that_take_turns(ran):
+    "Each process has two: layers are named as in the whole. Micro-batches of a stage are calls where it ran twice in a row; together they are the batch"
+    df,said = merged(ran, 'interleaved_2')
+    assert not said and {*df['path'].dropna().astype(str)}=={*'01234567', '@pp0', '@pp1', '@pp2', '@pp3'}
+    assert df[df.path=='6']['module'].iloc[0]=='model(ModuleList).6(Linear)'
+    got,wanted = rows_of(df[df.ttype!='scalar']),[json.loads(line) for line in (ran/'interleaved_2.jsonl').read_text().splitlines()]
+    for want in (w for w in wanted if w['path']):
+        if want['ttype'] in ('input', 'output', 'output_grad'):
+            calls = [r for k,r in got.items() if (*k[:3], k[4])==tuple(want[c] for c in where if c!='call')]
+            assert sum(r['l1'] for r in calls)==pytest.approx(want['l1'], rel=rel) and max(r['max'] for r in calls)==pytest.approx(want['max'], rel=rel)
+        else: assert not off(got[tuple(want[c] for c in where)], want), want
+
+
 def test_each_rank_as_it_saw_it(ran):
     df,_ = merged(ran, 'sharded_4', per_rank=True)
     assert sorted(df['rank'].unique())==[0, 1, 2, 3] and set(df['part'].dropna())=={'shard:B', 'shard:R', 'shard:S0'}

@@ -8,7 +8,7 @@ __all__ = ['count_dispatch_modes', 'count_function_modes', 'inside_transform', '
            'metadata_passes', 'is_tracing', 'hooks_in_graphs', 'say_missing', 'computes_again', 'recomputing',
            'function_around', 'call_in', 'only_metadata', 'same_function', 'never_compile', 'say_no_hooks',
            'thread_token', 'never_merge', 'keep_in_order', 'has_step_hooks', 'loss_scale', 'is_unscaled',
-           'any_unscaled', 'shared_store', 'fsdp_of', 'is_fsdp', 'running_ddp', 'pipeline_stage', 'who_calls_hooks']
+           'any_unscaled', 'shared_store', 'fsdp_of', 'is_fsdp', 'running_ddp', 'pipeline_stages', 'who_calls_hooks']
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch02
 import gc, sys, weakref
@@ -323,16 +323,17 @@ def running_ddp():
     "The `DistributedDataParallel` whose forward runs, or None. In all torches"
     return getattr(torch.nn.parallel.DistributedDataParallel, '_active_ddp_module', None)
 
-def pipeline_stage(model):
-    "The stage of a pipeline that runs this model, and by what the pipeline divides the gradients in the end; None where there is none. In torch 2.5 and later"
+def pipeline_stages(model):
+    """The stages of a pipeline that run this model, or modules in it: triples of the stage, its module, and what the pipeline divides the gradients by.
+    In torch 2.5 and later"""
     stages,schedules = (sys.modules.get(f'torch.distributed.pipelining.{n}') for n in ('stage', 'schedules'))
-    if stages is None or not hasattr(stages, '_PipelineStageBase'): return None
+    if stages is None or not hasattr(stages, '_PipelineStageBase'): return []
     def all_of(kind): return [o for o in gc.get_objects() if issubclass(type(o), kind)] # `isinstance` asks a weak proxy for its class, which may raise
-    stage = next((s for s in all_of(stages._PipelineStageBase) if getattr(s, 'submod', None) is model), None)
-    if stage is None: return None
-    def runs(schedule): return any(s is stage for s in [getattr(schedule, '_stage', None), *(getattr(schedule, '_stages', None) or ())])
-    schedule = next(filter(runs, all_of(getattr(schedules, '_PipelineSchedule', ()))), None)
-    return stage, schedule._n_microbatches if getattr(schedule, 'scale_grads', False) else 1
+    inside = {id(m) for m in model.modules()}
+    found = [s for s in all_of(stages._PipelineStageBase) if id(getattr(s, 'submod', None)) in inside]
+    known = all_of(getattr(schedules, '_PipelineSchedule', ())) if found else []
+    def of(stage): return next((s for s in known if any(o is stage for o in [getattr(s, '_stage', None), *(getattr(s, '_stages', None) or ())])), None)
+    return [(s, s.submod, of(s)._n_microbatches if getattr(of(s), 'scale_grads', False) else 1) for s in found]
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #5f1a7c04
 def who_calls_hooks(module, ours):

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from .private_torch import fsdp_of, is_fsdp, pipeline_stage, running_ddp
+from .private_torch import fsdp_of, is_fsdp, pipeline_stages, running_ddp
 
 # %% ../../nbs/10_capture/45_ranks.ipynb #c19e994a
 def role_of(placement):
@@ -60,7 +60,7 @@ class Ranks:
         self.model,self.rank,self.world,self.tell,self.told = model,rank,world,tell,None
         self.axes = {} # name -> ranks along it, this process among them, in order
         self.batches = WeakKeyDictionary() # module -> `DataParallel`
-        self.stage = None # (number of this stage, of how many, axis), in a pipeline
+        self.stages,self.pipeline = {},None # path of a module that is a stage of a pipeline -> its number; the axis
         self.pipeline_scale,self.known,self.looked = 1.,{},0
         self.sharded = False # whether a parameter is a `DTensor`: then there may be partial sums
 
@@ -86,7 +86,7 @@ class Ranks:
         self.sharded = bool(spread)
         for p in spread:
             for name,ranks in dims_of(p.device_mesh) or (): self.axis(name or 'mesh', ranks)
-        self.look_for_stage(inner)
+        self.look_for_stages(inner)
 
     def pass_begins(self):
         if self.looked<self.looks:
@@ -121,12 +121,12 @@ class Ranks:
         ranks = ranks_of(module.process_group)
         return DataParallel(tuple(filter(None, [self.axis('fsdp', ranks)])), 1/len(ranks), frozenset(map(id, module.parameters())))
 
-    def look_for_stage(self, model):
-        found = pipeline_stage(model)
-        if found is None: return
-        stage,divided = found
-        ranks = ranks_of(stage.group or torch.distributed.group.WORLD)
-        self.stage,self.pipeline_scale = (stage.stage_index, stage.num_stages, self.axis('pp', ranks)),1/divided
+    def look_for_stages(self, model):
+        "A process has one stage of a pipeline, or several that take turns"
+        paths = {id(m): path for path,m in model.named_modules()}
+        for stage,module,divided in pipeline_stages(model):
+            self.stages[paths[id(module)]],self.pipeline_scale = stage.stage_index,1/divided
+            self.pipeline = self.axis('pp', ranks_of(stage.group or torch.distributed.group.WORLD))
 
     def roles(self,
         module, # Whose tensor it is
@@ -150,7 +150,7 @@ class Ranks:
         batch = self.batches.get(module)
         for a in batch.axes if batch else ():
             out.setdefault(a, 'B' if ttype in of_batch else '?' if id(module._parameters.get(pname)) in batch.apart else 'R')
-        if self.stage and self.stage[2]: out[self.stage[2]] = 'U'
+        if self.pipeline: out[self.pipeline] = 'U'
         n = 1
         for a,ranks in self.axes.items():
             out.setdefault(a, '?')
@@ -181,5 +181,5 @@ class Ranks:
 
     def meta(self):
         "What a reader has to know of the processes, for the run's metadata"
-        stage = {} if self.stage is None else {'stage': self.stage[0], 'stages': self.stage[1]}
-        return {'rank': self.rank, 'world': self.world, 'axes': {a: list(r) for a,r in self.axes.items()}, **stage}
+        stages = {'stages': self.stages.copy()} if self.stages else {}
+        return {'rank': self.rank, 'world': self.world, 'axes': {a: list(r) for a,r in self.axes.items()}, **stages}
