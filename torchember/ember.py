@@ -25,7 +25,7 @@ from .recorder.plan import Plan, plan_of
 from .capture.private_torch import say_missing
 from .capture.ranks import Ranks
 from .ground.messages import an, printable, says_arguments, warn
-from .ground.record import SCHEMA, check_ttypes, identity
+from .ground.record import SCHEMA, check_ttypes, identity, of_pieces
 from .recorder.process import hand_over, open_recorders, rank_and_size, shared_name, weak_source
 from .recorder.recorder import Recorder, Settings, recorded
 from .recorder.row import look_out
@@ -148,6 +148,8 @@ class Notes:
         if unnamed: raise TypeError(f"te.mark takes marks by name, got {an(unnamed[0])} without one. Write te.mark(epoch=3); of a dict, te.mark(**marks).")
         for k in marks:
             if k in ('shape', *derived): raise ValueError(f"{k!r} is a statistic, so it cannot be a mark. Choose another name.")
+            if k in of_pieces and self.recorder.buffer.ranks is not None: raise ValueError(f"{k!r} says which piece of the whole a row of one of several "
+                "processes is of, so it cannot be a mark of their run. Choose another name.")
         self.t.mark(**marks)
         self.recorder.marked(marks)
 

@@ -132,10 +132,23 @@ def test_a_loss_is_logged_not_marked():
     assert len(said)==1
 
 
+def test_a_mark_that_says_which_piece(monkeypatch):
+    "`part` is the user's, but for a run of several processes, whose rows have one of their own"
+    for k,v in dict(RANK='1', WORLD_SIZE='2').items(): monkeypatch.setenv(k, v)
+    model = seeded()
+    with torchEmber(model) as te:
+        te.mark(epoch=1)
+        for k in 'part','gscale':
+            with pytest.raises(ValueError, match=f"'{k}' says which piece of the whole .* Choose another name"): te.mark(**{k: 1})
+        by_hand(model, momentum(model), batches(4)[:1])
+        te.step()
+    assert {(r['rank'], r['part'], r['epoch']) for r in te.t.lines()}=={(1, 'world:?', 1)} and te.t.df.columns[-1]=='epoch'
+
+
 def test_an_epoch_is_marked():
     model = seeded()
     opt = momentum(model)
     with heard() as said, torchEmber(model, optimizer=opt) as te:
-        for i,xy in enumerate(batches(12)): te.mark(epoch=i, stage='warmup' if i<6 else 'main'); by_hand(model, opt, [xy])
+        for i,xy in enumerate(batches(12)): te.mark(epoch=i, part='warmup' if i<6 else 'main'); by_hand(model, opt, [xy])
         for xy in batches(8): te.mark(temperature=.5); by_hand(model, opt, [xy])
     assert not said

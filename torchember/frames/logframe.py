@@ -17,7 +17,7 @@ from ..measure.exponents import farthest, with_counts
 from ..measure.summary import derived
 from ..ground.needs import needs
 from ..ground.messages import an, printable, unknown
-from ..ground.record import check_ttypes, identity, optional, ttypes
+from ..ground.record import check_ttypes, identity, of_pieces, optional, ttypes
 from .logs import of_right_types, read
 from .words import earlier_calls
 from ..store.reading import path_of
@@ -88,7 +88,7 @@ def number_columns(df):
     "The columns that are numbers of a tensor, as floats or ints: name -> column"
     pd,out = needs('pandas', for_='A LogFrame'),{}
     for c in df.columns:
-        if c in identity or c in ('path', 'run', 'shape', 'exponents', 'exponent_min', 'type', 'supersedes', 'error', 'nonfinite'): continue
+        if c in (*identity, *of_pieces) or c in ('path', 'run', 'shape', 'exponents', 'exponent_min', 'type', 'supersedes', 'error', 'nonfinite'): continue
         x = df[c]
         if x.dtype==object:
             if pd.api.types.infer_dtype(x, skipna=True) not in ('integer', 'floating', 'mixed-integer-float'): continue

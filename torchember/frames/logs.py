@@ -21,7 +21,7 @@ from ..measure.columns import is_statistic, known as statistics
 from ..measure.summary import also_called, derived
 from ..ground.needs import needs
 from ..ground.messages import an, closest, printable, says_arguments, unknown, warn
-from ..ground.record import called_ttypes, column_order, identity, optional
+from ..ground.record import called_ttypes, column_order, identity, of_pieces, optional
 from . import ranks
 from .words import earlier_calls
 from ..store.base import facts, folder, read_meta, regular, safe_name
@@ -246,7 +246,7 @@ def nothing_chosen(choice, there):
 
 # %% ../../nbs/50_frames/05_logs.ipynb #8713aba2
 names_in = ('run', 'path', 'module', 'ttype', 'tname', 'pname', 'dtype', 'phase') # columns of names
-not_measured = ('run', 'path', *identity)
+not_measured = ('run', 'path', *identity, *of_pieces)
 
 def marks_at_end(df):
     "The columns of the user's marks in a table of a log: they come last"

@@ -9,7 +9,7 @@ __all__ = ['frame', 'current', 'comparable', 'last_of_each', 'table', 'assembled
 import numpy as np
 
 from ..ground.needs import needs
-from ..ground.record import column_order, identity, optional
+from ..ground.record import column_order, identity, of_pieces, optional
 from .columns import columns_of_lines
 from .lines import bad
 
@@ -20,7 +20,8 @@ def marks_in(
     "Columns that follow a row's `tname` and are not ours: the user's marks"
     found = {}
     for keys in layouts:
-        if 'tname' in keys: found.update(dict.fromkeys(k for k in keys[keys.index('tname')+1:] if k not in (*identity, *optional, 'path')))
+        ours = (*identity, *optional, 'path', *(of_pieces if 'rank' in keys else ()))
+        if 'tname' in keys: found.update(dict.fromkeys(k for k in keys[keys.index('tname')+1:] if k not in ours))
     return list(found)
 
 def layouts_of(rows):
