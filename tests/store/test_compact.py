@@ -14,6 +14,7 @@ from torchember import compact, emberTracker, query, read, runs
 from torchember.frames.logs import NothingChosen
 from torchember.ground.record import line_of
 from torchember.store import jsonl, parts
+from torchember.store.lines import parse
 
 nan,inf = math.nan,math.inf
 odd = [None, True, 0, 7, -2**63, 2**63, 2**53+1, -0., 2., 1/3, nan, inf, -inf, '', 'a.b', '🔥é', '2024-01-01 00:00:00', [], [1, 2], [1., nan], [True], [None],
@@ -120,7 +121,7 @@ def dies(n):
                 os.kill(os.getpid(), signal.SIGKILL)
             return f(*args, **kwargs)
         return g
-    os.replace,os.fsync,Path.unlink = counted(os.replace),counted(os.fsync),counted(Path.unlink)
+    os.replace,os.fsync,os.link,Path.unlink = map(counted, (os.replace, os.fsync, os.link, Path.unlink))
     pq.write_table = counted(pq.write_table, lambda table, path: Path(path).write_bytes(b'PAR1'+bytes(999)))
     pq.read_metadata = counted(pq.read_metadata)
     try: compact('a', home)
@@ -198,3 +199,55 @@ def test_logs_of_ranks_are_compacted_one_by_one(tmp_path):
     before = read('a', home=tmp_path, per_rank=True)
     assert [s['name'] for s in compact('a', tmp_path)]==['a.rank0', 'a.rank1']
     pd.testing.assert_frame_equal(read('a', home=tmp_path, per_rank=True), before)
+
+def rows_of(blocks): return [r for b in blocks for r in parse(b)[0]]
+
+def test_lines_that_are_removed_while_they_are_read_are_read(run, tmp_path, monkeypatch):
+    "whether that began, or is done, when the turn of the lines comes; and what was compacted is no other log to who looks meanwhile"
+    rows = [dict(mean=i/7, ttype='output', tname='o', module='m(Net)', step=i) for i in range(30)]
+    monkeypatch.setattr(parts, 'most_rows', 4)
+    with run.log_path.open('ab') as f: f.write(lines(rows[20:]))
+    def removed(): parts.into_parts(run.log_path)
+    def half():
+        with monkeypatch.context() as m:
+            m.setattr(parts, 'make_parts', lambda *args: 1/0)
+            with pytest.raises(ZeroDivisionError): parts.remove_lines(run.log_path, parts.listed(run.log_path))
+    for change in half, removed:
+        blocks = parts.blocks_of_run(run.log_path)
+        first = rows_of([next(blocks)])
+        change()
+        assert first==rows[:20] and rows_of(blocks)==rows[20:], change
+    run.log_path.write_bytes(lines(rows[:3]))
+    parts.into_parts(run.log_path, keep=True)
+    files,done = parts.lines_after,[]
+    def later(path, told):
+        if not done: done.append(1); parts.into_parts(path)
+        return files(path, told)
+    monkeypatch.setattr(parts, 'lines_after', later)
+    assert parts.held(run.log_path)['rows']==33 and rows_of(parts.blocks_of_run(run.log_path))==rows+rows[:3]
+
+def test_up_to_a_byte(run):
+    "of the file: what a part has of the lines behind that is not given"
+    data = run.log_path.read_bytes()
+    every = rows_of(parts.blocks_of_run(run.log_path))
+    for n in 0, 5, 20: assert rows_of(parts.blocks_of_run(run.log_path, b'{"step": 9}\n', len(b''.join(data.splitlines(True)[:n]))))==[*every[:n], {'step': 9}]
+    parts.into_parts(run.log_path)
+    with run.log_path.open('ab') as f: f.write(lines([{'step': 20}, {'step': 21}]))
+    parts.into_parts(run.log_path, 22)
+    for end,more in (0, []), (len(lines([{'step': 20}])), [{'step': 20}]), (None, [{'step': 20}, {'step': 21}]):
+        assert rows_of(parts.blocks_of_run(run.log_path, end=end))==every+more
+
+@pytest.mark.parametrize('links', [True, False])
+def test_a_run_has_a_file_of_its_name_at_any_time(run, tmp_path, monkeypatch, links):
+    "also where removing its lines was cut short, and it went on before they are removed"
+    data,other = run.log_path.read_bytes(),parts.aside(run.log_path, parts.listed(run.log_path))
+    rows,more = rows_of(parts.blocks_of_run(run.log_path)),lines([{'step': 20}])
+    if not links: monkeypatch.setattr(os, 'link', lambda *paths: os.stat(tmp_path/'none'))
+    with monkeypatch.context() as m:
+        m.setattr(parts, 'replace', lambda *args: 1/0)
+        with pytest.raises(ZeroDivisionError): parts.into_parts(run.log_path)
+    assert other.read_bytes()==data and run.log_path.exists()==links
+    with run.log_path.open('ab') as f: f.write(more)
+    parts.into_parts(run.log_path, 20)
+    assert rows_of(parts.blocks_of_run(run.log_path))==[*rows, {'step': 20}] and not other.exists()
+    assert run.log_path.read_bytes()==(data+more if links else more)

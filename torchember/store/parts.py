@@ -16,7 +16,7 @@ import numpy as np
 
 from ..ground.messages import printable
 from ..ground.needs import needs
-from .base import read_meta, regular, write_meta
+from .base import read_meta, regular, replace, write_meta
 from .columns import ColumnBlock, Missing, missing, none
 from .lines import blocks_of, longest_line, row_or_none
 
@@ -123,9 +123,7 @@ class Part:
 
     def parsed(self):
         "The rows, and the number of torn lines that were among them"
-        block,every = self.block(),self.layouts.keys()
-        columns = {k: block[k] for k in self.kinds}
-        return [{k: columns[k][i] for k in every[at]} for i,at in enumerate(self.layout)], self.told['torn']
+        return self.block().rows(), self.told['torn']
 
 # %% ../../nbs/30_store/09_parts.ipynb #5541513d
 class StoredBlock(ColumnBlock):
@@ -156,6 +154,11 @@ class StoredBlock(ColumnBlock):
         return values
 
     def values(self, k): return self[k], self.types(k)
+
+    def rows(self):
+        "As dicts"
+        columns,every = {k: self[k] for k in self.part.kinds},self.part.layouts.keys()
+        return [{k: columns[k][i] for k in every[at]} for i,at in enumerate(self.layout)]
 
     def where(self, wanted): return StoredBlock(self.part, self.at[np.array(wanted, bool)])
 
@@ -202,6 +205,27 @@ def lines_after(path, told):
             f"Remove {printable(folder_of(path))} if the log is whole.")
     return files
 
+def now_in(path):
+    "The list of the parts of a log, None where there is none, and the files with lines after them. It may change while one looks"
+    while True:
+        told = None if path is None else listed(path)
+        if told is None: return None, [(path, 0)]
+        try: return told, lines_after(path, told)
+        except (ValueError, FileNotFoundError):
+            if listed(path)==told: raise
+
+def up_to(path, told, files, end):
+    "Which parts are read, and which lines after them, where the file is read to a byte only: the lines of a part that goes on behind that are read"
+    if told is None: return [], files
+    if end is None or len(files)>1: return told['parts'], files
+    parts = [p for p in told['parts'] if p['end']<=told['removed']+end]
+    return parts, [(path, (parts[-1]['end'] if parts else 0)-told['removed'])]
+
+def begun(blocks):
+    "The same, of a file that is open from now on: it may be removed before its turn comes"
+    first = next(blocks, None)
+    return () if first is None else chain([first], blocks)
+
 # %% ../../nbs/30_store/09_parts.ipynb #667812aa
 def blocks_of_run(
     path, # File of JSON lines, beside which there may be parts; None for no file
@@ -218,13 +242,18 @@ def blocks_of_run(
     Returns:
         Parts, and blocks of whole lines
     """
-    told = None if path is None else listed(path)
-    if told is None: yield from blocks_of(path, more, end); return
-    files = lines_after(path, told)
-    for p in told['parts']:
-        part = Part(folder_of(path)/p['file'], p, told['id'])
-        with part.file: yield part
-    for file,start in files: yield from blocks_of(file, end=end if file==path else None, start=start)
+    done = 0 # bytes of the log whose rows were given
+    while True:
+        told,files = now_in(path)
+        parts,files = up_to(path, told, files, end)
+        for p in parts:
+            if p['start']<done: continue
+            part = Part(folder_of(path)/p['file'], p, told['id'])
+            with part.file: yield part
+            done = p['end']
+        lines = [begun(blocks_of(file, end=end if file==path else None, start=start)) for file,start in files]
+        if told is None or now_in(path)[0]==told and (parts, files)==up_to(path, *now_in(path), end): break # else somebody has removed lines meanwhile
+    yield from chain.from_iterable(lines)
     if more: yield more
 
 def held(
@@ -238,9 +267,9 @@ def held(
     Returns:
         rows and size of the parts in bytes, lines: bytes of JSON that were removed, start: byte of the file from which on lines are in none, last: step
     """
-    told = listed(path)
+    told,lines = now_in(path)
     if told is None: return dict(rows=0, size=0, lines=0, start=0, last=-1)
-    parts,files = told['parts'],lines_after(path, told)
+    parts,files = told['parts'],lines
     return dict(rows=sum(p['rows'] for p in parts), size=sum(p['size'] for p in parts), start=files[-1][1], last=max((p['last'] for p in parts), default=-1),
         lines=told['removed']+sum(os.path.getsize(f) for f,_ in files[:-1]))
 
@@ -306,8 +335,9 @@ def remove_lines(path, told):
     "Make parts of the lines that are left, and remove them"
     other = aside(path, told)
     if not os.path.exists(other):
-        os.replace(path, other)
-        with open(path, 'ab'): pass
+        try: os.link(path, other) # so that there is a file of the run's name at any time
+        except OSError: os.replace(path, other) # a file system without links
+    if not os.path.exists(path) or os.path.samefile(path, other): replace(path, b'')
     told = make_parts(path, told, other, told['removed'], None)
     told = told|{'removed': told['end']}
     write_list(path, told)
@@ -328,7 +358,8 @@ def into_parts(
         for f in folder.iterdir(): # of who was killed
             if f.name.startswith(('.part-', '.torchember-')) or f.suffix=='.parquet' and f.name not in [p['file'] for p in told['parts']]: f.unlink()
             elif f.name.startswith('lines-') and f!=aside(path, told): f.unlink() # which parts have
-        if os.path.exists(aside(path, told)): told = remove_lines(path, told)
+        if os.path.exists(other := aside(path, told)) and os.path.exists(path) and os.path.samefile(path, other): other.unlink()
+        if os.path.exists(other): told = remove_lines(path, told)
         lines_after(path, told)
         told = make_parts(path, told, path, told['removed'], last)
         if last is None and not keep and os.path.getsize(path): remove_lines(path, told)
