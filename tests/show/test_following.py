@@ -11,10 +11,12 @@ import warnings
 import pytest
 
 from torchember import EmberWarning, emberTracker
-from torchember.show.live import live_view
+from torchember.show.live import following, live_view
 from torchember.show.live.following import OverviewRows, Tail, as_shown, loss_in, shown_rows, thinned_lines
 from torchember.show.live.live_view import (Live, LogScreen, NotebookScreen, RowsOfFile, RowsTold, TerminalScreen, Viewer, Words, close_shown,
     goes_on, live)
+from torchember.store import parts
+from torchember.store.lines import parse
 
 
 def row(step, path='a', ttype='output', std=1., **more):
@@ -444,3 +446,44 @@ def test_a_long_run_is_put_together(monkeypatch):
     wide = OverviewRows()
     for s in range(0, 9, 3): wide.add([row(s+j, path=f'p{i}') for j in range(3) for i in range(40)])
     assert wide.table()[0]['step'].nunique()>=5 # 8 steps of 40 layers are more than 100 rows
+
+
+def test_a_log_that_was_compacted(tmp_path, monkeypatch):
+    "What was removed from its file is read from parts, one at a look, and what comes after it from the file; removed while it is followed, nothing is lost"
+    monkeypatch.setattr(parts, 'most_rows', 4)
+    path,rows = tmp_path/'r',[row(s, std=float(s)) for s in range(10)]
+    path.write_bytes(lines(*rows[:6]))
+    v,seen = Viewer(False, {}),[]
+    monkeypatch.setattr(v, 'rows_in', lambda block: seen.extend(got := Viewer.rows_in(v, block)) or got)
+    assert v.answer(path)['line'].startswith('r: step 5') and seen==rows[:6]
+    parts.into_parts(path)
+    seen.clear()
+    assert v.answer(path)['behind']==pytest.approx(len(lines(*rows[:4]))/len(lines(*rows[:6])))
+    with path.open('ab') as f: f.write(lines(*rows[6:]))
+    assert 'behind' in v.answer(path) and seen==rows[:6]
+    assert v.answer(path)['line'].startswith('r: step 9') and seen==rows and v.tail.share==1
+    parts.into_parts(path, 9) # it goes on: its lines stay
+    told,again = lines(row(10)),Viewer(False, {})
+    seen.clear()
+    monkeypatch.setattr(again, 'rows_in', lambda block: seen.extend(got := Viewer.rows_in(again, block)) or got)
+    at = path.stat().st_size
+    with path.open('ab') as f: f.write(told)
+    while 'behind' in (got := again.answer(path, until=at)): pass
+    assert got['line'].startswith('r: step 9') and seen==rows
+    assert again.answer(path, until=at, lines=told)['line'].startswith('r: step 10') and seen==[*rows, row(10)]
+    parts.into_parts(path)
+    resumed = Viewer(False, {}) # nothing is in the file, and the process that goes on tells
+    while 'behind' in (got := resumed.answer(path, until=0)): pass
+    assert got['line'].startswith('r: step 10') and resumed.answer(path, until=0, lines=lines(row(11)))['line'].startswith('r: step 11')
+
+
+def test_a_large_part_is_thinned(tmp_path):
+    "As lines are: whole steps, the last among them, what is not finite, and what has no step"
+    path,rows = tmp_path/'r',[{'note': 1}, *[row(s//2, path='ab'[s%2], nan=int(s==5)) for s in range(60)]]
+    path.write_bytes(lines(*rows))
+    parts.into_parts(path)
+    for part in parts.blocks_of_run(path):
+        for all_finite in (True, False):
+            got = following.thinned_rows(part, 20, all_finite)
+            assert got==parse(thinned_lines(lines(*rows), 20, all_finite))[0] and len(got)<25
+        assert following.thinned_rows(part)==rows

@@ -17,34 +17,52 @@ from ...ground.record import identity, optional
 from ...store.base import regular
 from ...store.lines import bad, longest_line
 from ...store.jsonl import is_step
+from ...store.parts import blocks_of_run, held
 from ...store.reading import current, frame, with_path
 
 # %% ../../../nbs/60_show/91_following.ipynb #0e814425
 class Tail:
-    "What was appended to a file since the last look"
+    "What was appended to a log since the last look: first of all what its file has not any more"
     def __init__(self,
         path,
-        until:int|None=None # Bytes that are of interest; all without it
-    ): self.path,self.until,self.at,self.who = path,until,0,None
+        until:int|None=None # Bytes of the file that are of interest; all without it
+    ):
+        self.path,self.until,self.at,self.size,self.who = path,until,0,0,None
+        self.before,self.removed,self.given = None,0,0 # blocks of what was removed from the file, its bytes, and how many of them were given
+
 
     def more(self,
         most:int=1<<26 # Bytes to read, about
-    ) -> bytes: # Whole lines
-        "The next lines. Raises FileNotFoundError when the file is gone, or is another one"
+    ): # Whole lines, or a part of the log in Parquet
+        "The next rows. Raises FileNotFoundError when the file is gone, or is another one"
+        if self.before is None: self.removed,self.before = held(self.path)['lines'],blocks_of_run(self.path, end=0)
+        for block in self.before:
+            self.given += len(block)
+            return block
+        if self.at==self.until: return b'' # whatever becomes of the file
         with open(self.path, 'rb', buffering=0, opener=regular) as f:
             s = os.fstat(f.fileno())
             if self.who not in (None, (s.st_dev, s.st_ino)): raise FileNotFoundError(f"{self.path} is another file now.")
-            self.who,self.at,self.size = (s.st_dev, s.st_ino),min(self.at, s.st_size),min(s.st_size, self.until or s.st_size)
+            self.who,self.at,self.size = (s.st_dev, s.st_ino),min(self.at, s.st_size),min(s.st_size, self.until if self.until is not None else s.st_size)
             f.seek(self.at)
             data = f.read(min(most, self.size-self.at))
             while (cut := data.rfind(b'\n')+1)==0 and len(data)<=longest_line and (next := f.read(most)): data += next
         self.at += cut or (len(data) if len(data)>longest_line else 0) # what is too long for a line is passed over
         return data[:cut]
 
+    def was_compacted(self):
+        "Whether lines were removed from the file since it is read, and parts have them"
+        return held(self.path)['lines']>self.removed
+
+    @property
+    def behind(self):
+        "Whether there is much that is not read"
+        return self.given<self.removed or self.who is None and self.at!=self.until or self.size-self.at>1<<20
+
     @property
     def share(self):
-        "How much of the file is read"
-        return self.at/self.size if self.size else 1.
+        "How much of the log is read"
+        return (self.given+self.at)/every if (every := self.removed+self.size) else 1.
 
 # %% ../../../nbs/60_show/91_following.ipynb #c2696300
 step_in = re.compile(rb'"step":\s?(\d+)').search
@@ -63,6 +81,20 @@ def thinned_lines(
     kept = set(list(steps)[::-1][::every]) # with the last one
     first = set([i for i,l in enumerate(lines) if bad_in(l)][:1000] if all_finite else ())
     return b'\n'.join([l for i,l in enumerate(lines) if (m := step_in(l)) is None or m[1] in kept or i in first])+b'\n'
+
+def thinned_rows(
+    part, # A part
+    most:int=20_000, # Rows to give, about
+    all_finite:bool=True # Whether nothing was not finite before
+) -> list:
+    "The same of rows in Parquet, as dicts"
+    block = part.block()
+    if len(block)<=most: return block.rows()
+    at,every = block['step'],ceil(len(block)/most)
+    kept = set(list(dict.fromkeys(s for s in at if is_step(s)))[::-1][::every])
+    odd = map(any, zip(*map(block.trouble, bad), strict=True)) if all_finite else ()
+    first = set([i for i,o in enumerate(odd) if o][:1000])
+    return block.where([not is_step(s) or s in kept or i in first for i,s in enumerate(at)]).rows()
 
 # %% ../../../nbs/60_show/91_following.ipynb #5959605f
 names = ('module', 'path', 'tname', 'pname', 'phase')

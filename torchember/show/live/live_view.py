@@ -19,7 +19,7 @@ from ...frames.logs import alive, of_processes, said_by
 from ...ground.needs import needs
 from ...ground.not_finite import FirstNotFinite
 from ...ground.messages import EmberWarning, an, printable, warn
-from .following import OverviewRows, Tail, loss_in, shown_rows, thinned_lines
+from .following import OverviewRows, Tail, loss_in, shown_rows, thinned_lines, thinned_rows
 from ...store.lines import parse
 from ...store.jsonl import emberTracker, listen_to, tracker
 from ...store.reading import path_of
@@ -73,11 +73,14 @@ class Viewer:
         picture:bool, # Whether to draw
         look:dict # Settings of matplotlib
     ):
-        self.kept,self.tail,self.words,self.any = OverviewRows() if picture else None,None,Words(),False # any: whether there was anything
+        self.picture = picture
+        self.begin()
         if not picture: return
         import matplotlib as mpl
         from torchember.show import first_look # noqa: F401
         mpl.rcParams.update(look)
+
+    def begin(self): self.kept,self.tail,self.words,self.any = OverviewRows() if self.picture else None,None,Words(),False # any: whether there was anything
 
     def answer(self,
         path, # File of the log; None when there is none yet
@@ -87,12 +90,12 @@ class Viewer:
     ) -> dict: # line: text, png: bytes, behind: how much is read when not all was. FileNotFoundError when the log was removed
         "What to show now. Nothing when there is nothing new"
         if path is None: return {}
-        now,new = time.monotonic(),[*(self.read(path, until) if until!=0 else ()), *self.rows_in(lines)]
+        now,new = time.monotonic(),[*self.read(path, until), *self.rows_in(lines)]
         if new:
             self.words.add(new, now)
             if self.kept is not None: self.kept.add(new)
-        if self.tail is not None and self.tail.size-self.tail.at>1<<20: return {'behind': self.tail.share}
-        self.any = self.any or bool(new) or self.tail is not None and self.tail.at>0
+        if self.tail.behind: return {'behind': self.tail.share}
+        self.any = self.any or bool(new) or self.tail.at>0
         if not self.any: return {}
         out = {'line': self.words.line(Path(path).name, None if over else now)}
         return out if self.kept is None or not (new or over) else {**out, 'png': self.draw(Path(path).name, over)}
@@ -100,10 +103,16 @@ class Viewer:
     def read(self, path, until):
         "The next rows of a log"
         if self.tail is None or self.tail.path!=path: self.tail = Tail(path, until)
-        elif self.tail.at==until: return [] # whatever becomes of the file
-        return self.rows_in(self.tail.more())
+        try: return self.rows_in(self.tail.more())
+        except FileNotFoundError:
+            if not self.tail.was_compacted(): raise
+        self.begin() # all that was read is in parts now, with what was not
+        return self.read(path, until)
 
-    def rows_in(self, lines): return shown_rows(parse(thinned_lines(lines, all_finite=self.words.first is None))[0])
+    def rows_in(self, block):
+        thinned = thinned_lines if isinstance(block, bytes) else thinned_rows
+        got = thinned(block, all_finite=self.words.first is None)
+        return shown_rows(got if isinstance(got, list) else parse(got)[0])
 
     def draw(self, name, over):
         "The overview as it is now; None while there is nothing to be seen in it"
