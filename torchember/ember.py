@@ -121,7 +121,9 @@ class Notes:
         if self.armed:
             root = self.recorder.sources.states[0]
             if torch.compiler.is_compiling():
-                if root.wants.compiled: compiled.probed([tensor.detach()], root.key, [name])
+                if not root.wants.compiled: pass
+                elif hasattr(tensor, 'placements'): compiled.missed([], root.key, 'probe', [name])
+                else: compiled.probed([tensor.detach()], root.key, [name])
             else:
                 for st in states_of(root.track.module): st.listener.probe_here(name, tensor)
         return tensor

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
 
-from torchember import torchEmber
+from torchember import EmberWarning, torchEmber
 
 warnings.simplefilter('ignore')
 torch.set_default_dtype(torch.float64)
@@ -297,6 +297,24 @@ def tensor_parallel():
         fully_shard(net, mesh=mesh['shard'])
     train(net, adam(net), lambda m, s: [surprise(m, *part(words(s), mesh['shard'].get_local_rank(), world//2))])
     reference(lambda: seeded(GPT), lambda m, s: [surprise(m, *words(s))])
+
+
+@case(2)
+def compiled():
+    "Under tensor parallelism layers are given a `DTensor`, of which compiled code cannot tell; under FSDP what flows is plain"
+    mesh = init_device_mesh('cpu', (2,))
+    for kind,wrap,backend in (('spread', lambda m: parallelize_module(m, mesh, {'0': ColwiseParallel(output_layouts=Replicate())}), 'aot_eager'),
+            ('plain', lambda m: fully_shard(m, mesh=mesh), 'eager')):
+        net = seeded(lambda: nn.Sequential(nn.Linear(20, 5)))
+        wrap(net)
+        opt = adam(net)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter('always', EmberWarning)
+            te = torchEmber(net, optimizer=opt, ttypes=ttypes, name=f'{name}_{kind}', home=folder)
+            error(torch.compile(net, backend=backend), *numbers_of(0)).backward()
+            opt.step()
+            te.close()
+        (folder/f'{name}_{kind}.said{rank}').write_text(json.dumps([str(w.message) for w in said if w.category is EmberWarning]))
 
 
 def cut(make, stages, schedule):

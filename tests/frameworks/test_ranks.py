@@ -15,7 +15,8 @@ from torchember import EmberWarning, read
 here = Path(__file__).parent
 where = ['path', 'ttype', 'tname', 'call', 'step']
 rel = 1e-9
-pytestmark = pytest.mark.slow # six processes, and transformers in two of them
+libraries = 'import scipy.stats, torch._dynamo, torch.distributed.fsdp, torch.distributed.tensor.parallel\nfrom transformers import LlamaForCausalLM'
+pytestmark = pytest.mark.slow # six processes
 
 
 @pytest.fixture(scope='module')
@@ -23,7 +24,7 @@ def ran(tmp_path_factory):
     "All cases, in one start of two processes and one of four"
     d = tmp_path_factory.mktemp('ranks')
     helpers = os.pathsep.join([str(here.parent), os.environ.get('PYTHONPATH', '')])
-    for n in 2, 4: programs.ranks(here/'ranked.py', d, n=n, PYTHONPATH=helpers)
+    for n in 2, 4: programs.ranks(here/'ranked.py', d, n=n, after=libraries, PYTHONPATH=helpers)
     return d
 
 
@@ -98,6 +99,19 @@ def test_stages_that_take_turns(ran):
             calls = [r for k,r in got.items() if (*k[:3], k[4])==tuple(want[c] for c in where if c!='call')]
             assert sum(r['l1'] for r in calls)==pytest.approx(want['l1'], rel=rel) and max(r['max'] for r in calls)==pytest.approx(want['max'], rel=rel)
         else: assert not off(got[tuple(want[c] for c in where)], want), want
+
+
+def test_what_compiled_code_cannot_tell_of(ran):
+    "is said once on each process, of the first, and all else is recorded. Of what is plain nothing is said"
+    def seen(kind):
+        df,_ = merged(ran, f'compiled_2_{kind}')
+        assert set(df[df.ttype=='weight']['path'])=={'0'} and len(df[df.ttype=='update'])==2
+        return {(r['ttype'], str(r['path'])) for r in df.to_dict('records') if r['ttype'] in ('input', 'output', 'output_grad')}
+    for rank in 0, 1:
+        said,none = (json.loads((ran/f'compiled_2_{kind}.said{rank}').read_text()) for kind in ('spread', 'plain'))
+        assert not none and len(said)==1 and 'input of model(Sequential).0(Linear) is not measured: it is a DTensor, of which compiled code' in said[0]
+    assert seen('spread')=={(t, '') for t in ('input', 'output', 'output_grad')}
+    assert seen('plain')=={(t, p) for t in ('input', 'output', 'output_grad') for p in ('', '0')}
 
 
 def test_each_rank_as_it_saw_it(ran):

@@ -139,6 +139,8 @@ class Listener(Protocol):
 
     def failed(self, state, ttype:str, tname:str, error): "Arguments or a result could not be looked through"
 
+    def missed(self, state, ttype:str, names:list): "Compiled code has tensors of these names and cannot tell of them: those of tensor parallelism"
+
 # %% ../../nbs/10_capture/18_events.ipynb #3f1c7a23
 beside = 'inside', 'records', 'returned', 'recomputed', 'memory_reused'
 

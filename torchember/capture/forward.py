@@ -112,6 +112,10 @@ class State:
             self.opened.discard(get_ident())
             self.ended()
 
+    def missed(self, ttype, names):
+        "Tensors of which compiled code cannot tell"
+        if (self.watched or ttype=='probe') and self.wants.compiled and self.records(): self.listener.missed(self, ttype, names)
+
     def expect(self, ttype, names, call):
         "The gradients of these tensors of a call are to come. `call`: its number and phase, or None"
         if call is None or not getattr(self.wants, ttype): return
@@ -201,6 +205,9 @@ class Patch:
         named,hooked = [(n or alone, x) for n,x in named],[n or alone for n in hooked]
         for st in self.states: st.left(named, hooked)
 
+    def missed(self, ttype, names):
+        for st in self.states: st.missed(ttype, [n or alone for n in names])
+
     def graded(self, ttype, named):
         named = [(n or alone, g) for n,g in named]
         for st in self.states:
@@ -263,13 +270,13 @@ def traced(self, patch, args, kwargs):
     if is_exporting(): wants,passes = nothing,False
     if passes: compiled.began([patch.key] if torch.is_grad_enabled() else [], patch.key)
     if wants.inputs:
-        named = whole(inputs(args, kwargs, patch.names, patch.rest))
+        named = whole('input', inputs(args, kwargs, patch.names, patch.rest), patch.key)
         hooked = with_gradient(named, wants.input_grad)
         compiled.entered([x.detach() for _,x in named], patch.key, [n for n,_ in named], [n for n,_ in hooked])
         hook_compiled(hooked, patch.key, 'input_grad')
     result = (patch.function or type(self).forward)(self, *args, **kwargs) if former is None else former(*args, **kwargs)
     if wants.outputs:
-        named = whole([('', result)] if isinstance(result, torch.Tensor) else outputs(result))
+        named = whole('output', [('', result)] if isinstance(result, torch.Tensor) else outputs(result), patch.key)
         hooked = with_gradient(named, wants.output_grad)
         compiled.left([x.detach() for _,x in named], patch.key, [n for n,_ in named], [n for n,_ in hooked])
         hook_compiled(hooked, patch.key, 'output_grad')
@@ -278,7 +285,11 @@ def traced(self, patch, args, kwargs):
 
 nothing = joint_of(frozenset())
 
-def whole(named): return [(n,x) for n,x in named if not hasattr(x, 'placements')] # an operator that is given a `DTensor` raises: it has no sharding strategy
+def whole(ttype, named, key):
+    "Those of some tensors that an operator can be given: a `DTensor` has it raise, as it has no sharding strategy. Of these it says that they are missed"
+    apart = [n for n,x in named if hasattr(x, 'placements')]
+    if apart: compiled.missed([], key, ttype, apart)
+    return [(n,x) for n,x in named if not hasattr(x, 'placements')]
 
 def with_gradient(named, wanted):
     wanted = wanted and hooks_in_graphs and torch.is_grad_enabled()

@@ -9,7 +9,6 @@ __all__ = ['Notices', 'ChangingMarks', 'no_mark']
 import torch
 
 from ..measure.elements import Unmeasurable
-from ..measure.tap import OnMeta
 from ..ground.messages import warn
 
 # %% ../../nbs/40_recorder/00_notices.ipynb #042d7ae6
@@ -63,7 +62,7 @@ class Notices:
         no_values = isinstance(error, Unmeasurable)
         self.unmeasurable += no_values
         self.errors += not no_values
-        kind = OnMeta if isinstance(error, OnMeta) else (module, tname) if no_values else (how, type(error))
+        kind = (how, type(error)) if not no_values else (module, tname) if type(error) is Unmeasurable else type(error)
         why = str(error).rstrip('.')
         what = f"is not measured: {why}" if no_values else f"could not be measured: {type(error).__name__}: {why}"
         self.once(kind, f"{tname} of {module} {what}. Training goes on, and this is said once.")
