@@ -1010,6 +1010,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'torchember.frames.ranks.unknown_scale': ( '50_frames/ranks.html#unknown_scale',
                                                                                     'torchember/frames/ranks.py'),
                                          'torchember.frames.ranks.untold': ('50_frames/ranks.html#untold', 'torchember/frames/ranks.py'),
+                                         'torchember.frames.ranks.usual_samples': ( '50_frames/ranks.html#usual_samples',
+                                                                                    'torchember/frames/ranks.py'),
                                          'torchember.frames.ranks.whole': ('50_frames/ranks.html#whole', 'torchember/frames/ranks.py'),
                                          'torchember.frames.ranks.with_ancestors': ( '50_frames/ranks.html#with_ancestors',
                                                                                      'torchember/frames/ranks.py')},

@@ -10,7 +10,7 @@ __all__ = ['most', 'sensible', 'key', 'merged_columns', 'only_pieces', 'numbered
 
 # %% ../../nbs/50_frames/03_ranks.ipynb #bf127dde
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from math import prod
 
 import numpy as np
@@ -295,7 +295,9 @@ class Merge:
         partial = pieces.has('P', 'P*')
         kept = np.flatnonzero((first_of_each(place)==np.arange(len(place))) | partial) # of replicas the first
         self.d,self.partial,self.rank = pieces.df.iloc[kept].reset_index(drop=True),partial[kept],pieces.rank[kept]
-        self.part,self.parts = pieces.part[kept],pieces.parts
+        self.part,self.parts,self.batch = pieces.part[kept],pieces.parts,pieces.has('B')[kept]
+        split = {a for roles in self.parts for a,r in roles.items() if r[0]=='S'} # axes along which tensors are cut, not batches
+        self.unsettled = (pieces.unsettled & np.any([pieces.along(a, '?') for a in split] or [np.zeros(len(place), bool)], axis=0))[kept]
         self.order = pd.factorize(pieces.key[kept])[0] # which whole each row is of
         self.n = self.order.max()+1 if len(kept) else 0
         self.first = np.full(self.n, -1)
@@ -348,14 +350,14 @@ class Merge:
         "The shape of each whole, and its number of elements where the shape does not say it"
         whole,known,shapes = out['shape'].astype(object).to_numpy(copy=True),self.column('global_shape').tolist(),self.d['shape'].tolist()
         spread = np.array([isinstance(s, list|tuple) for s in known], bool)
-        groups,wrong = rows_of(self.order),[]
+        groups,wrong,usual = rows_of(self.order),[],usual_samples(samples_in(self.d), self.rank, self.batch)
         for o in np.flatnonzero(self.many | (np.bincount(self.order, spread)>0)):
             rows = groups[o]
             said = self.with_batch(next((s for i in rows if isinstance(s := known[i], list|tuple)), None), rows)
-            whole[o] = tuple(said) if said is not None else batch_of([shapes[i] for i in rows])
+            whole[o] = tuple(said) if said is not None else None if self.unsettled[rows].any() else batch_of([shapes[i] for i in rows], usual)
             if said is not None and prod(said)!=numel[o] and not self.partial[rows].any(): wrong.append(o)
         out['shape'] = whole
-        odd = np.array([isinstance(s, list|tuple) and prod(s)!=n for s,n in zip(whole, numel, strict=True)], bool)
+        odd = np.array([s is None or isinstance(s, list|tuple) and prod(s)!=n for s,n in zip(whole, numel, strict=True)], bool)
         if odd.any() or 'numel' in out: out['numel'] = np.where(odd | (out['numel'].notna().to_numpy() if 'numel' in out else False), numel, np.nan)
         if wrong:
             r = out.iloc[wrong[0]]
@@ -502,10 +504,17 @@ def elements(shape, numel):
     if numel==numel and numel is not None: return float(numel)
     return float(prod(shape)) if isinstance(shape, list|tuple) else np.nan
 
-def batch_of(shapes):
-    "The shape of parts of a batch together; None where that is none"
-    if any(not isinstance(s, list|tuple) or not len(s) for s in shapes) or len({tuple(s[1:]) for s in shapes})>1: return None
-    return sum(s[0] for s in shapes), *shapes[0][1:]
+def batch_of(shapes, usual=()):
+    "The shape of parts of a batch together; None where that is none. usual: how many samples parts have, which tells along which dimension they are"
+    if any(not isinstance(s, list|tuple) or not len(s) for s in shapes) or len({len(s) for s in shapes})>1: return None
+    k = next((k for k,sizes in enumerate(zip(*shapes, strict=True)) if {*sizes}<={*usual}), 0)
+    if len({(*s[:k], *s[k+1:]) for s in shapes})>1: return None
+    return *shapes[0][:k], sum(s[k] for s in shapes), *shapes[0][k+1:]
+
+def usual_samples(samples, rank, batch):
+    "For each process the most frequent first dimension of what is a part of the batch"
+    several = batch & (samples>1)
+    return {Counter(samples[several & (rank==r)].tolist()).most_common(1)[0][0] for r in np.unique(rank[several])}
 
 def merged_by(vectors, order):
     "The summaries of wholes: `order` says which each piece is of"
