@@ -203,3 +203,15 @@ def test_what_each_process_has_whole(tmp_path):
     assert np.allclose(grad['mean'], (grads.sum(0)/2).mean((1, 2))) and grad[['std', 'l1', 'max']].isna().all(axis=None)
     assert '3 rows are of tensors that are the sum' in said and 'output_grad output_0 of pos' in said
     assert df[df['path']=='zero']['shape'].tolist()==[(8, 5)]*2
+
+
+@pytest.mark.parametrize('halves, role, mean', [('B', 'P', lambda m: (3*(m[0]+m[1])+5*(m[2]+m[3]))/8), ('R', 'P', lambda m: m[0]+m[1]), ('B', 'P*', None)])
+def test_a_sum_that_is_not_added_up_yet(tmp_path, halves, role, mean):
+    "What two pairs of processes have of a batch in uneven halves, or have twice: of a sum the mean is known, of a maximum nothing"
+    axes = {r: {'rank': r, 'world': 4, 'axes': {'dp': [r%2, r%2+2], 'tp': [r//2*2, r//2*2+1]}} for r in range(4)}
+    def terms(r): return x[0][[0, r%2]] if halves=='R' else x[0][r%2:r%2+3] if r<2 else x[0][r%2+2:r%2+7]
+    write(tmp_path, *((r, [row(terms(r), 0, 'output', 'output_0', f'dp:{halves} tp:{role}', gscale=.5)], axes[r]) for r in range(4)))
+    df,said = merged(tmp_path)
+    want = np.nan if mean is None else mean([terms(r).mean()/2 for r in range(4)])
+    np.testing.assert_allclose(df['mean'], [want], rtol=1e-12)
+    assert df[['std', 'l1', 'min', 'max']].isna().all().all() and '1 rows are of tensors that are the sum of what several processes hold' in said, said

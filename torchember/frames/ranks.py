@@ -375,23 +375,12 @@ class Merge:
     def sums(self, out, stats):
         "Of a tensor that is the sum of what the processes have, the mean is the sum of their means. Nothing else follows"
         groups,wholes = rows_of(self.order),np.unique(self.order[self.partial])
-        means = self.column('mean', np.nan).to_numpy(float)*self.factor
+        pieces = [*zip((self.column('mean', np.nan).to_numpy(float)*self.factor).tolist(), self.count.tolist(), self.part, self.rank.tolist(), strict=True)]
         out.loc[wholes, stats] = np.nan
-        if 'mean' in out: out.loc[wholes, 'mean'] = [self.mean_of_sum(groups[o], means) for o in wholes]
+        if 'mean' in out: out.loc[wholes, 'mean'] = [mean_of_sum([pieces[i] for i in groups[o]], self.parts, self.processes) for o in wholes]
         if 'exponents' in out: out['exponents'] = out['exponents'].astype(object).where(~np.isin(np.arange(self.n), wholes), None)
         self.said.append(f"{len(wholes)} rows are of tensors that are the sum of what several processes hold, which is added later: of these the mean is known "
             f"and nothing else, such as {named(out.iloc[wholes[0]])}.")
-
-    def mean_of_sum(self, rows, means):
-        "The mean of a tensor that is the sum of some rows; of several parts of the batch, or shards, that of all"
-        terms = defaultdict(dict)
-        for i in rows:
-            roles,rank = self.parts[self.part[i]],int(self.rank[i])
-            if 'P*' in roles.values(): return np.nan
-            added,term = (self.processes.first(frozenset(a for a,r in roles.items() if r in which), rank) for which in (('P', 'R'), ('R',)))
-            terms[added].setdefault(term, i)
-        sums = [(self.count[next(iter(t.values()))], sum(means[i] for i in t.values())) for t in terms.values()]
-        return sum(n*m for n,m in sums)/sum(n for n,_ in sums)
 
     def exponents(self, out, change):
         "Counts of exponents add up; those of what is multiplied by a power of two are moved"
@@ -526,6 +515,17 @@ def merged_by(vectors, order):
         rows = at[(ends[some]-k)[:, None]+np.arange(k)]
         out[some] = vectors[rows[:, 0]] if k==1 else merge(vectors[rows])
     return out
+
+def mean_of_sum(pieces, parts, processes):
+    "The mean of a tensor that is a sum of pieces: (mean, elements, part, rank) of each. Of several parts of the batch, or shards, that of all"
+    terms = defaultdict(dict)
+    for mean,count,part,rank in pieces:
+        roles = parts[part]
+        if 'P*' in roles.values(): return np.nan
+        added,term = (processes.first(frozenset(a for a,r in roles.items() if r in which), rank) for which in (('P', 'R'), ('R',)))
+        terms[added].setdefault(term, (count, mean))
+    sums = [(next(iter(t.values()))[0], sum(m for _,m in t.values())) for t in terms.values()]
+    return sum(n*m for n,m in sums)/sum(n for n,_ in sums)
 
 def moved(counts, factor):
     "Counts of exponents of numbers that are multiplied by a power of two; None for another factor, and where there are none"
