@@ -59,11 +59,15 @@ near = { # room -> what to run, the quickest first
     'store.table': 'nbs/30_store',
     'store.lines': 'nbs/30_store tests/store/test_log_values.py tests/store/test_log_faults.py',
     'store.columns': 'nbs/30_store tests/store/test_log_values.py tests/frames/test_frames.py',
+    'store.parts': 'nbs/30_store/09_parts.ipynb tests/store/test_compact.py',
+    'frames.belongings': 'nbs/50_frames/06_belongings.ipynb tests/frames/test_belongings.py',
+    'frames.ranks': 'nbs/50_frames/03_ranks.ipynb tests/frames/test_ranks_of_logs.py',
     'frames.logs': 'nbs/50_frames tests/frames/test_rules_of_tables.py tests/frames/test_frames.py',
     'compat.tracker': 'nbs/80_compat/20_tracker.ipynb tests/compat/test_track.py',
     'compat.tandv': 'nbs/80_compat/30_tandv.ipynb tests/compat/test_track.py',
     'store.reading': 'nbs/30_store tests/frames/test_rules_of_tables.py tests/store/test_log_values.py tests/ground/test_light.py',
     'store.jsonl': 'nbs/30_store tests/store/test_log_values.py tests/store/test_log_faults.py',
+    'measure.inverse': 'nbs/20_measure/12_inverse.ipynb nbs/50_frames/03_ranks.ipynb tests/frames/test_ranks_of_logs.py',
     'measure.spectrum': 'nbs/20_measure/30_spectrum.ipynb tests/monitor/test_monitor.py',
     'measure.units': 'nbs/20_measure/40_units.ipynb tests/monitor/test_monitor.py',
     'monitor': 'nbs/47_monitor tests/monitor/test_monitor.py',
@@ -87,6 +91,7 @@ near = { # room -> what to run, the quickest first
     'jaxember.measure.summaries': 'nbs/88_jaxember/20_summaries.ipynb tests/jaxember/test_jax_summaries.py',
     'jaxember': 'nbs/88_jaxember tests/jaxember/test_jaxember.py',
     'recorder.arguments': 'nbs/40_recorder/85_arguments.ipynb nbs/45_ember.ipynb',
+    'capture.ranks': 'nbs/10_capture/45_ranks.ipynb tests/frameworks/test_ranks.py',
     'capture': f'nbs/10_capture {armed}',
     'ember': f'nbs/45_ember.ipynb {armed}'}
 

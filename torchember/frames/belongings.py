@@ -143,7 +143,7 @@ def to_change(run, home):
 def forget(path):
     "What this process remembers of a file that is not there any more"
     taken.discard(path)
-    for known in (path, str(path)): counted.pop(known, None)
+    for known in [k for k in counted if str(k[0])==str(path)]: del counted[known]
 
 # %% ../../nbs/50_frames/06_belongings.ipynb #b700000d
 def rm(

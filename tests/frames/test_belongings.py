@@ -1,0 +1,275 @@
+"What belongs to a run is counted, removed and renamed with it, and nothing else is; what somebody writes, or is no run of ours, stays as it is"
+import json
+import os
+import time
+from pathlib import Path
+from socket import gethostname
+
+import pytest
+
+from torchember import compact, du, emberTracker, mv, read, rm, runs
+from torchember.frames import belongings
+from torchember.frames.belongings import Home, owner
+from torchember.store.jsonl import new_run
+
+elsewhere = 'not-'+gethostname()
+
+
+def line(step, **more): return json.dumps(dict(module='m(Net).f(L)', ttype='output', tname='o', step=step, mean=step/7)|more).encode()+b'\n'
+
+
+def put(home, name, steps=3, base=None, **kinds):
+    "A run: its log, its latest step, metadata of some kinds"
+    for d in 'log', 'data': (home/d).mkdir(parents=True, exist_ok=True)
+    (home/'log'/name).write_bytes(b''.join(map(line, range(steps))))
+    (home/'log'/f'{name}_latest').write_bytes(line(steps-1))
+    for kind,x in ({'base': {'start': '2026-01-01 00:00:00', 'schema': 1, 'end': '2026-01-01 00:01:00'}|(base or {})}|kinds).items():
+        (home/'data'/f'{kind}_{name}.json').write_text(json.dumps(x))
+    return home/'log'/name
+
+
+def there(home):
+    def what(p): return os.readlink(p) if p.is_symlink() else None if p.is_dir() else p.read_bytes()
+    return {str(p.relative_to(home)): what(p) for p in sorted(home.rglob('*')) if p.name!='.lock'}
+
+
+def older(home, name='of_02'):
+    "A folder, as 0.2 left it"
+    (home/'log'/name).mkdir(parents=True)
+    (home/'log'/name/'a.log').write_bytes(b'{"tensor": "output", "mean": 1.0},\n')
+
+
+# ---- whose a file is
+
+def test_whose_metadata_it_is(tmp_path):
+    "The kinds that we write say it; of another kind, and of another name, it is the longest that there is"
+    assert [owner(s, {'net', 'my_net'}) for s in ('base_my_net', 'mine_my_net', 'mine_a_net', 'net', 'mine_')]==['my_net', 'my_net', 'net', None, None]
+    assert [owner(f'{k}_my_net', {'net'}) for k in ('base', 'structure', 'parameters', 'ranks', 'vis', 'mine')]==['my_net']*5+['net']
+    put(tmp_path, 'net', mine={'a': 1}, structure={})
+    (tmp_path/'data'/'base_my_net.json').write_text('{"start": 1}') # of no run, and not as we write it
+    (tmp_path/'data'/'base_gone.json').write_text('{"schema": 1}') # of a run whose log is gone
+    (tmp_path/'data'/'notes_net.txt').write_text('of the user')
+    h = Home(tmp_path)
+    assert h.names=={'net', 'gone'} and {p.name for p in h.files('net')['metadata']}=={'base_net.json', 'mine_net.json', 'structure_net.json'}
+    assert [p.name for p in h.files('net')['metadata']][-1]=='base_net.json' # as long as it is there, the run is known
+    assert [p.name for p in h.files('gone')['metadata']]==['base_gone.json']
+
+
+def test_names_that_are_meant(tmp_path):
+    "One name is itself before it is a pattern, and processes of a run come in their order; a pattern means runs first, then logs"
+    for n in ('net', 'net2', 'a.rank10', 'a.rank2', 'a.rank0', 'a.rankx', 'b[1]', 'b1'): put(tmp_path, n)
+    h = Home(tmp_path)
+    assert h.members('a')==['a.rank0', 'a.rank2', 'a.rank10'] and h.members('a.rank2')==['a.rank2'] and h.members('none')==[]
+    assert h.chosen('net')==['net'] and h.chosen('net*')==['net', 'net2'] and h.chosen(['net2', 'net', 'net*'])==['net2', 'net']
+    assert h.chosen('a*')==['a', 'a.rankx'] and h.chosen('a.rank1*')==['a.rank10'] and h.chosen('b[1]')==['b[1]']
+    assert h.chosen(emberTracker('net', tmp_path))==['net']
+    with pytest.raises(FileNotFoundError, match="No run 'nett'.*Did you mean 'net'"): h.chosen('nett')
+    with pytest.raises(FileNotFoundError, match='x'): h.chosen('x*')
+    with pytest.raises(TypeError, match='a run is a name, a pattern'): h.chosen(3)
+    with pytest.raises(ValueError, match='net is a run in .*Say home='): h.chosen(emberTracker('net', tmp_path/'other'))
+
+
+# ---- how much it is
+
+def test_how_much(tmp_path):
+    "Of each kind of file the bytes, the largest run first; a link is no file of it"
+    put(tmp_path, 'small')
+    for r in range(2): put(tmp_path, f'many.rank{r}', 40)
+    put(tmp_path, 'cut', 20, structure={'a': 1})
+    compact('cut', tmp_path)
+    (tmp_path/'log'/'cut_latest').unlink()
+    (tmp_path/'log'/'cut_latest').symlink_to('small')
+    older(tmp_path)
+    got = du(home=tmp_path)
+    def size(*names): return sum(os.lstat(tmp_path/n).st_size for n in names)
+    parts = [*(tmp_path/'log'/'cut.parts').iterdir()]
+    want = {'small': (1, 3, size('log/small'), 0, size('log/small_latest'), size('data/base_small.json')),
+        'many': (2, 6, size('log/many.rank0', 'log/many.rank1'), 0, 2*size('log/many.rank0_latest'), 2*size('data/base_many.rank0.json')),
+        'cut': (1, 3+len(parts), 0, size(*parts), 0, size('data/base_cut.json', 'data/structure_cut.json')), 'of_02': (1, 0, size('log/of_02/a.log'), 0, 0, 0)}
+    assert {r.name: (r.ranks, r.files, r.log, r.parts, r.latest, r.metadata) for r in got.itertuples(index=False)}==want
+    assert got['size'].tolist()==sorted((sum(w[2:]) for w in want.values()), reverse=True) and got.index.tolist()==[0, 1, 2, 3]
+    assert du('s*', tmp_path)['name'].tolist()==['small'] and len(du(home=tmp_path/'none'))==0
+    with pytest.raises(FileNotFoundError): du('smal', tmp_path/'none')
+
+
+# ---- what stays
+
+refused = {
+    'a link': (lambda p: p.symlink_to('good'), OSError, 'is a link, and no log of ours'),
+    'a link that leads nowhere': (lambda p: p.symlink_to('nowhere'), OSError, 'is a link, and no log of ours'),
+    'a run of 0.2': (lambda p: older(p.parents[1], p.name), OSError, 'is of torchember 0.2'),
+    'a part that is a folder': (lambda p: (put(p.parents[1], p.name), (p.parent/f'{p.name}.parts'/'x').mkdir(parents=True)), OSError, 'x is no part of a run'),
+    'a part that is a link': (lambda p: (put(p.parents[1], p.name), (q := p.parent/f'{p.name}.parts').mkdir(), (q/'x').symlink_to(p)),
+        OSError, 'x is no part of a run'),
+    'a folder': (lambda p: ((p.parents[1]/'data'/f'base_{p.name}.json').write_text('{"schema": 1}'), p.mkdir()), OSError, 'is no file, so it is no log'),
+    'ours': (lambda p: put(p.parents[1], p.name, base={'pid': os.getpid(), 'host': gethostname(), 'end': None}), ValueError, r'by this process.*te\.close'),
+    'of a process that runs': (lambda p: put(p.parents[1], p.name, base={'pid': os.getppid(), 'host': gethostname(), 'end': None}), ValueError,
+        f'by process {os.getppid()} on this machine'),
+    'of another machine': (lambda p: put(p.parents[1], p.name, base={'pid': 7, 'host': elsewhere, 'end': None}), ValueError,
+        f'still written, perhaps: it began on {elsewhere}.*for 10 minutes')}
+
+
+def drop_end(home):
+    "`end` is left out where it is None"
+    for p in (home/'data').glob('base_*.json'): p.write_text(json.dumps({k: v for k,v in json.loads(p.read_text()).items() if v is not None}))
+
+
+@pytest.mark.parametrize('which', refused)
+def test_what_is_left_alone(tmp_path, which):
+    "Neither it nor the others that were named are touched, and it is said why"
+    make,error,said = refused[which]
+    put(tmp_path, 'good')
+    make(tmp_path/'log'/'w')
+    drop_end(tmp_path)
+    was = there(tmp_path)
+    for act in (lambda: rm('w', tmp_path), lambda: rm(['good', 'w'], tmp_path), lambda: rm('*', tmp_path), lambda: mv('w', 'new', tmp_path)):
+        with pytest.raises(error, match=said): act()
+        assert there(tmp_path)==was
+
+
+def test_one_of_several_processes_is_still_written(tmp_path):
+    for r in range(2): put(tmp_path, f'a.rank{r}', base={} if r==0 else {'pid': os.getpid(), 'host': gethostname(), 'end': None})
+    drop_end(tmp_path)
+    was = there(tmp_path)
+    for act in (lambda: rm('a', tmp_path), lambda: mv('a', 'b', tmp_path)):
+        with pytest.raises(ValueError, match=r"a\.rank1'? is still written, by this process"): act()
+    assert there(tmp_path)==was
+
+
+@pytest.mark.parametrize('how', ['it was long ago', 'it has ended', 'its log is gone', 'it says of no process', 'of a process here that is gone'])
+def test_what_is_not_written_any_more(tmp_path, how, capsys):
+    "It may have ended without a word; after ten minutes without rows nobody is waited for"
+    who = {'pid': 2**31-2, 'host': gethostname()} if how=='of a process here that is gone' else {'pid': 7, 'host': elsewhere}
+    log = put(tmp_path, 'w', base=who|({'end': None} if how!='it has ended' else {}))
+    drop_end(tmp_path)
+    if how=='it was long ago': os.utime(log, (time.time()-601,)*2)
+    if how=='its log is gone': log.unlink()
+    if how=='it says of no process': (tmp_path/'data'/'base_w.json').write_text('{"schema": 1}')
+    assert rm('w', tmp_path)['name'].tolist()==['w'] and not any(there(tmp_path)[f] for f in there(tmp_path))
+
+
+def test_just_under_ten_minutes(tmp_path):
+    os.utime(put(tmp_path, 'w', base={'pid': 7, 'host': elsewhere, 'end': None}), (time.time()-590,)*2)
+    drop_end(tmp_path)
+    with pytest.raises(ValueError, match='got rows 59. s ago'): rm('w', tmp_path)
+
+
+# ---- away with it
+
+def test_all_of_it_goes_and_nothing_else(tmp_path, capsys):
+    "Of a run of several processes all, with parts and what users have noted; neighbours of nearly the same name stay. What it was known by goes last"
+    keep = 'a', 'net2', 'my_net', 'net.rank', 'net.rank1x'
+    for n in keep: put(tmp_path, n, vis={})
+    was = there(tmp_path)
+    for r in range(2): put(tmp_path, f'net.rank{r}', vis={}, mine={'r': r})
+    compact('net', tmp_path, keep=True)
+    files,order,unlink = [p for p in tmp_path.rglob('net.rank[01]*') if p.is_file()],[],Path.unlink
+    files += [p for p in tmp_path.glob('log/net.rank[01].parts/*')]
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(Path, 'unlink', lambda p, **how: (order.append(p), unlink(p, **how))[1])
+        size = int(du('net', tmp_path)['size'][0])
+        got = rm('net', tmp_path)
+    assert there(tmp_path)==was and got[['name', 'ranks', 'size']].values.tolist()==[['net', 2, size]]
+    assert capsys.readouterr().out==f'removed net: {got["files"][0]} files, {size:,} bytes\n'
+    kind = ['parts' if p.parent.suffix=='.parts' else 'base' if p.name.startswith('base_') else 'metadata' if p.parent.name=='data' else
+        'latest' if p.name.endswith('_latest') else 'log' for p in order]
+    assert list(dict.fromkeys(kind))==['parts', 'latest', 'log', 'metadata', 'base'] and kind==sorted(kind, key=list(dict.fromkeys(kind)).index)
+
+
+def test_removing_was_cut_short(tmp_path, monkeypatch, capsys):
+    "at any file: what is left is still listed as a run, and goes the next time; so does what somebody else removes at the same moment"
+    unlink = Path.unlink
+    for n in range(20):
+        put(tmp_path, 'net', 20, vis={}, structure={})
+        compact('net', tmp_path, keep=True)
+        left = [n]
+        def cut(p, left=left, **how):
+            left[0] -= 1
+            if left[0]<0: raise KeyboardInterrupt
+            unlink(p)
+            unlink(p, **how) # it is gone already
+        with monkeypatch.context() as m:
+            m.setattr(Path, 'unlink', cut)
+            try: rm('net', tmp_path)
+            except KeyboardInterrupt: assert 'net' in runs(tmp_path)['name'].tolist() and du('net', tmp_path)['files'][0]
+            else: break
+        rm('net', tmp_path)
+        assert not any(there(tmp_path)[f] is not None for f in there(tmp_path)), n
+    assert 6<n<19
+
+
+def test_a_name_is_free_again(tmp_path, capsys):
+    "for a run of this process, too; and its rows are counted anew, though it is larger than what had the name"
+    for change in (lambda n: rm('net', tmp_path), lambda n: mv('net', f'was{n}', tmp_path)):
+        for n in (3, 5):
+            t = new_run('Net', 'net', home=tmp_path)
+            for s in range(n): t + dict(module='m(Net)', ttype='output', tname='o', step=s, mean=1., note='x'*n)
+            t.close()
+            assert runs(tmp_path).set_index('name').loc['net', 'rows']==n
+            change(n)
+    assert sorted(runs(tmp_path)['name'])==['was3', 'was5']
+
+
+# ---- under another name
+
+@pytest.mark.parametrize('ranks', [0, 2])
+def test_all_of_it_is_called_otherwise(tmp_path, ranks):
+    "Rows, parts, metadata of all kinds: what one reads is the same, and of the old name there is nothing. A name within the name of a kind is left alone"
+    names = [f'vis.rank{r}' for r in range(ranks)] or ['vis']
+    for i,n in enumerate(names): put(tmp_path, n, 20+i, vis={'v': i}, my_vis={'m': i}, base={'model': f'M{i}'})
+    put(tmp_path, 'vis2')
+    compact('vis', tmp_path, keep=True)
+    with (tmp_path/'log'/names[0]).open('ab') as f: f.write(line(99))
+    before,table = there(tmp_path),read('vis', home=tmp_path, per_rank=bool(ranks))
+    assert mv('vis', 'new', tmp_path)=='new'
+    def called(f):
+        for d,a,b in ('log/', '', ''), ('data/base_', '', ''), ('data/vis_', '', ''), ('data/my_vis_', '', ''):
+            if f.startswith(f'{d}{a}vis') and not f.startswith((f'{d}vis2', f'{d}vis_')) or f.startswith(f'{d}vis_latest'): return f'{d}new{b}{f[len(d)+3:]}'
+        return f
+    assert there(tmp_path)=={called(f): x for f,x in before.items()} and read('new', home=tmp_path, per_rank=bool(ranks)).equals(table)
+    assert sorted(runs(tmp_path)['name'])==['new', 'vis2']
+
+
+def test_it_is_known_at_any_moment(tmp_path, monkeypatch):
+    "Metadata has its new name before the log has, and its old one until then"
+    put(tmp_path, 'net', vis={})
+    rename,seen = os.rename,[]
+    monkeypatch.setattr(belongings.os, 'rename', lambda a, b: (seen.append({p.name for p in (tmp_path/'data').iterdir()}), rename(a, b)))
+    mv('net', 'new', tmp_path)
+    assert seen==[{f'{k}_{n}.json' for k in ('base', 'vis') for n in ('net', 'new')}]
+    assert {p.name for p in (tmp_path/'data').iterdir()}=={'base_new.json', 'vis_new.json'}
+
+
+taken = {'a log': lambda h: put(h, 'new'), 'a latest step': lambda h: (h/'log'/'new_latest').write_bytes(b''), 'parts': lambda h: (h/'log'/'new.parts').mkdir(),
+    'metadata': lambda h: (h/'data'/'vis_new.json').write_text('{}'), 'base': lambda h: (h/'data'/'base_new.json').write_text('{"schema": 1}'),
+    'a link': lambda h: (h/'log'/'new').symlink_to('nowhere'), 'a run of several processes': lambda h: put(h, 'new.rank3'),
+    'a run of 0.2': lambda h: older(h, 'new'), 'a run that has no row yet': lambda h: new_run('Net', 'new', home=h)}
+
+
+@pytest.mark.parametrize('by', taken)
+def test_a_name_that_is_taken(tmp_path, by):
+    put(tmp_path, 'net')
+    t = taken[by](tmp_path)
+    was = there(tmp_path)
+    with pytest.raises(FileExistsError, match="name 'new' is taken.*Choose another one") as e: mv('net', 'new', tmp_path)
+    assert ("rm('new')" in str(e.value))==(by not in ('a latest step', 'metadata', 'a run that has no row yet'))
+    assert there(tmp_path)==was
+    if hasattr(t, 'close'): t.close()
+
+
+@pytest.mark.parametrize('name, error, said', [('a/b', ValueError, 'separator'), ('', ValueError, 'not empty'), (3, ValueError, 'not empty'),
+    ('x'*195, ValueError, 'longer'), ('x_latest', ValueError, '_latest'), ('a.rank0', FileExistsError, 'taken')])
+def test_names_that_a_run_cannot_have(tmp_path, name, error, said):
+    "nor one of its processes, whose names are longer"
+    for r in range(2): put(tmp_path, f'net.rank{r}')
+    put(tmp_path, 'a.rank0')
+    was = there(tmp_path)
+    with pytest.raises(error, match=said): mv('net', name, tmp_path)
+    assert there(tmp_path)==was
+
+
+def test_one_run_has_one_name(tmp_path):
+    for n in ('net', 'net2'): put(tmp_path, n)
+    with pytest.raises(ValueError, match=r"mv takes one run, and 'net\*' are 2: net, net2"): mv('net*', 'new', tmp_path)
+    with pytest.raises(FileExistsError, match=r"remove what has it: rm\('net2'\)"): mv('net', 'net2', tmp_path)
+    with pytest.raises(FileExistsError): mv('net', 'net', tmp_path)
