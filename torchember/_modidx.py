@@ -5526,6 +5526,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'torchember.store.parts.rows_before': ( '30_store/parts.html#rows_before',
                                                                                 'torchember/store/parts.py'),
                                         'torchember.store.parts.step_of': ('30_store/parts.html#step_of', 'torchember/store/parts.py'),
+                                        'torchember.store.parts.steps_in': ('30_store/parts.html#steps_in', 'torchember/store/parts.py'),
                                         'torchember.store.parts.up_to': ('30_store/parts.html#up_to', 'torchember/store/parts.py'),
                                         'torchember.store.parts.write_list': ( '30_store/parts.html#write_list',
                                                                                'torchember/store/parts.py'),

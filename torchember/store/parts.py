@@ -75,6 +75,8 @@ def arrow_table(rows, /, **told):
         metadata={'torchember': json.dumps(said)})
 
 # %% ../../nbs/30_store/09_parts.ipynb #e62ec3ab
+group_rows = 1<<14 # that are read at once where not all are wanted
+
 def write_part(table, path):
     "Write a part under another name, look whether it is whole, and give it its name"
     needs('pyarrow', for_='A run in Parquet')
@@ -83,7 +85,7 @@ def write_part(table, path):
     floats = [k for k,kind in kinds.items() if kind=='double' and '.' not in k]
     temp = path.with_name(f'.{path.name}-{token_hex(8)}')
     try:
-        pq.write_table(table, temp, compression='zstd', row_group_size=max(len(table), 1), use_byte_stream_split=floats or False,
+        pq.write_table(table, temp, compression='zstd', row_group_size=group_rows, use_byte_stream_split=floats or False,
             use_dictionary=[n for n in table.column_names if n not in floats])
         with open(temp, 'r+b') as f: os.fsync(f.fileno())
         if (n := pq.read_metadata(temp).num_rows)!=len(table): raise OSError(f"{printable(path)} has {n} rows after {len(table)} were written to it.")
@@ -93,21 +95,23 @@ def write_part(table, path):
 # %% ../../nbs/30_store/09_parts.ipynb #71680f4c
 class Part:
     "A file of rows"
-    def __init__(self, path, about, run): # about: what the list of parts says of it; run: what that is of
+    def __init__(self, path, about, run, steps=None): # about: what the list of parts says; run: what that is of; steps: first and last that are wanted
         pq = needs('pyarrow.parquet', for_='A run in Parquet')
         try:
             with open(path, 'rb', opener=regular): pass
             self.file = pq.ParquetFile(path)
             self.told = json.loads(self.file.schema_arrow.metadata[b'torchember'])
             self.layouts,self.kinds = Layouts(self.told['layouts']),self.told['kinds']
-            self.known,self.rows_there = {},self.file.metadata.num_rows
+            self.known,groups = {},list(map(self.file.metadata.row_group, range(self.file.metadata.num_row_groups)))
             of,rows = self.told['id'],self.told['rows']
         except FileNotFoundError: raise FileNotFoundError(f"{printable(path)} is not there any more, and it has rows of the run.") from None
         except Exception as e: raise ValueError(f"{printable(path)} is no part of a run as compact writes it: {printable(e, 200)}") from None
-        if of!=run or any(self.told[k]!=about[k] for k in ('start', 'end', 'rows')) or rows!=self.rows_there:
+        if of!=run or any(self.told[k]!=about[k] for k in ('start', 'end', 'rows')) or rows!=self.file.metadata.num_rows:
             raise ValueError(f"{printable(path)} is a part of another run, {printable(self.told.get('run'))!r}: nothing of it is read. "
                 "Put back the one that was there, or remove the folder if the run's JSON lines are whole.")
-        self.layout = self.column(self.told['layout']).to_numpy() if rows else np.zeros(0, np.int32)
+        self.steps = [steps_in(g) for g in groups] # of each group of rows
+        self.groups = [i for i,(first,last) in enumerate(self.steps) if groups[i].num_rows and (steps is None or first is None or first<=steps[1] and last>=steps[0])]
+        self.layout = self.column(self.told['layout']).to_numpy() if self.groups else np.zeros(0, np.int32)
 
     def __len__(self): return self.told['end']-self.told['start'] # of the lines
 
@@ -115,7 +119,7 @@ class Part:
         "A column as Arrow has it"
         if k not in self.known:
             pa = needs('pyarrow', for_='A run in Parquet')
-            got = self.file.read_row_group(0, columns=[k]).column(k).unify_dictionaries() if self.rows_there else pa.chunked_array([[]])
+            got = self.file.read_row_groups(self.groups, columns=[k]).column(k).unify_dictionaries() if self.groups else pa.chunked_array([[]])
             self.known[k] = got.chunk(0) if got.num_chunks==1 else got.combine_chunks()
         return self.known[k]
 
@@ -124,6 +128,13 @@ class Part:
     def parsed(self):
         "The rows, and the number of torn lines that were among them"
         return self.block().rows(), self.told['torn']
+
+def steps_in(group):
+    "Smallest and largest step of a group of rows, as Parquet keeps them; None where a row has none"
+    c = next((c for c in map(group.column, range(group.num_columns)) if c.path_in_schema=='step'), None)
+    said = c.statistics if c is not None and c.physical_type=='INT64' else None
+    if said is None or not said.has_min_max or said.null_count: return None, None
+    return said.min, said.max
 
 # %% ../../nbs/30_store/09_parts.ipynb #5541513d
 class StoredBlock(ColumnBlock):
