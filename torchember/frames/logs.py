@@ -29,7 +29,7 @@ from ..store.jsonl import emberTracker, is_step, last_in, last_step_of, settle, 
 from ..store.columns import ColumnBlock, columns_of_lines, missing, times_of
 from ..store.older import is_older, older_blocks, size_and_rows
 from ..store.lines import bad, parsed
-from ..store.parts import blocks_of_run, held, into_parts
+from ..store.parts import all_in_parts, blocks_of_run, held, into_parts
 from ..store.reading import assembled, current, key, path_of, with_path
 
 # %% ../../nbs/50_frames/05_logs.ipynb #51408907
@@ -61,6 +61,11 @@ class Source:
         "Path and size of the file, if all lines are in it"
         if self.t is not None: return self.t.whole_file()
         return None if is_older(self.path) else (self.path, held(self.path)['lines']+os.path.getsize(self.path))
+
+    def may_supersede(self):
+        "Whether rows may stand in place of earlier ones, as far as can be known without reading them"
+        layouts = None if self.file() is None else all_in_parts(self.path)
+        return layouts is None or any('supersedes' in keys for keys in layouts)
 
     def last_step(self):
         "The number of the last step, -1 when there is none"
@@ -205,7 +210,14 @@ class RowFilter:
 
     def __call__(self, block):
         "Whether each row is wanted"
-        return [all(kept) for kept in zip(*(self.by(name, self.asked(name, block)) for name in self.choice.asked), strict=True)]
+        each = [self.of_distinct(name, block) or self.by(name, self.asked(name, block)) for name in self.choice.asked]
+        return [all(kept) for kept in zip(*each, strict=True)]
+
+    def of_distinct(self, name, block):
+        "The same of a question, by the values there are; None where each must be looked at"
+        if (known := block.distinct(columns_in[name])) is None or name=='path' and 'path' in block.part.kinds: return None
+        values,at = known
+        return np.array([*self.by(name, [self.path_of(m) if isinstance(m, str) else m for m in values] if name=='path' else values), False])[at].tolist()
 
     def asked(self, name, block):
         "What each row has for one of the questions"
@@ -333,7 +345,8 @@ def read(
 def rows_wanted(source, choice, columns=None):
     "The table of a run, of the rows that are wanted"
     kept = RowFilter(choice, source.last_step() if choice.counts_back else None)
-    got = columns_of_lines(source.blocks, source.file(), (*names_in, 'ts', 'shape'), kept if choice.asked else None, columns and needed(columns))
+    only = columns and needed(columns, source.may_supersede())
+    got = columns_of_lines(source.blocks, source.file(), (*names_in, 'ts', 'shape'), kept if choice.asked else None, only)
     return current(assembled(*got[:3]))
 
 def rows_of_whole(source, choice, columns, per_rank):
@@ -385,11 +398,12 @@ class ColumnFilter:
     def __init__(self, f): self.f = f
     def __contains__(self, name): return name in needed(()) or name=='run' or self.f(name)
 
-def needed(columns):
-    "The columns of a log that are needed for some of a table"
+def needed(columns, again=True):
+    "The columns of a log that are needed for some of a table. again: whether rows may stand in place of others"
     if callable(columns): return ColumnFilter(columns)
     columns = {columns} if isinstance(columns, str) else set(columns)
     if 'mark_run' in columns: columns.add('run')
+    if not again: return columns | ({'module', 'ttype', 'tname'} if 'path' in columns else set())
     return columns | {'module', 'ttype', 'tname', 'supersedes'} | set(key)
 
 def logs_in(runs): return [one for s in runs for one in (s.sources.values() if isinstance(s, RankedSource) else [s])]

@@ -52,6 +52,8 @@ class ColumnBlock:
 
     def piece(self, k, column): return column.plain_piece(self[k], self.sure.get(k)) # None where each value must be looked at
 
+    def distinct(self, k): return None # where each value must be looked at
+
     def trouble(self, k): return [v is not missing and bool(v) for v in self[k]]
 
     def where(self, wanted): return ColumnBlock({k: list(compress(v, wanted)) for k,v in self.columns.items()}, sum(wanted), self.sure)
