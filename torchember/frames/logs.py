@@ -10,7 +10,6 @@ import os, re
 from datetime import datetime
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
-from pathlib import Path
 from socket import gethostname
 from stat import S_ISDIR
 
@@ -24,7 +23,8 @@ from ..ground.messages import an, closest, printable, says_arguments, unknown, w
 from ..ground.record import called_ttypes, column_order, identity, of_pieces, optional
 from . import ranks
 from .words import earlier_calls
-from ..store.base import facts, folder, read_meta, regular, safe_name
+from ..store.anywhere import answer, entries, file_size, file_there, is_there, is_url, located, opened
+from ..store.base import facts, folder, read_meta, safe_name
 from ..store.jsonl import emberTracker, is_step, last_in, last_step_of, settle, tracker
 from ..store.columns import ColumnBlock, columns_of_lines, missing, times_of
 from ..store.older import is_older, older_blocks, size_and_rows
@@ -40,10 +40,11 @@ class Source:
         home=None # Folder to use instead of `~/.torchember`
     ):
         t = run if isinstance(run, tracker) else getattr(run, 't', None)
-        if isinstance(run, os.PathLike) or isinstance(run, str) and os.sep in run:
-            self.name,self.t,self.path = Path(run).name,None,Path(run)
+        if isinstance(run, os.PathLike) or is_url(run) or isinstance(run, str) and os.sep in run:
+            self.t,self.path = None,located(run)
+            self.name = self.path.name
             settle(self.path)
-            if not (self.path.is_file() or is_older(self.path)):
+            if not (file_there(self.path) or is_older(self.path)):
                 raise FileNotFoundError(f"There is no log {printable(self.path)}. Give the file of a run, or the name of one.")
         elif isinstance(t, tracker) or isinstance(run, str):
             self.t = t if isinstance(t, tracker) else emberTracker(run, home)
@@ -60,7 +61,7 @@ class Source:
     def file(self):
         "Path and size of the file, if all lines are in it"
         if self.t is not None: return self.t.whole_file()
-        return None if is_older(self.path) else (self.path, held(self.path)['lines']+os.path.getsize(self.path))
+        return None if is_older(self.path) else (self.path, held(self.path)['lines']+file_size(self.path))
 
     def may_supersede(self):
         "Whether rows may stand in place of earlier ones, as far as can be known without reading them"
@@ -75,16 +76,15 @@ def names_of(home):
     "The runs there are, as names"
     log = folder('torchember', home)/'log'
     settle(log)
-    if not log.exists(): return []
-    return sorted([n for n in files_in(log) if os.path.isfile(log/n) and is_name(n)]+older_in(log))
+    return sorted([n for n in files_in(log) if (is_url(log) or os.path.isfile(log/n)) and is_name(n)]+older_in(log))
 
 def older_in(log):
     "The folders in a folder of logs that are runs of torchember 0.2"
-    with os.scandir(log) as there: return [f.name for f in there if f.is_dir(follow_symlinks=False) and is_name(f.name) and is_older(f.path)]
+    return [] if is_url(log) else [f.name for f in entries(log) if f.is_dir(follow_symlinks=False) and is_name(f.name) and is_older(f.path)]
 
 def files_in(log):
     "What there is in a folder of logs, but for folders and for the files that go with a log: as names, whatever they are"
-    with os.scandir(log) as there: names = [f.name for f in there if not f.is_dir(follow_symlinks=False)]
+    names = [f.name for f in entries(log) if not f.is_dir(follow_symlinks=False)]
     return sorted(n for n in names if not n.endswith('_latest') and n[0]!='.')
 
 def is_name(name):
@@ -109,23 +109,31 @@ of_rank = re.compile(r'(.+)\.rank(0|[1-9][0-9]{0,5})')
 def logs_of_ranks(name, home):
     "The logs of the processes of a run: rank -> name"
     log = folder('torchember', home)/'log'
-    if not log.is_dir(): return {}
-    found = [(m, n) for n in files_in(log) if n.startswith(f'{name}.rank') and (m := of_rank.fullmatch(n)) and m[1]==name and (log/n).is_file()]
+    named = [(m, n) for n in files_in(log) if n.startswith(f'{name}.rank') and (m := of_rank.fullmatch(n)) and m[1]==name]
+    found = [(m, n) for m,n in named if is_url(log) or (log/n).is_file()]
     return {int(m[2]): n for m,n in sorted(found, key=lambda f: int(f[0][2]))}
 
 def of_processes(run, home=None):
     "What to read of a run of several processes; None for any other"
     if isinstance(run, RankedSource): return run
+    run,home = by_name(run, home)
     if not isinstance(run, str) or os.sep in run or set(run)&set('*?[') and not logs_of_ranks(run, home): return None
     return s if is_name(run) and logs_of_ranks(run, home) and isinstance(s := source(run, home), RankedSource) else None
+
+def by_name(run, home):
+    "A run by URL, as its name and home: `s3://bucket/x/log/resnet` is the run 'resnet' in 's3://bucket/x'"
+    if not is_url(run): return run, home
+    path = located(run)
+    return (path.name, path.parent.parent) if path.parent.name=='log' else (run, home)
 
 def source(run, home):
     "What to read of one run"
     if isinstance(run, RankedSource): return run
-    log = folder('torchember', home)/'log'
+    run,home = by_name(run, home)
     if not isinstance(run, str) or os.sep in run: return Source(run, home)
-    if os.path.lexists(log/run):
-        if os.path.isfile(log/f'{run}.rank0'): warn(f"{printable(run)}: this is the log of one process. There are those of several beside it, "
+    log = folder('torchember', home)/'log'
+    if is_there(log/run):
+        if file_there(log/f'{run}.rank0'): warn(f"{printable(run)}: this is the log of one process. There are those of several beside it, "
             f"{printable(run)}.rank0 and so on, which are not read. To read them, move this one away.")
         return Source(run, home)
     if not (found := logs_of_ranks(run, home)): return Source(run, home)
@@ -143,6 +151,7 @@ def sources(run, home):
         found = {str(s.path): s for r in run for s in sources(r, home)[0]}
         if not found: raise ValueError("read needs a run, got an empty list. See runs() for those there are.")
         return list(found.values()), True
+    run,home = by_name(run, home)
     if not isinstance(run, str) or not set(run)&set('*?[') or os.sep in run: return [source(run, home)], False
     names = names_of(home)
     if run in names or run in in_whole(names): return [source(run, home)], False
@@ -597,7 +606,7 @@ def lines_in(path, size, start=0, removed=0):
     "The number of lines of a file from a byte on. It only grows until lines are removed, so that what was counted once need not be again"
     done,n = counted.get((path, start, removed), (start, 0))
     if size<done: done,n = start,0
-    with open(path, 'rb', buffering=0, opener=regular) as f:
+    with opened(path, buffering=0) as f:
         f.seek(done)
         left = size-done
         while left>0 and (data := f.read(min(left, 1<<20))): n,left = n+data.count(b'\n'),left-len(data)
@@ -610,14 +619,14 @@ def lines_about(path, size, start=0, removed=0):
     "The number of lines of a file; where much of it was never counted, by the length of the last ones"
     done,n = counted.get((path, start, removed), (start, 0))
     if size-done<=most_counted: return lines_in(path, size, start, removed)
-    with open(path, 'rb', buffering=0, opener=regular) as f:
+    with opened(path, buffering=0) as f:
         f.seek(size-(1<<20))
         data = f.read(1<<20)
     return n+round((size-done)*data.count(b'\n')/len(data))
 
 def steps_about(path, size):
     "How many steps a file has: its last lines know, as steps only grow"
-    with open(path, 'rb', buffering=0, opener=regular) as f:
+    with opened(path, buffering=0) as f:
         f.seek(max(size-4096, 0))
         last = last_in(f.read(4096))
     return (last if last>=0 else last_step_of(path))+1
@@ -635,7 +644,7 @@ def model_of(name, data, base):
     "The class of a run's model"
     if 'model' in base: return printable(base['model'], 200)
     try:
-        with open(data/f'structure_{name}.json', 'rb', opener=regular) as f: text = f.read(4096).decode(errors='replace')
+        with opened(data/f'structure_{name}.json') as f: text = f.read(4096).decode(errors='replace')
     except OSError: return None
     found = re.search(r'"name": "[^"(]*\((.*?)\)"', text)
     return printable(found[1], 200) if found else None
@@ -652,11 +661,15 @@ def is_running(base): return 'end' not in base and alive(base.get('pid'), base.g
 
 def at_time(seconds): return datetime.fromtimestamp(seconds).strftime('%Y-%m-%d %H:%M:%S')
 
+def stat_of(path):
+    "Mode, size and time of a file, as `os.stat` has them"
+    return answer(path, path.stat) if is_url(path) else os.stat(path)
+
 def about(name, place):
     "What can be said of a run in the folder `place`"
-    path,data = os.path.join(place, 'log', safe_name(name, 'run')),place/'data'
+    path,data = place/'log'/safe_name(name, 'run'),place/'data'
     base,problem = said_of(name, data)
-    s = os.stat(path)
+    s = stat_of(path)
     known = dict(name=name, model=model_of(name, data, base), ranks=1, start=base.get('start'), problem=problem)
     if S_ISDIR(s.st_mode) and is_older(path):
         size,rows = size_and_rows(path)
@@ -675,20 +688,20 @@ def one_run(name, place):
     try: return about(name, place)
     except Exception as e: # anything may be in there, and the other runs are none of its business
         path = place/'log'/name
-        if not os.path.lexists(path): return None
-        return dict(name=printable(name), model=None, ranks=1, steps=0, rows=0, size=os.lstat(path).st_size, running=False, problem=printable(why(path, e)))
+        if not is_there(path): return None
+        size = file_size(path) if is_url(path) else os.lstat(path).st_size
+        return dict(name=printable(name), model=None, ranks=1, steps=0, rows=0, size=size, running=False, problem=printable(why(path, e)))
 
 def why(path, error):
-    if os.path.islink(path) and not os.path.exists(path): return f"{path} is a link that leads to no file."
+    if not is_url(path) and os.path.islink(path) and not os.path.exists(path): return f"{path} is a link that leads to no file."
     return error if isinstance(error, ValueError|OSError) else f'{type(error).__name__}: {error}'
 
 no_log = 'Its log is gone, and metadata is left: rm(name) removes that.'
 
 def without_log(place, names):
     "Rows about runs of which nothing but metadata is left, as when removing one was cut short"
-    if not (place/'data').is_dir(): return []
-    with os.scandir(place/'data') as there:
-        bases = [f.name[5:-5] for f in there if f.name.startswith('base_') and f.name.endswith('.json') and f.is_file(follow_symlinks=False)]
+    there = entries(place/'data')
+    bases = [f.name[5:-5] for f in there if f.name.startswith('base_') and f.name.endswith('.json') and f.is_file(follow_symlinks=False)]
     rows = []
     for n in filter(is_name, sorted({*bases}-names)):
         base,problem = said_of(n, place/'data')
@@ -749,7 +762,7 @@ def runs(
     """
     pd,place = needs('pandas', for_='A table of runs'),folder('torchember', home)
     settle(place/'log')
-    names = (*files_in(place/'log'), *older_in(place/'log')) if (place/'log').exists() else ()
+    names = (*files_in(place/'log'), *older_in(place/'log'))
     found = [row for name in names if (row := one_run(name, place))]
     found = grouped(found+without_log(place, set(names)), place)
     df = pd.DataFrame(found, columns=['name', 'model', 'ranks', 'steps', 'rows', 'size', 'start', 'end', 'running', 'problem'])

@@ -11,13 +11,15 @@ from importlib import import_module
 # %% ../../nbs/05_ground/00_needs.ipynb #a59a5486
 def needs(
     name:str, # Library to import
-    for_:str # What needs it, for the message
+    for_:str, # What needs it, for the message
+    package:str|None=None # What to install, where that is called otherwise
 ): # The imported module
     """Import a library, or say what to install. Raises ImportError
 
     Args:
         name: Library to import
         for_: What needs it, for the message
+        package: What to install, where that is called otherwise
 
     Returns:
         The imported module
@@ -25,4 +27,4 @@ def needs(
     try: return import_module(name)
     except ModuleNotFoundError as e:
         if e.name and not name.startswith(e.name): raise # it is there, but broken: that is another message
-        raise ModuleNotFoundError(f"{for_} needs {name}, which is not installed. Run: pip install {name}", name=name) from None
+        raise ModuleNotFoundError(f"{for_} needs {name}, which is not installed. Run: pip install {package or name}", name=name) from None

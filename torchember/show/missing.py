@@ -10,8 +10,9 @@ import os
 
 import numpy as np
 
-from ..frames.logs import of_processes
+from ..frames.logs import by_name, of_processes
 from .select import Series, parameter_names, paths_like
+from ..store.anywhere import is_there
 from ..store.parameters import cut_off, forgotten, label_of, noted_in, untrained, why_not
 
 # %% ../../nbs/60_show/15_missing.ipynb #07bc4faf
@@ -20,11 +21,12 @@ def tracker_of(
 ): # Its tracker; None for a table, a file, and a run that is not there
     "What reads a run's metadata"
     from torchember.store.jsonl import emberTracker, tracker
+    run,home = by_name(run, None)
     if isinstance(run, str):
         if os.sep in run or set(run) & set('*?['): return None # a file, or several runs
-        t = emberTracker(run)
+        t = emberTracker(run, home)
         t.barrier()
-        return t if t.log_path.exists() else None
+        return t if is_there(t.log_path) else None
     t = getattr(run, 't', run)
     return t if isinstance(t, tracker) else None
 

@@ -17,6 +17,7 @@ from ..measure.summary import derived
 from ..ground.choose import NamedLayer, Selection, chosen
 from ..ground.needs import needs
 from ..ground.messages import an, printable, unknown
+from ..store.anywhere import is_url, located
 from ..store.reading import path_of
 
 # %% ../../nbs/60_show/10_select.ipynb #734937ed
@@ -43,15 +44,16 @@ usual = {*derived, 'shape', 'ratio', 'exponents'}
 def every_row(source, stats, wanted):
     pd = needs('pandas', for_='A picture')
     if isinstance(source, pd.DataFrame): return of_one_run(of_right_types(of_table(source)))
+    source = located(source) if is_url(source) else source
     tracker = getattr(source, 't', source)
-    if not isinstance(source, str|PathLike|RankedSource) and not hasattr(tracker, 'log_path'):
+    if not isinstance(source, str|PathLike|RankedSource) and not is_url(source) and not hasattr(tracker, 'log_path'):
         hint = " To see where runs part: compare([...])." if isinstance(source, list|tuple) else ""
         raise TypeError(f"A picture is drawn from the name of a run, a torchEmber, its te.t or a table of rows, not from {an(source)}.{hint}")
     from torchember.frames.logs import read
     try: df = read(source, **wanted, columns=lambda c: is_drawn(c, stats))
     except NothingChosen: df,wanted = read(source, columns=lambda c: is_drawn(c, stats)),{} # who picks from it says what was typed, and what there is
     if stats is not None and not all(s in df or stats_of.get(s) in df for s in stats): df = read(source, **wanted) # for the sentence that says what there is
-    df.attrs['run'] = source if isinstance(source, str) else source.name if isinstance(source, PathLike|RankedSource) else tracker.fname
+    df.attrs['run'] = source if isinstance(source, str) else source.name if isinstance(source, PathLike|RankedSource) or is_url(source) else tracker.fname
     df = of_right_types(df)
     if len(df): complete(df, df.attrs['run'])
     return of_one_run(df)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['devices', 'most_meta', 'types_of_facts', 'now', 'safe_name', 'run_name', 'portable_name', 'folder', 'check_writable',
-           'user', 'regular', 'no_file', 'not_through', 'replace', 'write_meta', 'read_meta', 'facts', 'is_fact']
+           'local_only', 'user', 'not_through', 'replace', 'write_meta', 'read_meta', 'facts', 'is_fact']
 
 # %% ../../nbs/30_store/00_base.ipynb #ecdf0570
 import getpass, json, os, re, stat, tempfile
@@ -15,6 +15,7 @@ from secrets import token_hex
 
 from ..ground.messages import an, printable, warn
 from ..ground.record import plain
+from .anywhere import is_url, located, opened, put_whole, regular
 
 # %% ../../nbs/30_store/00_base.ipynb #3bae564e
 def now(
@@ -99,20 +100,24 @@ devices = re.compile(r'(?i)con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9¹²³]
 # %% ../../nbs/30_store/00_base.ipynb #ef759c80
 def folder(
     libname:str, # Name of the library that keeps logs; the folder is `~/.<libname>`
-    home=None # The folder itself, instead
-) -> Path:
+    home=None # The folder itself, instead, or a URL
+): # Path
     """The folder in which a library keeps its logs
 
     Args:
         libname: Name of the library that keeps logs; the folder is `~/.<libname>`
-        home: The folder itself, instead
+        home: The folder itself, instead, or a URL
+
+    Returns:
+        Path
     """
     if home is None and libname=='torchember': home = os.environ.get('TORCHEMBER_HOME') or None
     if home is not None:
         if '\0' in str(home): raise ValueError(f"The home for logs, {str(home)!r}, has a null character in it.")
-        place = Path(home).expanduser().absolute()
-        if os.path.isfile(place): raise NotADirectoryError(f"The home for logs, {place}, is a file. Give a folder; it need not exist yet.")
-        return place
+        if is_url(where := located(home)): return where
+        where = where.expanduser().absolute()
+        if os.path.isfile(where): raise NotADirectoryError(f"The home for logs, {where}, is a file. Give a folder; it need not exist yet.")
+        return where
     try: return Path.home()/f'.{safe_name(libname, "library")}'
     except RuntimeError: return homeless(libname)
 
@@ -145,10 +150,16 @@ def check_writable(
     Args:
         place: A folder; it need not exist yet
     """
+    if is_url(place): raise OSError(local_only(place))
     place = near = Path(place)
     while not os.path.lexists(near): near = near.parent
     if not near.is_dir(): raise NotADirectoryError(f"Logs cannot go to {place}: {near} is no folder. Choose another home=; it need not exist yet.")
     if not os.access(near, os.W_OK|os.X_OK): raise PermissionError(f"Logs cannot go to {place}: {near} may not be written. Choose another home=.")
+
+def local_only(url):
+    "The sentence for a run that is to be written elsewhere"
+    return (f"A run is written to a disk of this machine, and {printable(url)} is elsewhere. Leave out home=, or give a folder. "
+        f"sync(run, {printable(repr(str(url)))}) brings it there, also while it goes on.")
 
 # %% ../../nbs/30_store/00_base.ipynb #498eb82a
 def user():
@@ -157,31 +168,6 @@ def user():
     except (KeyError, OSError, ImportError): return 'unknown' # a user id without a name
 
 # %% ../../nbs/30_store/00_base.ipynb #b1d453a2
-def regular(
-    path, # File
-    flags:int # As `open` gives them
-) -> int: # A file descriptor
-    """An `opener` for regular files. OSError, at once, for a pipe, a device or a folder
-
-    Args:
-        path: File
-        flags: As `open` gives them
-
-    Returns:
-        A file descriptor
-    """
-    try: no_file(os.stat(path).st_mode, path)
-    except FileNotFoundError: pass # it may be about to be made
-    fd = os.open(path, flags | getattr(os, 'O_NONBLOCK', 0), 0o666)
-    try: no_file(os.fstat(fd).st_mode, path) # somebody may have put another one there
-    except OSError: os.close(fd); raise
-    return fd
-
-def no_file(mode, path):
-    if stat.S_ISREG(mode): return
-    what = next((w for is_,w in ((stat.S_ISDIR, 'a folder'), (stat.S_ISFIFO, 'a pipe'), (stat.S_ISSOCK, 'a socket')) if is_(mode)), 'a device')
-    raise OSError(f"{printable(path)} is {what} and no file, so it is not opened.")
-
 def not_through(
     path, # File
     flags:int # As `open` gives them
@@ -209,6 +195,7 @@ def replace(
         path: File
         data: All of its content
     """
+    if is_url(path): return put_whole(path, data)
     path.parent.mkdir(parents=True, exist_ok=True)
     temp = path.with_name(f'.torchember-{token_hex(8)}')
     try:
@@ -241,7 +228,7 @@ def read_meta(
         path: File that ends in .json
     """
     try:
-        with open(path, 'rb', opener=regular) as f: data = f.read(most_meta+1)
+        with opened(path) as f: data = f.read(most_meta+1)
     except FileNotFoundError:
         raise KeyError(f"No metadata {path.stem!r}: there is no file {printable(path)}. Write it with t[{path.stem!r}] = {{...}}") from None
     if len(data)>most_meta: raise ValueError(f"{printable(path)} is too large for metadata, which may have {most_meta>>20} MB.")

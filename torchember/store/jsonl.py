@@ -14,7 +14,8 @@ from socket import gethostname
 
 from ..ground.messages import EmberWarning, an, printable, unknown, warn
 from ..ground.record import line_of, lines_of, load_row, unmarkable
-from torchember.store.base import (check_writable, facts, folder, not_through, now, portable_name, read_meta, regular, replace, run_name, safe_name,
+from .anywhere import entries, file_size, file_there, is_there, is_url, opened, regular
+from torchember.store.base import (check_writable, facts, folder, local_only, not_through, now, portable_name, read_meta, replace, run_name, safe_name,
     write_meta)
 from .listeners import AtOnce, Audience, Listening, cause
 from .older import first_lines, is_first, is_older, older_blocks
@@ -149,7 +150,7 @@ class LatestStep:
     def read(self, path, ours, most=1<<28):
         "Its lines, of this process or from its file. One that is larger than we write it is none"
         if self.stale and ours: return b''.join(self.lines)
-        try: return b''.join(blocks_of(path)) if os.path.getsize(path)<=most else b''
+        try: return b''.join(blocks_of(path)) if file_size(path)<=most else b''
         except OSError: return b''
 
 
@@ -278,7 +279,7 @@ class LogFile:
 
     unwritten = property(lambda self: sum(n for _,n in self.waiting)+self.dropped) # rows
     ours = property(lambda self: self.pid==os.getpid()) # or that of the process from which this one was forked
-    there = property(lambda self: bool(self.fresh or self.rows or self.waiting or self.path.exists())) # whether there is one, or will be
+    there = property(lambda self: bool(self.fresh or self.rows or self.waiting or is_there(self.path))) # whether there is one, or will be
     size_there = property(lambda self: os.path.getsize(self.path) if not self.fresh and os.path.exists(self.path) else 0) # one of this name may be another's
 
     def untaken(self): # Size of the file, and lines that are to follow
@@ -293,7 +294,7 @@ class LogFile:
 
     def complete(self): # Path and size of the file
         "The file, if all lines are in it"
-        if not (self.fresh or self.untaken()[1]) and self.path.is_file(): return self.path, held(self.path)['lines']+os.path.getsize(self.path)
+        if not (self.fresh or self.untaken()[1]) and file_there(self.path): return self.path, held(self.path)['lines']+file_size(self.path)
 
     def summary(self):
         "What a run that is over says of its file. None for one without rows of ours, or that is not complete"
@@ -456,17 +457,18 @@ def settle(
     Args:
         place: File of a log, or a folder of logs
     """
+    if is_url(place): return # nobody writes there but `sync`
     place = os.path.realpath(place)
     for log in list(live):
-        if log.ours and place in (path := os.path.realpath(log.path), os.path.dirname(path)): log.barrier()
+        if log.ours and not is_url(log.path) and place in (path := os.path.realpath(log.path), os.path.dirname(path)): log.barrier()
 
 # %% ../../nbs/30_store/10_jsonl.ipynb #7a537354
 def last_step_of(path):
     "The number of the last step in a file, -1 when there is none"
-    size,before = os.path.getsize(path) if os.path.isfile(path) else 0,held(path)['last']
+    size,before = file_size(path) if file_there(path) else 0,held(path)['last']
     for tail in (1<<16, 1<<22): # steps only grow, so the end of the file knows
         if not size: break
-        with open(path, 'rb', opener=regular) as f:
+        with opened(path) as f:
             f.seek(max(size-tail, 0))
             if (last := last_in(f.read(tail)))>=0: return max(last, before)
     return max(map(last_in, blocks_of(path)), default=before) if size>tail else before
@@ -527,16 +529,25 @@ class About:
         try: self[self.name('base')] = {**self.known['base'], 'end': now(), **more}
         except OSError: pass # it is only that nobody will know when
 
+# %% ../../nbs/30_store/10_jsonl.ipynb #f8191f69
+class LogElsewhere(Log):
+    "A log behind a URL, which is only read"
+    def put(self, *args, **kwargs): raise OSError(local_only(self.path.parent.parent))
+
+    def barrier(self): "Nothing is on its way there"
+
+    settle = end = barrier
+
 # %% ../../nbs/30_store/10_jsonl.ipynb #afe3ec40
 class StoredRun:
     "A run on disk, as it is read"
     def __init__(self, libname, fname, home, **how): # how: as `Log` has it
         safe_name(fname, 'run')
-        if not os.path.isfile(folder(libname, home)/'log'/fname): portable_name(fname)
         self.libname,self.dir = libname,folder(libname, home)
+        if not file_there(self.dir/'log'/fname): portable_name(fname)
         self.home,self.log,self.data = self.dir.parent,self.dir/'log',self.dir/'data'
         self.about = About(self.data, lambda: self.fname)
-        self.file = Log(self.log/fname, first=self.about.write, **how)
+        self.file = LogElsewhere(self.log/fname) if is_url(self.dir) else Log(self.log/fname, first=self.about.write, **how)
         self.source,self.torn = None,0 # source(close): asks whoever records for what it still holds
         self.folder = is_older(self.log/fname) # whether torchember 0.2 has recorded it
 
@@ -566,11 +577,11 @@ class StoredRun:
     def there(self):
         "Raise when there is no such run"
         settle(self.log_path)
-        if os.path.isdir(self.log_path) and not self.folder:
+        if not is_url(self.dir) and os.path.isdir(self.log_path) and not self.folder:
             raise FileNotFoundError(f"{printable(self.log_path)} is a folder, and no run: a run is a file, or a folder "
                 "with files such as 'init-00.log', as torchember 0.2 kept it. runs() says which there are.")
         if self.source is None and not self.file.disk.there:
-            known = [n for n in sorted(os.listdir(self.log)) if not n.endswith('_latest')] if self.log.exists() else []
+            known = sorted(e.name for e in entries(self.log) if not e.name.endswith('_latest'))
             if ranks := [n for n in known if re.fullmatch(re.escape(self.fname)+r'\.rank\d+', n)]:
                 raise FileNotFoundError(f"The run {self.fname!r} is of {len(ranks)} process{'es'*(len(ranks)>1)}, with a log each: read({self.fname!r}) makes "
                     f"one table of them, and emberTracker({ranks[0]!r}) has what one of them saw.")
@@ -731,7 +742,9 @@ class tracker(StoredRun):
         if self.source is not None and self.marked: self.source(False)
         self.marked = {k:v for k,v in self.marked.items() if names and k not in names}
 
-    def __setitem__(self, name, value): self.about[name] = value
+    def __setitem__(self, name, value):
+        if is_url(self.dir): raise OSError(local_only(self.dir))
+        self.about[name] = value
 
     def begin(self,
         base:dict, # What is known of the run
@@ -837,6 +850,7 @@ def new_run(
         home: Folder to use instead of `~/.torchember`
     """
     exact = name is not None
+    if is_url(folder('torchember', home)): raise OSError(local_only(folder('torchember', home)))
     for part in ('log', 'data') if home is not None else (): check_writable(folder('torchember', home)/part) # another home says so when it is written
     if name is None:
         if resume: raise ValueError("resume=True needs name=, the run to go on with.")
@@ -854,4 +868,4 @@ def new_run(
 # %% ../../nbs/30_store/10_jsonl.ipynb #e43520d5
 def exists(name, home):
     path = folder('torchember', home)/'log'/name
-    return path in taken or os.path.lexists(path) # a link that leads nowhere is there, too
+    return path in taken or is_there(path) # a link that leads nowhere is there, too

@@ -8,11 +8,11 @@ __all__ = ['blocks_of', 'say_left_out', 'parse']
 # %% ../../nbs/30_store/06_lines.ipynb #bc91a521
 import os
 
-from ..ground.messages import warn
+from ..ground.messages import printable, warn
 from ..ground.progress import progress
 from ..ground.record import load_row
 from ..measure.summary import derived, lost_value
-from .base import regular
+from .anywhere import file_size, opened
 
 # %% ../../nbs/30_store/06_lines.ipynb #27a5f270
 longest_line = 1<<26 # bytes
@@ -21,7 +21,7 @@ left_out = b'{ a line was too long\n'
 def blocks(path, size, block=1<<18, said=lambda: None, longest=longest_line, start=0):
     "The lines of a file in blocks, from a byte on, up to a size; the last block may have no end. `said` is called for a line that is too long"
     rest,n = [],0 # of a line that has no end yet: its pieces, and its bytes
-    with open(path, 'rb', buffering=0, opener=regular) as f:
+    with opened(path, buffering=0) as f:
         f.seek(start)
         size -= start
         while size>0 and (data := f.read(min(block, size))):
@@ -60,13 +60,13 @@ def blocks_of(
         Blocks of whole lines
     """
     try:
-        for data in blocks(path, os.path.getsize(path) if end is None else end, size, lambda: say_left_out(path), start=start) if path is not None else ():
+        for data in blocks(path, file_size(path) if end is None else end, size, lambda: say_left_out(path), start=start) if path is not None else ():
             yield data if data.endswith(b'\n') else data+b'\n'
     except FileNotFoundError: pass
     if more: yield more
 
 def say_left_out(path):
-    warn(f"A line of {os.path.basename(path)} has more than {longest_line>>20} MB. Nothing that torchember writes has, so it was left out.")
+    warn(f"A line of {printable(os.path.basename(str(path)))} has more than {longest_line>>20} MB. Nothing that torchember writes has, so it was left out.")
 
 # %% ../../nbs/30_store/06_lines.ipynb #0348bf23
 bad = ('nan', 'posinf', 'neginf') # counts of what is not finite
@@ -116,4 +116,4 @@ def parsed(blocks, file=None):
 
 def reading(file):
     "A bar for bytes that are read"
-    return progress(file[1], f'reading {os.path.basename(file[0])}') if file else progress(None, 'reading')
+    return progress(file[1], f'reading {os.path.basename(str(file[0]))}') if file else progress(None, 'reading')

@@ -11,7 +11,7 @@ import json, os, re
 from collections import Counter
 
 from ..ground.record import line_of
-from .base import regular
+from .anywhere import is_url, regular
 
 # %% ../../nbs/30_store/09_older.ipynb #c8045359
 def is_older(
@@ -22,7 +22,7 @@ def is_older(
     Args:
         path: Where the rows of a run are
     """
-    if not os.path.isdir(path): return False
+    if is_url(path) or not os.path.isdir(path): return False
     try: return bool(files_of(path))
     except OSError: return False # one that may not be looked into
 

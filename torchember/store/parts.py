@@ -16,7 +16,8 @@ import numpy as np
 
 from ..ground.messages import printable
 from ..ground.needs import needs
-from .base import read_meta, regular, replace, write_meta
+from .anywhere import file_size, is_there, is_url, opened, regular
+from .base import read_meta, replace, write_meta
 from .columns import ColumnBlock, Missing, missing, none
 from .lines import blocks_of, longest_line, row_or_none
 
@@ -98,8 +99,9 @@ class Part:
     def __init__(self, path, about, run, steps=None): # about: what the list of parts says; run: what that is of; steps: first and last that are wanted
         pq = needs('pyarrow.parquet', for_='A run in Parquet')
         try:
-            with open(path, 'rb', opener=regular): pass
-            self.file = pq.ParquetFile(path)
+            if not is_url(path):
+                with open(path, 'rb', opener=regular): pass
+            self.file = pq.ParquetFile(opened(path, size=about['size']) if is_url(path) else path, pre_buffer=is_url(path))
             self.told = json.loads(self.file.schema_arrow.metadata[b'torchember'])
             self.layouts,self.kinds = Layouts(self.told['layouts']),self.told['kinds']
             self.known,groups = {},list(map(self.file.metadata.row_group, range(self.file.metadata.num_row_groups)))
@@ -197,34 +199,41 @@ class StoredBlock(ColumnBlock):
         return 'texts', np.array([-1 if i<0 else column.codes[texts[i]] for i in used], np.int32)[again]
 
 # %% ../../nbs/30_store/09_parts.ipynb #2dd0d17c
-def folder_of(path): return Path(f'{path}.parts')
+def folder_of(path): return path.with_name(f'{path.name}.parts') if is_url(path) else Path(f'{path}.parts')
 
 def listed(path):
     "What the list of the parts of a log says; None for a log without parts"
-    if not os.path.isdir(folder_of(path)): return None
+    if not (is_url(path) or os.path.isdir(folder_of(path))): return None # elsewhere there are no folders: one question less
     try: told = read_meta(folder_of(path)/'parts.json')
     except KeyError: return None
     try:
         parts = told['parts']
         ends = [0, *(p['end'] for p in parts)]
-        ok = [p['start'] for p in parts]==ends[:-1] and 0<=told['removed']<=ends[-1] and all(os.sep not in p['file'] for p in parts) and told['id']
+        ok = [p['start'] for p in parts]==ends[:-1] and 0<=told['removed']<=ends[-1] and all(is_plain(p['file']) for p in parts) and told['id']
         ok = ok and all(type(p[k]) is int for p in parts for k in ('start', 'end', 'rows', 'torn', 'last', 'size'))
     except (LookupError, TypeError): ok = False
     if not ok: raise ValueError(f"{printable(folder_of(path)/'parts.json')} is no list of parts as compact writes it.")
     return told|{'end': ends[-1]}
+
+def is_plain(name): return isinstance(name, str) and not set(name) & set('/\\') and name not in ('', '.', '..')
 
 def aside(path, told): return folder_of(path)/f"lines-{told['removed']}"
 
 def lines_after(path, told):
     "The files with the lines that no part has, and where these begin in each"
     other,at = aside(path, told),told['end']-told['removed']
-    put_aside = os.path.exists(other) and not (os.path.exists(path) and os.path.samefile(path, other))
+    put_aside = told.get('aside') or is_there(other) and (is_url(path) or not (os.path.exists(path) and os.path.samefile(path, other)))
     files = [(other, at), (path, 0)] if put_aside else [(path, at)]
     for file,start in files:
-        size = os.path.getsize(file) if os.path.exists(file) else 0
+        size = file_size(file) if file==other and told.get('aside') else size_if_there(file)
+        if not size and told.get('whole')==told['end']: continue # somebody is about to say in the list that these are removed
         if size<start: raise ValueError(f"{printable(file)} has {size} bytes, and its parts were made of {start}: it is another log, or was cut. "
             f"Remove {printable(folder_of(path))} if the log is whole.")
     return files
+
+def size_if_there(path):
+    try: return file_size(path)
+    except FileNotFoundError: return 0
 
 def now_in(path):
     "The list of the parts of a log, None where there is none, and the files with lines after them. It may change while one looks"
@@ -273,7 +282,8 @@ def blocks_of_run(
             with part.file: yield part
             done = p['end']
         lines = [begun(blocks_of(file, end=end if file==path else None, start=start)) for file,start in files]
-        if told is None or now_in(path)[0]==told and (parts, files)==up_to(path, *now_in(path), end): break # else somebody has removed lines meanwhile
+        if told is None or is_url(path): break # elsewhere what a list says stays for a while
+        if now_in(path)[0]==told and (parts, files)==up_to(path, *now_in(path), end): break # else somebody has removed lines meanwhile
     yield from chain.from_iterable(lines)
     if more: yield more
 
@@ -300,7 +310,7 @@ def held(
     if told is None: return dict(rows=0, size=0, lines=0, start=0, last=-1)
     parts,files = told['parts'],lines
     return dict(rows=sum(p['rows'] for p in parts), size=sum(p['size'] for p in parts), start=files[-1][1], last=max((p['last'] for p in parts), default=-1),
-        lines=told['removed']+sum(os.path.getsize(f) for f,_ in files[:-1]))
+        lines=told['removed']+sum(file_size(f) for f,_ in files[:-1]))
 
 # %% ../../nbs/30_store/09_parts.ipynb #61d8beb3
 most_rows,most_bytes = 1<<17,1<<25 # that a part is made of
@@ -368,7 +378,7 @@ def remove_lines(path, told):
         except OSError: os.replace(path, other) # a file system without links
     if not os.path.exists(path) or os.path.samefile(path, other): replace(path, b'')
     told = make_parts(path, told, other, told['removed'], None)
-    told = told|{'removed': told['end']}
+    told = {k: v for k,v in told.items() if k!='aside'}|{'removed': told['end']}
     write_list(path, told)
     other.unlink()
     return told
