@@ -6,7 +6,7 @@
 __all__ = ['torchEmber']
 
 # %% ../nbs/45_ember.ipynb #d9edeed4
-import math, os
+import math, os, weakref
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,11 +26,11 @@ from .capture.private_torch import say_missing
 from .capture.ranks import Ranks
 from .ground.messages import an, printable, says_arguments, warn
 from .ground.record import SCHEMA, check_ttypes, identity, of_pieces
-from .recorder.process import hand_over, open_recorders, rank_and_size, shared_name, weak_source
+from .recorder.process import hand_over, open_recorders, rank_and_size, shared_name, store_for, weak_source
 from .recorder.recorder import Recorder, Settings, recorded
 from .recorder.row import look_out
 from .store.base import now, user
-from .store.jsonl import emberTracker, new_run
+from .store.jsonl import emberTracker, new_run, say_soon
 from .store.parameters import noted_in
 from .store.table import tree_table
 
@@ -245,6 +245,21 @@ def run_of_rank(kind, name, resume, home):
     if resume: hand_over(name)
     return new_run(kind, name, resume, home), rank if world>1 else None, world
 
+def shared(t, rank, world, tree):
+    "What tells the first of several processes of the rows of the whole; None where it cannot be"
+    part,store = store_for(t.fname.removesuffix(f'.rank{rank}'))
+    if part is None:
+        warn("reduce='step' needs the store of a process group, and there is none: who listens is told of the rows of this process. "
+            "Call torch.distributed.init_process_group before torchEmber.")
+        return None
+    from torchember.frames.logs import paths_in # the frames wing stands on this room: it is looked up when it is asked for
+    from torchember.frames.whole_steps import WholeSteps
+    run,paths = weakref.ref(t),paths_in(tree)
+    def about(): return None if (t := run()) is None else {'about': t.about.get('ranks'), 'paths': paths}
+    def note(what):
+        if (t := run()) is not None: say_soon(t.file, what)
+    return WholeSteps(part, rank, world, about, note, store)
+
 def disarm_earlier(model):
     "One ember watches a model at a time"
     earlier = getattr(armed_by(model), 'recorder', None)
@@ -283,6 +298,7 @@ class torchEmber(OwnStatistics, Notes, Views):
         overhead: Share of the training time that recording may take, such as 0.02: then not every step that `every` wants is recorded
         scaler: The `GradScaler` in use: recorded gradients are the unscaled ones, and steps that it skips are marked
         ends: 'step': only `torchEmber.step` ends one. Without it the optimizer does, or where there is none each pass, until it is called
+        reduce: 'step': of several processes, who listens on the first is told of the whole, as it comes. Nobody waits for another
         first_step: Number of the first step, to go on from a checkpoint in a run of its own
         on_error: When a statistic fails: 'warn' once and go on, or 'raise'
     """
@@ -303,10 +319,12 @@ class torchEmber(OwnStatistics, Notes, Views):
         overhead:float|None=None, # Share of the training time that recording may take, such as 0.02: then not every step that `every` wants is recorded
         scaler=None, # The `GradScaler` in use: recorded gradients are the unscaled ones, and steps that it skips are marked
         ends:str|None=None, # 'step': only `torchEmber.step` ends one. Without it the optimizer does, or where there is none each pass, until it is called
+        reduce:str|None=None, # 'step': of several processes, who listens on the first is told of the whole, as it comes. Nobody waits for another
         first_step:int=0, # Number of the first step, to go on from a checkpoint in a run of its own
         on_error:str='warn' # When a statistic fails: 'warn' once and go on, or 'raise'
     ):
         if not isinstance(model, nn.Module): raise TypeError(not_a_model(model))
+        if reduce not in (None, 'step'): raise ValueError(f"reduce is 'step' or None, got {reduce!r:.80}.")
         if on_error not in ('warn', 'raise'): raise ValueError(f"on_error is 'warn' or 'raise', got {on_error!r}.")
         self.model,inner = model,unwrap(model)
         self.model_name = type(inner).__name__
@@ -329,6 +347,9 @@ class torchEmber(OwnStatistics, Notes, Views):
         if resume: known.go_on(noted_in(t))
         t.source = weak_source(self.recorder)
         look_out(t.file)
+        if reduce and ranks and not disabled() and (whole := shared(t, rank, world, self.mod_tree())):
+            t.whole = whole
+            t.file.audience.add(whole)
         self.arm()
         base = {'start': now(), 'user': user(), 'schema': SCHEMA, 'model': self.model_name}
         t.begin(base, {'parameters': known.meta()} | ({'ranks': ranks.meta()} if ranks else {}) |
@@ -391,6 +412,7 @@ class torchEmber(OwnStatistics, Notes, Views):
         self.recorder.close()
         self.disarm()
         self.t.close()
+        if self.t.whole is not None: self.t.whole.end()
         open_recorders.discard(self.recorder) # nothing is left to hand over
         for v in self.views: v.close() # the last picture
         return report_of(self.recorder, sum(v.seconds for v in self.views))

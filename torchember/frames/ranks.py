@@ -358,6 +358,7 @@ class Merge:
             if said is not None and prod(said)!=numel[o] and not self.partial[rows].any(): wrong.append(o)
         out['shape'] = whole
         odd = np.array([s is None or isinstance(s, list|tuple) and prod(s)!=n for s,n in zip(whole, numel, strict=True)], bool)
+        odd &= np.bincount(self.order, np.isnan(self.count))==0 # a number that was noted has none
         if odd.any() or 'numel' in out: out['numel'] = np.where(odd | (out['numel'].notna().to_numpy() if 'numel' in out else False), numel, np.nan)
         if wrong:
             r = out.iloc[wrong[0]]

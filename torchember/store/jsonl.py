@@ -363,7 +363,7 @@ class Log:
             if joins is not None: self.step.add(data, joins)
             self.audience.take(rows, data, listeners)
             self.disk.add(data, len(rows))
-        if close: self.step.closed = True
+        if close: self.step.closed = True; self.audience.over()
 
     def write(self, now):
         "Bring the files up to date, or say why that cannot be"
@@ -432,15 +432,22 @@ def listen_to(
     def remove(listening):
         log.barrier()
         with log.io: log.audience.remove(listening)
-    def note(what):
-        log.note(what)
-        writer.wake(log) # who says it
     with log.io:
         log.drain(True)
-        listening = Listening(f, name, note, remove, **kwargs)
+        listening = Listening(f, name, lambda what: say_soon(log, what), remove, **kwargs)
         listening.since = log.disk.size_there
         log.audience.add(listening)
     return listening
+
+def listen_to_run(t, f, name=None, per_rank=False, **kwargs): # as `tracker.listen` and `listen_to` have them
+    "The same of a run: the rows of the whole where they are known"
+    of_whole = t.whole is not None and t.whole.rank==0 and not per_rank
+    return t.whole.listen(f, name, **kwargs) if of_whole else listen_to(t.file, f, name, **kwargs)
+
+def say_soon(log, what):
+    "Have the writer say something, which holds no lock then"
+    log.note(what)
+    writer.wake(log)
 
 def listen_at_once(
     log, # `Log`
@@ -666,6 +673,7 @@ class tracker(StoredRun):
         if fsync not in ('never', 'barrier', 'step'): raise ValueError(f"fsync is 'never', 'barrier' or 'step', got {fsync!r}.")
         super().__init__(libname, fname, home, fresh=fresh, fsync=fsync, exact=exact)
         self.marked = {}
+        self.whole = None # `WholeSteps`, where others have parts of the rows
 
     ts = property(lambda self: now(), doc="Local time, as rows have it")
 
@@ -785,19 +793,21 @@ class tracker(StoredRun):
 
     def listen(self,
         f, # Function of a step's number, None for rows of no step, and of a list of rows, dicts: called in a thread of its own, when the file has them
-        name:str|None=None # What to call it, when something is wrong
+        name:str|None=None, # What to call it, when something is wrong
+        per_rank:bool=False # With `reduce='step'`, on the first process: the rows of this process, and not those of the whole
     ) -> Listening: # Its `close()` ends that
         """Tell `f` of all rows that the log gets from now on: the open step's, too. Nobody waits for it, and what it raises harms nobody
 
         Args:
             f: Function of a step's number, None for rows of no step, and of a list of rows, dicts: called in a thread of its own, when the file has them
             name: What to call it, when something is wrong
+            per_rank: With `reduce='step'`, on the first process: the rows of this process, and not those of the whole
 
         Returns:
             Its `close()` ends that
         """
         if not callable(f): raise TypeError(f"listen takes a function of a step and its rows, got {an(f)}.")
-        return listen_to(self.file, f, name)
+        return listen_to_run(self, f, name, per_rank)
 
     def close(self):
         "Write everything, and wait, but not for long, for those who listen"

@@ -125,6 +125,8 @@ class Listening:
         except BaseException as e: self.loses(step, f'{type(e).__name__}: {e}') # whatever it was, this thread goes on
         finally: self.busy,self.given_up,cause.listeners = (),False,()
 
+    def over(self): "That a step is over is nothing to tell"
+
     def count(self, step):
         if step!=self.last_lost: self.lost,self.last_lost = self.lost+1,step
 
@@ -211,6 +213,8 @@ class AtOnce:
 
     def put(self, rows, lines, by=()): self.f(rows)
 
+    def over(self): "Rows come as before"
+
     def mark(self): return None # nobody has to wait
 
     def wait(self, done, until): return False
@@ -224,7 +228,7 @@ class Audience:
         note # Called with what the user should know, and an exception
     ): self.note,self.listeners,self.untold = note,(),deque() # untold: pieces of which nobody was told yet
 
-    def add(self, listener): self.listeners = (*self.listeners, listener) # `Listening`, or what has its methods `put`, `mark`, `wait`, `rest` and `remark`
+    def add(self, listener): self.listeners = (*self.listeners, listener) # `Listening`, or what has its methods put, over, mark, wait, rest and remark
 
     def remove(self, listener): self.listeners = tuple(l for l in self.listeners if l is not listener)
 
@@ -234,12 +238,18 @@ class Audience:
         "A piece that is to be told"
         if self.listeners: self.untold.append((rows, lines, by))
 
+    def over(self):
+        "The step is over that was taken last"
+        if self.listeners: self.untold.append(None)
+
     def tell(self):
         "Tell of what was taken all but those who have made it. The file has it, unless the disk refuses"
         while self.untold:
-            rows,lines,by = self.untold.popleft()
+            piece = self.untold.popleft()
             for l in self.listeners:
-                try: l in by or l.put(rows, lines, by)
+                try:
+                    if piece is None: l.over()
+                    elif l not in piece[2]: l.put(*piece)
                 except Exception as e: self.note("rows are lost for a listener", e)
 
     def remarks(self):

@@ -21,7 +21,7 @@ from ...ground.not_finite import FirstNotFinite
 from ...ground.messages import EmberWarning, an, printable, warn
 from .following import OverviewRows, Tail, loss_in, shown_rows, thinned_lines, thinned_rows
 from ...store.lines import parse
-from ...store.jsonl import emberTracker, listen_to, tracker
+from ...store.jsonl import emberTracker, listen_to_run, tracker
 from ...store.reading import path_of
 
 # %% ../../../nbs/60_show/93_live_view.ipynb #5e6c5e03
@@ -293,7 +293,7 @@ class RowsTold:
     ):
         self.t,self.goes_on,self.path = weakref.ref(t),goes_on,t.log_path
         self.new,self.n,self.lock = [],0,threading.Lock() # pieces, and their lines
-        self.listening = listen_to(t.file, self, 'live', given=bytes)
+        self.listening = listen_to_run(t, self, 'live', given=bytes)
 
     def __call__(self, step, lines):
         if step is None: return # it cannot be shown
