@@ -16,7 +16,7 @@ import numpy as np
 
 from ..ground.messages import printable
 from ..ground.needs import needs
-from .anywhere import file_size, is_there, is_url, opened, regular
+from .anywhere import Elsewhere, file_size, is_there, is_url, opened, regular
 from .base import read_meta, replace, write_meta
 from .columns import ColumnBlock, Missing, missing, none
 from .lines import blocks_of, longest_line, row_or_none
@@ -106,7 +106,8 @@ class Part:
             self.layouts,self.kinds = Layouts(self.told['layouts']),self.told['kinds']
             self.known,groups = {},list(map(self.file.metadata.row_group, range(self.file.metadata.num_row_groups)))
             of,rows = self.told['id'],self.told['rows']
-        except FileNotFoundError: raise FileNotFoundError(f"{printable(path)} is not there any more, and it has rows of the run.") from None
+        except FileNotFoundError: raise FileNotFoundError(f"{printable(path)} is not there any more, and it has rows of the run. Read it again.") from None
+        except Elsewhere: raise
         except Exception as e: raise ValueError(f"{printable(path)} is no part of a run as compact writes it: {printable(e, 200)}") from None
         if of!=run or any(self.told[k]!=about[k] for k in ('start', 'end', 'rows')) or rows!=self.file.metadata.num_rows:
             raise ValueError(f"{printable(path)} is a part of another run, {printable(self.told.get('run'))!r}: nothing of it is read. "
@@ -223,10 +224,9 @@ def lines_after(path, told):
     "The files with the lines that no part has, and where these begin in each"
     other,at = aside(path, told),told['end']-told['removed']
     put_aside = told.get('aside') or is_there(other) and (is_url(path) or not (os.path.exists(path) and os.path.samefile(path, other)))
-    files = [(other, at), (path, 0)] if put_aside else [(path, at)]
+    files = [(other, at)] if told.get('alone') else [(other, at), (path, 0)] if put_aside else [(path, at)] # alone: what has been in the file is elsewhere now
     for file,start in files:
         size = file_size(file) if file==other and told.get('aside') else size_if_there(file)
-        if not size and told.get('whole')==told['end']: continue # somebody is about to say in the list that these are removed
         if size<start: raise ValueError(f"{printable(file)} has {size} bytes, and its parts were made of {start}: it is another log, or was cut. "
             f"Remove {printable(folder_of(path))} if the log is whole.")
     return files
@@ -289,9 +289,10 @@ def blocks_of_run(
 
 def all_in_parts(path):
     "The layouts of the rows of a log that is in parts; None where lines follow them, or there are none"
-    pq = needs('pyarrow.parquet', for_='A run in Parquet')
+    if is_url(path): return None # to look at each part takes longer than what is won
     told,files = now_in(path)
-    if told is None or any(os.path.exists(file) and os.path.getsize(file)>start for file,start in files): return None
+    if told is None or any(size_if_there(file)>start for file,start in files): return None
+    pq = needs('pyarrow.parquet', for_='A run in Parquet')
     said = [json.loads(pq.read_schema(folder_of(path)/p['file']).metadata[b'torchember']) for p in told['parts']]
     return [keys for of in said for keys,_ in of['layouts']]
 
@@ -378,7 +379,7 @@ def remove_lines(path, told):
         except OSError: os.replace(path, other) # a file system without links
     if not os.path.exists(path) or os.path.samefile(path, other): replace(path, b'')
     told = make_parts(path, told, other, told['removed'], None)
-    told = {k: v for k,v in told.items() if k!='aside'}|{'removed': told['end']}
+    told = {k: v for k,v in told.items() if k not in ('aside', 'alone')}|{'removed': told['end']}
     write_list(path, told)
     other.unlink()
     return told
