@@ -161,7 +161,7 @@ def together(*codes):
     return pd.DataFrame({i: c for i,c in enumerate(codes)}).groupby([*range(len(codes))], sort=False, dropna=False, observed=True).ngroup().to_numpy()
 
 # %% ../../nbs/50_frames/03_ranks.ipynb #a7c10001
-key = ('step', 'path', 'ttype', 'tname', 'pname', 'call', 'micro', 'phase', 'backward') # what tells tensors apart
+key = ('step', 'path', 'ttype', 'tname', 'pname', 'call', 'micro', 'phase', 'backward', 'shard') # what tells tensors apart
 
 class Pieces:
     """The rows of all processes, and which piece of which tensor each is of
@@ -233,7 +233,7 @@ class Pieces:
         names = names_in_whole(paths, [f'@rank{r}' for r in ranks])
         self.rename(dict(zip(ranks, names, strict=True)))
         new = sorted({n for of in names for p,n in of.items() if n!=p and p in tops})
-        self.said.append(f"Each process has parameters of its own in {listed(tops)}, and torch does not say why: they are shown as different ones, "
+        self.said.append(f"Each process has parameters of its own in {listed(tops)}, and nothing says why: they are shown as different ones, "
             f"{listed(new)}.")
         self.settle()
 
@@ -448,7 +448,7 @@ def unknown_scale(pieces):
     "Gradients of activations of processes of which nobody says how they share the batch"
     rows = pieces.along('world', '?') & pieces.unsettled & pieces.df['ttype'].isin(['output_grad', 'input_grad']).to_numpy()
     if not rows.any(): return None
-    return (f"Gradients of activations ({int(rows.sum())} rows) are those of each process's own loss: torch does not say how the losses become one. "
+    return (f"Gradients of activations ({int(rows.sum())} rows) are those of each process's own loss: nothing says how the losses become one. "
         "Those of their mean are smaller by the number of processes.")
 
 def same_batch(pieces):

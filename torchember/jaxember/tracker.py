@@ -17,10 +17,11 @@ from ..compat.tracker import Library, Stash, Tracker, check_arguments, hist_stat
 from ..compat.tracker import engine_statistics, stash_all_stats_and_hist, stash_full_tensor, stash_hist, stash_scalar_stats
 from ..ground.choose import schedule
 from ..ground.messages import an
-from ..ground.record import identity
+from ..ground.record import identity, of_pieces
 from .capture.modules import Where, here
 from .capture.tags import Asked, asked, has_numbers, tagged_tree
 from .measure.summaries import measured, vectors, warm
+from .recorder.processes import Agreement, agreed_name, key_value_store
 from .recorder.recorder import JaxRecorder
 from .recorder.states import agreed_on
 from .recorder.twins import Own, Summaries
@@ -153,7 +154,8 @@ class JaxTracker(Tracker):
         for k,v in numbers.items():
             if isinstance(v, jax.core.Tracer): raise RuntimeError(f"log({k}=...) is called inside of jit, grad or another function of JAX, where {k} is a "
                 f"tracer and no number yet. Return it from there, and call it outside: {k} = tracker.intercept(update, ...), then tracker.log({k}={k}).")
-            if k in identity or k in ('shape', 'path'): raise ValueError(f"{k!r} is a column of every row, so no number can be called so. Choose another name.")
+            if k in (*identity, 'shape', 'path', *(() if self.recorder.spread.rank is None else of_pieces)):
+                raise ValueError(f"{k!r} is a column of every row, so no number can be called so. Choose another name.")
             if not isinstance(v, str) and np.size(v)!=1:
                 raise ValueError(f"log({k}=...) is given one number, got an array of shape {np.shape(v)}. Make it one: jnp.mean({k}), "
                     f"or {k}[0] of what pmap gives.")
@@ -229,8 +231,12 @@ def track(
     if names: warm([x for x in jax.tree.leaves(model_state) if has_numbers(x)][:1]) # while the step is compiled
     agreed = agreed_on(model_state, optimizer_state) # raises now for what is no array
     kind = type(model_state).__name__ if callable(model_state) else 'jax'
-    recorder = JaxRecorder(new_run(kind, name, False, home), measure, names, schedule(every), asks, tracked, agreed,
-        init_step or 0, Stash(lambda got: got, lambda: tracker.folder()))
+    rank,world,when = jax.process_index(),jax.process_count(),schedule(every)
+    what = {'stash_value': names or getattr(stash_value, '__qualname__', 'a function'), 'include': asks.include, 'exclude': asks.exclude,
+        'track_gradients': asks.gradients, 'every': when}
+    agreement = Agreement(rank, world, lambda: {'the step': str(recorder.step)} | {k: str(v) for k,v in what.items()}, key_value_store()) if world>1 else None
+    run = new_run(kind, f'{name or agreed_name(kind)}.rank{rank}' if agreement else name, False, home)
+    recorder = JaxRecorder(run, measure, names, when, asks, tracked, agreed, init_step or 0, Stash(lambda got: got, lambda: tracker.folder()), agreement)
     tracker = JaxTracker(recorder, offload_inc=offload_inc, offload_fn=offload_fn, offload_type=offload_type, wandb=wandb)
     if recorder.on: recorder.states.at_begin(model_state, optimizer_state)
     return tracker

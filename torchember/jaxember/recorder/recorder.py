@@ -18,6 +18,7 @@ from ...ground.record import SCHEMA
 from ..capture.modules import hooked
 from ..capture.tags import Asked, asked, tagged_tree
 from .rows import Names, PlacedCalls, Places, Tensor, rows_of_steps
+from .spread import Spread
 from .states import States
 from .twins import Summaries, named_scope
 from .watching import Watching
@@ -77,7 +78,7 @@ class StepRows:
             if known is None or known[0] is not todo or known[1]!=found.notes:
                 place = {p: i for i,p in enumerate(self.display.known)} # modules in the order in which they ran, as outputs have it
                 order = sorted(range(len(todo)), key=lambda i: place.get(todo[i][0].path, len(place)))
-                made = [Tensor(p.path, ttype, p.tname, None if ttype=='buffer' else p.pname or None, 0, s.shape, s.dtype)
+                made = [Tensor(p.path, ttype, p.tname, None if ttype=='buffer' else p.pname or None, 0, s.shape, s.dtype, more=dict(s.piece))
                     for (p,ttype),s in ((todo[i], found.notes[i]) for i in order)]
                 known = self.tensors[what] = todo,found.notes,made,order
             values = found.values()
@@ -107,6 +108,7 @@ class JaxRecorder:
         agreed: `Agreed`, of the trees that came first
         first_step: Number of the first step
         keep: What is done with what a function of the user's gives
+        agreement: `Agreement`, where there are several processes
     """
     def __init__(self,
         t, # The run, an `emberTracker`
@@ -117,12 +119,15 @@ class JaxRecorder:
         tracked, # Of 'model_state', 'optimizer_state' and 'gradients' those that are
         agreed=None, # `Agreed`, of the trees that came first
         first_step:int=0, # Number of the first step
-        keep=lambda got: got # What is done with what a function of the user's gives
+        keep=lambda got: got, # What is done with what a function of the user's gives
+        agreement=None # `Agreement`, where there are several processes
     ):
+        self.spread,self.told = agreement.spread if agreement else Spread(),None # told: what is written of the processes
         self.t,self.when,self.asks,self.step = t,when,asks,first_step
         self.open,self.running,self.begun,self.said = True,False,False,set() # begun: whether what is known of the run is written
-        self.display,self.places,self.watching = Names(),Places(self.warn),Watching(measure, every_of(when), self.warn)
-        self.states = States(measure, tracked, asks, self.places, agreed)
+        self.display,self.places,self.watching = Names(),Places(self.warn),Watching(measure, every_of(when), self.warn, self.spread,
+            agreement.trouble if agreement else None)
+        self.states = States(measure, tracked, asks, self.places, agreed, self.spread)
         self.rows = StepRows(measure, names, self.display, self.places, keep)
         look_out(t.file)
         self.ran,self.ts,self.noted,self.failed,self.notes = False,None,[],[],None # of the open step; failed: found by a run that raised; notes: the latest
@@ -203,7 +208,9 @@ class JaxRecorder:
                 "library, put probe('name', x) around values; what was compiled ahead of time (.lower().compile()) cannot be looked into.")
         self.noted,self.failed = [],[]
         ts,self.ts = self.ts or now(),None
-        self.t.put(Step(first, found, last, noted, self.step, ts, dict(self.t.marked)), over, by=self.rows)
+        rank = {} if self.spread.rank is None else {'rank': self.spread.rank}
+        self.tell_of_processes()
+        self.t.put(Step(first, found, last, noted, self.step, ts, {**rank, **self.t.marked}), over, by=self.rows)
 
     def finish(self):
         "Nothing more will be recorded: what there is of the open step goes to the log"
@@ -223,6 +230,12 @@ class JaxRecorder:
         if exclude is not None and not any(exclude.search(p) for p in seen):
             self.warn(f"exclude={exclude.pattern!r} is found in no module's name, so nothing is left out.")
         self.t.begin({'start': now(), 'user': user(), 'schema': SCHEMA, 'model': self.model, 'framework': 'jax'}, {'structure': self.display.tree()})
+
+    def tell_of_processes(self):
+        "What a reader has to know of them, when it is another than before: an array may come that lies along other axes"
+        if self.spread.rank is None or self.told==(meta := self.spread.meta()): return
+        self.told = meta
+        self.t.amend('ranks', meta)
 
     def say_lost(self):
         for what in self.watching.lost: self.warn(f"values inside {what} cannot be taken out of it and are not recorded. Everything else is.")

@@ -308,5 +308,5 @@ def numbers_of_rows(found, first):
     return replace(found, shapes=tuple((*shape[:-1], 1) for shape in found.shapes), arrays=[rows, *found.arrays[1:]])
 
 def tensor_of(s, where, call, backward, more):
-    if s.tag.all_examples: more = {**more, 'all_examples': True}
+    more = {**more, **dict(s.piece), **({'all_examples': True} if s.tag.all_examples else {})}
     return Tensor(where.path, 'output_grad' if s.grad else s.key.ttype, s.key.tname, None, call, s.shape, s.dtype, backward, more)

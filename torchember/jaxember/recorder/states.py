@@ -64,15 +64,17 @@ class States:
         asks: `Asked`: modules that are recorded
         places: `Places`, which learns where the arrays of a model lie
         agreed: `Agreed`, of the trees that came first
+        spread: `Spread`; without it the process is the only one
     """
     def __init__(self,
         measure, # `Summaries` or `Own`
         tracked, # Of 'model_state', 'optimizer_state' and 'gradients' those that are recorded
         asks, # `Asked`: modules that are recorded
         places, # `Places`, which learns where the arrays of a model lie
-        agreed=None # `Agreed`, of the trees that came first
+        agreed=None, # `Agreed`, of the trees that came first
+        spread=None # `Spread`; without it the process is the only one
     ):
-        self.measure,self.tracked,self.asks,self.places,self.agreed = measure,tracked,asks,places,agreed or Agreed()
+        self.measure,self.tracked,self.asks,self.places,self.agreed,self.spread = measure,tracked,asks,places,agreed or Agreed(),spread
         self.named = {k: Again(optimizer_states if k=='optimizer_state' else parameters) for k in ('model_state', 'optimizer_state', 'gradients')}
         self.known = () # `Named` of the model
         self.chosen = {} # 'states' or 'gradients' -> names, and what of them is recorded
@@ -124,7 +126,7 @@ class States:
             self.chosen[what] = lists,[t[1:] for t in todo],[(i, Key(Where(p.path, ''), ttype, p.tname)) for i,p,ttype in todo]
         _,todo,keys = self.chosen[what]
         arrays = [x for _,some,_ in some for x in some]
-        found = all_of([(key, arrays[i]) for i,key in keys], self.measure)
+        found = all_of([(key, arrays[i]) for i,key in keys], self.measure, self.spread)
         found.leave()
         return [(what, todo, found)]
 

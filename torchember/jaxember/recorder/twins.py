@@ -105,6 +105,7 @@ class Seen:
     axes:tuple=() # Leading axes, outermost first: a `Loop`, or (name, size) of the axes of a mesh
     when:tuple=() # Pairs (piece, value): what that piece must be, or more than 0 where the value is None
     scopes:tuple=() # Numbers of the modules that run around it in its program, the outermost first
+    piece:tuple=() # Pairs: a column that says which piece of the whole it is, and what is there
 
     key = property(lambda self: self.tag.key)
     grad = property(lambda self: self.tag.grad)
@@ -421,14 +422,16 @@ class Twin:
         measure: `Summaries` or `Own`
         mesh: Of the devices, when the arguments are laid out over several
         every: Of how many steps of a training that is a `scan` one is measured
+        piece: Columns that say which piece of the whole each value is
     """
     def __init__(self,
         params, # Of the `jit`
         measure, # `Summaries` or `Own`
         mesh=None, # Of the devices, when the arguments are laid out over several
-        every:int=1 # Of how many steps of a training that is a `scan` one is measured
+        every:int=1, # Of how many steps of a training that is a `scan` one is measured
+        piece:tuple=() # Columns that say which piece of the whole each value is
     ):
-        closed,self.n,self.every = params['jaxpr'],len(params['jaxpr'].out_avals),every
+        closed,self.n,self.every,self.piece = params['jaxpr'],len(params['jaxpr'].out_avals),every,piece
         twin,evaluation = self.evaluated(closed, measure)
         if any(isinstance(c, jax.core.Tracer) for c in twin.consts): # a function of the user's has kept one of an earlier program
             error = measure.failed(TypeError(in_jit))
@@ -448,7 +451,7 @@ class Twin:
         def f(*args):
             out,pieces,seen = evaluation.run(closed, args)
             rows = {i for s in seen if s.form is None for i in s.at}
-            self.notes,self.shapes = tuple(seen),tuple(p.shape for p in pieces)
+            self.notes,self.shapes = tuple(replace(s, piece=self.piece) for s in seen),tuple(p.shape for p in pieces)
             self.kinds,pack = one_buffer(pieces, rows)
             return [*out, *pack(pieces)]
         return jax.make_jaxpr(f)(*closed.in_avals), evaluation

@@ -15,18 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Trace, eval_jaxpr
 from jax.extend.core import jaxprs_in_params, primitives, set_current_trace, take_current_trace
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 
 from ..capture.tags import Tag, has_tags, loops_that_train, slope_p, tap_p
+from .spread import Spread, merged_rows, part_here, ranks_in, rows_of_shards, side_by_side
 from .twins import Own, Seen, Summaries, Twin, scope_now
 
 # %% ../../../nbs/88_jaxember/40_watching.ipynb #35a5ea6b
-def alone(
-    arrays # Arrays
-) -> bool:
-    "Whether they are all on one device"
-    return devices_of(arrays)[0]
-
 def devices_of(
     arrays # Arrays
 ) -> tuple: # Whether they are all on one device, and the mesh of those that are not
@@ -39,14 +34,28 @@ def devices_of(
         if mesh is None and type(sharding) is not SingleDeviceSharding and isinstance(sharding, NamedSharding) and sharding.mesh.size>1: mesh = sharding.mesh
     return len(devices)<2, mesh
 
+def mesh_in(
+    params # Of an operation
+): # The first mesh of several devices; an abstract one, where no other is there; None
+    "The mesh over which a program lays out its values by itself"
+    abstract = None
+    for v in params.values():
+        for s in v if isinstance(v, list|tuple) else (v,):
+            mesh = s.mesh if isinstance(s, NamedSharding) else s
+            if isinstance(mesh, Mesh) and mesh.size>1: return mesh
+            if isinstance(mesh, AbstractMesh) and mesh.size>1: abstract = mesh
+    for found in (mesh_in(e.params) for j in jaxprs_in_params(params) for e in j.eqns):
+        if isinstance(found, Mesh): return found
+        abstract = abstract or found
+    return abstract
+
 @cache
 def one_by_one(measure): return jax.jit(lambda x: measure.pieces(None, x)[0][0])
 
 @cache
-def stacked_rows(measure, mesh):
+def stacked_rows(measure):
     "Measures a list of arrays: one program for each list of shapes and dtypes"
-    where = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-    return jax.jit(lambda xs: jnp.stack([measure.pieces(None, x)[0][0] for x in xs]), out_shardings=where)
+    return jax.jit(lambda xs: jnp.stack([measure.pieces(None, x)[0][0] for x in xs]))
 
 stacked = jax.jit(lambda rows: jnp.stack(rows))
 
@@ -60,14 +69,21 @@ def by_devices(
 
 # %% ../../../nbs/88_jaxember/40_watching.ipynb #5eca60db
 class Eager:
-    "What was measured of values that were there"
-    def __init__(self): self.notes,self.got,self.parts = [],[],[] # parts: pairs of numbers of notes and the matrix of their rows
+    """What was measured of values that were there
+
+    Args:
+        wanted: Groups of parts that are measured
+    """
+    def __init__(self,
+        wanted=() # Groups of parts that are measured
+    ): self.wanted,self.notes,self.got,self.parts = wanted,[],[],[] # parts: numbers of notes, the matrix of their rows; of shards, which of each count, or None
 
     def add(self,
         x, # The value
         tag, # Its `Tag`
         got=None, # Its row, on the device, or what a function of the user's gave; None when the rows come together
-        start=None # `Scope` in which it is computed
+        start=None, # `Scope` in which it is computed
+        held=None # What of it is here; all of it without that
     ):
         """One more
 
@@ -76,20 +92,47 @@ class Eager:
             tag: Its `Tag`
             got: Its row, on the device, or what a function of the user's gave; None when the rows come together
             start: `Scope` in which it is computed
+            held: What of it is here; all of it without that
         """
-        self.notes.append(Seen(tag, x.shape, dtype_name(x.dtype), (), 'given' if isinstance(got, dict) else None).within(start))
+        shape,piece = (held.shape, held.columns) if held else (x.shape, ())
+        self.notes.append(Seen(tag, shape, dtype_name(x.dtype), (), 'given' if isinstance(got, dict) else None, piece=piece).within(start))
         self.got.append(got)
+
+    def measure(self,
+        at, # Numbers of their notes
+        xs, # Arrays
+        held # What of each is here
+    ):
+        """Measure arrays, each device what it has of them: one program for those that are on the same devices
+
+        Args:
+            at: Numbers of their notes
+            xs: Arrays
+            held: What of each is here
+        """
+        whole = [(i, x if len(x.sharding.device_set)==1 else x.addressable_data(0)) for i,x,h in zip(at, xs, held, strict=True) if h.counts is None]
+        for some in by_devices([x for _,x in whole]):
+            numbers,arrays = zip(*(whole[k] for k in some), strict=True)
+            self.parts.append(([*numbers], stacked_rows(Summaries(self.wanted))([*arrays]), None))
+        groups = {}
+        for i,x,h in zip(at, xs, held, strict=True):
+            if h.counts is None: continue
+            array,devices = side_by_side(x)
+            groups.setdefault(devices, []).append((i, array, h.counts))
+        for devices,some in groups.items():
+            numbers,arrays,counts = zip(*some, strict=True)
+            self.parts.append(([*numbers], rows_of_shards(self.wanted, devices)([*arrays]), counts))
 
     def leave(self):
         "Set out for the host, without waiting: one array for each set of devices"
         at = [i for i,g in enumerate(self.got) if isinstance(g, jax.Array)]
-        if at and not self.parts:
-            self.parts = [([at[k] for k in some], stacked([self.got[at[k]] for k in some])) for some in by_devices([self.got[i] for i in at])]
-        for _,rows in self.parts: rows.copy_to_host_async()
+        if at and not any(at[0] in numbers for numbers,*_ in self.parts):
+            self.parts += [([at[k] for k in some], stacked([self.got[at[k]] for k in some]), None) for some in by_devices([self.got[i] for i in at])]
+        for _,rows,_ in self.parts: rows.copy_to_host_async()
 
     def values(self):
         "A matrix with the row of each; a list, where a function of the user's gave something"
-        return in_one(self.parts) if self.parts else self.got
+        return in_one(self.parts, self.wanted) if self.parts else self.got
 
     def each(self):
         "As `Found` has it"
@@ -99,41 +142,47 @@ class Eager:
 def dtype_name(dtype): return str(dtype)
 
 @lru_cache(4096)
-def note_of(key, shape, dtype): return Seen(Tag(key, 0), shape, dtype_name(dtype), ())
+def note_of(key, shape, dtype, piece=()): return Seen(Tag(key, 0), shape, dtype_name(dtype), (), piece=piece)
 
 def in_one(
-    parts # Pairs of numbers and a matrix with as many rows
+    parts, # Numbers, a matrix with as many rows, or of shards some, and which of these count
+    wanted=() # Groups of parts that were measured
 ): # The rows, in the order of their numbers
     """Matrices as one, on the host
 
     Args:
-        parts: Pairs of numbers and a matrix with as many rows
+        parts: Numbers, a matrix with as many rows, or of shards some, and which of these count
+        wanted: Groups of parts that were measured
 
     Returns:
         The rows, in the order of their numbers
     """
-    if len(parts)==1: return np.asarray(parts[0][1])
-    return np.concatenate([np.asarray(m) for _,m in parts])[np.argsort([i for at,_ in parts for i in at])]
+    rows = [np.asarray(m) if counts is None else merged_rows(m, counts, wanted) for _,m,counts in parts]
+    order = [i for at,*_ in parts for i in at]
+    return rows[0] if len(rows)==1 and order==sorted(order) else np.concatenate(rows)[np.argsort(order)]
 
 def all_of(
     named, # Pairs of a `Key` and an array
-    measure # `Summaries` or `Own`
+    measure, # `Summaries` or `Own`
+    spread=None # `Spread`; without it the process is the only one
 ) -> Eager:
     """Measure arrays that are there, all at once
 
     Args:
         named: Pairs of a `Key` and an array
         measure: `Summaries` or `Own`
+        spread: `Spread`; without it the process is the only one
     """
-    found,xs = Eager(),[x if isinstance(x, jax.Array) else jnp.asarray(x) for _,x in named]
+    spread = spread or Spread()
+    xs = [x if isinstance(x, jax.Array) else jnp.asarray(x) for _,x in named]
+    held = [spread.held(x) for x in xs]
     if type(measure) is Own:
-        for (key,_),x in zip(named, xs, strict=True): found.add(x, Tag(key, 0), measure.here(x))
-    else:
-        found.notes,found.got = [note_of(key, x.shape, x.dtype) for (key,_),x in zip(named, xs, strict=True)],[None]*len(xs)
-        for at in by_devices(xs):
-            some = [xs[i] for i in at]
-            one,mesh = devices_of(some)
-            found.parts.append((at, stacked_rows(Summaries(measure.wanted, one), mesh)(some)))
+        found = Eager()
+        for (key,_),x,h in zip(named, xs, held, strict=True): found.add(x, Tag(key, 0), measure.here(part_here(x, h)), held=h)
+        return found
+    found = Eager(measure.wanted)
+    found.notes,found.got = [note_of(key, h.shape, x.dtype, h.columns) for (key,_),x,h in zip(named, xs, held, strict=True)],[None]*len(xs)
+    found.measure(range(len(xs)), xs, held)
     return found
 
 # %% ../../../nbs/88_jaxember/40_watching.ipynb #a9d68e78
@@ -148,14 +197,19 @@ class Watching(Trace):
         measure: `Summaries` or `Own`
         every: Of how many steps of a training that is a `scan` one is measured
         say: Function that is told what there is to know before something runs
+        spread: `Spread`; without it the process is the only one
+        trouble: Function: ranks of the processes of a program -> why it cannot be looked into, '' where it can; where there are several
     """
     ever = [] # all there have been: what nnx made while one looked on can be changed only as long as that one is there
     def __init__(self,
         measure, # `Summaries` or `Own`
         every:int=1, # Of how many steps of a training that is a `scan` one is measured
-        say=lambda text: None # Function that is told what there is to know before something runs
+        say=lambda text: None, # Function that is told what there is to know before something runs
+        spread=None, # `Spread`; without it the process is the only one
+        trouble=None # Function: ranks of the processes of a program -> why it cannot be looked into, '' where it can; where there are several
     ):
         super().__init__()
+        self.spread,self.trouble = spread or Spread(),trouble
         with take_current_trace(), take_current_trace() as jax_itself: self.below = jax_itself # the inner one is handed what is there at the top
         self.measure,self.every,self.say,self.found,self.lost = measure,every,say,[],set()
         self.ever.append(self)
@@ -165,7 +219,7 @@ class Watching(Trace):
 
     def over(self):
         "The run is over: nothing is kept of it"
-        self.measure,self.say,self.found = None,None,[]
+        self.measure,self.say,self.trouble,self.found = None,None,None,[]
 
     def taken(self):
         "What was found since the last time, in its order"
@@ -205,10 +259,13 @@ class Watching(Trace):
     def tapped(self, x, tag):
         "A tagged value that is there"
         if tag.again: return x
-        if type(self.measure) is Own: got = self.measure.here(x)
-        else: got = one_by_one(Summaries(self.measure.wanted, alone([x])))(x)
-        if not (self.found and type(self.found[-1]) is Eager): self.found.append(Eager())
-        self.found[-1].add(x, tag, got, scope_now())
+        held = self.spread.held(x)
+        if not (self.found and type(self.found[-1]) is Eager): self.found.append(Eager(getattr(self.measure, 'wanted', ())))
+        eager = self.found[-1]
+        if type(self.measure) is Own: got = self.measure.here(part_here(x, held))
+        else: got = one_by_one(Summaries(self.measure.wanted))(x) if len(x.sharding.device_set)==1 else None
+        eager.add(x, tag, got, scope_now(), held)
+        if got is None: eager.measure([len(eager.notes)-1], [x], [held])
         return x
 
     def jitted(self, args, params):
@@ -217,17 +274,36 @@ class Watching(Trace):
         known = twins.get(closed)
         if known is None: known = twins[closed] = {'trains': loops_that_train(closed.jaxpr)} if has_tags(closed.jaxpr) else False
         if known is False: return self.below.process_primitive(primitives.jit_p, args, params)
-        one,mesh = devices_of(args)
+        one,mesh = self.where(args, params, known)
+        if why := self.why_not(args, mesh):
+            self.say(why)
+            return self.below.process_primitive(primitives.jit_p, args, params)
         measure = Summaries(self.measure.wanted, one) if type(self.measure) is Summaries else self.measure
-        every = self.every if known['trains'] else 1
-        asked = measure,mesh,every,*(v for k,v in params.items() if k!='jaxpr') # one program may be compiled with and without donation
+        every,piece = self.every if known['trains'] else 1,self.spread.of_whole(mesh)
+        asked = measure,mesh,every,piece,*(v for k,v in params.items() if k!='jaxpr') # one program may be compiled with and without donation
         twin = known.get(asked)
-        if twin is None: twin = known[asked] = Twin(params, measure, mesh, every)
+        if twin is None: twin = known[asked] = Twin(params, measure, mesh, every, piece)
         for text in twin.told: self.say(text)
         self.lost |= twin.lost
         out,found = twin(*args, trace=self.below, start=scope_now())
         self.found.append(found)
         return out
+
+    def where(self, args, params, known):
+        "Whether a program runs on one device, and the mesh of its devices"
+        one,mesh = devices_of(args)
+        if mesh is not None: return one, mesh
+        if 'mesh' not in known: known['mesh'] = mesh_in(params)
+        mesh = known['mesh']
+        if isinstance(mesh, AbstractMesh): mesh = current if (current := jax.sharding.get_mesh()).size>1 else None
+        return one and mesh is None, mesh
+
+    def why_not(self, args, mesh):
+        "Why a program that other processes have a part in cannot be looked into"
+        if self.spread.rank is None: return ''
+        if mesh is not None: return self.trouble(ranks) if len(ranks := ranks_in(mesh))>1 else ''
+        return '' if all(x.is_fully_addressable for x in args if isinstance(x, jax.Array)) else (
+            "what modules give in a program whose arrays are laid out over several processes without a mesh is not recorded. Give them a NamedSharding.")
 
     def compiled(self, program, f, args, several):
         "An operation that compiles what is in it: a loop, a branch"
