@@ -53,6 +53,8 @@ save: # Run the notebooks and keep what they print: `make save NB=nbs/05_ground/
 lint: # Look for mistakes in notebooks, library, tests and examples
 	ruff check
 
+# A worker, or a program that a test starts, need not compile what another one has, whatever the environment says
+test: export PYTHONDONTWRITEBYTECODE :=
 test: # Run the notebooks and tests/ against the library, but for the slow: ARGS='-n auto' for all, ARGS='-k summary' for some
 	pytest $(ARGS)
 

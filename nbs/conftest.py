@@ -57,6 +57,7 @@ class Notebook(pytest.File):
     def setup(self):
         "A shell in the notebook's folder, with a home of its own and what the library exports"
         for lib in ('jax', 'flax', 'optax', 'equinox') if 'jaxember' in (self.mod or '') else (): pytest.importorskip(lib)
+        self.optimize(False)
         self.before,self.failed,self.env = process.Before(),self.session.testsfailed,pytest.MonkeyPatch()
         process.fresh(self.env)
         self.env.setattr(sys, 'path', sys.path[:])
@@ -72,9 +73,14 @@ class Notebook(pytest.File):
         changed = self.began.changed(process.Settings())
         process.blame(section.name, [s for s in changed if ' TORCHEMBER_HOME ' not in s]) # a notebook may have several homes, and is alone in each
 
+    def optimize(self, yes):
+        "XLA's passes cost a third of what these notebooks take. What is to have the same bits as without us is tested with them, in tests/jaxember"
+        if 'jaxember' in (self.mod or ''): import_module('jax').config.update('jax_disable_most_optimizations', not yes)
+
     def teardown(self):
         self.shell.close()
         self.env.undo()
+        self.optimize(True)
         if self.session.testsfailed>self.failed or self.todo: return
         process.blame(self.path.name, [f'{s} (since {self.came[s]!r})' if s in self.came else s for s in self.before.left()])
 

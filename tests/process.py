@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 from functools import cache
+from operator import is_
 
 import pytest
 
@@ -20,6 +21,7 @@ env.setenv('TORCHEMBER_HOME', home.name)
 env.setenv('MPLBACKEND', 'agg')
 env.setenv('TORCHEMBER_WAIT', '1') # the last digits of a first step are not left to chance
 env.setenv('TORCHINDUCTOR_COMPILE_THREADS', '1') # more are a pool of processes, each of which imports torch
+if 'TORCHINDUCTOR_VEC_ISA_OK' not in os.environ: env.setenv('TORCHINDUCTOR_VEC_ISA_OK', '1') # a compiler for each instruction set that this CPU says it has
 if 'PYTEST_XDIST_WORKER' in os.environ: env.setenv('OMP_NUM_THREADS', '1')
 
 
@@ -139,8 +141,8 @@ def attributes():
             for c in reversed(getattr(of, '__mro__', [of])): places[where].update(vars(c)) # what is inherited can be covered
     for name,m in list(sys.modules.items()):
         if m is not None and name.startswith('torchember.'):
-            places[name] = own = {**vars(m)}
-            for c in classes_of(name, len(own)): places[f'{name}.{c.__name__}'] = {**vars(c)}
+            places[name] = own = vars(m).copy()
+            for c in classes_of(name, len(own)): places[f'{name}.{c.__name__}'] = vars(c).copy()
     return places
 
 
@@ -163,6 +165,7 @@ class Settings:
             out += [f'{say.format(n)} was {was.get(n)!r:.200}, and is {new.get(n)!r:.200}' for n in sorted(known) if was.get(n)!=new.get(n)]
         for where,was in self.attributes.items():
             new = now.attributes.get(where, was)
+            if was.keys()==new.keys() and all(map(is_, was.values(), new.values())): continue # nearly always, and soon seen
             out += [f'{where}.{n} is patched' for n,v in was.items() if (w := new.get(n, self)) is not v and by_somebody(where, n, v, w)]
         return out
 
