@@ -89,7 +89,7 @@ class Places:
     def __init__(self, packets): # rank -> `Packet`
         pd = needs('pandas', for_='A table of rows')
         self.of,self.ints,self.lists = {},{},{} # column -> rows and places; whether all are ints; (row, place, length) of each list
-        self.stats,self.count,records,at = {},{},[],0 # tensor type -> columns of numbers; rank -> number of rows
+        self.stats,self.count,records,at = {},{},[],0 # tensor type and call -> columns of numbers; rank -> number of rows
         for rank in sorted(packets):
             some = json.loads(packets[rank].text)
             self.count[rank] = len(some)
@@ -101,7 +101,7 @@ class Places:
                     else:
                         rows,places = self.of.setdefault(name, ([], []))
                         rows.append(i); places.append(at)
-                        self.stats.setdefault(fixed.get('ttype'), {})[name] = None
+                        self.stats.setdefault((fixed.get('ttype'), fixed.get('call')), {})[name] = None
                     self.ints[name] = self.ints.get(name, True) and kind in 'iI'
                     at += n
         self.n,self.whole = len(records),{c for c,(rows,_) in self.of.items() if len(rows)==len(records)}
@@ -115,8 +115,8 @@ class Places:
         for c in {'call', 'micro', 'backward'} & {*fixed}: fixed[c] = pd.to_numeric(fixed[c])
         self.fixed = fixed
 
-    def table(self, packets):
-        "The rows of a step, of all processes under each other"
+    def columns(self, packets):
+        "What is of this step"
         numbers = np.concatenate([packets[r].numbers for r in sorted(packets)])
         new = {}
         for c,(rows,places) in self.of.items():
@@ -130,25 +130,36 @@ class Places:
             for i,at,n in some: new[c][i] = numbers[at:at+n].astype(np.int64 if self.ints[c] else float).tolist()
         for c in bad: new.setdefault(c, np.zeros(self.n, np.int64))
         ts = [t for r in sorted(packets) for t in (packets[r].ts if isinstance(packets[r].ts, list) else [packets[r].ts]*self.count[r])]
-        return self.fixed.assign(**new, ts=ts)
+        return {**new, 'ts': np.array(ts, object)}
 
 # %% ../../nbs/50_frames/04_packed_rows.ipynb #f3db4ab3
 class WholeRows:
     "The rows of the whole from the packets of its processes"
     most = 16 # combinations of layouts to remember
-    def __init__(self): self.known,self.about,self.paths = {},{},{} # about, paths: as `Pieces` has them, of each rank
+    def __init__(self):
+        self.known,self.about,self.paths = {},{},{} # about, paths: as `Pieces` has them, of each rank
+        self.merged = {} # layouts -> pieces, merge: of the last step
 
     def hear(self, rank, packet):
         "What a process says of itself"
-        if 'about' in packet.head: self.about[rank] = packet.head['about']
-        if 'paths' in packet.head: self.paths[rank] = packet.head['paths']
+        for known,name in ((self.about, 'about'), (self.paths, 'paths')):
+            if name in packet.head and known.get(rank)!=packet.head[name]: known[rank],self.merged = packet.head[name],{}
 
-    def places(self, packets):
-        key = tuple((r, packets[r].layout) for r in sorted(packets))
+    def places(self, key, packets):
         if key not in self.known:
-            while len(self.known)>=self.most: del self.known[next(iter(self.known))]
+            while len(self.known)>=self.most: self.merged.pop(gone := next(iter(self.known)), None); del self.known[gone]
             self.known[key] = Places(packets)
         return self.known[key]
+
+    def merge(self, key, places, columns):
+        "The merge of the last step that had these layouts, with other numbers; where these do not fit a new one"
+        pieces,merge = self.merged.get(key, (None, None))
+        if pieces is not None and (pieces := pieces.again(columns)) is not None: merge = merge.again(pieces)
+        else:
+            pieces = Pieces(places.fixed.assign(**columns), {r: a for r,a in self.about.items() if a}, self.paths)
+            merge = Merge(pieces)
+        self.merged[key] = pieces,merge
+        return merge
 
     def rows(self, packets): # rank -> `Packet`
         """Dicts
@@ -156,26 +167,25 @@ class WholeRows:
         Returns:
             rank -> `Packet`
         """
-        places = self.places(packets)
-        about = {r: a for r,a in self.about.items() if a}
-        df = Merge(Pieces(places.table(packets), about, self.paths)).table()
-        return as_rows(df, places)
+        key = tuple((r, packets[r].layout) for r in sorted(packets))
+        places = self.places(key, packets)
+        return as_rows(self.merge(key, places, places.columns(packets)).table(), places)
 
 def as_rows(df, places):
-    "The rows of a table as dicts: what a row does not have is left out, and what cannot be known of a row that is not finite is NaN"
+    "The rows of a table as dicts: what a row does not have is left out, and what cannot be known is NaN"
     columns = {}
     for c in df.columns:
         v = df[c].astype(object).to_numpy() if isinstance(df[c].dtype, needs('pandas', for_='A table of rows').CategoricalDtype) else df[c].to_numpy()
         if c=='numel' or c in places.of and places.ints[c]: there = v==v; v = [int(x) if x==x and x==int(x) else x for x in v.tolist()]
         else: there = [x is not None and (not isinstance(x, float) or x==x) for x in v.tolist()]; v = v.tolist()
         columns[c] = v,there
-    odd = ((df[list(bad)].to_numpy()>0).any(1) | (df['numel'].to_numpy(float)<=1 if 'numel' in df else False)).tolist()
     order = [c for c in df.columns if c not in identity and c not in ('path', *bad)]
     order += [c for c in (*identity, *bad) if c in df]
     out = []
-    for i,ttype in enumerate(columns['ttype'][0]):
-        has = places.stats.get(ttype, {}) if odd[i] else {}
-        row = {c: columns[c][0][i] for c in order if columns[c][1][i] or c in has and c in derived}
+    for i,kind in enumerate(zip(columns['ttype'][0], df['call'].tolist(), strict=True) if 'call' in df else []):
+        has = places.stats.get(kind, {})
+        if kind[0]=='scalar' and not any(columns[c][0][i] for c in bad): has = {}
+        row = {c: columns[c][0][i] for c in order if columns[c][1][i] or c in has and (c in derived or kind[0]=='scalar')}
         for c in bad:
             if not row[c]: del row[c]
         if columns['path'][0][i]!=path_of(row['module']): row['path'] = columns['path'][0][i]

@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['most', 'sensible', 'key', 'merged_columns', 'only_pieces', 'numbered_children', 'with_ancestors', 'names_in_whole',
-           'numbered_on', 'understood', 'is_number', 'is_line', 'Processes', 'numbers_in', 'differs', 'samples_in',
-           'first_of_each', 'together', 'Pieces', 'Merge', 'untold', 'drift', 'gone', 'unknown_scale', 'same_batch',
-           'whole']
+           'numbered_on', 'understood', 'is_number', 'is_line', 'Processes', 'numbers_in', 'differs', 'odd_keys',
+           'nameless_in', 'samples_in', 'first_of_each', 'together', 'Pieces', 'Merge', 'untold', 'drift', 'gone',
+           'unknown_scale', 'same_batch', 'whole']
 
 # %% ../../nbs/50_frames/03_ranks.ipynb #bf127dde
-import re
+import copy, re
 from collections import Counter, defaultdict
 from math import prod
 
@@ -131,19 +131,30 @@ class Processes:
         return self.known[axes].get(rank, rank)
 
 # %% ../../nbs/50_frames/03_ranks.ipynb #0fecab11
-def numbers_in(df): return [c for c in df.columns if c in derived or c in ('nan', 'posinf', 'neginf')]
+def numbers_in(df): return [c for c in df if c in derived or c in ('nan', 'posinf', 'neginf')]
 
 def differs(df, at):
     "Whether each row has other numbers than the row that `at` says"
-    out = np.zeros(len(df), bool)
-    sizes = [np.abs(df[c].to_numpy(float)) for c in ('min', 'max', 'std', 'rms', 'abs_max', 'mean') if c in df]
-    size = np.nan_to_num(np.nanmax([np.zeros(len(df)), *sizes], axis=0), posinf=0)
+    out = np.zeros(len(at), bool)
+    sizes = [np.abs(np.asarray(df[c], float)) for c in ('min', 'max', 'std', 'rms', 'abs_max', 'mean') if c in df]
+    size = np.nan_to_num(np.nanmax([np.zeros(len(at)), *sizes], axis=0), posinf=0)
     for c in numbers_in(df):
-        x = df[c].to_numpy(float)
+        x = np.asarray(df[c], float)
         y,scale = x[at],1. if c in ('skew', 'kurtosis') else size if c in ('mean', 'finite_mean', 'min', 'max', 'abs_min') else 0.
         with np.errstate(invalid='ignore'): near = np.abs(x-y)<=1e-9*np.maximum(np.maximum(np.abs(x), np.abs(y)), scale)
         out |= ~(near | (x==y) | (np.isnan(x) & np.isnan(y)))
     return out
+
+def odd_keys(df, nameless, key, at, where):
+    "For each key whether one of its rows has other numbers than the row that `at` says, or none. Only rows `where` are looked at"
+    out = np.zeros(key.max()+1, bool)
+    out[key[(differs(df, at) | nameless) & where]] = True
+    return out
+
+def nameless_in(df, n):
+    "Which of `n` rows have no statistic that is known here"
+    missing = [np.isnan(np.asarray(df[c], float)) for c in df if c in derived]
+    return np.all(missing, axis=0) if missing else np.ones(n, bool)
 
 def samples_in(df):
     "The first dimension of each tensor, 1 where it has none"
@@ -178,7 +189,9 @@ class Pieces:
     ):
         self.about,self.said = understood(about)
         self.paths,self.processes = paths,Processes(self.about, df['rank'].unique().tolist())
-        self.df = df.sort_values(['step', 'rank'], kind='stable', ignore_index=True) if 'step' in df else df.reset_index(drop=True)
+        df = df.reset_index(drop=True)
+        if 'step' in df: df = df.sort_values(['step', 'rank'], kind='stable')
+        self.at,self.df,self.decided = df.index.to_numpy(),df.reset_index(drop=True),[] # decided: by which numbers
         if 'part' not in self.df: self.df['part'] = None
         self.rank = self.df['rank'].to_numpy(int)
         self.name_stages()
@@ -247,14 +260,15 @@ class Pieces:
         pd = needs('pandas', for_='A table of rows')
         self.part,known = pd.factorize(np.array([p if isinstance(p, str) else 'world:?' for p in self.df['part']], object)) # rows -> what is said of them
         self.parts = [roles_in(p) for p in known] # each of these -> axis -> role
-        self.nameless = self.df[[c for c in self.df.columns if c in derived]].isna().all(axis=1).to_numpy() # noted numbers, and what users and monitors have
+        self.nameless = nameless_in(self.df, len(self.df)) # noted numbers, and what users and monitors have
         samples,same,forward = samples_in(self.df),{},self.df['ttype'].isin(['input', 'output']).to_numpy()
         self.unsettled = np.zeros(len(self.df), bool)
         for a in sorted({a for roles in self.parts for a,r in roles.items() if r in ('?', 'B')}):
             batch,of = self.along(a, 'B'),self.along(a, '?')
             line = np.array([self.processes.line(a, r) for r in range(self.rank.max()+1)])[self.rank]
-            odd = np.zeros(self.key.max()+1, bool)
-            odd[self.key[(differs(self.df, first_of_each(together(self.key, line))) | self.nameless) & (of | batch)]] = True
+            compared = self.key,first_of_each(together(self.key, line)),of | batch
+            odd = odd_keys(self.df, self.nameless, *compared)
+            self.decided.append((compared, odd))
             flows = batch & odd[self.key]
             sizes = set(samples[flows & forward if (flows & forward).any() else flows].tolist())-{1}
             self.unsettled |= of & odd[self.key]
@@ -276,6 +290,20 @@ class Pieces:
                 self.part[rows & (self.part==p)] = len(self.parts)
                 self.parts.append({**self.parts[p], axis: 'P'})
 
+    def again(self, columns): # name -> values, of rows in the order in which they were given; `step` is among them
+        """The same pieces with the numbers of another step; None where these say that something else is a part of something else
+
+        Returns:
+            name -> values, of rows in the order in which they were given; `step` is among them
+        """
+        new = {c: v[self.at] for c,v in columns.items()}
+        nameless,(one,other) = nameless_in(new, len(self.at)),(np.unique(x, return_inverse=True)[1] for x in (new['step'], self.df['step']))
+        if (nameless!=self.nameless).any() or (one!=other).any(): return None
+        if any((odd_keys(new, nameless, *compared)!=odd).any() for compared,odd in self.decided): return None
+        out = copy.copy(self)
+        out.df = self.df.assign(**new)
+        return out
+
 # %% ../../nbs/50_frames/03_ranks.ipynb #a7c10003
 merged_columns = 'nan', 'posinf', 'neginf', 'shape', 'numel', 'exponents', 'exponent_min', 'ratio', 'module', 'ts', 'dtype', 'run'
 only_pieces = (*of_pieces, 'rank') # what is said of pieces, and not of wholes
@@ -293,7 +321,7 @@ class Merge:
         self.said,self.processes = [],pieces.processes
         place = together(pieces.key, pieces.piece)
         partial = pieces.has('P', 'P*')
-        kept = np.flatnonzero((first_of_each(place)==np.arange(len(place))) | partial) # of replicas the first
+        self.kept = kept = np.flatnonzero((first_of_each(place)==np.arange(len(place))) | partial) # of replicas the first
         self.d,self.partial,self.rank = pieces.df.iloc[kept].reset_index(drop=True),partial[kept],pieces.rank[kept]
         self.part,self.parts,self.batch = pieces.part[kept],pieces.parts,pieces.has('B')[kept]
         split = {a for roles in self.parts for a,r in roles.items() if r[0]=='S'} # axes along which tensors are cut, not batches
@@ -304,6 +332,16 @@ class Merge:
         self.first[self.order[::-1]] = np.arange(len(kept))[::-1]
         self.many = np.bincount(self.order, minlength=self.n)>1
         self.factor = self.column('gscale', 1.).fillna(1.).to_numpy(float)
+
+    def again(self, pieces): # as `Pieces.again` gives them
+        """The same with the numbers of another step
+
+        Returns:
+            as `Pieces.again` gives them
+        """
+        out = copy.copy(self)
+        out.said,out.d = [],pieces.df.iloc[self.kept].reset_index(drop=True)
+        return out
 
     def column(self, name, missing=None):
         pd = needs('pandas', for_='A table of rows')
@@ -564,7 +602,7 @@ def fill_others(out, d, order, many, done):
     spoiled = sum((d[c]>0).to_numpy() for c in ('nan', 'posinf', 'neginf') if c in d)>0
     for c in [c for c in d.columns if c not in done]:
         values = d[c]
-        text = values.map(repr).to_numpy(str) if values.dtype==object else values.to_numpy()
+        text = [*map(repr, values)] if values.dtype==object else values.to_numpy()
         odd = (pd.DataFrame({'o': order, 'v': text}).groupby('o')['v'].nunique(dropna=False)>1).to_numpy() & many
         if not odd.any(): continue
         if values.dtype.kind in 'iuf': out[c] = out[c].astype(float).where(~odd, np.where(scalar, means_of(values.to_numpy(float), order, spoiled), np.nan))

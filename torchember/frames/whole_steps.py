@@ -57,9 +57,9 @@ class Assembly:
         self.lost = Counter() # rank -> messages that came too late
 
     def add(self, rank, step, what):
-        if self.told is not None and step<=self.told: self.lost[rank] += 1; return
-        self.late.discard(rank)
-        self.waiting[rank].append((step, what))
+        if self.told is None or step>=self.told: self.late.discard(rank) # it is back, or all but back
+        if self.told is None or step>self.told: self.waiting[rank].append((step, what))
+        else: self.lost[rank] += 1
 
     def end(self, rank): self.ended.add(rank)
 
@@ -104,6 +104,7 @@ class WholeSteps:
         self.kept = kept
         self.store,self.rank,self.world,self.about,self.note = store,rank,world,about,note
         self.pid,self.queue,self.pending,self.thread = os.getpid(),Queue(self.behind),[],None
+        self.named = set() # processes that were said to be late
         self.step,self.turn = None,0 # of the last packet: its step, and which of that step it is
         self.audience = Audience(lambda what, e=None: note(what if e is None else f'{what}: {e}')) # of the whole
         self.off,self.left_out,self.partial,self.said,self.given_up = None,0,0,{},False # off: why there are no more
@@ -216,6 +217,7 @@ class WholeSteps:
             time.sleep(self.pause)
 
     def whole_step(self, place, packets, without, late):
+        late,self.named = [r for r in late if r not in self.named],self.named | {*late}
         if late: self.note(f"{listed(late)} sent nothing for {Assembly.patience:.0f} seconds, at step {place[0]}. Steps are told of without it until it is "
             "there again, and each row says so ('without').")
         if 0 not in packets or len(self.assembly.waiting[0])>self.behind: self.left_out += 1; return

@@ -1,0 +1,311 @@
+"Rows of a step that go from process to process, the steps that are put together of them, and who is told when something goes wrong"
+import json
+import math
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+from torch.distributed import HashStore
+
+from torchember.frames import whole_steps
+from torchember.frames.packed_rows import Packet, Packing, Unpacking, WholeRows, split
+from torchember.frames.whole_steps import Assembly, Inbox, Outbox, WholeSteps
+from torchember.ground.record import line_of
+from torchember.measure.summary import Summary
+
+stats = 'mean', 'std', 'min', 'max', 'rms', 'l1', 'skew'
+
+
+def row(rank, x, step=0, part='dp:B', ttype='output', module='model(Net).up(Linear)', **more):
+    return {**Summary.of(x).dict(stats), 'shape': list(np.shape(x)), 'module': module, 'ts': '2020-02-15 13:44:48', 'ttype': ttype, 'tname': f'{ttype}_0',
+        'step': step, 'call': 0, 'dtype': 'float64', 'rank': rank, 'part': part, **more}
+
+
+def about(rank, world=2): return {'rank': rank, 'world': world, 'axes': {'dp': [*range(world)]}}
+
+
+def packets(*rows, **head): return {r: Packet.of(some, **head) for r,some in enumerate(rows)}
+
+
+def plain(rows): return [{k: (round(v, 12) if isinstance(v, float) and v==v else str(v)) for k,v in r.items()} for r in rows]
+
+
+# ---- packets
+
+def test_a_packet_has_all_of_the_rows():
+    packing,unpacking = Packing(),Unpacking()
+    for s in range(3):
+        rows = [row(1, np.arange(3.)+s, s, gscale=.5, exponents=[s, 2, 0], skipped=True), {**row(1, np.ones(2), s), 'ts': 'later', 'mean': math.nan, 'n': s}]
+        sent = Packet.of(rows, about=about(1))
+        data = packing.pack(sent)
+        got = unpacking.unpack(data)
+        assert (got.step, got.layout, got.text, got.ts, got.head)==(s, sent.layout, sent.text, ['2020-02-15 13:44:48', 'later'], {'about': about(1)})
+        want = [x for r in rows for x in split(r)[2]]
+        assert got.numbers.tolist()[:len(split(rows[0])[2])]==want[:len(split(rows[0])[2])] and np.isnan(got.numbers).sum()==np.isnan(np.array(want)).sum()
+        assert ('"text"' in data.partition(b'\n')[0].decode())==(s==0)
+    names = [n for n,_,_ in split(rows[0])[0]]
+    assert 'exponents' in names and {'gscale', 'shape', 'rank', 'skipped'}.isdisjoint(names) and 'ts' not in json.loads(sent.text)[0][1]
+
+
+@pytest.mark.parametrize('rows', [[row(0, np.ones(2)), {**row(0, np.ones(2)), 'shape': [3]}], [row(0, np.ones(2)), {**row(0, np.ones(2)), 'part': 'dp:R'}],
+    [row(0, np.ones(2)), {**row(0, np.ones(2)), 'nan': 1}], [row(0, np.ones(2)), {**row(0, np.ones(2)), 'mean': 1}]])
+def test_another_row_is_another_layout(rows): assert Packet.of(rows[:1]).layout!=Packet.of(rows[1:]).layout
+
+
+# ---- rows of the whole
+
+def test_steps_with_the_same_layout_are_merged_anew_where_the_numbers_say_so():
+    "What is equal in one step is counted once, and is a part of a batch in the next; of a parameter of which nobody knows the same"
+    known,rng = WholeRows(),np.random.default_rng(0)
+    for r in (0, 1): known.hear(r, Packet.of([], about=about(r), paths=['', 'up', 'down.0', 'down.1']))
+    for step in range(12):
+        alike = [bool(int(b)) for b in f'{[0, 0, 7, 7, 5, 2, 2, 0, 1, 4, 7, 0][step]:03b}']
+        def x(i): return rng.normal(size=(4+i, 3))
+        flow,own = (lambda v: [v, v if same else x(0)])(x(0)) if (same := alike[0]) is not None else None,x(1)
+        other = own if alike[1] else x(1)
+        odd = math.nan if alike[2] else 1.
+        some = [[row(r, flow[r], step), row(r, (own, other)[r], step, 'dp:?', 'weight', 'model(Net).down(Sequential).0(Linear)', pname='weight'),
+            row(r, x(2)*odd, step, 'dp:B', 'input', 'model(Net)', nan=18 if alike[2] else 0),
+            row(r, x(3), step-1, 'dp:B', 'input', 'model(Net)', late=1)] for r in (0, 1)]
+        one = WholeRows()
+        one.about,one.paths = known.about,known.paths
+        p = packets(*some)
+        assert plain(known.rows(p))==plain(one.rows(p)), step
+    assert len(known.known)==len(known.merged)==1
+
+
+def test_a_merge_is_not_kept_for_processes_that_stand_otherwise():
+    w,x = WholeRows(),np.arange(8.).reshape(2, 4)
+    some = lambda s: packets(*([row(r, x[r:r+1], s, 'tp:S0', 'weight', pname='weight', global_shape=[2, 4])] for r in (0, 1)))
+    for r in (0, 1): w.hear(r, Packet.of([], about={'rank': r, 'world': 2, 'axes': {'tp': [0, 1]}}))
+    assert [*w.rows(some(0))[0]['shape']]==[2, 4] and w.rows(some(1))[0]['mean']==3.5
+    for r in (0, 1): w.hear(r, Packet.of([], about={'rank': r, 'world': 2, 'axes': {'tp': [r]}}))
+    fresh = WholeRows()
+    fresh.about = w.about
+    assert plain(w.rows(some(2)))==plain(fresh.rows(some(2)))
+
+
+def test_a_noted_number_that_is_not_finite():
+    "is NaN in the row of its call, and in no other"
+    more = dict(module='model(Net)', ts='now', ttype='scalar', tname='log', step=3, dtype='float64')
+    def noted(r, call, **numbers): return {**numbers, **more, 'call': call, 'rank': r}
+    some = packets(*([noted(r, 0, loss=math.nan if r else 1., nan=r), noted(r, 1, acc=.5+r/4)] for r in (0, 1)))
+    loss,acc = WholeRows().rows(some)
+    assert math.isnan(loss['loss']) and loss['nan']==1 and 'acc' not in loss
+    assert acc['acc']==.625 and {'loss', 'nan', 'numel', 'shape'}.isdisjoint(acc)
+
+
+def test_layouts_that_come_and_go_are_forgotten():
+    w = WholeRows()
+    for s in range(40): assert w.rows(packets([row(0, np.ones(2), s, word=f'w{s}')]))[0]['word']==f'w{s}'
+    assert len(w.known)<=w.most and set(w.merged)<=set(w.known)
+
+
+def test_rows_are_as_one_process_writes_them():
+    "Whole numbers are ints, what is not there is not there, and what cannot be known of a tensor that is not finite is NaN"
+    a,b = row(0, np.array([[1., math.inf]]), posinf=1, n=3, epoch=2),row(1, np.array([[1., 5.]]), n=4, epoch=2)
+    got,other = WholeRows().rows(packets([a, row(0, np.ones(1), ttype='weight', part='dp:R', pname='bias')], [b]))
+    assert got['posinf']==1 and type(got['posinf']) is int and 'nan' not in got and got['epoch']==2 and type(got['epoch']) is int
+    assert math.isnan(got['std']) and got['max']==math.inf and [*got['shape']]==[2, 2] and got['ts']==a['ts']
+    assert {'rank', 'part', 'path', 'gscale'}.isdisjoint(got) and 'posinf' not in other and math.isnan(other['std']) and 'n' not in other
+
+
+# ---- messages
+
+def test_what_nobody_reads_is_bounded():
+    store = HashStore()
+    out,into = Outbox(store, 3),Inbox(store, 3)
+    while not out.full: out.put(b'%d' % out.n)
+    assert out.n==16 and store.num_keys()<=17
+    assert [into.get() for _ in range(3)]==[b'0', b'1', b'2'] and not out.full
+    out.put(b'a'); out.put(b'b'); out.put(b'c')
+    assert out.full and Inbox(store, 2).get() is None
+
+
+# ---- the thread
+
+class Pair:
+    "Two processes, in threads of this one, and what is told and said of the first"
+    def __init__(self, monkeypatch, patience=.3, store=None, world=2):
+        monkeypatch.setattr(Assembly, 'patience', patience)
+        self.store,self.told,self.said = store or HashStore(),[],[]
+        def process(r): return WholeSteps(self.store, r, world, lambda: {'about': about(r, world), 'paths': ['', 'up']}, self.said.append)
+        self.first,self.second = process(0),process(1)
+        self.first.listen(lambda step, rows: self.told.append((step, rows)), 'spy')
+
+    def step(self, n, who=(0, 1), over=True, **more):
+        for r in who:
+            p = (self.first, self.second)[r]
+            p.put([], line_of(row(r, np.arange(4.)+4*r+n, n, **more))+b'\n')
+            if over: p.over()
+
+    def settle(self, p=None):
+        p = p or self.first
+        p.wait(p.mark(), time.monotonic()+10)
+
+    def both(self): self.settle(self.second); self.settle()
+
+    def end(self):
+        ends = [threading.Thread(target=p.end) for p in (self.second, self.first)]
+        for t in ends: t.start()
+        for t in ends: t.join(10); assert not t.is_alive()
+
+    def seen(self): return [(s, [(r['mean'], r.get('without')) for r in rows]) for s,rows in self.told]
+
+
+@pytest.fixture
+def pair(monkeypatch):
+    p = Pair(monkeypatch)
+    yield p
+    p.both()
+    for x in (p.first, p.second): x.rest(); x.audience.wait()
+
+
+def test_the_whole_is_told(pair):
+    for s in range(3): pair.step(s); pair.both()
+    assert pair.seen()==[(s, [(3.5+s, None)]) for s in range(3)] and not pair.said and pair.first.remark() is None
+    assert pair.store.num_keys()<=1 # what was read is removed; HashStore counts one of its own
+
+
+def test_pieces_of_a_step_are_one_and_late_numbers_follow(pair):
+    "What is noted when a step is over is told with the next one, or at the end"
+    for s in range(2):
+        pair.step(s, over=False)
+        pair.step(s, ttype='weight', part='dp:R')
+        pair.both()
+        pair.step(s, ttype='scalar', over=False)
+    assert [(s, [r['ttype'] for r in rows]) for s,rows in pair.told]==[(0, ['output', 'weight']), (0, ['scalar']), (1, ['output', 'weight'])]
+    began = time.monotonic()
+    pair.end()
+    assert [(s, [r['ttype'] for r in rows]) for s,rows in pair.told[3:]]==[(1, ['scalar'])] and time.monotonic()-began<.3 and not pair.said
+    assert not pair.first.thread and not pair.second.thread
+
+
+def test_a_late_process_is_named_once_and_comes_back(pair):
+    pair.step(0); pair.both()
+    for s in (1, 2): pair.step(s, [0]); began = time.monotonic(); pair.settle(); assert time.monotonic()-began<(.6 if s==1 else .25)
+    assert pair.seen()[1:]==[(1, [(2.5, [1])]), (2, [(3.5, [1])])]
+    assert len(pair.said)==1 and 'rank 1 sent nothing for 0 seconds, at step 1' in pair.said[0]
+    for s in (1, 2): pair.step(s, [1])
+    pair.settle(pair.second)
+    pair.step(3); pair.both()
+    assert pair.seen()[3:]==[(3, [(6.5, None)])] and len(pair.said)==1
+    pair.step(4, [0]); pair.settle()
+    assert pair.seen()[4:]==[(4, [(5.5, [1])])] and len(pair.said)==1 # late again, and named already
+    pair.step(4, [1]); pair.settle(pair.second); pair.step(5); pair.both()
+    assert pair.seen()[5:]==[(5, [(8.5, None)])] # who comes as soon as others is waited for, though nothing of it was in time
+    assert pair.first.remark()=='Of the whole, 3 steps were told of without the rows of all processes.'
+
+
+def test_a_step_that_a_process_leaves_out_is_told_at_once(pair):
+    pair.step(0, [0]); pair.step(1); pair.both()
+    assert pair.seen()==[(0, [(1.5, [1])]), (1, [(4.5, None)])] and not pair.said
+    pair.step(2, [1]); pair.step(3); pair.both()
+    assert [s for s,_ in pair.told]==[0, 1, 3] and pair.first.left_out==1 # the first has no such step
+
+
+def test_whoever_has_ended_is_not_waited_for(pair):
+    pair.step(0); pair.both()
+    pair.second.end()
+    began = time.monotonic()
+    pair.step(1, [0]); pair.settle()
+    assert pair.seen()[1:]==[(1, [(2.5, [1])])] and time.monotonic()-began<.25 and not pair.said
+
+
+@pytest.mark.parametrize('broken', ['set', 'check', 'get', 'delete_key'])
+def test_a_store_that_is_gone(monkeypatch, broken):
+    "Each process goes on by itself; the first says so, and tells of its own rows"
+    class Store:
+        def __init__(self): self.store,self.ok = HashStore(),True
+        def __getattr__(self, name):
+            if name==broken and not self.ok: raise ConnectionError('reset by peer')
+            return getattr(self.store, name)
+    store = Store()
+    p = Pair(monkeypatch, store=store)
+    p.step(0); p.both()
+    store.ok = False
+    for s in range(1, 4): p.step(s); p.both()
+    whole = [(0, [(3.5, None)])]
+    if broken=='set': # the first does not know
+        assert p.second.off and not p.first.off and p.seen()[-1]==(3, [(4.5, [1])])
+    else:
+        assert p.seen()==[*whole, (2, [(3.5, None)]), (3, [(4.5, None)])] and len(p.said)==1 and 'reset by peer' in p.said[0] and p.told[-1][1][0]['rank']==0
+        assert p.first.remark()=='The rows of the whole were not told to the end: ConnectionError: reset by peer.'
+    p.end()
+    for x in (p.first, p.second): x.rest()
+
+
+def test_nonsense_of_another_process_ends_it(pair):
+    pair.step(0); pair.both()
+    pair.store.set('1/1', b'{"step": 1, "layout": "never sent", "ts": null}\n')
+    pair.step(1, [0]); pair.settle()
+    assert len(pair.said)==1 and 'KeyError' in pair.said[0]
+
+
+def test_a_store_that_hangs_is_not_waited_for_twice(monkeypatch):
+    class Store:
+        def __init__(self): self.store,self.go = HashStore(),threading.Event()
+        def set(self, *args): self.go.wait(20); self.store.set(*args)
+        def __getattr__(self, name): return getattr(self.store, name)
+    store = Store()
+    p = Pair(monkeypatch, patience=.1, store=store)
+    for s in range(30):
+        began = time.monotonic()
+        p.step(s, [1])
+        assert time.monotonic()-began<.1
+    assert p.second.left_out>=20
+    began = time.monotonic()
+    for _ in range(3): p.settle(p.second)
+    p.second.end()
+    assert time.monotonic()-began<2
+    store.go.set()
+    p.second.rest()
+    p.first.audience.wait()
+
+
+def test_steps_that_come_too_quick_are_left_out(pair, monkeypatch):
+    slow = WholeRows.rows
+    monkeypatch.setattr(whole_steps.WholeRows, 'rows', lambda self, p: (time.sleep(.05), slow(self, p))[1])
+    for s in range(60): pair.step(s); time.sleep(.005)
+    pair.both()
+    steps = [s for s,_ in pair.told]
+    assert 5<len(steps)<50 and steps==sorted(steps) and pair.first.left_out and 'quicker' in pair.first.remark() and not pair.said
+
+
+def test_rows_that_are_no_rows_of_tensors_are_the_first_ones_own(pair):
+    for p in (pair.first, pair.second): p.put([], line_of({'note': p.rank})+b'\n')
+    pair.step(0); pair.both()
+    assert sorted(pair.told, key=lambda t: t[0] is not None)==[(None, [{'note': 0}]), (0, pair.told[-1][1])]
+
+
+def test_a_forked_process_does_nothing(pair):
+    pair.step(0); pair.both()
+    if (pid := os.fork())==0:
+        pair.step(1); pair.first.end(); pair.settle(); pair.first.rest()
+        os._exit(0 if pair.first.thread is not None and len(pair.told)==1 else 1)
+    assert os.waitpid(pid, 0)[1]==0
+    pair.step(1); pair.both()
+    assert [s for s,_ in pair.told]==[0, 1]
+
+
+def test_nobody_listens_any_more(pair):
+    listening = pair.first.listen(lambda step, rows: None)
+    pair.step(0); pair.both()
+    listening.close()
+    pair.step(1); pair.both()
+    assert len(pair.first.audience.listeners)==1 and [s for s,_ in pair.told]==[0, 1]
+
+
+def test_the_thread_ends_with_the_run(monkeypatch):
+    p = Pair(monkeypatch)
+    p.step(0); p.both()
+    threads = [x.thread for x in (p.first, p.second)]
+    p.first.about = lambda: None
+    end = time.monotonic()+5
+    p.step(1, [0])
+    while any(t and t.is_alive() for t in threads[:1]) and time.monotonic()<end: time.sleep(.01)
+    assert not (threads[0] and threads[0].is_alive())
+    p.second.rest()
+    p.first.audience.wait()
