@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .frames.belongings import du as du
     from .frames.belongings import mv as mv
     from .frames.belongings import rm as rm
+    from .frames.moving import sync as sync
     from .ground.choose import select as select
     from .ground.choose import every as every
     from .ground.choose import at as at
@@ -107,6 +108,7 @@ names = { # room -> what a person types of it
     'store.jsonl': 'emberTracker tracker',
     'frames.logs': 'read runs query wide compact',
     'frames.belongings': 'du mv rm',
+    'frames.moving': 'sync',
     'ground.choose': 'select every at until between log_spaced linear',
     'ground.record': 'ttypes', 'ground.messages': 'EmberWarning',
     'measure.stats': 'get_stats',
