@@ -4549,6 +4549,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                            'torchember/show/live/live_view.py'),
                                                 'torchember.show.live.live_view.path_of_child': ( '60_show/live_view.html#path_of_child',
                                                                                                   'torchember/show/live/live_view.py'),
+                                                'torchember.show.live.live_view.path_of_run': ( '60_show/live_view.html#path_of_run',
+                                                                                                'torchember/show/live/live_view.py'),
                                                 'torchember.show.live.live_view.screen_for': ( '60_show/live_view.html#screen_for',
                                                                                                'torchember/show/live/live_view.py')},
             'torchember.show.missing': { 'torchember.show.missing.asked_for': ( '60_show/missing.html#asked_for',

@@ -38,7 +38,9 @@ def meet():
     while len([*folder.glob(f'{what}.at*')])<int(os.environ['WORLD_SIZE']) and time.monotonic()<end: time.sleep(.005)
 
 
-def dies(): os.kill(os.getpid(), signal.SIGKILL)
+def dies():
+    time.sleep(.5) # the rows of the steps before are on their way
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def child():
@@ -55,12 +57,15 @@ happens = {('sleeps', 1, 3): lambda: time.sleep(2), ('killed', 2, 3): dies, ('fi
 if what=='sleeps': Assembly.patience = .5
 torch.manual_seed(rank)
 if what!='no_group': dist.init_process_group('gloo')
-net,told,longest = Net(),[],0.
+heard = (folder/f'{what}.{rank}.heard').open('w')
+net,told,own,longest = Net(),[],[],0.
 opt = torch.optim.SGD(net.parameters(), lr=.1)
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter('always')
     te = torchEmber(net, optimizer=opt, name=what, home=folder, reduce='step')
-    te.t.listen(lambda step, rows: told.append((step, rows)))
+    te.t.listen(lambda step, rows: (told.append((step, rows)), print(json.dumps(step), file=heard, flush=True)))
+    te.t.listen(lambda step, rows: own.append((step, rows)), per_rank=True)
+    if what=='lives' and rank==0: te.live(every=.05)
     meet()
     for s in range(14 if what=='sleeps' else 6):
         if (f := happens.get((what, rank, s))): f()
@@ -74,6 +79,6 @@ with warnings.catch_warnings(record=True) as said:
     began = time.monotonic()
     if what!='exits': te.close()
     closing = time.monotonic()-began
-(folder/f'{what}.{rank}').write_text(json.dumps(dict(said=[str(w.message) for w in said], told=told, longest=longest, closing=closing)))
+(folder/f'{what}.{rank}').write_text(json.dumps(dict(said=[str(w.message) for w in said], told=told, own=own, longest=longest, closing=closing)))
 if what=='ends' and rank==0: os._exit(0)
 if what!='no_group' and dist.is_initialized() and what!='exits': dist.destroy_process_group()

@@ -132,8 +132,15 @@ def test_ends_of_all_kinds(tmp_path, what):
     "A forked child that uses the armed model; a group that is destroyed before; no `close`; a first process that is gone at once"
     codes,left,errs = trained(tmp_path, what)
     assert codes==[0, 0] and not of_ember(left[0]) and not of_ember(left[1]) and 'Traceback' not in ''.join(errs), errs
-    if what=='exits': assert {s for s,_ in left[0]['told']}>={0, 1, 2, 3} # the rest is told when the interpreter ends
+    if what=='exits': assert {*(tmp_path/'exits.0.heard').read_text().split()}=={*'012345'} # the last when the interpreter ends
     else: compare(left[0]['told'], what, tmp_path)
+
+
+def test_live_shows_the_whole(tmp_path):
+    "The loss of a step is 5 on the first, and 6 on the other. Who wants the rows of the first alone says so"
+    codes,left,errs = trained(tmp_path, 'lives')
+    assert codes==[0, 0] and 'lives: step 5, loss 5.5\n' in errs[0], errs
+    assert not errs[1] and {r['rank'] for _,rows in left[0]['own'] for r in rows}=={0} and [s for s,_ in left[0]['own']][-1]==5
 
 
 def test_without_a_group(tmp_path):

@@ -283,6 +283,10 @@ class RowsOfFile:
     def flush(self): pass
     def end(self): pass
 
+def path_of_run(t):
+    "File of a run; of one whose rows are told by the first of several processes, where that of the whole would be"
+    return t.log_path if t.whole is None or t.whole.rank else t.log_path.with_name(t.fname.removesuffix('.rank0'))
+
 class RowsTold:
     "The rows that a run of this process tells. Of too many that nobody has asked for yet those of each second step"
     most = 20_000 # lines, about
@@ -291,7 +295,7 @@ class RowsTold:
         t, # The run, which this does not keep alive
         goes_on # Function that says whether it does
     ):
-        self.t,self.goes_on,self.path = weakref.ref(t),goes_on,t.log_path
+        self.t,self.goes_on,self.path = weakref.ref(t),goes_on,path_of_run(t)
         self.new,self.n,self.lock = [],0,threading.Lock() # pieces, and their lines
         self.listening = listen_to_run(t, self, 'live', given=bytes)
 
@@ -307,7 +311,7 @@ class RowsTold:
     def question(self,
         ready:bool # Whether what was before is read
     ):
-        if (t := self.t()) is not None: self.path = t.log_path # before there are rows the name may change
+        if (t := self.t()) is not None: self.path = path_of_run(t) # before there are rows the name may change
         out = {'path': self.path, 'until': self.listening.since, 'lines': b''}
         if ready:
             with self.lock: out['lines'],self.new,self.n = b''.join(self.new),[],0
