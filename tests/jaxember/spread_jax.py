@@ -4,6 +4,7 @@ and on process 0 the same in numpy, in float64, with all of the batch.
     python spread_jax.py FOLDER DEVICES CASE ...        with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment"""
 import json
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -20,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from torchember.jaxember import probe, stash_all_stats_and_hist, stash_scalar_stats, track
 from torchember.jaxember.recorder.processes import Agreement
+from torchember.jaxember.recorder.spread import rows_of_shards, side_by_side
 
 steps,samples,lr = 2,8,.1
 folder,devices,wanted = Path(sys.argv[1]),int(sys.argv[2]),sys.argv[3:]
@@ -270,8 +272,24 @@ def layouts():
     tree['complex'] = laid(x+1j*x, two, P('data'))
     with track(tree, name=name, home=folder) as t: t.step(tree)
     with track(tree, name=f'{name}_own', home=folder, stash_value=lambda x: {'sum': jnp.abs(x).sum(), 'n': x.size}) as t: t.step(tree)
+    if devices>1: # no word between devices, and each one's own shard only
+        array,some = side_by_side(tree['both'])
+        program = rows_of_shards(('basic', 'absolute'), some).lower([array]).compile().as_text()
+        assert 'f64[4,4]' in program and not re.search('all-(gather|reduce|to-all)|collective|f64\\[8,', program), program
     todo = {k: x+i for i,k in enumerate(specs)} | {'number': np.array(3.), 'mine': x[0], 'whole_numbers': np.arange(16.), 'complex': np.abs(x+1j*x)}
     write(name, [(0, (k, 'weight', ''), x) for k,x in todo.items()])
+
+
+@case
+def laid_out_inside():
+    "What a program is given is on the host, and it lays it out by itself; the mesh is in the program, or only its axes are and the mesh is set"
+    mesh,name,x = mesh_of(n),f'laid_out_inside_{size}',batch(0)[0]
+    by_constraint = jax.jit(lambda x: probe('once', jax.lax.with_sharding_constraint(2*x, NamedSharding(mesh, P('data')))))
+    with track(name=name, home=folder, stash_value=stash_scalar_stats) as t, jax.set_mesh(mesh):
+        t.intercept(by_constraint, x)
+        t.intercept(jax.jit(jax.shard_map(lambda x: probe('each', 3*x), in_specs=P('data'), out_specs=P('data'))), x)
+        t.step()
+    write(name, [(0, ('', 'probe', 'once'), 2*x)]+[(0, (f'data={i}', 'probe', 'each'), 3*part) for i,part in enumerate(np.split(x, n))])
 
 
 @case
