@@ -13,7 +13,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from torchember import compact, read, runs, sync
+from torchember import compact, du, mv, read, rm, runs, sync
 from torchember.frames import moving
 from torchember.frames.moving import Moving, OneLog, Target, bring_all
 from torchember.store import parts
@@ -297,6 +297,47 @@ def test_two_at_once_are_one_after_the_other(tmp_path, url, tiny, monkeypatch):
     assert max(most)==1 and sorted(s['sent']>0 for s in said)==[False, False, True]
     same('a', tmp_path, url)
 
+
+def test_a_run_that_is_there_is_made_parts_of_there(tmp_path, url, tiny, monkeypatch):
+    add(tmp_path, 'a', lines(range(100), 10))
+    begin(tmp_path, 'a')
+    sync('a', url, home=tmp_path, parquet=False)
+    whole,real = read('a', home=tmp_path),parts.replace
+    assert there()['log/a']==lines(range(100), 10)
+    said, = compact('a', home=url)
+    assert said['rows']==990 and there()['log/a']==lines(range(100), 10)
+    pd.testing.assert_frame_equal(whole, read('a', home=url))
+    base = json.loads(there()['data/base_a.json'])|dict(end='2020-02-15 14:44:48')
+    Target(url).home.fs.pipe_file('/there/data/base_a.json', json.dumps(base).encode())
+    left = [0]
+    def counting(path, data): # after each write everything is there, also when it ends here
+        if not left: raise ConnectionResetError('gone')
+        left.pop()
+        real(path, data)
+        pd.testing.assert_frame_equal(whole, read('a', home=url))
+    monkeypatch.setattr(parts, 'replace', counting)
+    monkeypatch.setattr('torchember.store.base.replace', counting)
+    for n in range(10):
+        left[:] = [0]*n
+        try: said, = compact('a', home=url)
+        except ConnectionResetError: pd.testing.assert_frame_equal(whole, read('a', home=url))
+        else: break
+    assert 0<n<9 and there()['log/a']==b'' and said['lines']==0 and said['rows']==1000
+    assert json.loads(there()['log/a.parts/parts.json']).get('alone') is None
+    left[:] = [0]*9
+    compact('a', home=url)
+    pd.testing.assert_frame_equal(whole, read('a', home=url))
+
+def test_what_belongs_to_a_run_there(tmp_path, url, tiny):
+    for n in 'a','ab': add(tmp_path, n, lines(range(50), 10))
+    end(tmp_path, 'a')
+    sync('*', url, home=tmp_path)
+    size = sum(len(v) for k,v in there().items() if '/ab' not in k and '_ab' not in k)
+    assert du('a', home=url)[['name', 'size']].values.tolist()==[['a', size]]
+    with pytest.raises(OSError, match='no name that could be changed'): mv('a', 'b', home=url)
+    rm('a', home=url)
+    assert there() and all('/ab' in k or '_ab' in k for k in there())
+    same('ab', tmp_path, url)
 
 # an S3 server in a process of its own
 

@@ -12,9 +12,10 @@ from socket import gethostname
 
 from ..ground.messages import an, printable, unknown
 from ..ground.needs import needs
+from ..store.anywhere import entries, file_size, file_there, is_url
 from ..store.base import folder, portable_name, safe_name
 from ..store.jsonl import settle, taken, tracker
-from .logs import counted, in_whole, is_name, is_running, names_of, said_of
+from .logs import counted, in_whole, is_name, is_running, names_of, said_of, stat_of
 
 # %% ../../nbs/50_frames/06_belongings.ipynb #b7000006
 kinds = ('base', 'structure', 'parameters', 'ranks', 'vis', 'sync') # of metadata, that torchember writes
@@ -70,11 +71,6 @@ class Home:
         data = sorted(self.metadata.get(name, ()), key=lambda p: (p.name==f'base_{name}.json', p.name))
         return dict(parts=parts, latest=only_files(self.log/f'{name}_latest'), log=only_files(self.log/name), metadata=data)
 
-def entries(place):
-    "What there is in a folder, which may be none"
-    if not place.is_dir(): return []
-    with os.scandir(place) as there: return list(there)
-
 def only_files(*paths): return [p for p in paths if p.is_file() and not p.is_symlink()]
 
 # %% ../../nbs/50_frames/06_belongings.ipynb #b7000009
@@ -102,7 +98,7 @@ def sizes_of(h, run):
     out,members = dict.fromkeys(('files', 'log', 'parts', 'latest', 'metadata'), 0),h.members(run)
     for name in members:
         for what,paths in h.files(name).items():
-            out[what] += sum(os.lstat(p).st_size for p in paths)
+            out[what] += sum(file_size(p) if is_url(p) else os.lstat(p).st_size for p in paths)
             out['files'] += len(paths)
         if name in h.older: out['log'] += sum(f.stat(follow_symlinks=False).st_size for f in entries(h.log/name))
     return dict(name=run, ranks=len(members), **out, size=out['log']+out['parts']+out['latest']+out['metadata'])
@@ -113,6 +109,7 @@ lately = 600 # seconds in which somebody on another machine may still be writing
 def refuse_odd(h, name):
     "Raise unless all of a log can be moved or removed"
     path = h.log/name
+    if is_url(path): return # a store has objects, and no links
     if os.path.islink(path): raise OSError(f"{printable(path)} is a link, and no log of ours: nothing was changed. Remove the link itself, if you like.")
     if name in h.older: raise OSError(f"The run {name!r} is of torchember 0.2, the folder {printable(path)}, and is left alone. Move or remove that folder.")
     if os.path.lexists(path) and not path.is_file(): raise OSError(f"{printable(path)} is no file, so it is no log, and nothing was changed.")
@@ -125,8 +122,8 @@ def refuse_written(h, name):
     pid,host = base.get('pid'),printable(base.get('host', ''))
     if is_running(base) and pid==os.getpid(): raise ValueError(f"{where}, by this process. End it first: te.close().")
     if is_running(base): raise ValueError(f"{where}, by process {pid} on this machine. Let it end, or end it: kill {pid}.")
-    if 'end' in base or 'pid' not in base or not (h.log/name).is_file(): return
-    ago = time.time()-os.stat(h.log/name).st_mtime
+    if 'end' in base or 'pid' not in base or not file_there(h.log/name): return
+    ago = time.time()-stat_of(h.log/name).st_mtime
     if ago<lately and base.get('host')!=gethostname():
         raise ValueError(f"{where}, perhaps: it began on {host}, has not said that it has ended, and got rows {ago:.0f} s ago. "
             f"End it there, or come again when it has got none for {lately//60} minutes.")
@@ -167,7 +164,7 @@ def rm(
         for what in 'parts','latest','log','metadata':
             for p in sorted((p for f in files for p in f[what]), key=lambda p: p.name.startswith('base_')): p.unlink(missing_ok=True)
             if what=='parts':
-                for m in members: shutil.rmtree(h.log/f'{m}.parts', ignore_errors=True)
+                for m in members if not is_url(h.log) else (): shutil.rmtree(h.log/f'{m}.parts', ignore_errors=True)
         for m in members: forget(h.log/m)
         print(printable(f"removed {name}: {sum(len(ps) for f in files for ps in f.values())} files, {gone.set_index('name')['size'][name]:,} bytes"))
     return gone
@@ -188,6 +185,8 @@ def mv(
     Returns:
         The new name
     """
+    if is_url(place := folder('torchember', home)): raise OSError(f"{printable(place)} has objects, which have no name that could be changed. "
+        f"Give the run its name where it was written, sync it again, and remove the old one: rm({run!r:.80}, {printable(repr(str(place)))}).")
     h,names = to_change(run, home)
     if len(names)>1: raise ValueError(f"mv takes one run, and {run!r:.80} are {len(names)}: {printable(', '.join(names[:5]))}. Move each to a name of its own.")
     members = h.members(names[0])

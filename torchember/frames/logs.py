@@ -794,7 +794,7 @@ def compact(
         if t.older(): raise ValueError(f"The run {s.name!r} was recorded by an older torchember, and its files are left as they are.")
         into_parts(s.path, last_step_of(s.path) if goes_on(said_by(t)[0]) else None, keep)
         parts = held(s.path)
-        out.append(dict(name=s.name, rows=parts['rows'], parquet=parts['size'], lines=os.path.getsize(s.path)))
+        out.append(dict(name=s.name, rows=parts['rows'], parquet=parts['size'], lines=file_size(s.path)))
     return out
 
 # %% ../../nbs/50_frames/05_logs.ipynb #a5c632a8

@@ -168,13 +168,14 @@ class Ranged(io.RawIOBase):
         return self.at
 
     def readinto(self, b):
-        n = min(len(b), self.size-self.at)
-        if n<=0: return 0
-        if not self.start<=self.at<self.start+len(self.data): self.fetch(n)
-        got = self.data[self.at-self.start:self.at-self.start+n]
-        b[:len(got)] = got
-        self.at += len(got)
-        return len(got)
+        n,done = max(min(len(b), self.size-self.at), 0),0
+        while done<n: # all of it: readers of Parquet count on that
+            if not self.start<=self.at<self.start+len(self.data): self.fetch(n-done)
+            got = self.data[self.at-self.start:self.at-self.start+n-done]
+            b[done:done+len(got)] = got
+            self.at += len(got)
+            done += len(got)
+        return n
 
     def fetch(self, n):
         "The range that begins where we are"

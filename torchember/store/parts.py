@@ -6,7 +6,7 @@
 __all__ = ['blocks_of_run', 'all_in_parts', 'held']
 
 # %% ../../nbs/30_store/09_parts.ipynb #a25ecace
-import json, os
+import json, os, tempfile
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -16,7 +16,7 @@ import numpy as np
 
 from ..ground.messages import printable
 from ..ground.needs import needs
-from .anywhere import Elsewhere, file_size, is_there, is_url, opened, regular
+from .anywhere import Elsewhere, entries, file_size, is_there, is_url, opened, regular, remove
 from .base import read_meta, replace, write_meta
 from .columns import ColumnBlock, Missing, missing, none
 from .lines import blocks_of, longest_line, row_or_none
@@ -80,6 +80,10 @@ group_rows = 1<<14 # that are read at once where not all are wanted
 
 def write_part(table, path):
     "Write a part under another name, look whether it is whole, and give it its name"
+    if is_url(path):
+        with tempfile.TemporaryDirectory() as d:
+            write_part(table, Path(d)/'part')
+            return replace(path, (Path(d)/'part').read_bytes())
     needs('pyarrow', for_='A run in Parquet')
     pq = needs('pyarrow.parquet', for_='A run in Parquet')
     kinds = json.loads(table.schema.metadata[b'torchember'])['kinds']
@@ -353,8 +357,8 @@ def alone(folder):
 
 def make_parts(path, told, file, base, last):
     "Make parts of the lines of a file that are in none. `base`: how many bytes were before that file; `last`: the step that is not over, None for none"
-    with open(file, 'rb', opener=regular) as f:
-        size = os.fstat(f.fileno()).st_size
+    with opened(file) as f:
+        size = file_size(file) if is_url(file) else os.fstat(f.fileno()).st_size
         while (start := told['end'])-base<size:
             data = next_lines(f, start-base, size)
             rows,torn,took = rows_before(data, last)
@@ -363,12 +367,29 @@ def make_parts(path, told, file, base, last):
                 last=max(map(step_of, rows), default=-1))
             out = folder_of(path)/part['file']
             write_part(arrow_table(rows, id=told['id'], run=path.name, **{k: part[k] for k in ('start', 'end', 'rows', 'torn')}), out)
-            told = told|{'parts': [*told['parts'], part|{'size': os.path.getsize(out)}], 'end': start+took}
+            told = told|{'parts': [*told['parts'], part|{'size': file_size(out)}], 'end': start+took}
             write_list(path, told)
             if took<len(data): break
     return told
 
 def write_list(path, told): write_meta(folder_of(path)/'parts.json', {k: v for k,v in told.items() if k!='end'})
+
+# %% ../../nbs/30_store/09_parts.ipynb #5aedbdf0
+def into_parts_elsewhere(path, last=None, keep=False):
+    "Make parts of the lines of a log that is behind a URL"
+    told = listed(path) or dict(run=path.name, id=token_hex(16), removed=0, parts=[], end=0)
+    if told.get('aside'): return # `sync` has made parts of it, and goes on with that
+    known = [p['file'] for p in told['parts']]
+    for e in entries(folder_of(path)): # of who was killed
+        if e.name.endswith('.parquet') and e.name not in known: remove(e.path)
+    if not told.get('alone'):
+        lines_after(path, told)
+        told = make_parts(path, told, path, told['removed'], last)
+        if last is not None or keep or not file_size(path): return write_list(path, told)
+        told |= {'removed': told['end'], 'alone': True}
+        write_list(path, told)
+    replace(path, b'')
+    write_list(path, {k: v for k,v in told.items() if k!='alone'})
 
 # %% ../../nbs/30_store/09_parts.ipynb #10755802
 def remove_lines(path, told):
@@ -391,6 +412,7 @@ def into_parts(
 ):
     "Make parts of the lines of a log"
     needs('pyarrow', for_='compact')
+    if is_url(path): return into_parts_elsewhere(path, last, keep)
     folder,path = folder_of(path),Path(path)
     folder.mkdir(exist_ok=True)
     with alone(folder):
