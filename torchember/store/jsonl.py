@@ -465,9 +465,14 @@ def settle(
         place: File of a log, or a folder of logs
     """
     if is_url(place): return # nobody writes there but `sync`
-    place = os.path.realpath(place)
+    place,folders = os.path.realpath(place),{} # many logs are in few folders, each of which is looked up once
     for log in list(live):
-        if log.ours and not is_url(log.path) and place in (path := os.path.realpath(log.path), os.path.dirname(path)): log.barrier()
+        if not log.ours or is_url(log.path): continue
+        where,name = os.path.split(log.path)
+        if where not in folders: folders[where] = os.path.realpath(where)
+        path = os.path.join(folders[where], name)
+        if os.path.islink(path): path = os.path.realpath(path)
+        if place in (path, os.path.dirname(path)): log.barrier()
 
 # %% ../../nbs/30_store/10_jsonl.ipynb #7a537354
 def last_step_of(path):
