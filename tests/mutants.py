@@ -66,7 +66,7 @@ near = { # room -> what to run, the quickest first
     'compat.tracker': 'nbs/80_compat/20_tracker.ipynb tests/compat/test_track.py',
     'compat.tandv': 'nbs/80_compat/30_tandv.ipynb tests/compat/test_track.py',
     'store.reading': 'nbs/30_store tests/frames/test_rules_of_tables.py tests/store/test_log_values.py tests/ground/test_light.py',
-    'store.jsonl': 'nbs/30_store tests/store/test_log_values.py tests/store/test_log_faults.py',
+    'store.jsonl': 'nbs/30_store tests/store/test_settled.py tests/store/test_runs.py tests/store/test_log_values.py tests/store/test_log_faults.py',
     'measure.inverse': 'nbs/20_measure/12_inverse.ipynb nbs/50_frames/03_ranks.ipynb tests/frames/test_ranks_of_logs.py',
     'measure.spectrum': 'nbs/20_measure/30_spectrum.ipynb tests/monitor/test_monitor.py',
     'measure.units': 'nbs/20_measure/40_units.ipynb tests/monitor/test_monitor.py',

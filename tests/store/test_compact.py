@@ -186,7 +186,9 @@ def test_a_part_of_another_run_is_refused(run, tmp_path):
 
 def test_lines_of_another_run_are_refused(run, tmp_path):
     run.log_path.write_bytes(b'{"step": 0}\n')
-    with pytest.raises(ValueError, match='has 12 bytes, and its parts were made of'): read('a', home=tmp_path)
+    for ask in (lambda: read('a', home=tmp_path), lambda: compact('a', tmp_path)):
+        with pytest.raises(ValueError, match='has 12 bytes, and its parts were made of'): ask()
+    assert run.log_path.read_bytes()==b'{"step": 0}\n'
     (parts.folder_of(run.log_path)/'parts.json').write_text('{"parts": 3}')
     with pytest.raises(ValueError, match='is no list of parts as compact writes it'): read('a', home=tmp_path)
 
@@ -232,8 +234,9 @@ def test_up_to_a_byte(run):
     every = rows_of(parts.blocks_of_run(run.log_path))
     for n in 0, 5, 20: assert rows_of(parts.blocks_of_run(run.log_path, b'{"step": 9}\n', len(b''.join(data.splitlines(True)[:n]))))==[*every[:n], {'step': 9}]
     parts.into_parts(run.log_path)
-    with run.log_path.open('ab') as f: f.write(lines([{'step': 20}, {'step': 21}]))
-    parts.into_parts(run.log_path, 22)
+    for i in 20, 21: # a part of each
+        with run.log_path.open('ab') as f: f.write(lines([{'step': i}]))
+        parts.into_parts(run.log_path, i+1)
     for end,more in (0, []), (len(lines([{'step': 20}])), [{'step': 20}]), (None, [{'step': 20}, {'step': 21}]):
         assert rows_of(parts.blocks_of_run(run.log_path, end=end))==every+more
 
@@ -247,7 +250,29 @@ def test_a_run_has_a_file_of_its_name_at_any_time(run, tmp_path, monkeypatch, li
         m.setattr(parts, 'replace', lambda *args: 1/0)
         with pytest.raises(ZeroDivisionError): parts.into_parts(run.log_path)
     assert other.read_bytes()==data and run.log_path.exists()==links
+    assert rows_of(parts.blocks_of_run(run.log_path))==rows
     with run.log_path.open('ab') as f: f.write(more)
     parts.into_parts(run.log_path, 20)
     assert rows_of(parts.blocks_of_run(run.log_path))==[*rows, {'step': 20}] and not other.exists()
     assert run.log_path.read_bytes()==(data+more if links else more)
+
+def test_lines_that_were_put_aside_come_before_those_after(run, monkeypatch):
+    "Removing them was cut short, for the second time in a run: some of them are in no part, and it went on"
+    def steps(): return [r['step'] for r in rows_of(parts.blocks_of_run(run.log_path))]
+    parts.into_parts(run.log_path)
+    with run.log_path.open('ab') as f: f.write(lines({'step': i} for i in range(20, 23)))
+    with monkeypatch.context() as m:
+        m.setattr(parts, 'make_parts', lambda *args: 1/0)
+        with pytest.raises(ZeroDivisionError): parts.remove_lines(run.log_path, parts.listed(run.log_path))
+    with run.log_path.open('ab') as f: f.write(lines([{'step': 23}]))
+    for _ in range(3):
+        assert steps()==[*range(24)]
+        parts.into_parts(run.log_path)
+    assert run.log_path.stat().st_size==0
+
+def test_the_last_line_of_a_run_that_is_over_may_have_no_end(run):
+    with run.log_path.open('ab') as f: f.write(b'{"step": 20}')
+    parts.into_parts(run.log_path, 21)
+    assert run.log_path.stat().st_size # somebody may be writing it
+    parts.into_parts(run.log_path)
+    assert [r['step'] for r in run.lines()]==[*range(21)] and run.log_path.stat().st_size==0

@@ -118,3 +118,15 @@ def test_an_open_step_stays_open(slow_writer):
     df = read(te.fname)
     assert steps_in(df)==[0, 1, 2, 3] and len(df[df.step==3])==len(df[df.step==2])-1 and 'supersedes' not in df # it has no logged number
     te.close()
+
+
+@pytest.mark.parametrize('of', ['a file', 'a folder'])
+def test_a_home_that_is_reached_by_another_path(slow_writer, tmp_path, of):
+    "It is the same folder: who reads it there is given what is on its way"
+    (tmp_path/'home').mkdir()
+    (tmp_path/'link').symlink_to('home')
+    t,other = emberTracker('a', tmp_path/'link'),emberTracker('other', tmp_path/'link')
+    for x in (t, other): x + dict(module='m(Net)', ttype='scalar', tname='log', step=0, loss=1.)
+    jsonl.settle(tmp_path/'home'/'log'/('a' if of=='a file' else ''))
+    assert [len(x.log_path.read_bytes().splitlines()) if x.log_path.exists() else 0 for x in (t, other)]==[1, int(of=='a folder')]
+    for x in (t, other): x.close()
