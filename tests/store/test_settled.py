@@ -120,13 +120,16 @@ def test_an_open_step_stays_open(slow_writer):
     te.close()
 
 
-@pytest.mark.parametrize('of', ['a file', 'a folder'])
-def test_a_home_that_is_reached_by_another_path(slow_writer, tmp_path, of):
-    "It is the same folder: who reads it there is given what is on its way"
-    (tmp_path/'home').mkdir()
+@pytest.mark.parametrize('of, asked', [('a', ['a']), ('', ['a', 'other']), ('none', [])])
+def test_a_home_that_is_reached_by_another_path(tmp_path, monkeypatch, of, asked):
+    "It is the same folder: a log there is asked for what is on its way, and no other one"
+    for d in 'home','else': (tmp_path/d).mkdir()
     (tmp_path/'link').symlink_to('home')
-    t,other = emberTracker('a', tmp_path/'link'),emberTracker('other', tmp_path/'link')
-    for x in (t, other): x + dict(module='m(Net)', ttype='scalar', tname='log', step=0, loss=1.)
-    jsonl.settle(tmp_path/'home'/'log'/('a' if of=='a file' else ''))
-    assert [len(x.log_path.read_bytes().splitlines()) if x.log_path.exists() else 0 for x in (t, other)]==[1, int(of=='a folder')]
-    for x in (t, other): x.close()
+    ts = [emberTracker(n, tmp_path/d) for n,d in (('a', 'link'), ('other', 'link'), ('a', 'else'))]
+    for t in ts: t + dict(module='m(Net)', ttype='scalar', tname='log', step=0, loss=1.)
+    got = []
+    with monkeypatch.context() as m:
+        m.setattr(jsonl.Log, 'barrier', lambda log: got.append(log))
+        jsonl.settle(tmp_path/'home'/'log'/of)
+    assert sorted(log.path.name for log in got)==asked and ts[2].file not in got
+    for t in ts: t.close()
