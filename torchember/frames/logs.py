@@ -355,19 +355,18 @@ def rows_wanted(source, choice, columns=None):
     "The table of a run, of the rows that are wanted"
     kept = RowFilter(choice, source.last_step() if choice.counts_back else None)
     only = columns and needed(columns, source.may_supersede())
-    got = columns_of_lines(source.blocks, source.file(), (*names_in, 'ts', 'shape'), kept if choice.asked else None, only)
-    return current(assembled(*got[:3]))
+    return rows_of_log(source.blocks, source.file(), kept if choice.asked else None, only)
+
+def rows_of_log(blocks, file=None, keep=None, only=None): return current(assembled(*columns_of_lines(blocks, file, (*names_in, 'ts', 'shape'), keep, only)[:3]))
 
 def rows_of_whole(source, choice, columns, per_rank):
     "The table of a run of several processes, of the rows that are wanted. What a part is of shows beside all others only, so that all are read"
     if per_rank: return under_each_other([tidy(rows_wanted(s, choice, columns)).assign(rank=r) for r,s in source.sources.items()])
     tables,spoiled = {},[]
     for r,s in source.sources.items():
-        tables[r],lost = rows_of_rank(s)
+        tables[r],lost = rows_of_rank(s.blocks, s.file())
         if lost: spoiled.append(f"Lines of rank {r} that are torn or make no sense: {lost}. What they are of is without it.")
-    paths = {r: paths_in(tree) for r,tree in source.told('structure').items()}
-    each = [t.assign(rank=r) for r,t in tables.items()]
-    df,said = ranks.whole(under_each_other([t for t in each if len(t)] or each[:1]), source.told('ranks'), paths)
+    df,said = ranks.whole(*all_of(tables, source.told('ranks'), source.told('structure')))
     for s in (*spoiled, *said): warn(f"{printable(source.name)}: {s}")
     df.attrs['said'] = [*spoiled, *said]
     last = max((s.last_step() for s in source.sources.values()), default=-1) if choice.counts_back else None
@@ -378,9 +377,15 @@ def rows_of_whole(source, choice, columns, per_rank):
         kept &= values.isin(choice.steps([s for s in known if isinstance(s, int)], last) if name=='steps' else choice.keeps(name, known)).to_numpy()
     return df[kept].reset_index(drop=True)
 
-def rows_of_rank(source):
+def all_of(tables, about, trees):
+    "What `ranks.whole` takes, of what each rank has: its rows, what it says of the processes, the tree of its modules"
+    each = [t.assign(rank=r) for r,t in tables.items()]
+    paths = {r: paths_in(tree) for r,tree in trees.items()}
+    return under_each_other([t for t in each if len(t)] or each[:1]), about, paths
+
+def rows_of_rank(blocks, file=None, keep=None):
     "The table of one process, with numbers where numbers are to be, and how many of its lines say nothing"
-    got = columns_of_lines(source.blocks, source.file(), (*names_in, 'ts', 'shape'))
+    got = columns_of_lines(blocks, file, (*names_in, 'ts', 'shape'), keep)
     df = tidy(current(assembled(*got[:3])))
     good = of_right_types(df)
     for c in 'shape','global_shape':

@@ -7,6 +7,9 @@ __all__ = ['most', 'sensible', 'key', 'merged_columns', 'only_pieces', 'numbered
            'numbered_on', 'understood', 'is_number', 'is_line', 'Processes', 'numbers_in', 'differs', 'odd_keys',
            'nameless_in', 'samples_in', 'first_of_each', 'together', 'Pieces', 'Merge', 'untold', 'drift', 'gone',
            'unknown_scale', 'same_batch', 'whole']
+           'numbered_on', 'understood', 'is_number', 'is_line', 'Processes', 'numbers_in', 'differs', 'samples_in',
+           'first_of_each', 'together', 'Pieces', 'Merge', 'untold', 'drift', 'gone', 'unknown_scale', 'same_batch',
+           'own_names', 'whole']
 
 # %% ../../nbs/50_frames/03_ranks.ipynb #bf127dde
 import copy, re
@@ -181,13 +184,16 @@ class Pieces:
         df: Rows of all processes under each other, each with its `rank`
         about: Rank -> what its metadata says of the processes
         paths: Rank -> paths of its modules
+        own: What was decided of the parameters that processes have of their own: rank -> path -> path
     """
     def __init__(self,
         df, # Rows of all processes under each other, each with its `rank`
         about:dict, # Rank -> what its metadata says of the processes
-        paths:dict # Rank -> paths of its modules
+        paths:dict, # Rank -> paths of its modules
+        own=None # What was decided of the parameters that processes have of their own: rank -> path -> path
     ):
         self.about,self.said = understood(about)
+        self.own = own
         self.paths,self.processes = paths,Processes(self.about, df['rank'].unique().tolist())
         df = df.reset_index(drop=True)
         if 'step' in df: df = df.sort_values(['step', 'rank'], kind='stable')
@@ -235,6 +241,10 @@ class Pieces:
 
     def name_own(self):
         "Parameters that nobody says to be replicas, and that differ, are no pieces of one tensor: each process has its own"
+        if self.own is not None:
+            if self.own: self.rename(self.own); self.settle()
+            return
+        self.own = {}
         weights = (self.df['ttype']=='weight').to_numpy()
         own = self.unsettled & weights & ~self.nameless & (self.df['global_shape'].isna().to_numpy() if 'global_shape' in self.df else True)
         if not own.any(): return
@@ -244,7 +254,8 @@ class Pieces:
         ranks = sorted(set(self.rank.tolist()))
         paths = [[p for p in self.all_paths(r) if any(p==t or p.startswith(f'{t}.') for t in tops)] for r in ranks]
         names = names_in_whole(paths, [f'@rank{r}' for r in ranks])
-        self.rename(dict(zip(ranks, names, strict=True)))
+        self.own = dict(zip(ranks, names, strict=True))
+        self.rename(self.own)
         new = sorted({n for of in names for p,n in of.items() if n!=p and p in tops})
         self.said.append(f"Each process has parameters of its own in {listed(tops)}, and nothing says why: they are shown as different ones, "
             f"{listed(new)}.")
@@ -611,10 +622,13 @@ def fill_others(out, d, order, many, done):
     return lost
 
 # %% ../../nbs/50_frames/03_ranks.ipynb #a7c10006
+def own_names(df, about, paths=None): return Pieces(df, about, paths or {}).own # what each process calls the parameters that it has of its own
+
 def whole(
     df, # Rows of all processes under each other, each with its `rank`
     about:dict, # Rank -> what its metadata says of the processes
-    paths:dict|None=None # Rank -> paths of all its modules
+    paths:dict|None=None, # Rank -> paths of all its modules
+    own:dict|None=None # What `own_names` has said of other rows of the same run; it is decided here without it
 ) -> tuple: # Rows as one process would have written them; sentences about what is not as it should be, or not known
     """The rows of many processes as those of one
 
@@ -622,11 +636,12 @@ def whole(
         df: Rows of all processes under each other, each with its `rank`
         about: Rank -> what its metadata says of the processes
         paths: Rank -> paths of all its modules
+        own: What `own_names` has said of other rows of the same run; it is decided here without it
 
     Returns:
         Rows as one process would have written them; sentences about what is not as it should be, or not known
     """
-    pieces = Pieces(df, about, paths or {})
+    pieces = Pieces(df, about, paths or {}, own)
     merged = Merge(pieces)
     out = merged.table()
     said = [*untold(pieces), drift(pieces), *pieces.said, *merged.said, *gone(pieces), unknown_scale(pieces), same_batch(pieces)]
