@@ -6,10 +6,7 @@
 __all__ = ['most', 'sensible', 'key', 'merged_columns', 'only_pieces', 'numbered_children', 'with_ancestors', 'names_in_whole',
            'numbered_on', 'understood', 'is_number', 'is_line', 'Processes', 'numbers_in', 'differs', 'odd_keys',
            'nameless_in', 'samples_in', 'first_of_each', 'together', 'Pieces', 'Merge', 'untold', 'drift', 'gone',
-           'unknown_scale', 'same_batch', 'whole']
-           'numbered_on', 'understood', 'is_number', 'is_line', 'Processes', 'numbers_in', 'differs', 'samples_in',
-           'first_of_each', 'together', 'Pieces', 'Merge', 'untold', 'drift', 'gone', 'unknown_scale', 'same_batch',
-           'own_names', 'whole']
+           'unknown_scale', 'same_batch', 'own_names', 'whole']
 
 # %% ../../nbs/50_frames/03_ranks.ipynb #bf127dde
 import copy, re
