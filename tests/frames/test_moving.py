@@ -279,6 +279,30 @@ def test_a_store_that_is_gone_harms_nobody_in_the_background(tmp_path, url, monk
     same('a', tmp_path, url)
 
 
+def test_what_is_wrong_from_the_beginning_is_said_in_the_background(tmp_path, url, monkeypatch):
+    add(tmp_path, 'a', lines(range(3)))
+    def write(self, path, piece): raise FileNotFoundError('The specified bucket does not exist')
+    monkeypatch.setattr(Target, 'write', write)
+    with pytest.warns(UserWarning, match='bucket does not exist.*Training goes on'):
+        back = sync('a', url, home=tmp_path, every=30)
+        while not back.error: time.sleep(.01)
+    with pytest.raises(FileNotFoundError, match='bucket does not exist'): back.stop()
+    with sync('none', url, home=tmp_path, every=30) as back: pass # a run that never got a row
+    assert back.said==[]
+
+def test_stop_does_not_wait_for_a_store_that_is_gone(tmp_path, url, monkeypatch):
+    add(tmp_path, 'a', lines(range(3)))
+    asked = threading.Event()
+    def write(self, path, piece):
+        asked.set()
+        raise ConnectionResetError('gone')
+    monkeypatch.setattr(Target, 'write', write)
+    back = sync('a', url, home=tmp_path, every=30, patience=60)
+    assert asked.wait(10)
+    began = time.monotonic()
+    with pytest.raises(OSError, match='gone'): back.stop(patience=.1)
+    assert time.monotonic()-began<5
+
 def test_two_at_once_are_one_after_the_other(tmp_path, url, tiny, monkeypatch):
     add(tmp_path, 'a', lines(range(100), 10))
     end(tmp_path, 'a')

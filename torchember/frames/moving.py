@@ -409,9 +409,10 @@ class Background:
         if not every>0: raise ValueError(f"every is a number of seconds greater than 0, got {every!r}.")
         self.run,self.target,self.every = run,target,every
         self.moving,self.over,self.error,self.said,self.told = Moving(home, target, parquet, deep=False),threading.Event(),None,[],set()
+        target.over = self.over # who is asked to stop does not wait for a store
         self.thread = threading.Thread(target=self.go, name='torchember-sync', daemon=True)
         self.thread.start()
-        atexit.register(self.stop, patience=10)
+        atexit.register(self.at_exit)
 
     def __repr__(self):
         how = 'is over' if not self.thread.is_alive() else f'every {self.every} s'
@@ -434,12 +435,16 @@ class Background:
 
     def round(self):
         "Bring what is new. Whether that went well; what did not is said once"
-        try: self.said,self.error = bring_all(self.run, self.moving),None
-        except FileNotFoundError as e:
-            self.error = str(e)
-            if self.said: self.tell(e) # else the run has no rows yet
+        try:
+            if not self.begun(): return False
+            self.said,self.error = bring_all(self.run, self.moving),None
         except Exception as e: self.error = str(e); self.tell(e)
         return self.error is None
+
+    def begun(self):
+        "Whether there is such a run: it has a file when it has rows"
+        try: return bool(Home(self.moving.home).chosen(self.run))
+        except FileNotFoundError: return False
 
     def tell(self, e):
         if type(e) in self.told or self.over.is_set(): return
@@ -460,8 +465,12 @@ class Background:
         if self.over.is_set(): return self.said
         self.over.set()
         self.thread.join()
-        atexit.unregister(self.stop)
+        atexit.unregister(self.at_exit)
         self.target.over,self.target.patience = threading.Event(),patience
-        self.said = bring_all(self.run, self.moving)
+        if self.begun(): self.said = bring_all(self.run, self.moving)
         self.error = None
         return self.said
+
+    def at_exit(self):
+        try: self.stop(patience=10)
+        except Exception as e: warn(f"torchember: {e}")
