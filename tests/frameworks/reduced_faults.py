@@ -76,9 +76,12 @@ with warnings.catch_warnings(record=True) as said:
         te.log(loss=float(s+rank))
         longest = max(longest, time.monotonic()-began if s else 0)
         time.sleep(.02 if what=='sleeps' and rank else .2 if what=='sleeps' else .05)
+    if what=='skips': time.sleep(.5)
+    meanwhile = [*told]
     began = time.monotonic()
     if what!='exits': te.close()
     closing = time.monotonic()-began
-(folder/f'{what}.{rank}').write_text(json.dumps(dict(said=[str(w.message) for w in said], told=told, own=own, longest=longest, closing=closing)))
+left = dict(said=[str(w.message) for w in said], told=told, own=own, meanwhile=meanwhile, longest=longest, closing=closing)
+(folder/f'{what}.{rank}').write_text(json.dumps(left))
 if what=='ends' and rank==0: os._exit(0)
 if what!='no_group' and dist.is_initialized() and what!='exits': dist.destroy_process_group()

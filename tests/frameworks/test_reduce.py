@@ -95,6 +95,7 @@ def test_a_process_that_skips_a_layer(tmp_path):
     codes,left,_ = trained(tmp_path, 'skips')
     assert codes==[0, 0] and not of_ember(left[0]) and not of_ember(left[1])
     compare(left[0]['told'], 'skips', tmp_path)
+    assert {r['step'] for _,rows in left[0]['meanwhile'] for r in rows if r['ttype']!='scalar'}>={0, 1, 2, 3} # while it went on
     assert [s for s,_ in left[1]['told']] and all(r['rank']==1 for _,rows in left[1]['told'] for r in rows) # its own, as ever
     assert max(x['closing'] for x in left)<2
 
