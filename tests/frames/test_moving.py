@@ -122,6 +122,7 @@ def test_a_run_that_goes_on_is_whole_at_every_moment(tmp_path, url, tiny):
         sent += bring_all('a', m)[0]['bytes']
         look()
         assert seen[0]==len(whole)
+        assert step==23 or all(v.endswith(b'\n') for k,v in there().items() if 'lines-' in k or k=='log/a' and v) # of a line that is being written nothing
         if step>=12: os.truncate(tmp_path/'log'/'a', (tmp_path/'log'/'a').stat().st_size-15)
     got = there()
     names = [p['file'] for p in json.loads(got['log/a.parts/parts.json'])['parts']]
@@ -186,6 +187,9 @@ def test_another_run_of_the_same_name_takes_the_place(tmp_path, url, tiny):
     add(tmp_path, 'a', lines(range(100), 10))
     sync('a', url, home=tmp_path)
     (tmp_path/'log'/'a').write_bytes(lines(range(1000, 1090), 10))
+    sync('a', url, home=tmp_path)
+    same('a', tmp_path, url)
+    (tmp_path/'log'/'a').write_bytes(lines(range(1000, 1001), 10)+lines(range(2000, 2089), 10)) # which begins with the same line
     sync('a', url, home=tmp_path)
     same('a', tmp_path, url)
     (tmp_path/'log'/'a').write_bytes(lines(range(2), 10))
