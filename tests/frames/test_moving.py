@@ -114,15 +114,15 @@ def test_a_run_that_goes_on_is_whole_at_every_moment(tmp_path, url, tiny):
         seen[0] = len(df)
     m = Moving(tmp_path, Sent(url, after=look), deep=False)
     sent = 0
-    for step in range(24):
+    for step in range(20):
         add(tmp_path, 'a', lines([step], 10))
         if step>=12: add(tmp_path, 'a', b'{"mean": 3, "st') # a line is being written
-        if step==23: end(tmp_path, 'a')
+        if step==19: end(tmp_path, 'a')
         whole = read('a', home=tmp_path)
         sent += bring_all('a', m)[0]['bytes']
         look()
         assert seen[0]==len(whole)
-        assert step==23 or all(v.endswith(b'\n') for k,v in there().items() if 'lines-' in k or k=='log/a' and v) # of a line that is being written nothing
+        assert step==19 or all(v.endswith(b'\n') for k,v in there().items() if 'lines-' in k or k=='log/a' and v) # of a line that is being written nothing
         if step>=12: os.truncate(tmp_path/'log'/'a', (tmp_path/'log'/'a').stat().st_size-15)
     got = there()
     names = [p['file'] for p in json.loads(got['log/a.parts/parts.json'])['parts']]
@@ -130,7 +130,7 @@ def test_a_run_that_goes_on_is_whole_at_every_moment(tmp_path, url, tiny):
     assert len(names)<8 and got['log/a']==b''
     sync('a', url, home=tmp_path)
     same('a', tmp_path, url)
-    assert read('a', home=url, steps=23, columns=['step'])['step'].tolist()==[23]*10
+    assert read('a', home=url, steps=19, columns=['step'])['step'].tolist()==[19]*10
 
 
 @pytest.mark.parametrize('grown', (False, True))
@@ -475,12 +475,12 @@ def test_connections_that_end_in_the_middle_of_an_upload(tmp_path, server, monke
     proxy = Proxy(server.port)
     proxy.start()
     at = bucket(proxy, 'two', monkeypatch)
-    add(tmp_path, 'a', lines(range(2000), 10))
+    add(tmp_path, 'a', lines(range(700), 10))
     end(tmp_path, 'a')
     proxy.passed,proxy.most = 0,40_000
     with pytest.raises(OSError, match='a could not be brought to s3://two/runs.*goes on from there'): sync('a', at, home=tmp_path, patience=.5)
     assert proxy.gone
-    assert (tmp_path/'log'/'a').read_bytes()==lines(range(2000), 10)
+    assert (tmp_path/'log'/'a').read_bytes()==lines(range(700), 10)
     proxy.start()
     there = {p.name for p in (at/'log'/'a.parts').iterdir()} if (at/'log'/'a.parts').exists() else set()
     with pytest.raises(FileNotFoundError): read('a', home=at)
@@ -488,7 +488,7 @@ def test_connections_that_end_in_the_middle_of_an_upload(tmp_path, server, monke
     said, = sync('a', at, home=tmp_path)
     assert said['sent']==said['files']-len(there)
     same('a', tmp_path, at)
-    add(tmp_path, 'a', lines(range(2000, 2500), 10))
+    add(tmp_path, 'a', lines(range(700, 900), 10))
     proxy.passed,proxy.most = 0,2000
     threading.Timer(.6, lambda: proxy.gone and proxy.start()).start() # it comes back while it is asked again
     sync('a', at, home=tmp_path, patience=20)
@@ -502,7 +502,7 @@ def test_a_server_that_is_killed_and_has_lost_everything(tmp_path, monkeypatch, 
     server = Server()
     server.start()
     at = bucket(server, 'three', monkeypatch)
-    add(tmp_path, 'a', lines(range(2000), 10))
+    add(tmp_path, 'a', lines(range(700), 10))
     begin(tmp_path, 'a')
     real = Target.write
     def write(self, path, piece):
@@ -511,7 +511,7 @@ def test_a_server_that_is_killed_and_has_lost_everything(tmp_path, monkeypatch, 
     with monkeypatch.context() as m, pytest.raises(OSError, match='a could not be brought'):
         m.setattr(Target, 'write', write)
         sync('a', at, home=tmp_path, patience=.5)
-    assert server.process.poll()==-signal.SIGKILL and (tmp_path/'log'/'a').read_bytes()==lines(range(2000), 10)
+    assert server.process.poll()==-signal.SIGKILL and (tmp_path/'log'/'a').read_bytes()==lines(range(700), 10)
     server.start()
     with pytest.raises(FileNotFoundError, match='bucket'): sync('a', at, home=tmp_path, patience=.5)
     at = bucket(server, 'three', monkeypatch)
@@ -519,7 +519,7 @@ def test_a_server_that_is_killed_and_has_lost_everything(tmp_path, monkeypatch, 
     same('a', tmp_path, at)
     end(tmp_path, 'a')
     sync('a', at, home=tmp_path, move=True)
-    assert not (tmp_path/'log'/'a').exists() and len(read('a', home=at))==20_000
+    assert not (tmp_path/'log'/'a').exists() and len(read('a', home=at))==7_000
     server.kill()
 
 @pytest.mark.slow
