@@ -279,7 +279,7 @@ class LogFile:
 
     unwritten = property(lambda self: sum(n for _,n in self.waiting)+self.dropped) # rows
     ours = property(lambda self: self.pid==os.getpid()) # or that of the process from which this one was forked
-    there = property(lambda self: bool(self.fresh or self.rows or self.waiting or is_there(self.path))) # whether there is one, or will be
+    there = property(lambda self: bool(self.fresh or self.rows or self.waiting or (is_there if is_url(self.path) else os.path.exists)(self.path))) # or will be
     size_there = property(lambda self: os.path.getsize(self.path) if not self.fresh and os.path.exists(self.path) else 0) # one of this name may be another's
 
     def untaken(self): # Size of the file, and lines that are to follow
