@@ -7,10 +7,11 @@ import shutil
 import warnings
 from pathlib import Path
 
+import numpy as np
 import programs
 import pytest
 
-from torchember import EmberWarning, read
+from torchember import EmberWarning, read, scan
 
 here = Path(__file__).parent
 where = ['path', 'ttype', 'tname', 'call', 'step']
@@ -86,6 +87,25 @@ def test_as_one_process(ran, case):
     if case in exact: assert not said
     elif case=='tensor_parallel_2': assert '30 rows are of tensors that are the sum' in said and unknown=={('weight_grad', 'norm')}
     else: assert 'parameters of its own in moe.experts.0, moe.experts.1' in said and "each process's own loss" in said
+
+
+@pytest.mark.filterwarnings('ignore::torchember.EmberWarning')
+@pytest.mark.parametrize('case', [*exact, 'interleaved_2', 'tensor_parallel_2', 'experts_2', 'experts_4'])
+def test_a_few_steps_at_a_time(ran, case, monkeypatch):
+    "An engine that reads chunks of few steps has the rows of the whole"
+    monkeypatch.setattr('torchember.frames.chunks.most_merged', 100)
+    rows,want = scan(case, 'arrow', home=ran),read(case, home=ran)
+    assert len(rows.pruned.chunks)>1
+    got = rows.to_table().to_pandas()
+    if 'numel' not in want: assert got.pop('numel').isna().all()
+    assert [*got]==[*want] and len(got)==len(want)
+    for c in want:
+        a,b = got[c],want[c]
+        if b.dtype.kind in 'if' or c in ('ratio', 'numel'): assert np.allclose(a.astype(float), b.astype(float), rtol=1e-12, atol=0, equal_nan=True), c
+        else: assert [plain(v) for v in a]==[plain(v) for v in b], c
+
+
+def plain(v): return [int(n) for n in v] if isinstance(v, tuple|list|np.ndarray) else None if v is None or v!=v else str(v)
 
 
 def test_stages_that_take_turns(ran):

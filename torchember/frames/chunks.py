@@ -331,6 +331,7 @@ def fields_of(
     if kinds.get('ts')=='text': kinds['ts'] = 'time'
     if per_rank: kinds['rank'] = 'int64'
     if merged: kinds = {k: 'double' if k in derived and k!='exponents' or k=='ratio' else kind for k,kind in kinds.items() if k not in only_pieces}
+    if merged: kinds['numel'] = 'double' # of pieces of unequal shapes
     return {k: kinds[k] for k in column_order(kinds, marks_of(there, several))}
 
 def layouts_in(there): return [keys for c in there for keys in c.layouts]

@@ -213,16 +213,6 @@ class Pieces:
 
     def all_paths(self, rank): return [*self.paths.get(rank, ()), *self.df['path'][self.rank==rank].astype(object).dropna().unique()]
 
-    def rename(self, names):
-        "Give modules other names. names: rank -> path -> path"
-        pd = needs('pandas', for_='A table of rows')
-        path,module = (self.df[c].astype(object).to_numpy(copy=True) for c in ('path', 'module'))
-        pairs = pd.DataFrame({'rank': self.rank, 'path': path, 'module': module})
-        for (rank,p,m),rows in pairs.groupby(['rank', 'path', 'module'], sort=False).indices.items():
-            new = names.get(rank, {}).get(p, p)
-            if new!=p: path[rows],module[rows] = new,display_name(m, new)
-        self.df = self.df.assign(path=pd.Categorical(path), module=pd.Categorical(module))
-
     def name_stages(self):
         "What the stages of a pipeline have is named as in the whole model"
         there = defaultdict(dict) # stage -> rank and path -> path in the stage
@@ -234,12 +224,12 @@ class Pieces:
         order,names = sorted(there),defaultdict(dict)
         for stage,of in zip(order, names_in_whole([list(dict.fromkeys(there[s].values())) for s in order], [f'@pp{s}' for s in order]), strict=True):
             for (rank,p),inside in there[stage].items(): names[rank][p] = of[inside]
-        self.rename(names)
+        self.df = renamed(self.df, self.rank, names)
 
     def name_own(self):
         "Parameters that nobody says to be replicas, and that differ, are no pieces of one tensor: each process has its own"
         if self.own is not None:
-            if self.own: self.rename(self.own); self.settle()
+            if self.own: self.df = renamed(self.df, self.rank, self.own); self.settle()
             return
         self.own = {}
         weights = (self.df['ttype']=='weight').to_numpy()
@@ -252,7 +242,7 @@ class Pieces:
         paths = [[p for p in self.all_paths(r) if any(p==t or p.startswith(f'{t}.') for t in tops)] for r in ranks]
         names = names_in_whole(paths, [f'@rank{r}' for r in ranks])
         self.own = dict(zip(ranks, names, strict=True))
-        self.rename(self.own)
+        self.df = renamed(self.df, self.rank, self.own)
         new = sorted({n for of in names for p,n in of.items() if n!=p and p in tops})
         self.said.append(f"Each process has parameters of its own in {listed(tops)}, and nothing says why: they are shown as different ones, "
             f"{listed(new)}.")
@@ -359,6 +349,7 @@ class Merge:
         "The rows of the wholes"
         out = self.d.iloc[self.first].reset_index(drop=True)
         if len(out): self.fill(out)
+        if 'numel' in out and 'numel' not in self.d: out.insert(out.columns.get_loc('module'), 'numel', out.pop('numel')) # not a mark
         return out.drop(columns=[c for c in only_pieces if c in out])
 
     def fill(self, out):
@@ -504,6 +495,16 @@ def same_batch(pieces):
     return "All processes are given the same batch: each input has the same numbers on all of them. Has the sampler been told of the ranks?"
 
 # %% ../../nbs/50_frames/03_ranks.ipynb #a7c10005
+def renamed(df, ranks, names):
+    "Rows of modules that have other names. names: rank -> path -> path"
+    pd = needs('pandas', for_='A table of rows')
+    path,module = (df[c].astype(object).to_numpy(copy=True) for c in ('path', 'module'))
+    pairs = pd.DataFrame({'rank': ranks, 'path': path, 'module': module})
+    for (rank,p,m),rows in pairs.groupby(['rank', 'path', 'module'], sort=False).indices.items():
+        new = names.get(rank, {}).get(p, p)
+        if new!=p: path[rows],module[rows] = new,display_name(m, new)
+    return df.assign(path=pd.Categorical(path), module=pd.Categorical(module))
+
 def display_name(module, new):
     "The display name of a module under another path"
     root,*parts = module.split('.')
@@ -535,6 +536,7 @@ def named(row):
     pname = row.get('pname')
     return f"{row['ttype']} {pname if isinstance(pname, str) else row['tname']} of {row['path'] or 'the model'}"
 
+# %% ../../nbs/50_frames/03_ranks.ipynb #e1e3e57a
 def elements(shape, numel):
     "How many elements a row is of"
     if numel==numel and numel is not None: return float(numel)
