@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from torchember import compact, emberTracker, query, read, scan
 from torchember.ground.record import line_of
+from torchember.store.parts import Part, folder_of, listed
 
 odd = [None, True, 0, 7, -2**63, 2**63, 2**53+1, -0., 2., 1/3, np.nan, np.inf, -np.inf, '', 'a.b', '2024-01-01 00:00:00', [], [1, 2],
     [1., np.nan], [True], [None], [1, [2.5]], ['x'], {}, {'a': [np.nan, {'b': -np.inf}]}]
@@ -259,3 +260,25 @@ def test_what_came_is_said(tmp_path):
     assert scan('a', ttype='weight_grad', home=tmp_path).collect().height==0
     begun(tmp_path, b'', 'empty')
     assert scan('empty', home=tmp_path).collect().height==0 and list(scan('empty', 'pandas', home=tmp_path))==[]
+
+
+@pytest.mark.filterwarnings('ignore::torchember.EmberWarning')
+def test_few_rows_of_many_logs(tmp_path, monkeypatch):
+    "Of each of many logs few rows are of the same steps: parts and lines are cut so that others need not be read with them"
+    monkeypatch.setattr('torchember.frames.logs.group_rows', 1024)
+    monkeypatch.setattr('torchember.frames.scan.most_rows', 1024)
+    monkeypatch.setattr('torchember.frames.chunks.most_merged', 700)
+    rows = [stats(g.normal(size=(4, 5)), s, 'output', 'output_0', 'dp:B') for s in range(2000)]
+    (tmp_path/'log').mkdir(parents=True)
+    for rank in range(8): (tmp_path/'log'/f'a.rank{rank}').write_bytes(lines([r|dict(rank=rank) for r in rows]))
+    def most(): return max(s.rows for c in scan('a', 'arrow', home=tmp_path).pruned.chunks for *_,of in c.logs for s in of)
+    assert most()==512
+    want = read('a', home=tmp_path)
+    first = scan('a', 'arrow', home=tmp_path).to_table().to_pandas()
+    compact('a', home=tmp_path)
+    told = listed(tmp_path/'log'/'a.rank3')
+    part = Part(folder_of(tmp_path/'log'/'a.rank3')/told['parts'][0]['file'], told['parts'][0], told['id'], steps=(600, 601))
+    with part.file: assert part.steps[1]==(512, 1023) and part.groups==[1] and len(part.layout)==512
+    second = scan('a', 'arrow', home=tmp_path).to_table().to_pandas()
+    same(first, want)
+    same(second, want)

@@ -132,15 +132,15 @@ def range_of(steps):
 # %% ../../nbs/50_frames/07_chunks.ipynb #1698eed2
 class Looked:
     "What the lines of a file have, as far as somebody has looked"
-    def __init__(self, start): self.start = self.at = start; self.expected,self.contents,self.tail = Expected(),Contents(),b''
+    def __init__(self, start, rows): self.start = self.at = start; self.rows,self.expected,self.contents,self.tail = rows,Expected(),Contents(),b''
 
     def on(self, path, stop):
         "Look on, up to a byte"
         with opened(path) as f:
             f.seek(self.at-len(self.tail))
-            if self.at>stop or f.read(len(self.tail))!=self.tail: self.__init__(self.start) # it is another log by now
+            if self.at>stop or f.read(len(self.tail))!=self.tail: self.__init__(self.start, self.rows) # it is another log by now
             while self.at<stop:
-                data = next_lines(f, self.at, stop)
+                data = next_lines(f, self.at, stop, self.rows)
                 data = data[:data.rfind(b'\n')+1]
                 if not data: break
                 self.contents.add(*look_at(data, path, self.at, self.expected))
@@ -160,21 +160,25 @@ def look_at(data, path, at, expected):
     stretch = Stretch(path, at, at+len(data), len(block), *((min(steps), max(steps)) if whole else (None, None)))
     return [stretch], {k: {kind_of_types(v, types[k])} for k,v in columns.items() if types[k]!={Missing}}, expected.layouts
 
-looked = {} # (file, byte from which on) -> `Looked`
+looked = {} # (file, byte from which on, rows of a stretch) -> `Looked`
 
-def of_lines(path, start, stop):
+most_looked = 2000
+
+def of_lines(path, start, stop, rows):
     "What the lines of a file have, between two bytes"
-    while len(looked)>99: looked.pop(next(iter(looked)))
-    return looked.setdefault((str(path), start), Looked(start)).on(path, stop)
+    while len(looked)>=most_looked: looked.pop(next(iter(looked)))
+    return looked.setdefault((str(path), start, rows), Looked(start, rows)).on(path, stop)
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #76c7369a
 def contents(
-    source # `Source`
+    source, # `Source`
+    rows:int=1<<17 # Of a stretch of lines, at most. Of a log beside many others few rows are of the same steps
 ) -> Contents:
     """What a log has, and where. The rows of a run that an older torchember has recorded are small, and taken as they are
 
     Args:
         source: `Source`
+        rows: Of a stretch of lines, at most. Of a log beside many others few rows are of the same steps
     """
     out,(size,more) = Contents(),(None, b'')
     if source.t.older() if source.t is not None else is_older(source.path):
@@ -191,7 +195,7 @@ def contents(
     for path,start in files:
         there = file_size(path) if path is not None and is_there(path) else 0
         stop = there if size is None or path!=source.path else min(size, there)
-        if stop>start: out.add(*of_lines(path, start, stop))
+        if stop>start: out.add(*of_lines(path, start, stop, rows))
     return out.add(*look_at_more(more, source.path)) if more else out
 
 def look_at_more(data, path):

@@ -29,7 +29,7 @@ from ..store.jsonl import emberTracker, is_step, last_in, last_step_of, settle, 
 from ..store.columns import ColumnBlock, columns_of_lines, missing, times_of
 from ..store.older import is_older, older_blocks, size_and_rows
 from ..store.lines import bad, parsed
-from ..store.parts import all_in_parts, blocks_of_run, held, into_parts
+from ..store.parts import all_in_parts, blocks_of_run, group_rows, held, into_parts
 from ..store.reading import assembled, current, key, path_of, with_path
 
 # %% ../../nbs/50_frames/05_logs.ipynb #51408907
@@ -794,10 +794,10 @@ def compact(
         Of each log a dict: name, rows and bytes of its parts, bytes of the lines that are left
     """
     out = []
-    for s in logs_in(sources(run, home)[0]):
+    for s,others in [(s, len(of)) for one in sources(run, home)[0] for of in [logs_in([one])] for s in of]:
         t = s.t or emberTracker(s.name, s.path.parent.parent)
         if t.older(): raise ValueError(f"The run {s.name!r} was recorded by an older torchember, and its files are left as they are.")
-        into_parts(s.path, last_step_of(s.path) if goes_on(said_by(t)[0]) else None, keep)
+        into_parts(s.path, last_step_of(s.path) if goes_on(said_by(t)[0]) else None, keep, max(group_rows//max(others//4, 1), 512))
         parts = held(s.path)
         out.append(dict(name=s.name, rows=parts['rows'], parquet=parts['size'], lines=file_size(s.path)))
     return out

@@ -78,7 +78,7 @@ def arrow_table(rows, /, **told):
 # %% ../../nbs/30_store/09_parts.ipynb #e62ec3ab
 group_rows = 1<<14 # that are read at once where not all are wanted
 
-def write_part(table, path):
+def write_part(table, path, group=group_rows):
     "Write a part under another name, look whether it is whole, and give it its name"
     if is_url(path):
         with tempfile.TemporaryDirectory() as d:
@@ -90,7 +90,7 @@ def write_part(table, path):
     floats = [k for k,kind in kinds.items() if kind=='double' and '.' not in k]
     temp = path.with_name(f'.{path.name}-{token_hex(8)}')
     try:
-        pq.write_table(table, temp, compression='zstd', row_group_size=group_rows, use_byte_stream_split=floats or False,
+        pq.write_table(table, temp, compression='zstd', row_group_size=group, use_byte_stream_split=floats or False,
             use_dictionary=[n for n in table.column_names if n not in floats])
         with open(temp, 'r+b') as f: os.fsync(f.fileno())
         if (n := pq.read_metadata(temp).num_rows)!=len(table): raise OSError(f"{printable(path)} has {n} rows after {len(table)} were written to it.")
@@ -215,6 +215,7 @@ def listed(path):
         parts = told['parts']
         ends = [0, *(p['end'] for p in parts)]
         ok = [p['start'] for p in parts]==ends[:-1] and 0<=told['removed']<=ends[-1] and all(is_plain(p['file']) for p in parts) and told['id']
+        ok = ok and type(told.get('group', 1)) is int and told.get('group', 1)>0
         ok = ok and all(type(p[k]) is int for p in parts for k in ('start', 'end', 'rows', 'torn', 'last', 'size'))
     except (LookupError, TypeError): ok = False
     if not ok: raise ValueError(f"{printable(folder_of(path)/'parts.json')} is no list of parts as compact writes it.")
@@ -320,14 +321,14 @@ def held(
 # %% ../../nbs/30_store/09_parts.ipynb #61d8beb3
 most_rows,most_bytes = 1<<17,1<<25 # that a part is made of
 
-def next_lines(f, start, stop):
+def next_lines(f, start, stop, rows=most_rows):
     "Whole lines from a byte on, as many as a part takes"
     f.seek(start)
-    data = f.read(min(most_bytes, stop-start))
+    data = f.read(min(most_bytes, rows<<10, stop-start))
     while start+len(data)<stop and b'\n' not in data: data += f.read(min(most_bytes, stop-start-len(data))) # a line longer than a part
     cut = len(data) if start+len(data)>=stop else data.rfind(b'\n')+1
     ends = np.flatnonzero(np.frombuffer(data[:cut], np.uint8)==10)
-    return data[:int(ends[most_rows-1])+1 if len(ends)>most_rows else cut]
+    return data[:int(ends[rows-1])+1 if len(ends)>rows else cut]
 
 def step_of(row):
     step = (row or {}).get('step')
@@ -366,7 +367,8 @@ def make_parts(path, told, file, base, last):
             part = dict(file=f"part-{len(told['parts']):05}.parquet", start=start, end=start+took, rows=len(rows), torn=torn,
                 last=max(map(step_of, rows), default=-1))
             out = folder_of(path)/part['file']
-            write_part(arrow_table(rows, id=told['id'], run=path.name, **{k: part[k] for k in ('start', 'end', 'rows', 'torn')}), out)
+            table = arrow_table(rows, id=told['id'], run=path.name, **{k: part[k] for k in ('start', 'end', 'rows', 'torn')})
+            write_part(table, out, told.get('group', group_rows))
             told = told|{'parts': [*told['parts'], part|{'size': file_size(out)}], 'end': start+took}
             write_list(path, told)
             if took<len(data): break
@@ -375,9 +377,9 @@ def make_parts(path, told, file, base, last):
 def write_list(path, told): write_meta(folder_of(path)/'parts.json', {k: v for k,v in told.items() if k!='end'})
 
 # %% ../../nbs/30_store/09_parts.ipynb #5aedbdf0
-def into_parts_elsewhere(path, last=None, keep=False):
+def into_parts_elsewhere(path, last=None, keep=False, group=group_rows):
     "Make parts of the lines of a log that is behind a URL"
-    told = listed(path) or dict(run=path.name, id=token_hex(16), removed=0, parts=[], end=0)
+    told = listed(path) or dict(run=path.name, id=token_hex(16), removed=0, parts=[], end=0, group=group)
     if told.get('aside'): return # `sync` has made parts of it, and goes on with that
     known = [p['file'] for p in told['parts']]
     for e in entries(folder_of(path)): # of who was killed
@@ -408,15 +410,16 @@ def remove_lines(path, told):
 def into_parts(
     path, # File of JSON lines
     last:int|None=None, # The step that is not over; None when the run is
-    keep:bool=False # Keep the lines of a run that is over, too
+    keep:bool=False, # Keep the lines of a run that is over, too
+    group:int=group_rows # Rows of a part that can be read alone. Of a log beside many others there are few in the same steps
 ):
     "Make parts of the lines of a log"
     needs('pyarrow', for_='compact')
-    if is_url(path): return into_parts_elsewhere(path, last, keep)
+    if is_url(path): return into_parts_elsewhere(path, last, keep, group)
     folder,path = folder_of(path),Path(path)
     folder.mkdir(exist_ok=True)
     with alone(folder):
-        told = listed(path) or dict(run=path.name, id=token_hex(16), removed=0, parts=[], end=0)
+        told = listed(path) or dict(run=path.name, id=token_hex(16), removed=0, parts=[], end=0, group=group)
         for f in folder.iterdir(): # of who was killed
             if f.name.startswith(('.part-', '.torchember-')) or f.suffix=='.parquet' and f.name not in [p['file'] for p in told['parts']]: f.unlink()
             elif f.name.startswith('lines-') and f!=aside(path, told): f.unlink() # which parts have
