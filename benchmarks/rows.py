@@ -492,6 +492,112 @@ def parquet(quick):
             yield line(f'{n} rows, {what}, against {beside}', unit='x', at_least=1 if beside!='duckdb' and n>100_000 else None, note=note, **slowness(ps))
 
 
+# ---- larger than memory
+
+asked_of = dict( # one question: the mean of a statistic of outputs of the last hundredth of all steps, for each layer; and of all rows
+    polars="""import polars as pl
+few = lambda r,n: r.filter(pl.col('ttype')=='output', pl.col('step')>=n).group_by('path').agg(pl.col('mean').mean()).sort('path').collect()['mean'].to_list()
+every = lambda r: r.select(pl.col('mean').mean()).collect().item()""",
+    duckdb="""
+few = lambda r,n: [m for _,m in r.filter(f"ttype='output' AND step>={n}").aggregate('path, avg(mean)').order('path').fetchall()]
+every = lambda r: r.aggregate('avg(mean)').fetchone()[0]""",
+    arrow="""import pyarrow.dataset as ds, pyarrow.compute as pc
+few = lambda r,n: r.to_table(columns=['path', 'mean'], filter=(ds.field('ttype')=='output') & (ds.field('step')>=n)).group_by('path').aggregate(
+    [('mean', 'mean')]).sort_by('path')['mean_mean'].to_pylist()
+def every(r):
+    parts = [(pc.sum(b['mean']).as_py(), len(b)-b['mean'].null_count) for b in r.to_batches(columns=['mean']) if len(b)]
+    return sum(a for a,_ in parts)/sum(n for _,n in parts)""",
+    dask="""
+def few(r, n): return r[(r.ttype=='output') & (r.step>=n)].groupby('path')['mean'].mean().compute().sort_index().tolist()
+every = lambda r: r['mean'].mean().compute()""",
+    ray="""from ray.data.expressions import col
+def few(r, n):
+    some = r.filter(expr=(col('ttype')=='output') & (col('step')>=n))
+    return some.groupby('path').mean('mean').to_pandas().sort_values('path')['mean(mean)'].tolist()
+every = lambda r: r.mean('mean')""")
+
+ask_in_child = """import json, os, sys, time, resource
+engine,name,first,which = sys.argv[1:5]
+CODE
+def main():
+    from torchember import scan
+    began,how = time.perf_counter(),dict(columns=['step', 'path', 'ttype', 'mean']) if engine=='ray' else {}
+    if which=='few': out = few(scan(name, engine, **how, **(dict(steps=range(int(first), 1<<40)) if engine in ('dask', 'ray') else {})), int(first))
+    else: out = every(scan(name, engine, **how))
+    took = time.perf_counter()-began
+    most = [resource.getrusage(w).ru_maxrss for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return dict(out=out, took=took, most=max(most)*1024)
+if __name__=='__main__':
+    if engine=='dask':
+        from distributed import Client, LocalCluster
+        with LocalCluster(n_workers=2, threads_per_worker=1, memory_limit='1GB', dashboard_address=None) as cluster, Client(cluster):
+            print('answer', json.dumps(main()))
+    else:
+        if engine=='ray':
+            import ray
+            ray.init(num_cpus=2, include_dashboard=False, logging_level='ERROR', log_to_driver=False, object_store_memory=500_000_000)
+        print('answer', json.dumps(main()))
+"""
+
+
+def answer_of(engine, name, first, which):
+    "What an engine answers, in a process of its own: also how long it took, and its most memory"
+    import tempfile
+    with tempfile.TemporaryDirectory() as d:
+        (Path(d)/'ask.py').write_text(ask_in_child.replace('CODE', asked_of[engine]))
+        got = subprocess.run([sys.executable, str(Path(d)/'ask.py'), engine, name, str(first), which], capture_output=True, text=True, timeout=3000)
+    said = [line for line in got.stdout.splitlines() if line.startswith('answer ')]
+    if not said: raise RuntimeError(got.stderr[-2000:])
+    return json.loads(said[0].removeprefix('answer '))
+
+
+def a_large_log(n):
+    "A run of `n` rows in parts, as compact leaves it. The rows of each part are those of the first, at later steps"
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from torchember import compact
+    from torchember.store.parts import folder_of, listed, write_list, write_part
+    t = a_log(1<<17)
+    size = t.log_path.stat().st_size
+    compact(t)
+    told,folder = listed(t.log_path),folder_of(t.log_path)
+    first = [(p, pq.read_table(folder/p['file'])) for p in told['parts']]
+    steps = max(p['last'] for p in told['parts'])+1
+    while sum(p['rows'] for p in told['parts'])<n:
+        for p,table in first:
+            k,at = len(told['parts'])//len(first),len(told['parts'])
+            new = p | dict(file=f'part-{at:05}.parquet', start=told['end'], end=told['end']+p['end']-p['start'], last=p['last']+k*steps)
+            i = table.column_names.index('step')
+            moved = table.set_column(i, 'step', pa.compute.add(table['step'], pa.scalar(k*steps, pa.int64())))
+            about = json.loads(table.schema.metadata[b'torchember']) | {c: new[c] for c in ('start', 'end')}
+            write_part(moved.replace_schema_metadata({'torchember': json.dumps(about)}), folder/new['file'])
+            told = told | {'parts': [*told['parts'], new | {'size': (folder/new['file']).stat().st_size}], 'end': new['end'], 'removed': new['end']}
+    write_list(t.log_path, told)
+    return t,size/(1<<17)
+
+
+@row('scan', 'a run of 10 GB of JSON lines, compacted: a question about its last steps, and one about all rows, in each engine')
+def scan(quick):
+    if not (find_spec('pyarrow') and find_spec('polars') and find_spec('duckdb')): raise Skip('pyarrow, polars and duckdb')
+    from torchember import read
+    from torchember.store.parts import listed
+    n = 1_000_000 if quick else 10_000_000_000//430
+    t,each = a_large_log(n)
+    rows = sum(p['rows'] for p in listed(t.log_path)['parts'])
+    last = t.last_step()
+    first = last-last//100
+    want = read(t, steps=range(first, last+1), ttype='output', columns=['path', 'mean'])
+    want = want.groupby(want['path'].astype(str))['mean'].mean().sort_index().tolist()
+    for which in 'few','every':
+        for engine in asked_of:
+            if engine in ('dask', 'ray') and not find_spec('distributed' if engine=='dask' else 'ray'): continue
+            got = answer_of(engine, t.fname, first, which)
+            if which=='few' and not all(abs(a-b)<=1e-12*abs(b) for a,b in zip(got['out'], want, strict=True)): raise ValueError(f'{engine} differs')
+            what = 'its last steps' if which=='few' else 'all rows, one column'
+            yield line(f'{rows:,} rows, {what}, {engine}', got['took'], 's', note=f"{got['most']/1e6:,.0f} MB at most in one process, with the engine itself")
+
+
 @row('reading-memory', 'the most memory that reading a million rows takes, against the frame')
 def reading_memory(quick):
     import pandas # noqa: F401 which is not part of the frame
