@@ -957,6 +957,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'torchember/frames/logs.py'),
                                         'torchember.frames.logs.Source.may_supersede': ( '50_frames/logs.html#source.may_supersede',
                                                                                          'torchember/frames/logs.py'),
+                                        'torchember.frames.logs.__getattr__': ( '50_frames/logs.html#__getattr__',
+                                                                                'torchember/frames/logs.py'),
                                         'torchember.frames.logs.about': ('50_frames/logs.html#about', 'torchember/frames/logs.py'),
                                         'torchember.frames.logs.about_ranks': ( '50_frames/logs.html#about_ranks',
                                                                                 'torchember/frames/logs.py'),

@@ -55,7 +55,8 @@ def foreign(sources):
 def test_private_names_stand_in_one_room():
     sources = {str(p.relative_to(package)): p.read_text() for p in package.rglob('*.py') if p.name not in ('_modidx.py', 'private_torch.py')}
     assert 'import torch' not in sources.pop('frames/files.py') # it knows what stands in other people's pickles, and torch it does not know
-    assert len(sources)>30 and foreign(sources)==[]
+    of_jax = {('jaxember/recorder/processes.py', '_src')} # where processes leave words for each other; without it there is a sentence
+    assert len(sources)>30 and {(k, n) for k,_,n in foreign(sources)}==of_jax
 
 
 @pytest.mark.parametrize('line', ['torch._C._len_torch_dispatch_stack()', 'from torch._functorch import config', 'import torch._dynamo', "hasattr(o, '_scale')",

@@ -12,7 +12,7 @@ import pandas as pd
 import polars as pl
 import pyarrow.dataset as ds
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, given, reject, settings, strategies as st
 
 from torchember import compact, emberTracker, query, read, scan
 from torchember.ground.record import line_of
@@ -84,8 +84,10 @@ def chunked_parts(home, rows, name='a'):
 @given(rows=st.lists(any_row, min_size=1, max_size=6), parts=st.booleans())
 def test_whatever_is_in_it(tmp_path, rows, parts):
     "No engine stumbles over it, and rows are as many"
+    try: data = lines(rows)
+    except ValueError: reject() # a row that no log can have
     shutil.rmtree(tmp_path)
-    begun(tmp_path, lines(rows))
+    begun(tmp_path, data)
     if parts: compact('a', home=tmp_path)
     try: want = read('a', home=tmp_path)
     except (TypeError, AttributeError, ValueError): return

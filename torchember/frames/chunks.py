@@ -331,7 +331,8 @@ def fields_of(
     if not kinds: kinds = dict.fromkeys(identity[:7], 'text')|dict(step='int64', call='int64')
     if several: kinds = {'mark_run' if k=='run' else k: kind for k,kind in kinds.items()}
     if {'module', 'ttype', 'tname'}<=kinds.keys(): kinds.setdefault('path', 'text')
-    for c in bad: kinds[c] = kinds[c] if c in kinds and kinds[c]!='double' else 'int64'
+    for c in bad:
+        if not any(of.kinds.get(c, set())-{None} for of in there): kinds[c] = 'int64'
     if kinds.get('ts')=='text': kinds['ts'] = 'time'
     if per_rank: kinds['rank'] = 'int64'
     if merged: kinds = {k: 'double' if k in derived and k!='exponents' or k=='ratio' else kind for k,kind in kinds.items() if k not in only_pieces}
@@ -359,7 +360,9 @@ def as_arrow(values, kind):
     "A column of pandas as one of Arrow"
     pa,pd = needs('pyarrow', for_='scan'),needs('pandas', for_='scan')
     to = arrow_type(pa, kind)
-    if kind=='text': return pa.array(values.astype(object), to, from_pandas=True)
+    if kind=='text':
+        try: return pa.array(values.astype(object), to, from_pandas=True)
+        except pa.ArrowTypeError: return pa.array([v if isinstance(v, str) else as_json(v) for v in values.tolist()], to) # such as a module's that is no text
     if kind=='json': return pa.array([as_json(v) for v in values.tolist()], to)
     if kind.startswith('list'): return pa.array([list(v) if isinstance(v, list|tuple|np.ndarray) else None for v in values], to)
     if kind=='time': return pa.array(values if values.dtype.kind=='M' else pd.to_datetime(values, errors='coerce'), to, from_pandas=True)
@@ -369,7 +372,7 @@ def as_arrow(values, kind):
 
 def nothing(pa, kind, n, name):
     "A column of which nothing is there; of trouble there is none"
-    return pa.array(np.zeros(n, np.int64)) if name in bad and kind=='int64' else pa.nulls(n, arrow_type(pa, kind))
+    return pa.array(np.zeros(n), arrow_type(pa, kind)) if name in bad and kind in ('int64', 'double') else pa.nulls(n, arrow_type(pa, kind))
 
 def of_frame(df, fields):
     "A table of pandas as one of Arrow with these columns"
@@ -406,7 +409,7 @@ def column_of_part(part, name, kind):
     raw = 'run' if name=='mark_run' else name
     if raw not in part.kinds or not set(part.layouts.each(raw))-{none, Missing}: return nothing(pa, kind, n, name)
     x = cast(part.column(raw), part.kinds[raw], kind)
-    return x.fill_null(0) if name in bad and kind=='int64' else x
+    return x.fill_null(0) if name in bad and kind in ('int64', 'double') else x
 
 def all_named(part):
     "Whether its modules are texts, and paths texts or not there"

@@ -801,3 +801,8 @@ def compact(
         parts = held(s.path)
         out.append(dict(name=s.name, rows=parts['rows'], parquet=parts['size'], lines=file_size(s.path)))
     return out
+
+def __getattr__(name): # where `query` was
+    if name!='query': raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from torchember.frames.scan import query
+    return query

@@ -139,7 +139,7 @@ engines = dict(polars=polars_frame, duckdb=duckdb_relation, arrow=arrow_dataset,
 # %% ../../nbs/50_frames/09_scan.ipynb #94a07887
 @says_arguments
 def scan(
-    runs, # Runs, as `read` takes them: a name, a pattern such as 'GPT*', a file or URL of a log, or a list of these
+    run, # Runs, as `read` takes them: a name, a pattern such as 'GPT*', a file or URL of a log, an ember, or a list of these
     engine:str='polars', # 'polars', 'duckdb', 'arrow', 'pandas', 'dask', 'ray'
     path=None, # Modules: a glob on the path ('features.*'), a compiled regex, or a list of these
     ttype=None, # Tensor type, or a list of them
@@ -152,7 +152,7 @@ def scan(
     """Runs of any size as an engine's own lazy frame, with the columns and rows of `read`. NaN is null; what is no number, text or list of numbers is JSON
 
     Args:
-        runs: Runs, as `read` takes them: a name, a pattern such as 'GPT*', a file or URL of a log, or a list of these
+        run: Runs, as `read` takes them: a name, a pattern such as 'GPT*', a file or URL of a log, an ember, or a list of these
         engine: 'polars', 'duckdb', 'arrow', 'pandas', 'dask', 'ray'
         path: Modules: a glob on the path ('features.*'), a compiled regex, or a list of these
         ttype: Tensor type, or a list of them
@@ -166,7 +166,7 @@ def scan(
         polars.LazyFrame, duckdb relation, pyarrow Dataset, iterator of pandas.DataFrame, dask DataFrame or ray Dataset
     """
     if engine not in engines: raise ValueError(unknown('engine', engine, list(engines)))
-    there,several = sources(runs, home)
+    there,several = sources(run, home)
     choice = Choice(path, ttype, tname, steps)
     each = [looked_at(s, per_rank, several) for s in there]
     chunks,fields = [c for of,*_ in each for c in of],all_fields([f for _,f,_ in each], [m for *_,ms in each for m in ms], several)

@@ -321,8 +321,9 @@ def held(
 # %% ../../nbs/30_store/09_parts.ipynb #61d8beb3
 most_rows,most_bytes = 1<<17,1<<25 # that a part is made of
 
-def next_lines(f, start, stop, rows=most_rows):
+def next_lines(f, start, stop, rows=None):
     "Whole lines from a byte on, as many as a part takes"
+    rows = rows or most_rows
     f.seek(start)
     data = f.read(min(most_bytes, rows<<10, stop-start))
     while start+len(data)<stop and b'\n' not in data: data += f.read(min(most_bytes, stop-start-len(data))) # a line longer than a part
