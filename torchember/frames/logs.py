@@ -194,6 +194,7 @@ class Choice:
     def counts_back(self):
         "Whether the last step must be known to say which steps are wanted"
         w = self.asked.get('steps')
+        if isinstance(w, range): return bool(w) and min(w[0], w[-1])<0
         ends = (w.start, w.stop) if isinstance(w, slice) else () if w is None or callable(w) else many(w)
         return any(isinstance(s, int) and s<0 for s in ends)
 
