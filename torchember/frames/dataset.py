@@ -78,10 +78,14 @@ class Runs(ds.Dataset):
     def __repr__(self): return f"<torchember.frames.dataset.Runs of {len(self.pruned.chunks)} chunks>\n{self.arrow}"
 
     @property
-    def schema(self): return self.arrow
+    def schema(self):
+        "Names and types of the columns"
+        return self.arrow
 
     @property
-    def partition_expression(self): return ds.scalar(True)
+    def partition_expression(self):
+        "What holds for all rows: nothing"
+        return ds.scalar(True)
 
     def tables(self, columns=None, condition=None):
         "The chunks that may be wanted, as tables"
@@ -101,9 +105,16 @@ class Runs(ds.Dataset):
         how = {k: v for k,v in how.items() if k in ('batch_size', 'use_threads', 'memory_pool', 'fragment_scan_options')}
         return ds.Scanner.from_batches(batches, schema=schema, columns=columns, filter=filter, batch_readahead=2, **how)
 
-    def sort_by(self, sorting, **how): return ds.InMemoryDataset(self.to_table().sort_by(sorting, **how))
+    def sort_by(self, sorting, **how): # as `pyarrow.Table.sort_by`
+        """All rows in another order
+
+        Returns:
+            as `pyarrow.Table.sort_by`
+        """
+        return ds.InMemoryDataset(self.to_table().sort_by(sorting, **how))
 
     def not_that(self, *args, **kwargs):
+        "What only files of Arrow can be asked"
         raise NotImplementedError("Chunks of runs are no files of Arrow. Take the table first, or some of it: rows.to_table(columns=[...], filter=...).")
 
     get_fragments = filter = join = join_asof = replace_schema = _get_fragments = not_that
