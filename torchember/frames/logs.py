@@ -9,6 +9,7 @@ __all__ = ['read', 'wide', 'may_have', 'layers', 'of_paths', 'runs', 'goes_on', 
 import os, re
 from datetime import datetime
 from fnmatch import fnmatchcase
+from importlib import import_module
 from importlib.util import find_spec
 from socket import gethostname
 from stat import S_ISDIR
@@ -803,7 +804,6 @@ def compact(
         out.append(dict(name=s.name, rows=parts['rows'], parquet=parts['size'], lines=file_size(s.path)))
     return out
 
-def __getattr__(name): # where `query` was
-    if name!='query': raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from torchember.frames.scan import query
-    return query
+def __getattr__(name): # `query` was here
+    if name=='query': return import_module('torchember').query
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
