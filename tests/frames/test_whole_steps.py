@@ -1,9 +1,12 @@
 "Rows of a step that go from process to process, the steps that are put together of them, and who is told when something goes wrong"
+import gc
 import json
 import math
 import os
 import threading
 import time
+import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ from torch.distributed import HashStore
 
 from torchember.frames import packed_rows, whole_steps
 from torchember.frames.packed_rows import Packet, Packing, Unpacking, WholeRows, split
-from torchember.frames.whole_steps import Assembly, Inbox, Outbox, WholeSteps
+from torchember.frames.whole_steps import Assembly, Inbox, Outbox, Sharing, WholeSteps
 from torchember.ground.record import line_of
 from torchember.measure.summary import Summary
 
@@ -145,22 +148,105 @@ def test_what_nobody_reads_is_bounded():
 
 def test_what_a_process_says_of_itself_is_sent_when_it_changes(monkeypatch):
     p = Pair(monkeypatch)
-    heard,hear = [],p.first.whole.hear
-    monkeypatch.setattr(p.first.whole, 'hear', lambda r, packet: (heard.append((r, packet.step, sorted(packet.head))), hear(r, packet)))
+    heard,hear = [],p.first.sharing.whole.hear
+    monkeypatch.setattr(p.first.sharing.whole, 'hear', lambda r, packet: (heard.append((r, packet.step, sorted(packet.head))), hear(r, packet)))
     for s in range(3):
-        if s==2: p.second.about = lambda: {'about': about(1, 4), 'paths': ['', 'up']}
+        if s==2: p.second.sharing.about = lambda: {'about': about(1, 4), 'paths': ['', 'up']}
         p.step(s); p.both()
     assert sorted(heard)==[(0, 0, ['about', 'paths', 'turn']), (0, 1, ['turn']), (0, 2, ['turn']), (1, 0, ['about', 'paths', 'turn']), (1, 1, ['turn']),
         (1, 2, ['about', 'turn'])]
-    assert p.first.whole.about=={0: about(0), 1: about(1, 4)} and p.first.whole.paths=={r: ['', 'up'] for r in (0, 1)}
+    assert p.first.sharing.whole.about=={0: about(0), 1: about(1, 4)} and p.first.sharing.whole.paths=={r: ['', 'up'] for r in (0, 1)}
     for x in (p.first, p.second): x.rest(); x.audience.wait()
 
 
 def test_a_first_process_that_reads_nothing_does_not_fill_the_store(pair):
     for s in range(30): pair.step(s, [1]); pair.settle(pair.second)
-    assert pair.store.num_keys()<=17 and pair.second.left_out==14
+    assert pair.store.num_keys()<=17 and pair.second.sharing.left_out==14
     pair.step(30, [0]); pair.settle()
     assert pair.seen()==[(30, [(31.5, [1])])] and pair.store.num_keys()<=1 # the steps that the first did not see are none
+
+
+# ---- what a process shares, without a thread
+
+def shares(store, rank, patience=0., **kwargs):
+    "A process of two, and the steps and means that it tells"
+    told = []
+    def tell(rows): told.append([(r['step'], r['mean'], r.get('without')) for r in rows])
+    s = Sharing(store, rank, 2, lambda: {'about': about(rank)}, tell=tell, **kwargs)
+    s.assembly.patience = patience
+    return s,told
+
+
+def own(rank, n): return line_of(row(rank, np.arange(4.)+4*rank+n, n))+b'\n'
+
+
+@pytest.mark.parametrize('behind, waits', [(0, True), (4, True), (5, False), (8, False)])
+def test_others_are_waited_for_while_little_else_is_to_do(behind, waits):
+    first,told = shares(HashStore(), 0, .05, behind=lambda: behind)
+    first.take(own(0, 3)); first.look()
+    assert told==([[(3, 4.5, [1])]] if waits else []) and first.partial==waits
+
+
+def test_steps_that_pile_up_are_left_out():
+    "9 of 10 are told: with the oldest there are more than 8"
+    first,told = shares(HashStore(), 0)
+    for s in range(10): first.take(own(0, s))
+    first.look()
+    assert [s for (s,_,_), in told]==[*range(1, 10)] and (first.left_out, first.partial)==(1, 9)
+
+
+def test_the_last_of_a_process_waits_for_the_others_to_end(monkeypatch):
+    "for the first process has the store"
+    store,sleeps = HashStore(),[]
+    (first,told),(second,_) = shares(store, 0, 9.),shares(store, 1)
+    for p in (second, first): p.take(own(p.rank, 0))
+    def sleep(seconds): sleeps.append(seconds); second.last(own(1, 1))
+    monkeypatch.setattr(whole_steps, 'time', SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+    first.last(own(0, 1))
+    assert sleeps==[Sharing.pause] and first.assembly.ended=={0, 1} and told==[[(0, 3.5, None)], [(1, 4.5, None)]]
+    first,told = shares(HashStore(), 0, 9.)
+    monkeypatch.setattr(whole_steps.time, 'sleep', lambda seconds: (sleeps.append(seconds), first.assembly.end(1)))
+    first.last(b'') # has nothing
+    assert len(sleeps)==2 and first.assembly.ended=={0, 1} and not told
+
+
+def test_what_lives_as_long_as_the_sharing():
+    "is let go with it; and who lets go of the whole waits for no garbage collector"
+    class Kept: pass
+    gc.collect(); gc.disable()
+    try:
+        p,kept = WholeSteps(HashStore(), 0, 2, kept=(k := Kept())),weakref.ref(k)
+        del k
+        assert kept() is not None
+        p.sharing.ends('reset by peer')
+        assert kept() is None
+        gone = weakref.ref(p)
+        del p
+        assert gone() is None
+    finally: gc.enable()
+
+
+def test_all_steps_that_are_left_out_are_counted(monkeypatch):
+    "Those for which there is no place in the queue, and one that the first process does not have. Nothing takes from the queue but this test"
+    p = Pair(monkeypatch)
+    p.second.sharing.take(own(1, 0))
+    p.first.thread = threading.main_thread()
+    for s in range(1, 11): p.step(s, [0])
+    assert p.first.left_out==2 and p.first.queue.qsize()==8
+    p.first.do(p.first.queue.get()) # 7 more wait: nobody waits for the other process
+    assert p.first.sharing.left_out==1 and len(p.first.sharing.assembly.waiting[0])==1 and not p.first.sharing.partial
+    assert p.first.remark()=='Of the whole, 3 steps came quicker than they could be told of, and were left out.'
+    p.first.audience.wait()
+
+
+def test_own_rows_are_told_with_the_lines_of_the_file(monkeypatch):
+    p,taken = Pair(monkeypatch),[]
+    p.first.sharing.ends('reset by peer')
+    monkeypatch.setattr(p.first.audience, 'take', lambda rows, lines: taken.append((rows, lines)))
+    lines = b'{"mean": 1.50, "step": 3}\n'
+    p.first.put([], lines); p.second.put([], lines)
+    assert taken==[([{'mean': 1.5, 'step': 3}], lines)]
+    p.first.audience.wait()
 
 
 # ---- the thread
@@ -242,7 +328,7 @@ def test_a_step_that_a_process_leaves_out_is_told_at_once(pair):
     pair.step(0, [0]); pair.step(1); pair.both()
     assert pair.seen()==[(0, [(1.5, [1])]), (1, [(4.5, None)])] and not pair.said
     pair.step(2, [1]); pair.step(3); pair.both()
-    assert [s for s,_ in pair.told]==[0, 1, 3] and pair.first.left_out==1 # the first has no such step
+    assert [s for s,_ in pair.told]==[0, 1, 3] and pair.first.sharing.left_out==1 # the first has no such step
 
 
 def test_whoever_has_ended_is_not_waited_for(pair):
@@ -268,7 +354,7 @@ def test_a_store_that_is_gone(monkeypatch, broken):
     for s in range(1, 4): p.step(s); p.both()
     whole = [(0, [(3.5, None)])]
     if broken=='set': # the first does not know
-        assert p.second.off and not p.first.off and p.seen()[-1]==(3, [(4.5, [1])])
+        assert p.second.sharing.off and not p.first.sharing.off and p.seen()[-1]==(3, [(4.5, [1])])
     else:
         assert p.seen()==[*whole, (2, [(3.5, None)]), (3, [(4.5, None)])] and len(p.said)==1 and 'reset by peer' in p.said[0] and p.told[-1][1][0]['rank']==0
         assert p.first.remark()=='The rows of the whole were not told to the end: ConnectionError: reset by peer.'
@@ -343,7 +429,7 @@ def test_the_thread_ends_with_the_run(monkeypatch):
     p = Pair(monkeypatch)
     p.step(0); p.both()
     threads = [x.thread for x in (p.first, p.second)]
-    p.first.about = lambda: None
+    p.first.sharing.about = lambda: None
     end = time.monotonic()+5
     p.step(1, [0])
     while any(t and t.is_alive() for t in threads[:1]) and time.monotonic()<end: time.sleep(.01)
