@@ -91,7 +91,7 @@ near = { # room -> what to run, the quickest first
     'jaxember.measure.summaries': 'nbs/88_jaxember/20_summaries.ipynb tests/jaxember/test_jax_summaries.py',
     'jaxember': 'nbs/88_jaxember tests/jaxember/test_jaxember.py',
     'recorder.arguments': 'nbs/40_recorder/85_arguments.ipynb nbs/45_ember.ipynb',
-    'capture.ranks': 'nbs/10_capture/45_ranks.ipynb tests/frameworks/test_ranks.py',
+    'capture.ranks': 'nbs/10_capture/45_ranks.ipynb tests/capture/test_ranks_of_models.py tests/frameworks/test_ranks.py',
     'capture': f'nbs/10_capture {armed}',
     'ember': f'nbs/45_ember.ipynb {armed}'}
 

@@ -7,6 +7,7 @@ __all__ = ['of_batch', 'scaled', 'role_of', 'DataParallel', 'dims_of', 'ranks_of
 
 # %% ../../nbs/10_capture/45_ranks.ipynb #7f6fc875
 import sys
+from itertools import count
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -69,7 +70,7 @@ class Ranks:
         if len(ranks)==1: return None
         same = next((n for n,r in self.axes.items() if r==ranks), None)
         if same: return same
-        free = next(n for n in (name, *(f'{name}{i}' for i in range(2, self.world+2))) if n not in self.axes)
+        free = next(n for i in count(1) if (n := f'{name}{i}' if i>1 else name) not in self.axes)
         self.axes[free] = ranks
         return free
 

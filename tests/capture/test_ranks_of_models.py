@@ -1,0 +1,192 @@
+"""Which piece of the whole a tensor is, in the first of four processes.
+
+The other three are not there: torch's fake group says who is in it, which is all that is asked, and its collectives do nothing."""
+import sys
+from itertools import chain, combinations
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from torchember.capture import ranks
+from torchember.capture.ranks import Ranks
+
+x = torch.ones(2, 2)
+everybody = [0, 1, 2, 3]
+
+
+@pytest.fixture(autouse=True)
+def first_of_four(monkeypatch):
+    monkeypatch.setattr(sys, 'excepthook', sys.excepthook) # a group brings its own
+    dist.init_process_group('fake', rank=0, world_size=4, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+def net(): return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+
+def watched(model, world=4):
+    "What is known of a model, of which each pass is heard, and what a reader was told"
+    told = []
+    r = Ranks(model, 0, world, told.append)
+    model.register_forward_pre_hook(lambda *_: r.pass_begins())
+    return r,told
+
+
+def spread(mesh, *placements): return nn.Parameter(DTensor.from_local(x, mesh, placements, run_check=False))
+
+
+def part(r, module, ttype='output', x=x, pname=None): return r.columns(module, ttype, x, pname)
+
+
+def of_own(r, module, pname='weight', ttype='weight'): return part(r, module, ttype, getattr(module, pname), pname)
+
+
+# ---- axes
+
+def test_an_axis_of_one_process_is_none():
+    "A dimension of a mesh along which there is one process, and a wrapper for one process"
+    m = net()
+    m[0].weight = spread(init_device_mesh('cpu', (4, 1), mesh_dim_names=('dp', 'tp')), Shard(0), Shard(1))
+    r,told = watched(m)
+    r.pass_begins()
+    assert of_own(r, m[0])=={'part': 'dp:S0'} and told==[{'rank': 0, 'world': 4, 'axes': {'dp': everybody}}]
+    alone = DistributedDataParallel(net(), process_group=dist.new_group([0]))
+    r,told = watched(alone)
+    alone(x)
+    assert part(r, alone.module[0], 'output_grad')=={'part': 'world:?'} and told[0]['axes']=={}
+    m = fully_shard(net(), mesh=init_device_mesh('cpu', (1, 4), mesh_dim_names=('copies', 'shard')))
+    r,told = watched(m)
+    r.pass_begins()
+    assert part(r, m[0], 'output_grad')=={'part': 'shard:B', 'gscale': .25} and told[0]['axes']=={'shard': everybody}
+
+
+def test_axes_of_one_name_are_numbered():
+    "All that one of four processes can have"
+    r = Ranks(net(), 0, 4)
+    sets = [(0, *some) for some in chain.from_iterable(combinations((1, 2, 3), n) for n in (1, 2, 3))]
+    names = ['mesh', *(f'mesh{i}' for i in range(2, 8))]
+    assert [r.axis('mesh', s) for s in sets]==names and r.axes==dict(zip(names, sets, strict=True))
+    assert [r.axis('tp', s) for s in sets]==names and len(r.axes)==7 # known under another name
+    r = Ranks(net(), 0, 2)
+    assert [r.axis(n, s) for n,s in (('dp2', (0, 1)), ('dp', (0, 2)), ('dp', (0, 3)), ('dp', (0, 4)), ('dp', (0,)))]==['dp2', 'dp', 'dp3', 'dp4', None]
+
+
+def test_meshes_without_names():
+    m = net()
+    m[0].weight,m[0].bias = spread(DeviceMesh('cpu', [0, 1]), Shard(0)),spread(DeviceMesh('cpu', [0, 2]), Replicate())
+    m[1].weight = spread(DeviceMesh('cpu', [1, 2]), Shard(0)) # of others
+    r,told = watched(m)
+    r.pass_begins()
+    assert told[0]['axes']=={'mesh': [0, 1], 'mesh2': [0, 2]}
+    assert of_own(r, m[0])=={'part': 'mesh:S0 mesh2:?'} and of_own(r, m[0], 'bias')=={'part': 'mesh2:R mesh:?'} and of_own(r, m[1])=={'part': 'mesh:? mesh2:?'}
+
+
+def test_whether_sums_may_be_partial():
+    "It is another question in each look: a parameter may be spread later, and be made whole again"
+    m = net()
+    r,_ = watched(m)
+    seen = []
+    for w in (None, spread(DeviceMesh('cpu', everybody), Shard(0)), nn.Parameter(x)):
+        if w is not None: m[1].weight = w
+        r.look()
+        seen.append(r.sharded)
+    assert seen==[False, True, False]
+    ddp = DistributedDataParallel(net())
+    r,_ = watched(ddp)
+    ddp(x)
+    assert not r.sharded and part(r, ddp.module[1])=={'part': 'dp:B'}
+
+
+def test_the_same_tensor_may_be_spread_in_another_way_each_time():
+    "What a layer gives is as its weights and its input are"
+    m,mesh = net(),init_device_mesh('cpu', (4,), mesh_dim_names=('tp',))
+    m[0].weight = spread(mesh, Shard(0))
+    r,_ = watched(m)
+    outputs = x,*(spread(mesh, p) for p in (Shard(0), Shard(1), Partial(), Replicate())),spread(DeviceMesh('cpu', everybody), Shard(0))
+    for _ in range(2): assert [part(r, m[0], 'output', o)['part'] for o in outputs]==['tp:?', 'tp:S0', 'tp:S1', 'tp:P', 'tp:R', 'tp:S0']
+
+
+# ---- looks
+
+@pytest.mark.parametrize('at', range(1, 6))
+def test_what_is_wrapped_before_one_of_the_first_three_passes_is_found(at):
+    m = net()
+    r,told = watched(m)
+    for n in range(1, 6):
+        if n==at: m[1].weight = spread(init_device_mesh('cpu', (4,), mesh_dim_names=('tp',)), Shard(0))
+        r.pass_begins()
+        assert r.looked==min(n, 3)
+    axes = [t['axes'] for t in told]
+    assert axes==([{'tp': everybody}] if at==1 else [{}, {'tp': everybody}] if at<=3 else [{}]) # told when it is another than before
+    assert r.sharded==(at<=3)
+
+
+def test_a_row_before_the_first_pass_looks():
+    m = net()
+    m[0].weight = spread(init_device_mesh('cpu', (4,), mesh_dim_names=('tp',)), Shard(0))
+    r,told = watched(m)
+    assert of_own(r, m[0])=={'part': 'tp:S0'} and len(told)==r.looked==1
+    assert of_own(r, m[0])=={'part': 'tp:S0'} and len(told)==r.looked==1
+
+
+def test_a_look_forgets_the_wrappers_and_rows_of_the_last_one():
+    "The net is run by itself, in its wrapper, and by itself again: only in the wrapper a process has a part of the batch"
+    m = net()
+    r,told = watched(m)
+    ddp,seen = DistributedDataParallel(m),[]
+    for f in (m, ddp, m):
+        f(x)
+        seen.append([part(r, m[0], 'output_grad'), of_own(r, m[1])])
+    assert seen==[[{'part': 'world:?'}]*2, [{'part': 'dp:B', 'gscale': .25}, {'part': 'dp:R'}], [{'part': 'dp:?'}]*2]
+    assert [t['axes'] for t in told]==[{}, {'dp': everybody}] # an axis stays
+
+
+# ---- wrappers
+
+def test_what_a_wrapper_does_not_keep_equal():
+    m = net()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(m, ['1.bias'])
+    r,_ = watched(m)
+    DistributedDataParallel(m)(x)
+    assert [of_own(r, l, p)['part'] for l in m for p in ('weight', 'bias')]==['dp:R', 'dp:R', 'dp:R', 'dp:?']
+    assert [part(r, m[1], t) for t in ('input', 'output', 'input_grad', 'output_grad')]==[{'part': 'dp:B'}]*2+[{'part': 'dp:B', 'gscale': .25}]*2
+    assert part(r, m[1], 'weight_grad', x, 'weight')=={'part': 'dp:R'} # adds up to the whole
+
+
+def test_the_inner_of_two_wrappers_counts():
+    "The second layer is spread over two of the four processes"
+    m = net()
+    fully_shard(m[1], mesh=init_device_mesh('cpu', (2, 2), mesh_dim_names=('copies', 'shard'))['shard'])
+    fully_shard(m, mesh=init_device_mesh('cpu', (4,), mesh_dim_names=('all',)))
+    r,told = watched(m)
+    r.pass_begins()
+    assert told[0]['axes']=={'all': everybody, 'shard': [0, 1]}
+    assert [part(r, l, 'output_grad') for l in (m, *m)]==[{'part': 'all:B shard:?', 'gscale': .25}]*2+[{'part': 'shard:B all:?', 'gscale': .5}]
+    assert of_own(r, m[0])=={'part': 'all:S0 shard:?'} and of_own(r, m[1])=={'part': 'shard:S0 all:?'}
+
+
+def test_stages_of_a_pipeline(monkeypatch):
+    "Two that take turns, of which the second comes later. A schedule that divides gradients by its 8 micro-batches"
+    m,two = net(),dist.new_group([0, 2])
+    stages = [(SimpleNamespace(stage_index=i, group=two), l, 8) for i,l in ((1, m[0]), (3, m[1]))]
+    monkeypatch.setattr(ranks, 'pipeline_stages', lambda model: stages if model is m else [])
+    later,(r,told) = [stages.pop()],watched(m)
+    r.pass_begins()
+    stages += later
+    r.pass_begins()
+    about = {'rank': 0, 'world': 4, 'axes': {'pp': [0, 2]}}
+    assert told==[{**about, 'stages': {'0': 1}}, {**about, 'stages': {'0': 1, '1': 3}}]
+    assert part(r, m[0], 'output_grad')=={'part': 'pp:U world:?', 'gscale': .125} and of_own(r, m[0])=={'part': 'pp:U world:?'}
+    stages[:] = [(SimpleNamespace(stage_index=0, group=None), m[0], 1)]
+    r,told = watched(m)
+    r.pass_begins()
+    assert told[0]['axes']=={'pp': everybody} and part(r, m[0], 'output_grad')=={'part': 'pp:U'}
