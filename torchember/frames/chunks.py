@@ -7,7 +7,7 @@ __all__ = ['Stretch', 'common', 'Contents', 'of_part', 'range_of', 'contents', '
            'fields_of', 'layouts_in', 'marks_of', 'arrow_type', 'schema_of', 'table_of']
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #1ea6f342
-import json
+import json, time
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -15,7 +15,7 @@ from itertools import chain
 
 import numpy as np
 
-from .logs import all_of, rows_of_log, rows_of_rank, tidy
+from .logs import paths_of_ranks, rows_of_log, rows_of_ranks, tidy
 from .ranks import only_pieces, own_names, whole
 from ..ground.messages import printable
 from ..ground.needs import needs
@@ -132,13 +132,15 @@ def range_of(steps):
 # %% ../../nbs/50_frames/07_chunks.ipynb #1698eed2
 class Looked:
     "What the lines of a file have, as far as somebody has looked"
-    def __init__(self, start, rows): self.start = self.at = start; self.rows,self.expected,self.contents,self.tail = rows,Expected(),Contents(),b''
+    def __init__(self, start, rows, expected):
+        self.start = self.at = start
+        self.rows,self.expected,self.contents,self.tail = rows,expected,Contents(),b''
 
     def on(self, path, stop):
         "Look on, up to a byte"
         with opened(path) as f:
             f.seek(self.at-len(self.tail))
-            if self.at>stop or f.read(len(self.tail))!=self.tail: self.__init__(self.start, self.rows) # it is another log by now
+            if self.at>stop or f.read(len(self.tail))!=self.tail: self.__init__(self.start, self.rows, Expected()) # it is another log by now
             while self.at<stop:
                 data = next_lines(f, self.at, stop, self.rows)
                 data = data[:data.rfind(b'\n')+1]
@@ -164,21 +166,23 @@ looked = {} # (file, byte from which on, rows of a stretch) -> `Looked`
 
 most_looked = 2000
 
-def of_lines(path, start, stop, rows):
+def of_lines(path, start, stop, rows, expected):
     "What the lines of a file have, between two bytes"
     while len(looked)>=most_looked: looked.pop(next(iter(looked)))
-    return looked.setdefault((str(path), start, rows), Looked(start, rows)).on(path, stop)
+    return looked.setdefault((str(path), start, rows), Looked(start, rows, expected)).on(path, stop)
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #76c7369a
 def contents(
     source, # `Source`
-    rows:int=1<<17 # Of a stretch of lines, at most. Of a log beside many others few rows are of the same steps
+    rows:int=1<<17, # Of a stretch of lines, at most. Of a log beside many others few rows are of the same steps
+    expected=None # `Expected`: what was seen in other logs of the same run
 ) -> Contents:
     """What a log has, and where. The rows of a run that an older torchember has recorded are small, and taken as they are
 
     Args:
         source: `Source`
         rows: Of a stretch of lines, at most. Of a log beside many others few rows are of the same steps
+        expected: `Expected`: what was seen in other logs of the same run
     """
     out,(size,more) = Contents(),(None, b'')
     if source.t.older() if source.t is not None else is_older(source.path):
@@ -195,7 +199,7 @@ def contents(
     for path,start in files:
         there = file_size(path) if path is not None and is_there(path) else 0
         stop = there if size is None or path!=source.path else min(size, there)
-        if stop>start: out.add(*of_lines(path, start, stop, rows))
+        if stop>start: out.add(*of_lines(path, start, stop, rows, expected or Expected()))
     return out.add(*look_at_more(more, source.path)) if more else out
 
 def look_at_more(data, path):
@@ -238,12 +242,18 @@ class Chunk:
     plain: bool = False # Whether no row must be seen beside others
     home: object = None # Folder of logs
     start: tuple = () # The logs of the first chunk, where names that are decided there hold for all
+    asked: int = 0 # When, so that what its logs say of the processes is read once for all chunks
 
     @property
     def known(self):
         "First and last step that it can have; None where that is not known"
         there = range_of([(s.first, s.last) for _,_,of in self.logs for s in of])
         return there if self.steps is None or None in there else (max(there[0], self.steps[0]), min(there[1], self.steps[1]))
+
+    def narrowed(self, steps):
+        "Without rows of other steps, as far as it is known which it has"
+        if steps is None or self.known[0] is None: return self
+        return replace(self, logs=limited(self.logs, steps), steps=(max(self.known[0], steps[0]), min(self.known[1], steps[1])), rest=False)
 
 class Within:
     "Which rows of a block are of some steps"
@@ -253,7 +263,9 @@ class Within:
         if (known := block.distinct('step')) is not None:
             values,at = known
             return np.array([first<=s<=last for s in values]+[self.rest])[at].tolist()
-        return [first<=s<=last if is_step(s) else self.rest for s in block['step']]
+        steps = block['step']
+        if block.sure.get('step') is int and min(steps)>=0 and max(steps)<2**53: return [first<=s<=last for s in steps]
+        return [first<=s<=last if is_step(s) else self.rest for s in steps]
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #a31584f1
 most_rows,most_merged = 1<<17,1<<18 # rows of a chunk, about
@@ -266,8 +278,9 @@ def chunks_of(name, logs, there, home, merged=False, most=None):
     if not merged and not any(c.again for c in there):
         return [Chunk(name, ((n, rank, (s,)),), plain=True, home=home) for n,rank,of in every for s in of]
     ranges = step_ranges([s for _,_,of in every for s in of], most or (most_merged if merged else most_rows)) or [None]
-    start = limited(every, ranges[0]) if merged and len(ranges)>1 else ()
-    return [Chunk(name, limited(every, steps), steps, i==0, merged, False, home, (start, ranges[0]) if start and i else ()) for i,steps in enumerate(ranges)]
+    start,asked = limited(every, ranges[0]) if merged and len(ranges)>1 else (),time.time_ns()
+    first = (start, ranges[0]) if start else ()
+    return [Chunk(name, limited(every, steps), steps, i==0, merged, False, home, first if i else (), asked) for i,steps in enumerate(ranges)]
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #ef42bf7e
 def told(home, names, kind='ranks'):
@@ -278,7 +291,7 @@ def told(home, names, kind='ranks'):
         except (KeyError, ValueError, OSError): continue # a process that was killed may have left none
     return {rank: v for rank,v in out.items() if isinstance(v, dict)}
 
-def names_and_ranks(chunk): return tuple((name, rank) for name,rank,_ in chunk.logs)
+def names_and_ranks(logs): return tuple((name, rank) for name,rank,_ in logs)
 
 def blocks_of(stretches, steps=None):
     "What reads some stretches, one after the other"
@@ -287,23 +300,23 @@ def blocks_of(stretches, steps=None):
             with s.open(steps) as data: yield data
     return blocks
 
-def tables_of(chunk):
-    "Rank -> rows of it in this chunk"
-    keep = chunk.steps and Within(chunk.steps, False)
-    return {rank: rows_of_rank(blocks_of(of, chunk.steps), keep=keep)[0] for _,rank,of in chunk.logs}
+def rows_of_processes(logs, steps):
+    "The rows of all processes in some stretches"
+    return rows_of_ranks({rank: blocks_of(of, steps) for _,rank,of in logs}, keep=steps and Within(steps, False))[0]
 
 @lru_cache(8)
-def names_of_start(run, home, logs, steps):
+def about_processes(home, names, asked): return told(home, names), paths_of_ranks(told(home, names, 'structure'))
+
+@lru_cache(8)
+def names_of_start(home, logs, steps, asked):
     "What each process calls its own parameters, as the first chunk shows"
-    chunk = Chunk(run, logs, steps, home=home)
-    names = names_and_ranks(chunk)
-    return own_names(*all_of(tables_of(chunk), told(home, names), told(home, names, 'structure')))
+    return own_names(rows_of_processes(logs, steps), *about_processes(home, names_and_ranks(logs), asked))
 
 def frame_of(chunk):
     "The rows of a chunk, as `read` has them"
     if chunk.merged:
-        names,own = names_and_ranks(chunk),names_of_start(chunk.run, chunk.home, *chunk.start) if chunk.start else None
-        return tidy(whole(*all_of(tables_of(chunk), told(chunk.home, names), told(chunk.home, names, 'structure')), own)[0])
+        own = names_of_start(chunk.home, *chunk.start, chunk.asked) if chunk.start else None
+        return tidy(whole(rows_of_processes(chunk.logs, chunk.steps), *about_processes(chunk.home, names_and_ranks(chunk.logs), chunk.asked), own)[0])
     [(_,rank,of)],keep = chunk.logs,chunk.steps and Within(chunk.steps, chunk.rest)
     df = tidy(rows_of_log(blocks_of(of, None if chunk.rest else chunk.steps), keep=keep))
     return df if rank is None else df.assign(rank=rank)
@@ -326,8 +339,8 @@ def fields_of(
     Returns:
         Column -> what it is kept as
     """
-    layouts = layouts_in(there)
-    kinds = {k: common(chain.from_iterable(c.kinds.get(k, ()) for c in there)) for keys in layouts for k in keys if k not in ('supersedes', 'nonfinite')}
+    there_are = dict.fromkeys(k for keys in layouts_in(there) for k in keys if k not in ('supersedes', 'nonfinite'))
+    kinds = {k: common(chain.from_iterable(c.kinds.get(k, ()) for c in there)) for k in there_are}
     if not kinds: kinds = dict.fromkeys(identity[:7], 'text')|dict(step='int64', call='int64')
     if several: kinds = {'mark_run' if k=='run' else k: kind for k,kind in kinds.items()}
     if {'module', 'ttype', 'tname'}<=kinds.keys(): kinds.setdefault('path', 'text')
@@ -404,7 +417,7 @@ def paths_in_part(part):
 
 def column_of_part(part, name, kind):
     "A column of a part as one of Arrow"
-    pa,n = needs('pyarrow', for_='scan'),len(part.layout)
+    pa,n = needs('pyarrow', for_='scan'),part.rows
     if name=='path': return paths_in_part(part)
     raw = 'run' if name=='mark_run' else name
     if raw not in part.kinds or not set(part.layouts.each(raw))-{none, Missing}: return nothing(pa, kind, n, name)
@@ -435,7 +448,9 @@ def table_of(
     if chunk.plain and len(chunk.logs)==1 and (of := chunk.logs[0][2])[0].about is not None:
         with of[0].open(steps) as part:
             same = {k: v for k,v in dict(run=chunk.run if chunk.labelled else None, rank=chunk.logs[0][1]).items() if v is not None}
-            if all_named(part): return pa.table({k: pa.repeat(same[k], len(part.layout)) if k in same else column_of_part(part, k, kind)
-                for k,kind in fields.items()}, schema=schema_of(fields))
-    df = frame_of(chunk)
+            if all_named(part):
+                part.load([k for k in part.kinds if k in fields and k not in same or k in ('path', 'module') and 'path' in fields])
+                return pa.table({k: pa.repeat(same[k], part.rows) if k in same else column_of_part(part, k, kind) for k,kind in fields.items()},
+                    schema=schema_of(fields))
+    df = frame_of(chunk.narrowed(steps))
     return of_frame(df.rename(columns={'run': 'mark_run'}).assign(run=chunk.run) if chunk.labelled else df, fields)

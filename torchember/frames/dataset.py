@@ -50,17 +50,21 @@ class Wanted:
         "Those of a chunk, with some columns"
         names = list(self.fields) if columns is None else list(columns)
         asked = [columns_in[k] if k!='path' else k for k in self.choice.asked]
-        t = table_of(chunk, {k: self.every[k] for k in dict.fromkeys([*names, *asked])})
+        t = table_of(chunk, {k: self.every[k] for k in dict.fromkeys([*names, *asked])}, self.steps_of(chunk))
         for name,c in zip(self.choice.asked, asked, strict=True):
             there = t[c].unique().to_pylist()
             kept = self.choice.steps([s for s in there if s is not None], self.last) if name=='steps' else self.choice.keeps(name, there)
             t = t.filter(pa.compute.is_in(t[c], pa.array([*kept], t[c].type)))
         return t.select(names)
 
-    def may_have(self, chunk):
-        "Whether a chunk can have rows that are asked for, by its steps"
+    def may_have(self, chunk): return self.steps_of(chunk)!=()
+
+    def steps_of(self, chunk):
+        "The first and the last step of a chunk that are asked for; () for none, None where that is not known"
         first,last = chunk.known
-        return first is None or 'steps' not in self.choice.asked or last-first>1<<20 or bool(self.choice.steps(range(first, last+1), self.last))
+        if first is None or 'steps' not in self.choice.asked or last-first>1<<20: return None
+        kept = self.choice.steps(range(first, last+1), self.last)
+        return (min(kept), max(kept)) if kept else ()
 
 # %% ../../nbs/50_frames/08_dataset.ipynb #72b11583
 class Runs(ds.Dataset):

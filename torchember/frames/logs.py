@@ -11,6 +11,7 @@ from datetime import datetime
 from fnmatch import fnmatchcase
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import chain
 from socket import gethostname
 from stat import S_ISDIR
 
@@ -96,6 +97,11 @@ def is_name(name):
 class RankedSource:
     "A run of several processes, each of which has written a log of its own"
     def __init__(self, name, sources): self.name,self.sources,self.path = name,sources,sources[min(sources)].path # sources: rank -> `Source`
+
+    def file(self):
+        "Path and size of all files, if all lines are in them"
+        files = [s.file() for s in self.sources.values()]
+        return None if None in files else (self.path, sum(size for _,size in files))
 
     def told(self, kind):
         "Rank -> what the metadata of its run says, of one kind"
@@ -364,11 +370,9 @@ def rows_of_log(blocks, file=None, keep=None, only=None): return current(assembl
 def rows_of_whole(source, choice, columns, per_rank):
     "The table of a run of several processes, of the rows that are wanted. What a part is of shows beside all others only, so that all are read"
     if per_rank: return under_each_other([tidy(rows_wanted(s, choice, columns)).assign(rank=r) for r,s in source.sources.items()])
-    tables,spoiled = {},[]
-    for r,s in source.sources.items():
-        tables[r],lost = rows_of_rank(s.blocks, s.file())
-        if lost: spoiled.append(f"Lines of rank {r} that are torn or make no sense: {lost}. What they are of is without it.")
-    df,said = ranks.whole(*all_of(tables, source.told('ranks'), source.told('structure')))
+    df,lost = rows_of_ranks({r: s.blocks for r,s in source.sources.items()}, source.file())
+    spoiled = [f"Lines of rank {r} that are torn or make no sense: {n}. What they are of is without it." for r,n in lost.items() if n]
+    df,said = ranks.whole(df, source.told('ranks'), paths_of_ranks(source.told('structure')))
     for s in (*spoiled, *said): warn(f"{printable(source.name)}: {s}")
     df.attrs['said'] = [*spoiled, *said]
     last = max((s.last_step() for s in source.sources.values()), default=-1) if choice.counts_back else None
@@ -379,23 +383,40 @@ def rows_of_whole(source, choice, columns, per_rank):
         kept &= values.isin(choice.steps([s for s in known if isinstance(s, int)], last) if name=='steps' else choice.keeps(name, known)).to_numpy()
     return df[kept].reset_index(drop=True)
 
-def all_of(tables, about, trees):
-    "What `ranks.whole` takes, of what each rank has: its rows, what it says of the processes, the tree of its modules"
-    each = [t.assign(rank=r) for r,t in tables.items()]
-    paths = {r: paths_in(tree) for r,tree in trees.items()}
-    return under_each_other([t for t in each if len(t)] or each[:1]), about, paths
+def paths_of_ranks(trees): return {r: paths_in(tree) for r,tree in trees.items()}
 
-def rows_of_rank(blocks, file=None, keep=None):
-    "The table of one process, with numbers where numbers are to be, and how many of its lines say nothing"
-    got = columns_of_lines(blocks, file, (*names_in, 'ts', 'shape'), keep)
-    df = tidy(current(assembled(*got[:3])))
+def rows_of_ranks(logs, file=None, keep=None):
+    "The rows of several processes, with numbers where numbers are to be; rank -> how many of its lines say nothing. logs: rank -> function that gives blocks"
+    ranks_of = []
+    def blocks():
+        ranks_of.clear()
+        for rank,some in logs.items():
+            for data in some(): ranks_of.append(rank); yield data
+    *got,_,each = columns_of_lines(blocks, file, (*names_in, 'ts', 'shape', 'part'), keep)
+    df = tidy(current(assembled(*got).assign(rank=np.repeat(np.array(ranks_of, int), np.array([n for n,_ in each], int)))))
+    good = sensible_rows(df)
+    lost = dict.fromkeys(logs, 0)
+    for rank,(_,torn) in zip(ranks_of, each, strict=True): lost[rank] += torn
+    if len(good)<len(df):
+        for rank,n in zip(*np.unique(df['rank'].drop(good.index), return_counts=True), strict=True): lost[int(rank)] += int(n)
+    return good, lost
+
+def sensible_rows(df):
+    "Those with numbers where numbers are to be"
     good = of_right_types(df)
     for c in 'shape','global_shape':
-        if c in good: good = good.assign(**{c: [s if is_shape(s) else None for s in good[c]]})
+        if c in good: good = good.assign(**{c: shapes_in(good[c].tolist())})
     for c in derived:
         if c in good and good[c].dtype==object and c!='exponents': good = good.assign(**{c: good[c].map(lambda v: v if isinstance(v, int|float) else np.nan)})
     if 'gscale' in good: good = good[df['gscale'].loc[good.index].isna() | good['gscale'].between(0, np.inf, inclusive='neither')]
-    return good, got[3]+len(df)-len(good)
+    return good
+
+def shapes_in(values):
+    "Those that are shapes, None in place of others"
+    some = [s for s in values if isinstance(s, list|tuple)]
+    sizes = list(chain.from_iterable(some))
+    if len(some)==len(values) and {*map(type, sizes)}<={int} and min(sizes, default=0)>=0: return values # as they nearly always are
+    return [s if is_shape(s) else None for s in values]
 
 def is_shape(s): return isinstance(s, list|tuple) and all(type(n) is int and n>=0 for n in s)
 

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['most', 'sensible', 'key', 'merged_columns', 'only_pieces', 'numbered_children', 'with_ancestors', 'names_in_whole',
            'numbered_on', 'understood', 'is_number', 'is_line', 'Processes', 'numbers_in', 'differs', 'odd_keys',
-           'nameless_in', 'samples_in', 'first_of_each', 'together', 'Pieces', 'Merge', 'untold', 'drift', 'gone',
-           'unknown_scale', 'same_batch', 'own_names', 'whole']
+           'nameless_in', 'samples_in', 'first_of_each', 'coded_parts', 'together', 'Pieces', 'Merge', 'untold',
+           'drift', 'gone', 'unknown_scale', 'same_batch', 'own_names', 'whole']
 
 # %% ../../nbs/50_frames/03_ranks.ipynb #bf127dde
 import copy, re
@@ -166,6 +166,13 @@ def first_of_each(codes):
     _,at,back = np.unique(codes, return_index=True, return_inverse=True)
     return at[back]
 
+def coded_parts(parts):
+    "The number of each text in a column, and the texts; what is none is 'world:?'"
+    pd = needs('pandas', for_='A table of rows')
+    if not isinstance(parts.dtype, pd.CategoricalDtype): parts = pd.Series([p if isinstance(p, str) else None for p in parts], dtype=object)
+    codes,texts = pd.factorize(parts)
+    return np.where(codes<0, len(texts), codes), [*texts, *(['world:?'] if (codes<0).any() else [])]
+
 def together(*codes):
     "A code for each combination of several"
     pd = needs('pandas', for_='A table of rows')
@@ -256,7 +263,7 @@ class Pieces:
         again = self.df.groupby([self.key, self.rank]).cumcount().to_numpy()
         if again.any(): self.key = together(self.key, again) # a number that is noted twice in a step
         pd = needs('pandas', for_='A table of rows')
-        self.part,known = pd.factorize(np.array([p if isinstance(p, str) else 'world:?' for p in self.df['part']], object)) # rows -> what is said of them
+        self.part,known = coded_parts(self.df['part']) # rows -> what is said of them
         self.parts = [roles_in(p) for p in known] # each of these -> axis -> role
         self.nameless = nameless_in(self.df, len(self.df)) # noted numbers, and what users and monitors have
         samples,same,forward = samples_in(self.df),{},self.df['ttype'].isin(['input', 'output']).to_numpy()
@@ -434,7 +441,7 @@ class Merge:
 def untold(pieces):
     "Axes along which nobody, or not everybody, says which processes stand"
     lines,seen = pieces.processes.lines,defaultdict(set)
-    for part,ranks in pieces.df.groupby('part')['rank'].unique().items():
+    for part,ranks in pieces.df.groupby('part', observed=True)['rank'].unique().items():
         for a in roles_in(part) if isinstance(part, str) else (): seen[a] |= {*ranks.tolist()}
     for a in sorted(set(seen)-{'world'}):
         lost = sorted(r for r in seen[a] if not any(r in line for line in lines.get(a, ())))

@@ -9,11 +9,12 @@ __all__ = ['scan', 'query']
 from dataclasses import replace
 from itertools import chain
 
-from .chunks import chunks_of, common, contents, fields_of, marks_of, most_rows
+from .chunks import chunks_of, common, contents, fields_of, marks_of, most_merged, most_rows
 from .logs import Choice, RankedSource, many, not_recorded, sources
 from ..ground.messages import says_arguments, unknown
 from ..ground.needs import needs
 from ..ground.record import column_order
+from ..store.columns import Expected
 from ..store.lines import bad
 
 # %% ../../nbs/50_frames/09_scan.ipynb #669c649c
@@ -24,7 +25,8 @@ def logs_of(source):
 def looked_at(source, per_rank, several):
     "The chunks of a run, its columns, and the marks among them"
     logs,merged = logs_of(source),isinstance(source, RankedSource) and not per_rank
-    there,names = [contents(s, max(most_rows//max(len(logs)//4, 1), 512)) for *_,s in logs],[(name, rank) for name,rank,_ in logs]
+    rows,expected = most_rows if len(logs)==1 else max(most_merged//(4*len(logs)), 512),Expected() # rows: of a stretch: few are of the same steps
+    there,names = [contents(s, rows, expected) for *_,s in logs],[(name, rank) for name,rank,_ in logs]
     home = logs[0][2].t.dir if merged else None
     every = [(names, there)] if merged else [([n], [c]) for n,c in zip(names, there, strict=True)]
     chunks = [chunk for ns,cs in every for chunk in chunks_of(source.name, ns, cs, home, merged)]

@@ -36,6 +36,8 @@ class ColumnBlock:
 
     def __len__(self): return self.n
 
+    def load(self, columns): pass # they are there
+
     def __getitem__(self, k): return self.columns[k] if k in self.columns else [missing]*self.n
 
     def values(self, k):
@@ -56,7 +58,7 @@ class ColumnBlock:
 
     def trouble(self, k): return [v is not missing and bool(v) for v in self[k]]
 
-    def where(self, wanted): return ColumnBlock({k: list(compress(v, wanted)) for k,v in self.columns.items()}, sum(wanted), self.sure)
+    def where(self, wanted): return self if all(wanted) else ColumnBlock({k: list(compress(v, wanted)) for k,v in self.columns.items()}, sum(wanted), self.sure)
 
     def put_back(self):
         "Whether the numbers that are named in `nonfinite` of rows are what they were again"
@@ -242,7 +244,7 @@ def as_texts(pd, codes, texts, category):
 # %% ../../nbs/30_store/07_columns.ipynb #051e26cb
 def collect(blocks, file, names, keep, only, as_it_is):
     "What `columns_of_lines` gives, the columns in pieces"
-    expected,columns,n,torn = Expected(names),{},0,0
+    expected,columns,n,each = Expected(names),{},0,[]
     collects = gc.isenabled()
     gc.disable() # it would look at all these lists again and again
     try:
@@ -250,16 +252,17 @@ def collect(blocks, file, names, keep, only, as_it_is):
             for data in blocks():
                 block,bad_lines = expected.read(data)
                 if keep is not None: block = block.where(keep(block))
-                for k in expected.types if len(block) else ():
-                    if only is not None and k not in only and k not in bad: continue
+                wanted = [k for k in expected.types if only is None or k in only or k in bad] if len(block) else []
+                block.load(wanted)
+                for k in wanted:
                     if k not in columns: columns[k] = Column(n, k in names, k in as_it_is)
                     columns[k].add(block, k)
                 n += len(block)
-                torn += bad_lines
+                each.append((len(block), bad_lines))
                 bar.update(len(data))
     finally:
         if collects: gc.enable()
-    return {k: c for k,c in columns.items() if c.there}, expected.layouts, n, torn
+    return {k: c for k,c in columns.items() if c.there}, expected.layouts, n, each
 
 # %% ../../nbs/30_store/07_columns.ipynb #4e35c17b
 def columns_of_lines(
@@ -268,7 +271,7 @@ def columns_of_lines(
     names=(), # Columns that are given as what they are: texts as categories, lists as tuples, and 'ts' as times
     keep=None, # What says which rows of a block to keep; all of them without it
     only=None # Columns to read; all of them without it
-) -> tuple: # Name -> column, layouts (the keys of the rows that have something new), number of rows, number of torn lines
+) -> tuple: # Name -> column, layouts (the keys of the rows that have something new), number of rows, number of torn lines, rows and torn lines of each block
     """Columns of a log, exactly as its rows have them
 
     Args:
@@ -279,13 +282,13 @@ def columns_of_lines(
         only: Columns to read; all of them without it
 
     Returns:
-        Name -> column, layouts (the keys of the rows that have something new), number of rows, number of torn lines
+        Name -> column, layouts (the keys of the rows that have something new), number of rows, number of torn lines, rows and torn lines of each block
     """
     pd,as_it_is = needs('pandas', for_='A table of rows'),set()
     while True:
-        columns,layouts,n,torn = collect(blocks, file, names, keep, only, as_it_is)
+        columns,layouts,n,each = collect(blocks, file, names, keep, only, as_it_is)
         mixed = {k for k,c in columns.items() if len(c.kinds())>1}
         if not mixed: break
         as_it_is |= mixed
     there = [k for k in dict.fromkeys(k for keys in layouts for k in keys) if k in columns]
-    return {k: columns.pop(k).array(pd, k=='ts' and k in names) for k in there}, layouts, n, torn
+    return {k: columns.pop(k).array(pd, k=='ts' and k in names) for k in there}, layouts, n, sum(torn for _,torn in each), each

@@ -316,7 +316,6 @@ class Log:
         self.io,self.queued,self.busy = self.disk.lock,False,False
         self.refusal,self.again = False,0 # whether the disk refuses, and when to ask again
         self.seconds = 0. # CPU time that writing took
-        live.add(self)
 
     ours = property(lambda self: self.disk.ours)
     path = property(lambda self: self.disk.path)
@@ -331,6 +330,7 @@ class Log:
     ):
         "Queue rows. Returns at once"
         if not self.ours: return self.foreign()
+        live.add(self) # one that is only read has nothing to settle
         self.batches.put(rows, close, joins, by, cause.listeners)
         if here: writer.empty(self)
         if here and not self.batches: return # otherwise it was being written, by whom this call has interrupted

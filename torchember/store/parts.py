@@ -8,6 +8,7 @@ __all__ = ['blocks_of_run', 'all_in_parts', 'held']
 # %% ../../nbs/30_store/09_parts.ipynb #a25ecace
 import json, os, tempfile
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from secrets import token_hex
@@ -119,19 +120,27 @@ class Part:
         self.steps = [steps_in(g) for g in groups] # of each group of rows
         wanted = [steps is None or first is None or first<=steps[1] and last>=steps[0] for first,last in self.steps]
         self.groups = [i for i,w in enumerate(wanted) if w and groups[i].num_rows]
-        self.layout = self.column(self.told['layout']).to_numpy() if self.groups else np.zeros(0, np.int32)
+        self.rows = sum(groups[i].num_rows for i in self.groups)
 
     def __len__(self): return self.told['end']-self.told['start'] # of the lines
 
+    def load(self, columns):
+        "Read some columns, in one go"
+        pa,new = needs('pyarrow', for_='A run in Parquet'),[k for k in columns if k not in self.known]
+        there = self.file.read_row_groups(self.groups, columns=new) if self.groups and new else None
+        for k in new:
+            got = pa.chunked_array([[]]) if there is None else there.column(k).unify_dictionaries()
+            self.known[k] = got.chunk(0) if got.num_chunks==1 else got.combine_chunks()
+
     def column(self, k):
         "A column as Arrow has it"
-        if k not in self.known:
-            pa = needs('pyarrow', for_='A run in Parquet')
-            got = self.file.read_row_groups(self.groups, columns=[k]).column(k).unify_dictionaries() if self.groups else pa.chunked_array([[]])
-            self.known[k] = got.chunk(0) if got.num_chunks==1 else got.combine_chunks()
+        self.load([k])
         return self.known[k]
 
-    def block(self): return StoredBlock(self, np.arange(len(self.layout)))
+    @cached_property
+    def layout(self): return self.column(self.told['layout']).to_numpy() if self.groups else np.zeros(0, np.int32)
+
+    def block(self): return StoredBlock(self, np.arange(self.rows))
 
     def parsed(self):
         "The rows, and the number of torn lines that were among them"
@@ -147,18 +156,28 @@ def steps_in(group):
 # %% ../../nbs/30_store/09_parts.ipynb #5541513d
 class StoredBlock(ColumnBlock):
     "Some rows of a part"
-    def __init__(self, part, at): self.part,self.at,self.n,self.layout = part,at,len(at),part.layout[at]
+    def __init__(self, part, at): self.part,self.at,self.n = part,at,len(at)
+
+    def load(self, columns): self.part.load([self.part.told['layout'], *(k for k in self.part.kinds if k in columns)])
+
+    @cached_property
+    def layout(self): return self.part.layout[self.at]
+
+    @cached_property
+    def layouts_there(self): return np.flatnonzero(np.bincount(self.layout)).tolist()
 
     def of_layouts(self, values): return np.array(values, bool)[self.layout] if len(values) else np.zeros(0, bool)
 
     def types(self, k):
         "The types of a column's values"
         each = self.part.layouts.each(k)
-        return {each[i] for i in np.unique(self.layout)}
+        return {each[i] for i in self.layouts_there}
 
     def column(self, k):
         got = self.part.column(k)
-        return got if self.n==len(got) else got.take(needs('pyarrow', for_='A run in Parquet').array(self.at))
+        if self.n==len(got): return got
+        if self.n and self.at[-1]-self.at[0]==self.n-1: return got.slice(int(self.at[0]), self.n)
+        return got.take(needs('pyarrow', for_='A run in Parquet').array(self.at))
 
     def __getitem__(self, k):
         if k not in self.part.kinds: return [missing]*self.n
@@ -182,6 +201,7 @@ class StoredBlock(ColumnBlock):
     def distinct(self, k):
         "The values of a column of texts or whole numbers, and which of them each row has, -1 for none; None for other columns"
         kind = self.part.kinds.get(k)
+        self.load([k])
         if kind not in ('text', 'int64') or self.types(k)&{none, Missing} and kind=='int64': return None
         got = self.column(k)
         if kind=='text': return got.dictionary.to_pylist(), got.indices.fill_null(-1).to_numpy(zero_copy_only=False)
@@ -199,8 +219,9 @@ class StoredBlock(ColumnBlock):
         if there!={str} or kind!='text': return None
         got = self.column(k)
         at = got.indices.fill_null(-1).to_numpy(zero_copy_only=False)
-        used,again = np.unique(at, return_inverse=True)
         texts = got.dictionary.to_pylist()
+        if len(texts)<=len(at): return 'texts', np.array([column.codes[t] for t in (*texts, None)], np.int32)[at] # -1 is the last
+        used,again = np.unique(at, return_inverse=True)
         return 'texts', np.array([-1 if i<0 else column.codes[texts[i]] for i in used], np.int32)[again]
 
 # %% ../../nbs/30_store/09_parts.ipynb #2dd0d17c

@@ -144,7 +144,7 @@ def table(
     Returns:
         pandas.DataFrame, number of torn lines
     """
-    columns,layouts,n,torn = columns_of_lines(blocks, file)
+    columns,layouts,n,torn,_ = columns_of_lines(blocks, file)
     return assembled(columns, layouts, n), torn
 
 def assembled(columns, layouts, n):

@@ -271,8 +271,9 @@ class Tree:
 def nnx_model(module):
     "The model that a module of nnx is, by its parameters"
     Param = sys.modules['flax.nnx'].Param
-    of = [(m, w.path) for m,w in modules_in(module, unknown, set(), [])]
-    named = [(f'{p}.{k}' if p else k, tuple(getattr(v, 'shape', ()))) for m,p in of for k,v in vars(m).items() if isinstance(v, Param)]
+    with lock: # another thread may put marks there meanwhile
+        of = [(m, w.path) for m,w in modules_in(module, unknown, set(), [])]
+        named = [(f'{p}.{k}' if p else k, tuple(getattr(v, 'shape', ()))) for m,p in of for k,v in vars(m).items() if isinstance(v, Param)]
     return same_model(type(module).__name__, tuple(sorted(named)))
 
 def nnx_where(module, s):
@@ -280,7 +281,7 @@ def nnx_where(module, s):
     if not s.stack: return place_of_root(type(module).__name__, nnx_model(module))
     if s.trees and (where := s.trees[-1].place(module)) is not None: return where
     where,cls = s.stack[-1][0],type(module).__name__
-    own = next((k for k,v in vars(s.stack[-1][1]).items() if v is module), None) # it was put there just now
+    with lock: own = next((k for k,v in vars(s.stack[-1][1]).items() if v is module), None) # it was put there just now
     return nested_in(s.stack[-1], module) if own is None else place_in(where, own, cls)
 
 # %% ../../../nbs/88_jaxember/05_modules.ipynb #6c728640
