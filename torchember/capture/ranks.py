@@ -39,10 +39,11 @@ def dims_of(mesh):
 
 def ranks_of(group): return tuple(torch.distributed.get_process_group_ranks(group))
 
-# %% ../../nbs/10_capture/45_ranks.ipynb #5842246e
+# %% ../../nbs/10_capture/45_ranks.ipynb #a37a8197
 of_batch = 'input', 'output', 'input_grad', 'output_grad' # tensor types of which each data-parallel process has a part
 scaled = 'input_grad', 'output_grad' # and which are as large as the part is small
 
+# %% ../../nbs/10_capture/45_ranks.ipynb #5842246e
 class Ranks:
     """Says which piece of the whole each tensor of a model is
 
