@@ -238,12 +238,12 @@ class Views:
     def _repr_html_(self): return tree_table(repr(self)[1:-1], self.mod_tree(), self.t.latest_line_list())
 
 # %% ../nbs/45_ember.ipynb #b57e800d
-def run_of_rank(kind, name, resume, home):
+def run_of_rank(kind, name, resume, home, store='jsonl'):
     "The run of an ember, of its own on each rank. The rank, None where there is one process, and how many there are"
     rank,world = rank_and_size()
     if world>1: name = f'{name or shared_name(kind)}.rank{rank}'
     if resume: hand_over(name)
-    return new_run(kind, name, resume, home), rank if world>1 else None, world
+    return new_run(kind, name, resume, home, store, world), rank if world>1 else None, world
 
 def shared(t, rank, world, tree):
     "What tells the first of several processes of the rows of the whole; None where it cannot be"
@@ -295,6 +295,7 @@ class torchEmber(OwnStatistics, Notes, Views):
         name: Name of the run; `<ModelClass>_<YYYYmmdd_HHMMSS>` without it
         resume: Go on with the run `name` after its last step
         home: Folder for logs, instead of `~/.torchember`
+        store: How the run is kept: 'jsonl', lines of JSON; 'parquet', a fraction of their size. `read` and all else does not care
         overhead: Share of the training time that recording may take, such as 0.02: then not every step that `every` wants is recorded
         scaler: The `GradScaler` in use: recorded gradients are the unscaled ones, and steps that it skips are marked
         ends: 'step': only `torchEmber.step` ends one. Without it the optimizer does, or where there is none each pass, until it is called
@@ -316,6 +317,7 @@ class torchEmber(OwnStatistics, Notes, Views):
         name:str|None=None, # Name of the run; `<ModelClass>_<YYYYmmdd_HHMMSS>` without it
         resume:bool=False, # Go on with the run `name` after its last step
         home=None, # Folder for logs, instead of `~/.torchember`
+        store:str='jsonl', # How the run is kept: 'jsonl', lines of JSON; 'parquet', a fraction of their size. `read` and all else does not care
         overhead:float|None=None, # Share of the training time that recording may take, such as 0.02: then not every step that `every` wants is recorded
         scaler=None, # The `GradScaler` in use: recorded gradients are the unscaled ones, and steps that it skips are marked
         ends:str|None=None, # 'step': only `torchEmber.step` ends one. Without it the optimizer does, or where there is none each pass, until it is called
@@ -337,7 +339,7 @@ class torchEmber(OwnStatistics, Notes, Views):
         self.tracks,self.armed = tracks(inner),False
         self.chosen,self.views = (include, exclude),[] # views: live pictures of the run
         self.watched(self.tracks) # raises before anything is changed
-        self.t,rank,world = run_of_rank(self.model_name, name, resume, home)
+        self.t,rank,world = run_of_rank(self.model_name, name, resume, home, store)
         t = self.t
         ranks = None if rank is None else Ranks(model, rank, world, lambda meta: t.amend('ranks', meta))
         if ranks and not callable(stats) and not {'shape', 'numel'}.intersection(stats): stats = (*stats, 'numel') # how much of a whole a piece is

@@ -20,7 +20,8 @@ from torchember.ground.choose import select
 from torchember.frames.logs import read, runs, wide
 from torchember.ground.messages import EmberWarning
 from torchember.show.histograms import total_counts
-from torchember.show.live.live_view import Reader, Viewer, base_of, interpreter_flags
+from torchember.ground.child import interpreter_flags
+from torchember.show.live.live_view import Reader, Viewer, base_of
 from torchember.show.page.data import page_of
 from torchember.show.pointing import losses_of
 from torchember.state.plots import plot_heatmap, plot_hist

@@ -267,7 +267,7 @@ def test_what_came_is_said(tmp_path):
 @pytest.mark.filterwarnings('ignore::torchember.EmberWarning')
 def test_few_rows_of_many_logs(tmp_path, monkeypatch):
     "Of each of many logs few rows are of the same steps: parts and lines are cut so that others need not be read with them"
-    monkeypatch.setattr('torchember.frames.logs.group_rows', 1024)
+    monkeypatch.setattr('torchember.store.parts.group_rows', 1024)
     monkeypatch.setattr('torchember.frames.scan.most_merged', 1024)
     monkeypatch.setattr('torchember.frames.chunks.most_merged', 700)
     rows = [stats(g.normal(size=(4, 5)), s, 'output', 'output_0', 'dp:B') for s in range(2000)]

@@ -458,6 +458,8 @@ def test_a_log_that_was_compacted(tmp_path, monkeypatch):
     assert v.answer(path)['line'].startswith('r: step 5') and seen==rows[:6]
     parts.into_parts(path)
     seen.clear()
+    assert 'behind' not in v.answer(path) and seen==[] # all of that is read
+    v.begin()
     assert v.answer(path)['behind']==pytest.approx(len(lines(*rows[:4]))/len(lines(*rows[:6])))
     with path.open('ab') as f: f.write(lines(*rows[6:]))
     assert 'behind' in v.answer(path) and seen==rows[:6]
@@ -466,7 +468,7 @@ def test_a_log_that_was_compacted(tmp_path, monkeypatch):
     told,again = lines(row(10)),Viewer(False, {})
     seen.clear()
     monkeypatch.setattr(again, 'rows_in', lambda block: seen.extend(got := Viewer.rows_in(again, block)) or got)
-    at = path.stat().st_size
+    at = parts.held(path)['lines']+path.stat().st_size
     with path.open('ab') as f: f.write(told)
     while 'behind' in (got := again.answer(path, until=at)): pass
     assert got['line'].startswith('r: step 9') and seen==rows
@@ -475,6 +477,32 @@ def test_a_log_that_was_compacted(tmp_path, monkeypatch):
     resumed = Viewer(False, {}) # nothing is in the file, and the process that goes on tells
     while 'behind' in (got := resumed.answer(path, until=0)): pass
     assert got['line'].startswith('r: step 10') and resumed.answer(path, until=0, lines=lines(row(11)))['line'].startswith('r: step 11')
+
+
+def test_a_log_that_is_rotated_is_followed_on(tmp_path):
+    "What was put aside is read to its end, then the file in its place, each line once; who was away for two times is told"
+    path,rows = tmp_path/'r',[b'{"a":%d}\n'%i for i in range(9)]
+    def add(*some):
+        with path.open('ab') as f: f.write(b''.join(some))
+    add(*rows[:3])
+    t = Tail(path)
+    assert t.more(8)==rows[0]
+    parts.rotate(path)
+    add(*rows[3:5])
+    assert (t.more(8), t.more(), t.more(), t.more())==(rows[1], rows[2], rows[3]+rows[4], b'') and t.share==1 and not t.behind
+    parts.turn_aside(path)
+    add(rows[5])
+    assert (t.more(), t.share)==(rows[5], 1)
+    parts.rotate(path)
+    parts.turn_aside(path)
+    add(rows[6])
+    assert (t.more(), t.more(), t.share, t.was_compacted())==(rows[6], b'', 1, False)
+    for _ in range(2):
+        add(rows[7])
+        parts.rotate(path)
+        parts.turn_aside(path)
+    with pytest.raises(FileNotFoundError, match='another file'): t.more()
+    assert t.was_compacted()
 
 
 def test_a_large_part_is_thinned(tmp_path):

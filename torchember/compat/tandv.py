@@ -119,7 +119,8 @@ def track(
     *,
     offload_fn=None, # Function of the run's name, a step and the LogFrame of what was recorded since its last call
     name:str|None=None, # Name of the run; `<ModelClass>_<YYYYmmdd_HHMMSS>` without it
-    home=None # Folder for log and LogFrame, instead of `~/.torchember`
+    home=None, # Folder for log and LogFrame, instead of `~/.torchember`
+    store:str='jsonl' # How the log is kept: 'jsonl', or 'parquet', a fraction of the size
 ) -> TorchTracker:
     """Record a training, and have it as a `LogFrame` in the end: `with track(model) as tracker: ...`, with `tracker.step()` after each `optimizer.step()`
 
@@ -140,6 +141,7 @@ def track(
         offload_fn: Function of the run's name, a step and the LogFrame of what was recorded since its last call
         name: Name of the run; `<ModelClass>_<YYYYmmdd_HHMMSS>` without it
         home: Folder for log and LogFrame, instead of `~/.torchember`
+        store: How the log is kept: 'jsonl', or 'parquet', a fraction of the size
     """
     check_arguments(offload_type, offload_inc, init_step, stash_value, name, home)
     wandb,prefix = open_wandb_run() if use_wandb else None,prefix_of(module)
@@ -148,7 +150,7 @@ def track(
     stats = engine_statistics(stash_value) or Stash(stash_value, lambda: tracker.folder(), save_tensor)
     te = torchEmber(module, optimizer=optimizer, ttypes=[t for t,yes in wanted.items() if yes], include=by_pattern(include, 'include', prefix),
         exclude=left_out(by_pattern(exclude, 'exclude', prefix), module), stats=stats, only_training=only_stash_during_training, ends='step',
-        first_step=init_step or 0, name=name, home=home)
+        first_step=init_step or 0, name=name, home=home, store=store)
     te.recorder.sources.parameters.hint.be_silent() # the tracker says it, in its own words
     tracker = TorchTracker(te, prefix=prefix, offload_inc=offload_inc, offload_fn=offload_fn, offload_type=offload_type, wandb=wandb)
     return tracker

@@ -31,7 +31,7 @@ from ..store.jsonl import emberTracker, is_step, last_in, last_step_of, settle, 
 from ..store.columns import ColumnBlock, columns_of_lines, missing, times_of
 from ..store.older import is_older, older_blocks, size_and_rows
 from ..store.lines import bad, parsed
-from ..store.parts import all_in_parts, blocks_of_run, group_rows, held, into_parts
+from ..store.parts import all_in_parts, blocks_of_run, group_beside, held, into_parts, now_in, size_if_there
 from ..store.reading import assembled, current, key, path_of, with_path
 
 # %% ../../nbs/50_frames/05_logs.ipynb #51408907
@@ -652,6 +652,17 @@ def lines_about(path, size, start=0, removed=0):
         data = f.read(1<<20)
     return n+round((size-done)*data.count(b'\n')/len(data))
 
+def rows_about(path):
+    "The number of rows of a log, about: those of its parts, and the lines that are in none"
+    while True:
+        told,files = now_in(path)
+        removed = told['removed'] if told else 0
+        try: n = sum(lines_about(f, size_if_there(f), start, removed) for f,start in files)+sum(p['rows'] for p in (told['parts'] if told else ()))
+        except FileNotFoundError:
+            if now_in(path)==(told, files): raise
+            continue # parts have its lines by now
+        if is_url(path) or now_in(path)==(told, files): return n
+
 def steps_about(path, size):
     "How many steps a file has: its last lines know, as steps only grow"
     with opened(path, buffering=0) as f:
@@ -706,7 +717,7 @@ def about(name, place):
     end = None if running else base.get('end') or at_time(s.st_mtime)
     parts = held(path)
     same = base.get('bytes')==s.st_size+parts['lines'] # nobody has added to it since it said how much there is
-    rows = base['rows'] if same and 'rows' in base else parts['rows']+lines_about(path, s.st_size, parts['start'], parts['lines'])
+    rows = base['rows'] if same and 'rows' in base else rows_about(path)
     steps = base['steps'] if same and 'steps' in base else steps_about(path, s.st_size)
     return known | dict(steps=steps, rows=rows, size=s.st_size+parts['size'], end=end, running=running)
 
@@ -820,7 +831,7 @@ def compact(
     for s,others in [(s, len(of)) for one in sources(run, home)[0] for of in [logs_in([one])] for s in of]:
         t = s.t or emberTracker(s.name, s.path.parent.parent)
         if t.older(): raise ValueError(f"The run {s.name!r} was recorded by an older torchember, and its files are left as they are.")
-        into_parts(s.path, last_step_of(s.path) if goes_on(said_by(t)[0]) else None, keep, max(group_rows//max(others//4, 1), 512))
+        into_parts(s.path, last_step_of(s.path) if goes_on(said_by(t)[0]) else None, keep, group_beside(others))
         parts = held(s.path)
         out.append(dict(name=s.name, rows=parts['rows'], parquet=parts['size'], lines=file_size(s.path)))
     return out

@@ -199,7 +199,8 @@ def track(
     name:str|None=None, # Name of the run; `jax_<YYYYmmdd_HHMMSS>` without it, or the class of a model that was given
     every=1, # Which steps to record: whole number n (every n), a schedule such as at(3, 7), or a function of the step
     offload_fn=None, # Function of the run's name, a step and the LogFrame of what was recorded since its last call
-    home=None # Folder for log and LogFrame, instead of `~/.torchember`
+    home=None, # Folder for log and LogFrame, instead of `~/.torchember`
+    store:str='jsonl' # How the log is kept: 'jsonl', or 'parquet', a fraction of the size
 ) -> JaxTracker:
     """Record a training with JAX: `with track(model_state=params) as tracker: ...`, with `tracker.intercept(update, ...)` and `tracker.step(params)` each step
 
@@ -219,6 +220,7 @@ def track(
         every: Which steps to record: whole number n (every n), a schedule such as at(3, 7), or a function of the step
         offload_fn: Function of the run's name, a step and the LogFrame of what was recorded since its last call
         home: Folder for log and LogFrame, instead of `~/.torchember`
+        store: How the log is kept: 'jsonl', or 'parquet', a fraction of the size
     """
     check_arguments(offload_type, offload_inc, init_step, stash_value, name, home)
     with take_current_trace() as t, take_current_trace() as jax_itself: inside = t is not jax_itself
@@ -235,7 +237,7 @@ def track(
     what = {'stash_value': names or getattr(stash_value, '__qualname__', 'a function'), 'include': asks.include, 'exclude': asks.exclude,
         'track_gradients': asks.gradients, 'every': when}
     agreement = Agreement(rank, world, lambda: {'the step': str(recorder.step)} | {k: str(v) for k,v in what.items()}, key_value_store()) if world>1 else None
-    run = new_run(kind, f'{name or agreed_name(kind)}.rank{rank}' if agreement else name, False, home)
+    run = new_run(kind, f'{name or agreed_name(kind)}.rank{rank}' if agreement else name, False, home, store, world)
     recorder = JaxRecorder(run, measure, names, when, asks, tracked, agreed, init_step or 0, Stash(lambda got: got, lambda: tracker.folder()), agreement)
     tracker = JaxTracker(recorder, offload_inc=offload_inc, offload_fn=offload_fn, offload_type=offload_type, wandb=wandb)
     if recorder.on: recorder.states.at_begin(model_state, optimizer_state)

@@ -30,6 +30,7 @@ from ..recorder.row import one_row
 from ..store.base import now, user
 from ..store.reading import path_of
 from ..store.jsonl import new_run
+from ..store.rotation import check_store
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #e7f14e06
 def modules_of(
@@ -229,6 +230,7 @@ class Monitor:
         name: Name of the run; without it that of the model's armed ember, or `<ModelClass>_<YYYYmmdd_HHMMSS>`
         resume: Go on with the run `name`
         home: Folder for logs, instead of `~/.torchember`
+        store: How a run of its own is kept: 'jsonl', or 'parquet', a fraction of the size
         scaler: The `GradScaler` in use: gradients are then the unscaled ones. Call `track` before its `step`
         on_error: When a quantity fails: 'warn' once and go on, or 'raise'
     """
@@ -239,6 +241,7 @@ class Monitor:
         name:str|None=None, # Name of the run; without it that of the model's armed ember, or `<ModelClass>_<YYYYmmdd_HHMMSS>`
         resume:bool=False, # Go on with the run `name`
         home=None, # Folder for logs, instead of `~/.torchember`
+        store:str='jsonl', # How a run of its own is kept: 'jsonl', or 'parquet', a fraction of the size
         scaler=None, # The `GradScaler` in use: gradients are then the unscaled ones. Call `track` before its `step`
         on_error:str='warn' # When a quantity fails: 'warn' once and go on, or 'raise'
     ):
@@ -257,21 +260,21 @@ class Monitor:
         self.parse_module = {w.track.path: w.track.module for w in self.watches}
         self.parse_quantity = {w.track.path: w.quantities for w in self.watches}
         if scaler is not None and not hasattr(scaler, 'unscale_'): raise TypeError(f"scaler= is a torch.amp.GradScaler, got {an(scaler)}.")
-        self._open_run(name, resume, home)
+        self._open_run(name, resume, home, check_store(store))
         watch = getattr(self.recorder, 'watch', None)
         self.passes.scaler = scaler if scaler is not None or watch is None else watch.scaler
         listening = [w for w in self.watches if w.listens]
         self.states = arm(self.tracks[:1], self.passes, set()) if listening else []
         for w in listening: self.states += arm([w.track], w)
 
-    def _open_run(self, name, resume, home):
+    def _open_run(self, name, resume, home, store):
         "Rows go into the run of the ember that is armed on this model, or into a run of their own"
         self.recorder = None if name or home or resume else getattr(armed_by(self.model), 'recorder', None)
         if self.recorder is not None: self.t = self.recorder.t; return
         rank,ranks = rank_and_size()
         self.rank = {'rank': rank} if ranks>1 else {}
         if ranks>1: name = f'{name or shared_name(type(self.model).__name__)}.rank{rank}'
-        self.t = new_run(type(self.model).__name__, name, resume, home)
+        self.t = new_run(type(self.model).__name__, name, resume, home, store, ranks)
         base = {'start': now(), 'user': user(), 'schema': SCHEMA, 'model': type(self.model).__name__}
         self.t.begin(base, {} if resume else {'structure': tree_dict(self.tracks[0])})
 

@@ -6,10 +6,10 @@
 __all__ = ['blocks_of_run', 'all_in_parts', 'held']
 
 # %% ../../nbs/30_store/09_parts.ipynb #a25ecace
-import json, os, tempfile
+import json, os, re, tempfile
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from secrets import token_hex
 
@@ -79,6 +79,10 @@ def arrow_table(rows, /, **told):
 # %% ../../nbs/30_store/09_parts.ipynb #e62ec3ab
 group_rows = 1<<14 # that are read at once where not all are wanted
 
+def group_beside(logs):
+    "The same of a log beside others of one run, so many in all: of each few rows are in the same steps"
+    return max(group_rows//max(logs//4, 1), 512)
+
 def write_part(table, path, group=group_rows):
     "Write a part under another name, look whether it is whole, and give it its name"
     if is_url(path):
@@ -121,6 +125,7 @@ class Part:
         wanted = [steps is None or first is None or first<=steps[1] and last>=steps[0] for first,last in self.steps]
         self.groups = [i for i,w in enumerate(wanted) if w and groups[i].num_rows]
         self.rows = sum(groups[i].num_rows for i in self.groups)
+        self.first = 0 # row to begin with
 
     def __len__(self): return self.told['end']-self.told['start'] # of the lines
 
@@ -140,7 +145,7 @@ class Part:
     @cached_property
     def layout(self): return self.column(self.told['layout']).to_numpy() if self.groups else np.zeros(0, np.int32)
 
-    def block(self): return StoredBlock(self, np.arange(self.rows))
+    def block(self): return StoredBlock(self, np.arange(self.first, self.rows))
 
     def parsed(self):
         "The rows, and the number of torn lines that were among them"
@@ -298,17 +303,22 @@ def blocks_of_run(
     Returns:
         Parts, and blocks of whole lines
     """
-    done = 0 # bytes of the log whose rows were given
+    done = given = 0 # bytes of the log whose rows were given by parts, and these rows
     while True:
         told,files = now_in(path)
         parts,files = up_to(path, told, files, end)
-        for p in parts:
-            if p['start']<done: continue
-            part = Part(folder_of(path)/p['file'], p, told['id'])
-            with part.file: yield part
-            done = p['end']
+        try:
+            for before,p in zip(accumulate((p['rows'] for p in parts), initial=0), parts, strict=False):
+                if p['end']<=done: continue
+                part = Part(folder_of(path)/p['file'], p, told['id'])
+                part.first = given-before if p['start']<done else 0 # joined of some that were given, and others
+                with part.file: yield part
+                done,given = p['end'],before+p['rows']
+        except FileNotFoundError:
+            if listed(path)==told: raise
+            continue # they were joined meanwhile
         lines = [begun(blocks_of(file, end=end if file==path else None, start=start)) for file,start in files]
-        if told is None or is_url(path): break # elsewhere what a list says stays for a while
+        if path is None or is_url(path): break # elsewhere what a list says stays for a while
         if now_in(path)[0]==told and (parts, files)==up_to(path, *now_in(path), end): break # else somebody has removed lines meanwhile
     yield from chain.from_iterable(lines)
     if more: yield more
@@ -319,7 +329,8 @@ def all_in_parts(path):
     told,files = now_in(path)
     if told is None or any(size_if_there(file)>start for file,start in files): return None
     pq = needs('pyarrow.parquet', for_='A run in Parquet')
-    said = [json.loads(pq.read_schema(folder_of(path)/p['file']).metadata[b'torchember']) for p in told['parts']]
+    try: said = [json.loads(pq.read_schema(folder_of(path)/p['file']).metadata[b'torchember']) for p in told['parts']]
+    except FileNotFoundError: return None # they were joined meanwhile
     return [keys for of in said for keys,_ in of['layouts']]
 
 def held(
@@ -333,11 +344,15 @@ def held(
     Returns:
         rows and size of the parts in bytes, lines: bytes of JSON that were removed, start: byte of the file from which on lines are in none, last: step
     """
-    told,lines = now_in(path)
+    told,files = now_in(path)
     if told is None: return dict(rows=0, size=0, lines=0, start=0, last=-1)
-    parts,files = told['parts'],lines
+    parts = told['parts']
+    try: put_aside = sum(file_size(f) for f,_ in files[:-1])
+    except FileNotFoundError:
+        if listed(path)==told: raise
+        return held(path) # parts have them by now
     return dict(rows=sum(p['rows'] for p in parts), size=sum(p['size'] for p in parts), start=files[-1][1], last=max((p['last'] for p in parts), default=-1),
-        lines=told['removed']+sum(file_size(f) for f,_ in files[:-1]))
+        lines=told['removed']+put_aside)
 
 # %% ../../nbs/30_store/09_parts.ipynb #61d8beb3
 most_rows,most_bytes = 1<<17,1<<25 # that a part is made of
@@ -386,7 +401,7 @@ def make_parts(path, told, file, base, last):
             data = next_lines(f, start-base, size)
             rows,torn,took = rows_before(data, last)
             if not took or last is not None and not data.endswith(b'\n') and took==len(data): break
-            part = dict(file=f"part-{len(told['parts']):05}.parquet", start=start, end=start+took, rows=len(rows), torn=torn,
+            part = dict(file=free_name(told['parts']), start=start, end=start+took, rows=len(rows), torn=torn,
                 last=max(map(step_of, rows), default=-1))
             out = folder_of(path)/part['file']
             table = arrow_table(rows, id=told['id'], run=path.name, **{k: part[k] for k in ('start', 'end', 'rows', 'torn')})
@@ -395,6 +410,10 @@ def make_parts(path, told, file, base, last):
             write_list(path, told)
             if took<len(data): break
     return told
+
+def free_name(parts):
+    "A name that no part has, nor one that these were joined of"
+    return f"part-{max((int(p['file'][5:-8]) for p in parts if re.fullmatch('part-[0-9]+[.]parquet', p['file'])), default=-1)+1:05}.parquet"
 
 def write_list(path, told): write_meta(folder_of(path)/'parts.json', {k: v for k,v in told.items() if k!='end'})
 
@@ -416,18 +435,72 @@ def into_parts_elsewhere(path, last=None, keep=False, group=group_rows):
     write_list(path, {k: v for k,v in told.items() if k!='alone'})
 
 # %% ../../nbs/30_store/09_parts.ipynb #10755802
-def remove_lines(path, told):
-    "Make parts of the lines that are left, and remove them"
+def put_aside(path, told):
+    "Give the lines of a log another name, and it an empty file"
     other = aside(path, told)
     if not os.path.exists(other):
         try: os.link(path, other) # so that there is a file of the run's name at any time
         except OSError: os.replace(path, other) # a file system without links
     if not os.path.exists(path) or os.path.samefile(path, other): replace(path, b'')
-    told = make_parts(path, told, other, told['removed'], None)
+    return other
+
+def remove_lines(path, told):
+    "Make parts of the lines that are left, and remove them"
+    other = put_aside(path, told)
+    while (told := make_parts(path, told, other, told['removed'], None))['end']-told['removed']<os.path.getsize(other): pass # who had it open
     told = {k: v for k,v in told.items() if k not in ('aside', 'alone')}|{'removed': told['end']}
     write_list(path, told)
+    flush_list(path)
     other.unlink()
     return told
+
+def flush_list(path):
+    "Wait until the disk itself has the list, and the names of the parts"
+    with open(folder_of(path)/'parts.json', 'rb') as f: os.fsync(f.fileno())
+    if os.name=='nt': return # where no folder can be opened
+    fd = os.open(folder_of(path), os.O_RDONLY)
+    try: os.fsync(fd)
+    finally: os.close(fd)
+
+def begun_list(path, group):
+    "The list of the parts of a log; of one that has none, an empty one"
+    return listed(path) or dict(run=path.name, id=token_hex(16), removed=0, parts=[], end=0, group=group)
+
+# %% ../../nbs/30_store/09_parts.ipynb #3fe20ab7
+def to_join(parts):
+    "Which parts, neighbours, are together no more than one may be: the first and the one after the last, None where there are none"
+    first = 0
+    while first<len(parts):
+        n,rows = first,0
+        while n<len(parts) and (n==first or rows+parts[n]['rows']<=most_rows and parts[n]['end']-parts[first]['start']<=most_bytes):
+            rows,n = rows+parts[n]['rows'],n+1
+        if n-first>1: return first, n
+        first = n
+
+def join_parts(path, told):
+    "Join small parts. They are removed when the list names what they were joined to"
+    while found := to_join(told['parts']):
+        some = told['parts'][slice(*found)]
+        rows = []
+        for p in some:
+            part = Part(folder_of(path)/p['file'], p, told['id'])
+            with part.file: rows += part.parsed()[0]
+        said = dict(start=some[0]['start'], end=some[-1]['end'], rows=len(rows), torn=sum(p['torn'] for p in some))
+        joined = dict(file=free_name(told['parts']), last=max(p['last'] for p in some), **said)
+        out = folder_of(path)/joined['file']
+        write_part(arrow_table(rows, id=told['id'], run=path.name, **said), out, told.get('group', group_rows))
+        told = told|{'parts': [*told['parts'][:found[0]], joined|{'size': file_size(out)}, *told['parts'][found[1]:]]}
+        write_list(path, told)
+        flush_list(path)
+        for p in some: (folder_of(path)/p['file']).unlink()
+    return told
+
+# %% ../../nbs/30_store/09_parts.ipynb #5d0c11aa
+def clear_up(path, told):
+    "Remove what is left of who was killed"
+    for f in folder_of(path).iterdir():
+        if f.name.startswith(('.part-', '.torchember-')) or f.suffix=='.parquet' and f.name not in [p['file'] for p in told['parts']]: f.unlink()
+        elif f.name.startswith('lines-') and f!=aside(path, told): f.unlink() # which parts have
 
 def into_parts(
     path, # File of JSON lines
@@ -441,13 +514,34 @@ def into_parts(
     folder,path = folder_of(path),Path(path)
     folder.mkdir(exist_ok=True)
     with alone(folder):
-        told = listed(path) or dict(run=path.name, id=token_hex(16), removed=0, parts=[], end=0, group=group)
-        for f in folder.iterdir(): # of who was killed
-            if f.name.startswith(('.part-', '.torchember-')) or f.suffix=='.parquet' and f.name not in [p['file'] for p in told['parts']]: f.unlink()
-            elif f.name.startswith('lines-') and f!=aside(path, told): f.unlink() # which parts have
+        told = begun_list(path, group)
+        clear_up(path, told)
         if os.path.exists(other := aside(path, told)) and os.path.exists(path) and os.path.samefile(path, other): other.unlink()
         if os.path.exists(other): told = remove_lines(path, told)
         lines_after(path, told)
         told = make_parts(path, told, path, told['removed'], last)
-        if last is None and not keep and os.path.getsize(path): remove_lines(path, told)
+        if last is None and not keep and os.path.getsize(path): told = remove_lines(path, told)
         else: write_list(path, told)
+        if last is None: join_parts(path, told)
+
+# %% ../../nbs/30_store/09_parts.ipynb #e2a76c90
+def rotate(path, group=group_rows):
+    "Put the lines of a log aside, for `turn_aside`; False while earlier ones are there still, which come first. Nobody may append meanwhile"
+    folder_of(path).mkdir(exist_ok=True)
+    with alone(folder_of(path)):
+        told = begun_list(path, group)
+        other = aside(path, told)
+        if os.path.exists(other) and os.path.exists(path) and not os.path.samefile(path, other): return False
+        lines_after(path, told)
+        write_list(path, told)
+        put_aside(path, told)
+        return True
+
+def turn_aside(path):
+    "Make parts of the lines that were put aside, and remove them"
+    if (told := listed(path)) is None: return
+    with alone(folder_of(path)):
+        told = listed(path)
+        clear_up(path, told)
+        other = aside(path, told)
+        if os.path.exists(other) and not (os.path.exists(path) and os.path.samefile(path, other)): remove_lines(path, told)

@@ -25,30 +25,41 @@ class Tail:
     "What was appended to a log since the last look: first of all what its file has not any more"
     def __init__(self,
         path,
-        until:int|None=None # Bytes of the file that are of interest; all without it
+        until:int|None=None # Bytes of the log that are of interest; all without it
     ):
-        self.path,self.until,self.at,self.size,self.who = path,until,0,0,None
+        self.path,self.until,self.at,self.size,self.file = path,until,0,0,None
         self.before,self.removed,self.given = None,0,0 # blocks of what was removed from the file, its bytes, and how many of them were given
-
 
     def more(self,
         most:int=1<<26 # Bytes to read, about
     ): # Whole lines, or a part of the log in Parquet
         "The next rows. Raises FileNotFoundError when the file is gone, or is another one"
-        if self.before is None: self.removed,self.before = held(self.path)['lines'],blocks_of_run(self.path, end=0)
+        if self.before is None:
+            self.removed,self.before = held(self.path)['lines'],blocks_of_run(self.path, end=0)
+            if self.until is not None: self.until = max(self.until-self.removed, 0) # of the file
         for block in self.before:
             self.given += len(block)
             return block
         if self.at==self.until: return b'' # whatever becomes of the file
-        with open(self.path, 'rb', buffering=0, opener=regular) as f:
-            s = os.fstat(f.fileno())
-            if self.who not in (None, (s.st_dev, s.st_ino)): raise FileNotFoundError(f"{self.path} is another file now.")
-            self.who,self.at,self.size = (s.st_dev, s.st_ino),min(self.at, s.st_size),min(s.st_size, self.until if self.until is not None else s.st_size)
-            f.seek(self.at)
-            data = f.read(min(most, self.size-self.at))
-            while (cut := data.rfind(b'\n')+1)==0 and len(data)<=longest_line and (next := f.read(most)): data += next
+        if self.file is None: self.file = open(self.path, 'rb', buffering=0, opener=regular)
+        s = os.fstat(self.file.fileno())
+        put_aside = not os.path.samestat(s, os.stat(self.path))
+        if put_aside and held(self.path)['lines']!=self.removed+s.st_size: raise FileNotFoundError(f"{self.path} is another file now.")
+        self.at,self.size = min(self.at, s.st_size),min(s.st_size, self.until if self.until is not None else s.st_size)
+        self.file.seek(self.at)
+        data = self.file.read(min(most, self.size-self.at))
+        while (cut := data.rfind(b'\n')+1)==0 and len(data)<=longest_line and (next := self.file.read(most)): data += next
         self.at += cut or (len(data) if len(data)>longest_line else 0) # what is too long for a line is passed over
-        return data[:cut]
+        if not put_aside or cut: return data[:cut]
+        self.removed,self.given,self.at = self.removed+s.st_size,self.given+s.st_size,0 # it is read: on with the file that is in its place
+        self.close()
+        return self.more(most)
+
+    def close(self):
+        if self.file is not None: self.file.close()
+        self.file = None
+
+    __del__ = close
 
     def was_compacted(self):
         "Whether lines were removed from the file since it is read, and parts have them"
@@ -57,7 +68,7 @@ class Tail:
     @property
     def behind(self):
         "Whether there is much that is not read"
-        return self.given<self.removed or self.who is None and self.at!=self.until or self.size-self.at>1<<20
+        return self.given<self.removed or self.file is None and self.at!=self.until or self.size-self.at>1<<20
 
     @property
     def share(self):

@@ -14,6 +14,7 @@ from queue import Empty, SimpleQueue
 from shutil import get_terminal_size
 from socket import gethostname
 
+from ...ground.child import environment_of_child, interpreter_flags, path_of_child
 from ...ground.progress import in_notebook, in_terminal
 from ...frames.logs import alive, of_processes, said_by
 from ...ground.needs import needs
@@ -130,19 +131,6 @@ class Viewer:
         fig.savefig(out, format='png')
         return out.getvalue()
 
-# %% ../../../nbs/60_show/93_live_view.ipynb #b754be15
-def interpreter_flags():
-    "How a Python is to be started that does what this one does, and imports nothing from the current folder"
-    f = sys.flags
-    letters = dict(I=f.isolated, E=f.ignore_environment, s=f.no_user_site, S=f.no_site, O=f.optimize, B=f.dont_write_bytecode, b=f.bytes_warning)
-    words = ['dev']*f.dev_mode+[f'utf8={f.utf8_mode}']+[f'pycache_prefix={p}' for p in [sys.pycache_prefix] if p]
-    return ['-P', *(f'-{k*n}' for k,n in letters.items() if n), *(f'-W{w}' for w in sys.warnoptions), *(f'-X{w}' for w in words)]
-
-def path_of_child():
-    "Where it may import from: as this process, but not from the folder that it happens to stand in"
-    known = [os.path.abspath(p) for p in map(str, sys.path) if p not in ('', os.curdir)]
-    return list(dict.fromkeys([*known, os.path.dirname(os.path.dirname(find_spec('torchember').origin))])) # where torchember is, it may be
-
 # %% ../../../nbs/60_show/93_live_view.ipynb #72df7a7e
 def answer_questions():
     "Answer questions, until there are no more"
@@ -183,10 +171,9 @@ class Reader:
     patience = 2. # seconds that it has to end by itself
 
     def __init__(self, **how):
-        env = {**{k: v for k,v in os.environ.items() if k!='PYTHONPATH'}, 'MPLBACKEND': 'agg', 'OMP_NUM_THREADS': '1', 'OPENBLAS_NUM_THREADS': '1'}
         pipe,own_group = subprocess.PIPE,{'process_group': 0} if os.name=='posix' else {}
         how_started = [sys.executable, *interpreter_flags(), '-c', self.start]
-        self.p = subprocess.Popen(how_started, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=env, **own_group)
+        self.p = subprocess.Popen(how_started, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=environment_of_child(MPLBACKEND='agg'), **own_group)
         self.say(path_of_child())
         self.say(how)
 
