@@ -5,7 +5,7 @@ import warnings
 import numpy as np
 import pytest
 
-from torchember import EmberWarning, read
+from torchember import EmberWarning, read, scan
 
 g = np.random.default_rng(0)
 x,w = g.normal(size=(3, 8, 5)),g.normal(size=(3, 4, 5)) # by step: the outputs of a batch, and a weight
@@ -215,3 +215,23 @@ def test_a_sum_that_is_not_added_up_yet(tmp_path, halves, role, mean):
     want = np.nan if mean is None else mean([terms(r).mean()/2 for r in range(4)])
     np.testing.assert_allclose(df['mean'], [want], rtol=1e-12)
     assert df[['std', 'l1', 'min', 'max']].isna().all().all() and '1 rows are of tensors that are the sum of what several processes hold' in said, said
+
+
+def test_scan_says_who_is_missing(tmp_path):
+    "What is wrong among processes and shows without looking at rows, `scan` says before anything is read, in the words of `read`"
+    def said(**how):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter('always')
+            scan('run', 'arrow', home=tmp_path, **how)
+        return ' '.join(str(w.message) for w in said)
+    write(tmp_path, (0, rows(0), about(0)), (1, rows(1), about(1)))
+    assert said()==''
+    write(tmp_path, (1, rows(1)[3:6], about(1)))
+    assert said()=='run: rank 1 has no rows before step 1, while others begin at step 0. run: rank 1 has no rows after step 1, while others go on to step 2.'
+    assert said() in merged(tmp_path)[1] and said(per_rank=True)==''
+    write(tmp_path, (1, '', about(1)))
+    assert said()=='run: Of 2 processes rank 1 left no rows: what they hold is missing.'
+    write(tmp_path, (1, rows(1), {'rank': 1, 'world': 'two', 'axes': {}}))
+    assert "The metadata of rank 1 is left out: 'world' is 'two'" in said()
+    write(tmp_path, (1, [r|{'step': None} for r in rows(1)], about(1)))
+    assert said()==''

@@ -16,7 +16,7 @@ from itertools import chain
 import numpy as np
 
 from .logs import paths_of_ranks, rows_of_log, rows_of_ranks, tidy
-from .ranks import only_pieces, own_names, whole
+from .ranks import only_pieces, own_names, wholes
 from ..ground.messages import printable
 from ..ground.needs import needs
 from ..ground.record import column_order, identity
@@ -347,7 +347,7 @@ def frame_of(chunk):
     "The rows of a chunk, as `read` has them"
     if chunk.merged:
         own = names_of_start(chunk.home, *chunk.start, chunk.asked) if chunk.start else None
-        return tidy(whole(rows_of_processes(chunk.logs, chunk.steps), *about_processes(chunk.home, names_and_ranks(chunk.logs), chunk.asked), own)[0])
+        return tidy(wholes(rows_of_processes(chunk.logs, chunk.steps), *about_processes(chunk.home, names_and_ranks(chunk.logs), chunk.asked), own))
     [(_,rank,of)],keep = chunk.logs,chunk.steps and Within(chunk.steps, chunk.rest)
     df = tidy(rows_of_log(blocks_of(of, None if chunk.rest else chunk.steps), keep=keep))
     return df if rank is None else df.assign(rank=rank)

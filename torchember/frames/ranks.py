@@ -6,7 +6,7 @@
 __all__ = ['most', 'sensible', 'key', 'merged_columns', 'only_pieces', 'numbered_children', 'with_ancestors', 'names_in_whole',
            'numbered_on', 'understood', 'is_number', 'is_line', 'Processes', 'numbers_in', 'differs', 'odd_keys',
            'nameless_in', 'samples_in', 'first_of_each', 'coded_parts', 'together', 'Pieces', 'Merge', 'untold',
-           'drift', 'gone', 'unknown_scale', 'same_batch', 'own_names', 'whole']
+           'drift', 'steps_of_ranks', 'gone', 'unknown_scale', 'same_batch', 'wholes', 'own_names', 'whole']
 
 # %% ../../nbs/50_frames/03_ranks.ipynb #bf127dde
 import copy, re
@@ -471,22 +471,28 @@ def drift(pieces):
     other = f"rank {rank} has another {named(df.iloc[row])} than rank {pieces.rank[at[row]]}"
     return f"Replicas have drifted apart: {other} since step {step}{more}. The first rank's are shown."
 
-def gone(pieces):
-    "Processes that have left no log, and those whose log ends before the others'"
-    ranks,world = sorted(set(pieces.rank.tolist())),pieces.processes.world
-    missing = [f'rank {r}' for r in range(world) if r not in ranks]
+def steps_of_ranks(pieces):
+    "Rank -> first and last step of its rows"
+    steps = pieces.df.groupby(pieces.rank)['step'].agg(['min', 'max'])
+    return {int(r): (int(a), int(z)) for r,a,z in steps.itertuples()}
+
+def gone(steps, about, world): # Rank -> first and last step of its rows, None where that is not known; as `understood` has it; how many processes there are
+    """Processes that have left no log, and those whose log ends before the others'
+
+    Returns:
+        Rank -> first and last step of its rows, None where that is not known; as `understood` has it; how many processes there are
+    """
+    missing,known = [f'rank {r}' for r in range(world) if r not in steps],{r: s for r,s in sorted(steps.items()) if s is not None}
     if missing: yield f"Of {world} processes {listed(missing)} left no rows: what they hold is missing."
     worlds = defaultdict(list)
-    for r,a in pieces.about.items(): worlds[a['world']].append(r)
+    for r,a in about.items(): worlds[a['world']].append(r)
     if len(worlds)>1:
         yield "Processes do not agree on how many they are: " + ', '.join(f"{n} ({listed([f'rank {r}' for r in rs])})" for n,rs in sorted(worlds.items())) + (
             ". A run that was resumed with fewer of them has logs of others beside its own.")
-    first = {r: int(pieces.df['step'][pieces.rank==r].min()) for r in ranks}
-    if late := [f'rank {r} has no rows before step {s}' for r,s in first.items() if s>min(first.values())]:
-        yield f"{listed(late)}, while others begin at step {min(first.values())}."
-    last = {r: int(pieces.df['step'][pieces.rank==r].max()) for r in ranks}
-    if behind := [f'rank {r} has no rows after step {s}' for r,s in last.items() if s<max(last.values())]:
-        yield f"{listed(behind)}, while others go on to step {max(last.values())}."
+    if not known: return
+    first,last = min(a for a,_ in known.values()),max(z for _,z in known.values())
+    if late := [f'rank {r} has no rows before step {a}' for r,(a,_) in known.items() if a>first]: yield f"{listed(late)}, while others begin at step {first}."
+    if behind := [f'rank {r} has no rows after step {z}' for r,(_,z) in known.items() if z<last]: yield f"{listed(behind)}, while others go on to step {last}."
 
 def unknown_scale(pieces):
     "Gradients of activations of processes of which nobody says how they share the batch"
@@ -628,6 +634,8 @@ def fill_others(out, d, order, many, done):
     return lost
 
 # %% ../../nbs/50_frames/03_ranks.ipynb #a7c10006
+def wholes(df, about, paths=None, own=None): return Merge(Pieces(df, about, paths or {}, own)).table() # as `whole` has them, of which nothing is said
+
 def own_names(df, about, paths=None): return Pieces(df, about, paths or {}).own # what each process calls the parameters that it has of its own
 
 def whole(
@@ -650,5 +658,6 @@ def whole(
     pieces = Pieces(df, about, paths or {}, own)
     merged = Merge(pieces)
     out = merged.table()
-    said = [*untold(pieces), drift(pieces), *pieces.said, *merged.said, *gone(pieces), unknown_scale(pieces), same_batch(pieces)]
+    lost = gone(steps_of_ranks(pieces), pieces.about, pieces.processes.world)
+    said = [*untold(pieces), drift(pieces), *pieces.said, *merged.said, *lost, unknown_scale(pieces), same_batch(pieces)]
     return out, [s for s in said if s]

@@ -9,9 +9,10 @@ __all__ = ['scan', 'query']
 from dataclasses import replace
 from itertools import chain
 
-from .chunks import chunks_of, common, contents, fields_of, marks_of, most_merged, most_rows
+from .chunks import chunks_of, common, contents, fields_of, marks_of, most_merged, most_rows, range_of, told
 from .logs import Choice, RankedSource, many, not_recorded, sources
-from ..ground.messages import says_arguments, unknown
+from .ranks import Processes, gone, understood
+from ..ground.messages import printable, says_arguments, unknown, warn
 from ..ground.needs import needs
 from ..ground.record import column_order
 from ..store.columns import Expected
@@ -28,10 +29,22 @@ def looked_at(source, per_rank, several):
     rows,expected = most_rows if len(logs)==1 else max(most_merged//(4*len(logs)), 512),Expected() # rows: of a stretch: few are of the same steps
     there,names = [contents(s, rows, expected) for *_,s in logs],[(name, rank) for name,rank,_ in logs]
     home = logs[0][2].t.dir if merged else None
+    if merged: say_gone(source.name, told(home, names), {rank: steps_in_log(c) for (_,rank),c in zip(names, there, strict=True)})
     every = [(names, there)] if merged else [([n], [c]) for n,c in zip(names, there, strict=True)]
     chunks = [chunk for ns,cs in every for chunk in chunks_of(source.name, ns, cs, home, merged)]
     chunks = [replace(c, labelled=several) for c in chunks]
     return chunks, fields_of(there, merged, isinstance(source, RankedSource) and per_rank, several), marks_of(there, several)
+
+def steps_in_log(there):
+    "First and last step of a log, None where that is not known; () for one without rows"
+    some = [(s.first, s.last) for s in there.stretches if s.rows]
+    steps = range_of(some)
+    return () if not some else None if None in steps else steps
+
+def say_gone(name, about, steps):
+    "What is wrong among the processes of a run, as far as it shows without looking at rows. steps: rank -> `steps_in_log`"
+    (about,said),steps = understood(about),{r: s for r,s in steps.items() if s!=()}
+    for s in (*said, *gone(steps, about, Processes(about, steps).world)): warn(f"{printable(name)}: {s}")
 
 def all_fields(each, marks, several):
     "The columns of several runs under each other. each: `fields_of` of each"
