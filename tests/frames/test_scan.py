@@ -12,31 +12,11 @@ import pandas as pd
 import polars as pl
 import pyarrow.dataset as ds
 import pytest
-from hypothesis import HealthCheck, given, reject, settings, strategies as st
+from drawn import any_row, begun, lines, row
+from hypothesis import HealthCheck, given, settings, strategies as st
 
-from torchember import compact, emberTracker, query, read, scan
-from torchember.ground.record import line_of
+from torchember import compact, query, read, scan
 from torchember.store.parts import Part, folder_of, listed
-
-odd = [None, True, 0, 7, -2**63, 2**63, 2**53+1, -0., 2., 1/3, np.nan, np.inf, -np.inf, '', 'a.b', '2024-01-01 00:00:00', [], [1, 2],
-    [1., np.nan], [True], [None], [1, [2.5]], ['x'], {}, {'a': [np.nan, {'b': -np.inf}]}]
-keys = ['mean', 'max', 'nan', 'posinf', 'shape', 'exponents', 'call', 'dtype', 'ts', 'supersedes', 'phase', 'path', 'epoch', 'run', 'a.b', 'step', 'module',
-    'ttype', 'tname', 'nonfinite', 'rank']
-names = dict(step=st.integers(0, 3), module=st.sampled_from(['m(Net).f(L)', 'm(Net).g(L)', 'm(Net)']), ttype=st.sampled_from(['output', 'weight']),
-    tname=st.sampled_from(['o', 'p']))
-row = st.fixed_dictionaries(names, optional=dict(mean=st.floats(), max=st.floats(width=32), n=st.integers(-5, 5),
-    exponents=st.lists(st.integers(0, 9), min_size=1), epoch=st.integers(0, 2), run=st.just('mine'), ts=st.just('2024-01-01 00:00:00'),
-    supersedes=st.just('numbers'), posinf=st.integers(0, 2), path=st.just('own')))
-any_row = st.builds(lambda a,b: {**a, **b}, row, st.dictionaries(st.sampled_from(keys), st.sampled_from(odd), max_size=4))
-
-
-def lines(rows): return b''.join(line_of(r)+b'\n' for r in rows)
-
-def begun(home, data, name='a'):
-    t = emberTracker(name, home)
-    t.log.mkdir(parents=True, exist_ok=True)
-    t.log_path.write_bytes(data)
-    return t
 
 
 def plain(v, kind=None):
@@ -59,7 +39,7 @@ def same(got, want):
         a,b = got[c].tolist(),want[c].tolist()
         if [*map(plain, a)]==[*map(plain, b)]: continue
         if want[c].dtype.kind=='M' or c=='ts': b = [str(pd.Timestamp(x)) if isinstance(x, pd.Timestamp) else x for x in b]
-        assert [None if x is None else json.loads(x) for x in a]==[None if as_json(x) is None else json.loads(as_json(x)) for x in b], c
+        assert [json.loads(x) if isinstance(x, str) else plain(x) for x in a]==[None if as_json(x) is None else json.loads(as_json(x)) for x in b], c
 
 
 @pytest.mark.parametrize('kept', ['lines', 'parts', 'both'])
@@ -84,10 +64,8 @@ def chunked_parts(home, rows, name='a'):
 @given(rows=st.lists(any_row, min_size=1, max_size=6), parts=st.booleans())
 def test_whatever_is_in_it(tmp_path, rows, parts):
     "No engine stumbles over it, and rows are as many"
-    try: data = lines(rows)
-    except ValueError: reject() # a row that no log can have
     shutil.rmtree(tmp_path)
-    begun(tmp_path, data)
+    begun(tmp_path, lines(rows))
     if parts: compact('a', home=tmp_path)
     try: want = read('a', home=tmp_path)
     except (TypeError, AttributeError, ValueError): return

@@ -1,6 +1,5 @@
 "A run that was compacted answers as its JSON lines do, whatever is in it, and whenever who compacts it is killed"
 import json
-import math
 import os
 import shutil
 
@@ -8,39 +7,18 @@ import pandas as pd
 import programs
 import pyarrow.parquet as pq
 import pytest
+from drawn import any_row, begun, keys, lines, odd, row
 from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from torchember import compact, emberTracker, query, read, runs
 from torchember.frames.logs import NothingChosen
-from torchember.ground.record import line_of
 from torchember.store import jsonl, parts
 from torchember.store.lines import parse
 
-nan,inf = math.nan,math.inf
-odd = [None, True, 0, 7, -2**63, 2**63, 2**53+1, -0., 2., 1/3, nan, inf, -inf, '', 'a.b', '🔥é', '2024-01-01 00:00:00', [], [1, 2], [1., nan], [True], [None],
-    [1, [2.5]], ['x'], {}, {'a': [nan, {'b': -inf}]}, {'nonfinite': 1}]
-keys = ['mean', 'max', 'nan', 'posinf', 'shape', 'exponents', 'call', 'dtype', 'ts', 'supersedes', 'phase', 'path', 'epoch', 'run',
-    '_torchember_layout', 'a.b', 'a',
-    'é"\n', '', 'step', 'module', 'ttype', 'tname', 'nonfinite']
-names = dict(step=st.integers(0, 3), module=st.sampled_from(['m(Net).f(L)', 'm(Net).g(L)', 'm(Net)']), ttype=st.sampled_from(['output', 'weight']),
-    tname=st.sampled_from(['o', 'p']))
-usual = dict(mean=st.floats(), max=st.floats(width=32), n=st.integers(-5, 5), exponents=st.lists(st.integers(0, 9), max_size=3),
-    epoch=st.integers(0, 2)|st.floats(0, 1),
-    ts=st.just('2024-01-01 00:00:00'), supersedes=st.just('numbers'), posinf=st.integers(0, 2))
-row = st.fixed_dictionaries(names, optional=usual)
-any_row = st.builds(lambda a,b: {**a, **b}, row, st.dictionaries(st.sampled_from(keys), st.sampled_from(odd), max_size=4))
 log = st.lists(row|any_row, min_size=1, max_size=9)
 questions = [{}, dict(steps=1), dict(steps=-1), dict(steps=slice(-2, None)), dict(ttype='weight'), dict(path='f*', tname='o'), dict(columns=['step', 'ttype']),
     dict(columns=lambda c: 'm' in c), dict(steps=lambda s: s%2==0, ttype=['output'])]
 
-
-def lines(rows): return b''.join(line_of(r)+b'\n' for r in rows)
-
-def begun(home, data, name='a'):
-    t = emberTracker(name, home)
-    t.log.mkdir(parents=True, exist_ok=True)
-    t.log_path.write_bytes(data)
-    return t
 
 def answers(home, name='a'):
     "What there is to say of a run"

@@ -266,6 +266,7 @@ class Chunk:
     "Rows of a run that are read at once"
     run: str # What it is called
     labelled: bool = field(default=False, kw_only=True) # Whether it is one of several runs, and has a column that says which
+    last: int|None = field(default=None, kw_only=True) # Last step of all that is read as one with it, where steps are counted from there
     logs: tuple = () # Of each log that it needs: its name, its process or None, and its stretches
     steps: tuple|None = None # First and last step; all rows without it
     rest: bool = True # Also rows that have no step
@@ -303,12 +304,20 @@ most_rows,most_merged = 1<<17,1<<18 # rows of a chunk, about
 
 def limited(logs, steps): return tuple((name, rank, tuple(s for s in of if s.within(steps))) for name,rank,of in logs)
 
+def ranges_of(stretches, most):
+    "Steps of each chunk. Where somebody may have any steps, the first and the last chunk have all before and after; None where nobody's are known"
+    ranges = step_ranges(stretches, most)
+    if ranges and any(s.first is None for s in stretches):
+        ranges[0] = min(ranges[0][0], 0),ranges[0][1]
+        ranges[-1] = ranges[-1][0],max(ranges[-1][1], 2**53-1)
+    return ranges or [None]
+
 def chunks_of(name, logs, there, home, merged=False, most=None):
     "The chunks of some logs. logs: name and process of each; there: `Contents` of each; most: rows of a chunk, about"
     every = tuple((n, rank, tuple(c.stretches)) for (n,rank),c in zip(logs, there, strict=True))
     if not merged and not any(c.again for c in there):
         return [Chunk(name, ((n, rank, (s,)),), plain=True, home=home) for n,rank,of in every for s in of]
-    ranges = step_ranges([s for _,_,of in every for s in of], most or (most_merged if merged else most_rows)) or [None]
+    ranges = ranges_of([s for _,_,of in every for s in of], most or (most_merged if merged else most_rows))
     start,asked = limited(every, ranges[0]) if merged and len(ranges)>1 else (),time.time_ns()
     first = (start, ranges[0]) if start else ()
     return [Chunk(name, limited(every, steps), steps, i==0, merged, False, home, first if i else (), asked) for i,steps in enumerate(ranges)]
@@ -374,7 +383,7 @@ def fields_of(
     kinds = {k: common(chain.from_iterable(c.kinds.get(k, ()) for c in there)) for k in there_are}
     if not kinds: kinds = dict.fromkeys(identity[:7], 'text')|dict(step='int64', call='int64')
     if several: kinds = {'mark_run' if k=='run' else k: kind for k,kind in kinds.items()}
-    if {'module', 'ttype', 'tname'}<=kinds.keys(): kinds.setdefault('path', 'text')
+    if {'module', 'ttype', 'tname'}<=kinds.keys(): kinds['path'] = 'text' # one of a row's own that is no text is none
     for c in bad:
         if not any(of.kinds.get(c, set())-{None} for of in there): kinds[c] = 'int64'
     if kinds.get('ts')=='text': kinds['ts'] = 'time'
@@ -400,6 +409,10 @@ def schema_of(fields):
 # %% ../../nbs/50_frames/07_chunks.ipynb #fc34202c
 def as_json(v): return None if v is None or isinstance(v, float) and v!=v else json.dumps(v, default=str)
 
+def stamps_of(texts):
+    "Times from texts of Arrow, null for what is none"
+    return needs('pyarrow.compute', for_='scan').strptime(texts, format='%Y-%m-%d %H:%M:%S', unit='s', error_is_null=True)
+
 def as_arrow(values, kind):
     "A column of pandas as one of Arrow"
     pa,pd = needs('pyarrow', for_='scan'),needs('pandas', for_='scan')
@@ -409,9 +422,9 @@ def as_arrow(values, kind):
         except pa.ArrowTypeError: return pa.array([v if isinstance(v, str) else as_json(v) for v in values.tolist()], to) # such as a module's that is no text
     if kind=='json': return pa.array([as_json(v) for v in values.tolist()], to)
     if kind.startswith('list'): return pa.array([list(v) if isinstance(v, list|tuple|np.ndarray) else None for v in values], to)
-    if kind=='time': return pa.array(values if values.dtype.kind=='M' else pd.to_datetime(values, errors='coerce'), to, from_pandas=True)
+    if kind=='time' and values.dtype.kind!='M': return stamps_of(pa.array([v if isinstance(v, str) else None for v in values.tolist()], pa.string()))
     if kind=='bool': return pa.array(values.astype(object), to, from_pandas=True)
-    if values.dtype.kind not in 'iuf': values = pd.to_numeric(values.astype(object).where(values.notna(), None), errors='coerce').astype(float)
+    if values.dtype.kind not in 'iufM': values = pd.to_numeric(values.astype(object).where(values.notna(), None), errors='coerce').astype(float)
     return pa.array(values, to, from_pandas=True)
 
 def nothing(pa, kind, n, name):
@@ -431,8 +444,7 @@ def cast(x, was, kind):
         if kind=='text': return x.dictionary_decode()
         texts = [t if kind=='time' else json.dumps(t) for t in x.dictionary.to_pylist()]
         new = pa.array(texts, pa.string())
-        if kind=='time': new = pc.strptime(new, format='%Y-%m-%d %H:%M:%S', unit='s', error_is_null=True)
-        return new.take(x.indices)
+        return (stamps_of(new) if kind=='time' else new).take(x.indices)
     if was=='json': return pc.if_else(pc.equal(x, 'null'), pa.scalar(None, pa.string()), x)
     if kind=='json': return pa.array([as_json(v) for v in x.to_pylist()], pa.string())
     if kind!='double': return x.cast(arrow_type(pa, kind))

@@ -28,7 +28,7 @@ from .words import earlier_calls
 from ..store.anywhere import answer, entries, file_size, file_there, is_there, is_url, located, opened
 from ..store.base import facts, folder, read_meta, safe_name
 from ..store.jsonl import emberTracker, is_step, last_in, last_step_of, settle, tracker
-from ..store.columns import ColumnBlock, columns_of_lines, missing, times_of
+from ..store.columns import ColumnBlock, columns_of_lines, times_of
 from ..store.older import is_older, older_blocks, size_and_rows
 from ..store.lines import bad, parsed
 from ..store.parts import all_in_parts, blocks_of_run, group_beside, held, into_parts, now_in, size_if_there
@@ -240,7 +240,7 @@ class RowFilter:
         "What each row has for one of the questions"
         values = block[columns_in[name]]
         if name!='path': return values
-        return [(self.path_of(m) if isinstance(m, str) else m) if p is missing else p for m,p in zip(values, block['path'], strict=True)]
+        return [p if isinstance(p, str) else self.path_of(m) if isinstance(m, str) else m for m,p in zip(values, block['path'], strict=True)]
 
     def path_of(self, module):
         if module not in self.paths: self.paths[module] = path_of(module)

@@ -23,16 +23,18 @@ def logs_of(source):
     "Name, process and source of each log of a run"
     return [(s.name, r, s) for r,s in source.sources.items()] if isinstance(source, RankedSource) else [(source.name, None, source)]
 
-def looked_at(source, per_rank, several):
-    "The chunks of a run, its columns, and the marks among them"
+def looked_at(source, per_rank, several, back):
+    "The chunks of a run, its columns, and the marks among them. `back`: whether steps are counted from the last one"
     logs,merged = logs_of(source),isinstance(source, RankedSource) and not per_rank
     rows,expected = most_rows if len(logs)==1 else max(most_merged//(4*len(logs)), 512),Expected() # rows: of a stretch: few are of the same steps
     there,names = [contents(s, rows, expected) for *_,s in logs],[(name, rank) for name,rank,_ in logs]
     home = logs[0][2].t.dir if merged else None
     if merged: say_gone(source.name, told(home, names), {rank: steps_in_log(c) for (_,rank),c in zip(names, there, strict=True)})
-    every = [(names, there)] if merged else [([n], [c]) for n,c in zip(names, there, strict=True)]
-    chunks = [chunk for ns,cs in every for chunk in chunks_of(source.name, ns, cs, home, merged)]
-    chunks = [replace(c, labelled=several) for c in chunks]
+    every = [(names, there, logs)] if merged else [([n], [c], [log]) for n,c,log in zip(names, there, logs, strict=True)]
+    chunks = []
+    for ns,cs,of in every:
+        last = max(s.last_step() for *_,s in of) if back else None
+        chunks += [replace(c, labelled=several, last=last) for c in chunks_of(source.name, ns, cs, home, merged)]
     return chunks, fields_of(there, merged, isinstance(source, RankedSource) and per_rank, several), marks_of(there, several)
 
 def steps_in_log(there):
@@ -87,19 +89,25 @@ def may_hold(pl, conditions, chunk, most=1<<20):
     steps = pl.DataFrame({'step': range(first, last+1), 'run': chunk.run}, schema={'step': pl.Int64, 'run': pl.String})
     return len(steps.filter(*conditions))>0
 
+def of_arrow(pl, table):
+    "A table of Arrow as one of polars, with its names: polars gives one to a column that has none"
+    df = pl.from_arrow(table)
+    df.columns = table.column_names
+    return df
+
 def polars_frame(chunks, wanted):
     "A `polars.LazyFrame`"
     pl = needs('polars', for_="scan(engine='polars')")
     plugins = needs('polars.io.plugins', for_="scan(engine='polars')")
     rows = arrow_dataset(chunks, wanted)
-    schema = pl.from_arrow(rows.schema.empty_table()).schema
+    schema = of_arrow(pl, rows.schema.empty_table()).schema
     def read(columns, condition, most, size):
         names = list(schema) if columns is None else columns
         used = names if condition is None else list(dict.fromkeys([*names, *condition.meta.root_names()]))
         said = [] if condition is None else [c for c in conjuncts(condition) if c.meta.root_names() and {*c.meta.root_names()}<={'step', 'run'}]
         for c in rows.pruned.chunks:
             if schema.get('step')==pl.Int64 and not may_hold(pl, said, c): continue
-            df = pl.from_arrow(wanted(c, used))
+            df = of_arrow(pl, wanted(c, used))
             if condition is not None: df = df.filter(condition)
             df = df.select(names) if most is None else df.select(names).head(most)
             if most is not None: most -= len(df)
@@ -183,12 +191,11 @@ def scan(
     if engine not in engines: raise ValueError(unknown('engine', engine, list(engines)))
     there,several = sources(run, home)
     choice = Choice(path, ttype, tname, steps)
-    each = [looked_at(s, per_rank, several) for s in there]
+    each = [looked_at(s, per_rank, several, choice.counts_back) for s in there]
     chunks,fields = [c for of,*_ in each for c in of],all_fields([f for _,f,_ in each], [m for *_,ms in each for m in ms], several)
-    last = max((s.last_step() for source in there for *_,s in logs_of(source)), default=-1) if choice.counts_back else None
     needs('pyarrow.dataset', for_='scan')
     from torchember.frames.dataset import Wanted
-    return engines[engine](chunks, Wanted(fields_wanted(fields, columns), choice, last, fields))
+    return engines[engine](chunks, Wanted(fields_wanted(fields, columns), choice, fields))
 
 # %% ../../nbs/50_frames/09_scan.ipynb #fb0707e9
 def query(

@@ -1,0 +1,392 @@
+"A log is given in chunks: no row is lost between two of them, each column is of one type, and only those that can have an answer are read"
+import json
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pytest
+from drawn import begun, lines
+
+from torchember import compact, query, read, scan
+from torchember.frames import chunks, dataset
+from torchember.frames.chunks import Chunk, Stretch, chunks_of, contents, fields_of, of_lines, table_of
+from torchember.frames.logs import Source
+from torchember.frames.scan import conjuncts, may_hold
+from torchember.store.columns import Expected
+
+
+def row(step, /, **more):
+    return dict(mean=step/4, module='m(Net).f(L)', ts='2024-01-01 00:00:00', ttype='output', tname='o', step=step, call=0, dtype='float32')|more
+
+@pytest.fixture(autouse=True)
+def parts_stay(monkeypatch):
+    "Small parts are not joined"
+    monkeypatch.setattr('torchember.store.parts.to_join', lambda parts: None)
+
+def put(home, *pieces, name='a'):
+    "A run: each piece but the last is a part of its own, and the last is lines"
+    t = begun(home, b'', name)
+    for i,rows in enumerate(pieces):
+        if i: compact(name, home)
+        with open(t.log_path, 'ab') as f: f.write(lines(rows))
+    return t
+
+def rows_of(home, columns, run='a', **how):
+    t = scan(run, 'arrow', home=home, columns=columns, **how).to_table()
+    return [*zip(*(t[c].to_pylist() for c in columns), strict=True)]
+
+def of_read(home, columns, run='a', **how):
+    df = read(run, home=home, **how)
+    return [tuple(None if isinstance(v, float) and v!=v else v for v in r) for r in df[columns].astype(object).values.tolist()]
+
+def as_read(home, columns=('step', 'mean'), run='a', **how):
+    "The rows, which are those of `read`"
+    got = rows_of(home, [*columns], run, **how)
+    assert got==of_read(home, [*columns], run, **how)
+    return got
+
+@pytest.fixture
+def asked(monkeypatch):
+    "Chunks that were read"
+    read_now = []
+    monkeypatch.setattr(dataset, 'table_of', lambda c, *a, of=dataset.table_of: read_now.append(c) or of(c, *a))
+    return read_now
+
+
+# ---- types
+
+of_values = [ # of a part, of lines, what both are as a column
+    ([1], [2.5], 'double', [1, 2.5]), ([2.5], [1], 'double', [2.5, 1]), ([1], [None], 'int64', [1, None]), ([None], [1], 'int64', [None, 1]),
+    ([None, 1], [2], 'int64', [None, 1, 2]), ([None], [None], 'double', [None, None]), ([np.nan], [1.], 'double', [None, 1]),
+    ([np.inf], [-np.inf], 'double', [np.inf, -np.inf]), ([1], [2**63], 'string', ['1', str(2**63)]), ([2**63], [1], 'string', [str(2**63), '1']),
+    ([-2**63], [2**62], 'int64', [-2**63, 2**62]), ([True], [False], 'bool', [True, False]),
+    ([True], [1], 'string', ['true', '1']), ([True, None], [None], 'bool', [True, None, None]), (['b'], ['c'], 'string', ['b', 'c']),
+    (['b', None], ['c'], 'string', ['b', None, 'c']), (['b'], [1], 'string', ['"b"', '1']), ([1], ['b', None], 'string', ['1', '"b"', None]),
+    ([{'a': 1}, None], [3], 'string', ['{"a": 1}', None, '3']), ([None], [{'a': 1}, None], 'string', [None, '{"a": 1}', None]),
+    ([[1, 2]], [[3]], 'list<item: int64>', [[1, 2], [3]]), ([[1]], [None], 'list<item: int64>', [[1], None]),
+    ([[1]], [[1., 2]], 'string', ['[1]', '[1.0, 2]']), ([[1]], [['b']], 'string', ['[1]', '["b"]']), ([[True]], [[1]], 'string', ['[true]', '[1]']),
+    ([[1]], [3], 'string', ['[1]', '3'])]
+in_pieces = [([2**53+1], [.5], 'double', [2**53, .5]), ([[1.5]], [[1]], 'list<item: double>', [[1.5], [1]])] # and JSON where both are in one
+
+@pytest.mark.parametrize('kept', ['both', 'lines', 'parts', 'two parts'])
+def test_a_column_has_one_type(tmp_path, kept):
+    "Whatever its pieces are kept as, and whatever else there is in one of them"
+    cases = of_values+in_pieces*(kept in ('both', 'two parts'))
+    a,b = ([row(s, **{f'x{i}': case[k][s%len(case[k])] for i,case in enumerate(cases)}) for s in range(2)] for k in range(2))
+    put(tmp_path, *dict(both=(a, b), lines=(a+b,), parts=(a+b, []), **{'two parts': (a, b, [])})[kept])
+    t = scan('a', 'arrow', home=tmp_path).to_table()
+    assert t.column_names==[*read('a', home=tmp_path)]
+    for i,(a,b,kind,want) in enumerate(cases):
+        got = t[f'x{i}'].to_pylist()
+        assert (str(t.schema.field(f'x{i}').type), got[:len(a)]+got[2:2+len(b)])==(kind, want), (a, b)
+
+def test_columns_that_rows_do_not_have(tmp_path):
+    "Counts of trouble are 0 where there is none; a key that is written for what a row is, is no column; a run of no rows has the columns of one"
+    put(tmp_path, [row(0, nan=3), row(1), row(2, x=np.nan, y=np.inf)], [row(3), row(4, nan=2, x=1.)])
+    assert as_read(tmp_path, ('nan', 'posinf', 'x', 'y'))==[(3, 0, None, None), (0, 0, None, None), (0, 0, None, np.inf), (0, 0, None, None), (2, 0, 1, None)]
+    assert 'nonfinite' not in scan('a', 'arrow', home=tmp_path).schema.names
+    put(tmp_path, [], name='empty')
+    said = scan('empty', 'arrow', home=tmp_path).schema
+    assert {f.name: str(f.type) for f in said}==dict.fromkeys(('module', 'path', 'ttype', 'tname', 'dtype'), 'string')|dict(ts='timestamp[s]')|dict.fromkeys(
+        ('step', 'call', 'nan', 'posinf', 'neginf'), 'int64')
+    begun(tmp_path, b'{"loss": 1.5, "step": 0}\n', 'own')
+    assert scan('own', 'arrow', home=tmp_path).schema.names==[*read('own', home=tmp_path)]==['loss', 'step', 'nan', 'posinf', 'neginf']
+
+def test_stamps_are_times(tmp_path):
+    put(tmp_path, [row(0), row(1, ts=None), row(2, ts='2024-02-03 04:05:06')], [row(3, ts='2024-02-03 04:05:07')])
+    t = scan('a', 'arrow', home=tmp_path).to_table()['ts']
+    assert t.type==pa.timestamp('s') and [str(v) for v in t.to_pylist()]==['2024-01-01 00:00:00', 'None', '2024-02-03 04:05:06', '2024-02-03 04:05:07']
+    put(tmp_path, [row(0, ts='yesterday')], [row(1, ts='today'), row(2), row(3, ts='2024-01-01 00:00:00.5')], name='b')
+    assert [str(v) for v in scan('b', 'arrow', home=tmp_path).to_table()['ts'].to_pylist()]==['None', 'None', '2024-01-01 00:00:00', 'None']
+
+def test_paths(tmp_path):
+    "A row's own, or that of its module, whatever else is in these columns"
+    odd = [row(0), row(1, path='own'), row(2, path=None), row(3, module='m(Net)'), row(4, module='m(Net).g(L)', path='')]
+    for i,more in enumerate(([], [row(5, path=7)], [row(5, module=7)], [row(5, module=None)])):
+        for pieces in ((odd+more, []), (odd, more), (more+odd, [])):
+            name = f'a{i}{len(pieces[0])}{len(pieces[1])}{pieces[0][0]["step"]}'
+            put(tmp_path, *pieces, name=name)
+            got = dict(rows_of(tmp_path, ['step', 'path'], name))
+            assert [got[s] for s in range(5)]==['f', 'own', 'f', '', ''], (i, got)
+            assert not more or got[5] in ([], ['f'], ['7'], [None])[i]
+            assert len(scan(name, path='f', home=tmp_path).collect())==len(read(name, path='f', home=tmp_path))
+
+def test_more_than_a_part_can_say_of_itself(tmp_path):
+    "A row has what only others have; what is in a part as a text is there once"
+    put(tmp_path, [row(0, x='b'), row(1, x='b')], [row(2, y=1)], [row(3, x='c', y=2)])
+    assert as_read(tmp_path, ('x', 'y'))==[('b', None), ('b', None), (None, 1), ('c', 2)]
+
+
+# ---- what there is, and where
+
+def test_rows_whose_step_nobody_expects(tmp_path):
+    "Beside rows that stand in place of others, those without a step and those of steps that only they have are there, and found"
+    none = {k: v for k,v in row(0).items() if k!='step'}
+    again = row(50, mean=7., supersedes=True)
+    put(tmp_path, [row(s) for s in range(3)], [none, row(1, step='x'), row(50), again])
+    t = scan('a', home=tmp_path).collect()
+    assert t['step'].to_list()==['0', '1', '2', None, '"x"', '50'] and t['mean'].to_list()==[0., .25, .5, 0., .25, 7.]
+    assert scan('a', home=tmp_path).filter(pl.col('step')=='50').collect().height==1
+    put(tmp_path, [row(s) for s in range(10, 13)], [none, row(50), row(3), again], name='b')
+    assert as_read(tmp_path, run='b')==[(10, 2.5), (11, 2.75), (12, 3.), (None, 0.), (3, .75), (50, 7.)]
+    rows = scan('b', home=tmp_path)
+    assert [rows.filter(pl.col('step')==s).collect()['mean'].to_list() for s in (3, 10, 50)]==[[.75], [2.5], [7.]]
+    assert rows.filter(pl.col('step').is_null()).collect().height==1
+    assert [scan('b', home=tmp_path, steps=s).collect()['mean'].to_list() for s in (3, -1, slice(40, 60))]==[[.75], [7.], [7.]]
+
+def test_rows_whose_step_is_none_of_an_ember(tmp_path, monkeypatch):
+    "Groups of a part that have nothing but such rows are read with those that have none"
+    monkeypatch.setattr('torchember.store.parts.group_rows', 512)
+    none = {k: v for k,v in row(0).items() if k!='step'}
+    put(tmp_path, [row(-5, mean=float(i)) for i in range(512)]+[none]*88, [row(s, supersedes=True) for s in range(9)])
+    got = rows_of(tmp_path, ['step', 'mean'])
+    assert sorted(got, key=str)==sorted(of_read(tmp_path, ['step', 'mean']), key=str) and sum(s==-5 for s,_ in got)==512
+
+def test_groups_of_a_part(tmp_path, monkeypatch):
+    "What is known of a part is what is known of all its groups of rows, and those that are not wanted stay unread"
+    monkeypatch.setattr('torchember.store.parts.group_rows', 512)
+    none = {k: v for k,v in row(0).items() if k!='step'}
+    put(tmp_path, [row(s) for s in range(600)]+[none], [])
+    assert [(s.first, s.last) for s in contents(Source('a', tmp_path)).stretches]==[(None, None)]
+    assert scan('a', home=tmp_path).filter(pl.col('step').is_null()).collect().height==1
+    put(tmp_path, [row(s) for s in range(600)], [], name='b')
+    there = contents(Source('b', tmp_path))
+    assert [(s.first, s.last, s.rows) for s in there.stretches]==[(0, 599, 600)]
+    chunk, = chunks_of('b', [('b', None)], [there], tmp_path)
+    fields = fields_of([there])
+    assert chunk.plain and [table_of(chunk, fields, steps).num_rows for steps in (None, (0, 3), (511, 512), (512, 999))]==[600, 512, 600, 88]
+    with there.stretches[0].open((0, 3)) as part: assert part.parsed()[0][-1]['step']==511
+    assert part.file.closed
+
+def test_stretches_of_some_steps():
+    "Those that begin or end with the first or last of them are among them, and those of which it is not known"
+    s = Stretch('x', 0, 9, 9, 3, 6)
+    assert [s.within(steps) for steps in ((0, 2), (0, 3), (4, 5), (6, 9), (7, 9), None)]==[False, True, True, True, False, True]
+    assert Stretch('x', 0, 9, 9, None, None).within((0, 2))
+
+@pytest.mark.parametrize('again', [False, True])
+def test_nothing_is_lost_between_chunks(tmp_path, monkeypatch, again):
+    "Each row is in one chunk, wherever they are cut"
+    monkeypatch.setattr(chunks, 'most_rows', 7)
+    last = row(30, mean=9.)|({'supersedes': True} if again else {})
+    put(tmp_path, [row(s, mean=i/4) for s in range(20) for i in range(3)], [row(s) for s in range(20, 31)], [last])
+    rows = scan('a', 'arrow', home=tmp_path)
+    assert as_read(tmp_path)[-1]==(30, 9.)
+    if again: assert len(rows.pruned.chunks)>5 and all(c.known==c.steps and c.rest==(i==0) for i,c in enumerate(rows.pruned.chunks))
+    if again: assert [len(rows.pruned(ds.field('step')==s)) for s in range(31)]==[1]*31 and rows.pruned(ds.field('step')==31)==[]
+    for s in (0, 19, 20, 30): assert as_read(tmp_path, steps=s)==[r for r in as_read(tmp_path) if r[0]==s]
+
+
+# ---- lines that change
+
+def test_a_last_line_without_an_end(tmp_path):
+    "Counts as a row while there is none after it, once"
+    t = put(tmp_path, [row(0), row(1)])
+    with open(t.log_path, 'ab') as f: f.write(lines([row(2, epoch=1)])[:-1])
+    for _ in range(2): assert as_read(tmp_path, ('step', 'epoch'))==[(0, None), (1, None), (2, 1)]
+    with open(t.log_path, 'ab') as f: f.write(b'\n'+lines([row(3)])[:40])
+    for _ in range(2): assert as_read(tmp_path, ('step', 'epoch'))==[(0, None), (1, None), (2, 1)]
+    with open(t.log_path, 'ab') as f: f.write(lines([row(3)])[40:])
+    assert as_read(tmp_path, ('step', 'epoch'))==[(0, None), (1, None), (2, 1), (3, None)]
+
+def test_another_log_in_its_place(tmp_path):
+    "Nothing is left of what was there, also where its lines are as long, and where it is shorter"
+    t = put(tmp_path, [row(s, x=1.5) for s in range(9)])
+    assert as_read(tmp_path, ('step', 'x'))==[(s, 1.5) for s in range(9)]
+    t.log_path.write_bytes(lines([row(s, x='b') for s in range(9)]))
+    assert as_read(tmp_path, ('step', 'x'))==[(s, 'b') for s in range(9)]
+    t.log_path.write_bytes(lines([row(s, y=1) for s in range(7)]))
+    assert as_read(tmp_path, ('step', 'y'))==[(s, 1) for s in range(7)] and 'x' not in scan('a', 'arrow', home=tmp_path).schema.names
+    size = t.log_path.stat().st_size
+    assert [s.rows for s in of_lines(t.log_path, 0, size, 99, Expected()).stretches]==[7]
+    assert [(s.rows, s.end) for s in of_lines(t.log_path, 0, size//7, 99, Expected()).stretches]==[(1, size//7)]
+
+def test_logs_that_end_alike(tmp_path):
+    "What is known of one is not taken for what another of that name has"
+    for home,x in (tmp_path/'one', 1.5),(tmp_path/'two', 'b'): put(home, [row(0, x=x)]+[row(s, x=None) for s in range(1, 60)])
+    for home,x in (tmp_path/'one', 1.5),(tmp_path/'two', 'b'): assert as_read(home, ('x',))==[(x,)]+[(None,)]*59
+
+def test_lines_that_go_into_parts_meanwhile(tmp_path):
+    "Of a log that stays beside its parts the lines after them count, and nothing twice"
+    t = put(tmp_path, [row(s) for s in range(6)])
+    assert len(as_read(tmp_path))==6
+    compact('a', tmp_path, keep=True)
+    assert len(as_read(tmp_path))==6
+    with open(t.log_path, 'ab') as f: f.write(lines([row(6, epoch='b')]))
+    assert as_read(tmp_path, ('step', 'epoch'))==[(s, None) for s in range(6)]+[(6, 'b')]
+    assert [s.about is None for s in contents(Source('a', tmp_path)).stretches]==[False, True]
+
+def test_what_is_kept_of_logs_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(chunks, 'looked', {})
+    monkeypatch.setattr(chunks, 'most_looked', 3)
+    for i in range(5):
+        put(tmp_path, [row(0)], name=f'a{i}')
+        assert len(as_read(tmp_path, run=f'a{i}'))==1 and len(chunks.looked)==min(i+1, 3)
+    put(tmp_path, [row(s) for s in range(9)], name='b')
+    assert [[s.rows for s in contents(Source('b', tmp_path), n).stretches] for n in (99, 4, 99)]==[[9], [4, 4, 1], [9]]
+
+def live(path, size=None, more=b'', fresh=False):
+    "A run that is written here, whose disk has taken so many bytes of its file; the lines that are to follow"
+    disk = SimpleNamespace(untaken=lambda: (size, more), fresh=fresh)
+    return SimpleNamespace(path=path, t=SimpleNamespace(older=lambda: False, file=SimpleNamespace(disk=disk)))
+
+def steps_in(source):
+    there = contents(source)
+    t = [table_of(c, fields_of([there])) for c in chunks_of('a', [('a', None)], [there], None)]
+    return [s for x in t for s in x['step'].to_pylist()]
+
+def test_lines_that_a_disk_has_not_taken(tmp_path):
+    "Follow what it has taken; a file of that name may be another's, or not be there yet"
+    t = put(tmp_path, [row(s) for s in range(3)])
+    path,data = t.log_path,lines([row(0), row(1)])
+    assert steps_in(live(path))==[0, 1, 2]
+    assert steps_in(live(path, len(data), lines([row(2), row(3)])))==[0, 1, 2, 3] # of a third line the disk has taken some
+    assert steps_in(live(path, 0, lines([row(9)]), True))==[9]
+    assert steps_in(live(path.with_name('later'), 0, lines([row(9)])))==[9]
+    folder = Path(f'{path}.parts')
+    folder.mkdir()
+    (folder/'lines-0').write_bytes(path.read_bytes()) # put aside by who makes parts of it, while the run begins a new file
+    (folder/'parts.json').write_text(json.dumps(dict(run='a', id='x', removed=0, parts=[], group=512, aside=True)))
+    path.write_bytes(lines([row(3), row(4)]))
+    assert steps_in(live(path, len(data)//2, lines([row(4)])))==[0, 1, 2, 3, 4]
+
+def test_a_run_of_an_older_torchember(tmp_path):
+    (tmp_path/'log'/'old').mkdir(parents=True)
+    (tmp_path/'log'/'old'/'a.log').write_bytes(b'{"tensor": "output", "mean": 1.0},\n{"tensor": "output", "mean": 2.0},\n')
+    want = read('old', home=tmp_path)
+    t = scan('old', 'arrow', home=tmp_path).to_table()
+    assert len(want)==2 and t['mean'].to_pylist()==want['mean'].tolist() and t.column_names==[*want]
+
+
+# ---- what is asked for
+
+def test_what_a_log_has_not(tmp_path):
+    "Nothing of it is nothing that was asked for; columns that are JSON are asked what they were"
+    begun(tmp_path, lines([dict(loss=1., step=0), dict(loss=2., step=1)]), 'own')
+    for how in dict(ttype='output'),dict(path='f'),dict(tname=['o']): assert scan('own', home=tmp_path, **how).collect().height==0
+    assert rows_of(tmp_path, ['loss'], 'own', steps=-1)==[(2.,)]
+    put(tmp_path, [row(0), row(1, ttype=3, step='x')], [row(2, tname=['b']), row(3, step=4.)])
+    for how in dict(ttype='output'),dict(tname='o', path='f'),dict(steps=[0, 2]),dict(steps=-1),dict(steps=lambda s: s>0),dict(path='g'):
+        asked_rows = scan('a', home=tmp_path, **how).collect()['mean'].to_list()
+        assert asked_rows==([] if how=={'path': 'g'} else read('a', home=tmp_path, **how)['mean'].tolist()) or how.get('steps') and asked_rows[-1]==.75
+    put(tmp_path, [row(0)|dict(step=[1])], name='c')
+    assert scan('c', home=tmp_path, steps=1).collect().height==0
+
+def test_names_are_asked_for_under_their_names(tmp_path):
+    put(tmp_path, [row(s, ttype=t, tname=n) for s in range(3) for t,n in (('output', 'o'), ('weight', 'p'))], [row(3, ttype='weight', tname='p')])
+    for how in dict(ttype='weight'),dict(tname='o'),dict(ttype='weight', steps=[0, 3]),dict(path='f', tname=['p'], steps=slice(1, None)):
+        assert len(as_read(tmp_path, ('step', 'ttype', 'tname'), **how))>1
+    assert rows_of(tmp_path, ['mean'], tname='o', steps=-2)==[(.5,)] # by columns that are not wanted
+
+def test_the_last_step_is_that_of_each_run(tmp_path):
+    "And of each process where its own rows are wanted"
+    for name,n in ('a', 3),('b', 9): put(tmp_path, [row(s) for s in range(n)], [], name=name)
+    assert as_read(tmp_path, ('run', 'step'), '*', steps=-1)==[('a', 2), ('b', 8)]
+    assert len(as_read(tmp_path, ('run', 'step'), ['a', 'b'], steps=slice(-4, None)))==7
+    for rank,n in (0, 5),(1, 4): begun(tmp_path, lines([row(s, rank=rank, shape=[2], std=0., min=0., max=1.) for s in range(n)]), f'w.rank{rank}')
+    assert as_read(tmp_path, ('rank', 'step'), 'w', steps=-1, per_rank=True)==[(0, 4), (1, 3)]
+
+def test_chunks_that_can_have_an_answer_are_read(tmp_path, asked):
+    "Those that begin or end with a step that is asked for are; of one whose steps are far apart nobody tries them all"
+    put(tmp_path, [row(s) for s in range(4)], [row(s) for s in range(4, 8)], [row(s, ttype='weight') for s in range(8, 10)])
+    rows = scan('a', 'arrow', home=tmp_path)
+    for s,i in (0, 0),(3, 0),(4, 1),(7, 1),(8, 2),(9, 2):
+        del asked[:]
+        assert rows.to_table(columns=['step'], filter=ds.field('step')==s).num_rows==1 and asked==[rows.pruned.chunks[i]]
+        assert scan('a', home=tmp_path).filter(pl.col('step')==s, pl.col('mean')>=0, pl.col('ttype')!='x').select('path').collect()['path'].to_list()==['f']
+        assert len(asked)==2
+        assert len(scan('a', 'arrow', home=tmp_path, steps=s).pruned.chunks)==1
+    assert [len(t) for t in scan('a', 'pandas', home=tmp_path, ttype='output')]==[4, 4]
+    del asked[:]
+    assert scan('a', home=tmp_path).head(5).collect().height==5 and len(asked)==2
+    put(tmp_path, [row(0), row(1<<21)], name='far')
+    tried = []
+    assert rows_of(tmp_path, ['step'], 'far', steps=lambda s: tried.append(s) or s>0)==[(1<<21,)] and sorted({*tried})==[0, 1<<21]
+
+def test_conditions_of_polars():
+    "Those that all must hold are asked one by one, of steps and runs that are known"
+    a,b,c,d = pl.col('step')>3,pl.col('run')=='a',pl.col('mean')>0,pl.col('step')<5
+    assert [len(conjuncts(x)) for x in (a, a & b, a & b & c, a & (b & (c & d)), a | b, (a & b) | c, a & (b | c), a==b)]==[1, 2, 3, 4, 1, 1, 2, 1]
+    one = Chunk('a', (('a', None, (Stretch('x', 0, 9, 9, 3, 6),)),), labelled=True)
+    def may(*conditions, of=one, **how): return may_hold(pl, conditions, of, **how)
+    assert [may(pl.col('step')==s) for s in (2, 3, 6, 7)]==[False, True, True, False]
+    assert may() and may(a, b) and not may(a, pl.col('run')=='b') and not may(a, pl.col('step')<4)
+    assert may(pl.col('step')==99, most=3) and not may(pl.col('step')==99, most=4)
+    other = Chunk('a', one.logs)
+    assert may(pl.col('run')=='mine', of=other) and not may(pl.col('step')==99, of=other)
+    assert may(pl.col('step')==99, of=Chunk('a', (('a', None, (Stretch('x', 0, 9, 9, None, None),)),)))
+
+def test_a_mark_that_is_called_run(tmp_path):
+    "Is no name of a run; beside other runs it is `mark_run`"
+    put(tmp_path, [row(0, run='mine')], [row(1, run='yours')])
+    assert scan('a', home=tmp_path).filter(pl.col('run')=='mine').collect()['step'].to_list()==[0]
+    rows = scan('a', 'arrow', home=tmp_path)
+    assert rows.to_table(filter=ds.field('run')=='yours')['step'].to_pylist()==[1] and len(rows.pruned(ds.field('run')=='yours'))==2
+    assert as_read(tmp_path, ('run', 'mark_run'), ['a'])==[('a', 'mine'), ('a', 'yours')]
+    assert as_read(tmp_path, ('run', 'step'))==[('mine', 0), ('yours', 1)]
+
+def test_columns_that_are_asked_for(tmp_path):
+    "In that order; which run a row is of comes first unless it is asked for; marks of the second run come last, too"
+    put(tmp_path, [row(0)])
+    put(tmp_path, [row(1, epoch=3)], [row(2, lr=.5)], name='b')
+    def names(run, columns): return scan(run, 'arrow', home=tmp_path, columns=columns).schema.names
+    assert [names('*', c) for c in (['step', 'mean'], ['mean', 'run', 'mean'], 'mean')]==[['run', 'step', 'mean'], ['mean', 'run'], ['run', 'mean']]
+    assert names('a', ['step', 'mean'])==['step', 'mean'] and names(['a'], ['mean'])==['run', 'mean']
+    assert names('*', lambda c: 'm' in c)==['mean', 'run', 'module', 'tname']
+    for run in '*', ['b', 'a'], 'b', ['a']: assert names(run, None)==[*read(run, home=tmp_path)]
+    with pytest.raises(ValueError, match="'men'.*Did you mean.*mean"): names('a', ['step', 'men'])
+    t = scan('*', 'arrow', home=tmp_path).to_table()
+    assert t['epoch'].to_pylist()==[None, 3, None]
+    assert t['run'].to_pylist()==['a', 'b', 'b'] and t['lr'].to_pylist()==[None, None, .5]
+
+
+# ---- engines
+
+def test_a_dataset_of_arrow(tmp_path):
+    "Columns that are made of others, conditions on others, how large a batch is; and it can be sent to another process"
+    put(tmp_path, [row(s) for s in range(6)], [row(s) for s in range(6, 9)])
+    rows = scan('a', 'arrow', home=tmp_path, steps=range(1, 9), ttype='output')
+    assert rows.to_table(columns={'twice': ds.field('mean')*2, 's': ds.field('step')}, filter=ds.field('path')=='f').to_pydict()==dict(
+        twice=[s/2 for s in range(1, 9)], s=[*range(1, 9)])
+    assert rows.to_table(columns=['mean'], filter=(ds.field('step')>3) & (ds.field('tname')!='p')).to_pydict()=={'mean': [s/4 for s in range(4, 9)]}
+    assert rows.count_rows()==8 and rows.count_rows(filter=ds.field('mean')>1)==4
+    assert rows.sort_by([('step', 'descending')]).to_table()['step'].to_pylist()==[*range(8, 0, -1)]
+    sent = pickle.loads(pickle.dumps(rows))
+    assert sent.schema==rows.schema and sent.to_table().equals(rows.to_table()) and repr(sent).startswith('<torchember.frames.dataset.Runs of 2 chunks>')
+    few = scan('a', 'arrow', home=tmp_path, columns=['mean'], steps=[2, 7])
+    assert few.to_table().to_pydict()=={'mean': [.5, 1.75]} and pickle.loads(pickle.dumps(few)).to_table().equals(few.to_table())
+    for ask in rows.join, rows.get_fragments, rows.replace_schema:
+        with pytest.raises(NotImplementedError, match='Take the table first'): ask(None)
+
+def test_tables_of_pandas_have_the_same_types(tmp_path):
+    "Whole numbers of which some may be missing are floats in each of them"
+    put(tmp_path, [row(s, n=3) for s in range(3)], [row(3), row(4, n=2)])
+    a,b = scan('a', 'pandas', home=tmp_path)
+    assert a.dtypes.equals(b.dtypes) and [str(a[c].dtype) for c in ('step', 'nan', 'call', 'n', 'mean')]==['int64']*2+['float64']*3
+    assert a['n'].tolist()==[3]*3 and b['n'].isna().tolist()==[True, False]
+
+def test_limits_of_polars(tmp_path):
+    "A frame ends where it is cut, in the second chunk as well; a key without a name is a column without one"
+    put(tmp_path, [row(s) for s in range(4)], [row(s) for s in range(4, 8)], [row(s)|{'': s} for s in range(8, 12)])
+    rows = scan('a', home=tmp_path)
+    assert [rows.head(n).collect()['step'].to_list() for n in (0, 3, 4, 6, 99)]==[[*range(n)] for n in (0, 3, 4, 6, 12)]
+    assert rows.filter(pl.col('mean')>=1.25).head(2).select('tname', 'step').collect().rows()==[('o', 5), ('o', 6)]
+    assert rows.select(pl.len()).collect().item()==12
+    assert [x.collect()['step'].to_list() for x in (rows.tail(2), rows.slice(3, 2))]==[[10, 11], [3, 4]]
+    assert rows.filter(pl.col('step')==pl.col('step').max()).collect()[''].to_list()==[11]
+
+def test_sql(tmp_path):
+    "One run has its name, too; a query reaches nothing else, and cannot help itself to it; what the table is called is said"
+    put(tmp_path, [row(s) for s in range(4)], [row(4)])
+    put(tmp_path, [row(0)], name='b')
+    assert query('SELECT run, count(*) n FROM log GROUP BY run', 'a', tmp_path).values.tolist()==[['a', 5]]
+    assert query('SELECT run, count(*) n FROM log GROUP BY run ORDER BY run', ['b', 'a'], tmp_path).values.tolist()==[['a', 5], ['b', 1]]
+    assert query('SELECT max(step) FROM log WHERE step<3', home=tmp_path).values.tolist()==[[2]]
+    (tmp_path/'x.csv').write_text('1\n')
+    for sql in f"SELECT * FROM '{tmp_path/'x.csv'}'",f"COPY log TO '{tmp_path/'y.csv'}'",'SET enable_external_access=true','SET enable_progress_bar=true':
+        with pytest.raises(Exception, match='disabled|locked'): query(sql, home=tmp_path)
+    with pytest.raises(Exception, match='FROM log$'): query('SELECT * FROM logs', home=tmp_path)
