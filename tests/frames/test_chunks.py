@@ -22,11 +22,6 @@ from torchember.store.columns import Expected
 def row(step, /, **more):
     return dict(mean=step/4, module='m(Net).f(L)', ts='2024-01-01 00:00:00', ttype='output', tname='o', step=step, call=0, dtype='float32')|more
 
-@pytest.fixture(autouse=True)
-def parts_stay(monkeypatch):
-    "Small parts are not joined"
-    monkeypatch.setattr('torchember.store.parts.to_join', lambda parts: None)
-
 def put(home, *pieces, name='a'):
     "A run: each piece but the last is a part of its own, and the last is lines"
     t = begun(home, b'', name)
@@ -48,6 +43,11 @@ def as_read(home, columns=('step', 'mean'), run='a', **how):
     got = rows_of(home, [*columns], run, **how)
     assert got==of_read(home, [*columns], run, **how)
     return got
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    "Parts stay as small as they were made"
+    monkeypatch.setattr('torchember.store.parts.to_join', lambda parts: None)
 
 @pytest.fixture
 def asked(monkeypatch):
@@ -89,6 +89,8 @@ def test_columns_that_rows_do_not_have(tmp_path):
     put(tmp_path, [row(0, nan=3), row(1), row(2, x=np.nan, y=np.inf)], [row(3), row(4, nan=2, x=1.)])
     assert as_read(tmp_path, ('nan', 'posinf', 'x', 'y'))==[(3, 0, None, None), (0, 0, None, None), (0, 0, None, np.inf), (0, 0, None, None), (2, 0, 1, None)]
     assert 'nonfinite' not in scan('a', 'arrow', home=tmp_path).schema.names
+    put(tmp_path, [row(0, nan='many')], name='b')
+    assert rows_of(tmp_path, ['nan'], 'b')==[('many',)]
     put(tmp_path, [], name='empty')
     said = scan('empty', 'arrow', home=tmp_path).schema
     assert {f.name: str(f.type) for f in said}==dict.fromkeys(('module', 'path', 'ttype', 'tname', 'dtype'), 'string')|dict(ts='timestamp[s]')|dict.fromkeys(
@@ -138,6 +140,26 @@ def test_rows_whose_step_nobody_expects(tmp_path):
     assert rows.filter(pl.col('step').is_null()).collect().height==1
     assert [scan('b', home=tmp_path, steps=s).collect()['mean'].to_list() for s in (3, -1, slice(40, 60))]==[[.75], [7.], [7.]]
 
+@pytest.mark.parametrize('most', [2, 99])
+def test_all_of_them_are_in_one_chunk(tmp_path, monkeypatch, most):
+    "However many there are, and also where no row has a step that is known"
+    monkeypatch.setattr(chunks, 'most_rows', most)
+    def has(name, *pieces):
+        put(tmp_path, *pieces, name=name)
+        assert sorted(rows_of(tmp_path, ['mean', 'n'], name), key=str)==sorted(of_read(tmp_path, ['mean', 'n'], name), key=str)!=[]
+    none = [{k: v for k,v in row(i, n=i).items() if k!='step'} for i in range(3)]
+    again = none[0]|dict(n=9, supersedes=True)
+    has('a', [row(s, n=s) for s in range(10, 20)], none+[row(s, n=s) for s in (3, 10, 15, 19, 20, 50)]+[again])
+    has('b', none+[again])
+    has('c', none, [row(0, step='x', n=3), again])
+
+def test_steps_of_which_some_are_texts(tmp_path):
+    "Beside a part of which they are known"
+    put(tmp_path, [row(s) for s in range(3)], [row(0, step='x')])
+    rows = scan('a', 'arrow', home=tmp_path)
+    assert rows.to_table(filter=ds.field('step')=='"x"').num_rows==1 and rows.to_table(filter=ds.field('step')=='1').num_rows==1
+    assert [scan('a', home=tmp_path).filter(pl.col('step')==s).collect().height for s in ('"x"', '1', '9')]==[1, 1, 0]
+
 def test_rows_whose_step_is_none_of_an_ember(tmp_path, monkeypatch):
     "Groups of a part that have nothing but such rows are read with those that have none"
     monkeypatch.setattr('torchember.store.parts.group_rows', 512)
@@ -145,6 +167,13 @@ def test_rows_whose_step_is_none_of_an_ember(tmp_path, monkeypatch):
     put(tmp_path, [row(-5, mean=float(i)) for i in range(512)]+[none]*88, [row(s, supersedes=True) for s in range(9)])
     got = rows_of(tmp_path, ['step', 'mean'])
     assert sorted(got, key=str)==sorted(of_read(tmp_path, ['step', 'mean']), key=str) and sum(s==-5 for s,_ in got)==512
+
+def test_a_row_without_a_step_among_many_lines(tmp_path, monkeypatch):
+    "In a block that is read as those before it, too"
+    monkeypatch.setattr('torchember.frames.scan.most_rows', 9)
+    none = {k: v for k,v in row(0).items() if k!='step'}
+    put(tmp_path, [row(0), row(0, supersedes=True)]+[row(s) for s in range(1, 20)]+[none]+[row(20)])
+    assert as_read(tmp_path)[-3:]==[(19, 4.75), (None, 0.), (20, 5.)]
 
 def test_groups_of_a_part(tmp_path, monkeypatch):
     "What is known of a part is what is known of all its groups of rows, and those that are not wanted stay unread"
@@ -167,6 +196,9 @@ def test_stretches_of_some_steps():
     s = Stretch('x', 0, 9, 9, 3, 6)
     assert [s.within(steps) for steps in ((0, 2), (0, 3), (4, 5), (6, 9), (7, 9), None)]==[False, True, True, True, False, True]
     assert Stretch('x', 0, 9, 9, None, None).within((0, 2))
+    def known(of, steps): return Chunk('a', (('a', None, of),), steps=steps).known
+    assert [known((s,), steps) for steps in (None, (0, 9), (4, 9), (0, 5))]==[(3, 6), (3, 6), (4, 6), (3, 5)]
+    assert known((s, Stretch('x', 9, 19, 9, 5, 8)), None)==(3, 8) and known((s, Stretch('x', 9, 19, 9, None, None)), (0, 5))==known((), None)==(None, None)
 
 @pytest.mark.parametrize('again', [False, True])
 def test_nothing_is_lost_between_chunks(tmp_path, monkeypatch, again):
@@ -245,7 +277,7 @@ def test_lines_that_a_disk_has_not_taken(tmp_path):
     path,data = t.log_path,lines([row(0), row(1)])
     assert steps_in(live(path))==[0, 1, 2]
     assert steps_in(live(path, len(data), lines([row(2), row(3)])))==[0, 1, 2, 3] # of a third line the disk has taken some
-    assert steps_in(live(path, 0, lines([row(9)]), True))==[9]
+    assert steps_in(live(path, 0, lines([row(9)]), True))==[9] and steps_in(live(path, more=lines([row(9)]), fresh=True))==[9]
     assert steps_in(live(path.with_name('later'), 0, lines([row(9)])))==[9]
     folder = Path(f'{path}.parts')
     folder.mkdir()
@@ -254,12 +286,59 @@ def test_lines_that_a_disk_has_not_taken(tmp_path):
     path.write_bytes(lines([row(3), row(4)]))
     assert steps_in(live(path, len(data)//2, lines([row(4)])))==[0, 1, 2, 3, 4]
 
+def test_a_log_elsewhere_that_became_shorter():
+    "Is no log of which some rows are gone"
+    pytest.importorskip('upath')
+    from torchember.store.anywhere import located
+    home = located('memory://of-chunks')
+    (home/'log').fs.pipe_file((home/'log'/'a').path, lines([row(s) for s in range(9)]))
+    rows = scan('a', home=home)
+    assert rows.collect()['step'].to_list()==[*range(9)]
+    (home/'log').fs.pipe_file((home/'log'/'a').path, lines([row(s) for s in range(5)]))
+    with pytest.raises(Exception, match='shorter than it was'): rows.collect()
+    home.fs.rm(home.path, recursive=True)
+
 def test_a_run_of_an_older_torchember(tmp_path):
     (tmp_path/'log'/'old').mkdir(parents=True)
     (tmp_path/'log'/'old'/'a.log').write_bytes(b'{"tensor": "output", "mean": 1.0},\n{"tensor": "output", "mean": 2.0},\n')
     want = read('old', home=tmp_path)
     t = scan('old', 'arrow', home=tmp_path).to_table()
     assert len(want)==2 and t['mean'].to_pylist()==want['mean'].tolist() and t.column_names==[*want]
+
+
+# ---- several processes
+
+def test_the_process_is_that_of_the_file(tmp_path):
+    "Where rows do not say it, as lines and as parts"
+    for rank in 0,1: begun(tmp_path, lines([row(s, mean=float(rank)) for s in range(2)]), f'w.rank{rank}')
+    for _ in range(2):
+        t = scan('w', 'arrow', home=tmp_path, per_rank=True).to_table()
+        assert t.schema.field('rank').type==pa.int64() and [*zip(t['rank'].to_pylist(), t['mean'].to_pylist(), strict=True)]==[(0, 0), (0, 0), (1, 1), (1, 1)]
+        assert t.column_names==[*read('w', home=tmp_path, per_rank=True)]
+        compact('w', tmp_path)
+
+@pytest.mark.filterwarnings('ignore::torchember.EmberWarning')
+def test_numbers_of_wholes(tmp_path):
+    "Have fractions also where those of pieces have none; what pieces say of themselves is no column; counts stay whole"
+    for d in 'log','data': (tmp_path/d).mkdir()
+    for rank in 0,1:
+        rows = [row(s, mean=rank, std=1, min=rank, max=rank, ratio=rank, exponents=[rank, 2], shape=[2], rank=rank, part='dp:B', n=3) for s in range(3)]
+        (tmp_path/'log'/f'w.rank{rank}').write_bytes(lines(rows))
+        (tmp_path/'data'/f'ranks_w.rank{rank}.json').write_text(json.dumps(dict(rank=rank, world=2, axes={'dp': [0, 1]})))
+    want = read('w', home=tmp_path)
+    t = scan('w', 'arrow', home=tmp_path).to_table()
+    types = {f.name: str(f.type) for f in t.schema}
+    assert [types[c] for c in ('mean', 'std', 'min', 'ratio', 'numel')]==['double']*5 and types['n']==types['step']=='int64'
+    assert types['exponents']=='list<item: int64>' and not {'part', 'rank', 'axes'}&types.keys()
+    for c in want: assert c not in ('mean', 'std', 'max', 'step', 'n', 'path') or t[c].to_pylist()==want[c].tolist(), c
+    assert t['mean'].to_pylist()==[.5]*3 and len(want)==3
+
+def test_columns_of_a_run_in_order(tmp_path):
+    "Marks come last, whichever log has them"
+    put(tmp_path, [row(0)], [row(1, epoch=3, run='mine')|dict(n=1)])
+    there = [contents(Source('a', tmp_path))]
+    assert [*fields_of(there)]==[*read('a', home=tmp_path)] and [*fields_of(there)][-3:]==['epoch', 'run', 'n']
+    assert [*fields_of(there, several=True)][-3:]==['epoch', 'mark_run', 'n']
 
 
 # ---- what is asked for
@@ -282,13 +361,15 @@ def test_names_are_asked_for_under_their_names(tmp_path):
         assert len(as_read(tmp_path, ('step', 'ttype', 'tname'), **how))>1
     assert rows_of(tmp_path, ['mean'], tname='o', steps=-2)==[(.5,)] # by columns that are not wanted
 
+@pytest.mark.filterwarnings('ignore::torchember.EmberWarning')
 def test_the_last_step_is_that_of_each_run(tmp_path):
-    "And of each process where its own rows are wanted"
+    "Of several processes that of who is ahead; and of each process where its own rows are wanted"
     for name,n in ('a', 3),('b', 9): put(tmp_path, [row(s) for s in range(n)], [], name=name)
     assert as_read(tmp_path, ('run', 'step'), '*', steps=-1)==[('a', 2), ('b', 8)]
     assert len(as_read(tmp_path, ('run', 'step'), ['a', 'b'], steps=slice(-4, None)))==7
     for rank,n in (0, 5),(1, 4): begun(tmp_path, lines([row(s, rank=rank, shape=[2], std=0., min=0., max=1.) for s in range(n)]), f'w.rank{rank}')
     assert as_read(tmp_path, ('rank', 'step'), 'w', steps=-1, per_rank=True)==[(0, 4), (1, 3)]
+    assert as_read(tmp_path, ('step',), 'w', steps=-1)==[(4,)]
 
 def test_chunks_that_can_have_an_answer_are_read(tmp_path, asked):
     "Those that begin or end with a step that is asked for are; of one whose steps are far apart nobody tries them all"
@@ -320,6 +401,17 @@ def test_conditions_of_polars():
     assert may(pl.col('run')=='mine', of=other) and not may(pl.col('step')==99, of=other)
     assert may(pl.col('step')==99, of=Chunk('a', (('a', None, (Stretch('x', 0, 9, 9, None, None),)),)))
 
+def test_columns_that_are_needed_are_read(tmp_path, monkeypatch):
+    "And no others: those that are wanted, and those of conditions"
+    put(tmp_path, [row(s) for s in range(4)])
+    fields = []
+    monkeypatch.setattr(dataset, 'table_of', lambda c, f, *a, of=dataset.table_of: fields.append({*f}) or of(c, f, *a))
+    rows = scan('a', 'arrow', home=tmp_path, tname='o')
+    rows.to_table(columns=['mean'], filter=ds.field('step')>1)
+    rows.to_table(columns={'x': ds.field('nan')+1})
+    scan('a', home=tmp_path, steps=[1, 2]).filter(pl.col('path')=='f').select('mean').collect()
+    assert fields==[{'mean', 'step', 'tname'}, {'nan', 'tname'}, {'mean', 'path', 'step'}]
+
 def test_a_mark_that_is_called_run(tmp_path):
     "Is no name of a run; beside other runs it is `mark_run`"
     put(tmp_path, [row(0, run='mine')], [row(1, run='yours')])
@@ -348,7 +440,7 @@ def test_columns_that_are_asked_for(tmp_path):
 
 def test_a_dataset_of_arrow(tmp_path):
     "Columns that are made of others, conditions on others, how large a batch is; and it can be sent to another process"
-    put(tmp_path, [row(s) for s in range(6)], [row(s) for s in range(6, 9)])
+    put(tmp_path, [row(s) for s in range(6)], [row(s, x=9-s) for s in range(6, 9)])
     rows = scan('a', 'arrow', home=tmp_path, steps=range(1, 9), ttype='output')
     assert rows.to_table(columns={'twice': ds.field('mean')*2, 's': ds.field('step')}, filter=ds.field('path')=='f').to_pydict()==dict(
         twice=[s/2 for s in range(1, 9)], s=[*range(1, 9)])
@@ -367,6 +459,7 @@ def test_tables_of_pandas_have_the_same_types(tmp_path):
     put(tmp_path, [row(s, n=3) for s in range(3)], [row(3), row(4, n=2)])
     a,b = scan('a', 'pandas', home=tmp_path)
     assert a.dtypes.equals(b.dtypes) and [str(a[c].dtype) for c in ('step', 'nan', 'call', 'n', 'mean')]==['int64']*2+['float64']*3
+    assert [[*t] for t in scan('a', 'pandas', home=tmp_path, columns=['mean'], tname='o', steps=range(9))]==[['mean']]*2
     assert a['n'].tolist()==[3]*3 and b['n'].isna().tolist()==[True, False]
 
 def test_limits_of_polars(tmp_path):

@@ -296,7 +296,7 @@ class Within:
             values,at = known
             return np.array([first<=s<=last for s in values]+[self.rest])[at].tolist()
         steps = block['step']
-        if block.sure.get('step') is int and min(steps)>=0 and max(steps)<2**53: return [first<=s<=last for s in steps]
+        if {*map(type, steps)}=={int} and min(steps)>=0 and max(steps)<2**53: return [first<=s<=last for s in steps]
         return [first<=s<=last if is_step(s) else self.rest for s in steps]
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #a31584f1

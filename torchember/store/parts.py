@@ -161,8 +161,6 @@ def steps_in(group):
 # %% ../../nbs/30_store/09_parts.ipynb #5541513d
 class StoredBlock(ColumnBlock):
     "Some rows of a part"
-    sure = {} # of no column it is known without its layouts
-
     def __init__(self, part, at): self.part,self.at,self.n = part,at,len(at)
 
     def load(self, columns): self.part.load([self.part.told['layout'], *(k for k in self.part.kinds if k in columns)])

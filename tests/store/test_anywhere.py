@@ -1,0 +1,239 @@
+"A file elsewhere is asked for in few ranges and has all its bytes, is written whole or not at all, and what its store says becomes an error of ours"
+import io
+import os
+import socket
+import stat
+from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
+
+import pytest
+
+from torchember.store import anywhere
+from torchember.store.anywhere import (Elsewhere, Ranged, answer, entries, file_size, file_there, folder_there, is_there, is_url, located, opened,
+    put_whole, regular, remove)
+
+pytest.importorskip('upath')
+
+
+class Store:
+    "Files in memory, and what was asked of them; it gives no more than `most` bytes at a time, and may fail at something"
+    def __init__(self, files=(), most=1<<30, **fails): self.files,self.most,self.fails,self.asked = dict(files),most,fails,[]
+
+    def note(self, what, *about):
+        self.asked.append((what, *about))
+        if what in self.fails: raise self.fails[what]
+
+    def info(self, path): self.note('info', path); return dict(size=len(self.files[path]), type='file')
+    def cat_file(self, path, start=None, end=None): self.note('cat', start, end); return self.files[path][start:end][:self.most]
+    def ls(self, path, detail): self.note('ls', path); return self.files[path]
+    def pipe_file(self, path, data): self.files[path] = data; self.note('pipe', path)
+    def makedirs(self, path, exist_ok=False): self.note('makedirs', path, exist_ok)
+    def exists(self, path): return path in self.files
+    def rm_file(self, path): self.note('rm', path); del self.files[path]
+    def mv(self, a, b): self.note('mv', a, b); self.files[b] = self.files.pop(a)
+
+class Place:
+    "A path in a store, with the face of `UPath`"
+    storage_options = {}
+    def __init__(self, store, path='home/run', protocol='sftp'): self.fs,self.path,self.protocol = store,path,protocol
+    def __str__(self): return f'{self.protocol}://{self.path}'
+    def __truediv__(self, name): return Place(self.fs, f'{self.path}/{name}', self.protocol)
+    def with_name(self, name): return self.parent/name
+    parent = property(lambda self: Place(self.fs, str(PurePosixPath(self.path).parent), self.protocol))
+
+
+# ---- which of both it is
+
+def test_what_is_a_url():
+    "A text with a protocol, whatever that is made of, and what has a store; not a path of this machine in another form"
+    for where in 's3://b/x','s3+x://b','simplecache::s3://b/x','a.b-c://d',located('memory://x'),Place(Store()): assert is_url(where), where
+    of_machine = type('Local', (os.PathLike,), dict(fs=1, storage_options={}, __fspath__=lambda self: '/x'))()
+    for where in 'x','/a/b','a/s3://b','://x','file:///x','local:///x',Path('/x'),of_machine,SimpleNamespace(fs=1),SimpleNamespace(storage_options={}),None,3:
+        assert not is_url(where), where
+
+def test_where_it_is():
+    "Slashes at the end are no part of it, unless there is nothing else; who reads is never told what the store has kept"
+    for where in 'file:///x/y','file://localhost/x/y','local:///x/y','/x/y',Path('/x/y'): assert located(where)==Path('/x/y')
+    assert located('file://localhosts/x')==Path('localhosts/x')
+    assert [str(located(w)) for w in ('memory://b/x', 'memory://b/x//')]==['memory://b/x']*2 and located('memory://').protocol=='memory'
+    assert [located(w).name for w in ('http://b/x/', 'http://b/x')]==['x', 'x']
+    with pytest.raises(ValueError, match='null character'): located('memory://b/\0')
+    from upath import UPath
+    assert located('memory://b').storage_options==dict(use_listings_cache=False)
+    kept = UPath('memory://b', use_listings_cache=True)
+    assert located(kept) is kept
+    at = located(UPath('memory://b/x', of='mine'))
+    assert (str(at), at.protocol, at.storage_options)==('memory://b/x', 'memory', dict(of='mine', use_listings_cache=False))
+
+def test_what_a_store_says():
+    "Is said with its place; errors of this machine stay what they are, and one that was said is not said again"
+    same = ImportError,MemoryError,FileNotFoundError,PermissionError,NotADirectoryError,IsADirectoryError
+    def fail(e):
+        def f(): raise e
+        with pytest.raises(type(e) if isinstance(e, same) else Elsewhere) as got: answer(Place(Store()), f, 'moved')
+        return got.value, str(got.value)
+    for e in FileNotFoundError('no key'),PermissionError('no key'),NotADirectoryError('no key'),IsADirectoryError('no key'):
+        assert fail(e)[1]=='sftp://home/run could not be moved: no key.' and type(fail(e)[0]) is type(e)
+        assert fail(type(e)())[1]==f'sftp://home/run could not be moved: {type(e).__name__}.'
+    for e in ImportError('install it'),MemoryError(),Elsewhere('said'): assert fail(e)[0] is e
+    assert 'could not be moved: KeyError: 3. Is the store there' in fail(KeyError(3))[1]
+    assert 'ConnectionResetError: gone' in fail(ConnectionResetError('gone'))[1]
+    assert answer(Place(Store()), lambda: 3)==3
+
+
+# ---- what is there
+
+def test_what_is_there(tmp_path):
+    at = located('memory://of-anywhere')
+    at.fs.pipe({'/of-anywhere/log/a': b'12345', '/of-anywhere/log/a.parts/x': b'1'})
+    (tmp_path/'log').mkdir()
+    (tmp_path/'log'/'a').write_bytes(b'12345')
+    (tmp_path/'link').symlink_to('nowhere')
+    for home in at,tmp_path:
+        assert [f(home/'log') for f in (file_there, folder_there, is_there)]==[False, True, True]
+        assert [f(home/'log'/'a') for f in (file_there, folder_there, is_there, file_size)]==[True, False, True, 5]
+        assert [f(home/'no') for f in (file_there, folder_there, is_there)]==[False]*3
+        assert entries(home/'no')==entries(home/'log'/'a'/'b')==[]
+        e, = [e for e in entries(home/'log') if e.name=='a']
+        assert (e.is_file(), e.is_dir(), e.is_symlink(), e.is_file(follow_symlinks=False))==(True, False, False, True)
+    assert [f(tmp_path/'link') for f in (file_there, is_there)]==[False, True]
+    assert {e.name: (e.is_dir(), e.is_file(), e.size) for e in entries(at/'log')}=={'a': (False, True, 5), 'a.parts': (True, False, 0)}
+    at.fs.rm('/of-anywhere', recursive=True)
+
+def test_what_a_folder_has():
+    "But the folder itself, as some stores list it, and names that lead elsewhere"
+    def listed(*names, folder='b/log'):
+        return Store({folder: [dict(name=n, size=i, type='directory' if n.endswith('/') else 'file') for i,n in enumerate(names)]})
+    store = listed('b/log/', 'b/log/a', '/b/log/c/', 'b/log/..', 'b/log/.', 'b/log//', 'b/log/log')
+    got = entries(Place(store, 'b/log'))
+    assert [(e.name, e.path.path, e.size, e.is_dir()) for e in got]==[('a', 'b/log/a', 1, False), ('c', 'b/log/c', 2, True), ('log', 'b/log/log', 6, False)]
+    assert [e.name for e in entries(Place(listed('b/log', folder='/b/log/'), '/b/log/'))]==[]
+    for e in FileNotFoundError,NotADirectoryError: assert entries(Place(Store(ls=e())))==[]
+    with pytest.raises(PermissionError, match='sftp://home/run could not be read: not yours'): entries(Place(Store(ls=PermissionError('not yours'))))
+
+
+# ---- files of this machine
+
+def test_only_files_are_opened(tmp_path, monkeypatch):
+    "What is none is not opened at all, nor kept open where somebody puts it there in that moment; a file that is not there yet may be made"
+    really,asked = os.open,[]
+    monkeypatch.setattr(os, 'open', lambda path, flags, *mode: asked.append(flags) or really(path, flags|os.O_NONBLOCK, *mode))
+    os.mkfifo(tmp_path/'pipe')
+    with socket.socket(socket.AF_UNIX) as s:
+        s.bind(str(tmp_path/'socket'))
+        for path,what in (tmp_path, 'a folder'),(tmp_path/'pipe', 'a pipe'),(tmp_path/'socket', 'a socket'),('/dev/null', 'a device'):
+            with pytest.raises(OSError, match=f'is {what} and no file, so it is not opened'): opened(path)
+    assert asked==[]
+    with open(tmp_path/'new', 'xb', opener=regular) as f: f.write(b'12345')
+    assert stat.S_IMODE((tmp_path/'new').stat().st_mode)&0o600==0o600 and asked[0]&os.O_CREAT and asked[0]&os.O_NONBLOCK
+    with opened(tmp_path/'new') as f: assert f.read()==b'12345' and isinstance(f, io.BufferedReader)
+    with opened(tmp_path/'new', buffering=0) as f: assert isinstance(f, io.FileIO)
+    with pytest.raises(FileNotFoundError): opened(tmp_path/'no')
+    as_file,before = os.stat(tmp_path/'new'),len(os.listdir('/proc/self/fd')) if os.path.isdir('/proc/self/fd') else None
+    with monkeypatch.context() as m:
+        m.setattr(os, 'stat', lambda *a, **k: as_file)
+        with pytest.raises(OSError, match='is a pipe and no file'): regular(tmp_path/'pipe', os.O_RDONLY)
+    assert before is None or len(os.listdir('/proc/self/fd'))==before
+
+
+# ---- files elsewhere
+
+data = bytes(i*i%251 for i in range(1000))*1000 # 1 MB
+
+def ranges(store): return [a[1:] for a in store.asked if a[0]=='cat']
+
+def test_ranges_that_are_asked_for():
+    "A first small one, twice as much for who goes on, up to a bound, what is missing of a large read, and none of it twice"
+    store = Store({'home/run': data})
+    f = Ranged(Place(store))
+    assert f.readable() and f.seekable() and store.asked==[('info', 'home/run')]
+    assert (f.read(10), f.read(300_000), f.tell())==(data[:10], data[10:300_010], 300_010)
+    assert ranges(store)==[(0, 65536), (65536, 300_010)]
+    assert f.read(1)==data[300_010:300_011] and ranges(store)[2:]==[(300_010, 300_010+(1<<18))]
+    for at in 300_010,400_000,300_500:
+        f.seek(at)
+        assert f.read(9)==data[at:at+9] and len(ranges(store))==3 # it is there
+    f.seek(300_009)
+    assert f.read(2)==data[300_009:300_011] and ranges(store)[3:]==[(300_009, 300_009+65536)] # a jump begins anew
+    store.asked.clear()
+    f = type('Small', (Ranged,), dict(least=100, most=400))(Place(store), len(data))
+    assert b''.join(iter(lambda: f.read(50), b''))==data
+    got = ranges(store)
+    assert [b-a for a,b in got[:4]]==[100, 200, 400, 400] and got[-1][1]==len(data) and [a for a,_ in got[1:]]==[b for _,b in got[:-1]]
+    assert store.asked[0]==('cat', 0, 100) # its size was known
+    empty = Store({'home/run': b''})
+    assert Ranged(Place(empty), 0).read()==b'' and empty.asked==[]
+
+def test_seeking():
+    "From the beginning, from here and from the end; not before the beginning; behind the end there is nothing, and nobody is asked"
+    store = Store({'home/run': data[:1000]})
+    f = Ranged(Place(store))
+    assert [f.seek(*to) for to in ((10,), (5, 1), (-3, 1), (-4, 2), (7, 2), (-2000, 2), (-5,))]==[10, 15, 12, 996, 1007, 0, 0]
+    assert f.seek(995) and f.read(99)==data[995:1000] and f.read(1)==b'' and f.seek(2000) and f.read(1)==b'' and f.read()==b''
+    assert ranges(store)==[(995, 1000)]
+    f.seek(990)
+    assert f.read()==data[990:1000] and f.seek(0)==0 and f.read()==data[:1000]
+
+def test_all_bytes_of_a_store_that_gives_less():
+    "Than it was asked for; and one that has less than it said is no file of zeros"
+    store = Store({'home/run': data[:5000]}, most=700)
+    f = Ranged(Place(store))
+    assert f.read(5000)==data[:5000] and len(ranges(store))==8
+    store.files['home/run'] = data[:3000]
+    f = Ranged(Place(store), 5000)
+    with pytest.raises(OSError, match='had 5000 bytes, and now ends at 3000'): f.read(5000)
+
+def test_small_files_are_brought_at_once():
+    "Where they are known to be small: one question, and of others none about how large they are"
+    for size,want in (5, io.BytesIO),(1<<20, io.BytesIO),((1<<20)+1, Ranged),(None, Ranged):
+        store = Store({'home/run': bytes(size or 3)})
+        f = opened(Place(store), size=size)
+        assert type(f) is want and store.asked==([('cat', None, None)] if want is io.BytesIO else [('info', 'home/run')]*(size is None))
+        assert len(f.read())==(size or 3)
+    with pytest.raises(FileNotFoundError, match='sftp://home/run could not be read: gone'): opened(Place(Store(info=FileNotFoundError('gone'))))
+    with pytest.raises(Elsewhere, match='sftp://home/run could not be read: ConnectionError'): opened(Place(Store(cat=ConnectionError())), size=3)
+    f = Ranged(Place(Store(cat=ConnectionError())), 9)
+    with pytest.raises(Elsewhere, match='sftp://home/run could not be read: ConnectionError'): f.read(3)
+
+
+# ---- writing
+
+def test_written_whole(monkeypatch):
+    "An object is put in one go; a file is written under another name beside it, and moved"
+    store = Store()
+    for protocol in 's3','memory':
+        put_whole(Place(store, 'b/log/a', protocol), b'new')
+        assert store.asked==[('pipe', 'b/log/a')] and store.files['b/log/a']==b'new'
+        store.asked.clear()
+    put_whole(Place(store, 'b/log/a'), b'newer')
+    (made,parents,fine),(_,temp),moved = store.asked
+    assert (made, parents, fine)==('makedirs', 'b/log', True) and moved==('mv', temp, 'b/log/a') and store.files=={'b/log/a': b'newer'}
+    assert temp.startswith('b/log/.torchember-')
+    put_whole(Place(store, 'b/log/a'), b'')
+    assert store.asked[4][1]!=temp and store.files=={'b/log/a': b''}
+    assert {'s3', 'gs', 'memory'}<=anywhere.objects and not {'sftp', 'file', 'smb'}&anywhere.objects
+
+@pytest.mark.parametrize('at', ['makedirs', 'pipe', 'mv'])
+@pytest.mark.parametrize('error', [ConnectionError('gone'), KeyboardInterrupt()], ids=['error', 'stopped'])
+def test_half_of_it_is_left_nowhere(at, error):
+    "Whatever ends it, and the file that was there is as it was"
+    store = Store({'b/log/a': b'old'}, **{at: error})
+    with pytest.raises(Elsewhere if isinstance(error, Exception) else KeyboardInterrupt) as got: put_whole(Place(store, 'b/log/a'), b'new')
+    assert store.files=={'b/log/a': b'old'}
+    assert not isinstance(error, Exception) or str(got.value).startswith('sftp://b/log/a could not be written: ConnectionError: gone')
+
+def test_what_failed_first_is_said():
+    "Also where there is nothing to clean up"
+    class Full(Store):
+        def pipe_file(self, path, data): raise OSError('no space')
+    store = Full()
+    with pytest.raises(Elsewhere, match='could not be written: OSError: no space'): put_whole(Place(store), b'new')
+    assert [a[0] for a in store.asked]==['makedirs']
+
+def test_removed():
+    "What is gone already is no error, and what cannot be is"
+    store = Store({'home/run': b'1'})
+    remove(Place(store))
+    assert store.files=={}
+    remove(Place(Store(rm=FileNotFoundError())))
+    with pytest.raises(PermissionError, match='sftp://home/run could not be removed: not yours'): remove(Place(Store(rm=PermissionError('not yours'))))
