@@ -155,6 +155,26 @@ def test_no_lock_is_held_while_a_process_is_started(tmp_path, small, monkeypatch
     t.end()
     assert numbers(t)==[*range(50)] and parts.held(t.log_path)['rows']==50
 
+def test_nobody_appends_while_the_last_lines_are_put_aside(tmp_path, inline, monkeypatch):
+    t,held = begun(tmp_path),[]
+    real = rotation.rotate
+    monkeypatch.setattr(rotation, 'rotate', lambda *args: held.append(t.file.io._is_owned()) or real(*args))
+    monkeypatch.setattr(Rotation, 'most_rows', 5)
+    for i in range(7): t + row(i)
+    t.end()
+    assert held==[True, True] and numbers(t)==[*range(7)]
+
+def test_lines_that_stand_aside_come_first(tmp_path, small, inline):
+    "of one that was killed: what waits after them is still counted, and put aside as soon as they are parts"
+    t = begun(tmp_path)
+    for i in range(10): t + row(i)
+    parts.rotate(t.log_path)
+    again = begun(tmp_path)
+    for i in range(10, 50): again + row(i)
+    assert [p['rows'] for p in parts.listed(t.log_path)['parts']]==[10] and again.log_path.stat().st_size
+    for i in (50, 51): again + row(i)
+    assert [p['rows'] for p in parts.listed(t.log_path)['parts']]==[10, 42] and numbers(again)==[*range(52)]
+
 def test_one_process_at_a_time(tmp_path, small, monkeypatch):
     "What comes while it works stays lines; in the end it is waited for, but not for ever"
     class Never(list):
@@ -543,14 +563,16 @@ def test_small_parts_are_joined_when_a_run_is_over(tmp_path, monkeypatch):
     t = begun(tmp_path, 'jsonl')
     for i in range(36):
         t + row(i)
+        if i in (1, 5, 21):
+            with t.log_path.open('ab') as f: f.write(b'{"torn\n')
         if i%4==3: t.barrier(); parts.into_parts(t.log_path, i//4)
     before,sizes = named(t),[p['rows'] for p in parts.listed(t.log_path)['parts']]
     assert sizes==[4]*8 and before==[f'part-{i:05}.parquet' for i in range(8)]
     with t.log_path.open('ab') as f: f.write(b'{"torn\n')
     parts.into_parts(t.log_path)
     now = parts.listed(t.log_path)['parts']
-    assert [p['rows'] for p in now]==[8, 8, 8, 8, 4] and [p['last'] for p in now]==[1, 3, 5, 7, 8] and sum(p['torn'] for p in now)==1
-    assert numbers(t)==[*range(36)] and t.torn==1 and not set(before)&set(named(t)[:4]) and len(set(named(t)))==5
+    assert [p['rows'] for p in now]==[8, 8, 8, 8, 4] and [p['last'] for p in now]==[1, 3, 5, 7, 8] and [p['torn'] for p in now]==[2, 0, 1, 0, 1]
+    assert numbers(t)==[*range(36)] and t.torn==4 and not set(before)&set(named(t)[:4]) and len(set(named(t)))==5
     again = [named(t), {f: (parts.folder_of(t.log_path)/f).stat().st_mtime_ns for f in named(t)}]
     parts.into_parts(t.log_path)
     assert again==[named(t), {f: (parts.folder_of(t.log_path)/f).stat().st_mtime_ns for f in named(t)}]
