@@ -1,4 +1,5 @@
 "A run whose lines become Parquet while it is written: whoever is killed, refused or forked meanwhile, and whoever reads, has the rows that lines would have"
+import json
 import random
 import re
 import signal
@@ -15,6 +16,7 @@ from test_compact import lines, rows_of, told
 from torch import nn
 
 from torchember import compact, du, emberTracker, mv, query, read, rm, runs, scan, sync, torchEmber
+from torchember.frames.logs import rows_about
 from torchember.ground.messages import EmberWarning
 from torchember.monitor.monitor import Monitor
 from torchember.store import jsonl, parts, rotation
@@ -592,3 +594,15 @@ def test_parts_that_are_joined_while_they_are_read(given, tmp_path, monkeypatch)
     got = [r for _ in range(given) for r in rows_of([next(blocks)])]
     parts.into_parts(t.log_path)
     assert len(named(t))==1 and [r['n'] for r in got+rows_of(blocks)]==[*range(20)]
+
+
+def test_a_file_that_was_put_aside_is_not_counted_as_the_one_that_follows(tmp_path):
+    "where somebody has listed runs before: both have the same name, and parts have neither"
+    log = tmp_path/'log'/'a'
+    log.parent.mkdir()
+    def lines(n, more): return ''.join(json.dumps(dict(module='m(Net)', ttype='output', tname='o', step=i, mean=1., note='x'*more))+'\n' for i in range(n))
+    log.write_text(lines(3, 200))
+    assert rows_about(log)==3
+    parts.rotate(log)
+    log.write_text(lines(20, 0))
+    assert log.stat().st_size>len(lines(3, 200)) and rows_about(log)==23

@@ -15,6 +15,7 @@ from ..ground.needs import needs
 from ..store.anywhere import entries, file_size, file_there, is_url
 from ..store.base import folder, portable_name, safe_name
 from ..store.jsonl import settle, taken, tracker
+from ..store.parts import listed
 from .logs import counted, in_whole, is_name, is_running, names_of, said_of, stat_of
 
 # %% ../../nbs/50_frames/06_belongings.ipynb #b7000006
@@ -132,10 +133,21 @@ def to_change(run, home):
     "A home, and those of its runs that are meant, none of which is written or of somebody else"
     h = Home(home)
     names = h.chosen(run)
-    for n in [m for name in names for m in h.members(name)]:
-        refuse_odd(h, n)
-        refuse_written(h, n)
+    for name in names:
+        for n in h.members(name):
+            refuse_odd(h, n)
+            refuse_written(h, n)
+        if h.members(name)==[name]: refuse_shared(h, name, names)
     return h,names
+
+def refuse_shared(h, name, names):
+    "Raise for the log of one process whose rows stand in a file beside those of others"
+    told = None if name in h.older else listed(h.log/name)
+    if told is None or not any('holder' in p for p in told['parts']): return
+    [whole] = in_whole([name])
+    if set(h.members(whole))<=set(names): return
+    raise ValueError(f"{name!r} is the log of one process of {whole!r}, and its rows stand in files beside those of others: nothing was changed. "
+        f"Take the whole run, {whole!r}.")
 
 def forget(path):
     "What this process remembers of a file that is not there any more"

@@ -27,7 +27,7 @@ from ..store.columns import Expected, Missing, none
 from ..store.jsonl import is_step
 from ..store.lines import bad
 from ..store.older import is_older
-from ..store.parts import Part, folder_of, next_lines, now_in, size_if_there
+from ..store.parts import Part, SharedPart, file_of, next_lines, now_in, part_of, size_if_there
 from ..store.reading import marks_in, path_of
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #49035eb0
@@ -59,7 +59,7 @@ class Stretch:
             `Part`, or lines
         """
         if self.about is not None:
-            part = Part(self.path, dict(self.about), self.of, steps)
+            part = SharedPart(self.path, {self.of: dict(self.about)}, steps) if self.shared else Part(self.path, dict(self.about), self.of, steps)
             with part.file: yield part
         else: yield self.more or self.lines()
 
@@ -83,6 +83,9 @@ class Stretch:
             if at<=first and end<=at+size: return f, first-at
             at += size
         raise OSError(f"{printable(self.log)} is shorter than it was: it was compacted or cut meanwhile. Call scan again.")
+
+    @property
+    def shared(self): return self.about is not None and any(k=='holder' for k,_ in self.about) # whether rows of other logs are in the file
 
     def within(self, steps): return steps is None or self.first is None or self.first<=steps[1] and self.last>=steps[0]
 
@@ -219,10 +222,10 @@ def stored(source, told, files, size, rows, expected):
     "What the files of a log have"
     out,before = Contents(),(told or {}).get('removed', 0)
     for about in told['parts'] if told else ():
-        part = Part(folder_of(source.path)/about['file'], about, told['id'])
+        part = part_of(source.path, about, told['id'])
         with part.file:
             steps = range_of(part.steps)
-            stretch = Stretch(folder_of(source.path)/about['file'], *(about[k] for k in ('start', 'end', 'rows')), *steps, tuple(about.items()), told['id'])
+            stretch = Stretch(file_of(source.path, about), *(about[k] for k in ('start', 'end', 'rows')), *steps, tuple(about.items()), told['id'])
             out.add(*of_part(part, stretch))
     for path,start in files:
         there = file_size(path) if path is not None and is_there(path) else 0
@@ -333,16 +336,21 @@ def told(home, names, kind='ranks'):
 
 def names_and_ranks(logs): return tuple((name, rank) for name,rank,_ in logs)
 
-def blocks_of(stretches, steps=None):
-    "What reads some stretches, one after the other"
+def blocks_of(stretches, steps=None, whole=False):
+    "What reads some stretches, one after the other. whole: whether all columns are needed"
     def blocks():
         for s in stretches:
-            with s.open(steps) as data: yield data
+            with s.open(steps) as data:
+                if whole and not isinstance(data, bytes): data.load([data.told['layout'], *data.kinds])
+                yield data
     return blocks
 
 def rows_of_processes(logs, steps):
     "The rows of all processes in some stretches"
-    return rows_of_ranks({rank: blocks_of(of, steps) for _,rank,of in logs}, keep=steps and Within(steps, False))[0]
+    shared = {}
+    for rank,s in ((rank, s) for _,rank,of in logs for s in of if s.shared): shared.setdefault(str(s.path), (s.path, {}))[1][rank] = s.of,dict(s.about)
+    own = {rank: blocks_of([s for s in of if not s.shared], steps, whole=True) for _,rank,of in logs}
+    return rows_of_ranks(own, keep=steps and Within(steps, False), shared=list(shared.values()), steps=steps)[0]
 
 @lru_cache(8)
 def about_processes(home, names, asked): return told(home, names), paths_of_ranks(told(home, names, 'structure'))

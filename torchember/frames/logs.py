@@ -9,6 +9,7 @@ __all__ = ['read', 'wide', 'may_have', 'layers', 'of_paths', 'runs', 'goes_on', 
 import os, re
 from datetime import datetime
 from fnmatch import fnmatchcase
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import chain
@@ -31,7 +32,8 @@ from ..store.jsonl import emberTracker, is_step, last_in, last_step_of, settle, 
 from ..store.columns import ColumnBlock, columns_of_lines, times_of
 from ..store.older import is_older, older_blocks, size_and_rows
 from ..store.lines import bad, parsed
-from ..store.parts import all_in_parts, blocks_of_run, group_beside, held, into_parts, now_in, size_if_there
+from ..store.parts import SharedPart, all_in_parts, blocks_of_run, group_beside, held, into_parts, many_logs, now_in, shared_files, size_if_there
+from ..store.shared import share
 from ..store.reading import assembled, current, key, path_of, with_path
 
 # %% ../../nbs/50_frames/05_logs.ipynb #51408907
@@ -55,10 +57,10 @@ class Source:
             self.name,self.path = self.t.fname,self.t.log_path
         else: raise TypeError(f"a run is a name, a file, a torchEmber or its te.t, got {an(run)}. A table need not be read: pass it on as it is.")
 
-    def blocks(self):
+    def blocks(self, after=(0, 0)): # bytes of the log whose rows are known, and these rows
         "The lines of the run, in blocks"
-        if self.t is not None: return self.t.blocks()
-        return older_blocks(self.path) if is_older(self.path) else blocks_of_run(self.path)
+        if self.t is not None: return self.t.blocks(after)
+        return older_blocks(self.path) if is_older(self.path) else blocks_of_run(self.path, after=after)
 
     def file(self):
         "Path and size of the file, if all lines are in it"
@@ -370,7 +372,8 @@ def rows_of_log(blocks, file=None, keep=None, only=None): return current(assembl
 def rows_of_whole(source, choice, columns, per_rank):
     "The table of a run of several processes, of the rows that are wanted. What a part is of shows beside all others only, so that all are read"
     if per_rank: return under_each_other([tidy(rows_wanted(s, choice, columns)).assign(rank=r) for r,s in source.sources.items()])
-    df,lost = rows_of_ranks({r: s.blocks for r,s in source.sources.items()}, source.file())
+    shared,after = shared_files({r: s.path for r,s in source.sources.items()})
+    df,lost = rows_of_ranks({r: partial(s.blocks, after[r]) for r,s in source.sources.items()}, source.file(), shared=shared)
     spoiled = [f"Lines of rank {r} that are torn or make no sense: {n}. What they are of is without it." for r,n in lost.items() if n]
     df,said = ranks.whole(df, source.told('ranks'), paths_of_ranks(source.told('structure')))
     for s in (*spoiled, *said): warn(f"{printable(source.name)}: {s}")
@@ -385,18 +388,34 @@ def rows_of_whole(source, choice, columns, per_rank):
 
 def paths_of_ranks(trees): return {r: paths_in(tree) for r,tree in trees.items()}
 
-def rows_of_ranks(logs, file=None, keep=None):
-    "The rows of several processes, with numbers where numbers are to be; rank -> how many of its lines say nothing. logs: rank -> function that gives blocks"
-    ranks_of = []
+def rows_of_ranks(logs, file=None, keep=None, shared=(), steps=None):
+    """The rows of several processes, with numbers where numbers are to be; rank -> how many of its lines say nothing. logs: rank -> function that gives blocks.
+    shared: as `shared_files` has them; steps: the first and the last of which rows are needed"""
+    ranks_of,wanted = [],[] # of each block: the rank, or those of its rows; which of its rows are wanted
     def blocks():
-        ranks_of.clear()
+        ranks_of.clear(); wanted.clear()
+        for path,of in shared:
+            part = SharedPart(path, {id: p for id,p in of.values()}, steps)
+            with part.file:
+                if keep: part.load([part.told['layout'], *part.kinds])
+                ranks_of.append(part.named({id: r for r,(id,_) in of.items()}))
+                yield part
         for rank,some in logs.items():
             for data in some(): ranks_of.append(rank); yield data
-    *got,_,each = columns_of_lines(blocks, file, (*names_in, 'ts', 'shape', 'part'), keep)
-    df = tidy(current(assembled(*got).assign(rank=np.repeat(np.array(ranks_of, int), np.array([n for n,_ in each], int)))))
+    def kept(block):
+        which = keep(block)
+        wanted.append(np.array(which, bool))
+        return which
+    *got,_,each = columns_of_lines(blocks, file, (*names_in, 'ts', 'shape', 'part'), keep and kept)
+    if not keep: wanted = [slice(None)]*len(each)
+    each_rank = [np.full(n, r) if isinstance(r, int) else r[w] for r,w,(n,_) in zip(ranks_of, wanted, each, strict=True)]
+    df = assembled(*got).assign(rank=np.concatenate([np.zeros(0, int), *each_rank]))
+    if shared: df = df.iloc[np.argsort(df['rank'].to_numpy(), kind='stable')].reset_index(drop=True)
+    df = tidy(current(df))
     good = sensible_rows(df)
-    lost = dict.fromkeys(logs, 0)
-    for rank,(_,torn) in zip(ranks_of, each, strict=True): lost[rank] += torn
+    lost = dict.fromkeys(logs, 0)|{r: sum(p['torn'] for _,p in [of[r] for _,of in shared if r in of]) for r in {r for _,of in shared for r in of}}
+    for rank,(_,torn) in zip(ranks_of, each, strict=True):
+        if isinstance(rank, int): lost[rank] += torn
     if len(good)<len(df):
         for rank,n in zip(*np.unique(df['rank'].drop(good.index), return_counts=True), strict=True): lost[int(rank)] += int(n)
     return good, lost
@@ -656,8 +675,11 @@ def rows_about(path):
     "The number of rows of a log, about: those of its parts, and the lines that are in none"
     while True:
         told,files = now_in(path)
-        removed = told['removed'] if told else 0
-        try: n = sum(lines_about(f, size_if_there(f), start, removed) for f,start in files)+sum(p['rows'] for p in (told['parts'] if told else ()))
+        before,n = told['removed'] if told else 0,sum(p['rows'] for p in (told['parts'] if told else ()))
+        try:
+            for f,start in files:
+                n += lines_about(f, size := size_if_there(f), start, before)
+                before += size # a file that is put aside makes room for another one of its name
         except FileNotFoundError:
             if now_in(path)==(told, files): raise
             continue # parts have its lines by now
@@ -828,12 +850,18 @@ def compact(
         Of each log a dict: name, rows and bytes of its parts, bytes of the lines that are left
     """
     out = []
-    for s,others in [(s, len(of)) for one in sources(run, home)[0] for of in [logs_in([one])] for s in of]:
-        t = s.t or emberTracker(s.name, s.path.parent.parent)
-        if t.older(): raise ValueError(f"The run {s.name!r} was recorded by an older torchember, and its files are left as they are.")
-        into_parts(s.path, last_step_of(s.path) if goes_on(said_by(t)[0]) else None, keep, group_beside(others))
-        parts = held(s.path)
-        out.append(dict(name=s.name, rows=parts['rows'], parquet=parts['size'], lines=file_size(s.path)))
+    for some in (logs_in([one]) for one in sources(run, home)[0]):
+        over = True
+        for s in some:
+            t = s.t or emberTracker(s.name, s.path.parent.parent)
+            if t.older(): raise ValueError(f"The run {s.name!r} was recorded by an older torchember, and its files are left as they are.")
+            on = goes_on(said_by(t)[0])
+            into_parts(s.path, last_step_of(s.path) if on else None, keep, group_beside(len(some)))
+            over = over and not on
+        if over and len(some)>=many_logs and not is_url(some[0].path): share([s.path for s in some])
+        for s in some:
+            parts = held(s.path)
+            out.append(dict(name=s.name, rows=parts['rows'], parquet=parts['size'], lines=file_size(s.path)))
     return out
 
 def __getattr__(name): # `query` was here

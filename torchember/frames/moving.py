@@ -16,7 +16,7 @@ from ..ground.record import plain
 from ..store.anywhere import Elsewhere, answer, entries, file_size, is_url, opened, remove
 from ..store.base import folder, now, read_meta, replace
 from ..store.jsonl import last_step_of, settle
-from ..store.parts import (arrow_table, folder_of, listed, most_bytes, next_lines, now_in, rows_before, step_of, write_part)
+from ..store.parts import (arrow_table, file_of, listed, most_bytes, next_lines, now_in, rows_before, step_of, write_part)
 from .belongings import Home, refuse_odd, refuse_written, rm
 from .logs import goes_on, said_of
 
@@ -191,6 +191,7 @@ class Moving:
     def __init__(self, home, target, parquet=True, deep=True):
         self.home,self.target,self.parquet,self.deep = home,target,parquet and find_spec('pyarrow') is not None,deep
         self.hashes,self.checked = {},set() # file -> (size, time), Piece; parts whose lines were compared
+        self.there = {} # part -> Piece of it, when it was brought last
 
     def log(self, h, name):
         "Bring one log there. What is known of it after that"
@@ -249,7 +250,7 @@ class OneLog:
     def in_parts(self, told, theirs, lines, end, last):
         id = (told or {}).get('id') or lines.id(self.name) if lines.first==0 else told['id']
         parts = list((told or {}).get('parts', ()))
-        for p in parts: self.bring(self.within+p['file'], self.m.piece(folder_of(self.path)/p['file']))
+        for p in parts: self.bring_part(p)
         for p in theirs['parts'] if theirs and theirs['id']==id else ():
             if p['start']==(parts[-1]['end'] if parts else 0) and self.is_of(p, lines, end): self.keep(parts, p)
         done = parts[-1]['end'] if parts else 0
@@ -271,6 +272,16 @@ class OneLog:
         if mark[2]!=lines.sha(p['start'], p['end']): return False
         self.m.checked.add(mark)
         return True
+
+    def bring_part(self, p):
+        "A part of this log, or one that it shares with others and that they have not brought"
+        path = file_of(self.path, p)
+        rel,piece = f'log/{path.parent.name}/{path.name}',self.m.piece(path)
+        if rel.startswith(self.within): self.bring(rel, piece)
+        elif self.m.there.get(rel) is not piece:
+            self.bring(rel, piece)
+            del self.files[rel] # it stands in the manifest of the log that holds it
+        self.m.there[rel] = piece
 
     def keep(self, parts, p):
         parts.append(p)
