@@ -224,6 +224,39 @@ def older_fsdp():
     of_mlp(each)
 
 
+@case(4)
+def older_hybrid():
+    "FSDP1: sharded in pairs, each pair a replica of the other"
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+    mesh = init_device_mesh('cpu', (2, 2), mesh_dim_names=('replicate', 'shard'))
+    how = dict(use_orig_params=True, device_id=torch.device('cpu'), device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    def wrap(m): return FullyShardedDataParallel(m, **how)
+    def each(m):
+        for i,l in enumerate(m.layers): m.layers[i] = wrap(l)
+        return wrap(m)
+    of_mlp(each)
+
+
+def normed(): return nn.Sequential(nn.Linear(20, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 5))
+
+
+@case(2)
+def batch_norm():
+    "Each process normalises its own half of the batch"
+    net = ddp(seeded(normed))
+    train(net, adam(net), lambda m, s: [error(m, *part(numbers_of(s), rank, world))])
+    reference(lambda: seeded(normed), lambda m, s: [error(m, *part(numbers_of(s), r, world))/world for r in range(world)])
+
+
+@case(4)
+def two_models():
+    "Ranks 0 and 1 train one, 2 and 3 another, which has the same layers: nothing of them belongs together"
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    torch.manual_seed(rank//2)
+    net = ddp(MLP(), process_group=pairs[rank//2])
+    train(net, adam(net), lambda m, s: [error(m, *part(numbers_of(s), rank%2, 2))])
+
+
 @case(2)
 def few(): of_mlp(ddp, stats=['mean', 'var'])
 
@@ -274,6 +307,36 @@ def llama():
 @case(2)
 def hugging_face(): shard(llama, lambda m, x, y: F.cross_entropy(m(input_ids=x, use_cache=False).logits.flatten(0, 1), y.flatten()), lambda m: m.model.layers,
     {'shard': 2}, data=words)
+
+
+def bert():
+    from transformers import BertConfig, BertForMaskedLM
+    return BertForMaskedLM(BertConfig(vocab_size=GPT.vocab, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=16, hidden_dropout_prob=0, attention_probs_dropout_prob=0, attn_implementation='eager'))
+
+
+def t5():
+    from transformers import T5Config, T5ForConditionalGeneration
+    return T5ForConditionalGeneration(T5Config(vocab_size=GPT.vocab, d_model=24, d_kv=6, d_ff=40, num_layers=2, num_heads=4, dropout_rate=0,
+        decoder_start_token_id=0))
+
+
+def of_words(make, loss):
+    "Six words a sample, of which each process has eight: what it has whole, such as positions, is as long as these"
+    def six(s): return [x[:, :6] for x in words(s)]
+    net = ddp(seeded(make))
+    train(net, adam(net), lambda m, s: [loss(m, *part(six(s), rank, world))])
+    reference(lambda: seeded(make), lambda m, s: [loss(m, *six(s))])
+
+
+@case(2)
+def hugging_face_bert(): of_words(bert, lambda m, x, y: F.cross_entropy(m(input_ids=x).logits.flatten(0, 1), y.flatten()))
+
+
+@case(2)
+def hugging_face_t5():
+    "An embedding that encoder, decoder and head share"
+    of_words(t5, lambda m, x, y: F.cross_entropy(m(input_ids=x, decoder_input_ids=y, use_cache=False).logits.flatten(0, 1), y.flatten()))
 
 
 def parallelize(m, mesh):

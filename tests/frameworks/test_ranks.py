@@ -58,8 +58,8 @@ def off(row, want):
     return out if n==want['numel'] else [*out, ('numel', n, want['numel'])]
 
 
-exact = ['replicated_2', 'composable_2', 'older_fsdp_2', 'accumulated_2', 'uneven_2', 'sharded_2', 'sharded_4', 'sharded_and_replicated_4', 'hugging_face_2',
-    'pipeline_2', 'tensor_parallel_4']
+exact = ['replicated_2', 'composable_2', 'older_fsdp_2', 'older_hybrid_4', 'batch_norm_2', 'accumulated_2',
+    'uneven_2', 'sharded_2', 'sharded_4', 'sharded_and_replicated_4', 'hugging_face_2', 'pipeline_2', 'tensor_parallel_4']
 
 
 @pytest.mark.parametrize('case', [*exact, 'tensor_parallel_2', 'experts_2', 'experts_4'])
@@ -89,8 +89,44 @@ def test_as_one_process(ran, case):
     else: assert 'parameters of its own in moe.experts.0, moe.experts.1' in said and "each process's own loss" in said
 
 
+@pytest.mark.parametrize('case', ['hugging_face_bert_2', 'hugging_face_t5_2'])
+def test_positions_that_each_process_has_whole(ran, case):
+    "are once in the table. Their gradients are sums of those of all processes, of which the mean is known, which is said"
+    df,said = merged(ran, case)
+    got,sums,wrong,n = rows_of(df[df.ttype!='scalar']),set(),[],0
+    for want in map(json.loads, (ran/f'{case}.jsonl').read_text().splitlines()):
+        place = tuple(want[c] for c in where)
+        if place not in got: # a weight that two modules share is named once
+            assert place[1]=='weight' and place[0] in ('cls.predictions', 'shared'), place
+            continue
+        row,n = got[place],n+1
+        if row['std']!=row['std'] and want['std'] is not None:
+            sums.add((place[0].split('.')[-1], place[1]))
+            assert abs(row['mean']-want['mean'])<=rel*want['rms']
+        elif want['abs_max']>1e-18 and (bad := off(row, want)): wrong.append((place, bad)) # a bias of keys has no gradient but of rounding
+    assert not wrong and n>1000, (len(wrong), wrong[:3])
+    assert sums=={('position_embeddings' if 'bert' in case else 'relative_attention_bias', 'output_grad')}
+    assert 'are of tensors that are the sum of what several processes hold' in said
+
+
+def test_two_models_of_two_processes_each(ran):
+    "are shown as two, each with its own batch, whatever both call their layers"
+    df,said = merged(ran, 'two_models_4')
+    assert said.startswith('two_models_4: 2 groups of processes have parameters of their own in layers.0, layers.1, layers.2') and 'own loss' not in said
+    assert {*df['path'].dropna().astype(str)}>={f'layers.{i}' for i in range(6)} and 'layers.6' not in set(df['path'])
+    each,_ = merged(ran, 'two_models_4', per_rank=True)
+    for pair,layer in ((0, 1), 'layers.1'), ((2, 3), 'layers.4'):
+        for ttype,name in ('output', 'output_0'), ('output_grad', 'output_0'), ('weight', 'weight_0'):
+            want = each[each['rank'].isin(pair) & (each.path=='layers.1') & (each.ttype==ttype) & (each.tname==name)]
+            row = df[(df.path==layer) & (df.ttype==ttype) & (df.tname==name)].set_index('step')
+            halves = want.groupby('step')[['mean', 'max', 'l1']].agg(dict(mean='mean', max='max', l1='sum'))
+            scale = .5 if ttype=='output_grad' else 1. # of the loss of both
+            assert np.allclose(row['mean'], halves['mean']*scale, rtol=rel, atol=0) and np.allclose(row['max'], halves['max']*scale, rtol=rel, atol=0)
+            assert np.allclose(row['l1'], halves['l1']*(scale if ttype!='weight' else .5), rtol=rel, atol=0)
+
+
 @pytest.mark.filterwarnings('ignore::torchember.EmberWarning')
-@pytest.mark.parametrize('case', [*exact, 'interleaved_2', 'tensor_parallel_2', 'experts_2', 'experts_4'])
+@pytest.mark.parametrize('case', [*exact, 'interleaved_2', 'two_models_4', 'hugging_face_t5_2', 'tensor_parallel_2', 'experts_2', 'experts_4'])
 def test_a_few_steps_at_a_time(ran, case, monkeypatch):
     "An engine that reads chunks of few steps has the rows of the whole"
     monkeypatch.setattr('torchember.frames.chunks.most_merged', 100)

@@ -8,7 +8,8 @@ __all__ = ['count_dispatch_modes', 'count_function_modes', 'inside_transform', '
            'metadata_passes', 'is_tracing', 'hooks_in_graphs', 'say_missing', 'computes_again', 'recomputing',
            'function_around', 'call_in', 'only_metadata', 'same_function', 'never_compile', 'say_no_hooks',
            'thread_token', 'never_merge', 'keep_in_order', 'has_step_hooks', 'loss_scale', 'is_unscaled',
-           'any_unscaled', 'shared_store', 'fsdp_of', 'is_fsdp', 'running_ddp', 'pipeline_stages', 'who_calls_hooks']
+           'any_unscaled', 'shared_store', 'fsdp_of', 'group_between_shards', 'is_fsdp', 'running_ddp',
+           'pipeline_stages', 'who_calls_hooks']
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch02
 import gc, sys, weakref
@@ -316,6 +317,10 @@ def fsdp_of(module):
         dims = [d for d in (getattr(g.mesh_info, n, None) for n in ('replicate_mesh_dim', 'shard_mesh_dim')) if d is not None]
         out.append((g.mesh_info.mesh, dims, getattr(g, 'gradient_divide_factor', None)))
     return out
+
+def group_between_shards(module):
+    "The group along which a `FullyShardedDataParallel` of a hybrid strategy has replicas of its shards, or None. In all torches"
+    return getattr(module, '_inter_node_pg', None)
 
 def is_fsdp(module): return hasattr(module, '_get_fsdp_state') # FSDP2 was given it
 

@@ -8,13 +8,14 @@ __all__ = ['of_batch', 'scaled', 'role_of', 'DataParallel', 'dims_of', 'ranks_of
 # %% ../../nbs/10_capture/45_ranks.ipynb #7f6fc875
 import sys
 from itertools import count
+from math import prod
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from .private_torch import fsdp_of, is_fsdp, pipeline_stages, running_ddp
+from .private_torch import fsdp_of, group_between_shards, is_fsdp, pipeline_stages, running_ddp
 
 # %% ../../nbs/10_capture/45_ranks.ipynb #c19e994a
 def role_of(placement):
@@ -28,7 +29,7 @@ class DataParallel(NamedTuple):
     "How the batch of a module is spread over processes"
     axes:tuple # Names of the axes
     scale:float # Gradients of activations times this are those of the loss of the whole batch
-    apart:frozenset=frozenset() # Ids of parameters that are not kept equal
+    apart:frozenset=frozenset() # Ids of parameters that are not kept equal along the first of these axes
 
 # %% ../../nbs/10_capture/45_ranks.ipynb #047dc1b4
 def dims_of(mesh):
@@ -119,9 +120,13 @@ class Ranks:
     def of_older_fsdp(self, module):
         "Of a `FullyShardedDataParallel`: whole in forward, and a shard of all parameters in a row at other times, which no number says"
         kind = getattr(sys.modules.get('torch.distributed.fsdp'), 'FullyShardedDataParallel', None)
-        if kind is None or not isinstance(module, kind) or 'HYBRID' in module.sharding_strategy.name: return None
-        ranks = ranks_of(module.process_group)
-        return DataParallel(tuple(filter(None, [self.axis('fsdp', ranks)])), 1/len(ranks), frozenset(map(id, module.parameters())))
+        if kind is None or not isinstance(module, kind): return None
+        along = [('fsdp', ranks_of(module.process_group))]
+        if 'HYBRID' in module.sharding_strategy.name:
+            if (between := group_between_shards(module)) is None: return None
+            along.append(('replicate', ranks_of(between)))
+        n = prod(len(ranks) for _,ranks in along)
+        return DataParallel(tuple(filter(None, [self.axis(*a) for a in along])), 1/n, frozenset(map(id, module.parameters())))
 
     def look_for_stages(self, model):
         "A process has one stage of a pipeline, or several that take turns"
@@ -151,7 +156,8 @@ class Ranks:
             if axis := self.axis(name or 'mesh', ranks): out[axis] = role_of(p)
         batch = self.batches.get(module)
         for a in batch.axes if batch else ():
-            out.setdefault(a, 'B' if ttype in of_batch else '?' if id(module._parameters.get(pname)) in batch.apart else 'R')
+            apart = a==batch.axes[0] and id(module._parameters.get(pname)) in batch.apart
+            out.setdefault(a, 'B' if ttype in of_batch else '?' if apart else 'R')
         if self.pipeline: out[self.pipeline] = 'U'
         n = 1
         for a,ranks in self.axes.items():

@@ -245,17 +245,25 @@ class Pieces:
         modules = set(self.df['path'][own].astype(object))
         shared = set(self.df['path'][weights & ~own].astype(object))-modules
         tops = sorted({top_of(m, shared) for m in modules})
-        ranks = sorted(set(self.rank.tolist()))
-        paths = [[p for p in self.all_paths(r) if any(p==t or p.startswith(f'{t}.') for t in tops)] for r in ranks]
-        names = names_in_whole(paths, [f'@rank{r}' for r in ranks])
-        self.own = dict(zip(ranks, names, strict=True))
+        first = self.groups()
+        group = {r: int(first[own & (self.rank==r)].min(initial=r)) for r in sorted(set(self.rank.tolist()))}
+        firsts = sorted(set(group.values()))
+        paths = [[p for p in self.all_paths(r) if not shared or any(p==t or p.startswith(f'{t}.') for t in tops)] for r in firsts]
+        names = dict(zip(firsts, names_in_whole(paths, [f'@rank{r}' for r in firsts]), strict=True))
+        self.own = {r: names[f] for r,f in group.items()}
         self.df = renamed(self.df, self.rank, self.own)
-        new = sorted({n for of in names for p,n in of.items() if n!=p and p in tops})
-        self.said.append(f"Each process has parameters of its own in {listed(tops)}, and nothing says why: they are shown as different ones, "
-            f"{listed(new)}.")
+        new = sorted({n for of in names.values() for p,n in of.items() if n!=p and p in tops})
+        whose = 'Each process has parameters of its own' if len(firsts)==len(group) else f'{len(firsts)} groups of processes have parameters of their own'
+        self.said.append(f"{whose} in {listed(tops)}, and nothing says why: they are shown as different ones, {listed(new)}.")
         self.settle()
 
     # ---- pieces
+
+    def groups(self):
+        "For each row the first of the processes that are known to have a part of the same tensor, or the same of it"
+        axes = [frozenset(a for a,r in roles.items() if r not in ('?', 'U')) for roles in self.parts]
+        some,which = np.unique(np.stack([self.part, self.rank]), axis=1, return_inverse=True)
+        return np.array([self.processes.first(axes[p], r) for p,r in some.T.tolist()], int)[which.reshape(-1)]
 
     def settle(self):
         "Which piece of its tensor each row is of. What is said to be a part, or nothing is said of, is a replica where it is equal"
@@ -270,6 +278,7 @@ class Pieces:
         self.unsettled = np.zeros(len(self.df), bool)
         for a in sorted({a for roles in self.parts for a,r in roles.items() if r in ('?', 'B')}):
             batch,of = self.along(a, 'B'),self.along(a, '?')
+            if a=='world' and of.any(): of &= self.several() # else all who have it are known
             line = np.array([self.processes.line(a, r) for r in range(self.rank.max()+1)])[self.rank]
             compared = self.key,first_of_each(together(self.key, line)),of | batch
             odd = odd_keys(self.df, self.nameless, *compared)
@@ -284,6 +293,11 @@ class Pieces:
             i = rows[0]
             axes = frozenset(a for a,r in self.parts[self.part[i]].items() if r=='R' or a in same and same[a][i])
             self.piece[rows] = self.processes.first(axes, int(self.rank[i]))
+
+    def several(self):
+        "Whether the tensor of each row is of processes of which nobody says how they belong together"
+        group = self.groups()
+        return (np.bincount(self.key[first_of_each(together(self.key, group))==np.arange(len(group))], minlength=self.key.max(initial=-1)+1)>1)[self.key]
 
     def sum_along(self, axis, parts, wholes):
         "What each process has whole, as positions, has a gradient that is the sum of those of all parts of the batch. parts, wholes: whether each row is one"
