@@ -410,7 +410,6 @@ def rows_of_ranks(logs, file=None, keep=None, shared=(), steps=None):
     if not keep: wanted = [slice(None)]*len(each)
     each_rank = [np.full(n, r) if isinstance(r, int) else r[w] for r,w,(n,_) in zip(ranks_of, wanted, each, strict=True)]
     df = assembled(*got).assign(rank=np.concatenate([np.zeros(0, int), *each_rank]))
-    if shared: df = df.iloc[np.argsort(df['rank'].to_numpy(), kind='stable')].reset_index(drop=True)
     df = tidy(current(df))
     good = sensible_rows(df)
     lost = dict.fromkeys(logs, 0)|{r: sum(p['torn'] for _,p in [of[r] for _,of in shared if r in of]) for r in {r for _,of in shared for r in of}}
