@@ -186,6 +186,9 @@ def test_stages_of_a_pipeline(monkeypatch):
     about = {'rank': 0, 'world': 4, 'axes': {'pp': [0, 2]}}
     assert told==[{**about, 'stages': {'0': 1}}, {**about, 'stages': {'0': 1, '1': 3}}]
     assert part(r, m[0], 'output_grad')=={'part': 'pp:U world:?', 'gscale': .125} and of_own(r, m[0])=={'part': 'pp:U world:?'}
+    stages.clear()
+    r.pass_begins()
+    assert told[2]==about and of_own(r, m[0])=={'part': 'pp:? world:?'} and part(r, m[0], 'output_grad')=={'part': 'pp:? world:?'} # it is in none any more
     stages[:] = [(SimpleNamespace(stage_index=0, group=None), m[0], 1)]
     r,told = watched(m)
     r.pass_begins()

@@ -9,10 +9,11 @@ import weakref
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 from torch.distributed import HashStore
 
-from torchember.frames import packed_rows, whole_steps
+from torchember.frames import packed_rows, ranks, whole_steps
 from torchember.frames.packed_rows import Packet, Packing, Unpacking, WholeRows, split
 from torchember.frames.whole_steps import Assembly, Inbox, Outbox, Sharing, WholeSteps
 from torchember.ground.record import line_of
@@ -292,6 +293,34 @@ def test_the_whole_is_told(pair):
     for s in range(3): pair.step(s); pair.both()
     assert pair.seen()==[(s, [(3.5+s, None)]) for s in range(3)] and not pair.said and pair.first.remark() is None
     assert pair.store.num_keys()<=1 # what was read is removed; HashStore counts one of its own
+
+
+def test_a_replica_that_has_drifted_is_said_once(pair):
+    "while the training goes on, also when other rows come and go; what passes is not"
+    pair.first.sharing.whole.drift.patience = 3
+    def step(n, off):
+        for p,more in (pair.first, 0.), (pair.second, off):
+            p.put([], line_of(row(0, np.arange(4.)+more, n, part='dp:R', ttype='weight'))+b'\n')
+            if n%2: p.put([], line_of(row(0, np.arange(4.), n, part='dp:R', ttype='buffer'))+b'\n')
+            p.over()
+        pair.both()
+    for n,off in enumerate([0., 1e-3, 1e-3, 0., 1e-13, 1e-3, 1e-3]): step(n, off)
+    assert not pair.said
+    for n in 7, 8, 9: step(n, 1e-3)
+    assert pair.said==['Replicas have drifted apart: rank 1 has another weight weight_0 of up than rank 0 since step 5. The first rank\'s are shown.']
+
+
+def test_a_drift_is_of_the_tensor_and_the_process_that_began_it():
+    drift = ranks.Drift()
+    drift.patience = 2
+    said = []
+    for n in range(4):
+        there = [(r, i, np.arange(4.)+(r==2)*(n>1)+(r==1)*(n>0)*(i>0)) for r in range(3) for i in (0, 1)]
+        df = pd.DataFrame([row(r, x, n, part='dp:R', ttype='weight', module=f'm(M).{i}(L)', path=str(i)) for r,i,x in there])
+        pieces = ranks.Pieces(df, {r: about(r, 3) for r in range(3)}, {})
+        said.append(drift.look(pieces, *ranks.replicas(pieces)))
+    assert said[:2]==[None, None] and said[3:]==[None]
+    assert said[2]=="Replicas have drifted apart: rank 1 has another weight weight_0 of 1 than rank 0 since step 1. The first rank's are shown."
 
 
 def test_pieces_of_a_step_are_one_and_late_numbers_follow(pair):

@@ -63,8 +63,8 @@ class Ranks:
         self.model,self.rank,self.world,self.tell,self.told = model,rank,world,tell,None
         self.axes = {} # name -> ranks along it, this process among them, in order
         self.batches = WeakKeyDictionary() # module -> `DataParallel`
-        self.stages,self.pipeline = {},None # path of a module that is a stage of a pipeline -> its number; the axis
-        self.pipeline_scale,self.known,self.looked = 1.,{},0
+        self.stages,self.pipeline,self.pipeline_scale = {},None,1. # path of a module that is a stage of a pipeline -> its number; the axis
+        self.known,self.looked = {},0
         self.sharded = False # whether a parameter is a `DTensor`: then there may be partial sums
 
     def axis(self, name, ranks):
@@ -80,6 +80,7 @@ class Ranks:
         "Find what spreads the model: what was wrapped since the last look is found, too"
         self.looked += 1
         self.batches.clear(); self.known.clear()
+        self.stages,self.pipeline,self.pipeline_scale = {},None,1.
         inner = getattr(self.model, 'module', self.model) if isinstance(self.model, nn.parallel.DistributedDataParallel) else self.model
         for ddp in (running_ddp(), *(m for m in self.model.modules() if isinstance(m, nn.parallel.DistributedDataParallel))):
             if ddp is not None: self.spread(inner if isinstance(ddp.module, nn.ParameterList) else ddp.module, self.of_ddp(ddp)) # which `replicate` gives it

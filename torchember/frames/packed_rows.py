@@ -10,7 +10,7 @@ import hashlib, json
 
 import numpy as np
 
-from .ranks import Merge, Pieces
+from .ranks import Drift, Merge, Pieces, replicas
 from ..ground.needs import needs
 from ..ground.record import identity, of_pieces
 from ..measure.summary import derived
@@ -138,7 +138,8 @@ class WholeRows:
     most = 16 # combinations of layouts to remember
     def __init__(self):
         self.known,self.about,self.paths = {},{},{} # about, paths: as `Pieces` has them, of each rank
-        self.merged = {} # layouts -> pieces, merge: of the last step
+        self.merged = {} # layouts -> pieces, merge, which rows are to be equal: of the last step
+        self.drift,self.said = Drift(),[] # said: what the user should know
 
     def hear(self, rank, packet):
         "What a process says of itself"
@@ -153,12 +154,13 @@ class WholeRows:
 
     def merge(self, key, places, columns):
         "The merge of the last step that had these layouts, with other numbers; where these do not fit a new one"
-        pieces,merge = self.merged.get(key, (None, None))
+        pieces,merge,equal = self.merged.get(key, (None, None, None))
         if pieces is not None and (pieces := pieces.again(columns)) is not None: merge = merge.again(pieces)
         else:
             pieces = Pieces(places.fixed.assign(**columns), {r: a for r,a in self.about.items() if a}, self.paths)
-            merge = Merge(pieces)
-        self.merged[key] = pieces,merge
+            merge,equal = Merge(pieces),replicas(pieces)
+        self.merged[key] = pieces,merge,equal
+        if said := self.drift.look(pieces, *equal): self.said.append(said)
         return merge
 
     def rows(self, packets): # rank -> `Packet`

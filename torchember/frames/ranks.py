@@ -6,7 +6,8 @@
 __all__ = ['most', 'sensible', 'key', 'merged_columns', 'only_pieces', 'numbered_children', 'with_ancestors', 'names_in_whole',
            'numbered_on', 'understood', 'is_number', 'is_line', 'Processes', 'numbers_in', 'differs', 'odd_keys',
            'nameless_in', 'samples_in', 'first_of_each', 'coded_parts', 'together', 'Pieces', 'Merge', 'untold',
-           'drift', 'steps_of_ranks', 'gone', 'unknown_scale', 'same_batch', 'wholes', 'own_names', 'whole']
+           'replicas', 'Drift', 'drift', 'apart', 'steps_of_ranks', 'gone', 'unknown_scale', 'same_batch', 'wholes',
+           'own_names', 'whole']
 
 # %% ../../nbs/50_frames/03_ranks.ipynb #bf127dde
 import copy, re
@@ -464,11 +465,43 @@ def untold(pieces):
         elif lost: yield (f"{listed([f'rank {r}' for r in lost])} left no metadata (data/ranks_*.json), and no other process says who stands with it along "
             f"{name}: what it holds is taken for pieces of its own.")
 
+def replicas(pieces):
+    "For each row the one that it should be equal to, and whether it should"
+    at = first_of_each(together(pieces.key, pieces.piece))
+    return at, ~pieces.has('P', 'P*') & ~pieces.df['ttype'].isin(['buffer', 'scalar']).to_numpy()
+
+class Drift:
+    "Says while a training goes on that replicas are none any more"
+    patience = 10 # steps in a row that two have to differ: while loops are loaded, rounding does for some
+
+    def __init__(self): self.since,self.done = {},False # rank and tensor -> first step, how many there were
+
+    def look(self, pieces, at, may): # at, may: as `replicas` has them
+        """Rows of a step. The sentence, once; None where there is nothing to say
+
+        Returns:
+            at, may: as `replicas` has them
+        """
+        if self.done: return None
+        df = pieces.df
+        off = np.flatnonzero(differs(df, at) & may)
+        if not len(off) and not self.since: return None
+        there = [c for c in ('path', 'ttype', 'tname', 'call', 'micro') if c in df]
+        def places(rows): return zip(pieces.rank[rows].tolist(), *(df[c].iloc[rows].astype(object).tolist() for c in there), strict=True)
+        steps = df['step'].iloc[off].tolist()
+        new = {p: (self.since[p][0], self.since[p][1]+1, i) if p in self.since else (s, 1, i) for p,s,i in zip(places(off), steps, off.tolist(), strict=True)}
+        equal = set(places(np.flatnonzero(may & (at!=np.arange(len(at))))))-new.keys()
+        self.since = {p: v for p,v in self.since.items() if p not in equal}|new # of others there was no row
+        lasting = [(step, i, p[0]) for p,(step,n,i) in new.items() if n>=self.patience]
+        if not lasting: return None
+        self.done = True
+        step,i,rank = min(lasting)
+        return apart(df.iloc[i], rank, pieces.rank[at[i]], step, len(lasting)-1)
+
 def drift(pieces):
     "Replicas that are none any more: which process, which tensor, since when"
-    df,place = pieces.df,together(pieces.key, pieces.piece)
-    at = first_of_each(place)
-    off = differs(df, at) & ~pieces.has('P', 'P*') & ~df['ttype'].isin(['buffer', 'scalar']).to_numpy()
+    df,(at,may) = pieces.df,replicas(pieces)
+    off = differs(df, at) & may
     if not off.any(): return None
     pd = needs('pandas', for_='A table of rows')
     d = pd.DataFrame({'rank': pieces.rank, 'step': df['step'].to_numpy(), 'off': off, 'row': np.arange(len(off)),
@@ -481,9 +514,12 @@ def drift(pieces):
         lasting.append((int(since['step']), int(since['row']), int(rank)))
     if not lasting: return None
     step,row,rank = min(lasting)
-    more = f", and {len(lasting)-1} more tensors follow" if len(lasting)>1 else ''
-    other = f"rank {rank} has another {named(df.iloc[row])} than rank {pieces.rank[at[row]]}"
-    return f"Replicas have drifted apart: {other} since step {step}{more}. The first rank's are shown."
+    return apart(df.iloc[row], rank, pieces.rank[at[row]], step, len(lasting)-1)
+
+def apart(row, rank, first, step, more=0):
+    "The sentence for a process that has another replica than the first one. row: of the tensor; step: since when; more: of how many others this is so"
+    more = f", and {more} more tensors follow" if more else ''
+    return f"Replicas have drifted apart: rank {rank} has another {named(row)} than rank {first} since step {step}{more}. The first rank's are shown."
 
 def steps_of_ranks(pieces):
     "Rank -> first and last step of its rows"

@@ -150,6 +150,7 @@ class Sharing:
             "there again, and each row says so ('without').")
         if 0 not in packets or len(self.assembly.waiting[0])>self.most: self.left_out += 1; return
         rows = self.whole.rows(packets)
+        while self.whole.said: self.note(self.whole.said.pop(0))
         if without:
             self.partial += 1
             for r in rows: r['without'] = without
