@@ -1294,6 +1294,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                       'torchember/frames/ranks.py'),
                                          'torchember.frames.ranks.Pieces.name_stages': ( '50_frames/ranks.html#pieces.name_stages',
                                                                                          'torchember/frames/ranks.py'),
+                                         'torchember.frames.ranks.Pieces.rename_own': ( '50_frames/ranks.html#pieces.rename_own',
+                                                                                        'torchember/frames/ranks.py'),
                                          'torchember.frames.ranks.Pieces.settle': ( '50_frames/ranks.html#pieces.settle',
                                                                                     'torchember/frames/ranks.py'),
                                          'torchember.frames.ranks.Pieces.several': ( '50_frames/ranks.html#pieces.several',

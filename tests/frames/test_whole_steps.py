@@ -108,6 +108,22 @@ def test_a_merge_is_not_kept_for_processes_that_stand_otherwise():
     assert plain(w.rows(some(2)))==plain(fresh.rows(some(2)))
 
 
+def test_what_processes_have_of_their_own_keeps_its_name_in_rows_without_weights():
+    "Weights that differ, and of which nothing is known, are told every other step only. A number that was noted is a mean all the same"
+    w,rng = WholeRows(),np.random.default_rng(0)
+    for r in (0, 1): w.hear(r, Packet.of([], about=about(r), paths=['', 'up']))
+    def some(s, weights):
+        noted = [dict(loss=float(r), module='model(Net)', ts='now', ttype='scalar', tname='log', step=s, dtype='float64', call=0, rank=r) for r in (0, 1)]
+        own = [[row(r, rng.normal(size=3), s, None, 'weight', pname='weight')] for r in (0, 1)]
+        return packets(*([row(r, rng.normal(size=(2, 3)), s, None), *own[r][:weights], noted[r]] for r in (0, 1)))
+    for s,weights in enumerate([True, False, True, False]):
+        rows = w.rows(some(s, weights))
+        there = sorted((r['ttype'], r.get('path')) for r in rows if r['ttype']!='scalar')
+        assert there==[(t, f'up@rank{r}') for t in ('output', 'weight')[:1+weights] for r in (0, 1)]
+        loss, = (r for r in rows if r['ttype']=='scalar')
+        assert loss['loss']==.5 and loss['module']=='model(Net)' and 'path' not in loss
+
+
 def test_a_noted_number_that_is_not_finite():
     "is NaN in the row of its call, and in no other"
     more = dict(module='model(Net)', ts='now', ttype='scalar', tname='log', step=3, dtype='float64')

@@ -107,7 +107,7 @@ def test_processes_that_were_started_count(rows):
     from benchmarks.machine import family
     before,own = family(),process_time()
     run([executable, '-c', 'import time\nwhile time.process_time()<.3: pass'], check=True)
-    assert family()-before >= .3 > process_time()-own
+    assert family()-before >= .25 > process_time()-own # what a process used is known to the tick once it has ended
 
 
 def test_list_and_names(rows, capsys):

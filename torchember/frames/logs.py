@@ -57,8 +57,8 @@ class Source:
             self.name,self.path = self.t.fname,self.t.log_path
         else: raise TypeError(f"a run is a name, a file, a torchEmber or its te.t, got {an(run)}. A table need not be read: pass it on as it is.")
 
-    def blocks(self, after=(0, 0)): # bytes of the log whose rows are known, and these rows
-        "The lines of the run, in blocks"
+    def blocks(self, after=(0, 0)):
+        "The lines of the run, in blocks. after: bytes of the log whose rows are known, and these rows"
         if self.t is not None: return self.t.blocks(after)
         return older_blocks(self.path) if is_older(self.path) else blocks_of_run(self.path, after=after)
 

@@ -139,6 +139,7 @@ class WholeRows:
     def __init__(self):
         self.known,self.about,self.paths = {},{},{} # about, paths: as `Pieces` has them, of each rank
         self.merged = {} # layouts -> pieces, merge, which rows are to be equal: of the last step
+        self.own = {} # of the last rows that told which parameters processes have of their own: what each calls them
         self.drift,self.said = Drift(),[] # said: what the user should know
 
     def hear(self, rank, packet):
@@ -157,7 +158,10 @@ class WholeRows:
         pieces,merge,equal = self.merged.get(key, (None, None, None))
         if pieces is not None and (pieces := pieces.again(columns)) is not None: merge = merge.again(pieces)
         else:
-            pieces = Pieces(places.fixed.assign(**columns), {r: a for r,a in self.about.items() if a}, self.paths)
+            rows,about = places.fixed.assign(**columns),{r: a for r,a in self.about.items() if a}
+            pieces = Pieces(rows, about, self.paths)
+            if pieces.own: self.own = pieces.own
+            elif self.own and not (rows['ttype']=='weight').any(): pieces = Pieces(rows, about, self.paths, self.own) # no weights, nothing is decided
             merge,equal = Merge(pieces),replicas(pieces)
         self.merged[key] = pieces,merge,equal
         if said := self.drift.look(pieces, *equal): self.said.append(said)

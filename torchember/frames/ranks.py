@@ -237,7 +237,7 @@ class Pieces:
     def name_own(self):
         "Parameters that nobody says to be replicas, and that differ, are no pieces of one tensor: each process has its own"
         if self.own is not None:
-            if self.own: self.df = renamed(self.df, self.rank, self.own); self.settle()
+            if self.own: self.rename_own()
             return
         self.own = {}
         weights = (self.df['ttype']=='weight').to_numpy()
@@ -252,10 +252,14 @@ class Pieces:
         paths = [[p for p in self.all_paths(r) if not shared or any(p==t or p.startswith(f'{t}.') for t in tops)] for r in firsts]
         names = dict(zip(firsts, names_in_whole(paths, [f'@rank{r}' for r in firsts]), strict=True))
         self.own = {r: names[f] for r,f in group.items()}
-        self.df = renamed(self.df, self.rank, self.own)
+        self.rename_own()
         new = sorted({n for of in names.values() for p,n in of.items() if n!=p and p in tops})
         whose = 'Each process has parameters of its own' if len(firsts)==len(group) else f'{len(firsts)} groups of processes have parameters of their own'
         self.said.append(f"{whose} in {listed(tops)}, and nothing says why: they are shown as different ones, {listed(new)}.")
+
+    def rename_own(self):
+        "All but the numbers that were noted: of these there is the mean"
+        self.df = renamed(self.df, self.rank, self.own, (self.df['ttype']!='scalar').to_numpy())
         self.settle()
 
     # ---- pieces
@@ -558,14 +562,15 @@ def same_batch(pieces):
     return "All processes are given the same batch: each input has the same numbers on all of them. Has the sampler been told of the ranks?"
 
 # %% ../../nbs/50_frames/03_ranks.ipynb #a7c10005
-def renamed(df, ranks, names):
-    "Rows of modules that have other names. names: rank -> path -> path"
+def renamed(df, ranks, names, of=None):
+    "Rows of modules that have other names. names: rank -> path -> path; of: for each row whether it is renamed, None for all"
     pd = needs('pandas', for_='A table of rows')
     path,module = (df[c].astype(object).to_numpy(copy=True) for c in ('path', 'module'))
-    pairs = pd.DataFrame({'rank': ranks, 'path': path, 'module': module})
+    at = np.arange(len(df)) if of is None else np.flatnonzero(of)
+    pairs = pd.DataFrame({'rank': ranks[at], 'path': path[at], 'module': module[at]})
     for (rank,p,m),rows in pairs.groupby(['rank', 'path', 'module'], sort=False).indices.items():
         new = names.get(rank, {}).get(p, p)
-        if new!=p: path[rows],module[rows] = new,display_name(m, new)
+        if new!=p: path[at[rows]],module[at[rows]] = new,display_name(m, new)
     return df.assign(path=pd.Categorical(path), module=pd.Categorical(module))
 
 def display_name(module, new):

@@ -288,8 +288,8 @@ class LogFile:
         if not (self.ours and self.waiting): return None, b''
         with self.lock: return self.size_there, b''.join(data for data,_ in self.waiting)
 
-    def blocks(self, after=(0, 0)): # bytes of the log whose rows are known, and these rows
-        "All lines, in blocks"
+    def blocks(self, after=(0, 0)):
+        "All lines, in blocks. after: bytes of the log whose rows are known, and these rows"
         size,more = self.untaken()
         return blocks_of_run(None if self.fresh else self.path, more, size, after)
 
@@ -602,11 +602,13 @@ class StoredRun:
         try: return is_first(self[f'base_{self.fname}'])
         except (KeyError, ValueError, OSError): return False # none, half of one, or one that may not be read
 
-    def blocks(self, after=(0, 0)): # bytes of the log whose rows are known, and these rows
+    def blocks(self,
+        after=(0, 0) # Bytes of the log whose rows are known, and these rows
+    ):
         """The lines of the run, in blocks: those of the file, and those that it could not take
 
-        Returns:
-            bytes of the log whose rows are known, and these rows
+        Args:
+            after: Bytes of the log whose rows are known, and these rows
         """
         if self.older(): return older_blocks(self.log_path) if self.folder else first_lines(blocks_of(self.log_path))
         return self.file.disk.blocks(after)
