@@ -279,8 +279,52 @@ def report_of(recorder, live): # live: CPU seconds of its pictures
         **took, errors=r.notices.errors, skipped=r.notices.unmeasurable, remarks=[*r.remarks(), *f.remarked()], **{k: v for k,v in beside.items() if v},
         **({} if cost.budget is None else {'thinned': cost.budget.thinned-r.pipe.gate.decide.denied, 'budget': str(cost.budget)}))
 
+# %% ../nbs/45_ember.ipynb #111be30d
+class Arming:
+    "A model is armed, and given back as it was"
+    def watched(self, ts):
+        "The ids of the modules to record"
+        pairs = [(p, t.module) for t in ts for p in (t.path, *t.aliases)]
+        return chosen(pairs, *self.chosen)
+
+    def arm(self): # The ember
+        """Start to record; nothing happens when it is armed already
+
+        Returns:
+            The ember
+        """
+        if self.armed or disabled(): return self
+        say_missing()
+        disarm_earlier(unwrap(self.model))
+        self.tracks,self.armed = tracks(unwrap(self.model)),True
+        try: self.recorder.arm(self.tracks, self.watched(self.tracks), lambda: self, {'disarm': lambda: (self.disarm(), self.model)[1]})
+        except BaseException:
+            self.disarm() # whatever it was, nothing is left behind
+            raise
+        return self
+
+    def disarm(self): # The model
+        """Stop recording and give every module back as it was; nothing happens when it is not armed
+
+        Returns:
+            The model
+        """
+        if self.armed:
+            self.recorder.disarm()
+            self.armed = False
+        return self.model
+
+    def rearm(self): # The ember
+        """Disarm and arm: takes in modules that came or went since
+
+        Returns:
+            The ember
+        """
+        self.disarm()
+        return self.arm()
+
 # %% ../nbs/45_ember.ipynb #478d3f42
-class torchEmber(OwnStatistics, Notes, Views):
+class torchEmber(OwnStatistics, Notes, Views, Arming):
     """Watch a model: arms it at once, and records every pass until `torchEmber.disarm`
 
     Args:
@@ -356,47 +400,6 @@ class torchEmber(OwnStatistics, Notes, Views):
         base = {'start': now(), 'user': user(), 'schema': SCHEMA, 'model': self.model_name}
         t.begin(base, {'parameters': known.meta()} | ({'ranks': ranks.meta()} if ranks else {}) |
             ({} if resume else {'vis': {'vis_type': 'standard'}, 'structure': self.mod_tree()}))
-
-    def watched(self, ts):
-        "The ids of the modules to record"
-        pairs = [(p, t.module) for t in ts for p in (t.path, *t.aliases)]
-        return chosen(pairs, *self.chosen)
-
-    def arm(self): # The ember
-        """Start to record; nothing happens when it is armed already
-
-        Returns:
-            The ember
-        """
-        if self.armed or disabled(): return self
-        say_missing()
-        disarm_earlier(unwrap(self.model))
-        self.tracks,self.armed = tracks(unwrap(self.model)),True
-        try: self.recorder.arm(self.tracks, self.watched(self.tracks), lambda: self, {'disarm': lambda: (self.disarm(), self.model)[1]})
-        except BaseException:
-            self.disarm() # whatever it was, nothing is left behind
-            raise
-        return self
-
-    def disarm(self): # The model
-        """Stop recording and give every module back as it was; nothing happens when it is not armed
-
-        Returns:
-            The model
-        """
-        if self.armed:
-            self.recorder.disarm()
-            self.armed = False
-        return self.model
-
-    def rearm(self): # The ember
-        """Disarm and arm: takes in modules that came or went since
-
-        Returns:
-            The ember
-        """
-        self.disarm()
-        return self.arm()
 
     def step(self):
         "The training step is over: call it after `backward`, before `zero_grad`. From then on only this closes one"

@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 
 from torchember.frames import packed_rows, ranks, whole_steps
 from torchember.frames.packed_rows import Packet, Packing, Unpacking, WholeRows, split
-from torchember.frames.whole_steps import Assembly, Inbox, Outbox, Sharing, WholeSteps
+from torchember.frames.whole_steps import Assembly, Inbox, Outbox, Sharing, WholeSteps, done_by
 from torchember.ground.record import line_of
 from torchember.measure.summary import Summary
 
@@ -250,7 +250,7 @@ def test_all_steps_that_are_left_out_are_counted(monkeypatch):
     p.first.thread = threading.main_thread()
     for s in range(1, 11): p.step(s, [0])
     assert p.first.left_out==2 and p.first.queue.qsize()==8
-    p.first.do(p.first.queue.get()) # 7 more wait: nobody waits for the other process
+    done_by(p.first.sharing, p.first.queue.get()) # 7 more wait: nobody waits for the other process
     assert p.first.sharing.left_out==1 and len(p.first.sharing.assembly.waiting[0])==1 and not p.first.sharing.partial
     assert p.first.remark()=='Of the whole, 3 steps came quicker than they could be told of, and were left out.'
     p.first.audience.wait()

@@ -164,6 +164,12 @@ def gradient_scale(
     if getattr(o, 'grad_scale', None) is not None: return o.grad_scale # a fused optimizer divides by it in its kernel
     return None if is_unscaled(scaler, o) else loss_scale(scaler)
 
+# %% ../../nbs/10_capture/40_optimizer.ipynb #788eb7bf
+def skips_itself(o):
+    "Whether a fused optimizer was told that its gradients are not finite, and changed nothing"
+    found = getattr(o, 'found_inf', None)
+    return found is not None and bool(found.item())
+
 # %% ../../nbs/10_capture/40_optimizer.ipynb #abf984a9
 class OptimizerWatch:
     """Hears when optimizers step, and when a scaler does not let them
@@ -257,9 +263,7 @@ class OptimizerWatch:
         for w in done: self.tell(w)
         return out
 
-    @property
-    def busy(self): # Whether a step of one of them is running
-        return bool(self.inside) or any(self.running.values())
+    busy = property(lambda self: bool(self.inside) or any(self.running.values())) # whether a step of one of them is running
 
     def before(self, o, still=True): # still: whether the weights are what they were before the step
         self.fired.add(id(o))
@@ -271,8 +275,7 @@ class OptimizerWatch:
 
     def tell(self, o):
         self.stepped.add(id(o))
-        found = getattr(o, 'found_inf', None)
-        self.listener.step_skipped(o) if found is not None and found.item() else self.listener.step_ends(o)
+        self.listener.step_skipped(o) if skips_itself(o) else self.listener.step_ends(o)
 
     def scaled_step(self, scaler, go, args, kwargs):
         "The scaler's step: when the optimizer's hooks stay silent, it was skipped"

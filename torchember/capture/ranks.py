@@ -44,29 +44,9 @@ def ranks_of(group): return tuple(torch.distributed.get_process_group_ranks(grou
 of_batch = 'input', 'output', 'input_grad', 'output_grad' # tensor types of which each data-parallel process has a part
 scaled = 'input_grad', 'output_grad' # and which are as large as the part is small
 
-# %% ../../nbs/10_capture/45_ranks.ipynb #5842246e
-class Ranks:
-    """Says which piece of the whole each tensor of a model is
-
-    Args:
-        model: The model, wrapped or not
-        rank, world: Of this process; how many there are
-        tell: Called with what a reader has to know of the processes when it is another than before
-    """
-    looks = 3 # passes that are looked at anew: a model may be wrapped after it was armed
-
-    def __init__(self,
-        model:nn.Module, # The model, wrapped or not
-        rank:int, world:int, # Of this process; how many there are
-        tell=lambda meta: None # Called with what a reader has to know of the processes when it is another than before
-    ):
-        self.model,self.rank,self.world,self.tell,self.told = model,rank,world,tell,None
-        self.axes = {} # name -> ranks along it, this process among them, in order
-        self.batches = WeakKeyDictionary() # module -> `DataParallel`
-        self.stages,self.pipeline,self.pipeline_scale = {},None,1. # path of a module that is a stage of a pipeline -> its number; the axis
-        self.known,self.looked = {},0
-        self.sharded = False # whether a parameter is a `DTensor`: then there may be partial sums
-
+# %% ../../nbs/10_capture/45_ranks.ipynb #29cfcf83
+class Layout:
+    "How a model is spread over the processes: the axes along which they stand, and what wraps which module"
     def axis(self, name, ranks):
         "The name of the axis along these ranks, which may be known already; None where it is of one process"
         if len(ranks)==1: return None
@@ -91,11 +71,6 @@ class Ranks:
         for p in spread:
             for name,ranks in dims_of(p.device_mesh) or (): self.axis(name or 'mesh', ranks)
         self.look_for_stages(inner)
-
-    def pass_begins(self):
-        if self.looked<self.looks:
-            self.look()
-            if (meta := self.meta())!=self.told: self.told = meta; self.tell(meta)
 
     def spread(self, module, batch):
         "All of a module is under the same wrapper; what is inside of it may be under another one, and comes later"
@@ -135,6 +110,34 @@ class Ranks:
         for stage,module,divided in pipeline_stages(model):
             self.stages[paths[id(module)]],self.pipeline_scale = stage.stage_index,1/divided
             self.pipeline = self.axis('pp', ranks_of(stage.group or torch.distributed.group.WORLD))
+
+# %% ../../nbs/10_capture/45_ranks.ipynb #5842246e
+class Ranks(Layout):
+    """Says which piece of the whole each tensor of a model is
+
+    Args:
+        model: The model, wrapped or not
+        rank, world: Of this process; how many there are
+        tell: Called with what a reader has to know of the processes when it is another than before
+    """
+    looks = 3 # passes that are looked at anew: a model may be wrapped after it was armed
+
+    def __init__(self,
+        model:nn.Module, # The model, wrapped or not
+        rank:int, world:int, # Of this process; how many there are
+        tell=lambda meta: None # Called with what a reader has to know of the processes when it is another than before
+    ):
+        self.model,self.rank,self.world,self.tell,self.told = model,rank,world,tell,None
+        self.axes = {} # name -> ranks along it, this process among them, in order
+        self.batches = WeakKeyDictionary() # module -> `DataParallel`
+        self.stages,self.pipeline,self.pipeline_scale = {},None,1. # path of a module that is a stage of a pipeline -> its number; the axis
+        self.known,self.looked = {},0
+        self.sharded = False # whether a parameter is a `DTensor`: then there may be partial sums
+
+    def pass_begins(self):
+        if self.looked<self.looks:
+            self.look()
+            if (meta := self.meta())!=self.told: self.told = meta; self.tell(meta)
 
     def roles(self,
         module, # Whose tensor it is

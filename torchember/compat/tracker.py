@@ -252,6 +252,21 @@ class TensorStash:
 
     first_value = property(lambda self: self.value, doc="The same: each output is a stash of its own")
 
+# %% ../../nbs/80_compat/20_tracker.ipynb #0495c1c5
+def hand_over(wandb, name, path):
+    "A LogFrame goes to W&B"
+    artifact = wandb.Artifact(name=re.sub(r'[^\w.-]', '_', name), type='torchember-logframe')
+    artifact.add_file(path)
+    wandb.run.log_artifact(artifact)
+
+def stash_of(row):
+    "A row of a LogFrame, as what was kept of a tensor"
+    part = {top: {c: v for (t,c),v in row.items() if t==top} for top in (META, STAT, EXP)}
+    bins = [*part[EXP]]
+    bins = [bins[1]-1, *bins[1:-1], bins[-2]+1]
+    hist = {'exp_hist': {'hist': [*part[EXP].values()], 'bins': bins}} if any(part[EXP].values()) else {}
+    return TensorStash(*(part[META][k] for k in ('name', 'type', 'tensor_type', 'dtype')), {'scalar_stats': part[STAT], **hist})
+
 # %% ../../nbs/80_compat/20_tracker.ipynb #61676271
 class Tracker:
     """The face of a run: `ended` says that a step is over, `finish` writes a LogFrame. As a list it has what was kept of the latest step's tensors
@@ -342,7 +357,7 @@ class Tracker:
         try:
             if self.offload_fn: self.offload(self.current_step)
             self.write()
-            if self.wandb and self.out_path: self.hand_over()
+            if self.wandb and self.out_path: hand_over(self.wandb, self.name, self.out_path)
         except Exception as e:
             if not failed: raise
             warn(f"The LogFrame was not written: {type(e).__name__}: {e}. The log is complete: to_logframe({self.name!r}) makes one.")
@@ -362,20 +377,9 @@ class Tracker:
         self.out_path = str(path)
         print(f"LogFrame of this run: {path}")
 
-    def hand_over(self):
-        "The LogFrame goes to W&B"
-        artifact = self.wandb.Artifact(name=re.sub(r'[^\w.-]', '_', self.name), type='torchember-logframe')
-        artifact.add_file(self.out_path)
-        self.wandb.run.log_artifact(artifact)
-
     def __iter__(self):
         lf = self.latest()
-        for row in () if lf is None else lf.to_dict('records'):
-            part = {top: {c: v for (t,c),v in row.items() if t==top} for top in (META, STAT, EXP)}
-            bins = [*part[EXP]]
-            bins = [bins[1]-1, *bins[1:-1], bins[-2]+1]
-            hist = {'exp_hist': {'hist': [*part[EXP].values()], 'bins': bins}} if any(part[EXP].values()) else {}
-            yield TensorStash(*(part[META][k] for k in ('name', 'type', 'tensor_type', 'dtype')), {'scalar_stats': part[STAT], **hist})
+        yield from map(stash_of, () if lf is None else lf.to_dict('records'))
 
     def __len__(self): return len(self.t.latest_line_list())
     def __bool__(self): return True

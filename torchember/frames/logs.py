@@ -76,6 +76,7 @@ class Source:
         "The number of the last step, -1 when there is none"
         return last_step_of(self.path) if self.file() is not None else max(map(last_in, self.blocks()), default=-1)
 
+# %% ../../nbs/50_frames/05_logs.ipynb #32ab57b7
 def names_of(home):
     "The runs there are, as names"
     log = folder('torchember', home)/'log'
@@ -96,6 +97,7 @@ def is_name(name):
     try: return bool(safe_name(name, 'run'))
     except ValueError: return False
 
+# %% ../../nbs/50_frames/05_logs.ipynb #e59db918
 class RankedSource:
     "A run of several processes, each of which has written a log of its own"
     def __init__(self, name, sources): self.name,self.sources,self.path = name,sources,sources[min(sources)].path # sources: rank -> `Source`
@@ -129,6 +131,7 @@ def of_processes(run, home=None):
     if not isinstance(run, str) or os.sep in run or set(run)&set('*?[') and not logs_of_ranks(run, home): return None
     return s if is_name(run) and logs_of_ranks(run, home) and isinstance(s := source(run, home), RankedSource) else None
 
+# %% ../../nbs/50_frames/05_logs.ipynb #f9241c5a
 def by_name(run, home):
     "A run by URL, as its name and home: `s3://bucket/x/log/resnet` is the run 'resnet' in 's3://bucket/x'"
     if not is_url(run): return run, home
@@ -386,6 +389,7 @@ def rows_of_whole(source, choice, columns, per_rank):
         kept &= values.isin(choice.steps([s for s in known if isinstance(s, int)], last) if name=='steps' else choice.keeps(name, known)).to_numpy()
     return df[kept].reset_index(drop=True)
 
+# %% ../../nbs/50_frames/05_logs.ipynb #36221673
 def paths_of_ranks(trees): return {r: paths_in(tree) for r,tree in trees.items()}
 
 def rows_of_ranks(logs, file=None, keep=None, shared=(), steps=None):
@@ -448,6 +452,7 @@ def paths_in(tree):
         if isinstance(node.get('children'), list): todo += reversed(node['children'])
     return out
 
+# %% ../../nbs/50_frames/05_logs.ipynb #28434b73
 class ColumnFilter:
     "Columns by a function of their name, and those that are always needed"
     def __init__(self, f): self.f = f
@@ -469,6 +474,7 @@ def values_there(runs):
     asked = {name: RowFilter(None, None).asked(name, rows) for name in columns_in}
     return {name: list(dict.fromkeys(v for v in values if isinstance(v, int if name=='steps' else str))) for name,values in asked.items()}
 
+# %% ../../nbs/50_frames/05_logs.ipynb #57cd6159
 def under_each_other(tables):
     "Tables of several runs as one"
     pd = needs('pandas', for_='A table of rows')

@@ -330,6 +330,7 @@ class OneLog:
             gone={k: v for k,v in gone.items() if k not in away and k not in self.files})
         if said!={k: v for k,v in self.before.items() if k!='at'}: self.to.send(self.manifest, as_json(said|{'at': now()}))
 
+# %% ../../nbs/50_frames/08_moving.ipynb #eb7529ec
 def as_dict(value): return value if isinstance(value, dict) else {}
 
 def as_json(value):

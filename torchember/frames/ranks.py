@@ -179,10 +179,32 @@ def together(*codes):
     pd = needs('pandas', for_='A table of rows')
     return pd.DataFrame({i: c for i,c in enumerate(codes)}).groupby([*range(len(codes))], sort=False, dropna=False, observed=True).ngroup().to_numpy()
 
+# %% ../../nbs/50_frames/03_ranks.ipynb #adf99278
+class Roles:
+    "What the processes say of each row: the role that its piece has along their axes"
+    def along(self, axis, role):
+        "Whether each row has this role along an axis"
+        return np.array([roles.get(axis)==role for roles in self.parts], bool)[self.part]
+
+    def has(self, *roles):
+        "Whether each row has one of some roles along any axis"
+        return np.array([not set(of.values()).isdisjoint(roles) for of in self.parts], bool)[self.part]
+
+    def groups(self):
+        "For each row the first of the processes that are known to have a part of the same tensor, or the same of it"
+        axes = [frozenset(a for a,r in roles.items() if r not in ('?', 'U')) for roles in self.parts]
+        some,which = np.unique(np.stack([self.part, self.rank]), axis=1, return_inverse=True)
+        return np.array([self.processes.first(axes[p], r) for p,r in some.T.tolist()], int)[which.reshape(-1)]
+
+    def several(self):
+        "Whether the tensor of each row is of processes of which nobody says how they belong together"
+        group = self.groups()
+        return (np.bincount(self.key[first_of_each(together(self.key, group))==np.arange(len(group))], minlength=self.key.max(initial=-1)+1)>1)[self.key]
+
 # %% ../../nbs/50_frames/03_ranks.ipynb #a7c10001
 key = ('step', 'path', 'ttype', 'tname', 'pname', 'call', 'micro', 'phase', 'backward', 'shard') # what tells tensors apart
 
-class Pieces:
+class Pieces(Roles):
     """The rows of all processes, and which piece of which tensor each is of
 
     Args:
@@ -209,30 +231,14 @@ class Pieces:
         self.settle()
         self.name_own()
 
-    def along(self, axis, role):
-        "Whether each row has this role along an axis"
-        return np.array([roles.get(axis)==role for roles in self.parts], bool)[self.part]
-
-    def has(self, *roles):
-        "Whether each row has one of some roles along any axis"
-        return np.array([not set(of.values()).isdisjoint(roles) for of in self.parts], bool)[self.part]
-
     # ---- names
 
     def all_paths(self, rank): return [*self.paths.get(rank, ()), *self.df['path'][self.rank==rank].astype(object).dropna().unique()]
 
     def name_stages(self):
         "What the stages of a pipeline have is named as in the whole model"
-        there = defaultdict(dict) # stage -> rank and path -> path in the stage
-        for rank,about in self.about.items():
-            for top,stage in about.get('stages', {}).items():
-                for p in self.all_paths(rank):
-                    if not top or p==top or p.startswith(f'{top}.'): there[stage][rank, p] = p.removeprefix(top).removeprefix('.') if top else p
-        if len(there)<2: return
-        order,names = sorted(there),defaultdict(dict)
-        for stage,of in zip(order, names_in_whole([list(dict.fromkeys(there[s].values())) for s in order], [f'@pp{s}' for s in order]), strict=True):
-            for (rank,p),inside in there[stage].items(): names[rank][p] = of[inside]
-        self.df = renamed(self.df, self.rank, names)
+        names = names_of_stages(self.about, self.all_paths)
+        if names: self.df = renamed(self.df, self.rank, names)
 
     def name_own(self):
         "Parameters that nobody says to be replicas, and that differ, are no pieces of one tensor: each process has its own"
@@ -264,12 +270,6 @@ class Pieces:
 
     # ---- pieces
 
-    def groups(self):
-        "For each row the first of the processes that are known to have a part of the same tensor, or the same of it"
-        axes = [frozenset(a for a,r in roles.items() if r not in ('?', 'U')) for roles in self.parts]
-        some,which = np.unique(np.stack([self.part, self.rank]), axis=1, return_inverse=True)
-        return np.array([self.processes.first(axes[p], r) for p,r in some.T.tolist()], int)[which.reshape(-1)]
-
     def settle(self):
         "Which piece of its tensor each row is of. What is said to be a part, or nothing is said of, is a replica where it is equal"
         self.key = together(*(self.df[c] for c in key if c in self.df))
@@ -299,11 +299,6 @@ class Pieces:
             axes = frozenset(a for a,r in self.parts[self.part[i]].items() if r=='R' or a in same and same[a][i])
             self.piece[rows] = self.processes.first(axes, int(self.rank[i]))
 
-    def several(self):
-        "Whether the tensor of each row is of processes of which nobody says how they belong together"
-        group = self.groups()
-        return (np.bincount(self.key[first_of_each(together(self.key, group))==np.arange(len(group))], minlength=self.key.max(initial=-1)+1)>1)[self.key]
-
     def sum_along(self, axis, parts, wholes):
         "What each process has whole, as positions, has a gradient that is the sum of those of all parts of the batch. parts, wholes: whether each row is one"
         place = together(*(self.df[c] for c in ('step', 'path', 'tname', 'call') if c in self.df))
@@ -332,6 +327,7 @@ class Pieces:
 merged_columns = 'nan', 'posinf', 'neginf', 'shape', 'numel', 'exponents', 'exponent_min', 'ratio', 'module', 'ts', 'dtype', 'run'
 only_pieces = (*of_pieces, 'rank') # what is said of pieces, and not of wholes
 
+# %% ../../nbs/50_frames/03_ranks.ipynb #721a9f88
 class Merge:
     """The rows of wholes from those of their pieces
 
@@ -416,7 +412,8 @@ class Merge:
         groups,wrong,usual = rows_of(self.order),[],usual_samples(samples_in(self.d), self.rank, self.batch)
         for o in np.flatnonzero(self.many | (np.bincount(self.order, spread)>0)):
             rows = groups[o]
-            said = self.with_batch(next((s for i in rows if isinstance(s := known[i], list|tuple)), None), rows)
+            said = next((s for i in rows if isinstance(s := known[i], list|tuple)), None)
+            said = with_batch(said, self.parts[self.part[rows[0]]], self.processes, self.rank[rows])
             whole[o] = tuple(said) if said is not None else None if self.unsettled[rows].any() else batch_of([shapes[i] for i in rows], usual)
             if said is not None and prod(said)!=numel[o] and not self.partial[rows].any(): wrong.append(o)
         out['shape'] = whole
@@ -427,14 +424,6 @@ class Merge:
             r = out.iloc[wrong[0]]
             self.said.append(f"{len(wrong)} of {len(out)} rows are of tensors whose pieces do not add up: the first is {named(r)} at step {r['step']}, "
                 f"of which there are {int(numel[wrong[0]])} elements of {prod(whole[wrong[0]])}.")
-
-    def with_batch(self, shape, rows):
-        "The shape of the whole of a tensor that each part of the batch has one of"
-        if shape is None: return None
-        roles = self.parts[self.part[rows[0]]]
-        if not len(shape) or 'B' not in roles.values(): return shape
-        others = frozenset(a for a,r in roles.items() if r!='B')
-        return [shape[0]*len({self.processes.first(others, r) for r in self.rank[rows].tolist()}), *shape[1:]]
 
     def sums(self, out, stats):
         "Of a tensor that is the sum of what the processes have, the mean is the sum of their means. Nothing else follows"
@@ -604,6 +593,19 @@ def named(row):
     pname = row.get('pname')
     return f"{row['ttype']} {pname if isinstance(pname, str) else row['tname']} of {row['path'] or 'the model'}"
 
+def names_of_stages(about, paths): # about: as `understood` has it; paths: function of a rank: the paths there
+    "Rank -> path -> path in the whole model, of what the stages of a pipeline have"
+    there = defaultdict(dict) # stage -> rank and path -> path in the stage
+    for rank,a in about.items():
+        for top,stage in a.get('stages', {}).items():
+            for p in paths(rank):
+                if not top or p==top or p.startswith(f'{top}.'): there[stage][rank, p] = p.removeprefix(top).removeprefix('.') if top else p
+    if len(there)<2: return {}
+    order,names = sorted(there),defaultdict(dict)
+    for stage,of in zip(order, names_in_whole([list(dict.fromkeys(there[s].values())) for s in order], [f'@pp{s}' for s in order]), strict=True):
+        for (rank,p),inside in there[stage].items(): names[rank][p] = of[inside]
+    return names
+
 # %% ../../nbs/50_frames/03_ranks.ipynb #e1e3e57a
 def elements(shape, numel):
     "How many elements a row is of"
@@ -616,6 +618,12 @@ def batch_of(shapes, usual=()):
     k = next((k for k,sizes in enumerate(zip(*shapes, strict=True)) if {*sizes}<={*usual}), 0)
     if len({(*s[:k], *s[k+1:]) for s in shapes})>1: return None
     return *shapes[0][:k], sum(s[k] for s in shapes), *shapes[0][k+1:]
+
+def with_batch(shape, roles, processes, ranks): # roles: axis -> role; processes: `Processes`; ranks: of its pieces
+    "The shape of the whole of a tensor that each part of the batch has one of"
+    if shape is None or not len(shape) or 'B' not in roles.values(): return shape
+    others = frozenset(a for a,r in roles.items() if r!='B')
+    return [shape[0]*len({processes.first(others, r) for r in ranks.tolist()}), *shape[1:]]
 
 def usual_samples(samples, rank, batch):
     "For each process the most frequent first dimension of what is a part of the batch"

@@ -220,8 +220,41 @@ def shown(q, step):
     try: return q.should_show(step)
     except Exception: return True
 
+# %% ../../nbs/47_monitor/50_monitor.ipynb #9140c518
+class Values:
+    "What a monitor has computed so far"
+    output = property(lambda self: self.get_output(), doc="What `get_output` gives")
+    last_step = property(lambda self: self.passes.expected.last, doc="The step that was tracked last, None before")
+
+    def of_step(self,
+        step:int
+    ) -> dict: # {path: {quantity: value}}
+        """The values of one step, those that are in memory
+
+        Returns:
+            {path: {quantity: value}}
+        """
+        got = {w.track.path: self.outputs.values.get(w.track.path, {}) for w in self.watches}
+        return {p: {n: steps[step] for n,steps in names.items() if step in steps} for p,names in got.items() if any(step in steps for steps in names.values())}
+
+    def get_output(self) -> dict: # {path: {quantity: {step: value}}}: scalars and arrays of numpy
+        """The values so far
+
+        Returns:
+            {path: {quantity: {step: value}}}: scalars and arrays of numpy
+        """
+        got = self.outputs.whole(self.t.lines)
+        return {w.track.path: {n: {s: of_numpy(v) for s,v in steps.items()} for q in w.quantities for n in (type(q).__name__, *getattr(q, 'derived', {}))
+            for steps in (got.get(w.track.path, {}).get(n, {}),)} for w in self.watches}
+
+    def clean_mem(self):
+        "Forget the values so far. The log keeps them"
+        self.outputs.clear()
+        for w in self.watches:
+            for q in w.quantities: q.clean_mem()
+
 # %% ../../nbs/47_monitor/50_monitor.ipynb #7a246089
-class Monitor:
+class Monitor(Values):
     """Compute quantities of modules while a model trains: watches from now on, and `Monitor.track` after each backward says which step it was
 
     Args:
@@ -279,7 +312,6 @@ class Monitor:
         self.t.begin(base, {} if resume else {'structure': tree_dict(self.tracks[0])})
 
     fname = property(lambda self: self.t.fname, doc="Name of the run")
-    output = property(lambda self: self.get_output(), doc="What `get_output` gives")
 
     def track(self,
         global_step:int # Number of the step that was just computed
@@ -306,35 +338,6 @@ class Monitor:
         else:
             ts,marks = now(),{**self.rank, **self.t.marked}
             self.t.put(lambda: [one_row(key, call, None, dtype, stats, step, ts, marks, {}) for key,call,dtype,stats in rows], True)
-
-    last_step = property(lambda self: self.passes.expected.last, doc="The step that was tracked last, None before")
-
-    def of_step(self,
-        step:int
-    ) -> dict: # {path: {quantity: value}}
-        """The values of one step, those that are in memory
-
-        Returns:
-            {path: {quantity: value}}
-        """
-        got = {w.track.path: self.outputs.values.get(w.track.path, {}) for w in self.watches}
-        return {p: {n: steps[step] for n,steps in names.items() if step in steps} for p,names in got.items() if any(step in steps for steps in names.values())}
-
-    def get_output(self) -> dict: # {path: {quantity: {step: value}}}: scalars and arrays of numpy
-        """The values so far
-
-        Returns:
-            {path: {quantity: {step: value}}}: scalars and arrays of numpy
-        """
-        got = self.outputs.whole(self.t.lines)
-        return {w.track.path: {n: {s: of_numpy(v) for s,v in steps.items()} for q in w.quantities for n in (type(q).__name__, *getattr(q, 'derived', {}))
-            for steps in (got.get(w.track.path, {}).get(n, {}),)} for w in self.watches}
-
-    def clean_mem(self):
-        "Forget the values so far. The log keeps them"
-        self.outputs.clear()
-        for w in self.watches:
-            for q in w.quantities: q.clean_mem()
 
     def close(self):
         "Give the model back as it was, and write everything"

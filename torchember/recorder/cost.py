@@ -12,8 +12,56 @@ from .budget import Local, clock, idle
 from ..measure.loading import loading, loading_seconds, seconds_beside, seconds_waited, warm
 from ..measure.tap import Arena, observe
 
+# %% ../../nbs/40_recorder/15_cost.ipynb #45023702
+class Spent:
+    "What was spent up to now, in seconds"
+    def ours(self): # Seconds
+        """Time spent up to now, but for the writer's
+
+        Returns:
+            Seconds
+        """
+        since,off,told = self.local.entered,self.calls[False],self.calls[True]
+        return self.spent+(0 if since is None else clock()-since)+(off and off*idle(False))+(told and told*idle(True))
+
+    @property
+    def pending(self): # Seconds
+        """Time spent in the open step
+
+        Returns:
+            Seconds
+        """
+        return self.ours()-self.paid
+
+    @property
+    def elapsed(self): # Seconds
+        """From the beginning of the first pass to the end of the last step
+
+        Returns:
+            Seconds
+        """
+        return 0. if self.first is None or self.last is None else max(self.last-self.first, 0.)
+
+    @property
+    def loading(self): # Seconds
+        """What it took to load compiled loops, beside the training
+
+        Returns:
+            Seconds
+        """
+        return seconds_beside()-self.loaded
+
+    @property
+    def compiling(self): # Seconds
+        """Of the time spent, what it took to load, or compile, loops for a format that came in the midst of the training
+
+        Returns:
+            Seconds
+        """
+        return min(max(seconds_waited()[1]-self.waited, 0.), self.ours())
+
 # %% ../../nbs/40_recorder/15_cost.ipynb #85635386
-class Cost:
+class Cost(Spent):
     """What recording takes, in seconds, and how long the training has lasted
 
     Args:
@@ -67,51 +115,6 @@ class Cost:
     def worked(self, since):
         "We have worked, unless that is counted by who called"
         if self.local.entered is None: self.spent += clock()-since
-
-    def ours(self): # Seconds
-        """Time spent up to now, but for the writer's
-
-        Returns:
-            Seconds
-        """
-        since,off,told = self.local.entered,self.calls[False],self.calls[True]
-        return self.spent+(0 if since is None else clock()-since)+(off and off*idle(False))+(told and told*idle(True))
-
-    @property
-    def pending(self): # Seconds
-        """Time spent in the open step
-
-        Returns:
-            Seconds
-        """
-        return self.ours()-self.paid
-
-    @property
-    def elapsed(self): # Seconds
-        """From the beginning of the first pass to the end of the last step
-
-        Returns:
-            Seconds
-        """
-        return 0. if self.first is None or self.last is None else max(self.last-self.first, 0.)
-
-    @property
-    def loading(self): # Seconds
-        """What it took to load compiled loops, beside the training
-
-        Returns:
-            Seconds
-        """
-        return seconds_beside()-self.loaded
-
-    @property
-    def compiling(self): # Seconds
-        """Of the time spent, what it took to load, or compile, loops for a format that came in the midst of the training
-
-        Returns:
-            Seconds
-        """
-        return min(max(seconds_waited()[1]-self.waited, 0.), self.ours())
 
     def warm(self,
         tensors=() # Such as will be read

@@ -100,8 +100,42 @@ class SpreadInCompiledCode(Unmeasurable):
     def __init__(self): super().__init__("it is a DTensor, of which compiled code cannot tell. That goes for all inputs, outputs, their gradients and probes "
         "that are DTensors there; weights, their gradients and updates are recorded. Without torch.compile all are")
 
+# %% ../../nbs/40_recorder/79_hearing.ipynb #f2e30dae
+class CallEvents(Listener):
+    "Calls of the modules in a pass: what goes in and comes out"
+    def call_begins(self, state, inputs, compiled=False):
+        since,here = clock(),self.calls.here
+        with self.lock: call = state.number(self.steps.pass_) # two threads may be in one module
+        self.calls.current = state.track
+        state.track.input_dt = {n: shape_of(x) for n,x in inputs}
+        self.sources.flow(state, 'input', inputs, call, here.phase)
+        self.calls.enter(state.track, call)
+        self.cost.worked(since)
+        return call, here.phase
+
+    def call_ends(self, state, outputs, compiled=False):
+        since,here = clock(),self.calls.here
+        call = self.calls.exit()
+        own = self.sources.parameter_types[self.steps.manual]
+        if own and not here.phase: # in an evaluation, perhaps averaged weights were put in
+            with self.lock: self.sources.parameters.after_call(state, state is here.outermost and here.depth==1, own) # once a step, whoever calls
+        state.track.output_dt = {n: shape_of(x) for n,x in outputs}
+        self.sources.flow(state, 'output', outputs, call, here.phase)
+        self.calls.current = self.calls.innermost() or state.track
+        self.cost.worked(since)
+        return call, here.phase
+
+    def returned(self, state, outputs, call, phase=None):
+        if not self.on or not self.sources.states: return
+        since = clock()
+        state.track.output_dt = {n: shape_of(x) for n,x in outputs}
+        self.sources.flow(state, 'output', outputs, call, phase)
+        self.cost.worked(since)
+
+    def call_fails(self, state): self.calls.exit()
+
 # %% ../../nbs/40_recorder/79_hearing.ipynb #065b119a
-class ModelEvents(Listener):
+class ModelEvents(CallEvents):
     """What a model tells: passes and calls, and gradients that come back to them
 
     Args:
@@ -181,39 +215,6 @@ class ModelEvents(Listener):
     def missed(self, state, ttype, names):
         if not {ttype, f'{ttype}_grad'}.isdisjoint({'probe', *self.recorder.ttypes}):
             for n in names: self.failed(state, ttype, n, SpreadInCompiledCode())
-
-    # ---- calls
-
-    def call_begins(self, state, inputs, compiled=False):
-        since,here = clock(),self.calls.here
-        with self.lock: call = state.number(self.steps.pass_) # two threads may be in one module
-        self.calls.current = state.track
-        state.track.input_dt = {n: shape_of(x) for n,x in inputs}
-        self.sources.flow(state, 'input', inputs, call, here.phase)
-        self.calls.enter(state.track, call)
-        self.cost.worked(since)
-        return call, here.phase
-
-    def call_ends(self, state, outputs, compiled=False):
-        since,here = clock(),self.calls.here
-        call = self.calls.exit()
-        own = self.sources.parameter_types[self.steps.manual]
-        if own and not here.phase: # in an evaluation, perhaps averaged weights were put in
-            with self.lock: self.sources.parameters.after_call(state, state is here.outermost and here.depth==1, own) # once a step, whoever calls
-        state.track.output_dt = {n: shape_of(x) for n,x in outputs}
-        self.sources.flow(state, 'output', outputs, call, here.phase)
-        self.calls.current = self.calls.innermost() or state.track
-        self.cost.worked(since)
-        return call, here.phase
-
-    def returned(self, state, outputs, call, phase=None):
-        if not self.on or not self.sources.states: return
-        since = clock()
-        state.track.output_dt = {n: shape_of(x) for n,x in outputs}
-        self.sources.flow(state, 'output', outputs, call, phase)
-        self.cost.worked(since)
-
-    def call_fails(self, state): self.calls.exit()
 
     # ---- what comes beside
 

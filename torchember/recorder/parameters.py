@@ -31,6 +31,13 @@ def grad_of(p):
     "The gradient of a parameter; of what is no leaf torch warns when it is asked"
     return p.grad if p.is_leaf or p.retains_grad else None
 
+# %% ../../nbs/40_recorder/30_parameters.ipynb #1788e9fd
+def below(state, states):
+    "Those of some states that are of modules in a module"
+    by_id,tracks = {st.track.id: st for st in states},list(state.track.children)
+    for t in tracks: tracks += t.children
+    return [by_id[t.id] for t in tracks if t.id in by_id]
+
 # %% ../../nbs/40_recorder/30_parameters.ipynb #86d117a6
 class Parameters:
     """Weights and weight gradients of a model's modules
@@ -91,13 +98,7 @@ class Parameters:
         """
         self.of_module(state, ttypes)
         if outermost and state.track.children:
-            for other in self.states if state.root else self.below(state): self.of_module(other, ttypes)
-
-    def below(self, state):
-        "The states of the modules in a module"
-        by_id,tracks = {st.track.id: st for st in self.states},list(state.track.children)
-        for t in tracks: tracks += t.children
-        return [by_id[t.id] for t in tracks if t.id in by_id]
+            for other in self.states if state.root else below(state, self.states): self.of_module(other, ttypes)
 
     def each(self,
         wanted:set|None=None, # ids of parameters; all without it

@@ -63,8 +63,50 @@ class Gate:
         self.left,self.decide = True,Decision(schedule(at()))
         self.turn(False)
 
+# %% ../../nbs/40_recorder/78_pipe.ipynb #1d091e15
+class StepEnd:
+    "The open step is over: what it has goes to the log, and the next one is open"
+    def over(self, boundary=False, by_pass=False, wait=False):
+        "The step is over. One in which nothing ran is none"
+        if not by_pass: self.passes.clear()
+        if not self.steps.opened: return
+        if boundary: self.steps.said_over()
+        if self.steps.evaluation: return None if boundary else self.end_evaluation()
+        self.without_failed()
+        try: self.finish_step(boundary, wait)
+        finally: self.next_step() # also when Ctrl-C comes in between
+
+    def finish_step(self, boundary, wait=False):
+        "What a step has at its end, and all of it to the log"
+        if boundary: self.cost.ended()
+        sources,hint = self.sources,self.sources.parameters.hint
+        if self.gate.on:
+            try:
+                if boundary: sources.parameters.at_boundary(sources.untold(self.steps.turns.stepped))
+                self.measure_at_end()
+            except BaseException: # with on_error='raise', or Ctrl-C: what there is belongs to this step
+                self.flush(True)
+                raise
+            hint.step_over(bool(self.steps.passes[None]), sources.states, self.steps.manual, sources.ttypes, boundary)
+        if self.gate.touched or self.buffer.size or self.writer.file_is_open: self.flush(True, wait)
+
+    def measure_at_end(self): self.sources.at_end(not (self.steps.manual and self.steps.passes and not self.steps.passes[None]))
+
+    def next_step(self):
+        "The next step is open, and it is decided whether it is recorded"
+        steps,sources = self.steps,self.sources
+        if len(steps.turns.awaited)>1: self.tally.waits(steps, sources.watch.optimizers)
+        self.tally.step_over(self.gate.on)
+        self.writer.step_over(steps.number, self.gate.on)
+        for part in (sources, self.buffer, self.gate) if self.gate.touched else (): part.step_over()
+        if self.gate.on and sources.parameters.known.due(self.tally.recorded): sources.note_parameters()
+        steps.close()
+        self.cost.step_over(bool(self.gate.on), self.writer.t.file.seconds, self.buffer.on_device)
+        if self.cost.budget and self.cost.budget.hopeless: self.buffer.notices.once('budget', too_dear(self.cost.budget))
+        self.gate.ask()
+
 # %% ../../nbs/40_recorder/78_pipe.ipynb #d297b3be
-class Pipe:
+class Pipe(StepEnd):
     """The open step, from its first pass to its rows. All under the recorder's lock
 
     Args:
@@ -132,45 +174,6 @@ class Pipe:
     def without_failed(self):
         "Beside others of its step a pass that raised does not count. Alone it is what there is"
         if self.steps.failed and sum(self.steps.passes.values())>1: self.take_back()
-
-    def over(self, boundary=False, by_pass=False, wait=False):
-        "The step is over. One in which nothing ran is none"
-        if not by_pass: self.passes.clear()
-        if not self.steps.opened: return
-        if boundary: self.steps.said_over()
-        if self.steps.evaluation: return None if boundary else self.end_evaluation()
-        self.without_failed()
-        try: self.finish_step(boundary, wait)
-        finally: self.next_step() # also when Ctrl-C comes in between
-
-    def finish_step(self, boundary, wait=False):
-        "What a step has at its end, and all of it to the log"
-        if boundary: self.cost.ended()
-        sources,hint = self.sources,self.sources.parameters.hint
-        if self.gate.on:
-            try:
-                if boundary: sources.parameters.at_boundary(sources.untold(self.steps.turns.stepped))
-                self.measure_at_end()
-            except BaseException: # with on_error='raise', or Ctrl-C: what there is belongs to this step
-                self.flush(True)
-                raise
-            hint.step_over(bool(self.steps.passes[None]), sources.states, self.steps.manual, sources.ttypes, boundary)
-        if self.gate.touched or self.buffer.size or self.writer.file_is_open: self.flush(True, wait)
-
-    def measure_at_end(self): self.sources.at_end(not (self.steps.manual and self.steps.passes and not self.steps.passes[None]))
-
-    def next_step(self):
-        "The next step is open, and it is decided whether it is recorded"
-        steps,sources = self.steps,self.sources
-        if len(steps.turns.awaited)>1: self.tally.waits(steps, sources.watch.optimizers)
-        self.tally.step_over(self.gate.on)
-        self.writer.step_over(steps.number, self.gate.on)
-        for part in (sources, self.buffer, self.gate) if self.gate.touched else (): part.step_over()
-        if self.gate.on and sources.parameters.known.due(self.tally.recorded): sources.note_parameters()
-        steps.close()
-        self.cost.step_over(bool(self.gate.on), self.writer.t.file.seconds, self.buffer.on_device)
-        if self.cost.budget and self.cost.budget.hopeless: self.buffer.notices.once('budget', too_dear(self.cost.budget))
-        self.gate.ask()
 
     def flush(self,
         over:bool=False, wait:bool=False # Whether the step is; whether it may turn out to be none

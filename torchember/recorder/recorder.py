@@ -79,8 +79,39 @@ class HeardModel:
         self.owner = None
         self.cost.pause()
 
+# %% ../../nbs/40_recorder/80_recorder.ipynb #009b21b1
+class Told:
+    "What a recorder is told beside what it hears: to measure now, numbers, rows and marks"
+    @timed
+    def log_model(self):
+        "Measure weights, their gradients, updates and states as they are now"
+        with self.lock: measure_now(self.pipe)
+
+    def log(self, numbers):
+        "Note numbers of the step whose pass has run"
+        open_recorders.add(self) # also after `torchEmber.close`: these numbers are still to be written
+        values = {k: on_its_way(v) for k,v in numbers.items()}
+        with self.lock: self.writer.note(values, self.buffer, self.steps, self.pipe.gate.on)
+
+    def add_rows(self,
+        step:int, # Which step they are of
+        rows:list # (key, call, dtype, statistics), as `one_row` has them
+    ):
+        """Rows of somebody else who measures this model, such as a `Monitor`
+
+        Args:
+            step: Which step they are of
+            rows: (key, call, dtype, statistics), as `one_row` has them
+        """
+        open_recorders.add(self)
+        with self.lock: self.writer.add(step, rows, self.buffer, self.steps, self.pipe.gate.on)
+
+    def marked(self, marks):
+        "Marks are set: say when one is a number of the step"
+        if found := self.marks.look(marks, self.step): self.notices.once('mark', no_mark(*found))
+
 # %% ../../nbs/40_recorder/80_recorder.ipynb #f53e8207
-class Recorder:
+class Recorder(Told):
     """Hears a model and turns what it hears into rows of a run
 
     Args:
@@ -183,34 +214,6 @@ class Recorder:
     def use(self,
         how, ttypes # As `StepBuffer.use` has them
     ): self.buffer.use(how, ttypes, self.sources.states)
-
-    @timed
-    def log_model(self):
-        "Measure weights, their gradients, updates and states as they are now"
-        with self.lock: measure_now(self.pipe)
-
-    def log(self, numbers):
-        "Note numbers of the step whose pass has run"
-        open_recorders.add(self) # also after `torchEmber.close`: these numbers are still to be written
-        values = {k: on_its_way(v) for k,v in numbers.items()}
-        with self.lock: self.writer.note(values, self.buffer, self.steps, self.pipe.gate.on)
-
-    def add_rows(self,
-        step:int, # Which step they are of
-        rows:list # (key, call, dtype, statistics), as `one_row` has them
-    ):
-        """Rows of somebody else who measures this model, such as a `Monitor`
-
-        Args:
-            step: Which step they are of
-            rows: (key, call, dtype, statistics), as `one_row` has them
-        """
-        open_recorders.add(self)
-        with self.lock: self.writer.add(step, rows, self.buffer, self.steps, self.pipe.gate.on)
-
-    def marked(self, marks):
-        "Marks are set: say when one is a number of the step"
-        if found := self.marks.look(marks, self.step): self.notices.once('mark', no_mark(*found))
 
     def seconds(self):
         "Time that recording took, the writer's too"

@@ -22,8 +22,52 @@ class Closed:
     noted:int # How many rows of noted numbers it has
     without:int # 1 when it was one of training, and had no weight gradients
 
+# %% ../../nbs/40_recorder/65_row_writer.ipynb #2935a935
+class RowsBeside:
+    "Rows that no pass brings: numbers that are noted, and what somebody else has measured"
+    def note(self,
+        values:dict, # Name -> number, as `on_its_way` has it
+        buffer, steps, # Of the recorder
+        on:bool # Whether the open step is recorded
+    ):
+        """Numbers of the step whose pass has run
+
+        Args:
+            values: Name -> number, as `on_its_way` has it
+            buffer, steps: Of the recorder
+            on: Whether the open step is recorded
+        """
+        step,phase = steps.noted,'eval' if steps.passes and steps.manual and steps.phase else None
+        key,call = (self.root_name, 'scalar', 'log', None, phase, 0),self.noted[step]
+        self.noted[step] += 1
+        if step==steps.number and on: return buffer.add(key, call, None, 'float64', values)
+        ts,marks = now(),self.columns()
+        rows = lambda: [one_row(key, call, None, 'float64', values, step, ts, marks, {})]
+        self.t.file.put(rows, joins=True if step!=steps.number and self.was_on else None)
+
+    def add(self,
+        step:int, # Which step they are of
+        rows:list, # (key, call, dtype, statistics), as `one_row` has them
+        buffer, steps, # Of the recorder
+        on:bool # Whether the open step is recorded
+    ):
+        """Rows of somebody else who measures this model
+
+        Args:
+            step: Which step they are of
+            rows: (key, call, dtype, statistics), as `one_row` has them
+            buffer, steps: Of the recorder
+            on: Whether the open step is recorded
+        """
+        if step==steps.number and on and steps.opened:
+            for key,call,dtype,stats in rows: buffer.add(key, call, None, dtype, stats)
+            return
+        ts,marks = now(),self.columns()
+        made = lambda: [one_row(key, call, None, dtype, stats, step, ts, marks, {}) for key,call,dtype,stats in rows]
+        self.t.file.put(made, joins=True if step==steps.closed and self.was_on else None)
+
 # %% ../../nbs/40_recorder/65_row_writer.ipynb #d68cf43a
-class RowWriter:
+class RowWriter(RowsBeside):
     """Hands what was measured to the log. Returns before it is written
 
     Args:
@@ -111,47 +155,6 @@ class RowWriter:
     def skips(self): self.skipped = True # a scaler did not let the open step's optimizer step
 
     def leave(self): self.waiting = [] # in a forked process, they are of the other one
-
-    def note(self,
-        values:dict, # Name -> number, as `on_its_way` has it
-        buffer, steps, # Of the recorder
-        on:bool # Whether the open step is recorded
-    ):
-        """Numbers of the step whose pass has run
-
-        Args:
-            values: Name -> number, as `on_its_way` has it
-            buffer, steps: Of the recorder
-            on: Whether the open step is recorded
-        """
-        step,phase = steps.noted,'eval' if steps.passes and steps.manual and steps.phase else None
-        key,call = (self.root_name, 'scalar', 'log', None, phase, 0),self.noted[step]
-        self.noted[step] += 1
-        if step==steps.number and on: return buffer.add(key, call, None, 'float64', values)
-        ts,marks = now(),self.columns()
-        rows = lambda: [one_row(key, call, None, 'float64', values, step, ts, marks, {})]
-        self.t.file.put(rows, joins=True if step!=steps.number and self.was_on else None)
-
-    def add(self,
-        step:int, # Which step they are of
-        rows:list, # (key, call, dtype, statistics), as `one_row` has them
-        buffer, steps, # Of the recorder
-        on:bool # Whether the open step is recorded
-    ):
-        """Rows of somebody else who measures this model
-
-        Args:
-            step: Which step they are of
-            rows: (key, call, dtype, statistics), as `one_row` has them
-            buffer, steps: Of the recorder
-            on: Whether the open step is recorded
-        """
-        if step==steps.number and on and steps.opened:
-            for key,call,dtype,stats in rows: buffer.add(key, call, None, dtype, stats)
-            return
-        ts,marks = now(),self.columns()
-        made = lambda: [one_row(key, call, None, dtype, stats, step, ts, marks, {}) for key,call,dtype,stats in rows]
-        self.t.file.put(made, joins=True if step==steps.closed and self.was_on else None)
 
     def step_over(self,
         step:int, # The step that is over

@@ -24,8 +24,54 @@ def who_measures(ttypes):
     names = dict.fromkeys(name for t,name in flowing.items() if t in ttypes)
     return [getattr(import_module(f"torchember.recorder.{room}"), name) for room,name in (n.split('.') for n in names)]
 
+# %% ../../nbs/40_recorder/75_sources.ipynb #962f1907
+class AtStepEnd:
+    "What of a model is complete when a step ends: gradients, buffers, and tensors that are in no module"
+    def complete(self, optimizer, scale):
+        "An optimizer is about to change the weights: their gradients are complete"
+        if not self.parameter_types[False]: return
+        self.parameters.at_boundary({id(p) for p in parameters_of(optimizer)}, scale)
+        if outside := self.outside(): self.parameters.at_boundary(outside, self.scale())
+
+    def untold(self, stepped): # stepped: ids of the optimizers that have, in this step
+        """The ids of parameters whose gradients no optimizer's step has told of in this step, None for all: zero_grad may have been there meanwhile
+
+        Args:
+            stepped: ids of the optimizers that have, in this step
+        """
+        if not stepped: return None
+        told = {id(p) for o in self.watch.optimizers if id(o) in stepped for p in parameters_of(o)} | self.outside()
+        return {id(p) for _,_,_,p in self.parameters.each() if id(p) not in told}
+
+    def outside(self):
+        "The ids of parameters with a gradient that no optimizer we know of was given: a head that was forgotten does not look like a frozen one"
+        given = {id(p) for p in trained_by([*self.watch.given, *self.watch.optimizers])}
+        return {id(p) for _,_,_,p in self.parameters.each() if id(p) not in given and grad_of(p) is not None}
+
+    def at_end(self,
+        changed:bool=True # Whether there was anything but an evaluation, which changes nothing
+    ):
+        """What is measured when a step is over
+
+        Args:
+            changed: Whether there was anything but an evaluation, which changes nothing
+        """
+        if not self.states: return
+        for source in self.at_step_end if changed else (): source.measure_all(self.states)
+        root = self.states[0]
+        for n,x in self.variables.items():
+            if 'weight' in self.ttypes: self.buffer.measure(root, 'weight', n, x, n, once=True, replace=True)
+            if 'weight_grad' in self.ttypes and (grad := grad_of(x)) is not None:
+                self.buffer.measure(root, 'weight_grad', n, grad, n, once=True, replace=True)
+
+    def again(self):
+        "Measure what is asked for as it is now, whatever the step has of it"
+        self.parameters.again({'weight', 'weight_grad'})
+        for o in self.watch.optimizers if self.watch else (): self.updates.after(o)
+        for source in self.at_step_end: source.measure_all(self.states)
+
 # %% ../../nbs/40_recorder/75_sources.ipynb #fe964441
-class Sources:
+class Sources(AtStepEnd):
     """What there is to measure of a model, and when
 
     Args:
@@ -135,49 +181,6 @@ class Sources:
         return loss_scale(s) if s is not None and s.is_enabled() else None
 
     # ---- the end of a step
-
-    def complete(self, optimizer, scale):
-        "An optimizer is about to change the weights: their gradients are complete"
-        if not self.parameter_types[False]: return
-        self.parameters.at_boundary({id(p) for p in parameters_of(optimizer)}, scale)
-        if outside := self.outside(): self.parameters.at_boundary(outside, self.scale())
-
-    def untold(self, stepped): # stepped: ids of the optimizers that have, in this step
-        """The ids of parameters whose gradients no optimizer's step has told of in this step, None for all: zero_grad may have been there meanwhile
-
-        Args:
-            stepped: ids of the optimizers that have, in this step
-        """
-        if not stepped: return None
-        told = {id(p) for o in self.watch.optimizers if id(o) in stepped for p in parameters_of(o)} | self.outside()
-        return {id(p) for _,_,_,p in self.parameters.each() if id(p) not in told}
-
-    def outside(self):
-        "The ids of parameters with a gradient that no optimizer we know of was given: a head that was forgotten does not look like a frozen one"
-        given = {id(p) for p in trained_by([*self.watch.given, *self.watch.optimizers])}
-        return {id(p) for _,_,_,p in self.parameters.each() if id(p) not in given and grad_of(p) is not None}
-
-    def at_end(self,
-        changed:bool=True # Whether there was anything but an evaluation, which changes nothing
-    ):
-        """What is measured when a step is over
-
-        Args:
-            changed: Whether there was anything but an evaluation, which changes nothing
-        """
-        if not self.states: return
-        for source in self.at_step_end if changed else (): source.measure_all(self.states)
-        root = self.states[0]
-        for n,x in self.variables.items():
-            if 'weight' in self.ttypes: self.buffer.measure(root, 'weight', n, x, n, once=True, replace=True)
-            if 'weight_grad' in self.ttypes and (grad := grad_of(x)) is not None:
-                self.buffer.measure(root, 'weight_grad', n, grad, n, once=True, replace=True)
-
-    def again(self):
-        "Measure what is asked for as it is now, whatever the step has of it"
-        self.parameters.again({'weight', 'weight_grad'})
-        for o in self.watch.optimizers if self.watch else (): self.updates.after(o)
-        for source in self.at_step_end: source.measure_all(self.states)
 
     def step_over(self):
         for part in (*self.at_calls, self.parameters, self.updates): part.step_over()

@@ -183,43 +183,9 @@ def new_tap(arena, state, place, how, once):
         if place not in state.taps: state.taps[place] = arena.tap((state.track.name, ttype, tname, pname, phase, backward), how, once, ttype=='probe')
         return state.taps[place]
 
-# %% ../../nbs/40_recorder/20_step_buffer.ipynb #2a1e4b42
-class StepBuffer:
-    """The open step's measurements
-
-    Args:
-        stats: ttype -> names of built-in statistics, or a function: tensor -> dict
-        notices: Where it is told that something cannot be measured
-        calls: `Calls`, which know what runs while a function of the user's does
-        lock: The recorder's, which is taken before that of the generators: a function of the user's may note a number
-        ranks: `capture.ranks.Ranks`, where there are several processes
-    """
-    def __init__(self,
-        stats:dict, # ttype -> names of built-in statistics, or a function: tensor -> dict
-        notices=None, # Where it is told that something cannot be measured
-        calls=None, # `Calls`, which know what runs while a function of the user's does
-        lock=None, # The recorder's, which is taken before that of the generators: a function of the user's may note a number
-        ranks=None # `capture.ranks.Ranks`, where there are several processes
-    ):
-        self.lock = lock or threading.RLock()
-        self.stats = {'before': ('rms',), **stats} # `before`: a weight before its update, for the ratio; it has no row
-        self.notices,self.calls = notices or Notices(),calls or Calls()
-        self.micro = 0 # number of the pass among the step's: custom statistics cannot be merged, and get a row for each
-        self.custom = CustomRows(self.lock)
-        self.on_device = False # whether a step before this measured something that was not on the CPU
-        self.functions = Functions(self.notices, self.calls, self.lock)
-        self.snapshots = Snapshots()
-        self.parts,self.ranks = {},ranks # `place_of` what is a part of a tensor -> columns that say so
-        self.fresh_arena()
-
-    def fresh_arena(self):
-        "The taps of an arena belong to one arming of a model; what was taken of another supersedes nothing and merges with nothing"
-        self.arena,self.snapshots.taken = Arena(),[]
-        self.custom.clear_given()
-
-    size = property(lambda self: self.arena.filled+len(self.custom)+len(self.snapshots.joined)) # rows, about
-    handed_out = property(lambda self: self.snapshots.any) # whether some of the open step's rows are in the log already
-
+# %% ../../nbs/40_recorder/20_step_buffer.ipynb #66445885
+class Measuring:
+    "Tensors of the open step are measured as they come, each in the way that was asked for its type"
     def measure(self,
         state, # Of the module, see `capture.forward.State`
         ttype:str,
@@ -290,6 +256,43 @@ class StepBuffer:
         """
         self.stats.update(dict.fromkeys(ttypes, how))
         for st in states: st.taps = {place: tap for place,tap in st.taps.items() if place[0] not in ttypes}
+
+# %% ../../nbs/40_recorder/20_step_buffer.ipynb #2a1e4b42
+class StepBuffer(Measuring):
+    """The open step's measurements
+
+    Args:
+        stats: ttype -> names of built-in statistics, or a function: tensor -> dict
+        notices: Where it is told that something cannot be measured
+        calls: `Calls`, which know what runs while a function of the user's does
+        lock: The recorder's, which is taken before that of the generators: a function of the user's may note a number
+        ranks: `capture.ranks.Ranks`, where there are several processes
+    """
+    def __init__(self,
+        stats:dict, # ttype -> names of built-in statistics, or a function: tensor -> dict
+        notices=None, # Where it is told that something cannot be measured
+        calls=None, # `Calls`, which know what runs while a function of the user's does
+        lock=None, # The recorder's, which is taken before that of the generators: a function of the user's may note a number
+        ranks=None # `capture.ranks.Ranks`, where there are several processes
+    ):
+        self.lock = lock or threading.RLock()
+        self.stats = {'before': ('rms',), **stats} # `before`: a weight before its update, for the ratio; it has no row
+        self.notices,self.calls = notices or Notices(),calls or Calls()
+        self.micro = 0 # number of the pass among the step's: custom statistics cannot be merged, and get a row for each
+        self.custom = CustomRows(self.lock)
+        self.on_device = False # whether a step before this measured something that was not on the CPU
+        self.functions = Functions(self.notices, self.calls, self.lock)
+        self.snapshots = Snapshots()
+        self.parts,self.ranks = {},ranks # `place_of` what is a part of a tensor -> columns that say so
+        self.fresh_arena()
+
+    def fresh_arena(self):
+        "The taps of an arena belong to one arming of a model; what was taken of another supersedes nothing and merges with nothing"
+        self.arena,self.snapshots.taken = Arena(),[]
+        self.custom.clear_given()
+
+    size = property(lambda self: self.arena.filled+len(self.custom)+len(self.snapshots.joined)) # rows, about
+    handed_out = property(lambda self: self.snapshots.any) # whether some of the open step's rows are in the log already
 
     def begin_pass(self, number:int): # Number of the pass among all of the step
         self.arena.begin(number)

@@ -66,8 +66,33 @@ class Turns:
 
     def clear(self): self.stepped.clear(); self.often.clear()
 
+# %% ../../nbs/40_recorder/10_steps.ipynb #b0f0742d
+class Evaluations:
+    "Whether what runs is an evaluation beside the training, and which step it is of"
+    @property
+    def evaluation(self): # Whether there was nothing but evaluation since a step that trained. If that was in `eval()` mode, what has gradients trains
+        other = self.passes[None] or self.measured or self.turns.stepped or not (self.trained or self.phases.trained_so and not self.graded)
+        return self.manual and not other and any(self.passes.values())
+
+    shown = property(lambda self: self.closed if self.evaluation else self.number) # of what is measured now: an evaluation is of the step before
+
+    def ends_evaluation(self, phase, grad) -> bool:
+        "Whether an evaluation is over before this pass"
+        return self.evaluation and (phase is None or grad and not self.trained)
+
+    def end_evaluation(self):
+        self.evaluated = self.closed
+        self.pass_ += 1
+        self.opened,self.leader,self.phase,self.failed,self.graded = False,None,None,False,False
+        self.passes.clear(); self.seen.clear()
+
+    @property
+    def noted(self): # The step of a number that is noted now: the open one, or that just closed. An evaluation after a step of training belongs to that
+        later = self.passes[None] if self.manual and self.trained else self.passes
+        return self.number if later or self.closed is None else self.closed
+
 # %% ../../nbs/40_recorder/10_steps.ipynb #759b03f7
-class Steps:
+class Steps(Evaluations):
     """Which pass and which step it is
 
     Args:
@@ -115,23 +140,6 @@ class Steps:
         if self.manual or not self.opened: return False
         return self.new_pass(path, phase, joins) or (path in self.seen and weights!=self.weights)
 
-    @property
-    def evaluation(self): # Whether there was nothing but evaluation since a step that trained. If that was in `eval()` mode, what has gradients trains
-        other = self.passes[None] or self.measured or self.turns.stepped or not (self.trained or self.phases.trained_so and not self.graded)
-        return self.manual and not other and any(self.passes.values())
-
-    shown = property(lambda self: self.closed if self.evaluation else self.number) # of what is measured now: an evaluation is of the step before
-
-    def ends_evaluation(self, phase, grad) -> bool:
-        "Whether an evaluation is over before this pass"
-        return self.evaluation and (phase is None or grad and not self.trained)
-
-    def end_evaluation(self):
-        self.evaluated = self.closed
-        self.pass_ += 1
-        self.opened,self.leader,self.phase,self.failed,self.graded = False,None,None,False,False
-        self.passes.clear(); self.seen.clear()
-
     def take_back(self):
         "The pass that raised was none. Returns its number among all passes of the step"
         n = sum(self.passes.values())-1
@@ -175,11 +183,6 @@ class Steps:
         self.passes[None] += n
 
     micro = property(lambda self: max(self.passes[self.phase]-1, 0)) # number of the pass among those of its phase
-
-    @property
-    def noted(self): # The step of a number that is noted now: the open one, or that just closed. An evaluation after a step of training belongs to that
-        later = self.passes[None] if self.manual and self.trained else self.passes
-        return self.number if later or self.closed is None else self.closed
 
     def opens(self, training=False, graded=False, measured=False):
         "Something is in the open step: a pass that may be trained with, one in `eval()` mode that has gradients, what the user has measured beside passes"

@@ -303,8 +303,40 @@ class LogFile:
         return {'steps': last_step_of(self.path)+1, **({} if self.earlier else {'rows': self.rows, 'bytes': self.complete()[1]})}
 
 
+# %% ../../nbs/30_store/10_jsonl.ipynb #b1b3fbd9
+class Certain:
+    "After these, what was queued is where it belongs"
+    def barrier(self):
+        "After this, all that was recorded is in the file"
+        self.drain(True)
+        if self.fsync!='never' and self.ours and os.path.exists(self.path):
+            with open(self.path, 'rb', opener=regular) as f: os.fsync(f.fileno())
+
+    def settle(self):
+        "Wait, but not for long, until the listeners were told of all that is in the file"
+        if not self.ours: return
+        self.audience.wait()
+        self.remarks.tell() # what went wrong
+
+    def remarked(self):
+        "What the listeners have to say in the end, a sentence each"
+        return self.audience.remarks() if self.ours else []
+
+    def finish(self):
+        "The run is over, for now: what is still to be Parquet is made so"
+        if self.rotation is None or not self.ours: return
+        self.rotation.end(self.disk, self.io)
+        self.remarks.tell()
+
+    def end(self):
+        "The last barrier. What cannot be written now is lost"
+        self.barrier()
+        self.settle()
+        self.finish()
+        if self.ours and (n := self.disk.unwritten): warn(f"torchember: {n} rows could not be written to {self.path} and are lost.")
+
 # %% ../../nbs/30_store/10_jsonl.ipynb #5e3c89c8
-class Log:
+class Log(Certain):
     "One file of JSON lines, with the rows that wait for it and those who are told of them"
     bound = 64 # batches that may wait; with more, whoever adds one does the writing
     readers = 10. # seconds after a refusal in which somebody may read up to a byte of the file
@@ -404,35 +436,6 @@ class Log:
         "A forked process records nothing of its parent's run"
         if self.remarks.is_new('foreign'): warn(f"torchember: the run {self.path.name!r} belongs to the process that began it; this one, "
             "forked from it, adds nothing to it. Open a run of your own here.")
-
-    def barrier(self):
-        "After this, all that was recorded is in the file"
-        self.drain(True)
-        if self.fsync!='never' and self.ours and os.path.exists(self.path):
-            with open(self.path, 'rb', opener=regular) as f: os.fsync(f.fileno())
-
-    def settle(self):
-        "Wait, but not for long, until the listeners were told of all that is in the file"
-        if not self.ours: return
-        self.audience.wait()
-        self.remarks.tell() # what went wrong
-
-    def remarked(self):
-        "What the listeners have to say in the end, a sentence each"
-        return self.audience.remarks() if self.ours else []
-
-    def finish(self):
-        "The run is over, for now: what is still to be Parquet is made so"
-        if self.rotation is None or not self.ours: return
-        self.rotation.end(self.disk, self.io)
-        self.remarks.tell()
-
-    def end(self):
-        "The last barrier. What cannot be written now is lost"
-        self.barrier()
-        self.settle()
-        self.finish()
-        if self.ours and (n := self.disk.unwritten): warn(f"torchember: {n} rows could not be written to {self.path} and are lost.")
 
 # %% ../../nbs/30_store/10_jsonl.ipynb #9f9020b6
 def listen_to(
@@ -682,38 +685,9 @@ class StoredRun:
         except (KeyError, ValueError, OSError): return None
         return tree_table(self.fname, tree, self.latest_line_list()) if tree else None
 
-# %% ../../nbs/30_store/10_jsonl.ipynb #c942d217
-class tracker(StoredRun):
-    """A run on disk: `t + {row}` appends, `t.df` reads, `t[name]` keeps metadata, `t.mark` adds columns
-
-    Args:
-        libname: Library whose logs these are: they live in `~/.<libname>`
-        fname: Name of the run: an old one is reopened
-        home: Folder to use instead of `~/.<libname>`
-        fresh: The run must be a new one; when the name is taken meanwhile by another process, a number is added
-        fsync: When the disk itself must have the bytes: 'never', 'barrier' or 'step'. A killed process loses nothing without it, a power cut may
-        exact: Whether the user has chosen the name, and wants to know of that number
-        store: How the run is kept: 'jsonl', lines; 'parquet', lines of which parts are made as soon as they are many. Needs pyarrow
-        ranks: How many logs the run has, of a process each
-    """
-    def __init__(self,
-        libname:str, # Library whose logs these are: they live in `~/.<libname>`
-        fname:str, # Name of the run: an old one is reopened
-        home=None, # Folder to use instead of `~/.<libname>`
-        fresh:bool=False, # The run must be a new one; when the name is taken meanwhile by another process, a number is added
-        fsync:str='never', # When the disk itself must have the bytes: 'never', 'barrier' or 'step'. A killed process loses nothing without it, a power cut may
-        exact:bool=False, # Whether the user has chosen the name, and wants to know of that number
-        store:str='jsonl', # How the run is kept: 'jsonl', lines; 'parquet', lines of which parts are made as soon as they are many. Needs pyarrow
-        ranks:int=1 # How many logs the run has, of a process each
-    ):
-        check_store(store)
-        if fsync not in ('never', 'barrier', 'step'): raise ValueError(f"fsync is 'never', 'barrier' or 'step', got {fsync!r}.")
-        super().__init__(libname, fname, home, fresh=fresh, fsync=fsync, exact=exact, store=store, ranks=ranks)
-        self.marked = {}
-        self.whole = None # `WholeSteps`, where others have parts of the rows
-
-    ts = property(lambda self: now(), doc="Local time, as rows have it")
-
+# %% ../../nbs/30_store/10_jsonl.ipynb #505b5a99
+class Appended(StoredRun):
+    "Rows that a run gets, and the columns that are added to each"
     def __add__(self, row): return self(row)
 
     def __call__(self,
@@ -786,6 +760,38 @@ class tracker(StoredRun):
             if n not in self.marked: raise KeyError(f"No mark {n!r}. Marks: {printable(', '.join(self.marked)) or 'none'}.")
         if self.source is not None and self.marked: self.source(False)
         self.marked = {k:v for k,v in self.marked.items() if names and k not in names}
+
+# %% ../../nbs/30_store/10_jsonl.ipynb #c942d217
+class tracker(Appended):
+    """A run on disk: `t + {row}` appends, `t.df` reads, `t[name]` keeps metadata, `t.mark` adds columns
+
+    Args:
+        libname: Library whose logs these are: they live in `~/.<libname>`
+        fname: Name of the run: an old one is reopened
+        home: Folder to use instead of `~/.<libname>`
+        fresh: The run must be a new one; when the name is taken meanwhile by another process, a number is added
+        fsync: When the disk itself must have the bytes: 'never', 'barrier' or 'step'. A killed process loses nothing without it, a power cut may
+        exact: Whether the user has chosen the name, and wants to know of that number
+        store: How the run is kept: 'jsonl', lines; 'parquet', lines of which parts are made as soon as they are many. Needs pyarrow
+        ranks: How many logs the run has, of a process each
+    """
+    def __init__(self,
+        libname:str, # Library whose logs these are: they live in `~/.<libname>`
+        fname:str, # Name of the run: an old one is reopened
+        home=None, # Folder to use instead of `~/.<libname>`
+        fresh:bool=False, # The run must be a new one; when the name is taken meanwhile by another process, a number is added
+        fsync:str='never', # When the disk itself must have the bytes: 'never', 'barrier' or 'step'. A killed process loses nothing without it, a power cut may
+        exact:bool=False, # Whether the user has chosen the name, and wants to know of that number
+        store:str='jsonl', # How the run is kept: 'jsonl', lines; 'parquet', lines of which parts are made as soon as they are many. Needs pyarrow
+        ranks:int=1 # How many logs the run has, of a process each
+    ):
+        check_store(store)
+        if fsync not in ('never', 'barrier', 'step'): raise ValueError(f"fsync is 'never', 'barrier' or 'step', got {fsync!r}.")
+        super().__init__(libname, fname, home, fresh=fresh, fsync=fsync, exact=exact, store=store, ranks=ranks)
+        self.marked = {}
+        self.whole = None # `WholeSteps`, where others have parts of the rows
+
+    ts = property(lambda self: now(), doc="Local time, as rows have it")
 
     def __setitem__(self, name, value):
         if is_url(self.dir): raise OSError(local_only(self.dir))

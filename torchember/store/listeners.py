@@ -62,8 +62,49 @@ class Pieces:
             self.steps.popleft()
             self.size -= len(lines)
 
+# %% ../../nbs/30_store/09_listeners.ipynb #102c1f8f
+class Waited:
+    "Who is told in a thread can be waited for, but not for ever"
+    def mark(self) -> threading.Event|None: # None where nobody must wait: in a forked process, in its own thread, for one that has not come back
+        """What is set when it was told of all that there is now
+
+        Returns:
+            None where nobody must wait: in a forked process, in its own thread, for one that has not come back
+        """
+        if self.pid!=os.getpid() or threading.current_thread() is self.thread or self.given_up: return None
+        done = threading.Event()
+        done.set() if self.thread is None else self.pieces.queue.put(done)
+        return done
+
+    def wait(self,
+        done, # As `mark` gives it
+        until:float # When to give up, in the time of `time.monotonic`
+    ) -> bool: # Whether it was
+        """Wait until it was told of all that there was
+
+        Args:
+            done: As `mark` gives it
+            until: When to give up, in the time of `time.monotonic`
+
+        Returns:
+            Whether it was
+        """
+        if done is None: return False
+        if done.wait(max(until-time.monotonic(), 0)): return True
+        self.given_up = True # until it comes back
+        self.note(f"{self.name} has not come back, {'' if self.busy==() else 'told of '+step_named(self.busy)+', '}and nobody waits for it any more. "
+            f"{len(self.pieces):,} pieces of the log wait for it.")
+        return False
+
+    def rest(self):
+        "No thread is needed before there is more to tell"
+        with self.pieces.lock: thread,self.thread = self.thread,None
+        if thread is None: return
+        self.pieces.queue.put(None)
+        if thread is not threading.current_thread(): thread.join(1)
+
 # %% ../../nbs/30_store/09_listeners.ipynb #ab5f60d4
-class Listening:
+class Listening(Waited):
     """A function that is told of rows, in a thread of its own
 
     Args:
@@ -136,44 +177,6 @@ class Listening:
         self.why = f'{why} (at {printable(step_named(step))})'
         self.note(f"{self.name} does not get all rows: {printable(why, 300)}, at {step_named(step)}. It is told of the next ones, "
             "the log has all of them, and this is said once.")
-
-    def mark(self) -> threading.Event|None: # None where nobody must wait: in a forked process, in its own thread, for one that has not come back
-        """What is set when it was told of all that there is now
-
-        Returns:
-            None where nobody must wait: in a forked process, in its own thread, for one that has not come back
-        """
-        if self.pid!=os.getpid() or threading.current_thread() is self.thread or self.given_up: return None
-        done = threading.Event()
-        done.set() if self.thread is None else self.pieces.queue.put(done)
-        return done
-
-    def wait(self,
-        done, # As `mark` gives it
-        until:float # When to give up, in the time of `time.monotonic`
-    ) -> bool: # Whether it was
-        """Wait until it was told of all that there was
-
-        Args:
-            done: As `mark` gives it
-            until: When to give up, in the time of `time.monotonic`
-
-        Returns:
-            Whether it was
-        """
-        if done is None: return False
-        if done.wait(max(until-time.monotonic(), 0)): return True
-        self.given_up = True # until it comes back
-        self.note(f"{self.name} has not come back, {'' if self.busy==() else 'told of '+step_named(self.busy)+', '}and nobody waits for it any more. "
-            f"{len(self.pieces):,} pieces of the log wait for it.")
-        return False
-
-    def rest(self):
-        "No thread is needed before there is more to tell"
-        with self.pieces.lock: thread,self.thread = self.thread,None
-        if thread is None: return
-        self.pieces.queue.put(None)
-        if thread is not threading.current_thread(): thread.join(1)
 
     def close(self):
         "Tell it no more, when it was told of all that there is now"

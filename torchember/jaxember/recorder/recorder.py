@@ -94,6 +94,63 @@ def every_of(when):
 
 def function_name(f): return getattr(f, '__name__', None) or getattr(getattr(f, 'func', None), '__name__', None) or type(f).__name__
 
+# %% ../../../nbs/88_jaxember/75_recorder.ipynb #1a31be61
+class Telling:
+    "What is told of a run: to the user once, to the log when it is known, or is another than before"
+    def __init__(self,
+        t, # The run, an `emberTracker`
+        asks, # What is recorded
+        display, # `Names` of the modules, as they are shown
+        spread # `Spread`
+    ):
+        self.t,self.asks,self.display,self.spread = t,asks,display,spread
+        self.begun,self.said,self.processes = False,set(),None # begun: whether what is known of the run is written; processes: what is written of them
+
+    model = property(lambda self: self.display('').removeprefix('model(').removesuffix(')')) # its class
+
+    def warn(self, text):
+        "Once"
+        if text in self.said: return
+        self.said.add(text)
+        warn(f'torchember: {text}')
+
+    def lost(self, places):
+        for what in places: self.warn(f"values inside {what} cannot be taken out of it and are not recorded. Everything else is.")
+
+    def nothing_seen(self):
+        self.warn("nothing was seen in this step: no module of flax ran that is to be recorded, and no probe. Where modules are of another "
+            "library, put probe('name', x) around values; what was compiled ahead of time (.lower().compile()) cannot be looked into.")
+
+    def other_trees(self, odd): # odd: what is another in each
+        self.warn(f"what step was given is another tree than what track was given: {'; '.join(odd)}. It is recorded as it is. Is each in its place, and "
+            "gradients without the loss? tracker.step(model_state=params, optimizer_state=state, gradients=grads).")
+
+    def begin(self, states):
+        "What is known of the run once a step has run"
+        self.begun,(include,exclude) = True,self.asks[:2]
+        seen = dict.fromkeys([*self.display.known, *sorted(heard[self.asks]), *(p.path for _,todo,_ in states for p,_ in todo)])
+        if include is not None and seen and not any(include.search(p) for p in seen):
+            raise ValueError(f"include={include.pattern!r} is found in no module's name. {unknown('module', include.pattern, [p for p in seen if p])}")
+        if exclude is not None and not any(exclude.search(p) for p in seen):
+            self.warn(f"exclude={exclude.pattern!r} is found in no module's name, so nothing is left out.")
+        self.t.begin({'start': now(), 'user': user(), 'schema': SCHEMA, 'model': self.model, 'framework': 'jax'}, {'structure': self.display.tree()})
+
+    def of_processes(self):
+        "What a reader has to know of them, when it is another than before: an array may come that lies along other axes"
+        if self.spread.rank is None or self.processes==(meta := self.spread.meta()): return
+        self.processes = meta
+        self.t.amend('ranks', meta)
+
+# %% ../../../nbs/88_jaxember/75_recorder.ipynb #23f3261a
+def refuse_inside(f, running, below): # running: whether a step runs; below: JAX's own trace
+    "A step is intercepted once, and not while JAX traces"
+    if running: raise RuntimeError(f"{function_name(f)} is called inside of a step that is being intercepted already. "
+        "Call intercept once for each step, outside of it.")
+    with take_current_trace() as t: inside = not isinstance(t, type(below))
+    if isinstance(t, Watching): raise RuntimeError(f"another tracker intercepts the step in which {function_name(f)} is called. A step has one tracker.")
+    if inside: raise RuntimeError(f"intercept is called inside of jit, grad or another function of JAX. Call it outside: "
+        f"tracker.intercept({function_name(f)}, ...), where {function_name(f)} may be jitted.")
+
 # %% ../../../nbs/88_jaxember/75_recorder.ipynb #e1be2e72
 class JaxRecorder:
     """Runs steps, and hands what was measured of each to the log of its run
@@ -122,27 +179,23 @@ class JaxRecorder:
         keep=lambda got: got, # What is done with what a function of the user's gives
         agreement=None # `Agreement`, where there are several processes
     ):
-        self.spread,self.told = agreement.spread if agreement else Spread(),None # told: what is written of the processes
+        self.spread,self.display = agreement.spread if agreement else Spread(),Names()
+        self.telling = Telling(t, asks, self.display, self.spread)
         self.t,self.when,self.asks,self.step = t,when,asks,first_step
-        self.open,self.running,self.begun,self.said = True,False,False,set() # begun: whether what is known of the run is written
-        self.display,self.places,self.watching = Names(),Places(self.warn),Watching(measure, every_of(when), self.warn, self.spread,
-            agreement.trouble if agreement else None)
+        self.open,self.running = True,False
+        self.places,self.watching = Places(self.warn),Watching(measure, every_of(when), self.warn, self.spread, agreement.trouble if agreement else None)
         self.states = States(measure, tracked, asks, self.places, agreed, self.spread)
         self.rows = StepRows(measure, names, self.display, self.places, keep)
         look_out(t.file)
         self.ran,self.ts,self.noted,self.failed,self.notes = False,None,[],[],None # of the open step; failed: found by a run that raised; notes: the latest
 
-    model = property(lambda self: self.display('').removeprefix('model(').removesuffix(')'), doc="Its class")
+    model = property(lambda self: self.telling.model, doc="Its class")
+    begun = property(lambda self: self.telling.begun, doc="Whether what is known of the run is written")
     on = property(lambda self: self.open and self.when(self.step), doc="Whether the open step is recorded")
 
     def run(self, f, args, kwargs):
         "The step itself, whose modules tell what they give"
-        if self.running: raise RuntimeError(f"{function_name(f)} is called inside of a step that is being intercepted already. "
-            "Call intercept once for each step, outside of it.")
-        with take_current_trace() as t: inside = not isinstance(t, type(self.watching.below))
-        if isinstance(t, Watching): raise RuntimeError(f"another tracker intercepts the step in which {function_name(f)} is called. A step has one tracker.")
-        if inside: raise RuntimeError(f"intercept is called inside of jit, grad or another function of JAX. Call it outside: "
-            f"tracker.intercept({function_name(f)}, ...), where {function_name(f)} may be jitted.")
+        refuse_inside(f, self.running, self.watching.below)
         self.ran = True
         if not self.open: self.warn("the run is over, so intercept only calls the function. Call it inside of `with track(...) as tracker:`.")
         if not self.on: return f(*args, **kwargs)
@@ -158,7 +211,7 @@ class JaxRecorder:
             return out
         finally:
             self.running = False
-            self.say_lost()
+            self.telling.lost(self.watching.lost)
 
     def tag(self, where, label, tree):
         "An output of a module"
@@ -186,9 +239,7 @@ class JaxRecorder:
         self.step += 1
         self.ran = False
         if self.on: self.states.at_begin(model_state, optimizer_state)
-        if odd := self.states.agreed.said():
-            self.warn(f"what step was given is another tree than what track was given: {'; '.join(odd)}. It is recorded as it is. Is each in its place, and "
-                "gradients without the loss? tracker.step(model_state=params, optimizer_state=state, gradients=grads).")
+        if odd := self.states.agreed.said(): self.telling.other_trees(odd)
         return n, seen
 
     def note(self, numbers):
@@ -202,14 +253,12 @@ class JaxRecorder:
         self.places.settle([w.model for w in new])
         for w in new: self.display.learn(self.places(w)) # of what was traced before, modules do not say their names
         if found: self.notes = found[-1].notes
-        if not self.begun: self.begin(first+last)
-        if self.ran and not (found or self.failed) and self.open and not self.watching.lost:
-            self.warn("nothing was seen in this step: no module of flax ran that is to be recorded, and no probe. Where modules are of another "
-                "library, put probe('name', x) around values; what was compiled ahead of time (.lower().compile()) cannot be looked into.")
+        if not self.begun: self.telling.begin(first+last)
+        if self.ran and not (found or self.failed) and self.open and not self.watching.lost: self.telling.nothing_seen()
         self.noted,self.failed = [],[]
         ts,self.ts = self.ts or now(),None
         rank = {} if self.spread.rank is None else {'rank': self.spread.rank}
-        self.tell_of_processes()
+        self.telling.of_processes()
         self.t.put(Step(first, found, last, noted, self.step, ts, {**rank, **self.t.marked}), over, by=self.rows)
 
     def finish(self):
@@ -221,27 +270,4 @@ class JaxRecorder:
         self.watching.over()
         self.t.end()
 
-    def begin(self, states):
-        "What is known of the run once a step has run"
-        self.begun,(include,exclude) = True,self.asks[:2]
-        seen = dict.fromkeys([*self.display.known, *sorted(heard[self.asks]), *(p.path for _,todo,_ in states for p,_ in todo)])
-        if include is not None and seen and not any(include.search(p) for p in seen):
-            raise ValueError(f"include={include.pattern!r} is found in no module's name. {unknown('module', include.pattern, [p for p in seen if p])}")
-        if exclude is not None and not any(exclude.search(p) for p in seen):
-            self.warn(f"exclude={exclude.pattern!r} is found in no module's name, so nothing is left out.")
-        self.t.begin({'start': now(), 'user': user(), 'schema': SCHEMA, 'model': self.model, 'framework': 'jax'}, {'structure': self.display.tree()})
-
-    def tell_of_processes(self):
-        "What a reader has to know of them, when it is another than before: an array may come that lies along other axes"
-        if self.spread.rank is None or self.told==(meta := self.spread.meta()): return
-        self.told = meta
-        self.t.amend('ranks', meta)
-
-    def say_lost(self):
-        for what in self.watching.lost: self.warn(f"values inside {what} cannot be taken out of it and are not recorded. Everything else is.")
-
-    def warn(self, text):
-        "Once"
-        if text in self.said: return
-        self.said.add(text)
-        warn(f'torchember: {text}')
+    def warn(self, text): self.telling.warn(text)

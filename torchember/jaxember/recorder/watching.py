@@ -189,6 +189,16 @@ def all_of(
 twins = weakref.WeakKeyDictionary() # program -> what is measured, and where it runs -> `Twin`; False where there are no tags. Another run finds it compiled
 loops = OrderedDict() # program inside of a loop or branch that nobody compiled -> what it is as a `jit`. The latest ones: each holds its program
 
+# %% ../../../nbs/88_jaxember/40_watching.ipynb #7f5dba72
+def mesh_of(args, params, known):
+    "Whether a program runs on one device, and the mesh of its devices"
+    one,mesh = devices_of(args)
+    if mesh is not None: return one, mesh
+    if 'mesh' not in known: known['mesh'] = mesh_in(params)
+    mesh = known['mesh']
+    if isinstance(mesh, AbstractMesh): mesh = current if (current := jax.sharding.get_mesh()).size>1 else None
+    return one and mesh is None, mesh
+
 # %% ../../../nbs/88_jaxember/40_watching.ipynb #89d68e78
 class Watching(Trace):
     """Looks on while a step runs, and collects what its tags measured
@@ -274,7 +284,7 @@ class Watching(Trace):
         known = twins.get(closed)
         if known is None: known = twins[closed] = {'trains': loops_that_train(closed.jaxpr)} if has_tags(closed.jaxpr) else False
         if known is False: return self.below.process_primitive(primitives.jit_p, args, params)
-        one,mesh = self.where(args, params, known)
+        one,mesh = mesh_of(args, params, known)
         if why := self.why_not(args, mesh):
             self.say(why)
             return self.below.process_primitive(primitives.jit_p, args, params)
@@ -288,15 +298,6 @@ class Watching(Trace):
         out,found = twin(*args, trace=self.below, start=scope_now())
         self.found.append(found)
         return out
-
-    def where(self, args, params, known):
-        "Whether a program runs on one device, and the mesh of its devices"
-        one,mesh = devices_of(args)
-        if mesh is not None: return one, mesh
-        if 'mesh' not in known: known['mesh'] = mesh_in(params)
-        mesh = known['mesh']
-        if isinstance(mesh, AbstractMesh): mesh = current if (current := jax.sharding.get_mesh()).size>1 else None
-        return one and mesh is None, mesh
 
     def why_not(self, args, mesh):
         "Why a program that other processes have a part in cannot be looked into"
