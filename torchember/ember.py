@@ -26,6 +26,8 @@ from .capture.private_torch import say_missing
 from .capture.ranks import Ranks
 from .ground.messages import an, printable, says_arguments, warn
 from .ground.record import SCHEMA, check_ttypes, identity, of_pieces
+from .processes.ranks import paths_in
+from .processes.whole_steps import WholeSteps
 from .recorder.process import hand_over, open_recorders, rank_and_size, shared_name, store_for, weak_source
 from .recorder.recorder import Recorder, Settings, recorded
 from .recorder.row import look_out
@@ -252,8 +254,6 @@ def shared(t, rank, world, tree):
         warn("reduce='step' needs the store of a process group, and there is none: who listens is told of the rows of this process. "
             "Call torch.distributed.init_process_group before torchEmber.")
         return None
-    from torchember.frames.logs import paths_in # the frames wing stands on this room: it is looked up when it is asked for
-    from torchember.frames.whole_steps import WholeSteps
     run,paths = weakref.ref(t),paths_in(tree)
     def about(): return None if (t := run()) is None else {'about': t.about.get('ranks'), 'paths': paths}
     def note(what):

@@ -14,7 +14,7 @@ from torch import distributed as dist
 from torch import nn
 
 from torchember import torchEmber
-from torchember.frames.whole_steps import Assembly
+from torchember.processes.whole_steps import Assembly
 
 folder,what = Path(sys.argv[1]),sys.argv[2]
 rank = int(os.environ['RANK'])

@@ -16,7 +16,7 @@ from itertools import chain
 import numpy as np
 
 from .logs import paths_of_ranks, rows_of_log, rows_of_ranks, tidy
-from .ranks import only_pieces, own_names, wholes
+from ..processes.ranks import only_pieces, own_names, wholes
 from ..ground.messages import printable
 from ..ground.needs import needs
 from ..ground.record import column_order, identity

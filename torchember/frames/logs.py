@@ -24,7 +24,7 @@ from ..measure.summary import also_called, derived
 from ..ground.needs import needs
 from ..ground.messages import an, closest, printable, says_arguments, unknown, warn
 from ..ground.record import called_ttypes, column_order, identity, of_pieces, optional
-from . import ranks
+from ..processes import ranks
 from .words import earlier_calls
 from ..store.anywhere import answer, entries, file_size, file_there, is_there, is_url, located, opened
 from ..store.base import facts, folder, read_meta, safe_name
@@ -390,7 +390,7 @@ def rows_of_whole(source, choice, columns, per_rank):
     return df[kept].reset_index(drop=True)
 
 # %% ../../nbs/50_frames/05_logs.ipynb #36221673
-def paths_of_ranks(trees): return {r: paths_in(tree) for r,tree in trees.items()}
+def paths_of_ranks(trees): return {r: ranks.paths_in(tree) for r,tree in trees.items()}
 
 def rows_of_ranks(logs, file=None, keep=None, shared=(), steps=None):
     """The rows of several processes, with numbers where numbers are to be; rank -> how many of its lines say nothing. logs: rank -> function that gives blocks.
@@ -441,16 +441,6 @@ def shapes_in(values):
     return [s if is_shape(s) else None for s in values]
 
 def is_shape(s): return isinstance(s, list|tuple) and all(type(n) is int and n>=0 for n in s)
-
-def paths_in(tree):
-    "The paths of all modules of a tree, as the metadata has it"
-    todo,out = [tree],[]
-    while todo:
-        node = todo.pop()
-        if not isinstance(node, dict): continue
-        if isinstance(node.get('path'), str): out.append(node['path'])
-        if isinstance(node.get('children'), list): todo += reversed(node['children'])
-    return out
 
 # %% ../../nbs/50_frames/05_logs.ipynb #28434b73
 class ColumnFilter:

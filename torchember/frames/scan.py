@@ -11,7 +11,7 @@ from itertools import chain
 
 from .chunks import chunks_of, common, contents, fields_of, marks_of, most_merged, most_rows, range_of, told
 from .logs import Choice, RankedSource, many, not_recorded, sources
-from .ranks import Processes, gone, understood
+from ..processes.ranks import Processes, gone, understood
 from ..ground.messages import printable, says_arguments, unknown, warn
 from ..ground.needs import needs
 from ..ground.record import column_order

@@ -13,9 +13,9 @@ import pandas as pd
 import pytest
 from torch.distributed import HashStore
 
-from torchember.frames import packed_rows, ranks, whole_steps
-from torchember.frames.packed_rows import Packet, Packing, Unpacking, WholeRows, split
-from torchember.frames.whole_steps import Assembly, Inbox, Outbox, Sharing, WholeSteps, done_by
+from torchember.processes import packed_rows, ranks, whole_steps
+from torchember.processes.packed_rows import Packet, Packing, Unpacking, WholeRows, split
+from torchember.processes.whole_steps import Assembly, Inbox, Outbox, Sharing, WholeSteps, done_by
 from torchember.ground.record import line_of
 from torchember.measure.summary import Summary
 

@@ -1,0 +1,1 @@
+"What several processes of a training have, as that of one"
