@@ -19,7 +19,7 @@ from torchember.recorder.row_writer import RowWriter
 from torchember.recorder.notices import Notices
 from torchember.recorder.optimizer import Updates
 from torchember.recorder.step_buffer import Generators, StepBuffer
-from torchember.recorder.parameters import Known, Parameters, ZeroGradHint, look_over
+from torchember.recorder.parameters import Known, Parameters, ZeroGradHint, below, look_over
 from torchember.recorder.process import hand_over, open_recorders
 from torchember.recorder.row import one_row
 from torchember.recorder.steps import Decision, Steps, Turns, stalled
@@ -411,7 +411,8 @@ def test_each_parameter_is_measured_once_at_the_first_that_returns_and_then_agai
         ('c', 'weight', 'weight_1', 'bias')]
     ps.after_call(root, True, BOTH)
     assert ps.buffer.places()==[] # all were seen
-    assert [s.track.path for s in ps.below(root)]==['a', 'b', 'c', 'a.0'] and [s.track.path for s in ps.below(seq)]==['a.0'] and ps.below(c)==[]
+    found = [[s.track.path for s in below(st, ps.states)] for st in (root, seq, c)]
+    assert found==[['a', 'b', 'c', 'a.0'], ['a.0'], []]
     assert [(st.track.path, n) for st,_,n,_ in ps.each(states=[b, c])]==[('b', 'weight'), ('c', 'weight'), ('c', 'bias')]
     lin.watched = False
     assert [(st.track.path, i, n) for st,i,n,_ in ps.each({id(m.b.weight), id(m.c.bias)})]==[('b', 0, 'weight'), ('c', 1, 'bias')]
