@@ -163,7 +163,7 @@ class ModelEvents(CallEvents):
             only_training: Whether evaluations are left out
         """
         self.steps,self.sources,self.buffer,self.cost,self.calls = pipe.steps,pipe.sources,pipe.buffer,pipe.cost,pipe.buffer.calls
-        self.passes,self.grads = PassEvents(pipe, only_training),self.sources.gradients.ttypes
+        self.pass_events,self.grads = PassEvents(pipe, only_training),self.sources.gradients.ttypes
         pipe.gate.begin(self.turn)
 
     step = property(lambda self: self.steps.number)
@@ -181,7 +181,7 @@ class ModelEvents(CallEvents):
         if not here.depth:
             with self.lock:
                 self.running += 1
-                try: self.passes.begins(here, state, torch.is_grad_enabled() if grad is None else grad)
+                try: self.pass_events.begins(here, state, torch.is_grad_enabled() if grad is None else grad)
                 except BaseException: # a schedule that raises, with on_error='raise'
                     self.running -= 1
                     raise
@@ -189,7 +189,7 @@ class ModelEvents(CallEvents):
         here.depth += 1
         return True
 
-    def pass_fails(self, state): self.passes.fails(self.calls.here)
+    def pass_fails(self, state): self.pass_events.fails(self.calls.here)
 
     def pass_ends(self, state, compiled):
         here = self.calls.here
@@ -197,10 +197,10 @@ class ModelEvents(CallEvents):
         if here.depth: return
         with self.lock:
             self.running -= 1
-            self.passes.ends(here, compiled)
+            self.pass_events.ends(here, compiled)
         if here.skipped: return
-        self.passes.over()
-        if compiled and (on := self.passes.recorded_next(here)) is not None: self.wants.turn(on)
+        self.pass_events.over()
+        if compiled and (on := self.pass_events.recorded_next(here)) is not None: self.wants.turn(on)
 
     def inside(self): return self.calls.here.depth>0
 

@@ -8,8 +8,8 @@ __all__ = ['too_dear', 'Gate', 'Pipe', 'close_by_pass', 'measure_now', 'end_step
 # %% ../../nbs/40_recorder/78_pipe.ipynb #54d115b8
 from .budget import duration
 from ..ground.choose import at, schedule
-from .row_writer import Closed
-from .steps import Decision, Passes
+from .row_writer import MaybePass
+from .steps import Decision, MaybePasses
 
 # %% ../../nbs/40_recorder/78_pipe.ipynb #b684a4b7
 def too_dear(b):
@@ -68,7 +68,7 @@ class StepEnd:
     "The open step is over: what it has goes to the log, and the next one is open"
     def over(self, boundary=False, by_pass=False, wait=False):
         "The step is over. One in which nothing ran is none"
-        if not by_pass: self.passes.clear()
+        if not by_pass: self.maybe_passes.clear()
         if not self.steps.opened: return
         if boundary: self.steps.said_over()
         if self.steps.evaluation: return None if boundary else self.end_evaluation()
@@ -130,7 +130,7 @@ class Pipe(StepEnd):
         cost # `Cost`
     ):
         self.steps,self.sources,self.buffer,self.writer,self.gate,self.tally,self.cost = steps,sources,buffer,writer,gate,tally,cost
-        self.passes = Passes()
+        self.maybe_passes = MaybePasses() # steps before this one that may turn out to be passes of it
 
     def pass_begins(self,
         path:str, phase, # As `Steps.begin` has them
@@ -157,7 +157,7 @@ class Pipe(StepEnd):
 
     def relieve(self):
         "A step that is very long is handed over in parts"
-        if self.buffer.size>self.most_rows: self.passes.clear(); self.flush()
+        if self.buffer.size>self.most_rows: self.maybe_passes.clear(); self.flush()
 
     def end_evaluation(self):
         "What was evaluated is of the step before; the open one has not begun"
@@ -190,7 +190,7 @@ class Pipe(StepEnd):
     def finish(self):
         "Nothing more will come of the open step: what it has is measured"
         if self.steps.evaluation: self.end_evaluation()
-        self.passes.clear()
+        self.maybe_passes.clear()
         self.without_failed()
         if self.gate.on and self.steps.opened: self.measure_at_end()
 
@@ -198,7 +198,7 @@ class Pipe(StepEnd):
         "Record nothing from now on: this process is not the one that the run belongs to"
         for part in (self.gate, self.cost, self.steps, self.writer): part.leave()
         self.buffer.leave(lock)
-        self.passes.clear()
+        self.maybe_passes.clear()
 
 # %% ../../nbs/40_recorder/78_pipe.ipynb #d108d07b
 def close_by_pass(pipe):
@@ -206,8 +206,8 @@ def close_by_pass(pipe):
     steps,hint,writer = pipe.steps,pipe.sources.parameters.hint,pipe.writer
     known = pipe.gate.on and steps.training_passes and not steps.phase and not pipe.buffer.handed_out # what somebody has read stays a step
     weights,noted,without = steps.weights if known else None,writer.noted[steps.number],hint.steps_without
-    pipe.over(wait=pipe.passes.another(weights), by_pass=True)
-    pipe.passes.closed(weights, Closed(writer.last, writer.ended, noted, hint.steps_without-without))
+    pipe.over(wait=pipe.maybe_passes.another(weights), by_pass=True)
+    pipe.maybe_passes.closed(weights, MaybePass(writer.last, writer.ended, noted, hint.steps_without-without))
 
 def measure_now(pipe):
     "Weights, their gradients, updates and states as they are now"
@@ -234,7 +234,7 @@ def end_step(pipe, empty=False): # empty: whether a step in which nothing ran co
 def join_passes(pipe):
     "Steps that passes closed are of the open one, which `torchEmber.step` ends"
     steps = pipe.steps
-    earlier = pipe.passes.of(steps.weights) if steps.passes[None] and not steps.phase else []
+    earlier = pipe.maybe_passes.of(steps.weights) if steps.passes[None] and not steps.phase else []
     if not earlier: return
     number = steps.number
     pipe.tally.joined(len(earlier))

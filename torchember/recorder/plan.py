@@ -377,9 +377,9 @@ def plan_of(
     if args or kwargs:
         if any(is_lazy(p) for p in model.parameters()):
             raise ValueError("the model has lazy parameters, which an example input would make. Run the model once, then plan.")
-        stack_room.more(recorder.events.passes.stack_room)
+        stack_room.more(recorder.events.pass_events.stack_room)
         try: flow,left = rehearse(model, recorder, args, kwargs or {})
-        finally: stack_room.less(recorder.events.passes.stack_room)
+        finally: stack_room.less(recorder.events.pass_events.stack_room)
     else: flow,more = flow_places(recorder)
     own,notes = parameter_places(recorder, left)
     return costs(name, flow+own, notes+more, recorder, next((p.device for p in model.parameters()), torch.device('cpu')))

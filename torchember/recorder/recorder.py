@@ -63,7 +63,7 @@ class HeardModel:
     ):
         self.cost.warm(tracks[0].module.parameters())
         self.tracks,self.owner = tracks,owner
-        self.events.passes.arming(max(t.path.count('.') for t in tracks))
+        self.events.pass_events.arming(max(t.path.count('.') for t in tracks))
         self.sources.arming(tracks[0].module)
         self.sources.armed(arm(tracks, self.events, watched, methods))
         if self.watch: self.watch.attach()
@@ -208,7 +208,7 @@ class Recorder(Told):
         "What a barrier of the log asks for"
         with self.lock:
             self.sources.note_parameters()
-            self.pipe.passes.clear() # what somebody has read stays as it is
+            self.pipe.maybe_passes.clear() # what somebody has read stays as it is
         self.close() if close else self.flush()
 
     def use(self,
