@@ -70,13 +70,14 @@ class Tap:
     "Where the tensors of one place go: views of an `Arena`, never made by hand"
     def __init__(self, arena, key, number, stats, cursor, where, once, repeats):
         self.once,self.repeats = once,repeats
-        self.arena,self.key,self.number,self.cursor,self.next = arena,key,number,cursor,where
+        self.arena,self.key,self.number = arena,key,number
+        self.cursor,self.next = cursor,where # which row is next, and more, as `measure.head` has it: a tensor, and the same memory as numpy has it
         self.names = stat_names(stats)
-        self.wanted = groups_for(self.names)
+        self.wanted = groups_for(self.names) # groups of sums, from which the statistics follow
         self.groups,self.length = frozenset(self.wanted),length(self.wanted)
-        self.share = self.length//width
-        self.rows = self.head = self.out = self.device = self.block = None
-        self.size = self.first = 0
+        self.share = self.length//width # of `Arena.filled`: a row with exponents counts as several
+        self.block,self.first,self.size,self.device = None,0,0,None # where its rows lie: block, the first of them, how many
+        self.rows = self.head = self.out = None # views of these, as `Block.cut` gives them
         self.address,self.turn = address_of(where),0 # a turn ends when what the rows hold is dropped
         self.put = self.dtype = self.shape = self.stride = self.count = None # what `fit` found out about its tensors
         where[LIKE+TAP] = number
@@ -91,9 +92,13 @@ class Arena:
     def __init__(self,
         size:int=256 # Rows to lay out at a time
     ):
-        self.size,self.blocks,self.taps,self.cursors,self.where = size,[],[],[],[]
-        self.clock,self.lock,self.seen,self.micro = itertools.count(1),threading.RLock(),{},0 # a signal handler may come in between and read
-        self.filled = self.shared = 0
+        self.size,self.blocks,self.taps = size,[],[]
+        self.cursors,self.where = [],[] # of the taps: tensors, and the same memory as numpy has it
+        self.clock = itertools.count(1) # gives each row its event
+        self.lock = threading.RLock() # a signal handler may come in between and read
+        self.seen = {} # id of a tensor -> what is known of it: see `at_once`
+        self.micro = 0 # number of the open pass among all of its step
+        self.filled = self.shared = 0 # rows, about; how many of them were known from another tap
         self.pending = {} # (block, row) -> a tensor that will be read into it, with others
 
     def tap(self,
@@ -278,16 +283,18 @@ def at_once(x, tap, call):
     if not at and n: return observe_any(x, tap, call, None, False)
     if counted:
         version,known = x._version,a.seen.get(id(x))
-        if known is not None and known[0]() is x and known[1]==version and known[3] and known[6]==at and tap.groups<=known[2] and known[4].turn==known[5]:
-            a.shared += 1
-            source,n = known[3],-1
+        if known is not None: # whose it is, its version and where it lay; which groups were measured; the row that has them, of which tap, in which turn
+            same,was,place,groups,row,by,turn,_ = known
+            if row and same() is x and was==version and place==at and tap.groups<=groups and by.turn==turn:
+                a.shared += 1
+                source,n = row,-1
     call = -1 if call is None else call
     row = tap.put(tap.address, source, n, call, next(a.clock))
     if not row:
         a.more(tap, cpu)
         row = tap.put(tap.address, source, n, call, next(a.clock))
     a.filled += tap.share
-    if counted: a.seen[id(x)] = weakref.ref(x),version,tap.groups,row,tap,tap.turn,at,None
+    if counted: a.seen[id(x)] = weakref.ref(x),version,at,tap.groups,row,tap,tap.turn,None
 
 def observe_any(x, tap, call, scale, later):
     "`observe`, whatever there is"
@@ -342,11 +349,13 @@ def measured(x, tap):
     a,counted = tap.arena,not x.is_inference() # an inference tensor has no version
     version = x._version if counted else 0
     known = a.seen.get(id(x)) if counted else None
-    if known is not None and known[0]() is x and known[1]==version and known[-1] is not None and known[6]==address(x) and tap.groups<=known[2]:
-        a.shared += 1
-        return known[-1][:tap.length]
+    if known is not None: # the first four as in `at_once`; no row but the vector
+        same,was,place,groups,*_,vector = known
+        if vector is not None and same() is x and was==version and place==address(x) and tap.groups<=groups:
+            a.shared += 1
+            return vector[:tap.length]
     v = read(x, tap.wanted)
-    a.seen[id(x)] = weakref.ref(x),version,tap.groups,0,None,0,address(x),v
+    a.seen[id(x)] = weakref.ref(x),version,address(x),tap.groups,0,None,0,v
     return v
 
 def address(x):
@@ -379,7 +388,13 @@ class Snapshot:
 # %% ../../nbs/20_measure/50_tap.ipynb #edf23e4b
 class Columns:
     "Rows with the same statistics, in the order of their events"
-    def __init__(self, head, vectors, owner, again, taps): self.head,self.vectors,self.owner,self.again,self.taps = head,vectors,owner,again,taps
+    def __init__(self,
+        head, # Of each row, as `measure.head` has it
+        vectors, # Its summary
+        owner, # Number of the snapshot that it is of
+        again, # Whether it was given out before, with less in it
+        taps # The `Tap` that it is of
+    ): self.head,self.vectors,self.owner,self.again,self.taps = head,vectors,owner,again,taps
 
     def __len__(self): return len(self.head)
 
