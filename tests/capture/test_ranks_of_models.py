@@ -97,7 +97,7 @@ def test_whether_sums_may_be_partial():
     seen = []
     for w in (None, spread(DeviceMesh('cpu', everybody), Shard(0)), nn.Parameter(x)):
         if w is not None: m[1].weight = w
-        r.look()
+        r.find_axes()
         seen.append(r.sharded)
     assert seen==[False, True, False]
     ddp = DistributedDataParallel(net())

@@ -255,7 +255,7 @@ def test_each_buffer_once_at_the_first_module_that_has_it_and_is_watched():
 
 def test_a_mark_that_changes_with_every_step():
     "In four steps one after another; not every second step, not one that stays for a step, not one that is a whole number"
-    def said(*seen): m = ChangingMarks(); return [m.look({'loss': v, 'epoch': int(s)}, s) for s,v in seen]
+    def said(*seen): m = ChangingMarks(); return [m.changing({'loss': v, 'epoch': int(s)}, s) for s,v in seen]
     assert said(*((s, s/2) for s in range(5)))==[None, None, None, ('loss', 1.5), ('loss', 2.)]
     assert not any(said(*((2*s, s/2) for s in range(9))))
     assert not any(said(*((s, v) for s,v in enumerate([.1, .2, .3, .3, .4, .5, .5]))))

@@ -19,7 +19,7 @@ from torchember.recorder.row_writer import RowWriter
 from torchember.recorder.notices import Notices
 from torchember.recorder.optimizer import Updates
 from torchember.recorder.step_buffer import Generators, StepBuffer
-from torchember.recorder.parameters import Known, Parameters, ZeroGradHint, below, look_over
+from torchember.recorder.parameters import Known, Parameters, ZeroGradHint, below, say_if_changed
 from torchember.recorder.process import hand_over, open_recorders
 from torchember.recorder.row import one_row
 from torchember.recorder.steps import Decision, Steps, Turns, stalled
@@ -455,13 +455,13 @@ def test_zeros_are_looked_for_once_where_te_step_ends_the_steps():
     assert said((None, None), (0, 0), boundary=False, manual=False)==0
 
 
-def test_look_over_tells_of_what_was_added_and_not_of_what_is_the_same():
+def test_what_was_added_is_told_of_and_not_of_what_is_the_same():
     def told(change):
         m = Model()
         states,n = of(m).states,Notices()
         with heard('since it was armed') as said:
             change(m)
-            for _ in range(2): look_over(states, n)
+            for _ in range(2): say_if_changed(states, n)
         return [s.split(' has got')[0] for s in said], [s.track.path for s in states if not s.watched]
     assert told(lambda m: None)==([], [])
     assert told(lambda m: m.c.register_parameter('new', nn.Parameter(torch.ones(1))))==(['model(Model).c(Linear)'], [])
@@ -566,17 +566,17 @@ def test_what_is_known_of_parameters_is_told_when_it_changes():
     k = Known(BOTH, told.append)
     states = of(m).states
     opt = torch.optim.SGD(m.c.parameters(), .1)
-    for _ in range(2): k.look(states, None, False)
+    for _ in range(2): k.note(states, None, False)
     assert len(told)==1 and [(p['path'], p['name'], p['optimizer']) for p in told[0]['parameters']]==[('a.0', 'weight', None), ('a.0', 'bias', None),
         ('c', 'weight', None), ('c', 'bias', None)]
     assert [p.get('also') for p in k.entries]==[['b.weight'], None, None, None] and not k.trained
-    for _ in range(2): k.look(states, [opt], True)
+    for _ in range(2): k.note(states, [opt], True)
     assert len(told)==2 and [p['optimizer'] for p in k.entries]==[False, False, True, True] and k.trained
-    k.look(states, [opt], False)
+    k.note(states, [opt], False)
     assert k.trained # it was
     k.got.add(('b', 'weight')) # known by its other name
     states[4].pass_ = 3
-    k.look(states, [], False)
+    k.note(states, [], False)
     facts = [(p['optimizer'], p['gradient'], p['called']) for p in k.entries]
     assert facts==[(False, True, False), (False, False, False), (True, False, True), (True, False, True)]
     assert k.trained and len(told)==3 and [i for i in range(9) if k.due(i)]==[1, 2, 4, 8]

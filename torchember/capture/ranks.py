@@ -56,7 +56,7 @@ class Layout:
         self.axes[free] = ranks
         return free
 
-    def look(self):
+    def find_axes(self):
         "Find what spreads the model: what was wrapped since the last look is found, too"
         self.looked += 1
         self.batches.clear(); self.known.clear()
@@ -136,7 +136,7 @@ class Ranks(Layout):
 
     def pass_begins(self):
         if self.looked<self.looks:
-            self.look()
+            self.find_axes()
             if (meta := self.meta())!=self.told: self.told = meta; self.tell(meta)
 
     def roles(self,

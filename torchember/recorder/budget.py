@@ -186,10 +186,10 @@ class Budget:
         self.since = 0 if recorded else self.since+1
         self.recorded += recorded
         self.late = late if self.recorded==2 and recorded else self.late+late # the writer's first batch tells as little as the first step
-        if recorded or len(self.bare)<9 or not self.since%8: self.look() # a median takes longer than the rest of this
+        if recorded or len(self.bare)<9 or not self.since%8: self.estimate() # a median takes longer than the rest of this
         self.limit(took, cost)
 
-    def look(self):
+    def estimate(self):
         self.time,self.still = median_of(self.bare),median_of(self.idle)
         self.cost = median_of(self.costs)+self.late/max(self.recorded-1, 1) if self.costs else None
         self.earned = self.patience*self.share*self.time

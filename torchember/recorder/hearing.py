@@ -116,9 +116,9 @@ class CallEvents(Listener):
     def call_ends(self, state, outputs, compiled=False):
         since,here = clock(),self.calls.here
         call = self.calls.exit()
-        own = self.sources.parameter_types[self.steps.manual]
-        if own and not here.phase: # in an evaluation, perhaps averaged weights were put in
-            with self.lock: self.sources.parameters.after_call(state, state is here.outermost and here.depth==1, own) # once a step, whoever calls
+        ttypes = self.sources.parameter_types[self.steps.manual]
+        if ttypes and not here.phase: # in an evaluation, perhaps averaged weights were put in
+            with self.lock: self.sources.parameters.after_call(state, state is here.outermost and here.depth==1, ttypes) # once a step, whoever calls
         state.track.output_dt = {n: shape_of(x) for n,x in outputs}
         self.sources.flow(state, 'output', outputs, call, here.phase)
         self.calls.current = self.calls.innermost() or state.track

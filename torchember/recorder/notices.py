@@ -72,7 +72,7 @@ class ChangingMarks:
     "Finds marks that change with every step"
     def __init__(self): self.last = {} # name -> value, step, for how many steps in a row it was another
 
-    def look(self,
+    def changing(self,
         marks:dict, # Name -> value
         step:int # Number of the open step
     ) -> tuple|None: # Name and value of a mark that is a number of the step

@@ -152,7 +152,7 @@ class Pipe(StepEnd):
         if not self.gate.on: return
         if new:
             self.buffer.begin_pass(sum(steps.passes.values())-1)
-            self.sources.changed()
+            self.sources.say_if_changed()
         self.buffer.in_micro(steps.micro)
 
     def relieve(self):

@@ -108,7 +108,7 @@ class Told:
 
     def marked(self, marks):
         "Marks are set: say when one is a number of the step"
-        if found := self.marks.look(marks, self.step): self.notices.once('mark', no_mark(*found))
+        if found := self.marks.changing(marks, self.step): self.notices.once('mark', no_mark(*found))
 
 # %% ../../nbs/40_recorder/80_recorder.ipynb #f53e8207
 class Recorder(Told):

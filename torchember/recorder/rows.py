@@ -148,22 +148,22 @@ def fill_templates(
 # %% ../../nbs/40_recorder/60_rows.ipynb #7fd17b2d
 class Lines:
     "Turns what was measured into lines, those of several steps at once. Remembers what does not change from step to step"
-    def __init__(self): self.of,self.templates = None,{} # what the templates were made for; names of columns -> number of tap and dtype -> template
+    def __init__(self): self.made_for,self.templates = None,{} # taps, parts and marks of the templates; names of columns -> number of tap and dtype -> template
 
     def __call__(self,
         measured # List of `Measured`, in their order
     ) -> list: # For each a list: a line for each row, as bytes, or a dict for one that has to be written with care
         "The rows of steps, in the order of their events"
-        of = lambda m: (m.snapshot.taps, m.parts, (*m.marks,))
-        return [rows for of,some in groupby(measured, of) for rows in self.alike(of, list(some))]
+        in_common = lambda m: (m.snapshot.taps, m.parts, (*m.marks,))
+        return [rows for made_for,some in groupby(measured, in_common) for rows in self.alike(made_for, list(some))]
 
-    def alike(self, of, measured):
-        "The same for steps that have the same taps and marks"
-        if self.of!=of: self.of,self.templates = of,{}
-        own = [(i, r[0], m.row(*r[1:])) for i,m in enumerate(measured) for r in m.custom]
-        some = [([i for i,_,_ in own], [e for _,e,_ in own], [r for _,_,r in own])] if own else []
-        for c,more in portions(columns_of([m.snapshot for m in measured])): some += self.portion(c, more, measured)
-        return by_event(some, len(measured))
+    def alike(self, made_for, measured):
+        "The same for steps that have the same taps, parts and marks"
+        if self.made_for!=made_for: self.made_for,self.templates = made_for,{}
+        custom = [(i, event, m.row(*row)) for i,m in enumerate(measured) for event,*row in m.custom]
+        done = [tuple(zip(*custom, strict=True))] if custom else [] # owners, events, rows: of each portion
+        for c,more in portions(columns_of([m.snapshot for m in measured])): done += self.portion(c, more, measured)
+        return by_event(done, len(measured))
 
     def portion(self, c, more, measured):
         "Owners, events and lines of rows with the same columns; those that need care apart"
@@ -205,11 +205,11 @@ def rows_with_care(c, more, measured):
     rows = zip(c.owner.tolist(), c.taps, c.calls.tolist(), c.dtypes(), c.dicts(), more, strict=True)
     return [measured[o].row(t.key, n, None, d, s | m) for o,t,n,d,s,m in rows]
 
-def by_event(some, n):
+def by_event(done, n):
     "The rows of each of `n` owners, in the order of their events, from tuples of owners, events and rows"
-    owners,events = (np.concatenate([s[i] for s in some]) if some else np.empty(0, int) for i in (0, 1))
-    rows = [r for s in some for r in s[2]]
-    if len(some)>1:
+    owners,events = (np.concatenate([d[i] for d in done]) if done else np.empty(0, int) for i in (0, 1))
+    rows = [r for d in done for r in d[2]]
+    if len(done)>1:
         order = np.lexsort((events, owners))
         owners,rows = owners[order],[rows[i] for i in order.tolist()]
     ends = np.searchsorted(owners, np.arange(n+1)).tolist()

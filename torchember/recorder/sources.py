@@ -16,7 +16,7 @@ from ..ground.record import flowing
 from .buffers import Buffers
 from .gradients import Gradients
 from .optimizer import Updates
-from .parameters import Parameters, grad_of, look_over
+from .parameters import Parameters, grad_of, say_if_changed
 
 # %% ../../nbs/40_recorder/75_sources.ipynb #50a7ce01
 def who_measures(ttypes):
@@ -98,8 +98,9 @@ class Sources(AtStepEnd):
         self.updates = Updates(buffer, self.parameters, ttypes)
         self.at_step_end = [source for source in (Buffers(buffer),) if set(source.ttypes) & set(ttypes)] # sources of tensors that are measured then
         self.variables = {} # name -> tensor that is in no module, and is followed
-        own = [t for t in ('weight', 'weight_grad') if t in ttypes]
-        self.parameter_types = {False: own, True: own[:own.count('weight')]} # whether somebody ends the steps: then gradients are complete later
+        def among(*some): return [t for t in some if t in ttypes]
+        # `Steps.manual` -> what is measured of its parameters when a module returns: where somebody ends the steps, gradients are complete later
+        self.parameter_types = {False: among('weight', 'weight_grad'), True: among('weight')}
         self.at_calls = [source(buffer, ttypes) for source in who_measures(ttypes)]
         if self.gradients.ttypes: self.at_calls.append(self.gradients)
 
@@ -125,9 +126,9 @@ class Sources(AtStepEnd):
     def note_parameters(self):
         "Note which parameters there are, and what is known against them"
         optimizers = None if self.watch is None else self.watch.optimizers
-        self.parameters.known.look(self.states, optimizers, self.parameters.hint.trains)
+        self.parameters.known.note(self.states, optimizers, self.parameters.hint.trains)
 
-    def changed(self): look_over(self.states, self.buffer.notices)
+    def say_if_changed(self): say_if_changed(self.states, self.buffer.notices)
 
     def weights(self,
         root:bool, # Whether the root is called

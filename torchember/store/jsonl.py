@@ -408,7 +408,7 @@ class Log(Certain):
             if self.first is not None and self.disk.rows: self.begin()
             if self.step.due(now): self.step.write(self.latest)
         except OSError as e: return self.refused(e)
-        if self.rotation is not None and time.monotonic()>self.again+self.readers: self.rotation.look(self.disk)
+        if self.rotation is not None and time.monotonic()>self.again+self.readers: self.rotation.put_aside_if_due(self.disk)
         self.refusal = False
         if self.step.stale and self.step.closed: writer.hold(self) # its turn comes
         else: writer.holding.discard(self)

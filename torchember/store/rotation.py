@@ -79,7 +79,7 @@ class Rotation:
         self.rows = self.bytes = 0 # what the file had taken when lines were put aside last
         self.left = None # bytes of lines that are in no part and were there before
 
-    def look(self, disk):
+    def put_aside_if_due(self, disk):
         "The log has taken lines, and takes none now: put them aside if it is time"
         if self.child is not None or self.ready or time.monotonic()<self.again: return
         try:
