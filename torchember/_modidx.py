@@ -5838,6 +5838,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                  'torchember/store/jsonl.py'),
                                         'torchember.store.jsonl.Appended.unmark': ( '30_store/jsonl.html#appended.unmark',
                                                                                     'torchember/store/jsonl.py'),
+                                        'torchember.store.jsonl.Batch': ('30_store/jsonl.html#batch', 'torchember/store/jsonl.py'),
                                         'torchember.store.jsonl.Batches': ('30_store/jsonl.html#batches', 'torchember/store/jsonl.py'),
                                         'torchember.store.jsonl.Batches.__init__': ( '30_store/jsonl.html#batches.__init__',
                                                                                      'torchember/store/jsonl.py'),

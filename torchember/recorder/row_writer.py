@@ -71,12 +71,12 @@ class RowWriter(RowsBeside):
     """Hands what was measured to the log. Returns before it is written
 
     Args:
-        t: The run: its `put` takes what was measured, whether the step is over, and what makes lines of it
+        t: The run, a `tracker`: its `put` takes what was measured, whether the step is over, and by whom lines are made of it; its `file` is a `Log`
         rank: Of this process, when there are several
         root_name: Display name of the root, whose rows the noted numbers are
     """
     def __init__(self,
-        t, # The run: its `put` takes what was measured, whether the step is over, and what makes lines of it
+        t, # The run, a `tracker`: its `put` takes what was measured, whether the step is over, and by whom lines are made of it; its `file` is a `Log`
         rank:int|None=None, # Of this process, when there are several
         root_name:str='model' # Display name of the root, whose rows the noted numbers are
     ):

@@ -11,6 +11,7 @@ from collections import deque
 from itertools import count
 from queue import Empty, SimpleQueue
 from socket import gethostname
+from typing import NamedTuple
 
 from ..ground.messages import EmberWarning, an, printable, unknown, warn
 from ..ground.record import line_of, lines_of, load_row, unmarkable
@@ -180,7 +181,15 @@ class Remarks:
         if notes: warn('torchember: '+' Also: '.join(notes))
 
 # %% ../../nbs/30_store/10_jsonl.ipynb #1ff1e77e
-def call_each(batches): return [rows() for rows in batches]
+def call_each(functions): return [rows() for rows in functions]
+
+class Batch(NamedTuple):
+    "What was put at once"
+    rows:object # A function, or what `by` makes rows of; it has a `len` then
+    close:bool # Whether the step is over with them
+    joins:bool|None # As `Log.put` has it
+    by:object # Who makes rows of it, and of others at the same time
+    listeners:tuple # Because of whom it was put, and who are not told of it
 
 # %% ../../nbs/30_store/10_jsonl.ipynb #a984ac11
 class Batches:
@@ -190,17 +199,17 @@ class Batches:
 
     def __len__(self): return len(self.waiting)
 
-    def put(self, *batch): self.waiting.append(batch) # rows, close, joins and by, as `Log.put` has them; the listeners because of whom they are put
+    def put(self, *batch): self.waiting.append(Batch(*batch))
 
     def take(self):
         "Of those that can be worked out together: the rows and lines of each, and close, joins, listeners"
-        by,some,n = self.waiting[0][3],[],0
+        by,some,n = self.waiting[0].by,[],0
         for batch in self.waiting:
-            n += len(batch[0]) if batch[3] is by is not call_each else 1
-            if some and (batch[3] is not by or n>self.together): break
+            n += 1 if batch.by is not by or by is call_each else len(batch.rows)
+            if some and (batch.by is not by or n>self.together): break
             some.append(batch)
-        for rows,(_,close,joins,_,listeners) in zip(self.rows_of([b[0] for b in some], by), some, strict=True):
-            yield *self.with_lines(rows), close, joins, listeners
+        for rows,batch in zip(self.rows_of([b.rows for b in some], by), some, strict=True):
+            yield *self.with_lines(rows), batch.close, batch.joins, batch.listeners
             self.waiting.popleft()
 
     def rows_of(self, some, by):
@@ -357,10 +366,10 @@ class Log(Certain):
     latest = property(lambda self: self.path.with_name(f'{self.path.name}_latest')) # of the latest step's rows
 
     def put(self,
-        rows, # Function that gives a list of rows or of lines; anything else with `by`
+        rows, # Function that gives a list of rows or of lines; with `by`, what that makes them of
         close:bool=False, # Whether the step is over with them
         joins:bool|None=False, # Whether they belong to the latest step even when that is over; None: to no step whose rows are kept
-        by=call_each, # Function that turns a list of such, which have a `len`, into a list of their rows: it is handed those that wait together
+        by=call_each, # Who makes rows: called with a list of such, those that wait one after the other, it gives a list with the rows of each
         here:bool=False # Whether they are written here and now
     ):
         "Queue rows. Returns at once"
