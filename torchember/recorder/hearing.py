@@ -163,7 +163,7 @@ class ModelEvents(CallEvents):
             only_training: Whether evaluations are left out
         """
         self.steps,self.sources,self.buffer,self.cost,self.calls = pipe.steps,pipe.sources,pipe.buffer,pipe.cost,pipe.buffer.calls
-        self.pass_events,self.grads = PassEvents(pipe, only_training),self.sources.gradients.ttypes
+        self.pass_events = PassEvents(pipe, only_training)
         pipe.gate.begin(self.turn)
 
     step = property(lambda self: self.steps.number)
