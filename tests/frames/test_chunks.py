@@ -13,7 +13,7 @@ from drawn import begun, lines
 
 from torchember import compact, query, read, scan
 from torchember.frames import chunks, dataset
-from torchember.frames.chunks import Chunk, Stretch, chunks_of, contents, fields_of, of_lines, table_of
+from torchember.frames.chunks import Chunk, Stretch, chunk_table, chunks_of, contents, fields_of, of_lines
 from torchember.frames.logs import Source
 from torchember.frames.scan import conjuncts, may_hold
 from torchember.store.columns import Expected
@@ -53,7 +53,7 @@ def small(monkeypatch):
 def asked(monkeypatch):
     "Chunks that were read"
     read_now = []
-    monkeypatch.setattr(dataset, 'table_of', lambda c, *a, of=dataset.table_of: read_now.append(c) or of(c, *a))
+    monkeypatch.setattr(dataset, 'chunk_table', lambda c, *a, of=dataset.chunk_table: read_now.append(c) or of(c, *a))
     return read_now
 
 
@@ -187,7 +187,7 @@ def test_groups_of_a_part(tmp_path, monkeypatch):
     assert [(s.first, s.last, s.rows) for s in there.stretches]==[(0, 599, 600)]
     chunk, = chunks_of('b', [('b', None)], [there], tmp_path)
     fields = fields_of([there])
-    assert chunk.plain and [table_of(chunk, fields, steps).num_rows for steps in (None, (0, 3), (511, 512), (512, 999))]==[600, 512, 600, 88]
+    assert chunk.plain and [chunk_table(chunk, fields, steps).num_rows for steps in (None, (0, 3), (511, 512), (512, 999))]==[600, 512, 600, 88]
     with there.stretches[0].open((0, 3)) as part: assert part.parsed()[0][-1]['step']==511
     assert part.file.closed
 
@@ -268,7 +268,7 @@ def live(path, size=None, more=b'', fresh=False):
 
 def steps_in(source):
     there = contents(source)
-    t = [table_of(c, fields_of([there])) for c in chunks_of('a', [('a', None)], [there], None)]
+    t = [chunk_table(c, fields_of([there])) for c in chunks_of('a', [('a', None)], [there], None)]
     return [s for x in t for s in x['step'].to_pylist()]
 
 def test_lines_that_a_disk_has_not_taken(tmp_path):
@@ -405,7 +405,7 @@ def test_columns_that_are_needed_are_read(tmp_path, monkeypatch):
     "And no others: those that are wanted, and those of conditions"
     put(tmp_path, [row(s) for s in range(4)])
     fields = []
-    monkeypatch.setattr(dataset, 'table_of', lambda c, f, *a, of=dataset.table_of: fields.append({*f}) or of(c, f, *a))
+    monkeypatch.setattr(dataset, 'chunk_table', lambda c, f, *a, of=dataset.chunk_table: fields.append({*f}) or of(c, f, *a))
     rows = scan('a', 'arrow', home=tmp_path, tname='o')
     rows.to_table(columns=['mean'], filter=ds.field('step')>1)
     rows.to_table(columns={'x': ds.field('nan')+1})

@@ -204,7 +204,7 @@ def test_only_what_is_asked_for(tmp_path, monkeypatch):
     monkeypatch.setattr('torchember.frames.chunks.most_rows', 700)
     read_now = []
     from torchember.frames import dataset
-    monkeypatch.setattr(dataset, 'table_of', lambda c, *a, of=dataset.table_of: read_now.append(c.steps) or of(c, *a))
+    monkeypatch.setattr(dataset, 'chunk_table', lambda c, *a, of=dataset.chunk_table: read_now.append(c.steps) or of(c, *a))
     assert scan('a', home=tmp_path).filter(pl.col('step')==399, pl.col('mean')>0).select(pl.len()).collect().item()==2 and len(read_now)==1
     del read_now[:]
     assert scan('a', 'duckdb', home=tmp_path).filter('step=399 and mean>0').count('*').fetchall()==[(2,)] and len(read_now)==1

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Stretch', 'common', 'Contents', 'of_part', 'range_of', 'contents', 'stored', 'look_at_more', 'step_ranges', 'Chunk',
-           'Within', 'fields_of', 'layouts_in', 'marks_of', 'arrow_type', 'schema_of', 'table_of']
+           'Within', 'fields_of', 'layouts_in', 'marks_of', 'arrow_type', 'schema_of', 'chunk_table']
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #1ea6f342
 import json, time
@@ -480,7 +480,7 @@ def all_named(part):
     return part.kinds.get('module')=='text' and part.kinds.get('path') in (None, 'text')
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #28cc5fa4
-def table_of(
+def chunk_table(
     chunk, # `Chunk`
     fields:dict, # Column -> what it is kept as
     steps=None # First and last step that are wanted: rows of others may be left out

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 from pyarrow.fs import LocalFileSystem
 
-from .chunks import schema_of, table_of
+from .chunks import chunk_table, schema_of
 from .logs import Choice, columns_in
 
 # %% ../../nbs/50_frames/08_dataset.ipynb #08285e27
@@ -59,7 +59,7 @@ class Wanted:
         "Those of a chunk, with some columns"
         names = list(self.fields) if columns is None else list(columns)
         asked = [columns_in[k] if k!='path' else k for k in self.choice.asked]
-        t = table_of(chunk, {k: self.every[k] for k in dict.fromkeys([*names, *asked])}, self.steps_of(chunk))
+        t = chunk_table(chunk, {k: self.every[k] for k in dict.fromkeys([*names, *asked])}, self.steps_of(chunk))
         for name,c in zip(self.choice.asked, asked, strict=True):
             known = as_asked(t[c].unique().to_pylist(), self.every[c], name=='steps')
             kept = self.choice.steps({*known.values()}, chunk.last) if name=='steps' else self.choice.keeps(name, [*known.values()])
