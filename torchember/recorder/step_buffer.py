@@ -312,12 +312,12 @@ class StepBuffer(Measuring):
         self.custom.take_back(self.micro)
 
     def join(self,
-        earlier:list # Steps that passes had closed, in their order: see `writer.Closed`. Rows of the first are in the log
+        earlier:list # Steps that passes had closed, in their order: see `row_writer.MaybePass`. Rows of the first are in the log
     ):
         """What was measured of them is of the open step, of which nothing was handed out: they were its first passes
 
         Args:
-            earlier: Steps that passes had closed, in their order: see `writer.Closed`. Rows of the first are in the log
+            earlier: Steps that passes had closed, in their order: see `row_writer.MaybePass`. Rows of the first are in the log
         """
         self.arena.renumber(len(earlier))
         self.snapshots.join(earlier)
