@@ -19,7 +19,7 @@ from torchember import emberTracker, query, read, runs, torchEmber, tracker, wid
 from torchember.frames import logs
 from torchember.ground import record
 from torchember.store import columns, lines
-from torchember.store.reading import current, frame, layouts_of, path_of
+from torchember.store.reading import frame, layouts_of, path_of, without_superseded
 
 root = Path(__file__).parents[2]
 numbers = st.one_of(st.floats(), st.floats(width=16), st.integers(-2**63, 2**63-1), st.integers(-3, 3))
@@ -52,7 +52,7 @@ def by_rows(source, choice, columns=None):
         rows = [r for r,v in zip(rows, values, strict=True) if isinstance(v, int|str) and v in kept]
     df = frame(rows, layouts_of(every))
     if 'shape' in df: df['shape'] = pd.Series([tuple(v) if isinstance(v, list) else v for v in df['shape']], index=df.index, dtype=object)
-    return current(df)
+    return without_superseded(df)
 
 
 def answer(log, **asked):

@@ -15,7 +15,7 @@ from torchember.show.histograms import at_step, total_counts
 from torchember.show.page.data import page_of
 from torchember.show.select import grid, pick, places, series, training
 from torchember.show.trees import boxes
-from torchember.store.reading import current
+from torchember.store.reading import without_superseded
 
 numbers = st.sampled_from([1., 2., 3., .5, 100., 1e-6, -1., math.nan, math.inf])
 row = st.fixed_dictionaries(dict(path=st.sampled_from(['', 'a', 'a.b', 'c']), ttype=st.sampled_from(['output', 'weight']),
@@ -122,8 +122,8 @@ def test_a_row_stands_in_place_of_the_earlier_ones_of_its_place(rows):
     rows = [{**r, 'mean': float(i)} for i,r in enumerate(rows)]
     def where(r): return {k: v for k,v in r.items() if k not in ('mean', 'supersedes')}
     want = [r['mean'] for i,r in enumerate(rows) if not any('supersedes' in o and where(o)==where(r) for o in rows[i+1:])]
-    assert [r['mean'] for r in current(rows)]==want and not any('supersedes' in r for r in current(rows))
-    if rows: assert current(pd.DataFrame(rows))['mean'].tolist()==want
+    assert [r['mean'] for r in without_superseded(rows)]==want and not any('supersedes' in r for r in without_superseded(rows))
+    if rows: assert without_superseded(pd.DataFrame(rows))['mean'].tolist()==want
 
 
 @pytest.mark.parametrize(('asked', 'wanted'), [(-1, {9}), (-2, {8}), ([0, -1], {0, 9}), (range(2, 8, 3), {2, 5}), (slice(-3, None), {8, 9}),

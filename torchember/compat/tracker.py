@@ -24,7 +24,7 @@ from ..ground.messages import an, printable, warn
 from ..store.base import folder
 from ..store.jsonl import exists
 from ..store.lines import parse
-from ..store.reading import current, frame
+from ..store.reading import frame, without_superseded
 
 # %% ../../nbs/80_compat/20_tracker.ipynb #6c051b87
 scalars = tuple(s for s in sets['numerics'] if s not in ('shape', 'exponents')) # what a LogFrame has of each tensor
@@ -337,7 +337,7 @@ class Tracker:
             data = f.read()
         data = data[:data.rfind(b'\n')+1]
         self.read += len(data)
-        lf = self.logframe(current(frame(parse(data)[0])))
+        lf = self.logframe(without_superseded(frame(parse(data)[0])))
         if lf is not None: self.offload_fn(self.name, step, lf)
 
     def latest(self):

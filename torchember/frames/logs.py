@@ -34,7 +34,7 @@ from ..store.older import is_older, older_blocks, size_and_rows
 from ..store.lines import bad, parsed
 from ..store.parts import SharedPart, all_in_parts, blocks_of_run, group_beside, held, into_parts, many_logs, now_in, shared_files, size_if_there
 from ..store.shared import share
-from ..store.reading import assembled, current, key, path_of, with_path
+from ..store.reading import path_of, row_key, table_of_columns, with_path, without_superseded
 
 # %% ../../nbs/50_frames/05_logs.ipynb #51408907
 class Source:
@@ -370,7 +370,10 @@ def rows_wanted(source, choice, columns=None):
     only = columns and needed(columns, source.may_supersede())
     return rows_of_log(source.blocks, source.file(), kept if choice.asked else None, only)
 
-def rows_of_log(blocks, file=None, keep=None, only=None): return current(assembled(*columns_of_lines(blocks, file, (*names_in, 'ts', 'shape'), keep, only)[:3]))
+def rows_of_log(blocks, file=None, keep=None, only=None): # as `columns_of_lines` has them
+    "Rows of a log as a table, without those that others stand in place of"
+    columns,layouts,n,*_ = columns_of_lines(blocks, file, (*names_in, 'ts', 'shape'), keep, only)
+    return without_superseded(table_of_columns(columns, layouts, n))
 
 def rows_of_whole(source, choice, columns, per_rank):
     "The table of a run of several processes, of the rows that are wanted. What a part is of shows beside all others only, so that all are read"
@@ -398,26 +401,26 @@ def rows_of_ranks(logs, file=None, keep=None, shared=(), steps=None):
     ranks_of,wanted = [],[] # of each block: the rank, or those of its rows; which of its rows are wanted
     def blocks():
         ranks_of.clear(); wanted.clear()
-        for path,of in shared:
-            part = SharedPart(path, {id: p for id,p in of.values()}, steps)
+        for path,part_of in shared:
+            part = SharedPart(path, {id: p for id,p in part_of.values()}, steps)
             with part.file:
                 if keep: part.load([part.told['layout'], *part.kinds])
-                ranks_of.append(part.named({id: r for r,(id,_) in of.items()}))
+                ranks_of.append(part.named({id: r for r,(id,_) in part_of.items()}))
                 yield part
-        for rank,some in logs.items():
-            for data in some(): ranks_of.append(rank); yield data
+        for rank,blocks_of_rank in logs.items():
+            for data in blocks_of_rank(): ranks_of.append(rank); yield data
     def kept(block):
         which = keep(block)
         wanted.append(np.array(which, bool))
         return which
-    *got,_,each = columns_of_lines(blocks, file, (*names_in, 'ts', 'shape', 'part'), keep and kept)
-    if not keep: wanted = [slice(None)]*len(each)
-    each_rank = [np.full(n, r) if isinstance(r, int) else r[w] for r,w,(n,_) in zip(ranks_of, wanted, each, strict=True)]
-    df = assembled(*got).assign(rank=np.concatenate([np.zeros(0, int), *each_rank]))
-    df = tidy(current(df))
+    columns,layouts,n,_,counts = columns_of_lines(blocks, file, (*names_in, 'ts', 'shape', 'part'), keep and kept)
+    if not keep: wanted = [slice(None)]*len(counts)
+    each_rank = [np.full(n, r) if isinstance(r, int) else r[w] for r,w,(n,_) in zip(ranks_of, wanted, counts, strict=True)]
+    df = table_of_columns(columns, layouts, n).assign(rank=np.concatenate([np.zeros(0, int), *each_rank]))
+    df = tidy(without_superseded(df))
     good = sensible_rows(df)
-    lost = dict.fromkeys(logs, 0)|{r: sum(p['torn'] for _,p in [of[r] for _,of in shared if r in of]) for r in {r for _,of in shared for r in of}}
-    for rank,(_,torn) in zip(ranks_of, each, strict=True):
+    lost = dict.fromkeys(logs, 0)|{r: sum(part_of[r][1]['torn'] for _,part_of in shared if r in part_of) for r in {r for _,part_of in shared for r in part_of}}
+    for rank,(_,torn) in zip(ranks_of, counts, strict=True):
         if isinstance(rank, int): lost[rank] += torn
     if len(good)<len(df):
         for rank,n in zip(*np.unique(df['rank'].drop(good.index), return_counts=True), strict=True): lost[int(rank)] += int(n)
@@ -454,7 +457,7 @@ def needed(columns, again=True):
     columns = {columns} if isinstance(columns, str) else set(columns)
     if 'mark_run' in columns: columns.add('run')
     if not again: return columns | ({'module', 'ttype', 'tname'} if 'path' in columns else set())
-    return columns | {'module', 'ttype', 'tname', 'supersedes'} | set(key)
+    return columns | {'module', 'ttype', 'tname', 'supersedes'} | set(row_key)
 
 def logs_in(runs): return [one for s in runs for one in (s.sources.values() if isinstance(s, RankedSource) else [s])]
 

@@ -22,7 +22,7 @@ from .listeners import AtOnce, Audience, Listening, cause
 from .older import first_lines, is_first, is_older, older_blocks
 from .lines import blocks_of, longest_line, parse, parsed
 from .parts import blocks_of_run, group_beside, held, now_in
-from .reading import current, frame, table, with_path
+from .reading import frame, table, with_path, without_superseded
 from .rotation import Rotation, check_store
 from .table import tree_table, whole_tree
 
@@ -647,7 +647,7 @@ class StoredRun:
         self.barrier()
         self.there()
         rows,self.torn = parsed(self.blocks)
-        return current(rows)
+        return without_superseded(rows)
 
     @property
     def df(self):
@@ -655,7 +655,7 @@ class StoredRun:
         self.barrier()
         self.there()
         df,self.torn = table(self.blocks, self.whole_file())
-        return with_path(current(df))
+        return with_path(without_superseded(df))
 
     def last_step(self):
         "The number of the last step, -1 when there is none"
@@ -666,7 +666,7 @@ class StoredRun:
         "The rows of the latest step, as dicts"
         self.barrier()
         rows = parse(self.file.step.read(self.latest, self.file.ours))[0]
-        return current(rows) or last_step(self.lines()) # a run that was killed may have no latest file
+        return without_superseded(rows) or last_step(self.lines()) # a run that was killed may have no latest file
 
     @property
     def latest_df(self):

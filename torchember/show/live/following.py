@@ -18,7 +18,7 @@ from ...store.base import regular
 from ...store.lines import bad, longest_line
 from ...store.jsonl import is_step
 from ...store.parts import blocks_of_run, held
-from ...store.reading import current, frame, with_path
+from ...store.reading import frame, with_path, without_superseded
 
 # %% ../../../nbs/60_show/91_following.ipynb #0e814425
 class Tail:
@@ -180,7 +180,7 @@ class OverviewRows:
     def together(self):
         "The rows as one table"
         if len(self.parts)>1:
-            df = current(needs('pandas', for_='A picture').concat([p for p in self.parts if len(p)] or self.parts[:1], ignore_index=True))
+            df = without_superseded(needs('pandas', for_='A picture').concat([p for p in self.parts if len(p)] or self.parts[:1], ignore_index=True))
             for b in bad: df[b] = df[b].fillna(0).astype('int64')
             self.parts = [df]
         return self.parts[0] if self.parts else None
