@@ -200,7 +200,7 @@ def own(rank, n): return line_of(row(rank, np.arange(4.)+4*rank+n, n))+b'\n'
 @pytest.mark.parametrize('behind, waits', [(0, True), (4, True), (5, False), (8, False)])
 def test_others_are_waited_for_while_little_else_is_to_do(behind, waits):
     first,told = shares(HashStore(), 0, .05, behind=lambda: behind)
-    first.take(own(0, 3)); first.look()
+    first.take(own(0, 3)); first.tell_whole_steps()
     assert told==([[(3, 4.5, [1])]] if waits else []) and first.partial==waits
 
 
@@ -208,7 +208,7 @@ def test_steps_that_pile_up_are_left_out():
     "9 of 10 are told: with the oldest there are more than 8"
     first,told = shares(HashStore(), 0)
     for s in range(10): first.take(own(0, s))
-    first.look()
+    first.tell_whole_steps()
     assert [s for (s,_,_), in told]==[*range(1, 10)] and (first.left_out, first.partial)==(1, 9)
 
 
@@ -334,7 +334,7 @@ def test_a_drift_is_of_the_tensor_and_the_process_that_began_it():
         there = [(r, i, np.arange(4.)+(r==2)*(n>1)+(r==1)*(n>0)*(i>0)) for r in range(3) for i in (0, 1)]
         df = pd.DataFrame([row(r, x, n, part='dp:R', ttype='weight', module=f'm(M).{i}(L)', path=str(i)) for r,i,x in there])
         pieces = ranks.Pieces(df, {r: about(r, 3) for r in range(3)}, {})
-        said.append(drift.look(pieces, *ranks.replicas(pieces)))
+        said.append(drift.note(pieces, *ranks.replicas(pieces)))
     assert said[:2]==[None, None] and said[3:]==[None]
     assert said[2]=="Replicas have drifted apart: rank 1 has another weight weight_0 of 1 than rank 0 since step 1. The first rank's are shown."
 

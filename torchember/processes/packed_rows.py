@@ -164,7 +164,7 @@ class WholeRows:
             elif self.own and not (rows['ttype']=='weight').any(): pieces = Pieces(rows, about, self.paths, self.own) # no weights, nothing is decided
             merge,equal = Merge(pieces),replicas(pieces)
         self.merged[key] = pieces,merge,equal
-        if said := self.drift.look(pieces, *equal): self.said.append(said)
+        if said := self.drift.note(pieces, *equal): self.said.append(said)
         return merge
 
     def rows(self, packets): # rank -> `Packet`

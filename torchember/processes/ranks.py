@@ -469,11 +469,18 @@ class Drift:
 
     def __init__(self): self.since,self.done = {},False # rank and tensor -> first step, how many there were
 
-    def look(self, pieces, at, may): # at, may: as `replicas` has them
-        """Rows of a step. The sentence, once; None where there is nothing to say
+    def note(self,
+        pieces, # Those of the rows of a step
+        at, may # As `replicas` has them
+    ) -> str|None: # The sentence, once; None where there is nothing to say
+        """Note which replicas differ in a step
+
+        Args:
+            pieces: Those of the rows of a step
+            at, may: As `replicas` has them
 
         Returns:
-            at, may: as `replicas` has them
+            The sentence, once; None where there is nothing to say
         """
         if self.done: return None
         df = pieces.df

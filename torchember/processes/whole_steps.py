@@ -135,7 +135,7 @@ class Sharing:
         if packet.head.get('end'): self.assembly.end(rank)
         if packet.step is not None: self.assembly.add(rank, (packet.step, packet.head['turn']), packet)
 
-    def look(self):
+    def tell_whole_steps(self):
         "Tell of the steps that are whole by now, and wait for one where others are expected soon"
         while True:
             for rank,(inbox,unpacking) in self.inboxes.items():
@@ -160,7 +160,7 @@ class Sharing:
         "Tell of all that this process has: of the others, what they have sent by then"
         end = time.monotonic()+Assembly.patience
         while self.rank==0 and time.monotonic()<end:
-            self.look()
+            self.tell_whole_steps()
             if not self.assembly.waiting[0] and not (ended and self.assembly.missing()): return
             time.sleep(self.pause)
 
@@ -190,7 +190,7 @@ def done_by(sharing, job):
         finally: done.set()
     else:
         if job: sharing.take(job)
-        if sharing.rank==0: sharing.look()
+        if sharing.rank==0: sharing.tell_whole_steps()
 
 def told(audience, rows, lines=None): # lines: as a file has them
     audience.take(rows, b''.join(line_of(r)+b'\n' for r in rows) if lines is None else lines)

@@ -70,10 +70,11 @@ class Spread:
         "What is here of an array, and what a row says of that"
         if len(x.sharding.device_set)==1: return Held(None, x.shape, self.own)
         key = x.sharding,x.shape
-        if key not in self.known: self.known[key] = self.look(x)
+        if key not in self.known: self.known[key] = self.describe(x)
         return self.known[key]
 
-    def look(self, x):
+    def describe(self, x):
+        "The same of an array that is spread in another way than those before, or has another shape"
         all_here = x.is_fully_addressable
         roles,first = ({}, False) if all_here else self.roles(x.sharding, x.shape)
         columns = self.own if all_here else (('part', written(roles)), *((('global_shape', x.shape),) if set(roles.values())-{'R'} else ()))

@@ -20,7 +20,7 @@ class Agreed:
 
     def first(self, what, named): self.names[what] = flat_names(what, named)
 
-    def look(self, what, named):
+    def compare(self, what, named):
         "A tree may change; one of which less than half is there still is another"
         if self.seen.get(what) is named: return
         self.seen[what],known,given = named,self.names.get(what),flat_names(what, named)
@@ -92,12 +92,12 @@ class States:
         some,both = [],whole and 'optimizer_state' not in self.tracked and is_training(model_state)
         if model_state is not None:
             self.known,arrays = self.named['model_state'](model_state)
-            self.agreed.look('model_state', self.known)
+            self.agreed.compare('model_state', self.known)
             if not self.places.by: self.places.learn(self.known, arrays)
             if 'model_state' in self.tracked: some.append((self.known, arrays, str))
         if both or 'optimizer_state' in self.tracked:
             of = self.named['optimizer_state'](model_state if both else optimizer_state, self.known)
-            if not both: self.agreed.look('optimizer_state', of[0])
+            if not both: self.agreed.compare('optimizer_state', of[0])
             some.append((*of, lambda kind: 'optimizer'))
         self.first = self.measured('states', *some)
 
@@ -111,7 +111,7 @@ class States:
         """
         if gradients is None or 'gradients' not in self.tracked: return
         of = self.named['gradients'](gradients, 'gradients', 'grad', self.known)
-        self.agreed.look('gradients', of[0])
+        self.agreed.compare('gradients', of[0])
         if not self.known: self.places.learn(*of)
         self.last = self.measured('gradients', (*of, {'weight': 'weight_grad'}.get))
 
