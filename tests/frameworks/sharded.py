@@ -4,6 +4,7 @@
 import json
 import sys
 import warnings
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -41,14 +42,15 @@ do = {'ddp': ddp, 'compile': lambda m: torch.compile(m, backend=BACKEND), 'shard
 def local(x): return x.to_local() if hasattr(x, 'to_local') else x
 
 
-def run(case, armed):
+def run(order, name):
+    "A training whose model is prepared in this order, armed if it has a name: losses, means of gradients of the unarmed, and what the ember has"
     torch._dynamo.reset()
     torch.manual_seed(0)
     net,te,seen = GPT(2),None,[]
     inner = net
-    for what in steps[case].split():
+    for what in order.split():
         if what!='arm': net = do[what](net)
-        elif armed: te = torchEmber(net, ttypes=TTYPES, name=case.replace(' ', '_').replace(',', ''), every=2, on_error='raise')
+        else: te = torchEmber(net, ttypes=TTYPES, name=name.replace(' ', '_').replace(',', ''), every=2, on_error='raise')
     opt = torch.optim.SGD(net.parameters(), .1)
     torch.manual_seed(10+dist.get_rank()) # each rank has data of its own
     losses = []
@@ -56,7 +58,7 @@ def run(case, armed):
         x = torch.randint(0, 29, (2, 6))
         loss = net(x).square().mean()
         loss.backward()
-        if not armed and i==2: seen = {n: local(p.grad).double().mean().item() for n,p in inner.named_parameters()}
+        if not name and i==2: seen = {n: local(p.grad).double().mean().item() for n,p in inner.named_parameters()}
         if te: te.step()
         opt.step()
         opt.zero_grad()
@@ -68,9 +70,9 @@ def run(case, armed):
 if __name__=='__main__':
     dist.init_process_group('gloo')
     torch.set_num_threads(1)
-    out = {}
+    out,unarmed = {},cache(lambda order: run(order, None)) # armed before or after, it is the same training without
     for case in (sys.argv[1].split(';') if sys.argv[1]!='all' else steps):
-        (bare,seen,_,_),(armed,_,report,rows) = run(case, False),run(case, True)
+        (bare,seen,_,_),(armed,_,report,rows) = unarmed(steps[case].replace('arm', '').strip()),run(steps[case], case)
         out[case] = dict(bare=bare, armed=armed, report=report, rows=rows, seen=seen)
     (Path(sys.argv[2])/f'{dist.get_rank()}.json').write_text(json.dumps(out))
     dist.barrier()

@@ -9,6 +9,8 @@ from sharded import steps
 
 from torchember import emberTracker
 
+libraries = 'import scipy.stats, numba, pandas, torch._dynamo.backends.distributed, torch._functorch.aot_autograd, torch.distributed.fsdp'
+
 
 @pytest.fixture(scope='module')
 def ran(tmp_path_factory):
@@ -16,7 +18,7 @@ def ran(tmp_path_factory):
     d = tmp_path_factory.mktemp('ranks')
     here = Path(__file__).parent
     helpers = os.pathsep.join([str(here.parent), os.environ.get('PYTHONPATH', '')])
-    programs.ranks(here/'sharded.py', 'all', d, TORCHEMBER_HOME=d, PYTHONPATH=helpers)
+    programs.ranks(here/'sharded.py', 'all', d, after=libraries, TORCHEMBER_HOME=d, PYTHONPATH=helpers)
     said = [json.loads((d/f'{k}.json').read_text()) for k in range(2)]
     def rows(case, k): return emberTracker(f"{case.replace(' ', '_').replace(',', '')}.rank{k}", home=d).lines()
     return said, {(c, k): rows(c, k) for c in steps for k in range(2)}
