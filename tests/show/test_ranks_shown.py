@@ -13,6 +13,7 @@ import torchember
 from torchember import EmberWarning, du, mv, read, rm, runs
 
 here = Path(__file__).parent
+libraries = 'import scipy.stats, torch._dynamo, torch.distributed.fsdp, torch.distributed.tensor.parallel'
 
 
 @pytest.fixture(scope='module')
@@ -20,7 +21,7 @@ def made(tmp_path_factory):
     "Two processes, once: FSDP2, a pipeline, and replicas of which one drifts"
     d = tmp_path_factory.mktemp('ranks')
     helpers = os.pathsep.join([str(here.parent), os.environ.get('PYTHONPATH', '')])
-    programs.ranks(here.parent/'frameworks/ranked.py', d, 'sharded', 'pipeline', 'drifted', n=2, PYTHONPATH=helpers)
+    programs.ranks(here.parent/'frameworks/ranked.py', d, 'sharded', 'pipeline', 'drifted', n=2, after=libraries, PYTHONPATH=helpers)
     for f in d.glob('*.jsonl'): f.unlink()
     return d
 
