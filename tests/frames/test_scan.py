@@ -184,7 +184,7 @@ def test_one_question(tmp_path, monkeypatch, engine, what):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('engine', ['dask', 'ray'])
+@pytest.mark.parametrize('engine', ['dask', pytest.param('ray', marks=pytest.mark.release)]) # Ray starts a cluster for 40 s of CPU
 def test_on_two_workers(tmp_path, engine):
     "Chunks are read and merged in the workers' processes"
     if not find_spec('ray' if engine=='ray' else 'distributed'): pytest.skip(f'{engine} is not installed')
