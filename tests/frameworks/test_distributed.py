@@ -10,6 +10,7 @@ from sharded import steps
 from torchember import emberTracker
 
 libraries = 'import scipy.stats, numba, pandas, torch._dynamo.backends.distributed, torch._functorch.aot_autograd, torch.distributed.fsdp'
+pytestmark = pytest.mark.slow # two processes compile
 
 
 @pytest.fixture(scope='module')
