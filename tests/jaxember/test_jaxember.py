@@ -105,7 +105,7 @@ def name_of_leaf(path):
 def name_of_row(r): return '.'.join(filter(None, (r['path'], r['pname'] if isinstance(r['pname'], str) else r['tname'])))
 
 
-@pytest.mark.parametrize('name', jaxed.cases)
+@pytest.mark.parametrize('name', [pytest.param(n, marks=[pytest.mark.slow]*(n=='transformer')) for n in jaxed.cases])
 def test_numbers_and_rows(name, optimized, tmp_path):
     "A compiled training of three steps: no bit of it changes, and there is a row for each array, with the numbers that it has"
     case = made(name)
