@@ -14,7 +14,7 @@ from torchember import EmberWarning, read
 from torchember.store.reading import path_of
 
 here = Path(__file__).parent
-libraries = 'import scipy.stats, torch._dynamo, torch.distributed.fsdp, torch.distributed.tensor.parallel, pandas, torchember.processes.whole_steps'
+libraries = 'import numba, pandas, scipy.stats, torch._dynamo, torch.distributed.fsdp, torch.distributed.tensor.parallel, torchember.processes.whole_steps'
 where = ['step', 'path', 'ttype', 'tname', 'call', 'micro', 'phase', 'backward']
 more = os.pathsep.join([str(here.parent), str(here), os.environ.get('PYTHONPATH', '')])
 

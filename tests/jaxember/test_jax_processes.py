@@ -13,7 +13,7 @@ pytest.importorskip('flax')
 pytest.importorskip('optax')
 here = Path(__file__).parent
 rel = 1e-9
-imported = 'import flax.linen, flax.nnx, optax, jax.experimental.multihost_utils'
+imported = 'import numba, pandas, scipy.stats, flax.linen, flax.nnx, optax, jax.experimental.multihost_utils'
 in_two = 'replicated', 'sharded', 'tensor_parallel', 'not_compiled', 'own_arrays', 'mapped', 'laid_out_inside', 'layouts', 'drifted', 'unnamed', 'not_all'
 
 

@@ -13,7 +13,7 @@ import torchember
 from torchember import EmberWarning, du, mv, read, rm, runs
 
 here = Path(__file__).parent
-libraries = 'import scipy.stats, torch._dynamo, torch.distributed.fsdp, torch.distributed.tensor.parallel'
+libraries = 'import numba, pandas, scipy.stats, torch._dynamo, torch.distributed.fsdp, torch.distributed.tensor.parallel'
 
 
 @pytest.fixture(scope='module')
