@@ -16,7 +16,8 @@ from torchember import EmberWarning, read, scan
 here = Path(__file__).parent
 where = ['path', 'ttype', 'tname', 'call', 'step']
 rel = 1e-9
-libraries = 'import numba, pandas, scipy.stats, torch._dynamo, torch.distributed.fsdp, torch.distributed.tensor.parallel\nfrom transformers import LlamaForCausalLM'
+libraries = 'import numba, pandas, scipy.stats, torch._dynamo, torch.distributed.fsdp, torch.distributed.tensor.parallel\n' \
+    'from transformers import LlamaForCausalLM'
 pytestmark = pytest.mark.slow # six processes
 
 
