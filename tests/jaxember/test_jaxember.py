@@ -698,7 +698,7 @@ with track(state[0], state[1], True, home=sys.argv[1], every=2) as tracker:
             state,grads,_ = tracker.intercept(case.update, state, *xy)
             tracker.intercept(lambda x: probe('x', jnp.tanh(x)), xy[0]) # a new function each time, not compiled
             tracker.step(*state, grads)
-        tracker.t.barrier()
+            tracker.t.barrier() # up to 64 steps may wait to be written, which takes room: how many do is chance on a busy machine
         gc.collect()
         return rss(), len(jax.live_arrays())
     (before,n),(after,m) = some(300),some(500)
