@@ -1,0 +1,70 @@
+"Data that trainings of the zoo share, and what says that one has learned"
+import torch
+from sklearn import datasets
+
+
+def standard(x):
+    "Columns of mean 0 and standard deviation 1"
+    x = torch.as_tensor(x, dtype=torch.float32)
+    return (x-x.mean(0))/x.std(0).clamp(min=1e-6)
+
+
+def digits(images=False, classes=range(10)):
+    "Pictures of 8 by 8, and which digit each is"
+    x,y = datasets.load_digits(return_X_y=True)
+    x,y = torch.tensor(x, dtype=torch.float32)/16,torch.tensor(y)
+    keep = torch.isin(y, torch.tensor(list(classes)))
+    return (x.view(-1, 1, 8, 8) if images else x)[keep],y[keep]
+
+
+def batch(size, *tensors):
+    at = torch.randint(len(tensors[0]), (size,))
+    return [t[at] for t in tensors]
+
+
+def fell(losses, to=.5):
+    "Of a loss above 0: the last tenth of it is a fraction `to` of the first"
+    n = max(1, len(losses)//10)
+    first,last = sum(losses[:max(1, n//2)])/max(1, n//2),sum(losses[-n:])/n
+    assert last<to*first, f'loss went from {first:.4g} to {last:.4g}'
+
+
+def accuracy(model, x, y):
+    was = model.training
+    model.eval()
+    with torch.no_grad(): right = (model(x).argmax(-1)==y).float().mean().item()
+    model.train(was)
+    return right
+
+
+def table(name):
+    "A table of scikit-learn: its standardised columns, and what belongs to each row"
+    x,y = getattr(datasets, f'load_{name}')(return_X_y=True)
+    return standard(x),torch.tensor(y)
+
+
+def text():
+    "English with some code, as numbers of characters, and how many of these there are"
+    docs = '\n'.join(getattr(torch.nn, n).__doc__ for n in ('Linear', 'Conv2d', 'LSTM', 'BatchNorm1d', 'Transformer', 'Embedding', 'Dropout', 'CTCLoss'))
+    letters = sorted(set(docs))
+    return torch.tensor([letters.index(c) for c in docs]),len(letters)
+
+
+def windows(size, length, series):
+    "`size` pieces of a series, of `length` each"
+    at = torch.randint(len(series)-length+1, (size, 1))
+    return series[at+torch.arange(length)]
+
+
+def plain(te, opt, n, loss_of, after=lambda: None):
+    "The loop that most people write. Returns the losses"
+    losses = []
+    for _ in range(n):
+        opt.zero_grad()
+        loss = loss_of()
+        te.log(loss=loss)
+        loss.backward()
+        opt.step()
+        after()
+        losses.append(loss.item())
+    return losses
