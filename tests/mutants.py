@@ -54,7 +54,7 @@ near = { # room -> what to run, the quickest first
     'measure.kernels': 'nbs/20_measure/08_kernels.ipynb tests/measure/test_numbers.py',
     'measure.columns': 'nbs/20_measure/09_columns.ipynb nbs/20_measure/10_stats.ipynb tests/measure/test_numbers.py',
     'measure.stats': 'nbs/20_measure/10_stats.ipynb tests/recorder/test_gradients.py',
-    'measure.tap': 'nbs/20_measure/50_tap.ipynb tests/recorder/test_gradients.py nbs/45_ember.ipynb',
+    'measure.tap': 'nbs/20_measure/50_tap.ipynb tests/recorder/test_gradients.py nbs/57_ember.ipynb',
     'store.base': 'nbs/30_store/00_base.ipynb nbs/30_store/10_jsonl.ipynb tests/store/test_log_faults.py',
     'store.table': 'nbs/30_store',
     'store.lines': 'nbs/30_store tests/store/test_log_values.py tests/store/test_log_faults.py',
@@ -91,17 +91,17 @@ near = { # room -> what to run, the quickest first
     'compat.nnstat': 'nbs/80_compat/10_nnstat.ipynb tests/state/test_state.py',
     'state.ratios': 'nbs/70_state/10_ratios.ipynb tests/state/test_state.py',
     'recorder.steps': 'nbs/40_recorder/10_steps.ipynb tests/recorder/test_steps.py',
-    'recorder': f'nbs/40_recorder tests/recorder/test_rules_of_rows.py nbs/45_ember.ipynb tests/recorder/test_optimizers.py {armed}',
+    'recorder': f'nbs/40_recorder tests/recorder/test_rules_of_rows.py nbs/57_ember.ipynb tests/recorder/test_optimizers.py {armed}',
     'jaxember.capture.trees': 'nbs/88_jaxember/12_trees.ipynb',
     'jaxember.recorder.recorder': 'nbs/88_jaxember/75_recorder.ipynb nbs/88_jaxember/80_tracker.ipynb tests/jaxember/test_jaxember.py',
     'jaxember.recorder.states': 'nbs/88_jaxember/50_states.ipynb tests/jaxember/test_rules_of_jax.py tests/jaxember/test_jaxember.py',
     'jaxember.capture.modules': 'nbs/88_jaxember/05_modules.ipynb',
     'jaxember.measure.summaries': 'nbs/88_jaxember/20_summaries.ipynb tests/jaxember/test_jax_summaries.py',
     'jaxember': 'nbs/88_jaxember tests/jaxember/test_jaxember.py',
-    'recorder.arguments': 'nbs/40_recorder/85_arguments.ipynb nbs/45_ember.ipynb',
+    'recorder.arguments': 'nbs/40_recorder/85_arguments.ipynb nbs/57_ember.ipynb',
     'capture.ranks': 'nbs/10_capture/45_ranks.ipynb tests/capture/test_ranks_of_models.py tests/frameworks/test_ranks.py',
     'capture': f'nbs/10_capture {armed}',
-    'ember': f'nbs/45_ember.ipynb {armed}'}
+    'ember': f'nbs/57_ember.ipynb {armed}'}
 
 others = {} # operator -> those to put in its place
 for pair in ('Lt LtE', 'Lt GtE', 'Gt GtE', 'Gt LtE', 'Eq NotEq', 'In NotIn', 'Is IsNot', 'And Or', 'Add Sub', 'Mult Div', 'Pow Mult', 'FloorDiv Mod',

@@ -56,6 +56,11 @@ if TYPE_CHECKING:
     from .show.pointing import interactive as interactive
     from .show.live.live_view import live as live
     from .show.page.document import report as report
+    from .health.diagnose import diagnose as diagnose
+    from .health.brief import brief as brief
+    from .health.rules import rule as rule
+    from .health.finding import finding as finding
+    from .health.watch import TrainingStopped as TrainingStopped
     from .frames.unit_tables import dead_units as dead_units
     from .frames.logframe import to_logframe as to_logframe
     from .frames.logframe import from_logframe as from_logframe
@@ -129,6 +134,7 @@ names = { # room -> what a person types of it
     'show.pointing': 'interactive',
     'show.live.live_view': 'live',
     'show.page.document': 'report',
+    'health.diagnose': 'diagnose', 'health.brief': 'brief', 'health.rules': 'rule', 'health.finding': 'finding', 'health.watch': 'TrainingStopped',
     'frames.unit_tables': 'dead_units',
     'frames.logframe': 'to_logframe from_logframe validate LogFrame TrainingStats SchemaException',
     'frames.files': 'read_pickle read_csv read_parquet write_parquet',

@@ -17,7 +17,7 @@ from ..measure.exponents import farthest, with_counts
 from ..measure.summary import derived
 from ..ground.needs import needs
 from ..ground.messages import an, printable, unknown
-from ..ground.record import check_ttypes, identity, of_pieces, optional, ttypes
+from ..ground.record import check_ttypes, identity, of_no_tensor, of_pieces, optional, ttypes
 from .logs import of_right_types, read
 from .words import earlier_calls
 from ..store.reading import path_of
@@ -142,7 +142,7 @@ def to_logframe(
     if 'module' in df: df = df[df['module'].notna().to_numpy()]
     if 'run' in df and df['run'].nunique()>1: raise ValueError(f"a LogFrame is of one run, but these rows are of {df['run'].nunique()}. "
         "Convert each by itself: df[df.run==name].")
-    more = tuple(t for t in ttypes if t not in types and t!='scalar')
+    more = tuple(t for t in ttypes if t not in types and t not in of_no_tensor)
     kept = (*types, *(more if keep is True else check_ttypes(keep, more)))
     there = df['ttype'].astype(object).dropna().unique().tolist()
     df = df[df['ttype'].isin(kept)]

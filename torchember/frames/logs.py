@@ -381,7 +381,9 @@ def rows_of_whole(source, choice, columns, per_rank):
     shared,after = shared_files({r: s.path for r,s in source.sources.items()})
     df,lost = rows_of_ranks({r: partial(s.blocks, after[r]) for r,s in source.sources.items()}, source.file(), shared=shared)
     spoiled = [f"Lines of rank {r} that are torn or make no sense: {n}. What they are of is without it." for r,n in lost.items() if n]
-    df,said = ranks.whole(df, source.told('ranks'), paths_of_ranks(source.told('structure')))
+    told = (df['ttype']=='finding').to_numpy(bool) # each process has its own
+    rows,said = ranks.whole(df[~told], source.told('ranks'), paths_of_ranks(source.told('structure')))
+    df = under_each_other([rows, df[told]]) if told.any() else rows
     for s in (*spoiled, *said): warn(f"{printable(source.name)}: {s}")
     df.attrs['said'] = [*spoiled, *said]
     last = max((s.last_step() for s in source.sources.values()), default=-1) if choice.counts_back else None

@@ -15,7 +15,6 @@ from torch import nn
 
 from ..capture.forward import arm, armed_by
 from ..capture.tree import tracks, tree_dict, unwrap
-from ..ember import disabled
 from ..ground.choose import schedule, select
 from ..measure.kernels import no_autocast
 from . import multi_step, single_step # noqa: F401
@@ -24,6 +23,7 @@ from .views import MissingTensor, View
 from .watching import ModelPasses, Watch, extensions, feed, show_caught, tensors_of
 from ..ground.messages import an, printable, unknown
 from ..ground.record import SCHEMA
+from ..recorder.arguments import disabled
 from ..recorder.notices import Notices
 from ..recorder.process import rank_and_size, shared_name
 from ..recorder.row import one_row

@@ -105,7 +105,7 @@ class Report(dict):
         bad = [f'{self[k]:,} {what}' for k,what in (('errors', 'errors'), ('skipped', 'tensors skipped')) if self.get(k)]
         done = f"{self['run']}: {self['recorded']:,} of {self['steps']:,} steps recorded, {self['rows']:,} rows, {size(self['bytes'])}"
         took = f"recording took {duration(self['seconds'])}, {self['share']:.2%} of the time from first to last step"
-        parts = [('live', 'live', 'in a process of its own'), ('compiling', 'compiling loops', 'once')]
+        parts = [('live', 'live', 'in a process of its own'), ('rules', 'rules', 'in a thread of their own'), ('compiling', 'compiling loops', 'once')]
         parts = [f'{what}: {duration(self[k])}, {how}' for k,what,how in parts if self.get(k)]
         if parts: took += f" (of which {'; '.join(parts)})"
         loaded = [f"compiled loops loaded in {duration(self['beside'])}, beside"] if self.get('beside') else []

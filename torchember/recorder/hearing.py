@@ -181,7 +181,9 @@ class ModelEvents(CallEvents):
         if not here.depth:
             with self.lock:
                 self.running += 1
-                try: self.pass_events.begins(here, state, torch.is_grad_enabled() if grad is None else grad)
+                try:
+                    self.pass_events.pipe.stop_if_told()
+                    self.pass_events.begins(here, state, torch.is_grad_enabled() if grad is None else grad)
                 except BaseException: # a schedule that raises, with on_error='raise'
                     self.running -= 1
                     raise
@@ -285,6 +287,7 @@ class OptimizerEvents(Listener):
             if self.pipe.steps.turns.took(id(optimizer)): self.pipe.over()
         if not self.pipe.tally.called and self.pipe.tally.steps==2:
             self.pipe.buffer.notices.once('uncalled', f"{not_called} Was it made anew, or is a copy of it trained? Watch that one.")
+        self.pipe.stop_if_told()
 
     def step_skipped(self, optimizer):
         self.pipe.writer.skips()

@@ -131,6 +131,7 @@ class Pipe(StepEnd):
     ):
         self.steps,self.sources,self.buffer,self.writer,self.gate,self.tally,self.cost = steps,sources,buffer,writer,gate,tally,cost
         self.maybe_passes = MaybePasses() # steps before this one that may turn out to be passes of it
+        self.halt = None # what is to be raised in the training
 
     def pass_begins(self,
         path:str, phase, # As `Steps.begin` has them
@@ -154,6 +155,12 @@ class Pipe(StepEnd):
             self.buffer.begin_pass(sum(steps.passes.values())-1)
             self.sources.say_if_changed()
         self.buffer.in_micro(steps.micro)
+
+    def stop_if_told(self):
+        "Somebody who listens wants the training to end"
+        if self.halt is not None:
+            error,self.halt = self.halt,None
+            raise error
 
     def relieve(self):
         "A step that is very long is handed over in parts"
@@ -229,6 +236,7 @@ def end_step(pipe, empty=False): # empty: whether a step in which nothing ran co
     steps.taken_over()
     pipe.over(boundary=True)
     if empty and not ran: steps.skip()
+    pipe.stop_if_told()
     return ran
 
 def join_passes(pipe):

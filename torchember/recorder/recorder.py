@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from .budget import timed
 from ..capture.forward import arm, disarm
 from ..capture.optimizer import OptimizerWatch
-from ..ground.record import ttypes
+from ..ground.record import of_no_tensor, ttypes
 from .calls import Calls
 from .cost import Cost
 from .hearing import ModelEvents, OptimizerEvents
@@ -27,7 +27,7 @@ from .steps import Decision, Steps
 from .tally import Tally
 
 # %% ../../nbs/40_recorder/80_recorder.ipynb #c461705f
-recorded = tuple(t for t in ttypes if t!='scalar') # tensor types that can be recorded
+recorded = tuple(t for t in ttypes if t not in of_no_tensor) # tensor types that can be recorded
 
 # %% ../../nbs/40_recorder/80_recorder.ipynb #a0c1d2e4
 @dataclass
@@ -197,6 +197,8 @@ class Recorder(Told):
     def flush(self):
         "Hand all that was measured to the log. Returns before it is written"
         with self.lock: self.pipe.flush()
+
+    def stop(self, error): self.pipe.halt = error # raised in the training, where its next step ends or its next pass begins
 
     def finish(self):
         "Nothing more will come of the open step: hand over what it has"

@@ -423,6 +423,10 @@ class Log(Certain):
         else: writer.holding.discard(self)
         self.disk.said_dropped()
 
+    def took(self, seconds):
+        "So much time was spent on the rows by somebody who listens: it is counted as writing is"
+        with self.io: self.seconds += seconds
+
     def begin(self):
         "What is to be done once there are rows"
         first,self.first = self.first,None # before it is done: there may be more to do meanwhile

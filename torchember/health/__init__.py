@@ -1,0 +1,1 @@
+"""Says what is wrong with a training, in words"""
