@@ -506,12 +506,12 @@ def test_a_log_that_is_rotated_is_followed_on(tmp_path):
 
 
 def test_a_large_part_is_thinned(tmp_path):
-    "As lines are: whole steps, the last among them, what is not finite, and what has no step"
-    path,rows = tmp_path/'r',[{'note': 1}, *[row(s//2, path='ab'[s%2], nan=int(s==5)) for s in range(60)]]
+    "As lines are: whole steps, the last among them, what is not finite, what rules saw, and what has no step"
+    path,rows = tmp_path/'r',[{'note': 1}, *[row(s//2, path='ab'[s%2], nan=int(s==5)) for s in range(60)], {**row(2, ttype='finding'), 'over': True}]
     path.write_bytes(lines(*rows))
     parts.into_parts(path)
     for part in parts.blocks_of_run(path):
         for all_finite in (True, False):
             got = following.thinned_rows(part, 20, all_finite)
-            assert got==parse(thinned_lines(lines(*rows), 20, all_finite))[0] and len(got)<25
+            assert got==parse(thinned_lines(lines(*rows), 20, all_finite))[0] and len(got)<25 and got[-1]['ttype']=='finding'
         assert following.thinned_rows(part)==rows

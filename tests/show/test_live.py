@@ -12,7 +12,9 @@ import programs
 import pytest
 import torch
 
-from torchember import EmberWarning, emberTracker, live, torchEmber
+from torchember import EmberWarning, emberTracker, finding, live, overview, read, summary, torchEmber
+from torchember.health.watch import Pace
+from torchember.show.live.live_view import RowsTold, Viewer
 
 training = """
     import os, sys, time, torch, torchember
@@ -105,6 +107,32 @@ def trained(te, n=3):
 
 
 def ember(): return torchEmber(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.ReLU()))
+
+
+def test_what_a_rule_sees_is_said_until_it_is_over():
+    "In the line, in the title of a picture, and by whoever opens the run afterwards"
+    wrong = [True]
+    def loud(h):
+        if wrong: yield finding('0', 'This layer is loud.', 0, ttype='output')
+    te = torchEmber(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.ReLU()), rules=[loud], on_finding=lambda f: None, name='loud')
+    te.rules.pace = Pace(1., 1e9, 1, 1.) # at each step
+    rows,viewer = RowsTold(te.t, lambda: True),Viewer(True, {})
+    def line(says):
+        "What is said, when that is so; each look is at one more step"
+        for _ in range(200):
+            trained(te, 1)
+            te.t.barrier()
+            got = viewer.answer(over=True, **rows.question(not viewer.tail or not viewer.tail.behind))['line']
+            if ('loud.' in got)==says: return got
+            time.sleep(.05)
+    def titles(): return [overview(source).figure.get_suptitle() for source in (viewer.kept.table()[0], te)]
+    assert line(True).endswith(', warning: This layer is loud.') and titles()==['warning: This layer is loud.', 'loud\nwarning: This layer is loud.']
+    assert summary(te).found==('warning: This layer is loud.',)
+    wrong.clear()
+    assert line(False).startswith('loud: step ') and titles()==['', 'loud'] and summary(te).found==()
+    rows.end()
+    te.close()
+    assert [o is True for o in read(te, ttype='finding')['over']]==[False, True]
 
 
 def test_removed(capfd):

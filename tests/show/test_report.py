@@ -265,6 +265,131 @@ def test_what_was_first_not_finite_is_a_click_away(chromium, tmp_path):
         assert not page.wrong
 
 
+def said(*found, **more):
+    "What rules say, as a page is given it"
+    one = dict(severity='error', rule='mine', text='What is wrong.', first=0, last=0, below=[])
+    return dict(findings=[{**one, **f} for f in found], more=0, looked='2 rules looked', unseen=[], failed=[], **more)
+
+
+def with_health(monkeypatch, health): monkeypatch.setattr('torchember.show.page.data.health_of', lambda run, table=None: health)
+
+
+def test_what_rules_saw_is_on_top_and_a_click_away(chromium, tmp_path):
+    train(net(), 'sick', nan_at=20)
+    with opened(chromium, report('sick', tmp_path/'a.html')) as page:
+        health = page.locator('#health')
+        expect(health.locator('h2')).to_contain_text('What is wrong: 1 error')
+        first = health.locator('li').first
+        expect(first).to_have_class('error')
+        expect(first).to_contain_text(re.compile('^error input of .* at step 20.*Try: .*Look: overview'))
+        expect(health).to_contain_text('rules looked at 40 steps')
+        first.locator('> button').click()
+        drawn(page)
+        expect(page.locator('#kind')).to_have_value('input')
+        expect(page.locator('#stepout')).to_have_text('20')
+        assert page.evaluate('[state.label, state.path]')==[None, None] and not page.wrong
+        page.locator('#heat').wait_for(state='visible')
+
+
+def test_a_finding_leads_to_its_tensor_by_click_and_by_keyboard(chromium, tmp_path, monkeypatch):
+    below = [dict(severity='warning', rule='later', text='That follows.', path='2.1', ttype='output', first=12, last=30)]
+    odd = dict(text='`3.weight` is `odd', path='3', ttype='weight_grad', pname='weight', first=7, last=9, below=below, more=4,
+        advice='Divide `lr`.', look='updates(run)')
+    with_health(monkeypatch, said(odd, dict(path='2', ttype='buffer', first=999, severity='warning'), dict(ttype='scalar', first=3, severity='warning'),
+        dict(text='The fourth.'), dict(severity='info', text='Aside.', path='0', ttype='output', first=2)))
+    train(net(), 'led')
+    with opened(chromium, report('led', tmp_path/'a.html')) as page:
+        at = lambda: page.evaluate('[state.kind, state.label, state.path, state.step]')
+        health = page.locator('#health')
+        expect(health.locator('h2')).to_have_text('What is wrong: 2 errors, 2 warnings')
+        assert health.locator('> ul > li').count()==3 and health.locator('> details > summary').all_inner_texts()==['and 1 more', '1 note']
+        one = health.locator('> ul > li').first
+        assert one.locator('> button code').all_inner_texts()==['3.weight'] and one.locator('> button').inner_text()=='error 3.weight is `odd'
+        expect(one.locator('> p')).to_have_text('Try: Divide lr. Look: updates(run)')
+        page.fill('#search', 'nothing')
+        one.locator('> button').click()
+        drawn(page)
+        assert at()==['weight_grad', '3.weight', '3', 7] and page.evaluate('state.words')==''
+        expect(page.locator('#layers tr[aria-selected=true] button')).to_have_text('3.weight')
+        expect(page.locator('[role=treeitem][aria-selected=true]')).to_have_attribute('title', '3 (Linear)')
+        expect(page.locator('#heat h2')).to_be_in_viewport()
+        expect(one.locator('summary')).to_have_text('5 more findings follow from it')
+        expect(one.locator('li')).to_be_hidden() # folded
+        one.locator('> button').focus()
+        page.keyboard.press('Tab')
+        page.keyboard.press('Enter')
+        expect(one.locator('li')).to_be_visible()
+        page.keyboard.press('Tab')
+        page.keyboard.press('Enter')
+        drawn(page)
+        assert at()==['output', '2.1', '2.1', 12]
+        address = page.evaluate('location.hash')
+        health.locator('> ul > li').nth(1).locator('button').click() # of what is not recorded: its module, and the step that is nearest
+        drawn(page)
+        assert at()==['output', None, '2', 39]
+        health.locator('> ul > li').nth(2).locator('button').click() # of the loss
+        drawn(page)
+        assert at()==['output', None, None, 3]
+        expect(page.locator('#numbers')).to_be_in_viewport()
+        assert not page.wrong
+    with opened(chromium, tmp_path/'a.html', address) as page: assert page.evaluate('[state.kind, state.label, state.step]')==['output', '2.1', 12]
+
+
+def test_a_healthy_run_says_so_and_what_was_not_looked_at(chromium, tmp_path):
+    torch.manual_seed(1)
+    model,w = nn.Linear(8, 2),torch.randn(8, 2)
+    opt = torch.optim.SGD(model.parameters(), .05)
+    te = torchEmber(model, optimizer=opt, name='well')
+    for _ in range(60):
+        x = torch.randn(64, 8)
+        loss = (model(x)-x@w).pow(2).mean()
+        te.log(loss=loss)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+    te.close()
+    with opened(chromium, report(te, tmp_path/'a.html')) as page:
+        assert page.locator('#health > p').count()==1 and page.locator('#health h2').count()==0
+        looked,unseen = r"\d+ rules looked at 60 steps .* and 'loss'\.",r"Not looked at: single dead units \(stats='full'\)\."
+        expect(page.locator('#health > p')).to_have_text(re.compile(f"^Nothing is wrong, as far as can be seen\\. {looked} {unseen}$"))
+
+
+def test_rules_that_fail_cost_no_report(chromium, tmp_path, monkeypatch):
+    te = train(net(), 'failing', 6)
+    def broken(run): raise RuntimeError('<b>no</b>')
+    monkeypatch.setattr('torchember.show.page.data.history_of', broken)
+    with opened(chromium, report(te, tmp_path/'a.html')) as page:
+        expect(page.locator('#health')).to_have_text('Rules of health could not look at this run: RuntimeError: <b>no</b>')
+        assert page.locator('#layers tbody tr').count() and not page.wrong
+
+
+@pytest.mark.parametrize('scheme', ['light', 'dark'])
+def test_words_of_findings_are_text_that_can_be_read(chromium, tmp_path, monkeypatch, scheme):
+    "Whatever they are, on a phone, and with enough contrast"
+    words = dict(text=f'{evil[0]} `{evil[1]}` {evil[4]}', rule=evil[0], path=evil[1], ttype=evil[0], pname=evil[4], advice=f'`{evil[0]}`', look=evil[1])
+    more = dict(words, severity='warning', below=[dict(words, severity=evil[0], first=0, last=0)])
+    found = said(words, more, dict(words, severity='info'), dict(words, severity='"><script>', first=1, last=2))
+    with_health(monkeypatch, {**found, 'looked': evil[1], 'failed': [evil[0]], 'more': 3})
+    train(net(), 'evil', 6)
+    with opened(chromium, report('evil', tmp_path/'a.html'), viewport={'width': 390, 'height': 800}, color_scheme=scheme) as page:
+        for d in page.locator('#health details').all(): d.evaluate('d => { d.open = true }')
+        for b in page.locator('#health li button').all():
+            b.click()
+            drawn(page)
+        assert page.locator('#health li').count()==5
+        assert page.evaluate('window.hit') is None and page.locator('#health img, #health script').count()==0 and not page.wrong
+        assert page.evaluate('document.querySelectorAll("script").length')==3
+        for text in (evil[0], evil[1], evil[4]): expect(page.locator('#health li').first).to_contain_text(text)
+        assert page.evaluate('document.documentElement.scrollWidth<=innerWidth')
+        colors = page.evaluate("""[...document.querySelectorAll('#health li > button b, #health p')].map(e => getComputedStyle(e).color)""")
+        back = luminance(page.evaluate('getComputedStyle(document.documentElement).backgroundColor'))
+        for c in colors: assert (max(luminance(c), back)+.05)/(min(luminance(c), back)+.05)>4.5
+
+
+def luminance(css): # as WCAG has it
+    return sum(w*(v/12.92 if (v := int(c)/255)<=.04045 else ((v+.055)/1.055)**2.4) for w,c in zip((.2126, .7152, .0722), re.findall(r'\d+', css), strict=False))
+
+
 @pytest.mark.parametrize('size', [(390, 800), (1300, 900)], ids=['phone', 'desk'])
 @pytest.mark.parametrize('scheme', ['light', 'dark'])
 def test_on_a_phone_and_a_desk_in_light_and_dark(chromium, tmp_path, size, scheme):

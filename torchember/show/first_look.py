@@ -18,7 +18,8 @@ from .heatmaps import column_spans, heat, sizes
 from .lines import put_lines
 from .missing import asked_for, parameters_in, places_among, reasons_in, reasons_of, with_missing, with_rows
 from ..frames.words import earlier_calls, ttype_of, ttypes_asked
-from .select import (grid, has_ttype, name_of_run, numbers_in, pick, series, stat_in, table_of,
+from .findings import open_in, says, says_the_same
+from .select import (grid, has_ttype, name_of_run, numbers_in, pick, series, stat_in, table_and_findings,
     training, trouble, usual, with_statistics)
 from .style import alarm, drawn, figure, is_dark, meanings, palettes, title_of, words
 
@@ -64,7 +65,8 @@ def overview(
     Returns:
         The Axes of one panel; several as `Panels`: an array with a `figure`, `axes` and `savefig`
     """
-    table = table_of(run) if ttype is None and loss is None else table_of(run, ttype=[*(ttypes_asked(ttype) if ttype else default_ttypes), 'scalar'])
+    all_types = ttype is None and loss is None
+    table,told = table_and_findings(run, None if all_types else [*(ttypes_asked(ttype) if ttype else default_ttypes), 'scalar'])
     if not len(table): raise ValueError(no_rows(name_of_run(table) or 'The table'))
     numbers = loss_of(table, loss)
     tensors = with_statistics(table[~has_ttype(table, 'scalar')], [stat] if stat else ())
@@ -81,7 +83,7 @@ def overview(
         if ttype_of(kind)[0]=='output': rows = larger(rows)
         col,why = stat_of(rows, stat),reasons_in(rows, ttype_of(kind)[0], ps, path)
         parts.append((kind, col, rows, grid(with_missing(series(rows, col), why, [label_of(p) for p in ps])), why))
-    return compose(parts, numbers, tensors, name_of_run(table), ax)
+    return compose(parts, numbers, tensors, name_of_run(table), ax, open_in(told))
 
 # %% ../../nbs/60_show/90_first_look.ipynb #c192557b
 default_ttypes = ('output', 'weight_grad')
@@ -130,7 +132,7 @@ def noted(table):
     rows,others = table[scalar],table[~scalar]
     return [c for c in numbers_in(rows) if c in derived or not others[c].notna().any()]
 
-def compose(parts, numbers, tensors, run, ax):
+def compose(parts, numbers, tensors, run, ax, found=()):
     "Put the loss and the heat maps above one another"
     tall = [min(.3+.155*len(g.labels), 6.) for *_,g,_ in parts]
     if ax is None:
@@ -152,12 +154,22 @@ def compose(parts, numbers, tensors, run, ax):
     axes[0].set_xlim(*((min(ends[0], *numbers[1]), max(ends[-1], *numbers[1])) if numbers and len(numbers[1]) else (ends[0], ends[-1])))
     first = first_trouble(training(tensors))
     if first is not None: mark_first(axes, parts, first, top)
-    title = title_of(run, sentence_of(first) if first is not None else '')
+    title = said_first(run, found, first)
     if ax is None:
         fig.suptitle(title, x=.01, ha='left')
         fig.align_ylabels([a for a in (top, *axes) if a is not None])
     else: (top or ax).set_title(title)
     return [top, *axes] if top is not None and ax is None else axes
+
+def said_first(
+    run, # What it is called
+    found, # Findings that are open, the worst first
+    first # The first row that is not finite, or None
+) -> str: # One line or two
+    "What a title says: what was first not finite, and below it the first finding. Where these are the same it is said once"
+    cause = next(iter(found), None)
+    beside = first is not None and not says_the_same(cause, first)
+    return '\n'.join(filter(None, [title_of(run, sentence_of(first) if beside else ''), says(cause) if cause else '']))
 
 def draw_loss(ax, numbers, steps):
     name,x,y = numbers
@@ -180,17 +192,19 @@ def mark_first(axes, parts, first, top):
 
 # %% ../../nbs/60_show/90_first_look.ipynb #451ee375
 class RunSummary:
-    "A run, a line for each layer: `df` is the table, `missing` a sentence of the parameters that are not trained, `said` sentences of several processes"
-    def __init__(self, df, title, missing='', said=()): self.df,self.title,self.missing,self.said = df,title,missing,tuple(said)
+    """A run, a line for each layer: `df` is the table, `missing` a sentence of the parameters that are not trained, `said` sentences of several
+    processes, `found` of rules of health"""
+    def __init__(self, df, title, missing='', said=(), found=()):
+        self.df,self.title,self.missing,self.said,self.found = df,title,missing,tuple(said),tuple(found)
 
     def __repr__(self):
         import pandas as pd
         with pd.option_context('display.width', 200, 'display.max_colwidth', 40): text = self.df.to_string(float_format=lambda v: f'{v:.3g}', na_rep='')
-        return '\n'.join(map(printable, filter(None, [self.title, *self.said, self.missing, *text.split('\n')])))
+        return '\n'.join(map(printable, filter(None, [self.title, *self.found, *self.said, self.missing, *text.split('\n')])))
 
     def _repr_html_(self):
         from html import escape
-        missing = ''.join(f'<p>{escape(printable(s))}</p>' for s in (*self.said, self.missing) if s)
+        missing = ''.join(f'<p>{escape(printable(s))}</p>' for s in (*self.found, *self.said, self.missing) if s)
         return f'<b>{escape(self.title)}</b>{missing}'+self.df.to_html(float_format=lambda v: f'{v:.3g}', na_rep='', escape=True)
 
 @earlier_calls('ttype', 'stats', 'path')
@@ -210,7 +224,7 @@ def summary(
         stats: Statistics, of those that were recorded: first, last and worst value of each
     """
     pd = needs('pandas', for_='A summary')
-    table = table_of(run)
+    table,told = table_and_findings(run)
     tensors = table[~has_ttype(table, 'scalar')]
     if not len(tensors): raise ValueError(no_tensors(table))
     tensors = with_statistics(tensors, [s for s in stats if s in tensors and s not in usual])
@@ -230,9 +244,10 @@ def summary(
     df = pd.DataFrame.from_dict({n: lines.get(n, {'steps': 0, 'not finite': 0}) for n in labels}, orient='index')
     df = df[[c for c in df.columns if c!='not finite']+['not finite']]
     df.index.name = words.get(ttype_of(kind)[0], kind)
-    first,n = first_trouble(training(tensors)),tensors['step'].nunique()
-    title = title_of(name_of_run(table), f'{n:,} step{"s"*(n!=1)}', sentence_of(first) if first is not None else 'all finite')
-    return RunSummary(df, title, untrained(ps, asked_for(ps, path)), table.attrs.get('said', ()))
+    first,n,causes = first_trouble(training(tensors)),tensors['step'].nunique(),open_in(told)[:3]
+    finite = 'all finite' if first is None else '' if any(says_the_same(f, first) for f in causes) else sentence_of(first)
+    title = title_of(name_of_run(table), f'{n:,} step{"s"*(n!=1)}', finite)
+    return RunSummary(df, title, untrained(ps, asked_for(ps, path)), table.attrs.get('said', ()), map(says, causes))
 
 def farthest(y):
     "The value that is farthest from the median: by factors where all are above zero"

@@ -41,7 +41,25 @@ def with_statistics(
 
 usual = {*derived, 'shape', 'ratio', 'exponents'}
 
-def every_row(source, stats, wanted):
+def every_row(source, stats, wanted): return without_findings(rows_of_source(source, stats, wanted))
+
+def table_and_findings(
+    source, # As `table_of` has it
+    ttype=None # Tensor types to read, all without it
+): # Two tables: the rows that are drawn, and what rules of health saw
+    "The rows of a source, and the findings among them"
+    df = rows_of_source(source, None, {} if ttype is None else {'ttype': [*ttype, 'finding']})
+    return without_findings(df), df[has_ttype(df, 'finding')]
+
+of_findings = ('severity', 'rule', 'text', 'advice', 'look', 'evidence', 'first_step', 'last_step', 'of', 'over') # columns that rows of findings have
+
+def without_findings(df):
+    "A table without what rules of health saw: of a picture's rows each is of a tensor or a number"
+    if not (found := has_ttype(df, 'finding')).any(): return df
+    df = df[~found]
+    return df.drop(columns=[c for c in of_findings if c in df and df[c].isna().all()])
+
+def rows_of_source(source, stats, wanted):
     pd = needs('pandas', for_='A picture')
     if isinstance(source, pd.DataFrame): return of_one_run(of_right_types(of_table(source)))
     source = located(source) if is_url(source) else source

@@ -14,6 +14,7 @@ import numpy as np
 from ...ground.needs import needs
 from ...ground.not_finite import FirstNotFinite
 from ...ground.record import identity, optional
+from ..findings import OpenFindings
 from ...store.base import regular
 from ...store.lines import bad, longest_line
 from ...store.jsonl import is_step
@@ -77,6 +78,7 @@ class Tail:
 
 # %% ../../../nbs/60_show/91_following.ipynb #c2696300
 step_in = re.compile(rb'"step":\s?(\d+)').search
+finding_in = re.compile(rb'"ttype":\s?"finding"').search
 bad_in = re.compile(rb'"(?:nan|posinf|neginf)":\s?[1-9]').search
 
 def thinned_lines(
@@ -91,7 +93,7 @@ def thinned_lines(
     steps = {m[1]: None for m in map(step_in, lines) if m}
     kept = set(list(steps)[::-1][::every]) # with the last one
     first = set([i for i,l in enumerate(lines) if bad_in(l)][:1000] if all_finite else ())
-    return b'\n'.join([l for i,l in enumerate(lines) if (m := step_in(l)) is None or m[1] in kept or i in first])+b'\n'
+    return b'\n'.join([l for i,l in enumerate(lines) if (m := step_in(l)) is None or m[1] in kept or i in first or finding_in(l)])+b'\n'
 
 def thinned_rows(
     part, # A part
@@ -101,11 +103,11 @@ def thinned_rows(
     "The same of rows in Parquet, as dicts"
     block = part.block()
     if len(block)<=most: return block.rows()
-    at,every = block['step'],ceil(len(block)/most)
+    at,kinds,every = block['step'],block['ttype'],ceil(len(block)/most)
     kept = set(list(dict.fromkeys(s for s in at if is_step(s)))[::-1][::every])
     odd = map(any, zip(*map(block.trouble, bad), strict=True)) if all_finite else ()
     first = set([i for i,o in enumerate(odd) if o][:1000])
-    return block.where([not is_step(s) or s in kept or i in first for i,s in enumerate(at)]).rows()
+    return block.where([not is_step(s) or s in kept or i in first or t=='finding' for i,(s,t) in enumerate(zip(at, kinds, strict=True))]).rows()
 
 # %% ../../../nbs/60_show/91_following.ipynb #5959605f
 names = ('module', 'path', 'tname', 'pname', 'phase')
@@ -122,6 +124,8 @@ def as_shown(r):
 drawn_ttypes,drawn_stats = ('output', 'weight_grad'),('rms', 'std', 'abs_mean', 'mean')
 always = {*identity, *optional, 'path', 'shape', 'supersedes', *bad}-{'ts', 'dtype', 'nonfinite', 'error'}
 
+of_title = 'module', 'path', 'ttype', 'tname', 'step', 'rule', 'severity', 'text', 'first_step' # what a title needs of a finding
+
 class OverviewRows:
     "What an overview of a run needs, in a bounded number of rows"
     most = 30_000 # rows of tensors
@@ -132,6 +136,7 @@ class OverviewRows:
         self.parts,self.numbers,self.names,self.n,self.step = [],[],{},0,-1 # tables of tensors; names, each kept once; rows of tensors; the last step
         self.not_finite,self.other,self.loss = FirstNotFinite(),None,None # for the first row that is not finite; a type to draw where there is no better
         self.width,self.width_of_numbers = 1,1 # steps in a bin
+        self.found = OpenFindings()
 
     def __len__(self): return self.n+len(self.numbers)
 
@@ -139,7 +144,8 @@ class OverviewRows:
         "The next rows of the log"
         trained = self.not_finite.trained
         rows = [r for r in rows if isinstance(r.get('step'), int) and isinstance(r.get('ttype'), str)]
-        self.not_finite.add(rows)
+        self.found.add(rows)
+        self.not_finite.add([r for r in rows if r['ttype']!='finding'])
         if self.not_finite.trained and not trained: self.parts = [] # what an evaluation before the training gave does not count any more
         tensors = [self.slim(r) for r in rows if self.wants(r)]
         if tensors: self.add_tensors(tensors)
@@ -151,7 +157,7 @@ class OverviewRows:
         "Whether it is a row of a tensor that is needed. Others are taken account of"
         t,self.step = r['ttype'],max(self.step, r['step'])
         if t=='scalar': self.numbers.append({k:v for k,v in r.items() if k not in ('ts', 'nonfinite')})
-        elif r.get('phase')=='eval' and self.not_finite.trained: pass
+        elif t=='finding' or r.get('phase')=='eval' and self.not_finite.trained: pass
         elif t in drawn_ttypes: return True
         else:
             if self.other is None: self.other = t
@@ -212,7 +218,9 @@ class OverviewRows:
         if self.width>1: df = binned(df, self.width)
         numbers = [with_path(frame(self.numbers))] if self.numbers else []
         kinds = [t for t in (*drawn_ttypes, self.other) if (df['ttype']==t).any()]
-        return pd.concat([*([first] if first is not None else []), df, *numbers], ignore_index=True), kinds
+        newest = self.found.newest
+        told = [with_path(frame([{k: newest[k] for k in of_title if k in newest}]))] if newest else []
+        return pd.concat([*([first] if first is not None else []), df, *numbers, *told], ignore_index=True), kinds
 
 def loss_in(rows):
     "Which of the numbers that were logged is drawn: the loss, or the first"

@@ -21,6 +21,7 @@ from ...ground.needs import needs
 from ...ground.not_finite import FirstNotFinite
 from ...ground.messages import EmberWarning, an, printable, warn
 from .following import OverviewRows, Tail, loss_in, shown_rows, thinned_lines, thinned_rows
+from ..findings import OpenFindings, says, says_the_same
 from ...store.lines import parse
 from ...store.jsonl import emberTracker, listen_to_run, tracker
 from ...store.reading import path_of
@@ -28,7 +29,9 @@ from ...store.reading import path_of
 # %% ../../../nbs/60_show/93_live_view.ipynb #5e6c5e03
 class Words:
     "What a line says of a run"
-    def __init__(self): self.step,self.loss,self.not_finite,self.at = -1,None,FirstNotFinite(),deque(maxlen=16) # at: (seconds, step) of the last looks
+    def __init__(self):
+        self.step,self.loss,self.not_finite,self.found = -1,None,FirstNotFinite(),OpenFindings()
+        self.at = deque(maxlen=16) # (seconds, step) of the last looks
 
     def add(self, rows, now):
         "The next rows, as they were found at a time"
@@ -37,7 +40,8 @@ class Words:
             self.loss = next(((name, r[name]) for r in reversed(numbers) if isinstance(r.get(name), int|float)), self.loss)
         for r in rows:
             if isinstance(s := r.get('step'), int): self.step = max(self.step, s)
-        self.not_finite.add([r for r in rows if isinstance(r.get('step'), int)])
+        self.not_finite.add([r for r in rows if isinstance(r.get('step'), int) and r.get('ttype')!='finding'])
+        self.found.add(rows)
         if rows: self.at.append((now, self.step))
 
     first = property(lambda self: self.not_finite.row, doc="The first row that is not finite")
@@ -57,7 +61,9 @@ class Words:
         loss = f', {self.loss[0]} {self.loss[1]:.4g}' if self.loss else ''
         still = (now or 0)-self.at[-1][0] if self.at else 0
         pace = f', nothing new for {still/60:.0f} min' if still>90 else '' if now is None else self.pace()
-        return printable(f"{name}: step {self.step:,}{loss}{self.trouble()}{pace}")
+        found = self.found.newest # last, as it is long
+        trouble = '' if says_the_same(found, self.first) else self.trouble()
+        return printable(f"{name}: step {self.step:,}{loss}{trouble}{pace}{f', {says(found)}' if found else ''}")
 
     def trouble(self):
         "What was first not finite"

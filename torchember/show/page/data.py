@@ -16,6 +16,8 @@ import numpy as np
 
 from ...ground.progress import progress
 from ...frames.logs import about, about_ranks, no_rows, of_processes, read, said_by
+from ...ground.messages import printable
+from ...health.diagnose import as_table, chosen_rules, found_by, history_of, ordered
 from ...measure.exponents import limits, with_counts
 from ...measure.summary import derived
 from ..first_look import first_trouble, loss_of, noted, sentence_of, stat_of
@@ -156,6 +158,48 @@ def exponents_of(
     np.add.at(out, (tensor, at), counts)
     return {'first': exponents[1], 'step': steps.tolist(), 'counts': packed(out, exact=True)}
 
+# %% ../../../nbs/60_show/96_page_data.ipynb #f43c6d8d
+most_findings,most_followers,most_letters = 100,20,400 # findings in all, those below one cause, letters of a sentence
+
+def health_of(
+    run, # Name of a run, an ember, a tracker, or a table
+    table=None # Its rows, where they are a table's own
+) -> dict: # `findings`, `more`: how many there are besides, `looked`, `unseen`: (what, how to record it), `failed`: sentences
+    "What rules of health say of a run"
+    failed = []
+    try:
+        rules,h = chosen_rules('default'),history_of(rows_by_module(run if table is None else table) if is_table(run) else run)
+        fails = lambda r, e: failed.append(f"The rule {r.name} failed: {in_page(f'{type(e).__name__}: {e}', 200)}")
+        found = ordered(found_by(rules, h, fails), rules, len(h.steps))
+        said = as_table(found, h, rules)
+        return {**as_tree(found), 'looked': in_page(said.looked), 'unseen': [[in_page(what), in_page(how)] for what,how in said.missing], 'failed': failed}
+    except Exception as e:
+        why = in_page(f'{type(e).__name__}: {e}', 300)
+        return {'findings': [], 'more': 0, 'failed': [*failed, f"Rules of health could not look at this run: {why}"]}
+
+def is_table(run): return hasattr(run, 'columns')
+
+def rows_by_module(df):
+    "A table in which rules can tell the modules apart"
+    return df if 'module' in df else df.assign(module=df['path'])
+
+def in_page(text, most=most_letters): return printable(' '.join(str(text).split()), most)
+
+def as_tree(found):
+    "Findings and places of their causes, as `ordered` gives them: what follows from one is `below` it"
+    out,by,n = [],{},0
+    for i,(f,cause) in enumerate(found):
+        into = out if cause is None else by[cause]['below'] if cause in by else None
+        if n>=most_findings or into is None or into is not out and len(into)>=most_followers:
+            if cause in by: by[cause]['more'] = by[cause].get('more', 0)+1
+            continue
+        one = {k: in_page(f[k]) for k in ('severity', 'rule', 'text', *(('advice', 'look') if cause is None else ())) if f.get(k)}
+        one |= {k: str(f[k]) for k in ('path', 'ttype', 'pname') if f.get(k)} # as they are, to be found again
+        one |= {'first': int(f['first_step']), 'last': int(f['last_step'])}
+        into.append(one if cause is not None else by.setdefault(i, {**one, 'below': []}))
+        n += 1
+    return {'findings': out, 'more': sum(cause is None for _,cause in found)-len(out)}
+
 # %% ../../../nbs/60_show/96_page_data.ipynb #d11a48b2
 def page_of(
     run, # Name of a run, an ember, a tracker, or a table
@@ -193,7 +237,8 @@ def page_of(
     return {'torchember': 1, 'run': {**known, 'bad': first is not None, **({'missing': ' '.join(words_of_run)} if words_of_run else {})},
         'trouble': None if first is None else {'step': int(first['step']), 'path': str(first['path'] or ''), 'ttype': str(first['ttype']),
             'text': sentence_of(first)},
-        'numbers': logged_numbers(table), 'tree': tree_of(structure, list(dict.fromkeys(tensors['path'].astype(str))), root_of(tensors)),
+        'health': health_of(run, table), 'numbers': logged_numbers(table),
+        'tree': tree_of(structure, list(dict.fromkeys(tensors['path'].astype(str))), root_of(tensors)),
         'kinds': out, 'formats': formats_for(out), 'meanings': {s: meanings.get(s, s) for k in out for s in k['stats']}, 'colors': colors()}
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #73dd976c
@@ -210,8 +255,6 @@ def add_exponents(run, kinds, keys, tensors, also):
         rows = rows[rows['path'].astype(str).isin({t['path'] for t in k['tensors']}).to_numpy()]
         found = exponents_of(rows, keys[k['ttype']], len(k['tensors'])) if len(rows) else None
         if found: k['exponents'] = found
-
-def is_table(run): return hasattr(run, 'columns')
 
 def logged_numbers(table):
     "What was noted with `te.log`: all numbers, each with its steps"

@@ -592,6 +592,57 @@ $('#tree').addEventListener('keydown', e => {
   drawTree(true)
 })
 
+// ---- what rules of health saw: all of its words are data
+
+const fewFindings = 3
+function tensorOf(f) { // which of the tensors that are drawn a finding is of; one of the whole model is of none
+  const of = kind()?.tensors.filter(t => t.path === (f.path ?? '')) ?? []
+  return f.pname ? of.find(t => t.label === (f.path ? f.path + '.' : '') + f.pname) : f.path && of.length === 1 ? of[0] : undefined
+}
+function goTo(f) { // to its layer and step, as clicks on these do
+  const known = kinds.has(f.ttype)
+  if (known) { state.kind = f.ttype; if (!Object.hasOwn(kind().stats, state.stat)) state.stat = Object.keys(kind().stats)[0]; fillControls() }
+  const t = known ? tensorOf(f) : undefined
+  state.label = t?.label ?? null
+  state.path = (t?.path ?? f.path) || null
+  state.step = nearest(steps(), f.first)
+  if (state.words) { state.words = ''; $('#search').value = '' }
+  if (zoom && (state.step < zoom.min || state.step > zoom.max)) zoomTo(null)
+  reveal()
+  return changed('all').then(() => { const seen = $(f.ttype === 'scalar' || !kind() ? '#numbers' : '#heat'); if (!seen.hidden) seen.scrollIntoView({ block: 'nearest' }) })
+}
+function withCode(text) { // what stands in backticks is a name
+  const parts = text.split('`')
+  return parts.map((s, i) => i % 2 && i < parts.length - 1 ? make('code', { textContent: s }) : i % 2 ? '`' + s : s)
+}
+function findingButton(f) {
+  const b = make('button', { type: 'button' }, make('b', { textContent: f.severity }), ' ', ...withCode(f.text ?? f.rule))
+  b.onclick = () => goTo(f)
+  b.title = [f.rule, f.path, f.last > f.first ? `steps ${whole(f.first)} to ${whole(f.last)}` : `step ${whole(f.first)}`].filter(Boolean).join(', ')
+  return b
+}
+const fold = (title, ...inside) => make('details', {}, make('summary', { textContent: title }), ...inside)
+const itemOf = f => make('li', { className: tones.has(f.severity) ? f.severity : 'info' }, findingButton(f),
+  ...(f.advice || f.look ? [make('p', {}, ...(f.advice ? ['Try: ', ...withCode(f.advice)] : []), ...(f.look ? [' ', make('span', { className: 'look' }, 'Look: ', make('code', { textContent: f.look }))] : []))] : []),
+  ...(f.below?.length ? [fold(`${count(f.below.length + (f.more ?? 0), 'more finding')} follow${f.below.length + (f.more ?? 0) === 1 ? 's' : ''} from it`, listOf(f.below),
+    ...(f.more ? [make('p', { textContent: `and ${whole(f.more)} more: diagnose(run) has all.` })] : []))] : []))
+const listOf = some => make('ul', {}, ...some.map(itemOf))
+const tones = new Set(['error', 'warning', 'info'])
+function fillHealth() {
+  const h = data.health, section = $('#health')
+  section.hidden = !h
+  if (section.hidden) return
+  const wrong = h.findings.filter(f => f.severity !== 'info'), notes = h.findings.filter(f => f.severity === 'info')
+  const number = word => wrong.filter(f => f.severity === word).length, heads = ['error', 'warning'].filter(number).map(w => count(number(w), w))
+  if (wrong.length) section.append(make('h2', { textContent: `What is wrong: ${heads.join(', ')}` }), listOf(wrong.slice(0, fewFindings)))
+  if (wrong.length > fewFindings) section.append(fold(`and ${whole(wrong.length - fewFindings)} more`, listOf(wrong.slice(fewFindings))))
+  if (notes.length) section.append(fold(count(notes.length, 'note'), listOf(notes)))
+  if (h.more) section.append(make('p', { textContent: `${whole(h.more)} more: diagnose(run) has all.` }))
+  const unseen = h.unseen?.length ? ` Not looked at: ${h.unseen.map(([what, how]) => `${what} (${how})`).join('; ')}.` : ''
+  if (h.looked) section.append(make('p', { textContent: `${wrong.length ? '' : 'Nothing is wrong, as far as can be seen. '}${h.looked}.${wrong.length ? '' : unseen}` }))
+  section.append(...h.failed.map(s => make('p', { textContent: s })))
+}
+
 // ---- all together
 
 let drawing = Promise.resolve(), help = '', searches = 0
@@ -646,14 +697,14 @@ function begin() {
   trouble.hidden = false
   if (data.trouble) {
     const b = make('button', { type: 'button', textContent: capital(data.trouble.text) })
-    b.onclick = () => { if (kinds.has(data.trouble.ttype)) { state.kind = data.trouble.ttype; if (!Object.hasOwn(kind().stats, state.stat)) state.stat = Object.keys(kind().stats)[0]; fillControls() }
-      state.path = data.trouble.path || null; state.label = null; state.step = nearest(steps(), data.trouble.step); changed('all') }
+    b.onclick = () => goTo({ ...data.trouble, first: data.trouble.step })
     trouble.append(b)
   } else {
     const odd = data.numbers.find(n => n.odd != null)
     trouble.textContent = odd ? `${data.kinds.length ? 'All tensors were finite, but not ' : 'Not finite: '}${odd.name}: first at step ${whole(odd.odd)}.` : data.kinds.length ? 'All tensors that were recorded are finite.' : ''
     if (!odd) { trouble.style.color = 'inherit'; trouble.style.fontWeight = 'normal' }
   }
+  fillHealth()
   $('#missing').hidden = !r.missing
   $('#missing').textContent = r.missing ?? ''
   fromAddress()
