@@ -61,7 +61,7 @@ of_jax = f'{project}.jaxember', 'tracker' # and another front door: its names ar
 
 # The MyST-NB tag for each nbdev or Quarto directive
 tags = {'export':'remove-cell', 'exporti':'remove-cell', 'default_exp':'remove-cell', 'hide':'remove-cell', 'exports':'hide-input',
-    'code-fold true':'hide-input', 'echo false':'remove-input', 'output false':'remove-output'}
+    'code-fold':'hide-input', 'echo false':'remove-input', 'output false':'remove-output'}
 re_show_doc = re.compile(r'^show_doc\(([\w.]+)', re.M)
 defs = ast.FunctionDef|ast.AsyncFunctionDef|ast.ClassDef
 

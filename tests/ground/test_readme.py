@@ -48,7 +48,7 @@ def test_in_order(tmp_path):
     "All of it, in one program, with the table's lines where they stand; nothing in it asks for what comes later"
     at = next(i for i,b in enumerate(blocks) if b.startswith('from torchember import compare'))
     program = [*blocks[:at+1], *lines, *(b for b in blocks[at+1:] if 'import jax' not in b)]
-    assert unbound('\n'.join(program))==set() and len(lines)==8 and len(blocks)==9, (lines, len(blocks))
+    assert unbound('\n'.join(program))==set() and len(lines)==8 and len(blocks)==10, (lines, len(blocks))
     said = run('\n'.join(program), tmp_path)
     assert 'sigmoid: loss' in said and 'relu: loss' in said
     assert len({p.name.removesuffix('_latest') for p in (tmp_path/'home'/'log').glob('Net_*')})==3 # two trainings and a monitor, where it says that runs are
@@ -65,8 +65,8 @@ def test_alone(i, tmp_path):
 
 
 def test_which_are_programs():
-    "The training, what is imported for the table, and JAX"
-    assert [b.splitlines()[0] for b in alone]==['import torch',
+    "The training with a mistake, the one to look at, what is imported for the table, and JAX"
+    assert [b.splitlines()[0] for b in alone]==['import torch', 'import torch',
         'from torchember import compare, overview, read, scalar_line, updates, wide', 'import jax, optax']
 
 
