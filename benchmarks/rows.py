@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from time import perf_counter, process_time
 
 import torch
@@ -357,6 +358,30 @@ for _ in range(int(sys.argv[1])):
 print(perf_counter()-start)
 if te: te.close()
 '''
+
+
+@row('rules', "rules='default' looks at a run while it goes on: CPU time of trainings in turns, with and without")
+def rules(quick):
+    seconds_each = 4 if quick else 20
+    for name,made in (('CNN', small_cnn), ('GPT-2', gpt2)):
+        def of_step(made=made, **how):
+            t = Training(*made(), **how)
+            t.te.arm()
+            t.step()
+            end,start,n = perf_counter()+seconds_each,process_time(),0
+            while perf_counter()<end: t.step(); n += 1
+            t.te.t.barrier()
+            took = process_time()-start
+            return took/n, t.te.close()
+        reports = []
+        def watched(of_step=of_step, reports=reports):
+            took,report = of_step(rules='default', on_finding=lambda found: None)
+            reports.append(report)
+            return took
+        ps = pairs(lambda of_step=of_step: of_step()[0], watched, 0, least=2 if quick else 6, warm=False)
+        share = median(r['rules']/(r['seconds']-r['rules']) for r in reports)
+        yield line(f'{name}, rules beside a recording', unit='%', at_most=2, note=f'trainings of {seconds_each} s; the last look, after them, is not in it; '
+            f'all looks took {share:.1%} of what recording did', **added(ps))
 
 
 @row('first', 'the first steps of a process: what a training waits for')
