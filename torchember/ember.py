@@ -404,7 +404,7 @@ class torchEmber(OwnStatistics, Notes, Views, Arming):
         if reduce and ranks and not disabled() and (whole := shared(t, rank, world, self.mod_tree())):
             t.whole = whole
             t.file.audience.add(whole)
-        self.rules = RuleWatch(t, rules, on_finding, self.recorder.stop) if rules and not rank and not disabled() else None
+        self.rules = RuleWatch(t, rules, on_finding, self.recorder.stop, recording=self.recorder.seconds) if rules and not rank and not disabled() else None
         self.arm()
         base = {'start': now(), 'user': user(), 'schema': SCHEMA, 'model': self.model_name}
         t.begin(base, {'parameters': known.meta()} | ({'ranks': ranks.meta()} if ranks else {}) |

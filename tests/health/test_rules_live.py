@@ -18,7 +18,7 @@ due = Pace.due
 @pytest.fixture(autouse=True)
 def at_every_step(monkeypatch):
     "Rules look whenever there is something new, whatever it takes"
-    monkeypatch.setattr(Pace, 'due', lambda self, steps, elapsed: steps>=8)
+    monkeypatch.setattr(Pace, 'due', lambda self, steps, recording: steps>=8)
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_a_function_that_hangs_holds_nobody_up(monkeypatch):
 
 
 def test_a_value_that_is_not_finite_is_seen_at_once(monkeypatch):
-    monkeypatch.setattr(Pace, 'due', lambda self, steps, elapsed: False)
+    monkeypatch.setattr(Pace, 'due', lambda self, steps, recording: False)
     m,found = model(dead=False),[]
     te = ember(m, opt := adam(m), rules='default', on_finding=found.append)
     with warnings.catch_warnings():
@@ -190,10 +190,23 @@ def test_without_rules_nobody_listens():
 
 
 def test_looking_keeps_to_its_share():
-    pace,looks = Pace(share=.02, free=.05),0
-    for step in range(1, 5000): # a millisecond each, a look takes 20
-        if due(pace, step, step*1e-3): pace.looked(step, .02); looks += 1
-    assert pace.took<=.05+.02*5+.02 and looks>=5
+    pace,looks = Pace(share=.02),[]
+    for step in range(1, 50_000): # recording takes a millisecond for each, a look 20
+        if due(pace, step, lambda step=step: step*1e-3): pace.looked(step, .02); looks.append(step)
+    assert looks[0]==8 and len(looks)>=10
+    assert pace.took+.02<=.02*50 # with the one at the end
+
+
+def test_nobody_is_told_of_steps_that_are_not_looked_at(monkeypatch):
+    monkeypatch.setattr(Pace, 'due', lambda self, steps, recording: due(self, steps, lambda: 0.))
+    m,calls = model(),[]
+    te = ember(m, opt := adam(m), rules='default', on_finding=lambda f: None)
+    tell = te.rules.listening.f
+    te.rules.listening.f = lambda step, lines: (calls.append(step), tell(step, lines))
+    train(te, m, opt, wait=until_told(te))
+    assert len(calls)==1 and te.rules.kept.count==40
+    te.close()
+    assert [f['rule'] for f in te.rules.found][0]=='dead_units' # the last look has all
 
 
 def test_training_is_the_same_to_the_last_bit_with_rules():

@@ -370,9 +370,11 @@ def rows_wanted(source, choice, columns=None):
     only = columns and needed(columns, source.may_supersede())
     return rows_of_log(source.blocks, source.file(), kept if choice.asked else None, only)
 
-def rows_of_log(blocks, file=None, keep=None, only=None): # as `columns_of_lines` has them
+tupled = (*names_in, 'ts', 'shape') # columns that are read as what they are
+
+def rows_of_log(blocks, file=None, keep=None, only=None, expected=None): # as `columns_of_lines` has them
     "Rows of a log as a table, without those that others stand in place of"
-    columns,layouts,n,*_ = columns_of_lines(blocks, file, (*names_in, 'ts', 'shape'), keep, only)
+    columns,layouts,n,*_ = columns_of_lines(blocks, file, tupled, keep, only, expected)
     return without_superseded(table_of_columns(columns, layouts, n))
 
 def rows_of_whole(source, choice, columns, per_rank):
@@ -415,7 +417,7 @@ def rows_of_ranks(logs, file=None, keep=None, shared=(), steps=None):
         which = keep(block)
         wanted.append(np.array(which, bool))
         return which
-    columns,layouts,n,_,counts = columns_of_lines(blocks, file, (*names_in, 'ts', 'shape', 'part'), keep and kept)
+    columns,layouts,n,_,counts = columns_of_lines(blocks, file, (*tupled, 'part'), keep and kept)
     if not keep: wanted = [slice(None)]*len(counts)
     each_rank = [np.full(n, r) if isinstance(r, int) else r[w] for r,w,(n,_) in zip(ranks_of, wanted, counts, strict=True)]
     df = table_of_columns(columns, layouts, n).assign(rank=np.concatenate([np.zeros(0, int), *each_rank]))

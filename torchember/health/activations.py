@@ -10,7 +10,7 @@ from itertools import chain, islice
 
 import numpy as np
 
-from .finding import called, finding, g, median, most
+from .finding import called, finding, g, median, middle, most
 from .moves import is_linear, is_norm
 from .rules import rule
 
@@ -198,7 +198,7 @@ def one_place(h, peak):
         squares = s.rms**2*s.shape[-1]
         at = lasting(squares>peak)
         if at is None: continue
-        size = float(np.median(squares[at:]))
+        size = middle(squares[at:])
         yield finding(s, f"The attention of {called(s.path, s.kind)} looks at one of {s.shape[-1]} places only, from step {s.steps[at]} on: "
             f"the squares of its weights add up to {g(size)}. No gradient comes back through it.", s.steps[at], s.steps[-1],
             severity='error' if h.progress.badly else 'info' if h.progress.well and at>2 else None, # learnt, it may be the answer

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..ground.messages import printable
 from .diagnose import chosen_rules, found_by, history_of, not_looked_at, ordered
-from .finding import median
+from .finding import median, middle
 from .moves import moves_of
 
 # %% ../../nbs/55_health/70_brief.ipynb #f11a3d9d
@@ -33,7 +33,7 @@ def in_few(
 ) -> list: # (step, median from there on to the next)
     "A curve in some numbers"
     edges = np.unique(np.linspace(0, len(steps), n+1).astype(int))
-    return [(int(steps[a]), float(np.median(values[a:b]))) for a,b in zip(edges[:-1], edges[1:], strict=True)]
+    return [(int(steps[a]), middle(values[a:b])) for a,b in zip(edges[:-1], edges[1:], strict=True)]
 
 # %% ../../nbs/55_health/70_brief.ipynb #cf390376
 def sizes_of(h):

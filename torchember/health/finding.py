@@ -63,7 +63,13 @@ def finite(values):
 def median(values):
     "Of the finite values; NaN where there are none"
     v = finite(values)
-    return float(np.median(v)) if len(v) else np.nan
+    return middle(v) if len(v) else np.nan
+
+def middle(values):
+    "The median, as numpy has it and sooner: rules ask for thousands, of a few numbers each"
+    v = np.sort(np.asarray(values, float), axis=None)
+    if not len(v) or v[-1]!=v[-1]: return np.nan
+    return float((v[(len(v)-1)//2]+v[len(v)//2])/2)
 
 def most(values):
     "The largest of the finite values; NaN where there are none"

@@ -8,7 +8,7 @@ __all__ = ['vanishing_gradient', 'exploding_gradient', 'gradient_spike', 'gradie
 # %% ../../nbs/55_health/35_gradients.ipynb #19c9f927
 import numpy as np
 
-from .finding import called, finding, g, median, most
+from .finding import called, finding, g, median, middle, most
 from .rules import rule
 from .sizes import harmed, saying
 
@@ -63,7 +63,7 @@ def gone_in_time(h, gs, over_time, many=.7):
     s = gs[k]
     i = tail_start(s.rms<over_time*start[k])
     yield finding(s if len(gone)<len(gs) else '', f"From step {s.steps[i]} on there are no gradients to speak of: that of {called(s.label, s.kind)} "
-        f"fell from {g(start[k])} to {g(np.median(s.rms[i:]))}, and so it is with {len(gone)} of {len(gs)} layers. The loss {saying(h.progress)}.",
+        f"fell from {g(start[k])} to {g(middle(s.rms[i:]))}, and so it is with {len(gone)} of {len(gs)} layers. The loss {saying(h.progress)}.",
         s.steps[i], s.steps[-1], ttype='weight_grad', **picture, start=start[k], layers=len(gone),
         advice="Something has saturated or died: look at what the activations do at that step.")
 
@@ -88,7 +88,7 @@ def vanishing_gradient(
     size,lost = lost_layers(gs, depth, least)
     if lost:
         late = [typical(s, .7, 1) for s in gs.values()]
-        lasting = np.median([late[i]/max(late[-1], 1e-300) for i in lost])
+        lasting = middle([late[i]/max(late[-1], 1e-300) for i in lost])
         if not lasting>100*depth or h.progress.badly: yield lost_on_the_way(h, gs, size, lost, lasting, depth)
     elif gs and h.progress.word not in ('falls', 'means nothing'): yield from gone_in_time(h, gs, over_time)
 
@@ -106,7 +106,7 @@ def norms_of(gs):
 def back(norm, i, usual):
     "Whether the gradient is what it was soon after a step"
     after = norm[i+1:i+6]
-    return len(after)>=2 and bool(np.median(after)<20*usual)
+    return len(after)>=2 and bool(middle(after)<20*usual)
 
 def harm_after(p, step):
     "Whether the loss is worse after a step than before, and stays so"
@@ -114,7 +114,7 @@ def harm_after(p, step):
     if len(values)<8: return False
     before,after = values[p.steps<=step][-10:],values[p.steps>step]
     if len(before)<3 or len(after)<2: return len(before)>=3
-    return bool(np.median(after[-max(3, len(after)//3):])>np.median(before)+max(2*p.noise, .2*abs(np.median(before))))
+    return bool(middle(after[-max(3, len(after)//3):])>middle(before)+max(2*p.noise, .2*abs(middle(before))))
 
 def value_at(s, step):
     i = np.searchsorted(s.steps, step)
@@ -138,11 +138,16 @@ def on_the_way_back(h, gs, depth):
         **picture, largest=largest, ratio=float(ratio),
         advice="Smaller weights at the start (kaiming_normal_), a normalisation, residual connections; clip_grad_norm_ limits the harm.")
 
+def jumps(norm, times):
+    "(place, what the 30 before usually were) of each norm that is far above these, and no trifle beside the first ones"
+    floor,least = .1*middle(norm[:5]),np.fmin.accumulate(norm)
+    for i in np.flatnonzero(norm[5:]>times*least[4:-1])+5: # what is usual is not below the least
+        if norm[i]>times*(usual := middle(norm[max(0, i-30):i]))>0 and not norm[i]<floor: yield i, usual
+
 def at_one_step(h, gs, steps, norm, jump):
     "A step from which the training does not come back"
-    for i in range(5, len(norm)):
-        usual = np.median(norm[max(0, i-30):i])
-        if not norm[i]>jump*usual>0 or norm[i]<.1*np.median(norm[:5]) or not harm_after(h.progress, steps[i]) or back(norm, i, usual): continue
+    for i,usual in jumps(norm, jump):
+        if not harm_after(h.progress, steps[i]) or back(norm, i, usual): continue
         s = most_of_all(gs, steps[i])
         return finding('', f"At step {steps[i]} the gradient explodes: {g(norm[i])}, where {g(usual)} was usual; most of all in {called(s.label, s.kind)}. "
             f"The loss {saying(h.progress)}.", steps[i], steps[-1], ttype='weight_grad', **picture, norm=float(norm[i]), usual=float(usual),
@@ -153,10 +158,10 @@ def elasticity(h, gs):
     "How many percent a loss changes, at most, when a weight changes by one: of each weight, over the first steps"
     values = getattr(h.progress, 'values', ())
     if not len(values): return {}
-    loss = float(np.median(abs(values[:5])))
+    loss = middle(abs(values[:5]))
     if not loss>0 or h.converged: return {}
     both = {k: (s, h.weights[k]) for k,s in gs.items() if k in h.weights and 'Embedding' not in s.kind}
-    by = {k: float(np.median(s.rms[:5])*np.median(w.rms[:5])*w.rows.sizes[w.at][0]/loss) for k,(s,w) in both.items()}
+    by = {k: float(middle(s.rms[:5])*middle(w.rms[:5])*w.rows.sizes[w.at][0]/loss) for k,(s,w) in both.items()}
     return {k: v for k,v in by.items() if np.isfinite(v)}
 
 def too_steep(h, gs, steps, norm, steep):
@@ -168,11 +173,11 @@ def too_steep(h, gs, steps, norm, steep):
     return finding(s, f"Gradients explode from the start: that of {called(s.label, s.kind)} has an rms of {g(typical(s, 0, .1))}, "
         f"so that a change of its weights by a thousandth changes the loss by {by[k]/10:.0f}%. The loss {saying(h.progress)}.", steps[0], steps[-1], **picture,
         advice="Clip the gradients (clip_grad_norm_), begin with smaller weights (of a recurrent network: orthogonal, of gain 1), or normalise between layers.",
-        elasticity=by[k], norm=float(np.median(norm[:5])))
+        elasticity=by[k], norm=middle(norm[:5]))
 
 def huge_at_start(h, gs, steps, norm, huge):
     "Gradients of a norm with which a loss that does not fall is no wonder"
-    start = float(np.median(norm[:5]))
+    start = middle(norm[:5])
     if start<=huge or not harmed(h): return None
     s = max(gs.values(), key=lambda s: typical(s, 0, .1))
     return finding(s, f"Gradients are huge from the start: a norm of {g(start)}, most of all in {called(s.label, s.kind)}. The loss {saying(h.progress)}.",
@@ -181,7 +186,7 @@ def huge_at_start(h, gs, steps, norm, huge):
 
 def without_end(h, gs, steps, norm, jump):
     "Gradients that grow and grow"
-    start = float(np.median(norm[:5]))
+    start = middle(norm[:5])
     i = max(tail_start(norm>jump*start), 3)
     if not start>0 or not harmed(h) or len(norm)-i<3: return None
     return finding('', f"The gradients grow without end: from {g(start)} to {g(norm[-1])}, more than {jump:,.0f} times from step {steps[i]} on. "
@@ -226,7 +231,7 @@ def alone_at(gs, common, times, alone):
     for i,(k,s) in enumerate(gs.items()):
         second = np.partition(np.nan_to_num(s.rms, posinf=0), -2)[-2]/usual[i, 0]
         for j in np.flatnonzero((size[i]>times) & (size[i]>times/4*max(second, 1e-3))):
-            others = float(np.median(np.delete(size[:, j], i)))
+            others = middle(np.delete(size[:, j], i))
             if size[i, j]>alone*others: found.append((int(common[j]), k, float(size[i, j]), others))
     return found
 
@@ -235,9 +240,8 @@ def in_all(h, gs, times):
     total = norms_of(gs)
     if total is None or len(total[1])<10: return
     steps,norm = total
-    for i in range(5, len(norm)):
-        usual = float(np.median(norm[max(0, i-30):i]))
-        if not norm[i]>times*usual>0 or norm[i]<.1*np.median(norm[:5]) or not back(norm, i, usual): continue
+    for i,usual in jumps(norm, times):
+        if not back(norm, i, usual): continue
         s = most_of_all(gs, steps[i])
         yield finding('', f"At step {steps[i]} alone the gradient is {g(norm[i]/usual)} times its usual size ({g(norm[i])}), in all layers, most of all in "
             f"{called(s.label, s.kind)}. The loss {saying(h.progress)}.", steps[i], ttype='weight_grad', **picture, norm=float(norm[i]), usual=usual,
@@ -280,7 +284,7 @@ def smoothness(s):
     size = np.maximum(abs(high), abs(low))[1:]
     with np.errstate(divide='ignore', invalid='ignore'): moved = (abs(np.diff(high))+abs(np.diff(low)))/2/np.where(size>0, size, np.nan)
     moved = moved[np.isfinite(moved)]
-    return float(np.median(moved)) if len(moved) else 1.
+    return middle(moved) if len(moved) else 1.
 
 def adds_up(s, first):
     "Whether a gradient begins as 1, 2, 3, ... times the first one, and moves little from step to step"

@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from .finding import called, finding, g, median
+from .finding import called, finding, g, median, middle
 from .gradients import harm_after
 from .progress import guessing, smooth, trend
 from .rules import rule
@@ -41,7 +41,7 @@ def steady_rise(p):
     "Whether a loss rises from the beginning, and all the time"
     s = smooth(p.values)
     if len(s)<6: return False
-    a,b,c = (float(np.median(part)) for part in (s[:len(s)//3], s[len(s)//3:2*(len(s)//3)], s[2*(len(s)//3):]))
+    a,b,c = (middle(part) for part in (s[:len(s)//3], s[len(s)//3:2*(len(s)//3)], s[2*(len(s)//3):]))
     return bool(a<b<c and trend(p.values)*math.sqrt(len(p.values))>4)
 
 # %% ../../nbs/55_health/45_losses.ipynb #519ceb7d
@@ -84,8 +84,8 @@ def uphill(h, share, least):
     both = [(s, h.weights[k]) for k,s in h.grads.items() if k in h.weights and len(s)>=least]
     shares = [along(s, w, least) for s,w in both if 'mean' in s and 'mean' in w]
     shares = np.array([v for v in shares if v is not None])
-    if len(shares)<2 or np.median(shares)<share or (shares>.6).mean()<.75: return None
-    usual = float(np.median(shares))
+    if len(shares)<2 or middle(shares)<share or (shares>.6).mean()<.75: return None
+    usual = middle(shares)
     return finding('', f"The weights move along their gradients, not against them: in {usual:.0%} of the steps, of {len(shares)} weights. "
         "So the number that backward is called on is made large, not small.", h.steps[0], h.steps[-1], ttype='weight', stands=True, look="overview(run)",
         advice="Look for maximize=True, a wrong sign before the loss, a negative learning rate, or gradients that a hook turns round.",
@@ -140,12 +140,12 @@ def loss_below(
     if noted_losses(p, 10) is None or p.word=='means nothing': return
     v,name,out = smooth(p.values),p.loss.name.lower(),model_output(h)
     if v[-1]>=0 or v[-1]>p.start: return
-    grown,endless = out is not None and len(out)>3 and out.rms[-1]>3*max(np.median(out.rms[:3]), 1e-30),is_endless(v)
+    grown,endless = out is not None and len(out)>3 and out.rms[-1]>3*max(middle(out.rms[:3]), 1e-30),is_endless(v)
     positive = any(w in name for w in positive_losses) and 'nce' not in name
     classes = any(abs(abs(p.values[0])-v)<.25*v for v in guessing(h).values()) # it begins as a cross-entropy does
     if not (positive or endless and grown and (classes or v[-1]<-times*max(abs(p.start), 1))): return
     at = int(np.flatnonzero(p.values<0)[0])
-    by = f", while the model's output grows from {g(np.median(out.rms[:3]))} to {g(out.rms[-1])}" if grown else ''
+    by = f", while the model's output grows from {g(middle(out.rms[:3]))} to {g(out.rms[-1])}" if grown else ''
     yield finding('', f"The loss is below zero from step {p.steps[at]} on and falls {'faster and faster' if endless else 'on'}, "
         f"to {g(v[-1])}{by}: it has no least value.",
         p.steps[at], p.steps[-1], ttype='scalar', severity='error' if endless and grown else None, look="overview(run)", start=p.start, end=float(v[-1]),
@@ -232,8 +232,7 @@ def jump_at(p, times, part):
     v = p.values
     for i in range(5, len(v)):
         before = v[max(0, i-15):i]
-        usual = float(np.median(before))
-        if usual>0 and v[i]>=max(times*usual, part*abs(p.start), 3*float(np.max(before))): return i, usual
+        if v[i]>=max(part*abs(p.start), 3*float(np.max(before))) and (usual := middle(before))>0 and v[i]>=times*usual: return i, usual
     return None
 
 def large_data(h, step, times=5):

@@ -11,7 +11,7 @@ from itertools import islice
 import numpy as np
 
 from .activations import lasting
-from .finding import called, finding, g, median
+from .finding import called, finding, g, median, middle
 from .rules import rule
 
 # %% ../../nbs/55_health/42_modes.ipynb #013c2fe6
@@ -20,12 +20,12 @@ def of_two(h, path, kind, few=2):
     s = (h.inputs.get(path) or [None])[0]
     if s is None or s.shape is None or len(s.shape)<2: return None
     values = [np.prod(x)/x[1] for x in s.rows.shapes[s.at] if x is not None and len(x)>1 and x[1]]
-    if not values or np.median(values)>few: return None
-    n = int(np.median(values))
+    if not values or middle(values)>few: return None
+    n = int(middle(values))
     return finding(path, f"{called(path, kind)} takes mean and deviation of {n} value{'s' if n>1 else ''} a channel: "
         "what it gives is next to nothing but their order.", s.steps[0], s.steps[-1], ttype='input', look=f"scalar_line(run, {path!r}, 'output', 'std')",
         advice="A larger batch, GroupNorm or LayerNorm.",
-        values=float(np.median(values)))
+        values=middle(values))
 
 # %% ../../nbs/55_health/42_modes.ipynb #8410a922
 def never_trained(h, path, kind):
@@ -55,7 +55,7 @@ def not_normalising(h, path, kind, times=3, share=.6):
     return finding(path, f"{called(path, kind)} does not normalise while the model trains: its output has an rms of {g(out.rms[0])}, "
         f"where its weight and bias make {g(expected[0])}. It is in evaluation mode, and its running statistics are far from the data.", first, out.steps[-1],
         ttype='output',
-        look=f"scalar_line(run, {path!r}, 'output', 'std')", times=float(np.median(gap)), advice="Call model.train() before training (model.eval() after it). "
+        look=f"scalar_line(run, {path!r}, 'output', 'std')", times=middle(gap), advice="Call model.train() before training (model.eval() after it). "
         "Where a trained BatchNorm is to stay as it is, give it data that look like those it was trained on.")
 
 # %% ../../nbs/55_health/42_modes.ipynb #9f68f32c
@@ -71,7 +71,7 @@ def by_batch(h, path):
     "Whether it normalises by the batch: then the mean of what it gives is that of its bias"
     out,b = h.outputs[path],h.weights.get((path, 'bias'))
     mean = b['mean'][:len(out)] if b is not None and len(b)>=len(out) else 0
-    return bool(np.median(abs(out['mean']-mean))<2e-3*median(out.rms))
+    return bool(middle(abs(out['mean']-mean))<2e-3*median(out.rms))
 
 def by_buffers(h, path, kind, least, away=2., shifted=1.5):
     "Running statistics that are not those of the batches, in the second half of the training"
@@ -106,9 +106,9 @@ def by_evaluation(h, path, kind, away, least, share=.6):
     gap = gaps(ev, tr, late)
     off = (gap>away) | (gap<1/away)
     if off.mean()<=share: return None
-    return finding(path, f"{called(path, kind)} gives other values in evaluation than in training: an rms {g(np.median(gap))} times as large. "
+    return finding(path, f"{called(path, kind)} gives other values in evaluation than in training: an rms {g(middle(gap))} times as large. "
         "Its running statistics are far from the data.", ev.steps[late[np.flatnonzero(off)[0]]], ev.steps[-1], ttype='output',
-        look=f"scalar_line(run, {path!r}, 'output', 'std')", advice=running, times=float(np.median(gap)))
+        look=f"scalar_line(run, {path!r}, 'output', 'std')", advice=running, times=middle(gap))
 
 # %% ../../nbs/55_health/42_modes.ipynb #2570d7a3
 @rule(severity='warning', needs='output', after=('update_too_large', 'not_finite'))
@@ -166,7 +166,7 @@ def parted(h, s, away, share=.6):
     if not len(late): return None
     gap = gaps(s, tr, late)
     off = (gap>away) | (gap<1/away)
-    return (s, float(np.median(gap)), int(s.steps[late[np.flatnonzero(off)[0]]])) if off.mean()>share else None
+    return (s, middle(gap), int(s.steps[late[np.flatnonzero(off)[0]]])) if off.mean()>share else None
 
 # %% ../../nbs/55_health/42_modes.ipynb #b086b49b
 @rule(severity='warning', needs='output', after=('batch_norm', 'update_too_large', 'not_finite'))

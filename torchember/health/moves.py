@@ -8,6 +8,8 @@ __all__ = []
 # %% ../../nbs/55_health/07_moves.ipynb #60e5c488
 import numpy as np
 
+from .finding import middle
+
 # %% ../../nbs/55_health/07_moves.ipynb #a6622072
 linear = ('Linear', 'Conv', 'Conv1d', 'Conv2d', 'Conv3d', 'NonDynamicallyQuantizableLinear', 'LazyLinear', 'ConvTranspose1d', 'ConvTranspose2d', 'Conv1D',
     'Dense')
@@ -38,7 +40,7 @@ class Moves:
         n = len(self.ratio)
         part = self.ratio[int(lo*n):max(int(np.ceil(hi*n)), int(lo*n)+1)]
         part = part[np.isfinite(part)]
-        return float(np.median(part)) if len(part) else np.nan
+        return middle(part) if len(part) else np.nan
 
 def guessed(s):
     "The share by which each step moved a weight, by its statistics"

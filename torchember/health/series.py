@@ -122,7 +122,7 @@ class Series:
 
 # %% ../../nbs/55_health/06_series.ipynb #f0b928aa
 apart = ('module', 'ttype', 'tname', 'phase', 'call', 'backward', 'micro') # columns: rows that differ in one of them are of different series
-named = ('path', 'module', 'ttype', 'tname', 'pname', 'phase')
+named,counted = ('path', 'module', 'ttype', 'tname', 'pname', 'phase'),('call', 'backward')
 
 def groups_of(df):
     "For each row the number of its series, in the order of their first rows"
@@ -139,15 +139,15 @@ def series_in(df):
     codes = groups_of(df)
     order = np.lexsort((df['step'].to_numpy(), codes))
     starts = np.flatnonzero(np.r_[True, np.diff(codes[order])>0])
-    rows,columns = Rows(df, order),{c: df[c].astype(object).to_numpy() if c in df else np.full(len(df), None, object) for c in named}
+    rows,columns = Rows(df, order),{c: df[c].astype(object).to_numpy() if c in df else np.full(len(df), None, object) for c in (*named, *counted)}
     for i,(lo,hi) in enumerate(zip(starts, [*starts[1:], len(df)], strict=True)):
-        yield Series(rows, slice(lo, hi), key_of(df, columns, order[lo]), i)
+        yield Series(rows, slice(lo, hi), key_of(columns, order[lo]), i)
 
-def key_of(df, columns, at):
+def key_of(columns, at):
     "What a series is of, by its first row"
     of = {c: v[at] if isinstance(v[at], str) else None for c,v in columns.items()}
     kind = (of['module'] or '').rpartition('(')[2].rstrip(')')
-    whole = [0 if c not in df or df[c].iloc[at]!=df[c].iloc[at] else int(df[c].iloc[at]) for c in ('call', 'backward')]
+    whole = [0 if (n := columns[c][at]) is None or n!=n else int(n) for c in counted]
     return (of['path'] or '', kind, of['ttype'], of['tname'], of['pname'], of['phase'], *whole, of['module'])
 
 # %% ../../nbs/55_health/06_series.ipynb #d5058bfe

@@ -8,7 +8,7 @@ __all__ = ['update_too_large', 'update_too_small', 'poor_scale', 'poor_input_sca
 # %% ../../nbs/55_health/30_sizes.ipynb #f32f9f25
 import numpy as np
 
-from .finding import called, finding, g, median, most, some
+from .finding import called, finding, g, median, middle, most, some
 from .moves import inputs_of, is_linear, is_norm, moves_of
 from .progress import guessing
 from .rules import rule
@@ -120,7 +120,7 @@ def ended(h, k, m, drop, left=.35):
     if n-start<max(left*n, 8): return None
     grads = h.grads[k].rms if k in h.grads else ()
     if len(grads)>=n and median(grads[start:])<.03*median(grads[max(0, start//2):max(start, 1)]): return None # they are small as well: it has converged
-    return int(m.steps[start]), k, peak, float(np.median(moved[start:]))
+    return int(m.steps[start]), k, peak, middle(moved[start:])
 
 def still_falling(p, step):
     "Whether the loss was on its way down before a step, and had a way to go"
@@ -128,7 +128,7 @@ def still_falling(p, step):
     if len(before)<3 or len(after)<5: return True
     if abs(p.end)<.02*max(abs(p.start), abs(p.values[0])): return False # it is there
     n = max(3, len(before)//3)
-    early,late = np.median(before[:n]),np.median(before[-n:])
+    early,late = middle(before[:n]),middle(before[-n:])
     return bool(early-late>.03*abs(early) or p.word=='stalls')
 
 # %% ../../nbs/55_health/30_sizes.ipynb #e8a1a532

@@ -242,9 +242,9 @@ def as_texts(pd, codes, texts, category):
     return pd.Categorical.from_codes(again[codes], categories=pd.Index([texts[i] for i in seen]))
 
 # %% ../../nbs/30_store/07_columns.ipynb #051e26cb
-def collect(blocks, file, names, keep, only, as_it_is):
+def collect(blocks, file, names, keep, only, as_it_is, expected):
     "What `columns_of_lines` gives, the columns in pieces"
-    expected,columns,n,each = Expected(names),{},0,[]
+    columns,n,each = {},0,[]
     collects = gc.isenabled()
     gc.disable() # it would look at all these lists again and again
     try:
@@ -270,7 +270,8 @@ def columns_of_lines(
     file=None, # Path and size of the file that they are in, for who waits
     names=(), # Columns that are given as what they are: texts as categories, lists as tuples, and 'ts' as times
     keep=None, # What says which rows of a block to keep; all of them without it
-    only=None # Columns to read; all of them without it
+    only=None, # Columns to read; all of them without it
+    expected=None # What is known of the rows from the time before: `Expected` of the same `names`
 ) -> tuple: # Name -> column, layouts (the keys of the rows that have something new), number of rows, number of torn lines, rows and torn lines of each block
     """Columns of a log, exactly as its rows have them
 
@@ -280,13 +281,14 @@ def columns_of_lines(
         names: Columns that are given as what they are: texts as categories, lists as tuples, and 'ts' as times
         keep: What says which rows of a block to keep; all of them without it
         only: Columns to read; all of them without it
+        expected: What is known of the rows from the time before: `Expected` of the same `names`
 
     Returns:
         Name -> column, layouts (the keys of the rows that have something new), number of rows, number of torn lines, rows and torn lines of each block
     """
     pd,as_it_is = needs('pandas', for_='A table of rows'),set()
     while True:
-        columns,layouts,n,each = collect(blocks, file, names, keep, only, as_it_is)
+        columns,layouts,n,each = collect(blocks, file, names, keep, only, as_it_is, expected or Expected(names))
         mixed = {k for k,c in columns.items() if len(c.kinds())>1}
         if not mixed: break
         as_it_is |= mixed

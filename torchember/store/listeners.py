@@ -113,6 +113,7 @@ class Listening(Waited):
         note: Called with what the user should know
         remove: Called with this when it is to be told no more
         given: Function of the lines of a piece: what the function is given
+        sift: Function of the rows and lines of a piece, called by who writes: whether the function is to be told; without it, it is
     """
     patience = 10. # seconds that whoever ends a run waits for it
 
@@ -121,9 +122,10 @@ class Listening(Waited):
         name:str|None=None, # What to call it
         note=lambda what: None, # Called with what the user should know
         remove=lambda listening: None, # Called with this when it is to be told no more
-        given=lambda lines: parse(lines)[0] # Function of the lines of a piece: what the function is given
+        given=lambda lines: parse(lines)[0], # Function of the lines of a piece: what the function is given
+        sift=None # Function of the rows and lines of a piece, called by who writes: whether the function is to be told; without it, it is
     ):
-        self.f,self.name,self.note,self.remove,self.given = f,printable(name or name_of(f)),note,remove,given
+        self.f,self.name,self.note,self.remove,self.given,self.sift = f,printable(name or name_of(f)),note,remove,given,sift
         self.pieces,self.pid = Pieces(),os.getpid()
         self.lost,self.last_lost = 0,() # steps of which it did not get all rows, and the last of them
         self.why = None # what went wrong first
@@ -151,7 +153,7 @@ class Listening(Waited):
             lines: As the file has them
             by: Listeners that have made them
         """
-        if self.closed or self.pid!=os.getpid(): return
+        if self.closed or self.pid!=os.getpid() or self.sift is not None and not self.sift(rows, lines): return
         step = (rows[0] if isinstance(rows[0], dict) else load_row(rows[0])).get('step')
         with self.pieces.lock:
             if self.thread is None and not self.start(): return self.loses(step, 'there is no thread for it')
