@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from .recorder.arguments import check_optimizers, check_steps, disabled, no_number, not_a_model, nothing_to_record
+from .recorder.black_box import steps_in
 from .recorder.budget import Budget, Report, check_share
 from .capture import compiled
 from .capture.forward import arm, armed_by, disarm, states_of
@@ -30,10 +31,11 @@ from .processes.ranks import paths_in
 from .processes.whole_steps import WholeSteps
 from .recorder.process import hand_over, open_recorders, rank_and_size, shared_name, store_for, weak_source
 from .recorder.recorder import Recorder, Settings, recorded
+from .recorder.recovery import take_in
 from .recorder.row import look_out
 from .health.diagnose import chosen_rules
 from .health.watch import RuleWatch, check_on_finding
-from .store.base import now, user
+from .store.base import folder, now, user
 from .store.jsonl import emberTracker, new_run, say_soon
 from .store.parameters import noted_in
 from .store.table import tree_table
@@ -246,7 +248,9 @@ def run_of_rank(kind, name, resume, home, store='jsonl'):
     "The run of an ember, of its own on each rank. The rank, None where there is one process, and how many there are"
     rank,world = rank_and_size()
     if world>1: name = f'{name or shared_name(kind)}.rank{rank}'
-    if resume: hand_over(name)
+    if resume:
+        hand_over(name)
+        take_in(folder('torchember', home)) # what a process had not written that is gone
     return new_run(kind, name, resume, home, store, world), rank if world>1 else None, world
 
 def shared(t, rank, world, tree):
@@ -269,6 +273,10 @@ def disarm_earlier(model):
     what = 'The model' if any(st.listener is earlier.events for st in states_of(model)) else 'A part of the model'
     warn(f"{what} is watched already, by the run {earlier.t.fname}. That ends first, by its disarm(): one torchEmber watches a model at a time.")
     earlier.owner().disarm()
+
+def watch_of(t, rules, on_finding, recorder):
+    "Rules that look at a run while it is recorded"
+    return RuleWatch(t, rules, on_finding, recorder.stop, recording=recorder.seconds, alarm=recorder.keep_last)
 
 def report_of(recorder, live, rules=None): # live: CPU seconds of its pictures; rules: the `RuleWatch`
     "What was done"
@@ -348,6 +356,7 @@ class torchEmber(OwnStatistics, Notes, Views, Arming):
         ends: 'step': only `torchEmber.step` ends one. Without it the optimizer does, or where there is none each pass, until it is called
         rules: What looks at the run while it goes on: 'default', or a list of rules, as `diagnose` has them; nothing without it
         on_finding: What is done with what they see: 'warn', 'stop' (an error ends the training), or a function of a finding
+        blackbox: What was measured outlives the process: None where that can be; False; 20: so many steps whatever `every` says
         reduce: 'step': of several processes, who listens on the first is told of the whole, as it comes. Nobody waits for another
         first_step: Number of the first step, to go on from a checkpoint in a run of its own
         on_error: When a statistic fails: 'warn' once and go on, or 'raise'
@@ -372,6 +381,7 @@ class torchEmber(OwnStatistics, Notes, Views, Arming):
         ends:str|None=None, # 'step': only `torchEmber.step` ends one. Without it the optimizer does, or where there is none each pass, until it is called
         rules=(), # What looks at the run while it goes on: 'default', or a list of rules, as `diagnose` has them; nothing without it
         on_finding='warn', # What is done with what they see: 'warn', 'stop' (an error ends the training), or a function of a finding
+        blackbox:int|None=None, # What was measured outlives the process: None where that can be; False; 20: so many steps whatever `every` says
         reduce:str|None=None, # 'step': of several processes, who listens on the first is told of the whole, as it comes. Nobody waits for another
         first_step:int=0, # Number of the first step, to go on from a checkpoint in a run of its own
         on_error:str='warn' # When a statistic fails: 'warn' once and go on, or 'raise'
@@ -386,17 +396,17 @@ class torchEmber(OwnStatistics, Notes, Views, Arming):
         optimizers = check_optimizers(optimizer, scaler, ttypes, [*model.parameters(), *inner.parameters()])
         when,stats = schedule(every),stats if callable(stats) else stat_names(stats)
         if overhead is not None: check_share(overhead)
-        check_steps(ends, first_step, resume)
+        check_steps(ends, first_step, resume); steps_in(blackbox)
         rules,on_finding = chosen_rules(rules or ()),check_on_finding(on_finding)
-        self.tracks,self.armed = tracks(inner),False
-        self.chosen,self.views = (include, exclude),[] # views: live pictures of the run
+        self.tracks,self.armed,self.chosen,self.views = tracks(inner),False,(include, exclude),[] # views: live pictures of the run
         self.watched(self.tracks) # raises before anything is changed
         self.t,rank,world = run_of_rank(self.model_name, name, resume, home, store)
         t = self.t
         ranks = None if rank is None else Ranks(model, rank, world, lambda meta: t.amend('ranks', meta))
         if ranks and not callable(stats) and not {'shape', 'numel'}.intersection(stats): stats = (*stats, 'numel') # how much of a whole a piece is
         self.recorder = Recorder(t, Settings(ttypes, stats, when, only_training, on_error, t.last_step()+1 if resume else first_step, rank,
-            ranks, None if overhead is None else Budget(overhead), optimizers, scaler, ends, self.tracks[0].name, lambda meta: t.amend('parameters', meta)))
+            ranks, None if overhead is None else Budget(overhead), optimizers, scaler, ends, self.tracks[0].name,
+            blackbox, lambda meta: t.amend('parameters', meta)))
         known = self.recorder.sources.parameters.known
         if resume: known.go_on(noted_in(t))
         t.source = weak_source(self.recorder)
@@ -404,7 +414,7 @@ class torchEmber(OwnStatistics, Notes, Views, Arming):
         if reduce and ranks and not disabled() and (whole := shared(t, rank, world, self.mod_tree())):
             t.whole = whole
             t.file.audience.add(whole)
-        self.rules = RuleWatch(t, rules, on_finding, self.recorder.stop, recording=self.recorder.seconds) if rules and not rank and not disabled() else None
+        self.rules = watch_of(t, rules, on_finding, self.recorder) if rules and not rank and not disabled() else None
         self.arm()
         base = {'start': now(), 'user': user(), 'schema': SCHEMA, 'model': self.model_name}
         t.begin(base, {'parameters': known.meta()} | ({'ranks': ranks.meta()} if ranks else {}) |

@@ -37,6 +37,13 @@ from ..store.shared import share
 from ..store.reading import path_of, row_key, table_of_columns, with_path, without_superseded
 
 # %% ../../nbs/50_frames/05_logs.ipynb #51408907
+def take_in_boxes(folder): # of runs
+    "What processes that are gone had not written yet goes into their logs"
+    if is_url(folder) or not os.path.isdir(os.path.join(folder, 'box')): return
+    try: from torchember.recorder.recovery import take_in
+    except ImportError as e: return warn(f"A process that is gone has left measurements in {printable(folder)}{os.sep}box, which cannot be read here: {e}.")
+    take_in(folder)
+
 class Source:
     "A run to read: its name, and the lines it has"
     def __init__(self,
@@ -47,11 +54,13 @@ class Source:
         if isinstance(run, os.PathLike) or is_url(run) or isinstance(run, str) and os.sep in run:
             self.t,self.path = None,located(run)
             self.name = self.path.name
+            if self.path.parent.name=='log': take_in_boxes(self.path.parent.parent)
             settle(self.path)
             if not (file_there(self.path) or is_older(self.path)):
                 raise FileNotFoundError(f"There is no log {printable(self.path)}. Give the file of a run, or the name of one.")
         elif isinstance(t, tracker) or isinstance(run, str):
             self.t = t if isinstance(t, tracker) else emberTracker(run, home)
+            take_in_boxes(self.t.dir)
             self.t.barrier() # which does nothing for a run that another process writes
             self.t.there()
             self.name,self.path = self.t.fname,self.t.log_path
@@ -80,6 +89,7 @@ class Source:
 def names_of(home):
     "The runs there are, as names"
     log = folder('torchember', home)/'log'
+    take_in_boxes(log.parent)
     settle(log)
     return sorted([n for n in files_in(log) if (is_url(log) or os.path.isfile(log/n)) and is_name(n)]+older_in(log))
 
@@ -144,6 +154,7 @@ def source(run, home):
     run,home = by_name(run, home)
     if not isinstance(run, str) or os.sep in run: return Source(run, home)
     log = folder('torchember', home)/'log'
+    take_in_boxes(log.parent)
     if is_there(log/run):
         if file_there(log/f'{run}.rank0'): warn(f"{printable(run)}: this is the log of one process. There are those of several beside it, "
             f"{printable(run)}.rank0 and so on, which are not read. To read them, move this one away.")

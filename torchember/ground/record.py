@@ -21,7 +21,8 @@ SCHEMA = 1 # Version of the row layout. A reader that knows version n reads ever
 flowing = dict(input='flows.Flows', output='flows.Flows') # tensor types that are measured when a module is called -> who does it, in `recorder`
 ttypes = (*flowing, 'weight', 'weight_grad', 'input_grad', 'output_grad', 'optimizer', 'update', 'buffer', 'probe',
     *(of_no_tensor := ('scalar', 'finding'))) # numbers that the user logs; what rules of health saw
-identity = ('module', 'ts', 'ttype', 'tname', 'step', 'call', 'dtype', 'pname', 'micro', 'phase', 'backward', 'skipped', 'rank', 'shard') # who, when and where
+identity = ('module', 'ts', 'ttype', 'tname', 'step', 'call', 'dtype', 'pname', 'micro', 'phase', 'backward', 'skipped', 'unfinished',
+    'rank', 'shard') # who, when and where
 of_pieces = ('part', 'gscale', 'placement', 'global_shape') # which piece of the whole, beside a `rank`; elsewhere these names are the user's
 optional = ('nan', 'posinf', 'neginf', 'nonfinite', 'error', 'supersedes') # present in a row only when there is something to say
 reserved = frozenset(identity + ('nonfinite', 'error', 'supersedes')) # what a statistic cannot be called

@@ -176,6 +176,7 @@ class RuleWatch:
         stop: Called with what is to be raised in the training
         pace: A `Pace`
         recording: Function: seconds that recording took up to now, looks among them; those of the writer without it
+        alarm: Called when an error is found
     """
     not_finite = b'"nan":', b'"posinf":', b'"neginf":' # a row has these where there are some
 
@@ -185,7 +186,8 @@ class RuleWatch:
         on_finding='warn', # 'warn', 'stop', or a function of a finding (a dict), called in the thread of the rules
         stop=lambda error: None, # Called with what is to be raised in the training
         pace=None, # A `Pace`
-        recording=None # Function: seconds that recording took up to now, looks among them; those of the writer without it
+        recording=None, # Function: seconds that recording took up to now, looks among them; those of the writer without it
+        alarm=lambda: None # Called when an error is found
     ):
         needs('pandas', for_='rules=') # now, and not in the midst of the training
         self.rules,self.t,self.on_finding,self.stop = chosen_rules(rules),t,check_on_finding(on_finding),stop
@@ -194,7 +196,7 @@ class RuleWatch:
         self.failed,self.trouble,self.found = set(),False,[]
         self.fresh = self.asked = False # whether there is more than at the last look; whether one is coming
         self.expected = Expected(tupled) # what the rows are like: those of the next look are read sooner
-        self.recording = recording or (lambda: t.file.seconds)
+        self.alarm,self.recording = alarm,recording or (lambda: t.file.seconds)
         self.listening = listen_to_run(t, self.hear, 'rules of health', given=lambda lines: lines, sift=self.keep)
 
     seconds = property(lambda self: self.pace.took, doc="CPU time that looking took")
@@ -242,6 +244,7 @@ class RuleWatch:
         modules = {s.path: s.module for s in h.all}
         for f in new:
             self.write(row_of(f, modules.get(f['path'], f['path'])))
+            if f['severity']=='error': self.alarm()
             if f['severity']!='info' and cause.get(id(f)) is None: self.say(f)
         for f in over:
             self.write(row_of(f, modules.get(f['path'], f['path']), int(h.steps[-1])))

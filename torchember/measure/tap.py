@@ -31,12 +31,14 @@ cpu = torch.device('cpu')
 
 class Block:
     "A run of rows on one device"
-    def __init__(self, n, device, length):
+    def __init__(self, n, device, length, box=None): # box: as `Arena` has it
         self.device,self.length,self.used = device,length,0
         number = torch.float32 if device.type=='mps' else torch.float64
-        with torch.inference_mode(False): self.rows = torch.zeros(n, length, dtype=number, device=device)
+        lasting = box.block(n, length) if box is not None and device.type=='cpu' else None
+        with torch.inference_mode(False):
+            self.rows = torch.zeros(n, length, dtype=number, device=device) if lasting is None else torch.from_numpy(lasting[0])
         self.out = self.rows.numpy() if device.type=='cpu' else None # where the host can write
-        self.head = np.zeros((n, head_width), dtype=np.int64)
+        self.head = np.zeros((n, head_width), dtype=np.int64) if lasting is None else lasting[1]
         self.at = None if self.out is None else (address_of(self.out), address_of(self.head))
 
     def addresses(self, first):
@@ -82,13 +84,9 @@ class Tap:
         self.put = self.dtype = self.shape = self.stride = self.count = None # what `fit` found out about its tensors
         where[LIKE+TAP] = number
 
-# %% ../../nbs/20_measure/50_tap.ipynb #9bbe3e9e
-class Arena:
-    """All rows and cursors of a model: made once, read at once, reset at once
-
-    Args:
-        size: Rows to lay out at a time
-    """
+# %% ../../nbs/20_measure/50_tap.ipynb #0f0ba1d5
+class Laid:
+    "Where the rows and cursors of a model lie"
     def __init__(self,
         size:int=256 # Rows to lay out at a time
     ):
@@ -100,6 +98,13 @@ class Arena:
         self.micro = 0 # number of the open pass among all of its step
         self.filled = self.shared = 0 # rows, about; how many of them were known from another tap
         self.pending = {} # (block, row) -> a tensor that will be read into it, with others
+        self.box = None # `recorder.black_box.BlackBox`: gives memory that outlives the process, and is told of taps
+
+    def into(self, box):
+        "Rows that are laid out from now on lie in a black box; None: in memory of our own"
+        with self.lock:
+            self.box = box
+            for t in self.taps if box is not None else (): box.tap(t)
 
     def tap(self,
         key, # Whatever identifies the place to its reader; must not hold the module
@@ -124,6 +129,7 @@ class Arena:
             t = Tap(self, key, i, stats, cursor, self.where[-1][i%self.size], once, repeats)
             t.next[LIKE+MICRO] = self.micro
             self.taps.append(t)
+            if self.box is not None: self.box.tap(t)
             return t
 
     def more(self, tap, device):
@@ -131,7 +137,7 @@ class Arena:
         n = 1 if tap.device!=device else 2*tap.size
         block = next((b for b in self.blocks if b.device==device and b.length==tap.length and len(b.head)-b.used>=n), None)
         if block is None:
-            block = Block(max(self.size, n), device, tap.length)
+            block = Block(max(self.size, n), device, tap.length, self.box)
             self.blocks.append(block)
         tap.block,tap.first = block,block.used
         tap.rows,tap.head,tap.out = block.cut(n)
@@ -139,6 +145,13 @@ class Arena:
         tap.next[LAID] = 0
         if tap.out is not None: tap.next[[ROWS, HEADS, LAID]] = *block.addresses(tap.first),n
 
+# %% ../../nbs/20_measure/50_tap.ipynb #9bbe3e9e
+class Arena(Laid):
+    """All rows and cursors of a model: made once, read at once, reset at once
+
+    Args:
+        size: Rows to lay out at a time
+    """
     def begin(self, micro=0):
         "A pass begins: calls count from 0 again"
         with self.lock:
@@ -186,16 +199,19 @@ class Arena:
             for c in self.where: c[:, LIKE+MICRO] = micro
 
     def take(self,
-        earlier=None # The `Snapshot`s that were taken of the same step before, to go on from
+        earlier=None, # The `Snapshot`s that were taken of the same step before, to go on from
+        keep=None # Called with the rows before the arena gives them free
     ):
         """All rows since the last time, as a `Snapshot`, and an empty arena
 
         Args:
             earlier: The `Snapshot`s that were taken of the same step before, to go on from
+            keep: Called with the rows before the arena gives them free
         """
         with self.lock:
             self.read_pending()
             parts = [(b.head[u], rows_to_host(b, u)) for b in self.blocks if len(u:=np.flatnonzero(b.head[:b.used, EVENT]))]
+            if keep is not None: keep(parts)
             for b in self.blocks: b.head[:b.used, EVENT] = 0
             for c in self.where: c[:, NEXT] = 0
             self.filled = 0
@@ -371,7 +387,7 @@ def unwrapped(x):
 # %% ../../nbs/20_measure/50_tap.ipynb #15c4ed1e
 class Snapshot:
     "Rows taken from an `Arena`"
-    def __init__(self, parts, taps, earlier): self.parts,self.taps,self.earlier = parts,taps,earlier
+    def __init__(self, parts, taps, earlier): self.parts,self.taps,self.earlier,self.number = parts,taps,earlier,0 # number: of its slot in a black box
 
     def __len__(self): return sum(len(h) for h,_ in self.parts)
 

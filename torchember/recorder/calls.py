@@ -20,6 +20,7 @@ class ThreadContext(Local):
     phase = None # 'eval' where rows have to say so
     call = 0 # number, in its pass, of the call that runs
     pass_ = None # the pass that `log` is of
+    box = None,0 # what the black box is known by that knows this thread, and where in it its modules stand
     measuring = False # while a statistic of the user's runs, which may call the model
     def __init__(self): self.stack,self.log = [],[] # calls that run: (`moduleTrack`, number); what was entered and left
 
@@ -33,6 +34,7 @@ class Calls:
         self.recorded = 0 # passes that are recorded and run, in all threads
         self.log = [] # what the last recorded pass entered and left, in order
         self.current = None # `moduleTrack` of the module that is recorded now, or was last
+        self.box = None # `BlackBox`: what is entered and not left outlives the process there
 
     def begin(self,
         outermost, # State of the outermost module
@@ -87,13 +89,23 @@ class Calls:
         here.stack.append((track, call))
         here.log.append(f'enter {track.name}')
         self.current = track
+        if self.box is not None: self.box.enters(here, track.name)
 
     def exit(self):
         "The number of the call that ends, which is what `ThreadContext.call` is then, too"
         here = self.here
         self.current,here.call = here.stack.pop()
         here.log.append(f'exit {self.current.name}')
+        if self.box is not None: self.box.leaves(here)
         return here.call
+
+    def fails(self, name): # name: of the module
+        """An exception goes up through a module
+
+        Args:
+            name: of the module
+        """
+        if self.box is not None: self.box.fails(name)
 
     @contextmanager
     def asking(self, track): # track: `moduleTrack` of the module that it is asked about

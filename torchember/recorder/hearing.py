@@ -8,6 +8,7 @@ __all__ = ['Solver', 'PassEvents', 'shape_of', 'SpreadInCompiledCode', 'ModelEve
 # %% ../../nbs/40_recorder/79_hearing.ipynb #2c94aa6b
 import torch
 
+from .black_box import AFTER, BETWEEN, OPTIMIZER
 from .budget import clock, timed
 from ..capture.events import Listener, Wants
 from ..capture.private_torch import function_around, only_metadata, same_function
@@ -63,6 +64,7 @@ class PassEvents:
         if not shared: self.pipe.pass_begins(path, phase, state.root, grad, self.solver.joins(phase))
         if training and grad: self.sources.training()
         self.steps.opens(training and grad, bool(not shared and phase and grad))
+        if self.pipe.box is not None: self.pipe.box.begins(self.steps.number, self.pipe.gate.on)
         if self.pipe.gate.on:
             self.calls.fresh_log(self.steps.pass_, shared and self.steps.new_pass(path, phase))
             self.pipe.writer.begins()
@@ -74,6 +76,7 @@ class PassEvents:
         if here.depth==1 and not here.skipped and self.calls.recorded==1: self.steps.fails() # of a pass that threads share the others go on
 
     def ends(self, here, compiled):
+        if self.pipe.box is not None: self.pipe.box.turns(AFTER)
         self.cost.passed(0 if compiled else len(self.sources.states), bool(self.pipe.gate.on and not here.skipped))
         if not here.skipped and self.calls.recorded_over() and self.stack_room: stack_room.less(self.stack_room)
 
@@ -132,7 +135,9 @@ class CallEvents(Listener):
         self.sources.flow(state, 'output', outputs, call, phase)
         self.cost.worked(since)
 
-    def call_fails(self, state): self.calls.exit()
+    def call_fails(self, state):
+        self.calls.fails(state.track.name)
+        self.calls.exit()
 
 # %% ../../nbs/40_recorder/79_hearing.ipynb #065b119a
 class ModelEvents(CallEvents):
@@ -263,9 +268,11 @@ class OptimizerEvents(Listener):
     @timed
     def step_begins(self, optimizer):
         with self.lock:
+            if self.pipe.box is not None: self.pipe.box.turns(OPTIMIZER)
             if self.pipe.gate.on: self.sources.updates.before(optimizer)
 
     def gradients_ready(self, optimizer, scale, unchanged):
+        if self.pipe.box is not None: self.pipe.box.turns(OPTIMIZER)
         if self.pipe.gate.on: self.measure_gradients(optimizer, scale, unchanged)
         else: self.pipe.steps.opens() # perhaps without a pass that we heard of
 
@@ -285,6 +292,7 @@ class OptimizerEvents(Listener):
                 self.pipe.read_pending()
             self.cost.ended()
             if self.pipe.steps.turns.took(id(optimizer)): self.pipe.over()
+            if self.pipe.box is not None: self.pipe.box.turns(BETWEEN)
         if not self.pipe.tally.called and self.pipe.tally.steps==2:
             self.pipe.buffer.notices.once('uncalled', f"{not_called} Was it made anew, or is a copy of it trained? Watch that one.")
         self.pipe.stop_if_told()

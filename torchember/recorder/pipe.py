@@ -32,7 +32,8 @@ class Gate:
     ):
         self.decide,self.steps,self.cost = decide,steps,cost
         self.turned = lambda on: None # called with whether what comes is recorded
-        self.on = self.touched = False # whether the step is recorded; whether anything of it was, or will be, measured
+        self.on = self.touched = False # whether the step is measured; whether anything of it was, or will be, measured
+        self.beside = self.only_held = False # whether steps that are not recorded are measured, too; whether this is one
         self.left = False # whether this process was forked from the one that records
 
     def begin(self, turned=None): # turned: called with whether what comes is recorded, now and whenever that is decided
@@ -44,14 +45,21 @@ class Gate:
         if turned is not None: self.turned = turned
         self.ask()
 
-    def ask(self): self.turn(self.due())
+    writes = property(lambda self: self.on and not self.only_held) # whether what is measured goes to the log
+
+    def ask(self):
+        wanted = self.wanted()
+        self.only_held = self.beside and not wanted
+        self.turn(self.beside or wanted)
 
     def turn(self, on):
         self.on = on
         if on: self.touched = True
         self.turned(on)
 
-    def due(self, step=None): # whether this step, or the next, is recorded
+    def due(self, step=None): return self.beside or self.wanted(step) # whether this step, or the next, is measured
+
+    def wanted(self, step=None): # whether it is recorded
         return self.decide(self.steps.number if step is None else step, lambda: self.cost.pending if self.steps.opened and self.on else 0.)
 
     def measures(self): self.touched = True # something that nobody had decided on
@@ -96,10 +104,10 @@ class StepEnd:
         "The next step is open, and it is decided whether it is recorded"
         steps,sources = self.steps,self.sources
         if len(steps.turns.awaited)>1: self.tally.waits(steps, sources.watch.optimizers)
-        self.tally.step_over(self.gate.on)
-        self.writer.step_over(steps.number, self.gate.on)
+        self.tally.step_over(self.gate.writes)
+        self.writer.step_over(steps.number, self.gate.writes)
         for part in (sources, self.buffer, self.gate) if self.gate.touched else (): part.step_over()
-        if self.gate.on and sources.parameters.known.due(self.tally.recorded): sources.note_parameters()
+        if self.gate.writes and sources.parameters.known.due(self.tally.recorded): sources.note_parameters()
         steps.close()
         self.cost.step_over(bool(self.gate.on), self.writer.t.file.seconds, self.buffer.on_device)
         if self.cost.budget and self.cost.budget.hopeless: self.buffer.notices.once('budget', too_dear(self.cost.budget))
@@ -132,6 +140,7 @@ class Pipe(StepEnd):
         self.steps,self.sources,self.buffer,self.writer,self.gate,self.tally,self.cost = steps,sources,buffer,writer,gate,tally,cost
         self.maybe_passes = MaybePasses() # steps before this one that may turn out to be passes of it
         self.halt = None # what is to be raised in the training
+        self.box = None # `RunBox`
 
     def pass_begins(self,
         path:str, phase, # As `Steps.begin` has them
@@ -190,7 +199,7 @@ class Pipe(StepEnd):
         Args:
             over, wait: Whether the step is; whether it may turn out to be none
         """
-        self.writer.write(self.buffer, self.steps, over, wait)
+        self.writer.write(self.buffer, self.steps, over, wait, self.gate.only_held)
 
     def read_pending(self): self.buffer.read_pending(self.writer.root_name)
 
@@ -204,6 +213,7 @@ class Pipe(StepEnd):
     def leave(self, lock):
         "Record nothing from now on: this process is not the one that the run belongs to"
         for part in (self.gate, self.cost, self.steps, self.writer): part.leave()
+        if self.box is not None: self.box.leave()
         self.buffer.leave(lock)
         self.maybe_passes.clear()
 
@@ -211,7 +221,7 @@ class Pipe(StepEnd):
 def close_by_pass(pipe):
     "A pass ends the step before, as long as nobody says that it was the first of a step with several"
     steps,hint,writer = pipe.steps,pipe.sources.parameters.hint,pipe.writer
-    known = pipe.gate.on and steps.training_passes and not steps.phase and not pipe.buffer.handed_out # what somebody has read stays a step
+    known = pipe.gate.writes and steps.training_passes and not steps.phase and not pipe.buffer.handed_out # what somebody has read stays a step
     weights,noted,without = steps.weights if known else None,writer.noted[steps.number],hint.steps_without
     pipe.over(wait=pipe.maybe_passes.another(weights), by_pass=True)
     pipe.maybe_passes.closed(weights, MaybePass(writer.last, writer.ended, noted, hint.steps_without-without))
@@ -248,6 +258,7 @@ def join_passes(pipe):
     pipe.tally.joined(len(earlier))
     pipe.sources.parameters.hint.joined(sum(e.without for e in earlier))
     steps.join(len(earlier))
+    if pipe.buffer.box is not None: pipe.buffer.box.drop([e.measured.snapshot.number for e in earlier if e.measured is not None])
     pipe.writer.join(number, steps.number, earlier)
     pipe.buffer.join(earlier)
     pipe.gate.turn(True)

@@ -22,8 +22,18 @@ open_recorders = weakref.WeakSet() # those of this process: anything with `finis
 # %% ../../nbs/40_recorder/70_process.ipynb #6b947870
 def finish_open_recorders():
     for r in list(open_recorders):
-        try: r.finish()
+        try:
+            r.finish()
+            if hasattr(r, 'ended'):
+                if (error := ended_by()) is not None: r.ended_by(error)
+                r.t.file.barrier()
+                r.ended()
         except Exception as e: print(printable(f"torchember: the last rows of {r.t.fname} are lost: {type(e).__name__}: {e}"), file=sys.stderr)
+
+def ended_by():
+    "The exception that ends this process, None where nobody knows of one: at a prompt and in a notebook it is one of those that were shown"
+    shell = hasattr(sys, 'ps1') or 'IPython' in sys.modules and sys.modules['IPython'].get_ipython() is not None
+    return None if shell else getattr(sys, 'last_value', None)
 
 def leave_open_recorders():
     "A forked process records nothing for its parent, and must not wait for locks that were held when it was made"

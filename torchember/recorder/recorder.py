@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from .budget import timed
 from ..capture.forward import arm, disarm
 from ..capture.optimizer import OptimizerWatch
-from ..ground.record import of_no_tensor, ttypes
+from ..ground.record import line_of, of_no_tensor, ttypes
+from .black_box import RunBox, steps_in
 from .calls import Calls
 from .cost import Cost
 from .hearing import ModelEvents, OptimizerEvents
@@ -46,6 +47,7 @@ class Settings:
     scaler:object = None # The `GradScaler` in use
     ends:str|None = None # 'step' when only `torchEmber.step` ends a step; else the optimizers do, or without them passes, until it is called
     root_name:str = 'model' # Display name of the root
+    blackbox:int|None = False # Whether what was measured outlives the process; None: where that can be; a number: of so many steps whatever the schedule
     tell:object = None # Called with what is known of the parameters when it is another than before
 
 # %% ../../nbs/40_recorder/80_recorder.ipynb #a0c1d2e3
@@ -91,7 +93,7 @@ class Told:
         "Note numbers of the step whose pass has run"
         open_recorders.add(self) # also after `torchEmber.close`: these numbers are still to be written
         values = {k: on_its_way(v) for k,v in numbers.items()}
-        with self.lock: self.writer.note(values, self.buffer, self.steps, self.pipe.gate.on)
+        with self.lock: self.writer.note(values, self.buffer, self.steps, self.pipe.gate.writes)
 
     def add_rows(self,
         step:int, # Which step they are of
@@ -104,14 +106,48 @@ class Told:
             rows: (key, call, dtype, statistics), as `one_row` has them
         """
         open_recorders.add(self)
-        with self.lock: self.writer.add(step, rows, self.buffer, self.steps, self.pipe.gate.on)
+        with self.lock: self.writer.add(step, rows, self.buffer, self.steps, self.pipe.gate.writes)
 
     def marked(self, marks):
         "Marks are set: say when one is a number of the step"
         if found := self.marks.changing(marks, self.step): self.notices.once('mark', no_mark(*found))
 
+# %% ../../nbs/40_recorder/80_recorder.ipynb #a5d1c0ee
+class Ends(Told):
+    "What a recorder does when something goes wrong, and in the end"
+    def keep_last(self, why='finding'): # why: a word
+        """Something is wrong: the last steps go to the log, also those that it was not to get
+
+        Args:
+            why: a word
+        """
+        with self.lock: self.writer.release_held(self.step, why)
+
+    def ended_by(self, error):
+        "The process ends because of an exception: the run says so"
+        self.keep_last('exception')
+        if self.box is None or (row := self.box.last_words(error)) is None: return
+        line = line_of(row)
+        self.t.file.put(lambda: [line], joins=None)
+
+    def ended(self):
+        "All that was recorded is in the file: a black box has nothing to add"
+        if self.box is not None: self.box.end()
+
+    def leave(self):
+        "Record nothing from now on: this process is not the one that the run belongs to"
+        self.lock = threading.RLock()
+        for part in (self.events, self.optimizer_events, self.pipe): part.leave(self.lock)
+
+    def stop(self, error): self.pipe.halt = error # raised in the training, where its next step ends or its next pass begins
+
+    def finish(self):
+        "Nothing more will come of the open step: hand over what it has"
+        with self.lock: self.pipe.finish()
+        self.flush()
+
 # %% ../../nbs/40_recorder/80_recorder.ipynb #f53e8207
-class Recorder(Told):
+class Recorder(Ends):
     """Hears a model and turns what it hears into rows of a run
 
     Args:
@@ -131,10 +167,12 @@ class Recorder(Told):
         self.buffer = StepBuffer(dict.fromkeys(recorded, wish.stats), self.notices, self.calls, self.lock, wish.ranks)
         self.sources = Sources(wish.ttypes, self.buffer, self.steps, self.events.gradient, self.watch, wish.tell)
         self.model = HeardModel(self.events, self.watch, self.sources, self.cost)
-        self.writer = RowWriter(t, wish.rank, wish.root_name)
+        self.writer = RowWriter(t, wish.rank, wish.root_name, steps_in(wish.blackbox))
         if wish.budget: self.cost.once()
         gate = Gate(Decision(wish.when, wish.budget, self.notices), self.steps, self.cost)
         self.pipe = Pipe(self.steps, self.sources, self.buffer, self.writer, gate, self.tally, self.cost)
+        self.box = self.pipe.box = RunBox(t, wish.root_name, self.writer, self.buffer, wish.blackbox) if wish.blackbox is not False else None
+        gate.beside = bool(steps_in(wish.blackbox)) and wish.budget is None
         self.events.into(self.pipe, wish.only_training)
         self.optimizer_events.into(self.pipe)
         open_recorders.add(self)
@@ -162,11 +200,7 @@ class Recorder(Told):
         self.t.file.barrier() # who reads the run by its name now finds all of it
         self.t.file.settle()
         self.model.left()
-
-    def leave(self):
-        "Record nothing from now on: this process is not the one that the run belongs to"
-        self.lock = threading.RLock()
-        for part in (self.events, self.optimizer_events, self.pipe): part.leave(self.lock)
+        self.ended()
 
     # ---- where a step ends
 
@@ -198,13 +232,6 @@ class Recorder(Told):
         "Hand all that was measured to the log. Returns before it is written"
         with self.lock: self.pipe.flush()
 
-    def stop(self, error): self.pipe.halt = error # raised in the training, where its next step ends or its next pass begins
-
-    def finish(self):
-        "Nothing more will come of the open step: hand over what it has"
-        with self.lock: self.pipe.finish()
-        self.flush()
-
     @timed
     def source(self, close):
         "What a barrier of the log asks for"
@@ -227,4 +254,6 @@ class Recorder(Told):
         return self.tally.remarks(self.sources, self.steps.manual)
 
     def __del__(self):
-        if getattr(self, 'pipe', None) is not None and (self.buffer.size or self.writer.waiting): self.flush()
+        if getattr(self, 'pipe', None) is None: return
+        if self.buffer.size or self.writer.waiting: self.flush()
+        self.ended()

@@ -6,9 +6,13 @@
 __all__ = ['MaybePass', 'RowWriter']
 
 # %% ../../nbs/40_recorder/65_row_writer.ipynb #68b6aa01
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 
+import numpy as np
+
+from ..measure.summary import index
+from ..measure.tap import Pending
 from .row import one_row
 from .rows import Lines, Measured
 from ..store.base import now
@@ -43,6 +47,7 @@ class RowsBeside:
         if step==steps.number and on: return buffer.add(key, call, None, 'float64', values)
         ts,marks = now(),self.columns()
         rows = lambda: [one_row(key, call, None, 'float64', values, step, ts, marks, {})]
+        if buffer.box is not None and not any(isinstance(v, Pending) for v in values.values()): buffer.box.late(*rows())
         self.t.file.put(rows, joins=True if step!=steps.number and self.was_on else None)
 
     def add(self,
@@ -66,6 +71,31 @@ class RowsBeside:
         made = lambda: [one_row(key, call, None, dtype, stats, step, ts, marks, {}) for key,call,dtype,stats in rows]
         self.t.file.put(made, joins=True if step==steps.closed and self.was_on else None)
 
+# %% ../../nbs/40_recorder/65_row_writer.ipynb #6be1d0aa
+not_finite = [index[n] for n in ('nan', 'posinf', 'neginf')]
+
+class HeldSteps:
+    "The last steps that the log does not get, unless something goes wrong"
+    def __init__(self, n): self.steps,self.until,self.said = deque(maxlen=n),-1,set() # until: the step up to which the log gets all; said: what went wrong
+
+    def wants(self, step): return step>self.until
+
+    def sees_trouble(self, measured):
+        "Whether a value is not finite, as far as the host knows, and none was before"
+        if not self.steps.maxlen or 'not finite' in self.said: return False
+        return any(isinstance(v, np.ndarray) and v[:, not_finite].any() for _,v in measured.snapshot.parts)
+
+    def release(self,
+        step:int, # That is open
+        why:str # In a word
+    ) -> list: # `Measured`
+        "Something is wrong: those that are kept, and the log gets as many of those that come. Once for each reason, as a run may be in trouble to its end"
+        if not self.steps.maxlen or why in self.said: return []
+        self.said.add(why)
+        self.until,out = step+self.steps.maxlen,list(self.steps)
+        self.steps.clear()
+        return out
+
 # %% ../../nbs/40_recorder/65_row_writer.ipynb #d68cf43a
 class RowWriter(RowsBeside):
     """Hands what was measured to the log. Returns before it is written
@@ -74,11 +104,13 @@ class RowWriter(RowsBeside):
         t: The run, a `tracker`: its `put` takes what was measured, whether the step is over, and by whom lines are made of it; its `file` is a `Log`
         rank: Of this process, when there are several
         root_name: Display name of the root, whose rows the noted numbers are
+        held: How many steps are kept that the log does not get
     """
     def __init__(self,
         t, # The run, a `tracker`: its `put` takes what was measured, whether the step is over, and by whom lines are made of it; its `file` is a `Log`
         rank:int|None=None, # Of this process, when there are several
-        root_name:str='model' # Display name of the root, whose rows the noted numbers are
+        root_name:str='model', # Display name of the root, whose rows the noted numbers are
+        held:int=0 # How many steps are kept that the log does not get
     ):
         self.t,self.rank,self.root_name = t,rank,root_name
         self.lines = Lines() # makes lines of what the buffer gives
@@ -89,6 +121,7 @@ class RowWriter(RowsBeside):
         self.last = None # `Measured` that was written last; None where there was nothing to write
         self.custom,self.ended = [],[] # rows of the user's functions, as `CustomRows` has them: of the open step, and of the one before
         self.marks = None # of the rows that were written last
+        self.held = HeldSteps(held)
         self.waiting = [] # `Measured` of steps that passes have closed, and that may turn out to be none
 
     def begins(self):
@@ -108,7 +141,8 @@ class RowWriter(RowsBeside):
         buffer, # The `StepBuffer`, which is empty afterwards
         steps, # `Steps`
         over:bool, # Whether the step is
-        wait:bool=False # Whether it may turn out to be none: it goes to the log before whatever comes next
+        wait:bool=False, # Whether it may turn out to be none: it goes to the log before whatever comes next
+        held:bool=False # Whether the log does not get it, unless something goes wrong
     ):
         """All that was measured since the last time
 
@@ -117,9 +151,10 @@ class RowWriter(RowsBeside):
             steps: `Steps`
             over: Whether the step is
             wait: Whether it may turn out to be none: it goes to the log before whatever comes next
+            held: Whether the log does not get it, unless something goes wrong
         """
         if not wait: self.release()
-        self.last = None
+        self.last,held = None,held and self.held.wants(steps.shown)
         if not buffer.size and not (over and (buffer.snapshots.taken or buffer.custom.given or self.file_is_open)): return # nothing wakes the writer
         columns,many_passes = self.columns(),{phase: n>1 for phase,n in dict(steps.passes).items()} # a copy: a signal handler may step
         if columns!=self.marks: buffer.clear_taken() # rows with other marks are new ones
@@ -127,12 +162,24 @@ class RowWriter(RowsBeside):
         joins = steps.shown!=steps.number # an evaluation, of the step before
         again = {'supersedes': True} if joins and steps.evaluated==steps.shown else {}
         marks = {**({'skipped': True} if self.skipped else {}), **again, **columns}
-        measured = Measured(*buffer.take(over), steps.shown, self.ts or now(), marks, many_passes, dict(buffer.parts))
+        ts = self.ts or now()
+        about = None if buffer.box is None else {'step': steps.shown, 'ts': ts, 'marks': marks, 'many': [*many_passes.items()], 'held': held}
+        measured = Measured(*buffer.take(over, about), steps.shown, ts, marks, many_passes, dict(buffer.parts))
         self.ts,self.last = None,measured
         self.custom = self.custom+measured.custom
+        if self.held.sees_trouble(measured): self.release_held(steps.shown, 'not finite')
+        if held and self.held.wants(steps.shown): return self.held.steps.append(measured)
         if wait: return self.waiting.append(measured)
         if joins: self.t.file.put(measured, joins=True if self.was_on else None, by=self.lines)
         else: self.t.put(measured, over, self.lines)
+
+    def release_held(self, step, why): # As `HeldSteps` has them
+        """Something is wrong: what was kept goes to the log
+
+        Returns:
+            As `HeldSteps` has them
+        """
+        for measured in self.held.release(step, why): self.t.put(measured, True, self.lines)
 
     def release(self):
         "Steps that waited are steps"

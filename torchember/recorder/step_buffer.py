@@ -122,7 +122,7 @@ class Functions:
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #c0570a02
 class CustomRows:
     "Rows of the open step that are no vectors: (event, key, call, micro, dtype, statistics)"
-    def __init__(self, lock): self.lock,self.rows = lock,[]; self.clear_given()
+    def __init__(self, lock): self.lock,self.rows,self.box = lock,[],None; self.clear_given() # box: `BlackBox`
 
     def __len__(self): return len(self.rows)
 
@@ -131,6 +131,7 @@ class CustomRows:
 
     def add(self, *row):
         with self.lock: self.rows.append(row) # else one is lost that comes while others are dropped
+        if self.box is not None: self.box.note(row)
 
     def drop(self, *place):
         "Rows of this module, tensor type and name are about to be written anew"
@@ -166,8 +167,10 @@ class Snapshots:
     "What was handed out of the open step already, and what passes had that were taken for steps of their own"
     def __init__(self): self.taken,self.joined,self.any = [],[],False # any: whether some of the open step's rows are in the log
 
-    def take(self, arena, over):
-        snapshot = arena.take(list(self.taken))
+    def take(self, arena, over, keep=None): # keep: called with the parts, and with what was taken of the step before; gives a number
+        earlier,kept = list(self.taken),[]
+        snapshot = arena.take(earlier, None if keep is None else lambda parts: kept.append(keep(self.joined+parts, earlier)))
+        snapshot.number = kept[0] if kept else 0 # of its slot in the black box
         snapshot.parts,self.joined = self.joined+snapshot.parts,[]
         if not over and len(snapshot): self.taken.append(snapshot); self.any = True
         return snapshot
@@ -283,13 +286,22 @@ class StepBuffer(Measuring):
         self.on_device = False # whether a step before this measured something that was not on the CPU
         self.functions = Functions(self.notices, self.calls, self.lock)
         self.snapshots = Snapshots()
-        self.parts,self.ranks = {},ranks # `place_of` what is a part of a tensor -> columns that say so
+        self.parts,self.ranks,self.box = {},ranks,None # `place_of` what is a part of a tensor -> columns that say so; box: `BlackBox`
         self.fresh_arena()
 
     def fresh_arena(self):
         "The taps of an arena belong to one arming of a model; what was taken of another supersedes nothing and merges with nothing"
         self.arena,self.snapshots.taken = Arena(),[]
         self.custom.clear_given()
+
+    def into(self, box): # box: `BlackBox`; None takes it away
+        """What comes is to outlive the process
+
+        Args:
+            box: `BlackBox`; None takes it away
+        """
+        self.box = self.custom.box = self.calls.box = box
+        self.arena.into(box)
 
     size = property(lambda self: self.arena.filled+len(self.custom)+len(self.snapshots.joined)) # rows, about
     handed_out = property(lambda self: self.snapshots.any) # whether some of the open step's rows are in the log already
@@ -336,17 +348,23 @@ class StepBuffer(Measuring):
         except Exception as e: self.notices.failed(module, 'a parameter', e, self.stats.get('weight'))
 
     def take(self,
-        over:bool # Whether the step is over with this; else its rows may be taken again, grown
+        over:bool, # Whether the step is over with this; else its rows may be taken again, grown
+        about=None # What a black box has to know of the step
     ) -> tuple: # `Snapshot` of the arena, and custom rows
         """All that was measured since the last time
 
         Args:
             over: Whether the step is over with this; else its rows may be taken again, grown
+            about: What a black box has to know of the step
 
         Returns:
             `Snapshot` of the arena, and custom rows
         """
-        return self.snapshots.take(self.arena, over), self.custom.take()
+        custom,box = self.custom.take(),self.box
+        if box is None: return self.snapshots.take(self.arena, over), custom
+        def keep(parts, earlier):
+            return box.keep(parts, custom, {**about, 'over': over, 'told': box.of_parts(self.parts), 'earlier': [s.number for s in earlier]})
+        return self.snapshots.take(self.arena, over, keep), custom
 
     def clear_taken(self):
         "Rows that come now are new ones: they supersede nothing"
@@ -356,7 +374,7 @@ class StepBuffer(Measuring):
     def leave(self, lock):
         "In a forked process there is nothing, and another lock"
         self.lock = self.functions.lock = lock
-        self.custom = CustomRows(lock)
+        self.custom,self.box,self.calls.box = CustomRows(lock),None,None
         self.fresh_arena()
 
     def step_over(self):

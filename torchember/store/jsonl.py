@@ -423,6 +423,12 @@ class Log(Certain):
         else: writer.holding.discard(self)
         self.disk.said_dropped()
 
+    def be_there(self):
+        "Make the file now, and write what is known of the run. Raises OSError"
+        with self.io:
+            if self.disk.fresh: self.disk.claim()
+            if self.first is not None: self.begin()
+
     def took(self, seconds):
         "So much time was spent on the rows by somebody who listens: it is counted as writing is"
         with self.io: self.seconds += seconds

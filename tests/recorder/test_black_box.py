@@ -1,0 +1,353 @@
+"A process that dies, however it does, loses no finished step, and its run says where it was"
+import os
+import random
+import signal
+import time
+import warnings
+
+import pytest
+import torch
+from matplotlib.text import Text
+from programs import ranks, run, start
+
+from torchember import EmberWarning, brief, diagnose, overview, read, report, runs, summary, torchEmber
+from torchember.ground.record import load_row
+from torchember.recorder.recovery import take_in
+
+training = """
+import ctypes, os, signal, sys, threading, warnings
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torchember import torchEmber
+torch.set_num_threads(1)
+name,kind,way,at,blackbox = sys.argv[1],sys.argv[2],sys.argv[3],int(sys.argv[4]),(None if len(sys.argv)<6 else {'False': False}.get(sys.argv[5]))
+step = -1
+
+def die():
+    if way=='kill': os.kill(os.getpid(), 9)
+    if way=='term': os.kill(os.getpid(), 15)
+    if way=='segv': ctypes.string_at(0)
+    if way=='abort': os.abort()
+    if way=='exit': os._exit(3)
+    if way=='bus': os.kill(os.getpid(), signal.SIGBUS)
+    if way=='fpe': os.kill(os.getpid(), signal.SIGFPE)
+    if way=='memory': ctypes.memset(8, 1, 1<<20)
+    if way=='raise': raise ValueError('mine')
+
+class Fragile(nn.Module):
+    def __init__(self, where): super().__init__(); self.where = where
+    def forward(self, x):
+        if step==at and where==self.where: die()
+        if step==at and where=='backward' and self.where=='forward': x.register_hook(lambda g: die())
+        return x*1.
+
+where = sys.argv[6] if len(sys.argv)>6 else 'forward'
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), Fragile('forward' if i==1 else 'nowhere')) for i in range(3))
+        self.head = nn.Linear(8, 4)
+    def forward(self, x):
+        for l in self.layers: x = x+l(x)
+        return self.head(x)
+
+torch.manual_seed(0)
+m = Net()
+opt = torch.optim.Adam(m.parameters())
+te = torchEmber(m, opt, name=name, stats=['mean', 'std', 'max', 'min'], ttypes=('input', 'output', 'weight', 'weight_grad', 'output_grad'), blackbox=blackbox)
+if where=='optimizer': opt.register_step_pre_hook(lambda *a: die() if step==at else None)
+call = torch.compile(m, backend='aot_eager') if kind=='compiled' else m
+data = [torch.randn(16, 8) for _ in range(60)]
+if kind=='loader':
+    data = torch.utils.data.DataLoader(torch.cat(data).view(60, 16, 8), batch_size=None, num_workers=2, multiprocessing_context='fork')
+for step,x in enumerate(data):
+    loss = F.cross_entropy(call(x), torch.arange(16)%4)
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+    if kind=='noted': te.log(loss=loss.item())
+    os.write(1, b'%d\\n' % step)
+te.close()
+"""
+
+def rows_by_step(name, **kwargs):
+    "Step -> its rows as they were written, without when"
+    found = {}
+    for data in read_lines(name):
+        r = load_row(data)
+        if r['ttype']=='finding': continue
+        found.setdefault(r['step'], []).append({k: v for k,v in r.items() if k not in ('ts', 'unfinished')})
+    return found
+
+def read_lines(name):
+    from torchember.store.base import folder
+    return (folder('torchember')/'log'/name).read_bytes().splitlines()
+
+def without_seeing(name):
+    read(name)
+    return rows_by_step(name)
+
+twins = {}
+def twin(kind):
+    "The rows of a training that nobody has killed"
+    if kind not in twins:
+        run(training, f'twin {kind}', kind, 'none', '-1', 'False')
+        twins[kind] = rows_by_step(f'twin {kind}')
+    return twins[kind]
+
+
+def dies(name, kind, way='random', at=-1, where='forward', moment=0.):
+    "A training that dies: the last step that it has finished"
+    with start(training, name, kind, way, str(at), 'None', where) as p:
+        done = -1
+        if way=='random':
+            done = int(p.stdout.readline() or -1)
+            time.sleep(moment)
+            os.kill(p.pid, signal.SIGKILL)
+        for line in p.stdout.read().split('\n'):
+            if line.strip().isdigit(): done = max(done, int(line))
+        p.wait()
+    return done
+
+
+def check(name, kind, done):
+    "All finished steps are there and as they would have been, and the beginning of the one that was open"
+    rows,whole = without_seeing(name),twin(kind)
+    noted = lambda rs: [r for r in rs if r['ttype']=='scalar']
+    rest = lambda rs: [r for r in rs if r['ttype']!='scalar']
+    last = max(rows)
+    assert sorted(rows)==list(range(last+1)) and last in (done, done+1, done+2), (sorted(rows), done)
+    for s in range(done+1): assert rest(rows[s])==rest(whole[s]), s
+    for s in range(done): assert noted(rows[s])==noted(whole[s]), s
+    for s in range(done+1, last+1):
+        mine = rest(rows[s])
+        assert mine==rest(whole[s])[:len(mine)], s
+    return last
+
+
+@pytest.mark.parametrize('kind', ['eager', 'compiled', 'noted', 'loader'])
+@pytest.mark.parametrize('n', [3, pytest.param(60, marks=pytest.mark.release)])
+def test_killed_at_any_moment(kind, n):
+    for i in range(n):
+        random.seed(f'{kind} {i}')
+        done = dies(f'{kind} {n} {i}', kind, moment=random.random()*.12)
+        check(f'{kind} {n} {i}', kind, done)
+        if done<59: assert diagnose(f'{kind} {n} {i}').iloc[0].rule=='died'
+
+
+said = {'kill': 'killed without a word', 'exit': 'killed without a word', 'segv': 'Segmentation fault', 'abort': 'Aborted', 'bus': 'Bus error',
+    'fpe': 'Floating point exception', 'memory': 'Segmentation fault', 'term': 'killed without a word', 'raise': 'ValueError: mine'}
+
+@pytest.mark.parametrize('way', said)
+@pytest.mark.parametrize('at', [0, 23])
+def test_the_module_that_ran_is_named(way, at):
+    name = f'{way} {at}'
+    done = dies(name, 'eager', way, at)
+    assert done==at-1
+    check(name, 'eager', done)
+    found = diagnose(name).iloc[0]
+    assert (found.rule, found.severity, found.path, found.first_step)==('died', 'error', 'layers.1.2', at)
+    assert said[way] in found.text and f'in step {at}, in `layers.1.2` (forward)' in found.text
+
+
+@pytest.mark.parametrize('where', ['backward', 'optimizer'])
+def test_between_modules_the_phase_is_named(where):
+    done = dies(where, 'eager', 'kill', 11, where)
+    check(where, 'eager', done)
+    found = diagnose(where).iloc[0]
+    phase = {'backward': 'after the forward pass (loss or backward)', 'optimizer': 'in the optimizer'}[where]
+    assert (found.rule, found.first_step)==('died', 11) and phase in found.text
+
+
+def texts_of(picture): return [t.get_text() for t in picture.figure.findobj(Text)]
+
+
+def test_all_that_shows_a_run_says_it():
+    dies('shown', 'noted', 'kill', 7)
+    sentence = 'died in step 7, in `layers.1.2` (forward)'
+    assert sentence in str(diagnose('shown')) and sentence in brief('shown') and any(sentence in t for t in texts_of(overview('shown')))
+    assert 'step 7' in str(summary('shown')) and sentence in open(report('shown')).read()
+    df = read('shown')
+    assert set(df['step'][df['unfinished'].notna()])=={7} and df['unfinished'].notna().sum()==len(df[(df['step']==7) & (df['ttype']!='finding')])
+    assert 'The last loss was' in df['text'].dropna().iloc[0]
+    assert not df.drop(columns='ts').astype(str).duplicated().any() and len(read('shown'))==len(df) # taken in once
+
+
+def test_a_run_that_goes_on_has_not_died_any_more():
+    dies('again', 'eager', 'kill', 7)
+    model = torch.nn.Linear(8, 4)
+    te = torchEmber(model, name='again', resume=True)
+    assert te.recorder.step==8
+    for _ in range(3): model(torch.ones(2, 8)).sum().backward(); te.step()
+    te.close()
+    found = diagnose('again')
+    assert found[found.rule=='died'].iloc[0].severity=='info' and 'The run went on, to step 10' in found[found.rule=='died'].iloc[0].text
+    assert not any('died' in t for t in texts_of(overview('again')))
+
+
+def test_a_run_that_lives_is_left_alone():
+    with start(training, 'lives', 'eager', 'random', '-1') as p:
+        p.stdout.readline()
+        os.kill(p.pid, signal.SIGSTOP)
+        try:
+            before = len(read('lives'))
+            from torchember.store.base import folder
+            box = folder('torchember')/'box'
+            assert list(box.glob(f'{p.pid}-*.box')) and not take_in(box.parent) and list(box.glob(f'{p.pid}-*.box'))
+        finally: os.kill(p.pid, signal.SIGCONT)
+        p.stdout.read()
+        p.wait()
+    df = read('lives')
+    assert before<=len(df) and not (df['ttype']=='finding').any() and not box.exists()
+
+
+def test_a_box_that_cannot_be_read_is_said_and_left_out(tmp_path):
+    box = tmp_path/'box'
+    box.mkdir()
+    (tmp_path/'log').mkdir()
+    (box/'1-1.box').write_bytes(b'no box')
+    (box/'1-1.told').write_bytes(b'{"run": "../../../etc/x"}\n')
+    with pytest.warns(EmberWarning, match='cannot be read'): assert take_in(tmp_path)==[]
+
+
+def test_a_full_disk_has_no_box_and_the_training_goes_on(monkeypatch):
+    from torchember.recorder import black_box
+    def full(fd, at, size): raise OSError(28, 'No space left on device')
+    monkeypatch.setattr(black_box, 'make_room', full)
+    model = torch.nn.Linear(3, 2)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter('always')
+        with torchEmber(model, name='full') as te:
+            model(torch.ones(1, 3))
+            assert te.recorder.box.box is None and 'No space' in te.recorder.box.why
+        assert not heard
+        with torchEmber(model, name='asked', blackbox=3): model(torch.ones(1, 3))
+    assert sum('no black box' in str(w.message) for w in heard)==1
+    assert len(read('full')) and len(read('asked'))
+
+
+def test_a_disk_that_fills_later_takes_memory_of_its_own(monkeypatch):
+    from torchember.recorder import black_box
+    model = torch.nn.Linear(3, 2)
+    with torchEmber(model, name='later') as te:
+        model(torch.ones(1, 3))
+        def full(fd, at, size): raise OSError(28, 'No space left on device')
+        monkeypatch.setattr(black_box, 'make_room', full)
+        te.t.barrier()
+        for _ in range(3): model(torch.ones(1, 3)).sum().backward(); te.step()
+    assert read('later')['step'].nunique()==4
+
+
+@pytest.mark.parametrize('wish', [-1, 101, 'twenty', 2.5])
+def test_what_is_no_number_of_steps(wish):
+    with pytest.raises((ValueError, TypeError), match='blackbox'): torchEmber(torch.nn.Linear(1, 1), blackbox=wish)
+
+
+scheduled = """
+import os, sys, torch
+from torchember import torchEmber
+torch.manual_seed(0)
+m = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU())
+opt = torch.optim.SGD(m.parameters(), .1)
+te = torchEmber(m, opt, name=sys.argv[1], every=30, blackbox=5, **({'rules': 'default', 'on_finding': lambda f: None} if sys.argv[2]=='rule' else {}))
+for s in range(80):
+    x = torch.randn(4, 8)
+    if s==47 and sys.argv[2]=='nan': x[0] = torch.nan
+    if s==47 and sys.argv[2]=='kill': os.kill(os.getpid(), 9)
+    if s==47 and sys.argv[2]=='raise': 1/0
+    opt.zero_grad()
+    loss = m(x).sum()
+    loss.backward()
+    opt.step()
+    te.log(loss=loss.item())
+te.close()
+"""
+
+@pytest.mark.parametrize('way, steps', [('none', [0, 30, 60]), ('kill', [0, 30, *range(42, 47)]), ('raise', [0, 30, *range(42, 47)]),
+    ('nan', [0, 30, *range(42, 53), 60])])
+def test_the_last_steps_whatever_the_schedule(way, steps):
+    name = f'scheduled {way}'
+    done = run(scheduled, name, way)
+    assert (done.returncode==0)==(way in ('none', 'nan')), done.stderr
+    df = read(name)
+    assert sorted(set(df['step'][df['ttype']=='output']))==steps
+    assert sorted(set(df['step'][df['ttype']=='scalar']))==list(range(80 if way in ('none', 'nan') else 47)) # what is noted is noted
+    assert df[df['ttype']=='output'].groupby('step').size().nunique()==1
+
+
+def test_runs_of_which_only_a_box_tells_are_there():
+    dies('young', 'eager', 'kill', 0)
+    assert 'young' in list(runs()['name'])
+
+
+both = """
+import os, sys, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torchember import torchEmber
+dist.init_process_group('gloo')
+torch.manual_seed(0)
+m = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+ddp = DistributedDataParallel(m)
+opt = torch.optim.SGD(ddp.parameters(), .1)
+te = torchEmber(ddp, opt, name='both')
+for s in range(30):
+    if s==17: os.kill(os.getpid(), 9) if dist.get_rank() else None
+    ddp(torch.randn(4, 8)).square().mean().backward()
+    opt.step()
+    opt.zero_grad()
+"""
+
+@pytest.mark.slow
+def test_each_of_two_processes_has_its_own():
+    with pytest.raises(AssertionError, match='-9'): ranks(both)
+    rows = {r: read(f'both.rank{r}') for r in (0, 1)}
+    assert set(rows[1]['step'][rows[1]['ttype']=='weight_grad'])==set(range(17))
+    assert 'after step 16' in rows[1]['text'].dropna().iloc[0]
+    assert set(range(17))<=set(rows[0]['step'][rows[0]['ttype']=='weight_grad']) and len(rows[0]['text'].dropna())<=1
+    whole = read('both')
+    assert whole[(whole['ttype']=='weight_grad') & (whole['step']<17)].groupby('step').size().tolist()==[4]*17
+    assert diagnose('both').iloc[0].rule=='died'
+
+
+several = """
+import os, sys, threading, torch
+from torch import nn
+from torchember import torchEmber
+
+class Waits(nn.Module):
+    def forward(self, x):
+        if x.shape[0]==2: inside.set(); go.wait(); os.kill(os.getpid(), 9)
+        return x
+
+inside,go = threading.Event(),threading.Event()
+m = nn.Sequential(nn.Linear(3, 3), Waits(), nn.Linear(3, 3))
+te = torchEmber(m, name='several')
+m(torch.ones(1, 3))
+t = threading.Thread(target=lambda: m(torch.ones(2, 3)))
+t.start()
+inside.wait()
+for _ in range(3): m[0](torch.ones(1, 3))
+go.set()
+t.join()
+"""
+
+def test_of_several_threads_the_one_that_is_inside_is_named():
+    run(several)
+    assert '`1`' in diagnose('several').iloc[0].text
+
+
+def test_a_child_that_was_forked_writes_nothing():
+    model = torch.nn.Linear(3, 2)
+    with torchEmber(model, name='forks') as te:
+        model(torch.ones(1, 3))
+        box = te.recorder.box.box
+        before = bytes(box.memory)
+        if not (pid := os.fork()):
+            for _ in range(3): model(torch.full((1, 3), 9.))
+            os._exit(0)
+        os.waitpid(pid, 0)
+        assert bytes(box.memory)==before and os.path.exists(f'{box.file.path}.box')
+        model(torch.ones(1, 3))
+    assert read('forks').query("ttype=='output'")['step'].nunique()==2
