@@ -384,6 +384,17 @@ def rules(quick):
             f'all looks took {share:.1%} of what recording did', **added(ps))
 
 
+@row('blackbox', 'what it costs that measurements outlive the process')
+def blackbox(quick):
+    for name,made,steps in (('MLP of tiny tensors', partial(mlp, 10), 40), ('CNN', small_cnn, 20), ('GPT-2', gpt2, 2)):
+        def of(made=made, steps=steps, **how):
+            t = Training(*made(), steps=steps, **how)
+            t.te.arm()
+            return t.measured
+        without,within = of(blackbox=False),of()
+        yield line(f'{name}, a step with a black box', unit='%', at_most=1, **added(pairs(without, within, 2 if quick else 40)))
+
+
 @row('first', 'the first steps of a process: what a training waits for')
 def first(quick):
     def took(steps, *how, **env): # wall time: to wait is no work

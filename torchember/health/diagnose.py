@@ -17,7 +17,7 @@ from ..ground.messages import an, printable, unknown, warn
 from ..ground.needs import needs
 from ..store.jsonl import emberTracker
 from ..store.parameters import noted_in
-from . import activations, gradients, losses, modes, sizes, values, wiring # noqa: F401 each puts its rules into the table
+from . import activations, ends, gradients, losses, modes, sizes, values, wiring # noqa: F401 each puts its rules into the table
 from .finding import columns, severities
 from .history import History
 from .rules import Rule, table
@@ -43,7 +43,7 @@ def chosen_rules(
 
 # %% ../../nbs/55_health/50_diagnose.ipynb #026782db
 rank = {s: i for i,s in enumerate(severities)}
-depth = ('not_finite', 'same_data', 'poor_input_scale', 'not_trained', 'equal_units', 'poor_scale', 'scaler_skips', 'update_too_large', 'dead_units',
+depth = ('died', 'not_finite', 'same_data', 'poor_input_scale', 'not_trained', 'equal_units', 'poor_scale', 'scaler_skips', 'update_too_large', 'dead_units',
     'saturated', 'attention', 'underflow', 'overflow', 'update_too_small', 'gradients_add_up', 'weights_decay', 'vanishing_gradient', 'exploding_gradient',
     'gradient_spike', 'batch_norm', 'train_eval', 'collapse', 'loss_spike', 'diverging', 'loss_rises', 'loss_below', 'loss_stalls') # who goes first
 late = {'loss_stalls': .6, 'diverging': .2, 'loss_rises': .2, 'vanishing_gradient': .1, 'collapse': .1} # share of a training by which a cause may be seen later
@@ -69,7 +69,7 @@ def ordered(
 ) -> list: # (finding, place of its cause in this list or None)
     "Findings, worst first, with what follows from each below it"
     after,place = {r.name: set(r.after) for r in rules},{name: i for i,name in enumerate(depth)}
-    key = lambda f: (rank[f['severity']], f['first_step'], place.get(f['rule'], len(place)))
+    key = lambda f: (rank[f['severity']], f['rule']!='died', f['first_step'], place.get(f['rule'], len(place)))
     found,causes = sorted(found, key=key),{}
     for i,f in enumerate(found):
         for j,c in enumerate(found):

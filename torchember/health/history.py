@@ -35,6 +35,8 @@ class Tensors:
         self.name,self.parameters = name,list(parameters)
         ttype = df['ttype'].astype(object).to_numpy() if len(df) else np.zeros(0, object)
         self.noted = list(noted_in(df[ttype=='scalar'])) if 'scalar' in ttype else []
+        told = df[ttype=='finding'] if 'finding' in ttype else None
+        self.ends = [] if told is None or 'rule' not in told else [r for r in told.to_dict('records') if r['rule']=='died' and isinstance(r.get('text'), str)]
         self.df = df[(ttype!='scalar') & (ttype!='finding')].reset_index(drop=True)
         self.all = list(series_in(self.df)) if len(self.df) else []
         self.evaluated = [s for s in self.all if s.phase=='eval']

@@ -86,7 +86,7 @@ class Series:
 
     steps = property(lambda self: self.rows.steps[self.at], doc="The steps, ascending")
     label = property(lambda self: '.'.join(filter(None, [self.path, self.pname])), doc="How pictures name it")
-    shape = property(lambda self: self.rows.shapes[self.at][0], doc="Its first shape, None where that was not recorded")
+    shape = property(lambda self: hashable(self.rows.shapes[self.at][0]), doc="Its first shape, None where that was not recorded")
     dtype = property(lambda self: self.rows.dtypes[self.at][0], doc="Its first dtype")
 
     @cached_property

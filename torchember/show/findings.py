@@ -67,10 +67,15 @@ def in_short(
 
 def says(finding): return f"{finding['severity']}: {in_short(finding['text'])}"
 
-def open_in(df):
-    "The findings of a table of rows that are not over, the worst first"
-    rows = df[has_ttype(df, 'finding')]
-    return OpenFindings().add(rows.to_dict('records')).causes if len(rows) else []
+def open_in(
+    df, # A table of rows
+    last=None # The last step of the run: a run that went on has not died
+):
+    "The findings that are not over, the worst first"
+    told = has_ttype(df, 'finding')
+    if not told.any(): return []
+    rows = df[told].to_dict('records')
+    return [f for f in OpenFindings().add(rows).causes if f['rule']!='died' or last is None or last<=f['first_step']]
 
 def says_the_same(
     finding, # As above, or None

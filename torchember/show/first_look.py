@@ -83,7 +83,7 @@ def overview(
         if ttype_of(kind)[0]=='output': rows = larger(rows)
         col,why = stat_of(rows, stat),reasons_in(rows, ttype_of(kind)[0], ps, path)
         parts.append((kind, col, rows, grid(with_missing(series(rows, col), why, [label_of(p) for p in ps])), why))
-    return compose(parts, numbers, tensors, name_of_run(table), ax, open_in(told))
+    return compose(parts, numbers, tensors, name_of_run(table), ax, open_in(told, table['step'].max()))
 
 # %% ../../nbs/60_show/90_first_look.ipynb #c192557b
 default_ttypes = ('output', 'weight_grad')
@@ -244,7 +244,7 @@ def summary(
     df = pd.DataFrame.from_dict({n: lines.get(n, {'steps': 0, 'not finite': 0}) for n in labels}, orient='index')
     df = df[[c for c in df.columns if c!='not finite']+['not finite']]
     df.index.name = words.get(ttype_of(kind)[0], kind)
-    first,n,causes = first_trouble(training(tensors)),tensors['step'].nunique(),open_in(told)[:3]
+    first,n,causes = first_trouble(training(tensors)),tensors['step'].nunique(),open_in(told, table['step'].max())[:3]
     finite = 'all finite' if first is None else '' if any(says_the_same(f, first) for f in causes) else sentence_of(first)
     title = title_of(name_of_run(table), f'{n:,} step{"s"*(n!=1)}', finite)
     return RunSummary(df, title, untrained(ps, asked_for(ps, path)), table.attrs.get('said', ()), map(says, causes))
