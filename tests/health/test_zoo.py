@@ -12,23 +12,36 @@ pytestmark = pytest.mark.filterwarnings('error:The rule') # one that fails is a 
 rises = {'up_before_it_goes_down'} # whose first steps are as those of a training that diverges
 
 
-def some(trainings, one_in):
-    "All trainings, of which one in so many is in `make test`"
-    return [pytest.param(t, id=n, marks=() if i%one_in==0 else pytest.mark.slow if t.room in zoo.rooms else pytest.mark.release) for i,(n,
-        t) in enumerate(trainings.items())]
+moments = 12, 24, 48 # steps, after which a training that goes on is judged, too
+
+
+def some(trainings, one_in, in_ci=1):
+    "All trainings, of which one in so many is in `make test`, and one in so many in CI, if it was not written later"
+    def marks(i, t): return () if i%one_in==0 else pytest.mark.slow if t.room in zoo.rooms and i%in_ci==0 else pytest.mark.release
+    return [pytest.param(t, id=n, marks=marks(i, t)) for i,(n,t) in enumerate(trainings.items())]
+
+
+def left_in_peace(training, home, *moments):
+    for e in run(training, home)[0]:
+        h = history_of(e.fname, home)
+        found = diagnose(h)
+        assert found.healthy, found
+        if training.name in rises: continue
+        rows = read(e.fname, home=home)
+        for n in moments:
+            early = diagnose(History(rows[rows.step<n], h.parameters, h.name))
+            assert early.healthy, (n, early)
 
 
 @pytest.mark.parametrize('training', some(zoo.healthy, 12))
 def test_a_healthy_training_is_left_in_peace(training, tmp_path):
-    for e in run(training, tmp_path)[0]:
-        found = diagnose(e.fname, home=tmp_path)
-        assert found.healthy, found
-        h = history_of(e.fname, tmp_path)
-        if training.name in rises: continue
-        rows = read(e.fname, home=tmp_path)
-        for n in (12, 24, 48): # nor while it goes on
-            early = diagnose(History(rows[rows.step<n], h.parameters, h.name))
-            assert early.healthy, (n, early)
+    "When it is over, and at one moment while it goes on, which is the same whatever trainings there are"
+    left_in_peace(training, tmp_path, moments[len(training.name)%3])
+
+
+@pytest.mark.release # rules that are silent after all of it, and at one of the moments, nearly always are at the others
+@pytest.mark.parametrize('training', [pytest.param(t, id=n) for n,t in zoo.healthy.items()])
+def test_a_healthy_training_is_left_in_peace_at_every_moment(training, tmp_path): left_in_peace(training, tmp_path, *moments)
 
 
 @pytest.mark.parametrize('training', some(zoo.broken, 12))
@@ -39,8 +52,9 @@ def test_the_first_finding_is_the_fault(training, tmp_path):
     assert '' in wrong, wrong
 
 
-@pytest.mark.parametrize('training', some({n: t for n,t in zoo.healthy.items() if t.room in zoo.rooms}, 30))
+@pytest.mark.parametrize('training', some({n: t for n,t in zoo.healthy.items() if t.room in zoo.rooms}, 30, 5))
 def test_with_more_statistics_a_healthy_one_is_left_in_peace_too(training, tmp_path):
+    "One in five in CI: the rules that read what only stats='full' has are few, and each has its own tests"
     for e in run(training, tmp_path, stats='full', ttypes=ALL)[0]:
         found = diagnose(e.fname, home=tmp_path)
         assert found.healthy, found
