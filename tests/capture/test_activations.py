@@ -29,9 +29,28 @@ def from_scratch():
 def blocks_of(how): return 2 if how=='blocks' else 1 # these share a graph
 
 
-def model(blocks=1, **kwargs):
+class Few(nn.Module):
+    "Of few operations: Inductor compiles each kernel for a second"
+    class Block(nn.Module):
+        def __init__(self): super().__init__(); self.ln,self.l,self.act = nn.LayerNorm(8),nn.Linear(8, 8),nn.Tanh()
+        def forward(self, x): return x+self.act(self.l(self.ln(x)))
+
+    def __init__(self, blocks=1):
+        super().__init__()
+        self.emb,self.blocks,self.head = nn.Embedding(29, 8),nn.ModuleList(self.Block() for _ in range(blocks)),nn.Linear(8, 29)
+
+    def forward(self, i):
+        x = self.emb(i)
+        for b in self.blocks: x = b(x)
+        return self.head(x)
+
+
+def of(backend): return Few if backend=='inductor' else GPT
+
+
+def model(blocks=1, kind=GPT, **kwargs):
     torch.manual_seed(0)
-    return GPT(blocks, **kwargs)
+    return kind(blocks, **kwargs)
 
 
 def batch(seed=0):
@@ -72,8 +91,8 @@ def same(want, got, tol=0.):
     *(pytest.param('inductor', *p, marks=pytest.mark.slow) for p in [('whole', 'before'), ('blocks', 'after')])]) # in place is Dynamo's matter
 def test_compiled(backend, how, when):
     "Before compiling and after: all activations and gradients, from one graph, and after `remove` the first is found again"
-    want,grads = wanted(blocks=blocks_of(how))
-    m = model(blocks_of(how))
+    want,grads = wanted(blocks=blocks_of(how), kind=of(backend))
+    m = model(blocks_of(how), of(backend))
     caught = catch(m) if when=='before' else ()
     f,count = compiled(m, how, backend)
     if when=='after':
@@ -142,14 +161,14 @@ def test_a_schedule_of_modes():
     *(pytest.param('inductor', *p, marks=pytest.mark.slow) for p in [('whole', 'ember first', 'activations'), ('blocks', 'ember last', 'ember')])])
 def test_beside_an_ember(backend, how, order, leaves):
     "Each sees what it sees alone, and either may go first"
-    want,_ = wanted(3, blocks=blocks_of(how))
-    alone = model(blocks_of(how))
+    want,_ = wanted(3, blocks=blocks_of(how), kind=of(backend))
+    alone = model(blocks_of(how), of(backend))
     te = torchEmber(alone, ttypes=ALL)
     for i in range(3):
         loss_of(alone(batch(i))).backward()
         te.step()
     rows = plain(te)
-    m = model(blocks_of(how))
+    m = model(blocks_of(how), of(backend))
     before = {n: dict(o.__dict__) for n,o in m.named_modules()}
     te = torchEmber(m, ttypes=ALL, on_error='raise') if order=='ember first' else None
     caught = catch(m)

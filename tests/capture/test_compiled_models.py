@@ -54,8 +54,15 @@ class Cells(nn.Module):
         return self.head(h)
 
 
+class Branches(nn.Module):
+    "Two layers that do not wait for each other, beside one that is gone round, as in a residual block"
+    def __init__(self): super().__init__(); self.a,self.b,self.head = nn.Linear(4, 4),nn.Linear(4, 4),nn.Linear(4, 2)
+
+    def forward(self, x): return self.head(x+self.a(x)*self.b(x).tanh())
+
+
 def tagger(): return Tagger(), (ids(),), {}
-def cells(): return Cells(), (torch.randn(5, 3, 8),), {}
+def cells(length=5): return Cells(), (torch.randn(length, 3, 8),), {}
 
 
 whole = {'alexnet': alexnet, 'resnet': zoo['residual'], 'gpt2': language('gpt2'), 'bert': shallow(zoo['bert']), 'vit': shallow(zoo['vit']),
@@ -98,12 +105,16 @@ def test_in_several(name):
     assert every.graphs<=2*got.graphs and {r['step'] for r in every.rows}=={0, 2, 4}
 
 
+under_inductor = graphs | whole | {'branches': lambda: (Branches(), (torch.randn(3, 4),), {}), 'cells': lambda: cells(2)} # a second for each kernel
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize('name', ['resnet', 'routed', 'cells', *(pytest.param(n, marks=pytest.mark.release) for n in ('vit', 'gpt2'))])
+@pytest.mark.parametrize('name', ['branches', 'routed', 'cells', *(pytest.param(n, marks=pytest.mark.release) for n in ('resnet', 'vit', 'gpt2'))])
 def test_inductor(name):
-    "Layers that do not wait for each other, such as q, k and v, enter and leave in the order of the program all the same"
+    """Layers that do not wait for each other, such as q, k and v, enter and leave in the order of the program all the same. `release` has the larger
+    models, which are of the same operators as the small ones: what the compiler does with more of them is its own"""
     import torch._inductor.config as config
-    make,fullgraph = (graphs[name], False) if name in graphs else (whole[name], True)
+    make,fullgraph = under_inductor[name],name not in graphs
     with config.patch(fallback_random=True):
         make = shallow(make)
         want,got = trained(make, 'eager', ttypes=ALL),trained(make, 'whole', backend='inductor', fullgraph=fullgraph, ttypes=ALL)
