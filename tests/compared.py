@@ -46,6 +46,22 @@ class GPT(nn.Module):
         return self.head(self.ln(x))
 
 
+class Few(nn.Module):
+    "Of few operations: Inductor compiles each kernel for a second"
+    class Block(nn.Module):
+        def __init__(self): super().__init__(); self.ln,self.l,self.act = nn.LayerNorm(8),nn.Linear(8, 8),nn.Tanh()
+        def forward(self, x): return x+self.act(self.l(self.ln(x)))
+
+    def __init__(self, blocks=1):
+        super().__init__()
+        self.emb,self.blocks,self.head = nn.Embedding(29, 8),nn.ModuleList(self.Block() for _ in range(blocks)),nn.Linear(8, 29)
+
+    def forward(self, i):
+        x = self.emb(i)
+        for b in self.blocks: x = b(x)
+        return self.head(x)
+
+
 def ids(n=2, length=6): return torch.randint(0, 29, (n, length))
 def compiled(f, backend, **kwargs): return torch.compile(f, backend=backend, **kwargs)
 def loss_of(out): return sum(t.float().square().mean() for t in tensors(out) if t.requires_grad)

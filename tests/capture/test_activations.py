@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from compared import ALL, GPT, ids, loss_of, plain, same_rows
+from compared import ALL, GPT, Few, ids, loss_of, plain, same_rows
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
@@ -27,22 +27,6 @@ def from_scratch():
 
 
 def blocks_of(how): return 2 if how=='blocks' else 1 # these share a graph
-
-
-class Few(nn.Module):
-    "Of few operations: Inductor compiles each kernel for a second"
-    class Block(nn.Module):
-        def __init__(self): super().__init__(); self.ln,self.l,self.act = nn.LayerNorm(8),nn.Linear(8, 8),nn.Tanh()
-        def forward(self, x): return x+self.act(self.l(self.ln(x)))
-
-    def __init__(self, blocks=1):
-        super().__init__()
-        self.emb,self.blocks,self.head = nn.Embedding(29, 8),nn.ModuleList(self.Block() for _ in range(blocks)),nn.Linear(8, 29)
-
-    def forward(self, i):
-        x = self.emb(i)
-        for b in self.blocks: x = b(x)
-        return self.head(x)
 
 
 def of(backend): return Few if backend=='inductor' else GPT

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from compared import ALL, FORWARD, GPT, compiled, ids, loss_of, needs_hooks, places, plain, same_rows, same_training, train
+from compared import ALL, FORWARD, GPT, Few, compiled, ids, loss_of, needs_hooks, places, plain, same_rows, same_training, train
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -68,8 +68,8 @@ def run(f, te, *inputs):
 
 @pytest.mark.parametrize('backend', BACKENDS)
 def test_whole(backend):
-    "Inductor compiles each kernel for half a second or more, so that there it is one block"
-    make,options = (GPT, OPTIONS) if backend!='inductor' else (lambda: GPT(1), dict(ttypes=ALL))
+    "Inductor compiles each kernel for a second, so that there it is a model of few"
+    make,options = (GPT, OPTIONS) if backend!='inductor' else (Few, dict(ttypes=ALL))
     got = train(make, ids, 'whole', backend, **options)
     want = eager() if backend!='inductor' else train(make, ids, **options)
     assert got.graphs==1
@@ -383,6 +383,7 @@ def test_dynamic_shapes():
     same_rows(plain(want), plain(te))
 
 
+@pytest.mark.slow
 def test_autocast():
     context = lambda: torch.autocast('cpu', dtype=torch.bfloat16)
     want,got = (train(GPT, ids, how, context=context, **OPTIONS) for how in ('eager', 'whole'))
@@ -509,6 +510,7 @@ def test_copies(how):
 
 # ---- which steps
 
+@pytest.mark.slow
 @pytest.mark.parametrize('how,ends', [('whole', 'by itself'), ('whole', 'optimizer'), ('blocks', 'by itself'), ('blocks', 'te.step')])
 def test_schedules(how, ends):
     "One more graph for the steps that are not recorded, once"
@@ -606,6 +608,7 @@ def test_leaves_keep_no_hooks(backend):
     assert got.graphs==1 and not any(p._backward_hooks for p in got.model.parameters())
 
 
+@pytest.mark.slow
 def test_twelve_kinds_of_blocks():
     "Dynamo gives up after eight graphs of one code: each kind has a code of its own, as unarmed"
     def kind(i):

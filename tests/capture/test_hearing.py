@@ -127,7 +127,8 @@ few = [('ember', 'their gradients'), ('their gradients', 'ember'), ('monitor', '
 
 
 @pytest.mark.filterwarnings('ignore')
-@pytest.mark.parametrize(('how', 'a', 'b'), [*(('eager', a, b) for a,b in PAIRS), *((h, a, b) for h in ('whole', 'blocks') for a,b in few)])
+@pytest.mark.parametrize(('how', 'a', 'b'), [*(('eager', a, b) for a,b in PAIRS), *(pytest.param(h, *p, marks=[pytest.mark.slow]*(h=='blocks' or i>1))
+    for h in ('whole', 'blocks') for i,p in enumerate(few))])
 @torch._dynamo.config.patch(**{'recompile_limit' if hasattr(torch._dynamo.config, 'recompile_limit') else 'cache_size_limit': 64})
 def test_each_is_told_what_it_is_told_alone(how, a, b):
     "One comes, another, the first goes, comes again, the other goes: whole rows, in each pass, and the training is the same to the last bit"
@@ -149,6 +150,7 @@ def test_each_is_told_what_it_is_told_alone(how, a, b):
         assert type(o.__dict__) is dict and {k:v for k,v in o.__dict__.items() if k not in ours}=={k:v for k,v in before[n].items() if k not in ours}, n
 
 
+@pytest.mark.slow
 @graphs_bring_gradients
 @pytest.mark.parametrize('how', ['whole', 'blocks'])
 def test_a_graph_is_made_for_what_is_wanted_and_not_for_who_wants_it(how):
@@ -189,6 +191,7 @@ def test_bound_forwards_of_many_modules_share_a_graph():
 
 # ---- what comes in between
 
+@pytest.mark.slow
 @pytest.mark.parametrize('how', ['eager', 'whole', 'blocks'])
 def test_one_who_comes_in_the_middle_of_a_pass_hears_the_next_one_whole(how):
     "And one who goes in the middle of a call is told no more, whoever hears beneath or above"

@@ -97,6 +97,7 @@ questions = [{}, {'path': 'a*'}, {'ttype': 'weight'}, {'tname': ['x']}, {'steps'
     {'columns': ['path', 'step', 'mean', 'nan']}]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=int(os.environ.get('FRAMES', 60)), suppress_health_check=list(HealthCheck))
 @given(rows, st.sampled_from([b'', b'{"mean": 0.1, "st', b'{}']), st.sampled_from(questions))
 def test_with_and_without_msgspec(tmp_path, eager, some, tail, asked):

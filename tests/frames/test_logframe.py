@@ -5,7 +5,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -51,6 +51,8 @@ def logs(draw):
     return pd.DataFrame(rows)
 
 
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None)
 @given(logs())
 def test_there_and_back(df):
     lf = to_logframe(df)

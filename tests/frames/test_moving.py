@@ -101,6 +101,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(moving, 'small', 1<<13)
     monkeypatch.setattr(moving, 'together', 4)
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_is_whole_at_every_moment(tmp_path, url, tiny):
     begin(tmp_path, 'a')
     seen = [0]
@@ -447,6 +448,7 @@ def bucket(at, name, monkeypatch, make=True):
     if make: home.fs.mkdir(name)
     return home
 
+@pytest.mark.slow
 def test_a_run_in_a_bucket(tmp_path, server, monkeypatch, tiny):
     at = bucket(server, 'one', monkeypatch)
     begin(tmp_path, 'a')
@@ -471,6 +473,7 @@ def test_a_run_in_a_bucket(tmp_path, server, monkeypatch, tiny):
     with pytest.raises(FileNotFoundError, match="a could not be brought to s3://nosuch/runs"):
         sync('a', bucket(server, 'nosuch', monkeypatch, make=False), home=tmp_path, patience=1)
 
+@pytest.mark.slow
 def test_connections_that_end_in_the_middle_of_an_upload(tmp_path, server, monkeypatch, tiny):
     proxy = Proxy(server.port)
     proxy.start()
@@ -496,6 +499,7 @@ def test_connections_that_end_in_the_middle_of_an_upload(tmp_path, server, monke
     same('a', tmp_path, at)
     proxy.kill()
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_and_has_lost_everything(tmp_path, monkeypatch, tiny):
     pytest.importorskip('s3fs')
     pytest.importorskip('moto.server')

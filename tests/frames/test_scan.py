@@ -242,6 +242,7 @@ def test_what_came_is_said(tmp_path):
     assert scan('empty', home=tmp_path).collect().height==0 and list(scan('empty', 'pandas', home=tmp_path))==[]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings('ignore::torchember.EmberWarning')
 def test_few_rows_of_many_logs(tmp_path, monkeypatch):
     "Of each of many logs few rows are of the same steps: parts and lines are cut so that others need not be read with them"

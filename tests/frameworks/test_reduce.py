@@ -128,6 +128,7 @@ def test_the_first_is_killed(tmp_path):
     assert table('first_dies.rank1', tmp_path)['step'].max()==5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('what', ['forks', 'destroys', 'exits', 'ends'])
 def test_ends_of_all_kinds(tmp_path, what):
     "A forked child that uses the armed model; a group that is destroyed before; no `close`; a first process that is gone at once"

@@ -28,6 +28,7 @@ def test_import_does_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_arming_makes_no_folder(tmp_path):
     code = "import torch, torchember; te = torchember.torchEmber(torch.nn.Linear(1, 1)); te.t, te.fname, repr(te); te.disarm()"
     run(code, HOME=str(tmp_path), TORCHEMBER_HOME='')

@@ -132,6 +132,7 @@ def test_what_was_there_before_may_go():
     assert before.left()==[]
 
 
+@pytest.mark.slow
 def test_the_test_that_left_something_fail(pytester, request):
     "And who fails by itself is not blamed twice"
     root = request.config.rootpath
@@ -148,6 +149,7 @@ def test_the_test_that_left_something_fail(pytester, request):
     assert 'MORE was' not in got.stdout.str() and 'AGAIN was' not in got.stdout.str()
 
 
+@pytest.mark.slow
 def test_a_section_that_left_something_fails(pytester, request):
     "At its end, by its name; what it opened may be of use to later ones, and is the notebook's in the end"
     root,nbs = request.config.rootpath,pytester.path/'nbs'

@@ -31,6 +31,7 @@ sys.exit(3)
 def by_itself(monkeypatch): monkeypatch.setattr(programs, 'forks', lambda env: False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('script', [False, True])
 def test_as_a_python(script, tmp_path, monkeypatch):
     "What it finds and draws, its end, and what others do not have from it: the numbers that it draws without a seed"

@@ -57,6 +57,7 @@ def test_in_order(tmp_path):
 
 alone = [b for b in blocks if not unbound(b)]
 
+@pytest.mark.slow
 @pytest.mark.parametrize('i', range(len(alone)))
 def test_alone(i, tmp_path):
     "A block that needs nothing from before is a program"

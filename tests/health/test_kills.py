@@ -40,6 +40,7 @@ def killed(name):
     return last
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('n', [4, pytest.param(200, marks=pytest.mark.release)])
 def test_nothing_is_lost(n):
     for i in range(n):

@@ -50,6 +50,7 @@ def test_the_fault_is_the_first_finding(fault, rule, path, step):
     assert (first['rule'], first['path'], first['first_step'])==(rule, path, step), first['text']
 
 
+@pytest.mark.slow
 def test_a_healthy_training_is_left_in_peace():
     found = found_in()
     assert found.healthy, found

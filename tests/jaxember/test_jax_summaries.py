@@ -100,6 +100,7 @@ def test_as_torch(kind):
         else: t = torch.from_numpy(bits.copy())
         np.testing.assert_array_equal(summaries.vectors(summaries.measured(x, every), every), summarize(t, every).vector)
 
+@pytest.mark.slow
 @pytest.mark.parametrize('by_parts', (False, True))
 def test_inside(by_parts):
     "In scan, cond, while_loop, remat and vmap, rows are those of the same arrays outside"
@@ -138,6 +139,7 @@ for x64 in (False, True):
 assert 'torch' not in sys.modules
 '''
 
+@pytest.mark.slow
 @pytest.mark.parametrize('loops', '01' if compiled else '0')
 def test_elsewhere(loops, tmp_path):
     "Without and with jax_enable_x64, without numba, without torch; and from programs that JAX kept on disk"
@@ -147,6 +149,7 @@ def test_elsewhere(loops, tmp_path):
     assert any(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not compiled, reason='numba is missing or switched off')
 def test_loops_that_do_not_work(monkeypatch):
     "Where numba is there and fails, operations of JAX measure, and it is said once"

@@ -14,6 +14,7 @@ from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
+import programs
 import pytest
 
 jax = pytest.importorskip('jax')
@@ -45,6 +46,13 @@ def done(code, **env):
             'JAX_DISABLE_MOST_OPTIMIZATIONS': '1', **env})
     assert got.returncode==0, got.stderr[-3000:]
     return got.stdout
+
+
+def forked(code, *args, **env):
+    "What a process that is forked from one with JAX and torch says"
+    begin = "import jax; jax.config.update('jax_platforms', 'cpu'); jax.config.update('jax_disable_most_optimizations', True)\n"
+    return programs.run(begin+code, *args, after='import flax.linen, flax.nnx, optax, jax.experimental', cwd=root/'tests',
+        PYTHONPATH=os.pathsep.join([str(root), str(root/'tests')]), **env)
 
 
 # ---- rows against what was computed by hand
@@ -105,7 +113,7 @@ def name_of_leaf(path):
 def name_of_row(r): return '.'.join(filter(None, (r['path'], r['pname'] if isinstance(r['pname'], str) else r['tname'])))
 
 
-@pytest.mark.parametrize('name', [pytest.param(n, marks=[pytest.mark.slow]*(n=='transformer')) for n in jaxed.cases])
+@pytest.mark.parametrize('name', [pytest.param(n, marks=[pytest.mark.slow]*(n not in ('mlp', 'nnx', 'equinox', 'recurrent'))) for n in jaxed.cases])
 def test_numbers_and_rows(name, optimized, tmp_path):
     "A compiled training of three steps: no bit of it changes, and there is a row for each array, with the numbers that it has"
     case = made(name)
@@ -187,6 +195,7 @@ class Compact(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('cls,jitted', [(BySetup, False), (Compact, True)])
 def test_names_as_tandv_has_them(cls, jitted, tmp_path):
     "Each tensor type has the modules that have kernels"
@@ -214,6 +223,7 @@ def test_names_as_tandv_has_them(cls, jitted, tmp_path):
     assert df[df.metadata.tensor_type=='Weights'].exponent_counts.sum(axis=1).astype(int).tolist()==[x.size for x in jax.tree.leaves(state)]*3
 
 
+@pytest.mark.slow
 def test_their_notebook(capsys, tmp_path):
     "Not compiled, with float16 pictures from numpy, and a loss that is a `partial`"
     class MLP(nn.Module):
@@ -248,6 +258,7 @@ def test_their_notebook(capsys, tmp_path):
 
 # ---- a step that nobody compiled
 
+@pytest.mark.slow
 def test_python_runs_each_time(tmp_path, capsys):
     "It branches on a value, reads what changes outside, prints, and numbers are the same without tracking"
     model,p = MLP(),made('mlp').state()[0]
@@ -632,7 +643,9 @@ print(json.dumps(out))
 @pytest.mark.slow
 def test_eight_devices(tmp_path):
     "Rows of sharded arrays are of the whole, those in shard_map and pmap of each shard"
-    got = json.loads(done(f'import sys; sys.argv[1:] = [{str(tmp_path)!r}]\n'+eight, XLA_FLAGS='--xla_force_host_platform_device_count=8').splitlines()[-1])
+    ran = forked(eight, tmp_path, XLA_FLAGS='--xla_force_host_platform_device_count=8')
+    assert ran.returncode==0, ran.stderr[-3000:]
+    got = json.loads(ran.stdout.splitlines()[-1])
     key = lambda r: (r['step'], r['path'], r['ttype'], r['tname'], r['call'])
     for name in ('data', 'weights'):
         rows,alone = ({key(r): r for r in got[name][k]} for k in ('rows', 'alone'))
@@ -673,10 +686,10 @@ with track(state[0], home=sys.argv[1], name='killed') as tracker:
             os.kill(os.getpid(), signal.SIGKILL)
 '''
 
+@pytest.mark.slow
 def test_kill(tmp_path):
     "What is on disk after `kill -9` is read, and drawn"
-    got = subprocess.run([sys.executable, '-c', killed, str(tmp_path)], capture_output=True, text=True, cwd=root/'tests',
-        env={**os.environ, 'PYTHONPATH': str(root), 'JAX_PLATFORMS': 'cpu', 'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'})
+    got = forked(killed, tmp_path)
     assert got.returncode==-signal.SIGKILL and got.stdout.split()==['now'], got.stderr[-2000:]
     df = read('killed', home=tmp_path)
     n = df.groupby('step').size()
@@ -705,6 +718,7 @@ with track(state[0], state[1], True, home=sys.argv[1], every=2) as tracker:
 print(after-before, m-n)
 '''
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists('/proc/self/status'), reason='needs /proc')
 def test_memory_is_flat(tmp_path):
     grown,arrays = map(int, done(f'import sys; sys.argv[1:] = [{str(tmp_path)!r}]\n'+flat).splitlines()[-1].split())

@@ -203,6 +203,7 @@ print(hash(tuple(kept[:9])))
 '''
 
 
+@pytest.mark.slow
 def test_one_result_whoever_read_it():
     "Weights that nobody changes have the same digits at each step, in each of two processes, also while the first ones would be loading"
     a,b = (run(still, TORCHEMBER_WAIT='', PYTHONHASHSEED='0') for _ in range(2))

@@ -10,7 +10,7 @@ import pytest
 
 added = '''
 import importlib.util, math, sys, warnings
-import numpy as np, torch
+import numpy as np, torch, torch._dynamo
 import torchember.measure
 spec = importlib.util.find_spec('torchember.measure.summary')
 source = open(spec.origin).read()
@@ -164,6 +164,7 @@ def run(code, none=False, after=added, **env):
     assert done.returncode==0, done.stdout+done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('none', [False, True], ids=['loops', 'no loops'])
 @pytest.mark.parametrize('code', [cpu, armed], ids=['read', 'armed'])
 def test_cpu(code, none):
@@ -181,8 +182,10 @@ def test_triton(): run(by_triton, TRITON_INTERPRET='1')
 
 
 @pytest.mark.skipif(not importlib.util.find_spec('jax'), reason='JAX is not installed')
-@pytest.mark.parametrize('none', [False, pytest.param(True, marks=pytest.mark.slow)], ids=['loops', 'no loops'])
-def test_jax(none): run(by_jax, none)
+@pytest.mark.parametrize('none', [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.release])], ids=['loops', 'no loops'])
+def test_jax(none):
+    "Without loops JAX measures by operations, which read a new sum as those for parts do: in `release`, for XLA compiles each size for seconds"
+    run(by_jax, none)
 
 
 def test_loops_kept_for_shorter_rows():

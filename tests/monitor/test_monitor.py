@@ -479,6 +479,7 @@ def some(first, n):
 print(after-before, more-tensors)
 '''
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists('/proc/self/status'), reason='needs /proc')
 def test_memory_is_flat(tmp_path):
     "In a process of its own: 1500 batches would be 98 MB"

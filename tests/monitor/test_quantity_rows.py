@@ -149,6 +149,7 @@ def test_logframe(logs, reader):
     np.testing.assert_array_equal(pixels(scalar_line, alone), pixels(scalar_line, both))
 
 
+@pytest.mark.slow
 def test_page(logs, reader, tmp_path):
     alone,both = map(page_of, logs)
     kinds = [{k['ttype']: k for k in p['kinds']} for p in (alone, both)]

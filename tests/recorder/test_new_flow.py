@@ -3,6 +3,7 @@
 In a process of its own, where the line is written into a copy of `ground.record` and the room is made by hand.
 """
 import programs
+import pytest
 
 added = '''
 import importlib.util, sys, types
@@ -70,6 +71,7 @@ with pytest.raises(ValueError, match="Did you mean 'residual'"): torchEmber(mode
 '''
 
 
+@pytest.mark.slow
 def test_residuals():
     done = programs.run(added)
     assert done.returncode==0, done.stdout+done.stderr

@@ -7,6 +7,7 @@ import programs
 import pytest
 import torch
 
+libraries = 'from contextlib import suppress\nwith suppress(ImportError): import torch.distributed.fsdp, torch.distributed.tensor, torch.distributed.pipelining'
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available() or sys.platform=='win32', reason='needs torch.distributed with gloo')
 
 calls = '''
@@ -60,7 +61,7 @@ def ran(code, folder):
     script.write_text('import json, torch\nfrom pathlib import Path\nfrom torch import distributed as dist, nn\nfrom torchember import torchEmber\n'
         f"dist.init_process_group('gloo')\nrank,done = dist.get_rank(),{{}}\ntorch.manual_seed(0)\n{code}\n"
         "Path(__file__).with_name(f'{rank}.json').write_text(json.dumps(done))\ndist.barrier()\ndist.destroy_process_group()\n")
-    programs.ranks(script)
+    programs.ranks(script, after=libraries)
     return [json.loads(Path(folder/f'{r}.json').read_text()) for r in range(2)]
 
 
@@ -84,6 +85,7 @@ def test_the_ratio_of_a_shard_is_to_the_shard_of_its_weight(tmp_path):
         assert got==[(pytest.approx(.2, rel=1e-5), pytest.approx(.2/(weight-.2*i), rel=1e-5)) for i in range(2)]
 
 
+@pytest.mark.slow
 def test_a_stage_that_asks_for_shapes_trains_nothing(tmp_path):
     "A pipeline's stage runs the model once with numbers of its own: only the micro-batches are recorded"
     pytest.importorskip('torch.distributed.pipelining')

@@ -88,6 +88,7 @@ def test_weights_of_parts_that_no_call_reaches():
         [s, p, n, 0] for s in (0, 1) for p in ('0.a.0.0', '0.a.1.0.0') for n in ('weight', 'bias')]
 
 
+@pytest.mark.slow
 @needs_hooks
 @pytest.mark.parametrize('with_optimizer,every', [(False, 1), (False, 2), (True, 1), (True, 3)])
 def test_a_compiled_part_of_a_root_that_is_not_called(with_optimizer, every):

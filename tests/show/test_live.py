@@ -55,6 +55,7 @@ def on_terminal(code, stop=None):
 def steps_in(out): return [int(n.replace(',', '')) for n in re.findall(r'followed: step ([\d,]+)', out)]
 
 
+@pytest.mark.slow
 def test_terminal():
     code = program("te.live(every=.2); train(3); print('\\n'+repr(te.close()))")
     out,rc = on_terminal(code)
@@ -65,6 +66,7 @@ def test_terminal():
     assert 'of which live:' in out
 
 
+@pytest.mark.slow
 def test_no_close():
     "A program that ends without `close` does end, and its last line is that of the last step"
     out,rc = on_terminal(program("te.live(every=.2); train(2); print('\\nlast:', te.recorder.step)"))

@@ -39,6 +39,7 @@ def of(name, there): return [f for f in there if name in f]
 
 # ---- listed
 
+@pytest.mark.slow
 def test_a_run_of_several_processes_is_one_row(home):
     got = runs().set_index('name')
     assert sorted(got.index)==['drifted_2', 'pipeline_2', 'sharded_2']
@@ -175,6 +176,7 @@ def test_a_run_that_is_closed_can_be_removed_and_its_name_taken_again(tmp_path):
 def data_of(file): return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', file.read_text(), re.S)[1])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings('ignore:drifted_2')
 def test_every_picture_takes_its_name(home):
     name = 'pipeline_2'
@@ -193,6 +195,7 @@ def test_every_picture_takes_its_name(home):
         len(torchember.emberTracker(name).df)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings('ignore:drifted_2')
 def test_what_is_said_of_the_processes_stands_in_words_and_on_the_page(home, tmp_path, monkeypatch):
     said = 'Replicas have drifted apart: rank 1 has another weight'

@@ -390,6 +390,7 @@ def luminance(css): # as WCAG has it
     return sum(w*(v/12.92 if (v := int(c)/255)<=.04045 else ((v+.055)/1.055)**2.4) for w,c in zip((.2126, .7152, .0722), re.findall(r'\d+', css), strict=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('size', [(390, 800), (1300, 900)], ids=['phone', 'desk'])
 @pytest.mark.parametrize('scheme', ['light', 'dark'])
 def test_on_a_phone_and_a_desk_in_light_and_dark(chromium, tmp_path, size, scheme):
@@ -415,6 +416,7 @@ def test_on_a_phone_and_a_desk_in_light_and_dark(chromium, tmp_path, size, schem
         assert not page.wrong
 
 
+@pytest.mark.slow
 def test_names_are_text_whatever_they_are(chromium, tmp_path):
     class Odd(nn.Module):
         def __init__(self):

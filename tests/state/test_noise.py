@@ -402,6 +402,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_ranks(tmp_path):
     "Two gloo processes say what one says that accumulates the micro-batches of both; one collective of three numbers a step"
     programs.ranks(ranks, tmp_path/'out')

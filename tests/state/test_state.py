@@ -303,6 +303,7 @@ def test_tables_are_plain_python():
     assert sd.numel()==sd.shape()[0]==sum(x.numel() for x in sd.values())
 
 
+@pytest.mark.slow
 def test_what_nnstats_documentation_calls(tmp_path, capsys):
     "Each function and argument that its guide and reference show, under its own name"
     nnstat = torchember

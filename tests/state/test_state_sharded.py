@@ -30,6 +30,7 @@ def close(a, b):
     return math.isclose(a, b, rel_tol=2e-5, abs_tol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('what', range(3), ids=['weight', 'grad', 'update'])
 def test_every_process_is_told_of_the_whole(told, what):
     for t in told: assert close(t['sharded'][what], t['plain'][what])

@@ -123,6 +123,7 @@ while True:
 print(n)
 """
 
+@pytest.mark.slow
 @pytest.mark.parametrize('over', ['over', 'going on'])
 def test_who_compacts_may_be_killed(over, tmp_path):
     "at every call that touches the disk: nothing is lost or twice, and the next one finishes it and clears up"

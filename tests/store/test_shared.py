@@ -62,6 +62,7 @@ def shared_in(home): return sorted(home.glob('log/*/steps-*.parquet'))
 def in_shared(paths): return [any('holder' in p for p in (listed(p) or dict(parts=[]))['parts']) for p in paths]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('seed', range(4))
 def test_each_log_keeps_each_row(tmp_path, seed):
     "in its order, with what each value was, torn lines counted, the same for whoever reads one or all"
