@@ -50,7 +50,7 @@ class Notebook(pytest.File):
                 d = c.directives
                 if 'default_exp' in d: self.mod = f"torchember.{d['default_exp']}"
                 if does_cell_eval(c, True) and not {'default_exp', 'export', 'exporti', 'exports'} & d.keys(): parts[-1][1].append(c)
-            if 'slow' in c.directives: self.add_marker('slow')
+            for mark in {'slow', 'release'} & c.directives.keys(): self.add_marker(mark) # `release`: tutorials whose claims tests/ has, too
         self.todo = [Section.from_parent(self, name=n, cells=cs) for n,cs in parts if cs]
         return list(self.todo)
 
