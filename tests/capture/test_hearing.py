@@ -124,11 +124,12 @@ def alone(kind, how):
 
 PAIRS = [(a, b) for a in WHO for b in WHO if (a!='ember' or b!='ember') and not {a, b}<={'everything', 'outputs', 'passes'}]
 few = [('ember', 'their gradients'), ('their gradients', 'ember'), ('monitor', 'activations'), ('their gradients', 'their gradients'), ('passes', 'everything')]
+also = [pytest.mark.slow, pytest.mark.release] # a pair that is right in eager, in one graph, and in the blocks of another pair
+compiled = [pytest.param(how, *p, marks=also[:(i>1) if how=='whole' else 1+(i>2)]) for how in ('whole', 'blocks') for i,p in enumerate(few)]
 
 
 @pytest.mark.filterwarnings('ignore')
-@pytest.mark.parametrize(('how', 'a', 'b'), [*(('eager', a, b) for a,b in PAIRS), *(pytest.param(h, *p, marks=[pytest.mark.slow]*(h=='blocks' or i>1))
-    for h in ('whole', 'blocks') for i,p in enumerate(few))])
+@pytest.mark.parametrize(('how', 'a', 'b'), [*(('eager', a, b) for a,b in PAIRS), *compiled])
 @torch._dynamo.config.patch(**{'recompile_limit' if hasattr(torch._dynamo.config, 'recompile_limit') else 'cache_size_limit': 64})
 def test_each_is_told_what_it_is_told_alone(how, a, b):
     "One comes, another, the first goes, comes again, the other goes: whole rows, in each pass, and the training is the same to the last bit"

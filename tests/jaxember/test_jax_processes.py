@@ -176,6 +176,7 @@ def test_two_devices_in_each_of_two_processes(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.release # two axes are in CI by two devices in each of two processes; four compile everything four times
 def test_four_processes(tmp_path):
     start(tmp_path, 4, 1, 'two_axes', 'modules', 'layouts')
     for case in 'two_axes_4','modules_4': same_as_one(tmp_path, case)

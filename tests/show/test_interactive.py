@@ -207,6 +207,7 @@ THEIRS = ["interactive(exp_hist, df=lf, layer='output', tt='Activation', step=0,
 
 
 @pytest.mark.slow
+@pytest.mark.release # their calls do not change: test_words_of_pictures and test_controls understand them, and a browser moves such pictures above
 def test_calls_of_track_and_visualize(lab):
     calls = [f'v = {call}\nviews.append(v)' for call in THEIRS]
     nb = Notebook(lab(1), '%matplotlib widget', LLAMA, 'views = []', *calls, size=(1800, 1600), fresh=False)
