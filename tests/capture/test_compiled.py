@@ -102,6 +102,7 @@ def test_reduce_overhead():
     same_rows(*rows, 2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('how,times', [('whole', 3), ('blocks', 10)])
 def test_a_looped_block(how, times):
     "Also more often than Dynamo compiles one code"
@@ -111,6 +112,7 @@ def test_a_looped_block(how, times):
     same_training(eager(1, times), got)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('how', ['whole', 'blocks'])
 @pytest.mark.parametrize('reentrant', [False, True])
 def test_checkpointing(how, reentrant):
@@ -236,6 +238,7 @@ def backward_compiled(model, te, forward, around, backend):
     return count.frame_count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('backend,forward,around', [('eager', 'eager', 'the backward'), ('eager', 'compiled', 'all'), ('aot_eager', 'eager', 'all'),
     ('aot_eager', 'compiled', 'the backward'), *(pytest.param('inductor', *p, marks=[pytest.mark.slow, pytest.mark.release])
     for p in itertools.product(('eager', 'compiled'), ('all', 'the backward')))])
@@ -404,6 +407,7 @@ class Views(nn.Module):
         return self.act(z.t()+1), y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('backend', TOL)
 def test_in_place_and_views(backend):
     want,got = (train(Views, lambda: torch.randn(5, 4), how, backend, ttypes=ALL) for how in ('eager', 'whole'))

@@ -74,6 +74,7 @@ def test_arrays_of_ours():
 def mixed(dtype): return nn.Sequential(nn.Linear(40, 30), nn.BatchNorm1d(30), nn.ReLU(), nn.Linear(30, 3)).to(dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('dtype,stats,compiled', [*((d, s, False) for d in (torch.float32, torch.float64, torch.bfloat16) for s in (*sets, 'own')),
     (torch.float32, 'full', True), (torch.float64, 'own', True)])
 def test_an_armed_training(dtype, stats, compiled):
@@ -98,6 +99,7 @@ def test_an_armed_training(dtype, stats, compiled):
     assert len(te.t.df) and not te.recorder.notices.errors
 
 
+@pytest.mark.slow
 def test_while_loops_are_loaded_and_without_numba():
     "The readers that stand in, in processes of their own"
     code = textwrap.dedent('''

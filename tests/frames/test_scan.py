@@ -42,6 +42,7 @@ def same(got, want):
         assert [json.loads(x) if isinstance(x, str) else plain(x) for x in a]==[None if as_json(x) is None else json.loads(as_json(x)) for x in b], c
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('kept', ['lines', 'parts', 'both'])
 @settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.lists(row, min_size=1, max_size=12))
@@ -171,6 +172,7 @@ def equal(got, want):
     assert [p for p,_ in got]==[p for p,_ in want] and np.allclose([m for _,m in got], [m for _,m in want], rtol=1e-12, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('engine', ask)
 @pytest.mark.parametrize('what', ['one process', 'several'])
 def test_one_question(tmp_path, monkeypatch, engine, what):

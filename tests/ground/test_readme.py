@@ -44,6 +44,7 @@ def needs_jax(code):
         for lib in ('jax', 'flax', 'optax'): pytest.importorskip(lib)
 
 
+@pytest.mark.slow
 def test_in_order(tmp_path):
     "All of it, in one program, with the table's lines where they stand; nothing in it asks for what comes later"
     at = next(i for i,b in enumerate(blocks) if b.startswith('from torchember import compare'))
@@ -95,6 +96,7 @@ def test_no_two_entries_of_the_menu_are_called_alike():
     assert len(pages)>20 and sorted(map(title, pages))==sorted({title(p) for p in pages})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('width', [1920, 1400, 1320, 1280, 1100, 1000, 400])
 def test_pages_are_as_wide_as_the_window(chromium, tmp_path, width):
     "Furo's page with our width of text, and code in it that has longer lines"

@@ -41,6 +41,7 @@ def found_in(bias=0., scale=1., nan=None, rate=1e-2, sign=1):
     return diagnose('jax')
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings('ignore::torchember.EmberWarning')
 @pytest.mark.parametrize(('fault', 'rule', 'path', 'step'), [(dict(bias=-10.), 'dead_units', 'b', 0), (dict(nan=20), 'not_finite', 'a', 20),
     (dict(scale=30.), 'poor_scale', 'b', 0), (dict(rate=3.), 'update_too_large', '', 0), (dict(rate=1e-9), 'update_too_small', '', 0),

@@ -60,6 +60,7 @@ def made(kind, size, scale, offset, spoiled, seed):
 some_array = given(st.sampled_from(kinds), st.sampled_from((0, 1, 6, 257, 33_001, 70_000)), st.sampled_from((1, 1e25, 1e-25, 1e-41, 1e4)),
     st.sampled_from((0, 0, 1000)), st.lists(st.sampled_from((np.nan, np.inf, -np.inf, 0., 1e-40)), max_size=3), st.integers(0, 99))
 
+@pytest.mark.slow
 @settings(phases=[Phase.explicit], deadline=None)
 @some_array
 @example('float32', 70_000, 1, 1e6, [], 1)

@@ -105,6 +105,7 @@ def pixels(picture, of):
     return image
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', pictures)
 def test_pictures(logs, name):
     alone,both = (pixels(pictures[name], t) for t in logs)

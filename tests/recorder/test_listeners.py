@@ -328,6 +328,7 @@ program = """if True:
 """
 
 
+@pytest.mark.slow
 def test_the_end_of_the_interpreter(tmp_path):
     "All that is in the file was told, though nobody has closed the run"
     assert run(program+'    te.t.listen(say); train(3)', tmp_path)[:2]==(0, '0:1 1:1 2:1 ')

@@ -156,6 +156,7 @@ def test_search_narrows_the_table_and_the_tree(chromium, tmp_path):
         expect(page.locator('[role=treeitem]')).to_have_count(n)
 
 
+@pytest.mark.slow
 def test_search_narrows_the_heat_map_and_the_lines(chromium, tmp_path):
     te = train(net(), 'charts')
     rows = lambda page: page.evaluate("charts.heat.axes[1]._values") # names beside the heat map
@@ -221,6 +222,7 @@ def test_one_bar_of_all_numbers_is_a_sentence(chromium, tmp_path):
             assert page.locator('#sizes canvas').count()==(label=='some')
 
 
+@pytest.mark.slow
 def test_all_of_it_by_keyboard(chromium, tmp_path):
     train(net(), 'keys')
     with opened(chromium, report('keys', tmp_path/'a.html')) as page:
@@ -504,6 +506,7 @@ def unfinished():
     return te
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('what,source', [pytest.param(w, s, id=w) for w,s in sources()])
 def test_a_page_of_whatever_there_is(chromium, tmp_path, what, source):
     with opened(chromium, report(source(), tmp_path/'a.html')) as page:
@@ -537,6 +540,7 @@ def test_what_cannot_be_reported_is_said(tmp_path):
     assert report('b', tmp_path)==tmp_path/'b.html'
 
 
+@pytest.mark.slow
 def test_quick_hands_do_no_harm(chromium, tmp_path):
     train(net(), 'quick', ttypes=('input', 'output', 'weight', 'weight_grad', 'update', 'optimizer'))
     with opened(chromium, report('quick', tmp_path/'a.html')) as page:
@@ -551,6 +555,7 @@ def test_quick_hands_do_no_harm(chromium, tmp_path):
         assert not page.wrong and page.locator('#small').inner_text()==small
 
 
+@pytest.mark.slow
 def test_zooming_chooses_nothing(chromium, tmp_path):
     train(net(), 'zoom', steps=39, every=4) # so that tensors end before the loss does
     with opened(chromium, report('zoom', tmp_path/'a.html')) as page:
@@ -590,6 +595,7 @@ def test_a_loss_that_is_not_finite_is_said_where_tensors_are(chromium, tmp_path)
         assert page.locator('#number option').all_inner_texts()==['loss', 'rate'] # a mark is no number of a step
 
 
+@pytest.mark.slow
 def test_sizes_of_a_module_that_is_called_twice_now_and_then(chromium, tmp_path):
     class Twice(nn.Module):
         def __init__(self):
@@ -606,6 +612,7 @@ def test_sizes_of_a_module_that_is_called_twice_now_and_then(chromium, tmp_path)
     with opened(chromium, report(te, tmp_path/'b.html'), '#tensors=weight') as page: expect(page.locator('#sizes .readout')).to_contain_text('8,248 numbers')
 
 
+@pytest.mark.slow
 def test_the_table_of_a_long_run_is_exact_and_charts_say_which_steps(chromium, tmp_path):
     steps = 2500
     df = pd.DataFrame(dict(path='a', ttype='output', tname='output_0', step=range(steps), std=np.random.default_rng(0).lognormal(size=steps)))

@@ -61,6 +61,7 @@ pictures = {'overview': overview, 'scalar_line': scalar_line, 'exp_hist': exp_hi
     'tree': tree, 'updates': updates, 'out_of_range': lambda r: out_of_range(r, 'float8_e5m2'), 'compare': lambda r: compare([r, r])}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', pictures)
 @pytest.mark.parametrize('theme', ['default', 'dark_background'])
 def test_each_picture_of_an_ember_a_tracker_and_a_table(run, name, theme):

@@ -105,6 +105,7 @@ calls = { # the same picture, asked for in three ways
     summary: (('fc1', 'weight', ['rms']), dict(layer='fc1', tt='weight', stats=['rms']), ('weight', ['rms'], 'fc1'))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('f', calls, ids=lambda f: f.__name__)
 def test_words_and_orders(f, t):
     "Ours, theirs, and the order that there was"

@@ -40,6 +40,7 @@ def same(a, b):
     for k in a: assert told(a[k])==told(b[k]), k
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('over', [True, False], ids=['over', 'going on'])
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors])
 @given(rows=log, torn=st.integers(0, 12), size=st.integers(200, 2000), n=st.integers(3, 6))

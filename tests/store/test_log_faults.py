@@ -81,6 +81,7 @@ for i in range(10**9):
 """
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment(tmp_path):
     "SIGKILL: what was there at a barrier is there, every file can be read, and the run goes on"
     draw,barriers = random.Random(0),0

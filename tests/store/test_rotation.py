@@ -335,6 +335,7 @@ for i in range(first, first+100_000):
     print(i, flush=True)
 """
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_loses_nothing(tmp_path):
     "at any moment, and goes on, fifteen times; nor does whoever compacts it then"
     g,t = random.Random(0),emberTracker('a', tmp_path)
@@ -367,6 +368,7 @@ def done(t):
             time.sleep(.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('what', ['rotated', pytest.param('joined', marks=pytest.mark.slow)])
 def test_who_is_killed_at_any_call_that_touches_the_disk(what, tmp_path):
     p = programs.run(at_calls, tmp_path/'home', what)
