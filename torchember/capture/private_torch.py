@@ -5,14 +5,16 @@
 # %% auto #0
 __all__ = ['count_dispatch_modes', 'count_function_modes', 'inside_transform', 'without_dispatch_modes', 'without_function_modes',
            'without_transforms', 'is_wrapped', 'unwrap', 'running_node', 'who_saves', 'again', 'apply',
-           'metadata_passes', 'is_tracing', 'hooks_in_graphs', 'say_missing', 'computes_again', 'recomputing',
-           'function_around', 'call_in', 'only_metadata', 'same_function', 'never_compile', 'say_no_hooks',
-           'thread_token', 'never_merge', 'keep_in_order', 'has_step_hooks', 'loss_scale', 'is_unscaled',
-           'any_unscaled', 'shared_store', 'fsdp_of', 'group_between_shards', 'is_fsdp', 'running_ddp',
+           'metadata_passes', 'next_number', 'engine', 'DispatchMode', 'reads_number', 'Arguments', 'is_tracing',
+           'hooks_in_graphs', 'say_missing', 'computes_again', 'recomputing', 'function_around', 'call_in',
+           'only_metadata', 'same_function', 'number_of', 'is_engine', 'arguments_of', 'by_dynamo', 'never_compile',
+           'say_no_hooks', 'thread_token', 'never_merge', 'keep_in_order', 'has_step_hooks', 'loss_scale',
+           'is_unscaled', 'any_unscaled', 'shared_store', 'fsdp_of', 'group_between_shards', 'is_fsdp', 'running_ddp',
            'pipeline_stages', 'who_calls_hooks']
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch02
-import gc, sys, weakref
+import functools, gc, sys, weakref
+from collections import namedtuple
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
 
@@ -135,6 +137,53 @@ def same_function(now, before):
     "Whether these are of one call of a Function, or of its backward"
     if now is None or now is True or before is None or before is True: return now is True
     return len(now)==len(before) and all(a() is not None and a() is b() for a,b in zip(now, before, strict=True))
+
+# %% ../../nbs/10_capture/05_private_torch.ipynb #8c0a7e02
+# The number that the next node of a graph gets in this thread, in torch 2.0 and later; what runs the nodes, in torch 2.3 and later
+next_number = private('torch._C._autograd._get_sequence_nr', lambda: 0, 'locate does not know of which line of the forward a backward is')
+engine = private('torch.autograd.graph._engine_run_backward', None, 'locate takes what is computed again in a backward for a part of what calls that')
+
+def number_of(node): return node._sequence_nr() if hasattr(node, '_sequence_nr') else -1
+
+def is_engine(code): return engine is not None and code is engine.__code__
+
+# %% ../../nbs/10_capture/05_private_torch.ipynb #8c0a7e05
+# A mode that sees each operation: in torch 2.0 and later
+DispatchMode = private('torch.utils._python_dispatch.TorchDispatchMode', nullcontext, 'locate sees no operation, and finds nothing')
+reads_number = 'aten._local_scalar_dense' # what `item` calls, in all torches
+
+Arguments = namedtuple('Arguments', 'names written unread view') # names in order; two sets of them; whether what is returned is a view of one
+
+@functools.cache
+def arguments_of(
+    op # An operation, as a dispatch mode gets it
+) -> Arguments: # Of one without `_schema`, such as an attention that is given as a function, nothing is known
+    """What an operation does with its arguments. In torch 2.0 and later
+
+    Args:
+        op: An operation, as a dispatch mode gets it
+
+    Returns:
+        Of one without `_schema`, such as an attention that is given as a function, nothing is known
+    """
+    schema = getattr(op, '_schema', None)
+    if schema is None: return Arguments((), frozenset(), frozenset(), False)
+    written = frozenset(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    view = not written and len(schema.returns)>0 and all(r.alias_info is not None for r in schema.returns)
+    return Arguments(tuple(a.name for a in schema.arguments), written, frozenset(a.name for a in schema.arguments if a.is_out), view)
+
+# %% ../../nbs/10_capture/05_private_torch.ipynb #8c0a7e08
+def by_dynamo(
+    frame # One that runs
+) -> bool:
+    """Whether this is what `torch.compile` put around a function or a module. In all torches
+
+    Args:
+        frame: One that runs
+    """
+    dynamo = sys.modules.get('torch._dynamo.eval_frame')
+    if dynamo is None or frame.f_code.co_filename!=dynamo.__file__: return False
+    return type(frame.f_locals.get('self')).__name__ in ('OptimizeContext', 'OptimizedModule') # else it is around a function that is never to be compiled
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch20
 # Whether `torch.jit.trace` looks at a model, asked without two functions of Python around it: in all torches

@@ -1,0 +1,684 @@
+"A step is run again, and the operation is named that its NaN comes from"
+import copy
+import gc
+import inspect
+import math
+import re
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.modules import module as of_torch
+from torch.optim import optimizer as of_optimizers
+from torch.utils.checkpoint import checkpoint
+
+from torchember import locate, torchEmber
+from torchember.health.locate import Located
+
+inf,nan = math.inf,math.nan
+
+
+def line(of, text):
+    "The number of the one line of a function or class in this file that has a text"
+    lines,first = inspect.getsourcelines(of)
+    [found] = [first+i for i,s in enumerate(lines) if text in s]
+    return found
+
+
+def told(got): return got.op, got.made, got.phase, got.path, got.kind
+
+
+def at(got, of, text):
+    "Whether it is that line of that function"
+    return (got.file, got.line, text in got.text)==('test_locate.py', line(of, text), True)
+
+
+def mlp(*inner): return nn.Sequential(nn.Linear(4, 8), *inner, nn.Linear(8, 3))
+
+
+def batch(n=6): return torch.randn(n, 4), torch.randint(3, (n,))
+
+
+# ---- in the forward
+
+class Entropy(nn.Module):
+    def __init__(self): super().__init__(); self.scores = nn.Linear(8, 5)
+
+    def forward(self, x):
+        p = self.scores(x).relu()
+        plogp = p*p.log()
+        return plogp
+
+
+def test_log_of_zero_in_a_module():
+    model,(x,y) = mlp(Entropy()),batch()
+    model[2] = nn.Linear(5, 3)
+    def step(): F.cross_entropy(model(x), y).backward()
+    got = locate(step)
+    assert told(got)==('aten.log', '-inf', 'forward', '1', 'Entropy') and at(got, Entropy, 'p.log()')
+    [(name, v)] = got.inputs
+    zeros = int((model[1].scores(model[0](x)).relu()==0).sum())
+    assert (name, v['shape'], v['dtype'], v['low'], v['nan'], v['inf'])==('self', (6, 5), 'float32', 0, 0, 0) and v['high']>0
+    assert got.count==got.output['minus']==zeros>0 and got.output['n']==30
+    assert got.then.startswith('aten.mul made NaN of it, in the forward of `1` (Entropy), at test_locate.py:')
+    assert got.reached[0]=='the loss' and 'the gradient of `0.weight`' in got.reached
+    said = str(got)
+    assert said.startswith(f'aten.log made {zeros} of 30 values -inf, in the forward of `1` (Entropy), at test_locate.py:{got.line}.\n    plogp = p*p.log()\n')
+    assert 'self: [6, 5] float32, 0 to ' in said
+
+
+def test_log_of_zero_in_a_loss_outside_of_any_module():
+    model,(x,y) = mlp(),batch()
+    def loss_of(out): return -(F.one_hot(y, 3)*(out*1000).softmax(-1).log()).sum()
+    def step(): loss_of(model(x)).backward()
+    got = locate(step)
+    assert told(got)==('aten.log', '-inf', 'forward', None, None) and at(got, loss_of, 'def loss_of')
+    assert 'outside of any module' in str(got)
+
+
+def test_log_of_zero_that_stays_infinite():
+    p = torch.tensor([.5, 0.], requires_grad=True)
+    losses = []
+    def step():
+        loss = -p.log().sum()
+        losses.append(loss*2)
+    got = locate(step)
+    assert told(got)[:3]==('aten.log', '-inf', 'forward') and got.then is None and got.reached==['a number with a gradient']
+    def step(): losses.append((-p.detach().log().sum()).item())
+    assert locate(step).reached==['a number that was asked for']
+    def step(): return -p.log().sum()
+    assert locate(step).reached[0]=='what the step returned'
+
+
+def test_a_loss_that_is_a_module():
+    class Ratio(nn.Module):
+        def forward(self, out): return (out/out.detach().relu()).mean()
+    model,(x,_),loss = mlp(),batch(),Ratio()
+    def step(): loss(model(x)).backward()
+    got = locate(step)
+    assert got.op=='aten.div' and got.made in ('-inf', 'inf') and (got.path, got.kind)==('', 'Ratio')
+    assert 'in the forward of a Ratio' in str(got)
+
+
+def test_zero_by_zero():
+    class Standardize(nn.Module):
+        def forward(self, x): return (x-x.mean(0))/x.std(0)
+    model,(x,y) = nn.Sequential(nn.Sequential(Standardize()), nn.Linear(4, 3)),batch()
+    x[:, 2] = 1
+    def step(): F.cross_entropy(model(x), y).backward()
+    got = locate(step)
+    assert told(got)==('aten.div', 'NaN', 'forward', '0.0', 'Standardize') and got.count==6 and at(got, Standardize, 'x.std(0)')
+    assert [n for n,_ in got.inputs]==['self', 'other'] and got.inputs[1][1]['low']==0
+
+
+def softmax_by_hand(x):
+    e = x.exp()
+    return e/e.sum(-1, keepdim=True)
+
+
+def test_exp_overflows():
+    model,(x,y) = mlp(),batch()
+    def step(): (softmax_by_hand(model(x)*1000)*F.one_hot(y, 3)).sum().backward()
+    got = locate(step)
+    assert told(got)==('aten.exp', 'inf', 'forward', None, None) and at(got, softmax_by_hand, 'x.exp()') and 'aten.div made NaN' in got.then
+
+
+def test_half_precision_overflows():
+    class Square(nn.Module):
+        def forward(self, x): return x*x
+    model,(x,_) = nn.Sequential(nn.Linear(4, 4), Square(), nn.LayerNorm(4)).half(),batch()
+    def step(): model(x.half()*3000).float().square().sum().backward()
+    got = locate(step)
+    assert told(got)==('aten.mul', 'inf', 'forward', '1', 'Square') and got.output['dtype']=='float16' and 'layer_norm made NaN' in got.then
+    assert 256<=got.inputs[0][1]['high']<65504
+
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
+def test_autocast(dtype):
+    model,(x,y) = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)),batch()
+    nn.init.constant_(model[1].weight, 200. if dtype is torch.float16 else 2e38)
+    def step():
+        with torch.autocast('cpu', dtype=dtype): out = model(x.abs()*1000+1000)
+        F.cross_entropy(out.float(), y).backward()
+    nn.init.constant_(model[0].weight, 1.)
+    got = locate(step)
+    assert (got.made, got.phase, got.path, got.kind)==('inf', 'forward', '1', 'Linear') and got.op=='aten.addmm'
+    assert got.output['dtype']==str(dtype)[6:]
+
+
+def test_a_recurrent_network_explodes():
+    class Recurrent(nn.Module):
+        def __init__(self): super().__init__(); self.cell,self.head = nn.RNNCell(4, 4, nonlinearity='relu'),nn.Linear(4, 3)
+        def forward(self, x):
+            h = torch.zeros(x.shape[0], 4)
+            for _ in range(200): h = self.cell(x, h)
+            return self.head(h)
+    model,(x,y) = Recurrent(),batch()
+    nn.init.constant_(model.cell.weight_hh, 1.)
+    def step(): F.cross_entropy(model(x), y).backward()
+    got = locate(step)
+    assert got.made=='inf' and (got.phase, got.path, got.kind)==('forward', 'cell', 'RNNCell') and got.file=='test_locate.py'
+    assert at(got, Recurrent, 'h = self.cell(x, h)')
+
+
+def test_a_module_of_torch_that_loops_in_c():
+    model,x = nn.LSTM(4, 4, proj_size=2),torch.randn(5, 2, 4)
+    with torch.no_grad(): model.weight_hr_l0.fill_(1e38)
+    x = x.abs()*100
+    def step(): (model(x)[0]*1e3).sum().backward()
+    got = locate(step)
+    assert got and got.made in ('inf', '-inf', 'NaN') and got.path in ('', None)
+
+
+# ---- in the backward
+
+def test_the_derivative_of_a_root_at_zero():
+    class Norm(nn.Module):
+        def forward(self, x): return x.square().sum(-1).sqrt()
+    model,(x,_) = nn.Sequential(nn.Linear(4, 4), Norm()),batch()
+    for p in model.parameters(): nn.init.zeros_(p)
+    def step(): model(x).sum().backward()
+    got = locate(step)
+    assert told(got)==('aten.div', 'inf', 'backward', '1', 'Norm') and got.node=='SqrtBackward0' and at(got, Norm, '.sqrt()')
+    assert got.count==6 and 'in the backward (SqrtBackward0) of test_locate.py:' in str(got)
+    assert 'aten.mul made NaN of it, in the backward (PowBackward0)' in got.then
+    assert {'the gradient of `0.bias`', 'the gradient of `0.weight`'}=={*got.reached}
+
+
+def test_where_does_not_stop_a_gradient():
+    w = nn.Parameter(torch.tensor([0., 1.]))
+    def step(): torch.where(w>0, w.log(), 0.).sum().backward()
+    got = locate(step) # nothing of the infinity of the forward is left: it is the backward's own
+    assert told(got)[:3]==('aten.div', 'NaN', 'backward') and got.node=='LogBackward0' and got.reached==['the gradient of a tensor of [2]']
+
+
+def test_a_backward_of_ones_own():
+    class Bad(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x): return x+1
+
+        @staticmethod
+        def backward(ctx, g): return g/torch.zeros_like(g)
+    class Calls(nn.Module):
+        def forward(self, x): return Bad.apply(x)
+    model,(x,y) = mlp(Calls()),batch()
+    def step(): F.cross_entropy(model(x), y).backward()
+    got = locate(step)
+    assert (got.op, got.phase, got.path, got.kind, got.node)==('aten.div', 'backward', '1', 'Calls', 'BadBackward') and at(got, Bad, 'zeros_like')
+
+
+def test_a_hook_on_a_tensor():
+    model,(x,y) = mlp(),batch()
+    def spoil(g): return g*1e38*1e38
+    def step():
+        h = model[0](x)
+        h.register_hook(spoil)
+        F.cross_entropy(model[1](h), y).backward()
+    got = locate(step, model)
+    assert (got.op, got.phase)==('aten.mul', 'backward') and at(got, spoil, '1e38')
+
+
+# ---- computed again, compiled
+
+class Block(nn.Module):
+    def __init__(self, bad): super().__init__(); self.inner,self.bad = nn.Linear(8, 8),bad
+
+    def forward(self, x):
+        h = self.inner(x)
+        return h/(h-h) if self.bad else h
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant, bad=True):
+        super().__init__()
+        self.first,self.block,self.last,self.reentrant = nn.Linear(4, 8),Block(bad),nn.Linear(8, 3),reentrant
+
+    def forward(self, x): return self.last(checkpoint(self.block, self.first(x), use_reentrant=self.reentrant))
+
+
+@pytest.mark.parametrize('reentrant', [False, True])
+def test_a_checkpointed_block(reentrant):
+    model,(x,y) = Checkpointed(reentrant),batch()
+    def step(): F.cross_entropy(model(x), y).backward()
+    got = locate(step)
+    assert got.op=='aten.div' and (got.phase, got.path, got.kind)==('forward', 'block', 'Block') and at(got, Block, 'h/(h-h)')
+    assert not locate(lambda: F.cross_entropy(Checkpointed(reentrant, False)(x), y).backward())
+
+
+@pytest.mark.parametrize('reentrant', [False, True])
+def test_the_backward_of_a_checkpointed_block(reentrant):
+    class Root(nn.Module):
+        def forward(self, x): return (x-x.detach()).abs().sqrt()
+    model,(x,y) = Checkpointed(reentrant),batch()
+    model.block = Root()
+    def step(): F.cross_entropy(model(x), y).backward()
+    got = locate(step)
+    assert (got.phase, got.node, got.path, got.kind)==('backward', 'SqrtBackward0', 'block', 'Root') and at(got, Root, 'sqrt()')
+
+
+def test_only_what_is_computed_again_is_bad():
+    "Its values are not those of the forward"
+    class Worse(nn.Module):
+        n = 0
+        def forward(self, x):
+            self.n += 1
+            return (x/(2-self.n)).exp()
+    model,(x,y) = Checkpointed(False),batch()
+    model.block = Worse()
+    def step(): F.cross_entropy(model(x), y).backward()
+    got = locate(step)
+    assert got.op=='aten.div' and (got.phase, got.path, got.kind)==('forward', 'block', 'Worse') and at(got, Worse, 'exp()')
+
+
+def test_a_compiled_model():
+    model,(x,y) = mlp(Block(True)),batch()
+    fast = torch.compile(model, backend='eager')
+    def step(): F.cross_entropy(fast(x), y).backward()
+    got = locate(step)
+    assert got.op=='aten.div' and (got.path, got.kind)==('1', 'Block') and at(got, Block, 'h/(h-h)')
+    assert got.notes==['What torch.compile has compiled ran without that.'] and got.notes[0] in str(got)
+    assert locate(lambda: model(x)).notes==[]
+
+
+# ---- in the step
+
+@pytest.mark.parametrize('foreach', [False, True])
+def test_a_step_too_large(foreach):
+    model,(x,y) = mlp(),batch()
+    opt = torch.optim.SGD(model.parameters(), lr=1e38, foreach=foreach)
+    def step():
+        (F.cross_entropy(model(x), y)*1e3).backward()
+        opt.step()
+    got = locate(step)
+    assert (got.made in ('inf', '-inf'), got.phase)==(True, 'optimizer') and got.tensor=='`0.weight`' and at(got, step, 'opt.step()')
+    assert got.op==('aten._foreach_add_' if foreach else 'aten.add_') and 'in a step of SGD' in str(got) and '`0.weight`' in got.reached
+
+
+@pytest.mark.parametrize('foreach', [False, True])
+def test_adam_without_eps(foreach):
+    model,(x,y) = mlp(),batch()
+    model[1].weight.requires_grad_(True)
+    opt = torch.optim.Adam(model.parameters(), eps=0., foreach=foreach)
+    def step():
+        opt.zero_grad(set_to_none=False)
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        model[1].bias.grad.zero_()
+        opt.step()
+    got = locate(step)
+    assert (got.made, got.phase, got.tensor)==('NaN', 'optimizer', '`1.bias`') and 'addcdiv' in got.op and got.count==3
+
+
+@pytest.mark.parametrize('layer', [0, 1])
+def test_weights_that_were_bad_before(layer):
+    model,(x,y) = mlp(),batch()
+    with torch.no_grad(): model[layer].weight.zero_()[0, 0] = inf # as a mask would be
+    def step(): F.cross_entropy(model(x), y).backward()
+    got = locate(step)
+    assert (got.phase, got.made, got.count, got.tensor, got.op)==('before', 'inf', 1, f'`{layer}.weight`', 'aten.addmm')
+    assert (got.path, got.kind)==(str(layer), 'Linear')
+    n = model[layer].weight.numel()
+    assert str(got).startswith(f'1 of {n} values of `{layer}.weight` are inf, and no operation of this step has made them so. aten.addmm reads them first')
+
+
+def test_what_an_optimizer_kept_was_bad_before():
+    model,(x,y) = mlp(),batch()
+    opt = torch.optim.Adam(model.parameters())
+    def step():
+        F.cross_entropy(model(x), y).backward()
+        opt.step()
+    step()
+    opt.state[model[0].bias]['exp_avg_sq'][2] = nan
+    got = locate(step)
+    assert (got.phase, got.tensor, got.count)==('before', '`exp_avg_sq` that Adam keeps for `0.bias`', 1)
+
+
+@pytest.mark.parametrize('row', [0, 5])
+def test_data_that_are_bad(row):
+    model,(x,y) = mlp(),batch()
+    x[row, 1] = nan
+    def step():
+        for part in x.split(2): F.cross_entropy(model(part), y[:2]).backward()
+    got = locate(step)
+    assert (got.phase, got.made, got.count, got.tensor, got.path)==('before', 'NaN', 1, '`x`', '0')
+
+
+def test_data_in_a_dict():
+    model,(_,y) = mlp(),batch()
+    def loaded(): return {'x': torch.from_numpy(np.float32([[inf], *[[v] for v in range(5)]])+np.zeros((6, 4), np.float32)), 'y': y}
+    def step():
+        batch = loaded()
+        F.cross_entropy(model(batch['x']), batch['y']).backward()
+    assert locate(step).tensor=="`batch['x']`"
+
+
+def test_data_that_look_nearly_like_a_mask():
+    model,(x,y) = mlp(),batch()
+    x.zero_()[0, :2] = torch.tensor([inf, -inf])
+    got = locate(lambda: F.cross_entropy(model(x), y).backward())
+    assert (got.phase, got.made, got.tensor)==('before', 'inf', '`x`')
+
+
+def test_a_nan_that_is_written_into_the_code():
+    got = locate(lambda: torch.ones(2)*nan)
+    assert (got.op, got.made, got.count, got.reached)==('aten.mul', 'NaN', 2, ['what the step returned'])
+
+
+# ---- infinities that are meant
+
+def causal(x, mask=None):
+    s = x@x.transpose(-1, -2)
+    return (s.masked_fill(torch.ones(s.shape).triu(1)>0, -inf) if mask is None else s+mask).softmax(-1)@x
+
+
+@pytest.mark.parametrize('mask', [None, torch.full((6, 6), -inf).triu(1), torch.ones(6, 6).tril().log()])
+def test_a_mask_is_no_fault(mask):
+    model,(x,y) = mlp(),batch()
+    opt = torch.optim.Adam(model.parameters())
+    def step():
+        F.cross_entropy(causal(model(x), mask), y).backward()
+        opt.step()
+    got = locate(step)
+    assert not got and got.op is None and got.reached==() and str(got).startswith('Nothing in this step is left that is not finite.')
+
+
+@pytest.mark.parametrize('make', [lambda: torch.full((6, 6), -inf).triu(1),
+    lambda: torch.zeros(6, 6).masked_fill_(torch.ones(6, 6).triu(1)>0, -inf),
+    lambda: torch.where(torch.ones(6, 6).tril()>0, 0., -inf), lambda: torch.ones(6, 6).tril().log(), lambda: nn.Transformer.generate_square_subsequent_mask(6)])
+def test_a_mask_that_is_made_in_the_step_is_no_fault(make):
+    model,(x,y) = mlp(),batch()
+    assert not locate(lambda: F.cross_entropy(causal(model(x), make()), y).backward())
+
+
+def test_attention_of_torch():
+    model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0., batch_first=True)
+    x = torch.randn(2, 5, 8)
+    mask = nn.Transformer.generate_square_subsequent_mask(5)
+    assert not locate(lambda: model(x, src_mask=mask, is_causal=True).square().mean().backward())
+    assert not locate(lambda: F.scaled_dot_product_attention(x, x, x, attn_mask=mask==0).sum())
+    model.norm1.weight.data.fill_(1e38)
+    got = locate(lambda: model(x*1e4, src_mask=mask, is_causal=True).square().mean().backward())
+    assert got.made!='-inf' or not got.op.startswith('aten.masked_fill')
+
+
+def test_a_row_that_is_all_masked():
+    model,(x,y) = mlp(),batch()
+    def attend(x):
+        s = x@x.T
+        s = s.masked_fill(torch.ones(6, 6).triu()>0, -inf)
+        return s.softmax(-1)@x
+    def step(): F.cross_entropy(attend(model(x)), y).backward()
+    got = locate(step)
+    assert told(got)==('aten._softmax', 'NaN', 'forward', None, None) and at(got, attend, 'softmax(-1)') and got.count==6
+    assert re.search('That was meant to be infinite: aten.masked_fill made -inf outside of any module, at test_locate.py:', str(got))
+
+
+def test_a_row_that_a_buffer_masks():
+    class Attend(nn.Module):
+        def __init__(self): super().__init__(); self.register_buffer('mask', torch.full((6, 6), -inf).triu())
+        def forward(self, x): return (x@x.T+self.mask).softmax(-1)@x
+    model,(x,y) = mlp(Attend()),batch()
+    got = locate(lambda: F.cross_entropy(model(x), y).backward())
+    assert told(got)==('aten._softmax', 'NaN', 'forward', '1', 'Attend') and 'the buffer `1.mask` has -inf' in str(got)
+
+
+def test_a_fault_behind_a_mask():
+    "What is meant is not in the way of what is not"
+    model,(x,_),y = mlp().half(),batch(),torch.zeros(6).long()
+    def attend(x):
+        s = (x*300)@(x*300).T
+        return causal(s)
+    def step(): F.cross_entropy(attend(model(x.half()*10)).float(), y).backward()
+    got = locate(step)
+    assert (got.op, got.made in ('inf', '-inf'))==('aten.mm', True) and at(got, attend, 's = (x*300)')
+
+
+def test_logits_that_are_masked_are_no_fault():
+    model,(x,_) = mlp(),batch()
+    class Masked(nn.Module):
+        def forward(self, x): return x.masked_fill(torch.arange(3)==0, -inf)
+    model.append(Masked())
+    assert not locate(lambda: model(x))
+    assert not locate(lambda: F.cross_entropy(model(x), torch.ones(6).long()).backward())
+
+
+def test_an_infinity_that_is_gone():
+    w = nn.Parameter(torch.tensor([200., 1.]))
+    got = locate(lambda: (1/(1+w.detach().exp())+w).sum().backward())
+    assert not got and 'On the way there was inf that did not last: aten.exp made 1 of 2 values inf, outside of any module' in got.notes[0]
+
+
+def test_a_rate_that_is_nan():
+    w = nn.Parameter(torch.ones(3))
+    opt = torch.optim.SGD([w], lr=.1)
+    opt.param_groups[0]['lr'] = nan
+    def step():
+        w.sum().backward()
+        opt.step()
+    got = locate(step)
+    assert (got.made, got.phase, got.tensor)==('NaN', 'optimizer', '`parameter 0 of SGD`')
+
+
+def test_tensors_that_stand_for_others():
+    layer,x = nn.Linear(4, 4),torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
+    def step(): (layer(x)/0).values().sum().backward()
+    got = locate(step)
+    assert (got.op, got.phase)==('aten.div', 'forward') and at(got, step, '/0')
+
+
+def test_a_closure_is_no_step_of_the_optimizer():
+    model,(x,y) = mlp(),batch()
+    opt = torch.optim.LBFGS(model.parameters())
+    def closure():
+        loss = (F.cross_entropy(model(x), y)-1e9).log()
+        loss.backward()
+        return loss
+    def step(): opt.step(closure)
+    got = locate(step)
+    assert (got.op, got.made, got.phase)==('aten.log', 'NaN', 'forward') and at(got, closure, '.log()')
+
+
+def test_a_gradient_of_a_gradient():
+    model,(x,_) = mlp(),batch()
+    def penalty():
+        z = x.clone().requires_grad_()
+        [g] = torch.autograd.grad(model(z).square().sum(), z, create_graph=True)
+        return (g-g.detach()).square().sum(1).sqrt()
+    def step(): penalty().sum().backward()
+    got = locate(step)
+    assert (got.op, got.made, got.phase, got.node)==('aten.div', 'inf', 'backward', 'SqrtBackward0') and at(got, penalty, 'sqrt()')
+
+
+# ---- memory
+
+def test_memory_that_nobody_has_written_to(monkeypatch):
+    x = torch.ones(4, requires_grad=True)
+    def step():
+        out = torch.empty(4)
+        torch.from_numpy(out.numpy())[:] = nan # as it may be
+        (out*x).sum().backward()
+    got = locate(step)
+    assert (got.phase, got.op, got.made)==('unwritten', 'aten.mul', 'NaN') and at(got, step, 'torch.empty(4)')
+
+
+def test_memory_that_is_written_over():
+    x = torch.ones(4, requires_grad=True)
+    def step():
+        out = torch.empty(4)
+        out.numpy()[:] = nan
+        out.copy_(torch.ones(4))
+        (out*x).sum().backward()
+    assert not locate(step)
+    def step():
+        out = torch.empty(4)
+        out.numpy()[:] = nan
+        torch.mul(x.detach(), 2, out=out)
+        (out*x).sum().backward()
+    assert not locate(step)
+    def step():
+        out = torch.empty(4)
+        out.numpy()[:] = nan
+        torch.div(x.detach(), 0, out=out)
+        (out*x).sum().backward()
+    got = locate(step)
+    assert (got.op, got.made, got.phase)==('aten.div', 'inf', 'forward') and at(got, step, 'torch.div')
+
+
+def test_in_place_operations():
+    x = torch.tensor([1., 0., 3.])
+    def step():
+        h = x.clone()
+        h[1:].log_()
+        return h.sum()
+    got = locate(step)
+    assert (got.op, got.made, got.count)==('aten.log_', '-inf', 1) and at(got, step, 'log_()')
+    [(name, v)] = got.inputs
+    assert (name, v['low'], v['high'], v['shape'])==('self', 0, 3, (2,)) # as it was before
+    assert math.isinf(step())
+
+
+# ---- a step that raises
+
+def test_a_step_that_raises():
+    def step(): raise KeyError('of the user')
+    with pytest.raises(KeyError, match='of the user'): locate(step)
+    w = nn.Parameter(torch.zeros(2))
+    def step():
+        loss = w.log().sum()
+        if not loss.isfinite(): raise FloatingPointError('the loss is bad')
+    got = locate(step)
+    assert got.op=='aten.log' and got.notes==['The step raised FloatingPointError: the loss is bad'] and got.notes[0] in str(got)
+    def step(): raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt): locate(step)
+
+
+def test_anomaly_mode():
+    w = nn.Parameter(torch.zeros(2))
+    def step():
+        with torch.autograd.detect_anomaly(): (w.sqrt()*0).sum().backward()
+    with pytest.warns(UserWarning, match='Anomaly'): got = locate(step)
+    assert (got.op, got.made, got.phase, got.node)==('aten.div', 'NaN', 'backward', 'SqrtBackward0') and got.notes[0].startswith('The step raised RuntimeError')
+
+
+def test_what_is_no_step():
+    with pytest.raises(TypeError, match=r'got a Tensor. Write locate\(lambda: step\(batch\)\)'): locate(torch.ones(1))
+
+
+# ---- a scaler
+
+def test_a_scaler_that_skips_the_step():
+    model,(x,y) = mlp(),batch()
+    opt,scaler = torch.optim.SGD(model.parameters(), lr=.1),torch.amp.GradScaler('cpu', init_scale=2.**120)
+    def step():
+        scaler.scale(F.cross_entropy(model(x), y)*1e3).backward()
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+    before = copy.deepcopy(model.state_dict())
+    got = locate(step)
+    assert got and got.made in ('inf', '-inf', 'NaN') and all(torch.equal(v, before[k]) for k,v in model.state_dict().items())
+
+
+# ---- nothing is left behind
+
+def state_of_all(model):
+    return [(m.__dict__.copy(), [len(v) for k,v in m.__dict__.items() if k.endswith('_hooks')]) for m in model.modules()]
+
+
+def global_hooks():
+    return {k: len(v) for m in (of_torch, of_optimizers) for k,v in vars(m).items() if k.startswith('_global') and isinstance(v, dict)}
+
+
+@pytest.mark.parametrize('fails', [None, ValueError, KeyboardInterrupt])
+def test_nothing_is_left_behind(fails):
+    model,(x,y) = mlp(Block(False)),batch()
+    opt = torch.optim.Adam(model.parameters())
+    def step():
+        F.cross_entropy(model(x), y).backward()
+        opt.step()
+        if fails: raise fails
+    step_hooks = [len(d) for d in (opt._optimizer_step_pre_hooks, opt._optimizer_step_post_hooks)]
+    try: step()
+    except BaseException as e: assert type(e) is fails
+    before,hooks = state_of_all(model),global_hooks()
+    try: assert not locate(step)
+    except BaseException as e: assert type(e) is fails
+    assert global_hooks()==hooks and state_of_all(model)==before
+    assert [len(d) for d in (opt._optimizer_step_pre_hooks, opt._optimizer_step_post_hooks)]==step_hooks
+    assert torch._C._len_torch_dispatch_stack()==0 and torch.compiler.is_compiling() is False
+
+
+def test_the_step_is_what_it_would_be():
+    "The same numbers, to the last bit, and the same random ones"
+    x,y = batch()
+    def trained(how):
+        torch.manual_seed(3)
+        model = mlp(nn.BatchNorm1d(8), nn.Dropout(.5))
+        opt = torch.optim.Adam(model.parameters())
+        def step():
+            F.cross_entropy(model(x), y).backward()
+            opt.step()
+        how(step)
+        ps = [*model.parameters()]
+        return [*model.state_dict().values(), *(p.grad for p in ps), torch.rand(3), opt.state[ps[0]]['exp_avg'], torch.tensor([p._version for p in ps])]
+    ends = [trained(how) for how in (lambda f: f(), locate)]
+    assert all(torch.equal(a, b) for a,b in zip(*ends, strict=True))
+
+
+@pytest.mark.parametrize('ends', [None, 'step'])
+@pytest.mark.parametrize('given', [False, True])
+def test_an_armed_ember_records_nothing(ends, given):
+    model,(x,y) = mlp(Block(False)),batch()
+    opt = torch.optim.Adam(model.parameters())
+    def train(te, bad=False):
+        loss = F.cross_entropy(model(x) if not bad else model(x)/(y-y)[:, None], y)
+        te.log(loss=loss)
+        loss.backward()
+        opt.step()
+        if ends: te.step()
+        opt.zero_grad()
+    ttypes = ('input', 'output', 'weight', 'weight_grad', *(('update',) if given else ()))
+    te = torchEmber(model, optimizer=opt if given else None, ends=ends, ttypes=ttypes)
+    train(te)
+    before = copy.deepcopy([o.state_dict() for o in (model, opt)])
+    rows,step = (te.t.barrier(), [*te.t.lines()])[1],te.recorder.step
+    forwards = [m.forward for m in model.modules()]
+    got = te.locate(lambda: train(te, True))
+    assert got.op=='aten.div' and got.path is None and te.armed
+    for o,d in zip((model, opt), before, strict=True): o.load_state_dict(d)
+    assert (te.t.barrier(), [*te.t.lines()])[1]==rows and te.recorder.step==step and [m.forward for m in model.modules()]==forwards
+    assert not {'log', 'boundary', 'log_model', 'add_rows'} & vars(te.recorder).keys()
+    train(te)
+    new = [r for r in (te.t.barrier(), [*te.t.lines()])[1][len(rows):]]
+    assert {r['step'] for r in new}<={step, step+1} and len(new)>=len(rows)//2
+    te.close()
+
+
+def test_no_model_is_kept():
+    def found():
+        model,(x,y) = mlp(Block(True)),batch()
+        opt = torch.optim.SGD(model.parameters(), lr=.1)
+        def step():
+            F.cross_entropy(model(x), y).backward()
+            opt.step()
+        return locate(step), [weakref.ref(o) for o in (model, opt)]
+    got,gone = found()
+    gc.collect()
+    assert got.op=='aten.div' and [r() for r in gone]==[None, None]
+
+
+def test_of_a_paths_model():
+    model = nn.ModuleDict({'net': mlp(Block(True))})
+    (x,y) = batch()
+    def step(): F.cross_entropy(model['net'](x), y).backward()
+    assert locate(step).path=='1' and locate(step, model).path=='net.1'
+    te = torchEmber(model)
+    assert te.locate(step).path=='net.1'
+    te.close()
+
+
+def test_what_is_found_says_so():
+    assert isinstance(locate(lambda: None), Located) and not locate(lambda: None)
