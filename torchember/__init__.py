@@ -58,6 +58,10 @@ if TYPE_CHECKING:
     from .show.page.document import report as report
     from .health.diagnose import diagnose as diagnose
     from .health.brief import brief as brief
+    from .health.diff import diff as diff
+    from .health.diff import assert_same_run as assert_same_run
+    from .health.kept import keep_run as keep_run
+    from .health.locate import locate as locate
     from .health.rules import rule as rule
     from .health.finding import finding as finding
     from .health.watch import TrainingStopped as TrainingStopped
@@ -134,7 +138,9 @@ names = { # room -> what a person types of it
     'show.pointing': 'interactive',
     'show.live.live_view': 'live',
     'show.page.document': 'report',
-    'health.diagnose': 'diagnose', 'health.brief': 'brief', 'health.rules': 'rule', 'health.finding': 'finding', 'health.watch': 'TrainingStopped',
+    'health.diagnose': 'diagnose', 'health.brief': 'brief', 'health.diff': 'diff assert_same_run', 'health.kept': 'keep_run',
+    'health.locate': 'locate',
+    'health.rules': 'rule', 'health.finding': 'finding', 'health.watch': 'TrainingStopped',
     'frames.unit_tables': 'dead_units',
     'frames.logframe': 'to_logframe from_logframe validate LogFrame TrainingStats SchemaException',
     'frames.files': 'read_pickle read_csv read_parquet write_parquet',

@@ -34,6 +34,8 @@ from .recorder.recorder import Recorder, Settings, recorded
 from .recorder.recovery import take_in
 from .recorder.row import look_out
 from .health.diagnose import chosen_rules
+from .health.locate import Located, locate
+from .health.diff import assert_same_run
 from .health.watch import RuleWatch, check_on_finding
 from .store.base import folder, now, user
 from .store.jsonl import emberTracker, new_run, say_soon
@@ -192,6 +194,16 @@ class Views:
                 disarm(self.tracks, r.events)
                 r.sources.armed([])
 
+    def locate(self,
+        step_fn # Runs a step, from the state before it: as `torchember.locate` has it
+    ) -> Located:
+        """Run a step again, and name the operation that its NaN comes from. Records nothing, and restores nothing
+
+        Args:
+            step_fn: Runs a step, from the state before it: as `torchember.locate` has it
+        """
+        return locate(step_fn, self.model)
+
     def mod_tree(self):
         "The tree of modules as nested dicts `{'name', 'short', 'path', 'children'}`"
         return tree_dict(self.tracks[0])
@@ -234,6 +246,18 @@ class Views:
         """
         from torchember import summary
         print(summary(self, *args, **kwargs))
+
+    def check(self,
+        golden, # The run that is right: a file of `keep_run`, or what else `diff` takes
+        rtol:float|None=None # Share of a tensor's size that it may be apart; by its format and number of elements without it
+    ):
+        """Raise an AssertionError that says what differs first, where the run so far is not the same as one that was stored
+
+        Args:
+            golden: The run that is right: a file of `keep_run`, or what else `diff` takes
+            rtol: Share of a tensor's size that it may be apart; by its format and number of elements without it
+        """
+        assert_same_run(self, golden, rtol)
 
     def __repr__(self):
         state = 'armed' if self.armed else 'not armed'
