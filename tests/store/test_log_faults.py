@@ -432,7 +432,8 @@ def test_ends(tmp_path, filter):
         passes = 3+(end in ('exit in a thread', 'exception in a thread', 'thread that goes on', 'step is open'))
         [log] = logs(tmp_path/end)
         said = [r for r in whole(log) if r['ttype']=='finding'] # that an exception has ended it
-        assert len(said)==(end=='exception') and len(whole(log))==4*passes+len(said) and {r['step'] for r in whole(log.with_name(log.name+'_latest'))}=={passes-1}, end
+        assert len(said)==(end=='exception') and len(whole(log))==4*passes+len(said), end
+        assert {r['step'] for r in whole(log.with_name(log.name+'_latest'))}=={passes-1}, end
 
 
 def test_one_log_that_fails_does_not_take_others_along(tmp_path):
