@@ -10,7 +10,7 @@ import pytest
 
 added = '''
 import importlib.util, math, sys, warnings
-import numpy as np, torch, torch._dynamo
+import numpy as np, torch
 import torchember.measure
 spec = importlib.util.find_spec('torchember.measure.summary')
 source = open(spec.origin).read()
