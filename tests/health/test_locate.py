@@ -492,6 +492,46 @@ def test_a_gradient_of_a_gradient():
     assert (got.op, got.made, got.phase, got.node)==('aten.div', 'inf', 'backward', 'SqrtBackward0') and at(got, penalty, 'sqrt()')
 
 
+def test_a_rate_that_is_infinite():
+    "In an optimizer nothing infinite is meant"
+    w = nn.Parameter(torch.ones(3))
+    opt = torch.optim.SGD([w], lr=inf)
+    def step():
+        w.sum().backward()
+        opt.step()
+        return (w-w).detach()
+    got = locate(step)
+    assert (got.op, got.made, got.phase)==('aten.add_', '-inf', 'optimizer') and 'what the step returned' in got.reached
+
+
+def test_each_of_a_list_has_its_own_origin():
+    a,b = nn.Parameter(torch.ones(2)),nn.Parameter(torch.ones(3))
+    opt = torch.optim.SGD([a, b], lr=1e38, foreach=True)
+    a.grad,b.grad = torch.full((2,), 1e38),torch.tensor([nan, 1., 1.])
+    got = locate(opt.step)
+    assert (got.phase, got.count, got.tensor)==('before', 1, 'the gradient of `parameter 1 of SGD`')
+    assert got.reached==['`parameter 1 of SGD`', 'the gradient of `parameter 1 of SGD`'] # and not the first, which has an origin of its own
+    for p in (a, b): p.data.fill_(1.)
+    b.grad.fill_(1.)
+    a.grad.fill_(1e38)
+    got = locate(opt.step)
+    assert (got.op, got.phase, got.tensor, got.made)==('aten._foreach_add_', 'optimizer', '`parameter 0 of SGD`', '-inf')
+
+
+def test_an_output_that_nobody_asks_for():
+    model,(x,_) = mlp(Block(True)),batch()
+    def step(): model(x)
+    got = locate(step)
+    assert got.op=='aten.div' and got.reached==['the output of a Sequential']
+
+
+def test_what_was_meant_and_reaches_the_loss():
+    model,(x,_) = mlp(),batch()
+    def step(): model(x).masked_fill(torch.arange(3)==0, -inf).sum().backward()
+    got = locate(step)
+    assert (got.op, got.made, got.reached)==('aten.masked_fill', '-inf', ['the loss']) and at(got, step, 'masked_fill')
+
+
 # ---- memory
 
 def test_memory_that_nobody_has_written_to(monkeypatch):
@@ -525,6 +565,16 @@ def test_memory_that_is_written_over():
         (out*x).sum().backward()
     got = locate(step)
     assert (got.op, got.made, got.phase)==('aten.div', 'inf', 'forward') and at(got, step, 'torch.div')
+
+
+def test_memory_that_is_written_over_with_a_fault():
+    x = torch.zeros(4)
+    def step():
+        out = torch.empty(4)
+        out.numpy()[:] = nan
+        return out.copy_(x/0)
+    got = locate(step)
+    assert (got.op, got.made, got.phase)==('aten.div', 'NaN', 'forward') and at(got, step, 'x/0')
 
 
 def test_in_place_operations():
