@@ -4,6 +4,7 @@ import gc
 import inspect
 import math
 import re
+import warnings
 import weakref
 
 import numpy as np
@@ -16,6 +17,9 @@ from torch.optim import optimizer as of_optimizers
 from torch.utils.checkpoint import checkpoint
 
 from torchember import locate, torchEmber
+from torchember.capture.events import Listener
+from torchember.capture.forward import arm, disarm
+from torchember.capture.tree import tracks
 from torchember.health.locate import Located
 
 inf,nan = math.inf,math.nan
@@ -195,6 +199,15 @@ def test_where_does_not_stop_a_gradient():
     assert told(got)[:3]==('aten.div', 'NaN', 'backward') and got.node=='LogBackward0' and got.reached==['the gradient of a tensor of [2]']
 
 
+def test_the_line_is_that_of_the_operation_with_a_gradient():
+    w = nn.Parameter(torch.zeros(2))
+    def step():
+        root = w.sqrt()
+        with torch.no_grad(): w.add(1)
+        root.sum().backward()
+    assert at(locate(step), step, 'w.sqrt()')
+
+
 def test_a_backward_of_ones_own():
     class Bad(torch.autograd.Function):
         @staticmethod
@@ -275,9 +288,13 @@ def test_only_what_is_computed_again_is_bad():
 
 def test_a_compiled_model():
     model,(x,y) = mlp(Block(True)),batch()
-    fast = torch.compile(model, backend='eager')
+    compiled = []
+    fast = torch.compile(model, backend=lambda graph, inputs: compiled.append(graph) or graph)
     def step(): F.cross_entropy(fast(x), y).backward()
-    got = locate(step)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        got = locate(step)
+    assert not compiled
     assert got.op=='aten.div' and (got.path, got.kind)==('1', 'Block') and at(got, Block, 'h/(h-h)')
     assert got.notes==['What torch.compile has compiled ran without that.'] and got.notes[0] in str(got)
     assert locate(lambda: model(x)).notes==[]
@@ -436,6 +453,16 @@ def test_a_fault_behind_a_mask():
     assert (got.op, got.made in ('inf', '-inf'))==('aten.mm', True) and at(got, attend, 's = (x*300)')
 
 
+def test_a_mask_that_a_module_keeps_is_no_fault():
+    class Attend(nn.Module):
+        def __init__(self): super().__init__(); self.register_buffer('mask', torch.zeros(6, 6))
+        def forward(self, x):
+            self.mask = torch.full((6, 6), -inf).triu(1)
+            return causal(x, self.mask)
+    model,(x,y) = mlp(Attend()),batch()
+    assert not locate(lambda: F.cross_entropy(model(x), y).backward())
+
+
 def test_logits_that_are_masked_are_no_fault():
     model,(x,_) = mlp(),batch()
     class Masked(nn.Module):
@@ -577,6 +604,34 @@ def test_memory_that_is_written_over_with_a_fault():
     assert (got.op, got.made, got.phase)==('aten.div', 'NaN', 'forward') and at(got, step, 'x/0')
 
 
+def test_memory_that_is_written_over_with_what_is_meant():
+    def step():
+        out = torch.empty(4)
+        out.numpy()[:] = [inf, -inf, 0, 1] # as it may be
+        return out.copy_(torch.full((4,), -inf))
+    assert not locate(step)
+
+
+def test_memory_that_is_written_to_unseen():
+    def step():
+        h = torch.ones(3)+1
+        h.numpy()[0] = nan
+        return h*2
+    got = locate(step)
+    assert (got.op, got.phase, got.made, got.count, got.tensor)==('aten.mul', 'before', 'NaN', 1, '`h`')
+
+
+def test_two_origins_in_one_memory():
+    x = torch.zeros(2)
+    def step():
+        out = torch.zeros(4)
+        out[:2] = x.log()
+        out[2:] = (x+1)/x
+        return out.sum()
+    got = locate(step)
+    assert (got.op, got.made)==('aten.log', '-inf') and 'aten.sum made NaN of it' in got.then
+
+
 def test_in_place_operations():
     x = torch.tensor([1., 0., 3.])
     def step():
@@ -603,6 +658,15 @@ def test_a_step_that_raises():
     assert got.op=='aten.log' and got.notes==['The step raised FloatingPointError: the loss is bad'] and got.notes[0] in str(got)
     def step(): raise KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt): locate(step)
+
+
+def test_a_step_that_raises_after_a_harmless_infinity():
+    def step():
+        (1/torch.tensor([200.]).exp()).sqrt()
+        (torch.zeros(2)/torch.zeros(2)).add(1)
+        raise FloatingPointError
+    got = locate(step)
+    assert (got.op, got.made, got.reached)==('aten.div', 'NaN', [])
 
 
 def test_anomaly_mode():
@@ -696,7 +760,9 @@ def test_an_armed_ember_records_nothing(ends, given):
     before = copy.deepcopy([o.state_dict() for o in (model, opt)])
     rows,step = (te.t.barrier(), [*te.t.lines()])[1],te.recorder.step
     forwards = [m.forward for m in model.modules()]
+    listener = te.recorder.watch and te.recorder.watch.listener
     got = te.locate(lambda: train(te, True))
+    assert (te.recorder.watch and te.recorder.watch.listener) is listener
     assert got.op=='aten.div' and got.path is None and te.armed
     for o,d in zip((model, opt), before, strict=True): o.load_state_dict(d)
     assert (te.t.barrier(), [*te.t.lines()])[1]==rows and te.recorder.step==step and [m.forward for m in model.modules()]==forwards
@@ -705,6 +771,32 @@ def test_an_armed_ember_records_nothing(ends, given):
     new = [r for r in (te.t.barrier(), [*te.t.lines()])[1][len(rows):]]
     assert {r['step'] for r in new}<={step, step+1} and len(new)>=len(rows)//2
     te.close()
+
+
+def test_a_step_that_is_open_stays_open():
+    model,(x,_) = mlp(),batch()
+    te = torchEmber(model, ends='step')
+    model(x).sum().backward()
+    te.locate(lambda: (model(x), te.step(), te.log_model()))
+    assert te.recorder.step==0 and te.recorder.steps.opened
+    te.step()
+    assert {r['step'] for r in (te.t.barrier(), [*te.t.lines()])[1]}=={0}
+    te.close()
+
+
+def test_nobody_else_hears_the_model_that_is_given():
+    class Spy(Listener):
+        told = 0
+        def call_begins(self, state, inputs, compiled=False): self.told += 1
+    model,spy,(x,_) = mlp(),Spy(),batch()
+    ts = tracks(model)
+    arm(ts, spy)
+    try:
+        locate(lambda: model(x), model)
+        assert spy.told==0
+        model(x)
+        assert spy.told==3
+    finally: disarm(ts, spy)
 
 
 def test_no_model_is_kept():
@@ -718,6 +810,18 @@ def test_no_model_is_kept():
     got,gone = found()
     gc.collect()
     assert got.op=='aten.div' and [r() for r in gone]==[None, None]
+
+
+def test_the_path_is_that_in_the_whole_model():
+    class Second(nn.Module):
+        n = 0
+        def forward(self, x):
+            self.n += 1
+            return x/(self.n-2)
+    model,(x,_) = mlp(Second()),batch()
+    def step(): return model[1](x), model(x)
+    got = locate(step)
+    assert (got.op, got.path, got.kind)==('aten.div', '1', 'Second')
 
 
 def test_of_a_paths_model():
