@@ -18,7 +18,7 @@ def command(
 ): # A decorator
     "Put a function among the commands, under its name; its docstring is what `--help` says"
     def of(f):
-        commands[f.__name__.removesuffix('_command')] = f, arguments
+        commands[f.__name__.rpartition('_')[0]] = f, arguments
         return f
     return of
 
