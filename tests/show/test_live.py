@@ -117,7 +117,7 @@ def test_what_a_rule_sees_is_said_until_it_is_over():
     def loud(h):
         if wrong: yield finding('0', 'This layer is loud.', 0, ttype='output')
     te = torchEmber(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.ReLU()), rules=[loud], on_finding=lambda f: None, name='loud')
-    te.rules.pace = Pace(1., 1e9, 1, 1.) # at each step
+    te.rules.pace = Pace(share=1e9, first=1, more=1.) # at each step
     rows,viewer = RowsTold(te.t, lambda: True),Viewer(True, {})
     def line(says):
         "What is said, when that is so; each look is at one more step"
