@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from .show.surfaces import surface as surface
     from .show.surfaces import Surface3d as Surface3d
     from .show.comparison import compare as compare
+    from .show.differences import differences as differences
     from .show.pointing import interactive as interactive
     from .show.live.live_view import live as live
     from .show.page.document import report as report
@@ -135,6 +136,7 @@ names = { # room -> what a person types of it
     'show.update_ratios': 'updates',
     'show.surfaces': 'surface Surface3d',
     'show.comparison': 'compare',
+    'show.differences': 'differences',
     'show.pointing': 'interactive',
     'show.live.live_view': 'live',
     'show.page.document': 'report',

@@ -1,10 +1,15 @@
 "A process that dies, however it does, loses no finished step, and its run says where it was"
+import gc
+import json
 import os
 import random
+import shutil
 import signal
+import threading
 import time
 import warnings
 
+import psutil
 import pytest
 import torch
 from matplotlib.text import Text
@@ -209,13 +214,148 @@ def test_a_run_that_lives_is_left_alone():
     assert before<=len(df) and not (df['ttype']=='finding').any() and not box.exists()
 
 
-def test_a_box_that_cannot_be_read_is_said_and_left_out(tmp_path):
-    box = tmp_path/'box'
-    box.mkdir()
-    (tmp_path/'log').mkdir()
-    (box/'1-1.box').write_bytes(b'no box')
-    (box/'1-1.told').write_bytes(b'{"run": "../../../etc/x"}\n')
-    with pytest.warns(EmberWarning, match='cannot be read'): assert take_in(tmp_path)==[]
+@pytest.fixture(scope='module')
+def left(tmp_path_factory):
+    "A box as a process leaves it that was killed in its eighth step: the folder of its run, and the name of the box"
+    home = tmp_path_factory.mktemp('left')
+    with start(training, 'left', 'noted', 'kill', '7', 'None', 'forward', after=common, TORCHEMBER_HOME=home) as p: p.wait()
+    return home, next((home/'box').glob('*.box')).stem
+
+def copied(left, to, name=None):
+    shutil.copytree(left[0], to, dirs_exist_ok=True)
+    if name: [p.rename(p.with_name(name+p.suffix)) for p in (to/'box').iterdir()]
+    return to, name or left[1]
+
+def run_is(folder, name, run):
+    "Have a box say that it is of another run"
+    told = folder/'box'/f'{name}.told'
+    first,rest = told.read_bytes().split(b'\n', 1)
+    told.write_bytes(json.dumps({**json.loads(first), 'run': run}).encode()+b'\n'+rest)
+
+
+def test_what_a_box_says_is_data(left, tmp_path):
+    "No path gets out of the folder, whatever the run is called"
+    outside = tmp_path/'outside'
+    for i,run_name in enumerate(('../../outside', str(outside), '..', '', 'a/b', 7, None)):
+        home,name = copied(left, tmp_path/str(i))
+        run_is(home, name, run_name)
+        with pytest.warns(EmberWarning, match='cannot be read'): assert take_in(home)==[]
+        assert {p.name for p in (home/'log').iterdir()}<={'left', 'left_latest'} and not outside.exists() and (home/'box'/f'{name}.box').exists()
+
+
+def test_a_box_that_is_damaged_harms_no_reader(left, tmp_path):
+    "Bytes that are others, and files that are cut: a reader says it at most, and what the log had stays"
+    before = (left[0]/'log'/'left').read_bytes()
+    rng,read_all = random.Random(0),0
+    for i in range(40):
+        home,name = copied(left, tmp_path/str(i))
+        file = home/'box'/f"{name}.{rng.choice(['box', 'box', 'told'])}"
+        data = bytearray(file.read_bytes())
+        if rng.random()<.3: data = data[:rng.randrange(len(data))]
+        else:
+            for _ in range(rng.choice([1, 30])): data[rng.randrange(min(len(data), 20_000))] = rng.randrange(256)
+        file.write_bytes(data)
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')
+            read_all += bool(take_in(home))
+            read('left', home=home)
+        assert (home/'log'/'left').read_bytes().startswith(before)
+    assert read_all>3 # not each byte counts
+
+
+def test_a_reader_that_is_killed_too_leaves_no_row_twice(left, tmp_path, monkeypatch):
+    home,_ = copied(left, tmp_path/'home')
+    remove = os.unlink
+    def ends(path, *args, **kwargs): raise KeyboardInterrupt
+    monkeypatch.setattr(os, 'unlink', ends)
+    with pytest.raises(KeyboardInterrupt): take_in(home)
+    monkeypatch.setattr(os, 'unlink', remove)
+    once = (home/'log'/'left').read_bytes()
+    assert take_in(home)==['left'] and (home/'log'/'left').read_bytes()==once and not (home/'box').exists()
+
+
+def test_a_process_that_has_the_number_of_one_that_died(left, tmp_path):
+    "As in a container that was started again, where each training is process 1"
+    home,_ = copied(left, tmp_path/'home', f'{os.getpid()}-0')
+    assert take_in(home)==['left']
+
+
+def test_a_box_of_another_version_is_left_to_that(left, tmp_path):
+    home,name = copied(left, tmp_path/'home')
+    told = home/'box'/f'{name}.told'
+    told.write_bytes(told.read_bytes().replace(b'"width":', b'"width":1', 1))
+    with pytest.warns(EmberWarning, match='another version of torchember'): assert take_in(home)==[]
+    assert told.exists()
+
+
+def test_what_the_box_does_not_bear_harms_no_training(monkeypatch):
+    "Lines for which there is no room, and a step that cannot be kept"
+    from torchember.recorder import black_box
+    def full(self, line): raise OSError(28, 'No space left on device')
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh())
+    with torchEmber(model, name='lines') as te:
+        model[0](torch.ones(1, 3))
+        with monkeypatch.context() as m:
+            m.setattr(black_box.BoxFile, 'tell', full)
+            for _ in range(3): model(torch.ones(1, 3)).sum().backward(); te.step()
+        assert te.recorder.box.box.words[black_box.MAGIC]==0 # nobody could read it
+    def breaks(self, *args, **kwargs): raise ValueError('odd')
+    monkeypatch.setattr(black_box.BlackBox, 'keep', breaks)
+    with pytest.warns(EmberWarning, match='not in the black box .ValueError: odd') as heard, torchEmber(model, name='steps') as te:
+        for _ in range(3): model(torch.ones(1, 3)).sum().backward(); te.step()
+    assert len(heard)==1 and read('lines')['step'].nunique()>=3 and read('steps')['step'].nunique()==3
+
+
+def test_nothing_is_left_open():
+    "Descriptors, files and threads after many armings are those after one"
+    model,me = torch.nn.Linear(3, 2),psutil.Process()
+    def once(i):
+        with torchEmber(model, name=f'arms {i}'): model(torch.ones(1, 3))
+    once(0)
+    before = me.num_fds(),me.num_threads()
+    for i in range(1, 21): once(i)
+    gc.collect()
+    assert me.num_fds()<=before[0]+1 and me.num_threads()<=before[1] and not (folder('torchember')/'box').exists()
+
+
+def test_a_long_run_needs_no_more_room():
+    model = torch.nn.Linear(3, 2)
+    with torchEmber(model, name='long') as te:
+        sizes = []
+        for i in range(300):
+            model(torch.ones(1, 3)).sum().backward()
+            te.step()
+            if i%100==99:
+                te.t.file.barrier()
+                sizes.append((te.recorder.box.box.file.end, len(te.recorder.box.box.slots)))
+    assert sizes[2]==sizes[1] or sizes[2][1]<=70 # as many as may wait for the writer
+
+
+by_hand = """
+import os, torch
+from torchember import torchEmber
+m = torch.nn.Linear(3, 2)
+te = torchEmber(m, name='by hand', ends='step')
+for s in range(5):
+    m(torch.ones(1, 3)).sum().backward()
+    te.step()
+os.kill(os.getpid(), 9)
+"""
+
+def test_a_step_that_the_loop_has_ended_is_over():
+    run(by_hand, after=common)
+    assert 'died after step 4' in diagnose('by hand').iloc[0].text
+
+
+def test_threads_that_ended_give_their_place_free():
+    from torchember.recorder.black_box import THREADS, most_threads
+    model = torch.nn.Linear(3, 2)
+    with torchEmber(model, name='threads') as te:
+        for _ in range(2*most_threads):
+            t = threading.Thread(target=lambda: model(torch.ones(1, 3)))
+            t.start()
+            t.join()
+        assert te.recorder.box.box.words[THREADS]<=3
 
 
 def test_a_full_disk_has_no_box_and_the_training_goes_on(monkeypatch):

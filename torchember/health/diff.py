@@ -190,7 +190,7 @@ class Difference:
         Returns:
             matplotlib Axes
         """
-        from torchember.show.differences import differences # the show wing stands on this room: it is looked up when it is asked for
+        from torchember import differences # the show wing stands on this room: it is looked up when it is asked for
         return differences(self, ax=ax)
 
     def __repr__(self): return self.text

@@ -6,7 +6,9 @@
 __all__ = ['most_held', 'BlackBox', 'called', 'steps_in', 'RunBox', 'all_written']
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #358ec5d8
-import faulthandler, itertools, json, mmap, os, socket, threading, time, weakref
+import faulthandler, mmap, os, socket, threading, time, weakref
+from contextlib import suppress
+from secrets import token_hex
 
 import numpy as np
 
@@ -32,7 +34,8 @@ THREAD = SLOT+2*most_slots # of a thread: its number, how many modules it is in,
 thread_width = 2+most_depth
 NOTES = 8*(THREAD+most_threads*thread_width) # byte where the noted rows of the open step begin; behind them those of steps that are over
 head_of_slot = 64 # bytes
-SEQ,SLOT_PARTS,SLOT_TEXT,SLOT_META = range(4) # words of a slot: its number, written last; how many parts it has; bytes of text and of what is told of the step
+SEQ,SLOT_PARTS,SLOT_TEXT,SLOT_META,SLOT_STEP,SLOT_OVER,SLOT_TOLD = range(7) # words of a slot: its number, written last; how many parts it has; bytes of
+# text and of what is told of the step; the step; whether it is over; under which number it was told which rows are of parts of tensors
 phases = 'before its first step','in the forward pass','after the forward pass (loss or backward)','in the optimizer','between two steps'
 FORWARD,AFTER,OPTIMIZER,BETWEEN = range(1, 5)
 names_of_sums = [*index] # what the numbers of a row are
@@ -74,6 +77,8 @@ def boot():
     except OSError: return ''
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #651a1522
+ours = set() # names of boxes of this process: to open and close one would give its lock back
+
 class BoxFile:
     "A file whose pieces are memory, and lines beside it"
     page,least = mmap.ALLOCATIONGRANULARITY,1<<21 # bytes: what pieces begin at multiples of, and what is mapped first
@@ -83,17 +88,21 @@ class BoxFile:
         name:str # Without an ending
     ):
         if fcntl is None: raise NoBox("this system has no lock that ends with its process")
-        os.makedirs(folder, exist_ok=True)
         if (kind := filesystem(folder)) in elsewhere: raise NoBox(f"its folder is on another machine ({kind})")
-        self.path,self.end,self.fd = os.path.join(folder, name),0,-1
+        os.makedirs(folder, exist_ok=True)
+        self.path,self.end,self.fd,self.side = os.path.join(folder, name),0,-1,-1
         self.mapped,self.left = None,0 # what was mapped last; how much of it nobody has
+        self.name = name
+        ours.add(name)
         try:
-            self.fd = os.open(f'{self.path}.box', os.O_RDWR|os.O_CREAT|os.O_EXCL, 0o600)
+            self.fd = os.open(f'{self.path}.new', os.O_RDWR|os.O_CREAT|os.O_EXCL, 0o600)
             fcntl.lockf(self.fd, fcntl.LOCK_EX|fcntl.LOCK_NB)
             self.side = os.open(f'{self.path}.told', os.O_WRONLY|os.O_CREAT|os.O_EXCL|os.O_APPEND, 0o600)
         except OSError:
             self.remove()
             raise
+
+    def be_there(self): os.rename(f'{self.path}.new', f'{self.path}.box') # for readers, who never see one that is not whole or not locked
 
     def cut(self, size): # Where it lies, and its memory. Raises OSError
         "A fresh piece of the file"
@@ -107,22 +116,29 @@ class BoxFile:
         self.end,self.left = self.end+size,self.left-size
         return at, self.mapped[from_:from_+size]
 
-    def tell(self, **what): os.write(self.side, json.dumps(what).encode()+b'\n')
+    def tell(self, line):
+        "One more line. Raises OSError where not all of it could be written"
+        if os.write(self.side, line+b'\n')<=len(line): raise OSError('no room for a line')
 
     def remove(self):
         "The run is over: nobody needs it any more. Its memory stays for who has it"
-        for end in ('.box', '.told', '.fault'):
-            try: os.unlink(self.path+end)
-            except FileNotFoundError: continue
-        if self.fd>=0: os.close(self.fd); self.fd = -1
-        try: os.rmdir(os.path.dirname(self.path))
-        except OSError: return # there are others
+        for end in ('.new', '.box', '.told', '.fault'):
+            with suppress(FileNotFoundError): os.unlink(self.path+end)
+        for fd in (self.fd, self.side):
+            if fd>=0: os.close(fd)
+        self.fd = self.side = -1
+        ours.discard(self.name)
+        with suppress(OSError): os.rmdir(os.path.dirname(self.path)) # others are there
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #32cffa37
-made = itertools.count(1) # boxes of this process
-
 class OpenStep:
     "Where the process is: told by whoever hears the model"
+    def tell(self, **what):
+        "Say what has to be known of what is in the box. Where the disk takes it not, nobody could read the box, and it counts for nothing"
+        if self.file is None: return
+        try: self.file.tell(line_of(what))
+        except OSError: self.words[MAGIC] = 0
+
     def begins(self, step):
         "A pass of a step begins"
         w = self.words
@@ -136,8 +152,8 @@ class OpenStep:
         "The number of a module, which begins with 1"
         with self.lock:
             if name not in self.modules:
+                self.tell(module=name)
                 self.modules[name] = len(self.modules)+1
-                self.file.tell(module=name)
             return self.modules[name]
 
     def place_of(self, here): # here: `calls.ThreadContext`
@@ -147,11 +163,12 @@ class OpenStep:
             here: `calls.ThreadContext`
         """
         with self.lock:
-            at = THREAD+self.n_threads*thread_width if self.n_threads<most_threads else 0
+            alive,places = {t.ident for t in threading.enumerate()}-{threading.get_ident()},range(THREAD, THREAD+most_threads*thread_width, thread_width)
+            free = (at for i,at in enumerate(places) if i>=self.words[THREADS] or self.words[at] not in alive) # of nobody, or of a thread that ended
+            at = next(free, 0)
             if at:
-                self.words[at] = threading.get_ident()
-                self.n_threads += 1
-                self.words[THREADS] = self.n_threads
+                self.words[at+1],self.words[at] = 0,threading.get_ident()
+                self.words[THREADS] = max(self.words[THREADS], (at-THREAD)//thread_width+1)
         here.box = self.token,at # a thread keeps nothing alive
         return at
 
@@ -193,30 +210,40 @@ class Kept(OpenStep):
 
     def tap(self, t):
         "There is a new tap, which has no rows yet"
-        self.file.tell(tap=t.number, key=list(t.key), names=list(t.names), once=t.once, repeats=t.repeats)
+        self.tell(tap=t.number, key=list(t.key), names=list(t.names), once=t.once, repeats=t.repeats)
 
     def keep(self,
         parts:list, # (heads, vectors) of the step, as `Arena.take` has them
         custom:list, # Rows of the user's functions
-        meta:dict # What has to be known of the step
+        step:int, # Which step
+        ts:str, # When it began
+        over:bool=True, # Whether it is over with them
+        held:bool=False, # Whether the log does not get them
+        of_parts=None, # Which rows are of parts of tensors: `place_of` a row -> columns that say so
+        **more # What else has to be known: marks, passes, and the numbers of the pieces that were kept of this step before
     ) -> int: # Its number, 0 if it is not kept
         """The rows of a step go into a slot. Those that are on their way from a GPU are not there yet
 
         Args:
             parts: (heads, vectors) of the step, as `Arena.take` has them
             custom: Rows of the user's functions
-            meta: What has to be known of the step
+            step: Which step
+            ts: When it began
+            over: Whether it is over with them
+            held: Whether the log does not get them
+            of_parts: Which rows are of parts of tensors: `place_of` a row -> columns that say so
+            **more: What else has to be known: marks, passes, and the numbers of the pieces that were kept of this step before
 
         Returns:
             Its number, 0 if it is not kept
         """
         parts = [(np.ascontiguousarray(h), v) for h,v in parts if isinstance(v, np.ndarray)]
-        meta_of_held,text,meta = meta.get('held'),b''.join(map(line_of_custom, custom)),line_of(meta)
+        text,meta = b''.join(map(line_of_custom, custom)),b'{"ts":"%s",' % ts.encode()+self.line_of_more(more)[1:]
         if self.written(): self.next = 0 # the file has all that was handed over before
         size = head_of_slot+sum(16+h.nbytes+v.nbytes for h,v in parts)+len(text)+len(meta)
-        memory = self.slot(size, meta_of_held)
+        memory = self.slot(size, held)
         if memory is None: return 0
-        w,o = memoryview(memory).cast('q'),head_of_slot
+        w,o = memory.cast('q'),head_of_slot
         w[SEQ] = 0 # torn from here on
         for h,v in parts:
             w[o//8],w[o//8+1],o = len(h),v.shape[1],o+16
@@ -225,10 +252,15 @@ class Kept(OpenStep):
                 o += a.nbytes
         memory[o:o+len(text)+len(meta)] = text+meta
         w[SLOT_PARTS],w[SLOT_TEXT],w[SLOT_META] = len(parts),len(text),len(meta)
+        w[SLOT_STEP],w[SLOT_OVER],w[SLOT_TOLD] = step,over,self.of_parts(of_parts)
         self.seq += 1
-        w[SEQ] = self.seq
-        self.where[self.seq],self.words[NOTED] = w,0
+        w[SEQ],self.words[NOTED] = self.seq,0
         return self.seq
+
+    def line_of_more(self, more):
+        "What is the same from step to step is made a line of once"
+        if more!=self.more[0]: self.more = more,line_of(more)
+        return self.more[1]
 
     def slot(self, size, held):
         "The memory of the next slot, None where there is no room. held: of steps that the log does not get, of which the last few are kept"
@@ -246,9 +278,9 @@ class Kept(OpenStep):
 
     def drop(self, seqs):
         "Steps that turned out to be passes of another"
-        for seq in seqs:
-            w = self.where.get(seq)
-            if w is not None and w[SEQ]==seq: w[SEQ] = 0
+        for memory in self.slots.values():
+            w = memory.cast('q')
+            if w[SEQ] in seqs: w[SEQ] = 0
 
     def note(self, row):
         "A row of the open step that is no vector"
@@ -257,7 +289,9 @@ class Kept(OpenStep):
     def late(self, row):
         "A row of a step that is over"
         if self.words[LATE] and self.written(): self.words[LATE] = 0
-        self.add(line_of(row)+b'\n', LATE, NOTES+most_text)
+        try: line = line_of(row)+b'\n'
+        except Exception: return # the log says what is wrong with it
+        self.add(line, LATE, NOTES+most_text)
 
     def add(self, line, used, at):
         n = self.words[used]
@@ -269,7 +303,7 @@ def line_of_custom(row):
     "A row of a function of the user's as a line, '' for one that has to be waited for"
     event,key,call,micro,dtype,stats = row
     try: return line_of({'event': event, 'key': list(key), 'call': call, 'micro': micro, 'dtype': dtype, 'stats': stats})+b'\n'
-    except TypeError: return b'' # a number that is on its way from a GPU
+    except Exception: return b'' # a number that is on its way from a GPU; of what no log can have the log says so
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #897feaad
 class BlackBox(Kept):
@@ -293,19 +327,21 @@ class BlackBox(Kept):
         n:int=1 # Steps to keep of those that the log does not get
     ): # Raises OSError where there can be none
         self.lock,self.written,self.pid,self.n = threading.RLock(),written,os.getpid(),n
-        self.file = BoxFile(folder, f'{self.pid}-{next(made)}')
-        try: self.memory = self.file.cut(NOTES+2*most_text)[1]
+        self.modules,self.slots,self.marks,self.parts,self.more = {},{},None,({}, 0),(None, b'')
+        self.seq = self.next = self.next_held = 0
+        self.token = object() # what threads know it by
+        self.file = BoxFile(folder, f'{self.pid}-{token_hex(4)}')
+        try:
+            self.memory = self.file.cut(NOTES+2*most_text)[1]
+            self.words = self.memory.cast('q')
+            about = dict(pid=self.pid, host=socket.gethostname(), boot=boot(), killed=killed_for_memory())
+            self.file.tell(line_of(dict(run=run, root=root, **about, dtypes=dtype_names, sums=names_of_sums, width=width, head=head_width)))
+            self.words[VERSION],self.words[PID],self.words[MAGIC] = version,self.pid,magic
+            self.fault = self.listen_for_faults()
+            self.file.be_there()
         except OSError:
             self.file.remove()
             raise
-        self.words = memoryview(self.memory).cast('q')
-        self.modules,self.slots,self.where,self.marks,self.parts = {},{},{},None,({}, 0)
-        self.seq = self.next = self.next_held = self.n_threads = 0
-        self.token = object() # what threads know it by
-        self.file.tell(run=run, root=root, pid=self.pid, host=socket.gethostname(), boot=boot(), killed=killed_for_memory(), dtypes=dtype_names,
-            sums=names_of_sums, width=width, head=head_width)
-        self.words[VERSION],self.words[PID],self.words[MAGIC] = version,self.pid,magic
-        self.fault = self.listen_for_faults()
 
     def listen_for_faults(self):
         "Have Python write where it is when it crashes, unless somebody has asked for that"
@@ -318,7 +354,7 @@ class BlackBox(Kept):
         "Columns of each row from now on"
         if marks!=self.marks:
             self.marks = dict(marks)
-            os.write(self.file.side, b'{"marks":'+line_of(marks)+b'}\n')
+            self.tell(marks=self.marks)
 
     def of_parts(self, parts): # The number under which they are told
         """Which rows are of parts of tensors: told when it changes
@@ -329,7 +365,7 @@ class BlackBox(Kept):
         if not parts: return 0
         if parts!=self.parts[0]:
             self.parts = dict(parts),self.parts[1]+1
-            self.file.tell(parts=self.parts[1], rows=[[list(k), v] for k,v in parts.items()])
+            self.tell(parts=self.parts[1], rows=[[list(k), v] for k,v in parts.items()])
         return self.parts[1]
 
     def leave(self): self.file = None # in a forked process it is that of the other one
@@ -428,7 +464,7 @@ class RunBox:
         if self.box is None: return None
         w,names = self.box.words,[*self.box.modules]
         step,phase,failed = int(w[STEP]),int(w[PHASE]),names[w[FAILED]-1] if w[FAILED] else None
-        kind = f"{type(error).__name__}: {printable(error, 300)}" if str(error) else type(error).__name__
+        kind = f"{type(error).__name__}: {said}" if (said := printable(error, 300)) else type(error).__name__
         inside = f"in {called(failed)}{' (forward)' if phase in (FORWARD, AFTER) else ''}" if failed else phases[phase]
         where = f'in step {step}, {inside}' if failed or phase!=BETWEEN else f'after step {step}'
         severe = failed is not None or phase!=BETWEEN

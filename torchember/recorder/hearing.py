@@ -8,7 +8,7 @@ __all__ = ['Solver', 'PassEvents', 'shape_of', 'SpreadInCompiledCode', 'ModelEve
 # %% ../../nbs/40_recorder/79_hearing.ipynb #2c94aa6b
 import torch
 
-from .black_box import AFTER, BETWEEN, OPTIMIZER
+from .black_box import AFTER, OPTIMIZER
 from .budget import clock, timed
 from ..capture.events import Listener, Wants
 from ..capture.private_torch import function_around, only_metadata, same_function
@@ -292,7 +292,6 @@ class OptimizerEvents(Listener):
                 self.pipe.read_pending()
             self.cost.ended()
             if self.pipe.steps.turns.took(id(optimizer)): self.pipe.over()
-            if self.pipe.box is not None: self.pipe.box.turns(BETWEEN)
         if not self.pipe.tally.called and self.pipe.tally.steps==2:
             self.pipe.buffer.notices.once('uncalled', f"{not_called} Was it made anew, or is a copy of it trained? Watch that one.")
         self.pipe.stop_if_told()

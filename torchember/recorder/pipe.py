@@ -6,6 +6,7 @@
 __all__ = ['too_dear', 'Gate', 'Pipe', 'close_by_pass', 'measure_now', 'end_step', 'join_passes']
 
 # %% ../../nbs/40_recorder/78_pipe.ipynb #54d115b8
+from .black_box import BETWEEN
 from .budget import duration
 from ..ground.choose import at, schedule
 from .row_writer import MaybePass
@@ -109,6 +110,7 @@ class StepEnd:
         for part in (sources, self.buffer, self.gate) if self.gate.touched else (): part.step_over()
         if self.gate.writes and sources.parameters.known.due(self.tally.recorded): sources.note_parameters()
         steps.close()
+        if self.box is not None: self.box.turns(BETWEEN)
         self.cost.step_over(bool(self.gate.on), self.writer.t.file.seconds, self.buffer.on_device)
         if self.cost.budget and self.cost.budget.hopeless: self.buffer.notices.once('budget', too_dear(self.cost.budget))
         self.gate.ask()

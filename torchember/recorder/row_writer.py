@@ -163,7 +163,7 @@ class RowWriter(RowsBeside):
         again = {'supersedes': True} if joins and steps.evaluated==steps.shown else {}
         marks = {**({'skipped': True} if self.skipped else {}), **again, **columns}
         ts = self.ts or now()
-        about = None if buffer.box is None else {'step': steps.shown, 'ts': ts, 'marks': marks, 'many': [*many_passes.items()], 'held': held}
+        about = None if buffer.box is None else dict(step=steps.shown, ts=ts, held=held, marks=marks, many=[*many_passes.items()])
         measured = Measured(*buffer.take(over, about), steps.shown, ts, marks, many_passes, dict(buffer.parts))
         self.ts,self.last = None,measured
         self.custom = self.custom+measured.custom

@@ -14,7 +14,7 @@ import torch
 
 from ..measure.elements import Unmeasurable
 from ..measure.tap import Arena, OnMeta, observe
-from ..ground.messages import an
+from ..ground.messages import an, printable
 from ..ground.record import plain, pointer, reserved
 from .calls import Calls
 from .notices import Notices
@@ -178,6 +178,14 @@ class Snapshots:
     def join(self, earlier):
         first,*more = [[e.measured.snapshot.as_pass(i)] if e.measured is not None else [] for i,e in enumerate(earlier)]
         self.taken,self.joined,self.any = first,[p for some in more for s in some for p in s.parts],bool(first)
+
+def kept(box, notices, parts, earlier, about): # about: as `BlackBox.keep` has it
+    "The number under which a black box keeps a step, 0 where it does not: the log gets it all the same"
+    try: return box.keep(parts, earlier=[s.number for s in earlier], **about)
+    except Exception as e:
+        notices.once('box', f"A step is not in the black box ({type(e).__name__}: {printable(e, 200)}): if this process is killed before it is written, "
+            "it is lost. This is said once.")
+        return 0
 
 def new_tap(arena, state, place, how, once):
     "The tap of a place of a module, unless another thread was first"
@@ -362,9 +370,8 @@ class StepBuffer(Measuring):
         """
         custom,box = self.custom.take(),self.box
         if box is None: return self.snapshots.take(self.arena, over), custom
-        def keep(parts, earlier):
-            return box.keep(parts, custom, {**about, 'over': over, 'told': box.of_parts(self.parts), 'earlier': [s.number for s in earlier]})
-        return self.snapshots.take(self.arena, over, keep), custom
+        about = dict(custom=custom, over=over, of_parts=self.parts, **about)
+        return self.snapshots.take(self.arena, over, lambda parts, earlier: kept(box, self.notices, parts, earlier, about)), custom
 
     def clear_taken(self):
         "Rows that come now are new ones: they supersede nothing"
