@@ -517,3 +517,14 @@ def test_rtol_takes_the_place_of_rounding(home):
     a,b = run(home),run(home, before=scaled('2.weight'))
     assert [bool(diff(a, b, rtol=r)) for r in (0, 5e-4, 2)]==[True, True, False]
     assert diff(a, run(home, each=shuffled), rtol=0).step==0 and diff(a, a, rtol=0).step is None
+
+
+def test_what_is_missing_is_not_the_same():
+    "A run that is shorter passes as far as it goes; one that has not a tensor that the other has does not"
+    of = lambda p, t, s: dict(shape=(4,), mean=.1+s, std=1., module=f'model(Net).{p}(Linear)', path=p, ttype=t, tname='x', step=s, call=0, dtype='float32')
+    whole = pd.DataFrame([of(p, t, s) for s in range(5) for p in 'ab' for t in ('input', 'output')])
+    assert_same_run(whole[whole.step<3], whole)
+    for kept,said in ((whole.path!='b', 'input x of `b`; output x of `b`'), (whole.ttype!='input', 'input x of `a`; input x of `b`')):
+        assert not diff(whole, whole[kept])
+        with pytest.raises(AssertionError, match=f"b has not all that a has: {said}. What both have is the same"): assert_same_run(whole[kept], whole)
+        assert_same_run(whole, whole[kept]) # more is no fault

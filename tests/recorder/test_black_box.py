@@ -9,13 +9,14 @@ import threading
 import time
 import warnings
 
+import pandas as pd
 import psutil
 import pytest
 import torch
 from matplotlib.text import Text
 from programs import ranks, run, start
 
-from torchember import EmberWarning, brief, diagnose, overview, read, report, runs, summary, torchEmber
+from torchember import EmberWarning, brief, diagnose, emberTracker, overview, read, report, runs, summary, torchEmber
 from torchember.recorder.recovery import take_in
 from torchember.store.base import folder
 from torchember.store.lines import parse
@@ -183,7 +184,9 @@ def test_all_that_shows_a_run_says_it(tmp_path):
     assert 'step 7' in str(summary('shown')) and sentence in open(report('shown', tmp_path/'shown.html')).read()
     df = read('shown')
     assert set(df['step'][df['unfinished'].notna()])=={7} and df['unfinished'].notna().sum()==len(df[(df['step']==7) & (df['ttype']!='finding')])
-    assert 'The last loss was' in df['text'].dropna().iloc[0]
+    losses = df['loss'].dropna()
+    assert f'The last loss was {losses.iloc[-1]:.4g}.' in df['text'].dropna().iloc[0] and len(losses)==7
+    assert set(emberTracker('shown').latest_df['step'])=={7} # the file of the latest step was that of a step before
     assert not df.drop(columns='ts').astype(str).duplicated().any() and len(read('shown'))==len(df) # taken in once
 
 
@@ -319,16 +322,139 @@ def test_nothing_is_left_open():
 
 
 def test_a_long_run_needs_no_more_room():
+    "What the log has is written over: slots, and numbers that were noted of steps that are over"
+    from torchember.recorder.black_box import LATE, most_text
     model = torch.nn.Linear(3, 2)
     with torchEmber(model, name='long') as te:
-        sizes = []
-        for i in range(300):
+        box,most = None,0
+        for i in range(1200):
             model(torch.ones(1, 3)).sum().backward()
             te.step()
-            if i%100==99:
-                te.t.file.barrier()
-                sizes.append((te.recorder.box.box.file.end, len(te.recorder.box.box.slots)))
-    assert sizes[2]==sizes[1] or sizes[2][1]<=70 # as many as may wait for the writer
+            te.log(loss=float(i))
+            box = te.recorder.box.box
+            if i%50==0: te.t.file.barrier()
+            most = max(most, box.words[LATE])
+        size = box.file.end
+    assert size<2_000_000 and len(box.slots)<=70 and most<most_text//4 # as many as may wait for the writer
+    assert read('long')['loss'].notna().sum()==1200
+
+
+def test_a_deep_model_and_many_threads_keep_to_their_places():
+    from torchember.recorder.black_box import THREAD, most_depth, thread_width
+    class Deep(torch.nn.Module):
+        def __init__(self, n): super().__init__(); self.inner = Deep(n-1) if n else torch.nn.Linear(3, 3)
+        def forward(self, x): return self.inner(x)
+    model = Deep(most_depth+20)
+    with torchEmber(model, name='deep', ttypes='output') as te:
+        model(torch.ones(1, 3))
+        words = te.recorder.box.box.words
+        assert words[THREAD+1+most_depth]>0 and not any(words[THREAD+thread_width+i] for i in range(thread_width))
+
+
+caught = """
+import os, torch
+from torch import nn
+from torchember import torchEmber
+class Fails(nn.Module):
+    def forward(self, x):
+        if step==2: raise ValueError('mine')
+        return x
+m = nn.Sequential(nn.Linear(3, 3), Fails())
+opt = torch.optim.SGD(m.parameters(), .1)
+te = torchEmber(m, opt, name='caught')
+for step in range(9):
+    try: loss = m(torch.ones(1, 3)).sum()
+    except ValueError: continue
+    loss.backward(); opt.step(); opt.zero_grad()
+os.kill(os.getpid(), 9)
+"""
+
+def test_an_exception_that_was_caught_has_nothing_to_do_with_it():
+    run(caught, after=common)
+    assert 'exception' not in diagnose('caught').iloc[0].text
+
+
+in_pieces = """
+import os, sys, torch
+from torch import nn
+from torchember import torchEmber
+torch.manual_seed(0)
+m = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
+opt = torch.optim.SGD(m.parameters(), .1)
+te = torchEmber(m, opt, name=sys.argv[1])
+for step in range(8):
+    for micro in range(2):
+        if step==6 and micro and sys.argv[1]=='pieces': os.kill(os.getpid(), 9)
+        m(torch.randn(4, 3)).square().mean().backward()
+        if step in (2, 5) and not micro: te.t.df # somebody reads in the middle of a step
+    opt.step()
+    opt.zero_grad()
+te.close()
+"""
+
+def test_steps_that_were_handed_over_in_pieces():
+    run(in_pieces, 'pieces', after=common)
+    run(in_pieces, 'in one', after=common)
+    a,b = (read(n) for n in ('pieces', 'in one'))
+    a,b = (t[(t['step']<6) & (t['ttype']!='finding')].drop(columns=['ts', 'unfinished'], errors='ignore').reset_index(drop=True) for t in (a, b))
+    pd.testing.assert_frame_equal(a[b.columns], b, check_categorical=False)
+    assert set(read('pieces', steps=6)['unfinished'].dropna())=={True}
+
+
+def test_the_end_of_a_large_log_is_enough(tmp_path):
+    "Whatever is at its end, all lines from a step on are looked at"
+    from torchember.recorder.recovery import end_of_file, lacking
+    lines = [b'{"step":%d,"i":%d,"x":"%s"}' % (i//1000, i, b'x'*400) for i in range(10_000)]
+    log = tmp_path/'log'
+    log.write_bytes(b'\n'.join(lines)+b'\n')
+    found = end_of_file(log, 0, 7, 1000)
+    assert set(lines[7000:])<=set(found) and len(found)<len(lines)
+    new = b'{"step":8,"i":-1}'
+    assert lacking(log, [lines[9999], new, lines[7001], lines[7001]])==[lines[7001], new] # twice where it was once
+    assert lacking(tmp_path/'none', [new])==[new]
+
+
+def test_how_a_process_ended_in_words(monkeypatch):
+    from types import SimpleNamespace as Some
+
+    from torchember.recorder import recovery
+    here = dict(host=recovery.socket.gethostname(), boot=recovery.boot(), killed=3)
+    monkeypatch.setattr(recovery, 'killed_for_memory', lambda: 3)
+    said = lambda fault='', **about: recovery.how_it_ended(Some(fault=fault, about=here|about))
+    assert said('Fatal Python error: Bus error\n\nmore')=='Bus error' and said().startswith('killed without a word (SIGKILL')
+    assert 'probably by the kernel' in said(killed=2) and said(boot='another')=='the machine was started anew since'
+    assert said(host='elsewhere', boot='another', killed=2)==said() # of another machine nobody knows
+
+
+ended = """
+import sys, torch
+from torchember import torchEmber
+m = torch.nn.Linear(3, 2)
+opt = torch.optim.SGD(m.parameters(), .1)
+te = torchEmber(m, opt, name=sys.argv[1])
+for step in range(4):
+    m(torch.ones(1, 3)).sum().backward()
+    if step==3 and sys.argv[1]=='within': raise KeyError('x')
+    if step==3 and sys.argv[1]=='stopped': raise KeyboardInterrupt
+    opt.step()
+if sys.argv[1]=='exit': sys.exit(3)
+raise ValueError('after all')
+"""
+
+backward = 'in step 3, after the forward pass (loss or backward), by '
+
+@pytest.mark.parametrize('name, severity, sentence', [('within', 'error', backward+'KeyError: '), ('stopped', 'info', backward+'KeyboardInterrupt.'),
+    ('after', 'info', 'after step 3, by ValueError: after all.')])
+def test_an_exception_that_ends_the_process(name, severity, sentence):
+    run(ended, name, after=common)
+    found = diagnose(name)
+    found = found[found.rule=='died'].iloc[0]
+    assert found.severity==severity and sentence in found.text
+
+
+def test_a_process_that_ends_by_itself_has_not_died():
+    run(ended, 'exit', after=common)
+    assert not (read('exit')['ttype']=='finding').any()
 
 
 by_hand = """

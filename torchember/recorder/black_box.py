@@ -27,7 +27,7 @@ except ImportError: fcntl = None # Windows
 magic,version = int.from_bytes(b'EMBERBOX', 'little'),1
 MAGIC,VERSION,PID,STEP,PHASE,BEGAN,ALIVE,FAILED = range(8) # words: the step that is open, where in it, when its pass began, when something was told last,
 BLOCKS,SLOTS,NOTED,LATE,THREADS = range(8, 13) # the module that an exception went up through; how many of each there are, and bytes of the two texts
-most_blocks,most_slots,most_threads,most_depth,most_text = 256,256,16,126,1<<16 # of tables, and bytes of each of the texts
+most_blocks,most_slots,most_threads,most_depth,most_text = 256,256,16,126,1<<18 # of tables, and bytes of each of the texts
 BLOCK = 64 # where a table begins: of a block, where its rows and its heads lie, how many, and their length
 SLOT = BLOCK+4*most_blocks # of a slot, where it lies, and its bytes
 THREAD = SLOT+2*most_slots # of a thread: its number, how many modules it is in, and which
@@ -239,7 +239,7 @@ class Kept(OpenStep):
         """
         parts = [(np.ascontiguousarray(h), v) for h,v in parts if isinstance(v, np.ndarray)]
         text,meta = b''.join(map(line_of_custom, custom)),b'{"ts":"%s",' % ts.encode()+self.line_of_more(more)[1:]
-        if self.written(): self.next = 0 # the file has all that was handed over before
+        self.make_free()
         size = head_of_slot+sum(16+h.nbytes+v.nbytes for h,v in parts)+len(text)+len(meta)
         memory = self.slot(size, held)
         if memory is None: return 0
@@ -256,6 +256,10 @@ class Kept(OpenStep):
         self.seq += 1
         w[SEQ],self.words[NOTED] = self.seq,0
         return self.seq
+
+    def make_free(self):
+        "What was kept is not needed where the file of the log has all that was handed over. Asked before each step and row: now and then that is so"
+        if self.written(): self.next = self.words[LATE] = 0
 
     def line_of_more(self, more):
         "What is the same from step to step is made a line of once"
@@ -288,7 +292,7 @@ class Kept(OpenStep):
 
     def late(self, row):
         "A row of a step that is over"
-        if self.words[LATE] and self.written(): self.words[LATE] = 0
+        self.make_free()
         try: line = line_of(row)+b'\n'
         except Exception: return # the log says what is wrong with it
         self.add(line, LATE, NOTES+most_text)
