@@ -68,7 +68,7 @@ class Net(nn.Module):
 torch.manual_seed(0)
 m = Net()
 opt = torch.optim.Adam(m.parameters())
-te = torchEmber(m, opt, name=name, stats=['mean', 'std', 'max', 'min'], ttypes=('input', 'output', 'weight', 'weight_grad', 'output_grad'), blackbox=blackbox)
+te = torchEmber(m, opt, name=name, stats='full' if kind=='noted' else ['mean', 'std', 'max', 'min'], ttypes=('input', 'output', 'weight', 'weight_grad', 'output_grad'), blackbox=blackbox)
 if where=='optimizer': opt.register_step_pre_hook(lambda *a: die() if step==at else None)
 call = torch.compile(m, backend='aot_eager') if kind=='compiled' else m
 data = [torch.randn(16, 8) for _ in range(60)]
@@ -323,17 +323,18 @@ def test_nothing_is_left_open():
 
 def test_a_long_run_needs_no_more_room():
     "What the log has is written over: slots, and numbers that were noted of steps that are over"
-    from torchember.recorder.black_box import LATE, most_text
+    from torchember.recorder.black_box import LATE, NOTED, most_text
     model = torch.nn.Linear(3, 2)
     with torchEmber(model, name='long') as te:
         box,most = None,0
         for i in range(1200):
             model(torch.ones(1, 3)).sum().backward()
+            te.log(within=i)
             te.step()
             te.log(loss=float(i))
             box = te.recorder.box.box
             if i%50==0: te.t.file.barrier()
-            most = max(most, box.words[LATE])
+            most = max(most, box.words[LATE], box.words[NOTED])
         size = box.file.end
     assert size<2_000_000 and len(box.slots)<=70 and most<most_text//4 # as many as may wait for the writer
     assert read('long')['loss'].notna().sum()==1200
