@@ -68,7 +68,8 @@ class Net(nn.Module):
 torch.manual_seed(0)
 m = Net()
 opt = torch.optim.Adam(m.parameters())
-te = torchEmber(m, opt, name=name, stats='full' if kind=='noted' else ['mean', 'std', 'max', 'min'], ttypes=('input', 'output', 'weight', 'weight_grad', 'output_grad'), blackbox=blackbox)
+stats = 'full' if kind=='noted' else ['mean', 'std', 'max', 'min']
+te = torchEmber(m, opt, name=name, stats=stats, ttypes=('input', 'output', 'weight', 'weight_grad', 'output_grad'), blackbox=blackbox)
 if where=='optimizer': opt.register_step_pre_hook(lambda *a: die() if step==at else None)
 call = torch.compile(m, backend='aot_eager') if kind=='compiled' else m
 data = [torch.randn(16, 8) for _ in range(60)]
