@@ -285,10 +285,13 @@ def test_trials_before_an_epoch_are_left_out(tmp_path):
     class Finder(L.callbacks.LearningRateFinder):
         def on_fit_start(self, *args): pass
         def on_train_epoch_start(self, trainer, module):
-            if trainer.current_epoch==1: self.lr_find(trainer, module)
-    ember = callback()
+            self.lr_find(trainer, module)
+            tried.append(len(self.optimal_lr.results['loss']))
+            module.net(torch.full((2, 4), 77.))
+    ember,tried = callback(),[]
     trainer = trainer_for(tmp_path, ember, Finder(num_training_steps=3, update_attr=False), max_epochs=2)
     trainer.fit(seeded(kinds()[0]), loader(batches(6)))
+    assert tried[0]==3 and 77. not in [r['max'] for r in table(ran(ember), 'input').values()]
     assert len(table(ran(ember), 'input'))==len({k[:4] for k in table(ran(ember), 'input')}) and max(steps_of(ember))<12
     same({k: r for k,r in rows_of(ember).items() if k[0]<6}, plain(batches(6)))
 
