@@ -63,6 +63,8 @@ if TYPE_CHECKING:
     from .health.diff import assert_same_run as assert_same_run
     from .health.kept import keep_run as keep_run
     from .health.locate import locate as locate
+    from .sinks.feed import replay as replay
+    from .sinks.sink import Sink as Sink
     from .health.rules import rule as rule
     from .health.finding import finding as finding
     from .health.watch import TrainingStopped as TrainingStopped
@@ -142,6 +144,7 @@ names = { # room -> what a person types of it
     'show.page.document': 'report',
     'health.diagnose': 'diagnose', 'health.brief': 'brief', 'health.diff': 'diff assert_same_run', 'health.kept': 'keep_run',
     'health.locate': 'locate',
+    'sinks.feed': 'replay', 'sinks.sink': 'Sink',
     'health.rules': 'rule', 'health.finding': 'finding', 'health.watch': 'TrainingStopped',
     'frames.unit_tables': 'dead_units',
     'frames.logframe': 'to_logframe from_logframe validate LogFrame TrainingStats SchemaException',

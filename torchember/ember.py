@@ -37,6 +37,7 @@ from .health.diagnose import chosen_rules
 from .health.locate import Located, locate
 from .health.diff import assert_same_run
 from .health.watch import RuleWatch, check_on_finding
+from .sinks.feed import Feed, sinks_of
 from .store.base import folder, now, user
 from .store.jsonl import emberTracker, new_run, say_soon
 from .store.parameters import noted_in
@@ -302,7 +303,7 @@ def watch_of(t, rules, on_finding, recorder):
     "Rules that look at a run while it is recorded"
     return RuleWatch(t, rules, on_finding, recorder.stop, recording=recorder.seconds, alarm=recorder.keep_last)
 
-def report_of(recorder, live, rules=None): # live: CPU seconds of its pictures; rules: the `RuleWatch`
+def report_of(recorder, live, rules=None, feeds=()): # live: CPU seconds of its pictures; rules: the `RuleWatch`; feeds: those of sinks
     "What was done"
     r,f,cost = recorder,recorder.t.file,recorder.cost
     took = {'seconds': (s := r.seconds()+live), 'share': s/cost.elapsed if cost.elapsed else 0.}
@@ -310,7 +311,8 @@ def report_of(recorder, live, rules=None): # live: CPU seconds of its pictures; 
     took = {'seconds': (s := r.seconds()+live), 'share': s/cost.elapsed if cost.elapsed else 0.} # with that
     beside = {'live': live, 'rules': 0. if rules is None else rules.seconds, 'beside': cost.loading, 'arming': cost.arming, 'compiling': cost.compiling}
     return Report(run=r.t.fname, steps=r.tally.steps, recorded=r.tally.recorded, rows=f.disk.rows, bytes=f.disk.written,
-        **took, errors=r.notices.errors, skipped=r.notices.unmeasurable, remarks=[*r.remarks(), *f.remarked(), *(rules.remarks() if rules else ())],
+        **took, errors=r.notices.errors, skipped=r.notices.unmeasurable, remarks=[*r.remarks(), *f.remarked(), *(rules.remarks() if rules else ()),
+            *(said for f in feeds for said in f.remarks())],
             **{k: v for k,v in beside.items() if v},
         **({} if cost.budget is None else {'thinned': cost.budget.thinned-r.pipe.gate.decide.denied, 'budget': str(cost.budget)}))
 
@@ -381,6 +383,7 @@ class torchEmber(OwnStatistics, Notes, Views, Arming):
         rules: What looks at the run while it goes on: 'default', or a list of rules, as `diagnose` has them; nothing without it
         on_finding: What is done with what they see: 'warn', 'stop' (an error ends the training), or a function of a finding
         blackbox: What was measured outlives the process: None where that can be; False; 20: so many steps whatever `every` says
+        sinks: Who is told of each step: 'wandb', 'tensorboard', a function of a step and its numbers, a `Sink`, or a list of these
         reduce: 'step': of several processes, who listens on the first is told of the whole, as it comes. Nobody waits for another
         first_step: Number of the first step, to go on from a checkpoint in a run of its own
         on_error: When a statistic fails: 'warn' once and go on, or 'raise'
@@ -406,6 +409,7 @@ class torchEmber(OwnStatistics, Notes, Views, Arming):
         rules=(), # What looks at the run while it goes on: 'default', or a list of rules, as `diagnose` has them; nothing without it
         on_finding='warn', # What is done with what they see: 'warn', 'stop' (an error ends the training), or a function of a finding
         blackbox:int|None=None, # What was measured outlives the process: None where that can be; False; 20: so many steps whatever `every` says
+        sinks=(), # Who is told of each step: 'wandb', 'tensorboard', a function of a step and its numbers, a `Sink`, or a list of these
         reduce:str|None=None, # 'step': of several processes, who listens on the first is told of the whole, as it comes. Nobody waits for another
         first_step:int=0, # Number of the first step, to go on from a checkpoint in a run of its own
         on_error:str='warn' # When a statistic fails: 'warn' once and go on, or 'raise'
@@ -421,7 +425,7 @@ class torchEmber(OwnStatistics, Notes, Views, Arming):
         when,stats = schedule(every),stats if callable(stats) else stat_names(stats)
         if overhead is not None: check_share(overhead)
         check_steps(ends, first_step, resume); steps_in(blackbox)
-        rules,on_finding = chosen_rules(rules or ()),check_on_finding(on_finding)
+        rules,on_finding,sinks = chosen_rules(rules or ()),check_on_finding(on_finding),sinks_of(sinks)
         self.tracks,self.armed,self.chosen,self.views = tracks(inner),False,(include, exclude),[] # views: live pictures of the run
         self.watched(self.tracks) # raises before anything is changed
         self.t,rank,world = run_of_rank(self.model_name, name, resume, home, store)
@@ -439,6 +443,7 @@ class torchEmber(OwnStatistics, Notes, Views, Arming):
             t.whole = whole
             t.file.audience.add(whole)
         self.rules = watch_of(t, rules, on_finding, self.recorder) if rules and not rank and not disabled() else None
+        self.feeds = [Feed(t, s) for s in sinks] if not rank and not disabled() else []
         self.arm()
         base = {'start': now(), 'user': user(), 'schema': SCHEMA, 'model': self.model_name}
         t.begin(base, {'parameters': known.meta()} | ({'ranks': ranks.meta()} if ranks else {}) |
@@ -460,11 +465,12 @@ class torchEmber(OwnStatistics, Notes, Views, Arming):
         self.recorder.close()
         self.disarm()
         if self.rules is not None: self.rules.close()
+        for f in self.feeds: f.close()
         self.t.close()
         if self.t.whole is not None: self.t.whole.end()
         open_recorders.discard(self.recorder) # nothing is left to hand over
         for v in self.views: v.close() # the last picture
-        return report_of(self.recorder, sum(v.seconds for v in self.views), self.rules)
+        return report_of(self.recorder, sum(v.seconds for v in self.views), self.rules, self.feeds)
 
     def __enter__(self): return self.arm()
 

@@ -1,0 +1,241 @@
+"A run arrives where its users look, and whatever happens there, the training and the file are what they were"
+import math
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from torchember import read, replay, torchEmber
+from torchember.sinks.feed import Feed
+from torchember.sinks.sink import Sink
+
+EventAccumulator = pytest.importorskip('tensorboard.backend.event_processing.event_accumulator').EventAccumulator
+
+
+def train(home, steps=6, model=None, **kwargs):
+    "The model, and the report"
+    torch.manual_seed(0)
+    model = model or nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    opt = torch.optim.SGD(model.parameters(), .1)
+    te = torchEmber(model, opt, home=home, name='first', **kwargs)
+    for _ in range(steps):
+        opt.zero_grad()
+        loss = model(torch.randn(5, 4)).square().mean()
+        loss.backward()
+        te.log(loss=loss)
+        opt.step()
+    model.eval()(torch.randn(5, 4))
+    return model, te.close()
+
+
+def scalars(place):
+    "tag -> {step: value}, as the event reader of TensorBoard has it; each step once"
+    events = EventAccumulator(str(place), size_guidance={'scalars': 0}).Reload()
+    found = {}
+    for tag in events.Tags()['scalars']:
+        values = events.Scalars(tag)
+        found[tag] = {e.step: e.value for e in values}
+        assert len(found[tag])==len(values), f'{tag} has a step twice'
+    return found
+
+
+def by_hand(df):
+    "What should be there, from the table of a run with rms, by other code"
+    found = {}
+    for r in df.to_dict('records'):
+        if r['ttype']=='scalar':
+            found.setdefault('scalar/loss', {})[r['step']] = r['loss']
+        if r['ttype'] not in ('output', 'weight', 'weight_grad') or (r['ttype']=='output' and r['path']==''): continue
+        path = r['path']+(f".{r['pname']}" if r['ttype']!='output' else '')
+        prefix = 'eval/' if r.get('phase')=='eval' else ''
+        found.setdefault(f"{prefix}{r['ttype']}/{path}/rms", {})[r['step']] = r['rms']
+    return found
+
+
+def same(a, b):
+    assert set(a)==set(b)
+    for k,v in a.items():
+        assert set(v)==set(b[k]), k
+        np.testing.assert_allclose([v[s] for s in v], [b[k][s] for s in v], rtol=1e-6)
+
+
+def test_tensorboard_has_what_the_file_has(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _,report = train(tmp_path, stats=['mean', 'std', 'rms'], sinks='tensorboard')
+    assert not report['remarks']
+    found = scalars(tmp_path/'runs'/'first')
+    assert set(found.pop('nonfinite/count').values())=={0}
+    same(found, by_hand(read('first', home=tmp_path)))
+    assert set(found['output/0/rms'])=={*range(6)} and set(found['eval/output/2/rms'])=={5}
+
+
+def test_rms_is_made_of_what_a_default_run_has(tmp_path):
+    told = {}
+    model,_ = train(tmp_path, sinks=lambda step, numbers: told.setdefault(step, numbers))
+    w = read('first', home=tmp_path, ttype='weight', steps=5)
+    for r in w.to_dict('records'):
+        n = math.prod(r['shape'])
+        expected = math.sqrt(r['mean']**2+(r['std']**2*(n-1)/n if n>1 else 0))
+        assert told[5][f"weight/{r['path']}.{r['pname']}/rms"]==pytest.approx(expected, rel=1e-12)
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    assert told[0]['weight/0.weight/rms']==pytest.approx(first[0].weight.square().mean().sqrt().item(), rel=1e-6)
+
+
+def test_a_training_with_sinks_is_bit_for_bit_the_one_without(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    a,_ = train(tmp_path/'a')
+    b,_ = train(tmp_path/'b', sinks=['tensorboard', lambda step, numbers: None])
+    for x,y in zip(a.parameters(), b.parameters(), strict=True): assert torch.equal(x, y)
+    columns = ['step', 'path', 'ttype', 'tname', 'mean', 'std', 'max', 'min']
+    x,y = (read('first', home=tmp_path/k)[columns] for k in 'ab')
+    assert x.equals(y)
+
+
+def test_exponents_arrive_with_edges_of_powers_of_two(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train(tmp_path, stats='numerics', sinks='tensorboard')
+    events = EventAccumulator(str(tmp_path/'runs'/'first'), size_guidance={'histograms': 0}).Reload()
+    row = read('first', home=tmp_path, ttype='weight', path='0', steps=3).iloc[0]
+    h = next(e for e in events.Histograms('weight/0.weight/exponents') if e.step==3).histogram_value
+    full = [(row['exponent_min']+i-1, n) for i,n in enumerate(row['exponents']) if n]
+    assert {round(math.log2(limit))-1: n for limit,n in zip(h.bucket_limit, h.bucket, strict=True) if n}==dict(full)
+    assert h.num==32
+
+
+class Shaky(Sink):
+    name = 'shaky'
+    def __init__(self, *bad): super().__init__(); self.bad,self.told = bad,[]
+    def scalars(self, step, numbers):
+        if step in self.bad: raise ConnectionError('away')
+        self.told.append(step)
+
+
+@pytest.mark.filterwarnings('ignore:torchember')
+def test_what_a_sink_lacks_is_sent_later_and_nothing_twice(tmp_path):
+    sink = Shaky(1, 2)
+    _,report = train(tmp_path, sinks=sink)
+    assert sink.told==[0, 3, 4, 5] and any('shaky' in r for r in report['remarks'])
+    assert set(read('first', home=tmp_path)['step'])=={*range(6)}
+    sink.bad = ()
+    assert replay('first', sink, home=tmp_path)==2 and sink.told==[0, 3, 4, 5, 1, 2]
+    assert replay('first', sink, home=tmp_path)==0
+
+
+@pytest.mark.filterwarnings('ignore:torchember')
+def test_a_sink_that_never_works_is_left_alone_after_a_while(tmp_path):
+    sink = Shaky(*range(100))
+    tried = []
+    scalars = sink.scalars
+    sink.scalars = lambda step, numbers: (tried.append(step), scalars(step, numbers))
+    train(tmp_path, steps=12, sinks=sink)
+    assert tried==[0, 1, 2, 3, 4]
+
+
+@pytest.mark.filterwarnings('ignore:torchember')
+def test_nobody_waits_for_a_sink_that_hangs(tmp_path, monkeypatch):
+    monkeypatch.setattr(Feed, 'patience', .2)
+    monkeypatch.setattr('torchember.store.listeners.Listening.patience', .2)
+    stop = threading.Event()
+    began = time.monotonic()
+    _,report = train(tmp_path, sinks=lambda step, numbers: stop.wait(60))
+    assert time.monotonic()-began<20 and any('replay' in r for r in report['remarks'])
+    assert set(read('first', home=tmp_path)['step'])=={*range(6)}
+    stop.set()
+
+
+def test_choices_are_those_of_everywhere(tmp_path):
+    class Told(Sink):
+        def __init__(self, **kw): super().__init__(**kw); self.told = {}
+        def scalars(self, step, numbers): self.told[step] = numbers
+    few = Told(include='0', ttypes=['output'], stats=['max', 'mean'], every=2)
+    train(tmp_path, sinks=few)
+    assert set(few.told)=={0, 2, 4} and set(few.told[0])=={'output/0/max', 'output/0/mean', 'scalar/loss', 'nonfinite/count'}
+
+
+def test_not_finite_is_counted(tmp_path):
+    told = {}
+    class Breaks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.l,self.n = nn.Linear(4, 2),0
+        def forward(self, x):
+            self.n += 1
+            return self.l(x)*(float('inf') if self.n==3 else 1)
+    train(tmp_path, steps=3, model=Breaks(), sinks=lambda step, numbers: told.setdefault(step, numbers))
+    assert told[0]['nonfinite/count']==told[1]['nonfinite/count']==0
+    assert told[2]['nonfinite/count']>=10 # the output of the model, and gradients
+
+
+def test_findings_arrive(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    class Told(Sink):
+        def __init__(self): super().__init__(); self.found = []
+        def scalars(self, step, numbers): pass
+        def findings(self, step, found): self.found += found
+    sink = Told()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    opt = torch.optim.SGD(model.parameters(), 1e30)
+    te = torchEmber(model, opt, home=tmp_path, name='first', rules='default', on_finding=lambda f: None, sinks=[sink, 'tensorboard'])
+    for _ in range(30):
+        opt.zero_grad()
+        model(torch.randn(5, 4)).square().mean().backward()
+        opt.step()
+    te.close()
+    assert any(f['severity']=='error' for f in sink.found)
+    tags = EventAccumulator(str(tmp_path/'runs'/'first')).Reload().Tags()['tensors']
+    assert {t.split('/')[1] for t in tags}=={f['rule'] for f in sink.found}
+
+
+killed = '''
+import os, signal, sys, time, torch
+from pathlib import Path
+from torch import nn
+def until(f):
+    end = time.monotonic()+60
+    while not f() and time.monotonic()<end: time.sleep(.01)
+from torchember import torchEmber
+model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+opt = torch.optim.SGD(model.parameters(), .1)
+te = torchEmber(model, opt, home=sys.argv[1], name='first', stats=['rms'], sinks='tensorboard')
+from torchember.sinks.feed import Feeding
+Feeding.patience = .01
+for i in range(400):
+    if i==200: until(lambda: list(Path(sys.argv[1]).rglob('*_sent.jsonl')))
+    opt.zero_grad(); model(torch.randn(5, 4)).square().mean().backward(); opt.step()
+os.kill(os.getpid(), signal.SIGKILL)
+'''
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_is_sent_later_without_doubles(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    p = subprocess.run([sys.executable, '-c', killed, str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert p.returncode==-signal.SIGKILL, p.stderr
+    before = scalars(tmp_path/'runs'/'first')['weight/0.weight/rms']
+    n = replay('first', 'tensorboard', home=tmp_path)
+    after = scalars(tmp_path/'runs'/'first')['weight/0.weight/rms'] # raises for a step that is there twice
+    assert 0<len(before)<=400 and len(after)==400 and n>=400-len(before)
+    assert all(after[s]==v for s,v in before.items())
+
+
+@pytest.mark.parametrize(('what', 'error', 'said'), [('tensorbord', ValueError, 'tensorboard'), (3, TypeError, 'sinks= takes'),
+    ([None], TypeError, 'sinks= takes')])
+def test_what_is_no_sink(tmp_path, what, error, said):
+    model = nn.Linear(2, 2)
+    with pytest.raises(error, match=said): torchEmber(model, home=tmp_path, sinks=what)
+    assert 'forward' not in vars(model)
+
+
+def test_a_process_that_ends_without_close_tells_the_last_step(tmp_path):
+    code = killed.replace('os.kill(os.getpid(), signal.SIGKILL)', '').replace('400', '7')
+    p = subprocess.run([sys.executable, '-c', code, str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert p.returncode==0, p.stderr
+    assert set(scalars(tmp_path/'runs'/'first')['weight/0.weight/rms'])=={*range(7)}

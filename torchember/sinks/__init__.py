@@ -1,0 +1,1 @@
+"""What of a run goes to trackers that people already use"""
