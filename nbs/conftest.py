@@ -57,8 +57,8 @@ class Notebook(pytest.File):
     def setup(self):
         "A shell in the notebook's folder, with a home of its own and what the library exports"
         for lib in ('jax', 'flax', 'optax', 'equinox') if 'jaxember' in (self.mod or '') else (): pytest.importorskip(lib)
-        for lib in ('lightning', 'transformers'):
-            if self.mod==f'torchember.integrations.{lib}': pytest.importorskip(lib)
+        for wing,lib in (('integrations', 'lightning'), ('integrations', 'transformers'), ('sinks', 'wandb'), ('sinks', 'tensorboard')):
+            if self.mod==f'torchember.{wing}.{lib}': pytest.importorskip(lib)
         self.optimize(False)
         self.before,self.failed,self.env = process.Before(),self.session.testsfailed,pytest.MonkeyPatch()
         process.fresh(self.env)
