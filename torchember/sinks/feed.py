@@ -47,8 +47,8 @@ def sink_of(what):
     if hasattr(what, 'add_scalar') and hasattr(what, 'log_dir'): return TensorBoard(what)
     if type(what).__module__.partition('.')[0]=='wandb' and hasattr(what, 'define_metric'): return Wandb(what)
     if callable(what): return Function(what)
-    raise TypeError(f"sinks= takes {', '.join(map(repr, sinks))}, a function of a step and its numbers, a SummaryWriter, a run of W&B, a Sink, or a list of these; "
-        f"got {an(what)}.")
+    raise TypeError(f"sinks= takes {', '.join(map(repr, sinks))}, a function of a step and its numbers, a SummaryWriter, a run of W&B, "
+        f"a Sink, or a list of these; got {an(what)}.")
 
 def sinks_of(
     what # Name, function, `Sink`, or a list of them

@@ -10,7 +10,7 @@ import math
 
 from ..ground.choose import NamedLayer, chosen, schedule
 from ..ground.messages import an
-from ..ground.record import check_ttypes
+from ..ground.record import check_ttypes, identity, of_pieces, optional
 from ..store.reading import path_of, without_superseded
 
 # %% ../../nbs/56_sinks/10_sink.ipynb #5c42374b
@@ -87,7 +87,8 @@ class Names:
 
     def wanted(self, row):
         path = path_of(row['module'])
-        return path in self.picked and (self.include is not None or row['ttype'] not in ('input', 'output', 'input_grad', 'output_grad') or path not in self.inner)
+        flows = row['ttype'] in ('input', 'output', 'input_grad', 'output_grad')
+        return path in self.picked and (self.include is not None or not flows or path not in self.inner)
 
     def key(self, row, first): # first: (ttype, path) -> name of its first tensor
         """What the numbers of a row are called, without the statistic
@@ -188,5 +189,4 @@ class Sink:
         if found: numbers['nonfinite/count'] = bad
         return {**noted, **numbers}, histograms
 
-not_noted = {'module', 'ts', 'ttype', 'tname', 'step', 'call', 'dtype', 'pname', 'micro', 'phase', 'backward', 'rank', 'shard', 'part', 'path', 'skipped', 'unfinished',
-    'supersedes'} # columns of a row that are no numbers of the user's
+not_noted = {*identity, *of_pieces, *optional, 'path'} # columns of a row that are no numbers of the user's
