@@ -318,7 +318,7 @@ def report_of(recorder, live, rules=None, feeds=()): # live: CPU seconds of its 
 
 # %% ../nbs/57_ember.ipynb #111be30d
 class Arming:
-    "A model is armed, and given back as it was"
+    "A model is armed and given back as it was, and its run ends"
     def watched(self, ts):
         "The ids of the modules to record"
         pairs = [(p, t.module) for t in ts for p in (t.path, *t.aliases)]
@@ -359,6 +359,26 @@ class Arming:
         """
         self.disarm()
         return self.arm()
+
+    def close(self): # A `Report`
+        """End the run: disarm, write everything, and say what was done
+
+        Returns:
+            A `Report`
+        """
+        self.recorder.close()
+        self.disarm()
+        if self.rules is not None: self.rules.close()
+        for f in self.feeds: f.close()
+        self.t.close()
+        if self.t.whole is not None: self.t.whole.end()
+        open_recorders.discard(self.recorder) # nothing is left to hand over
+        for v in self.views: v.close() # the last picture
+        return report_of(self.recorder, sum(v.seconds for v in self.views), self.rules, self.feeds)
+
+    def __enter__(self): return self.arm()
+
+    def __exit__(self, *error): self.close()
 
 # %% ../nbs/57_ember.ipynb #478d3f42
 class torchEmber(OwnStatistics, Notes, Views, Arming):
@@ -455,26 +475,6 @@ class torchEmber(OwnStatistics, Notes, Views, Arming):
         if not r.steps.turns.awaited: r.boundary()
         elif r.steps.opened: r.notices.once('two', "te.step() does nothing here: the optimizer that torchEmber was given ends each step. "
             "Leave out one of the two.")
-
-    def close(self): # A `Report`
-        """End the run: disarm, write everything, and say what was done
-
-        Returns:
-            A `Report`
-        """
-        self.recorder.close()
-        self.disarm()
-        if self.rules is not None: self.rules.close()
-        for f in self.feeds: f.close()
-        self.t.close()
-        if self.t.whole is not None: self.t.whole.end()
-        open_recorders.discard(self.recorder) # nothing is left to hand over
-        for v in self.views: v.close() # the last picture
-        return report_of(self.recorder, sum(v.seconds for v in self.views), self.rules, self.feeds)
-
-    def __enter__(self): return self.arm()
-
-    def __exit__(self, *error): self.close()
 
     def __reduce_ex__(self, protocol): # a model that keeps its ember may be copied and saved
         return EmberCopy, (self.model_name, self.fname, str(self.t.dir))
