@@ -39,7 +39,8 @@ def seen(got):
     return file.getvalue()
 
 
-others = {'interactive': 'takes a picture', 'Surface3d': "Taiyi's, of a dict", 'query': 'begins with a question', 'runs': 'of no run', 'live': 'of all',
+others = {'differences': 'of what diff gives', 'interactive': 'takes a picture',
+    'Surface3d': "Taiyi's, of a dict", 'query': 'begins with a question', 'runs': 'of no run', 'live': 'of all',
     **dict.fromkeys(('du', 'mv', 'rm', 'compact', 'sync'), 'of files'), 'scan': "gives an engine's frame",
     **dict.fromkeys(('from_logframe', 'validate', 'write_parquet'), 'of a LogFrame'), **dict.fromkeys(('read_pickle', 'read_csv', 'read_parquet'), 'of a file')}
 public = {n: getattr(torchember, n) for room,found in torchember.names.items() if room.startswith(('show.', 'frames.')) for n in found.split()}
