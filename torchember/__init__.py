@@ -161,7 +161,7 @@ names = { # room -> what a person types of it
     'compat.nnstat': 'NetDict get_weight get_grad get_optimizer_state compute_stats utils',
     'compat.taiyi': 'Visualization'}
 rooms = {name: room for room,found in names.items() for name in found.split()}
-wings = 'state', 'monitor', 'jaxember', 'compat' # which have their names one level down, too
+wings = 'state', 'monitor', 'jaxember', 'compat', 'sinks' # which have their names one level down, too
 __all__ = ['__version__', *(n for n in rooms if n!='utils')] # which a star import must not put over yours
 
 
