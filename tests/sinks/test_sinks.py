@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchember import read, replay, torchEmber
+from torchember import emberTracker, read, replay, rm, torchEmber
 from torchember.sinks.feed import Feed
 from torchember.sinks.sink import Sink
 
@@ -208,7 +208,7 @@ te = torchEmber(model, opt, home=sys.argv[1], name='first', stats=['rms'], sinks
 from torchember.sinks.feed import Feeding
 Feeding.patience = .01
 for i in range(400):
-    if i==200: until(lambda: list(Path(sys.argv[1]).rglob('*_sent.jsonl')))
+    if i==200: until(lambda: list(Path(sys.argv[1]).rglob('sent_*.json')))
     opt.zero_grad(); model(torch.randn(5, 4)).square().mean().backward(); opt.step()
 os.kill(os.getpid(), signal.SIGKILL)
 '''
@@ -239,3 +239,36 @@ def test_a_process_that_ends_without_close_tells_the_last_step(tmp_path):
     p = subprocess.run([sys.executable, '-c', code, str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert p.returncode==0, p.stderr
     assert set(scalars(tmp_path/'runs'/'first')['weight/0.weight/rms'])=={*range(7)}
+
+
+def test_a_run_that_was_removed_is_told_anew(tmp_path):
+    for _ in range(2):
+        told = []
+        train(tmp_path, sinks=lambda step, numbers, told=told: told.append(step))
+        assert told==[*range(6)]
+        rm('first', home=tmp_path)
+        assert not list(tmp_path.rglob('*first*'))
+
+
+def test_a_run_is_sent_as_it_was_told_also_what_is_not_finite(tmp_path):
+    live,later = {},{}
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 2), nn.ReLU()).double()
+    opt = torch.optim.Adam(model.parameters())
+    te = torchEmber(model, opt, home=tmp_path, name='first', stats='numerics', sinks=lambda step, n: live.setdefault(step, n))
+    for i in range(3):
+        opt.zero_grad()
+        for _ in range(2): model(torch.randn(5, 4).double()*(1e100 if i==1 else 1)).square().mean().backward() # two micro-batches
+        te.log(loss=float('nan') if i==2 else 1.)
+        opt.step()
+    te.close()
+    assert replay('first', lambda step, n: later.setdefault(step, n), home=tmp_path)==3
+    np.testing.assert_equal(later, live)
+    assert math.isnan(live[2]['scalar/loss']) and live[1]['output/0/rms']>1e98
+
+
+def test_what_cannot_be_sent(tmp_path):
+    train(tmp_path)
+    with pytest.raises(FileNotFoundError, match='first'): replay('frist', print, home=tmp_path)
+    with pytest.raises(ValueError, match='run name'): replay('first*', print, home=tmp_path)
+    assert emberTracker('first', tmp_path).last_step()==5

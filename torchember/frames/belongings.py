@@ -19,7 +19,7 @@ from ..store.parts import listed
 from .logs import counted, in_whole, is_name, is_running, names_of, said_of, stat_of
 
 # %% ../../nbs/50_frames/06_belongings.ipynb #b7000006
-kinds = ('base', 'structure', 'parameters', 'ranks', 'vis', 'sync') # of metadata, that torchember writes
+kinds = ('base', 'structure', 'parameters', 'ranks', 'vis', 'sync', 'sent') # of metadata, that torchember writes
 
 def owner(stem, names):
     "The run that a file of metadata is of, among the names of some"

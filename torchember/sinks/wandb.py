@@ -7,6 +7,7 @@ __all__ = ['Wandb']
 
 # %% ../../nbs/56_sinks/20_wandb.ipynb #f31555de
 import re
+from zlib import crc32
 
 from .sink import Sink
 from ..ground.messages import printable
@@ -33,11 +34,14 @@ class Wandb(Sink):
         super().__init__(**choice)
         self.wandb = needs('wandb', for_='The sink wandb')
         self.run,self.project,self.commit,self.own = run or self.wandb.run,project,commit,False
-        self.waits,self.step,self.axes = None,None,set() # waits: the step of a row that nobody has ended yet
+        self.waits,self.axes = None,set() # waits: the step of a row that nobody has ended yet
 
     def open(self, run, about):
+        self.run = self.run or self.wandb.run # one that was opened meanwhile
         if self.run is None:
-            self.run = self.wandb.init(project=self.project, name=run, id=re.sub(r'[^\w-]', '_', run)[:120], resume='allow', reinit='create_new',
+            began = crc32(f"{about.get('start')} {about.get('host')}".encode()) # another run of that name, of somebody else, is another one there
+            id = f"{re.sub(r'[^A-Za-z0-9_-]', '_', run)[:110]}-{began:08x}"
+            self.run = self.wandb.init(project=self.project, name=run, id=id, resume='allow', reinit='create_new',
                 config={'torchember': {k: v for k,v in about.items() if isinstance(v, str|int|float)}})
             self.own = self.commit = True
         self.run.define_metric(self.axis, hidden=True)
