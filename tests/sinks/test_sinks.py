@@ -272,3 +272,34 @@ def test_what_cannot_be_sent(tmp_path):
     with pytest.raises(FileNotFoundError, match='first'): replay('frist', print, home=tmp_path)
     with pytest.raises(ValueError, match='run name'): replay('first*', print, home=tmp_path)
     assert emberTracker('first', tmp_path).last_step()==5
+
+
+ranked = '''
+import sys, torch, torch.distributed as dist
+from torch import nn
+from torchember import torchEmber
+dist.init_process_group('gloo'); torch.manual_seed(0)
+model = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
+opt = torch.optim.SGD(model.parameters(), .1)
+torch.manual_seed(dist.get_rank())
+te = torchEmber(model, opt, home=sys.argv[1], name='two', sinks='tensorboard', reduce='step')
+for i in range(4):
+    opt.zero_grad(); model(torch.randn(8, 4)).square().mean().backward(); opt.step()
+te.close()
+dist.destroy_process_group()
+'''
+
+
+@pytest.mark.slow
+def test_of_two_processes_the_whole_is_told_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path/'program.py').write_text(ranked)
+    p = subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--nproc-per-node', '2', '--master-port', '0', '--rdzv-backend', 'c10d',
+        '--rdzv-endpoint', 'localhost:0', 'program.py', str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert p.returncode==0, p.stderr[-2000:]
+    found,whole = scalars(tmp_path/'runs'/'two'),read('two', home=tmp_path, ttype='output')
+    for s in range(4): # of both batches
+        row = whole[whole['step']==s].iloc[0]
+        n = math.prod(row['shape'])
+        assert n==32 and found['output/model/rms'][s]==pytest.approx(math.sqrt(row['mean']**2+row['std']**2*(n-1)/n), rel=1e-6)
+    assert replay('two', 'tensorboard', home=tmp_path)==0

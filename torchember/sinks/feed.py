@@ -107,12 +107,13 @@ class Feeding:
         sink # A `Sink`
     ):
         self.t,self.sink,self.sent,self.told,self.flushed,self.failures = t,sink,None,[],time.monotonic(),0
+        self.run = t.fname.removesuffix('.rank0') # of several processes the first one tells
 
     def open(self):
         if self.sent is not None: return
         try: about = self.t.about[f'base_{self.t.fname}']
         except KeyError: about = {} # of several processes each has its own
-        self.sink.open(self.t.fname, dict(about))
+        self.sink.open(self.run, dict(about))
         self.sent = Sent(self.t, self.sink.target())
 
     def step(self, step, rows):
@@ -198,7 +199,7 @@ class Feed:
     @property
     def later(self):
         name = self.feeding.sink.name
-        return f"replay({self.t.fname!r}, {repr(name) if name in sinks else 'sink'})"
+        return f"replay({self.feeding.run!r}, {repr(name) if name in sinks else 'sink'})"
 
     def finish(self):
         self.over()
@@ -258,7 +259,8 @@ def replay(
     steps = {}
     for r in rows_in(t, home):
         if is_step(r.get('step')): steps.setdefault(r['step'], []).append(r)
-    steps,feeding = dict(sorted(steps.items())),Feeding(t, sink)
+    of_whole = t if exists(t.fname, home) else emberTracker(f'{t.fname}.rank0', home) # where it is noted what the first process has told
+    steps,feeding = dict(sorted(steps.items())),Feeding(of_whole, sink)
     feeding.open()
     n = len(feeding.sent.steps)
     try:
