@@ -303,3 +303,132 @@ def test_of_two_processes_the_whole_is_told_once(tmp_path, monkeypatch):
         n = math.prod(row['shape'])
         assert n==32 and found['output/model/rms'][s]==pytest.approx(math.sqrt(row['mean']**2+row['std']**2*(n-1)/n), rel=1e-6)
     assert replay('two', 'tensorboard', home=tmp_path)==0
+
+
+def row(path='0', ttype='output', tname='output_0', **more):
+    "A row of a linear layer"
+    return {'module': f'model(Net).{path}(Linear)', 'ttype': ttype, 'tname': tname, 'step': 0, 'call': 0, 'dtype': 'float32', **more}
+
+
+def test_an_update_is_told_as_its_share_of_the_weight(tmp_path):
+    told = {}
+    train(tmp_path, ttypes=['weight', 'update'], sinks=lambda step, numbers: told.setdefault(step, numbers))
+    r = read('first', home=tmp_path, ttype='update', path='2', steps=4).iloc[0]
+    assert told[4][f"update/2.{r['pname']}/ratio"]==r['ratio'] and not any(k.startswith('update') and k.endswith('rms') for k in told[4])
+
+
+def test_several_calls_are_one_number():
+    calls = [row(call=c, max=m, min=-m, abs_max=m, mean=m, rms=m) for c,m in enumerate((1., 5., 3.))]
+    numbers,_ = Sink(stats=['max', 'min', 'abs_max', 'mean']).chosen(calls)
+    assert numbers=={'output/0/max': 5., 'output/0/min': -5., 'output/0/abs_max': 5., 'output/0/mean': 3., 'nonfinite/count': 0}
+
+
+def test_a_layer_that_comes_later_is_told():
+    sink = Sink(include='*')
+    sink.chosen([row('0', rms=1.)])
+    assert 'output/1/rms' in sink.chosen([row('0', rms=1.), row('1', rms=2.)])[0]
+
+
+def test_a_row_that_another_stands_in_place_of_is_not_told():
+    assert Sink().chosen([row(rms=1.), row(rms=2., supersedes=True)])[0]['output/0/rms']==2.
+
+
+def test_names_of_an_evaluation_do_not_follow_from_those_of_the_training():
+    numbers,_ = Sink().chosen([row(rms=1.), row(tname='output_1', phase='eval', rms=2.)])
+    assert numbers=={'output/0/rms': 1., 'eval/output/0/rms': 2., 'nonfinite/count': 0}
+
+
+def test_histograms_can_be_left_out():
+    rows = [row(rms=1., exponents=[0, 3, 0], exponent_min=0)]
+    assert Sink().chosen(rows)[1]=={'output/0': ([1., 2.], [3])} and not Sink(histograms=False).chosen(rows)[1]
+
+
+@pytest.mark.filterwarnings('ignore:torchember')
+def test_failures_now_and_then_are_not_the_end(tmp_path):
+    sink = Shaky(*range(0, 20, 2))
+    train(tmp_path, steps=20, sinks=sink)
+    assert sink.told==[*range(1, 20, 2)]
+
+
+def test_each_target_is_sent_all(tmp_path):
+    train(tmp_path)
+    a,b = Shaky(),Shaky()
+    b.target = lambda: 'another'
+    assert replay('first', a, home=tmp_path)==replay('first', b, home=tmp_path)==6 and a.told==b.told==[*range(6)]
+
+
+@pytest.mark.filterwarnings('ignore:torchember')
+def test_a_sink_that_hangs_is_not_called_from_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.setattr(Feed, 'patience', .2)
+    monkeypatch.setattr('torchember.store.listeners.Listening.patience', .2)
+    stop,calls = threading.Event(),[]
+    train(tmp_path, sinks=lambda step, numbers: (calls.append(step), stop.wait(60)))
+    assert calls==[0]
+    stop.set()
+
+
+@pytest.mark.filterwarnings('ignore:torchember')
+def test_what_was_not_flushed_is_not_noted_as_sent(tmp_path):
+    sink = Shaky()
+    def fails(): raise OSError('disk full')
+    sink.flush = fails
+    train(tmp_path, sinks=sink)
+    del sink.flush
+    assert replay('first', sink, home=tmp_path)==6
+
+
+def test_a_finding_of_an_earlier_step_does_not_end_the_one_that_is_open(tmp_path):
+    told = {}
+    te = torchEmber(nn.Linear(2, 2), home=tmp_path, name='first', sinks=lambda step, numbers: told.setdefault(step, numbers))
+    feed, = te.feeds
+    feed.hear(5, [row('0', rms=1.)])
+    feed.hear(2, [{'ttype': 'finding', 'rule': 'nan', 'text': 'It is NaN.', 'step': 2}])
+    feed.hear(5, [row('1', rms=2.)])
+    te.close()
+    assert told=={5: {'output/0/rms': 1., 'output/1/rms': 2., 'nonfinite/count': 0}}
+
+
+def test_tensorboard_has_no_histogram_twice(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train(tmp_path, stats='numerics', sinks='tensorboard')
+    for p in tmp_path.rglob('sent_*.json'): p.unlink() # as if the process had died before it noted that
+    replay('first', 'tensorboard', home=tmp_path)
+    scalars(tmp_path/'runs'/'first') # raises for a step that is there twice
+    events = EventAccumulator(str(tmp_path/'runs'/'first'), size_guidance={'histograms': 0}).Reload()
+    assert [e.step for e in events.Histograms('weight/0.weight/exponents')]==[*range(6)]
+
+
+class Tracker:
+    "What a run of W&B is called with"
+    id,run = 'mine',None
+    def __init__(self): self.rows,self.alerts = [],[]
+    def define_metric(self, *args, **kwargs): pass
+    def log(self, data, commit=None): self.rows.append((data, commit))
+    def alert(self, title, text, level): self.alerts.append((title, level))
+    def init(self, **kwargs): raise AssertionError('a run is open')
+
+
+def test_a_run_of_wandb_that_is_opened_after_the_sink_is_used(monkeypatch):
+    wandb = pytest.importorskip('torchember.sinks.wandb')
+    library = Tracker()
+    monkeypatch.setattr(wandb, 'needs', lambda *args, **kwargs: library)
+    sink = wandb.Wandb()
+    library.run = Tracker()
+    sink.open('first', {})
+    sink.scalars(0, {'output/0/rms': 1.})
+    sink.close()
+    assert library.run.rows==[({'output/0/rms': 1., 'torchember/step': 0}, False)] # never ends a row of somebody else's
+
+
+def test_wandb_is_alerted_once_of_what_begins_and_rows_end_once(monkeypatch):
+    wandb = pytest.importorskip('torchember.sinks.wandb')
+    monkeypatch.setattr(wandb, 'needs', lambda *args, **kwargs: Tracker())
+    sink = wandb.Wandb(run := Tracker(), commit=True)
+    sink.open('first', {})
+    sink.findings(3, [{'rule': r, 'text': 'so it is.', 'severity': s, **more} for r,s,more in (('nan', 'error', {}), ('nan', 'error', {'over': True}),
+        ('stalls', 'info', {}), ('dead', 'warning', {}))])
+    assert run.alerts==[('nan', 'ERROR'), ('dead', 'WARN')]
+    sink.scalars(0, {'a/b': 1.})
+    for _ in range(2): sink.flush()
+    sink.close()
+    assert [commit for _,commit in run.rows]==[False, True]
