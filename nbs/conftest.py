@@ -1,4 +1,5 @@
 """Each section of a notebook is a test, in which the exported cells are taken from the library instead of being run"""
+import os
 import re
 import sys
 import traceback
@@ -60,7 +61,7 @@ class Notebook(pytest.File):
         for wing,lib in (('integrations', 'lightning'), ('integrations', 'transformers'), ('sinks', 'wandb'), ('sinks', 'tensorboard')):
             if self.mod==f'torchember.{wing}.{lib}': pytest.importorskip(lib)
         self.optimize(False)
-        self.before,self.failed,self.env = process.Before(),self.session.testsfailed,pytest.MonkeyPatch()
+        self.before,self.failed,self.env,self.environ = process.Before(),self.session.testsfailed,pytest.MonkeyPatch(),dict(os.environ)
         process.fresh(self.env)
         self.env.setattr(sys, 'path', sys.path[:])
         self.env.chdir(self.path.parent)
@@ -82,6 +83,8 @@ class Notebook(pytest.File):
     def teardown(self):
         self.shell.close()
         self.env.undo()
+        for k in os.environ.keys() - self.environ.keys(): del os.environ[k] # what a guest is told there, such as to stay offline, ends with the page
+        os.environ |= self.environ
         self.optimize(True)
         if self.session.testsfailed>self.failed or self.todo: return
         process.blame(self.path.name, [f'{s} (since {self.came[s]!r})' if s in self.came else s for s in self.before.left()])
