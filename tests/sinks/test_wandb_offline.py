@@ -1,5 +1,6 @@
 "One sink tells W&B for all who speak to it: an ember, `track` and `Visualization`. Read back from the files that W&B writes when it is offline"
 import json
+import time
 
 import numpy as np
 import programs
@@ -57,7 +58,9 @@ def run(code, tmp_path):
     pytest.importorskip('wandb')
     done = programs.run(begin+code, after=libraries, cwd=tmp_path, TORCHEMBER_HOME=tmp_path/'home', HOME=tmp_path, WANDB_MODE='offline', WANDB_DIR=tmp_path)
     assert done.returncode==0, done.stderr
-    return history(tmp_path)
+    end = time.monotonic()+30
+    while not (found := history(tmp_path))[0] and time.monotonic()<end: time.sleep(.2) # W&B's own process may still write
+    return found
 
 
 def test_an_ember_in_a_run_of_the_users(tmp_path):
