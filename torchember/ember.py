@@ -278,6 +278,15 @@ def run_of_rank(kind, name, resume, home, store='jsonl'):
         take_in(folder('torchember', home)) # what a process had not written that is gone
     return new_run(kind, name, resume, home, store, world), rank if world>1 else None, world
 
+def number_of_first(t, resume, first_step):
+    "Number of the step that comes. Raises ValueError where the run that goes on has that step already"
+    if not resume: return first_step or 0
+    last = t.last_step()
+    if first_step is not None and first_step<=last:
+        raise ValueError(f"The run {t.fname!r} has steps to {last}, so it cannot go on at first_step={first_step}. "
+            f"Leave out first_step to go on at {last+1}, or leave out resume and choose another name=.")
+    return last+1 if first_step is None else first_step
+
 def shared(t, rank, world, tree):
     "What tells the first of several processes of the rows of the whole; None where it cannot be"
     part,store = store_for(t.fname.removesuffix(f'.rank{rank}'))
@@ -405,7 +414,7 @@ class torchEmber(OwnStatistics, Notes, Views, Arming):
         blackbox: What was measured outlives the process: None where that can be; False; 20: so many steps whatever `every` says
         sinks: Who is told of each step: 'wandb', 'tensorboard', a function of a step and its numbers, a `Sink`, or a list of these
         reduce: 'step': of several processes, who listens on the first is told of the whole, as it comes. Nobody waits for another
-        first_step: Number of the first step, to go on from a checkpoint in a run of its own
+        first_step: Number of the first step, to go on from a checkpoint; without it 0, or where a run is resumed the one after its last
         on_error: When a statistic fails: 'warn' once and go on, or 'raise'
     """
     @says_arguments
@@ -431,7 +440,7 @@ class torchEmber(OwnStatistics, Notes, Views, Arming):
         blackbox:int|None=None, # What was measured outlives the process: None where that can be; False; 20: so many steps whatever `every` says
         sinks=(), # Who is told of each step: 'wandb', 'tensorboard', a function of a step and its numbers, a `Sink`, or a list of these
         reduce:str|None=None, # 'step': of several processes, who listens on the first is told of the whole, as it comes. Nobody waits for another
-        first_step:int=0, # Number of the first step, to go on from a checkpoint in a run of its own
+        first_step:int|None=None, # Number of the first step, to go on from a checkpoint; without it 0, or where a run is resumed the one after its last
         on_error:str='warn' # When a statistic fails: 'warn' once and go on, or 'raise'
     ):
         if not isinstance(model, nn.Module): raise TypeError(not_a_model(model))
@@ -444,15 +453,16 @@ class torchEmber(OwnStatistics, Notes, Views, Arming):
         optimizers = check_optimizers(optimizer, scaler, ttypes, [*model.parameters(), *inner.parameters()])
         when,stats = schedule(every),stats if callable(stats) else stat_names(stats)
         if overhead is not None: check_share(overhead)
-        check_steps(ends, first_step, resume); steps_in(blackbox)
+        check_steps(ends, first_step); steps_in(blackbox)
         rules,on_finding,sinks = chosen_rules(rules or ()),check_on_finding(on_finding),sinks_of(sinks)
         self.tracks,self.armed,self.chosen,self.views = tracks(inner),False,(include, exclude),[] # views: live pictures of the run
         self.watched(self.tracks) # raises before anything is changed
         self.t,rank,world = run_of_rank(self.model_name, name, resume, home, store)
         t = self.t
+        first = number_of_first(t, resume, first_step)
         ranks = None if rank is None else Ranks(model, rank, world, lambda meta: t.amend('ranks', meta))
         if ranks and not callable(stats) and not {'shape', 'numel'}.intersection(stats): stats = (*stats, 'numel') # how much of a whole a piece is
-        self.recorder = Recorder(t, Settings(ttypes, stats, when, only_training, on_error, t.last_step()+1 if resume else first_step, rank,
+        self.recorder = Recorder(t, Settings(ttypes, stats, when, only_training, on_error, first, rank,
             ranks, None if overhead is None else Budget(overhead), optimizers, scaler, ends, self.tracks[0].name,
             blackbox, lambda meta: t.amend('parameters', meta)))
         known = self.recorder.sources.parameters.known

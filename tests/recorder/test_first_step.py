@@ -1,4 +1,6 @@
 """Who ends steps by `te.step()` says so when the first is over: rows are then as if it had been known from the start"""
+from pathlib import Path
+
 import pandas as pd
 import pytest
 import torch
@@ -222,6 +224,25 @@ def test_who_ends_a_step_and_which_number_it_has_can_be_said_at_once(tmp_path):
             [(s, *of) for s in (7, 8) for of in (('output', 3), ('weight_grad', None))]
         assert report['steps']==2
     with pytest.raises(ValueError, match="ends is 'step'.* got 'optimizer'"): torchEmber(model, ends='optimizer')
-    for n in (-1, 1., True, None):
+    for n in (-1, 1., True, '1'):
         with pytest.raises(ValueError, match='first_step is a number from 0'): torchEmber(model, first_step=n)
-    with pytest.raises(ValueError, match='Leave out first_step'): torchEmber(model, name='r', resume=True, first_step=3, home=tmp_path)
+
+
+def test_a_run_goes_on_at_a_step_of_a_checkpoint(tmp_path):
+    "Steps that are left out, or not to be recorded, have no rows; those of the run are never recorded again"
+    model = nn.Linear(2, 3)
+    def go(n, **kw):
+        with torchEmber(model, name='r', include='', ttypes='output', stats='mean', home=tmp_path, **kw) as te:
+            for _ in range(n): model(torch.ones(1, 2))
+        return [r['step'] for r in te.t.lines()]
+    assert go(3)==[0, 1, 2]
+    log = Path(emberTracker('r', tmp_path).log_path).read_bytes()
+    for first in (0, 2):
+        with pytest.raises(ValueError, match=rf"'r' has steps to 2, .* first_step={first}\. Leave out first_step to go on at 3"):
+            go(1, resume=True, first_step=first)
+        assert Path(emberTracker('r', tmp_path).log_path).read_bytes()==log
+    assert model(torch.ones(1, 2)) is not None and 'forward' not in vars(model)
+    assert go(2, resume=True, first_step=7)==[0, 1, 2, 7, 8]
+    assert go(2, resume=True)==[0, 1, 2, 7, 8, 9, 10]
+    assert go(3, resume=True, first_step=11, every=3)==[0, 1, 2, 7, 8, 9, 10, 12]
+    assert go(1, resume=True, first_step=13)==[0, 1, 2, 7, 8, 9, 10, 12, 13]

@@ -150,12 +150,8 @@ class Guest:
             name,resume,last = run_for(name, first_step, options.get('home'))
             if last is not None and not self.said: self.say(name, last, first_step)
         opts = [unwrapped(o) for o in (optimizers if isinstance(optimizers, list|tuple) else [optimizers]) if o is not None]
-        te = torchEmber(model, opts or None, scaler=scaler if opts else None, name=name, resume=resume, first_step=0 if resume else first_step, **options)
-        if resume and te.recorder.steps.number!=first_step: # steps before it that were not to be recorded have no rows
-            te.recorder.steps.number = first_step
-            te.recorder.pipe.gate.ask() # whether this one is recorded
-        self.te = te
-        return te
+        self.te = torchEmber(model, opts or None, scaler=scaler if opts else None, name=name, resume=resume, first_step=first_step, **options)
+        return self.te
 
     def say(self, name, last, first_step):
         "That a training does not go on in its run"

@@ -29,11 +29,11 @@ def check_optimizers(optimizer, scaler, ttypes, params):
     if scaler is not None and not os: raise ValueError("scaler= needs optimizer=, the optimizer whose steps it scales.")
     return os
 
-def check_steps(ends, first_step, resume):
+def check_steps(ends, first_step):
     "Raise for what ends no step, and for what is no number of the first one"
     if ends not in (None, 'step'): raise ValueError(f"ends is 'step', when only te.step() ends a step, or is left out; got {ends!r}.")
-    if not isinstance(first_step, int) or isinstance(first_step, bool) or first_step<0: raise ValueError(f"first_step is a number from 0, got {first_step!r}.")
-    if resume and first_step: raise ValueError("resume=True goes on after the run's last step. Leave out first_step, or resume.")
+    if first_step is not None and (not isinstance(first_step, int) or isinstance(first_step, bool) or first_step<0):
+        raise ValueError(f"first_step is a number from 0, got {first_step!r}.")
 
 def nothing_to_record(known):
     "The sentence for no tensor type at all"
