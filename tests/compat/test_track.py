@@ -456,12 +456,12 @@ def test_wandb(monkeypatch):
     class Artifact:
         def __init__(self, name, type): self.name,self.type,self.files = name,type,[]
         def add_file(self, path): self.files.append(path)
-    wandb = types.SimpleNamespace(run=None, log=lambda d, commit: logged.append((d, commit)), Artifact=Artifact)
+    wandb = types.SimpleNamespace(run=None, Artifact=Artifact)
     monkeypatch.setitem(sys.modules, 'wandb', wandb)
     with pytest.raises(RuntimeError, match='wandb.init'): track(model, use_wandb=True)
-    wandb.run = types.SimpleNamespace(log_artifact=handed.append)
+    wandb.run = types.SimpleNamespace(log_artifact=handed.append, log=lambda d, commit: logged.append((d, commit)), define_metric=lambda *a, **k: None)
     with track(model, use_wandb=True, name='w b') as tracker: steps(model, tracker, opt, 3)
-    assert len(logged)==3 and not any(commit for _,commit in logged)
+    assert [d['torchember/step'] for d,_ in logged]==[0, 1, 2] and not any(commit for _,commit in logged)
     lf = read_pickle(tracker.out_path)
     for n,(d,_) in enumerate(logged):
         for t in ('Activation', 'Gradient', 'Weights', 'Weight_Gradients'):

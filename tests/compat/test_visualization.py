@@ -45,12 +45,15 @@ def test_wandb_offline(tmp_path, sink):
 import json, wandb
 run = wandb.init(mode='offline', project='p', dir='.', settings=wandb.Settings(console='off', silent=True))
 seen, log = [], run.log
-def note(d, *a, **k): seen.append({{k: v if isinstance(v, float) else type(v).__name__ for k,v in d.items()}}); return log(d, *a, **k)
+def note(d, commit):
+    if d: seen.append({{k: v if isinstance(v, float|int) else type(v).__name__ for k,v in d.items()}})
+    return log(d, commit=commit)
 run.log = wandb.log = note
 got = train(Visualization(monitor, {sink}))
 print(json.dumps([seen, list(got['0']['WeightNorm'].values())]))
 ''', tmp_path, WANDB_MODE='offline')
     seen,norms = json.loads(out.strip().splitlines()[-1])
+    assert [d.pop('torchember/step') for d in seen]==[*range(12), 11]
     assert [d['0_WeightNorm'] for d in seen[:12]]==norms
     floats = ('0_WeightNorm', '3_WeightNorm', '1_MeanTID', '1_InputMeanScalar', 'loss')
     assert set(seen[0])=={*floats, '1_InputMean'} and seen[0]['1_InputMean']=='Image' and all(isinstance(seen[0][k], float) for k in floats)

@@ -1,6 +1,5 @@
 "Rules of tables as the older tools have them: a tracker that is handed rows, two runs, and what is read the second time"
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -25,13 +24,9 @@ def step_of(s):
 
 class Wandb:
     "As much of W&B as is used"
-    def __init__(self): self.logged,self.handed,self.run = [],[],SimpleNamespace(log_artifact=self.take)
-    def log(self, d, commit): self.logged.append((d, commit))
-    def take(self, a): self.handed.append((a.name, a.files))
-    def Artifact(self, name, type): # noqa: N802
-        a = SimpleNamespace(name=name, files=[])
-        a.add_file = a.files.append
-        return a
+    def __init__(self): self.logged,self.handed = [],[]
+    def put(self, step, data): self.logged.append((step, data))
+    def file(self, path, name, kind): self.handed.append((name, path, kind))
 
 
 def names_of(lf): return list(zip(lf[META, 'step'], lf[META, 'name'], lf[META, 'tensor_type'], lf[STAT, 'mean'], lf[STAT, 'rm2'], strict=True))
@@ -70,10 +65,10 @@ def test_a_tracker_hands_each_row_on_once(tmp_path, capsys):
         assert got[0]==[(t.name, e, [r for s in part for r in want(s, prefix)]) for e,part in zip((*ends, 8), parts, strict=True) if part]
         lf = (read_parquet if prefix else read_pickle)(t.out_path)
         assert names_of(lf)==[r for s in there for r in want(s, prefix)]
-        assert w.logged==[({'Numerics.Activation/mean': 2.+s, 'Numerics.Activation/rm2': 3., 'Numerics.Activation/underflow_rate': .125,
+        assert w.logged==[(s, {'Numerics.Activation/mean': 2.+s, 'Numerics.Activation/rm2': 3., 'Numerics.Activation/underflow_rate': .125,
             'Numerics.Activation/overflow_rate': .125, 'Numerics.Weights/mean': 5.+s, 'Numerics.Weights/rm2': 6., 'Numerics.Weights/underflow_rate': .375,
-            'Numerics.Weights/overflow_rate': .5}, False) for s in there]
-        assert w.handed==[(t.name, [t.out_path])] and str(tmp_path/'track'/t.name) in t.out_path
+            'Numerics.Weights/overflow_rate': .5}) for s in there]
+        assert w.handed==[(t.name, t.out_path, 'torchember-logframe')] and str(tmp_path/'track'/t.name) in t.out_path
     assert capsys.readouterr().out.splitlines()==[f'LogFrame of this run: {t.out_path}' for t,*_ in made]
 
 

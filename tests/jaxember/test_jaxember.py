@@ -450,15 +450,15 @@ def test_wandb(monkeypatch, tmp_path):
     class Artifact:
         def __init__(self, name, type): self.name,self.type,self.files = name,type,[]
         def add_file(self, path): self.files.append(path)
-    wandb = types.SimpleNamespace(run=None, log=lambda d, commit: logged.append((d, commit)), Artifact=Artifact)
+    wandb = types.SimpleNamespace(run=None, Artifact=Artifact)
     monkeypatch.setitem(sys.modules, 'wandb', None)
     with pytest.raises(ImportError, match='pip install wandb'): track(use_wandb=True, home=tmp_path)
     monkeypatch.setitem(sys.modules, 'wandb', wandb)
     with pytest.raises(RuntimeError, match='wandb.init'): track(use_wandb=True, home=tmp_path)
-    wandb.run = types.SimpleNamespace(log_artifact=handed.append)
+    wandb.run = types.SimpleNamespace(log_artifact=handed.append, log=lambda d, commit: logged.append((d, commit)), define_metric=lambda *a, **k: None)
     _,tracker = run(case, 3, use_wandb=True, name='w b', home=tmp_path)
     lf = read_pickle(tracker.out_path)
-    assert len(logged)==3 and not any(commit for _,commit in logged)
+    assert [d['torchember/step'] for d,_ in logged]==[0, 1, 2] and not any(commit for _,commit in logged)
     for n,(d,_) in enumerate(logged):
         for t in ('Activation', 'Gradient', 'Weights', 'Weight_Gradients', 'Optimiser_State.mu'):
             mine = lf[(lf.metadata.step==n) & (lf.metadata.tensor_type==t)]

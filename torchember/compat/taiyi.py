@@ -14,19 +14,31 @@ from matplotlib.figure import Figure
 from ..ground.messages import an
 from ..ground.record import values_of
 from ..show.style import drawing_on, drawn, panels, short_names
+from ..sinks.wandb import Wandb
 from ..show.surfaces import Surface3d
 
 # %% ../../nbs/80_compat/40_taiyi.ipynb #19366dc8
 class ToLog:
-    "A sink with `log(dict)`: wandb, or one of the user's own, which is handed figures of matplotlib"
-    def __init__(self, sink): self.sink,self.wandb = sink,of_wandb(sink)
-
-    def put(self, numbers, figures, step):
-        if self.wandb is not None: figures = {k: self.wandb.Image(f) for k,f in figures.items()}
-        self.sink.log({**numbers, **figures})
+    "A sink with `log(dict)` of the user's own, which is handed figures of matplotlib"
+    def __init__(self, sink): self.sink = sink
+    def put(self, numbers, figures, step): self.sink.log({**numbers, **figures})
 
     def close(self):
         if hasattr(self.sink, 'finish'): self.sink.finish()
+
+class ToWandb:
+    "W&B, or a run of it: a row for each step"
+    def __init__(self, sink):
+        self.wandb,self.opened = of_wandb(sink),False
+        self.sink = Wandb(None if sink is self.wandb else sink, commit=True)
+
+    def put(self, numbers, figures, step):
+        if not self.opened: self.sink.open('Visualization', {}); self.opened = True
+        self.sink.put(step, {**numbers, **{k: self.wandb.Image(f) for k,f in figures.items()}})
+
+    def close(self):
+        self.sink.close()
+        if self.sink.run is not None and not self.sink.own: self.sink.run.finish()
 
 def of_wandb(sink):
     "The module `wandb`, when the sink is that, or a run of it"
@@ -94,6 +106,7 @@ def sink_for(sink):
     if getattr(sink, '__name__', None)=='matplotlib.pyplot': return ToFigure(sink.figure(layout='constrained'))
     if isinstance(sink, Figure): return ToFigure(sink)
     if hasattr(sink, 'add_scalar') and hasattr(sink, 'add_figure'): return ToTensorBoard(sink)
+    if of_wandb(sink) is not None: return ToWandb(sink)
     if callable(getattr(sink, 'log', None)): return ToLog(sink)
     raise TypeError(f"Visualization shows in wandb, a SummaryWriter, matplotlib.pyplot, a Figure, or anything that has log(dict), got {an(sink)}.")
 

@@ -19,6 +19,7 @@ from ..frames.files import write_parquet
 from ..frames.logframe import EXP, META, STAT, dotted, named, ours, to_logframe
 from ..ground.choose import Selection, select
 from ..measure.columns import sets
+from ..sinks.wandb import Wandb
 from ..ground.needs import needs
 from ..ground.messages import an, printable, warn
 from ..store.base import folder
@@ -185,11 +186,10 @@ def summary_of(
     return {f'Numerics.{t}/{s}': v for t,row in means.to_dict('index').items() for s,v in row.items()}
 
 def open_wandb_run():
-    "W&B, if a run of it is open"
-    wandb = needs('wandb', for_='track(use_wandb=True)')
-    if wandb.run is None: raise RuntimeError("track(use_wandb=True) adds to the run of W&B that is open, but there is none. "
-        "Call wandb.init(project=...) first.")
-    return wandb
+    "The sink that tells the run of W&B that is open"
+    if needs('wandb', for_='track(use_wandb=True)').run is None:
+        raise RuntimeError("track(use_wandb=True) adds to the run of W&B that is open, but there is none. Call wandb.init(project=...) first.")
+    return Wandb()
 
 # %% ../../nbs/80_compat/20_tracker.ipynb #a7f14363
 def check_arguments(
@@ -253,12 +253,6 @@ class TensorStash:
     first_value = property(lambda self: self.value, doc="The same: each output is a stash of its own")
 
 # %% ../../nbs/80_compat/20_tracker.ipynb #0495c1c5
-def hand_over(wandb, name, path):
-    "A LogFrame goes to W&B"
-    artifact = wandb.Artifact(name=re.sub(r'[^\w.-]', '_', name), type='torchember-logframe')
-    artifact.add_file(path)
-    wandb.run.log_artifact(artifact)
-
 def stash_of(row):
     "A row of a LogFrame, as what was kept of a tensor"
     part = {top: {c: v for (t,c),v in row.items() if t==top} for top in (META, STAT, EXP)}
@@ -277,7 +271,7 @@ class Tracker:
         offload_inc: Steps after which `offload_fn` is called
         offload_fn: Function of name, step and LogFrame
         offload_type: '.pkl' or '.parquet'
-        wandb: The module, when its run is to be told
+        wandb: A `Wandb`, when its run is to be told
     """
     current_step = 0 # number of the step that is open
     what = 'a model' # is watched
@@ -287,7 +281,7 @@ class Tracker:
         offload_inc:int=10, # Steps after which `offload_fn` is called
         offload_fn=None, # Function of name, step and LogFrame
         offload_type:str='.pkl', # '.pkl' or '.parquet'
-        wandb=None # The module, when its run is to be told
+        wandb=None # A `Wandb`, when its run is to be told
     ):
         self.t,self.prefix,self.offload_inc,self.offload_fn,self.offload_type,self.wandb = t,prefix,offload_inc,offload_fn,offload_type,wandb
         self.out_path = None # of the LogFrame, once it is written
@@ -308,7 +302,7 @@ class Tracker:
             seen: Whether anything was recorded of it
         """
         self.calls += 1
-        if seen and self.wandb: self.tell_wandb(n)
+        if seen and self.wandb is not None: self.tell_wandb(n)
         if self.offload_fn and n%self.offload_inc==0: self.offload(n)
 
     def logframe(self, rows):
@@ -346,7 +340,7 @@ class Tracker:
 
     def tell_wandb(self, step):
         lf = self.latest()
-        if lf is not None and lf[META, 'step'].iloc[0]==step: self.wandb.log(summary_of(lf), commit=False)
+        if lf is not None and lf[META, 'step'].iloc[0]==step: self.wandb.put(step, summary_of(lf))
 
     def finish(self, failed:bool): # failed: whether an exception ends the run
         """What is left goes to the user's function, to disk and to W&B. The run is closed
@@ -357,7 +351,7 @@ class Tracker:
         try:
             if self.offload_fn: self.offload(self.current_step)
             self.write()
-            if self.wandb and self.out_path: hand_over(self.wandb, self.name, self.out_path)
+            if self.wandb and self.out_path: self.wandb.file(self.out_path, self.name, 'torchember-logframe')
         except Exception as e:
             if not failed: raise
             warn(f"The LogFrame was not written: {type(e).__name__}: {e}. The log is complete: to_logframe({self.name!r}) makes one.")

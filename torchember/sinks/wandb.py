@@ -48,10 +48,19 @@ class Wandb(Sink):
 
     def target(self): return f'wandb:{self.run.id}'
 
-    def put(self, step, data):
-        for group in {k.rpartition('/')[0] for k in data}-self.axes: # a glob may end in a star
+    def put(self,
+        step, # Its number
+        data # Name -> number, or what else W&B shows, such as a picture
+    ):
+        """What of a step W&B has under its own axis
+
+        Args:
+            step: Its number
+            data: Name -> number, or what else W&B shows, such as a picture
+        """
+        for group in {f'{top}/*' if top else k for k in data for top in [k.rpartition('/')[0]]}-self.axes: # a glob may end in a star
             self.axes.add(group)
-            self.run.define_metric(f'{group}/*', step_metric=self.axis)
+            self.run.define_metric(group, step_metric=self.axis)
         if self.waits not in (None, step) and self.commit: self.run.log({}, commit=True)
         self.run.log({**data, self.axis: step}, commit=False)
         self.waits = step
@@ -66,6 +75,22 @@ class Wandb(Sink):
         for f in found:
             if f.get('over') or f.get('severity')=='info': continue
             self.run.alert(title=printable(f['rule'], 60), text=f"{f['text']} {f.get('advice') or ''}".strip(), level=levels[f['severity']])
+
+    def file(self,
+        path, # Of the file
+        name:str, # Of the artifact; what W&B does not take in it becomes '_'
+        kind:str # Of the artifact
+    ):
+        """The run is given a file, as an artifact
+
+        Args:
+            path: Of the file
+            name: Of the artifact; what W&B does not take in it becomes '_'
+            kind: Of the artifact
+        """
+        artifact = self.wandb.Artifact(name=re.sub(r'[^\w.-]', '_', name), type=kind)
+        artifact.add_file(path)
+        self.run.log_artifact(artifact)
 
     def flush(self):
         if self.commit and self.waits is not None: self.run.log({}, commit=True); self.waits = None

@@ -1,0 +1,120 @@
+"One sink tells W&B for all who speak to it: an ember, `track` and `Visualization`. Read back from the files that W&B writes when it is offline"
+import json
+
+import numpy as np
+import programs
+import pytest
+
+from torchember import read, read_pickle
+
+pytestmark = pytest.mark.slow
+
+libraries = 'import torch, torchember.ember\nfrom torchember.measure import loading\nloading.loops()'
+begin = '''
+import json, torch, wandb
+from torch import nn
+from torchember import Monitor, Visualization, torchEmber, track
+torch.manual_seed(0)
+def loop(model, step, n=4, log=True):
+    opt = torch.optim.SGD(model.parameters(), .1)
+    for i in range(n):
+        opt.zero_grad()
+        model(torch.randn(5, 4)).square().mean().backward()
+        opt.step()
+        step(i, opt)
+        if log: wandb.log({'mine': i/2})
+def small(): return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+def start(): return wandb.init(mode='offline', project='p', settings=wandb.Settings(console='off', silent=True))
+'''
+
+
+def pieces(path):
+    "The records in a file of W&B: seven bytes, and a log of LevelDB in blocks of 32 KiB; one record may be in several pieces"
+    data,at,whole = path.read_bytes(),7,b''
+    while at+7<=len(data):
+        if 32768-at%32768<7: at += 32768-at%32768; continue
+        n,kind = int.from_bytes(data[at+4:at+6], 'little'),data[at+6]
+        whole += data[at+7:at+7+n]
+        at += 7+n
+        if kind in (1, 4): yield whole; whole = b''
+
+
+def history(folder):
+    "The rows of the one run in a folder, and the globs that have an axis of their own"
+    record = pytest.importorskip('wandb.proto.wandb_internal_pb2').Record
+    path, = folder.glob('wandb/offline-run-*/*.wandb')
+    rows,axes = [],{}
+    for data in pieces(path):
+        r = record.FromString(data)
+        if r.WhichOneof('record_type')=='history':
+            row = {'/'.join(i.nested_key) or i.key: json.loads(i.value_json) for i in r.history.item}
+            rows.append({k: v for k,v in row.items() if not k.startswith('_') or k=='_step'})
+        if r.WhichOneof('record_type')=='metric': axes[r.metric.glob_name or r.metric.name] = r.metric.step_metric
+    return rows, axes
+
+
+def run(code, tmp_path):
+    pytest.importorskip('wandb')
+    done = programs.run(begin+code, after=libraries, cwd=tmp_path, TORCHEMBER_HOME=tmp_path/'home', HOME=tmp_path, WANDB_MODE='offline', WANDB_DIR=tmp_path)
+    assert done.returncode==0, done.stderr
+    return history(tmp_path)
+
+
+def test_an_ember_in_a_run_of_the_users(tmp_path):
+    rows,axes = run('''
+with start():
+    model = small()
+    with torchEmber(model, torch.optim.SGD(model.parameters(), .1), name='r', ends='step', stats='full', sinks='wandb') as te:
+        loop(model, lambda i, opt: (te.step(), te.t.barrier()))
+''', tmp_path)
+    df = read('r', home=tmp_path/'home')
+    assert [(r['_step'], r['mine']) for r in rows if 'mine' in r]==[(i, i/2) for i in range(4)] # its counter is where it would be
+    assert len({r['_step'] for r in rows})==len(rows)
+    told = {r['torchember/step']: r['output/2/rms'] for r in rows if 'output/2/rms' in r}
+    want = {int(r.step): r.rms for r in df[(df.ttype=='output') & (df.path=='2')].itertuples()}
+    assert told and all(want[s]==v for s,v in told.items())
+    assert axes['output/2/*']=='torchember/step' and axes['weight_grad/0.weight/*']=='torchember/step'
+
+
+def test_an_ember_with_a_run_of_its_own(tmp_path):
+    rows,_ = run('''
+model = small()
+with torchEmber(model, name='r', ends='step', stats='full', sinks='wandb') as te: loop(model, lambda i, opt: te.step(), 6, log=False)
+''', tmp_path)
+    df = read('r', home=tmp_path/'home')
+    for path in ('0', '2'):
+        assert [(r['torchember/step'], r[f'output/{path}/rms']) for r in rows if f'output/{path}/rms' in r]== \
+            [(int(r.step), r.rms) for r in df[(df.ttype=='output') & (df.path==path)].itertuples()]
+
+
+def test_track(tmp_path):
+    rows,axes = run('''
+with start():
+    model = small()
+    opt = torch.optim.SGD(model.parameters(), .1)
+    with track(model, optimizer=opt, use_wandb=True, name='r') as tracker: loop(model, lambda i, opt: tracker.step())
+    wandb.log({'over': 1})
+''', tmp_path)
+    lf = read_pickle(next((tmp_path/'home').rglob('final_logframe.pkl')))
+    assert [(r['_step'], r['mine']) for r in rows if 'mine' in r]==[(i, i/2) for i in range(4)]
+    for t in ('Activation', 'Weights'):
+        mine = lf[lf.metadata.tensor_type==t].scalar_stats.rm2.groupby(lf.metadata.step).mean()
+        got = {r['torchember/step']: r[f'Numerics.{t}/rm2'] for r in rows if f'Numerics.{t}/rm2' in r}
+        assert set(got)==set(mine.index) and np.allclose([got[s] for s in mine.index], mine)
+        assert axes[f'Numerics.{t}/*']=='torchember/step'
+
+
+def test_visualization_opens_a_run_where_there_is_none(tmp_path):
+    rows,axes = run('''
+model = small()
+monitor = Monitor(model, {'Linear': ['WeightNorm']})
+vis = Visualization(monitor, wandb)
+loop(model, lambda i, opt: (monitor.track(i), vis.show(i, {'loss': i/4})), log=False)
+vis.close()
+print(json.dumps(monitor.get_output()['0']['WeightNorm']))
+monitor.close()
+''', tmp_path)
+    assert [(r['torchember/step'], r['loss']) for r in rows if 'loss' in r]==[(i, i/4) for i in range(4)]
+    assert len({r['0_WeightNorm'] for r in rows if '0_WeightNorm' in r})==4
+    assert {axes[k] for k in ('loss', '0_WeightNorm', '2_WeightNorm')}=={'torchember/step'}
+    assert not [k for k in axes if k.startswith(('/', '*'))]
