@@ -432,3 +432,13 @@ def test_wandb_is_alerted_once_of_what_begins_and_rows_end_once(monkeypatch):
     for _ in range(2): sink.flush()
     sink.close()
     assert [commit for _,commit in run.rows]==[False, True]
+
+
+@pytest.mark.parametrize('what', ['name', 'run', 'ember'])
+def test_replay_finds_the_run_where_runs_are(tmp_path, monkeypatch, what):
+    "Without home= as with it"
+    monkeypatch.setenv('TORCHEMBER_HOME', str(tmp_path/'here'))
+    model = nn.Linear(2, 2)
+    with torchEmber(model, name='r') as te: model(torch.ones(1, 2))
+    got = []
+    assert replay({'name': 'r', 'run': emberTracker('r'), 'ember': te}[what], lambda step, numbers: got.append(step))==1 and got==[0]

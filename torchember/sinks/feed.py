@@ -255,7 +255,7 @@ def replay(
     """
     sink = sink_of(sink)
     t = run if hasattr(run, 'about') else getattr(run, 't', None) or emberTracker(run, home)
-    if home is None: home = t.home
+    if home is None: home = t.dir
     steps = {}
     for r in rows_in(t, home):
         if is_step(r.get('step')): steps.setdefault(r['step'], []).append(r)
