@@ -442,3 +442,24 @@ def test_replay_finds_the_run_where_runs_are(tmp_path, monkeypatch, what):
     with torchEmber(model, name='r') as te: model(torch.ones(1, 2))
     got = []
     assert replay({'name': 'r', 'run': emberTracker('r'), 'ember': te}[what], lambda step, numbers: got.append(step))==1 and got==[0]
+
+
+def test_a_writer_of_another_library_is_told_number_by_number(tmp_path):
+    class Writer:
+        log_dir = str(tmp_path)
+        def __init__(self): self.told = []
+        def add_scalar(self, *args): self.told.append(args)
+        def flush(self): pass
+    writer = Writer()
+    from torchember.sinks import TensorBoard
+    sink = TensorBoard(writer)
+    sink.open('r', {})
+    sink.scalars(3, {'a/b': 1., 'c': float('inf')})
+    sink.close()
+    assert writer.told==[('a/b', 1., 3), ('c', float('inf'), 3)]
+    from torch.utils.tensorboard import SummaryWriter
+    with SummaryWriter(str(tmp_path/'real')) as real: TensorBoard(real).scalars(3, {'a/b': 1., 'c': float('inf'), 'd': float('nan'), 'e': 1e300, 'f': 1e-45})
+    got = scalars(tmp_path/'real')
+    with SummaryWriter(str(tmp_path/'theirs')) as theirs:
+        for k,v in {'a/b': 1., 'c': float('inf'), 'd': float('nan'), 'e': 1e300, 'f': 1e-45}.items(): theirs.add_scalar(k, v, 3)
+    assert repr(got)==repr(scalars(tmp_path/'theirs')) and len(got)==5
