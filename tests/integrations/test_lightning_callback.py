@@ -3,12 +3,13 @@ import functools
 import logging
 import warnings
 
+import programs
 import pytest
 import torch
 from looped import Net, batches, heard, left, loss_of, momentum, same, seeded, table, training
 from torch import nn
 
-from torchember import emberTracker, torchEmber
+from torchember import emberTracker, read, torchEmber
 
 pytestmark = pytest.mark.filterwarnings('ignore')
 
@@ -338,3 +339,33 @@ if __name__=='__main__':
     got = df[df.ttype=='weight_grad']
     assert len(got)==len(want)
     for r in got.to_dict('records'): assert r['mean']==pytest.approx(want[r['step'], r['module'].split('.', 1)[-1], r['tname']]['mean'], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('which', ['pytorch_lightning is installed', 'pytorch_lightning is used', 'both are there'])
+def test_under_the_name_that_the_program_uses(tmp_path, which):
+    "The two libraries do not take each other's callbacks"
+    pytest.importorskip('pytorch_lightning')
+    pytest.importorskip('lightning')
+    other = {'pytorch_lightning is installed': "sys.modules['lightning'] = None", 'pytorch_lightning is used': '', 'both are there': ''}[which]
+    name = 'lightning.pytorch' if which=='both are there' else 'pytorch_lightning'
+    loads = '' if which=='pytorch_lightning is installed' else f'import {name} as L'
+    done = programs.run(f'''
+import sys, torch
+{other}
+{loads}
+from torchember.integrations.lightning import EmberCallback
+import {name} as L
+class Lit(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(3, 2)
+    def training_step(self, x, i): return self.net(x).square().mean()
+    def configure_optimizers(self): return torch.optim.SGD(self.parameters(), .1)
+L.Trainer(max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator='cpu', callbacks=[EmberCallback(name='r')]).fit(
+    Lit(), torch.utils.data.DataLoader(torch.ones(4, 3), 2))
+print(issubclass(EmberCallback, L.Callback))
+''', cwd=tmp_path, TORCHEMBER_HOME=tmp_path, HOME=tmp_path)
+    assert done.returncode==0 and done.stdout.splitlines()[-1]=='True', done.stderr
+    df = read('r', home=tmp_path)
+    assert df[df.ttype=='weight_grad'].step.unique().tolist()==[0, 1]

@@ -192,6 +192,15 @@ def test_findings_arrive(tmp_path, monkeypatch):
     assert any(f['severity']=='error' for f in sink.found)
     tags = EventAccumulator(str(tmp_path/'runs'/'first')).Reload().Tags()['tensors']
     assert {t.split('/')[1] for t in tags}=={f['rule'] for f in sink.found}
+    def texts():
+        events = EventAccumulator(str(tmp_path/'runs'/'first'), size_guidance={'tensors': 0}).Reload()
+        return sorted((t, e.step, e.tensor_proto.string_val[0]) for t in events.Tags()['tensors'] for e in events.Tensors(t))
+    before = texts()
+    assert sorted(f['step'] for f in sink.found)==sorted(step for _,step,_ in before)
+    next(tmp_path.glob('**/sent_first*')).unlink() # as if it had been killed before that was noted
+    monkeypatch.chdir(tmp_path)
+    assert replay('first', 'tensorboard', home=tmp_path)==30
+    assert texts()==before
 
 
 killed = '''

@@ -172,7 +172,8 @@ class Feed:
     def hear(self, step, rows):
         "Rows of a step; that before it is over. In the thread of the listener"
         found = [r for r in rows if r.get('ttype')=='finding']
-        if found: self.tell(self.now if self.now is not None else step or 0, lambda at: self.feeding.found(at, found))
+        for at in dict.fromkeys(r['step'] for r in found): # the step that they were seen in, as `replay` has it
+            self.tell(at, lambda at: self.feeding.found(at, [r for r in found if r['step']==at]))
         if step is None or len(found)==len(rows): return
         if step==self.now: return self.rows.extend(rows)
         self.over()

@@ -13,10 +13,12 @@ from ..ground.needs import needs
 
 # %% ../../nbs/56_sinks/30_tensorboard.ipynb #2a16472b
 def found_in(place):
-    "What the files of TensorBoard in a folder have: (key, step) of numbers and histograms"
+    "What the files of TensorBoard in a folder have: (key, step) of numbers and histograms, (key, step, text) of findings"
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    events = EventAccumulator(place, size_guidance={'scalars': 0, 'histograms': 0}).Reload()
-    return {(k, e.step) for kind,of in (('scalars', events.Scalars), ('histograms', events.Histograms)) for k in events.Tags()[kind] for e in of(k)}
+    events = EventAccumulator(place, size_guidance={'scalars': 0, 'histograms': 0, 'tensors': 0}).Reload()
+    tags = events.Tags()
+    texts = {(k, e.step, e.tensor_proto.string_val[0].decode()) for k in tags['tensors'] if k.startswith('finding/') for e in events.Tensors(k)}
+    return texts | {(k, e.step) for kind,of in (('scalars', events.Scalars), ('histograms', events.Histograms)) for k in tags[kind] for e in of(k)}
 
 class TensorBoard(Sink):
     """Tells TensorBoard: a `SummaryWriter` that is there, else one of its own
@@ -34,7 +36,7 @@ class TensorBoard(Sink):
     ):
         super().__init__(**choice)
         needs('tensorboard', for_='The sink tensorboard')
-        self.writer,self.log_dir,self.own,self.there = writer,abspath(log_dir),writer is None,set() # there: (key, step) that its folder has already
+        self.writer,self.log_dir,self.own,self.there = writer,abspath(log_dir),writer is None,set() # there: what its folder has already, as `found_in` has it
 
     def open(self, run, about):
         if self.writer is not None: return
@@ -63,7 +65,9 @@ class TensorBoard(Sink):
                 bucket_limits=[edges[0], *edges[1:]], bucket_counts=[0, *n], global_step=step)
 
     def findings(self, step, found):
-        for f in found: self.writer.add_text(f"finding/{f['rule']}", ('No longer so: ' if f.get('over') else '')+f['text'], step)
+        for f in found:
+            key,text = f"finding/{f['rule']}",('No longer so: ' if f.get('over') else '')+f['text']
+            if (f'{key}/text_summary', step, text) not in self.there: self.writer.add_text(key, text, step)
 
     def flush(self): self.writer.flush()
 
