@@ -32,7 +32,7 @@ def test_the_program_runs_and_records_layers(page, tmp_path):
         for p in package.split(): pytest.importorskip(import_name.get(p, p))
     assert '# the one line' in code
     later = '\n'.join(b for b in more if 'replay(' in b) # for a run that is over; W&B's has arrived
-    env = dict(TORCHEMBER_HOME=tmp_path/'home', HOME=tmp_path, MPLBACKEND='agg', PYTHONPATH=root, WANDB_MODE='offline', CUDA_VISIBLE_DEVICES='', HF_HUB_OFFLINE='1')
+    env = dict(TORCHEMBER_HOME=tmp_path/'home', HOME=tmp_path, MPLBACKEND='agg', PYTHONPATH=root, WANDB_MODE='offline')
     done = programs.run(f'{code}\n{later}', cwd=tmp_path, **env)
     assert done.returncode==0, f'{code}\n{done.stderr}'
     assert 'EmberWarning' not in done.stderr, done.stderr
