@@ -55,7 +55,7 @@ def shares_of(
             if 100*seen>=p*total: out.setdefault(f'p{p}', edge)
     return out
 
-# %% ../../nbs/56_sinks/40_mlflow.ipynb #6d16d4f0
+# %% ../../nbs/56_sinks/40_mlflow.ipynb #b005e772
 class MLflow(Sink):
     """Tells a run of MLflow: that which is open, else one of its own
 
@@ -76,7 +76,8 @@ class MLflow(Sink):
         self.id = run if isinstance(run, str) else self.id_of(run or self.mlflow.active_run()) or os.environ.get('MLFLOW_RUN_ID')
         self.uri = self.mlflow.get_tracking_uri() if self.id else None # of that run; that of one to come may be chosen meanwhile
         self.experiment,self.client,self.own = experiment,None,False
-        if not self.mlflow.get_tracking_uri().startswith(('http', 'databricks')): self.mlflow.MlflowClient(self.uri) # a new database takes seconds, which a short run has not
+        if not self.mlflow.get_tracking_uri().startswith(('http', 'databricks')): # a new database takes seconds, which a short run has not
+            self.mlflow.MlflowClient(self.uri)
         self.waits,self.had,self.there,self.tags = [],(),{},{} # waits: numbers that were not sent yet; had: names that the run had; there: name -> steps of it
 
     @staticmethod

@@ -26,7 +26,7 @@ def silently(f):
     quiet.__kwdefaults__ = f.__kwdefaults__
     return quiet
 
-# %% ../../nbs/56_sinks/50_trackio.ipynb #fc93513a
+# %% ../../nbs/56_sinks/50_trackio.ipynb #190f1d1c
 class Trackio(Sink):
     """Tells a run of trackio: that which is open, else one of its own
 
@@ -79,7 +79,7 @@ class Trackio(Sink):
             f"SELECT step, metrics FROM metrics WHERE run_id = '{id}' AND step >= {first}", max_rows=10**9)['rows']
         return [(r['step'], json.loads(r['metrics'])) for r in found]
 
-    def target(self): return f'trackio:{self.run.project}/{self.run.id}'
+    def target(self): return f'trackio:{self.run.url or self.trackio.utils.TRACKIO_DIR}:{self.run.project}/{self.run.id}'
 
     def put(self, step, data):
         data = {k: v for k,v in data.items() if (k, step) not in self.there}
