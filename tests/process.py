@@ -19,6 +19,8 @@ import pytest
 home,env = tempfile.TemporaryDirectory(prefix='torchember-'),pytest.MonkeyPatch()
 env.setenv('TORCHEMBER_HOME', home.name)
 env.setenv('MPLBACKEND', 'agg')
+env.setenv('TRACKIO_DIR', os.path.join(home.name, 'trackio')) # which trackio reads when it is imported
+env.setenv('MLFLOW_DISABLE_TELEMETRY', 'true')
 env.setenv('TORCHEMBER_WAIT', '1') # the last digits of a first step are not left to chance
 env.setenv('TORCHINDUCTOR_COMPILE_THREADS', '1') # more are a pool of processes, each of which imports torch
 if 'TORCHINDUCTOR_VEC_ISA_OK' not in os.environ: env.setenv('TORCHINDUCTOR_VEC_ISA_OK', '1') # a compiler for each instruction set that this CPU says it has
