@@ -211,7 +211,9 @@ def test_an_adapter(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('options', [dict(gradient_checkpointing=True),
-    dict(gradient_checkpointing=True, gradient_checkpointing_kwargs=dict(use_reentrant=False)), dict(gradient_checkpointing=True, gradient_accumulation_steps=3), dict(max_grad_norm=.01)], ids=['checkpointing', 'not reentrant', 'accumulate', 'clip'])
+    dict(gradient_checkpointing=True, gradient_checkpointing_kwargs=dict(use_reentrant=False)),
+    dict(gradient_checkpointing=True, gradient_accumulation_steps=3), dict(max_grad_norm=.01)],
+    ids=['checkpointing', 'not reentrant', 'accumulate', 'clip'])
 def test_gradients_are_those_that_the_optimizer_has(options, tmp_path):
     "Summed up and clipped. With checkpointing the passes in the backward are no others"
     ember = callback()
