@@ -60,7 +60,10 @@ class Notebook(pytest.File):
         for lib in ('jax', 'flax', 'optax', 'equinox') if 'jaxember' in (self.mod or '') else (): pytest.importorskip(lib)
         for wing,lib in (('integrations', 'lightning'), ('integrations', 'transformers'), ('integrations', 'keras'),
             ('sinks', 'wandb'), ('sinks', 'tensorboard')):
-            if self.mod==f'torchember.{wing}.{lib}': pytest.importorskip(lib)
+            if self.mod==f'torchember.{wing}.{lib}':
+                with pytest.MonkeyPatch.context() as m:
+                    m.setenv('KERAS_BACKEND', 'torch') # keras looks for it when it is imported
+                    pytest.importorskip(lib)
         self.optimize(False)
         self.before,self.failed,self.env,self.environ = process.Before(),self.session.testsfailed,pytest.MonkeyPatch(),dict(os.environ)
         process.fresh(self.env)

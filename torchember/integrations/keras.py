@@ -82,7 +82,7 @@ class EmberCallback(keras.callbacks.Callback):
     ):
         super().__init__()
         on_torch()
-        self.guest,self.fitting,self.testing = Guest('EmberCallback', **{'ends': 'step', **options}),False,False
+        self.guest,self.testing = Guest('EmberCallback', **{'ends': 'step', **options}),False
         self.epoch,self.rate = 0,None # rate: of the step that comes
 
     te = property(lambda self: self.guest.te, doc="The `torchEmber` of the training that goes on, None before and after")
@@ -91,7 +91,6 @@ class EmberCallback(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         "A training that failed before is over now. Others may load a checkpoint first"
         self.close()
-        self.fitting = True
 
     def on_epoch_begin(self, epoch, logs=None):
         "A column of its rows"
@@ -122,7 +121,7 @@ class EmberCallback(keras.callbacks.Callback):
 
     def on_test_begin(self, logs=None):
         "A validation, in a training"
-        self.testing = self.fitting
+        self.testing = True
 
     def on_test_end(self, logs=None):
         "And what comes is none"
@@ -142,7 +141,7 @@ class EmberCallback(keras.callbacks.Callback):
         Returns:
             A `Report`: what was done; None where nothing was
         """
-        self.fitting = self.testing = False
+        self.testing = False
         return self.guest.end()
 
     def __enter__(self): return self
