@@ -58,9 +58,11 @@ class Notebook(pytest.File):
     def setup(self):
         "A shell in the notebook's folder, with a home of its own and what the library exports"
         for lib in ('jax', 'flax', 'optax', 'equinox') if 'jaxember' in (self.mod or '') else (): pytest.importorskip(lib)
-        for wing,lib in (('integrations', 'lightning'), ('integrations', 'transformers'),
-            *(('sinks', lib) for lib in ('wandb', 'tensorboard', 'mlflow', 'trackio'))):
-            if self.mod==f'torchember.{wing}.{lib}': pytest.importorskip(lib)
+        for wing,libs in (('integrations', ('lightning', 'transformers', 'accelerate', 'fastai', 'ignite', 'keras')), ('sinks', ('wandb', 'tensorboard', 'mlflow', 'trackio'))):
+            if self.mod in [f'torchember.{wing}.{lib}' for lib in libs]:
+                with pytest.MonkeyPatch.context() as m:
+                    m.setenv('KERAS_BACKEND', 'torch') # keras looks for it when it is imported
+                    pytest.importorskip(self.mod.rpartition('.')[2])
         self.optimize(False)
         self.before,self.failed,self.env,self.environ = process.Before(),self.session.testsfailed,pytest.MonkeyPatch(),dict(os.environ)
         process.fresh(self.env)

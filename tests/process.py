@@ -81,7 +81,7 @@ def variables(): return {k:v for k,v in os.environ.items() if not k.startswith(o
 
 # Which they set for themselves, when they are used first: _TORCHINDUCTOR_ is for the code that Inductor compiles, _RJEM_ for the allocator of polars
 of_libraries = ('PYTEST_', 'PYTORCH_', 'TORCHINDUCTOR_CACHE', '_TORCHINDUCTOR_', 'KMP_', 'TRITON_', 'ACCELERATE_', 'LIGHTNING_', 'PL_', 'TRANSFORMERS_',
-    'TOKENIZERS_', 'WANDB_', 'XLA_', 'TPU_', 'TF_', 'JUPYTER_', 'PYDEVD_', '_RJEM_')
+    'TOKENIZERS_', 'WANDB_', 'KERAS_', 'XLA_', 'TPU_', 'TF_', 'JUPYTER_', 'PYDEVD_', '_RJEM_')
 
 
 def settings():
