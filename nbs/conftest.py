@@ -58,8 +58,9 @@ class Notebook(pytest.File):
     def setup(self):
         "A shell in the notebook's folder, with a home of its own and what the library exports"
         for lib in ('jax', 'flax', 'optax', 'equinox') if 'jaxember' in (self.mod or '') else (): pytest.importorskip(lib)
-        for wing,lib in (*(('integrations', lib) for lib in ('lightning', 'transformers', 'accelerate', 'fastai', 'ignite')), ('sinks', 'wandb'), ('sinks', 'tensorboard')):
-            if self.mod==f'torchember.{wing}.{lib}': pytest.importorskip(lib)
+        for wing,libs in (('integrations', ('lightning', 'transformers', 'accelerate', 'fastai', 'ignite')), ('sinks', ('wandb', 'tensorboard'))):
+            for lib in libs:
+                if self.mod==f'torchember.{wing}.{lib}': pytest.importorskip(lib)
         self.optimize(False)
         self.before,self.failed,self.env,self.environ = process.Before(),self.session.testsfailed,pytest.MonkeyPatch(),dict(os.environ)
         process.fresh(self.env)

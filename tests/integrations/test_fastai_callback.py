@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -147,10 +148,11 @@ def test_numbers_of_the_step_that_closed(tmp_path):
             loss = loss_of(model, x, y)
             loss.backward(); opt.step(); opt.zero_grad()
             losses.append(loss.item())
-        with torch.no_grad(): valid.append((loss_of(model, *hundred(1)[0]).item(), correct(model(hundred(1)[0][0]), hundred(1)[0][1]).item()))
+        (x,y), = hundred(1)
+        with torch.no_grad(): valid.append((loss_of(model, x, y).item(), correct(model(x), y).item()))
     assert numbers(ember, 'loss')==pytest.approx(dict(enumerate(losses)))
     assert numbers(ember, 'learning_rate')==dict.fromkeys(range(8), .1)
-    assert numbers(ember, 'valid_loss')==pytest.approx({3: valid[0][0], 7: valid[1][0]}) and numbers(ember, 'correct')==pytest.approx({3: valid[0][1], 7: valid[1][1]})
+    for j,name in enumerate(('valid_loss', 'correct')): assert numbers(ember, name)==pytest.approx({3: valid[0][j], 7: valid[1][j]})
     smooth,seen = f.AvgSmoothLoss(),{}
     for i,loss in enumerate(losses):
         smooth.accumulate(type('', (), dict(loss=torch.tensor(loss), yb=(torch.zeros(5),), to_detach=lambda self, x, **kw: x))())
@@ -251,12 +253,12 @@ def test_an_exported_learner_needs_no_torchember(tmp_path):
     f,ember,copies = fastai(),callback(),[]
     learn = tables(tmp_path, ember)
     learn.fit(1, cbs=f.Callback(after_validate=lambda self: copies or copies.append(copy.deepcopy(self.learn))))
-    assert len(copies)==1 and type(copies[0].ember)==f.Callback and vars(copies[0])['_with_events'].__func__ is f.Learner._with_events
+    assert len(copies)==1 and type(copies[0].ember) is f.Callback and vars(copies[0])['_with_events'].__func__ is f.Learner._with_events
     copies[0].fit(1)
     learn.export('after.pkl')
     assert b'torchember' not in (tmp_path/'after.pkl').read_bytes()
     back = f.load_learner(tmp_path/'after.pkl')
-    assert bits(back.model.state_dict(), learn.model.state_dict()) and type(back.cbs[-1])==f.Callback and back.ember.learn is back
+    assert bits(back.model.state_dict(), learn.model.state_dict()) and type(back.cbs[-1]) is f.Callback and back.ember.learn is back
     back.dls,back.logger = learn.dls,f.noop
     back.create_opt()
     back.fit(1)
@@ -279,9 +281,9 @@ def test_an_exception_ends_the_run(error, at, tmp_path):
     model.fails = at+1, error
     learn = learner(tmp_path, ember, model=model)
     with pytest.raises(type(error)): learn.fit(2)
-    model.fails = model.passes = None; del model.fails, model.passes
+    del model.fails, model.passes
     assert ember.te is None and left(model)==before and '_with_events' not in vars(learn)
-    same({k: r for k,r in rows_of(ember).items() if k[0]<at}, {(k[0], k[1].replace('Net', 'Fails'), *k[2:]): r for k,r in plain((batches()*2)[:at]).items()})
+    same({k: r for k,r in rows_of(ember).items() if k[0]<at}, plain((batches()*2)[:at], model=seeded(Fails)))
 
 
 @pytest.mark.parametrize('event', ['before_epoch', 'after_epoch', 'before_validate', 'after_step'])
@@ -326,16 +328,17 @@ def test_half_epochs(tmp_path):
         if at=='before_batch': assert numbers(ember, 'valid_loss')=={1: pytest.approx(loss_of(learn.model, *hundred(1)[0]).item())}
 
 
-def test_a_step_that_somebody_cancels(tmp_path):
+@pytest.mark.parametrize('which', [0, 1])
+def test_a_step_that_somebody_cancels(which, tmp_path):
     "It is no step: the next one is"
     f = fastai()
     class Cancels(f.Callback):
         def before_step(self):
-            if self.learn.iter==1: raise f.CancelStepException
+            if self.learn.iter==which: raise f.CancelStepException
     ember = callback()
     fit(tmp_path, ember, Cancels())
     losses = numbers(ember, 'loss')
-    assert [*losses]==[0, 1, 2] and {r['call'] for r in ran(ember).t.lines() if r['step']==1 and r['ttype']=='output'}>={0}
+    assert [*losses]==[0, 1, 2]
     assert len([r for r in ran(ember).t.lines() if r['ttype']=='scalar' and 'loss' in r])==3
 
 
@@ -428,7 +431,7 @@ def test_a_class_will_do(tmp_path):
 @pytest.mark.slow
 def test_ctrl_c_of_a_program(tmp_path):
     program = f'''
-import os, signal, sys; sys.path.insert(0, {str(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))!r}); sys.path.insert(0, {str(os.path.dirname(os.path.abspath(__file__)))!r})
+import os, signal, sys; sys.path += {[str(p) for p in Path(__file__).parents[:2]]!r}
 from test_fastai_callback import *
 class Stops(fastai().Callback):
     def after_pred(self):
@@ -439,6 +442,7 @@ try: learn.fit(1)
 except KeyboardInterrupt: print(ember.te, ember.report['recorded'])
 '''
     (tmp_path/'it.py').write_text(program)
-    out = subprocess.run([sys.executable, 'it.py'], cwd=tmp_path, env=dict(os.environ, TORCHEMBER_HOME=str(tmp_path)), capture_output=True, text=True, timeout=300)
+    env = dict(os.environ, TORCHEMBER_HOME=str(tmp_path))
+    out = subprocess.run([sys.executable, 'it.py'], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert not out.returncode and out.stdout.split()[0]=='None', out.stderr[-3000:]
     assert sorted(set(emberTracker('mine', tmp_path).df.step))[:2]==[0, 1]
