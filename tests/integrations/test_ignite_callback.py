@@ -353,6 +353,30 @@ def test_a_scaler(where):
     same({k: r for k,r in got.items() if k[0]!=1}, {(number[k[0]], *k[1:]): r for k,r in plain([data[0], data[2], data[3]]).items()})
 
 
+def test_what_is_attached_between_two_runs():
+    "Comes before ours in the second one, too"
+    ember,seen = callback(),{}
+    trainer = engines(ember)
+    trainer.run(batches(), max_epochs=1)
+    trainer.add_event_handler(events().ITERATION_STARTED, ignite().handlers.PiecewiseLinear(trainer.opt, 'lr', [(0, .1), (4, .5)]))
+    trainer.opt.register_step_pre_hook(lambda o, *args: seen.update({len(seen): o.param_groups[0]['lr']}))
+    trainer.run(batches(), max_epochs=1)
+    assert numbers(ember, 'learning_rate')==seen and len(set(seen.values()))==4
+
+
+def test_a_training_that_is_given_up():
+    "The next one ends it, and nothing of it is left"
+    ember,model = callback(),seeded()
+    before = left(model)
+    trainer = engines(ember, model=model)
+    trainer.run(batches(), max_epochs=1)
+    ember.begin(trainer)
+    name,handlers = ember.te.fname,[len(hs) for hs in trainer._event_handlers.values()]
+    trainer.run(batches(), max_epochs=1)
+    assert ember.report['run']!=name and [len(hs) for hs in trainer._event_handlers.values()]==handlers
+    assert ember.te is None and left(model)==before and '_handle_exception' not in vars(trainer)
+
+
 def test_two_optimizers():
     ember,model = callback(),seeded()
     opts = momentum(model.a),momentum(model.b)
