@@ -75,7 +75,7 @@ def test_a_run_that_is_open_is_used_and_counts_as_before(project, tmp_path, caps
     trackio.log({'loss': 1.})
     capsys.readouterr()
     train(tmp_path, sinks='trackio')
-    assert capsys.readouterr().out=='' and trackio.context_vars.current_run.get() is run
+    assert capsys.readouterr().out=='' and trackio.context_vars.current_run.get() is run and run._local_sender_thread.is_alive()
     trackio.log({'loss': .5})
     trackio.finish()
     found, = [rows(project)]
@@ -144,6 +144,27 @@ def test_findings_are_alerts_that_are_not_printed(project, capsys):
     said = trackio.Api().alerts(project)
     assert sorted((a['title'], a['level'], a['step'], a['text']) for a in said)==[('dead', 'warn', 3, 'so it is.'), ('nan', 'error', 3, 'so it is. Look.')]
     assert capsys.readouterr().out==''
+
+
+def test_a_rule_that_breaks_again_later_is_an_alert_again(project):
+    sink = opened(project)
+    nan = {'rule': 'nan', 'text': 'It is NaN.', 'severity': 'error'}
+    sink.findings(3, [nan])
+    sink.close()
+    again = opened(project)
+    again.findings(8, [nan])
+    again.close()
+    assert sorted(a['step'] for a in trackio.Api().alerts(project))==[3, 8]
+
+
+def test_a_row_of_somebody_elses_is_not_taken_for_ours(project, monkeypatch):
+    sink = opened(project)
+    sink.waits = {3: {'output/0/rms', 'output/1/rms'}, 4: {'output/0/rms'}}
+    monkeypatch.setattr(sink, 'rows', lambda first: [(3, {'loss': 1.}), (3, {'output/0/rms': 1.}), (4, {'output/0/rms': 1.})])
+    assert not sink.arrived() and sink.waits=={3: {'output/1/rms'}}
+    monkeypatch.setattr(sink, 'rows', lambda first: [(3, {'output/1/rms': 1.})])
+    assert sink.arrived()
+    sink.close()
 
 
 def test_an_alert_of_the_users_is_printed_as_before(project, capsys):
