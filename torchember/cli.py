@@ -37,6 +37,11 @@ def diff_command(args):
     print(found)
     return int(bool(found))
 
+# %% ../nbs/95_cli.ipynb #a1b2c3d4
+@command(lambda p: None)
+def run_command(args): # `main` calls that of `run`, as all that follows is the program's
+    "run a program, and record what it trains: torchember run train.py"
+
 # %% ../nbs/95_cli.ipynb #ee862fba
 def main(
     argv:list|None=None # Arguments; those of the process without it
@@ -49,6 +54,10 @@ def main(
     Returns:
         Exit code
     """
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1]==['run']: # what the program raises is its own
+        from torchember.run import run_command
+        return run_command(argv[1:])
     parser = argparse.ArgumentParser(prog='torchember', description='See what every tensor of a network does while it trains.')
     asked = parser.add_subparsers(dest='command', required=True, metavar='command')
     for name,(f,arguments) in commands.items(): arguments(asked.add_parser(name, help=f.__doc__, description=f.__doc__))
