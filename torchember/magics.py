@@ -77,7 +77,7 @@ def show(t):
         display(Image(f.getvalue(), format='png', alt=f'overview of {t.fname}'))
     display(diagnose(t))
 
-# %% ../nbs/93_magics.ipynb #b23d0ae8
+# %% ../nbs/93_magics.ipynb #0aa367db
 def ember_cell(
     shell, # IPython's
     line:str, # What stands behind `%%ember`: options, as `torchember run` has them
@@ -106,6 +106,7 @@ def ember_cell(
     finally:
         trainings.stop(error)
         for t in trainings.trainings: show(t.t)
+        for remark in [r for report in trainings.reports for r in report['remarks']]: print(f'torchember: {remark}')
 
 # %% ../nbs/93_magics.ipynb #42bbdc6d
 def load_ipython_extension(

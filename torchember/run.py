@@ -12,7 +12,7 @@ from importlib.util import find_spec
 
 from .ground.messages import printable
 
-# %% ../nbs/92_run.ipynb #ac82d65e
+# %% ../nbs/92_run.ipynb #a7e1f06d
 def names_in(text): return [n for n in text.split(',') if n]
 
 def every_in(text): return int(text) if text.isdigit() else text
@@ -28,10 +28,12 @@ def options_parser(prog, usage):
     p.add_argument('--stats', type=names_in, help="statistics: basic, full, numerics, or names such as rms,max")
     for name,what in (('include', 'modules to record'), ('exclude', 'modules to leave out')):
         p.add_argument(f'--{name}', type=names_in, help=f"{what}: 'features.*', or several with commas")
-    for name,what in (('name', 'of the run'), ('home', 'folder of logs, instead of ~/.torchember'), ('store', 'jsonl or parquet')): p.add_argument(f'--{name}', help=what)
+    p.add_argument('--name', help='of the run')
+    p.add_argument('--home', help='folder of logs, instead of ~/.torchember')
+    p.add_argument('--store', choices=['jsonl', 'parquet'], help='how the run is kept')
     return p
 
-# %% ../nbs/92_run.ipynb #a406bece
+# %% ../nbs/92_run.ipynb #7fc9c0ec
 def options_in(
     words:list, # `['--every', '10', ...]`
     prog:str='torchember run', # What the user calls it, for messages
@@ -57,8 +59,7 @@ def options_in(
         if 'every' in found: schedule(found['every'])
         if 'ttypes' in found: check_ttypes(found['ttypes'])
         if 'stats' in found: stat_names(found['stats'])
-        if 'store' in found and found['store'] not in ('jsonl', 'parquet'): raise ValueError(f"store is 'jsonl' or 'parquet', got {found['store']!r}.")
-        if 'overhead' in found and not 0<found['overhead']<=1: raise ValueError(f"overhead is a share of the training time, such as .02; got {found['overhead']}.")
+        if not 0<found.get('overhead', 1)<=1: raise ValueError(f"--overhead is a share of the training time, such as .02; got {found['overhead']}.")
         if 'rules' in found:
             from torchember.health.diagnose import chosen_rules
             chosen_rules(found['rules'])
@@ -134,7 +135,7 @@ class WhenImported:
         spec.loader.exec_module = exec_module
         return spec
 
-# %% ../nbs/92_run.ipynb #5486a520
+# %% ../nbs/92_run.ipynb #b8b959f3
 class Recording:
     "What is trained in this process is recorded, once it has torch"
     def __init__(self, options): self.options,self.trainings,self.pid = options,None,os.getpid()
@@ -153,7 +154,9 @@ class Recording:
     def end(self, error=None):
         if os.getpid()!=self.pid: return # a process that was forked
         if self.trainings is None: self.tell('nothing was recorded: the program has not imported torch.')
-        else: self.trainings.stop(error)
+        else:
+            self.trainings.stop(error)
+            for report in self.trainings.reports: self.tell(str(report))
 
 def threads_run(): return any(not t.daemon and t is not threading.main_thread() for t in threading.enumerate())
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['models_of', 'Trainings']
 
-# %% ../nbs/91_trained.ipynb #f4b32470
+# %% ../nbs/91_trained.ipynb #a6478c9c
 import functools, gc, itertools, os, sys, threading, weakref
 
 import torch
@@ -15,7 +15,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .capture.forward import armed_by, states_of
 from .capture.optimizer import parameters_of, trained_by, workers
 from .capture.tree import unwrap, wrappers
-from .ground.messages import printable
 
 # %% ../nbs/91_trained.ipynb #e9570267
 def alive(kind):
@@ -167,7 +166,7 @@ class Awaited:
 
     def drop(self, optimizers): self.refs = [r for r in self.refs if (o := r()) is not None and not any(o is p for p in optimizers)]
 
-# %% ../nbs/91_trained.ipynb #f646c2de
+# %% ../nbs/91_trained.ipynb #8e6ba163
 class Trainings:
     """Arms what is trained in this process, from `start` until `stop`
 
@@ -186,7 +185,7 @@ class Trainings:
         self.tell,self.named,self.options,self.pid,self.lock = tell,list(named),options,os.getpid(),threading.Lock()
         self.awaited,self.trainings,self.why,self.on = Awaited(),[],[],False # why: sentences on what was not armed
         self.calls,self.inits = Place(nn.Module, '__call__'),Place(torch.optim.Optimizer, '__init__')
-        self.made,self.steps = 0,set() # how many optimizers; ids of those that have stepped
+        self.made,self.steps,self.reports = 0,set(),[] # how many optimizers; ids of those that have stepped; a `Report` for each training that is over
         for o in optimizers: self.awaited.add(o)
 
     # ---- what is heard
@@ -308,7 +307,7 @@ class Trainings:
     def end(self, training, error=None):
         try: report = training.end(error)
         except Exception as e: return self.tell(f"{training.t.fname} could not be closed: {type(e).__name__}: {e}")
-        self.tell(f"{training.t.fname}: its model is gone, and all of it is recorded." if report is None else str(report))
+        if report is not None: self.reports.append(report)
 
     def stop(self,
         error=None # The exception that has ended the program
