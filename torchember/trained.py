@@ -113,10 +113,13 @@ class Place:
 # %% ../nbs/91_trained.ipynb #1d6f796e
 def has_closure(args, kwargs): return callable(kwargs.get('closure')) or any(map(callable, args[1:]))
 
-def only_scaler():
-    "The scaler that is in use, None where there is none or several"
+def only_scaler(
+    earlier=() # Those of earlier trainings
+): # None where there is none, or several
+    "The scaler that is in use: the only one, or the only new one"
     found = [s for s in alive(torch.amp.GradScaler) if s.is_enabled()]
-    return found[0] if len(found)==1 else None
+    new = [s for s in found if not any(s is e for e in earlier)]
+    return next((some[0] for some in (new, found) if len(some)==1), None)
 
 def scaler_around():
     "The scaler whose step runs in this thread"
@@ -255,7 +258,7 @@ class Trainings:
             used = in_use(mine)
             self.awaited.drop(mine)
             self.arm_one(model, used, late)
-            self.awaited.settle(used)
+            self.awaited.settle([*used, *(w for o in used for w in workers(o))])
         if not models:
             self.say_none(f"{names_of(optimizers)} trains parameters that are in no module, and only modules can be armed.")
             self.awaited.settle(optimizers)
@@ -272,7 +275,7 @@ class Trainings:
             optimizers = self.earlier_over(inner, optimizers)
             other = armed_by(inner)
             if other is not None: return self.say_none(f"{kind} is armed by the program itself, as the run {other.recorder.t.fname}, and left alone.")
-            scaler = only_scaler() if optimizers else None
+            scaler = only_scaler([t.scaler() for t in self.trainings if t.scaler]) if optimizers else None
             te = torchEmber(model, optimizers or None, scaler=scaler, **{**self.options, 'name': self.name()})
         except Exception as e: return self.say_none(f"{kind} could not be armed: {type(e).__name__}: {e}")
         self.trainings.append(Training(te, optimizers, scaler))
