@@ -154,9 +154,12 @@ def test_choices_are_those_of_everywhere(tmp_path):
     class Told(Sink):
         def __init__(self, **kw): super().__init__(**kw); self.told = {}
         def scalars(self, step, numbers): self.told[step] = numbers
+    eval_of_it = {'eval/output/0/max', 'eval/output/0/mean', 'nonfinite/count'} # of the last step: evaluations are told whatever `every` says
     few = Told(include='0', ttypes=['output'], stats=['max', 'mean'], every=2)
     train(tmp_path, sinks=few)
-    assert set(few.told)=={0, 2, 4} and set(few.told[0])=={'output/0/max', 'output/0/mean', 'scalar/loss', 'nonfinite/count'}
+    measured = {'output/0/max', 'output/0/mean', 'nonfinite/count'}
+    want = {step: {'scalar/loss', *(measured if step%2==0 else ()), *(eval_of_it if step==5 else ())} for step in range(6)}
+    assert {step: set(n) for step,n in few.told.items()}==want
 
 
 def test_not_finite_is_counted(tmp_path):
@@ -472,3 +475,127 @@ def test_a_writer_of_another_library_is_told_number_by_number(tmp_path):
     with SummaryWriter(str(tmp_path/'theirs')) as theirs:
         for k,v in {'a/b': 1., 'c': float('inf'), 'd': float('nan'), 'e': 1e300, 'f': 1e-45}.items(): theirs.add_scalar(k, v, 3)
     assert repr(got)==repr(scalars(tmp_path/'theirs')) and len(got)==5
+
+
+def test_one_sink_tells_of_one_run_after_another(tmp_path, monkeypatch):
+    "Each where it belongs; what W&B had open is another one's the second time"
+    from torchember.sinks import TensorBoard
+    sink = TensorBoard(log_dir=tmp_path/'runs', ttypes='input')
+    for name,x in (('a', 1.), ('b', 2.)):
+        with torchEmber(nn.Linear(2, 2), name=name, home=tmp_path, sinks=sink, stats=['rms'], ttypes='input') as te:
+            for _ in range(3): te.model(torch.full((1, 2), x))
+        assert sink.of is None and sink.writer is None
+    assert sorted(p.name for p in (tmp_path/'runs').iterdir())==['a', 'b']
+    for name,x in (('a', 1.), ('b', 2.)): assert scalars(tmp_path/'runs'/name)['input/model/rms']=={step: x for step in range(3)}
+    wandb = pytest.importorskip('torchember.sinks.wandb')
+    made = []
+    class Library(Tracker):
+        def init(self, **kwargs):
+            made.append(run := Tracker())
+            run.id,run.finish = kwargs['id'],lambda: run.rows.append('finished')
+            return run
+    library = Library()
+    monkeypatch.setattr(wandb, 'needs', lambda *args, **kwargs: library)
+    sink = wandb.Wandb()
+    for name,v in (('a', 1.), ('b', 2.)):
+        sink.open(name, {'start': name})
+        sink.scalars(0, {'output/0/rms': v})
+        sink.close()
+    assert [run.rows for run in made]==[[({'output/0/rms': v, 'torchember/step': 0}, False), ({}, True), 'finished'] for v in (1., 2.)]
+    assert made[0].id.startswith('a-') and made[1].id.startswith('b-') and not sink.own and not sink.commit
+
+
+@pytest.mark.filterwarnings('ignore:torchember')
+def test_one_sink_of_two_runs_at_once_is_refused_for_the_second(tmp_path):
+    class Told(Sink):
+        def __init__(self): super().__init__(); self.runs = []
+        def open(self, run, about): self.runs.append(run)
+        def scalars(self, step, numbers): pass
+    sink = Told()
+    a,b = (torchEmber(nn.Linear(2, 2), name=n, home=tmp_path, sinks=sink) for n in 'ab')
+    for te in (a, b):
+        for _ in range(2): te.model(torch.ones(1, 2))
+        te.t.barrier()
+        end = time.monotonic()+20
+        while te is a and not sink.of and time.monotonic()<end: time.sleep(.01)
+    said = b.close()['remarks']
+    assert sink.runs==['a'] and "being told of the run 'a'. Give each run a sink of its own" in said[0], said
+    assert not a.close()['remarks'] and sink.of is None
+
+
+def test_a_folder_of_another_run_of_that_name_is_left_alone(tmp_path, monkeypatch):
+    "Left over from another home, or somebody else's. One that goes on stays where it was"
+    monkeypatch.chdir(tmp_path)
+    train(tmp_path/'one', sinks='tensorboard', stats=['rms'])
+    before = scalars(tmp_path/'runs'/'first')
+    time.sleep(1.1) # a run is known by the second in which it began
+    train(tmp_path/'two', sinks='tensorboard', stats=['rms', 'max'], steps=4)
+    assert scalars(tmp_path/'runs'/'first')==before
+    same({k: v for k,v in scalars(tmp_path/'runs'/'first_2').items() if k!='nonfinite/count'}, by_hand(read('first', home=tmp_path/'two')))
+    assert replay('first', 'tensorboard', home=tmp_path/'two')==0
+    (tmp_path/'runs'/'mine').mkdir()
+    with torchEmber(nn.Linear(2, 2), name='mine', home=tmp_path, sinks='tensorboard') as te: te.model(torch.ones(1, 2))
+    with torchEmber(te.model, name='mine', resume=True, home=tmp_path, sinks='tensorboard') as te: te.model(torch.ones(1, 2))
+    assert [*(tmp_path/'runs'/'mine').iterdir()]==[] and sorted(p.name for p in (tmp_path/'runs').iterdir())==['first', 'first_2', 'mine', 'mine_2']
+    assert set(scalars(tmp_path/'runs'/'mine_2')['weight/model.weight/rms'])=={0, 1}
+
+
+def test_two_models_in_one_folder_have_names_of_their_own(tmp_path, recwarn):
+    from torch.utils.tensorboard import SummaryWriter
+    from torchember.sinks import TensorBoard
+    def both(**prefixes):
+        writer = SummaryWriter(str(tmp_path/'w'/'_'.join(['w', *prefixes])))
+        sinks = {n: TensorBoard(writer, prefix=prefixes.get(n, '')) for n in ('gen', 'dis')}
+        embers = [torchEmber(nn.Linear(2, 2), name=f'{n}{len(prefixes)}', home=tmp_path, sinks=sink) for n,sink in sinks.items()]
+        for _ in range(3):
+            for te in embers: te.model(torch.ones(1, 2)); te.t.barrier(); time.sleep(.3)
+        for te in embers: te.close()
+        writer.close()
+        return scalars(writer.log_dir) if prefixes else None
+    both()
+    said = [str(w.message) for w in recwarn.list if 'under the same names' in str(w.message)]
+    assert len(said)==1 and "prefix=" in said[0] and "'gen0'" in said[0] and "'dis0'" in said[0]
+    recwarn.clear()
+    found = both(gen='gen/', dis='dis/')
+    assert not [w for w in recwarn.list if 'same names' in str(w.message)]
+    for n in ('gen', 'dis'):
+        assert set(found[f'{n}/weight/model.weight/rms'])=={0, 1, 2}
+    assert all(k.startswith(('gen/', 'dis/')) for k in found)
+    with pytest.raises(TypeError, match="prefix= is what names begin with, .* got"): Sink(prefix=3)
+
+
+@pytest.mark.parametrize('name', ['Sink', 'TensorBoard', 'Wandb'])
+def test_sinks_can_be_pickled(name):
+    "As callbacks of a trainer are that starts processes"
+    import pickle
+
+    import torchember.sinks
+    if name!='Sink': pytest.importorskip(name.lower())
+    sink = pickle.loads(pickle.dumps(getattr(torchember.sinks, name)(every=10, include='0', prefix='a/')))
+    assert [s for s in range(21) if sink.when(s)]==[0, 10, 20] and sink.prefix=='a/'
+
+
+def test_only_rows_that_wandb_has_are_noted_as_sent(monkeypatch):
+    "And what a step lacks does not stand beside it as if it were of it"
+    wandb = pytest.importorskip('torchember.sinks.wandb')
+    class Run(Tracker):
+        step = 0
+        def define_metric(self, name, **kwargs): assert '*' not in name.removesuffix('/*')
+    monkeypatch.setattr(wandb, 'needs', lambda *args, **kwargs: Tracker())
+    sink = wandb.Wandb(run := Run())
+    sink.open('r', {})
+    sink.scalars(0, {'output/a/rms': 1., 'output/*[b]/rms': 2., 'scalar/val_loss': 3., 'eval/output/a/rms': 4.})
+    sink.scalars(1, {'output/a/rms': 5.})
+    assert sink.arrived([0, 1])==[]
+    run.step = 1 # the user has logged: the row is over
+    assert sink.arrived([0, 1])==[0, 1] # of step 0 the loss and the evaluation, of step 1 the output
+    sink.scalars(2, {'output/a/rms': 6.})
+    sink.scalars(3, {'output/a/rms': 7.})
+    run.step = 2
+    assert sink.arrived([2, 3])==[3]
+    row = {}
+    for data,commit in run.rows[:2]: row |= data; assert not commit
+    assert row=={'output/a/rms': 5., 'output/*[b]/rms': None, 'torchember/step': 1, 'scalar/val_loss': 3., 'torchember/scalar/val_loss/step': 0,
+        'eval/output/a/rms': 4., 'torchember/eval_step': 0}
+    sink.close()
+    assert (sink.run, sink.open_row, sink.ended, sink.row)==(run and sink.given, {}, set(), None)

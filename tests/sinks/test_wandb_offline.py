@@ -79,6 +79,46 @@ with start():
     assert axes['output/2/*']=='torchember/step' and axes['weight_grad/0.weight/*']=='torchember/step'
 
 
+def test_rows_of_the_users_have_no_older_numbers_under_a_newer_step(tmp_path):
+    "A layer that is not in each step, losses of now and then, evaluations, and a user who logs each third step"
+    rows,axes = run('''
+class Now(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a,self.b,self.n = nn.Linear(4, 4),nn.Linear(4, 4),0
+    def forward(self, x):
+        self.n += 1
+        return self.b(self.a(x)) if self.n%3==0 else self.a(x)
+with start() as mine:
+    model = Now()
+    opt = torch.optim.SGD(model.parameters(), .1)
+    with torchEmber(model, opt, name='r', stats='full', sinks='wandb') as te:
+        for i in range(24):
+            opt.zero_grad()
+            model(torch.randn(5, 4)).square().mean().backward()
+            if i%5==0: te.log(val_loss=i/7)
+            opt.step()
+            if i%4==0: model.eval()(torch.randn(5, 4)); model.train()
+            te.t.barrier()
+            if i%3==2: mine.log({'mine': i})
+''', tmp_path)
+    df = read('r', home=tmp_path/'home')
+    assert [r['mine'] for r in rows if 'mine' in r]==[*range(2, 24, 3)]
+    n = 0
+    for r in rows:
+        for k,v in r.items():
+            if v is None or not k.endswith('/rms') or 'output' not in k: continue
+            path,phase = k.split('/')[-2],'eval' if k.startswith('eval/') else 'train'
+            step = r['torchember/eval_step' if phase=='eval' else 'torchember/step']
+            of = df[(df.ttype=='output') & (df.path==path) & (df.step==step)]
+            of = of[of.phase=='eval'] if phase=='eval' else of[of.phase!='eval']
+            assert of.rms.tolist()==[v], (k, step)
+            n += 1
+        if r.get('scalar/val_loss') is not None: assert r['scalar/val_loss']==r['torchember/scalar/val_loss/step']/7
+    assert n>4 and axes['eval/output/a/rms']=='torchember/eval_step' and axes['scalar/val_loss']=='torchember/scalar/val_loss/step'
+    assert any(r.get('scalar/val_loss') is not None for r in rows) and any(r.get('eval/output/a/rms') is not None for r in rows)
+
+
 def test_an_ember_with_a_run_of_its_own(tmp_path):
     rows,_ = run('''
 model = small()

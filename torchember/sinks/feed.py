@@ -113,12 +113,15 @@ class Feeding:
         if self.sent is not None: return
         try: about = self.t.about[f'base_{self.t.fname}']
         except KeyError: about = {} # of several processes each has its own
+        if self.sink.of is not None: raise ValueError(f"this sink is being told of the run {self.sink.of!r}. Give each run a sink of its own")
+        self.sink.of = self.run
         self.sink.open(self.run, dict(about))
         self.sent = Sent(self.t, self.sink.target())
 
     def step(self, step, rows):
         "Tell of a step, unless it was told of already"
-        if not self.sink.when(step) or self.failures>=self.most_failures: return
+        if not self.sink.when(step): rows = [r for r in rows if r.get('ttype')=='scalar' or r.get('phase')=='eval']
+        if not rows or self.failures>=self.most_failures: return
         try:
             self.open()
             if step in self.sent.steps: return
@@ -140,14 +143,15 @@ class Feeding:
     def flush(self):
         if self.sent is None: return
         self.sink.flush()
-        self.sent.add(self.told)
-        self.told,self.flushed = [],time.monotonic()
+        there = set(self.sink.arrived(self.told))
+        self.sent.add(there)
+        self.told,self.flushed = [s for s in self.told[-1:] if s not in there],time.monotonic() # the last one may stand in a row that is not over
 
     def close(self):
         "The last of it"
         if self.sent is None: return
-        self.flush()
-        self.sink.close()
+        try: self.flush()
+        finally: self.sink.of = None; self.sink.close()
 
 # %% ../../nbs/56_sinks/60_feed.ipynb #d31311fd
 class Feed:
@@ -163,7 +167,7 @@ class Feed:
         t, # The run: a `tracker`
         sink # A `Sink`
     ):
-        self.lost,self.ended = 0,False # lost: how often it failed
+        self.lost,self.ended,self.alone = 0,False,None # lost: how often it failed; alone: False once it was said that another tells the same
         self.t,self.feeding,self.now,self.rows,self.why = t,Feeding(t, sink),None,[],None # now: the step that is not over; why: what went wrong first
         self.name = f'the sink {printable(sink.name)}'
         self.listening = listen_to_run(t, self.hear, self.name)
@@ -181,7 +185,20 @@ class Feed:
 
     def over(self):
         "All of the step is known"
-        if self.now is not None: self.tell(self.now, lambda step: self.feeding.step(step, self.rows))
+        if self.now is None: return
+        self.tell(self.now, lambda step: self.feeding.step(step, self.rows))
+        self.beside()
+
+    def beside(self):
+        "Say once that two runs tell the same, under the same names"
+        mine,target = self.feeding.sink,self.feeding.sent and self.feeding.sent.target
+        if self.alone is not None or target is None or isinstance(mine, Function): return
+        others = [f for f in list(open_feeds) if f is not self and f.feeding.sent]
+        same = [f for f in others if (f.feeding.sent.target, f.feeding.sink.prefix)==(target, mine.prefix)]
+        if not same: return
+        self.alone = same[0].alone = False
+        say_soon(self.t.file, f"{self.name} is told of {self.feeding.run!r} and of {same[0].feeding.run!r} under the same names: "
+            f"their curves lie over each other. Give each a prefix: {type(mine).__name__}(prefix='{self.feeding.run}/'). This is said once.")
 
     def tell(self, step, f):
         try: f(step)

@@ -129,19 +129,23 @@ class Sink:
         exclude: Modules to leave out
         ttypes: Tensor types, of those that are recorded
         stats: Statistics, of those that are recorded; 'rms' is made of mean and standard deviation where it is not
-        every: Which of the recorded steps, as `schedule` takes them
+        every: Of which of the recorded steps, as `schedule` takes them; what was noted, and evaluations, are told of all
         histograms: Whether exponent counts are shown, where they are recorded
+        prefix: What all names begin with, so that two models can share a dashboard's run: 'generator/'
     """
-    name = 'sink' # what messages call it
+    name,prefix,of = 'sink','',None # what messages call it; of: the run that it is being told of
     def __init__(self,
         include=None, # Modules, as `select` takes them; without it all, of outputs those that contain no other
         exclude=None, # Modules to leave out
         ttypes=default, # Tensor types, of those that are recorded
         stats=('rms',), # Statistics, of those that are recorded; 'rms' is made of mean and standard deviation where it is not
-        every=1, # Which of the recorded steps, as `schedule` takes them
-        histograms:bool=True # Whether exponent counts are shown, where they are recorded
+        every=1, # Of which of the recorded steps, as `schedule` takes them; what was noted, and evaluations, are told of all
+        histograms:bool=True, # Whether exponent counts are shown, where they are recorded
+        prefix:str='' # What all names begin with, so that two models can share a dashboard's run: 'generator/'
     ):
         self.names,self.ttypes,self.when,self.with_histograms = Names(include, exclude),check_ttypes(ttypes),schedule(every),histograms
+        if not isinstance(prefix, str): raise TypeError(f"prefix= is what names begin with, a text such as 'generator/', got {an(prefix)}.")
+        self.prefix = prefix
         self.stats = (stats,) if isinstance(stats, str) else tuple(stats)
         if bad := [s for s in self.stats if not isinstance(s, str)]: raise TypeError(f"stats= of a sink are names of statistics, got {an(bad[0])}.")
 
@@ -160,6 +164,16 @@ class Sink:
 
     def flush(self):
         "What was told is safe now, should the process be killed"
+
+    def arrived(self,
+        steps:list # Those that it was told of since the last flush
+    ) -> list:
+        """Which of them are where they belong now. `replay` sends the others
+
+        Args:
+            steps: Those that it was told of since the last flush
+        """
+        return steps
 
     def close(self):
         "The run is over"
@@ -198,6 +212,6 @@ class Sink:
             if self.with_histograms and (h := histogram_of(r)): counts.setdefault(key, []).append(h)
         numbers = {f'{key}/{s}': together(s, v) for (key,s),v in found.items()}
         if found: numbers['nonfinite/count'] = bad
-        return {**noted, **numbers}, {k: added(h) for k,h in counts.items()}
+        return {self.prefix+k: v for k,v in (noted | numbers).items()}, {self.prefix+k: added(h) for k,h in counts.items()}
 
 not_noted = {*identity, *of_pieces, *optional, 'path'} # columns of a row that are no numbers of the user's

@@ -32,9 +32,15 @@ class Wandb(Sink):
         **choice # What it is told of, as `Sink` has it
     ):
         super().__init__(**choice)
-        self.wandb = needs('wandb', for_='The sink wandb')
-        self.run,self.project,self.commit,self.own = run or self.wandb.run,project,commit,False
-        self.waits,self.axes = None,set() # waits: the step of a row that nobody has ended yet
+        self.given,self.project,self.commits = run or self.wandb.run,project,commit
+        self.begin()
+
+    wandb = property(lambda self: needs('wandb', for_='The sink wandb'), doc="The library: a sink can be pickled, and a module cannot")
+
+    def begin(self):
+        "No run is told of"
+        self.run,self.commit,self.own,self.axes = self.given,self.commits,False,set()
+        self.row,self.open_row,self.ended = None,{},set() # open_row: axis -> (step, keys), of the row that is not over; ended: steps whose rows are
 
     def open(self, run, about):
         self.run = self.run or self.wandb.run # one that was opened meanwhile
@@ -48,6 +54,18 @@ class Wandb(Sink):
 
     def target(self): return f'wandb:{self.run.id}'
 
+    def axis_of(self, key):
+        "The axis of a number: what comes now and then has one of its own, as a row of W&B has what is older beside what is new"
+        key = key.removeprefix(self.prefix)
+        return f'torchember/{key}/step' if key.startswith('scalar/') else 'torchember/eval_step' if key.startswith('eval/') else self.axis
+
+    def now(self):
+        "Which row W&B is at: in another one nothing of ours stands yet"
+        row = None if getattr(getattr(self.run, 'settings', None), 'mode', '')=='shared' else getattr(self.run, 'step', None)
+        if row==self.row: return
+        self.ended.update(step for step,_ in self.open_row.values())
+        self.row,self.open_row = row,{}
+
     def put(self,
         step, # Its number
         data # Name -> number, or what else W&B shows, such as a picture
@@ -58,12 +76,20 @@ class Wandb(Sink):
             step: Its number
             data: Name -> number, or what else W&B shows, such as a picture
         """
-        for group in {f'{top}/*' if top else k for k in data for top in [k.rpartition('/')[0]]}-self.axes: # a glob may end in a star
-            self.axes.add(group)
-            self.run.define_metric(group, step_metric=self.axis)
-        if self.waits not in (None, step) and self.commit: self.run.log({}, commit=True)
-        self.run.log({**data, self.axis: step}, commit=False)
-        self.waits = step
+        by,old = {},{}
+        for k in data: by.setdefault(self.axis_of(k), set()).add(k)
+        for axis,keys in by.items():
+            for group in {f'{top}/*' if top and axis==self.axis else k for k in keys for top in [k.rpartition('/')[0]]}-self.axes: # a glob may end in a star
+                self.axes.add(group)
+                if '*' not in group.removesuffix('/*'): self.run.define_metric(group, step_metric=axis)
+            if axis!=self.axis and axis not in self.axes: self.axes.add(axis); self.run.define_metric(axis, hidden=True)
+        if self.commit and any(s!=step for s,_ in self.open_row.values()): self.flush()
+        self.now()
+        for axis,keys in by.items(): # what this step has not must not stand there as if it had
+            before,there = self.open_row.get(axis, (step, set()))
+            if before!=step: old |= dict.fromkeys(there-keys)
+            self.open_row[axis] = step,there|keys if before==step else keys
+        self.run.log({**old, **data, **dict.fromkeys(by, step)}, commit=False)
 
     def scalars(self, step, numbers): self.put(step, numbers)
 
@@ -93,9 +119,17 @@ class Wandb(Sink):
         self.run.log_artifact(artifact)
 
     def flush(self):
-        if self.commit and self.waits is not None: self.run.log({}, commit=True); self.waits = None
+        if self.commit and self.open_row:
+            self.run.log({}, commit=True)
+            self.ended.update(step for step,_ in self.open_row.values())
+            self.open_row = {}
+
+    def arrived(self, steps):
+        self.now()
+        return [s for s in steps if s in self.ended]
 
     def close(self):
         if self.run is None: return
         self.flush()
         if self.own: self.run.finish()
+        self.begin()
