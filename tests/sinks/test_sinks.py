@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from torchember import emberTracker, read, replay, rm, torchEmber
-from torchember.sinks.feed import Feed
+from torchember.sinks.feed import Feed, Feeding
 from torchember.sinks.sink import Sink
 
 EventAccumulator = pytest.importorskip('tensorboard.backend.event_processing.event_accumulator').EventAccumulator
@@ -591,6 +591,7 @@ def test_only_rows_that_wandb_has_are_noted_as_sent(monkeypatch):
     assert sink.arrived([0, 1])==[0, 1] # of step 0 the loss and the evaluation, of step 1 the output
     sink.scalars(2, {'output/a/rms': 6.})
     sink.scalars(3, {'output/a/rms': 7.})
+    assert run.rows[2][0]=={'output/a/rms': 6., 'torchember/step': 2} # nothing of an older row is taken back in a new one
     run.step = 2
     assert sink.arrived([2, 3])==[3]
     row = {}
@@ -599,3 +600,46 @@ def test_only_rows_that_wandb_has_are_noted_as_sent(monkeypatch):
         'eval/output/a/rms': 4., 'torchember/eval_step': 0}
     sink.close()
     assert (sink.run, sink.open_row, sink.ended, sink.row)==(run and sink.given, {}, set(), None)
+
+
+def test_axes_of_wandb_under_a_prefix(monkeypatch):
+    wandb = pytest.importorskip('torchember.sinks.wandb')
+    monkeypatch.setattr(wandb, 'needs', lambda *args, **kwargs: Tracker())
+    sink = wandb.Wandb(run := Tracker(), prefix='gen/')
+    sink.open('r', {})
+    sink.scalars(4, {'gen/output/a/rms': 1., 'gen/eval/output/a/rms': 2., 'gen/scalar/loss': 3.})
+    axes = {k for k in run.rows[0][0] if not k.startswith('gen/')}
+    assert axes=={'torchember/step', 'torchember/eval_step', 'torchember/scalar/loss/step'}
+    exponents = dict(exponents=[1, 2, 3], exponent_min=0)
+    assert [set(d) for d in sink.chosen([row('a', rms=1., **exponents)])]==[{'gen/output/a/rms', 'gen/nonfinite/count'}, {'gen/output/a'}]
+
+
+def test_a_step_whose_row_is_over_after_a_flush_is_noted(tmp_path):
+    "Of those that are not, only the last one can still be"
+    class Late(Sink):
+        there = ()
+        def scalars(self, step, numbers): pass
+        def arrived(self, steps): return [s for s in steps if s in self.there]
+        def target(self): return 'late'
+    train(tmp_path, steps=1)
+    feeding = Feeding(emberTracker('first', tmp_path), sink := Late())
+    def told(step): feeding.step(step, [row('a', rms=1.)])
+    told(7); told(8); feeding.flush()
+    assert feeding.told==[8] and feeding.sent.steps==set()
+    sink.there = [7, 8]
+    told(9); feeding.flush()
+    assert feeding.told==[9] and feeding.sent.steps=={8}
+    sink.there = [9]
+    feeding.close()
+    assert feeding.sent.steps=={8, 9} and sink.of is None
+
+
+def test_findings_of_several_steps_are_told_under_their_own(tmp_path):
+    found = []
+    class Told(Sink):
+        def scalars(self, step, numbers): pass
+        def findings(self, step, rows): found.append((step, [r['rule'] for r in rows]))
+    te = torchEmber(nn.Linear(2, 2), home=tmp_path, name='first', sinks=Told())
+    te.feeds[0].hear(9, [{'ttype': 'finding', 'rule': r, 'text': 'So it is.', 'step': step} for r,step in (('a', 3), ('b', 5), ('c', 3))])
+    te.close()
+    assert found==[(3, ['a', 'c']), (5, ['b'])]

@@ -88,7 +88,7 @@ class Wandb(Sink):
         for axis,keys in by.items(): # what this step has not must not stand there as if it had
             before,there = self.open_row.get(axis, (step, set()))
             if before!=step: old |= dict.fromkeys(there-keys)
-            self.open_row[axis] = step,there|keys if before==step else keys
+            self.open_row[axis] = step,there|keys
         self.run.log({**old, **data, **dict.fromkeys(by, step)}, commit=False)
 
     def scalars(self, step, numbers): self.put(step, numbers)
