@@ -34,6 +34,7 @@ $(VENV)/.demo: settings.ini setup.py pyproject.toml constraints.txt
 $(VENV)/.ready: $(VENV)/.demo
 	@echo "Installing what tests and pages need into $(VENV). A few minutes, the first time:"
 	python -m pip install -c constraints.txt -e '.[dev,docs]'
+	python -m pip install -c constraints.txt --no-deps fastai # which would bring torchvision, of which PyPI has none for a torch without CUDA
 	@touch $@
 
 sync: # Write the library and the README from the notebooks, and clean these

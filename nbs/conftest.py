@@ -41,6 +41,10 @@ class Section(pytest.Item):
         return ''.join(traceback.format_exception(excinfo.type, excinfo.value, tb)) + f'\n{self.parent.cell.source}'
 
 
+# Libraries that rooms are about: wing -> their names
+needed = {'integrations': ('lightning', 'transformers', 'accelerate', 'fastai', 'ignite', 'keras'), 'sinks': ('wandb', 'tensorboard', 'mlflow', 'trackio')}
+
+
 class Notebook(pytest.File):
     "A notebook, whose sections run in order in one shell"
     def collect(self):
@@ -58,8 +62,11 @@ class Notebook(pytest.File):
     def setup(self):
         "A shell in the notebook's folder, with a home of its own and what the library exports"
         for lib in ('jax', 'flax', 'optax', 'equinox') if 'jaxember' in (self.mod or '') else (): pytest.importorskip(lib)
-        for wing,lib in (('integrations', 'lightning'), ('integrations', 'transformers'), ('sinks', 'wandb'), ('sinks', 'tensorboard')):
-            if self.mod==f'torchember.{wing}.{lib}': pytest.importorskip(lib)
+        for wing,libs in needed.items():
+            if self.mod in [f'torchember.{wing}.{lib}' for lib in libs]:
+                with pytest.MonkeyPatch.context() as m:
+                    m.setenv('KERAS_BACKEND', 'torch') # keras looks for it when it is imported
+                    pytest.importorskip(self.mod.rpartition('.')[2])
         self.optimize(False)
         self.before,self.failed,self.env,self.environ = process.Before(),self.session.testsfailed,pytest.MonkeyPatch(),dict(os.environ)
         process.fresh(self.env)

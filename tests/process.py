@@ -19,6 +19,8 @@ import pytest
 home,env = tempfile.TemporaryDirectory(prefix='torchember-'),pytest.MonkeyPatch()
 env.setenv('TORCHEMBER_HOME', home.name)
 env.setenv('MPLBACKEND', 'agg')
+env.setenv('TRACKIO_DIR', os.path.join(home.name, 'trackio')) # which trackio reads when it is imported
+env.setenv('MLFLOW_DISABLE_TELEMETRY', 'true')
 env.setenv('TORCHEMBER_WAIT', '1') # the last digits of a first step are not left to chance
 env.setenv('TORCHINDUCTOR_COMPILE_THREADS', '1') # more are a pool of processes, each of which imports torch
 if 'TORCHINDUCTOR_VEC_ISA_OK' not in os.environ: env.setenv('TORCHINDUCTOR_VEC_ISA_OK', '1') # a compiler for each instruction set that this CPU says it has
@@ -79,7 +81,7 @@ def variables(): return {k:v for k,v in os.environ.items() if not k.startswith(o
 
 # Which they set for themselves, when they are used first: _TORCHINDUCTOR_ is for the code that Inductor compiles, _RJEM_ for the allocator of polars
 of_libraries = ('PYTEST_', 'PYTORCH_', 'TORCHINDUCTOR_CACHE', '_TORCHINDUCTOR_', 'KMP_', 'TRITON_', 'ACCELERATE_', 'LIGHTNING_', 'PL_', 'TRANSFORMERS_',
-    'TOKENIZERS_', 'WANDB_', 'XLA_', 'TPU_', 'TF_', 'JUPYTER_', 'PYDEVD_', '_RJEM_')
+    'TOKENIZERS_', 'WANDB_', 'KERAS_', 'XLA_', 'TPU_', 'TF_', 'JUPYTER_', 'PYDEVD_', '_RJEM_')
 
 
 def settings():

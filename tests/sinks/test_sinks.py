@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from sinked import by_hand, killed, same, train
 from torch import nn
 
 from torchember import emberTracker, read, replay, rm, torchEmber
@@ -16,22 +17,6 @@ from torchember.sinks.feed import Feed, Feeding
 from torchember.sinks.sink import Sink
 
 EventAccumulator = pytest.importorskip('tensorboard.backend.event_processing.event_accumulator').EventAccumulator
-
-
-def train(home, steps=6, model=None, **kwargs):
-    "The model, and the report"
-    torch.manual_seed(0)
-    model = model or nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    opt = torch.optim.SGD(model.parameters(), .1)
-    te = torchEmber(model, opt, home=home, name='first', **kwargs)
-    for _ in range(steps):
-        opt.zero_grad()
-        loss = model(torch.randn(5, 4)).square().mean()
-        loss.backward()
-        te.log(loss=loss)
-        opt.step()
-    model.eval()(torch.randn(5, 4))
-    return model, te.close()
 
 
 def scalars(place):
@@ -43,26 +28,6 @@ def scalars(place):
         found[tag] = {e.step: e.value for e in values}
         assert len(found[tag])==len(values), f'{tag} has a step twice'
     return found
-
-
-def by_hand(df):
-    "What should be there, from the table of a run with rms, by other code"
-    found = {}
-    for r in df.to_dict('records'):
-        if r['ttype']=='scalar':
-            found.setdefault('scalar/loss', {})[r['step']] = r['loss']
-        if r['ttype'] not in ('output', 'weight', 'weight_grad') or (r['ttype']=='output' and r['path']==''): continue
-        path = r['path']+(f".{r['pname']}" if r['ttype']!='output' else '')
-        prefix = 'eval/' if r.get('phase')=='eval' else ''
-        found.setdefault(f"{prefix}{r['ttype']}/{path}/rms", {})[r['step']] = r['rms']
-    return found
-
-
-def same(a, b):
-    assert set(a)==set(b)
-    for k,v in a.items():
-        assert set(v)==set(b[k]), k
-        np.testing.assert_allclose([v[s] for s in v], [b[k][s] for s in v], rtol=1e-6)
 
 
 def test_tensorboard_has_what_the_file_has(tmp_path, monkeypatch):
@@ -206,30 +171,10 @@ def test_findings_arrive(tmp_path, monkeypatch):
     assert texts()==before
 
 
-killed = '''
-import os, signal, sys, time, torch
-from pathlib import Path
-from torch import nn
-def until(f):
-    end = time.monotonic()+60
-    while not f() and time.monotonic()<end: time.sleep(.01)
-from torchember import torchEmber
-model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
-opt = torch.optim.SGD(model.parameters(), .1)
-te = torchEmber(model, opt, home=sys.argv[1], name='first', stats=['rms'], sinks='tensorboard')
-from torchember.sinks.feed import Feeding
-Feeding.patience = .01
-for i in range(400):
-    if i==200: until(lambda: list(Path(sys.argv[1]).rglob('sent_*.json')))
-    opt.zero_grad(); model(torch.randn(5, 4)).square().mean().backward(); opt.step()
-os.kill(os.getpid(), signal.SIGKILL)
-'''
-
-
 @pytest.mark.slow
 def test_a_run_that_was_killed_is_sent_later_without_doubles(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    p = subprocess.run([sys.executable, '-c', killed, str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    p = subprocess.run([sys.executable, '-c', killed, str(tmp_path), 'tensorboard'], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert p.returncode==-signal.SIGKILL, p.stderr
     before = scalars(tmp_path/'runs'/'first')['weight/0.weight/rms']
     n = replay('first', 'tensorboard', home=tmp_path)
@@ -248,7 +193,7 @@ def test_what_is_no_sink(tmp_path, what, error, said):
 
 def test_a_process_that_ends_without_close_tells_the_last_step(tmp_path):
     code = killed.replace('os.kill(os.getpid(), signal.SIGKILL)', '').replace('400', '7')
-    p = subprocess.run([sys.executable, '-c', code, str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    p = subprocess.run([sys.executable, '-c', code, str(tmp_path), 'tensorboard'], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert p.returncode==0, p.stderr
     assert set(scalars(tmp_path/'runs'/'first')['weight/0.weight/rms'])=={*range(7)}
 
@@ -564,7 +509,7 @@ def test_two_models_in_one_folder_have_names_of_their_own(tmp_path, recwarn):
     with pytest.raises(TypeError, match="prefix= is what names begin with, .* got"): Sink(prefix=3)
 
 
-@pytest.mark.parametrize('name', ['Sink', 'TensorBoard', 'Wandb'])
+@pytest.mark.parametrize('name', ['Sink', 'TensorBoard', 'Wandb', 'MLflow', 'Trackio'])
 def test_sinks_can_be_pickled(name):
     "As callbacks of a trainer are that starts processes"
     import pickle

@@ -5,8 +5,11 @@ from ..ground.wings import open_wing
 
 if TYPE_CHECKING:
     from .feed import replay as replay
+    from .mlflow import MLflow as MLflow
     from .sink import Sink as Sink
     from .tensorboard import TensorBoard as TensorBoard
+    from .trackio import Trackio as Trackio
     from .wandb import Wandb as Wandb
 
-__getattr__,__dir__ = open_wing(__name__, {'feed': 'replay', 'sink': 'Sink', 'tensorboard': 'TensorBoard', 'wandb': 'Wandb'})
+__getattr__,__dir__ = open_wing(__name__, {'feed': 'replay', 'mlflow': 'MLflow', 'sink': 'Sink', 'tensorboard': 'TensorBoard', 'trackio': 'Trackio',
+    'wandb': 'Wandb'})

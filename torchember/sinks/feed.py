@@ -15,12 +15,14 @@ from ..ground.record import line_of, load_row
 from ..recorder.recovery import take_in
 from ..store.base import folder
 from ..store.jsonl import emberTracker, exists, is_step, listen_to_run, say_soon
+from .mlflow import MLflow
 from .sink import Sink
 from .tensorboard import TensorBoard
+from .trackio import Trackio
 from .wandb import Wandb
 
 # %% ../../nbs/56_sinks/60_feed.ipynb #f26f9e6c
-sinks = {'wandb': Wandb, 'tensorboard': TensorBoard} # name -> sink
+sinks = {'wandb': Wandb, 'tensorboard': TensorBoard, 'mlflow': MLflow, 'trackio': Trackio} # name -> sink
 
 class Function(Sink):
     """A function of a step and of its numbers. `replay` tells one without a name of its own, such as a lambda, of all steps
@@ -48,10 +50,13 @@ def sink_of(what):
         return sinks[what]()
     if isinstance(what, type) and issubclass(what, Sink): return what()
     if hasattr(what, 'add_scalar') and hasattr(what, 'log_dir'): return TensorBoard(what)
-    if type(what).__module__.partition('.')[0]=='wandb' and hasattr(what, 'define_metric'): return Wandb(what)
+    library = type(what).__module__.partition('.')[0]
+    if library=='wandb' and hasattr(what, 'define_metric'): return Wandb(what)
+    if library=='mlflow' and hasattr(what, 'info'): return MLflow(what)
+    if library=='trackio' and hasattr(what, 'alert'): return Trackio(what)
     if callable(what): return Function(what)
-    raise TypeError(f"sinks= takes {', '.join(map(repr, sinks))}, a function of a step and its numbers, a SummaryWriter, a run of W&B, "
-        f"a Sink, or a list of these; got {an(what)}.")
+    raise TypeError(f"sinks= takes {', '.join(map(repr, sinks))}, a function of a step and its numbers, a SummaryWriter, a run of W&B, MLflow "
+        f"or trackio, a Sink, or a list of these; got {an(what)}.")
 
 def sinks_of(
     what # Name, function, `Sink`, or a list of them

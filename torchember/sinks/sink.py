@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['default', 'trouble', 'not_noted', 'rms_of', 'number', 'together', 'histogram_of', 'added', 'Names', 'noted_numbers',
-           'Sink']
+           'known_as', 'Sink']
 
 # %% ../../nbs/56_sinks/10_sink.ipynb #efc61c4c
-import math
+import math, re
+from zlib import crc32
 
 from ..ground.choose import NamedLayer, chosen, schedule
 from ..ground.messages import an
@@ -120,6 +121,22 @@ def noted_numbers(row, known): # known: what rows have beside
         known: what rows have beside
     """
     return {k: float(v) for k,v in row.items() if k not in known and isinstance(v, int|float) and not isinstance(v, bool)}
+
+def known_as(
+    run:str, # Name of a run
+    about:dict # What is known of it
+) -> str: # Letters, digits, lines and dashes
+    """An id of a run, which another one of that name, begun elsewhere or at another time, does not have
+
+    Args:
+        run: Name of a run
+        about: What is known of it
+
+    Returns:
+        Letters, digits, lines and dashes
+    """
+    began = f"{about.get('start')} {about.get('host')}"
+    return f"{re.sub(r'[^A-Za-z0-9_-]', '_', run)[:110]}-{crc32(began.encode()):08x}"
 
 class Sink:
     """Somebody who is told numbers of each step. One of your own has `scalars`, and what else it can show

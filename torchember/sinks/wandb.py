@@ -7,9 +7,8 @@ __all__ = ['Wandb']
 
 # %% ../../nbs/56_sinks/20_wandb.ipynb #f31555de
 import re
-from zlib import crc32
 
-from .sink import Sink
+from .sink import Sink, known_as
 from ..ground.messages import printable
 from ..ground.needs import needs
 
@@ -45,9 +44,7 @@ class Wandb(Sink):
     def open(self, run, about):
         self.run = self.run or self.wandb.run # one that was opened meanwhile
         if self.run is None:
-            began = crc32(f"{about.get('start')} {about.get('host')}".encode()) # another run of that name, of somebody else, is another one there
-            id = f"{re.sub(r'[^A-Za-z0-9_-]', '_', run)[:110]}-{began:08x}"
-            self.run = self.wandb.init(project=self.project, name=run, id=id, resume='allow', reinit='create_new',
+            self.run = self.wandb.init(project=self.project, name=run, id=known_as(run, about), resume='allow', reinit='create_new',
                 config={'torchember': {k: v for k,v in about.items() if isinstance(v, str|int|float)}})
             self.own = self.commit = True
         self.run.define_metric(self.axis, hidden=True)

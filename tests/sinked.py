@@ -1,0 +1,104 @@
+"Small trainings that are told to sinks, and what should arrive"
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import torch
+from torch import nn
+
+from torchember import torchEmber
+
+
+def train(home, steps=6, model=None, **kwargs):
+    "The model, and the report"
+    torch.manual_seed(0)
+    model = model or nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    opt = torch.optim.SGD(model.parameters(), .1)
+    te = torchEmber(model, opt, home=home, name='first', **kwargs)
+    for _ in range(steps):
+        opt.zero_grad()
+        loss = model(torch.randn(5, 4)).square().mean()
+        loss.backward()
+        te.log(loss=loss)
+        opt.step()
+    model.eval()(torch.randn(5, 4))
+    return model, te.close()
+
+
+def by_hand(df):
+    "What should be there, from the table of a run with rms, by other code"
+    found = {}
+    for r in df.to_dict('records'):
+        if r['ttype']=='scalar':
+            found.setdefault('scalar/loss', {})[r['step']] = r['loss']
+        if r['ttype'] not in ('output', 'weight', 'weight_grad') or (r['ttype']=='output' and r['path']==''): continue
+        path = r['path']+(f".{r['pname']}" if r['ttype']!='output' else '')
+        prefix = 'eval/' if r.get('phase')=='eval' else ''
+        found.setdefault(f"{prefix}{r['ttype']}/{path}/rms", {})[r['step']] = r['rms']
+    return found
+
+
+def same(a, b):
+    assert set(a)==set(b)
+    for k,v in a.items():
+        assert set(v)==set(b[k]), k
+        np.testing.assert_allclose([v[s] for s in v], [b[k][s] for s in v], rtol=1e-6)
+
+
+def forget(home):
+    "As if the process had died before it noted what was sent"
+    notes = list(home.rglob('sent_*.json'))
+    assert notes
+    for p in notes: p.unlink()
+
+
+# A training that is killed after 400 steps, of which some are in the store. In the arguments: the home, and the sink
+killed = '''
+import os, signal, sys, time, torch
+from pathlib import Path
+from torch import nn
+def until(f):
+    end = time.monotonic()+60
+    while not f() and time.monotonic()<end: time.sleep(.01)
+from torchember import torchEmber
+model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+opt = torch.optim.SGD(model.parameters(), .1)
+te = torchEmber(model, opt, home=sys.argv[1], name='first', stats=['rms'], sinks=sys.argv[2])
+from torchember.sinks.feed import Feeding
+Feeding.patience = .01
+for i in range(400):
+    if i==200: until(lambda: list(Path(sys.argv[1]).rglob('sent_*.json')))
+    opt.zero_grad(); model(torch.randn(5, 4)).square().mean().backward(); opt.step()
+os.kill(os.getpid(), signal.SIGKILL)
+'''
+
+
+away = '''
+import sys, time
+from sinked import train
+from torchember import torchEmber
+began = time.monotonic()
+_,report = train(sys.argv[1], steps=20, sinks=sys.argv[2])
+assert any('replay' in r for r in report['remarks']), report
+print(time.monotonic()-began)
+'''
+
+
+def told_where_nobody_answers(home, sink, silent, **env):
+    "Seconds that a training, and then the end of its process, take while a server refuses, or accepts and is silent"
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        if silent: s.listen(50)
+        port = s.getsockname()[1]
+        env = os.environ|{k: v.format(f'http://127.0.0.1:{port}') for k,v in env.items()}
+        env['PYTHONPATH'] = os.pathsep.join(p for p in sys.path if p)
+        p = subprocess.Popen([sys.executable, '-W', 'ignore', '-c', away, str(home), sink], cwd=home, env=env, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        said = p.stdout.readline()
+        at = time.monotonic()
+        _,err = p.communicate(timeout=200)
+        assert p.returncode==0, err
+        return float(said),time.monotonic()-at

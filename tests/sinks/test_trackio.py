@@ -1,0 +1,328 @@
+"A run arrives in trackio under the steps of the training, nothing is printed, and runs of others count as they did"
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from sinked import by_hand, forget, killed, same, told_where_nobody_answers, train
+from torch import nn
+
+from torchember import read, replay, torchEmber
+from torchember.sinks.feed import sink_of
+from torchember.sinks.trackio import Beside, Trackio, silently
+
+trackio = pytest.importorskip('trackio')
+
+
+@pytest.fixture
+def project(request, monkeypatch):
+    "A project of its own, as all tests have one store"
+    for k in ('TRACKIO_SPACE_ID', 'TRACKIO_SERVER_URL', 'TRACKIO_WRITE_TOKEN'): monkeypatch.delenv(k, raising=False)
+    yield f'{request.node.name} {time.time_ns()}'
+    if trackio.context_vars.current_run.get() is not None: trackio.finish()
+    trackio.context_vars.current_project.set(None)
+
+
+def mine(project, **kwargs): return trackio.init(project, name='mine', embed=False, auto_log_cpu=False, auto_log_gpu=False, **kwargs)
+
+
+def rows(project, run=None):
+    "key -> {step: value} of the one run of a project, or of that one; each step once"
+    if run is None: run, = trackio.Api().runs(project)
+    found = {}
+    for r in trackio.SQLiteStorage.get_logs(project, run.name, run_id=run.id):
+        for k,v in r.items():
+            if k in ('step', 'timestamp'): continue
+            assert r['step'] not in found.setdefault(k, {}), f'{k} has step {r["step"]} twice'
+            found[k][r['step']] = v
+    return found
+
+
+def opened(project, **kwargs):
+    sink = Trackio(project=project, **kwargs)
+    sink.open('first', {})
+    return sink
+
+
+def test_a_run_of_its_own_has_what_the_file_has_and_nothing_is_printed(project, tmp_path, capsys):
+    _,report = train(tmp_path, stats=['mean', 'std', 'rms'], sinks=Trackio(project=project))
+    assert not report['remarks'] and capsys.readouterr().out==''
+    run, = trackio.Api().runs(project)
+    assert run.name=='first' and run.config['torchember']['model']=='Sequential'
+    found = rows(project)
+    assert found.pop('nonfinite/count')==dict.fromkeys(range(6), 0)
+    same(found, by_hand(read('first', home=tmp_path)))
+    assert {*found['output/0/rms']}=={*range(6)} and {*found['eval/output/2/rms']}=={5}
+    assert trackio.context_vars.current_run.get() is None and not trackio.config.get('torchember')
+
+
+def test_the_project_is_ours_where_none_was_chosen(project, tmp_path):
+    name = f'ours {time.time_ns()}'
+    te = torchEmber(model := nn.Linear(2, 2), home=tmp_path, name=name, sinks='trackio')
+    model(torch.ones(1, 2))
+    assert not te.close()['remarks']
+    run, = [r for r in trackio.Api().runs('torchember') if r.name==name]
+    assert {*rows('torchember', run)['output/model/rms']}=={0}
+
+
+def test_a_run_that_is_open_is_used_and_counts_as_before(project, tmp_path, capsys):
+    run = mine(project, config={'lr': .1})
+    trackio.log({'loss': 1.})
+    capsys.readouterr()
+    train(tmp_path, sinks='trackio')
+    assert capsys.readouterr().out=='' and trackio.context_vars.current_run.get() is run and run._local_sender_thread.is_alive()
+    trackio.log({'loss': .5})
+    trackio.finish()
+    found, = [rows(project)]
+    assert found['loss']=={0: 1., 1: .5} and {*found['output/0/rms']}=={*range(6)} and {*found['weight/0.weight/rms']}=={*range(6)}
+    theirs, = trackio.Api().runs(project)
+    assert theirs.name=='mine' and theirs.config['lr']==.1 and 'torchember' not in theirs.config
+
+
+def test_a_run_of_the_users_is_a_sink(project, tmp_path):
+    run = mine(project)
+    other = mine(f'{project} other') # which finishes the first one
+    sink = sink_of(run)
+    assert isinstance(sink, Trackio) and sink.run is run
+    train(tmp_path, sinks=run)
+    trackio.finish()
+    assert {*rows(project)['output/0/rms']}=={*range(6)}
+    assert not trackio.SQLiteStorage.get_logs(other.project, other.name, run_id=other.id)
+
+
+def test_one_sink_tells_of_one_run_after_another(project, tmp_path):
+    "Each where it belongs, under its prefix"
+    sink = Trackio(project=project, prefix='gen/', ttypes='input')
+    for name,x in (('a', 1.), ('b', 2.)):
+        with torchEmber(nn.Linear(2, 2), name=name, home=tmp_path, sinks=sink, stats=['rms'], ttypes='input') as te:
+            for _ in range(3): te.model(torch.full((1, 2), x))
+        assert sink.of is sink.run is None and not sink.own
+    found = {r.name: rows(project, r) for r in trackio.Api().runs(project)}
+    assert {n: v['gen/input/model/rms'] for n,v in found.items()}=={n: dict.fromkeys(range(3), x) for n,x in (('a', 1.), ('b', 2.))}
+
+
+def test_a_run_is_found_again_and_nothing_is_there_twice(project, tmp_path):
+    train(tmp_path, stats='numerics', sinks=Trackio(project=project))
+    before = rows(project)
+    forget(tmp_path)
+    assert replay('first', Trackio(project=project), home=tmp_path)==6
+    assert rows(project)==before # raises for a step that is there twice
+    assert replay('first', Trackio(project=project), home=tmp_path)==0
+    df = read('first', home=tmp_path, ttype='weight', path='0', steps=3)
+    h = before['weight/0.weight/exponents'][3]
+    full = [(r['exponent_min']+i-1, n) for r in [df.iloc[0]] for i,n in enumerate(r['exponents']) if n]
+    assert h['_type']=='trackio.histogram' and [(round(math.log2(b)), n) for b,n in zip(h['bins'], h['values'], strict=False) if n]==full
+
+
+def test_what_a_run_lacks_is_sent_and_no_more(project):
+    sink = opened(project)
+    sink.scalars(3, {'output/0/rms': 1.})
+    sink.close()
+    again = opened(project)
+    again.scalars(3, {'output/0/rms': 9., 'output/1/rms': 2.})
+    again.scalars(4, {'output/0/rms': 3.})
+    again.close()
+    assert rows(project)=={'output/0/rms': {3: 1., 4: 3.}, 'output/1/rms': {3: 2.}}
+
+
+def test_a_run_that_goes_on_is_the_same_run(project, tmp_path):
+    for resume in (False, True): train(tmp_path, sinks=Trackio(project=project), resume=resume)
+    assert {*rows(project)['output/0/rms']}=={*range(12)}
+
+
+def test_another_run_of_that_name_is_another_one(project):
+    for start in ('2026-01-01 00:00:00', '2026-01-01 00:00:01', '2026-01-01 00:00:00'):
+        sink = Trackio(project=project)
+        sink.open('first', {'start': start})
+        sink.scalars(int(time.time()), {'output/0/rms': 1.})
+        sink.close()
+    assert len(trackio.Api().runs(project))==2
+
+
+def test_findings_are_alerts_that_are_not_printed(project, capsys):
+    found = [{'rule': r, 'text': 'so it is.', 'severity': s, **more} for r,s,more in (('nan', 'error', {'advice': 'Look.'}),
+        ('nan', 'error', {'over': True}), ('stalls', 'info', {}), ('dead', 'warning', {}))]
+    for _ in range(2):
+        sink = opened(project)
+        sink.scalars(3, {'output/0/rms': 1.})
+        sink.findings(3, found)
+        sink.close()
+    said = trackio.Api().alerts(project)
+    assert sorted((a['title'], a['level'], a['step'], a['text']) for a in said)==[('dead', 'warn', 3, 'so it is.'), ('nan', 'error', 3, 'so it is. Look.')]
+    assert capsys.readouterr().out==''
+
+
+def test_a_rule_that_breaks_again_later_is_an_alert_again(project):
+    sink = opened(project)
+    nan = {'rule': 'nan', 'text': 'It is NaN.', 'severity': 'error'}
+    sink.findings(3, [nan])
+    sink.close()
+    again = opened(project)
+    again.findings(8, [nan])
+    again.close()
+    assert sorted(a['step'] for a in trackio.Api().alerts(project))==[3, 8]
+
+
+def test_a_row_of_somebody_elses_is_not_taken_for_ours(project, monkeypatch):
+    sink = opened(project)
+    sink.waits = {3: {'output/0/rms', 'output/1/rms'}, 4: {'output/0/rms'}}
+    monkeypatch.setattr(sink, 'rows', lambda first: [(3, {'loss': 1.}), (3, {'output/0/rms': 1.}), (4, {'output/0/rms': 1.})])
+    assert not sink.written() and sink.waits=={3: {'output/1/rms'}}
+    monkeypatch.setattr(sink, 'rows', lambda first: [(3, {'output/1/rms': 1.})])
+    assert sink.written()
+    sink.close()
+
+
+def test_an_alert_of_the_users_is_printed_as_before(project, capsys):
+    run = mine(project)
+    sink = Trackio()
+    sink.open('first', {})
+    sink.findings(3, [{'rule': 'nan', 'text': 'It is NaN.', 'severity': 'error'}])
+    capsys.readouterr()
+    trackio.alert('mine', 'something')
+    assert 'mine' in capsys.readouterr().out
+    sink.close()
+    trackio.finish()
+    assert {(a['title'], a['step']) for a in trackio.Api().alerts(project)}=={('nan', 3), ('mine', 0)} and run.name=='mine'
+
+
+@pytest.mark.filterwarnings('ignore:torchember', 'ignore:trackio')
+def test_what_trackio_loses_is_noticed_and_sent_later(project, tmp_path, monkeypatch):
+    monkeypatch.setattr(Trackio, 'patience', 1.5)
+    with monkeypatch.context() as m:
+        def refuses(*args, **kwargs): raise OSError('disk full')
+        m.setattr(trackio.SQLiteStorage, 'bulk_log', refuses) # of which trackio only warns
+        _,report = train(tmp_path, sinks=Trackio(project=project))
+        assert any('trackio has not written' in r for r in report['remarks'])
+    assert replay('first', Trackio(project=project), home=tmp_path)==6
+    assert {*rows(project)['output/0/rms']}=={*range(6)}
+
+
+def test_what_was_told_is_there_after_flush(project):
+    sink = opened(project)
+    for step in range(50): sink.scalars(step, {'output/0/rms': step/2})
+    sink.flush()
+    assert rows(project)['output/0/rms']=={s: s/2 for s in range(50)} # read while the run is open
+    run = sink.run
+    sink.close()
+    assert not run._local_sender_thread.is_alive() and sink.run is None
+
+
+@pytest.mark.filterwarnings('ignore:torchember')
+def test_what_is_not_finite_and_odd_names_arrive(project, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential()
+    names = ['a(1)', 'a[1]', 'b//c', 'ü', '/', "it's", 'x'*300, 'a:b', '"', '\\', '__x', 'step']
+    for n in names: model.add_module(n, nn.Linear(4, 4))
+    te = torchEmber(model, home=tmp_path, name="it's", stats=['rms'], ttypes=['output'], sinks=Trackio(project=project))
+    model(torch.randn(5, 4))
+    te.log(loss=math.inf, other=-math.inf, lost=math.nan)
+    assert not any('trackio' in r for r in te.close()['remarks'])
+    df,found = read("it's", home=tmp_path, ttype='output'),rows(project)
+    assert found['scalar/loss'][0]==math.inf and found['scalar/other'][0]==-math.inf and math.isnan(found['scalar/lost'][0])
+    rms = df[df['path']!=''].set_index('path')['rms']
+    assert len(rms)==len(names) and {k: v[0] for k,v in found.items() if k.endswith('/rms')}=={f'output/{n}/rms': pytest.approx(v) for n,v in rms.items()}
+
+
+def test_a_run_whose_id_has_a_quote(project):
+    run = trackio.Run(None, project, None, name="it's", run_id="it's")
+    sink = Trackio(run)
+    sink.open('first', {})
+    sink.scalars(0, {'output/0/rms': 1.})
+    sink.close()
+    run.finish()
+    assert rows(project)=={'output/0/rms': {0: 1.}}
+
+
+def test_two_threads_that_log_at_once_do_not_move_each_others_steps(project):
+    run = mine(project)
+    sink = Trackio()
+    sink.open('first', {})
+    thread = threading.Thread(target=lambda: [sink.scalars(step, {'output/0/rms': 1.}) for step in range(1000, 1500)])
+    thread.start()
+    for _ in range(200): run.log({'loss': 1.})
+    thread.join()
+    sink.close()
+    trackio.finish()
+    found = rows(project)
+    assert {*found['loss']}=={*range(200)} and {*found['output/0/rms']}=={*range(1000, 1500)}
+
+
+def test_a_pane_reads_what_is_behind_it_and_keeps_what_is_set():
+    class Run:
+        n,more = 1,2
+    run = Run()
+    pane = Beside(run)
+    pane.n += 5
+    run.more = 3
+    assert (pane.n, pane.more, run.n)==(6, 3, 1)
+    with pytest.raises(AttributeError): _ = pane.other
+
+
+def test_what_is_silent_is_the_same_otherwise(capsys):
+    def f(a, b=2, *, c=3):
+        print('heard')
+        return a,b,c
+    assert silently(f)(1, c=4)==(1, 2, 4) and silently(f)(1)==(1, 2, 3) and capsys.readouterr().out==''
+    assert f(1, 5)==(1, 5, 3) and capsys.readouterr().out=='heard\n'
+
+
+def test_another_place_is_another_target(project, monkeypatch):
+    def target(url):
+        sink = Trackio(trackio.Run(url, project, object() if url else None, name='first', run_id='first', server_base_url=url))
+        sink.run.finish()
+        return sink.target()
+    assert len({target(None), target('http://127.0.0.1:1'), target('http://127.0.0.1:2')})==3
+
+
+@pytest.mark.filterwarnings('ignore:torchember')
+def test_a_space_is_to_be_opened_by_its_user(project, tmp_path, monkeypatch):
+    monkeypatch.setenv('TRACKIO_SPACE_ID', 'me/board')
+    _,report = train(tmp_path, sinks=Trackio(project=project))
+    assert any('trackio.init' in r for r in report['remarks'])
+
+
+def test_a_server_is_told(project, tmp_path, monkeypatch, capsys):
+    app,_,_,full = trackio.show(project, open_browser=False, block_thread=False)
+    try:
+        monkeypatch.setenv('TRACKIO_SERVER_URL', full)
+        capsys.readouterr()
+        _,report = train(tmp_path, stats=['mean', 'std', 'rms'], sinks=Trackio(project=project))
+        assert not report['remarks'] and capsys.readouterr().out==''
+        found = rows(project)
+        found.pop('nonfinite/count')
+        same(found, by_hand(read('first', home=tmp_path)))
+        assert replay('first', Trackio(project=project), home=tmp_path)==0
+        monkeypatch.delenv('TRACKIO_SERVER_URL')
+        assert replay('first', Trackio(project=f'{project} here'), home=tmp_path)==6 # which has nothing of it
+        (there,),(here,) = (trackio.Api().runs(p) for p in (project, f'{project} here'))
+        assert there.id==here.id
+    finally: app.close()
+
+
+@pytest.mark.slow
+@pytest.mark.release # test_sinks.py has the same for TensorBoard
+def test_a_run_that_was_killed_is_sent_later_without_doubles(project, tmp_path):
+    name = f'killed {time.time_ns()}'
+    code = killed.replace("'first'", repr(name))
+    p = subprocess.run([sys.executable, '-c', code, str(tmp_path), 'trackio'], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert p.returncode==-signal.SIGKILL and p.stdout=='', p.stderr
+    run, = [r for r in trackio.Api().runs('torchember') if r.name==name]
+    before = rows('torchember', run)['weight/0.weight/rms']
+    n = replay(name, 'trackio', home=tmp_path)
+    after = rows('torchember', run)['weight/0.weight/rms'] # raises for a step that is there twice
+    assert 0<len(before)<=400 and len(after)==400 and n>=400-len(before) and all(after[s]==v for s,v in before.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('silent', [False, pytest.param(True, marks=pytest.mark.release)])
+def test_a_server_that_does_not_answer_ends_no_training_and_is_sent_all_later(project, tmp_path, silent):
+    took,ended = told_where_nobody_answers(tmp_path, 'trackio', silent, TRACKIO_SERVER_URL='{}/?write_token=x')
+    assert took<60 and ended<10 # the import of trackio, and the ten seconds for which a sink is waited
+    assert 'TRACKIO_SERVER_URL' not in os.environ and replay('first', Trackio(project=project), home=tmp_path)==20
+    assert {*rows(project)['output/0/rms']}=={*range(20)}
