@@ -11,7 +11,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from time import perf_counter, process_time
+from time import perf_counter, process_time, thread_time
 
 import torch
 from torch import nn
@@ -393,6 +393,47 @@ def blackbox(quick):
             return t.measured
         without,within = of(blackbox=False),of()
         yield line(f'{name}, a step with a black box', unit='%', at_most=1, **added(pairs(without, within, 2 if quick else 40)))
+
+
+away = 'http://127.0.0.1:9' # where nobody listens
+
+@row('sinks', 'what a step costs the thread that trains when a sink is told of it: trainings in turns, with and without, the network away')
+def sinks(quick):
+    from torchember.sinks import feed
+    os.chdir(home())
+    n = 100 if quick else 400
+    def train(sink=(), env=()):
+        before = dict(os.environ)
+        os.environ |= dict(env)
+        t = Training(*small_cnn(), opt=torch.optim.AdamW, sinks=sink)
+        t.te.arm()
+        for _ in range(20): t.step()
+        clocks = thread_time, perf_counter, process_time
+        start = [c() for c in clocks]
+        for _ in range(n): t.step()
+        took = [(c()-s)/n for c,s in zip(clocks, start, strict=True)]
+        began = perf_counter()
+        report = t.te.close()
+        os.environ.clear(); os.environ.update(before)
+        return took, perf_counter()-began, report['remarks']
+    offline,online = {'WANDB_MODE': 'offline'},{'WANDB_BASE_URL': away, 'WANDB_API_KEY': '0'*40}
+    cases = [('a function', lambda step, numbers: None, {}), ('tensorboard', 'tensorboard', {}), ('wandb, offline', 'wandb', offline),
+        ('wandb, no way to its server', 'wandb', online), ('mlflow, a file', 'mlflow', {'MLFLOW_TRACKING_URI': 'sqlite:///mlflow.db'}),
+        ('mlflow, no way to its server', 'mlflow', {'MLFLOW_TRACKING_URI': away}), ('trackio', 'trackio', {})]
+    for name,sink,env in cases:
+        library = name.partition(',')[0]
+        if library in feed.sinks and find_spec(library) is None: continue
+        ends,remarks = [],[]
+        def told(sink=sink, env=env, ends=ends, remarks=remarks):
+            took,end,said = train(sink, env)
+            ends.append(end); remarks.append(said)
+            return took
+        ps = pairs(lambda: train()[0], told, 0, least=2 if quick else 7)
+        thread,wall,cpu = (spread(1e6*(a[i]-b[i]) for b,a in ps) for i in range(3))
+        step = spread(1e3*b[1] for b,_ in ps)['value']
+        note = f"a step takes {step:.1f} ms; {wall['value']:+.0f} us on the wall, {cpu['value']:+.0f} us of all threads; the end takes {max(ends):.1f} s"
+        if remarks[-1]: note += f'; said: {remarks[-1][0]}'
+        yield line(name, unit='us', note=note, **thread)
 
 
 @row('first', 'the first steps of a process: what a training waits for')
