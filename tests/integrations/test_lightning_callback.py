@@ -342,7 +342,8 @@ if __name__=='__main__':
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('which', ['pytorch_lightning is installed', 'pytorch_lightning is used', 'both are there'])
+@pytest.mark.parametrize('which', [pytest.param('pytorch_lightning is installed', marks=pytest.mark.release), 'pytorch_lightning is used',
+    pytest.param('both are there', marks=pytest.mark.release)])
 def test_under_the_name_that_the_program_uses(tmp_path, which):
     "The two libraries do not take each other's callbacks"
     pytest.importorskip('pytorch_lightning')

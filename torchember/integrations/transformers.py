@@ -21,7 +21,7 @@ class EmberCallback(TrainerCallback):
     def __init__(self,
         **options # Of `torchEmber`, but for model, optimizer, scaler, first_step and resume
     ):
-        self.guest,self.training = Guest('EmberCallback', **options),False # training: whether a step or an epoch has begun
+        self.guest,self.training,self.control = Guest('EmberCallback', **options),False,None # training: whether an epoch has begun
 
     te = property(lambda self: self.guest.te, doc="The `torchEmber` of the training that goes on, None before and after")
     report = property(lambda self: self.guest.report, doc="What was done in the last training, `report['run']` its name")
@@ -29,21 +29,18 @@ class EmberCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
         "Arm the model. A training that failed before is over now"
         self.guest.begin(model, optimizer, state.global_step, getattr(optimizer, 'scaler', None))
-        self.training = False
+        self.guest.only(self.wanted)
+        self.training,self.control = False,control
         self.guest.mark(epoch=whole(state.epoch))
+
+    def wanted(self, phase, grad):
+        "Whether a pass is one of the training, or of an evaluation that the loop has asked for. What generates text is neither"
+        return grad if phase is None else self.control.should_evaluate or not self.training
 
     def on_epoch_begin(self, args, state, control, **kwargs):
         "A column of its rows"
-        self.training = True
+        self.training,self.control = True,control
         self.guest.mark(epoch=whole(state.epoch))
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        "An evaluation that somebody asked for in between is over"
-        self.guest.resume()
-
-    def on_prediction_step(self, args, state, control, **kwargs):
-        "A batch of an evaluation: when the loop has not asked for it, it is none of the training"
-        if self.training and not control.should_evaluate: self.guest.pause()
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         "A row of numbers"

@@ -43,6 +43,7 @@ class PassEvents:
     ):
         self.pipe,self.steps,self.sources,self.calls,self.cost = pipe,pipe.steps,pipe.sources,pipe.buffer.calls,pipe.cost
         self.only_training,self.solver = only_training,Solver()
+        self.wanted = None # what a trainer knows of passes: a function of phase and whether there are gradients, which says whether one is for the log
         self.stack_room = 0 # how much deeper Python's stack may be while the model runs
 
     def arming(self, depth): # depth: of the model
@@ -53,11 +54,23 @@ class PassEvents:
         """
         self.stack_room = depth+100 if depth>50 else 0
 
+    def skips(self,
+        phase, # As `Phases.of` has it
+        grad:bool # Whether there will be gradients
+    ) -> bool:
+        """Whether a pass is not for the log
+
+        Args:
+            phase: As `Phases.of` has it
+            grad: Whether there will be gradients
+        """
+        return self.only_training and phase is not None or self.wanted is not None and not self.wanted(phase, grad)
+
     def begins(self, here, state, grad):
         "A pass begins, or joins that of another thread and goes on counting its calls"
         (path,training),states = (state.track.path, state.track.module.training),self.sources.states
         phase = self.steps.phases.of(path, training, states[0].track.module.training if states else training, grad)
-        self.calls.begin(state, self.only_training and phase is not None or only_metadata())
+        self.calls.begin(state, self.skips(phase, grad) or only_metadata())
         self.cost.begins(here.skipped)
         if here.skipped: return
         shared = self.calls.recorded>0
