@@ -31,6 +31,8 @@ root = Path(__file__).parents[1]
 sys.path.insert(0, str(root/'docs'))
 import docstrings  # noqa: E402
 
+os.environ.setdefault('KERAS_BACKEND', 'torch') # a page's room is imported, and keras looks for it then
+
 ini = ConfigParser()
 ini.read(root/'settings.ini', encoding='utf-8')
 cfg = ini['DEFAULT']
@@ -55,7 +57,8 @@ html_css_files = ['custom.css']
 
 # What stands beside `nbs`: docname -> file
 reference = {f'reference/{p.stem.partition("_")[2]}': p.relative_to(root) for p in sorted((root/'docs'/'reference').glob('*.md'))}
-beside = {'changelog':'CHANGELOG.md', 'contributing':'CONTRIBUTING.md', **reference}
+guests = {f'guests/{p.stem.partition("_")[2]}': p.relative_to(root) for p in sorted((root/'docs'/'guests').glob('*.md'))}
+beside = {'changelog':'CHANGELOG.md', 'contributing':'CONTRIBUTING.md', **reference, **guests}
 rooms = import_module(project).rooms # what a user types: entries of the reference
 of_jax = f'{project}.jaxember', 'tracker' # and another front door: its names are those of this room
 
@@ -171,8 +174,8 @@ def sidebar(docs):
     "Caption -> pages. How it works is every other notebook, in reading order, a folder as one page"
     guides = [d for d in docs if d.startswith('tutorials/')]
     works = dict.fromkeys(f'{d.partition("/")[0]}/index' if '/' in d else d for d in docs if d not in (*guides, *beside, 'index', 'glossary'))
-    return {'Use it': ['Start here <self>', *guides, 'glossary', 'changelog'], 'Reference': [*reference, 'All names <genindex>'],
-        'How it works': [*works, 'contributing']}
+    return {'Use it': ['Start here <self>', *guides, 'glossary', 'changelog'], 'With what you use': [*guests],
+        'Reference': [*reference, 'All names <genindex>'], 'How it works': [*works, 'contributing']}
 
 def render_nb(app, docname, content):
     "Turn a notebook into a page"
