@@ -396,7 +396,7 @@ class torchEmber(OwnStatistics, Notes, Views, Arming):
     Args:
         model: The model, also one that is wrapped by `torch.compile` or `DistributedDataParallel`
         optimizer: Optimizer, or a list of them: when all have stepped, the training step is over
-        ttypes: Tensor types to record; also 'output_grad', 'input_grad', 'optimizer', 'update' and 'buffer'
+        ttypes: Tensor types; also 'output_grad', 'input_grad', 'unclipped_grad', 'optimizer', 'update', 'buffer'
         include: Modules to record, as `select` takes them: 'features.*', nn.Linear, ...; all without it
         exclude: Modules to leave out
         every: Which steps, as `schedule` takes them: 10, 'linear(5, 2)', log_spaced(5), a function of the step
@@ -422,7 +422,7 @@ class torchEmber(OwnStatistics, Notes, Views, Arming):
         model:nn.Module, # The model, also one that is wrapped by `torch.compile` or `DistributedDataParallel`
         optimizer=None, # Optimizer, or a list of them: when all have stepped, the training step is over
         *,
-        ttypes=('input', 'output', 'weight', 'weight_grad'), # Tensor types to record; also 'output_grad', 'input_grad', 'optimizer', 'update' and 'buffer'
+        ttypes=('input', 'output', 'weight', 'weight_grad'), # Tensor types; also 'output_grad', 'input_grad', 'unclipped_grad', 'optimizer', 'update', 'buffer'
         include=None, # Modules to record, as `select` takes them: 'features.*', nn.Linear, ...; all without it
         exclude=None, # Modules to leave out
         every=1, # Which steps, as `schedule` takes them: 10, 'linear(5, 2)', log_spaced(5), a function of the step

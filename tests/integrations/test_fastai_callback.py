@@ -110,6 +110,14 @@ def test_rows_are_those_of_the_plain_loop(more, by_hand, tmp_path):
     assert bits(model.state_dict(), fit(tmp_path, *more(f)).model.state_dict())
 
 
+def test_gradients_before_and_after_clipping(tmp_path):
+    both = ('weight_grad', 'unclipped_grad')
+    ember = callback(ttypes=both)
+    fit(tmp_path, ember, fastai().GradientClip(.01))
+    same(rows_of(ember), want := plain(batches(), clip=.01, ttypes=both))
+    assert {k[2] for k in want}=={*both}
+
+
 def test_an_optimizer_of_fastai(tmp_path):
     "Which has no hooks, and states of its own"
     f,ttypes = fastai(),('weight', 'weight_grad', 'update', 'optimizer')

@@ -90,11 +90,11 @@ class Ran:
 def ran(ember): return Ran(ember.report['run'])
 
 
-def plain(data, accumulate=1, clip=None, bf16=False, first_step=0, model=None, opt=None):
+def plain(data, accumulate=1, clip=None, bf16=False, first_step=0, model=None, opt=None, **options):
     "The rows of the same model, trained by hand"
     model = model or seeded(kinds()[0])
     opt = opt or momentum(model)
-    with torchEmber(model, optimizer=opt, first_step=first_step) as te:
+    with torchEmber(model, optimizer=opt, first_step=first_step, **options) as te:
         for i,(x,y) in enumerate(data):
             with torch.autocast('cpu', torch.bfloat16, enabled=bf16): loss = loss_of(model.net, x, y)/accumulate
             loss.backward()
@@ -119,6 +119,14 @@ def test_rows_are_those_of_the_plain_loop(options, by_hand, tmp_path):
     same(rows_of(ember), plain(batches(), **by_hand))
     other,_ = fit(tmp_path, **options)
     assert bits(model.state_dict(), other.state_dict())
+
+
+def test_gradients_before_and_after_clipping(tmp_path):
+    both = ('weight_grad', 'unclipped_grad')
+    ember = callback(ttypes=both)
+    fit(tmp_path, ember, gradient_clip_val=.01)
+    same(rows_of(ember), want := plain(batches(), clip=.01, ttypes=both))
+    assert {k[2] for k in want}=={*both}
 
 
 def test_numbers_of_the_step_that_closed(tmp_path):

@@ -75,10 +75,10 @@ def train(folder, ember=None, resume=None, **options):
     return trainer
 
 
-def plain(data, accumulate=1, clip=None, bf16=False):
+def plain(data, accumulate=1, clip=None, bf16=False, **options):
     model = seeded(Scored)
     opt = momentum(model)
-    with torchEmber(model, optimizer=opt) as te:
+    with torchEmber(model, optimizer=opt, **options) as te:
         for i,(x,y) in enumerate(data):
             with torch.autocast('cpu', torch.bfloat16, enabled=bf16): loss = model(x=x, labels=y)['loss']/accumulate
             loss.backward()
@@ -108,6 +108,14 @@ def test_rows_are_those_of_the_plain_loop(options, by_hand, tmp_path):
     model = train(tmp_path, ember, **options).model
     same(rows_of(ember), plain(batches(), **by_hand))
     assert bits(model.state_dict(), train(tmp_path, **options).model.state_dict())
+
+
+def test_gradients_before_and_after_clipping(tmp_path):
+    both = ('weight_grad', 'unclipped_grad')
+    ember = callback(ttypes=both)
+    train(tmp_path, ember, max_grad_norm=.01)
+    same(rows_of(ember), want := plain(batches(), clip=.01, ttypes=both))
+    assert {k[2] for k in want}=={*both}
 
 
 def test_bf16(tmp_path):

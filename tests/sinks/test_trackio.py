@@ -178,6 +178,16 @@ def test_a_row_of_somebody_elses_is_not_taken_for_ours(project, monkeypatch):
     sink.close()
 
 
+def test_what_a_server_has_taken_is_not_waited_for_again(project, monkeypatch):
+    sink = opened(project)
+    monkeypatch.setattr(Trackio, 'local', False)
+    for step in range(3):
+        sink.scalars(step, {'output/0/rms': 1.})
+        sink.flush()
+        assert sink.waits=={}
+    sink.close()
+
+
 def test_an_alert_of_the_users_is_printed_as_before(project, capsys):
     run = mine(project)
     sink = Trackio()

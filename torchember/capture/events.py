@@ -133,6 +133,8 @@ class Listener(Protocol):
 
     def step_skipped(self, optimizer): "A scaler did not let it"
 
+    def clips(self, parameters:list): "The gradients of these are about to be clipped"
+
     # ---- beside the model
 
     def memory_reused(self): "Compiled code may have written into tensors without moving their version: what was seen before has to be looked at anew"

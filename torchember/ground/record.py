@@ -19,7 +19,7 @@ from .messages import an, unknown
 SCHEMA = 1 # Version of the row layout. A reader that knows version n reads every version up to n
 
 flowing = dict(input='flows.Flows', output='flows.Flows') # tensor types that are measured when a module is called -> who does it, in `recorder`
-ttypes = (*flowing, 'weight', 'weight_grad', 'input_grad', 'output_grad', 'optimizer', 'update', 'buffer', 'probe',
+ttypes = (*flowing, 'weight', 'weight_grad', 'unclipped_grad', 'input_grad', 'output_grad', 'optimizer', 'update', 'buffer', 'probe',
     *(of_no_tensor := ('scalar', 'finding'))) # numbers that the user logs; what rules of health saw
 identity = ('module', 'ts', 'ttype', 'tname', 'step', 'call', 'dtype', 'pname', 'micro', 'phase', 'backward', 'skipped', 'unfinished',
     'rank', 'shard') # who, when and where

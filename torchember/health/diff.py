@@ -94,6 +94,7 @@ def place_in_words(row):
     state = str(tname).rpartition('_')[0]
     said = {'input': f'input `{tname}` of {module}', 'output': f'the output of {module}', 'weight': f'weight `{parameter}`',
         'scalar': f'the noted number `{tname}`', 'weight_grad': f'the gradient of `{parameter}`',
+        'unclipped_grad': f'the gradient of `{parameter}` before it is clipped',
         'optimizer': f"the optimizer's `{state}` of `{parameter}`", 'update': f'the update of `{parameter}`',
         'output_grad': f'the gradient of the output of {module}', 'input_grad': f'the gradient of input `{tname}` of {module}',
         'buffer': f'buffer `{tname}` of {module}', 'probe': f'probe `{tname}` of {module}'}.get(ttype, f'{ttype} `{tname}` of {module}')

@@ -88,7 +88,7 @@ class Distances:
 
 # %% ../../nbs/55_health/79_tolerance.ipynb #96953e08
 flows,backward = ('input', 'output', 'probe'),('output_grad', 'input_grad')
-of_parameter = ('weight', 'weight_grad', 'optimizer', 'update')
+of_parameter = ('weight', 'weight_grad', 'unclipped_grad', 'optimizer', 'update')
 
 class Causes:
     "The largest difference of what each row was calculated from. Asked row by row, in order"
@@ -148,7 +148,7 @@ def jumps(eps): return eps**.25 # share of a gradient that one element may be
 
 def free(c, ttype, jump, way, flat):
     "What may jump without a cause of its size"
-    if ttype in ('weight_grad', 'update', *backward): return jump
+    if ttype in ('weight_grad', 'unclipped_grad', 'update', *backward): return jump
     if ttype=='weight': return jump*way*flat if 'weight_grad' in c.there else 2*way
     return jump*way if ttype in ('output', 'buffer') and not c.all_known else 0.
 

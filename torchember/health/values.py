@@ -30,7 +30,8 @@ def how_many(s, i):
     return ' and '.join(f'{int(s[c][i]):,} {w}' for c,w in words if c in s.rows.columns and s[c][i]>0)
 
 # %% ../../nbs/55_health/20_values.ipynb #bdecc946
-turn = dict(weight=0, buffer=0, input=1, output=1, probe=1, output_grad=3, input_grad=3, weight_grad=4, optimizer=5, update=6) # of a tensor type in a step
+turn = dict(weight=0, buffer=0, input=1, output=1, probe=1, output_grad=3, input_grad=3, unclipped_grad=4, weight_grad=4, optimizer=5,
+    update=6) # of a tensor type in a step
 
 def turn_of(s): return turn.get(s.ttype, 1)
 
@@ -106,7 +107,7 @@ def source_of(h, s, i, bad):
     "Where a value came from, in words, and what to try. bad: (path, ttype) of all that were not finite in this step"
     if s.ttype=='input': return from_input(h, s)
     if s.ttype in ('output', 'probe'): return from_forward(h, s, i)
-    if s.ttype in ('output_grad', 'input_grad', 'weight_grad'): return from_backward(h, s, bad)
+    if s.ttype in ('output_grad', 'input_grad', 'unclipped_grad', 'weight_grad'): return from_backward(h, s, bad)
     if s.ttype in ('weight', 'update', 'optimizer'): return (
         "all gradients that were recorded before were finite, so the step of the optimizer makes it, or who writes to the weight.",
         "A step that is too large overflows; an eps of 0 divides by zero; so does a learning rate that is NaN (look at the scheduler).")

@@ -298,6 +298,15 @@ class OptimizerEvents(Listener):
             if unchanged: self.sources.updates.before(optimizer)
 
     @timed
+    def clips(self, parameters):
+        with self.lock:
+            if not self.pipe.gate.on: return
+            self.pipe.steps.opens()
+            ids = {id(p) for p in parameters}
+            self.sources.parameters.unclipped(ids, self.sources.scale_of(ids))
+            self.pipe.read_pending()
+
+    @timed
     def step_ends(self, optimizer):
         with self.lock:
             if self.pipe.gate.on:

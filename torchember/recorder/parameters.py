@@ -153,6 +153,21 @@ class Parameters:
             if 'weight' in ttypes: self.seen |= {id(p), (st.track.id, n)}
             self.measure(st, i, n, p, ttypes, True, scale)
 
+    def unclipped(self,
+        wanted:set, # ids of parameters
+        scale=None # What gradients are multiplied by
+    ):
+        """Gradients as they are before they are clipped; of several times in a step the last
+
+        Args:
+            wanted: ids of parameters
+            scale: What gradients are multiplied by
+        """
+        self.buffer.forget_seen()
+        for st,i,n,p in self.each(wanted):
+            if (grad := grad_of(p)) is not None:
+                self.buffer.measure(st, 'unclipped_grad', f'grad_{i}', grad, n, scale=scale, once=True, replace=True)
+
     def step_over(self): self.seen.clear()
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #f19bc368

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from .budget import timed
 from ..capture.forward import arm, disarm
+from ..capture.clipping import ClippingWatch
 from ..capture.optimizer import OptimizerWatch
 from ..ground.record import line_of, of_no_tensor, ttypes
 from .black_box import RunBox, steps_in
@@ -53,8 +54,8 @@ class Settings:
 # %% ../../nbs/40_recorder/80_recorder.ipynb #a0c1d2e3
 class HeardModel:
     "The model that a recorder hears, while it is armed"
-    def __init__(self, events, watch, sources, cost): # of the recorder
-        self.events,self.watch,self.sources,self.cost = events,watch,sources,cost
+    def __init__(self, events, watches, sources, cost): # of the recorder
+        self.events,self.watches,self.sources,self.cost = events,watches,sources,cost
         self.tracks,self.owner = (),None
 
     def arm(self,
@@ -68,12 +69,12 @@ class HeardModel:
         self.events.pass_events.arming(max(t.path.count('.') for t in tracks))
         self.sources.arming(tracks[0].module)
         self.sources.armed(arm(tracks, self.events, watched, methods))
-        if self.watch: self.watch.attach()
+        for w in self.watches: w.attach()
 
     def unhear(self):
         "Give every module back as it was"
         disarm(self.tracks, self.events)
-        if self.watch: self.watch.detach()
+        for w in self.watches: w.detach()
 
     def left(self):
         "What comes until a model is armed again is no training"
@@ -166,7 +167,8 @@ class Recorder(Ends):
         self.steps = Steps(wish.first_step, self.watch is not None or wish.ends=='step', awaited)
         self.buffer = StepBuffer(dict.fromkeys(recorded, wish.stats), self.notices, self.calls, self.lock, wish.ranks)
         self.sources = Sources(wish.ttypes, self.buffer, self.steps, self.events.gradient, self.watch, wish.tell)
-        self.model = HeardModel(self.events, self.watch, self.sources, self.cost)
+        watches = [*([self.watch] if self.watch else []), *([ClippingWatch(self.optimizer_events)] if 'unclipped_grad' in wish.ttypes else [])]
+        self.model = HeardModel(self.events, watches, self.sources, self.cost)
         self.writer = RowWriter(t, wish.rank, wish.root_name, steps_in(wish.blackbox))
         if wish.budget: self.cost.once()
         gate = Gate(Decision(wish.when, wish.budget, self.notices), self.steps, self.cost)

@@ -11,7 +11,7 @@ from importlib import import_module
 from torch.nn.parameter import is_lazy
 
 from ..capture.optimizer import evenly_spaced, parameters_of, trained_by, versions
-from ..capture.private_torch import loss_scale
+from ..capture.private_torch import is_unscaled, loss_scale
 from ..ground.record import flowing
 from .buffers import Buffers
 from .gradients import Gradients
@@ -180,6 +180,15 @@ class Sources(AtStepEnd):
         "What a scaler multiplies the loss by"
         s = None if self.watch is None else self.watch.scaler
         return loss_scale(s) if s is not None and s.is_enabled() else None
+
+    def scale_of(self, ids): # ids: of parameters
+        """The same, of their gradients as they are now: None where the scaler has divided them already
+
+        Args:
+            ids: of parameters
+        """
+        its = [o for o in self.watch.optimizers if ids & {id(p) for p in parameters_of(o)}] if self.watch else ()
+        return None if any(is_unscaled(self.watch.scaler, o) for o in its if self.watch.scaler) else self.scale()
 
     # ---- the end of a step
 

@@ -198,7 +198,8 @@ def base2(
     "Powers of two, as axes show them"
     return [f'$2^{{{int(n)}}}$' for n in x]
 
-words = {'input': 'inputs', 'output': 'outputs', 'weight': 'weights', 'weight_grad': 'weight gradients', 'input_grad': 'input gradients',
+words = {'input': 'inputs', 'output': 'outputs', 'weight': 'weights', 'weight_grad': 'weight gradients', 'unclipped_grad': 'gradients before clipping',
+    'input_grad': 'input gradients',
     'output_grad': 'output gradients', 'optimizer': 'optimizer states', 'update': 'updates', 'buffer': 'buffers', 'probe': 'probes'}
 meanings = {'std': 'standard deviation', 'rms': 'root mean square', 'abs_mean': 'mean |x|', 'abs_max': 'largest |x|', 'abs_min': 'smallest |x|',
     'l2': 'L2 norm', 'l1': 'L1 norm',

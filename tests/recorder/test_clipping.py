@@ -1,0 +1,151 @@
+"Gradients as they were before they were clipped, by whoever clips them; and torch's functions are what they were"
+import pickle
+import sys
+
+import pytest
+import torch
+from looped import Net, batches, by_hand, grads, loss_of, momentum, said_of_parameters, seeded, table
+from torch import nn
+from torch.nn import utils
+
+from torchember import torchEmber
+
+both = ('weight_grad', 'unclipped_grad')
+functions = [(place, name) for place in (utils, utils.clip_grad) for name in ('clip_grad_norm_', 'clip_grad_value_', 'clip_grads_with_norm_')]
+
+
+def now(): return [getattr(place, name, None) for place,name in functions]
+
+
+@pytest.fixture(autouse=True)
+def as_before():
+    before = now()
+    yield
+    assert now()==before
+
+
+def clipped(clip, te_options=None, data=None, make=Net):
+    "The ember, and gradients of each step before and after"
+    model = seeded(make)
+    opt,before,after = momentum(model),[],[]
+    with torchEmber(model, opt, **{'ttypes': both, **(te_options or {})}) as te:
+        for x,y in data or batches():
+            opt.zero_grad()
+            loss_of(model, x, y).backward()
+            before.append(grads(model))
+            clip(model)
+            after.append(grads(model))
+            opt.step()
+    return te, before, after
+
+
+ways = {
+    'norm': lambda m: utils.clip_grad_norm_(m.parameters(), .01),
+    'value': lambda m: utils.clip_grad_value_(parameters=m.parameters(), clip_value=.001),
+    'other place': lambda m: utils.clip_grad.clip_grad_norm_([*m.parameters()], max_norm=.01, norm_type=1.),
+    'iterator': lambda m: nn.utils.clip_grad_norm_(iter(m.parameters()), .01, foreach=False)}
+
+
+@pytest.mark.parametrize('clip', ways.values(), ids=ways)
+def test_both_are_there(clip):
+    te,before,after = clipped(clip)
+    said_of_parameters(te, 'unclipped_grad', before)
+    said_of_parameters(te, 'weight_grad', after)
+    assert any(not torch.equal(v, after[0][k]) for k,v in before[0].items())
+
+
+def test_some_parameters_alone():
+    te,before,_ = clipped(lambda m: utils.clip_grad_norm_(m.a.weight, .01))
+    said_of_parameters(te, 'unclipped_grad', [{'a.weight': g['a.weight']} for g in before])
+
+
+def test_the_last_time_counts():
+    "As of gradients that several backwards sum up"
+    te,_,after = clipped(lambda m: [utils.clip_grad_norm_(m.parameters(), n) for n in (.01, 1.)])
+    said_of_parameters(te, 'unclipped_grad', after) # the second one changes nothing
+
+
+def test_a_norm_that_is_known():
+    if not hasattr(utils, 'clip_grads_with_norm_'): pytest.skip('of a later torch')
+    te,before,after = clipped(lambda m: utils.clip_grads_with_norm_(m.parameters(), .01, torch.tensor(1.)))
+    said_of_parameters(te, 'unclipped_grad', before)
+    said_of_parameters(te, 'weight_grad', after)
+
+
+def test_steps_that_are_wanted():
+    te,_,_ = clipped(lambda m: utils.clip_grad_norm_(m.parameters(), .01), dict(every=2))
+    assert {k[0] for k in table(te)}=={0, 2} and {k[2] for k in table(te)}=={*both}
+
+
+@pytest.mark.parametrize('unscale', [True, False])
+def test_a_scaler(unscale):
+    "The loss is multiplied; what is recorded is not"
+    model = seeded()
+    opt,scaler = momentum(model),torch.amp.GradScaler('cpu', init_scale=1024.)
+    want = by_hand(seeded(), torch.optim.SGD(seeded().parameters(), 0.), batches(1))
+    with torchEmber(model, opt, scaler=scaler, ttypes=both) as te:
+        for x,y in batches(1):
+            scaler.scale(loss_of(model, x, y)).backward()
+            if unscale: scaler.unscale_(opt)
+            utils.clip_grad_norm_(model.parameters(), 1e6)
+            scaler.step(opt)
+            scaler.update()
+    said_of_parameters(te, 'unclipped_grad', want)
+    said_of_parameters(te, 'weight_grad', want)
+
+
+def test_two_models_hear_their_own():
+    gen,dis = seeded(),seeded(seed=1)
+    embers = [torchEmber(m, momentum(m), ttypes=both) for m in (gen, dis)]
+    for te in embers: te.arm()
+    x,y = batches(1)[0]
+    want = []
+    for te in embers:
+        loss_of(te.model, x, y).backward()
+        want.append([grads(te.model)])
+        utils.clip_grad_norm_(te.model.parameters(), .01)
+        te.recorder.watch.optimizers[0].step()
+    for te,w in zip(embers, want, strict=True):
+        te.close()
+        said_of_parameters(te, 'unclipped_grad', w)
+
+
+def test_nothing_stands_there_unless_it_is_asked_for():
+    before = now()
+    with torchEmber(seeded(), ttypes='weight_grad'): assert now()==before
+    with torchEmber(seeded(), ttypes='unclipped_grad') as te:
+        assert now()!=before and pickle.loads(pickle.dumps(utils.clip_grad_norm_)) is utils.clip_grad_norm_
+        te.disarm()
+        assert now()==before
+        te.arm()
+
+
+def test_who_puts_another_around_it_keeps_theirs(monkeypatch):
+    before,calls = utils.clip_grad_norm_,[]
+    with torchEmber(seeded(), ttypes='unclipped_grad'):
+        ours = utils.clip_grad_norm_
+        def theirs(*args, **kwargs): calls.append(1); return ours(*args, **kwargs)
+        utils.clip_grad_norm_ = theirs
+    assert utils.clip_grad_norm_ is theirs
+    p = nn.Parameter(torch.ones(2))
+    p.grad = torch.tensor([3., 4.])
+    assert utils.clip_grad_norm_(p, 1.)==5. and calls==[1] and p.grad.norm()<1.001
+    utils.clip_grad_norm_ = before
+
+
+@pytest.mark.skipif(sys.platform!='linux', reason='a compiler is needed')
+@pytest.mark.slow
+def test_a_compiled_step_clips_as_before():
+    "Nobody is told, and the graph is whole"
+    model = seeded()
+    def run(model):
+        utils.clip_grad_norm_(model.parameters(), .01)
+        return model.a.weight.grad.norm()
+    x,y = batches(1)[0]
+    with torchEmber(model, ttypes='unclipped_grad'):
+        loss_of(model, x, y).backward()
+        was = grads(model)
+        torch.compile(run, backend='eager', fullgraph=True)(model)
+    want = {k: v.clone() for k,v in was.items()}
+    total = torch.stack([v.norm() for v in want.values()]).norm()
+    for k,v in grads(model).items(): torch.testing.assert_close(v, want[k]*(.01/(total+1e-6)))
