@@ -40,10 +40,10 @@ def pieces(path):
         if kind in (1, 4): yield whole; whole = b''
 
 
-def history(folder):
+def history(folder, run='*'):
     "The rows of the one run in a folder, and the globs that have an axis of their own"
     record = pytest.importorskip('wandb.proto.wandb_internal_pb2').Record
-    path, = folder.glob('wandb/offline-run-*/*.wandb')
+    path, = folder.glob(f'wandb/offline-run-*/run-{run}.wandb')
     rows,axes = [],{}
     for data in pieces(path):
         r = record.FromString(data)
@@ -54,12 +54,12 @@ def history(folder):
     return rows, axes
 
 
-def run(code, tmp_path):
+def run(code, tmp_path, name='*'):
     pytest.importorskip('wandb')
     done = programs.run(begin+code, after=libraries, cwd=tmp_path, TORCHEMBER_HOME=tmp_path/'home', HOME=tmp_path, WANDB_MODE='offline', WANDB_DIR=tmp_path)
     assert done.returncode==0, done.stderr
     end = time.monotonic()+30
-    while not (found := history(tmp_path))[0] and time.monotonic()<end: time.sleep(.2) # W&B's own process may still write
+    while not (found := history(tmp_path, name))[0] and time.monotonic()<end: time.sleep(.2) # W&B's own process may still write
     return found
 
 
@@ -161,3 +161,25 @@ monitor.close()
     assert len({r['0_WeightNorm'] for r in rows if '0_WeightNorm' in r})==4
     assert {axes[k] for k in ('loss', '0_WeightNorm', '2_WeightNorm')}=={'torchember/step'}
     assert not [k for k in axes if k.startswith(('/', '*'))]
+
+
+@pytest.mark.parametrize('reinit', ['return_previous', 'finish_previous'])
+def test_a_run_that_the_user_opens_later_is_theirs(tmp_path, reinit):
+    "Whatever W&B does with a run that is open: ours is beside it, and goes on"
+    rows,_ = run(f'''
+model = small()
+te = torchEmber(model, name='r', stats='full', sinks='wandb')
+loop(model, lambda i, opt: te.step(), log=False)
+te.t.barrier()
+sink = te.feeds[0].feeding.sink
+while sink.run is None: pass
+ours = sink.run
+with wandb.init(mode='offline', project='p', id='mine', reinit='{reinit}', settings=wandb.Settings(console='off', silent=True)) as mine:
+    assert mine is not ours and wandb.run is mine
+    loop(model, lambda i, opt: te.step())
+report = te.close()
+assert not report['remarks'], report['remarks']
+''', tmp_path, 'mine')
+    assert [r['mine'] for r in rows]==[0., .5, 1., 1.5] and not any(k.startswith('output') for r in rows for k in r)
+    ours,_ = history(tmp_path, 'r-*')
+    assert {r['torchember/step'] for r in ours if 'output/2/rms' in r}=={*range(8)}

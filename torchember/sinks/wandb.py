@@ -47,6 +47,7 @@ class Wandb(Sink):
             self.run = self.wandb.init(project=self.project, name=run, id=known_as(run, about), resume='allow', reinit='create_new',
                 config={'torchember': {k: v for k,v in about.items() if isinstance(v, str|int|float)}})
             self.own = self.commit = True
+            if setup := getattr(self.run, '_wl', None): setup.remove_active_run(self.run) # a `wandb.init` of the user's would return it, or end it
         self.run.define_metric(self.axis, hidden=True)
 
     def target(self): return f'wandb:{self.run.id}'
