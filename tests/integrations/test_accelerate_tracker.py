@@ -146,7 +146,8 @@ def test_what_runs_before_is_left_out_and_evaluation_is_not():
     for _ in range(2):
         l.run()
         l.net.eval()
-        for x,_ in valid: l.net(torch.full_like(x, 100.))
+        for _ in range(2): # how often it was gone through says nothing of the training's epochs
+            for x,_ in valid: l.net(torch.full_like(x, 100.))
     l.a.end_training()
     same(rows_of(ember), plain(batches()*2))
     rows = table(ran(ember), 'input', phase='eval', tname='x', module='model(Net)').values()
@@ -190,6 +191,28 @@ def test_resume_goes_on_in_the_run(opt, named, tmp_path):
     shift = 3 if opt is momentum and not named else 0 # who counts no steps, and has no name, begins again
     assert steps_of(ember)==[*range(begins, 6-shift)]
     same({(k[0]+shift, *k[1:]): r for k,r in rows_of(ember).items()}, {k: r for k,r in rows_of(whole).items() if named or k[0]>2})
+
+
+def test_a_state_counts_for_the_training_that_follows(tmp_path):
+    first = Loop(callback(name='mine'), end=False).run()
+    first.a.save_state(tmp_path/'it')
+    first.a.end_training()
+    ember = callback(name='mine')
+    l = Loop(ember)
+    l.a.load_state(tmp_path/'it')
+    l.run()
+    assert ember.report['run']=='mine' and steps_of(ember)==[*range(8)]
+    l.net,l.o = l.a.prepare(other := seeded(seed=3), momentum(other))
+    l.run()
+    assert ember.report['run']=='mine_2' and steps_of(ember)==[*range(4)]
+
+
+def test_steps_are_those_of_the_parameter_that_has_most():
+    from torchember.integrations.accelerate import steps_of as counted
+    late,early = adam(seeded()),adam(seeded())
+    for n,p in enumerate(q for o in (late, early) for g in o.param_groups for q in g['params']):
+        (late if n<4 else early).state[p]['step'] = torch.tensor(float(5 if n>6 else 2))
+    assert counted([late, early])==counted([early, late])==5 and counted([momentum(seeded())])==counted([])==0
 
 
 def test_a_name_without_a_state_is_another_run():
@@ -271,6 +294,20 @@ def test_a_tracker_of_accelerate():
     l.step(*batches()[0])
     assert l.a.get_tracker('torchember', unwrap=True) is ember.te is ember.tracker is not None
     l.a.end_training()
+
+
+def test_trackers_of_others_are_theirs(tmp_path):
+    import accelerate
+    class Other(accelerate.tracking.GeneralTracker):
+        name,requires_logging_directory,heard = 'other',False,[]
+        def __init__(self): super().__init__()
+        tracker = None
+        def store_init_configuration(self, values): self.heard.append(values)
+        def log(self, values, step=None, **kwargs): self.heard.append(values)
+    ember,other = callback(),Other()
+    l = Loop([other, ember])
+    l.run(log=True)
+    assert [v['lr'] for v in other.heard[:1]]==[.1] and [*numbers(ember, 'loss').values()]==[v['loss'] for v in other.heard[1:]]
 
 
 def test_wrong_arguments_at_once():
