@@ -822,6 +822,15 @@ def problem_of_ranks(name, rows, running, place):
     if behind: said.append(ranks.listed(behind, 3))
     return '; '.join(said) or None
 
+# %% ../../nbs/50_frames/05_logs.ipynb #c11runs0
+def rows_of_runs(home=None):
+    "What `runs` says, as dicts: who only looks at a list need not wait for pandas"
+    place = folder('torchember', home)
+    settle(place/'log')
+    names = (*files_in(place/'log'), *older_in(place/'log'))
+    found = [row for name in names if (row := one_run(name, place))]
+    return grouped(found+without_log(place, set(names)), place)
+
 # %% ../../nbs/50_frames/05_logs.ipynb #0acc470f
 def runs(
     home=None # Folder of logs, instead of `~/.torchember`
@@ -834,12 +843,8 @@ def runs(
     Returns:
         pandas.DataFrame: name, model, ranks (processes), steps, rows, size (bytes), start, end, running, and a problem, None where there is none
     """
-    pd,place = needs('pandas', for_='A table of runs'),folder('torchember', home)
-    settle(place/'log')
-    names = (*files_in(place/'log'), *older_in(place/'log'))
-    found = [row for name in names if (row := one_run(name, place))]
-    found = grouped(found+without_log(place, set(names)), place)
-    df = pd.DataFrame(found, columns=['name', 'model', 'ranks', 'steps', 'rows', 'size', 'start', 'end', 'running', 'problem'])
+    pd = needs('pandas', for_='A table of runs')
+    df = pd.DataFrame(rows_of_runs(home), columns=['name', 'model', 'ranks', 'steps', 'rows', 'size', 'start', 'end', 'running', 'problem'])
     for c in 'start','end': df[c] = pd.to_datetime(df[c], errors='coerce', format='%Y-%m-%d %H:%M:%S')
     df = df.astype(dict(ranks='int64', steps='int64', rows='int64', size='int64', running=bool))
     return df.sort_values('start', ascending=False, na_position='last', kind='stable', ignore_index=True)

@@ -1,0 +1,348 @@
+"The command line as a shell has it: each command a process of its own, on runs that were recorded"
+import json
+import os
+import pty
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+
+import torchember
+from torchember import read, runs, torchEmber
+from torchember.cli.commands import command_named, main, parser, places
+from torchember.cli.steps import Log
+from torchember.cli.terminal import columns_of, table
+from torchember.health.rules import table as rules
+
+root = Path(__file__).parents[2]
+long_name = 'Schrödinger 卷积 with a name that is far too long for a terminal'
+typed = [n for n,(_,what) in places.items() if what]
+
+
+def train(home, name, seed=0, lr=.1, steps=6, **kwargs):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    opt = torch.optim.SGD(model.parameters(), lr=lr)
+    with torchEmber(model, opt, name=name, home=home, **kwargs) as te:
+        for _ in range(steps):
+            loss = model(torch.randn(8, 4)).square().mean()
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            te.log(loss=loss)
+
+
+@pytest.fixture(scope='module')
+def runs_there(tmp_path_factory):
+    "Runs that no test changes"
+    home = tmp_path_factory.mktemp('home')
+    for name,seed in (('before', 0), ('after', 0), ('other', 1), (long_name, 2)): train(home, name, seed)
+    with pytest.warns(torchember.EmberWarning): train(home, 'blown', lr=1e3, steps=12, rules='default')
+    return home
+
+
+def environment(**env):
+    kept = {k: v for k,v in os.environ.items() if k not in ('COLUMNS', 'NO_COLOR', 'TORCHEMBER_HOME')}
+    return {**kept, 'PYTHONPATH': str(root), 'MPLBACKEND': 'agg', **env}
+
+
+def shell(home, *args, cwd=None, stdin=subprocess.DEVNULL, **env):
+    got = subprocess.run([sys.executable, '-m', 'torchember', *args], capture_output=True, text=True, stdin=stdin, cwd=cwd,
+        env=environment(TORCHEMBER_HOME=str(home), **env), timeout=120)
+    assert 'Traceback' not in got.stderr, got.stderr
+    return got
+
+
+def test_every_command_has_help_and_an_example():
+    for name in typed:
+        c = command_named(name)
+        assert shlex.split(c.example)[:2]==['torchember', name] and len(c.do.__doc__)>30
+        parser().parse_args(shlex.split(c.example)[1:])
+
+
+@pytest.mark.slow # a Python for each
+@pytest.mark.parametrize('name', typed)
+def test_help_and_its_example_as_a_process(tmp_path, name):
+    for run in 'before', 'after', 'tmp 1': train(tmp_path/'home', run)
+    said = shell(tmp_path/'home', name, '--help')
+    [example] = re.findall('^example:\n  torchember (.*)$', said.stdout, re.M)
+    got = shell(tmp_path/'home', *shlex.split(example), cwd=tmp_path)
+    assert (said.returncode, got.returncode)==(0, 0), got.stderr
+    left = {'rm': ['after', 'before'], 'mv': ['after', 'before lr=3e-4', 'tmp 1']}.get(name, ['after', 'before', 'tmp 1'])
+    assert sorted(runs(tmp_path/'home').name)==left
+    made = {'report': 'before.html', 'export': 'before.csv', 'plot': 'before.png'}
+    assert [f.name for f in tmp_path.iterdir() if f.is_file()]==[made[n] for n in [name] if n in made]
+
+
+def test_what_starts_without_pandas_and_torch(runs_there):
+    for args in ['--help'], ['ls'], ['du'], ['tail', 'before'], ['completion', 'bash'], ['_complete', 'zsh', 'show', '']:
+        code = (f"import sys; from torchember.cli import main\ntry: main({args})\nexcept SystemExit: pass\n"
+            "print([m for m in ('torch', 'pandas', 'matplotlib') if m in sys.modules])")
+        got = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, env=environment(TORCHEMBER_HOME=str(runs_there)))
+        assert got.stdout.splitlines()[-1]=='[]', (args, got.stderr)
+
+
+@pytest.mark.slow
+def test_without_torch(runs_there, tmp_path):
+    "As where it is not installed"
+    (tmp_path/'torch.py').write_text("raise ImportError('there is no torch here')")
+    asked = [['ls'], ['show', 'before'], ['tail', 'before'], ['brief', 'before'], ['diff', 'before', 'after'], ['du'], ['diagnose', 'before'],
+        ['plot', 'before', '-o', 'x.png'], ['report', 'before', '-o', 'x.html'], ['export', 'before', 'x.csv']]
+    for args in asked: assert shell(runs_there, *args, cwd=tmp_path, PYTHONPATH=f'{tmp_path}{os.pathsep}{root}').returncode==0, args
+
+
+@pytest.mark.slow
+def test_json_has_what_the_library_says(runs_there, tmp_path):
+    def told(*args): return json.loads(shell(runs_there, *args, '--json', cwd=tmp_path).stdout)
+    there = runs(runs_there)
+    assert [(r['name'], r['steps'], r['rows'], r['size']) for r in told('ls')]==[*there[['name', 'steps', 'rows', 'size']].itertuples(index=False, name=None)]
+    assert [(r['name'], r['size']) for r in told('du', 'b*')]==[*torchember.du('b*', runs_there)[['name', 'size']].itertuples(index=False, name=None)]
+    assert told('diagnose', 'blown')==json.loads(torchember.diagnose('blown', home=runs_there).to_json())
+    assert told('brief', 'before')['text']==torchember.brief('before', home=runs_there)
+    d = told('diff', 'before', 'other')
+    assert (d['differ'], d['step'], d['names'])==(True, 0, ['before', 'other'])
+    s = told('show', 'blown', '--ttype', 'weight')
+    assert s['steps']==12 and s['findings'][0].startswith('error') and [l['weights'] for l in s['layers']]==['0.weight', '0.bias', '2.weight', '2.bias']
+    rows = read('blown', home=runs_there)
+    steps = [json.loads(l) for l in shell(runs_there, 'tail', 'blown', '-n', '100', '--json').stdout.splitlines()]
+    at = {o['step']: o for o in steps if 'step' in o}
+    told_rows = rows[rows['ttype']!='finding'].groupby('step').size()
+    assert {s: o['rows'] for s,o in at.items()}==told_rows.to_dict()
+    assert at[0]['numbers']['loss']==pytest.approx(rows.loc[(rows['ttype']=='scalar') & (rows['step']==0), 'loss'].item()) and at[0]['trouble'] is None
+    assert any('finding' in o for o in steps) and at[11]['not_finite']>0
+    p = told('plot', 'before')
+    assert (tmp_path/p['file']).read_bytes()[:4]==b'\x89PNG' and p['runs']==['before']
+    e = told('export', 'before', 'it.parquet')
+    assert len(pd.read_parquet(tmp_path/'it.parquet'))==e['rows']==len(read('before', home=runs_there))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('columns', [40, 80, 200])
+def test_lines_fit(runs_there, columns):
+    for args in ['ls'], ['du'], ['show', 'blown'], ['tail', 'blown']:
+        lines = shell(runs_there, *args, COLUMNS=str(columns)).stdout.splitlines()
+        table = lines[lines.index('')+1:] if args[0]=='show' else [l for l in lines if not l.startswith(('error', 'warning'))]
+        assert len(table)>3 and max(map(columns_of, table))<=columns, (args, table)
+    names = [l.split()[0] for l in shell(runs_there, 'ls', COLUMNS=str(columns)).stdout.splitlines()]
+    assert {'name', 'before', 'after', 'blown'}<={*names}
+
+
+def test_nothing_is_left_out_in_a_pipe_and_there_are_no_colours(runs_there):
+    out = shell(runs_there, 'ls').stdout
+    assert long_name in out and '\x1b' not in out
+
+
+def on_terminal(home, *args, answer=b'', to=b'', size=80, **env):
+    "What a terminal shows, and the exit code. answer: what is typed there as soon as it shows something"
+    ours,theirs = pty.openpty()
+    with subprocess.Popen([sys.executable, '-m', 'torchember', *args], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+        env=environment(TORCHEMBER_HOME=str(home), TERM='xterm-256color', COLUMNS=str(size), **env)) as p:
+        os.close(theirs)
+        shown = b''
+        while True:
+            try: data = os.read(ours, 1<<16)
+            except OSError: break # nobody has it open any more
+            if not data: break
+            shown += data
+            if answer and to in shown: os.write(ours, answer); answer = b''
+        code = p.wait(60)
+    os.close(ours)
+    return code, shown.decode()
+
+
+def test_colours_on_a_terminal(runs_there):
+    assert '\x1b[1m' in on_terminal(runs_there, 'ls')[1] and '\x1b[31m' in on_terminal(runs_there, 'diagnose', 'blown')[1]
+    assert '\x1b' not in on_terminal(runs_there, 'ls', NO_COLOR='1')[1]
+
+
+def test_rm_asks(tmp_path):
+    for name in 'tmp 1', 'tmp 2', 'kept': train(tmp_path, name, steps=1)
+    assert shell(tmp_path, 'rm', 'tmp*').returncode==2 and len(runs(tmp_path))==3
+    code,shown = on_terminal(tmp_path, 'rm', 'tmp*', answer=b'n\n', to=b'[y/N]')
+    assert code==2 and 'Remove 2 runs' in shown and len(runs(tmp_path))==3
+    assert on_terminal(tmp_path, 'rm', 'tmp*', answer=b'y\n', to=b'[y/N]')[0]==0 and runs(tmp_path).name.tolist()==['kept']
+    assert shell(tmp_path, 'rm', 'kept', '-y').returncode==0 and not len(runs(tmp_path))
+
+
+def test_plot_in_terminals(runs_there):
+    "One that says that it has sixels, one that says that it has none, and those that are known by name"
+    for answer,has in ((b'\x1b[?62;4;22c', True), (b'\x1b[?62;22c', False)):
+        code,shown = on_terminal(runs_there, 'plot', 'before', answer=answer, to=b'\x1b[c')
+        assert code==0 and ('\x1bPq' in shown)==has and ('▀' in shown)!=has
+    assert '\x1b_Ga=T' in on_terminal(runs_there, 'plot', 'before', KITTY_WINDOW_ID='1')[1]
+    assert '\x1b]1337;File=' in on_terminal(runs_there, 'plot', 'before', TERM_PROGRAM='iTerm.app')[1]
+
+
+def test_the_newest_run_stands_first(tmp_path):
+    for name,day in (('b', 2), ('c', 3), ('a', 1)):
+        train(tmp_path, name, steps=1)
+        file = tmp_path/'data'/f'base_{name}.json'
+        file.write_text(json.dumps({**json.loads(file.read_text()), 'start': f'2026-01-0{day} 00:00:00'}))
+    (tmp_path/'data'/'base_b.json').write_text('{}') # nobody knows when that was
+    assert [r['name'] for r in json.loads(shell(tmp_path, 'ls', '--json').stdout)]==['c', 'a', 'b']
+    assert [l.split()[0] for l in shell(tmp_path, 'ls', 'a', 'b').stdout.splitlines()]==['name', 'a', 'b']
+
+
+def test_what_is_left_out_first(monkeypatch):
+    monkeypatch.setenv('COLUMNS', '24')
+    lines = table([dict(name='x'*20, more='y'*8, less='z'*8)], ['name', 'more', 'less'], elastic=('name',), drop=('less', 'more'))
+    assert [l.split() for l in lines]==[['name'], ['x'*20]] # no name is shorter than 16 as long as others can be left out
+    monkeypatch.setenv('COLUMNS', '26')
+    lines = table([dict(name='x'*20, more='y'*8, less='z'*8)], ['name', 'more', 'less'], ('name',), ('less', 'more'))
+    assert [l.split() for l in lines]==[['name', 'more'], ['x'*8+'…'+'x'*7, 'y'*8]]
+
+
+@pytest.mark.parametrize(('severity', 'codes'), [('warning', {'error': 0, 'warning': 1, 'info': 1, 'never': 0}),
+    ('info', {'error': 0, 'warning': 0, 'info': 1, 'never': 0}), ('error', {'error': 1, 'warning': 1, 'info': 1, 'never': 0})])
+def test_what_fails_a_job(runs_there, monkeypatch, capsys, severity, codes):
+    def odd(history): yield torchember.finding('', 'It is odd.', 0)
+    monkeypatch.setattr('torchember.diagnose', lambda run, rules, home, *, old=torchember.diagnose: old(run, [torchember.rule(severity=severity)(odd)], home))
+    for fail_on,code in codes.items(): assert main(['diagnose', 'before', '--home', str(runs_there), '--fail-on', fail_on])==code, fail_on
+    assert main(['diagnose', 'before', '--home', str(runs_there)])==codes['warning'] and 'It is odd.' in capsys.readouterr().out
+    rules.pop('odd')
+
+
+def test_plot_for_a_program_that_has_a_terminal(runs_there, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert '"file": "before.png"' in on_terminal(runs_there, 'plot', 'before', '--json')[1] and (tmp_path/'before.png').exists()
+
+
+def test_exit_codes(runs_there, tmp_path):
+    def code(*args): return shell(runs_there, *args, cwd=tmp_path).returncode
+    assert [code('diagnose', *a) for a in (['before'], ['blown'], ['before', 'blown'], ['nowhere'], ['blown', '--fail-on', 'never'])]==[0, 1, 1, 2, 0]
+    assert [code('diff', 'before', n) for n in ('after', 'other', 'nowhere')]==[0, 1, 2]
+    for args in '', 'nothing', 'ls --home nowhere', 'ls nowhere', 'show *', 'export before x.txt', 'show before --path none':
+        got = shell(runs_there, *args.split(), cwd=tmp_path)
+        assert got.returncode==2 and got.stderr and not got.stdout, args
+    for c in typed: assert code(c, '--no-such-option')==2, c
+
+
+def test_a_home_where_nothing_was_recorded(tmp_path):
+    for c in 'ls', 'du':
+        got = shell(tmp_path/'none', c)
+        assert (got.returncode, got.stdout)==(0, '') and 'No runs in' in got.stderr
+        assert json.loads(shell(tmp_path/'none', c, '--json').stdout)==[]
+    assert not (tmp_path/'none').exists()
+
+
+def test_an_error_of_ours_is_no_finding(runs_there):
+    code = ("import sys; import torchember.health.diff as d; d.diff = lambda *a, **k: {}['x']\n"
+        "from torchember.cli import main; sys.exit(main(['diff', 'before', 'after']))")
+    got = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, env=environment(TORCHEMBER_HOME=str(runs_there)))
+    assert got.returncode==2 and 'KeyError' in got.stderr
+
+
+def test_a_pipe_that_is_closed(runs_there):
+    for args in ['tail', 'blown'], ['--help'], ['export', 'blown', '-', '--as', 'jsonl']:
+        with subprocess.Popen([sys.executable, '-m', 'torchember', *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=environment(TORCHEMBER_HOME=str(runs_there))) as p:
+            p.stdout.close()
+            assert p.stderr.read()==b'' and p.wait(60) in ([141, 0] if args==['--help'] else [141]), args # argparse takes an error of writing for none
+
+
+def test_hostile_names(tmp_path):
+    train(tmp_path, 'good', steps=1)
+    (tmp_path/'log'/'bad\x1b[31m\n').write_text('{}\n')
+    (tmp_path/'log'/'<b>$(x)').write_text('no json\n')
+    for args in ['ls'], ['du'], ['ls', '--json'], ['_complete', 'zsh', 'show', '']:
+        got = shell(tmp_path, *args)
+        assert got.returncode==0 and '\x1b' not in got.stdout and 'good' in got.stdout, args
+    assert [r['name'] for r in json.loads(shell(tmp_path, 'ls', 'b*', '--json').stdout)]==[r'bad\x1b[31m\n']
+    got = shell(tmp_path, 'show', 'a\x1b[31m')
+    assert got.returncode==2 and '\x1b' not in got.stderr
+    assert shell(tmp_path, 'ls', LC_ALL='C', PYTHONIOENCODING='ascii').returncode==0
+
+
+program = """import sys, torch
+from torchember import torchEmber
+with torchEmber(torch.nn.Linear(2, 1), name='other process', home=sys.argv[1]) as te:
+    for line in sys.stdin:
+        te.model(torch.ones(1, 2)).sum().backward()
+        te.log(loss=float(line))
+        te.step()
+        te.t.barrier()
+        print(flush=True)
+"""
+
+
+class Training:
+    "Another process, that makes a step when it is told to"
+    def __init__(self, home):
+        self.p = subprocess.Popen([sys.executable, '-c', program, str(home)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment())
+
+    def step(self, loss):
+        self.p.stdin.write(f'{loss}\n')
+        self.p.stdin.flush()
+        self.p.stdout.readline()
+
+
+@pytest.mark.parametrize('end', ['end', 'kill', 'interrupt'])
+def test_tail_of_a_run_that_another_process_writes(tmp_path, end):
+    training = Training(tmp_path)
+    for i in range(3): training.step(i)
+    tail = subprocess.Popen([sys.executable, '-m', 'torchember', 'tail', 'other process', '-n', '1'], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, env=environment(TORCHEMBER_HOME=str(tmp_path)))
+    first = tail.stdout.readline().split()
+    assert first[:4]==['step', '1', 'loss', '1'] # the step 2 is perhaps not over
+    for i in (3, 4): training.step(i)
+    seen = [tail.stdout.readline().split()[1] for _ in range(2)]
+    assert seen==['2', '3'] # while it goes on
+    if end=='kill': training.p.kill(), training.p.wait()
+    elif end=='interrupt': tail.send_signal(signal.SIGINT)
+    else: training.p.stdin.close()
+    out,err = tail.communicate(timeout=60)
+    assert tail.returncode=={'end': 0, 'kill': 1, 'interrupt': 130}[end] and 'Traceback' not in err
+    if end!='interrupt': assert [l.split()[1] for l in out.splitlines() if l.startswith('step')]==['4']
+    if end=='kill': assert 'is gone' in err and any(l.startswith('error') for l in out.splitlines())
+    training.p.kill(), training.p.wait(), training.p.stdout.close()
+    if end!='end': training.p.stdin.close()
+
+
+def test_tail_tells_an_open_step_when_nothing_more_comes(tmp_path):
+    training = Training(tmp_path)
+    training.step(0)
+    tail = subprocess.Popen([sys.executable, '-m', 'torchember', 'tail', 'other process'], stdout=subprocess.PIPE, text=True,
+        env=environment(TORCHEMBER_HOME=str(tmp_path)))
+    assert tail.stdout.readline().split()[:4]==['step', '0', 'loss', '0']
+    for p in tail,training.p: p.kill(), p.communicate()
+
+
+def test_tail_of_several_processes(tmp_path):
+    "A step is told once, with the rows of all"
+    for rank,steps in ((0, 4), (1, 4)): train(tmp_path, f'many.rank{rank}', steps=steps)
+    lines = [json.loads(l) for l in shell(tmp_path, 'tail', 'many', '--json').stdout.splitlines()]
+    one = read('many.rank0', home=tmp_path).groupby('step').size()
+    assert [(o['step'], o['rows']) for o in lines]==[(s, 2*n) for s,n in one.items()]
+
+
+def test_the_end_of_a_long_log_needs_no_beginning(tmp_path, monkeypatch):
+    train(tmp_path, 'long', steps=40)
+    log = Log('long', tmp_path/'log'/'long', tmp_path/'data')
+    for most in 1, 5000, 20_000, None:
+        log.begin(most)
+        some = [r for rows in log.new() for r in rows]
+        every = [json.loads(l) for l in (tmp_path/'log'/'long').read_text().splitlines()]
+        assert [r['step'] for r in some]==[r['step'] for r in every[len(every)-len(some):]] and log.rows==len(every)
+        assert most is None or sum(len(json.dumps(r)) for r in some)<most*1.2
+    log.begin(5000)
+    torchember.compact('long', tmp_path)
+    assert [r for rows in log.new() for r in rows][-1]['step']==39 and log.rows==len(every)
+
+
+@pytest.mark.skipif(not Path('/bin/bash').exists(), reason='no bash')
+def test_bash_completes(runs_there, tmp_path):
+    (tmp_path/'torchember').write_text(f'#!/bin/sh\nexec {sys.executable} -m torchember "$@"\n')
+    (tmp_path/'torchember').chmod(0o755)
+    code = """source <(torchember completion bash); COMP_LINE=$1; COMP_POINT=${#1}; _torchember; printf '%s\\n' "${COMPREPLY[@]}" """
+    def completed(line):
+        return subprocess.run(['bash', '-c', code, '-', line], capture_output=True, text=True,
+            env=environment(TORCHEMBER_HOME=str(runs_there), PATH=f"{tmp_path}:{os.environ['PATH']}")).stdout.split('\n')[:-1]
+    assert completed('torchember diff bef')==['before'] and completed('torchember dia')==['diagnose']
+    assert completed('torchember show b')==['before', 'blown'] and completed('torchember show --j')==['--json']
