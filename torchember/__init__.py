@@ -189,6 +189,11 @@ def __getattr__(name):
     return value
 
 
+def load_ipython_extension(shell):
+    "`%load_ext torchember` gives `%%ember`"
+    import_module('.magics', __name__).load_ipython_extension(shell)
+
+
 def missing(name):
     "The error for a name that is not there: what took the place of an older tool's, which an import would lose the words of, or what is called nearly so"
     if name.startswith('_'): return AttributeError(f"module 'torchember' has no attribute {name!r}", name=name)

@@ -29,6 +29,7 @@ places = { # command -> (room that has it, what it does, in a line)
     'du': ('cli.listing', 'how much room runs take'),
     'mv': ('cli.changing', 'another name for a run'),
     'rm': ('cli.changing', 'away with runs'),
+    'run': ('cli.program', 'a program, and what it trains is recorded'),
     'completion': ('cli.completion', 'names of runs completed by your shell'),
     '_complete': ('cli.completion', None)} # which shells ask, and nobody types
 
@@ -131,7 +132,7 @@ def answered(argv):
 def main(
     argv:list|None=None # Arguments; those of the process without it
 ) -> int: # Exit code
-    """Do what a shell asks for. Raises SystemExit for `--help`, and for arguments that make no sense, as argparse does
+    """Do what a shell asks for. Raises SystemExit for `--help`, and for arguments that make no sense, as argparse does; `run` what the program raises
 
     Args:
         argv: Arguments; those of the process without it
@@ -139,6 +140,8 @@ def main(
     Returns:
         Exit code
     """
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1]==['run']: return command_named('run').do(argv[1:]) # what follows is the program's, and so is how it ends
     try:
         try: return answered(argv)
         finally:

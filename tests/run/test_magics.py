@@ -1,0 +1,132 @@
+"`%%ember` in IPython's shell, in this process: what it shows, and what it leaves"
+import ast
+import re
+import textwrap
+
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.utils.capture import capture_output
+from torch import nn
+
+import torchember
+from torchember import emberTracker, runs
+from torchember.capture.forward import armed_by
+from torchember.magics import models_in, named_in
+
+setup = '''
+import torch
+from torch import nn
+def net(): return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+model = net()
+opt = torch.optim.SGD(model.parameters(), .1)
+x = torch.randn(8, 4)
+def step(m=None, o=None):
+    m,o = m or model,o or opt
+    m(x).square().mean().backward()
+    o.step()
+    o.zero_grad()
+'''
+
+
+class Shell:
+    "A notebook in which `setup` has run"
+    def __init__(self):
+        self.ip = InteractiveShell.instance() # `display` prints where there is none
+        self.ip.run_cell(setup).raise_error()
+        self.ip.run_line_magic('load_ext', 'torchember')
+
+    def run(self, cell):
+        with capture_output() as self.shown: done = self.ip.run_cell(textwrap.dedent(cell))
+        return done
+
+    def __getitem__(self, name): return self.ip.user_ns[name]
+    kinds = property(lambda self: [[*o.data] for o in self.shown.outputs])
+    pictures = property(lambda self: sum('image/png' in ks for ks in self.kinds))
+    texts = property(lambda self: [o.data.get('text/plain', '') for o in self.shown.outputs])
+
+
+@pytest.fixture
+def shell():
+    yield Shell()
+    InteractiveShell.clear_instance()
+
+
+def steps(name): return sorted({r['step'] for r in emberTracker(name).lines()})
+def given_back(model): return armed_by(model) is None and not hasattr(model, 'disarm') and type(model.__dict__) is dict
+
+
+def test_a_cell_that_trains(shell):
+    "Through a function of the notebook; first the picture, then the findings"
+    shell.run('%%ember --name it --every 2\nfor _ in range(5): step()').raise_error()
+    assert steps('it')==[0, 2, 4] and shell.pictures==1 and 'image/png' in shell.kinds[0]
+    assert shell.texts[1].startswith('it:') and 'rules looked at' in shell.texts[1] and len(shell.kinds)==2
+    assert shell.shown.stdout.splitlines()==['torchember: records Sequential, 4 modules, trained by SGD, as the run it.'] and given_back(shell['model'])
+    shell.run('step()')
+    assert steps('it')==[0, 2, 4] and not shell.shown.outputs
+
+
+def test_what_the_cell_makes(shell):
+    "Its names are the notebook's, its last value is shown; a model of its own is armed when it trains"
+    shell.run('%%ember --name it\nnew = net()\no = torch.optim.Adam(new.parameters())\nfor i in range(3): step(new, o)\ni+40')
+    assert shell['i']==2 and '42' in shell.shown.stdout and shell['_']==42 and shell.pictures==1
+    assert steps('it')==[0, 1, 2] and 'by Adam' in shell.shown.stdout and given_back(shell['new'])
+
+
+def test_a_cell_that_raises(shell):
+    "It is raised, shown from the cell on, and what there was until then is shown"
+    done = shell.run("%%ember --name it\nstep()\nraise ValueError('it')")
+    assert isinstance(done.error_in_exec, ValueError) and shell.pictures==1 and steps('it')[0]==0 and given_back(shell['model'])
+    said = re.sub('\x1b.*?m', '', shell.shown.stdout)
+    assert "raise ValueError('it')" in said and 'magics.py' not in said and 'run.py' not in said
+    shell.run('%%ember\nif')
+    assert 'SyntaxError' in shell.shown.stdout and not shell.pictures
+
+
+def test_no_model(shell):
+    shell.run('%%ember\nprint(1+1)').raise_error()
+    first,said = shell.shown.stdout.splitlines()
+    assert first=='2' and said.startswith('torchember: nothing was recorded') and not shell.shown.outputs and not len(runs())
+
+
+def test_two_models(shell):
+    shell.run('other = net(); of_other = torch.optim.SGD(other.parameters(), .1)')
+    shell.run('%%ember --name it\nfor _ in range(2): step(); step(other, of_other)').raise_error()
+    assert steps('it')==steps('it_2')==[0, 1] and shell.pictures==2 and [t[:3] for t in shell.texts[1::2]]==['it:', 'it_']
+    assert given_back(shell['model']) and given_back(shell['other'])
+
+
+def test_models_without_an_optimizer(shell):
+    "Each pass is a step, also one without gradients; what the cell does not name is left alone"
+    shell.run('alone = net(); other = net()')
+    shell.run('%%ember --name it\nwith torch.no_grad():\n    for _ in range(3): alone(x)').raise_error()
+    assert steps('it')==[0, 1, 2] and list(runs().name)==['it'] and shell.pictures==1
+
+
+def test_an_optimizer_that_the_cell_makes_anew(shell):
+    "Is the one that ends its steps"
+    shell.run('%%ember --name it\nopt = torch.optim.Adam(model.parameters())\nfor _ in range(3): step()').raise_error()
+    assert steps('it')==[0, 1, 2] and 'by Adam,' in shell.shown.stdout and list(runs().name)==['it']
+
+
+def test_options_that_make_no_sense(shell):
+    "Say so, and the cell does not run"
+    shell.run('%%ember --every 0\nran = 1')
+    assert 'n>=1' in shell.shown.stderr and 'ran' not in shell.ip.user_ns
+
+
+def test_magics_in_the_cell(shell):
+    shell.run('%%ember --name it\n%time step()\nstep();').raise_error()
+    assert steps('it')==[0, 1]
+
+
+def test_it_can_be_loaded_and_is_no_name_that_a_person_types():
+    assert 'load_ipython_extension' not in dir(torchember) and callable(torchember.load_ipython_extension)
+
+
+def test_which_models():
+    a,frozen = nn.Linear(2, 2),nn.Linear(2, 2).requires_grad_(False)
+    outer = nn.Sequential(a)
+    assert models_in([a, outer, frozen, nn.MSELoss(), 3, outer])==[outer] and models_in([a])==[a] and models_in([])==[]
+    names = {}
+    exec('def f(): return g()\ndef g(): return [m for _ in range(2)]\nm = 1\nn = 2', names)
+    assert {*named_in(ast.parse('f(); unknown'), names)}=={'f', 'g', 'm'} and named_in(ast.parse('n'), names)=={'n': 2}

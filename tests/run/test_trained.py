@@ -1,0 +1,472 @@
+"Which modules are the model, and when they are armed: against the same training, armed by hand"
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from looped import batches, by_hand, closure_of, heard, loss_of, momentum, same, seeded, steps, table, weights
+from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks as step_hooks
+
+import torchember.trained
+from torchember import torchEmber
+from torchember.trained import Trainings, in_use, models_of
+
+pytestmark = pytest.mark.filterwarnings('ignore::UserWarning:torch')
+
+
+class Ran:
+    "A run, as `looped` has it"
+    def __init__(self, t): self.t = t
+
+
+class Watched(Trainings):
+    "In a `with`; what it has said, and its runs"
+    def __init__(self, *args, **options):
+        self.said = []
+        super().__init__(self.said.append, *args, **options)
+
+    def __enter__(self): return self.start()
+    def __exit__(self, kind, error, tb): self.stop(error)
+    runs = property(lambda self: [Ran(t.t) for t in self.trainings])
+
+
+def armed(train, *args, **options):
+    with Watched(**options) as w: train(*args)
+    return w
+
+
+def one(w, n=1):
+    assert len(w.runs)==n, w.said
+    return w.runs[0]
+
+
+def test_torch_is_given_back():
+    before = nn.Module.__call__,torch.optim.Optimizer.__init__,dict(step_hooks)
+    model = seeded()
+    with Watched() as w:
+        opt = momentum(model)
+        assert nn.Module.__call__ is not before[0]
+        x,y = batches(1)[0]
+        loss_of(model, x, y).backward()
+        assert nn.Module.__call__ is before[0] and hasattr(model, 'disarm')
+        opt.step()
+    assert (nn.Module.__call__, torch.optim.Optimizer.__init__, dict(step_hooks))==before
+    assert not hasattr(model, 'disarm') and steps(one(w))==[0]
+    w.stop()
+
+
+def test_calls_are_heard_only_while_one_is_awaited():
+    former = nn.Module.__call__
+    with Watched():
+        assert nn.Module.__call__ is former
+        a,b = seeded(),seeded()
+        of_a,of_b = momentum(a),momentum(b)
+        by_hand(a, of_a, batches(1))
+        assert nn.Module.__call__ is not former
+        by_hand(b, of_b, batches(1))
+        assert nn.Module.__call__ is former
+
+
+def test_what_somebody_has_put_over_it_stays():
+    former = nn.Module.__call__
+    try:
+        with Watched():
+            momentum(seeded())
+            ours = nn.Module.__call__
+            def theirs(self, *args, **kwargs): return ours(self, *args, **kwargs)
+            nn.Module.__call__ = theirs
+        assert nn.Module.__call__ is theirs
+        assert seeded()(torch.ones(1, 4)).shape==(1, 3)
+    finally: nn.Module.__call__ = former
+
+
+def test_a_model_that_is_called_without_gradients_before():
+    "A check of shapes is no training"
+    def train(model):
+        opt = momentum(model)
+        with torch.no_grad(): model.eval()(torch.ones(2, 4))
+        model.train()
+        by_hand(model, opt, batches())
+    w,model = armed(train, seeded()),seeded()
+    with torchEmber(model, opt := momentum(model)) as te: by_hand(model, opt, batches())
+    same(table(one(w)), table(te))
+
+
+@pytest.mark.parametrize('accumulate', [1, 2])
+def test_accumulated(accumulate):
+    def train(model): by_hand(model, momentum(model), batches(), accumulate)
+    w,model = armed(train, seeded()),seeded()
+    with torchEmber(model, opt := momentum(model)) as te: by_hand(model, opt, batches(), accumulate)
+    same(table(one(w)), table(te))
+    assert steps(one(w))==[*range(4//accumulate)]
+
+
+class Loss(nn.Module):
+    def __init__(self, net): super().__init__(); self.net = net
+    def forward(self, x, y): return F.cross_entropy(self.net(x), y)
+
+
+def test_averages_references_and_losses_are_left_alone():
+    "None of them is armed, though they have the same layers and are called"
+    model,ref = seeded(),seeded()
+    ema = torch.optim.swa_utils.AveragedModel(model)
+    twin = copy.deepcopy(model)
+    def train():
+        opt = momentum(model)
+        for x,y in batches():
+            (loss_of(model, x, y)+F.mse_loss(model(x), ref(x))+twin(x).sum()).backward()
+            opt.step(); opt.zero_grad()
+            ema.update_parameters(model)
+            ema(x)
+            assert not any(hasattr(m, 'disarm') for m in (ref, twin, ema))
+            assert hasattr(model, 'disarm')
+    w = armed(train)
+    assert {r['module'] for r in one(w).t.lines()}=={'model(Net)', 'model(Net).a(Linear)', 'model(Net).act(Tanh)', 'model(Net).b(Linear)'}
+
+
+def test_frozen_layers_are_in():
+    def train(model):
+        model.a.requires_grad_(False)
+        by_hand(model, momentum(model.b), batches())
+    w,model = armed(train, seeded()),seeded()
+    model.a.requires_grad_(False)
+    with torchEmber(model, opt := momentum(model.b)) as te: by_hand(model, opt, batches())
+    same(table(one(w)), table(te))
+
+
+def test_two_models_are_two_runs():
+    "Each with its own steps, as by hand"
+    def gan(G, D, of_G, of_D):
+        for i in range(3):
+            z = torch.full((4, 4), i+1.)
+            fake = G(z)
+            of_D.zero_grad(); (D(fake.detach().repeat(1, 2)[:, :4]).sum()).backward(); of_D.step()
+            of_G.zero_grad(); (-D(fake.repeat(1, 2)[:, :4]).sum()).backward(); of_G.step()
+    def train(G, D): gan(G, D, momentum(G), momentum(D))
+    w = armed(train, seeded(), seeded(seed=1), name='gan')
+    G,D = seeded(),seeded(seed=1)
+    of_G,of_D = momentum(G),momentum(D)
+    with torchEmber(G, of_G) as g, torchEmber(D, of_D) as d: gan(G, D, of_G, of_D)
+    for got,want in zip(w.runs, (g, d), strict=True): same(table(got), table(want))
+    assert [r.t.fname for r in w.runs]==['gan', 'gan_2'] and len(w.said)==2
+
+
+def test_two_optimizers_of_a_model_end_its_steps_together():
+    def train(model, opts):
+        for x,y in batches():
+            loss_of(model, x, y).backward()
+            for o in opts: o.step()
+            for o in opts: o.zero_grad()
+    w,model = armed(lambda m: train(m, [momentum(m.a), torch.optim.Adam(m.b.parameters())]), seeded()),seeded()
+    with torchEmber(model, opts := [momentum(model.a), torch.optim.Adam(model.b.parameters())]) as te: train(model, opts)
+    same(table(one(w)), table(te))
+    assert w.said==[f'records Net, 4 modules, trained by SGD and Adam, as the run {w.runs[0].t.fname}.']
+
+
+def test_one_optimizer_of_two_models():
+    def train(a, b):
+        opt = torch.optim.SGD([*a.parameters(), *b.parameters()], .1)
+        for x,y in batches(): (loss_of(a, x, y)+loss_of(b, x, y)).backward(); opt.step(); opt.zero_grad()
+    w = armed(train, seeded(), seeded(seed=1))
+    assert [steps(r) for r in w.runs]==[[0, 1, 2, 3]]*2
+    a,b = seeded(),seeded(seed=1)
+    opt = torch.optim.SGD([*a.parameters(), *b.parameters()], .1)
+    with torchEmber(a, opt) as of_a, torchEmber(b, opt) as of_b:
+        for x,y in batches(): (loss_of(a, x, y)+loss_of(b, x, y)).backward(); opt.step(); opt.zero_grad()
+    def by_weight(ran): return table(ran)[next(k for k in table(ran) if k[:3]==(0, 'model(Net).a(Linear)', 'weight'))]['mean']
+    for got,want in zip(sorted(w.runs, key=by_weight), sorted((of_a, of_b), key=by_weight), strict=True): same(table(got), table(want)) # neither comes first
+
+
+def test_two_phases_are_two_runs():
+    "A model that gets another optimizer for the same parameters is trained anew, from step 0"
+    model = seeded()
+    def train():
+        by_hand(model, momentum(model.b), batches(2))
+        by_hand(model, torch.optim.Adam(model.parameters()), batches(3))
+    w = armed(train, name='it')
+    assert [steps(r) for r in w.runs]==[[0, 1], [0, 1, 2]] and [r.t.fname for r in w.runs]==['it', 'it_2']
+    assert 'Adam' in w.said[1] and 'SGD' not in w.said[1] and len(w.reports)==2
+
+
+def test_an_optimizer_that_comes_later_for_other_parameters_joins():
+    model = seeded()
+    def train():
+        a = momentum(model.a)
+        by_hand(model, a, batches(2))
+        b = torch.optim.Adam(model.b.parameters())
+        for x,y in batches(3): loss_of(model, x, y).backward(); a.step(); b.step(); a.zero_grad(); b.zero_grad()
+    w = armed(train)
+    assert [steps(r) for r in w.runs]==[[0, 1], [0, 1, 2]] and 'SGD and Adam' in w.said[1]
+
+
+def test_an_optimizer_that_was_made_anew_before_the_training():
+    "The first one never steps, and is not waited for"
+    kept = []
+    def train(model):
+        kept.append(momentum(model))
+        kept.append(momentum(model))
+        by_hand(model, kept[-1], batches())
+    assert steps(one(armed(train, seeded())))==[0, 1, 2, 3]
+
+
+def test_an_optimizer_that_seemed_to_be_replaced_and_steps():
+    model = seeded()
+    def train():
+        first,_second = momentum(model),momentum(model)
+        by_hand(model, first, batches())
+        assert _second
+    w = armed(train)
+    assert steps(w.runs[-1])==[0, 1, 2, 3][:len(steps(w.runs[-1]))] and len(steps(w.runs[-1]))>=3 and '0 there are weights' in w.said[-1], w.said
+
+
+class Twice(torch.optim.Optimizer):
+    "A wrapper, as of sharpness-aware minimization, that is made before what steps for it"
+    def __init__(self, params, base):
+        super().__init__(params, {})
+        self.base = base(self.param_groups)
+
+    def step(self, closure=None): self.base.step()
+
+
+def test_a_wrapper_steps_once():
+    def train(model): by_hand(model, Twice(model.parameters(), lambda ps: torch.optim.SGD(ps, .1)), batches())
+    w = armed(train, seeded())
+    assert steps(one(w))==[0, 1, 2, 3] and 'by Twice,' in w.said[0]
+    a = momentum(m := seeded())
+    b = Twice(m.parameters(), lambda ps: torch.optim.SGD(ps, .1))
+    assert in_use([a, b, b.base])==[b] and in_use([b, b.base, a])==[a]
+
+
+def test_models_that_are_made_anew_are_not_kept():
+    "Each is a run; that of one that is gone is whole"
+    refs = []
+    def train():
+        for i in range(3):
+            model = seeded(seed=i)
+            refs.append(weakref.ref(model))
+            by_hand(model, momentum(model), batches())
+            del model
+            gc.collect()
+        assert [r() is None for r in refs]==[True, True, True]
+    w = armed(train)
+    assert [steps(r) for r in w.runs]==[[0, 1, 2, 3]]*3
+
+
+def test_what_the_program_has_armed_is_left_alone():
+    model = seeded()
+    def train():
+        opt = momentum(model)
+        with torchEmber(model, opt, name='theirs') as te: by_hand(model, opt, batches())
+        assert steps(te)==[0, 1, 2, 3]
+    with heard() as warned: w = armed(train)
+    assert not warned and not w.runs and w.said==['Net is armed by the program itself, as the run theirs, and left alone.']
+
+
+def test_a_part_that_the_program_has_armed():
+    model = seeded()
+    def train():
+        with torchEmber(model.a, name='theirs'): by_hand(model, momentum(model), batches())
+    with heard('watched already') as warned: w = armed(train)
+    assert not warned and not w.runs and 'left alone' in w.said[0]
+
+
+def test_a_closure():
+    "Its forward runs within the step, and is of the first one"
+    def train(model, opt):
+        for x,y in batches(): opt.step(closure_of(model, opt, x, y))
+    w,model = armed(lambda m: train(m, torch.optim.LBFGS(m.parameters(), max_iter=3)), seeded()),seeded()
+    with torchEmber(model, opt := torch.optim.LBFGS(model.parameters(), max_iter=3)) as te: train(model, opt)
+    same(table(one(w)), table(te))
+    assert len(w.said)==1
+
+
+def test_a_model_whose_parts_are_called():
+    model = seeded()
+    def train():
+        opt = momentum(model)
+        for x,y in batches(): F.cross_entropy(model.b(model.act(model.a(x))), y).backward(); opt.step(); opt.zero_grad()
+    w = armed(train)
+    assert {r['module'] for r in one(w).t.lines()}=={'model(Net).a(Linear)', 'model(Net).act(Tanh)', 'model(Net).b(Linear)'} and steps(one(w))==[0, 1, 2, 3]
+
+
+def test_a_step_whose_forward_nobody_hears():
+    "Of step 0 there are weights and gradients, and a sentence; from then on all"
+    model = seeded()
+    def given(x): return F.linear(F.linear(x, model.a.weight, model.a.bias).tanh(), model.b.weight, model.b.bias)
+    def train():
+        opt = momentum(model)
+        for x,y in batches(): F.cross_entropy(given(x), y).backward(); opt.step(); opt.zero_grad()
+    with heard('never called') as warned: w = armed(train)
+    assert len(warned)==1
+    assert {r['ttype'] for r in one(w).t.lines() if r['step']==0}=={'weight', 'weight_grad'} and steps(one(w))==[0, 1, 2, 3]
+    assert 'of step 0 there are weights and their gradients only' in w.said[1]
+
+
+def test_an_optimizer_that_came_from_a_copy():
+    "It was not made, but it steps"
+    model = seeded()
+    model.opt = momentum(model)
+    model = copy.deepcopy(model)
+    w = armed(lambda: by_hand(model, model.opt, batches()))
+    assert steps(one(w))==[0, 1, 2, 3]
+    assert {r['step'] for r in one(w).t.lines() if r['ttype']=='output'}=={1, 2, 3}
+
+
+@pytest.mark.parametrize('n', [1, 2])
+def test_gradients_are_unscaled(n):
+    "With one scaler; of several it is said that they are not"
+    gc.collect()
+    def train(model, opt, scaler):
+        for x,y in batches():
+            scaler.scale(loss_of(model, x, y)).backward()
+            scaler.step(opt); scaler.update(); opt.zero_grad()
+    others = [torch.amp.GradScaler('cpu') for _ in range(n-1)]
+    w = armed(lambda m: train(m, momentum(m), torch.amp.GradScaler('cpu')), seeded())
+    assert len(others)==n-1
+    model,scaler = seeded(),torch.amp.GradScaler('cpu')
+    with torchEmber(model, opt := momentum(model), scaler=scaler if n==1 else None) as te: train(model, opt, scaler)
+    same(table(one(w)), table(te))
+    assert [s for s in w.said if 'several scalers' in s]==w.said[1:] and len(w.said)==n
+
+
+def test_which_scaler():
+    gc.collect()
+    off = torch.amp.GradScaler('cpu', enabled=False)
+    assert torchember.trained.only_scaler() is None
+    on = torch.amp.GradScaler('cpu')
+    assert torchember.trained.only_scaler() is on and not off.is_enabled()
+    new = torch.amp.GradScaler('cpu')
+    assert torchember.trained.only_scaler() is None and torchember.trained.only_scaler([on]) is new
+    assert torchember.trained.only_scaler([on, new]) is None
+    del new
+    assert torchember.trained.only_scaler([on]) is on # which two models share
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('when', ['before', 'after', 'in place'])
+def test_compiled(when):
+    "Wherever it is compiled, the first step has its forward"
+    def train(model):
+        torch.compiler.reset()
+        called = torch.compile(model, backend='aot_eager') if when=='before' else model
+        opt = momentum(model)
+        if when=='after': called = torch.compile(model, backend='aot_eager')
+        if when=='in place': model.compile(backend='aot_eager')
+        by_hand(called, opt, batches())
+        return called
+    model = seeded()
+    w = armed(train, model)
+    plain = seeded()
+    with torchEmber(plain, opt := momentum(plain)) as te: by_hand(plain, opt, batches())
+    got,want = table(one(w)),table(te)
+    assert got.keys()==want.keys() and all(abs(got[k]['mean']-r['mean'])<1e-5 for k,r in want.items())
+    torch.compiler.reset()
+
+
+@pytest.mark.slow
+def test_a_compiled_step():
+    model = seeded()
+    def train():
+        torch.compiler.reset()
+        opt = momentum(model)
+        f = torch.compile(lambda x,y: loss_of(model, x, y), backend='aot_eager')
+        for x,y in batches(): f(x, y).backward(); opt.step(); opt.zero_grad()
+    w = armed(train)
+    assert steps(one(w))==[0, 1, 2, 3] and {r['step'] for r in one(w).t.lines() if r['ttype']=='output'}>={1, 2, 3}
+    torch.compiler.reset()
+
+
+def test_what_cannot_be_armed_trains_all_the_same(monkeypatch):
+    def broken(*args, **kwargs): raise RuntimeError('no')
+    monkeypatch.setattr('torchember.ember.torchEmber', broken)
+    model,plain = seeded(),seeded()
+    w = armed(lambda: by_hand(model, momentum(model), batches()))
+    by_hand(plain, momentum(plain), batches())
+    assert w.said==['Net could not be armed: RuntimeError: no']
+    assert all(torch.equal(v, weights(plain)[k]) for k,v in weights(model).items())
+
+
+def test_named_models_without_an_optimizer():
+    "Each pass is a step, without gradients too; one of which nothing is trained is none"
+    model,frozen = seeded(),seeded().requires_grad_(False)
+    with Watched([model, frozen]) as w, torch.no_grad():
+        for x,_ in batches(): model(x); frozen(x)
+    assert steps(one(w))==[0, 1, 2, 3] and nn.Module.__call__ is w.calls.former
+
+
+def test_a_lightning_module_is_the_model_though_its_parts_are_called():
+    class LightningModule(nn.Module): pass
+    class Own(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.back,self.head = nn.Linear(4, 4).requires_grad_(False),nn.Linear(4, 3)
+    model = Own()
+    assert models_of([*model.head.parameters()], model.head)==[model]
+    assert models_of([*model.head.parameters()], model.back)==[model]
+    outer = nn.Sequential(model)
+    assert models_of([*model.head.parameters()], outer)==[outer]
+
+
+def test_models_of():
+    a,b,c = (nn.Linear(2, 2) for _ in range(3))
+    both = nn.Sequential(a, b)
+    more = nn.Sequential(both, c)
+    ps = [*a.parameters(), *b.parameters()]
+    assert models_of(ps, modules=[a, b, c, both])==[both] and models_of(ps, modules=[more, a, both, b])==[both]
+    assert models_of(ps, more, [a, both])==[more] and models_of(ps[:2], modules=[both, a])==[a]
+    assert models_of([*ps, *c.parameters()], modules=[both, c])==[both, c]
+    assert models_of(ps, c, [both, a])==[both] and models_of([torch.ones(1)], modules=[both])==[]
+    half = nn.Linear.__new__(nn.Linear)
+    assert models_of(ps, modules=[half, both])==[both]
+
+
+def test_ends_with_an_error_in_the_program():
+    model = seeded()
+    with pytest.raises(ValueError), Watched() as w:
+        by_hand(model, momentum(model), batches())
+        raise ValueError('theirs')
+    assert any('theirs' in str(r) for r in one(w).t.lines()) and not hasattr(model, 'disarm')
+
+
+def test_a_model_that_was_called_before_its_optimizer_was_made():
+    "While another one was awaited, so that it was known to be none of that one's"
+    model,other = seeded(),seeded()
+    def train():
+        awaited = momentum(other)
+        x,y = batches(1)[0]
+        loss_of(model, x, y)
+        by_hand(model, momentum(model), batches())
+        assert awaited
+    w = armed(train)
+    assert {r['step'] for r in one(w).t.lines() if r['ttype']=='output'}=={0, 1, 2, 3}
+
+
+def test_a_model_that_is_looked_at_before_it_trains():
+    "Beside one that was named"
+    model,other = seeded(),seeded()
+    with Watched([other]) as w:
+        opt = momentum(model)
+        with torch.no_grad(): model(torch.ones(2, 4))
+        by_hand(model, opt, batches())
+    assert {r['step'] for r in one(w).t.lines() if r['ttype']=='output'}=={0, 1, 2, 3}
+
+
+def test_an_optimizer_in_the_place_of_one_that_is_gone():
+    "It may have the same id"
+    awaited,opt = torchember.trained.Awaited(),momentum(seeded())
+    awaited.settle([opt])
+    awaited.add(opt)
+    assert not awaited.settled and awaited.all()==[opt]
+    awaited.add(opt)
+    assert awaited.all()==[opt]
+
+
+def test_names_of_several_processes(monkeypatch):
+    "Each looks for its own log"
+    monkeypatch.setattr('torchember.recorder.process.rank_and_size', lambda: (1, 2))
+    there = {'it', 'other.rank1', 'other.rank0', 'other_2.rank1'}
+    monkeypatch.setattr('torchember.store.jsonl.exists', lambda n, home: n in there)
+    assert [Trainings(name=n).name() for n in ('it', 'other', None)]==['it', 'other_3', None]
