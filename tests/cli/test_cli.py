@@ -71,6 +71,7 @@ def test_every_command_has_help_and_an_example():
 @pytest.mark.parametrize('name', typed)
 def test_help_and_its_example_as_a_process(tmp_path, name):
     for run in 'before', 'after', 'tmp 1': train(tmp_path/'home', run)
+    (tmp_path/'train.py').write_text('import sys; assert sys.argv[1:]==["--lr", "0.1"]')
     said = shell(tmp_path/'home', name, '--help')
     [example] = re.findall('^example:\n  torchember (.*)$', said.stdout, re.M)
     got = shell(tmp_path/'home', *shlex.split(example), cwd=tmp_path)
@@ -78,7 +79,7 @@ def test_help_and_its_example_as_a_process(tmp_path, name):
     left = {'rm': ['after', 'before'], 'mv': ['after', 'before lr=3e-4', 'tmp 1']}.get(name, ['after', 'before', 'tmp 1'])
     assert sorted(runs(tmp_path/'home').name)==left
     made = {'report': 'before.html', 'export': 'before.csv', 'plot': 'before.png'}
-    assert [f.name for f in tmp_path.iterdir() if f.is_file()]==[made[n] for n in [name] if n in made]
+    assert sorted(f.name for f in tmp_path.iterdir() if f.is_file())==sorted([made[n] for n in [name] if n in made]+['train.py'])
 
 
 def test_what_starts_without_pandas_and_torch(runs_there):
