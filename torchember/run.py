@@ -150,7 +150,7 @@ class Recording:
         if os.environ.get('RANK', '0')=='0': print(*(f'torchember: {printable(line)}' for line in text.splitlines()), sep='\n', file=sys.stderr)
 
     def begin(self):
-        if 'torch' in sys.modules: self.found()
+        if sys.modules.get('torch') is not None: self.found()
         else: sys.meta_path.insert(0, WhenImported('torch', self.found))
 
     def found(self):

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pandas as pd
+import programs
 import pytest
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from torchember.health.rules import table as rules
 
 root = Path(__file__).parents[2]
 long_name = 'Schrödinger 卷积 with a name that is far too long for a terminal'
+libraries = 'import torch._dynamo, torchember.ember, torchember.trained\nfrom torchember.measure import loading\nloading.loops()'
 typed = [n for n,(_,what) in places.items() if what]
 
 
@@ -60,6 +62,18 @@ def shell(home, *args, cwd=None, stdin=subprocess.DEVNULL, **env):
     return got
 
 
+@pytest.fixture
+def inside(runs_there, tmp_path, monkeypatch, capsys):
+    "`shell` in this process, in an empty folder"
+    monkeypatch.setenv('TORCHEMBER_HOME', str(runs_there))
+    monkeypatch.chdir(tmp_path)
+    def ask(*args):
+        try: code = main(list(args))
+        except SystemExit as e: code = e.code
+        return subprocess.CompletedProcess(args, code, *capsys.readouterr())
+    return ask
+
+
 def test_every_command_has_help_and_an_example():
     for name in typed:
         c = command_named(name)
@@ -67,14 +81,14 @@ def test_every_command_has_help_and_an_example():
         parser().parse_args(shlex.split(c.example)[1:])
 
 
-@pytest.mark.slow # a Python for each
 @pytest.mark.parametrize('name', typed)
-def test_help_and_its_example_as_a_process(tmp_path, name):
+def test_help_and_its_example(tmp_path, name, inside, monkeypatch):
+    monkeypatch.setenv('TORCHEMBER_HOME', str(tmp_path/'home'))
     for run in 'before', 'after', 'tmp 1': train(tmp_path/'home', run)
     (tmp_path/'train.py').write_text('import sys; assert sys.argv[1:]==["--lr", "0.1"]')
-    said = shell(tmp_path/'home', name, '--help')
+    said = inside(name, '--help')
     [example] = re.findall('^example:\n  torchember (.*)$', said.stdout, re.M)
-    got = shell(tmp_path/'home', *shlex.split(example), cwd=tmp_path)
+    got = (shell if name=='run' else lambda home, *args, cwd: inside(*args))(tmp_path/'home', *shlex.split(example), cwd=tmp_path)
     assert (said.returncode, got.returncode)==(0, 0), got.stderr
     left = {'rm': ['after', 'before'], 'mv': ['after', 'before lr=3e-4', 'tmp 1']}.get(name, ['after', 'before', 'tmp 1'])
     assert sorted(runs(tmp_path/'home').name)==left
@@ -90,18 +104,23 @@ def test_what_starts_without_pandas_and_torch(runs_there):
         assert got.stdout.splitlines()[-1]=='[]', (args, got.stderr)
 
 
-@pytest.mark.slow
-def test_without_torch(runs_there, tmp_path):
-    "As where it is not installed"
-    (tmp_path/'torch.py').write_text("raise ImportError('there is no torch here')")
-    asked = [['ls'], ['show', 'before'], ['tail', 'before'], ['brief', 'before'], ['diff', 'before', 'after'], ['du'], ['diagnose', 'before'],
-        ['plot', 'before', '-o', 'x.png'], ['report', 'before', '-o', 'x.html'], ['export', 'before', 'x.csv']]
-    for args in asked: assert shell(runs_there, *args, cwd=tmp_path, PYTHONPATH=f'{tmp_path}{os.pathsep}{root}').returncode==0, args
+def test_without_torch(tmp_path):
+    "Each command, as where it is not installed"
+    for name in 'before', 'after', 'tmp 1': train(tmp_path/'home', name)
+    (tmp_path/'train.py').write_text('')
+    code = '''import shlex, sys
+sys.modules['torch'] = None
+from torchember.cli.commands import command_named, main, places
+for name in [n for n,(_,what) in places.items() if what and n!='mv']+['mv']:
+    assert main(shlex.split(command_named(name).example)[1:])==0, name
+'''
+    got = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, cwd=tmp_path, env=environment(TORCHEMBER_HOME=str(tmp_path/'home')))
+    assert got.returncode==0, got.stderr
+    assert (tmp_path/'before.png').exists() and sorted(runs(tmp_path/'home').name)==['after', 'before lr=3e-4']
 
 
-@pytest.mark.slow
-def test_json_has_what_the_library_says(runs_there, tmp_path):
-    def told(*args): return json.loads(shell(runs_there, *args, '--json', cwd=tmp_path).stdout)
+def test_json_has_what_the_library_says(runs_there, tmp_path, inside):
+    def told(*args): return json.loads(inside(*args, '--json').stdout)
     there = runs(runs_there)
     assert [(r['name'], r['steps'], r['rows'], r['size']) for r in told('ls')]==[*there[['name', 'steps', 'rows', 'size']].itertuples(index=False, name=None)]
     assert [(r['name'], r['size']) for r in told('du', 'b*')]==[*torchember.du('b*', runs_there)[['name', 'size']].itertuples(index=False, name=None)]
@@ -112,7 +131,7 @@ def test_json_has_what_the_library_says(runs_there, tmp_path):
     s = told('show', 'blown', '--ttype', 'weight')
     assert s['steps']==12 and s['findings'][0].startswith('error') and [l['weights'] for l in s['layers']]==['0.weight', '0.bias', '2.weight', '2.bias']
     rows = read('blown', home=runs_there)
-    steps = [json.loads(l) for l in shell(runs_there, 'tail', 'blown', '-n', '100', '--json').stdout.splitlines()]
+    steps = [json.loads(l) for l in inside('tail', 'blown', '-n', '100', '--json').stdout.splitlines()]
     at = {o['step']: o for o in steps if 'step' in o}
     told_rows = rows[rows['ttype']!='finding'].groupby('step').size()
     assert {s: o['rows'] for s,o in at.items()}==told_rows.to_dict()
@@ -124,14 +143,14 @@ def test_json_has_what_the_library_says(runs_there, tmp_path):
     assert len(pd.read_parquet(tmp_path/'it.parquet'))==e['rows']==len(read('before', home=runs_there))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize('columns', [40, 80, 200])
-def test_lines_fit(runs_there, columns):
+def test_lines_fit(inside, columns, monkeypatch):
+    monkeypatch.setenv('COLUMNS', str(columns))
     for args in ['ls'], ['du'], ['show', 'blown'], ['tail', 'blown']:
-        lines = shell(runs_there, *args, COLUMNS=str(columns)).stdout.splitlines()
+        lines = inside(*args).stdout.splitlines()
         table = lines[lines.index('')+1:] if args[0]=='show' else [l for l in lines if not l.startswith(('error', 'warning'))]
         assert len(table)>3 and max(map(columns_of, table))<=columns, (args, table)
-    names = [l.split()[0] for l in shell(runs_there, 'ls', COLUMNS=str(columns)).stdout.splitlines()]
+    names = [l.split()[0] for l in inside('ls').stdout.splitlines()]
     assert {'name', 'before', 'after', 'blown'}<={*names}
 
 
@@ -173,12 +192,18 @@ def test_rm_asks(tmp_path):
 
 
 def test_plot_in_terminals(runs_there):
-    "One that says that it has sixels, one that says that it has none, and those that are known by name"
+    "One that says that it has sixels, and one that says that it has none"
     for answer,has in ((b'\x1b[?62;4;22c', True), (b'\x1b[?62;22c', False)):
         code,shown = on_terminal(runs_there, 'plot', 'before', answer=answer, to=b'\x1b[c')
         assert code==0 and ('\x1bPq' in shown)==has and ('▀' in shown)!=has
-    assert '\x1b_Ga=T' in on_terminal(runs_there, 'plot', 'before', KITTY_WINDOW_ID='1')[1]
-    assert '\x1b]1337;File=' in on_terminal(runs_there, 'plot', 'before', TERM_PROGRAM='iTerm.app')[1]
+
+
+@pytest.mark.parametrize(('name', 'value', 'begins'), [('KITTY_WINDOW_ID', '1', '\x1b_Ga=T'), ('TERM_PROGRAM', 'iTerm.app', '\x1b]1337;File=')])
+def test_plot_where_the_terminal_is_known(inside, monkeypatch, name, value, begins):
+    for n in 'TMUX', 'TERM', 'KITTY_WINDOW_ID', 'TERM_PROGRAM': monkeypatch.delenv(n, raising=False)
+    monkeypatch.setenv(name, value)
+    monkeypatch.setattr('torchember.cli.pictures.is_terminal', lambda *_: True)
+    assert inside('plot', 'before').stdout.startswith(begins) and not [*Path().iterdir()]
 
 
 def test_the_newest_run_stands_first(tmp_path):
@@ -210,17 +235,17 @@ def test_what_fails_a_job(runs_there, monkeypatch, capsys, severity, codes):
     rules.pop('odd')
 
 
-def test_plot_for_a_program_that_has_a_terminal(runs_there, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert '"file": "before.png"' in on_terminal(runs_there, 'plot', 'before', '--json')[1] and (tmp_path/'before.png').exists()
+def test_plot_for_a_program_that_has_a_terminal(inside, monkeypatch):
+    monkeypatch.setattr('torchember.cli.pictures.is_terminal', lambda *_: True)
+    assert json.loads(inside('plot', 'before', '--json').stdout)['file']=='before.png' and Path('before.png').exists()
 
 
-def test_exit_codes(runs_there, tmp_path):
-    def code(*args): return shell(runs_there, *args, cwd=tmp_path).returncode
+def test_exit_codes(inside):
+    def code(*args): return inside(*args).returncode
     assert [code('diagnose', *a) for a in (['before'], ['blown'], ['before', 'blown'], ['nowhere'], ['blown', '--fail-on', 'never'])]==[0, 1, 1, 2, 0]
     assert [code('diff', 'before', n) for n in ('after', 'other', 'nowhere')]==[0, 1, 2]
     for args in '', 'nothing', 'ls --home nowhere', 'ls nowhere', 'show *', 'export before x.txt', 'show before --path none':
-        got = shell(runs_there, *args.split(), cwd=tmp_path)
+        got = inside(*args.split())
         assert got.returncode==2 and got.stderr and not got.stdout, args
     for c in typed: assert code(c, '--no-such-option')==2, c
 
@@ -276,7 +301,7 @@ with torchEmber(torch.nn.Linear(2, 1), name='other process', home=sys.argv[1]) a
 class Training:
     "Another process, that makes a step when it is told to"
     def __init__(self, home):
-        self.p = subprocess.Popen([sys.executable, '-c', program, str(home)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment())
+        self.p = programs.start(program, home, stdin=subprocess.PIPE, stderr=None, after=libraries, PYTHONPATH=root)
 
     def step(self, loss):
         self.p.stdin.write(f'{loss}\n')
