@@ -504,6 +504,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'torchember.cli.listing.fact_lines': ( '95_cli/listing.html#fact_lines',
                                                                                'torchember/cli/listing.py'),
                                         'torchember.cli.listing.facts_of': ('95_cli/listing.html#facts_of', 'torchember/cli/listing.py'),
+                                        'torchember.cli.listing.has_died': ('95_cli/listing.html#has_died', 'torchember/cli/listing.py'),
                                         'torchember.cli.listing.ls_arguments': ( '95_cli/listing.html#ls_arguments',
                                                                                  'torchember/cli/listing.py'),
                                         'torchember.cli.listing.ls_command': ( '95_cli/listing.html#ls_command',

@@ -206,6 +206,20 @@ def test_plot_where_the_terminal_is_known(inside, monkeypatch, name, value, begi
     assert inside('plot', 'before').stdout.startswith(begins) and not [*Path().iterdir()]
 
 
+def test_a_run_has_died_when_one_of_its_processes_has(tmp_path):
+    for rank in 0, 1: train(tmp_path, f'many.rank{rank}', steps=1)
+    def state(): return json.loads(shell(tmp_path, 'ls', '--json').stdout)[0]['state']
+    assert state()=='ended'
+    file = tmp_path/'data'/'base_many.rank1.json'
+    said = {k: v for k,v in json.loads(file.read_text()).items() if k!='end'}
+    gone = programs.start('')
+    gone.communicate()
+    file.write_text(json.dumps({**said, 'pid': gone.pid}))
+    assert state()=='died'
+    file.write_text(json.dumps({**said, 'pid': gone.pid, 'host': 'another'})) # of which nobody here knows
+    assert state()=='ended'
+
+
 def test_the_newest_run_stands_first(tmp_path):
     for name,day in (('b', 2), ('c', 3), ('a', 1)):
         train(tmp_path, name, steps=1)
@@ -326,6 +340,8 @@ def test_tail_of_a_run_that_another_process_writes(tmp_path, end):
     out,err = tail.communicate(timeout=60)
     assert tail.returncode=={'end': 0, 'kill': 1, 'interrupt': 130}[end] and 'Traceback' not in err
     if end!='interrupt': assert [l.split()[1] for l in out.splitlines() if l.startswith('step')]==['4']
+    state,shown = json.loads(shell(tmp_path, 'ls', '--json').stdout)[0]['state'],shell(tmp_path, 'show', 'other process').stdout
+    assert state=={'end': 'ended', 'kill': 'died', 'interrupt': 'running'}[end] and ('\ndied ' in shown)==(end=='kill')
     if end=='kill': assert 'is gone' in err and any(l.startswith('error') for l in out.splitlines())
     training.p.kill(), training.p.wait(), training.p.stdout.close()
     if end!='end': training.p.stdin.close()

@@ -2,12 +2,15 @@
 import builtins
 import json
 import re
+import shlex
 import symtable
 from configparser import ConfigParser
 from pathlib import Path
 
 import programs
 import pytest
+
+from torchember.cli.commands import parser
 
 root = Path(__file__).parents[2]
 readme = (root/'README.md').read_text(encoding='utf-8')
@@ -82,7 +85,15 @@ def test_commands():
     assert {'torch', 'fast', 'jax', 'interactive'}<=asked<=extras
     made = {m for kind,code in shown if kind=='sh' for m in re.findall(r'^make (\w+)', code, re.M)} | set(re.findall('`make (\\w+)', readme))
     assert {'demo', 'test', 'docs'}<=made<=targets
-    assert [l for kind,code in shown if kind=='sh' for l in code.splitlines() if not re.match(r"make \w+|pip install '\.\[[\w,]+\]'", l)]==[]
+    assert [l for kind,code in shown if kind=='sh' for l in code.splitlines() if not re.match(r"make \w+|pip install '\.\[[\w,]+\]'|torchember \w+", l)]==[]
+
+
+def test_what_a_shell_is_told():
+    "Each is a command with such arguments, and the first ones that a reader needs are there"
+    lines = [l for kind,code in shown if kind=='sh' for l in code.splitlines() if l.startswith('torchember ')]
+    asked = [parser().parse_args(shlex.split(l, comments=True)[1:]) for l in lines]
+    assert [a.command for a in asked]==['run', 'ls', 'tail', 'plot', 'diagnose', 'diff']
+    assert asked[0].program==['train.py', '--lr', '0.1'] and asked[4].fail_on=='error'
 
 
 def title(path):

@@ -31,7 +31,18 @@ def runs_like(patterns, home):
             raise FileNotFoundError(unknown('run matches' if is_pattern(p) else 'run', p, [r['name'] for r in every]))
     return [r for r in every if not patterns or any(r['name']==p or fnmatchcase(r['name'], p) for p in patterns)]
 
-def state_of(row): return row['problem'] or ('running' if row['running'] else 'ended')
+def has_died(name, place):
+    "Whether the process of a log is gone, and has not said that it ended"
+    from torchember.frames.logs import goes_on, said_of
+    base = said_of(name, place/'data')[0]
+    return 'pid' in base and 'end' not in base and not goes_on(base)
+
+def state_of(row, home):
+    "What has become of a run: a problem, or 'running', 'ended', 'died'"
+    from torchember.store.base import folder
+    if row['problem'] or row['running']: return row['problem'] or 'running'
+    place,n = folder('torchember', home),row['ranks']
+    return 'died' if any(has_died(f"{row['name']}.rank{i}" if n>1 else row['name'], place) for i in range(n)) else 'ended'
 
 def nothing_there(home):
     from torchember.store.base import folder
@@ -44,15 +55,16 @@ def ls_arguments(p):
 
 @command(ls_arguments, "torchember ls 'be*'")
 def ls_command(args):
-    "The runs there are, the newest first: model, steps, rows, size, when it began, and whether it is running, has ended, or cannot be read"
-    rows = runs_like(args.run, home := home_of(args))
+    "The runs there are, the newest first: model, steps, rows, size, when it began, and whether it is running, has ended, has died, or cannot be read"
+    home = home_of(args)
+    rows = [dict(r, state=state_of(r, home)) for r in runs_like(args.run, home)]
     if args.json: say(as_json(rows))
     elif not rows: return nothing_there(home)
     else:
-        shown = [dict(r, size=size(r['size']), began=start_of(r), state=state_of(r), ranks=r['ranks'] if r['ranks']>1 else None) for r in rows]
+        shown = [dict(r, size=size(r['size']), began=start_of(r), ranks=r['ranks'] if r['ranks']>1 else None) for r in rows]
         columns = ['name', 'model', 'steps', 'rows', 'size', 'began', 'state']
         if any(r['ranks'] for r in shown): columns.insert(2, 'ranks')
-        colour = lambda r: 'error' if r['problem'] else 'good' if r['running'] else None
+        colour = lambda r: 'good' if r['running'] else 'error' if r['state']!='ended' else None
         drop = ('rows', 'ranks', 'size', 'model', 'began', 'steps')
         say(*table(shown, columns, elastic=('name', 'state', 'model'), drop=drop, colour=colour))
     return 0
@@ -93,11 +105,13 @@ def facts_of(name, home):
     place = folder('torchember', home)
     row = next((r for r in rows_of_runs(home) if r['name']==name), {'name': name})
     base = said_of(name, place/'data')[0]
+    if 'running' in row: row = dict(row, state=state_of(row, home))
     return row | {k: base[k] for k in ('host', 'pid', 'user', 'seconds', 'share') if k in base} | {'log': str(place/'log'/name)}
 
 def fact_lines(f):
     known = {'model': f.get('model'), 'ranks': f['ranks'] if f.get('ranks', 1)>1 else None, 'steps': f.get('steps'), 'rows': f.get('rows'),
-        'size': size(f['size']) if 'size' in f else None, 'began': f.get('start'), 'ended': 'running' if f.get('running') else f.get('end'),
+        'size': size(f['size']) if 'size' in f else None, 'began': f.get('start'),
+        'died' if f.get('state')=='died' else 'ended': 'running' if f.get('running') else f.get('end'),
         'by': ', '.join(f'{k} {f[k]}' for k in ('user', 'host', 'pid') if k in f), 'cost': f"{f['share']:.1%} of the time" if 'share' in f else None,
         'log': f['log'], 'problem': f.get('problem')}
     return [f'{k:9}{v:,}' if isinstance(v, int) else f'{k:9}{printable(v)}' for k,v in known.items() if v not in (None, '')]

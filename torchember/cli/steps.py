@@ -47,7 +47,7 @@ class Step:
     def line(self):
         numbers = ''.join(f'  {printable(k, 40)} {v:.4g}' for k,v in self.numbers.items())
         at = f'  {printable(self.ts.rpartition(" ")[2], 20)}' if self.ts else ''
-        return fit(f"step {self.step:<6,}{numbers}{at}  {self.rows} row{'s'*(self.rows!=1)}", printable(self.trouble), 'error')
+        return fit([f'step {self.step:<6,}{numbers}', at, f"  {self.rows} row{'s'*(self.rows!=1)}"], printable(self.trouble), 'error')
 
 def of_tensor(r):
     "Which tensor has what that is not finite"
@@ -56,9 +56,10 @@ def of_tensor(r):
     path = path_of(r['module']) if isinstance(r.get('module'), str) else ''
     return f"{what} in {r.get('ttype')} of {'.'.join(str(p) for p in (path, r.get('pname')) if p) or 'the model'}"
 
-def fit(text, more, how):
-    "A line, not longer than there is room; what is more, in a colour"
-    room = width()
+def fit(parts, more, how):
+    "A line, not longer than there is room; what is more, in a colour, in the place of the last parts where there is too little"
+    room,text = width(),''.join(parts)
+    while room is not None and more and len(parts)>1 and columns_of(text)+2+min(columns_of(more), 30)>room: text = ''.join(parts := parts[:-1])
     if room is not None: text,more = shortened(text, room),shortened(more, max(room-columns_of(text)-2, 0))
     return text+(f'  {coloured(more, how)}' if more else '')
 
