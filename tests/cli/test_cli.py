@@ -18,7 +18,7 @@ from torch import nn
 import torchember
 from torchember import read, runs, torchEmber
 from torchember.cli.commands import command_named, main, parser, places
-from torchember.cli.steps import Log
+from torchember.cli.steps import Log, Step, Steps
 from torchember.cli.terminal import columns_of, table
 from torchember.health.rules import table as rules
 
@@ -264,6 +264,20 @@ def test_exit_codes(inside):
     for c in typed: assert code(c, '--no-such-option')==2, c
 
 
+def test_export_takes_the_place_of_a_file_only_when_it_is_told_and_whole(inside, monkeypatch):
+    file = Path('x.csv')
+    file.write_text('mine')
+    assert inside('export', 'before', 'x.csv').returncode==2 and file.read_text()=='mine'
+    def fails(run, file, *rest):
+        Path(file).write_text('half')
+        raise OSError('the disk is full')
+    with monkeypatch.context() as m:
+        m.setattr('torchember.cli.changing.exported', fails)
+        assert inside('export', 'before', 'x.csv', '--force').returncode==2
+    assert [(f.name, f.read_text()) for f in Path().iterdir()]==[('x.csv', 'mine')]
+    assert inside('export', 'before', 'x.csv', '--force').returncode==0 and len(pd.read_csv(file))==len(read('before'))
+
+
 def test_a_home_where_nothing_was_recorded(tmp_path):
     for c in 'ls', 'du':
         got = shell(tmp_path/'none', c)
@@ -354,6 +368,18 @@ def test_tail_tells_an_open_step_when_nothing_more_comes(tmp_path):
         env=environment(TORCHEMBER_HOME=str(tmp_path)))
     assert tail.stdout.readline().split()[:4]==['step', '0', 'loss', '0']
     for p in tail,training.p: p.kill(), p.communicate()
+
+
+def test_a_row_that_comes_late_holds_nothing_up():
+    steps = Steps()
+    for step in 5, 3: steps.add('log', dict(step=step, ttype='output'))
+    assert [s.step for s in steps.over(['log'])]==[3] and [s.step for s in steps.over([])]==[5]
+
+
+def test_what_is_told_of_a_step_is_what_was_first_not_finite():
+    s = Step(0)
+    for path in 'a', 'b', 'c': s.add(dict(step=0, ttype='output', module=f'm(Net).{path}(Linear)', nan=int(path!='a')))
+    assert s.trouble=='NaN in output of b and 1 more' and (s.rows, s.odd)==(3, 2)
 
 
 def test_tail_of_several_processes(tmp_path):
