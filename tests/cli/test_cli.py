@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pandas as pd
@@ -125,6 +126,7 @@ def test_json_has_what_the_library_says(runs_there, tmp_path, inside):
     assert [(r['name'], r['steps'], r['rows'], r['size']) for r in told('ls')]==[*there[['name', 'steps', 'rows', 'size']].itertuples(index=False, name=None)]
     assert [(r['name'], r['size']) for r in told('du', 'b*')]==[*torchember.du('b*', runs_there)[['name', 'size']].itertuples(index=False, name=None)]
     assert told('diagnose', 'blown')==json.loads(torchember.diagnose('blown', home=runs_there).to_json())
+    assert told('diagnose', 'blow*')==[told('diagnose', 'blown')]
     assert told('brief', 'before')['text']==torchember.brief('before', home=runs_there)
     d = told('diff', 'before', 'other')
     assert (d['differ'], d['step'], d['names'])==(True, 0, ['before', 'other'])
@@ -162,6 +164,7 @@ def test_nothing_is_left_out_in_a_pipe_and_there_are_no_colours(runs_there):
 def on_terminal(home, *args, answer=b'', to=b'', size=80, **env):
     "What a terminal shows, and the exit code. answer: what is typed there as soon as it shows something"
     ours,theirs = pty.openpty()
+    before = termios.tcgetattr(ours)
     with subprocess.Popen([sys.executable, '-m', 'torchember', *args], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
         env=environment(TORCHEMBER_HOME=str(home), TERM='xterm-256color', COLUMNS=str(size), **env)) as p:
         os.close(theirs)
@@ -173,6 +176,7 @@ def on_terminal(home, *args, answer=b'', to=b'', size=80, **env):
             shown += data
             if answer and to in shown: os.write(ours, answer); answer = b''
         code = p.wait(60)
+    assert termios.tcgetattr(ours)==before # as it was
     os.close(ours)
     return code, shown.decode()
 
@@ -204,6 +208,7 @@ def test_plot_where_the_terminal_is_known(inside, monkeypatch, name, value, begi
     monkeypatch.setenv(name, value)
     monkeypatch.setattr('torchember.cli.pictures.is_terminal', lambda *_: True)
     assert inside('plot', 'before').stdout.startswith(begins) and not [*Path().iterdir()]
+    assert inside('plot', 'before', '-o', 'other.svg').stdout=='other.svg\n' and '<svg' in Path('other.svg').read_text()
 
 
 def test_a_run_has_died_when_one_of_its_processes_has(tmp_path):
@@ -262,6 +267,7 @@ def test_exit_codes(inside):
         got = inside(*args.split())
         assert got.returncode==2 and got.stderr and not got.stdout, args
     for c in typed: assert code(c, '--no-such-option')==2, c
+    assert '-n is how many' in inside('tail', 'before', '-n', '-1').stderr
 
 
 def test_export_takes_the_place_of_a_file_only_when_it_is_told_and_whole(inside, monkeypatch):
@@ -387,6 +393,7 @@ def test_tail_of_several_processes(tmp_path):
     for rank,steps in ((0, 4), (1, 4)): train(tmp_path, f'many.rank{rank}', steps=steps)
     lines = [json.loads(l) for l in shell(tmp_path, 'tail', 'many', '--json').stdout.splitlines()]
     one = read('many.rank0', home=tmp_path).groupby('step').size()
+    assert shell(tmp_path, '_complete', 'zsh', 'tail', '').stdout=='many\n'
     assert [(o['step'], o['rows']) for o in lines]==[(s, 2*n) for s,n in one.items()]
 
 
@@ -414,3 +421,6 @@ def test_bash_completes(runs_there, tmp_path):
             env=environment(TORCHEMBER_HOME=str(runs_there), PATH=f"{tmp_path}:{os.environ['PATH']}")).stdout.split('\n')[:-1]
     assert completed('torchember diff bef')==['before'] and completed('torchember dia')==['diagnose']
     assert completed('torchember show b')==['before', 'blown'] and completed('torchember show --j')==['--json']
+    assert completed('torchember _')==[''] and {'run', 'ls', '--help'}<={*completed('torchember ')}
+    assert completed("torchember show 'Schr")==[long_name] and completed('torchember show Schr')==[long_name.replace(' ', r'\ ')]
+    assert completed('torchember run --st')==['--stats', '--store']

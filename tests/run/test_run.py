@@ -252,6 +252,7 @@ def test_arguments_that_make_no_sense(tmp_path, monkeypatch, capsys):
 def test_options():
     assert options_in([])=={} and options_in(['--stats', 'rms,max'])=={'stats': ['rms', 'max']}
     assert options_in(['--rules', 'default', '--every', '3'])=={'rules': ['default'], 'every': 3}
+    assert split(['--', 'a', '--', 'b'])==([], False, ['a', '--', 'b']) and split(['--every', '3', '--', 'a'])==(['--every', '3'], False, ['a'])
     assert split(['a', '--', 'b'])==([], False, ['a', '--', 'b'])
     assert split(['--home=x', '--name', 'n', '-m', 'm', '-m'])==(['--home=x', '--name', 'n'], True, ['m', '-m'])
     assert split(['--help'])==(['-h'], False, []) and split([])==([], False, [])
