@@ -284,6 +284,12 @@ if __name__=='__main__':
     assert steps(Ran('it'))==[0, 1] and list(runs().name)==['it'] and len(said(done))==2
 
 
+def test_a_fork_that_comes_to_the_end_says_nothing(tmp_path):
+    (tmp_path/'train.py').write_text("import os\nchild = os.fork()\nif child: os.waitpid(child, 0)\nprint('over', flush=True)")
+    done = python('-m', 'torchember', 'run', 'train.py', folder=tmp_path)
+    assert (done.returncode, done.stdout, len(said(done)))==(0, 'over\nover\n', 1), done.stderr
+
+
 def test_torch_is_not_there_before_the_program(tmp_path):
     "It may set what torch reads when it is imported"
     (tmp_path/'train.py').write_text("import sys\nwas = 'torch' in sys.modules, 'numpy' in sys.modules\n"+loop+'print(was)')

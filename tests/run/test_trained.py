@@ -464,6 +464,14 @@ def test_an_optimizer_in_the_place_of_one_that_is_gone():
     assert awaited.all()==[opt]
 
 
+def test_its_first_step_is_told_again():
+    opt = momentum(seeded())
+    with Watched() as w:
+        w.steps.add(id(opt)) # of the one that is gone
+        w.made_one(opt)
+        assert not w.steps and w.made==1
+
+
 def test_names_of_several_processes(monkeypatch):
     "Each looks for its own log"
     monkeypatch.setattr('torchember.recorder.process.rank_and_size', lambda: (1, 2))
