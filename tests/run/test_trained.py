@@ -332,6 +332,19 @@ def test_gradients_are_unscaled(n):
     assert [s for s in w.said if 'several scalers' in s]==w.said[1:] and len(w.said)==n
 
 
+def test_a_second_model_with_a_scaler_of_its_own():
+    gc.collect()
+    kept = []
+    def train():
+        for seed in 0, 1:
+            kept.append((seeded(seed=seed), torch.amp.GradScaler('cpu')))
+            model,scaler = kept[-1]
+            opt = momentum(model)
+            for x,y in batches(2): scaler.scale(loss_of(model, x, y)).backward(); scaler.step(opt); scaler.update(); opt.zero_grad()
+    w = armed(train)
+    assert [t.scaler() for t in w.trainings]==[s for _,s in kept] and len(w.said)==2, w.said
+
+
 def test_which_scaler():
     gc.collect()
     off = torch.amp.GradScaler('cpu', enabled=False)
