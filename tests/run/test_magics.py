@@ -76,6 +76,7 @@ def test_a_cell_that_raises(shell):
     "It is raised, shown from the cell on, and what there was until then is shown"
     done = shell.run("%%ember --name it\nstep()\nraise ValueError('it')")
     assert isinstance(done.error_in_exec, ValueError) and shell.pictures==1 and steps('it')[0]==0 and given_back(shell['model'])
+    assert any('ValueError: it' in str(r) for r in emberTracker('it').lines()) # what has ended it
     said = re.sub('\x1b.*?m', '', shell.shown.stdout)
     assert "raise ValueError('it')" in said and 'magics.py' not in said and 'run.py' not in said
     shell.run('%%ember\nif')
@@ -106,6 +107,13 @@ def test_an_optimizer_that_the_cell_makes_anew(shell):
     "Is the one that ends its steps"
     shell.run('%%ember --name it\nopt = torch.optim.Adam(model.parameters())\nfor _ in range(3): step()').raise_error()
     assert steps('it')==[0, 1, 2] and 'by Adam,' in shell.shown.stdout and list(runs().name)==['it']
+
+
+def test_an_optimizer_that_was_only_shown(shell):
+    "The notebook keeps it as a value that a cell has given, and nobody steps it"
+    shell.run('torch.optim.Adam(model.parameters())').raise_error()
+    shell.run('%%ember --name it\nfor i in range(3): step()').raise_error()
+    assert steps('it')==[0, 1, 2] and 'by SGD,' in shell.shown.stdout and list(runs().name)==['it']
 
 
 def test_options_that_make_no_sense(shell):
