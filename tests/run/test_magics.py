@@ -136,5 +136,5 @@ def test_which_models():
     outer = nn.Sequential(a)
     assert models_in([a, outer, frozen, nn.MSELoss(), 3, outer])==[outer] and models_in([a])==[a] and models_in([])==[]
     names = {}
-    exec('def f(): return g()\ndef g(): return [m for _ in range(2)]\nm = 1\nn = 2', names)
+    exec('def f(): return g()\ndef g(): return [m for _ in range(2)] or f()\nm = 1\nn = 2', names)
     assert {*named_in(ast.parse('f(); unknown'), names)}=={'f', 'g', 'm'} and named_in(ast.parse('n'), names)=={'n': 2}
