@@ -110,8 +110,8 @@ def test_an_optimizer_that_the_cell_makes_anew(shell):
 
 
 def test_an_optimizer_that_was_only_shown(shell):
-    "The notebook keeps it as a value that a cell has given, and nobody steps it"
-    shell.run('torch.optim.Adam(model.parameters())').raise_error()
+    "The notebook keeps it under a name with an underscore, and nobody steps it"
+    shell.run('_2 = torch.optim.Adam(model.parameters())').raise_error()
     shell.run('%%ember --name it\nfor i in range(3): step()').raise_error()
     assert steps('it')==[0, 1, 2] and 'by SGD,' in shell.shown.stdout and list(runs().name)==['it']
 
