@@ -1,7 +1,7 @@
 'use strict'
-// A run, to look at and to point into. All that is shown is in `data`, as torchember.show.page_data makes it; names of layers
-// are somebody's data, so text goes into the page as text, never as HTML.
-const data = JSON.parse(document.getElementById('data').textContent)
+// A run, to look at and to point into. All that is shown is in `data`, as torchember.show.page.data makes it; names of layers
+// are somebody's data, so text goes into the page as text, never as HTML. In a report it lies in the page, and a board hands it to `show`.
+let data = null
 const $ = (css, within = document) => within.querySelector(css)
 const make = (tag, props = {}, ...children) => { const e = Object.assign(document.createElement(tag), props); e.append(...children); return e }
 const attrs = (e, some) => { for (const [k, v] of Object.entries(some)) v == null ? e.removeAttribute(k) : e.setAttribute(k, v); return e }
@@ -15,7 +15,7 @@ const count = (n, one) => `${whole(n)} ${one}${n === 1 ? '' : 's'}`
 
 // ---- what is looked at: also in the address, so that it can be sent on
 
-const kinds = new Map(data.kinds.map(k => [k.ttype, k]))
+let kinds = new Map(), besides = [], alsoInAddress = () => {} // besides: runs to compare with
 const state = { kind: null, stat: null, path: null, label: null, step: 0, words: '', sort: null, down: true }
 const kind = () => kinds.get(state.kind)
 
@@ -25,7 +25,7 @@ function fromAddress() {
   const stats = kind() ? Object.keys(kind().stats) : []
   state.stat = stats.includes(asked.get('stat')) ? asked.get('stat') : stats[0] ?? null
   const step = parseInt(asked.get('step'), 10)
-  state.step = nearest(steps(), Number.isFinite(step) ? step : data.trouble ? data.trouble.step : Number.MAX_SAFE_INTEGER)
+  state.step = nearest(steps(), asked.get('step') === 'last' ? Number.MAX_SAFE_INTEGER : Number.isFinite(step) ? step : data.trouble ? data.trouble.step : Number.MAX_SAFE_INTEGER)
   const at = asked.get('at')
   const tensor = kind()?.tensors.find(t => t.label === at)
   state.label = tensor ? at : null
@@ -35,6 +35,7 @@ function fromAddress() {
 function toAddress() {
   const now = new URLSearchParams({ tensors: state.kind ?? '', stat: state.stat ?? '', step: state.step })
   if (state.label ?? state.path) now.set('at', state.label ?? state.path)
+  alsoInAddress(now)
   history.replaceState(null, '', '#' + now)
 }
 
@@ -84,8 +85,8 @@ function scaleOf(value) {
   const range = log ? Math.log(high / low) : high - low
   return { low, high, log, zeros, at: v => range > 0 ? Math.min(Math.max(log ? Math.log(v / low) / range : (v - low) / range, 0), 1) : 0 }
 }
-const ramp = data.colors.scale.map(c => [1, 3, 5].map(i => parseInt(c.slice(i, i + 2), 16)))
-const gray = [1, 3, 5].map(i => parseInt(data.colors.zero.slice(i, i + 2), 16))
+const bytesOf = c => [1, 3, 5].map(i => parseInt(c.slice(i, i + 2), 16))
+let ramp = [], gray = []
 const isDark = () => document.documentElement.dataset.theme === 'dark'
 const palette = () => data.colors[isDark() ? 'dark' : 'light'].lines
 function colorOf(scale, v) {
@@ -169,7 +170,7 @@ function zoomTo(range, from) {
 }
 
 function allSteps() {
-  const ends = [...data.kinds.map(k => k.step), ...data.numbers.map(n => n.step)].filter(s => s.length)
+  const ends = [data, ...besides].flatMap(p => [...p.kinds.map(k => k.step), ...p.numbers.map(n => n.step)]).filter(s => s.length)
   const low = Math.min(...ends.map(s => s[0])), high = Math.max(...ends.map(s => s[s.length - 1]))
   return low < high ? [low, high] : [low - .5, high + .5]
 }
@@ -213,22 +214,34 @@ const xAxis = { size: 26, values: (u, ticks) => ticks.map(v => Number.isInteger(
 
 // ---- the number that was noted: the loss
 
-let which = 0
+let which = 0, whichName = null
 async function drawNumbers() {
   const section = $('#numbers')
   section.hidden = !data.numbers.length
   if (section.hidden) return
   const n = data.numbers[which], y = await numbers(n.value), odd = n.step.filter((_, i) => !Number.isFinite(y[i]))
-  const log = wide(y), ok = Array.from(y, v => heightOf(v, log))
+  const others = []
+  for (const [m, run] of related(n)) others.push({ name: run ? `${m.name} of ${run}` : m.name, step: m.step, y: await numbers(m.value), aside: run })
+  const log = wide([y, ...others.map(o => o.y)].flatMap(v => Array.from(v))), all = [{ name: n.name, step: n.step, y }, ...others]
+  const [steps, ...lines] = uPlot.join(all.map(o => [o.step, Array.from(o.y, v => heightOf(v, log))])), colors = palette()
+  const at = all.map(o => new Map(o.step.map((s, i) => [s, i])))
   const read = u => {
-    const i = u.cursor.idx
-    $('.readout', section).textContent = i == null || i < 0 ? summaryOf(n, y) : `step ${whole(n.step[i])}: ${n.name} ${few(y[i]) || 'NaN'}`
+    const i = u.cursor.idx, step = steps[i]
+    $('.readout', section).textContent = i == null || i < 0 ? others.length ? all.map(o => `${o.name}: ${summaryOf(o, o.y)}`).join('; ') : summaryOf(n, y) :
+      `step ${whole(step)}: ${all.flatMap((o, k) => at[k].has(step) ? [`${o.name} ${few(o.y[at[k].get(step)]) || 'NaN'}`] : []).join(', ')}`
   }
   chart('numbers', { ...overSteps({ click: (u, x) => choose({ label: state.label, path: state.path, step: x }),
     hooks: { setCursor: [read], draw: [u => crosses(u, odd, css('--bad'))] } }),
-    series: [{}, { stroke: palette()[0], width: 1.5, spanGaps: false, points: { show: ok.length < 3 } }], axes: [xAxis, yAxis(log, labelRoom())] }, [n.step, ok], 150)
+    series: [{}, ...all.map((o, k) => ({ stroke: colors[k % colors.length], width: 1.5, spanGaps: false, dash: o.aside ? [6, 3] : [], points: { show: o.step.length < 3 } }))],
+    axes: [xAxis, yAxis(log, labelRoom())] }, [steps, ...lines], 150)
+  section.dataset.lines = all.length
   attrs($('.chart', section), { 'aria-label': `Line chart of ${n.name} over the steps. ${summaryOf(n, y)}` })
   read(charts.numbers)
+}
+const stemOf = name => name.toLowerCase().split(/[_/.-]/).filter(w => !['train', 'training', 'val', 'valid', 'validation', 'eval', 'test'].includes(w)).join('_')
+function related(n) { // the same of other phases, and of other runs
+  const same = some => some.filter(m => m.name === n.name), phases = data.numbers.filter(m => m !== n && stemOf(m.name) === stemOf(n.name))
+  return [...phases.map(m => [m, '']), ...besides.flatMap(p => same(p.numbers ?? []).map(m => [m, p.run.name]))]
 }
 function summaryOf(n, y) {
   const ok = Array.from(y).filter(Number.isFinite)
@@ -513,16 +526,21 @@ function markRows() {
 
 // ---- the tree
 
-const modules = data.tree.map(([path, name, type, depth], i) => ({ path, name, type, depth, i, leaf: !(data.tree[i + 1]?.[3] > depth), open: true }))
-modules.forEach(m => { for (let i = m.i - 1; i >= 0; i--) if (modules[i].depth < m.depth) { m.above = modules[i]; break } })
-if (modules.length > 80) { // as deep as can be looked over
-  const upTo = d => modules.filter(m => m.depth <= d).length
-  let depth = 1
-  while (upTo(depth + 1) <= 60) depth++
-  for (const m of modules) m.open = m.depth < depth
+let modules = [], typeOf = new Map(), current = null
+function plant(tree) {
+  const open = new Map(modules.map(m => [m.path, m.open])), at = current?.path
+  modules = tree.map(([path, name, type, depth], i) => ({ path, name, type, depth, i, leaf: !(tree[i + 1]?.[3] > depth), open: open.get(path) ?? true }))
+  modules.forEach(m => { for (let i = m.i - 1; i >= 0; i--) if (modules[i].depth < m.depth) { m.above = modules[i]; break } })
+  if (modules.length > 80 && !open.size) { // as deep as can be looked over
+    const upTo = d => modules.filter(m => m.depth <= d).length
+    let depth = 1
+    while (upTo(depth + 1) <= 60) depth++
+    for (const m of modules) m.open = m.depth < depth
+  }
+  typeOf = new Map(modules.map(m => [m.path, m.type]))
+  current = modules.find(m => m.path === at) ?? modules[0]
+  ofModule.clear()
 }
-const typeOf = new Map(modules.map(m => [m.path, m.type]))
-let current = modules[0]
 function visible() {
   if (state.words) { // what is found, and what it lies in
     const keep = new Set()
@@ -630,6 +648,7 @@ const listOf = some => make('ul', {}, ...some.map(itemOf))
 const tones = new Set(['error', 'warning', 'info'])
 function fillHealth() {
   const h = data.health, section = $('#health')
+  section.replaceChildren()
   section.hidden = !h
   if (section.hidden) return
   const wrong = h.findings.filter(f => f.severity !== 'info'), notes = h.findings.filter(f => f.severity === 'info')
@@ -686,15 +705,19 @@ const facts = r => [r.model, `${count(r.steps, 'step')}, ${whole(r.first)} to ${
   r.running ? 'still going on when this was made' : r.end && `ended ${r.end}`, r.rows && `${count(r.rows, 'row')}`,
   r.seconds != null && `recording took ${r.seconds < 10 ? r.seconds.toPrecision(2) : whole(r.seconds)} s${r.share > 0 && r.share < 1 ? `, ${percent(r.share)} of the training` : ''}`].filter(Boolean).join(' · ')
 
-function begin() {
-  const r = data.run, dark = matchMedia('(prefers-color-scheme: dark)')
-  document.documentElement.dataset.theme = dark.matches ? 'dark' : 'light'
-  dark.addEventListener('change', e => { document.documentElement.dataset.theme = e.matches ? 'dark' : 'light'; changed('all') })
-  $('#theme').onclick = () => { document.documentElement.dataset.theme = isDark() ? 'light' : 'dark'; changed('all') }
+function show(page) { // a run, or a newer state of it
+  data = page
+  const r = data.run
+  kinds = new Map(data.kinds.map(k => [k.ttype, k]))
+  ramp = data.colors.scale.map(bytesOf)
+  gray = bytesOf(data.colors.zero)
+  plant(data.tree)
   $('#name').textContent = r.name
   $('#facts').textContent = facts(r)
   const trouble = $('#trouble')
   trouble.hidden = false
+  trouble.replaceChildren()
+  trouble.removeAttribute('style')
   if (data.trouble) {
     const b = make('button', { type: 'button', textContent: capital(data.trouble.text) })
     b.onclick = () => goTo({ ...data.trouble, first: data.trouble.step })
@@ -710,9 +733,23 @@ function begin() {
   fromAddress()
   reveal()
   fillControls()
-  fillOptions($('#number'), data.numbers.map((_, i) => String(i)), i => data.numbers[i].name, '0')
-  fillOptions($('#format'), Object.keys(data.formats), n => n)
-  $('#number').onchange = e => { which = +e.target.value; changed('all') }
+  which = Math.max(data.numbers.findIndex(n => n.name === whichName), 0)
+  fillOptions($('#number'), data.numbers.map((_, i) => String(i)), i => data.numbers[i].name, String(which))
+  const format = $('#format').value
+  fillOptions($('#format'), Object.keys(data.formats), n => n, Object.hasOwn(data.formats, format) ? format : null)
+  const thin = data.kinds.find(k => k.thin)
+  help = 'Drag over a chart to zoom in, double-click to zoom out. The address of the page remembers what is chosen.' +
+    (thin ? ` Of neighbouring steps, heat maps and lines show the one that is farthest from the usual: ${whole(thin.step.length)} columns for all steps. The table has all of them.` : '') + source(r)
+  return changed('all')
+}
+let source = r => ` Made by torchember${r.version ? ' ' + r.version : ''}; all of it is in this file.`
+
+function listen() { // to whoever looks
+  const dark = matchMedia('(prefers-color-scheme: dark)')
+  document.documentElement.dataset.theme = dark.matches ? 'dark' : 'light'
+  dark.addEventListener('change', e => { document.documentElement.dataset.theme = e.matches ? 'dark' : 'light'; if (data) changed('all') })
+  $('#theme').onclick = () => { document.documentElement.dataset.theme = isDark() ? 'light' : 'dark'; if (data) changed('all') }
+  $('#number').onchange = e => { which = +e.target.value; whichName = data.numbers[which].name; changed('all') }
   $('#format').onchange = () => changed('step')
   $('#kind').onchange = e => {
     state.kind = e.target.value
@@ -740,16 +777,14 @@ function begin() {
     choose({ label: all[Math.min(Math.max(i, 0), all.length - 1)].label })
   })
   $('.skip').onclick = e => { e.preventDefault(); $('#main').focus() }
-  addEventListener('hashchange', () => { if (!location.hash.includes('tensors=')) return; fromAddress(); fillControls(); changed('all') })
+  addEventListener('hashchange', () => { if (!data || !location.hash.includes('tensors=')) return; fromAddress(); fillControls(); changed('all') })
   if (phone()) $('#side').open = false
   let width = innerWidth
   new ResizeObserver(() => {
     if ((width < 760) !== phone()) { width = innerWidth; $('#side').open = !phone(); changed('all'); return }
     for (const [id, u] of Object.entries(charts)) { const w = $(`#${id} .chart`).clientWidth; if (w && Math.abs(w - u.width) > 1) u.setSize({ width: w, height: u.tall }) }
   }).observe($('#main'))
-  const thin = data.kinds.find(k => k.thin)
-  help = 'Drag over a chart to zoom in, double-click to zoom out. The address of the page remembers what is chosen.' +
-    (thin ? ` Of neighbouring steps, heat maps and lines show the one that is farthest from the usual: ${whole(thin.step.length)} columns for all steps. The table has all of them.` : '') + ` Made by torchember${r.version ? ' ' + r.version : ''}; all of it is in this file.`
-  return changed('all')
 }
-begin().then(() => { document.documentElement.dataset.ready = Math.round(performance.now()) })
+const ready = () => { document.documentElement.dataset.ready = Math.round(performance.now()) }
+listen()
+if ($('#data')) show(JSON.parse($('#data').textContent)).then(ready)
