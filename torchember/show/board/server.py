@@ -6,9 +6,11 @@
 __all__ = ['html_of_board', 'Pages', 'Board', 'socket_at', 'board']
 
 # %% ../../../nbs/62_board/20_server.ipynb #12d873f1
-import asyncio, gzip, hmac, json, secrets, socket, sys, time, webbrowser
+import asyncio, gzip, hmac, json, os, re, secrets, socket, time, webbrowser
 from contextlib import asynccontextmanager
 from html import escape
+from ipaddress import ip_address
+from urllib.parse import parse_qs
 
 from ...ground.messages import printable
 from ...ground.needs import needs
@@ -53,17 +55,17 @@ class Pages:
 
     def of(self,
         name:str # Of a run that is listed
-    ) -> bytes|None: # Compressed JSON; None where there is no such run
+    ) -> tuple: # Compressed JSON and its version; None twice where there is no such run
         """Page of a run
 
         Args:
             name: Of a run that is listed
 
         Returns:
-            Compressed JSON; None where there is no such run
+            Compressed JSON and its version; None twice where there is no such run
         """
         row = self.row(name)
-        if row is None: return None
+        if row is None: return None, None
         version,data,at,took = self.made.get(name, (None, b'', 0., 0.))
         began = time.monotonic()
         if version!=row['version'] and not (data and row['state']=='running' and began-at<self.share*took):
@@ -72,7 +74,50 @@ class Pages:
             data = gzip.compress(json.dumps({**page, 'version': row['version']}, allow_nan=False, separators=(',', ':')).encode(), 3)
             self.made[name] = row['version'],data,time.monotonic(),time.monotonic()-began
         for n in self.made.keys()-{r['name'] for r in self.listing.rows}: del self.made[n]
-        return data
+        return data, self.made[name][0]
+
+# %% ../../../nbs/62_board/20_server.ipynb #df4ad9d5
+of_localhost = 'localhost',
+said_to_others = 'This address lacks the token of the board: open the one that it printed.'
+
+def answer(content, status=200, kind='application/json', **headers):
+    from starlette.responses import Response
+    return Response(content, status, headers, kind)
+
+def host_of(header):
+    "The name in a header, without the port"
+    return header.rpartition(':')[0] if re.search(r':\d+$', header) else header
+
+def is_number(host):
+    "Whether it is an address in numbers: a name can be made to lead here by whoever owns it, a number cannot"
+    try: ip_address(host.strip('[]'))
+    except ValueError: return False
+    return True
+
+class Guard:
+    "Before all of an application: whoever has not the token, or calls it by a name that is not its own, is told nothing"
+    def __init__(self, app, token, policy, hosts): # hosts: names it has, '*' for any
+        self.app,self.token,self.hosts = app,token.encode(),{h.lower() for h in hosts}
+        self.headers = [(k.encode(), v.encode()) for k,v in {'content-security-policy': policy, 'x-content-type-options': 'nosniff',
+            'referrer-policy': 'no-referrer', 'cache-control': 'no-store', 'cross-origin-resource-policy': 'same-origin'}.items()]
+
+    def refusal(self, scope):
+        "Why a request is not answered, or None"
+        host = host_of(dict(scope['headers']).get(b'host', b'').decode('latin-1').lower())
+        if not (host in self.hosts or '*' in self.hosts or is_number(host)):
+            return f"The board is not known as {printable(host, 100)}. If that is right, start it with --allow {printable(host, 100)}"
+        given = parse_qs(scope['query_string'].decode('latin-1')).get('token', [''])[0]
+        return None if hmac.compare_digest(given.encode(), self.token) else said_to_others
+
+    async def __call__(self, scope, receive, send):
+        async def safely(message):
+            if message['type']=='http.response.start': message = {**message, 'headers': [*message.get('headers', ()), *self.headers]}
+            await send(message)
+        if scope['type']=='lifespan': return await self.app(scope, receive, send)
+        if scope['type']!='http': return # it has no websockets
+        if why := self.refusal(scope): return await answer(why, 403, 'text/plain')(scope, receive, safely)
+        last = '/'+scope['path'].rpartition('/')[2] # a proxy may leave its prefix in the path
+        await self.app({**scope, 'path': last, 'raw_path': last.encode(), 'root_path': ''}, receive, safely)
 
 # %% ../../../nbs/62_board/20_server.ipynb #e106b13b
 class Board:
@@ -82,31 +127,21 @@ class Board:
         names: Names or globs of runs; all without it
         home: Folder of logs, instead of `~/.torchember`
         token: What the address must have; one that nobody knows without it
+        hosts: Names by which it is called besides localhost and numbers: those of a proxy before it
     """
     every = 1. # seconds between two looks at the files
 
     def __init__(self,
         names=(), # Names or globs of runs; all without it
         home=None, # Folder of logs, instead of `~/.torchember`
-        token:str|None=None # What the address must have; one that nobody knows without it
+        token:str|None=None, # What the address must have; one that nobody knows without it
+        hosts=() # Names by which it is called besides localhost and numbers: those of a proxy before it
     ):
-        self.listing,self.token = Listing(home, names),token or secrets.token_urlsafe(18)
+        self.listing,self.token,self.hosts = Listing(home, names),token or secrets.token_urlsafe(18),{*of_localhost, *hosts}
         self.pages,self.viewers,self.seen = Pages(self.listing),0,0. # seen: when files were looked at
         self.page,self.policy = html_of_board(' '.join(map(str, names)))
 
-    def may(self, request): return hmac.compare_digest(request.query_params.get('token', '').encode(), self.token.encode())
-
-    def answer(self, content, status=200, kind='application/json', **headers):
-        from starlette.responses import Response
-        safe = {'Content-Security-Policy': self.policy, 'X-Content-Type-Options': 'nosniff', 'Referrer-Policy': 'no-referrer', 'Cache-Control': 'no-store'}
-        return Response(content, status, {**safe, **headers}, kind)
-
-    def guarded(self, f):
-        "Whoever has not the token is told nothing"
-        async def g(request): return await f(request) if self.may(request) else self.answer("This address lacks the token: open the one that was printed.", 403, 'text/plain')
-        return g
-
-    async def front(self, request): return self.answer(self.page, kind='text/html')
+    async def front(self, request): return answer(self.page, kind='text/html')
 
     async def look(self):
         "Look at the files, if that is long ago"
@@ -117,9 +152,10 @@ class Board:
 
     async def run(self, request):
         await self.look()
-        async with self.one: data = await asyncio.to_thread(self.pages.of, request.query_params.get('name', '')) # one at a time: they take all of a core
-        if data is None: return self.answer('{"problem": "There is no such run any more."}', 404)
-        return self.answer(data, **{'Content-Encoding': 'gzip'})
+        name,have = (request.query_params.get(k, '') for k in ('name', 'have'))
+        async with self.one: data,version = await asyncio.to_thread(self.pages.of, name) # one at a time: they take all of a core
+        if data is None: return answer('{"problem": "There is no such run any more."}', 404)
+        return answer(data, **{'Content-Encoding': 'gzip'}) if have!=str(version) else answer(b'', 204)
 
     async def events(self, request):
         "The list of runs, whenever it is another one"
@@ -151,8 +187,8 @@ class Board:
             yield
             self.ends.set()
             self.listing.close()
-        routes = [Route(path, self.guarded(f), methods=['GET']) for path,f in (('/', self.front), ('/run', self.run), ('/events', self.events))]
-        return Starlette(routes=routes, lifespan=life)
+        routes = [Route(path, f, methods=['GET']) for path,f in (('/', self.front), ('/run', self.run), ('/events', self.events))]
+        return Guard(Starlette(routes=routes, lifespan=life), self.token, self.policy, self.hosts)
 
 # %% ../../../nbs/62_board/20_server.ipynb #371f0209
 def socket_at(host, port, tries=50):
@@ -171,8 +207,9 @@ def board(
     home=None, # Folder of logs, instead of `~/.torchember`
     host:str='127.0.0.1', # Who may come: this machine alone; '0.0.0.0' for all that know the token
     port:int=8088, # The next one that is free is taken; 0 for any
-    token:str|None=None, # What the address must have; a new one without it
-    browser:bool=False # Whether to open it
+    token:str|None=None, # What the address must have; `$TORCHEMBER_BOARD_TOKEN`, or a new one, without it
+    browser:bool=False, # Whether to open it
+    allow=() # Names by which it may be called besides localhost: those of a proxy before it. '*' for any
 ):
     """Serve a page that follows runs while they are written, until it is interrupted. Raises ImportError without starlette and uvicorn
 
@@ -181,11 +218,14 @@ def board(
         home: Folder of logs, instead of `~/.torchember`
         host: Who may come: this machine alone; '0.0.0.0' for all that know the token
         port: The next one that is free is taken; 0 for any
-        token: What the address must have; a new one without it
+        token: What the address must have; `$TORCHEMBER_BOARD_TOKEN`, or a new one, without it
         browser: Whether to open it
+        allow: Names by which it may be called besides localhost: those of a proxy before it. '*' for any
     """
     uvicorn = needs('uvicorn', for_='The board', package='starlette uvicorn')
-    b,s = Board(runs, home, token),socket_at(host, port)
+    own = () if host in ('127.0.0.1', '::1', 'localhost') else (socket.gethostname(), socket.getfqdn(), host)
+    b = Board(runs, home, token or os.environ.get('TORCHEMBER_BOARD_TOKEN'), (*allow, *own))
+    s = socket_at(host, port)
     shown = 'localhost' if host in ('0.0.0.0', '::') else f'[{host}]' if ':' in host else host
     address = f'http://{shown}:{s.getsockname()[1]}/?token={b.token}'
     server = uvicorn.Server(uvicorn.Config(b.app(), log_level='warning', timeout_graceful_shutdown=1, proxy_headers=False, server_header=False))

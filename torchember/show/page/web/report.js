@@ -15,9 +15,13 @@ const count = (n, one) => `${whole(n)} ${one}${n === 1 ? '' : 's'}`
 
 // ---- what is looked at: also in the address, so that it can be sent on
 
-let kinds = new Map(), besides = [], alsoInAddress = () => {} // besides: runs to compare with
+let kinds = new Map()
 const state = { kind: null, stat: null, path: null, label: null, step: 0, words: '', sort: null, down: true }
 const kind = () => kinds.get(state.kind)
+
+// What a board has besides: runs to compare with, other phases of a number in its chart, a step under the pointer that all charts show, more in the address
+let besides = [], phasesToo = false, followsPointer = false, pointed = null, alsoInAddress = () => {}, alsoFromAddress = () => {}, addressIsOurs = () => true, zoomed = () => {}
+const here = () => pointed ?? state.step // the step that is shown
 
 function fromAddress() {
   const asked = new URLSearchParams(location.hash.slice(1))
@@ -30,6 +34,7 @@ function fromAddress() {
   const tensor = kind()?.tensors.find(t => t.label === at)
   state.label = tensor ? at : null
   state.path = tensor ? tensor.path : data.tree.some(m => m[0] === at) && at ? at : null
+  alsoFromAddress(asked)
 }
 
 function toAddress() {
@@ -145,6 +150,7 @@ function overSteps(more = {}) { // what all charts over the steps have
       ready: [u => {
         u.settled = true
         let from = null
+        u.root.addEventListener('mousemove', () => { under = u }, true)
         u.over.addEventListener('mousedown', e => { from = e.clientX })
         u.over.addEventListener('click', e => {
           if (e.detail > 1) return
@@ -154,9 +160,21 @@ function overSteps(more = {}) { // what all charts over the steps have
         u.over.addEventListener('dblclick', () => { zoomTo(null); Object.assign(state, before); changed('choice') }) // its first click was no choice
       }, ...(more.hooks?.ready ?? [])],
       setScale: [(u, key) => { if (key === 'x' && !zooming && u.status) zoomTo({ min: u.scales.x.min, max: u.scales.x.max }, u) }],
+      setCursor: [pointAt, ...(more.hooks?.setCursor ?? [])],
       draw: [...(more.hooks?.draw ?? []), markStep]
     }
   }
+}
+
+let under = null, pointing = 0 // the chart that has the pointer
+const passedOn = u => followsPointer && under !== u && u.cursor.left >= 0 // another chart has the pointer
+function pointAt(u) {
+  if (!followsPointer) return
+  const step = u.cursor.left >= 0 ? nearest(steps(), u.posToVal(u.cursor.left, 'x')) : null
+  if (step === pointed) return
+  pointed = step
+  $('#stepout').textContent = steps().length ? whole(here()) : '–'
+  pointing ||= requestAnimationFrame(() => { pointing = 0; drawing = drawing.then(() => Promise.all([drawSizes(), colorTree()])).catch(e => console.error(e)) })
 }
 
 function zoomTo(range, from) {
@@ -167,6 +185,7 @@ function zoomTo(range, from) {
   range = zoom
   for (const id of ['numbers', 'heat', 'lines']) if (charts[id] && (charts[id] !== from || !zoom)) charts[id].setScale('x', range ?? { min: full[0], max: full[1] })
   zooming = false
+  zoomed()
 }
 
 function allSteps() {
@@ -240,7 +259,7 @@ async function drawNumbers() {
 }
 const stemOf = name => name.toLowerCase().split(/[_/.-]/).filter(w => !['train', 'training', 'val', 'valid', 'validation', 'eval', 'test'].includes(w)).join('_')
 function related(n) { // the same of other phases, and of other runs
-  const same = some => some.filter(m => m.name === n.name), phases = data.numbers.filter(m => m !== n && stemOf(m.name) === stemOf(n.name))
+  const same = some => some.filter(m => m.name === n.name), phases = data.numbers.filter(m => phasesToo && m !== n && stemOf(m.name) === stemOf(n.name))
   return [...phases.map(m => [m, '']), ...besides.flatMap(p => same(p.numbers ?? []).map(m => [m, p.run.name]))]
 }
 function summaryOf(n, y) {
@@ -297,7 +316,7 @@ async function drawHeat() {
   const read = u => {
     const { left, top } = u.cursor
     const over = left >= 0 && top >= 0
-    const i = over ? list[rowAt(u, top)] : Math.max(k.tensors.indexOf(shown(k)), 0), j = over ? column(k.step, u.posToVal(left, 'x')) : column(k.step, state.step)
+    const i = over && !passedOn(u) ? list[rowAt(u, top)] : Math.max(k.tensors.indexOf(shown(k)), 0), j = over ? column(k.step, u.posToVal(left, 'x')) : column(k.step, state.step)
     const number = few(value[i * columns + j]), wrong = v.wrong(i, j) ? 'not finite' : '', why = k.tensors[i].why
     $('.readout', section).textContent = `${k.tensors[i].label}, ${stepsOf(k, j)}: ${[...(number || wrong || !why ? [`${v.name} ${[number, wrong].filter(Boolean).join(', ') || 'not recorded'}`] : []), ...(why ? [why] : [])].join(', ')}`
   }
@@ -375,9 +394,9 @@ async function drawLines() {
   const color = (i, n) => marked.length ? n < all.length ? css('--line') : colors[(n - all.length) % colors.length] :
     all.length <= 8 ? colors[n] : data.colors.scale[Math.round((isDark() ? .12 + .8 * n / all.length : .92 * n / all.length) * 63)]
   const odd = k.step.filter((_, j) => (marked.length ? marked : order).some(i => v.wrong(i, j)))
-  const sparse = columns < 3
+  const sparse = columns < 3, beside = marked.length <= 4 ? await besidesOf(marked.map(i => k.tensors[i].label)) : []
   const near = (u, left, top) => {
-    const j = u.posToIdx(left)
+    const j = beside.length ? column(k.step, u.posToVal(left, 'x')) : u.posToIdx(left)
     let best = null, least = 40
     order.forEach((i, n) => {
       const y = heightOf(value[i * columns + j], log)
@@ -389,25 +408,46 @@ async function drawLines() {
   }
   const read = u => {
     const { left, top } = u.cursor, out = $('.readout', section)
-    const [i, j] = left >= 0 && top >= 0 ? near(u, left, top) : [null, 0]
+    const [i, j] = left >= 0 && top >= 0 && !passedOn(u) ? near(u, left, top) : [null, 0], at = passedOn(u) ? column(k.step, u.posToVal(left, 'x')) : null
     out.replaceChildren()
     if (i != null) out.textContent = `${k.tensors[i].label}, ${stepsOf(k, j)}: ${few(value[i * columns + j])}`
     else if (!marked.length) out.textContent = `${count(order.length, 'tensor')}${order.length < k.tensors.length ? ` of ${whole(k.tensors.length)}` : ''}. Click a line, or choose a module.`
     else marked.slice(0, 8).forEach((i, n) => {
-      const name = make('span', { textContent: `— ${k.tensors[i].label}  ` })
+      const name = make('span', { textContent: `— ${k.tensors[i].label}${at == null ? '' : ' ' + (few(value[i * columns + at]) || 'NaN')}  ` })
       name.style.color = colors[n % colors.length]
       out.append(name)
     })
     if (i == null && marked.length > 8) out.append(`and ${whole(marked.length - 8)} more`)
+    if (i == null) for (const o of beside) {
+      const name = make('span', { textContent: `┄ ${o.label} of ${o.run}  ` })
+      name.style.color = o.color
+      out.append(name)
+    }
   }
   chart('lines', { ...overSteps({
     click: (u, x, left, top) => { const [i] = near(u, left, top); choose(i == null ? { label: state.label, path: state.path, step: x } : { label: k.tensors[i].label, step: x }) },
     hooks: { setCursor: [read], draw: [u => crosses(u, odd, css('--bad'))] } }),
-    series: [{}, ...order.map((i, n) => ({ stroke: color(i, n), width: n >= all.length ? 2 : all.length > 30 ? .7 : 1.2, points: { show: sparse, size: 5 } }))],
-    axes: [xAxis, yAxis(log, labelRoom())] }, [k.step, ...order.map(of)], phone() ? 260 : 330)
+    series: [{}, ...order.map((i, n) => ({ stroke: color(i, n), width: n >= all.length ? 2 : all.length > 30 ? .7 : 1.2, points: { show: sparse, size: 5 } })),
+      ...beside.map(o => ({ stroke: o.color, width: 2, dash: [6, 3], points: { show: o.step.length < 3, size: 5 } }))],
+    axes: [xAxis, yAxis(log, labelRoom())] }, beside.length ? uPlot.join([[k.step, ...order.map(of)], ...beside.map(o => [o.step, o.y.map(v => heightOf(v, log))])]) : [k.step, ...order.map(of)], phone() ? 260 : 330)
+  section.dataset.lines = order.length + beside.length
   $('h2', section).textContent = `${capital(k.name)}: ${v.name}${anything() ? ' of ' + (state.label ?? state.path) : ''}`
   attrs($('.chart', section), { 'aria-label': `Line chart of ${v.name} over the steps: ${marked.length ? marked.slice(0, 8).map(i => k.tensors[i].label).join(', ') : count(order.length, 'tensor')}. The table below has the numbers.` })
   read(charts.lines)
+}
+
+async function besidesOf(labels) { // the same tensors of other runs
+  const out = [], colors = palette()
+  for (const p of besides) {
+    const o = p.kinds.find(o => o.ttype === state.kind)
+    if (!o || !Object.hasOwn(o.stats, state.stat)) continue
+    const value = await numbers(o.stats[state.stat]), n = o.step.length
+    for (const label of labels) {
+      const i = o.tensors.findIndex(t => t.label === label)
+      if (i >= 0) out.push({ label, run: p.run.name, step: o.step, y: Array.from(value.subarray(i * n, (i + 1) * n)), color: colors[(labels.length + out.length) % colors.length] })
+    }
+  }
+  return out
 }
 
 // ---- sizes of a tensor's numbers
@@ -416,7 +456,7 @@ async function drawSizes() {
   const section = $('#sizes'), k = kind(), e = k?.exponents, t = shown(k), out = $('.readout', section), box = $('.chart', section)
   section.hidden = !kind()
   if (section.hidden) return
-  const j = e ? column(e.step, state.step) : 0
+  const j = e ? column(e.step, here()) : 0
   const head = t ? `Sizes of the numbers in ${t.label}` : 'Sizes of numbers'
   $('h2', section).textContent = e ? `${head}, ${k.name}, step ${whole(e.step[j])}` : head
   let counts = null
@@ -571,15 +611,22 @@ function scaleFor(v) {
   return v.k.scales.get(v.stat)
 }
 const mostNodes = 1500
+let patches = [] // [element, tensor] of the modules that are shown
+async function colorTree() {
+  const v = kind() ? await view() : null, scale = v && scaleFor(v), j = v && column(v.k.step, here())
+  for (const [patch, i] of v ? patches : []) {
+    const c = colorOf(scale, v.value[i * v.columns + j])
+    patch.style.background = v.wrong(i, j) ? css('--bad') : c ? `rgb(${c})` : 'transparent'
+  }
+}
 async function drawTree(focus = false) {
-  const v = kind() ? await view() : null, scale = v && scaleFor(v), j = v && column(v.k.step, state.step), seen = visible()
+  const v = kind() ? await view() : null, seen = visible()
+  patches = []
   if (!seen.includes(current)) current = seen[0]
   $('#tree').replaceChildren(...seen.slice(0, mostNodes).map(m => {
     const t = v && tensorsOf(v.k, m.path), patch = make('span', { className: 'patch' }), i = t?.own[0]
-    if (i != null) {
-      const c = colorOf(scale, v.value[i * v.columns + j])
-      patch.style.background = v.wrong(i, j) ? css('--bad') : c ? `rgb(${c})` : 'transparent'
-    } else patch.style.visibility = 'hidden'
+    if (i != null) patches.push([patch, i])
+    else patch.style.visibility = 'hidden'
     const open = m.open || state.words !== ''
     const node = make('div', { tabIndex: m === current ? 0 : -1, title: m.path + (m.type ? ` (${m.type})` : '') },
       make('span', { className: 'fold', textContent: m.leaf ? '' : open ? '▾' : '▸' }), patch, make('span', { textContent: m.name }), make('span', { className: 'class', textContent: m.type }))
@@ -593,8 +640,9 @@ async function drawTree(focus = false) {
     if (m === current) queueMicrotask(() => { if (focus && node.isConnected) node.focus() })
     return node
   }))
-  const here = $('#tree [aria-selected=true]'), nav = $('#side').open && here?.closest(phone() ? '#tree' : 'nav')
-  if (nav && (here.offsetTop < nav.scrollTop || here.offsetTop + here.offsetHeight > nav.scrollTop + nav.clientHeight)) nav.scrollTop = here.offsetTop - nav.clientHeight / 2
+  await colorTree()
+  const it = $('#tree [aria-selected=true]'), nav = $('#side').open && it?.closest(phone() ? '#tree' : 'nav')
+  if (nav && (it.offsetTop < nav.scrollTop || it.offsetTop + it.offsetHeight > nav.scrollTop + nav.clientHeight)) nav.scrollTop = it.offsetTop - nav.clientHeight / 2
   if (seen.length > mostNodes) $('#tree').append(make('div', { textContent: `and ${whole(seen.length - mostNodes)} more: search` }))
   if (!seen.length) $('#tree').append(make('div', { textContent: 'No module is called so.' }))
 }
@@ -646,8 +694,11 @@ const itemOf = f => make('li', { className: tones.has(f.severity) ? f.severity :
     ...(f.more ? [make('p', { textContent: `and ${whole(f.more)} more: diagnose(run) has all.` })] : []))] : []))
 const listOf = some => make('ul', {}, ...some.map(itemOf))
 const tones = new Set(['error', 'warning', 'info'])
+let saidOfHealth = null
 function fillHealth() {
-  const h = data.health, section = $('#health')
+  const h = data.health, section = $('#health'), now = JSON.stringify(h ?? null)
+  if (saidOfHealth === now) return // what was opened stays open
+  saidOfHealth = now
   section.replaceChildren()
   section.hidden = !h
   if (section.hidden) return
@@ -680,7 +731,7 @@ async function redraw(what) {
   $('#clear').hidden = !anything()
   if (what === 'step' || what === 'choice') { charts.numbers?.redraw(false); charts.heat?.redraw(false) }
   if (what === 'step') charts.lines?.redraw(false)
-  const tree = drawTree(what === 'choice' && $('#tree').contains(document.activeElement))
+  const tree = drawTree(what !== 'step' && $('#tree').contains(document.activeElement))
   if (what === 'search') { if (--searches) return; await drawHeat() } // of quick fingers, the last
   if (what === 'all' || what === 'kind') { await drawNumbers(); await drawHeat() }
   if (what !== 'step') await drawLines()
@@ -692,7 +743,9 @@ async function redraw(what) {
 const moveStep = n => { const all = steps(); state.step = all[Math.min(Math.max(column(all, state.step) + n, 0), all.length - 1)] ?? 0; changed('step') }
 
 function fillOptions(select, names, title, value) {
-  select.replaceChildren(...names.map(n => make('option', { value: n, textContent: title(n) })))
+  const now = JSON.stringify(names.map(n => [n, title(n)]))
+  if (select.names !== now) select.replaceChildren(...names.map(n => make('option', { value: n, textContent: title(n) }))) // one that is open stays so
+  select.names = now
   if (value != null) select.value = value
   select.disabled = names.length < 2
 }
@@ -701,8 +754,9 @@ function fillControls() {
   fillOptions($('#stat'), kind() ? Object.keys(kind().stats) : [], n => data.meanings[n] ?? n, state.stat)
 }
 
+let goingOn = 'still going on when this was made'
 const facts = r => [r.model, `${count(r.steps, 'step')}, ${whole(r.first)} to ${whole(r.last)}`, r.start && `begun ${r.start}`,
-  r.running ? 'still going on when this was made' : r.end && `ended ${r.end}`, r.rows && `${count(r.rows, 'row')}`,
+  r.running ? goingOn : r.end && `ended ${r.end}`, r.rows && `${count(r.rows, 'row')}`,
   r.seconds != null && `recording took ${r.seconds < 10 ? r.seconds.toPrecision(2) : whole(r.seconds)} s${r.share > 0 && r.share < 1 ? `, ${percent(r.share)} of the training` : ''}`].filter(Boolean).join(' · ')
 
 function show(page) { // a run, or a newer state of it
@@ -777,7 +831,7 @@ function listen() { // to whoever looks
     choose({ label: all[Math.min(Math.max(i, 0), all.length - 1)].label })
   })
   $('.skip').onclick = e => { e.preventDefault(); $('#main').focus() }
-  addEventListener('hashchange', () => { if (!data || !location.hash.includes('tensors=')) return; fromAddress(); fillControls(); changed('all') })
+  addEventListener('hashchange', () => { if (!data || !location.hash.includes('tensors=') || !addressIsOurs()) return; fromAddress(); fillControls(); changed('all') })
   if (phone()) $('#side').open = false
   let width = innerWidth
   new ResizeObserver(() => {
