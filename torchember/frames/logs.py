@@ -6,7 +6,7 @@
 __all__ = ['read', 'wide', 'may_have', 'layers', 'of_paths', 'runs', 'goes_on', 'compact']
 
 # %% ../../nbs/50_frames/05_logs.ipynb #0d88f3db
-import os, re
+import os, re, sys
 from datetime import datetime
 from fnmatch import fnmatchcase
 from functools import partial
@@ -37,9 +37,23 @@ from ..store.shared import share
 from ..store.reading import path_of, row_key, table_of_columns, with_path, without_superseded
 
 # %% ../../nbs/50_frames/05_logs.ipynb #51408907
+def left_behind(boxes):
+    "Whether there is a box that no process holds, as far as is known without torch"
+    if 'torchember.recorder.black_box' in sys.modules: return os.path.isdir(boxes) # who knows its own: to close one of these gives its lock away
+    try: import fcntl
+    except ImportError: return os.path.isdir(boxes)
+    for name in [n for n in (os.listdir(boxes) if os.path.isdir(boxes) else ()) if n.endswith('.box')]:
+        try:
+            with open(os.path.join(boxes, name), 'rb') as f: fcntl.lockf(f, fcntl.LOCK_SH|fcntl.LOCK_NB)
+        except FileNotFoundError: continue # another reader was quicker
+        except BlockingIOError: continue # its process lives
+        except OSError: pass # take_in says what is wrong
+        return True
+    return False
+
 def take_in_boxes(folder): # of runs
     "What processes that are gone had not written yet goes into their logs"
-    if is_url(folder) or not os.path.isdir(os.path.join(folder, 'box')): return
+    if is_url(folder) or not left_behind(os.path.join(folder, 'box')): return
     try: from torchember.recorder.recovery import take_in
     except ImportError as e: return warn(f"A process that is gone has left measurements in {printable(folder)}{os.sep}box, which cannot be read here: {e}.")
     take_in(folder)

@@ -7,18 +7,19 @@ __all__ = ['of_interest', 'or_not_finite', 'until_silent', 'rows_of_interest', '
            'state_of', 'Listing']
 
 # %% ../../../nbs/62_board/10_listing.ipynb #5ea5ab54
-import math, re
+import math, os, re, subprocess, sys
 from itertools import compress, count, islice
 from socket import gethostname
 from time import time
 
-from ...frames.logs import files_in, grouped, is_running, of_rank, older_in, one_run, said_of, take_in_boxes, without_log
+from ...frames.logs import files_in, grouped, is_running, left_behind, of_rank, older_in, one_run, said_of, without_log
 from ...ground.not_finite import counts, has_some
 from ...ground.record import load_row
 from ..findings import OpenFindings, in_short
 from ..first_look import sentence_of
 from ..live.following import Tail
 from ...sinks.sink import noted_numbers, not_noted
+from ...store.anywhere import is_url
 from ...store.base import folder
 from ...store.jsonl import is_step
 from ...store.reading import path_of
@@ -75,6 +76,14 @@ class Spark:
 
     def values(self): return [float(f'{a/n:.5g}') for a,n in self.points]
 
+# %% ../../../nbs/62_board/10_listing.ipynb #de82b0ce
+def last_words(place):
+    "What a process that died had not written goes into its log, as with any reader. That takes torch, which a board does without: another process has it"
+    if is_url(place) or not left_behind(place/'box'): return
+    program = 'import sys; from torchember.recorder.recovery import take_in; take_in(sys.argv[1])'
+    env = {**os.environ, 'PYTHONPATH': os.pathsep.join(p for p in sys.path if p)}
+    subprocess.run([sys.executable, '-c', program, str(place)], stdin=subprocess.DEVNULL, capture_output=True, env=env, timeout=120)
+
 # %% ../../../nbs/62_board/10_listing.ipynb #e72c4c72
 def has_grown(before, now): # inode, size and time, None where there is no file
     "Whether it is the same file, perhaps with more in it"
@@ -108,7 +117,7 @@ class Watched:
         Args:
             again: what can be said of it may be another thing though no file has changed: a process is gone
         """
-        if again and self.told and not is_running(said_of(self.name, self.place/'data')[0]): take_in_boxes(self.place) # its last words
+        if again and self.told and not is_running(said_of(self.name, self.place/'data')[0]): last_words(self.place)
         stamp = self.stamps()
         if stamp==self.stamp and not self.behind and not again: return False
         if self.stamp and not has_grown(self.stamp[0], stamp[0]): self.forget()
@@ -194,7 +203,7 @@ class Listing:
         Returns:
             Whether something has changed
         """
-        if not self.version: take_in_boxes(self.place)
+        if not self.version: last_words(self.place)
         names = {n for n in (*files_in(self.place/'log'), *older_in(self.place/'log')) if self.matches(n) and self.within(n)}
         gone = self.logs.keys()-names
         for n in gone: self.logs.pop(n).close()
