@@ -14,7 +14,7 @@ def board_arguments(p): # which has `--home` already
     p.add_argument('runs', nargs='*', metavar='RUN', help='names or globs of runs; all without it')
     p.add_argument('--port', type=int, default=8088, help='the next one that is free is taken; 0 for any (default: 8088)')
     p.add_argument('--host', default='127.0.0.1', help="who may come: this machine alone, or 0.0.0.0 for all that know the address with its token")
-    p.add_argument('--allow', action='append', default=[], metavar='NAME', 
+    p.add_argument('--allow', action='append', default=[], metavar='NAME',
         help="a name by which it may be called besides localhost: that of a proxy before it; '*' for any")
     p.add_argument('--no-browser', action='store_true', help='only say the address, and open no browser')
 

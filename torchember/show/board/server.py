@@ -197,7 +197,9 @@ def socket_at(host, port, tries=50):
     for p in range(port, port+(tries if port else 1)):
         s = socket.socket(family, socket.SOCK_STREAM)
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try: s.bind((host, p))
+        try:
+            s.bind((host, p))
+            s.listen(128) # who comes before the server is there waits
         except OSError as e: s.close(); why = e
         else: return s
     raise OSError(f"No port from {port} to {p} at {host} is free: {why}. Give another port=.")

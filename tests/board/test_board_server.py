@@ -1,0 +1,399 @@
+"What a board answers: to whom, about what, and that it only reads"
+import gzip
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from base64 import b64encode
+from contextlib import contextmanager
+from hashlib import sha256
+from urllib.parse import urlsplit
+
+import programs
+import pytest
+from starlette.testclient import TestClient
+
+from torchember import compact, diagnose, read
+from torchember.frames.logs import of_processes
+from torchember.show.board.listing import Listing, Spark, has_grown, rows_of_interest, state_of
+from torchember.show.board.server import Board, Pages, board, html_of_board, socket_at
+from torchember.show.page.data import page_of
+from torchember.store.jsonl import emberTracker
+
+evil = '<img src=x onerror="window.hit=1">'
+
+
+@contextmanager
+def asking(*runs, home=None, host='localhost', **kwargs):
+    b = Board(runs, home, 'secret', **kwargs)
+    b.every = 0.
+    with TestClient(b.app(), f'http://{host}') as asks: yield asks
+
+
+def names(asks):
+    listing = asks.app.app.routes[0].endpoint.__self__.listing
+    listing.look()
+    return [r['name'] for r in listing.rows]
+
+
+def files(home): return {p: (s.st_size, s.st_mtime_ns, s.st_ino) for p in sorted(home.rglob('*')) for s in [p.lstat()]}
+
+
+# ---- to whom
+
+@pytest.mark.parametrize('path', ['/', '/run?name=fine', '/events', '/nowhere', '/run?name=fine&x=token', '//', '/../', '/user/ada/'])
+def test_who_has_not_the_token_is_told_nothing(home, path):
+    with asking(home=home) as asks:
+        for token in (None, '', 'secre', 'secret0', 'SECRET', 'secret\0', 'ſecret'):
+            r = asks.get(path, params={**dict(p.split('=') for p in urlsplit(path).query.split('&') if p), **({'token': token} if token is not None else {})})
+            assert r.status_code==403 and 'token' in r.text and 'fine' not in r.text and '<' not in r.text, (path, token)
+        assert asks.get('/run?name=fine&token=wrong&token=secret').status_code==403 # the first is the one
+        assert asks.post('/').status_code==403
+
+
+def test_a_token_that_was_not_given_is_one_that_nobody_guesses(home, monkeypatch):
+    tokens = {Board(home=home).token for _ in range(50)}
+    assert len(tokens)==50 and min(map(len, tokens))>=20
+
+
+def test_other_names_are_refused(home):
+    def told(host, **kwargs):
+        with asking(home=home, **kwargs) as asks: return asks.get('/?token=secret', headers={'host': host}).status_code
+    for h in ('localhost', 'localhost:8088', 'LOCALHOST:1', '127.0.0.1:8088', '127.0.0.1', '[::1]:8088', '192.168.1.7:99'): assert told(h)==200, h
+    for h in ('evil.example', 'evil.example:8088', 'localhost.evil.example', '127.0.0.1.evil.example', '', 'localhost:8088:evil', '[::1.evil', 'testserver'):
+        assert told(h)==403, h
+    assert told('hub.example.org', hosts=['Hub.Example.org'])==200 and told('hub.example.org:444', hosts=['hub.example.org'])==200
+    assert told('hub.example.org.evil.example', hosts=['hub.example.org'])==403 and told('any.example', hosts=['*'])==200
+
+
+def test_only_reading_is_there(home):
+    before = files(home)
+    with asking(home=home) as asks:
+        for path in ('/', '/run', '/events'):
+            for method in ('POST', 'PUT', 'DELETE', 'PATCH', 'OPTIONS', 'TRACE'):
+                assert asks.request(method, f'{path}?token=secret&name=fine').status_code==405
+        assert asks.get('/?token=secret').status_code==asks.get('/run?token=secret&name=fine').status_code==200
+        assert asks.get('/nowhere?token=secret').status_code==404
+    assert files(home)==before
+
+
+def test_what_is_sent_can_run_nothing_but_our_scripts(home):
+    with asking(home=home) as asks:
+        answers = [asks.get(p) for p in ('/?token=secret', '/run?token=secret&name=fine', '/run?token=secret&name=x', '/', '/nowhere?token=secret')]
+    for r in answers:
+        assert r.headers['x-content-type-options']=='nosniff' and r.headers['cache-control']=='no-store' and r.headers['referrer-policy']=='no-referrer'
+        assert 'set-cookie' not in r.headers and 'access-control-allow-origin' not in r.headers
+        policy = dict(p.strip().split(' ', 1) for p in r.headers['content-security-policy'].split(';'))
+        assert policy['default-src']=="'none'" and policy['connect-src']=="'self'" and policy['base-uri']=="'none'" and policy['form-action']=="'none'"
+        assert 'unsafe' not in str(policy) and '*' not in str(policy)
+    page = answers[0].text
+    for tag,of in (('script', policy['script-src']), ('style', policy['style-src'])):
+        inside = re.findall(f'<{tag}>(.*?)</{tag}>', page, re.S)
+        assert len(inside)==3 and of.split()==[f"'sha256-{b64encode(sha256(s.encode()).digest()).decode()}'" for s in inside]
+    assert answers[0].headers['content-type'].startswith('text/html') and answers[1].headers['content-type']=='application/json'
+    assert 'http-equiv' not in page and '{' not in page[:page.index('<style>')] and 'style=' not in re.sub('<(script|style)>.*?</', '', page, flags=re.S)
+
+
+def test_what_is_asked_for_is_in_the_title_as_text(): assert f'<title>{"&lt;img src=x onerror=&quot;window.hit=1&quot;&gt;"} ·' in html_of_board(evil)[0]
+
+
+# ---- about what
+
+def test_nothing_but_runs_of_the_home_can_be_asked_for(home, tmp_path):
+    (tmp_path/'home'/'log').mkdir(parents=True)
+    (tmp_path/'home'/'data').mkdir()
+    secret = '{"step":0,"ttype":"scalar","tname":"scalar","module":"","call":0,"loss":0.125}\n'
+    (tmp_path/'outside').write_text(secret)
+    for name in ('inside', 'hidden'): (tmp_path/'home'/'log'/name).write_text(secret)
+    (tmp_path/'home'/'log'/'link').symlink_to(tmp_path/'outside')
+    (tmp_path/'home'/'log'/'near').symlink_to(tmp_path/'home'/'log'/'inside')
+    with asking('in*', 'near', 'link', home=tmp_path/'home') as asks:
+        assert set(names(asks))=={'inside', 'near'} # not what a link leads to elsewhere, and not what was not asked for
+        for name in ('link', 'hidden', '../outside', '../../outside', '/etc/passwd', 'log/inside', './inside', '..', '.', '', 'inside\0', '*', '%2e%2e/outside',
+                     str(tmp_path/'outside')):
+            assert asks.get('/run', params={'token': 'secret', 'name': name}).status_code==404, name
+        assert asks.get('/run?token=secret&name=inside').json()['numbers'][0]['name']=='loss'
+        for path in ('/../outside', '/%2e%2e/outside', '/log/inside', '/..%2foutside'): assert asks.get(f'{path}?token=secret').status_code==404
+
+
+def test_names_and_rows_are_data(tmp_path):
+    (tmp_path/'log').mkdir()
+    (tmp_path/'data').mkdir()
+    row = {'step': 0, 'ttype': 'scalar', 'tname': 'scalar', 'module': evil, 'call': 0, '</script><script>': 1.5}
+    odd = '{"step": "<b>", "ttype": "scalar", "x": 1}\n[1]\n"ttype":"scalar"\n{"ttype":"finding","step":1,"severity":"error","text":"<script>hit</script>"}\n'
+    (tmp_path/'log'/evil).write_text(json.dumps(row)+'\n'+odd)
+    (tmp_path/'log'/'nonsense').write_bytes(bytes(range(256))*99)
+    (tmp_path/'log'/'folder').mkdir()
+    os.mkfifo(tmp_path/'log'/'pipe')
+    (tmp_path/'data'/'base_nonsense.json').write_text('[]')
+    with asking(home=tmp_path) as asks:
+        assert {evil, 'nonsense'}<={*names(asks)}
+        front = asks.get('/?token=secret').text
+        assert 'onerror' not in front.replace('heard.onerror', '')
+        for name in names(asks):
+            r = asks.get('/run', params={'token': 'secret', 'name': name})
+            assert r.status_code==200 and r.headers['content-type']=='application/json' and r.headers['content-encoding']=='gzip'
+            json.loads(r.text, parse_constant=lambda c: pytest.fail(c))
+
+
+@pytest.mark.parametrize('prefix', ['/user/ada/proxy/8088', '/proxy/absolute/8088', '/a/run', '/run/events'])
+def test_it_stands_behind_proxies_that_keep_their_prefix(home, prefix):
+    with asking(home=home) as asks:
+        assert '<title>' in asks.get(f'{prefix}/?token=secret').text
+        assert asks.get(f'{prefix}/run?token=secret&name=fine').json()['run']['name']=='fine'
+        assert asks.get(f'{prefix}/x?token=secret').status_code==404
+
+
+def test_all_addresses_in_the_page_are_relative():
+    page = re.sub(r'/\*.*?\*/', '', html_of_board()[0], flags=re.S)
+    assert not re.search(r'''(?:src|href|action)\s*=\s*["'](?!data:|#)''', page) and not re.search(r'''(?:fetch|EventSource|at|import|open)\(\s*["'`]/''', page)
+    assert set(re.findall(r"\bat\('(\w+)'", page))=={'run', 'events'} and 'location.origin' not in page and 'location.host' not in page
+
+
+def test_a_page_is_that_of_the_report(home):
+    with asking(home=home) as asks: got = asks.get('/run?token=secret&name=broken').json()
+    want = page_of(emberTracker('broken', home))
+    version = got.pop('version')
+    assert version==1 and got==json.loads(json.dumps(want)) and got['trouble']['path']=='2.0' and got['trouble']['step']==12
+
+
+def test_the_list_is_that_of_the_logs(home):
+    rows = {r['name']: r for r in [*listed(home)]}
+    assert list(rows)==sorted(rows, key=lambda n: rows[n]['start'], reverse=True) and set(rows)=={'fine', 'broken', 'other'}
+    for name,r in rows.items():
+        df = read(name, home=home)
+        assert (r['steps'], r['rows'], r['model'], r['state'], r['ranks'])==(df.step.max()+1, len(df), 'Sequential', 'ended', 1)
+        loss = df[df.ttype=='scalar'].train_loss.dropna()
+        assert r['spark']==[float(f'{v:.5g}') for v in loss] and r['loss']==['train_loss', loss.iloc[-1] if name!='broken' else None]
+    assert rows['fine']['errors']==rows['fine']['warnings']==0 and rows['fine']['finding'] is None
+    assert rows['broken']['errors']==1 and rows['broken']['finding']=='first not finite: step 12, weight of 2.0.weight (1 NaN)'
+    json.dumps([*rows.values()], allow_nan=False)
+
+
+def listed(home, *names):
+    there = Listing(home, names)
+    there.look()
+    there.close()
+    return there.rows
+
+
+def test_parts_in_parquet_are_listed_alike(home, tmp_path):
+    import shutil
+    shutil.copytree(home, tmp_path/'home')
+    want = {r['name']: r for r in listed(home)}
+    compact('broken', home=tmp_path/'home')
+    got = {r['name']: r for r in listed(tmp_path/'home')}
+    for k in ('steps', 'rows', 'loss', 'spark', 'errors', 'finding', 'state', 'start'): assert got['broken'][k]==want['broken'][k], k
+    with asking(home=tmp_path/'home') as asks: page = asks.get('/run?token=secret&name=broken').json()
+    assert page['trouble']==page_of(emberTracker('broken', home))['trouble']
+
+
+def test_processes_of_a_run_are_one(home, tmp_path):
+    for sub in 'log','data': (tmp_path/sub).mkdir()
+    for rank,of in enumerate(('fine', 'broken')):
+        (tmp_path/'log'/f'both.rank{rank}').write_bytes((home/'log'/of).read_bytes())
+        (tmp_path/'data'/f'base_both.rank{rank}.json').write_bytes((home/'data'/f'base_{of}.json').read_bytes())
+    for wanted in ((), ('both',), ('b*',), ('both.rank*',)):
+        r, = listed(tmp_path, *wanted)
+        assert (r['name'], r['ranks'], r['errors'], r['steps'])==('both', 2, 1, 20) and r['loss'][1] is not None # of the first
+    assert not listed(tmp_path, 'bot')
+    with asking(home=tmp_path) as asks: got = asks.get('/run?token=secret&name=both').json()
+    assert got['run']['name']=='both' and got['kinds']==json.loads(json.dumps(page_of(of_processes('both', tmp_path))))['kinds']
+
+
+def test_the_first_trouble_is_that_of_the_training():
+    def line(**r): return json.dumps({'step': 0, 'module': 'Net.a(Linear)', 'ttype': 'output', **r}, separators=(',', ':')).encode()+b'\n'
+    data = line(nan=1, phase='eval')+line(step=1, nan=0)+line(step=2, nan=3)+line(step=3, nan=4)+line(step=4, ttype='scalar', x=1.)
+    assert [r['step'] for r in rows_of_interest(data)]==[0, 2, 4] and [r['step'] for r in rows_of_interest(data, False)]==[4]
+    assert [r['step'] for r in rows_of_interest(data.rstrip())]==[0, 2, 4] # without an end of the line
+    assert [r['step'] for r in rows_of_interest(data.replace(b':', b': '))]==[0, 2, 4]
+    assert [r['step'] for r in rows_of_interest(line(posinf=1))]==[r['step'] for r in rows_of_interest(line(neginf=1))]==[0]
+
+
+def test_a_curve_has_few_points_and_all_values():
+    s = Spark()
+    for i in range(1000): s.add(float(i))
+    assert 64<=len(s.points)<128 and sum(n for _,n in s.points)==1000 and sum(v for v,_ in s.points)==sum(range(1000)) and s.last==999
+    assert {n for _,n in s.points[:-1]}=={s.each}
+
+
+# ---- while it goes on
+
+def test_what_is_new_is_seen_and_only_that(training):
+    there = Listing()
+    assert there.look() and there.rows==[]
+    t = training('going').steps(3)
+    assert there.look() and not there.look()
+    first, = there.rows
+    t.steps(2)
+    assert there.look() and not there.look()
+    second, = there.rows
+    assert (first['steps'], second['steps'])==(3, 5) and len(second['spark'])==5 and second['version']>first['version'] and second['state']=='running'
+    path = t.te.t.log_path
+    t.close()
+    assert there.look() and there.rows[0]['state']=='ended' and there.rows[0]['end']
+    path.unlink()
+    assert there.look()
+    again = training('going2').steps(1)
+    there.look()
+    assert 'going2' in [r['name'] for r in there.rows]
+    path = again.te.t.log_path
+    again.close()
+    text = path.read_bytes().replace(b'train_loss', b'other_loss')
+    path.unlink()
+    path.write_bytes(text+text.splitlines(keepends=True)[-1]) # another file of this name
+    there.look()
+    assert next(r for r in there.rows if r['name']=='going2')['loss'][0]=='other_loss'
+    there.close()
+
+
+def test_a_file_that_has_grown_is_the_same():
+    assert has_grown((1, 10, 0), (1, 20, 1)) and has_grown((1, 10, 0), (1, 10, 0)) and has_grown(None, None)
+    assert not has_grown((1, 10, 0), (2, 20, 1)) and not has_grown((1, 10, 0), (1, 9, 1)) and not has_grown((1, 10, 0), None) and not has_grown(None, (1, 1, 1))
+
+
+def test_what_became_of_a_run():
+    from socket import gethostname
+    here,there = {'host': gethostname(), 'pid': 1},{'host': 'elsewhere', 'pid': 1}
+    assert state_of({'running': True}, here)=='running' and state_of({'running': False}, here)=='died' and state_of({}, {})=='ended'
+    for host in here,there: assert state_of({'running': False}, {**host, 'end': 'x'})=='ended'
+    assert state_of({}, there, time.time()-5)=='running' and state_of({}, there, time.time()-1000)=='silent'
+
+
+def test_a_page_that_has_not_changed_is_not_sent_again(training):
+    t = training('going').steps(3)
+    with asking() as asks:
+        def ask(have=''): return asks.get('/run', params={'token': 'secret', 'name': 'going', 'have': have})
+        first = ask()
+        assert first.status_code==200 and ask(first.json()['version']).status_code==204 and ask(99).status_code==200 and ask(99).content==first.content
+        t.steps(1)
+        time.sleep(.3) # for a page is made anew when some time has gone
+        asks.app.app.routes[0].endpoint.__self__.pages.share = 0
+        second = ask(first.json()['version'])
+        assert second.status_code==200 and second.json()['run']['steps']==4 and second.json()['version']>first.json()['version']
+
+
+def test_a_page_is_made_when_a_share_of_the_time_has_gone(training):
+    t = training('going').steps(2)
+    there = Listing()
+    there.look()
+    pages = Pages(there)
+    def steps(): return json.loads(gzip.decompress(pages.of('going')[0]))['run']['steps']
+    assert steps()==2
+    pages.share = 1e6
+    t.steps(1)
+    there.look()
+    assert steps()==2 # too soon
+    t.close()
+    there.look()
+    assert steps()==3 # it is over: this is the last one
+    assert pages.of('nothing')==(None, None) and list(pages.made)==['going']
+    there.close()
+
+
+@contextmanager
+def events(address):
+    "What a board says of its runs, as it comes"
+    at = urlsplit(address)
+    c = http.client.HTTPConnection(at.hostname, at.port, timeout=20)
+    c.request('GET', f'/events?{at.query}')
+    r = c.getresponse()
+    assert r.status==200 and r.headers['content-type'].startswith('text/event-stream') and r.headers['content-security-policy']
+    def said():
+        while line := r.readline():
+            if line.startswith(b'data: '): yield json.loads(line[6:])
+    try: yield said()
+    finally: c.close()
+
+
+def test_rows_are_told_while_they_are_written(training, served):
+    t = training('going').steps(2)
+    with served() as address, events(address) as said:
+        assert [r['steps'] for r in next(said)]==[2]
+        for n in 3,4:
+            t.steps(1)
+            r, = next(r for r in said if r[0]['steps']==n)
+            assert len(r['spark'])==n and r['state']=='running'
+        t.close()
+        assert next(r for r in said if r[0]['state']!='running')[0]['state']=='ended'
+
+
+died = """
+import sys, time, torch
+from torchember import torchEmber
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
+opt = torch.optim.SGD(model.parameters(), .1)
+te = torchEmber(model, opt, name='killed', home=sys.argv[1])
+class Stuck(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x
+    @staticmethod
+    def backward(ctx, g): print('stuck', flush=True); time.sleep(600)
+for i in range(4):
+    loss = model(torch.ones(2, 4)).sum()
+    te.log(loss=loss)
+    (Stuck.apply(loss) if i==3 else loss).backward()
+    opt.step()
+"""
+
+
+def test_a_training_that_is_killed_leaves_its_last_words(tmp_path, served):
+    with programs.start(died, tmp_path) as p:
+        try:
+            assert p.stdout.readline()=='stuck\n', p.stderr.read()
+            with served(home=tmp_path) as address, events(address) as said:
+                assert next(r for r in said if r)[0]['state']=='running'
+                os.kill(p.pid, signal.SIGKILL)
+                p.wait()
+                r = next(r for r in said if r[0]['state']!='running' and r[0]['finding'])[0]
+                assert r['state']=='died' and r['errors']==1 and r['finding'].startswith('The training died in step 3')
+                assert not list((tmp_path/'box').glob('*.box'))
+                with asking(home=tmp_path) as asks: page = asks.get('/run?token=secret&name=killed').json()
+        finally: p.kill()
+    assert 'The training died in step 3' in json.dumps(page['health']) and 'died' in str(diagnose('killed', home=tmp_path))
+
+
+# ---- the command
+
+def test_a_board_needs_no_torch(home, tmp_path):
+    program = """
+import sys
+from starlette.testclient import TestClient
+from torchember.show.board.server import Board
+with TestClient(Board(home=sys.argv[1], token='s').app(), 'http://localhost') as asks: assert asks.get('/run?name=broken&token=s').json()['trouble']
+print([m for m in ('torch', 'jax') if m in sys.modules])
+"""
+    said = subprocess.run([sys.executable, '-c', program, str(home)], capture_output=True, text=True, timeout=120)
+    assert said.stdout=='[]\n', said.stderr
+
+
+def test_the_command_says_the_address_and_ends_with_ctrl_c(home):
+    asked = [sys.executable, '-m', 'torchember', 'board', 'fi*', '--port', '0', '--no-browser', '--home', str(home)]
+    with subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as p:
+        try:
+            address = p.stdout.readline().strip()
+            assert re.fullmatch(r'http://127\.0\.0\.1:\d+/\?token=[\w-]{20,}', address) and p.stdout.readline()==f'Follows fi* in {home}. End it with Ctrl-C.\n'
+            with events(address) as said: assert [r['name'] for r in next(said)]==['fine']
+            p.send_signal(signal.SIGINT)
+            assert p.wait(20)==0 and not p.stderr.read()
+        finally: p.kill()
+
+
+def test_what_is_missing_is_named(monkeypatch, home):
+    for name in 'uvicorn','starlette':
+        with monkeypatch.context() as m:
+            m.setitem(sys.modules, name, None)
+            with pytest.raises(ImportError, match=f'The board needs {name}, which is not installed. Run: pip install starlette uvicorn'):
+                board(home=home, port=0)
+
+
+def test_a_port_that_is_taken_is_passed_over():
+    with socket_at('127.0.0.1', 0) as a:
+        a.listen()
+        port = a.getsockname()[1]
+        with pytest.raises(OSError, match='Give another port'): socket_at('127.0.0.1', port, 1)
+        with socket_at('127.0.0.1', port) as b: assert port<b.getsockname()[1]<port+50 and b.getsockname()[0]=='127.0.0.1'
