@@ -5862,6 +5862,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'torchember/show/board/server.py'),
                                               'torchember.show.board.server.is_number': ( '62_board/server.html#is_number',
                                                                                           'torchember/show/board/server.py'),
+                                              'torchember.show.board.server.server_of': ( '62_board/server.html#server_of',
+                                                                                          'torchember/show/board/server.py'),
                                               'torchember.show.board.server.socket_at': ( '62_board/server.html#socket_at',
                                                                                           'torchember/show/board/server.py')},
             'torchember.show.comparison': { 'torchember.show.comparison.compare': ( '60_show/comparison.html#compare',

@@ -51,12 +51,10 @@ def training():
 @contextmanager
 def serving(*runs, home=None, token='secret', port=0, every=.1, allow=()):
     "The address of a board that is served"
-    import uvicorn
-
-    from torchember.show.board.server import Board, socket_at
+    from torchember.show.board.server import Board, server_of, socket_at
     b,s = Board(runs, home, token, allow),socket_at('127.0.0.1', port)
-    b.every = every
-    server = uvicorn.Server(uvicorn.Config(b.app(), log_level='warning', timeout_graceful_shutdown=1, proxy_headers=False))
+    b.every,b.pages.share = every,1
+    server = server_of(b)
     t = Thread(target=server.run, kwargs=dict(sockets=[s]))
     t.start()
     try: yield f'http://127.0.0.1:{s.getsockname()[1]}/?token={token}'
@@ -66,7 +64,7 @@ def serving(*runs, home=None, token='secret', port=0, every=.1, allow=()):
         s.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope='module')
 def served(): return serving
 
 

@@ -158,7 +158,7 @@ def test_a_page_is_that_of_the_report(home):
     with asking(home=home) as asks: got = asks.get('/run?token=secret&name=broken').json()
     want = page_of(emberTracker('broken', home))
     version = got.pop('version')
-    assert version==1 and got==json.loads(json.dumps(want)) and got['trouble']['path']=='2.0' and got['trouble']['step']==12
+    assert version.endswith('.1') and got==json.loads(json.dumps(want)) and got['trouble']['path']=='2.0' and got['trouble']['step']==12
 
 
 def test_the_list_is_that_of_the_logs(home):
@@ -232,7 +232,7 @@ def test_what_is_new_is_seen_and_only_that(training):
     t.steps(2)
     assert there.look() and not there.look()
     second, = there.rows
-    assert (first['steps'], second['steps'])==(3, 5) and len(second['spark'])==5 and second['version']>first['version'] and second['state']=='running'
+    assert (first['steps'], second['steps'])==(3, 5) and len(second['spark'])==5 and second['version']!=first['version'] and second['state']=='running'
     path = t.te.t.log_path
     t.close()
     assert there.look() and there.rows[0]['state']=='ended' and there.rows[0]['end']
@@ -269,12 +269,12 @@ def test_a_page_that_has_not_changed_is_not_sent_again(training):
     with asking() as asks:
         def ask(have=''): return asks.get('/run', params={'token': 'secret', 'name': 'going', 'have': have})
         first = ask()
-        assert first.status_code==200 and ask(first.json()['version']).status_code==204 and ask(99).status_code==200 and ask(99).content==first.content
+        assert first.status_code==200 and ask(first.json()['version']).status_code==204 and ask(1).status_code==200 and ask(1).content==first.content
         t.steps(1)
         time.sleep(.3) # for a page is made anew when some time has gone
         asks.app.app.routes[0].endpoint.__self__.pages.share = 0
         second = ask(first.json()['version'])
-        assert second.status_code==200 and second.json()['run']['steps']==4 and second.json()['version']>first.json()['version']
+        assert second.status_code==200 and second.json()['run']['steps']==4 and second.json()['version']!=first.json()['version']
 
 
 def test_a_page_is_made_when_a_share_of_the_time_has_gone(training):

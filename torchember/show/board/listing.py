@@ -9,6 +9,7 @@ __all__ = ['of_interest', 'of_evaluation', 'or_not_finite', 'until_silent', 'row
 # %% ../../../nbs/62_board/10_listing.ipynb #5ea5ab54
 import math, os, re, subprocess, sys
 from itertools import compress, count, islice
+from secrets import token_hex
 from socket import gethostname
 from time import time
 
@@ -188,6 +189,7 @@ class Listing:
         names=() # Names or globs of runs; all without it
     ):
         self.place,self.wanted,self.logs,self.version,self.rows = folder('torchember', home),tuple(names),{},0,[] # version: changes with any of them
+        self.born = token_hex(4) # versions of another board are others
 
     def matches(self, name):
         from fnmatch import fnmatchcase
@@ -240,7 +242,8 @@ class Listing:
         errors,warnings = ([f for f in causes if f['severity']==s] for s in ('error', 'warning'))
         says = [*(in_short(f['text'], 200) for f in errors), *([odd] if odd else []), *(in_short(f['text'], 200) for f in warnings)]
         return dict(name=told['name'], model=told.get('model'), start=told.get('start'), end=told.get('end'), problem=told.get('problem'),
-            **{c: int(told[c]) for c in ('ranks', 'steps', 'rows', 'size')}, seen=bool(told.get('running')), state=state, version=sum(w.version for w in parts),
+            **{c: int(told[c]) for c in ('ranks', 'steps', 'rows', 'size')}, seen=bool(told.get('running')), state=state,
+            version=f'{self.born}.{sum(w.version for w in parts)}',
             loss=loss and [loss[0], loss[1].last if math.isfinite(loss[1].last) else None], spark=loss[1].values() if loss else [],
             errors=len(errors) or int(bool(odd)), warnings=len(warnings), finding=next(iter(says), None))
 

@@ -116,8 +116,8 @@ function pick(name) {
 const versionOf = name => runs.find(r => r.name === name)?.version
 async function refresh(now = false) { // what is looked at is as new as the list
   if (now) next = 0
-  const name = chosenRun, r = runs.find(r => r.name === name), began = performance.now(), beside = JSON.stringify(compared)
-  if (!r || fetching || pressed || document.hidden || began < next) return
+  const name = chosenRun, r = runs.find(r => r.name === name), beside = JSON.stringify(compared)
+  if (!r || fetching || pressed || document.hidden || performance.now() < next) return
   const stale = compared.filter(n => versionOf(n) != null && others.get(n)?.version !== versionOf(n)), newer = onPage.name !== name || onPage.version !== r.version
   if (!newer && !stale.length && onPage.compared === beside) return
   fetching = true
@@ -126,8 +126,9 @@ async function refresh(now = false) { // what is looked at is as new as the list
     for (const n of [...others.keys()]) if (!compared.includes(n)) others.delete(n)
     const page = newer ? await pageOf(name, onPage.name === name ? onPage.version : null) : null
     if (name !== chosenRun) return
-    next = performance.now() + Math.max(4 * (performance.now() - began), 900)
+    const drawing = performance.now()
     if (page || stale.length || onPage.compared !== beside) await put(page, name, beside)
+    next = performance.now() + Math.max(4 * (performance.now() - drawing), 900)
   } catch (e) {
     next = performance.now() + 3000
     if (name === chosenRun) say(e.message)
