@@ -8,14 +8,15 @@ __all__ = ['of_interest', 'of_evaluation', 'or_not_finite', 'until_silent', 'row
 
 # %% ../../../nbs/62_board/10_listing.ipynb #5ea5ab54
 import math, os, re, subprocess, sys
-from itertools import compress, count, islice
 from secrets import token_hex
 from socket import gethostname
 from time import time
 
+import numpy as np
+
 from ...frames.logs import files_in, grouped, is_running, left_behind, of_rank, older_in, one_run, said_of, without_log
 from ...ground.not_finite import counts, has_some
-from ...ground.record import load_row
+from ...ground.record import line_of, load_row
 from ..findings import OpenFindings, in_short
 from ..first_look import sentence_of
 from ..live.following import Tail
@@ -41,11 +42,7 @@ def rows_of_interest(
         all_finite: Whether nothing was not finite before
     """
     if not isinstance(data, bytes):
-        block = data.block()
-        wanted = [t in ('scalar', 'finding') for t in block['ttype']]
-        odd = map(any, zip(*(block.trouble(c) for c in counts), strict=True)) if all_finite else ()
-        for first in islice(compress(count(), odd), 1): wanted[first] = True
-        return block.where(wanted).rows()
+        return rows_of_part(data, all_finite)
     out = []
     for line in lines_of_interest(data, all_finite):
         try: row = load_row(line)
@@ -60,6 +57,23 @@ def lines_of_interest(data, all_finite):
         line = data[start:at]
         if all_finite and not of_interest.search(line): all_finite = bool(of_evaluation.search(line))
         yield line
+
+# %% ../../../nbs/62_board/10_listing.ipynb #08cac5c2
+def rows_of_part(part, all_finite):
+    "The same of a part: of its columns only those that such rows have"
+    at = np.flatnonzero(np.isin(part.column('ttype').to_numpy(zero_copy_only=False).astype(object), ('scalar', 'finding'))) if part.rows else []
+    keys = dict.fromkeys(k for keys in part.layouts.keys() if not {*counts}&{*keys} for k in keys)
+    out = rows_at(part, at[at>=part.first], [k for k in keys if k in part.kinds]) if len(at) else []
+    if not all_finite or not part.rows: return out
+    odd = np.zeros(part.rows, bool)
+    for c in counts:
+        if c in part.kinds: odd |= part.column(c).fill_null(0).to_numpy(zero_copy_only=False)>0
+    return out+rows_at(part, np.flatnonzero(odd)[:1], list(part.kinds))
+
+def rows_at(part, at, columns):
+    values = {k: part.column(k).take(at).to_pylist() for k in columns}
+    rows = [{k: v[i] for k,v in values.items() if v[i] is not None} for i in range(len(at))]
+    return [r for r in rows if is_step(r.get('step')) and isinstance(r.get('ttype'), str)]
 
 # %% ../../../nbs/62_board/10_listing.ipynb #6d9e8e06
 class Spark:
@@ -94,7 +108,7 @@ def has_grown(before, now): # inode, size and time, None where there is no file
 # %% ../../../nbs/62_board/10_listing.ipynb #d94feb09
 class Watched:
     "A log, read as far as it is new: its loss, its findings, and what can be said of it"
-    most = 1<<26 # bytes to read at once
+    most,most_kept = 1<<26,20_000 # bytes to read at once; lines with numbers
     def __init__(self, name, place):
         self.name,self.place,self.path = name,place,place/'log'/name
         self.stamp = self.told = self.tail = None # stamp: of the files, when they were read last; told: a row about the run
@@ -104,6 +118,7 @@ class Watched:
     def forget(self):
         if self.tail is not None: self.tail.close()
         self.tail,self.behind,self.numbers,self.findings,self.odd = Tail(self.path),False,{},OpenFindings(),None # odd: the first row that is not finite
+        self.kept,self.every,self.seen = [],1,0 # (step, line) of rows with numbers: one of so many; and of findings
 
     def stamps(self):
         "What changes with the files"
@@ -134,10 +149,21 @@ class Watched:
             self.behind = bool(data if isinstance(data, bytes) else True) and self.tail.behind
             for row in rows_of_interest(data, self.odd is None):
                 if row['ttype']=='finding': self.findings.add([row])
-                elif row['ttype']!='scalar': self.add_odd(row)
+                elif row['ttype']!='scalar':
+                    self.add_odd(row)
+                    continue
                 else:
                     for k,v in noted_numbers(row, not_noted).items(): self.numbers.setdefault(k, Spark()).add(v)
+                self.keep(row)
         except OSError: self.forget() # removed, or moved to a part: on with the next look
+
+    def keep(self, row):
+        "What a page shows of all steps"
+        self.seen += 1
+        if row['ttype']=='finding' or self.seen%self.every==0: self.kept.append((row['step'], line_of(row)+b'\n'))
+        if len(self.kept)<self.most_kept: return
+        self.kept = [k for i,k in enumerate(self.kept) if i%2 or b'"ttype":"finding"' in k[1]][-self.most_kept//2:]
+        self.every *= 2
 
     def add_odd(self, row):
         if self.odd is not None or not has_some(row) or row.get('phase')=='eval': return

@@ -15,6 +15,7 @@ from urllib.parse import parse_qs
 from ...ground.messages import printable
 from ...ground.needs import needs
 from .listing import Listing
+from .some_steps import run_of_steps, some_steps
 from ..page.data import page_of
 from ..page.document import checksum, of_web
 from ...frames.logs import of_processes
@@ -48,8 +49,23 @@ def html_of_board(
 class Pages:
     "What the page shows of each run, made anew when the run has changed; not more often than a share of the time allows"
     share = 8 # so many times what making it took goes by before the next
+    most,most_later = 20_000,200_000 # rows of tensors
 
     def __init__(self, listing): self.listing,self.made = listing,{} # made: name -> (version, compressed JSON, when, seconds)
+
+    def page_of(self, row):
+        "A page: of a large run one of some steps, of one that is over more of them the second time"
+        name,home,parts = row['name'],self.listing.place,self.listing.parts(row['name'])
+        first = row['state']=='running' or not self.made.get(name, [False])[-1]
+        most = self.most if first else self.most_later
+        if row['rows']<=most: return page_of(of_processes(name, home) or emberTracker(name, home))
+        odd = [w.odd['step'] for w in parts if w.odd]
+        steps = some_steps(row['steps']-1, max(most*row['steps']//row['rows'], 2), [s+d for s in odd for d in (-1, 0, 1)])
+        page = page_of(run_of_steps(name, home, steps, {w.name: w.kept for w in parts}))
+        said = f"{len(steps):,} of {row['steps']:,} steps are shown here, and rules of health saw no others. All of them: report({printable(name, 60)!r})."
+        page['more'] = first and row['state']!='running'
+        page['run'] |= {'rows': row['rows'], 'steps': row['steps'], 'missing': ' '.join(filter(None, (page['run'].get('missing'), said)))}
+        return page
 
     def row(self, name): return next((r for r in self.listing.rows if r['name']==name), None)
 
@@ -66,13 +82,15 @@ class Pages:
         """
         row = self.row(name)
         if row is None: return None, None
-        version,data,at,took = self.made.get(name, (None, b'', 0., 0.))
+        version,data,at,took,more = self.made.get(name, (None, b'', 0., 0., False))
         began,busy = time.monotonic(),time.thread_time()
-        if version!=row['version'] and not (data and row['state']=='running' and began-at<self.share*took):
-            try: page = page_of(of_processes(name, self.listing.place) or emberTracker(name, self.listing.place))
+        of = version and version.rstrip('+')
+        if (of!=row['version'] or more) and not (data and (row['state']=='running' or more) and began-at<self.share*took):
+            try: page = self.page_of(row)
             except (ValueError, OSError, KeyError) as e: page = {'run': {'name': name}, 'problem': printable(e)}
-            data = gzip.compress(json.dumps({**page, 'version': row['version']}, allow_nan=False, separators=(',', ':')).encode(), 3)
-            self.made[name] = row['version'],data,time.monotonic(),time.thread_time()-busy
+            version,more = row['version']+'+'*more,bool(page.get('more'))
+            data = gzip.compress(json.dumps({**page, 'version': version}, allow_nan=False, separators=(',', ':')).encode(), 3)
+            self.made[name] = version,data,time.monotonic(),time.thread_time()-busy,more
         for n in self.made.keys()-{r['name'] for r in self.listing.rows}: del self.made[n]
         return data, self.made[name][0]
 

@@ -3,7 +3,7 @@
 const token = new URLSearchParams(location.search).get('token') ?? ''
 const at = (path, more = {}) => `${path}?${new URLSearchParams({ ...more, token })}` // relative: the board may stand behind a proxy
 let runs = [], chosenRun = null, compared = [], others = new Map() // others: name -> page
-let onPage = { name: null, version: null, compared: '' } // what is on the page
+let onPage = { name: null, version: '', more: false, compared: '' } // what is on the page
 let fetching = false, next = 0, pressed = false // next: when to look again, so that a large run does not keep the machine busy; pressed: nothing moves under a finger
 
 // ---- what is looked at
@@ -118,7 +118,7 @@ async function refresh(now = false) { // what is looked at is as new as the list
   if (now) next = 0
   const name = chosenRun, r = runs.find(r => r.name === name), beside = JSON.stringify(compared)
   if (!r || fetching || pressed || document.hidden || performance.now() < next) return
-  const stale = compared.filter(n => versionOf(n) != null && others.get(n)?.version !== versionOf(n)), newer = onPage.name !== name || onPage.version !== r.version
+  const stale = compared.filter(n => versionOf(n) != null && others.get(n)?.version.replace('+', '') !== versionOf(n)), newer = onPage.name !== name || onPage.more || onPage.version.replace('+', '') !== r.version
   if (!newer && !stale.length && onPage.compared === beside) return
   fetching = true
   try {
@@ -140,7 +140,7 @@ async function refresh(now = false) { // what is looked at is as new as the list
 }
 async function put(page, name, beside) {
   const fresh = onPage.name !== name
-  onPage = { name, version: page ? page.version : onPage.version, compared: beside }
+  onPage = { name, version: page ? page.version : onPage.version, more: page ? page.more : onPage.more, compared: beside } // more: there will be one with more steps
   document.body.classList.toggle('nothing', !!(page ?? data)?.problem)
   say(page?.problem ?? '')
   if (page?.problem) return
