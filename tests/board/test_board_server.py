@@ -4,6 +4,7 @@ import http.client
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,8 +20,9 @@ from starlette.testclient import TestClient
 
 from torchember import compact, diagnose, read
 from torchember.frames.logs import of_processes
-from torchember.show.board.listing import Listing, Spark, has_grown, rows_of_interest, state_of
+from torchember.show.board.listing import Listing, Spark, Watched, has_grown, rows_of_interest, state_of
 from torchember.show.board.server import Board, Pages, board, html_of_board, socket_at
+from torchember.show.board.some_steps import run_of_steps
 from torchember.show.page.data import page_of
 from torchember.store.jsonl import emberTracker
 
@@ -182,7 +184,6 @@ def listed(home, *names):
 
 
 def test_parts_in_parquet_are_listed_alike(home, tmp_path):
-    import shutil
     shutil.copytree(home, tmp_path/'home')
     want = {r['name']: r for r in listed(home)}
     compact('broken', home=tmp_path/'home')
@@ -397,3 +398,49 @@ def test_a_port_that_is_taken_is_passed_over():
         port = a.getsockname()[1]
         with pytest.raises(OSError, match='Give another port'): socket_at('127.0.0.1', port, 1)
         with socket_at('127.0.0.1', port) as b: assert port<b.getsockname()[1]<port+50 and b.getsockname()[0]=='127.0.0.1'
+
+
+# ---- a run that is too large to be read while somebody waits
+
+@pytest.mark.parametrize('parquet', [False, True])
+def test_a_large_run_is_shown_by_some_of_its_steps(home, tmp_path, parquet):
+    shutil.copytree(home, tmp_path/'home')
+    if parquet: compact('broken', home=tmp_path/'home')
+    there = Listing(tmp_path/'home')
+    there.look()
+    pages,whole = Pages(there),page_of(emberTracker('broken', home))
+    pages.most,pages.most_later,pages.share = 150,300,0
+    def made(): return json.loads(gzip.decompress(pages.of('broken')[0]))
+    for n in 5,9:
+        page = made()
+        steps = page['kinds'][0]['step']
+        assert {0, 11, 12, 13, 17}<=set(steps) and len(steps)>=n and set(steps)<=set(range(18)) # the ends, and where the trouble begins
+        assert page['trouble']==whole['trouble'] and page['run']['rows']==whole['run']['rows'] and page['run']['steps']==18
+        assert f'{len(steps)} of 18 steps are shown' in page['run']['missing'] and [k['ttype'] for k in page['kinds']]==[k['ttype'] for k in whole['kinds']]
+        assert page['numbers']==json.loads(json.dumps(whole['numbers'])) # of noted numbers there are all
+        assert {t['label'] for t in page['kinds'][0]['tensors']}=={t['label'] for t in whole['kinds'][0]['tensors']}
+    assert pages.of('broken')[1].endswith('+') and not page['more']
+    last = pages.made['broken']
+    assert pages.of('broken')[1]==last[0] and pages.made['broken'] is last # nothing better comes
+    there.close()
+
+
+def test_the_steps_of_processes_are_chosen_alike(home, tmp_path):
+    for sub in 'log','data': (tmp_path/sub).mkdir()
+    for rank in 0,1:
+        (tmp_path/'log'/f'both.rank{rank}').write_bytes((home/'log'/'fine').read_bytes())
+        (tmp_path/'data'/f'base_both.rank{rank}.json').write_bytes((home/'data'/'base_fine.json').read_bytes())
+    run = run_of_steps('both', tmp_path, [0, 7, 19], {'both.rank0': [], 'both.rank1': []})
+    df = read(run)
+    want = read(of_processes('both', tmp_path), steps=[0, 7, 19])
+    want = want[want.ttype!='scalar']
+    assert df.step.tolist()==want.step.tolist() and sorted(set(df.step))==[0, 7, 19] and len(df)==len(want)
+
+
+def test_of_many_numbers_some_are_kept(tmp_path):
+    w = Watched('x', tmp_path)
+    w.most_kept = 100
+    for s in range(1000): w.keep({'step': s, 'ttype': 'finding' if s==10 else 'scalar', 'x': float(s)})
+    steps = [s for s,_ in w.kept]
+    assert len(steps)<100 and steps==sorted(steps) and 10 in steps and steps[-1]>=984 and json.loads(w.kept[0][1])['step']==steps[0]<40
+    w.close()

@@ -16,7 +16,7 @@ import numpy as np
 
 from ...frames.logs import files_in, grouped, is_running, left_behind, of_rank, older_in, one_run, said_of, without_log
 from ...ground.not_finite import counts, has_some
-from ...ground.record import line_of, load_row
+from ...ground.record import line_of, load_row, restore
 from ..findings import OpenFindings, in_short
 from ..first_look import sentence_of
 from ..live.following import Tail
@@ -24,6 +24,7 @@ from ...sinks.sink import noted_numbers, not_noted
 from ...store.anywhere import is_url
 from ...store.base import folder
 from ...store.jsonl import is_step
+from ...store.parts import StoredBlock
 from ...store.reading import path_of
 
 # %% ../../../nbs/62_board/10_listing.ipynb #8f27a657
@@ -62,17 +63,17 @@ def lines_of_interest(data, all_finite):
 def rows_of_part(part, all_finite):
     "The same of a part: of its columns only those that such rows have"
     at = np.flatnonzero(np.isin(part.column('ttype').to_numpy(zero_copy_only=False).astype(object), ('scalar', 'finding'))) if part.rows else []
-    keys = dict.fromkeys(k for keys in part.layouts.keys() if not {*counts}&{*keys} for k in keys)
-    out = rows_at(part, at[at>=part.first], [k for k in keys if k in part.kinds]) if len(at) else []
+    out = rows_at(part, at[at>=part.first]) if len(at) else []
     if not all_finite or not part.rows: return out
     odd = np.zeros(part.rows, bool)
     for c in counts:
         if c in part.kinds: odd |= part.column(c).fill_null(0).to_numpy(zero_copy_only=False)>0
-    return out+rows_at(part, np.flatnonzero(odd)[:1], list(part.kinds))
+    return out+rows_at(part, np.flatnonzero(odd)[:1])
 
-def rows_at(part, at, columns):
-    values = {k: part.column(k).take(at).to_pylist() for k in columns}
-    rows = [{k: v[i] for k,v in values.items() if v[i] is not None} for i in range(len(at))]
+def rows_at(part, at):
+    block,every = StoredBlock(part, at),part.layouts.keys()
+    columns = {k: block[k] for l in block.layouts_there for k in every[l]}
+    rows = [restore({k: columns[k][i] for k in every[l]}) for i,l in enumerate(block.layout)]
     return [r for r in rows if is_step(r.get('step')) and isinstance(r.get('ttype'), str)]
 
 # %% ../../../nbs/62_board/10_listing.ipynb #6d9e8e06
@@ -162,8 +163,9 @@ class Watched:
         self.seen += 1
         if row['ttype']=='finding' or self.seen%self.every==0: self.kept.append((row['step'], line_of(row)+b'\n'))
         if len(self.kept)<self.most_kept: return
-        self.kept = [k for i,k in enumerate(self.kept) if i%2 or b'"ttype":"finding"' in k[1]][-self.most_kept//2:]
-        self.every *= 2
+        findings = [k for k in self.kept if b'"ttype":"finding"' in k[1]]
+        numbers = [k for k in self.kept if b'"ttype":"finding"' not in k[1]]
+        self.kept,self.every = sorted(numbers[1::2]+findings[-(self.most_kept//4):], key=lambda k: k[0]),2*self.every
 
     def add_odd(self, row):
         if self.odd is not None or not has_some(row) or row.get('phase')=='eval': return

@@ -49,7 +49,7 @@ def html_of_board(
 class Pages:
     "What the page shows of each run, made anew when the run has changed; not more often than a share of the time allows"
     share = 8 # so many times what making it took goes by before the next
-    most,most_later = 20_000,200_000 # rows of tensors
+    most,most_later = 15_000,200_000 # rows of tensors
 
     def __init__(self, listing): self.listing,self.made = listing,{} # made: name -> (version, compressed JSON, when, seconds)
 

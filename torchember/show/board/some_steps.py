@@ -80,14 +80,14 @@ def lines_of_steps(
 
 # %% ../../../nbs/62_board/05_some_steps.ipynb #bf684324
 class PartOfSteps(Part):
-    "Of a part, the rows of some steps"
+    "Of a part, the rows of some steps, but for noted numbers and findings"
     def __init__(self, path, about, run, steps):
         super().__init__(path, about, run)
         at = np.searchsorted(steps, [first or 0 for first,_ in self.steps])
         self.groups = [g for g in self.groups if self.steps[g][0] is None or at[g]<len(steps) and steps[at[g]]<=self.steps[g][1]]
         self.rows,self.kept = sum(self.file.metadata.row_group(g).num_rows for g in self.groups),None
-        step = self.column('step').to_numpy(zero_copy_only=False) if self.groups else np.zeros(0)
-        self.known,self.kept = {},np.isin(step, steps)
+        step,ttype = (self.column(k).to_numpy(zero_copy_only=False) if self.groups else np.zeros(0) for k in ('step', 'ttype'))
+        self.known,self.kept = {},np.isin(step, steps) & (ttype!='scalar') & (ttype!='finding')
         self.rows = int(self.kept.sum())
 
     def load(self, columns):
@@ -113,7 +113,7 @@ class SomeSteps(emberTracker):
         kept=() # Lines that are read in any case: (step, line)
     ):
         super().__init__(name, home)
-        self.some,self.kept = list(steps),list(kept)
+        self.some,self.kept,self.found = list(steps),list(kept),{} # found: file -> its lines: a page reads them several times
 
     def whole_file(self): return None
 
@@ -124,7 +124,8 @@ class SomeSteps(emberTracker):
             part = PartOfSteps(file_of(self.log_path, p), p, told['id'], self.some)
             with part.file: yield part
         for file,start in files:
-            for _,lines in lines_of_steps(file, self.some, start): yield b''.join(line for line in lines if not is_noted(line))
+            if file not in self.found: self.found[file] = [b''.join(l for l in lines if not is_noted(l)) for _,lines in lines_of_steps(file, self.some, start)]
+            yield from self.found[file]
         yield b''.join(line for _,line in self.kept)
 
 def is_noted(line): return re.search(rb'"ttype":\s?"(?:scalar|finding)"', line) is not None
