@@ -1,7 +1,10 @@
 "A board in a real browser: rows arrive while they are written, everything follows the pointer, a link shows what its sender saw, and names are names"
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from contextlib import ExitStack, contextmanager
 from urllib.parse import urlsplit
 
@@ -40,8 +43,15 @@ def pick(page, name):
 
 
 @pytest.fixture(scope='module')
-def address(home, served):
-    with served(home=home) as address: yield address
+def address(home):
+    "Of a board in a process of its own"
+    asked = [sys.executable, '-m', 'torchember', 'board', '--port', '0', '--no-browser', '--home', str(home)]
+    with subprocess.Popen(asked, stdout=subprocess.PIPE, text=True, env={**os.environ, 'TORCHEMBER_BOARD_TOKEN': 'secret'}) as p:
+        try:
+            address = p.stdout.readline().strip()
+            assert address.endswith('/?token=secret')
+            yield address
+        finally: p.terminate()
 
 
 def test_what_is_written_arrives(chromium, served, training):
