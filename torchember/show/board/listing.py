@@ -136,7 +136,8 @@ class Watched:
         Args:
             again: what can be said of it may be another thing though no file has changed: a process is gone
         """
-        if again and self.told and not is_running(said_of(self.name, self.place/'data')[0]): last_words(self.place)
+        base = said_of(self.name, self.place/'data')[0] if again else {}
+        if again and 'end' not in base and not is_running(base): last_words(self.place)
         stamp = self.stamps()
         if stamp==self.stamp and not self.behind and not again: return False
         if self.stamp and not has_grown(self.stamp[0], stamp[0]): self.forget()
