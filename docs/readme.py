@@ -1,6 +1,5 @@
 """Write README.md from nbs/index.ipynb, with the outputs saved there"""
 import re
-import shutil
 from base64 import b64decode
 from pathlib import Path
 from posixpath import normpath
@@ -28,7 +27,7 @@ def cell_md(c):
         return [re.sub(r'\]\((?!\w+:|#|/)([^)\s]+)', lambda m: f"]({normpath('nbs/'+m[1])}", text)]
     return [f'```python\n{c.source}\n```', *(output_md(o, f'{c.id}-{i}') for i,o in enumerate(c.outputs))]
 
-shutil.rmtree(images, ignore_errors=True)
+for old in images.glob('*-[0-9]*.png'): old.unlink() # beside those that pages have
 md = [o for c in read_nb(root/'nbs/index.ipynb').cells for o in cell_md(c)]
 md.insert(0, '<!-- Written by docs/readme.py from nbs/index.ipynb: edit that, then run `make` -->')
 (root/'README.md').write_text('\n\n'.join(md)+'\n', encoding='utf-8')

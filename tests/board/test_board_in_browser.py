@@ -159,6 +159,13 @@ def test_a_search_filters_everything(chromium, address):
         page.keyboard.press('Escape')
         drawn(page)
         assert page.locator('#layers tbody tr').count()==7 and page.locator('#health li:visible').count()>=1
+        typed = '''async () => {
+            $('#search').value = 'tanh'
+            $('#search').dispatchEvent(new Event('input'))
+            await put(data, data.run.name, onPage.compared)
+            return [state.words, $('#search').value, $('#layers tbody').children.length]
+        }'''
+        assert page.evaluate(typed)==['tanh', 'tanh', 1] # also when a newer page comes between a letter and its drawing
         assert not page.wrong
 
 
