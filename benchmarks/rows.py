@@ -542,6 +542,37 @@ def reading(quick):
         yield line(f'{n} rows, {what}', unit='x', at_least=bar if n>100_000 else None, note=note, **slowness(ps))
 
 
+@row('board', 'a board: the page of a run of a million rows, and the list of ten runs of 1000 modules that go on')
+def board(quick):
+    from torchember.ground.record import dump_row
+    from torchember.show.board.listing import Listing
+    from torchember.show.board.server import Pages
+    n,steps = 100_000 if quick else 1_000_000,3 if quick else 20
+    log = a_log(n).log_path
+    there = Listing()
+    there.look()
+    pages,took = Pages(there),[]
+    for _ in range(4):
+        pages.made.clear()
+        began = process_time()
+        pages.of('long')
+        took.append(process_time()-began)
+    yield line(f'{n} rows, the page', min(took), 's', at_most=None if quick else 2., note='CPU time; the first of a process also imports')
+    used = 0.
+    for s in range(steps):
+        rows = '\n'.join(dump_row({**a_row(0), 'module': f'Net.l{m}(Linear)', 'step': s}) for m in range(1000))+'\n'
+        for i in range(10):
+            with open(log.with_name(f'run{i}'), 'a') as f: f.write(rows)
+        began = process_time()
+        there.look()
+        used += process_time()-began
+    yield line('10 runs, each a step a second, the list', 100*used/steps, '% of a core', at_most=20.)
+    began = process_time()
+    for _ in range(steps): there.look()
+    yield line('10 runs that write nothing, the list', 100*(process_time()-began)/steps, '% of a core', at_most=5.)
+    there.close()
+
+
 @row('parquet', 'a run that was compacted: its size, and reading it against its JSON lines, and against duckdb on the same parts')
 def parquet(quick):
     if not (find_spec('pyarrow') and find_spec('duckdb')): raise Skip('pyarrow and duckdb')
