@@ -23,6 +23,7 @@ places = { # command -> (room that has it, what it does, in a line)
     'brief': ('cli.verdicts', 'a run on one page, as Markdown'),
     'plot': ('cli.pictures', 'a picture, in a file or in the terminal'),
     'report': ('cli.verdicts', 'a page to hand on, as HTML'),
+    'board': ('cli.board', 'runs in a browser, while they go on'),
     'diff': ('cli.verdicts', 'where two runs part'),
     'export': ('cli.changing', 'a run as a file for other programs'),
     'compact': ('cli.changing', 'runs in less room'),
