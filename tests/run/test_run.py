@@ -265,6 +265,8 @@ def test_own_part_of_a_traceback():
     assert own_part(tb, __file__) is tb and own_part(tb, 'other') is None
 
 
+@pytest.mark.slow
+@pytest.mark.release # spawns a Python that imports torch; forks are tested below
 def test_spawn_and_fork(tmp_path):
     "Children import the script by its file, and are none of the run"
     code = begun.replace('model =', "if __name__=='__main__': print('main')\nmodel =")+'''
@@ -396,6 +398,7 @@ fit('.', callback(name='theirs') if 'ours' in sys.argv else None)
 
 
 @pytest.mark.slow
+@pytest.mark.release # as with transformers
 @pytest.mark.parametrize('theirs', [False, only_before_a_release])
 def test_a_script_with_lightning(theirs, tmp_path):
     pytest.importorskip('lightning')
