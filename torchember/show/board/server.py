@@ -95,6 +95,7 @@ class Pages:
         return data, self.made[name][0]
 
 # %% ../../../nbs/62_board/20_server.ipynb #df4ad9d5
+a_page = {'step': [0, 1], 'path': ['a', 'a'], 'ttype': ['output']*2, 'tname': ['output_0']*2, 'call': [0, 0], 'mean': [0., 1.]} # rows of a page
 of_localhost = 'localhost',
 said_to_others = 'This address lacks the token of the board: open the one that it printed.'
 
@@ -164,7 +165,7 @@ class Board:
     async def look(self):
         "Look at the files, if that is long ago"
         async with self.reading:
-            if time.monotonic()-self.seen<self.every: return
+            if time.monotonic()-self.seen<self.every or self.one.locked() and self.listing.version: return # who waits for a page comes first
             await asyncio.to_thread(self.listing.look)
             self.seen = time.monotonic()
 
@@ -197,12 +198,15 @@ class Board:
     def app(self):
         "As any ASGI server takes it"
         needs('starlette', for_='The board', package='starlette uvicorn')
+        pd = needs('pandas', for_='The board')
         from starlette.applications import Starlette
         from starlette.routing import Route
         @asynccontextmanager
         async def life(app):
             self.ends,self.one,self.reading = asyncio.Event(),asyncio.Lock(),asyncio.Lock()
+            warm = asyncio.create_task(asyncio.to_thread(page_of, pd.DataFrame(a_page))) # what a page needs is imported before somebody waits for it
             yield
+            await warm
             self.ends.set()
             self.listing.close()
         routes = [Route(path, f, methods=['GET']) for path,f in (('/', self.front), ('/run', self.run), ('/events', self.events))]
