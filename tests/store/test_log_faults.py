@@ -305,6 +305,21 @@ def test_eight_threads(tmp_path):
     for k in range(8): assert [r['i'] for r in rows if r['k']==k]==list(range(1500))
 
 
+def test_rows_that_are_put_while_others_are_taken(tmp_path):
+    "A training goes on while the log looks at what waits: nothing is said of it, and nothing is lost"
+    log = jsonl.Log(tmp_path/'a')
+    def made(some): return [list(rows) for rows in some]
+    class Rows(list):
+        more = 0
+        def __len__(self):
+            if self.more: self.more -= 1; log.batches.put([{'n': 10+self.more}], True, False, made, ())
+            return super().__len__()
+    for n in range(3): log.batches.put(rows := Rows([{'n': n}]), True, False, made, ())
+    rows.more = 1
+    log.drain()
+    assert [json.loads(line)['n'] for line in (tmp_path/'a').read_bytes().splitlines()]==[0, 1, 2, 10] and not log.batches
+
+
 def test_the_same_name_in_two_processes(tmp_path):
     "Who comes second gets a number, and is told"
     wait = "while not os.path.exists(os.environ['TORCHEMBER_HOME']+'/go'): time.sleep(.01)\n"

@@ -204,7 +204,8 @@ class Batches:
     def take(self):
         "Of those that can be worked out together: the rows and lines of each, and close, joins, listeners"
         by,some,n = self.waiting[0].by,[],0
-        for batch in self.waiting:
+        for i in range(len(self.waiting)): # not the deque itself, as a training puts more meanwhile
+            batch = self.waiting[i]
             n += 1 if batch.by is not by or by is call_each else len(batch.rows)
             if some and (batch.by is not by or n>self.together): break
             some.append(batch)
