@@ -16,6 +16,8 @@ from operator import is_
 import pytest
 
 # Before anything imports torch or torchember: a home that is nobody's, no windows, and no fight between workers over the cores
+if signal.getsignal(signal.SIGINT)==signal.SIG_IGN: # begun in a background: programs would have Ctrl-C ignored, too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 home,env = tempfile.TemporaryDirectory(prefix='torchember-'),pytest.MonkeyPatch()
 env.setenv('TORCHEMBER_HOME', home.name)
 env.setenv('MPLBACKEND', 'agg')
