@@ -21,6 +21,7 @@ if signal.getsignal(signal.SIGINT)==signal.SIG_IGN: # begun in a background: pro
 home,env = tempfile.TemporaryDirectory(prefix='torchember-'),pytest.MonkeyPatch()
 env.setenv('TORCHEMBER_HOME', home.name)
 env.setenv('MPLBACKEND', 'agg')
+env.delenv('COLUMNS', raising=False) # which xdist has set: how wide a terminal is, a test says itself
 env.setenv('TRACKIO_DIR', os.path.join(home.name, 'trackio')) # which trackio reads when it is imported
 env.setenv('MLFLOW_DISABLE_TELEMETRY', 'true')
 env.setenv('TORCHEMBER_WAIT', '1') # the last digits of a first step are not left to chance
