@@ -25,7 +25,7 @@ def test_there_is_a_page_for_each_guest():
     assert all(f'../guests/{p.name}' in known for p in pages)
 
 
-heavy = ('wandb', 'mlflow', 'trackio', 'lightning', 'transformers') # to import
+heavy = ('wandb', 'mlflow', 'trackio', 'function', 'lightning', 'transformers', 'keras') # to import
 @pytest.mark.slow
 @pytest.mark.parametrize('page', [pytest.param(p, id=p.stem, marks=[pytest.mark.release] if p.stem.endswith(heavy) else []) for p in pages])
 def test_the_program_runs_and_records_layers(page, tmp_path):

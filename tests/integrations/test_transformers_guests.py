@@ -229,7 +229,8 @@ def test_gradients_are_those_that_the_optimizer_has(options, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('backend', ['aot_eager', pytest.param('inductor', marks=pytest.mark.release)])
+@pytest.mark.release # compiles
+@pytest.mark.parametrize('backend', ['aot_eager', 'inductor'])
 def test_compiled_and_accumulated(backend, tmp_path):
     ember = callback(ttypes=('weight', 'weight_grad'))
     try: language(tmp_path/'a', small(tmp_path), ember, data=ids(6), torch_compile=True, torch_compile_backend=backend, gradient_accumulation_steps=2).train()

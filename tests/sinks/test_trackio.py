@@ -330,7 +330,8 @@ def test_a_run_that_was_killed_is_sent_later_without_doubles(project, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('silent', [False, pytest.param(True, marks=pytest.mark.release)])
+@pytest.mark.release # half a minute, in which nothing happens
+@pytest.mark.parametrize('silent', [False, True])
 def test_a_server_that_does_not_answer_ends_no_training_and_is_sent_all_later(project, tmp_path, silent):
     took,ended = told_where_nobody_answers(tmp_path, 'trackio', silent, TRACKIO_SERVER_URL='{}/?write_token=x')
     assert took<60 and ended<10 # the import of trackio, and the ten seconds for which a sink is waited

@@ -163,7 +163,7 @@ monitor.close()
     assert not [k for k in axes if k.startswith(('/', '*'))]
 
 
-@pytest.mark.parametrize('reinit', ['return_previous', 'finish_previous'])
+@pytest.mark.parametrize('reinit', [pytest.param('return_previous', marks=pytest.mark.release), 'finish_previous'])
 def test_a_run_that_the_user_opens_later_is_theirs(tmp_path, reinit):
     "Whatever W&B does with a run that is open: ours is beside it, and goes on"
     rows,_ = run(f'''
