@@ -92,8 +92,8 @@ def test_what_a_shell_is_told():
     "Each is a command with such arguments, and the first ones that a reader needs are there"
     lines = [l for kind,code in shown if kind=='sh' for l in code.splitlines() if l.startswith('torchember ')]
     asked = [parser().parse_args(shlex.split(l, comments=True)[1:]) for l in lines]
-    assert [a.command for a in asked]==['run', 'ls', 'tail', 'plot', 'diagnose', 'diff']
-    assert asked[0].program==['train.py', '--lr', '0.1'] and asked[4].fail_on=='error'
+    assert [a.command for a in asked]==['run', 'board', 'ls', 'tail', 'plot', 'diagnose', 'diff']
+    assert asked[0].program==['train.py', '--lr', '0.1'] and asked[5].fail_on=='error'
 
 
 def title(path):
