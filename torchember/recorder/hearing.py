@@ -15,6 +15,8 @@ from ..capture.private_torch import function_around, only_metadata, same_functio
 from ..measure.elements import Unmeasurable
 from .calls import stack_room
 from .optimizer import optimizer_names
+from .parameters import measure_unclipped
+from .sources import scale_of
 from .steps import stalled
 from .tally import not_called
 
@@ -303,7 +305,7 @@ class OptimizerEvents(Listener):
             if not self.pipe.gate.on: return
             self.pipe.steps.opens()
             ids = {id(p) for p in parameters}
-            self.sources.parameters.unclipped(ids, self.sources.scale_of(ids))
+            measure_unclipped(self.sources.parameters, ids, scale_of(self.sources, ids))
             self.pipe.read_pending()
 
     @timed
