@@ -510,12 +510,13 @@ def test_two_models_in_one_folder_have_names_of_their_own(tmp_path, recwarn):
 
 
 @pytest.mark.parametrize('name', ['Sink', 'TensorBoard', 'Wandb', 'MLflow', 'Trackio'])
-def test_sinks_can_be_pickled(name):
+def test_sinks_can_be_pickled(name, tmp_path, monkeypatch):
     "As callbacks of a trainer are that starts processes"
     import pickle
 
     import torchember.sinks
     if name!='Sink': pytest.importorskip(name.lower())
+    monkeypatch.chdir(tmp_path) # where MLflow makes a database
     sink = pickle.loads(pickle.dumps(getattr(torchember.sinks, name)(every=10, include='0', prefix='a/')))
     assert [s for s in range(21) if sink.when(s)]==[0, 10, 20] and sink.prefix=='a/'
 
