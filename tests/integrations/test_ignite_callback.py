@@ -1,13 +1,15 @@
 "PyTorch-Ignite's Engine with `EmberCallback`: the rows are those of the plain loop, and the training is the one that it was"
 import functools
 import logging
+from pathlib import Path
 
+import programs
 import pytest
 import torch
 import torch.nn.functional as F
 from looped import Net, batches, heard, left, loss_of, momentum, same, seeded, table, training
 
-from torchember import emberTracker, torchEmber
+from torchember import emberTracker, read, torchEmber
 
 pytestmark = pytest.mark.filterwarnings('ignore')
 
@@ -395,3 +397,36 @@ def test_two_optimizers():
 def test_wrong_arguments_at_once():
     with pytest.raises(TypeError, match="No argument of EmberCallback 'stat'.*Known"): callback(stat='full')
     with pytest.raises(TypeError, match='takes model from the trainer'): callback(model=None)
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path):
+    "Each has half of the batches; gradients are the mean of both"
+    ignite()
+    programs.ranks(f'''
+import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+import torch
+import torch.distributed as dist
+from looped import batches, loss_of, momentum, seeded
+from ignite.engine import Engine
+from torchember.integrations.ignite import EmberCallback
+dist.init_process_group('gloo')
+model = torch.nn.parallel.DistributedDataParallel(seeded())
+opt,ember = momentum(model),EmberCallback(name='both')
+def step(engine, batch):
+    opt.zero_grad()
+    loss = loss_of(model, *batch)
+    loss.backward(); opt.step()
+    return loss.item()
+trainer = Engine(step)
+ember.attach(trainer, model, opt)
+trainer.run(batches(8)[dist.get_rank()::2])
+assert ember.te is None and ember.report['steps']==4
+dist.destroy_process_group()
+''', TORCHEMBER_HOME=tmp_path)
+    df = read('both', home=tmp_path)
+    pairs = [(torch.cat([a, c]), torch.cat([b, d])) for (a,b),(c,d) in zip(batches(8)[::2], batches(8)[1::2], strict=True)]
+    want = {(k[0], k[1].split('.', 1)[-1], k[3]): r for k,r in plain(pairs).items() if k[2]=='weight_grad'}
+    got = df[df.ttype=='weight_grad']
+    assert sorted(set(df.step))==[0, 1, 2, 3] and len(got)==len(want) and set(df[df.ttype=='scalar'].step)=={0, 1, 2, 3}
+    for r in got.to_dict('records'): assert r['mean']==pytest.approx(want[r['step'], r['module'].split('.', 1)[-1], r['tname']]['mean'], rel=1e-5, abs=1e-7)
