@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from looped import batches, heard, left, loss_of, momentum, same, seeded, table, training
+from guested import bits, numbers, ran, rows_of, steps_of
+from looped import batches, heard, left, loss_of, momentum, same, seeded, table
 
-from torchember import emberTracker, read, torchEmber
+from torchember import read, torchEmber
 
 pytestmark = pytest.mark.filterwarnings('ignore')
 
@@ -66,11 +67,6 @@ class Loop:
         return self
 
 
-class Ran:
-    "A run that is over, as `looped` has it"
-    def __init__(self, name): self.t = emberTracker(name)
-
-
 def plain(data, accumulate=1, opt=momentum, bf16=False):
     model = seeded()
     opt = opt(model)
@@ -82,13 +78,6 @@ def plain(data, accumulate=1, opt=momentum, bf16=False):
             opt.step()
             opt.zero_grad()
     return table(te)
-
-
-def ran(ember): return Ran(ember.report['run'])
-def numbers(ember, name): return {r['step']: r[name] for r in ran(ember).t.lines() if r['ttype']=='scalar' and name in r}
-def rows_of(ember): return {k: r for k,r in training(ran(ember)).items() if k[2]!='scalar'}
-def steps_of(ember): return sorted({r['step'] for r in ran(ember).t.lines()})
-def bits(a, b): return a.keys()==b.keys() and all(torch.equal(v, b[k]) for k,v in a.items())
 
 
 @pytest.mark.parametrize('first', ['trackers', 'prepare', 'no trackers'])

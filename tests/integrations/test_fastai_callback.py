@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from looped import Net, batches, heard, left, loss_of, same, seeded, table, training
+from guested import Ran, bits, numbers, ran, rows_of, steps_of
+from looped import Net, batches, heard, left, loss_of, same, seeded, table
 from torch import nn
 
 from torchember import emberTracker, torchEmber
@@ -75,11 +76,6 @@ def fit(folder, *callbacks, epochs=1, **options):
     return learn
 
 
-class Ran:
-    "A run that is over, as `looped` has it"
-    def __init__(self, name): self.t = emberTracker(name)
-
-
 def plain(data, accumulate=1, clip=None, model=None, opt=None, first_step=0, **options):
     "The rows of the same model, trained by hand, with the loss that accumulation makes of it"
     model = model or seeded()
@@ -92,13 +88,6 @@ def plain(data, accumulate=1, clip=None, model=None, opt=None, first_step=0, **o
             opt.step()
             opt.zero_grad()
     return table(te)
-
-
-def ran(ember): return Ran(ember.report['run'])
-def numbers(ember, name): return {r['step']: r[name] for r in ran(ember).t.lines() if r['ttype']=='scalar' and name in r}
-def rows_of(ember): return {k: r for k,r in training(ran(ember)).items() if k[2]!='scalar'}
-def steps_of(ember): return sorted({r['step'] for r in ran(ember).t.lines()})
-def bits(a, b): return a.keys()==b.keys() and all(torch.equal(v, b[k]) for k,v in a.items())
 
 
 @pytest.mark.parametrize(('more', 'by_hand'), [(lambda f: [], {}), (lambda f: [f.GradientAccumulation(10)], dict(accumulate=2)),

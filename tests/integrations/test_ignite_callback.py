@@ -7,9 +7,10 @@ import programs
 import pytest
 import torch
 import torch.nn.functional as F
-from looped import Net, batches, heard, left, loss_of, momentum, same, seeded, table, training
+from guested import Ran, bits, numbers, ran, rows_of, steps_of
+from looped import Net, batches, heard, left, loss_of, momentum, same, seeded, table
 
-from torchember import emberTracker, read, torchEmber
+from torchember import read, torchEmber
 
 pytestmark = pytest.mark.filterwarnings('ignore')
 
@@ -67,11 +68,6 @@ def fit(ember=None, data=None, epochs=1, **options):
     return trainer
 
 
-class Ran:
-    "A run that is over, as `looped` has it"
-    def __init__(self, name): self.t = emberTracker(name)
-
-
 def plain(data, accumulate=1, model=None, first_step=0):
     model = model or seeded()
     opt = momentum(model)
@@ -81,13 +77,6 @@ def plain(data, accumulate=1, model=None, first_step=0):
             (loss_of(model, x, y)/accumulate).backward()
             if not (i+1)%accumulate: opt.step()
     return table(te)
-
-
-def ran(ember): return Ran(ember.report['run'])
-def numbers(ember, name): return {r['step']: r[name] for r in ran(ember).t.lines() if r['ttype']=='scalar' and name in r}
-def rows_of(ember): return {k: r for k,r in training(ran(ember)).items() if k[2]!='scalar'}
-def steps_of(ember): return sorted({r['step'] for r in ran(ember).t.lines()})
-def bits(a, b): return a.keys()==b.keys() and all(torch.equal(v, b[k]) for k,v in a.items())
 
 
 @pytest.mark.parametrize('accumulate', [1, 2])

@@ -6,10 +6,11 @@ import warnings
 import programs
 import pytest
 import torch
-from looped import Net, batches, heard, left, loss_of, momentum, same, seeded, table, training
+from guested import bits, numbers, ran, rows_of, steps_of
+from looped import Net, batches, heard, left, loss_of, momentum, same, seeded, table
 from torch import nn
 
-from torchember import emberTracker, read, torchEmber
+from torchember import read, torchEmber
 
 pytestmark = pytest.mark.filterwarnings('ignore')
 
@@ -82,14 +83,6 @@ def fit(folder, ember=None, data=None, model=None, val=None, ckpt_path=None, **o
     return model, trainer
 
 
-class Ran:
-    "A run that is over, as `looped` has it"
-    def __init__(self, name): self.t = emberTracker(name)
-
-
-def ran(ember): return Ran(ember.report['run'])
-
-
 def plain(data, accumulate=1, clip=None, bf16=False, first_step=0, model=None, opt=None, **options):
     "The rows of the same model, trained by hand"
     model = model or seeded(kinds()[0])
@@ -103,12 +96,6 @@ def plain(data, accumulate=1, clip=None, bf16=False, first_step=0, model=None, o
             opt.step()
             opt.zero_grad()
     return table(te)
-
-
-def numbers(ember, name): return {r['step']: r[name] for r in ran(ember).t.lines() if r['ttype']=='scalar' and name in r}
-def rows_of(ember): return {k: r for k,r in training(ran(ember)).items() if k[2]!='scalar'}
-def steps_of(ember): return sorted({r['step'] for r in ran(ember).t.lines()})
-def bits(a, b): return a.keys()==b.keys() and all(torch.equal(v, b[k]) for k,v in a.items())
 
 
 @pytest.mark.parametrize(('options', 'by_hand'), [({}, {}), (dict(accumulate_grad_batches=2), dict(accumulate=2)),

@@ -5,10 +5,11 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
+from guested import Ran, bits, numbers, ran, rows_of, steps_of
 from looped import Net, batches, heard, momentum, same, seeded, table, training
 from torch import nn
 
-from torchember import emberTracker, torchEmber
+from torchember import torchEmber
 
 pytestmark = pytest.mark.filterwarnings('ignore')
 
@@ -87,18 +88,6 @@ def plain(data, accumulate=1, clip=None, bf16=False, **options):
             opt.step()
             opt.zero_grad()
     return table(te)
-
-
-class Ran:
-    "A run that is over, as `looped` has it"
-    def __init__(self, name): self.t = emberTracker(name)
-
-
-def ran(ember): return Ran(ember.report['run'])
-def numbers(ember, name): return {r['step']: r[name] for r in ran(ember).t.lines() if r['ttype']=='scalar' and name in r}
-def rows_of(ember): return {k: r for k,r in training(ran(ember)).items() if k[2]!='scalar'}
-def steps_of(ember): return sorted({r['step'] for r in ran(ember).t.lines()})
-def bits(a, b): return a.keys()==b.keys() and all(torch.equal(v, b[k]) for k,v in a.items())
 
 
 @pytest.mark.parametrize(('options', 'by_hand'), [({}, {}), (dict(gradient_accumulation_steps=2), dict(accumulate=2)),

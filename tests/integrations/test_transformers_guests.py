@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from guested import bits, numbers, ran, rows_of, steps_of
 from looped import batches, heard, same, seeded, table
 from oracle import says
-from test_transformers_callback import Scored, bits, callback, kinds, numbers, plain, ran, rows_of, steps_of, train, trainer_for
+from test_transformers_callback import Scored, callback, kinds, plain, train, trainer_for
 from torch import nn
 
 from torchember import read, torchEmber

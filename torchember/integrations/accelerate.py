@@ -12,7 +12,7 @@ import torch
 
 from ..capture.optimizer import parameters_of
 from ..ground.needs import needs
-from .guest import Guest, MethodPlace
+from .guest import Guest, HasGuest, MethodPlace
 from ..store.jsonl import emberTracker, exists
 
 library = needs('accelerate', for_='torchember.integrations.accelerate')
@@ -73,7 +73,7 @@ def after(
     return emberTracker(runs[0], home).last_step()+1 if runs else 0
 
 # %% ../../nbs/90_integrations/30_accelerate.ipynb #414126be
-class EmberCallback(Tracker):
+class EmberCallback(HasGuest, Tracker):
     """Record each training of an Accelerator. Takes the keyword arguments of `torchEmber`: `EmberCallback(every=10)`
 
     Args:
@@ -86,9 +86,7 @@ class EmberCallback(Tracker):
         self.guest,self.accelerator,self.waits,self.loaded = Guest('EmberCallback', **options),None,[],False # waits: places of forwards
         wait(self)
 
-    te = property(lambda self: self.guest.te, doc="The `torchEmber` of the training that goes on, None before and after")
-    tracker = te # as Accelerate calls it
-    report = property(lambda self: self.guest.report, doc="What was done in the last training, `report['run']` its name")
+    tracker = HasGuest.te # as Accelerate calls it
 
     def joins(self, accelerator):
         "Hear what the Accelerator prepares, loads and ends"
@@ -139,15 +137,3 @@ class EmberCallback(Tracker):
         "In each process, while there is a process group"
         self.close()
         return run(*args, **kwargs)
-
-    def close(self): # A `Report`: what was done; None where nothing was
-        """End the run, if there is one: after an exception, of which nobody is told
-
-        Returns:
-            A `Report`: what was done; None where nothing was
-        """
-        return self.guest.end()
-
-    def __enter__(self): return self
-
-    def __exit__(self, *error): self.close()

@@ -9,7 +9,7 @@ __all__ = ['library', 'Callback', 'steps_before', 'Skips', 'EmberCallback']
 import math
 
 from ..ground.needs import needs
-from .guest import Guest, MethodPlace, rates_of
+from .guest import Guest, HasGuest, MethodPlace, rates_of
 
 library = needs('fastai.callback.training', for_='torchember.integrations.fastai', package='fastai')
 Callback = library.Callback # what `EmberCallback` is one of
@@ -39,7 +39,7 @@ class Skips:
     def step(self, optimizer): "Skipped"
 
 # %% ../../nbs/90_integrations/40_fastai.ipynb #683f6470
-class EmberCallback(Callback):
+class EmberCallback(HasGuest, Callback):
     """Record each fit of a fastai Learner. Takes the keyword arguments of `torchEmber`: `EmberCallback(every=10)`
 
     Args:
@@ -51,8 +51,6 @@ class EmberCallback(Callback):
     ):
         self.guest,self.place,self.skips,self.record = Guest('EmberCallback', **options),None,None,None # record: of an epoch, that was seen last
 
-    te = property(lambda self: self.guest.te, doc="The `torchEmber` of the training that goes on, None before and after")
-    report = property(lambda self: self.guest.report, doc="What was done in the last training, `report['run']` its name")
     apart = property(lambda self: self.learn.lock.locked(), doc="Whether what runs is a validation or a prediction that somebody asked for")
 
     def before_fit(self):

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['from_trainer', 'known', 'wrappers', 'check_options', 'numbers_of', 'unwrapped', 'rates_of', 'MethodPlace', 'run_for',
-           'agreed', 'Guest']
+           'agreed', 'Guest', 'HasGuest']
 
 # %% ../../nbs/90_integrations/00_guest.ipynb #9dcefbf4
 import itertools, math, sys
@@ -266,3 +266,21 @@ class Guest:
             warn(f"The run {te.fname} could not be closed: {type(e).__name__}: {e}")
         finally: te.disarm()
         return self.report
+
+# %% ../../nbs/90_integrations/00_guest.ipynb #5f0c1e40
+class HasGuest:
+    "What each `EmberCallback` has, beside what its library calls: the run that goes on, what was done, and an end. The `guest` is set by `__init__`"
+    te = property(lambda self: self.guest.te, doc="The `torchEmber` of the training that goes on, None before and after")
+    report = property(lambda self: self.guest.report, doc="What was done in the last training, `report['run']` its name")
+
+    def close(self): # A `Report`: what was done; None where nothing was
+        """End the run, if there is one: after an exception, of which some libraries tell nobody
+
+        Returns:
+            A `Report`: what was done; None where nothing was
+        """
+        return self.guest.end()
+
+    def __enter__(self): return self
+
+    def __exit__(self, *error): self.close()

@@ -7,7 +7,7 @@ __all__ = ['engine', 'Events', 'loss_in', 'tries_rates', 'EmberCallback']
 
 # %% ../../nbs/90_integrations/50_ignite.ipynb #f6d3535b
 from ..ground.needs import needs
-from .guest import Guest, MethodPlace, rates_of
+from .guest import Guest, HasGuest, MethodPlace, rates_of
 
 engine = needs('ignite.engine', for_='torchember.integrations.ignite', package='pytorch-ignite')
 Events = engine.Events
@@ -33,7 +33,7 @@ def tries_rates(trainer):
     return any(c.__name__=='FastaiLRFinder' for h in handlers for c in type(h).__mro__)
 
 # %% ../../nbs/90_integrations/50_ignite.ipynb #8cbe7746
-class EmberCallback:
+class EmberCallback(HasGuest):
     """Record each run of an Engine that trains. Takes the keyword arguments of `torchEmber`: `EmberCallback(every=10)`
 
     Args:
@@ -43,9 +43,6 @@ class EmberCallback:
         **options # Of `torchEmber`, but for model, optimizer, scaler, first_step and resume
     ):
         self.guest,self.place,self.trainer = Guest('EmberCallback', **options),None,None
-
-    te = property(lambda self: self.guest.te, doc="The `torchEmber` of the training that goes on, None before and after")
-    report = property(lambda self: self.guest.report, doc="What was done in the last training, `report['run']` its name")
 
     def attach(self,
         trainer, # The Engine that trains
@@ -135,7 +132,3 @@ class EmberCallback:
         """
         self.end()
         return self.report
-
-    def __enter__(self): return self
-
-    def __exit__(self, *error): self.close()

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from ..ground.needs import needs
-from .guest import Guest
+from .guest import Guest, HasGuest
 
 keras = needs('keras', for_='torchember.integrations.keras')
 
@@ -71,7 +71,7 @@ class Anything:
     __hash__ = object.__hash__
 
 # %% ../../nbs/90_integrations/60_keras.ipynb #2481a433
-class EmberCallback(keras.callbacks.Callback):
+class EmberCallback(HasGuest, keras.callbacks.Callback):
     """Record each `fit` of a Keras model on torch. Takes the keyword arguments of `torchEmber`: `EmberCallback(every=10)`
 
     Args:
@@ -84,9 +84,6 @@ class EmberCallback(keras.callbacks.Callback):
         on_torch()
         self.guest,self.testing = Guest('EmberCallback', **{'ends': 'step', **options}),False
         self.epoch,self.rate = 0,None # rate: of the step that comes
-
-    te = property(lambda self: self.guest.te, doc="The `torchEmber` of the training that goes on, None before and after")
-    report = property(lambda self: self.guest.report, doc="What was done in the last training, `report['run']` its name")
 
     def on_train_begin(self, logs=None):
         "A training that failed before is over now. Others may load a checkpoint first"
@@ -143,7 +140,3 @@ class EmberCallback(keras.callbacks.Callback):
         """
         self.testing = False
         return self.guest.end()
-
-    def __enter__(self): return self
-
-    def __exit__(self, *error): self.close()

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 import torch
 
 from ..ground.needs import needs
-from .guest import Guest, rates_of
+from .guest import Guest, HasGuest, rates_of
 
 # %% ../../nbs/90_integrations/10_lightning.ipynb #3ae05de0
 def library():
@@ -46,7 +46,7 @@ def tunes(trainer):
     return any(c.__name__ in finders for callback in trainer.callbacks for c in type(callback).__mro__)
 
 # %% ../../nbs/90_integrations/10_lightning.ipynb #773fd7a1
-class EmberCallback(Callback):
+class EmberCallback(HasGuest, Callback):
     """Record each training of a Lightning Trainer. Takes the keyword arguments of `torchEmber`: `EmberCallback(every=10)`
 
     Args:
@@ -56,9 +56,6 @@ class EmberCallback(Callback):
         **options # Of `torchEmber`, but for model, optimizer, scaler, first_step and resume
     ):
         self.guest,self.fresh,self.rates,self.at = Guest('EmberCallback', **options),Fresh(),{},0 # at: the step that Lightning was at
-
-    te = property(lambda self: self.guest.te, doc="The `torchEmber` of the training that goes on, None before and after")
-    report = property(lambda self: self.guest.report, doc="What was done in the last training, `report['run']` its name")
 
     def begin(self, trainer):
         "Arm the model: the training begins, or goes on"

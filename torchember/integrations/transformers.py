@@ -7,12 +7,12 @@ __all__ = ['TrainerCallback', 'EmberCallback', 'whole']
 
 # %% ../../nbs/90_integrations/20_transformers.ipynb #a4a9f5b6
 from ..ground.needs import needs
-from .guest import Guest
+from .guest import Guest, HasGuest
 
 TrainerCallback = needs('transformers', for_='torchember.integrations.transformers').TrainerCallback # what `EmberCallback` is one of
 
 # %% ../../nbs/90_integrations/20_transformers.ipynb #04a76258
-class EmberCallback(TrainerCallback):
+class EmberCallback(HasGuest, TrainerCallback):
     """Record each training of a transformers Trainer. Takes the keyword arguments of `torchEmber`: `EmberCallback(every=10)`
 
     Args:
@@ -22,9 +22,6 @@ class EmberCallback(TrainerCallback):
         **options # Of `torchEmber`, but for model, optimizer, scaler, first_step and resume
     ):
         self.guest,self.training,self.control = Guest('EmberCallback', **options),False,None # training: whether an epoch has begun
-
-    te = property(lambda self: self.guest.te, doc="The `torchEmber` of the training that goes on, None before and after")
-    report = property(lambda self: self.guest.report, doc="What was done in the last training, `report['run']` its name")
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
         "Arm the model. A training that failed before is over now"
@@ -49,17 +46,5 @@ class EmberCallback(TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs):
         "The run is over"
         self.close()
-
-    def close(self): # A `Report`: what was done; None where nothing was
-        """End the run, if there is one: after an exception, of which a Trainer tells nobody
-
-        Returns:
-            A `Report`: what was done; None where nothing was
-        """
-        return self.guest.end()
-
-    def __enter__(self): return self
-
-    def __exit__(self, *error): self.close()
 
 def whole(epoch): return int((epoch or 0)+1e-6) # a fraction that was added up

@@ -1,0 +1,17 @@
+"Runs that the callback of somebody else's trainer has recorded, as `looped` has them"
+import torch
+from looped import training
+
+from torchember import emberTracker
+
+
+class Ran:
+    "A run that is over"
+    def __init__(self, name): self.t = emberTracker(name)
+
+
+def ran(ember): return Ran(ember.report['run'])
+def numbers(ember, name): return {r['step']: r[name] for r in ran(ember).t.lines() if r['ttype']=='scalar' and name in r}
+def rows_of(ember): return {k: r for k,r in training(ran(ember)).items() if k[2]!='scalar'}
+def steps_of(ember): return sorted({r['step'] for r in ran(ember).t.lines()})
+def bits(a, b): return a.keys()==b.keys() and all(torch.equal(v, b[k]) for k,v in a.items())
