@@ -29,7 +29,7 @@ def add_options(p):
     p.add_argument('--every', type=every_in, help="which steps: 10, or 'linear(5, 2)'")
     p.add_argument('--overhead', type=float, help='share of the training time that recording may take, such as .02')
     p.add_argument('--rules', type=names_in, help="what looks at the run while it goes on: default, or names of rules")
-    p.add_argument('--sinks', type=names_in, help='who is told of each step: wandb, tensorboard')
+    p.add_argument('--sinks', type=names_in, help='who is told of each step: wandb, tensorboard, mlflow, trackio')
     p.add_argument('--ttypes', type=names_in, help='tensor types: input,output,weight,weight_grad')
     p.add_argument('--stats', type=names_in, help="statistics: basic, full, numerics, or names such as rms,max")
     for name,what in (('include', 'modules to record'), ('exclude', 'modules to leave out')):

@@ -54,6 +54,12 @@ def test_both_are_there(clip):
     assert any(not torch.equal(v, after[0][k]) for k,v in before[0].items())
 
 
+def test_a_plan_has_them():
+    te,_,_ = clipped(lambda m: utils.clip_grad_norm_(m.parameters(), .01), data=batches(1))
+    plan = te.plan()
+    assert plan.rows==len(te.t.lines())==8 and 'before clipping' in str(plan)
+
+
 def test_some_parameters_alone():
     te,before,_ = clipped(lambda m: utils.clip_grad_norm_(m.a.weight, .01))
     said_of_parameters(te, 'unclipped_grad', [{'a.weight': g['a.weight']} for g in before])

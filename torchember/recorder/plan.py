@@ -228,7 +228,9 @@ def parameter_places(r, left=()):
     for st,i,n,p in s.parameters.each(states=first):
         if 'weight' in r.ttypes: add(st, 'weight', f'weight_{i}', n, p)
     for st,i,n,p in s.parameters.each(states=s.states if r.steps.manual else first):
-        if 'weight_grad' in r.ttypes and p.requires_grad: add(st, 'weight_grad', f'grad_{i}', n, p)
+        for t in ('unclipped_grad', 'weight_grad'):
+            if t in r.ttypes and p.requires_grad: add(st, t, f'grad_{i}', n, p)
+    if 'unclipped_grad' in r.ttypes: notes.add("Gradients before clipping are there where somebody clips: of all parameters, it is assumed.")
     for o in r.watch.optimizers if r.watch else ():
         for st,i,n,p in s.parameters.each({id(p) for p in parameters_of(o)}):
             if 'update' in r.ttypes: add(st, 'update', f'update_{i}', n, p)
