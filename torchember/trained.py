@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .capture.forward import armed_by, states_of
 from .capture.optimizer import parameters_of, trained_by, workers
+from .capture.private_torch import is_unscaled
 from .capture.tree import unwrap, wrappers
 
 # %% ../nbs/91_trained.ipynb #e9570267
@@ -113,13 +114,15 @@ class Place:
 # %% ../nbs/91_trained.ipynb #1d6f796e
 def has_closure(args, kwargs): return callable(kwargs.get('closure')) or any(map(callable, args[1:]))
 
-def only_scaler(
-    earlier=() # Those of earlier trainings
-): # None where there is none, or several
-    "The scaler that is in use: the only one, or the only new one"
-    found = [s for s in alive(torch.amp.GradScaler) if s.is_enabled()]
-    new = [s for s in found if not any(s is e for e in earlier)]
-    return next((some[0] for some in (new, found) if len(some)==1), None)
+def scale_heard(former, heard):
+    "The same of what a scaler is given"
+    @functools.wraps(former)
+    def scale(self, outputs, *args, **kwargs):
+        if not torch.compiler.is_compiling(): heard(self, outputs)
+        return former(self, outputs, *args, **kwargs)
+    return scale
+
+def that_have(cls, name): return [c for c in (cls, *(d for s in cls.__subclasses__() for d in that_have(s, name))) if name in vars(c)]
 
 def scaler_around():
     "The scaler whose step runs in this thread"
@@ -129,15 +132,33 @@ def scaler_around():
         if isinstance(me, torch.amp.GradScaler): return me
         f = f.f_back
 
+def leads_to(
+    outputs, # A tensor, or several
+    ids:set # Of parameters
+) -> bool:
+    "Whether a backward from here comes to parameters"
+    nodes,seen = [x.grad_fn for x in (outputs if isinstance(outputs, list|tuple) else [outputs]) if torch.is_tensor(x)],set()
+    while nodes:
+        if (node := nodes.pop()) is None or node in seen: continue
+        if id(getattr(node, 'variable', None)) in ids: return True
+        seen.add(node)
+        nodes += [n for n,_ in node.next_functions]
+    return False
+
 # %% ../nbs/91_trained.ipynb #b03661f1
 class Training:
     "A model that was armed"
-    def __init__(self, te, optimizers, scaler):
-        self.te,self.optimizers,self.scaler = weakref.ref(te),[weakref.ref(o) for o in optimizers],scaler and weakref.ref(scaler)
-        self.t,self.stepped = te.t,False
+    def __init__(self, te, optimizers):
+        self.te,self.optimizers = weakref.ref(te),[weakref.ref(o) for o in optimizers]
+        self.t,self.open = te.t,bool(optimizers) # whether it may still turn out which scaler it has
 
     def alive(self): return [o for r in self.optimizers if (o := r()) is not None]
     def has(self, optimizer): return any(o is optimizer for o in self.alive())
+    scaler = property(lambda self: None if (te := self.te()) is None or te.recorder.watch is None else te.recorder.watch.scaler)
+
+    def use(self, scaler):
+        "This scaler multiplies its losses, or None"
+        if (te := self.te()) is not None and self.scaler is not scaler: te.recorder.watch.use(scaler)
 
     def overlaps(self, model):
         te = self.te()
@@ -198,10 +219,9 @@ class Arms:
             optimizers = self.earlier_over(inner, optimizers)
             other = armed_by(inner)
             if other is not None: return self.say_none(f"{kind} is armed by the program itself, as the run {other.recorder.t.fname}, and left alone.")
-            scaler = only_scaler([t.scaler() for t in self.trainings if t.scaler]) if optimizers else None
-            te = torchEmber(model, optimizers or None, scaler=scaler, **{**self.options, 'name': self.name()})
+            te = torchEmber(model, optimizers or None, **{**self.options, 'name': self.name()})
         except Exception as e: return self.say_none(f"{kind} could not be armed: {type(e).__name__}: {e}")
-        self.trainings.append(Training(te, optimizers, scaler))
+        self.trainings.append(Training(te, optimizers))
         by = f", trained by {names_of(optimizers)}" if optimizers else ''
         self.tell(f"records {kind}, {len(te.tracks)} modules{by}, as the run {te.fname}.")
         if late: self.tell(f"{te.fname}: of step 0 there are weights and their gradients only, as no call of the model was heard before the optimizer stepped.")
@@ -252,6 +272,7 @@ class Trainings(Arms):
         self.tell,self.named,self.options,self.pid,self.lock = tell,list(named),options,os.getpid(),threading.Lock()
         self.awaited,self.trainings,self.why,self.on = Awaited(),[],[],False # why: sentences on what was not armed
         self.calls,self.inits = Place(nn.Module, '__call__'),Place(torch.optim.Optimizer, '__init__')
+        self.scales = {} # classes of scalers -> `Place`
         self.made,self.steps,self.reports = 0,set(),[] # how many optimizers; ids of those that have stepped; a `Report` for each training that is over
         for o in optimizers: self.awaited.add(o)
 
@@ -270,9 +291,14 @@ class Trainings(Arms):
         return self
 
     def listen(self):
-        "To calls, while something is awaited"
-        if self.on and (self.awaited.all() or self.named): self.calls.take(call_heard, self.called)
+        "To calls, while something is awaited, and to scalers until a training has stepped"
+        awaits = self.on and bool(self.awaited.all() or self.named)
+        if awaits: self.calls.take(call_heard, self.called)
         else: self.calls.give_back()
+        if awaits or self.on and any(t.open for t in self.trainings): # `scaler.scale` may be looked up before the model in its argument is called
+            for cls in that_have(torch.amp.GradScaler, 'scale'): self.scales.setdefault(cls, Place(cls, 'scale')).take(scale_heard, self.scaled)
+        else:
+            for place in self.scales.values(): place.give_back()
 
     def here(self): return self.on and os.getpid()==self.pid # a process that was forked is another program
 
@@ -307,9 +333,16 @@ class Trainings(Arms):
         self.steps.add(id(optimizer))
         for t in self.trainings:
             if not t.has(optimizer): continue
-            t.stepped,scaler = True,scaler_around()
-            if scaler is not None and (t.scaler is None or t.scaler() is not scaler) and scaler.is_enabled():
-                self.tell(f"{t.t.fname}: its gradients are recorded as {type(scaler).__name__} has scaled them, as there are several scalers.")
+            t.open,scaler = False,scaler_around()
+            if scaler is not None or t.scaler is not None and not is_unscaled(t.scaler, optimizer): t.use(scaler)
+        self.listen()
+
+    def scaled(self, scaler, outputs):
+        "What a scaler is given is the loss of a training"
+        if not self.here(): return
+        those = [t for t in self.trainings if t.open and t.te() is not None]
+        if len(those)>1: those = [t for t in those if leads_to(outputs, ids_of(trained_by(t.alive())))] or those
+        for t in those: t.use(scaler)
 
     # ---- the end
 
@@ -323,7 +356,7 @@ class Trainings(Arms):
         """
         if not self.on: return
         here,self.on = self.here(),False
-        self.calls.give_back()
+        self.listen()
         self.inits.give_back()
         self.handle.remove()
         if not here: return

@@ -1,12 +1,13 @@
 "Which modules are the model, and when they are armed: against the same training, armed by hand"
 import copy
 import gc
+import math
 import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
-from looped import batches, by_hand, closure_of, heard, loss_of, momentum, same, seeded, steps, table, weights
+from looped import ALL, batches, by_hand, closure_of, heard, loss_of, momentum, same, seeded, steps, table, weights
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks as step_hooks
 
@@ -315,47 +316,116 @@ def test_an_optimizer_that_came_from_a_copy():
     assert {r['step'] for r in one(w).t.lines() if r['ttype']=='output'}=={1, 2, 3}
 
 
-@pytest.mark.parametrize('n', [1, 2])
-def test_gradients_are_unscaled(n):
-    "With one scaler; of several it is said that they are not"
-    gc.collect()
-    def train(model, opt, scaler):
-        for x,y in batches():
-            scaler.scale(loss_of(model, x, y)).backward()
-            scaler.step(opt); scaler.update(); opt.zero_grad()
-    others = [torch.amp.GradScaler('cpu') for _ in range(n-1)]
-    w = armed(lambda m: train(m, momentum(m), torch.amp.GradScaler('cpu')), seeded())
-    assert len(others)==n-1
-    model,scaler = seeded(),torch.amp.GradScaler('cpu')
-    with torchEmber(model, opt := momentum(model), scaler=scaler if n==1 else None) as te: train(model, opt, scaler)
+def scaled_by_hand(model, opt, scaler, data):
+    for x,y in data:
+        scaler.scale(loss_of(model, x, y)).backward()
+        scaler.step(opt); scaler.update(); opt.zero_grad()
+
+
+def cpu_scaler(kind=torch.amp.GradScaler, **options): return kind('cpu', init_scale=8., **options)
+def used(scaler): return scaler.scale(torch.ones(1)) is not None and scaler
+
+
+@pytest.mark.parametrize('others', [0, 2])
+def test_gradients_are_unscaled(others):
+    "Those of the scaler in use, whichever others there are: one that is new, and one that has scaled already"
+    kept = [used(cpu_scaler()), cpu_scaler()][:others]
+    w = armed(lambda m: scaled_by_hand(m, momentum(m), cpu_scaler(), batches()), seeded(), ttypes=ALL)
+    model,scaler = seeded(),cpu_scaler()
+    with torchEmber(model, opt := momentum(model), scaler=scaler, ttypes=ALL) as te: scaled_by_hand(model, opt, scaler, batches())
     same(table(one(w)), table(te))
-    assert [s for s in w.said if 'several scalers' in s]==w.said[1:] and len(w.said)==n
+    assert len(kept)==others and len(w.said)==1, w.said
+
+
+def test_a_scaler_that_is_left_over_scales_nothing():
+    kept = used(cpu_scaler())
+    w = armed(lambda m: by_hand(m, momentum(m), batches()), seeded(), ttypes=ALL)
+    model = seeded()
+    with torchEmber(model, opt := momentum(model), ttypes=ALL) as te: by_hand(model, opt, batches())
+    same(table(one(w)), table(te))
+    assert w.trainings[0].scaler is None and kept.is_enabled()
+
+
+def test_a_scaler_that_is_off_scales_nothing():
+    off = torch.amp.GradScaler('cpu', enabled=False)
+    w = armed(lambda m: scaled_by_hand(m, momentum(m), off, batches()), seeded(), ttypes=ALL)
+    model = seeded()
+    with torchEmber(model, opt := momentum(model), ttypes=ALL) as te: by_hand(model, opt, batches())
+    same(table(one(w)), table(te))
+
+
+class Scales(torch.amp.GradScaler):
+    "One that scales in its own way, as FSDP's does"
+    def scale(self, outputs): return super().scale([outputs])[0]
+
+
+@pytest.mark.parametrize('kind', [torch.amp.GradScaler, Scales])
+@pytest.mark.parametrize('first', ['scaled', 'plain'])
+def test_one_of_two_models_is_scaled(kind, first):
+    "From the first gradient on, and also where a scaler has skipped steps"
+    former = torch.amp.GradScaler.scale,Scales.scale
+    def train(a, b, scaler):
+        of_a,of_b = momentum(a),momentum(b)
+        for i,(x,y) in enumerate(batches()):
+            losses = [loss_of(m, x, y) for m in (a, b)]
+            for which in sorted(['scaled', 'plain'], key=first.__ne__):
+                if which=='plain': losses[1].backward()
+                else: scaler.scale(losses[0]*(math.inf if i==0 else 1)).backward()
+            scaler.step(of_a); scaler.update(); of_b.step()
+            of_a.zero_grad(); of_b.zero_grad()
+    w = armed(train, seeded(), seeded(seed=1), cpu_scaler(kind), ttypes=ALL)
+    a,b,s = seeded(),seeded(seed=1),cpu_scaler(kind)
+    with torchEmber(a, of_a := momentum(a), scaler=s, ttypes=ALL) as ta, torchEmber(b, of_b := momentum(b), ttypes=ALL) as tb:
+        for i,(x,y) in enumerate(batches()):
+            s.scale(loss_of(a, x, y)*(math.inf if i==0 else 1)).backward(); s.step(of_a); s.update(); of_a.zero_grad()
+        by_hand(b, of_b, batches())
+    assert len(w.runs)==2 and len(w.said)==2, w.said
+    for run,te in zip(w.runs, (ta, tb), strict=True): same(table(run), table(te))
+    assert (torch.amp.GradScaler.scale, Scales.scale)==former
+
+
+def test_scalers_are_heard_until_the_first_step():
+    former = torch.amp.GradScaler.scale
+    with Watched():
+        model,scaler = seeded(),cpu_scaler()
+        assert torch.amp.GradScaler.scale is former
+        opt = momentum(model)
+        loss = loss_of(model, *batches(1)[0])
+        assert torch.amp.GradScaler.scale is not former
+        scaler.scale(loss).backward()
+        scaler.step(opt)
+        assert torch.amp.GradScaler.scale is former
 
 
 def test_a_second_model_with_a_scaler_of_its_own():
-    gc.collect()
     kept = []
     def train():
         for seed in 0, 1:
-            kept.append((seeded(seed=seed), torch.amp.GradScaler('cpu')))
-            model,scaler = kept[-1]
-            opt = momentum(model)
-            for x,y in batches(2): scaler.scale(loss_of(model, x, y)).backward(); scaler.step(opt); scaler.update(); opt.zero_grad()
+            kept.append((seeded(seed=seed), cpu_scaler()))
+            scaled_by_hand(kept[-1][0], momentum(kept[-1][0]), kept[-1][1], batches(2))
     w = armed(train)
-    assert [t.scaler() for t in w.trainings]==[s for _,s in kept] and len(w.said)==2, w.said
+    assert [t.scaler for t in w.trainings]==[s for _,s in kept] and len(w.said)==2, w.said
 
 
-def test_which_scaler():
-    gc.collect()
-    off = torch.amp.GradScaler('cpu', enabled=False)
-    assert torchember.trained.only_scaler() is None
-    on = torch.amp.GradScaler('cpu')
-    assert torchember.trained.only_scaler() is on and not off.is_enabled()
-    new = torch.amp.GradScaler('cpu')
-    assert torchember.trained.only_scaler() is None and torchember.trained.only_scaler([on]) is new
-    assert torchember.trained.only_scaler([on, new]) is None
-    del new
-    assert torchember.trained.only_scaler([on]) is on # which two models share
+def test_gradients_that_were_unscaled_by_hand():
+    "And an optimizer that steps without its scaler"
+    def train(model, opt, scaler):
+        for x,y in batches():
+            scaler.scale(loss_of(model, x, y)).backward()
+            scaler.unscale_(opt)
+            opt.step(); scaler.update(); opt.zero_grad()
+    w = armed(lambda m: train(m, momentum(m), cpu_scaler()), seeded(), ttypes=ALL)
+    model = seeded()
+    with torchEmber(model, opt := momentum(model), ttypes=ALL) as te: by_hand(model, opt, batches())
+    same(table(one(w)), table(te))
+
+
+def test_where_a_loss_leads():
+    a,b = seeded(),seeded()
+    ids = {id(p) for p in a.parameters()}
+    x,y = batches(1)[0]
+    assert torchember.trained.leads_to(loss_of(a, x, y), ids) and torchember.trained.leads_to([loss_of(b, x, y), loss_of(a, x, y)], ids)
+    assert not torchember.trained.leads_to(loss_of(b, x, y), ids) and not torchember.trained.leads_to(torch.ones(1), ids)
 
 
 @pytest.mark.slow

@@ -185,6 +185,7 @@ class OptimizerWatch:
         listener # Who is told: a `capture.events.Listener`
     ):
         self.given,self.scaler,self.listener,self.handles,self.fired = optimizers,scaler,listener,[],set()
+        self.scaling = None # the place of the scaler's step
         self.workers_of = {id(o): workers(o) for o in optimizers}
         self.optimizers = list({id(w): w for ws in self.workers_of.values() for w in ws}.values())
         self.attached = False
@@ -199,7 +200,13 @@ class OptimizerWatch:
         for o in self.optimizers: self.hook(o)
         for o in self.given:
             if not any(o is w for w in self.optimizers): self.handles.append(take_step(o, self.wrapper_step))
-        if self.scaler is not None: self.handles.append(take_step(self.scaler, self.scaled_step))
+        self.use(self.scaler)
+
+    def use(self, scaler):
+        "From now on it is this scaler that multiplies the loss, or None"
+        if self.scaling is not None: self.scaling.remove()
+        self.scaler = scaler
+        self.scaling = take_step(scaler, self.scaled_step) if self.attached and scaler is not None else None
 
     def hook(self, o):
         "Listen to an optimizer by its own hooks; one that was not made as torch's are has none"
@@ -210,6 +217,7 @@ class OptimizerWatch:
     def detach(self):
         "Give optimizers and scaler back as they were"
         self.attached = False
+        self.use(self.scaler)
         for h in self.handles: h.remove()
         self.handles.clear()
         self.running.clear()
