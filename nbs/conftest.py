@@ -42,7 +42,9 @@ class Section(pytest.Item):
 
 
 # Libraries that rooms are about: wing -> their names
-needed = {'integrations': ('lightning', 'transformers', 'accelerate', 'fastai', 'ignite', 'keras'), 'sinks': ('wandb', 'tensorboard', 'mlflow', 'trackio')}
+guests = {'integrations': ('lightning', 'transformers', 'accelerate', 'fastai', 'ignite', 'keras'), 'sinks': ('wandb', 'tensorboard', 'mlflow', 'trackio')}
+needed = {f'torchember.{wing}.{lib}': (lib,) for wing,libs in guests.items() for lib in libs} # module -> what its page imports
+needed['torchember.integrations.private_trainers'] = 'accelerate', 'ignite', 'keras'
 
 
 class Notebook(pytest.File):
@@ -62,11 +64,10 @@ class Notebook(pytest.File):
     def setup(self):
         "A shell in the notebook's folder, with a home of its own and what the library exports"
         for lib in ('jax', 'flax', 'optax', 'equinox') if 'jaxember' in (self.mod or '') else (): pytest.importorskip(lib)
-        for wing,libs in needed.items():
-            if self.mod in [f'torchember.{wing}.{lib}' for lib in libs]:
-                with pytest.MonkeyPatch.context() as m:
-                    m.setenv('KERAS_BACKEND', 'torch') # keras looks for it when it is imported
-                    pytest.importorskip(self.mod.rpartition('.')[2])
+        for lib in needed.get(self.mod, ()):
+            with pytest.MonkeyPatch.context() as m:
+                m.setenv('KERAS_BACKEND', 'torch') # keras looks for it when it is imported
+                pytest.importorskip(lib)
         self.optimize(False)
         self.before,self.failed,self.env,self.environ = process.Before(),self.session.testsfailed,pytest.MonkeyPatch(),dict(os.environ)
         process.fresh(self.env)

@@ -46,6 +46,8 @@ def fresh(monkeypatch):
     import torch
     monkeypatch.setenv('TORCHEMBER_HOME', tempfile.mkdtemp(dir=home.name))
     for seed in (random.seed, np.random.seed, torch.manual_seed): seed(0)
+    if absl := loaded('absl.logging'): # which has what was standard error when it was imported, and closes it when uvicorn sets up logging while it is another
+        absl.get_absl_handler().python_handler.stream = sys.__stderr__
 
 
 def close_figures():

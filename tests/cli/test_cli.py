@@ -98,7 +98,7 @@ def test_help_and_its_example(tmp_path, name, inside, monkeypatch):
 
 
 def test_what_starts_without_pandas_and_torch(runs_there):
-    for args in ['--help'], ['ls'], ['du'], ['tail', 'before'], ['completion', 'bash'], ['_complete', 'zsh', 'show', '']:
+    for args in ['--help'], ['ls'], ['du'], ['tail', 'before'], ['completion', 'bash'], ['complete', 'zsh', 'show', '']:
         code = (f"import sys; from torchember.cli import main\ntry: main({args})\nexcept SystemExit: pass\n"
             "print([m for m in ('torch', 'pandas', 'matplotlib') if m in sys.modules])")
         got = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, env=environment(TORCHEMBER_HOME=str(runs_there)))
@@ -311,7 +311,7 @@ def test_hostile_names(tmp_path):
     train(tmp_path, 'good', steps=1)
     (tmp_path/'log'/'bad\x1b[31m\n').write_text('{}\n')
     (tmp_path/'log'/'<b>$(x)').write_text('no json\n')
-    for args in ['ls'], ['du'], ['ls', '--json'], ['_complete', 'zsh', 'show', '']:
+    for args in ['ls'], ['du'], ['ls', '--json'], ['complete', 'zsh', 'show', '']:
         got = shell(tmp_path, *args)
         assert got.returncode==0 and '\x1b' not in got.stdout and 'good' in got.stdout, args
     assert [r['name'] for r in json.loads(shell(tmp_path, 'ls', 'b*', '--json').stdout)]==[r'bad\x1b[31m\n']
@@ -393,7 +393,7 @@ def test_tail_of_several_processes(tmp_path):
     for rank,steps in ((0, 4), (1, 4)): train(tmp_path, f'many.rank{rank}', steps=steps)
     lines = [json.loads(l) for l in shell(tmp_path, 'tail', 'many', '--json').stdout.splitlines()]
     one = read('many.rank0', home=tmp_path).groupby('step').size()
-    assert shell(tmp_path, '_complete', 'zsh', 'tail', '').stdout=='many\n'
+    assert shell(tmp_path, 'complete', 'zsh', 'tail', '').stdout=='many\n'
     assert [(o['step'], o['rows']) for o in lines]==[(s, 2*n) for s,n in one.items()]
 
 

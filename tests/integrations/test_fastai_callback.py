@@ -283,6 +283,20 @@ def test_an_exception_ends_the_run(error, at, tmp_path):
     same({k: r for k,r in rows_of(ember).items() if k[0]<at}, plain((batches()*2)[:at], model=seeded(Fails)))
 
 
+def test_where_an_exception_is_not_heard(tmp_path, monkeypatch):
+    "The run ends when the next fit begins"
+    monkeypatch.setattr('torchember.integrations.fastai.around_events', lambda learn, call: None)
+    ember,model = callback(),seeded(Fails)
+    model.fails = 3, ValueError('broken')
+    learn = learner(tmp_path, ember, model=model)
+    with pytest.raises(ValueError, match='broken'): learn.fit(1)
+    failed = ember.te
+    assert failed.armed
+    model.fails = None
+    learn.fit(1)
+    assert not failed.armed and ember.te is None and steps_of(ember)==[0, 1, 2, 3]
+
+
 @pytest.mark.parametrize('event', ['before_epoch', 'after_epoch', 'before_validate', 'after_step'])
 def test_an_exception_in_a_callback(event, tmp_path):
     f = fastai()

@@ -278,6 +278,16 @@ def test_an_exception_ends_the_run(error):
     same({k: r for k,r in rows_of(ember).items() if k[0]<2}, plain(batches(2), model=seeded(Fails)))
 
 
+def test_where_an_exception_is_not_heard(monkeypatch):
+    "The run waits for `close`, or for another one"
+    monkeypatch.setattr('torchember.integrations.ignite.around_exceptions', lambda trainer, call: None)
+    ember,model = callback(),seeded(Fails)
+    model.fails = 3, ValueError('broken')
+    trainer = engines(ember, model=model)
+    with pytest.raises(ValueError, match='broken'): trainer.run(batches(), max_epochs=1)
+    assert ember.te.armed and ember.close()['steps']==3 and ember.te is None
+
+
 @pytest.mark.parametrize('event', ['ITERATION_COMPLETED', 'EPOCH_COMPLETED', 'COMPLETED'])
 def test_an_exception_of_a_handler(event):
     ember = callback()

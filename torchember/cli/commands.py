@@ -32,7 +32,7 @@ places = { # command -> (room that has it, what it does, in a line)
     'rm': ('cli.changing', 'away with runs'),
     'run': ('cli.program', 'a program, and what it trains is recorded'),
     'completion': ('cli.completion', 'names of runs completed by your shell'),
-    '_complete': ('cli.completion', None)} # which shells ask, and nobody types
+    'complete': ('cli.completion', None)} # which shells ask, and nobody types
 
 # %% ../../nbs/95_cli/10_commands.ipynb #63654fba
 class Command(NamedTuple):
@@ -57,7 +57,7 @@ def command(
         A decorator
     """
     def of(f):
-        commands[f.__name__.removesuffix('_command')] = Command(f, arguments, example)
+        commands[f.__name__.rpartition('_')[0]] = Command(f, arguments, example)
         return f
     return of
 
@@ -70,8 +70,15 @@ def command_named(name):
 class LazyParser(argparse.ArgumentParser):
     "A parser that is told its arguments when there are some to parse"
     def __init__(self, *args, fill=None, **kwargs):
+        self.positionals,self.options = [],{} # what was added: arguments without a dash; option -> argument
         super().__init__(*args, **kwargs, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, conflict_handler='resolve')
         self.fill = fill
+
+    def add_argument(self, *args, **kwargs):
+        action = super().add_argument(*args, **kwargs)
+        if not action.option_strings: self.positionals.append(action)
+        self.options.update(dict.fromkeys(action.option_strings, action))
+        return action
 
     def parse_known_args(self, *args, **kwargs):
         fill,self.fill = self.fill,None

@@ -21,10 +21,10 @@ def run_names(home):
 
 def positional_at(p, words):
     "The argument without a dash that comes after some words, None where there is none"
-    named,n = p._option_string_actions,0
+    named,n = p.options,0
     takes = [w for w in words if w.startswith('-') and w in named and named[w].nargs!=0]
     n = len([w for w in words if not w.startswith('-')])-len(takes)
-    there = p._get_positional_actions()
+    there = p.positionals
     return there[min(n, len(there)-1)] if there and (n<len(there) or there[-1].nargs in ('*', '+')) else None
 
 def candidates(words):
@@ -34,9 +34,9 @@ def candidates(words):
     if name is None: return [n for n in (*(n for n,(_,what) in places.items() if what), '--help', '--version') if n.startswith(current)]
     p,home = LazyParser(),before[before.index('--home')+1] if '--home' in before[:-1] else None
     filler(name)(p)
-    asked = p._option_string_actions.get(before[-1])
+    asked = p.options.get(before[-1])
     if asked is None or asked.nargs==0:
-        if current.startswith('-'): return [o for o in p._option_string_actions if o.startswith(current) and o.startswith('--')]
+        if current.startswith('-'): return [o for o in p.options if o.startswith(current) and o.startswith('--')]
         asked = positional_at(p, before[before.index(name)+1:])
     if asked is None: return []
     found = list(map(str, asked.choices)) if asked.choices else run_names(home) if asked.dest in ('run', 'a', 'b') else []
@@ -46,18 +46,18 @@ def candidates(words):
 scripts = {'bash': '''_torchember() {
     local line
     COMPREPLY=()
-    while IFS= read -r line; do COMPREPLY+=("$line"); done < <(torchember _complete bash "${COMP_LINE:0:COMP_POINT}" 2>/dev/null)
+    while IFS= read -r line; do COMPREPLY+=("$line"); done < <(torchember complete bash "${COMP_LINE:0:COMP_POINT}" 2>/dev/null)
 }
 complete -o default -F _torchember torchember''', 'zsh': '''#compdef torchember
 _torchember() {
     local -a found
-    found=("${(@f)$(torchember _complete zsh "${(@Q)words[2,CURRENT]}" 2>/dev/null)}")
+    found=("${(@f)$(torchember complete zsh "${(@Q)words[2,CURRENT]}" 2>/dev/null)}")
     if [[ -n ${found[1]} ]]; then compadd -- "${found[@]}"; else _files; fi
 }
 if [[ $funcstack[1] == _torchember ]]; then _torchember "$@"; else compdef _torchember torchember; fi''', 'fish': '''function __torchember_complete
     set -l before (commandline -opc)
     set -l current (commandline -ct)
-    torchember _complete fish $before[2..-1] "$current" 2>/dev/null
+    torchember complete fish $before[2..-1] "$current" 2>/dev/null
 end
 complete -c torchember -a "(__torchember_complete)"'''}
 
@@ -91,7 +91,7 @@ def complete_arguments(p):
     p.add_argument('words', nargs=argparse.REMAINDER)
 
 @command(complete_arguments)
-def _complete_command(args):
+def complete_command(args):
     "What a shell asks while somebody types"
     say(*(for_bash(args.words[0]) if args.shell=='bash' else candidates(args.words)))
     return 0

@@ -13,6 +13,7 @@ import torch
 from ..capture.optimizer import parameters_of
 from ..ground.needs import needs
 from .guest import Guest, HasGuest, MethodPlace
+from .private_trainers import optimizers_of
 from ..store.jsonl import emberTracker, exists
 
 library = needs('accelerate', for_='torchember.integrations.accelerate')
@@ -113,7 +114,7 @@ class EmberCallback(HasGuest, Tracker):
         "Arm the model"
         for p in self.waits: p.remove()
         mine = {id(p) for p in model.parameters()}
-        optimizers = [o for o in self.accelerator._optimizers if mine & {id(p) for p in parameters_of(o)}]
+        optimizers = [o for o in optimizers_of(self.accelerator) if mine & {id(p) for p in parameters_of(o)}]
         first = steps_of(optimizers) or (after(self.guest.options.get('name'), self.guest.options.get('home')) if self.loaded else 0)
         self.waits,self.loaded = [],False
         self.guest.begin(model, optimizers, first, self.accelerator.scaler)

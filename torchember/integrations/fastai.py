@@ -9,7 +9,8 @@ __all__ = ['library', 'Callback', 'steps_before', 'Skips', 'EmberCallback']
 import math
 
 from ..ground.needs import needs
-from .guest import Guest, HasGuest, MethodPlace, rates_of
+from .guest import Guest, HasGuest, rates_of
+from .private_trainers import around_events
 
 library = needs('fastai.callback.training', for_='torchember.integrations.fastai', package='fastai')
 Callback = library.Callback # what `EmberCallback` is one of
@@ -57,7 +58,7 @@ class EmberCallback(HasGuest, Callback):
         "The training is to come, unless the learning rate is tried"
         if self.apart: return
         self.end()
-        self.place = MethodPlace(self.learn, '_with_events', self.events)
+        self.place = around_events(self.learn, self.events)
 
     def events(self, run, f, event_type, *args, **kwargs):
         "After an exception, or Ctrl-C, fastai calls no callback. But it passes through here"

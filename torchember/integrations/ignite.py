@@ -7,7 +7,8 @@ __all__ = ['engine', 'Events', 'loss_in', 'tries_rates', 'EmberCallback']
 
 # %% ../../nbs/90_integrations/50_ignite.ipynb #f6d3535b
 from ..ground.needs import needs
-from .guest import Guest, HasGuest, MethodPlace, rates_of
+from .guest import Guest, HasGuest, rates_of
+from .private_trainers import around_exceptions, handlers_of, is_over
 
 engine = needs('ignite.engine', for_='torchember.integrations.ignite', package='pytorch-ignite')
 Events = engine.Events
@@ -29,7 +30,7 @@ def loss_in(
 # %% ../../nbs/90_integrations/50_ignite.ipynb #34978eeb
 def tries_rates(trainer):
     "Whether a `FastaiLRFinder` is attached"
-    handlers = [getattr(f, '__self__', None) for f,_,_ in trainer._event_handlers[Events.STARTED]]
+    handlers = [getattr(f, '__self__', None) for f in handlers_of(trainer, Events.STARTED)]
     return any(c.__name__=='FastaiLRFinder' for h in handlers for c in type(h).__mro__)
 
 # %% ../../nbs/90_integrations/50_ignite.ipynb #8cbe7746
@@ -96,7 +97,7 @@ class EmberCallback(HasGuest):
         scaler = self.scaler or getattr(trainer.state, 'scaler', None)
         self.guest.begin(self.model, self.optimizers, (trainer.state.iteration-1)//self.accumulates, scaler)
         self.guest.stepped()
-        self.place = MethodPlace(trainer, '_handle_exception', lambda run, e: self.failed(trainer, run, e))
+        self.place = around_exceptions(trainer, lambda run, e: self.failed(trainer, run, e))
 
     def failed(self, trainer, run, e):
         "A handler of `EXCEPTION_RAISED` would swallow what no one else takes care of. Who does may go on with the next epoch, unless the run is over"
@@ -104,7 +105,7 @@ class EmberCallback(HasGuest):
         except BaseException:
             self.end()
             raise
-        if trainer._dataloader_iter is None: self.end()
+        if is_over(trainer): self.end()
 
     def trained(self, trainer):
         "A row of numbers, unless gradients of more batches are awaited"

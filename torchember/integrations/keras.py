@@ -12,6 +12,7 @@ from torch import nn
 
 from ..ground.needs import needs
 from .guest import Guest, HasGuest
+from .private_trainers import layers_of, own_parameters
 
 keras = needs('keras', for_='torchember.integrations.keras')
 
@@ -27,13 +28,12 @@ def inside(layer): # Their list
     Returns:
         Their list
     """
-    found = getattr(layer, 'layers', None) or layer._flatten_layers(include_self=False, recursive=False)
-    return [l for l in found if isinstance(l, nn.Module) and not isinstance(l, keras.layers.InputLayer)]
+    return [l for l in layers_of(layer) if isinstance(l, nn.Module) and not isinstance(l, keras.layers.InputLayer)]
 
 def modules_of(layer):
     "Name -> module: what torch is to see in a layer"
     layers = inside(layer)
-    others = {n: m for n,m in layer._modules.items() if n!='_torch_params' and not isinstance(m, keras.Layer)} # torch's own
+    others = {n: m for n,m in layer._modules.items() if n!=own_parameters and not isinstance(m, keras.Layer)} # torch's own
     known = {id(w.value) for l in layers for w in l.weights} | {id(p) for m in others.values() for p in m.parameters()}
     own = {}
     for w in layer.weights:
@@ -57,12 +57,12 @@ def as_modules(
             queue += inside(l)
     before = [(l, l._modules) for l,_ in layers.values()]
     try:
-        for l,modules in layers.values(): l.__dict__.update(_modules=modules, _torch_params=None) # or Keras makes a new one
+        for l,modules in layers.values(): l.__dict__.update({'_modules': modules, own_parameters: None}) # or Keras makes a new one
         yield
     finally:
         for l,modules in before:
             l.__dict__['_modules'] = modules
-            del l.__dict__['_torch_params']
+            del l.__dict__[own_parameters]
 
 # %% ../../nbs/90_integrations/60_keras.ipynb #b3e0097d
 class Anything:

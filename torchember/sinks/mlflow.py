@@ -9,6 +9,7 @@ __all__ = ['most_numbers', 'most_letters', 'most_text', 'plain', 'metric_name', 
 import os, re, time
 from zlib import crc32
 
+from .private_trackers import open_anywhere
 from .sink import Sink, known_as
 from ..ground.needs import needs
 
@@ -91,13 +92,9 @@ class MLflow(Sink):
 
     def open(self, run, about):
         self.client = self.mlflow.MlflowClient(self.uri)
-        self.id = self.id or self.id_of(self.opened_meanwhile())
+        self.id = self.id or self.id_of(open_anywhere(self.mlflow)) # in another thread
         known = self.client.get_run(self.id) if self.id else self.run_of_its_own(run, about)
         self.had,self.tags,self.id = {*known.data.metrics},known.data.tags,known.info.run_id
-
-    def opened_meanwhile(self):
-        "The run that some thread has open. An active run is that of its thread, and this is another one"
-        return getattr(self.mlflow.tracking.fluent, '_get_latest_active_run', self.mlflow.active_run)()
 
     def experiment_id(self):
         "Where a run of its own belongs"

@@ -9,6 +9,7 @@ __all__ = ['Beside', 'silently', 'Trackio']
 import json, os, time
 from types import FunctionType
 
+from .private_trackers import still_sends
 from .sink import Sink, known_as
 from ..ground.messages import printable
 from ..ground.needs import needs
@@ -108,7 +109,7 @@ class Trackio(Sink):
 
     def written(self):
         "Whether what was told is where it goes"
-        if not self.local: return not (self.run._queued_logs or self.run._sending_batch) # trackio has taken it
+        if not self.local: return not still_sends(self.run)
         for step,row in self.rows(min(self.waits)):
             if step in self.waits: self.waits[step] -= {*row}
         self.waits = {step: keys for step,keys in self.waits.items() if keys}

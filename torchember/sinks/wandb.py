@@ -8,6 +8,7 @@ __all__ = ['Wandb']
 # %% ../../nbs/56_sinks/20_wandb.ipynb #f31555de
 import re
 
+from .private_trackers import let_go
 from .sink import Sink, known_as
 from ..ground.messages import printable
 from ..ground.needs import needs
@@ -47,7 +48,7 @@ class Wandb(Sink):
             self.run = self.wandb.init(project=self.project, name=run, id=known_as(run, about), resume='allow', reinit='create_new',
                 config={'torchember': {k: v for k,v in about.items() if isinstance(v, str|int|float)}})
             self.own = self.commit = True
-            if setup := getattr(self.run, '_wl', None): setup.remove_active_run(self.run) # a `wandb.init` of the user's would return it, or end it
+            let_go(self.run)
         self.run.define_metric(self.axis, hidden=True)
 
     def target(self): return f'wandb:{self.run.id}'
