@@ -4,13 +4,16 @@ import os
 import pty
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import termios
+import time
 from pathlib import Path
 
 import pandas as pd
+import pexpect # of IPython
 import programs
 import pytest
 import torch
@@ -411,16 +414,58 @@ def test_the_end_of_a_long_log_needs_no_beginning(tmp_path, monkeypatch):
     assert [r for rows in log.new() for r in rows][-1]['step']==39 and log.rows==len(every)
 
 
-@pytest.mark.skipif(not Path('/bin/bash').exists(), reason='no bash')
-def test_bash_completes(runs_there, tmp_path):
+@pytest.fixture
+def at_shells(runs_there, tmp_path):
+    "Variables of a shell that has the command, and the runs"
     (tmp_path/'torchember').write_text(f'#!/bin/sh\nexec {sys.executable} -m torchember "$@"\n')
     (tmp_path/'torchember').chmod(0o755)
+    return environment(TORCHEMBER_HOME=str(runs_there), PATH=f"{tmp_path}:{os.environ['PATH']}", HOME=str(tmp_path))
+
+
+def only_with(shell): return pytest.mark.skipif(shutil.which(shell) is None, reason=f'no {shell}')
+
+
+@only_with('bash')
+def test_bash_completes(at_shells):
     code = """source <(torchember completion bash); COMP_LINE=$1; COMP_POINT=${#1}; _torchember; printf '%s\\n' "${COMPREPLY[@]}" """
-    def completed(line):
-        return subprocess.run(['bash', '-c', code, '-', line], capture_output=True, text=True,
-            env=environment(TORCHEMBER_HOME=str(runs_there), PATH=f"{tmp_path}:{os.environ['PATH']}")).stdout.split('\n')[:-1]
+    def completed(line): return subprocess.run(['bash', '-c', code, '-', line], capture_output=True, text=True, env=at_shells).stdout.split('\n')[:-1]
     assert completed('torchember diff bef')==['before'] and completed('torchember dia')==['diagnose']
     assert completed('torchember show b')==['before', 'blown'] and completed('torchember show --j')==['--json']
     assert completed('torchember _')==[''] and {'run', 'ls', '--help'}<={*completed('torchember ')}
     assert completed("torchember show 'Schr")==[long_name] and completed('torchember show Schr')==[long_name.replace(' ', r'\ ')]
     assert completed('torchember run --st')==['--stats', '--store']
+
+
+@only_with('fish')
+def test_fish_completes(at_shells):
+    def completed(line):
+        code = f'torchember completion fish | source; complete -C "{line}"'
+        return subprocess.run(['fish', '-c', code], capture_output=True, text=True, env=at_shells).stdout.split('\n')[:-1]
+    assert completed('torchember diff bef')==['before'] and completed('torchember dia')==['diagnose']
+    assert completed('torchember show b')==['before', 'blown'] and completed('torchember run --st')==['--stats', '--store']
+    assert completed('torchember show Schr')==[long_name] and completed('torchember comple')==['completion']
+    assert f'{at_shells["HOME"]}/torchember' in completed(f'torchember run {at_shells["HOME"]}/to') # a file, where nothing else is known
+
+
+@only_with('zsh')
+def test_zsh_completes(at_shells, tmp_path):
+    "What the line is after Tab: a key of the test's own writes it into a file"
+    lines = tmp_path/'lines'
+    shell = pexpect.spawn('zsh', ['-f', '-i'], env={**at_shells, 'TERM': 'dumb'}, timeout=60, encoding='utf-8')
+    def completed(line):
+        before = lines.read_text() if lines.exists() else ''
+        shell.send(f'{line}\t\x0f\x15') # Tab, Ctrl-O, and Ctrl-U for an empty line
+        until = time.monotonic()+60
+        while not lines.exists() or not lines.read_text().endswith('\n') or lines.read_text()==before:
+            assert time.monotonic()<until, line
+            time.sleep(.1)
+        return lines.read_text()[len(before):].rstrip('\n')
+    try:
+        shell.sendline("autoload -Uz compinit; compinit -u; source <(torchember completion zsh); setopt no_list_beep; "
+            "note() { print -r -- $BUFFER >> ~/lines }; zle -N note; bindkey '^O' note; echo rea''dy")
+        shell.expect('ready')
+        assert completed('torchember diff bef')=='torchember diff before ' and completed('torchember dia')=='torchember diagnose '
+        assert completed('torchember show b')=='torchember show b' and completed('torchember show --j')=='torchember show --json '
+        assert completed('torchember show Schr')==f"torchember show {long_name.replace(' ', chr(92)+' ')} "
+        assert completed("torchember show 'Schr")==f"torchember show '{long_name}' "
+    finally: shell.close(force=True)

@@ -51,15 +51,16 @@ scripts = {'bash': '''_torchember() {
 complete -o default -F _torchember torchember''', 'zsh': '''#compdef torchember
 _torchember() {
     local -a found
-    found=("${(@f)$(torchember complete zsh "${(@Q)words[2,CURRENT]}" 2>/dev/null)}")
+    found=("${(@f)$(torchember complete zsh "${(@Q)words[2,CURRENT-1]}" "${(Q)PREFIX}" 2>/dev/null)}")
     if [[ -n ${found[1]} ]]; then compadd -- "${found[@]}"; else _files; fi
 }
 if [[ $funcstack[1] == _torchember ]]; then _torchember "$@"; else compdef _torchember torchember; fi''', 'fish': '''function __torchember_complete
     set -l before (commandline -opc)
     set -l current (commandline -ct)
-    torchember complete fish $before[2..-1] "$current" 2>/dev/null
+    set -l found (torchember complete fish $before[2..-1] "$current" 2>/dev/null)
+    if string length -q -- $found; printf "%s\\n" $found; else; __fish_complete_path "$current"; end
 end
-complete -c torchember -a "(__torchember_complete)"'''}
+complete -c torchember -f -a "(__torchember_complete)"'''}
 
 def words_of(line):
     "The words of a line as far as it is typed, and the quote that is open"
