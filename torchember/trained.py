@@ -25,9 +25,9 @@ def alive(kind):
 def ids_of(parameters): return {id(p) for p in parameters}
 
 def parameters_in(module):
-    "ids of a module's parameters; of one that is half made, none"
+    "ids of a module's parameters; none of one that cannot say: half made, nested too deeply, or remote. It is not what is trained here"
     try: return ids_of(module.parameters())
-    except AttributeError: return set()
+    except Exception: return set()
 
 def is_part(module, of): return any(m is module for m in of.modules())
 
@@ -248,10 +248,26 @@ class Arms:
         self.why.append(why)
         self.tell(why)
 
+    def deaf(self, e):
+        "Nothing more is heard after a failure of our own. What is armed goes on"
+        self.has_failed,self.named = True,[]
+        self.awaited.drop(self.awaited.all())
+        self.say_none(f"What the program trains could not be found: {type(e).__name__}: {e}. Nothing more is armed; torchEmber(model) in the program arms it.")
+        self.listen()
+
     def end(self, training, error=None):
         try: report = training.end(error)
         except Exception as e: return self.tell(f"{training.t.fname} could not be closed: {type(e).__name__}: {e}")
         if report is not None: self.reports.append(report)
+
+# %% ../nbs/91_trained.ipynb #7be2c91d
+def never_raises(heard):
+    "The program trains on, also where we fail"
+    @functools.wraps(heard)
+    def told(self, *args):
+        try: return heard(self, *args)
+        except Exception as e: self.deaf(e)
+    return told
 
 # %% ../nbs/91_trained.ipynb #8e6ba163
 class Trainings(Arms):
@@ -270,7 +286,7 @@ class Trainings(Arms):
         **options # Of `torchEmber`, but for model, optimizer, scaler, first_step and resume
     ):
         self.tell,self.named,self.options,self.pid,self.lock = tell,list(named),options,os.getpid(),threading.Lock()
-        self.awaited,self.trainings,self.why,self.on = Awaited(),[],[],False # why: sentences on what was not armed
+        self.awaited,self.trainings,self.why,self.on,self.has_failed = Awaited(),[],[],False,False # why: sentences on what was not armed
         self.calls,self.inits = Place(nn.Module, '__call__'),Place(torch.optim.Optimizer, '__init__')
         self.scales = {} # classes of scalers -> `Place`
         self.made,self.steps,self.reports = 0,set(),[] # how many optimizers; ids of those that have stepped; a `Report` for each training that is over
@@ -300,8 +316,9 @@ class Trainings(Arms):
         else:
             for place in self.scales.values(): place.give_back()
 
-    def here(self): return self.on and os.getpid()==self.pid # a process that was forked is another program
+    def here(self): return self.on and not self.has_failed and os.getpid()==self.pid # a process that was forked is another program
 
+    @never_raises
     def made_one(self, optimizer):
         if not self.here(): return
         self.made += 1
@@ -309,6 +326,7 @@ class Trainings(Arms):
         self.awaited.add(optimizer)
         self.listen()
 
+    @never_raises
     def called(self, module):
         "A module is called; those in it later"
         grad = torch.is_grad_enabled()
@@ -321,6 +339,7 @@ class Trainings(Arms):
             elif grad: self.awaited.seen.add(id(module))
         finally: self.lock.release()
 
+    @never_raises
     def step_begins(self, optimizer, args, kwargs):
         "An optimizer steps. One that is settled has nothing new to tell"
         if not self.here(): return
@@ -337,6 +356,7 @@ class Trainings(Arms):
             if scaler is not None or t.scaler is not None and not is_unscaled(t.scaler, optimizer): t.use(scaler)
         self.listen()
 
+    @never_raises
     def scaled(self, scaler, outputs):
         "What a scaler is given is the loss of a training"
         if not self.here(): return
@@ -355,7 +375,7 @@ class Trainings(Arms):
             error: The exception that has ended the program
         """
         if not self.on: return
-        here,self.on = self.here(),False
+        here,self.on = os.getpid()==self.pid,False
         self.listen()
         self.inits.give_back()
         self.handle.remove()

@@ -2,6 +2,7 @@
 import copy
 import gc
 import math
+import sys
 import weakref
 
 import pytest
@@ -472,6 +473,32 @@ def test_what_cannot_be_armed_trains_all_the_same(monkeypatch):
     assert all(torch.equal(v, weights(plain)[k]) for k,v in weights(model).items())
 
 
+@pytest.mark.parametrize('where', ['models_of', 'trained_by', 'scaler_around', 'ids_of'])
+def test_a_search_that_fails_is_told_once_and_the_program_trains_on(monkeypatch, where):
+    def broken(*args): raise RuntimeError('no')
+    def train(model, also):
+        scaler,other = cpu_scaler(),cpu_scaler()
+        opts = [torch.optim.SGD(m.parameters(), lr=.1) for m in (model, also)]
+        for m,o,s in ((model, opts[0], scaler), (also, opts[1], other))*3:
+            o.zero_grad()
+            s.scale(m(torch.ones(2, 4)).square().mean()).backward()
+            s.step(o)
+            s.update()
+    models,plain = [nn.Linear(4, 2) for _ in range(2)],None
+    plain = copy.deepcopy(models)
+    with Watched() as w:
+        monkeypatch.setattr(torchember.trained, where, broken)
+        train(*models)
+        monkeypatch.undo()
+    train(*plain)
+    assert all(torch.equal(v, weights(q)[k]) for m,q in zip(models, plain, strict=True) for k,v in weights(m).items())
+    told = [s for s in w.said if 'could not be found' in s]
+    assert told==['What the program trains could not be found: RuntimeError: no. Nothing more is armed; torchEmber(model) in the program arms it.'][:len(told)]
+    assert told, w.said
+    assert all(not t.te().armed for t in w.trainings)
+    assert nn.Module.__call__ is w.calls.former
+
+
 def test_named_models_without_an_optimizer():
     "Each pass is a step, without gradients too; one of which nothing is trained is none"
     model,frozen = seeded(),seeded().requires_grad_(False)
@@ -503,7 +530,12 @@ def test_models_of():
     assert models_of([*ps, *c.parameters()], modules=[both, c])==[both, c]
     assert models_of(ps, c, [both, a])==[both] and models_of([torch.ones(1)], modules=[both])==[]
     half = nn.Linear.__new__(nn.Linear)
-    assert models_of(ps, modules=[half, both])==[both]
+    class Remote(nn.Module):
+        def parameters(self, recurse=True): raise ValueError('not here')
+    assert models_of(ps, modules=[half, Remote(), both])==[both]
+    deep = nn.Linear(2, 2)
+    for _ in range(2*sys.getrecursionlimit()): deep = nn.Sequential(deep)
+    assert models_of(ps, modules=[deep, both])==[both]
 
 
 def test_ends_with_an_error_in_the_program():

@@ -170,59 +170,17 @@ def skips_itself(o):
     found = getattr(o, 'found_inf', None)
     return found is not None and bool(found.item())
 
-# %% ../../nbs/10_capture/40_optimizer.ipynb #abf984a9
-class OptimizerWatch:
-    """Hears when optimizers step, and when a scaler does not let them
-
-    Args:
-        optimizers: Optimizers, as the user has them
-        scaler: A `GradScaler`, or None
-        listener: Who is told: a `capture.events.Listener`
-    """
-    def __init__(self,
-        optimizers:list, # Optimizers, as the user has them
-        scaler, # A `GradScaler`, or None
-        listener # Who is told: a `capture.events.Listener`
-    ):
-        self.given,self.scaler,self.listener,self.handles,self.fired = optimizers,scaler,listener,[],set()
-        self.scaling = None # the place of the scaler's step
+# %% ../../nbs/10_capture/40_optimizer.ipynb #5a1f0c7e
+class OptimizerSteps:
+    "Tells a listener of each step of an optimizer, whatever is around it"
+    def __init__(self, optimizers, scaler, listener):
+        self.scaler,self.listener,self.attached = scaler,listener,False
         self.workers_of = {id(o): workers(o) for o in optimizers}
         self.optimizers = list({id(w): w for ws in self.workers_of.values() for w in ws}.values())
-        self.attached = False
         self.running = {} # id of an optimizer -> steps of it that run, one inside the other
-        self.copied,self.stepped = set(),set() # ids of optimizers that were told of `before` in this step; that ever stepped
+        self.fired,self.stepped = set(),set() # ids of optimizers whose step began since a scaler's; that ever stepped
         self.inside = [] # wrappers whose step runs
         self.late = {} # id -> optimizer that has stepped inside of a wrapper's step
-
-    def attach(self):
-        "Listen"
-        self.attached = True
-        for o in self.optimizers: self.hook(o)
-        for o in self.given:
-            if not any(o is w for w in self.optimizers): self.handles.append(take_step(o, self.wrapper_step))
-        self.use(self.scaler)
-
-    def use(self, scaler):
-        "From now on it is this scaler that multiplies the loss, or None"
-        if self.scaling is not None: self.scaling.remove()
-        self.scaler = scaler
-        self.scaling = take_step(scaler, self.scaled_step) if self.attached and scaler is not None else None
-
-    def hook(self, o):
-        "Listen to an optimizer by its own hooks; one that was not made as torch's are has none"
-        if not has_step_hooks(o): self.handles.append(take_step(o, self.plain_step))
-        else: self.handles += [o.register_step_pre_hook(never_compile(lambda o, args, kwargs: self.begins(o, args, kwargs))),
-            o.register_step_post_hook(never_compile(lambda o, args, kwargs: self.ends(o)))]
-
-    def detach(self):
-        "Give optimizers and scaler back as they were"
-        self.attached = False
-        self.use(self.scaler)
-        for h in self.handles: h.remove()
-        self.handles.clear()
-        self.running.clear()
-
-    # ---- one optimizer
 
     def begins(self, o, args, kwargs):
         "A step of `o` begins. What is returned takes the place of its arguments"
@@ -284,6 +242,52 @@ class OptimizerWatch:
     def tell(self, o):
         self.stepped.add(id(o))
         self.listener.step_skipped(o) if skips_itself(o) else self.listener.step_ends(o)
+
+# %% ../../nbs/10_capture/40_optimizer.ipynb #abf984a9
+class OptimizerWatch(OptimizerSteps):
+    """Hears when optimizers step, and when a scaler does not let them
+
+    Args:
+        optimizers: Optimizers, as the user has them
+        scaler: A `GradScaler`, or None
+        listener: Who is told: a `capture.events.Listener`
+    """
+    def __init__(self,
+        optimizers:list, # Optimizers, as the user has them
+        scaler, # A `GradScaler`, or None
+        listener # Who is told: a `capture.events.Listener`
+    ):
+        super().__init__(optimizers, scaler, listener)
+        self.given,self.handles = optimizers,[]
+        self.scaling = None # the place of the scaler's step
+
+    def attach(self):
+        "Listen"
+        self.attached = True
+        for o in self.optimizers: self.hook(o)
+        for o in self.given:
+            if not any(o is w for w in self.optimizers): self.handles.append(take_step(o, self.wrapper_step))
+        self.use(self.scaler)
+
+    def use(self, scaler):
+        "From now on it is this scaler that multiplies the loss, or None"
+        if self.scaling is not None: self.scaling.remove()
+        self.scaler = scaler
+        self.scaling = take_step(scaler, self.scaled_step) if self.attached and scaler is not None else None
+
+    def hook(self, o):
+        "Listen to an optimizer by its own hooks; one that was not made as torch's are has none"
+        if not has_step_hooks(o): self.handles.append(take_step(o, self.plain_step))
+        else: self.handles += [o.register_step_pre_hook(never_compile(lambda o, args, kwargs: self.begins(o, args, kwargs))),
+            o.register_step_post_hook(never_compile(lambda o, args, kwargs: self.ends(o)))]
+
+    def detach(self):
+        "Give optimizers and scaler back as they were"
+        self.attached = False
+        self.use(self.scaler)
+        for h in self.handles: h.remove()
+        self.handles.clear()
+        self.running.clear()
 
     def scaled_step(self, scaler, go, args, kwargs):
         "The scaler's step: when the optimizer's hooks stay silent, it was skipped"
