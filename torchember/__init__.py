@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from .measure.spectrum import rankme as rankme
     from .measure.spectrum import effective_rank as effective_rank
     from .measure.spectrum import SpectrumError as SpectrumError
+    from .show.run_summary import summary as summary
     from .show.first_look import overview as overview
-    from .show.first_look import summary as summary
     from .show.lines import scalar_line as scalar_line
     from .show.lines import FacetException as FacetException
     from .show.histograms import exp_hist as exp_hist
@@ -129,7 +129,8 @@ names = { # room -> what a person types of it
     'measure.summary': 'Summary',
     'measure.exponents': 'exponents_for headroom',
     'measure.spectrum': 'covariance cal_cov_matrix cal_eig rankme effective_rank SpectrumError',
-    'show.first_look': 'overview summary',
+    'show.run_summary': 'summary',
+    'show.first_look': 'overview',
     'show.lines': 'scalar_line FacetException',
     'show.histograms': 'exp_hist ridge',
     'show.heatmaps': 'scalar_global_heatmap',

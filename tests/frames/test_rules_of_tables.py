@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchember import emberTracker, read, summary, tree, wide
-from torchember.show.first_look import first_trouble
+from torchember.show.run_summary import first_trouble
 from torchember.show.live.following import OverviewRows, binned, extremes, thinned_lines
 from torchember.show.heatmaps import column_edges
 from torchember.show.histograms import at_step, total_counts

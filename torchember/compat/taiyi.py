@@ -13,7 +13,8 @@ from matplotlib.figure import Figure
 
 from ..ground.messages import an
 from ..ground.record import values_of
-from ..show.style import drawing_on, drawn, panels, short_names
+from ..show.legend import short_names
+from ..show.style import drawing_on, drawn, panels
 from ..sinks.wandb import Wandb
 from ..show.surfaces import Surface3d
 

@@ -14,7 +14,8 @@ from ..ground.messages import printable
 from .lines import log_if_wide, put_lines, shades
 from ..frames.words import earlier_calls, ttype_of, ttypes_asked
 from .select import name_of_run, pick, series, stat_in, table_of
-from .style import drawn, meanings, panels, short_names, title_of, words
+from .legend import meanings, short_names, title_of, words
+from .style import drawn, panels
 
 # %% ../../nbs/60_show/80_comparison.ipynb #103ad9bb
 def parting(

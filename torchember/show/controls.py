@@ -15,7 +15,7 @@ from ..ground.needs import needs
 from .heatmaps import heat
 from ..frames.words import in_our_words, ttype_of, words_before
 from .select import has_ttype, names_in, numbers_in, of_ttypes, parameter_names, paths_like, root_of, stat_in, with_statistics
-from .style import words
+from .legend import words
 
 # %% ../../nbs/60_show/82_controls.ipynb #10070f0f
 def tensor_rows(table):

@@ -11,7 +11,8 @@ import numpy as np
 
 from ..health.diff import Difference, place_in_words
 from .comparison import mark_parting
-from .style import alarm, canvas, drawn, is_dark, palettes, title_of
+from .legend import alarm, palettes, title_of
+from .style import canvas, drawn, is_dark
 
 # %% ../../nbs/60_show/87_differences.ipynb #fd0d186e
 def lines_in(

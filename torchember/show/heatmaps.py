@@ -18,7 +18,8 @@ from .missing import parameters_in, reasons_in, reasons_of, with_missing
 from ..frames.words import earlier_calls, ttype_of, ttypes_asked
 from .select import grid, name_of_run, pick, series, stat_in, table_of
 from ..store.parameters import label_of
-from .style import alarm, canvas, drawn, is_dark, meanings, short_names, size_of, title_of, words
+from .legend import alarm, meanings, short_names, title_of, words, zero
+from .style import canvas, drawn, is_dark, size_of
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #e3ee4804
 def heat(
@@ -75,7 +76,6 @@ def heat(
     return ax
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #e3ee4805
-zero = '#a6a6a6' # of what is exactly zero
 sizes = {'std', 'rms', 'rm2', 'rm4', 'rm8', 'abs_mean', 'mean_abs', 'abs_max', 'max_abs', 'l1', 'l2', 'ratio'} # zero where nothing happens
 
 def color_norm(finite, vmin=None, vmax=None, center=None, robust=False):

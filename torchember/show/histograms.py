@@ -15,7 +15,8 @@ from .lines import FacetException, check_drawn_with, grid_options, settable, is_
 from ..frames.logframe import count_columns
 from ..frames.words import earlier_calls, ttype_of, ttypes_asked
 from .select import has_ttype, name_of_run, pick, places, table_of, training
-from .style import base2, canvas, drawn, is_dark, palettes, panels, short_names, size_of, title_of, words
+from .legend import palettes, short_names, title_of, words
+from .style import base2, canvas, drawn, is_dark, panels, size_of
 
 # %% ../../nbs/60_show/30_histograms.ipynb #e9d5b93d
 def total_counts(

@@ -16,7 +16,8 @@ from ..ground.messages import arguments_of, unknown, unknown_argument
 from ..measure.summary import derived
 from ..frames.words import earlier_calls, stats_of, ttype_of, ttypes_asked
 from .select import has_ttype, name_of_run, pick, root_of, series, stat_in, table_of, thinned
-from .style import alarm, drawn, is_dark, meanings, palettes, panels, short_names, size_of, title_of, words
+from .legend import alarm, meanings, palettes, short_names, title_of, words
+from .style import drawn, is_dark, panels, size_of
 
 # %% ../../nbs/60_show/20_lines.ipynb #4da1c2aa
 most_points = 400_000 # of all lines of a picture

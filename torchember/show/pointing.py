@@ -18,12 +18,13 @@ from ..ground.needs import needs
 from ..ground.messages import an, printable, warn
 from ..ground.record import values_of
 from .controls import Arguments, LayerPicker, StepSlider, shape
-from .first_look import loss_of
+from .run_summary import loss_of
 from .heatmaps import axes_of, cells_of, column_edges
 from .histograms import exp_hist
 from ..frames.words import in_our_words, ttype_of, ttypes_asked
 from .select import name_of_run, places, table_of, training, trouble
-from .style import drawing_on, drawn, figures_of, title_of, words
+from .legend import title_of, words
+from .style import drawing_on, drawn, figures_of
 
 # %% ../../nbs/60_show/94_pointing.ipynb #15eb8416
 dpi = 100

@@ -14,7 +14,8 @@ from .heatmaps import name_rows, tall_for
 from .histograms import at_step, total_counts
 from ..frames.words import earlier_calls, ttype_of, ttypes_asked
 from .select import name_of_run, pick, places, table_of, training
-from .style import drawn, is_dark, palettes, panels, title_of, words
+from .legend import palettes, title_of, words
+from .style import drawn, is_dark, panels
 
 # %% ../../nbs/60_show/60_ranges.ipynb #dd7424aa
 def shares(

@@ -16,12 +16,7 @@ import numpy as np
 from matplotlib.colors import to_rgb
 
 from ..ground.messages import printable, says_arguments
-
-# %% ../../nbs/60_show/00_style.ipynb #27ffc18e
-palettes = {
-    False: ('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9', '#444444', '#b8a800'), # on light
-    True: ('#56b4e9', '#e69f00', '#2fc99a', '#f0a0cc', '#f0e442', '#8fa8ff', '#dddddd', '#ff8a5c')} # on dark
-alarm = {False: '#c1121f', True: '#ff5a5f'} # of what is not finite, and nothing else
+from .legend import palettes
 
 # %% ../../nbs/60_show/00_style.ipynb #a62cbf1a
 def is_dark(
@@ -171,26 +166,6 @@ def whole_figure(fig):
     while fig.figure is not fig: fig = fig.figure
     return fig
 
-# %% ../../nbs/60_show/00_style.ipynb #32fcdd91
-def short_names(
-    names:list, # Names with dots
-    width:int=26 # Letters, at most
-) -> list:
-    "Names as they fit beside a picture: without what all of them begin with, and each different from the others"
-    parts = [n.split('.') for n in names]
-    k = 0
-    while max(map(len, names), default=0)>width and len(names)>1 and all(len(p)>k+1 and p[k]==parts[0][k] for p in parts): k += 1
-    cut = ['.'.join(p[k:]) for p in parts]
-    short = [elided(n, width) for n in cut]
-    twice = {s for s in short if short.count(s)>1} if len(short)<2000 else set()
-    return [n if s in twice and n!=s else s for n,s in zip(cut, short, strict=True)]
-
-def elided(name, width):
-    "A name without its middle"
-    if len(name)<=width: return name
-    keep = width-1
-    return name[:keep//3]+'…'+name[-(keep-keep//3):]
-
 # %% ../../nbs/60_show/00_style.ipynb #31387a25
 def base2(
     x # Exponents
@@ -198,17 +173,6 @@ def base2(
     "Powers of two, as axes show them"
     return [f'$2^{{{int(n)}}}$' for n in x]
 
-words = {'input': 'inputs', 'output': 'outputs', 'weight': 'weights', 'weight_grad': 'weight gradients', 'unclipped_grad': 'gradients before clipping',
-    'input_grad': 'input gradients',
-    'output_grad': 'output gradients', 'optimizer': 'optimizer states', 'update': 'updates', 'buffer': 'buffers', 'probe': 'probes'}
-meanings = {'std': 'standard deviation', 'rms': 'root mean square', 'abs_mean': 'mean |x|', 'abs_max': 'largest |x|', 'abs_min': 'smallest |x|',
-    'l2': 'L2 norm', 'l1': 'L1 norm',
-    'ratio': 'update / weight (rms)', 'zero_frac': 'share of zeros'}
-
 def size_of(ax):
     "Width and height of axes in points, also of those in a part of a figure"
     return ax.bbox.width/ax.figure.dpi*72, ax.bbox.height/ax.figure.dpi*72
-
-def title_of(run, *what):
-    "A title that says which run it is, and of what"
-    return ' · '.join(str(w) for w in (run, *what) if w)

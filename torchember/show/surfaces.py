@@ -14,10 +14,11 @@ from matplotlib.figure import Figure
 from ..frames.unit_tables import History, histories
 from ..ground.messages import an, printable
 from ..ground.record import values_of
-from .heatmaps import heat, zero
+from .heatmaps import heat
 from ..frames.words import earlier_calls, ttype_of
 from .select import Grid, name_of_run, table_of
-from .style import alarm, drawing_on, drawn, is_dark, meanings, panels, short_names, title_of, words
+from .legend import alarm, meanings, short_names, title_of, words, zero
+from .style import drawing_on, drawn, is_dark, panels
 
 # %% ../../nbs/60_show/75_surfaces.ipynb #83eb96c8
 def thinned_matrix(

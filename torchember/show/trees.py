@@ -13,7 +13,8 @@ from .heatmaps import color_norm
 from .histograms import at_step
 from ..frames.words import earlier_calls, ttype_of, ttypes_asked
 from .select import name_of_run, pick, root_of, stat_in, table_of, training, trouble
-from .style import alarm, canvas, drawn, elided, is_dark, meanings, size_of, title_of, words
+from .legend import alarm, elided, meanings, title_of, words
+from .style import canvas, drawn, is_dark, size_of
 
 # %% ../../nbs/60_show/50_trees.ipynb #5601def5
 class Box:

@@ -15,7 +15,8 @@ from .lines import name_lines, put_lines
 from .missing import asked_for, parameters_in, reasons_in
 from ..frames.words import earlier_calls
 from .select import has_ttype, name_of_run, pick, places, series, stat_in, table_of, training, trouble, with_statistics
-from .style import canvas, drawn, is_dark, meanings, palettes, short_names, title_of
+from .legend import meanings, palettes, short_names, title_of
+from .style import canvas, drawn, is_dark
 from ..store.parameters import label_of, why_not
 
 # %% ../../nbs/60_show/70_update_ratios.ipynb #4997c1f6

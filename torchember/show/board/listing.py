@@ -18,7 +18,7 @@ from ...frames.logs import files_in, grouped, is_running, left_behind, of_rank, 
 from ...ground.not_finite import counts, has_some
 from ...ground.record import line_of, load_row, restore
 from ..findings import OpenFindings, in_short
-from ..first_look import sentence_of
+from ..run_summary import sentence_of
 from ..live.following import Tail
 from ...sinks.sink import noted_numbers, not_noted
 from ...store.anywhere import is_url

@@ -230,7 +230,7 @@ def loss_in(rows):
 # %% ../../../nbs/60_show/91_following.ipynb #7726a426
 def binned(df, width):
     "Of each tensor and each bin of steps the row that is farthest from the tensor's median; counts are the largest there are"
-    from torchember.show.first_look import stat_of
+    from torchember.show.run_summary import stat_of
     from torchember.show.select import places, training
     out = []
     for _,rows in training(df).groupby('ttype', sort=False, observed=True):

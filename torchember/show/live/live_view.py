@@ -68,10 +68,8 @@ class Words:
     def trouble(self):
         "What was first not finite"
         if self.first is None: return ''
-        r = {'path': path_of(self.first.get('module') or ''), **self.first}
-        try: from torchember.show.first_look import sentence_of
-        except ImportError: return f", first not finite: step {r['step']:,}, {r['ttype']} of {r['path'] or 'the model'}" # without matplotlib
-        return f', {sentence_of(r)}'
+        from torchember.show.run_summary import sentence_of # brings pandas
+        return f", {sentence_of({'path': path_of(self.first.get('module') or ''), **self.first})}"
 
 # %% ../../../nbs/60_show/93_live_view.ipynb #c6c77fee
 class Viewer:

@@ -11,7 +11,6 @@ from base64 import b64encode
 from importlib.util import find_spec
 from pathlib import Path
 
-import matplotlib as mpl
 import numpy as np
 
 from ...ground.progress import progress
@@ -20,15 +19,14 @@ from ...ground.messages import printable
 from ...health.diagnose import as_table, chosen_rules, found_by, history_of, ordered
 from ...measure.exponents import limits, with_counts
 from ...measure.summary import derived
-from ..first_look import first_trouble, loss_of, noted, sentence_of, stat_of
-from ..heatmaps import zero
+from ..run_summary import first_trouble, loss_of, noted, sentence_of, stat_of
 from ..missing import asked_for, parameters_in, places_among, reasons_in, tracker_of, with_missing
 from ...frames.logframe import count_columns
 from ...frames.words import ttypes_asked
 from ..select import (grid, has_ttype, name_of_run, numbers_in, pick, places, root_of, series,
     stat_in, table_of, thinned, training, with_statistics)
 from ...store.parameters import label_of, untrained
-from ..style import alarm, meanings, palettes, words
+from ..legend import alarm, meanings, palettes, scale, words, zero
 from ...store.table import whole_tree
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #693dbb4d
@@ -302,6 +300,5 @@ def formats_for(kinds):
 
 def colors():
     "What colours mean, in light and in dark"
-    scale = mpl.colormaps['viridis'](np.linspace(0, 1, 64))
     return {'light': {'lines': palettes[False], 'bad': alarm[False]}, 'dark': {'lines': palettes[True], 'bad': alarm[True]},
-        'scale': [mpl.colors.to_hex(c) for c in scale], 'zero': zero}
+        'scale': scale, 'zero': zero}
