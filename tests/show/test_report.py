@@ -11,8 +11,12 @@ import torch
 from playwright.sync_api import expect
 from torch import nn
 
-from torchember import read, report, to_logframe, torchEmber
+import torchember.frames.logs as logs
+import torchember.health.diagnose as health
+import torchember.show.page.data as data
+from torchember import diagnose, read, report, to_logframe, torchEmber
 from torchember.show.page.data import exponents_of, keys_of
+from torchember.show.select import places
 
 expect.set_options(timeout=30_000)
 
@@ -273,7 +277,7 @@ def said(*found, **more):
     return dict(findings=[{**one, **f} for f in found], more=0, looked='2 rules looked', unseen=[], failed=[], **more)
 
 
-def with_health(monkeypatch, health): monkeypatch.setattr('torchember.show.page.data.health_of', lambda run, table=None: health)
+def with_health(monkeypatch, health): monkeypatch.setattr('torchember.show.page.data.health_of', lambda run, table=None, rows=None: health)
 
 
 def test_what_rules_saw_is_on_top_and_a_click_away(chromium, tmp_path):
@@ -358,7 +362,7 @@ def test_a_healthy_run_says_so_and_what_was_not_looked_at(chromium, tmp_path):
 
 def test_rules_that_fail_cost_no_report(chromium, tmp_path, monkeypatch):
     te = train(net(), 'failing', 6)
-    def broken(run): raise RuntimeError('<b>no</b>')
+    def broken(run, df=None): raise RuntimeError('<b>no</b>')
     monkeypatch.setattr('torchember.show.page.data.history_of', broken)
     with opened(chromium, report(te, tmp_path/'a.html')) as page:
         expect(page.locator('#health')).to_have_text('Rules of health could not look at this run: RuntimeError: <b>no</b>')
@@ -521,14 +525,37 @@ def test_a_page_of_whatever_there_is(chromium, tmp_path, what, source):
         if what=='still going on': expect(page.locator('#facts')).to_contain_text('still going on')
 
 
+@pytest.mark.parametrize('ttype', [None, 'weight_grad'])
+def test_rules_see_all_of_a_run_and_a_log_is_read_as_seldom_as_can_be(monkeypatch, ttype):
+    "Once; once more where a page has some of its rows only. What it says is what the readers of a run say"
+    te = train(net(), 'whole', nan_at=20)
+    times,once = [],data.read
+    with monkeypatch.context() as m:
+        for room in (data, logs, health): m.setattr(room, 'read', lambda *args, **kwargs: times.append(args) or once(*args, **kwargs))
+        page = data.page_of('whole', ttype=ttype)
+    assert len(times)==1+(ttype is not None)
+    said = diagnose('whole')
+    assert page['health']['looked']==' '.join(said.looked.split()) and page['health']['findings'][0]['text']==said.text[0]
+    assert [k['ttype'] for k in page['kinds']]==([ttype] if ttype else list(te.t.df['ttype'].drop_duplicates()[lambda t: t!='scalar']))
+    for k in page['kinds']:
+        rows = read('whole', ttype=k['ttype'])
+        rows = rows[rows['step'].isin(k['exponents']['step'])]
+        assert unpacked(k['exponents']['counts'], (len(k['tensors']), -1)).sum(1).tolist()==[
+            sum(map(sum, r['exponents'].dropna())) for _,r in rows.groupby(['path', 'tname'], sort=False)]
+
+
+def unpacked(c, shape=None):
+    raw = np.frombuffer(gzip.decompress(base64.b64decode(c['zip'])), 'u1').reshape(4, -1).T.copy().view('<f4')
+    return np.nan_to_num(raw.reshape(shape or c['shape']))
+
+
 def test_exponents_of_micro_batches_are_added():
     "Of one layer and step, whichever rows come between; each layer has its own"
     counts = [[1, 2, 3, 4], [9, 9, 9, 9], [0, 5, 0, 1], [1, 0, 0, 0]]
     where = dict(path=['a', 'b', 'a', 'a'], ttype='output', tname='output_0', step=[0, 0, 0, 1], micro=[0, 0, 1, 0])
     rows = pd.DataFrame({**where, 'exponents': counts, 'exponent_min': -1})
-    c = exponents_of(rows, dict(enumerate(keys_of(rows))), 2)['counts']
-    raw = np.frombuffer(gzip.decompress(base64.b64decode(c['zip'])), 'u1').reshape(4, -1).T.copy().view('<f4').reshape(c['shape'])
-    assert np.nan_to_num(raw).tolist()==[[[1, 7, 3, 5], [1, 0, 0, 0]], [[9, 9, 9, 9], [0, 0, 0, 0]]]
+    c = exponents_of(rows, dict(enumerate(keys_of(rows, places(rows)[0]))), 2)['counts']
+    assert unpacked(c).tolist()==[[[1, 7, 3, 5], [1, 0, 0, 0]], [[9, 9, 9, 9], [0, 0, 0, 0]]]
 
 
 def test_what_cannot_be_reported_is_said(tmp_path):

@@ -222,12 +222,16 @@ def as_table(found, h, rules):
     out.run,out.looked,out.missing = h.name,looked_at(h, rules),tuple(not_looked_at(h))
     return out
 
-def history_of(run, home=None):
-    "A run as rules see it"
+def history_of(run, home=None, df=None): # df: all its rows, where they have been read
+    """A run as rules see it
+
+    Args:
+        df: all its rows, where they have been read
+    """
     pd = needs('pandas', for_='diagnose')
     if isinstance(run, History): return run
     if isinstance(run, pd.DataFrame): return History(run, (), str(run.attrs.get('run', '')))
-    df = read(run, home=home)
+    if df is None: df = read(run, home=home)
     t = getattr(run, 't', run)
     if isinstance(t, str) and not re.search(r'[*?\[/]', t):
         try: t = emberTracker(t, home)

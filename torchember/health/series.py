@@ -44,6 +44,11 @@ class Rows:
             self.known[name] = numbers_in(self.df[name])[self.order] if name in self.columns else np.full(len(self.order), np.nan)
         return self.known[name]
 
+    def counted(self, *names):
+        "How many values of each tensor were one of these"
+        if names not in self.known: self.known[names] = sum((np.nan_to_num(self.column(c)) for c in names if c in self.columns), np.zeros(len(self.order)))
+        return self.known[names]
+
     def objects(self, name):
         if name not in self.columns: return np.full(len(self.order), None, object)
         return self.df[name].astype(object).to_numpy()[self.order]
@@ -89,15 +94,8 @@ class Series:
     shape = property(lambda self: hashable(self.rows.shapes[self.at][0]), doc="Its first shape, None where that was not recorded")
     dtype = property(lambda self: self.rows.dtypes[self.at][0], doc="Its first dtype")
 
-    @cached_property
-    def bad(self):
-        "How many values were not finite"
-        return sum(np.nan_to_num(self[c]) for c in counts if c in self.rows.columns)+np.zeros(len(self))
-
-    @cached_property
-    def skipped(self):
-        "Whether the step was skipped by a loss scaler"
-        return np.nan_to_num(self['skipped'])>0
+    bad = property(lambda self: self.rows.counted(*counts)[self.at], doc="How many values were not finite")
+    skipped = property(lambda self: self.rows.counted('skipped')[self.at]>0, doc="Whether the step was skipped by a loss scaler")
 
     @cached_property
     def rms(self):

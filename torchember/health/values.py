@@ -21,8 +21,7 @@ digits = {'bfloat16': 2**-8, 'float16': 2**-11} # half of the last digit, as a s
 def bad_steps(s):
     "At which of its steps a tensor had what it should not: -inf in an activation is a mask, a gradient that a scaler skips is meant to be so"
     which = counts[:2] if s.ttype in ('input', 'output', 'probe') else counts
-    n = sum((np.nan_to_num(s[c]) for c in which if c in s.rows.columns), np.zeros(len(s)))
-    return (n>0) & ~s.skipped
+    return (s.rows.counted(*which)[s.at]>0) & ~s.skipped
 
 def how_many(s, i):
     "What a tensor had in a step, in words: '2 NaN and 1 inf'"

@@ -24,10 +24,11 @@ from ..store.reading import path_of
 def table_of(
     source, # Name of a run, an ember, a tracker, or a table: of rows, or a logframe
     stats=None, # Statistics that are drawn, so that no others are read, and no rows that have others; all but exponents without it
+    rows=None, # All that the run has, as `read` gives it, where they have been read
     **wanted # `ttype`, `path` and `steps`, as `read` has them: what a run need not give is not read
 ): # pandas.DataFrame with `path`; `attrs['run']` is its name
     "The rows of a source"
-    df = every_row(source, stats, wanted)
+    df = every_row(source, stats, wanted, rows)
     return df if stats is None else with_statistics(df, stats)
 
 def with_statistics(
@@ -41,7 +42,7 @@ def with_statistics(
 
 usual = {*derived, 'shape', 'ratio', 'exponents'}
 
-def every_row(source, stats, wanted): return without_findings(rows_of_source(source, stats, wanted))
+def every_row(source, stats, wanted, rows=None): return without_findings(rows_of_source(source, stats, wanted, rows))
 
 def table_and_findings(
     source, # As `table_of` has it
@@ -59,19 +60,25 @@ def without_findings(df):
     df = df[~found]
     return df.drop(columns=[c for c in of_findings if c in df and df[c].isna().all()])
 
-def rows_of_source(source, stats, wanted):
+def tracker_in(source): return getattr(source, 't', source)
+
+def run_of(source):
+    "What `read` takes. Raises TypeError for what is no run"
+    source = located(source) if is_url(source) else source
+    if isinstance(source, str|PathLike|RankedSource) or is_url(source) or hasattr(tracker_in(source), 'log_path'): return source
+    hint = " To see where runs part: compare([...])." if isinstance(source, list|tuple) else ""
+    raise TypeError(f"A picture is drawn from the name of a run, a torchEmber, its te.t or a table of rows, not from {an(source)}.{hint}")
+
+def rows_of_source(source, stats, wanted, rows=None):
     pd = needs('pandas', for_='A picture')
     if isinstance(source, pd.DataFrame): return of_one_run(of_right_types(of_table(source)))
-    source = located(source) if is_url(source) else source
-    tracker = getattr(source, 't', source)
-    if not isinstance(source, str|PathLike|RankedSource) and not is_url(source) and not hasattr(tracker, 'log_path'):
-        hint = " To see where runs part: compare([...])." if isinstance(source, list|tuple) else ""
-        raise TypeError(f"A picture is drawn from the name of a run, a torchEmber, its te.t or a table of rows, not from {an(source)}.{hint}")
+    source = run_of(source)
     from torchember.frames.logs import read
-    try: df = read(source, **wanted, columns=lambda c: is_drawn(c, stats))
+    try: df = read(source, **wanted, columns=lambda c: is_drawn(c, stats)) if rows is None else rows[[c for c in rows if is_drawn(c, stats)]]
     except NothingChosen: df,wanted = read(source, columns=lambda c: is_drawn(c, stats)),{} # who picks from it says what was typed, and what there is
     if stats is not None and not all(s in df or stats_of.get(s) in df for s in stats): df = read(source, **wanted) # for the sentence that says what there is
-    df.attrs['run'] = source if isinstance(source, str) else source.name if isinstance(source, PathLike|RankedSource) or is_url(source) else tracker.fname
+    df.attrs['run'] = source if isinstance(source, str) else source.name if isinstance(source, PathLike|RankedSource) or is_url(source) \
+        else tracker_in(source).fname
     df = of_right_types(df)
     if len(df): complete(df, df.attrs['run'])
     return of_one_run(df)
@@ -251,11 +258,12 @@ class Series:
 def series(
     df, # Rows
     stat:str, # A column
-    by:str='step' # Column of the horizontal axis
+    by:str='step', # Column of the horizontal axis
+    known=None # What `places` says of these rows, all of training, where that is known
 ) -> Series:
     "A statistic as lines"
-    df = training(df)
-    code,labels = places(df)
+    if known is None: known = places(df := training(df))
+    code,labels = known
     value = df[stat].to_numpy(float, na_value=np.nan) if df[stat].dtype.kind not in 'f' else df[stat].to_numpy()
     x = df[by].to_numpy()
     bad = trouble(df) | np.isinf(value)
@@ -367,9 +375,10 @@ def grid(
         group = np.arange(len(steps))*most_columns//len(steps)
         column,steps = group[column],steps[np.flatnonzero(np.diff(group, prepend=-1))]
     cell = row*len(steps)+column
+    alone = np.bincount(cell).max(initial=0)<2 # each value has a place of its own
     value,bad = np.full(len(labels)*len(steps), np.nan),np.zeros(len(labels)*len(steps), bool)
     np.logical_or.at(bad, cell[s.bad], True)
-    order = np.lexsort((s.value, unusual(s), cell)) # the last one wins: of two that are as far, the larger
+    order = np.arange(len(cell)) if alone else np.lexsort((s.value, unusual(s), cell)) # the last one wins: of two that are as far, the larger
     value[cell[order]] = s.value[order]
     return Grid(labels, steps, value.reshape(len(labels), len(steps)), bad.reshape(len(labels), len(steps)), members)
 

@@ -18,12 +18,11 @@ from ...frames.logs import about, about_ranks, no_rows, of_processes, read, said
 from ...ground.messages import printable
 from ...health.diagnose import as_table, chosen_rules, found_by, history_of, ordered
 from ...measure.exponents import limits, with_counts
-from ...measure.summary import derived
 from ..run_summary import first_trouble, loss_of, noted, sentence_of, stat_of
 from ..missing import asked_for, parameters_in, places_among, reasons_in, tracker_of, with_missing
 from ...frames.logframe import count_columns
 from ...frames.words import ttypes_asked
-from ..select import (grid, has_ttype, name_of_run, numbers_in, pick, places, root_of, series,
+from ..select import (grid, has_ttype, name_of_run, numbers_in, pick, places, root_of, run_of, series,
     stat_in, table_of, thinned, training, with_statistics)
 from ...store.parameters import label_of, untrained
 from ..legend import alarm, meanings, palettes, scale, words, zero
@@ -92,13 +91,14 @@ def stats_to_send(rows, stats):
 
 def kind_of_rows(
     rows, # Of one tensor type
+    known:tuple, # What `places` says of them
     stats:list, # Columns
     columns:int, # Steps, at most
     why:dict=types.MappingProxyType({}), # Label -> why the tensor is not trained, also of those that have no rows
     ps=() # All parameters that the run knows
 ) -> dict:
     "What a page has of a tensor type"
-    one,labels = rows.iloc[firsts(rows)],places(rows)[1]
+    labels,one = known[1],rows.iloc[firsts(known[0])]
     text = lambda c: [v if isinstance(v, str) else None for v in one[c].astype(object)] if c in one else [None]*len(one)
     shapes = [list(map(int, s)) if isinstance(s, list|tuple|np.ndarray) else None for s in one['shape']] if 'shape' in one else [None]*len(one)
     tensors = [dict(label=l, path=p or '', dtype=d, shape=s) for l,p,d,s in zip(labels, text('path'), text('dtype'), shapes, strict=True)]
@@ -110,7 +110,7 @@ def kind_of_rows(
         for i,l in enumerate(labels)]
     out = {'stats': {}, 'n': {}, 'ends': {}, 'tensors': [t | ({'why': why[t['label']]} if t['label'] in why else {}) for t in tensors]}
     for c in stats:
-        s = with_missing(series(rows, c), missing, list(order))
+        s = with_missing(series(rows, c, known=known), missing, list(order))
         g = grid(s, len(labels), columns)
         out['stats'][c],ends = packed(g.value),np.full((len(labels), 4), np.nan)
         for t,e,(_,_,y,bad) in zip(out['tensors'], ends, s, strict=True):
@@ -124,14 +124,14 @@ def kind_of_rows(
     out['wrong'] = np.flatnonzero(out['wrong']).tolist()
     return out
 
-def firsts(rows):
-    "Where each tensor has its first row"
-    return np.unique(places(rows)[0], return_index=True)[1]
+def firsts(code):
+    "Where each tensor has its first row. code: number of each row's tensor"
+    return np.unique(code, return_index=True)[1]
 
-def keys_of(rows):
+def keys_of(rows, code):
     "What tells the tensors apart"
-    cols = [c for c in ('path', 'tname', 'pname', 'call') if c in rows]
-    return list(zip(*(rows[c].iloc[firsts(rows)].astype(str) for c in cols), strict=True))
+    one = rows[[c for c in ('path', 'tname', 'pname', 'call') if c in rows]].iloc[firsts(code)]
+    return list(zip(*(one[c].astype(str) for c in one), strict=True))
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #870723f4
 def some_steps(steps, also=(), most=None):
@@ -149,7 +149,8 @@ def exponents_of(
     rows = rows[with_counts(rows)]
     if not len(rows): return None
     known = {k: i for i,k in keys.items()}
-    tensor = np.array([known[k] for k in keys_of(rows)])[places(rows)[0]]
+    code,_ = places(rows)
+    tensor = np.array([known[k] for k in keys_of(rows, code)])[code]
     steps,at = np.unique(rows['step'].to_numpy(), return_inverse=True)
     exponents,counts = count_columns(rows)
     out = np.zeros((n, len(steps), len(exponents)))
@@ -161,12 +162,13 @@ most_findings,most_followers,most_letters = 100,20,400 # findings in all, those 
 
 def health_of(
     run, # Name of a run, an ember, a tracker, or a table
-    table=None # Its rows, where they are a table's own
+    table=None, # Its rows, where they are a table's own
+    rows=None # All that a log has, where they have been read
 ) -> dict: # `findings`, `more`: how many there are besides, `looked`, `unseen`: (what, how to record it), `failed`: sentences
     "What rules of health say of a run"
     failed = []
     try:
-        rules,h = chosen_rules('default'),history_of(rows_by_module(run if table is None else table) if is_table(run) else run)
+        rules,h = chosen_rules('default'),history_of(rows_by_module(run if table is None else table) if is_table(run) else run, df=rows)
         fails = lambda r, e: failed.append(f"The rule {r.name} failed: {in_page(f'{type(e).__name__}: {e}', 200)}")
         found = ordered(found_by(rules, h, fails), rules, len(h.steps))
         said = as_table(found, h, rules)
@@ -206,7 +208,8 @@ def page_of(
     stats=None # A statistic, or a list of them; four that tell much without it
 ) -> dict: # As above. Raises ValueError for a run without rows
     "A run, as a page shows it"
-    table = table_of(run) if ttype is None else table_of(run, ttype=[*ttypes_asked(ttype), 'scalar'])
+    every = None if is_table(run) else read(run_of(run)) # rules of health look at all of it
+    table = table_of(run, rows=every) if ttype is None else table_of(run, ttype=[*ttypes_asked(ttype), 'scalar'])
     if not len(table): raise ValueError(no_rows(name_of_run(table) or 'The table'))
     scalar = has_ttype(table, 'scalar')
     tensors = table[~scalar]
@@ -220,32 +223,33 @@ def page_of(
     of = {k: tensors[has_ttype(tensors, k)] for k in kinds}
     wanted = {k: stats_to_send(rows, stats) for k,rows in of.items()}
     of = {k: with_statistics(rows, wanted[k]) if wanted[k] else rows for k,rows in of.items()}
-    lines = sum((places(rows)[0].max()+1)*len(wanted[k]) for k,rows in of.items()) or 1
+    placed = {k: places(rows) for k,rows in of.items()}
+    lines = sum(len(labels)*len(wanted[k]) for k,(_,labels) in placed.items()) or 1
     columns = int(np.clip(most_values//lines, 20, 1000))
     out,keys,ps = [],{},parameters_in(run)
     for k,rows in progress(list(of.items()), f'laying out {name_of_run(table)}'):
         if not wanted[k]: continue # text and flags only
         why = reasons_in(rows, k, ps, path)
-        out.append({'ttype': k, 'name': words.get(k, k), **kind_of_rows(rows, wanted[k], columns, why, ps)})
-        _,at = places_among(places(rows)[1], [l for l in why if l not in places(rows)[1]], [label_of(p) for p in ps])
-        keys[k] = dict(zip(at, keys_of(rows), strict=True))
-    add_exponents(run, out, keys, tensors, [int(first['step'])] if first is not None else [])
+        out.append({'ttype': k, 'name': words.get(k, k), **kind_of_rows(rows, placed[k], wanted[k], columns, why, ps)})
+        code,labels = placed[k]
+        _,at = places_among(labels, [l for l in why if l not in set(labels)], [label_of(p) for p in ps])
+        keys[k] = dict(zip(at, keys_of(rows, code), strict=True))
+    add_exponents(table if every is None else every, out, keys, tensors, [int(first['step'])] if first is not None else [])
     known,structure = facts_of(run, table)
     words_of_run = [s for s in (*table.attrs.get('said', ()), untrained(ps, asked_for(ps, path))) if s]
     return {'torchember': 1, 'run': {**known, 'bad': first is not None, **({'missing': ' '.join(words_of_run)} if words_of_run else {})},
         'trouble': None if first is None else {'step': int(first['step']), 'path': str(first['path'] or ''), 'ttype': str(first['ttype']),
             'text': sentence_of(first)},
-        'health': health_of(run, table), 'numbers': logged_numbers(table),
+        'health': health_of(run, table, every), 'numbers': logged_numbers(table),
         'tree': tree_of(structure, list(dict.fromkeys(tensors['path'].astype(str))), root_of(tensors)),
         'kinds': out, 'formats': formats_for(out), 'meanings': {s: meanings.get(s, s) for k in out for s in k['stats']}, 'colors': colors()}
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #73dd976c
-def add_exponents(run, kinds, keys, tensors, also):
+def add_exponents(table, kinds, keys, tensors, also):
     "Put the exponent counts of a few steps beside the matrices"
     if not kinds: return
     n = sum(len(k['tensors']) for k in kinds)
     steps = some_steps(tensors['step'].to_numpy(), also, int(np.clip(most_counts//n, 2, most_steps)))
-    table = table_of(run) if is_table(run) else read(run, steps=steps, columns=lambda c: c in ('exponents', 'exponent_min') or c not in derived)
     if 'exponents' not in table: return
     table = training(table[table['step'].isin(steps).to_numpy()])
     for k in kinds:
