@@ -495,7 +495,7 @@ def test_counted_without_the_scale(dtype, later):
 def test_no_copy_of_a_gradient_waits(monkeypatch):
     "On a GPU all gradients are read together at the end: what was divided first is a copy, and all of them would be as large as the model"
     from torchember.measure import tap
-    monkeypatch.setattr(tap, 'for_list', lambda x: True)
+    monkeypatch.setattr(tap, 'for_list', lambda x, wanted: True)
     a,x = tap.Arena(),torch.tensor([3., 6., 12.])
     tap.observe(x, a.tap('divided', ['mean', 'exponents']), scale=torch.tensor(3.), later=True)
     assert not a.pending

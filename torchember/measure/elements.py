@@ -105,5 +105,3 @@ formats = {getattr(torch, f): f for f in ('float32', 'float64', 'bfloat16', 'flo
 def format_for(dtype):
     "The format by which tensors of a dtype are read"
     return formats.get(dtype) or ('float32' if dtype in narrow else 'float64')
-
-def widest(device): return torch.float32 if device.type=='mps' else torch.float64 # MPS has no float64

@@ -12,10 +12,12 @@ from functools import cache
 import numpy as np
 import torch
 
-from ..ground.messages import an
+from ..ground.messages import an, warn
+from .devices import has_float64, widest
 from .elements import dense, flat, format_for, formats, layout, narrow, numbers, ordinary, piece
 from .loading import loader, loops
 from .readers.torch import read_cpu, read_device
+from .self_check import first_wrong
 from .summary import Summary, index, length, merge, no_elements, not_in_loops, of_each, read_array, scalars, sums, width
 
 # %% ../../nbs/20_measure/08_kernels.ipynb #49109b45
@@ -89,8 +91,8 @@ def expressions_on_cpu(v, x, wanted):
 def read_elsewhere(x, zeros, wanted):
     x,times = flat(x)
     if zeros or times>1: x = torch.cat([x.expand(times, -1).reshape(-1), x.new_zeros(zeros)])
-    gpu = gpu_kernels(x.device) if x.dtype in formats and type(x) in ordinary else None
-    if gpu is None: return read_device(x, wanted)
+    gpu = kernels_for(x, wanted)
+    if gpu is None: return by_operations(x, wanted)
     v = torch.full((length(wanted),), math.nan, dtype=torch.float64, device=x.device)
     gpu.read_one(x, wanted, v)
     return v
@@ -98,15 +100,35 @@ def read_elsewhere(x, zeros, wanted):
 @cache
 def gpu_kernels(device):
     "The room `measure.readers.triton`, when its kernels run on a device"
-    if device.type!='cuda': return None
+    if device.type in ('cpu', 'meta', 'mps'): return None
     from torchember.measure.readers import triton as gpu
     return gpu if gpu.available(device) else None
 
+def kernels_for(x, wanted):
+    "The kernels that read a tensor, and read it right; None where there are none"
+    gpu = gpu_kernels(x.device) if x.dtype in formats and type(x) in ordinary else None
+    return gpu if gpu is not None and gpu.reads(x.dtype, wanted, x.device) else None
+
+def by_operations(x, wanted):
+    "The summary vector of a flat tensor by operations of torch: on its device, where these are right"
+    if type(x) not in ordinary or x.is_meta or operations_are_right(x.device, x.dtype if x.dtype in formats else torch.float32, wanted):
+        return read_device(x, wanted)
+    return torch.as_tensor(read(x.cpu(), wanted), dtype=widest(x.device)).to(x.device)
+
+@cache
+def operations_are_right(device, dtype, wanted):
+    "Whether torch adds up right on a device: tried once in a process"
+    try: why = first_wrong(lambda x, wanted: read_device(flat(x.to(device))[0], wanted).cpu(), dtype, wanted, rel=1e-9 if has_float64(device.type) else 1e-3)
+    except (RuntimeError, TypeError, NotImplementedError) as e: why = f'{type(e).__name__}: {e!s:.200}'
+    if why: warn(f"Operations of torch on {device} are not what they should be: {why}. Tensors of {str(dtype)[6:]} are copied from there to be measured, "
+        f"which is slower. The developers of torchember would like to have this sentence (torch {torch.__version__}).")
+    return not why
+
 # %% ../../nbs/20_measure/08_kernels.ipynb #7cbe78c8
-def for_list(x):
+def for_list(x, wanted):
     "The kernels that read `x` as it lies, in one launch with others; None when there are none"
-    if type(x) not in ordinary or x.layout is not torch.strided or x.dtype not in formats: return None
-    gpu = gpu_kernels(x.device)
+    if type(x) not in ordinary or x.layout is not torch.strided: return None
+    gpu = kernels_for(x, wanted)
     return gpu if gpu is not None and (x.is_contiguous() or gpu.fills(x)) else None
 
 # %% ../../nbs/20_measure/08_kernels.ipynb #a555f281

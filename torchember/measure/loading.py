@@ -10,9 +10,14 @@ import atexit, os, threading
 from contextlib import nullcontext
 from time import perf_counter
 
+import numpy as np
+
 from ..ground.messages import warn
 from ..ground.progress import waiting
-from .elements import format_for
+from .elements import format_for, formats, layout
+from .head import EVENT, HEADS, LAID, ROWS, address_of, head_width, tap_width
+from .self_check import first_wrong
+from .summary import groups, length
 
 # %% ../../nbs/20_measure/07_loading.ipynb #d43ea568
 def numba_room():
@@ -24,6 +29,20 @@ def numba_room():
     if config.DISABLE_JIT: return None
     from torchember.measure.readers import numba as cpu
     return cpu
+
+def wrong_loops(room, fmt):
+    "What the loops do in a format on this processor that they should not, None for nothing"
+    dtype = next(d for d,f in formats.items() if f==fmt)
+    def by_address(x, wanted):
+        sizes,strides,_ = layout(x)
+        return room.read_at(x.data_ptr(), x.numel(), fmt, wanted, *(() if x.is_contiguous() else (sizes, strides)))
+    def into_row(x, wanted):
+        x,row,head,tap = x.contiguous(),np.zeros(length(wanted)),np.zeros(head_width, np.int64),np.zeros(tap_width, np.int64)
+        put = room.ready_to_put(tap, fmt, wanted)
+        tap[[ROWS, HEADS, LAID]] = address_of(row),address_of(head),1
+        put(address_of(tap), x.data_ptr(), x.numel(), -1, 7)
+        return row if head[EVENT]==7 else np.zeros_like(row)
+    return next(filter(None, (first_wrong(way, dtype, wanted) for way in (by_address, into_row) for wanted in (('basic',), tuple(groups)))), None)
 
 compiling = 'compiling the loops that measure tensors' # which is kept on disk for the next time
 
@@ -63,6 +82,7 @@ class Loader:
                 with nullcontext() if threading.current_thread() in self.threads else waiting(compiling):
                     self.room = numba_room()
                     if self.room is not None: self.room.load(fmt)
+                if self.room is not None and (why := wrong_loops(self.room, fmt)): raise ArithmeticError(why)
             except Exception as e: self.room,self.error = None,f'{type(e).__name__}: {e!s:.200}' # say, a numba that does not know this numpy
             if self.room is None: self.lost = True
             else: self.loaded.add(fmt)

@@ -12,7 +12,7 @@ import math
 import numpy as np
 import torch
 
-from .elements import widest
+from .devices import widest
 
 # %% ../../nbs/20_measure/40_units.ipynb #ae156f00
 def by_unit(

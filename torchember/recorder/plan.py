@@ -8,7 +8,7 @@ __all__ = ['Plan', 'plan_of']
 # %% ../../nbs/40_recorder/90_plan.ipynb #e102b461
 import functools, inspect, random, weakref
 from collections import Counter, namedtuple
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from html import escape
 from math import prod
 
@@ -24,6 +24,7 @@ from ..ground.choose import schedule
 from ..capture.events import Listener
 from ..capture.forward import arm, disarm, only
 from ..measure.columns import stat_names
+from ..measure.devices import wait_for
 from ..measure.elements import Unmeasurable
 from ..measure.loading import ready
 from ..measure.summary import counts
@@ -44,10 +45,13 @@ def as_before(
     "Inside, `model` can run. Afterwards its buffers, attributes and training modes and all random numbers are as before"
     dicts = [d for m in model.modules() for d in (m.__dict__, m._parameters, m._buffers, m._modules)]
     kept,buffers = [dict(d) for d in dicts],[(b, b.detach().clone()) for b in model.buffers()]
-    devices = {t.device.index or 0 for t in (*model.parameters(), *model.buffers()) if t.device.type=='cuda'}
+    devices = {t.device for t in (*model.parameters(), *model.buffers()) if t.device.type not in ('cpu', 'meta')}
     numbers = random.getstate(),np.random.get_state()
     try:
-        with torch.random.fork_rng(sorted(devices)): yield
+        with ExitStack() as numbers_of:
+            for kind in {d.type for d in devices if hasattr(torch, d.type)} or {'cuda'}: # without a device, those of the CPU
+                numbers_of.enter_context(torch.random.fork_rng(sorted(d.index or 0 for d in devices if d.type==kind), device_type=kind))
+            yield
     finally:
         for d,k in zip(dicts, kept, strict=True):
             if d!=k if len(d)!=len(k) else any(d.get(n) is not v for n,v in k.items()): d.clear(); d.update(k)
@@ -176,7 +180,7 @@ def curve(
             arena.seen.clear(); arena.forget(tap)
             start = clock()
             observe(x, tap)
-            if x.is_cuda: torch.cuda.synchronize(x.device)
+            wait_for(x.device)
             times.append(clock()-start)
         xs.append(n); ys.append(min(times)) # what else runs on the machine only adds
         if n>=most: break

@@ -22,6 +22,7 @@ from .notices import ChangingMarks, Notices, no_mark
 from .pipe import Gate, Pipe, end_step, measure_now
 from .process import open_recorders
 from .row_writer import RowWriter
+from ..measure.elements import Unmeasurable
 from .rows import on_its_way
 from .sources import Sources
 from .step_buffer import StepBuffer
@@ -93,7 +94,11 @@ class Told:
     def log(self, numbers):
         "Note numbers of the step whose pass has run"
         open_recorders.add(self) # also after `torchEmber.close`: these numbers are still to be written
-        values = {k: on_its_way(v) for k,v in numbers.items()}
+        values = {}
+        for k,v in numbers.items():
+            try: values[k] = on_its_way(v)
+            except Unmeasurable as e: self.notices.failed('te.log', k, e)
+        if numbers and not values: return
         with self.lock: self.writer.note(values, self.buffer, self.steps, self.pipe.gate.writes)
 
     def add_rows(self,

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from ..measure.summary import index
-from ..measure.tap import Pending, columns_of
+from ..measure.devices import Pending, being_captured, to_host
+from ..measure.tap import InGraph, columns_of
 from ..ground.record import line_of, regular_line, texts_of
 from .step_buffer import place_of
 from .row import one_row
@@ -23,7 +24,7 @@ from .row import one_row
 def on_its_way(
     v # A number, or a tensor or an array of one
 ): # The number, or a `Pending`
-    """A number of a tensor on a device, not waited for
+    """A number of a tensor on a device, not waited for. Raises `InGraph` while the device captures a graph
 
     Args:
         v: A number, or a tensor or an array of one
@@ -32,12 +33,9 @@ def on_its_way(
         The number, or a `Pending`
     """
     if not isinstance(v, torch.Tensor): return v.item() if isinstance(v, np.ndarray) else v
-    if v.device.type!='cuda': return v.detach().to('cpu', torch.float64 if v.is_floating_point() else v.dtype).reshape(()).item()
-    host = torch.empty((), dtype=v.dtype, pin_memory=True)
-    host.copy_(v.detach().reshape(()), non_blocking=True)
-    done = torch.cuda.Event()
-    done.record()
-    return Pending(host, done)
+    if being_captured(v.device.type): raise InGraph()
+    v = to_host(v.detach().reshape(()))
+    return v if isinstance(v, Pending) else v.item()
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #6a6696ef
 VALUE,TS,STEP,MARKS = b'\0',b'\1',b'\2',b'\3' # each stands for what comes later

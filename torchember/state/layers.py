@@ -83,13 +83,13 @@ def read_local(
 
 def read_on_device(xs, wanted):
     "Summary vectors of tensors on one device, on that device"
-    listed = [x for x in xs if for_list(x)]
+    listed = [x for x in xs if for_list(x, wanted)]
     fast = iter(())
     if listed:
         rows = torch.full((len(listed), length(wanted)), math.nan, dtype=torch.float64, device=xs[0].device)
-        for_list(listed[0]).read_list(listed, wanted, rows)
+        for_list(listed[0], wanted).read_list(listed, wanted, rows)
         fast = iter(rows)
-    return torch.stack([next(fast) if for_list(x) else read(x, wanted) for x in xs])
+    return torch.stack([next(fast) if for_list(x, wanted) else read(x, wanted) for x in xs])
 
 @contextmanager
 def quietly(devices):

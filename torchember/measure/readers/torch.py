@@ -11,7 +11,8 @@ import math
 import numpy as np
 import torch
 
-from ..elements import as_array, narrow, numbers, piece, widest
+from ..devices import widest
+from ..elements import as_array, narrow, numbers, piece
 from ..summary import index, merge, no_elements, of_each, parts, parts_in, sums, width
 
 # %% ../../../nbs/20_measure/06_torch.ipynb #d10a0015

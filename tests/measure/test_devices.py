@@ -1,0 +1,219 @@
+"A device is trusted when it has been tried: what is wrong, late or missing there costs a sentence, and plain operations take over"
+import math
+import threading
+import time
+from types import SimpleNamespace as Some
+
+import numpy as np
+import programs
+import pytest
+import torch
+
+from torchember import EmberWarning, torchEmber
+from torchember.measure import devices, kernels, tap
+from torchember.measure.readers import torch as plain
+from torchember.measure.readers import triton as gpu
+from torchember.measure.self_check import first_wrong, trials
+from torchember.measure.summary import groups, read_array
+
+cpu = torch.device('cpu')
+full = tuple(groups)
+
+
+def numbers(x): return x.double().numpy()
+
+
+def read_right(x, wanted, out): out.copy_(torch.from_numpy(read_array(numbers(x), wanted)))
+
+
+def read_all(xs, wanted, out, to):
+    for x,i in zip(xs, to, strict=True): read_right(x, wanted, out[i])
+
+
+@pytest.fixture
+def kernels_here(monkeypatch):
+    "Kernels that run on the CPU, and are right"
+    monkeypatch.setattr(gpu, 'read_one', read_right)
+    monkeypatch.setattr(gpu, 'read_list', read_all)
+    monkeypatch.setattr(gpu, 'tried', {})
+    monkeypatch.setattr(gpu, 'triton', Some(__version__='0'))
+
+
+def said_of(recwarn): return [str(w.message) for w in recwarn if issubclass(w.category, EmberWarning)]
+
+
+def test_kernels_are_tried_once_for_each_device_format_and_choice(kernels_here, monkeypatch, recwarn):
+    tries = []
+    monkeypatch.setattr(gpu, 'read_one', lambda *args: tries.append((args[0].dtype, args[1])) or read_right(*args))
+    for _ in range(2):
+        assert gpu.reads(torch.float32, ('basic',), cpu) and gpu.reads(torch.bfloat16, full, cpu)
+    assert set(tries)=={(torch.float32, ('basic',)), (torch.bfloat16, full)} and len(tries)==2*len(trials(torch.float32))
+    assert not said_of(recwarn)
+
+
+def lost(i): return lambda x, wanted, out: (read_right(x, wanted, out), out.__setitem__(i, out[i]+1))
+
+
+def cut_short(x, wanted, out): read_right(x.reshape(-1)[:-1], wanted, out)
+
+
+def of_the_other(xs, wanted, out, to): read_all(xs[::-1], wanted, out, to)
+
+
+def raises(*args): raise RuntimeError('no kernel image')
+
+
+@pytest.mark.parametrize('name,wrong,why', [('read_one', lost(0), 'count is 1.0 instead of 0.0'), ('read_one', cut_short, 'count is 0.0 instead of 1.0'),
+    ('read_one', raises, 'RuntimeError: no kernel image'), ('read_list', of_the_other, 'mean is '), ('read_list', raises, 'RuntimeError: no kernel image')])
+def test_kernels_that_are_wrong_are_not_used_again(kernels_here, monkeypatch, recwarn, name, wrong, why):
+    monkeypatch.setattr(gpu, name, wrong)
+    assert [gpu.reads(torch.float32, ('basic',), cpu) for _ in range(3)]==[False]*3
+    [said] = said_of(recwarn)
+    assert said.startswith('The kernels of torchember are not used for float32 on cpu: ') and why in said and torch.__version__ in said
+    monkeypatch.setattr(gpu, 'read_one', read_right)
+    monkeypatch.setattr(gpu, 'read_list', read_all)
+    assert gpu.reads(torch.float64, ('basic',), cpu) and not gpu.reads(torch.float32, ('basic',), cpu)
+
+
+def test_a_compiler_that_does_not_come_to_an_end_is_not_waited_for(kernels_here, monkeypatch, recwarn):
+    over = threading.Event()
+    monkeypatch.setattr(gpu, 'patience', .05)
+    monkeypatch.setattr(gpu, 'read_one', lambda *args: over.wait(20))
+    began = time.monotonic()
+    assert not gpu.reads(torch.float32, ('basic',), cpu) and time.monotonic()-began<10
+    over.set()
+    for t in threading.enumerate():
+        if t.name=='torchember checks': t.join()
+    assert 'they are not compiled after 0.05 s' in said_of(recwarn)[0]
+
+
+def test_where_kernels_are_wrong_operations_of_torch_read(kernels_here, monkeypatch):
+    "The same numbers as ever, alone and in lists"
+    monkeypatch.setattr(kernels, 'gpu_kernels', lambda device: gpu)
+    monkeypatch.setattr(gpu, 'available', lambda device: True)
+    x = torch.tensor([3., math.nan, -1., 0.])
+    assert kernels.for_list(x, ('basic',)) is gpu
+    gpu.tried.clear()
+    monkeypatch.setattr(gpu, 'read_list', of_the_other)
+    with pytest.warns(EmberWarning, match='not used for float32'): assert kernels.for_list(x, ('basic',)) is None
+    got = kernels.read_elsewhere(x, 2, ('basic',))
+    np.testing.assert_allclose(got.numpy(), read_array([3., math.nan, -1., 0., 0., 0.], ('basic',)), rtol=1e-12)
+
+
+@pytest.mark.parametrize('broken', [lambda x, wanted: plain.read_device(x, wanted)*2, raises])
+def test_where_torch_itself_is_wrong_tensors_are_copied(monkeypatch, broken):
+    monkeypatch.setattr(kernels, 'read_device', broken)
+    kernels.operations_are_right.cache_clear()
+    x = torch.tensor([3., math.inf, -1.])
+    with pytest.warns(EmberWarning, match='Operations of torch on cpu are not what they should be') as said:
+        for _ in range(2): got = kernels.by_operations(x, ('basic', 'absolute'))
+    assert len(said)==1
+    np.testing.assert_allclose(got.numpy(), read_array(numbers(x), ('basic', 'absolute')), rtol=1e-12)
+    kernels.operations_are_right.cache_clear()
+
+
+def test_operations_of_torch_are_right_here():
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        assert first_wrong(lambda x, wanted: plain.read_device(x.reshape(-1), wanted), dtype, full) is None
+
+
+loops = '''
+import warnings
+warnings.simplefilter('always')
+import torch
+from torchember import get_stats
+from torchember.measure import kernels
+from torchember.measure.readers import numba as cpu
+way = cpu.{name}
+def wrong(*args):
+    {fault}
+cpu.{name} = wrong
+got = get_stats(torch.tensor([3., 4, 0, 5]), ['mean', 'max'])
+print(got, kernels.loops() is None)
+'''
+
+
+@pytest.mark.parametrize('name,fault,said', [
+    ('read_at', 'v = way(*args); v[7] = v[6]; return v', 'max is '),
+    ('read_at', 'return way(args[0], max(args[1]-1, 0), *args[2:])', 'count is '),
+    ('ready_to_put', 'put = way(*args); return lambda tap, x, n, *rest: put(tap, x+4, n, *rest)', ' is '),
+    ('ready_to_put', 'way(*args); return lambda *args: 0', ' is ')])
+def test_loops_that_are_wrong_on_this_processor(name, fault, said):
+    done = programs.run(loops.format(name=name, fault=fault))
+    assert done.stdout.strip()=="{'mean': 3.0, 'max': 5.0} True", done
+    assert 'EmberWarning: numba does not work, so tensors are measured by plain torch operations' in done.stderr and said in done.stderr, done.stderr
+
+
+class Event:
+    "Something that comes later"
+    def __init__(self, device): self.device = device
+    def record(self): made.append((self.device, chosen[-1]))
+    def synchronize(self): made.append('waited')
+
+
+made,chosen = [],[None]
+
+
+class Chosen:
+    def __init__(self, device): self.device = device
+    def __enter__(self): chosen.append(self.device)
+    def __exit__(self, *args): chosen.pop()
+
+
+@pytest.fixture
+def another(monkeypatch):
+    "As if the CPU were an accelerator"
+    made.clear()
+    for f in (devices.accelerator, devices.sends, devices.capture_of): f.cache_clear()
+    monkeypatch.setattr(devices, 'accelerator', lambda: 'cpu')
+    monkeypatch.setattr(torch, 'Event', Event)
+    monkeypatch.setattr(torch, 'empty', lambda *args, pin_memory=False, **kwargs: torch.zeros(*args, **kwargs))
+    monkeypatch.setattr(torch, 'get_device_module', lambda kind: Some(device=Chosen, is_current_stream_capturing=lambda: made==['capturing']))
+    yield
+    for f in (devices.sends, devices.capture_of): f.cache_clear()
+
+
+def test_a_copy_is_waited_for_by_who_reads_it_and_recorded_on_its_own_device(another):
+    got = devices.to_host(torch.tensor([1.5, 2.], dtype=torch.bfloat16))
+    tried = ['waited'] # when the device was asked for a copy first
+    assert made==[(cpu, cpu), *tried, (cpu, cpu)] and chosen==[None]
+    assert np.asarray(got).tolist()==[1.5, 2.] and made[-1]=='waited'
+    assert devices.to_host(torch.arange(3)).shape==(3,) and len(made)==5
+
+
+@pytest.mark.parametrize('fault', ['no memory', 'other numbers'])
+def test_a_device_that_does_not_give_what_was_put_in_is_asked_at_once(another, monkeypatch, fault):
+    if fault=='no memory': monkeypatch.setattr(torch, 'empty', raises)
+    else: monkeypatch.setattr(torch.Tensor, 'copy_', lambda self, x, non_blocking=False: self)
+    assert devices.to_host(torch.arange(3)).tolist()==[0, 1, 2] and not devices.sends(cpu)
+
+
+def test_what_a_graph_captures_is_not_recorded(another, monkeypatch, tmp_path):
+    "Not its tensors, nor numbers that are noted meanwhile. It is said once, and what comes outside of it is recorded"
+    model = torch.nn.Linear(2, 2)
+    opt = torch.optim.SGD(model.parameters(), .1)
+    with pytest.warns(EmberWarning) as said, torchEmber(model, opt, ttypes=('output',), home=tmp_path) as te:
+        monkeypatch.setattr(tap, 'fit', lambda *args: False) # as for a tensor on a device
+        for capturing in (False, True, True, False):
+            made[:] = ['capturing'] if capturing else []
+            loss = model(torch.ones(1, 2)).sum()
+            te.log(**{'loss' if capturing else 'outside': loss})
+            loss.backward()
+            opt.step()
+    df = te.t.df
+    assert df[df['ttype']=='output']['step'].tolist()==df[df['ttype']=='scalar']['step'].tolist()==[0, 3] and 'loss' not in df
+    assert ['a CUDA graph is being captured' in str(w.message) for w in said]==[True]
+
+
+def test_which_float_is_the_widest(monkeypatch):
+    assert devices.widest(torch.device('mps')) is torch.float32 and devices.widest(cpu) is torch.float64
+    devices.has_float64.cache_clear()
+    monkeypatch.setattr(torch, 'full', raises)
+    assert devices.widest(torch.device('xpu')) is torch.float32
+    monkeypatch.setattr(torch, 'full', lambda size, value, dtype, device: torch.tensor([value]*2, dtype=torch.float32))
+    devices.has_float64.cache_clear()
+    assert devices.widest(torch.device('xpu')) is torch.float32
+    monkeypatch.setattr(torch, 'full', lambda size, value, dtype, device: torch.tensor([value]*2, dtype=dtype))
+    devices.has_float64.cache_clear()
+    assert devices.widest(torch.device('xpu')) is torch.float64
+    devices.has_float64.cache_clear()
