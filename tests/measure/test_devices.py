@@ -166,6 +166,7 @@ def another(monkeypatch):
     made.clear()
     for f in (devices.accelerator, devices.sends, devices.capture_of): f.cache_clear()
     monkeypatch.setattr(devices, 'accelerator', lambda: 'cpu')
+    monkeypatch.setattr(torch.accelerator, 'current_stream', lambda device: Some(stream_id=0))
     monkeypatch.setattr(torch, 'Event', Event)
     monkeypatch.setattr(torch, 'empty', lambda *args, pin_memory=False, **kwargs: torch.zeros(*args, **kwargs))
     monkeypatch.setattr(torch, 'get_device_module', lambda kind: Some(device=Chosen, is_current_stream_capturing=lambda: made==['capturing']))

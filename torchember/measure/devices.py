@@ -6,7 +6,7 @@
 __all__ = ['unknown_to_numpy', 'has_float64', 'widest', 'Pending', 'sent', 'sends', 'to_host']
 
 # %% ../../nbs/20_measure/01_devices.ipynb #e998600b
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import cache
 
 import numpy as np
@@ -53,9 +53,22 @@ def wait_for(device):
     "Until all is done that was asked of a device"
     if device.type==accelerator(): torch.accelerator.synchronize(device)
 
+def current_stream(device):
+    "The stream on which a device is asked now, None where it has no streams"
+    return torch.accelerator.current_stream(device) if device.type==accelerator() else None
+
 def stream_of(device):
     "What tells the current stream of a device from its others"
-    return torch.accelerator.current_stream(device).stream_id if device.type==accelerator() else 0
+    return 0 if (s := current_stream(device)) is None else s.stream_id
+
+@contextmanager
+def after(stream, device):
+    "What is asked inside comes after all that was asked of another stream, and what is asked of that one later comes after this"
+    here = current_stream(device)
+    apart = here is not None and here.stream_id!=stream.stream_id
+    if apart: here.wait_stream(stream)
+    yield
+    if apart: stream.wait_stream(here)
 
 @cache
 def capture_of(kind):

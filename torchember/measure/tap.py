@@ -16,7 +16,7 @@ import torch
 from .columns import as_columns, as_dicts, stat_names
 from .head import CALL, CALLS, DIMS, DTYPE, EVENT, HEADS, LAID, LIKE, MICRO, NEXT, ROWS, SHAPE, TAP
 from .head import address_of, head_width, short, tap_width
-from .devices import Pending, being_captured, to_host, widest
+from .devices import Pending, after, being_captured, current_stream, on, stream_of, to_host, widest
 from .elements import Unmeasurable, formats, layout, ordinary
 from .kernels import for_list, putter, read
 from ..capture.private_torch import count_dispatch_modes, count_function_modes, inside_transform, is_wrapped, unwrap
@@ -34,6 +34,7 @@ class Block:
     "A run of rows on one device"
     def __init__(self, n, device, length, box=None): # box: as `Arena` has it
         self.device,self.length,self.used = device,length,0
+        self.stream,self.here = current_stream(device),(device, stream_of(device)) # rows are written on the stream on which they were laid out
         lasting = box.block(n, length) if box is not None and device.type=='cpu' else None
         with torch.inference_mode(False):
             self.rows = torch.zeros(n, length, dtype=widest(device), device=device) if lasting is None else torch.from_numpy(lasting[0])
@@ -47,11 +48,14 @@ class Block:
         return rows+8*self.length*first, heads+8*head_width*first
 
     def cut(self, n):
-        "The next `n` rows: tensor view, head view, and numpy view where the host can write"
-        s = slice(self.used, self.used+n)
+        "Where the next `n` rows begin"
         self.used += n
-        rows = self.rows[s]
-        return rows, self.head[s], None if self.out is None else self.out[s]
+        return self.used-n
+
+    def views(self, first, n):
+        "`n` rows: tensor view, head view, and numpy view where the host can write"
+        s = slice(first, first+n)
+        return self.rows[s], self.head[s], None if self.out is None else self.out[s]
 
 # %% ../../nbs/20_measure/50_tap.ipynb #48afe234
 def disturbs(
@@ -78,8 +82,9 @@ class Tap:
         self.wanted = groups_for(self.names) # groups of sums, from which the statistics follow
         self.groups,self.length = frozenset(self.wanted),length(self.wanted)
         self.share = self.length//width # of `Arena.filled`: a row with exponents counts as several
-        self.block,self.first,self.size,self.device = None,0,0,None # where its rows lie: block, the first of them, how many
-        self.rows = self.head = self.out = None # views of these, as `Block.cut` gives them
+        self.block,self.first,self.size = None,0,0 # where its rows lie: block, the first of them, how many
+        self.rows = self.head = self.out = None # views of these, as `Block.views` gives them
+        self.here,self.elsewhere = None,{} # device and stream; another one -> block, first row, how many, which is next, in which turn of the arena
         self.address,self.turn = address_of(where),0 # a turn ends when what the rows hold is dropped
         self.put = self.dtype = self.shape = self.stride = self.count = None # what `fit` found out about its tensors
         where[LIKE+TAP] = number
@@ -96,7 +101,7 @@ class Laid:
         self.lock = threading.RLock() # a signal handler may come in between and read
         self.seen = {} # id of a tensor -> what is known of it: see `at_once`
         self.micro = 0 # number of the open pass among all of its step
-        self.filled = self.shared = 0 # rows, about; how many of them were known from another tap
+        self.filled = self.shared = self.turn = 0 # rows, about; how many of them were known from another tap; how often rows were taken
         self.pending = {} # (block, row) -> a tensor that will be read into it, with others
         self.box = None # `recorder.black_box.BlackBox`: gives memory that outlives the process, and is told of taps
 
@@ -133,17 +138,26 @@ class Laid:
             return t
 
     def more(self, tap, device):
-        "Give `tap` fresh rows on `device`: one at first, then twice as many"
-        n = 1 if tap.device!=device else 2*tap.size
-        block = next((b for b in self.blocks if b.device==device and b.length==tap.length and len(b.head)-b.used>=n), None)
+        "Give `tap` rows on `device`, on the stream that is current there: those that it has there, or fresh ones, one at first, then twice as many"
+        here,n = (device, stream_of(device)),2*tap.size
+        if tap.here!=here:
+            if tap.block is not None: tap.elsewhere[tap.here] = tap.block,tap.first,tap.size,int(tap.next[NEXT]),self.turn
+            block,first,size,at,turn = tap.elsewhere.pop(here, (None, 0, 0, 0, 0))
+            if turn!=self.turn: at = 0
+            if at<size: return self.lie(tap, block, first, size, at)
+            n = 2*size or 1
+        block = next((b for b in self.blocks if b.here==here and b.length==tap.length and len(b.head)-b.used>=n), None)
         if block is None:
             block = Block(max(self.size, n), device, tap.length, self.box)
             self.blocks.append(block)
-        tap.block,tap.first = block,block.used
-        tap.rows,tap.head,tap.out = block.cut(n)
-        tap.device,tap.size,tap.next[NEXT] = device,n,0
-        tap.next[LAID] = 0
-        if tap.out is not None: tap.next[[ROWS, HEADS, LAID]] = *block.addresses(tap.first),n
+        self.lie(tap, block, block.cut(n), n)
+
+    def lie(self, tap, block, first, n, at=0):
+        "The rows of a tap are these, and `at` is next"
+        tap.block,tap.here,tap.first,tap.size = block,block.here,first,n
+        tap.rows,tap.head,tap.out = block.views(first, n)
+        tap.next[[NEXT, LAID]] = at,0
+        if tap.out is not None: tap.next[[ROWS, HEADS, LAID]] = *block.addresses(first),n
 
 # %% ../../nbs/20_measure/50_tap.ipynb #9bbe3e9e
 class Arena(Laid):
@@ -167,12 +181,14 @@ class Arena(Laid):
             lists = {}
             for (block,row),(x,wanted,scale) in todo.items(): lists.setdefault((block, wanted, id(scale)), (scale, []))[1].append((x, row))
             for (block,wanted,_),(scale,those) in lists.items():
-                with undisturbed(block.device.type): read_together(block.rows.data, wanted, scale, *zip(*those, strict=True))
+                with undisturbed(block.device.type), after(block.stream, block.device): read_together(block.rows.data, wanted, scale, *zip(*those, strict=True))
 
     def forget(self, tap):
         "Drop what `tap` holds: it is about to be observed anew"
-        for i in range(tap.size if self.pending else 0): self.pending.pop((tap.block, tap.first+i), None)
-        if tap.head is not None: tap.head[:, EVENT] = 0
+        for block,first,size,*_ in ((tap.block, tap.first, tap.size), *tap.elsewhere.values()):
+            for i in range(size if self.pending else 0): self.pending.pop((block, first+i), None)
+            if block is not None: block.head[first:first+size, EVENT] = 0
+        tap.elsewhere = {here: (*where[:3], 0, 0) for here,where in tap.elsewhere.items()}
         tap.next[[NEXT, CALLS]] = 0
         tap.turn += 1
 
@@ -215,6 +231,7 @@ class Arena(Laid):
             for b in self.blocks: b.head[:b.used, EVENT] = 0
             for c in self.where: c[:, NEXT] = 0
             self.filled = 0
+            self.turn += 1
             self.seen.clear()
         return Snapshot(parts, self.taps, earlier or [])
 
@@ -233,7 +250,7 @@ def read_together(rows, wanted, scale, xs, to):
 def rows_to_host(block, used):
     "A copy of the rows `used`; from another device it is under way and not waited for"
     if block.out is not None: return block.out[used]
-    rows = to_host(block.rows.data[torch.as_tensor(used, device=block.device)])
+    with on(block.device), after(block.stream, block.device): rows = to_host(block.rows.data[torch.as_tensor(used, device=block.device)])
     return rows if isinstance(rows, Pending) else rows.double().numpy()
 
 # %% ../../nbs/20_measure/50_tap.ipynb #a7869dc2
@@ -320,7 +337,7 @@ def note(x, tap, call=None, scale=None, later=False):
     a = tap.arena
     with a.lock:
         i = int(tap.next[NEXT])
-        if i>=tap.size or tap.device!=x.device: a.more(tap, x.device); i = 0
+        if i>=tap.size or tap.here!=(x.device, stream_of(x.device)): a.more(tap, x.device); i = int(tap.next[NEXT])
         if v is None: a.pending[tap.block, tap.first+i] = y.detach(),tap.wanted,scale
         elif tap.out is None:
             tap.rows.data[i].copy_(v)
@@ -360,17 +377,21 @@ def measured(x, tap):
     known = a.seen.get(id(x)) if counted else None
     if known is not None: # the first four as in `at_once`; no row but the vector
         same,was,place,groups,*_,vector = known
-        if vector is not None and same() is x and was==version and place==address(x) and tap.groups<=groups:
+        if vector is not None and same() is x and was==version and place==where(x) and tap.groups<=groups:
             a.shared += 1
             return vector[:tap.length]
     v = read(x, tap.wanted)
-    a.seen[id(x)] = weakref.ref(x),version,address(x),tap.groups,0,None,0,v
+    a.seen[id(x)] = weakref.ref(x),version,where(x),tap.groups,0,None,0,v
     return v
 
 def address(x):
     "Where a tensor lies, None for one that lies nowhere: `x.data = y` moves it, and no version counter"
     try: return x.data_ptr() if x.layout is torch.strided else None
     except RuntimeError: return None
+
+def where(x):
+    "Where a tensor lies, and on which stream it was read: what was read on one is not there yet on another"
+    return (address(x), stream_of(x.device)) if not x.is_cpu else address(x)
 
 def unwrapped(x):
     "The tensor inside vmap, grad and the like: with all the samples that it stands for"

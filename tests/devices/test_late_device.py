@@ -1,0 +1,392 @@
+"On a device that is late, with several streams and two devices: the numbers are those of the CPU, nobody waits, nothing is used before it is there"
+import copy
+import gc
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from late import Event, Late, Machine, Stream, cuda, installed, late, machine, moved_model, over, the
+from torch import nn
+
+from torchember import torchEmber
+
+ALL = 'input', 'output', 'weight', 'weight_grad', 'input_grad', 'output_grad', 'optimizer', 'update'
+
+
+@pytest.fixture(params=[True, False], ids=['kernels', 'operations'])
+def gpu(request, monkeypatch):
+    yield installed(monkeypatch, request.param)
+    monkeypatch.undo()
+    over()
+
+
+@pytest.fixture
+def bare(monkeypatch):
+    "A machine by itself"
+    the.machine = m = Machine()
+    yield m
+    over()
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body,self.norm,self.act,self.drop,self.head = nn.Linear(5, 8),nn.LayerNorm(8),nn.GELU(),nn.Dropout(0.),nn.Linear(8, 3)
+    def forward(self, x): return self.head(self.drop(self.act(self.norm(self.body(x)))))
+
+
+def model():
+    torch.manual_seed(0)
+    return Net()
+
+
+def data(steps=4):
+    g = torch.Generator().manual_seed(1)
+    return [torch.randn(4, 5, generator=g) for _ in range(steps)]
+
+
+def adam(net, **kwargs): return torch.optim.AdamW(net.parameters(), lr=.01, **kwargs)
+
+
+def plain(net, opt, to, seen=lambda: None, **kwargs):
+    for x in data():
+        net(to(x)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+        seen()
+
+
+def accumulated(net, opt, to, seen=lambda: None):
+    for i,x in enumerate(data(6)):
+        net(to(x)).square().mean().backward()
+        if i%2:
+            opt.step()
+            opt.zero_grad()
+            seen()
+
+
+def clipped(net, opt, to, seen=lambda: None):
+    for x in data():
+        net(to(x)).square().mean().backward()
+        nn.utils.clip_grad_norm_(net.parameters(), .01)
+        opt.step()
+        opt.zero_grad()
+        seen()
+
+
+def checkpointed(net, opt, to, seen=lambda: None):
+    for x in data():
+        h = torch.utils.checkpoint.checkpoint(net.body, to(x).requires_grad_(), use_reentrant=False)
+        net.head(net.act(h)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+        seen()
+
+
+def evaluated(net, opt, to, seen=lambda: None):
+    for x in data():
+        net(to(x)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+        net.eval()
+        with torch.no_grad(): net(to(x))
+        net.train()
+        seen()
+
+
+def with_closure(net, opt, to, seen=lambda: None):
+    for x in data():
+        def closure(x=x):
+            opt.zero_grad()
+            loss = net(to(x)).square().mean()
+            loss.backward()
+            return loss
+        opt.step(closure)
+        seen()
+
+
+def in_halves(net, opt, to, seen=lambda: None):
+    "Elements in bfloat16, as they are"
+    for x in data():
+        net(to(x.bfloat16())).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+        seen()
+
+
+trainings = [plain, accumulated, clipped, checkpointed, evaluated, with_closure, in_halves]
+settings = {'all': dict(ttypes=ALL, stats='numerics'), 'as it comes': {}, 'every third': dict(every=3),
+    'ratios': dict(ttypes=('weight', 'update'), stats='full')}
+optimizers = {'foreach': dict(foreach=True), 'fused': dict(fused=True), 'one by one': dict(foreach=False)}
+
+
+def recorded(train, net, to, home, options, kind, seen=lambda: None):
+    if train is in_halves: net = net.bfloat16() if to is not late else net
+    opt = adam(net, **optimizers[kind])
+    with torchEmber(net, opt, home=home, **options) as te: train(net, opt, to, seen)
+    return te
+
+
+def blame(m):
+    "What was found, of torchember's"
+    for found in (*m.faults, *m.waits): assert not found.ours, found
+
+
+def same(got, want, rtol=1e-5):
+    assert len(got)==len(want) and list(got.columns)==list(want.columns)
+    for c in want.columns.drop('ts'):
+        if want[c].dtype.kind=='f': np.testing.assert_allclose(got[c], want[c], rtol=rtol, atol=1e-8, err_msg=c)
+        else: assert list(map(str, got[c]))==list(map(str, want[c])), c
+
+
+cases = [(plain, o, k) for o in settings for k in optimizers]+[(t, 'all', 'foreach') for t in trainings if t is not plain]
+
+
+@pytest.mark.parametrize('train,options,kind', cases, ids=lambda v: getattr(v, '__name__', v))
+def test_the_numbers_are_those_of_the_cpu_and_nobody_waits(gpu, monkeypatch, tmp_path, train, options, kind):
+    net = model().bfloat16() if train is in_halves else model()
+    moved = moved_model(copy.deepcopy(net))
+    want = recorded(train, net, torch.clone, tmp_path/'cpu', settings[options], kind)
+    seen = []
+    got = recorded(train, moved, late, tmp_path/'gpu', settings[options], kind, lambda: seen.append((len(gpu.waits), gpu.copies, gpu.launches)))
+    blame(gpu)
+    first = [b[1]-a[1] for a,b in zip(seen, seen[1:], strict=False)]
+    assert set(first[1:])<={0, 1, 2} and sum(first)>=1, seen # a copy a step; two where rows have several widths
+    same(got.t.df, want.t.df, 1e-5 if train is not in_halves else .02)
+    for k,v in moved.state_dict().items(): assert torch.equal(v.value, net.state_dict()[k]), k
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize('kind', ['foreach', 'fused'])
+@pytest.mark.parametrize('bad', [None, 2], ids=['all finite', 'one step skipped'])
+def test_a_loss_that_was_scaled(gpu, monkeypatch, tmp_path, kind, bad):
+    "The scaler waits for each step by itself. So do we, once, where a fused optimizer skips by itself, as nobody else can say that it did"
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    def scaled(net, opt, to, device):
+        scaler = torch.amp.GradScaler(device, init_scale=8.)
+        for i,x in enumerate(data()):
+            x = to(x*torch.inf if i==bad else x)
+            scaler.scale(net(x).square().mean()).backward()
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+    waits,tables = [],[]
+    for armed,device in ((True, 'cpu'), (False, 'cuda'), (True, 'cuda')):
+        net = moved_model(model()) if device=='cuda' else model()
+        opt,before = adam(net, **optimizers[kind]),len(gpu.waits)
+        te = torchEmber(net, opt, home=tmp_path, name=device, ttypes=ALL, stats='numerics') if armed else None
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')
+            scaled(net, opt, late if device=='cuda' else torch.clone, device)
+            if te: te.close()
+        waits.append(len(gpu.waits)-before)
+        if te: tables.append(te.t.df)
+    assert waits[0]==0 and waits[1]>=4 and waits[2]-waits[1]==(4 if kind=='fused' else 0), (waits, gpu.waits[-1])
+    for f in gpu.faults: assert not f.ours, f
+    same(tables[1], tables[0])
+
+
+def test_steps_that_are_not_recorded_launch_nothing(gpu, tmp_path):
+    counts = {}
+    for every in (None, 1000):
+        net = moved_model(model())
+        opt,seen = adam(net),[]
+        if every is None: plain(net, opt, late, lambda: seen.append(gpu.launches)) # noqa: B023
+        else:
+            with torchEmber(net, opt, home=tmp_path, every=every): plain(net, opt, late, lambda: seen.append(gpu.launches)) # noqa: B023
+        counts[every] = np.diff(seen)[1:].tolist()
+    assert counts[1000]==counts[None]
+    blame(gpu)
+
+
+def test_a_recorded_step_launches_the_same_each_time(gpu, tmp_path):
+    net = moved_model(model())
+    opt,seen = adam(net),[]
+    with torchEmber(net, opt, home=tmp_path): plain(net, opt, late, lambda: seen.append(gpu.launches))
+    assert len(set(np.diff(seen)[1:]))==1
+
+
+class Two(nn.Module):
+    "One half of it is on another device"
+    def __init__(self, to):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a,self.b,self.to_other = nn.Linear(5, 8),nn.Linear(8, 3),to
+    def forward(self, x): return self.b(self.to_other(self.a(x)).tanh())
+
+
+@pytest.mark.parametrize('chosen', [0, 1])
+def test_a_model_on_two_devices(gpu, tmp_path, chosen):
+    "Whichever is chosen: the copies of each are complete when its own event says so"
+    want_net,net = Two(torch.clone),Two(lambda x: x.to(cuda(1)))
+    moved_model(net.a, cuda(0))
+    moved_model(net.b, cuda(1))
+    gpu.chosen[0] = cuda(chosen),None
+    want = recorded(plain, want_net, torch.clone, tmp_path/'cpu', settings['all'], 'one by one')
+    got = recorded(plain, net, lambda x: late(x, cuda(0)), tmp_path/'gpu', settings['all'], 'one by one')
+    blame(gpu)
+    same(got.t.df, want.t.df)
+
+
+def test_noted_numbers_of_a_device_are_not_waited_for(gpu, tmp_path):
+    net = moved_model(model())
+    opt = adam(net)
+    with torchEmber(net, opt, home=tmp_path) as te:
+        for i,x in enumerate(data()):
+            loss = net(late(x)).square().mean()
+            te.log(loss=loss, half=loss.detach().bfloat16(), whole=late(torch.tensor(i)))
+            loss.backward()
+            opt.step()
+    blame(gpu)
+    rows = te.t.df.dropna(subset='loss')
+    net,opt = model(),None
+    opt = adam(net)
+    want = []
+    for x in data():
+        loss = net(x).square().mean()
+        want.append(loss.item())
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+    assert rows['whole'].tolist()==[0, 1, 2, 3] and rows['loss'].iloc[0]==pytest.approx(want[0], rel=1e-6)
+    np.testing.assert_allclose(rows['half'], rows['loss'], rtol=.01)
+
+
+@pytest.mark.parametrize('waits', [True, False])
+def test_a_pass_on_a_stream_of_its_own(gpu, tmp_path, waits):
+    "Where the program orders its streams there is no fault; what it forgets is its own, and is seen there with and without us"
+    faults = {}
+    for armed in (False, True):
+        net = moved_model(model())
+        opt,side,gpu.faults = adam(net),Stream(cuda()),[]
+        te = torchEmber(net, opt, home=tmp_path, name=f'{armed}') if armed else None
+        for x in data():
+            x = late(x)
+            if waits: side.wait_stream(gpu.stream())
+            with side: net(x).square().mean().backward()
+            if waits: gpu.stream().wait_stream(side)
+            opt.step()
+            opt.zero_grad(set_to_none=False)
+            if waits: side.wait_stream(gpu.stream())
+        if te: te.close()
+        faults[armed] = list(gpu.faults)
+    assert bool(faults[False])==(not waits)
+    if waits: blame(gpu)
+
+
+class Branches(nn.Module):
+    "Two that run side by side, each on a stream of its own"
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a,self.b,self.head,self.sides = nn.Linear(5, 4),nn.Linear(5, 4),nn.Linear(8, 3),None
+
+    def forward(self, x):
+        if self.sides is None: return self.head(torch.cat([self.a(x), self.b(x)], 1))
+        main,out = machine().stream(),[]
+        for side,part in zip(self.sides, (self.a, self.b), strict=True):
+            side.wait_stream(main)
+            with side: out.append(part(x))
+        for side,y in zip(self.sides, out, strict=True):
+            main.wait_stream(side)
+            y.record_stream(main)
+            x.record_stream(side)
+        return self.head(torch.cat(out, 1))
+
+
+@pytest.mark.parametrize('ttypes', [('output',), ALL])
+def test_branches_side_by_side(gpu, tmp_path, ttypes):
+    "Neither waits for the other. What is measured on their streams is read when both are done, and their memory not before"
+    want = recorded(plain, Branches(), torch.clone, tmp_path/'cpu', dict(ttypes=ttypes), 'one by one')
+    net = moved_model(Branches())
+    net.sides = Stream(cuda()),Stream(cuda())
+    got = recorded(plain, net, late, tmp_path/'gpu', dict(ttypes=ttypes), 'one by one')
+    gc.collect()
+    blame(gpu)
+    same(got.t.df, want.t.df)
+
+
+class Turns(nn.Module):
+    "A layer that is called on one stream and on another, in the same step"
+    def __init__(self, calls):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer,self.side,self.calls = nn.Linear(5, 5),None,calls
+
+    def forward(self, x):
+        for i in range(self.calls):
+            if self.side is None or i%2==0: x = self.layer(x)
+            else:
+                main = machine().stream()
+                self.side.wait_stream(main)
+                with self.side: y = self.layer(x)
+                main.wait_stream(self.side)
+                x.record_stream(self.side)
+                y.record_stream(main)
+                x = y
+        return x
+
+
+@pytest.mark.parametrize('calls', [2, 7])
+def test_a_layer_that_is_called_on_two_streams_in_turn(gpu, tmp_path, calls):
+    "Each call has its row, and no step needs more of them than the one before"
+    options = dict(ttypes=('output', 'weight'), stats='full')
+    want = recorded(plain, Turns(calls), torch.clone, tmp_path/'cpu', options, 'one by one')
+    net = moved_model(Turns(calls))
+    net.side,used,opt = Stream(cuda()),[],adam(net, foreach=False)
+    with torchEmber(net, opt, home=tmp_path/'gpu', **options) as te:
+        arena = te.recorder.buffer.arena
+        plain(net, opt, late, lambda: used.append([b.used for b in arena.blocks]))
+    gc.collect()
+    blame(gpu)
+    same(te.t.df, want.t.df)
+    assert used[1]==used[-1] and len(used[-1])==2, used
+
+
+# ---- that the machine notices
+
+def test_what_the_machine_sees(bare):
+    a,b = bare.stream(cuda()),Stream(cuda())
+    x = late(torch.ones(3))
+    with b: x+1
+    assert ['uses what another stream has written' in f for f in bare.faults]==[True]
+    bare.faults.clear()
+    b.wait_stream(a)
+    with b: x+1
+    assert not bare.faults
+    x.add_(1)
+    assert ['writes what another stream uses' in f for f in bare.faults]==[True]
+    bare.faults.clear()
+    with b: x*2
+    b.wait_stream(a)
+    y = late(torch.ones(2))
+    b.wait_stream(a)
+    with b: y*2
+    bare.faults.clear()
+    del y
+    assert ['given back while another stream uses it' in f for f in bare.faults]==[True]
+    bare.faults.clear()
+    z = late(torch.ones(2))
+    b.wait_stream(a)
+    with b: z*2
+    z.record_stream(b)
+    del z
+    assert not bare.faults and not bare.waits
+
+
+def test_a_copy_is_poison_until_its_event(bare):
+    host = torch.zeros(3)
+    bare.pinned.add(host.data_ptr())
+    x = late(torch.arange(3.))
+    host.copy_(x, non_blocking=True)
+    early,done = Event(),Event()
+    assert host.isnan().all()
+    done.record()
+    x.add_(5)
+    done.synchronize()
+    assert host.tolist()==[0, 1, 2] and not bare.waits # as it was then
+    early.synchronize()
+    assert 'never recorded' in bare.faults[0]
+    assert x.sum().item()==18 and len(bare.waits)==1
+    assert isinstance(x, Late) and machine() is bare

@@ -1,0 +1,312 @@
+"""An accelerator that is not there: tensors compute with what the CPU has, and all that has to be in order between host, streams and memory is looked at.
+
+Real devices are late, and order is kept by the one who launches. Here each operation has a number on its stream, and a stream knows up to which number it has
+waited for each other one. So what would go wrong some time, on some device, is seen each time, and named in `Machine.faults`:
+- an operation uses memory that another stream has written, or writes what another one uses, and has not waited for it
+- memory is given back while another stream still uses it, and was not told (`record_stream`)
+- the host reads a copy before the event that says that it is complete
+Reading a value on the host waits for the device: `Machine.waits` has where. A copy into pinned memory does not, and is poison until then.
+"""
+import math
+import sys
+import traceback
+import weakref
+from pathlib import Path
+from types import SimpleNamespace as Some
+
+import torch
+import torchember
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_map_only
+
+aten = torch.ops.aten
+reads_a_value = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default, aten.nonzero.default, aten.masked_select.default}
+
+
+def cuda(i=0): return torch.device('cuda', i)
+
+
+class Stream:
+    def __init__(self, device):
+        self.device,self.now,self.knows,self.copies = device,0,{},[] # knows: stream -> up to which of its operations; copies: (number, host, values) to come
+        self.stream_id = id(self)
+
+    def sees(self, other, number): return other is self or self.knows.get(other, 0)>=number
+
+    def wait(self, other, number, knows):
+        for s,n in {**knows, other: number}.items(): self.knows[s] = max(self.knows.get(s, 0), n)
+
+    def wait_stream(self, other): self.wait(other, other.now, other.knows)
+    def wait_event(self, event): event.wait(self)
+
+    def done(self, number):
+        "All up to a number is done: copies for the host arrive"
+        for at,host,values in self.copies:
+            if at<=number: host.copy_(values)
+        self.copies = [c for c in self.copies if c[0]>number]
+
+    def __enter__(self):
+        machine().chosen.append((self.device, self))
+        return self
+
+    def __exit__(self, *args): machine().chosen.pop()
+
+
+class Event:
+    def __init__(self, device=None, **kwargs): self.at = None
+    def record(self, stream=None):
+        s = stream or machine().stream()
+        self.at = s,s.now,dict(s.knows)
+
+    def wait(self, stream=None):
+        if self.at: (stream or machine().stream()).wait(*self.at)
+
+    def synchronize(self):
+        if self.at is None: return machine().fault('an event is waited for that was never recorded')
+        self.at[0].done(self.at[1])
+        machine().synced += 1
+
+
+class Chosen:
+    "The device that is chosen"
+    def __init__(self, device): self.device = torch.device(device)
+    def __enter__(self): machine().chosen.append((self.device, None))
+    def __exit__(self, *args): machine().chosen.pop()
+
+
+class Memory:
+    "What was allocated: which operation wrote it last, and which have used it since. Given back when nobody has it any more"
+    def __init__(self, stream):
+        self.owner,self.written,self.used,self.told,self.ours = stream,(stream, stream.now),{},set(),by_us()
+        weakref.finalize(self, given_back, stream, self.used, self.told, self.ours)
+
+
+def given_back(owner, used, told, ours):
+    if the.machine is None: return
+    for s,(n,by_us) in used.items():
+        if not owner.sees(s, n) and s not in told: machine().fault('memory is given back while another stream uses it', ours or by_us)
+
+
+package,skipped = str(Path(torchember.__file__).parent),(str(Path(torch.__file__).parent), __file__)
+
+
+def by_us():
+    "Whether torchember asks for what is done now, and not the program"
+    f = sys._getframe(1)
+    while f is not None and (f.f_code.co_filename.startswith(skipped) or '/lib/python' in f.f_code.co_filename): f = f.f_back
+    return f is not None and f.f_code.co_filename.startswith(package)
+
+
+class Found(str):
+    "What was found, where, and whether torchember did it or the program"
+    def __new__(cls, text, ours):
+        self = super().__new__(cls, text)
+        self.ours = ours
+        return self
+
+
+class Machine:
+    def __init__(self, devices=2):
+        self.streams = {i: Stream(cuda(i)) for i in range(devices)} # the one that a device begins with
+        self.chosen,self.faults,self.waits,self.launches,self.copies,self.synced,self.pinned = [(cuda(), None)],[],[],0,0,0,set()
+
+    def fault(self, text, ours=True): self.faults.append(Found(f"{text}\n{''.join(traceback.format_stack(limit=14)[:-1])}", ours))
+
+    def stream(self, device=None):
+        device = torch.device(device) if device is not None else self.chosen[-1][0]
+        if device.index is None: device = cuda(self.chosen[-1][0].index or 0)
+        return next((s for d,s in reversed(self.chosen) if s is not None and d==device), self.streams[device.index])
+
+    def wait_for_all(self, why):
+        self.waits.append(Found(f"{why}\n{''.join(traceback.format_stack(limit=14)[:-2])}", by_us()))
+        for s in (*self.streams.values(), *{s for _,s in self.chosen if s}): s.done(s.now)
+
+    def launched(self, device, used, written):
+        s,ours = self.stream(device),by_us()
+        s.now += 1
+        self.launches += 1
+        for m in (*used, *written):
+            if not s.sees(*m.written): self.fault(f'{device} uses what another stream has written, and has not waited for it', ours or m.ours)
+        for m in written:
+            for other,(n,_) in m.used.items():
+                if not s.sees(other, n): self.fault(f'{device} writes what another stream uses, and has not waited for it', ours or m.ours)
+            m.written = s,s.now
+            m.used.clear()
+        for m in (*used, *written): m.used[s] = s.now,ours
+        return s
+
+
+the = Some(machine=None)
+def machine(): return the.machine
+
+
+def device_in(args, kwargs): return next((torch.device(a) for a in (*args, kwargs.get('device')) if isinstance(a, torch.device|str)), None)
+
+
+class Late(torch.Tensor):
+    "A tensor of the machine: `value` is what it holds"
+    @staticmethod
+    def __new__(cls, value, device, memory):
+        lies = dict(strides=value.stride(), storage_offset=value.storage_offset())
+        x = torch.Tensor._make_wrapper_subclass(cls, value.shape, dtype=value.dtype, device='cpu', **lies)
+        x.value,x.at,x.memory = value,device,memory
+        return x
+
+    device = property(lambda self: self.at)
+    is_cpu = property(lambda self: False)
+    is_cuda = property(lambda self: True)
+    def data_ptr(self): return self.value.data_ptr()
+    def record_stream(self, stream): self.memory.told.add(stream)
+    def get_device(self): return self.at.index
+    def cpu(self, **kwargs): return self.to('cpu')
+    def __repr__(self): return f'Late({tuple(self.shape)}, {self.at})'
+    def numpy(self, **kwargs): raise TypeError("can't convert cuda:0 device type tensor to numpy")
+    def __array__(self, *args, **kwargs): return self.numpy()
+    def tolist(self): return self.cpu().tolist()
+
+    def to(self, *args, **kwargs):
+        device = device_in(args, kwargs)
+        if device==self.at:
+            args,device = tuple(a for a in args if not isinstance(a, torch.device|str)),None
+            kwargs.pop('device', None)
+        if device is None: return super().to(*args, **kwargs) if args or kwargs else self
+        return Moved.apply(self, device, next((a for a in (*args, kwargs.get('dtype')) if isinstance(a, torch.dtype)), self.dtype))
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        m,found = machine(),[]
+        tree_map_only(Late, found.append, (args, kwargs))
+        written = [v for a,v in zip(func._schema.arguments, args, strict=False) if a.alias_info is not None and a.alias_info.is_write]
+        written = [*written, *(kwargs[a.name] for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write and a.name in kwargs)]
+        to = []
+        tree_map_only(torch.Tensor, to.append, written)
+        if func is aten.copy_.default and not isinstance(args[0], Late): return to_the_host(*args, **kwargs)
+        if func in reads_a_value: m.wait_for_all(str(func))
+        device = next((x.at for x in found if x.dim()), found[0].at)
+        if len({x.at for x in found if x.dim()})>1: raise RuntimeError(f'Expected all tensors to be on the same device: {func}, {[x.at for x in found]}')
+        if kwargs.get('device') is not None and torch.device(kwargs['device']).type=='cuda': kwargs['device'] = 'cpu'
+        plain_args,plain_kwargs = tree_map_only(Late, lambda x: x.value, (args, kwargs))
+        out = func(*plain_args, **plain_kwargs)
+        view = not to and any(r.alias_info is not None for r in func._schema.returns)
+        memories = {id(x.memory): x.memory for x in found}
+        writes = {id(x.memory): x.memory for x in to if isinstance(x, Late)}
+        s = m.stream(device) if view else m.launched(device, [v for k,v in memories.items() if k not in writes], writes.values())
+        def wrapped(y):
+            of = next((x.memory for x in found if x.value.untyped_storage().data_ptr()==y.untyped_storage().data_ptr() and y.numel()), None)
+            return Late(y, device, of or Memory(s))
+        out = tree_map_only(torch.Tensor, wrapped, out)
+        return return_and_correct_aliasing(func, args, kwargs, out)
+
+
+class Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, device, dtype):
+        ctx.was = x.device,x.dtype
+        return moved(x.detach(), device, dtype)
+
+    @staticmethod
+    def backward(ctx, g): return moved(g, *ctx.was), None, None
+
+
+def moved(x, device, dtype=None):
+    "To another device, or to the host, which waits"
+    dtype,device = dtype or x.dtype,torch.device(device)
+    if isinstance(x, Late) and device.type=='cpu':
+        machine().wait_for_all('a copy for the host')
+        machine().launched(x.at, [x.memory], [])
+        return x.value.to(dtype, copy=True)
+    if isinstance(x, Late): machine().launched(x.at, [x.memory], [])
+    if isinstance(x, Late): machine().stream(device).wait_stream(machine().stream(x.at)) # as torch does it between two devices
+    return late(x.value if isinstance(x, Late) else x, device, dtype)
+
+
+def late(x, device=None, dtype=None):
+    device = torch.device(device or 'cuda')
+    device = cuda(machine().chosen[-1][0].index) if device.index is None else device
+    s = machine().launched(device, [], [])
+    return Late(x.detach().to(dtype or x.dtype, copy=True), device, Memory(s))
+
+
+def to_the_host(host, x, non_blocking=False):
+    m = machine()
+    s = m.launched(x.at, [x.memory], [])
+    if not non_blocking or host.data_ptr() not in m.pinned:
+        m.wait_for_all('a copy into memory of the host that is not pinned')
+        return host.copy_(x.value)
+    m.copies += 1
+    s.copies.append((s.now, host, x.value.clone()))
+    return host.fill_(math.nan) if host.is_floating_point() else host.fill_(-77) # until it is there
+
+
+class Kernels:
+    "The room of the kernels, on the machine: one launch for what one launch reads"
+    def __init__(self): self.lists = []
+    def reads(self, dtype, wanted, device): return True
+
+    def fills(self, x):
+        from torchember.measure.readers.triton import fills
+        return fills(x)
+
+    def read_one(self, x, wanted, out): self.read_list([x], wanted, out[None], [0])
+
+    def read_list(self, xs, wanted, out, to):
+        from torchember.measure.readers.torch import read_device
+        self.lists.append(len(xs))
+        machine().launched(out.device, [x.memory for x in xs], [out.memory])
+        for x,i in zip(xs, to, strict=True): out.value[i, :] = read_device(x.value.reshape(-1), wanted)
+
+
+def factory(make):
+    def f(*args, device=None, pin_memory=False, **kwargs):
+        if isinstance(device, str|torch.device) and torch.device(device).type=='cuda': return late(make(*args, **kwargs), device)
+        out = make(*args, **kwargs) if device is None else make(*args, device=device, **kwargs)
+        if pin_memory: machine().pinned.add(out.data_ptr())
+        return out
+    return f
+
+
+def installed(monkeypatch, kernels=True):
+    "A machine, as torch and torchember see it"
+    from torchember.measure import devices, elements, tap
+    from torchember.measure import kernels as reading
+    from torchember.recorder import step_buffer
+    the.machine = m = Machine()
+    m.kernels = Kernels()
+    of_tensor,as_it_is = torch.Tensor.to,torch.as_tensor
+    for n in ('zeros', 'ones', 'full', 'empty', 'arange', 'tensor', 'randn'): monkeypatch.setattr(torch, n, factory(getattr(torch, n)))
+    monkeypatch.setattr(torch, 'as_tensor', lambda x, **kwargs: x.to(**kwargs) if isinstance(x, Late) else factory(as_it_is)(x, **kwargs))
+    def to(self, *args, **kwargs):
+        device = device_in(args, kwargs)
+        if device is None or device.type!='cuda': return of_tensor(self, *args, **kwargs)
+        return moved(self, device, next((a for a in (*args, kwargs.get('dtype')) if isinstance(a, torch.dtype)), None))
+    monkeypatch.setattr(torch.Tensor, 'to', to)
+    monkeypatch.setattr(torch, 'Event', Event)
+    monkeypatch.setattr(torch.accelerator, 'current_stream', m.stream)
+    monkeypatch.setattr(torch.accelerator, 'synchronize', lambda device=None: m.wait_for_all('all'))
+    monkeypatch.setattr(torch.cuda, 'device', Chosen)
+    for f in (devices.capture_of, devices.sends, reading.operations_are_right, reading.gpu_kernels): f.cache_clear()
+    for room in (devices,): monkeypatch.setattr(room, 'accelerator', lambda: 'cuda')
+    monkeypatch.setattr(devices, 'capture_of', lambda kind: None)
+    for room in (elements, reading, tap, step_buffer): monkeypatch.setattr(room, 'ordinary', (torch.Tensor, torch.nn.Parameter, Late))
+    if kernels: monkeypatch.setattr(reading, 'gpu_kernels', lambda device: m.kernels if device.type=='cuda' else None)
+    else: monkeypatch.setattr(reading, 'gpu_kernels', lambda device: None)
+    monkeypatch.setattr(reading, 'operations_are_right', lambda *args: True) # which is tried once in a process
+    return m
+
+
+def over():
+    the.machine = None
+    from torchember.measure import devices
+    from torchember.measure import kernels as reading
+    for f in (devices.sends, reading.operations_are_right): f.cache_clear()
+
+
+def moved_model(model, device=None):
+    "The parameters and buffers of a model, on the machine"
+    for mod in model.modules():
+        for k,p in mod._parameters.items():
+            if p is not None: mod._parameters[k] = torch.nn.Parameter(late(p, device), requires_grad=p.requires_grad)
+        for k,b in mod._buffers.items():
+            if b is not None: mod._buffers[k] = late(b, device)
+    return model
