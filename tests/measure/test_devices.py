@@ -189,6 +189,15 @@ def test_a_device_that_does_not_give_what_was_put_in_is_asked_at_once(another, m
     assert devices.to_host(torch.arange(3)).tolist()==[0, 1, 2] and not devices.sends(cpu)
 
 
+def test_mps_is_asked_at_once(monkeypatch):
+    "What is copied late there was never seen to be right"
+    monkeypatch.setattr(devices, 'accelerator', lambda: 'mps')
+    monkeypatch.setattr(devices, 'sent', lambda x: np.arange(5))
+    devices.sends.cache_clear()
+    assert not devices.sends(torch.device('mps'))
+    devices.sends.cache_clear()
+
+
 def test_what_a_graph_captures_is_not_recorded(another, monkeypatch, tmp_path):
     "Not its tensors, nor numbers that are noted meanwhile. It is said once, and what comes outside of it is recorded"
     model = torch.nn.Linear(2, 2)
