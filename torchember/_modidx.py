@@ -3909,6 +3909,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'torchember/measure/self_check.py'),
                                                'torchember.measure.self_check.trials': ( '20_measure/self_check.html#trials',
                                                                                          'torchember/measure/self_check.py'),
+                                               'torchember.measure.self_check.tried': ( '20_measure/self_check.html#tried',
+                                                                                        'torchember/measure/self_check.py'),
                                                'torchember.measure.self_check.wave': ( '20_measure/self_check.html#wave',
                                                                                        'torchember/measure/self_check.py')},
             'torchember.measure.spectrum': { 'torchember.measure.spectrum.Covariance': ( '20_measure/spectrum.html#covariance',

@@ -35,7 +35,7 @@ def kernels_here(monkeypatch):
     "Kernels that run on the CPU, and are right"
     monkeypatch.setattr(gpu, 'read_one', read_right)
     monkeypatch.setattr(gpu, 'read_list', read_all)
-    monkeypatch.setattr(gpu, 'tried', {})
+    monkeypatch.setattr(gpu, 'trusted', {})
     monkeypatch.setattr(gpu, 'triton', Some(__version__='0'))
 
 
@@ -84,7 +84,7 @@ def test_a_compiler_that_does_not_come_to_an_end_is_not_waited_for(kernels_here,
     over.set()
     for t in threading.enumerate():
         if t.name=='torchember checks': t.join()
-    assert 'they are not compiled after 0.05 s' in said_of(recwarn)[0]
+    assert 'nothing comes back after 0.05 s' in said_of(recwarn)[0]
 
 
 def test_where_kernels_are_wrong_operations_of_torch_read(kernels_here, monkeypatch):
@@ -93,7 +93,7 @@ def test_where_kernels_are_wrong_operations_of_torch_read(kernels_here, monkeypa
     monkeypatch.setattr(gpu, 'available', lambda device: True)
     x = torch.tensor([3., math.nan, -1., 0.])
     assert kernels.for_list(x, ('basic',)) is gpu
-    gpu.tried.clear()
+    gpu.trusted.clear()
     monkeypatch.setattr(gpu, 'read_list', of_the_other)
     with pytest.warns(EmberWarning, match='not used for float32'): assert kernels.for_list(x, ('basic',)) is None
     got = kernels.read_elsewhere(x, 2, ('basic',))
@@ -142,6 +142,33 @@ def test_loops_that_are_wrong_on_this_processor(name, fault, said):
     done = programs.run(loops.format(name=name, fault=fault))
     assert done.stdout.strip()=="{'mean': 3.0, 'max': 5.0} True", done
     assert 'EmberWarning: numba does not work, so tensors are measured by plain torch operations' in done.stderr and said in done.stderr, done.stderr
+
+
+around = '''
+import tempfile, torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchember import torchEmber
+from torchember.measure import kernels
+seen = []
+class Count(TorchDispatchMode):
+    def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+        seen.append(f)
+        return f(*args, **(kwargs or {{}}))
+model = torch.nn.Linear(3, 2)
+with {around}: te = torchEmber(model, home=tempfile.mkdtemp())
+model(torch.ones(1, 3, device='cpu')).sum().backward()
+te.close()
+print(kernels.loops() is not None, len(seen), sorted(te.t.df['ttype'].unique()))
+'''
+
+
+@pytest.mark.parametrize('mode', ["torch.device('meta')", 'FakeTensorMode()', 'Count()', 'torch.inference_mode()', "torch.autocast('cpu', torch.bfloat16)"])
+def test_what_is_tried_is_apart_from_what_the_user_has_around_it(mode):
+    "A default device, above all: the loops would read from an address that is none of the host"
+    done = programs.run(around.format(around=mode))
+    there,seen,*_ = done.stdout.split() # lift_fresh, twice, is of arming
+    assert there=='True' and int(seen)<=2 and "'output'" in done.stdout and not done.stderr, done
 
 
 class Event:

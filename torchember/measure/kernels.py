@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from ..ground.messages import an, warn
-from .devices import has_float64, widest
+from .devices import has_float64, on, widest
 from .elements import dense, flat, format_for, formats, layout, narrow, numbers, ordinary, piece
 from .loading import loader, loops
 from .readers.torch import read_cpu, read_device
-from .self_check import first_wrong
+from .self_check import first_wrong, tried
 from .summary import Summary, index, length, merge, no_elements, not_in_loops, of_each, read_array, scalars, sums, width
 
 # %% ../../nbs/20_measure/08_kernels.ipynb #49109b45
@@ -118,8 +118,9 @@ def by_operations(x, wanted):
 @cache
 def operations_are_right(device, dtype, wanted):
     "Whether torch adds up right on a device: tried once in a process"
-    try: why = first_wrong(lambda x, wanted: read_device(flat(x.to(device))[0], wanted).cpu(), dtype, wanted, rel=1e-9 if has_float64(device.type) else 1e-3)
-    except (RuntimeError, TypeError, NotImplementedError) as e: why = f'{type(e).__name__}: {e!s:.200}'
+    def read_there(x, wanted):
+        with on(device): return read_device(flat(x.to(device))[0], wanted).cpu()
+    why = tried(lambda: first_wrong(read_there, dtype, wanted, rel=1e-9 if has_float64(device.type) else 1e-3))
     if why: warn(f"Operations of torch on {device} are not what they should be: {why}. Tensors of {str(dtype)[6:]} are copied from there to be measured, "
         f"which is slower. The developers of torchember would like to have this sentence (torch {torch.__version__}).")
     return not why

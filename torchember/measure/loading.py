@@ -8,6 +8,7 @@ __all__ = ['loops', 'warm', 'ready', 'loading', 'seconds_beside', 'seconds_waite
 # %% ../../nbs/20_measure/07_loading.ipynb #d10a000e
 import atexit, os, threading
 from contextlib import nullcontext
+from functools import partial
 from time import perf_counter
 
 import numpy as np
@@ -16,7 +17,7 @@ from ..ground.messages import warn
 from ..ground.progress import waiting
 from .elements import format_for, formats, layout
 from .head import EVENT, HEADS, LAID, ROWS, address_of, head_width, tap_width
-from .self_check import first_wrong
+from .self_check import first_wrong, tried
 from .summary import groups, length
 
 # %% ../../nbs/20_measure/07_loading.ipynb #d43ea568
@@ -31,7 +32,7 @@ def numba_room():
     return cpu
 
 def wrong_loops(room, fmt):
-    "What the loops do in a format on this processor that they should not, None for nothing"
+    "What the loops do in a format on this processor that they should not, '' for nothing"
     dtype = next(d for d,f in formats.items() if f==fmt)
     def by_address(x, wanted):
         sizes,strides,_ = layout(x)
@@ -42,7 +43,7 @@ def wrong_loops(room, fmt):
         tap[[ROWS, HEADS, LAID]] = address_of(row),address_of(head),1
         put(address_of(tap), x.data_ptr(), x.numel(), -1, 7)
         return row if head[EVENT]==7 else np.zeros_like(row)
-    return next(filter(None, (first_wrong(way, dtype, wanted) for way in (by_address, into_row) for wanted in (('basic',), tuple(groups)))), None)
+    return tried(*(partial(first_wrong, way, dtype, wanted) for way in (by_address, into_row) for wanted in (('basic',), tuple(groups))))
 
 compiling = 'compiling the loops that measure tensors' # which is kept on disk for the next time
 

@@ -374,14 +374,14 @@ def measured(x, tap):
     "The summary vector of `x`: read now, or known from another tap"
     a,counted = tap.arena,not x.is_inference() # an inference tensor has no version
     version = x._version if counted else 0
-    known = a.seen.get(id(x)) if counted else None
+    known,here = a.seen.get(id(x)) if counted else None,where(x)
     if known is not None: # the first four as in `at_once`; no row but the vector
         same,was,place,groups,*_,vector = known
-        if vector is not None and same() is x and was==version and place==where(x) and tap.groups<=groups:
+        if vector is not None and same() is x and was==version and place==here and tap.groups<=groups:
             a.shared += 1
             return vector[:tap.length]
     v = read(x, tap.wanted)
-    a.seen[id(x)] = weakref.ref(x),version,where(x),tap.groups,0,None,0,v
+    a.seen[id(x)] = weakref.ref(x),version,here,tap.groups,0,None,0,v
     return v
 
 def address(x):
