@@ -17,11 +17,11 @@ endif
 # What the comments beside arguments say goes into the docstrings
 library := nbdev-export && python docs/docstrings.py
 
-.PHONY: all sync update save lint test versions docs check wheel demo bench clean help
+.PHONY: all sync update save lint test gpu versions docs check wheel demo bench clean help
 .NOTPARALLEL:
 all: sync lint test docs # All that a change needs: sync, lint, test and docs
 
-sync update save lint test docs check wheel bench: $(ready)
+sync update save lint test gpu docs check wheel bench: $(ready)
 demo: $(usable)
 
 $(VENV)/.demo: settings.ini setup.py pyproject.toml constraints.txt
@@ -58,6 +58,10 @@ lint: # Look for mistakes in notebooks, library, tests and examples
 test: export PYTHONDONTWRITEBYTECODE :=
 test: # Run the notebooks and tests/ against the library, but for the slow: ARGS='-n auto' for all, ARGS='-k summary' for some
 	pytest $(ARGS)
+
+gpu: # On a machine with a GPU: what is tested and measured there, into gpu-report.txt, to attach to an issue
+	-{ python -c "import torch; print(torch.__version__, torch.accelerator.current_accelerator(), torch.cuda.is_available() and torch.cuda.get_device_name())"; \
+	pytest -q -rA --tb=short tests/devices/test_gpu.py tests/measure/triton_cases.py; python -m benchmarks gpu gpu-gpt2 --quick; } 2>&1 | tee gpu-report.txt
 
 versions: # Run the core of the tests on other versions, with uv: ENVS='"torch==2.8.0 python=3.12" "torch pandas<3 -numba"' for some
 	python3 tests/versions.py $(ENVS)

@@ -4,7 +4,7 @@ import platform
 import sys
 from importlib import import_module
 from pathlib import Path
-from time import process_time
+from time import perf_counter, process_time
 
 unknown = 'unknown'
 
@@ -14,6 +14,13 @@ def status(key):
     try: lines = Path('/proc/self/status').read_text().splitlines()
     except OSError: raise OSError(f"{key} is read from /proc/self/status, which only Linux has. The other rows run everywhere.") from None
     return next(1024*int(l.split()[1]) for l in lines if l.startswith(key))
+
+
+def gpu_clock():
+    "Seconds, when the GPU has done what it was asked"
+    import torch
+    torch.cuda.synchronize()
+    return perf_counter()
 
 
 def descriptors(): return len(os.listdir('/proc/self/fd'))

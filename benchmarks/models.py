@@ -85,6 +85,18 @@ def gpt2(width=256):
     return model, lambda: F.cross_entropy(model(x, use_cache=False).logits[:, :-1].flatten(0, 1), x[:, 1:].flatten())
 
 
+def gpt2_small(compiled=False, batch=8, tokens=1024):
+    "GPT-2 small, 124 million parameters, with random weights, in bfloat16 under autocast, on the GPU"
+    from transformers import GPT2Config, GPT2LMHeadModel
+    with torch.device('cuda'): model = GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=0))
+    if compiled: model.compile()
+    x = torch.randint(50_257, (batch, tokens), device='cuda')
+    def loss():
+        with torch.autocast('cuda', dtype=torch.bfloat16):
+            return F.cross_entropy(model(x, use_cache=False).logits[:, :-1].flatten(0, 1), x[:, 1:].flatten())
+    return model, loss
+
+
 def gpt2_small_shapes():
     "The shapes of GPT-2 small's 148 weights, 124 million numbers"
     block = [(768,), (768,), (768, 2304), (2304,), (768, 768), (768,), (768,), (768,), (768, 3072), (3072,), (3072, 768), (768,)]

@@ -17,13 +17,14 @@ import torch
 from torch import nn
 
 from . import machine
-from .models import Training, alexnet, gpt2, gpt2_small_shapes, mlp, resnet18, small_cnn
+from .models import Training, alexnet, gpt2, gpt2_small, gpt2_small_shapes, mlp, resnet18, small_cnn
 from .registry import Skip, line, row
 from .table import number
 from .timing import added, gpu_seconds, pairs, ratios, seconds, slowness, spread
 
 torch.manual_seed(0)
 never = dict(every=lambda step: False)
+every_type = 'input', 'output', 'weight', 'weight_grad', 'input_grad', 'output_grad', 'optimizer', 'update'
 
 
 def compare(bare, armed, quick, budget, least=8): return pairs(bare, armed, budget/20 if quick else budget, min(least, 3) if quick else least)
@@ -106,6 +107,32 @@ def on_gpu(quick):
         xs = [torch.randn(s, device='cuda').to(dtype) for s in gpt2_small_shapes()]
         for name,wanted in kinds.items(): yield against(f'{name}, {len(xs)} weights of GPT-2 small, {str(dtype)[6:]}', xs, wanted)
         del xs
+
+
+@row('gpu-gpt2', 'GPT-2 small in bfloat16 on a GPU, 8 texts of 1024 tokens, AdamW: steps on the clock, as they come and compiled')
+def gpt2_on_gpu(quick):
+    if not torch.cuda.is_available(): raise Skip('it needs an NVIDIA GPU, and there is none here')
+    kinds = {'recorded': ({}, 5), 'all types of tensors': (dict(ttypes=every_type), None),
+        "all types, stats='numerics'": (dict(ttypes=every_type, stats='numerics'), None),
+        'every tenth step': (dict(every=10), 5), 'off': (never, 1)}
+    for compiled in (False, True):
+        for name,(how,bar) in list(kinds.items())[:3 if compiled else None]:
+            torch._dynamo.reset()
+            torch.manual_seed(0)
+            model,loss = gpt2_small(compiled)
+            t = Training(model, loss, warm=1, steps=10, opt=partial(torch.optim.AdamW, lr=1e-4, fused=True), clock=machine.gpu_clock, **how)
+            ps = compare(t.bare, t.armed, quick, 20, 5)
+            memory = [most_of_gpu(f) for f in (t.bare, t.armed)]
+            step,n = 1e3*spread(b for b,_ in ps)['value'],len(t.te.t.latest_line_list()) if t.te.t.log_path.exists() else 0
+            t.te.close()
+            note = f"{n} rows a step of {step:.3g} ms; at most {memory[0]/1e9:.3g} GB unarmed, {memory[1]/1e9:.3g} armed"
+            yield line(f"GPT-2 small{', compiled' if compiled else ''}, {name}", unit='%', at_most=bar, note=note, **added(ps))
+
+
+def most_of_gpu(f):
+    torch.cuda.reset_peak_memory_stats()
+    f()
+    return torch.cuda.max_memory_allocated()
 
 
 @row('tap', 'one tap on a tiny tensor, in eager mode')

@@ -222,6 +222,7 @@ def moved(x, device, dtype=None):
         machine().launched(x.at, [x.memory], [])
         return x.value.to(dtype, copy=True)
     if isinstance(x, Late): machine().launched(x.at, [x.memory], [])
+    elif x.device.type=='cpu' and by_us() and x.data_ptr() not in machine().pinned: machine().wait_for_all('a copy from memory of the host that is not pinned')
     if isinstance(x, Late): machine().stream(device).wait_stream(machine().stream(x.at)) # as torch does it between two devices
     return late(x.value if isinstance(x, Late) else x, device, dtype)
 
@@ -280,7 +281,7 @@ def installed(monkeypatch, kernels=True):
     m.kernels = Kernels()
     of_tensor,as_it_is = torch.Tensor.to,torch.as_tensor
     for n in ('zeros', 'ones', 'full', 'empty', 'arange', 'tensor', 'randn'): monkeypatch.setattr(torch, n, factory(getattr(torch, n)))
-    monkeypatch.setattr(torch, 'as_tensor', lambda x, **kwargs: x.to(**kwargs) if isinstance(x, Late) else factory(as_it_is)(x, **kwargs))
+    monkeypatch.setattr(torch, 'as_tensor', lambda x, **kwargs: x.to(**kwargs) if isinstance(x, Late) else as_it_is(x).to(**kwargs))
     def to(self, *args, **kwargs):
         device = device_in(args, kwargs)
         if device is None or device.type!='cuda': return of_tensor(self, *args, **kwargs)

@@ -37,6 +37,8 @@ def holder_of(key): return holders.get(key.item())
 # %% ../../nbs/10_capture/15_compiled.ipynb #daf885c8
 lib = torch.library.Library('torchember', 'FRAGMENT')
 
+not_in_graphs = tuple(t for t in (getattr(torch.Tag, 'cudagraph_unsafe', None),) if t is not None) # no graph is captured with them in it
+
 def free(name): # a module that is loaded again, or run as a notebook beside itself, has operators of its own
     names = (f'{name}_{i}' if i>1 else name for i in itertools.count(1))
     return next(n for n in names if not hasattr(torch.ops.torchember, n))
@@ -52,7 +54,7 @@ def effect(
         holder = holder_of(key)
         if holder is not None: f(holder, xs, *rest)
     name = free(name)
-    lib.define(f'{name}(Tensor[] xs, Tensor key{arguments}) -> ()')
+    lib.define(f'{name}(Tensor[] xs, Tensor key{arguments}) -> ()', tags=not_in_graphs)
     lib.impl(name, never_compile(run), 'CompositeExplicitAutograd')
     op = getattr(torch.ops.torchember, name).default
     token = token and thread_token(op, lib)

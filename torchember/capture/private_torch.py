@@ -9,8 +9,8 @@ __all__ = ['count_dispatch_modes', 'count_function_modes', 'inside_transform', '
            'hooks_in_graphs', 'say_missing', 'computes_again', 'recomputing', 'function_around', 'call_in',
            'only_metadata', 'same_function', 'number_of', 'is_engine', 'arguments_of', 'by_dynamo', 'never_compile',
            'say_no_hooks', 'thread_token', 'never_merge', 'keep_in_order', 'has_step_hooks', 'loss_scale',
-           'is_unscaled', 'any_unscaled', 'shared_store', 'fsdp_of', 'group_between_shards', 'is_fsdp', 'running_ddp',
-           'pipeline_stages', 'who_calls_hooks']
+           'is_unscaled', 'any_unscaled', 'shared_store', 'fsdp_of', 'group_between_shards', 'frees_parameters',
+           'is_fsdp', 'running_ddp', 'pipeline_stages', 'who_calls_hooks']
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch02
 import functools, gc, sys, weakref
@@ -216,14 +216,14 @@ def never_compile(
     return f
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch27
-hooks_in_graphs = version()>=(2, 11) # whether a tensor in compiled code can have a hook
+hooks_in_graphs = version()>=(2, 13) # whether a tensor in compiled code can have a hook
 
 def say_no_hooks():
     "One line where gradients of activations were asked for, and compiled code cannot bring them"
     if hooks_in_graphs or 'hooks' in said: return
     said.add('hooks')
     warn(f"Compiled code of torch {torch.__version__} cannot bring the gradients of inputs and outputs, so these are not recorded there. "
-        "From torch 2.11 on it can, and so can the model when it is not compiled.")
+        "From torch 2.13 on it can, and so can the model when it is not compiled.")
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch30
 def thread_token(
@@ -273,6 +273,8 @@ def keep_in_order(
     """
     lowering = sys.modules.get('torch._inductor.lowering')
     if lowering is None: return
+    utils = sys.modules.get('torch._inductor.utils')
+    if hasattr(utils, 'FORBIDDEN_CUDAGRAPH_OPS'): utils.FORBIDDEN_CUDAGRAPH_OPS |= {'with_effects'} # no graph is captured of what runs Python
     with tried('torch._inductor.lowering', unordered):
         if op in lowering.lowerings: return
         plain = lowering.fallback_handler(op, False) # what torch does with an operator that it knows nothing about
@@ -370,6 +372,10 @@ def fsdp_of(module):
 def group_between_shards(module):
     "The group along which a `FullyShardedDataParallel` of a hybrid strategy has replicas of its shards, or None. In all torches"
     return getattr(module, '_inter_node_pg', None)
+
+def frees_parameters():
+    "Whether the memory of a parameter may be given back when a forward ends: FSDP gathers parameters for the time of one. In all torches"
+    return 'torch.distributed.fsdp' in sys.modules and torch.distributed.is_available() and torch.distributed.is_initialized()
 
 def is_fsdp(module): return hasattr(module, '_get_fsdp_state') # FSDP2 was given it
 

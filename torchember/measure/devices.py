@@ -92,7 +92,7 @@ class Pending:
 
 def sent(x):
     "A copy on its way"
-    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True, device='cpu') # whatever device is the user's default
     with on(x.device):
         host.copy_(x, non_blocking=True)
         done = torch.Event(x.device)
@@ -107,6 +107,17 @@ def sends(
     if device.type!=accelerator() or device.type=='mps': return False
     try: return np.array_equal(np.asarray(sent(torch.arange(5, device=device))), range(5))
     except (RuntimeError, TypeError, NotImplementedError): return False
+
+def to_device(
+    numbers, # Whole numbers: array or list
+    device # torch.device
+) -> torch.Tensor: # int64
+    "Numbers of the host on a device, not waited for where that can be"
+    a = torch.from_numpy(np.array(numbers, dtype=np.int64))
+    if not sends(device): return a.to(device)
+    pinned = torch.empty(a.shape, dtype=a.dtype, pin_memory=True, device='cpu')
+    pinned.copy_(a)
+    return pinned.to(device, non_blocking=True) # torch keeps the memory until the copy is done
 
 def to_host(
     x:torch.Tensor # On any device

@@ -16,10 +16,10 @@ import torch
 from .columns import as_columns, as_dicts, stat_names
 from .head import CALL, CALLS, DIMS, DTYPE, EVENT, HEADS, LAID, LIKE, MICRO, NEXT, ROWS, SHAPE, TAP
 from .head import address_of, head_width, short, tap_width
-from .devices import Pending, after, being_captured, current_stream, on, stream_of, to_host, widest
+from .devices import Pending, after, being_captured, current_stream, on, stream_of, to_device, to_host, widest
 from .elements import Unmeasurable, formats, layout, ordinary
 from .kernels import for_list, putter, read
-from ..capture.private_torch import count_dispatch_modes, count_function_modes, inside_transform, is_wrapped, unwrap
+from ..capture.private_torch import count_dispatch_modes, count_function_modes, frees_parameters, inside_transform, is_wrapped, unwrap
 from ..capture.private_torch import without_dispatch_modes, without_function_modes, without_transforms
 from .summary import bins, derive, finite, groups_for, index, length, merge, not_in_loops, no_elements, parts_in, sums, width
 
@@ -174,9 +174,14 @@ class Arena(Laid):
             for c in self.where: c[:, [CALLS, LIKE+MICRO]] = 0,micro
             self.seen.clear()
 
+    def in_graph(self):
+        "Whether a device that has rows captures a graph: what it was asked for now would be a part of that"
+        return any(b.out is None and being_captured(b.device.type) for b in self.blocks)
+
     def read_pending(self):
         "Read the tensors that wait: those with rows in the same block in one launch"
         with self.lock:
+            if self.pending and self.in_graph(): return
             todo,self.pending = self.pending,{}
             lists = {}
             for (block,row),(x,wanted,scale) in todo.items(): lists.setdefault((block, wanted, id(scale)), (scale, []))[1].append((x, row))
@@ -226,13 +231,16 @@ class Arena(Laid):
         """
         with self.lock:
             self.read_pending()
-            parts = [(b.head[u], rows_to_host(b, u)) for b in self.blocks if len(u:=np.flatnonzero(b.head[:b.used, EVENT]))]
-            if keep is not None: keep(parts)
+            parts,lost = [],None
+            try: parts = [(b.head[u], rows_to_host(b, u)) for b in self.blocks if len(u:=np.flatnonzero(b.head[:b.used, EVENT]))]
+            except RuntimeError as e: lost = e # a device that has failed gives nothing any more, and what comes is not to stand beside what is lost
+            if keep is not None and lost is None: keep(parts)
             for b in self.blocks: b.head[:b.used, EVENT] = 0
             for c in self.where: c[:, NEXT] = 0
             self.filled = 0
             self.turn += 1
             self.seen.clear()
+        if lost is not None: raise lost
         return Snapshot(parts, self.taps, earlier or [])
 
 # %% ../../nbs/20_measure/50_tap.ipynb #f17c8e23
@@ -242,7 +250,7 @@ def of_pass(heads, micro, once):
 
 def read_together(rows, wanted, scale, xs, to):
     "Read the tensors `xs` into rows, in one launch"
-    at = torch.as_tensor(to, device=rows.device)
+    at = to_device(to, rows.device)
     rows[at] = torch.nan
     for_list(xs[0], wanted).read_list(xs, wanted, rows, to)
     if scale is not None: rows[at, SCALE] = torch.as_tensor(scale, dtype=rows.dtype, device=rows.device)
@@ -250,7 +258,9 @@ def read_together(rows, wanted, scale, xs, to):
 def rows_to_host(block, used):
     "A copy of the rows `used`; from another device it is under way and not waited for"
     if block.out is not None: return block.out[used]
-    with on(block.device), after(block.stream, block.device): rows = to_host(block.rows.data[torch.as_tensor(used, device=block.device)])
+    with on(block.device), undisturbed(block.device.type), after(block.stream, block.device):
+        one_run = used[-1]-used[0]+1==len(used)
+        rows = to_host(block.rows.data[used[0]:used[-1]+1] if one_run else block.rows.data[to_device(used, block.device)])
     return rows if isinstance(rows, Pending) else rows.double().numpy()
 
 # %% ../../nbs/20_measure/50_tap.ipynb #a7869dc2
@@ -333,7 +343,8 @@ def observe_any(x, tap, call, scale, later):
 def note(x, tap, call=None, scale=None, later=False):
     "`observe`, with nothing of the user's around it"
     y,scale = before_counting(x, tap.wanted, scale)
-    v = None if later and y is x and for_list(y, tap.wanted) else measured(y, tap) # copies of all gradients are not kept until they are read
+    waits = later and y is x and not frees_parameters() and for_list(y, tap.wanted) # copies of all gradients are not kept until they are read
+    v = None if waits else measured(y, tap)
     a = tap.arena
     with a.lock:
         i = int(tap.next[NEXT])

@@ -77,6 +77,7 @@ class StepEnd:
     "The open step is over: what it has goes to the log, and the next one is open"
     def over(self, boundary=False, by_pass=False, wait=False):
         "The step is over. One in which nothing ran is none"
+        if self.buffer.arena.in_graph(): return # nothing of it runs now
         if not by_pass: self.maybe_passes.clear()
         if not self.steps.opened: return
         if boundary: self.steps.said_over()
@@ -201,7 +202,7 @@ class Pipe(StepEnd):
         Args:
             over, wait: Whether the step is; whether it may turn out to be none
         """
-        self.writer.write(self.buffer, self.steps, over, wait, self.gate.only_held)
+        if not self.buffer.arena.in_graph(): self.writer.write(self.buffer, self.steps, over, wait, self.gate.only_held)
 
     def read_pending(self): self.buffer.read_pending(self.writer.root_name)
 
@@ -222,6 +223,7 @@ class Pipe(StepEnd):
 # %% ../../nbs/40_recorder/78_pipe.ipynb #d108d07b
 def close_by_pass(pipe):
     "A pass ends the step before, as long as nobody says that it was the first of a step with several"
+    if pipe.buffer.arena.in_graph(): return
     steps,hint,writer = pipe.steps,pipe.sources.parameters.hint,pipe.writer
     known = pipe.gate.writes and steps.training_passes and not steps.phase and not pipe.buffer.handed_out # what somebody has read stays a step
     weights,noted,without = steps.weights if known else None,writer.noted[steps.number],hint.steps_without

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..measure.elements import Unmeasurable
-from ..measure.tap import Arena, OnMeta, observe
+from ..measure.tap import Arena, OnMeta, Snapshot, observe
 from ..ground.messages import an, printable
 from ..ground.record import plain, pointer, reserved
 from .calls import Calls
@@ -186,6 +186,11 @@ def kept(box, notices, parts, earlier, about): # about: as `BlackBox.keep` has i
         notices.once('box', f"A step is not in the black box ({type(e).__name__}: {printable(e, 200)}): if this process is killed before it is written, "
             "it is lost. This is said once.")
         return 0
+
+def lost(buffer, error):
+    "A device has failed: what it has of the open step cannot be had, and nothing stands for it"
+    buffer.notices.failed('model', 'what a device has of this step', error)
+    return Snapshot([], buffer.arena.taps, [])
 
 def new_tap(arena, state, place, how, once):
     "The tap of a place of a module, unless another thread was first"
@@ -369,9 +374,10 @@ class StepBuffer(Measuring):
             `Snapshot` of the arena, and custom rows
         """
         custom,box = self.custom.take(),self.box
-        if box is None: return self.snapshots.take(self.arena, over), custom
-        about = dict(custom=custom, over=over, of_parts=self.parts, **about)
-        return self.snapshots.take(self.arena, over, lambda parts, earlier: kept(box, self.notices, parts, earlier, about)), custom
+        if box is not None: about = dict(custom=custom, over=over, of_parts=self.parts, **about)
+        keep = None if box is None else lambda parts, earlier: kept(box, self.notices, parts, earlier, about)
+        try: return self.snapshots.take(self.arena, over, keep), custom
+        except RuntimeError as e: return lost(self, e), custom
 
     def clear_taken(self):
         "Rows that come now are new ones: they supersede nothing"
