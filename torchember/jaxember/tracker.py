@@ -223,7 +223,8 @@ def track(
         store: How the log is kept: 'jsonl', or 'parquet', a fraction of the size
     """
     check_arguments(offload_type, offload_inc, init_step, stash_value, name, home)
-    with take_current_trace() as t, take_current_trace() as jax_itself: inside = t is not jax_itself
+    with take_current_trace() as t: here = t
+    with jax.ensure_compile_time_eval(), take_current_trace() as t: inside = here is not t # there it is JAX's own, in which arrays are computed at once
     if inside: raise RuntimeError("track is called inside of jit, grad or another function of JAX. Call it outside, around the loop.")
     wandb = open_wandb_run() if use_wandb else None
     asks = Asked(names_by(include, 'include'), names_by(exclude, 'exclude'), bool(track_gradients))

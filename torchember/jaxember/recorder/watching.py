@@ -220,7 +220,7 @@ class Watching(Trace):
     ):
         super().__init__()
         self.spread,self.trouble = spread or Spread(),trouble
-        with take_current_trace(), take_current_trace() as jax_itself: self.below = jax_itself # the inner one is handed what is there at the top
+        with jax.ensure_compile_time_eval(), take_current_trace() as jax_itself: self.below = jax_itself # what is there at the top
         self.measure,self.every,self.say,self.found,self.lost = measure,every,say,[],set()
         self.ever.append(self)
 
