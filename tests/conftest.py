@@ -1,5 +1,4 @@
 "Each test has a home of its own, draws the same random numbers whatever ran before it, and leaves the process as it was"
-import os
 import shutil
 from functools import cache
 
@@ -7,12 +6,6 @@ import process
 import pytest
 
 pytest_plugins = 'pytester' # for tests of tests
-
-
-def pytest_configure():
-    if device := os.environ.get('TORCHEMBER_DEVICE'): # where tensors are made that no test says a place for
-        import torch
-        torch.set_default_device(device)
 
 
 def pytest_unconfigure(): process.over()

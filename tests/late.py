@@ -5,9 +5,8 @@ waited for each other one. So what would go wrong some time, on some device, is 
 - an operation uses memory that another stream has written, or writes what another one uses, and has not waited for it
 - memory is given back while another stream still uses it, and was not told (`record_stream`)
 - the host reads a copy before the event that says that it is complete
-Reading a value on the host waits for the device: `Machine.waits` has where. A copy into pinned memory does not, and is poison until then.
+Reading a value on the host waits for the device: `Machine.waits` has where. A copy into pinned memory does not, and has what was there before until then.
 """
-import math
 import sys
 import threading
 import traceback
@@ -64,6 +63,7 @@ class Event:
 
     def synchronize(self):
         if self.at is None: return machine().fault('an event is waited for that was never recorded')
+        if machine().failed: raise RuntimeError('CUDA error: device-side assert triggered')
         self.at[0].done(self.at[1])
         if threading.current_thread() is not threading.main_thread() or at_the_end(): return # the thread that writes may wait
         machine().waits.append(Found(f"an event\n{''.join(traceback.format_stack(limit=14)[:-1])}", by_us()))
@@ -114,6 +114,8 @@ class Machine:
     def __init__(self, devices=2):
         self.streams = {i: Stream(cuda(i)) for i in range(devices)} # the one that a device begins with
         self.chosen,self.faults,self.waits,self.launches,self.copies,self.pinned = [(cuda(), None)],[],[],0,0,set()
+        self.failed = False # whether nothing comes from the device any more
+        self.captures = False # whether a graph is being captured: what is launched is only noted down, and whoever waits breaks it
 
     def fault(self, text, ours=True): self.faults.append(Found(f"{text}\n{''.join(traceback.format_stack(limit=14)[:-1])}", ours))
 
@@ -128,6 +130,7 @@ class Machine:
 
     def launched(self, device, used, written):
         s,ours = self.stream(device),by_us()
+        if self.captures and ours: self.fault('something of ours is launched into the graph that a program captures')
         s.now += 1
         self.launches += 1
         for m in (*used, *written):
@@ -242,7 +245,7 @@ def to_the_host(host, x, non_blocking=False):
         return host.copy_(x.value)
     m.copies += 1
     s.copies.append((s.now, host, x.value.clone()))
-    return host.fill_(math.nan) if host.is_floating_point() else host.fill_(-77) # until it is there
+    return host # which has what it had, until it is there
 
 
 class Kernels:
@@ -266,8 +269,11 @@ class Kernels:
 def factory(make):
     def f(*args, device=None, pin_memory=False, **kwargs):
         if isinstance(device, str|torch.device) and torch.device(device).type=='cuda': return late(make(*args, **kwargs), device)
+        if pin_memory and device is None: raise RuntimeError('Only dense CPU tensors can be pinned') # where the user's default device is this one
         out = make(*args, **kwargs) if device is None else make(*args, device=device, **kwargs)
-        if pin_memory: machine().pinned.add(out.data_ptr())
+        if pin_memory:
+            machine().pinned.add(out.data_ptr())
+            out.untyped_storage().fill_(0x5a) # of somebody before
         return out
     return f
 
@@ -293,7 +299,7 @@ def installed(monkeypatch, kernels=True):
     monkeypatch.setattr(torch.cuda, 'device', Chosen)
     for f in (devices.capture_of, devices.sends, reading.operations_are_right, reading.gpu_kernels): f.cache_clear()
     for room in (devices,): monkeypatch.setattr(room, 'accelerator', lambda: 'cuda')
-    monkeypatch.setattr(devices, 'capture_of', lambda kind: None)
+    monkeypatch.setattr(devices, 'capture_of', lambda kind: (lambda: m.captures) if kind=='cuda' else None)
     for room in (elements, reading, tap, step_buffer): monkeypatch.setattr(room, 'ordinary', (torch.Tensor, torch.nn.Parameter, Late))
     if kernels: monkeypatch.setattr(reading, 'gpu_kernels', lambda device: m.kernels if device.type=='cuda' else None)
     else: monkeypatch.setattr(reading, 'gpu_kernels', lambda device: None)

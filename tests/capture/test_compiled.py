@@ -216,6 +216,23 @@ def test_operators_where_torch_has_no_effects(monkeypatch):
     del holder
 
 
+@pytest.mark.parametrize('grad', [False, pytest.param(True, marks=needs_hooks)])
+def test_inductor_captures_no_graph_of_what_we_are_in(tmp_path, grad):
+    "As it says itself: under mode='reduce-overhead' a graph would run no Python, and our memory would be the graph's"
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor import lowering # noqa: F401
+    from torch._inductor.utils import is_cudagraph_unsafe_fx_node
+    ours,others = [],[]
+    def noted(gm, inputs):
+        for n in gm.graph.nodes: (ours if 'torchember' in f'{n.target} {n.args}' else others).append(is_cudagraph_unsafe_fx_node(n))
+        return gm
+    model,(x,),_ = mlp_and_input()
+    torch._dynamo.reset()
+    with torchEmber(model, home=tmp_path, ttypes=ALL if grad else ('output',)):
+        torch.compile(model, backend=aot_autograd(fw_compiler=noted))(x).sum().backward()
+    assert len(ours)>3 and all(ours) and not any(others)
+
+
 # ---- compiled autograd
 
 def backward_compiled(model, te, forward, around, backend):

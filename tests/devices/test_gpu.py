@@ -27,7 +27,7 @@ from trainings import ALL, adam, cases, data, in_halves, model, plain, recorded,
 from torchember import summarize, torchEmber
 from torchember.capture.private_torch import hooks_in_graphs
 from torchember.ground.messages import EmberWarning
-from torchember.measure.summary import derive, width
+from torchember.measure.summary import derive, index, width
 
 there = torch.accelerator.is_available() if hasattr(torch, 'accelerator') else False
 device = torch.accelerator.current_accelerator() if there else torch.device('cpu')
@@ -174,8 +174,7 @@ def test_more_elements_than_32_bits_can_count():
     x[-3:] = torch.tensor([5., -7., math.nan])
     x[5] = 0
     s = summarize(x, ('basic', 'absolute', 'exponents'))
-    v = s.vector if hasattr(s, 'vector') else s.v
-    from torchember.measure.summary import index
+    v = s.vector
     assert (v[index['count']], v[index['min']], v[index['max']], v[index['nan']], v[index['zeros']])==(n, -7, 5, 1, 1)
     assert abs(v[index['l1']]-(n-4+12))<1 and v[width:].sum()==n-2
 
@@ -193,15 +192,14 @@ def test_functions_of_the_users(tmp_path):
 def test_noted_numbers(tmp_path):
     net = model().to(device)
     want = []
-    with torchEmber(net, adam(net), home=tmp_path) as te:
-        opt = te.optimizer if hasattr(te, 'optimizer') else adam(net)
+    opt = adam(net)
+    with torchEmber(net, opt, home=tmp_path) as te:
         for x in data():
             loss = net(moved(x)).square().mean()
             te.log(loss=loss, half=loss.detach().bfloat16())
             want.append(loss.detach())
             loss.backward()
             opt.step()
-            te.step()
     got = te.t.df.dropna(subset='loss')['loss'].tolist()
     assert got==[w.item() for w in want]
 
@@ -258,7 +256,7 @@ def loop(net, opt, steps, batch=64, each=lambda i: None, clip=False, inp=5):
 
 
 kinds_of_runs = {'as it comes': {}, 'all': dict(ttypes=ALL, stats='numerics'), 'full': dict(stats='full', ttypes=ALL), 'every third': dict(every=3),
-    'ratios': dict(ttypes=('weight', 'update', 'optimizer')), 'rules': dict(rules='default'), 'ring': dict(keep='ring') if False else {}}
+    'ratios': dict(ttypes=('weight', 'update', 'optimizer')), 'rules': dict(rules='default')}
 
 
 @only_cuda
@@ -273,9 +271,7 @@ def test_nobody_waits(tmp_path, options, clip):
         torch.cuda.set_sync_debug_mode('error')
         try: loop_without_new_data(net, opt, 6, clip)
         finally: torch.cuda.set_sync_debug_mode('default')
-    errors = [e for e in te.errors] if hasattr(te, 'errors') else []
-    assert not errors, errors
-    assert te.t.df['step'].max()>=8 or options=='every third'
+    assert te.t.df['step'].nunique()==(4 if options=='every third' else 10)
 
 
 def loop_without_new_data(net, opt, steps, clip):
@@ -317,9 +313,9 @@ def test_steps_that_are_not_recorded_launch_nothing(tmp_path):
         def of(word): return sum(n for k,n in events.items() if word in k) # noqa: B023
         counts[str(options)] = of('LaunchKernel'), of('cudaMemcpyAsync'), of('Synchronize')
         if te: te.close()
-    print('\nLAUNCHES, copies, waits in three steps:', counts)
-    bare,off,on,all_ = counts.values()
-    assert off[0]==bare[0], counts
+    bare,off,on,all_types = counts.values() # launches, copies, waits in three steps
+    assert off==bare, counts
+    assert on[0]<=2*bare[0] and all_types[0]<=5*bare[0], counts # what it launches is stated, and not to grow
 
 
 # ---- streams
@@ -448,27 +444,19 @@ def test_compiled(tmp_path, way, checkpoint):
 
 # ---- graphs
 
-def rows_or_words(te, said): return len(te.t.lines()) if te.t.log_path.exists() else 0, [str(w.message) for w in said]
-
-
 @only_cuda
 @pytest.mark.parametrize('mode', ['reduce-overhead', 'max-autotune'])
 def test_compiled_into_a_graph(tmp_path, mode):
-    "What there is no row of is said; the rows that there are say what eager says"
+    "Inductor captures nothing in which we are. All rows are there, and say what eager says"
     torch._dynamo.reset()
     torch.manual_seed(0)
     net = GPT(2).to(device)
     te,want = trained_text(copy.deepcopy(net), steps=8, home=tmp_path/'eager')
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter('always')
-        gte,got = trained_text(net, lambda n: torch.compile(n, mode=mode), steps=8, home=tmp_path/'graph')
-    print('\nGRAPH', mode, *rows_or_words(gte, said), sep='\n')
+    with nothing_said(): gte,got = trained_text(net, lambda n: torch.compile(n, mode=mode), steps=8, home=tmp_path/'graph')
     np.testing.assert_allclose(got, want, rtol=1e-3)
     key = lambda r: (r['module'], r['ttype'], r['tname'], r.get('pname'), r['step'], r.get('call'))
     a,b = ({key(r): r for r in t.t.lines()} for t in (te, gte))
-    print('by step', Counter((k[4], k[1]) for k in b))
-    assert b.keys()<=a.keys(), b.keys()-a.keys()
-    assert b.keys()==a.keys() or any('graph' in str(w.message) for w in said)
+    assert b.keys()==a.keys(), b.keys()^a.keys()
     for k in b:
         size = max(abs(a[k]['min']), abs(a[k]['max']), 1e-6)
         for s in ('mean', 'std', 'min', 'max'): assert abs(a[k][s]-b[k][s])<=5e-3*size, (k, s, a[k], b[k])
@@ -497,9 +485,9 @@ def test_captured_by_hand(tmp_path):
             with torch.no_grad(): want = net(x)
             te.arm()
             with torch.no_grad(): net(x)
-        print('\nBY HAND', before, *rows_or_words(te, said), sep='\n')
     torch.testing.assert_close(got, want)
-    assert any('graph' in str(w.message) for w in said)
+    assert sum('graph is being captured' in str(w.message) for w in said)==1
+    assert len(te.t.lines())==before+before//3 # three passes before, one after it
 
 
 @only_cuda
@@ -512,7 +500,8 @@ def test_graphed_callables(tmp_path):
         with torchEmber(net, home=tmp_path) as te:
             net[0] = torch.cuda.make_graphed_callables(net[0], (x.clone(),))
             for _ in range(3): net(x).sum().backward()
-        print('\nGRAPHED', *rows_or_words(te, said), sep='\n')
+    assert sum('graph is being captured' in str(w.message) for w in said)==1
+    assert te.t.df['step'].nunique()>=3
 
 
 # ---- what goes wrong
@@ -532,7 +521,7 @@ def test_no_memory_for_us(tmp_path):
             warnings.simplefilter('always')
             with torchEmber(Gaps(), home=tmp_path, ttypes=('output',)) as te: y = te.model(x)
         assert y.shape==(10_000, 20_000)
-        print('\nOOM', len(te.t.lines()) if te.t.log_path.exists() else 0, [str(w.message) for w in said])
+        assert any('OutOfMemoryError' in str(w.message) for w in said)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.)
         del x
@@ -564,16 +553,19 @@ def table(tmp_path, name):
     return emberTracker(name, home=tmp_path).df
 
 
-@pytest.mark.parametrize('end', ['pass', 'raise SystemExit(3)', 'os.kill(os.getpid(), 9)', 'os.kill(os.getpid(), 15)', 'os._exit(0)'])
+ends = {'pass': 0, 'raise SystemExit(3)': 3, 'os.kill(os.getpid(), 9)': -9, 'os.kill(os.getpid(), 15)': -15, 'os._exit(0)': 0}
+
+
+@pytest.mark.parametrize('end', ends)
 def test_a_process_that_ends_without_closing(tmp_path, end):
     done = program(tmp_path, f'''
         te = torchEmber(net, opt, name='ends')
         train(10)
-        {'torch.accelerator.synchronize(); import time; time.sleep(1)' if 'kill' in end or '_exit' in end else ''}
+        {'device.type=="cpu" or torch.accelerator.synchronize(); import time; time.sleep(1)' if 'kill' in end or '_exit' in end else ''}
         {end}
         ''')
     steps = table(tmp_path, 'ends')['step'].nunique()
-    print(f'\nEND {end!r}: {steps} steps, {done.returncode}, {done.stderr[-300:]}')
+    assert done.returncode==ends[end] and 'Error' not in done.stderr, done.stderr
     assert steps==10 if end in ('pass', 'raise SystemExit(3)') else steps>=9
 
 
@@ -588,8 +580,8 @@ def test_a_device_that_fails(tmp_path):
         train(5)
         torch.accelerator.synchronize()
         ''')
-    print('\nFAILS', done.returncode, done.stderr[-1500:], table(tmp_path, 'fails')['step'].nunique())
-    assert done.returncode and 'assert' in done.stderr and 'device-side assert' in done.stderr
+    assert done.returncode and 'device-side assert' in done.stderr
+    assert table(tmp_path, 'fails')['step'].nunique()>=4
 
 
 def test_workers_that_are_forked(tmp_path):
@@ -633,7 +625,6 @@ print(len(te.t.df), te.t.df.step.nunique())
 dist.destroy_process_group()
 ''')
     assert done.returncode==0 and done.stdout.split()[-1]=='4', done.stderr[-3000:]
-    print('\nNCCL', kind, done.stdout, done.stderr[-500:])
 
 
 # ---- the armed matrix

@@ -6,11 +6,13 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from late import Event, Late, Machine, Stream, cuda, installed, late, machine, moved_model, over, the
+from late import Event, Kernels, Late, Machine, Stream, cuda, installed, late, machine, moved_model, over, the
 from torch import nn
 from trainings import ALL, adam, cases, data, in_halves, model, optimizers, plain, recorded, same, settings
 
 from torchember import torchEmber
+from torchember.measure.devices import to_host
+from torchember.measure.tap import Arena, observe
 
 
 @pytest.fixture(params=[True, False], ids=['kernels', 'operations'])
@@ -217,7 +219,6 @@ def test_one_layer_on_two_streams_at_once(gpu, tmp_path):
 
 
 def test_what_is_measured_anew_is_forgotten_on_every_stream(gpu):
-    from torchember.measure.tap import Arena, observe
     a,side = Arena(),Stream(cuda())
     t,x = a.tap('x', 'full'),late(torch.arange(4.))
     observe(x, t)
@@ -269,6 +270,168 @@ def test_a_layer_that_is_called_on_two_streams_in_turn(gpu, tmp_path, calls):
     assert used[1]==used[-1] and len(used[-1])==2, used
 
 
+# ---- what goes wrong
+
+@pytest.mark.parametrize('ends', ['pass', 'te.step', 'optimizer'])
+def test_what_is_captured_is_left_alone(gpu, tmp_path, ends):
+    "A step is open when a graph is captured: nothing of it is closed, read or launched there. What comes later is recorded"
+    net = moved_model(model())
+    opt,launched = adam(net),[]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('always')
+        with torchEmber(net, opt if ends=='optimizer' else None, home=tmp_path, ttypes=('output', 'weight')) as te:
+            for capturing in (False, True, True, False):
+                gpu.captures = capturing
+                before = gpu.launches
+                net(late(data()[0])).square().mean().backward()
+                if ends=='optimizer': opt.step()
+                opt.zero_grad()
+                if capturing:
+                    te.recorder.flush() # as whoever looks at the run does
+                    launched.append(gpu.launches-before)
+            if ends=='te.step': te.step() # the weights are those of the first pass: all were of one step
+    blame(gpu)
+    assert len(set(launched))==1
+    assert sum('graph is being captured' in str(w.message) for w in said)==1
+    rows = [r for r in te.t.lines() if r['ttype']=='output']
+    assert [r['step'] for r in rows]==[0]*6+([1]*6 if ends!='te.step' else []) # the two passes of one step have a row together
+    want = [r['mean'] for r in recorded(plain, model(), torch.clone, tmp_path/'cpu', {}, 'one by one').t.lines() if r['ttype']=='output' and r['step']==0]
+    np.testing.assert_allclose([r['mean'] for r in rows[:6]], want, rtol=1e-5)
+
+
+def test_what_waits_is_not_read_into_a_graph(gpu, monkeypatch):
+    if not isinstance(gpu_kernels(), Kernels): pytest.skip('without kernels nothing waits to be read')
+    a = Arena()
+    t,x = a.tap('x', once=True),late(torch.arange(4.))
+    observe(x, t, later=True)
+    gpu.captures = True
+    before = gpu.launches
+    a.read_pending()
+    assert gpu.launches==before and len(a.pending)==1
+    gpu.captures = False
+    assert [r['stats']['mean'] for r in a.take().rows()]==[1.5]
+
+
+def gpu_kernels():
+    from torchember.measure import kernels
+    return kernels.gpu_kernels(cuda())
+
+
+def test_rows_of_lists_that_were_not_read_any_more(gpu, monkeypatch):
+    "One list fails, and the other one is not begun: what lies in its rows is of an earlier step"
+    if not isinstance(gpu_kernels(), Kernels): pytest.skip('without kernels there are no lists')
+    a = Arena()
+    taps = [a.tap(n, how, once=True) for n,how in (('x', 'basic'), ('y', 'full'))]
+    for last in (False, True):
+        if last: monkeypatch.setattr(gpu.kernels, 'read_list', lambda *args: failing('no memory'))
+        for t in taps: observe(late(torch.arange(4.)), t, later=True)
+        if last:
+            with pytest.raises(RuntimeError, match='no memory'): a.read_pending()
+        assert len(a.take().rows())==(0 if last else 2)
+
+
+def test_rows_that_follow_one_another_are_sent_as_they_lie(gpu):
+    "Others by their numbers, which costs two launches more"
+    a,launched = Arena(),[]
+    taps = [a.tap(n) for n in 'xyz']
+    for names in ('xyz', 'xyz', 'xz', 'xz', 'y'):
+        for i,n in enumerate(names): observe(late(torch.full((3,), float(i))), taps['xyz'.index(n)])
+        before = gpu.launches
+        rows = a.take().rows()
+        launched.append(gpu.launches-before)
+        assert [(r['key'], r['stats']['mean']) for r in rows]==[(n, float(i)) for i,n in enumerate(names)]
+    assert launched[1]==launched[4]==launched[3]-2
+
+
+def failing(what): raise RuntimeError(f'CUDA error: {what}')
+
+
+def test_rows_that_a_device_does_not_give(gpu, monkeypatch, tmp_path):
+    "They are lost, which is said, and no later step has them. The training goes on, and so does the record"
+    from torchember.measure import tap
+    net = moved_model(model())
+    opt,at,send = adam(net),iter(range(99)),tap.to_host
+    monkeypatch.setattr(tap, 'to_host', lambda x: failing('lost') if next(at)==1 else send(x))
+    with pytest.warns(UserWarning, match='what a device has of this step.*CUDA error: lost') as said, torchEmber(net, opt, home=tmp_path) as te:
+        plain(net, opt, late)
+    assert len(said)==1
+    want = recorded(plain, model(), torch.clone, tmp_path/'cpu', {}, 'one by one').t.df
+    got = te.t.df
+    assert got['step'].unique().tolist()==[0, 2, 3]
+    same(got.reset_index(drop=True), want[want['step']!=1].reset_index(drop=True))
+
+
+@pytest.mark.parametrize('x', [torch.arange(6.).double().view(2, 3), torch.tensor(1.5).bfloat16(), torch.tensor([0, -1, 165]), torch.zeros(0, 4)],
+    ids=lambda x: f'{x.dtype} {tuple(x.shape)}')
+def test_what_came_before_a_device_failed_is_there(gpu, x):
+    "From then on each wait raises. Numbers that had arrived are had, and of others nobody makes anything"
+    came,comes = (to_host(late(x)) for _ in range(2))
+    for host,values in ((h, v) for s in gpu.streams.values() for _,h,v in s.copies[:1]): host.copy_(values)
+    gpu.failed = True
+    assert np.array_equal(np.asarray(came), x.double().numpy())
+    if not x.numel(): return
+    with pytest.raises(RuntimeError, match='device-side assert'): np.asarray(comes)
+
+
+def test_told_to_raise_it_does(gpu, monkeypatch, tmp_path):
+    from torchember.measure import tap
+    net = moved_model(model())
+    opt,send = adam(net),tap.to_host
+    te = torchEmber(net, opt, home=tmp_path, on_error='raise')
+    monkeypatch.setattr(tap, 'to_host', lambda x: failing('lost'))
+    with pytest.raises(RuntimeError, match='CUDA error: lost'): plain(net, opt, late)
+    monkeypatch.setattr(tap, 'to_host', send)
+    te.close()
+
+
+def test_parameters_that_could_not_be_read_have_no_row(gpu, monkeypatch, tmp_path):
+    "Not the numbers of the step before, which lie there still"
+    if not isinstance(gpu_kernels(), Kernels): pytest.skip('without kernels parameters are not read together')
+    net = moved_model(model())
+    opt,at,read_list = adam(net),iter(range(99)),gpu.kernels.read_list
+    def read(xs, *args): return failing('no memory') if len(xs)==6 and next(at)==1 else read_list(xs, *args)
+    monkeypatch.setattr(gpu.kernels, 'read_list', read)
+    options = dict(home=tmp_path, ttypes=('output', 'weight'))
+    with pytest.warns(UserWarning, match='CUDA error: no memory'), torchEmber(net, opt, **options) as te: plain(net, opt, late)
+    n = te.t.df.groupby(['ttype', 'step']).size()
+    assert n['weight'].to_dict()=={0: 6, 2: 6, 3: 6} and (n['output']==6).all()
+
+
+@pytest.mark.parametrize('spread', [False, True])
+def test_parameters_that_are_gathered_for_a_pass(gpu, monkeypatch, spread):
+    "FSDP gives back their memory when it ends: they are read while it lasts. Whose memory is gone is not read, and has no row"
+    from torchember.measure import tap as room
+    a = Arena()
+    t,x = a.tap('x', once=True),late(torch.arange(4.))
+    monkeypatch.setattr(room, 'frees_parameters', lambda: spread)
+    monkeypatch.setattr(room, 'gone', lambda y: True)
+    observe(x, t, later=True)
+    waits = bool(a.pending)
+    assert [r['stats']['mean'] for r in a.take().rows()]==([] if waits else [1.5])
+    assert not (spread and waits)
+
+
+def test_whose_memory_is_gone():
+    from torchember.measure.tap import gone
+    x = torch.ones(4)
+    y = x[1:].detach()
+    assert not gone(y) and not gone(x[:0])
+    x.untyped_storage().resize_(0)
+    assert gone(y) and gone(x)
+
+
+def test_who_frees_parameters(monkeypatch):
+    import sys
+
+    from torchember.capture.private_torch import frees_parameters
+    monkeypatch.setitem(sys.modules, 'torch.distributed.fsdp', None)
+    assert not frees_parameters()
+    monkeypatch.setattr(torch.distributed, 'is_initialized', lambda: True)
+    assert frees_parameters()
+    monkeypatch.delitem(sys.modules, 'torch.distributed.fsdp')
+    assert not frees_parameters()
+
+
 # ---- that the machine notices
 
 def test_what_the_machine_sees(bare):
@@ -300,13 +463,13 @@ def test_what_the_machine_sees(bare):
     assert not bare.faults and not bare.waits
 
 
-def test_a_copy_is_poison_until_its_event(bare):
+def test_a_copy_is_not_there_before_its_event(bare):
     host = torch.zeros(3)
     bare.pinned.add(host.data_ptr())
     x = late(torch.arange(3.))
     host.copy_(x, non_blocking=True)
     early,done = Event(),Event()
-    assert host.isnan().all()
+    assert host.tolist()==[0, 0, 0]
     done.record()
     x.add_(5)
     done.synchronize()

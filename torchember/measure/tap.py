@@ -184,9 +184,16 @@ class Arena(Laid):
             if self.pending and self.in_graph(): return
             todo,self.pending = self.pending,{}
             lists = {}
-            for (block,row),(x,wanted,scale) in todo.items(): lists.setdefault((block, wanted, id(scale)), (scale, []))[1].append((x, row))
-            for (block,wanted,_),(scale,those) in lists.items():
-                with undisturbed(block.device.type), after(block.stream, block.device): read_together(block.rows.data, wanted, scale, *zip(*those, strict=True))
+            for (block,row),(x,wanted,scale) in todo.items():
+                if gone(x): block.head[row, EVENT] = 0
+                else: lists.setdefault((block, wanted, id(scale)), (scale, []))[1].append((x, row))
+            try:
+                for (block,wanted,_),(scale,those) in lists.items():
+                    xs,rows = zip(*those, strict=True)
+                    with undisturbed(block.device.type), after(block.stream, block.device): read_together(block.rows.data, wanted, scale, xs, rows)
+            except BaseException:
+                for block,row in todo: block.head[row, EVENT] = 0 # what nobody could write is no row
+                raise
 
     def forget(self, tap):
         "Drop what `tap` holds: it is about to be observed anew"
@@ -230,9 +237,10 @@ class Arena(Laid):
             keep: Called with the rows before the arena gives them free
         """
         with self.lock:
-            self.read_pending()
             parts,lost = [],None
-            try: parts = [(b.head[u], rows_to_host(b, u)) for b in self.blocks if len(u:=np.flatnonzero(b.head[:b.used, EVENT]))]
+            try:
+                self.read_pending()
+                parts = [(b.head[u], rows_to_host(b, u)) for b in self.blocks if len(u:=np.flatnonzero(b.head[:b.used, EVENT]))]
             except RuntimeError as e: lost = e # a device that has failed gives nothing any more, and what comes is not to stand beside what is lost
             if keep is not None and lost is None: keep(parts)
             for b in self.blocks: b.head[:b.used, EVENT] = 0
@@ -244,6 +252,10 @@ class Arena(Laid):
         return Snapshot(parts, self.taps, earlier or [])
 
 # %% ../../nbs/20_measure/50_tap.ipynb #f17c8e23
+def gone(x):
+    "Whether the memory of a tensor was given back while it waited, as it is of parameters that are gathered for a forward"
+    return x.numel()>0 and x.untyped_storage().nbytes()==0
+
 def of_pass(heads, micro, once):
     "Which rows are of that pass, and not of what a step has once"
     return (heads[:, EVENT]!=0) & (heads[:, MICRO]==micro) & ~once[heads[:, TAP]]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ...ground.messages import warn
-from ..devices import on, stream_of
+from ..devices import on, stream_of, to_device
 from ..self_check import first_wrong, tried
 from ..summary import fast, index, length, not_in_loops, of_each, sums, wide, width
 
@@ -251,8 +251,7 @@ def upload(
     device:torch.device # Where to
 ) -> torch.Tensor: # int64, one row for each job
     "A table on `device`; the copy is under way and not waited for"
-    a = torch.from_numpy(np.stack(columns, 1).astype(np.int64))
-    return a.pin_memory().to(device, non_blocking=True) if device.type!='cpu' else a
+    return to_device(np.stack(columns, 1), device)
 
 @lru_cache(maxsize=256)
 def merges(
