@@ -29,7 +29,7 @@ def cuda(i=0): return torch.device('cuda', i)
 class Stream:
     def __init__(self, device):
         self.device,self.now,self.knows,self.copies = device,0,{},[] # knows: stream -> up to which of its operations; copies: (number, host, values) to come
-        self.stream_id = id(self)
+        self.stream_id,self.lock = id(self),threading.Lock() # the thread that writes waits while another one asks for copies
 
     def sees(self, other, number): return other is self or self.knows.get(other, 0)>=number
 
@@ -41,9 +41,10 @@ class Stream:
 
     def done(self, number):
         "All up to a number is done: copies for the host arrive"
-        for at,host,values in self.copies:
-            if at<=number: host.copy_(values)
-        self.copies = [c for c in self.copies if c[0]>number]
+        with self.lock:
+            for at,host,values in self.copies:
+                if at<=number: host.copy_(values)
+            self.copies = [c for c in self.copies if c[0]>number]
 
     def __enter__(self):
         machine().chosen.append((self.device, self))
@@ -244,7 +245,7 @@ def to_the_host(host, x, non_blocking=False):
         m.wait_for_all('a copy into memory of the host that is not pinned')
         return host.copy_(x.value)
     m.copies += 1
-    s.copies.append((s.now, host, x.value.clone()))
+    with s.lock: s.copies.append((s.now, host, x.value.clone()))
     return host # which has what it had, until it is there
 
 

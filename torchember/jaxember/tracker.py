@@ -25,7 +25,7 @@ from .recorder.processes import Agreement, agreed_name, key_value_store
 from .recorder.recorder import JaxRecorder
 from .recorder.states import agreed_on
 from .recorder.twins import Own, Summaries
-from .recorder.watching import Watching
+from .recorder.watching import Watching, current_trace, trace_of_jax
 from ..measure.columns import as_dicts
 from ..measure.summary import groups_for
 from ..store.jsonl import new_run
@@ -223,8 +223,7 @@ def track(
         store: How the log is kept: 'jsonl', or 'parquet', a fraction of the size
     """
     check_arguments(offload_type, offload_inc, init_step, stash_value, name, home)
-    with take_current_trace() as t: here = t
-    with jax.ensure_compile_time_eval(), take_current_trace() as t: inside = here is not t # there it is JAX's own, in which arrays are computed at once
+    inside = current_trace() is not trace_of_jax()
     if inside: raise RuntimeError("track is called inside of jit, grad or another function of JAX. Call it outside, around the loop.")
     wandb = open_wandb_run() if use_wandb else None
     asks = Asked(names_by(include, 'include'), names_by(exclude, 'exclude'), bool(track_gradients))

@@ -8,6 +8,7 @@ __all__ = ['Eager', 'dtype_name', 'note_of', 'in_one', 'all_of', 'Watching']
 # %% ../../../nbs/88_jaxember/40_watching.ipynb #242c9bb3
 import weakref
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
 
 import jax
@@ -22,6 +23,14 @@ from .spread import Spread, merged_rows, part_here, ranks_in, rows_of_shards, si
 from .twins import Own, Seen, Summaries, Twin, scope_now
 
 # %% ../../../nbs/88_jaxember/40_watching.ipynb #35a5ea6b
+def current_trace():
+    with take_current_trace() as t: return t
+
+@cache
+def trace_of_jax():
+    "The trace in which JAX computes at once. A new thread has no other"
+    with ThreadPoolExecutor(1) as one: return one.submit(current_trace).result()
+
 def devices_of(
     arrays # Arrays
 ) -> tuple: # Whether they are all on one device, and the mesh of those that are not
@@ -220,7 +229,7 @@ class Watching(Trace):
     ):
         super().__init__()
         self.spread,self.trouble = spread or Spread(),trouble
-        with jax.ensure_compile_time_eval(), take_current_trace() as jax_itself: self.below = jax_itself # what is there at the top
+        self.below = trace_of_jax()
         self.measure,self.every,self.say,self.found,self.lost = measure,every,say,[],set()
         self.ever.append(self)
 
