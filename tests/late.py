@@ -84,11 +84,11 @@ class Memory:
     "What was allocated: which operation wrote it last, and which have used it since. Given back when nobody has it any more"
     def __init__(self, stream):
         self.owner,self.written,self.used,self.told,self.ours = stream,(stream, stream.now),{},set(),by_us()
-        weakref.finalize(self, given_back, stream, self.used, self.told, self.ours)
+        weakref.finalize(self, given_back, machine(), stream, self.used, self.told, self.ours)
 
 
-def given_back(owner, used, told, ours):
-    if the.machine is None: return
+def given_back(of, owner, used, told, ours):
+    if the.machine is not of: return # the garbage of a test before
     for s,(n,by_us) in used.items():
         if not owner.sees(s, n) and s not in told: machine().fault('memory is given back while another stream uses it', ours or by_us)
 
@@ -115,6 +115,7 @@ class Machine:
     def __init__(self, devices=2):
         self.streams = {i: Stream(cuda(i)) for i in range(devices)} # the one that a device begins with
         self.chosen,self.faults,self.waits,self.launches,self.copies,self.pinned = [(cuda(), None)],[],[],0,0,set()
+        self.at_once = 0 # how many tensors were read by nothing but a launch
         self.failed = False # whether nothing comes from the device any more
         self.captures = False # whether a graph is being captured: what is launched is only noted down, and whoever waits breaks it
 
@@ -258,6 +259,8 @@ class Kernels:
         from torchember.measure.readers.triton import fills
         return fills(x)
 
+    def reading(self, n, dtype, device, wanted): return Reading(self, device, wanted)
+
     def read_one(self, x, wanted, out): self.read_list([x], wanted, out[None], [0])
 
     def read_list(self, xs, wanted, out, to):
@@ -265,6 +268,20 @@ class Kernels:
         self.lists.append(len(xs))
         machine().launched(out.device, [x.memory for x in xs], [out.memory])
         for x,i in zip(xs, to, strict=True): out.value[i, :] = read_device(x.value.reshape(-1), wanted)
+
+
+class Reading:
+    "How a tensor is read into its row at once, on the stream that is chosen"
+    def __init__(self, kernels, device, wanted): self.kernels,self.device,self.wanted = kernels,device,wanted
+
+    def stream(self):
+        chosen = machine().chosen[-1][0].index or 0
+        return id(machine().stream(self.device)) if chosen==self.device.index else None
+
+    def __call__(self, x, rows, i, stream):
+        if id(machine().stream(self.device))!=stream: machine().fault('rows are written on another stream than was said')
+        machine().at_once += 1
+        self.kernels.read_one(x, self.wanted, rows[i])
 
 
 def factory(make):

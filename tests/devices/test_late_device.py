@@ -2,6 +2,7 @@
 import copy
 import gc
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -433,6 +434,133 @@ def test_who_frees_parameters(monkeypatch):
 
 
 # ---- that the machine notices
+
+def rows_of(arena):
+    "Key, call, dtype and statistics, read in a thread, as the writer does: that one may wait"
+    with ThreadPoolExecutor(1) as pool: return [(r['key'], r['call'], r['dtype'], r['stats']) for r in pool.submit(arena.take().rows).result()]
+
+
+def both(gpu, xs, stats='basic', **about):
+    "Rows of tensors at taps of their own, of the CPU and of the device"
+    out = []
+    for to in (torch.clone, late):
+        arena = Arena()
+        taps = [arena.tap(i, stats) for i in range(len(xs))]
+        for _ in range(2):
+            for x,t in zip(xs, taps, strict=True): observe(to(x), t, **about)
+        out.append(rows_of(arena))
+    return out
+
+
+def test_a_tensor_is_read_by_one_launch(gpu):
+    "And nothing else is asked of the device, whatever is around it: autocast, no gradients. A default device is a mode, and goes the long way"
+    if not gpu_kernels(): pytest.skip('without kernels it takes several')
+    arena,x = Arena(),late(torch.randn(3, 5))
+    tap = arena.tap('a')
+    observe(x.clone(), tap)
+    ys = [x+i for i in range(4)]
+    before = gpu.launches,gpu.at_once
+    observe(ys[0], tap)
+    with torch.autocast('cuda', torch.bfloat16): observe(ys[1], tap)
+    with torch.no_grad(): observe(ys[2], tap, 7)
+    assert (gpu.launches-before[0], gpu.at_once-before[1])==(3, 3)
+    with torch.device('cpu'): observe(ys[3], tap)
+    assert gpu.at_once-before[1]==3
+    rows = rows_of(arena)
+    np.testing.assert_allclose([r[3]['mean'] for r in rows], [y.value.double().mean() for y in (x, *ys)], rtol=1e-6)
+    assert [r[1] for r in rows]==[0, 1, 2, 7, 4]
+    blame(gpu)
+
+
+def test_a_tensor_that_is_seen_again_is_not_read_again(gpu):
+    "As long as it is the same, in the same place, with the same version, multiplied by the same; and no longer"
+    arena,x = Arena(),late(torch.randn(6))
+    taps = [arena.tap(i) for i in range(8)]
+    reads = []
+    def seen(x, tap, **about):
+        before = gpu.launches
+        observe(x, tap, **about)
+        reads.append(gpu.launches>before)
+    seen(x, taps[0]); seen(x, taps[1]) # the second from the first
+    x.add_(1); seen(x, taps[2]) # another version
+    seen(x, taps[3], scale=2.) # multiplied: its row says by what
+    seen(x, taps[4])
+    arena.begin(1); seen(x, taps[5]); seen(x, taps[6]) # another pass
+    assert reads==[True, False, True, True, True, True, False] and arena.shared==2
+    means = [r[3]['mean'] for r in rows_of(arena)]
+    np.testing.assert_allclose(means, [m:=x.value.double().mean()-1]*2+[m+1, (m+1)/2]+[m+1]*3, rtol=1e-5)
+    seen(x, taps[7])
+    assert reads[-1] # what was taken is known to nobody
+    blame(gpu)
+
+
+@pytest.mark.parametrize('stats', ['basic', 'numerics'])
+def test_all_kinds_of_tensors(gpu, stats):
+    x = torch.randn(4, 6)
+    xs = [x, x.half(), x.bfloat16(), x.double(), (x*9).int(), x>0, (x*9).long(), torch.complex(x, -x), x.t(), x[:, ::2], x[:1].expand(3, 6), x[0, 0], x[:0], x]
+    cpu,there = both(gpu, xs, stats)
+    for a,b in zip(cpu, there, strict=True):
+        assert a[:3]==b[:3]
+        for k in a[3]: np.testing.assert_allclose(b[3][k], a[3][k], rtol=1e-4, atol=1e-6, err_msg=f'{a[0]} {k}')
+    blame(gpu)
+
+
+def test_rows_that_others_have_their_numbers_from(gpu):
+    "Are written anew: the others keep what they had"
+    arena,x,y = Arena(),late(torch.full((4,), 2.)),late(torch.full((4,), 5.))
+    a,b,c = (arena.tap(i) for i in 'abc')
+    for t in (a, b, c): observe(x, t)
+    arena.forget(a)
+    observe(y, a)
+    assert [(r[0], r[3]['mean']) for r in rows_of(arena)]==[('b', 2.), ('c', 2.), ('a', 5.)]
+    blame(gpu)
+
+
+def test_rows_are_shared_on_one_stream_only(gpu):
+    "What was read on one is not there yet on another"
+    arena,x,side = Arena(),late(torch.full((4,), 2.)),Stream(cuda())
+    taps = [arena.tap(i) for i in range(3)]
+    observe(x, taps[0])
+    side.wait_stream(gpu.stream())
+    with side: observe(x, taps[1]); observe(x, taps[2])
+    gpu.stream().wait_stream(side)
+    assert arena.shared==1 and [r[3]['mean'] for r in rows_of(arena)]==[2.]*3
+    blame(gpu)
+
+
+def test_a_row_that_could_not_be_written_is_none(gpu, monkeypatch):
+    arena,x = Arena(),late(torch.full((4,), 2.))
+    a,b = arena.tap('a'),arena.tap('b')
+    observe(x.clone(), a)
+    with monkeypatch.context() as m:
+        if gpu_kernels(): m.setattr(gpu.kernels, 'read_one', lambda *args: failing('no memory'))
+        else: m.setattr('torchember.measure.kernels.read_device', lambda *args: failing('no memory'))
+        with pytest.raises(RuntimeError, match='no memory'): observe(x, a)
+        with pytest.raises(RuntimeError, match='no memory'): observe(x, b)
+    observe(x+1, a)
+    observe(x, b) # was not read before
+    assert [(r[0], r[1], r[3]['mean']) for r in rows_of(arena)]==[('a', 0, 2.), ('a', 1, 3.), ('b', 0, 2.)]
+
+
+def test_parameters_wait_until_they_are_read_together(gpu):
+    "Also those of which all is known already; where somebody looks at each operation, too"
+    from torch.utils._python_dispatch import TorchDispatchMode
+    class Look(TorchDispatchMode):
+        def __torch_dispatch__(self, f, types, args=(), kwargs=None): return f(*args, **(kwargs or {}))
+    arena,ps = Arena(),[nn.Parameter(late(torch.full((4,), float(i)))) for i in range(3)]
+    taps = [arena.tap(i, once=True) for i in range(3)]
+    for n in range(3):
+        for p,t in zip(ps, taps, strict=True):
+            arena.forget(t)
+            if n==2:
+                with Look(): observe(p, t, later=True)
+            else: observe(p, t, later=True)
+        assert len(arena.pending)==(3 if gpu_kernels() else 0)
+        gpu.kernels.lists.clear()
+        assert [r[3]['mean'] for r in rows_of(arena)]==[0., 1., 2.]
+        assert gpu.kernels.lists==([3] if gpu_kernels() else [])
+    blame(gpu)
+
 
 def test_what_the_machine_sees(bare):
     a,b = bare.stream(cuda()),Stream(cuda())

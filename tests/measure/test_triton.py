@@ -32,19 +32,19 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from torchember.measure.readers import triton as gpu
 
-def text(f, cc, types, **const):
-    at = f.arg_names.index
-    pointers = {(at(k),): [['tt.divisibility', 16]] for k,t in types.items() if t.startswith('*')}
+sizes = dict(n='i32', between='i32', tensors='i32', step='i32', apart='i32', span='i32', per='i32')
+def text(cc, x, B, wanted):
+    f,types = gpu._kernel,dict(x='*'+x, out='*fp64', jobs='*i64', rows='*fp64' if x=='fp64' else '*fp32', part='*fp64', counters='*i32', bins='*fp64')|sizes
+    const,at = dict(wanted=wanted, B=B, W=16, T=gpu.tile, aligned=True),f.arg_names.index
+    pointers = {(at(k),): [['tt.divisibility', 16]] for k,t in types.items() if t.startswith('*') and k!='out'}
     source = ASTSource(f, dict.fromkeys(f.arg_names, 'constexpr')|types, {(at(k),): v for k,v in const.items()}, pointers)
-    return compile(source, target=GPUTarget('cuda', cc, 32), options=dict(num_warps=8, enable_fp_fusion=True)).asm['ptx']
+    return compile(source, target=GPUTarget('cuda', cc, 32), options=dict(num_warps=gpu.warps, enable_fp_fusion=True, maxnreg=128)).asm['ptx']
 
-for cc,x,B in ((80, 'fp32', 4096), (80, 'fp64', 2048), (90, 'bf16', 4096)): # each type and each GPU; what a compile tells is of the type
-    one = text(gpu._one, cc, dict(x='*'+x, n='i32', rows='*fp64', step='i32', out='*fp64', span='i32'), wanted=15, B=B, W=16)
-    assert '.ftz' not in one, 'subnormal numbers become zero'
-    assert ('ld.global.v2.b64' if x=='fp64' else 'ld.global.v4.b32') in one, 'a thread does not load 16 bytes at once'
-many = text(gpu._many, 90, dict(jobs='*i64', like='*fp32', rows='*fp64', step='i32', out='*fp64', between='i32'), wanted=0, B=4096, W=16, aligned=True)
-assert 'ld.global.v4.b32' in many and 'atom' not in many
-text(gpu._merge, 80, dict(rows='*fp64', step='i32', jobs='*i64', out='*fp64', between='i32', apart='i32'), T=gpu.tile)
+for cc,x,wanted in ((80, 'fp32', 15), (80, 'fp64', 15), (90, 'bf16', 0)): # each type and each GPU; what a compile tells is of the type
+    code = text(cc, x, 2048 if x=='fp64' else 4096, wanted)
+    assert '.ftz' not in code, 'subnormal numbers become zero'
+    assert ('ld.global.v2.b64' if x=='fp64' else 'ld.global.v4.b32') in code, 'a thread does not load 16 bytes at once'
+    assert code.count('atom.global.gpu.acq_rel')==2 and 'ld.volatile' in code, 'what other programs have written may not be seen'
 '''
 
 

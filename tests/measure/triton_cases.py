@@ -8,7 +8,7 @@ import torch
 from torchember.measure.readers import triton as gpu
 from torchember.measure.summary import groups, index, parts, read_array
 
-device = torch.device('cuda' if torch.cuda.is_available() and isinstance(gpu._one, gpu.triton.JITFunction) else 'cpu')
+device = torch.device('cuda' if torch.cuda.is_available() and not gpu.interpreted else 'cpu')
 pytestmark = pytest.mark.skipif(not gpu.available(device), reason='neither a GPU nor TRITON_INTERPRET=1')
 
 if device.type=='cpu':
@@ -162,19 +162,69 @@ def test_lists_of_few_and_of_odd_addresses():
     assert out[:, 272:].isnan().all()
 
 
-def test_rows_that_are_merged_more_than_once(monkeypatch):
-    "As it is with tensors of millions of elements"
-    monkeypatch.setattr(gpu, 'tile', 4)
-    monkeypatch.setattr(gpu, 'programs', 3)
-    gpu.merges.cache_clear(); gpu.plan.cache_clear()
+@pytest.fixture
+def small(monkeypatch):
+    "Set how much a program reads and merges: then a tensor is what only a huge one is"
+    def clear(): gpu.reading.cache_clear(); gpu.plan.cache_clear()
+    def cut(**sizes):
+        for k,v in sizes.items(): monkeypatch.setattr(gpu, k, v)
+        clear()
+    yield cut
+    clear()
+
+
+@pytest.mark.parametrize('tile,programs', [(4, 3), (32, 2048), (128, 2048)])
+def test_rows_that_are_merged_more_than_once(small, tile, programs):
+    "As it is with tensors of millions of elements. On a device a group of 32 rows is one of threads that go in step, and 128 are several of these"
+    small(tile=tile, programs=programs, blocks=dict.fromkeys(gpu.blocks, 4096 if tile==4 else 512 if device.type=='cpu' else 128))
     x,y = 3+torch.randn(100_003),torch.randn(30_000).cumsum(0)
     one(x)
     xs,out = [y.to(device), x[:5].to(device), x.to(device)],torch.stack([row(full)]*3)
+    for per in (1, 2):
+        v = row(full)
+        gpu.read_one(xs[2], full, v, per)
+        check(x, v)
     gpu.read_list(xs, full, out)
     for x,v in zip(xs, out, strict=True):
         check(x, v)
         np.testing.assert_array_equal(v[16:].cpu(), bins(x))
-    gpu.merges.cache_clear(); gpu.plan.cache_clear()
+
+
+def test_a_row_is_written_to_its_end():
+    "Whatever was there before; and nothing after it"
+    for wanted in (('basic',), full):
+        n = gpu.length(wanted)
+        out = torch.full((4, n+3), 7., dtype=torch.float64, device=device)
+        gpu.read_one(torch.randn(9000).to(device), wanted, out[1, :n])
+        gpu.read_list([torch.randn(5000).to(device)], wanted, out[:, :n], [2])
+        assert out[1:3, 15].isnan().all() and (out[:, n:]==7).all() and (out[[0, 3]]==7).all()
+        if n>16: assert (out[1:3, 16:n].sum(1).cpu()==torch.tensor([9000., 5000.])).all()
+
+
+def test_nothing_is_left_for_the_next_launch():
+    "Counters and bins are zero again; memory that was outgrown is kept, as somebody may be about to launch with it"
+    from torchember.measure.devices import stream_of
+    gpu.memories.clear()
+    for n in (100, 300_000, 20_000): one(torch.randn(n))
+    memory, = gpu.memories.values()
+    assert not memory.have['counters'].any() and not memory.have['bins'].any()
+    before = memory.turn,len(memory.outgrown)
+    for n in (100, 300_000): one(torch.randn(n))
+    assert (memory.turn, len(memory.outgrown))==before and before[1]>0
+    assert gpu.memory_of(device, gpu.chosen_stream(device)) is memory or stream_of(device)!=0
+
+
+def test_few_and_far_exponents():
+    "Most elements are counted in 31 bins below the largest; those that are far below, and what moves from block to block, all the same"
+    x = torch.randn(20_000)
+    for far in (2.**-20, 2.**-30, 2.**-31, 2.**-32, 2.**-40, 2.**-90):
+        y = x.clone()
+        y[::7] *= far
+        one(y, ('basic', 'exponents'))
+        one(torch.cat([x[:4096]*far, x[4096:8192], x[:5000]*far]), ('basic', 'exponents'))
+    one(torch.cat([torch.zeros(5000), x[:9000]*1e-38, torch.tensor([math.inf, math.nan])]), ('basic', 'exponents'))
+    one(torch.full((9000,), 2.**-126), ('basic', 'exponents'))
+    one(torch.full((9000,), 2.**-149), ('basic', 'exponents'))
 
 
 def test_what_cannot_be_read_is_named():

@@ -12,6 +12,9 @@ from functools import cache
 import numpy as np
 import torch
 
+from ..capture.private_torch import count_dispatch_modes, count_function_modes, inside_transform
+from ..capture.private_torch import without_dispatch_modes, without_function_modes, without_transforms
+
 # %% ../../nbs/20_measure/01_devices.ipynb #a3f8f963
 @cache
 def has_float64(
@@ -80,6 +83,20 @@ def being_captured(kind):
     captures = capture_of(kind)
     return captures is not None and captures()
 
+# %% ../../nbs/20_measure/01_devices.ipynb #48afe234
+def disturbs(
+    kind:str # Type of the device, 'cpu'
+) -> bool:
+    "Whether anything of the user's would change what an operation does"
+    return torch.is_autocast_enabled(kind) or count_dispatch_modes()>0 or count_function_modes()>0 or inside_transform() is not None
+
+@contextmanager
+def undisturbed(
+    kind:str # Type of the device, 'cpu'
+):
+    "Inside, operations do just what they say"
+    with torch.autocast(kind, enabled=False), without_dispatch_modes(), without_function_modes(), without_transforms(): yield
+
 # %% ../../nbs/20_measure/01_devices.ipynb #cbd9f26d
 unknown_to_numpy = torch.bfloat16,*(d for n,d in vars(torch).items() if n.startswith('float8'))
 
@@ -91,12 +108,18 @@ def arrived(host):
 
 class Pending:
     "Numbers on their way from a device. When it has failed, those that came before can be had"
-    def __init__(self, host, done): self.host,self.done,self.shape = host,done,host.shape
+    def __init__(self, host, done, which=None): # which: rows of the copy, one for each row of the result
+        self.host,self.done,self.which = host,done,which
+        self.shape = host.shape if which is None else (len(which), *host.shape[1:])
+
+    def spread(self, which): return Pending(self.host, self.done, which)
+
     def __array__(self, dtype=None, copy=None):
         try: self.done.synchronize()
         except RuntimeError:
             if not arrived(self.host): raise
-        return (self.host.double() if self.host.dtype in unknown_to_numpy else self.host).numpy()
+        out = (self.host.double() if self.host.dtype in unknown_to_numpy else self.host).numpy()
+        return out if self.which is None else out[self.which]
 
 def sent(x):
     "A copy on its way"

@@ -88,14 +88,29 @@ def expressions_on_cpu(v, x, wanted):
     for p in todo: v[index[p]] = sum(got[p])*times if sums[p].merge=='sum' else getattr(np, sums[p].merge)(got[p])
 
 # %% ../../nbs/20_measure/08_kernels.ipynb #394535ee
-def read_elsewhere(x, zeros, wanted):
+def read_elsewhere(x, zeros, wanted, out=None): # out: the row to write, if there is one already
     x,times = flat(x)
     if zeros or times>1: x = torch.cat([x.expand(times, -1).reshape(-1), x.new_zeros(zeros)])
+    if x.dtype not in formats and type(x) in ordinary and gpu_kernels(x.device) is not None: x = as_float(x)
     gpu = kernels_for(x, wanted)
     if gpu is None: return by_operations(x, wanted)
-    v = torch.full((length(wanted),), math.nan, dtype=torch.float64, device=x.device)
+    v = torch.empty(length(wanted), dtype=torch.float64, device=x.device) if out is None else out
     gpu.read_one(x, wanted, v)
     return v
+
+def as_float(x):
+    "`x` in a format that loops and kernels read, and that holds all its values; of complex numbers, how large they are"
+    return x.to(torch.complex128).abs() if x.is_complex() else x.to(torch.float32 if x.dtype in narrow else torch.float64)
+
+def read_into(
+    x:torch.Tensor, # Any tensor that is not on the CPU
+    wanted:tuple, # Groups of parts to measure
+    row:torch.Tensor # Summary to write, on the same device
+):
+    "`read` into a row"
+    x,zeros = dense(x.detach())
+    v = read_elsewhere(x, zeros, wanted, row)
+    if v is not row: row.copy_(v)
 
 @cache
 def gpu_kernels(device):

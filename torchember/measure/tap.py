@@ -7,7 +7,6 @@ __all__ = ['Arena', 'observe', 'OnMeta', 'InGraph', 'columns_of']
 
 # %% ../../nbs/20_measure/50_tap.ipynb #e0947a4a
 import itertools, math, threading, weakref
-from contextlib import contextmanager
 from functools import cache
 
 import numpy as np
@@ -16,11 +15,10 @@ import torch
 from .columns import as_columns, as_dicts, stat_names
 from .head import CALL, CALLS, DIMS, DTYPE, EVENT, HEADS, LAID, LIKE, MICRO, NEXT, ROWS, SHAPE, TAP
 from .head import address_of, head_width, short, tap_width
-from .devices import Pending, after, being_captured, current_stream, on, stream_of, to_device, to_host, widest
+from .devices import Pending, after, being_captured, current_stream, disturbs, on, stream_of, to_device, to_host, undisturbed, widest
 from .elements import Unmeasurable, formats, layout, ordinary
-from .kernels import for_list, putter, read
+from .kernels import for_list, putter, read, read_into
 from ..capture.private_torch import count_dispatch_modes, count_function_modes, frees_parameters, inside_transform, is_wrapped, unwrap
-from ..capture.private_torch import without_dispatch_modes, without_function_modes, without_transforms
 from .summary import bins, derive, finite, groups_for, index, length, merge, not_in_loops, no_elements, parts_in, sums, width
 
 # %% ../../nbs/20_measure/50_tap.ipynb #367aea3a
@@ -41,11 +39,23 @@ class Block:
         self.out = self.rows.numpy() if device.type=='cpu' else None # where the host can write
         self.head = np.zeros((n, head_width), dtype=np.int64) if lasting is None else lasting[1]
         self.at = None if self.out is None else (address_of(self.out), address_of(self.head))
+        self.source = None if self.out is not None else np.arange(n) # on a device: the row that has a row's numbers, if they were known from another tap
 
     def addresses(self, first):
         "Where the row `first` and its head lie"
         rows,heads = self.at
         return rows+8*self.length*first, heads+8*head_width*first
+
+    def part_with(self, first, n):
+        "`n` rows are about to be written anew: what other rows have from them, these get"
+        if self.source is None: return
+        whose = self.source
+        others = np.flatnonzero((whose>=first) & (whose<first+n) & (self.head[:, EVENT]!=0))
+        others = others[(others<first) | (others>=first+n)]
+        if not len(others): return
+        with on(self.device), undisturbed(self.device.type), after(self.stream, self.device):
+            self.rows.data[to_device(others, self.device)] = self.rows.data[to_device(whose[others], self.device)]
+        whose[others] = others
 
     def cut(self, n):
         "Where the next `n` rows begin"
@@ -56,20 +66,6 @@ class Block:
         "`n` rows: tensor view, head view, and numpy view where the host can write"
         s = slice(first, first+n)
         return self.rows[s], self.head[s], None if self.out is None else self.out[s]
-
-# %% ../../nbs/20_measure/50_tap.ipynb #48afe234
-def disturbs(
-    kind:str # Type of the device, 'cpu'
-) -> bool:
-    "Whether anything of the user's would change what an operation does"
-    return torch.is_autocast_enabled(kind) or count_dispatch_modes()>0 or count_function_modes()>0 or inside_transform() is not None
-
-@contextmanager
-def undisturbed(
-    kind:str # Type of the device, 'cpu'
-):
-    "Inside, operations do just what they say"
-    with torch.autocast(kind, enabled=False), without_dispatch_modes(), without_function_modes(), without_transforms(): yield
 
 # %% ../../nbs/20_measure/50_tap.ipynb #0f0b91d7
 class Tap:
@@ -87,6 +83,7 @@ class Tap:
         self.here,self.elsewhere = None,{} # device and stream; another one -> block, first row, how many, which is next, in which turn of the arena
         self.address,self.turn = address_of(where),0 # a turn ends when what the rows hold is dropped
         self.put = self.dtype = self.shape = self.stride = self.count = None # what `fit` found out about its tensors
+        self.there = None # and `fit_there` about those on a device: a `There`
         where[LIKE+TAP] = number
 
 # %% ../../nbs/20_measure/50_tap.ipynb #0f0ba1d5
@@ -198,10 +195,12 @@ class Arena(Laid):
     def forget(self, tap):
         "Drop what `tap` holds: it is about to be observed anew"
         for block,first,size,*_ in ((tap.block, tap.first, tap.size), *tap.elsewhere.values()):
+            if block is None: continue
             for i in range(size if self.pending else 0): self.pending.pop((block, first+i), None)
-            if block is not None: block.head[first:first+size, EVENT] = 0
-        tap.elsewhere = {here: (*where[:3], 0, 0) for here,where in tap.elsewhere.items()}
-        tap.next[[NEXT, CALLS]] = 0
+            block.head[first:first+size, EVENT] = 0
+            if not tap.once: block.part_with(first, size)
+        if tap.elsewhere: tap.elsewhere = {here: (*where[:3], 0, 0) for here,where in tap.elsewhere.items()}
+        tap.next[NEXT] = tap.next[CALLS] = 0
         tap.turn += 1
 
     def take_back(self, micro, earlier):
@@ -262,18 +261,17 @@ def of_pass(heads, micro, once):
 
 def read_together(rows, wanted, scale, xs, to):
     "Read the tensors `xs` into rows, in one launch"
-    at = to_device(to, rows.device)
-    rows[at] = torch.nan
     for_list(xs[0], wanted).read_list(xs, wanted, rows, to)
-    if scale is not None: rows[at, SCALE] = torch.as_tensor(scale, dtype=rows.dtype, device=rows.device)
+    if scale is not None: rows[to_device(to, rows.device), SCALE] = torch.as_tensor(scale, dtype=rows.dtype, device=rows.device)
 
 def rows_to_host(block, used):
     "A copy of the rows `used`; from another device it is under way and not waited for"
     if block.out is not None: return block.out[used]
+    need,which = np.unique(block.source[used], return_inverse=True)
     with on(block.device), undisturbed(block.device.type), after(block.stream, block.device):
-        one_run = used[-1]-used[0]+1==len(used)
-        rows = to_host(block.rows.data[used[0]:used[-1]+1] if one_run else block.rows.data[to_device(used, block.device)])
-    return rows if isinstance(rows, Pending) else rows.double().numpy()
+        one_run = need[-1]-need[0]+1==len(need)
+        rows = to_host(block.rows.data[need[0]:need[-1]+1] if one_run else block.rows.data[to_device(need, block.device)])
+    return rows.spread(which) if isinstance(rows, Pending) else rows.double().numpy()[which]
 
 # %% ../../nbs/20_measure/50_tap.ipynb #a7869dc2
 def observe(
@@ -295,8 +293,11 @@ def observe(
     if scale is None and type(x) in ordinary and not count_function_modes() and inside_transform() is None:
         try:
             with tap.arena.lock:
-                like = x.dtype is tap.dtype and x.shape==tap.shape and (x.is_contiguous() or x.stride()==tap.stride)
-                if x.is_cpu and (like or fit(tap, x)) and tap.put is not None and not x.is_neg(): return at_once(x, tap, call)
+                if x.is_cpu:
+                    like = x.dtype is tap.dtype and x.shape==tap.shape and (x.is_contiguous() or x.stride()==tap.stride)
+                    if (like or fit(tap, x)) and tap.put is not None and not x.is_neg(): return at_once(x, tap, call)
+                elif (is_like(x, tap.there) or fit_there(tap, x)) and tap.there.reading is not None and not x.is_neg():
+                    if at_once_there(x, tap, call, later): return
         except RuntimeError: pass # what has no address, say
     observe_any(x, tap, call, scale, later)
 
@@ -331,8 +332,8 @@ def at_once(x, tap, call):
     if counted:
         version,known = x._version,a.seen.get(id(x))
         if known is not None: # whose it is, its version and where it lay; which groups were measured; the row that has them, of which tap, in which turn
-            same,was,place,groups,row,by,turn,_ = known
-            if row and same() is x and was==version and place==at and tap.groups<=groups and by.turn==turn:
+            same,was,place,groups,row,by,turn,block = known
+            if row and block is None and same() is x and was==version and place==at and tap.groups<=groups and by.turn==turn:
                 a.shared += 1
                 source,n = row,-1
     call = -1 if call is None else call
@@ -355,16 +356,15 @@ def observe_any(x, tap, call, scale, later):
 def note(x, tap, call=None, scale=None, later=False):
     "`observe`, with nothing of the user's around it"
     y,scale = before_counting(x, tap.wanted, scale)
-    waits = later and y is x and not frees_parameters() and for_list(y, tap.wanted) # copies of all gradients are not kept until they are read
-    v = None if waits else measured(y, tap)
+    listed = for_list(y, tap.wanted)
+    waits = later and y is x and not frees_parameters() and listed # copies of all gradients are not kept until they are read
+    v = measured(y, tap) if y.is_cpu and not waits else None
     a = tap.arena
     with a.lock:
         i = int(tap.next[NEXT])
         if i>=tap.size or tap.here!=(x.device, stream_of(x.device)): a.more(tap, x.device); i = int(tap.next[NEXT])
-        if v is None: a.pending[tap.block, tap.first+i] = y.detach(),tap.wanted,scale
-        elif tap.out is None:
-            tap.rows.data[i].copy_(v)
-            if scale is not None: tap.rows.data[i, SCALE] = scale
+        if waits: wait(a, tap.block, tap.first+i, (y.detach(), tap.wanted, scale))
+        elif v is None: read_there(y, tap, tap.first+i, scale)
         else:
             tap.out[i] = v
             if scale is not None: tap.out[i, SCALE] = scale
@@ -394,13 +394,13 @@ def write_about(x, head):
     if dims: head[SHAPE:SHAPE+dims] = shape if dims<=head_width-SHAPE else (*shape[:head_width-SHAPE-1], -1)
 
 def measured(x, tap):
-    "The summary vector of `x`: read now, or known from another tap"
+    "The summary vector of a tensor on the CPU: read now, or known from another tap"
     a,counted = tap.arena,not x.is_inference() # an inference tensor has no version
     version = x._version if counted else 0
-    known,here = a.seen.get(id(x)) if counted else None,where(x)
+    known,here = a.seen.get(id(x)) if counted else None,address(x)
     if known is not None: # the first four as in `at_once`; no row but the vector
         same,was,place,groups,*_,vector = known
-        if vector is not None and same() is x and was==version and place==here and tap.groups<=groups:
+        if isinstance(vector, np.ndarray) and same() is x and was==version and place==here and tap.groups<=groups:
             a.shared += 1
             return vector[:tap.length]
     v = read(x, tap.wanted)
@@ -412,14 +412,89 @@ def address(x):
     try: return x.data_ptr() if x.layout is torch.strided else None
     except RuntimeError: return None
 
-def where(x):
-    "Where a tensor lies, and on which stream it was read: what was read on one is not there yet on another"
-    return (address(x), stream_of(x.device)) if not x.is_cpu else address(x)
-
 def unwrapped(x):
     "The tensor inside vmap, grad and the like: with all the samples that it stands for"
     while is_wrapped(x): x = unwrap(x)
     return x
+
+# %% ../../nbs/20_measure/50_tap.ipynb #5ea70002
+class There:
+    "What is known of the tensors of a tap on a device"
+    def __init__(self, x, number, reading):
+        self.dtype,self.shape,self.stride,self.device,self.count = x.dtype,x.shape,x.stride(),x.device,x.numel()
+        self.reading = reading # how they are read, None where that cannot be at once
+        self.head = np.zeros(head_width, np.int64) # of each row, but for its call, pass and event
+        self.head[TAP] = number
+        write_about(x, self.head)
+        self.block = self.stream = None # where rows were laid out, and for which stream, as the driver has it
+
+def is_like(x, there):
+    "Whether what is known is known of such tensors as `x`"
+    return there is not None and x.dtype is there.dtype and x.shape==there.shape and x.device==there.device and (x.is_contiguous() or x.stride()==there.stride)
+
+def fit_there(tap, x):
+    "`fit` for a tensor that is not on the CPU"
+    gpu = None if not_in_loops(tap.wanted) else for_list(x, tap.wanted)
+    tap.there = There(x, tap.number, gpu and gpu.reading(x.numel(), x.dtype, x.device, tap.wanted))
+    return tap.there
+
+def at_once_there(x, tap, call, later):
+    "Write the row of a tensor on a device: by one launch, or by none where it is known or waits. Whether that could be"
+    a,t,following = tap.arena,tap.there,tap.next
+    stream = t.reading.stream()
+    if stream is None or being_captured(t.device.type) or (t.count and not x.data_ptr()): return False
+    if t.block is None or t.block is not tap.block or t.stream!=stream:
+        if tap.here!=(t.device, stream_of(t.device)): a.more(tap, t.device)
+        t.block,t.stream = tap.block,stream
+    i = int(following[NEXT])
+    if i>=tap.size:
+        a.more(tap, t.device)
+        t.block,i = tap.block,int(following[NEXT])
+    b,row,known = t.block,tap.first+i,None
+    if later and not frees_parameters():
+        if count_dispatch_modes(): return False # one would see this
+        a.pending[b, row] = x.detach(),tap.wanted,None
+    else:
+        known = known_row(x, tap, None)
+        if known is None:
+            t.reading(x, b.rows, row, stream)
+            keep_in_mind(x, tap, row, None)
+    b.source[row] = row if known is None else known
+    h = tap.head[i]
+    h[:] = t.head
+    h[CALL],h[MICRO],h[EVENT] = following[CALLS] if call is None else call,a.micro,next(a.clock)
+    following[NEXT] = i+1
+    following[CALLS] += 1
+    a.filled += tap.share
+    return True
+
+def known_row(x, tap, scale):
+    "The row that has the numbers of a tensor already, which was multiplied by the same; None where none has"
+    known = None if x.is_inference() else tap.arena.seen.get(id(x)) # an inference tensor has no version
+    if known is None: return None
+    same,was,place,groups,row,by,turn,where = known # as in `at_once`, but the number of the row, and of which block and scale it is
+    if type(where) is not tuple or where[0] is not tap.block or where[1] is not scale: return None
+    if same() is not x or was!=x._version or place!=address(x) or not tap.groups<=groups or by.turn!=turn: return None
+    tap.arena.shared += 1
+    return row
+
+def keep_in_mind(x, tap, row, scale):
+    "That a row has the numbers of a tensor, and will have them until it is taken"
+    if not x.is_inference() and not tap.once: tap.arena.seen[id(x)] = weakref.ref(x),x._version,address(x),tap.groups,row,tap,tap.turn,(tap.block, scale)
+
+def read_there(x, tap, row, scale):
+    "Read a tensor that is not on the CPU into a row, or find that another one has its numbers"
+    b,known = tap.block,known_row(x, tap, scale)
+    if known is None:
+        read_into(x, tap.wanted, b.rows.data[row])
+        if scale is not None: b.rows.data[row, SCALE] = scale
+        keep_in_mind(x, tap, row, scale)
+    b.source[row] = row if known is None else known
+
+def wait(arena, block, row, tensor):
+    "A tensor will be read into a row by `Arena.read_pending`"
+    arena.pending[block, row] = tensor
+    if block.source is not None: block.source[row] = row
 
 # %% ../../nbs/20_measure/50_tap.ipynb #15c4ed1e
 class Snapshot:
