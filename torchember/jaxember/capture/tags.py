@@ -115,9 +115,8 @@ def retagged(
     f # Function: `Tag` -> `Tag`
 ):
     "The same with other tags"
-    if isinstance(x, ClosedJaxpr): return x.replace(jaxpr=retagged(x.jaxpr, f))
     if isinstance(x, list|tuple) and any(isinstance(v, ClosedJaxpr|Jaxpr) for v in x): return type(x)(retagged(v, f) for v in x)
-    if not isinstance(x, Jaxpr): return x
+    if not isinstance(x, Jaxpr): return x.replace(jaxpr=retagged(x.jaxpr, f)) if isinstance(x, ClosedJaxpr) else x # some versions of jax have one class for both
     def one(e):
         if e.primitive is slope_p: return e.replace(params={'tag': f(e.params['tag'])})
         if e.primitive is not tap_p and not any(has_tags(j) for j in jaxprs_in_params(e.params)): return e

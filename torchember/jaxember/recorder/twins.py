@@ -248,8 +248,28 @@ def through_scan(self, e, vals):
     n = len(e.outvars)
     k = self.kept(e.params, twin.out_avals[n:])
     loop = Loop(next(loops), k, k>1 or trains(e.params['jaxpr'].jaxpr))
-    out = e.primitive.bind(*vals, **{**e.params, 'jaxpr': twin}) if loop.every==1 else self.thinned(e.params, vals, twin, loop.every)
+    out = e.primitive.bind(*vals, **scan_with_more(e.params, twin)) if loop.every==1 else self.thinned(e.params, vals, twin, loop.every)
     return out[:n], out[n:], [s.under(loop) for s in notes]
+
+def sizes(params):
+    "How many constants a `scan` has, and how many values it carries along"
+    if 'num_carry' in params: return params['num_consts'], params['num_carry']
+    return tuple(map(len, params['ft_in'].unpack()[:2])) # newer versions of jax have their trees instead
+
+def scan_with_more(params, twin):
+    "Parameters of a `scan` with the outputs of its twin"
+    n = sizes(params)[1]
+    return {**params, 'jaxpr': twin, **form_of_outputs(n, len(twin.out_avals)-n)}
+
+@cache
+def form_of_outputs(
+    carried, # How many values a `scan` carries along
+    stacked # How many outputs it has beside these
+) -> dict: # Parameters of a `scan`; none where its body says it all
+    "How jax says what of the outputs of a body is carried along. The body here is made so that jax takes none out of the loop"
+    def body(carry, x): return [c+1 for c in carry], [x+i for i in range(stacked)]
+    e, = jax.make_jaxpr(lambda carry, xs: lax.scan(body, carry, xs))([0]*carried, np.arange(2)).eqns
+    return {k: v for k,v in e.params.items() if k=='ft_out'}
 
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #288db5ce
 most = 1<<26 # bytes that a loop may keep
@@ -268,7 +288,7 @@ def written(size): return f'{size/1e9:.2g} GB' if size>=1e9 else f'{size/1e6:.3g
 
 def thinned(self, params, vals, twin, k):
     "A `scan` whose pieces are of every k-th iteration, in what it carries along: in all others its body runs as it is"
-    c,n,length,closed = params['num_consts'],params['num_carry'],params['length'],params['jaxpr']
+    (c,n),length,closed = sizes(params),params['length'],params['jaxpr']
     plain = retagged(closed, lambda tag: tag._replace(again=True))
     pieces,size = twin.out_avals[len(closed.out_avals):],-(-length//k)
     def body(carry, x):
@@ -359,8 +379,9 @@ def through_own_derivative(self, e, vals):
 
 Evaluation.empty,Evaluation.kept,Evaluation.thinned = empty,kept,thinned
 handlers = {'jit': through_jit, 'pjit': through_jit, 'remat2': through_checkpoint, 'checkpoint': through_checkpoint, 'scan': through_scan, 'cond': through_cond,
-    'while': through_while, 'shard_map': through_shard_map, 'closed_call': through_own_derivative, 'core_closed_call': through_own_derivative,
-    'custom_jvp_call': through_own_derivative, 'custom_vjp_call': through_own_derivative, 'custom_vjp_call_jaxpr': through_own_derivative}
+    'while': through_while, 'shard_map': through_shard_map, 'core_closed_call': through_own_derivative, 'custom_jvp_call': through_own_derivative,
+    'custom_vjp_call': through_own_derivative, 'custom_vjp_call_jaxpr': through_own_derivative,
+    **{p.name: through_own_derivative for p in (primitives.call_p, primitives.closed_call_p)}} # what these are called differs between versions of jax
 
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #f44d80dd
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Trace, eval_jaxpr
-from jax.extend.core import jaxprs_in_params, primitives, set_current_trace, take_current_trace
+from jax.extend.core import jaxpr_as_fun, jaxprs_in_params, primitives, set_current_trace, take_current_trace
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 
 from ..capture.tags import Tag, has_tags, loops_that_train, slope_p, tap_p
@@ -254,6 +254,8 @@ class Watching(Trace):
         if not inside: return self.below.process_primitive(primitive, args, params)
         if primitive is primitives.remat_p:
             with set_current_trace(self): return eval_jaxpr(params['jaxpr'], (), *args)
+        if primitive is primitives.closed_call_p: # in some versions of jax an operation as others, in others `process_call`
+            with set_current_trace(self): return jaxpr_as_fun(params['call_jaxpr'])(*args)
         return self.compiled(inside[0], lambda *xs: primitive.bind(*xs, **primitive.get_bind_params(params)), args, primitive.multiple_results)
 
     def stage_value(self, x): return self.below.stage_value(x)
