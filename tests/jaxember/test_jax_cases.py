@@ -439,6 +439,17 @@ def test_a_training_in_a_loop(every, gradients, tmp_path):
         assert told=={(n*per+j, i) for n,i in enumerate(range(0, 7, every)) for j in range(per)}
 
 
+def test_a_program_of_which_nothing_can_be_recorded(tmp_path):
+    "What else there is of the step is recorded: before it, after it and in the same program"
+    below = lambda x: lax.while_loop(lambda c: probe('condition', c).sum()<9, lambda c: c+1, x)
+    alone,both,other = jax.jit(below),jax.jit(lambda x: probe('both', below(x))),jax.jit(lambda x: probe('other', x*2))
+    with pytest.warns(EmberWarning, match='the condition of a while loop cannot be taken out'), track(home=tmp_path) as tracker:
+        for i in range(2):
+            tracker.intercept(lambda x: other(both(alone(other(x)))), jnp.ones(3)*i)
+            tracker.step()
+    for i in range(2): assert means(table(tracker), i)=={('', 'other', 0, 0): 2*i, ('', 'both', 0, 0): 3, ('', 'other', 1, 0): 6}
+
+
 def test_a_long_loop_is_bounded(monkeypatch, tmp_path):
     "What it would take is said before it runs, and it keeps less"
     from torchember.jaxember.recorder import twins

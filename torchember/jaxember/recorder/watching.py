@@ -307,7 +307,7 @@ class Watching(Trace):
         for text in twin.told: self.say(text)
         self.lost |= twin.lost
         out,found = twin(*args, trace=self.below, start=scope_now())
-        self.found.append(found)
+        if found.notes: self.found.append(found) # a program all of whose tags are lost has nothing
         return out
 
     def why_not(self, args, mesh):
