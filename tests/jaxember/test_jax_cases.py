@@ -286,6 +286,45 @@ def test_a_shared_helper(compiled, tmp_path):
         assert {k: v for k,v in means(rows, step, ttype='output_grad').items() if k[1]!='output_0'}==grads
 
 
+class Shared(nn.Module):
+    @nn.compact
+    def __call__(self, c, x, s):
+        t = nn.Dense(2, name='t', use_bias=False)(s) # the same in each iteration
+        return nn.Dense(2, name='d', use_bias=False)(c)+probe('tx', t*x), t
+
+@pytest.mark.parametrize('checked', [True, False])
+@pytest.mark.parametrize('compiled', [False, True])
+def test_what_a_loop_gives_that_is_no_part_of_it(compiled, checked, tmp_path):
+    "flax traces a body ahead of its loop, for what does not depend on that: its gradient is recorded, and everything else once"
+    class Loop(nn.Module):
+        @nn.compact
+        def __call__(self, x, s):
+            out = nn.broadcast if checked else 0
+            L = nn.scan(Shared, variable_broadcast='params', split_rngs={'params': False}, in_axes=(0, nn.broadcast), out_axes=out, length=3,
+                check_constancy_invariants=checked)
+            c,t = L(name='b')(x, jnp.arange(3.), s)
+            return c.sum()+10*(t if checked else t[0]).sum()
+    x,s,eye = jnp.array([.5, -1.]),jnp.array([1., 2.]),jnp.array([[0., 1.], [1., 1.]])
+    p = {'params': {'b': {n: {'kernel': eye} for n in 'td'}}}
+    f = jax.grad(lambda p: Loop().apply(p, x, s))
+    with track(track_gradients=True, home=tmp_path) as tracker:
+        for _ in range(2): tracker.step(gradients=tracker.intercept(jax.jit(f) if compiled else f, p))
+    t,carry,g = s@eye,[x],[jnp.ones(2)]
+    for k in range(3): carry.append(carry[-1]@eye+t*k)
+    for _ in range(2): g.insert(0, g[0]@eye.T)
+    for _,df in tracker.t.df.groupby('step'):
+        df = df.set_index(['ttype', 'path', 'tname']).sort_values('call')['mean']
+        def seen(*key, means=df): return means.loc[[key if len(key)==3 else (*key, 'output_0')]].tolist()
+        assert seen('output', 'b')==[near(float(c.mean())) for c in carry[1:]]
+        assert seen('output', 'b.d')==[near(float((c@eye).mean())) for c in carry[:3]]
+        assert {*seen('output', 'b.t')}=={float(t.mean())}
+        assert seen('probe', 'b', 'tx')==[near(float((t*k).mean())) for k in range(3)]
+        assert seen('output_grad', 'b')==seen('output_grad', 'b.d')==seen('output_grad', 'b', 'tx')==[near(float(v.mean())) for v in g]
+        of_t = 10+sum(k*v for k,v in enumerate(g)) # of all that it is used for, in the loop and after
+        assert sum(seen('output_grad', 'b.t'))==near(float(of_t.mean()))
+        assert seen('weight_grad', 'b.t', 'grad_0')==[near(float(jnp.outer(s, of_t).mean()))]
+
+
 def test_a_helper_that_was_traced_before(tmp_path):
     "For another model, in another run"
     class Fresh(nn.Module):

@@ -89,7 +89,7 @@ def scope_from(s, to):
 # %% ../../../nbs/88_jaxember/05_modules.ipynb #436918a2
 class Running(threading.local):
     "What this thread has hooked, and which of its modules are running"
-    def __init__(self): self.taps,self.stack,self.trees,self.around = [],[],[],[] # trees: nnx models whose modules are marked
+    def __init__(self): self.taps,self.stack,self.trees,self.around,self.ahead = [],[],[],[],[] # trees: nnx models whose modules are marked
 
 running = Running()
 
@@ -187,6 +187,21 @@ def intercept(fun, args, kwargs, context):
         try: out = fun(*args, **kwargs)
         finally: del stack[n:]
         return handed(taps, where, label, out)
+
+# %% ../../../nbs/88_jaxember/05_modules.ipynb #f1080e1e
+def traced_ahead(
+    scan # That of flax, which is given a body and gives a function
+):
+    "The same, that traces a body ahead of the loop in the context of who has hooked"
+    @wraps(scan)
+    def wrapper(fn, *args, check_constancy_invariants=True, **kwargs):
+        def looped(*values):
+            first = iter([True]*check_constancy_invariants) # without that there is only the loop
+            def body(*values):
+                with running.ahead[-1]() if next(first, False) and running.ahead else nullcontext(): return fn(*values)
+            return scan(body, *args, check_constancy_invariants=check_constancy_invariants, **kwargs)(*values)
+        return looped
+    return wrapper
 
 # %% ../../../nbs/88_jaxember/05_modules.ipynb #ded17eb4
 mark_key = '_torchember_mark'
@@ -338,7 +353,7 @@ def lineage(base):
 
 # %% ../../../nbs/88_jaxember/05_modules.ipynb #0ffa0098
 class MethodPatches:
-    "Wrapped methods on the classes of nnx modules, while somebody has hooked them"
+    "Wrapped methods on the classes of nnx modules, and flax's `scan`, while somebody has hooked them"
     def __init__(self): self.users,self.done,self.cache,self.undo = 0,[],{},None
 
     def put(self, cls):
@@ -348,28 +363,35 @@ class MethodPatches:
         if size!=len(has) or any(has[k] is not m for k,(m,_) in known.items()):
             known = {k: known[k] if k in known and known[k][0] is m else (m, wrapped(m, k)) for k,m in methods(cls).items()}
             self.cache[cls] = len(has),known
-        for name,(m,new) in known.items():
-            setattr(cls, name, new)
-            self.done.append((cls, name, m, new))
+        for name,(m,new) in known.items(): self.replace(cls, name, m, new)
+
+    def replace(self, where, name, old, new):
+        setattr(where, name, new)
+        self.done.append((where, name, old, new))
 
     def start(self):
         "One more thread has hooked something"
         with lock:
             self.users += 1
             if self.users>1: return
-            base = sys.modules['flax.nnx'].Module
-            for c in lineage(base): self.put(c)
-            earlier = vars(base).get('__init_subclass__')
+            loops,nnx = sys.modules.get('flax.core.axes_scan'),sys.modules.get('flax.nnx')
+            if loops is not None: self.replace(loops, 'scan', loops.scan, traced_ahead(loops.scan))
+            self.undo = self.follow(nnx.Module) if nnx is not None else lambda: None
 
-            def init_subclass(cls, **kwargs):
-                if earlier is None: super(base, cls).__init_subclass__(**kwargs)
-                else: earlier.__get__(None, cls)(**kwargs)
-                self.put(cls)
-            base.__init_subclass__ = classmethod(init_subclass)
-            def undo():
-                if earlier is None: del base.__init_subclass__
-                else: base.__init_subclass__ = earlier
-            self.undo = undo
+    def follow(self, base):
+        "Wrap the methods of all classes of modules, and of those to come; what ends that"
+        for c in lineage(base): self.put(c)
+        earlier = vars(base).get('__init_subclass__')
+
+        def init_subclass(cls, **kwargs):
+            if earlier is None: super(base, cls).__init_subclass__(**kwargs)
+            else: earlier.__get__(None, cls)(**kwargs)
+            self.put(cls)
+        base.__init_subclass__ = classmethod(init_subclass)
+        def undo():
+            if earlier is None: del base.__init_subclass__
+            else: base.__init_subclass__ = earlier
+        return undo
 
     def stop(self):
         "One less: with the last all classes are as they were, but for what others have put there meanwhile"
@@ -387,22 +409,23 @@ patches = MethodPatches()
 @contextmanager
 def hooked(
     tap, # Takes (where, label, output) of each call, gives what is passed on; label: 'output', or the name of a method other than `__call__`
-    around=lambda scope: nullcontext() # Function: `Scope` of a module -> context in which it runs
+    around=lambda scope: nullcontext(), # Function: `Scope` of a module -> context in which it runs
+    ahead=nullcontext # Function that gives a context: in it `nn.scan` traces a body ahead of the loop
 ):
     """Hand every output of every flax module that this thread runs to `tap`. Nothing of a linen module's `init`
 
     Args:
         tap: Takes (where, label, output) of each call, gives what is passed on; label: 'output', or the name of a method other than `__call__`
         around: Function: `Scope` of a module -> context in which it runs
+        ahead: Function that gives a context: in it `nn.scan` traces a body ahead of the loop
     """
-    linen,nnx,first = sys.modules.get('flax.linen'),sys.modules.get('flax.nnx'),not running.taps
-    running.taps,running.around = [*running.taps, tap],[*running.around, around]
+    linen,first = sys.modules.get('flax.linen'),not running.taps
+    running.taps,running.around,running.ahead = [*running.taps, tap],[*running.around, around],[*running.ahead, ahead]
     try:
         if not first: yield
         else:
-            if nnx is not None: patches.start()
+            patches.start()
             try:
                 with linen.intercept_methods(intercept) if linen is not None else nullcontext(): yield
-            finally:
-                if nnx is not None: patches.stop()
-    finally: running.taps,running.around = running.taps[:-1],running.around[:-1]
+            finally: patches.stop()
+    finally: running.taps,running.around,running.ahead = running.taps[:-1],running.around[:-1],running.ahead[:-1]

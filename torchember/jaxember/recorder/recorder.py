@@ -16,7 +16,7 @@ from jax.extend.core import set_current_trace, take_current_trace
 from ...ground.messages import unknown, warn
 from ...ground.record import SCHEMA
 from ..capture.modules import hooked
-from ..capture.tags import Asked, asked, tagged_tree
+from ..capture.tags import Asked, asked, loosely, tagged_tree
 from .rows import Names, PlacedCalls, Places, Tensor, rows_of_steps
 from .spread import Spread
 from .states import States
@@ -202,7 +202,7 @@ class JaxRecorder:
         self.ts,self.running,self.failed = self.ts or now(),True,[]
         before,self.watching.found = self.watching.found,[]
         try:
-            with asked(self.asks), hooked(self.tag, named_scope), set_current_trace(self.watching): out = f(*args, **kwargs)
+            with asked(self.asks), hooked(self.tag, named_scope, loosely), set_current_trace(self.watching): out = f(*args, **kwargs)
         except BaseException:
             self.failed,self.watching.found = self.watching.found,before # in no step, unless nothing comes after it
             raise
