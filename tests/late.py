@@ -265,7 +265,9 @@ class Kernels:
 
     def read_list(self, xs, wanted, out, to):
         from torchember.measure.readers.torch import read_device
+        from torchember.measure.readers.triton import as_run
         self.lists.append(len(xs))
+        xs = [as_run(x) for x in xs]
         machine().launched(out.device, [x.memory for x in xs], [out.memory])
         for x,i in zip(xs, to, strict=True): out.value[i, :] = read_device(x.value.reshape(-1), wanted)
 

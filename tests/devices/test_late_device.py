@@ -505,6 +505,27 @@ def test_all_kinds_of_tensors(gpu, stats):
     blame(gpu)
 
 
+numbers = dict(float=(torch.randn(6), 1), double=(torch.randn(6).double(), 1), transposed=(torch.randn(4, 6).t(), 1), gaps=(torch.randn(4, 6), 2),
+    whole=(torch.arange(6), 2), bool=(torch.arange(6)>2, 2), complex=(torch.complex(torch.ones(3), torch.ones(3)), 3))
+
+
+@pytest.mark.parametrize('kind', numbers)
+def test_what_a_tensor_takes(gpu, kind):
+    "As the page on accelerators has it: launches for a tensor, for one that was multiplied, and for one that is known"
+    if not gpu_kernels(): pytest.skip('operations of torch are several launches each')
+    arena,took,(x,launches) = Arena(),[],numbers[kind]
+    taps = [arena.tap(i) for i in range(4)]
+    for how in ({}, {}, {'scale': 2.}, {}):
+        y = late(x)[:, ::2] if kind=='gaps' else late(x)
+        before = gpu.launches
+        observe(y, taps[0], **how)
+        took.append(gpu.launches-before)
+    before = gpu.launches
+    observe(y, taps[1])
+    assert took[1:]==[launches, launches+1, launches] and gpu.launches==before
+    blame(gpu)
+
+
 def test_rows_that_others_have_their_numbers_from(gpu):
     "Are written anew: the others keep what they had"
     arena,x,y = Arena(),late(torch.full((4,), 2.)),late(torch.full((4,), 5.))
