@@ -583,6 +583,128 @@ def test_parameters_wait_until_they_are_read_together(gpu):
     blame(gpu)
 
 
+def mean_of(value): return late(torch.full((4,), float(value)))
+
+
+@pytest.mark.parametrize('asks', ['take', 'forget', 'read_pending'])
+def test_who_asks_on_another_stream_comes_after_the_rows(gpu, asks):
+    "That stream has waited for nothing, and the next row is written when what was asked there is done"
+    arena,x,y,side = Arena(),mean_of(2),mean_of(5),Stream(cuda())
+    a,b,c = arena.tap('a'),arena.tap('b'),arena.tap('c', once=True)
+    for t in (a, b): observe(x, t)
+    observe(y, c, later=True)
+    with side:
+        if asks=='forget': arena.forget(a)
+        else: getattr(arena, asks)()
+    observe(y, a)
+    want = {'take': [('a', 5.)], 'forget': [('b', 2.), ('c', 5.), ('a', 5.)], 'read_pending': [('a', 2.), ('b', 2.), ('c', 5.), ('a', 5.)]}
+    assert [(r[0], r[3]['mean']) for r in rows_of(arena)]==want[asks]
+    blame(gpu)
+
+
+def test_what_waits_is_divided_by_its_own_scale(gpu):
+    arena,x,two,four = Arena(),mean_of(8),late(torch.tensor(2.)),late(torch.tensor(4.))
+    for n,scale in enumerate((two, four, None, two)): observe(x, arena.tap(n, once=True), scale=scale, later=True)
+    assert [r[3]['mean'] for r in rows_of(arena)]==[4., 2., 8., 4.]
+    blame(gpu)
+
+
+def test_a_tensor_that_was_moved_or_is_asked_for_more_is_read_again(gpu):
+    "`x.data = y` changes no version; and a row has no more than was asked of it"
+    arena,x,y = Arena(),mean_of(2),mean_of(5)
+    a,b,c,d = arena.tap('a'),arena.tap('b', ['mean', 'abs_mean']),arena.tap('c'),arena.tap('d')
+    observe(x, a); observe(x, b); observe(x, c)
+    x.value,x.memory = y.value,y.memory
+    observe(x, d)
+    rows = rows_of(arena)
+    assert [r[3]['mean'] for r in rows]==[2., 2., 2., 5.] and rows[1][3]['abs_mean']==2. and arena.shared==1
+    blame(gpu)
+
+
+@pytest.mark.parametrize('once', [False, True])
+def test_a_row_that_was_written_anew_is_nobodys_source(gpu, once):
+    "What was forgotten, or will be, gives its numbers to no other"
+    arena,x,y = Arena(),mean_of(2),mean_of(5)
+    a,b,c = arena.tap('a', once=once),arena.tap('b'),arena.tap('c')
+    observe(x, a)
+    if once: observe(x, b)
+    arena.forget(a)
+    observe(y, a)
+    observe(x, c)
+    assert sorted((r[0], r[3]['mean']) for r in rows_of(arena))==[('a', 5.), *[('b', 2.)]*once, ('c', 2.)]
+    blame(gpu)
+
+
+def test_rows_of_a_tap_lie_in_several_blocks(gpu):
+    arena = Arena(2)
+    taps = [arena.tap('a'),arena.tap('b')]
+    for i in range(9): observe(mean_of(i), taps[i%2])
+    assert len(arena.blocks)>2 and [(r[0], r[3]['mean']) for r in rows_of(arena)]==[('ab'[i%2], float(i)) for i in range(9)]
+    blame(gpu)
+
+
+@pytest.mark.parametrize('multiplied', [False, True])
+def test_a_row_that_waits_has_numbers_of_its_own(gpu, multiplied):
+    "Also where another one had them before, or it was to wait for other ones"
+    arena,x,y,scale = Arena(),mean_of(2),mean_of(6),late(torch.tensor(2.)) if multiplied else None
+    a,b = arena.tap('a'),arena.tap('b')
+    observe(x, a, scale=scale); observe(x, b, scale=scale)
+    assert arena.shared==1 and len(arena.take())==2
+    observe(x, b, scale=scale, later=True)
+    arena.forget(b)
+    observe(y, b, scale=scale, later=True)
+    assert [r[3]['mean'] for r in rows_of(arena)]==[3. if multiplied else 6.]
+    observe(x, b, later=True)
+    arena.forget(b)
+    observe(y, b)
+    assert [r[3]['mean'] for r in rows_of(arena)]==[6.]
+    blame(gpu)
+
+
+def test_nobody_sees_that_a_parameter_waits(gpu):
+    from torch.utils._python_dispatch import TorchDispatchMode
+    seen = []
+    class Look(TorchDispatchMode):
+        def __torch_dispatch__(self, f, types, args=(), kwargs=None):
+            seen.append(f)
+            return f(*args, **(kwargs or {}))
+    arena = Arena()
+    t,p = arena.tap('p', once=True),nn.Parameter(mean_of(2))
+    observe(p, t) # rows are laid out
+    arena.forget(t)
+    with Look(): observe(p, t, later=True)
+    assert not seen and [r[3]['mean'] for r in rows_of(arena)]==[2.]
+
+
+def test_what_no_launch_reads_goes_the_long_way(gpu, monkeypatch):
+    "Tensors with holes, and sums that no kernel has; a tensor of another device is one of another kind"
+    if not gpu_kernels(): pytest.skip('without kernels all do')
+    from torchember.measure import tap as room
+    arena,x = Arena(),late(torch.randn(4, 6))
+    a,b,c = (arena.tap(i) for i in 'abc')
+    observe(x, a); observe(x[:, :4].clone(), b)
+    assert gpu.at_once==2
+    observe(x[:, ::3], c); observe(x[:, 1:5], b)
+    assert gpu.at_once==2
+    with torch.cuda.device(cuda(1)): observe(late(x.value+1, cuda(1)), a)
+    assert gpu.at_once==3
+    monkeypatch.setattr(room, 'not_in_loops', lambda wanted: ('logs',))
+    observe(x+2, arena.tap('d'))
+    assert gpu.at_once==3
+    v = x.value.double()
+    want = [v.mean(), v[:, :4].mean(), v[:, ::3].mean(), v[:, 1:5].mean(), v.mean()+1, v.mean()+2]
+    np.testing.assert_allclose([r[3]['mean'] for r in rows_of(arena)], want, rtol=1e-5)
+    blame(gpu)
+
+
+def test_whole_numbers_are_read_in_all_their_digits(gpu):
+    "Those that no kernel reads are floats of as many bits"
+    xs = [torch.tensor([2**40+1, 2**40+3]), torch.tensor([2.**40+1], dtype=torch.complex128), torch.tensor([2**30+1]).int()]
+    for stats in both(gpu, xs): assert [r[3]['max'] for r in stats]==[2**40+3, 2**40+1, 2**30+1]*2 and stats[0][3]['mean']==2**40+2
+    blame(gpu)
+
+
+
 def test_what_the_machine_sees(bare):
     a,b = bare.stream(cuda()),Stream(cuda())
     x = late(torch.ones(3))

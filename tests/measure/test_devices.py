@@ -171,6 +171,74 @@ def test_what_is_tried_is_apart_from_what_the_user_has_around_it(mode):
     assert there=='True' and int(seen)<=2 and "'output'" in done.stdout and not done.stderr, done
 
 
+def test_a_launch_is_made_ready_once_for_each_stream_and_alignment(monkeypatch):
+    "And anew when the memory of its stream has grown. Then only the addresses of tensor and row are told"
+    monkeypatch.setattr(gpu, 'memories', {})
+    monkeypatch.setattr(gpu, 'handles', {})
+    ready,launches = [],[]
+    def launch(x, out, jobs, between, programs, stream, args, n, tensors, wanted, aligned):
+        ready.append((stream, aligned))
+        gpu.handles[gpu.key_of(x.dtype, x.device, wanted, n, aligned)] = lambda *args: launches.append(args)
+    monkeypatch.setattr(gpu, 'launch', launch)
+    r,x,rows = gpu.Reading(5000, torch.float32, cpu, ('basic',)),torch.zeros(5004),torch.zeros(4, 20, dtype=torch.float64)
+    r(x[:5000], rows[:, :16], 1, 7); r(x[:5000], rows[:, :16], 2, 7)
+    assert ready==[(7, True)] and launches[0][:4]==(r.programs, 7, x.data_ptr(), rows[2].data_ptr())
+    memory = gpu.memory_of(cpu, 7)
+    assert launches[0][4:]==(memory.have['jobs'].data_ptr(), 5000, 0, 0, *map(gpu.as_number, memory.of(torch.float32, ('basic',), 2, 1)), r.span, r.per)
+    r(x[1:5001], rows, 0, 7); r(x[4:], rows, 0, 8)
+    assert ready[1:]==[(7, False), (8, True)] and gpu.memory_of(cpu, 8) is not memory
+    memory.of(torch.float32, ('basic',), 5000, 40)
+    r(x[:5000], rows, 0, 8)
+    assert len(launches)==2 and len(ready)==3
+    r(x[:5000], rows, 0, 7)
+    assert ready[3:]==[(7, True)]
+    r(x[:5000], rows, 3, 7)
+    assert launches[2][4]==gpu.memory_of(cpu, 7).have['jobs'].data_ptr() and launches[2][6:8]==(0, 0)
+    assert launches[2][8]==memory.have['rows', torch.float32].data_ptr()!=launches[0][8]
+
+
+def test_a_list_is_planned_for_its_stream(kernels_here, monkeypatch):
+    "Where its table is written. It is said of addresses whether all are multiples of 16"
+    monkeypatch.undo()
+    plans,x = [],torch.zeros(400)
+    monkeypatch.setattr(gpu, 'memories', {})
+    monkeypatch.setattr(gpu, 'launch', lambda x, out, jobs, between, programs, stream, args, n, tensors, wanted, aligned: plans.append((jobs, stream, aligned)))
+    gpu.plan.cache_clear()
+    for stream,first in ((1, 0), (1, 0), (2, 0), (1, 1)):
+        monkeypatch.setattr(gpu, 'chosen_stream', lambda device: stream) # noqa: B023
+        gpu.read_list([x[:100], x[100+first:200]], ('basic',), torch.zeros(2, 16, dtype=torch.float64))
+    assert [p[1:] for p in plans]==[(1, True), (1, True), (2, True), (1, False)]
+    assert plans[0][0] is plans[1][0] and plans[2][0] is not plans[0][0] and len(gpu.memories)==2
+    gpu.plan.cache_clear()
+
+
+def test_memory_of_a_launch_is_enough_for_it():
+    for wanted in (('basic',), *(('basic', g) for g in full[1:]), full):
+        memory = gpu.Memory(cpu)
+        rows,k,part,groups,counters,bins = memory.of(torch.float32, wanted, 700, 600, 300)
+        assert (k, groups)==(700, 600) and len(rows)>=700*(1+max(i for i,c in enumerate(gpu.columns) if c in used_of(wanted)))
+        assert len(part)>=600*15 and len(counters)>=900 and len(bins)>=300*256 and (rows.dtype, part.dtype)==(torch.float32, torch.float64)
+
+
+def used_of(wanted):
+    "Columns of a block's row that a kernel writes"
+    more = dict(higher=['s4'], absolute=['zeros'], powers=['p8'], exponents=['zeros'])
+    return {'posinf', *(c for g in wanted for c in more.get(g, ()))}
+
+
+def test_code_for_huge_tensors_is_other_code():
+    "Their number of elements is no int32"
+    assert len({gpu.key_of(torch.float32, cpu, ('basic',), n, True) for n in (0, 5, 2**31-1, 2**31, 2**33)})==2
+
+
+def test_a_device_that_is_not_chosen_is_not_launched_on_at_once(monkeypatch):
+    monkeypatch.setattr(gpu, 'driver', lambda: Some(get_current_stream=lambda i: 40+i, get_current_device=lambda: 1))
+    assert [gpu.Reading(5, torch.float32, torch.device('cuda', i), ('basic',)).stream() for i in (0, 1)]==[None, 41]
+    monkeypatch.setattr(gpu, 'driver', lambda: None)
+    assert gpu.Reading(5, torch.float32, torch.device('cuda', 1), ('basic',)).stream() is None
+
+
+
 class Event:
     "Something that comes later"
     def __init__(self, device): self.device = device

@@ -190,6 +190,42 @@ def test_rows_that_are_merged_more_than_once(small, tile, programs):
         np.testing.assert_array_equal(v[16:].cpu(), bins(x))
 
 
+def test_what_lies_behind_a_tensor_is_not_of_it():
+    "Also where the last block lacks one element"
+    for dtype in dtypes:
+        B = gpu.blocks[dtype]
+        base = torch.full((2*B+9,), 3., dtype=dtype)
+        for n in (1, B-1, B+7, 2*B-1): one(base[:n])
+
+
+def test_programs_may_come_in_any_order(monkeypatch, small):
+    "Whoever is the last merges, and each tensor has counters of its own"
+    small(tile=4, programs=3, blocks=dict.fromkeys(gpu.blocks, 512))
+    planned,g = gpu.plan,torch.Generator().manual_seed(0)
+    def mixed_up(*args):
+        jobs,*rest = planned(*args)
+        return jobs[torch.randperm(len(jobs), generator=g).to(jobs.device)].contiguous(), *rest
+    mixed_up.cache_clear = planned.cache_clear
+    monkeypatch.setattr(gpu, 'plan', mixed_up)
+    xs = [k+torch.randn(n).to(device) for k,n in enumerate((9000, 3, 20_000, 5000))]
+    for _ in range(3):
+        out = torch.stack([row(full)]*len(xs))
+        gpu.read_list(xs, full, out)
+        for x,v in zip(xs, out, strict=True):
+            check(x, v)
+            np.testing.assert_array_equal(v[16:].cpu(), bins(x))
+
+
+def test_a_program_whose_blocks_have_other_exponents(small):
+    "The bins that it counts in move from block to block, up and down"
+    small(programs=1, blocks=dict.fromkeys(gpu.blocks, 512))
+    x = torch.randn(6000)
+    for at,far in ((512, 2.**-40), (1024, 2.**30), (1536, 2.**-90), (3000, 2.**9)): x[at:at+600] *= far
+    for wanted in (('basic', 'exponents'), full): one(x, wanted)
+    one(x.double())
+
+
+
 def test_a_row_is_written_to_its_end():
     "Whatever was there before; and nothing after it"
     for wanted in (('basic',), full):
