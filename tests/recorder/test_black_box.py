@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import threading
 import time
 import warnings
@@ -46,6 +47,7 @@ def die():
     if way=='fpe': os.kill(os.getpid(), signal.SIGFPE)
     if way=='memory': ctypes.memset(8, 1, 1<<20)
     if way=='raise': raise ValueError('mine')
+    if way=='wait': os.write(1, b'waits\\n'); os.read(0, 1)
 
 class Fragile(nn.Module):
     def __init__(self, where): super().__init__(); self.where = where
@@ -204,16 +206,15 @@ def test_a_run_that_goes_on_has_not_died_any_more():
 
 
 def test_a_run_that_lives_is_left_alone():
-    with start(training, 'lives', 'eager', 'random', '-1', after=common) as p:
-        p.stdout.readline()
+    with start(training, 'lives', 'eager', 'wait', '3', after=common, stdin=subprocess.PIPE) as p:
+        while p.stdout.readline()!='waits\n': assert p.poll() is None, p.stderr.read()
         os.kill(p.pid, signal.SIGSTOP)
         try:
             before = len(read('lives'))
             box = folder('torchember')/'box'
             assert list(box.glob(f'{p.pid}-*.box')) and not take_in(box.parent) and list(box.glob(f'{p.pid}-*.box'))
         finally: os.kill(p.pid, signal.SIGCONT)
-        p.stdout.read()
-        p.wait()
+        p.communicate('.')
     df = read('lives')
     assert before<=len(df) and not (df['ttype']=='finding').any() and not box.exists()
 
