@@ -602,6 +602,24 @@ def test_who_asks_on_another_stream_comes_after_the_rows(gpu, asks):
     blame(gpu)
 
 
+def test_a_list_that_fails_when_it_was_launched_writes_no_later_row(gpu, monkeypatch):
+    "What another stream was asked for before it failed is done before the next row is written"
+    if not isinstance(gpu_kernels(), Kernels): pytest.skip('without kernels there are no lists')
+    arena,read = Arena(),gpu.kernels.read_list
+    taps = [arena.tap(n, once=True) for n in 'ab']
+    for t in taps: observe(mean_of(2), t, later=True)
+    def launched(*args):
+        read(*args)
+        failing('no memory')
+    monkeypatch.setattr(gpu.kernels, 'read_list', launched)
+    with Stream(cuda()), pytest.raises(RuntimeError, match='no memory'): arena.read_pending()
+    monkeypatch.setattr(gpu.kernels, 'read_list', read)
+    for t in taps: arena.forget(t)
+    for t in taps: observe(mean_of(5), t)
+    assert [(r[0], r[3]['mean']) for r in rows_of(arena)]==[('a', 5.), ('b', 5.)]
+    blame(gpu)
+
+
 def test_what_waits_is_divided_by_its_own_scale(gpu):
     arena,x,two,four = Arena(),mean_of(8),late(torch.tensor(2.)),late(torch.tensor(4.))
     for n,scale in enumerate((two, four, None, two)): observe(x, arena.tap(n, once=True), scale=scale, later=True)
@@ -702,7 +720,6 @@ def test_whole_numbers_are_read_in_all_their_digits(gpu):
     xs = [torch.tensor([2**40+1, 2**40+3]), torch.tensor([2.**40+1], dtype=torch.complex128), torch.tensor([2**30+1]).int()]
     for stats in both(gpu, xs): assert [r[3]['max'] for r in stats]==[2**40+3, 2**40+1, 2**30+1]*2 and stats[0][3]['mean']==2**40+2
     blame(gpu)
-
 
 
 def test_what_the_machine_sees(bare):

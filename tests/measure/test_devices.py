@@ -2,6 +2,7 @@
 import math
 import threading
 import time
+from functools import cache
 from types import SimpleNamespace as Some
 
 import numpy as np
@@ -197,19 +198,23 @@ def test_a_launch_is_made_ready_once_for_each_stream_and_alignment(monkeypatch):
     assert launches[2][8]==memory.have['rows', torch.float32].data_ptr()!=launches[0][8]
 
 
-def test_a_list_is_planned_for_its_stream(kernels_here, monkeypatch):
+def test_a_list_is_planned_for_its_stream(monkeypatch):
     "Where its table is written. It is said of addresses whether all are multiples of 16"
-    monkeypatch.undo()
     plans,x = [],torch.zeros(400)
     monkeypatch.setattr(gpu, 'memories', {})
+    monkeypatch.setattr(gpu, 'plan', cache(gpu.plan.__wrapped__))
     monkeypatch.setattr(gpu, 'launch', lambda x, out, jobs, between, programs, stream, args, n, tensors, wanted, aligned: plans.append((jobs, stream, aligned)))
-    gpu.plan.cache_clear()
     for stream,first in ((1, 0), (1, 0), (2, 0), (1, 1)):
         monkeypatch.setattr(gpu, 'chosen_stream', lambda device: stream) # noqa: B023
         gpu.read_list([x[:100], x[100+first:200]], ('basic',), torch.zeros(2, 16, dtype=torch.float64))
     assert [p[1:] for p in plans]==[(1, True), (1, True), (2, True), (1, False)]
     assert plans[0][0] is plans[1][0] and plans[2][0] is not plans[0][0] and len(gpu.memories)==2
-    gpu.plan.cache_clear()
+
+
+def used_of(wanted):
+    "Columns of a block's row that a kernel writes"
+    more = dict(higher=['s4'], absolute=['zeros'], powers=['p8'], exponents=['zeros'])
+    return {'posinf', *(c for g in wanted for c in more.get(g, ()))}
 
 
 def test_memory_of_a_launch_is_enough_for_it():
@@ -218,12 +223,6 @@ def test_memory_of_a_launch_is_enough_for_it():
         rows,k,part,groups,counters,bins = memory.of(torch.float32, wanted, 700, 600, 300)
         assert (k, groups)==(700, 600) and len(rows)>=700*(1+max(i for i,c in enumerate(gpu.columns) if c in used_of(wanted)))
         assert len(part)>=600*15 and len(counters)>=900 and len(bins)>=300*256 and (rows.dtype, part.dtype)==(torch.float32, torch.float64)
-
-
-def used_of(wanted):
-    "Columns of a block's row that a kernel writes"
-    more = dict(higher=['s4'], absolute=['zeros'], powers=['p8'], exponents=['zeros'])
-    return {'posinf', *(c for g in wanted for c in more.get(g, ()))}
 
 
 def test_code_for_huge_tensors_is_other_code():
@@ -236,7 +235,6 @@ def test_a_device_that_is_not_chosen_is_not_launched_on_at_once(monkeypatch):
     assert [gpu.Reading(5, torch.float32, torch.device('cuda', i), ('basic',)).stream() for i in (0, 1)]==[None, 41]
     monkeypatch.setattr(gpu, 'driver', lambda: None)
     assert gpu.Reading(5, torch.float32, torch.device('cuda', 1), ('basic',)).stream() is None
-
 
 
 class Event:

@@ -225,7 +225,6 @@ def test_a_program_whose_blocks_have_other_exponents(small):
     one(x.double())
 
 
-
 def test_a_row_is_written_to_its_end():
     "Whatever was there before; and nothing after it"
     for wanted in (('basic',), full):

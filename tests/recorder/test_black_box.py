@@ -216,7 +216,8 @@ def test_a_run_that_lives_is_left_alone():
         finally: os.kill(p.pid, signal.SIGCONT)
         p.communicate('.')
     df = read('lives')
-    assert before<=len(df) and not (df['ttype']=='finding').any() and not box.exists()
+    assert before<len(df) and not (df['ttype']=='finding').any() and not box.exists()
+    assert rows_by_step('lives')==twin('eager')
 
 
 @pytest.fixture(scope='module')

@@ -66,12 +66,13 @@ def stream_of(device):
 
 @contextmanager
 def after(stream, device):
-    "What is asked inside comes after all that was asked of another stream, and what is asked of that one later comes after this"
+    "What is asked inside comes after all that was asked of another stream, and what is asked of that one later comes after this, also when it failed"
     here = current_stream(device)
     apart = here is not None and here.stream_id!=stream.stream_id
     if apart: here.wait_stream(stream)
-    yield
-    if apart: stream.wait_stream(here)
+    try: yield
+    finally:
+        if apart: stream.wait_stream(here)
 
 @cache
 def capture_of(kind):
