@@ -219,7 +219,7 @@ class Moved(torch.autograd.Function):
     def backward(ctx, g): return moved(g, *ctx.was), None, None
 
 
-def moved(x, device, dtype=None):
+def moved(x, device, dtype=None, non_blocking=False):
     "To another device, or to the host, which waits"
     dtype,device = dtype or x.dtype,torch.device(device)
     if isinstance(x, Late) and device.type=='cpu':
@@ -227,7 +227,7 @@ def moved(x, device, dtype=None):
         machine().launched(x.at, [x.memory], [])
         return x.value.to(dtype, copy=True)
     if isinstance(x, Late): machine().launched(x.at, [x.memory], [])
-    elif x.device.type=='cpu' and by_us() and x.data_ptr() not in machine().pinned: machine().wait_for_all('a copy from memory of the host that is not pinned')
+    elif x.device.type=='cpu' and by_us() and not (non_blocking and x.data_ptr() in machine().pinned): machine().wait_for_all('a copy from memory of the host')
     if isinstance(x, Late): machine().stream(device).wait_stream(machine().stream(x.at)) # as torch does it between two devices
     return late(x.value if isinstance(x, Late) else x, device, dtype)
 
@@ -311,7 +311,7 @@ def installed(monkeypatch, kernels=True):
     def to(self, *args, **kwargs):
         device = device_in(args, kwargs)
         if device is None or device.type!='cuda': return of_tensor(self, *args, **kwargs)
-        return moved(self, device, next((a for a in (*args, kwargs.get('dtype')) if isinstance(a, torch.dtype)), None))
+        return moved(self, device, next((a for a in (*args, kwargs.get('dtype')) if isinstance(a, torch.dtype)), None), kwargs.get('non_blocking', False))
     monkeypatch.setattr(torch.Tensor, 'to', to)
     monkeypatch.setattr(torch, 'Event', Event)
     monkeypatch.setattr(torch.accelerator, 'current_stream', m.stream)

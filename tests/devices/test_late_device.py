@@ -13,7 +13,8 @@ from trainings import ALL, adam, cases, data, in_halves, model, optimizers, plai
 
 from torchember import torchEmber
 from torchember.measure.devices import to_host
-from torchember.measure.tap import Arena, observe
+from torchember.measure.elements import Unmeasurable
+from torchember.measure.tap import Arena, address, observe
 
 
 @pytest.fixture(params=[True, False], ids=['kernels', 'operations'])
@@ -362,6 +363,19 @@ def test_rows_that_a_device_does_not_give(gpu, monkeypatch, tmp_path):
     same(got.reset_index(drop=True), want[want['step']!=1].reset_index(drop=True))
 
 
+def test_what_is_lost_stands_in_no_later_step(gpu, monkeypatch):
+    "Also where that one has fewer rows"
+    from torchember.measure import tap as room
+    arena,send = Arena(),room.to_host
+    taps = [arena.tap(n) for n in 'ab']
+    for t in taps: observe(mean_of(2), t)
+    monkeypatch.setattr(room, 'to_host', lambda x: failing('lost'))
+    with pytest.raises(RuntimeError, match='lost'): arena.take()
+    monkeypatch.setattr(room, 'to_host', send)
+    observe(mean_of(5), taps[0])
+    assert [(r[0], r[3]['mean']) for r in rows_of(arena)]==[('a', 5.)]
+
+
 @pytest.mark.parametrize('x', [torch.arange(6.).double().view(2, 3), torch.tensor(1.5).bfloat16(), torch.tensor([0, -1, 165]), torch.zeros(0, 4)],
     ids=lambda x: f'{x.dtype} {tuple(x.shape)}')
 def test_what_came_before_a_device_failed_is_there(gpu, x):
@@ -410,6 +424,17 @@ def test_parameters_that_are_gathered_for_a_pass(gpu, monkeypatch, spread):
     waits = bool(a.pending)
     assert [r['stats']['mean'] for r in a.take().rows()]==([] if waits else [1.5])
     assert not (spread and waits)
+    observe(x, t, scale=2., later=True)
+    assert bool(a.pending)==waits and [r['stats']['mean'] for r in a.take().rows()]==([] if waits else [.75])
+
+
+def test_only_what_is_there_anyway_waits(gpu):
+    "And not a copy that was divided, because exponents cannot be"
+    arena,x = Arena(),mean_of(6)
+    for n,stats in (('a', 'basic'), ('b', ['mean', 'exponents'])): observe(x, arena.tap(n, stats, once=True), scale=3., later=True)
+    assert [t.number for t in arena.taps if (t.block, t.first) in arena.pending]==([0] if gpu_kernels() else [])
+    assert [r[3]['mean'] for r in rows_of(arena)]==[2., 2.]
+    blame(gpu)
 
 
 def test_whose_memory_is_gone():
@@ -617,6 +642,55 @@ def test_a_list_that_fails_when_it_was_launched_writes_no_later_row(gpu, monkeyp
     for t in taps: arena.forget(t)
     for t in taps: observe(mean_of(5), t)
     assert [(r[0], r[3]['mean']) for r in rows_of(arena)]==[('a', 5.), ('b', 5.)]
+    blame(gpu)
+
+
+def test_a_row_is_known_of_a_tensor_only(gpu):
+    "Not of another one that has its number, lies where it lay and was changed as often"
+    arena,x = Arena(),late(torch.tensor([1., 2., 3., 10.]))
+    y = x[:2]
+    a,b = arena.tap('a'),arena.tap('b')
+    observe(x, a)
+    arena.seen[id(y)] = arena.seen.pop(id(x))
+    observe(y, b)
+    assert address(x)==address(y) and x._version==y._version and [r[3]['mean'] for r in rows_of(arena)]==[4., 1.5]
+    blame(gpu)
+
+
+def test_a_pass_begins_with_nothing_that_waits(gpu):
+    "What waited is as it was then"
+    arena,p = Arena(),mean_of(2)
+    observe(p, arena.tap('p', once=True), later=True)
+    arena.begin(1)
+    p.add_(3)
+    assert not arena.pending and [r[3]['mean'] for r in rows_of(arena)]==[2.]
+    blame(gpu)
+
+
+def test_what_is_measured_anew_again_and_again_takes_no_more_rows(gpu):
+    "On whichever stream"
+    arena,side = Arena(4),Stream(cuda())
+    a = arena.tap('a')
+    for i in range(20):
+        arena.forget(a)
+        observe(mean_of(i), a)
+        with side: observe(mean_of(-i), a)
+    assert sum(b.used for b in arena.blocks)==2 and [r[3]['mean'] for r in rows_of(arena)]==[19., -19.]
+    blame(gpu)
+
+
+@pytest.mark.parametrize('later', [False, True])
+def test_what_a_launch_cannot_read_is_not_launched_for(gpu, later):
+    "Memory that was given back, and numbers that stand for their negatives"
+    arena,x,y = Arena(),mean_of(2),mean_of(3)
+    a,b = arena.tap('a', once=later),arena.tap('b', once=later)
+    observe(x, a, later=later); observe(x, b, later=later)
+    assert [r[3]['mean'] for r in rows_of(arena)]==[2., 2.]
+    y.is_neg,y.resolve_neg,y.detach = lambda: True,lambda: -x,lambda: y
+    observe(y, b)
+    x.value.untyped_storage().resize_(0)
+    with pytest.raises(Unmeasurable, match='it has no memory'): observe(x, a)
+    assert [(r[0], r[3]['mean']) for r in rows_of(arena)]==[('b', -2.)]
     blame(gpu)
 
 

@@ -237,6 +237,14 @@ def test_a_device_that_is_not_chosen_is_not_launched_on_at_once(monkeypatch):
     assert gpu.Reading(5, torch.float32, torch.device('cuda', 1), ('basic',)).stream() is None
 
 
+def test_what_has_no_strides_is_in_no_list(kernels_here, monkeypatch):
+    monkeypatch.setattr(kernels, 'gpu_kernels', lambda device: gpu)
+    monkeypatch.setattr(gpu, 'available', lambda device: True)
+    x = torch.eye(4)
+    assert kernels.for_list(x, ('basic',)) is gpu and kernels.for_list(x[:, 1:3], ('basic',)) is None
+    for other in (x.to_sparse(), x.to_sparse_csr(), x.to_sparse_csc()): assert kernels.for_list(other, ('basic',)) is None
+
+
 class Event:
     "Something that comes later"
     def __init__(self, device): self.device = device

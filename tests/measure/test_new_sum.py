@@ -139,6 +139,11 @@ for x,v in zip(xs, out):
     for row in (v.numpy(), one.numpy()):
         check(summary.derive(row, more), x)
         np.testing.assert_array_equal(row[summary.width:], summary.read_array(x, wanted)[summary.width:])
+for x in ([4, np.inf, -1e-9, np.nan, -np.inf, 5], [np.nan], []): # those that are not finite are in no sum
+    x = np.array(x, np.float32)
+    gpu.read_one(torch.from_numpy(x), wanted, one)
+    gpu.read_list([torch.from_numpy(x)], wanted, out)
+    for row in (one, out[0]): np.testing.assert_allclose(row[:summary.width], summary.read_array(x, wanted)[:summary.width], rtol=1e-6)
 '''
 
 by_jax = '''

@@ -262,7 +262,8 @@ def of_pass(heads, micro, once):
 def read_together(rows, wanted, scale, xs, to):
     "Read the tensors `xs` into rows, in one launch"
     for_list(xs[0], wanted).read_list(xs, wanted, rows, to)
-    if scale is not None: rows[to_device(to, rows.device), SCALE] = torch.as_tensor(scale, dtype=rows.dtype, device=rows.device)
+    if isinstance(scale, torch.Tensor): scale = scale.to(rows.device, rows.dtype)
+    if scale is not None: rows[to_device(to, rows.device), SCALE] = scale # a number goes with the launch, and makes nobody wait
 
 def rows_to_host(block, used):
     "A copy of the rows `used`; from another device it is under way and not waited for"
