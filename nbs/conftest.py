@@ -71,6 +71,7 @@ class Notebook(pytest.File):
         self.optimize(False)
         self.before,self.failed,self.env,self.environ = process.Before(),self.session.testsfailed,pytest.MonkeyPatch(),dict(os.environ)
         process.fresh(self.env)
+        process.forget_graphs()
         self.env.setattr(sys, 'path', sys.path[:])
         self.env.chdir(self.path.parent)
         self.shell = CaptureShell(self.path)

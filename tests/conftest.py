@@ -24,6 +24,10 @@ def as_it_was(request):
 def fresh(as_it_was, monkeypatch): process.fresh(monkeypatch)
 
 
+@pytest.fixture(scope='module', autouse=True)
+def without_graphs(): process.forget_graphs()
+
+
 @pytest.fixture(scope='module')
 def chromium():
     "A browser that reaches nothing, for all tests of a file; `chromium('EXCLUDE 127.0.0.1')` reaches this machine. Each page is of a context of its own"

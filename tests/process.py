@@ -50,6 +50,11 @@ def fresh(monkeypatch):
         absl.get_absl_handler().python_handler.stream = sys.__stderr__
 
 
+def forget_graphs():
+    "Dynamo counts what it has compiled of a function, and gives up at eight: files compile the same functions of torch, such as the forward of Sequential"
+    if dynamo := loaded('torch._dynamo'): dynamo.reset()
+
+
 def close_figures():
     "pyplot holds on to what was drawn"
     if plt := loaded('matplotlib.pyplot'): plt.close('all')

@@ -31,11 +31,11 @@ class Net(nn.Module):
         return self.c(x if skip else self.b(x))
 
 
-def meet():
+def meet(where):
     "Wait until all processes have come so far: no collective, and no store"
-    (folder/f'{what}.at{rank}').touch()
+    (folder/f'{what}.{where}{rank}').touch()
     end = time.monotonic()+20
-    while len([*folder.glob(f'{what}.at*')])<int(os.environ['WORLD_SIZE']) and time.monotonic()<end: time.sleep(.005)
+    while len([*folder.glob(f'{what}.{where}*')])<int(os.environ['WORLD_SIZE']) and time.monotonic()<end: time.sleep(.005)
 
 
 def dies():
@@ -66,7 +66,7 @@ with warnings.catch_warnings(record=True) as said:
     te.t.listen(lambda step, rows: (told.append((step, rows)), print(json.dumps(step), file=heard, flush=True)))
     te.t.listen(lambda step, rows: own.append((step, rows)), per_rank=True)
     if what=='lives' and rank==0: te.live(every=.05)
-    meet()
+    meet('began')
     for s in range(14 if what=='sleeps' else 6):
         if (f := happens.get((what, rank, s))): f()
         began = time.monotonic()
@@ -76,8 +76,10 @@ with warnings.catch_warnings(record=True) as said:
         te.log(loss=float(s+rank))
         longest = max(longest, time.monotonic()-began if s else 0)
         time.sleep(.02 if what=='sleeps' and rank else .2 if what=='sleeps' else .05)
-    if what=='skips': time.sleep(.5)
+    end = time.monotonic()+20
+    while what=='skips' and rank==0 and not {0, 1, 2, 3}<={s for s,_ in told} and time.monotonic()<end: time.sleep(.01)
     meanwhile = [*told]
+    if what=='skips': meet('told')
     began = time.monotonic()
     if what!='exits': te.close()
     closing = time.monotonic()-began
