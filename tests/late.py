@@ -5,6 +5,8 @@ waited for each other one. So what would go wrong some time, on some device, is 
 - an operation uses memory that another stream has written, or writes what another one uses, and has not waited for it
 - memory is given back while another stream still uses it, and was not told (`record_stream`)
 - the host reads a copy before the event that says that it is complete
+A graph is captured as on the real thing: nothing runs, and what is computed is of no use. When it is replayed, its memory is used and written on the
+stream that is current then, and what nobody refers to any more is overwritten.
 Reading a value on the host waits for the device: `Machine.waits` has where. A copy into pinned memory does not, and has what was there before until then.
 """
 import sys
@@ -64,13 +66,14 @@ class Event:
 
     def synchronize(self):
         if self.at is None: return machine().fault('an event is waited for that was never recorded')
+        if machine().graph is not None: machine().fault('an event is waited for while a graph is captured')
         if machine().failed: raise RuntimeError('CUDA error: device-side assert triggered')
         self.at[0].done(self.at[1])
-        if threading.current_thread() is not threading.main_thread() or at_the_end(): return # the thread that writes may wait
+        if threading.current_thread() is not threading.main_thread() or may_wait(): return # the thread that writes may wait
         machine().waits.append(Found(f"an event\n{''.join(traceback.format_stack(limit=14)[:-1])}", by_us()))
 
 
-def at_the_end(): return any(f.name=='disarm' for f in traceback.extract_stack())
+def may_wait(): return any(f.name in ('disarm', 'graph_to_come') for f in traceback.extract_stack()) # at the end, and before a capture, where torch waits, too
 
 
 class Chosen:
@@ -118,6 +121,7 @@ class Machine:
         self.at_once = 0 # how many tensors were read by nothing but a launch
         self.failed = False # whether nothing comes from the device any more
         self.captures = False # whether a graph is being captured: what is launched is only noted down, and whoever waits breaks it
+        self.graph = None # the `Graph` that is captured by somebody who wants ours in it, too
 
     def fault(self, text, ours=True): self.faults.append(Found(f"{text}\n{''.join(traceback.format_stack(limit=14)[:-1])}", ours))
 
@@ -128,10 +132,15 @@ class Machine:
 
     def wait_for_all(self, why):
         self.waits.append(Found(f"{why}\n{''.join(traceback.format_stack(limit=14)[:-2])}", by_us()))
+        if self.graph is not None: raise RuntimeError('CUDA error: operation not permitted when stream is capturing')
         for s in (*self.streams.values(), *{s for _,s in self.chosen if s}): s.done(s.now)
 
     def launched(self, device, used, written):
         s,ours = self.stream(device),by_us()
+        if self.graph is not None:
+            self.launches += 1
+            self.graph.nodes += 1
+            return self.graph.notes(s, used, written)
         if self.captures and ours: self.fault('something of ours is launched into the graph that a program captures')
         s.now += 1
         self.launches += 1
@@ -197,14 +206,17 @@ class Late(torch.Tensor):
         if len({x.at for x in found if x.dim()})>1: raise RuntimeError(f'Expected all tensors to be on the same device: {func}, {[x.at for x in found]}')
         if kwargs.get('device') is not None and torch.device(kwargs['device']).type=='cuda': kwargs['device'] = 'cpu'
         plain_args,plain_kwargs = tree_map_only(Late, lambda x: x.value, (args, kwargs))
-        out = func(*plain_args, **plain_kwargs)
+        out = func(*plain_args, **plain_kwargs) if m.graph is None else m.graph.takes(func, args, kwargs, plain_args, plain_kwargs, to)
         view = not to and any(r.alias_info is not None for r in func._schema.returns)
         memories = {id(x.memory): x.memory for x in found}
         writes = {id(x.memory): x.memory for x in to if isinstance(x, Late)}
         s = m.stream(device) if view else m.launched(device, [v for k,v in memories.items() if k not in writes], writes.values())
         def wrapped(y):
             of = next((x.memory for x in found if x.value.untyped_storage().data_ptr()==y.untyped_storage().data_ptr() and y.numel()), None)
-            return Late(y, device, of or Memory(s))
+            if of is None:
+                of = Memory(s)
+                if m.graph is not None and not view: m.graph.made.append((y, weakref.ref(of)))
+            return Late(y, device, of)
         out = tree_map_only(torch.Tensor, wrapped, out)
         return return_and_correct_aliasing(func, args, kwargs, out)
 
@@ -236,7 +248,9 @@ def late(x, device=None, dtype=None):
     device = torch.device(device or 'cuda')
     device = cuda(machine().chosen[-1][0].index) if device.index is None else device
     s = machine().launched(device, [], [])
-    return Late(x.detach().to(dtype or x.dtype, copy=True), device, Memory(s))
+    value = x.detach().to(dtype or x.dtype, copy=True)
+    if machine().graph is not None: machine().graph.fills(value)
+    return Late(value, device, Memory(s))
 
 
 def to_the_host(host, x, non_blocking=False):
@@ -248,6 +262,73 @@ def to_the_host(host, x, non_blocking=False):
     m.copies += 1
     with s.lock: s.copies.append((s.now, host, x.value.clone()))
     return host # which has what it had, until it is there
+
+
+class Graph:
+    "`torch.cuda.CUDAGraph`"
+    def __init__(self): self.reset()
+
+    def reset(self):
+        self.runs,self.used,self.written,self.nodes = [],[],[],0
+        self.made,self.gone = [],[] # values that were computed, each with its memory; those that nobody had any more when the capture was over
+
+    def capture_begin(self, pool=None, capture_error_mode='global'):
+        self.reset()
+        machine().graph,machine().captures = self,True
+
+    def capture_end(self):
+        machine().graph,machine().captures = None,False
+        self.gone = [value for value,memory in self.made if memory() is None and value.is_floating_point()] # what is in the graph later lies there, too
+
+    def notes(self, stream, used, written):
+        "What uses memory in each replay"
+        self.used += map(weakref.ref, used)
+        self.written += map(weakref.ref, written)
+        return stream
+
+    def takes(self, func, args, kwargs, plain_args, plain_kwargs, to):
+        "An operation that runs in each replay. What it returns now has the right shape, and what it would write has not changed"
+        ids = {id(x) for x in to}
+        now_args,now_kwargs = tree_map_only(Late, lambda x: x.value.clone() if id(x) in ids else x.value, (args, kwargs))
+        out,new = func(*now_args, **now_kwargs),[]
+        if not to: tree_map_only(torch.Tensor, new.append, out)
+        view = not to and any(r.alias_info is not None for r in func._schema.returns)
+        def run():
+            got = []
+            tree_map_only(torch.Tensor, got.append, func(*plain_args, **plain_kwargs))
+            for old,value in zip(new, got, strict=False): old.copy_(value)
+        if not view: self.runs.append(run)
+        return out
+
+    def fills(self, value):
+        was = value.clone()
+        self.runs.append(lambda: value.copy_(was))
+
+    def replay(self):
+        m = machine()
+        alive = lambda refs: list({id(x): x for r in refs if (x := r()) is not None}.values())
+        used,written = alive(self.used),alive(self.written)
+        s = m.launched(m.chosen[-1][0], used, written)
+        for x in (*used, *written): x.told.add(s) # such memory is the graph's, or somebody's who holds it
+        for run in self.runs: run()
+        for value in self.gone: value.fill_(torch.nan)
+
+
+class captured:
+    "`torch.cuda.graph`"
+    def __init__(self, graph): self.graph = graph
+
+    def __enter__(self):
+        m = machine()
+        device = m.chosen[-1][0]
+        self.side = Stream(device)
+        self.side.wait_stream(m.stream())
+        m.chosen.append((device, self.side))
+        self.graph.capture_begin()
+
+    def __exit__(self, *args):
+        machine().chosen.pop()
+        self.graph.capture_end()
 
 
 class Kernels:
@@ -269,7 +350,10 @@ class Kernels:
         self.lists.append(len(xs))
         xs = [as_run(x) for x in xs]
         machine().launched(out.device, [x.memory for x in xs], [out.memory])
-        for x,i in zip(xs, to, strict=True): out.value[i, :] = read_device(x.value.reshape(-1), wanted)
+        def run():
+            for x,i in zip(values, to, strict=True): rows[i, :] = read_device(x.reshape(-1), wanted)
+        values,rows = [x.value for x in xs],out.value
+        run() if machine().graph is None else machine().graph.runs.append(run)
 
 
 class Reading:
@@ -317,6 +401,9 @@ def installed(monkeypatch, kernels=True):
     monkeypatch.setattr(torch.accelerator, 'current_stream', m.stream)
     monkeypatch.setattr(torch.accelerator, 'synchronize', lambda device=None: m.wait_for_all('all'))
     monkeypatch.setattr(torch.cuda, 'device', Chosen)
+    monkeypatch.setattr(torch.cuda, 'CUDAGraph', Graph)
+    monkeypatch.setattr(torch.cuda, 'current_device', lambda: m.chosen[-1][0].index or 0)
+    monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: m.captures)
     for f in (devices.capture_of, devices.sends, reading.operations_are_right, reading.gpu_kernels): f.cache_clear()
     for room in (devices,): monkeypatch.setattr(room, 'accelerator', lambda: 'cuda')
     monkeypatch.setattr(devices, 'capture_of', lambda kind: (lambda: m.captures) if kind=='cuda' else None)

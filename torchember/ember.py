@@ -412,6 +412,7 @@ class torchEmber(OwnStatistics, Notes, Views, Arming):
         rules: What looks at the run while it goes on: 'default', or a list of rules, as `diagnose` has them; nothing without it
         on_finding: What is done with what they see: 'warn', 'stop' (an error ends the training), or a function of a finding
         blackbox: What was measured outlives the process: None where that can be; False; 20: so many steps whatever `every` says
+        cuda_graphs: Record what is in CUDA graphs that are captured by hand, whenever they are replayed
         sinks: Who is told of each step: 'wandb', 'tensorboard', a function of a step and its numbers, a `Sink`, or a list of these
         reduce: 'step': of several processes, who listens on the first is told of the whole, as it comes. Nobody waits for another
         first_step: Number of the first step, to go on from a checkpoint; without it 0, or where a run is resumed the one after its last
@@ -438,6 +439,7 @@ class torchEmber(OwnStatistics, Notes, Views, Arming):
         rules=(), # What looks at the run while it goes on: 'default', or a list of rules, as `diagnose` has them; nothing without it
         on_finding='warn', # What is done with what they see: 'warn', 'stop' (an error ends the training), or a function of a finding
         blackbox:int|None=None, # What was measured outlives the process: None where that can be; False; 20: so many steps whatever `every` says
+        cuda_graphs:bool=False, # Record what is in CUDA graphs that are captured by hand, whenever they are replayed
         sinks=(), # Who is told of each step: 'wandb', 'tensorboard', a function of a step and its numbers, a `Sink`, or a list of these
         reduce:str|None=None, # 'step': of several processes, who listens on the first is told of the whole, as it comes. Nobody waits for another
         first_step:int|None=None, # Number of the first step, to go on from a checkpoint; without it 0, or where a run is resumed the one after its last
@@ -464,7 +466,7 @@ class torchEmber(OwnStatistics, Notes, Views, Arming):
         if ranks and not callable(stats) and not {'shape', 'numel'}.intersection(stats): stats = (*stats, 'numel') # how much of a whole a piece is
         self.recorder = Recorder(t, Settings(ttypes, stats, when, only_training, on_error, first, rank,
             ranks, None if overhead is None else Budget(overhead), optimizers, scaler, ends, self.tracks[0].name,
-            blackbox, lambda meta: t.amend('parameters', meta)))
+            blackbox, lambda meta: t.amend('parameters', meta), cuda_graphs))
         known = self.recorder.sources.parameters.known
         if resume: known.go_on(noted_in(t))
         t.source = weak_source(self.recorder)

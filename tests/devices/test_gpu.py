@@ -504,6 +504,60 @@ def test_graphed_callables(tmp_path):
     assert te.t.df['step'].nunique()>=3
 
 
+@only_cuda
+@pytest.mark.parametrize('options', [dict(ttypes=ALL, stats='numerics'), {}, dict(ttypes=ALL, every=3)], ids=['all', 'as it comes', 'every third'])
+@pytest.mark.parametrize('passes', [1, 2])
+@pytest.mark.parametrize('whole', [False, True], ids=['forward and backward', 'the whole step'])
+def test_recorded_from_a_graph(tmp_path, options, passes, whole):
+    "With `cuda_graphs=True`: the rows are those of the same training without a graph"
+    if whole and passes>1: pytest.skip('a whole step is one pass')
+    runs = []
+    for graph in (False, True):
+        net,xs = model().to(device),[x.to(device) for x in data(8*passes)]
+        opt = torch.optim.AdamW(net.parameters(), lr=.01, capturable=True)
+        def step(x, net=net): net(x).square().mean().backward()
+        with nothing_said(), torchEmber(net, opt, home=tmp_path/str(graph), cuda_graphs=graph, **options) as te:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            first = 2*passes if graph else len(xs)
+            with torch.cuda.stream(side if graph else torch.cuda.current_stream()):
+                for i,x in enumerate(xs[:first]):
+                    step(x)
+                    if i%passes==passes-1:
+                        opt.step()
+                        opt.zero_grad(set_to_none=passes==1 or not graph)
+            torch.cuda.current_stream().wait_stream(side)
+            if graph:
+                x,g = torch.zeros_like(xs[0]),torch.cuda.CUDAGraph()
+                with torch.cuda.graph(g):
+                    step(x)
+                    if whole: opt.step()
+            for i,new in enumerate(xs[first:]):
+                x.copy_(new)
+                g.replay()
+                if i%passes==passes-1 and not whole: opt.step()
+                if i%passes==passes-1 and passes>1: opt.zero_grad(set_to_none=False)
+        runs.append(te)
+    same(runs[1].t.df, runs[0].t.df, 1e-4)
+
+
+@only_cuda
+def test_graphed_callables_are_recorded(tmp_path):
+    runs = []
+    for graph in (False, True):
+        net,xs = model().to(device),[x.to(device) for x in data(6)]
+        opt = torch.optim.SGD(net.parameters(), lr=.05)
+        with nothing_said(), torchEmber(net, opt, home=tmp_path/str(graph), ttypes=ALL[:6], cuda_graphs=True) as te:
+            for i,x in enumerate(xs):
+                if graph and i==1: net = torch.cuda.make_graphed_callables(net, (xs[0].clone(),))
+                net(x).square().mean().backward()
+                opt.step()
+                opt.zero_grad()
+        runs.append(te)
+    a,b = (t.t.df[lambda d: d['step']>1].reset_index(drop=True) for t in runs) # torch warms up in step 1
+    same(b, a, 1e-4)
+
+
 # ---- what goes wrong
 
 @only_cuda

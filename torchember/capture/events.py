@@ -135,6 +135,18 @@ class Listener(Protocol):
 
     def clips(self, parameters:list): "The gradients of these are about to be clipped"
 
+    # ---- CUDA graphs, see `capture.graphs`
+
+    def graph_to_come(self, graph): "One is about to be captured: no thread may ask the device anything meanwhile"
+
+    def graph_begins(self, graph): "From now on what is launched is captured, and does not run"
+
+    def graph_ends(self, graph, whole:bool): "The capture is over. `whole`: whether there is a graph"
+
+    def replay_begins(self, graph): "It is about to be replayed"
+
+    def replay_ends(self, graph): "It was, as far as the host is concerned"
+
     # ---- beside the model
 
     def memory_reused(self): "Compiled code may have written into tensors without moving their version: what was seen before has to be looked at anew"

@@ -166,9 +166,13 @@ def gradient_scale(
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #788eb7bf
 def skips_itself(o):
-    "Whether a fused optimizer was told that its gradients are not finite, and changed nothing"
+    "Whether a fused optimizer was told that its gradients are not finite, and changed nothing. While a graph is captured nobody can know"
     found = getattr(o, 'found_inf', None)
-    return found is not None and bool(found.item())
+    return found is not None and not captured(found.device) and bool(found.item())
+
+def captured(device):
+    captures = getattr(torch.get_device_module(device.type), 'is_current_stream_capturing', None)
+    return captures is not None and captures()
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #5a1f0c7e
 class OptimizerSteps:

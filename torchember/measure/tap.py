@@ -40,6 +40,7 @@ class Block:
         self.head = np.zeros((n, head_width), dtype=np.int64) if lasting is None else lasting[1]
         self.at = None if self.out is None else (address_of(self.out), address_of(self.head))
         self.source = None if self.out is not None else np.arange(n) # on a device: the row that has a row's numbers, if they were known from another tap
+        self.graph = None # a weak reference to the CUDA graph that writes the rows, see `measure.graph_rows`
 
     def addresses(self, first):
         "Where the row `first` and its head lie"
@@ -101,6 +102,7 @@ class Laid:
         self.filled = self.shared = self.turn = 0 # rows, about; how many of them were known from another tap; how often rows were taken
         self.pending = {} # (block, row) -> a tensor that will be read into it, with others
         self.box = None # `recorder.black_box.BlackBox`: gives memory that outlives the process, and is told of taps
+        self.was_read = set() # device, dtype and groups of parts of tensors on devices: whatever is tried once has been
 
     def into(self, box):
         "Rows that are laid out from now on lie in a black box; None: in memory of our own"
@@ -243,6 +245,7 @@ class Arena(Laid):
             except RuntimeError as e: lost = e # a device that has failed gives nothing any more, and what comes is not to stand beside what is lost
             if keep is not None and lost is None: keep(parts)
             for b in self.blocks: b.head[:b.used, EVENT] = 0
+            self.blocks = [b for b in self.blocks if b.graph is None or b.graph() is not None]
             for c in self.where: c[:, NEXT] = 0
             self.filled = 0
             self.turn += 1
@@ -310,7 +313,7 @@ class OnMeta(Unmeasurable):
 class InGraph(Unmeasurable):
     "Raised while a device captures a graph"
     def __init__(self): super().__init__("a CUDA graph is being captured, and no Python runs when it is run again: its passes are not recorded. "
-        "Passes outside of graphs are; torch.compile without mode='reduce-overhead' makes none")
+        "Passes outside of graphs are; and an ember that is made with cuda_graphs=True records those of graphs, too")
 
 # %% ../../nbs/20_measure/50_tap.ipynb #917686d2
 def fit(tap, x):
@@ -436,6 +439,7 @@ def is_like(x, there):
 def fit_there(tap, x):
     "`fit` for a tensor that is not on the CPU"
     gpu = None if not_in_loops(tap.wanted) else for_list(x, tap.wanted)
+    if gpu is not None: tap.arena.was_read.add((x.device, x.dtype, tap.wanted))
     tap.there = There(x, tap.number, gpu and gpu.reading(x.numel(), x.dtype, x.device, tap.wanted))
     return tap.there
 
@@ -489,6 +493,7 @@ def read_there(x, tap, row, scale):
     if known is None:
         read_into(x, tap.wanted, b.rows.data[row])
         if scale is not None: b.rows.data[row, SCALE] = scale
+        tap.arena.was_read.add((x.device, x.dtype, tap.wanted))
         keep_in_mind(x, tap, row, scale)
     b.source[row] = row if known is None else known
 

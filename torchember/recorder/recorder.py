@@ -17,11 +17,13 @@ from ..ground.record import line_of, of_no_tensor, ttypes
 from .black_box import RunBox, steps_in
 from .calls import Calls
 from .cost import Cost
+from .graphs import Graphs, Quiet
 from .hearing import ModelEvents, OptimizerEvents
 from .notices import ChangingMarks, Notices, no_mark
 from .pipe import Gate, Pipe, end_step, measure_now
 from .process import open_recorders
 from .row_writer import RowWriter
+from ..measure.devices import accelerator
 from ..measure.elements import Unmeasurable
 from .rows import on_its_way
 from .sources import Sources
@@ -51,6 +53,7 @@ class Settings:
     root_name:str = 'model' # Display name of the root
     blackbox:int|None = False # Whether what was measured outlives the process; None: where that can be; a number: of so many steps whatever the schedule
     tell:object = None # Called with what is known of the parameters when it is another than before
+    cuda_graphs:bool = False # Whether what is in a CUDA graph is recorded when that is replayed
 
 # %% ../../nbs/40_recorder/80_recorder.ipynb #a0c1d2e3
 class HeardModel:
@@ -58,6 +61,7 @@ class HeardModel:
     def __init__(self, events, watches, sources, cost): # of the recorder
         self.events,self.watches,self.sources,self.cost = events,watches,sources,cost
         self.tracks,self.owner = (),None
+        self.graphs = None # `Graphs`, where what is in CUDA graphs is to be recorded; `Quiet` elsewhere
 
     def arm(self,
         tracks, # `moduleTrack`s of the modules, root first
@@ -71,9 +75,16 @@ class HeardModel:
         self.sources.arming(tracks[0].module)
         self.sources.armed(arm(tracks, self.events, watched, methods))
         for w in self.watches: w.attach()
+        if self.graphs is not None: self.graphs.watch.attach()
+
+    def told(self, events, optimizer_events):
+        "Others are told, while a CUDA graph is captured"
+        for st in self.sources.states: st.listener = events
+        for w in self.watches: w.listener = optimizer_events
 
     def unhear(self):
         "Give every module back as it was"
+        if self.graphs is not None: self.graphs.abandon()
         disarm(self.tracks, self.events)
         for w in self.watches: w.detach()
 
@@ -174,6 +185,8 @@ class Recorder(Ends):
         self.sources = Sources(wish.ttypes, self.buffer, self.steps, self.events.gradient, self.watch, wish.tell)
         watches = [*([self.watch] if self.watch else []), *([ClippingWatch(self.optimizer_events)] if 'unclipped_grad' in wish.ttypes else [])]
         self.model = HeardModel(self.events, watches, self.sources, self.cost)
+        if wish.cuda_graphs: self.model.graphs = Graphs(self.events, self.optimizer_events, wish.ttypes, self.model.told, lambda: t.file.drain())
+        elif accelerator()=='cuda': self.model.graphs = Quiet(lambda: t.file.drain())
         self.writer = RowWriter(t, wish.rank, wish.root_name, steps_in(wish.blackbox))
         if wish.budget: self.cost.once()
         gate = Gate(Decision(wish.when, wish.budget, self.notices), self.steps, self.cost)

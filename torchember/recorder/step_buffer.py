@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from ..measure.elements import Unmeasurable
+from ..measure.graph_rows import GraphTensor, count
 from ..measure.tap import Arena, OnMeta, Snapshot, observe
 from ..ground.messages import an, printable
 from ..ground.record import plain, pointer, reserved
@@ -231,6 +232,7 @@ class Measuring:
         try:
             if type(x) not in ordinary or self.parts or self.ranks is not None:
                 x = local_part(self.parts, place_of((state.track.name, ttype, tname, pname, phase, backward), call), x, self.piece(state, ttype, pname, x))
+                if type(x) is GraphTensor: return self.of_graph(state, (ttype, tname, phase, backward, pname), x, call, once, replace)
             how = self.stats[ttype]
             if replace and self.custom: self.custom.drop(state.track.name, ttype, tname)
             if callable(how):
@@ -242,6 +244,14 @@ class Measuring:
             if replace: self.arena.forget(tap)
             observe(x, tap, call, None if scale is None else float(scale) if x.is_cpu else scale, later=once)
         except Exception as e: self.notices.failed(state.track.name, tname, e, self.stats.get(ttype))
+
+    def of_graph(self, state, place, x, call, once, replace):
+        "A tensor of a CUDA graph: what the graph writes of it counts"
+        how = self.stats[place[0]]
+        if callable(how): return # as was said when it was captured
+        tap = state.taps.get(place) or new_tap(self.arena, state, place, how, once)
+        if replace: self.arena.forget(tap)
+        count(x, tap, call)
 
     def piece(self, state, ttype, pname, x):
         "What a row says of which piece of the whole it is, where there are several processes"

@@ -7,6 +7,7 @@ __all__ = ['patience', 'trusted', 'available', 'kind_of_driver', 'fills', 'Readi
            'read_alone', 'read_among', 'wrong_there', 'reads', 'named']
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #8886ac18
+import itertools
 from functools import cache, lru_cache
 
 import numpy as np
@@ -474,9 +475,11 @@ def as_run(x):
     return x if x.is_contiguous() or fills(x) else x.contiguous()
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #56bcf4c0
+turns = itertools.count(1)
+
 class Memory:
     "What programs leave for each other, on one stream"
-    def __init__(self, device): self.device,self.turn,self.have,self.outgrown = device,0,{},[] # turn: how often it has grown
+    def __init__(self, device): self.device,self.turn,self.have,self.outgrown = device,0,{},[] # turn: another number whenever it has grown
 
     def get(self, name, n, dtype):
         "At least `n` zeros, or what was left there"
@@ -485,7 +488,7 @@ class Memory:
             if x is not None: self.outgrown.append(x)
             with undisturbed(self.device.type), torch.inference_mode(False):
                 x = self.have[name] = torch.zeros(max(256, 1<<(n-1).bit_length()), dtype=dtype, device=self.device)
-            self.turn += 1
+            self.turn = next(turns)
         return x
 
     def of(self,
@@ -503,6 +506,14 @@ def width_of(wanted): return next(n for n,last in ((15, 'powers'), (13, 'exponen
 memories = {} # device and stream -> `Memory`
 
 def memory_of(device, stream): return memories.get((device, stream)) or memories.setdefault((device, stream), Memory(device))
+
+def exchange(
+    own # As `memories`
+): # What was there before
+    "From now on this is the memory: a CUDA graph has its own, as it may be replayed on any stream"
+    global memories
+    memories,former = own,memories
+    return former
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #128b2f33
 def constants(wanted, dtype, aligned): return dict(wanted=flags(wanted), B=blocks[dtype], W=width, T=tile, aligned=aligned)

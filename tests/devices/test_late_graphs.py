@@ -1,0 +1,472 @@
+"On the late device: what is in a CUDA graph is recorded when that is replayed, with the numbers of the same training on the CPU, and nobody waits"
+import copy
+import gc
+import warnings
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from late import Graph, Late, Stream, captured, cuda, installed, late, machine, moved_model, over
+from torch import nn
+from trainings import ALL, data, model, same
+
+from torchember import torchEmber
+from torchember.capture.graphs import GraphWatch
+
+flows = 'input', 'output', 'input_grad', 'output_grad'
+
+
+@pytest.fixture(params=[True, False], ids=['kernels', 'operations'])
+def gpu(request, monkeypatch):
+    before = {n: vars(Graph)[n] for n in ('capture_begin', 'capture_end', 'replay')}
+    yield installed(monkeypatch, request.param)
+    assert {n: vars(Graph)[n] for n in before}==before and not GraphWatch.attached
+    monkeypatch.undo()
+    over()
+
+
+def blame(m):
+    for found in (*m.faults, *m.waits): assert not found.ours, found
+
+
+def sgd(net, **kwargs): return torch.optim.SGD(net.parameters(), lr=.05, momentum=.9, **kwargs)
+
+
+def loss_of(net, x): return net(x).square().mean()
+
+
+# ---- a training on the CPU, and the same with a graph
+
+def eager(net, opt, xs, after=lambda i: None, passes=1):
+    for i,x in enumerate(xs):
+        loss_of(net, x).backward()
+        if i%passes!=passes-1: continue
+        opt.step()
+        opt.zero_grad()
+        after(i)
+
+
+def with_graph(net, opt, xs, after=lambda i: None, passes=1, warm=2, whole=False, stream=None):
+    "Two steps to warm up; then forward and backward are captured, or all of a step"
+    eager(net, opt, map(late, xs[:warm*passes]), after, passes)
+    x,g = late(xs[0]),torch.cuda.CUDAGraph()
+    for p in net.parameters(): p.grad = late(torch.zeros(p.shape)) if passes>1 else None
+    with captured(g):
+        loss_of(net, x).backward()
+        if whole: opt.step()
+    for i,new in enumerate(xs[warm*passes:], warm*passes):
+        x.copy_(late(new))
+        on = stream(i) if stream else None
+        if on is not None:
+            on.wait_stream(machine().stream())
+            with on: g.replay()
+            machine().stream().wait_stream(on)
+        else: g.replay()
+        if i%passes!=passes-1: continue
+        if not whole: opt.step()
+        if passes>1: opt.zero_grad(set_to_none=False)
+        after(i)
+    return g
+
+
+def both(gpu, tmp_path, options, train=with_graph, passes=1, steps=6, **how):
+    xs,tables = data(steps*passes),[]
+    net = model()
+    moved = moved_model(copy.deepcopy(net))
+    for m,f in ((net, eager), (moved, train)):
+        opt = sgd(m)
+        te = torchEmber(m, opt, home=tmp_path/f.__name__, cuda_graphs=f is not eager, **options)
+        f(m, opt, xs, passes=passes, **(how if f is not eager else {}))
+        te.close()
+        tables.append(te.t.df)
+    blame(gpu)
+    for k,v in moved.state_dict().items(): torch.testing.assert_close(v.value, net.state_dict()[k])
+    return tables
+
+
+settings = {'all': dict(ttypes=ALL, stats='numerics'), 'as it comes': {}, 'every third': dict(ttypes=ALL, every=3),
+    'clipped': dict(ttypes=('unclipped_grad', 'weight_grad'))}
+
+
+@pytest.mark.parametrize('options', ['all', 'as it comes', 'every third'])
+@pytest.mark.parametrize('whole', [False, True], ids=['forward and backward', 'the whole step'])
+def test_the_numbers_are_those_of_the_cpu(gpu, tmp_path, options, whole):
+    want,got = both(gpu, tmp_path, settings[options], whole=whole)
+    same(got, want)
+
+
+def test_gradients_before_they_are_clipped(gpu, tmp_path):
+    def clips(net, opt, xs, after=None, passes=1):
+        for x in xs:
+            loss_of(net, x).backward()
+            nn.utils.clip_grad_value_(net.parameters(), .01)
+            opt.step()
+            opt.zero_grad()
+    def in_graph(net, opt, xs, passes=1):
+        clips(net, opt, map(late, xs[:2]))
+        x,g = late(xs[0]),torch.cuda.CUDAGraph()
+        with captured(g):
+            loss_of(net, x).backward()
+            nn.utils.clip_grad_value_(net.parameters(), .01)
+            opt.step()
+        for new in xs[2:]:
+            x.copy_(late(new))
+            g.replay()
+    tables = []
+    for f in (clips, in_graph):
+        net = model() if f is clips else moved_model(model())
+        opt = sgd(net)
+        with torchEmber(net, opt, home=tmp_path/f.__name__, cuda_graphs=True, ttypes=('unclipped_grad', 'weight_grad')) as te: f(net, opt, data(6))
+        tables.append(te.t.df)
+    blame(gpu)
+    same(tables[1], tables[0])
+    assert set(tables[1]['ttype'])=={'unclipped_grad', 'weight_grad'}
+
+
+def test_an_optimizer_of_its_own_kind(gpu, tmp_path):
+    "The same, digit for digit, as step by step on the device"
+    tables = []
+    for f in (eager, with_graph):
+        net,xs = moved_model(model()),data(6)
+        opt = torch.optim.AdamW(net.parameters(), lr=.01, capturable=True)
+        with torchEmber(net, opt, home=tmp_path/f.__name__, cuda_graphs=True, **settings['all']) as te:
+            if f is eager: eager(net, opt, map(late, xs))
+            else: with_graph(net, opt, xs, whole=True)
+        tables.append(te.t.df)
+    blame(gpu)
+    same(tables[1], tables[0], 0)
+
+
+@pytest.mark.parametrize('passes', [2, 3])
+def test_several_replays_in_a_step(gpu, tmp_path, passes):
+    "What the graph has written before is kept, and is merged with what it writes then"
+    want,got = both(gpu, tmp_path, settings['all'], passes=passes)
+    same(got, want)
+
+
+@pytest.mark.parametrize('passes', [1, 2])
+def test_replayed_on_another_stream_each_time(gpu, tmp_path, passes):
+    streams = []
+    def stream(i):
+        streams.append(Stream(cuda()))
+        return streams[-1]
+    want,got = both(gpu, tmp_path, settings['all'], passes=passes, stream=stream)
+    same(got, want)
+    assert len(streams)==4*passes
+
+
+@pytest.mark.parametrize('passes', [1, 2])
+def test_nothing_grows(gpu, tmp_path, passes):
+    "A step launches the same each time, and takes no more memory"
+    seen,blocks = [],[]
+    net = moved_model(model())
+    with torchEmber(net, sgd(net), home=tmp_path, cuda_graphs=True, ttypes=ALL) as te:
+        def after(i):
+            seen.append(gpu.launches)
+            blocks.append(len(te.recorder.buffer.arena.blocks))
+        with_graph(net, te.recorder.watch.optimizers[0], data(8*passes), after, passes)
+    assert len(set(np.diff(seen[3:])))==1 and len(set(blocks[3:]))==1, (seen, blocks)
+
+
+def test_without_the_option_nothing_of_ours_is_in_the_graph(gpu, tmp_path):
+    nodes = []
+    for armed in (None, False, True):
+        net = moved_model(model())
+        opt = sgd(net)
+        te = None if armed is None else torchEmber(net, opt, home=tmp_path, cuda_graphs=armed)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter('always')
+            nodes.append(with_graph(net, opt, data(4)).nodes)
+        if te: te.close()
+        assert sum('graph is being captured' in str(w.message) for w in said)==(armed is False)
+    assert nodes[0]==nodes[1]<nodes[2]
+
+
+def test_steps_that_passes_end(gpu, tmp_path):
+    "Without an optimizer each replay is a step, and its rows are those of that replay"
+    net,moved,xs = model(),moved_model(model()),data(5)
+    with torchEmber(net, home=tmp_path/'cpu', ttypes=flows) as want:
+        for x in xs: loss_of(net, x).backward()
+    with torchEmber(moved, home=tmp_path/'gpu', ttypes=flows, cuda_graphs=True) as got:
+        loss_of(moved, late(xs[0])).backward()
+        x,g = late(xs[0]),torch.cuda.CUDAGraph()
+        with captured(g): loss_of(moved, x).backward()
+        for new in xs[1:]:
+            x.copy_(late(new))
+            g.replay()
+    blame(gpu)
+    same(got.t.df, want.t.df)
+
+
+def test_a_graph_of_two_passes(gpu, tmp_path):
+    net,moved,xs = model(),moved_model(model()),data(6)
+    with torchEmber(net, home=tmp_path/'cpu', ttypes=flows) as want:
+        for x in xs: loss_of(net, x).backward()
+    with torchEmber(moved, home=tmp_path/'gpu', ttypes=flows, cuda_graphs=True) as got:
+        for x in xs[:2]: loss_of(moved, late(x)).backward()
+        a,b,g = late(xs[0]),late(xs[0]),torch.cuda.CUDAGraph()
+        with captured(g):
+            for x in (a, b): loss_of(moved, x).backward()
+        for i in (2, 4):
+            for x,new in ((a, xs[i]), (b, xs[i+1])): x.copy_(late(new))
+            g.replay()
+    blame(gpu)
+    same(got.t.df, want.t.df)
+
+
+def test_graphs_in_turns_and_passes_between(gpu, tmp_path):
+    "Of two shapes, and an eager pass in each third step"
+    net,moved = model(),moved_model(model())
+    sizes = [4, 7, 4, 2, 7, 4, 2, 7]
+    g = torch.Generator().manual_seed(3)
+    xs = [torch.randn(n, 5, generator=g) for n in sizes]
+    with torchEmber(net, sgd(net), home=tmp_path/'cpu', ttypes=ALL) as want: eager(net, want.recorder.watch.optimizers[0], xs)
+    with torchEmber(moved, sgd(moved), home=tmp_path/'gpu', ttypes=ALL, cuda_graphs=True) as got:
+        opt,graphs = got.recorder.watch.optimizers[0],{}
+        eager(moved, opt, [late(xs[0])])
+        for n in (4, 7):
+            x,graph = late(torch.zeros(n, 5)),torch.cuda.CUDAGraph()
+            opt.zero_grad()
+            with captured(graph): loss_of(moved, x).backward()
+            graphs[n] = x,graph,[p.grad for p in moved.parameters()]
+        for x in xs[1:]:
+            opt.zero_grad()
+            if len(x) in graphs:
+                its,graph,grads = graphs[len(x)]
+                for p,d in zip(moved.parameters(), grads, strict=True): p.grad = d
+                its.copy_(late(x))
+                graph.replay()
+            else: loss_of(moved, late(x)).backward()
+            opt.step()
+    blame(gpu)
+    same(got.t.df, want.t.df)
+
+
+def test_forward_and_backward_in_two_graphs(gpu, tmp_path):
+    "As torch.cuda.make_graphed_callables does it: the gradients come with the second"
+    net,moved,xs = model(),moved_model(model()),data(5)
+    with torchEmber(net, sgd(net), home=tmp_path/'cpu', ttypes=ALL) as want: eager(net, want.recorder.watch.optimizers[0], xs)
+    with torchEmber(moved, sgd(moved), home=tmp_path/'gpu', ttypes=ALL, cuda_graphs=True) as got:
+        opt = got.recorder.watch.optimizers[0]
+        eager(moved, opt, [late(xs[0])])
+        x,forward,backward = late(xs[0]),torch.cuda.CUDAGraph(),torch.cuda.CUDAGraph()
+        with captured(forward): y = moved(x)
+        dy = late(torch.zeros(y.shape))
+        with captured(backward): grads = torch.autograd.grad([y], list(moved.parameters()), [dy])
+        for new in xs[1:]:
+            x.copy_(late(new))
+            forward.replay()
+            dy.copy_(y.detach()*2/y.numel())
+            backward.replay()
+            for p,d in zip(moved.parameters(), grads, strict=True): p.grad = d
+            opt.step()
+    blame(gpu)
+    same(got.t.df, want.t.df)
+
+
+class Whole(nn.Module):
+    "A part of it is replayed, twice in a pass; its input is probed"
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a,self.part,self.b = nn.Linear(5, 6),nn.Sequential(nn.Linear(6, 6), nn.Tanh()),nn.Linear(6, 2)
+        self.replays = None
+
+    def forward(self, x):
+        x = self.a(x)
+        for _ in range(2): x = self.part(x) if self.replays is None else self.replays(x)
+        return self.b(x)
+
+
+def test_a_part_that_is_replayed_in_a_pass(gpu, tmp_path):
+    net,moved,xs = Whole(),moved_model(Whole()),data(4)
+    ttypes = 'input', 'output', 'weight'
+    with torchEmber(net, home=tmp_path/'cpu', ttypes=ttypes) as want, torch.no_grad():
+        for x in xs: net(x)
+    with torchEmber(moved, home=tmp_path/'gpu', ttypes=ttypes, cuda_graphs=True) as got, torch.no_grad():
+        moved(late(xs[0]))
+        x,g = late(torch.zeros(4, 6)),torch.cuda.CUDAGraph()
+        with captured(g): y = moved.part(x)
+        def replays(new):
+            x.copy_(new)
+            g.replay()
+            return y.clone()
+        moved.replays = replays
+        for new in xs[1:]: moved(late(new))
+    blame(gpu)
+    key = ['step', 'module', 'ttype', 'tname', 'pname', 'call']
+    a,b = (t.t.df.sort_values(key).reset_index(drop=True) for t in (got, want))
+    same(a, b)
+
+
+def test_probes_and_the_order_of_calls(gpu, tmp_path):
+    orders,tables = [],[]
+    for moved in (False, True):
+        net,to = (moved_model(model()),late) if moved else (model(),torch.clone)
+        with torchEmber(net, home=tmp_path/str(moved), ttypes=('output',), cuda_graphs=True) as te, torch.no_grad():
+            net.act.register_forward_hook(lambda m, args, out, te=te: te.probe('twice', out*2) is None or None)
+            x = to(data()[0])
+            net(x)
+            if moved:
+                g = torch.cuda.CUDAGraph()
+                with captured(g): net(x)
+            x.copy_(to(data()[1]))
+            if moved: g.replay()
+            else: net(x)
+            orders.append([*te.recorder.calls.log])
+        tables.append(te.t.df)
+    blame(gpu)
+    same(tables[1], tables[0])
+    assert orders[0]==orders[1] and len(orders[0])==12 and (tables[1]['ttype']=='probe').sum()==2
+
+
+# ---- a loss that was scaled
+
+def test_a_scale_that_changes(gpu, tmp_path):
+    "What the loss is multiplied by is read in the graph, too"
+    class Scaler(torch.amp.GradScaler):
+        def step(self, optimizer, *args, **kwargs):
+            for p in net.parameters(): p.grad /= self._scale
+            return optimizer.step()
+    net,xs = moved_model(model()),data(5)
+    opt,scaler = sgd(net),Scaler('cpu', init_scale=8.)
+    scaler._scale = late(torch.tensor(8.))
+    def back(x): (loss_of(net, x)*scaler._scale).backward()
+    with torchEmber(net, opt, home=tmp_path/'gpu', ttypes=ALL, stats='numerics', cuda_graphs=True, scaler=scaler) as got:
+        back(late(xs[0]))
+        scaler.step(opt)
+        opt.zero_grad()
+        x,g = late(xs[0]),torch.cuda.CUDAGraph()
+        with captured(g): back(x)
+        for i,new in enumerate(xs[1:]):
+            scaler._scale.fill_(2.**i)
+            x.copy_(late(new))
+            g.replay()
+            scaler.step(opt)
+    net = model()
+    with torchEmber(net, sgd(net), home=tmp_path/'cpu', ttypes=ALL, stats='numerics') as want: eager(net, want.recorder.watch.optimizers[0], xs)
+    for f in gpu.faults: assert not f.ours, f
+    same(got.t.df[lambda d: d['ttype']=='output_grad'].reset_index(drop=True), want.t.df[lambda d: d['ttype']=='output_grad'].reset_index(drop=True))
+
+
+# ---- what goes wrong
+
+def warned(said, words): return [str(w.message) for w in said if words in str(w.message)]
+
+
+def test_a_function_of_the_users(gpu, tmp_path):
+    net = moved_model(model())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('always')
+        with torchEmber(net, sgd(net), home=tmp_path, cuda_graphs=True) as te:
+            te.how_record_out(lambda x: {'n': x.numel()})
+            with_graph(net, te.recorder.watch.optimizers[0], data(5))
+    blame(gpu)
+    assert len(warned(said, 'no Python runs in a CUDA graph'))==1
+    df = te.t.df
+    assert df[df['ttype']=='output']['step'].unique().tolist()==[0, 1] and df[df['ttype']=='input']['step'].unique().tolist()==[0, 1, 2, 3, 4]
+
+
+def test_statistics_that_are_changed_after_the_capture(gpu, tmp_path):
+    net,xs = moved_model(model()),data(5)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('always')
+        with torchEmber(net, sgd(net), home=tmp_path, cuda_graphs=True) as te:
+            def after(i):
+                if i==2: te.how_record('output')('full')
+            with_graph(net, te.recorder.watch.optimizers[0], xs, after)
+    assert len(warned(said, 'Capture it anew'))==1
+    df = te.t.df
+    assert df[df['ttype']=='output']['step'].unique().tolist()==[0, 1, 2] and df[df['ttype']=='input']['step'].nunique()==5
+
+
+def test_a_capture_without_a_step_before(gpu, tmp_path):
+    "What is tried once would break it"
+    net = moved_model(model())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('always')
+        with torchEmber(net, sgd(net), home=tmp_path, cuda_graphs=True) as te: with_graph(net, te.recorder.watch.optimizers[0], data(4), warm=0)
+    assert len(warned(said, 'warm-up'))==1
+    assert set(te.t.df['ttype'])=={'weight', 'weight_grad'} # which are read where they lie
+
+
+def test_a_capture_that_fails(gpu, tmp_path):
+    net,xs = moved_model(model()),data(4)
+    with torchEmber(net, sgd(net), home=tmp_path, cuda_graphs=True) as te:
+        opt = te.recorder.watch.optimizers[0]
+        eager(net, opt, [late(xs[0])])
+        g,x = torch.cuda.CUDAGraph(),late(xs[1])
+        with pytest.raises(RuntimeError, match='not permitted'), captured(g): net(x).sum().item()
+        assert net._torchember.states[0].listener is te.recorder.events
+        eager(net, opt, [late(xs[2])])
+        with captured(g): loss_of(net, x).backward()
+        g.replay()
+        opt.step()
+    assert te.t.df.groupby('step')['ttype'].value_counts().unstack().drop_duplicates().shape[0]==1 and te.t.df['step'].nunique()==3
+
+
+def test_a_model_that_is_armed_again(gpu, tmp_path):
+    net,xs = moved_model(model()),data(4)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('always')
+        with torchEmber(net, home=tmp_path, ttypes='output', cuda_graphs=True) as te, torch.no_grad():
+            net(late(xs[0]))
+            g,x = torch.cuda.CUDAGraph(),late(xs[1])
+            with captured(g): net(x)
+            te.disarm()
+            g.replay()
+            te.arm()
+            for _ in range(2): g.replay()
+            net(x)
+    assert len(warned(said, 'when the model was armed before'))==1
+    assert te.t.df['step'].unique().tolist()==[0, 1] and len(te.t.df)==12
+
+
+def test_disarmed_in_the_middle_of_a_capture(gpu, tmp_path):
+    net,x = moved_model(model()),late(data()[0])
+    te = torchEmber(net, home=tmp_path, ttypes='output', cuda_graphs=True)
+    with torch.no_grad():
+        net(x)
+        g = torch.cuda.CUDAGraph()
+        with captured(g):
+            net(x)
+            te.recorder.model.graphs.abandon()
+            assert net._torchember.states[0].listener is te.recorder.events
+    te.close()
+    assert len(te.t.df)==6
+
+
+def test_what_a_graph_has_goes_with_it(gpu, tmp_path):
+    net,x = moved_model(model()),late(data()[0])
+    with torchEmber(net, home=tmp_path, ttypes='output', cuda_graphs=True) as te, torch.no_grad():
+        net(x)
+        before = len(te.recorder.buffer.arena.blocks)
+        g = torch.cuda.CUDAGraph()
+        with captured(g): net(x)
+        g.replay()
+        rows = weakref.ref(te.recorder.model.graphs.tapes[g].rows.blocks[0])
+        del g
+        net(x) # what it has written last is of the step before
+        gc.collect()
+        net(x)
+        assert rows() is None and len(te.recorder.buffer.arena.blocks)==before
+    assert te.t.df['step'].unique().tolist()==[0, 1, 2, 3]
+
+
+def test_two_embers(gpu, tmp_path):
+    "Each hears its own model, in one graph"
+    a,b = moved_model(model()),moved_model(nn.Linear(3, 2))
+    x = late(data()[0])
+    how = dict(ttypes='output', cuda_graphs=True)
+    with torchEmber(a, home=tmp_path/'a', **how) as ta, torchEmber(b, home=tmp_path/'b', **how) as tb, torch.no_grad():
+        b(a(x))
+        g = torch.cuda.CUDAGraph()
+        with captured(g): b(a(x))
+        g.replay()
+    blame(gpu)
+    for te,n in ((ta, 6), (tb, 1)):
+        df = te.t.df
+        assert len(df)==2*n
+        np.testing.assert_array_equal(df['mean'][:n], df['mean'][n:])
+    assert not isinstance(ta.recorder.model.graphs.tape, Late)
