@@ -183,6 +183,23 @@ def test_without_the_option_nothing_of_ours_is_in_the_graph(gpu, tmp_path):
     assert nodes[0]==nodes[1]<nodes[2]
 
 
+def test_nothing_is_asked_of_a_device_while_a_graph_is_captured(gpu, tmp_path):
+    "Not even by the thread that writes, whatever is to be recorded: it has written all before"
+    for i,armed in enumerate((False, True)):
+        net = moved_model(model())
+        with torchEmber(net, home=tmp_path/str(armed), cuda_graphs=armed) as te, torch.no_grad():
+            for _ in range(3): net(late(data()[0]))
+            te.recorder.flush()
+            g = torch.cuda.CUDAGraph()
+            with captured(g):
+                assert not te.t.file.batches
+                with warnings.catch_warnings():
+                    warnings.simplefilter('ignore')
+                    if not i: net(late(data()[0]))
+                te.t.file.drain()
+    assert not [f for f in gpu.faults if 'while a graph is captured' in f]
+
+
 def test_steps_that_passes_end(gpu, tmp_path):
     "Without an optimizer each replay is a step, and its rows are those of that replay"
     net,moved,xs = model(),moved_model(model()),data(5)
@@ -470,3 +487,38 @@ def test_two_embers(gpu, tmp_path):
         assert len(df)==2*n
         np.testing.assert_array_equal(df['mean'][:n], df['mean'][n:])
     assert not isinstance(ta.recorder.model.graphs.tape, Late)
+
+
+class SkipsItself(torch.optim.SGD):
+    "As a fused optimizer under a scaler: a number on the device says whether it changes anything"
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]['params']: p.add_(p.grad*(1-self.found_inf), alpha=-.05)
+
+
+def test_a_step_that_the_device_skips(gpu, tmp_path):
+    xs,counts,tables = data(6),[],[]
+    for graph in (False, True):
+        net = moved_model(model())
+        opt = SkipsItself(net.parameters(), lr=.05)
+        opt.found_inf = late(torch.zeros(()))
+        with torchEmber(net, opt, home=tmp_path/str(graph), ttypes=ALL, cuda_graphs=True) as te:
+            for i,new in enumerate(xs):
+                if graph and i==2:
+                    x,g = late(new),torch.cuda.CUDAGraph()
+                    with captured(g):
+                        loss_of(net, x).backward()
+                        opt.step()
+                opt.found_inf.fill_(float(i==4))
+                if graph and i>=2:
+                    x.copy_(late(new))
+                    g.replay()
+                else:
+                    loss_of(net, late(new)).backward()
+                    opt.step()
+                    opt.zero_grad()
+        counts.append(te.recorder.tally.skipped)
+        tables.append(te.t.df)
+    for f in gpu.faults: assert not f.ours, f
+    same(tables[1], tables[0])
+    assert counts==[1, 1] and tables[1].loc[tables[1]['skipped']==True, 'step'].unique().tolist()==[4] # noqa: E712

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from torchember import EmberWarning, torchEmber
-from torchember.measure import devices, kernels, tap
+from torchember.measure import devices, graph_rows, kernels, tap
+from torchember.measure.graph_rows import GraphRows
 from torchember.measure.readers import torch as plain
 from torchember.measure.readers import triton as gpu
 from torchember.measure.self_check import first_wrong, trials
@@ -196,6 +197,32 @@ def test_a_launch_is_made_ready_once_for_each_stream_and_alignment(monkeypatch):
     r(x[:5000], rows, 3, 7)
     assert launches[2][4]==gpu.memory_of(cpu, 7).have['jobs'].data_ptr() and launches[2][6:8]==(0, 0)
     assert launches[2][8]==memory.have['rows', torch.float32].data_ptr()!=launches[0][8]
+
+
+def test_a_graph_has_memory_of_its_own(monkeypatch):
+    "On the stream on which it is captured somebody else reads later: what was made ready for the one is not used for the other, however often each has grown"
+    monkeypatch.setattr(gpu, 'memories', {})
+    monkeypatch.setattr(gpu, 'handles', {})
+    monkeypatch.setattr(graph_rows, 'gpu_kernels', lambda device: gpu)
+    used = []
+    def launch(x, out, jobs, between, programs, stream, args, n, tensors, wanted, aligned):
+        used.append(args[0].data_ptr())
+        gpu.handles[gpu.key_of(x.dtype, x.device, wanted, n, aligned)] = lambda *args: used.append(args[8])
+    monkeypatch.setattr(gpu, 'launch', launch)
+    r,x,rows,eager = gpu.Reading(5000, torch.float32, cpu, ('basic',)),torch.zeros(5000),torch.zeros(4, 20, dtype=torch.float64),gpu.memories
+    class Graph: pass
+    graphs = [Graph(), Graph()]
+    r(x, rows, 0, 7)
+    for g in graphs:
+        its = GraphRows(g, cpu)
+        for i in range(2): r(x, rows, i, 7)
+        assert gpu.memories is not eager and len(gpu.memories)==1
+        its.end()
+        assert gpu.memories is eager
+        its.end() # nothing is exchanged twice
+    assert gpu.memories is eager
+    r(x, rows, 0, 7)
+    assert len(used)==6 and used[0]==used[5] and used[1]==used[2]!=used[3]==used[4] and len({used[0], used[1], used[3]})==3
 
 
 def test_a_list_is_planned_for_its_stream(monkeypatch):

@@ -17,9 +17,10 @@ pytestmark = pytest.mark.skipif(not importlib.util.find_spec('triton'), reason='
 
 
 @pytest.mark.slow
-def test_interpreted():
+@pytest.mark.parametrize('marked', ['not release', pytest.param('release', marks=pytest.mark.release)])
+def test_interpreted(marked):
     env = os.environ | {'TRITON_INTERPRET': '1'}
-    done = subprocess.run([sys.executable, '-m', 'pytest', '-q', '-n0', '-p', 'no:cacheprovider', str(here/'triton_cases.py')],
+    done = subprocess.run([sys.executable, '-m', 'pytest', '-q', '-n0', '-p', 'no:cacheprovider', '-m', marked, str(here/'triton_cases.py')],
         env=env, cwd=root, capture_output=True, text=True)
     assert done.returncode==0, done.stdout+done.stderr
     assert 'skipped' not in done.stdout

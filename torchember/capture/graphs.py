@@ -41,6 +41,11 @@ def replays(f):
 
 instead = dict(capture_begin=begins, capture_end=ends, replay=replays)
 
+def classes():
+    "What this torch has for graphs"
+    places = (torch.cuda, 'CUDAGraph'),(getattr(torch, 'accelerator', None), 'Graph'),(getattr(torch, 'xpu', None), 'XPUGraph')
+    return [c for where,name in places if (c := getattr(where, name, None)) is not None]
+
 def tell(what, *args):
     for watch in list(GraphWatch.attached): getattr(watch.listener, what)(*args)
 
@@ -52,18 +57,17 @@ class GraphWatch:
         listener: Told by `Listener.graph_to_come`, `graph_begins`, `graph_ends`, `replay_begins` and `replay_ends`
     """
     attached = weakref.WeakSet() # all that listen now
-    former = {} # name of a method -> what is covered
-    patched = None # the class
+    former = [] # class, name of a method, and what is covered
     def __init__(self,
         listener # Told by `Listener.graph_to_come`, `graph_begins`, `graph_ends`, `replay_begins` and `replay_ends`
     ): self.listener = listener
 
     def attach(self):
         if not self.attached:
-            GraphWatch.patched = torch.cuda.CUDAGraph
-            for name,around in instead.items():
-                self.former[name] = f = getattr(self.patched, name)
-                setattr(self.patched, name, around(f))
+            for c in classes():
+                for name,around in instead.items():
+                    self.former.append((c, name, f := getattr(c, name)))
+                    setattr(c, name, around(f))
         self.attached.add(self)
 
     def detach(self):
@@ -71,6 +75,6 @@ class GraphWatch:
         if self not in self.attached: return
         self.attached.discard(self)
         if self.attached: return
-        for name,f in self.former.items():
-            if getattr(getattr(self.patched, name), '__wrapped__', None) is f: setattr(self.patched, name, f)
-        GraphWatch.patched = None
+        while self.former:
+            c,name,f = self.former.pop()
+            if getattr(getattr(c, name), '__wrapped__', None) is f: setattr(c, name, f)

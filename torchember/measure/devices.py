@@ -47,6 +47,10 @@ def accelerator():
     there = torch.accelerator.current_accelerator() if hasattr(torch, 'accelerator') else None
     return there and there.type
 
+def chosen():
+    "The device that is"
+    return torch.device(accelerator(), torch.get_device_module(accelerator()).current_device())
+
 def on(device):
     "Inside, this device is the chosen one"
     choose = getattr(torch.get_device_module(device.type), 'device', None) if device.type==accelerator() else None

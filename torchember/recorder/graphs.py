@@ -12,6 +12,7 @@ import torch
 
 from ..capture.events import Listener
 from ..capture.graphs import GraphWatch
+from ..measure import devices
 from ..measure.columns import stat_names
 from ..measure.elements import Unmeasurable
 from ..measure.graph_rows import GraphRows, GraphTensor, about_to_write
@@ -228,8 +229,7 @@ class Graphs(CapturedEvents):
         if self.tape is not None or not self.events.sources.states: return
         self.gradients.step_over()
         self.depth,self.stack = 0,[]
-        device = torch.device('cuda', torch.cuda.current_device())
-        self.tape = Tape(GraphRows(graph, device), self.events.buffer.arena)
+        self.tape = Tape(GraphRows(graph, devices.chosen()), self.events.buffer.arena)
         self.hear(self, self)
 
     def graph_ends(self, graph, whole):

@@ -23,7 +23,7 @@ from .notices import ChangingMarks, Notices, no_mark
 from .pipe import Gate, Pipe, end_step, measure_now
 from .process import open_recorders
 from .row_writer import RowWriter
-from ..measure.devices import accelerator
+from ..measure import devices
 from ..measure.elements import Unmeasurable
 from .rows import on_its_way
 from .sources import Sources
@@ -186,7 +186,7 @@ class Recorder(Ends):
         watches = [*([self.watch] if self.watch else []), *([ClippingWatch(self.optimizer_events)] if 'unclipped_grad' in wish.ttypes else [])]
         self.model = HeardModel(self.events, watches, self.sources, self.cost)
         if wish.cuda_graphs: self.model.graphs = Graphs(self.events, self.optimizer_events, wish.ttypes, self.model.told, lambda: t.file.drain())
-        elif accelerator()=='cuda': self.model.graphs = Quiet(lambda: t.file.drain())
+        elif devices.accelerator(): self.model.graphs = Quiet(lambda: t.file.drain())
         self.writer = RowWriter(t, wish.rank, wish.root_name, steps_in(wish.blackbox))
         if wish.budget: self.cost.once()
         gate = Gate(Decision(wish.when, wish.budget, self.notices), self.steps, self.cost)
