@@ -5462,6 +5462,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                  'torchember/recorder/graphs.py'),
                                             'torchember.recorder.graphs.Graphs.of': ( '40_recorder/graphs.html#graphs.of',
                                                                                       'torchember/recorder/graphs.py'),
+                                            'torchember.recorder.graphs.Graphs.over': ( '40_recorder/graphs.html#graphs.over',
+                                                                                        'torchember/recorder/graphs.py'),
                                             'torchember.recorder.graphs.Graphs.replay_begins': ( '40_recorder/graphs.html#graphs.replay_begins',
                                                                                                  'torchember/recorder/graphs.py'),
                                             'torchember.recorder.graphs.Graphs.replay_ends': ( '40_recorder/graphs.html#graphs.replay_ends',

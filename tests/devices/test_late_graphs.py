@@ -17,7 +17,7 @@ from torchember.capture.graphs import GraphWatch
 flows = 'input', 'output', 'input_grad', 'output_grad'
 
 
-@pytest.fixture(params=[True, False], ids=['kernels', 'operations'])
+@pytest.fixture(params=[pytest.param(True, id='kernels'), pytest.param(False, id='operations', marks=pytest.mark.release)])
 def gpu(request, monkeypatch):
     before = {n: vars(Graph)[n] for n in ('capture_begin', 'capture_end', 'replay')}
     yield installed(monkeypatch, request.param)
@@ -89,6 +89,12 @@ settings = {'all': dict(ttypes=ALL, stats='numerics'), 'as it comes': {}, 'every
     'clipped': dict(ttypes=('unclipped_grad', 'weight_grad'))}
 
 
+@pytest.mark.parametrize('gpu', [False], indirect=True, ids=['operations'])
+def test_where_operations_take_the_place_of_kernels(gpu, tmp_path):
+    want,got = both(gpu, tmp_path, settings['all'], passes=2)
+    same(got, want)
+
+
 @pytest.mark.parametrize('options', ['all', 'as it comes', 'every third'])
 @pytest.mark.parametrize('whole', [False, True], ids=['forward and backward', 'the whole step'])
 def test_the_numbers_are_those_of_the_cpu(gpu, tmp_path, options, whole):
@@ -156,6 +162,125 @@ def test_replayed_on_another_stream_each_time(gpu, tmp_path, passes):
     assert len(streams)==4*passes
 
 
+def test_rows_that_somebody_copies_on_another_stream(gpu, tmp_path):
+    "Who replays has waited for the replay before, and not for who has looked at the rows since"
+    net,xs = moved_model(model()),[late(x) for x in data(4)]
+    side,where = [Stream(cuda()) for _ in range(4)],[]
+    with torchEmber(net, home=tmp_path, ttypes='output', cuda_graphs=True) as te, torch.no_grad():
+        net(xs[0])
+        x,g = late(data()[0]),torch.cuda.CUDAGraph()
+        with captured(g): net(x)
+        begun = torch.Event()
+        begun.record()
+        for i,s in enumerate(side):
+            s.wait_event(begun)
+            with s:
+                x.copy_(xs[i])
+                g.replay()
+                begun = torch.Event()
+                begun.record()
+            te.recorder.flush()
+            where.append(te.recorder.buffer.arena.blocks[-1].stream)
+    blame(gpu)
+    assert where==side and te.t.df['step'].nunique()==5
+
+
+def test_rows_that_were_set_aside_are_copied_on_another_stream(gpu, tmp_path):
+    net,xs = moved_model(model()),[late(x) for x in data(8)]
+    with torchEmber(net, home=tmp_path, ttypes='output', cuda_graphs=True, ends='step') as te, torch.no_grad():
+        net(xs[0])
+        te.step()
+        x,g,s = late(data()[0]),torch.cuda.CUDAGraph(),Stream(cuda())
+        with captured(g): net(x)
+        s.wait_stream(machine().stream())
+        for i in range(0, 8, 2):
+            with s:
+                for new in xs[i:i+2]:
+                    x.copy_(new)
+                    g.replay()
+            te.step() # on the stream of the device, for which nobody waits
+    blame(gpu)
+    assert te.t.df.groupby('step').size().tolist()==[6]*5
+
+
+def test_passes_that_are_not_for_the_log(gpu, tmp_path):
+    "A replay in `eval()` mode writes the same rows, which do not count"
+    tables = []
+    for moved in (False, True):
+        net,to = (moved_model(model()),late) if moved else (model(),torch.clone)
+        with torchEmber(net, home=tmp_path/str(moved), ttypes='output', cuda_graphs=True, only_training=True, ends='step') as te, torch.no_grad():
+            x = to(data()[0])
+            net(x)
+            te.step()
+            if moved:
+                g = torch.cuda.CUDAGraph()
+                with captured(g): net(x)
+            for i,new in enumerate(data()[1:]):
+                net.train(i!=1)
+                x.copy_(to(new))
+                g.replay() if moved else net(x)
+            te.step()
+        tables.append(te.t.df)
+    blame(gpu)
+    same(tables[1], tables[0])
+
+
+def test_an_eager_pass_on_the_stream_of_the_capture(gpu, tmp_path):
+    "Its rows are not the graph's, which that writes anew"
+    tables = []
+    for moved in (False, True):
+        net,to = (moved_model(model()),late) if moved else (model(),torch.clone)
+        with torchEmber(net, home=tmp_path/str(moved), ttypes='output', cuda_graphs=True, ends='step') as te, torch.no_grad():
+            x = to(data()[0])
+            net(x)
+            te.step()
+            if moved:
+                g = torch.cuda.CUDAGraph()
+                with (capture := captured(g)): net(x)
+            for i,new in enumerate(data()):
+                x.copy_(to(new))
+                if not moved or i==3: net(x)
+                elif i%2: g.replay()
+                else:
+                    capture.side.wait_stream(machine().stream())
+                    with capture.side: net(x)
+                    machine().stream().wait_stream(capture.side)
+            te.step()
+        tables.append(te.t.df)
+    blame(gpu)
+    same(tables[1], tables[0])
+
+
+class InPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a,self.act,self.b = nn.Linear(5, 6),nn.ReLU(inplace=True),nn.Linear(6, 2)
+    def forward(self, x): return self.b(self.act(self.a(x)))
+
+
+def test_what_is_seen_twice_in_a_graph(gpu, tmp_path):
+    "It is read once, but for what was changed in between, and for whoever wants more of it"
+    tables,nodes = [],[]
+    for moved,full in ((False, True), (True, True), (True, False)):
+        net,to = (moved_model(InPlace()),late) if moved else (InPlace(),torch.clone)
+        with torchEmber(net, home=tmp_path/f'{moved}{full}', ttypes=('input', 'output'), cuda_graphs=True) as te, torch.no_grad():
+            if full: te.how_record('input')('full')
+            x = to(data()[0])
+            net(x)
+            if moved:
+                g = torch.cuda.CUDAGraph()
+                with captured(g): net(x)
+                nodes.append(g.nodes)
+            for new in data()[1:]:
+                x.copy_(to(new))
+                g.replay() if moved else net(x)
+        tables.append(te.t.df)
+    blame(gpu)
+    same(tables[1], tables[0])
+    assert nodes[1]<nodes[0]
+
+
 @pytest.mark.parametrize('passes', [1, 2])
 def test_nothing_grows(gpu, tmp_path, passes):
     "A step launches the same each time, and takes no more memory"
@@ -212,6 +337,7 @@ def test_steps_that_passes_end(gpu, tmp_path):
         for new in xs[1:]:
             x.copy_(late(new))
             g.replay()
+        assert not [b for b in got.recorder.buffer.arena.blocks if b.here is None and b.graph is None] # nothing had to be set aside
     blame(gpu)
     same(got.t.df, want.t.df)
 
@@ -317,6 +443,55 @@ def test_a_part_that_is_replayed_in_a_pass(gpu, tmp_path):
     same(a, b)
 
 
+class Between(nn.Module):
+    "What is replayed twice has its output in the same tensor each time, of which no version tells"
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.part,self.b,self.c = nn.Sequential(nn.Linear(5, 5), nn.Tanh()),nn.Linear(5, 5),nn.Linear(5, 2)
+        self.replays = None
+
+    def part_of(self, x): return self.part(x) if self.replays is None else self.replays(x)
+    def forward(self, x): return self.c(self.part_of(self.b(self.part_of(x))))
+
+
+def test_what_a_replay_has_written_is_read_anew(gpu, tmp_path):
+    net,moved,xs = Between(),moved_model(Between()),data(4)
+    with torchEmber(net, home=tmp_path/'cpu', ttypes='input') as want, torch.no_grad():
+        for x in xs: net(x)
+    with torchEmber(moved, home=tmp_path/'gpu', ttypes='input', cuda_graphs=True) as got, torch.no_grad():
+        moved(late(xs[0]))
+        x,g = late(torch.zeros(4, 5)),torch.cuda.CUDAGraph()
+        with captured(g): y = moved.part(x)
+        def replays(new):
+            x.copy_(new)
+            g.replay()
+            return y
+        moved.replays = replays
+        for new in xs[1:]: moved(late(new))
+    blame(gpu)
+    same(got.t.df, want.t.df)
+
+
+def test_leaves_that_were_captured_and_are_used_again(gpu, tmp_path):
+    "A hook of one capture tells nothing in another one, or in an eager backward"
+    net,moved,xs = model(),moved_model(model()),data(5)
+    with torchEmber(net, home=tmp_path/'cpu', ttypes=flows) as want:
+        for x in xs: loss_of(net, x.requires_grad_()).backward()
+    with warnings.catch_warnings(), torchEmber(moved, home=tmp_path/'gpu', ttypes=flows, cuda_graphs=True) as got:
+        warnings.simplefilter('error')
+        x = late(xs[0]).requires_grad_()
+        loss_of(moved, x).backward()
+        graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
+        for g in graphs:
+            with captured(g): loss_of(moved, x).backward()
+        for new,g in zip(xs[1:], (*graphs, None, graphs[1]), strict=True):
+            with torch.no_grad(): x.copy_(late(new))
+            g.replay() if g is not None else loss_of(moved, x).backward()
+    blame(gpu)
+    same(got.t.df, want.t.df)
+
+
 def test_probes_and_the_order_of_calls(gpu, tmp_path):
     orders,tables = [],[]
     for moved in (False, True):
@@ -340,7 +515,8 @@ def test_probes_and_the_order_of_calls(gpu, tmp_path):
 
 # ---- a loss that was scaled
 
-def test_a_scale_that_changes(gpu, tmp_path):
+@pytest.mark.parametrize('stats', ['basic', 'numerics'])
+def test_a_scale_that_changes(gpu, tmp_path, stats):
     "What the loss is multiplied by is read in the graph, too"
     class Scaler(torch.amp.GradScaler):
         def step(self, optimizer, *args, **kwargs):
@@ -350,19 +526,19 @@ def test_a_scale_that_changes(gpu, tmp_path):
     opt,scaler = sgd(net),Scaler('cpu', init_scale=8.)
     scaler._scale = late(torch.tensor(8.))
     def back(x): (loss_of(net, x)*scaler._scale).backward()
-    with torchEmber(net, opt, home=tmp_path/'gpu', ttypes=ALL, stats='numerics', cuda_graphs=True, scaler=scaler) as got:
+    with torchEmber(net, opt, home=tmp_path/'gpu', ttypes=ALL, stats=stats, cuda_graphs=True, scaler=scaler) as got:
         back(late(xs[0]))
         scaler.step(opt)
         opt.zero_grad()
         x,g = late(xs[0]),torch.cuda.CUDAGraph()
         with captured(g): back(x)
         for i,new in enumerate(xs[1:]):
-            scaler._scale.fill_(2.**i)
+            scaler._scale.fill_(1.5**i)
             x.copy_(late(new))
             g.replay()
             scaler.step(opt)
     net = model()
-    with torchEmber(net, sgd(net), home=tmp_path/'cpu', ttypes=ALL, stats='numerics') as want: eager(net, want.recorder.watch.optimizers[0], xs)
+    with torchEmber(net, sgd(net), home=tmp_path/'cpu', ttypes=ALL, stats=stats) as want: eager(net, want.recorder.watch.optimizers[0], xs)
     for f in gpu.faults: assert not f.ours, f
     same(got.t.df[lambda d: d['ttype']=='output_grad'].reset_index(drop=True), want.t.df[lambda d: d['ttype']=='output_grad'].reset_index(drop=True))
 

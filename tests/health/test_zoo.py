@@ -33,7 +33,7 @@ def left_in_peace(training, home, *moments):
             assert early.healthy, (n, early)
 
 
-@pytest.mark.parametrize('training', some(zoo.healthy, 12))
+@pytest.mark.parametrize('training', some(zoo.healthy, 12, 2))
 def test_a_healthy_training_is_left_in_peace(training, tmp_path):
     "When it is over, and at one moment while it goes on, which is the same whatever trainings there are"
     left_in_peace(training, tmp_path, moments[len(training.name)%3])
@@ -44,7 +44,7 @@ def test_a_healthy_training_is_left_in_peace(training, tmp_path):
 def test_a_healthy_training_is_left_in_peace_at_every_moment(training, tmp_path): left_in_peace(training, tmp_path, *moments)
 
 
-@pytest.mark.parametrize('training', some(zoo.broken, 12))
+@pytest.mark.parametrize('training', some(zoo.broken, 12, 2))
 def test_the_first_finding_is_the_fault(training, tmp_path):
     embers,_ = run(training, tmp_path)
     wrong = [training.said_by(diagnose(e.fname, home=tmp_path)) for e in embers]
@@ -52,9 +52,9 @@ def test_the_first_finding_is_the_fault(training, tmp_path):
     assert '' in wrong, wrong
 
 
-@pytest.mark.parametrize('training', some({n: t for n,t in zoo.healthy.items() if t.room in zoo.rooms}, 30, 5))
+@pytest.mark.parametrize('training', some({n: t for n,t in zoo.healthy.items() if t.room in zoo.rooms}, 30, 10))
 def test_with_more_statistics_a_healthy_one_is_left_in_peace_too(training, tmp_path):
-    "One in five in CI: the rules that read what only stats='full' has are few, and each has its own tests"
+    "One in ten in CI: the rules that read what only stats='full' has are few, and each has its own tests"
     for e in run(training, tmp_path, stats='full', ttypes=ALL)[0]:
         found = diagnose(e.fname, home=tmp_path)
         assert found.healthy, found

@@ -62,7 +62,7 @@ class GraphRows:
         device # On this torch.device
     ):
         self.graph,self.blocks = weakref.ref(graph),[]
-        self.seen = {} # id of a tensor -> itself, its version and where it lies, what it was multiplied by; groups that were measured, block and row
+        self.seen = {} # id of a tensor -> itself, its version and where it lies; groups that were measured, block and row
         self.lock,self.former = threading.RLock(),None
         self.kernels = gpu_kernels(device)
         if hasattr(self.kernels, 'exchange'): self.former = self.kernels.exchange({})
@@ -106,8 +106,8 @@ class GraphRows:
         return GraphTensor(x, frozenset(wanted), block, row)
 
     def row_of(self, x, wanted, scale, block, row):
-        "The row of the block that has the numbers of a tensor: another one where they are known"
-        was = None if x.is_inference() else (x._version, address(x), id(scale)) # an inference tensor has no version
+        "The row of the block that has the numbers of a tensor: another one where they are known. What has a scale, a gradient, comes as a new tensor each time"
+        was = None if x.is_inference() else (x._version, address(x)) # an inference tensor has no version
         same,then,groups,where,its = self.seen.get(id(x), (lambda: None, None, (), None, 0))
         if was is not None and same() is x and then==was and where is block and groups>=set(wanted): return its
         y,scaled = before_counting(x, wanted, scale)
@@ -144,7 +144,7 @@ def set_aside(arena, b):
             other = Block(len(b.head), b.device, b.length)
             other.here,other.used = None,len(b.head)
             arena.blocks.append(other)
-        with after(b.stream, b.device), after(other.stream, b.device): other.rows.data.copy_(b.rows.data)
+        with after(other.stream, b.device): other.rows.data.copy_(b.rows.data) # who replays has waited for the replay before
     other.head[:],other.source[:] = b.head,b.source
     b.head[:, EVENT] = 0
 

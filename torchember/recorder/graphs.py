@@ -230,16 +230,22 @@ class Graphs(CapturedEvents):
         self.gradients.step_over()
         self.depth,self.stack = 0,[]
         self.tape = Tape(GraphRows(graph, devices.chosen()), self.events.buffer.arena)
+        self.was_on,self.events.on = self.events.on,False # for hooks of passes before, on leaves
         self.hear(self, self)
 
     def graph_ends(self, graph, whole):
         if self.tape is None: return
-        tape,self.tape = self.tape,None
+        tape = self.over()
+        if whole and tape.events: self.tapes[graph] = tape
+        else: self.tapes.pop(graph, None)
+
+    def over(self):
+        "The recorder is told again, as before the capture. What was taped"
+        tape,self.tape,self.events.on = self.tape,None,self.was_on
         tape.rows.end()
         self.hear(self.events, self.optimizer_events)
         self.events.buffer.forget_seen()
-        if whole and tape.events: self.tapes[graph] = tape
-        else: self.tapes.pop(graph, None)
+        return tape
 
     def of(self, graph):
         "The tape of a graph, None where nothing is to be told of it"
@@ -264,7 +270,4 @@ class Graphs(CapturedEvents):
     def abandon(self):
         "The model is heard no more"
         self.watch.detach()
-        if self.tape is None: return
-        self.tape.rows.end()
-        self.tape = None
-        self.hear(self.events, self.optimizer_events)
+        if self.tape is not None: self.over()
