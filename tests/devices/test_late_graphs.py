@@ -186,19 +186,23 @@ def test_rows_that_somebody_copies_on_another_stream(gpu, tmp_path):
 
 
 def test_rows_that_were_set_aside_are_copied_on_another_stream(gpu, tmp_path):
-    net,xs = moved_model(model()),[late(x) for x in data(8)]
+    "On that of the device, for which nobody waits. Each step is on a stream that has waited for the one before"
+    net,xs,streams = moved_model(model()),[late(x) for x in data(8)],[Stream(cuda()) for _ in range(4)]
     with torchEmber(net, home=tmp_path, ttypes='output', cuda_graphs=True, ends='step') as te, torch.no_grad():
         net(xs[0])
         te.step()
-        x,g,s = late(data()[0]),torch.cuda.CUDAGraph(),Stream(cuda())
+        x,g,before = late(data()[0]),torch.cuda.CUDAGraph(),torch.Event()
         with captured(g): net(x)
-        s.wait_stream(machine().stream())
-        for i in range(0, 8, 2):
+        before.record()
+        for i,s in enumerate(streams):
+            s.wait_event(before)
             with s:
-                for new in xs[i:i+2]:
+                for new in xs[2*i:2*i+2]:
                     x.copy_(new)
                     g.replay()
-            te.step() # on the stream of the device, for which nobody waits
+                before = torch.Event()
+                before.record()
+            te.step()
     blame(gpu)
     assert te.t.df.groupby('step').size().tolist()==[6]*5
 
