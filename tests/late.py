@@ -333,7 +333,12 @@ class captured:
 
 class Kernels:
     "The room of the kernels, on the machine: one launch for what one launch reads"
-    def __init__(self): self.lists = []
+    def __init__(self): self.lists,self.memory = [],{}
+    def exchange(self, own):
+        self.memory,former = own,self.memory
+        own['of'] = 'a graph'
+        return former
+
     def reads(self, dtype, wanted, device): return True
 
     def fills(self, x):

@@ -21,6 +21,7 @@ flows = 'input', 'output', 'input_grad', 'output_grad'
 def gpu(request, monkeypatch):
     before = {n: vars(Graph)[n] for n in ('capture_begin', 'capture_end', 'replay')}
     yield installed(monkeypatch, request.param)
+    assert machine().kernels.memory=={} # of a graph, memory is exchanged, and given back
     assert {n: vars(Graph)[n] for n in before}==before and not GraphWatch.attached
     monkeypatch.undo()
     over()
@@ -244,7 +245,7 @@ def test_an_eager_pass_on_the_stream_of_the_capture(gpu, tmp_path):
             for i,new in enumerate(data()):
                 x.copy_(to(new))
                 if not moved or i==3: net(x)
-                elif i%2: g.replay()
+                elif i%2==0: g.replay()
                 else:
                     capture.side.wait_stream(machine().stream())
                     with capture.side: net(x)
@@ -489,9 +490,31 @@ def test_leaves_that_were_captured_and_are_used_again(gpu, tmp_path):
         graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
         for g in graphs:
             with captured(g): loss_of(moved, x).backward()
+        assert len(got.recorder.model.graphs.gradients.handles)==2 # the model has it as input, and its first layer
         for new,g in zip(xs[1:], (*graphs, None, graphs[1]), strict=True):
             with torch.no_grad(): x.copy_(late(new))
             g.replay() if g is not None else loss_of(moved, x).backward()
+    blame(gpu)
+    same(got.t.df, want.t.df)
+
+
+def test_two_passes_on_one_leaf(gpu, tmp_path):
+    "And one backward through both"
+    net,moved,xs,how = model(),moved_model(model()),data(3),dict(ttypes=flows, ends='step')
+    def back(net, x): (loss_of(net, x)+loss_of(net, x)*2).backward()
+    with torchEmber(net, home=tmp_path/'cpu', **how) as want:
+        for x in xs:
+            back(net, x.requires_grad_())
+            want.step()
+    with torchEmber(moved, home=tmp_path/'gpu', cuda_graphs=True, **how) as got:
+        x = late(xs[0]).requires_grad_()
+        back(moved, x)
+        got.step()
+        with captured(g := torch.cuda.CUDAGraph()): back(moved, x)
+        for new in xs[1:]:
+            with torch.no_grad(): x.copy_(late(new))
+            g.replay()
+            got.step()
     blame(gpu)
     same(got.t.df, want.t.df)
 
