@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from torchember import EmberWarning, torchEmber
-from torchember.measure import devices, graph_rows, kernels, tap
+from torchember.measure import devices, kernels, tap
 from torchember.measure.graph_rows import GraphRows
 from torchember.measure.readers import torch as plain
 from torchember.measure.readers import triton as gpu
@@ -203,7 +203,7 @@ def test_a_graph_has_memory_of_its_own(monkeypatch):
     "On the stream on which it is captured somebody else reads later: what was made ready for the one is not used for the other, however often each has grown"
     monkeypatch.setattr(gpu, 'memories', {})
     monkeypatch.setattr(gpu, 'handles', {})
-    monkeypatch.setattr(graph_rows, 'gpu_kernels', lambda device: gpu)
+    monkeypatch.setattr(kernels, 'gpu_kernels', lambda device: gpu)
     used = []
     def launch(x, out, jobs, between, programs, stream, args, n, tensors, wanted, aligned):
         used.append(args[0].data_ptr())

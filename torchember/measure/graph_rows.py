@@ -13,7 +13,8 @@ import numpy as np
 from .devices import after, current_stream, on, undisturbed
 from .elements import Unmeasurable
 from .head import CALL, EVENT, MICRO, TAP, head_width
-from .kernels import gpu_kernels, read_into
+from . import kernels
+from .kernels import read_into
 from .summary import length
 from .tap import SCALE, Block, address, before_counting, unwrapped, write_about
 
@@ -57,20 +58,27 @@ class GraphRows:
         device: On this torch.device
     """
     size = 128 # rows to lay out at a time
+    captured = {} # id of a graph that is captured -> how many have it read, and memory of kernels as it was before
     def __init__(self,
         graph, # `torch.cuda.CUDAGraph`, which is captured now
         device # On this torch.device
     ):
         self.graph,self.blocks = weakref.ref(graph),[]
         self.seen = {} # id of a tensor -> itself, its version and where it lies; groups that were measured, block and row
-        self.lock,self.former = threading.RLock(),None
-        self.kernels = gpu_kernels(device)
-        if hasattr(self.kernels, 'exchange'): self.former = self.kernels.exchange({})
+        self.lock,self.kernels,self.ended = threading.RLock(),kernels.gpu_kernels(device),False
+        if not hasattr(self.kernels, 'exchange'): return
+        self.key = id(graph)
+        many,former = self.captured.get(self.key) or (0, self.kernels.exchange({}))
+        self.captured[self.key] = many+1,former
 
     def end(self):
         "The capture is over"
-        if self.former is not None: self.kernels.exchange(self.former)
-        self.former,self.seen = None,{}
+        self.seen = {}
+        if self.ended or not hasattr(self.kernels, 'exchange'): return
+        self.ended = True
+        many,former = self.captured.pop(self.key)
+        if many>1: self.captured[self.key] = many-1,former
+        else: self.kernels.exchange(former)
 
     def cut(self, device, n):
         "A row, `n` long: its block, and its number there"
