@@ -3,6 +3,7 @@ import copy
 import gc
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,9 @@ from trainings import ALL, adam, cases, data, in_halves, model, optimizers, plai
 from torchember import torchEmber
 from torchember.measure.devices import to_host
 from torchember.measure.elements import Unmeasurable
+from torchember.measure.summary import index
 from torchember.measure.tap import Arena, address, observe
+from torchember.recorder.step_buffer import StepBuffer
 
 
 @pytest.fixture(params=[True, False], ids=['kernels', 'operations'])
@@ -789,11 +792,77 @@ def test_what_no_launch_reads_goes_the_long_way(gpu, monkeypatch):
     blame(gpu)
 
 
+def test_each_repeat_of_an_expanded_tensor_counts(gpu):
+    arena,x = Arena(),late(torch.arange(3.))
+    for i,y in enumerate((x.expand(4, 3), x[:, None].expand(3, 5), x[:1].expand(7), x.expand(2, 2, 3))): observe(y, arena.tap(str(i), 'numerics'))
+    _,vectors = arena.take().parts[0]
+    blame(gpu)
+    v = np.asarray(vectors)
+    assert v[:, index['count']].tolist()==[12, 15, 7, 12] and v[:, index['zeros']].tolist()==[4, 5, 7, 4]
+    np.testing.assert_allclose(v[:, index['l1']], [12, 15, 0, 12])
+
+
 def test_whole_numbers_are_read_in_all_their_digits(gpu):
     "Those that no kernel reads are floats of as many bits"
     xs = [torch.tensor([2**40+1, 2**40+3]), torch.tensor([2.**40+1], dtype=torch.complex128), torch.tensor([2**30+1]).int()]
     for stats in both(gpu, xs): assert [r[3]['max'] for r in stats]==[2**40+3, 2**40+1, 2**30+1]*2 and stats[0][3]['mean']==2**40+2
     blame(gpu)
+
+
+# ---- in other rooms
+
+def test_what_is_measured_now_is_not_what_it_becomes(gpu, tmp_path):
+    net = moved_model(model())
+    want = net.body.weight.value.double().mean().item()
+    with torchEmber(net, home=tmp_path, ttypes='weight', ends='step') as te, torch.no_grad():
+        te.log_model()
+        for p in net.parameters(): p.zero_()
+    rows = {r['module']: r for r in te.t.lines() if r['ttype']=='weight' and r['pname']=='weight'}
+    np.testing.assert_allclose(rows['model(Net).body(Linear)']['mean'], want, rtol=1e-6)
+
+
+def test_the_random_numbers_of_a_device_are_its_own(monkeypatch):
+    "Whichever device is chosen"
+    from torchember.recorder.step_buffer import of_torch
+    put = []
+    room = SimpleNamespace(get_rng_state=lambda device=None: device, set_rng_state=lambda state, device=None: put.append((state, device)))
+    monkeypatch.setattr(torch, 'get_device_module', lambda kind: room)
+    get,give = of_torch(torch.device('cuda', 1))['cuda:1']
+    give('as it was')
+    assert get()==torch.device('cuda', 1) and put==[('as it was', torch.device('cuda', 1))]
+
+
+def test_a_step_with_tensors_here_and_there_was_on_a_device(gpu):
+    for where,on_device in (('cpu', False), ('both', True), ('cuda', True)):
+        buffer = StepBuffer({'output': ('mean',)})
+        for i,x in enumerate((torch.ones(3), late(torch.ones(3)))):
+            if where in ('both', x.device.type): observe(x, buffer.arena.tap(str(i)))
+        buffer.take(True)
+        buffer.step_over()
+        assert buffer.on_device is on_device
+
+
+def test_squares_of_gradients_on_two_devices(gpu):
+    from torchember.measure.summary import read_array
+    from torchember.state.noise import sums_of_squares
+    a,b,c = (read_array(np.arange(n, dtype=np.float32), ('basic',)) for n in (3, 5, 2))
+    got = sums_of_squares([[late(torch.from_numpy(a), cuda(0)), b], [late(torch.from_numpy(c), cuda(1))]])
+    np.testing.assert_allclose(got, [5+30, 1])
+
+
+def test_a_sketch_on_a_device_is_that_on_the_cpu(gpu):
+    from torchember.measure.units import Sketch
+    x = torch.randn(5000)
+    sketch = Sketch(5000, 64)
+    np.testing.assert_allclose(sketch.on_device(x, torch.float32), sketch(x), rtol=1e-4, atol=1e-4)
+
+
+def test_the_cost_of_a_tensor_is_told_when_it_was_read(monkeypatch):
+    from torchember.recorder import plan
+    waited = []
+    monkeypatch.setattr(plan, 'wait_for', lambda device: waited.append(device))
+    xs,_ = plan.curve(('mean',), torch.float32, torch.device('cpu'), 16)
+    assert len(waited)==9 and xs==[16]
 
 
 def test_what_the_machine_sees(bare):

@@ -16,7 +16,7 @@ from torchember.measure.graph_rows import GraphRows
 from torchember.measure.readers import torch as plain
 from torchember.measure.readers import triton as gpu
 from torchember.measure.self_check import first_wrong, trials
-from torchember.measure.summary import groups, read_array
+from torchember.measure.summary import groups, index, read_array
 
 cpu = torch.device('cpu')
 full = tuple(groups)
@@ -51,6 +51,41 @@ def test_kernels_are_tried_once_for_each_device_format_and_choice(kernels_here, 
         assert gpu.reads(torch.float32, ('basic',), cpu) and gpu.reads(torch.bfloat16, full, cpu)
     assert set(tries)=={(torch.float32, ('basic',)), (torch.bfloat16, full)} and len(tries)==4*len(trials(torch.float32))
     assert not said_of(recwarn)
+
+
+def test_what_was_tried_for_one_choice_says_nothing_of_others(kernels_here, monkeypatch):
+    "Another device, format or choice of statistics is tried by itself, and may be wrong"
+    tries = []
+    monkeypatch.setattr(gpu, 'wrong_there', lambda *key: tries.append(key) or ('' if len(tries)<3 else 'all'))
+    monkeypatch.setattr(gpu, 'named', str)
+    monkeypatch.setattr(gpu, 'warn', lambda text: None)
+    keys = [(torch.float32, ('basic',), torch.device('cuda', 0)), (torch.float32, ('basic',), torch.device('cuda', 1)),
+        (torch.float32, full, torch.device('cuda', 0)), (torch.float16, ('basic',), torch.device('cuda', 0))]
+    for _ in range(2): assert [gpu.reads(*k) for k in keys]==[True, True, False, False]
+    assert len(tries)==4
+
+
+def test_a_number_that_is_none_is_wrong():
+    "And so is one that is where there should be none"
+    def reads(i, value):
+        def read(x, wanted):
+            v = read_array(numbers(x), wanted)
+            v[i] = value
+            return v
+        return read
+    for p in ('count', 'mean', 'm2', 'min', 'max', 'l1'): assert first_wrong(reads(index[p], np.nan), torch.float32, full), p
+    assert first_wrong(reads(index['s8'], 0.), torch.float32, ('basic',))
+    assert not first_wrong(lambda x, wanted: read_array(numbers(x), wanted), torch.float32, full)
+
+
+def test_operations_keep_what_a_format_cannot_hold():
+    "Of equal elements the mean is one of them, and they do not vary; how large complex numbers are is computed in float64"
+    for n in (3, 6, 7, 9, 11, 12, 15):
+        v = plain.read_device(torch.full((n,), .1, dtype=torch.float64), full)
+        assert v[index['mean']]==.1 and not v[[index[p] for p in ('m2', 'm3', 'm4')]].any()
+    v = plain.read_device(torch.tensor([3e38+3e38j, 3e38, 4j]), full)
+    assert v[index['posinf']]==0
+    np.testing.assert_allclose(v[index['max']], 18**.5*1e38, rtol=1e-7)
 
 
 def lost(i): return lambda x, wanted, out, per=None: (read_right(x, wanted, out), out.__setitem__(i, out[i]+1))
@@ -250,6 +285,13 @@ def test_memory_of_a_launch_is_enough_for_it():
         rows,k,part,groups,counters,bins = memory.of(torch.float32, wanted, 700, 600, 300)
         assert (k, groups)==(700, 600) and len(rows)>=700*(1+max(i for i,c in enumerate(gpu.columns) if c in used_of(wanted)))
         assert len(part)>=600*15 and len(counters)>=900 and len(bins)>=300*256 and (rows.dtype, part.dtype)==(torch.float32, torch.float64)
+
+
+def test_what_is_a_run_of_memory():
+    x = torch.arange(24.)
+    runs = x, x.view(4, 6), x.view(4, 6).t(), x.view(2, 3, 4).permute(1, 2, 0), x[5:9], x[3], x[:0], x.view(24, 1)[:, :1], x[:6].view(1, 6).expand(1, 6)
+    others = x[::2], x.view(4, 6)[:, 1:], x.view(4, 6)[::2], x[:6].expand(4, 6), x[:4, None].expand(4, 3), x.as_strided((3, 3), (1, 1)), x[:1].expand(3)
+    assert [gpu.fills(y) for y in runs]==[True]*9 and [gpu.fills(y) for y in others]==[False]*7
 
 
 def test_code_for_huge_tensors_is_other_code():
