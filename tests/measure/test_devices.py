@@ -246,18 +246,21 @@ def test_a_graph_has_memory_of_its_own(monkeypatch):
     monkeypatch.setattr(gpu, 'launch', launch)
     r,x,rows,eager = gpu.Reading(5000, torch.float32, cpu, ('basic',)),torch.zeros(5000),torch.zeros(4, 20, dtype=torch.float64),gpu.memories
     class Graph: pass
-    graphs = [Graph(), Graph()]
+    graphs,kept = [Graph(), Graph()],[]
     r(x, rows, 0, 7)
     for g in graphs:
-        its = GraphRows(g, cpu)
+        its = [GraphRows(g, cpu) for _ in range(2)] # of two embers
         for i in range(2): r(x, rows, i, 7)
         assert gpu.memories is not eager and len(gpu.memories)==1
-        its.end()
-        assert gpu.memories is eager
-        its.end() # nothing is exchanged twice
-    assert gpu.memories is eager
+        memory = gpu.memories
+        its[0].end(); its[0].end() # nothing is exchanged twice
+        assert gpu.memories is memory
+        its[1].end()
+        assert gpu.memories is eager and all(i.memory is memory for i in its) # for as long as there is one of them
+        kept += its
     r(x, rows, 0, 7)
     assert len(used)==6 and used[0]==used[5] and used[1]==used[2]!=used[3]==used[4] and len({used[0], used[1], used[3]})==3
+    assert not GraphRows.captured
 
 
 def test_a_list_is_planned_for_its_stream(monkeypatch):

@@ -58,7 +58,7 @@ class GraphRows:
         device: On this torch.device
     """
     size = 128 # rows to lay out at a time
-    captured = {} # id of a graph that is captured -> how many have it read, and memory of kernels as it was before
+    captured = {} # id of a graph that is captured -> how many have it read; memory of kernels: the graph's, and as it was before
     def __init__(self,
         graph, # `torch.cuda.CUDAGraph`, which is captured now
         device # On this torch.device
@@ -68,16 +68,16 @@ class GraphRows:
         self.lock,self.kernels,self.ended = threading.RLock(),kernels.gpu_kernels(device),False
         if not hasattr(self.kernels, 'exchange'): return
         self.key = id(graph)
-        many,former = self.captured.get(self.key) or (0, self.kernels.exchange({}))
-        self.captured[self.key] = many+1,former
+        many,self.memory,former = self.captured.get(self.key) or (0, (own := {}), self.kernels.exchange(own)) # kept for as long as it may be replayed
+        self.captured[self.key] = many+1,self.memory,former
 
     def end(self):
         "The capture is over"
         self.seen = {}
         if self.ended or not hasattr(self.kernels, 'exchange'): return
         self.ended = True
-        many,former = self.captured.pop(self.key)
-        if many>1: self.captured[self.key] = many-1,former
+        many,own,former = self.captured.pop(self.key)
+        if many>1: self.captured[self.key] = many-1,own,former
         else: self.kernels.exchange(former)
 
     def cut(self, device, n):
