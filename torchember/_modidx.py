@@ -3711,6 +3711,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                  'torchember/measure/graph_rows.py'),
                                                'torchember.measure.graph_rows.count': ( '20_measure/graph_rows.html#count',
                                                                                         'torchember/measure/graph_rows.py'),
+                                               'torchember.measure.graph_rows.gone': ( '20_measure/graph_rows.html#gone',
+                                                                                       'torchember/measure/graph_rows.py'),
                                                'torchember.measure.graph_rows.set_aside': ( '20_measure/graph_rows.html#set_aside',
                                                                                             'torchember/measure/graph_rows.py')},
             'torchember.measure.head': { 'torchember.measure.head.address_of': ( '20_measure/head.html#address_of',

@@ -750,6 +750,24 @@ def test_what_a_graph_has_goes_with_it(gpu, tmp_path):
     assert te.t.df['step'].unique().tolist()==[0, 1, 2, 3]
 
 
+def test_a_graph_that_outlives_the_ember(gpu, tmp_path):
+    "It goes on to write its rows, so they are nobody else's"
+    net,x,g = moved_model(model()),late(data()[0]),torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        te = torchEmber(net, home=tmp_path, ttypes='output', cuda_graphs=True)
+        net(x)
+        with captured(g): net(x)
+        rows = weakref.ref(te.recorder.model.graphs.tapes[g].rows.blocks[0].rows)
+        te.close()
+        del te
+        gc.collect()
+        g.replay()
+    assert rows() is not None
+    del g
+    gc.collect()
+    assert rows() is None
+
+
 def test_two_embers(gpu, tmp_path):
     "Each hears its own model, in one graph"
     a,b = moved_model(model()),moved_model(nn.Linear(3, 2))

@@ -2,6 +2,8 @@
 import math
 import threading
 import time
+import gc
+import weakref
 from functools import cache
 from types import SimpleNamespace as Some
 
@@ -256,11 +258,18 @@ def test_a_graph_has_memory_of_its_own(monkeypatch):
         its[0].end(); its[0].end() # nothing is exchanged twice
         assert gpu.memories is memory
         its[1].end()
-        assert gpu.memories is eager and all(i.memory is memory for i in its) # for as long as there is one of them
-        kept += its
+        assert gpu.memories is eager
+        memory[0] = Graph() # something that can be referred to
+        kept.append(weakref.ref(memory[0]))
+        del memory, its
     r(x, rows, 0, 7)
     assert len(used)==6 and used[0]==used[5] and used[1]==used[2]!=used[3]==used[4] and len({used[0], used[1], used[3]})==3
     assert not GraphRows.captured
+    gc.collect()
+    assert all(k() is not None for k in kept) # while there is the graph
+    del graphs[0], g
+    graphs.clear()
+    assert not any(k() is not None for k in kept)
 
 
 def test_a_list_is_planned_for_its_stream(monkeypatch):
