@@ -103,6 +103,7 @@ cases = {
     test_track
     ''',
 'show/test_interactive.py': '''
+    test_pointing
     test_live
     test_images
     ''',

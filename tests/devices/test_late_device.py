@@ -821,6 +821,20 @@ def test_what_is_measured_now_is_not_what_it_becomes(gpu, tmp_path):
     np.testing.assert_allclose(rows['model(Net).body(Linear)']['mean'], want, rtol=1e-6)
 
 
+def test_numbers_of_a_step_that_is_over_are_not_waited_for(gpu, tmp_path):
+    "Not by a black box either"
+    net = moved_model(model())
+    opt = adam(net)
+    with torchEmber(net, opt, home=tmp_path, ttypes='output', blackbox=True) as te:
+        for x in data():
+            loss = net(late(x)).square().mean()
+            loss.backward()
+            opt.step()
+            te.log(loss=loss.detach(), known=1.)
+    blame(gpu)
+    assert te.t.df['loss'].notna().sum()==len(data())
+
+
 def test_the_random_numbers_of_a_device_are_its_own(monkeypatch):
     "Whichever device is chosen"
     from torchember.recorder.step_buffer import of_torch
