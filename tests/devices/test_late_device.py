@@ -835,6 +835,33 @@ def test_numbers_of_a_step_that_is_over_are_not_waited_for(gpu, tmp_path):
     assert te.t.df['loss'].notna().sum()==len(data())
 
 
+def test_what_a_device_does_not_give_takes_nothing_else_with_it(gpu, monkeypatch):
+    "Rows of functions and noted numbers are the host's"
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('always')
+        buffer = StepBuffer({'output': ('mean',)})
+        observe(late(torch.ones(3)), buffer.arena.tap('x'))
+        buffer.add(('model', 'scalar', 'log', None, None, 0), 0, None, 'float64', {'loss': 2.})
+        monkeypatch.setattr(buffer.arena, 'take', lambda *args: failing('device-side assert triggered'))
+        snapshot,custom = buffer.take(True)
+    assert len(snapshot)==0 and [r[5] for r in custom]==[{'loss': 2.}] and 'device-side assert' in str(said[0].message)
+
+
+def test_a_number_that_is_noted_during_a_capture(gpu, tmp_path):
+    "It is not there yet: that is said, and nothing of it is in the graph"
+    net,x = moved_model(model()),late(data()[0])
+    with warnings.catch_warnings(record=True) as said, torchEmber(net, home=tmp_path, ttypes='output') as te, torch.no_grad():
+        warnings.simplefilter('always')
+        loss = net(x).mean()
+        gpu.captures,before = True,gpu.launches
+        te.log(loss=loss, known=3.)
+        assert gpu.launches==before
+        gpu.captures = False
+    blame(gpu)
+    assert [str(w.message) for w in said if 'graph is being captured' in str(w.message)]
+    assert te.t.df['known'].dropna().tolist()==[3.] and 'loss' not in te.t.df
+
+
 def test_the_random_numbers_of_a_device_are_its_own(monkeypatch):
     "Whichever device is chosen"
     from torchember.recorder.step_buffer import of_torch
