@@ -132,7 +132,9 @@ class Machine:
 
     def wait_for_all(self, why):
         self.waits.append(Found(f"{why}\n{''.join(traceback.format_stack(limit=14)[:-2])}", by_us()))
-        if self.graph is not None: raise RuntimeError('CUDA error: operation not permitted when stream is capturing')
+        if self.graph is not None:
+            self.graph.broken = True
+            raise RuntimeError('CUDA error: operation not permitted when stream is capturing')
         for s in (*self.streams.values(), *{s for _,s in self.chosen if s}): s.done(s.now)
 
     def launched(self, device, used, written):
@@ -269,6 +271,7 @@ class Graph:
     def __init__(self): self.reset()
 
     def reset(self):
+        self.broken = False
         self.runs,self.used,self.written,self.nodes = [],[],[],0
         self.made,self.gone = [],[] # values that were computed, each with its memory; those that nobody had any more when the capture was over
 
@@ -278,6 +281,7 @@ class Graph:
 
     def capture_end(self):
         machine().graph,machine().captures = None,False
+        if self.broken: raise RuntimeError('CUDA error: operation failed due to a previous error during capture')
         self.gone = [value for value,memory in self.made if memory() is None and value.is_floating_point()] # what is in the graph later lies there, too
 
     def notes(self, stream, used, written):

@@ -84,6 +84,26 @@ def test_a_loss_that_was_scaled(gpu, monkeypatch, tmp_path, kind, bad):
     same(tables[1], tables[0])
 
 
+@pytest.mark.parametrize('stats', ['basic', 'numerics'])
+def test_a_scale_is_not_waited_for(gpu, monkeypatch, tmp_path, stats):
+    "What gradients were multiplied by is divided out on the device; the scaler itself waits"
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    tables = []
+    for device in ('cpu', 'cuda'):
+        net,to = (model(),torch.clone) if device=='cpu' else (moved_model(model()),late)
+        opt,scaler = adam(net),torch.amp.GradScaler(device, init_scale=8.)
+        with torchEmber(net, opt, home=tmp_path/device, ttypes=ALL, stats=stats, scaler=scaler) as te:
+            for x in data():
+                scaler.scale(net(to(x)).square().mean()).backward()
+                scaler.step(opt)
+                scaler.update()
+                opt.zero_grad()
+        tables.append(te.t.df)
+    assert not [w for w in gpu.waits if 'torchember/measure' in w or 'step_buffer' in w]
+    for f in gpu.faults: assert not f.ours, f
+    same(tables[1], tables[0])
+
+
 def test_steps_that_are_not_recorded_launch_nothing(gpu, tmp_path):
     counts = {}
     for every in (None, 1000):
