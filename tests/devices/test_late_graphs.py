@@ -13,6 +13,7 @@ from trainings import ALL, data, model, same
 
 from torchember import torchEmber
 from torchember.capture.graphs import GraphWatch
+from torchember.measure.head import EVENT
 
 flows = 'input', 'output', 'input_grad', 'output_grad'
 
@@ -700,6 +701,110 @@ def test_a_capture_that_fails(gpu, tmp_path):
         g.replay()
         opt.step()
     assert te.t.df.groupby('step')['ttype'].value_counts().unstack().drop_duplicates().shape[0]==1 and te.t.df['step'].nunique()==3
+
+
+@pytest.mark.parametrize('whole', [False, True], ids=['forward and backward', 'the whole step'])
+def test_a_replay_that_raises(gpu, monkeypatch, tmp_path, whole):
+    "Nobody knows what it wrote: no row stands for it, its optimizer has not stepped, and the next replay is as ever"
+    net,xs = moved_model(model()),data(5)
+    with torchEmber(net, sgd(net), home=tmp_path, ttypes=(*flows, 'weight_grad'), cuda_graphs=True) as te:
+        opt = te.recorder.watch.optimizers[0]
+        g = with_graph(net, opt, xs[:3], whole=whole)
+        runs,g.runs = g.runs,[lambda: 1/0]
+        with pytest.raises(ZeroDivisionError): g.replay()
+        assert not any(b.head[:, EVENT].any() for b in te.recorder.model.graphs.tapes[g].rows.blocks)
+        assert te.recorder.step==3
+        g.runs = runs
+        g.replay()
+        if not whole: opt.step()
+    blame(gpu)
+    counts = te.t.df.groupby(['step', 'ttype']).size().unstack()
+    assert list(counts.index)==[0, 1, 2, 3] and (counts==counts.iloc[0]).all(axis=None)
+
+
+def test_a_graph_that_ends_while_another_is_taped(gpu, tmp_path):
+    net,x = moved_model(model()),late(data()[0])
+    with torchEmber(net, home=tmp_path, ttypes='output', cuda_graphs=True) as te, torch.no_grad():
+        net(x)
+        graphs,g = te.recorder.model.graphs,torch.cuda.CUDAGraph()
+        with captured(g):
+            graphs.graph_ends(torch.cuda.CUDAGraph(), True) # of another thread's
+            net(x)
+        g.replay()
+    assert len(te.t.df)==12
+
+
+def test_an_ember_that_nobody_has_any_more(gpu, tmp_path):
+    "It did not say that it went: who comes then hears each replay once"
+    lost = torchEmber(moved_model(model()), home=tmp_path/'lost', cuda_graphs=True)
+    lost.recorder.model.graphs.watch.attached.clear() # as the collector does
+    lost.close()
+    net,x = moved_model(model()),late(data()[0])
+    with torchEmber(net, home=tmp_path, ttypes='output', cuda_graphs=True) as te, torch.no_grad():
+        net(x)
+        with captured(g := torch.cuda.CUDAGraph()): net(x)
+        for _ in range(2): g.replay()
+    assert te.t.df.groupby('step').size().tolist()==[6]*3
+
+
+class ToDict(nn.Module):
+    "It takes and returns more than a tensor, in bfloat16"
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed,self.head = nn.Embedding(9, 6, dtype=torch.bfloat16),nn.Linear(6, 9, dtype=torch.bfloat16)
+    def forward(self, ids, *, scale):
+        h = self.embed(ids)*scale['by']
+        return {'hidden': h, 'logits': [self.head(h), None]}
+
+
+def test_a_model_that_returns_a_dict(gpu, tmp_path):
+    tables = []
+    ids = [torch.randint(9, (2, 3), generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    for moved in (False, True):
+        net,to = (moved_model(ToDict()),late) if moved else (ToDict(),torch.clone)
+        opt = sgd(net)
+        def back(x, by, net=net): net(x, scale={'by': by})['logits'][0].float().square().mean().backward()
+        with torchEmber(net, opt, home=tmp_path/str(moved), ttypes=('input', 'output', 'output_grad', 'weight'), cuda_graphs=True) as te:
+            x,by = to(ids[0]),to(torch.tensor(2., dtype=torch.bfloat16))
+            for i,new in enumerate(ids):
+                x.copy_(to(new))
+                if moved and i==1:
+                    with captured(g := torch.cuda.CUDAGraph()): back(x, by)
+                if moved and i: g.replay()
+                else: back(x, by)
+                opt.step()
+                if not moved or not i: opt.zero_grad()
+        tables.append(te.t.df)
+    blame(gpu)
+    same(tables[1], tables[0], .02)
+    assert {'scale.by', 'output_hidden', 'output_logits.0'}<=set(tables[1]['tname'])
+
+
+def test_compiled_code_is_taped_as_it_is_without_a_compiler(monkeypatch, tmp_path):
+    "Operators of ours run in it while it is captured: the same calls, in the same order, with the same gradients. On the CPU, of which no tensor is read"
+    monkeypatch.setattr(torch.cuda, 'CUDAGraph', type('Graph', (), {n: lambda self: None for n in ('capture_begin', 'capture_end', 'replay')}))
+    from torchember.measure import devices
+    monkeypatch.setattr(devices, 'chosen_device', lambda: torch.device('cpu'))
+    told = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        net,x = model(),data()[0]
+        run = torch.compile(net, backend='aot_eager') if compiled else net
+        with warnings.catch_warnings(), torchEmber(net, home=tmp_path/str(compiled), ttypes=flows, cuda_graphs=True) as te:
+            warnings.simplefilter('ignore')
+            loss_of(run, x).backward()
+            g = torch.cuda.CUDAGraph()
+            g.capture_begin()
+            loss_of(run, x).backward()
+            g.capture_end()
+            events = te.recorder.model.graphs.tapes[g].events
+            where = lambda o: getattr(getattr(o, 'state', o), 'track', None)
+            told.append([(what, where(a).path if where(a) else a) for what,a,*_ in events])
+    torch._dynamo.reset()
+    passes,gradients = ([[t for t in some if (t[0]=='gradient') is yes] for some in told] for yes in (False, True))
+    assert passes[1]==passes[0] and len(passes[0])==14
+    assert sorted(gradients[1])==sorted(gradients[0]) and len(gradients[0])>=10 # hooks on one tensor, which two modules have, may come in another order
 
 
 def test_a_model_that_is_armed_again(gpu, tmp_path):

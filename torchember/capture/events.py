@@ -145,7 +145,7 @@ class Listener(Protocol):
 
     def replay_begins(self, graph): "It is about to be replayed"
 
-    def replay_ends(self, graph): "It was, as far as the host is concerned"
+    def replay_ends(self, graph, whole:bool): "It was, as far as the host is concerned. `whole`: whether it did not raise"
 
     # ---- beside the model
 

@@ -22,22 +22,24 @@ def begins(f):
 
 def ends(f):
     @functools.wraps(f)
-    def capture_end(graph, *args, **kwargs):
-        whole = False
-        try:
-            out = f(graph, *args, **kwargs)
-            whole = True
-        finally: tell('graph_ends', graph, whole)
-        return out
+    def capture_end(graph, *args, **kwargs): return until_over('graph_ends', f, graph, *args, **kwargs)
     return capture_end
 
 def replays(f):
     @functools.wraps(f)
     def replay(graph, *args, **kwargs):
         tell('replay_begins', graph)
-        try: return f(graph, *args, **kwargs)
-        finally: tell('replay_ends', graph)
+        return until_over('replay_ends', f, graph, *args, **kwargs)
     return replay
+
+def until_over(what, f, graph, *args, **kwargs):
+    "What `f` returns. It is told that it is over, and whether it did not raise"
+    whole = False
+    try:
+        out = f(graph, *args, **kwargs)
+        whole = True
+    finally: tell(what, graph, whole)
+    return out
 
 instead = dict(capture_begin=begins, capture_end=ends, replay=replays)
 
@@ -57,17 +59,17 @@ class GraphWatch:
         listener: Told by `Listener.graph_to_come`, `graph_begins`, `graph_ends`, `replay_begins` and `replay_ends`
     """
     attached = weakref.WeakSet() # all that listen now
-    former = [] # class, name of a method, and what is covered
+    former = {} # (class, name of a method) -> what is covered
     def __init__(self,
         listener # Told by `Listener.graph_to_come`, `graph_begins`, `graph_ends`, `replay_begins` and `replay_ends`
     ): self.listener = listener
 
     def attach(self):
-        if not self.attached:
-            for c in classes():
-                for name,around in instead.items():
-                    self.former.append((c, name, f := getattr(c, name)))
-                    setattr(c, name, around(f))
+        for c in classes():
+            for name,around in instead.items():
+                if (c, name) in self.former: continue # also when who listened is gone, and did not say so
+                self.former[c, name] = f = getattr(c, name)
+                setattr(c, name, around(f))
         self.attached.add(self)
 
     def detach(self):
@@ -76,5 +78,5 @@ class GraphWatch:
         self.attached.discard(self)
         if self.attached: return
         while self.former:
-            c,name,f = self.former.pop()
+            (c,name),f = self.former.popitem()
             if getattr(getattr(c, name), '__wrapped__', None) is f: setattr(c, name, f)

@@ -47,8 +47,8 @@ def accelerator():
     there = torch.accelerator.current_accelerator() if hasattr(torch, 'accelerator') else None
     return there and there.type
 
-def chosen():
-    "The device that is"
+def chosen_device():
+    "The one that is asked where none is named"
     return torch.device(accelerator(), torch.get_device_module(accelerator()).current_device())
 
 def on(device):

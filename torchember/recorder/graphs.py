@@ -6,7 +6,7 @@
 __all__ = ['Quiet', 'CapturedEvents', 'Graphs']
 
 # %% ../../nbs/40_recorder/79_graphs.ipynb #b2618c47
-import weakref
+import functools, weakref
 
 import torch
 
@@ -15,7 +15,7 @@ from ..capture.graphs import GraphWatch
 from ..measure import devices
 from ..measure.columns import stat_names
 from ..measure.elements import Unmeasurable
-from ..measure.graph_rows import GraphRows, GraphTensor, about_to_write
+from ..measure.graph_rows import GraphRows, GraphTensor, about_to_write, count_none
 from ..measure.summary import groups_for
 from .gradients import Gradients
 from .parameters import grad_of
@@ -54,6 +54,7 @@ class Tape:
 
     def add(self, *event): self.events.append(event)
 
+    @functools.cached_property # it is whole when somebody asks
     def before(self):
         "How many of the events are told before the graph runs: one pass, as the weights are those of before"
         passes = 0
@@ -229,12 +230,12 @@ class Graphs(CapturedEvents):
         if self.tape is not None or not self.events.sources.states: return
         self.gradients.step_over()
         self.depth,self.stack = 0,[]
-        self.tape = Tape(GraphRows(graph, devices.chosen()), self.events.buffer.arena)
+        self.tape = Tape(GraphRows(graph, devices.chosen_device()), self.events.buffer.arena)
         self.was_on,self.events.on = self.events.on,False # for hooks of passes before, on leaves
         self.hear(self, self)
 
     def graph_ends(self, graph, whole):
-        if self.tape is None: return
+        if self.tape is None or self.tape.rows.graph() is not graph: return
         tape = self.over()
         if whole and tape.events: self.tapes[graph] = tape
         else: self.tapes.pop(graph, None)
@@ -260,12 +261,13 @@ class Graphs(CapturedEvents):
         first = tape.events[0][0]=='pass_begins' # which may end the step before
         self.player.play(tape.events[:first])
         about_to_write(tape.arena, tape.rows)
-        self.player.play(tape.events[first:tape.before()])
+        self.player.play(tape.events[first:tape.before])
 
-    def replay_ends(self, graph):
+    def replay_ends(self, graph, whole):
         if (tape := self.of(graph)) is None: return
         self.events.buffer.forget_seen() # no version counter has moved
-        self.player.play(tape.events[tape.before():])
+        if whole: self.player.play(tape.events[tape.before:])
+        else: count_none(tape.arena, tape.rows)
 
     def abandon(self):
         "The model is heard no more"

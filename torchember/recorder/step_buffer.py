@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..measure.elements import Unmeasurable
-from ..measure.graph_rows import GraphTensor, count
+from ..measure.graph_rows import GraphTensor, count_row
 from ..measure.tap import Arena, OnMeta, Snapshot, observe
 from ..ground.messages import an, printable
 from ..ground.record import plain, pointer, reserved
@@ -251,7 +251,7 @@ class Measuring:
         if callable(how): return # as was said when it was captured
         tap = state.taps.get(place) or new_tap(self.arena, state, place, how, once)
         if replace: self.arena.forget(tap)
-        count(x, tap, call)
+        count_row(x, tap, call)
 
     def piece(self, state, ttype, pname, x):
         "What a row says of which piece of the whole it is, where there are several processes"
