@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from .recorder.arguments import check_optimizers, check_steps, disabled, no_number, not_a_model, nothing_to_record
+from .recorder.arguments import check_optimizers, check_steps, disabled, no_number, not_a_model, nothing_to_record, scaler_of
 from .recorder.black_box import steps_in
 from .recorder.budget import Budget, Report, check_share
 from .capture import compiled
@@ -453,6 +453,7 @@ class torchEmber(OwnStatistics, Notes, Views, Arming):
         ttypes = check_ttypes(ttypes, recorded)
         if not ttypes: raise ValueError(nothing_to_record(recorded))
         optimizers = check_optimizers(optimizer, scaler, ttypes, [*model.parameters(), *inner.parameters()])
+        scaler = scaler_of(optimizers) if scaler is None else scaler
         when,stats = schedule(every),stats if callable(stats) else stat_names(stats)
         if overhead is not None: check_share(overhead)
         check_steps(ends, first_step); steps_in(blackbox)

@@ -66,7 +66,8 @@ def test_validation(accelerate):
 
 
 @pytest.mark.parametrize('broken', [False, True])
-def test_a_scaler_within(broken):
+@pytest.mark.parametrize('given', [True, False], ids=['given, too', ''])
+def test_a_scaler_within(broken, given):
     "An AcceleratedOptimizer with a scaler sets `step` on the optimizer that it holds, before each step and after it"
     AcceleratedOptimizer = pytest.importorskip('accelerate.optimizer').AcceleratedOptimizer
     pytest.importorskip('accelerate').Accelerator(cpu=True)
@@ -75,7 +76,7 @@ def test_a_scaler_within(broken):
         model,scaler = seeded(),torch.amp.GradScaler('cpu', init_scale=256.)
         opt = momentum(model)
         outer = AcceleratedOptimizer(opt, scaler=scaler) if wrapped else opt
-        with torchEmber(model, optimizer=outer, scaler=scaler, ttypes=ALL) as te:
+        with torchEmber(model, optimizer=outer, scaler=scaler if given or not wrapped else None, ttypes=ALL) as te:
             for i,(x,y) in enumerate(batches()):
                 scaler.scale(loss_of(model, x, y)*(float('inf') if broken and i==1 else 1)).backward()
                 if wrapped: outer.step()

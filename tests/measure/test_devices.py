@@ -311,6 +311,14 @@ def test_code_for_huge_tensors_is_other_code():
     assert len({gpu.key_of(torch.float32, cpu, ('basic',), n, True) for n in (0, 5, 2**31-1, 2**31, 2**33)})==2
 
 
+@pytest.mark.parametrize('name', ['blocks', 'tile', 'width'])
+def test_whatever_is_compiled_in_makes_other_code(monkeypatch, name):
+    def key(): return gpu.key_of(torch.float32, cpu, ('basic',), 9, True)
+    before = key()
+    monkeypatch.setattr(gpu, name, {torch.float32: 128} if name=='blocks' else 7)
+    assert key()!=before
+
+
 def test_a_device_that_is_not_chosen_is_not_launched_on_at_once(monkeypatch):
     monkeypatch.setattr(gpu, 'driver', lambda: Some(get_current_stream=lambda i: 40+i, get_current_device=lambda: 1))
     assert [gpu.Reading(5, torch.float32, torch.device('cuda', i), ('basic',)).stream() for i in (0, 1)]==[None, 41]

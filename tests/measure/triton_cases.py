@@ -253,6 +253,7 @@ def test_a_row_is_written_to_its_end():
 def test_nothing_is_left_for_the_next_launch():
     "Counters and bins are zero again; memory that was outgrown is kept, as somebody may be about to launch with it"
     from torchember.measure.devices import stream_of
+    there = torch.zeros(1, device=device).device # with its number
     gpu.memories.clear()
     for n in (100, 300_000, 20_000): one(torch.randn(n))
     memory, = gpu.memories.values()
@@ -260,7 +261,7 @@ def test_nothing_is_left_for_the_next_launch():
     before = memory.turn,len(memory.outgrown)
     for n in (100, 300_000): one(torch.randn(n))
     assert (memory.turn, len(memory.outgrown))==before and before[1]>0
-    assert gpu.memory_of(device, gpu.chosen_stream(device)) is memory or stream_of(device)!=0
+    assert gpu.memory_of(there, gpu.chosen_stream(there)) is memory or stream_of(there)!=0
 
 
 def test_few_and_far_exponents():

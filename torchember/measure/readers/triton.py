@@ -555,7 +555,7 @@ def handle_of(compiled, const, *args):
         return h
     except (AttributeError, TypeError): return None # a Triton that we do not know
 
-def key_of(dtype, device, wanted, n, aligned): return device, dtype, wanted, width, tile, n>=1<<31, aligned
+def key_of(dtype, device, wanted, n, aligned): return device, dtype, wanted, blocks[dtype], width, tile, n>=1<<31, aligned # of all that is compiled in
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #d23f0824
 def check_room(wanted, out):
