@@ -31,6 +31,7 @@ def cuda(i=0): return torch.device('cuda', i)
 class Stream:
     def __init__(self, device):
         self.device,self.now,self.knows,self.copies = device,0,{},[] # knows: stream -> up to which of its operations; copies: (number, host, values) to come
+        self.finished = 0 # up to which of them the host knows that they are done
         self.stream_id,self.lock = id(self),threading.Lock() # the thread that writes waits while another one asks for copies
 
     def sees(self, other, number): return other is self or self.knows.get(other, 0)>=number
@@ -47,6 +48,7 @@ class Stream:
             for at,host,values in self.copies:
                 if at<=number: host.copy_(values)
             self.copies = [c for c in self.copies if c[0]>number]
+            self.finished = max(self.finished, number)
 
     def __enter__(self):
         machine().chosen.append((self.device, self))
@@ -64,13 +66,22 @@ class Event:
     def wait(self, stream=None):
         if self.at: (stream or machine().stream()).wait(*self.at)
 
+    def query(self):
+        if machine().graph is not None: machine().fault('an event is asked while a graph is captured')
+        failing()
+        return self.at[0].finished>=self.at[1]
+
     def synchronize(self):
         if self.at is None: return machine().fault('an event is waited for that was never recorded')
         if machine().graph is not None: machine().fault('an event is waited for while a graph is captured')
-        if machine().failed: raise RuntimeError('CUDA error: device-side assert triggered')
+        failing()
         self.at[0].done(self.at[1])
         if threading.current_thread() is not threading.main_thread() or may_wait(): return # the thread that writes may wait
         machine().waits.append(Found(f"an event\n{''.join(traceback.format_stack(limit=14)[:-1])}", by_us()))
+
+
+def failing():
+    if machine().failed: raise RuntimeError('CUDA error: device-side assert triggered')
 
 
 def may_wait(): return any(f.name in ('disarm', 'graph_to_come') for f in traceback.extract_stack()) # at the end, and before a capture, where torch waits, too
@@ -396,6 +407,7 @@ def installed(monkeypatch, kernels=True):
     from torchember.measure import kernels as reading
     from torchember.recorder import step_buffer
     the.machine = m = Machine()
+    monkeypatch.setattr(devices, 'pinned', devices.Pinned())
     m.kernels = Kernels()
     of_tensor,as_it_is = torch.Tensor.to,torch.as_tensor
     for n in ('zeros', 'ones', 'full', 'empty', 'arange', 'tensor', 'randn'): monkeypatch.setattr(torch, n, factory(getattr(torch, n)))
@@ -411,10 +423,13 @@ def installed(monkeypatch, kernels=True):
     monkeypatch.setattr(torch.cuda, 'device', Chosen)
     monkeypatch.setattr(torch.cuda, 'CUDAGraph', Graph)
     monkeypatch.setattr(torch.cuda, 'current_device', lambda: m.chosen[-1][0].index or 0)
-    monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: m.captures)
+    def captures():
+        failing()
+        return m.captures
+    monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', captures)
     for f in (devices.capture_of, devices.sends, reading.operations_are_right, reading.gpu_kernels): f.cache_clear()
     for room in (devices,): monkeypatch.setattr(room, 'accelerator', lambda: 'cuda')
-    monkeypatch.setattr(devices, 'capture_of', lambda kind: (lambda: m.captures) if kind=='cuda' else None)
+    monkeypatch.setattr(devices, 'capture_of', lambda kind: captures if kind=='cuda' else None)
     for room in (elements, reading, tap, step_buffer): monkeypatch.setattr(room, 'ordinary', (torch.Tensor, torch.nn.Parameter, Late))
     if kernels: monkeypatch.setattr(reading, 'gpu_kernels', lambda device: m.kernels if device.type=='cuda' else None)
     else: monkeypatch.setattr(reading, 'gpu_kernels', lambda device: None)

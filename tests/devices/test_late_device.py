@@ -2,6 +2,7 @@
 import copy
 import gc
 import warnings
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from torch import nn
 from trainings import ALL, adam, cases, data, in_halves, model, optimizers, plain, recorded, same, settings
 
 from torchember import torchEmber
+from torchember.measure import devices
 from torchember.measure.devices import to_host
 from torchember.measure.elements import Unmeasurable
 from torchember.measure.summary import index
@@ -409,6 +411,54 @@ def test_what_came_before_a_device_failed_is_there(gpu, x):
     assert np.array_equal(np.asarray(came), x.double().numpy())
     if not x.numel(): return
     with pytest.raises(RuntimeError, match='device-side assert'): np.asarray(comes)
+
+
+@pytest.mark.parametrize('how', ['asked', 'nobody asks', 'the device fails'])
+def test_memory_that_devices_write_to_is_used_again_and_never_given_back(gpu, how):
+    "torch ends the process where it is given back after the device has failed"
+    x = late(torch.arange(6.))
+    p = to_host(x)
+    memory = weakref.ref(p.memory)
+    at = p.memory.data_ptr()
+    if how=='the device fails': gpu.failed = True
+    if how=='asked': assert np.array_equal(p, range(6)) and p.host is None and np.array_equal(p, range(6))
+    del p
+    again = []
+    if how=='the device fails':
+        with pytest.raises(RuntimeError, match='device-side assert'): to_host(x)
+    else: again = [to_host(x), to_host(x)]
+    if how=='asked': assert again[0].memory.data_ptr()==at!=again[1].memory.data_ptr()
+    if how=='nobody asks': # the device is about to write to it
+        assert at not in {p.memory.data_ptr() for p in again}
+        gpu.streams[0].done(gpu.streams[0].now)
+        assert to_host(x).memory.data_ptr()==at
+    again.clear()
+    devices.pinned.free.clear()
+    gc.collect()
+    assert memory() is not None
+
+
+def test_numbers_for_a_device_lie_in_memory_that_nobody_writes_to_before_they_are_there(gpu):
+    a,b = (devices.to_device([i, i], cuda(0)) for i in (1, 2))
+    (_,free), = devices.pinned.free.items()
+    assert len(free)==2 and len({h.data_ptr() for h,_ in free})==2
+    gpu.streams[0].done(gpu.streams[0].now)
+    c = devices.to_device([3, 3], cuda(0))
+    assert len(free)==2 and [x.tolist() for x in (a, b, c)]==[[1, 1], [2, 2], [3, 3]]
+
+
+def test_a_training_whose_device_fails(gpu, tmp_path, recwarn):
+    "What had arrived is in the log, whoever asks the device then; the end of the run says what is lost"
+    net = moved_model(model())
+    opt = adam(net)
+    te = torchEmber(net, opt, home=tmp_path, ttypes=('output', 'weight'))
+    plain(net, opt, late)
+    for s in gpu.streams.values(): s.done(s.now)
+    gpu.failed = True
+    te.recorder.flush() # as when it is collected
+    te.close()
+    steps = te.t.df['step'].unique()
+    assert list(steps)==list(range(len(steps))) and len(steps)>=2
 
 
 def test_told_to_raise_it_does(gpu, monkeypatch, tmp_path):

@@ -1,8 +1,8 @@
 "A device is trusted when it has been tried: what is wrong, late or missing there costs a sentence, and plain operations take over"
+import gc
 import math
 import threading
 import time
-import gc
 import weakref
 from functools import cache
 from types import SimpleNamespace as Some
@@ -353,6 +353,7 @@ class Chosen:
 @pytest.fixture
 def another(monkeypatch):
     "As if the CPU were an accelerator"
+    monkeypatch.setattr(devices, 'pinned', devices.Pinned())
     made.clear()
     for f in (devices.accelerator, devices.sends, devices.capture_of): f.cache_clear()
     monkeypatch.setattr(devices, 'accelerator', lambda: 'cpu')

@@ -6,6 +6,8 @@
 __all__ = ['has_float64', 'widest']
 
 # %% ../../nbs/20_measure/01_devices.ipynb #e998600b
+import ctypes, threading
+from collections import deque
 from contextlib import contextmanager, nullcontext
 from functools import cache
 
@@ -86,7 +88,8 @@ def capture_of(kind):
 def being_captured(kind):
     "Whether what is launched now is kept in a graph, to be run again without Python"
     captures = capture_of(kind)
-    return captures is not None and captures()
+    try: return captures is not None and captures()
+    except RuntimeError: return False # it has failed: who asks it for anything hears of that
 
 # %% ../../nbs/20_measure/01_devices.ipynb #48afe234
 def disturbs(
@@ -111,30 +114,68 @@ def arrived(host):
     "Whether no element of a copy is as it was before it was asked for"
     return not (host.reshape(-1).view(torch.uint8).view(-1, host.element_size())==unsent).all(1).any()
 
+class Pinned:
+    "Memory of the host that devices write to, and read, by themselves. It is never given back"
+    def __init__(self): self.free = {} # bytes -> what is free, and the event after which it is; None when nobody is about to use it
+
+    def take(self, n):
+        "At least `n` bytes. Raises a RuntimeError when the device has failed that had them"
+        size = max(512, 1<<(n-1).bit_length())
+        free = self.free.setdefault(size, deque())
+        try: host,done = free.popleft()
+        except IndexError: return self.more(size)
+        if done is None or done.query(): return host
+        free.append((host, done))
+        return self.more(size)
+
+    def more(self, size):
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=True, device='cpu') # whatever device is the user's default
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(host)) # also when all is over
+        return host
+
+    def give(self, host, done=None): self.free.setdefault(len(host), deque()).append((host, done))
+
+pinned = Pinned()
+
 class Pending:
     "Numbers on their way from a device. When it has failed, those that came before can be had"
-    def __init__(self, host, done, which=None): # which: rows of the copy, one for each row of the result
-        self.host,self.done,self.which = host,done,which
-        self.shape = host.shape if which is None else (len(which), *host.shape[1:])
+    def __init__(self, host, done, memory=None): # memory: of `pinned`, in which `host` lies
+        self.host,self.done,self.memory,self.which = host,done,memory,None
+        self.shape,self.numbers,self.lock = tuple(host.shape),None,threading.Lock()
 
-    def spread(self, which): return Pending(self.host, self.done, which)
+    def spread(self,
+        which # Rows of the copy, one for each row of the result
+    ):
+        self.which,self.shape = which,(len(which), *self.host.shape[1:])
+        return self
 
     def __array__(self, dtype=None, copy=None):
-        try: self.done.synchronize()
-        except RuntimeError:
-            if not arrived(self.host): raise
-        out = (self.host.double() if self.host.dtype in unknown_to_numpy else self.host).numpy()
-        return out if self.which is None else out[self.which]
+        with self.lock:
+            if self.numbers is None:
+                try: self.done.synchronize()
+                except RuntimeError:
+                    if not arrived(self.host): raise
+                out = (self.host.double() if self.host.dtype in unknown_to_numpy else self.host).numpy()
+                self.numbers = out.copy() if self.which is None else out[self.which]
+                self.over()
+            return self.numbers
+
+    def over(self, done=None):
+        if self.memory is not None: pinned.give(self.memory, done)
+        self.host = self.memory = None
+
+    def __del__(self): self.over(self.done) # nobody has asked
 
 def sent(x):
     "A copy on its way"
-    host = torch.empty(x.numel()*x.element_size(), dtype=torch.uint8, pin_memory=True, device='cpu') # whatever device is the user's default
-    host = host.fill_(unsent).view(x.dtype).view(x.shape)
+    n = x.numel()*x.element_size()
+    memory = pinned.take(n)
+    host = memory[:n].fill_(unsent).view(x.dtype).view(x.shape)
     with on(x.device):
         host.copy_(x, non_blocking=True)
         done = torch.Event(x.device)
         done.record()
-    return Pending(host, done)
+    return Pending(host, done, memory)
 
 @cache
 def sends(
@@ -143,7 +184,7 @@ def sends(
     "Whether a device gives copies that are not waited for: it is tried, once"
     if device.type!=accelerator() or device.type=='mps': return False
     try: return np.array_equal(np.asarray(sent(torch.arange(5, device=device))), range(5))
-    except (RuntimeError, TypeError, NotImplementedError): return False
+    except (RuntimeError, TypeError, AttributeError, NotImplementedError): return False
 
 def to_device(
     numbers, # Whole numbers: array or list
@@ -152,9 +193,15 @@ def to_device(
     "Numbers of the host on a device, not waited for where that can be"
     a = torch.from_numpy(np.array(numbers, dtype=np.int64))
     if not sends(device): return a.to(device)
-    pinned = torch.empty(a.shape, dtype=a.dtype, pin_memory=True, device='cpu')
-    pinned.copy_(a)
-    return pinned.to(device, non_blocking=True) # torch keeps the memory until the copy is done
+    n = a.numel()*a.element_size()
+    memory = pinned.take(n)
+    with on(device):
+        there = memory[:n].view(a.dtype).view(a.shape).copy_(a).to(device, non_blocking=True)
+        if being_captured(device.type): return there # a graph reads the memory whenever it is replayed
+        done = torch.Event(device)
+        done.record()
+    pinned.give(memory, done)
+    return there
 
 def to_host(
     x:torch.Tensor # On any device
