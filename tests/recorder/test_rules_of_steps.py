@@ -359,6 +359,10 @@ class Spy:
     def __init__(self): self.got,self.stats,self.handed_out,self.parts,self.forgotten = [],{'weight': ('mean',)},False,{},0
     def forget_seen(self): self.forgotten += 1
     def measure(self, state, ttype, tname, x, pname=None, **more): self.got.append((state.track.path, ttype, tname, pname, x, more))
+
+    def measure_together(self, some, scale=None, replace=False):
+        for state,ttype,tname,pname,x in some: self.measure(state, ttype, tname, x, pname, scale=scale, once=True, replace=replace)
+
     def places(self):
         out = [g[:4] for g in self.got]
         self.got.clear()

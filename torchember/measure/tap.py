@@ -19,6 +19,7 @@ from .devices import Pending, after, being_captured, current_stream, disturbs, o
 from .elements import Unmeasurable, formats, layout, ordinary
 from .kernels import for_list, putter, read, read_into
 from ..capture.private_torch import count_dispatch_modes, count_function_modes, frees_parameters, inside_transform, is_wrapped, unwrap
+from .together import Together
 from .summary import bins, derive, finite, groups_for, index, length, merge, not_in_loops, no_elements, parts_in, sums, width
 
 # %% ../../nbs/20_measure/50_tap.ipynb #367aea3a
@@ -101,6 +102,8 @@ class Laid:
         self.micro = 0 # number of the open pass among all of its step
         self.filled = self.shared = self.turn = 0 # rows, about; how many of them were known from another tap; how often rows were taken
         self.pending = {} # (block, row) -> a tensor that will be read into it, with others
+        self.waiting = {} # tap -> such a tensor that has no row yet, the event of that, and whether it takes the place of others
+        self.lists,self.together,self.laid = [],{},0 # (`Together`, its tensors) that will be read; taps -> `Together`; how often rows were laid out
         self.box = None # `recorder.black_box.BlackBox`: gives memory that outlives the process, and is told of taps
         self.was_read = set() # device, dtype and groups of parts of tensors on devices: whatever is tried once has been
 
@@ -153,13 +156,91 @@ class Laid:
 
     def lie(self, tap, block, first, n, at=0):
         "The rows of a tap are these, and `at` is next"
+        self.laid += 1
         tap.block,tap.here,tap.first,tap.size = block,block.here,first,n
         tap.rows,tap.head,tap.out = block.views(first, n)
         tap.next[[NEXT, LAID]] = at,0
         if tap.out is not None: tap.next[[ROWS, HEADS, LAID]] = *block.addresses(first),n
 
+# %% ../../nbs/20_measure/50_tap.ipynb #9bbe3e9d
+class Later(Laid):
+    "Tensors that stay as they are for a while are read together, before that is over"
+    def in_graph(self):
+        "Whether a device that has rows captures a graph: what it was asked for now would be a part of that"
+        return any(b.out is None and being_captured(b.device.type) for b in self.blocks)
+
+    def read_pending(self):
+        "Read the tensors that wait: those with rows in the same block in one launch"
+        with self.lock:
+            self.lay_out()
+            if (self.pending or self.lists) and self.in_graph(): return
+            self.one_by_one(lambda xs: not all([x.data_ptr() for x in xs]))
+            todo,self.pending,known,self.lists = self.pending,{},self.lists,[]
+            lists = {}
+            for (block,row),(x,wanted,scale) in todo.items():
+                if gone(x): block.head[row, EVENT] = 0
+                else: lists.setdefault((block, wanted, id(scale)), (scale, []))[1].append((x, row))
+            try:
+                for t,xs in known: read_list_of(t.block, t.wanted, None, xs, t.rows)
+                for (block,wanted,_),(scale,those) in lists.items(): read_list_of(block, wanted, scale, *zip(*those, strict=True))
+            except BaseException: # what nobody could write is no row
+                for block,row in todo: block.head[row, EVENT] = 0
+                for t,_ in known: t.block.head[t.at, EVENT] = 0
+                raise
+
+    def lay_out(self):
+        "Give rows to the tensors that wait for them: to those of the same taps as in a step before at once"
+        with self.lock:
+            todo,self.waiting = self.waiting,{}
+            lists = {}
+            for tap,(_,_,again) in todo.items(): lists.setdefault((tap.block, tap.wanted, again), []).append(tap)
+            for (_,_,again),taps in lists.items():
+                xs,events,_ = zip(*[todo[t] for t in taps], strict=True)
+                if (t := self.known_list(tuple(taps))).can and t.write(events, self.micro, again): self.lists.append((t, xs)); continue
+                for tap,x,event in zip(taps, xs, events, strict=True):
+                    if again: self.forget(tap)
+                    self.filled -= tap.share # which counts again
+                    if not at_once_there(x, tap, 0, True, event): note(x, tap, 0, None, True, event)
+
+    def known_list(self, taps):
+        if (t := self.together.get(taps)) is not None and t.holds(self.laid): return t
+        if len(self.together)>=16: self.together.clear()
+        t = self.together[taps] = Together(taps, self.where, self.laid)
+        return t
+
+    def one_by_one(self, which=lambda xs: True):
+        "Lists of which each tensor is to be looked at"
+        for t,xs in [some for some in self.lists if which(some[1])]:
+            self.lists.remove((t, xs))
+            for x,row in zip(xs, t.rows, strict=True): self.pending[t.block, row] = x,t.wanted,None
+
+    def waiter(self,
+        again:bool=False # Whether tensors take the place of what their taps have
+    ): # Function; None where each is to be looked at by itself
+        """What has a tensor that stays as it is read later, together with others: called with it and its tap, it says whether that can be
+
+        Args:
+            again: Whether tensors take the place of what their taps have
+
+        Returns:
+            Function; None where each is to be looked at by itself
+        """
+        if count_function_modes() or inside_transform() is not None or count_dispatch_modes() or frees_parameters(): return None
+        streams = {} # device -> the one that is chosen, as the driver has it; None where nothing may wait
+        def wait(x, tap):
+            t = tap.there
+            if t is None or t.reading is None or type(x) not in ordinary or not is_like(x, t) or x.is_neg() or (t.count and not x.data_ptr()): return False
+            if t.device not in streams: streams[t.device] = None if being_captured(t.device.type) else t.reading.stream()
+            if t.stream is None or t.stream!=streams[t.device] or t.block is not tap.block or t.block.graph is not None: return False
+            with self.lock:
+                if tap in self.waiting: return False
+                self.waiting[tap] = x.detach(),next(self.clock),again
+                self.filled += tap.share
+            return True
+        return wait
+
 # %% ../../nbs/20_measure/50_tap.ipynb #9bbe3e9e
-class Arena(Laid):
+class Arena(Later):
     """All rows and cursors of a model: made once, read at once, reset at once
 
     Args:
@@ -173,29 +254,10 @@ class Arena(Laid):
             for c in self.where: c[:, [CALLS, LIKE+MICRO]] = 0,micro
             self.seen.clear()
 
-    def in_graph(self):
-        "Whether a device that has rows captures a graph: what it was asked for now would be a part of that"
-        return any(b.out is None and being_captured(b.device.type) for b in self.blocks)
-
-    def read_pending(self):
-        "Read the tensors that wait: those with rows in the same block in one launch"
-        with self.lock:
-            if self.pending and self.in_graph(): return
-            todo,self.pending = self.pending,{}
-            lists = {}
-            for (block,row),(x,wanted,scale) in todo.items():
-                if gone(x): block.head[row, EVENT] = 0
-                else: lists.setdefault((block, wanted, id(scale)), (scale, []))[1].append((x, row))
-            try:
-                for (block,wanted,_),(scale,those) in lists.items():
-                    xs,rows = zip(*those, strict=True)
-                    with undisturbed(block.device.type), after(block.stream, block.device): read_together(block.rows.data, wanted, scale, xs, rows)
-            except BaseException:
-                for block,row in todo: block.head[row, EVENT] = 0 # what nobody could write is no row
-                raise
-
     def forget(self, tap):
         "Drop what `tap` holds: it is about to be observed anew"
+        self.waiting.pop(tap, None)
+        self.one_by_one()
         for block,first,size,*_ in ((tap.block, tap.first, tap.size), *tap.elsewhere.values()):
             if block is None: continue
             for i in range(size if self.pending else 0): self.pending.pop((block, first+i), None)
@@ -209,6 +271,7 @@ class Arena(Laid):
         "Drop the rows of the pass `micro`, but for what a step has once. Those taken already, in `earlier`, count for nothing when they are merged"
         once = np.array([t.once for t in self.taps], dtype=bool)
         with self.lock:
+            self.lay_out()
             for b in self.blocks:
                 at = np.flatnonzero(of_pass(b.head[:b.used], micro, once))
                 b.head[at, EVENT] = 0
@@ -223,6 +286,7 @@ class Arena(Laid):
     def renumber(self, micro):
         "What was observed since `begin`, and what comes, is of the pass `micro`"
         with self.lock:
+            self.lay_out()
             self.micro = micro
             for b in self.blocks: b.head[:b.used, MICRO] = micro
             for c in self.where: c[:, LIKE+MICRO] = micro
@@ -261,6 +325,9 @@ def gone(x):
 def of_pass(heads, micro, once):
     "Which rows are of that pass, and not of what a step has once"
     return (heads[:, EVENT]!=0) & (heads[:, MICRO]==micro) & ~once[heads[:, TAP]]
+
+def read_list_of(block, wanted, scale, xs, to):
+    with undisturbed(block.device.type), after(block.stream, block.device): read_together(block.rows.data, wanted, scale, xs, to)
 
 def read_together(rows, wanted, scale, xs, to):
     "Read the tensors `xs` into rows, in one launch"
@@ -357,7 +424,7 @@ def observe_any(x, tap, call, scale, later):
     x = unwrapped(x)
     with undisturbed(kind): note(x, tap, call, scale, later)
 
-def note(x, tap, call=None, scale=None, later=False):
+def note(x, tap, call=None, scale=None, later=False, event=None):
     "`observe`, with nothing of the user's around it"
     y,scale = before_counting(x, tap.wanted, scale)
     listed = for_list(y, tap.wanted)
@@ -375,7 +442,7 @@ def note(x, tap, call=None, scale=None, later=False):
         h = tap.head[i]
         h[TAP:DTYPE] = tap.number,tap.next[CALLS] if call is None else call,a.micro
         write_about(x, h)
-        h[EVENT] = next(a.clock)
+        h[EVENT] = event or next(a.clock)
         tap.next[NEXT] = i+1
         tap.next[CALLS] += 1
         a.filled += tap.share
@@ -443,7 +510,7 @@ def fit_there(tap, x):
     tap.there = There(x, tap.number, gpu and gpu.reading(x.numel(), x.dtype, x.device, tap.wanted))
     return tap.there
 
-def at_once_there(x, tap, call, later):
+def at_once_there(x, tap, call, later, event=None):
     "Write the row of a tensor on a device: by one launch, or by none where it is known or waits. Whether that could be"
     a,t,following = tap.arena,tap.there,tap.next
     stream = t.reading.stream()
@@ -467,7 +534,7 @@ def at_once_there(x, tap, call, later):
     b.source[row] = row if known is None else known
     h = tap.head[i]
     h[:] = t.head
-    h[CALL],h[MICRO],h[EVENT] = following[CALLS] if call is None else call,a.micro,next(a.clock)
+    h[CALL],h[MICRO],h[EVENT] = following[CALLS] if call is None else call,a.micro,event or next(a.clock)
     following[NEXT] = i+1
     following[CALLS] += 1
     a.filled += tap.share

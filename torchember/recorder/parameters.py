@@ -24,7 +24,7 @@ def own_parameters(
     "The parameters that a module holds itself"
     if not module._parameters: return []
     ps = [(n,p) for n,p in module._parameters.items() if p is not None]
-    return [(i, n, p) for i,(n,p) in enumerate(ps) if not is_lazy(p)]
+    return [(i, n, p) for i,(n,p) in enumerate(ps) if type(p) is nn.Parameter or not is_lazy(p)]
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #d6e86a10
 def grad_of(p):
@@ -75,15 +75,18 @@ class Parameters:
             ttypes: 'weight', 'weight_grad'
         """
         if not state.watched or not state.track.module._parameters: return
-        for i,n,p in own_parameters(state.track.module):
-            if self.is_new(state, n, p): self.measure(state, i, n, p, ttypes)
+        new = [(state, i, n, p) for i,n,p in own_parameters(state.track.module) if self.is_new(state, n, p)]
+        if new: self.measure(new, ttypes)
 
-    def measure(self, state, i, name, p, ttypes, replace=False, scale=None):
-        if 'weight' in ttypes: self.buffer.measure(state, 'weight', f'weight_{i}', p, name, once=True, replace=replace)
-        if 'weight_grad' in ttypes and (grad := grad_of(p)) is not None:
-            self.buffer.measure(state, 'weight_grad', f'grad_{i}', grad, name, scale=scale, once=True, replace=replace)
-            self.hint.found = self.hint.in_step = True
-            self.known.got.add((state.track.path, name))
+    def measure(self, which, ttypes, replace=False, scale=None): # which: as `each` gives them
+        some = []
+        for st,i,n,p in which:
+            if 'weight' in ttypes: some.append((st, 'weight', f'weight_{i}', n, p))
+            if 'weight_grad' in ttypes and (grad := grad_of(p)) is not None:
+                some.append((st, 'weight_grad', f'grad_{i}', n, grad))
+                self.known.got.add((st.track.path, n))
+                self.hint.found = self.hint.in_step = True
+        self.buffer.measure_together(some, scale, replace)
 
     def after_call(self,
         state, # Of the module that was called
@@ -149,9 +152,9 @@ class Parameters:
             scale: What gradients are multiplied by
         """
         self.buffer.forget_seen() # what was written through .data, too
-        for st,i,n,p in list(self.each()) if which is None else which:
-            if 'weight' in ttypes: self.seen |= {id(p), (st.track.id, n)}
-            self.measure(st, i, n, p, ttypes, True, scale)
+        which = list(self.each()) if which is None else which
+        if 'weight' in ttypes: self.seen |= {x for st,_,n,p in which for x in (id(p), (st.track.id, n))}
+        self.measure(which, ttypes, True, scale)
 
     def step_over(self): self.seen.clear()
 

@@ -245,6 +245,24 @@ class Measuring:
             observe(x, tap, call, None if scale is None else float(scale) if x.is_cpu else scale, later=once)
         except Exception as e: self.notices.failed(state.track.name, tname, e, self.stats.get(ttype))
 
+    def measure_together(self,
+        some, # (state, tensor type, name, name of the parameter, tensor) of each, as `measure` has them
+        scale=None, # What they were multiplied by: a number, or a tensor
+        replace:bool=False # Whether they take the place of what this step had of them
+    ):
+        """Measure tensors of which the step has one row each, and that do not change before `read_pending`
+
+        Args:
+            some: (state, tensor type, name, name of the parameter, tensor) of each, as `measure` has them
+            scale: What they were multiplied by: a number, or a tensor
+            replace: Whether they take the place of what this step had of them
+        """
+        waits = False if scale is not None or self.parts or self.ranks is not None or replace and self.custom else None # a function, once it is needed
+        for state,ttype,tname,pname,x in some:
+            tap = state.taps.get((ttype, tname, None, 0, pname)) if waits is not False and not x.is_cpu else None
+            if tap is not None and waits is None: waits = self.arena.waiter(replace) or False
+            if tap is None or not waits or not waits(x, tap): self.measure(state, ttype, tname, x, pname, scale=scale, once=True, replace=replace)
+
     def of_graph(self, state, place, x, call, once, replace):
         "A tensor of a CUDA graph: what the graph writes of it counts"
         how = self.stats[place[0]]

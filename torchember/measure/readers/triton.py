@@ -682,7 +682,7 @@ def read_list(
             jobs,k,groups,span,per,aligned = plan(tuple((x.data_ptr(), x.numel(), i) for x,i in same), dtype, device, stream)
             args = *memory_of(device, stream).of(dtype, wanted, k, groups, len(same)), span, per
             launch(same[0][0], out, jobs, out.stride(0), len(jobs), stream, args, 0, len(same), tuple(wanted), aligned)
-        for x,i in zip(xs, to, strict=True): expressions_on_gpu(x, wanted, out[i])
+        for x,i in zip(xs, to, strict=True) if not_in_loops(wanted) else (): expressions_on_gpu(x, wanted, out[i])
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #3f1c7a11
 patience = 30. # seconds that a kernel may be compiled for
