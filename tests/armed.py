@@ -500,7 +500,8 @@ def compiled():
     te.arm()
     assert torch.equal(f(inp), want) and count.frame_count==2 # found again
     steps = [[{k:v for k,v in r.items() if k not in ('ts', 'step')} for r in te.t.lines() if r['step']==s] for s in range(3)]
-    assert steps[0]==steps[1]==steps[2] and len(te.mt_log)==10
+    assert steps[0]==steps[1]==steps[2], [(a, b) for other in steps[1:] for a,b in zip(steps[0], other, strict=False) if a!=b] or [*map(len, steps)]
+    assert len(te.mt_log)==10, te.mt_log
     te.close()
 
 

@@ -158,7 +158,7 @@ class Pending:
                 out = (self.host.double() if self.host.dtype in unknown_to_numpy else self.host).numpy()
                 self.numbers = out.copy() if self.which is None else out[self.which]
                 self.over()
-            return self.numbers
+            return self.numbers.copy() # whoever asks may change them
 
     def over(self, done=None):
         if self.memory is not None: pinned.give(self.memory, done)
