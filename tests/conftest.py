@@ -1,5 +1,4 @@
 "Each test has a home of its own, draws the same random numbers whatever ran before it, and leaves the process as it was"
-import re
 import shutil
 from functools import cache
 from pathlib import Path
@@ -15,17 +14,9 @@ def pytest_unconfigure(): process.over()
 
 
 @pytest.hookimpl(tryfirst=True) # before marks are asked for
-def pytest_collection_modifyitems(config, items):
-    "Mark what `releases` has for a release. A name there that is of no test is an error"
-    here,of = Path(__file__).parent,{}
-    for o in items:
-        if o.path.is_relative_to(here): of.setdefault(str(o.path.relative_to(here)), []).append(o)
-    for name,text in releases.cases.items():
-        for case in map(str.strip, text.strip().splitlines()):
-            like = re.compile(re.escape(case).replace(r'\*', '.*')+('' if '[' in case else r'(\[.*)?'))
-            found = [o for o in of.get(name, ()) if like.fullmatch(o.name)]
-            for o in found: o.add_marker('release')
-            if name in of and not found and not any('::' in a for a in config.args): raise pytest.UsageError(f'tests/releases.py: {name} has no test {case}')
+def pytest_collection_modifyitems(items):
+    "Mark what `releases` has for a release"
+    releases.mark(items, Path(__file__).parent)
 
 
 @pytest.fixture(autouse=True)

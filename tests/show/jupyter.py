@@ -55,7 +55,7 @@ def window(
     "A page with the server's JupyterLab, in which `Notebook` opens one after the other"
     url,token,root = lab
     page = browser.new_page(**context)
-    page.set_default_timeout(120_000)
+    page.set_default_timeout(300_000) # a kernel that starts on a busy machine
     page.goto(f'{url}/lab?reset&token={token}')
     page.wait_for_function('window.jupyterapp?.restored.then(() => true)')
     page.root,page.kernel = root,None
