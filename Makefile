@@ -61,7 +61,7 @@ test: # Run the notebooks and tests/ against the library, but for the slow: ARGS
 
 gpu: # On a machine with a GPU: what is tested and measured there, into gpu-report.txt, to attach to an issue
 	{ python -c "import torch; print(torch.__version__, torch.accelerator.current_accelerator(), torch.cuda.is_available() and torch.cuda.get_device_name())"; \
-	pytest -q -n 4 --dist=load -rA --tb=short tests/devices/test_gpu.py tests/measure/triton_cases.py; python -m benchmarks gpu gpu-gpt2 --quick; } 2>&1 | tee gpu-report.txt
+	pytest -q -n 4 --dist=load -rA --tb=short tests/devices/test_gpu.py tests/measure/triton_cases.py tests/frameworks/test_frameworks_on_gpu.py; python -m benchmarks gpu gpu-gpt2 --quick; } 2>&1 | tee gpu-report.txt
 
 versions: # Run the core of the tests on other versions, with uv: ENVS='"torch==2.8.0 python=3.12" "torch pandas<3 -numba"' for some
 	python3 tests/versions.py $(ENVS)

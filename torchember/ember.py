@@ -407,7 +407,7 @@ class torchEmber(OwnStatistics, Notes, Views, Arming):
         home: Folder for logs, instead of `~/.torchember`
         store: How the run is kept: 'jsonl', lines of JSON; 'parquet', a fraction of their size. `read` and all else does not care
         overhead: Share of the training time that recording may take, such as 0.02: then not every step that `every` wants is recorded
-        scaler: The `GradScaler` in use: recorded gradients are the unscaled ones, and steps that it skips are marked
+        scaler: The `GradScaler` in use: recorded gradients are the unscaled ones, and steps that it skips are marked. accelerate's optimizer has its own
         ends: 'step': only `torchEmber.step` ends one. Without it the optimizer does, or where there is none each pass, until it is called
         rules: What looks at the run while it goes on: 'default', or a list of rules, as `diagnose` has them; nothing without it
         on_finding: What is done with what they see: 'warn', 'stop' (an error ends the training), or a function of a finding
@@ -434,7 +434,7 @@ class torchEmber(OwnStatistics, Notes, Views, Arming):
         home=None, # Folder for logs, instead of `~/.torchember`
         store:str='jsonl', # How the run is kept: 'jsonl', lines of JSON; 'parquet', a fraction of their size. `read` and all else does not care
         overhead:float|None=None, # Share of the training time that recording may take, such as 0.02: then not every step that `every` wants is recorded
-        scaler=None, # The `GradScaler` in use: recorded gradients are the unscaled ones, and steps that it skips are marked
+        scaler=None, # The `GradScaler` in use: recorded gradients are the unscaled ones, and steps that it skips are marked. accelerate's optimizer has its own
         ends:str|None=None, # 'step': only `torchEmber.step` ends one. Without it the optimizer does, or where there is none each pass, until it is called
         rules=(), # What looks at the run while it goes on: 'default', or a list of rules, as `diagnose` has them; nothing without it
         on_finding='warn', # What is done with what they see: 'warn', 'stop' (an error ends the training), or a function of a finding
