@@ -4286,6 +4286,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'torchember/measure/tap.py'),
                                         'torchember.measure.tap.Later.lay_out': ( '20_measure/tap.html#later.lay_out',
                                                                                   'torchember/measure/tap.py'),
+                                        'torchember.measure.tap.Later.lay_out_one': ( '20_measure/tap.html#later.lay_out_one',
+                                                                                      'torchember/measure/tap.py'),
                                         'torchember.measure.tap.Later.one_by_one': ( '20_measure/tap.html#later.one_by_one',
                                                                                      'torchember/measure/tap.py'),
                                         'torchember.measure.tap.Later.read_pending': ( '20_measure/tap.html#later.read_pending',

@@ -1020,3 +1020,88 @@ def test_a_copy_is_not_there_before_its_event(bare):
     assert 'never recorded' in bare.faults[0]
     assert x.sum().item()==18 and len(bare.waits)==2
     assert isinstance(x, Late) and machine() is bare
+
+
+# ---- lists
+
+def seen_later(arena, xs, taps, again, together):
+    "Weights or gradients, as `StepBuffer.measure_together` has them, or each by itself"
+    waits = arena.waiter(again) if together else None
+    for x,t in zip(xs, taps, strict=True):
+        if waits is not None and waits(x, t): continue
+        if again: arena.forget(t)
+        observe(x, t, 0, later=True)
+
+
+@pytest.mark.parametrize('seed', range(40))
+def test_lists_have_the_rows_that_each_tensor_has_by_itself(gpu, seed):
+    "Whatever comes in between: passes, steps, what is taken back, other streams and shapes, and parts of a list"
+    rng,side = np.random.default_rng(seed),Stream(cuda())
+    plan = rng.choice(['weights', 'grads', 'some', 'others', 'begin', 'take', 'read', 'back', 'renumber', 'forget', 'aside', 'flow'], 40,
+        p=[.2, .15, .08, .05, .1, .16, .08, .04, .04, .04, .03, .03])
+    def run(together):
+        arena,out = Arena(size=4),[]
+        names = [*'abcdef']
+        taps = {n: arena.tap(n, 'basic' if n!='c' or seed%2 else 'full', once=True) for n in names+[n+' grad' for n in names]}
+        flow = arena.tap('flow')
+        def xs(n, step, shift=0): return late(torch.arange(3.+shift+'abcdef'.index(n[0])%2)+step*10+ord(n[0]))
+        micro,has = 0,set() # has: names that have something in this step
+        for step,what in enumerate(plan):
+            some = names if what!='some' else names[step%3::2]
+            if what in ('weights', 'some', 'others', 'aside'):
+                ts = [taps[n] for n in some]
+                given,again = [xs(n, step, shift=what=='others') for n in some],not has.isdisjoint(some)
+                has |= {*some}
+                if what=='aside':
+                    with side:
+                        given = [xs(n, step) for n in some]
+                        seen_later(arena, given, ts, again, together)
+                    arena.read_pending()
+                else: seen_later(arena, given, ts, again, together)
+            if what=='grads': seen_later(arena, [xs(n, step) for n in names], [taps[n+' grad'] for n in names], True, together)
+            if what=='flow': observe(late(torch.ones(2)*step), flow, 0)
+            if what=='begin': micro += 1; arena.begin(micro)
+            if what=='read': arena.read_pending()
+            if what=='back': arena.take_back(micro, [])
+            if what=='renumber': arena.renumber(micro+3)
+            if what=='forget': arena.forget(taps['b']); arena.forget(taps['d grad'])
+            if what=='take':
+                out.append([(r['key'], r['call'], r['micro'], r['stats']) for r in in_thread(arena.take)])
+                has.clear()
+        out.append([(r['key'], r['call'], r['micro'], r['stats']) for r in in_thread(arena.take)])
+        return out, arena
+    want,_ = run(False)
+    got,arena = run(True)
+    assert got==want
+    if gpu_kernels(): assert arena.together
+    blame(gpu)
+
+
+def in_thread(take):
+    snapshot = take()
+    with ThreadPoolExecutor(1) as pool: return pool.submit(snapshot.rows).result()
+
+
+def test_from_the_second_step_on_parameters_are_lists(gpu, monkeypatch, tmp_path):
+    "Heads of all are written at once. A parameter that is frozen, or gets another shape, makes another list"
+    from torchember.measure.together import Together
+    if not gpu_kernels(): pytest.skip('without kernels parameters are not read together')
+    written = []
+    write = Together.write
+    monkeypatch.setattr(Together, 'write', lambda self, *args: written.append(len(self.taps)) or write(self, *args))
+    net = moved_model(model())
+    opt = adam(net)
+    steps = []
+    with torchEmber(net, opt, home=tmp_path, ttypes=('weight', 'weight_grad')) as te:
+        for i,x in enumerate(data(7)):
+            if i==4: net.head.weight.requires_grad_(False); net.head.weight.grad = None
+            if i==6: net.head.weight.requires_grad_(True)
+            net(late(x)).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+            steps.append(list(written))
+            written.clear()
+    assert steps[0]==[] and steps[2]==steps[3]==[6, 6] and steps[4]==steps[5]==[6, 5] and steps[6]==[6, 6], steps
+    n = te.t.df.groupby(['ttype', 'step']).size()
+    assert n['weight'].tolist()==[6]*7 and n['weight_grad'].tolist()==[6]*4+[5]*2+[6]
+    blame(gpu)

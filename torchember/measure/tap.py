@@ -196,11 +196,21 @@ class Later(Laid):
             for tap,(_,_,again) in todo.items(): lists.setdefault((tap.block, tap.wanted, again), []).append(tap)
             for (_,_,again),taps in lists.items():
                 xs,events,_ = zip(*[todo[t] for t in taps], strict=True)
-                if (t := self.known_list(tuple(taps))).can and t.write(events, self.micro, again): self.lists.append((t, xs)); continue
-                for tap,x,event in zip(taps, xs, events, strict=True):
-                    if again: self.forget(tap)
-                    self.filled -= tap.share # which counts again
-                    if not at_once_there(x, tap, 0, True, event): note(x, tap, 0, None, True, event)
+                if (t := self.known_list(tuple(taps))).can and t.write(events, self.micro, again):
+                    if again: self.one_by_one(); [self.pending.pop((t.block, row), None) for row in t.rows]
+                    self.lists.append((t, xs))
+                    continue
+                for tap,x,event in zip(taps, xs, events, strict=True): self.lay_out_one(tap, x, event, again)
+
+    def lay_out_one(self, tap, x, event, again):
+        if again: self.forget(tap)
+        i = int(tap.next[NEXT])
+        h = tap.head[i]
+        h[:] = tap.there.head
+        h[MICRO],h[EVENT] = self.micro,event
+        tap.next[NEXT] = i+1
+        tap.next[CALLS] += 1
+        wait(self, tap.block, tap.first+i, (x, tap.wanted, None))
 
     def known_list(self, taps):
         if (t := self.together.get(taps)) is not None and t.holds(self.laid): return t
@@ -233,7 +243,8 @@ class Later(Laid):
             if t.device not in streams: streams[t.device] = None if being_captured(t.device.type) else t.reading.stream()
             if t.stream is None or t.stream!=streams[t.device] or t.block is not tap.block or t.block.graph is not None: return False
             with self.lock:
-                if tap in self.waiting: return False
+                if tap in self.waiting: self.lay_out()
+                if not again and tap.next[NEXT]>=tap.size: return False
                 self.waiting[tap] = x.detach(),next(self.clock),again
                 self.filled += tap.share
             return True
@@ -424,7 +435,7 @@ def observe_any(x, tap, call, scale, later):
     x = unwrapped(x)
     with undisturbed(kind): note(x, tap, call, scale, later)
 
-def note(x, tap, call=None, scale=None, later=False, event=None):
+def note(x, tap, call=None, scale=None, later=False):
     "`observe`, with nothing of the user's around it"
     y,scale = before_counting(x, tap.wanted, scale)
     listed = for_list(y, tap.wanted)
@@ -442,7 +453,7 @@ def note(x, tap, call=None, scale=None, later=False, event=None):
         h = tap.head[i]
         h[TAP:DTYPE] = tap.number,tap.next[CALLS] if call is None else call,a.micro
         write_about(x, h)
-        h[EVENT] = event or next(a.clock)
+        h[EVENT] = next(a.clock)
         tap.next[NEXT] = i+1
         tap.next[CALLS] += 1
         a.filled += tap.share
@@ -510,7 +521,7 @@ def fit_there(tap, x):
     tap.there = There(x, tap.number, gpu and gpu.reading(x.numel(), x.dtype, x.device, tap.wanted))
     return tap.there
 
-def at_once_there(x, tap, call, later, event=None):
+def at_once_there(x, tap, call, later):
     "Write the row of a tensor on a device: by one launch, or by none where it is known or waits. Whether that could be"
     a,t,following = tap.arena,tap.there,tap.next
     stream = t.reading.stream()
@@ -534,7 +545,7 @@ def at_once_there(x, tap, call, later, event=None):
     b.source[row] = row if known is None else known
     h = tap.head[i]
     h[:] = t.head
-    h[CALL],h[MICRO],h[EVENT] = following[CALLS] if call is None else call,a.micro,event or next(a.clock)
+    h[CALL],h[MICRO],h[EVENT] = following[CALLS] if call is None else call,a.micro,next(a.clock)
     following[NEXT] = i+1
     following[CALLS] += 1
     a.filled += tap.share
