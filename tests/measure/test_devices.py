@@ -373,6 +373,15 @@ def test_a_copy_is_waited_for_by_who_reads_it_and_recorded_on_its_own_device(ano
     assert devices.to_host(torch.arange(3)).shape==(3,) and len(made)==5
 
 
+def test_what_a_graph_reads_at_each_replay_is_nobody_elses(another):
+    devices.sends(cpu)
+    for capturing in (True, False):
+        made[:] = ['capturing'] if capturing else []
+        devices.pinned.free.clear()
+        assert devices.to_device([3, 4], cpu).tolist()==[3, 4]
+        assert sum(map(len, devices.pinned.free.values()))==(0 if capturing else 1)
+
+
 @pytest.mark.parametrize('fault', ['no memory', 'other numbers'])
 def test_a_device_that_does_not_give_what_was_put_in_is_asked_at_once(another, monkeypatch, fault):
     if fault=='no memory': monkeypatch.setattr(torch, 'empty', raises)

@@ -237,7 +237,7 @@ class Later(Laid):
         """
         if count_function_modes() or inside_transform() is not None or count_dispatch_modes() or frees_parameters(): return None
         streams = {} # device -> the one that is chosen, as the driver has it; None where nothing may wait
-        def wait(x, tap):
+        def waits(x, tap):
             t = tap.there
             if t is None or t.reading is None or type(x) not in ordinary or not is_like(x, t) or x.is_neg() or (t.count and not x.data_ptr()): return False
             if t.device not in streams: streams[t.device] = None if being_captured(t.device.type) else t.reading.stream()
@@ -248,7 +248,7 @@ class Later(Laid):
                 self.waiting[tap] = x.detach(),next(self.clock),again
                 self.filled += tap.share
             return True
-        return wait
+        return waits
 
 # %% ../../nbs/20_measure/50_tap.ipynb #9bbe3e9e
 class Arena(Later):
