@@ -1151,3 +1151,22 @@ def test_nothing_waits_while_a_graph_is_captured(gpu):
     assert not arena.waiter()(x, u)
     gpu.captures = False
     assert [r[0] for r in rows_of(arena)]==['x']
+
+
+@pytest.mark.parametrize('what', ['parts', 'ranks'])
+def test_where_there_are_several_processes_each_tensor_is_looked_at(gpu, monkeypatch, what):
+    "A row says which piece of the whole it is of"
+    buffer = StepBuffer({'weight': ('mean',)})
+    state = SimpleNamespace(track=SimpleNamespace(name='a', module=None), taps={})
+    some = [(state, 'weight', 'weight_0', 'weight', mean_of(2))]
+    for _ in range(2):
+        buffer.measure_together(some)
+        buffer.take(True)
+    asked = []
+    if what=='ranks': buffer.ranks = SimpleNamespace(columns=lambda module, ttype, x, pname: asked.append((ttype, pname)) or {'placement': 'S(0)'})
+    else: buffer.parts['another'] = {}
+    looked = buffer.measure
+    monkeypatch.setattr(buffer, 'measure', lambda *args, **more: asked.append('looked') or looked(*args, **more))
+    buffer.measure_together(some)
+    assert asked==(['looked', ('weight', 'weight')] if what=='ranks' else ['looked'])
+    assert what=='parts' or [*buffer.parts.values()]==[{'placement': 'S(0)'}]

@@ -924,3 +924,16 @@ def test_a_step_that_the_device_skips(gpu, tmp_path):
     for f in gpu.faults: assert not f.ours, f
     same(tables[1], tables[0])
     assert counts==[1, 1] and tables[1].loc[tables[1]['skipped']==True, 'step'].unique().tolist()==[4] # noqa: E712
+
+
+def test_who_stays_hears_on_when_another_leaves(gpu, tmp_path):
+    one,other = (moved_model(model()) for _ in range(2))
+    x = late(data()[0])
+    leaves,stays = (torchEmber(net, home=tmp_path/str(i), ttypes='output', cuda_graphs=True) for i,net in enumerate((one, other)))
+    with torch.no_grad():
+        other(x)
+        with captured(g := torch.cuda.CUDAGraph()): other(x)
+        leaves.close()
+        for _ in range(2): g.replay()
+    stays.close()
+    assert stays.t.df.groupby('step').size().tolist()==[6]*3 and not GraphWatch.former

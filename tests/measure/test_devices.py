@@ -18,7 +18,7 @@ from torchember.measure.graph_rows import GraphRows
 from torchember.measure.readers import torch as plain
 from torchember.measure.readers import triton as gpu
 from torchember.measure.self_check import first_wrong, trials
-from torchember.measure.summary import groups, index, read_array
+from torchember.measure.summary import groups, index, length, read_array
 
 cpu = torch.device('cpu')
 full = tuple(groups)
@@ -270,6 +270,20 @@ def test_a_graph_has_memory_of_its_own(monkeypatch):
     del graphs[0], g
     graphs.clear()
     assert not any(k() is not None for k in kept)
+
+
+def test_numbers_of_a_tensor_are_known_in_the_block_that_has_them(another):
+    "Of another choice of statistics, or when it has changed, it is read again"
+    class Graph: pass
+    graph = Graph()
+    rows,x = GraphRows(graph, cpu),torch.arange(4.)
+    a,b = (Some(rows=torch.zeros(9, length(w), dtype=torch.float64)) for w in (('basic',), full))
+    def row(block, i, wanted=('basic',), scale=None): return rows.row_of(x, wanted, scale, block, i)
+    assert [row(a, 3), row(a, 4)]==[3, 3] and not a.rows[4].any()
+    assert row(b, 5, full)==5 and row(b, 6)==5 and row(a, 7)==7
+    x.add_(1)
+    assert row(a, 8)==8 and a.rows[8, index['max']]==4 and a.rows[7, index['max']]==3
+    rows.end()
 
 
 def test_a_list_is_planned_for_its_stream(monkeypatch):
