@@ -1123,6 +1123,8 @@ def test_lists_of_a_buffer(gpu):
     def means():
         snapshot,_ = buffer.take(True)
         with ThreadPoolExecutor(1) as pool: return [(r['key'][0], r['stats']['mean']) for r in pool.submit(snapshot.rows).result()]
+    for value in (1., 2.): buffer.measure_together(some(value)) # then there is room for two
+    assert len(means())==6
     for step in range(4):
         buffer.begin_pass(0)
         buffer.measure_together(some(8.), 2., True)
@@ -1170,3 +1172,22 @@ def test_where_there_are_several_processes_each_tensor_is_looked_at(gpu, monkeyp
     buffer.measure_together(some)
     assert asked==(['looked', ('weight', 'weight')] if what=='ranks' else ['looked'])
     assert what=='parts' or [*buffer.parts.values()]==[{'placement': 'S(0)'}]
+
+
+@pytest.mark.parametrize('on', ['cpu', 'cuda'])
+@pytest.mark.parametrize('n', [1, 2, 3, 6])
+def test_what_is_forgotten_is_gone_wherever_its_rows_are(gpu, on, n):
+    "Also those of runs that were too short; what a former step had there is nobody's concern"
+    arena = Arena(size=3)
+    t,other = arena.tap('x'),arena.tap('other')
+    def x(value): return torch.full((3,), float(value)) if on=='cpu' else mean_of(value)
+    for step in range(2):
+        for i in range(n): observe(x(i), t); observe(x(10+i), other)
+        if step: arena.forget(t)
+        observe(x(9), t)
+        assert [r[3]['mean'] for r in rows_of(arena) if r[0]=='x']==([9.] if step else [*range(n), 9.])
+    for i in range(2*n): observe(x(10+i), other)
+    for i in range(2*n): observe(x(i), t)
+    arena.forget(t)
+    assert [r[3]['mean'] for r in rows_of(arena)]==[10.+i for i in range(2*n)]
+    blame(gpu)

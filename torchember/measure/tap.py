@@ -82,6 +82,7 @@ class Tap:
         self.share = self.length//width # of `Arena.filled`: a row with exponents counts as several
         self.block,self.first,self.size = None,0,0 # where its rows lie: block, the first of them, how many
         self.rows = self.head = self.out = None # views of these, as `Block.views` gives them
+        self.former = [] # runs of rows that were too short: block, first row, how many
         self.here,self.elsewhere = None,{} # device and stream; another one -> block, first row, how many, which is next, in which turn of the arena
         self.address,self.turn = address_of(where),0 # a turn ends when what the rows hold is dropped
         self.put = self.dtype = self.shape = self.stride = self.count = None # what `fit` found out about its tensors
@@ -148,6 +149,7 @@ class Laid:
             if turn!=self.turn: at = 0
             if at<size: return self.lie(tap, block, first, size, at)
             n = 2*size or 1
+        if tap.here==here: tap.former.append((tap.block, tap.first, tap.size))
         block = next((b for b in self.blocks if b.here==here and b.length==tap.length and len(b.head)-b.used>=n), None)
         if block is None:
             block = Block(max(self.size, n), device, tap.length, self.box)
@@ -269,7 +271,7 @@ class Arena(Later):
         "Drop what `tap` holds: it is about to be observed anew"
         self.waiting.pop(tap, None)
         self.one_by_one()
-        for block,first,size,*_ in ((tap.block, tap.first, tap.size), *tap.elsewhere.values()):
+        for block,first,size,*_ in ((tap.block, tap.first, tap.size), *tap.former, *tap.elsewhere.values()):
             if block is None: continue
             for i in range(size if self.pending else 0): self.pending.pop((block, first+i), None)
             block.head[first:first+size, EVENT] = 0
