@@ -8814,6 +8814,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'torchember.trained.is_lightning': ('trained.html#is_lightning', 'torchember/trained.py'),
                                     'torchember.trained.is_part': ('trained.html#is_part', 'torchember/trained.py'),
                                     'torchember.trained.leads_to': ('trained.html#leads_to', 'torchember/trained.py'),
+                                    'torchember.trained.may_hold': ('trained.html#may_hold', 'torchember/trained.py'),
                                     'torchember.trained.models_of': ('trained.html#models_of', 'torchember/trained.py'),
                                     'torchember.trained.names_of': ('trained.html#names_of', 'torchember/trained.py'),
                                     'torchember.trained.never_raises': ('trained.html#never_raises', 'torchember/trained.py'),

@@ -29,6 +29,25 @@ def parameters_in(module):
     try: return ids_of(module.parameters())
     except Exception: return set()
 
+ways = 'parameters', 'named_parameters', 'named_modules', '_named_members' # in which a module may tell of parameters in a way of its own
+
+def may_hold(modules, wanted):
+    "Of some modules those that may hold such parameters: each looked at once, as `parameters()` of each of a deep model takes hours"
+    parents,todo,up,seen,done = {},list(modules),[],set(),set()
+    def as_torch(m): return not any(n in m.__dict__ or getattr(type(m), n) is not getattr(nn.Module, n) for n in ways)
+    while todo:
+        m = todo.pop()
+        if id(m) in seen: continue
+        seen.add(id(m))
+        own,inside = (m.__dict__.get(n, {}) for n in ('_parameters', '_modules'))
+        if not (isinstance(own, dict) and isinstance(inside, dict) and as_torch(m)) or any(id(p) in wanted for p in own.values()): up.append(m)
+        for c in inside.values() if isinstance(inside, dict) else ():
+            if isinstance(c, nn.Module): parents.setdefault(id(c), []).append(m); todo.append(c)
+    while up:
+        m = up.pop()
+        if id(m) not in done: done.add(id(m)); up += parents.get(id(m), ())
+    return [m for m in modules if id(m) in done]
+
 def is_part(module, of): return any(m is module for m in of.modules())
 
 def is_lightning(module): return any(c.__name__=='LightningModule' for c in type(module).__mro__)
@@ -57,7 +76,7 @@ def models_of(
     """
     left,found = ids_of(parameters),[]
     there = alive(nn.Module) if modules is None else modules
-    held = [(m, ids) for m in there+[m for m in [called] if m is not None] if (ids := parameters_in(m)) & left]
+    held = [(m, ids) for m in may_hold(there+[m for m in [called] if m is not None], left) if (ids := parameters_in(m)) & left]
     while left:
         some = [(len(ids & left), -len(ids), m, ids) for m,ids in held if ids & left]
         if not some: break

@@ -535,6 +535,14 @@ def test_models_of():
     deep = nn.Linear(2, 2)
     for _ in range(2*sys.getrecursionlimit()): deep = nn.Sequential(deep)
     assert models_of(ps, modules=[deep, both])==[both]
+    chain = [deep]
+    while chain[-1]._modules: chain += chain[-1]._modules.values()
+    assert len(chain)>1000 and models_of(ps, modules=[*chain, both])==[both] # at once: none of them is asked for its parameters
+    class Own(nn.Module):
+        def parameters(self, recurse=True): return iter(ps)
+    class Tells(nn.Module):
+        def named_modules(self, memo=None, prefix='', remove_duplicate=True): yield from ((prefix+'a', a), (prefix+'b', b))
+    for own in (Own(), nn.Sequential(Tells())): assert models_of(ps, modules=[own])==[own]
 
 
 def test_ends_with_an_error_in_the_program():
