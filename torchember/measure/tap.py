@@ -222,9 +222,10 @@ class Later(Laid):
 
     def one_by_one(self, which=lambda xs: True):
         "Lists of which each tensor is to be looked at"
-        for t,xs in [some for some in self.lists if which(some[1])]:
-            self.lists.remove((t, xs))
-            for x,row in zip(xs, t.rows, strict=True): self.pending[t.block, row] = x,t.wanted,None
+        todo,self.lists = self.lists,[]
+        for t,xs in todo:
+            if which(xs): self.pending |= {(t.block, row): (x, t.wanted, None) for x,row in zip(xs, t.rows, strict=True)}
+            else: self.lists.append((t, xs))
 
     def waiter(self,
         again:bool=False # Whether tensors take the place of what their taps have
