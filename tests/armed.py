@@ -281,7 +281,8 @@ def sparse():
     te.step()
     [r] = rows(te, ttype='weight_grad')
     dense = model.weight.grad.to_dense().double()
-    assert r['shape']==[1000, 4] and abs(r['mean']-dense.mean())<1e-8 and abs(r['std']-dense.std())<1e-6
+    near = 1e-9 if dense.is_cpu else 1e-8 # on a GPU a kernel sums in float32
+    assert r['shape']==[1000, 4] and abs(r['mean']-dense.mean())<near and abs(r['std']-dense.std())<1e-6
     te.close()
 
 

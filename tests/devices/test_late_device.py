@@ -1191,3 +1191,23 @@ def test_what_is_forgotten_is_gone_wherever_its_rows_are(gpu, on, n):
     arena.forget(t)
     assert [r[3]['mean'] for r in rows_of(arena)]==[10.+i for i in range(2*n)]
     blame(gpu)
+
+
+def test_what_cannot_be_looked_at_any_more_ends_no_training(gpu, monkeypatch):
+    "A gradient that is sparse all at once has no strides, and says so by an error. Whatever has a type of its own is not even asked where it lies"
+    from torchember.measure import tap as room
+    buffer = StepBuffer({'weight_grad': ('mean',)})
+    state = SimpleNamespace(track=SimpleNamespace(name='a'), taps={})
+    class Own:
+        def __getattr__(self, name): raise ValueError(name)
+    def means(x):
+        buffer.measure_together([(state, 'weight_grad', 'grad_0', 'weight', x)], replace=True)
+        return [r[3]['mean'] for r in rows_of(buffer.arena)]
+    assert means(mean_of(2))==means(mean_of(2))==[2.]
+    with monkeypatch.context() as m:
+        m.setattr(room, 'is_like', lambda x, there: there is not None and failing('no strides'))
+        assert means(mean_of(3))==[3.]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('always')
+        assert means(Own())==[]
+    assert 'grad_0 of a could not be measured' in str(said[0].message)

@@ -242,7 +242,9 @@ class Later(Laid):
         streams = {} # device -> the one that is chosen, as the driver has it; None where nothing may wait
         def waits(x, tap):
             t = tap.there
-            if t is None or t.reading is None or type(x) not in ordinary or not is_like(x, t) or x.is_neg() or (t.count and not x.data_ptr()): return False
+            try:
+                if t is None or t.reading is None or type(x) not in ordinary or not is_like(x, t) or x.is_neg() or (t.count and not x.data_ptr()): return False
+            except RuntimeError: return False # what has no strides or no address, say, as a gradient that is sparse now
             if t.device not in streams: streams[t.device] = None if being_captured(t.device.type) else t.reading.stream()
             if t.stream is None or t.stream!=streams[t.device] or t.block is not tap.block or t.block.graph is not None: return False
             with self.lock:

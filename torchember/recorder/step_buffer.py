@@ -259,7 +259,7 @@ class Measuring:
         """
         waits = False if scale is not None or self.parts or self.ranks is not None or replace and self.custom else None # a function, once it is needed
         for state,ttype,tname,pname,x in some:
-            tap = state.taps.get((ttype, tname, None, 0, pname)) if waits is not False and not x.is_cpu else None
+            tap = state.taps.get((ttype, tname, None, 0, pname)) if waits is not False and type(x) in ordinary and not x.is_cpu else None
             if tap is not None and waits is None: waits = self.arena.waiter(replace) or False
             if tap is None or not waits or not waits(x, tap): self.measure(state, ttype, tname, x, pname, scale=scale, once=True, replace=replace)
 
