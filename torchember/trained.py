@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .capture.forward import armed_by, states_of
 from .capture.optimizer import parameters_of, trained_by, workers
-from .capture.private_torch import is_unscaled
+from .capture.private_torch import is_unscaled, tells_as_torch
 from .capture.tree import unwrap, wrappers
 
 # %% ../nbs/91_trained.ipynb #e9570267
@@ -29,18 +29,15 @@ def parameters_in(module):
     try: return ids_of(module.parameters())
     except Exception: return set()
 
-ways = 'parameters', 'named_parameters', 'named_modules', '_named_members' # in which a module may tell of parameters in a way of its own
-
-def may_hold(modules, wanted):
+def holders(modules, wanted):
     "Of some modules those that may hold such parameters: each looked at once, as `parameters()` of each of a deep model takes hours"
     parents,todo,up,seen,done = {},list(modules),[],set(),set()
-    def as_torch(m): return not any(n in m.__dict__ or getattr(type(m), n) is not getattr(nn.Module, n) for n in ways)
     while todo:
         m = todo.pop()
         if id(m) in seen: continue
         seen.add(id(m))
         own,inside = (m.__dict__.get(n, {}) for n in ('_parameters', '_modules'))
-        if not (isinstance(own, dict) and isinstance(inside, dict) and as_torch(m)) or any(id(p) in wanted for p in own.values()): up.append(m)
+        if not (isinstance(own, dict) and isinstance(inside, dict) and tells_as_torch(m)) or any(id(p) in wanted for p in own.values()): up.append(m)
         for c in inside.values() if isinstance(inside, dict) else ():
             if isinstance(c, nn.Module): parents.setdefault(id(c), []).append(m); todo.append(c)
     while up:
@@ -76,7 +73,7 @@ def models_of(
     """
     left,found = ids_of(parameters),[]
     there = alive(nn.Module) if modules is None else modules
-    held = [(m, ids) for m in may_hold(there+[m for m in [called] if m is not None], left) if (ids := parameters_in(m)) & left]
+    held = [(m, ids) for m in holders(there+[m for m in [called] if m is not None], left) if (ids := parameters_in(m)) & left]
     while left:
         some = [(len(ids & left), -len(ids), m, ids) for m,ids in held if ids & left]
         if not some: break

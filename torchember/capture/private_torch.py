@@ -10,7 +10,7 @@ __all__ = ['count_dispatch_modes', 'count_function_modes', 'inside_transform', '
            'only_metadata', 'same_function', 'number_of', 'is_engine', 'arguments_of', 'by_dynamo', 'never_compile',
            'say_no_hooks', 'thread_token', 'never_merge', 'keep_in_order', 'has_step_hooks', 'loss_scale',
            'is_unscaled', 'any_unscaled', 'shared_store', 'fsdp_of', 'group_between_shards', 'frees_parameters',
-           'is_fsdp', 'running_ddp', 'pipeline_stages', 'who_calls_hooks']
+           'is_fsdp', 'running_ddp', 'pipeline_stages', 'tells_as_torch', 'who_calls_hooks']
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch02
 import functools, gc, sys, weakref
@@ -394,6 +394,12 @@ def pipeline_stages(model):
     known = all_of(getattr(schedules, '_PipelineSchedule', ())) if found else []
     def of(stage): return next((s for s in known if any(o is stage for o in [getattr(s, '_stage', None), *(getattr(s, '_stages', None) or ())])), None)
     return [(s, s.submod, of(s)._n_microbatches if getattr(of(s), 'scale_grads', False) else 1) for s in found]
+
+# %% ../../nbs/10_capture/05_private_torch.ipynb #2c6a15f4
+def tells_as_torch(module):
+    "Whether a module tells of its parameters as torch's do, from its own and its children's. `_named_members`, of all torches, is what they have in common"
+    ways = 'parameters', 'named_parameters', 'named_modules', '_named_members'
+    return not any(n in module.__dict__ or getattr(type(module), n, None) is not getattr(torch.nn.Module, n, None) for n in ways)
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #5f1a7c04
 def who_calls_hooks(module, ours):
