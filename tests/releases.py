@@ -7,6 +7,8 @@ import pytest
 
 cases = {
 'capture/test_compiled.py': '''
+    test_whole[inductor]
+    test_a_looped_block[whole-3]
     test_in_place_and_views[inductor]
     test_two_calls_with_one_tensor[inductor]
     test_leaves_keep_no_hooks[inductor]
@@ -19,12 +21,14 @@ cases = {
     test_whole[eager]
     ''',
 'capture/test_activations.py': '''
+    test_beside_an_ember[aot_eager-whole-ember first-ember]
     test_compiled[inductor-*
     test_compiled[aot_eager-in place-*
     test_beside_an_ember[inductor-*
     test_beside_an_ember[aot_eager-blocks-*
     ''',
 'capture/test_compiled_models.py': '''
+    test_in_one_graph[alexnet]
     test_inductor[cells]
     test_inductor[routed]
     test_in_one_graph[llama]
@@ -34,6 +38,8 @@ cases = {
     test_in_several[tagger]
     ''',
 'capture/test_hearing.py': '''
+    test_each_is_told_what_it_is_told_alone[whole-passes-everything]
+    test_each_is_told_what_it_is_told_alone[whole-ember-their gradients]
     test_each_is_told_what_it_is_told_alone[blocks-monitor-activations]
     test_each_is_told_what_it_is_told_alone[blocks-their gradients-ember]
     test_each_is_told_what_it_is_told_alone[whole-their gradients-*
@@ -42,6 +48,7 @@ cases = {
     test_each_is_told_what_it_is_told_alone[whole-monitor-activations]
     ''',
 'devices/test_late_device.py': '''
+    test_a_scale_is_not_waited_for[operations-numerics]
     test_the_numbers_are_those_of_the_cpu_and_nobody_waits[operations-plain-all-one by one]
     test_the_numbers_are_those_of_the_cpu_and_nobody_waits[operations-plain-all-fused]
     test_the_numbers_are_those_of_the_cpu_and_nobody_waits[operations-*-all-foreach]
@@ -57,6 +64,7 @@ cases = {
     test_what_rounding_parts_is_the_same[two threads]
     ''',
 'jaxember/test_jaxember.py': '''
+    test_numbers_and_rows[transformer]
     test_numbers_and_rows[normed]
     test_numbers_and_rows[branched]
     test_numbers_and_rows[recurrent]

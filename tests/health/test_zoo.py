@@ -33,7 +33,7 @@ def left_in_peace(training, home, *moments):
             assert early.healthy, (n, early)
 
 
-@pytest.mark.parametrize('training', some(zoo.healthy, 12, 2))
+@pytest.mark.parametrize('training', some(zoo.healthy, 12, 3))
 def test_a_healthy_training_is_left_in_peace(training, tmp_path):
     "When it is over, and at one moment while it goes on, which is the same whatever trainings there are"
     left_in_peace(training, tmp_path, moments[len(training.name)%3])
