@@ -7,7 +7,6 @@ import pytest
 
 cases = {
 'capture/test_compiled.py': '''
-    test_whole[inductor]
     test_a_looped_block[whole-3]
     test_in_place_and_views[inductor]
     test_two_calls_with_one_tensor[inductor]
@@ -64,7 +63,6 @@ cases = {
     test_what_rounding_parts_is_the_same[two threads]
     ''',
 'jaxember/test_jaxember.py': '''
-    test_numbers_and_rows[transformer]
     test_numbers_and_rows[normed]
     test_numbers_and_rows[branched]
     test_numbers_and_rows[recurrent]

@@ -168,6 +168,14 @@ def test_a_scaler_of_other_insides():
     assert private_torch.loss_scale(Scaler())==8. and not private_torch.is_unscaled(Scaler(), None)
 
 
+def test_modules_that_have_other_insides_in_common(monkeypatch):
+    "Whoever looks for the model of an optimizer asks of what there is; of a method that is gone nobody can have one of his own"
+    class Own(nn.Linear):
+        def parameters(self, recurse=True): return iter(())
+    monkeypatch.delattr(nn.Module, '_named_members')
+    assert private_torch.tells_as_torch(nn.Linear(1, 1)) and not private_torch.tells_as_torch(Own(1, 1))
+
+
 def test_names_of_runs_without_a_store(monkeypatch):
     from torchember import ember
     monkeypatch.setattr(private_torch, 'private', lambda path, without, then: without)
