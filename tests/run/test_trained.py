@@ -3,7 +3,9 @@ import copy
 import gc
 import math
 import sys
+import warnings
 import weakref
+from collections import UserDict
 
 import pytest
 import torch
@@ -519,7 +521,7 @@ def test_a_lightning_module_is_the_model_though_its_parts_are_called():
     assert models_of([*model.head.parameters()], outer)==[outer]
 
 
-def test_models_of():
+def test_models_of(monkeypatch):
     a,b,c = (nn.Linear(2, 2) for _ in range(3))
     both = nn.Sequential(a, b)
     more = nn.Sequential(both, c)
@@ -532,17 +534,48 @@ def test_models_of():
     class Remote(nn.Module):
         def parameters(self, recurse=True): raise ValueError('not here')
     assert models_of(ps, modules=[half, Remote(), both])==[both]
+    for name,what in (('_parameters', None), ('_modules', None), ('_modules', {'a': 'no module'})):
+        odd = nn.Linear(2, 2)
+        odd.__dict__[name] = what
+        assert models_of(ps, modules=[odd, both])==[both]
+    odd.__dict__['_modules'] = UserDict(a=a, b=b) # which torch goes through, and may be anything
+    assert models_of(ps, modules=[odd])==[odd]
     deep = nn.Linear(2, 2)
     for _ in range(2*sys.getrecursionlimit()): deep = nn.Sequential(deep)
     assert models_of(ps, modules=[deep, both])==[both]
     chain = [deep]
     while chain[-1]._modules: chain += chain[-1]._modules.values()
-    assert len(chain)>1000 and models_of(ps, modules=[*chain, both])==[both] # at once: none of them is asked for its parameters
+    asked,real = [],nn.Module.parameters
+    with monkeypatch.context() as m:
+        m.setattr(nn.Module, 'parameters', lambda self, recurse=True: asked.append(self) or real(self, recurse))
+        assert len(chain)>1000 and models_of(ps, modules=[*chain, both])==[both] and {*asked}=={both} # of the others it would take hours
     class Own(nn.Module):
         def parameters(self, recurse=True): return iter(ps)
     class Tells(nn.Module):
         def named_modules(self, memo=None, prefix='', remove_duplicate=True): yield from ((prefix+'a', a), (prefix+'b', b))
     for own in (Own(), nn.Sequential(Tells())): assert models_of(ps, modules=[own])==[own]
+
+
+def test_models_that_have_a_layer_in_common():
+    shared,c = nn.Linear(2, 2),nn.Linear(2, 2)
+    one,two = nn.Sequential(shared),nn.Sequential(shared, c)
+    ps = [*shared.parameters(), *c.parameters()]
+    for modules in ([one, two], [two, one]):
+        assert models_of(ps, modules=modules)==[two] and models_of([*shared.parameters()], modules=modules)==[one]
+    one.register_module('none', None) # as a layer that was left out
+    assert models_of(ps, modules=[one, two])==[two]
+    many = nn.Linear(2, 2)
+    for _ in range(100): many = nn.Sequential(many, many) # each layer is looked at once, however many ways lead to it
+    assert models_of([*many.parameters()], modules=[many])==[many] and models_of(ps, modules=[many, two])==[two]
+
+
+def test_models_in_torchscript():
+    "Their own parts are in no dict that Python sees"
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        model = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
+    around = nn.Sequential(model)
+    assert models_of([*model.parameters()], modules=[model])==[model] and models_of([*model.parameters()], modules=[model, around])==[around]
 
 
 def test_ends_with_an_error_in_the_program():
