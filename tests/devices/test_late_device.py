@@ -631,6 +631,32 @@ def test_what_a_tensor_takes(gpu, kind):
     blame(gpu)
 
 
+@pytest.mark.parametrize('stats', ['basic', 'numerics'])
+def test_whole_numbers_are_made_floats_and_read_at_once(gpu, stats):
+    "Not where somebody would see it, nor where they are only to be read later, in a list of floats; complex numbers take longer, by their size"
+    xs = [torch.arange(-5, 6), torch.arange(7, dtype=torch.int32)*2**24+1, torch.arange(6)>2, torch.arange(9).to(torch.uint8),
+        torch.arange(12).view(3, 4).t(), torch.arange(2), torch.complex(torch.ones(3), -torch.ones(3)), torch.arange(0)]
+    before = gpu.at_once
+    cpu,there = both(gpu, xs, stats)
+    for a,b in zip(cpu, there, strict=True):
+        assert a[:3]==b[:3]
+        for k in a[3]: np.testing.assert_allclose(b[3][k], a[3][k], rtol=1e-12, err_msg=f'{a[0]} {k}') # 2^24+1 is no float32
+    assert gpu.at_once-before==(14 if gpu_kernels() else 0) # all but the complex ones
+    arena,x,seen = Arena(),late(torch.arange(6)),[]
+    class Mode(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None): seen.append(func); return func(*args, **kwargs or {})
+    a,b,c = (arena.tap(i, once=i=='c') for i in 'abc')
+    observe(x.clone(), a)
+    y = x+3
+    with Mode(): observe(y, a)
+    observe(x, b); x.add_(1); observe(x, b) # another version
+    for _ in range(2): arena.forget(c); observe(x, c, later=True)
+    x.add_(1)
+    assert not seen and [r[3]['mean'] for r in rows_of(arena)]==[2.5, 5.5, 2.5, 3.5, 3.5]
+    assert not arena.waiter() or not arena.waiter()(x, c)
+    blame(gpu)
+
+
 def test_rows_that_others_have_their_numbers_from(gpu):
     "Are written anew: the others keep what they had"
     arena,x,y = Arena(),late(torch.full((4,), 2.)),late(torch.full((4,), 5.))

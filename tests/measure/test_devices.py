@@ -211,7 +211,7 @@ def test_what_is_tried_is_apart_from_what_the_user_has_around_it(mode):
 
 
 def test_a_launch_is_made_ready_once_for_each_stream_and_alignment(monkeypatch):
-    "And anew when the memory of its stream has grown. Then only the addresses of tensor and row are told"
+    "And anew when memory has grown, whosever. Then only the addresses of tensor and row are told"
     monkeypatch.setattr(gpu, 'memories', {})
     monkeypatch.setattr(gpu, 'handles', {})
     ready,launches = [],[]
@@ -226,14 +226,17 @@ def test_a_launch_is_made_ready_once_for_each_stream_and_alignment(monkeypatch):
     assert launches[0][4:]==(memory.have['jobs'].data_ptr(), 5000, 0, 0, *map(gpu.as_number, memory.of(torch.float32, ('basic',), 2, 1)), r.span, r.per)
     r(x[1:5001], rows, 0, 7); r(x[4:], rows, 0, 8)
     assert ready[1:]==[(7, False), (8, True)] and gpu.memory_of(cpu, 8) is not memory
+    r(x[:5000], rows, 0, 8)
+    assert len(launches)==2 and launches[1][4]==gpu.memory_of(cpu, 8).have['jobs'].data_ptr() and len(ready)==3
     memory.of(torch.float32, ('basic',), 5000, 40)
     r(x[:5000], rows, 0, 8)
-    assert len(launches)==2 and len(ready)==3
     r(x[:5000], rows, 0, 7)
-    assert ready[3:]==[(7, True)]
+    assert ready[3:]==[(8, True), (7, True)]
     r(x[:5000], rows, 3, 7)
     assert launches[2][4]==gpu.memory_of(cpu, 7).have['jobs'].data_ptr() and launches[2][6:8]==(0, 0)
     assert launches[2][8]==memory.have['rows', torch.float32].data_ptr()!=launches[0][8]
+    r(x[:5000], rows, 0, 8); r(x[1:5001], rows, 0, 7)
+    assert len(launches)==5 and len(ready)==5
 
 
 def test_a_graph_has_memory_of_its_own(monkeypatch):

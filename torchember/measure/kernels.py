@@ -100,7 +100,11 @@ def read_elsewhere(x, zeros, wanted, out=None): # out: the row to write, if ther
 
 def as_float(x):
     "`x` in a format that loops and kernels read, and that holds all its values; of complex numbers, how large they are"
-    return x.to(torch.complex128).abs() if x.is_complex() else x.to(torch.float32 if x.dtype in narrow else torch.float64)
+    return x.to(torch.complex128).abs() if x.is_complex() else x.to(float_for(x.dtype))
+
+def float_for(dtype):
+    "The dtype that loops and kernels read, and that holds all numbers of another one"
+    return dtype if dtype in formats else torch.float32 if dtype in narrow else torch.float64
 
 def read_into(
     x:torch.Tensor, # Any tensor that is not on the CPU
@@ -119,10 +123,11 @@ def gpu_kernels(device):
     from torchember.measure.readers import triton as gpu
     return gpu if gpu.available(device) else None
 
-def kernels_for(x, wanted):
+def kernels_for(x, wanted, dtype=None): # dtype: which it will be made before
     "The kernels that read a tensor, and read it right; None where there are none"
-    gpu = gpu_kernels(x.device) if x.dtype in formats and type(x) in ordinary else None
-    return gpu if gpu is not None and gpu.reads(x.dtype, wanted, x.device) else None
+    dtype = dtype or x.dtype
+    gpu = gpu_kernels(x.device) if dtype in formats and type(x) in ordinary else None
+    return gpu if gpu is not None and gpu.reads(dtype, wanted, x.device) else None
 
 def by_operations(x, wanted):
     "The summary vector of a flat tensor by operations of torch: on its device, where these are right"
@@ -141,10 +146,14 @@ def operations_are_right(device, dtype, wanted):
     return not why
 
 # %% ../../nbs/20_measure/08_kernels.ipynb #7cbe78c8
-def for_list(x, wanted):
-    "The kernels that read `x` as it lies, in one launch with others; None when there are none"
+def for_list(x, wanted, dtype=None): # dtype: which it will be made before
+    """The kernels that read `x` as it lies, in one launch with others; None when there are none
+
+    Args:
+        dtype: which it will be made before
+    """
     if type(x) not in ordinary or x.layout is not torch.strided: return None
-    gpu = kernels_for(x, wanted)
+    gpu = kernels_for(x, wanted, dtype)
     return gpu if gpu is not None and (x.is_contiguous() or gpu.fills(x)) else None
 
 # %% ../../nbs/20_measure/08_kernels.ipynb #a555f281

@@ -17,7 +17,7 @@ from .head import CALL, CALLS, DIMS, DTYPE, EVENT, HEADS, LAID, LIKE, MICRO, NEX
 from .head import address_of, head_width, short, tap_width
 from .devices import Pending, after, being_captured, current_stream, disturbs, on, stream_of, to_device, to_host, undisturbed, widest
 from .elements import Unmeasurable, formats, layout, ordinary
-from .kernels import for_list, putter, read, read_into
+from .kernels import float_for, for_list, putter, read, read_into
 from ..capture.private_torch import count_dispatch_modes, count_function_modes, frees_parameters, inside_transform, is_wrapped, unwrap
 from .together import Together
 from .summary import bins, derive, finite, groups_for, index, length, merge, not_in_loops, no_elements, parts_in, sums, width
@@ -28,6 +28,10 @@ dtypes = list(dict.fromkeys(d for d in vars(torch).values() if isinstance(d, tor
 dtype_code = {d:i for i,d in enumerate(dtypes)}
 dtype_names = [str(d).removeprefix('torch.') for d in dtypes]
 cpu = torch.device('cpu')
+
+def as_cells(a):
+    "An array of int64 as one run of numbers"
+    return memoryview(a).cast('B').cast('q')
 
 class Block:
     "A run of rows on one device"
@@ -41,6 +45,8 @@ class Block:
         self.head = np.zeros((n, head_width), dtype=np.int64) if lasting is None else lasting[1]
         self.at = None if self.out is None else (address_of(self.out), address_of(self.head))
         self.source = None if self.out is not None else np.arange(n) # on a device: the row that has a row's numbers, if they were known from another tap
+        there = self.source is not None
+        self.cells,self.sources = (as_cells(self.head), as_cells(self.source)) if there else (None, None) # where single numbers are quicker to write
         self.graph = None # a weak reference to the CUDA graph that writes the rows, see `measure.graph_rows`
 
     def addresses(self, first):
@@ -84,6 +90,7 @@ class Tap:
         self.rows = self.head = self.out = None # views of these, as `Block.views` gives them
         self.former = [] # runs of rows that were too short: block, first row, how many
         self.here,self.elsewhere = None,{} # device and stream; another one -> block, first row, how many, which is next, in which turn of the arena
+        self.cells = as_cells(where) # the cursor once more, where single numbers are quicker to read
         self.address,self.turn = address_of(where),0 # a turn ends when what the rows hold is dropped
         self.put = self.dtype = self.shape = self.stride = self.count = None # what `fit` found out about its tensors
         self.there = None # and `fit_there` about those on a device: a `There`
@@ -243,7 +250,8 @@ class Later(Laid):
         def waits(x, tap):
             t = tap.there
             try:
-                if t is None or t.reading is None or type(x) not in ordinary or not is_like(x, t) or x.is_neg() or (t.count and not x.data_ptr()): return False
+                if t is None or t.reading is None or t.made is not None or type(x) not in ordinary or not is_like(x, t) or x.is_neg(): return False
+                if t.count and not x.data_ptr(): return False
             except RuntimeError: return False # what has no strides or no address, say, as a gradient that is sparse now
             if t.device not in streams: streams[t.device] = None if being_captured(t.device.type) else t.reading.stream()
             if t.stream is None or t.stream!=streams[t.device] or t.block is not tap.block or t.block.graph is not None: return False
@@ -509,11 +517,14 @@ class There:
     "What is known of the tensors of a tap on a device"
     def __init__(self, x, number, reading):
         self.dtype,self.shape,self.stride,self.device,self.count = x.dtype,x.shape,x.stride(),x.device,x.numel()
-        self.reading = reading # how they are read, None where that cannot be at once
+        self.reading,self.made = reading,None # how they are read, None where that cannot be at once; of which dtype they are made before, None for none
         self.head = np.zeros(head_width, np.int64) # of each row, but for its call, pass and event
         self.head[TAP] = number
         write_about(x, self.head)
+        self.cells = as_cells(self.head)
         self.block = self.stream = None # where rows were laid out, and for which stream, as the driver has it
+
+    def read(self, x, rows, row, stream): self.reading(x if self.made is None else x.to(self.made), rows, row, stream)
 
 def is_like(x, there):
     "Whether what is known is known of such tensors as `x`"
@@ -521,48 +532,56 @@ def is_like(x, there):
 
 def fit_there(tap, x):
     "`fit` for a tensor that is not on the CPU"
-    gpu = None if not_in_loops(tap.wanted) else for_list(x, tap.wanted)
+    dtype = float_for(x.dtype)
+    gpu = None if not_in_loops(tap.wanted) or x.is_complex() else for_list(x, tap.wanted, dtype)
     if gpu is not None: tap.arena.was_read.add((x.device, x.dtype, tap.wanted))
-    tap.there = There(x, tap.number, gpu and gpu.reading(x.numel(), x.dtype, x.device, tap.wanted))
+    tap.there = There(x, tap.number, gpu and gpu.reading(x.numel(), dtype, x.device, tap.wanted))
+    if dtype is not x.dtype: tap.there.made = dtype
     return tap.there
 
 def at_once_there(x, tap, call, later):
     "Write the row of a tensor on a device: by one launch, or by none where it is known or waits. Whether that could be"
-    a,t,following = tap.arena,tap.there,tap.next
+    a,t,following,at = tap.arena,tap.there,tap.cells,x.data_ptr()
     stream = t.reading.stream()
-    if stream is None or being_captured(t.device.type) or (t.count and not x.data_ptr()): return False
+    if stream is None or being_captured(t.device.type) or (t.count and not at): return False
+    if t.made is not None and (later or count_dispatch_modes()): return False # it would be seen how it is made another one
     if t.block is None or t.block is not tap.block or t.stream!=stream:
         if tap.here!=(t.device, stream_of(t.device)): a.more(tap, t.device)
         t.block,t.stream = tap.block,stream
-    i = int(following[NEXT])
+    i = following[NEXT]
     if i>=tap.size:
         a.more(tap, t.device)
-        t.block,i = tap.block,int(following[NEXT])
+        t.block,i = tap.block,following[NEXT]
     b,row,known = t.block,tap.first+i,None
     if later and not frees_parameters():
         if count_dispatch_modes(): return False # one would see this
         a.pending[b, row] = x.detach(),tap.wanted,None
+    elif x.is_inference(): t.read(x, b.rows, row, stream) # it has no version
     else:
-        known = known_row(x, tap, None)
+        version,same = x._version,a.seen.get(id(x))
+        known = same and row_of(same, x, version, at, tap, None)
         if known is None:
-            t.reading(x, b.rows, row, stream)
-            keep_in_mind(x, tap, row, None)
-    b.source[row] = row if known is None else known
-    h = tap.head[i]
-    h[:] = t.head
-    h[CALL],h[MICRO],h[EVENT] = following[CALLS] if call is None else call,a.micro,next(a.clock)
-    following[NEXT] = i+1
-    following[CALLS] += 1
+            t.read(x, b.rows, row, stream)
+            if not tap.once: a.seen[id(x)] = weakref.ref(x),version,at,tap.groups,row,tap,tap.turn,(b, None)
+    b.sources[row] = row if known is None else known
+    cells,h,calls = b.cells,row*head_width,following[CALLS]
+    cells[h:h+head_width] = t.cells
+    cells[h+CALL],cells[h+MICRO] = calls if call is None else call,a.micro
+    cells[h+EVENT] = next(a.clock)
+    following[NEXT],following[CALLS] = i+1,calls+1
     a.filled += tap.share
     return True
 
 def known_row(x, tap, scale):
     "The row that has the numbers of a tensor already, which was multiplied by the same; None where none has"
     known = None if x.is_inference() else tap.arena.seen.get(id(x)) # an inference tensor has no version
-    if known is None: return None
+    return None if known is None else row_of(known, x, x._version, address(x), tap, scale)
+
+def row_of(known, x, version, at, tap, scale):
+    "`known_row`, of what is known of a tensor with this id"
     same,was,place,groups,row,by,turn,where = known # as in `at_once`, but the number of the row, and of which block and scale it is
     if type(where) is not tuple or where[0] is not tap.block or where[1] is not scale: return None
-    if same() is not x or was!=x._version or place!=address(x) or not tap.groups<=groups or by.turn!=turn: return None
+    if same() is not x or was!=version or place!=at or not tap.groups<=groups or by.turn!=turn: return None
     tap.arena.shared += 1
     return row
 

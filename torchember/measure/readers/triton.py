@@ -475,11 +475,16 @@ def as_run(x):
     return x if x.is_contiguous() or fills(x) else x.contiguous()
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #56bcf4c0
-turns = itertools.count(1)
+class Turn:
+    def __init__(self): self.numbers,self.number = itertools.count(1),0 # another one whenever any memory has grown, or other memory is used
+
+    def ends(self): self.number = next(self.numbers)
+
+turn = Turn()
 
 class Memory:
     "What programs leave for each other, on one stream"
-    def __init__(self, device): self.device,self.turn,self.have,self.outgrown = device,0,{},[] # turn: another number whenever it has grown
+    def __init__(self, device): self.device,self.have,self.outgrown = device,{},[]
 
     def get(self, name, n, dtype):
         "At least `n` zeros, or what was left there"
@@ -488,7 +493,7 @@ class Memory:
             if x is not None: self.outgrown.append(x)
             with undisturbed(self.device.type), torch.inference_mode(False):
                 x = self.have[name] = torch.zeros(max(256, 1<<(n-1).bit_length()), dtype=dtype, device=self.device)
-            self.turn = next(turns)
+            turn.ends()
         return x
 
     def of(self,
@@ -513,6 +518,7 @@ def exchange(
     "From now on this is the memory: a CUDA graph has its own, as it may be replayed on any stream"
     global memories
     memories,former = own,memories
+    turn.ends()
     return former
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #128b2f33
@@ -596,7 +602,8 @@ class Reading:
         self.per = min(per or tile, tile//self.span)
         self.blocks,self.programs,self.groups = (int(a) for a in parts_of(k*blocks[dtype], blocks[dtype], self.span, self.per))
         self.keys = [key_of(dtype, device, wanted, n, aligned) for aligned in (False, True)]
-        self.given = {} # stream -> in which turn of its `Memory`, and what follows the first two arguments, as numbers
+        self.given = {} # stream -> in which turn of all memory, and what follows the first two arguments, as numbers
+        self.handles = [None, None] # as `keys`
 
     def stream(self):
         "The stream that is chosen, as the driver has it; None while another device is, or where this one cannot be asked at once"
@@ -605,19 +612,21 @@ class Reading:
 
     def __call__(self, x, rows, i, stream):
         "Read `x`, a run of memory, into row `i`"
-        at,memory = x.data_ptr(),memory_of(self.device, stream)
+        at,given = x.data_ptr(),self.given.get(stream)
         aligned = at%16==0
-        h,given = handles.get(self.keys[aligned]),self.given.get(stream)
-        if h is None or given is None or given[0]!=memory.turn: return self.first(x, rows, i, stream, memory, aligned)
+        h = self.handles[aligned]
+        if h is None or given is None or given[0]!=turn.number: return self.first(x, rows, i, stream, aligned)
         h(self.programs, stream, at, rows.data_ptr()+i*rows.stride(0)*8, *given[1])
 
-    def first(self, x, rows, i, stream, memory, aligned):
-        "For the first time, or with memory that has grown since"
+    def first(self, x, rows, i, stream, aligned):
+        "For the first time, or with memory that is another one, or has grown since"
+        memory = memory_of(self.device, stream)
         with undisturbed(self.device.type):
             args = *memory.of(self.dtype, self.wanted, self.blocks, self.groups), self.span, self.per
             jobs = memory.get('jobs', 1, torch.int64) # not looked at
             launch(x, rows[i], jobs, 0, self.programs, stream, args, self.n, 0, self.wanted, aligned)
-        self.given[stream] = memory.turn,(jobs.data_ptr(), self.n, 0, 0, *map(as_number, args))
+        self.given[stream] = turn.number,(jobs.data_ptr(), self.n, 0, 0, *map(as_number, args))
+        self.handles[aligned] = handles.get(self.keys[aligned])
 
 @cache
 def driver():
