@@ -733,6 +733,25 @@ def test_who_asks_on_another_stream_comes_after_the_rows(gpu, asks):
     blame(gpu)
 
 
+@pytest.mark.parametrize('which', [(1,), (0, 2), (0, 1, 2)], ids=str)
+def test_those_of_a_list_whose_memory_was_given_back_meanwhile_have_no_rows(gpu, monkeypatch, which):
+    "As that of gathered parameters. Nobody reads where they lay"
+    from torchember.measure import tap as room
+    monkeypatch.setattr(room, 'gone', lambda x: not x.value.untyped_storage().nbytes()) # that of the wrapper is no storage
+    if not gpu_kernels(): pytest.skip('without kernels there are no lists')
+    arena,got = Arena(),[]
+    taps = [arena.tap(i, once=True) for i in range(3)]
+    for step in range(4):
+        xs = [mean_of(10*step+i) for i in range(3)]
+        seen_later(arena, xs, taps, False, True)
+        arena.lay_out()
+        assert [len(ys) for _,ys in arena.lists]==([3] if step else []) # who they are is known from the second step on
+        for i in which if step==2 else (): xs[i].value.untyped_storage().resize_(0)
+        got.append([(r[0], r[3]['mean']) for r in rows_of(arena)])
+    assert got==[[(i, 10.*step+i) for i in range(3) if step!=2 or i not in which] for step in range(4)]
+    blame(gpu)
+
+
 def test_a_list_that_fails_when_it_was_launched_writes_no_later_row(gpu, monkeypatch):
     "What another stream was asked for before it failed is done before the next row is written"
     if not isinstance(gpu_kernels(), Kernels): pytest.skip('without kernels there are no lists')

@@ -616,6 +616,54 @@ def test_probes_and_the_order_of_calls(gpu, tmp_path):
     assert orders[0]==orders[1] and len(orders[0])==12 and (tables[1]['ttype']=='probe').sum()==2
 
 
+class Tries(nn.Module):
+    "A layer that may fail, and one that is called after it"
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a,self.fails,self.b = nn.Linear(5, 5),nn.Sequential(nn.Linear(5, 5), nn.Unflatten(1, (2, 2))),nn.Linear(5, 2)
+    def forward(self, x):
+        x = self.a(x)
+        try: self.fails(x)
+        except RuntimeError: pass
+        return self.b(x)
+
+
+def test_a_layer_that_fails_in_a_graph(gpu, tmp_path):
+    "And whose error somebody catches: what is called after it, and around it, has its rows and numbers"
+    net,moved,xs = Tries(),moved_model(Tries()),data(5)
+    with torchEmber(net, sgd(net), home=tmp_path/'cpu', ttypes=ALL) as want: eager(net, want.recorder.watch.optimizers[0], xs)
+    with torchEmber(moved, sgd(moved), home=tmp_path/'gpu', ttypes=ALL, cuda_graphs=True) as got:
+        g = with_graph(moved, got.recorder.watch.optimizers[0], xs)
+        assert [e[0] for e in got.recorder.model.graphs.tapes[g].events].count('call_fails')==2
+    blame(gpu)
+    same(got.t.df, want.t.df)
+    assert got.recorder.calls.log==want.recorder.calls.log
+
+
+class Odd(dict):
+    "What a layer is given, and that nobody can look through"
+    def items(self): raise OSError('no such thing')
+
+
+def test_what_cannot_be_looked_through_in_a_graph(gpu, tmp_path):
+    class Net(nn.Module):
+        def __init__(self): super().__init__(); self.a,self.odd = nn.Linear(5, 2),False
+        def forward(self, x, more): return self.a(x)
+    net,xs = moved_model(Net()),data(3)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('always')
+        with torchEmber(net, home=tmp_path, cuda_graphs=True) as te, torch.no_grad():
+            x = late(xs[0])
+            net(x, {})
+            g = torch.cuda.CUDAGraph()
+            with captured(g): net(x, Odd())
+            g.replay()
+    blame(gpu)
+    assert len(warned(said, 'no such thing'))==1
+    assert (te.t.df['ttype']=='output').sum()==4
+
+
 # ---- a loss that was scaled
 
 @pytest.mark.parametrize('stats', ['basic', 'numerics'])
