@@ -508,6 +508,23 @@ def test_parameters_that_are_gathered_for_a_pass(gpu, monkeypatch, spread):
     assert bool(a.pending)==waits and [r['stats']['mean'] for r in a.take().rows()]==([] if waits else [.75])
 
 
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_what_is_divided_before_it_is_counted_keeps_its_digits(gpu, dtype):
+    "Exponents cannot be divided, so the tensor is: small numbers are not lost in its own dtype"
+    tiny = torch.finfo(dtype).smallest_normal
+    x = torch.tensor([tiny, -3*tiny, 7*tiny], dtype=dtype)
+    for to,scale in ((torch.clone, 3.), (late, 3.), (late, late(torch.tensor(3.)))):
+        arena = Arena()
+        tap = arena.tap('a', 'numerics')
+        for _ in range(2): observe(to(x), tap, scale=scale)
+        want = x.double()/3 if dtype!=torch.float32 else (x/3).double()
+        for row in rows_of(arena):
+            got = [row[3][k] for k in ('abs_min', 'abs_max', 'abs_mean')]
+            np.testing.assert_allclose(got, [f(want.abs()) for f in (torch.min, torch.max, torch.mean)], rtol=1e-6)
+            assert sum(row[3]['exponents'])==3
+    blame(gpu)
+
+
 def test_only_what_is_there_anyway_waits(gpu):
     "And not a copy that was divided, because exponents cannot be"
     arena,x = Arena(),mean_of(6)
@@ -730,6 +747,30 @@ def test_who_asks_on_another_stream_comes_after_the_rows(gpu, asks):
     observe(y, a)
     want = {'take': [('a', 5.)], 'forget': [('b', 2.), ('c', 5.), ('a', 5.)], 'read_pending': [('a', 2.), ('b', 2.), ('c', 5.), ('a', 5.)]}
     assert [(r[0], r[3]['mean']) for r in rows_of(arena)]==want[asks]
+    blame(gpu)
+
+
+@pytest.mark.parametrize('micro', [0, 1])
+@pytest.mark.parametrize('together', [True, False])
+def test_what_a_list_takes_the_place_of_may_be_on_another_stream(gpu, together, micro):
+    "Once there, once here, and then the gradients are complete: the step has one row of each"
+    if not gpu_kernels(): pytest.skip('without kernels there are no lists')
+    arena,side,got = Arena(),Stream(cuda()),[]
+    taps = [arena.tap(i, once=True) for i in range(3)]
+    def xs(value): return [mean_of(value+i) for i in range(3)]
+    for step in range(3):
+        with side:
+            seen_later(arena, xs(100*step+10), taps, False, together)
+            arena.read_pending()
+        gpu.stream().wait_stream(side)
+        arena.begin(micro)
+        seen_later(arena, xs(100*step+20), taps, False, together)
+        arena.read_pending()
+        seen_later(arena, xs(100*step+30), taps, True, together)
+        arena.lay_out()
+        got.append([(r[0], r[3]['mean']) for r in rows_of(arena)])
+        arena.begin(0)
+    assert got==[[(i, 100.*step+30+i) for i in range(3)] for step in range(3)]
     blame(gpu)
 
 
