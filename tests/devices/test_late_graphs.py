@@ -744,6 +744,70 @@ def test_a_capture_without_a_step_before(gpu, tmp_path):
     assert set(te.t.df['ttype'])=={'weight', 'weight_grad'} # which are read where they lie
 
 
+def test_statistics_that_are_new_in_a_capture(gpu, tmp_path):
+    "What is tried once for them would break it, though others were measured of such tensors before"
+    net,xs = moved_model(model()),data(5)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('always')
+        with torchEmber(net, sgd(net), home=tmp_path, ttypes=('input', 'output'), cuda_graphs=True) as te:
+            def after(i):
+                if i==1: te.how_record('output')('numerics')
+            with_graph(net, te.recorder.watch.optimizers[0], xs, after)
+    assert len(warned(said, 'warm-up'))==1
+    df = te.t.df
+    assert df[df['ttype']=='output']['step'].unique().tolist()==[0, 1] and df[df['ttype']=='input']['step'].unique().tolist()==[0, 1, 2, 3, 4]
+    blame(gpu)
+
+
+def test_a_graph_that_begins_while_another_is_taped(gpu, tmp_path):
+    "By another thread, say: the one goes on to be taped, and nothing is told of the other"
+    net,xs = moved_model(model()),data(4)
+    with torchEmber(net, sgd(net), home=tmp_path, cuda_graphs=True) as te:
+        opt,graphs = te.recorder.watch.optimizers[0],te.recorder.model.graphs
+        eager(net, opt, [late(xs[0])])
+        x,g,other = late(xs[1]),torch.cuda.CUDAGraph(),torch.cuda.CUDAGraph()
+        with captured(g):
+            tape = graphs.tape
+            graphs.graph_begins(other)
+            assert graphs.tape is tape
+            loss_of(net, x).backward()
+            graphs.graph_ends(other, True)
+            assert graphs.tape is tape
+        assert list(graphs.tapes)==[g]
+        g.replay()
+        opt.step()
+    blame(gpu)
+    assert te.t.df.groupby('step').size().nunique()==1 and te.t.df['step'].nunique()==2
+
+
+def test_a_tape_is_told_as_it_was_heard():
+    "Each event with its own arguments; of a call whose beginning was not for the log, nothing"
+    from torchember.recorder.graphs import Call, Player
+    class Told:
+        on,recorded = True,True
+        def __init__(self): self.heard = []
+        def __getattr__(self, what): return lambda *args: (self.heard.append((what, *args)), (7, 'eval'))[1]
+        def records(self): return self.recorded
+        def pass_begins(self, *args): self.heard.append(('pass_begins', *args)); return True
+    class State: watched = True
+    class Optimizer: pass
+    st,opt = State(),Optimizer()
+    def tape(call):
+        return [('pass_begins', st, True), ('call_begins', call, ['in']), ('call_ends', call, ['out']), ('returned', call, ['sum']), ('call_fails', call),
+            ('gradient', st, 'output_grad', 'grad_0', 'g', call, 1), ('gradient', st, 'input_grad', 'grad_1', 'h', 3, 0), ('probe', st, 'name', 'p'),
+            ('pass_ends', st), ('step_begins', opt), ('gradients_ready', opt, 2.), ('step_ends', opt, None), ('step_ends', opt, torch.tensor(0.)),
+            ('step_ends', opt, torch.tensor(1.))]
+    beside = [('gradient', st, 'input_grad', 'grad_1', 'h', 3, None, 0), ('probe', st, 'name', 'p'), ('pass_ends', st, False)]
+    its = [('call_begins', st, ['in']), ('call_ends', st, ['out']), ('returned', st, ['sum'], 7, 'eval'), ('call_fails', st),
+        ('gradient', st, 'output_grad', 'grad_0', 'g', 7, 'eval', 1)]
+    for recorded in (True, False):
+        events,of_optimizers = Told(),Told()
+        events.recorded = recorded
+        Player(events, of_optimizers).play(tape(Call(st)))
+        assert events.heard==[('pass_begins', st, True), *(its if recorded else []), *beside]
+        assert of_optimizers.heard==[('step_begins', opt), ('gradients_ready', opt, 2., False), ('step_ends', opt), ('step_ends', opt), ('step_skipped', opt)]
+
+
 def test_a_capture_that_fails(gpu, tmp_path):
     net,xs = moved_model(model()),data(4)
     with torchEmber(net, sgd(net), home=tmp_path, cuda_graphs=True) as te:
