@@ -11,6 +11,7 @@ import numpy as np
 import programs
 import pytest
 import torch
+from torch import nn
 
 from torchember import EmberWarning, torchEmber
 from torchember.measure import devices, kernels, tap
@@ -349,6 +350,17 @@ def test_what_has_no_strides_is_in_no_list(kernels_here, monkeypatch):
     x = torch.eye(4)
     assert kernels.for_list(x, ('basic',)) is gpu and kernels.for_list(x[:, 1:3], ('basic',)) is None
     for other in (x.to_sparse(), x.to_sparse_csr(), x.to_sparse_csc()): assert kernels.for_list(other, ('basic',)) is None
+
+
+def test_what_only_stands_for_others_has_no_address_to_read_from(kernels_here, monkeypatch):
+    monkeypatch.setattr(kernels, 'gpu_kernels', lambda device: gpu)
+    monkeypatch.setattr(gpu, 'available', lambda device: True)
+    class Of(torch.Tensor): pass
+    x = torch.eye(4)
+    assert kernels.kernels_for(x, ('basic',)) is kernels.kernels_for(nn.Parameter(x), ('basic',)) is gpu
+    assert kernels.kernels_for(x.as_subclass(Of), ('basic',)) is kernels.for_list(x.as_subclass(Of), ('basic',)) is None
+    whole = torch.arange(4)
+    assert kernels.kernels_for(whole, ('basic',)) is None and kernels.kernels_for(whole, ('basic',), torch.float64) is gpu
 
 
 class Event:
