@@ -59,6 +59,11 @@ cases = {
     test_a_model_on_two_devices[operations-1]
     ''',
 'health/test_diff.py': '''
+    test_what_rounding_parts_is_the_same[order in a batch, large steps]
+    test_what_rounding_parts_is_the_same[order in a batch, BatchNorm, SGD]
+    test_what_rounding_parts_is_the_same[order in a batch, only weights]
+    test_what_rounding_parts_is_the_same[order in a batch, each fifth step]
+    test_what_rounding_parts_is_the_same[order in a batch, all types]
     test_compiled_is_the_same_as_eager[inductor]
     test_what_rounding_parts_is_the_same[two threads]
     ''',
@@ -84,6 +89,8 @@ cases = {
     test_a_training_in_a_loop[True-50]
     ''',
 'recorder/test_black_box.py': '''
+    test_the_module_that_ran_is_named[bus-23]
+    test_the_module_that_ran_is_named[fpe-23]
     test_killed_at_any_moment[2-loader]
     test_killed_at_any_moment[2-compiled]
     test_the_last_steps_whatever_the_schedule[raise-*
@@ -133,6 +140,7 @@ cases = {
     test_its_end_is_its_own[raise ValueError('it')]
     ''',
 'show/test_report.py': '''
+    test_a_page_of_whatever_there_is[a logframe]
     test_a_page_of_whatever_there_is[gradients that vanish]
     test_a_page_of_whatever_there_is[still going on]
     test_a_page_of_whatever_there_is[every third step]
@@ -171,6 +179,39 @@ cases = {
 'capture/test_private_torch.py': '''
     test_the_same_rows_without[the compiler]
     test_the_same_rows_without[everything]
+    ''',
+'monitor/test_quantity_rows.py': '''
+    test_pictures[5-overview]
+    test_pictures[5-overview of a statistic]
+    test_pictures[5-scalar_line*
+    test_pictures[5-exp_hist]
+    test_pictures[5-updates]
+    test_pictures_of_tables[5-overview]
+    test_pictures_of_tables[5-scalar_global_heatmap]
+    test_pictures_of_tables[5-ridge]
+    ''',
+'frames/test_scan.py': '''
+    test_one_question[several-polars]
+    test_one_question[several-arrow]
+    ''',
+'faults/test_hostile.py': '''
+    test_pictures_of_fields_of_another_type[step]
+    test_pictures_of_fields_of_another_type[module]
+    test_pictures_of_fields_of_another_type[shape]
+    test_fields_of_another_type[pname-some]
+    test_fields_of_another_type[tname-some]
+    test_fields_of_another_type[path-some]
+    test_fields_of_another_type[run-some]
+    ''',
+'health/test_zoo.py': '''
+    test_with_more_statistics_a_healthy_one_is_left_in_peace_too[rezero_and_masks_of_infinity]
+    test_with_more_statistics_a_healthy_one_is_left_in_peace_too[mixture_density]
+    test_with_more_statistics_a_healthy_one_is_left_in_peace_too[flow_of_time]
+    ''',
+'frameworks/test_ranks.py': '''
+    test_a_few_steps_at_a_time[experts_4]
+    test_a_few_steps_at_a_time[tensor_parallel_4]
+    test_a_few_steps_at_a_time[two_models_4]
     ''',
 }
 
