@@ -19,7 +19,7 @@ from torchember.measure.devices import to_host
 from torchember.measure.elements import Unmeasurable
 from torchember.measure.summary import index
 from torchember.measure.tap import Arena, address, observe
-from torchember.recorder.step_buffer import StepBuffer
+from torchember.recorder.step_buffer import StepBuffer, custom_row
 
 
 @pytest.fixture(params=[True, False], ids=['kernels', 'operations'])
@@ -646,6 +646,16 @@ def test_what_a_tensor_takes(gpu, kind):
     observe(y, taps[1])
     assert took[1:]==[launches, launches+1, launches] and gpu.launches==before
     blame(gpu)
+
+
+def test_functions_of_the_users_run_without_autocast_of_the_device(gpu):
+    "In all digits, as they would beside the training"
+    def look(x): return {'cast': torch.is_autocast_enabled('cuda'), 'here': torch.is_autocast_enabled('cpu')}
+    torch.set_autocast_enabled('cuda', True) # torch.autocast does so only where there is one
+    try:
+        with torch.autocast('cpu', torch.bfloat16): assert custom_row(look, late(torch.ones(2)))=={'cast': False, 'here': True}
+        assert torch.is_autocast_enabled('cuda')
+    finally: torch.set_autocast_enabled('cuda', False)
 
 
 @pytest.mark.parametrize('stats', ['basic', 'numerics'])

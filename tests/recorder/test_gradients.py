@@ -503,3 +503,18 @@ def test_no_copy_of_a_gradient_waits(monkeypatch):
     assert row['key']=='divided' and row['stats']['mean']==pytest.approx(7/3) and sum(row['stats']['exponents'])==3
     tap.observe(x, a.tap('as it is', ['mean']), scale=torch.tensor(3.), later=True)
     assert [(p.data_ptr(), s) for p,_,s in a.pending.values()]==[(x.data_ptr(), 3)]
+
+
+@pytest.mark.parametrize('zero', [False, True])
+def test_whether_gradients_are_zero_is_asked_once(monkeypatch, tmp_path, zero):
+    "On a device who asks has to wait"
+    from torchember.recorder import parameters
+    asked,all_zero = [],parameters.all_zero
+    monkeypatch.setattr(parameters, 'all_zero', lambda states: asked.append(1) or all_zero(states))
+    net = nn.Linear(3, 2)
+    with torchEmber(net, home=tmp_path) as te:
+        for _ in range(5):
+            net(torch.randn(4, 3)).sum().backward()
+            if zero: net.zero_grad(set_to_none=False)
+            te.step()
+    assert asked==[1]
