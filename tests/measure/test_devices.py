@@ -324,6 +324,17 @@ def test_what_is_a_run_of_memory():
     assert [gpu.fills(y) for y in runs]==[True]*9 and [gpu.fills(y) for y in others]==[False]*7
 
 
+@pytest.mark.parametrize('block', [64, 4096])
+def test_what_is_tried_fills_blocks_of_whoever_reads(block):
+    "As large as a kernel has them: one, one but an element, and more than two"
+    sizes = []
+    def read(x, wanted):
+        sizes.append(x.numel())
+        return kernels.read(x, wanted)
+    assert first_wrong(read, torch.float32, ('basic',), block) is None
+    assert {0, 1, block-1, block, block+1, 2*block+3}<={*sizes}
+
+
 def test_code_for_huge_tensors_is_other_code():
     "Their number of elements is no int32"
     assert len({gpu.key_of(torch.float32, cpu, ('basic',), n, True) for n in (0, 5, 2**31-1, 2**31, 2**33)})==2
