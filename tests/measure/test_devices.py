@@ -238,6 +238,8 @@ def test_a_launch_is_made_ready_once_for_each_stream_and_alignment(monkeypatch):
     assert launches[2][8]==memory.have['rows', torch.float32].data_ptr()!=launches[0][8]
     r(x[:5000], rows, 0, 8); r(x[1:5001], rows, 0, 7)
     assert len(launches)==5 and len(ready)==5
+    r(x[2:5002], rows, 0, 9); r(x[4:], rows, 0, 9)
+    assert ready[5:]==[(9, False)] and len(launches)==6 # 8 bytes further is not aligned
 
 
 def test_a_graph_has_memory_of_its_own(monkeypatch):
@@ -309,12 +311,14 @@ def used_of(wanted):
     return {'posinf', *(c for g in wanted for c in more.get(g, ()))}
 
 
-def test_memory_of_a_launch_is_enough_for_it():
+@pytest.mark.parametrize('blocks,groups,tensors', [(900, 800, 300), (40, 30, 20), (79, 70, 60), (57, 1, 1)])
+def test_memory_of_a_launch_is_enough_for_it(blocks, groups, tensors):
+    "It comes in powers of two, which may be enough by chance"
     for wanted in (('basic',), *(('basic', g) for g in full[1:]), full):
         memory = gpu.Memory(cpu)
-        rows,k,part,groups,counters,bins = memory.of(torch.float32, wanted, 900, 800, 300) # memory comes in powers of two
-        assert (k, groups)==(900, 800) and len(rows)>=900*(1+max(i for i,c in enumerate(gpu.columns) if c in used_of(wanted)))
-        assert len(part)>=800*15 and len(counters)>=1100 and len(bins)>=300*256 and (rows.dtype, part.dtype)==(torch.float32, torch.float64)
+        rows,k,part,n,counters,bins = memory.of(torch.float32, wanted, blocks, groups, tensors)
+        assert (k, n)==(blocks, groups) and len(rows)>=blocks*(1+max(i for i,c in enumerate(gpu.columns) if c in used_of(wanted)))
+        assert len(part)>=groups*15 and len(counters)>=tensors+groups and len(bins)>=tensors*256 and (rows.dtype, part.dtype)==(torch.float32, torch.float64)
 
 
 def test_what_is_a_run_of_memory():
