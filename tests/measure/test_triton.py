@@ -27,7 +27,7 @@ def test_interpreted(marked):
 
 
 compiled = '''
-import sys
+import re, sys
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -39,10 +39,12 @@ def text(cc, x, B, wanted):
     const,at = dict(wanted=wanted, B=B, W=16, T=gpu.tile, aligned=True),f.arg_names.index
     pointers = {(at(k),): [['tt.divisibility', 16]] for k,t in types.items() if t.startswith('*') and k!='out'}
     source = ASTSource(f, dict.fromkeys(f.arg_names, 'constexpr')|types, {(at(k),): v for k,v in const.items()}, pointers)
-    return compile(source, target=GPUTarget('cuda', cc, 32), options=dict(num_warps=gpu.warps, enable_fp_fusion=True, maxnreg=128)).asm['ptx']
+    return compile(source, target=GPUTarget('cuda', cc, 32), options=dict(num_warps=gpu.warps, enable_fp_fusion=True, maxnreg=128)).asm
 
 for cc,x,wanted in ((80, 'fp32', 15), (80, 'fp64', 15), (90, 'bf16', 0)): # each type and each GPU; what a compile tells is of the type
-    code = text(cc, x, 2048 if x=='fp64' else 4096, wanted)
+    asm = text(cc, x, 2048 if x=='fp64' else 4096, wanted)
+    code = asm['ptx']
+    assert re.search('%start[^ ]* = arith.muli %start, %c[0-9]+_i64 : i64', asm['ttir']), 'where a program begins may be more than 31 bits count'
     assert '.ftz' not in code, 'subnormal numbers become zero'
     assert ('ld.global.v2.b64' if x=='fp64' else 'ld.global.v4.b32') in code, 'a thread does not load 16 bytes at once'
     assert code.count('atom.global.gpu.acq_rel')==2 and 'ld.volatile' in code, 'what other programs have written may not be seen'
