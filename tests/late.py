@@ -363,14 +363,14 @@ class Kernels:
 
     def read_one(self, x, wanted, out): self.read_list([x], wanted, out[None], [0])
 
-    def read_list(self, xs, wanted, out, to):
+    def read_list(self, xs, wanted, out, to=None):
         from torchember.measure.readers.torch import read_device
         from torchember.measure.readers.triton import as_run
         self.lists.append(len(xs))
         xs = [as_run(x) for x in xs]
         machine().launched(out.device, [x.memory for x in xs], [out.memory])
         def run():
-            for x,i in zip(values, to, strict=True): rows[i, :] = read_device(x.reshape(-1), wanted)
+            for x,i in zip(values, range(len(values)) if to is None else to, strict=True): rows[i, :] = read_device(x.reshape(-1), wanted)
         values,rows = [x.value for x in xs],out.value
         run() if machine().graph is None else machine().graph.runs.append(run)
 

@@ -20,6 +20,7 @@ from torchember.measure.elements import Unmeasurable
 from torchember.measure.summary import index
 from torchember.measure.tap import Arena, address, observe
 from torchember.recorder.step_buffer import StepBuffer, custom_row
+from torchember.state.layers import vectors
 
 
 @pytest.fixture(params=[True, False], ids=['kernels', 'operations'])
@@ -646,6 +647,18 @@ def test_what_a_tensor_takes(gpu, kind):
     observe(y, taps[1])
     assert took[1:]==[launches, launches+1, launches] and gpu.launches==before
     blame(gpu)
+
+
+@pytest.mark.parametrize('wanted', [('basic',), ('basic', 'exponents')], ids=str)
+def test_layers_of_several_devices(gpu, wanted):
+    "Each has its own row, wherever it lies: whole numbers, and what lies in gaps, too"
+    xs = [torch.randn(n, 3)+n for n in (4, 1, 5, 2, 6, 3, 7)]
+    xs[4] = torch.arange(9)
+    places = [None, cuda(0), None, cuda(1), cuda(0), cuda(0), None]
+    def there(x, d): return x if d is None else late(x, d)
+    got = vectors({str(i): there(x, d)[:, ::2] if i==5 else there(x, d) for i,(x,d) in enumerate(zip(xs, places, strict=True))}, wanted)
+    xs[5] = xs[5][:, ::2]
+    np.testing.assert_allclose(got, vectors({str(i): x for i,x in enumerate(xs)}, wanted), rtol=1e-6)
 
 
 def test_functions_of_the_users_run_without_autocast_of_the_device(gpu):
