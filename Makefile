@@ -5,7 +5,7 @@ SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 base := $(shell command -v $(PYTHON))
 VENV ?= .venv
-ARGS ?= -n auto -m 'not slow'
+ARGS ?= -n auto -m 'not slow and not release'
 FNAME ?= torchember
 
 ifneq ($(VENV),)
@@ -56,7 +56,7 @@ lint: # Look for mistakes in notebooks, library, tests and examples
 
 # A worker, or a program that a test starts, need not compile what another one has, whatever the environment says
 test: export PYTHONDONTWRITEBYTECODE :=
-test: # Run the notebooks and tests/ against the library, but for the slow: ARGS='-n auto' for all, ARGS='-k summary' for some
+test: # Run the notebooks and tests/ against the library, but for the slow and what is for a release: ARGS='-n auto' for all, ARGS='-k summary' for some
 	pytest $(ARGS)
 
 gpu: # On a machine with a GPU: what is tested and measured there, into gpu-report.txt, to attach to an issue
