@@ -5685,6 +5685,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'torchember/recorder/notices.py'),
                                              'torchember.recorder.notices.Notices.once': ( '40_recorder/notices.html#notices.once',
                                                                                            'torchember/recorder/notices.py'),
+                                             'torchember.recorder.notices.Notices.without_values': ( '40_recorder/notices.html#notices.without_values',
+                                                                                                     'torchember/recorder/notices.py'),
                                              'torchember.recorder.notices.no_mark': ( '40_recorder/notices.html#no_mark',
                                                                                       'torchember/recorder/notices.py')},
             'torchember.recorder.optimizer': { 'torchember.recorder.optimizer.Updates': ( '40_recorder/optimizer.html#updates',

@@ -10,6 +10,7 @@ from models import mlp
 from torch import nn
 
 from torchember import torchEmber
+from torchember.measure.elements import Unmeasurable
 
 
 def lines(te, *words): return [l for l in repr(te.close()).splitlines() if all(w in l.lower() for w in words)]
@@ -169,3 +170,18 @@ def test_the_hint_does_not_cry_wolf(recwarn):
             for p in ema.parameters(): p.lerp_(torch.randn_like(p), .1)
     assert not [w for w in recwarn if 'zero_grad' in str(w.message)]
     te.close()
+
+
+def test_of_many_tensors_without_values_it_is_said_of_a_few(tmp_path):
+    "For each reason; and how many there were is in the report"
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    with FakeTensorMode(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('always')
+        model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(20)])
+        te = torchEmber(model, home=tmp_path, ttypes=('output',))
+        for _ in range(3): model(torch.ones(2, 3))
+        te.recorder.buffer.notices.failed('model', 'x', Unmeasurable('it is something else'))
+        te.close()
+    got = [str(w.message) for w in said if 'measured' in str(w.message)]
+    assert len(got)==len({*got})==7 and sum('it is a fake tensor' in g for g in got)==6 and sum(g.startswith('More tensors') for g in got)==1
+    assert te.recorder.buffer.notices.unmeasurable==3*21+1 and 'it is something else' in got[-1]
