@@ -104,10 +104,9 @@ def test_the_numbers_are_those_of_the_cpu(gpu, tmp_path, options, whole):
     same(got, want)
 
 
-@pytest.mark.parametrize('size', [3])
-def test_a_graph_with_more_tensors_than_are_laid_out_at_a_time(gpu, monkeypatch, tmp_path, size):
+def test_a_graph_with_more_tensors_than_are_laid_out_at_a_time(gpu, monkeypatch, tmp_path):
     from torchember.measure.graph_rows import GraphRows
-    monkeypatch.setattr(GraphRows, 'size', size)
+    monkeypatch.setattr(GraphRows, 'size', 3)
     want,got = both(gpu, tmp_path, settings['all'], passes=2)
     same(got, want)
 
