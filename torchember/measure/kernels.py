@@ -14,7 +14,7 @@ import torch
 
 from ..ground.messages import an, warn
 from .devices import has_float64, on, widest
-from .elements import dense, flat, format_for, formats, layout, narrow, numbers, ordinary, piece
+from .elements import dense, flat, format_for, formats, layout, numbers, ordinary, piece
 from .loading import loader, loops
 from .readers.torch import read_cpu, read_device
 from .self_check import first_wrong, tried
@@ -39,8 +39,7 @@ def by_loops(
 def by_pieces(x, wanted):
     "The summary vector of a tensor in a format that the loops do not read"
     x,times = flat(x)
-    to = torch.float32 if x.dtype in narrow else torch.float64
-    got = []
+    to,got = float_for(x.dtype),[]
     for p in x.split(piece) if x.numel() else ():
         p = torch.from_numpy(numbers(p)) if x.is_complex() else p.to(to)
         got.append(loops().read_at(p.data_ptr(), p.numel(), formats[p.dtype], wanted))
@@ -103,8 +102,8 @@ def as_float(x):
     return x.to(torch.complex128).abs() if x.is_complex() else x.to(float_for(x.dtype))
 
 def float_for(dtype):
-    "The dtype that loops and kernels read, and that holds all numbers of another one"
-    return dtype if dtype in formats else torch.float32 if dtype in narrow else torch.float64
+    "The dtype as which tensors of a dtype are read. It holds all their numbers"
+    return getattr(torch, format_for(dtype))
 
 def read_into(
     x:torch.Tensor, # Any tensor that is not on the CPU
@@ -123,7 +122,7 @@ def gpu_kernels(device):
     from torchember.measure.readers import triton as gpu
     return gpu if gpu.available(device) else None
 
-def kernels_for(x, wanted, dtype=None): # dtype: which it will be made before
+def kernels_for(x, wanted, dtype=None): # dtype: that it will be made before it is read; its own without one
     "The kernels that read a tensor, and read it right; None where there are none"
     dtype = dtype or x.dtype
     gpu = gpu_kernels(x.device) if dtype in formats and type(x) in ordinary else None
@@ -146,11 +145,11 @@ def operations_are_right(device, dtype, wanted):
     return not why
 
 # %% ../../nbs/20_measure/08_kernels.ipynb #7cbe78c8
-def for_list(x, wanted, dtype=None): # dtype: which it will be made before
+def for_list(x, wanted, dtype=None): # dtype: as `kernels_for` has it
     """The kernels that read `x` as it lies, in one launch with others; None when there are none
 
     Args:
-        dtype: which it will be made before
+        dtype: as `kernels_for` has it
     """
     if type(x) not in ordinary or x.layout is not torch.strided: return None
     gpu = kernels_for(x, wanted, dtype)

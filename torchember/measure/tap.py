@@ -558,11 +558,11 @@ def at_once_there(x, tap, call, later):
         a.pending[b, row] = x.detach(),tap.wanted,None
     elif x.is_inference(): t.read(x, b.rows, row, stream) # it has no version
     else:
-        version,same = x._version,a.seen.get(id(x))
-        known = same and row_of(same, x, version, at, tap, None)
+        version,seen = x._version,a.seen.get(id(x))
+        known = None if seen is None else row_of(seen, x, version, at, tap, None)
         if known is None:
             t.read(x, b.rows, row, stream)
-            if not tap.once: a.seen[id(x)] = weakref.ref(x),version,at,tap.groups,row,tap,tap.turn,(b, None)
+            keep_in_mind(x, version, at, tap, row, None)
     b.sources[row] = row if known is None else known
     cells,h,calls = b.cells,row*head_width,following[CALLS]
     cells[h:h+head_width] = t.cells
@@ -585,9 +585,9 @@ def row_of(known, x, version, at, tap, scale):
     tap.arena.shared += 1
     return row
 
-def keep_in_mind(x, tap, row, scale):
+def keep_in_mind(x, version, at, tap, row, scale):
     "That a row has the numbers of a tensor, and will have them until it is taken"
-    if not x.is_inference() and not tap.once: tap.arena.seen[id(x)] = weakref.ref(x),x._version,address(x),tap.groups,row,tap,tap.turn,(tap.block, scale)
+    if not tap.once: tap.arena.seen[id(x)] = weakref.ref(x),version,at,tap.groups,row,tap,tap.turn,(tap.block, scale)
 
 def read_there(x, tap, row, scale):
     "Read a tensor that is not on the CPU into a row, or find that another one has its numbers"
@@ -596,7 +596,7 @@ def read_there(x, tap, row, scale):
         read_into(x, tap.wanted, b.rows.data[row])
         if scale is not None: b.rows.data[row, SCALE] = scale
         tap.arena.was_read.add((x.device, x.dtype, tap.wanted))
-        keep_in_mind(x, tap, row, scale)
+        if not x.is_inference(): keep_in_mind(x, x._version, address(x), tap, row, scale)
     b.source[row] = row if known is None else known
 
 def wait(arena, block, row, tensor):

@@ -476,7 +476,8 @@ def as_run(x):
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #56bcf4c0
 class Turn:
-    def __init__(self): self.numbers,self.number = itertools.count(1),0 # another one whenever any memory has grown, or other memory is used
+    "For how long addresses of memory hold: its number is another one whenever any memory has grown, or other memory is used"
+    def __init__(self): self.numbers,self.number = itertools.count(1),0
 
     def ends(self): self.number = next(self.numbers)
 
@@ -624,8 +625,9 @@ class Reading:
         with undisturbed(self.device.type):
             args = *memory.of(self.dtype, self.wanted, self.blocks, self.groups), self.span, self.per
             jobs = memory.get('jobs', 1, torch.int64) # not looked at
+            since = turn.number
             launch(x, rows[i], jobs, 0, self.programs, stream, args, self.n, 0, self.wanted, aligned)
-        self.given[stream] = turn.number,(jobs.data_ptr(), self.n, 0, 0, *map(as_number, args))
+        self.given[stream] = since,(jobs.data_ptr(), self.n, 0, 0, *map(as_number, args))
         self.handles[aligned] = handles.get(self.keys[aligned])
 
 @cache
