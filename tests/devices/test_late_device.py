@@ -671,6 +671,25 @@ def test_functions_of_the_users_run_without_autocast_of_the_device(gpu):
     finally: torch.set_autocast_enabled('cuda', False)
 
 
+@pytest.mark.parametrize('whole', [False, True])
+def test_tensors_of_inference_have_no_version(gpu, whole):
+    "So they are read each time: at once, or the long way with a scale or a default device"
+    arena,plain = Arena(),torch.arange(4) if whole else torch.arange(4.)
+    with torch.inference_mode(): x = late(plain)
+    assert x.is_inference()
+    a,b = arena.tap('a'),arena.tap('b')
+    observe(x, a)
+    before = gpu.at_once
+    observe(x, b)
+    with torch.inference_mode(): x.value.add_(1) # which no version tells of
+    observe(x, b)
+    assert gpu.at_once-before==(2 if gpu_kernels() else 0)
+    observe(x, b, scale=2.)
+    with torch.device('cpu'): observe(x, b)
+    assert [r[3]['mean'] for r in rows_of(arena)]==[1.5, 1.5, 2.5, 1.25, 2.5] and not arena.shared and not arena.seen
+    blame(gpu)
+
+
 @pytest.mark.parametrize('stats', ['basic', 'numerics'])
 def test_whole_numbers_are_made_floats_and_read_at_once(gpu, stats):
     "Not where somebody would see it, nor where they are only to be read later, in a list of floats; complex numbers take longer, by their size"

@@ -185,3 +185,11 @@ def test_of_many_tensors_without_values_it_is_said_of_a_few(tmp_path):
     got = [str(w.message) for w in said if 'measured' in str(w.message)]
     assert len(got)==len({*got})==7 and sum('it is a fake tensor' in g for g in got)==6 and sum(g.startswith('More tensors') for g in got)==1
     assert te.recorder.buffer.notices.unmeasurable==3*21+1 and 'it is something else' in got[-1]
+
+
+def test_where_five_tensors_have_no_values_there_are_not_more(recwarn):
+    from torchember.recorder.notices import Notices
+    notices = Notices()
+    for _ in range(3):
+        for i in range(Notices.most_places): notices.failed('model', f'weight_{i}', Unmeasurable('it is a nested tensor'))
+    assert len(recwarn)==5 and not [w for w in recwarn if 'More' in str(w.message)] and notices.unmeasurable==15
