@@ -2,7 +2,7 @@
 
 Each public name is fetched from its room when it is first touched, so that importing torchember loads nothing else."""
 from importlib import import_module
-from sys import _getframe, meta_path
+from sys import _getframe
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -164,14 +164,6 @@ names = { # room -> what a person types of it
 rooms = {name: room for room,found in names.items() for name in found.split()}
 wings = 'state', 'monitor', 'jaxember', 'compat', 'sinks' # which have their names one level down, too
 __all__ = ['__version__', *(n for n in rooms if n!='utils')] # which a star import must not put over yours
-
-
-class Earlier:
-    "Finds a room under the name that it had in an earlier version. Asked last, when there is no such file"
-    def find_spec(name, path=None, target=None):
-        return import_module('.compat.moved', __name__).spec_of(name) if name.startswith('torchember.') else None
-
-meta_path.append(Earlier)
 
 
 def __getattr__(name):
