@@ -17,11 +17,11 @@ endif
 # What the comments beside arguments say goes into the docstrings
 library := nbdev-export && python docs/docstrings.py
 
-.PHONY: all sync update save lint test gpu versions docs check wheel demo bench clean help
+.PHONY: all sync export quick update save lint test gpu versions docs check wheel demo bench clean help
 .NOTPARALLEL:
 all: sync lint test docs # All that a change needs: sync, lint, test and docs
 
-sync update save lint test gpu docs check wheel bench: $(ready)
+sync export quick update save lint test gpu docs check wheel bench: $(ready)
 demo: $(usable)
 
 $(VENV)/.demo: settings.ini setup.py pyproject.toml constraints.txt
@@ -42,6 +42,12 @@ sync: # Write the library and the README from the notebooks, and clean these
 	$(library)
 	nbdev-clean
 	python docs/readme.py
+
+export: # Export the changed notebooks only, in a few seconds: `make export NB=nbs/05_ground/20_record.ipynb` for one
+	python docs/export.py $(NB)
+
+quick: # Export what changed since the last commit, and run its tests, for at most a minute; NB= as in export, or a test file
+	python tests/quick.py $(NB)
 
 update: # Carry what was changed in a module back into its notebook: `make update FNAME=torchember/ember.py` for one
 	python docs/docstrings.py --strip $(FNAME)

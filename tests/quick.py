@@ -1,0 +1,75 @@
+"""Run the tests of the changed files, for at most a minute.
+
+    python tests/quick.py                                  what changed since the last commit
+    python tests/quick.py nbs/05_ground/20_record.ipynb    a notebook, a Python module or a test file
+
+Changed notebooks are exported first. Tests that do not fit into the time are listed with the command that runs them."""
+import os
+import subprocess
+import sys
+import time
+from itertools import zip_longest
+from pathlib import Path
+
+import near
+import pytest
+
+root = Path(__file__).parent.parent
+sys.path.append(str(root/'docs'))
+seconds = float(os.environ.get('QUICK_SECONDS', 55))
+
+
+class TimeLimit:
+    "Pytest plugin: skips the tests that would start after the time limit."
+    def __init__(self, seconds, clock=time.monotonic): self.clock,self.end,self.left_out = clock,clock()+seconds,set()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item):
+        if self.clock()>self.end:
+            self.left_out.add(item.location[0])
+            pytest.skip('no time left')
+
+
+def tests_of_file(name):
+    "Return the tests of a changed file."
+    path = Path(name)
+    if path.parts[0]=='tests': return [name] if path.name.startswith('test_') else []
+    if path.suffix=='.ipynb':
+        module = next((m for m,nb in near.notebooks().items() if nb==name), None)
+        return near.tests_near(module) if module else [name]
+    if path.parts[0]=='torchember' and path.suffix=='.py': return near.tests_near('.'.join(path.relative_to('torchember').with_suffix('').parts))
+    return []
+
+
+def files_in(name):
+    "Return the notebooks of a folder, or the file itself."
+    path = root/name
+    return [str(p.relative_to(root)) for p in sorted(path.glob('*.ipynb'))] if path.is_dir() else [name]*path.exists()
+
+
+def choose(names):
+    "Return the tests of all `names`: first the fastest of each file, then the second of each, and so on."
+    lists = [[f for t in tests_of_file(n) for f in files_in(t)] for n in names]
+    return [*dict.fromkeys(t for turn in zip_longest(*lists) for t in turn if t)]
+
+
+def main(names):
+    from export import changed_files
+    names = names or [f for f in changed_files() if (root/f).exists()]
+    for n in names:
+        if not (root/n).exists(): sys.exit(f"There is no file {n}. Give paths such as nbs/05_ground/20_record.ipynb.")
+    notebooks = [n for n in names if n.endswith('.ipynb')]
+    if notebooks: subprocess.run([sys.executable, 'docs/export.py', *notebooks], cwd=root, check=True)
+    tests = choose(names)
+    if not tests: return print(f"No tests belong to {', '.join(names) or 'the last commit: nothing has changed'}.")
+    print('pytest', *tests, flush=True)
+    limit = TimeLimit(seconds)
+    code = pytest.main(['-q', '-n0', '-m', 'not slow and not release', '-p', 'no:cacheprovider', '-p', 'no:warnings', *tests], plugins=[limit])
+    if limit.left_out: print(f"Not run, as {seconds:g} s were over: make test ARGS='{' '.join(sorted(limit.left_out))}'")
+    return code
+
+
+if __name__=='__main__':
+    os.chdir(root)
+    os.environ['NO_FORKS'] = '1' # starting the fork server takes longer than the few programs of these tests
+    sys.exit(main(sys.argv[1:]))
