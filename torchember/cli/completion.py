@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/95_cli/70_completion.ipynb #95588a3d
 import argparse, re, shlex
 
-from .commands import LazyParser, command, filler, places
+from .commands import LazyParser, command, command_names, filler
 from .terminal import say
 
 # %% ../../nbs/95_cli/70_completion.ipynb #e333b37a
@@ -30,8 +30,9 @@ def positional_at(p, words):
 def candidates(words):
     "What the last of some words may become: those after 'torchember'"
     *before,current = words or ['']
-    name = next((w for w in before if w in places), None)
-    if name is None: return [n for n in (*(n for n,(_,what) in places.items() if what), '--help', '--version') if n.startswith(current)]
+    names = command_names()
+    name = next((w for w in before if w in names), None)
+    if name is None: return [n for n in (*(n for n,text in names.items() if text), '--help', '--version') if n.startswith(current)]
     p,home = LazyParser(),before[before.index('--home')+1] if '--home' in before[:-1] else None
     filler(name)(p)
     asked = p.options.get(before[-1])
