@@ -223,7 +223,7 @@ def test_an_optimizer_that_seemed_to_be_replaced_and_steps():
         by_hand(model, first, batches())
         assert _second
     w = armed(train)
-    assert steps(w.runs[-1])==[0, 1, 2, 3][:len(steps(w.runs[-1]))] and len(steps(w.runs[-1]))>=3 and '0 there are weights' in w.said[-1], w.said
+    assert steps(w.runs[-1])==[0, 1, 2, 3][:len(steps(w.runs[-1]))] and len(steps(w.runs[-1]))>=3 and 'step 0 has only weights' in w.said[-1], w.said
 
 
 class Twice(torch.optim.Optimizer):
@@ -266,7 +266,7 @@ def test_what_the_program_has_armed_is_left_alone():
         with torchEmber(model, opt, name='theirs') as te: by_hand(model, opt, batches())
         assert steps(te)==[0, 1, 2, 3]
     with heard() as warned: w = armed(train)
-    assert not warned and not w.runs and w.said==['Net is armed by the program itself, as the run theirs, and left alone.']
+    assert not warned and not w.runs and w.said==['Net is not recorded again: the program itself records it, as the run theirs.']
 
 
 def test_a_part_that_the_program_has_armed():
@@ -274,7 +274,7 @@ def test_a_part_that_the_program_has_armed():
     def train():
         with torchEmber(model.a, name='theirs'): by_hand(model, momentum(model), batches())
     with heard('watched already') as warned: w = armed(train)
-    assert not warned and not w.runs and 'left alone' in w.said[0]
+    assert not warned and not w.runs and 'not recorded again' in w.said[0]
 
 
 def test_a_closure():
@@ -306,7 +306,7 @@ def test_a_step_whose_forward_nobody_hears():
     with heard('never called') as warned: w = armed(train)
     assert len(warned)==1
     assert {r['ttype'] for r in one(w).t.lines() if r['step']==0}=={'weight', 'weight_grad'} and steps(one(w))==[0, 1, 2, 3]
-    assert 'of step 0 there are weights and their gradients only' in w.said[1]
+    assert 'step 0 has only weights and their gradients' in w.said[1]
 
 
 def test_an_optimizer_that_came_from_a_copy():
@@ -475,7 +475,7 @@ def test_what_cannot_be_armed_trains_all_the_same(monkeypatch):
     assert all(torch.equal(v, weights(plain)[k]) for k,v in weights(model).items())
 
 
-@pytest.mark.parametrize('where', ['models_of', 'trained_by', 'scaler_around', 'ids_of'])
+@pytest.mark.parametrize('where', ['models_of', 'trained_by', 'running_scaler', 'ids_of'])
 def test_a_search_that_fails_is_told_once_and_the_program_trains_on(monkeypatch, where):
     def broken(*args): raise RuntimeError('no')
     def train(model, also):
@@ -495,7 +495,8 @@ def test_a_search_that_fails_is_told_once_and_the_program_trains_on(monkeypatch,
     train(*plain)
     assert all(torch.equal(v, weights(q)[k]) for m,q in zip(models, plain, strict=True) for k,v in weights(m).items())
     told = [s for s in w.said if 'could not be found' in s]
-    assert told==['What the program trains could not be found: RuntimeError: no. Nothing more is armed; torchEmber(model) in the program arms it.'], w.said
+    assert told==['The models of the program could not be found: RuntimeError: no. Nothing more is armed. '
+        'Call torchEmber(model) in the program instead.'], w.said
     assert all(not t.te().armed for t in w.trainings)
     assert nn.Module.__call__ is w.calls.former
 
@@ -611,7 +612,7 @@ def test_a_model_that_is_looked_at_before_it_trains():
 
 def test_an_optimizer_in_the_place_of_one_that_is_gone():
     "It may have the same id"
-    awaited,opt = torchember.trained.Awaited(),momentum(seeded())
+    awaited,opt = torchember.trained.PendingOptimizers(),momentum(seeded())
     awaited.settle([opt])
     awaited.add(opt)
     assert not awaited.settled and awaited.all()==[opt]
@@ -622,9 +623,9 @@ def test_an_optimizer_in_the_place_of_one_that_is_gone():
 def test_its_first_step_is_told_again():
     opt = momentum(seeded())
     with Watched() as w:
-        w.steps.add(id(opt)) # of the one that is gone
-        w.made_one(opt)
-        assert not w.steps and w.made==1
+        w.stepped.add(id(opt)) # of the one that is gone
+        w.on_created(opt)
+        assert not w.stepped and w.created==1
 
 
 def test_names_of_several_processes(monkeypatch):
@@ -632,4 +633,4 @@ def test_names_of_several_processes(monkeypatch):
     monkeypatch.setattr('torchember.recorder.process.rank_and_size', lambda: (1, 2))
     there = {'it', 'other.rank1', 'other.rank0', 'other_2.rank1'}
     monkeypatch.setattr('torchember.store.jsonl.exists', lambda n, home: n in there)
-    assert [Trainings(name=n).name() for n in ('it', 'other', None)]==['it', 'other_3', None]
+    assert [Trainings(name=n).armer.next_name() for n in ('it', 'other', None)]==['it', 'other_3', None]
