@@ -474,7 +474,7 @@ class torchEmber(OwnStatistics, Notes, Views, Arming):
         look_out(t.file)
         if reduce and ranks and not disabled() and (whole := shared(t, rank, world, self.mod_tree())):
             t.whole = whole
-            t.file.audience.add(whole)
+            t.file.listeners.add(whole)
         self.rules = watch_of(t, rules, on_finding, self.recorder) if rules and not rank and not disabled() else None
         self.feeds = [Feed(t, s) for s in sinks] if not rank and not disabled() else []
         self.arm()

@@ -54,7 +54,7 @@ def train(te, m, opt, n=40, wait=None, step=False):
 
 def until_told(te):
     "Wait until the rules have heard all that there is"
-    def wait(i): te.t.barrier(); te.t.file.audience.wait()
+    def wait(i): te.t.barrier(); te.t.file.listeners.wait()
     return wait
 
 
@@ -128,8 +128,8 @@ def test_a_function_is_called_in_another_thread_and_may_fail():
 
 
 def test_a_function_that_hangs_holds_nobody_up(monkeypatch):
-    from torchember.store.listeners import Listening
-    monkeypatch.setattr(Listening, 'patience', .2)
+    from torchember.store.listeners import Listener
+    monkeypatch.setattr(Listener, 'patience', .2)
     go = threading.Event()
     m = model()
     te = ember(m, opt := adam(m), rules='default', on_finding=lambda f: go.wait(60), name='hangs')

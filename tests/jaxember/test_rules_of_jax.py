@@ -133,7 +133,7 @@ def test_who_looks_out_for_what_is_not_finite_is_the_first_that_listens(tmp_path
             for i in range(3):
                 t.intercept(double, jnp.array([1., np.inf if i else 1.]))
                 t.step(w)
-        first = t.t.file.audience.listeners[0].remark()
+        first = t.t.file.listeners.all[0].remark()
     assert [str(x.message).split(': ')[1] for x in said if 'not finite' in str(x.message)]==[first.split(': ')[1].rstrip('.')]
     assert 'step 1, probe x' in first and [s for s,_ in got]==[0, 1, 2] and [r for _,rows in got for r in rows]==t.t.lines()
 

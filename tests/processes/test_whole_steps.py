@@ -173,7 +173,7 @@ def test_what_a_process_says_of_itself_is_sent_when_it_changes(monkeypatch):
     assert sorted(heard)==[(0, 0, ['about', 'paths', 'turn']), (0, 1, ['turn']), (0, 2, ['turn']), (1, 0, ['about', 'paths', 'turn']), (1, 1, ['turn']),
         (1, 2, ['about', 'turn'])]
     assert p.first.sharing.whole.about=={0: about(0), 1: about(1, 4)} and p.first.sharing.whole.paths=={r: ['', 'up'] for r in (0, 1)}
-    for x in (p.first, p.second): x.rest(); x.audience.wait()
+    for x in (p.first, p.second): x.rest(); x.listeners.wait()
 
 
 def test_a_first_process_that_reads_nothing_does_not_fill_the_store(pair):
@@ -253,17 +253,17 @@ def test_all_steps_that_are_left_out_are_counted(monkeypatch):
     done_by(p.first.sharing, p.first.queue.get()) # 7 more wait: nobody waits for the other process
     assert p.first.sharing.left_out==1 and len(p.first.sharing.assembly.waiting[0])==1 and not p.first.sharing.partial
     assert p.first.remark()=='Of the whole, 3 steps came quicker than they could be told of, and were left out.'
-    p.first.audience.wait()
+    p.first.listeners.wait()
 
 
 def test_own_rows_are_told_with_the_lines_of_the_file(monkeypatch):
     p,taken = Pair(monkeypatch),[]
     p.first.sharing.ends('reset by peer')
-    monkeypatch.setattr(p.first.audience, 'take', lambda rows, lines: taken.append((rows, lines)))
+    monkeypatch.setattr(p.first.listeners, 'collect', lambda rows, lines: taken.append((rows, lines)))
     lines = b'{"mean": 1.50, "step": 3}\n'
     p.first.put([], lines); p.second.put([], lines)
     assert taken==[([{'mean': 1.5, 'step': 3}], lines)]
-    p.first.audience.wait()
+    p.first.listeners.wait()
 
 
 # ---- the thread
@@ -281,7 +281,7 @@ class Pair:
         for r in who:
             p = (self.first, self.second)[r]
             p.put([], line_of(row(r, np.arange(4.)+4*r+n, n, **more))+b'\n')
-            if over: p.over()
+            if over: p.end_step()
 
     def settle(self, p=None):
         p = p or self.first
@@ -302,7 +302,7 @@ def pair(monkeypatch):
     p = Pair(monkeypatch)
     yield p
     p.both()
-    for x in (p.first, p.second): x.rest(); x.audience.wait()
+    for x in (p.first, p.second): x.rest(); x.listeners.wait()
 
 
 def test_the_whole_is_told(pair):
@@ -318,7 +318,7 @@ def test_a_replica_that_has_drifted_is_said_once(pair):
         for p,more in (pair.first, 0.), (pair.second, off):
             p.put([], line_of(row(0, np.arange(4.)+more, n, part='dp:R', ttype='weight'))+b'\n')
             if n%2: p.put([], line_of(row(0, np.arange(4.), n, part='dp:R', ttype='buffer'))+b'\n')
-            p.over()
+            p.end_step()
         pair.both()
     for n,off in enumerate([0., 1e-3, 1e-3, 0., 1e-13, 1e-3, 1e-3]): step(n, off)
     assert not pair.said
@@ -434,7 +434,7 @@ def test_a_store_that_hangs_is_not_waited_for_twice(monkeypatch):
     assert time.monotonic()-began<.05
     store.go.set()
     p.second.rest()
-    p.first.audience.wait()
+    p.first.listeners.wait()
 
 
 def test_steps_that_come_too_quick_are_left_out(pair, monkeypatch):
@@ -467,7 +467,7 @@ def test_nobody_listens_any_more(pair):
     pair.step(0); pair.both()
     listening.close()
     pair.step(1); pair.both()
-    assert len(pair.first.audience.listeners)==1 and [s for s,_ in pair.told]==[0, 1]
+    assert len(pair.first.listeners.all)==1 and [s for s,_ in pair.told]==[0, 1]
 
 
 def test_the_thread_ends_with_the_run(monkeypatch):
@@ -480,4 +480,4 @@ def test_the_thread_ends_with_the_run(monkeypatch):
     while any(t and t.is_alive() for t in threads[:1]) and time.monotonic()<end: time.sleep(.01)
     assert not (threads[0] and threads[0].is_alive())
     p.second.rest()
-    p.first.audience.wait()
+    p.first.listeners.wait()

@@ -14,7 +14,7 @@ from torch import nn
 from torchember import emberTracker, torchEmber
 from torchember.store.jsonl import listen_at_once
 from torchember.store.lines import parse
-from torchember.store.listeners import Listening, Pieces
+from torchember.store.listeners import Listener, BoundedQueue
 
 
 class Heard(list):
@@ -153,7 +153,7 @@ def test_a_listener_is_told_what_the_file_has_already(tmp_path):
     for i in range(4):
         step(model)
         te.recorder.close()
-        until(lambda i=i: l.closed or len(seen)>i)
+        until(lambda i=i: l.is_closed or len(seen)>i)
     te.close()
     assert [s[0] for s in seen]==[0, 1] and all(n==m and off for _,n,m,off in seen) and [s[1] for s in seen]==[4, 8]
     assert {r['step']: r.get('seen') for r in te.t.lines()}=={0: None, 1: 0, 2: 1, 3: 1}
@@ -224,8 +224,8 @@ def test_one_that_raises(tmp_path, error):
 
 def test_one_that_hangs(tmp_path, monkeypatch):
     "Training, file and another one go on; who ends the run waits for a while, once, and says it. Its oldest rows are lost when its queue is full"
-    monkeypatch.setattr(Listening, 'patience', .3)
-    monkeypatch.setattr(Pieces, 'most', 3)
+    monkeypatch.setattr(Listener, 'patience', .3)
+    monkeypatch.setattr(BoundedQueue, 'max_pieces', 3)
     model,good,goes_on,got = net(),Heard(),threading.Event(),[]
     te = torchEmber(model, torch.optim.SGD(model.parameters(), .1), ttypes='output', home=tmp_path)
     def hangs(step, rows):
@@ -242,29 +242,29 @@ def test_one_that_hangs(tmp_path, monkeypatch):
         report = te.close()
         took = time.monotonic()-began
     assert same(good, te.t) and good.steps==[*range(8)] and .3<=took<3
-    for what in ('hangs does not get all rows: it is too slow, at step 1', 'hangs has not come back, told of step 0'):
+    for what in ('hangs does not get all rows: it is too slow, at step 1', 'hangs has not returned from its call for step 0'):
         assert sum(what in str(w.message) for w in said)==1
     assert [r for r in report['remarks'] if 'hangs' in r]==[f'{l.name} lost rows of 7 steps: it is too slow (at step 1).'] # 1 to 4, and 5 to 7 that wait
     goes_on.set()
     until(lambda: got==[0, 5, 6, 7]) # what was kept
-    until(lambda: not l.given_up)
-    assert (l.lost, l.pieces.size, len(l.pieces))==(4, 0, 0)
+    until(lambda: not l.hangs)
+    assert (l.lost.count, l.queue.size, len(l.queue))==(4, 0, 0)
     te.close()
 
 
 def test_rows_that_wait_are_bounded_in_bytes(monkeypatch):
     "One piece is told however large it is"
     goes_on,got = threading.Event(),[]
-    l = Listening(lambda step, rows: (got.append((step, len(rows[0]['of']))), goes_on.wait()))
-    l.pieces.most_bytes = 100
+    l = Listener(lambda step, rows: (got.append((step, len(rows[0]['of']))), goes_on.wait()))
+    l.queue.max_bytes = 100
     for i,n in enumerate((5, 60, 60, 300)):
         line = json.dumps({'step': i, 'of': 'x'*n}).encode()
         l.put([line], line+b'\n')
-        if not i: until(lambda: l.busy==0)
+        if not i: until(lambda: l.step==0)
     goes_on.set()
     until(lambda: len(got)==2)
     l.close()
-    assert got==[(0, 5), (3, 300)] and l.lost==2
+    assert got==[(0, 5), (3, 300)] and l.lost.count==2
 
 
 def test_nobody_is_told_any_more(tmp_path):
@@ -273,7 +273,7 @@ def test_nobody_is_told_any_more(tmp_path):
     slow = t.listen(lambda step, rows: (time.sleep(.01), heard(step, rows)))
     for i in range(9): t + {'step': i}
     slow.close(); slow.close()
-    assert heard.steps==[*range(9)] and t.file.audience.listeners==()
+    assert heard.steps==[*range(9)] and t.file.listeners.all==()
     t + {'step': 9}
     t.close()
     assert heard.steps==[*range(9)]
@@ -291,7 +291,7 @@ def test_rows_cost_nothing_when_nobody_listens(tmp_path):
     t = emberTracker('mine', tmp_path)
     t.put(lambda: [{'step': 0}], True)
     t.barrier()
-    assert not t.file.audience.untold and not t.file.audience.listeners
+    assert not t.file.listeners.pieces and not t.file.listeners.all
 
 
 def test_a_disk_that_refuses(tmp_path):
@@ -337,10 +337,10 @@ def test_the_end_of_the_interpreter(tmp_path):
 def test_the_end_of_the_interpreter_does_not_wait_for_one_that_hangs(tmp_path):
     began = time.monotonic()
     code,out,err = run(program+"""
-    from torchember.store.listeners import Listening
-    Listening.patience = .5
+    from torchember.store.listeners import Listener
+    Listener.patience = .5
     te.t.listen(lambda step, rows: threading.Event().wait(), 'hangs'); te.t.listen(say); train(3)""", tmp_path)
-    assert (code, out)==(0, '0:1 1:1 2:1 ') and 'hangs has not come back, told of step 0' in err and time.monotonic()-began<60
+    assert (code, out)==(0, '0:1 1:1 2:1 ') and 'hangs has not returned from its call for step 0' in err and time.monotonic()-began<60
     assert [r['step'] for r in emberTracker('r', tmp_path).lines()]==[0, 1, 2]
 
 
@@ -391,10 +391,10 @@ def test_the_file_is_the_first(tmp_path):
 
 
 def test_steps_are_counted_that_lost_rows_and_not_pieces():
-    l = Listening(lambda step, rows: 1/0)
+    l = Listener(lambda step, rows: 1/0)
     for i in (0, 0, 1, None, None, 2, 2): l.put([{'step': i}], json.dumps({'step': i}).encode()+b'\n')
     l.close()
-    assert l.lost==4 and 'lost rows of 4 steps: ZeroDivisionError' in l.remark()
+    assert l.lost.count==4 and 'lost rows of 4 steps: ZeroDivisionError' in l.remark()
 
 
 def test_steps_that_passes_ended_are_written_in_their_order(tmp_path):

@@ -303,7 +303,7 @@ def test_which_view_of_a_run_is_made(tmp_path, monkeypatch):
     del te
     assert not gone.goes_on()
     for v in made: v.rows.end()
-    assert t.file.audience.listeners==()
+    assert t.file.listeners.all==()
     for every in (0, True, '2', -1, None, float('nan')):
         with pytest.raises(ValueError, match='every is a number'): live(t, every=every)
     with pytest.raises(TypeError, match='not an int'): live(3)

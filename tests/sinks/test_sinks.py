@@ -106,7 +106,7 @@ def test_a_sink_that_never_works_is_left_alone_after_a_while(tmp_path):
 @pytest.mark.filterwarnings('ignore:torchember')
 def test_nobody_waits_for_a_sink_that_hangs(tmp_path, monkeypatch):
     monkeypatch.setattr(Feed, 'patience', .2)
-    monkeypatch.setattr('torchember.store.listeners.Listening.patience', .2)
+    monkeypatch.setattr('torchember.store.listeners.Listener.patience', .2)
     stop = threading.Event()
     began = time.monotonic()
     _,report = train(tmp_path, sinks=lambda step, numbers: stop.wait(60))
@@ -317,7 +317,7 @@ def test_each_target_is_sent_all(tmp_path):
 @pytest.mark.filterwarnings('ignore:torchember')
 def test_a_sink_that_hangs_is_not_called_from_elsewhere(tmp_path, monkeypatch):
     monkeypatch.setattr(Feed, 'patience', .2)
-    monkeypatch.setattr('torchember.store.listeners.Listening.patience', .2)
+    monkeypatch.setattr('torchember.store.listeners.Listener.patience', .2)
     stop,calls = threading.Event(),[]
     train(tmp_path, sinks=lambda step, numbers: (calls.append(step), stop.wait(60)))
     assert calls==[0]

@@ -197,15 +197,15 @@ class RuleWatch:
         self.fresh = self.asked = False # whether there is more than at the last look; whether one is coming
         self.expected = Expected(tupled) # what the rows are like: those of the next look are read sooner
         self.alarm,self.recording = alarm,recording or (lambda: t.file.seconds)
-        self.listening = listen_to_run(t, self.hear, 'rules of health', given=lambda lines: lines, sift=self.keep)
+        self.listening = listen_to_run(t, self.hear, 'rules of health', convert=lambda lines: lines, accepts=self.keep)
 
     seconds = property(lambda self: self.pace.took, doc="CPU time that looking took")
 
-    def keep(self, rows, lines): # `Listening.sift`
+    def keep(self, rows, lines): # `Listener.accepts`
         """Keep a piece of a step, and say whether it is time to look. By who writes
 
         Returns:
-            `Listening.sift`
+            `Listener.accepts`
         """
         with self.adding:
             self.kept.add((rows[0] if isinstance(rows[0], dict) else load_row(rows[0])).get('step'), lines)
@@ -274,7 +274,7 @@ class RuleWatch:
 
     def close(self):
         "Look for the last time, and listen no more"
-        if self.listening.closed: return
+        if self.listening.is_closed: return
         self.listening.close()
         self.hear(None, b'')
         self.t.file.barrier()

@@ -241,7 +241,7 @@ class Feed:
         self.ended = True
         open_feeds.discard(self)
         self.listening.close()
-        if self.listening.given_up: return
+        if self.listening.hangs: return
         last = threading.Thread(target=self.finish, name=f'torchember-{self.name}-end', daemon=True)
         try: last.start()
         except RuntimeError: return self.finish() # the interpreter ends
@@ -250,7 +250,7 @@ class Feed:
 
     def remarks(self):
         "What to say in the end: a list of sentences"
-        if self.why is None and not self.listening.given_up: return []
+        if self.why is None and not self.listening.hangs: return []
         return [f"{self.name} was not told of all steps ({self.why or 'it has not come back'}): {self.later} sends what is missing."]
 
 open_feeds = weakref.WeakSet()

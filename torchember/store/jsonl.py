@@ -18,7 +18,7 @@ from ..ground.record import line_of, lines_of, load_row, unmarkable
 from .anywhere import entries, file_size, file_there, is_there, is_url, opened, regular
 from torchember.store.base import (check_writable, facts, folder, local_only, not_through, now, portable_name, read_meta, replace, run_name, safe_name,
     write_meta)
-from .listeners import AtOnce, Audience, Listening, cause
+from .listeners import DirectListener, Listener, Listeners, running
 from .older import first_lines, is_first, is_older, older_blocks
 from .lines import blocks_of, longest_line, parse, parsed
 from .parts import blocks_of_run, group_beside, held, now_in
@@ -325,12 +325,12 @@ class Certain:
     def settle(self):
         "Wait, but not for long, until the listeners were told of all that is in the file"
         if not self.ours: return
-        self.audience.wait()
+        self.listeners.wait()
         self.remarks.tell() # what went wrong
 
     def remarked(self):
         "What the listeners have to say in the end, a sentence each"
-        return self.audience.remarks() if self.ours else []
+        return self.listeners.remarks() if self.ours else []
 
     def finish(self):
         "The run is over, for now: what is still to be Parquet is made so"
@@ -355,7 +355,7 @@ class Log(Certain):
         self.remarks = Remarks()
         self.note = self.remarks.note
         self.batches,self.disk,self.step = Batches(self.note),LogFile(path, fresh, exact, fsync=='step', self.note),LatestStep()
-        self.audience = Audience(self.note)
+        self.listeners = Listeners(self.note)
         self.rotation = Rotation(self.note, group_beside(ranks)) if store=='parquet' else None
         self.fsync,self.first = fsync,first # first: to be called once there are rows
         self.io,self.queued,self.busy = self.disk.lock,False,False
@@ -376,7 +376,7 @@ class Log(Certain):
         "Queue rows. Returns at once"
         if not self.ours: return self.foreign()
         live.add(self) # one that is only read has nothing to settle
-        self.batches.put(rows, close, joins, by, cause.listeners)
+        self.batches.put(rows, close, joins, by, running.listeners)
         if here: writer.empty(self)
         if here and not self.batches: return # otherwise it was being written, by whom this call has interrupted
         if len(self.batches)>self.bound: writer.empty(self)
@@ -396,7 +396,7 @@ class Log(Certain):
                 while self.batches:
                     for batch in self.batches.take(): self.take(*batch)
                 if insist or not self.refusal or time.monotonic()>=self.again: self.write(insist)
-                self.audience.tell()
+                self.listeners.notify()
             finally:
                 self.busy = False
                 self.seconds += time.thread_time()-began # not the clock: while the disk is waited for, the training goes on
@@ -407,9 +407,9 @@ class Log(Certain):
         "One batch is made lines of"
         if data:
             if joins is not None: self.step.add(data, joins)
-            self.audience.take(rows, data, listeners)
+            self.listeners.collect(rows, data, listeners)
             self.disk.add(data, len(rows))
-        if close: self.step.closed = True; self.audience.over()
+        if close: self.step.closed = True; self.listeners.end_step()
 
     def write(self, now):
         "Bring the files up to date, or say why that cannot be"
@@ -460,19 +460,19 @@ class Log(Certain):
 # %% ../../nbs/30_store/10_jsonl.ipynb #9f9020b6
 def listen_to(
     log, # `Log`
-    f, name:str|None=None, # As `Listening` has them
+    f, name:str|None=None, # As in `Listener`
     **kwargs # `given`, as it has it
-) -> Listening:
+) -> Listener:
     "Tell `f` of all that the log takes from now on"
-    def remove(listening):
+    def remove(listener):
         log.barrier()
-        with log.io: log.audience.remove(listening)
+        with log.io: log.listeners.remove(listener)
     with log.io:
         log.drain(True)
-        listening = Listening(f, name, lambda what: say_soon(log, what), remove, **kwargs)
-        listening.since = held(log.path)['lines']+log.disk.size_there if log.disk.there else 0
-        log.audience.add(listening)
-    return listening
+        listener = Listener(f, name, lambda text: say_soon(log, text), remove, **kwargs)
+        listener.since = held(log.path)['lines']+log.disk.size_there if log.disk.there else 0
+        log.listeners.add(listener)
+    return listener
 
 def listen_to_run(t, f, name=None, per_rank=False, **kwargs): # as `tracker.listen` and `listen_to` have them
     "The same of a run: the rows of the whole where they are known"
@@ -486,9 +486,9 @@ def say_soon(log, what):
 
 def listen_at_once(
     log, # `Log`
-    f, remark # As `AtOnce` has them
+    f, remark # As in `DirectListener`
 ):
-    with log.io: log.audience.add(AtOnce(f, remark))
+    with log.io: log.listeners.add(DirectListener(f, remark))
 
 # %% ../../nbs/30_store/10_jsonl.ipynb #994436a3
 def settle(
@@ -859,7 +859,7 @@ class tracker(Appended):
         f, # Function of a step's number, None for rows of no step, and of a list of rows, dicts: called in a thread of its own, when the file has them
         name:str|None=None, # What to call it, when something is wrong
         per_rank:bool=False # With `reduce='step'`, on the first process: the rows of this process, and not those of the whole
-    ) -> Listening: # Its `close()` ends that
+    ) -> Listener: # Its `close()` ends that
         """Tell `f` of all rows that the log gets from now on: the open step's, too. Nobody waits for it, and what it raises harms nobody
 
         Args:

@@ -288,7 +288,7 @@ class RowsTold:
     ):
         self.t,self.goes_on,self.path = weakref.ref(t),goes_on,path_of_run(t)
         self.new,self.n,self.lock = [],0,threading.Lock() # pieces, and their lines
-        self.listening = listen_to_run(t, self, 'live', given=bytes)
+        self.listening = listen_to_run(t, self, 'live', convert=bytes)
 
     def __call__(self, step, lines):
         if step is None: return # it cannot be shown
