@@ -301,14 +301,14 @@ def hook_compiled(named, key, ttype):
 
 # %% ../../nbs/10_capture/20_forward.ipynb #5d2e8f06
 def compiled_hook(key, ttype, n):
-    def hook(g):
-        compiled.graded([g.detach()], key, ttype, [n])
+    def hook(g): # g: None where the backward brings no gradient. No `if` here: Dynamo traces the hook once, for a tensor
+        compiled.graded([g], key, ttype, [n])
         return g # as `capture.backward.gradient_hook` does
     return hook
 
 def compiled_hook_once(key, ttype, n, x):
     def hook(g): # on a leaf, which outlives the pass
-        compiled.graded([g.detach()], key, ttype, [n])
+        compiled.graded([g], key, ttype, [n])
         if not torch.compiler.is_compiling(): let_go(x)
         return g
     return hook

@@ -182,9 +182,9 @@ class GradWatch:
         "The summaries of what is in `p.grad` now"
         return [read(p.grad) for p in self.params if p.grad is not None]
 
-def saw(watch, i, grad):
+def saw(watch, i, grad): # grad: None where the backward brings no gradient to the parameter
     w = watch()
-    if w is None or not w.on: return
+    if w is None or not w.on or grad is None: return
     w.twice |= i in w.seen
     w.seen.add(i)
     w.vectors.append(read(grad))
