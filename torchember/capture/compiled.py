@@ -61,6 +61,8 @@ def effect(
     token = token and thread_token(op, lib)
     if not token: torch.fx.node.has_side_effect(op)
     torch.library.register_fake(f'torchember::{name}', lambda xs, key, *rest: found(op, token), lib=lib)
+    if hasattr(torch.library, 'register_vmap'): # in torch 2.5 and later
+        torch.library.register_vmap(f'torchember::{name}', lambda info, dims, *args: (op(*args), None), lib=lib)
     return op
 
 def found(op, token):
