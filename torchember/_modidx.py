@@ -4177,6 +4177,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'torchember/measure/summary.py'),
                                             'torchember.measure.summary.Parts.__init__': ( '20_measure/summary.html#parts.__init__',
                                                                                            'torchember/measure/summary.py'),
+                                            'torchember.measure.summary.Parts.added': ( '20_measure/summary.html#parts.added',
+                                                                                        'torchember/measure/summary.py'),
                                             'torchember.measure.summary.Parts.ends': ( '20_measure/summary.html#parts.ends',
                                                                                        'torchember/measure/summary.py'),
                                             'torchember.measure.summary.Parts.known': ( '20_measure/summary.html#parts.known',

@@ -432,17 +432,24 @@ def test_ranks(tmp_path):
         for g in got: assert g[str(micros)]==pytest.approx(ns.estimate.dict(), rel=1e-3, nan_ok=True)
 
 
-def test_a_parameter_that_gets_no_gradient_counts_for_nothing():
+class WithEmpty(Scaled):
+    "A parameter without elements"
+    def __init__(self): nn.Module.__init__(self); self.net,self.scale = mlp(),nn.Parameter(torch.empty(0))
+    def forward(self, x): return self.net(x)+self.scale.sum()
+
+
+@pytest.mark.parametrize('kind', [Scaled, WithEmpty])
+def test_a_parameter_without_gradient_or_without_elements_counts_for_nothing(kind):
     "Both estimates are those of the model without this parameter"
     got = []
-    for kind in (Scaled, mlp):
+    for make in (kind, mlp):
         torch.manual_seed(0)
-        model = kind()
+        model = make()
         with NoiseScale(model, 4) as ns:
             for _ in range(2):
                 accumulate(ns, model, (loss_of(model) for _ in range(4)))
                 got.append(ns.step())
-        assert all(p.grad is None for n,p in model.named_parameters() if n=='scale')
+        assert all(p.grad is None for n,p in model.named_parameters() if n=='scale' and p.numel())
         torch.manual_seed(1)
         got.append(noise_scale(model, lambda: loss_of(model), 4, num_iters=3, num_average=2)) # noqa: B023
     for a,b in zip(got[:3], got[3:], strict=True): assert (a.grad_sq, a.trace, a.count)==(b.grad_sq, b.trace, b.count)
