@@ -6,7 +6,7 @@
 __all__ = ['grad_of', 'Parameters', 'measure_unclipped', 'say_if_changed', 'Known', 'every_parameter']
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #d02f7b85
-import inspect
+import inspect, weakref
 
 import torch
 from torch import nn
@@ -28,8 +28,44 @@ def own_parameters(
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #d6e86a10
 def grad_of(p):
-    "The gradient of a parameter; of what is no leaf torch warns when it is asked"
+    "Return the gradient of a parameter, or None. Torch warns where `grad` of a tensor that is no leaf is read"
     return p.grad if p.is_leaf or p.retains_grad else None
+
+# %% ../../nbs/40_recorder/30_parameters.ipynb #3e1a0f12
+class Arrivals:
+    "Knows the gradients that were there before: those of a frozen parameter have no row"
+    def __init__(self):
+        self.frozen = {} # (id of a `moduleTrack`, name) of a frozen parameter -> weak reference to the gradient that is left there, or None
+        self.left = {} # the same of a trained parameter -> weak reference to the gradient from before the run, and its version
+
+    def arming(self, parameters): # parameters: as `Parameters.each` gives them
+        "Note the gradients from before the run"
+        for st,_,n,p in parameters:
+            grad = grad_of(p)
+            if not p.requires_grad: self.frozen[st.track.id, n] = reference(grad)
+            elif grad is not None: self.left[st.track.id, n] = reference(grad),version(grad)
+
+    def gradient(self, st, n, p):
+        "Return the gradient of a parameter, or None where there is none, or only one that was left"
+        grad = p.grad if p.is_leaf or p.retains_grad else None # as `grad_of`, without a call for each row
+        if p.requires_grad:
+            if self.frozen: self.frozen.pop((st.track.id, n), None) # trained again
+            return grad
+        key = st.track.id,n
+        if key not in self.frozen: self.frozen[key] = reference(grad) # frozen since the last look
+        was = self.frozen[key]
+        return None if grad is None or was is not None and was() is grad else grad
+
+    def has_come(self, st, n, grad):
+        "Return True if a gradient is another than before the run"
+        was = self.left.get((st.track.id, n))
+        if was is None: return True
+        if was[0]() is grad and was[1]==version(grad): return False
+        del self.left[st.track.id, n]
+        return True
+
+def reference(grad): return None if grad is None else weakref.ref(grad)
+def version(x): return None if x.is_inference() else x._version
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #1788e9fd
 def below(state, states):
@@ -57,6 +93,7 @@ class Parameters:
         self.seen = set() # parameters of this step: their ids, and where they are, since a sharded one is another tensor during a forward than after
         self.hint = ZeroGradHint()
         self.known = Known(ttypes, tell)
+        self.arrivals = Arrivals()
 
     def is_new(self, state, name, p):
         "Whether this step has not measured the parameter; from now on it has"
@@ -82,9 +119,9 @@ class Parameters:
         some = []
         for st,i,n,p in which:
             if 'weight' in ttypes: some.append((st, 'weight', f'weight_{i}', n, p))
-            if 'weight_grad' in ttypes and (grad := grad_of(p)) is not None:
+            if 'weight_grad' in ttypes and (grad := self.arrivals.gradient(st, n, p)) is not None:
                 some.append((st, 'weight_grad', f'grad_{i}', n, grad))
-                self.known.got.add((st.track.path, n))
+                if not self.arrivals.left or self.arrivals.has_come(st, n, grad): self.known.got.add((st.track.path, n))
                 self.hint.found = self.hint.in_step = True
         self.buffer.measure_together(some, scale, replace)
 
@@ -164,7 +201,7 @@ def measure_unclipped(
     wanted:set, # ids of those that are about to be clipped
     scale=None # What gradients are multiplied by
 ):
-    """Gradients as they are before they are clipped; of several times in a step the last
+    """Measure gradients before they are clipped; of several times in a step the last counts
 
     Args:
         parameters: `Parameters`
@@ -173,7 +210,7 @@ def measure_unclipped(
     """
     parameters.buffer.forget_seen()
     for st,i,n,p in parameters.each(wanted):
-        if (grad := grad_of(p)) is not None:
+        if (grad := parameters.arrivals.gradient(st, n, p)) is not None:
             parameters.buffer.measure(st, 'unclipped_grad', f'grad_{i}', grad, n, scale=scale, once=True, replace=True)
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #f19bc368

@@ -16,7 +16,7 @@ from ..ground.record import flowing
 from .buffers import Buffers
 from .gradients import Gradients
 from .optimizer import Updates
-from .parameters import Parameters, grad_of, say_if_changed
+from .parameters import Arrivals, Parameters, grad_of, say_if_changed
 
 # %% ../../nbs/40_recorder/75_sources.ipynb #50a7ce01
 def who_measures(ttypes):
@@ -25,6 +25,8 @@ def who_measures(ttypes):
     return [getattr(import_module(f"torchember.recorder.{room}"), name) for room,name in (n.split('.') for n in names)]
 
 # %% ../../nbs/40_recorder/75_sources.ipynb #962f1907
+def as_parameter(root, name, x): return root, 0, ('variable', name), x # as `Parameters.each` has parameters
+
 class AtStepEnd:
     "What of a model is complete when a step ends: gradients, buffers, and tensors that are in no module"
     def complete(self, optimizer, scale):
@@ -61,7 +63,7 @@ class AtStepEnd:
         root = self.states[0]
         for n,x in self.variables.items():
             if 'weight' in self.ttypes: self.buffer.measure(root, 'weight', n, x, n, once=True, replace=True)
-            if 'weight_grad' in self.ttypes and (grad := grad_of(x)) is not None:
+            if 'weight_grad' in self.ttypes and (grad := self.parameters.arrivals.gradient(root, ('variable', n), x)) is not None:
                 self.buffer.measure(root, 'weight_grad', n, grad, n, once=True, replace=True)
 
     def again(self):
@@ -120,6 +122,8 @@ class Sources(AtStepEnd):
         "These are the states of the armed modules now; none when the model is not armed"
         if not states: self.note_parameters()
         self.states = self.parameters.states = states
+        self.parameters.arrivals = Arrivals()
+        self.parameters.arrivals.arming([*self.parameters.each(), *(as_parameter(states[0], *v) for v in self.variables.items() if states)])
         if states: self.note_parameters()
         else: self.sampled = []
 
@@ -153,6 +157,7 @@ class Sources(AtStepEnd):
             x: a tensor that is in no module; None ends it
         """
         self.variables.pop(name, None) if x is None else self.variables.update({name: x})
+        if x is not None and self.states: self.parameters.arrivals.arming([as_parameter(self.states[0], name, x)])
 
     # ---- a pass
 
