@@ -709,3 +709,53 @@ def test_a_probe_inside_vmap():
         compiled(torch.vmap(model), 'aot_eager')(x)
         row, = (r for r in plain(te) if r['ttype']=='probe')
     assert row['shape']==[5, 3] and row['mean']==pytest.approx(2*x.mean().item(), rel=1e-5)
+
+
+# ---- several passes before te.step()
+
+def accumulated(how, order, kind=twelve, steps=2, passes=2, backend='aot_eager'):
+    "Steps of several passes, which only `te.step()` ends; `order`: when the backwards run"
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(*list(kind())[:2])
+    with torchEmber(model, ttypes=ALL, stats='full', on_error='raise') as te:
+        f = compiled(model, backend) if how=='whole' else model
+        for b in model if how=='blocks' else (): b.compile(backend=backend)
+        for _ in range(steps):
+            losses = []
+            for _ in range(passes):
+                losses.append(f(torch.randn(5, 4, requires_grad=True)).square().sum())
+                if order=='each': losses[-1].backward()
+            if order=='sum': sum(losses).backward()
+            if order=='after': [loss.backward() for loss in losses]
+            te.step()
+            with torch.no_grad():
+                for p in model.parameters(): p -= .01*p.grad
+            model.zero_grad()
+        return plain(te)
+
+
+@needs_hooks
+@pytest.mark.parametrize('how', ['whole', 'blocks'])
+@pytest.mark.parametrize('order', ['each', 'sum', 'after'])
+def test_passes_before_the_first_te_step(how, order):
+    "In the first step, too, gradients of all passes are merged as in eager mode; the second step has the same rows as the first"
+    want,got = accumulated('eager', order),accumulated(how, order)
+    same_rows(want, got)
+    of = [[(r['module'], r['ttype'], r['tname'], r['call'], r['shape'], r['numel']) for r in got if r['step']==i] for i in range(2)]
+    assert sorted(of[0], key=str)==sorted(of[1], key=str) and all('backward' not in r for r in got)
+
+
+def test_the_gradient_of_an_input_in_a_pass_before_the_first_te_step():
+    "The input is a leaf: its hook stays until the step is over. The row has both passes"
+    model = nn.Linear(3, 2)
+    with torchEmber(model, ttypes=('input_grad',), stats='full') as te:
+        for _ in range(2):
+            xs = [torch.randn(5, 3, requires_grad=True) for _ in range(2)]
+            sum(model(x).square().sum() for x in xs).backward()
+            te.step()
+            with torch.no_grad(): model.weight -= .01
+        rows = plain(te)
+    assert [(r['step'], r['numel']) for r in rows]==[(0, 30), (1, 30)]
+    assert rows[1]['l1']==pytest.approx(sum(x.grad.abs().sum().item() for x in xs), rel=1e-5)
+    assert not any(x._backward_hooks for x in xs)
