@@ -237,6 +237,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                         'torchember/capture/forward.py'),
                                             'torchember.capture.forward.refuse': ( '10_capture/forward.html#refuse',
                                                                                    'torchember/capture/forward.py'),
+                                            'torchember.capture.forward.refuse_scripting': ( '10_capture/forward.html#refuse_scripting',
+                                                                                             'torchember/capture/forward.py'),
                                             'torchember.capture.forward.states_of': ( '10_capture/forward.html#states_of',
                                                                                       'torchember/capture/forward.py'),
                                             'torchember.capture.forward.sums': ( '10_capture/forward.html#sums',

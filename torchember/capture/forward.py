@@ -176,6 +176,7 @@ class Patch:
         if own: known[own] = self.names,self.rest
         self.key = compiled.new_key(self)
         self.laid = {KEY: self, 'forward': types.MethodType(in_place_of(own or self.former, self.former, self.function), module)}
+        if not isinstance(module, torch.jit.ScriptModule): self.laid['__prepare_scriptable__'] = types.MethodType(refuse_scripting, module)
         self.hear([])
 
     def hear(self, states):
@@ -526,6 +527,10 @@ def patch_of(m, known):
     return patch
 
 def refuse(): raise TypeError(refused) # `nn.DataParallel`
+
+def refuse_scripting(module): # `torch.jit.script` calls this first, before it compiles anything
+    raise TypeError(f"torch.jit.script compiles the source of `forward`, and torchember has replaced the `forward` of this {type(module).__name__} "
+        "while the model is recorded. Stop the recording (model.disarm(), Monitor.close(), Activations.remove()), script the model, and arm the model again.")
 
 # %% ../../nbs/10_capture/20_forward.ipynb #212fd520
 def states_of(
