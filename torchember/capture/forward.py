@@ -66,6 +66,12 @@ class State:
         lift(m, self.laid)
         if not patch.states: lift(m, patch.laid)
 
+    def move(self, track, watched):
+        "Note that the module has another place in the model. Its rows have the new name"
+        if track.name!=self.track.name: self.taps = {}
+        changed,self.track,self.watched = watched!=self.watched,track,watched
+        if changed: self.patch.hear(self.patch.states)
+
     def tensors(self, what, f, *args):
         try: return f(*args)
         except Exception as e: return self.lost(what, e)

@@ -164,8 +164,9 @@ class Pipe(StepEnd):
         new = steps.begin(path, phase, weights, joins)
         if not self.gate.on: return
         if new:
-            self.buffer.begin_pass(sum(steps.passes.values())-1)
-            self.sources.say_if_changed()
+            n = sum(steps.passes.values())-1
+            if not n: self.sources.look_for_changes()
+            self.buffer.begin_pass(n)
         self.buffer.in_micro(steps.micro)
 
     def stop_if_told(self):
