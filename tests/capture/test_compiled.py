@@ -645,3 +645,117 @@ def test_twelve_kinds_of_blocks():
     want,got = (train(make, lambda: torch.randn(3, 2), how, **OPTIONS) for how in ('eager', 'blocks'))
     assert got.graphs==12
     same_training(want, got)
+
+
+# ---- vmap
+
+def over_samples(model): return torch.vmap(model)
+def over_columns(model): return torch.vmap(model, in_dims=1, out_dims=1)
+def nested(model): return torch.vmap(torch.vmap(model))
+
+
+def beside_a_plain_tensor(model):
+    f = torch.vmap(lambda x, y: model(x)+y, (0, None))
+    return lambda x: f(x, torch.ones(2))
+
+
+def gradient_of_each_sample(model):
+    params = {n: p.detach() for n,p in model.named_parameters()}
+    f = torch.vmap(torch.func.grad(lambda p, x: torch.func.functional_call(model, p, (x,)).sum()), (None, 0))
+    return lambda x: sum(g.sum() for g in f(params, x).values())
+
+
+def vmapped(wrap, backend, ttypes):
+    "Two steps of a function of an armed model: what it returns, and its rows"
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model,x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)),torch.randn(3, 4)
+    x = torch.randn(2, 3, 4) if wrap in (over_columns, nested) else x
+    with torchEmber(model, ttypes=ttypes, on_error='raise') as te:
+        f = wrap(model) if backend is None else compiled(wrap(model), backend, fullgraph=True)
+        for _ in range(2):
+            out = f(x)
+            if out.requires_grad: out.square().sum().backward()
+            te.step()
+        return out.detach(), plain(te)
+
+
+@needs_hooks
+@pytest.mark.parametrize('wrap,backend', [*((w, b) for w in (over_samples, over_columns, nested, beside_a_plain_tensor) for b in ('eager', 'aot_eager')),
+    pytest.param(over_samples, 'inductor', marks=pytest.mark.slow)])
+def test_vmap_of_an_armed_model(wrap, backend):
+    "Rows are those of eager mode: of all samples together"
+    (a,want),(b,got) = vmapped(wrap, None, ALL),vmapped(wrap, backend, ALL)
+    assert torch.allclose(a, b, rtol=1e-5)
+    same_rows(want, got, TOL[backend] or 1e-6)
+    assert {r['ttype'] for r in got}=={'input', 'output', 'weight', 'weight_grad'}
+
+
+@pytest.mark.parametrize('backend', ['eager', 'aot_eager'])
+def test_vmap_of_the_gradient_of_an_armed_model(backend):
+    (a,want),(b,got) = (vmapped(gradient_of_each_sample, how, ('input', 'output', 'weight')) for how in (None, backend))
+    assert torch.allclose(a, b, rtol=1e-5)
+    same_rows(want, got, 1e-6)
+
+
+def test_a_probe_inside_vmap():
+    "The probe has the values of all samples"
+    class Net(nn.Module):
+        def __init__(self): super().__init__(); self.l = nn.Linear(3, 2)
+        def forward(self, x): return self.ember[0].probe('twice', 2*x).sum()+self.l(x).sum()
+    model,x = Net(),torch.randn(5, 3)
+    with torchEmber(model, on_error='raise') as te:
+        model.ember = [te]
+        compiled(torch.vmap(model), 'aot_eager')(x)
+        row, = (r for r in plain(te) if r['ttype']=='probe')
+    assert row['shape']==[5, 3] and row['mean']==pytest.approx(2*x.mean().item(), rel=1e-5)
+
+
+# ---- several passes before te.step()
+
+def accumulated(how, order, kind=twelve, steps=2, passes=2, backend='aot_eager'):
+    "Steps of several passes, which only `te.step()` ends; `order`: when the backwards run"
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(*list(kind())[:2])
+    with torchEmber(model, ttypes=ALL, stats='full', on_error='raise') as te:
+        f = compiled(model, backend) if how=='whole' else model
+        for b in model if how=='blocks' else (): b.compile(backend=backend)
+        for _ in range(steps):
+            losses = []
+            for _ in range(passes):
+                losses.append(f(torch.randn(5, 4, requires_grad=True)).square().sum())
+                if order=='each': losses[-1].backward()
+            if order=='sum': sum(losses).backward()
+            if order=='after': [loss.backward() for loss in losses]
+            te.step()
+            with torch.no_grad():
+                for p in model.parameters(): p -= .01*p.grad
+            model.zero_grad()
+        return plain(te)
+
+
+@needs_hooks
+@pytest.mark.parametrize('how', ['whole', 'blocks'])
+@pytest.mark.parametrize('order', ['each', 'sum', 'after'])
+def test_passes_before_the_first_te_step(how, order):
+    "In the first step, too, gradients of all passes are merged as in eager mode; the second step has the same rows as the first"
+    want,got = accumulated('eager', order),accumulated(how, order)
+    same_rows(want, got)
+    of = [[(r['module'], r['ttype'], r['tname'], r['call'], r['shape'], r['numel']) for r in got if r['step']==i] for i in range(2)]
+    assert sorted(of[0], key=str)==sorted(of[1], key=str) and all('backward' not in r for r in got)
+
+
+def test_the_gradient_of_an_input_in_a_pass_before_the_first_te_step():
+    "The input is a leaf: its hook stays until the step is over. The row has both passes"
+    model = nn.Linear(3, 2)
+    with torchEmber(model, ttypes=('input_grad',), stats='full') as te:
+        for _ in range(2):
+            xs = [torch.randn(5, 3, requires_grad=True) for _ in range(2)]
+            sum(model(x).square().sum() for x in xs).backward()
+            te.step()
+            with torch.no_grad(): model.weight -= .01
+        rows = plain(te)
+    assert [(r['step'], r['numel']) for r in rows]==[(0, 30), (1, 30)]
+    assert rows[1]['l1']==pytest.approx(sum(x.grad.abs().sum().item() for x in xs), rel=1e-5)
+    assert not any(x._backward_hooks for x in xs)

@@ -6,7 +6,7 @@ import torch
 from models import mlp, x
 from torch import nn
 
-from torchember import torchEmber
+from torchember import Monitor, from_activation, torchEmber
 
 
 def test_wrapped_while_armed_and_armed_again():
@@ -81,3 +81,32 @@ def test_a_statistic_that_writes():
     def careless(tensor): return {'m': tensor.abs_().max()}
     with pytest.warns(UserWarning, match='careless changed the tensor in place'): model(-x())
     te.close()
+
+
+@pytest.mark.parametrize('arm,stop', [(torchEmber, lambda a: a.disarm()), (from_activation, lambda a: a.remove()),
+    (lambda m: Monitor(m, {'0': ['InputMean']}), lambda a: a.close())], ids=['ember', 'activations', 'monitor'])
+@pytest.mark.filterwarnings('ignore::DeprecationWarning')
+def test_scripting_an_armed_model_gives_one_sentence(arm, stop):
+    "The error says what happened and what to do, and leaves nothing behind: the model can be scripted afterwards"
+    class Own(nn.Module):
+        def __init__(self): super().__init__(); self.l = nn.Linear(4, 2)
+        def forward(self, x): return self.l(x)
+    inp = x()
+    for model in (nn.Sequential(nn.Linear(4, 2)), nn.Sequential(Own())):
+        armed,want = arm(model),model(inp)
+        for m in (model, model[0], nn.Sequential(model, nn.ReLU())):
+            with pytest.raises(TypeError, match=r'torch.jit.script compiles the source .* of this (Sequential|Linear|Own) .*disarm\(\).*script the model'):
+                torch.jit.script(m)
+        traced = torch.jit.trace(model, inp)
+        stop(armed)
+        assert '__prepare_scriptable__' not in model.__dict__ and not hasattr(model, '__prepare_scriptable__')
+        scripted = torch.jit.script(model)
+        assert torch.equal(scripted(inp), want) and torch.equal(traced(inp), want)
+
+
+@pytest.mark.filterwarnings('ignore::DeprecationWarning')
+def test_a_scripted_part_of_an_armed_model_can_be_scripted_again():
+    part = torch.jit.script(nn.Linear(4, 2))
+    with torchEmber(part):
+        inp = x()
+        assert torch.equal(torch.jit.script(nn.Sequential(part, nn.Identity()))(inp), part(inp))

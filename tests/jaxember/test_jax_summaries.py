@@ -9,7 +9,7 @@ from hypothesis import Phase, example, given, settings, strategies as st
 
 from torchember import EmberWarning, summarize
 from torchember.measure import kernels
-from torchember.measure.summary import index, merge, no_elements, read_array, width
+from torchember.measure.summary import derive, index, merge, no_elements, read_array, width
 
 jax = pytest.importorskip('jax')
 import jax.numpy as jnp  # noqa: E402
@@ -164,3 +164,10 @@ def test_loops_that_do_not_work(monkeypatch):
         rows = [jax.jit(lambda x, k=k: summaries.measured(x*k, every))(x) for k in (1, 2)]
     assert len([w for w in said if w.category is EmberWarning])==1 and not summaries.is_compiled()
     for k,row in zip((1, 2), rows, strict=True): compare(summaries.vectors(np.asarray(row), every), read_array(np.arange(1237.)*k, every), 1e-6)
+
+
+@pytest.mark.parametrize('form', forms)
+def test_norms_of_an_empty_array_are_zero(form):
+    "As in torch and numpy; the other moments are NaN"
+    got = {k: float(v) for k,v in derive(reader(form, every)(jnp.zeros((0, 3)))).items()}
+    assert (got.pop('l1'), got.pop('l2'), got.pop('numel'))==(0, 0, 0) and all(np.isnan(v) for v in got.values())

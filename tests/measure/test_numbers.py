@@ -10,13 +10,13 @@ import pytest
 import torch
 from oracle import Answer, everything, judge, rel
 
-from torchember import get_stats, summarize
+from torchember import get_stats, summarize, torchEmber
 from torchember.measure import kernels
 from torchember.measure.elements import Unmeasurable, flat
 from torchember.measure.kernels import read, read_device
 from torchember.measure.readers import torch as without_loops
 from torchember.measure.columns import sets
-from torchember.measure.summary import Summary, parts, scalars
+from torchember.measure.summary import Summary, derive, merge, parts, read_array, scalars
 
 small_floats = [getattr(torch, n) for n in dir(torch) if n.startswith('float8') and isinstance(getattr(torch, n), torch.dtype)]
 floats = [torch.float32, torch.float64, torch.bfloat16, torch.float16, *small_floats]
@@ -364,3 +364,24 @@ def test_get_stats_is_derived_from_the_same():
     for name,value in get_stats(x, 'full').items():
         if name!='shape': assert value==pytest.approx(getattr(want, name), rel=rel, abs=rel), name
     assert set(get_stats(x, 'full'))==set(sets['full'])
+
+
+def test_norms_of_an_empty_tensor_are_zero():
+    "As in torch, from every reader, alone and merged with other tensors; the other moments are NaN"
+    x,full = torch.empty(0, 3),torch.tensor([3., -4])
+    vectors = dict(read=read(x, everything), device=read_device(x.reshape(-1), everything).numpy(), summarize=summarize(x).vector, numpy=read_array(x.numpy()))
+    for name,v in vectors.items():
+        got = {k: float(n) for k,n in derive(v).items()}
+        assert (got['l1'], got['l2'], got['numel'])==(torch.norm(x, 1).item(), torch.norm(x).item(), 0)==(0, 0, 0), name
+        assert all(math.isnan(n) for k,n in got.items() if k not in ('l1', 'l2', 'numel')), name
+        with_more = derive(merge(np.stack([v, read_array(full.numpy(), everything if len(v)>50 else scalars)])), ('l1', 'l2', 'mean', 'numel'))
+        assert {k: float(n) for k,n in with_more.items()}==dict(l1=7, l2=pytest.approx(5), mean=-.5, numel=2), name
+
+
+def test_the_row_of_an_empty_tensor_has_norms_of_zero():
+    model = torch.nn.Linear(3, 2)
+    with torchEmber(model, stats='full', ttypes=('input', 'output', 'output_grad')) as te:
+        model(torch.empty(0, 3)).sum().backward()
+        rows = list(te.t.lines())
+    assert {(r['ttype'], r['l1'], r['l2'], tuple(r['shape'])) for r in rows}=={('input', 0, 0, (0, 3)), ('output', 0, 0, (0, 2)), ('output_grad', 0, 0, (0, 2))}
+    assert all(math.isnan(r['mean']) and math.isnan(r['rms']) for r in rows)

@@ -17,6 +17,19 @@ from torchember import EmberWarning, NoiseScale, noise_scale
 from torchember.state.noise import NoiseEstimate, PairMean, fit_sizes, two_sizes
 
 
+class NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x*1
+    @staticmethod
+    def backward(ctx, g): return None
+
+
+class Scaled(nn.Module):
+    "The parameter `scale` gets None from an autograd Function"
+    def __init__(self): super().__init__(); self.net,self.scale = mlp(),nn.Parameter(torch.ones(1))
+    def forward(self, x): return self.net(x)*NoGradient.apply(self.scale)
+
+
 def mlp(): return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
@@ -417,3 +430,26 @@ def test_ranks(tmp_path):
                 ns.step()
         assert ns.estimate.count==5
         for g in got: assert g[str(micros)]==pytest.approx(ns.estimate.dict(), rel=1e-3, nan_ok=True)
+
+
+class WithEmpty(Scaled):
+    "A parameter without elements"
+    def __init__(self): nn.Module.__init__(self); self.net,self.scale = mlp(),nn.Parameter(torch.empty(0))
+    def forward(self, x): return self.net(x)+self.scale.sum()
+
+
+@pytest.mark.parametrize('kind', [Scaled, WithEmpty])
+def test_a_parameter_without_gradient_or_without_elements_counts_for_nothing(kind):
+    "Both estimates are those of the model without this parameter"
+    got = []
+    for make in (kind, mlp):
+        torch.manual_seed(0)
+        model = make()
+        with NoiseScale(model, 4) as ns:
+            for _ in range(2):
+                accumulate(ns, model, (loss_of(model) for _ in range(4)))
+                got.append(ns.step())
+        assert all(p.grad is None for n,p in model.named_parameters() if n=='scale' and p.numel())
+        torch.manual_seed(1)
+        got.append(noise_scale(model, lambda: loss_of(model), 4, num_iters=3, num_average=2)) # noqa: B023
+    for a,b in zip(got[:3], got[3:], strict=True): assert (a.grad_sq, a.trace, a.count)==(b.grad_sq, b.trace, b.count)

@@ -46,8 +46,10 @@ def hook_gradients(
 
 # %% ../../nbs/10_capture/30_backward.ipynb #1f0f2741
 def gradient_hook(tell, n, key, ttype):
+    "Return a hook that passes a gradient on"
     def hook(g):
-        if key is not None and torch.compiler.is_compiling(): graded([g.detach()], key, ttype, [n])
+        if g is None: return None # an unused output of several, or a `Function` whose backward returned None
+        if key is not None and torch.compiler.is_compiling(): graded([g], key, ttype, [n])
         else: tell(n, g.detach())
-        return g # compiled autograd takes no answer for a gradient that is None
+        return g # compiled autograd needs the gradient back: it does not accept None for a gradient that exists
     return never_compile(hook)

@@ -47,19 +47,22 @@ def effect(
     name:str, # Name of the operator
     arguments:str, # Its schema
     f, # What it does, called with the holder and the remaining arguments
-    token:bool=True # Whether torch threads a token through the graph to keep the order
+    token:bool=True, # Whether torch threads a token through the graph to keep the order
+    tensors:str='Tensor[]' # Type of the first argument in the schema
 ):
-    "An operator that the compiler keeps, in order, and knows nothing about"
+    "Define an operator that the compiler keeps, in order, and cannot look into"
     def run(xs, key, *rest):
         holder = holder_of(key)
         if holder is not None: f(holder, xs, *rest)
     name = free(name)
-    lib.define(f'{name}(Tensor[] xs, Tensor key{arguments}) -> ()', tags=not_in_graphs)
+    lib.define(f'{name}({tensors} xs, Tensor key{arguments}) -> ()', tags=not_in_graphs)
     lib.impl(name, never_compile(run), 'CompositeExplicitAutograd')
     op = getattr(torch.ops.torchember, name).default
     token = token and thread_token(op, lib)
     if not token: torch.fx.node.has_side_effect(op)
     torch.library.register_fake(f'torchember::{name}', lambda xs, key, *rest: found(op, token), lib=lib)
+    if hasattr(torch.library, 'register_vmap'): # in torch 2.5 and later
+        torch.library.register_vmap(f'torchember::{name}', lambda info, dims, *args: (op(*args), None), lib=lib)
     return op
 
 def found(op, token):
@@ -73,10 +76,14 @@ def heard(what): # a method of the holder, called with (name, tensor) pairs
         if not recomputing(): getattr(holder, what)(list(zip(names, xs, strict=True)), *hooked)
     return f
 
+def arrived(holder, xs, ttype, names): # xs: None for a tensor to which the backward brings no gradient
+    named = [(n, x.detach()) for n,x in zip(names, xs, strict=True) if x is not None]
+    if named: holder.graded(ttype, named)
+
 # %% ../../nbs/10_capture/15_compiled.ipynb #e291353d
 entered = effect('entered', ', str[] names, str[] hooked', heard('entered'))
 left = effect('left', ', str[] names, str[] hooked', heard('left'))
-graded = effect('graded', ', str ttype, str[] names', lambda holder, xs, ttype, names: holder.graded(ttype, list(zip(names, xs, strict=True))), False)
+graded = effect('graded', ', str ttype, str[] names', arrived, False, 'Tensor?[]')
 probed = effect('probed', ', str[] names', heard('probed'))
 missed = effect('missed', ', str ttype, str[] names', lambda holder, xs, ttype, names: recomputing() or holder.missed(ttype, names))
 began = effect('began', '', lambda holder, xs: recomputing() or holder.began(*[True]*len(xs))) # a tensor stands for: there are gradients

@@ -66,6 +66,12 @@ class State:
         lift(m, self.laid)
         if not patch.states: lift(m, patch.laid)
 
+    def move(self, track, watched):
+        "Note that the module has another place in the model. Its rows have the new name"
+        if track.name!=self.track.name: self.taps = {}
+        changed,self.track,self.watched = watched!=self.watched,track,watched
+        if changed: self.patch.hear(self.patch.states)
+
     def tensors(self, what, f, *args):
         try: return f(*args)
         except Exception as e: return self.lost(what, e)
@@ -176,6 +182,7 @@ class Patch:
         if own: known[own] = self.names,self.rest
         self.key = compiled.new_key(self)
         self.laid = {KEY: self, 'forward': types.MethodType(in_place_of(own or self.former, self.former, self.function), module)}
+        if not isinstance(module, torch.jit.ScriptModule): self.laid['__prepare_scriptable__'] = types.MethodType(refuse_scripting, module)
         self.hear([])
 
     def hear(self, states):
@@ -301,14 +308,14 @@ def hook_compiled(named, key, ttype):
 
 # %% ../../nbs/10_capture/20_forward.ipynb #5d2e8f06
 def compiled_hook(key, ttype, n):
-    def hook(g):
-        compiled.graded([g.detach()], key, ttype, [n])
+    def hook(g): # g: None where the backward brings no gradient. No `if` here: Dynamo traces the hook once, for a tensor
+        compiled.graded([g], key, ttype, [n])
         return g # as `capture.backward.gradient_hook` does
     return hook
 
 def compiled_hook_once(key, ttype, n, x):
     def hook(g): # on a leaf, which outlives the pass
-        compiled.graded([g.detach()], key, ttype, [n])
+        compiled.graded([g], key, ttype, [n])
         if not torch.compiler.is_compiling(): let_go(x)
         return g
     return hook
@@ -526,6 +533,10 @@ def patch_of(m, known):
     return patch
 
 def refuse(): raise TypeError(refused) # `nn.DataParallel`
+
+def refuse_scripting(module): # `torch.jit.script` calls this first, before it compiles anything
+    raise TypeError(f"torch.jit.script compiles the source of `forward`, and torchember has replaced the `forward` of this {type(module).__name__} "
+        "while the model is recorded. Stop the recording (model.disarm(), Monitor.close(), Activations.remove()), script the model, and arm the model again.")
 
 # %% ../../nbs/10_capture/20_forward.ipynb #212fd520
 def states_of(

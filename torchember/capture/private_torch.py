@@ -424,5 +424,6 @@ well_known = { # name -> what it is, and why it will stay
     '_fsdp_wrapped_module': 'the model that FSDP wraps; saved state dicts have it in their keys',
     '_extra_state': 'the key of what `get_extra_state` returns',
     '_backward_hooks': 'the hooks on a tensor; pickled parameters are made of them',
+    '__prepare_scriptable__': 'a method that torch.jit.script calls on each module before it compiles the module',
     '_replicate_for_data_parallel': 'a method of modules that an armed one answers; torch calls it, not we',
     '_foreach_*': 'an operation on a list of tensors: the page on torch describes them'}

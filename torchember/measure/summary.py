@@ -204,7 +204,8 @@ class Parts:
 
     def known(self, x): return np.where(self.has_finite, x, np.nan) # of the finite elements, if any
     def spoiled(self, x): return np.where(self.bad|self.pos|self.neg|~self.has_finite, np.nan, x)
-    def sized(self, x): return np.where(self.bad|(self.count==0), np.nan, np.where(self.pos|self.neg, np.inf, x))
+    def added(self, x): return np.where(self.bad, np.nan, np.where(self.pos|self.neg, np.inf, x)) # a sum over all elements: 0 of no elements
+    def sized(self, x): return np.where(self.count==0, np.nan, self.added(x))
     def signed(self, x):
         x = np.where(self.pos, np.inf, np.where(self.neg, -np.inf, x))
         return np.where(self.bad|(self.pos&self.neg)|(self.count==0), np.nan, x)
@@ -227,8 +228,8 @@ derived = dict(
     min=lambda p: p.ends(p.min, p.neg, -np.inf),
     max=lambda p: p.ends(p.max, p.pos, np.inf),
     rms=lambda p: p.sized(np.sqrt(squares(p)/np.maximum(p.n, 1))),
-    l1=lambda p: p.sized(p.l1),
-    l2=lambda p: p.sized(np.sqrt(squares(p))),
+    l1=lambda p: p.added(p.l1),
+    l2=lambda p: p.added(np.sqrt(squares(p))),
     abs_mean=lambda p: p.sized(p.l1/np.maximum(p.n, 1)),
     abs_min=lambda p: np.where(p.bad|(p.count==0), np.nan, p.min_abs),
     abs_max=lambda p: p.sized(biggest(p)),
@@ -304,6 +305,7 @@ def lost_value(
     Returns:
         NaN or an infinity
     """
+    if not (nan or posinf or neginf): return np.nan # of no elements, or too large for a float
     v = no_elements()
     for p,any_ in (('nan', nan), ('posinf', posinf), ('neginf', neginf)): v[index[p]] = v[index['count']] = bool(any_)
     v[index['count']] = nan+posinf+neginf

@@ -347,7 +347,8 @@ def why_missing(watch, ttype):
     if not e.passes or wanted and not watch.calls:
         return f"{name} was not called since the last step that was tracked, as far as can be seen."
     if ttype.endswith('_grad') and wanted:
-        return f"no gradient of the {ttype.removesuffix('_grad')} of {name} has come. Call track after backward; or nothing requires one there."
+        return (f"no gradient of the {ttype.removesuffix('_grad')} of {name} has come. Call track after backward. If you do, the tensor is not used "
+            "for the loss, or requires no gradient.")
     return f"the {ttype} of {name} was not caught: this step was not expected to be the next. Steps that follow are."
 
 # %% ../../nbs/47_monitor/40_watching.ipynb #3373f4de

@@ -26,6 +26,7 @@ class Gradients:
         self.ttypes = tuple(t for t in self.of.values() if t in ttypes)
         self.steps,self.tell = steps,tell
         self.handles,self.given = [],{} # of hooks on leaves; id of a leaf -> the last pass that it was given in
+        self.held = False # True if the step that ends may turn out to be a pass of the next one: its gradients may still come
 
     def flow(self, state, ttype, named, call, phase):
         "Tensors of a call: 'input' or 'output'"
@@ -49,5 +50,6 @@ class Gradients:
             self.handles += hook_gradients(named, lambda n, g, ttype=ttype: state.graded(ttype, [(n, g)]), (id(state), ttype), True, state.key, ttype)
 
     def step_over(self):
+        if self.held: return
         for h in self.handles: h.remove()
         self.handles.clear(); self.given.clear()

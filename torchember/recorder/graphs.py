@@ -18,7 +18,6 @@ from ..measure.elements import Unmeasurable
 from ..measure.graph_rows import GraphRows, GraphTensor, about_to_write, count_none
 from ..measure.summary import groups_for
 from .gradients import Gradients
-from .parameters import grad_of
 
 # %% ../../nbs/40_recorder/79_graphs.ipynb #a05f886d
 class NoPython(Unmeasurable):
@@ -153,8 +152,10 @@ class CapturedEvents(Listener):
 
     def clips(self, parameters):
         ids = {id(p) for p in parameters}
-        for st,i,n,p in self.events.sources.parameters.each(ids):
-            if (grad := grad_of(p)) is not None: self.tape.add('clips', st, f'grad_{i}', n, self.tensor(st, 'unclipped_grad', f'grad_{i}', grad))
+        parameters = self.events.sources.parameters
+        for st,i,n,p in parameters.each(ids):
+            grad = parameters.arrivals.gradient(st, n, p)
+            if grad is not None: self.tape.add('clips', st, f'grad_{i}', n, self.tensor(st, 'unclipped_grad', f'grad_{i}', grad))
 
 # %% ../../nbs/40_recorder/79_graphs.ipynb #921e3ece
 class Player:

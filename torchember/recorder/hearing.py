@@ -188,6 +188,10 @@ class ModelEvents(CallEvents):
 
     step = property(lambda self: self.steps.number)
 
+    @property
+    def lasting(self): # Steps before this one that passes have closed, and that may turn out to be passes of this one
+        return len(self.pass_events.pipe.maybe_passes.of(self.steps.weights))
+
     def turn(self, on):
         self.on = on
         self.wants.turn(on)

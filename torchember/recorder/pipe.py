@@ -160,12 +160,13 @@ class Pipe(StepEnd):
         self.tally.hears()
         if steps.failed: self.take_back()
         weights = self.sources.weights(root, steps)
-        if steps.ends(path, phase, weights, joins): close_by_pass(self)
+        if steps.ends(path, phase, weights, joins): close_by_pass(self, weights)
         new = steps.begin(path, phase, weights, joins)
         if not self.gate.on: return
         if new:
-            self.buffer.begin_pass(sum(steps.passes.values())-1)
-            self.sources.say_if_changed()
+            n = sum(steps.passes.values())-1
+            if not n: self.sources.look_for_changes()
+            self.buffer.begin_pass(n)
         self.buffer.in_micro(steps.micro)
 
     def stop_if_told(self):
@@ -221,13 +222,24 @@ class Pipe(StepEnd):
         self.maybe_passes.clear()
 
 # %% ../../nbs/40_recorder/78_pipe.ipynb #d108d07b
-def close_by_pass(pipe):
-    "A pass ends the step before, as long as nobody says that it was the first of a step with several"
+def close_by_pass(
+    pipe, # `Pipe`
+    following # Versions of the weights in the pass that begins
+):
+    """End a step because a pass begins. Should `te.step()` come later, it was no step, but a pass of the one that `te.step()` ends
+
+    Args:
+        pipe: `Pipe`
+        following: Versions of the weights in the pass that begins
+    """
     if pipe.buffer.arena.in_graph(): return
     steps,hint,writer = pipe.steps,pipe.sources.parameters.hint,pipe.writer
     known = pipe.gate.writes and steps.training_passes and not steps.phase and not pipe.buffer.handed_out # what somebody has read stays a step
     weights,noted,without = steps.weights if known else None,writer.noted[steps.number],hint.steps_without
-    pipe.over(wait=pipe.maybe_passes.another(weights), by_pass=True)
+    gradients = pipe.sources.gradients
+    gradients.held = pipe.maybe_passes.holds(weights, following)
+    try: pipe.over(wait=pipe.maybe_passes.another(weights), by_pass=True)
+    finally: gradients.held = False
     pipe.maybe_passes.closed(weights, MaybePass(writer.last, writer.ended, noted, hint.steps_without-without))
 
 def measure_now(pipe):

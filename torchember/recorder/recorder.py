@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from .budget import timed
 from ..capture.forward import arm, disarm
+from ..capture.tree import tracks
 from ..capture.clipping import ClippingWatch
 from ..capture.optimizer import OptimizerWatch
 from ..ground.record import line_of, of_no_tensor, ttypes
@@ -20,6 +21,7 @@ from .cost import Cost
 from .graphs import Graphs, Quiet
 from .hearing import ModelEvents, OptimizerEvents
 from .notices import ChangingMarks, Notices, no_mark
+from .parameters import Containers
 from .pipe import Gate, Pipe, end_step, measure_now
 from .process import open_recorders
 from .row_writer import RowWriter
@@ -62,6 +64,7 @@ class HeardModel:
         self.events,self.watches,self.sources,self.cost = events,watches,sources,cost
         self.tracks,self.owner = (),None
         self.graphs = None # `Graphs`, where what is in CUDA graphs is to be recorded; `Quiet` elsewhere
+        sources.take_in = self.take_in
 
     def arm(self,
         tracks, # `moduleTrack`s of the modules, root first
@@ -74,8 +77,24 @@ class HeardModel:
         self.events.pass_events.arming(max(t.path.count('.') for t in tracks))
         self.sources.arming(tracks[0].module)
         self.sources.armed(arm(tracks, self.events, watched, methods))
+        self.sources.containers = Containers(tracks, self.sources.states)
         for w in self.watches: w.attach()
         if self.graphs is not None: self.graphs.watch.attach()
+
+    def take_in(self):
+        "Arm the modules that the model got since it was armed, and release the modules that it lost. No call of a module may be running but the root's"
+        if self.owner is None: return
+        owner,ts = self.owner(),tracks(self.tracks[0].module)
+        states,watched = {st.track.id: st for st in self.sources.states},owner.watched(ts)
+        new = arm([t for t in ts if t.id not in states], self.events, watched)
+        for gone in states.keys()-{t.id for t in ts}: states.pop(gone).leave()
+        states |= {st.track.id: st for st in new}
+        for t in ts:
+            if t.id in states: states[t.id].move(t, t.id in watched)
+        self.tracks = owner.tracks = ts
+        self.events.pass_events.arming(max(t.path.count('.') for t in ts))
+        self.sources.armed([states[t.id] for t in ts if t.id in states], True)
+        self.sources.containers = Containers(ts, self.sources.states)
 
     def told(self, events, optimizer_events):
         "Others are told, while a CUDA graph is captured"

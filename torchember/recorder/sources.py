@@ -12,11 +12,12 @@ from torch.nn.parameter import is_lazy
 
 from ..capture.optimizer import evenly_spaced, parameters_of, trained_by, versions
 from ..capture.private_torch import is_unscaled, loss_scale
+from ..ground.messages import printable
 from ..ground.record import flowing
 from .buffers import Buffers
 from .gradients import Gradients
 from .optimizer import Updates
-from .parameters import Parameters, grad_of, say_if_changed
+from .parameters import Arrivals, Containers, Parameters, grad_of, with_other_children
 
 # %% ../../nbs/40_recorder/75_sources.ipynb #50a7ce01
 def who_measures(ttypes):
@@ -25,6 +26,8 @@ def who_measures(ttypes):
     return [getattr(import_module(f"torchember.recorder.{room}"), name) for room,name in (n.split('.') for n in names)]
 
 # %% ../../nbs/40_recorder/75_sources.ipynb #962f1907
+def as_parameter(root, name, x): return root, 0, ('variable', name), x # as `Parameters.each` has parameters
+
 class AtStepEnd:
     "What of a model is complete when a step ends: gradients, buffers, and tensors that are in no module"
     def complete(self, optimizer, scale):
@@ -61,7 +64,7 @@ class AtStepEnd:
         root = self.states[0]
         for n,x in self.variables.items():
             if 'weight' in self.ttypes: self.buffer.measure(root, 'weight', n, x, n, once=True, replace=True)
-            if 'weight_grad' in self.ttypes and (grad := grad_of(x)) is not None:
+            if 'weight_grad' in self.ttypes and (grad := self.parameters.arrivals.gradient(root, ('variable', n), x)) is not None:
                 self.buffer.measure(root, 'weight_grad', n, grad, n, once=True, replace=True)
 
     def again(self):
@@ -98,6 +101,8 @@ class Sources(AtStepEnd):
         self.updates = Updates(buffer, self.parameters, ttypes)
         self.at_step_end = [source for source in (Buffers(buffer),) if set(source.ttypes) & set(ttypes)] # sources of tensors that are measured then
         self.variables = {} # name -> tensor that is in no module, and is followed
+        self.take_in = None # called where the model has other modules than before
+        self.containers = Containers()
         def among(*some): return [t for t in some if t in ttypes]
         # `Steps.manual` -> what is measured of its parameters when a module returns: where somebody ends the steps, gradients are complete later
         self.parameter_types = {False: among('weight', 'weight_grad'), True: among('weight')}
@@ -116,10 +121,20 @@ class Sources(AtStepEnd):
         ps = trained_by(self.watch.optimizers) if self.watch else root.parameters()
         self.sampled = evenly_spaced([p for p in ps if p.requires_grad and not is_lazy(p)])
 
-    def armed(self, states):
-        "These are the states of the armed modules now; none when the model is not armed"
+    def armed(self,
+        states, # Of the armed modules, root first; none where the model is not armed
+        again:bool=False # True if the model was armed before, with other modules
+    ):
+        """Measure the tensors of these modules from now on
+
+        Args:
+            states: Of the armed modules, root first; none where the model is not armed
+            again: True if the model was armed before, with other modules
+        """
         if not states: self.note_parameters()
         self.states = self.parameters.states = states
+        if not again: self.parameters.arrivals = Arrivals()
+        if not again: self.parameters.arrivals.arming([*self.parameters.each(), *(as_parameter(states[0], *v) for v in self.variables.items() if states)])
         if states: self.note_parameters()
         else: self.sampled = []
 
@@ -128,7 +143,13 @@ class Sources(AtStepEnd):
         optimizers = None if self.watch is None else self.watch.optimizers
         self.parameters.known.note(self.states, optimizers, self.parameters.hint.trains)
 
-    def say_if_changed(self): say_if_changed(self.states, self.buffer.notices)
+    def look_for_changes(self):
+        "Arm the modules that the model got since the last look"
+        if not (with_other_children(self.states) or self.containers.changed()) or self.take_in is None: return
+        try: self.take_in()
+        except Exception as e:
+            self.buffer.notices.once('changed', f"{self.states[0].track.name} has other modules than before, and they are not recorded ({type(e).__name__}: "
+                f"{printable(e, 200)}). When this is solved, call te.rearm(). This is said once.")
 
     def weights(self,
         root:bool, # Whether the root is called
@@ -153,6 +174,7 @@ class Sources(AtStepEnd):
             x: a tensor that is in no module; None ends it
         """
         self.variables.pop(name, None) if x is None else self.variables.update({name: x})
+        if x is not None and self.states: self.parameters.arrivals.arming([as_parameter(self.states[0], name, x)])
 
     # ---- a pass
 

@@ -225,6 +225,14 @@ class MaybePasses:
         """
         return bool(weights is not None and weights==self.weights and self.kept) and len(self.kept)<self.most
 
+    def holds(self, weights, following): # of the step that ends; of the pass that begins
+        """Return True if a step that ends now may turn out to be a pass of the next step
+
+        Returns:
+            of the step that ends; of the pass that begins
+        """
+        return weights is not None and weights==following and (weights!=self.weights or not self.many and len(self.kept)<self.most)
+
     def closed(self,
         weights, # Of the step's pass; None when nobody knows
         step # What there is to know of it

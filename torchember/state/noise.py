@@ -152,7 +152,7 @@ def sums_of_squares(
         got = iter(torch.stack([v.to(away[0].device) for v in away]).cpu().double().numpy())
         flat = [next(got) if isinstance(v, torch.Tensor) else v for v in flat]
     p = Parts(np.stack(flat))
-    return [float(s.sum()) for s in np.split(p.sized(squares(p)), np.cumsum([len(g) for g in groups])[:-1])]
+    return [float(s.sum()) for s in np.split(p.added(squares(p)), np.cumsum([len(g) for g in groups])[:-1])]
 
 # %% ../../nbs/70_state/20_noise.ipynb #52158dc9
 watches = weakref.WeakSet() # all that exist: measuring at a point is not part of training, and those of training look away
@@ -182,9 +182,9 @@ class GradWatch:
         "The summaries of what is in `p.grad` now"
         return [read(p.grad) for p in self.params if p.grad is not None]
 
-def saw(watch, i, grad):
+def saw(watch, i, grad): # grad: None where the backward brings no gradient to the parameter
     w = watch()
-    if w is None or not w.on: return
+    if w is None or not w.on or grad is None: return
     w.twice |= i in w.seen
     w.seen.add(i)
     w.vectors.append(read(grad))
