@@ -10,7 +10,7 @@ import threading, time
 
 import numpy as np
 
-from ..frames.logs import rows_of_log, tidy, tupled
+from ..frames.logs import rows_of_log, structure_of, tidy, tupled
 from ..ground.messages import an, printable
 from ..ground.needs import needs
 from ..ground.record import line_of, load_row
@@ -20,6 +20,7 @@ from ..store.base import now
 from ..store.columns import Expected
 from ..store.jsonl import listen_to_run, say_soon
 from ..store.parameters import noted_in
+from ..store.table import activations_in
 
 # %% ../../nbs/55_health/60_watch.ipynb #53f5be7d
 class KeptSteps:
@@ -297,4 +298,4 @@ def check_on_finding(what):
 def history_of_lines(lines, t, expected=None): # expected: as `rows_of_log` has it
     "Lines as rules see them; None where there are none"
     df = tidy(rows_of_log(lambda: [lines], expected=expected)) if lines else ()
-    return History(df, noted_in(t), t.fname) if len(df) else None
+    return History(df, noted_in(t), t.fname, activations_in(structure_of(t))) if len(df) else None
