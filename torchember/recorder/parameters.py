@@ -19,11 +19,11 @@ from ..store.parameters import entry, most_entries
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #999a778f
 def own_parameters(
-    module # Any module
-) -> list: # (position, name, parameter); a lazy one that is not made yet has no values
-    "The parameters that a module holds itself"
-    if not module._parameters: return []
-    ps = [(n,p) for n,p in module._parameters.items() if p is not None]
+    track # `moduleTrack` of any module
+) -> list: # (position, name, parameter), without lazy parameters that have no values yet
+    "Return the parameters that a module holds itself"
+    if not track.parameters: return []
+    ps = [(n,p) for n,p in track.parameters.items() if p is not None]
     return [(i, n, p) for i,(n,p) in enumerate(ps) if type(p) is nn.Parameter or not is_lazy(p)]
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #d6e86a10
@@ -74,8 +74,8 @@ class Parameters:
             state: Of a module
             ttypes: 'weight', 'weight_grad'
         """
-        if not state.watched or not state.track.module._parameters: return
-        new = [(state, i, n, p) for i,n,p in own_parameters(state.track.module) if self.is_new(state, n, p)]
+        if not state.watched or not state.track.parameters: return
+        new = [(state, i, n, p) for i,n,p in own_parameters(state.track) if self.is_new(state, n, p)]
         if new: self.measure(new, ttypes)
 
     def measure(self, which, ttypes, replace=False, scale=None): # which: as `each` gives them
@@ -115,7 +115,7 @@ class Parameters:
         """
         seen = set()
         for st in self.states if states is None else states:
-            for i,n,p in own_parameters(st.track.module) if st.watched else ():
+            for i,n,p in own_parameters(st.track) if st.watched else ():
                 if id(p) in seen or (wanted is not None and id(p) not in wanted): continue
                 seen.add(id(p))
                 yield st, i, n, p
@@ -227,7 +227,7 @@ class ZeroGradHint:
 
 def trained_in(states):
     "The weights that are trained"
-    return [p for st in states for _,_,p in own_parameters(st.track.module) if p.requires_grad and not p.is_inference()]
+    return [p for st in states for _,_,p in own_parameters(st.track) if p.requires_grad and not p.is_inference()]
 
 def all_zero(states):
     "Whether there are gradients, and all of them are plain tensors of zeros"
@@ -353,7 +353,7 @@ def every_parameter(
     while todo:
         t = todo.pop()
         todo += reversed(t.children)
-        for n,p in t.module._parameters.items():
+        for n,p in t.parameters.items():
             if p is None: continue
             names = found.setdefault(id(p), (p, t, {}))[2]
             for path in (t.path, *t.aliases): names[path, n] = None
