@@ -412,7 +412,7 @@ def rows_of_whole(source, choice, columns, per_rank):
     spoiled = [f"Lines of rank {r} that are torn or make no sense: {n}. What they are of is without it." for r,n in lost.items() if n]
     told = (df['ttype']=='finding').to_numpy(bool) # each process has its own
     rows,said = ranks.whole(df[~told], source.told('ranks'), paths_of_ranks(source.told('structure')))
-    df = under_each_other([rows, df[told]]) if told.any() else rows
+    df = under_each_other([rows, with_rank(df[told])]) if told.any() else rows
     for s in (*spoiled, *said): warn(f"{printable(source.name)}: {s}")
     df.attrs['said'] = [*spoiled, *said]
     last = max((s.last_step() for s in source.sources.values()), default=-1) if choice.counts_back else None
@@ -422,6 +422,11 @@ def rows_of_whole(source, choice, columns, per_rank):
         known = [v.item() if isinstance(v, np.generic) else v for v in values.unique()]
         kept &= values.isin(choice.steps([s for s in known if isinstance(s, int)], last) if name=='steps' else choice.keeps(name, known)).to_numpy()
     return df[kept].reset_index(drop=True)
+
+def with_rank(df):
+    "Name the rank in the sentences about processes that died. df: findings of all processes"
+    if not {'rule', 'text'}<=set(df.columns): return df
+    return df.assign(text=[f'Rank {r}: {t}' if rule=='died' and isinstance(t, str) else t for r,rule,t in zip(df['rank'], df['rule'], df['text'], strict=True)])
 
 # %% ../../nbs/50_frames/05_logs.ipynb #36221673
 def paths_of_ranks(trees): return {r: ranks.paths_in(tree) for r,tree in trees.items()}
