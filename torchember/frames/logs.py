@@ -431,6 +431,57 @@ def with_rank(df):
 # %% ../../nbs/50_frames/05_logs.ipynb #36221673
 def paths_of_ranks(trees): return {r: ranks.paths_in(tree) for r,tree in trees.items()}
 
+def rows_of_ranks(logs, file=None, keep=None, shared=(), steps=None):
+    """The rows of several processes, with numbers where numbers are to be; rank -> how many of its lines say nothing. logs: rank -> function that gives blocks.
+    shared: as `shared_files` has them; steps: the first and the last of which rows are needed"""
+    ranks_of,wanted = [],[] # of each block: the rank, or those of its rows; which of its rows are wanted
+    def blocks():
+        ranks_of.clear(); wanted.clear()
+        for path,part_of in shared:
+            part = SharedPart(path, {id: p for id,p in part_of.values()}, steps)
+            with part.file:
+                if keep: part.load([part.told['layout'], *part.kinds])
+                ranks_of.append(part.named({id: r for r,(id,_) in part_of.items()}))
+                yield part
+        for rank,blocks_of_rank in logs.items():
+            for data in blocks_of_rank(): ranks_of.append(rank); yield data
+    def kept(block):
+        which = keep(block)
+        wanted.append(np.array(which, bool))
+        return which
+    columns,layouts,n,_,counts = columns_of_lines(blocks, file, (*tupled, 'part'), keep and kept)
+    if not keep: wanted = [slice(None)]*len(counts)
+    each_rank = [np.full(n, r) if isinstance(r, int) else r[w] for r,w,(n,_) in zip(ranks_of, wanted, counts, strict=True)]
+    df = table_of_columns(columns, layouts, n).assign(rank=np.concatenate([np.zeros(0, int), *each_rank]))
+    df = tidy(without_superseded(df))
+    good = sensible_rows(df)
+    lost = dict.fromkeys(logs, 0)|{r: sum(part_of[r][1]['torn'] for _,part_of in shared if r in part_of) for r in {r for _,part_of in shared for r in part_of}}
+    for rank,(_,torn) in zip(ranks_of, counts, strict=True):
+        if isinstance(rank, int): lost[rank] += torn
+    if len(good)<len(df):
+        for rank,n in zip(*np.unique(df['rank'].drop(good.index), return_counts=True), strict=True): lost[int(rank)] += int(n)
+    return good, lost
+
+def sensible_rows(df):
+    "Those with numbers where numbers are to be"
+    good = of_right_types(df)
+    for c in 'shape','global_shape':
+        if c in good: good = good.assign(**{c: shapes_in(good[c].tolist())})
+    for c in derived:
+        if c in good and good[c].dtype==object and c!='exponents': good = good.assign(**{c: good[c].map(lambda v: v if isinstance(v, int|float) else np.nan)})
+    if 'gscale' in good: good = good[df['gscale'].loc[good.index].isna() | good['gscale'].between(0, np.inf, inclusive='neither')]
+    return good
+
+def shapes_in(values):
+    "Those that are shapes, None in place of others"
+    some = [s for s in values if isinstance(s, list|tuple)]
+    sizes = list(chain.from_iterable(some))
+    if len(some)==len(values) and {*map(type, sizes)}<={int} and min(sizes, default=0)>=0: return values # as they nearly always are
+    return [s if is_shape(s) else None for s in values]
+
+def is_shape(s): return isinstance(s, list|tuple) and all(type(n) is int and n>=0 for n in s)
+
+# %% ../../nbs/50_frames/05_logs.ipynb #5e0c71a4
 def names_of_ranks(source):
     "Return rank -> path -> path in the whole model, of the stages of a pipeline. source: `RankedSource`"
     paths = paths_of_ranks(source.told('structure'))
@@ -503,56 +554,6 @@ def structure_of(
     if (t := tracker_of(run, home)) is None: return structure_of_whole(whole) if (whole := of_processes(run, home)) else None
     try: return whole_tree(t.about.get('structure') or t.about[f'structure_{t.fname}'])
     except (KeyError, ValueError, OSError): return None
-
-def rows_of_ranks(logs, file=None, keep=None, shared=(), steps=None):
-    """The rows of several processes, with numbers where numbers are to be; rank -> how many of its lines say nothing. logs: rank -> function that gives blocks.
-    shared: as `shared_files` has them; steps: the first and the last of which rows are needed"""
-    ranks_of,wanted = [],[] # of each block: the rank, or those of its rows; which of its rows are wanted
-    def blocks():
-        ranks_of.clear(); wanted.clear()
-        for path,part_of in shared:
-            part = SharedPart(path, {id: p for id,p in part_of.values()}, steps)
-            with part.file:
-                if keep: part.load([part.told['layout'], *part.kinds])
-                ranks_of.append(part.named({id: r for r,(id,_) in part_of.items()}))
-                yield part
-        for rank,blocks_of_rank in logs.items():
-            for data in blocks_of_rank(): ranks_of.append(rank); yield data
-    def kept(block):
-        which = keep(block)
-        wanted.append(np.array(which, bool))
-        return which
-    columns,layouts,n,_,counts = columns_of_lines(blocks, file, (*tupled, 'part'), keep and kept)
-    if not keep: wanted = [slice(None)]*len(counts)
-    each_rank = [np.full(n, r) if isinstance(r, int) else r[w] for r,w,(n,_) in zip(ranks_of, wanted, counts, strict=True)]
-    df = table_of_columns(columns, layouts, n).assign(rank=np.concatenate([np.zeros(0, int), *each_rank]))
-    df = tidy(without_superseded(df))
-    good = sensible_rows(df)
-    lost = dict.fromkeys(logs, 0)|{r: sum(part_of[r][1]['torn'] for _,part_of in shared if r in part_of) for r in {r for _,part_of in shared for r in part_of}}
-    for rank,(_,torn) in zip(ranks_of, counts, strict=True):
-        if isinstance(rank, int): lost[rank] += torn
-    if len(good)<len(df):
-        for rank,n in zip(*np.unique(df['rank'].drop(good.index), return_counts=True), strict=True): lost[int(rank)] += int(n)
-    return good, lost
-
-def sensible_rows(df):
-    "Those with numbers where numbers are to be"
-    good = of_right_types(df)
-    for c in 'shape','global_shape':
-        if c in good: good = good.assign(**{c: shapes_in(good[c].tolist())})
-    for c in derived:
-        if c in good and good[c].dtype==object and c!='exponents': good = good.assign(**{c: good[c].map(lambda v: v if isinstance(v, int|float) else np.nan)})
-    if 'gscale' in good: good = good[df['gscale'].loc[good.index].isna() | good['gscale'].between(0, np.inf, inclusive='neither')]
-    return good
-
-def shapes_in(values):
-    "Those that are shapes, None in place of others"
-    some = [s for s in values if isinstance(s, list|tuple)]
-    sizes = list(chain.from_iterable(some))
-    if len(some)==len(values) and {*map(type, sizes)}<={int} and min(sizes, default=0)>=0: return values # as they nearly always are
-    return [s if is_shape(s) else None for s in values]
-
-def is_shape(s): return isinstance(s, list|tuple) and all(type(n) is int and n>=0 for n in s)
 
 # %% ../../nbs/50_frames/05_logs.ipynb #28434b73
 class ColumnFilter:

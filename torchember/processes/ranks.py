@@ -176,10 +176,11 @@ def coded_parts(parts):
 
 def parts_of_steps(df, ranks):
     "Return the parts of rows, and which were filled in: a row of unknown part gets that of the same tensor in another step, as wrappers come and go"
+    if 'part' not in df: return None, np.zeros(len(df), bool)
     parts = np.array([p if isinstance(p, str) else None for p in df['part']], object)
     unknown = np.isin(np.array([p or '' for p in parts]), ['', *(p for p in {*parts}-{None} if {*roles_in(p).values()}=={'?'})])
     filled = np.zeros(len(parts), bool)
-    if not unknown.any() or unknown.all(): return parts, filled
+    if not unknown.any() or unknown.all(): return df['part'], filled
     tensor = together(ranks, *(df[c] for c in ('path', 'ttype', 'tname', 'pname', 'phase') if c in df))
     known,at = np.flatnonzero(~unknown),np.full(tensor.max()+1, -1)
     at[tensor[known[::-1]]] = known[::-1]
@@ -238,10 +239,8 @@ class Pieces(Roles):
         df = df.reset_index(drop=True)
         if 'step' in df: df = df.sort_values(['step', 'rank'], kind='stable')
         self.at,self.df,self.decided = df.index.to_numpy(),df.reset_index(drop=True),[] # decided: by which numbers
-        if 'part' not in self.df: self.df['part'] = None
         self.rank = self.df['rank'].to_numpy(int)
-        parts,self.filled = parts_of_steps(self.df, self.rank)
-        if self.filled.any(): self.df = self.df.assign(part=parts)
+        self.df['part'],self.filled = parts_of_steps(self.df, self.rank)
         self.name_stages()
         self.settle()
         self.name_own()
