@@ -492,7 +492,7 @@ def drifted():
 
 @case(2)
 def same():
-    "A sampler that nobody has told of the ranks"
+    "A sampler that does not know the ranks"
     net = ddp(seeded(MLP))
     train(net, adam(net), lambda m, s: [error(m, *numbers_of(s))])
 

@@ -233,6 +233,6 @@ def test_pieces_that_do_not_add_up(ran):
 
 
 def test_the_same_batch(ran):
-    "A sampler that nobody has told of the ranks"
+    "A sampler that does not know the ranks"
     _,said = merged(ran, 'same_2')
     assert 'All processes are given the same batch' in said

@@ -14,7 +14,7 @@ from torch import nn
 
 from torchember import emberTracker, read, replay, rm, torchEmber
 from torchember.sinks.feed import Feed, Feeding
-from torchember.sinks.sink import Sink
+from torchember.sinks.sink import Sink, rms_of
 
 EventAccumulator = pytest.importorskip('tensorboard.backend.event_processing.event_accumulator').EventAccumulator
 
@@ -51,6 +51,29 @@ def test_rms_is_made_of_what_a_default_run_has(tmp_path):
     torch.manual_seed(0)
     first = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     assert told[0]['weight/0.weight/rms']==pytest.approx(first[0].weight.square().mean().sqrt().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize('stats', [['mean', 'std'], ['mean', 'std', 'shape'], ['mean', 'std', 'numel']], ids=lambda s: s[-1])
+def test_the_rms_of_one_element_is_its_size(tmp_path, stats):
+    "Its standard deviation is NaN"
+    model = nn.Sequential(nn.Linear(3, 1))
+    with torch.no_grad(): model[0].bias.fill_(-2.)
+    got = {}
+    te = torchEmber(model, name='one', home=tmp_path, stats=stats, sinks=lambda step, numbers: got.update(numbers))
+    model(torch.ones(1, 3)).sum().backward()
+    te.step()
+    te.close()
+    w = model[0].weight.detach()
+    assert {k: got[k] for k in ('weight/0.bias/rms', 'weight_grad/0.bias/rms')}=={'weight/0.bias/rms': 2., 'weight_grad/0.bias/rms': 1.}
+    assert got['output/0/rms']==pytest.approx(abs(w.sum().item()-2), rel=1e-6)
+    unbiased = math.hypot(w.mean().item(), w.std().item()*(1 if stats[-1]=='std' else math.sqrt(2/3))) # without a number of elements
+    assert got['weight/0.weight/rms']==pytest.approx(unbiased, rel=1e-6)
+
+
+def test_the_rms_of_a_tensor_that_is_not_finite_is_not_made_up():
+    nan = math.nan
+    assert [rms_of(r) for r in ({'mean': 3.}, {'std': nan}, {'mean': 3., 'std': None, 'shape': [2]}, {'mean': -3., 'std': nan})]==[None, None, None, 3.]
+    assert all(math.isnan(rms_of({'mean': nan, 'std': nan, **more})) for more in ({}, {'shape': [0]}, {'shape': [4]}))
 
 
 def test_a_training_with_sinks_is_bit_for_bit_the_one_without(tmp_path, monkeypatch):

@@ -233,6 +233,28 @@ class OptimizerSteps:
         for w in done: self.tell(w)
         return out
 
+    def begin_step(self,
+        o # An optimizer that will step without a call of its `step`
+    ):
+        """Notify the listener that the weights have their values of before the step
+
+        Args:
+            o: An optimizer that will step without a call of its `step`
+        """
+        if self.attached: self.listener.step_begins(o)
+
+    def note_step(self,
+        o # An optimizer that has stepped without a call of its `step`
+    ):
+        """Notify the listener of a step that nobody called, as that of a trainer with optimizers of its own
+
+        Args:
+            o: An optimizer that has stepped without a call of its `step`
+        """
+        if not self.attached: return
+        self.before(o, False)
+        self.after(o)
+
     busy = property(lambda self: bool(self.inside) or any(self.running.values())) # whether a step of one of them is running
 
     def before(self, o, still=True): # still: whether the weights are what they were before the step

@@ -57,13 +57,13 @@ class Layout:
         return free
 
     def find_axes(self):
-        "Find what spreads the model: what was wrapped since the last look is found, too"
+        "Find what spreads the model, also by wrappers that came since the last look. A module stays spread if its wrapper is gone: names must not change"
         self.looked += 1
-        self.batches.clear(); self.known.clear()
+        self.known.clear()
         self.stages,self.pipeline,self.pipeline_scale = {},None,1.
-        inner = getattr(self.model, 'module', self.model) if isinstance(self.model, nn.parallel.DistributedDataParallel) else self.model
+        inner = self.inner
         for ddp in (running_ddp(), *(m for m in self.model.modules() if isinstance(m, nn.parallel.DistributedDataParallel))):
-            if ddp is not None: self.spread(inner if isinstance(ddp.module, nn.ParameterList) else ddp.module, self.of_ddp(ddp)) # which `replicate` gives it
+            if ddp is not None: self.spread(self.wrapped_by(ddp), self.of_ddp(ddp))
         for m in inner.modules():
             if found := self.of_fsdp(m) or self.of_older_fsdp(m): self.spread(m, found)
         spread = [p for p in inner.parameters() if hasattr(p, 'placements')]
@@ -71,6 +71,11 @@ class Layout:
         for p in spread:
             for name,ranks in dims_of(p.device_mesh) or (): self.axis(name or 'mesh', ranks)
         self.look_for_stages(inner)
+
+    @property
+    def inner(self): return self.model.module if isinstance(self.model, nn.parallel.DistributedDataParallel) else self.model
+
+    def wrapped_by(self, ddp): return self.inner if isinstance(ddp.module, nn.ParameterList) else ddp.module # a list is what `replicate` gives it
 
     def spread(self, module, batch):
         "All of a module is under the same wrapper; what is inside of it may be under another one, and comes later"
@@ -120,7 +125,7 @@ class Ranks(Layout):
         rank, world: Of this process; how many there are
         tell: Called with what a reader has to know of the processes when it is another than before
     """
-    looks = 3 # passes that are looked at anew: a model may be wrapped after it was armed
+    looks = 3 # passes that are looked at anew, as a model may be wrapped after it was armed. Later a DDP is found when it runs
 
     def __init__(self,
         model:nn.Module, # The model, wrapped or not
@@ -135,7 +140,7 @@ class Ranks(Layout):
         self.sharded = False # whether a parameter is a `DTensor`: then there may be partial sums
 
     def pass_begins(self):
-        if self.looked<self.looks:
+        if self.looked<self.looks or (ddp := running_ddp()) is not None and self.wrapped_by(ddp) not in self.batches:
             self.find_axes()
             if (meta := self.meta())!=self.told: self.told = meta; self.tell(meta)
 

@@ -16,6 +16,7 @@ refused = ("nn.DataParallel copies the model at every pass, so there is nothing 
 
 # %% ../../nbs/10_capture/10_tree.ipynb #87667a70
 wrappers = dict(OptimizedModule='_orig_mod', DistributedDataParallel='module', FullyShardedDataParallel='_fsdp_wrapped_module')
+ACTIVATION = '_torchember_activation' # key in a module's `__dict__`: class of the activation that the module applies last, 'ReLU'. Integrations set it
 
 # %% ../../nbs/10_capture/10_tree.ipynb #d5fdf751
 def unwrap(
@@ -38,7 +39,7 @@ def unwrap(
 
 # %% ../../nbs/10_capture/10_tree.ipynb #a6a5d9ed
 class moduleTrack:
-    """What is known of one module: its names, its place in the tree, the shapes of its last call
+    """Names, place in the tree, own tensors and last shapes of one module
 
     Args:
         module: The module
@@ -57,6 +58,8 @@ class moduleTrack:
         self.module,self.name,self.root_module,self.path = module,name or type(module).__name__,root_module,path
         self.short = short or self.name
         self.id,self.children,self.parent,self.aliases = id(module),[],None,[]
+        # the dicts that the module has now: an integration may exchange them while the tree is made
+        self.parameters,self.buffers,self.activation = module._parameters,module._buffers,module.__dict__.get(ACTIVATION)
         self.input_dt,self.output_dt = {},{} # tname -> shape, of the last recorded call
 
     @property
@@ -100,18 +103,19 @@ def tracks(
 # %% ../../nbs/10_capture/10_tree.ipynb #3acf6581
 def tree_dict(
     root:moduleTrack # The top
-) -> dict: # {'name', 'short', 'path', 'children'}, with 'aliases' where there are any
-    """A tree of tracks as nested dicts
+) -> dict: # {'name', 'short', 'path', 'children'}; 'aliases' and 'activation' only if there are any
+    """Return a tree of tracks as nested dicts
 
     Args:
         root: The top
 
     Returns:
-        {'name', 'short', 'path', 'children'}, with 'aliases' where there are any
+        {'name', 'short', 'path', 'children'}; 'aliases' and 'activation' only if there are any
     """
     made,todo = {},[root]
     for t in todo:
         made[t.id] = {'name': t.name, 'short': t.short, 'path': t.path} | ({'aliases': list(t.aliases)} if t.aliases else {})
+        if t.activation: made[t.id]['activation'] = t.activation
         if t.parent is not None and t is not root: made[t.parent.id].setdefault('children', []).append(made[t.id])
         todo += t.children
     return made[root.id]

@@ -34,7 +34,9 @@ from ..store.older import is_older, older_blocks, size_and_rows
 from ..store.lines import bad, parsed
 from ..store.parts import SharedPart, all_in_parts, blocks_of_run, group_beside, held, into_parts, many_logs, now_in, shared_files, size_if_there
 from ..store.shared import share
+from ..store.parameters import noted_in
 from ..store.reading import path_of, row_key, table_of_columns, with_path, without_superseded
+from ..store.table import nodes, whole_tree
 
 # %% ../../nbs/50_frames/05_logs.ipynb #51408907
 def left_behind(boxes):
@@ -410,7 +412,7 @@ def rows_of_whole(source, choice, columns, per_rank):
     spoiled = [f"Lines of rank {r} that are torn or make no sense: {n}. What they are of is without it." for r,n in lost.items() if n]
     told = (df['ttype']=='finding').to_numpy(bool) # each process has its own
     rows,said = ranks.whole(df[~told], source.told('ranks'), paths_of_ranks(source.told('structure')))
-    df = under_each_other([rows, df[told]]) if told.any() else rows
+    df = under_each_other([rows, with_rank(df[told])]) if told.any() else rows
     for s in (*spoiled, *said): warn(f"{printable(source.name)}: {s}")
     df.attrs['said'] = [*spoiled, *said]
     last = max((s.last_step() for s in source.sources.values()), default=-1) if choice.counts_back else None
@@ -420,6 +422,11 @@ def rows_of_whole(source, choice, columns, per_rank):
         known = [v.item() if isinstance(v, np.generic) else v for v in values.unique()]
         kept &= values.isin(choice.steps([s for s in known if isinstance(s, int)], last) if name=='steps' else choice.keeps(name, known)).to_numpy()
     return df[kept].reset_index(drop=True)
+
+def with_rank(df):
+    "Name the rank in the sentences about processes that died. df: findings of all processes"
+    if not {'rule', 'text'}<=set(df.columns): return df
+    return df.assign(text=[f'Rank {r}: {t}' if rule=='died' and isinstance(t, str) else t for r,rule,t in zip(df['rank'], df['rule'], df['text'], strict=True)])
 
 # %% ../../nbs/50_frames/05_logs.ipynb #36221673
 def paths_of_ranks(trees): return {r: ranks.paths_in(tree) for r,tree in trees.items()}
@@ -473,6 +480,80 @@ def shapes_in(values):
     return [s if is_shape(s) else None for s in values]
 
 def is_shape(s): return isinstance(s, list|tuple) and all(type(n) is int and n>=0 for n in s)
+
+# %% ../../nbs/50_frames/05_logs.ipynb #5e0c71a4
+def names_of_ranks(source):
+    "Return rank -> path -> path in the whole model, of the stages of a pipeline. source: `RankedSource`"
+    paths = paths_of_ranks(source.told('structure'))
+    return ranks.names_of_stages(ranks.understood(source.told('ranks'))[0], lambda rank: paths.get(rank, ()))
+
+def parameters_of_whole(source):
+    "Return the parameters that any process has, each once. What one process knows of a parameter holds for all. source: `RankedSource`"
+    names,found = names_of_ranks(source),{}
+    for rank,s in source.sources.items():
+        for p in noted_in(s.t):
+            p = renamed_entry(p, names.get(rank, {}))
+            found.setdefault((p['path'], p['name']), []).append(p)
+    return [merged_entry(ps) for ps in found.values()]
+
+def renamed_entry(p, names):
+    "Return the entry of a parameter under the names of the whole model. names: path -> path in the whole model"
+    also = [n.rpartition('.') for n in p.get('also', ())]
+    return {**p, 'path': names.get(p['path'], p['path'])} | ({'also': [names.get(path, path)+dot+n for path,dot,n in also]} if also else {})
+
+def merged_entry(ps):
+    "Return what several processes know of one parameter. A fact that no process knows stays unknown"
+    def any_of(k): return next((v for v in (True, False) if any(p.get(k) is v for p in ps)), None)
+    out = {**ps[0], **{k: any_of(k) for k in ('requires_grad', 'optimizer', 'gradient', 'called')}}
+    if any(p.get('recorded') is not False for p in ps): out.pop('recorded', None)
+    return out
+
+def structure_of_whole(source):
+    "Return the tree of the modules of all processes; None if no process has a tree. source: `RankedSource`"
+    names,trees,found = names_of_ranks(source),source.told('structure'),{}
+    for rank,tree in trees.items():
+        for _,node in nodes(whole_tree(tree) or {}):
+            if 'path' not in node: continue
+            path = names.get(rank, {}).get(node['path'], node['path'])
+            if path in found: continue
+            name = ranks.display_name(node['name'], path) if path!=node['path'] else node['name']
+            found[path] = {k: v for k,v in node.items() if k!='children'} | {'name': name, 'short': name.rpartition('.')[2], 'path': path}
+            above = path
+            while above: # a container that only other processes have is left out
+                above = above.rpartition('.')[0]
+                if above in found: found[above].setdefault('children', []).append(found[path]); break
+    return found.get('')
+
+def tracker_of(
+    run, # Name of a run, an ember, a tracker, or a table
+    home=None # Folder of logs, instead of `~/.torchember`
+): # Its tracker; None for a table, a file, several runs, and a run without a log of its own
+    "Return the tracker that reads the metadata of a run of one process"
+    run,home = by_name(run, home)
+    if isinstance(run, str):
+        if os.sep in run or set(run) & set('*?['): return None
+        t = emberTracker(run, home)
+        t.barrier()
+        return t if is_there(t.log_path) else None
+    t = getattr(run, 't', run)
+    return t if isinstance(t, tracker) else None
+
+def parameters_of(
+    run, # Name of a run, an ember, a tracker, or a table
+    home=None # Folder of logs, instead of `~/.torchember`
+) -> list: # Entries, see `store.parameters`; empty for a table or a file
+    "Return what a run knows of its parameters, also a run of several processes"
+    if (t := tracker_of(run, home)) is not None: return noted_in(t)
+    return parameters_of_whole(whole) if (whole := of_processes(run, home)) else []
+
+def structure_of(
+    run, # Name of a run, an ember, a tracker, or a table
+    home=None # Folder of logs, instead of `~/.torchember`
+): # As `whole_tree` has it; None if there is none that can be read
+    "Return the tree of a run's modules, also of a run of several processes"
+    if (t := tracker_of(run, home)) is None: return structure_of_whole(whole) if (whole := of_processes(run, home)) else None
+    try: return whole_tree(t.about.get('structure') or t.about[f'structure_{t.fname}'])
+    except (KeyError, ValueError, OSError): return None
 
 # %% ../../nbs/50_frames/05_logs.ipynb #28434b73
 class ColumnFilter:

@@ -65,7 +65,7 @@ rectifiers = 'ReLU', 'ReLU6', 'Threshold', 'Hardtanh', 'Softshrink', 'Hardshrink
 def nearly_dead(h, share):
     "A layer of which nearly all units are dead"
     for s in h.series('output'):
-        if 'zero_frac' not in s or not any(r in s.kind for r in rectifiers): continue
+        if 'zero_frac' not in s or not any(r in h.activation(s) for r in rectifiers): continue
         at = lasting(s['zero_frac']>=share)
         if at is None: continue
         layer,zeros = source_layer(h, s),median(s['zero_frac'][at:])
@@ -136,8 +136,8 @@ def one_end(s):
     return bool((s['min'][-n:]>.98).all() or (s['max'][-n:]<.02).all())
 
 def shape_of_activation(h, s):
-    "'tanh' or 'sigmoid', by the class of a module; for a function by the numbers: between -1 and 1, or 0 and 1, up to the ends, of what was larger"
-    if s.ttype=='output': return 'tanh' if s.kind in ('Tanh', 'Softsign', 'Hardtanh') else 'sigmoid' if s.kind in ('Sigmoid', 'Hardsigmoid') else None
+    "Return 'tanh' or 'sigmoid': of an output by its activation, of an input by the numbers, which reach -1 and 1, or 0 and 1, and were larger before"
+    if s.ttype=='output': return shapes.get(h.activation(s)) if s.path not in h.activations or most(s.abs_max)<=1 else None # it may be applied inside
     if h.made_by.get(s.path) or s.path in h.firsts or 'max' not in s or 'float' not in str(s.dtype): return None
     before = h.before(s.path)
     fed = h.outputs.get(before) if before else None
@@ -145,6 +145,8 @@ def shape_of_activation(h, s):
     top,low = most(s['max']),np.nanmin(s['min'])
     if not .9<=top<=1: return None
     return 'tanh' if -1<=low<-.9 else 'sigmoid' if 0<=low<.1 and np.nanmin(fed['min'])<-2 else None
+
+shapes = {**dict.fromkeys(('Tanh', 'Softsign', 'Hardtanh'), 'tanh'), **dict.fromkeys(('Sigmoid', 'Hardsigmoid'), 'sigmoid')}
 
 def mean_slopes(s, kind): return (1 if kind=='tanh' else s['mean'])-s.rms**2
 
@@ -187,9 +189,10 @@ peaked = dict(advice="Divide the logits by sqrt(head size), normalise queries an
 
 def are_rows_of_weights(h, s):
     "Whether a tensor has rows that add up to 1, dropout allowed, and is not what the model gives"
-    if s.kind!='Softmax' and not (s.tname=='output_1' and 'Attention' in s.kind) or len(s)<3 or s.path in h.lasts: return False
+    softmax = h.activation(s)=='Softmax'
+    if not softmax and not (s.tname=='output_1' and 'Attention' in s.kind) or len(s)<3 or s.path in h.lasts: return False
     if s.shape is None or len(s.shape)<3 or s.shape[-1]<3 or 'mean' not in s: return False
-    return bool((abs(s['mean']*s.shape[-1]-1)<(.02 if s.kind=='Softmax' else .15)).mean()>.8)
+    return bool((abs(s['mean']*s.shape[-1]-1)<(.02 if softmax else .15)).mean()>.8)
 
 def one_place(h, peak):
     "Attention weights of which each row is one number"
@@ -275,7 +278,7 @@ def converges(h, s):
 def equal_since(h, path, s, small):
     "Where outputs begin to be equal, None where they are not: nearly so after a start at which they were not, or exactly so"
     if len(s)<5 or 'std' not in s or s.shape is None or np.prod(s.shape)<4 or 'float' not in str(s.dtype): return None
-    if path not in h.leaves and path!='' or s.kind in ('Sigmoid', 'Tanh', 'Softmax', 'Hardsigmoid', 'Hardtanh'): return None
+    if path not in h.leaves and path!='' or h.activation(s) in ('Sigmoid', 'Tanh', 'Softmax', 'Hardsigmoid', 'Hardtanh'): return None
     std,start = s['std'],median(s['std'][:3])
     of_mean = std/np.maximum(abs(s['mean']), 1e-30)
     at = lasting((std<small*start) & ~s.zero | (of_mean<1e-5) & (std>0) & (std<.1*start))

@@ -6,17 +6,16 @@
 __all__ = ['findings_class', 'diagnose', 'found_by', 'as_table', 'history_of']
 
 # %% ../../nbs/55_health/50_diagnose.ipynb #b8097224
-import json, re
+import json
 from functools import cache
 from html import escape
 
 import numpy as np
 
-from ..frames.logs import read
+from ..frames.logs import parameters_of, read, structure_of
 from ..ground.messages import an, printable, unknown, warn
 from ..ground.needs import needs
-from ..store.jsonl import emberTracker
-from ..store.parameters import noted_in
+from ..store.table import activations_in
 from . import activations, ends, gradients, losses, modes, sizes, values, wiring # noqa: F401 each puts its rules into the table
 from .finding import columns, severities
 from .history import History
@@ -232,8 +231,4 @@ def history_of(run, home=None, df=None): # df: all its rows, where they have bee
     if isinstance(run, History): return run
     if isinstance(run, pd.DataFrame): return History(run, (), str(run.attrs.get('run', '')))
     if df is None: df = read(run, home=home)
-    t = getattr(run, 't', run)
-    if isinstance(t, str) and not re.search(r'[*?\[/]', t):
-        try: t = emberTracker(t, home)
-        except ValueError: t = None # no name of a run: a URL
-    return History(df, noted_in(t) if hasattr(t, 'about') else (), getattr(t, 'fname', str(run)))
+    return History(df, parameters_of(run, home), getattr(getattr(run, 't', run), 'fname', str(run)), activations_in(structure_of(run, home)))

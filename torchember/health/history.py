@@ -28,11 +28,11 @@ def loss_in(noted):
 # %% ../../nbs/55_health/10_history.ipynb #51136523
 class Tensors:
     "The series of a run by what they are of"
-    def __init__(self, df, parameters=(), name=''):
+    def __init__(self, df, parameters=(), name='', activations=None):
         if len(df) and not {'step', 'ttype'}<=set(df.columns):
             raise ValueError(f"The rows of a run have the columns step and ttype, as read(run) gives them; these have {', '.join(map(str, df.columns[:6]))}.")
         df = of_right_types(df)
-        self.name,self.parameters = name,list(parameters)
+        self.name,self.parameters,self.activations = name,list(parameters),activations or {}
         ttype = df['ttype'].astype(object).to_numpy() if len(df) else np.zeros(0, object)
         self.noted = list(noted_in(df[ttype=='scalar'])) if 'scalar' in ttype else []
         told = df[ttype=='finding'] if 'finding' in ttype else None
@@ -71,6 +71,10 @@ class Tensors:
         return found
 
     kinds = cached_property(lambda self: {s.path: s.kind for s in self.all}) # path -> class
+    def activation(self, s):
+        "Return the class of the activation that makes an output: that of its module, or of the function that the module applies last, as Keras's Dense does"
+        return self.activations.get(s.path, s.kind)
+
     weights = cached_property(lambda self: {(s.path, s.pname): s for s in self.series('weight')}) # (path, pname) -> series
     loss = cached_property(lambda self: loss_in(self.noted))
 
@@ -175,12 +179,14 @@ class History(Connections):
         df: Rows, as `read` gives them
         parameters: What the run knows of its parameters: `store.parameters.entry`
         name: What to call the run
+        activations: Path -> class of the activation that a module applies to its own output, see `activations_in`
     """
     def __init__(self,
         df, # Rows, as `read` gives them
         parameters=(), # What the run knows of its parameters: `store.parameters.entry`
-        name:str='' # What to call the run
-    ): super().__init__(df, parameters, name)
+        name:str='', # What to call the run
+        activations:dict|None=None # Path -> class of the activation that a module applies to its own output, see `activations_in`
+    ): super().__init__(df, parameters, name, activations)
 
     @cached_property
     def progress(self):

@@ -165,7 +165,7 @@ def softmax_twice(h, p):
         n = int(s.shape[-1])
         floor = math.log(1+(n-1)/math.e)
         if p.best<floor*.98 or p.values[0]>math.log(n)*1.15: continue
-        leaf = next((q for q in reversed(h.leaves) if h.kinds.get(q) in ('Softmax', 'LogSoftmax')), path)
+        leaf = next((q for q in reversed(h.leaves) if h.activation(h.outputs[q]) in ('Softmax', 'LogSoftmax')), path)
         return finding(leaf, f"The model gives probabilities (their sum over {n} is 1), and the loss stays above {floor:.3f}, "
             f"the least that cross-entropy can be of them ({g(p.end)} at the end): a softmax is taken twice.", p.steps[0], p.steps[-1], ttype='output',
             severity='error', look="overview(run)",
@@ -187,7 +187,7 @@ def sigmoid_twice(h, p):
     "Answers that are sure, and a loss that is what a second sigmoid leaves of them: ln(1+1/e) of each yes, ln 2 of each no"
     for path in h.lasts:
         s = h.outputs.get(path)
-        if s is None or s.kind!='Sigmoid' or len(s)<20 or 'mean' not in s: continue
+        if s is None or h.activation(s)!='Sigmoid' or len(s)<20 or 'mean' not in s: continue
         late = slice(-len(s)//5, None)
         yes,spread = median(s['mean'][late]),median(s['std'][late])
         floor = yes*math.log(1+1/math.e)+(1-yes)*math.log(2)

@@ -28,10 +28,16 @@ def of_two(h, path, kind, few=2):
         values=middle(values))
 
 # %% ../../nbs/55_health/42_modes.ipynb #8410a922
+gains,offsets,means,variances = ('weight', 'gamma'),('bias', 'beta'),('running_mean', 'moving_mean'),('running_var', 'moving_variance') # in torch, in Keras
+
+def one_of(found, names, *path):
+    "Return the series under the first of some names that exists, None without one. found: (path, name) -> series, or name -> series"
+    return next((found[k] for n in names if (k := (*path, n) if path else n) in found), None)
+
 def never_trained(h, path, kind):
     "What gives what it gets: it is in evaluation mode, with the statistics that it began with"
-    out,ins,w = h.outputs[path],h.inputs.get(path),h.weights.get((path, 'weight'))
-    if not ins or w is None or (path, 'weight') not in h.grads or len(out)<10 or len(ins[0])!=len(out): return None
+    out,ins,w = h.outputs[path],h.inputs.get(path),one_of(h.weights, gains, path)
+    if not ins or w is None or one_of(h.grads, gains, path) is None or len(out)<10 or len(ins[0])!=len(out): return None
     x,first = ins[0],slice(0, 3)
     same = (abs(x.rms*w.rms[0]-out.rms)<.01*out.rms) & (abs(x['mean']*w['mean'][0]-out['mean'])<.01*out.rms)
     if not same[first].all() or (abs(x.rms[first]-1)<.05).all(): return None # of data that are normalised, both are the same
@@ -43,7 +49,7 @@ def never_trained(h, path, kind):
 def not_normalising(h, path, kind, times=3, share=.6):
     "What has another size in training than its weight and bias make"
     out = h.outputs[path]
-    w,b = (h.weights.get((path, n)) for n in ('weight', 'bias'))
+    w,b = (one_of(h.weights, names, path) for names in (gains, offsets))
     if w is None or len(out)<3: return None
     n = min(len(out), len(w))
     expected = np.sqrt(w.rms[:n]**2+(b.rms[:n]**2 if b is not None and len(b)>=n else 0))
@@ -69,14 +75,14 @@ def never_learnt(path, kind, var):
 
 def by_batch(h, path):
     "Whether it normalises by the batch: then the mean of what it gives is that of its bias"
-    out,b = h.outputs[path],h.weights.get((path, 'bias'))
+    out,b = h.outputs[path],one_of(h.weights, offsets, path)
     mean = b['mean'][:len(out)] if b is not None and len(b)>=len(out) else 0
     return bool(middle(abs(out['mean']-mean))<2e-3*median(out.rms))
 
 def by_buffers(h, path, kind, least, away=2., shifted=1.5):
     "Running statistics that are not those of the batches, in the second half of the training"
     buffers = {s.tname: s for s in h.series('buffer') if s.path==path}
-    ins,var,mean = h.inputs.get(path),buffers.get('running_var'),buffers.get('running_mean')
+    ins,var,mean = h.inputs.get(path),one_of(buffers, variances),one_of(buffers, means)
     if var is None or mean is None or not ins or len(var)<10: return None
     if by_batch(h, path) and all((b[c]==b[c][0]).all() for b in (var, mean) for c in ('mean', 'std', 'max', 'min') if c in b): return never_learnt(path, kind,
         var)

@@ -12,7 +12,7 @@ from .finding import middle
 
 # %% ../../nbs/55_health/07_moves.ipynb #a6622072
 linear = ('Linear', 'Conv', 'Conv1d', 'Conv2d', 'Conv3d', 'NonDynamicallyQuantizableLinear', 'LazyLinear', 'ConvTranspose1d', 'ConvTranspose2d', 'Conv1D',
-    'Dense')
+    'Dense', 'Conv2D', 'Conv3D')
 norms = ('BatchNorm', 'LayerNorm', 'GroupNorm', 'InstanceNorm', 'RMSNorm', 'LocalResponseNorm')
 
 def is_linear(kind): return kind in linear or (kind or '').endswith('Linear')

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['most', 'sensible', 'key', 'merged_columns', 'only_pieces', 'numbered_children', 'with_ancestors', 'names_in_whole',
            'numbered_on', 'understood', 'is_number', 'is_line', 'Processes', 'numbers_in', 'differs', 'odd_keys',
-           'nameless_in', 'samples_in', 'first_of_each', 'coded_parts', 'together', 'Pieces', 'Merge', 'untold',
-           'replicas', 'Drift', 'drift', 'apart', 'steps_of_ranks', 'gone', 'unknown_scale', 'same_batch', 'wholes',
-           'own_names', 'whole']
+           'nameless_in', 'samples_in', 'first_of_each', 'coded_parts', 'parts_of_steps', 'together', 'Pieces', 'Merge',
+           'untold', 'replicas', 'Drift', 'drift', 'apart', 'steps_of_ranks', 'gone', 'unknown_scale', 'same_batch',
+           'wholes', 'own_names', 'whole']
 
 # %% ../../nbs/42_processes/10_ranks.ipynb #bf127dde
 import copy, re
@@ -174,6 +174,20 @@ def coded_parts(parts):
     codes,texts = pd.factorize(parts)
     return np.where(codes<0, len(texts), codes), [*texts, *(['world:?'] if (codes<0).any() else [])]
 
+def parts_of_steps(df, ranks):
+    "Return the parts of rows, and which were filled in: a row of unknown part gets that of the same tensor in another step, as wrappers come and go"
+    if 'part' not in df: return None, np.zeros(len(df), bool)
+    parts = np.array([p if isinstance(p, str) else None for p in df['part']], object)
+    unknown = np.isin(np.array([p or '' for p in parts]), ['', *(p for p in {*parts}-{None} if {*roles_in(p).values()}=={'?'})])
+    filled = np.zeros(len(parts), bool)
+    if not unknown.any() or unknown.all(): return df['part'], filled
+    tensor = together(ranks, *(df[c] for c in ('path', 'ttype', 'tname', 'pname', 'phase') if c in df))
+    known,at = np.flatnonzero(~unknown),np.full(tensor.max()+1, -1)
+    at[tensor[known[::-1]]] = known[::-1]
+    filled = unknown & (at[tensor]>=0)
+    parts[filled] = parts[at[tensor[filled]]]
+    return parts, filled
+
 def together(*codes):
     "A code for each combination of several"
     pd = needs('pandas', for_='A table of rows')
@@ -225,8 +239,8 @@ class Pieces(Roles):
         df = df.reset_index(drop=True)
         if 'step' in df: df = df.sort_values(['step', 'rank'], kind='stable')
         self.at,self.df,self.decided = df.index.to_numpy(),df.reset_index(drop=True),[] # decided: by which numbers
-        if 'part' not in self.df: self.df['part'] = None
         self.rank = self.df['rank'].to_numpy(int)
+        self.df['part'],self.filled = parts_of_steps(self.df, self.rank)
         self.name_stages()
         self.settle()
         self.name_own()
@@ -546,16 +560,22 @@ def gone(steps, about, world): # Rank -> first and last step of its rows, None w
 
 def unknown_scale(pieces):
     "Gradients of activations of processes of which nobody says how they share the batch"
-    rows = pieces.along('world', '?') & pieces.unsettled & pieces.df['ttype'].isin(['output_grad', 'input_grad']).to_numpy()
+    rows = (pieces.along('world', '?') & pieces.unsettled | pieces.filled) & pieces.df['ttype'].isin(['output_grad', 'input_grad']).to_numpy()
     if not rows.any(): return None
     return (f"Gradients of activations ({int(rows.sum())} rows) are those of each process's own loss: nothing says how the losses become one. "
         "Those of their mean are smaller by the number of processes.")
 
 def same_batch(pieces):
-    "Processes that all train on the same samples"
+    "Return the sentence for processes that train on the same samples in most steps"
+    pd = needs('pandas', for_='A table of rows')
     inputs = pieces.has('B') & (pieces.df['ttype']=='input').to_numpy()
-    if len(set(pieces.rank[inputs].tolist()))<2 or (inputs & (pieces.rank>0) & (pieces.piece==pieces.rank)).any(): return None
-    return "All processes are given the same batch: each input has the same numbers on all of them. Has the sampler been told of the ranks?"
+    odd = np.any([odd[pieces.key] for compared,odd in pieces.decided if compared[0] is pieces.key] or [np.zeros(len(inputs), bool)], axis=0)
+    d = pd.DataFrame({'key': pieces.key, 'rank': pieces.rank, 'odd': odd, 'step': pieces.df['step'].to_numpy()})[inputs]
+    each = d.groupby('key').agg(ranks=('rank', 'nunique'), odd=('odd', 'any'), step=('step', 'first'))
+    same = ~each[each['ranks']>1].groupby('step')['odd'].any() # of an input that one process has, nothing is known
+    if 2*same.sum()<=len(same): return None
+    when = '' if same.all() else f' in {int(same.sum())} of {len(same)} steps'
+    return f"All processes are given the same batch{when}: each input has the same numbers on all of them. Does the sampler know the ranks?"
 
 # %% ../../nbs/42_processes/10_ranks.ipynb #a7c10005
 def renamed(df, ranks, names, of=None):

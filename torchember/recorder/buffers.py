@@ -29,7 +29,7 @@ class Buffers:
         """
         seen = set()
         for st in states:
-            for n,b in st.track.module._buffers.items() if st.watched else ():
+            for n,b in st.track.buffers.items() if st.watched else ():
                 if b is None or is_lazy(b) or id(b) in seen: continue
                 seen.add(id(b))
                 yield st, 'buffer', n, b

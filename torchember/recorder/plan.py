@@ -241,7 +241,7 @@ def parameter_places(r, left=()):
             states = states_to_come(o, p) if 'optimizer' in r.ttypes else {}
             if states is None: notes.add(f"What {type(o).__name__} keeps is known after its first step.")
             for k,shape in (states or {}).items(): add(st, 'optimizer', f'{k}_{i}', n, p, shape)
-    if any(is_lazy(p) for st in s.states for p in st.track.module._parameters.values()): notes.add("Lazy parameters are known after the first pass.")
+    if any(is_lazy(p) for st in s.states for p in st.track.parameters.values()): notes.add("Lazy parameters are known after the first pass.")
     for source in s.at_step_end:
         for st,ttype,n,x in source.each(s.states): add(st, ttype, n, n, x)
     for n,x in s.variables.items():

@@ -6,47 +6,18 @@
 __all__ = []
 
 # %% ../../nbs/60_show/15_missing.ipynb #bfc42a99
-import os
-
 import numpy as np
 
-from ..frames.logs import by_name, of_processes
+from ..frames.logs import parameters_of
 from .select import Series, parameter_names, paths_like
-from ..store.anywhere import is_there
-from ..store.parameters import cut_off, forgotten, label_of, noted_in, untrained, why_not
+from ..store.parameters import cut_off, forgotten, label_of, untrained, why_not
 
 # %% ../../nbs/60_show/15_missing.ipynb #07bc4faf
-def tracker_of(
-    run # Name of a run, an ember, a tracker, or a table
-): # Its tracker; None for a table, a file, and a run that is not there
-    "What reads a run's metadata"
-    from torchember.store.jsonl import emberTracker, tracker
-    run,home = by_name(run, None)
-    if isinstance(run, str):
-        if os.sep in run or set(run) & set('*?['): return None # a file, or several runs
-        t = emberTracker(run, home)
-        t.barrier()
-        return t if is_there(t.log_path) else None
-    t = getattr(run, 't', run)
-    return t if isinstance(t, tracker) else None
-
-def parameters_of_whole(
-    source # A run of several processes
-) -> list:
-    "Those that all processes have under the same names, as shards or replicas have; none where each has others, as stages of a pipeline do"
-    noted = [{label_of(p): p for p in noted_in(s.t) if p.get('recorded') is not False} for s in source.sources.values()]
-    if any(n.keys()!=noted[0].keys() for n in noted): return []
-    def of_any(ps, k): return next((v for v in (True, False) if any(p.get(k) is v for p in ps)), None)
-    each = [[n[label] for n in noted] for label in noted[0]]
-    return [{**ps[0], **{k: of_any(ps, k) for k in ('optimizer', 'gradient', 'called')}} for ps in each]
-
 def parameters_in(
     run # Name of a run, an ember, a tracker, or a table
 ) -> list: # Entries, see `store.parameters`
-    "All parameters that a run knows"
-    t = tracker_of(run)
-    if t is None and (whole := of_processes(run)): return parameters_of_whole(whole)
-    return [] if t is None else [p for p in noted_in(t) if p.get('recorded') is not False]
+    "Return the recorded parameters that a run knows"
+    return [p for p in parameters_of(run) if p.get('recorded') is not False]
 
 # %% ../../nbs/60_show/15_missing.ipynb #884f03b8
 kinds_of_parameters = ('weight_grad', 'update') # tensor types of which each parameter that is trained has rows

@@ -44,11 +44,12 @@ def least_ratios(
     return out
 
 def spread_of(rows):
-    "Standard deviations that divide by the number of elements: rows have the unbiased ones"
-    known = {}
+    "Return standard deviations that divide by the number of elements, as those in rows divide by one less. That of one element is 0"
+    known,std = {},rows['std'].to_numpy(float)
     shapes = rows['shape'] if 'shape' in rows else [None]*len(rows)
     n = np.array([known.setdefault(tuple(s), np.prod(s)) if isinstance(s, list|tuple|np.ndarray) else np.inf for s in shapes])
-    return np.where(n==1, 0, rows['std'].to_numpy(float)*np.sqrt(1-1/np.maximum(n, 1)))
+    one = (n==1) | np.isnan(std) & np.isfinite(rows['mean'].to_numpy(float)) # also if no shape was recorded
+    return np.where(one, 0, std*np.sqrt(1-1/np.maximum(n, 1)))
 
 # %% ../../nbs/60_show/70_update_ratios.ipynb #c31488c8
 sizes_of_updates = 'rms', 'std', 'abs_max', 'max', 'min', 'mean', 'l2', 'abs_mean', 'ratio' # of an update: zero where nothing moved

@@ -20,11 +20,13 @@ default = ('output', 'weight', 'weight_grad', 'update') # tensor types of which 
 trouble = ('nan', 'posinf', 'neginf') # columns that a row has where something was not finite
 
 def rms_of(row):
-    "Root of the mean square: as recorded, else of mean and standard deviation; None where neither is known"
+    "Return the root of the mean square: as recorded, else from mean and standard deviation. None if they are not known"
     if 'rms' in row: return row['rms']
-    if row.get('mean') is None or row.get('std') is None: return None
+    mean,std = row.get('mean'),row.get('std')
+    if mean is None or 'std' not in row: return None
     n = row.get('numel') or (math.prod(row['shape']) if isinstance(row.get('shape'), list|tuple) else 0)
-    return math.hypot(row['mean'], 0. if n==1 else row['std']*math.sqrt((n-1)/n if n else 1.))
+    if n==1 or std!=std and math.isfinite(mean): return abs(mean) # the deviation of one element is NaN, also if no shape was recorded
+    return None if std is None else math.hypot(mean, std*math.sqrt((n-1)/n if n else 1.))
 
 def number(row, stat):
     "A statistic of a row as a number, None where it has none"

@@ -14,19 +14,18 @@ from pathlib import Path
 import numpy as np
 
 from ...ground.progress import progress
-from ...frames.logs import about, about_ranks, no_rows, of_processes, read, said_by
+from ...frames.logs import about, about_ranks, no_rows, of_processes, read, said_by, structure_of, tracker_of
 from ...ground.messages import printable
 from ...health.diagnose import as_table, chosen_rules, found_by, history_of, ordered
 from ...measure.exponents import limits, with_counts
 from ..run_summary import first_trouble, loss_of, noted, sentence_of, stat_of
-from ..missing import asked_for, parameters_in, places_among, reasons_in, tracker_of, with_missing
+from ..missing import asked_for, parameters_in, places_among, reasons_in, with_missing
 from ...frames.logframe import count_columns
 from ...frames.words import ttypes_asked
 from ..select import (grid, has_ttype, name_of_run, numbers_in, pick, places, root_of, run_of, series,
     stat_in, table_of, thinned, training, with_statistics)
 from ...store.parameters import label_of, untrained
 from ..legend import alarm, meanings, palettes, scale, words, zero
-from ...store.table import whole_tree
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #693dbb4d
 def packed(
@@ -274,9 +273,9 @@ def facts_of(run, table):
     out = {'name': name or 'A table', 'model': root_of(table), 'rows': len(table), 'steps': len(np.unique(steps)),
         'first': int(steps.min()), 'last': int(steps.max())}
     t = tracker_of(run)
-    if t is None and (whole := of_processes(run)): return out | facts_of_whole(whole), None
-    if t is None: return out, None
-    base,structure = said_by(t)[0],structure_of(t)
+    structure = structure_of(run)
+    if t is None: return out | (facts_of_whole(whole) if (whole := of_processes(run)) else {}), structure
+    base = said_by(t)[0]
     try: told = about(t.fname, t.dir)
     except OSError: told = {}
     known = {'model': told.get('model') or out['model'], 'size': told.get('size'), 'running': told.get('running', False),
@@ -289,11 +288,6 @@ def facts_of_whole(source):
     known = {k: told.get(k) for k in ('model', 'ranks', 'size', 'running', 'start', 'end')} | {'user': bases[0].get('user'),
         'seconds': max((b['seconds'] for b in bases if 'seconds' in b), default=None)}
     return {k: v for k,v in known.items() if v is not None}
-
-def structure_of(t):
-    "The tree of a run's modules, None where there is none that can be read"
-    try: return whole_tree(t[f'structure_{t.fname}'])
-    except (KeyError, ValueError, OSError): return None
 
 def formats_for(kinds):
     "Exponents of the smallest number, the smallest normal one, the largest: of the formats that the run has, and of those to compare with"
