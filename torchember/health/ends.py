@@ -20,7 +20,7 @@ def died(
     Args:
         h: A `History`
     """
-    for r in h.ends:
+    for r in (r for r in h.reported if r['rule']=='died'):
         step,last = int(r['step']),int(h.steps[-1]) if len(h.steps) else -1
         goes_on = last>step
         path = r['path'] if isinstance(r.get('path'), str) else path_of(r['module']) if isinstance(r.get('module'), str) else ''

@@ -263,6 +263,21 @@ def say_if_changed(
         notices.once('changed', f"{st.track.name} has got, lost or changed parameters or modules since it was armed (a parametrization, an adapter?). "
             "What is new is not recorded before te.rearm(). This is said once.")
 
+# %% ../../nbs/40_recorder/30_parameters.ipynb #5d0c71aa
+class Writes:
+    "Version counters of parameters that no known optimizer has."
+    def __init__(self): self.last,self.changes = {},{} # (path, name) -> the version that was seen last; how often it was another than before
+
+    def look(self, p, name):
+        "Compare the version of a parameter with the version at the last look."
+        if is_lazy(p) or p.is_inference(): return # has no version
+        if self.last.get(name, p._version)!=p._version: self.changes[name] = self.changes.get(name, 0)+1
+        self.last[name] = p._version
+
+    def often(self, name):
+        "Return True if two looks or more found a new version. A single write may be `load_state_dict`."
+        return self.changes.get(name, 0)>1
+
 # %% ../../nbs/40_recorder/30_parameters.ipynb #43301eef
 class Known:
     """Every parameter of a model, and what is known against it. What once was so is remembered: that an optimizer had it, that a gradient came
@@ -281,6 +296,7 @@ class Known:
         self.grads = 'weight_grad' in ttypes
         self.got,self.held = set(),set() # (path, name) of those that ever had a gradient; that an optimizer ever had
         self.called = set() # paths of modules
+        self.writes = Writes()
         self.trained = False # whether the model was trained
         self.entries,self.left_out = [],0 # as they were looked at last; how many are too many to note
 
@@ -321,6 +337,7 @@ class Known:
         entries,self.left_out = [],0
         for p,owner,names in every_parameter(states[0].track):
             if ours is not None and id(p) in ours: self.held |= names.keys()
+            elif ours is not None: self.writes.look(p, next(iter(names)))
             if len(entries)==self.most: self.left_out += 1
             else: entries.append(self.one(p, owner, of.get(owner.id), list(names), ours is not None))
         if entries==self.entries: return
@@ -334,7 +351,8 @@ class Known:
         any_of = lambda known: not known.isdisjoint(names)
         return entry(*names[0], None if is_lazy(p) else p.shape, str(p.dtype).removeprefix('torch.'), p.requires_grad,
             any_of(self.held) if told else None, any_of(self.got) or (False if some else None), owner.path in self.called if shown else None,
-            ['.'.join(filter(None, n)) for n in names[1:]], state is not None and state.watched)
+            ['.'.join(filter(None, n)) for n in names[1:]], state is not None and state.watched,
+            names[0] not in self.held and self.writes.often(names[0]))
 
     def meta(self): return {'parameters': self.entries} | ({'left out': self.left_out} if self.left_out else {})
 
