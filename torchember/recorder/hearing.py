@@ -317,7 +317,8 @@ class OptimizerEvents(Listener):
             self.cost.ended()
             if self.pipe.steps.turns.took(id(optimizer)): self.pipe.over()
         if not self.pipe.tally.called and self.pipe.tally.steps==2:
-            self.pipe.buffer.notices.once('uncalled', f"{not_called} Was it made anew, or is a copy of it trained? Watch that one.")
+            self.pipe.buffer.notices.once('uncalled', f"{not_called} Was it made anew, or is a copy of it trained? Watch that one.",
+                'warning')
         self.pipe.stop_if_told()
 
     def step_skipped(self, optimizer):
@@ -336,4 +337,5 @@ def say_when_stalled(pipe):
     ever = any(id(o) in watch.stepped for o in quiet)
     how = 'does not step any more' if ever else 'has not stepped'
     notices.once('stalled', f"The optimizer that torchEmber was given, {optimizer_names(quiet)}, {how}, but {why}: all of this is recorded as step "
-        f"{pipe.steps.number}. Was it made anew? Give torchEmber those that step; or none, and call te.step().")
+        f"{pipe.steps.number}. Was it made anew? Give torchEmber those that step; or none, and call te.step().",
+        'warning')

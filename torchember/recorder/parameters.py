@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from ..capture.forward import parts_of
 from ..capture.tree import unwrap
-from ..ground.messages import warn
+from .notices import Notices
 from ..store.parameters import entry, most_entries
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #999a778f
@@ -55,7 +55,7 @@ class Parameters:
         self.buffer,self.ttypes = buffer,ttypes
         self.states = [] # of the armed modules, root first
         self.seen = set() # parameters of this step: their ids, and where they are, since a sharded one is another tensor during a forward than after
-        self.hint = ZeroGradHint()
+        self.hint = ZeroGradHint(getattr(buffer, 'notices', None))
         self.known = Known(ttypes, tell)
 
     def is_new(self, state, name, p):
@@ -178,8 +178,9 @@ def measure_unclipped(
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #f19bc368
 class ZeroGradHint:
-    "Says once why there are no weight gradients in the log of a model that trains: `zero_grad` was quicker"
-    def __init__(self):
+    "Warns once if a model trains and no weight gradients are recorded, and says what helps."
+    def __init__(self, notices=None):
+        self.notices = notices or Notices()
         self.found = False # whether there ever was one, or this was said
         self.in_step = False # whether there is one in the open step
         self.trains = False # whether there was a pass that could be trained with
@@ -213,17 +214,24 @@ class ZeroGradHint:
         self.steps_without += not self.in_step and trained
         self.in_step = False
         if self.given or self.silent or not self.trains or 'weight_grad' not in ttypes or manual and not boundary: return
-        if self.found:
+        zeros = self.found
+        if zeros:
             if self.looked or not boundary: return
             self.looked = True
             if not all_zero(states): return
         if not boundary and not self.begun: self.begun = True; return self.training(states)
         if not any(p._version>self.versions.get(id(p), p._version) for p in trained_in(states)): return
         self.found = self.given = True
-        warn("te.step() found no gradients although the weights change: zero_grad() had removed them already, or backward() comes after it. Call te.step() "
-            "after backward() and before zero_grad(). With torchEmber(..., optimizer=opt) nothing has to be called." if boundary else
-            "No weight gradients are recorded: the weights change, but when the next pass begins zero_grad() has already removed "
-            "their gradients. Call te.step() after backward() and before zero_grad().")
+        self.notices.once('gradients', f"{only_zeros if zeros else none_at_step if boundary else none_at_pass} {give_all}", 'info')
+
+none_at_step = ("te.step() found no gradients although the weights change: zero_grad() had removed them already, or backward() comes after it. Call te.step() "
+    "after backward() and before zero_grad(). With torchEmber(..., optimizer=opt) nothing has to be called.")
+only_zeros = ("te.step() found that all gradients are zero although the weights change. If zero_grad(set_to_none=False) came first, call te.step() before it. "
+    "If not, the loss has no gradient, and momentum or weight decay changes the weights.")
+none_at_pass = ("No weight gradients are recorded: the weights change, but when the next pass begins zero_grad() has already removed "
+    "their gradients. Call te.step() after backward() and before zero_grad().")
+give_all = ("Where optimizers step inside backward() (register_post_accumulate_grad_hook), neither can be called in time: "
+    "give all of them, torchEmber(model, optimizer=[...]).")
 
 def trained_in(states):
     "The weights that are trained"
@@ -261,7 +269,7 @@ def say_if_changed(
         same = names==tuple(m._parameters) and all(id(unwrap(c)) in known for c in m._modules.values() if c is not None)
         if same and not gone: continue # a child is in a wrapper now, or the same as before
         notices.once('changed', f"{st.track.name} has got, lost or changed parameters or modules since it was armed (a parametrization, an adapter?). "
-            "What is new is not recorded before te.rearm(). This is said once.")
+            "What is new is not recorded before te.rearm(). This is said once.", 'info')
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #5d0c71aa
 class Writes:

@@ -300,7 +300,8 @@ class Decision:
         except Exception as e:
             if self.notices.on_error=='raise': raise
             self.notices.errors += 1
-            self.notices.once('schedule', f"The schedule {self.when} failed at step {step}: {type(e).__name__}: {e}. Such steps are not recorded.")
+            self.notices.once('schedule', f"The schedule {self.when} failed at step {step}: {type(e).__name__}: {e}. Such steps are not recorded.",
+                'info')
             return False
 
     def __call__(self,
