@@ -108,9 +108,10 @@ def of_each(
     """
     s = sums[part]
     if ok is not None: x = xp.where(ok, x, 0.)
-    each = s.each(x, xp)+0*x # a number, also where it says True
-    if ok is not None: each = xp.where(ok, each, s.nothing)
-    return getattr(xp, dict(sum='sum', min='amin', max='amax')[s.merge])(each)
+    with np.errstate(all='ignore'): # an expression may leave the range, as log(0): -inf is its value, and no reason for a warning
+        each = s.each(x, xp)+0*x # a number, also where it says True
+        if ok is not None: each = xp.where(ok, each, s.nothing)
+        return getattr(xp, dict(sum='sum', min='amin', max='amax')[s.merge])(each)
 
 # %% ../../nbs/20_measure/00_summary.ipynb #d4787f50
 def read_array(

@@ -74,7 +74,8 @@ class Notices:
         if type(error) is Unmeasurable: return self.without_values(module, tname, why)
         kind = type(error) if no_values else (how, type(error))
         what = f"is not measured: {why}" if no_values else f"could not be measured: {type(error).__name__}: {why}"
-        self.once(kind, f"{tname} of {module} {what}. Training goes on, and this is said once.", 'info')
+        self.once(kind, f"{tname} of {module} {what}. Training goes on, and this is said once.",
+            'info' if no_values else None) # the error of a function has a row of its own
 
     def without_values(self, module, tname, why):
         "The first places are named, for each reason: of a model on fake tensors that would be all"

@@ -280,7 +280,7 @@ class Measuring:
     def no_ranks(self, e):
         self.ranks = None
         self.notices.once('ranks', f"How the model is spread over processes cannot be told ({type(e).__name__}: {e}). Each process goes on to record "
-            "what it has; to the reader all of it is of unknown place.", 'info')
+            "what it has; to the reader all of it is of unknown place.")
 
     def add(self, key, call, micro, dtype, stats):
         "A row that is no vector"
