@@ -225,9 +225,11 @@ def test_what_the_closing_report_counts():
         te.probe('x', torch.ones(1, device='meta'))
     report = te.close()
     assert {**report, **dict(run='r', steps=6, recorded=3, errors=12, skipped=1, remarks=[])}==report
-    assert report['rows']==len(emberTracker('r').lines())==3*8 and report['bytes']==te.t.log_path.stat().st_size
+    assert report['rows']==len(emberTracker('r').lines())==3*8+1 and report['bytes']==te.t.log_path.stat().st_size
     assert report['share']>0 and report['seconds']>0 and 'live' not in report and 'budget' not in report
-    assert te.t.df.step.unique().tolist()==[0, 2, 4]
+    df = te.t.df
+    assert df[df.ttype!='finding'].step.unique().tolist()==[0, 2, 4]
+    assert df[df.ttype=='finding'][['rule', 'tname', 'severity']].values.tolist()==[['recording', 'unmeasured', 'info']] # the probe
     assert repr(te).startswith('<torchEmber of Sequential: 4 modules, step 6, not armed')
     names = ['model(Sequential)', *(f'model(Sequential).{i}' for i in ('0(Linear)', '1(ReLU)', '2(Linear)'))]
     assert te.mod_tree()['short']==names[0] and [*te.modules]==names

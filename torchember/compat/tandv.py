@@ -96,7 +96,8 @@ class TorchTracker(Tracker):
         """
         r = self.te.recorder
         if r.tally.steps and not self.calls:
-            warn("tracker.step() was never called, so everything is in one step. Call it after optimizer.step().")
+            r.notices.once('stalled', "tracker.step() was never called, so everything is in one step. Call it after optimizer.step().", 'warning')
+            self.te.t.barrier()
         elif trained and 'weight_grad' in r.ttypes and r.watch is None and (n := r.sources.parameters.hint.steps_without):
             warn(f"{n:,} of {r.tally.recorded:,} steps have no weight gradients: zero_grad() came before tracker.step(). Call it later, or give track "
                 "the optimizer=, then it does not matter.")

@@ -293,3 +293,16 @@ def column_order(
     names,marks = list(names),set(marks)
     last = [c for c in ('run', 'module', 'path', *identity[1:], *of_pieces, *optional) if c in names and c not in marks]
     return [n for n in names if n not in last and n not in marks] + last + [n for n in names if n in marks]
+
+# %% ../../nbs/05_ground/20_record.ipynb #c5f09a17
+def report_row(
+    kind:str, # What the report is of, in a word: the row's `tname`
+    text:str, # A sentence or two
+    severity:str, # 'error', 'warning' or 'info'
+    module:str, # Display name
+    step:int,
+    ts:str # Local time
+) -> dict:
+    "Return a row of the type 'finding' for a warning that the user got during the training, so that the run keeps it"
+    return {'severity': severity, 'rule': 'recording', 'text': text, 'advice': '', 'look': '', 'evidence': {}, 'first_step': step, 'last_step': step,
+        'module': module, 'ts': ts, 'ttype': 'finding', 'tname': kind, 'step': step, 'call': 0}

@@ -25,6 +25,36 @@ def loss_in(noted):
     train = [n for n in noted if not any(w in n.name.lower() for w in ('val', 'test', 'eval'))]
     return next((n for like in likely for n in train if like(n.name.lower())), None)
 
+# %% ../../nbs/55_health/10_history.ipynb #2b5de1a7
+def is_reported(row):
+    "Return True if a row of the type 'finding' has what a finding needs: a rule, a sentence and a step."
+    return isinstance(row.get('rule'), str) and isinstance(row.get('text'), str) and row.get('step')==row.get('step')
+
+compared = 'mean', 'std', 'max', 'min', 'rms', 'abs_max' # statistics that show a change
+
+def changed(s):
+    "Return a flag for each pair of neighbouring steps: True where a statistic of the tensor is another than in the step before."
+    known = [s[c] for c in compared if c in s]
+    return np.any([v[1:]!=v[:-1] for v in known], axis=0) if known else np.zeros(max(len(s)-1, 0), bool)
+
+def as_recorded(p, h):
+    "Return the entry of a parameter, corrected by the rows of the run: rows are certain, an entry is not."
+    keys = [(p['path'], p['name']), *(tuple(n.rpartition('.')[::2]) for n in p.get('also', ()))]
+    first = lambda found: next((found[k] for k in keys if k in found), None)
+    weight,grad,update = first(h.weights),first(h.grads),first(h.updates)
+    more = {'gradient': True} if grad is not None and (grad.rms>0).any() else {}
+    if p.get('called') is False and any(path in h.calls for path,_ in keys): more['called'] = True
+    if weight is not None and len(weight)>1: more['changes'] = often(changed(weight)) or update is not None and often(update.rms>0)
+    return p | more
+
+def same_throughout(s):
+    "Return True if a tensor has the same statistics in all steps, and False if it has none."
+    return any(c in s for c in compared) and not changed(s).any()
+
+def often(flags):
+    "Return True if two flags or more are true, or all of them. One change in a long run may be `load_state_dict`."
+    return bool(len(flags)) and bool(flags.sum()>1 or flags.all())
+
 # %% ../../nbs/55_health/10_history.ipynb #51136523
 class Tensors:
     "The series of a run by what they are of"
@@ -32,11 +62,10 @@ class Tensors:
         if len(df) and not {'step', 'ttype'}<=set(df.columns):
             raise ValueError(f"The rows of a run have the columns step and ttype, as read(run) gives them; these have {', '.join(map(str, df.columns[:6]))}.")
         df = of_right_types(df)
-        self.name,self.parameters,self.activations = name,list(parameters),activations or {}
+        self.name,self.noted_parameters,self.activations = name,list(parameters),activations or {}
         ttype = df['ttype'].astype(object).to_numpy() if len(df) else np.zeros(0, object)
         self.noted = list(noted_in(df[ttype=='scalar'])) if 'scalar' in ttype else []
-        told = df[ttype=='finding'] if 'finding' in ttype else None
-        self.ends = [] if told is None or 'rule' not in told else [r for r in told.to_dict('records') if r['rule']=='died' and isinstance(r.get('text'), str)]
+        self.reported = [r for r in df[ttype=='finding'].to_dict('records') if is_reported(r)] if 'finding' in ttype else []
         self.df = df[(ttype!='scalar') & (ttype!='finding')].reset_index(drop=True)
         self.all = list(series_in(self.df)) if len(self.df) else []
         self.evaluated = [s for s in self.all if s.phase=='eval']
@@ -76,7 +105,10 @@ class Tensors:
         return self.activations.get(s.path, s.kind)
 
     weights = cached_property(lambda self: {(s.path, s.pname): s for s in self.series('weight')}) # (path, pname) -> series
+    updates = cached_property(lambda self: {(s.path, s.pname): s for s in self.series('update')})
     loss = cached_property(lambda self: loss_in(self.noted))
+
+    parameters = cached_property(lambda self: [as_recorded(p, self) for p in self.noted_parameters]) # entries, corrected by the rows
 
     def is_matrix(self, key, s):
         "Whether a parameter has two dimensions of more than one"

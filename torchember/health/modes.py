@@ -12,6 +12,7 @@ import numpy as np
 
 from .activations import lasting
 from .finding import called, finding, g, median, middle
+from .history import changed, often
 from .rules import rule
 
 # %% ../../nbs/55_health/42_modes.ipynb #013c2fe6
@@ -34,6 +35,10 @@ def one_of(found, names, *path):
     "Return the series under the first of some names that exists, None without one. found: (path, name) -> series, or name -> series"
     return next((found[k] for n in names if (k := (*path, n) if path else n) in found), None)
 
+def statistics_change(h, path):
+    "Return True if recorded running statistics of a module change in two steps or more."
+    return any(often(changed(s)) for s in h.series('buffer') if s.path==path and s.tname in (*means, *variances))
+
 def never_trained(h, path, kind):
     "What gives what it gets: it is in evaluation mode, with the statistics that it began with"
     out,ins,w = h.outputs[path],h.inputs.get(path),one_of(h.weights, gains, path)
@@ -41,6 +46,7 @@ def never_trained(h, path, kind):
     x,first = ins[0],slice(0, 3)
     same = (abs(x.rms*w.rms[0]-out.rms)<.01*out.rms) & (abs(x['mean']*w['mean'][0]-out['mean'])<.01*out.rms)
     if not same[first].all() or (abs(x.rms[first]-1)<.05).all(): return None # of data that are normalised, both are the same
+    if statistics_change(h, path): return None # in evaluation mode they would not
     return finding(path,
         f"{called(path, kind)} gives what it gets: the model is trained in evaluation mode, and its running statistics are those that it began "
         "with.", out.steps[0], out.steps[-1], ttype='output', look=f"scalar_line(run, {path!r}, 'output', 'std')",
@@ -56,7 +62,7 @@ def not_normalising(h, path, kind, times=3, share=.6):
     ok = expected>0
     gap = out.rms[:n][ok]/expected[ok]
     off = (gap>times) | (gap<1/times)
-    if not len(gap) or off.mean()<share or out.zero[:n].mean()>.5: return None
+    if not len(gap) or off.mean()<share or out.zero[:n].mean()>.5 or statistics_change(h, path): return None
     first = int(out.steps[:n][ok][np.flatnonzero(off)[0]])
     return finding(path, f"{called(path, kind)} does not normalise while the model trains: its output has an rms of {g(out.rms[0])}, "
         f"where its weight and bias make {g(expected[0])}. It is in evaluation mode, and its running statistics are far from the data.", first, out.steps[-1],
@@ -99,9 +105,11 @@ def by_buffers(h, path, kind, least, away=2., shifted=1.5):
         look=f"scalar_line(run, {path!r}, 'buffer', 'mean')", advice=running, running=know, batch=have)
 
 def gaps(ev, tr, which):
-    "How many times as large something is in evaluations as in the last step of training before each"
+    "Return how many times as large a tensor is in evaluations as in the last step of training before each. NaN where a size is not finite."
     before = [max(np.searchsorted(tr.steps, ev.steps[i], 'right')-1, 0) for i in which]
-    return np.array([ev.rms[i]/max(tr.rms[j], 1e-30) for i,j in zip(which, before, strict=True)])
+    a,b = ev.rms[which],tr.rms[before]
+    known = np.isfinite(a) & np.isfinite(b) # a mask of -inf has an infinite size, and numpy warns of inf/inf
+    return np.divide(a, np.maximum(b, 1e-30), out=np.full(len(a), np.nan), where=known)
 
 def by_evaluation(h, path, kind, away, least, share=.6):
     "What a BatchNorm gives in evaluation has another size than in training"
@@ -112,9 +120,9 @@ def by_evaluation(h, path, kind, away, least, share=.6):
     gap = gaps(ev, tr, late)
     off = (gap>away) | (gap<1/away)
     if off.mean()<=share: return None
-    return finding(path, f"{called(path, kind)} gives other values in evaluation than in training: an rms {g(middle(gap))} times as large. "
+    return finding(path, f"{called(path, kind)} gives other values in evaluation than in training: an rms {g(median(gap))} times as large. "
         "Its running statistics are far from the data.", ev.steps[late[np.flatnonzero(off)[0]]], ev.steps[-1], ttype='output',
-        look=f"scalar_line(run, {path!r}, 'output', 'std')", advice=running, times=middle(gap))
+        look=f"scalar_line(run, {path!r}, 'output', 'std')", advice=running, times=median(gap))
 
 # %% ../../nbs/55_health/42_modes.ipynb #2570d7a3
 @rule(severity='warning', needs='output', after=('update_too_large', 'not_finite'))
@@ -172,7 +180,7 @@ def parted(h, s, away, share=.6):
     if not len(late): return None
     gap = gaps(s, tr, late)
     off = (gap>away) | (gap<1/away)
-    return (s, middle(gap), int(s.steps[late[np.flatnonzero(off)[0]]])) if off.mean()>share else None
+    return (s, median(gap), int(s.steps[late[np.flatnonzero(off)[0]]])) if off.mean()>share else None
 
 # %% ../../nbs/55_health/42_modes.ipynb #b086b49b
 @rule(severity='warning', needs='output', after=('batch_norm', 'update_too_large', 'not_finite'))

@@ -59,7 +59,7 @@ class Rule:
     ) -> list: # Findings
         "What the rule sees"
         found = list(self.f(history, **self.thresholds) or ())
-        for one in found: one |= dict(rule=self.name, severity=one['severity'] or self.severity)
+        for one in found: one |= dict(rule=one['rule'] or self.name, severity=one['severity'] or self.severity)
         return found
 
     def __repr__(self): return f"<rule {self.name}: {(self.__doc__ or '').strip().partition(chr(10))[0]}>"

@@ -9,7 +9,7 @@ __all__ = ['update_too_large', 'update_too_small', 'poor_scale', 'poor_input_sca
 import numpy as np
 
 from .finding import called, finding, g, median, middle, most, some
-from .moves import inputs_of, is_linear, is_norm, moves_of
+from .moves import inputs_of, is_linear, is_norm, moves_of, moves_on
 from .progress import guessing
 from .rules import rule
 
@@ -108,6 +108,23 @@ def small_throughout(h, moves, k, n, ratio):
         look="updates(run)", advice="Multiply the learning rate by 10 until the loss falls, then by 3 until it does no more.", ratio=ratio, weights=n)
 
 # %% ../../nbs/55_health/30_sizes.ipynb #2f8c8086
+def gradients_last(grad, steps, start):
+    "Return True if gradients still arrive from the place `start` on, and are not small: then neither freezing nor convergence ended the training."
+    before,after = (grad.rms[(grad.steps>=a) & (grad.steps<b)] for a,b in ((steps[max(0, start//2)], steps[start]), (steps[start], steps[-1]+1)))
+    return bool((after>0).any()) and not median(after)<.03*median(before)
+
+def rates_of(h): return [n for n in h.noted if n.name in ('lr', 'learning_rate') or n.name.startswith('lr/')] # one for each parameter group
+
+def why_small(h, step, drop):
+    "Return what makes steps small from a step on, and advice: a schedule, unless the recorded learning rates show that none fell."
+    falls = [(n.name, at[-1], most(n.values)) for n in rates_of(h) if len(at := n.values[n.steps<=step])]
+    fell = [f for f in falls if f[1]<100*drop*f[2]]
+    if falls and not fell: return "the learning rate is what it was, so something else makes them small, with", (
+        "Look at clipping (clip_grad_norm_), the optimizer's eps, a mask, and at who writes the weights back.")
+    rate = f" ({fell[0][0]} is {g(fell[0][1])}, of {g(fell[0][2])})" if fell else ''
+    return f"the schedule of the learning rate{rate} has ended the training with", ("Let the schedule reach its end at the last step: "
+        "count steps, not epochs, in step_size, T_max or gamma, and call scheduler.step() as often as it expects.")
+
 def ended(h, k, m, drop, left=.35):
     "(step, key, size of steps before, size since) of a weight whose steps are small from some step on, while its gradients are not; None where that is not so"
     size = m.s.rms[np.searchsorted(m.s.steps, m.steps).clip(max=len(m.s)-1)]
@@ -118,8 +135,7 @@ def ended(h, k, m, drop, left=.35):
     large = np.flatnonzero(moved>=drop*peak)
     start = int(large[-1])+1 if len(large) else 0
     if n-start<max(left*n, 8): return None
-    grads = h.grads[k].rms if k in h.grads else ()
-    if len(grads)>=n and median(grads[start:])<.03*median(grads[max(0, start//2):max(start, 1)]): return None # they are small as well: it has converged
+    if k in h.grads and not gradients_last(h.grads[k], m.steps, start): return None
     return int(m.steps[start]), k, peak, middle(moved[start:])
 
 def still_falling(p, step):
@@ -138,13 +154,15 @@ def by_schedule(h, moves, drop, many=.7):
     if len(ends)<many*len(moves) or p.word=='means nothing': return
     step,k,peak,now = sorted(ends, key=lambda e: e[0])[len(ends)//2]
     if p.word not in ('none', 'short') and not still_falling(p, step): return
+    rare = {k for k,w in h.weights.items() if 'Embedding' in w.kind} # a step changes few of their rows
+    if moves_on(h, step, rare): return # other weights go on, so no schedule stopped these: `not_trained` reports them
     w,left = moves[k].s,len(h.steps)-int(np.searchsorted(h.steps, step))
     smaller = f"{g(peak/now)} times smaller than they were" if now>0 else "nothing"
+    gradients = ", while the gradients are not" if k in h.grads else ''
+    why,advice = why_small(h, step, drop)
     yield finding('', f"From step {step} on the steps are {smaller} "
-        f"({g(now)} in {called(w.label, w.kind)}, {g(peak)} before), while the gradients are not: "
-        f"the schedule of the learning rate has ended the training with {left:,} of {len(h.steps):,} steps left. The loss {saying(p)}.",
-        step, h.steps[-1], ttype='weight', look="updates(run)", advice="Let the schedule reach its end at the last step: "
-        "count steps, not epochs, in step_size, T_max or gamma, and call scheduler.step() as often as it expects.", before=peak, now=now)
+        f"({g(now)} in {called(w.label, w.kind)}, {g(peak)} before){gradients}: {why} {left:,} of {len(h.steps):,} steps left. The loss {saying(p)}.",
+        step, h.steps[-1], ttype='weight', look="updates(run)", advice=advice, before=peak, now=now)
 
 # %% ../../nbs/55_health/30_sizes.ipynb #cbb40c01
 def one_group(h, moves, middle, ratio):

@@ -67,7 +67,7 @@ class Distances:
             a,b = pairs.both(c)
             kind = 0 if c in averages else 1 if c in extremes else None
             weight = 1/4 if c in extremes else 1
-            x = np.where(a==b, 0, abs(a-b))*weight
+            with np.errstate(invalid='ignore'): x = np.where(a==b, 0, abs(a-b))*weight # inf-inf is NaN where both are equal: it is not taken
             there = ~np.isnan(x)
             scale = np.fmax(abs(a), abs(b)) if kind is None else of_module[kind]
             self.add(c, far := np.where(there, share(x, scale), 0), there, a, b)

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..ground.not_finite import counts
 from .finding import called, finding, g, median
+from .history import same_throughout
 from .rules import rule
 
 # %% ../../nbs/55_health/20_values.ipynb #fbd58a84
@@ -119,14 +120,18 @@ def not_finite(h):
     "The first NaN or infinity of the training, and where it came from: data, forward, loss, backward, or the range of a dtype"
     loss = first_bad_loss(h)
     found,step = bad_series(h, loss)
-    if loss and (not found or loss[0]<step): yield only_loss(*loss, found)
+    if loss and (not found or loss[0]<step): yield only_loss(*loss, found, not len(h.steps) or loss[0] in h.steps)
     elif found: yield of_tensors(h, found, step, loss)
 
 # %% ../../nbs/55_health/20_values.ipynb #55c32276
-def only_loss(step, loss, found):
-    "Of a loss that is not finite before any tensor is"
+def only_loss(step, loss, found, recorded):
+    "Return the finding of a loss that is not finite before any tensor is. `recorded`: True if the step has rows of tensors."
     bad = np.flatnonzero(~np.isfinite(loss.values))
-    text = f"{loss.name} is {loss.values[bad[0]]} at step {step}, while {'up to then ' if found else ''}no tensor of the model was other than finite"
+    is_bad = f"{loss.name} is {loss.values[bad[0]]} at step {step}"
+    if not recorded: return finding('', f"{is_bad}, a step of which no tensor was recorded: it may come from the model or from the loss.", step,
+        loss.steps[bad[-1]], look='overview(run)', ttype='scalar',
+        advice=f"Record every step (every=1), or keep the last steps with blackbox=20. {backward_of_loss}")
+    text = f"{is_bad}, while {'up to then ' if found else ''}no tensor of the model was other than finite"
     return finding('', f"{text}: the loss itself makes it.", step, loss.steps[bad[-1]], advice=of_loss, look='overview(run)', ttype='scalar')
 
 def of_tensors(h, found, step, loss):
@@ -165,7 +170,8 @@ def scaler_skips(h,
     if tail<most and not (flags.mean()>share and flags.sum()>=most): return
     bad = [s for s in skipped if s.ttype=='weight_grad' and s.bad[s.skipped].any()]
     s = max(bad, key=lambda s: h.place(s.path)) if bad else None
-    text = f"The loss scaler skipped {int(flags.sum())} of {len(flags)} steps{f', all of the last {tail}' if tail>1 else ''}: the training does not move."
+    effect = 'the training does not move' if tail>=most or flags.all() else 'the training moves in the other steps only'
+    text = f"The loss scaler skipped {int(flags.sum())} of {len(flags)} steps{f', all of the last {tail}' if tail>1 else ''}: {effect}."
     where = f" Its gradients are not finite first in {called(s.label, s.kind)}." if s else ''
     yield finding(s or '', text+where, h.steps[len(flags)-tail] if tail>=most else min(at), max(at),
         advice="A scale that falls and falls means gradients that are not finite whatever the scale: find what makes them "
@@ -189,11 +195,6 @@ def lost_gradients(h, share, many):
         zero=len(zero), small=len(tiny), of=len(grads))
 
 # %% ../../nbs/55_health/20_values.ipynb #27d19e0c
-def same_throughout(s):
-    "Whether a tensor has the same statistics in all steps; not where there are none"
-    known = [s[c] for c in ('mean', 'std', 'max', 'min', 'rms', 'abs_max') if c in s]
-    return bool(known) and all((v==v[0]).all() for v in known)
-
 def lost_steps(h, few):
     "Of weights whose steps are less than their last digit; None where they are few"
     trained = [(w, h.grads[k]) for k,w in h.weights.items() if k in h.grads and w.dtype in digits]

@@ -8,10 +8,12 @@ __all__ = ['not_trained']
 # %% ../../nbs/55_health/25_wiring.ipynb #f8684b37
 import numpy as np
 
-from ..store.parameters import cut_off, forgotten, frozen, label_of, not_called, parts_alike, reasons, why_not
+from ..store.parameters import cut_off, entry, forgotten, frozen, label_of, not_called, parts_alike, reasons, why_not
 from .finding import called, finding, g, median, some
+from .history import changed, same_throughout
+from .moves import moves_on
 from .rules import rule
-from .values import digits, same_throughout
+from .values import digits
 
 # %% ../../nbs/55_health/25_wiring.ipynb #80c218c1
 def size_of(p): return int(np.prod(p['shape'])) if p.get('shape') is not None else 0
@@ -21,7 +23,8 @@ class Known:
     def __init__(self, entries):
         self.ps = [p for p in entries if p.get('recorded') is not False]
         self.of = {reason: [p for p in self.ps if why_not(p)==reason] for reason in reasons}
-        self.learn = [p for p in self.ps if why_not(p) is None] # those that are trained, as far as is known
+        self.learn = [p for p in self.ps if why_not(p) is None and (p['requires_grad'] or p.get('gradient'))] # those that are trained, as far as is known
+        self.elsewhere = [p for p in self.ps if p.get('optimizer') is False and p.get('gradient') and p.get('changes')] # trained by an unknown optimizer
         self.values = sum(map(size_of, self.ps))
 
     def share(self, ps):
@@ -29,8 +32,11 @@ class Known:
         return sum(map(size_of, ps))/max(self.values, 1)
 
     def parts(self, reason):
-        "(name of a part of the model, its parameters), of which all are untrained for a reason; '' is the whole model"
-        own = self.of[reason]
+        "Yield (name, parameters) of the parts that are not trained for one reason."
+        yield from self.parts_of(self.of[reason])
+
+    def parts_of(self, own):
+        "Yield (name, parameters) of the largest parts that consist of the given parameters only. The name of the whole model is ''."
         for part,_ in parts_alike(self.ps, {id(p) for p in own}):
             yield part, [p for p in own if part in ('', label_of(p)) or label_of(p).startswith(part+'.')]
 
@@ -80,14 +86,18 @@ on_purpose = 'teacher', 'target', 'ema', 'momentum', 'fixed', 'frozen' # in name
 
 def of_forgotten(h, known, part, own, held):
     what,got = described(part, own),any(p.get('gradient') for p in own)
+    wrote = any((w := h.weights.get((p['path'], p['name']))) is not None and changed(w).any() for p in own) # once: `load_state_dict`, or a rare optimizer
     if not known.learn and part=='': return (
-        f"No parameter of the model is in the optimizer: {what[0].lower()+what[1:]} gets gradients and is never changed.", 'error',
+        f"No parameter of the model is in the optimizer: {what[0].lower()+what[1:]} gets gradients and is {'not trained' if wrote else 'never changed'}.",
+        'warning' if wrote else 'error',
         "The optimizer has other parameters: make it after the model is final (after .to(device), new heads, load_model), "
         "or give it the new ones with add_param_group.")
     named = all(any(w in p['path'].lower() for w in on_purpose) for p in own)
-    if named or is_meant(h, known, held): return (f"{what} is not in the optimizer, so it stays as it is, {known.share(own):.0%} of the model.", 'info',
+    if named or is_meant(h, known, held): return (
+        f"{what} is not in the optimizer, so it {'is not trained' if wrote else 'stays as it is'}, {known.share(own):.0%} of the model.", 'info',
         "Nothing, if a part is to be trained alone; requires_grad_(False) then saves the time for its gradients.")
-    return (f"{what} is not in the optimizer, so it never changes{', although it gets gradients' if got else ''}.", 'error',
+    return (f"{what} is not in the optimizer, so it {'is not trained' if wrote else 'never changes'}{', although it gets gradients' if got else ''}.",
+        'warning' if wrote else 'error',
         "Give it to the optimizer: torch.optim.Adam(model.parameters()), or optimizer.add_param_group({'params': ...}) for what was made later. "
         "If it shall stay, say requires_grad_(False).")
 
@@ -127,12 +137,25 @@ def of_frozen(h, known, part, own, most):
     return (f"{what} is frozen, {known.share(own):.0%} of the model.", 'info',
         "Nothing, if it is meant so. Else requires_grad_(True), before the optimizer is made.")
 
+# %% ../../nbs/55_health/25_wiring.ipynb #6e0f5c1a
+elsewhere = 'trained by another optimizer' # a reason to give torchEmber another optimizer, not a fault
+
+def trained_elsewhere(known, h):
+    "Yield one finding of the parameters that another optimizer trains."
+    if not (own := known.elsewhere): return
+    parts = [part or 'the model' for part,_ in known.parts_of(own)]
+    its,them = ('its', 'it') if len(parts)==1 else ('their', 'them')
+    yield finding(own[0]['path'] if len(own)==1 else '', f"{some(parts)} {'is' if len(parts)==1 else 'are'} not in the optimizer that torchEmber was given "
+        f"({len(own):,} parameter{'s'*(len(own)>1)}, {sum(map(size_of, own)):,} values), but {its} values change: another optimizer trains {them}.",
+        h.steps[0], h.steps[-1], severity='info', look="updates(run)", ttype='weight', parameters=len(own), values=sum(map(size_of, own)), reason=elsewhere,
+        advice="Give torchEmber all optimizers: optimizer=[a, b]. Then a step ends when all have stepped, and the updates and states of all are recorded.")
+
 # %% ../../nbs/55_health/25_wiring.ipynb #77b5d3b8
 def never_moved(h, known, said, least, tiny, most):
-    "Findings of weights that stand still. said: names of parameters of which something is said already"
+    "Yield findings of weights that keep their values although gradients arrive. `said`: names of parameters that have a finding already."
     fixed = {(p['path'], p['name']) for p in known.ps if p['requires_grad'] is False or label_of(p) in said}
     asked = [s for k,s in h.weights.items() if len(s)>=least and not s.skipped.all() and k not in fixed]
-    same = [s for s in asked if same_throughout(s)]
+    same = [s for s in asked if same_throughout(s) and not has_updates(h, s)]
     still = [s for s in same if s.dtype not in digits and (grad := h.grads.get((s.path, s.pname))) is not None and (grad.rms>0).any()]
     if still and len(same)==len(asked): yield none_moved(h, still); return
     for s in still[:most]:
@@ -142,11 +165,89 @@ def never_moved(h, known, said, least, tiny, most):
         yield finding(s, text, s.steps[0], s.steps[-1], advice="The learning rate of its group is zero, or another optimizer has a copy of it.",
             look="updates(run)", steps=len(s))
 
+def has_updates(h, s):
+    "Return True if the run has updates of a weight that are not zero."
+    update = h.updates.get((s.path, s.pname))
+    return update is not None and bool((update.rms>0).any())
+
 def none_moved(h, still):
     n = 'the one that is trained has' if len(still)==1 else f'all {len(still)} that are trained have'
     return finding('', f"No weight moved in {len(h.steps)} steps, although gradients arrive: {n} the same numbers in the first and in the last step.",
         h.steps[0], h.steps[-1], advice="The learning rate is zero, the optimizer has other parameters than the model "
         "(it was made before the model was final), or its step() is never called.", look="updates(run)", ttype='weight', parameters=len(still))
+
+# %% ../../nbs/55_health/25_wiring.ipynb #b31c9d70
+class Stopped:
+    "A weight that was trained and gets no training from `step` on. `gradient` of these steps is 'none', 'zero', 'some' or None if unknown."
+    def __init__(self, s, at, grad, p):
+        self.s,self.p,self.step = s,p,int(s.steps[at])
+        self.still_moves = bool(changed(s)[at:].any())
+        self.gradient,self.size = None,np.nan
+        if grad is None: return
+        after = grad.rms[grad.steps>=self.step]
+        self.gradient = 'none' if not len(after) else 'some' if (after>0).any() else 'zero'
+        self.size = median(after)/max(median(s.rms), 1e-300) if len(after) else 0. # of the gradients, as a share of the weight
+
+    frozen = property(lambda self: self.p['requires_grad'] is False, doc="True if the run knows that the parameter is frozen")
+    same = property(lambda self: (self.step, self.frozen, self.gradient, self.still_moves), doc="Equal for weights that one sentence can describe")
+
+def stops_at(s, p, grad):
+    "Return the place of the first step in which a weight gets no training any more, or None if it was never trained."
+    arrived = grad.steps[grad.rms>0] if grad is not None else ()
+    if p['requires_grad'] is False and len(arrived): return int(np.searchsorted(s.steps, arrived[-1], 'right')) # momentum may move it for a while
+    moves = np.flatnonzero(changed(s))
+    return int(moves[-1])+1 if len(moves) else None
+
+def stopped(h, k, s, p, least, share):
+    "Return a `Stopped` if a weight was trained at first and not in the last steps, else None."
+    if s.dtype in digits or s.steps[-1]<h.steps[-2:][0]: return None
+    at = stops_at(s, p, h.grads.get(k))
+    if at is None or (~s.skipped[at:]).sum()<max(least, share*len(s)): return None
+    return Stopped(s, at, h.grads.get(k), p)
+
+def entries_of_weights(h):
+    "Return an entry for each recorded weight, for a run that knows nothing of its parameters. Their `requires_grad` is None."
+    return [entry(path, name, s.shape, s.dtype, None) for (path,name),s in h.weights.items() if name]
+
+def stops_of(h, entries, least, share):
+    "Return the weights that were trained and stopped, while others go on or the run knows that they are frozen."
+    of = {(p['path'], p['name']): p for p in entries}
+    found = [s for k,w in h.weights.items() if k in of and (s := stopped(h, k, w, of[k], least, share)) is not None]
+    if not found: return []
+    go_on = moves_on(h, min(s.step for s in found), {(s.s.path, s.s.pname) for s in found})
+    return [s for s in found if s.frozen or go_on and says_something(s)]
+
+def says_something(s, tiny=1e-4):
+    "Return True if a weight stopped for a reason that no other rule reports: a zero gradient of a weight that is not frozen has its own rules."
+    if s.gradient=='some': return s.size>=tiny # smaller steps may round to nothing
+    return s.gradient=='none' or s.gradient=='zero' and s.p['requires_grad'] is None
+
+why_stopped = {'none': 'It gets no gradient any more: it is frozen or cut off.', 'zero': 'Its gradients are exactly zero: it is frozen or cut off.',
+    'some': 'Gradients still arrive: its learning rate is zero, or the optimizer does not have it any more.', None: 'It may be frozen.'}
+
+def of_stopped(h, part, own, s):
+    "Return sentence, severity and advice for a part of a model whose weights stopped as `s` did."
+    what = described(part, own)
+    if s.frozen:
+        moves = "It still changes: momentum or weight decay moves it, as its gradient is zero and not None." if s.still_moves else "Its values stay the same."
+        goes_on = h.loss is not None and h.loss.steps[-1]>s.step
+        return (f"{what} was trained at first and is frozen from step {s.step} on (requires_grad is False). {moves}",
+            'warning' if not part and goes_on else 'info', "Nothing, if it is meant so. Else requires_grad_(True), for each part that is to be trained.")
+    return (f"{what} was trained at first and does not change from step {s.step} on, while other weights do. {why_stopped[s.gradient]}", 'info',
+        "Nothing, if it is meant so. Else look for requires_grad_(False), detach(), a mask, the learning rate of its group, and whether it is still called.")
+
+def stopped_parts(h, known, said, least, share=.1):
+    "Yield findings of parts that were trained at first, and stopped."
+    entries = known.ps or entries_of_weights(h)
+    by = {}
+    for s in stops_of(h, entries, least, share):
+        if label_of(s.p) not in said: by.setdefault(s.same, []).append(s)
+    for stops in by.values():
+        for name,own in Known(entries).parts_of([s.p for s in stops]):
+            path,pname = (own[0]['path'], own[0]['name']) if name==label_of(own[0]) else (name, None)
+            text,severity,advice = of_stopped(h, name, own, stops[0])
+            yield finding(path, text, stops[0].step, h.steps[-1], severity=severity, advice=advice, look="updates(run)", ttype='weight', pname=pname,
+                parameters=len(own), values=sum(map(size_of, own)), reason='stopped')
 
 # %% ../../nbs/55_health/25_wiring.ipynb #d15e1e3e
 @rule(severity='error', needs=('weight', 'weight_grad'))
@@ -180,3 +281,5 @@ def not_trained(h,
             yield finding(path, one[0], first, last, severity=one[1], advice=one[2], look="updates(run)", ttype='weight', pname=pname,
                 parameters=len(own), values=sum(map(size_of, own)), reason=reason)
     yield from never_moved(h, known, said, least, tiny, most)
+    yield from trained_elsewhere(known, h)
+    yield from stopped_parts(h, known, said, least)

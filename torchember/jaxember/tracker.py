@@ -141,7 +141,7 @@ class JaxTracker(Tracker):
                 self.recorder.warn(f"{k} was given to step and is not recorded, as track was not asked to: "
                     f"track({'track_gradients=True' if k=='gradients' else f'{k}={k}'}).")
         if not self.recorder.ran and self.recorder.on: self.recorder.warn("step was called without intercept, so of this step there are no outputs. "
-            "Run your step by tracker.intercept(update, *args).")
+            "Run your step by tracker.intercept(update, *args).", 'info')
 
     def log(self,
         **numbers # Name -> number, or an array of one
@@ -173,7 +173,7 @@ class JaxTracker(Tracker):
         self.recorder.finish()
         self.finish(kind is not None)
         if kind is None and not self.stepped and self.recorder.begun:
-            self.recorder.warn("tracker.step() was never called, so everything is in one step. Call it each time.")
+            self.recorder.warn("tracker.step() was never called, so everything is in one step. Call it each time.", 'warning')
 
 # %% ../../nbs/88_jaxember/80_tracker.ipynb #f7b3cb3f
 def names_by(chosen, what):

@@ -84,7 +84,8 @@ def expressions_on_cpu(v, x, wanted):
     for a in map(numbers, x.split(piece) if x.numel() else ()):
         a = a[np.isfinite(a)]
         for p in todo if len(a) else (): got[p].append(of_each(p, a))
-    for p in todo: v[index[p]] = sum(got[p])*times if sums[p].merge=='sum' else getattr(np, sums[p].merge)(got[p])
+    with np.errstate(all='ignore'): # parts of a tensor may be infinite, as those of log(0)
+        for p in todo: v[index[p]] = sum(got[p])*times if sums[p].merge=='sum' else getattr(np, sums[p].merge)(got[p])
 
 # %% ../../nbs/20_measure/08_kernels.ipynb #394535ee
 def read_elsewhere(x, zeros, wanted, out=None): # out: the row to write, if there is one already

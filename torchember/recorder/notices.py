@@ -17,13 +17,15 @@ class Notices:
 
     Args:
         on_error: When something cannot be recorded: 'warn' once and go on, or 'raise'
+        report: Function of kind, sentence and severity: writes a warning into the run
     """
     most_places = 5 # that are named where tensors have no values, for each reason
 
     def __init__(self,
-        on_error:str='warn' # When something cannot be recorded: 'warn' once and go on, or 'raise'
+        on_error:str='warn', # When something cannot be recorded: 'warn' once and go on, or 'raise'
+        report=None # Function of kind, sentence and severity: writes a warning into the run
     ):
-        self.on_error = on_error
+        self.on_error,self.report = on_error,report
         self.said = set() # kinds of what was said
         self.errors = 0 # what could not be recorded
         self.unmeasurable = 0 # tensors without values, or with values that cannot be read
@@ -31,20 +33,23 @@ class Notices:
 
     def once(self,
         kind, # Anything hashable
-        text:str # A sentence or two
-    ) -> bool: # Whether it was said now
-        """Say `text`, unless something of this kind was said before
+        text:str, # A sentence or two
+        severity:str|None=None # Of the finding that the run gets: 'warning' if its rows mislead, 'info' if some are missing, None for no finding
+    ) -> bool: # True if the warning was given now
+        """Warn, unless a warning of this kind was given before
 
         Args:
             kind: Anything hashable
             text: A sentence or two
+            severity: Of the finding that the run gets: 'warning' if its rows mislead, 'info' if some are missing, None for no finding
 
         Returns:
-            Whether it was said now
+            True if the warning was given now
         """
         if kind in self.said: return False
         self.said.add(kind)
         warn(text)
+        if severity and self.report: self.report(kind if isinstance(kind, str) else 'unmeasured', text, severity)
         return True
 
     def failed(self,
@@ -69,16 +74,18 @@ class Notices:
         if type(error) is Unmeasurable: return self.without_values(module, tname, why)
         kind = type(error) if no_values else (how, type(error))
         what = f"is not measured: {why}" if no_values else f"could not be measured: {type(error).__name__}: {why}"
-        self.once(kind, f"{tname} of {module} {what}. Training goes on, and this is said once.")
+        self.once(kind, f"{tname} of {module} {what}. Training goes on, and this is said once.",
+            'info' if no_values else None) # the error of a function has a row of its own
 
     def without_values(self, module, tname, why):
         "The first places are named, for each reason: of a model on fake tensors that would be all"
         place,places = (module, tname),self.places.setdefault(why, set())
         if place in places: return
         if len(places)==self.most_places:
-            return self.once(('more', why), f"More tensors are not measured: {why}. {self.most_places} were named; te.close() counts all of them.")
+            return self.once(('more', why), f"More tensors are not measured: {why}. {self.most_places} were named; te.close() counts all of them.",
+                'info')
         places.add(place)
-        self.once(place, f"{tname} of {module} is not measured: {why}. Training goes on, and this is said once.")
+        self.once(place, f"{tname} of {module} is not measured: {why}. Training goes on, and this is said once.", 'info')
 
 # %% ../../nbs/40_recorder/00_notices.ipynb #7455ecd9
 class ChangingMarks:

@@ -14,16 +14,16 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..capture.forward import parts_of
-from ..ground.messages import warn
+from .notices import Notices
 from ..store.parameters import entry, most_entries
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #999a778f
 def own_parameters(
-    module # Any module
-) -> list: # (position, name, parameter); a lazy one that is not made yet has no values
-    "The parameters that a module holds itself"
-    if not module._parameters: return []
-    ps = [(n,p) for n,p in module._parameters.items() if p is not None]
+    track # `moduleTrack` of any module
+) -> list: # (position, name, parameter), without lazy parameters that have no values yet
+    "Return the parameters that a module holds itself"
+    if not track.parameters: return []
+    ps = [(n,p) for n,p in track.parameters.items() if p is not None]
     return [(i, n, p) for i,(n,p) in enumerate(ps) if type(p) is nn.Parameter or not is_lazy(p)]
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #d6e86a10
@@ -91,7 +91,7 @@ class Parameters:
         self.buffer,self.ttypes = buffer,ttypes
         self.states = [] # of the armed modules, root first
         self.seen = set() # parameters of this step: their ids, and where they are, since a sharded one is another tensor during a forward than after
-        self.hint = ZeroGradHint()
+        self.hint = ZeroGradHint(getattr(buffer, 'notices', None))
         self.known = Known(ttypes, tell)
         self.arrivals = Arrivals()
 
@@ -111,8 +111,8 @@ class Parameters:
             state: Of a module
             ttypes: 'weight', 'weight_grad'
         """
-        if not state.watched or not state.track.module._parameters: return
-        new = [(state, i, n, p) for i,n,p in own_parameters(state.track.module) if self.is_new(state, n, p)]
+        if not state.watched or not state.track.parameters: return
+        new = [(state, i, n, p) for i,n,p in own_parameters(state.track) if self.is_new(state, n, p)]
         if new: self.measure(new, ttypes)
 
     def measure(self, which, ttypes, replace=False, scale=None): # which: as `each` gives them
@@ -152,7 +152,7 @@ class Parameters:
         """
         seen = set()
         for st in self.states if states is None else states:
-            for i,n,p in own_parameters(st.track.module) if st.watched else ():
+            for i,n,p in own_parameters(st.track) if st.watched else ():
                 if id(p) in seen or (wanted is not None and id(p) not in wanted): continue
                 seen.add(id(p))
                 yield st, i, n, p
@@ -215,8 +215,9 @@ def measure_unclipped(
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #f19bc368
 class ZeroGradHint:
-    "Says once why there are no weight gradients in the log of a model that trains: `zero_grad` was quicker"
-    def __init__(self):
+    "Warns once if a model trains and no weight gradients are recorded, and says what helps."
+    def __init__(self, notices=None):
+        self.notices = notices or Notices()
         self.found = False # whether there ever was one, or this was said
         self.in_step = False # whether there is one in the open step
         self.trains = False # whether there was a pass that could be trained with
@@ -250,21 +251,28 @@ class ZeroGradHint:
         self.steps_without += not self.in_step and trained
         self.in_step = False
         if self.given or self.silent or not self.trains or 'weight_grad' not in ttypes or manual and not boundary: return
-        if self.found:
+        zeros = self.found
+        if zeros:
             if self.looked or not boundary: return
             self.looked = True
             if not all_zero(states): return
         if not boundary and not self.begun: self.begun = True; return self.training(states)
         if not any(p._version>self.versions.get(id(p), p._version) for p in trained_in(states)): return
         self.found = self.given = True
-        warn("te.step() found no gradients although the weights change: zero_grad() had removed them already, or backward() comes after it. Call te.step() "
-            "after backward() and before zero_grad(). With torchEmber(..., optimizer=opt) nothing has to be called." if boundary else
-            "No weight gradients are recorded: the weights change, but when the next pass begins zero_grad() has already removed "
-            "their gradients. Call te.step() after backward() and before zero_grad().")
+        self.notices.once('gradients', f"{only_zeros if zeros else none_at_step if boundary else none_at_pass} {give_all}", 'info')
+
+none_at_step = ("te.step() found no gradients although the weights change: zero_grad() had removed them already, or backward() comes after it. Call te.step() "
+    "after backward() and before zero_grad(). With torchEmber(..., optimizer=opt) nothing has to be called.")
+only_zeros = ("te.step() found that all gradients are zero although the weights change. If zero_grad(set_to_none=False) came first, call te.step() before it. "
+    "If not, the loss has no gradient, and momentum or weight decay changes the weights.")
+none_at_pass = ("No weight gradients are recorded: the weights change, but when the next pass begins zero_grad() has already removed "
+    "their gradients. Call te.step() after backward() and before zero_grad().")
+give_all = ("Where optimizers step inside backward() (register_post_accumulate_grad_hook), neither can be called in time: "
+    "give all of them, torchEmber(model, optimizer=[...]).")
 
 def trained_in(states):
     "The weights that are trained"
-    return [p for st in states for _,_,p in own_parameters(st.track.module) if p.requires_grad and not p.is_inference()]
+    return [p for st in states for _,_,p in own_parameters(st.track) if p.requires_grad and not p.is_inference()]
 
 def all_zero(states):
     "Whether there are gradients, and all of them are plain tensors of zeros"
@@ -312,6 +320,22 @@ class Containers:
         "Return True if one of them has other children than when the object was made"
         return any(parts_of(m)!=parts and children_in(parts_of(m))!=children_in(parts) for m,parts in self.known)
 
+
+# %% ../../nbs/40_recorder/30_parameters.ipynb #5d0c71aa
+class Writes:
+    "Version counters of parameters that no known optimizer has."
+    def __init__(self): self.last,self.changes = {},{} # (path, name) -> the version that was seen last; how often it was another than before
+
+    def look(self, p, name):
+        "Compare the version of a parameter with the version at the last look."
+        if is_lazy(p) or p.is_inference(): return # has no version
+        if self.last.get(name, p._version)!=p._version: self.changes[name] = self.changes.get(name, 0)+1
+        self.last[name] = p._version
+
+    def often(self, name):
+        "Return True if two looks or more found a new version. A single write may be `load_state_dict`."
+        return self.changes.get(name, 0)>1
+
 # %% ../../nbs/40_recorder/30_parameters.ipynb #43301eef
 class Known:
     """Every parameter of a model, and what is known against it. What once was so is remembered: that an optimizer had it, that a gradient came
@@ -330,6 +354,7 @@ class Known:
         self.grads = 'weight_grad' in ttypes
         self.got,self.held = set(),set() # (path, name) of those that ever had a gradient; that an optimizer ever had
         self.called = set() # paths of modules
+        self.writes = Writes()
         self.trained = False # whether the model was trained
         self.entries,self.left_out = [],0 # as they were looked at last; how many are too many to note
 
@@ -370,6 +395,7 @@ class Known:
         entries,self.left_out = [],0
         for p,owner,names in every_parameter(states[0].track):
             if ours is not None and id(p) in ours: self.held |= names.keys()
+            elif ours is not None: self.writes.look(p, next(iter(names)))
             if len(entries)==self.most: self.left_out += 1
             else: entries.append(self.one(p, owner, of.get(owner.id), list(names), ours is not None))
         if entries==self.entries: return
@@ -383,7 +409,8 @@ class Known:
         any_of = lambda known: not known.isdisjoint(names)
         return entry(*names[0], None if is_lazy(p) else p.shape, str(p.dtype).removeprefix('torch.'), p.requires_grad,
             any_of(self.held) if told else None, any_of(self.got) or (False if some else None), owner.path in self.called if shown else None,
-            ['.'.join(filter(None, n)) for n in names[1:]], state is not None and state.watched)
+            ['.'.join(filter(None, n)) for n in names[1:]], state is not None and state.watched,
+            names[0] not in self.held and self.writes.often(names[0]))
 
     def meta(self): return {'parameters': self.entries} | ({'left out': self.left_out} if self.left_out else {})
 
@@ -402,7 +429,7 @@ def every_parameter(
     while todo:
         t = todo.pop()
         todo += reversed(t.children)
-        for n,p in t.module._parameters.items():
+        for n,p in t.parameters.items():
             if p is None: continue
             names = found.setdefault(id(p), (p, t, {}))[2]
             for path in (t.path, *t.aliases): names[path, n] = None

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..ground.record import line_of, report_row
 from ..measure.summary import index
 from ..measure.tap import Pending
 from .row import one_row
@@ -28,7 +29,16 @@ class MaybePass:
 
 # %% ../../nbs/40_recorder/65_row_writer.ipynb #2935a935
 class RowsBeside:
-    "Rows that no pass brings: numbers that are noted, and what somebody else has measured"
+    "Rows that no pass brings: noted numbers, warnings, and values that other code has measured."
+    def report(self, steps, kind, text, severity): # as `Notices.once` has them; steps: `Steps`
+        """Write a warning into the run, as a finding of the open step.
+
+        Returns:
+            as `Notices.once` has them; steps: `Steps`
+        """
+        line = line_of(report_row(kind, text, severity, self.root_name, steps.number, now()) | self.columns())
+        self.t.file.put(lambda: [line], joins=None)
+
     def note(self,
         values:dict, # Name -> number, as `on_its_way` has it
         buffer, steps, # Of the recorder

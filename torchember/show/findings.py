@@ -25,7 +25,7 @@ class OpenFindings:
         for r in rows:
             if r.get('ttype')!='finding': continue
             self.step = max(self.step, whole_number(r.get('step')) or 0)
-            key = tuple(map(str, (r.get('rule'), r.get('path', r.get('module')), r.get('of'), r.get('pname'))))
+            key = tuple(map(str, (r.get('rule'), r.get('tname'), r.get('path', r.get('module')), r.get('of'), r.get('pname'))))
             self.open.pop(key, None)
             if is_open(r): self.open[key] = as_finding(r)
         return self

@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend.core import set_current_trace, take_current_trace
 
 from ...ground.messages import unknown, warn
-from ...ground.record import SCHEMA
+from ...ground.record import SCHEMA, line_of, report_row
 from ..capture.modules import hooked
 from ..capture.tags import Asked, asked, loosely, tagged_tree
 from .rows import Names, PlacedCalls, Places, Tensor, rows_of_steps
@@ -108,11 +108,15 @@ class Telling:
 
     model = property(lambda self: self.display('').removeprefix('model(').removesuffix(')')) # its class
 
-    def warn(self, text):
-        "Once"
+    def warn(self, text, severity=None, step=0): # severity: of the finding that the run gets, as `Notices.once` of torch has it
+        "Warn once of each text. With a severity the run keeps the warning as a finding of a step."
         if text in self.said: return
         self.said.add(text)
         warn(f'torchember: {text}')
+        if severity is None: return
+        rank = {} if self.spread.rank is None else {'rank': self.spread.rank}
+        line = line_of(report_row('recording', text, severity, self.display(''), step, now()) | rank | self.t.marked)
+        self.t.file.put(lambda: [line], joins=None)
 
     def lost(self, places):
         for what in places: self.warn(f"values inside {what} cannot be taken out of it and are not recorded. Everything else is.")
@@ -270,4 +274,4 @@ class JaxRecorder:
         self.watching.over()
         self.t.end()
 
-    def warn(self, text): self.telling.warn(text)
+    def warn(self, text, severity=None): self.telling.warn(text, severity, self.step)

@@ -1,0 +1,268 @@
+"A warning that a user gets during the training is a finding of the finished run, and its advice works"
+import json
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from torchember import EmberWarning, diagnose, read, torchEmber
+from torchember.health.diagnose import history_of
+from torchember.health.watch import KeptSteps, Pace, history_of_lines
+from torchember.store.jsonl import emberTracker
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def adam(m): return torch.optim.Adam(m.parameters(), lr=.05)
+
+
+def loss_of(m):
+    x = torch.randn(6, 4)
+    return (m(x)-x[:, :1]).square().mean()
+
+
+def facts(found): return [tuple(f) for f in found[['severity', 'rule', 'first_step']].values.tolist()]
+
+
+def warned(f):
+    "The texts of the warnings of a call, and its result"
+    with warnings.catch_warnings(record=True) as got:
+        warnings.simplefilter('always')
+        result = f()
+    return [str(w.message) for w in got if issubclass(w.category, EmberWarning)],result
+
+
+# ---- an optimizer that is made anew
+
+def lose_optimizer(**kwargs):
+    "Train 20 steps, and 40 with an optimizer that torchEmber does not know"
+    m = net()
+    o = adam(m)
+    te = torchEmber(m, optimizer=o, **kwargs)
+    for i in range(60):
+        if i==20: o = adam(m)
+        loss = loss_of(m)
+        te.log(loss=loss)
+        loss.backward(); o.step(); o.zero_grad()
+    te.close()
+    return te
+
+
+def test_an_optimizer_that_is_made_anew_is_a_finding_of_the_run():
+    texts,te = warned(lambda: lose_optimizer(name='lost'))
+    found = diagnose('lost')
+    assert facts(found)==[('warning', 'recording', 20)] and not found.healthy
+    assert found.text.tolist()==texts and 'all of this is recorded as step 20' in texts[0]
+    rows = read('lost', ttype='finding')
+    assert rows[['rule', 'tname', 'severity', 'step', 'path', 'module']].values.tolist()==[['recording', 'stalled', 'warning', 20, '', 'model(Sequential)']]
+    assert te.t.latest_df.ttype.isin(['finding']).sum()==0
+
+
+def test_it_is_warned_of_once_beside_live_rules_and_on_finding_is_called(monkeypatch):
+    monkeypatch.setattr(Pace, 'due', lambda self, steps, recording: steps>=8)
+    texts,_ = warned(lambda: lose_optimizer(name='live', rules='default', on_finding='stop'))
+    assert len([t for t in texts if 'does not step any more' in t])==1
+    assert facts(diagnose('live'))==[('warning', 'recording', 20)] and len(read('live', ttype='finding'))==1
+    found = []
+    warned(lambda: lose_optimizer(name='called', rules='default', on_finding=found.append))
+    assert [f['rule'] for f in found]==['recording']
+
+
+def test_a_model_that_is_never_called_is_a_finding_of_the_run():
+    m,other = net(),net()
+    te = torchEmber(m, optimizer=(o := adam(m)))
+    def train():
+        for _ in range(4):
+            loss = torch.func.functional_call(other, dict(m.named_parameters()), (torch.randn(6, 4),)).square().mean()
+            loss.backward(); o.step(); o.zero_grad()
+        te.close()
+    texts,_ = warned(train)
+    assert ('warning', 'recording', 2) in facts(diagnose(te)) and any('never called' in t for t in texts)
+
+
+def test_gradients_that_are_missing_are_a_finding_of_the_run():
+    m = net()
+    te,o = torchEmber(m),adam(m)
+    def train():
+        for _ in range(5): loss_of(m).backward(); o.step(); o.zero_grad()
+        te.close()
+    texts,_ = warned(train)
+    found = diagnose(te)
+    assert found[found.rule=='recording'][['severity', 'text']].values.tolist()==[['info', texts[0]]] and found.healthy
+
+
+def test_a_tensor_that_is_not_measured_is_a_finding_of_the_run():
+    class Nested(nn.Module):
+        def forward(self, x): return torch.nested.nested_tensor([x, x[:1]])
+    m = nn.Sequential(nn.Linear(4, 4), Nested())
+    te = torchEmber(m, ttypes=('output',))
+    texts,_ = warned(lambda: [m(torch.randn(2, 4)) for _ in range(3)] and te.close())
+    found = diagnose(te)
+    assert found[found.rule=='recording'].text.tolist()==[t for t in texts if 'is not measured' in t]!=[] and found.healthy
+
+
+def test_modules_that_are_changed_are_a_finding_of_the_run():
+    m = net()
+    te = torchEmber(m, optimizer=(o := adam(m)))
+    def train():
+        for i in range(4):
+            if i==2: m[0].register_parameter('more', nn.Parameter(torch.zeros(2)))
+            loss_of(m).backward(); o.step(); o.zero_grad()
+        te.close()
+    texts,_ = warned(train)
+    assert [t for t in diagnose(te).text if 'has got, lost or changed' in t]==[t for t in texts if 'has got, lost or changed' in t]
+
+
+def test_a_finding_of_an_own_rule_is_a_finding_of_the_run(monkeypatch):
+    monkeypatch.setattr(Pace, 'due', lambda self, steps, recording: steps>=8)
+    from torchember import finding
+    def too_warm(h):
+        if len(h.steps)>9: yield finding('', 'It is too warm.', 3, severity='warning')
+    m = net()
+    te = torchEmber(m, optimizer=(o := adam(m)), rules=['default', too_warm], name='own')
+    def train():
+        for _ in range(20): loss_of(m).backward(); o.step(); o.zero_grad()
+        te.close()
+    warned(train)
+    assert [f for f in facts(diagnose('own')) if f[1]=='too_warm']==[('warning', 'too_warm', 3)]
+    assert len([f for f in facts(diagnose('own', rules=['default', too_warm])) if f[1]=='too_warm'])==1
+
+
+def test_a_run_of_jax_without_steps_is_a_finding():
+    import jax.numpy as jnp
+
+    from torchember import jaxember
+    w = {'a': jnp.ones((2, 2))}
+    def train():
+        with jaxember.track(model_state=w, name='jax') as tracker: tracker.intercept(lambda: jaxember.probe('x', jnp.ones(3)))
+    texts,_ = warned(train)
+    assert ('warning', 'recording', 0) in facts(diagnose('jax')) and any('never called' in t for t in texts)
+
+
+def test_a_healthy_run_has_no_such_finding():
+    m = net()
+    te = torchEmber(m, optimizer=(o := adam(m)))
+    for _ in range(20): loss_of(m).backward(); o.step(); o.zero_grad()
+    te.close()
+    assert te.t.df.ttype.isin(['finding']).sum()==0
+
+
+# ---- optimizers that step inside the backward
+
+def train_in_backward(m, te, opts, steps=6, set_to_none=True):
+    def hook(p): opts[p].step(); opts[p].zero_grad(set_to_none=set_to_none)
+    handles = [p.register_post_accumulate_grad_hook(hook) for p in m.parameters()]
+    for _ in range(steps):
+        loss = loss_of(m)
+        te.log(loss=loss)
+        loss.backward()
+        yield
+    for h in handles: h.remove()
+    te.close()
+
+
+@pytest.mark.parametrize('set_to_none', [True, False])
+@pytest.mark.parametrize('calls_step', [True, False])
+def test_advice_for_optimizers_inside_the_backward_names_the_list_of_all(calls_step, set_to_none):
+    m = net()
+    te = torchEmber(m)
+    texts,_ = warned(lambda: [te.step() for _ in train_in_backward(m, te, {p: torch.optim.Adam([p]) for p in m.parameters()}, 6, set_to_none) if calls_step])
+    assert set_to_none or calls_step or not texts # gradients of zero are there when the next pass begins
+    assert all('give all of them, torchEmber(model, optimizer=[...])' in t for t in texts)
+
+
+def test_with_the_list_of_all_optimizers_each_backward_is_a_step_with_all_its_rows():
+    m = net()
+    opts = {p: torch.optim.Adam([p], lr=.05) for p in m.parameters()}
+    te = torchEmber(m, optimizer=list(opts.values()), ttypes=('input', 'output', 'weight', 'weight_grad', 'output_grad', 'update', 'optimizer'), name='in')
+    grads = {n: [] for n,_ in m.named_parameters()}
+    for n,p in m.named_parameters(): p.register_hook(lambda g, n=n: grads[n].append(g.double().mean().item()))
+    texts,_ = warned(lambda: list(train_in_backward(m, te, opts)))
+    assert texts==[]
+    d = te.t.df
+    assert sorted(d.step.unique())==list(range(6)) and d.groupby('step').size().nunique()==1
+    assert set(d.ttype)=={'input', 'output', 'weight', 'weight_grad', 'output_grad', 'update', 'optimizer', 'scalar'}
+    for n,want in grads.items():
+        path,_,pname = n.rpartition('.')
+        got = d[(d.ttype=='weight_grad')&(d.path==path)&(d.pname==pname)]['mean']
+        assert np.allclose(got, want, atol=1e-6), n
+    assert diagnose('in').healthy
+
+
+# ---- gradients that are there, and zero
+
+def zeros(zero_first):
+    "Steps with gradients of zero: of a loss without one, or of `zero_grad` before te.step()"
+    m = net()
+    te,o = torchEmber(m),torch.optim.SGD(m.parameters(), lr=.1, weight_decay=.1)
+    for _ in range(4):
+        (loss_of(m)*(1 if zero_first else 0)).backward()
+        if zero_first: o.step(); o.zero_grad(set_to_none=False); te.step()
+        else: o.step(); te.step(); o.zero_grad()
+    te.close()
+
+
+@pytest.mark.parametrize('zero_first', [True, False])
+def test_gradients_of_zero_are_not_called_missing(zero_first):
+    texts,_ = warned(lambda: zeros(zero_first))
+    said = [t for t in texts if 'te.step()' in t]
+    assert len(said)==1 and said[0].startswith("te.step() found that all gradients are zero although the weights change.")
+    assert 'no gradients' not in said[0]
+
+
+def test_gradients_that_are_missing_are_called_missing():
+    m = net()
+    te,o = torchEmber(m),adam(m)
+    def train():
+        for _ in range(4): loss_of(m).backward(); o.step(); o.zero_grad(); te.step()
+        te.close()
+    assert [t.partition(' although')[0] for t in warned(train)[0] if 'te.step()' in t]==['te.step() found no gradients']
+
+
+# ---- live rules look at some of the steps
+
+def lines_of_run(name):
+    "The log of a run, a piece for each step"
+    by = {}
+    for line in emberTracker(name).log_path.read_bytes().splitlines(keepends=True): by.setdefault(json.loads(line)['step'], []).append(line)
+    return {s: b''.join(ls) for s,ls in by.items()}
+
+
+class Masked(nn.Module):
+    "A mask of -inf in each step, and a NaN from one step on"
+    def __init__(self, first):
+        super().__init__()
+        self.body,self.mask,self.bad,self.head = nn.Linear(4, 4),nn.Identity(),nn.Identity(),nn.Linear(4, 1)
+        self.first,self.step = first,0
+
+    def forward(self, x):
+        y = self.body(x)
+        self.mask(torch.full((2, 2), -float('inf')))
+        y = self.bad(y*float('nan') if self.step>=self.first else y)
+        self.step += 1
+        return self.head(y)
+
+
+@pytest.mark.parametrize('first', [150, 303])
+def test_the_first_step_that_is_not_finite_is_kept_and_blamed(first):
+    torch.manual_seed(0)
+    m = Masked(first)
+    te = torchEmber(m, optimizer=(o := torch.optim.SGD(m.parameters(), lr=.01)), name='nan')
+    for _ in range(500):
+        loss = m(torch.randn(2, 4)).square().mean()
+        te.log(loss=loss)
+        loss.backward(); o.step(); o.zero_grad()
+    te.close()
+    kept = KeptSteps()
+    kept.most_bytes = 60_000
+    for s,piece in lines_of_run('nan').items(): kept.add(s, piece)
+    assert len(kept.lines)<150 and kept.size<200_000
+    live = [f for f in diagnose(history_of_lines(kept.some(), te.t)).itertuples() if f.rule=='not_finite']
+    whole = [f for f in diagnose(history_of('nan')).itertuples() if f.rule=='not_finite']
+    assert [(f.path, f.first_step) for f in live]==[(f.path, f.first_step) for f in whole]==[('bad', first)]
+    assert 'the loss itself' not in live[0].text
