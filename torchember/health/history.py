@@ -11,6 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from ..frames.logs import of_right_types
+from ..ground.record import beside_training
 from .finding import median
 from .moves import moves_of
 from .progress import Progress, guessing
@@ -40,8 +41,9 @@ class Tensors:
         self.df = df[(ttype!='scalar') & (ttype!='finding')].reset_index(drop=True)
         self.all = list(series_in(self.df)) if len(self.df) else []
         self.evaluated = [s for s in self.all if s.phase=='eval']
-        self.trained = [s for s in self.all if s.phase!='eval']
-        if self.evaluated and not any(s.ttype in ('input', 'output') for s in self.trained): self.trained,self.evaluated = self.all,[]
+        self.trained = [s for s in self.all if s.phase not in beside_training]
+        beside = len(self.trained)<len(self.all)
+        if beside and not any(s.ttype in ('input', 'output') for s in self.trained): self.trained,self.evaluated = self.all,[]
         self.steps = np.unique(np.concatenate([s.steps for s in self.trained])) if self.trained else np.zeros(0, int)
 
     def series(self,

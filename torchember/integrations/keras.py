@@ -108,7 +108,7 @@ class EmberCallback(HasGuest, keras.callbacks.Callback):
 
     def wanted(self, phase, grad):
         "Whether a pass is one of the training, or of its validation"
-        return grad if phase is None else grad or self.testing
+        return grad or phase=='eval' and self.testing
 
     def on_train_batch_end(self, batch, logs=None):
         "The optimizer, which is none of torch, has stepped"

@@ -100,7 +100,7 @@ class StepEnd:
             hint.step_over(bool(self.steps.passes[None]), sources.states, self.steps.manual, sources.ttypes, boundary)
         if self.gate.touched or self.buffer.size or self.writer.file_is_open: self.flush(True, wait)
 
-    def measure_at_end(self): self.sources.at_end(not (self.steps.manual and self.steps.passes and not self.steps.passes[None]))
+    def measure_at_end(self): self.sources.at_end(not (self.steps.manual and self.steps.passes and not self.steps.own_passes))
 
     def next_step(self):
         "The next step is open, and it is decided whether it is recorded"

@@ -71,7 +71,7 @@ class HeardModel:
     ):
         self.cost.warm(tracks[0].module.parameters())
         self.tracks,self.owner = tracks,owner
-        self.events.pass_events.arming(max(t.path.count('.') for t in tracks))
+        self.events.pass_events.arming(tracks[0].module, max(t.path.count('.') for t in tracks))
         self.sources.arming(tracks[0].module)
         self.sources.armed(arm(tracks, self.events, watched, methods))
         for w in self.watches: w.attach()

@@ -41,7 +41,7 @@ class RowsBeside:
             buffer, steps: Of the recorder
             on: Whether the open step is recorded
         """
-        step,phase = steps.noted,'eval' if steps.passes and steps.manual and steps.phase else None
+        step,phase = steps.noted,'eval' if steps.passes and steps.manual and steps.phase=='eval' else None
         key,call = (self.root_name, 'scalar', 'log', None, phase, 0),self.noted[step]
         self.noted[step] += 1
         if step==steps.number and on: return buffer.add(key, call, None, 'float64', values)

@@ -12,31 +12,46 @@ from .notices import Notices
 
 # %% ../../nbs/40_recorder/10_steps.ipynb #74ed4a03
 class Phases:
-    "Tells evaluation from training"
+    """Tells passes of the training from others
+
+    The phase is 'eval' in `eval()` mode. It is 'no_grad' in `train()` mode if no gradient will come.
+    """
     def __init__(self):
-        self.trained = set() # paths of what was called by itself in training mode
-        self.trained_so = False # whether the model is trained in `eval()` mode, as the first such step has shown
+        self.trained = set() # paths of modules that were called by themselves in training mode
+        self.trained_so = False # True if the model is trained in `eval()` mode, as the first such step has shown
+        self.has_grad = False # True once a training pass had gradients
+        self.trains_without_grad = False # True if a step is over before any pass had gradients: the model is trained without autograd
+        self.without_grad = False # True if the open step has a pass without gradients
 
     def of(self,
-        path:str, # Of the module that is called, '' for the root
-        training:bool, # Whether it is in training mode
-        root_training:bool, # Whether the root is
-        grad:bool=False # Whether there will be gradients: where the model is trained in `eval()` mode, such a pass trains
-    ) -> str|None: # 'eval', or None for training
-        """The phase of a pass
+        path:str, # Path of the called module, '' for the root
+        training:bool, # True if the module is in training mode
+        root_training:bool, # True if the root is in training mode
+        grad:bool=True # True if gradients will come. If the model is trained in `eval()` mode, such a pass trains
+    ) -> str|None: # 'eval', 'no_grad', or None for training
+        """Return the phase of a pass
 
         Args:
-            path: Of the module that is called, '' for the root
-            training: Whether it is in training mode
-            root_training: Whether the root is
-            grad: Whether there will be gradients: where the model is trained in `eval()` mode, such a pass trains
+            path: Path of the called module, '' for the root
+            training: True if the module is in training mode
+            root_training: True if the root is in training mode
+            grad: True if gradients will come. If the model is trained in `eval()` mode, such a pass trains
 
         Returns:
-            'eval', or None for training
+            'eval', 'no_grad', or None for training
         """
         if training: self.trained.add(path); self.trained_so = False
         if grad and self.trained_so: return None
-        return 'eval' if not root_training or not training and path in self.trained else None
+        if not root_training or not training and path in self.trained: return 'eval'
+        self.has_grad = self.has_grad or grad
+        if grad or not training: return None
+        self.without_grad = True
+        return None if self.trains_without_grad and not self.has_grad else 'no_grad'
+
+    def step_over(self):
+        "Note that a step is over. If no pass has had gradients yet, passes without gradients are the training"
+        self.trains_without_grad = self.trains_without_grad or self.without_grad
+        self.without_grad = False
 
 # %% ../../nbs/40_recorder/10_steps.ipynb #9487dba0
 class Turns:
@@ -71,14 +86,14 @@ class Evaluations:
     "Whether what runs is an evaluation beside the training, and which step it is of"
     @property
     def evaluation(self): # Whether there was nothing but evaluation since a step that trained. If that was in `eval()` mode, what has gradients trains
-        other = self.passes[None] or self.measured or self.turns.stepped or not (self.trained or self.phases.trained_so and not self.graded)
+        other = self.own_passes or self.measured or self.turns.stepped or not (self.trained or self.phases.trained_so and not self.graded)
         return self.manual and not other and any(self.passes.values())
 
     shown = property(lambda self: self.closed if self.evaluation else self.number) # of what is measured now: an evaluation is of the step before
 
     def ends_evaluation(self, phase, grad) -> bool:
         "Whether an evaluation is over before this pass"
-        return self.evaluation and (phase is None or grad and not self.trained)
+        return self.evaluation and (phase!='eval' or grad and not self.trained)
 
     def end_evaluation(self):
         self.evaluated = self.closed
@@ -88,7 +103,7 @@ class Evaluations:
 
     @property
     def noted(self): # The step of a number that is noted now: the open one, or that just closed. An evaluation after a step of training belongs to that
-        later = self.passes[None] if self.manual and self.trained else self.passes
+        later = self.own_passes if self.manual and self.trained else self.passes
         return self.number if later or self.closed is None else self.closed
 
 # %% ../../nbs/40_recorder/10_steps.ipynb #759b03f7
@@ -133,7 +148,8 @@ class Steps(Evaluations):
             joins: Whether one autograd Function makes this call and the one before, as a solver does
         """
         lead = self.leader
-        return lead is None or phase!=self.phase or not joins and (path in ('', lead) or lead.startswith(f'{path}.'))
+        other = phase!=self.phase and 'eval' in (phase, self.phase) # parts that are called without gradients join the pass
+        return lead is None or other or not joins and (path in ('', lead) or lead.startswith(f'{path}.'))
 
     def ends(self, path, phase, weights=None, joins=False) -> bool:
         "Whether the open step is over before this call"
@@ -166,6 +182,10 @@ class Steps(Evaluations):
             self.pass_ += 1
             self.leader,self.phase = path,phase
             self.passes[phase] = self.passes.get(phase, 0)+1
+        elif phase is None and self.phase=='no_grad': # a part that is called with gradients joins: the pass trains
+            self.passes[self.phase] -= 1
+            self.passes[None] += 1
+            self.phase = None
         if self.opened and phase is None and None not in (weights, self.weights): self.changes += weights!=self.weights
         if phase is None or self.weights is None: self.weights = weights
         self.opened = True
@@ -182,6 +202,7 @@ class Steps(Evaluations):
         self.closed = None if self.closed is None or self.closed<n else self.closed-n
         self.passes[None] += n
 
+    own_passes = property(lambda self: self.passes[None]+self.passes['no_grad']) # passes that belong to the open step: all but evaluations
     micro = property(lambda self: max(self.passes[self.phase]-1, 0)) # number of the pass among those of its phase
 
     def opens(self, training=False, graded=False, measured=False):
@@ -202,7 +223,8 @@ class Steps(Evaluations):
         if self.graded and not self.passes[None]: self.phases.trained_so = True
         elif self.passes['eval']: self.evaluated = self.number
         self.graded = self.measured = False
-        self.closed,self.number,self.trained = self.number,self.number+1,self.passes[None]>0
+        self.closed,self.number,self.trained = self.number,self.number+1,self.own_passes>0
+        self.phases.step_over()
         self.pass_ += 1
         self.opened,self.leader,self.phase,self.failed = False,None,None,False
         self.weights,self.changes,self.training_passes = None,0,0
