@@ -200,6 +200,7 @@ class CallEvents(Listener):
             with self.lock: self.sources.parameters.after_call(state, state is here.outermost and here.depth==1, ttypes) # once a step, whoever calls
         state.track.output_dt = {n: shape_of(x) for n,x in outputs}
         self.sources.flow(state, 'output', outputs, call, here.phase)
+        if not here.stack and not compiled and not here.phase: self.refused.expect(outputs)
         self.calls.current = self.calls.innermost() or state.track
         self.cost.worked(since)
         return call, here.phase
@@ -244,8 +245,9 @@ class ModelEvents(CallEvents):
             only_training: Whether evaluations are left out
         """
         self.steps,self.sources,self.buffer,self.cost,self.calls = pipe.steps,pipe.sources,pipe.buffer,pipe.cost,pipe.buffer.calls
-        self.pass_events = PassEvents(pipe, only_training)
+        self.pass_events,self.refused = PassEvents(pipe, only_training),pipe.refused
         pipe.gate.begin(self.turn)
+        self.refused.notify = self.backward_begins
 
     step = property(lambda self: self.steps.number)
 
@@ -284,6 +286,10 @@ class ModelEvents(CallEvents):
         if here.skipped: return
         self.pass_events.over()
         if compiled and (on := self.pass_events.recorded_next(here)) is not None: self.wants.turn(on)
+
+    def backward_begins(self):
+        "Take out passes whose gradients were thrown away before this backward"
+        with self.lock: self.pass_events.pipe.without_refused()
 
     def inside(self): return self.calls.here.depth>0
 

@@ -9,6 +9,7 @@ __all__ = ['too_dear', 'Gate', 'Pipe', 'close_by_pass', 'measure_now', 'end_step
 from .black_box import BETWEEN
 from .budget import duration
 from ..ground.choose import at, schedule
+from .refused import RefusedPasses
 from .row_writer import MaybePass
 from .steps import Decision, MaybePasses
 
@@ -83,6 +84,7 @@ class StepEnd:
         if boundary: self.steps.said_over()
         if self.steps.evaluation: return None if boundary else self.end_evaluation()
         self.without_failed()
+        if not by_pass and self.gate.on: self.without_refused(unreached=True)
         try: self.finish_step(boundary, wait)
         finally: self.next_step() # also when Ctrl-C comes in between
 
@@ -108,7 +110,7 @@ class StepEnd:
         if len(steps.turns.awaited)>1: self.tally.waits(steps, sources.watch.optimizers)
         self.tally.step_over(self.gate.writes)
         self.writer.step_over(steps.number, self.gate.writes)
-        for part in (sources, self.buffer, self.gate) if self.gate.touched else (): part.step_over()
+        for part in (sources, self.buffer, self.gate, self.refused) if self.gate.touched else (): part.step_over()
         if self.gate.writes and sources.parameters.known.due(self.tally.recorded): sources.note_parameters()
         steps.close()
         if self.box is not None: self.box.turns(BETWEEN)
@@ -144,6 +146,7 @@ class Pipe(StepEnd):
         self.maybe_passes = MaybePasses() # steps before this one that may turn out to be passes of it
         self.halt = None # what is to be raised in the training
         self.box = None # `RunBox`
+        self.refused = RefusedPasses()
 
     def pass_begins(self,
         path:str, phase, # As `Steps.begin` has them
@@ -159,13 +162,15 @@ class Pipe(StepEnd):
         if steps.ends_evaluation(phase, grad): self.end_evaluation()
         self.tally.hears()
         if steps.failed: self.take_back()
+        if phase is None: self.without_refused()
         weights = self.sources.weights(root, steps)
         if steps.ends(path, phase, weights, joins): close_by_pass(self)
         new = steps.begin(path, phase, weights, joins)
         if not self.gate.on: return
         if new:
-            self.buffer.begin_pass(sum(steps.passes.values())-1)
+            self.buffer.begin_pass(steps.begun-1)
             self.sources.say_if_changed()
+            if phase is None: self.refused.begins(steps.begun-1, steps.micro, next(self.buffer.arena.clock))
         self.buffer.in_micro(steps.micro)
 
     def stop_if_told(self):
@@ -188,7 +193,21 @@ class Pipe(StepEnd):
     def take_back(self):
         "What a pass had brought that raised is not merged with what comes"
         self.tally.fails()
-        self.buffer.take_back(self.steps.take_back())
+        number = self.steps.take_back()
+        self.buffer.take_back(number)
+        self.refused.forget(number)
+
+    def without_refused(self, unreached=False):
+        "Take out passes whose gradients were thrown away; with `unreached`, also those to which no backward came"
+        steps,watch = self.steps,self.sources.watch
+        if not steps.manual or not self.refused.passes or watch is not None and watch.busy or self.buffer.arena.in_graph(): return
+        for p in self.refused.unreached() if unreached else self.refused.removed():
+            self.refused.forget(p.number)
+            self.tally.refuses()
+            whole = steps.refuse(p.number) and not self.buffer.handed_out # rows that were read are superseded by those of the next pass
+            self.writer.write_refused(self.buffer, steps, p, self.refused.first_after(p), whole, self.gate.writes)
+            if whole:
+                for part in (self.sources.gradients, self.sources.parameters, self.buffer): part.step_over()
 
     def without_failed(self):
         "Beside others of its step a pass that raised does not count. Alone it is what there is"
@@ -202,6 +221,7 @@ class Pipe(StepEnd):
         Args:
             over, wait: Whether the step is; whether it may turn out to be none
         """
+        if not over: self.without_refused()
         if not self.buffer.arena.in_graph(): self.writer.write(self.buffer, self.steps, over, wait, self.gate.only_held)
 
     def read_pending(self): self.buffer.read_pending(self.writer.root_name)
@@ -211,6 +231,7 @@ class Pipe(StepEnd):
         if self.steps.evaluation: self.end_evaluation()
         self.maybe_passes.clear()
         self.without_failed()
+        self.without_refused()
         if self.gate.on and self.steps.opened: self.measure_at_end()
 
     def leave(self, lock):
@@ -226,6 +247,7 @@ def close_by_pass(pipe):
     if pipe.buffer.arena.in_graph(): return
     steps,hint,writer = pipe.steps,pipe.sources.parameters.hint,pipe.writer
     known = pipe.gate.writes and steps.training_passes and not steps.phase and not pipe.buffer.handed_out # what somebody has read stays a step
+    known = known and not pipe.refused.removed() # what the loop has refused is no micro-batch of what comes
     weights,noted,without = steps.weights if known else None,writer.noted[steps.number],hint.steps_without
     pipe.over(wait=pipe.maybe_passes.another(weights), by_pass=True)
     pipe.maybe_passes.closed(weights, MaybePass(writer.last, writer.ended, noted, hint.steps_without-without))

@@ -73,6 +73,7 @@ class HeardModel:
         self.tracks,self.owner = tracks,owner
         self.events.pass_events.arming(tracks[0].module, max(t.path.count('.') for t in tracks))
         self.sources.arming(tracks[0].module)
+        self.events.refused.arming(tracks[0].module.parameters())
         self.sources.armed(arm(tracks, self.events, watched, methods))
         for w in self.watches: w.attach()
         if self.graphs is not None: self.graphs.watch.attach()
@@ -231,7 +232,9 @@ class Recorder(Ends):
         Args:
             boundary: whether `te.step()` says so
         """
-        with self.lock: self.pipe.over(boundary)
+        with self.lock:
+            self.pipe.without_refused()
+            self.pipe.over(boundary)
 
     @timed
     def boundary(self,

@@ -123,6 +123,7 @@ class RowWriter(RowsBeside):
         self.marks = None # of the rows that were written last
         self.held = HeldSteps(held)
         self.waiting = [] # `Measured` of steps that passes have closed, and that may turn out to be none
+        self.refused = None,0 # the step that refused passes are written to; how many it has
 
     def begins(self):
         "Something of the open step is measured"
@@ -172,6 +173,32 @@ class RowWriter(RowsBeside):
         if wait: return self.waiting.append(measured)
         if joins: self.t.file.put(measured, joins=True if self.was_on else None, by=self.lines)
         else: self.t.put(measured, over, self.lines)
+
+    def write_refused(self,
+        buffer, steps, p, # The `StepBuffer`, `Steps`, and the `TrainingPass` that is not of the open step any more
+        until, # First event of the pass after it, None without one
+        whole:bool, # Whether nothing is left in the open step, and none of its rows was read
+        on:bool # Whether the open step is recorded
+    ):
+        """Write the rows of a refused pass, apart from those of the training. They belong to the step before, as those of an evaluation do
+
+        Args:
+            buffer, steps, p: The `StepBuffer`, `Steps`, and the `TrainingPass` that is not of the open step any more
+            until: First event of the pass after it, None without one
+            whole: Whether nothing is left in the open step, and none of its rows was read
+            on: Whether the open step is recorded
+        """
+        self.release()
+        snapshot,custom,noted = buffer.take_out(p, until, whole)
+        self.noted[steps.number] -= noted
+        step = steps.number if steps.closed is None else steps.closed
+        n = self.refused[1] if self.refused[0]==step else 0
+        self.refused = step,n+1
+        if not on or not len(snapshot)+len(custom): return
+        marks = {**self.columns(), 'skipped': True, 'phase': 'refused', 'micro': n}
+        measured = Measured(snapshot, custom, step, self.ts or now(), marks, {}, dict(buffer.parts))
+        if steps.closed is None: self.t.put(measured, False, self.lines)
+        else: self.t.file.put(measured, joins=True if self.was_on else None, by=self.lines)
 
     def release_held(self, step, why): # As `HeldSteps` has them
         """Something is wrong: what was kept goes to the log

@@ -14,7 +14,8 @@ import torch
 
 from ..measure.elements import Unmeasurable
 from ..measure.graph_rows import GraphTensor, count_row
-from ..measure.tap import Arena, OnMeta, Snapshot, observe
+from ..measure.head import EVENT
+from ..measure.tap import Arena, OnMeta, Snapshot, observe, of_pass
 from ..ground.messages import an, printable
 from ..ground.record import plain, pointer, reserved
 from .calls import Calls
@@ -143,6 +144,21 @@ class CustomRows:
         self.rows = [r for r in self.rows if r[3]!=micro or r[1][3]]
         self.void |= {k for k in self.given if k[2]==micro}
 
+    def take_out(self, p, until, whole):
+        "Take out the rows of a pass, and the numbers that were noted in it; with `whole`, all rows. Return them, and how many numbers there are"
+        def is_noted(r): return r[1][1]=='scalar'
+        def is_mine(r):
+            if whole: return True
+            if is_noted(r): return p.first<=r[0] and (until is None or r[0]<until)
+            return r[3]==p.micro and not r[1][3] and r[1][4] is None and is_of(p, r[1])
+        with self.lock:
+            mine,rest = [r for r in self.rows if is_mine(r)],[r for r in self.rows if not is_mine(r)]
+            order = {r[0]: i for i,r in enumerate(r for r in rest if is_noted(r))}
+            self.void |= {k for k in self.given if k[2]==p.micro and not k[0][3] and k[0][4] is None}
+            moved = lambda r: r[3] is not None and not r[1][3] and r[1][4] is None and r[3]>p.micro
+            self.rows = [(*r[:2], order[r[0]], *r[3:]) if is_noted(r) else (*r[:3], r[3]-1, *r[4:]) if moved(r) else r for r in rest]
+        return mine, sum(map(is_noted, mine))
+
     def join(self, earlier):
         "Steps that passes had closed were passes of this one; rows of the first are in the log"
         self.given = {(key, call, None) for _,key,call,*_ in earlier[0].custom if key[3]} # as in the log, what a step has once has no number of a pass
@@ -164,6 +180,22 @@ def joined_rows(earlier, own):
     return rows
 
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #c0570a05
+def is_of(p, key): # p: `TrainingPass`; key: of a row
+    "Return False for a gradient if no backward came to the pass: another pass has it"
+    return p.reached or key[1] not in ('input_grad', 'output_grad')
+
+class PartOf:
+    "Some rows of vectors that may be on their way from a device"
+    def __init__(self, vectors, at): self.vectors,self.at,self.shape = vectors,at,(len(at), *vectors.shape[1:])
+    def __array__(self, dtype=None, copy=None): return np.asarray(self.vectors)[self.at]
+
+def divided(parts, which): # which: function: heads -> a boolean for each
+    "Two lists of parts: rows that are chosen, and others"
+    def of(choose):
+        some = [(h, v, np.flatnonzero(choose(which(h)))) for h,v in parts]
+        return [(h[at], v[at] if isinstance(v, np.ndarray) else PartOf(v, at)) for h,v,at in some if len(at)]
+    return of(lambda b: b), of(lambda b: ~b)
+
 class Snapshots:
     "What was handed out of the open step already, and what passes had that were taken for steps of their own"
     def __init__(self): self.taken,self.joined,self.any = [],[],False # any: whether some of the open step's rows are in the log
@@ -175,6 +207,16 @@ class Snapshots:
         snapshot.parts,self.joined = self.joined+snapshot.parts,[]
         if not over and len(snapshot): self.taken.append(snapshot); self.any = True
         return snapshot
+
+    def take_out(self, arena, p, whole):
+        "Take out the rows of a pass, but for those that a step has once; with `whole`, all rows. Return their `Snapshot`"
+        stay = np.array([t.once or not is_of(p, t.key) for t in arena.taps], dtype=bool)
+        def is_mine(h): return h[:, EVENT]!=0 if whole else of_pass(h, p.number, stay)
+        given,here = [part for s in self.taken for part in s.parts],[*self.joined, *arena.take([]).parts]
+        mine,self.joined = divided(here, is_mine)
+        mine = divided(given, is_mine)[0]+mine
+        if given: arena.take_back(p.number, self.taken)
+        return Snapshot(mine, arena.taps, [])
 
     def join(self, earlier):
         first,*more = [[e.measured.snapshot.as_pass(i)] if e.measured is not None else [] for i,e in enumerate(earlier)]
@@ -363,6 +405,16 @@ class StepBuffer(Measuring):
         """
         self.arena.take_back(number, self.snapshots.taken)
         self.custom.take_back(self.micro)
+
+    def take_out(self, p, until, whole): # p: `TrainingPass`; until: first event of the pass after it; whole: whether nothing else is left
+        """Take out the rows of a pass. Return a `Snapshot` of the arena, custom rows, and how many numbers were noted in the pass
+
+        Args:
+            p: `TrainingPass`; until: first event of the pass after it; whole: whether nothing else is left
+        """
+        custom,noted = self.custom.take_out(p, until, whole)
+        try: return self.snapshots.take_out(self.arena, p, whole), custom, noted
+        except RuntimeError as e: return lost(self, e), custom, noted
 
     def join(self,
         earlier:list # Steps that passes had closed, in their order: see `row_writer.MaybePass`. Rows of the first are in the log

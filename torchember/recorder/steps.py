@@ -98,7 +98,7 @@ class Evaluations:
     def end_evaluation(self):
         self.evaluated = self.closed
         self.pass_ += 1
-        self.opened,self.leader,self.phase,self.failed,self.graded = False,None,None,False,False
+        self.opened,self.leader,self.phase,self.failed,self.graded,self.begun = False,None,None,False,False,0
         self.passes.clear(); self.seen.clear()
 
     @property
@@ -127,6 +127,7 @@ class Steps(Evaluations):
         self.pass_ = 0 # changes with each pass: calls of a module count from 0 in each
         self.leader = None # path of the module that began the pass, None before
         self.passes = Counter() # of the open step, for each phase
+        self.begun = 0 # passes of the open step that have begun, also those that were refused
         self.failed = False # whether the pass raised that began last
         self.graded = self.measured = False # of the open step: whether a pass in `eval()` mode has gradients; whether something was measured beside passes
         self.evaluated = None # a step that has an evaluation: one that comes later takes its place
@@ -158,11 +159,25 @@ class Steps(Evaluations):
 
     def take_back(self):
         "The pass that raised was none. Returns its number among all passes of the step"
-        n = sum(self.passes.values())-1
+        self.begun -= 1
         self.passes[self.phase] -= 1
         self.leader,self.phase,self.failed = None,None,False
         if not self.manual: self.opened = False # what comes takes its place
-        return n
+        return self.begun
+
+    def refuse(self, number) -> bool: # number: of a training pass among all of the step
+        """Take a pass out of the open step: its gradients were thrown away. Return True if nothing is left in the step
+
+        Args:
+            number: of a training pass among all of the step
+        """
+        self.passes[None] -= 1
+        self.training_passes = max(self.training_passes-1, 0)
+        if number==self.begun-1: self.leader = self.phase = None
+        if any(self.passes.values()) or self.measured or self.turns.stepped: return False
+        self.opened,self.weights,self.changes,self.begun = False,None,0,0
+        self.passes.clear(); self.seen.clear()
+        return True
 
     def begin(self,
         path:str, phase:str|None=None, # As `new_pass` has them
@@ -180,6 +195,7 @@ class Steps(Evaluations):
         new = self.new_pass(path, phase, joins)
         if new:
             self.pass_ += 1
+            self.begun += 1
             self.leader,self.phase = path,phase
             self.passes[phase] = self.passes.get(phase, 0)+1
         elif phase is None and self.phase=='no_grad': # a part that is called with gradients joins: the pass trains
@@ -201,6 +217,7 @@ class Steps(Evaluations):
         self.number -= n
         self.closed = None if self.closed is None or self.closed<n else self.closed-n
         self.passes[None] += n
+        self.begun += n
 
     own_passes = property(lambda self: self.passes[None]+self.passes['no_grad']) # passes that belong to the open step: all but evaluations
     micro = property(lambda self: max(self.passes[self.phase]-1, 0)) # number of the pass among those of its phase
@@ -227,7 +244,7 @@ class Steps(Evaluations):
         self.phases.step_over()
         self.pass_ += 1
         self.opened,self.leader,self.phase,self.failed = False,None,None,False
-        self.weights,self.changes,self.training_passes = None,0,0
+        self.weights,self.changes,self.training_passes,self.begun = None,0,0,0
         self.passes.clear(); self.seen.clear(); self.turns.clear()
 
 # %% ../../nbs/40_recorder/10_steps.ipynb #5c1be0a2
