@@ -113,7 +113,9 @@ class RefusedPasses:
         Args:
             parameters: Of the model that is about to be armed
         """
-        self.parameters = evenly_spaced([p for p in parameters if p.requires_grad and p.is_leaf and not p.is_inference()])
+        parameters = [p for p in parameters if p.requires_grad and p.is_leaf and not p.is_inference()]
+        per_sample = any(hasattr(p, 'grad_sample') for p in parameters) # Opacus sums gradients elsewhere, and removes those of torch
+        self.parameters = [] if per_sample else evenly_spaced(parameters)
 
     def begins(self,
         number:int, micro:int, first:int # As `TrainingPass` has them
