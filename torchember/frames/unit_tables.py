@@ -10,6 +10,7 @@ import numpy as np
 
 from .logs import is_vectors, layers, of_paths, read
 from ..ground.needs import needs
+from ..ground.record import beside_training
 from ..ground.messages import printable, unknown
 
 # %% ../../nbs/50_frames/40_unit_tables.ipynb #ed1898ba
@@ -37,7 +38,7 @@ def histories(
     df = df[df[stat].notna().to_numpy()]
     if not is_vectors(df[stat]):
         raise ValueError(f"the statistic {stat!r} is a number, not a vector. To see it: scalar_line(run, stat={stat!r}).")
-    if 'phase' in df and 0<(evaluation := (df['phase'].astype(object)=='eval').to_numpy()).sum()<len(df): df = df[~evaluation]
+    if 'phase' in df and 0<(beside := df['phase'].astype(object).isin(beside_training).to_numpy()).sum()<len(df): df = df[~beside]
     there = df['ttype'].astype(object)
     if ttype is not None and not (there==ttype).any(): raise ValueError(unknown(f'tensor type that has {stat!r}', ttype, there.unique()))
     if ttype is not None: df = df[(there==ttype).to_numpy()]

@@ -8,6 +8,8 @@ __all__ = ['counts', 'has_some', 'is_alarming', 'first_not_finite', 'FirstNotFin
 # %% ../../nbs/05_ground/25_not_finite.ipynb #dee953d4
 import math
 
+from .record import beside_training
+
 # %% ../../nbs/05_ground/25_not_finite.ipynb #336546ed
 counts = ('nan', 'posinf', 'neginf') # columns: how many values are so
 
@@ -17,6 +19,7 @@ def has_some(row):
 
 def is_alarming(row):
     "Whether that is worth a word while the training goes on, also of a number that was noted"
+    if row.get('phase')=='refused': return False # the training loop has found it
     if row.get('ttype')=='scalar': return any(isinstance(v, float) and not math.isfinite(v) for v in row.values())
     masked = row.get('ttype') in ('input', 'output', 'probe')
     return not row.get('skipped') and any(row.get(c) for c in (counts[:2] if masked else counts))
@@ -35,7 +38,7 @@ def first_not_finite(
     return min(filter(which, rows), key=lambda r: r['step'], default=None)
 
 class FirstNotFinite:
-    "The first such row of a run that goes on. What an evaluation had counts only until there is a training"
+    "The first such row of a run that goes on. Rows beside the training count only until there is a training"
     def __init__(self): self.row,self.trained = None,False
 
     def add(self,
@@ -47,5 +50,5 @@ class FirstNotFinite:
             rows: Dicts, the next of the run
         """
         tensors = [r for r in rows if r.get('ttype')!='scalar']
-        if not self.trained and any(r.get('phase')!='eval' for r in tensors): self.row,self.trained = None,True
-        if self.row is None: self.row = first_not_finite(r for r in tensors if not (self.trained and r.get('phase')=='eval'))
+        if not self.trained and any(r.get('phase') not in beside_training for r in tensors): self.row,self.trained = None,True
+        if self.row is None: self.row = first_not_finite(r for r in tensors if not (self.trained and r.get('phase') in beside_training))

@@ -158,7 +158,8 @@ class Noted:
 not_noted = {*identity, *of_pieces, *optional, 'path', 'run', 'shape', *derived} # columns of a table that are no numbers of the user's
 
 def noted_in(df):
-    "What the user noted, name by name. df: rows of the tensor type 'scalar'"
+    "What the user noted, name by name, but for refused batches. df: rows of the tensor type 'scalar'"
+    if 'phase' in df: df = df[(df['phase'].astype(object)!='refused').to_numpy()]
     names = [c for c in df.columns if c not in not_noted and df[c].dtype.kind in 'iufbO']
     values = {c: numbers_in(df[c]) for c in names}
     there = {c: df[c].notna().to_numpy() | lost for c,lost in not_finite_in(df, values).items()}

@@ -234,12 +234,12 @@ class Guest:
         if self.te is not None: self.te.mark(**marks)
 
     def only(self,
-        wanted # Function of a pass's phase, 'eval' or None, and of whether there are gradients
+        wanted # Function of a pass's phase, 'eval', 'no_grad' or None, and of whether there are gradients
     ):
         """Leave out passes of which the trainer knows that they are none of the training
 
         Args:
-            wanted: Function of a pass's phase, 'eval' or None, and of whether there are gradients
+            wanted: Function of a pass's phase, 'eval', 'no_grad' or None, and of whether there are gradients
         """
         if self.te is not None: self.te.recorder.events.pass_events.wanted = wanted
 

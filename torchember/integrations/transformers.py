@@ -32,7 +32,7 @@ class EmberCallback(HasGuest, TrainerCallback):
 
     def wanted(self, phase, grad):
         "Whether a pass is one of the training, or of an evaluation that the loop has asked for. What generates text is neither"
-        return grad if phase is None else self.control.should_evaluate or not self.training
+        return self.control.should_evaluate or not self.training if phase=='eval' else grad
 
     def on_epoch_begin(self, args, state, control, **kwargs):
         "A column of its rows"

@@ -15,12 +15,14 @@ not_called = "The optimizer steps, but the model that torchEmber was given is ne
 class Tally:
     "What a run was"
     def __init__(self):
-        self.steps = self.recorded = self.skipped = self.failed = 0 # steps that were seen, recorded, skipped by a scaler; passes that raised
+        self.steps = self.recorded = self.skipped = 0 # steps that were seen, recorded, skipped by a scaler
+        self.failed = self.refused = 0 # passes that raised; whose gradients no optimizer used
         self.called = False # whether a pass was seen
         self.waited = None # a sentence about a step that waited long for an optimizer
 
     def hears(self): self.called = True # a pass begins
     def fails(self): self.failed += 1 # a pass raised
+    def refuses(self): self.refused += 1 # a pass is taken out of its step
     def skips(self): self.skipped += 1 # a scaler did not let the optimizer step
 
     def step_over(self, recorded:bool):
@@ -67,5 +69,9 @@ class Tally:
         if self.failed:
             they = 'they' if self.failed>1 else 'it'
             out.append(f"{self.failed:,} pass{'es' if self.failed>1 else ''} raised; what {they} had brought is in no step that went on.")
+        if self.refused:
+            rows = 'their rows are' if self.refused>1 else 'its rows are'
+            out.append(f"{self.refused:,} training pass{'es were' if self.refused>1 else ' was'} skipped: no optimizer used the gradients, or none came. "
+                f"In the log {rows} marked `skipped`, with the phase `refused`.")
         if self.skipped: out.append(f"{self.skipped:,} steps were skipped by the scaler.")
         return out

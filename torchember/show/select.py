@@ -16,6 +16,7 @@ from ..frames.words import stats_of, ttype_of
 from ..measure.summary import derived
 from ..ground.choose import NamedLayer, Selection, chosen
 from ..ground.needs import needs
+from ..ground.record import beside_training
 from ..ground.messages import an, printable, unknown
 from ..store.anywhere import is_url, located
 from ..store.reading import path_of
@@ -284,10 +285,10 @@ def trouble(df):
     return sum(counts)>0 if counts else np.zeros(len(df), bool)
 
 def training(df):
-    "The rows of training; those of an evaluation where there are no others"
+    "Return the rows of the training. If there are none, return all rows"
     if 'phase' not in df: return df
-    evaluation = (df['phase'].astype(object)=='eval').to_numpy()
-    return df[~evaluation] if evaluation.any() and not evaluation.all() else df
+    beside = df['phase'].astype(object).isin(beside_training).to_numpy()
+    return df[~beside] if beside.any() and not beside.all() else df
 
 # %% ../../nbs/60_show/10_select.ipynb #7a0ffafd
 def places(

@@ -16,7 +16,7 @@ import numpy as np
 
 from ...frames.logs import files_in, grouped, is_running, left_behind, of_rank, older_in, one_run, said_of, without_log
 from ...ground.not_finite import counts, has_some
-from ...ground.record import line_of, load_row, restore
+from ...ground.record import beside_training, line_of, load_row, restore
 from ..findings import OpenFindings, in_short
 from ..run_summary import sentence_of
 from ..live.following import Tail
@@ -29,7 +29,7 @@ from ...store.reading import path_of
 
 # %% ../../../nbs/62_board/10_listing.ipynb #8f27a657
 of_interest = re.compile(rb'"ttype":\s?"(?:scalar|finding)"')
-of_evaluation = re.compile(rb'"phase":\s?"eval"')
+of_evaluation = re.compile(rb'"phase":\s?"(?:%s)"' % '|'.join(beside_training).encode()) # and other rows beside the training
 or_not_finite = re.compile(of_interest.pattern+rb'|"(?:nan|posinf|neginf)":\s?[1-9]')
 
 def rows_of_interest(
@@ -170,7 +170,7 @@ class Watched:
         self.kept,self.every = sorted(numbers[1::2]+findings[-(self.most_kept//4):], key=lambda k: k[0]),2*self.every
 
     def add_odd(self, row):
-        if self.odd is not None or not has_some(row) or row.get('phase')=='eval': return
+        if self.odd is not None or not has_some(row) or row.get('phase') in beside_training: return
         self.odd = {**row, 'path': str(row.get('path', path_of(str(row.get('module', '')))))}
 
     @property

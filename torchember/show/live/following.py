@@ -13,7 +13,7 @@ import numpy as np
 
 from ...ground.needs import needs
 from ...ground.not_finite import FirstNotFinite
-from ...ground.record import identity, optional
+from ...ground.record import beside_training, identity, optional
 from ..findings import OpenFindings
 from ...store.base import regular
 from ...store.lines import bad, longest_line
@@ -157,7 +157,7 @@ class OverviewRows:
         "Whether it is a row of a tensor that is needed. Others are taken account of"
         t,self.step = r['ttype'],max(self.step, r['step'])
         if t=='scalar': self.numbers.append({k:v for k,v in r.items() if k not in ('ts', 'nonfinite')})
-        elif t=='finding' or r.get('phase')=='eval' and self.not_finite.trained: pass
+        elif t=='finding' or r.get('phase') in beside_training and self.not_finite.trained: pass
         elif t in drawn_ttypes: return True
         else:
             if self.other is None: self.other = t
