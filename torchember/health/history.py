@@ -14,6 +14,7 @@ from ..frames.logs import of_right_types
 from .finding import median
 from .moves import moves_of
 from .progress import Progress, guessing
+from ..ground.record import computed_in
 from .series import hashable, noted_in, series_in
 
 # %% ../../nbs/55_health/10_history.ipynb #caa61268
@@ -22,7 +23,7 @@ likely = (lambda n: n=='loss', lambda n: n in ('train_loss', 'training_loss', 'l
 
 def loss_in(noted):
     "That of some `Noted` numbers which is the loss of the training, None without one"
-    train = [n for n in noted if not any(w in n.name.lower() for w in ('val', 'test', 'eval'))]
+    train = [n for n in noted if not computed_in(n.name) and not any(w in n.name.lower() for w in ('val', 'test', 'eval'))]
     return next((n for like in likely for n in train if like(n.name.lower())), None)
 
 # %% ../../nbs/55_health/10_history.ipynb #51136523

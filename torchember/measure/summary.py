@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['sums', 'fast', 'parts', 'index', 'width', 'bins', 'wide', 'groups', 'scalars', 'moments', 'slots', 'derived',
            'counts', 'also_called', 'Sum', 'length', 'no_elements', 'parts_in', 'not_in_loops', 'of_each', 'read_array',
-           'finite', 'merged_moments', 'merge', 'Parts', 'squares', 'derive', 'groups_for', 'lost_value', 'Summary']
+           'finite', 'merged_moments', 'merge', 'Parts', 'squares', 'sums_of_squares', 'derive', 'groups_for',
+           'lost_value', 'Summary']
 
 # %% ../../nbs/20_measure/00_summary.ipynb #a7050ae5
 from collections.abc import Callable
@@ -215,6 +216,21 @@ def spread(p): return np.where(p.n>1, p.m2/np.maximum(p.n-1, 1), np.nan)
 
 # %% ../../nbs/20_measure/00_summary.ipynb #759bc021
 def squares(p): return p.m2 + p.n*p.mean**2
+
+def sums_of_squares(
+    vectors # Summary vectors, shape (..., width)
+) -> np.ndarray: # Shape (...)
+    """Return the sum of squares of the elements of each tensor. One NaN makes it NaN, and an infinity makes it infinite
+
+    Args:
+        vectors: Summary vectors, shape (..., width)
+
+    Returns:
+        Shape (...)
+    """
+    p = Parts(vectors)
+    with np.errstate(invalid='ignore'): known = np.where(p.has_finite, squares(p), 0.)
+    return np.where(p.bad, np.nan, np.where(p.pos|p.neg, np.inf, known))
 
 # %% ../../nbs/20_measure/00_summary.ipynb #27dbb192
 def biggest(p): return np.maximum(np.abs(p.min), np.abs(p.max))

@@ -297,6 +297,7 @@ class OptimizerEvents(Listener):
             self.pipe.steps.opens()
             self.sources.complete(optimizer, scale)
             self.pipe.read_pending()
+            if self.pipe.gate.writes: self.sources.rates.note(optimizer)
             if unchanged: self.sources.updates.before(optimizer)
 
     @timed

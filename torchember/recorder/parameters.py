@@ -57,6 +57,8 @@ class Parameters:
         self.seen = set() # parameters of this step: their ids, and where they are, since a sharded one is another tensor during a forward than after
         self.hint = ZeroGradHint()
         self.known = Known(ttypes, tell)
+        self.gathered = {'weight_grad': set(), 'unclipped_grad': set()} # (id of a module, name) of each gradient of this step that was to be measured
+        self.unrecorded = [] # parameters of the model in modules that are not recorded
 
     def is_new(self, state, name, p):
         "Whether this step has not measured the parameter; from now on it has"
@@ -85,6 +87,7 @@ class Parameters:
             if 'weight_grad' in ttypes and (grad := grad_of(p)) is not None:
                 some.append((st, 'weight_grad', f'grad_{i}', n, grad))
                 self.known.got.add((st.track.path, n))
+                self.gathered['weight_grad'].add((st.track.id, n))
                 self.hint.found = self.hint.in_step = True
         self.buffer.measure_together(some, scale, replace)
 
@@ -156,7 +159,31 @@ class Parameters:
         if 'weight' in ttypes: self.seen |= {x for st,_,n,p in which for x in (id(p), (st.track.id, n))}
         self.measure(which, ttypes, True, scale)
 
-    def step_over(self): self.seen.clear()
+    def find_unrecorded(self):
+        "Note the parameters of the model in modules that are not recorded: their gradients have no rows"
+        here = {id(p) for *_,p in self.each()}
+        modules = self.states[0].track.module.modules() if self.states else ()
+        self.unrecorded = [p for m in modules for p in m._parameters.values() if p is not None and id(p) not in here]
+
+    def gradient_counts(self,
+        manual:bool # True if an optimizer or `te.step()` ends the steps: then all gradients were looked at
+    ) -> tuple|None: # Number of weight gradients, number of gradients before clipping
+        """Return how many gradients the open step has. None if the rows do not cover every trained parameter of the model
+
+        Args:
+            manual: True if an optimizer or `te.step()` ends the steps: then all gradients were looked at
+
+        Returns:
+            Number of weight gradients, number of gradients before clipping
+        """
+        n,unclipped = (len(self.gathered[t]) for t in ('weight_grad', 'unclipped_grad'))
+        if not n or any(p.requires_grad for p in self.unrecorded): return None
+        def missed(st, name, p): return p.requires_grad and id(p) not in self.seen and (st.track.id, name) not in self.seen
+        return None if not manual and any(missed(st, name, p) for st,_,name,p in self.each()) else (n, unclipped)
+
+    def step_over(self):
+        self.seen.clear()
+        for places in self.gathered.values(): places.clear()
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #c11b9ed0
 def measure_unclipped(
@@ -174,6 +201,7 @@ def measure_unclipped(
     parameters.buffer.forget_seen()
     for st,i,n,p in parameters.each(wanted):
         if (grad := grad_of(p)) is not None:
+            parameters.gathered['unclipped_grad'].add((st.track.id, n))
             parameters.buffer.measure(st, 'unclipped_grad', f'grad_{i}', grad, n, scale=scale, once=True, replace=True)
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #f19bc368
@@ -240,16 +268,19 @@ plain_floats = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 # %% ../../nbs/40_recorder/30_parameters.ipynb #8cde0aa9
 def say_if_changed(
     states, # Of the armed modules, root first
-    notices # Where it is told
-):
+    notices # Receives the warning
+) -> bool: # True if any module has changed
     """Look for modules that have got, lost or changed parameters or modules since they were armed
 
     Args:
         states: Of the armed modules, root first
-        notices: Where it is told
+        notices: Receives the warning
+
+    Returns:
+        True if any module has changed
     """
     changed = [st for st in states if st.made_of!=parts_of(st.track.module)]
-    if not changed: return
+    if not changed: return False
     here = {id(unwrap(m)) for m in states[0].track.module.modules()}
     gone = [st for st in states if st.track.id not in here]
     for st in gone: st.watched = False
@@ -262,6 +293,7 @@ def say_if_changed(
         if same and not gone: continue # a child is in a wrapper now, or the same as before
         notices.once('changed', f"{st.track.name} has got, lost or changed parameters or modules since it was armed (a parametrization, an adapter?). "
             "What is new is not recorded before te.rearm(). This is said once.")
+    return True
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #43301eef
 class Known:

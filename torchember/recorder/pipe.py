@@ -97,6 +97,8 @@ class StepEnd:
             except BaseException: # with on_error='raise', or Ctrl-C: what there is belongs to this step
                 self.flush(True)
                 raise
+            self.buffer.gradients = sources.parameters.gradient_counts(self.steps.manual)
+            if rates := sources.rates.take(): self.writer.note_rates(rates, self.buffer)
             hint.step_over(bool(self.steps.passes[None]), sources.states, self.steps.manual, sources.ttypes, boundary)
         if self.gate.touched or self.buffer.size or self.writer.file_is_open: self.flush(True, wait)
 

@@ -42,6 +42,7 @@ class RowsBeside:
             on: Whether the open step is recorded
         """
         step,phase = steps.noted,'eval' if steps.passes and steps.manual and steps.phase else None
+        if new := self.lines.scalars.claim(values): self.t.file.put(lambda: self.lines.scalars.rename(step, new), joins=None)
         key,call = (self.root_name, 'scalar', 'log', None, phase, 0),self.noted[step]
         self.noted[step] += 1
         if step==steps.number and on: return buffer.add(key, call, None, 'float64', values)
@@ -49,6 +50,19 @@ class RowsBeside:
         rows = lambda: [one_row(key, call, None, 'float64', values, step, ts, marks, {})]
         if buffer.box is not None and not any(isinstance(v, Pending) for v in values.values()): buffer.box.late(*rows())
         self.t.file.put(rows, joins=True if step!=steps.number and self.was_on else None)
+
+    def note_rates(self,
+        rates:dict, # Name -> learning rate, as `LearningRates.take` returns them
+        buffer # Of the recorder
+    ):
+        """Add the learning rates of the open step
+
+        Args:
+            rates: Name -> learning rate, as `LearningRates.take` returns them
+            buffer: Of the recorder
+        """
+        key = (self.root_name, 'scalar', 'lr', None, None, 0)
+        buffer.add(key, 0, None, 'float64', {self.lines.scalars.name(n): v for n,v in rates.items()})
 
     def add(self,
         step:int, # Which step they are of
@@ -163,8 +177,9 @@ class RowWriter(RowsBeside):
         again = {'supersedes': True} if joins and steps.evaluated==steps.shown else {}
         marks = {**({'skipped': True} if self.skipped else {}), **again, **columns}
         ts = self.ts or now()
-        about = None if buffer.box is None else dict(step=steps.shown, ts=ts, held=held, marks=marks, many=[*many_passes.items()])
-        measured = Measured(*buffer.take(over, about), steps.shown, ts, marks, many_passes, dict(buffer.parts))
+        norms = self.lines.scalars.ask(self.root_name, buffer.gradients) if over and not joins else {}
+        about = None if buffer.box is None else dict(step=steps.shown, ts=ts, held=held, marks=marks, many=[*many_passes.items()], **norms)
+        measured = Measured(*buffer.take(over, about), steps.shown, ts, marks, many_passes, dict(buffer.parts), **norms)
         self.ts,self.last = None,measured
         self.custom = self.custom+measured.custom
         if self.held.sees_trouble(measured): self.release_held(steps.shown, 'not finite')

@@ -16,6 +16,7 @@ from ..ground.record import flowing
 from .buffers import Buffers
 from .gradients import Gradients
 from .optimizer import Updates
+from .learning_rates import LearningRates
 from .parameters import Parameters, grad_of, say_if_changed
 
 # %% ../../nbs/40_recorder/75_sources.ipynb #50a7ce01
@@ -62,6 +63,7 @@ class AtStepEnd:
         for n,x in self.variables.items():
             if 'weight' in self.ttypes: self.buffer.measure(root, 'weight', n, x, n, once=True, replace=True)
             if 'weight_grad' in self.ttypes and (grad := grad_of(x)) is not None:
+                self.parameters.gathered['weight_grad'].add((root.track.id, n))
                 self.buffer.measure(root, 'weight_grad', n, grad, n, once=True, replace=True)
 
     def again(self):
@@ -96,6 +98,7 @@ class Sources(AtStepEnd):
         self.parameters = Parameters(buffer, ttypes, noted)
         self.gradients = Gradients(ttypes, steps, tell)
         self.updates = Updates(buffer, self.parameters, ttypes)
+        self.rates = LearningRates(watch.optimizers if watch else ())
         self.at_step_end = [source for source in (Buffers(buffer),) if set(source.ttypes) & set(ttypes)] # sources of tensors that are measured then
         self.variables = {} # name -> tensor that is in no module, and is followed
         def among(*some): return [t for t in some if t in ttypes]
@@ -120,6 +123,7 @@ class Sources(AtStepEnd):
         "These are the states of the armed modules now; none when the model is not armed"
         if not states: self.note_parameters()
         self.states = self.parameters.states = states
+        self.parameters.find_unrecorded()
         if states: self.note_parameters()
         else: self.sampled = []
 
@@ -128,7 +132,8 @@ class Sources(AtStepEnd):
         optimizers = None if self.watch is None else self.watch.optimizers
         self.parameters.known.note(self.states, optimizers, self.parameters.hint.trains)
 
-    def say_if_changed(self): say_if_changed(self.states, self.buffer.notices)
+    def say_if_changed(self):
+        if say_if_changed(self.states, self.buffer.notices): self.parameters.find_unrecorded()
 
     def weights(self,
         root:bool, # Whether the root is called
