@@ -2652,6 +2652,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                  'torchember/integrations/guest.py'),
                                                'torchember.integrations.guest.Guest.begin': ( '90_integrations/guest.html#guest.begin',
                                                                                               'torchember/integrations/guest.py'),
+                                               'torchember.integrations.guest.Guest.claim': ( '90_integrations/guest.html#guest.claim',
+                                                                                              'torchember/integrations/guest.py'),
                                                'torchember.integrations.guest.Guest.end': ( '90_integrations/guest.html#guest.end',
                                                                                             'torchember/integrations/guest.py'),
                                                'torchember.integrations.guest.Guest.mark': ( '90_integrations/guest.html#guest.mark',

@@ -57,7 +57,7 @@ class Parameters:
         self.seen = set() # parameters of this step: their ids, and where they are, since a sharded one is another tensor during a forward than after
         self.hint = ZeroGradHint()
         self.known = Known(ttypes, tell)
-        self.gathered = {'weight_grad': set(), 'unclipped_grad': set()} # (id of a module, name) of each gradient of this step that was to be measured
+        self.gathered = {'weight_grad': set(), 'unclipped_grad': set()} # (id of a state, name) of each gradient of this step that was to be measured
         self.unrecorded = [] # parameters of the model in modules that are not recorded
 
     def is_new(self, state, name, p):
@@ -87,7 +87,7 @@ class Parameters:
             if 'weight_grad' in ttypes and (grad := grad_of(p)) is not None:
                 some.append((st, 'weight_grad', f'grad_{i}', n, grad))
                 self.known.got.add((st.track.path, n))
-                self.gathered['weight_grad'].add((st.track.id, n))
+                self.gathered['weight_grad'].add((id(st), n))
                 self.hint.found = self.hint.in_step = True
         self.buffer.measure_together(some, scale, replace)
 
@@ -201,7 +201,7 @@ def measure_unclipped(
     parameters.buffer.forget_seen()
     for st,i,n,p in parameters.each(wanted):
         if (grad := grad_of(p)) is not None:
-            parameters.gathered['unclipped_grad'].add((st.track.id, n))
+            parameters.gathered['unclipped_grad'].add((id(st), n))
             parameters.buffer.measure(st, 'unclipped_grad', f'grad_{i}', grad, n, scale=scale, once=True, replace=True)
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #f19bc368

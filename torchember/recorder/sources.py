@@ -63,7 +63,7 @@ class AtStepEnd:
         for n,x in self.variables.items():
             if 'weight' in self.ttypes: self.buffer.measure(root, 'weight', n, x, n, once=True, replace=True)
             if 'weight_grad' in self.ttypes and (grad := grad_of(x)) is not None:
-                self.parameters.gathered['weight_grad'].add((root.track.id, n))
+                self.parameters.gathered['weight_grad'].add((id(root), n))
                 self.buffer.measure(root, 'weight_grad', n, grad, n, once=True, replace=True)
 
     def again(self):

@@ -51,10 +51,12 @@ class GradientNorms:
         order = np.argsort(head[:, EVENT], kind='stable')
         taps,sums = head[order, TAP],np.full((2, len(self.places)), -1.) # -1 stands for no row
         sums[self.kind[taps], self.place[taps]] = sums_of_squares(unscaled(vectors))[order] # the last one of a place stays
-        there = sums!=-1
-        if there.sum(1).tolist()!=[n, unclipped] or not n: return ()
-        norm = math.sqrt(sums[0, there[0]].sum())
-        return (norm, math.sqrt(np.where(there[1], sums[1], sums[0])[there.any(0)].sum())) if unclipped else (norm,)
+        clipped,before = sums
+        if not n or [np.count_nonzero(clipped!=-1), np.count_nonzero(before!=-1)]!=[n, unclipped]: return ()
+        norm = math.sqrt(clipped[clipped!=-1].sum())
+        if not unclipped: return (norm,)
+        both = np.where(before!=-1, before, clipped)
+        return norm, math.sqrt(both[both!=-1].sum())
 
 # %% ../../nbs/40_recorder/57_step_scalars.ipynb #9222cf0e
 class StepScalars:
