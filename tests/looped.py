@@ -1,4 +1,5 @@
 "A training loop written out by hand, and what its rows are compared with: other people's loops, and the tensors themselves"
+from tensor_rows import lines
 import warnings
 from contextlib import contextmanager
 
@@ -78,7 +79,7 @@ def heard(word=''):
 
 def table(te, *ttypes, **where):
     "place -> row; no two rows have one place"
-    rows = [r for r in te.t.lines() if (not ttypes or r['ttype'] in ttypes) and all(r.get(k)==v for k,v in where.items())]
+    rows = [r for r in lines(te) if (not ttypes or r['ttype'] in ttypes) and all(r.get(k)==v for k,v in where.items())]
     at = {tuple(r.get(k) or '' if k in ('phase', 'backward') else r[k] for k in place): r for r in rows}
     assert len(at)==len(rows), f'{len(rows)-len(at)} rows have the place of another'
     return at
@@ -90,7 +91,7 @@ def same(got, want):
     for k,r in want.items(): is_row(got[k], [r[n] for n in numbers], r['shape'])
 
 
-def steps(te): return sorted({r['step'] for r in te.t.lines()})
+def steps(te): return sorted({r['step'] for r in lines(te)})
 
 
 def training(te, *ttypes):
@@ -105,7 +106,7 @@ def training(te, *ttypes):
 def said_of_parameters(te, ttype, wanted):
     "The rows of `ttype` are those of `wanted`: for each step, parameter's name -> tensor"
     paths = {name: t.path for name,t in te.modules.items()}
-    rows = [r for r in te.t.lines() if r['ttype']==ttype]
+    rows = [r for r in lines(te) if r['ttype']==ttype]
     got = {(r['step'], '.'.join(filter(None, (paths[r['module']], r['pname'])))): r for r in rows}
     want = {(i, n): x for i,tensors in enumerate(wanted) for n,x in tensors.items()}
     assert len(got)==len(rows) and got.keys()==want.keys(), {'got': sorted(got), 'want': sorted(want)}

@@ -401,7 +401,7 @@ class torchEmber(OwnStatistics, Notes, Views, Arming):
         exclude: Modules to leave out
         every: Which steps, as `schedule` takes them: 10, 'linear(5, 2)', log_spaced(5), a function of the step
         stats: Named set ('basic', 'full', 'numerics'), list of statistics, or function: tensor -> dict
-        only_training: Skip passes in `eval()` mode: they are no steps
+        only_training: Skip evaluations and passes without gradients: passes in `eval()` mode or under `no_grad`
         name: Name of the run; `<ModelClass>_<YYYYmmdd_HHMMSS>` without it
         resume: Go on with the run `name` after its last step
         home: Folder for logs, instead of `~/.torchember`
@@ -428,7 +428,7 @@ class torchEmber(OwnStatistics, Notes, Views, Arming):
         exclude=None, # Modules to leave out
         every=1, # Which steps, as `schedule` takes them: 10, 'linear(5, 2)', log_spaced(5), a function of the step
         stats='basic', # Named set ('basic', 'full', 'numerics'), list of statistics, or function: tensor -> dict
-        only_training:bool=False, # Skip passes in `eval()` mode: they are no steps
+        only_training:bool=False, # Skip evaluations and passes without gradients: passes in `eval()` mode or under `no_grad`
         name:str|None=None, # Name of the run; `<ModelClass>_<YYYYmmdd_HHMMSS>` without it
         resume:bool=False, # Go on with the run `name` after its last step
         home=None, # Folder for logs, instead of `~/.torchember`

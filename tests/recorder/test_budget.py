@@ -1,4 +1,5 @@
 "What recording takes: measured by itself, with a clock that a test moves"
+from tensor_rows import lines
 import math
 import random
 import warnings
@@ -66,7 +67,7 @@ def test_each_tensor_is_measured_once(slow, monkeypatch, ttypes):
         slow.pass_(5)
         opt.step()
         opt.zero_grad()
-    rows = len(te.t.lines())
+    rows = len(lines(te))
     assert rows and abs(spent(te)-rows*(2 if ttypes=='update' else 1))<1e-6 # an update needs its weight, which has no row
 
 
@@ -86,7 +87,7 @@ def test_compiled_passes_are_measured(slow, backend):
     for _ in range(3):
         f(torch.randn(4, 2)).sum().backward()
         te.step()
-    assert abs(spent(te)-len(te.t.lines()))<1e-6
+    assert abs(spent(te)-len(lines(te)))<1e-6
 
 
 def test_share_is_of_the_time_from_first_to_last_step(slow, monkeypatch):
@@ -198,7 +199,7 @@ def test_bad_shares(bad, error):
     assert not any('_torchember' in m.__dict__ for m in model.modules())
 
 
-def steps(te): return sorted({r['step'] for r in te.t.lines()})
+def steps(te): return sorted({r['step'] for r in lines(te)})
 
 
 def test_a_model_that_moves_to_a_gpu_is_not_charged_with_whole_steps():

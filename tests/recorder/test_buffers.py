@@ -1,4 +1,5 @@
 "Buffers are those at the end of a step, whoever ends it, compiled or not"
+from tensor_rows import df
 import pytest
 import torch
 from torch import nn
@@ -6,7 +7,7 @@ from torch import nn
 from torchember import torchEmber
 
 
-def steps_of(te, ttype): return te.t.df.query(f'ttype=={ttype!r}').step.tolist()
+def steps_of(te, ttype): return df(te).query(f'ttype=={ttype!r}').step.tolist()
 
 
 def test_buffers_of_a_step_that_nobody_closes():
@@ -15,7 +16,7 @@ def test_buffers_of_a_step_that_nobody_closes():
     for _ in range(3): model(torch.randn(4, 3))
     te.disarm()
     assert steps_of(te, 'buffer')==[0]*3+[1]*3+[2]*3
-    last = te.t.df.query('step==2 and tname=="running_mean"')['mean'].item()
+    last = df(te).query('step==2 and tname=="running_mean"')['mean'].item()
     assert last==pytest.approx(model[1].running_mean.double().mean().item(), rel=1e-6)
 
 
@@ -32,8 +33,8 @@ def test_buffers_are_those_at_the_end_of_the_step(backend):
         if i%2==0: want += [b.double().mean().item() for b in model.buffers()]
     model.eval()(torch.randn(4, 3))
     te.close()
-    assert te.t.df['mean'].tolist()==pytest.approx(want, rel=1e-6)
-    assert te.t.df.step.unique().tolist()==[0, 2, 4]
+    assert df(te)['mean'].tolist()==pytest.approx(want, rel=1e-6)
+    assert df(te).step.unique().tolist()==[0, 2, 4]
 
 
 def test_lazy_buffers():
@@ -44,4 +45,4 @@ def test_lazy_buffers():
     for _ in range(2): model['a'](torch.randn(2, 3))
     model['b'](torch.randn(4, 3))
     te.close()
-    assert set(te.t.df.tname)=={'running_mean', 'running_var', 'num_batches_tracked'}
+    assert set(df(te).tname)=={'running_mean', 'running_var', 'num_batches_tracked'}

@@ -1,4 +1,5 @@
 "Which step an evaluation is of: of the one before it, whose weights it looks at; and it is none itself"
+from tensor_rows import df, lines
 import contextlib
 import json
 
@@ -10,7 +11,7 @@ from torchember import torchEmber
 
 
 def rows(te, ttype='input', module='model(Sequential)'):
-    d = te.t.df
+    d = df(te)
     d = d[(d.ttype==ttype) & (d.module==module)]
     phase = d.phase.astype(object).where(d.phase.notna(), None) if 'phase' in d else [None]*len(d)
     return [*zip(d.step, phase, d.call, d['mean'], strict=True)]
@@ -183,9 +184,9 @@ def test_what_else_is_measured_after_an_evaluation():
     loop.evaluate(200)
     loop.train(1)
     loop.te.close()
-    assert [(r['step'], r['phase'], r['loss']) for r in loop.te.t.lines() if r['ttype']=='scalar']==[(0, 'eval', 1.)]
+    assert [(r['step'], r['phase'], r['loss']) for r in lines(loop.te) if r['ttype']=='scalar']==[(0, 'eval', 1.)]
     assert [r for r in rows(loop.te) if r[1] is None]==training[:2] and (0, 'eval', 0, 101) in rows(loop.te)
-    assert [(r['step'], r.get('phase')) for r in loop.te.t.lines() if r['tname']=='t']==[(0, None), (1, None)]
+    assert [(r['step'], r.get('phase')) for r in lines(loop.te) if r['tname']=='t']==[(0, None), (1, None)]
     assert [r[:2] for r in rows(loop.te, 'weight', 'model(Sequential).0(Linear)')]==[(i, None) for i in range(2) for _ in range(2)]
 
 
@@ -215,7 +216,7 @@ def test_a_closure_after_an_evaluation():
         opt.step(closure)
         passes(model.eval(), 100+i, grad=False)
     te.close()
-    got = [(r['step'], r['ttype'], r.get('phase'), r['mean'], r.get('ratio')) for r in te.t.lines()]
+    got = [(r['step'], r['ttype'], r.get('phase'), r['mean'], r.get('ratio')) for r in lines(te)]
     assert got==[(0, 'input', None, 1, None), (0, 'update', None, -1, 1), (0, 'input', 'eval', 100, None), # the gradient of two ones is 2
         (1, 'input', None, 1, None), (1, 'update', None, -1, None), (1, 'input', 'eval', 101, None)]
 
@@ -231,7 +232,7 @@ def test_a_leaf_of_an_evaluation_hears_no_gradient_of_the_training():
             model.eval()(x)
             model.train()
     w = model.weight.item()
-    assert [(r['step'], r['call'], r.get('phase'), r['mean']) for r in te.t.lines()]==[(0, 0, None, w), (1, 0, None, pytest.approx(2*w))]
+    assert [(r['step'], r['call'], r.get('phase'), r['mean']) for r in lines(te)]==[(0, 0, None, w), (1, 0, None, pytest.approx(2*w))]
 
 
 def test_an_evaluation_that_is_left_out_costs_what_calls_cost_that_nobody_is_told():

@@ -1,4 +1,5 @@
 "Gradients, optimizer states and updates against autograd and arithmetic by hand"
+from tensor_rows import df, lines
 import copy
 from functools import partial
 
@@ -68,7 +69,7 @@ def test_activation_gradients(how):
         f = torch.compile(model, backend='aot_eager' if how=='compiled checkpoint' else how, fullgraph=True)
     f(x.clone().requires_grad_()).square().sum().backward()
     te.step()
-    rows = te.t.lines()
+    rows = lines(te)
     says(find(rows, '.a(Linear)', 'output_grad', 'output_0'), want['a'])
     says(find(rows, '.b(Linear)', 'output_grad', 'output_0'), want['b'])
     says(find(rows, '.b(Linear)', 'input_grad', 'input'), want['a'])
@@ -96,7 +97,7 @@ def test_calls_are_told_apart(compiled):
     f = torch.compile(model, backend='aot_eager', fullgraph=True) if compiled else model
     f(x).square().sum().backward()
     te.step()
-    for i,w in enumerate(want): says(find(te.t.lines(), '.l(Linear)', 'output_grad', call=i), w)
+    for i,w in enumerate(want): says(find(lines(te), '.l(Linear)', 'output_grad', call=i), w)
     te.close()
 
 
@@ -117,7 +118,7 @@ def test_states_and_updates(make):
         grads = [p.grad.clone() for p in model.parameters()]
         opt.step()
         opt.zero_grad() # too late to matter
-        rows = [r for r in te.t.lines() if r['step']==step]
+        rows = [r for r in lines(te) if r['step']==step]
         where = [('.0(Linear)', 0), ('.0(Linear)', 1), ('.2(Linear)', 0), ('.2(Linear)', 1)]
         for (module,i),p,old,g in zip(where, model.parameters(), before, grads, strict=True):
             says(find(rows, module, 'weight', f'weight_{i}'), old)
@@ -146,7 +147,7 @@ def test_accumulation_is_one_step():
     te = torchEmber(model, optimizer=opt, ttypes=ALL)
     for part in x.split(2): model(part).square().sum().backward()
     opt.step()
-    rows = te.t.lines()
+    rows = lines(te)
     assert {r['step'] for r in rows}=={0}
     for ttype,want in (('output', kept[0]), ('output_grad', out_grad)):
         r = find(rows, '.0(Linear)', ttype)
@@ -171,7 +172,7 @@ def test_scaler(clip, fused):
         if clip: scaler.unscale_(opt)
         scaler.step(opt)
         scaler.update()
-    rows = te.t.lines()
+    rows = lines(te)
     for s in (0, 2):
         says(find(rows, 'model(Linear)', 'weight_grad', 'grad_0', step=s), torch.full((2, 4), 3.))
         says(find(rows, 'model(Linear)', 'output_grad', step=s), torch.ones(3, 2))
@@ -195,7 +196,7 @@ def test_every_statistic_of_scaled_gradients(scale):
             loss = model(torch.randn(7, 6)).exp().sum()
             (scaler.scale(loss) if scaler else loss).backward()
             scaler.step(opt) if scaler else opt.step()
-        return te.t.lines()
+        return lines(te)
     plain,scaled = rows(None),rows(torch.amp.GradScaler('cpu', init_scale=scale))
     assert len(plain)==len(scaled)>=8 and any(abs(r['skew'])>.5 for r in plain)
     for p,s in zip(plain, scaled, strict=True):
@@ -224,11 +225,11 @@ def test_two_optimizers():
         model(torch.randn(4, 2)).mean().backward()
         gg = model.g.weight.grad.clone()
         og.step()
-        rows = [r for r in te.t.lines() if r['step']==step]
+        rows = [r for r in lines(te) if r['step']==step]
         says(find(rows, '.d(Linear)', 'weight_grad', 'grad_0'), gd)
         says(find(rows, '.g(Linear)', 'weight_grad', 'grad_0'), gg)
         assert len([r for r in rows if r['ttype']=='optimizer'])==8
-    assert {r['step'] for r in te.t.lines()}=={0, 1, 2}
+    assert {r['step'] for r in lines(te)}=={0, 1, 2}
     te.close()
 
 
@@ -255,7 +256,7 @@ def test_a_leaf_that_lives_on():
     for _ in range(5):
         model(x).sum().backward()
         te.step()
-    assert len(te.t.lines())==5 and not x._backward_hooks
+    assert len(lines(te))==5 and not x._backward_hooks
     te.close()
 
 
@@ -269,7 +270,7 @@ def test_leaves_that_go_in_by_two_passes_before_one_backward():
             (model(a).sum()+model(b).square().sum()).backward()
             opt.step()
             want.append(torch.cat([a.grad, b.grad])) # the passes of a step are merged
-    rows = te.t.lines()
+    rows = lines(te)
     assert [(r['step'], r['call'], r['tname']) for r in rows]==[(0, 0, 'input'), (1, 0, 'input')]
     for r,g in zip(rows, want, strict=True): says({**r, 'shape': [8, 3]}, g)
 
@@ -309,7 +310,7 @@ def test_the_second_gradient_of_a_leaf_comes_after_another_pass(body, between):
         sum(model(x).sum() for x in leaves).backward() # the leaf of the step before, in this one
     want = [(s, 0, b or None, pytest.approx(m, abs=1e-7)) for i,(s,m) in enumerate(want) for b in [i%2]]
     for name in ('model(Sequential)', '.0(Linear)'): # the root, and the layer that gets the same tensor
-        rows = [r for r in te.t.lines() if r['module'].endswith(name)]
+        rows = [r for r in lines(te) if r['module'].endswith(name)]
         assert [(r['step'], r['call'], r.get('backward'), r['mean']) for r in rows if r['step']<2]==want
         assert [(r['step'], r.get('backward')) for r in rows if r['step']>1]==[(2, None)]
 
@@ -332,7 +333,7 @@ def test_probe_and_variable(compiled):
         want = f(x)
         (want*v.sum()).sum().backward()
         te.step()
-    rows = te.t.lines()
+    rows = lines(te)
     assert [r['step'] for r in rows if r['ttype']=='probe']==[0, 2]
     assert [r['mean'] for r in rows if r['tname']=='temperature' and r['ttype']=='weight']==[2, 2]
     assert len([r for r in rows if r['tname']=='temperature' and r['ttype']=='weight_grad'])==2
@@ -346,7 +347,7 @@ def test_disable(monkeypatch):
     with torchEmber(model, optimizer=torch.optim.SGD(model.parameters(), .1)) as te:
         model(torch.ones(1, 2)).sum().backward()
         te.step(); te.probe('x', torch.ones(1)); te.log_model()
-    assert '_torchember' not in model.__dict__ and te.t.lines()==[] and not te.armed
+    assert '_torchember' not in model.__dict__ and lines(te)==[] and not te.armed
 
 
 def test_bad_optimizer():
@@ -372,7 +373,7 @@ class Outside:
 
     def rows(self):
         self.te.close()
-        d = self.te.t.df
+        d = df(self.te)
         d = d[d.ttype=='weight_grad']
         assert not len(d) or not d.duplicated(['step', 'path', 'tname']).any() # one row for each parameter and step
         return sorted(zip(d.step, d.path, d.tname, d['call'], d.l2, strict=True))
@@ -465,7 +466,7 @@ def test_exponents_do_not_depend_on_the_scale(scale):
             s.update()
             o.zero_grad()
         te.close()
-        return te.t.df.drop(columns='ts').to_dict('records')
+        return df(te).drop(columns='ts').to_dict('records')
     plain,scaled = run(1.),run(scale)
     assert len(plain)==len(scaled)==2*(4+2+4) # the network's input requires no gradient
     for p,s in zip(plain, scaled, strict=True):

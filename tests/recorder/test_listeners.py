@@ -331,7 +331,7 @@ program = """if True:
 @pytest.mark.slow
 def test_the_end_of_the_interpreter(tmp_path):
     "All that is in the file was told, though nobody has closed the run"
-    assert run(program+'    te.t.listen(say); train(3)', tmp_path)[:2]==(0, '0:1 1:1 2:1 ')
+    assert run(program+'    te.t.listen(say); train(3)', tmp_path)[:2]==(0, '0:2 1:1 2:1 ')
 
 
 def test_the_end_of_the_interpreter_does_not_wait_for_one_that_hangs(tmp_path):
@@ -340,8 +340,8 @@ def test_the_end_of_the_interpreter_does_not_wait_for_one_that_hangs(tmp_path):
     from torchember.store.listeners import Listener
     Listener.patience = .5
     te.t.listen(lambda step, rows: threading.Event().wait(), 'hangs'); te.t.listen(say); train(3)""", tmp_path)
-    assert (code, out)==(0, '0:1 1:1 2:1 ') and 'hangs has not returned from its call for step 0' in err and time.monotonic()-began<60
-    assert [r['step'] for r in emberTracker('r', tmp_path).lines()]==[0, 1, 2]
+    assert (code, out)==(0, '0:2 1:1 2:1 ') and 'hangs has not returned from its call for step 0' in err and time.monotonic()-began<60
+    assert [r['step'] for r in emberTracker('r', tmp_path).lines()]==[0, 0, 1, 2] # the first one has the learning rate
 
 
 def test_a_kill(tmp_path):
@@ -353,8 +353,8 @@ def test_a_kill(tmp_path):
         if step==2: os.kill(os.getpid(), signal.SIGKILL)
     te.t.listen(kills)
     while True: train(1); te.recorder.close(); te.t.barrier(); time.sleep(.01)""", tmp_path)
-    assert code==-signal.SIGKILL and out=='0:1 1:1 2:1 '
-    assert [r['step'] for r in parse((tmp_path/'log'/'r').read_bytes())[0]][:3]==[0, 1, 2]
+    assert code==-signal.SIGKILL and out=='0:2 1:1 2:1 '
+    assert [r['step'] for r in parse((tmp_path/'log'/'r').read_bytes())[0]][:4]==[0, 0, 1, 2]
 
 
 def test_a_forked_process(tmp_path):
@@ -376,7 +376,7 @@ def test_a_forked_process(tmp_path):
     gate.set()
     train(1)
     te.close()""", tmp_path)
-    assert (code, out)==(0, 'child 0:1 1:1 2:1 '), err
+    assert (code, out)==(0, 'child 0:2 1:1 2:1 '), err
 
 
 def test_the_file_is_the_first(tmp_path):

@@ -1,4 +1,5 @@
 "te.log: a number joins the step that it is of, with the marks of its time"
+from tensor_rows import df, lines
 import pytest
 import torch
 from looped import batches, by_hand, heard, loss_of, momentum, outputs, seeded, steps, table
@@ -6,7 +7,7 @@ from looped import batches, by_hand, heard, loss_of, momentum, outputs, seeded, 
 from torchember import torchEmber
 
 
-def scalars(te): return [r for r in te.t.lines() if r['ttype']=='scalar']
+def scalars(te): return [r for r in lines(te) if r['ttype']=='scalar']
 
 
 def test_log_joins_the_step_that_closed():
@@ -23,7 +24,7 @@ def test_log_joins_the_step_that_closed():
     rows = scalars(te)
     assert [r['step'] for r in rows]==[0, 1, 2, 3] and {r['module'] for r in rows}=={'model(Net)'}
     assert [r['loss'] for r in rows]==pytest.approx(losses, rel=1e-6) and [r['lr'] for r in rows]==[.1]*4
-    assert {'loss', 'lr'}<=set(te.t.df.columns)
+    assert {'loss', 'lr'}<=set(df(te).columns)
     assert steps(te)==[0, 1, 2, 3]
 
 
@@ -109,7 +110,7 @@ def test_log_takes_numbers():
         with pytest.raises((TypeError, ValueError)): te.log(a=torch.ones(2))
     [row] = scalars(te)
     assert [row[k] for k in 'abcdg']==[1.5, 2.5, 3.5, 4, 5] and row['f']!=row['f']
-    assert te.t.df.loc[te.t.df.ttype=='scalar', 'a'].tolist()==[1.5]
+    assert df(te).loc[df(te).ttype=='scalar', 'a'].tolist()==[1.5]
 
 
 def test_log_keeps_the_marks_of_its_time():
@@ -142,7 +143,7 @@ def test_a_mark_that_says_which_piece(monkeypatch):
             with pytest.raises(ValueError, match=f"'{k}' says which piece of the whole .* Choose another name"): te.mark(**{k: 1})
         by_hand(model, momentum(model), batches(4)[:1])
         te.step()
-    assert {(r['rank'], r['part'], r['epoch']) for r in te.t.lines() if r['ttype']!='finding'}=={(1, 'world:?', 1)} and te.t.df.columns[-1]=='epoch'
+    assert {(r['rank'], r['part'], r['epoch']) for r in lines(te) if r['ttype']!='finding'}=={(1, 'world:?', 1)} and df(te).columns[-1]=='epoch'
 
 
 def test_an_epoch_is_marked():

@@ -1,4 +1,6 @@
 "A root that is not called: the parts of a model run by themselves, once or several times, also compiled"
+from tensor_rows import df as rows_of
+from tensor_rows import lines
 import gc
 
 import pytest
@@ -84,7 +86,7 @@ def test_weights_of_parts_that_no_call_reaches():
     model = seeded(lambda: nn.Sequential(Uses(), nn.Linear(3, 3)))
     with torchEmber(model, ttypes='weight') as te:
         for _ in range(2): model[0](torch.randn(2, 3))
-    assert te.t.df[['step', 'path', 'pname', 'call']].values.tolist()==[
+    assert rows_of(te)[['step', 'path', 'pname', 'call']].values.tolist()==[
         [s, p, n, 0] for s in (0, 1) for p in ('0.a.0.0', '0.a.1.0.0') for n in ('weight', 'bias')]
 
 
@@ -120,7 +122,7 @@ def test_a_leaf_that_is_given_in_every_pass():
     x = torch.ones(3, 2, requires_grad=True)
     with torchEmber(model, optimizer=momentum(model), ttypes=('input_grad',)) as te:
         for k in (1., 5.): (k*model(x)).sum().backward()
-    rows = te.t.lines()
+    rows = lines(te)
     assert [(r['mean'], r['min'], r['max'], r.get('backward')) for r in rows]==[(3, 1, 5, None)]
 
 
@@ -134,7 +136,7 @@ def test_submodules_alone_off_schedule():
         gan.d(gan.g(x()))
         gan.d(x())
         te.step()
-    df = te.t.df
+    df = rows_of(te)
     assert sorted(df.step.unique())==[0, 2, 4]
     d = df[df.module.str.contains('.d(', regex=False) & (df.ttype=='output')]
     assert d.call.tolist()==[0, 1]*3

@@ -1,4 +1,5 @@
 "What is given to an ember arrives where it belongs, and what it does is undone: two embers, twice in a row, armed and not"
+from tensor_rows import df, lines
 import copy
 import json
 import math
@@ -15,8 +16,8 @@ from torchember.recorder.process import open_recorders
 
 def net(): return nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
 def run(model, x=1.): return model(torch.full((1, 2), float(x))).sum()
-def paths(te): return sorted({r['module'].rpartition('.')[2] for r in te.t.lines()})
-def of(te, *columns, **where): return [tuple(r.get(c) for c in columns) for r in te.t.lines() if all(r.get(k)==v for k,v in where.items())]
+def paths(te): return sorted({r['module'].rpartition('.')[2] for r in lines(te)})
+def of(te, *columns, **where): return [tuple(r.get(c) for c in columns) for r in lines(te) if all(r.get(k)==v for k,v in where.items())]
 
 
 def test_what_is_given_arrives(tmp_path):
@@ -31,7 +32,7 @@ def test_what_is_given_arrives(tmp_path):
     assert (te.fname, te.t.dir.parent if te.t.dir.name=='log' else te.t.dir)==('r', tmp_path/'home') and other.t.dir!=te.t.dir
     assert of(te, 'step', 'module', 'ttype', 'tname')==[(s, 'model(Sequential).0(Linear)', *r) for s in (0, 2) for r in
         (('weight', 'weight_0'), ('weight', 'weight_1'), ('output', 'output_0'))]
-    assert all({'max', 'l2'}<=r.keys() and 'mean' not in r for r in te.t.lines()) and other.t.lines()==[] and te.close()['steps']==4
+    assert all({'max', 'l2'}<=r.keys() and 'mean' not in r for r in lines(te)) and lines(other)==[] and te.close()['steps']==4
     other.close()
 
 
@@ -89,7 +90,7 @@ def test_switched_off_by_the_environment(value, off, monkeypatch):
     with torchEmber(model) as te:
         run(model)
         te.log(loss=1.)
-    assert (len(te.t.lines())==0)==off and te.recorder.tally.steps==(not off)
+    assert (len(lines(te))==0)==off and te.recorder.tally.steps==(not off)
 
 
 def test_an_ember_of_a_part_ends_that_of_the_whole():
@@ -141,7 +142,7 @@ def test_numbers_that_are_noted_and_those_that_are_none():
     with pytest.raises(TypeError): te.log({'x': 1.})
     te.log()
     te.close()
-    [r] = [r for r in te.t.lines() if r['ttype']=='scalar']
+    [r] = [r for r in lines(te) if r['ttype']=='scalar']
     assert [r[k] for k in 'abcdf']==[1, 2.5, 3., True, 4] and math.isnan(r['e']) and (r['step'], r['call'], r['module_'])==(0, 0, False)
 
 
@@ -160,7 +161,7 @@ def test_a_variable_and_a_probe_come_back_as_they_were_given():
     te.arm()
     run(model)
     te.close()
-    assert {(r.get('epoch'), r.get('fold')) for r in te.t.lines() if r['ttype']!='probe'}=={(1, None)}
+    assert {(r.get('epoch'), r.get('fold')) for r in lines(te) if r['ttype']!='probe'}=={(1, None)}
 
 
 def test_a_mark_that_comes_or_goes_in_the_middle_of_a_step():
@@ -201,9 +202,9 @@ def test_a_copy_of_an_ember_reads_and_records_nothing():
     model.ember = te = torchEmber(model, name='r')
     run(model)
     c = copy.deepcopy(model)
-    n = len(te.t.lines())
+    n = len(lines(te))
     run(c)
-    assert not c.ember.armed and c.ember.fname=='r' and c.ember.model_name=='Sequential' and len(c.ember.t.lines())==n==len(te.t.lines())
+    assert not c.ember.armed and c.ember.fname=='r' and c.ember.model_name=='Sequential' and len(c.ember.t.lines())==n==len(lines(te))
     c.ember.disarm(); c.ember.close()
     assert te.armed and 'reads the run r' in repr(c.ember)
     with pytest.raises(AttributeError, match="no 'log'"): getattr(c.ember, 'log') # noqa: B009
@@ -227,9 +228,9 @@ def test_what_the_closing_report_counts():
     assert {**report, **dict(run='r', steps=6, recorded=3, errors=12, skipped=1, remarks=[])}==report
     assert report['rows']==len(emberTracker('r').lines())==3*8+1 and report['bytes']==te.t.log_path.stat().st_size
     assert report['share']>0 and report['seconds']>0 and 'live' not in report and 'budget' not in report
-    df = te.t.df
-    assert df[df.ttype!='finding'].step.unique().tolist()==[0, 2, 4]
-    assert df[df.ttype=='finding'][['rule', 'tname', 'severity']].values.tolist()==[['recording', 'unmeasured', 'info']] # the probe
+    rows = df(te)
+    assert rows[rows.ttype!='finding'].step.unique().tolist()==[0, 2, 4]
+    assert rows[rows.ttype=='finding'][['rule', 'tname', 'severity']].values.tolist()==[['recording', 'unmeasured', 'info']] # the probe
     assert repr(te).startswith('<torchEmber of Sequential: 4 modules, step 6, not armed')
     names = ['model(Sequential)', *(f'model(Sequential).{i}' for i in ('0(Linear)', '1(ReLU)', '2(Linear)'))]
     assert te.mod_tree()['short']==names[0] and [*te.modules]==names

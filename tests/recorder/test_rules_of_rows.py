@@ -1,4 +1,5 @@
 "Which rows a training leaves: any order of passes, evaluations, steps, numbers, marks and readings, against hooks of torch and a list kept by hand"
+from tensor_rows import df, lines
 import math
 import warnings
 from collections import Counter, defaultdict
@@ -85,7 +86,7 @@ class ByHand:
 
 def agree(te, hand, logged=()):
     "The rows of a run that is closed are those that there should be, and its numbers"
-    rows = te.t.df.to_dict('records')
+    rows = df(te).to_dict('records')
     def epoch(r): return None if math.isnan(e := r.get('epoch', math.nan)) else int(e)
     def phase(r): return r['phase'] if isinstance(r.get('phase'), str) else None
     assert [(r['step'], r['call'], epoch(r), r['loss']) for r in rows if r['ttype']=='scalar']==list(logged)
@@ -121,7 +122,7 @@ def test_any_order_of_events(todo, seed):
             hand.stepped(before)
             opt.zero_grad()
             passes = 0
-        elif what=='read': assert len(te.t.lines())==len(te.t.df)
+        elif what=='read': assert len(lines(te))==len(df(te))
         elif what=='epoch' and not passes: hand.epoch = i; te.mark(epoch=i)
         elif what=='log' and passes:
             te.log(loss=i)
@@ -420,9 +421,9 @@ def test_statistics_that_are_chosen_anew_in_the_middle():
         model(torch.ones(1, 2))
         te.how_record('output')(['max'])
         model(torch.ones(1, 2))
-    got = {(r['step'], r['ttype']): {k for k in ('mean', 'own', 'max') if k in r} for r in te.t.lines()}
+    got = {(r['step'], r['ttype']): {k for k in ('mean', 'own', 'max') if k in r} for r in lines(te)}
     assert got=={(s, 'input'): {'mean'} for s in range(3)} | {(0, 'output'): {'mean'}, (1, 'output'): {'own'}, (2, 'output'): {'max'}}
-    assert Counter((r['step'], r['ttype']) for r in te.t.lines())==Counter({(s, t): 3 for s in range(3) for t in ('input', 'output')})
+    assert Counter((r['step'], r['ttype']) for r in lines(te))==Counter({(s, t): 3 for s in range(3) for t in ('input', 'output')})
 
 
 def test_variables_that_are_followed_replaced_and_let_go():
@@ -434,7 +435,7 @@ def test_variables_that_are_followed_replaced_and_let_go():
             loss = model(torch.ones(1, 2)).sum()
             (loss if now is None else loss+(3*now).sum()).backward()
             te.step()
-    rows = [(r['step'], r['ttype'], r['mean']) for r in te.t.lines() if r['tname']=='v']
+    rows = [(r['step'], r['ttype'], r['mean']) for r in lines(te) if r['tname']=='v']
     assert rows==[(0, 'weight', 1.), (0, 'weight_grad', 3.), (1, 'weight', 2.), (1, 'weight_grad', 3.), (3, 'weight', 1.), (3, 'weight_grad', 6.)]
 
 
@@ -450,7 +451,7 @@ def test_two_probes_in_a_module_that_is_called_twice():
     model = Root()
     with torchEmber(model, ttypes='output') as te:
         for s in (0., 10.): model(torch.full((1,), s))
-    rows = te.t.df.query('ttype=="probe"')
+    rows = df(te).query('ttype=="probe"')
     assert list(zip(rows.step, rows.path, rows.tname, rows.call, rows['mean'], strict=True))==[(s, *r[:3], 10*s+r[3]) for s in (0, 1) for r in
         (('p', 'in', 0, 0.), ('p', 'out', 0, 1.), ('p', 'in', 1, 1.), ('p', 'out', 1, 2.), ('', 'between', 0, 2.), ('q', 'in', 0, 2.), ('q', 'out', 0, 3.))]
 
@@ -467,7 +468,7 @@ def test_probes_around_a_call_of_the_module_by_itself():
     model = Down()
     with torchEmber(model, ttypes='output') as te:
         for s in (0., 100.): model(torch.full((1,), s))
-    rows = te.t.df.query('ttype=="probe"')
+    rows = df(te).query('ttype=="probe"')
     assert list(zip(rows.step, rows.path, rows.tname, rows.call, rows['mean'], strict=True))==[(s, '', n, c, 100*s+c+d) for s in (0, 1)
         for n,c,d in (*(('before', c, 0) for c in (0, 1, 2)), *(('after', c, 10) for c in (2, 1, 0)))]
 
@@ -496,7 +497,7 @@ def test_the_closing_report_names_who_did_not_step():
 
 
 def told(te, *columns, **where):
-    rows = [r for r in te.t.lines() if all(r[k]==v for k,v in where.items())]
+    rows = [r for r in lines(te) if all(r[k]==v for k,v in where.items())]
     return [tuple(r.get(c) for c in columns) for r in rows]
 
 
@@ -574,7 +575,7 @@ def test_steps_that_hold_more_rows_than_memory_should():
         for i in range(5): model(torch.full((1, 1), 10.*s+i))
         opt.step()
     te.close()
-    assert [tuple(r) for r in te.t.df[te.t.df.path==''][['step', 'call', 'mean', 'numel']].values]==[(0, 0, 2, 5), (1, 0, 12, 5)]
+    assert [tuple(r) for r in df(te)[df(te).path==''][['step', 'call', 'mean', 'numel']].values]==[(0, 0, 2, 5), (1, 0, 12, 5)]
     assert len(te.t.log_path.read_text().splitlines())>4
 
 
@@ -585,14 +586,14 @@ def test_a_process_that_the_run_does_not_belong_to():
     te = torchEmber(model, optimizer=opt, overhead=.9)
     model(torch.ones(1, 1)).sum().backward(); opt.step()
     te.t.barrier()
-    n = len(te.t.lines())
+    n = len(lines(te))
     te.recorder.leave()
     for _ in range(2):
         model(torch.ones(1, 1)).sum().backward(); opt.step()
         te.probe('x', torch.ones(1))
     assert not te.recorder.pipe.gate.on and not te.recorder.events.wants.compiled and te.recorder.buffer.size==0
     assert te.close()['remarks']==['This process was forked from the one that records the run, and adds nothing to it.']
-    assert len(te.t.lines())==n>0
+    assert len(lines(te))==n>0
 
 
 @pytest.mark.parametrize('ends', ['optimizer', 'te.step'])
@@ -616,7 +617,7 @@ def test_the_model_is_logged_twice_in_a_step_and_after_an_evaluation(ends):
     now(77)
     te.log_model()
     te.close()
-    latest = {(r['step'], r['ttype'], r.get('phase')): r['mean'] for r in te.t.lines() if r['ttype']!='input'}
+    latest = {(r['step'], r['ttype'], r.get('phase')): r['mean'] for r in lines(te) if r['ttype']!='input'}
     assert {k: v for k,v in latest.items() if k[1]=='weight'}=={(0, 'weight', None): 3, (1, 'weight', None): 13, (2, 'weight', None): 77}
     assert [k for k in latest if k[1]=='weight_grad']==[(0, 'weight_grad', None), (1, 'weight_grad', None)]
     assert told(te, 'step', 'phase', 'mean', ttype='input')==[(s, *p) for s in (0, 1) for p in ((None, 1), ('eval', 5))]

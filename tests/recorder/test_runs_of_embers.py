@@ -1,4 +1,5 @@
 "One run after another: resumed, armed anew, made within the same second; what is chosen and what is mistyped"
+from tensor_rows import df, lines
 import pytest
 import torch
 from looped import batches, by_hand, heard, momentum, seeded, steps
@@ -13,7 +14,7 @@ def test_choosing_a_module_itself():
     model = mlp()
     assert select(model[0]).pick(model.named_modules())==[model[0]]
     with torchEmber(model, include=model[2]) as te: model(x())
-    assert te.t.df.module.unique().tolist()==['model(Sequential).2(Linear)']
+    assert df(te).module.unique().tolist()==['model(Sequential).2(Linear)']
 
 
 def test_answers_to_what_is_mistyped():
@@ -22,7 +23,7 @@ def test_answers_to_what_is_mistyped():
         with pytest.raises(TypeError, match=word): torchEmber(model, **kwargs)
     te = torchEmber(model)
     with pytest.raises(TypeError, match='how_record_out'): te.how_record(lambda t: {})
-    assert te.t.df.empty and {'module', 'ttype', 'step'} <= set(te.t.df.columns)
+    assert df(te).empty and {'module', 'ttype', 'step'} <= set(df(te).columns)
     te.close()
     with pytest.raises(FileNotFoundError, match='typo'): len(emberTracker('typo').df)
 
@@ -35,7 +36,7 @@ def test_resume_goes_on_after_the_last_step():
     with torchEmber(model, name='long', ttypes='output', resume=True) as te:
         te.mark(self=1)
         model(x())
-    assert [r['step'] for r in te.t.lines() if 'step' in r]==[0, 1, 2, 3]
+    assert [r['step'] for r in lines(te) if 'step' in r]==[0, 1, 2, 3]
 
 
 def test_a_run_that_is_closed_is_not_asked_when_another_is_resumed():
@@ -72,7 +73,7 @@ def test_armed_anew_in_an_open_step():
     model(torch.ones(2)).sum().backward()
     opt.step()
     te.close()
-    assert te.t.df.groupby('module')['mean'].unique().to_dict()=={'model(Swaps)': [1], 'model(Swaps).a(Identity)': [1], 'model(Swaps).b(Identity)': [100]}
+    assert df(te).groupby('module')['mean'].unique().to_dict()=={'model(Swaps)': [1], 'model(Swaps).a(Identity)': [1], 'model(Swaps).b(Identity)': [100]}
 
 
 @pytest.mark.parametrize('inside', [False, True])
@@ -88,7 +89,7 @@ def test_a_run_that_goes_on_while_its_first_ember_lives(inside):
     te.close()
     assert not first.armed and len(said)<=1
     assert steps(te)==list(range(5+inside))
-    assert len({(r['step'], r['module'], r['ttype'], r['tname']) for r in te.t.lines()})==len(te.t.lines())
+    assert len({(r['step'], r['module'], r['ttype'], r['tname']) for r in lines(te)})==len(lines(te))
 
 
 def test_embers_of_one_second_have_names_of_their_own(monkeypatch):

@@ -1,4 +1,5 @@
 "Loops that people write: which step a row belongs to, and of which tensor it is"
+from tensor_rows import df, lines
 import os
 import random
 import sys
@@ -357,7 +358,7 @@ def test_four_threads_run_one_model(passes):
             ts = [threading.Thread(target=run) for _ in range(n)]
             [t.start() for t in ts]; [t.join() for t in ts]
         assert not failed
-        rows = te.t.lines()
+        rows = lines(te)
         for i in range(6):
             for ttype,x in (('input', want[i]), ('output', want[i+1])):
                 mine = [r for r in rows if r['module'].endswith(f'.{i}(Linear)') and r['ttype']==ttype]
@@ -386,7 +387,7 @@ def test_two_backwards_of_one_pass():
     rows = table(te, 'output_grad')
     assert [k[0] for k in rows]==[0, 0, 1, 1] and [k[-1] for k in rows]==['', 1]*2
     for (step,*_,second),r in rows.items(): says(r, want[step][second or 0])
-    b = te.t.df.get('backward')
+    b = df(te).get('backward')
     assert b.fillna(0).tolist()==[0, 1, 0, 1]
 
 
@@ -435,7 +436,7 @@ def test_micro_batches_are_no_second_backward():
         by_hand(model, opt, batches(), 2)
         sum(loss_of(model, x, y) for x,y in batches(2)).backward() # two passes, one backward
         opt.step()
-    assert not any(r.get('backward') for r in te.t.lines())
+    assert not any(r.get('backward') for r in lines(te))
     table(te)
 
 
@@ -476,8 +477,8 @@ def test_passes_of_one_step_merge():
 
 def test_marks_keep_passes_apart():
     te,want = gan(True)
-    rows = {(r['step'], r['batch']): r for r in te.t.lines()}
-    assert len(rows)==len(te.t.lines()) and rows.keys()=={(s, b) for s,b,_ in want}
+    rows = {(r['step'], r['batch']): r for r in lines(te)}
+    assert len(rows)==len(lines(te)) and rows.keys()=={(s, b) for s,b,_ in want}
     for s,b,x in want: says(rows[s, b], x)
     assert all(r['call']==0 for r in rows.values())
 

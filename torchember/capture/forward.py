@@ -18,7 +18,8 @@ from . import compiled
 from .events import joint_of
 from .tensors import alone, inputs, outputs, parameters
 from .tree import refused
-from .private_torch import hooks_in_graphs, is_exporting, is_tracing, never_compile, recomputing, say_no_hooks, who_calls_hooks
+from .private_torch import function_trains, hooks_in_graphs, is_exporting, is_tracing, never_compile, recomputing, say_no_hooks
+from .private_torch import who_calls_hooks
 
 # %% ../../nbs/10_capture/20_forward.ipynb #e366dc34
 for f in (inputs, outputs): never_compile(f)
@@ -107,7 +108,7 @@ class State:
         if not self.root and not self.listener.inside():
             self.outermost = self.patch.passes = True # the compiler will look again, and then `began` is in its code
             self.opened.add(get_ident())
-            self.began(self.track.module.training)
+            self.began(self.track.module.training and (torch.is_grad_enabled() or function_trains()))
         if self.records(): self.expect('input_grad', hooked, self.listener.call_begins(self, named, True))
 
     def left(self, named, hooked):

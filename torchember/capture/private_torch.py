@@ -5,15 +5,16 @@
 # %% auto #0
 __all__ = ['count_dispatch_modes', 'count_function_modes', 'inside_transform', 'without_dispatch_modes', 'without_function_modes',
            'without_transforms', 'is_wrapped', 'unwrap', 'running_node', 'who_saves', 'again', 'apply',
-           'metadata_passes', 'next_number', 'engine', 'DispatchMode', 'reads_number', 'Arguments', 'is_tracing',
-           'hooks_in_graphs', 'say_missing', 'computes_again', 'recomputing', 'function_around', 'call_in',
-           'only_metadata', 'same_function', 'number_of', 'is_engine', 'arguments_of', 'by_dynamo', 'never_compile',
+           'metadata_passes', 'check_trace', 'check_trace_code', 'module_call', 'next_number', 'engine', 'DispatchMode',
+           'reads_number', 'Arguments', 'is_tracing', 'hooks_in_graphs', 'say_missing', 'computes_again', 'recomputing',
+           'function_around', 'call_in', 'only_metadata', 'checks_trace', 'function_trains', 'module_that_calls',
+           'is_graph', 'same_function', 'number_of', 'is_engine', 'arguments_of', 'by_dynamo', 'never_compile',
            'say_no_hooks', 'thread_token', 'never_merge', 'keep_in_order', 'has_step_hooks', 'loss_scale',
            'is_unscaled', 'any_unscaled', 'shared_store', 'fsdp_of', 'group_between_shards', 'frees_parameters',
            'is_fsdp', 'running_ddp', 'pipeline_stages', 'tells_as_torch', 'who_calls_hooks']
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch02
-import functools, gc, sys, weakref
+import functools, gc, inspect, sys, weakref
 from collections import namedtuple
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
@@ -132,6 +133,41 @@ def only_metadata():
     frame = None if stage is None else sys._getframe(1)
     while frame is not None and not (frame.f_globals is stage.__dict__ and frame.f_code.co_name in metadata_passes): frame = frame.f_back
     return frame is not None
+
+check_trace = private('torch.jit._trace._check_trace', None, 'the run by which torch.jit.trace checks its result is recorded')
+check_trace_code = getattr(inspect.unwrap(check_trace), '__code__', None) if check_trace is not None else None
+
+def checks_trace():
+    "Return True if `torch.jit.trace` runs the model in this thread to check its result. `SummaryWriter.add_graph` does so, too"
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not check_trace_code: frame = frame.f_back
+    return frame is not None
+
+def function_trains():
+    "Return True if an autograd Function that gets gradients calls the model in this thread. Gradients are off in its forward"
+    if running_backward()!=-1: return True
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        ctx = frame.f_locals.get(code.co_varnames[0]) if code.co_name=='forward' and code.co_argcount else None
+        if getattr(type(ctx), '_forward_cls', None) is not None: return len(ctx.next_functions)>0 # empty if gradients were off around the Function
+        if code is apply: return True # a Function whose forward has no context
+        frame = frame.f_back
+    return False
+
+def module_that_calls(known):
+    "Return the innermost module whose call runs in this thread and whose id is not in `known`, or None"
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is module_call and id(m := frame.f_locals['self']) not in known and not is_graph(m): return m
+        frame = frame.f_back
+    return None
+
+module_call = torch.nn.Module.__call__.__code__
+
+def is_graph(m):
+    "Return True if a module is a graph of the compiler, which is given all parameters as inputs"
+    return isinstance(m, torch.fx.GraphModule) and next(m.parameters(), None) is None
 
 def same_function(now, before):
     "Whether these are of one call of a Function, or of its backward"

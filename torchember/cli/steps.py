@@ -11,7 +11,7 @@ from collections import deque
 
 from ..ground.messages import printable
 from ..ground.not_finite import counts, is_alarming
-from ..ground.record import identity, of_pieces, optional
+from ..ground.record import computed_in, identity, of_pieces, optional
 from .commands import command
 from .named import home_of, only_name
 from .terminal import as_json, coloured, columns_of, say, shortened, width
@@ -37,7 +37,7 @@ class Step:
     @property
     def trouble(self):
         "What was not finite, first of all, in words; '' for nothing"
-        said = [f'{k} is {v}' for k,v in self.numbers.items() if not math.isfinite(v)]
+        said = [f'{k} is {v}' for k,v in self.numbers.items() if not math.isfinite(v) and computed_in(k)!='grad_norm'] # its tensor says so
         if self.first is not None: said.append(of_tensor(self.first)+(f' and {self.odd-1} more' if self.odd>1 else ''))
         return ', '.join(said)
 

@@ -20,7 +20,7 @@ def has_some(row):
 def is_alarming(row):
     "Whether that is worth a word while the training goes on, also of a number that was noted"
     if row.get('phase')=='refused': return False # the training loop has found it
-    if row.get('ttype')=='scalar': return any(isinstance(v, float) and not math.isfinite(v) for v in row.values())
+    if row.get('ttype')=='scalar': return row.get('tname')!='grad_norm' and any(isinstance(v, float) and not math.isfinite(v) for v in row.values())
     masked = row.get('ttype') in ('input', 'output', 'probe')
     return not row.get('skipped') and any(row.get(c) for c in (counts[:2] if masked else counts))
 

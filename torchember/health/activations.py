@@ -100,6 +100,11 @@ def all_below(fed, s, step):
     i = np.searchsorted(fed.steps, step)
     return f": all that {called(fed.path, fed.kind)} gives is below zero (at most {g(fed['max'][i])})" if i<len(fed) and fed['max'][i]<=0 else ''
 
+def gets_gradients(h, layer, step):
+    "Return True if a layer has gradients that are not zero in most steps after a step."
+    grads = [g.rms[g.steps>step] for k,g in h.grads.items() if k[0]==layer]
+    return any(len(v) and (v>0).mean()>.5 for v in grads)
+
 # %% ../../nbs/55_health/40_activations.ipynb #72849866
 @rule(severity='error', needs=('input', 'output'),
     after=('poor_scale', 'update_too_large', 'equal_units', 'poor_input_scale', 'gradient_spike', 'exploding_gradient', 'loss_spike'))
@@ -124,8 +129,10 @@ def dead_units(
     fed = h.outputs.get(layer) if layer is not None else None
     what = called(s.path, s.kind) if s.ttype=='output' else f"What goes into {called(s.path, s.kind)}"
     when = f"from step {step} on{', the first one' if step==h.steps[0] else ''}"
-    yield finding(s.path if fed is None else fed.path, f"{what} is nothing but zeros {when}{all_below(fed, s, step)}. "
-        "No gradient comes back through it, so it stays so.", step, s.steps[-1], ttype='output',
+    alive = gets_gradients(h, layer, step)
+    then = f"Gradients still reach `{layer}` another way, so it may recover." if alive else "No gradient comes back through it, so it stays so."
+    yield finding(s.path if fed is None else fed.path, f"{what} is nothing but zeros {when}{all_below(fed, s, step)}. {then}", step, s.steps[-1],
+        ttype='output', severity='warning' if alive else None,
         look="overview(run)", zeros_in=len({z.path for z,_ in zeros}), first_zero=s.path, dead=s.path,
         advice=alive_again)
 
@@ -203,7 +210,7 @@ def one_place(h, peak):
         if at is None: continue
         size = middle(squares[at:])
         yield finding(s, f"The attention of {called(s.path, s.kind)} looks at one of {s.shape[-1]} places only, from step {s.steps[at]} on: "
-            f"the squares of its weights add up to {g(size)}. No gradient comes back through it.", s.steps[at], s.steps[-1],
+            f"the squares of its weights add up to {g(size)}. Hardly any gradient comes back through it.", s.steps[at], s.steps[-1],
             severity='error' if h.progress.badly else 'info' if h.progress.well and at>2 else None, # learnt, it may be the answer
             look=f"scalar_line(run, {s.path!r}, 'output', 'std')", squares=size, **peaked)
 

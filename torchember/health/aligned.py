@@ -9,6 +9,7 @@ __all__ = ['Side', 'other_path', 'own_statistics', 'Pairs', 'not_in_other']
 import numpy as np
 
 from ..frames.logs import of_right_types
+from ..ground.record import computed_in
 from ..ground.messages import printable, unknown
 from ..ground.needs import needs
 from .series import noted_in
@@ -57,6 +58,7 @@ class Side:
         self.own,df = own_statistics(df),of_right_types(df)
         ttype = df['ttype'].astype(object).to_numpy()
         self.name,self.noted = printable(name, 80),{n.name: n for n in noted_in(df[ttype=='scalar'])} if (ttype=='scalar').any() else {}
+        self.noted = {n: v for n,v in self.noted.items() if computed_in(n)!='grad_norm'} # the gradients themselves are compared
         self.df = df[(ttype!='scalar') & (ttype!='finding')].reset_index(drop=True)
         self.paths = column(self.df, 'path')
         if paths is not None:

@@ -42,9 +42,10 @@ def chosen_rules(
 
 # %% ../../nbs/55_health/50_diagnose.ipynb #026782db
 rank = {s: i for i,s in enumerate(severities)}
-depth = ('died', 'not_finite', 'same_data', 'poor_input_scale', 'not_trained', 'equal_units', 'poor_scale', 'scaler_skips', 'update_too_large', 'dead_units',
-    'saturated', 'attention', 'underflow', 'overflow', 'update_too_small', 'gradients_add_up', 'weights_decay', 'vanishing_gradient', 'exploding_gradient',
-    'gradient_spike', 'batch_norm', 'train_eval', 'collapse', 'loss_spike', 'diverging', 'loss_rises', 'loss_below', 'loss_stalls') # who goes first
+depth = ('died', 'recording', 'not_finite', 'same_data', 'poor_input_scale', 'not_trained', 'equal_units', 'poor_scale', 'scaler_skips', 'update_too_large',
+    'dead_units', 'saturated', 'attention', 'underflow', 'overflow', 'update_too_small', 'gradients_add_up', 'weights_decay', 'vanishing_gradient',
+    'exploding_gradient', 'gradient_spike', 'batch_norm', 'train_eval', 'collapse', 'loss_spike', 'diverging', 'loss_rises', 'loss_below',
+    'loss_stalls') # names of rules, causes first
 late = {'loss_stalls': .6, 'diverging': .2, 'loss_rises': .2, 'vanishing_gradient': .1, 'collapse': .1} # share of a training by which a cause may be seen later
 
 def explains(
@@ -206,9 +207,9 @@ def found_by(rules, h, fails=None): # fails: called with a rule and what it rais
     Args:
         fails: called with a rule and what it raised
     """
-    found = []
+    found,names = [],{r.name for r in rules}
     for r in rules:
-        try: found += r(h)
+        try: found += [f for f in r(h) if f['rule']==r.name or f['rule'] not in names] # a rule that looks now knows more than its row
         except Exception as e:
             if fails: fails(r, e)
             else: warn(f"The rule {r.name} failed, and says nothing of this run: {type(e).__name__}: {printable(e, 300)}. The others go on.")

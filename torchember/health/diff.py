@@ -12,6 +12,7 @@ import numpy as np
 
 from ..frames.logs import Choice, read
 from ..ground.messages import an, printable
+from ..ground.record import computed_in
 from ..ground.needs import needs
 from .aligned import Pairs, Side
 from .kept import is_kept, kept_rows
@@ -130,7 +131,7 @@ def not_compared(pairs, formats, differ):
         if kinds: out.append(f"Only {one.name} has rows of {', '.join(kinds)}.")
         rest = [x for x in alone if x[3] in theirs and x[1] not in kinds]
         if rest: out.append(f"Only {one.name} has {few([f'{t} {n} of {p}' for p,t,n,_ in rest], 3)}.")
-        gone = [n for n in one.noted if n not in other.noted]
+        gone = [n for n in one.noted if n not in other.noted and not computed_in(n)]
         if gone: out.append(f"Only {one.name} has noted {few(gone)}.")
     for x,y in formats: out.append(f"{a.name} has {x} where {b.name} has {y}: what is compared may differ by as much as the coarser of the two rounds.")
     if differ.any(): out.append("Batches are of another size in some steps.")

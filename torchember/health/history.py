@@ -11,9 +11,11 @@ from functools import cached_property
 import numpy as np
 
 from ..frames.logs import of_right_types
+from ..ground.record import beside_training
 from .finding import median
 from .moves import moves_of
 from .progress import Progress, guessing
+from ..ground.record import computed_in
 from .series import hashable, noted_in, series_in
 
 # %% ../../nbs/55_health/10_history.ipynb #caa61268
@@ -22,7 +24,7 @@ likely = (lambda n: n=='loss', lambda n: n in ('train_loss', 'training_loss', 'l
 
 def loss_in(noted):
     "That of some `Noted` numbers which is the loss of the training, None without one"
-    train = [n for n in noted if not any(w in n.name.lower() for w in ('val', 'test', 'eval'))]
+    train = [n for n in noted if not computed_in(n.name) and not any(w in n.name.lower() for w in ('val', 'test', 'eval'))]
     return next((n for like in likely for n in train if like(n.name.lower())), None)
 
 # %% ../../nbs/55_health/10_history.ipynb #2b5de1a7
@@ -69,8 +71,9 @@ class Tensors:
         self.df = df[(ttype!='scalar') & (ttype!='finding')].reset_index(drop=True)
         self.all = list(series_in(self.df)) if len(self.df) else []
         self.evaluated = [s for s in self.all if s.phase=='eval']
-        self.trained = [s for s in self.all if s.phase!='eval']
-        if self.evaluated and not any(s.ttype in ('input', 'output') for s in self.trained): self.trained,self.evaluated = self.all,[]
+        self.trained = [s for s in self.all if s.phase not in beside_training]
+        beside = len(self.trained)<len(self.all)
+        if beside and not any(s.ttype in ('input', 'output') for s in self.trained): self.trained,self.evaluated = self.all,[]
         self.steps = np.unique(np.concatenate([s.steps for s in self.trained])) if self.trained else np.zeros(0, int)
 
     def series(self,

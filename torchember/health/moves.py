@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/55_health/07_moves.ipynb #60e5c488
 import numpy as np
 
-from .finding import middle
+from .finding import median, middle
 
 # %% ../../nbs/55_health/07_moves.ipynb #a6622072
 linear = ('Linear', 'Conv', 'Conv1d', 'Conv2d', 'Conv3d', 'NonDynamicallyQuantizableLinear', 'LazyLinear', 'ConvTranspose1d', 'ConvTranspose2d', 'Conv1D',
@@ -52,6 +52,15 @@ def guessed(s):
 # %% ../../nbs/55_health/07_moves.ipynb #ae15033e
 def moves_of(h):
     "(path, pname) -> `Moves` of the weights of two dimensions and more that are trained. h: a `History`"
-    updates = {(s.path, s.pname): s for s in h.series('update')}
-    trained = {k: w for k,w in h.weights.items() if k in h.grads or k in updates}
-    return {k: Moves(w, updates.get(k)) for k,w in trained.items() if len(w)>2 and h.is_matrix(k, w) and not w.skipped.all()}
+    trained = {k: w for k,w in h.weights.items() if k in h.grads or k in h.updates}
+    return {k: Moves(w, h.updates.get(k)) for k,w in trained.items() if len(w)>2 and h.is_matrix(k, w) and not w.skipped.all()}
+
+# %% ../../nbs/55_health/07_moves.ipynb #c0f7d8e2
+def moves_on(h, step, but=(), share=.1):
+    "Return True if a trained weight of any shape moves from a step on at least a tenth as far as before. `but`: keys of other weights."
+    for k,w in h.weights.items():
+        if k in but or k not in h.grads and k not in h.updates or len(w)<3: continue
+        m = Moves(w, h.updates.get(k))
+        before,after = median(m.ratio[m.steps<step]),median(m.ratio[m.steps>=step])
+        if after>share*before>0: return True
+    return False

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..ground.needs import needs
 from ..ground.not_finite import counts
-from ..ground.record import identity, of_pieces, optional
+from ..ground.record import computed, computed_in, identity, of_pieces, optional
 from ..measure.summary import derived
 
 # %% ../../nbs/55_health/06_series.ipynb #449f3a86
@@ -181,8 +181,11 @@ def not_finite_in(df, values):
     has = {c: np.isfinite(v) for c,v in values.items()}
     elsewhere = {c: set(steps[h].tolist()) for c,h in has.items()} # steps in which a name has a number
     often = {call: {c: int(h[calls==call].sum()) for c,h in has.items()} for call in set(calls.tolist())}
+    tnames = df['tname'].astype(object).to_numpy() if 'tname' in df else np.full(len(df), 'log', object)
+    by_user = {c for c,h in has.items() if not computed_in(c) or h[~np.isin(tnames, computed)].any()}
+    def may_have(i, c): return computed_in(c)==tnames[i] if tnames[i] in computed else c in by_user
     n = np.nan_to_num(numbers_in(df['nan'])).astype(int)
     for i in np.flatnonzero(n>0):
-        holes = [c for c,v in values.items() if np.isnan(v[i]) and steps[i] not in elsewhere[c]]
+        holes = [c for c,v in values.items() if np.isnan(v[i]) and steps[i] not in elsewhere[c] and may_have(i, c)]
         for c in sorted(holes, key=lambda c: -often[calls[i]][c])[:n[i]]: lost[c][i] = True
     return lost

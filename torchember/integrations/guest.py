@@ -214,6 +214,16 @@ class Guest:
         """
         if self.te is not None and (found := numbers_of(numbers, self.te.t.marked)): self.te.log(**found)
 
+    def claim(self,
+        *names:str # Of numbers that the trainer will log
+    ):
+        """Leave names to the trainer from the first step on: `StepScalars.claim`
+
+        Args:
+            *names: Of numbers that the trainer will log
+        """
+        if self.te is not None: self.te.recorder.writer.lines.scalars.claim(names)
+
     def stepped(self): # Whether a step has closed since this was asked last
         """The step of a row of numbers may not have come, as gradients of more batches are awaited, or somebody has cancelled it
 

@@ -241,8 +241,8 @@ class EmberCallback(HasGuest, keras.callbacks.Callback):
         self.guest.mark(epoch=self.epoch)
 
     def wanted(self, phase, grad):
-        "Return True if a pass belongs to the training, or to its validation"
-        return grad if phase is None else grad or self.testing
+        "Return True if a pass belongs to the training, or to its validation."
+        return grad or phase=='eval' and self.testing
 
     def on_train_batch_end(self, batch, logs=None):
         "End the step: the optimizer of Keras has stepped"

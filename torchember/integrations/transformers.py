@@ -26,6 +26,7 @@ class EmberCallback(HasGuest, TrainerCallback):
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
         "Arm the model. A training that failed before is over now"
         self.guest.begin(model, optimizer, state.global_step, getattr(optimizer, 'scaler', None))
+        if args.max_grad_norm and args.logging_strategy!='no': self.guest.claim('grad_norm') # the Trainer logs what it clips
         self.guest.only(self.wanted)
         self.training,self.control = False,control
         self.guest.mark(epoch=whole(state.epoch))

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['sums', 'fast', 'parts', 'index', 'width', 'bins', 'wide', 'groups', 'scalars', 'moments', 'slots', 'derived',
            'counts', 'also_called', 'Sum', 'length', 'no_elements', 'parts_in', 'not_in_loops', 'of_each', 'read_array',
-           'finite', 'merged_moments', 'merge', 'Parts', 'squares', 'derive', 'groups_for', 'lost_value', 'Summary']
+           'finite', 'merged_moments', 'merge', 'Parts', 'squares', 'sums_of_squares', 'derive', 'groups_for',
+           'lost_value', 'Summary']
 
 # %% ../../nbs/20_measure/00_summary.ipynb #a7050ae5
 from collections.abc import Callable
@@ -108,9 +109,10 @@ def of_each(
     """
     s = sums[part]
     if ok is not None: x = xp.where(ok, x, 0.)
-    each = s.each(x, xp)+0*x # a number, also where it says True
-    if ok is not None: each = xp.where(ok, each, s.nothing)
-    return getattr(xp, dict(sum='sum', min='amin', max='amax')[s.merge])(each)
+    with np.errstate(all='ignore'): # an expression may leave the range, as log(0): -inf is its value, and no reason for a warning
+        each = s.each(x, xp)+0*x # a number, also where it says True
+        if ok is not None: each = xp.where(ok, each, s.nothing)
+        return getattr(xp, dict(sum='sum', min='amin', max='amax')[s.merge])(each)
 
 # %% ../../nbs/20_measure/00_summary.ipynb #d4787f50
 def read_array(
@@ -216,6 +218,23 @@ def spread(p): return np.where(p.n>1, p.m2/np.maximum(p.n-1, 1), np.nan)
 
 # %% ../../nbs/20_measure/00_summary.ipynb #759bc021
 def squares(p): return p.m2 + p.n*p.mean**2
+
+def sums_of_squares(
+    vectors # Summary vectors, shape (..., width)
+) -> np.ndarray: # Shape (...)
+    """Return the sum of squares of the elements of each tensor. One NaN makes it NaN, and an infinity makes it infinite
+
+    Args:
+        vectors: Summary vectors, shape (..., width)
+
+    Returns:
+        Shape (...)
+    """
+    count,mean,m2,*bad = (vectors[..., index[p]] for p in ('count', 'mean', 'm2', 'nan', 'posinf', 'neginf'))
+    if not any(b.any() for b in bad): return np.where(count>0, m2+count*mean**2, 0.) # a third of the time
+    p = Parts(vectors)
+    with np.errstate(invalid='ignore'): known = np.where(p.has_finite, squares(p), 0.)
+    return np.where(p.bad, np.nan, np.where(p.pos|p.neg, np.inf, known))
 
 # %% ../../nbs/20_measure/00_summary.ipynb #27dbb192
 def biggest(p): return np.maximum(np.abs(p.min), np.abs(p.max))

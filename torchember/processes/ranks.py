@@ -18,9 +18,9 @@ import numpy as np
 
 from ..ground.messages import printable
 from ..ground.needs import needs
-from ..ground.record import of_pieces
+from ..ground.record import computed, norm_names, of_pieces
 from ..measure.inverse import scaled, vectors_of
-from ..measure.summary import derive, derived, finite, index, merge, squares, Parts
+from ..measure.summary import derive, derived, finite, index, merge, squares, sums_of_squares, Parts
 
 # %% ../../nbs/42_processes/10_ranks.ipynb #8df1060e
 def numbered_children(paths):
@@ -385,6 +385,7 @@ class Merge:
         "The rows of the wholes"
         out = self.d.iloc[self.first].reset_index(drop=True)
         if len(out): self.fill(out)
+        out = self.with_norms(out)
         if 'numel' in out and 'numel' not in self.d: out.insert(out.columns.get_loc('module'), 'numel', out.pop('numel')) # not a mark
         return out.drop(columns=[c for c in only_pieces if c in out])
 
@@ -395,6 +396,7 @@ class Merge:
         vectors = scaled(vectors_of({c: d[c].to_numpy(float) for c in numbers_in(d)}, known), self.factor)
         wholes,stats = merged_by(vectors, order),[c for c in d.columns if c in derived]
         lost = self.uncounted(out, wholes, change)
+        self.wholes = wholes
         got,spoiled = derive(wholes, stats),(finite(wholes)<wholes[:, index['count']]) | (finite(wholes)<2)
         for c in stats:
             there = np.bincount(order, d[c].notna().to_numpy())>0
@@ -408,6 +410,19 @@ class Merge:
         if self.partial.any(): self.sums(out, stats)
         lost = fill_others(out, d, order, many, {*stats, *key, *only_pieces, *merged_columns})
         if lost: self.said.append(f"{listed(lost)}: other values on each process, which cannot be merged. To see them: read(run, per_rank=True).")
+
+    def with_norms(self, out):
+        "The same rows, with the norms of all gradients of the whole model. A step whose norm is not known has no row of it"
+        if not (named := np.flatnonzero((out['ttype']=='scalar') & (out['tname']==computed[0]))).size: return out
+        norms,lost = Norms(self, out),[]
+        for o in named.tolist():
+            pieces = self.d[self.order==o]
+            values = norms(int(out['step'].iloc[o]), set(pieces['rank'].tolist()))
+            if not values: lost.append(o)
+            for name,v in values.items():
+                column = next((c for c in (name, f'recorded_{name}') if c in pieces and pieces[c].notna().any()), name)
+                if column in out: out[column] = out[column].where(np.arange(len(out))!=o, v)
+        return out.drop(index=lost).reset_index(drop=True)
 
     def uncounted(self, out, wholes, change):
         "Of pieces that do not say how many elements they have, the least and the largest are known"
@@ -458,6 +473,47 @@ class Merge:
             lost += whole[o] is None and isinstance(lists[groups[o][0]], list)
         if lost: self.said.append(f"Counts of exponents of {lost} tensors are left out: their factor is no power of two, or they are of other exponents.")
         return whole
+
+# %% ../../nbs/42_processes/10_ranks.ipynb #a7c10044
+class Norms:
+    "Norms of all gradients of the whole model, from the rows of whole gradients"
+    def __init__(self,
+        merge, # `Merge`, whose rows of tensors are merged
+        out # These rows
+    ):
+        self.world,ttype = merge.processes.world,out['ttype'].astype(object).to_numpy()
+        rows = np.flatnonzero(np.isin(ttype, ['weight_grad', 'unclipped_grad']))
+        steps,step = np.unique(out['step'].to_numpy()[rows], return_inverse=True)
+        self.place = {s: i for i,s in enumerate(steps.tolist())}
+        tensor = together(*(out[c].iloc[rows] for c in ('step', 'path', 'tname', 'pname') if c in out))
+        sums,of = np.full((2, tensor.max(initial=-1)+1), -1.),np.zeros(tensor.max(initial=-1)+1, int)
+        squared = sums_of_squares(merge.wholes)
+        sums[(ttype[rows]=='unclipped_grad').astype(int), tensor],of[tensor] = squared[rows],step # -1 stands for no row
+        there = sums!=-1
+        def total(x): return np.bincount(of, x, len(steps))
+        self.norm = np.sqrt(total(np.where(there[0], sums[0], 0.)))
+        self.before = np.where(total(there[1])>0, np.sqrt(total(np.where(there[1], sums[1], np.where(there[0], sums[0], 0.)))), -1.)
+        def steps_with(flags): return np.bincount(step, flags[rows], len(steps))>0
+        unread = np.isnan(squared) & (merge.wholes[:, index['nan']]==0) # statistics from which no sum of squares follows
+        self.unknown = steps_with(unread | missing_pieces(merge) | (np.bincount(merge.order, merge.partial, merge.n)>0))
+        replicated = np.array([set(roles.values())=={'R'} for roles in merge.parts], bool)
+        self.cut = steps_with(np.bincount(merge.order, ~replicated[merge.part], merge.n)>0)
+
+    def __call__(self,
+        step:int,
+        ranks:set # Those that have recorded a norm of what they hold
+    ) -> dict: # Name -> number; empty if a process is missing that holds a part of a gradient
+        "Return the norms of a step"
+        i = self.place.get(step)
+        if i is None or self.unknown[i] or self.cut[i] and len(ranks)<self.world: return {}
+        return {n: float(v[i]) for n,v in zip(norm_names, (self.norm, self.before), strict=True) if v[i]!=-1}
+
+def missing_pieces(merge):
+    "For each whole, whether its pieces are fewer than its shape says. merge: `Merge`"
+    missing = np.zeros(merge.n, bool)
+    for o,shape in zip(merge.order.tolist(), merge.column('global_shape').tolist(), strict=True):
+        if isinstance(shape, list|tuple): missing[o] = prod(shape)!=merge.wholes[o, index['count']]
+    return missing
 
 # %% ../../nbs/42_processes/10_ranks.ipynb #a7c10004
 def untold(pieces):

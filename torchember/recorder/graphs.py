@@ -255,7 +255,7 @@ class Graphs(CapturedEvents):
         if tape is None or not self.events.sources.states: return None
         if tape.arena is self.events.buffer.arena: return tape
         self.events.buffer.notices.once('graph', "A CUDA graph is replayed that was captured when the model was armed before. Its passes are not recorded: "
-            "capture it anew.")
+            "capture it anew.", 'info')
 
     def replay_begins(self, graph):
         if (tape := self.of(graph)) is None: return

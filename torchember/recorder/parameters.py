@@ -94,6 +94,8 @@ class Parameters:
         self.hint = ZeroGradHint(getattr(buffer, 'notices', None))
         self.known = Known(ttypes, tell)
         self.arrivals = Arrivals()
+        self.gathered = {'weight_grad': set(), 'unclipped_grad': set()} # (id of a state, name) of each gradient of this step that was to be measured
+        self.unrecorded = [] # parameters of the model in modules that are not recorded
 
     def is_new(self, state, name, p):
         "Whether this step has not measured the parameter; from now on it has"
@@ -122,6 +124,7 @@ class Parameters:
             if 'weight_grad' in ttypes and (grad := self.arrivals.gradient(st, n, p)) is not None:
                 some.append((st, 'weight_grad', f'grad_{i}', n, grad))
                 if not self.arrivals.left or self.arrivals.has_come(st, n, grad): self.known.got.add((st.track.path, n))
+                self.gathered['weight_grad'].add((id(st), n))
                 self.hint.found = self.hint.in_step = True
         self.buffer.measure_together(some, scale, replace)
 
@@ -193,7 +196,31 @@ class Parameters:
         if 'weight' in ttypes: self.seen |= {x for st,_,n,p in which for x in (id(p), (st.track.id, n))}
         self.measure(which, ttypes, True, scale)
 
-    def step_over(self): self.seen.clear()
+    def find_unrecorded(self):
+        "Note the parameters of the model in modules that are not recorded: their gradients have no rows"
+        here = {id(p) for *_,p in self.each()}
+        modules = self.states[0].track.module.modules() if self.states else ()
+        self.unrecorded = [p for m in modules for p in m._parameters.values() if p is not None and id(p) not in here]
+
+    def gradient_counts(self,
+        manual:bool # True if an optimizer or `te.step()` ends the steps: then all gradients were looked at
+    ) -> tuple|None: # Number of weight gradients, number of gradients before clipping
+        """Return how many gradients the open step has. None if the rows do not cover every trained parameter of the model
+
+        Args:
+            manual: True if an optimizer or `te.step()` ends the steps: then all gradients were looked at
+
+        Returns:
+            Number of weight gradients, number of gradients before clipping
+        """
+        n,unclipped = (len(self.gathered[t]) for t in ('weight_grad', 'unclipped_grad'))
+        if not n or any(p.requires_grad for p in self.unrecorded): return None
+        def missed(st, name, p): return p.requires_grad and id(p) not in self.seen and (st.track.id, name) not in self.seen
+        return None if not manual and any(missed(st, name, p) for st,_,name,p in self.each()) else (n, unclipped)
+
+    def step_over(self):
+        self.seen.clear()
+        for places in self.gathered.values(): places.clear()
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #c11b9ed0
 def measure_unclipped(
@@ -211,6 +238,7 @@ def measure_unclipped(
     parameters.buffer.forget_seen()
     for st,i,n,p in parameters.each(wanted):
         if (grad := parameters.arrivals.gradient(st, n, p)) is not None:
+            parameters.gathered['unclipped_grad'].add((id(st), n))
             parameters.buffer.measure(st, 'unclipped_grad', f'grad_{i}', grad, n, scale=scale, once=True, replace=True)
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #f19bc368

@@ -8,6 +8,7 @@ __all__ = ['recorded', 'Settings', 'Recorder']
 # %% ../../nbs/40_recorder/80_recorder.ipynb #f55e091c
 import threading
 from dataclasses import dataclass
+from functools import partial
 
 from .budget import timed
 from ..capture.forward import arm, disarm
@@ -74,8 +75,9 @@ class HeardModel:
     ):
         self.cost.warm(tracks[0].module.parameters())
         self.tracks,self.owner = tracks,owner
-        self.events.pass_events.arming(max(t.path.count('.') for t in tracks))
+        self.events.pass_events.arming(tracks[0].module, max(t.path.count('.') for t in tracks))
         self.sources.arming(tracks[0].module)
+        self.events.refused.arming(tracks[0].module.parameters())
         self.sources.armed(arm(tracks, self.events, watched, methods))
         self.sources.containers = Containers(tracks, self.sources.states)
         for w in self.watches: w.attach()
@@ -195,18 +197,19 @@ class Recorder(Ends):
         wish # `Settings`
     ):
         self.t,self.ttypes,self.lock = t,wish.ttypes,threading.RLock()
-        self.notices,self.marks,self.cost,self.tally,self.calls = Notices(wish.on_error),ChangingMarks(),Cost(wish.budget),Tally(),Calls()
+        self.marks,self.cost,self.tally,self.calls = ChangingMarks(),Cost(wish.budget),Tally(),Calls()
         self.events,self.optimizer_events = ModelEvents(self, wish.ttypes, self.lock),OptimizerEvents(self.lock)
         self.watch = OptimizerWatch(wish.optimizers, wish.scaler, self.optimizer_events) if wish.optimizers else None
         awaited = {id(o) for o in self.watch.optimizers} if self.watch and wish.ends!='step' else ()
         self.steps = Steps(wish.first_step, self.watch is not None or wish.ends=='step', awaited)
+        self.writer = RowWriter(t, wish.rank, wish.root_name, steps_in(wish.blackbox))
+        self.notices = Notices(wish.on_error, partial(self.writer.report, self.steps))
         self.buffer = StepBuffer(dict.fromkeys(recorded, wish.stats), self.notices, self.calls, self.lock, wish.ranks)
         self.sources = Sources(wish.ttypes, self.buffer, self.steps, self.events.gradient, self.watch, wish.tell)
         watches = [*([self.watch] if self.watch else []), *([ClippingWatch(self.optimizer_events)] if 'unclipped_grad' in wish.ttypes else [])]
         self.model = HeardModel(self.events, watches, self.sources, self.cost)
         if wish.cuda_graphs: self.model.graphs = Graphs(self.events, self.optimizer_events, wish.ttypes, self.model.told, lambda: t.file.drain())
         elif devices.accelerator(): self.model.graphs = Quiet(lambda: t.file.drain())
-        self.writer = RowWriter(t, wish.rank, wish.root_name, steps_in(wish.blackbox))
         if wish.budget: self.cost.once()
         gate = Gate(Decision(wish.when, wish.budget, self.notices), self.steps, self.cost)
         self.pipe = Pipe(self.steps, self.sources, self.buffer, self.writer, gate, self.tally, self.cost)
@@ -250,7 +253,9 @@ class Recorder(Ends):
         Args:
             boundary: whether `te.step()` says so
         """
-        with self.lock: self.pipe.over(boundary)
+        with self.lock:
+            self.pipe.without_refused()
+            self.pipe.over(boundary)
 
     @timed
     def boundary(self,

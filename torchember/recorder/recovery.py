@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from ..ground.messages import printable, warn
-from ..ground.record import line_of, load_row
+from ..ground.record import computed, line_of, load_row
 from ..measure.head import DTYPE, EVENT, MICRO, head_width
 from ..measure.summary import width
 from ..measure.tap import Snapshot, dtype_names
@@ -119,7 +119,7 @@ def measured_in(box):
     for s in box.slots:
         if any(n not in kept for n in s.earlier): continue
         snapshot = kept[s.number] = Snapshot(s.parts, box.taps, [kept[n] for n in s.earlier])
-        out.append(Measured(snapshot, s.custom, s.step, s.ts, s.marks, {k: v for k,v in s.many}, s.of_parts))
+        out.append(Measured(snapshot, s.custom, s.step, s.ts, s.marks, {k: v for k,v in s.many}, s.of_parts, getattr(s, 'norms', None)))
     return out
 
 def open_step(box):
@@ -184,6 +184,7 @@ def last_loss(lines):
     for line in lines:
         if b'"ttype":"scalar"' not in line: continue
         r = load_row(line)
+        if r.get('tname') in computed: continue
         numbers = {k: v for k,v in r.items() if isinstance(v, float) and k not in ('step', 'call')}
         named = [k for k in numbers if 'loss' in k.lower()] or list(numbers)
         if named and (found is None or 'loss' in named[0].lower() or 'loss' not in found[0].lower()): found = named[0],numbers[named[0]]

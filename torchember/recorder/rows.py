@@ -19,6 +19,7 @@ from ..measure.tap import InGraph, columns_of
 from ..ground.record import line_of, regular_line, texts_of
 from .step_buffer import place_of
 from .row import one_row
+from .step_scalars import StepScalars
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #fdd9f738
 def on_its_way(
@@ -38,6 +39,7 @@ def on_its_way(
     return v if isinstance(v, Pending) else v.item()
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #6a6696ef
+last = np.iinfo(np.int64).max # an event after all others
 VALUE,TS,STEP,MARKS = b'\0',b'\1',b'\2',b'\3' # each stands for what comes later
 
 def template(
@@ -65,6 +67,7 @@ class Measured:
     marks:dict # Column -> value
     many_passes:dict # Phase -> whether it had several passes
     parts:dict # `place_of` a row -> columns that say of which tensor it is a part
+    norms:list|None = None # `StepScalars.ask` returned them, for a step that is over
 
     def __len__(self): return len(self.snapshot)+len(self.custom)
 
@@ -146,7 +149,9 @@ def fill_templates(
 # %% ../../nbs/40_recorder/60_rows.ipynb #7fd17b2d
 class Lines:
     "Turns what was measured into lines, those of several steps at once. Remembers what does not change from step to step"
-    def __init__(self): self.made_for,self.templates = None,{} # taps, parts and marks of the templates; names of columns -> number of tap and dtype -> template
+    def __init__(self):
+        self.made_for,self.templates = None,{} # taps, parts and marks of the templates; names of columns -> number of tap and dtype -> template
+        self.scalars = StepScalars()
 
     def __call__(self,
         measured # List of `Measured`, in their order
@@ -161,6 +166,8 @@ class Lines:
         custom = [(i, event, m.row(*row)) for i,m in enumerate(measured) for event,*row in m.custom]
         done = [tuple(zip(*custom, strict=True))] if custom else [] # owners, events, rows: of each portion
         for c,more in portions(columns_of([m.snapshot for m in measured])): done += self.portion(c, more, measured)
+        if norms := [(i, last, row) for i,m in enumerate(measured) if (row := self.scalars.row(m)) is not None]: done.append(tuple(zip(*norms, strict=True)))
+        self.scalars.remember(row for *_,row in custom)
         return by_event(done, len(measured))
 
     def portion(self, c, more, measured):

@@ -17,6 +17,7 @@ from ..ground.record import flowing
 from .buffers import Buffers
 from .gradients import Gradients
 from .optimizer import Updates
+from .learning_rates import LearningRates
 from .parameters import Arrivals, Containers, Parameters, grad_of, with_other_children
 
 # %% ../../nbs/40_recorder/75_sources.ipynb #50a7ce01
@@ -65,6 +66,7 @@ class AtStepEnd:
         for n,x in self.variables.items():
             if 'weight' in self.ttypes: self.buffer.measure(root, 'weight', n, x, n, once=True, replace=True)
             if 'weight_grad' in self.ttypes and (grad := self.parameters.arrivals.gradient(root, ('variable', n), x)) is not None:
+                self.parameters.gathered['weight_grad'].add((id(root), n))
                 self.buffer.measure(root, 'weight_grad', n, grad, n, once=True, replace=True)
 
     def again(self):
@@ -99,6 +101,7 @@ class Sources(AtStepEnd):
         self.parameters = Parameters(buffer, ttypes, noted)
         self.gradients = Gradients(ttypes, steps, tell)
         self.updates = Updates(buffer, self.parameters, ttypes)
+        self.rates = LearningRates(watch.optimizers if watch else ())
         self.at_step_end = [source for source in (Buffers(buffer),) if set(source.ttypes) & set(ttypes)] # sources of tensors that are measured then
         self.variables = {} # name -> tensor that is in no module, and is followed
         self.take_in = None # called where the model has other modules than before
@@ -135,6 +138,7 @@ class Sources(AtStepEnd):
         self.states = self.parameters.states = states
         if not again: self.parameters.arrivals = Arrivals()
         if not again: self.parameters.arrivals.arming([*self.parameters.each(), *(as_parameter(states[0], *v) for v in self.variables.items() if states)])
+        self.parameters.find_unrecorded()
         if states: self.note_parameters()
         else: self.sampled = []
 

@@ -370,6 +370,7 @@ class StepBuffer(Measuring):
         self.functions = Functions(self.notices, self.calls, self.lock)
         self.snapshots = Snapshots()
         self.parts,self.ranks,self.box = {},ranks,None # `place_of` what is a part of a tensor -> columns that say so; box: `BlackBox`
+        self.gradients = None # at the end of a step `Parameters.gradient_counts`
         self.fresh_arena()
 
     def fresh_arena(self):
@@ -462,7 +463,7 @@ class StepBuffer(Measuring):
 
     def step_over(self):
         self.clear_taken()
-        self.micro,self.snapshots.any = 0,False
+        self.micro,self.snapshots.any,self.gradients = 0,False,None
         self.on_device = any(b.device.type!='cpu' for b in self.arena.blocks)
 
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #2a1e4b43

@@ -11,7 +11,7 @@ import numpy as np
 from ..measure.summary import derived
 from ..ground.needs import needs
 from ..ground.messages import printable, says_arguments, unknown
-from ..ground.record import values_of
+from ..ground.record import computed, computed_in, values_of
 from ..store.parameters import label_of, untrained
 from ..frames.words import earlier_calls, ttype_of
 from .findings import open_in, says, says_the_same
@@ -63,13 +63,19 @@ def loss_of(table, loss):
     if isinstance(loss, tuple|list) and len(loss)==2 and np.ndim(loss[0]): return 'loss', np.asarray(loss[0]), np.asarray(loss[1], float)
     if np.ndim(loss): return 'loss', np.arange(len(loss)), np.asarray(loss, float)
     rows,names = table[has_ttype(table, 'scalar')],noted(table)
-    if loss is None: loss = next((n for n in names if 'loss' in n), names[0] if names else None)
+    if loss is None: loss = next((n for n in names if 'loss' in n and not computed_in(n)), next((n for n in names if not computed_in(n)), None))
     if loss is None: return None
     if loss not in names: raise ValueError(f"{unknown('number that was logged', loss, names)} To have it in the next run: te.log({loss}=...).")
     col = loss
-    got = rows[rows[col].notna().to_numpy() | trouble(rows)]
+    got = rows[rows[col].notna().to_numpy() | trouble(rows) & may_have(rows, col)]
     order = np.argsort(got['step'].to_numpy(), kind='stable')
     return loss, got['step'].to_numpy()[order], got[col].to_numpy(float, na_value=np.nan)[order]
+
+def may_have(rows, name):
+    "Return which scalar rows may have a number of this name. NaN in a table may be a number, or none"
+    own,tname = computed_in(name),rows['tname'].astype(object).to_numpy() if 'tname' in rows else np.full(len(rows), 'log', object)
+    by_user = ~np.isin(tname, computed)
+    return by_user if own is None else (tname==own) | by_user & bool(rows[name].notna().to_numpy()[by_user].any())
 
 def noted(table):
     "The numbers that `te.log` noted: what rows of tensors have, too, is a mark"

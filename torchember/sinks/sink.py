@@ -12,7 +12,7 @@ from zlib import crc32
 
 from ..ground.choose import NamedLayer, chosen, schedule
 from ..ground.messages import an
-from ..ground.record import check_ttypes, identity, of_pieces, optional
+from ..ground.record import beside_training, check_ttypes, identity, of_pieces, optional
 from ..store.reading import path_of, without_superseded
 
 # %% ../../nbs/56_sinks/10_sink.ipynb #5c42374b
@@ -113,7 +113,7 @@ class Names:
         if row.get('pname'): path = f"{path}.{row['pname']}"
         other = first.setdefault((row['ttype'], row.get('phase'), path), tname)!=tname # one more tensor of the same: an output, a state of an optimizer
         if other or row['ttype']=='optimizer': path = f'{path}/{tname}'
-        return ('eval/' if row.get('phase')=='eval' else '')+f"{row['ttype']}/{path}"
+        return (f"{row['phase']}/" if row.get('phase') in beside_training else '')+f"{row['ttype']}/{path}"
 
 # %% ../../nbs/56_sinks/10_sink.ipynb #7e5d73c1
 def noted_numbers(row, known): # known: what rows have beside
@@ -216,7 +216,7 @@ class Sink:
         Returns:
             Numbers, and histograms
         """
-        rows = without_superseded(rows)
+        rows = [r for r in without_superseded(rows) if r.get('phase')!='refused'] # these belong to no step of the training
         self.names.learn([r for r in rows if r.get('ttype') in self.ttypes])
         found,counts,noted,first,bad = {},{},{},{},0
         for r in rows:

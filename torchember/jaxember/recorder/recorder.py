@@ -6,7 +6,7 @@
 __all__ = ['StepRows', 'JaxRecorder']
 
 # %% ../../../nbs/88_jaxember/75_recorder.ipynb #93bf2045
-import re
+import math, re
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -14,14 +14,16 @@ import numpy as np
 from jax.extend.core import set_current_trace, take_current_trace
 
 from ...ground.messages import unknown, warn
-from ...ground.record import SCHEMA, line_of, report_row
+from ...ground.record import SCHEMA, computed_in, line_of, report_row
 from ..capture.modules import hooked
 from ..capture.tags import Asked, asked, loosely, tagged_tree
+from ..measure.summaries import vectors
 from .rows import Names, PlacedCalls, Places, Tensor, rows_of_steps
 from .spread import Spread
 from .states import States
 from .twins import Summaries, named_scope
 from .watching import Watching
+from ...measure.summary import index, sums_of_squares
 from ...recorder.row import look_out, one_row
 from ...store.base import now, user
 
@@ -36,6 +38,8 @@ class Step:
     step:int # Its number
     ts:str # When it began
     marks:dict # Column -> value
+    rates:dict # Name -> learning rate
+    has_all_gradients:bool # True if each gradient of the step was measured
 
     def __len__(self): return 1+sum(len(f.notes) for f in (*self.found, *(s[-1] for s in self.states+self.gradients)))
 
@@ -59,6 +63,7 @@ class StepRows:
     ):
         self.measure,self.names,self.display,self.keep = measure,names,display,keep
         self.placed,self.tensors = PlacedCalls(places),{} # tensors: 'states' or 'gradients' -> notes, and the tensors of these
+        self.taken,self.rates = set(),{} # names that the user logs; learning rates that were written last
 
     def __call__(self,
         steps # List of `Step`
@@ -69,7 +74,24 @@ class StepRows:
         for rows,s in zip(out, steps, strict=True):
             of = self.display(''),'scalar','log',None,None,None
             rows += [one_row(of, i, None, 'float64', n, s.step, s.ts, s.marks, {}) for i,n in enumerate(s.noted)]
+            self.taken |= {n for numbers in s.noted for n in numbers if computed_in(n)}
+            for tname,numbers in (('lr', self.new_rates(s.rates)), ('grad_norm', self.norm(s))):
+                key,named = (*of[:2], tname, *of[3:]),{f'recorded_{n}' if n in self.taken else n: v for n,v in numbers.items()}
+                if named: rows.append(one_row(key, 0, None, 'float64', named, s.step, s.ts, s.marks, {}))
         return out
+
+    def new_rates(self, rates):
+        "Return the learning rates that are other than before"
+        new = {n: v for n,x in rates.items() if (v := float(np.asarray(x).item()))!=self.rates.get(n)}
+        self.rates.update(new)
+        return new
+
+    def norm(self, step):
+        "Return the norm of all gradients of a step, by its name. Empty if it is not known"
+        if not step.has_all_gradients or type(self.measure) is not Summaries: return {}
+        measured = np.concatenate([vectors(found.values(), self.measure.wanted) for *_,found in step.gradients])
+        sums = sums_of_squares(measured)
+        return {} if np.isnan(sums[measured[:, index['nan']]==0]).any() else {'grad_norm': math.sqrt(sums.sum())}
 
     def parts(self, some):
         "Of parameters and states"
@@ -239,7 +261,7 @@ class JaxRecorder:
         n,seen = self.step,self.on
         if seen:
             self.states.at_end(gradients)
-            self.close(True)
+            self.close(True, self.states.rates(model_state, optimizer_state))
         self.step += 1
         self.ran = False
         if self.on: self.states.at_begin(model_state, optimizer_state)
@@ -250,8 +272,9 @@ class JaxRecorder:
         "Numbers of the open step"
         if self.on: self.noted.append(numbers)
 
-    def close(self, over):
+    def close(self, over, rates=None):
         "Hand the open step to the thread that writes"
+        whole = self.states.has_all_gradients
         found,(first,last),noted = self.watching.taken(),self.states.taken(),self.noted
         new = [s.key.where for f in found if f.notes is not self.notes for s in f.notes]
         self.places.settle([w.model for w in new])
@@ -263,7 +286,7 @@ class JaxRecorder:
         ts,self.ts = self.ts or now(),None
         rank = {} if self.spread.rank is None else {'rank': self.spread.rank}
         self.telling.of_processes()
-        self.t.put(Step(first, found, last, noted, self.step, ts, {**rank, **self.t.marked}), over, by=self.rows)
+        self.t.put(Step(first, found, last, noted, self.step, ts, {**rank, **self.t.marked}, rates or {}, whole), over, by=self.rows)
 
     def finish(self):
         "Nothing more will be recorded: what there is of the open step goes to the log"

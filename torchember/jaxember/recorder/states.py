@@ -6,6 +6,10 @@
 __all__ = ['agreed_on', 'States']
 
 # %% ../../../nbs/88_jaxember/50_states.ipynb #80732674
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from ..capture.modules import Where
 from ..capture.tags import Key
 from ..capture.trees import Again, is_train_state, is_training, optimizer_states, parameters
@@ -54,6 +58,14 @@ def agreed_on(
     for what,some in (('model_state', known), ('optimizer_state', states), ('gradients', [n for n in known if n.kind=='weight'])): agreed.first(what, some)
     return agreed
 
+# %% ../../../nbs/88_jaxember/50_states.ipynb #4a47f66b
+def rate_places(
+    names:list # `Named` of an optimizer's state
+) -> dict: # Name -> place
+    "Return where the learning rates are: 'lr', or 'lr/0', 'lr/1', ... if there are several"
+    found = [i for i,n in enumerate(names) if n.kind=='hyperparams' and n.pname=='learning_rate']
+    return {'lr' if len(found)==1 else f'lr/{k}': i for k,i in enumerate(found)}
+
 # %% ../../../nbs/88_jaxember/50_states.ipynb #4a47f669
 class States:
     """What of the trees is recorded, and what was measured of it in the open step
@@ -79,6 +91,7 @@ class States:
         self.known = () # `Named` of the model
         self.chosen = {} # 'states' or 'gradients' -> names, and what of them is recorded
         self.first,self.last = [],[] # of the open step, at its beginning and its end: pairs of what was to be measured and what was
+        self.rates_of = None # of an optimizer's state its names, and name -> place of the learning rates in it
 
     def at_begin(self,
         model_state, optimizer_state # Trees, or None
@@ -114,6 +127,30 @@ class States:
         self.agreed.compare('gradients', of[0])
         if not self.known: self.places.learn(*of)
         self.last = self.measured('gradients', (*of, {'weight': 'weight_grad'}.get))
+
+    @property
+    def has_all_gradients(self):
+        "True if the step has gradients, and each of them is recorded"
+        return any(len(todo)==sum(n.kind=='weight' for n in self.chosen[what][0][0]) for what,todo,_ in self.last)
+
+    def rates(self,
+        model_state, optimizer_state # Trees after the step, or None
+    ) -> dict: # Name -> array
+        """Return copies of the learning rates that `optax.inject_hyperparams` keeps in the optimizer's state. The next step may overwrite the arrays
+
+        Args:
+            model_state, optimizer_state: Trees after the step, or None
+
+        Returns:
+            Name -> array
+        """
+        both = 'optimizer_state' not in self.tracked
+        state = model_state if both else optimizer_state
+        if state is None or both and not is_training(state): return {}
+        names,arrays = self.named['optimizer_state'](state, self.known)
+        if self.rates_of is None or self.rates_of[0] is not names: self.rates_of = names,rate_places(names)
+        here = {n: x if getattr(x := arrays[i], 'is_fully_addressable', True) else x.addressable_data(0) for n,i in self.rates_of[1].items()}
+        return {n: jnp.copy(x) if isinstance(x, jax.Array) else x for n,x in here.items() if np.size(x)==1}
 
     def measured(self,
         what, # 'states' or 'gradients'

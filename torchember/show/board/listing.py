@@ -16,7 +16,7 @@ import numpy as np
 
 from ...frames.logs import files_in, grouped, is_running, left_behind, of_rank, older_in, one_run, said_of, without_log
 from ...ground.not_finite import counts, has_some
-from ...ground.record import beside_training, line_of, load_row, restore
+from ...ground.record import beside_training, computed_in, line_of, load_row, restore
 from ..findings import OpenFindings, in_short
 from ..run_summary import sentence_of
 from ..live.following import Tail
@@ -179,7 +179,8 @@ class Watched:
     @property
     def loss(self):
         "Name and curve of what is called a loss, else of the first number"
-        name = next((k for k in self.numbers if 'loss' in k.lower()), next(iter(self.numbers), None))
+        names = [k for k in self.numbers if not computed_in(k)]
+        name = next((k for k in names if 'loss' in k.lower()), next(iter(names), None))
         return name and (name, self.numbers[name])
 
     @property

@@ -13,7 +13,7 @@ import numpy as np
 
 from ...ground.needs import needs
 from ...ground.not_finite import FirstNotFinite
-from ...ground.record import beside_training, identity, optional
+from ...ground.record import beside_training, computed_in, identity, optional
 from ..findings import OpenFindings
 from ...store.base import regular
 from ...store.lines import bad, longest_line
@@ -224,7 +224,7 @@ class OverviewRows:
 
 def loss_in(rows):
     "Which of the numbers that were logged is drawn: the loss, or the first"
-    names = dict.fromkeys(k for r in rows for k,v in r.items() if k not in always and isinstance(v, int|float))
+    names = dict.fromkeys(k for r in rows for k,v in r.items() if k not in always and isinstance(v, int|float) and not computed_in(k))
     return next((k for k in names if 'loss' in k), next(iter(names), None))
 
 # %% ../../../nbs/60_show/91_following.ipynb #7726a426

@@ -16,6 +16,7 @@ import numpy as np
 from ...ground.progress import progress
 from ...frames.logs import about, about_ranks, no_rows, of_processes, read, said_by, structure_of, tracker_of
 from ...ground.messages import printable
+from ...ground.record import computed_in
 from ...health.diagnose import as_table, chosen_rules, found_by, history_of, ordered
 from ...measure.exponents import limits, with_counts
 from ..run_summary import first_trouble, loss_of, noted, sentence_of, stat_of
@@ -260,7 +261,7 @@ def add_exponents(table, kinds, keys, tensors, also):
 def logged_numbers(table):
     "What was noted with `te.log`: all numbers, each with its steps"
     out = []
-    for n in sorted(noted(table), key=lambda n: 'loss' not in n):
+    for n in sorted(noted(table), key=lambda n: (bool(computed_in(n)), 'loss' not in n)):
         _,x,y = loss_of(table, n)
         at,odd = thinned(x, y, ~np.isfinite(y), 4000),x[~np.isfinite(y)]
         out.append({'name': n, 'step': x[at].tolist(), 'value': packed(y[at]), 'odd': int(odd[0]) if len(odd) else None})

@@ -1,0 +1,14 @@
+"The rows of a run without those that torchember computes at the end of a step: norms of gradients, and learning rates"
+from torchember.ground.record import computed
+
+
+def is_computed(row): return row.get('ttype')=='scalar' and row.get('tname') in computed
+
+
+def lines(te): return [r for r in te.t.lines() if not is_computed(r)]
+
+
+def df(te):
+    "Return the table of the run as it is without computed rows, and without their columns"
+    rows = te.t.df
+    return rows[~((rows['ttype']=='scalar') & rows['tname'].isin(computed))].dropna(axis=1, how='all').reset_index(drop=True) if len(rows) else rows
