@@ -33,7 +33,8 @@ def by_hand(df):
     found = {}
     for r in df.to_dict('records'):
         if r['ttype']=='scalar':
-            found.setdefault('scalar/loss', {})[r['step']] = r['loss']
+            for name in ('loss', 'grad_norm', 'lr'):
+                if r[name]==r[name]: found.setdefault(f'scalar/{name}', {})[r['step']] = r[name]
         if r['ttype'] not in ('output', 'weight', 'weight_grad') or (r['ttype']=='output' and r['path']==''): continue
         path = r['path']+(f".{r['pname']}" if r['ttype']!='output' else '')
         prefix = 'eval/' if r.get('phase')=='eval' else ''

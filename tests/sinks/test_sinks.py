@@ -146,7 +146,8 @@ def test_choices_are_those_of_everywhere(tmp_path):
     few = Told(include='0', ttypes=['output'], stats=['max', 'mean'], every=2)
     train(tmp_path, sinks=few)
     measured = {'output/0/max', 'output/0/mean', 'nonfinite/count'}
-    want = {step: {'scalar/loss', *(measured if step%2==0 else ()), *(eval_of_it if step==5 else ())} for step in range(6)}
+    noted = {'scalar/loss', 'scalar/grad_norm'}
+    want = {step: {*noted, *(['scalar/lr'] if step==0 else ()), *(measured if step%2==0 else ()), *(eval_of_it if step==5 else ())} for step in range(6)}
     assert {step: set(n) for step,n in few.told.items()}==want
 
 
