@@ -23,7 +23,7 @@ from ..measure.columns import is_statistic, known as statistics
 from ..measure.summary import also_called, derived
 from ..ground.needs import needs
 from ..ground.messages import an, closest, printable, says_arguments, unknown, warn
-from ..ground.record import called_ttypes, column_order, identity, of_pieces, optional
+from ..ground.record import computed, computed_in, called_ttypes, column_order, identity, of_pieces, optional
 from ..processes import ranks
 from .words import earlier_calls
 from ..store.anywhere import answer, entries, file_size, file_there, is_there, is_url, located, opened
@@ -695,6 +695,7 @@ def wide(
     if ttype is None: ttype = there[0] if there else df['ttype'].iloc[0] if len(df) else None
     some = df[(df['ttype']==ttype).to_numpy()]
     some = some[may_have(some, [stat])]
+    if ttype=='scalar': some = some[some[stat].notna().to_numpy() | (some['tname'].isin(computed).to_numpy()==bool(computed_in(stat)))]
     if not len(some): raise ValueError(unknown('tensor type', ttype, df['ttype'].astype(object).unique(), called_ttypes))
     at,steps = pd.factorize(some['step'].to_numpy(), sort=True)
     label,labels = layers(some)
