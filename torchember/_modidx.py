@@ -6300,6 +6300,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                     'torchember/recorder/refused.py'),
                                              'torchember.recorder.refused.RefusedPasses.step_over': ( '40_recorder/refused.html#refusedpasses.step_over',
                                                                                                       'torchember/recorder/refused.py'),
+                                             'torchember.recorder.refused.RefusedPasses.stop_if_copied': ( '40_recorder/refused.html#refusedpasses.stop_if_copied',
+                                                                                                           'torchember/recorder/refused.py'),
                                              'torchember.recorder.refused.RefusedPasses.unreached': ( '40_recorder/refused.html#refusedpasses.unreached',
                                                                                                       'torchember/recorder/refused.py'),
                                              'torchember.recorder.refused.TrainingPass': ( '40_recorder/refused.html#trainingpass',

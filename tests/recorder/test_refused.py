@@ -1,6 +1,7 @@
 "Passes whose gradients no optimizer used are not merged with micro-batches: they are marked, counted, and belong to the step before"
 import pytest
 import torch
+from tensor_rows import lines
 from torch import nn
 
 from torchember import read, torchEmber
@@ -34,7 +35,7 @@ class Loop:
 
     def rows(self, ttype='input'):
         "Step, phase, whether it is skipped, number of the pass, and mean of each row"
-        found = [r for r in self.te.t.lines() if r['ttype']==ttype and (ttype!='input' or r['module'].endswith('.0(Linear)'))]
+        found = [r for r in lines(self.te) if r['ttype']==ttype and (ttype!='input' or r['module'].endswith('.0(Linear)'))]
         return [(r['step'], r.get('phase'), r.get('skipped'), r.get('micro'), r.get('mean', r.get('loss'))) for r in found]
 
 
@@ -125,7 +126,7 @@ def test_a_batch_whose_backward_raised(ends, after):
         opt.step()
         if ends=='te.step': te.step()
     report = te.close()
-    got = [(r['step'], r.get('phase'), r.get('micro'), r['mean']) for r in te.t.lines() if r['module']=='model(Model)']
+    got = [(r['step'], r.get('phase'), r.get('micro'), r['mean']) for r in lines(te) if r['module']=='model(Model)']
     assert got==[(0, None, None, 0), (0, 'refused', 0, 1), (0, 'refused', 1, 2), (1, None, None, 3)] and report['steps']==2
 
 
@@ -170,7 +171,7 @@ def test_a_batch_that_is_refused_in_a_loop_with_zero_grad_between_forward_and_ba
     loop.te.close()
     assert loop.rows()==[row(0, 0), refused(0, 0, 1), row(1, 2), row(2, 3)]
     assert loop.rows('scalar')==[row(0, 0), refused(0, 0, 1), row(1, 2), row(2, 3)]
-    assert [r['call'] for r in loop.te.t.lines() if r['ttype']=='scalar' and not r.get('phase')]==[0, 0, 0]
+    assert [r['call'] for r in lines(loop.te) if r['ttype']=='scalar' and not r.get('phase')]==[0, 0, 0]
 
 
 def two_passes_one_loss(l): (l.model(batch(0))*l.model(batch(2))).sum().backward()
@@ -208,7 +209,7 @@ def test_an_optimizer_beside_the_given_one_uses_gradients():
     model(batch(4)).sum().backward()
     a.step()
     te.close()
-    assert [(r['step'], r.get('phase'), r['mean']) for r in te.t.lines() if r['module']=='model(Sequential)']==[(0, None, 2)]
+    assert [(r['step'], r.get('phase'), r['mean']) for r in lines(te) if r['module']=='model(Sequential)']==[(0, None, 2)]
 
 
 def test_weights_that_are_updated_through_data_end_no_pass_that_te_step_ends():
@@ -238,7 +239,7 @@ def test_a_gan(root):
         d(g(batch(7)).clamp(50, 50)).sum().backward()
         og.step()
     te.close()
-    got = [(r['step'], r.get('phase'), r['mean']) for r in te.t.lines() if 'g(' not in r['module']]
+    got = [(r['step'], r.get('phase'), r['mean']) for r in lines(te) if 'g(' not in r['module']]
     if root=='both': assert not any(p for _,p,_ in got) and {s for s,*_ in got}=={0, 1}
     else: assert got==[(0, None, 1), (0, 'refused', 50), (1, None, 2), (2, None, 50)] # the last gradients are still there
 
@@ -286,3 +287,36 @@ def test_rules_and_alarms_pass_over_a_refused_batch(recwarn):
     assert 'not finite' not in ' '.join(str(w.message) for w in recwarn)
     assert not any('NaN' in t or 'not finite' in t for t in diagnose(loop.te).text)
     assert {r['step'] for r in loop.te.t.lines() if r.get('nan')}=={4}
+
+
+@pytest.mark.parametrize('ends', ENDS)
+def test_a_loop_that_combines_copies_of_gradients_refuses_nothing_from_the_second_step_on(ends):
+    "PCGrad, or private training by hand: gradients of each pass are copied and removed, and the optimizer gets assigned ones"
+    loop = Loop(ends)
+    for step in range(3):
+        copies = []
+        for v in 1, 2, 3:
+            loop.backward(v)
+            copies.append([p.grad.clone() for p in loop.model.parameters()])
+            loop.opt.zero_grad()
+        for p,*grads in zip(loop.model.parameters(), *copies, strict=True): p.grad = sum(grads)
+        loop.step()
+    first = int(ends=='te.step') # the step that `Loop` ends before the first pass is empty and has no number
+    rows = [r for r in loop.rows() if r[0]>0]
+    assert rows and all(r[1:]==(None, None, None, 2.) for r in rows), (first, rows)
+    assert not [r for r in loop.te.close()['remarks'] if 'skipped' in r]
+
+
+def test_clipped_gradients_are_no_copies():
+    "Clipping writes into the gradients of the backward: a batch that is refused later is still found"
+    loop = Loop()
+    for values in (1, nan), (2,):
+        for v in values:
+            loop.backward(v)
+            if v!=v: loop.opt.zero_grad(); continue
+            torch.nn.utils.clip_grad_norm_(loop.model.parameters(), .1)
+        loop.step() if values==(2,) else loop.opt.zero_grad()
+    loop.backward(nan)
+    loop.opt.zero_grad()
+    loop.train(3)
+    assert [r[1] for r in loop.rows()].count('refused')>=2 and any('skipped' in r for r in loop.te.close()['remarks'])

@@ -84,7 +84,9 @@ class StepEnd:
         if boundary: self.steps.said_over()
         if self.steps.evaluation: return None if boundary else self.end_evaluation()
         self.without_failed()
-        if not by_pass and self.gate.on: self.without_refused(unreached=True)
+        if not by_pass and self.gate.on:
+            self.tally.refused -= self.refused.stop_if_copied()
+            self.without_refused(unreached=True)
         try: self.finish_step(boundary, wait)
         finally: self.next_step() # also when Ctrl-C comes in between
 
@@ -247,6 +249,7 @@ def take_out_refused(pipe, unreached):
     if watch is not None and watch.busy or pipe.buffer.arena.in_graph(): return
     for p in pipe.refused.unreached() if unreached else pipe.refused.removed():
         pipe.refused.forget(p.number)
+        pipe.refused.taken += 1
         pipe.tally.refuses()
         whole = take_out(steps, p.number) and not pipe.buffer.handed_out # rows that were read are superseded by those of the next pass
         write_refused(pipe.writer, pipe.buffer, steps, p, pipe.refused.first_after(p), whole, pipe.gate.writes)

@@ -6,6 +6,8 @@
 __all__ = ['gradient_state', 'is_removed', 'TrainingPass', 'RefusedPasses']
 
 # %% ../../nbs/40_recorder/45_refused.ipynb #4f0a1002
+import weakref
+
 import torch
 
 from ..capture.optimizer import evenly_spaced, versions
@@ -104,6 +106,7 @@ class RefusedPasses:
         self.parameters = [] # Some of the model
         self.passes = [] # `TrainingPass`es of the open step
         self.task,self.running,self.state,self.last = -1,[],[],[] # The backward that runs, its passes, gradients before it; those after the last one
+        self.taken,self.made = 0,[] # Refused passes of the open step; weak references to the gradients of the last backward
 
     def arming(self,
         parameters # Of the model that is about to be armed
@@ -155,6 +158,7 @@ class RefusedPasses:
         "A backward is over, and did not raise"
         if task!=self.task: return
         self.last = gradient_state(self.parameters)
+        self.made = [weakref.ref(g) for p in self.parameters if (g := grad_of(p)) is not None] # ids of freed tensors are used again
         for p in self.running: p.after = self.last
         self.task,self.running = -1,[]
 
@@ -170,6 +174,18 @@ class RefusedPasses:
         "Return the passes to which no backward came, if one came to others"
         if not any(p.reached for p in self.passes): return []
         return [p for p in self.passes if p.hooks and p.complete and not p.reached]
+
+    def stop_if_copied(self) -> int: # Number of passes of this step that were called refused wrongly
+        """Refuse nothing from now on if passes of this step look refused, but the optimizer gets gradients that the loop assigned.
+
+        Returns:
+            Number of passes of this step that were called refused wrongly
+        """
+        if not self.taken: return 0
+        grads = [grad_of(p) for p in self.parameters if not is_removed(p)]
+        if not grads or any(ref() is g for ref in self.made for g in grads): return 0
+        n,self.taken,self.parameters,self.passes = self.taken,0,[],[]
+        return n
 
     def forget(self,
         number:int # As `TrainingPass` has it
@@ -187,4 +203,4 @@ class RefusedPasses:
         "Return the number of the first event of the pass after `p`, None without one"
         return next((q.first for q in self.passes if q.number>p.number), None)
 
-    def step_over(self): self.passes = []
+    def step_over(self): self.passes,self.taken = [],0
