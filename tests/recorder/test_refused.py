@@ -293,7 +293,7 @@ def test_rules_and_alarms_pass_over_a_refused_batch(recwarn):
 def test_a_loop_that_combines_copies_of_gradients_refuses_nothing_from_the_second_step_on(ends):
     "PCGrad, or private training by hand: gradients of each pass are copied and removed, and the optimizer gets assigned ones"
     loop = Loop(ends)
-    for step in range(3):
+    for _ in range(3):
         copies = []
         for v in 1, 2, 3:
             loop.backward(v)
