@@ -2332,6 +2332,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                'torchember/health/rules.py'),
                                          'torchember.health.rules.Rule.defaults': ( '55_health/rules.html#rule.defaults',
                                                                                     'torchember/health/rules.py'),
+                                         'torchember.health.rules.known_rules': ( '55_health/rules.html#known_rules',
+                                                                                  'torchember/health/rules.py'),
                                          'torchember.health.rules.rule': ('55_health/rules.html#rule', 'torchember/health/rules.py')},
             'torchember.health.series': { 'torchember.health.series.Noted': ('55_health/series.html#noted', 'torchember/health/series.py'),
                                           'torchember.health.series.Noted.__init__': ( '55_health/series.html#noted.__init__',

@@ -22,6 +22,10 @@ wandb = "my_package:CsvSink"
 [project.entry-points."torchember.commands"]
 count = "my_package:count_command"
 silent = "my_package:print_numbers"
+[project.entry-points."torchember.rules"]
+long_run = "my_package:long_run"
+few_steps = "my_package:few_steps"
+gone = "my_package:missing"
 '''
 package = '''
 import csv, os
@@ -33,6 +37,16 @@ class CsvSink(Sink):
     name = 'csv'
     def scalars(self, step, numbers):
         with open(os.environ['CSV_FILE'], 'a', newline='') as f: csv.writer(f).writerow([step, *(f'{k}={v}' for k,v in sorted(numbers.items()))])
+
+from torchember import finding, rule
+
+@rule(severity='info')
+def long_run(history, least=3):
+    "A run of many steps"
+    if len(history.steps)>=least: yield finding('', 'This run is long.', history.steps[0], history.steps[-1])
+
+def few_steps(history):
+    if len(history.steps)<3: yield finding('', 'This run is short.', history.steps[0])
 
 def print_numbers(step, numbers): print('step', step, len(numbers))
 
@@ -105,3 +119,23 @@ def test_a_command_of_another_package(site, tmp_path):
     assert 'count' in run(main, 'complete', 'zsh', 'co', site=site).stdout.split()
     got = run(main, 'silent', site=site)
     assert got.returncode==2 and 'defines no silent_command' in got.stderr
+
+
+def test_rules_of_another_package(site, tmp_path):
+    code = """
+import warnings
+from torchember import diagnose
+from torchember.health.diagnose import chosen_rules
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter('always')
+    print([t for t in diagnose('watched', home=sys.argv[1]).text if 'This run' in t], len(diagnose('watched', 'long_run', home=sys.argv[1])))
+    print([r.name for r in chosen_rules('default')][-2:])
+print([str(w.message) for w in caught])
+"""
+    assert run(train, tmp_path/'home', 'lines', site=site).returncode==0
+    got = run(code, tmp_path/'home', site=site)
+    assert got.returncode==0, got.stderr
+    found,names,caught = got.stdout.splitlines()
+    assert found=="['This run is long.'] 1" and {*eval(names)}=={'long_run', 'few_steps'}
+    [text] = eval(caught) # once, although several functions asked for the rules
+    assert "The plugin 'gone' of the package 'my-package' cannot be imported" in text and 'Its rules are left out.' in text

@@ -19,25 +19,26 @@ from ..store.table import activations_in
 from . import activations, ends, gradients, losses, modes, sizes, values, wiring # noqa: F401 each puts its rules into the table
 from .finding import columns, severities
 from .history import History
-from .rules import Rule, table
+from .rules import Rule, known_rules
 
 # %% ../../nbs/55_health/50_diagnose.ipynb #4954dc66
 def one_rule(what):
-    "A rule by its name, or a function as a rule"
+    "Return the rule of a name, a function or a rule. Raises ValueError or TypeError with the known names."
     if isinstance(what, Rule): return what
     if callable(what): return Rule(what)
-    if isinstance(what, str) and what in table: return table[what]
-    raise (ValueError if isinstance(what, str) else TypeError)(unknown('rule', what, list(table)) if isinstance(what, str)
-        else f"a rule is a name or a function with the decorator `rule`, got {an(what)}. Rules: {', '.join(table)}.")
+    rules = known_rules()
+    if not isinstance(what, str): raise TypeError(f"a rule is a name or a function with the decorator `rule`, got {an(what)}. Rules: {', '.join(rules)}.")
+    if what not in rules: raise ValueError(unknown('rule', what, list(rules)))
+    return rules[what]
 
 def chosen_rules(
     rules # 'default', a name, a `Rule`, a function, or a list of these
-) -> list: # `Rule`s, each name once: of two the later one
-    "The rules that somebody asks for"
+) -> list: # `Rule`s, each name once: a later one replaces an earlier one
+    "Return the rules of an argument `rules=`."
     if rules is None: rules = 'default'
     found = {}
     for r in [rules] if isinstance(rules, str) or callable(rules) else rules:
-        for one in table.values() if isinstance(r, str) and r=='default' else [one_rule(r)]: found[one.name] = one
+        for one in known_rules().values() if isinstance(r, str) and r=='default' else [one_rule(r)]: found[one.name] = one
     return list(found.values())
 
 # %% ../../nbs/55_health/50_diagnose.ipynb #026782db
