@@ -353,6 +353,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                      'torchember/capture/private_torch.py'),
                                                   'torchember.capture.private_torch.by_dynamo': ( '10_capture/private_torch.html#by_dynamo',
                                                                                                   'torchember/capture/private_torch.py'),
+                                                  'torchember.capture.private_torch.call_after_backward': ( '10_capture/private_torch.html#call_after_backward',
+                                                                                                            'torchember/capture/private_torch.py'),
                                                   'torchember.capture.private_torch.call_in': ( '10_capture/private_torch.html#call_in',
                                                                                                 'torchember/capture/private_torch.py'),
                                                   'torchember.capture.private_torch.checks_trace': ( '10_capture/private_torch.html#checks_trace',

@@ -5,13 +5,14 @@
 # %% auto #0
 __all__ = ['count_dispatch_modes', 'count_function_modes', 'inside_transform', 'without_dispatch_modes', 'without_function_modes',
            'without_transforms', 'is_wrapped', 'unwrap', 'running_node', 'who_saves', 'again', 'apply',
-           'metadata_passes', 'check_trace', 'check_trace_code', 'module_call', 'next_number', 'engine', 'DispatchMode',
-           'reads_number', 'Arguments', 'is_tracing', 'hooks_in_graphs', 'say_missing', 'computes_again', 'recomputing',
-           'function_around', 'call_in', 'only_metadata', 'checks_trace', 'function_trains', 'module_that_calls',
-           'is_graph', 'same_function', 'number_of', 'is_engine', 'arguments_of', 'by_dynamo', 'never_compile',
-           'say_no_hooks', 'thread_token', 'never_merge', 'keep_in_order', 'has_step_hooks', 'loss_scale',
-           'is_unscaled', 'any_unscaled', 'shared_store', 'fsdp_of', 'group_between_shards', 'frees_parameters',
-           'is_fsdp', 'running_ddp', 'pipeline_stages', 'tells_as_torch', 'who_calls_hooks']
+           'metadata_passes', 'check_trace', 'check_trace_code', 'module_call', 'variable_class', 'next_number',
+           'engine', 'DispatchMode', 'reads_number', 'Arguments', 'is_tracing', 'hooks_in_graphs', 'say_missing',
+           'computes_again', 'recomputing', 'function_around', 'call_in', 'only_metadata', 'checks_trace',
+           'function_trains', 'module_that_calls', 'is_graph', 'same_function', 'call_after_backward', 'number_of',
+           'is_engine', 'arguments_of', 'by_dynamo', 'never_compile', 'say_no_hooks', 'thread_token', 'never_merge',
+           'keep_in_order', 'has_step_hooks', 'loss_scale', 'is_unscaled', 'any_unscaled', 'shared_store', 'fsdp_of',
+           'group_between_shards', 'frees_parameters', 'is_fsdp', 'running_ddp', 'pipeline_stages', 'tells_as_torch',
+           'who_calls_hooks']
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch02
 import functools, gc, inspect, sys, weakref
@@ -173,6 +174,19 @@ def same_function(now, before):
     "Whether these are of one call of a Function, or of its backward"
     if now is None or now is True or before is None or before is True: return now is True
     return len(now)==len(before) and all(a() is not None and a() is b() for a,b in zip(now, before, strict=True))
+
+# %% ../../nbs/10_capture/05_private_torch.ipynb #4f60f8ab
+variable_class = private('torch.autograd.variable.Variable', None, 'batches whose gradients are thrown away are merged with later ones')
+
+def call_after_backward(f) -> bool: # False if this torch cannot
+    """Call `f` when the backward that runs in this thread is over and did not raise.
+
+    Returns:
+        False if this torch cannot
+    """
+    try: variable_class._execution_engine.queue_callback(f)
+    except (AttributeError, RuntimeError): return False
+    return True
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #8c0a7e02
 # The number that the next node of a graph gets in this thread, in torch 2.0 and later; what runs the nodes, in torch 2.3 and later

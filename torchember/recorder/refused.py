@@ -9,9 +9,10 @@ __all__ = ['gradient_state', 'is_removed', 'TrainingPass', 'RefusedPasses']
 import weakref
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ..capture.optimizer import evenly_spaced, versions
-from ..capture.private_torch import frees_parameters, is_wrapped, running_backward
+from ..capture.private_torch import call_after_backward, frees_parameters, is_wrapped, running_backward
 from .parameters import grad_of, plain_floats
 
 # %% ../../nbs/40_recorder/45_refused.ipynb #4f0a1005
@@ -116,7 +117,7 @@ class RefusedPasses:
         Args:
             parameters: Of the model that is about to be armed
         """
-        parameters = [p for p in parameters if p.requires_grad and p.is_leaf and not p.is_inference()]
+        parameters = [p for p in parameters if not is_lazy(p) and p.requires_grad and p.is_leaf and not p.is_inference()]
         per_sample = any(hasattr(p, 'grad_sample') for p in parameters) # Opacus sums gradients elsewhere, and removes those of torch
         self.parameters = [] if per_sample else evenly_spaced(parameters)
 
@@ -149,7 +150,7 @@ class RefusedPasses:
             self.notify()
             self.task,self.running,self.last = task,[],None
             self.state = gradient_state(self.parameters)
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self.backward_ends(task))
+            if not call_after_backward(lambda: self.backward_ends(task)): self.parameters,self.passes = [],[]; return
         if not any(q is p for q in self.running):
             self.running.append(p)
             p.before,p.after = self.state,None
