@@ -6,8 +6,6 @@
 __all__ = ['gradient_state', 'is_removed', 'TrainingPass', 'RefusedPasses']
 
 # %% ../../nbs/40_recorder/45_refused.ipynb #4f0a1002
-import weakref
-
 import torch
 from torch.nn.parameter import is_lazy
 
@@ -107,7 +105,7 @@ class RefusedPasses:
         self.parameters = [] # Some of the model
         self.passes = [] # `TrainingPass`es of the open step
         self.task,self.running,self.state,self.last = -1,[],[],[] # The backward that runs, its passes, gradients before it; those after the last one
-        self.taken,self.made = 0,[] # Refused passes of the open step; weak references to the gradients of the last backward
+        self.taken,self.made = 0,[] # Refused passes of the open step; gradients of the last backward after one was refused
 
     def arming(self,
         parameters # Of the model that is about to be armed
@@ -159,7 +157,7 @@ class RefusedPasses:
         "A backward is over, and did not raise"
         if task!=self.task: return
         self.last = gradient_state(self.parameters)
-        self.made = [weakref.ref(g) for p in self.parameters if (g := grad_of(p)) is not None] # ids of freed tensors are used again
+        if self.taken: self.made = [g for p in self.parameters if (g := grad_of(p)) is not None] # kept alive: an id is used again once its tensor is freed
         for p in self.running: p.after = self.last
         self.task,self.running = -1,[]
 
@@ -184,8 +182,8 @@ class RefusedPasses:
         """
         if not self.taken: return 0
         grads = [grad_of(p) for p in self.parameters if not is_removed(p)]
-        if not grads or any(ref() is g for ref in self.made for g in grads): return 0
-        n,self.taken,self.parameters,self.passes = self.taken,0,[],[]
+        if not grads or not self.made or any(m is g for m in self.made for g in grads): return 0
+        n,self.taken,self.made,self.parameters,self.passes = self.taken,0,[],[],[]
         return n
 
     def forget(self,
@@ -204,4 +202,4 @@ class RefusedPasses:
         "Return the number of the first event of the pass after `p`, None without one"
         return next((q.first for q in self.passes if q.number>p.number), None)
 
-    def step_over(self): self.passes,self.taken = [],0
+    def step_over(self): self.passes,self.taken,self.made = [],0,[]
