@@ -41,7 +41,7 @@ def fit(m, opts, n=60, before=lambda i: None, after=lambda i: None, set_to_none=
         for o in opts: o.step()
         for o in opts: o.zero_grad(set_to_none=set_to_none)
         after(i)
-        if wait: te.t.barrier(); te.t.file.audience.wait()
+        if wait: te.t.barrier(); te.t.file.listeners.wait()
     report = te.close()
     return diagnose(te), report
 

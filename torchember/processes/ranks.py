@@ -385,7 +385,7 @@ class Merge:
         "The rows of the wholes"
         out = self.d.iloc[self.first].reset_index(drop=True)
         if len(out): self.fill(out)
-        out = self.with_norms(out)
+        out = fill_norms(self, out)
         if 'numel' in out and 'numel' not in self.d: out.insert(out.columns.get_loc('module'), 'numel', out.pop('numel')) # not a mark
         return out.drop(columns=[c for c in only_pieces if c in out])
 
@@ -410,19 +410,6 @@ class Merge:
         if self.partial.any(): self.sums(out, stats)
         lost = fill_others(out, d, order, many, {*stats, *key, *only_pieces, *merged_columns})
         if lost: self.said.append(f"{listed(lost)}: other values on each process, which cannot be merged. To see them: read(run, per_rank=True).")
-
-    def with_norms(self, out):
-        "The same rows, with the norms of all gradients of the whole model. A step whose norm is not known has no row of it"
-        if not (named := np.flatnonzero((out['ttype']=='scalar') & (out['tname']==computed[0]))).size: return out
-        norms,lost = Norms(self, out),[]
-        for o in named.tolist():
-            pieces = self.d[self.order==o]
-            values = norms(int(out['step'].iloc[o]), set(pieces['rank'].tolist()))
-            if not values: lost.append(o)
-            for name,v in values.items():
-                column = next((c for c in (name, f'recorded_{name}') if c in pieces and pieces[c].notna().any()), name)
-                if column in out: out[column] = out[column].where(np.arange(len(out))!=o, v)
-        return out.drop(index=lost).reset_index(drop=True)
 
     def uncounted(self, out, wholes, change):
         "Of pieces that do not say how many elements they have, the least and the largest are known"
@@ -473,6 +460,24 @@ class Merge:
             lost += whole[o] is None and isinstance(lists[groups[o][0]], list)
         if lost: self.said.append(f"Counts of exponents of {lost} tensors are left out: their factor is no power of two, or they are of other exponents.")
         return whole
+
+# %% ../../nbs/42_processes/10_ranks.ipynb #721a9f89
+def fill_norms(
+    merge, # `Merge`
+    out # Its table
+): # The table without steps whose norm is unknown
+    "Write the norms of all gradients of the whole model into a merged table."
+    named = np.flatnonzero((out['ttype']=='scalar') & (out['tname']==computed[0]))
+    if not named.size: return out
+    norms,unknown_norms = Norms(merge, out),[]
+    for o in named.tolist():
+        rows = merge.d[merge.order==o]
+        values = norms(int(out['step'].iloc[o]), set(rows['rank'].tolist()))
+        if not values: unknown_norms.append(o)
+        for name,v in values.items():
+            column = next((c for c in (name, f'recorded_{name}') if c in rows and rows[c].notna().any()), name)
+            if column in out: out[column] = out[column].where(np.arange(len(out))!=o, v)
+    return out.drop(index=unknown_norms).reset_index(drop=True)
 
 # %% ../../nbs/42_processes/10_ranks.ipynb #a7c10044
 class Norms:
