@@ -94,7 +94,7 @@ class HeardModel:
         for t in ts:
             if t.id in states: states[t.id].move(t, t.id in watched)
         self.tracks = owner.tracks = ts
-        self.events.pass_events.arming(max(t.path.count('.') for t in ts))
+        self.events.pass_events.arming(ts[0].module, max(t.path.count('.') for t in ts))
         self.sources.armed([states[t.id] for t in ts if t.id in states], True)
         self.sources.containers = Containers(ts, self.sources.states)
 
