@@ -204,7 +204,7 @@ def test_passes_that_bring_nothing(brings):
                 if b: y.backward()
             te.step()
         report = te.close()
-        remarks = [r for r in report['remarks'] if 'skipped' not in r] # passes before the first te.step() are not called skipped
+        remarks = [r for r in report['remarks'] if 'belong' not in r] # passes before the first te.step() are not counted
         return te.t.df.reindex(columns=['step', 'call', 'mean', 'numel']).values.tolist(), report['steps'], report['recorded'], remarks
     assert got(False)==got(True)
     assert [r[0] for r in got(True)[0]]==([0, 1] if any(brings) else [])

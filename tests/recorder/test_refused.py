@@ -1,4 +1,5 @@
 "Passes whose gradients no optimizer used are not merged with micro-batches: they are marked, counted, and belong to the step before"
+import programs
 import pytest
 import torch
 from tensor_rows import lines
@@ -62,7 +63,7 @@ def test_a_batch_whose_gradients_are_removed_is_not_merged_with_the_next_step(en
     loop.train(1, 3)
     report = loop.te.close()
     assert loop.rows()==[row(0, 0), refused(0, 0, 100), refused(0, 1, 200), row(1, 2)]
-    assert report['steps']==2 and any(r.startswith('2 training passes were skipped: no optimizer used the gradients') for r in report['remarks'])
+    assert report['steps']==2 and any(r.startswith('2 training passes belong to no step: ') for r in report['remarks'])
     for ttype in ('weight', 'weight_grad'): assert [r[0] for r in loop.rows(ttype) if r[1] is None]==[0, 0, 1, 1]
     df = read(loop.te)
     assert set(df[df.skipped.notna()].step)=={0} and not df.duplicated(['step', 'path', 'ttype', 'tname', 'call', 'micro', 'phase']).any()
@@ -156,7 +157,7 @@ def test_zero_grad_between_forward_and_backward_refuses_nothing(ends, accumulate
         loop.opt.step()
         if ends=='te.step': loop.te.step()
     report = loop.te.close()
-    assert loop.rows()==[row(i, i+accumulate-1) for i in range(3)] and not any('skipped' in r for r in report['remarks'])
+    assert loop.rows()==[row(i, i+accumulate-1) for i in range(3)] and not any('belong' in r for r in report['remarks'])
 
 
 def test_a_batch_that_is_refused_in_a_loop_with_zero_grad_between_forward_and_backward():
@@ -192,12 +193,46 @@ def zero_gradients(l):
     for v in (0, 2): (0*l.model(batch(v))).sum().backward()
 
 @pytest.mark.parametrize('ends', ENDS)
-@pytest.mark.parametrize('how', [two_passes_one_loss, two_backwards, penalty, saliency, clipped, zero_gradients], ids=lambda f: f.__name__)
+@pytest.mark.parametrize('how', [two_passes_one_loss, two_backwards, penalty, clipped, zero_gradients], ids=lambda f: f.__name__)
 def test_passes_whose_gradients_are_used_are_micro_batches(ends, how):
     loop = Loop(ends)
     for _ in range(2): how(loop); loop.step()
     report = loop.te.close()
-    assert loop.rows()==[row(0, 1), row(1, 1)] and not any('skipped' in r for r in report['remarks'])
+    assert loop.rows()==[row(0, 1), row(1, 1)] and not any('belong' in r for r in report['remarks'])
+
+
+@pytest.mark.parametrize('of', ['input', 'weights'])
+@pytest.mark.parametrize('ends', ENDS)
+def test_a_pass_that_only_autograd_grad_uses_is_not_merged(ends, of):
+    "An attack on the input, a saliency map, or a measurement of gradients: nothing of it comes to the optimizer"
+    loop = Loop(ends)
+    def query():
+        x = batch(0).requires_grad_()
+        torch.autograd.grad(loop.model(x).sum(), x if of=='input' else [*loop.model.parameters()])
+    for _ in range(2):
+        query()
+        loop.train(2)
+    assert loop.rows()==[refused(0, 0, 0), row(0, 2), refused(0, 1, 0), row(1, 2)]
+
+
+def test_a_refused_batch_is_found_with_a_process_group():
+    got = programs.run("""
+import torch, torch.distributed as dist
+from torch import nn
+from torchember import torchEmber
+dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+model = nn.Linear(1, 1)
+opt = torch.optim.SGD(model.parameters(), .1)
+te = torchEmber(model, optimizer=opt, ttypes=('input',))
+for v in (1., float('nan'), 3.):
+    model(torch.full((2, 1), v)).sum().backward()
+    if v==v: opt.step()
+    opt.zero_grad()
+te.close()
+dist.destroy_process_group()
+print([(r['step'], r.get('phase'), r['nan'] if 'nan' in r else 0) for r in te.t.lines() if r['ttype']=='input'])
+""")
+    assert got.stdout.splitlines()[-1:]==["[(0, None, 0), (0, 'refused', 2), (1, None, 0)]"], (got.stdout, got.stderr)
 
 
 def test_an_optimizer_beside_the_given_one_uses_gradients():
@@ -304,7 +339,7 @@ def test_a_loop_that_combines_copies_of_gradients_refuses_nothing_from_the_secon
     first = int(ends=='te.step') # the step that `Loop` ends before the first pass is empty and has no number
     rows = [r for r in loop.rows() if r[0]>0]
     assert rows and all(r[1:]==(None, None, None, 2.) for r in rows), (first, rows)
-    assert not [r for r in loop.te.close()['remarks'] if 'skipped' in r]
+    assert not [r for r in loop.te.close()['remarks'] if 'belong' in r]
 
 
 def test_clipped_gradients_are_no_copies():
@@ -319,4 +354,4 @@ def test_clipped_gradients_are_no_copies():
     loop.backward(nan)
     loop.opt.zero_grad()
     loop.train(3)
-    assert [r[1] for r in loop.rows()].count('refused')>=2 and any('skipped' in r for r in loop.te.close()['remarks'])
+    assert [r[1] for r in loop.rows()].count('refused')>=2 and any('belong' in r for r in loop.te.close()['remarks'])

@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['count_dispatch_modes', 'count_function_modes', 'inside_transform', 'without_dispatch_modes', 'without_function_modes',
            'without_transforms', 'is_wrapped', 'unwrap', 'running_node', 'who_saves', 'again', 'apply',
-           'metadata_passes', 'check_trace', 'check_trace_code', 'module_call', 'variable_class', 'next_number',
-           'engine', 'DispatchMode', 'reads_number', 'Arguments', 'is_tracing', 'hooks_in_graphs', 'say_missing',
-           'computes_again', 'recomputing', 'function_around', 'call_in', 'only_metadata', 'checks_trace',
-           'function_trains', 'module_that_calls', 'is_graph', 'same_function', 'call_after_backward', 'number_of',
-           'is_engine', 'arguments_of', 'by_dynamo', 'never_compile', 'say_no_hooks', 'thread_token', 'never_merge',
-           'keep_in_order', 'has_step_hooks', 'loss_scale', 'is_unscaled', 'any_unscaled', 'shared_store', 'fsdp_of',
-           'group_between_shards', 'frees_parameters', 'is_fsdp', 'running_ddp', 'pipeline_stages', 'tells_as_torch',
-           'who_calls_hooks']
+           'metadata_passes', 'check_trace', 'check_trace_code', 'module_call', 'variable_class', 'will_execute',
+           'next_number', 'engine', 'DispatchMode', 'reads_number', 'Arguments', 'is_tracing', 'hooks_in_graphs',
+           'say_missing', 'computes_again', 'recomputing', 'function_around', 'call_in', 'only_metadata',
+           'checks_trace', 'function_trains', 'module_that_calls', 'is_graph', 'same_function', 'call_after_backward',
+           'leaves_below', 'writes_gradients', 'number_of', 'is_engine', 'arguments_of', 'by_dynamo', 'never_compile',
+           'say_no_hooks', 'thread_token', 'never_merge', 'keep_in_order', 'has_step_hooks', 'loss_scale',
+           'is_unscaled', 'any_unscaled', 'shared_store', 'fsdp_of', 'group_between_shards', 'frees_parameters',
+           'is_fsdp', 'running_ddp', 'pipeline_stages', 'tells_as_torch', 'who_calls_hooks']
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch02
 import functools, gc, inspect, sys, weakref
@@ -187,6 +187,25 @@ def call_after_backward(f) -> bool: # False if this torch cannot
     try: variable_class._execution_engine.queue_callback(f)
     except (AttributeError, RuntimeError): return False
     return True
+
+# %% ../../nbs/10_capture/05_private_torch.ipynb #4f60f8ad
+will_execute = private('torch._C._will_engine_execute_node', None, 'a pass that only torch.autograd.grad uses is merged with the other passes of its step')
+
+def leaves_below(node, most=16):
+    "Return the first nodes below `node` that write a gradient into a tensor."
+    found,todo,seen = [],[node],set()
+    while todo and len(found)<most and len(seen)<1000:
+        if (n := todo.pop()) is None or n in seen: continue
+        seen.add(n)
+        if hasattr(n, 'variable'): found.append(n)
+        else: todo += [below for below,_ in n.next_functions]
+    return found
+
+def writes_gradients() -> bool:
+    "Return False if the backward of this thread is `torch.autograd.grad`, which writes into no `.grad`. Call it in a hook of a tensor."
+    leaves = leaves_below(running_node()) if will_execute is not None else []
+    try: return not leaves or any(will_execute(n) for n in leaves)
+    except RuntimeError: return False # torch refuses the question for an input of `torch.autograd.grad`
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #8c0a7e02
 # The number that the next node of a graph gets in this thread, in torch 2.0 and later; what runs the nodes, in torch 2.3 and later

@@ -295,7 +295,7 @@ only_zeros = ("te.step() found that all gradients are zero although the weights 
     "If not, the loss has no gradient, and momentum or weight decay changes the weights.")
 none_at_pass = ("No weight gradients are recorded: the weights change, but when the next pass begins zero_grad() has already removed "
     "their gradients. Call te.step() after backward() and before zero_grad().")
-give_all = ("Where optimizers step inside backward() (register_post_accumulate_grad_hook), neither can be called in time: "
+give_all = ("If optimizers step inside backward() (register_post_accumulate_grad_hook), te.step() always comes too late: "
     "give all of them, torchEmber(model, optimizer=[...]).")
 
 def trained_in(states):

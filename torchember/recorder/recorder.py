@@ -77,7 +77,7 @@ class HeardModel:
         self.tracks,self.owner = tracks,owner
         self.events.pass_events.arming(tracks[0].module, max(t.path.count('.') for t in tracks))
         self.sources.arming(tracks[0].module)
-        self.events.refused.arming(tracks[0].module.parameters())
+        self.events.refused.arming(tracks[0].module)
         self.sources.armed(arm(tracks, self.events, watched, methods))
         self.sources.containers = Containers(tracks, self.sources.states)
         for w in self.watches: w.attach()

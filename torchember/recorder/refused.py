@@ -10,7 +10,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ..capture.optimizer import evenly_spaced, versions
-from ..capture.private_torch import call_after_backward, frees_parameters, is_wrapped, running_backward
+from ..capture.private_torch import call_after_backward, is_wrapped, running_backward, writes_gradients
 from .parameters import grad_of, plain_floats
 
 # %% ../../nbs/40_recorder/45_refused.ipynb #4f0a1005
@@ -108,16 +108,17 @@ class RefusedPasses:
         self.taken,self.made = 0,[] # Refused passes of the open step; gradients of the last backward after one was refused
 
     def arming(self,
-        parameters # Of the model that is about to be armed
+        model # Is about to be armed
     ):
-        """Choose the parameters to look at
+        """Choose the parameters to look at. None if FSDP1 or Opacus replaces them or their gradients.
 
         Args:
-            parameters: Of the model that is about to be armed
+            model: Is about to be armed
         """
-        parameters = [p for p in parameters if not is_lazy(p) and p.requires_grad and p.is_leaf and not p.is_inference()]
+        parameters = [p for p in model.parameters() if not is_lazy(p) and p.requires_grad and p.is_leaf and not p.is_inference()]
         per_sample = any(hasattr(p, 'grad_sample') for p in parameters) # Opacus sums gradients elsewhere, and removes those of torch
-        self.parameters = [] if per_sample else evenly_spaced(parameters)
+        flattens = any(c.__name__=='FullyShardedDataParallel' for m in model.modules() for c in type(m).__mro__)
+        self.parameters = [] if per_sample or flattens else evenly_spaced(parameters)
 
     def begins(self,
         number:int, micro:int, first:int # As `TrainingPass` has them
@@ -127,7 +128,7 @@ class RefusedPasses:
         Args:
             number, micro, first: As `TrainingPass` has them
         """
-        if self.parameters and not frees_parameters(): self.passes.append(TrainingPass(number, micro, first, versions(self.parameters)))
+        if self.parameters: self.passes.append(TrainingPass(number, micro, first, versions(self.parameters)))
 
     def expect(self,
         outputs # Pairs of names and tensors
@@ -140,10 +141,12 @@ class RefusedPasses:
         if self.passes: self.passes[-1].add_hooks(outputs, self.backward_comes)
 
     def backward_comes(self, p):
-        "A backward has come to a pass"
-        p.reached = True
+        "Note a backward of a pass."
         task = running_backward()
-        if task==-1 or torch.is_grad_enabled() or p not in self.passes: return
+        if task==-1 or torch.is_grad_enabled(): p.reached = True; return # with create_graph=True, a second backward may follow
+        if not p.reached and not writes_gradients(): return
+        p.reached = True
+        if p not in self.passes: return
         if task!=self.task:
             self.notify()
             self.task,self.running,self.last = task,[],None

@@ -70,8 +70,8 @@ class Tally:
             they = 'they' if self.failed>1 else 'it'
             out.append(f"{self.failed:,} pass{'es' if self.failed>1 else ''} raised; what {they} had brought is in no step that went on.")
         if self.refused:
-            rows = 'their rows are' if self.refused>1 else 'its rows are'
-            out.append(f"{self.refused:,} training pass{'es were' if self.refused>1 else ' was'} skipped: no optimizer used the gradients, or none came. "
-                f"In the log {rows} marked `skipped`, with the phase `refused`.")
-        if self.skipped: out.append(f"{self.skipped:,} steps were skipped by the scaler.")
+            many = self.refused>1
+            out.append(f"{self.refused:,} training pass{'es belong' if many else ' belongs'} to no step: no gradient came, or the training loop removed them "
+                f"before an optimizer used them. {'Their' if many else 'Its'} rows have the phase `refused` and are marked `skipped`.")
+        if self.skipped: out.append(f"The scaler skipped {self.skipped:,} step{'s'*(self.skipped>1)}.")
         return out
