@@ -5963,6 +5963,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                       'torchember/recorder/parameters.py'),
                                                 'torchember.recorder.parameters.Parameters.measure': ( '40_recorder/parameters.html#parameters.measure',
                                                                                                        'torchember/recorder/parameters.py'),
+                                                'torchember.recorder.parameters.Parameters.measure_unclipped': ( '40_recorder/parameters.html#parameters.measure_unclipped',
+                                                                                                                 'torchember/recorder/parameters.py'),
                                                 'torchember.recorder.parameters.Parameters.missed': ( '40_recorder/parameters.html#parameters.missed',
                                                                                                       'torchember/recorder/parameters.py'),
                                                 'torchember.recorder.parameters.Parameters.of_module': ( '40_recorder/parameters.html#parameters.of_module',
