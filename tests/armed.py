@@ -607,7 +607,10 @@ def distributed():
         names = sorted({n.rsplit('.', 1)[0] for n in every})
         assert every==[f'{n}.rank{k}' for n in names for k in (0, 1)] and len(names)==2, every
         for logs in (every[:2], every[2:]):
-            tables = [emberTracker(n, home=d).df for n in logs]
+            whole = [emberTracker(n, home=d).df for n in logs]
+            norms = [t.loc[t.tname=='grad_norm', 'grad_norm'].tolist() for t in whole]
+            assert len(norms[0])==5 and norms[0]==norms[1]
+            tables = [t[t.ttype!='scalar'] for t in whole]
             for k,t in enumerate(tables):
                 assert t['rank'].unique().tolist()==[k] and t.step.unique().tolist()==[0, 1, 2, 3, 4] and len(t)==5*(8+4+4)
             grads = [t[t.ttype=='weight_grad']['mean'].tolist() for t in tables]

@@ -2,12 +2,13 @@
 import pytest
 import torch
 import torch.utils.checkpoint
+from tensor_rows import lines
 from torch import nn
 
 from torchember import torchEmber
 
 
-def seen(te, **where): return [(r['step'], r['call'], r['mean'], r['numel']) for r in te.t.lines() if all(r.get(k)==v for k,v in where.items())]
+def seen(te, **where): return [(r['step'], r['call'], r['mean'], r['numel']) for r in lines(te) if all(r.get(k)==v for k,v in where.items())]
 def latest(te, **where):
     "The same of the table, where rows that were superseded are not"
     d = te.t.df

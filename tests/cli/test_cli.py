@@ -140,7 +140,7 @@ def test_json_has_what_the_library_says(runs_there, tmp_path, inside):
     at = {o['step']: o for o in steps if 'step' in o}
     told_rows = rows[rows['ttype']!='finding'].groupby('step').size()
     assert {s: o['rows'] for s,o in at.items()}==told_rows.to_dict()
-    assert at[0]['numbers']['loss']==pytest.approx(rows.loc[(rows['ttype']=='scalar') & (rows['step']==0), 'loss'].item()) and at[0]['trouble'] is None
+    assert at[0]['numbers']['loss']==pytest.approx(rows.loc[(rows['tname']=='log') & (rows['step']==0), 'loss'].item()) and at[0]['trouble'] is None
     assert any('finding' in o for o in steps) and at[11]['not_finite']>0
     p = told('plot', 'before')
     assert (tmp_path/p['file']).read_bytes()[:4]==b'\x89PNG' and p['runs']==['before']

@@ -312,8 +312,9 @@ def test_what_is_captured_is_left_alone(gpu, tmp_path, ends):
                 gpu.captures = capturing
                 before = gpu.launches
                 net(late(data()[0])).square().mean().backward()
-                if ends=='optimizer': opt.step()
-                opt.zero_grad()
+                if ends=='optimizer':
+                    opt.step()
+                    opt.zero_grad()
                 if capturing:
                     te.recorder.flush() # as whoever looks at the run does
                     launched.append(gpu.launches-before)

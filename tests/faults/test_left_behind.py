@@ -85,7 +85,8 @@ def test_scaler_pickles():
     assert s.get_scale()==32.
     te.close()
     d = te.t.df
-    assert d[d.get('skipped').notna()].step.unique().tolist()==[int(d.step.max())]
+    skipped = d[d['skipped'].notna() & (d['phase']!='refused')] # passes whose gradients went to a copy of the scaler are refused
+    assert skipped.step.unique().tolist()==[int(d.step.max())]
 
 
 def test_scaler_whose_step_somebody_replaced():
@@ -131,7 +132,7 @@ def test_fork_is_quiet():
         for i in range(3): step(o)
         te.close()
         d = te.t.df
-        print(sorted(d.step.unique().tolist()), d.groupby('step').size().nunique())''')
+        print(sorted(d.step.unique().tolist()), d[d.tname!='lr'].groupby('step').size().nunique())''')
     assert r.stderr==''
     assert r.stdout.splitlines()==['True', '[0, 1, 2, 3] 1']
 

@@ -162,7 +162,7 @@ def test_what_a_callback_logs(accumulate, tmp_path):
     "on_train_batch_end comes when the optimizer has stepped, or between micro-batches"
     Lit,_,Arm = kinds()
     te = fit(seeded(Lit), Arm(log=True), batches(), tmp_path, accumulate_grad_batches=accumulate)
-    assert [(r['step'], r['number']) for r in te.t.lines() if r['ttype']=='scalar']==[(i//accumulate, i) for i in range(4)]
+    assert [(r['step'], r['number']) for r in te.t.lines() if r['tname']=='log']==[(i//accumulate, i) for i in range(4)]
     assert steps(te)==list(range(4//accumulate))
 
 

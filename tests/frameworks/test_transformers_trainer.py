@@ -115,7 +115,7 @@ def test_what_a_callback_logs(tmp_path):
     "on_step_end: of the step that was just closed; on_evaluate: of the step that the evaluation came after"
     model = seeded(Scored)
     te = train(model, named(batches()), tmp_path, momentum(model), logs=True, eval_strategy='steps', eval_steps=2)
-    assert {r['number']: r['step'] for r in te.t.lines() if r['ttype']=='scalar'}=={1: 0, 2: 1, 200: 1, 3: 2, 4: 3, 400: 3}
+    assert {r['number']: r['step'] for r in te.t.lines() if r['tname']=='log'}=={1: 0, 2: 1, 200: 1, 3: 2, 4: 3, 400: 3}
 
 
 def test_a_language_model(tmp_path):

@@ -375,7 +375,9 @@ class Tracker:
         lf = self.latest()
         yield from map(stash_of, () if lf is None else lf.to_dict('records'))
 
-    def __len__(self): return len(self.t.latest_line_list())
+    def __len__(self):
+        lf = self.latest()
+        return 0 if lf is None else len(lf)
     def __bool__(self): return True
     def __getitem__(self, i): return list(self)[i]
     def __repr__(self): return printable(f'<{type(self).__name__} of {self.what}: run {self.name}, step {self.current_step}>')

@@ -192,7 +192,7 @@ class Player:
         if at is not None: self.events.gradient(state, ttype, tname, x, *at, backward)
 
     def clips(self, state, tname, pname, x):
-        if self.events.on: self.events.buffer.measure(state, 'unclipped_grad', tname, x, pname, once=True, replace=True)
+        if self.events.on: self.events.sources.parameters.measure_unclipped(state, tname, pname, x)
 
     def step_begins(self, optimizer): self.optimizer_events.step_begins(optimizer)
 
