@@ -9,6 +9,7 @@ import pytest
 import torch
 from guested import bits, numbers, ran, rows_of, steps_of
 from looped import batches, heard, left, loss_of, momentum, same, seeded, table
+from tensor_rows import lines
 
 from torchember import read, torchEmber
 
@@ -245,7 +246,7 @@ def test_two_trackers_and_two_accelerators():
     lb = Loop(b, model=seeded(seed=3))
     la.run()
     lb.run()
-    assert a.report['run']!=b.report['run'] and {r['ttype'] for r in ran(b).t.lines()}=={'weight'} and a.accelerator is la.a and b.accelerator is lb.a
+    assert a.report['run']!=b.report['run'] and {r['ttype'] for r in lines(ran(b))}=={'weight'} and a.accelerator is la.a and b.accelerator is lb.a
 
 
 def test_only_optimizers_that_train_it():

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from guested import Ran, bits, numbers, ran, rows_of, steps_of
 from looped import Net, batches, heard, left, loss_of, momentum, same, seeded, table
+from tensor_rows import lines
 
 from torchember import read, torchEmber
 
@@ -106,7 +107,7 @@ def test_numbers_of_the_step_that_closed(first):
 
 
 def test_losses_of_accumulated_steps():
-    "That of the last batch, once"
+    "The loss of the last batch of a step, once"
     ember,data = callback(),batches()
     fit(ember, data, accumulate=2)
     model,losses = seeded(),[]
@@ -117,7 +118,7 @@ def test_losses_of_accumulated_steps():
         losses.append(loss.item())
         if i%2: opt.step(); opt.zero_grad()
     assert numbers(ember, 'loss')==pytest.approx({0: losses[1], 1: losses[3]})
-    assert len([r for r in ran(ember).t.lines() if r['ttype']=='scalar'])==2
+    assert len([r for r in lines(ran(ember)) if r['ttype']=='scalar'])==2
 
 
 @pytest.mark.parametrize('event', ['ITERATION_STARTED', 'ITERATION_COMPLETED'])

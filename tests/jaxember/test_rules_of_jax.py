@@ -68,8 +68,11 @@ def test_two_trackers_take_turns(tmp_path, clock):
     for i in range(5):
         want += [r(i, 'weight', 'weight_0', 'u', mean=0.), r(i, 'weight', 'weight_1', 'w', mean=100.+i), r(i, 'optimizer', 'mu_1', 'w', mean=-100.-i)]
         if i<4: want += [r(i, 'probe', 'x', mean=3*(100.+i)), r(i, 'output_grad', 'x', mean=1.), r(i, 'probe', 'x', mean=2*(100.-i), call=1),
-            r(i, 'weight_grad', 'grad_1', 'w', mean=3.*(i+1)), r(i, 'scalar', 'log', loss=-1.*i), r(i, 'scalar', 'log', call=1, loss=i+.5)]
+            r(i, 'weight_grad', 'grad_1', 'w', mean=3.*(i+1)), r(i, 'scalar', 'log', loss=-1.*i), r(i, 'scalar', 'log', call=1, loss=i+.5),
+            r(i, 'scalar', 'grad_norm')]
     assert rows(two, home=tmp_path)==[*want, r(4, 'scalar', 'log', loss=7.)]
+    norms = [(step, norm) for step,norm in rows(two, 'step', 'grad_norm', home=tmp_path) if norm is not None]
+    assert norms==[(i, pytest.approx(3*(i+1)*2**.5)) for i in range(4)] # of two elements that are 3*(i+1)
 
 
 def test_a_state_whose_form_changes(tmp_path):
@@ -83,7 +86,7 @@ def test_a_state_whose_form_changes(tmp_path):
             t.step(of(after, 1), {'mu': of(after, -1)}, of(form, 10))
     def leaves(form, path=''):
         return sorted(l for k,v in form.items() for l in (leaves(v, k) if isinstance(v, dict) else [(path, k, np.shape(v), float(np.mean(v)))]))
-    got = [(*r[:4], r[4] or (), r[5]) for r in rows(t, 'step', 'ttype', 'path', 'pname', 'shape', 'mean', home=tmp_path) if r[1]!='probe']
+    got = [(*r[:4], r[4] or (), r[5]) for r in rows(t, 'step', 'ttype', 'path', 'pname', 'shape', 'mean', home=tmp_path) if r[1] not in ('probe', 'scalar')]
     kinds = dict(weight=1, optimizer=-1, weight_grad=10)
     assert sorted(got)==sorted((s, ttype, path, name, shape, by*mean) for s,form in enumerate(forms) for ttype,by in kinds.items()
         for path,name,shape,mean in leaves(form))

@@ -3,6 +3,7 @@ import math
 
 import pytest
 import torch
+from tensor_rows import lines
 from torch import nn
 
 from torchember import torchEmber
@@ -19,7 +20,7 @@ def trained(sizes, stats, ttypes=('input', 'output', 'output_grad', 'weight', 'w
         o.step()
         o.zero_grad()
     te.close()
-    return te.t.lines()
+    return lines(te)
 
 
 @pytest.mark.parametrize('stats', [*sets, ('std',), ('shape', 'exponents')])
@@ -59,7 +60,7 @@ def test_some_steps_of_several():
         for n in sizes: m(torch.randn(n, 3)).sum().backward()
         o.step()
     te.close()
-    assert [(r['step'], r['shape'], r.get('numel')) for r in te.t.lines()]==[
+    assert [(r['step'], r['shape'], r.get('numel')) for r in lines(te)]==[
         (0, [4, 3], 24), (1, [8, 3], None), (2, [1, 3], 27), (3, [0, 3], None), (4, [3, 3], None)]
 
 

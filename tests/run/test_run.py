@@ -97,7 +97,9 @@ def test_options_are_those_of_torchEmber(tmp_path):
         '--sinks': 'tensorboard'}
     run(loop, 'w', options=['--name=it', *(str(w) for pair in asked.items() for w in pair)], folder=tmp_path)
     df = read('it', home=tmp_path/'home')
-    assert {*df.step}=={1, 3} and {*df.ttype}=={'weight', 'update'} and {*df.path}=={'a', 'b'} and 'rms' in df and 'mean' not in df
+    rates,tensors = df[df.ttype=='scalar'],df[df.ttype!='scalar']
+    assert {*tensors.step}=={1, 3} and {*tensors.ttype}=={'weight', 'update'} and {*tensors.path}=={'a', 'b'} and 'rms' in df and 'mean' not in df
+    assert rates[['step', 'tname', 'path']].values.tolist()==[[1, 'lr', '']] # without weight_grad, there is no norm
     assert [*(tmp_path/'home'/'log').glob('it*')] and [*(tmp_path/'runs'/'it').iterdir()] and not len(runs())
 
 

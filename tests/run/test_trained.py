@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from looped import ALL, batches, by_hand, closure_of, heard, loss_of, momentum, same, seeded, steps, table, weights
+from tensor_rows import lines
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks as step_hooks
 
@@ -293,7 +294,7 @@ def test_a_model_whose_parts_are_called():
         opt = momentum(model)
         for x,y in batches(): F.cross_entropy(model.b(model.act(model.a(x))), y).backward(); opt.step(); opt.zero_grad()
     w = armed(train)
-    assert {r['module'] for r in one(w).t.lines()}=={'model(Net).a(Linear)', 'model(Net).act(Tanh)', 'model(Net).b(Linear)'} and steps(one(w))==[0, 1, 2, 3]
+    assert {r['module'] for r in lines(one(w))}=={'model(Net).a(Linear)', 'model(Net).act(Tanh)', 'model(Net).b(Linear)'} and steps(one(w))==[0, 1, 2, 3]
 
 
 def test_a_step_whose_forward_nobody_hears():
@@ -305,7 +306,7 @@ def test_a_step_whose_forward_nobody_hears():
         for x,y in batches(): F.cross_entropy(given(x), y).backward(); opt.step(); opt.zero_grad()
     with heard('never called') as warned: w = armed(train)
     assert len(warned)==1
-    assert {r['ttype'] for r in one(w).t.lines() if r['step']==0}=={'weight', 'weight_grad'} and steps(one(w))==[0, 1, 2, 3]
+    assert {r['ttype'] for r in lines(one(w)) if r['step']==0}=={'weight', 'weight_grad'} and steps(one(w))==[0, 1, 2, 3]
     assert 'step 0 has only weights and their gradients' in w.said[1]
 
 
