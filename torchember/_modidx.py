@@ -6693,6 +6693,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                          'torchember/recorder/steps.py'),
                                            'torchember.recorder.steps.Turns.clear': ( '40_recorder/steps.html#turns.clear',
                                                                                       'torchember/recorder/steps.py'),
+                                           'torchember.recorder.steps.Turns.too_many': ( '40_recorder/steps.html#turns.too_many',
+                                                                                         'torchember/recorder/steps.py'),
                                            'torchember.recorder.steps.Turns.took': ( '40_recorder/steps.html#turns.took',
                                                                                      'torchember/recorder/steps.py'),
                                            'torchember.recorder.steps.stalled': ( '40_recorder/steps.html#stalled',
