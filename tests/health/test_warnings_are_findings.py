@@ -63,6 +63,71 @@ def test_an_optimizer_that_is_made_anew_is_a_finding_of_the_run():
     assert te.t.latest_df.ttype.isin(['finding']).sum()==0
 
 
+def two_optimizers(m): return torch.optim.Adam(m[0].parameters(), lr=.01),torch.optim.SGD(m[2].parameters(), lr=.01)
+
+
+def fit_two(who_steps, renew=lambda i, opts: opts, n=60, **kwargs):
+    "Train with two optimizers. `who_steps(i)` gives the numbers of those that step after pass `i`; `renew` replaces optimizers that torchEmber knows"
+    m = net()
+    opts = two_optimizers(m)
+    te = torchEmber(m, optimizer=list(opts), **kwargs)
+    for i in range(n):
+        opts = renew(i, opts)
+        loss_of(m).backward()
+        for o in who_steps(i): opts[o].step()
+        m.zero_grad()
+    te.close()
+    return te
+
+
+def renewed(*which): return lambda i, opts: tuple(two_optimizers_of[o](opts[o]) if i==20 and o in which else opts[o] for o in (0, 1))
+
+
+two_optimizers_of = [lambda o: torch.optim.Adam(o.param_groups[0]['params'], lr=.02), lambda o: torch.optim.SGD(o.param_groups[0]['params'], lr=.02)]
+
+
+@pytest.mark.parametrize('who_steps, which, waits, why, passes', [
+    (lambda i: (0, 1), (0,), ' that torchEmber was given, Adam, has not', 'another one has stepped 12 times', 13),
+    (lambda i: (0, 1), (1,), ' that torchEmber was given, SGD, has not', 'another one has stepped 12 times', 13),
+    (lambda i: (0, 1), (0, 1), 's that torchEmber was given, Adam, SGD, have not', 'the weights change all the same', 14),
+    (lambda i: (0, 1) if i<20 else (0,), (), ' that torchEmber was given, SGD, has not', 'another one has stepped 12 times', 13)],
+    ids=['first is renewed', 'second is renewed', 'both are renewed', 'second stops'])
+def test_one_of_several_optimizers_that_stops_is_a_warning_and_a_finding(who_steps, which, waits, why, passes):
+    texts,te = warned(lambda: fit_two(who_steps, renewed(*which), name='several'))
+    found = diagnose(te)
+    assert facts(found)==[('warning', 'recording', 20)] and found.text.tolist()==texts
+    assert texts[0].startswith(f"The optimizer{waits} stepped since step 19, but {why}: all of this is recorded as step 20, "
+        f"which has {passes} training passes so far.")
+    assert 'te.close()' in texts[0] and 'resume=True' in texts[0] and 'te.step()' in texts[0]
+
+
+@pytest.mark.parametrize('turn', [4, 8, 15, 25])
+def test_optimizers_that_take_long_turns_are_a_warning_and_a_finding(turn):
+    texts,te = warned(lambda: fit_two(lambda i: (i//turn%2,), name='turns'))
+    assert [f[:2] for f in facts(diagnose(te))]==[('warning', 'recording')] and len(texts)==1 and f"stepped {'since' if turn<20 else ''}" in texts[0]
+
+
+@pytest.mark.parametrize('who_steps', [lambda i: (0, 1) if i%2 else (0,), lambda i: (0, 1) if i%5==4 else (0,), lambda i: (1, 0) if i%5==0 else (0,),
+    lambda i: (0, 1) if i%16==15 else (0,), lambda i: (i%2,), lambda i: (0, 1) if i%16==15 else (), lambda i: (1, 0) if i%8==7 else (0,)],
+    ids=['every 2nd', 'every 5th', 'every 5th, first', 'every 16th', 'by turns', 'both accumulate', 'every 8th'])
+def test_optimizers_that_step_rarely_are_no_fault(who_steps):
+    texts,te = warned(lambda: fit_two(who_steps, n=100, name='rarely'))
+    assert texts==[] and 'recording' not in set(diagnose(te).rule)
+
+
+def test_the_advice_for_renewed_optimizers_works():
+    m = net()
+    def train(te, opts, n):
+        for _ in range(n):
+            loss_of(m).backward()
+            for o in opts: o.step()
+            m.zero_grad()
+        te.close()
+    for resume in (False, True):
+        train(torchEmber(m, optimizer=list(opts := two_optimizers(m)), name='advice', resume=resume), opts, 5)
+    assert sorted(read('advice', ttype='weight').step.unique())==list(range(10))
+
+
 def test_it_is_warned_of_once_beside_live_rules_and_on_finding_is_called(monkeypatch):
     monkeypatch.setattr(Pace, 'due', lambda self, steps, recording: steps>=8)
     texts,_ = warned(lambda: lose_optimizer(name='live', rules='default', on_finding='stop'))

@@ -48,7 +48,7 @@ def test_a_step_that_is_over_leaves_nothing_but_what_was_known_before(manual):
     passes = s.pass_
     for _ in range(2):
         s.close()
-        want = copied(fresh) | dict(closed=s.number-1, pass_=passes+1, trained=True, evaluated=5, number=s.number, turns=vars(fresh.turns))
+        want = copied(fresh) | dict(closed=s.number-1, pass_=passes+1, trained=True, evaluated=5, number=s.number, turns={**vars(fresh.turns), 'waits': {1: 0}})
         got = vars(s) | {'turns': vars(s.turns)}
         assert {**got, 'phases': 0}=={**want, 'phases': 0}
         s.begin('', None, 1)
@@ -169,7 +169,28 @@ def test_why_a_step_seems_never_to_be_over():
     assert of((1, 2), changes=2) is None # those that the other has trained
     assert of((1, 2), [1], turns={1: 4}) is None and of((1, 2), [1], turns={1: 5})=='another one has stepped 5 times'
     assert of((1, 2), [1, 2], passes=10, turns={1: 9, 2: 1}) is None and of((), changes=9, passes=99) is None
+    assert of((1, 2), changes=11) is None and of((1, 2), changes=12)=='the weights change all the same'
+    assert of((1, 2), [1], 12, turns={1: 1}) is None and of((1, 2), [1], 13, turns={1: 1})=='the weights change all the same'
     assert of((1, 2), [1], 2, 10, {1: 5, 2: 4})=='another one has stepped 5 times' and of((1, 2), [1], 2, 10, {1: 4})=='10 passes went by'
+
+
+def test_a_step_waits_longer_for_an_optimizer_that_always_steps_rarely():
+    s = Steps(0, True, (1, 2))
+    def turns(first, second):
+        "The first optimizer steps so often, then the second. Return the number of steps after which the open step seems to have no end"
+        for o in [1]*first+[2]*second:
+            if s.turns.took(o): s.close()
+            if stalled(s): return s.turns.most
+    assert turns(19, 1) is None and turns(19, 1) is None # a limit of 20 for an optimizer that never stepped
+    assert turns(56, 1) is None and turns(200, 0)==168 # three times the longest wait
+    s = Steps(0, True, (1, 2))
+    assert turns(1, 1) is None and turns(11, 1) is None and turns(40, 0)==33
+    s = Steps(0, True, (1, 2))
+    assert turns(15, 15)==12
+    s = Steps(0, True, (1, 2))
+    assert turns(4, 4) is None and turns(4, 0)==1 # each waits for the other
+    s = Steps(0, True, (1, 2))
+    assert turns(20, 0)==20
 
 
 def test_a_schedule_that_fails_and_one_that_wants_nothing():

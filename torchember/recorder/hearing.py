@@ -401,13 +401,14 @@ class OptimizerEvents(Listener):
 
 # %% ../../nbs/40_recorder/79_hearing.ipynb #c98f036c
 def say_when_stalled(pipe):
-    "Every step would be the same one, when the optimizer does not step"
-    why = None if pipe.gate.left else stalled(pipe.steps)
-    notices,watch = pipe.buffer.notices,pipe.sources.watch
-    if not why or 'stalled' in notices.said: return
-    quiet = [o for o in watch.optimizers if id(o) in pipe.steps.turns.quiet]
-    ever = any(id(o) in watch.stepped for o in quiet)
-    how = 'does not step any more' if ever else 'has not stepped'
-    notices.once('stalled', f"The optimizer that torchEmber was given, {optimizer_names(quiet)}, {how}, but {why}: all of this is recorded as step "
-        f"{pipe.steps.number}. Was it made anew? Give torchEmber those that step; or none, and call te.step().",
-        'warning')
+    "Warn once if the open step has no end, because optimizers that torchEmber was given do not step any more."
+    notices,watch,steps = pipe.buffer.notices,pipe.sources.watch,pipe.steps
+    if pipe.gate.left or 'stalled' in notices.said or not (why := stalled(steps)): return
+    quiet = [o for o in watch.optimizers if id(o) in steps.turns.quiet]
+    ever,one = any(id(o) in watch.stepped for o in quiet),len(quiet)==1
+    how = ('does' if one else 'do')+' not step any more' if ever else ('has' if one else 'have')+' not stepped'
+    if len(steps.turns.awaited)>1 and ever: how = f"{'has' if one else 'have'} not stepped since step {steps.number-1}"
+    notices.once('stalled', f"The optimizer{'s'*(not one)} that torchEmber was given, {optimizer_names(quiet)}, {how}, but {why}: "
+        f"all of this is recorded as step {steps.number}, which has {steps.training_passes:,} training passes so far. "
+        "If an optimizer was made anew, call te.close() and then torchEmber(model, optimizer=..., name=..., resume=True) with all optimizers that step now. "
+        "If optimizers take turns or one stops, give torchEmber none of them and call te.step().", 'warning')

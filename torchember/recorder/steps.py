@@ -62,7 +62,9 @@ class Turns:
     """
     def __init__(self,
         awaited=() # ids of those that all have to step: then the step is over. With none it is over when somebody says so
-    ): self.awaited,self.stepped,self.often = frozenset(awaited),set(),Counter() # ids of those that have; how often each
+    ):
+        self.awaited,self.stepped,self.often = frozenset(awaited),set(),Counter() # ids of those that have; how often each
+        self.waits = {} # of several optimizers: id -> steps of another one that the run waited for it, at most
 
     quiet = property(lambda self: self.awaited-self.stepped) # ids of those that the open step waits for
     most = property(lambda self: max(self.often.values(), default=0)) # how often one of them has stepped
@@ -75,9 +77,23 @@ class Turns:
         Args:
             optimizer: Its id
         """
+        if len(self.awaited)>1 and optimizer not in self.stepped: self.waits[optimizer] = max(self.waits.get(optimizer, 0), self.most)
         self.stepped.add(optimizer)
         self.often[optimizer] = self.often.get(optimizer, 0)+1 # `Counter` looks for a key that is missing in Python
         return bool(self.awaited) and self.stepped>=self.awaited
+
+    def too_many(self,
+        new:int, # Limit for an optimizer that has not stepped in this run
+        few:int # Least limit for an optimizer that has stepped
+    ) -> bool:
+        """Return True if another optimizer has stepped too often while the open step waits. An optimizer that always steps rarely has a higher limit
+
+        Args:
+            new: Limit for an optimizer that has not stepped in this run
+            few: Least limit for an optimizer that has stepped
+        """
+        if len(self.waits)==len(self.awaited)>1 and min(self.waits.values())>=3: return True # each waits for the others: they alternate
+        return any(self.most>=(max(few, 3*self.waits[o]) if o in self.waits else new) for o in self.quiet)
 
     def clear(self): self.stepped.clear(); self.often.clear()
 
@@ -316,21 +332,27 @@ class MaybePasses:
 # %% ../../nbs/40_recorder/10_steps.ipynb #08e21200
 def stalled(
     steps, # `Steps`
-    passes:int=1000, # Training passes without a step of an awaited optimizer that are too many
-    turns:int=200 # Steps of one optimizer without one of another that are
-) -> str|None:
-    """Why it seems that the open step will never be over, None when all is well
+    passes:int=1000, # Limit of training passes in one step
+    turns:int=20, # Limit of steps of one optimizer while the step waits for another that has never stepped
+    few:int=12 # Limit of steps of one optimizer, or of changes of the weights, while the step waits for optimizers that have stepped
+) -> str|None: # The reason. None if the step may still end
+    """Return why the open step seems to have no end: its optimizers do not step any more
 
     Args:
         steps: `Steps`
-        passes: Training passes without a step of an awaited optimizer that are too many
-        turns: Steps of one optimizer without one of another that are
+        passes: Limit of training passes in one step
+        turns: Limit of steps of one optimizer while the step waits for another that has never stepped
+        few: Limit of steps of one optimizer, or of changes of the weights, while the step waits for optimizers that have stepped
+
+    Returns:
+        The reason. None if the step may still end
     """
     t = steps.turns
     if steps.changes<2 and steps.training_passes<passes and not t.often: return None # as in nearly every step
     if not t.quiet: return None
-    if t.most>=turns: return f'another one has stepped {t.most:,} times'
-    if steps.changes>1 and len(t.awaited)==1: return 'the weights change all the same'
+    if t.often and t.too_many(turns, few): return f"another one has stepped {t.most:,} time{'s'*(t.most>1)}"
+    unknown = steps.changes-t.often.total() # changes of the weights beside the steps of known optimizers
+    if unknown>=(2 if len(t.awaited)==1 else few): return 'the weights change all the same'
     if steps.training_passes>=passes: return f'{steps.training_passes:,} passes went by'
 
 # %% ../../nbs/40_recorder/10_steps.ipynb #88219d60
