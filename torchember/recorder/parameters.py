@@ -202,6 +202,11 @@ class Parameters:
         modules = self.states[0].track.module.modules() if self.states else ()
         self.unrecorded = [p for m in modules for p in m._parameters.values() if p is not None and id(p) not in here]
 
+    def measure_unclipped(self, state, tname, name, grad, scale=None):
+        "Measure the gradient of one parameter before clipping, and count it for the norm of all gradients"
+        self.gathered['unclipped_grad'].add((id(state), name))
+        self.buffer.measure(state, 'unclipped_grad', tname, grad, name, scale=scale, once=True, replace=True)
+
     def gradient_counts(self,
         manual:bool # True if an optimizer or `te.step()` ends the steps: then all gradients were looked at
     ) -> tuple|None: # Number of weight gradients, number of gradients before clipping
@@ -238,8 +243,7 @@ def measure_unclipped(
     parameters.buffer.forget_seen()
     for st,i,n,p in parameters.each(wanted):
         if (grad := parameters.arrivals.gradient(st, n, p)) is not None:
-            parameters.gathered['unclipped_grad'].add((id(st), n))
-            parameters.buffer.measure(st, 'unclipped_grad', f'grad_{i}', grad, n, scale=scale, once=True, replace=True)
+            parameters.measure_unclipped(st, f'grad_{i}', n, grad, scale)
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #f19bc368
 class ZeroGradHint:
