@@ -21,6 +21,7 @@ from armed import cases as armed_cases
 from compared import GPT
 from models import AlexNet, tensors, zoo
 from oracle import Answer
+from tensor_rows import df, lines
 from torch import nn
 from trainings import ALL, adam, cases, data, in_halves, model, plain, recorded, same, settings
 
@@ -435,7 +436,7 @@ def test_compiled(tmp_path, way, checkpoint):
     with nothing_said(): cte,got = trained_text(net, ways[way], home=tmp_path/'compiled', ttypes=types)
     np.testing.assert_allclose(got, want, rtol=1e-4)
     key = lambda r: (r['module'], r['ttype'], r['tname'], r.get('pname'), r['step'], r.get('call'))
-    a,b = ({key(r): r for r in t.t.lines()} for t in (te, cte))
+    a,b = ({key(r): r for r in lines(t)} for t in (te, cte))
     assert a.keys()==b.keys(), (a.keys()^b.keys())
     for k in a:
         size = max(abs(a[k]['min']), abs(a[k]['max']), 1e-6)
@@ -455,7 +456,7 @@ def test_compiled_into_a_graph(tmp_path, mode):
     with nothing_said(): gte,got = trained_text(net, lambda n: torch.compile(n, mode=mode), steps=8, home=tmp_path/'graph')
     np.testing.assert_allclose(got, want, rtol=1e-3)
     key = lambda r: (r['module'], r['ttype'], r['tname'], r.get('pname'), r['step'], r.get('call'))
-    a,b = ({key(r): r for r in t.t.lines()} for t in (te, gte))
+    a,b = ({key(r): r for r in lines(t)} for t in (te, gte))
     assert b.keys()==a.keys(), b.keys()^a.keys()
     for k in b:
         size = max(abs(a[k]['min']), abs(a[k]['max']), 1e-6)
@@ -554,7 +555,7 @@ def test_graphed_callables_are_recorded(tmp_path):
                 opt.step()
                 opt.zero_grad()
         runs.append(te)
-    a,b = (t.t.df[lambda d: d['step']>1].reset_index(drop=True).dropna(axis=1, how='all') for t in runs) # torch warms up in step 1
+    a,b = (df(t)[lambda d: d['step']>1].reset_index(drop=True).dropna(axis=1, how='all') for t in runs) # torch warms up in step 1
     counts = lambda d: d.groupby(['step', 'ttype']).size().unstack()
     assert len(a)==len(b), (counts(a), counts(b))
     same(b, a, 1e-4)
