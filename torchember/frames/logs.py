@@ -23,7 +23,7 @@ from ..measure.columns import is_statistic, known as statistics
 from ..measure.summary import also_called, derived
 from ..ground.needs import needs
 from ..ground.messages import an, closest, printable, says_arguments, unknown, warn
-from ..ground.record import computed, computed_in, called_ttypes, column_order, identity, of_pieces, optional
+from ..ground.record import beside_training, computed, computed_in, called_ttypes, column_order, identity, of_pieces, optional
 from ..processes import ranks
 from .words import earlier_calls
 from ..store.anywhere import answer, entries, file_size, file_there, is_there, is_url, located, opened
@@ -666,7 +666,9 @@ def wide(
     ttype:str|None=None, # Tensor type; may be left out where only one has the statistic
     stat:str|None=None # Statistic: a column of the table
 ): # pandas.DataFrame: a row for each step, a column for each layer
-    """A statistic of every layer over the steps. Where a layer has several rows in a step, the last counts
+    """Return a statistic of every layer over the steps
+
+    If a layer has several rows in a step, the last one of the training counts. Rows of evaluations and refused batches count in steps without training rows.
 
     Args:
         run: What `read` takes, or a table that it gave
@@ -701,7 +703,8 @@ def wide(
     label,labels = layers(some)
     out,values = np.full((len(steps), len(labels)), np.nan),some[stat].to_numpy(dtype=float, na_value=np.nan)
     said = ~np.isnan(values) | np.logical_or.reduce([some[c].to_numpy()>0 for c in bad if c in some] or [np.zeros(len(some), bool)])
-    out[at[said], label[said]] = values[said] # of several the last
+    beside = said & (some['phase'].astype(object).isin(beside_training).to_numpy() if 'phase' in some else False)
+    for rows in beside,said & ~beside: out[at[rows], label[rows]] = values[rows] # later values replace earlier ones
     return pd.DataFrame(out, index=pd.Index(steps.astype('int64'), name='step'), columns=labels)
 
 def may_have(
