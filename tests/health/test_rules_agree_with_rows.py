@@ -81,6 +81,35 @@ def test_a_second_optimizer_that_steps_rarely_is_no_fault_either():
     assert found.healthy and 'never changes' not in ' '.join(found.text)
 
 
+statistics = {'of a function': lambda t: {'median': t.float().abs().median()}, 'of a function that never changes': lambda t: {'dims': float(t.ndim)},
+    'zero_frac': ['zero_frac'], 'mean': ['mean'], 'max': ['max'], 'l1': ['l1']}
+
+
+@pytest.mark.parametrize('stats', statistics.values(), ids=list(statistics))
+def test_any_statistic_or_version_counter_shows_that_another_optimizer_trains(stats):
+    found,_ = fit(m := split(), matrices_and_vectors(m), stats=stats, name='stats')
+    assert ('info', 'not_trained', '', 0) in facts(found)
+    assert 'their values change' in ' '.join(found.text) and not any(w in ' '.join(found.text) for w in ('never changes', 'never moved', 'No weight moved'))
+
+
+@pytest.mark.parametrize('stats', [statistics['of a function'], ['zero_frac'], ['mean']], ids=['of a function', 'zero_frac', 'mean'])
+def test_a_forgotten_parameter_is_an_error_with_any_statistic_and_with_marks(stats):
+    m = split()
+    te = torchEmber(m, optimizer=(opt := torch.optim.SGD([*m.backbone[0].parameters(), *m.head.parameters()], lr=.01)), stats=stats)
+    for i in range(30):
+        te.mark(epoch=i//5)
+        loss = (m(torch.randn(8, 4))).square().mean()
+        te.log(loss=loss)
+        loss.backward(); opt.step(); opt.zero_grad()
+    te.close()
+    assert ('error', 'not_trained', 'backbone.2', 0) in facts(diagnose(te))
+
+
+def test_a_function_that_draws_random_numbers_is_no_evidence_beside_the_spread():
+    found,_ = fit(m := split(), [torch.optim.SGD(m.head.parameters(), lr=.01)], stats=lambda t: {'std': t.float().std().item(), 'some': torch.rand(()).item()})
+    assert 'their values change' not in ' '.join(found.text)
+
+
 def test_a_weight_that_was_loaded_once_is_not_called_unchanged():
     m = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2))
     opt = torch.optim.SGD(m[1].parameters(), lr=.01)

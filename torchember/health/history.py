@@ -12,6 +12,7 @@ import numpy as np
 
 from ..frames.logs import of_right_types
 from ..ground.record import beside_training
+from ..measure.summary import derived
 from .finding import median
 from .moves import moves_of
 from .progress import Progress, guessing
@@ -33,11 +34,18 @@ def is_reported(row):
     return isinstance(row.get('rule'), str) and isinstance(row.get('text'), str) and row.get('step')==row.get('step')
 
 compared = 'mean', 'std', 'max', 'min', 'rms', 'abs_max' # statistics that show a change
+complete = 'std', 'var', 'rms', 'l2' # statistics that each training step changes: the mean of a bias may stay, and the largest value, too
 
 def changed(s):
     "Return a flag for each pair of neighbouring steps: True where a statistic of the tensor is another than in the step before."
-    known = [s[c] for c in compared if c in s]
-    return np.any([v[1:]!=v[:-1] for v in known], axis=0) if known else np.zeros(max(len(s)-1, 0), bool)
+    known = [v[1:]!=v[:-1] for v in (s[c] for c in compared if c in s)]
+    known += [(v[1:]!=v[:-1]) & np.isfinite(v[1:]) & np.isfinite(v[:-1]) for v in (s[c] for c in more_statistics(s))]
+    return np.any(known, axis=0) if known else np.zeros(max(len(s)-1, 0), bool)
+
+def more_statistics(s):
+    "Return the other statistics of a tensor. Those of the user count only where no complete one exists: a function may draw random numbers."
+    own = [c for c in derived if c not in compared and c in s]
+    return own if any(c in s for c in complete) else own+[c for c in s.rows.of_the_user if c in s]
 
 def as_recorded(p, h):
     "Return the entry of a parameter, corrected by the rows of the run: rows are certain, an entry is not."
@@ -46,7 +54,9 @@ def as_recorded(p, h):
     weight,grad,update = first(h.weights),first(h.grads),first(h.updates)
     more = {'gradient': True} if grad is not None and (grad.rms>0).any() else {}
     if p.get('called') is False and any(path in h.calls for path,_ in keys): more['called'] = True
-    if weight is not None and len(weight)>1: more['changes'] = often(changed(weight)) or update is not None and often(update.rms>0)
+    if weight is not None and len(weight)>1:
+        changes = often(changed(weight)) or update is not None and often(update.rms>0)
+        if changes or any(c in weight for c in complete): more['changes'] = changes # else the version counters know more
     return p | more
 
 def same_throughout(s):

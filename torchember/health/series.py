@@ -11,6 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
+from ..frames.logs import marks_at_end
 from ..ground.needs import needs
 from ..ground.not_finite import counts
 from ..ground.record import computed, computed_in, identity, of_pieces, optional
@@ -52,6 +53,12 @@ class Rows:
     def objects(self, name):
         if name not in self.columns: return np.full(len(self.order), None, object)
         return self.df[name].astype(object).to_numpy()[self.order]
+
+    @cached_property
+    def of_the_user(self):
+        "Return the columns with numbers that functions of the user have computed. Marks, such as an epoch, are left out."
+        no_statistics = {*not_noted, *marks_at_end(self.df)}
+        return [c for c in self.df.columns if c not in no_statistics and self.df[c].dtype.kind in 'iufb']
 
     shapes = cached_property(lambda self: self.objects('shape'))
     dtypes = cached_property(lambda self: self.objects('dtype'))

@@ -153,7 +153,7 @@ def trained_elsewhere(known, h):
 # %% ../../nbs/55_health/25_wiring.ipynb #77b5d3b8
 def never_moved(h, known, said, least, tiny, most):
     "Yield findings of weights that keep their values although gradients arrive. `said`: names of parameters that have a finding already."
-    fixed = {(p['path'], p['name']) for p in known.ps if p['requires_grad'] is False or label_of(p) in said}
+    fixed = {(p['path'], p['name']) for p in known.ps if p['requires_grad'] is False or p.get('changes') or label_of(p) in said}
     asked = [s for k,s in h.weights.items() if len(s)>=least and not s.skipped.all() and k not in fixed]
     same = [s for s in asked if same_throughout(s) and not has_updates(h, s)]
     still = [s for s in same if s.dtype not in digits and (grad := h.grads.get((s.path, s.pname))) is not None and (grad.rms>0).any()]
