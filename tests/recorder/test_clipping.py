@@ -1,5 +1,6 @@
 "Gradients as they were before they were clipped, by whoever clips them; and torch's functions are what they were"
 from tensor_rows import lines
+import functools
 import pickle
 import sys
 
@@ -175,10 +176,12 @@ def test_nothing_stands_there_unless_it_is_asked_for():
         te.arm()
 
 
-def test_who_puts_another_around_it_keeps_theirs(monkeypatch):
+@pytest.mark.parametrize('wraps', [lambda f: lambda g: g, functools.wraps], ids=['plain', 'functools.wraps'])
+def test_who_puts_another_around_it_keeps_theirs(wraps):
     before,calls = utils.clip_grad_norm_,[]
     with torchEmber(seeded(), ttypes='unclipped_grad'):
         ours = utils.clip_grad_norm_
+        @wraps(ours)
         def theirs(*args, **kwargs): calls.append(1); return ours(*args, **kwargs)
         utils.clip_grad_norm_ = theirs
     assert utils.clip_grad_norm_ is theirs
