@@ -1,5 +1,6 @@
 "Gradients as they were before they were clipped, by whoever clips them; and torch's functions are what they were"
 from tensor_rows import lines
+import functools
 import pickle
 import sys
 
@@ -8,11 +9,15 @@ import torch
 from looped import Net, batches, by_hand, grads, loss_of, momentum, said_of_parameters, seeded, table
 from torch import nn
 from torch.nn import utils
+from torch.nn.utils import clip_grad_norm_ as imported_by_name
 
 from torchember import torchEmber
+from torchember.capture.clipping import ClippingWatch
+from torchember.capture.private_torch import norm_clipper
 
 both = ('weight_grad', 'unclipped_grad')
-functions = [(place, name) for place in (utils, utils.clip_grad) for name in ('clip_grad_norm_', 'clip_grad_value_', 'clip_grads_with_norm_')]
+names = 'clip_grad_norm_','clip_grad_value_','clip_grads_with_norm_','_clip_grads_with_norm_'
+functions = [(place, name) for place in (utils, utils.clip_grad) for name in names]
 
 
 def now(): return [getattr(place, name, None) for place,name in functions]
@@ -53,6 +58,50 @@ def test_both_are_there(clip):
     said_of_parameters(te, 'unclipped_grad', before)
     said_of_parameters(te, 'weight_grad', after)
     assert any(not torch.equal(v, after[0][k]) for k,v in before[0].items())
+
+
+@pytest.mark.skipif(norm_clipper is None, reason='before torch 2.6 the function calls no helper')
+def test_a_function_imported_by_name_before_the_run_gives_the_same_rows():
+    "The whole rows, and the norms of all gradients"
+    runs = [clipped(lambda m, clip=clip: clip(m.parameters(), .01)) for clip in (imported_by_name, lambda *a: utils.clip_grad_norm_(*a))]
+    said_of_parameters(runs[0][0], 'unclipped_grad', runs[0][1])
+    said_of_parameters(runs[0][0], 'weight_grad', runs[0][2])
+    def rows(te): return [{k: v for k,v in r.items() if k!='ts'} for r in lines(te)]
+    def scalars(te): return [(r.step, r.grad_norm, r.grad_norm_unclipped) for r in te.t.df.itertuples() if r.tname=='grad_norm']
+    assert rows(runs[0][0])==rows(runs[1][0]) and scalars(runs[0][0])==scalars(runs[1][0])
+    want = [float(sum((g.double()**2).sum() for g in b.values())**.5) for b in runs[0][1]]
+    assert [s[2] for s in scalars(runs[0][0])]==pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.parametrize('clip', [imported_by_name, lambda *a: utils.clip_grad_norm_(*a), lambda *a: utils.clip_grad.clip_grad_norm_(*a)],
+    ids=['by name', 'utils', 'clip_grad'])
+def test_each_call_is_reported_once(clip):
+    "Also if both the function and its helper are replaced"
+    if clip is imported_by_name and norm_clipper is None: pytest.skip('before torch 2.6 the function calls no helper')
+    reports = []
+    class Listener:
+        def clips(self, parameters): reports.append([p.grad.tolist() for p in parameters])
+    watch = ClippingWatch(Listener())
+    watch.attach()
+    p = nn.Parameter(torch.ones(2))
+    p.grad = torch.tensor([3., 4.])
+    clip([p], 1.)
+    clip((q for q in [p]), 1.)
+    watch.detach()
+    assert reports[0]==[[3., 4.]] and len(reports)==2
+
+
+def test_an_error_inside_does_not_stop_later_reports():
+    reports = []
+    class Listener:
+        def clips(self, parameters): reports.append(len(parameters))
+    watch,p = ClippingWatch(Listener()),nn.Parameter(torch.ones(2))
+    watch.attach()
+    p.grad = torch.tensor([3., float('nan')])
+    with pytest.raises(RuntimeError, match='non-finite'): utils.clip_grad_norm_([p], 1., error_if_nonfinite=True)
+    utils.clip_grad_norm_([p], 1.)
+    watch.detach()
+    assert reports==[1, 1]
 
 
 def test_a_plan_has_them():
@@ -127,10 +176,12 @@ def test_nothing_stands_there_unless_it_is_asked_for():
         te.arm()
 
 
-def test_who_puts_another_around_it_keeps_theirs(monkeypatch):
+@pytest.mark.parametrize('wraps', [lambda f: lambda g: g, functools.wraps], ids=['plain', 'functools.wraps'])
+def test_who_puts_another_around_it_keeps_theirs(wraps):
     before,calls = utils.clip_grad_norm_,[]
     with torchEmber(seeded(), ttypes='unclipped_grad'):
         ours = utils.clip_grad_norm_
+        @wraps(ours)
         def theirs(*args, **kwargs): calls.append(1); return ours(*args, **kwargs)
         utils.clip_grad_norm_ = theirs
     assert utils.clip_grad_norm_ is theirs

@@ -7,12 +7,13 @@ __all__ = ['count_dispatch_modes', 'count_function_modes', 'inside_transform', '
            'without_transforms', 'is_wrapped', 'unwrap', 'running_node', 'who_saves', 'again', 'apply',
            'metadata_passes', 'check_trace', 'check_trace_code', 'module_call', 'variable_class', 'will_execute',
            'next_number', 'engine', 'DispatchMode', 'reads_number', 'Arguments', 'is_tracing', 'hooks_in_graphs',
-           'say_missing', 'computes_again', 'recomputing', 'function_around', 'call_in', 'only_metadata',
-           'checks_trace', 'function_trains', 'module_that_calls', 'is_graph', 'same_function', 'call_after_backward',
-           'leaves_below', 'writes_gradients', 'number_of', 'is_engine', 'arguments_of', 'by_dynamo', 'never_compile',
-           'say_no_hooks', 'thread_token', 'never_merge', 'keep_in_order', 'has_step_hooks', 'loss_scale',
-           'is_unscaled', 'any_unscaled', 'shared_store', 'fsdp_of', 'group_between_shards', 'frees_parameters',
-           'is_fsdp', 'running_ddp', 'pipeline_stages', 'tells_as_torch', 'who_calls_hooks']
+           'norm_clipper', 'say_missing', 'computes_again', 'recomputing', 'function_around', 'call_in',
+           'only_metadata', 'checks_trace', 'function_trains', 'module_that_calls', 'is_graph', 'same_function',
+           'call_after_backward', 'leaves_below', 'writes_gradients', 'number_of', 'is_engine', 'arguments_of',
+           'by_dynamo', 'never_compile', 'say_no_hooks', 'thread_token', 'never_merge', 'keep_in_order',
+           'has_step_hooks', 'loss_scale', 'is_unscaled', 'any_unscaled', 'shared_store', 'fsdp_of',
+           'group_between_shards', 'frees_parameters', 'is_fsdp', 'running_ddp', 'pipeline_stages', 'tells_as_torch',
+           'who_calls_hooks']
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch02
 import functools, gc, inspect, sys, weakref
@@ -417,6 +418,11 @@ def any_unscaled(
         scaler: A `GradScaler`, or None
     """
     return any(s['stage'].name!='READY' for s in getattr(scaler, '_per_optimizer_states', {}).values())
+
+# %% ../../nbs/10_capture/05_private_torch.ipynb #05clip01
+# Name of the function with which `clip_grad_norm_` clips, looked up in `torch.nn.utils.clip_grad` at each call: in torch 2.6 and later. None without it
+norm_clipper = getattr(private('torch.nn.utils.clip_grad._clip_grads_with_norm_', None,
+    '`unclipped_grad` has no rows if clip_grad_norm_ is imported by name'), '__name__', None)
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch38
 def shared_store():

@@ -146,6 +146,7 @@ def to_logframe(
     kept = (*types, *(more if keep is True else check_ttypes(keep, more)))
     there = df['ttype'].astype(object).dropna().unique().tolist()
     df = df[df['ttype'].isin(kept)]
+    if 'phase' in df: df = df[(df['phase']!='refused').to_numpy()] # the schema has no word for a pass that belongs to no step
     if not len(df): raise ValueError(f"there is nothing in these rows that a LogFrame has a word for ({', '.join(types)}). "
         f"They are of {printable(', '.join(map(str, there)), 200) or 'no tensor'}; keep= takes others along.")
     tensor,tensors = tensors_in(df)

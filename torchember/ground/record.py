@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SCHEMA', 'flowing', 'ttypes', 'identity', 'beside_training', 'of_pieces', 'optional', 'reserved', 'unmarkable',
-           'norm_names', 'computed', 'called_ttypes', 'computed_in', 'check_ttypes', 'pointer', 'plain', 'values_of',
-           'line_of', 'lines_of', 'texts_of', 'regular_line', 'dump_row', 'load_row', 'column_order']
+           'norm_names', 'clipped_norm', 'computed', 'called_ttypes', 'computed_in', 'check_ttypes', 'pointer', 'plain',
+           'values_of', 'line_of', 'lines_of', 'texts_of', 'regular_line', 'dump_row', 'load_row', 'column_order']
 
 # %% ../../nbs/05_ground/20_record.ipynb #e1362eea
 import json, math
@@ -31,6 +31,7 @@ unmarkable = frozenset(identity + optional + ('path',)) - {'phase'} # what a mar
 
 # %% ../../nbs/05_ground/20_record.ipynb #c0de0002
 norm_names = 'grad_norm','grad_norm_unclipped'
+clipped_norm = 'recorded_grad_norm','grad_norm' # names of the norm of all gradients; the user logs the second where the first exists
 computed = ('grad_norm', 'lr') # `tname` of these rows
 
 def computed_in(

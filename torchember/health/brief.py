@@ -11,6 +11,7 @@ import json
 import numpy as np
 
 from ..ground.messages import printable
+from ..ground.record import clipped_norm
 from .diagnose import chosen_rules, found_by, history_of, not_looked_at, ordered
 from .finding import median, middle
 from .moves import moves_of
@@ -55,6 +56,16 @@ def unusual(
     return [(p, rows[p], c) for _,c,p in sorted(scored, key=lambda s: -s[0])[:most]]
 
 # %% ../../nbs/55_health/70_brief.ipynb #81fb522e
+def norm_line(h):
+    "Return the line about the norm of all gradients. No line if the run has none"
+    n = next((n for name in clipped_norm for n in h.noted if n.name==name), None)
+    if n is None: return []
+    ok = np.isfinite(n.values)
+    finite,bad = n.values[ok],n.steps[~ok]
+    some = [('first', n.values[0]), *((('median', middle(finite)), ('largest', finite.max())) if len(finite) else ()), ('last', n.values[-1])]
+    odd = f"; not finite at {len(bad):,} steps, first at step {bad[0]:,}" if len(bad) else ''
+    return [f"- norm of all gradients ({quoted(n.name)}): {', '.join(f'{k} {short(v)}' for k,v in some)}{odd}"]
+
 def about(h, name):
     "What the run is"
     ps = h.parameters
@@ -65,6 +76,7 @@ def about(h, name):
     steps = f"{len(h.steps):,} recorded, {h.steps[0]:,} to {h.steps[-1]:,}" if len(h.steps) else 'none'
     return [f"- run {quoted(name)}, model {quoted(h.kinds.get('', '?'))}: {len(h.calls):,} modules called{known}", f"- steps: {steps}",
         f"- recorded: {kinds}; {', '.join(stats)}",
+        *norm_line(h),
         *(f"- not recorded: {what} ({how})" for what,how in not_looked_at(h))]
 
 def told(found, most):
@@ -108,7 +120,7 @@ def brief(
     rules='default', # As `diagnose` has them
     home=None # Folder of logs, instead of `~/.torchember`
 ) -> str: # Markdown, at most 8 kB
-    """A run in one page: what it is, what was recorded and what was not, what is wrong, the loss, the most unusual layers, how to ask further
+    """Return one page about a run: what was recorded, norm of all gradients, findings, loss, most unusual layers, and how to ask further
 
     Args:
         run: Name of a run, an ember, its te.t, a file, or a table of rows

@@ -109,7 +109,7 @@ class Series:
         "Root of the mean square: as recorded, else of mean and standard deviation, else NaN"
         n = self.rows.sizes[self.at]
         unbiased = np.where(n>1, (n-1)/np.where(n>1, n, 1), np.isnan(n)*1.) # of one value there is no deviation
-        made = np.sqrt(self['mean']**2+np.nan_to_num(self['std'])**2*unbiased)
+        made = np.hypot(self['mean'], np.nan_to_num(self['std'])*np.sqrt(unbiased)) # hypot: the square of 1e300 overflows
         return np.where(np.isnan(self['rms']), made, self['rms']) if 'rms' in self else made
 
     @cached_property

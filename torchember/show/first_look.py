@@ -7,8 +7,10 @@ __all__ = ['overview']
 
 # %% ../../nbs/60_show/90_first_look.ipynb #1adde7ec
 import numpy as np
+from matplotlib.ticker import LogLocator, NullLocator
 
 from ..frames.logs import no_rows
+from ..ground.record import clipped_norm
 from ..store.parameters import label_of
 from ..frames.words import earlier_calls, ttype_of, ttypes_asked
 from .findings import open_in, says, says_the_same
@@ -16,7 +18,7 @@ from .heatmaps import column_spans, heat, sizes
 from .legend import alarm, meanings, palettes, title_of, words
 from .lines import put_lines
 from .missing import parameters_in, reasons_in, reasons_of, with_missing, with_rows
-from .run_summary import default_ttypes, first_trouble, loss_of, no_tensors, of_kind, sentence_of, stat_of, there_of
+from .run_summary import default_ttypes, first_trouble, loss_of, no_tensors, noted, of_kind, sentence_of, stat_of, there_of
 from .run_summary import summary # noqa: F401 (it was here)
 from .select import grid, has_ttype, name_of_run, pick, series, table_and_findings, training, with_statistics
 from .style import drawn, figure, is_dark
@@ -32,7 +34,7 @@ def overview(
     loss=None, # What is drawn above: the name of a number that `te.log` noted, or values; or steps and values, as a pair; 'loss', or the first one, without it
     ax=None # Axes: then one tensor type, and the loss within
 ): # The Axes of one panel; several as `Panels`: an array with a `figure`, `axes` and `savefig`
-    """All layers and steps as colours, the loss above, and where something was first not finite
+    """Draw all layers and steps as colours, the loss and the norm of all gradients above, and where something was first not finite
 
     Args:
         run: Name of a run, an ember, a tracker, or a table
@@ -48,7 +50,8 @@ def overview(
     all_types = ttype is None and loss is None
     table,told = table_and_findings(run, None if all_types else [*(ttypes_asked(ttype) if ttype else default_ttypes), 'scalar'])
     if not len(table): raise ValueError(no_rows(name_of_run(table) or 'The table'))
-    numbers = loss_of(table, loss)
+    numbers,norms = loss_of(table, loss),norms_of(table)
+    if numbers and norms and numbers[0]==norms[0]: norms = None # drawn as the loss
     tensors = with_statistics(table[~has_ttype(table, 'scalar')], [stat] if stat else ())
     kinds = there_of(tensors, ttype)
     if not kinds and ttype is None: raise ValueError(no_tensors(table))
@@ -63,7 +66,7 @@ def overview(
         if ttype_of(kind)[0]=='output': rows = larger(rows)
         col,why = stat_of(rows, stat),reasons_in(rows, ttype_of(kind)[0], ps, path)
         parts.append((kind, col, rows, grid(with_missing(series(rows, col), why, [label_of(p) for p in ps])), why))
-    return compose(parts, numbers, tensors, name_of_run(table), ax, open_in(told, table['step'].max()))
+    return compose(parts, numbers, norms, tensors, name_of_run(table), ax, open_in(told, table['step'].max()))
 
 # %% ../../nbs/60_show/90_first_look.ipynb #c192557b
 def larger(rows):
@@ -73,26 +76,34 @@ def larger(rows):
     small = np.array([isinstance(s, list|tuple|np.ndarray) and one.setdefault(tuple(s), np.prod(s)==1) for s in rows['shape']], bool)
     return rows if small.all() else rows[~small]
 
-def compose(parts, numbers, tensors, run, ax, found=()):
-    "Put the loss and the heat maps above one another"
+def norms_of(table):
+    "Return name, steps and values of the norm of all gradients. None if the run has none"
+    names = noted(table)
+    name = next((n for n in clipped_norm if n in names), None)
+    return None if name is None else loss_of(table, name)
+
+def compose(parts, numbers, norms, tensors, run, ax, found=()):
+    "Put the loss, the norm of all gradients and the heat maps above one another"
+    curves = [c for c in (numbers, norms) if c]
     tall = [min(.3+.155*len(g.labels), 6.) for *_,g,_ in parts]
     if ax is None:
-        heights = ([1.] if numbers else [])+tall
+        heights = ([1.] if curves else [])+tall
         fig = figure((8, sum(heights)+1.1))
         axes = fig.subplots(len(heights), 1, height_ratios=heights, sharex=True, squeeze=False)
         axes = list(axes[:, 0])
-        top = axes.pop(0) if numbers else None
+        top = axes.pop(0) if curves else None
     else:
         fig,axes = ax.figure,[ax]
-        top = ax.inset_axes([0, 1.04, 1, .3], sharex=ax) if numbers else None
+        top = ax.inset_axes([0, 1.04, 1, .3], sharex=ax) if curves else None
     for a,(kind,col,_,g,why) in zip(axes, parts, strict=True):
         heat(a, g, meanings.get(col, col), zeros=col in sizes, why=reasons_of(g, why))
         a.set_ylabel(words.get(ttype_of(kind)[0], kind))
     axes[-1].set_xlabel('step')
     steps = np.concatenate([g.steps for *_,g,_ in parts])
-    if top is not None: draw_loss(top, numbers, steps)
-    ends = column_spans(np.unique(steps))[0] # the axes end where the last column does, or the loss
-    axes[0].set_xlim(*((min(ends[0], *numbers[1]), max(ends[-1], *numbers[1])) if numbers and len(numbers[1]) else (ends[0], ends[-1])))
+    if top is not None: draw_top(top, numbers, norms)
+    ends = column_spans(np.unique(steps))[0] # the axes end at the last column, or at the last point of the curves above
+    at = np.concatenate([ends, *(c[1] for c in curves)])
+    axes[0].set_xlim(at.min(), at.max())
     first = first_trouble(training(tensors))
     if first is not None: mark_first(axes, parts, first, top)
     title = said_first(run, found, first)
@@ -112,14 +123,44 @@ def said_first(
     beside = first is not None and not says_the_same(cause, first)
     return '\n'.join(filter(None, [title_of(run, sentence_of(first) if beside else ''), says(cause) if cause else '']))
 
-def draw_loss(ax, numbers, steps):
-    name,x,y = numbers
-    put_lines(ax, [(name, x, y, ~np.isfinite(y))], colors=[palettes[is_dark()][0]])
-    ok = np.isfinite(y)
-    if ok.any() and y[ok].min()>0 and y[ok].max()>100*y[ok].min(): ax.set_yscale('log')
-    ax.set_ylabel(name)
+def draw_top(ax, numbers, norms):
+    "Draw the loss, and the norm of all gradients on a second y axis"
+    color = palettes[is_dark()]
+    if numbers:
+        name,x,y = numbers
+        put_lines(ax, [(name, x, y, ~np.isfinite(y))], colors=[color[0]])
+        ok = np.isfinite(y)
+        if ok.any() and y[ok].min()>0 and y[ok].max()>100*y[ok].min(): ax.set_yscale('log')
+        ax.set_ylabel(name)
+    if norms:
+        name,x,y = norms
+        a = second_axis(ax) if numbers else ax
+        bad = ~np.isfinite(y) & ~np.isin(x, numbers[1][~np.isfinite(numbers[2])] if numbers else ()) # one cross per step
+        put_lines(a, [(name, x, y, bad)], colors=[color[1]], lw=.8)
+        if (y[np.isfinite(y)]>0).any(): log_axis(a)
+        a.set_ylabel(name, color=color[1])
     ax.tick_params(labelbottom=False, bottom=False)
     ax.spines['bottom'].set_visible(False)
+
+def log_axis(a):
+    "Make the y axis of low axes logarithmic, with plain numbers that do not overlap"
+    a.set_yscale('log', nonpositive='mask')
+    low,high = np.log10(a.get_ylim())
+    if not .3<high-low<=2: return # matplotlib labels narrower and wider ranges well
+    a.yaxis.set_major_locator(LogLocator(subs=(1, 3) if high-low>.8 else (1, 2, 3, 5)))
+    a.yaxis.set_major_formatter('{x:g}')
+    a.yaxis.set_minor_locator(NullLocator())
+
+def second_axis(ax):
+    "Return axes over `ax` with the y axis on the right. Clearing `ax` removes them, which does not hold for those of `twinx`"
+    a = ax.inset_axes([0, 0, 1, 1], sharex=ax)
+    a.patch.set_visible(False)
+    a.spines[['left', 'bottom']].set_visible(False)
+    a.spines['right'].set_visible(True)
+    a.xaxis.set_visible(False)
+    a.yaxis.tick_right()
+    a.yaxis.set_label_position('right')
+    return a
 
 def mark_first(axes, parts, first, top):
     "A line through all at the step, and a ring around the place where it is drawn"

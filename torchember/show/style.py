@@ -58,6 +58,8 @@ class Printable:
     def __init__(self, f): self.f = f
     def __call__(self, x, pos=None): return printable_lines(str(self.f(x, pos)))
 
+def all_children(ax): return [c for a in ax.child_axes for c in (a, *all_children(a))]
+
 def as_letters(fig, users):
     "Names are drawn letter by letter, numbers as matplotlib does"
     for t in texts_in(fig):
@@ -65,7 +67,7 @@ def as_letters(fig, users):
         if users.get(t)==s: continue
         if not s.isprintable(): t.set_text(printable_lines(s))
         t.set_parse_math('$' not in s or bool(formula.fullmatch(s)))
-    for axis in [getattr(ax, a) for ax in fig.axes for a in ('xaxis', 'yaxis', 'zaxis') if hasattr(ax, a)]:
+    for axis in [getattr(ax, a) for outer in fig.axes for ax in (outer, *all_children(outer)) for a in ('xaxis', 'yaxis', 'zaxis') if hasattr(ax, a)]:
         names = axis.get_major_formatter()
         if isinstance(names, mpl.ticker.FuncFormatter): names.func = names.func if isinstance(names.func, Printable) else Printable(names.func)
         for tick in (*axis.get_major_ticks()*(not isinstance(names, mpl.ticker.FuncFormatter)), *axis.get_minor_ticks()):

@@ -13,7 +13,7 @@ import numpy as np
 
 from ...ground.needs import needs
 from ...ground.not_finite import FirstNotFinite
-from ...ground.record import beside_training, computed_in, identity, optional
+from ...ground.record import beside_training, clipped_norm, computed_in, identity, optional
 from ..findings import OpenFindings
 from ...store.base import regular
 from ...store.lines import bad, longest_line
@@ -201,9 +201,11 @@ class OverviewRows:
         self.parts,self.n = [thinner],len(thinner)
 
     def thin_numbers(self):
-        "Of the numbers that were logged keep those with the least and the largest loss of a bin"
-        while len(kept := extremes(self.numbers, self.loss, self.width_of_numbers))>self.most_numbers*.6: self.width_of_numbers *= 2
-        self.numbers = kept
+        "Keep the rows with the smallest and the largest loss of each bin, and the same of the norms of all gradients"
+        names = self.loss,*clipped_norm
+        def kept(): return list({id(r): r for n in names for r in extremes(self.numbers, n, self.width_of_numbers)}.values()) # each row once
+        while len(some := kept())>self.most_numbers*.6: self.width_of_numbers *= 2
+        self.numbers = some
 
     @property
     def last_loss(self):
