@@ -6,22 +6,18 @@
 __all__ = ['models_of', 'Trainings']
 
 # %% ../nbs/91_trained.ipynb #a6478c9c
-import functools, gc, itertools, os, sys, threading, weakref
+import functools, itertools, os, sys, threading, weakref
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .capture.forward import armed_by, states_of
-from .capture.optimizer import parameters_of, trained_by, workers
+from .capture.optimizer import live_objects, parameters_of, trained_by, workers
 from .capture.private_torch import is_unscaled, tells_as_torch
 from .capture.tree import unwrap, wrappers
 
 # %% ../nbs/91_trained.ipynb #e9570267
-def live_objects(kind):
-    "Return all objects of a class in this process."
-    return [o for o in gc.get_objects() if issubclass(type(o), kind)]
-
 def ids_of(parameters): return {id(p) for p in parameters}
 
 def parameters_in(module):

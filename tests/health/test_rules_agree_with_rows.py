@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from torchember import diagnose, read, torchEmber
+from torchember.capture.optimizer import in_live_optimizers as in_live
 from torchember.health.diagnose import history_of
 from torchember.health.watch import Pace
 
@@ -79,6 +80,43 @@ def test_a_second_optimizer_that_steps_rarely_is_no_fault_either():
     a,b = matrices_and_vectors(m := split())
     found,_ = fit(m, [a], after=lambda i: i%20==9 and b.step())
     assert found.healthy and 'never changes' not in ' '.join(found.text)
+
+
+@pytest.mark.parametrize('created', [0, 2], ids=['before torchEmber', 'in step 2'])
+def test_a_second_optimizer_that_steps_in_every_10th_step_does_not_stop_the_training(created, monkeypatch):
+    monkeypatch.setattr(Pace, 'due', lambda self, steps, recording: steps>=8)
+    a,b = matrices_and_vectors(m := split())
+    other,ps = {},b.param_groups[0]['params']
+    del b
+    def make(i): other[0] = torch.optim.AdamW(ps, lr=.05)
+    if not created: make(0)
+    found,report = fit(m, [a], before=at(created, lambda: make(0)) if created else lambda i: None, after=lambda i: i%10==9 and other[0].step(),
+        wait=True, rules='default', on_finding='stop', name='rare')
+    assert facts(found)==[('info', 'not_trained', '', 0)] and 'their values change: another optimizer trains them' in found.text[0]
+    assert report['remarks']==[] and len(read('rare', ttype='weight').step.unique())==60
+
+
+def test_a_second_optimizer_that_has_not_stepped_yet_is_an_info():
+    a,b = matrices_and_vectors(m := split())
+    found,_ = fit(m, [a], n=12, name='not yet')
+    assert facts(found)==[('info', 'not_trained', '', 0)] and b is not None
+    assert found.text[0].endswith("but another optimizer has them. No change of their values is known in 12 recorded steps.")
+    assert [p.get('elsewhere') for p in history_of('not yet').noted_parameters]==[None, True]*3
+
+
+def test_other_optimizers_are_searched_for_only_if_a_parameter_is_in_none(monkeypatch):
+    searches = []
+    monkeypatch.setattr(in_live.__module__.replace('capture.optimizer', 'recorder.parameters')+'.in_live_optimizers',
+        lambda wanted: searches.append(len(wanted)) or in_live(wanted))
+    fit(m := split(), [adam(m)], n=20)
+    assert searches==[]
+    m = split()
+    fit(m, [torch.optim.SGD(m.head.parameters(), lr=.01)], n=20)
+    assert searches==[4, 4, 4] # when armed, after 4 steps, in the end
+    searches.clear()
+    other = torch.optim.SGD(m.backbone.parameters(), lr=.01)
+    fit(m, [torch.optim.SGD(m.head.parameters(), lr=.01)], n=20)
+    assert searches==[4] and other is not None
 
 
 statistics = {'of a function': lambda t: {'median': t.float().abs().median()}, 'of a function that never changes': lambda t: {'dims': float(t.ndim)},

@@ -24,7 +24,8 @@ class Known:
         self.ps = [p for p in entries if p.get('recorded') is not False]
         self.of = {reason: [p for p in self.ps if why_not(p)==reason] for reason in reasons}
         self.learn = [p for p in self.ps if why_not(p) is None and (p['requires_grad'] or p.get('gradient'))] # those that are trained, as far as is known
-        self.elsewhere = [p for p in self.ps if p.get('optimizer') is False and p.get('gradient') and p.get('changes')] # trained by an unknown optimizer
+        others = [p for p in self.ps if p.get('optimizer') is False and p.get('gradient')]
+        self.elsewhere = [p for p in others if p.get('changes') or p.get('elsewhere')] # an unknown optimizer has them
         self.values = sum(map(size_of, self.ps))
 
     def share(self, ps):
@@ -141,19 +142,25 @@ def of_frozen(h, known, part, own, most):
 elsewhere = 'trained by another optimizer' # a reason to give torchEmber another optimizer, not a fault
 
 def trained_elsewhere(known, h):
-    "Yield one finding of the parameters that another optimizer trains."
-    if not (own := known.elsewhere): return
+    "Yield a finding of the parameters that another optimizer trains, and of those that another optimizer has and that have not changed."
+    for changes in (True, False):
+        if own := [p for p in known.elsewhere if bool(p.get('changes'))==changes]: yield of_elsewhere(known, h, own, changes)
+
+def of_elsewhere(known, h, own, changes):
+    "Return the finding of parameters that another optimizer has. `changes`: True if their values change"
     parts = [part or 'the model' for part,_ in known.parts_of(own)]
     its,them = ('its', 'it') if len(parts)==1 else ('their', 'them')
-    yield finding(own[0]['path'] if len(own)==1 else '', f"{some(parts)} {'is' if len(parts)==1 else 'are'} not in the optimizer that torchEmber was given "
-        f"({len(own):,} parameter{'s'*(len(own)>1)}, {sum(map(size_of, own)):,} values), but {its} values change: another optimizer trains {them}.",
+    says = f"but {its} values change: another optimizer trains {them}." if changes else (
+        f"but another optimizer has {them}. No change of {its} values is known in {len(h.steps):,} recorded steps.")
+    return finding(own[0]['path'] if len(own)==1 else '', f"{some(parts)} {'is' if len(parts)==1 else 'are'} not in the optimizer that torchEmber was given "
+        f"({len(own):,} parameter{'s'*(len(own)>1)}, {sum(map(size_of, own)):,} values), {says}",
         h.steps[0], h.steps[-1], severity='info', look="updates(run)", ttype='weight', parameters=len(own), values=sum(map(size_of, own)), reason=elsewhere,
         advice="Give torchEmber all optimizers: optimizer=[a, b]. Then a step ends when all have stepped, and the updates and states of all are recorded.")
 
 # %% ../../nbs/55_health/25_wiring.ipynb #77b5d3b8
 def never_moved(h, known, said, least, tiny, most):
     "Yield findings of weights that keep their values although gradients arrive. `said`: names of parameters that have a finding already."
-    fixed = {(p['path'], p['name']) for p in known.ps if p['requires_grad'] is False or p.get('changes') or label_of(p) in said}
+    fixed = {(p['path'], p['name']) for p in known.ps if p['requires_grad'] is False or p.get('changes') or p.get('elsewhere') or label_of(p) in said}
     asked = [s for k,s in h.weights.items() if len(s)>=least and not s.skipped.all() and k not in fixed]
     same = [s for s in asked if same_throughout(s) and not has_updates(h, s)]
     still = [s for s in same if s.dtype not in digits and (grad := h.grads.get((s.path, s.pname))) is not None and (grad.rms>0).any()]
@@ -198,11 +205,16 @@ def stops_at(s, p, grad):
     moves = np.flatnonzero(changed(s))
     return int(moves[-1])+1 if len(moves) else None
 
+def longest_pause(s):
+    "Return the longest distance in steps between two changes of a weight: an optimizer may step in every 10th step only."
+    return int(np.diff(np.flatnonzero(changed(s))).max(initial=0))
+
 def stopped(h, k, s, p, least, share):
     "Return a `Stopped` if a weight was trained at first and not in the last steps, else None."
     if s.dtype in digits or s.steps[-1]<h.steps[-2:][0]: return None
     at = stops_at(s, p, h.grads.get(k))
-    if at is None or (~s.skipped[at:]).sum()<max(least, share*len(s)): return None
+    pause = 0 if p['requires_grad'] is False else longest_pause(s)
+    if at is None or (~s.skipped[at:]).sum()<max(least, share*len(s), 2*pause): return None
     return Stopped(s, at, h.grads.get(k), p)
 
 def entries_of_weights(h):

@@ -115,7 +115,8 @@ class StepEnd:
         self.tally.step_over(self.gate.writes)
         self.writer.step_over(steps.number, self.gate.writes)
         for part in (sources, self.buffer, self.gate, self.refused) if self.gate.touched else (): part.step_over()
-        if self.gate.writes and sources.parameters.known.due(self.tally.recorded): sources.note_parameters()
+        if self.gate.writes and sources.parameters.known.due(self.tally.recorded):
+            sources.note_parameters(search=self.tally.recorded==4) # before live rules look first, after 8 steps
         steps.close()
         if self.box is not None: self.box.turns(BETWEEN)
         self.cost.step_over(bool(self.gate.on), self.writer.t.file.seconds, self.buffer.on_device)

@@ -134,18 +134,18 @@ class Sources(AtStepEnd):
             states: Of the armed modules, root first; none where the model is not armed
             again: True if the model was armed before, with other modules
         """
-        if not states: self.note_parameters()
+        if not states: self.note_parameters(search=True)
         self.states = self.parameters.states = states
         if not again: self.parameters.arrivals = Arrivals()
         if not again: self.parameters.arrivals.arming([*self.parameters.each(), *(as_parameter(states[0], *v) for v in self.variables.items() if states)])
         self.parameters.find_unrecorded()
-        if states: self.note_parameters()
+        if states: self.note_parameters(search=not again)
         else: self.sampled = []
 
-    def note_parameters(self):
-        "Note which parameters there are, and what is known against them"
+    def note_parameters(self, search=False):
+        "Note all parameters, and why some are not trained. `search`: search this process for optimizers that torchEmber was not given"
         optimizers = None if self.watch is None else self.watch.optimizers
-        self.parameters.known.note(self.states, optimizers, self.parameters.hint.trains)
+        self.parameters.known.note(self.states, optimizers, self.parameters.hint.trains, search)
 
     def look_for_changes(self):
         "Arm the modules that the model got since the last look"

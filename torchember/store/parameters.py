@@ -21,7 +21,8 @@ def entry(
     called:bool|None=None, # Whether its module was ever called
     also=(), # Other names of the same parameter
     recorded:bool=True, # Whether the user wants its module recorded
-    changes:bool=False # True if the values change although no known optimizer has the parameter
+    changes:bool=False, # True if the values change although no known optimizer has the parameter
+    elsewhere:bool=False # True if an optimizer that torchEmber was not given has the parameter
 ) -> dict:
     """What a run notes of a parameter
 
@@ -37,10 +38,12 @@ def entry(
         also: Other names of the same parameter
         recorded: Whether the user wants its module recorded
         changes: True if the values change although no known optimizer has the parameter
+        elsewhere: True if an optimizer that torchEmber was not given has the parameter
     """
     p = dict(path=path, name=name, shape=None if shape is None else list(shape), dtype=dtype, requires_grad=requires_grad,
         optimizer=optimizer, gradient=gradient, called=called)
-    return p | ({'also': list(also)} if also else {}) | ({} if recorded else {'recorded': False}) | ({'changes': True} if changes else {})
+    return p | ({'also': list(also)} if also else {}) | ({} if recorded else {'recorded': False}) | ({'changes': True} if changes else {}) \
+        | ({'elsewhere': True} if elsewhere else {})
 
 def label_of(p): return f"{p['path']}.{p['name']}" if p['path'] else p['name'] # as pictures name it
 
@@ -60,7 +63,7 @@ def why_not(
     """
     if p.get('recorded') is False or p.get('changes'): return None # another optimizer, or code of the user, changes it
     if not p.get('gradient') and p['requires_grad'] is False: return frozen
-    if p.get('optimizer') is False: return forgotten
+    if p.get('optimizer') is False and not p.get('elsewhere'): return forgotten
     if p.get('gradient') is False: return not_called if p.get('called') is False else cut_off
     return None
 
@@ -147,7 +150,7 @@ def is_entry(p):
     also,shape = p.get('also', []),p.get('shape')
     if not isinstance(also, list) or not isinstance(shape, list|None) or not isinstance(p.get('dtype'), str|None): return False
     if not all(isinstance(n, str) and len(n)<=1000 for n in (p.get('path'), p.get('name'), *also)): return False
-    flags = 'optimizer', 'gradient', 'called', 'recorded', 'changes'
+    flags = 'optimizer', 'gradient', 'called', 'recorded', 'changes', 'elsewhere'
     return all(type(n) is int and n>=0 for n in shape or ()) and all(isinstance(p.get(k), bool|None) for k in flags)
 
 most_entries = 20_000 # of a run
