@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..capture.forward import parts_of
+from ..capture.optimizer import in_live_optimizers
 from .notices import Notices
 from ..store.parameters import entry, most_entries
 
@@ -384,7 +385,7 @@ class Known:
     ):
         self.tell = tell
         self.grads = 'weight_grad' in ttypes
-        self.got,self.held = set(),set() # (path, name) of those that ever had a gradient; that an optimizer ever had
+        self.got,self.held,self.elsewhere = set(),set(),set() # (path, name) of those that ever had a gradient; that a known, an unknown optimizer ever had
         self.called = set() # paths of modules
         self.writes = Writes()
         self.trained = False # whether the model was trained
@@ -410,7 +411,8 @@ class Known:
     def note(self,
         states, # Of the armed modules, root first
         optimizers, # Optimizers that are known; None when none is
-        trains:bool # Whether there was a pass that could be trained with; of compiled code only gradients tell it
+        trains:bool, # Whether there was a pass that could be trained with; of compiled code only gradients tell it
+        search:bool=False # True to search this process for other optimizers, if a parameter is in none of the known ones
     ):
         """Note all parameters as they are now
 
@@ -418,14 +420,16 @@ class Known:
             states: Of the armed modules, root first
             optimizers: Optimizers that are known; None when none is
             trains: Whether there was a pass that could be trained with; of compiled code only gradients tell it
+            search: True to search this process for other optimizers, if a parameter is in none of the known ones
         """
         if not states: return
         self.trained = self.trained or trains or bool(self.got)
         of = {st.track.id: st for st in states}
         self.called |= {st.track.path for st in states if st.pass_ is not None}
         ours = None if optimizers is None else {id(p) for o in optimizers for g in o.param_groups for p in g['params']}
-        entries,self.left_out = [],0
-        for p,owner,names in every_parameter(states[0].track):
+        entries,self.left_out,found = [],0,every_parameter(states[0].track)
+        if search and ours is not None: self.search(found, ours)
+        for p,owner,names in found:
             if ours is not None and id(p) in ours: self.held |= names.keys()
             elif ours is not None: self.writes.look(p, next(iter(names)))
             if len(entries)==self.most: self.left_out += 1
@@ -433,6 +437,12 @@ class Known:
         if entries==self.entries: return
         self.entries = entries
         if self.tell: self.tell(self.meta())
+
+    def search(self, found, ours):
+        "Find the parameters that other optimizers of this process have. The search takes up to 0.1 s, and is left out if no parameter needs it."
+        missing = {id(p): names.keys() for p,_,names in found
+            if p.requires_grad and id(p) not in ours and (self.held | self.elsewhere).isdisjoint(names)}
+        for i in in_live_optimizers(set(missing)) if missing else (): self.elsewhere |= missing[i]
 
     def one(self, p, owner, state, names, told):
         "The entry of one"
@@ -442,7 +452,7 @@ class Known:
         return entry(*names[0], None if is_lazy(p) else p.shape, str(p.dtype).removeprefix('torch.'), p.requires_grad,
             any_of(self.held) if told else None, any_of(self.got) or (False if some else None), owner.path in self.called if shown else None,
             ['.'.join(filter(None, n)) for n in names[1:]], state is not None and state.watched,
-            names[0] not in self.held and self.writes.often(names[0]))
+            names[0] not in self.held and self.writes.often(names[0]), bool(told) and not any_of(self.held) and any_of(self.elsewhere))
 
     def meta(self): return {'parameters': self.entries} | ({'left out': self.left_out} if self.left_out else {})
 
