@@ -49,7 +49,7 @@ def test_nothing_is_lost(n):
         df = read(f'k{i}')
         counts = df[df.ttype=='output'].groupby('step').size()
         assert counts[counts.index<=last].tolist()==[6]*(last+1)
-        assert (df[df.ttype=='scalar']['loss'].notna()).all()
+        assert (df[df.tname=='log']['loss'].notna()).all()
         if last>20: assert diagnose(f'k{i}')['rule'].tolist()[:2]==['died', 'dead_units']
         told = df[df.ttype=='finding']
         assert told.empty or set(told['tname'])<={'died', 'dead_units', 'vanishing_gradient', 'loss_stalls'}

@@ -37,7 +37,7 @@ for _ in range(2):
     opt.step()
     opt.zero_grad()
 te.close()
-done['rows'] = [(r['step'], r['ttype'], r['rms'], r.get('ratio'), r.get('placement')) for r in te.t.lines()]
+done['rows'] = [(r['step'], r['ttype'], r['rms'], r.get('ratio'), r.get('placement')) for r in te.t.lines() if r['ttype']!='scalar']
 '''
 pipeline = '''
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -50,7 +50,7 @@ for i in range(2):
     opt.step()
     opt.zero_grad()
 report = te.close()
-done['rows'] = [(r['step'], r['module'], r['ttype'], r['call'], r['numel'], r['max']) for r in te.t.lines()]
+done['rows'] = [(r['step'], r['module'], r['ttype'], r['call'], r['numel'], r['max']) for r in te.t.lines() if r['ttype']!='scalar']
 done['steps'] = report['steps']
 '''
 

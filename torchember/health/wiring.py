@@ -160,11 +160,12 @@ def of_elsewhere(known, h, own, changes):
 # %% ../../nbs/55_health/25_wiring.ipynb #77b5d3b8
 def never_moved(h, known, said, least, tiny, most):
     "Yield findings of weights that keep their values although gradients arrive. `said`: names of parameters that have a finding already."
-    fixed = {(p['path'], p['name']) for p in known.ps if p['requires_grad'] is False or p.get('changes') or p.get('elsewhere') or label_of(p) in said}
-    asked = [s for k,s in h.weights.items() if len(s)>=least and not s.skipped.all() and k not in fixed]
+    fixed = {(p['path'], p['name']) for p in known.ps if p['requires_grad'] is False or label_of(p) in said}
+    moved = {(p['path'], p['name']) for p in known.ps if p.get('changes') or p.get('elsewhere')} # the recorder knows it from version counters
+    asked = [s for k,s in h.weights.items() if len(s)>=least and not s.skipped.all() and k not in fixed | moved]
     same = [s for s in asked if same_throughout(s) and not has_updates(h, s)]
     still = [s for s in same if s.dtype not in digits and (grad := h.grads.get((s.path, s.pname))) is not None and (grad.rms>0).any()]
-    if still and len(same)==len(asked): yield none_moved(h, still); return
+    if still and len(same)==len(asked) and not moved & h.weights.keys(): yield none_moved(h, still); return
     for s in still[:most]:
         size = median(h.grads[s.path, s.pname].rms)
         if s.shape is not None and np.prod(s.shape)<=1 or size<tiny*median(s.rms): continue # a step that rounds to nothing

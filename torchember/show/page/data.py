@@ -34,7 +34,7 @@ def packed(
     exact:bool=False # Whether all bits are kept, as counts want it
 ) -> dict: # `shape`, and `zip`: float32 to 12 bits, bytes in planes, gzip, base64
     "An array, as the page unpacks it"
-    v = np.ascontiguousarray(values, '<f4')
+    with np.errstate(over='ignore'): v = np.ascontiguousarray(values, '<f4') # the page shows a float64 above 3.4e38 as infinite
     bits = v.view('<u4')
     up = bits+np.uint32(1<<10)
     if not exact: bits = np.where(np.isfinite(v) & np.isfinite(up.view('<f4')), up, bits) & np.uint32(0xfffff800) # which leaves infinities as they are
