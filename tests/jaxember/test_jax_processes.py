@@ -118,14 +118,14 @@ layout = dict(rows='data:S0', columns='data:R', both='data:S0', one='data:S0', t
 
 def laid_out(home, run):
     df,said = merged(home, run)
-    df = df[df.ttype!='scalar']
+    df = df[~df.ttype.isin(['scalar', 'finding'])]
     got = {r['pname']: r for r in df.to_dict('records')}
     for line in (home/f'{run}.jsonl').read_text().splitlines():
         w = json.loads(line)
         assert not off(got[w['path']], w), (w['path'], off(got[w['path']], w))
     assert not said and got['empty']['shape']==(0, 3) and len(got)==15
-    own = {r['pname']: r for r in merged(home, f'{run}_own', per_rank=True)[0].query('rank==0 and ttype!="scalar"').to_dict('records')}
-    return {r['pname']: r['part'] for r in merged(home, run, per_rank=True)[0].query('ttype!="scalar"').to_dict('records')}, own
+    own = {r['pname']: r for r in merged(home, f'{run}_own', per_rank=True)[0].query('rank==0 and ttype not in ("scalar", "finding")').to_dict('records')}
+    return {r['pname']: r['part'] for r in merged(home, run, per_rank=True)[0].query('ttype not in ("scalar", "finding")').to_dict('records')}, own
 
 
 @pytest.mark.slow
