@@ -203,6 +203,24 @@ cases = {
     test_fields_of_another_type[path-some]
     test_fields_of_another_type[run-some]
     ''',
+'health/test_no_numpy_warnings.py': '''
+    test_a_run_of_odd_numbers[all masked]
+    test_a_run_of_odd_numbers[inf]
+    test_a_run_of_odd_numbers[nan]
+    test_a_run_of_odd_numbers[zero]
+    test_a_run_of_odd_numbers[scalar]
+    test_a_run_of_odd_numbers[tiny]
+    test_a_run_of_odd_numbers[half]
+    test_a_run_of_odd_numbers[complex]
+    test_a_run_of_odd_numbers[whole]
+    test_a_run_of_odd_numbers[loss nan]
+    test_a_run_of_odd_numbers[loss -inf]
+    test_a_run_of_odd_numbers[loss 0.0]
+    test_a_run_of_odd_numbers[loss 1e+30]
+    test_a_run_of_odd_numbers[data 0.0]
+    test_a_run_of_odd_numbers[data 1e+20]
+    test_a_run_of_odd_numbers[data inf]
+    ''',
 'health/test_zoo.py': '''
     test_with_more_statistics_a_healthy_one_is_left_in_peace_too[rezero_and_masks_of_infinity]
     test_with_more_statistics_a_healthy_one_is_left_in_peace_too[mixture_density]
