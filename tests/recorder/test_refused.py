@@ -355,3 +355,52 @@ def test_clipped_gradients_are_no_copies():
     loop.opt.zero_grad()
     loop.train(3)
     assert [r[1] for r in loop.rows()].count('refused')>=2 and any('belong' in r for r in loop.te.close()['remarks'])
+
+
+@pytest.mark.parametrize('ends', ENDS)
+def test_a_gradient_penalty_that_no_backward_of_the_output_follows_is_a_micro_batch(ends):
+    "The output is linear in the input, so the second backward goes to the weights only"
+    loop = Loop(ends)
+    for _ in range(2):
+        x = batch(0).requires_grad_()
+        g, = torch.autograd.grad(loop.model(x).sum(), x, create_graph=True)
+        (loop.model(batch(2)).sum()+g.square().sum()).backward()
+        loop.step()
+    loop.te.close()
+    assert loop.rows()==[row(0, 1), row(1, 1)]
+
+
+def test_two_batches_that_are_refused_at_once_keep_their_own_rows():
+    "With a function as statistics, each pass has a row of its own"
+    loop = Loop(stats=lambda x: {'mean': x.float().mean().item()}, ttypes=('input',))
+    loop.train(0)
+    loop.backward(100, 200)
+    loop.opt.zero_grad()
+    loop.train(1)
+    loop.te.close()
+    got = loop.rows()
+    assert [r[-1] for r in got if r[1]=='refused']==[100, 200] and [(r[0], r[-1]) for r in got if r[1] is None]==[(0, 0), (1, 1)], got
+
+
+def test_outputs_without_a_gradient_get_no_hook():
+    class Both(nn.Module):
+        def __init__(self): super().__init__(); self.l = nn.Linear(1, 1)
+        def forward(self, x): return {'y': self.l(x), 'mask': x>0, 'detached': x.detach()}
+    model = Both()
+    opt = torch.optim.SGD(model.parameters(), .1)
+    with torchEmber(model, optimizer=opt, ttypes=('input',), stats=['mean']) as te:
+        for v in 1., nan, 3.:
+            model(batch(v))['y'].sum().backward()
+            if v==v: opt.step()
+            opt.zero_grad()
+    assert [(r['step'], r.get('phase')) for r in lines(te) if r['module']=='model(Both)']==[(0, None), (0, 'refused'), (1, None)]
+
+
+def test_models_whose_parameters_fsdp1_replaces_are_left_out():
+    from torchember.recorder.refused import RefusedPasses
+    class FullyShardedDataParallel(nn.Module):
+        def __init__(self, inner): super().__init__(); self.inner = inner
+    passes,plain = RefusedPasses(),nn.Sequential(nn.Linear(1, 1))
+    for model,n in ((plain, 2), (nn.Sequential(FullyShardedDataParallel(plain)), 0)):
+        passes.arming(model)
+        assert len(passes.parameters)==n
