@@ -26,15 +26,7 @@ def named_in(
     code:ast.AST, # Of a cell
     names:dict # What the notebook has: name -> value
 ) -> dict: # Of these what the cell names, or a function of the notebook that it names
-    """What a cell is about
-
-    Args:
-        code: Of a cell
-        names: What the notebook has: name -> value
-
-    Returns:
-        Of these what the cell names, or a function of the notebook that it names
-    """
+    "What a cell is about"
     found,todo = {},names_in(code)
     while todo:
         n = todo.pop(0)
@@ -83,13 +75,7 @@ def ember_cell(
     line:str, # What stands behind `%%ember`: options, as `torchember run` has them
     cell:str # The cell
 ):
-    """Run a cell with its models armed, and show what came of it
-
-    Args:
-        shell: IPython's
-        line: What stands behind `%%ember`: options, as `torchember run` has them
-        cell: The cell
-    """
+    "Run a cell with its models armed, and show what came of it"
     __tracebackhide__ = '__ipython_bottom__'
     import torch
     from torchember.trained import Trainings
@@ -112,11 +98,7 @@ def ember_cell(
 def load_ipython_extension(
     shell # IPython's
 ):
-    """What `%load_ext torchember` does
-
-    Args:
-        shell: IPython's
-    """
+    "What `%load_ext torchember` does"
     needs('IPython', for_='%%ember', package='ipython')
     def ember(line, cell):
         __tracebackhide__ = '__ipython_bottom__'

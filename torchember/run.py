@@ -44,16 +44,7 @@ def options_in(
     prog:str='torchember run', # What the user calls it, for messages
     usage:str|None=None # How it is called
 ) -> dict: # Of `torchEmber`. Raises SystemExit for what makes no sense, as argparse does
-    """Options as a shell has them, as arguments
-
-    Args:
-        words: `['--every', '10', ...]`
-        prog: What the user calls it, for messages
-        usage: How it is called
-
-    Returns:
-        Of `torchEmber`. Raises SystemExit for what makes no sense, as argparse does
-    """
+    "Options as a shell has them, as arguments"
     from torchember.ground.choose import schedule
     from torchember.ground.record import check_ttypes
     parser = options_parser(prog, usage)
@@ -78,14 +69,7 @@ usage = 'torchember run [options] [--] PROGRAM [arguments of the program], or to
 def split(
     argv:list # What follows `torchember run`
 ) -> tuple: # Words of options; whether a module is named; the program and its arguments
-    """What is ours, and what is the program's
-
-    Args:
-        argv: What follows `torchember run`
-
-    Returns:
-        Words of options; whether a module is named; the program and its arguments
-    """
+    "What is ours, and what is the program's"
     i = 0
     while i<len(argv) and argv[i].startswith('-') and argv[i] not in ('--', '-m', '-h', '--help'): i += 1 if '=' in argv[i] else 2
     words,rest = argv[:i],argv[i:]
@@ -170,14 +154,7 @@ def threads_run(): return any(not t.daemon and t is not threading.main_thread() 
 def run_command(
     argv:list # What follows `torchember run`
 ) -> int: # Exit code: 0 where the program has come to its end, 2 where there is none. What it raises goes through, SystemExit too
-    """Run a program, and record what it trains
-
-    Args:
-        argv: What follows `torchember run`
-
-    Returns:
-        Exit code: 0 where the program has come to its end, 2 where there is none. What it raises goes through, SystemExit too
-    """
+    "Run a program, and record what it trains"
     words,module,program = split(argv)
     options = options_in(words, usage=usage)
     if not program: options_parser('torchember run', usage).error('name a program')

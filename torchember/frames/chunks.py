@@ -50,14 +50,7 @@ class Stretch:
     def open(self,
         steps=None # The first and the last that are wanted
     ): # `Part`, or lines
-        """What can be read as a block of the log
-
-        Args:
-            steps: The first and the last that are wanted
-
-        Returns:
-            `Part`, or lines
-        """
+        "What can be read as a block of the log"
         if self.about is not None:
             part = SharedPart(self.path, {self.of: dict(self.about)}, steps) if self.shared else Part(self.path, dict(self.about), self.of, steps)
             with part.file: yield part
@@ -93,14 +86,7 @@ class Stretch:
 def common(
     kinds # What a column is kept as in each of several places, None where it has no value
 ) -> str: # What takes all of them
-    """What a column is, of which there are pieces. Numbers and texts together are texts, the JSON of each
-
-    Args:
-        kinds: What a column is kept as in each of several places, None where it has no value
-
-    Returns:
-        What takes all of them
-    """
+    "What a column is, of which there are pieces. Numbers and texts together are texts, the JSON of each"
     there = set(kinds)-{None}
     if len(there)<2: return next(iter(there), 'double')
     return 'double' if there=={'int64', 'double'} else 'list<double>' if there=={'list<int64>', 'list<double>'} else 'json'
@@ -196,13 +182,7 @@ def contents(
     rows:int=1<<17, # Of a stretch of lines, at most. Of a log beside many others few rows are of the same steps
     expected=None # `Expected`: what was seen in other logs of the same run
 ) -> Contents:
-    """What a log has, and where. The rows of a run that an older torchember has recorded are small, and taken as they are
-
-    Args:
-        source: `Source`
-        rows: Of a stretch of lines, at most. Of a log beside many others few rows are of the same steps
-        expected: `Expected`: what was seen in other logs of the same run
-    """
+    "What a log has, and where. The rows of a run that an older torchember has recorded are small, and taken as they are"
     if source.t.older() if source.t is not None else is_older(source.path):
         out = Contents()
         for data in source.blocks(): out.add(*look_at_more(data, source.path))
@@ -246,15 +226,7 @@ def step_ranges(
     stretches, # Of all logs of a run
     most:int # Rows in each, about
 ) -> list: # (first step, last step)
-    """Steps that have so many rows together, as far as stretches tell
-
-    Args:
-        stretches: Of all logs of a run
-        most: Rows in each, about
-
-    Returns:
-        (first step, last step)
-    """
+    "Steps that have so many rows together, as far as stretches tell"
     known = [(s.first, s.last+1, s.rows) for s in stretches if s.first is not None]
     if not known: return []
     at = np.unique([b for a,z,_ in known for b in (a, z)])
@@ -376,17 +348,7 @@ def fields_of(
     per_rank:bool=False, # Whether they have a `rank`
     several:bool=False # Whether there are other runs, so that `run` is ours
 ) -> dict: # Column -> what it is kept as
-    """The columns that `read` has of some logs, in order
-
-    Args:
-        there: `Contents` of each log
-        merged: Whether the rows are those of wholes
-        per_rank: Whether they have a `rank`
-        several: Whether there are other runs, so that `run` is ours
-
-    Returns:
-        Column -> what it is kept as
-    """
+    "The columns that `read` has of some logs, in order"
     there_are = dict.fromkeys(k for keys in layouts_in(there) for k in keys if k not in ('supersedes', 'nonfinite'))
     kinds = {k: common(chain.from_iterable(c.kinds.get(k, ()) for c in there)) for k in there_are}
     if not kinds: kinds = dict.fromkeys(identity[:7], 'text')|dict(step='int64', call='int64')
@@ -485,16 +447,7 @@ def chunk_table(
     fields:dict, # Column -> what it is kept as
     steps=None # First and last step that are wanted: rows of others may be left out
 ): # pyarrow.Table
-    """The rows of a chunk, of which each engine makes its own
-
-    Args:
-        chunk: `Chunk`
-        fields: Column -> what it is kept as
-        steps: First and last step that are wanted: rows of others may be left out
-
-    Returns:
-        pyarrow.Table
-    """
+    "The rows of a chunk, of which each engine makes its own"
     pa = needs('pyarrow', for_='scan')
     if chunk.plain and len(chunk.logs)==1 and (of := chunk.logs[0][2])[0].about is not None:
         with of[0].open(steps) as part:

@@ -17,11 +17,7 @@ from .logs import Choice, columns_in
 
 # %% ../../nbs/50_frames/08_dataset.ipynb #08285e27
 class Pruned:
-    """Which chunks can have rows for which a condition holds
-
-    Returns:
-        list of `Chunk`; of the table
-    """
+    "Which chunks can have rows for which a condition holds"
     def __init__(self, chunks, schema): # list of `Chunk`; of the table
         self.chunks,self.fs,parquet = chunks,LocalFileSystem(),ds.ParquetFileFormat()
         some = [parquet.make_fragment(str(i), self.fs, partition_expression=holds(c, schema)) for i,c in enumerate(chunks)]
@@ -47,11 +43,7 @@ def as_asked(values, kind, steps):
 
 # %% ../../nbs/50_frames/08_dataset.ipynb #4661a7e4
 class Wanted:
-    """The rows of chunks that were asked for from the beginning. It can be sent to another process
-
-    Returns:
-        `fields_of`, of those wanted; `Choice`; `fields_of`, of all
-    """
+    "The rows of chunks that were asked for from the beginning. It can be sent to another process"
     def __init__(self, fields, choice=None, every=None): # `fields_of`, of those wanted; `Choice`; `fields_of`, of all
         self.fields,self.choice,self.every = fields,choice or Choice(),every or fields
 
@@ -78,11 +70,7 @@ class Wanted:
 
 # %% ../../nbs/50_frames/08_dataset.ipynb #72b11583
 class Runs(ds.Dataset):
-    """Runs as a `pyarrow.dataset.Dataset`. Nothing is read before somebody asks, and what was read is not kept
-
-    Returns:
-        list of `Chunk`; `Wanted`
-    """
+    "Runs as a `pyarrow.dataset.Dataset`. Nothing is read before somebody asks, and what was read is not kept"
     def __init__(self, chunks, wanted): # list of `Chunk`; `Wanted`
         self.wanted,self.arrow = wanted,schema_of(wanted.fields)
         self.pruned = Pruned([c for c in chunks if wanted.may_have(c)], self.arrow)
@@ -106,11 +94,7 @@ class Runs(ds.Dataset):
         for c in self.pruned(condition): yield self.wanted(c, columns)
 
     def scanner(self, columns=None, filter=None, **how): # as `pyarrow.dataset.Dataset.scanner`
-        """What reads some columns of rows for which a condition holds
-
-        Returns:
-            as `pyarrow.dataset.Dataset.scanner`
-        """
+        "What reads some columns of rows for which a condition holds"
         named = str(filter) + ('' if columns is None or isinstance(columns, list) else ' '.join(map(str, columns.values())))
         names = self.arrow.names if columns is None else [k for k in self.arrow.names if k in columns or k in named]
         names = names or self.arrow.names[-1:] # rows are counted by a column
@@ -120,11 +104,7 @@ class Runs(ds.Dataset):
         return ds.Scanner.from_batches(batches, schema=schema, columns=columns, filter=filter, batch_readahead=2, **how)
 
     def sort_by(self, sorting, **how): # as `pyarrow.Table.sort_by`
-        """All rows in another order
-
-        Returns:
-            as `pyarrow.Table.sort_by`
-        """
+        "All rows in another order"
         return ds.InMemoryDataset(self.to_table().sort_by(sorting, **how))
 
     def not_that(self, *args, **kwargs):

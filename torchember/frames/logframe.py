@@ -258,14 +258,7 @@ def faults_of_types(df):
 def unshifted(
     lf # A `LogFrame` that Track & Visualize has recorded
 ): # The same, with column n for magnitudes from 2^n to 2^(n+1)
-    """Exponents as the schema has them, of a frame that has those of `frexp`
-
-    Args:
-        lf: A `LogFrame` that Track & Visualize has recorded
-
-    Returns:
-        The same, with column n for magnitudes from 2^n to 2^(n+1)
-    """
+    "Exponents as the schema has them, of a frame that has those of `frexp`"
     out = lf.copy(deep=False)
     out.columns = type(lf.columns).from_tuples([(t, c-1 if t==EXP and not math.isinf(c) else c) for t,c in lf.columns])
     out.attrs['torchember'] = {'logframe': 1, 'exponents': True, 'zeros': -1}

@@ -711,15 +711,7 @@ def may_have(
     df, # Rows
     stats # Columns
 ): # Array of booleans
-    """Which rows have one of some statistics, or had it measured as NaN: those that have none of them and a statistic that goes with none of them are others
-
-    Args:
-        df: Rows
-        stats: Columns
-
-    Returns:
-        Array of booleans
-    """
+    "Which rows have one of some statistics, or had it measured as NaN: those that have none of them and a statistic that goes with none of them are others"
     has = [df[s].notna().to_numpy() for s in stats if s in df]
     if not has: return np.ones(len(df), bool)
     has = np.logical_or.reduce(has)

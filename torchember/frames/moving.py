@@ -412,11 +412,7 @@ def alone_with(h, name, target):
 
 # %% ../../nbs/50_frames/08_moving.ipynb #25e8ff44
 class Background:
-    """Brings runs elsewhere every so often, in a thread that harms nobody
-
-    Returns:
-        as `sync` has them
-    """
+    "Brings runs elsewhere every so often, in a thread that harms nobody"
     def __init__(self, run, target, home, every, parquet): # as `sync` has them
         if not every>0: raise ValueError(f"every is a number of seconds greater than 0, got {every!r}.")
         self.run,self.target,self.every = run,target,every
@@ -466,14 +462,7 @@ class Background:
     def stop(self,
         patience:float=60 # Seconds to go on asking a store that does not answer
     ) -> list: # As `sync` gives it
-        """Bring what is left, and end. Raises OSError when that cannot be
-
-        Args:
-            patience: Seconds to go on asking a store that does not answer
-
-        Returns:
-            As `sync` gives it
-        """
+        "Bring what is left, and end. Raises OSError when that cannot be"
         if self.over.is_set(): return self.said
         self.over.set()
         self.thread.join()

@@ -14,16 +14,7 @@ def open_wing(
     names:dict, # Room -> the names in it, in one text; rooms of other wings begin with dots: '..frames.logframe'
     before=lambda: None # Called when a name is fetched: what says that a library is missing
 ) -> tuple: # `__getattr__` and `__dir__` for the package
-    """Have the names of a wing's rooms as attributes of the wing. Raises AttributeError for other names
-
-    Args:
-        package: Its name: `__name__` of the folder's `__init__`
-        names: Room -> the names in it, in one text; rooms of other wings begin with dots: '..frames.logframe'
-        before: Called when a name is fetched: what says that a library is missing
-
-    Returns:
-        `__getattr__` and `__dir__` for the package
-    """
+    "Have the names of a wing's rooms as attributes of the wing. Raises AttributeError for other names"
     rooms = {n: room if room[0]=='.' else f'.{room}' for room,found in names.items() for n in found.split()}
     def fetch(name):
         if name not in rooms: raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name)

@@ -112,12 +112,7 @@ def dead_units(
     h, # A `History`
     share:float=.98 # Share of zeros of a layer, where that is recorded
 ):
-    """A layer that gives nothing but zeros, for the whole batch and to the end: behind a ReLU no gradient comes back, so that it stays so
-
-    Args:
-        h: A `History`
-        share: Share of zeros of a layer, where that is recorded
-    """
+    "A layer that gives nothing but zeros, for the whole batch and to the end: behind a ReLU no gradient comes back, so that it stays so"
     tensors = {}
     for s in h.series('input', 'output'): tensors.setdefault((s.ttype, s.path), []).append(s)
     zeros = [(ss[0], at) for ss in tensors.values() if (at := zeros_since(h, ss)) is not None]
@@ -173,12 +168,7 @@ def saturated(
     h, # A `History`
     slope:float=.05 # Mean slope, as a share of that at zero
 ):
-    """An activation that works at its ends, where its slope is nothing
-
-    Args:
-        h: A `History`
-        slope: Mean slope, as a share of that at zero
-    """
+    "An activation that works at its ends, where its slope is nothing"
     found = [f for s in h.series('output', 'input') if (f := saturated_since(h, s, slope))]
     if not found: return
     s,at,kind,left = min(found, key=lambda f: (f[0].steps[f[1]], f[0].order))
@@ -268,13 +258,7 @@ def attention(
     logit:float=30., # Deviation of what a softmax is given
     peak:float=.97 # Sum of the squares of a row of attention weights
 ):
-    """Attention that looks at one place only: a softmax whose rows are one number, or queries and keys so large that it must be
-
-    Args:
-        h: A `History`
-        logit: Deviation of what a softmax is given
-        peak: Sum of the squares of a row of attention weights
-    """
+    "Attention that looks at one place only: a softmax whose rows are one number, or queries and keys so large that it must be"
     yield from islice(chain(one_place(h, peak), large_weights(h, logit), large_products(h, logit)), 1)
 
 # %% ../../nbs/55_health/40_activations.ipynb #06f41c23
@@ -326,12 +310,7 @@ def collapse(
     h, # A `History`
     small:float=1e-3 # Deviation of what a module gives, over that of the first steps
 ):
-    """Outputs that become equal, or nothing, whatever the input
-
-    Args:
-        h: A `History`
-        small: Deviation of what a module gives, over that of the first steps
-    """
+    "Outputs that become equal, or nothing, whatever the input"
     found = [(s, at) for path,s in h.outputs.items() if (at := equal_since(h, path, s, small)) is not None]
     if not found:
         yield from islice(prior_only(h), 1)

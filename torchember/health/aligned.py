@@ -40,13 +40,7 @@ def common_names(df):
 
 # %% ../../nbs/55_health/78_aligned.ipynb #654421ee
 class Side:
-    """One of two runs: the rows of its tensors, and the numbers that the user noted
-
-    Args:
-        df: Rows, as `read` gives them
-        name: What to call the run
-        paths: Path of a module -> that in the other run: a dict or a function. None leaves a module out
-    """
+    "One of two runs: the rows of its tensors, and the numbers that the user noted"
     def __init__(self,
         df, # Rows, as `read` gives them
         name:str, # What to call the run
@@ -87,12 +81,7 @@ def own_statistics(df):
 
 # %% ../../nbs/55_health/78_aligned.ipynb #6609f108
 class Pairs:
-    """The rows that two runs have of the same tensor in the same step, in the order of the first: `at` their places in each
-
-    Args:
-        a, b: The runs
-        common: Whether names are to be those that do not depend on the framework
-    """
+    "The rows that two runs have of the same tensor in the same step, in the order of the first: `at` their places in each"
     def __init__(self,
         a:Side, b:Side, # The runs
         common:bool=False # Whether names are to be those that do not depend on the framework

@@ -203,11 +203,7 @@ def diagnose(
     return as_table(ordered(found_by(rules, h), rules, len(h.steps)), h, rules)
 
 def found_by(rules, h, fails=None): # fails: called with a rule and what it raised
-    """All findings of some rules
-
-    Args:
-        fails: called with a rule and what it raised
-    """
+    "All findings of some rules"
     found,names = [],{r.name for r in rules}
     for r in rules:
         try: found += [f for f in r(h) if f['rule']==r.name or f['rule'] not in names] # a rule that looks now knows more than its row
@@ -224,11 +220,7 @@ def as_table(found, h, rules):
     return out
 
 def history_of(run, home=None, df=None): # df: all its rows, where they have been read
-    """A run as rules see it
-
-    Args:
-        df: all its rows, where they have been read
-    """
+    "A run as rules see it"
     pd = needs('pandas', for_='diagnose')
     if isinstance(run, History): return run
     if isinstance(run, pd.DataFrame): return History(run, (), str(run.attrs.get('run', '')))

@@ -143,15 +143,7 @@ def lacking(pairs):
     return [f"{t} {printable(n, 60)} of {f'`{printable(p, 60)}`' if p else 'the model'}" for p,t,n,_ in pairs.alone[0]]
 
 class Difference:
-    """Where two runs part, as `diff` has found it: true where they do, and printed as one sentence
-
-    Args:
-        names: What the runs are called
-        table: `Difference.table`
-        first: Row of it that is the first difference; None without one
-        notes: What was not compared, in sentences
-        lacking: What the first run has, in steps that both have, and the second has not: pieces of sentences
-    """
+    "Where two runs part, as `diff` has found it: true where they do, and printed as one sentence"
     def __init__(self,
         names:tuple, # What the runs are called
         table, # `Difference.table`
@@ -190,14 +182,7 @@ class Difference:
     def plot(self,
         ax=None # Axes to draw into
     ): # matplotlib Axes
-        """Draw how the difference grows
-
-        Args:
-            ax: Axes to draw into
-
-        Returns:
-            matplotlib Axes
-        """
+        "Draw how the difference grows"
         from torchember import differences # the show wing stands on this room: it is looked up when it is asked for
         return differences(self, ax=ax)
 

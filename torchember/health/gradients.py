@@ -76,14 +76,7 @@ def vanishing_gradient(
     over_time:float=1e-6, # Size of a gradient over that at the start
     least:int=4 # Layers, below which nothing is said of depth
 ):
-    """Gradients that die on their way back, or in the course of the training
-
-    Args:
-        h: A `History`
-        depth: Size of a gradient over that of the last layers
-        over_time: Size of a gradient over that at the start
-        least: Layers, below which nothing is said of depth
-    """
+    "Gradients that die on their way back, or in the course of the training"
     gs = {k: s for k,s in h.matrices.items() if len(s)>=20 and 'Embedding' not in s.kind}
     size,lost = lost_layers(gs, depth, least)
     if lost:
@@ -202,15 +195,7 @@ def exploding_gradient(
     huge:float=1e3, # Norm at the start, where the loss suffers
     steep:float=100. # Percent by which the loss changes, at most, when a weight changes by one
 ):
-    """Gradients that grow on their way back, or from one step to another, and do harm
-
-    Args:
-        h: A `History`
-        jump: Norm over the usual one, from which the training does not come back
-        depth: Size in the first layers over that in the last
-        huge: Norm at the start, where the loss suffers
-        steep: Percent by which the loss changes, at most, when a weight changes by one
-    """
+    "Gradients that grow on their way back, or from one step to another, and do harm"
     gs = {k: s for k,s in h.matrices.items() if len(s)>2}
     if not gs: return
     if found := on_the_way_back(h, gs, depth): yield found; return
@@ -257,14 +242,7 @@ def gradient_spike(
     times:float=100., # Times its usual size, in one layer
     all_of_them:float=1000. # Times the usual norm, in all layers
 ):
-    """One step in which a gradient is far from all that it was
-
-    Args:
-        h: A `History`
-        alone: Times its usual size, over that of the other layers
-        times: Times its usual size, in one layer
-        all_of_them: Times the usual norm, in all layers
-    """
+    "One step in which a gradient is far from all that it was"
     gs = {k: s for k,s in h.matrices.items() if len(s)>=8 and not s.skipped.any()}
     if len(gs)<2: return
     common = sorted(set.intersection(*(set(s.steps.tolist()) for s in gs.values())))
@@ -310,13 +288,7 @@ def gradients_add_up(
     first:int=6, # Steps that are looked at
     many:float=.4 # Share of the gradients of which it must be so
 ):
-    """Gradients that nobody sets to zero: those of each step are added to all before
-
-    Args:
-        h: A `History`
-        first: Steps that are looked at
-        many: Share of the gradients of which it must be so
-    """
+    "Gradients that nobody sets to zero: those of each step are added to all before"
     gs = {k: s for k,s in h.grads.items() if len(s)>=max(10, first+2) and 'Embedding' not in s.kind}
     gs = {k: s for k,s in gs.items() if k not in h.forgotten} # an optimizer sets to zero only what it has
     if not gs or not each_step(h, gs, first): return

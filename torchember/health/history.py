@@ -90,12 +90,7 @@ class Tensors:
         *ttypes:str, # Tensor types
         evaluated:bool=False # Those of evaluations, not of the training
     ) -> list:
-        """The series of some tensor types, in the order of calls
-
-        Args:
-            *ttypes: Tensor types
-            evaluated: Those of evaluations, not of the training
-        """
+        "The series of some tensor types, in the order of calls"
         return [s for s in (self.evaluated if evaluated else self.trained) if s.ttype in ttypes]
 
     @cached_property
@@ -218,14 +213,7 @@ class Connections(Tensors):
 
 # %% ../../nbs/55_health/10_history.ipynb #fd806469
 class History(Connections):
-    """A run as rules see it: `series`, the modules in the order of their calls, the numbers that the user noted, what is known of the parameters
-
-    Args:
-        df: Rows, as `read` gives them
-        parameters: What the run knows of its parameters: `store.parameters.entry`
-        name: What to call the run
-        activations: Path -> class of the activation that a module applies to its own output, see `activations_in`
-    """
+    "A run as rules see it: `series`, the modules in the order of their calls, the numbers that the user noted, what is known of the parameters"
     def __init__(self,
         df, # Rows, as `read` gives them
         parameters=(), # What the run knows of its parameters: `store.parameters.entry`

@@ -453,15 +453,7 @@ def first_sentence(o, names):
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e34
 class Located:
-    """What `locate` found. Printed, it is sentences; it is true when something was found
-
-    Args:
-        origin: An `Origin`; None for nothing
-        names: `Names`
-        reached: What it reached, in words
-        of: Origins that were meant, and became NaN here
-        notes: Sentences
-    """
+    "What `locate` found. Printed, it is sentences; it is true when something was found"
     op = made = phase = path = kind = node = tensor = file = line = None
     count,text,inputs,output,reached,then = 0,'',(),None,(),None
     def __init__(self,

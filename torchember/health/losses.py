@@ -51,13 +51,7 @@ def diverging(
     times:float=3., # Times the loss at the start
     largest:float=10. # Times the model's output at the start
 ):
-    """A loss that grows: at the end it is several times what it was, or the network's output has grown with it
-
-    Args:
-        h: A `History`
-        times: Times the loss at the start
-        largest: Times the model's output at the start
-    """
+    "A loss that grows: at the end it is several times what it was, or the network's output has grown with it"
     p = h.progress
     if p.word!='rises' or p.start<=0: return
     out = model_output(h)
@@ -98,13 +92,7 @@ def loss_rises(
     share:float=.8, # Share of the steps in which weights move along their gradients
     least:int=20 # Steps that tell
 ):
-    """A loss that is made large: weights move along their gradients, or it rises steadily from the first step on
-
-    Args:
-        h: A `History`
-        share: Share of the steps in which weights move along their gradients
-        least: Steps that tell
-    """
+    "A loss that is made large: weights move along their gradients, or it rises steadily from the first step on"
     if found := uphill(h, share, least): yield found; return
     p = h.progress
     if p.word!='rises' or not steady_rise(p) or h.swings: return
@@ -130,12 +118,7 @@ def loss_below(
     h, # A `History`
     times:float=5. # Times its start (or 1) that a loss of unknown kind falls below zero
 ):
-    """A loss that goes below what it can be
-
-    Args:
-        h: A `History`
-        times: Times its start (or 1) that a loss of unknown kind falls below zero
-    """
+    "A loss that goes below what it can be"
     p = h.progress
     if noted_losses(p, 10) is None or p.word=='means nothing': return
     v,name,out = smooth(p.values),p.loss.name.lower(),model_output(h)
@@ -205,13 +188,7 @@ def loss_stalls(
     least:int=30, # Steps, below which nothing is said; below twice as many it is an 'info'
     close:float=.03 # Share by which a loss may differ from that of guessing
 ):
-    """A loss that does not fall
-
-    Args:
-        h: A `History`
-        least: Steps, below which nothing is said; below twice as many it is an 'info'
-        close: Share by which a loss may differ from that of guessing
-    """
+    "A loss that does not fall"
     p = h.progress
     if noted_losses(p, least) is None: return
     if found := softmax_twice(h, p) or sigmoid_twice(h, p) or never_below_zero(h, p): yield found; return
@@ -250,13 +227,7 @@ def loss_spike(
     times:float=10., # Times the usual loss before it
     part:float=.5 # Share of the loss at the start
 ):
-    """One loss, or a few, far from those around it
-
-    Args:
-        h: A `History`
-        times: Times the usual loss before it
-        part: Share of the loss at the start
-    """
+    "One loss, or a few, far from those around it"
     p = h.progress
     if noted_losses(p, 12) is None or p.word in ('means nothing', 'rises') or (found := jump_at(p, times, part)) is None: return
     i,usual = found
@@ -301,12 +272,7 @@ def same_data(
     h, # A `History`
     least:int=8 # Steps, below which nothing is said
 ):
-    """Each step sees the same batch, or data that are all one number
-
-    Args:
-        h: A `History`
-        least: Steps, below which nothing is said
-    """
+    "Each step sees the same batch, or data that are all one number"
     ins = [s for s in h.series('input') if s.path in h.firsts and len(s)>=least and 'mean' in s]
     own = [s for s in ins if s.path in h.owners_of_data]
     for s in own:

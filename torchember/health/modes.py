@@ -131,13 +131,7 @@ def batch_norm(
     away:float=4., # Times as large in evaluation as in training, or as small
     least:int=30 # Steps in which running statistics lag behind
 ):
-    """Batch normalisation that does not normalise, or whose running statistics are far from the batches: evaluation then sees another network
-
-    Args:
-        h: A `History`
-        away: Times as large in evaluation as in training, or as small
-        least: Steps in which running statistics lag behind
-    """
+    "Batch normalisation that does not normalise, or whose running statistics are far from the batches: evaluation then sees another network"
     for path in h.calls:
         kind = h.kinds.get(path, '')
         if 'BatchNorm' not in kind: continue
@@ -188,12 +182,7 @@ def train_eval(
     h, # A `History`
     away:float=3. # Times as large in evaluation as in training, or as small
 ):
-    """A model that gives other values in evaluation than in training: other data, Dropout or a normalisation that does something else there
-
-    Args:
-        h: A `History`
-        away: Times as large in evaluation as in training, or as small
-    """
+    "A model that gives other values in evaluation than in training: other data, Dropout or a normalisation that does something else there"
     yield from islice(never_back(h), 1)
     found = [f for s in h.series('output', 'input', evaluated=True) if (f := parted(h, s, away))]
     if not found: return

@@ -73,14 +73,7 @@ class Rows:
 
 # %% ../../nbs/55_health/06_series.ipynb #284c9cfa
 class Series:
-    """What one tensor of one module did. `s['max']` has the statistic of each step, NaN where there is none, and `'max' in s` says whether there is any
-
-    Args:
-        rows: The columns of all series: `Rows`
-        at: Where those of this one are
-        key: path, kind (the class of its module), ttype, tname, pname, phase, call, backward, module (its display name)
-        order: Its place among all, in the order of calls
-    """
+    "What one tensor of one module did. `s['max']` has the statistic of each step, NaN where there is none, and `'max' in s` says whether there is any"
     def __init__(self,
         rows, # The columns of all series: `Rows`
         at:slice, # Where those of this one are

@@ -76,14 +76,7 @@ def update_too_large(
     growth:float=10., # Times a weight grows, where no loss tells of harm
     many:float=.34 # Share of the weights of which it must be so
 ):
-    """Steps as large as the weights that they change: what was learnt is gone after one
-
-    Args:
-        h: A `History`
-        ratio: Size of a step over that of its weight, above which it is too large
-        growth: Times a weight grows, where no loss tells of harm
-        many: Share of the weights of which it must be so
-    """
+    "Steps as large as the weights that they change: what was learnt is gone after one"
     if len(h.steps)<12: ratio = max(ratio, 2.) # the first few tell little
     moves = counted({k: over_usual(m) for k,m in moves_of(h).items()}, ratio)
     if not moves: return
@@ -190,15 +183,7 @@ def update_too_small(
     least:int=20, # Steps, below which nothing is said
     many:float=.8 # Share of the weights of which it must be so
 ):
-    """Steps that hardly change a weight: a learning rate that is too small, or that a schedule has made so before the loss was through
-
-    Args:
-        h: A `History`
-        ratio: Size of a step over that of its weight, below which it is too small
-        drop: Size of a step over the largest before, below which a schedule has ended
-        least: Steps, below which nothing is said
-        many: Share of the weights of which it must be so
-    """
+    "Steps that hardly change a weight: a learning rate that is too small, or that a schedule has made so before the loss was through"
     moves = {k: m for k,m in moves_of(h).items() if np.isfinite(m.ratio).any()}
     if not moves or len(h.steps)<least: return
     middle = {k: m.median(.1, .9) for k,m in moves.items()}
@@ -302,15 +287,7 @@ def poor_scale(
     growth:float=200., # Times the data that a signal becomes, layer by layer
     embedded:float=8. # Size of an embedding's numbers, which torch draws with 1
 ):
-    """Weights whose scale at the start makes a signal explode or die
-
-    Args:
-        h: A `History`
-        away: Times as large as keeps a signal's size, of weights and of what they make of a signal
-        least: Times as large, below which nothing is left of a signal
-        growth: Times the data that a signal becomes, layer by layer
-        embedded: Size of an embedding's numbers, which torch draws with 1
-    """
+    "Weights whose scale at the start makes a signal explode or die"
     if not len(h.steps): return
     starts = list(starts_of(h))
     large = [(s.w, s.scaled, s.by) for s in starts if s.too_large(away)]
@@ -362,15 +339,7 @@ def poor_input_scale(
     offset:float=20., # Times the deviation that the data are away from zero
     least:int=10 # Steps, below which nothing is said of size
 ):
-    """Data that were not normalised: the first layer's inputs are far from 1, so that its gradients are as many times larger than all others
-
-    Args:
-        h: A `History`
-        large: Size of the data, above which the loss may suffer
-        much: Size above which it is said in any case
-        offset: Times the deviation that the data are away from zero
-        least: Steps, below which nothing is said of size
-    """
+    "Data that were not normalised: the first layer's inputs are far from 1, so that its gradients are as many times larger than all others"
     if not len(h.steps): return
     weighted = [p for p in h.leaves if any(k[0]==p and h.is_matrix(k, w) for k,w in h.weights.items())]
     bad = h.progress.word in ('stalls', 'rises', 'none', 'short') or h.broke or loss_began_high(h)
@@ -405,12 +374,7 @@ def equal_units(
     h, # A `History`
     least:int=5 # Steps that zeros must last
 ):
-    """Weights of a layer that are all the same number: its units give the same, and where the next ones are equal, too, stay one unit for ever
-
-    Args:
-        h: A `History`
-        least: Steps that zeros must last
-    """
+    "Weights of a layer that are all the same number: its units give the same, and where the next ones are equal, too, stay one unit for ever"
     for k,w in h.weights.items() if len(h.steps) else ():
         if not begins_equal(h, k, w) or is_frozen(h, k): continue
         value,same,last = float(w['max'][0]),w['max']==w['min'],not after(h, k)
@@ -436,13 +400,7 @@ def weights_decay(
     left:float=.15, # Share of its size that is left of a weight
     many:float=.6 # Share of the weights of which it must be so; where the loss suffers, two are enough
 ):
-    """Weights that shrink to nothing: a weight decay that is larger than what is learnt
-
-    Args:
-        h: A `History`
-        left: Share of its size that is left of a weight
-        many: Share of the weights of which it must be so; where the loss suffers, two are enough
-    """
+    "Weights that shrink to nothing: a weight decay that is larger than what is learnt"
     ws = {k: w for k,w in h.weights.items() if h.is_matrix(k, w) and len(w)>5 and w.rms[0]>0 and k in h.grads}
     gone = [k for k,w in ws.items() if shrinks(w, left)]
     if not gone or len(gone)<many*len(ws) and (h.progress.well or len(gone)<2): return

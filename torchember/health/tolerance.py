@@ -163,15 +163,7 @@ def limits(
     eps, # Of each pair, of the coarsest format that had a part in it
     floor # Of each pair, what one operation rounds
 ) -> tuple: # How far each pair may be apart, up to the first that is farther; the place of that, None without one
-    """The first pair that is too far apart
-
-    Args:
-        eps: Of each pair, of the coarsest format that had a part in it
-        floor: Of each pair, what one operation rounds
-
-    Returns:
-        How far each pair may be apart, up to the first that is farther; the place of that, None without one
-    """
+    "The first pair that is too far apart"
     out,c,gap,step = floor.copy(),Causes(set(pairs.ttype)),gaps(pairs.step),None
     jump,way = jumps(eps),moved(pairs, d.size)
     flat = np.array([len(s)<2 if isinstance(s, list|tuple|np.ndarray) else True for s in pairs.a.texts('shape', pairs.at[0])])

@@ -156,12 +156,7 @@ def scaler_skips(h,
     share=.5, # Of all steps, which is too many when they are `most`, too
     most=20 # Steps at the end that may be skipped in a row: 16 halvings of torch's first scale, and some
 ):
-    """A loss scaler that refuses most steps, or all since some step
-
-    Args:
-        share: Of all steps, which is too many when they are `most`, too
-        most: Steps at the end that may be skipped in a row: 16 halvings of torch's first scale, and some
-    """
+    "A loss scaler that refuses most steps, or all since some step"
     skipped = [s for s in h.trained if s.skipped.any()]
     at = {int(x) for s in skipped for x in s.steps[s.skipped]}
     flags = np.array([int(x) in at for x in h.steps], bool)
@@ -215,13 +210,7 @@ def underflow(h,
     few=.15 # Of the weights, which do not move
 ):
     """Gradients that their dtype rounds to zero: float16 holds nothing below 6e-8, and has few digits below 6e-5; or steps that are less than the last digit
-    of the weight, which bfloat16 loses
-
-    Args:
-        share: Of the steps, in which a gradient is zero or below the normal range
-        many: Of the gradients, which are so
-        few: Of the weights, which do not move
-    """
+    of the weight, which bfloat16 loses"""
     one = lost_gradients(h, share, many) or lost_steps(h, few)
     if one: yield one
 
@@ -230,11 +219,7 @@ def underflow(h,
 def overflow(h,
     share=.25 # Of the largest number of a dtype, from which on it is near
 ):
-    """Activations close to the largest number of their dtype. Four times as much would be infinite
-
-    Args:
-        share: Of the largest number of a dtype, from which on it is near
-    """
+    "Activations close to the largest number of their dtype. Four times as much would be infinite"
     for s in h.series('output'):
         top = largest.get(s.dtype, np.inf)
         near = (s.abs_max>share*top) & (s.bad==0)

@@ -38,12 +38,7 @@ class KeptSteps:
         step, # None for rows of no step
         lines:bytes # As the file has them
     ):
-        """One more piece of a step
-
-        Args:
-            step: None for rows of no step
-            lines: As the file has them
-        """
+        "One more piece of a step"
         if step is None: return
         if b'"ttype":"finding"' in lines: return self.reports.extend(l+b'\n' for l in lines.split(b'\n') if b'"rule":"recording"' in l)
         for kind in kinds_of_trouble(lines): self.first_bad.setdefault(kind, step)
@@ -55,11 +50,7 @@ class KeptSteps:
         while self.size>self.most_bytes and self.thin(): pass
 
     def thin(self): # True if a step was dropped
-        """Drop every second step in between. Keep the steps in which a kind of row was first not finite
-
-        Returns:
-            True if a step was dropped
-        """
+        "Drop every second step in between. Keep the steps in which a kind of row was first not finite"
         safe = set(self.first_bad.values())
         steps = [s for s in self.lines if s not in safe]
         between = steps[self.first:-self.last]
@@ -70,11 +61,7 @@ class KeptSteps:
         return bool(gone)
 
     def some(self, most:int=80): # Lines
-        """Return all lines of at most `most` steps, and of those that were first not finite; of other steps the noted numbers
-
-        Returns:
-            Lines
-        """
+        "Return all lines of at most `most` steps, and of those that were first not finite; of other steps the noted numbers"
         steps = list(self.lines)
         between = steps[self.first:-self.last]
         few = max(most-self.first-self.last, 1)
@@ -110,13 +97,7 @@ def names_not_finite(line):
 
 # %% ../../nbs/55_health/60_watch.ipynb #b1704b21
 class Pace:
-    """Decides when rules look again
-
-    Args:
-        share: How much of the time that recording takes looking may take
-        first: Steps before the first look
-        more: How much longer the run must be before the next
-    """
+    "Decides when rules look again"
     def __init__(self,
         share:float=.02, # How much of the time that recording takes looking may take
         first:int=8, # Steps before the first look
@@ -127,12 +108,7 @@ class Pace:
         steps:int, # Steps of the run
         recording # Function: seconds that recording took up to now
     ) -> bool:
-        """Whether to look now
-
-        Args:
-            steps: Steps of the run
-            recording: Function: seconds that recording took up to now
-        """
+        "Whether to look now"
         return steps>=self.next and (not self.cost or self.took+2*self.cost<=self.share*recording())
 
     def looked(self, steps, seconds):
@@ -150,14 +126,7 @@ class Said:
     def compare(self,
         found # Findings of a look
     ): # Those that are new, and those that are over
-        """What has changed
-
-        Args:
-            found: Findings of a look
-
-        Returns:
-            Those that are new, and those that are over
-        """
+        "What has changed"
         here = {key_of(f): f for f in found}
         new = [f for k,f in here.items() if k not in self.open]
         for k in self.open: self.missed[k] = 0 if k in here else self.missed.get(k, 0)+1
@@ -179,13 +148,7 @@ def row_of(
     module:str, # Display name of its module
     over:int|None=None # Step at which it was seen no more
 ) -> dict:
-    """A finding as a row of the run, of the step in which it began
-
-    Args:
-        found: A finding
-        module: Display name of its module
-        over: Step at which it was seen no more
-    """
+    "A finding as a row of the run, of the step in which it began"
     told = {k: found[k] for k in ('severity', 'rule', 'text', 'advice', 'look', 'evidence', 'first_step', 'last_step')}
     return {**told, 'module': module, 'ts': now(), 'ttype': 'finding', 'tname': found['rule'], 'step': found['first_step'] if over is None else over, 'call': 0,
         **({'of': found['ttype']} if found['ttype'] else {}), **({'pname': found['pname']} if found['pname'] else {}),
@@ -193,17 +156,7 @@ def row_of(
 
 # %% ../../nbs/55_health/60_watch.ipynb #e2ea9459
 class RuleWatch:
-    """Has rules look at a run while it goes on
-
-    Args:
-        t: The run: a `tracker`
-        rules: As `diagnose` has them
-        on_finding: 'warn', 'stop', or a function of a finding (a dict), called in the thread of the rules
-        stop: Called with what is to be raised in the training
-        pace: A `Pace`
-        recording: Function: seconds that recording took up to now, looks among them; those of the writer without it
-        alarm: Called when an error is found
-    """
+    "Has rules look at a run while it goes on"
     def __init__(self,
         t, # The run: a `tracker`
         rules='default', # As `diagnose` has them
@@ -226,11 +179,7 @@ class RuleWatch:
     seconds = property(lambda self: self.pace.took, doc="CPU time that looking took")
 
     def keep(self, rows, lines): # `Listener.accepts`
-        """Keep a piece of a step, and say whether it is time to look. By who writes
-
-        Returns:
-            `Listener.accepts`
-        """
+        "Keep a piece of a step, and say whether it is time to look. By who writes"
         with self.adding:
             self.kept.add((rows[0] if isinstance(rows[0], dict) else load_row(rows[0])).get('step'), lines)
             self.fresh = True
@@ -304,11 +253,7 @@ class RuleWatch:
         self.t.file.barrier()
 
     def remarks(self): # Sentences
-        """What there is to say in the end
-
-        Returns:
-            Sentences
-        """
+        "What there is to say in the end"
         return [f"{f['severity'].capitalize()}: {f['text']}" for f in self.found if f['severity']!='info'][:3]
 
 # %% ../../nbs/55_health/60_watch.ipynb #58ff205a

@@ -271,15 +271,7 @@ def not_trained(h,
     tiny=1e-4, # Gradient over weight below which a step may round to nothing
     most=6 # Weights that are named one by one
 ):
-    """Parameters that do not learn: forgotten by the optimizer, cut off, never called, frozen, or never moved although they get gradients
-
-    Args:
-        held: Share of the model that no optimizer has, from which on that may be meant
-        part: Share of the model that is frozen, below which it may be a leftover
-        least: Steps in which a weight must stand still
-        tiny: Gradient over weight below which a step may round to nothing
-        most: Weights that are named one by one
-    """
+    "Parameters that do not learn: forgotten by the optimizer, cut off, never called, frozen, or never moved although they get gradients"
     known,said = Known(h.parameters),set()
     names = {label_of(p): p for p in known.ps}
     first,last = (h.steps[0], h.steps[-1]) if len(h.steps) else (0, 0)

@@ -25,11 +25,7 @@ waiting = weakref.WeakSet() # trackers that were given to no Accelerator yet
 def wait(
     tracker # Whose `joins` is called with its Accelerator
 ):
-    """Have the tracker told whose it is
-
-    Args:
-        tracker: Whose `joins` is called with its Accelerator
-    """
+    "Have the tracker told whose it is"
     waiting.add(tracker)
     init = Accelerator.__init__
     if hasattr(init, '_torchember'): return
@@ -46,14 +42,7 @@ def wait(
 def steps_of(
     optimizers # As an Accelerator has them
 ) -> int: # As the optimizers have counted; 0 where they do not
-    """How many steps were made
-
-    Args:
-        optimizers: As an Accelerator has them
-
-    Returns:
-        As the optimizers have counted; 0 where they do not
-    """
+    "How many steps were made"
     counts = [s['step'] for o in optimizers for s in o.state.values() if isinstance(s, dict) and 'step' in s]
     return max((int(n) for n in counts), default=0)
 
@@ -61,15 +50,7 @@ def after(
     name:str|None, # Of a run
     home=None # Folder of logs
 ) -> int: # 0 where there is none
-    """The step after the last one of a run
-
-    Args:
-        name: Of a run
-        home: Folder of logs
-
-    Returns:
-        0 where there is none
-    """
+    "The step after the last one of a run"
     runs = [n for n in (name, f'{name}.rank0') if name and exists(n, home)]
     return emberTracker(runs[0], home).last_step()+1 if runs else 0
 

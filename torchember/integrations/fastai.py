@@ -19,14 +19,7 @@ Callback = library.Callback # what `EmberCallback` is one of
 def steps_before(
     learn # A Learner whose epoch has begun
 ) -> int: # How many there are in the epochs before it
-    """Steps that a training has left out, as it goes on from a checkpoint
-
-    Args:
-        learn: A Learner whose epoch has begun
-
-    Returns:
-        How many there are in the epochs before it
-    """
+    "Steps that a training has left out, as it goes on from a checkpoint"
     dl = learn.dls.train
     size = getattr(dl, 'bs', None) or getattr(dl, 'batch_size', None) or 1
     waits = [math.ceil(cb.n_acc/size) for cb in learn.cbs if isinstance(cb, library.GradientAccumulation)]

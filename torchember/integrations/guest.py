@@ -29,12 +29,7 @@ def check_options(
     what:str, # Whose they are: 'EmberCallback'
     options # Their names
 ):
-    """Raise TypeError for an argument that does not exist, and for one that the trainer gives
-
-    Args:
-        what: Whose they are: 'EmberCallback'
-        options: Their names
-    """
+    "Raise TypeError for an argument that does not exist, and for one that the trainer gives"
     for k in options:
         if k in from_trainer: raise TypeError(f"{what} takes {k} from the trainer. Leave {k}= out. Known: {', '.join(known)}.")
         if k not in known: raise TypeError(unknown_argument(what, k, known))
@@ -44,15 +39,7 @@ def numbers_of(
     logs:dict, # What a trainer logs
     marks=() # Columns of rows that are marks: what is called so is left out
 ) -> dict: # The numbers among them; one that has the name of a column is called `logged_<name>`
-    """What of it can be a row of numbers
-
-    Args:
-        logs: What a trainer logs
-        marks: Columns of rows that are marks: what is called so is left out
-
-    Returns:
-        The numbers among them; one that has the name of a column is called `logged_<name>`
-    """
+    "What of it can be a row of numbers"
     def is_number(v):
         if isinstance(v, torch.Tensor|np.ndarray): return math.prod(v.shape)==1 and not (v.is_complex() if isinstance(v, torch.Tensor) else np.iscomplexobj(v))
         return isinstance(v, int|float|np.integer|np.floating|np.bool_)
@@ -64,14 +51,7 @@ wrappers = 'AcceleratedOptimizer', 'LightningOptimizer' # classes whose `optimiz
 def unwrapped(
     optimizer # As a trainer has it
 ): # The one that steps
-    """The optimizer in the wrappers of a trainer
-
-    Args:
-        optimizer: As a trainer has it
-
-    Returns:
-        The one that steps
-    """
+    "The optimizer in the wrappers of a trainer"
     while any(c.__name__ in wrappers for c in type(optimizer).__mro__): optimizer = optimizer.optimizer
     return optimizer
 
@@ -79,26 +59,13 @@ def unwrapped(
 def rates_of(
     optimizers # As a trainer has them
 ) -> dict: # Name -> number
-    """The learning rate of each group of parameters
-
-    Args:
-        optimizers: As a trainer has them
-
-    Returns:
-        Name -> number
-    """
+    "The learning rate of each group of parameters"
     groups = [(i, j, g['lr']) for i,o in enumerate(optimizers) for j,g in enumerate(o.param_groups) if 'lr' in g]
     return {'_'.join(['learning_rate', *([str(i)] if len(optimizers)>1 else []), *([f'group{j}'] if j else [])]): lr for i,j,lr in groups}
 
 # %% ../../nbs/90_integrations/00_guest.ipynb #5f0c1e32
 class MethodPlace:
-    """The place of an object's method, taken until it is given back
-
-    Args:
-        o: The object
-        name: Of its method
-        call: Called instead, with the method and the arguments
-    """
+    "The place of an object's method, taken until it is given back"
     def __init__(self,
         o, # The object
         name:str, # Of its method
@@ -124,16 +91,7 @@ def run_for(
     first_step:int, # Where the training begins
     home=None # Folder of the logs
 ) -> tuple: # Name of the run to record into; whether it exists, and goes on; the last step of the run `name` where it cannot go on
-    """Which run a training belongs to: `name`, or `name_2`, `name_3`, ... All processes of a training get the answer of the first
-
-    Args:
-        name: As the user calls the run
-        first_step: Where the training begins
-        home: Folder of the logs
-
-    Returns:
-        Name of the run to record into; whether it exists, and goes on; the last step of the run `name` where it cannot go on
-    """
+    "Which run a training belongs to: `name`, or `name_2`, `name_3`, ... All processes of a training get the answer of the first"
     rank,world = rank_and_size()
     def log_of(n): return f'{n}.rank{rank}' if world>1 else n
     take_in(folder('torchember', home)) # what a process that was killed had not written
@@ -158,12 +116,7 @@ def agreed(answer):
 
 # %% ../../nbs/90_integrations/00_guest.ipynb #aceaa991
 class Guest:
-    """A `torchEmber` for each training of a trainer: made when that begins, closed when it ends
-
-    Args:
-        what: What the user calls it, for messages
-        **options: Of `torchEmber`, but for model, optimizer, scaler, first_step and resume
-    """
+    "A `torchEmber` for each training of a trainer: made when that begins, closed when it ends"
     at = None # the step that was open when `stepped` was asked last
     def __init__(self,
         what:str='EmberCallback', # What the user calls it, for messages
@@ -178,17 +131,7 @@ class Guest:
         first_step:int=0, # The framework's number of the step that comes
         scaler=None # The `GradScaler` in use
     ): # The ember
-        """A training begins. An earlier one that is still open ends
-
-        Args:
-            model: The model, as `torchEmber` takes it
-            optimizers: One optimizer or several, wrapped or not
-            first_step: The framework's number of the step that comes
-            scaler: The `GradScaler` in use
-
-        Returns:
-            The ember
-        """
+        "A training begins. An earlier one that is still open ends"
         self.end()
         options,resume = dict(self.options),False
         if (name := options.pop('name', None)) is not None:
@@ -207,50 +150,30 @@ class Guest:
     def noted(self,
         numbers:dict # What the trainer logs of the step that has just closed; what is no number is left out
     ):
-        """Numbers of the step, as a row
-
-        Args:
-            numbers: What the trainer logs of the step that has just closed; what is no number is left out
-        """
+        "Numbers of the step, as a row"
         if self.te is not None and (found := numbers_of(numbers, self.te.t.marked)): self.te.log(**found)
 
     def claim(self,
         *names:str # Of numbers that the trainer will log
     ):
-        """Leave names to the trainer from the first step on: `StepScalars.claim`
-
-        Args:
-            *names: Of numbers that the trainer will log
-        """
+        "Leave names to the trainer from the first step on: `StepScalars.claim`"
         if self.te is not None: self.te.recorder.writer.lines.scalars.claim(names)
 
     def stepped(self): # Whether a step has closed since this was asked last
-        """The step of a row of numbers may not have come, as gradients of more batches are awaited, or somebody has cancelled it
-
-        Returns:
-            Whether a step has closed since this was asked last
-        """
+        "The step of a row of numbers may not have come, as gradients of more batches are awaited, or somebody has cancelled it"
         was,self.at = self.at,None if self.te is None else self.te.recorder.step
         return self.te is not None and self.at!=was
 
     def mark(self,
         **marks # As `torchEmber.mark` takes them
     ):
-        """Columns of all rows from now on
-
-        Args:
-            **marks: As `torchEmber.mark` takes them
-        """
+        "Columns of all rows from now on"
         if self.te is not None: self.te.mark(**marks)
 
     def only(self,
         wanted # Function of a pass's phase, 'eval', 'no_grad' or None, and of whether there are gradients
     ):
-        """Leave out passes of which the trainer knows that they are none of the training
-
-        Args:
-            wanted: Function of a pass's phase, 'eval', 'no_grad' or None, and of whether there are gradients
-        """
+        "Leave out passes of which the trainer knows that they are none of the training"
         if self.te is not None: self.te.recorder.events.pass_events.wanted = wanted
 
     def pause(self):
@@ -262,11 +185,7 @@ class Guest:
         if self.te is not None: self.te.arm()
 
     def end(self): # A `Report`: what was done; None where nothing was
-        """The training is over, or has failed. May be called again
-
-        Returns:
-            A `Report`: what was done; None where nothing was
-        """
+        "The training is over, or has failed. May be called again"
         te,self.te = self.te,None
         if te is None: return self.report
         failed = sys.exc_info()[0] is not None # that error is what the user is to see
@@ -284,11 +203,7 @@ class HasGuest:
     report = property(lambda self: self.guest.report, doc="What was done in the last training, `report['run']` its name")
 
     def close(self): # A `Report`: what was done; None where nothing was
-        """End the run, if there is one: after an exception, of which some libraries tell nobody
-
-        Returns:
-            A `Report`: what was done; None where nothing was
-        """
+        "End the run, if there is one: after an exception, of which some libraries tell nobody"
         return self.guest.end()
 
     def __enter__(self): return self

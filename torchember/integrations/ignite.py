@@ -17,14 +17,7 @@ Events = engine.Events
 def loss_in(
     output # `engine.state.output`
 ) -> dict: # Numbers, and what else there is
-    """A dict of an output: of a number, that it is the loss
-
-    Args:
-        output: `engine.state.output`
-
-    Returns:
-        Numbers, and what else there is
-    """
+    "A dict of an output: of a number, that it is the loss"
     return output if isinstance(output, dict) else {'loss': output}
 
 # %% ../../nbs/90_integrations/50_ignite.ipynb #34978eeb

@@ -68,11 +68,7 @@ def activation_of(layer):
 def as_modules(
     model # A model of Keras, built
 ):
-    """Show torch the layers of a model, their weights and buffers where it looks for them. Afterwards the model is as before
-
-    Args:
-        model: A model of Keras, built
-    """
+    "Show torch the layers of a model, their weights and buffers where it looks for them. Afterwards the model is as before"
     layers,queue = {},[model]
     while queue:
         if id(l := queue.pop()) not in layers:

@@ -13,14 +13,7 @@ from .guest import MethodPlace
 def optimizers_of(
     accelerator # An `Accelerator`
 ) -> list: # Empty where it does not say
-    """The optimizers that an Accelerator has prepared
-
-    Args:
-        accelerator: An `Accelerator`
-
-    Returns:
-        Empty where it does not say
-    """
+    "The optimizers that an Accelerator has prepared"
     return list(getattr(accelerator, '_optimizers', ()))
 
 # %% ../../nbs/90_integrations/05_private_trainers.ipynb #d9308437
@@ -31,85 +24,40 @@ def around_events(
     learn, # A Learner of fastai
     call # Called instead, with the method, what it is to run, the name of the event, and the rest
 ): # A `MethodPlace`, None where there is no such method
-    """Take the place of what runs a fit, an epoch, a batch, between the events before and after
-
-    Args:
-        learn: A Learner of fastai
-        call: Called instead, with the method, what it is to run, the name of the event, and the rest
-
-    Returns:
-        A `MethodPlace`, None where there is no such method
-    """
+    "Take the place of what runs a fit, an epoch, a batch, between the events before and after"
     return taken(learn, '_with_events', call)
 
 def around_exceptions(
     trainer, # An Engine of Ignite
     call # Called instead, with the method and the exception
 ): # A `MethodPlace`, None where there is no such method
-    """Take the place of what an Engine does with an exception
-
-    Args:
-        trainer: An Engine of Ignite
-        call: Called instead, with the method and the exception
-
-    Returns:
-        A `MethodPlace`, None where there is no such method
-    """
+    "Take the place of what an Engine does with an exception"
     return taken(trainer, '_handle_exception', call)
 
 def is_over(
     trainer # An Engine of Ignite that has taken care of an exception
 ) -> bool: # True where it does not say
-    """Whether the run does not go on with the next epoch
-
-    Args:
-        trainer: An Engine of Ignite that has taken care of an exception
-
-    Returns:
-        True where it does not say
-    """
+    "Whether the run does not go on with the next epoch"
     return getattr(trainer, '_dataloader_iter', None) is None
 
 def handlers_of(
     trainer, # An Engine of Ignite
     event # One of its `Events`
 ) -> list: # Empty where it does not say: a `FastaiLRFinder` is then recorded as a training
-    """The functions that are called at an event
-
-    Args:
-        trainer: An Engine of Ignite
-        event: One of its `Events`
-
-    Returns:
-        Empty where it does not say: a `FastaiLRFinder` is then recorded as a training
-    """
+    "The functions that are called at an event"
     return [f for f,*_ in getattr(trainer, '_event_handlers', {}).get(event, ())]
 
 # %% ../../nbs/90_integrations/05_private_trainers.ipynb #25579971
 def layers_of(
     layer # A layer of Keras
 ) -> list: # Empty if Keras does not expose them
-    """Return the layers that a layer is made of
-
-    Args:
-        layer: A layer of Keras
-
-    Returns:
-        Empty if Keras does not expose them
-    """
+    "Return the layers that a layer is made of"
     return getattr(layer, 'layers', None) or getattr(layer, '_flatten_layers', lambda **_: [])(include_self=False, recursive=False)
 
 def variables_of(
     layer # A layer of Keras
 ) -> tuple: # Those made to be trained, also frozen ones; the others, such as running statistics and states of generators
-    """Return the variables of a layer and of the layers in it
-
-    Args:
-        layer: A layer of Keras
-
-    Returns:
-        Those made to be trained, also frozen ones; the others, such as running statistics and states of generators
-    """
+    "Return the variables of a layer and of the layers in it"
     made = getattr(layer, '_trainable_variables', None)
     if made is None: return list(layer.trainable_variables), list(layer.non_trainable_variables)
     ids = {id(v) for v in made}
@@ -118,29 +66,14 @@ def variables_of(
 def trained_variables(
     optimizer # A built optimizer of Keras
 ) -> list|None: # None if Keras does not expose them
-    """Return the variables that an optimizer was built for
-
-    Args:
-        optimizer: A built optimizer of Keras
-
-    Returns:
-        None if Keras does not expose them
-    """
+    "Return the variables that an optimizer was built for"
     return getattr(optimizer, '_trainable_variables', None)
 
 def states_of(
     optimizer, # A built optimizer of Keras
     variables:list # As `trained_variables` returns them
 ) -> dict: # Number of the variable -> name of the state -> its variable
-    """Return the states that an optimizer has for each variable. As in Keras, their position in a list tells whose they are
-
-    Args:
-        optimizer: A built optimizer of Keras
-        variables: As `trained_variables` returns them
-
-    Returns:
-        Number of the variable -> name of the state -> its variable
-    """
+    "Return the states that an optimizer has for each variable. As in Keras, their position in a list tells whose they are"
     lists = {k: v for k,v in vars(optimizer).items() if isinstance(v, list) and len(v)==len(variables) and k!='_trainable_variables'}
     found,own = {i: {} for i in range(len(variables))},{id(v) for v in optimizer.variables}
     for attribute,states in lists.items():
@@ -153,14 +86,7 @@ def states_of(
 def batches_applied(
     optimizer # An optimizer of Keras
 ) -> int: # With `gradient_accumulation_steps`, its `iterations` count fewer
-    """Return for how many batches an optimizer was called
-
-    Args:
-        optimizer: An optimizer of Keras
-
-    Returns:
-        With `gradient_accumulation_steps`, its `iterations` count fewer
-    """
+    "Return for how many batches an optimizer was called"
     return int(getattr(getattr(optimizer, 'inner_optimizer', optimizer), '_iterations', optimizer.iterations))
 
 own_parameters = '_torch_params' # the name of the module that has a layer's parameters

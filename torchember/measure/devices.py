@@ -22,11 +22,7 @@ from ..capture.private_torch import without_dispatch_modes, without_function_mod
 def has_float64(
     kind:str # Type of a device, 'cpu'
 ) -> bool:
-    """Whether a kind of device computes in float64
-
-    Args:
-        kind: Type of a device, 'cpu'
-    """
+    "Whether a kind of device computes in float64"
     if kind in ('cpu', 'cuda', 'meta'): return True
     if kind=='mps': return False
     try: return (torch.full((2,), 1+2.**-40, dtype=torch.float64, device=kind)*2).sum().item()==4+2.**-38
@@ -35,11 +31,7 @@ def has_float64(
 def widest(
     device # torch.device
 ) -> torch.dtype:
-    """The float in which sums are taken on a device
-
-    Args:
-        device: torch.device
-    """
+    "The float in which sums are taken on a device"
     return torch.float64 if has_float64(device.type) else torch.float32
 
 # %% ../../nbs/20_measure/01_devices.ipynb #42d66021

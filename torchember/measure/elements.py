@@ -18,14 +18,7 @@ class Unmeasurable(TypeError):
 def flat(
     x:torch.Tensor # Dense tensor, any shape and strides
 ) -> tuple: # One-dimensional tensor, and how many times it is repeated
-    """The elements of `x` in memory order, without a copy where that can be
-
-    Args:
-        x: Dense tensor, any shape and strides
-
-    Returns:
-        One-dimensional tensor, and how many times it is repeated
-    """
+    "The elements of `x` in memory order, without a copy where that can be"
     times = 1
     if x.is_contiguous(): return x.view(-1), times
     for d in range(x.dim()):

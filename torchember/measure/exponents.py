@@ -18,15 +18,7 @@ def exponents(
     v, # Summary vectors with exponents, shape (..., wide)
     lo:int=-16, hi:int=16 # First and last exponent with a column of its own
 ) -> np.ndarray: # Counts, int, shape (..., hi-lo+3)
-    """Counts of exponents: those below `lo`, from `lo` to `hi`, those above
-
-    Args:
-        v: Summary vectors with exponents, shape (..., wide)
-        lo, hi: First and last exponent with a column of its own
-
-    Returns:
-        Counts, int, shape (..., hi-lo+3)
-    """
+    "Counts of exponents: those below `lo`, from `lo` to `hi`, those above"
     v = np.asarray(v)
     if v.shape[-1]==width: raise ValueError("these summaries have no exponents. Measure them with 'exponents' among the groups or statistics.")
     counts = v[..., width:]
@@ -38,14 +30,7 @@ def exponents(
 def with_counts(
     df # Rows as a table
 ) -> np.ndarray: # bool
-    """Which rows have counts of exponents that can be such
-
-    Args:
-        df: Rows as a table
-
-    Returns:
-        bool
-    """
+    "Which rows have counts of exponents that can be such"
     if 'exponents' not in df or 'exponent_min' not in df: return np.zeros(len(df), bool)
     return np.array([are_counts(c, m) for c,m in zip(df['exponents'], df['exponent_min'], strict=True)], bool)
 
@@ -63,14 +48,7 @@ farthest = 1100 # exponents of float64 go from -1074 to 1023
 def exponent_range(
     name:str # Name of a statistic
 ): # First and last exponent; None when the name is not one of exponents
-    """The range in the name of a statistic. Raises ValueError for a range that float32 does not have
-
-    Args:
-        name: Name of a statistic
-
-    Returns:
-        First and last exponent; None when the name is not one of exponents
-    """
+    "The range in the name of a statistic. Raises ValueError for a range that float32 does not have"
     if name=='exponents': return -16, 16
     m = isinstance(name, str) and re.fullmatch(r'exponents\((-?\d+), *(-?\d+)\)', name)
     if not m: return None

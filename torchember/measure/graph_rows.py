@@ -29,13 +29,7 @@ class OtherStatistics(Unmeasurable):
 
 # %% ../../nbs/20_measure/55_graph_rows.ipynb #96b5dba0
 class GraphTensor:
-    """A tensor of a CUDA graph, of which only the row is left
-
-    Args:
-        x: The tensor, while the graph is captured
-        groups: What is measured of it
-        block, row: Where, if it is
-    """
+    "A tensor of a CUDA graph, of which only the row is left"
     is_leaf = requires_grad = False
     def __init__(self,
         x, # The tensor, while the graph is captured
@@ -50,12 +44,7 @@ class GraphTensor:
 
 # %% ../../nbs/20_measure/55_graph_rows.ipynb #3dc67518
 class GraphRows:
-    """What one CUDA graph writes
-
-    Args:
-        graph: `torch.cuda.CUDAGraph`, which is captured now
-        device: On this torch.device
-    """
+    "What one CUDA graph writes"
     size = 128 # rows to lay out at a time
     captured = {} # id of a graph that is captured -> how many have it read; memory of kernels: the graph's, and as it was before
     def __init__(self,
@@ -95,14 +84,7 @@ class GraphRows:
         was_read, # As `Arena` has it
         scale=None # What the tensor was multiplied by, as in `observe`
     ) -> GraphTensor:
-        """Have the graph read a tensor
-
-        Args:
-            x: Any tensor on the device
-            wanted: Groups of parts to measure
-            was_read: As `Arena` has it
-            scale: What the tensor was multiplied by, as in `observe`
-        """
+        "Have the graph read a tensor"
         kind = x.device.type
         if kind in ('cpu', 'meta'): raise Unmeasurable(f"it is on the device {kind!r}, and no Python runs when a CUDA graph is replayed")
         if hasattr(x, 'to_local'): raise Unmeasurable("it is spread over processes, and what is in a CUDA graph is recorded where it is on one device")
@@ -131,12 +113,7 @@ def about_to_write(
     arena, # `Arena`
     rows # `GraphRows`
 ):
-    """A graph is about to be replayed: rows of it that count already go elsewhere, and copies of them that are under way are not overtaken
-
-    Args:
-        arena: `Arena`
-        rows: `GraphRows`
-    """
+    "A graph is about to be replayed: rows of it that count already go elsewhere, and copies of them that are under way are not overtaken"
     with arena.lock:
         for b in rows.blocks:
             if b not in arena.blocks: arena.blocks.append(b)
@@ -163,13 +140,7 @@ def count_row(
     tap, # `Tap`: whose it is now
     call:int # Which call of the pass it belongs to
 ):
-    """The row of a tensor counts
-
-    Args:
-        x: A tensor of a graph that is about to be replayed, or was
-        tap: `Tap`: whose it is now
-        call: Which call of the pass it belongs to
-    """
+    "The row of a tensor counts"
     if x.block is None: return
     a = tap.arena
     if tap.length!=x.block.length or not tap.groups<=x.groups: raise OtherStatistics()
@@ -183,11 +154,6 @@ def count_none(
     arena, # `Arena`
     rows # `GraphRows`
 ):
-    """A replay has raised: nobody knows what it wrote
-
-    Args:
-        arena: `Arena`
-        rows: `GraphRows`
-    """
+    "A replay has raised: nobody knows what it wrote"
     with arena.lock:
         for b in rows.blocks: b.head[:, EVENT] = 0

@@ -55,15 +55,7 @@ def read(
     x:torch.Tensor, # Any tensor
     wanted=('basic',) # Groups of parts to measure
 ): # The summary vector: numpy for a CPU tensor, a tensor on its device otherwise
-    """The summary vector of a tensor. Raises `Unmeasurable` when its values cannot be read
-
-    Args:
-        x: Any tensor
-        wanted: Groups of parts to measure
-
-    Returns:
-        The summary vector: numpy for a CPU tensor, a tensor on its device otherwise
-    """
+    "The summary vector of a tensor. Raises `Unmeasurable` when its values cannot be read"
     x,zeros = dense(x.detach())
     if x.device.type!='cpu': return read_elsewhere(x, zeros, wanted)
     if type(x) in ordinary and loops() and loader.has(format_for(x.dtype)): v = by_loops(x, wanted) # of a tensor of another kind the address may not be its own
@@ -147,11 +139,7 @@ def operations_are_right(device, dtype, wanted):
 
 # %% ../../nbs/20_measure/08_kernels.ipynb #7cbe78c8
 def for_list(x, wanted, dtype=None): # dtype: as `kernels_for` has it
-    """The kernels that read `x` as it lies, in one launch with others; None when there are none
-
-    Args:
-        dtype: as `kernels_for` has it
-    """
+    "The kernels that read `x` as it lies, in one launch with others; None when there are none"
     if type(x) not in ordinary or x.layout is not torch.strided: return None
     gpu = kernels_for(x, wanted, dtype)
     return gpu if gpu is not None and (x.is_contiguous() or gpu.fills(x)) else None

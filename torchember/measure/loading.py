@@ -123,11 +123,7 @@ def loops():
 def warm(
     tensors=() # Such as will be read: the parameters of a model
 ):
-    """Load the compiled loops, so that no step has to. With TORCHEMBER_WAIT=0 in a thread, and until they are there plain torch takes their place
-
-    Args:
-        tensors: Such as will be read: the parameters of a model
-    """
+    "Load the compiled loops, so that no step has to. With TORCHEMBER_WAIT=0 in a thread, and until they are there plain torch takes their place"
     loader.warmed = os.environ.get('TORCHEMBER_WAIT', '')=='0'
     kinds,before = {x.dtype: None for x in tensors if x.device.type=='cpu'},loader.seconds-loader.beside
     for d in kinds: loader.has(format_for(d))
@@ -136,14 +132,7 @@ def warm(
 def ready(
     timeout:float|None=None # Seconds to wait at most
 ) -> bool: # Whether there are compiled loops
-    """Wait until all is there that is being loaded
-
-    Args:
-        timeout: Seconds to wait at most
-
-    Returns:
-        Whether there are compiled loops
-    """
+    "Wait until all is there that is being loaded"
     loader.wait(timeout)
     return loops() is not None
 
@@ -158,17 +147,9 @@ def loading_seconds() -> float: # Of this process
 
 # %% ../../nbs/20_measure/07_loading.ipynb #1df7bc9e
 def seconds_beside() -> float: # Of this process
-    """Those of `loading_seconds` for which nobody waited
-
-    Returns:
-        Of this process
-    """
+    "Those of `loading_seconds` for which nobody waited"
     return loader.beside
 
 def seconds_waited() -> tuple: # Of this process: while a model was armed, and at other times
-    """Those of `loading_seconds` for which somebody waited
-
-    Returns:
-        Of this process: while a model was armed, and at other times
-    """
+    "Those of `loading_seconds` for which somebody waited"
     return loader.warming, loader.seconds-loader.beside-loader.warming

@@ -127,14 +127,7 @@ class Laid:
         once:bool=False, # Of several rows in a step the last counts: a weight, not an activation
         repeats:bool=False # One call may have several rows, which do not merge with each other
     ) -> Tap:
-        """A new tap
-
-        Args:
-            key: Whatever identifies the place to its reader; must not hold the module
-            stats: Named set or list of statistics
-            once: Of several rows in a step the last counts: a weight, not an activation
-            repeats: One call may have several rows, which do not merge with each other
-        """
+        "A new tap"
         with self.lock:
             i = len(self.taps)
             if i%self.size==0:
@@ -237,14 +230,7 @@ class Later(Laid):
     def waiter(self,
         again:bool=False # Whether tensors take the place of what their taps have
     ): # Function; None where each is to be looked at by itself
-        """What has a tensor that stays as it is read later, together with others: called with it and its tap, it says whether that can be
-
-        Args:
-            again: Whether tensors take the place of what their taps have
-
-        Returns:
-            Function; None where each is to be looked at by itself
-        """
+        "What has a tensor that stays as it is read later, together with others: called with it and its tap, it says whether that can be"
         if count_function_modes() or inside_transform() is not None or count_dispatch_modes() or frees_parameters(): return None
         streams = {} # device -> the one that is chosen, as the driver has it; None where nothing may wait
         def waits(x, tap):
@@ -265,11 +251,7 @@ class Later(Laid):
 
 # %% ../../nbs/20_measure/50_tap.ipynb #9bbe3e9e
 class Arena(Later):
-    """All rows and cursors of a model: made once, read at once, reset at once
-
-    Args:
-        size: Rows to lay out at a time
-    """
+    "All rows and cursors of a model: made once, read at once, reset at once"
     def begin(self, micro=0):
         "A pass begins: calls count from 0 again"
         with self.lock:
@@ -319,12 +301,7 @@ class Arena(Later):
         earlier=None, # The `Snapshot`s that were taken of the same step before, to go on from
         keep=None # Called with the rows before the arena gives them free
     ):
-        """All rows since the last time, as a `Snapshot`, and an empty arena
-
-        Args:
-            earlier: The `Snapshot`s that were taken of the same step before, to go on from
-            keep: Called with the rows before the arena gives them free
-        """
+        "All rows since the last time, as a `Snapshot`, and an empty arena"
         with self.lock:
             parts,lost = [],None
             try:
@@ -376,15 +353,7 @@ def observe(
     scale=None, # What the tensor was multiplied by, a number or a tensor, to be divided out again
     later:bool=False # Whether `x` stays as it is until `Arena.read_pending`, so that it may be read then, with others
 ):
-    """Measure `x` into the next row of `tap`. Raises `Unmeasurable` when its values cannot be read
-
-    Args:
-        x: Any tensor
-        tap: Where it was seen
-        call: Which call of the pass it belongs to; the next one without it
-        scale: What the tensor was multiplied by, a number or a tensor, to be divided out again
-        later: Whether `x` stays as it is until `Arena.read_pending`, so that it may be read then, with others
-    """
+    "Measure `x` into the next row of `tap`. Raises `Unmeasurable` when its values cannot be read"
     if scale is None and type(x) in ordinary and not count_function_modes() and inside_transform() is None:
         try:
             with tap.arena.lock:
@@ -672,14 +641,7 @@ class Columns:
 def columns_of(
     snapshots # Those of one arena, in their order
 ) -> list: # `Columns`, one for each choice of statistics. Their `owner` is the number of the snapshot
-    """The rows of several snapshots, for the price of one
-
-    Args:
-        snapshots: Those of one arena, in their order
-
-    Returns:
-        `Columns`, one for each choice of statistics. Their `owner` is the number of the snapshot
-    """
+    "The rows of several snapshots, for the price of one"
     taps = snapshots[0].taps
     got = [columns for n in dict.fromkeys(v.shape[1] for s in snapshots for _,v in s.parts) for columns in by_names(of_length(snapshots, n), taps)]
     return got

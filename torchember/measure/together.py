@@ -12,13 +12,7 @@ from .head import CALLS, EVENT, MICRO, NEXT
 
 # %% ../../nbs/20_measure/48_together.ipynb #51a00006
 class Together:
-    """Taps whose tensors are read together: each has one row, all in one block
-
-    Args:
-        taps: `Tap`s, with what is known of their tensors on a device
-        where: Cursors of all taps, as `Laid` has them: arrays of so many taps each
-        laid: How often rows were laid out
-    """
+    "Taps whose tensors are read together: each has one row, all in one block"
     def __init__(self,
         taps:tuple, # `Tap`s, with what is known of their tensors on a device
         where:list, # Cursors of all taps, as `Laid` has them: arrays of so many taps each
@@ -42,16 +36,7 @@ class Together:
         micro:int, # Number of the pass
         again:bool # Whether they take the place of what the rows have
     ) -> bool: # False where a row has something already
-        """Write the heads of the rows
-
-        Args:
-            events: Of each row
-            micro: Number of the pass
-            again: Whether they take the place of what the rows have
-
-        Returns:
-            False where a row has something already
-        """
+        "Write the heads of the rows"
         if not again and any(w[at, NEXT].any() for w,at in self.cursors): return False
         head,at = self.block.head,self.at
         head[at] = self.heads

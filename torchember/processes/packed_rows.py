@@ -81,11 +81,7 @@ class Unpacking:
 
 # %% ../../nbs/42_processes/20_packed_rows.ipynb #438ed88d
 class Places:
-    """What is the same in each step of some layouts: a table of what is fixed, and where each number goes
-
-    Returns:
-        rank -> `Packet`
-    """
+    "What is the same in each step of some layouts: a table of what is fixed, and where each number goes"
     def __init__(self, packets): # rank -> `Packet`
         pd = needs('pandas', for_='A table of rows')
         self.of,self.ints,self.lists = {},{},{} # column -> rows and places; whether all are ints; (row, place, length) of each list
@@ -168,11 +164,7 @@ class WholeRows:
         return merge
 
     def rows(self, packets): # rank -> `Packet`
-        """Dicts
-
-        Returns:
-            rank -> `Packet`
-        """
+        "Dicts"
         key = tuple((r, packets[r].layout) for r in sorted(packets))
         places = self.places(key, packets)
         return as_rows(self.merge(key, places, places.columns(packets)).table(), places)

@@ -37,15 +37,7 @@ def names_in_whole(
     paths, # For each of several places the paths of the modules there, in order
     tags # For each place what tells it apart, '@pp1'
 ) -> list: # For each place: path -> path in the whole model
-    """The names of modules that were cut apart
-
-    Args:
-        paths: For each of several places the paths of the modules there, in order
-        tags: For each place what tells it apart, '@pp1'
-
-    Returns:
-        For each place: path -> path in the whole model
-    """
+    "The names of modules that were cut apart"
     there = [with_ancestors(ps) for ps in paths]
     counts = [numbered_children(ps) for ps in there]
     often = [c for c in set().union(*counts) if sum(c in n and n[c]>0 for n in counts)>1]
@@ -74,14 +66,7 @@ most = 2**20 # processes that a run may have
 def understood(
     about # Rank -> what its metadata says of the processes
 ) -> tuple: # The same, of what makes sense; sentences about the rest
-    """What processes have said of each other, as far as that can be. Anything may stand in a file
-
-    Args:
-        about: Rank -> what its metadata says of the processes
-
-    Returns:
-        The same, of what makes sense; sentences about the rest
-    """
+    "What processes have said of each other, as far as that can be. Anything may stand in a file"
     good,said = {},[]
     for rank,a in about.items():
         a = {'rank': rank, 'world': None, 'axes': {}, **a}
@@ -100,11 +85,7 @@ sensible = dict(world=lambda x, a: is_number(x, most+1), rank=lambda x, a: is_nu
     axes=lambda x, a: isinstance(x, dict) and all(is_line(ranks, a) for ranks in x.values()))
 
 class Processes:
-    """What the processes of a run have said of each other
-
-    Returns:
-        as `understood` has it; ranks of which there is a log
-    """
+    "What the processes of a run have said of each other"
     def __init__(self, about, ranks=()): # as `understood` has it; ranks of which there is a log
         self.world = max([0, *(a['world'] for a in about.values()), *(r+1 for r in ranks)])
         self.lines = defaultdict(set) # axis -> ranks along it, a tuple for each line
@@ -219,14 +200,7 @@ class Roles:
 key = ('step', 'path', 'ttype', 'tname', 'pname', 'call', 'micro', 'phase', 'backward', 'shard') # what tells tensors apart
 
 class Pieces(Roles):
-    """The rows of all processes, and which piece of which tensor each is of
-
-    Args:
-        df: Rows of all processes under each other, each with its `rank`
-        about: Rank -> what its metadata says of the processes
-        paths: Rank -> paths of its modules
-        own: What was decided of the parameters that processes have of their own: rank -> path -> path
-    """
+    "The rows of all processes, and which piece of which tensor each is of"
     def __init__(self,
         df, # Rows of all processes under each other, each with its `rank`
         about:dict, # Rank -> what its metadata says of the processes
@@ -324,11 +298,7 @@ class Pieces(Roles):
                 self.parts.append({**self.parts[p], axis: 'P'})
 
     def again(self, columns): # name -> values, of rows in the order in which they were given; `step` is among them
-        """The same pieces with the numbers of another step; None where these say that something else is a part of something else
-
-        Returns:
-            name -> values, of rows in the order in which they were given; `step` is among them
-        """
+        "The same pieces with the numbers of another step; None where these say that something else is a part of something else"
         new = {c: v[self.at] for c,v in columns.items()}
         nameless,(one,other) = nameless_in(new, len(self.at)),(np.unique(x, return_inverse=True)[1] for x in (new['step'], self.df['step']))
         if (nameless!=self.nameless).any() or (one!=other).any(): return None
@@ -343,11 +313,7 @@ only_pieces = (*of_pieces, 'rank') # what is said of pieces, and not of wholes
 
 # %% ../../nbs/42_processes/10_ranks.ipynb #721a9f88
 class Merge:
-    """The rows of wholes from those of their pieces
-
-    Args:
-        pieces: `Pieces`
-    """
+    "The rows of wholes from those of their pieces"
     def __init__(self,
         pieces # `Pieces`
     ):
@@ -368,11 +334,7 @@ class Merge:
         self.factor = self.column('gscale', 1.).fillna(1.).to_numpy(float)
 
     def again(self, pieces): # as `Pieces.again` gives them
-        """The same with the numbers of another step
-
-        Returns:
-            as `Pieces.again` gives them
-        """
+        "The same with the numbers of another step"
         out = copy.copy(self)
         out.said,out.d = [],pieces.df.iloc[self.kept].reset_index(drop=True)
         return out
@@ -548,15 +510,7 @@ class Drift:
         pieces, # Those of the rows of a step
         at, may # As `replicas` has them
     ) -> str|None: # The sentence, once; None where there is nothing to say
-        """Note which replicas differ in a step
-
-        Args:
-            pieces: Those of the rows of a step
-            at, may: As `replicas` has them
-
-        Returns:
-            The sentence, once; None where there is nothing to say
-        """
+        "Note which replicas differ in a step"
         if self.done: return None
         df = pieces.df
         off = np.flatnonzero(differs(df, at) & may)
@@ -602,11 +556,7 @@ def steps_of_ranks(pieces):
     return {int(r): (int(a), int(z)) for r,a,z in steps.itertuples()}
 
 def gone(steps, about, world): # Rank -> first and last step of its rows, None where that is not known; as `understood` has it; how many processes there are
-    """Processes that have left no log, and those whose log ends before the others'
-
-    Returns:
-        Rank -> first and last step of its rows, None where that is not known; as `understood` has it; how many processes there are
-    """
+    "Processes that have left no log, and those whose log ends before the others'"
     missing,known = [f'rank {r}' for r in range(world) if r not in steps],{r: s for r,s in sorted(steps.items()) if s is not None}
     if missing: yield f"Of {world} processes {listed(missing)} left no rows: what they hold is missing."
     worlds = defaultdict(list)
@@ -805,17 +755,7 @@ def whole(
     paths:dict|None=None, # Rank -> paths of all its modules
     own:dict|None=None # What `own_names` has said of other rows of the same run; it is decided here without it
 ) -> tuple: # Rows as one process would have written them; sentences about what is not as it should be, or not known
-    """The rows of many processes as those of one
-
-    Args:
-        df: Rows of all processes under each other, each with its `rank`
-        about: Rank -> what its metadata says of the processes
-        paths: Rank -> paths of all its modules
-        own: What `own_names` has said of other rows of the same run; it is decided here without it
-
-    Returns:
-        Rows as one process would have written them; sentences about what is not as it should be, or not known
-    """
+    "The rows of many processes as those of one"
     pieces = Pieces(df, about, paths or {}, own)
     merged = Merge(pieces)
     out = merged.table()

@@ -45,11 +45,7 @@ class Inbox(Outbox):
 
 # %% ../../nbs/42_processes/30_whole_steps.ipynb #1b43cf09
 class Assembly:
-    """Puts steps together from the messages of several processes
-
-    Returns:
-        How many processes
-    """
+    "Puts steps together from the messages of several processes"
     patience = 2. # seconds that a process is waited for
 
     def __init__(self, world): # How many processes
@@ -83,17 +79,7 @@ class Assembly:
 
 # %% ../../nbs/42_processes/30_whole_steps.ipynb #b9f19143
 class Sharing:
-    """What a process has goes to the others, and in the first one their steps are put together and told. All in one thread
-
-    Args:
-        store: Where the processes leave words for each other, with `set`, `get`, `check` and `delete_key`
-        rank, world: Of this process; how many there are
-        about: Function: what is to be known of this process: `about` and `paths`, as `WholeRows` has them; None when nobody has the run any more
-        note: Called with what the user should know
-        tell: Called in the first process with the rows of the whole, a step at a time
-        behind: Function: how many more steps of this process wait to be taken
-        kept: What is to live as long as this
-    """
+    "What a process has goes to the others, and in the first one their steps are put together and told. All in one thread"
     most = 8 # steps that may wait to be told
     pause = .002 # seconds between two looks for others
 
@@ -198,15 +184,7 @@ def pass_on(listeners, rows, lines=None): # lines: as in a file
 
 # %% ../../nbs/42_processes/30_whole_steps.ipynb #bbd2aca6
 class WholeSteps:
-    """Hears the log of a process, and in the first one tells of the rows of the whole
-
-    Args:
-        store: Where the processes leave words for each other, with `set`, `get`, `check` and `delete_key`
-        rank, world: Of this process; how many there are
-        about: Function: what is to be known of this process: `about` and `paths`, as `WholeRows` has them; None when nobody has the run any more
-        note: Called with what the user should know
-        kept: What is to live as long as this
-    """
+    "Hears the log of a process, and in the first one tells of the rows of the whole"
     def __init__(self,
         store, # Where the processes leave words for each other, with `set`, `get`, `check` and `delete_key`
         rank:int, world:int, # Of this process; how many there are
@@ -292,11 +270,7 @@ class WholeSteps:
     def listen(self,
         f, name=None, **kwargs # As `Listener` has them
     ):
-        """Tell `f` of the rows of the whole
-
-        Args:
-            f, name, **kwargs: As `Listener` has them
-        """
+        "Tell `f` of the rows of the whole"
         listener = Listener(f, name, self.note, self.listeners.remove, **kwargs)
         self.listeners.add(listener)
         return listener

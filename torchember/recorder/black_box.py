@@ -157,11 +157,7 @@ class OpenStep:
             return self.modules[name]
 
     def place_of(self, here): # here: `calls.ThreadContext`
-        """Where the modules of this thread stand, 0 if there is no room
-
-        Args:
-            here: `calls.ThreadContext`
-        """
+        "Where the modules of this thread stand, 0 if there is no room"
         with self.lock:
             alive,places = {t.ident for t in threading.enumerate()}-{threading.get_ident()},range(THREAD, THREAD+most_threads*thread_width, thread_width)
             free = (at for i,at in enumerate(places) if i>=self.words[THREADS] or self.words[at] not in alive) # of nobody, or of a thread that ended
@@ -194,11 +190,7 @@ class OpenStep:
 class Kept(OpenStep):
     "What was measured: the rows of the open step where they are made, and slots with steps that were handed to the log"
     def block(self, n, length): # Arrays, None where there is no room
-        """Rows and heads of the open step
-
-        Returns:
-            Arrays, None where there is no room
-        """
+        "Rows and heads of the open step"
         k = self.words[BLOCKS]
         if self.file is None or k>=most_blocks: return None
         try: at,memory = self.file.cut(8*n*(length+head_width))
@@ -222,21 +214,7 @@ class Kept(OpenStep):
         of_parts=None, # Which rows are of parts of tensors: `place_of` a row -> columns that say so
         **more # What else has to be known: marks, passes, and the numbers of the pieces that were kept of this step before
     ) -> int: # Its number, 0 if it is not kept
-        """The rows of a step go into a slot. Those that are on their way from a GPU are not there yet
-
-        Args:
-            parts: (heads, vectors) of the step, as `Arena.take` has them
-            custom: Rows of the user's functions
-            step: Which step
-            ts: When it began
-            over: Whether it is over with them
-            held: Whether the log does not get them
-            of_parts: Which rows are of parts of tensors: `place_of` a row -> columns that say so
-            **more: What else has to be known: marks, passes, and the numbers of the pieces that were kept of this step before
-
-        Returns:
-            Its number, 0 if it is not kept
-        """
+        "The rows of a step go into a slot. Those that are on their way from a GPU are not there yet"
         parts = [(np.ascontiguousarray(h), v) for h,v in parts if isinstance(v, np.ndarray)]
         text,meta = b''.join(map(line_of_custom, custom)),b'{"ts":"%s",' % ts.encode()+self.line_of_more(more)[1:]
         self.make_free()
@@ -311,18 +289,7 @@ def line_of_custom(row):
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #897feaad
 class BlackBox(Kept):
-    """The memory of a run that outlives its process
-
-    Args:
-        folder: Of the boxes
-        run: Name of the run
-        root: Display name of the root
-        written: Whether the log's file has all that was handed to it
-        n: Steps to keep of those that the log does not get
-
-    Returns:
-        Raises OSError where there can be none
-    """
+    "The memory of a run that outlives its process"
     def __init__(self,
         folder, # Of the boxes
         run:str, # Name of the run
@@ -361,11 +328,7 @@ class BlackBox(Kept):
             self.tell(marks=self.marks)
 
     def of_parts(self, parts): # The number under which they are told
-        """Which rows are of parts of tensors: told when it changes
-
-        Returns:
-            The number under which they are told
-        """
+        "Which rows are of parts of tensors: told when it changes"
         if not parts: return 0
         if parts!=self.parts[0]:
             self.parts = dict(parts),self.parts[1]+1
@@ -393,29 +356,14 @@ most_held = 100
 def steps_in(
     wish # None, True, False, or how many steps
 ) -> int: # Of those that are not to be recorded, how many are kept
-    """What `blackbox=` asks for. Raises TypeError and ValueError
-
-    Args:
-        wish: None, True, False, or how many steps
-
-    Returns:
-        Of those that are not to be recorded, how many are kept
-    """
+    "What `blackbox=` asks for. Raises TypeError and ValueError"
     if wish is None or isinstance(wish, bool): return 0
     if not isinstance(wish, int): raise TypeError(f"blackbox is a number of steps, True, False or None, got {an(wish)}.")
     if not 0<=wish<=most_held: raise ValueError(f"blackbox keeps the last steps, {most_held} at most, got {wish}.")
     return wish
 
 class RunBox:
-    """Makes the black box of a run, gives it to all who write there, and takes it away in the end
-
-    Args:
-        t: The run
-        root: Display name of the root
-        writer: `RowWriter`
-        buffer: `StepBuffer`
-        wish: True or a number where the user wants one, and is told where there can be none; the number is of steps that the log does not get
-    """
+    "Makes the black box of a run, gives it to all who write there, and takes it away in the end"
     def __init__(self,
         t, # The run
         root:str, # Display name of the root
@@ -460,11 +408,7 @@ class RunBox:
         box.end()
 
     def last_words(self, error): # A row of the run, None where nothing of it was open
-        """What the run says of an exception that ends the process
-
-        Returns:
-            A row of the run, None where nothing of it was open
-        """
+        "What the run says of an exception that ends the process"
         if self.box is None: return None
         w,names = self.box.words,[*self.box.modules]
         step,phase,failed = int(w[STEP]),int(w[PHASE]),names[w[FAILED]-1] if w[FAILED] else None

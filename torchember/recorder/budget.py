@@ -49,14 +49,7 @@ class Hears(Listener):
 def idle(
     told:bool=False # Whether the calls are told; off schedule they are not
 ) -> float: # Seconds
-    """How much longer a call of an armed module takes, before anything is done with it
-
-    Args:
-        told: Whether the calls are told; off schedule they are not
-
-    Returns:
-        Seconds
-    """
+    "How much longer a call of an armed module takes, before anything is done with it"
     ts,x = tracks(nn.Sequential(nn.Identity())),torch.zeros(1)
     def took(n=200):
         start = clock()
@@ -73,11 +66,7 @@ def idle(
 def duration(
     seconds:float
 ) -> str: # '1.5 ms'
-    """A time with its unit
-
-    Returns:
-        '1.5 ms'
-    """
+    "A time with its unit"
     for unit,n in (('s', 1), ('ms', 1e-3), ('us', 1e-6)):
         if seconds>=n: return f'{seconds/n:.3g} {unit}' if seconds<999.5*n else f'{seconds/n:,.0f} {unit}'
     return f'{seconds*1e6:.2g} us' if seconds else '0 s'
@@ -85,14 +74,7 @@ def duration(
 def size(
     n:float # Bytes
 ) -> str: # '19.2 KB'
-    """A number of bytes with its unit
-
-    Args:
-        n: Bytes
-
-    Returns:
-        '19.2 KB'
-    """
+    "A number of bytes with its unit"
     for unit,k in (('GB', 1e9), ('MB', 1e6), ('KB', 1e3)):
         if n>=k: return f'{n/k:.3g} {unit}' if n<999.5*k else f'{n/k:,.0f} {unit}'
     return f'{n:.0f} bytes'
@@ -138,11 +120,7 @@ def median_of(xs): return median_low(xs) if xs else 0.
 
 # %% ../../nbs/40_recorder/02_budget.ipynb #56deb09d
 class Budget:
-    """Decides which of the steps that a schedule wants can be recorded. Has no clock: it is told what each step took
-
-    Args:
-        share: Part of the time that recording may have, more than 0 and at most 1
-    """
+    "Decides which of the steps that a schedule wants can be recorded. Has no clock: it is told what each step took"
     patience = 100 # steps whose earnings a first step may owe
     rarest = 1000 # one step in so many is recorded, whatever it costs
 
@@ -165,16 +143,7 @@ class Budget:
         hidden:bool=False, # Whether there are costs that this does not see: on a GPU
         disturbed:bool=False # Whether code was loaded beside it, so that what it took tells nothing
     ):
-        """A step is over
-
-        Args:
-            took: Seconds that the step took in all
-            cost: Seconds of these that recording took
-            recorded: Whether it was recorded
-            late: Seconds that a writer took meanwhile, for earlier steps
-            hidden: Whether there are costs that this does not see: on a GPU
-            disturbed: Whether code was loaded beside it, so that what it took tells nothing
-        """
+        "A step is over"
         self.waiting = disturbed and (self.waiting or recorded)
         if disturbed: return
         self.hidden = hidden
@@ -212,14 +181,7 @@ class Budget:
     def allows(self,
         pending:float=0. # Seconds that recording took in a step that is not over yet
     ) -> bool: # Whether the next step, which the schedule wants, can be recorded
-        """The decision. Ask once a step
-
-        Args:
-            pending: Seconds that recording took in a step that is not over yet
-
-        Returns:
-            Whether the next step, which the schedule wants, can be recorded
-        """
+        "The decision. Ask once a step"
         cost = self.cost
         if self.recorded==1: cost = min(cost, self.earned)
         if self.waiting: yes = False

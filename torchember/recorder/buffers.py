@@ -9,11 +9,7 @@ __all__ = ['Buffers']
 from torch.nn.parameter import is_lazy
 
 class Buffers:
-    """The buffers of a model's modules
-
-    Args:
-        buffer: Where they are measured
-    """
+    "The buffers of a model's modules"
     ttypes = ('buffer',)
     def __init__(self,
         buffer # Where they are measured
@@ -22,11 +18,7 @@ class Buffers:
     def each(self,
         states # Of the armed modules
     ):
-        """State, tensor type, name and tensor: each buffer once, at the first module that holds it
-
-        Args:
-            states: Of the armed modules
-        """
+        "State, tensor type, name and tensor: each buffer once, at the first module that holds it"
         seen = set()
         for st in states:
             for n,b in st.track.buffers.items() if st.watched else ():

@@ -40,12 +40,7 @@ class Calls:
         outermost, # State of the outermost module
         skipped:bool # Whether the pass is not for the log
     ):
-        """This thread's pass begins
-
-        Args:
-            outermost: State of the outermost module
-            skipped: Whether the pass is not for the log
-        """
+        "This thread's pass begins"
         here = self.here
         here.outermost,here.skipped = outermost,skipped
         here.stack = []
@@ -54,32 +49,19 @@ class Calls:
         pass_:int, # Number of the pass
         again:bool=False # Whether the thread calls the model again, in a pass that it shares with another thread
     ):
-        """The log of enters and exits is of one pass, and of one thread
-
-        Args:
-            pass_: Number of the pass
-            again: Whether the thread calls the model again, in a pass that it shares with another thread
-        """
+        "The log of enters and exits is of one pass, and of one thread"
         here = self.here
         if again or here.pass_!=pass_ or len(here.log)>self.most_events: here.pass_,here.log = pass_,[]
         self.log = here.log
         return here.log
 
     def recording(self, phase): # phase: 'eval' where rows have to say so
-        """This thread's pass is recorded
-
-        Args:
-            phase: 'eval' where rows have to say so
-        """
+        "This thread's pass is recorded"
         self.here.phase = phase
         self.recorded += 1
 
     def recorded_over(self) -> bool: # Whether none is left
-        """A pass that was recorded is over
-
-        Returns:
-            Whether none is left
-        """
+        "A pass that was recorded is over"
         self.recorded -= 1
         return not self.recorded
 
@@ -100,20 +82,12 @@ class Calls:
         return here.call
 
     def fails(self, name): # name: of the module
-        """An exception goes up through a module
-
-        Args:
-            name: of the module
-        """
+        "An exception goes up through a module"
         if self.box is not None: self.box.fails(name)
 
     @contextmanager
     def asking(self, track): # track: `moduleTrack` of the module that it is asked about
-        """While a function of the user's runs, which may call the model
-
-        Args:
-            track: `moduleTrack` of the module that it is asked about
-        """
+        "While a function of the user's runs, which may call the model"
         self.current,self.here.measuring = track,True
         try: yield
         finally: self.here.measuring = False

@@ -16,57 +16,33 @@ from ..measure.tap import Arena, observe
 class Spent:
     "What was spent up to now, in seconds"
     def ours(self): # Seconds
-        """Time spent up to now, but for the writer's
-
-        Returns:
-            Seconds
-        """
+        "Time spent up to now, but for the writer's"
         since,off,told = self.local.entered,self.calls[False],self.calls[True]
         return self.spent+(0 if since is None else clock()-since)+(off and off*idle(False))+(told and told*idle(True))
 
     @property
     def pending(self): # Seconds
-        """Time spent in the open step
-
-        Returns:
-            Seconds
-        """
+        "Time spent in the open step"
         return self.ours()-self.paid
 
     @property
     def elapsed(self): # Seconds
-        """From the beginning of the first pass to the end of the last step
-
-        Returns:
-            Seconds
-        """
+        "From the beginning of the first pass to the end of the last step"
         return 0. if self.first is None or self.last is None else max(self.last-self.first, 0.)
 
     @property
     def loading(self): # Seconds
-        """What it took to load compiled loops, beside the training
-
-        Returns:
-            Seconds
-        """
+        "What it took to load compiled loops, beside the training"
         return seconds_beside()-self.loaded
 
     @property
     def compiling(self): # Seconds
-        """Of the time spent, what it took to load, or compile, loops for a format that came in the midst of the training
-
-        Returns:
-            Seconds
-        """
+        "Of the time spent, what it took to load, or compile, loops for a format that came in the midst of the training"
         return min(max(seconds_waited()[1]-self.waited, 0.), self.ours())
 
 # %% ../../nbs/40_recorder/15_cost.ipynb #85635386
 class Cost(Spent):
-    """What recording takes, in seconds, and how long the training has lasted
-
-    Args:
-        budget: `Budget` that is told of each step
-    """
+    "What recording takes, in seconds, and how long the training has lasted"
     def __init__(self,
         budget=None # `Budget` that is told of each step
     ):
@@ -85,23 +61,14 @@ class Cost(Spent):
         modules:int, # Armed modules in the pass
         told:bool # Whether their calls were told
     ):
-        """A pass is over
-
-        Args:
-            modules: Armed modules in the pass
-            told: Whether their calls were told
-        """
+        "A pass is over"
         self.last = clock()
         self.calls[told] += modules
 
     def begins(self,
         skipped:bool=False # Whether it is not for the log, and begins no step
     ):
-        """A pass begins
-
-        Args:
-            skipped: Whether it is not for the log, and begins no step
-        """
+        "A pass begins"
         now = self.local.entered or clock()
         if self.first is None: self.first = now
         if self.step_began is None and not skipped: self.step_began = now
@@ -119,11 +86,7 @@ class Cost(Spent):
     def warm(self,
         tensors=() # Such as will be read
     ):
-        """Load compiled loops before the training begins, which is none of its time
-
-        Args:
-            tensors: Such as will be read
-        """
+        "Load compiled loops before the training begins, which is none of its time"
         before = seconds_waited()[0]
         warm(tensors)
         self.arming += seconds_waited()[0]-before
@@ -139,13 +102,7 @@ class Cost(Spent):
         late:float, # Seconds that the writer has taken up to now
         hidden:bool=False # Whether there are costs that are not seen here: on a GPU
     ):
-        """Tell the budget what the step took
-
-        Args:
-            recorded: Whether the step was recorded
-            late: Seconds that the writer has taken up to now
-            hidden: Whether there are costs that are not seen here: on a GPU
-        """
+        "Tell the budget what the step took"
         if self.budget is None: return
         at,paid,loaded = clock(),self.ours(),loading_seconds()
         disturbed = loading() or loaded!=self.loaded_before

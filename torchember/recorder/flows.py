@@ -7,12 +7,7 @@ __all__ = ['Flows']
 
 # %% ../../nbs/40_recorder/38_flows.ipynb #f10e0004
 class Flows:
-    """Inputs and outputs of calls
-
-    Args:
-        buffer: `StepBuffer`, where they are measured
-        ttypes: Tensor types that are recorded
-    """
+    "Inputs and outputs of calls"
     ttypes = 'input','output'
     def __init__(self,
         buffer, # `StepBuffer`, where they are measured
@@ -26,15 +21,7 @@ class Flows:
         call:int, # Number of the call in its pass
         phase=None # What `StepBuffer.measure` takes
     ):
-        """Measure the tensors of one call
-
-        Args:
-            state: Of the module, see `capture.forward.State`
-            ttype: 'input', and later, with the same number, 'output'
-            named: Pairs of names and tensors
-            call: Number of the call in its pass
-            phase: What `StepBuffer.measure` takes
-        """
+        "Measure the tensors of one call"
         if ttype in self.ttypes:
             for n,x in named: self.buffer.measure(state, ttype, n, x, None, call, phase)
 

@@ -26,11 +26,7 @@ class NoPython(Unmeasurable):
 
 # %% ../../nbs/40_recorder/79_graphs.ipynb #6e82c472
 class Quiet(Listener):
-    """Has the log written before a CUDA graph is captured
-
-    Args:
-        drain: Called before: writes what is queued, and so waits for what is under way
-    """
+    "Has the log written before a CUDA graph is captured"
     def __init__(self,
         drain # Called before: writes what is queued, and so waits for what is under way
     ): self.drain,self.watch = drain,GraphWatch(self)
@@ -64,12 +60,7 @@ class Tape:
 
 # %% ../../nbs/40_recorder/79_graphs.ipynb #675dffe9
 class CapturedEvents(Listener):
-    """Hears a model in the recorder's place
-
-    Args:
-        events: `ModelEvents` of the recorder
-        ttypes: Tensor types that are recorded
-    """
+    "Hears a model in the recorder's place"
     running = 1
     def __init__(self,
         events, # `ModelEvents` of the recorder
@@ -204,15 +195,7 @@ class Player:
 
 # %% ../../nbs/40_recorder/79_graphs.ipynb #953c696a
 class Graphs(CapturedEvents):
-    """The CUDA graphs of a model that a recorder hears
-
-    Args:
-        events: `ModelEvents` of the recorder
-        optimizer_events: `OptimizerEvents`
-        ttypes: Tensor types that are recorded
-        hear: Called with who is told by the model, and with who is by optimizers
-        drain: As `Quiet` has it
-    """
+    "The CUDA graphs of a model that a recorder hears"
     def __init__(self,
         events, # `ModelEvents` of the recorder
         optimizer_events, # `OptimizerEvents`

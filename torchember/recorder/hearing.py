@@ -38,11 +38,7 @@ class Solver:
 
 # %% ../../nbs/40_recorder/79_hearing.ipynb #b625c6a4
 class OtherModels:
-    """Finds calls that another model makes of a part that both models share, such as one activation object
-
-    Args:
-        sources: `Sources`
-    """
+    "Finds calls that another model makes of a part that both models share, such as one activation object"
     def __init__(self,
         sources # `Sources`
     ):
@@ -62,11 +58,7 @@ class OtherModels:
     ) -> bool:
         """Return True if another model makes this call
 
-        A part that only others call belongs to them until the weights of the watched model change, although its root is never called.
-
-        Args:
-            state: Of the module that is called outside of any pass
-        """
+        A part that only others call belongs to them until the weights of the watched model change, although its root is never called."""
         if state.root: self.root_called = True; return False
         caller = module_that_calls(self.known)
         if caller is None or self.acts_for_root(caller): return False
@@ -86,12 +78,7 @@ class OtherModels:
 
 # %% ../../nbs/40_recorder/79_hearing.ipynb #b625c6a3
 class PassEvents:
-    """Begins and ends passes of the outermost armed module. Under the lock, but for `over`
-
-    Args:
-        pipe: `Pipe`
-        only_training: Whether evaluations are left out
-    """
+    "Begins and ends passes of the outermost armed module. Under the lock, but for `over`"
     def __init__(self,
         pipe, # `Pipe`
         only_training:bool=False # Whether evaluations are left out
@@ -102,11 +89,7 @@ class PassEvents:
         self.stack_room = 0 # how much deeper Python's stack may be while the model runs
 
     def arming(self, root, depth): # The model, and how deep its modules are nested
-        """A deep model must not fail because of our frame for each of its modules
-
-        Returns:
-            The model, and how deep its modules are nested
-        """
+        "A deep model must not fail because of our frame for each of its modules"
         self.stack_room = depth+100 if depth>50 else 0
         self.other_models.arming(root)
 
@@ -114,12 +97,7 @@ class PassEvents:
         phase, # As `Phases.of` has it
         grad:bool # Whether there will be gradients
     ) -> bool:
-        """Whether a pass is not for the log
-
-        Args:
-            phase: As `Phases.of` has it
-            grad: Whether there will be gradients
-        """
+        "Whether a pass is not for the log"
         return self.only_training and phase is not None or self.wanted is not None and not self.wanted(phase, grad)
 
     def phase_of(self, path, training, grad):
@@ -161,11 +139,7 @@ class PassEvents:
         if self.pipe.gate.touched: self.pipe.read_pending()
 
     def recorded_next(self, here): # the answer; None where Python of ours runs before the compiler looks again
-        """Whether the pass of compiled code that comes is recorded, after one that is over
-
-        Returns:
-            the answer; None where Python of ours runs before the compiler looks again
-        """
+        "Whether the pass of compiled code that comes is recorded, after one that is over"
         if not self.steps.manual and (here.outermost.root or len(self.steps.seen)<2): return self.pipe.gate.due(self.steps.number+1)
 
 # %% ../../nbs/40_recorder/79_hearing.ipynb #009b6057
@@ -218,13 +192,7 @@ class CallEvents(Listener):
 
 # %% ../../nbs/40_recorder/79_hearing.ipynb #065b119a
 class ModelEvents(CallEvents):
-    """What a model tells: passes and calls, and gradients that come back to them
-
-    Args:
-        recorder: Whose it is
-        ttypes: Tensor types that are recorded
-        lock: Under which is changed what threads share
-    """
+    "What a model tells: passes and calls, and gradients that come back to them"
     exclusive = True
     def __init__(self,
         recorder, # Whose it is
@@ -238,12 +206,7 @@ class ModelEvents(CallEvents):
         pipe, # `Pipe`
         only_training:bool=False # Whether evaluations are left out
     ):
-        """What is heard goes there from now on
-
-        Args:
-            pipe: `Pipe`
-            only_training: Whether evaluations are left out
-        """
+        "What is heard goes there from now on"
         self.steps,self.sources,self.buffer,self.cost,self.calls = pipe.steps,pipe.sources,pipe.buffer,pipe.cost,pipe.buffer.calls
         self.pass_events,self.refused = PassEvents(pipe, only_training),pipe.refused
         pipe.gate.begin(self.turn)
@@ -342,11 +305,7 @@ class OptimizerEvents(Listener):
     def into(self,
         pipe # `Pipe`
     ):
-        """What is heard goes there from now on
-
-        Args:
-            pipe: `Pipe`
-        """
+        "What is heard goes there from now on"
         self.pipe,self.sources,self.cost = pipe,pipe.sources,pipe.cost
 
     def leave(self, lock): self.lock = lock

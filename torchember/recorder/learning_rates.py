@@ -20,15 +20,7 @@ def rates_in(
     optimizer, # An optimizer
     prefix:str='lr' # What the names begin with
 ) -> dict: # Name -> number, or a tensor of one number
-    """Return the learning rates of the groups of an optimizer that have one
-
-    Args:
-        optimizer: An optimizer
-        prefix: What the names begin with
-
-    Returns:
-        Name -> number, or a tensor of one number
-    """
+    "Return the learning rates of the groups of an optimizer that have one"
     groups = [(i, g) for i,g in enumerate(optimizer.param_groups) if is_rate(g.get('lr'))]
     if len(optimizer.param_groups)==1: return {prefix: groups[0][1]['lr']} if groups else {}
     often = Counter(str(g.get('name')) for g in optimizer.param_groups)
@@ -44,21 +36,13 @@ def is_rate(x):
 def stamp(
     rate # A learning rate
 ):
-    """Return what differs when a learning rate has changed, without waiting for a device
-
-    Args:
-        rate: A learning rate
-    """
+    "Return what differs when a learning rate has changed, without waiting for a device"
     if not isinstance(rate, torch.Tensor): return float(np.asarray(rate).item())
     if rate.is_cpu: return rate.item()
     return None if rate.is_inference() else (id(rate), rate._version)
 
 class LearningRates:
-    """Learning rates of optimizers, each when it is another than before
-
-    Args:
-        optimizers: In order
-    """
+    "Learning rates of optimizers, each when it is another than before"
     def __init__(self,
         optimizers # In order
     ): self.optimizers,self.last,self.found = list(optimizers),{},{} # last: name -> stamp; found: of the open step, name -> number
@@ -70,11 +54,7 @@ class LearningRates:
     def note(self,
         optimizer # One of the optimizers, which is about to step
     ):
-        """Note the learning rates that an optimizer is about to step with
-
-        Args:
-            optimizer: One of the optimizers, which is about to step
-        """
+        "Note the learning rates that an optimizer is about to step with"
         for name,rate in rates_in(optimizer, self.prefix(optimizer)).items():
             new = stamp(rate)
             if new is not None and self.last.get(name)==new: continue
@@ -83,10 +63,6 @@ class LearningRates:
             self.last[name] = new
 
     def take(self) -> dict: # Name -> number, as `on_its_way` returns it
-        """Return the rates of the open step that are other than before
-
-        Returns:
-            Name -> number, as `on_its_way` returns it
-        """
+        "Return the rates of the open step that are other than before"
         found,self.found = self.found,{}
         return found

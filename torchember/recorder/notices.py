@@ -13,12 +13,7 @@ from ..ground.messages import warn
 
 # %% ../../nbs/40_recorder/00_notices.ipynb #042d7ae6
 class Notices:
-    """Warnings of one run, each kind of them once, and how many errors there were
-
-    Args:
-        on_error: When something cannot be recorded: 'warn' once and go on, or 'raise'
-        report: Function of kind, sentence and severity: writes a warning into the run
-    """
+    "Warnings of one run, each kind of them once, and how many errors there were"
     most_places = 5 # that are named where tensors have no values, for each reason
 
     def __init__(self,
@@ -36,16 +31,7 @@ class Notices:
         text:str, # A sentence or two
         severity:str|None=None # Of the finding that the run gets: 'warning' if its rows mislead, 'info' if some are missing, None for no finding
     ) -> bool: # True if the warning was given now
-        """Warn, unless a warning of this kind was given before
-
-        Args:
-            kind: Anything hashable
-            text: A sentence or two
-            severity: Of the finding that the run gets: 'warning' if its rows mislead, 'info' if some are missing, None for no finding
-
-        Returns:
-            True if the warning was given now
-        """
+        "Warn, unless a warning of this kind was given before"
         if kind in self.said: return False
         self.said.add(kind)
         warn(text)
@@ -58,14 +44,7 @@ class Notices:
         error:Exception, # Why
         how=None # The statistics that were asked for
     ):
-        """A tensor could not be measured: said once for each place, or for each function of the user's (whose row says it again)
-
-        Args:
-            module: Display name
-            tname: Name of the tensor, or of what was being done
-            error: Why
-            how: The statistics that were asked for
-        """
+        "A tensor could not be measured: said once for each place, or for each function of the user's (whose row says it again)"
         if self.on_error=='raise': raise error
         no_values = isinstance(error, Unmeasurable)
         self.unmeasurable += no_values
@@ -96,15 +75,7 @@ class ChangingMarks:
         marks:dict, # Name -> value
         step:int # Number of the open step
     ) -> tuple|None: # Name and value of a mark that is a number of the step
-        """Marks are set
-
-        Args:
-            marks: Name -> value
-            step: Number of the open step
-
-        Returns:
-            Name and value of a mark that is a number of the step
-        """
+        "Marks are set"
         for name,v in marks.items():
             if isinstance(v, torch.Tensor) and v.numel()==1: v = v.item()
             if type(v) is not float: continue

@@ -15,13 +15,7 @@ def optimizer_names(optimizers) -> str:
     return ', '.join(type(o).__name__ for o in optimizers)
 
 class Updates:
-    """Updates of weights, and optimizer states
-
-    Args:
-        buffer: Where they are measured
-        parameters: `Parameters`, which know where each is
-        ttypes: Tensor types that are recorded
-    """
+    "Updates of weights, and optimizer states"
     def __init__(self,
         buffer, # Where they are measured
         parameters, # `Parameters`, which know where each is

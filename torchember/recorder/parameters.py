@@ -77,13 +77,7 @@ def below(state, states):
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #86d117a6
 class Parameters:
-    """Weights and weight gradients of a model's modules
-
-    Args:
-        buffer: Where they are measured
-        ttypes: Tensor types that are recorded
-        tell: Called with what is known of them when it is another than before
-    """
+    "Weights and weight gradients of a model's modules"
     def __init__(self,
         buffer, # Where they are measured
         ttypes, # Tensor types that are recorded
@@ -108,12 +102,7 @@ class Parameters:
         state, # Of a module
         ttypes # 'weight', 'weight_grad'
     ):
-        """Measure the module's own parameters that this step has not measured
-
-        Args:
-            state: Of a module
-            ttypes: 'weight', 'weight_grad'
-        """
+        "Measure the module's own parameters that this step has not measured"
         if not state.watched or not state.track.parameters: return
         new = [(state, i, n, p) for i,n,p in own_parameters(state.track) if self.is_new(state, n, p)]
         if new: self.measure(new, ttypes)
@@ -134,12 +123,7 @@ class Parameters:
         outermost:bool, # Whether nothing is around it
         ttypes
     ):
-        """The module's forward is over; with the outermost one's go those of modules in it that no call has reached
-
-        Args:
-            state: Of the module that was called
-            outermost: Whether nothing is around it
-        """
+        "The module's forward is over; with the outermost one's go those of modules in it that no call has reached"
         self.of_module(state, ttypes)
         if outermost and state.track.children:
             for other in self.states if state.root else below(state, self.states): self.of_module(other, ttypes)
@@ -148,12 +132,7 @@ class Parameters:
         wanted:set|None=None, # ids of parameters; all without it
         states=None # In another order than from the root down
     ):
-        """State, position, name and parameter: each parameter once, at the first module that holds it
-
-        Args:
-            wanted: ids of parameters; all without it
-            states: In another order than from the root down
-        """
+        "State, position, name and parameter: each parameter once, at the first module that holds it"
         seen = set()
         for st in self.states if states is None else states:
             for i,n,p in own_parameters(st.track) if st.watched else ():
@@ -165,12 +144,7 @@ class Parameters:
         wanted:set|None=None, # ids of parameters; all without it
         scale=None # What gradients are multiplied by
     ):
-        """The gradients are complete: they take the place of those that were there during the pass. Weights that no training pass has measured come first
-
-        Args:
-            wanted: ids of parameters; all without it
-            scale: What gradients are multiplied by
-        """
+        "The gradients are complete: they take the place of those that were there during the pass. Weights that no training pass has measured come first"
         which = list(self.each(wanted))
         if 'weight' in self.ttypes: self.missed(which)
         if 'weight_grad' in self.ttypes: self.again(('weight_grad',), which, scale)
@@ -185,13 +159,7 @@ class Parameters:
         which=None, # Of what `each` gives; all without it
         scale=None # What gradients are multiplied by
     ):
-        """Measure parameters as they are now, in place of what this step had of them
-
-        Args:
-            ttypes: 'weight', 'weight_grad'
-            which: Of what `each` gives; all without it
-            scale: What gradients are multiplied by
-        """
+        "Measure parameters as they are now, in place of what this step had of them"
         self.buffer.forget_seen() # what was written through .data, too
         which = list(self.each()) if which is None else which
         if 'weight' in ttypes: self.seen |= {x for st,_,n,p in which for x in (id(p), (st.track.id, n))}
@@ -211,14 +179,7 @@ class Parameters:
     def gradient_counts(self,
         manual:bool # True if an optimizer or `te.step()` ends the steps: then all gradients were looked at
     ) -> tuple|None: # Number of weight gradients, number of gradients before clipping
-        """Return how many gradients the open step has. None if the rows do not cover every trained parameter of the model
-
-        Args:
-            manual: True if an optimizer or `te.step()` ends the steps: then all gradients were looked at
-
-        Returns:
-            Number of weight gradients, number of gradients before clipping
-        """
+        "Return how many gradients the open step has. None if the rows do not cover every trained parameter of the model"
         n,unclipped = (len(self.gathered[t]) for t in ('weight_grad', 'unclipped_grad'))
         if not n or any(p.requires_grad for p in self.unrecorded): return None
         def missed(st, name, p): return p.requires_grad and id(p) not in self.seen and (st.track.id, name) not in self.seen
@@ -234,13 +195,7 @@ def measure_unclipped(
     wanted:set, # ids of those that are about to be clipped
     scale=None # What gradients are multiplied by
 ):
-    """Measure gradients before they are clipped; of several times in a step the last counts
-
-    Args:
-        parameters: `Parameters`
-        wanted: ids of those that are about to be clipped
-        scale: What gradients are multiplied by
-    """
+    "Measure gradients before they are clipped; of several times in a step the last counts"
     parameters.buffer.forget_seen()
     for st,i,n,p in parameters.each(wanted):
         if (grad := parameters.arrivals.gradient(st, n, p)) is not None:
@@ -319,11 +274,7 @@ plain_floats = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 def with_other_children(
     states # Of the armed modules
 ) -> list:
-    """Return the states whose module has other children than at the last look. Other parameters need no look: they are read anew in each step
-
-    Args:
-        states: Of the armed modules
-    """
+    "Return the states whose module has other children than at the last look. Other parameters need no look: they are read anew in each step"
     out = []
     for st in states:
         now = parts_of(st.track.module)
@@ -335,12 +286,7 @@ def with_other_children(
 def children_in(parts): return [i for i in parts or () if isinstance(i, int)]
 
 class Containers:
-    """Modules that are not recorded, and that may get children which are
-
-    Args:
-        tracks: `moduleTrack`s of all modules
-        states: Of the armed modules
-    """
+    "Modules that are not recorded, and that may get children which are"
     def __init__(self,
         tracks=(), # `moduleTrack`s of all modules
         states=() # Of the armed modules
@@ -371,12 +317,7 @@ class Writes:
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #43301eef
 class Known:
-    """Every parameter of a model, and what is known against it. What once was so is remembered: that an optimizer had it, that a gradient came
-
-    Args:
-        ttypes: Those that are recorded
-        tell: Called with `meta()` when it is another than before
-    """
+    "Every parameter of a model, and what is known against it. What once was so is remembered: that an optimizer had it, that a gradient came"
     most = most_entries
 
     def __init__(self,
@@ -392,20 +333,12 @@ class Known:
         self.entries,self.left_out = [],0 # as they were looked at last; how many are too many to note
 
     def go_on(self, entries): # entries: as the same run has noted them, which goes on
-        """What was so before stays known
-
-        Args:
-            entries: as the same run has noted them, which goes on
-        """
+        "What was so before stays known"
         for fact,known in (('gradient', self.got), ('optimizer', self.held)): known |= {(p['path'], p['name']) for p in entries if p.get(fact)}
         self.called |= {p['path'] for p in entries if p.get('called')}
 
     def due(self, recorded:int): # recorded: how many steps were
-        """Whether to look again: after 1, 2, 4, 8, ... steps
-
-        Args:
-            recorded: how many steps were
-        """
+        "Whether to look again: after 1, 2, 4, 8, ... steps"
         return recorded>0 and not recorded & recorded-1
 
     def note(self,
@@ -414,14 +347,7 @@ class Known:
         trains:bool, # Whether there was a pass that could be trained with; of compiled code only gradients tell it
         search:bool=False # True to search this process for other optimizers, if a parameter is in none of the known ones
     ):
-        """Note all parameters as they are now
-
-        Args:
-            states: Of the armed modules, root first
-            optimizers: Optimizers that are known; None when none is
-            trains: Whether there was a pass that could be trained with; of compiled code only gradients tell it
-            search: True to search this process for other optimizers, if a parameter is in none of the known ones
-        """
+        "Note all parameters as they are now"
         if not states: return
         self.trained = self.trained or trains or bool(self.got)
         of = {st.track.id: st for st in states}
@@ -459,14 +385,7 @@ class Known:
 def every_parameter(
     root # `moduleTrack` of the model
 ) -> list: # (parameter, `moduleTrack` of the first module that has it, its names in order: (path, name) -> None)
-    """All parameters of a model, each once, in the model's order
-
-    Args:
-        root: `moduleTrack` of the model
-
-    Returns:
-        (parameter, `moduleTrack` of the first module that has it, its names in order: (path, name) -> None)
-    """
+    "All parameters of a model, each once, in the model's order"
     found,todo = {},[root]
     while todo:
         t = todo.pop()

@@ -20,13 +20,7 @@ def too_dear(b):
 
 # %% ../../nbs/40_recorder/78_pipe.ipynb #ee96ef9c
 class Gate:
-    """Whether the open step is recorded
-
-    Args:
-        decide: `Decision`
-        steps: `Steps`
-        cost: `Cost`
-    """
+    "Whether the open step is recorded"
     def __init__(self,
         decide, # `Decision`
         steps, # `Steps`
@@ -39,11 +33,7 @@ class Gate:
         self.left = False # whether this process was forked from the one that records
 
     def begin(self, turned=None): # turned: called with whether what comes is recorded, now and whenever that is decided
-        """The first step is open
-
-        Args:
-            turned: called with whether what comes is recorded, now and whenever that is decided
-        """
+        "The first step is open"
         if turned is not None: self.turned = turned
         self.ask()
 
@@ -125,17 +115,7 @@ class StepEnd:
 
 # %% ../../nbs/40_recorder/78_pipe.ipynb #d297b3be
 class Pipe(StepEnd):
-    """The open step, from its first pass to its rows. All under the recorder's lock
-
-    Args:
-        steps: `Steps`: where a step begins and ends
-        sources: `Sources`: what there is to measure
-        buffer: `StepBuffer`: what was measured
-        writer: `RowWriter`: makes rows of it
-        gate: `Gate`: whether the step is recorded
-        tally: `Tally`
-        cost: `Cost`
-    """
+    "The open step, from its first pass to its rows. All under the recorder's lock"
     most_rows = 1<<18 # of an open step, to hold in memory
 
     def __init__(self,
@@ -157,12 +137,7 @@ class Pipe(StepEnd):
         path:str, phase, # As `Steps.begin` has them
         root:bool, grad:bool, joins:bool=False # Whether the root is called; there will be gradients; an autograd Function makes this call and the one before
     ):
-        """Perhaps what was open is over now
-
-        Args:
-            path, phase: As `Steps.begin` has them
-            root, grad, joins: Whether the root is called; there will be gradients; an autograd Function makes this call and the one before
-        """
+        "Perhaps what was open is over now"
         steps = self.steps
         if steps.ends_evaluation(phase, grad): self.end_evaluation()
         self.tally.hears()
@@ -204,11 +179,7 @@ class Pipe(StepEnd):
         self.refused.forget(number)
 
     def without_refused(self, unreached=False): # unreached: whether passes to which no backward came are meant, too
-        """Take out passes whose gradients were thrown away
-
-        Args:
-            unreached: whether passes to which no backward came are meant, too
-        """
+        "Take out passes whose gradients were thrown away"
         if self.refused.passes and self.steps.manual: take_out_refused(self, unreached)
 
     def without_failed(self):
@@ -218,11 +189,7 @@ class Pipe(StepEnd):
     def flush(self,
         over:bool=False, wait:bool=False # Whether the step is; whether it may turn out to be none
     ):
-        """Hand all that was measured to the log. Returns before it is written
-
-        Args:
-            over, wait: Whether the step is; whether it may turn out to be none
-        """
+        "Hand all that was measured to the log. Returns before it is written"
         if not over: self.without_refused()
         if not self.buffer.arena.in_graph(): self.writer.write(self.buffer, self.steps, over, wait, self.gate.only_held)
 
@@ -261,12 +228,7 @@ def close_by_pass(
     pipe, # `Pipe`
     following # Versions of the weights in the pass that begins
 ):
-    """End a step because a pass begins. Should `te.step()` come later, it was no step, but a pass of the one that `te.step()` ends
-
-    Args:
-        pipe: `Pipe`
-        following: Versions of the weights in the pass that begins
-    """
+    "End a step because a pass begins. Should `te.step()` come later, it was no step, but a pass of the one that `te.step()` ends"
     if pipe.buffer.arena.in_graph(): return
     steps,hint,writer = pipe.steps,pipe.sources.parameters.hint,pipe.writer
     known = pipe.gate.writes and steps.training_passes and not steps.phase and not pipe.buffer.handed_out # what somebody has read stays a step
@@ -288,11 +250,7 @@ def measure_now(pipe):
     pipe.read_pending()
 
 def end_step(pipe, empty=False): # empty: whether a step in which nothing ran counts, too
-    """Somebody says that the step is over, and from now on only that ends one. Whether something ran
-
-    Args:
-        empty: whether a step in which nothing ran counts, too
-    """
+    "Somebody says that the step is over, and from now on only that ends one. Whether something ran"
     ran,steps = pipe.steps.opened,pipe.steps
     if not steps.manual: join_passes(pipe)
     steps.taken_over()

@@ -275,15 +275,7 @@ def row_to_come(place, how, marks):
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #8193001c
 class Plan:
-    """What a recorded step will write and cost. `rows`, `bytes` and `seconds` of a step; `df` has a row for each tap
-
-    Args:
-        name: Name of the model
-        places: `Place`s
-        lines: Bytes of the row of each
-        seconds: Estimated seconds of each
-        notes: What is not known
-    """
+    "What a recorded step will write and cost. `rows`, `bytes` and `seconds` of a step; `df` has a row for each tap"
     def __init__(self,
         name:str, # Name of the model
         places:list, # `Place`s
@@ -295,11 +287,7 @@ class Plan:
         self.rows,self.bytes,self.seconds = len(places),sum(lines),sum(seconds)
 
     def kinds(self): # [(ttype, rows, bytes of its tensors or None, bytes of rows, seconds)]
-        """Totals for each tensor type
-
-        Returns:
-            [(ttype, rows, bytes of its tensors or None, bytes of rows, seconds)]
-        """
+        "Totals for each tensor type"
         out = []
         for t in dict.fromkeys(p.ttype for p in self.places):
             at = [i for i,p in enumerate(self.places) if p.ttype==t]
@@ -308,11 +296,7 @@ class Plan:
         return out
 
     def largest(self, n=3): # [(seconds, place)]
-        """The taps that take longest
-
-        Returns:
-            [(seconds, place)]
-        """
+        "The taps that take longest"
         return sorted(((s, p) for s,p in zip(self.each, self.places, strict=True) if p.shape is not None), key=lambda r: -r[0])[:n]
 
     @property
@@ -371,14 +355,7 @@ def plan_of(
     kwargs:dict=None,
     name:str='' # Of the model
 ) -> Plan:
-    """What a recorded step of `model` will write and cost
-
-    Args:
-        model: The root, armed
-        recorder: Its `Recorder`
-        args: An example input
-        name: Of the model
-    """
+    "What a recorded step of `model` will write and cost"
     flow,left,more = [],[],[]
     if args or kwargs:
         if any(is_lazy(p) for p in model.parameters()):

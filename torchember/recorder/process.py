@@ -77,14 +77,7 @@ def rank_and_size() -> tuple:
 def shared_name(
     kind:str # Class of the model
 ) -> str: # Name of a run
-    """The name of a run that all processes agree on
-
-    Args:
-        kind: Class of the model
-
-    Returns:
-        Name of a run
-    """
+    "The name of a run that all processes agree on"
     name = run_name(kind)
     store = shared_store() if torch.distributed.is_available() and torch.distributed.is_initialized() else None
     if store is not None:
@@ -95,14 +88,7 @@ def shared_name(
 def store_for(
     run:str # Name of a run of several processes
 ) -> tuple: # The part, and the store that it is a part of; None twice where there is no store
-    """A part of the store that the processes share. It has a connection of its own, where it can: who waits in that of the training keeps nobody
-
-    Args:
-        run: Name of a run of several processes
-
-    Returns:
-        The part, and the store that it is a part of; None twice where there is no store
-    """
+    "A part of the store that the processes share. It has a connection of its own, where it can: who waits in that of the training keeps nobody"
     d = torch.distributed
     store = shared_store() if d.is_available() and d.is_initialized() else None
     if store is None: return None, None

@@ -137,12 +137,7 @@ class Told:
         step:int, # Which step they are of
         rows:list # (key, call, dtype, statistics), as `one_row` has them
     ):
-        """Rows of somebody else who measures this model, such as a `Monitor`
-
-        Args:
-            step: Which step they are of
-            rows: (key, call, dtype, statistics), as `one_row` has them
-        """
+        "Rows of somebody else who measures this model, such as a `Monitor`"
         open_recorders.add(self)
         with self.lock: self.writer.add(step, rows, self.buffer, self.steps, self.pipe.gate.writes)
 
@@ -154,11 +149,7 @@ class Told:
 class Ends(Told):
     "What a recorder does when something goes wrong, and in the end"
     def keep_last(self, why='finding'): # why: a word
-        """Something is wrong: the last steps go to the log, also those that it was not to get
-
-        Args:
-            why: a word
-        """
+        "Something is wrong: the last steps go to the log, also those that it was not to get"
         with self.lock: self.writer.release_held(self.step, why)
 
     def ended_by(self, error):
@@ -186,12 +177,7 @@ class Ends(Told):
 
 # %% ../../nbs/40_recorder/80_recorder.ipynb #f53e8207
 class Recorder(Ends):
-    """Hears a model and turns what it hears into rows of a run
-
-    Args:
-        t: The run: its `put` takes what was measured, whether the step is over, and what makes lines of it
-        wish: `Settings`
-    """
+    "Hears a model and turns what it hears into rows of a run"
     def __init__(self,
         t, # The run: its `put` takes what was measured, whether the step is over, and what makes lines of it
         wish # `Settings`
@@ -227,11 +213,7 @@ class Recorder(Ends):
     def arm(self,
         tracks, watched=None, owner=None, methods=None # As `HeardModel` has them
     ):
-        """Hear a model
-
-        Args:
-            tracks, watched, owner, methods: As `HeardModel` has them
-        """
+        "Hear a model"
         self.model.arm(tracks, watched, owner, methods)
         open_recorders.add(self)
 
@@ -248,11 +230,7 @@ class Recorder(Ends):
 
     @timed
     def close(self, boundary=False): # boundary: whether `te.step()` says so
-        """The step is over. A step in which nothing ran is none
-
-        Args:
-            boundary: whether `te.step()` says so
-        """
+        "The step is over. A step in which nothing ran is none"
         with self.lock:
             self.pipe.without_refused()
             self.pipe.over(boundary)
@@ -261,14 +239,7 @@ class Recorder(Ends):
     def boundary(self,
         empty:bool=False # Whether a step in which nothing ran counts, too
     ) -> bool: # Whether something ran
-        """`torchEmber.step`: the step is over, and from now on only this ends one
-
-        Args:
-            empty: Whether a step in which nothing ran counts, too
-
-        Returns:
-            Whether something ran
-        """
+        "`torchEmber.step`: the step is over, and from now on only this ends one"
         with self.lock: return end_step(self.pipe, empty)
 
     @timed

@@ -239,14 +239,7 @@ def advice(how):
 def recover(
     path # A box, without an ending, whose process is gone
 ) -> str|None: # Name of the run; None where there was nothing that can be read
-    """Append what a log lacks of what was measured, and say where the process was. The box is removed
-
-    Args:
-        path: A box, without an ending, whose process is gone
-
-    Returns:
-        Name of the run; None where there was nothing that can be read
-    """
+    "Append what a log lacks of what was measured, and say where the process was. The box is removed"
     path = str(path)
     try:
         box = BoxContent(path)
@@ -266,14 +259,7 @@ def recover(
 def take_in(
     folder # Of runs: beside its `log`, there may be a `box`
 ) -> list: # Names of runs
-    """Take in the boxes of all processes that are gone
-
-    Args:
-        folder: Of runs: beside its `log`, there may be a `box`
-
-    Returns:
-        Names of runs
-    """
+    "Take in the boxes of all processes that are gone"
     boxes = os.path.join(folder, 'box')
     if fcntl is None: return [] # nobody knows whose process is gone
     try: names = sorted(n.removesuffix('.box') for n in os.listdir(boxes) if n.endswith('.box'))

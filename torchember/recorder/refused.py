@@ -17,14 +17,7 @@ from .parameters import grad_of, plain_floats
 def gradient_state(
     parameters # Some parameters
 ) -> list: # None where there is no gradient, else its identity and version
-    """Return what changes when gradients come, are written to, or are removed
-
-    Args:
-        parameters: Some parameters
-
-    Returns:
-        None where there is no gradient, else its identity and version
-    """
+    "Return what changes when gradients come, are written to, or are removed"
     grads = [grad_of(p) for p in parameters]
     return [None if g is None else (id(g), 0 if g.is_inference() else g._version) for g in grads]
 
@@ -36,14 +29,7 @@ def is_removed(p):
 
 # %% ../../nbs/40_recorder/45_refused.ipynb #4f0a1009
 class TrainingPass:
-    """A training pass of the open step
-
-    Args:
-        number: Number of the pass among all of the step
-        micro: Its number among those of its phase
-        first: Number of its first event
-        weights: Versions of the weights
-    """
+    "A training pass of the open step"
     most = 8 # Outputs that get a hook. Of a pass with more, it is not known that no backward comes
 
     def __init__(self,
@@ -61,12 +47,7 @@ class TrainingPass:
         named, # Pairs of names and outputs
         hook # Called with the pass when a gradient comes
     ):
-        """Have `hook` called when a backward comes to the outputs of the pass
-
-        Args:
-            named: Pairs of names and outputs
-            hook: Called with the pass when a gradient comes
-        """
+        "Have `hook` called when a backward comes to the outputs of the pass"
         def comes(g):
             if not torch.compiler.is_compiling(): hook(self)
             return g
@@ -80,12 +61,7 @@ class TrainingPass:
         parameters, # Some parameters
         now:list # Their `gradient_state`
     ) -> bool:
-        """Return True if the gradients that the backward of this pass brought are not there any more
-
-        Args:
-            parameters: Some parameters
-            now: Their `gradient_state`
-        """
+        "Return True if the gradients that the backward of this pass brought are not there any more"
         if self.before is None: return False
         brought = [i for i,(b,a) in enumerate(zip(self.before, self.after or now, strict=True)) if a!=b]
         if not brought: return self.after is None # the backward raised before any gradient came
@@ -93,11 +69,7 @@ class TrainingPass:
 
 # %% ../../nbs/40_recorder/45_refused.ipynb #4f0a100a
 class RefusedPasses:
-    """Finds training passes of the open step whose gradients no optimizer used
-
-    Args:
-        notify: Called when a backward begins: perhaps passes before it were refused
-    """
+    "Finds training passes of the open step whose gradients no optimizer used"
     def __init__(self,
         notify=lambda: None # Called when a backward begins: perhaps passes before it were refused
     ):
@@ -110,11 +82,7 @@ class RefusedPasses:
     def arming(self,
         model # Is about to be armed
     ):
-        """Choose the parameters to look at. None if FSDP1 or Opacus replaces them or their gradients.
-
-        Args:
-            model: Is about to be armed
-        """
+        "Choose the parameters to look at. None if FSDP1 or Opacus replaces them or their gradients."
         parameters = [p for p in model.parameters() if not is_lazy(p) and p.requires_grad and p.is_leaf and not p.is_inference()]
         per_sample = any(hasattr(p, 'grad_sample') for p in parameters) # Opacus sums gradients elsewhere, and removes those of torch
         flattens = any(c.__name__=='FullyShardedDataParallel' for m in model.modules() for c in type(m).__mro__)
@@ -123,21 +91,13 @@ class RefusedPasses:
     def begins(self,
         number:int, micro:int, first:int # As `TrainingPass` has them
     ):
-        """A training pass begins
-
-        Args:
-            number, micro, first: As `TrainingPass` has them
-        """
+        "A training pass begins"
         if self.parameters: self.passes.append(TrainingPass(number, micro, first, versions(self.parameters)))
 
     def expect(self,
         outputs # Pairs of names and tensors
     ):
-        """Wait for a backward that comes to the pass that began last
-
-        Args:
-            outputs: Pairs of names and tensors
-        """
+        "Wait for a backward that comes to the pass that began last"
         if self.passes: self.passes[-1].add_hooks(outputs, self.backward_comes)
 
     def backward_comes(self, p):
@@ -178,11 +138,7 @@ class RefusedPasses:
         return [p for p in self.passes if p.hooks and p.complete and not p.reached]
 
     def stop_if_copied(self) -> int: # Number of passes of this step that were called refused wrongly
-        """Refuse nothing from now on if passes of this step look refused, but the optimizer gets gradients that the loop assigned.
-
-        Returns:
-            Number of passes of this step that were called refused wrongly
-        """
+        "Refuse nothing from now on if passes of this step look refused, but the optimizer gets gradients that the loop assigned."
         if not self.taken: return 0
         grads = [grad_of(p) for p in self.parameters if not is_removed(p)]
         if not grads or not self.made or any(m is g for m in self.made for g in grads): return 0
@@ -192,11 +148,7 @@ class RefusedPasses:
     def forget(self,
         number:int # As `TrainingPass` has it
     ):
-        """A pass is not of the open step any more
-
-        Args:
-            number: As `TrainingPass` has it
-        """
+        "A pass is not of the open step any more"
         gone = [p for p in self.passes if p.number==number]
         self.passes = [p for p in self.passes if p.number!=number]
         for p in self.passes: p.micro -= sum(g.micro<p.micro for g in gone)

@@ -26,22 +26,7 @@ def one_row(
     marks:dict, # Column -> value
     many_passes:dict # Phase -> whether it had several passes
 ) -> dict: # A row of the log
-    """The row of one tensor
-
-    Args:
-        key: Whose: module, ttype, tname, pname, phase, backward
-        call: Which call of the pass
-        micro: Which micro-batch; None when they are merged
-        dtype: 'float32'
-        stats: Statistic -> value
-        step: Which step
-        ts: When
-        marks: Column -> value
-        many_passes: Phase -> whether it had several passes
-
-    Returns:
-        A row of the log
-    """
+    "The row of one tensor"
     module,ttype,tname,pname,phase,backward = key
     if ttype=='scalar':
         stats = {k: arrived(v) for k,v in stats.items()}

@@ -32,11 +32,7 @@ class MaybePass:
 class RowsBeside:
     "Rows that no pass brings: noted numbers, warnings, and values that other code has measured."
     def report(self, steps, kind, text, severity): # as `Notices.once` has them; steps: `Steps`
-        """Write a warning into the run, as a finding of the open step.
-
-        Returns:
-            as `Notices.once` has them; steps: `Steps`
-        """
+        "Write a warning into the run, as a finding of the open step."
         line = line_of(report_row(kind, text, severity, self.root_name, steps.number, now()) | self.columns())
         self.t.file.put(lambda: [line], joins=None)
 
@@ -45,13 +41,7 @@ class RowsBeside:
         buffer, steps, # Of the recorder
         on:bool # Whether the open step is recorded
     ):
-        """Numbers of the step whose pass has run
-
-        Args:
-            values: Name -> number, as `on_its_way` has it
-            buffer, steps: Of the recorder
-            on: Whether the open step is recorded
-        """
+        "Numbers of the step whose pass has run"
         step,phase = steps.noted,'eval' if steps.passes and steps.manual and steps.phase=='eval' else None
         if new := self.lines.scalars.claim(values): self.t.file.put(lambda: self.lines.scalars.rename(step, new), joins=None)
         key,call = (self.root_name, 'scalar', 'log', None, phase, 0),self.noted[step]
@@ -66,12 +56,7 @@ class RowsBeside:
         rates:dict, # Name -> learning rate, as `LearningRates.take` returns them
         buffer # Of the recorder
     ):
-        """Add the learning rates of the open step
-
-        Args:
-            rates: Name -> learning rate, as `LearningRates.take` returns them
-            buffer: Of the recorder
-        """
+        "Add the learning rates of the open step"
         key = (self.root_name, 'scalar', 'lr', None, None, 0)
         buffer.add(key, 0, None, 'float64', {self.lines.scalars.name(n): v for n,v in rates.items()})
 
@@ -81,14 +66,7 @@ class RowsBeside:
         buffer, steps, # Of the recorder
         on:bool # Whether the open step is recorded
     ):
-        """Rows of somebody else who measures this model
-
-        Args:
-            step: Which step they are of
-            rows: (key, call, dtype, statistics), as `one_row` has them
-            buffer, steps: Of the recorder
-            on: Whether the open step is recorded
-        """
+        "Rows of somebody else who measures this model"
         if step==steps.number and on and steps.opened:
             for key,call,dtype,stats in rows: buffer.add(key, call, None, dtype, stats)
             return
@@ -123,14 +101,7 @@ class HeldSteps:
 
 # %% ../../nbs/40_recorder/65_row_writer.ipynb #d68cf43a
 class RowWriter(RowsBeside):
-    """Hands what was measured to the log. Returns before it is written
-
-    Args:
-        t: The run, a `tracker`: its `put` takes what was measured, whether the step is over, and by whom lines are made of it; its `file` is a `Log`
-        rank: Of this process, when there are several
-        root_name: Display name of the root, whose rows the noted numbers are
-        held: How many steps are kept that the log does not get
-    """
+    "Hands what was measured to the log. Returns before it is written"
     def __init__(self,
         t, # The run, a `tracker`: its `put` takes what was measured, whether the step is over, and by whom lines are made of it; its `file` is a `Log`
         rank:int|None=None, # Of this process, when there are several
@@ -170,15 +141,7 @@ class RowWriter(RowsBeside):
         wait:bool=False, # Whether it may turn out to be none: it goes to the log before whatever comes next
         held:bool=False # Whether the log does not get it, unless something goes wrong
     ):
-        """All that was measured since the last time
-
-        Args:
-            buffer: The `StepBuffer`, which is empty afterwards
-            steps: `Steps`
-            over: Whether the step is
-            wait: Whether it may turn out to be none: it goes to the log before whatever comes next
-            held: Whether the log does not get it, unless something goes wrong
-        """
+        "All that was measured since the last time"
         if not wait: self.release()
         self.last,held = None,held and self.held.wants(steps.shown)
         if not buffer.size and not (over and (buffer.snapshots.taken or buffer.custom.given or self.file_is_open)): return # nothing wakes the writer
@@ -201,11 +164,7 @@ class RowWriter(RowsBeside):
         else: self.t.put(measured, over, self.lines)
 
     def release_held(self, step, why): # As `HeldSteps` has them
-        """Something is wrong: what was kept goes to the log
-
-        Returns:
-            As `HeldSteps` has them
-        """
+        "Something is wrong: what was kept goes to the log"
         for measured in self.held.release(step, why): self.t.put(measured, True, self.lines)
 
     def release(self):
@@ -217,12 +176,7 @@ class RowWriter(RowsBeside):
         step:int, first:int, # Number of the open step until now, and from now on
         earlier:list # `MaybePass`es that were its first passes
     ):
-        """Steps that waited were none: they are of the open one
-
-        Args:
-            step, first: Number of the open step until now, and from now on
-            earlier: `MaybePass`es that were its first passes
-        """
+        "Steps that waited were none: they are of the open one"
         self.waiting = []
         self.noted[first] = sum(e.noted for e in earlier)+self.noted[step]
 
@@ -247,16 +201,7 @@ def write_refused(
     whole:bool, # Whether nothing is left in the open step, and none of its rows was read
     on:bool # Whether the open step is recorded
 ):
-    """Write the rows of a refused pass, apart from those of the training. They belong to the step before, as those of an evaluation do
-
-    Args:
-        writer: `RowWriter`
-        buffer, steps: The `StepBuffer` and `Steps`
-        p: The `TrainingPass` that is not of the open step any more
-        until: First event of the pass after it, None without one
-        whole: Whether nothing is left in the open step, and none of its rows was read
-        on: Whether the open step is recorded
-    """
+    "Write the rows of a refused pass, apart from those of the training. They belong to the step before, as those of an evaluation do"
     writer.release()
     snapshot,custom,noted = take_out(buffer, p, until, whole)
     writer.noted[steps.number] -= noted

@@ -38,11 +38,7 @@ class AtStepEnd:
         if outside := self.outside(): self.parameters.at_boundary(outside, self.scale())
 
     def untold(self, stepped): # stepped: ids of the optimizers that have, in this step
-        """The ids of parameters whose gradients no optimizer's step has told of in this step, None for all: zero_grad may have been there meanwhile
-
-        Args:
-            stepped: ids of the optimizers that have, in this step
-        """
+        "The ids of parameters whose gradients no optimizer's step has told of in this step, None for all: zero_grad may have been there meanwhile"
         if not stepped: return None
         told = {id(p) for o in self.watch.optimizers if id(o) in stepped for p in parameters_of(o)} | self.outside()
         return {id(p) for _,_,_,p in self.parameters.each() if id(p) not in told}
@@ -55,11 +51,7 @@ class AtStepEnd:
     def at_end(self,
         changed:bool=True # Whether there was anything but an evaluation, which changes nothing
     ):
-        """What is measured when a step is over
-
-        Args:
-            changed: Whether there was anything but an evaluation, which changes nothing
-        """
+        "What is measured when a step is over"
         if not self.states: return
         for source in self.at_step_end if changed else (): source.measure_all(self.states)
         root = self.states[0]
@@ -77,16 +69,7 @@ class AtStepEnd:
 
 # %% ../../nbs/40_recorder/75_sources.ipynb #fe964441
 class Sources(AtStepEnd):
-    """What there is to measure of a model, and when
-
-    Args:
-        ttypes: Tensor types that are recorded
-        buffer: `StepBuffer`, where they are measured
-        steps: `Steps`, which know the pass
-        tell: `Listener.gradient`
-        watch: `OptimizerWatch`, when there is an optimizer to listen to
-        noted: Called with what is known of the parameters when it is another than before
-    """
+    "What there is to measure of a model, and when"
     def __init__(self,
         ttypes, # Tensor types that are recorded
         buffer, # `StepBuffer`, where they are measured
@@ -115,11 +98,7 @@ class Sources(AtStepEnd):
     # ---- which model
 
     def arming(self, root): # root: the model
-        """The model is about to be armed
-
-        Args:
-            root: the model
-        """
+        "The model is about to be armed"
         self.buffer.fresh_arena()
         ps = trained_by(self.watch.optimizers) if self.watch else root.parameters()
         self.sampled = evenly_spaced([p for p in ps if p.requires_grad and not is_lazy(p)])
@@ -128,12 +107,7 @@ class Sources(AtStepEnd):
         states, # Of the armed modules, root first; none where the model is not armed
         again:bool=False # True if the model was armed before, with other modules
     ):
-        """Measure the tensors of these modules from now on
-
-        Args:
-            states: Of the armed modules, root first; none where the model is not armed
-            again: True if the model was armed before, with other modules
-        """
+        "Measure the tensors of these modules from now on"
         if not states: self.note_parameters(search=True)
         self.states = self.parameters.states = states
         if not again: self.parameters.arrivals = Arrivals()
@@ -159,24 +133,12 @@ class Sources(AtStepEnd):
         root:bool, # Whether the root is called
         steps # `Steps`
     ): # Their versions; None where nobody need know
-        """What tells weights from those of another pass
-
-        Args:
-            root: Whether the root is called
-            steps: `Steps`
-
-        Returns:
-            Their versions; None where nobody need know
-        """
+        "What tells weights from those of another pass"
         here = not (root and steps.manual) if self.watch is None else steps.opened and not self.watch.busy # LBFGS moves them itself
         return versions(self.sampled) if self.sampled and here else None
 
     def follow(self, name, x): # x: a tensor that is in no module; None ends it
-        """Measure a variable when a step is over
-
-        Args:
-            x: a tensor that is in no module; None ends it
-        """
+        "Measure a variable when a step is over"
         self.variables.pop(name, None) if x is None else self.variables.update({name: x})
         if x is not None and self.states: self.parameters.arrivals.arming([as_parameter(self.states[0], name, x)])
 
@@ -188,13 +150,7 @@ class Sources(AtStepEnd):
         named, # Pairs of names and tensors
         call:int, phase
     ):
-        """Tensors of a call; and their gradients, when a backward comes to them
-
-        Args:
-            state: Of the module, see `capture.forward.State`
-            ttype: 'input' or 'output'
-            named: Pairs of names and tensors
-        """
+        "Tensors of a call; and their gradients, when a backward comes to them"
         for source in self.at_calls: source.flow(state, ttype, named, call, phase)
 
     def training(self):
@@ -217,15 +173,7 @@ def scale_of(
     sources, # `Sources`
     ids:set # Of parameters
 ): # None where the scaler has divided their gradients already
-    """What the gradients of some parameters are multiplied by now
-
-    Args:
-        sources: `Sources`
-        ids: Of parameters
-
-    Returns:
-        None where the scaler has divided their gradients already
-    """
+    "What the gradients of some parameters are multiplied by now"
     watch = sources.watch
     its = [o for o in watch.optimizers if ids & {id(p) for p in parameters_of(o)}] if watch else ()
     return None if any(is_unscaled(watch.scaler, o) for o in its if watch.scaler) else sources.scale()

@@ -258,19 +258,7 @@ class Measuring:
         once:bool=False, # Whether the step has one such row, for which the last measurement counts. The tensor must not change before `read_pending`
         replace:bool=False # Whether it takes the place of what this step had of it
     ):
-        """Measure one tensor. What goes wrong is told, and not raised
-
-        Args:
-            state: Of the module, see `capture.forward.State`
-            x: Any tensor
-            pname: Its name in the module, of what is measured once a step
-            call: Number of the module's call
-            phase: 'eval' where the row has to say so
-            backward: Which backward brings it
-            scale: What it was multiplied by: a number, or a tensor
-            once: Whether the step has one such row, for which the last measurement counts. The tensor must not change before `read_pending`
-            replace: Whether it takes the place of what this step had of it
-        """
+        "Measure one tensor. What goes wrong is told, and not raised"
         try:
             if type(x) not in ordinary or self.parts or self.ranks is not None:
                 x = local_part(self.parts, place_of((state.track.name, ttype, tname, pname, phase, backward), call), x, self.piece(state, ttype, pname, x))
@@ -292,13 +280,7 @@ class Measuring:
         scale=None, # What they were multiplied by: a number, or a tensor
         replace:bool=False # Whether they take the place of what this step had of them
     ):
-        """Measure tensors of which the step has one row each, and that do not change before `read_pending`
-
-        Args:
-            some: (state, tensor type, name, name of the parameter, tensor) of each, as `measure` has them
-            scale: What they were multiplied by: a number, or a tensor
-            replace: Whether they take the place of what this step had of them
-        """
+        "Measure tensors of which the step has one row each, and that do not change before `read_pending`"
         waits = False if scale is not None or self.parts or self.ranks is not None or replace and self.custom else None # a function, once it is needed
         for state,ttype,tname,pname,x in some:
             tap = state.taps.get((ttype, tname, None, 0, pname)) if waits is not False and type(x) in ordinary and not x.is_cpu else None
@@ -333,27 +315,13 @@ class Measuring:
         ttypes, # For these tensor types, from now on
         states=() # Of the armed modules
     ):
-        """Measure in another way
-
-        Args:
-            how: Names of built-in statistics, or a function: tensor -> dict
-            ttypes: For these tensor types, from now on
-            states: Of the armed modules
-        """
+        "Measure in another way"
         self.stats.update(dict.fromkeys(ttypes, how))
         for st in states: st.taps = {place: tap for place,tap in st.taps.items() if place[0] not in ttypes}
 
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #2a1e4b42
 class StepBuffer(Measuring):
-    """The open step's measurements
-
-    Args:
-        stats: ttype -> names of built-in statistics, or a function: tensor -> dict
-        notices: Where it is told that something cannot be measured
-        calls: `Calls`, which know what runs while a function of the user's does
-        lock: The recorder's, which is taken before that of the generators: a function of the user's may note a number
-        ranks: `capture.ranks.Ranks`, where there are several processes
-    """
+    "The open step's measurements"
     def __init__(self,
         stats:dict, # ttype -> names of built-in statistics, or a function: tensor -> dict
         notices=None, # Where it is told that something cannot be measured
@@ -379,11 +347,7 @@ class StepBuffer(Measuring):
         self.custom.clear_given()
 
     def into(self, box): # box: `BlackBox`; None takes it away
-        """What comes is to outlive the process
-
-        Args:
-            box: `BlackBox`; None takes it away
-        """
+        "What comes is to outlive the process"
         self.box = self.custom.box = self.calls.box = box
         self.arena.into(box)
 
@@ -399,22 +363,14 @@ class StepBuffer(Measuring):
     def in_micro(self, micro:int): self.micro = micro # number of the pass among those of its phase
 
     def take_back(self, number:int): # number: of the pass among all of the step
-        """A pass raised: what it brought is not merged with what comes. Rows that were handed out already are superseded
-
-        Args:
-            number: of the pass among all of the step
-        """
+        "A pass raised: what it brought is not merged with what comes. Rows that were handed out already are superseded"
         self.arena.take_back(number, self.snapshots.taken)
         self.custom.take_back(self.micro)
 
     def join(self,
         earlier:list # Steps that passes had closed, in their order: see `row_writer.MaybePass`. Rows of the first are in the log
     ):
-        """What was measured of them is of the open step, of which nothing was handed out: they were its first passes
-
-        Args:
-            earlier: Steps that passes had closed, in their order: see `row_writer.MaybePass`. Rows of the first are in the log
-        """
+        "What was measured of them is of the open step, of which nothing was handed out: they were its first passes"
         self.arena.renumber(len(earlier))
         self.snapshots.join(earlier)
         self.micro = len(earlier)
@@ -435,15 +391,7 @@ class StepBuffer(Measuring):
         over:bool, # Whether the step is over with this; else its rows may be taken again, grown
         about=None # What a black box has to know of the step
     ) -> tuple: # `Snapshot` of the arena, and custom rows
-        """All that was measured since the last time
-
-        Args:
-            over: Whether the step is over with this; else its rows may be taken again, grown
-            about: What a black box has to know of the step
-
-        Returns:
-            `Snapshot` of the arena, and custom rows
-        """
+        "All that was measured since the last time"
         custom,box = self.custom.take(),self.box
         if box is not None: about = dict(custom=custom, over=over, of_parts=self.parts, **about)
         keep = None if box is None else lambda parts, earlier: kept(box, self.notices, parts, earlier, about)
@@ -473,17 +421,7 @@ def take_out(
     until, # First event of the pass after it, None without one
     whole:bool # Whether nothing else is left in the open step
 ) -> tuple: # `Snapshot` of the arena, custom rows, and how many numbers were noted in the pass
-    """Take the rows of a pass out of the open step
-
-    Args:
-        buffer: `StepBuffer`
-        p: `TrainingPass`
-        until: First event of the pass after it, None without one
-        whole: Whether nothing else is left in the open step
-
-    Returns:
-        `Snapshot` of the arena, custom rows, and how many numbers were noted in the pass
-    """
+    "Take the rows of a pass out of the open step"
     custom,noted = buffer.custom.take_out(p, until, whole)
     try: return buffer.snapshots.take_out(buffer.arena, p, whole), custom, noted
     except RuntimeError as e: return lost(buffer, e), custom, noted

@@ -69,25 +69,13 @@ class StepScalars:
         root_name:str, # Display name of the model
         gradients # What `Parameters.gradient_counts` returned
     ) -> dict: # Argument `norms` of a `Measured`
-        """Return what the thread that writes needs to add the norms of a step
-
-        Args:
-            root_name: Display name of the model
-            gradients: What `Parameters.gradient_counts` returned
-
-        Returns:
-            Argument `norms` of a `Measured`
-        """
+        "Return what the thread that writes needs to add the norms of a step"
         return {} if gradients is None else {'norms': [root_name, *gradients, *map(self.name, norm_names)]}
 
     def row(self,
         measured # `Measured`
     ) -> dict|None:
-        """Return the row with the norms of a step, None if there is none
-
-        Args:
-            measured: `Measured`
-        """
+        "Return the row with the norms of a step, None if there is none"
         if not measured.norms: return None
         root,n,unclipped,*names = measured.norms
         values = dict(zip(names, self.norms(measured.snapshot, n, unclipped), strict=False))
@@ -104,14 +92,7 @@ class StepScalars:
     def claim(self,
         names # Of numbers that the user logs
     ) -> set: # Those that are new
-        """Leave the names that the user logs to the user
-
-        Args:
-            names: Of numbers that the user logs
-
-        Returns:
-            Those that are new
-        """
+        "Leave the names that the user logs to the user"
         new = {n for n in names if computed_in(n) and not n.startswith('recorded_')}-self.taken
         self.taken |= new
         return new
@@ -120,14 +101,6 @@ class StepScalars:
         step:int, # The step that the user logs a number of
         names:set # What `claim` returned
     ) -> list: # Rows that take the place of earlier ones
-        """Return the rows of a step under other names, if it has rows with the names that the user claims
-
-        Args:
-            step: The step that the user logs a number of
-            names: What `claim` returned
-
-        Returns:
-            Rows that take the place of earlier ones
-        """
+        "Return the rows of a step under other names, if it has rows with the names that the user claims"
         some = [r for r in self.rows.values() if r['step']==step and names & r.keys()]
         return [{(f'recorded_{k}' if k in names else k): v for k,v in r.items()} | {'supersedes': True} for r in some]

@@ -29,17 +29,7 @@ class Phases:
         root_training:bool, # True if the root is in training mode
         grad:bool=True # True if gradients will come. If the model is trained in `eval()` mode, such a pass trains
     ) -> str|None: # 'eval', 'no_grad', or None for training
-        """Return the phase of a pass
-
-        Args:
-            path: Path of the called module, '' for the root
-            training: True if the module is in training mode
-            root_training: True if the root is in training mode
-            grad: True if gradients will come. If the model is trained in `eval()` mode, such a pass trains
-
-        Returns:
-            'eval', 'no_grad', or None for training
-        """
+        "Return the phase of a pass"
         if training: self.trained.add(path); self.trained_so = False
         if grad and self.trained_so: return None
         if not root_training or not training and path in self.trained: return 'eval'
@@ -55,11 +45,7 @@ class Phases:
 
 # %% ../../nbs/40_recorder/10_steps.ipynb #9487dba0
 class Turns:
-    """Which optimizers have stepped in the open step
-
-    Args:
-        awaited: ids of those that all have to step: then the step is over. With none it is over when somebody says so
-    """
+    "Which optimizers have stepped in the open step"
     def __init__(self,
         awaited=() # ids of those that all have to step: then the step is over. With none it is over when somebody says so
     ):
@@ -72,11 +58,7 @@ class Turns:
     def took(self,
         optimizer:int # Its id
     ) -> bool:
-        """Whether the step is over, now that this optimizer has stepped
-
-        Args:
-            optimizer: Its id
-        """
+        "Whether the step is over, now that this optimizer has stepped"
         if len(self.awaited)>1 and optimizer not in self.stepped: self.waits[optimizer] = max(self.waits.get(optimizer, 0), self.most)
         self.stepped.add(optimizer)
         self.often[optimizer] = self.often.get(optimizer, 0)+1 # `Counter` looks for a key that is missing in Python
@@ -86,12 +68,7 @@ class Turns:
         new:int, # Limit for an optimizer that has not stepped in this run
         few:int # Least limit for an optimizer that has stepped
     ) -> bool:
-        """Return True if another optimizer has stepped too often while the open step waits. An optimizer that always steps rarely has a higher limit
-
-        Args:
-            new: Limit for an optimizer that has not stepped in this run
-            few: Least limit for an optimizer that has stepped
-        """
+        "Return True if another optimizer has stepped too often while the open step waits. An optimizer that always steps rarely has a higher limit"
         if len(self.waits)==len(self.awaited)>1 and min(self.waits.values())>=3: return True # each waits for the others: they alternate
         return any(self.most>=(max(few, 3*self.waits[o]) if o in self.waits else new) for o in self.quiet)
 
@@ -134,13 +111,7 @@ class Evaluations:
 
 # %% ../../nbs/40_recorder/10_steps.ipynb #759b03f7
 class Steps(Evaluations):
-    """Which pass and which step it is
-
-    Args:
-        number: The first step
-        manual: Whether an optimizer or `torchEmber.step` ends the steps; else the next pass does
-        awaited: ids of the optimizers that all have to step: then the step is over. With none it is over when somebody says so
-    """
+    "Which pass and which step it is"
     def __init__(self,
         number:int=0, # The first step
         manual:bool=False, # Whether an optimizer or `torchEmber.step` ends the steps; else the next pass does
@@ -167,13 +138,7 @@ class Steps(Evaluations):
         phase:str|None, # Its phase, as `Phases.of` has it
         joins:bool=False # Whether one autograd Function makes this call and the one before, as a solver does
     ) -> bool:
-        """Whether this call begins a pass, instead of joining the one that runs
-
-        Args:
-            path: Of the outermost armed module that is called
-            phase: Its phase, as `Phases.of` has it
-            joins: Whether one autograd Function makes this call and the one before, as a solver does
-        """
+        "Whether this call begins a pass, instead of joining the one that runs"
         lead = self.leader
         other = phase!=self.phase and 'eval' in (phase, self.phase) # parts that are called without gradients join the pass
         return lead is None or other or not joins and (path in ('', lead) or lead.startswith(f'{path}.'))
@@ -187,15 +152,7 @@ class Steps(Evaluations):
         path:str, phase:str|None=None, # As `new_pass` has them
         weights=None, joins:bool=False # Anything that is another when the weights have changed; as `new_pass` has it
     ) -> bool: # Whether it is a new pass
-        """A call of the outermost armed module begins
-
-        Args:
-            path, phase: As `new_pass` has them
-            weights, joins: Anything that is another when the weights have changed; as `new_pass` has it
-
-        Returns:
-            Whether it is a new pass
-        """
+        "A call of the outermost armed module begins"
         new = self.new_pass(path, phase, joins)
         if new:
             self.pass_ += 1
@@ -213,11 +170,7 @@ class Steps(Evaluations):
         return new
 
     def join(self, n): # n: how many
-        """The `n` steps before this one, which passes have closed, were its first passes
-
-        Args:
-            n: how many
-        """
+        "The `n` steps before this one, which passes have closed, were its first passes"
         self.number -= n
         self.closed = None if self.closed is None or self.closed<n else self.closed-n
         self.passes[None] += n
@@ -255,15 +208,7 @@ def take_out(
     steps, # `Steps`
     number:int # Of a training pass among all of the open step
 ) -> bool: # True if nothing is left in the step
-    """Take a pass out of the open step: no optimizer used its gradients
-
-    Args:
-        steps: `Steps`
-        number: Of a training pass among all of the open step
-
-    Returns:
-        True if nothing is left in the step
-    """
+    "Take a pass out of the open step: no optimizer used its gradients"
     steps.passes[None] -= 1
     steps.training_passes = max(steps.training_passes-1, 0)
     if number==steps.begun-1: steps.leader = steps.phase = None
@@ -282,31 +227,18 @@ class MaybePasses:
     def another(self,
         weights # Of the step's pass; None when nobody knows
     ) -> bool:
-        """Whether a step would not be the first with these weights
-
-        Args:
-            weights: Of the step's pass; None when nobody knows
-        """
+        "Whether a step would not be the first with these weights"
         return bool(weights is not None and weights==self.weights and self.kept) and len(self.kept)<self.most
 
     def holds(self, weights, following): # of the step that ends; of the pass that begins
-        """Return True if a step that ends now may turn out to be a pass of the next step
-
-        Returns:
-            of the step that ends; of the pass that begins
-        """
+        "Return True if a step that ends now may turn out to be a pass of the next step"
         return weights is not None and weights==following and (weights!=self.weights or not self.many and len(self.kept)<self.most)
 
     def closed(self,
         weights, # Of the step's pass; None when nobody knows
         step # What there is to know of it
     ):
-        """A pass has closed a step
-
-        Args:
-            weights: Of the step's pass; None when nobody knows
-            step: What there is to know of it
-        """
+        "A pass has closed a step"
         if weights is None or weights!=self.weights: self.clear(weights)
         if weights is None or self.many: return
         self.kept.append(step)
@@ -319,14 +251,7 @@ class MaybePasses:
     def of(self,
         weights # Of the open step's pass
     ) -> list: # In their order
-        """The steps that had the same weights
-
-        Args:
-            weights: Of the open step's pass
-
-        Returns:
-            In their order
-        """
+        "The steps that had the same weights"
         return self.kept if weights is not None and weights==self.weights else []
 
 # %% ../../nbs/40_recorder/10_steps.ipynb #08e21200
@@ -336,17 +261,7 @@ def stalled(
     turns:int=20, # Limit of steps of one optimizer while the step waits for another that has never stepped
     few:int=12 # Limit of steps of one optimizer, or of changes of the weights, while the step waits for optimizers that have stepped
 ) -> str|None: # The reason. None if the step may still end
-    """Return why the open step seems to have no end: its optimizers do not step any more
-
-    Args:
-        steps: `Steps`
-        passes: Limit of training passes in one step
-        turns: Limit of steps of one optimizer while the step waits for another that has never stepped
-        few: Limit of steps of one optimizer, or of changes of the weights, while the step waits for optimizers that have stepped
-
-    Returns:
-        The reason. None if the step may still end
-    """
+    "Return why the open step seems to have no end: its optimizers do not step any more"
     t = steps.turns
     if steps.changes<2 and steps.training_passes<passes and not t.often: return None # as in nearly every step
     if not t.quiet: return None
@@ -357,13 +272,7 @@ def stalled(
 
 # %% ../../nbs/40_recorder/10_steps.ipynb #88219d60
 class Decision:
-    """Whether a step is recorded
-
-    Args:
-        when: Schedule: a function of the step, see `choose.schedule`
-        budget: A `budget.Budget`
-        notices: Where a schedule that raises is told
-    """
+    "Whether a step is recorded"
     def __init__(self,
         when, # Schedule: a function of the step, see `choose.schedule`
         budget=None, # A `budget.Budget`

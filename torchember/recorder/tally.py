@@ -37,12 +37,7 @@ class Tally:
         steps, # `Steps`, of which one is over
         optimizers # All that are known
     ):
-        """Of several optimizers, some may have stepped far more often than the others
-
-        Args:
-            steps: `Steps`, of which one is over
-            optimizers: All that are known
-        """
+        "Of several optimizers, some may have stepped far more often than the others"
         t = steps.turns
         quiet = [o for o in optimizers if id(o) in t.quiet] if t.most>=20 else []
         if quiet: self.waited = f"Step {steps.number} waited for {optimizer_names(quiet)}: {t.most:,} steps of another optimizer are in it."
@@ -51,12 +46,7 @@ class Tally:
         sources, # `Sources`
         manual:bool # Whether somebody ended the steps
     ) -> list:
-        """What the user should know when the run is over, a sentence each
-
-        Args:
-            sources: `Sources`
-            manual: Whether somebody ended the steps
-        """
+        "What the user should know when the run is over, a sentence each"
         out,watch,hint,known = [],sources.watch,sources.parameters.hint,sources.parameters.known
         if self.steps and watch and not self.called: out.append(not_called)
         if not self.steps: out.append("No pass was seen: the model was never called while it was armed.")

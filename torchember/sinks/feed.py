@@ -27,12 +27,7 @@ from .wandb import Wandb
 sinks = {'wandb': Wandb, 'tensorboard': TensorBoard, 'mlflow': MLflow, 'trackio': Trackio} # name -> sink
 
 class Function(Sink):
-    """A function of a step and of its numbers. `replay` tells one without a name of its own, such as a lambda, of all steps
-
-    Args:
-        f: Function of the number of a step and of a dict: key -> number
-        **choice: What it is told of, as `Sink` has it
-    """
+    "A function of a step and of its numbers. `replay` tells one without a name of its own, such as a lambda, of all steps"
     def __init__(self,
         f, # Function of the number of a step and of a dict: key -> number
         **choice # What it is told of, as `Sink` has it
@@ -68,21 +63,12 @@ def sink_of(what):
 def sinks_of(
     what # Name, function, `Sink`, or a list of them
 ) -> list:
-    """Sinks, as `torchEmber(sinks=)` is given them. Raises ValueError, TypeError, and ImportError for one whose library is not installed
-
-    Args:
-        what: Name, function, `Sink`, or a list of them
-    """
+    "Sinks, as `torchEmber(sinks=)` is given them. Raises ValueError, TypeError, and ImportError for one whose library is not installed"
     return [sink_of(w) for w in (what if isinstance(what, list|tuple) else [what] if what else [])]
 
 # %% ../../nbs/56_sinks/60_feed.ipynb #f512a34d
 class Sent:
-    """Which steps of a run were told to which target: a line for each, in a file beside the run
-
-    Args:
-        t: The run: a `tracker`
-        target: As `Sink.target` has it
-    """
+    "Which steps of a run were told to which target: a line for each, in a file beside the run"
     def __init__(self,
         t, # The run: a `tracker`
         target:str|None # As `Sink.target` has it
@@ -107,12 +93,7 @@ class Sent:
 
 # %% ../../nbs/56_sinks/60_feed.ipynb #8b0a1869
 class Feeding:
-    """Tells a sink of steps, one after another, and notes which it was told of. In one thread
-
-    Args:
-        t: The run: a `tracker`
-        sink: A `Sink`
-    """
+    "Tells a sink of steps, one after another, and notes which it was told of. In one thread"
     patience,most_failures = 2.,5 # seconds between two flushes; steps in a row that fail, after which it is not tried any more
     def __init__(self,
         t, # The run: a `tracker`
@@ -167,12 +148,7 @@ class Feeding:
 
 # %% ../../nbs/56_sinks/60_feed.ipynb #d31311fd
 class Feed:
-    """Tells a sink of a run while it is recorded: in a thread of its own, for which nobody waits
-
-    Args:
-        t: The run: a `tracker`
-        sink: A `Sink`
-    """
+    "Tells a sink of a run while it is recorded: in a thread of its own, for which nobody waits"
     patience = 10. # seconds that the end of a run waits for a sink
 
     def __init__(self,

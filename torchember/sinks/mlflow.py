@@ -24,14 +24,7 @@ def plain(part:str):
 def metric_name(
     key:str # As a sink is told: `ttype/path/stat`
 ) -> str: # The same, where MLflow takes it
-    """What MLflow calls a number. Different keys have different names
-
-    Args:
-        key: As a sink is told: `ttype/path/stat`
-
-    Returns:
-        The same, where MLflow takes it
-    """
+    "What MLflow calls a number. Different keys have different names"
     name = '/'.join(map(plain, key.split('/')))
     return name if len(name)<=most_letters else f'{name[:most_letters-9]}-{crc32(key.encode()):08x}'
 
@@ -40,15 +33,7 @@ def shares_of(
     edges, # Of a histogram of sizes
     counts # Between them
 ) -> dict: # 'p5', 'p50', 'p95' -> the edge below
-    """Where sizes lie: the lower edges of the bins in which the smallest 5%, 50% and 95% of them end
-
-    Args:
-        edges: Of a histogram of sizes
-        counts: Between them
-
-    Returns:
-        'p5', 'p50', 'p95' -> the edge below
-    """
+    "Where sizes lie: the lower edges of the bins in which the smallest 5%, 50% and 95% of them end"
     out,seen,total = {},0,sum(counts)
     for edge,n in zip(edges, counts, strict=False):
         seen += n

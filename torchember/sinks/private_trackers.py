@@ -9,35 +9,17 @@ __all__ = ['open_anywhere', 'let_go', 'still_sends']
 def open_anywhere(
     mlflow # The library
 ): # That of this thread where it does not say; None where there is none
-    """The run of MLflow that some thread has open. In public, each thread knows its own
-
-    Args:
-        mlflow: The library
-
-    Returns:
-        That of this thread where it does not say; None where there is none
-    """
+    "The run of MLflow that some thread has open. In public, each thread knows its own"
     return getattr(mlflow.tracking.fluent, '_get_latest_active_run', mlflow.active_run)()
 
 def let_go(
     run # A run of W&B that we have opened
 ):
-    """Have `wandb.init` neither return this run nor end it. Where it cannot be told so, a run that a user opens later may be ours
-
-    Args:
-        run: A run of W&B that we have opened
-    """
+    "Have `wandb.init` neither return this run nor end it. Where it cannot be told so, a run that a user opens later may be ours"
     if setup := getattr(run, '_wl', None): setup.remove_active_run(run)
 
 def still_sends(
     run # A run of trackio
 ) -> bool: # False where it does not say: a flush does not wait then
-    """Whether trackio has something that its server has not
-
-    Args:
-        run: A run of trackio
-
-    Returns:
-        False where it does not say: a flush does not wait then
-    """
+    "Whether trackio has something that its server has not"
     return bool(getattr(run, '_queued_logs', None) or getattr(run, '_sending_batch', None))

@@ -46,14 +46,7 @@ def together(stat, values):
 def histogram_of(
     row:dict # A row
 ): # Edges, and counts between them, empty ends left out; None where the row has no counts
-    """Sizes of a tensor's numbers, between powers of two
-
-    Args:
-        row: A row
-
-    Returns:
-        Edges, and counts between them, empty ends left out; None where the row has no counts
-    """
+    "Sizes of a tensor's numbers, between powers of two"
     counts,lo = row.get('exponents'),row.get('exponent_min')
     if not isinstance(counts, list|tuple) or len(counts)<3 or not isinstance(lo, int|float): return None
     lo = int(lo)
@@ -74,12 +67,7 @@ def added(histograms):
 
 # %% ../../nbs/56_sinks/10_sink.ipynb #70ff8a0b
 class Names:
-    """Which modules a sink is told of, and what their numbers are called
-
-    Args:
-        include: Modules, as `select` takes them; without it all, of outputs those that contain no other
-        exclude: Modules to leave out
-    """
+    "Which modules a sink is told of, and what their numbers are called"
     def __init__(self,
         include=None, # Modules, as `select` takes them; without it all, of outputs those that contain no other
         exclude=None # Modules to leave out
@@ -104,11 +92,7 @@ class Names:
         return path in self.picked and (self.include is not None or not flows or path not in self.inner)
 
     def key(self, row, first): # first: (ttype, path) -> name of its first tensor
-        """What the numbers of a row are called, without the statistic
-
-        Args:
-            first: (ttype, path) -> name of its first tensor
-        """
+        "What the numbers of a row are called, without the statistic"
         path,tname = path_of(row['module']) or 'model',row.get('tname')
         if row.get('pname'): path = f"{path}.{row['pname']}"
         other = first.setdefault((row['ttype'], row.get('phase'), path), tname)!=tname # one more tensor of the same: an output, a state of an optimizer
@@ -117,26 +101,14 @@ class Names:
 
 # %% ../../nbs/56_sinks/10_sink.ipynb #7e5d73c1
 def noted_numbers(row, known): # known: what rows have beside
-    """The numbers that the user noted
-
-    Args:
-        known: what rows have beside
-    """
+    "The numbers that the user noted"
     return {k: float(v) for k,v in row.items() if k not in known and isinstance(v, int|float) and not isinstance(v, bool)}
 
 def known_as(
     run:str, # Name of a run
     about:dict # What is known of it
 ) -> str: # Letters, digits, lines and dashes
-    """An id of a run, which another one of that name, begun elsewhere or at another time, does not have
-
-    Args:
-        run: Name of a run
-        about: What is known of it
-
-    Returns:
-        Letters, digits, lines and dashes
-    """
+    "An id of a run, which another one of that name, begun elsewhere or at another time, does not have"
     began = f"{about.get('start')} {about.get('host')}"
     return f"{re.sub(r'[^A-Za-z0-9_-]', '_', run)[:110]}-{crc32(began.encode()):08x}"
 

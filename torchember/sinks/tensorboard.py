@@ -29,16 +29,7 @@ def place_of(
     about:dict, # What is known of it
     log_dir # Where folders of runs are
 ): # Folder, which is there
-    """The folder of a run: `<name>`, or `<name>_2`, ... where another run of that name has been
-
-    Args:
-        run: Name of the run
-        about: What is known of it
-        log_dir: Where folders of runs are
-
-    Returns:
-        Folder, which is there
-    """
+    "The folder of a run: `<name>`, or `<name>_2`, ... where another run of that name has been"
     id = {k: str(about.get(k)) for k in ('start', 'host')}
     for i in count(1):
         place = join(log_dir, run if i==1 else f'{run}_{i}')

@@ -18,25 +18,14 @@ from ..ground.needs import needs
 def is_url(
     where # A path, or a text
 ) -> bool:
-    """Whether files there are asked for by URL, and not by this machine's own paths
-
-    Args:
-        where: A path, or a text
-    """
+    "Whether files there are asked for by URL, and not by this machine's own paths"
     if isinstance(where, str): return re.match(r'\w[\w+.:-]*://', where) is not None and not where.startswith(('file://', 'local://'))
     return not isinstance(where, os.PathLike) and hasattr(where, 'storage_options') and hasattr(where, 'fs')
 
 def located(
     where # Path, URL, or a `UPath`, which may have options of its store
 ): # A `Path` of this machine, or a `UPath` of elsewhere
-    """Where files are, as something that can be asked for them
-
-    Args:
-        where: Path, URL, or a `UPath`, which may have options of its store
-
-    Returns:
-        A `Path` of this machine, or a `UPath` of elsewhere
-    """
+    "Where files are, as something that can be asked for them"
     if isinstance(where, str) and where.startswith(('file://', 'local://')): where = re.sub(r'^\w+://(localhost(?=/))?', '', where)
     if not is_url(where): return Path(where)
     if '\0' in str(where): raise ValueError(f"The URL {printable(where)!r} has a null character in it.")
@@ -53,13 +42,7 @@ def answer(
     f, # Function that asks its store for something
     what:str='read' # In the message
 ):
-    """What `f` gives. What a store raises becomes an OSError that says which place it is about
-
-    Args:
-        path: `UPath`
-        f: Function that asks its store for something
-        what: In the message
-    """
+    "What `f` gives. What a store raises becomes an OSError that says which place it is about"
     try: return f()
     except (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError) as e:
         raise type(e)(f"{printable(path)} could not be {what}: {printable(e, 300) or type(e).__name__}.") from None
@@ -96,14 +79,7 @@ class Entry(NamedTuple):
 def entries(
     folder # Path; it need not exist
 ) -> list: # Of what `os.scandir` or `Entry` has for each
-    """What there is in a folder: one question to its store, which does not tell what is deeper
-
-    Args:
-        folder: Path; it need not exist
-
-    Returns:
-        Of what `os.scandir` or `Entry` has for each
-    """
+    "What there is in a folder: one question to its store, which does not tell what is deeper"
     if not is_url(folder):
         try:
             with os.scandir(folder) as there: return list(there)
@@ -119,15 +95,7 @@ def regular(
     path, # File
     flags:int # As `open` gives them
 ) -> int: # A file descriptor
-    """An `opener` for regular files. OSError, at once, for a pipe, a device or a folder
-
-    Args:
-        path: File
-        flags: As `open` gives them
-
-    Returns:
-        A file descriptor
-    """
+    "An `opener` for regular files. OSError, at once, for a pipe, a device or a folder"
     try: no_file(os.stat(path).st_mode, path)
     except FileNotFoundError: pass # it may be about to be made
     fd = os.open(path, flags | getattr(os, 'O_NONBLOCK', 0), 0o666)
@@ -142,12 +110,7 @@ def no_file(mode, path):
 
 # %% ../../nbs/30_store/00_anywhere.ipynb #c0ad9072
 class Ranged(io.RawIOBase):
-    """A file elsewhere, read in ranges
-
-    Args:
-        path: `UPath`
-        size: Of the file, where that is known
-    """
+    "A file elsewhere, read in ranges"
     least,most = 1<<16,1<<23 # bytes to ask for at a time
 
     def __init__(self,
@@ -190,16 +153,7 @@ def opened(
     buffering:int=-1, # As `open` has it; elsewhere there is no buffer but the last range
     size:int|None=None # Of the file, where that is known
 ): # A file to read bytes from
-    """Open a file to read it, wherever it is. One elsewhere that is known to be small is brought at once
-
-    Args:
-        path: File
-        buffering: As `open` has it; elsewhere there is no buffer but the last range
-        size: Of the file, where that is known
-
-    Returns:
-        A file to read bytes from
-    """
+    "Open a file to read it, wherever it is. One elsewhere that is known to be small is brought at once"
     if not is_url(path): return open(path, 'rb', buffering=buffering, opener=regular)
     if size is not None and size<=1<<20: return io.BytesIO(answer(path, lambda: path.fs.cat_file(path.path)))
     return Ranged(path, size)
@@ -212,12 +166,7 @@ def put_whole(
     path, # `UPath`
     data:bytes # All of its content
 ):
-    """Write a file elsewhere so that nobody ever sees half of it
-
-    Args:
-        path: `UPath`
-        data: All of its content
-    """
+    "Write a file elsewhere so that nobody ever sees half of it"
     fs = path.fs
     def write():
         if path.protocol in objects: return fs.pipe_file(path.path, data)

@@ -494,11 +494,7 @@ def listen_at_once(
 def settle(
     place # File of a log, or a folder of logs
 ):
-    """After this, what this process has measured of steps that are over is in the file of a log, or in those of all logs in a folder
-
-    Args:
-        place: File of a log, or a folder of logs
-    """
+    "After this, what this process has measured of steps that are over is in the file of a log, or in those of all logs in a folder"
     if is_url(place): return # nobody writes there but `sync`
     place,folders = os.path.realpath(place),{} # many logs are in few folders, each of which is looked up once
     for log in list(live):
@@ -917,16 +913,7 @@ def new_run(
     store:str='jsonl', # How it is kept, as `tracker` has it
     ranks:int=1 # How many logs it has, of a process each
 ) -> emberTracker:
-    """A tracker for a run that starts now. Raises FileExistsError for a `name` that exists, unless `resume`, and OSError for a `home` that cannot be written
-
-    Args:
-        kind: Name of the model's class
-        name: Exact name of the run, instead
-        resume: Go on with the run `name`
-        home: Folder to use instead of `~/.torchember`
-        store: How it is kept, as `tracker` has it
-        ranks: How many logs it has, of a process each
-    """
+    "A tracker for a run that starts now. Raises FileExistsError for a `name` that exists, unless `resume`, and OSError for a `home` that cannot be written"
     exact = name is not None
     check_store(store)
     if is_url(folder('torchember', home)): raise OSError(local_only(folder('torchember', home)))

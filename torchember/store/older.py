@@ -17,11 +17,7 @@ from .anywhere import is_url, regular
 def is_older(
     path # Where the rows of a run are
 ) -> bool:
-    """Whether it is a run as torchember 0.2 kept it: a folder with files of rows
-
-    Args:
-        path: Where the rows of a run are
-    """
+    "Whether it is a run as torchember 0.2 kept it: a folder with files of rows"
     if is_url(path) or not os.path.isdir(path): return False
     try: return bool(files_of(path))
     except OSError: return False # one that may not be looked into
@@ -40,14 +36,7 @@ def began(path):
 def marks_of(
     path # File of rows
 ) -> dict: # Mark -> value
-    """The marks that the name of a file stands for
-
-    Args:
-        path: File of rows
-
-    Returns:
-        Mark -> value
-    """
+    "The marks that the name of a file stands for"
     name = os.path.basename(path).removesuffix('.log').removeprefix('init-00')
     return {k: number(v) for k,v in re.findall(r'_([A-Za-z]\w*?)-(-?\d[\d.]*(?:e[+-]?\d+)?(?=_|$)|.*?(?=_[A-Za-z][A-Za-z0-9]*-|$))', name)}
 
@@ -64,13 +53,7 @@ def of_now(
     marks:dict, # Of its file
     seen:Counter # How many rows of each tensor came before; this one is counted
 ) -> dict:
-    """The same row with the words of now, and a step: how many rows of its tensor came before
-
-    Args:
-        row: A row of torchember 0.1 or 0.2
-        marks: Of its file
-        seen: How many rows of each tensor came before; this one is counted
-    """
+    "The same row with the words of now, and a step: how many rows of its tensor came before"
     if isinstance(marks.get('step', 0), str): marks = {k:v for k,v in marks.items() if k!='step'}
     if not isinstance(row.get('ttype'), str) or not isinstance(row.get('tname'), str): return {**row, **marks}
     ttype,tname = words.get(row['ttype'], row['ttype']),re.sub(r'\.tsr(\d+)', r'.\1', row['tname'])
@@ -115,14 +98,7 @@ def is_row(text, at):
 def older_blocks(
     folder # Of a run of torchember 0.2
 ): # Blocks of whole lines
-    """The rows of an older run as JSON lines with the words of now
-
-    Args:
-        folder: Of a run of torchember 0.2
-
-    Returns:
-        Blocks of whole lines
-    """
+    "The rows of an older run as JSON lines with the words of now"
     seen = Counter()
     for path in files_of(folder):
         marks = marks_of(path)
@@ -134,14 +110,7 @@ def older_blocks(
 def size_and_rows(
     folder # Of a run of torchember 0.2
 ) -> tuple: # Bytes, and rows
-    """How large an older run is. The rows are counted by a word that each has, and not read
-
-    Args:
-        folder: Of a run of torchember 0.2
-
-    Returns:
-        Bytes, and rows
-    """
+    "How large an older run is. The rows are counted by a word that each has, and not read"
     size = rows = 0
     for path in files_of(folder):
         with open(path, 'rb', opener=regular) as f:
@@ -157,24 +126,13 @@ def size_and_rows(
 def is_first(
     base, # Metadata of a run
 ) -> bool:
-    """Whether these are of a run of torchember 0.1, by what they lack
-
-    Args:
-        base: Metadata of a run
-    """
+    "Whether these are of a run of torchember 0.1, by what they lack"
     return isinstance(base, dict) and 'start' in base and 'schema' not in base
 
 def first_lines(
     blocks # Blocks of whole lines
 ): # The same with the words of now
-    """The rows of a run of 0.1 as rows of now
-
-    Args:
-        blocks: Blocks of whole lines
-
-    Returns:
-        The same with the words of now
-    """
+    "The rows of a run of 0.1 as rows of now"
     seen = Counter()
     for data in blocks:
         out = []

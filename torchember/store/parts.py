@@ -275,11 +275,7 @@ def footer(path, size):
 
 # %% ../../nbs/30_store/09_parts.ipynb #5a11ed04
 class SharedPart(Part):
-    """The rows that some logs have in a file which they share
-
-    Args:
-        abouts: id of a log -> what its list says; steps: first and last that are wanted
-    """
+    "The rows that some logs have in a file which they share"
     def __init__(self, path, abouts, steps=None): # abouts: id of a log -> what its list says; steps: first and last that are wanted
         whole = next(iter(abouts.values()))['whole']
         with understood(path):
@@ -405,11 +401,7 @@ def begun(blocks):
 many_logs = 33 # of a run, from which on some are put into one file
 
 def shared_files(paths): # rank -> file of JSON lines
-    """Files that logs of a run share: (where, rank -> (what the list of its parts is of, what that says)); rank -> bytes and rows of its log that these have
-
-    Returns:
-        rank -> file of JSON lines
-    """
+    "Files that logs of a run share: (where, rank -> (what the list of its parts is of, what that says)); rank -> bytes and rows of its log that these have"
     files,after = {},dict.fromkeys(paths, (0, 0))
     for rank,path in paths.items() if len(paths)>=many_logs else ():
         told = listed(path)
@@ -426,17 +418,7 @@ def blocks_of_run(
     end:int|None=None, # Where to stop in the file; at its end without it
     after=(0, 0) # Bytes of the log whose rows were given already, and these rows
 ): # Parts, and blocks of whole lines
-    """All rows of a log, as those who read it take them: the parts, then the lines that are in none
-
-    Args:
-        path: File of JSON lines, beside which there may be parts; None for no file
-        more: What is to follow
-        end: Where to stop in the file; at its end without it
-        after: Bytes of the log whose rows were given already, and these rows
-
-    Returns:
-        Parts, and blocks of whole lines
-    """
+    "All rows of a log, as those who read it take them: the parts, then the lines that are in none"
     done,given = after
     while True:
         told,files = now_in(path)
@@ -470,14 +452,7 @@ def all_in_parts(path):
 def held(
     path # File of JSON lines
 ) -> dict: # rows and size of the parts in bytes, lines: bytes of JSON that were removed, start: byte of the file from which on lines are in none, last: step
-    """What the parts of a log hold
-
-    Args:
-        path: File of JSON lines
-
-    Returns:
-        rows and size of the parts in bytes, lines: bytes of JSON that were removed, start: byte of the file from which on lines are in none, last: step
-    """
+    "What the parts of a log hold"
     told,files = now_in(path)
     if told is None: return dict(rows=0, size=0, lines=0, start=0, last=-1)
     parts = told['parts']

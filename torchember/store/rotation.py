@@ -21,11 +21,7 @@ stores = 'jsonl', 'parquet'
 def check_store(
     store:str # What came
 ) -> str:
-    """How a run is kept. Raises ValueError for what there is not, and ImportError where it needs a library
-
-    Args:
-        store: What came
-    """
+    "How a run is kept. Raises ValueError for what there is not, and ImportError where it needs a library"
     if store not in stores: raise ValueError(unknown('store', store, stores))
     if store=='parquet':
         for lib in ('pyarrow', 'pyarrow.parquet'): needs(lib, for_="store='parquet'", package='pyarrow')

@@ -127,15 +127,7 @@ def windows(
     logs, # `LogRows`
     rows=None # Of a window, about
 ): # The tables of each window, those of one log after those of another
-    """Rows of logs, some steps at a time
-
-    Args:
-        logs: `LogRows`
-        rows: Of a window, about
-
-    Returns:
-        The tables of each window, those of one log after those of another
-    """
+    "Rows of logs, some steps at a time"
     rows = rows or window_rows
     want,found,n = max(rows//len(logs), 1),{log.number: [] for log in logs},0
     while any(log.more is not None or log.waiting for log in logs):
@@ -230,11 +222,7 @@ most_logs = 100 # in a file: so many are open at once, and a lock of each
 def share(
     paths # Files of JSON lines, of the logs of a run that is over
 ):
-    """Put the parts of many logs into files by step
-
-    Args:
-        paths: Files of JSON lines, of the logs of a run that is over
-    """
+    "Put the parts of many logs into files by step"
     told = {Path(p): listed(p) for p in paths}
     ready = [p for p,t in told.items() if t and any('holder' not in part and part['rows'] for part in t['parts']) and by_step(p, t)]
     if len(ready)<many_logs: return

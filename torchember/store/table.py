@@ -38,15 +38,7 @@ def whole_tree(
     value, # Metadata of the kind 'structure'
     most:int=1_000_000 # Modules to keep
 ): # {'name', 'short', 'path', 'children'}, all of them what they have to be; None for what is no tree
-    """What is a tree of modules in some metadata
-
-    Args:
-        value: Metadata of the kind 'structure'
-        most: Modules to keep
-
-    Returns:
-        {'name', 'short', 'path', 'children'}, all of them what they have to be; None for what is no tree
-    """
+    "What is a tree of modules in some metadata"
     if not isinstance(value, dict) or not isinstance(value.get('name'), str): return None
     root,n = whole_node(value),1
     todo = [(value, root)]
@@ -67,14 +59,7 @@ def whole_node(value):
 def activations_in(
     value # Metadata of the kind 'structure'
 ) -> dict: # Path -> class of the activation, 'ReLU'
-    """Return the activations that modules apply to their own outputs, as `keras.layers.Dense(3, activation='relu')` does
-
-    Args:
-        value: Metadata of the kind 'structure'
-
-    Returns:
-        Path -> class of the activation, 'ReLU'
-    """
+    "Return the activations that modules apply to their own outputs, as `keras.layers.Dense(3, activation='relu')` does"
     tree = whole_tree(value)
     return {n['path']: n['activation'] for _,n in nodes(tree) if 'activation' in n} if tree else {}
 
@@ -85,17 +70,7 @@ def tree_table(
     rows:list, # Rows of one step
     most:int=200 # Modules to show
 ) -> str: # HTML
-    """The tree of a model with one line of numbers for each module
-
-    Args:
-        title: What stands above
-        tree: {'name', 'short', 'children'} of all modules
-        rows: Rows of one step
-        most: Modules to show
-
-    Returns:
-        HTML
-    """
+    "The tree of a model with one line of numbers for each module"
     best = one_row_each(rows)
     stats = [c for c in ('shape', 'mean', 'std', 'max', 'min') if any(c in r for r in best.values())]
     stats = stats or list(dict.fromkeys(k for r in best.values() for k in r if k not in identity+optional))[:6]

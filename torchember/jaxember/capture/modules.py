@@ -106,11 +106,7 @@ def handed(taps, where, label, out):
 
 # %% ../../../nbs/88_jaxember/05_modules.ipynb #7f7c518c
 def here(): # A `Where`, or None outside of modules
-    """The place of the innermost module that is running in this thread
-
-    Returns:
-        A `Where`, or None outside of modules
-    """
+    "The place of the innermost module that is running in this thread"
     return running.stack[-1][0] if running.stack else None
 
 # %% ../../../nbs/88_jaxember/05_modules.ipynb #f1080e1c
@@ -412,13 +408,7 @@ def hooked(
     around=lambda scope: nullcontext(), # Function: `Scope` of a module -> context in which it runs
     ahead=nullcontext # Function that gives a context: in it `nn.scan` traces a body ahead of the loop
 ):
-    """Hand every output of every flax module that this thread runs to `tap`. Nothing of a linen module's `init`
-
-    Args:
-        tap: Takes (where, label, output) of each call, gives what is passed on; label: 'output', or the name of a method other than `__call__`
-        around: Function: `Scope` of a module -> context in which it runs
-        ahead: Function that gives a context: in it `nn.scan` traces a body ahead of the loop
-    """
+    "Hand every output of every flax module that this thread runs to `tap`. Nothing of a linen module's `init`"
     linen,first = sys.modules.get('flax.linen'),not running.taps
     running.taps,running.around,running.ahead = [*running.taps, tap],[*running.around, around],[*running.ahead, ahead]
     try:

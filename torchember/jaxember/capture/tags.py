@@ -26,11 +26,7 @@ class Asked(namedtuple('Asked', 'include exclude gradients loose', defaults=[Fal
     def wants(self,
         path # Name of a module
     ):
-        """Whether a module is recorded
-
-        Args:
-            path: Name of a module
-        """
+        "Whether a module is recorded"
         return (self.include is None or self.include.search(path)) and not (self.exclude is not None and self.exclude.search(path))
 
 asked = jax.make_user_context(None) # None: nothing is tagged
@@ -197,11 +193,7 @@ partial_eval.partial_eval_jaxpr_custom_rules[lax.while_p] = divided_there(partia
 def has_numbers(
     x # Anything
 ) -> bool:
-    """Whether it is an array of JAX, traced or not, that has numbers or truth values in it
-
-    Args:
-        x: Anything
-    """
+    "Whether it is an array of JAX, traced or not, that has numbers or truth values in it"
     return isinstance(x, jax.Array) and (jnp.issubdtype(x.dtype, jnp.number) or x.dtype==bool)
 
 def tagged_tree(
@@ -210,17 +202,7 @@ def tagged_tree(
     label, # What the names begin with: 'output', or the name of another method
     tree # An array, or a tree of arrays
 ): # The same, tagged
-    """Tag each array of a tree
-
-    Args:
-        where: `Where` of its module
-        ttype: 'output', 'probe'
-        label: What the names begin with: 'output', or the name of another method
-        tree: An array, or a tree of arrays
-
-    Returns:
-        The same, tagged
-    """
+    "Tag each array of a tree"
     leaves,form = tree_flatten_with_path(tree)
     named = [(f"{label}_{'.'.join(map(text_of, path)) or 0}" if ttype!='probe' else '.'.join([label, *map(text_of, path)]), x) for path,x in leaves]
     def tagged(n, x): return tap_p.bind(x, tag=Tag(Key(where, ttype, n), next(numbers), loose=asked.value is not None and asked.value.loose))

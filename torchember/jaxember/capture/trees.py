@@ -182,17 +182,7 @@ def parameters(
     stem:str='weight', # What names in the log begin with: 'weight', or 'grad' for a tree of gradients
     known=() # `Named` of the model: a tree with some of its parameters, such as a gradient, gives them the same numbers
 ) -> list: # `Named`, in the order of the tree
-    """The parameters and buffers of a model. Raises TypeError for a leaf that is no array
-
-    Args:
-        tree: Variables of linen, a state, module or gradient of nnx, a module of equinox, any tree of arrays
-        what: What it is, for the message when it is no tree of arrays
-        stem: What names in the log begin with: 'weight', or 'grad' for a tree of gradients
-        known: `Named` of the model: a tree with some of its parameters, such as a gradient, gives them the same numbers
-
-    Returns:
-        `Named`, in the order of the tree
-    """
+    "The parameters and buffers of a model. Raises TypeError for a leaf that is no array"
     out,numbers,once = [],Numbers(known),Once()
     for at,of,part,all_keys in parts_in(tree):
         leaves = leaves_of(part, what, all_keys)
@@ -288,16 +278,7 @@ def optimizer_states(
     known=(), # `Named` of the model. Without it the field of a state is where its parameters begin, and numbers are those among what is kept
     what:str='optimizer_state' # What it is, for the message when it is no tree of arrays
 ) -> list: # `Named`, in the order of the tree
-    """The arrays that an optimizer keeps, under the names of the parameters that they belong to. Raises TypeError for a leaf that is no array
-
-    Args:
-        state: What an optimizer of optax keeps, or an `nnx.Optimizer`, or its state
-        known: `Named` of the model. Without it the field of a state is where its parameters begin, and numbers are those among what is kept
-        what: What it is, for the message when it is no tree of arrays
-
-    Returns:
-        `Named`, in the order of the tree
-    """
+    "The arrays that an optimizer keeps, under the names of the parameters that they belong to. Raises TypeError for a leaf that is no array"
     weights = [n for n in known if n.number is not None]
     full,numbers,once,out = KnownNames(weights),Numbers(weights),Once(),[]
     for before,keys,at,x in ((split_words(w), keys, fields(tree, keys), x) for w,tree in states_in(state) for keys,_,x in leaves_of(tree, what, w)):
@@ -318,11 +299,7 @@ def optimizer_states(
 
 # %% ../../../nbs/88_jaxember/12_trees.ipynb #6d62f10f
 class Again:
-    """Names of the arrays of a tree that comes at each step
-
-    Args:
-        f: `parameters` or `optimizer_states`
-    """
+    "Names of the arrays of a tree that comes at each step"
     def __init__(self,
         f # `parameters` or `optimizer_states`
     ): self.f,self.form,self.names,self.at = f,None,[],None

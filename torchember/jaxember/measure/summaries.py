@@ -23,26 +23,14 @@ from ...ground.messages import warn
 def words(
     wanted=scalars # Groups of parts to measure
 ) -> int:
-    """How many words a row has
-
-    Args:
-        wanted: Groups of parts to measure
-    """
+    "How many words a row has"
     return 2*length(wanted)
 
 def vectors(
     rows:np.ndarray, # uint32, shape (..., words)
     wanted=scalars # Groups of parts that were measured
 ) -> np.ndarray: # float64, shape (..., width), `wide` with exponents
-    """The summary vectors that rows hold, on the host: what `measure.summary` takes
-
-    Args:
-        rows: uint32, shape (..., words)
-        wanted: Groups of parts that were measured
-
-    Returns:
-        float64, shape (..., width), `wide` with exponents
-    """
+    "The summary vectors that rows hold, on the host: what `measure.summary` takes"
     rows = np.ascontiguousarray(rows, np.uint32)
     if rows.shape[-1:]!=(words(wanted),): raise ValueError(f"rows of {tuple(wanted)} have {words(wanted)} words, got an array of shape {rows.shape}.")
     return rows.view('<f8')
@@ -52,15 +40,7 @@ def none(
     wanted=scalars, # Groups of parts to measure
     shape=() # Of the rows
 ): # uint32, of shape `(*shape, words)`
-    """Rows of no elements, traced: of a branch that was not taken, and where a loop begins
-
-    Args:
-        wanted: Groups of parts to measure
-        shape: Of the rows
-
-    Returns:
-        uint32, of shape `(*shape, words)`
-    """
+    "Rows of no elements, traced: of a branch that was not taken, and where a loop begins"
     wanted = ordered(wanted)
     empty = no_elements(wanted).view(np.uint32).tolist()
     i,row = lax.iota(np.uint32, len(empty)),None
@@ -315,16 +295,7 @@ def measured(
     wanted=scalars, # Groups of parts to measure: some of 'basic', 'absolute', 'higher', 'powers', 'exponents'
     by_parts:bool=False # Whether `x` may lie on several devices, each with a part: then no device gets the whole
 ): # uint32, a row
-    """The summary of an array as a row, where the array is
-
-    Args:
-        x: Array of numbers, any shape and dtype, traced or not; complex by magnitude
-        wanted: Groups of parts to measure: some of 'basic', 'absolute', 'higher', 'powers', 'exponents'
-        by_parts: Whether `x` may lie on several devices, each with a part: then no device gets the whole
-
-    Returns:
-        uint32, a row
-    """
+    "The summary of an array as a row, where the array is"
     x = jnp.asarray(x)
     if not (jnp.issubdtype(x.dtype, np.number) or x.dtype==bool): raise TypeError(f"summaries are of numbers, got an array of {x.dtype}.")
     return measure_p.bind(lax.stop_gradient(x), wanted=ordered(wanted), by_parts=bool(by_parts))
@@ -334,16 +305,7 @@ def merged(
     wanted=scalars, # Groups of parts that were measured
     axis:int=0 # Of the pieces
 ): # uint32, rows of the wholes: that axis is gone
-    """The rows of wholes from those of their pieces
-
-    Args:
-        rows: uint32, shape (..., k, ..., words), traced or not
-        wanted: Groups of parts that were measured
-        axis: Of the pieces
-
-    Returns:
-        uint32, rows of the wholes: that axis is gone
-    """
+    "The rows of wholes from those of their pieces"
     rows = jnp.asarray(rows)
     if not -rows.ndim<=axis<rows.ndim-1 or axis==-1 or rows.dtype!=np.uint32 or rows.shape[-1]!=words(wanted):
         raise ValueError(f"rows of {tuple(wanted)} are uint32, with {words(wanted)} words in the last axis, "
@@ -354,11 +316,7 @@ def merged(
 def warm(
     arrays=() # Such as will be measured: the parameters of a model
 ):
-    """Begin to load the compiled loops in a thread. Who needs them sooner waits
-
-    Args:
-        arrays: Such as will be measured: the parameters of a model
-    """
+    "Begin to load the compiled loops in a thread. Who needs them sooner waits"
     if jax.default_backend()!='cpu' or not is_compiled(): return
     kinds = {format_for(x.dtype) for x in arrays} or {'float32'}
     def load():

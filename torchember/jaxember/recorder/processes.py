@@ -40,13 +40,7 @@ def agreed_name(
 trackers = count()
 
 class Agreement:
-    """Whether the processes of a program all look into it, and in the same way
-
-    Args:
-        rank, world: Of this process; how many there are
-        asks: Function that gives what this process is about to record, as a dict of texts
-        store: Where they leave words for each other
-    """
+    "Whether the processes of a program all look into it, and in the same way"
     patience = 20 # seconds to wait for the others
     def __init__(self,
         rank:int, world:int, # Of this process; how many there are
@@ -59,14 +53,7 @@ class Agreement:
     def trouble(self,
         ranks:tuple # Of the processes of a program, this one among them
     ) -> str: # A sentence
-        """Why a program that several processes share cannot be looked into; '' where it can
-
-        Args:
-            ranks: Of the processes of a program, this one among them
-
-        Returns:
-            A sentence
-        """
+        "Why a program that several processes share cannot be looked into; '' where it can"
         if ranks not in self.known:
             try: why = self.asked(ranks)
             except Exception as e: why = f"they could not ask each other ({type(e).__name__}: {e})"[:300]

@@ -45,15 +45,7 @@ class Step:
 
 # %% ../../../nbs/88_jaxember/75_recorder.ipynb #e9d83cfa
 class StepRows:
-    """Makes rows of steps, on the thread that writes
-
-    Args:
-        measure: `Summaries` or `Own`
-        names: Statistics to derive; None with a function of the user's
-        display: `Names` of the modules, as they are shown
-        places: `Places` of the modules
-        keep: What is done with what a function of the user's gives, as `rows_of_steps` takes it
-    """
+    "Makes rows of steps, on the thread that writes"
     def __init__(self,
         measure, # `Summaries` or `Own`
         names, # Statistics to derive; None with a function of the user's
@@ -179,20 +171,7 @@ def refuse_inside(f, running, below): # running: whether a step runs; below: JAX
 
 # %% ../../../nbs/88_jaxember/75_recorder.ipynb #e1be2e72
 class JaxRecorder:
-    """Runs steps, and hands what was measured of each to the log of its run
-
-    Args:
-        t: The run, an `emberTracker`
-        measure: `Summaries` or `Own`
-        names: Statistics to derive; None with a function of the user's
-        when: `Schedule`
-        asks: What is recorded
-        tracked: Of 'model_state', 'optimizer_state' and 'gradients' those that are
-        agreed: `Agreed`, of the trees that came first
-        first_step: Number of the first step
-        keep: What is done with what a function of the user's gives
-        agreement: `Agreement`, where there are several processes
-    """
+    "Runs steps, and hands what was measured of each to the log of its run"
     def __init__(self,
         t, # The run, an `emberTracker`
         measure, # `Summaries` or `Own`
@@ -250,14 +229,7 @@ class JaxRecorder:
     def end(self,
         model_state, optimizer_state, gradients # Trees, or None
     ) -> tuple: # Number of the step, and whether it was recorded
-        """The step is over
-
-        Args:
-            model_state, optimizer_state, gradients: Trees, or None
-
-        Returns:
-            Number of the step, and whether it was recorded
-        """
+        "The step is over"
         n,seen = self.step,self.on
         if seen:
             self.states.at_end(gradients)

@@ -27,11 +27,7 @@ class Names:
     def learn(self,
         where # `Where` of a module
     ):
-        """The name of a module, and of those around it
-
-        Args:
-            where: `Where` of a module
-        """
+        "The name of a module, and of those around it"
         path,name = where.path,where.name
         while path not in self.known:
             self.known[path] = name
@@ -183,15 +179,7 @@ def numbered(
     found, # What `Watching` found in a step, in its order
     placed=lambda where: where # Function: `Where` in a model -> `Where` in the log
 ) -> list: # (note, `Where`, call, backward, more, pieces) of each, where more has columns: {'shard': 'data=3'}
-    """Which call each value is of, and of gradients which backward brought them
-
-    Args:
-        found: What `Watching` found in a step, in its order
-        placed: Function: `Where` in a model -> `Where` in the log
-
-    Returns:
-        (note, `Where`, call, backward, more, pieces) of each, where more has columns: {'shard': 'data=3'}
-    """
+    "Which call each value is of, and of gradients which backward brought them"
     calls,runs,out = Counter(),Runs(),[]
     def new(where, tag):
         name = where.path,tag.key.ttype,tag.key.tname,tag.grad
@@ -215,15 +203,7 @@ def numbered(
 
 # %% ../../../nbs/88_jaxember/70_rows.ipynb #24c62652
 class Tensor:
-    """A value of which there is a row
-
-    Args:
-        path, ttype, tname, pname: Whose it is
-        call: Of its module
-        shape, dtype: Of the value
-        backward: Of a gradient, which backward brought it
-        more: Other columns: {'shard': 'data=3'}
-    """
+    "A value of which there is a row"
     def __init__(self,
         path, ttype, tname, pname=None, # Whose it is
         call:int=0, # Of its module
@@ -240,17 +220,7 @@ def rows_of_steps(
     display, # `Names`
     own=dict # Function: what a function of the user's gave -> columns
 ) -> list: # For each step its rows, dicts
-    """The rows of steps
-
-    Args:
-        steps: Tuples: pairs of `Tensor`s and what was measured of them (a matrix of words, or a list of what a function gave), number of the step, when, marks
-        wanted, names: Groups of parts, and statistics that are derived from them
-        display: `Names`
-        own: Function: what a function of the user's gave -> columns
-
-    Returns:
-        For each step its rows, dicts
-    """
+    "The rows of steps"
     stats,measured = iter(()),[(tensors, words) for parts,*_ in steps for tensors,words in parts if isinstance(words, np.ndarray) and len(words)]
     if measured:
         v = vectors(np.concatenate([words for _,words in measured]), wanted)
@@ -271,11 +241,7 @@ unwell = 'nan', 'posinf', 'neginf'
 
 # %% ../../../nbs/88_jaxember/70_rows.ipynb #c83db375
 class PlacedCalls:
-    """What modules and probes have, of each step; remembers where things are
-
-    Args:
-        placed: Function: `Where` in a model -> `Where` in the log
-    """
+    "What modules and probes have, of each step; remembers where things are"
     def __init__(self,
         placed=lambda where: where # Function: `Where` in a model -> `Where` in the log
     ): self.placed,self.notes,self.tensors,self.at = placed,(),[],[]

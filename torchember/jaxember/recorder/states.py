@@ -47,11 +47,7 @@ def first_two(names): return ', '.join(sorted(names)[:2])+', ...'*(len(names)>2)
 def agreed_on(
     model_state, optimizer_state # What `track` is given: trees, or None
 ) -> Agreed:
-    """The names in the trees that come first. Raises for what is no array
-
-    Args:
-        model_state, optimizer_state: What `track` is given: trees, or None
-    """
+    "The names in the trees that come first. Raises for what is no array"
     agreed = Agreed()
     known = [] if model_state is None else parameters(model_state)
     states = [] if optimizer_state is None else optimizer_states(optimizer_state, known)
@@ -68,16 +64,7 @@ def rate_places(
 
 # %% ../../../nbs/88_jaxember/50_states.ipynb #4a47f669
 class States:
-    """What of the trees is recorded, and what was measured of it in the open step
-
-    Args:
-        measure: `Summaries` or `Own`
-        tracked: Of 'model_state', 'optimizer_state' and 'gradients' those that are recorded
-        asks: `Asked`: modules that are recorded
-        places: `Places`, which learns where the arrays of a model lie
-        agreed: `Agreed`, of the trees that came first
-        spread: `Spread`; without it the process is the only one
-    """
+    "What of the trees is recorded, and what was measured of it in the open step"
     def __init__(self,
         measure, # `Summaries` or `Own`
         tracked, # Of 'model_state', 'optimizer_state' and 'gradients' those that are recorded
@@ -96,11 +83,7 @@ class States:
     def at_begin(self,
         model_state, optimizer_state # Trees, or None
     ):
-        """The states with which a step begins
-
-        Args:
-            model_state, optimizer_state: Trees, or None
-        """
+        "The states with which a step begins"
         whole = isinstance(model_state, dict) or is_train_state(model_state)
         some,both = [],whole and 'optimizer_state' not in self.tracked and is_training(model_state)
         if model_state is not None:
@@ -117,11 +100,7 @@ class States:
     def at_end(self,
         gradients # Tree, or None
     ):
-        """What a step ends with
-
-        Args:
-            gradients: Tree, or None
-        """
+        "What a step ends with"
         if gradients is None or 'gradients' not in self.tracked: return
         of = self.named['gradients'](gradients, 'gradients', 'grad', self.known)
         self.agreed.compare('gradients', of[0])
@@ -136,14 +115,7 @@ class States:
     def rates(self,
         model_state, optimizer_state # Trees after the step, or None
     ) -> dict: # Name -> array
-        """Return copies of the learning rates that `optax.inject_hyperparams` keeps in the optimizer's state. The next step may overwrite the arrays
-
-        Args:
-            model_state, optimizer_state: Trees after the step, or None
-
-        Returns:
-            Name -> array
-        """
+        "Return copies of the learning rates that `optax.inject_hyperparams` keeps in the optimizer's state. The next step may overwrite the arrays"
         both = 'optimizer_state' not in self.tracked
         state = model_state if both else optimizer_state
         if state is None or both and not is_training(state): return {}

@@ -144,12 +144,7 @@ def scope_now():
 
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #836c6cc4
 class Evaluation:
-    """Evaluates programs once more, measuring what is tagged
-
-    Args:
-        measure: `Summaries` or `Own`
-        every: Of how many steps of a training that is a `scan` one is measured
-    """
+    "Evaluates programs once more, measuring what is tagged"
     def __init__(self,
         measure, # `Summaries` or `Own`
         every:int=1 # Of how many steps of a training that is a `scan` one is measured
@@ -159,15 +154,7 @@ class Evaluation:
         closed, # `ClosedJaxpr`
         args # Its arguments
     ): # Outputs, pieces, and a `Seen` for each tag
-        """The outputs of a program, and what was measured on the way
-
-        Args:
-            closed: `ClosedJaxpr`
-            args: Its arguments
-
-        Returns:
-            Outputs, pieces, and a `Seen` for each tag
-        """
+        "The outputs of a program, and what was measured on the way"
         known,pieces,seen = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *args], strict=True)),[],[]
         read = lambda v: v.val if isinstance(v, Literal) else known[v]
         for e in closed.jaxpr.eqns:
@@ -436,15 +423,7 @@ def one_buffer(
 
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #14f91e35
 class Twin:
-    """The twin of a `jit`, ready to be called in its place
-
-    Args:
-        params: Of the `jit`
-        measure: `Summaries` or `Own`
-        mesh: Of the devices, when the arguments are laid out over several
-        every: Of how many steps of a training that is a `scan` one is measured
-        piece: Columns that say which piece of the whole each value is
-    """
+    "The twin of a `jit`, ready to be called in its place"
     def __init__(self,
         params, # Of the `jit`
         measure, # `Summaries` or `Own`

@@ -78,11 +78,7 @@ def by_devices(
 
 # %% ../../../nbs/88_jaxember/40_watching.ipynb #5eca60db
 class Eager:
-    """What was measured of values that were there
-
-    Args:
-        wanted: Groups of parts that are measured
-    """
+    "What was measured of values that were there"
     def __init__(self,
         wanted=() # Groups of parts that are measured
     ): self.wanted,self.notes,self.got,self.parts = wanted,[],[],[] # parts: numbers of notes, the matrix of their rows; of shards, which of each count, or None
@@ -94,15 +90,7 @@ class Eager:
         start=None, # `Scope` in which it is computed
         held=None # What of it is here; all of it without that
     ):
-        """One more
-
-        Args:
-            x: The value
-            tag: Its `Tag`
-            got: Its row, on the device, or what a function of the user's gave; None when the rows come together
-            start: `Scope` in which it is computed
-            held: What of it is here; all of it without that
-        """
+        "One more"
         shape,piece = (held.shape, held.columns) if held else (x.shape, ())
         self.notes.append(Seen(tag, shape, dtype_name(x.dtype), (), 'given' if isinstance(got, dict) else None, piece=piece).within(start))
         self.got.append(got)
@@ -112,13 +100,7 @@ class Eager:
         xs, # Arrays
         held # What of each is here
     ):
-        """Measure arrays, each device what it has of them: one program for those that are on the same devices
-
-        Args:
-            at: Numbers of their notes
-            xs: Arrays
-            held: What of each is here
-        """
+        "Measure arrays, each device what it has of them: one program for those that are on the same devices"
         whole = [(i, x if len(x.sharding.device_set)==1 else x.addressable_data(0)) for i,x,h in zip(at, xs, held, strict=True) if h.counts is None]
         for some in by_devices([x for _,x in whole]):
             numbers,arrays = zip(*(whole[k] for k in some), strict=True)
@@ -157,15 +139,7 @@ def in_one(
     parts, # Numbers, a matrix with as many rows, or of shards some, and which of these count
     wanted=() # Groups of parts that were measured
 ): # The rows, in the order of their numbers
-    """Matrices as one, on the host
-
-    Args:
-        parts: Numbers, a matrix with as many rows, or of shards some, and which of these count
-        wanted: Groups of parts that were measured
-
-    Returns:
-        The rows, in the order of their numbers
-    """
+    "Matrices as one, on the host"
     rows = [np.asarray(m) if counts is None else merged_rows(m, counts, wanted) for _,m,counts in parts]
     order = [i for at,*_ in parts for i in at]
     return rows[0] if len(rows)==1 and order==sorted(order) else np.concatenate(rows)[np.argsort(order)]
@@ -175,13 +149,7 @@ def all_of(
     measure, # `Summaries` or `Own`
     spread=None # `Spread`; without it the process is the only one
 ) -> Eager:
-    """Measure arrays that are there, all at once
-
-    Args:
-        named: Pairs of a `Key` and an array
-        measure: `Summaries` or `Own`
-        spread: `Spread`; without it the process is the only one
-    """
+    "Measure arrays that are there, all at once"
     spread = spread or Spread()
     xs = [x if isinstance(x, jax.Array) else jnp.asarray(x) for _,x in named]
     held = [spread.held(x) for x in xs]
@@ -210,15 +178,7 @@ def mesh_of(args, params, known):
 
 # %% ../../../nbs/88_jaxember/40_watching.ipynb #89d68e78
 class Watching(Trace):
-    """Looks on while a step runs, and collects what its tags measured
-
-    Args:
-        measure: `Summaries` or `Own`
-        every: Of how many steps of a training that is a `scan` one is measured
-        say: Function that is told what there is to know before something runs
-        spread: `Spread`; without it the process is the only one
-        trouble: Function: ranks of the processes of a program -> why it cannot be looked into, '' where it can; where there are several
-    """
+    "Looks on while a step runs, and collects what its tags measured"
     ever = [] # all there have been: what nnx made while one looked on can be changed only as long as that one is there
     def __init__(self,
         measure, # `Summaries` or `Own`
