@@ -58,8 +58,8 @@ html_css_files = ['custom.css']
 
 # What stands beside `nbs`: docname -> file
 reference = {f'reference/{p.stem.partition("_")[2]}': p.relative_to(root) for p in sorted((root/'docs'/'reference').glob('*.md'))}
-guests = {f'guests/{p.stem.partition("_")[2]}': p.relative_to(root) for p in sorted((root/'docs'/'guests').glob('*.md'))}
-beside = {'changelog':'CHANGELOG.md', 'contributing':'CONTRIBUTING.md', **reference, **guests}
+integrations = {f'integrations/{p.stem.partition("_")[2]}': p.relative_to(root) for p in sorted((root/'docs'/'integrations').glob('*.md'))}
+beside = {'changelog':'CHANGELOG.md', 'contributing':'CONTRIBUTING.md', **reference, **integrations}
 rooms = import_module(project).rooms # what a user types: entries of the reference
 of_jax = f'{project}.jaxember', 'tracker' # and another front door: its names are those of this room
 
@@ -186,7 +186,7 @@ def sidebar(docs):
     "Caption -> pages. How it works is every other notebook, in reading order, a folder as one page"
     guides = [d for d in docs if d.startswith('tutorials/')]
     works = dict.fromkeys(f'{d.partition("/")[0]}/index' if '/' in d else d for d in docs if d not in (*guides, *beside, 'index', 'glossary'))
-    return {'Use it': ['Start here <self>', *guides, 'glossary', 'changelog'], 'With what you use': [*guests],
+    return {'Use it': ['Start here <self>', *guides, 'glossary', 'changelog'], 'Other tools': [*integrations],
         'Reference': [*reference, 'All names <genindex>'], 'How it works': [*works, 'contributing']}
 
 def render_nb(app, docname, content):

@@ -1,4 +1,4 @@
-"The program on each guest's page is run as it is written, and leaves a run that has the layers in it"
+"The program on each page of docs/integrations runs as written, and records a run with layers"
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,20 +9,20 @@ import pytest
 from torchember import read, runs
 
 root = Path(__file__).parents[2]
-pages = sorted((root/'docs'/'guests').glob('*.md'))
-import_name = {'pytorch-ignite': 'ignite'} # where it is another than the package's
+pages = sorted((root/'docs'/'integrations').glob('*.md'))
+import_name = {'pytorch-ignite': 'ignite'} # if it differs from the name of the package
 
 
 def blocks(page, kind='python'): return re.findall(rf'^```{kind}\n(.*?)^```$', page.read_text(encoding='utf-8'), re.M|re.S)
 
 
-def test_there_is_a_page_for_each_guest():
-    "A sink or a room of integrations without one would not be found by its users"
+def test_each_sink_and_integration_has_a_page():
+    "The page of the reference links all of them."
     from torchember.sinks.feed import sinks
-    rooms = {p.stem for p in (root/'torchember'/'integrations').glob('*.py')} - {'__init__', 'guest', 'private_trainers'}
-    assert {p.stem.partition('_')[2] for p in pages}=={*sinks, *rooms, 'function'}
-    known = (root/'docs'/'reference'/'47_guests.md').read_text(encoding='utf-8')
-    assert all(f'../guests/{p.name}' in known for p in pages)
+    modules = {p.stem for p in (root/'torchember'/'integrations').glob('*.py')} - {'__init__', 'guest', 'private_trainers'}
+    assert {p.stem.partition('_')[2] for p in pages}=={*sinks, *modules, 'function'}
+    known = (root/'docs'/'reference'/'47_integrations.md').read_text(encoding='utf-8')
+    assert all(f'../integrations/{p.name}' in known for p in pages)
 
 
 heavy = ('wandb', 'mlflow', 'trackio', 'function', 'lightning', 'transformers', 'keras') # to import
@@ -33,8 +33,8 @@ def test_the_program_runs_and_records_layers(page, tmp_path):
     for package in re.findall(r'^pip install (.*)', '\n'.join(blocks(page, 'sh')), re.M):
         for p in package.split():
             if find_spec(import_name.get(p, p)) is None: pytest.skip(f'there is no {p} here') # not imported: keras looks for its backend
-    assert '# the one line' in code
-    later = '\n'.join(b for b in more if 'replay(' in b) # for a run that is over; W&B's has arrived
+    assert '# add this line' in code
+    later = '\n'.join(b for b in more if 'replay(' in b) # for a finished run
     env = dict(TORCHEMBER_HOME=tmp_path/'home', HOME=tmp_path, MPLBACKEND='agg', PYTHONPATH=root, WANDB_MODE='offline')
     done = programs.run(f'{code}\n{later}', cwd=tmp_path, **env)
     assert done.returncode==0, f'{code}\n{done.stderr}'
