@@ -19,7 +19,7 @@ def blocks(page, kind='python'): return re.findall(rf'^```{kind}\n(.*?)^```$', p
 def test_each_sink_and_integration_has_a_page():
     "The page of the reference links all of them."
     from torchember.sinks.feed import sinks
-    modules = {p.stem for p in (root/'torchember'/'integrations').glob('*.py')} - {'__init__', 'guest', 'private_trainers'}
+    modules = {p.stem for p in (root/'torchember'/'integrations').glob('*.py')} - {'__init__', 'recording', 'private_trainers'}
     assert {p.stem.partition('_')[2] for p in pages}=={*sinks, *modules, 'function'}
     known = (root/'docs'/'reference'/'47_integrations.md').read_text(encoding='utf-8')
     assert all(f'../integrations/{p.name}' in known for p in pages)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from guested import bits, numbers, ran, rows_of, steps_of
+from callback_runs import bits, numbers, ran, rows_of, steps_of
 from looped import batches, heard, same, seeded, table
 from oracle import says
 from test_transformers_callback import Scored, callback, kinds, plain, train, trainer_for
