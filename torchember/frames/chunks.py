@@ -16,7 +16,8 @@ from itertools import chain
 import numpy as np
 
 from .logs import paths_of_ranks, rows_of_log, rows_of_ranks, tidy
-from ..processes.ranks import only_pieces, own_names, wholes
+from ..processes.merge import shard_columns
+from ..processes.ranks import merge_ranks, own_names
 from ..ground.messages import printable
 from ..ground.needs import needs
 from ..ground.record import column_order, identity
@@ -364,7 +365,7 @@ def frame_of(chunk):
     "The rows of a chunk, as `read` has them"
     if chunk.merged:
         own = names_of_start(chunk.home, *chunk.start, chunk.asked) if chunk.start else None
-        return tidy(wholes(rows_of_processes(chunk.logs, chunk.steps), *about_processes(chunk.home, names_and_ranks(chunk.logs), chunk.asked), own))
+        return tidy(merge_ranks(rows_of_processes(chunk.logs, chunk.steps), *about_processes(chunk.home, names_and_ranks(chunk.logs), chunk.asked), own))
     [(_,rank,of)],keep = chunk.logs,chunk.steps and Within(chunk.steps, chunk.rest)
     df = tidy(rows_of_log(blocks_of(of, None if chunk.rest else chunk.steps), keep=keep))
     return df if rank is None else df.assign(rank=rank)
@@ -396,7 +397,7 @@ def fields_of(
         if not any(of.kinds.get(c, set())-{None} for of in there): kinds[c] = 'int64'
     if kinds.get('ts')=='text': kinds['ts'] = 'time'
     if per_rank: kinds['rank'] = 'int64'
-    if merged: kinds = {k: 'double' if k in derived and k!='exponents' or k=='ratio' else kind for k,kind in kinds.items() if k not in only_pieces}
+    if merged: kinds = {k: 'double' if k in derived and k!='exponents' or k=='ratio' else kind for k,kind in kinds.items() if k not in shard_columns}
     if merged: kinds['numel'] = 'double' # of pieces of unequal shapes
     return {k: kinds[k] for k in column_order(kinds, marks_of(there, several))}
 

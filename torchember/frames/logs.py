@@ -24,7 +24,8 @@ from ..measure.summary import also_called, derived
 from ..ground.needs import needs
 from ..ground.messages import an, closest, printable, says_arguments, unknown, warn
 from ..ground.record import beside_training, computed, computed_in, called_ttypes, column_order, identity, of_pieces, optional
-from ..processes import ranks
+from ..processes import module_names, ranks
+from ..processes.axes import validate_metadata
 from .words import earlier_calls
 from ..store.anywhere import answer, entries, file_size, file_there, is_there, is_url, located, opened
 from ..store.base import facts, folder, read_meta, safe_name
@@ -429,7 +430,7 @@ def with_rank(df):
     return df.assign(text=[f'Rank {r}: {t}' if rule=='died' and isinstance(t, str) else t for r,rule,t in zip(df['rank'], df['rule'], df['text'], strict=True)])
 
 # %% ../../nbs/50_frames/05_logs.ipynb #36221673
-def paths_of_ranks(trees): return {r: ranks.paths_in(tree) for r,tree in trees.items()}
+def paths_of_ranks(trees): return {r: module_names.paths_in(tree) for r,tree in trees.items()}
 
 def rows_of_ranks(logs, file=None, keep=None, shared=(), steps=None):
     """The rows of several processes, with numbers where numbers are to be; rank -> how many of its lines say nothing. logs: rank -> function that gives blocks.
@@ -485,7 +486,7 @@ def is_shape(s): return isinstance(s, list|tuple) and all(type(n) is int and n>=
 def names_of_ranks(source):
     "Return rank -> path -> path in the whole model, of the stages of a pipeline. source: `RankedSource`"
     paths = paths_of_ranks(source.told('structure'))
-    return ranks.names_of_stages(ranks.understood(source.told('ranks'))[0], lambda rank: paths.get(rank, ()))
+    return module_names.names_of_stages(validate_metadata(source.told('ranks'))[0], lambda rank: paths.get(rank, ()))
 
 def parameters_of_whole(source):
     "Return the parameters that any process has, each once. What one process knows of a parameter holds for all. source: `RankedSource`"
@@ -516,7 +517,7 @@ def structure_of_whole(source):
             if 'path' not in node: continue
             path = names.get(rank, {}).get(node['path'], node['path'])
             if path in found: continue
-            name = ranks.display_name(node['name'], path) if path!=node['path'] else node['name']
+            name = module_names.display_name(node['name'], path) if path!=node['path'] else node['name']
             found[path] = {k: v for k,v in node.items() if k!='children'} | {'name': name, 'short': name.rpartition('.')[2], 'path': path}
             above = path
             while above: # a container that only other processes have is left out
@@ -914,11 +915,11 @@ def problem_of_ranks(name, rows, running, place):
     except (KeyError, ValueError, OSError, TypeError): world = None
     world = world if isinstance(world, int) and world<1<<24 else 0
     gone = [k for k in range(world) if k not in rows]
-    said = [f"of {world} processes {ranks.listed([f'rank {k}' for k in gone])} left no log"]*bool(gone)
+    said = [f"of {world} processes {module_names.join_ranks(gone)} left no log"]*bool(gone)
     most = max(r['steps'] for r in rows.values())
     said += [f"rank {k}: {r['problem']}" for k,r in rows.items() if r['problem']][:3]
     behind = [f"rank {k} has {r['steps']} of {most} steps" for k,r in rows.items() if r['steps']<most and not r['problem'] and not running]
-    if behind: said.append(ranks.listed(behind, 3))
+    if behind: said.append(module_names.join_names(behind, 3))
     return '; '.join(said) or None
 
 # %% ../../nbs/50_frames/05_logs.ipynb #c11runs0
