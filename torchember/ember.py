@@ -27,7 +27,7 @@ from .capture.private_torch import say_missing
 from .capture.ranks import Ranks
 from .ground.messages import an, printable, says_arguments, warn
 from .ground.record import SCHEMA, check_ttypes, identity, of_pieces
-from .processes.ranks import paths_in
+from .processes.module_names import paths_in
 from .processes.whole_steps import WholeSteps
 from .recorder.process import hand_over, open_recorders, rank_and_size, shared_name, store_for, weak_source
 from .recorder.recorder import Recorder, Settings, recorded

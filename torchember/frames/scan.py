@@ -11,7 +11,8 @@ from itertools import chain
 
 from .chunks import chunks_of, common, contents, fields_of, marks_of, most_merged, most_rows, range_of, told
 from .logs import Choice, RankedSource, many, not_recorded, sources
-from ..processes.ranks import Processes, gone, understood
+from ..processes.axes import RankAxes, validate_metadata
+from ..processes.checks import missing_ranks
 from ..ground.messages import printable, says_arguments, unknown, warn
 from ..ground.needs import needs
 from ..ground.record import column_order
@@ -45,8 +46,8 @@ def steps_in_log(there):
 
 def say_gone(name, about, steps):
     "What is wrong among the processes of a run, as far as it shows without looking at rows. steps: rank -> `steps_in_log`"
-    (about,said),steps = understood(about),{r: s for r,s in steps.items() if s!=()}
-    for s in (*said, *gone(steps, about, Processes(about, steps).world)): warn(f"{printable(name)}: {s}")
+    (about,said),steps = validate_metadata(about),{r: s for r,s in steps.items() if s!=()}
+    for s in (*said, *missing_ranks(steps, about, RankAxes(about, steps).world)): warn(f"{printable(name)}: {s}")
 
 def all_fields(each, marks, several):
     "The columns of several runs under each other. each: `fields_of` of each"
