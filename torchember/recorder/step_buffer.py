@@ -385,7 +385,7 @@ class StepBuffer(Measuring):
             box: `BlackBox`; None takes it away
         """
         self.box = self.custom.box = self.calls.box = box
-        self.arena.into(box)
+        self.arena.use_box(box)
 
     size = property(lambda self: self.arena.filled+len(self.custom)+len(self.snapshots.joined)) # rows, about
     handed_out = property(lambda self: self.snapshots.any) # whether some of the open step's rows are in the log already
