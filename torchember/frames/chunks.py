@@ -15,7 +15,8 @@ from itertools import chain
 
 import numpy as np
 
-from .logs import paths_of_ranks, rows_of_log, rows_of_ranks, tidy
+from .rank_tables import paths_of_ranks, read_ranks
+from .tables import table_of_blocks, tidy
 from ..processes.ranks import only_pieces, own_names, wholes
 from ..ground.messages import printable
 from ..ground.needs import needs
@@ -192,14 +193,14 @@ def of_lines(path, start, stop, rows, expected):
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #76c7369a
 def contents(
-    source, # `Source`
+    source, # `LogReader`
     rows:int=1<<17, # Of a stretch of lines, at most. Of a log beside many others few rows are of the same steps
     expected=None # `Expected`: what was seen in other logs of the same run
 ) -> Contents:
     """What a log has, and where. The rows of a run that an older torchember has recorded are small, and taken as they are
 
     Args:
-        source: `Source`
+        source: `LogReader`
         rows: Of a stretch of lines, at most. Of a log beside many others few rows are of the same steps
         expected: `Expected`: what was seen in other logs of the same run
     """
@@ -341,7 +342,7 @@ def blocks_of(stretches, steps=None, whole=False):
     def blocks():
         for s in stretches:
             with s.open(steps) as data:
-                if whole and not isinstance(data, bytes): data.load([data.told['layout'], *data.kinds])
+                if whole and not isinstance(data, bytes): data.load([data.header['layout'], *data.kinds])
                 yield data
     return blocks
 
@@ -350,7 +351,7 @@ def rows_of_processes(logs, steps):
     shared = {}
     for rank,s in ((rank, s) for _,rank,of in logs for s in of if s.shared): shared.setdefault(str(s.path), (s.path, {}))[1][rank] = s.of,dict(s.about)
     own = {rank: blocks_of([s for s in of if not s.shared], steps, whole=True) for _,rank,of in logs}
-    return rows_of_ranks(own, keep=steps and Within(steps, False), shared=list(shared.values()), steps=steps)[0]
+    return read_ranks(own, keep=steps and Within(steps, False), shared=list(shared.values()), steps=steps)[0]
 
 @lru_cache(8)
 def about_processes(home, names, asked): return told(home, names), paths_of_ranks(told(home, names, 'structure'))
@@ -366,7 +367,7 @@ def frame_of(chunk):
         own = names_of_start(chunk.home, *chunk.start, chunk.asked) if chunk.start else None
         return tidy(wholes(rows_of_processes(chunk.logs, chunk.steps), *about_processes(chunk.home, names_and_ranks(chunk.logs), chunk.asked), own))
     [(_,rank,of)],keep = chunk.logs,chunk.steps and Within(chunk.steps, chunk.rest)
-    df = tidy(rows_of_log(blocks_of(of, None if chunk.rest else chunk.steps), keep=keep))
+    df = tidy(table_of_blocks(blocks_of(of, None if chunk.rest else chunk.steps), keep=keep))
     return df if rank is None else df.assign(rank=rank)
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #cc461e1a
