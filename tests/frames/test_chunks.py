@@ -14,7 +14,7 @@ from drawn import begun, lines
 from torchember import compact, query, read, scan
 from torchember.frames import chunks, dataset
 from torchember.frames.chunks import Chunk, Stretch, chunk_table, chunks_of, contents, fields_of, of_lines
-from torchember.frames.logs import Source
+from torchember.frames.handle import open_log
 from torchember.frames.scan import conjuncts, may_hold
 from torchember.store.columns import Expected
 
@@ -180,10 +180,10 @@ def test_groups_of_a_part(tmp_path, monkeypatch):
     monkeypatch.setattr('torchember.store.parts.group_rows', 512)
     none = {k: v for k,v in row(0).items() if k!='step'}
     put(tmp_path, [row(s) for s in range(600)]+[none], [])
-    assert [(s.first, s.last) for s in contents(Source('a', tmp_path)).stretches]==[(None, None)]
+    assert [(s.first, s.last) for s in contents(open_log('a', tmp_path)).stretches]==[(None, None)]
     assert scan('a', home=tmp_path).filter(pl.col('step').is_null()).collect().height==1
     put(tmp_path, [row(s) for s in range(600)], [], name='b')
-    there = contents(Source('b', tmp_path))
+    there = contents(open_log('b', tmp_path))
     assert [(s.first, s.last, s.rows) for s in there.stretches]==[(0, 599, 600)]
     chunk, = chunks_of('b', [('b', None)], [there], tmp_path)
     fields = fields_of([there])
@@ -250,7 +250,7 @@ def test_lines_that_go_into_parts_meanwhile(tmp_path):
     assert len(as_read(tmp_path))==6
     with open(t.log_path, 'ab') as f: f.write(lines([row(6, epoch='b')]))
     assert as_read(tmp_path, ('step', 'epoch'))==[(s, None) for s in range(6)]+[(6, 'b')]
-    assert [s.about is None for s in contents(Source('a', tmp_path)).stretches]==[False, True]
+    assert [s.about is None for s in contents(open_log('a', tmp_path)).stretches]==[False, True]
 
 def test_what_is_kept_of_logs_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(chunks, 'looked', {})
@@ -259,7 +259,7 @@ def test_what_is_kept_of_logs_is_bounded(tmp_path, monkeypatch):
         put(tmp_path, [row(0)], name=f'a{i}')
         assert len(as_read(tmp_path, run=f'a{i}'))==1 and len(chunks.looked)==min(i+1, 3)
     put(tmp_path, [row(s) for s in range(9)], name='b')
-    assert [[s.rows for s in contents(Source('b', tmp_path), n).stretches] for n in (99, 4, 99)]==[[9], [4, 4, 1], [9]]
+    assert [[s.rows for s in contents(open_log('b', tmp_path), n).stretches] for n in (99, 4, 99)]==[[9], [4, 4, 1], [9]]
 
 def live(path, size=None, more=b'', fresh=False):
     "A run that is written here, whose disk has taken so many bytes of its file; the lines that are to follow"
@@ -336,7 +336,7 @@ def test_numbers_of_wholes(tmp_path):
 def test_columns_of_a_run_in_order(tmp_path):
     "Marks come last, whichever log has them"
     put(tmp_path, [row(0)], [row(1, epoch=3, run='mine')|dict(n=1)])
-    there = [contents(Source('a', tmp_path))]
+    there = [contents(open_log('a', tmp_path))]
     assert [*fields_of(there)]==[*read('a', home=tmp_path)] and [*fields_of(there)][-3:]==['epoch', 'run', 'n']
     assert [*fields_of(there, several=True)][-3:]==['epoch', 'mark_run', 'n']
 

@@ -11,7 +11,7 @@ from drawn import any_row, begun, keys, lines, odd, row
 from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from torchember import compact, emberTracker, query, read, runs
-from torchember.frames.logs import NothingChosen
+from torchember.frames.choice import NothingChosen
 from torchember.store import jsonl, parts
 from torchember.store.lines import parse
 

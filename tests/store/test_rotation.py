@@ -16,7 +16,7 @@ from test_compact import lines, rows_of, told
 from torch import nn
 
 from torchember import compact, du, emberTracker, mv, query, read, rm, runs, scan, sync, torchEmber
-from torchember.frames.logs import rows_about
+from torchember.frames.listing import estimate_rows
 from torchember.ground.messages import EmberWarning
 from torchember.monitor.monitor import Monitor
 from torchember.store import jsonl, parts, rotation
@@ -605,7 +605,7 @@ def test_a_file_that_was_put_aside_is_not_counted_as_the_one_that_follows(tmp_pa
     log.parent.mkdir()
     def lines(n, more): return ''.join(json.dumps(dict(module='m(Net)', ttype='output', tname='o', step=i, mean=1., note='x'*more))+'\n' for i in range(n))
     log.write_text(lines(3, 200))
-    assert rows_about(log)==3
+    assert estimate_rows(log)==3
     parts.rotate(log)
     log.write_text(lines(20, 0))
-    assert log.stat().st_size>len(lines(3, 200)) and rows_about(log)==23
+    assert log.stat().st_size>len(lines(3, 200)) and estimate_rows(log)==23

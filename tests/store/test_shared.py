@@ -8,7 +8,7 @@ import socket
 import fsspec
 import pytest
 from torchember import compact, du, mv, read, rm, runs, scan, sync
-from torchember.frames import chunks, logs
+from torchember.frames import chunks, listing
 from torchember.store import parts, shared
 from torchember.store.jsonl import last_step_of
 from torchember.store.parts import SharedPart, blocks_of_run, file_of, held, listed
@@ -45,7 +45,7 @@ def written(home, ranks=12, steps=12, tensors=3, name='a', plain=False, seed=0):
 def small(monkeypatch):
     "Windows, groups and files of few rows, so that there are several"
     for where,k,v in [(shared, 'window_rows', 150), (shared, 'file_rows', 90), (shared, 'group_rows', 40), (shared, 'most_logs', 6), (parts, 'most_rows', 17),
-            *((m, 'many_logs', 8) for m in (parts, shared, logs))]:
+            *((m, 'many_logs', 8) for m in (parts, shared, listing))]:
         monkeypatch.setattr(where, k, v)
 
 def texts(path):

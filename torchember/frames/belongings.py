@@ -16,7 +16,8 @@ from ..store.anywhere import entries, file_size, file_there, is_url
 from ..store.base import folder, portable_name, safe_name
 from ..store.jsonl import settle, taken, tracker
 from ..store.parts import listed
-from .logs import counted, in_whole, is_name, is_running, names_of, said_of, stat_of
+from .handle import is_run_name, log_names, read_facts, without_ranks
+from .listing import counted, is_running, stat_file
 
 # %% ../../nbs/50_frames/06_belongings.ipynb #b7000006
 kinds = ('base', 'structure', 'parameters', 'ranks', 'vis', 'sync', 'sent') # of metadata, that torchember writes
@@ -36,11 +37,11 @@ class Home:
         self.logs,self.parts,self.metadata,self.taken = set(),set(),{},set(taken) # names of logs, of folders of parts; name of a log -> its files of metadata
         for f in entries(self.log):
             if f.name.endswith('.parts') and f.is_dir(follow_symlinks=False): self.parts.add(f.name.removesuffix('.parts'))
-            elif not f.is_dir(follow_symlinks=False) and not f.name.endswith('_latest') and is_name(f.name): self.logs.add(f.name)
+            elif not f.is_dir(follow_symlinks=False) and not f.name.endswith('_latest') and is_run_name(f.name): self.logs.add(f.name)
         files = [f for f in entries(self.data) if f.name.endswith('.json') and f.is_file(follow_symlinks=False)]
         bases = {f.name[5:-5] for f in files if f.name.startswith('base_')}
-        self.bases = {n for n in bases if n in self.logs or is_name(n) and 'schema' in said_of(n, self.data)[0]} # others may be a user's
-        self.older = {n for n in names_of(home) if n not in self.logs}
+        self.bases = {n for n in bases if n in self.logs or is_run_name(n) and 'schema' in read_facts(n, self.data)[0]} # others may be a user's
+        self.older = {n for n in log_names(home) if n not in self.logs}
         for f in files: self.metadata.setdefault(owner(f.name[:-5], self.names), []).append(self.data/f.name)
 
     @property
@@ -49,7 +50,7 @@ class Home:
     def members(self, run):
         "The names of a run's logs: its own, or those of its processes"
         if run in self.names: return [run]
-        found = {int(n.rpartition('.rank')[2]): n for n in self.names if n.startswith(f'{run}.rank') and in_whole([n])==[run]}
+        found = {int(n.rpartition('.rank')[2]): n for n in self.names if n.startswith(f'{run}.rank') and without_ranks([n])==[run]}
         return [found[k] for k in sorted(found)]
 
     def chosen(self, run):
@@ -61,7 +62,7 @@ class Home:
             run = t.fname
         if not isinstance(run, str): raise TypeError(f"a run is a name, a pattern, a torchEmber or its te.t, or a list of these, got {an(run)}.")
         if self.members(run): return [run]
-        known = in_whole(sorted(self.names))
+        known = without_ranks(sorted(self.names))
         some = [n for n in known if fnmatchcase(n, run)] or [n for n in sorted(self.names) if fnmatchcase(n, run)] if set(run)&set('*?[') else []
         if not some: raise FileNotFoundError(f"{unknown('run', run, known)} Looked in {printable(self.log)}.")
         return some
@@ -119,12 +120,12 @@ def refuse_odd(h, name):
 
 def refuse_written(h, name):
     "Raise for a log that somebody still writes"
-    base,where = said_of(name, h.data)[0],f'The run {printable(name)!r} is still written'
+    base,where = read_facts(name, h.data)[0],f'The run {printable(name)!r} is still written'
     pid,host = base.get('pid'),printable(base.get('host', ''))
     if is_running(base) and pid==os.getpid(): raise ValueError(f"{where}, by this process. End it first: te.close().")
     if is_running(base): raise ValueError(f"{where}, by process {pid} on this machine. Let it end, or end it: kill {pid}.")
     if 'end' in base or 'pid' not in base or not file_there(h.log/name): return
-    ago = time.time()-stat_of(h.log/name).st_mtime
+    ago = time.time()-stat_file(h.log/name).st_mtime
     if ago<lately and base.get('host')!=gethostname():
         raise ValueError(f"{where}, perhaps: it began on {host}, has not said that it has ended, and got rows {ago:.0f} s ago. "
             f"End it there, or come again when it has got none for {lately//60} minutes.")
@@ -144,7 +145,7 @@ def refuse_shared(h, name, names):
     "Raise for the log of one process whose rows stand in a file beside those of others"
     told = None if name in h.older else listed(h.log/name)
     if told is None or not any('holder' in p for p in told['parts']): return
-    [whole] = in_whole([name])
+    [whole] = without_ranks([name])
     if set(h.members(whole))<=set(names): return
     raise ValueError(f"{name!r} is the log of one process of {whole!r}, and its rows stand in files beside those of others: nothing was changed. "
         f"Take the whole run, {whole!r}.")
