@@ -15,8 +15,10 @@ from itertools import chain
 
 import numpy as np
 
-from .logs import paths_of_ranks, rows_of_log, rows_of_ranks, tidy
-from ..processes.ranks import only_pieces, own_names, wholes
+from .rank_tables import paths_of_ranks, read_ranks
+from .tables import table_of_blocks, tidy
+from ..processes.merge import shard_columns
+from ..processes.ranks import merge_ranks, own_names
 from ..ground.messages import printable
 from ..ground.needs import needs
 from ..ground.record import column_order, identity
@@ -178,7 +180,7 @@ def of_lines(path, start, stop, rows, expected):
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #76c7369a
 def contents(
-    source, # `Source`
+    source, # `LogReader`
     rows:int=1<<17, # Of a stretch of lines, at most. Of a log beside many others few rows are of the same steps
     expected=None # `Expected`: what was seen in other logs of the same run
 ) -> Contents:
@@ -313,7 +315,7 @@ def blocks_of(stretches, steps=None, whole=False):
     def blocks():
         for s in stretches:
             with s.open(steps) as data:
-                if whole and not isinstance(data, bytes): data.load([data.told['layout'], *data.kinds])
+                if whole and not isinstance(data, bytes): data.load([data.header['layout'], *data.kinds])
                 yield data
     return blocks
 
@@ -322,7 +324,7 @@ def rows_of_processes(logs, steps):
     shared = {}
     for rank,s in ((rank, s) for _,rank,of in logs for s in of if s.shared): shared.setdefault(str(s.path), (s.path, {}))[1][rank] = s.of,dict(s.about)
     own = {rank: blocks_of([s for s in of if not s.shared], steps, whole=True) for _,rank,of in logs}
-    return rows_of_ranks(own, keep=steps and Within(steps, False), shared=list(shared.values()), steps=steps)[0]
+    return read_ranks(own, keep=steps and Within(steps, False), shared=list(shared.values()), steps=steps)[0]
 
 @lru_cache(8)
 def about_processes(home, names, asked): return told(home, names), paths_of_ranks(told(home, names, 'structure'))
@@ -336,9 +338,9 @@ def frame_of(chunk):
     "The rows of a chunk, as `read` has them"
     if chunk.merged:
         own = names_of_start(chunk.home, *chunk.start, chunk.asked) if chunk.start else None
-        return tidy(wholes(rows_of_processes(chunk.logs, chunk.steps), *about_processes(chunk.home, names_and_ranks(chunk.logs), chunk.asked), own))
+        return tidy(merge_ranks(rows_of_processes(chunk.logs, chunk.steps), *about_processes(chunk.home, names_and_ranks(chunk.logs), chunk.asked), own))
     [(_,rank,of)],keep = chunk.logs,chunk.steps and Within(chunk.steps, chunk.rest)
-    df = tidy(rows_of_log(blocks_of(of, None if chunk.rest else chunk.steps), keep=keep))
+    df = tidy(table_of_blocks(blocks_of(of, None if chunk.rest else chunk.steps), keep=keep))
     return df if rank is None else df.assign(rank=rank)
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #cc461e1a
@@ -358,7 +360,7 @@ def fields_of(
         if not any(of.kinds.get(c, set())-{None} for of in there): kinds[c] = 'int64'
     if kinds.get('ts')=='text': kinds['ts'] = 'time'
     if per_rank: kinds['rank'] = 'int64'
-    if merged: kinds = {k: 'double' if k in derived and k!='exponents' or k=='ratio' else kind for k,kind in kinds.items() if k not in only_pieces}
+    if merged: kinds = {k: 'double' if k in derived and k!='exponents' or k=='ratio' else kind for k,kind in kinds.items() if k not in shard_columns}
     if merged: kinds['numel'] = 'double' # of pieces of unequal shapes
     return {k: kinds[k] for k in column_order(kinds, marks_of(there, several))}
 

@@ -13,7 +13,7 @@ import pyarrow.dataset as ds
 from pyarrow.fs import LocalFileSystem
 
 from .chunks import chunk_table, schema_of
-from .logs import Choice, columns_in
+from .choice import Choice, column_of_condition
 
 # %% ../../nbs/50_frames/08_dataset.ipynb #08285e27
 class Pruned:
@@ -50,11 +50,11 @@ class Wanted:
     def __call__(self, chunk, columns=None): # pyarrow.Table
         "Those of a chunk, with some columns"
         names = list(self.fields) if columns is None else list(columns)
-        asked = [columns_in[k] if k!='path' else k for k in self.choice.asked]
+        asked = [column_of_condition[k] if k!='path' else k for k in self.choice.conditions]
         t = chunk_table(chunk, {k: self.every[k] for k in dict.fromkeys([*names, *asked])}, self.steps_of(chunk))
-        for name,c in zip(self.choice.asked, asked, strict=True):
+        for name,c in zip(self.choice.conditions, asked, strict=True):
             known = as_asked(t[c].unique().to_pylist(), self.every[c], name=='steps')
-            kept = self.choice.steps({*known.values()}, chunk.last) if name=='steps' else self.choice.keeps(name, [*known.values()])
+            kept = self.choice.select(name, [*known.values()], chunk.last)
             t = t.filter(pa.compute.is_in(t[c], pa.array([v for v,k in known.items() if k in kept], t[c].type)))
         return t.select(names)
 
@@ -62,10 +62,11 @@ class Wanted:
 
     def steps_of(self, chunk):
         "The first and the last step of a chunk that are asked for; () for none, None where that is not known"
-        if any(self.every.get(k if k=='path' else columns_in[k], 'list').startswith('list') for k in self.choice.asked): return () # which it has not
+        columns = [k if k=='path' else column_of_condition[k] for k in self.choice.conditions]
+        if any(self.every.get(c, 'list').startswith('list') for c in columns): return () # no such column of names or numbers
         first,last = chunk.known
-        if first is None or 'steps' not in self.choice.asked or last-first>1<<20: return None
-        kept = self.choice.steps(range(first, last+1), chunk.last)
+        if first is None or 'steps' not in self.choice.conditions or last-first>1<<20: return None
+        kept = self.choice.select_steps(range(first, last+1), chunk.last)
         return (min(kept), max(kept)) if kept else ()
 
 # %% ../../nbs/50_frames/08_dataset.ipynb #72b11583

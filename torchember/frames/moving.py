@@ -18,7 +18,8 @@ from ..store.base import folder, now, read_meta, replace
 from ..store.jsonl import last_step_of, settle
 from ..store.parts import (arrow_table, file_of, listed, most_bytes, next_lines, now_in, rows_before, step_of, write_part)
 from .belongings import Home, refuse_odd, refuse_written, rm
-from .logs import goes_on, said_of
+from .handle import read_facts
+from .listing import may_continue
 
 # %% ../../nbs/50_frames/08_moving.ipynb #2134fa2b
 class Piece:
@@ -213,8 +214,8 @@ class OneLog:
     "One log on its way"
     def __init__(self, moving, h, name):
         self.m,self.to,self.h,self.name,self.path = moving,moving.target,h,name,h.log/name
-        self.base = said_of(name, h.data)[0]
-        self.over = not goes_on(self.base)
+        self.base = read_facts(name, h.data)[0]
+        self.over = not may_continue(self.base)
         self.files,self.sent,self.bytes = {},0,0 # file there -> what the manifest says
         self.before = noted if isinstance(noted := self.to.meta(self.manifest), dict) else {}
         self.noted = {k: v for k,v in as_dict(self.before.get('files')).items() if isinstance(v, dict) and {'size', 'sha256', 'md5'}<=set(v)}
@@ -389,7 +390,7 @@ def move_away(name, home, target):
     h = Home(home)
     for m in h.members(name):
         refuse_written(h, m)
-        if goes_on(said_of(m, h.data)[0]): raise ValueError(f"{printable(m)} goes on, so it was not moved. End it first: te.close().")
+        if may_continue(read_facts(m, h.data)[0]): raise ValueError(f"{printable(m)} goes on, so it was not moved. End it first: te.close().")
         told = as_dict(target.meta(f'data/sync_{m}.json')).get('files') or {}
         wrong = [rel for rel,f in told.items() if target.info(rel) is None or target.insist(lambda rel=rel: target.sha(rel))!=f['sha256']]
         if wrong or not told: raise OSError(f"{printable(m)} was not removed: {printable(wrong[:1] or 'its manifest')} is not as it was sent. Call sync again.")
@@ -439,7 +440,7 @@ class Background:
     def ended(self):
         "Whether the runs have come to their end since they were brought there"
         data = folder('torchember', self.moving.home)/'data'
-        return bool(self.said) and not any(goes_on(said_of(s['name'], data)[0]) for s in self.said)
+        return bool(self.said) and not any(may_continue(read_facts(s['name'], data)[0]) for s in self.said)
 
     def round(self):
         "Bring what is new. Whether that went well; what did not is said once"

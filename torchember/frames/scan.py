@@ -10,7 +10,9 @@ from dataclasses import replace
 from itertools import chain
 
 from .chunks import chunks_of, common, contents, fields_of, marks_of, most_merged, most_rows, range_of, told
-from .logs import Choice, RankedSource, many, not_recorded, sources
+from .choice import Choice, as_list
+from .handle import open_runs
+from .tables import not_recorded
 from ..processes.axes import RankAxes, validate_metadata
 from ..processes.checks import missing_ranks
 from ..ground.messages import printable, says_arguments, unknown, warn
@@ -20,23 +22,19 @@ from ..store.columns import Expected
 from ..store.lines import bad
 
 # %% ../../nbs/50_frames/09_scan.ipynb #669c649c
-def logs_of(source):
-    "Name, process and source of each log of a run"
-    return [(s.name, r, s) for r,s in source.sources.items()] if isinstance(source, RankedSource) else [(source.name, None, source)]
-
-def looked_at(source, per_rank, several, back):
+def looked_at(run, per_rank, several, back):
     "The chunks of a run, its columns, and the marks among them. `back`: whether steps are counted from the last one"
-    logs,merged = logs_of(source),isinstance(source, RankedSource) and not per_rank
+    logs,merged = [(log.name, r, log) for r,log in run.logs.items()],run.is_ranked and not per_rank
     rows,expected = most_rows if len(logs)==1 else max(most_merged//(4*len(logs)), 512),Expected() # rows: of a stretch: few are of the same steps
     there,names = [contents(s, rows, expected) for *_,s in logs],[(name, rank) for name,rank,_ in logs]
-    home = logs[0][2].t.dir if merged else None
-    if merged: say_gone(source.name, told(home, names), {rank: steps_in_log(c) for (_,rank),c in zip(names, there, strict=True)})
+    home = run.home if merged else None
+    if merged: say_gone(run.name, told(home, names), {rank: steps_in_log(c) for (_,rank),c in zip(names, there, strict=True)})
     every = [(names, there, logs)] if merged else [([n], [c], [log]) for n,c,log in zip(names, there, logs, strict=True)]
     chunks = []
     for ns,cs,of in every:
         last = max(s.last_step() for *_,s in of) if back else None
-        chunks += [replace(c, labelled=several, last=last) for c in chunks_of(source.name, ns, cs, home, merged)]
-    return chunks, fields_of(there, merged, isinstance(source, RankedSource) and per_rank, several), marks_of(there, several)
+        chunks += [replace(c, labelled=several, last=last) for c in chunks_of(run.name, ns, cs, home, merged)]
+    return chunks, fields_of(there, merged, run.is_ranked and per_rank, several), marks_of(there, several)
 
 def steps_in_log(there):
     "First and last step of a log, None where that is not known; () for one without rows"
@@ -59,7 +57,7 @@ def fields_wanted(fields, columns):
     "Those of some columns that are asked for, in that order. ValueError for one that is not there"
     if columns is None: return fields
     if callable(columns): return {k: kind for k,kind in fields.items() if k=='run' or columns(k)}
-    asked = many(columns)
+    asked = as_list(columns)
     for c in asked:
         if c not in fields: raise ValueError(not_recorded(c, list(fields), 'column'))
     return {k: fields[k] for k in dict.fromkeys(['run']*('run' in fields and 'run' not in asked)+asked)}
@@ -190,9 +188,9 @@ def scan(
         polars.LazyFrame, duckdb relation, pyarrow Dataset, iterator of pandas.DataFrame, dask DataFrame or ray Dataset
     """
     if engine not in engines: raise ValueError(unknown('engine', engine, list(engines)))
-    there,several = sources(run, home)
+    there,several = open_runs(run, home)
     choice = Choice(path, ttype, tname, steps)
-    each = [looked_at(s, per_rank, several, choice.counts_back) for s in there]
+    each = [looked_at(s, per_rank, several, choice.needs_last_step) for s in there]
     chunks,fields = [c for of,*_ in each for c in of],all_fields([f for _,f,_ in each], [m for *_,ms in each for m in ms], several)
     needs('pyarrow.dataset', for_='scan')
     from torchember.frames.dataset import Wanted

@@ -8,7 +8,7 @@ __all__ = ['Side', 'other_path', 'own_statistics', 'Pairs', 'not_in_other']
 # %% ../../nbs/55_health/78_aligned.ipynb #ce051963
 import numpy as np
 
-from ..frames.logs import of_right_types
+from ..frames.tables import clean_types
 from ..ground.record import computed_in
 from ..ground.messages import printable, unknown
 from ..ground.needs import needs
@@ -49,7 +49,7 @@ class Side:
         if not {'step', 'ttype'}<=set(df.columns):
             raise ValueError(f"diff compares rows of a run, with the columns step, ttype, path and tname; these have {', '.join(map(str, df.columns[:6]))}. "
                 "Take a table from read(run).")
-        self.own,df = own_statistics(df),of_right_types(df)
+        self.own,df = own_statistics(df),clean_types(df)
         ttype = df['ttype'].astype(object).to_numpy()
         self.name,self.noted = printable(name, 80),{n.name: n for n in noted_in(df[ttype=='scalar'])} if (ttype=='scalar').any() else {}
         self.noted = {n: v for n,v in self.noted.items() if computed_in(n)!='grad_norm'} # the gradients themselves are compared

@@ -12,7 +12,7 @@ from html import escape
 
 import numpy as np
 
-from ..frames.logs import parameters_of, read, structure_of
+from ..frames.handle import open_run
 from ..ground.messages import an, printable, unknown, warn
 from ..ground.needs import needs
 from ..store.table import activations_in
@@ -221,8 +221,7 @@ def as_table(found, h, rules):
 
 def history_of(run, home=None, df=None): # df: all its rows, where they have been read
     "A run as rules see it"
-    pd = needs('pandas', for_='diagnose')
+    needs('pandas', for_='diagnose')
     if isinstance(run, History): return run
-    if isinstance(run, pd.DataFrame): return History(run, (), str(run.attrs.get('run', '')))
-    if df is None: df = read(run, home=home)
-    return History(df, parameters_of(run, home), getattr(getattr(run, 't', run), 'fname', str(run)), activations_in(structure_of(run, home)))
+    run = open_run(run, home)
+    return History(run.table() if df is None else df, run.parameters(), run.name, activations_in(run.structure()))

@@ -10,7 +10,8 @@ from html import escape
 
 import numpy as np
 
-from ..frames.logs import Choice, read
+from ..frames.choice import Choice
+from ..frames.handle import open_run
 from ..ground.messages import an, printable
 from ..ground.record import computed_in
 from ..ground.needs import needs
@@ -215,15 +216,16 @@ def rows_of(run, home, name):
     pd = needs('pandas', for_='diff')
     if isinstance(run, pd.DataFrame): return run, str(run.attrs.get('run', name))
     if is_kept(run): return (df := kept_rows(run)), str(df.attrs.get('run', run))
-    return read(run, home=home), str(getattr(getattr(run, 't', run), 'fname', run))
+    run = open_run(run, home)
+    return run.table(), run.name
 
 def chosen_rows(df, path, ttype):
     "Those of some paths and tensor types. What was noted stays, where no tensor types are asked for"
     if path is None and ttype is None: return df
     choice,kept = Choice(path, ttype),np.ones(len(df), bool)
     is_noted = (df['ttype'].astype(object)=='scalar').to_numpy(bool)
-    for name in choice.asked:
-        wanted = choice.keeps(name, df[name].astype(object).dropna().unique())
+    for name in choice.conditions:
+        wanted = choice.select(name, df[name].astype(object).dropna().unique())
         kept &= df[name].astype(object).isin(wanted).to_numpy() | is_noted & (name=='path')
     return df[kept]
 

@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..frames.logs import of_right_types
+from ..frames.tables import clean_types
 from ..ground.record import beside_training
 from ..measure.summary import derived
 from .finding import median
@@ -73,7 +73,7 @@ class Tensors:
     def __init__(self, df, parameters=(), name='', activations=None):
         if len(df) and not {'step', 'ttype'}<=set(df.columns):
             raise ValueError(f"The rows of a run have the columns step and ttype, as read(run) gives them; these have {', '.join(map(str, df.columns[:6]))}.")
-        df = of_right_types(df)
+        df = clean_types(df)
         self.name,self.noted_parameters,self.activations = name,list(parameters),activations or {}
         ttype = df['ttype'].astype(object).to_numpy() if len(df) else np.zeros(0, object)
         self.noted = list(noted_in(df[ttype=='scalar'])) if 'scalar' in ttype else []

@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..frames.logs import marks_at_end
+from ..frames.tables import mark_columns
 from ..ground.needs import needs
 from ..ground.not_finite import counts
 from ..ground.record import computed, computed_in, identity, of_pieces, optional
@@ -57,7 +57,7 @@ class Rows:
     @cached_property
     def of_the_user(self):
         "Return the columns with numbers that functions of the user have computed. Marks, such as an epoch, are left out."
-        no_statistics = {*not_noted, *marks_at_end(self.df)}
+        no_statistics = {*not_noted, *mark_columns(self.df)}
         return [c for c in self.df.columns if c not in no_statistics and self.df[c].dtype.kind in 'iufb']
 
     shapes = cached_property(lambda self: self.objects('shape'))

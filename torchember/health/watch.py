@@ -11,7 +11,7 @@ import math, re, threading, time
 
 import numpy as np
 
-from ..frames.logs import rows_of_log, structure_of, tidy, tupled
+from ..frames.tables import table_of_blocks, tidy, typed_columns
 from ..ground.messages import an, printable
 from ..ground.needs import needs
 from ..ground.record import line_of, load_row
@@ -21,7 +21,7 @@ from ..store.base import now
 from ..store.columns import Expected
 from ..store.jsonl import listen_to_run, say_soon
 from ..store.parameters import noted_in
-from ..store.table import activations_in
+from ..store.table import activations_in, tree_in
 
 # %% ../../nbs/55_health/60_watch.ipynb #53f5be7d
 class KeptSteps:
@@ -172,7 +172,7 @@ class RuleWatch:
         self.adding,self.looking = threading.Lock(),threading.Lock()
         self.failed,self.trouble,self.found = set(),False,[]
         self.fresh = self.asked = False # whether there is more than at the last look; whether one is coming
-        self.expected = Expected(tupled) # what the rows are like: those of the next look are read sooner
+        self.expected = Expected(typed_columns) # what the rows are like: those of the next look are read sooner
         self.alarm,self.recording = alarm,recording or (lambda: t.file.seconds)
         self.listening = listen_to_run(t, self.hear, 'rules of health', convert=lambda lines: lines, accepts=self.keep)
 
@@ -263,7 +263,7 @@ def check_on_finding(what):
     raise (ValueError if isinstance(what,
         str) else TypeError)(f"on_finding is 'warn', 'stop' or a function of a finding, got {an(what) if not isinstance(what, str) else repr(what)}.")
 
-def history_of_lines(lines, t, expected=None): # expected: as `rows_of_log` has it
+def history_of_lines(lines, t, expected=None): # expected: as `table_of_blocks` has it
     "Lines as rules see them; None where there are none"
-    df = tidy(rows_of_log(lambda: [lines], expected=expected)) if lines else ()
-    return History(df, noted_in(t), t.fname, activations_in(structure_of(t))) if len(df) else None
+    df = tidy(table_of_blocks(lambda: [lines], expected=expected)) if lines else ()
+    return History(df, noted_in(t), t.fname, activations_in(tree_in(t))) if len(df) else None

@@ -23,11 +23,7 @@ from ..measure.summary import derive, derived, finite, index
 
 # %% ../../nbs/42_processes/08_merge.ipynb #415b3080
 class MergePlan:
-    """Which rows of the ranks are merged into which row of the whole.
-
-    Args:
-        rows: `shards.RankRows`
-    """
+    "Which rows of the ranks are merged into which row of the whole."
     def __init__(self,
         rows # `shards.RankRows`
     ):
@@ -63,12 +59,7 @@ def describe(row):
     return f"{row['ttype']} {pname if isinstance(pname, str) else row['tname']} of {row['path'] or 'the model'}"
 
 class Merge:
-    """Rows of one or several steps, merged as a plan says. `table` has the result, `messages` what is lost or contradictory.
-
-    Args:
-        plan: `MergePlan`
-        df: Table of the `RankRows` of the plan, or of the same rows in another step
-    """
+    "Rows of one or several steps, merged as a plan says. `table` has the result, `messages` what is lost or contradictory."
     def __init__(self,
         plan, # `MergePlan`
         df # Table of the `RankRows` of the plan, or of the same rows in another step

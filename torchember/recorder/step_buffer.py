@@ -349,7 +349,7 @@ class StepBuffer(Measuring):
     def into(self, box): # box: `BlackBox`; None takes it away
         "What comes is to outlive the process"
         self.box = self.custom.box = self.calls.box = box
-        self.arena.into(box)
+        self.arena.use_box(box)
 
     size = property(lambda self: self.arena.filled+len(self.custom)+len(self.snapshots.joined)) # rows, about
     handed_out = property(lambda self: self.snapshots.any) # whether some of the open step's rows are in the log already

@@ -128,7 +128,7 @@ class Expected:
         "The rows in a block of lines or a part, and the number of torn lines"
         if not isinstance(data, bytes):
             self.learn_layouts(data.layouts.keys())
-            return data.block(), data.told['torn']
+            return data.block(), data.header['torn']
         block = self.as_expected(data) if self.decoder else None
         if block is not None: return block, 0
         rows,torn = parse(data)

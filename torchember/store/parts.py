@@ -38,7 +38,7 @@ class Layouts:
         "Type of what each layout has under a key"
         return [of[keys.index(k)] if k in keys else Missing for keys,of in self.known]
 
-    def told(self): return [[keys, [t.__name__ for t in of]] for keys,of in self.known]
+    def as_json(self): return [[keys, [t.__name__ for t in of]] for keys,of in self.known]
 
 # %% ../../nbs/30_store/09_parts.ipynb #3a65f633
 exact = 2**53 # whole numbers up to here are floats, too
@@ -73,7 +73,7 @@ def arrow_table(rows, /, **told):
     columns = {k: arrow_column(pa, rows, k, set(layouts.each(k))-{none, Missing}) for k in names}
     which = '_torchember_layout'
     while which in columns: which = f'_{which}'
-    said = dict(layout=which, layouts=layouts.told(), kinds={k: kind for k,(_,kind) in columns.items()}, **told)
+    said = dict(layout=which, layouts=layouts.as_json(), kinds={k: kind for k,(_,kind) in columns.items()}, **told)
     return pa.table([*(c for c,_ in columns.values()), pa.array(at, pa.int32())], names=[*names, which],
         metadata={'torchember': json.dumps(said)})
 
@@ -129,19 +129,19 @@ class Part:
     def __init__(self, path, about, run, steps=None): # about: what the list of parts says; run: what that is of; steps: first and last that are wanted
         with understood(path):
             self.file = parquet_file(path, about.get('size'))
-            self.told = json.loads(self.file.schema_arrow.metadata[b'torchember'])
-            self.layouts,self.kinds = Layouts(self.told['layouts']),self.told['kinds']
+            self.header = json.loads(self.file.schema_arrow.metadata[b'torchember'])
+            self.layouts,self.kinds = Layouts(self.header['layouts']),self.header['kinds']
             self.known,groups = {},list(map(self.file.metadata.row_group, range(self.file.metadata.num_row_groups)))
-            of,rows = self.told['id'],self.told['rows']
-        if of!=run or any(self.told[k]!=about[k] for k in ('start', 'end', 'rows')) or rows!=self.file.metadata.num_rows:
-            raise ValueError(of_another(path, self.told.get('run')))
+            of,rows = self.header['id'],self.header['rows']
+        if of!=run or any(self.header[k]!=about[k] for k in ('start', 'end', 'rows')) or rows!=self.file.metadata.num_rows:
+            raise ValueError(of_another(path, self.header.get('run')))
         self.steps = [steps_in(g) for g in groups] # of each group of rows
         wanted = [steps is None or first is None or first<=steps[1] and last>=steps[0] for first,last in self.steps]
         self.groups = [i for i,w in enumerate(wanted) if w and groups[i].num_rows]
         self.rows = sum(groups[i].num_rows for i in self.groups)
         self.first = 0 # row to begin with
 
-    def __len__(self): return self.told['end']-self.told['start'] # of the lines
+    def __len__(self): return self.header['end']-self.header['start'] # of the lines
 
     def load(self, columns):
         "Read some columns, in one go"
@@ -157,13 +157,13 @@ class Part:
         return self.known[k]
 
     @cached_property
-    def layout(self): return self.column(self.told['layout']).to_numpy() if self.groups else np.zeros(0, np.int32)
+    def layout(self): return self.column(self.header['layout']).to_numpy() if self.groups else np.zeros(0, np.int32)
 
     def block(self): return StoredBlock(self, np.arange(self.first, self.rows))
 
     def parsed(self):
         "The rows, and the number of torn lines that were among them"
-        return self.block().rows(), self.told['torn']
+        return self.block().rows(), self.header['torn']
 
 def steps_in(group):
     "Smallest and largest step of a group of rows, as Parquet keeps them; None where a row has none"
@@ -177,7 +177,7 @@ class StoredBlock(ColumnBlock):
     "Some rows of a part"
     def __init__(self, part, at): self.part,self.at,self.n = part,at,len(at)
 
-    def load(self, columns): self.part.load([self.part.told['layout'], *(k for k in self.part.kinds if k in columns)])
+    def load(self, columns): self.part.load([self.part.header['layout'], *(k for k in self.part.kinds if k in columns)])
 
     @cached_property
     def layout(self): return self.part.layout[self.at]
@@ -248,14 +248,14 @@ class Footer:
     "What a file says that logs share"
     def __init__(self, file):
         self.metadata = file.metadata
-        self.told = json.loads(file.schema_arrow.metadata[b'torchember'])
-        self.layouts,self.kinds = Layouts(self.told['layouts']),self.told['kinds']
+        self.header = json.loads(file.schema_arrow.metadata[b'torchember'])
+        self.layouts,self.kinds = Layouts(self.header['layouts']),self.header['kinds']
         self.of = json.loads(self.metadata.metadata[b'torchember.of']) # id of a log -> start, end, rows, torn
         self.number = {id: i for i,id in enumerate(self.of)} # as the column has it
         groups = list(map(self.metadata.row_group, range(self.metadata.num_row_groups)))
         self.rows = [g.num_rows for g in groups]
         self.steps = [steps_in(g) for g in groups]
-        of = [next(c for c in map(g.column, range(g.num_columns)) if c.path_in_schema==self.told['log']).statistics for g in groups]
+        of = [next(c for c in map(g.column, range(g.num_columns)) if c.path_in_schema==self.header['log']).statistics for g in groups]
         self.logs = np.array([(s.min, s.max) for s in of], int).reshape(-1, 2) # least and largest number in each group
 
 footers = {} # file -> its size and time, `Footer`
@@ -281,10 +281,10 @@ class SharedPart(Part):
         with understood(path):
             self.about = f = footer(path, whole)
             self.file = parquet_file(path, whole, f.metadata)
-        if any(f.of.get(id, ())[:3]!=[p['start'], p['end'], p['rows']] for id,p in abouts.items()): raise ValueError(of_another(path, f.told.get('run')))
+        if any(f.of.get(id, ())[:3]!=[p['start'], p['end'], p['rows']] for id,p in abouts.items()): raise ValueError(of_another(path, f.header.get('run')))
         self.layouts,self.kinds,self.known,self.first = f.layouts,f.kinds,{},0
         mine = [f.of[id] for id in abouts]
-        self.told = f.told|dict(start=0, end=sum(end-start for start,end,*_ in mine), torn=sum(torn for *_,torn in mine))
+        self.header = f.header|dict(start=0, end=sum(end-start for start,end,*_ in mine), torn=sum(torn for *_,torn in mine))
         self.numbers = np.sort([f.number[id] for id in abouts])
         least = np.searchsorted(self.numbers, f.logs[:, 0]) # the first of them that a group may have
         has = (least<len(self.numbers)) & (np.append(self.numbers, 0)[least]<=f.logs[:, 1])
@@ -300,7 +300,7 @@ class SharedPart(Part):
 
     def load(self, columns):
         "Read some columns, in one go"
-        pa,which,new = needs('pyarrow', for_='A run in Parquet'),self.told['log'],[k for k in columns if k not in self.known]
+        pa,which,new = needs('pyarrow', for_='A run in Parquet'),self.header['log'],[k for k in columns if k not in self.known]
         asked = new if self.at is not None else [which, *new]
         if not asked: return
         there = self.file.read_row_groups(self.groups, columns=asked) if self.groups else {k: pa.chunked_array([[]]) for k in asked}
@@ -319,9 +319,9 @@ class SharedPart(Part):
         self.logs = log[self.at].astype(int)
 
     @cached_property
-    def layout(self): return self.column(self.told['layout']).to_numpy() if self.rows else np.zeros(0, np.int32)
+    def layout(self): return self.column(self.header['layout']).to_numpy() if self.rows else np.zeros(0, np.int32)
 
-    def named(self, names):
+    def log_names(self, names):
         "Of each row what its log is called. names: id of a log -> number"
         self.load([])
         called = np.full(len(self.about.of), -1)

@@ -76,7 +76,7 @@ class LogRows:
                     part.known.clear()
                     part.__dict__.pop('layout', None)
                     part.groups,part.rows = [g],part.file.metadata.row_group(g).num_rows
-                    part.load([part.told['layout'], *part.kinds])
+                    part.load([part.header['layout'], *part.kinds])
                     yield table_of(part.block(), self.number)
 
     @property
@@ -161,7 +161,7 @@ class SharedFiles:
         self.kinds = {k: kind_of_all(parts, k) or 'double' for k in names}
         self.log = self.free('_torchember_log', names)
         self.layout = self.free('_torchember_layout', [*names, self.log])
-        said = dict(layout=self.layout, log=self.log, layouts=self.layouts.told(), kinds=self.kinds, run=logs[0].path.name)
+        said = dict(layout=self.layout, log=self.log, layouts=self.layouts.as_json(), kinds=self.kinds, run=logs[0].path.name)
         types = {k: arrow_kind(self.pa, kind) for k,kind in self.kinds.items()}|dict.fromkeys((self.layout, self.log), self.pa.int32())
         self.schema = self.pa.schema(list(types.items()), metadata={'torchember': json.dumps(said)})
 

@@ -15,7 +15,7 @@ import torch
 
 from ...ground.messages import warn
 from ..devices import on, stream_of, to_device, undisturbed
-from ..self_check import first_wrong, tried
+from ..self_check import first_wrong, run_checks
 from ..summary import fast, index, length, not_in_loops, of_each, sums, width
 
 try:
@@ -696,7 +696,7 @@ def wrong_there(device, dtype, wanted):
     "What the kernels do on a device that they should not, '' for nothing"
     def test(way):
         with on(device): return first_wrong(way(device), dtype, wanted, blocks[dtype], 1e-6)
-    return tried(lambda: test(read_alone), lambda: test(lambda device: read_alone(device, 1)), lambda: test(read_among), patience=patience)
+    return run_checks(lambda: test(read_alone), lambda: test(lambda device: read_alone(device, 1)), lambda: test(read_among), patience=patience)
 
 def reads(
     dtype:torch.dtype,

@@ -14,7 +14,8 @@ from time import time
 
 import numpy as np
 
-from ...frames.logs import files_in, grouped, is_running, left_behind, of_rank, older_in, one_run, said_of, without_log
+from ...frames.handle import has_orphan_box, log_files, older_runs, rank_pattern, read_facts
+from ...frames.listing import group_ranks, is_running, runs_without_log, try_describe_log
 from ...ground.not_finite import counts, has_some
 from ...ground.record import beside_training, computed_in, line_of, load_row, restore
 from ..findings import OpenFindings, in_short
@@ -92,7 +93,7 @@ class Spark:
 # %% ../../../nbs/62_board/10_listing.ipynb #de82b0ce
 def last_words(place):
     "What a process that died had not written goes into its log, as with any reader. That takes torch, which a board does without: another process has it"
-    if is_url(place) or not left_behind(place/'box'): return
+    if is_url(place) or not has_orphan_box(place/'box'): return
     program = 'import sys; from torchember.recorder.recovery import take_in; take_in(sys.argv[1])'
     env = {**os.environ, 'PYTHONPATH': os.pathsep.join(p for p in sys.path if p)}
     subprocess.run([sys.executable, '-c', program, str(place)], stdin=subprocess.DEVNULL, capture_output=True, env=env, timeout=120)
@@ -127,14 +128,14 @@ class Watched:
 
     def look(self, again:bool=False): # again: what can be said of it may be another thing though no file has changed: a process is gone
         "Whether there is something new"
-        base = said_of(self.name, self.place/'data')[0] if again else {}
+        base = read_facts(self.name, self.place/'data')[0] if again else {}
         if again and 'end' not in base and not is_running(base): last_words(self.place)
         stamp = self.stamps()
         if stamp==self.stamp and not self.behind and not again: return False
         if self.stamp and not has_grown(self.stamp[0], stamp[0]): self.forget()
         before,self.stamp = self.told,stamp
         self.read()
-        self.told = one_run(self.name, self.place)
+        self.told = try_describe_log(self.name, self.place)
         return self.told!=before or self.behind
 
     def read(self):
@@ -204,7 +205,7 @@ class Listing:
 
     def matches(self, name):
         from fnmatch import fnmatchcase
-        m = of_rank.fullmatch(name)
+        m = rank_pattern.fullmatch(name)
         return not self.wanted or any(fnmatchcase(n, w) for w in self.wanted for n in (name, *([m[1]] if m else [])))
 
     def within(self, name):
@@ -214,7 +215,7 @@ class Listing:
     def look(self) -> bool: # Whether something has changed
         "Look at the files again"
         if not self.version: last_words(self.place)
-        names = {n for n in (*files_in(self.place/'log'), *older_in(self.place/'log')) if self.matches(n) and self.within(n)}
+        names = {n for n in (*log_files(self.place/'log'), *older_runs(self.place/'log')) if self.matches(n) and self.within(n)}
         gone = self.logs.keys()-names
         for n in gone: self.logs.pop(n).close()
         news = bool(gone)
@@ -229,13 +230,13 @@ class Listing:
 
     def listed(self):
         there = [w.told for w in self.logs.values() if w.told]
-        rows = grouped(there+[r for r in without_log(self.place, {*self.logs}) if self.matches(r['name'])], self.place)
+        rows = group_ranks(there+[r for r in runs_without_log(self.place, {*self.logs}) if self.matches(r['name'])], self.place)
         return sorted((self.row(r) for r in rows), key=lambda r: r['start'] or '', reverse=True)
 
     def parts(self, name):
         "The logs of a run, that of the first process first"
         if name in self.logs: return [self.logs[name]]
-        mine = [(int(m[2]), w) for n,w in self.logs.items() if (m := of_rank.fullmatch(n)) and m[1]==name]
+        mine = [(int(m[2]), w) for n,w in self.logs.items() if (m := rank_pattern.fullmatch(n)) and m[1]==name]
         return [w for _,w in sorted(mine, key=lambda o: o[0])]
 
     def row(self, told):
@@ -245,7 +246,7 @@ class Listing:
         loss = first.loss if first else None
         causes = first.findings.causes if first else []
         odd = next((in_short(w.trouble, 200) for w in parts if w.odd), None)
-        state = state_of(told, said_of(first.name, self.place/'data')[0], first.written) if first else 'ended'
+        state = state_of(told, read_facts(first.name, self.place/'data')[0], first.written) if first else 'ended'
         errors,warnings = ([f for f in causes if f['severity']==s] for s in ('error', 'warning'))
         says = [*(in_short(f['text'], 200) for f in errors), *([odd] if odd else []), *(in_short(f['text'], 200) for f in warnings)]
         return dict(name=told['name'], model=told.get('model'), start=told.get('start'), end=told.get('end'), problem=told.get('problem'),

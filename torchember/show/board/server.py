@@ -18,8 +18,7 @@ from .listing import Listing
 from .some_steps import run_of_steps, some_steps
 from ..page.data import page_of
 from ..page.document import checksum, of_web
-from ...frames.logs import of_processes
-from ...store.jsonl import emberTracker
+from ...frames.handle import open_run
 
 # %% ../../../nbs/62_board/20_server.ipynb #29294e07
 def html_of_board(
@@ -51,7 +50,7 @@ class Pages:
         name,home,parts = row['name'],self.listing.place,self.listing.parts(row['name'])
         first = row['state']=='running' or not self.made.get(name, [False])[-1]
         most = self.most if first else self.most_later
-        if row['rows']<=most: return page_of(of_processes(name, home) or emberTracker(name, home))
+        if row['rows']<=most: return page_of(open_run(name, home))
         odd = [w.odd['step'] for w in parts if w.odd]
         steps = some_steps(row['steps']-1, max(most*row['steps']//row['rows'], 2), [s+d for s in odd for d in (-1, 0, 1)])
         page = page_of(run_of_steps(name, home, steps, {w.name: w.kept for w in parts}))

@@ -10,7 +10,7 @@ import os, re
 
 import numpy as np
 
-from ...frames.logs import RankedSource, Source, logs_of_ranks
+from ...frames.handle import Run, open_log, rank_logs
 from ...ground.needs import needs
 from ...store.anywhere import regular
 from ...store.jsonl import emberTracker
@@ -131,5 +131,5 @@ def run_of_steps(
 ): # What `read` takes
     "A run, or that of several processes, of which only some steps are read"
     def one(n): return SomeSteps(n, home, steps, kept.get(n, ()))
-    ranks = logs_of_ranks(name, home)
-    return RankedSource(name, {r: Source(one(n)) for r,n in ranks.items()}) if ranks and name not in kept else one(name)
+    ranks = rank_logs(name, home)
+    return Run(name, {r: open_log(one(n)) for r,n in ranks.items()}) if ranks and name not in kept else one(name)
