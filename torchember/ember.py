@@ -485,7 +485,7 @@ class torchEmber(OwnStatistics, Notes, Views, Arming):
     def step(self):
         "The training step is over: call it after `backward`, before `zero_grad`. From then on only this closes one"
         r = self.recorder
-        if not r.steps.turns.awaited: r.boundary()
+        if not r.steps.optimizers.awaited: r.boundary()
         elif r.steps.opened: r.notices.once('two', "te.step() does nothing here: the optimizer that torchEmber was given ends each step. "
             "Leave out one of the two.")
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..measure.elements import Unmeasurable
-from .rows import on_its_way
+from .rows import as_number
 
 # %% ../../nbs/40_recorder/72_learning_rates.ipynb #d9b0e550
 def rates_in(
@@ -78,15 +78,15 @@ class LearningRates:
         for name,rate in rates_in(optimizer, self.prefix(optimizer)).items():
             new = stamp(rate)
             if new is not None and self.last.get(name)==new: continue
-            try: self.found[name] = on_its_way(rate)
+            try: self.found[name] = as_number(rate)
             except Unmeasurable: continue # a CUDA graph is being captured
             self.last[name] = new
 
-    def take(self) -> dict: # Name -> number, as `on_its_way` returns it
+    def take(self) -> dict: # Name -> number, as `as_number` returns it
         """Return the rates of the open step that are other than before
 
         Returns:
-            Name -> number, as `on_its_way` returns it
+            Name -> number, as `as_number` returns it
         """
         found,self.found = self.found,{}
         return found

@@ -41,14 +41,14 @@ class RowsBeside:
         self.t.file.put(lambda: [line], joins=None)
 
     def note(self,
-        values:dict, # Name -> number, as `on_its_way` has it
+        values:dict, # Name -> number, as `as_number` has it
         buffer, steps, # Of the recorder
         on:bool # Whether the open step is recorded
     ):
         """Numbers of the step whose pass has run
 
         Args:
-            values: Name -> number, as `on_its_way` has it
+            values: Name -> number, as `as_number` has it
             buffer, steps: Of the recorder
             on: Whether the open step is recorded
         """
