@@ -1109,7 +1109,7 @@ def test_the_cost_of_a_tensor_is_told_when_it_was_read(monkeypatch):
     from torchember.recorder import plan
     waited = []
     monkeypatch.setattr(plan, 'wait_for', lambda device: waited.append(device))
-    xs,_ = plan.curve(('mean',), torch.float32, torch.device('cpu'), 16)
+    xs,_ = plan.time_reading(('mean',), torch.float32, torch.device('cpu'), 16)
     assert len(waited)==9 and xs==[16]
 
 
