@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from .recorder.arguments import check_optimizers, check_steps, disabled, no_number, not_a_model, nothing_to_record, scaler_of
-from .recorder.black_box import steps_in
+from .recorder.black_box import held_steps
 from .recorder.budget import Budget, Report, check_share
 from .capture import compiled
 from .capture.forward import arm, armed_by, disarm, states_of
@@ -456,7 +456,7 @@ class torchEmber(OwnStatistics, Notes, Views, Arming):
         scaler = scaler_of(optimizers) if scaler is None else scaler
         when,stats = schedule(every),stats if callable(stats) else stat_names(stats)
         if overhead is not None: check_share(overhead)
-        check_steps(ends, first_step); steps_in(blackbox)
+        check_steps(ends, first_step); held_steps(blackbox)
         rules,on_finding,sinks = chosen_rules(rules or ()),check_on_finding(on_finding),sinks_of(sinks)
         self.tracks,self.armed,self.chosen,self.views = tracks(inner),False,(include, exclude),[] # views: live pictures of the run
         self.watched(self.tracks) # raises before anything is changed

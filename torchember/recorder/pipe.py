@@ -310,7 +310,7 @@ def join_passes(pipe):
     pipe.tally.joined(len(earlier))
     pipe.sources.parameters.hint.joined(sum(e.without for e in earlier))
     steps.join(len(earlier))
-    if pipe.buffer.box is not None: pipe.buffer.box.drop([e.measured.snapshot.number for e in earlier if e.measured is not None])
+    if pipe.buffer.box is not None: pipe.buffer.box.slots.drop([e.measured.snapshot.number for e in earlier if e.measured is not None])
     pipe.writer.join(number, steps.number, earlier)
     pipe.buffer.join(earlier)
     pipe.gate.turn(True)

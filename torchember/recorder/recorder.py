@@ -16,7 +16,7 @@ from ..capture.tree import tracks
 from ..capture.clipping import ClippingWatch
 from ..capture.optimizer import OptimizerWatch
 from ..ground.record import line_of, of_no_tensor, ttypes
-from .black_box import RunBox, steps_in
+from .black_box import RunBox, held_steps
 from .calls import Calls
 from .cost import Cost
 from .graphs import Graphs, Quiet
@@ -202,7 +202,7 @@ class Recorder(Ends):
         self.watch = OptimizerWatch(wish.optimizers, wish.scaler, self.optimizer_events) if wish.optimizers else None
         awaited = {id(o) for o in self.watch.optimizers} if self.watch and wish.ends!='step' else ()
         self.steps = Steps(wish.first_step, self.watch is not None or wish.ends=='step', awaited)
-        self.writer = RowWriter(t, wish.rank, wish.root_name, steps_in(wish.blackbox))
+        self.writer = RowWriter(t, wish.rank, wish.root_name, held_steps(wish.blackbox))
         self.notices = Notices(wish.on_error, partial(self.writer.report, self.steps))
         self.buffer = StepBuffer(dict.fromkeys(recorded, wish.stats), self.notices, self.calls, self.lock, wish.ranks)
         self.sources = Sources(wish.ttypes, self.buffer, self.steps, self.events.gradient, self.watch, wish.tell)
@@ -214,7 +214,7 @@ class Recorder(Ends):
         gate = Gate(Decision(wish.when, wish.budget, self.notices), self.steps, self.cost)
         self.pipe = Pipe(self.steps, self.sources, self.buffer, self.writer, gate, self.tally, self.cost)
         self.box = self.pipe.box = RunBox(t, wish.root_name, self.writer, self.buffer, wish.blackbox) if wish.blackbox is not False else None
-        gate.beside = bool(steps_in(wish.blackbox)) and wish.budget is None
+        gate.beside = bool(held_steps(wish.blackbox)) and wish.budget is None
         self.events.into(self.pipe, wish.only_training)
         self.optimizer_events.into(self.pipe)
         open_recorders.add(self)

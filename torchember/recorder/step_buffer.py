@@ -384,7 +384,8 @@ class StepBuffer(Measuring):
         Args:
             box: `BlackBox`; None takes it away
         """
-        self.box = self.custom.box = self.calls.box = box
+        self.box = self.custom.box = box
+        self.calls.box = None if box is None else box.position
         self.arena.into(box)
 
     size = property(lambda self: self.arena.filled+len(self.custom)+len(self.snapshots.joined)) # rows, about
