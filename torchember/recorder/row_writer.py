@@ -16,7 +16,6 @@ from ..measure.summary import index
 from ..measure.tap import Pending
 from .row import one_row
 from .rows import Lines, Measured
-from .step_buffer import take_out
 from ..store.base import now
 
 # %% ../../nbs/40_recorder/65_row_writer.ipynb #5c1be0c1
@@ -181,9 +180,9 @@ class RowWriter(RowsBeside):
         """
         if not wait: self.release()
         self.last,held = None,held and self.held.wants(steps.shown)
-        if not buffer.size and not (over and (buffer.snapshots.taken or buffer.custom.given or self.file_is_open)): return # nothing wakes the writer
+        if not buffer.size and not (over and (buffer.rows.snapshots.taken or buffer.rows.custom.taken or self.file_is_open)): return # nothing wakes the writer
         columns,many_passes = self.columns(),{phase: n>1 for phase,n in dict(steps.passes).items()} # a copy: a signal handler may step
-        if columns!=self.marks: buffer.clear_taken() # rows with other marks are new ones
+        if columns!=self.marks: buffer.rows.clear_taken() # rows with other marks are new ones
         self.marks = columns
         joins = steps.shown!=steps.number # an evaluation, of the step before
         again = {'supersedes': True} if joins and steps.evaluated==steps.shown else {}
@@ -258,7 +257,7 @@ def write_refused(
         on: Whether the open step is recorded
     """
     writer.release()
-    snapshot,custom,noted = take_out(buffer, p, until, whole)
+    snapshot,custom,noted = buffer.rows.take_out(p, until, whole)
     writer.noted[steps.number] -= noted
     step = steps.number if steps.closed is None else steps.closed
     n = writer.refused[1] if writer.refused[0]==step else 0
@@ -268,4 +267,3 @@ def write_refused(
     measured = Measured(snapshot, custom, step, writer.ts or now(), marks, {}, dict(buffer.parts))
     if steps.closed is None: writer.t.put(measured, False, writer.lines)
     else: writer.t.file.put(measured, joins=True if writer.was_on else None, by=writer.lines)
-
