@@ -154,7 +154,7 @@ def test_what_the_journal_says_of_each_step():
     steps.begin('')
     j.write(buffer, steps, True)
     j.step_over(5, True)
-    assert j.ts is None and not j.skipped and j.was_on and buffer.size==0
+    assert j.ts is None and not j.skipped and j.log.was_on and buffer.size==0
     t.marked = {'epoch': 2}
     steps.close()
     steps.begin('')

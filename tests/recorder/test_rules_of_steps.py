@@ -672,7 +672,7 @@ def test_rows_of_somebody_else_go_into_the_open_step_or_beside_it(open_, on, was
 def test_numbers_of_an_evaluation_and_of_two_steps():
     "Their phase, their step, and calls that count on in the step that closed and from 0 in the next"
     t,j,buffer,steps = journal()
-    j.root_name = 'model(Net)'
+    j.extra.root_name = 'model(Net)'
     def note(v): j.note({'v': v}, buffer, steps, True)
     steps.begin('')
     note(0); note(1)
@@ -686,9 +686,9 @@ def test_numbers_of_an_evaluation_and_of_two_steps():
     note(4)
     rows = [r for f,_,_ in t.got[1:] for r in f()]
     assert [(r['step'], r['call'], r.get('phase'), r['v']) for r in rows]==[(0, 2, None, 2), (0, 3, 'eval', 3)] and [m['joins'] for *_,m in t.got[1:]]==[True]*2
-    assert [(r[1][4], r[2], r[5]) for r in buffer.rows.custom.rows]==[(None, 0, {'v': 4})] and j.noted=={0: 4, 1: 1}
+    assert [(r[1][4], r[2], r[5]) for r in buffer.rows.custom.rows]==[(None, 0, {'v': 4})] and j.extra.noted=={0: 4, 1: 1}
     j.step_over(1, False)
-    assert j.noted=={1: 1} and not j.was_on
+    assert j.extra.noted=={1: 1} and not j.log.was_on
     buffer,steps = StepBuffer({}),Steps(0)
     steps.begin('', 'eval')
     note(5)
@@ -704,7 +704,7 @@ def test_an_evaluation_joins_the_step_before_and_a_later_one_supersedes():
         steps.begin('', 'eval'); steps.begin('', 'eval')
         measured(buffer); j.write(buffer, steps, True)
         steps.end_evaluation()
-    j.was_on = False
+    j.log.was_on = False
     steps.begin('', 'eval')
     measured(buffer); j.write(buffer, steps, True)
     got = [(m.step, m.marks, m.many_passes, more.get('joins')) for m,_,more in t.got[1:]]
