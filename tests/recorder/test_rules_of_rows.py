@@ -22,7 +22,7 @@ from torchember.recorder.row_writer import RowWriter
 from torchember.recorder.notices import ChangingMarks, Notices
 from torchember.recorder.step_buffer import StepBuffer
 from torchember.recorder.parameters import ZeroGradHint
-from torchember.recorder.row import FirstBad, troubled
+from torchember.recorder.row import FirstBad, describe_trouble
 from torchember.recorder.steps import Decision, Phases, Steps
 
 
@@ -284,9 +284,9 @@ def test_the_first_value_that_is_not_finite_is_found_once():
     bad.add(rows)
     bad.add([row('d', nan=1)])
     assert bad.found=='step 2, output_0 of b (L) has 2 NaN and 1 inf' and len(t.got)==1 and t.got[0].startswith(bad.found)
-    assert troubled({**row('a', neginf=3), 'ttype': 'weight', 'tname': 'weight_0', 'pname': 'w'})=='step 2, weight_0 (w) of a (L) has 3 -inf'
-    assert troubled(row('a', nan=3, skipped=True)) is None
-    assert troubled({'step': 1, 'ttype': 'scalar', 'rate': .1, 'loss': math.inf, 'norm': math.nan})=='step 1, loss is inf'
+    assert describe_trouble({**row('a', neginf=3), 'ttype': 'weight', 'tname': 'weight_0', 'pname': 'w'})=='step 2, weight_0 (w) of a (L) has 3 -inf'
+    assert describe_trouble(row('a', nan=3, skipped=True)) is None
+    assert describe_trouble({'step': 1, 'ttype': 'scalar', 'rate': .1, 'loss': math.inf, 'norm': math.nan})=='step 1, loss is inf'
 
 
 def test_evaluation_is_what_the_root_or_a_part_that_was_trained_does_in_eval_mode():
