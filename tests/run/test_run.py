@@ -254,7 +254,8 @@ def test_arguments_that_make_no_sense(tmp_path, monkeypatch, capsys):
 def test_options():
     assert options_in([])=={} and options_in(['--stats', 'rms,max'])=={'stats': ['rms', 'max']}
     assert options_in(['--rules', 'default', '--every', '3'])=={'rules': ['default'], 'every': 3}
-    assert split_arguments(['--', 'a', '--', 'b'])==([], False, ['a', '--', 'b']) and split_arguments(['--every', '3', '--', 'a'])==(['--every', '3'], False, ['a'])
+    assert split_arguments(['--', 'a', '--', 'b'])==([], False, ['a', '--', 'b'])
+    assert split_arguments(['--every', '3', '--', 'a'])==(['--every', '3'], False, ['a'])
     assert split_arguments(['a', '--', 'b'])==([], False, ['a', '--', 'b'])
     assert split_arguments(['--home=x', '--name', 'n', '-m', 'm', '-m'])==(['--home=x', '--name', 'n'], True, ['m', '-m'])
     assert split_arguments(['--help'])==(['-h'], False, []) and split_arguments([])==([], False, [])
