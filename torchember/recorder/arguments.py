@@ -74,12 +74,7 @@ def check_numbers(
     unnamed:tuple, # Positional arguments
     numbers:dict # Named arguments
 ):
-    """Raise for arguments that `te.log` cannot record.
-
-    Args:
-        unnamed: Positional arguments
-        numbers: Named arguments
-    """
+    "Raise for arguments that `te.log` cannot record."
     if unnamed: raise TypeError(f"te.log notes numbers by name, got {an(unnamed[0])} without one. Write te.log(loss=loss); of a dict, te.log(**numbers).")
     for k,v in numbers.items():
         is_number = isinstance(v, int|float|np.number|np.bool_) or isinstance(v, torch.Tensor|np.ndarray) and math.prod(v.shape)==1
@@ -91,13 +86,7 @@ def check_marks(
     marks:dict, # Named arguments
     several:bool # True if the run has several processes
 ):
-    """Raise for arguments that `te.mark` cannot use as columns.
-
-    Args:
-        unnamed: Positional arguments
-        marks: Named arguments
-        several: True if the run has several processes
-    """
+    "Raise for arguments that `te.mark` cannot use as columns."
     if unnamed: raise TypeError(f"te.mark takes marks by name, got {an(unnamed[0])} without one. Write te.mark(epoch=3); of a dict, te.mark(**marks).")
     for k in marks:
         if k in ('shape', *derived): raise ValueError(f"{k!r} is a statistic, so it cannot be a mark. Choose another name.")
