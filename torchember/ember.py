@@ -33,7 +33,7 @@ from .recorder.process import hand_over, open_recorders, rank_and_size, shared_n
 from .recorder.recorder import Recorder, Settings, recorded
 from .recorder.recovery import take_in
 from .recorder.row import look_out
-from .health.diagnose import chosen_rules
+from .health.diagnose import choose_rules
 from .health.locate import Located, locate
 from .health.diff import assert_same_run
 from .health.watch import RuleWatch, check_on_finding
@@ -457,7 +457,7 @@ class torchEmber(OwnStatistics, Notes, Views, Arming):
         when,stats = schedule(every),stats if callable(stats) else stat_names(stats)
         if overhead is not None: check_share(overhead)
         check_steps(ends, first_step); steps_in(blackbox)
-        rules,on_finding,sinks = chosen_rules(rules or ()),check_on_finding(on_finding),sinks_of(sinks)
+        rules,on_finding,sinks = choose_rules(rules or ()),check_on_finding(on_finding),sinks_of(sinks)
         self.tracks,self.armed,self.chosen,self.views = tracks(inner),False,(include, exclude),[] # views: live pictures of the run
         self.watched(self.tracks) # raises before anything is changed
         self.t,rank,world = run_of_rank(self.model_name, name, resume, home, store)

@@ -13,15 +13,15 @@ from ..ground.messages import printable
 from ..ground.needs import needs
 
 # %% ../../nbs/55_health/77_kept.ipynb #d7de5005
-names = ('module', 'path', 'ttype', 'tname', 'pname', 'phase', 'dtype')
-dropped = ('ts', 'exponents', 'var', 'abs_min', 'skew', 'kurtosis', 'rm4', 'rm8', 'zero_frac', 'ratio', 'nonfinite')
+text_columns = ('module', 'path', 'ttype', 'tname', 'pname', 'phase', 'dtype')
+dropped_columns = ('ts', 'exponents', 'var', 'abs_min', 'skew', 'kurtosis', 'rm4', 'rm8', 'zero_frac', 'ratio', 'nonfinite')
 
-def small(df):
+def select_columns(df):
     "The columns of a table that are compared"
-    kept = [c for c in df.columns if c not in dropped and (c in names or c=='shape' or df[c].dtype.kind in 'iufb') and df[c].notna().any()]
+    kept = [c for c in df.columns if c not in dropped_columns and (c in text_columns or c=='shape' or df[c].dtype.kind in 'iufb') and df[c].notna().any()]
     return df[df['ttype']!='finding'][kept].reset_index(drop=True)
 
-def is_kept(run): return isinstance(run, str|os.PathLike) and str(run).endswith('.parquet')
+def is_kept_file(run): return isinstance(run, str|os.PathLike) and str(run).endswith('.parquet')
 
 # %% ../../nbs/55_health/77_kept.ipynb #ec991d82
 def keep_run(
@@ -50,7 +50,7 @@ def keep_run(
             "To put this run in its place: keep_run(run, path, overwrite=True).")
     df = run if isinstance(run, pd.DataFrame) else read(run, home=home)
     if not len(df): raise ValueError("The run has no rows yet, so there is nothing to keep.")
-    out = small(df)
+    out = select_columns(df)
     out.attrs = {'run': str(df.attrs.get('run') or getattr(getattr(run, 't', run), 'fname', path.stem if isinstance(run, pd.DataFrame) else run))}
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f'.{path.name}.{os.getpid()}')
@@ -61,7 +61,7 @@ def keep_run(
     return path
 
 # %% ../../nbs/55_health/77_kept.ipynb #f6444490
-def kept_rows(
+def read_kept(
     path # A file that `keep_run` has written
 ): # pandas.DataFrame
     "The rows of a kept run"

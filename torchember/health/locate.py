@@ -26,7 +26,7 @@ from ..capture.private_torch import (DispatchMode, arguments_of, by_dynamo, is_e
     running_node, without_dispatch_modes)
 from ..capture.tree import tracks, unwrap
 from ..ground.messages import an, frameworks, installed, is_users, ours, printable
-from .finding import called, g
+from .finding import name_module, fmt
 from ..recorder.plan import eagerly
 from ..recorder.process import open_recorders
 
@@ -105,7 +105,7 @@ def find_spots(
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e13
 Place = namedtuple('Place', 'phase spot node', defaults=(None,)) # phase: 'forward', 'backward' or 'optimizer'; in a backward, `spot` is in its forward
 
-def line_in_words(spot):
+def describe_line(spot):
     "Return file and line without the folder. A notebook cell has no name."
     if spot.file is None: return 'no line of your code'
     file = os.path.basename(spot.file)
@@ -453,34 +453,34 @@ def choose_origin(
             if not o.intended: return o, []
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e32
-def values_in_words(v): # `Values`, or None
+def describe_values(v): # `Values`, or None
     if v is None: return 'not read'
     odd = ', '.join(f'{k:,} of {v.n:,} {w}' for k,w in ((v.nan, 'NaN'), (v.inf, 'inf'), (v.minus, '-inf')) if k)
-    span = '' if v.low is None else f'all {g(v.low)}' if v.low==v.high else f'{g(v.low)} to {g(v.high)}'
+    span = '' if v.low is None else f'all {fmt(v.low)}' if v.low==v.high else f'{fmt(v.low)} to {fmt(v.high)}'
     return f"{list(v.shape)} {v.dtype}, {', '.join(p for p in (span, odd) if p)}"
 
-def module_in_words(spot, names):
+def describe_module(spot, names):
     "Return path and class of a module. A module that is called alone, such as a loss, has no path."
     path = names.path(spot.module)
-    return called(path, type(spot.module).__name__) if path else an(spot.module)
+    return name_module(path, type(spot.module).__name__) if path else an(spot.module)
 
-def place_in_words(place, names):
+def describe_place(place, names):
     "Return module, phase and line of a `Place`."
-    spot,line = place.spot,line_in_words(place.spot)
-    module = None if spot.module is None else module_in_words(spot, names)
+    spot,line = place.spot,describe_line(place.spot)
+    module = None if spot.module is None else describe_module(spot, names)
     if place.phase=='optimizer': return f'in a step of {type(spot.stepping).__name__}, at {line}'
     if place.phase=='backward': return f"in the backward ({place.node}) of {line}, {f'in {module}' if module else 'outside of any module'}"
     return f'in the forward of {module}, at {line}' if module else f'outside of any module, at {line}'
 
-def origin_in_words(o, names):
+def describe_origin(o, names):
     "Return a sentence: operation, number of bad values, and place."
     share = f"{o.count:,} of {o.out.n:,} values"
     if o.kind=='op':
         of = f' of {o.name}' if o.name else ''
-        return f"{o.op} made {share}{of} {o.made}, {place_in_words(o.place, names)}."
-    if o.kind=='raw': return f"{o.op} reads uninitialized memory, in which {share} are {o.made}. The memory was allocated {place_in_words(o.place, names)}."
+        return f"{o.op} made {share}{of} {o.made}, {describe_place(o.place, names)}."
+    if o.kind=='raw': return f"{o.op} reads uninitialized memory, in which {share} are {o.made}. The memory was allocated {describe_place(o.place, names)}."
     name = o.name or f'a tensor of {list(o.out.shape)}'
-    return f"{share} of {name} are {o.made}, and no operation of this step made them so. {o.op} reads them first, {place_in_words(o.place, names)}."
+    return f"{share} of {name} are {o.made}, and no operation of this step made them so. {o.op} reads them first, {describe_place(o.place, names)}."
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e34
 class Cause(NamedTuple):
@@ -542,16 +542,16 @@ class Located:
         self.found,self.reached,self.notes = origin is not None,reached,list(notes)
         self.cause,self.place,self.sentence,self.then,self.meant = Cause(),Whereabouts(),nothing_left,None,[]
         if not self.found: return
-        self.cause,self.place,self.sentence = cause_of(origin),whereabouts_of(origin, names),origin_in_words(origin, names)
-        if origin.then is not None: self.then = f'{origin.then[0]} turned it into NaN, {place_in_words(origin.then[1], names)}'
-        self.meant = [f'{p.op} made {p.made} {place_in_words(p.place, names)}' if p.kind=='op' else f'{p.name or "a tensor"} has {p.made}' for p in of]
+        self.cause,self.place,self.sentence = cause_of(origin),whereabouts_of(origin, names),describe_origin(origin, names)
+        if origin.then is not None: self.then = f'{origin.then[0]} turned it into NaN, {describe_place(origin.then[1], names)}'
+        self.meant = [f'{p.op} made {p.made} {describe_place(p.place, names)}' if p.kind=='op' else f'{p.name or "a tensor"} has {p.made}' for p in of]
 
     def __bool__(self): return self.found
 
     def __repr__(self):
         if not self.found: return '\n'.join([self.sentence, *self.notes])
         lines = [self.sentence, f'    {printable(self.text, 160)}' if self.text else '']
-        lines += [f'  {n}: {values_in_words(Values(**v))}' for n,v in self.inputs[:6]]
+        lines += [f'  {n}: {describe_values(Values(**v))}' for n,v in self.inputs[:6]]
         lines += [f'  and {len(self.inputs)-6:,} more'] if len(self.inputs)>6 else []
         lines += [f'This infinity looks intended: {m}.' for m in self.meant]
         if self.then: lines.append(f'Then {self.then}.')
@@ -634,6 +634,6 @@ def locate(
     if tracker.traces.unread: notes.append(f"Some tensors could not be read: {', '.join(sorted(tracker.traces.unread))}.")
     gone = [o for o in tracker.origins if o.kind=='op' and not o.intended and (found is None or o is not found[0])]
     if found is None:
-        if gone: notes.append(f'{gone[0].made} occurred and did not last: {origin_in_words(gone[0], tracker.names)}')
+        if gone: notes.append(f'{gone[0].made} occurred and did not last: {describe_origin(gone[0], tracker.names)}')
         return Located(notes=notes)
     return Located(found[0], tracker.names, found[1], [tracker.origins[i] for i in found[0].of], notes)

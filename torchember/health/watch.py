@@ -15,7 +15,7 @@ from ..frames.logs import rows_of_log, structure_of, tidy, tupled
 from ..ground.messages import an, printable
 from ..ground.needs import needs
 from ..ground.record import line_of, load_row
-from .diagnose import chosen_rules, found_by, ordered
+from .diagnose import choose_rules, run_rules, order_findings
 from .history import History
 from ..store.base import now
 from ..store.columns import Expected
@@ -260,7 +260,7 @@ class RuleWatch:
         alarm=lambda: None # Called when an error is found
     ):
         needs('pandas', for_='rules=') # import it now, and not during the training
-        self.rules,self.t,self.reporter = chosen_rules(rules),t,Reporter(t.file, on_finding, stop, alarm)
+        self.rules,self.t,self.reporter = choose_rules(rules),t,Reporter(t.file, on_finding, stop, alarm)
         self.kept,self.known,self.pace,self.found = KeptSteps(),OpenFindings(),pace or Pace(),[]
         self.adding,self.looking = threading.Lock(),threading.Lock()
         self.has_new = self.is_asked = self.had_trouble = False # rows since the last look; a look was requested; a value was not finite
@@ -297,7 +297,7 @@ class RuleWatch:
         with self.adding: lines,self.has_new = self.kept.some(),False
         h = history_of_lines(lines, self.t, self.expected)
         if h is not None and len(h.steps):
-            in_order = ordered(found_by(self.rules, h, self.reporter.report_failure), self.rules, len(h.steps))
+            in_order = order_findings(run_rules(self.rules, h, self.reporter.report_failure), self.rules, len(h.steps))
             self.found = [f for f,_ in in_order]
             self.report_changes(h, {id(f) for f,cause in in_order if cause is None})
         took = time.thread_time()-since
