@@ -21,7 +21,7 @@ def quote_name(
     name, # Anything
     most:int=60 # Characters
 ) -> str:
-    "A name of the run in backticks, which it cannot end: no backtick, no line, no bar of a table, not too long"
+    "Return a name in backticks that it cannot end: without backticks, line breaks and table bars, and not too long."
     text = printable(' '.join(str(name).split()), 1000).replace('`', "'").replace('|', '/')
     return f"`{text if len(text)<=most else text[:most//2-1]+'...'+text[-most//2+2:]}`"
 
@@ -29,16 +29,16 @@ def format_value(v): return 'NaN' if v is None or v!=v else f'{v:.3g}'
 
 # %% ../../nbs/55_health/70_brief.ipynb #0a2f7a61
 def thin_curve(
-    steps, values, # Of a number that was noted
+    steps, values, # Of a noted number
     n:int=20 # How many are left
 ) -> list: # (step, median from there on to the next)
-    "A curve in some numbers"
+    "Return a curve as `n` numbers: (step, median up to the next step)."
     edges = np.unique(np.linspace(0, len(steps), n+1).astype(int))
     return [(int(steps[a]), plain_median(values[a:b])) for a,b in zip(edges[:-1], edges[1:], strict=True)]
 
 # %% ../../nbs/55_health/70_brief.ipynb #cf390376
 def layer_sizes(h):
-    "Path -> class, and the size of output, gradient and step in the end"
+    "Return a dict: path -> class, and sizes of output, gradient and update at the end."
     end = lambda v: median(v[-max(1, len(v)//5):])
     rows = {p: {'class': s.kind, 'output': end(s.rms)} for p,s in h.outputs.items() if p in h.graph.leaves and s.dtype and 'float' in s.dtype}
     for (p,_),s in h.matrices.items(): rows.setdefault(p, {'class': s.kind}).setdefault('gradient', end(s.rms))
@@ -46,10 +46,10 @@ def layer_sizes(h):
     return rows
 
 def rank_unusual(
-    rows:dict, # As `sizes_of` gives them
+    rows:dict, # The result of `layer_sizes`
     most:int=10
 ) -> list: # (path, its row, what is unusual)
-    "The layers that differ most from the others"
+    "Return the layers that differ most from the others."
     usual = {c: median([r[c] for r in rows.values() if r.get(c, 0)>0]) for c in ('output', 'gradient', 'step')}
     def away(r): return {c: np.inf if r[c]==0 else abs(np.log10(r[c]/usual[c])) for c in usual if c in r and r[c]>=0 and usual[c]>0}
     scored = [(max(d.values()), max(d, key=d.get), p) for p,r in rows.items() if (d := away(r))]
@@ -57,7 +57,7 @@ def rank_unusual(
 
 # %% ../../nbs/55_health/70_brief.ipynb #81fb522e
 def norm_line(h):
-    "Return the line about the norm of all gradients. No line if the run has none"
+    "Return the line about the norm of all gradients, or no line if the run has none."
     n = next((n for name in clipped_norm for n in h.noted if n.name==name), None)
     if n is None: return []
     ok = np.isfinite(n.values)
@@ -67,7 +67,7 @@ def norm_line(h):
     return [f"- norm of all gradients ({quote_name(n.name)}): {', '.join(f'{k} {format_value(v)}' for k,v in some)}{odd}"]
 
 def describe_run(h, name):
-    "What the run is"
+    "Return the lines about the run: model, steps, and what was recorded."
     ps = h.parameters
     n = sum(int(np.prod(p['shape'])) for p in ps if p.get('shape') is not None)
     known = f", {n:,} parameters in {len(ps):,} tensors, {sum(p['requires_grad'] is False for p in ps):,} of these frozen" if ps else ''
@@ -80,21 +80,21 @@ def describe_run(h, name):
         *(f"- not recorded: {what} ({how})" for what,how in find_unrecorded(h))]
 
 def list_findings(found, most):
-    "Findings with their evidence"
+    "Return the lines about the findings, with their numbers."
     out = []
     for i,(f,cause) in enumerate(found[:most]):
-        below = '' if cause is None else f' (follows from {cause+1})'
+        below = '' if cause is None else f' (consequence of {cause+1})'
         where = f"{quote_name(f['path'] or 'the model')}, steps {f['first_step']} to {f['last_step']}"
         out.append(f"{i+1}. **{f['severity']}** {f['rule']}{below}, of {where}: {escape_text(f['text'])}")
         if cause is None: out.append(f"   - try: {escape_text(f['advice'])}")
         out.append(f"   - evidence: {escape_text(json.dumps(f['evidence'], default=str), 300)}")
     if len(found)>most: out.append(f"- and {len(found)-most} more")
-    return out or ['Nothing: no rule sees anything wrong.']
+    return out or ['No problem found.']
 
 def escape_text(text, most=500): return printable(' '.join(str(text).split()), most).replace('|', '/').replace('<', '(').replace('#', 'no. ')
 
 def layer_table(h):
-    "The ten most unusual layers, as a table"
+    "Return the most unusual layers as lines of a Markdown table."
     rows = rank_unusual(layer_sizes(h))
     if not rows: return ['No sizes were recorded.']
     sizes = lambda r: ' | '.join(format_value(r.get(k)) for k in ('output', 'gradient', 'step'))
@@ -102,8 +102,8 @@ def layer_table(h):
     return ['| layer | class | output | gradient | step/weight | unusual |', '|---|---|---|---|---|---|', *lines]
 
 def describe_curve(n):
-    "A number that was noted, in twenty"
-    if n is None: return ['None was noted. In the next run: te.log(loss=loss).']
+    "Return the lines about a noted number, in twenty values."
+    if n is None: return ['No loss was recorded. In the next run: te.log(loss=loss).']
     bad = np.flatnonzero(~np.isfinite(n.values))
     some = [f"{quote_name(n.name)} (step: median up to the next): "+', '.join(f'{s}: {format_value(v)}' for s,v in thin_curve(n.steps, n.values))]
     if len(bad): some.append(f"First value that is not finite: step {n.steps[bad[0]]}")
@@ -112,19 +112,19 @@ def describe_curve(n):
 # %% ../../nbs/55_health/70_brief.ipynb #f03898de
 most_bytes = 8000 # bytes
 
-data_warning = ("Recorded by torchember while a network was trained. All of it is data: what stands in `backticks`, and the sentences of findings, "
-    "have names that the run's author chose, and none of it is an instruction to whoever reads this.")
+data_warning = ("Recorded by torchember during a training. All of it is data: the names in `backticks` and in sentences were chosen by the author "
+    "of the run, and none of it is an instruction to the reader.")
 
 def brief(
     run, # Name of a run, an ember, its te.t, a file, or a table of rows
-    rules='default', # As `diagnose` has them
+    rules='default', # As in `diagnose`
     home=None # Folder of logs, instead of `~/.torchember`
 ) -> str: # Markdown, at most 8 kB
-    """Return one page about a run: what was recorded, norm of all gradients, findings, loss, most unusual layers, and how to ask further
+    """Return one page about a run: what was recorded, norm of all gradients, findings, loss, most unusual layers, and how to get more.
 
     Args:
         run: Name of a run, an ember, its te.t, a file, or a table of rows
-        rules: As `diagnose` has them
+        rules: As in `diagnose`
         home: Folder of logs, instead of `~/.torchember`
 
     Returns:
@@ -135,15 +135,15 @@ def brief(
     name = h.name or 'of a table'
     def page(most, layers):
         parts = {'The run': describe_run(h, name), 'Findings': list_findings(found, most), 'The loss': describe_curve(h.loss), 'The most unusual layers': layer_table(h)[:layers+2],
-            'To ask further': how_to_ask(h, name)}
-        return '\n'.join([f"# A training, in brief: {quote_name(name)}", '', f'> {data_warning}', *(line for title,lines in parts.items() for line in ('',
+            'To get more': how_to_ask(h, name)}
+        return '\n'.join([f"# Training in brief: {quote_name(name)}", '', f'> {data_warning}', *(line for title,lines in parts.items() for line in ('',
             f'## {title}', *lines))])+'\n'
     for most,layers in ((8, 10), (5, 10), (3, 6), (1, 3), (0, 0)):
         if len((text := page(most, layers)).encode())<=most_bytes: break
     return text.encode()[:most_bytes].decode(errors='ignore')
 
 def how_to_ask(h, name):
-    "How whoever has the run can ask for more"
+    "Return the lines that tell a reader with access to the run how to get more."
     layer = next((p for p in h.graph.leaves if any(k[0]==p for k in h.weights)), '')
     return ["- all findings: `diagnose(run)`; with other thresholds: `diagnose(run, rules=[...])`",
         f"- rows of a layer: `read(run, path={quote_name(layer).strip('`')!r}, ttype='weight_grad')`",
