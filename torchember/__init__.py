@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from .store.jsonl import emberTracker as emberTracker
     from .store.jsonl import tracker as tracker
     from .frames.logs import read as read
-    from .frames.listing import runs as runs
     from .frames.logs import wide as wide
+    from .frames.listing import runs as runs
     from .frames.listing import compact as compact
     from .frames.scan import scan as scan
     from .frames.scan import query as query

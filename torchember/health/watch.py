@@ -19,7 +19,7 @@ from .diagnose import chosen_rules, found_by, ordered
 from .history import History
 from ..store.base import now
 from ..store.columns import Expected
-from ..store.jsonl import listen_to_run, say_soon
+from ..store.log import listen_to_run, note_soon
 from ..store.parameters import noted_in
 from ..store.table import activations_in, tree_in
 
@@ -261,7 +261,7 @@ class RuleWatch:
             self.tell(h, *self.said.compare(self.found), {id(f): cause for f,cause in ordered(found, self.rules, len(h.steps))})
         took = time.thread_time()-since
         self.pace.looked(self.kept.count, took)
-        self.t.file.took(took) # it is the training's time, and in its budget
+        self.t.file.add_listener_time(took) # it is the training's time, and in its budget
 
     def tell(self, h, new, over, cause):
         "Say what is new and what is over, and have it written"
@@ -272,7 +272,7 @@ class RuleWatch:
             if f['severity']!='info' and cause.get(id(f)) is None: self.say(f)
         for f in over:
             self.write(row_of(f, modules.get(f['path'], f['path']), int(h.steps[-1])))
-            if f['severity']!='info': say_soon(self.t.file, f"No longer so at step {h.steps[-1]}: {f['text']}")
+            if f['severity']!='info': note_soon(self.t.file, f"No longer so at step {h.steps[-1]}: {f['text']}")
 
     def write(self, row):
         line = line_of(row)
@@ -285,7 +285,7 @@ class RuleWatch:
             except BaseException as e: self.once(self.on_finding,
                 f"on_finding failed: {type(e).__name__}: {printable(e, 300)}. It is called with the next ones, and this is said once.")
             return
-        if f['rule'] not in reported: say_soon(self.t.file, f"{f['text']} {f['advice']}".strip())
+        if f['rule'] not in reported: note_soon(self.t.file, f"{f['text']} {f['advice']}".strip())
         if self.on_finding=='stop' and f['severity']=='error': self.stop(TrainingStopped(f))
 
     def fails(self, rule, e): self.once(rule.name,
@@ -294,14 +294,14 @@ class RuleWatch:
     def once(self, what, sentence):
         if what in self.failed: return
         self.failed.add(what)
-        say_soon(self.t.file, sentence)
+        note_soon(self.t.file, sentence)
 
     def close(self):
         "Look for the last time, and listen no more"
         if self.listening.is_closed: return
         self.listening.close()
         self.hear(None, b'')
-        self.t.file.barrier()
+        self.t.file.flush()
 
     def remarks(self): # Sentences
         """What there is to say in the end

@@ -14,7 +14,7 @@ from queue import Empty, Full, Queue
 from .packed_rows import Packet, Packing, Unpacking, WholeRows
 from ..ground.messages import printable
 from ..ground.record import line_of
-from ..store.jsonl import is_step
+from ..store.lines import is_step
 from ..store.lines import parse
 from ..store.listeners import Listener, Listeners
 

@@ -440,7 +440,7 @@ class RunBox:
     def open(self):
         self.tried = True
         try:
-            self.t.file.be_there()
+            self.t.file.create_file()
             self.box = BlackBox(self.t.dir/'box', self.t.fname, self.root, all_written(self.writer, self.t.file), self.n or 1)
         except OSError as e:
             self.why = str(e)

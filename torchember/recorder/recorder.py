@@ -239,8 +239,8 @@ class Recorder(Ends):
         "Hear it no more. All that was recorded is in the file"
         self.model.unhear()
         self.finish()
-        self.t.file.barrier() # who reads the run by its name now finds all of it
-        self.t.file.settle()
+        self.t.file.flush() # who reads the run by its name now finds all of it
+        self.t.file.wait_for_listeners()
         self.model.left()
         self.ended()
 

@@ -24,9 +24,9 @@ from .black_box import (ALIVE, BEGAN, BETWEEN, BLOCK, BLOCKS, FAILED, FORWARD, L
     killed_for_memory, magic, most_text, names_of_sums, ours, phases, thread_width, version)
 from .rows import Lines, Measured
 from ..store.base import safe_name
-from ..store.jsonl import append
+from ..store.log_file import append_lines
 from ..store.lines import parse
-from ..store.parts import now_in
+from ..store.parts import parts_and_lines
 from ..store.reading import path_of
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #f01ba6ea
@@ -149,7 +149,7 @@ def lacking(
     lines # Lines of steps that were handed over
 ):
     "Those that the file has not, in the order of their steps"
-    told,files = now_in(path) if os.path.exists(path) else (None, [])
+    told,files = parts_and_lines(path) if os.path.exists(path) else (None, [])
     in_parts = max((p['last'] for p in told['parts']), default=-1) if told else -1 # of which parts have all lines
     steps = [load_row(line).get('step') for line in lines]
     first = min((s for s in steps if isinstance(s, int) and s>in_parts), default=None)
@@ -258,7 +258,7 @@ def recover(
             "Remove the file, and the one beside it that ends with .told, if nobody needs them.")
         return None
     log = os.path.join(os.path.dirname(os.path.dirname(path)), 'log', box.about['run'])
-    append(log, b''.join(line+b'\n' for line in [*lacking(log, done), *lacking(log, [*rest, end])]), sync=True) # a reader that was killed may have begun
+    append_lines(log, b''.join(line+b'\n' for line in [*lacking(log, done), *lacking(log, [*rest, end])]), sync=True) # a reader that was killed may have begun
     for gone in (f'{log}_latest', f'{path}.told', f'{path}.fault', f'{path}.box'): # the latest step is another now
         with suppress(FileNotFoundError): os.unlink(gone)
     return box.about['run']

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..ground.not_finite import first_not_finite, is_alarming
 from ..ground.record import optional
-from ..store.jsonl import listen_at_once
+from ..store.log import listen_directly
 
 # %% ../../nbs/40_recorder/55_row.ipynb #dff900af
 def one_row(
@@ -76,7 +76,7 @@ class FirstBad:
 def look_out(log):
     "Have who writes a log look out for such a value, before anybody else is told"
     first = FirstBad(log)
-    listen_at_once(log, first.add, first.remark)
+    listen_directly(log, first.add, first.remark)
 
 # %% ../../nbs/40_recorder/55_row.ipynb #9eeccf0c
 def troubled(row):

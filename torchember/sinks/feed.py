@@ -16,7 +16,9 @@ from ..ground.progress import progress
 from ..ground.record import line_of, load_row
 from ..recorder.recovery import take_in
 from ..store.base import folder
-from ..store.jsonl import emberTracker, exists, is_step, listen_to_run, say_soon
+from ..store.jsonl import emberTracker, exists
+from ..store.lines import is_step
+from ..store.log import listen_to_run, note_soon
 from .mlflow import MLflow
 from .sink import Sink
 from .tensorboard import TensorBoard
@@ -209,7 +211,7 @@ class Feed:
         same = [f for f in others if (f.feeding.sent.target, f.feeding.sink.prefix)==(target, mine.prefix)]
         if not same: return
         self.alone = same[0].alone = False
-        say_soon(self.t.file, f"{self.name} is told of {self.feeding.run!r} and of {same[0].feeding.run!r} under the same names: "
+        note_soon(self.t.file, f"{self.name} is told of {self.feeding.run!r} and of {same[0].feeding.run!r} under the same names: "
             f"their curves lie over each other. Give each a prefix: {type(mine).__name__}(prefix='{self.feeding.run}/'). This is said once.")
 
     def tell(self, step, f):
@@ -223,7 +225,7 @@ class Feed:
         if self.why is not None: return
         self.why = why
         at = '' if step is None else f' of step {step}'
-        say_soon(self.t.file, f"{self.name} was not told{at}: {why}. The training goes on, and the run has all of it: {self.later} sends what is missing. "
+        note_soon(self.t.file, f"{self.name} was not told{at}: {why}. The training goes on, and the run has all of it: {self.later} sends what is missing. "
             "This is said once.")
 
     @property

@@ -24,7 +24,7 @@ from ..live.following import Tail
 from ...sinks.sink import noted_numbers, not_noted
 from ...store.anywhere import is_url
 from ...store.base import folder
-from ...store.jsonl import is_step
+from ...store.lines import is_step
 from ...store.parts import StoredBlock
 from ...store.reading import path_of
 
