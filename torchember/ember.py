@@ -32,7 +32,7 @@ from .recorder.process import hand_over, open_recorders, rank_and_size, shared_n
 from .recorder.recorder import Recorder, Settings, recorded
 from .recorder.recovery import take_in
 from .recorder.row import look_out
-from .health.diagnose import chosen_rules
+from .health.diagnose import choose_rules
 from .health.locate import Located, locate
 from .health.diff import assert_same_run
 from .health.watch import RuleWatch, check_on_finding
@@ -405,7 +405,7 @@ class torchEmber(ArmedModel):
         when,stats = schedule(every),stats if callable(stats) else stat_names(stats)
         if overhead is not None: check_share(overhead)
         held_steps(blackbox)
-        rules,on_finding,sinks = chosen_rules(rules or ()),check_on_finding(on_finding),sinks_of(sinks)
+        rules,on_finding,sinks = choose_rules(rules or ()),check_on_finding(on_finding),sinks_of(sinks)
         ts = tracks(inner)
         watched_modules(ts, include, exclude) # raises before the run is created
         t,rank,world = run_of_rank(type(inner).__name__, name, resume, home, store)

@@ -59,8 +59,8 @@ def options_in(
             stat_names(found['stats'])
         if not 0<found.get('overhead', 1)<=1: raise ValueError(f"--overhead is a share of the training time, such as .02; got {found['overhead']}.")
         if 'rules' in found:
-            from torchember.health.diagnose import chosen_rules
-            chosen_rules(found['rules'])
+            from torchember.health.diagnose import choose_rules
+            choose_rules(found['rules'])
     except (ValueError, TypeError) as e: parser.error(printable(e))
     return found
 

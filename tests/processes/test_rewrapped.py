@@ -79,7 +79,8 @@ def test_the_parameters_of_all_processes_are_known_by_the_name_of_the_run(ran):
 
 def test_the_parameters_are_known_if_one_process_left_no_metadata(ran):
     for f in (ran/'data').glob('*_late.rank0.json'): f.unlink()
-    assert open_run('late', ran).parameters()==open_run('late.rank1', ran).parameters()!=[] and open_run('late', ran).structure()==open_run('late.rank1', ran).structure()
+    both,one = open_run('late', ran),open_run('late.rank1', ran)
+    assert both.parameters()==one.parameters()!=[] and both.structure()==one.structure()
 
 
 killed = f'''

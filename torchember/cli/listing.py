@@ -77,10 +77,10 @@ def du_arguments(p):
 
 def sizes_like(asked, home):
     "What runs take, the largest first"
-    from torchember.frames.belongings import Home, sizes_of
+    from torchember.frames.belongings import Home, run_sizes
     h = Home(home)
     names = h.chosen(list(asked) or '*') if asked or h.names else []
-    return sorted((sizes_of(h, n) for n in names), key=lambda r: -r['size'])
+    return sorted((run_sizes(h, n) for n in names), key=lambda r: -r['size'])
 
 def size_lines(rows):
     parts = ['log', 'parts', 'latest', 'metadata', 'size']

@@ -100,23 +100,23 @@ class Log:
     def begin(self, most=None): # Whether that is all there is
         "Read on from where about so many bytes of the file are left; from the beginning without"
         from torchember.show.live.following import Tail
-        from torchember.store.parts import held
+        from torchember.store.parts import summarize_parts
         self.tail,self.rows = Tail(self.path),0
-        if most is None or (size := os.path.getsize(self.path))<=most: return most is None or not held(self.path)['lines']
+        if most is None or (size := os.path.getsize(self.path))<=most: return most is None or not summarize_parts(self.path)['lines']
         with open(self.path, 'rb') as f:
             f.seek(size-most)
             f.readline()
             at = f.tell()
-        self.go_on(held(self.path)['lines']+at, None)
+        self.go_on(summarize_parts(self.path)['lines']+at, None)
         return False
 
     def go_on(self, done, rows):
         "Read on behind so many bytes of the log, which have so many rows"
         from torchember.show.live.following import Tail
-        from torchember.store.parts import blocks_of_run, held
+        from torchember.store.parts import blocks_of_run, summarize_parts
         from torchember.store.anywhere import regular
         t,parts = Tail(self.path),None
-        while parts!=(parts := held(self.path)): # what is opened is what the parts leave over
+        while parts!=(parts := summarize_parts(self.path)): # what is opened is what the parts leave over
             t.close()
             t.file = open(self.path, 'rb', buffering=0, opener=regular)
         at = max(done-parts['lines'], 0)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/50_frames/01_choice.ipynb #5f00w003
+# %% ../../nbs/50_frames/01_choice.ipynb #3fe44a2f
 import re
 from fnmatch import fnmatchcase
 

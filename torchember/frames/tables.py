@@ -16,8 +16,7 @@ from torchember.ground.record import column_order, identity, of_pieces, optional
 from torchember.measure.columns import is_statistic, known as statistics
 from torchember.measure.summary import also_called, derived
 from torchember.store.columns import columns_of_lines, times_of
-from torchember.store.jsonl import is_step
-from torchember.store.lines import bad
+from torchember.store.lines import bad, is_step
 from torchember.store.reading import row_key, table_of_columns, with_path, without_superseded
 
 # %% ../../nbs/50_frames/02_tables.ipynb #8713aba2

@@ -223,7 +223,7 @@ def is_narrow(d):
 # %% ../../../nbs/88_jaxember/20_summaries.ipynb #de094fb0
 def is_compiled():
     "Return True if the compiled loops of `jaxember.measure.kernel` are available. They need numba, and not `NUMBA_DISABLE_JIT`."
-    return not broken and kernel_room() is not None
+    return not broken and kernel_module() is not None
 
 broken = [] # reason why the compiled loops failed
 
@@ -234,7 +234,7 @@ def without_loops(e):
     broken.append(e)
 
 @cache
-def kernel_room():
+def kernel_module():
     try: from numba import config
     except ModuleNotFoundError as e: return None if e.name=='numba' else without_loops(e)
     except Exception as e: return without_loops(e) # numba is installed but does not work
@@ -247,7 +247,7 @@ def read_on_cpu(x, wanted):
     "Compute the row of an array by compiled loops, in a format that they read."
     if not x.size: return empty_rows(wanted)
     if jnp.issubdtype(x.dtype, jnp.complexfloating): x = jnp.abs(x.astype(np.complex128))
-    return with_expressions(kernel_room().by_kernel(x.astype(number_format(x.dtype)), wanted), x, wanted)
+    return with_expressions(kernel_module().row_by_kernel(x.astype(number_format(x.dtype)), wanted), x, wanted)
 
 def number_format(d):
     "Return the format in which the loops read a dtype."
@@ -320,6 +320,6 @@ def warm_up(
     if jax.default_backend()!='cpu' or not is_compiled(): return
     kinds = {number_format(x.dtype) for x in arrays} or {'float32'}
     def load():
-        try: [kernel_room().target(k) for k in sorted(kinds)]
+        try: [kernel_module().target(k) for k in sorted(kinds)]
         except Exception as e: without_loops(e)
     threading.Thread(target=load, name='torchember loads', daemon=True).start()

@@ -24,7 +24,8 @@ from ...ground.messages import EmberWarning, an, printable, warn
 from .following import OverviewRows, Tail, loss_in, shown_rows, thinned_lines, thinned_rows
 from ..findings import OpenFindings, says, says_the_same
 from ...store.lines import parse
-from ...store.jsonl import listen_to_run, tracker
+from ...store.jsonl import tracker
+from ...store.log import listen_to_run
 from ...store.reading import path_of
 
 # %% ../../../nbs/60_show/93_live_view.ipynb #5e6c5e03
@@ -462,7 +463,7 @@ def live(
         raise ValueError("live(te, wait=True) would wait for a training that can only begin when it has returned. Leave wait out: te.live().")
     t = run.t if hasattr(run, 't') else run if isinstance(run, tracker) else None
     if not isinstance(t, tracker): raise TypeError(f"live shows a torchEmber, its te.t, or a run by its name, not {an(run)}.")
-    if views is None: t.there()
+    if views is None: t.require_exists()
     base = base_of(t)
     for v in views or (): v.close(last=False)
     screen = screen_for(t.fname)
