@@ -38,7 +38,8 @@ from .health.diff import assert_same_run
 from .health.watch import RuleWatch, check_on_finding
 from .sinks.feed import Feed, sinks_of
 from .store.base import folder, now, user
-from .store.jsonl import emberTracker, new_run, say_soon
+from .store.jsonl import emberTracker, new_run
+from .store.log import note_soon
 from .store.parameters import noted_in
 from .store.table import tree_table
 
@@ -211,7 +212,7 @@ def merge_ranks(t, rank, world, tree):
     run,paths = weakref.ref(t),paths_in(tree)
     def about(): return None if (t := run()) is None else {'about': t.about.get('ranks'), 'paths': paths}
     def note(what):
-        if (t := run()) is not None: say_soon(t.file, what)
+        if (t := run()) is not None: note_soon(t.file, what)
     return WholeSteps(part, rank, world, about, note, store)
 
 def report_of(
@@ -225,7 +226,7 @@ def report_of(
         return {'seconds': s, 'share': s/cost.elapsed if cost.elapsed else 0.}
     r.t.end(**spent())
     beside = {'live': live, 'rules': 0. if rules is None else rules.seconds, 'beside': cost.loading, 'arming': cost.arming, 'compiling': cost.compiling}
-    remarks = [*r.remarks(), *f.remarked(), *(rules.remarks() if rules else ()), *(said for feed in feeds for said in feed.remarks())]
+    remarks = [*r.remarks(), *f.listener_remarks(), *(rules.remarks() if rules else ()), *(said for feed in feeds for said in feed.remarks())]
     return Report(run=r.t.fname, steps=r.tally.steps, recorded=r.tally.recorded, rows=f.disk.rows, bytes=f.disk.written, **spent(),
         errors=r.notices.errors, skipped=r.notices.unmeasurable, remarks=remarks, **{k: v for k,v in beside.items() if v},
         **({} if cost.budget is None else {'thinned': cost.budget.thinned-r.pipe.gate.decide.denied, 'budget': str(cost.budget)}))

@@ -20,11 +20,13 @@ from torchember.processes import ranks
 from torchember.store.anywhere import entries, file_size, file_there, is_there, is_url, located
 from torchember.store.base import facts, folder, read_meta, safe_name
 from torchember.store.columns import ColumnBlock
-from torchember.store.jsonl import emberTracker, last_in, last_step_of, settle, tracker
+from torchember.store.jsonl import emberTracker, tracker
 from torchember.store.lines import parsed
+from torchember.store.log import flush_logs
+from torchember.store.log_file import last_in, last_step_of
 from torchember.store.older import is_older, older_blocks
 from torchember.store.parameters import noted_in
-from torchember.store.parts import all_in_parts, blocks_of_run, held, shared_files
+from torchember.store.parts import blocks_of_run, layouts_in_parts, shared_files, summarize_parts
 from torchember.store.table import tree_in
 
 # %% ../../nbs/50_frames/04_handle.ipynb #5aca2988
@@ -81,10 +83,10 @@ def log_names(home):
     "Return the sorted names of all logs in a home."
     log = folder('torchember', home)/'log'
     recover_boxes(log.parent)
-    settle(log)
+    flush_logs(log)
     return sorted([n for n in log_files(log) if (is_url(log) or os.path.isfile(log/n)) and is_run_name(n)]+older_runs(log))
 
-# %% ../../nbs/50_frames/04_handle.ipynb #481cdae3
+# %% ../../nbs/50_frames/04_handle.ipynb #5ab7ec68
 def read_facts(name, data):
     "Return the metadata 'base' of a log, {} if there is none, and the reason why it cannot be read, or None. `data`: folder of metadata."
     try: return facts(read_meta(data/f'base_{name}.json')), None
@@ -107,11 +109,11 @@ class LogReader:
     def complete_file(self):
         "Return path and size of the log; None if some rows are not in its file."
         if self.t is not None: return self.t.whole_file()
-        return None if is_older(self.path) else (self.path, held(self.path)['lines']+file_size(self.path))
+        return None if is_older(self.path) else (self.path, summarize_parts(self.path)['lines']+file_size(self.path))
 
     def may_supersede(self):
         "Return False if no row replaces an earlier row. Return True if this is not known without reading the rows."
-        layouts = None if self.complete_file() is None else all_in_parts(self.path)
+        layouts = None if self.complete_file() is None else layouts_in_parts(self.path)
         return layouts is None or any('supersedes' in keys for keys in layouts)
 
     def last_step(self):
@@ -138,7 +140,7 @@ def open_log(run, home=None):
     if isinstance(run, os.PathLike) or is_url(run) or isinstance(run, str) and os.sep in run:
         path = located(run)
         if path.parent.name=='log': recover_boxes(path.parent.parent)
-        settle(path)
+        flush_logs(path)
         if not (file_there(path) or is_older(path)): raise FileNotFoundError(f"There is no log {printable(path)}. Give the file of a run, or the name of one.")
         return LogReader(path)
     if not isinstance(t, tracker) and not isinstance(run, str):
@@ -146,7 +148,7 @@ def open_log(run, home=None):
     if not isinstance(t, tracker): t = emberTracker(run, home)
     recover_boxes(t.dir)
     t.barrier() # does nothing for a run of another process
-    t.there()
+    t.require_exists()
     return LogReader(t.log_path, t)
 
 # %% ../../nbs/50_frames/04_handle.ipynb #4016b2c9

@@ -17,9 +17,12 @@ from torchember.ground.needs import needs
 from torchember.processes.module_names import join_names, join_ranks
 from torchember.store.anywhere import answer, entries, file_size, is_there, is_url, opened
 from torchember.store.base import folder, read_meta, safe_name
-from torchember.store.jsonl import emberTracker, last_in, last_step_of, settle
+from torchember.store.compaction import into_parts
+from torchember.store.jsonl import emberTracker
+from torchember.store.log import flush_logs
+from torchember.store.log_file import last_in, last_step_of
 from torchember.store.older import is_older, size_and_rows
-from torchember.store.parts import group_beside, held, into_parts, many_logs, now_in, size_if_there
+from torchember.store.parts import group_beside, many_logs, parts_and_lines, size_if_there, summarize_parts
 from torchember.store.shared import share
 
 # %% ../../nbs/50_frames/04_listing.ipynb #661e914e
@@ -50,16 +53,16 @@ def estimate_lines(path, size, start=0, removed=0):
 def estimate_rows(path):
     "Return the number of rows of a log: rows of its parts, and lines that are in no part."
     while True:
-        header,files = now_in(path)
+        header,files = parts_and_lines(path)
         before,n = header['removed'] if header else 0,sum(p['rows'] for p in (header['parts'] if header else ()))
         try:
             for f,start in files:
                 n += estimate_lines(f, size := size_if_there(f), start, before)
                 before += size # a file that is put aside is followed by another one of the same name
         except FileNotFoundError:
-            if now_in(path)==(header, files): raise
+            if parts_and_lines(path)==(header, files): raise
             continue # its lines are in parts by now
-        if is_url(path) or now_in(path)==(header, files): return n
+        if is_url(path) or parts_and_lines(path)==(header, files): return n
 
 def count_steps(path, size):
     "Return the number of steps of a log, from its last lines: steps only grow."
@@ -109,7 +112,7 @@ def describe_log(name, place):
         return known | dict(steps=0, rows=rows, size=size, end=format_time(s.st_mtime), running=False)
     running = is_running(base)
     end = None if running else base.get('end') or format_time(s.st_mtime)
-    parts = held(path)
+    parts = summarize_parts(path)
     same = base.get('bytes')==s.st_size+parts['lines'] # nothing was added since the run was closed
     rows = base['rows'] if same and 'rows' in base else estimate_rows(path)
     steps = base['steps'] if same and 'steps' in base else count_steps(path, s.st_size)
@@ -181,7 +184,7 @@ def rank_problems(name, rows, running, place):
 def list_runs(home=None):
     "Return the rows of `runs` as dicts, without pandas."
     place = folder('torchember', home)
-    settle(place/'log')
+    flush_logs(place/'log')
     names = (*log_files(place/'log'), *older_runs(place/'log'))
     found = [row for name in names if (row := try_describe_log(name, place))]
     return group_ranks(found+runs_without_log(place, set(names)), place)
@@ -231,6 +234,6 @@ def compact(
             is_over = is_over and not continues
         if is_over and len(logs)>=many_logs and not is_url(r.path): share([log.path for log in logs])
         for log in logs:
-            parts = held(log.path)
+            parts = summarize_parts(log.path)
             out.append(dict(name=log.name, rows=parts['rows'], parquet=parts['size'], lines=file_size(log.path)))
     return out

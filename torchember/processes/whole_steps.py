@@ -17,7 +17,7 @@ from ..ground.messages import printable
 from ..ground.record import line_of
 from .module_names import join_ranks
 from .packed_rows import Packer, Packet, StepMerger, Unpacker
-from ..store.jsonl import is_step
+from ..store.lines import is_step
 from ..store.lines import parse
 from ..store.listeners import Listener, Listeners
 

@@ -457,7 +457,7 @@ class RunBox:
         "Create the box, or note why there is none."
         self.is_tried = True
         try:
-            self.t.file.be_there()
+            self.t.file.create_file()
             self.box = BlackBox(self.t.dir/'box', self.t.fname, self.root, all_written(self.writer, self.t.file), self.n_held or 1)
         except OSError as e:
             self.why = str(e)

@@ -27,7 +27,7 @@ def finish_open_recorders():
             r.finish()
             if hasattr(r, 'ended'):
                 if (error := last_exception()) is not None: r.ended_by(error)
-                r.t.file.barrier()
+                r.t.file.flush()
                 r.ended()
         except Exception as e: print(printable(f"torchember: the last rows of {r.t.fname} are lost: {type(e).__name__}: {e}"), file=sys.stderr)
 

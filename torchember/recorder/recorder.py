@@ -203,8 +203,8 @@ class Recorder:
         "Stop recording the model. Afterwards all rows are in the file."
         self.model.disarm()
         self.finish()
-        self.t.file.barrier() # who reads the run by its name now gets all rows
-        self.t.file.settle()
+        self.t.file.flush() # who reads the run by its name now gets all rows
+        self.t.file.wait_for_listeners()
         self.model.forget()
         self.ended()
 

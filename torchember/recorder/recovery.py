@@ -24,9 +24,9 @@ from .black_box import (ALIVE, BEGAN, BETWEEN, BLOCK, BLOCKS, FAILED, FORWARD, L
     head_of_slot, magic, most_text, own_boxes, phases, quote_module, sum_names, thread_width, version)
 from .rows import Lines, Measured
 from ..store.base import safe_name
-from ..store.jsonl import append
+from ..store.log_file import append_lines
 from ..store.lines import parse
-from ..store.parts import now_in
+from ..store.parts import parts_and_lines
 from ..store.reading import path_of
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #f01ba6ea
@@ -160,7 +160,7 @@ def missing_lines(
     lines # Lines of a box
 ):
     "Return those lines that the log does not have, ordered by step. A log in Parquet parts has all rows up to the last step of a part."
-    header,files = now_in(path) if os.path.exists(path) else (None, [])
+    header,files = parts_and_lines(path) if os.path.exists(path) else (None, [])
     in_parts = max((p['last'] for p in header['parts']), default=-1) if header else -1
     steps = [load_row(line).get('step') for line in lines]
     first = min((s for s in steps if isinstance(s, int) and s>in_parts), default=None)
@@ -270,7 +270,7 @@ def recover(
         return None
     log = os.path.join(os.path.dirname(os.path.dirname(path)), 'log', box.about['run'])
     # a reader that was killed may have appended some of the lines before
-    append(log, b''.join(line+b'\n' for line in [*missing_lines(log, done), *missing_lines(log, [*rest, end])]), sync=True)
+    append_lines(log, b''.join(line+b'\n' for line in [*missing_lines(log, done), *missing_lines(log, [*rest, end])]), sync=True)
     for gone in (f'{log}_latest', f'{path}.told', f'{path}.fault', f'{path}.box'): # the file of the latest step is outdated, too
         with suppress(FileNotFoundError): os.unlink(gone)
     return box.about['run']

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..ground.not_finite import first_not_finite, is_alarming
 from ..ground.record import optional
-from ..store.jsonl import listen_at_once
+from ..store.log import listen_directly
 
 # %% ../../nbs/40_recorder/55_row.ipynb #dff900af
 def one_row(
@@ -72,4 +72,4 @@ class FirstBad:
 def look_out(log):
     "Report the first value of a run that is not finite. The check comes before all other listeners of the log."
     first = FirstBad(log)
-    listen_at_once(log, first.add, first.remark)
+    listen_directly(log, first.add, first.remark)

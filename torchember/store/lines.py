@@ -84,6 +84,10 @@ def row_or_none(line):
     try: return whole_row(load_row(line))
     except (ValueError, RecursionError): return None
 
+def is_step(n):
+    "Return True if `n` is the number of a step."
+    return isinstance(n, int) and not isinstance(n, bool) and 0<=n<2**53
+
 # %% ../../nbs/30_store/06_lines.ipynb #c04e0527
 def parsed(blocks, file=None):
     "The rows of blocks of lines, and the number of torn lines. `file`, its path and size, is for who waits"

@@ -14,7 +14,7 @@ from ...frames.handle import Run, open_log, rank_logs
 from ...ground.needs import needs
 from ...store.anywhere import regular
 from ...store.jsonl import emberTracker
-from ...store.parts import Part, file_of, now_in
+from ...store.parts import Part, part_file, parts_and_lines
 
 # %% ../../../nbs/62_board/05_some_steps.ipynb #a86e208e
 step_in = re.compile(rb'"step":\s?(\d+)').search
@@ -103,9 +103,9 @@ class SomeSteps(emberTracker):
 
     def blocks(self, after=(0, 0)):
         "Parts, and lines of whole steps. Of noted numbers and findings those that are kept"
-        told,files = now_in(self.log_path)
+        told,files = parts_and_lines(self.log_path)
         for p in told['parts'] if told else ():
-            part = PartOfSteps(file_of(self.log_path, p), p, told['id'], self.some)
+            part = PartOfSteps(part_file(self.log_path, p), p, told['id'], self.some)
             with part.file: yield part
         for file,start in files:
             if file not in self.found: self.found[file] = [b''.join(l for l in lines if not is_noted(l)) for _,lines in lines_of_steps(file, self.some, start)]
