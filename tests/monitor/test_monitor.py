@@ -293,7 +293,7 @@ def test_only_what_is_asked_for_is_caught():
     assert '_torchember' not in model.fc1.__dict__ and '_torchember' in model.fc2.__dict__
     kept = []
     watch = next(w for w in monitor.watches if w.track.path=='fc2')
-    train(model, monitor, seen=None, run=lambda x: (model(x), kept.append(len(watch.caught.reduced)))[0])
+    train(model, monitor, seen=None, run=lambda x: (model(x), kept.append(len(watch.captured.reduced)))[0])
     assert kept==[1, 1, 1, 0, 0, 0] # of the first two steps it cannot be known whether they are due
 
 
@@ -306,7 +306,7 @@ def test_a_value_that_was_overwritten_is_not_invented():
         def forward_extensions(self): return [ForwardOutputExtension()]
     model,x = Spoil(),torch.randn(5, 3)
     monitor = Monitor(model, {'fc': [Late, 'LinearDeadNeuronNum']})
-    with pytest.warns(EmberWarning, match='written into, in place'):
+    with pytest.warns(EmberWarning, match='changed in place'):
         for step in range(3):
             model(x)
             monitor.track(step)
@@ -332,7 +332,7 @@ def test_numbers_of_steps(steps):
 def test_steps_without_a_rule_lose_little():
     model,steps = made(),[0, 1, 10, 11, 20, 21, 30, 31, 40, 41, 50, 51, 60, 61]
     monitor = Monitor(model, {'fc1': [['InputStd', 10]]})
-    with pytest.warns(EmberWarning, match='not expected'):
+    with pytest.warns(EmberWarning, match='another step was expected'):
         for (x,_),step in zip(batches(len(steps), 4), steps, strict=True):
             model(x)
             monitor.track(step)
@@ -442,9 +442,9 @@ def test_output_is_there_when_memory_has_let_it_go():
     from torchember.monitor.monitor import QuantityValues
     model = made()
     monitor = Monitor(model, {'conv': ['InputMean', 'InputStd']})
-    monitor.outputs.most = 100
+    monitor.outputs.most_numbers = 100
     train(model, monitor)
-    assert monitor.outputs.elsewhere
+    assert monitor.outputs.in_log
     a = monitor.get_output()['conv']
     other = Monitor(made(), {'conv': ['InputMean', 'InputStd']})
     train(other.model, other)
@@ -537,7 +537,7 @@ def test_a_quantity_that_fails_takes_nothing_along():
 
 @pytest.mark.parametrize('config, says', [({'fc3': ['WeightNorm']}, "Did you mean 'fc"), ({'fc1': ['WieghtNorm']}, "Did you mean 'WeightNorm'"),
     ({'relu': ['WeightNorm']}, 'it has no weight'), ({'bn': ['WeightEffectiveRank']}, 'is a vector'), ({'conv': ['MeanTID']}, 'it has no running_mean'),
-    ({'relu': ['SaturatedUnits']}, 'bounds'), ({'fc1': [['WeightNorm', 'lineer(5, 2)']]}, "WeightNorm of 'fc1': cannot read the schedule"),
+    ({'relu': ['SaturatedUnits']}, 'not a bounded activation'), ({'fc1': [['WeightNorm', 'lineer(5, 2)']]}, "WeightNorm of 'fc1': cannot read the schedule"),
     ({'fc1': [['WeightNorm', 'linear(5, 2)', 3]]}, r'\[name, schedule\]'), ({'fc1': [lambda input: 0]}, 'A lambda has no name'),
     ({'fc1': [nn.Linear]}, 'got the class Linear'), ({nn.Conv3d: ['WeightNorm']}, 'No module matches')])
 def test_mistakes_are_sentences(config, says):
@@ -707,7 +707,7 @@ def test_passes_that_raise_and_those_inside_vmap_do_not_count():
 def test_tracked_once_an_epoch():
     model = nn.Linear(3, 3)
     monitor = Monitor(model, {'': ['InputMean']})
-    monitor.passes.expected.patience = 20
+    monitor.passes.predictor.patience = 20
     for epoch in range(4):
         for _ in range(100): x = torch.randn(8, 3); model(x).sum().backward()
         with warnings.catch_warnings(): warnings.simplefilter('ignore', EmberWarning); monitor.track(epoch)
@@ -845,7 +845,7 @@ def test_a_pass_that_raised_explains_its_own_step_alone(tmp_path):
         with pytest.raises(KeyError): model(torch.ones(1, 2), 'raise')
         with pytest.raises(AttributeError, match="the last pass that called 'a' raised an error"): monitor.track(0)
         model(torch.ones(1, 2), 'without a').sum().backward()
-        with pytest.raises(AttributeError, match="'a' was not called since the last step|this step was not expected"): monitor.track(1)
+        with pytest.raises(AttributeError, match="no call of 'a' was seen since the last tracked step|another step was expected"): monitor.track(1)
         model(torch.full((1, 2), 5.), 'with').sum().backward()
         monitor.track(2)
     assert monitor.output['a']['Seen']=={2: 5.}

@@ -164,7 +164,7 @@ class Nested(SingleStepQuantity):
 
 @pytest.mark.parametrize('most', [4_000_000, 50]) # of the few, the older ones come from the log
 def test_numbers_come_as_numpy_has_them_where_a_script_asks_for_their_size(most, monkeypatch):
-    monkeypatch.setattr('torchember.monitor.monitor.QuantityValues.most', most)
+    monkeypatch.setattr('torchember.monitor.monitor.QuantityValues.most_numbers', most)
     monitor,seen = steps_of(nn.Sequential(nn.Linear(3, 3)), {'0': [Mine, 'InputMean', 'WeightNorm']})
     got = monitor.get_output()['0']
     assert [list(got[q]) for q in ('Mine', 'InputMean', 'WeightNorm')]==[list(range(6))]*3

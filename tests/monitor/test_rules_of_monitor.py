@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from torchember import Monitor, at
-from torchember.monitor.watching import ExpectedStep, rank_of
+from torchember.monitor.watching import StepPredictor, pass_rank
 
 config = {'0': [['InputStd', 2], 'WeightNorm', ['WeightGradNorm', at(1, 6, 9)], ['WeightParamJump', 3], ['GradSNR', 4], ['UpdateEffectiveRank', 2]],
     '1': [['MeanTID', 3], ['VarTID', 2], 'OutputGradSndNorm'], '2': [['UnitActivity', 4], ['LinearDeadNeuronNum', 3]],
@@ -114,27 +114,27 @@ def test_each_value_of_each_step(tmp_path):
 
 def test_which_step_a_pass_is_of():
     "Ranks of passes, how many there are to a step, and steps at one distance, until one comes as a surprise"
-    assert [rank_of(t, g) for t in (False, True) for g in (False, True)]==[0, 2, 1, 3]
-    e,seen = ExpectedStep(),[]
+    assert [pass_rank(t, g) for t in (False, True) for g in (False, True)]==[0, 2, 1, 3]
+    e,seen = StepPredictor(),[]
     def step(number, *ranks):
         for r in ranks:
-            e.begin(r)
-            seen.append((e.skipped, e.passes, e.early, e.step))
-        e.tracked(number)
+            e.begin_pass(r)
+            seen.append((e.skipped, e.passes, e.is_early, e.step))
+        e.end_step(number)
         out,seen[:] = [*seen],[]
         return out
     assert step(0, 2, 3, 2, 3)==[(False, 1, False, None), (False, 1, False, None), (True, 1, False, None), (False, 2, False, None)] # 3 is better than 2
-    assert (e.usual, e.common, e.number)==(2, 3, 3)
+    assert (e.usual_passes, e.ranks.previous, e.number)==(2, 3, 3)
     assert step(5, 1, 3)==[(True, 0, False, None), (False, 1, False, None)] # without gradients, after a step that had them
-    assert (e.usual, e.varies, e.step)==(1, True, 10)
+    assert (e.usual_passes, e.varies, e.step)==(1, True, 10)
     assert step(10, 3, 3)==[(False, 1, False, 10), (False, 2, False, None)] # one more than usual
-    e = ExpectedStep()
+    e = StepPredictor()
     for s in (0, 5): step(s, 3, 3)
     assert step(10, 3, 3)==[(False, 1, True, 10), (False, 2, False, 10)] # of the two the last one counts
-    assert step(12, 3, 3)==[(False, 1, True, 15), (False, 2, False, 15)] and e.needed==4 # a surprise
+    assert step(12, 3, 3)==[(False, 1, True, 15), (False, 2, False, 15)] and e.needed_steps==4 # a surprise
     assert [step(s, 3, 3)[1][3] for s in (14, 16, 18, 20, 22, 24)]==[None]*4+[22, 24]
     step(30)
-    assert (e.common, e.passes, e.step)==(3, 0, None) # a step without a pass says nothing of passes
+    assert (e.ranks.previous, e.passes, e.step)==(3, 0, None) # a step without a pass says nothing of passes
     step(31, 1, 0)
-    assert (e.common, e.usual)==(1, 2) # only validated: so the next may be, too
+    assert (e.ranks.previous, e.usual_passes)==(1, 2) # only validated: so the next may be, too
     assert step(32, 1)[0][:2]==(False, 1)
