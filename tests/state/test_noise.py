@@ -304,8 +304,8 @@ def test_what_cannot_be_measured():
     def clips():
         good().backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    for kw,said in ((dict(num_iters=1), 'One micro-batch has no second batch size'), (dict(num_average=0), 'num_average is 0'),
-            (dict(micro_batch_size=0), 'micro_batch_size is 0')):
+    for kw,said in ((dict(num_iters=1), 'One micro-batch has no second batch size'), (dict(num_average=0), 'num_average must be at least 1, got 0'),
+            (dict(micro_batch_size=0), 'micro_batch_size must be at least 1, got 0')):
         with pytest.raises(ValueError, match=said): noise_scale(model, good, **dict(micro_batch_size=4, num_average=2) | kw)
     for f,said in ((twice, 'two gradients in one call'), (zeroes, 'must not call zero_grad'), (clips, 'averaged over ranks, or clipped'),
             (lambda: 3., 'gave no gradient and returned 3.0'), (lambda: None, 'returned None')):
@@ -313,8 +313,8 @@ def test_what_cannot_be_measured():
     with pytest.raises(ValueError, match='got sizes 4 and 4'): two_sizes(4, 4, 1, 1)
     with pytest.raises(ValueError, match='two batch sizes or more'): fit_sizes([4], [1])
     with pytest.raises(ValueError, match='at most 1'): NoiseScale(model, 4, decay=1.01)
-    with pytest.raises(ValueError, match='micro_batch_size is 0'): NoiseScale(model, 0)
-    with pytest.raises(ValueError, match='no parameter needs a gradient'): NoiseScale(nn.Linear(2, 2).requires_grad_(False), 4)
+    with pytest.raises(ValueError, match='micro_batch_size must be at least 1, got 0'): NoiseScale(model, 0)
+    with pytest.raises(ValueError, match='no parameter requires a gradient'): NoiseScale(nn.Linear(2, 2).requires_grad_(False), 4)
     assert not any(p._backward_hooks for p in model.parameters())
 
 
@@ -349,7 +349,7 @@ def test_a_gradient_that_is_all_noise():
     nn.init.zeros_(model.weight)
     est = noise_scale(model, lambda: (model(torch.randn(4, 3)).squeeze(1)-torch.randn(4)).square().mean()/2, 4)
     assert est.noise_scale==math.inf and math.isnan(est.errors['noise_scale']) and est.at_least>20
-    assert 'cannot be told from zero' in repr(est) and f'At least {est.at_least:.3g}' in repr(est) and est.trace==pytest.approx(3, rel=.2)
+    assert 'cannot be distinguished from zero' in repr(est) and f'At least {est.at_least:.3g}' in repr(est) and est.trace==pytest.approx(3, rel=.2)
     est.plot()
 
 

@@ -180,7 +180,7 @@ def test_what_is_shared_and_how_it_is_called(tmp_path):
             model(x)
             assert a.state_dict.name()==called
     torch.save([x], tmp_path/'list.pt')
-    with pytest.raises(TypeError, match='holds a list'): load(tmp_path/'list.pt')
+    with pytest.raises(TypeError, match='contains a list'): load(tmp_path/'list.pt')
 
 
 def test_a_norm_is_never_a_remembered_one():
