@@ -1,4 +1,4 @@
-"What a Monitor computes, in the tools that people look at: real wandb (offline), real TensorBoard, matplotlib"
+"Values of a Monitor in wandb (offline), TensorBoard and matplotlib"
 import json
 from pathlib import Path
 
@@ -97,7 +97,7 @@ print(sorted(a.get_title(loc='left') for a in vis.figure.axes), dict(plt.rcParam
     assert (tmp_path/'seen.png').stat().st_size>10_000
 
 
-def test_a_sink_of_ones_own_and_what_is_none():
+def test_own_sink_and_invalid_sinks():
     from matplotlib.figure import Figure
     from torch import nn, ones
 

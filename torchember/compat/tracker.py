@@ -193,23 +193,11 @@ def open_wandb_run():
     return Wandb()
 
 # %% ../../nbs/80_compat/20_tracker.ipynb #a7f14363
-def check_arguments(
-    offload_type, # '.pkl' or '.parquet'
-    offload_inc, # Whole number from 1 on
-    init_step, # Whole number from 0 on, or None
-    stash_value, # Function, or None
-    name, # Name of the run, or None
-    home # Folder of runs, or None
-):
+def check_arguments(offload_type, offload_inc, init_step, stash_value, name, home): # as in `track`
     """Check the arguments of a tracker. Raise FileExistsError if the run exists.
 
-    Args:
-        offload_type: '.pkl' or '.parquet'
-        offload_inc: Whole number from 1 on
-        init_step: Whole number from 0 on, or None
-        stash_value: Function, or None
-        name: Name of the run, or None
-        home: Folder of runs, or None
+    Returns:
+        as in `track`
     """
     if offload_type not in ('.pkl', '.parquet'): raise ValueError(f"offload_type is '.pkl' or '.parquet', got {offload_type!r}.")
     for what,n,least in (('offload_inc', offload_inc, 1), ('init_step', init_step or 0, 0)):

@@ -315,15 +315,7 @@ class OutputListener(Listener):
 # %% ../../nbs/70_state/08_factories.ipynb #b2fe55b1
 class Activations:
     "Outputs of modules in the latest pass, or the gradients of these outputs. `state_dict` has the tensors."
-    def __init__(self,
-        model:nn.Module,
-        pattern=None, # Regular expression, matched from the start of a module's path
-        *, include=None, exclude=None, # Modules to take and to leave out, as `select` accepts them
-        grads:bool=False, # Capture the gradients of the outputs
-        clone:bool=False, # Keep copies
-        device=None, dtype=None, # Device and dtype of the copies
-        name=None # Name of the snapshot
-    ):
+    def __init__(self, model, pattern, include, exclude, grads, clone, device, dtype, name): # as in `from_activation`; grads: True for gradients
         check_model(model)
         check_copy(clone, device, dtype)
         self.state = StateDict(name=name or default_name(model, 'activation_grad' if grads else 'activation'))
@@ -377,7 +369,7 @@ def from_activation(
     Returns:
         A context manager; `Activations.state_dict` has the tensors
     """
-    return Activations(model, pattern, include=include, exclude=exclude, clone=clone, device=device, dtype=dtype, name=name)
+    return Activations(model, pattern, include, exclude, False, clone, device, dtype, name)
 
 def from_activation_grad(
     model:nn.Module,
@@ -399,4 +391,4 @@ def from_activation_grad(
     Returns:
         A context manager; `Activations.state_dict` has the tensors
     """
-    return Activations(model, pattern, include=include, exclude=exclude, grads=True, clone=clone, device=device, dtype=dtype, name=name)
+    return Activations(model, pattern, include, exclude, True, clone, device, dtype, name)
