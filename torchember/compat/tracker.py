@@ -48,7 +48,8 @@ def find_library(
     Args:
         tensor: Tensor of a registered class, or a value that the first library converts
     """
-    if not libraries: raise RuntimeError("no library is registered: import the stash functions from torchember, or for JAX from torchember.jaxember.")
+    if not libraries:
+        raise RuntimeError("no library is registered: import the stash functions from torchember, or for JAX from torchember.jaxember.")
     return next((lib for c,lib in libraries.items() if isinstance(tensor, c)), next(iter(libraries.values())))
 
 # %% ../../nbs/80_compat/20_tracker.ipynb #34dd7322
@@ -201,8 +202,10 @@ def check_arguments(offload_type, offload_inc, init_step, stash_value, name, hom
     """
     if offload_type not in ('.pkl', '.parquet'): raise ValueError(f"offload_type is '.pkl' or '.parquet', got {offload_type!r}.")
     for what,n,least in (('offload_inc', offload_inc, 1), ('init_step', init_step or 0, 0)):
-        if isinstance(n, bool) or not isinstance(n, int) or n<least: raise ValueError(f"{what} must be a whole number from {least} on, got {n!r}.")
-    if stash_value is not None and not callable(stash_value): raise TypeError(f"stash_value must be a function: tensor -> dict, got {an(stash_value)}.")
+        if isinstance(n, bool) or not isinstance(n, int) or n<least:
+            raise ValueError(f"{what} must be a whole number from {least} on, got {n!r}.")
+    if stash_value is not None and not callable(stash_value):
+        raise TypeError(f"stash_value must be a function: tensor -> dict, got {an(stash_value)}.")
     if name is not None and not isinstance(name, str): raise TypeError(f"name= must be a string such as 'first', got {an(name)}.")
     if name is not None and exists(name, home):
         raise FileExistsError(f"The run {name!r} already exists in {folder('torchember', home)}. Choose another name=.")
@@ -272,7 +275,8 @@ class Tracker:
         offload_type:str='.pkl', # '.pkl' or '.parquet'
         wandb=None # A `Wandb`, or None
     ):
-        self.t,self.prefix,self.offload_inc,self.offload_fn,self.offload_type,self.wandb = t,prefix,offload_inc,offload_fn,offload_type,wandb
+        self.t,self.prefix,self.wandb = t,prefix,wandb
+        self.offload_inc,self.offload_fn,self.offload_type = offload_inc,offload_fn,offload_type
         self.out_path = None # path of the LogFrame, once it is written
         self.calls,self.read = 0,0 # number of calls of `step`; bytes of the log that `offload_fn` has received
         self.place = None # folder of this tracker
@@ -349,8 +353,10 @@ class Tracker:
         "Write the whole run as a LogFrame, if anything was recorded."
         lf = self.logframe(self.t.df) if os.path.exists(self.t.log_path) else None
         if lf is None:
-            if os.path.exists(self.t.log_path): return print(f"A LogFrame cannot contain the recorded tensor types. Use read({self.name!r}).")
-            return print("Nothing was recorded, so there is no LogFrame.")
+            recorded = os.path.exists(self.t.log_path)
+            print(f"A LogFrame cannot contain the recorded tensor types. Use read({self.name!r})." if recorded
+                else "Nothing was recorded, so there is no LogFrame.")
+            return
         if STAT not in lf:
             warn(f"No LogFrame was written, because it needs numbers and stash_value gave none. The log is complete: use read({self.name!r}).")
             return

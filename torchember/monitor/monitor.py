@@ -52,7 +52,8 @@ def find_quantity(
 ) -> type:
     "Return the class of a quantity. Raise ValueError or TypeError if there is none."
     if isinstance(what, str):
-        if re.match(r'\s*\w+\(', what): raise ValueError(f"{what!r} is a schedule. A quantity and its schedule are a pair: [['WeightNorm', {what!r}]].")
+        if re.match(r'\s*\w+\(', what):
+            raise ValueError(f"{what!r} is a schedule. A quantity and its schedule are a pair: [['WeightNorm', {what!r}]].")
         if what not in classes: raise ValueError(unknown('quantity', what, sorted(classes)))
         return classes[what]
     if isinstance(what, type) and issubclass(what, Quantity):
@@ -204,12 +205,14 @@ class QuantityRows:
             missing = isinstance(e, MissingTensor)
             if missing and q.multi and not is_due_or_fails(q.should_show, step): return None
             self.report(w, q, e)
-            return None if missing else {name: math.nan, 'error': f'{name}: {type(e).__name__}: {e}'} # a missing tensor has no row
+            if missing: return None # without a tensor there is no row
+            return {name: math.nan, 'error': f'{name}: {type(e).__name__}: {e}'}
 
     def make_row(self, w, ttype, stats):
         tname,pname,call,dtype = describe_tensor(ttype, w.track.module, w.captured.described)
         stats = {k: v.tolist() if isinstance(v, np.ndarray) else v for k,v in stats.items()}
-        return (w.track.name, ttype.replace('bias', 'weight') if ttype in parameter_ttypes else ttype, tname, pname, None, 0), call, dtype, stats
+        if ttype in parameter_ttypes: ttype = ttype.replace('bias', 'weight')
+        return (w.track.name, ttype, tname, pname, None, 0), call, dtype, stats
 
     def report(self, w, q, e):
         "Warn about an error, once for each kind; or raise it."
@@ -219,7 +222,7 @@ class QuantityRows:
         kind = (w.track.path, type(q), type(e)) if missing else (type(q), type(e))
         self.notices.once(kind, f"{type(q).__name__} of {w.track.name}: {what} Training continues. This warning appears once.")
 
-# %% ../../nbs/47_monitor/50_monitor.ipynb #4f961618
+# %% ../../nbs/47_monitor/50_monitor.ipynb #528d36e4
 class EmberRun:
     "The run of the ember that is armed on the model."
     def __init__(self, recorder):
@@ -236,7 +239,8 @@ class OwnRun:
         self.rank = {'rank': rank} if ranks>1 else {}
         if ranks>1: name = f'{name or shared_name(kind)}.rank{rank}'
         self.t = new_run(kind, name, resume, home, store, ranks)
-        self.t.begin({'start': now(), 'user': user(), 'schema': SCHEMA, 'model': kind}, {} if resume else {'structure': tree_dict(root)})
+        base = {'start': now(), 'user': user(), 'schema': SCHEMA, 'model': kind}
+        self.t.begin(base, {} if resume else {'structure': tree_dict(root)})
 
     def add_rows(self, step, rows): # rows: as `Recorder.add_rows` accepts them
         ts,marks = now(),{**self.rank, **self.t.marked}
@@ -245,7 +249,7 @@ class OwnRun:
     def close(self): self.t.end()
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #af31027b
-def whole_number(step):
+def step_number(step):
     "Return a step number as an int. Raise TypeError if it is not a whole number."
     if isinstance(step, torch.Tensor) and step.numel()==1: step = step.item()
     if isinstance(step, float) and step.is_integer(): step = int(step)
@@ -287,7 +291,8 @@ class Monitor:
             quantities = [what if isinstance(what, Quantity) else what(view, when) for what,when in asked.values()]
             for q in quantities: q._module = view
             modules.append((t, quantities, view))
-        if scaler is not None and not hasattr(scaler, 'unscale_'): raise TypeError(f"scaler= is a torch.amp.GradScaler, got {an(scaler)}.")
+        if scaler is not None and not hasattr(scaler, 'unscale_'):
+            raise TypeError(f"scaler= must be a torch.amp.GradScaler, got {an(scaler)}.")
         check_store(store)
         recorder = None if name or home or resume else getattr(armed_by(self.model), 'recorder', None)
         self.run = OwnRun(tracked[0], name, resume, home, store) if recorder is None else EmberRun(recorder)
@@ -314,7 +319,7 @@ class Monitor:
         Args:
             global_step: Number of the step that was just computed
         """
-        step = whole_number(global_step)
+        step = step_number(global_step)
         if disabled(): return
         rows,due = [],self.passes.due_watches(step)
         self.passes.measuring = True

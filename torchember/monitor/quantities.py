@@ -31,7 +31,7 @@ class Need(NamedTuple):
     ttype:str # One of `captured_ttypes` or `parameter_ttypes`
     reduce:object # Function: tensor, axis of its features, module -> value to keep; None keeps the tensor itself
 
-# %% ../../nbs/47_monitor/10_quantities.ipynb #b1e27c24
+# %% ../../nbs/47_monitor/10_quantities.ipynb #68f58a9b
 scalar_groups = groups_for(('mean', 'std', 'l2'))
 
 def reduce_to_summary(x, axis, module): return summarize(x, scalar_groups)
@@ -39,7 +39,8 @@ def reduce_to_covariance(x, axis, module): return covariance(x, axis)
 def reduce_to_means(x, axis, module): return channel_means(x, axis)
 def reduce_to_stats(x, axis, module): return channel_stats(x, axis)
 
-contained = {reduce_to_stats: (reduce_to_means, lambda got: got[0])} # reduction -> the reduction that its result contains, and how to take it
+# reduction -> the reduction that its result contains, and a function that returns it
+contained = {reduce_to_stats: (reduce_to_means, lambda got: got[0])}
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #0032403f
 def is_parametrized(module, name):
@@ -61,6 +62,7 @@ def unscale(g, scale):
     "Return a gradient divided by the loss scale. None means no scale."
     return g if scale is None else (g.float() if g.dtype.itemsize<4 else g)/scale # float16 would underflow
 
+# %% ../../nbs/47_monitor/10_quantities.ipynb #41c4951a
 def read_parameter_tensor(view, ttype):
     "Return the tensor of one of `parameter_ttypes`, without loss scale. Raise `MissingTensor` with the reason if there is none."
     name = ttype.removesuffix('_grad')
@@ -69,8 +71,10 @@ def read_parameter_tensor(view, ttype):
     scale = None
     if ttype.endswith('_grad'):
         where = f"the {name} of {view._name}"
-        if not (p.is_leaf or p.retains_grad): raise MissingTensor(f"{where} is computed from other parameters, and has no gradient of its own.")
-        if p.grad is None and p.requires_grad: raise MissingTensor(f"{where} has no gradient. Call track after backward, and before zero_grad.")
+        if not (p.is_leaf or p.retains_grad):
+            raise MissingTensor(f"{where} is computed from other parameters, and has no gradient of its own.")
+        if p.grad is None and p.requires_grad:
+            raise MissingTensor(f"{where} has no gradient. Call track after backward, and before zero_grad.")
         if p.grad is None: raise MissingTensor(f"{where} is frozen: it does not require a gradient.")
         p,scale = p.grad,getattr(view, '_scale', None)
     p = unscale(p.detach(), scale)
@@ -91,7 +95,8 @@ def stored_value(value):
     "Return a quantity's value with floats for numbers and numpy arrays for tensors, in memory of its own."
     if isinstance(value, torch.Tensor):
         single = value.dtype.is_floating_point and value.dtype not in (torch.float32, torch.float64)
-        value = value.detach().to('cpu', torch.float32 if single else value.dtype, copy=True).numpy() # .numpy() forbids resizing, so it gets a copy
+        # a copy, because .numpy() forbids resizing of the tensor
+        value = value.detach().to('cpu', torch.float32 if single else value.dtype, copy=True).numpy()
     if isinstance(value, np.ndarray|np.generic) and np.ndim(value)==0: value = value.item()
     if isinstance(value, complex|np.ndarray) and (isinstance(value, complex) or value.dtype.kind not in 'biuf'):
         raise TypeError(f"a quantity's values must be real numbers, got {value!r:.80}.")
@@ -249,13 +254,15 @@ argument_names = (*captured_ttypes, *parameter_ttypes, *eigenvalue_arguments, 'm
 
 def read_arguments(f):
     "Return the names of the arguments that a quantity's function needs. Raise ValueError for unknown names."
-    names = [n for n,p in inspect.signature(f).parameters.items() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    names = [n for n,p in inspect.signature(f).parameters.items()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     for n in names:
         if n not in argument_names: raise ValueError(f"The function {f.__name__} cannot be a quantity. {unknown('argument', n, argument_names)}")
-    if not names: raise ValueError(f"The function {f.__name__} takes no argument, so it describes no tensor. {unknown('argument', '', argument_names)}")
+    if not names:
+        raise ValueError(f"The function {f.__name__} takes no argument, so it describes no tensor. {unknown('argument', '', argument_names)}")
     return names
 
-# %% ../../nbs/47_monitor/10_quantities.ipynb #9e588379
+# %% ../../nbs/47_monitor/10_quantities.ipynb #7cc9a6a2
 @contextmanager
 def refuse_changes(tensors, name):
     "Raise RuntimeError if the code in the `with` block, a quantity called `name`, changes one of these tensors in place."
@@ -291,6 +298,7 @@ def missing_parameter(cls, module):
             if name!=n.ttype: return f"its {name} is computed by a parametrization, and has no gradient of its own"
         elif getattr(module, name, None) is None: return f"it has no {name}"
 
+# %% ../../nbs/47_monitor/10_quantities.ipynb #9403dddd
 class _FunctionQuantity(SingleStepQuantity):
     "A quantity that a function computes."
     function,names,at_once = None,(),False # at_once: the function is called during the module's call

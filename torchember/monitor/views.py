@@ -24,7 +24,8 @@ features_last = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.EmbeddingBag, nn.Mult
 def feature_layout(c):
     "Return where modules of class `c` have features: 'last', 'second', the number of dimensions after the channels, or None if unknown."
     if issubclass(c, features_last) or c.__name__.endswith(('RMSNorm', 'LayerNorm')): return 'last'
-    if issubclass(c, nn.BatchNorm1d|nn.BatchNorm2d|nn.BatchNorm3d|nn.SyncBatchNorm|nn.GroupNorm): return 'second' # these always have a batch dimension
+    # these always have a batch dimension
+    if issubclass(c, nn.BatchNorm1d|nn.BatchNorm2d|nn.BatchNorm3d|nn.SyncBatchNorm|nn.GroupNorm): return 'second'
     return next((int(m[1]) for k in c.__mro__ if (m := re.search(r'([123])d$', k.__name__))), None)
 
 # %% ../../nbs/47_monitor/00_views.ipynb #5b9519fe
@@ -44,8 +45,10 @@ def feature_axis(
 class MissingTensor(AttributeError):
     "Raised when a quantity reads a tensor that was not captured."
 
-tensor_descriptions = {'input': 'its input', 'output': 'its output', 'input_grad': 'the gradient of its input', 'output_grad': 'the gradient of its output'}
-tensor_attributes = {**{t: t for t in tensor_descriptions}, 'input_eig_data': 'input', 'output_grad_eig': 'output_grad'} # attribute -> source tensor
+tensor_descriptions = {'input': 'its input', 'output': 'its output', 'input_grad': 'the gradient of its input',
+    'output_grad': 'the gradient of its output'}
+# attribute -> source tensor
+tensor_attributes = {**{t: t for t in tensor_descriptions}, 'input_eig_data': 'input', 'output_grad_eig': 'output_grad'}
 
 # %% ../../nbs/47_monitor/00_views.ipynb #5059560f
 class View:
@@ -122,7 +125,8 @@ class Extension:
             other: Extension, or None
         """
         if type(other) is not type(self) or vars(other).keys()!=vars(self).keys(): return False
-        return all(a is b or type(a) is type(b) in (str, int, float, bool) and a==b for a,b in ((a, vars(other)[k]) for k,a in vars(self).items()))
+        pairs = [(a, vars(other)[k]) for k,a in vars(self).items()]
+        return all(a is b or type(a) is type(b) in (str, int, float, bool) and a==b for a,b in pairs)
 
 # %% ../../nbs/47_monitor/00_views.ipynb #174d6745
 def first_tensor(x):

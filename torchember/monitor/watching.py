@@ -16,15 +16,17 @@ from .quantities import Quantity, captured_ttypes, contained, unscale
 from .views import View, feature_axis
 from ..capture.private_torch import any_unscaled, is_wrapped, loss_scale
 
-# %% ../../nbs/47_monitor/40_watching.ipynb #8a650d32
+# %% ../../nbs/47_monitor/40_watching.ipynb #de232952
 def pass_rank(training, grad):
     "Return how well a pass is suited for training, from 0 to 3. A pass in train() mode with gradients has 3."
     return 2*bool(grad)+bool(training)
 
+# %% ../../nbs/47_monitor/40_watching.ipynb #f132da40
 class BestRank:
     "Selects the best-ranked passes (or calls) of each step."
     def __init__(self):
-        self.best = self.previous = self.ignored = -1 # best rank in this step, in the previous step, and among the ignored passes of this step
+        # best rank in this step, in the previous step, and among the ignored passes of this step
+        self.best = self.previous = self.ignored = -1
 
     def accepts(self, rank):
         "Return True if a pass of this rank counts: no pass of this step is better, and if the previous step had gradients, so does this pass."
@@ -86,7 +88,7 @@ class StepPredictor:
         self.last_step,self.passes,self.skipped = step,0,False
         self.ranks.end_step()
 
-# %% ../../nbs/47_monitor/40_watching.ipynb #d8529d31
+# %% ../../nbs/47_monitor/40_watching.ipynb #5151bf78
 class QuantityGroups:
     "Quantities by their schedule."
     def __init__(self): self.groups = {} # key of a schedule -> (the schedule, None for all steps; set of quantities)
@@ -102,7 +104,8 @@ class QuantityGroups:
         step # None if the number is unknown
     ) -> frozenset: # Keys of groups
         "Return the groups that are due at a step, all groups if the number is unknown."
-        return frozenset(k for k,(is_due,_) in self.groups.items() if step is None or is_due is None or is_due_or_fails(is_due, step))
+        def due(schedule): return step is None or schedule is None or is_due_or_fails(schedule, step)
+        return frozenset(k for k,(schedule,_) in self.groups.items() if due(schedule))
 
     def quantities(self, keys):
         "Return the quantities of some groups, as a set."
@@ -194,7 +197,9 @@ class HeldTensor:
 # %% ../../nbs/47_monitor/40_watching.ipynb #c158cfe4
 class CaptureRequest:
     "What to capture of one tensor of a module in the coming pass."
-    def __init__(self): self.reductions,self.whole,self.copy = [],False,False # copy: True if the tensor was overwritten in an earlier step
+    def __init__(self):
+        self.reductions,self.whole = [],False
+        self.copy = False # True if the tensor was overwritten in an earlier step
 
     def __bool__(self): return bool(self.whole or self.reductions)
 
@@ -219,7 +224,8 @@ class CapturedTensors:
         for ttype,pairs in self.needed.items():
             r = self.requests[ttype]
             r.whole = any(reduction is None and is_due(q) for reduction,q in pairs)
-            r.reductions = sorted({f for f,q in pairs if f is not None and is_due(q)}, key=lambda f: f not in contained) # larger results first
+            functions = {f for f,q in pairs if f is not None and is_due(q)}
+            r.reductions = sorted(functions, key=lambda f: f not in contained) # reductions that contain others first
         return any(self.requests.values())
 
     def add(self, ttype, tname, x, call, copy):
@@ -252,7 +258,8 @@ class CapturedTensors:
 # %% ../../nbs/47_monitor/40_watching.ipynb #20b7c6d1
 def user_extensions(q):
     "Return the extensions that a user's class defines, as pairs with True for gradients. Classes of torchember have `needs` instead."
-    own = [(f, b) for f,b in ((q.forward_extensions, False), (q.backward_extensions, True)) if not f.__func__.__module__.startswith('torchember.monitor.')]
+    methods = (q.forward_extensions, False), (q.backward_extensions, True)
+    own = [(f, b) for f,b in methods if not f.__func__.__module__.startswith('torchember.monitor.')]
     return [(e, b or e.backward) for f,b in own for e in f()]
 
 def extension_ttypes(e, backward):
@@ -267,7 +274,7 @@ def captured_needs(q):
     for e,b in user_extensions(q): out += [(t, None) for t in extension_ttypes(e, b) if (t, None) not in out]
     return list(dict.fromkeys(out))
 
-# %% ../../nbs/47_monitor/40_watching.ipynb #674e6378
+# %% ../../nbs/47_monitor/40_watching.ipynb #3352cfce
 class CallsOfPass:
     "Calls of one module in the latest pass that counts."
     def __init__(self):
@@ -300,7 +307,8 @@ class Watch(Listener):
         needed = {t: [] for t in captured_ttypes}
         for q in quantities:
             for ttype,reduce in captured_needs(q): needed[ttype].append((reduce, q))
-        self.captured,self.handles = CapturedTensors(track.module, view, needed, passes),[] # handles: hooks on leaf tensors
+        self.captured = CapturedTensors(track.module, view, needed, passes)
+        self.handles = [] # of hooks on leaf tensors
         self.calls,self.ranks,self.rank = CallsOfPass(),BestRank(),-1 # rank: of the running call
         self.wants = always(*(bool(needed[t]) for t in captured_ttypes))
 
@@ -312,7 +320,8 @@ class Watch(Listener):
 
     def call_begins(self, state, inputs, compiled=False): return self.capture_call('input', state, inputs, compiled, True)
 
-    def call_ends(self, state, outputs, compiled=False): return self.capture_call('output', state, outputs, compiled, not self.wants.inputs)
+    def call_ends(self, state, outputs, compiled=False):
+        return self.capture_call('output', state, outputs, compiled, not self.wants.inputs)
 
     def capture_call(self, ttype, state, named, compiled, begins): # begins: True for the first event of a call
         "Capture the first tensor of a call, and its gradient. Return what `await_gradient` returns."
@@ -389,7 +398,8 @@ def fill_view(watch):
                 "From the next step on, a copy is made.")
         else: v._reduced[ttype, None] = held.x
     for ttype in captured_ttypes:
-        if ttype not in v._missing and captured.needed[ttype] and ttype not in captured.described: v._missing[ttype] = explain_missing(watch, ttype)
+        if ttype not in v._missing and captured.needed[ttype] and ttype not in captured.described:
+            v._missing[ttype] = explain_missing(watch, ttype)
 
 def explain_missing(watch, ttype):
     "Return why a tensor was not captured in this step."
@@ -404,13 +414,14 @@ def explain_missing(watch, ttype):
             "depend on this tensor, or the tensor does not require a gradient.")
     return f"the {ttype} of {name} was not captured: another step was expected. The steps that follow will be captured."
 
-# %% ../../nbs/47_monitor/40_watching.ipynb #f71daf53
+# %% ../../nbs/47_monitor/40_watching.ipynb #bdf75d81
 def run_extensions(view, captured, q):
     "Let the extensions of a quantity store their values in the view. An extension whose tensor is missing is not called."
     for e,backward in user_extensions(q):
         if e.alike(view._extended.get(e._name)): continue
         given = [view._reduced.get((t, None)) for t in (('input_grad', 'output_grad') if backward else ('input', 'output'))]
         builtin = type(e).__module__.startswith('torchember.')
-        if builtin and view._reduced.get((e.ttype, None)) is None or all(x is None for x in given): continue # reading the attribute raises with the reason
+        # without the tensor, reading the attribute of the view raises with the reason
+        if builtin and view._reduced.get((e.ttype, None)) is None or all(x is None for x in given): continue
         alone = not backward and ('output' not in captured.whole or captured.whole['output'].alone)
         e(view, (given[0],), given[1] if alone else (given[1],))

@@ -67,7 +67,7 @@ def check_model(model):
     if isinstance(model, nn.Module): return
     raise TypeError(f"a snapshot is taken of a torch.nn.Module, got a {type(model).__name__}. For a dict of tensors, use from_state_dict.")
 
-def parameter_places(
+def named_parameters_of(
     model, include=None, exclude=None # Model, and selection of its modules
 ):
     "Yield (name, parameter, columns of its log row) for each parameter of a model, in the order of `named_parameters`."
@@ -107,7 +107,7 @@ def from_weight(
         device, dtype: Device and dtype of the copy
         name: Name of the snapshot
     """
-    items = (o for o in parameter_places(model, include, exclude) if o[1].requires_grad or not requires_grad)
+    items = (o for o in named_parameters_of(model, include, exclude) if o[1].requires_grad or not requires_grad)
     return take_snapshot(items, pattern, clone, device, dtype, name or default_name(model, 'weights'), 'weight')
 
 # %% ../../nbs/70_state/08_factories.ipynb #c8acccda
@@ -129,7 +129,7 @@ def from_grad(
         name: Name of the snapshot
     """
     items = ((k, p.grad, place|dict(tname=place['tname'].replace('weight', 'grad')))
-        for k,p,place in parameter_places(model, include, exclude) if p.grad is not None)
+        for k,p,place in named_parameters_of(model, include, exclude) if p.grad is not None)
     return take_snapshot(items, pattern, clone, device, dtype, name or default_name(model, 'grad'), 'weight_grad')
 
 # %% ../../nbs/70_state/08_factories.ipynb #8100334b
@@ -163,7 +163,7 @@ def from_optimizer_state(
     found = {p: s.get(optimizer_key) for p,s in optimizer.state.items() if s.get(optimizer_key) is not None}
     if keys and not found: raise ValueError(unknown('optimizer state', optimizer_key, keys))
     items = ((k, found[p], place|dict(tname=f"{optimizer_key}_{place['tname'].rpartition('_')[2]}"))
-        for k,p,place in parameter_places(model, include, exclude) if p in found)
+        for k,p,place in named_parameters_of(model, include, exclude) if p in found)
     return take_snapshot(items, pattern, clone, device, dtype, name or default_name(model, 'optimizer_state'), 'optimizer')
 
 # %% ../../nbs/70_state/08_factories.ipynb #ed2176f1
