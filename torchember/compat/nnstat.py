@@ -21,28 +21,28 @@ class NetDict(StateDict):
         return StateDict.describe(self.with_parts(parts), kwargs.pop('lw', layerwise), None, group, display, exclude_keys=exclude, **kwargs)
 
     def describe_layers(self, display=True, include=None, layerwise=True, **kwargs):
-        "Describe layers whose names contain one of the parts `include`."
+        "Describe layers with one of the parts `include` in their name."
         return self.describe(layerwise, display, include=include, **kwargs)
 
     def with_parts(self, parts):
-        "Return the layers whose names contain one of the parts. Without parts, return all layers."
+        "Return the layers with one of the parts in their name. Without parts, return all layers."
         return self.like((k, x) for k,x in self.items() if any(p in k for p in parts)).set_name(self._name) if parts else self
 
     def drawable(self, op, pattern):
-        "Return layers whose names contain `pattern`, after an operation such as 'abs'."
+        "Return layers with `pattern` in their name, after an operation such as 'abs'."
         some = self.with_parts(as_list(pattern))
         return some if op=='identity' else getattr(some, op)().set_name(f'{op}({some._name})')
 
     def hist(self, op='identity', layerwise=True, pattern=None, **kwargs):
-        "Plot histograms of layers whose names contain `pattern`."
+        "Plot histograms of layers with `pattern` in their name."
         return StateDict.hist(self.drawable(op, pattern), kwargs.pop('lw', layerwise), **kwargs)
 
     def ecdf(self, op='identity', layerwise=True, pattern=None, **kwargs):
-        "Plot distribution functions of layers whose names contain `pattern`."
+        "Plot distribution functions of layers with `pattern` in their name."
         return StateDict.ecdf(self.drawable(op, pattern), kwargs.pop('lw', layerwise), **kwargs)
 
     def heatmap(self, op='identity', layerwise=True, pattern=None, **kwargs):
-        "Plot heat maps of layers whose names contain `pattern`."
+        "Plot heat maps of layers with `pattern` in their name."
         return StateDict.heatmap(self.drawable(op, pattern), kwargs.pop('lw', layerwise), **kwargs)
 
     @property

@@ -37,7 +37,7 @@ def find_modules(
     key, # Path or glob, class, or name of a class
     tracked:list # `moduleTrack`s of the model
 ) -> tuple: # List of `moduleTrack`s, and True if the key is the path of one module
-    "Return the modules that a key of a configuration selects. Raise ValueError if there are none."
+    "Find the modules for a key of a configuration. Raise ValueError if there are none."
     paths = {p: t for t in tracked for p in (t.path, *t.aliases)}
     if isinstance(key, str):
         short = re.sub(r'^(module\.|_orig_mod\.)+', '', key) # prefixes of DataParallel and of compiled modules
@@ -115,7 +115,7 @@ def parse_config(
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #377bfeb4
 def row_ttype(q) -> str:
-    "Return the tensor type of the row that holds the values of a quantity."
+    "Return the tensor type of a quantity's row."
     needed = [n.ttype for n in q.needs]+[t for e,b in user_extensions(q) for t in extension_ttypes(e, b)[:1]]
     return needed[0] if needed else 'weight'
 
@@ -169,7 +169,7 @@ def size_in_memory(value): return getattr(value, 'size', 1)+10
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #f0789139
 class QuantityRows:
-    "Computes the due quantities of a module and returns rows. A quantity that fails gives one warning, and rows with the error."
+    "Computes the due quantities of a module and returns rows. An error gives one warning, and a row with the error."
     def __init__(self,
         values, # `QuantityValues`
         on_error:str='warn' # Or 'raise'
@@ -222,9 +222,9 @@ class QuantityRows:
         kind = (w.track.path, type(q), type(e)) if missing else (type(q), type(e))
         self.notices.once(kind, f"{type(q).__name__} of {w.track.name}: {what} Training continues. This warning appears once.")
 
-# %% ../../nbs/47_monitor/50_monitor.ipynb #528d36e4
+# %% ../../nbs/47_monitor/50_monitor.ipynb #d3fa402b
 class EmberRun:
-    "The run of the ember that is armed on the model."
+    "Run of the ember armed on the model."
     def __init__(self, recorder):
         self.t,self.add_rows = recorder.t,recorder.add_rows
         self.scaler = None if recorder.watch is None else recorder.watch.scaler
@@ -232,7 +232,7 @@ class EmberRun:
     def close(self): self.t.barrier()
 
 class OwnRun:
-    "A run that only a monitor writes."
+    "Run of a monitor without an ember."
     scaler = None
     def __init__(self, root, name=None, resume=False, home=None, store='jsonl'): # root: `moduleTrack` of the model
         kind,(rank,ranks) = type(root.module).__name__,rank_and_size()
@@ -314,7 +314,7 @@ class Monitor:
     def track(self,
         global_step:int # Number of the step that was just computed
     ):
-        """Compute the quantities that are due at this step. Call it after backward and before `zero_grad`.
+        """Compute the due quantities of this step. Call it after backward and before `zero_grad`.
 
         Args:
             global_step: Number of the step that was just computed
@@ -336,7 +336,7 @@ class Monitor:
     def of_step(self,
         step:int
     ) -> dict: # {path: {quantity: value}}
-        """Return the values of one step that are in memory.
+        """Return the values of one step, if they are in memory.
 
         Returns:
             {path: {quantity: value}}

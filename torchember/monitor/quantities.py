@@ -27,11 +27,11 @@ captured_ttypes = ('input', 'output', 'input_grad', 'output_grad') # tensors of 
 parameter_ttypes = ('weight', 'bias', 'weight_grad', 'bias_grad') # tensors that the module itself has
 
 class Need(NamedTuple):
-    "A tensor type that a quantity needs, and the reduction of the tensor."
+    "A tensor type, and the reduction of the tensor for a quantity."
     ttype:str # One of `captured_ttypes` or `parameter_ttypes`
     reduce:object # Function: tensor, axis of its features, module -> value to keep; None keeps the tensor itself
 
-# %% ../../nbs/47_monitor/10_quantities.ipynb #68f58a9b
+# %% ../../nbs/47_monitor/10_quantities.ipynb #2252c76f
 scalar_groups = groups_for(('mean', 'std', 'l2'))
 
 def reduce_to_summary(x, axis, module): return summarize(x, scalar_groups)
@@ -62,7 +62,7 @@ def unscale(g, scale):
     "Return a gradient divided by the loss scale. None means no scale."
     return g if scale is None else (g.float() if g.dtype.itemsize<4 else g)/scale # float16 would underflow
 
-# %% ../../nbs/47_monitor/10_quantities.ipynb #41c4951a
+# %% ../../nbs/47_monitor/10_quantities.ipynb #68632be6
 def read_parameter_tensor(view, ttype):
     "Return the tensor of one of `parameter_ttypes`, without loss scale. Raise `MissingTensor` with the reason if there is none."
     name = ttype.removesuffix('_grad')
@@ -150,12 +150,12 @@ class Quantity:
     # ---- needs
 
     def forward_extensions(self):
-        "Return the extensions that capture tensors of the forward pass."
+        "Return the extensions for tensors of the forward pass."
         have = {'input': ForwardInputExtension, 'output': ForwardOutputExtension}
         return [have[t]() for t in dict.fromkeys(n.ttype for n in self.needs) if t in have]
 
     def backward_extensions(self):
-        "Return the extensions that capture tensors of the backward pass."
+        "Return the extensions for tensors of the backward pass."
         have = {'input_grad': BackwardInputExtension, 'output_grad': BackwardOutputExtension}
         return [have[t]() for t in dict.fromkeys(n.ttype for n in self.needs) if t in have]
 
@@ -212,7 +212,7 @@ class SingleStepQuantity(Quantity):
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #986c084f
 class MultiStepQuantity(Quantity):
-    """A quantity of all steps since it was last due. `_compute_ones(global_step)` returns what `cache` keeps of a step; `_compute(global_step)`, the value.
+    """A quantity of all steps since it was last due. `_compute_ones(global_step)` returns an item for `cache`, and `_compute(global_step)` the value.
 
     Args:
         module: The module that the quantity describes, or its view
@@ -253,7 +253,7 @@ eigenvalue_arguments = {f'{t}_eigs': t for t in captured_ttypes}
 argument_names = (*captured_ttypes, *parameter_ttypes, *eigenvalue_arguments, 'module', 'step')
 
 def read_arguments(f):
-    "Return the names of the arguments that a quantity's function needs. Raise ValueError for unknown names."
+    "Return the argument names of a quantity's function. Raise ValueError for unknown names."
     names = [n for n,p in inspect.signature(f).parameters.items()
         if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     for n in names:
@@ -262,7 +262,7 @@ def read_arguments(f):
         raise ValueError(f"The function {f.__name__} takes no argument, so it describes no tensor. {unknown('argument', '', argument_names)}")
     return names
 
-# %% ../../nbs/47_monitor/10_quantities.ipynb #7cc9a6a2
+# %% ../../nbs/47_monitor/10_quantities.ipynb #3bef23eb
 @contextmanager
 def refuse_changes(tensors, name):
     "Raise RuntimeError if the code in the `with` block, a quantity called `name`, changes one of these tensors in place."
@@ -278,19 +278,19 @@ def call_function(f, arguments):
     return got.clone() if isinstance(got, torch.Tensor) else got # the result may be a view of a tensor that the model will change
 
 def reduction_by(f, names, ttype):
-    "Return a reduction that calls the user's function `f` with a captured tensor."
+    "Return the reduction of a captured tensor by a user's function `f`."
     def reduce(x, axis, module):
         return call_function(f, {n: x if n==ttype else module if n=='module' else read_parameter_tensor(module, n) for n in names})
     return reduce
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #d89b9816
 def all_eigenvalues(spectrum, f):
-    "Return all eigenvalues. Raise ValueError for a tensor so large that only some are computed."
+    "Return all eigenvalues. Raise ValueError if the tensor is too large, so only some are computed."
     if spectrum.values is not None: return spectrum.values
     raise ValueError(f"{f.__name__} needs all eigenvalues, but with {spectrum.features:,} features only some are computed.")
 
 def missing_parameter(cls, module):
-    "Return which parameter a quantity needs and a module lacks, as a reason. None if the module has all."
+    "Return the reason why a module lacks a needed parameter, None if it has all."
     for n in cls.needs:
         name = n.ttype.removesuffix('_grad')
         if n.ttype not in parameter_ttypes: continue
@@ -298,9 +298,9 @@ def missing_parameter(cls, module):
             if name!=n.ttype: return f"its {name} is computed by a parametrization, and has no gradient of its own"
         elif getattr(module, name, None) is None: return f"it has no {name}"
 
-# %% ../../nbs/47_monitor/10_quantities.ipynb #9403dddd
+# %% ../../nbs/47_monitor/10_quantities.ipynb #6f64570e
 class _FunctionQuantity(SingleStepQuantity):
-    "A quantity that a function computes."
+    "A quantity computed by a function."
     function,names,at_once = None,(),False # at_once: the function is called during the module's call
     unfit = classmethod(missing_parameter)
 
@@ -315,7 +315,7 @@ class _FunctionQuantity(SingleStepQuantity):
         return call_function(self.function, {n: given[n] for n in self.names})
 
 def quantity_of_function(f) -> type:
-    "Return the class of a quantity that the function `f` computes."
+    "Return the class of a quantity computed by the function `f`."
     names = read_arguments(f)
     captured = [n for n in names if n in captured_ttypes]
     at_once = len(captured)==1 and not set(names) & {'step', 'weight_grad', 'bias_grad', *eigenvalue_arguments}
@@ -329,7 +329,7 @@ def quantity_of_function(f) -> type:
 def quantity(
     f # Function, or a subclass of `SingleStepQuantity` or `MultiStepQuantity`
 ): # The same function or class
-    """Register a function as a quantity, so that configurations of `Monitor` can name it. Its arguments determine the tensors that it needs.
+    """Register a function as a quantity for configurations of `Monitor`. The names of its arguments select the tensors.
 
     Args:
         f: Function, or a subclass of `SingleStepQuantity` or `MultiStepQuantity`

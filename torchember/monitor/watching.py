@@ -16,12 +16,12 @@ from .quantities import Quantity, captured_ttypes, contained, unscale
 from .views import View, feature_axis
 from ..capture.private_torch import any_unscaled, is_wrapped, loss_scale
 
-# %% ../../nbs/47_monitor/40_watching.ipynb #de232952
+# %% ../../nbs/47_monitor/40_watching.ipynb #b9d07334
 def pass_rank(training, grad):
     "Return how well a pass is suited for training, from 0 to 3. A pass in train() mode with gradients has 3."
     return 2*bool(grad)+bool(training)
 
-# %% ../../nbs/47_monitor/40_watching.ipynb #f132da40
+# %% ../../nbs/47_monitor/40_watching.ipynb #28910dee
 class BestRank:
     "Selects the best-ranked passes (or calls) of each step."
     def __init__(self):
@@ -67,7 +67,7 @@ class StepPredictor:
     def begin_pass(self,
         rank:int=3 # As `pass_rank` returns it
     ):
-        "Note that a pass begins."
+        "Note the begin of a pass."
         replaces = rank>self.ranks.best
         self.skipped = not self.ranks.accepts(rank)
         if self.skipped: return
@@ -77,7 +77,7 @@ class StepPredictor:
     def end_step(self,
         step:int
     ):
-        "Note the number of the step that ended."
+        "Note the end of a step, with its number."
         if self.last_step is not None:
             if self.passes and self.step not in (None, step): self.needed_steps *= 4 # the prediction was wrong
             stride = step-self.last_step if step>self.last_step else None
@@ -88,7 +88,7 @@ class StepPredictor:
         self.last_step,self.passes,self.skipped = step,0,False
         self.ranks.end_step()
 
-# %% ../../nbs/47_monitor/40_watching.ipynb #5151bf78
+# %% ../../nbs/47_monitor/40_watching.ipynb #6ddf5916
 class QuantityGroups:
     "Quantities by their schedule."
     def __init__(self): self.groups = {} # key of a schedule -> (the schedule, None for all steps; set of quantities)
@@ -103,7 +103,7 @@ class QuantityGroups:
     def due(self,
         step # None if the number is unknown
     ) -> frozenset: # Keys of groups
-        "Return the groups that are due at a step, all groups if the number is unknown."
+        "Return the due groups of a step, all groups if the number is unknown."
         def due(schedule): return step is None or schedule is None or is_due_or_fails(schedule, step)
         return frozenset(k for k,(schedule,_) in self.groups.items() if due(schedule))
 
@@ -118,7 +118,7 @@ def is_due_or_fails(schedule, step):
 
 # %% ../../nbs/47_monitor/40_watching.ipynb #65fe8618
 class ModelPasses(Listener):
-    "Listener for the passes of a model, which tells each `Watch` what to capture."
+    "Listener for the passes of a model. It sets the capture requests of each `Watch`."
     wants = always(False, False)
     running = False # True while the root is called
     rank = -1 # of the running pass
@@ -141,7 +141,7 @@ class ModelPasses(Listener):
         return loss_scale(self.scaler) if self.scaler is not None and self.scaler.is_enabled() else None
 
     def due_watches(self, step) -> list: # (watch, quantities) pairs
-        "Return the watches that have quantities due at a step, with these quantities."
+        "Return the due quantities of a step, by watch."
         due = self.groups.due(step)
         if due not in self.plans:
             wanted = self.groups.quantities(due)
@@ -166,7 +166,7 @@ class ModelPasses(Listener):
         return pass_rank(training, training if graph else torch.is_grad_enabled())
 
     def begin_pass(self, rank):
-        "Begin a pass. Tell the watches what to capture, if this differs from the pass before."
+        "Begin a pass. Set new requests if other quantities are due than in the pass before."
         p = self.predictor
         p.begin_pass(rank)
         if p.skipped: return
@@ -186,7 +186,7 @@ class ModelPasses(Listener):
 
 # %% ../../nbs/47_monitor/40_watching.ipynb #fb1f8e62
 class HeldTensor:
-    "A tensor that is kept until a step is tracked."
+    "A tensor kept until a step is tracked."
     def __init__(self, x, copy, alone=True):
         self.alone = alone # True if the module returned the tensor itself, False if it was inside a tuple or dict
         self.x,self.version = (x.detach().clone(), None) if copy else (x.detach(), None if x.is_inference() else x._version)
@@ -196,7 +196,7 @@ class HeldTensor:
 
 # %% ../../nbs/47_monitor/40_watching.ipynb #c158cfe4
 class CaptureRequest:
-    "What to capture of one tensor of a module in the coming pass."
+    "Request for one tensor of a module in the coming pass: the tensor itself, or reductions of it."
     def __init__(self):
         self.reductions,self.whole = [],False
         self.copy = False # True if the tensor was overwritten in an earlier step
@@ -257,26 +257,26 @@ class CapturedTensors:
 
 # %% ../../nbs/47_monitor/40_watching.ipynb #20b7c6d1
 def user_extensions(q):
-    "Return the extensions that a user's class defines, as pairs with True for gradients. Classes of torchember have `needs` instead."
+    "Return the extensions of a user's class, as pairs with True for gradients. Classes of torchember have `needs` instead."
     methods = (q.forward_extensions, False), (q.backward_extensions, True)
     own = [(f, b) for f,b in methods if not f.__func__.__module__.startswith('torchember.monitor.')]
     return [(e, b or e.backward) for f,b in own for e in f()]
 
 def extension_ttypes(e, backward):
-    "Return the types of tensors that an extension reads."
+    "Return the types of tensors read by an extension."
     t = getattr(e, 'ttype', None) if type(e).__module__.startswith('torchember.') else None
     return (t,) if t else ('input_grad', 'output_grad') if backward else ('input', 'output')
 
 # %% ../../nbs/47_monitor/40_watching.ipynb #3373f4de
 def captured_needs(q):
-    "Return the captured tensors that a quantity needs: (ttype, reduction or None) pairs."
+    "Return a quantity's needs for captured tensors: (ttype, reduction or None) pairs."
     out = [(n.ttype, n.reduce) for n in q.needs if n.ttype in captured_ttypes]
     for e,b in user_extensions(q): out += [(t, None) for t in extension_ttypes(e, b) if (t, None) not in out]
     return list(dict.fromkeys(out))
 
-# %% ../../nbs/47_monitor/40_watching.ipynb #3352cfce
+# %% ../../nbs/47_monitor/40_watching.ipynb #11554902
 class CallsOfPass:
-    "Calls of one module in the latest pass that counts."
+    "Calls of one module in the latest accepted pass."
     def __init__(self):
         self.pass_number,self.count = None,0
         self.arrived = set() # types of the gradients that arrived in this pass
@@ -294,7 +294,7 @@ def is_transformed(named):
 
 # %% ../../nbs/47_monitor/40_watching.ipynb #191e147f
 class Watch(Listener):
-    "Listener for one module, which captures the tensors that the module's quantities need."
+    "Listener for one module, capturing tensors for the module's quantities."
     running = 1 # a pass never begins with this module
     on = wants_any = True
     def __init__(self,
@@ -324,7 +324,7 @@ class Watch(Listener):
         return self.capture_call('output', state, outputs, compiled, not self.wants.inputs)
 
     def capture_call(self, ttype, state, named, compiled, begins): # begins: True for the first event of a call
-        "Capture the first tensor of a call, and its gradient. Return what `await_gradient` returns."
+        "Capture the first tensor of a call, and its gradient. Return the result of `await_gradient`."
         if self.passes.measuring or is_transformed(named) or not self.counts(compiled, begins): return None
         self.calls.count += begins
         if named and self.captured.requests[ttype]: self.captured.add(ttype, *named[0], self.calls.last, compiled)
@@ -343,7 +343,7 @@ class Watch(Listener):
         return self.wants_any
 
     def pass_failed(self):
-        "Drop the tensors of a pass that raised an exception."
+        "Drop the tensors of a failed pass."
         if self.calls.pass_number==self.passes.predictor.number: self.captured.clear(); self.calls.failed = True
 
     def await_gradient(self, ttype, state, named, compiled):
@@ -414,9 +414,9 @@ def explain_missing(watch, ttype):
             "depend on this tensor, or the tensor does not require a gradient.")
     return f"the {ttype} of {name} was not captured: another step was expected. The steps that follow will be captured."
 
-# %% ../../nbs/47_monitor/40_watching.ipynb #bdf75d81
+# %% ../../nbs/47_monitor/40_watching.ipynb #59f85522
 def run_extensions(view, captured, q):
-    "Let the extensions of a quantity store their values in the view. An extension whose tensor is missing is not called."
+    "Let the extensions of a quantity store their values in the view. Skip extensions without a tensor."
     for e,backward in user_extensions(q):
         if e.alike(view._extended.get(e._name)): continue
         given = [view._reduced.get((t, None)) for t in (('input_grad', 'output_grad') if backward else ('input', 'output'))]

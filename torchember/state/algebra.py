@@ -452,12 +452,12 @@ def reduce_layers(d, name, lw, pattern, change=None, dtype=None): # change: func
     v = rows if lw else merge(np.stack([no_elements(groups_for_reductions([name])), *rows]))
     got = derive_reduction(v, name)
     if change is not None: got = change(got, v[..., 0])
-    if lw: return d.result(zip(layers, round_to_dtype(got, dtype), strict=True))
-    return scalar_tensor(float(got), [x.dtype for x in layers.values()], name) if dtype is None else torch.tensor(float(got), dtype=dtype)
+    return reduction_result(d, layers, got, lw, dtype, name)
 
-def round_to_dtype(got, dtype):
-    "Return numbers as a list, rounded to a dtype."
-    return got.tolist() if dtype is None else torch.as_tensor(got).to(dtype).tolist()
+def reduction_result(d, layers, got, lw, dtype, name=''):
+    "Return numbers of layers as a StateDict (`lw`), or the number of the whole as a tensor."
+    if lw: return d.result(zip(layers, (got if dtype is None else torch.as_tensor(got).to(dtype)).tolist(), strict=True))
+    return scalar_tensor(float(got), [x.dtype for x in layers.values()], name) if dtype is None else torch.tensor(float(got), dtype=dtype)
 
 def correction_factor(n, correction):
     "Return the factor from the unbiased variance to one with another correction."
@@ -476,9 +476,7 @@ def reduce_norm(d, p, lw, pattern, dtype=None):
     layers = {k: torch.tensor(v, dtype=torch.float64) for k,v in select_layers(d, pattern).items()} if d.is_result else select_layers(d, pattern)
     if p in (1, 2): return reduce_layers(d, f'norm{int(p)}', lw, pattern, None, dtype)
     got = norm_per_layer(layers, p)
-    if lw: return d.result(zip(layers, round_to_dtype(got, dtype), strict=True))
-    got = float(combine_norms(got, p))
-    return scalar_tensor(got, [x.dtype for x in layers.values()]) if dtype is None else torch.tensor(got, dtype=dtype)
+    return reduction_result(d, layers, got if lw else combine_norms(got, p), lw, dtype)
 
 # %% ../../nbs/70_state/06_algebra.ipynb #c7b82ab3
 torch_options = {**dict.fromkeys(('sum', 'mean', 'norm'), ('dim', 'keepdim', 'dtype')),
@@ -679,9 +677,9 @@ class DescribedLayers(Reductions):
         """
         exclude = as_list(exclude_keys)+as_list(exlude_keys)
         rows = describe_layers(self, lw or self.is_result, pattern, group, include_keys, exclude, additional_info)
-        if display: print(format_table(f'Stats {self._name}', list(rows.values())))
-        elif lw or self.is_result: return {k: {c: list(v) if isinstance(v, tuple) else v for c,v in r.items()} for k,r in rows.items()}
-        else: return {c: list(v) if isinstance(v, tuple) else v for c,v in rows[''].items()}
+        if display: return print(format_table(f'Stats {self._name}', list(rows.values())))
+        rows = {k: {c: list(v) if isinstance(v, tuple) else v for c,v in r.items()} for k,r in rows.items()}
+        return rows if lw or self.is_result else rows['']
 
     def rows(self,
         stats='basic', # As `get_stats` accepts them
