@@ -43,7 +43,7 @@ others = {'differences': 'of what diff gives', 'interactive': 'takes a picture',
     'Surface3d': "Taiyi's, of a dict", 'query': 'begins with a question', 'runs': 'of no run', 'live': 'of all',
     **dict.fromkeys(('du', 'mv', 'rm', 'compact', 'sync'), 'of files'), 'scan': "gives an engine's frame",
     **dict.fromkeys(('from_logframe', 'validate', 'write_parquet'), 'of a LogFrame'), **dict.fromkeys(('read_pickle', 'read_csv', 'read_parquet'), 'of a file')}
-public = {n: getattr(torchember, n) for room,found in torchember.names.items() if room.startswith(('show.', 'frames.')) for n in found.split()}
+public = {n: getattr(torchember, n) for n,module in torchember.module_of.items() if module.startswith(('show.', 'frames.'))}
 of_runs = {n: f for n,f in public.items() if inspect.isfunction(f) and n not in others}
 tables = {'read', 'wide', 'summary', 'dead_units', 'to_logframe', 'report'} # and a file
 more = {'wide': dict(stat='std'), 'surface': dict(ttype='output', stat='units'), 'exp_hist': dict(path='fc1')} # what is asked for
