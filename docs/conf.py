@@ -59,7 +59,7 @@ html_css_files = ['custom.css']
 # What stands beside `nbs`: docname -> file
 reference = {f'reference/{p.stem.partition("_")[2]}': p.relative_to(root) for p in sorted((root/'docs'/'reference').glob('*.md'))}
 integrations = {f'integrations/{p.stem.partition("_")[2]}': p.relative_to(root) for p in sorted((root/'docs'/'integrations').glob('*.md'))}
-beside = {'changelog':'CHANGELOG.md', 'contributing':'CONTRIBUTING.md', **reference, **integrations}
+beside = {'changelog':'CHANGELOG.md', 'contributing':'CONTRIBUTING.md', 'adding':'docs/adding.md', **reference, **integrations}
 module_of = import_module(project).module_of # names that users type: entries of the reference
 of_jax = f'{project}.jaxember', 'tracker' # and another front door: its names are those of this room
 
@@ -187,7 +187,7 @@ def sidebar(docs):
     guides = [d for d in docs if d.startswith('tutorials/')]
     works = dict.fromkeys(f'{d.partition("/")[0]}/index' if '/' in d else d for d in docs if d not in (*guides, *beside, 'index', 'glossary'))
     return {'Use it': ['Start here <self>', *guides, 'glossary', 'changelog'], 'Other tools': [*integrations],
-        'Reference': [*reference, 'All names <genindex>'], 'How it works': [*works, 'contributing']}
+        'Reference': [*reference, 'All names <genindex>'], 'How it works': [*works, 'contributing', 'adding']}
 
 def render_nb(app, docname, content):
     "Turn a notebook into a page"
