@@ -20,9 +20,10 @@ from starlette.testclient import TestClient
 
 from torchember import compact, diagnose, read
 from torchember.frames.logs import of_processes
-from torchember.show.board.listing import Listing, Spark, Watched, has_grown, rows_of_interest, state_of
+from torchember.show.board.listing import Listing, state_of
 from torchember.show.board.server import Board, Pages, board, html_of_board, socket_at
 from torchember.show.board.some_steps import run_of_steps
+from torchember.show.live.following import FollowedLog, Spark, may_have_grown, rows_of_interest
 from torchember.show.page.data import page_of
 from torchember.store.jsonl import emberTracker
 
@@ -253,8 +254,8 @@ def test_what_is_new_is_seen_and_only_that(training):
 
 
 def test_a_file_that_has_grown_is_the_same():
-    assert has_grown((1, 10, 0), (1, 20, 1)) and has_grown((1, 10, 0), (1, 10, 0)) and has_grown(None, None)
-    assert not has_grown((1, 10, 0), (2, 20, 1)) and not has_grown((1, 10, 0), (1, 9, 1)) and not has_grown((1, 10, 0), None) and not has_grown(None, (1, 1, 1))
+    assert may_have_grown((1, 10, 0), (1, 20, 1)) and may_have_grown((1, 10, 0), (1, 10, 0)) and may_have_grown(None, None)
+    for before,now in (((1, 10, 0), (2, 20, 1)), ((1, 10, 0), (1, 9, 1)), ((1, 10, 0), None), (None, (1, 1, 1))): assert not may_have_grown(before, now)
 
 
 def test_what_became_of_a_run():
@@ -438,9 +439,9 @@ def test_the_steps_of_processes_are_chosen_alike(home, tmp_path):
 
 
 def test_of_many_numbers_some_are_kept(tmp_path):
-    w = Watched('x', tmp_path)
+    w = FollowedLog('x', tmp_path)
     w.most_kept = 100
-    for s in range(1000): w.keep({'step': s, 'ttype': 'finding' if s==10 else 'scalar', 'x': float(s)})
+    for s in range(1000): w.keep_line({'step': s, 'ttype': 'finding' if s==10 else 'scalar', 'x': float(s)})
     steps = [s for s,_ in w.kept]
     assert len(steps)<100 and steps==sorted(steps) and 10 in steps and steps[-1]>=984 and json.loads(w.kept[0][1])['step']==steps[0]<40
     w.close()

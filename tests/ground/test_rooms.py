@@ -21,7 +21,7 @@ larger = { # class -> attributes that it has today. A class may leave this table
     'measure.tap.Arena': 19, 'measure.tap.Laid': 19, 'measure.tap.Later': 19, 'measure.tap.Tap': 30, 'monitor.watching.Watch': 16,
     'processes.ranks.Merge': 17, 'processes.ranks.Pieces': 16, 'processes.whole_steps.Sharing': 18, 'recorder.black_box.BlackBox': 17,
     'recorder.budget.Budget': 20, 'recorder.recorder.Recorder': 18, 'recorder.row_writer.RowWriter': 15, 'recorder.sources.Sources': 15,
-    'recorder.steps.Steps': 20, 'show.controls.LayerPicker': 16, 'store.jsonl.Log': 15, 'store.jsonl.LogElsewhere': 15}
+    'recorder.steps.Steps': 20, 'store.jsonl.Log': 15, 'store.jsonl.LogElsewhere': 15}
 # room -> what it looks up in the package when it is asked to show something, and not before
 shows = {'ember': {'overview', 'live', 'summary'}, 'health.diff': {'differences'}}
 

@@ -121,18 +121,18 @@ def test_layers_to_choose_from():
     names = ['', *(f'h.{i}.{p}' for i in range(300) for p in ('b', 'a')), 'head']
     l,told = LayerPicker(W, 'layer', names, ['h.7.a', 'head'], root='Net'),[]
     l.observe(lambda: told.append(l.value))
-    assert l.list.options[:4]==('h.7.a', 'head', 'Net', 'h.0.b') and len(l.list.options)==401 and l.note.value=='and 202 more: type a part of the name'
-    assert l.list.value==('h.7.a', 'head') and l.note.layout.display is None
+    assert l.widget.options[:4]==('h.7.a', 'head', 'Net', 'h.0.b') and len(l.widget.options)==401 and l.note.value=='and 202 more: type a part of the name'
+    assert l.widget.value==('h.7.a', 'head') and l.note.layout.display is None
     l.search.value = 'h.12.'
-    assert l.list.options==('h.7.a', 'head', '*h.12.* (2)', 'h.12.b', 'h.12.a') and (l.note.value, l.note.layout.display)==('', 'none') and told==[]
-    l.list.value = ('*h.12.* (2)', 'h.12.a')
+    assert l.widget.options==('h.7.a', 'head', '*h.12.* (2)', 'h.12.b', 'h.12.a') and (l.note.value, l.note.layout.display)==('', 'none') and told==[]
+    l.widget.value = ('*h.12.* (2)', 'h.12.a')
     assert l.value==['*h.12.*', 'h.12.a'] and told==[l.value]
     l.search.value = 'head'
-    assert l.list.options==('*h.12.* (2)', 'h.12.a', 'head') and l.list.value==('*h.12.* (2)', 'h.12.a') and told==[l.value]
+    assert l.widget.options==('*h.12.* (2)', 'h.12.a', 'head') and l.widget.value==('*h.12.* (2)', 'h.12.a') and told==[l.value]
     l.value = None
-    assert (l.value, l.list.value, told[1:])==(None, (), [None])
+    assert (l.value, l.widget.value, told[1:])==(None, (), [None])
     l.value = {'head'}
-    assert (l.value, l.list.value, told[2:])==('head', ('head',), ['head'])
+    assert (l.value, l.widget.value, told[2:])==('head', ('head',), ['head'])
     one = LayerPicker(W, 'layer', names, 'head', one=True)
     assert one.list.options[:3]==('automatic', 'head', 'model') and one.list.value=='head'
     one.search.value = 'h.1?.a'

@@ -28,7 +28,6 @@ from torchember import (
     updates,
 )
 from torchember.show.comparison import parting
-from torchember.show.live.following import binned
 from torchember.show.select import Series, grid, series, thinned
 
 root = Path(__file__).parents[2]
@@ -137,7 +136,6 @@ def test_no_extreme_is_thinned_away(values, n):
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 12), st.integers(3, 60), st.integers(1, 12), st.integers(1, 40), st.integers(0, 2**31))
 def test_no_spike_is_lost_in_a_grid(layers, steps, most_rows, most_columns, seed):
-    import pandas as pd
     g = np.random.default_rng(seed)
     df = pd.DataFrame([{'path': f'l{i}', 'ttype': 'output', 'tname': 'output_0', 'step': s, 'call': 0, 'std': 1., 'nan': 0}
         for s in range(steps) for i in range(layers)])
@@ -166,16 +164,6 @@ def test_runs_part_also_where_values_are_small():
     one = np.array([1e-9, 1e-9, 1e-9])
     assert parting([lines_of(one, one), lines_of(one*[1, 2, 5], one*[1, 1, 3])])=={'a': 1, 'b': 2}
     assert parting([lines_of(one), lines_of(one)])=={'a': None}
-
-
-def test_a_bin_with_a_nan_keeps_the_value_of_the_other_steps():
-    "And none of another tensor's, which is in the same steps"
-    std = {'a': [1., 2., np.nan, 3., 1., 1.], 'b': [1., 1., 1., 1., np.nan, np.nan]}
-    same = dict(ttype='output', tname='output_0', call=0, step=range(6), posinf=0, neginf=0)
-    got = binned(pd.concat([pd.DataFrame(dict(path=p, std=y, nan=3*np.isnan(y), **same)) for p,y in std.items()]), 2)
-    a,b = (got[got.path==p] for p in 'ab')
-    assert a['std'].tolist()[:2]==[2., 3.] and a.nan.tolist()==[0, 3, 0]
-    assert b['std'].tolist()[:2]==[1., 1.] and np.isnan(b['std'].tolist()[2]) and b.nan.tolist()==[0, 0, 3]
 
 
 def test_out_of_range_of_a_run_with_numerics(run):

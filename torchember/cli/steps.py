@@ -81,74 +81,39 @@ class Steps:
         return [self.open.pop(s) for s in sorted(self.open) if s<least]
 
 # %% ../../nbs/95_cli/40_steps.ipynb #c5c569b0
-class Log:
-    "A log that may go on"
-    def __init__(self, name, path, data): self.name,self.path,self.data,self.tail,self.rows = name,path,data,None,0 # rows: that were read or left out
+class RunLog:
+    "A log that may grow, and the metadata of its run."
+    def __init__(self, name, path, data): self.name,self.path,self.data,self.tail = name,path,data,None
 
-    def said(self):
+    def metadata(self):
         from torchember.frames.logs import said_of
         return said_of(self.name, self.data)[0]
 
-    def goes_on(self):
+    def is_running(self):
         from torchember.frames.logs import goes_on
-        return goes_on(self.said())
+        return goes_on(self.metadata())
 
-    def died(self):
-        "Whether its process is gone, and has not said that it ended"
-        return 'pid' in (base := self.said()) and 'end' not in base and not self.goes_on()
+    def has_died(self):
+        "Return True if the process is gone and has not recorded the end of the run."
+        return 'pid' in (base := self.metadata()) and 'end' not in base and not self.is_running()
 
-    def begin(self, most=None): # Whether that is all there is
-        "Read on from where about so many bytes of the file are left; from the beginning without"
+    def begin(self, most=None):
+        "Begin at about `most` bytes before the end, by default at the beginning. Return True if nothing is skipped."
         from torchember.show.live.following import Tail
-        from torchember.store.parts import held
-        self.tail,self.rows = Tail(self.path),0
-        if most is None or (size := os.path.getsize(self.path))<=most: return most is None or not held(self.path)['lines']
-        with open(self.path, 'rb') as f:
-            f.seek(size-most)
-            f.readline()
-            at = f.tell()
-        self.go_on(held(self.path)['lines']+at, None)
-        return False
-
-    def go_on(self, done, rows):
-        "Read on behind so many bytes of the log, which have so many rows"
-        from torchember.show.live.following import Tail
-        from torchember.store.parts import blocks_of_run, held
-        from torchember.store.anywhere import regular
-        t,parts = Tail(self.path),None
-        while parts!=(parts := held(self.path)): # what is opened is what the parts leave over
-            t.close()
-            t.file = open(self.path, 'rb', buffering=0, opener=regular)
-        at = max(done-parts['lines'], 0)
-        self.rows = parts['rows']+newlines(self.path, at) if rows is None else rows
-        t.removed,t.given,t.at = parts['lines'],min(done, parts['lines']),at
-        t.before = blocks_of_run(self.path, end=0, after=(done, self.rows)) if done<parts['lines'] else iter(())
-        self.tail = t
+        self.tail = Tail(self.path)
+        return most is None or self.tail.skip_to_end(most)
 
     def new(self):
-        "The next rows, some at a time. FileNotFoundError when the log was removed"
+        "Yield lists of the rows that are new. Raise FileNotFoundError if the log was removed."
         from torchember.store.lines import parse
-        while True:
-            try: block = self.tail.more(1<<22)
-            except FileNotFoundError:
-                if not self.tail.was_compacted(): raise
-                self.go_on(self.tail.removed+self.tail.at, self.rows) # its lines are in parts now
-                continue
-            if not block: return
-            rows = parse(block)[0]
-            self.rows += len(rows)
-            yield rows
-
-def newlines(path, end):
-    "How many lines there are before a byte of a file"
-    with open(path, 'rb') as f: return sum(f.read(min(1<<22, end-at)).count(b'\n') for at in range(0, end, 1<<22))
+        while block := self.tail.more(1<<22): yield parse(block)[0]
 
 # %% ../../nbs/95_cli/40_steps.ipynb #69a40d17
 def logs_named(name, home):
     "The logs of a run, one for each of its processes. FileNotFoundError where there is none"
     from torchember.frames.logs import sources
     [source],_ = sources(name, home)
-    found = [Log(s.name, s.path, s.path.parent.parent/'data') for s in getattr(source, 'sources', {0: source}).values()]
+    found = [RunLog(s.name, s.path, s.path.parent.parent/'data') for s in getattr(source, 'sources', {0: source}).values()]
     if not os.path.isfile(found[0].path):
         raise ValueError(f"tail follows a file of this machine, and {printable(found[0].path)} is none. torchember show {printable(name)} reads it.")
     return found
@@ -205,11 +170,11 @@ class Printed:
 def follow(p, wait):
     "Print what comes, until the run has ended"
     quiet = 0
-    while on := [log.name for log in p.logs if log.goes_on()]:
+    while on := [log.name for log in p.logs if log.is_running()]:
         quiet = 0 if p.look(on, quiet*wait>=2) else quiet+1
         if sys.stdout is not None: sys.stdout.flush()
         time.sleep(wait)
-    if any(log.died() for log in p.logs):
+    if any(log.has_died() for log in p.logs):
         from torchember.frames.logs import take_in_boxes
         take_in_boxes(p.logs[0].path.parent.parent) # what the process had measured
     p.look([])
@@ -227,11 +192,12 @@ def tail_command(args):
     if args.lines<0: raise ValueError(f"-n is how many lines, got {args.lines}.")
     name = only_name(args.run, home := home_of(args), 'tail')
     p = Printed(logs_named(name, home), args.lines, args.json)
-    on = [log.name for log in p.logs if log.goes_on()]
+    on = [log.name for log in p.logs if log.is_running()]
     p.begin(on if not args.no_follow else [])
     p.caught_up()
     if args.no_follow: return 0
     if on: follow(p, .25)
-    if not (dead := [log for log in p.logs if log.died()]): return 0
-    say(f"{printable(name)}: process {dead[0].said().get('pid')} is gone, and has not ended the run. torchember diagnose says where it died.", file=sys.stderr)
+    if not (dead := [log for log in p.logs if log.has_died()]): return 0
+    pid = dead[0].metadata().get('pid')
+    say(f"{printable(name)}: process {pid} is gone, and has not ended the run. torchember diagnose says where it died.", file=sys.stderr)
     return 1

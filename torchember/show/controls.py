@@ -181,19 +181,16 @@ class StepSlider(Control):
 # %% ../../nbs/60_show/82_controls.ipynb #245fe3c3
 most_names = 400 # in the list at once; typing brings up the others
 
-class LayerPicker(Control):
-    "One or several layers, out of many"
+class LayerPicker:
+    "A list to select layers from, with a search field. It has the interface of a `Control`."
     def __init__(self, W, name, names, value, one=False, root='model'):
-        self.names,self.root,self.one,self.entries,self.chosen,self.still = names,root,one,{},[],False
+        self.names,self.root,self.one,self.entries,self.chosen,self.muted = names,root,one,{},[],False
         self.search = W.Text(placeholder='part of a name, or h.*.mlp', description=name, continuous_update=True)
-        self.list = W.Select(rows=4) if one else W.SelectMultiple(rows=4)
-        self.note = W.Label()
-        super().__init__(self.list)
-        self.watching = []
+        self.widget,self.note,self.observers = W.Select(rows=4) if one else W.SelectMultiple(rows=4),W.Label(),[]
         self.value = value
         self.search.observe(lambda _: self.fill(), 'value')
-        self.list.observe(self.moved, 'value')
-        self.shown = W.VBox([self.search, self.list, self.note])
+        self.widget.observe(self.select, 'value')
+        self.shown = W.VBox([self.search, self.widget, self.note])
 
     @property
     def value(self): return None if not self.chosen else self.chosen[0] if len(self.chosen)==1 else list(self.chosen)
@@ -202,18 +199,19 @@ class LayerPicker(Control):
     def value(self, v):
         self.chosen = [] if v is None else list(v) if isinstance(v, list|tuple|set) else [v]
         self.fill()
-        self.tell()
+        self.notify()
 
-    def observe(self, f): self.watching.append(f)
+    def observe(self, f): self.observers.append(f)
 
-    def tell(self):
-        for f in self.watching: f()
+    def notify(self):
+        for f in self.observers: f()
 
-    def moved(self, _):
-        if self.still: return
-        now = (self.list.value,) if self.one else self.list.value
+    def select(self, _):
+        "Take over what the user has selected."
+        if self.muted: return
+        now = (self.widget.value,) if self.one else self.widget.value
         self.chosen = [self.entries[l] for l in now if l in self.entries and l!=self.without]
-        self.tell()
+        self.notify()
 
     def offer(self, names):
         "Other layers to choose from"
@@ -239,11 +237,11 @@ class LayerPicker(Control):
         self.entries = {self.called(o): o for o in shown}
         if self.one: self.entries = {self.without: None}|self.entries
         now = [self.called(o) for o in self.chosen]
-        self.still = True
+        self.muted = True
         try:
-            self.list.options = list(self.entries)
-            self.list.value = (now[0] if now else self.without) if self.one else now
-        finally: self.still = False
+            self.widget.options = list(self.entries)
+            self.widget.value = (now[0] if now else self.without) if self.one else now
+        finally: self.muted = False
         more = len(fits)-most_names
         self.note.value = f'and {more:,} more: type a part of the name' if more>0 else '' if fits else 'no name fits'
         self.note.layout.display = None if self.note.value else 'none'

@@ -15,11 +15,8 @@ from urllib.parse import parse_qs
 from ...ground.messages import printable
 from ...ground.needs import needs
 from .listing import Listing
-from .some_steps import run_of_steps, some_steps
 from ..page.data import page_of
 from ..page.document import checksum, of_web
-from ...frames.logs import of_processes
-from ...store.jsonl import emberTracker
 
 # %% ../../../nbs/62_board/20_server.ipynb #29294e07
 def html_of_board(
@@ -55,16 +52,14 @@ class Pages:
 
     def page_of(self, row):
         "A page: of a large run one of some steps, of one that is over more of them the second time"
-        name,home,parts = row['name'],self.listing.place,self.listing.parts(row['name'])
-        first = row['state']=='running' or not self.made.get(name, [False])[-1]
-        most = self.most if first else self.most_later
-        if row['rows']<=most: return page_of(of_processes(name, home) or emberTracker(name, home))
-        odd = [w.odd['step'] for w in parts if w.odd]
-        steps = some_steps(row['steps']-1, max(most*row['steps']//row['rows'], 2), [s+d for s in odd for d in (-1, 0, 1)])
-        page = page_of(run_of_steps(name, home, steps, {w.name: w.kept for w in parts}))
-        said = f"{len(steps):,} of {row['steps']:,} steps are shown here, and rules of health saw no others. All of them: report({printable(name, 60)!r})."
+        first = row['state']=='running' or not self.made.get(row['name'], [False])[-1]
+        run,steps = self.listing.source(row, self.most if first else self.most_later)
+        page = page_of(run)
+        if steps is None: return page
+        note = f"{len(steps):,} of {row['steps']:,} steps are shown here, and rules of health saw no others. " \
+            f"All of them: report({printable(row['name'], 60)!r})."
         page['more'] = first and row['state']!='running'
-        page['run'] |= {'rows': row['rows'], 'steps': row['steps'], 'missing': ' '.join(filter(None, (page['run'].get('missing'), said)))}
+        page['run'] |= {'rows': row['rows'], 'steps': row['steps'], 'missing': ' '.join(filter(None, (page['run'].get('missing'), note)))}
         return page
 
     def row(self, name): return next((r for r in self.listing.rows if r['name']==name), None)
