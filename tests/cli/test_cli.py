@@ -22,9 +22,9 @@ from torch import nn
 import torchember
 from torchember import read, runs, torchEmber
 from torchember.cli.commands import command_named, main, parser, places
-from torchember.cli.steps import Log, Step, Steps
-from torchember.cli.terminal import columns_of, table
-from torchember.health.rules import table as rules
+from torchember.cli.steps import Log, StepRow, OpenSteps
+from torchember.cli.terminal import text_width, format_table
+from torchember.health.rules import format_table as rules
 
 root = Path(__file__).parents[2]
 long_name = 'Schrödinger 卷积 with a name that is far too long for a terminal'
@@ -153,8 +153,8 @@ def test_lines_fit(inside, columns, monkeypatch):
     monkeypatch.setenv('COLUMNS', str(columns))
     for args in ['ls'], ['du'], ['show', 'blown'], ['tail', 'blown']:
         lines = inside(*args).stdout.splitlines()
-        table = lines[lines.index('')+1:] if args[0]=='show' else [l for l in lines if not l.startswith(('error', 'warning'))]
-        assert len(table)>3 and max(map(columns_of, table))<=columns, (args, table)
+        format_table = lines[lines.index('')+1:] if args[0]=='show' else [l for l in lines if not l.startswith(('error', 'warning'))]
+        assert len(format_table)>3 and max(map(text_width, format_table))<=columns, (args, format_table)
     names = [l.split()[0] for l in inside('ls').stdout.splitlines()]
     assert {'name', 'before', 'after', 'blown'}<={*names}
 
@@ -235,10 +235,10 @@ def test_the_newest_run_stands_first(tmp_path):
 
 def test_what_is_left_out_first(monkeypatch):
     monkeypatch.setenv('COLUMNS', '24')
-    lines = table([dict(name='x'*20, more='y'*8, less='z'*8)], ['name', 'more', 'less'], elastic=('name',), drop=('less', 'more'))
+    lines = format_table([dict(name='x'*20, more='y'*8, less='z'*8)], ['name', 'more', 'less'], elastic=('name',), drop=('less', 'more'))
     assert [l.split() for l in lines]==[['name'], ['x'*20]] # no name is shorter than 16 as long as others can be left out
     monkeypatch.setenv('COLUMNS', '26')
-    lines = table([dict(name='x'*20, more='y'*8, less='z'*8)], ['name', 'more', 'less'], ('name',), ('less', 'more'))
+    lines = format_table([dict(name='x'*20, more='y'*8, less='z'*8)], ['name', 'more', 'less'], ('name',), ('less', 'more'))
     assert [l.split() for l in lines]==[['name', 'more'], ['x'*8+'…'+'x'*7, 'y'*8]]
 
 
@@ -375,13 +375,13 @@ def test_tail_tells_an_open_step_when_nothing_more_comes(tmp_path):
 
 
 def test_a_row_that_comes_late_holds_nothing_up():
-    steps = Steps()
+    steps = OpenSteps()
     for step in 5, 3: steps.add('log', dict(step=step, ttype='output'))
     assert [s.step for s in steps.over(['log'])]==[3] and [s.step for s in steps.over([])]==[5]
 
 
 def test_what_is_told_of_a_step_is_what_was_first_not_finite():
-    s = Step(0)
+    s = StepRow(0)
     for path in 'a', 'b', 'c': s.add(dict(step=0, ttype='output', module=f'm(Net).{path}(Linear)', nan=int(path!='a')))
     assert s.trouble=='NaN in output of b and 1 more' and (s.rows, s.odd)==(3, 2)
 

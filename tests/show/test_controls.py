@@ -13,12 +13,12 @@ from matplotlib.backend_bases import KeyEvent, MouseEvent
 
 from torchember import EmberWarning, compare, interactive, overview, tree, updates
 from torchember.show import pointing
-from torchember.show.controls import (Arguments, Asked, LayerPicker, StepSlider, controllable, choice, columns, axis_columns, control_for, label_for, layers_of,
-    laid_out, literal, logged_in, main, of_types, said_of, same, choices, statistics_of, steps_of, types_of)
+from torchember.show.controls import (Arguments, ControlRequest, LayerPicker, StepSlider, argument_help, arrange_controls, axis_columns, choice,
+    choices, columns, control_for, controllable, label_for, layer_names, literal, logged_in, main, of_types, recorded_steps, same, statistics_of, types_of)
 from torchember.show.heatmaps import scalar_global_heatmap
 from torchember.show.histograms import exp_hist, ridge
 from torchember.show.lines import scalar_line
-from torchember.show.pointing import Interactive, Losses, PageFigure, followed, labels_of, losses_of, rows_like, error_text, tensor_at, vertical
+from torchember.show.pointing import Interactive, Losses, PageFigure, followed, labels_of, losses_of, rows_like, error_text, tensor_at, vertical_line
 from torchember.show.select import grid, series
 from torchember.show.style import figure
 
@@ -55,10 +55,10 @@ def test_what_a_table_offers():
     assert (axis_columns(one), statistics_of(one), logged_in(one))==(['step', 'lr', 'mine'], ['lr', 'mine', 'fixed', 'std'], [])
     now = t[t.step==20]
     assert (axis_columns(now), statistics_of(now))==(['step'], ['lr', 'mine', 'fixed', 'std'])
-    assert layers_of(t)==['', 'b', 'b.weight', 'b.bias', 'a'] and layers_of(t, 'weight')==['b', 'b.weight', 'b.bias', 'a']
-    assert layers_of(t, 'optimizer.exp_avg')==['b'] and layers_of(t, ['weight', 'output'])==layers_of(t)==layers_of(t, 'input')
-    assert layers_of(t.drop(columns='pname'))==['', 'b', 'a'] and layers_of(t[t.ttype!='scalar'].assign(layer_name='x'), 'weight')==['x']
-    assert steps_of(t[::-1]).tolist()==[0, 10, 20, 30] and steps_of(t, 'weight').tolist()==[0, 20]
+    assert layer_names(t)==['', 'b', 'b.weight', 'b.bias', 'a'] and layer_names(t, 'weight')==['b', 'b.weight', 'b.bias', 'a']
+    assert layer_names(t, 'optimizer.exp_avg')==['b'] and layer_names(t, ['weight', 'output'])==layer_names(t)==layer_names(t, 'input')
+    assert layer_names(t.drop(columns='pname'))==['', 'b', 'a'] and layer_names(t[t.ttype!='scalar'].assign(layer_name='x'), 'weight')==['x']
+    assert recorded_steps(t[::-1]).tolist()==[0, 10, 20, 30] and recorded_steps(t, 'weight').tolist()==[0, 20]
     assert set(of_types(t, 'update').ttype)=={'output', 'weight', 'optimizer'} and set(of_types(t, 'weight').ttype)=={'weight'}
 
 
@@ -144,7 +144,7 @@ def test_layers_to_choose_from():
 
 def control(f, name, value=..., table=t):
     p = dict(controllable(f))[name]
-    return control_for(Asked(W, f, name, p, p.default if value is ... else value, table))
+    return control_for(ControlRequest(W, f, name, p, p.default if value is ... else value, table))
 
 
 def test_the_control_of_each_argument():
@@ -184,15 +184,15 @@ def test_the_control_of_each_argument():
 
 def test_arguments_of_a_picture():
     "Given ones and those that were moved; layers and steps are those of the tensor type; it is told once however many are moved"
-    a,calls = Arguments(exp_hist, t, {'tt': 'Weights', 'figsize': (3, 4), 'step': 20}, but=('col_wrap',)),[]
-    a.moved = lambda: calls.append(a.values())
+    calls = []
+    a = Arguments(exp_hist, t, {'tt': 'Weights', 'figsize': (3, 4), 'step': 20}, ('col_wrap',), lambda: calls.append(a.values()))
     assert a.values()=={'ttype': 'weight', 'figsize': (3, 4), 'step': 20} and 'col_wrap' not in a.controls and 'figsize' not in a.controls
     assert a.controls['layer'].names==['b', 'b.weight', 'b.bias', 'a'] and a.controls['step'].steps.tolist()==[0, 20]
     a.controls['tt'].value = 'output'
-    assert a.controls['layer'].names==layers_of(t, 'output') and a.controls['step'].steps.tolist()==[0, 10, 20, 30]
+    assert a.controls['layer'].names==layer_names(t, 'output') and a.controls['step'].steps.tolist()==[0, 10, 20, 30]
     assert calls==[{'ttype': 'output', 'figsize': (3, 4), 'step': 20}]
     a.put(step=30, kind='line', ttype='weight')
-    assert calls[1:]==[{'ttype': 'weight', 'figsize': (3, 4), 'step': 20, 'kind': 'line'}] and a.still is False
+    assert calls[1:]==[{'ttype': 'weight', 'figsize': (3, 4), 'step': 20, 'kind': 'line'}] and a.muted is False
     a.put(kind='bar')
     assert calls[2:]==[{'ttype': 'weight', 'figsize': (3, 4), 'step': 20}] # what is as it is without asking is not handed on
     with pytest.raises(KeyError): a.put(nothing=1)
@@ -201,7 +201,7 @@ def test_arguments_of_a_picture():
     assert Arguments(exp_hist, t, {}).values()=={'step': 30} # `None` is the last one, and a picture that is moved needs to know which
     assert Arguments(scalar_line, [t[t.path=='b'], t], {'tt': 'weight'}).controls['layer'].names==['b', 'b.weight', 'b.bias']
     assert [n for n,_ in controllable(scalar_global_heatmap)][-9:]==['robust', 'zeros', 'center', 'vmin', 'vmax', 'cmap', 'cbar', 'yticklabels', 'xticklabels']
-    assert said_of(scalar_global_heatmap)['inc']=='Each how manieth step' and a.controls['kind'].widget.tooltip==said_of(exp_hist)['kind']
+    assert argument_help(scalar_global_heatmap)['inc']=='Each how manieth step' and a.controls['kind'].widget.tooltip==argument_help(exp_hist)['kind']
 
 
 def test_controls_lie_in_the_order_of_their_use():
@@ -215,7 +215,7 @@ def test_controls_lie_in_the_order_of_their_use():
     assert sorted(flat(row))==sorted(first) and flat(row)[:len(low)]==low and sorted(flat(more))==sorted(set(a.controls)-set(first))
     assert flat(row)[len(low)]=='stat' and more.selected_index is None
     few = {n: a.controls[n] for n in ('kind', 'ttype', 'x')}
-    assert len(laid_out(W, few).children)==2 and [flat(c) for c in columns(W, list(few.values()))]==[['kind', 'ttype'], ['x']]
+    assert len(arrange_controls(W, few).children)==2 and [flat(c) for c in columns(W, list(few.values()))]==[['kind', 'ttype'], ['x']]
 
 
 # What is pointed at
@@ -386,14 +386,14 @@ def test_what_cannot_be_drawn_is_said_and_the_last_picture_stays(pointed):
     i = pointed(quick('scalar_line'))
     n = len(calls)
     i.controls['layer'].value = 'b'
-    assert i.said=='There is no such layer.' in i.layout.message.value and [c['layer'] for c in calls[n:]]==['b', None] and 'status' in i.layout.message.value
+    assert i.message=='There is no such layer.' in i.layout.message.value and [c['layer'] for c in calls[n:]]==['b', None] and 'status' in i.layout.message.value
     i.controls['layer'].value = 'a'
-    assert i.said=="KeyError: 'a'" and calls[-1]['layer'] is None
+    assert i.message=="KeyError: 'a'" and calls[-1]['layer'] is None
     i.controls['layer'].value = None
-    assert (i.said, i.layout.message.value)==('', '') and i.picture.good[1].get('layer') is None
+    assert (i.message, i.layout.message.value)==('', '') and i.picture.good[1].get('layer') is None
     assert [error_text(e) for e in (ValueError('x'), ValueError(), TypeError('y'), KeyError('z'))]==['x', 'ValueError: ', 'y', "KeyError: 'z'"]
     i.locked(lambda a: 1/a)(0)
-    assert i.said.startswith('ZeroDivisionError: ')
+    assert i.message.startswith('ZeroDivisionError: ')
 
 
 def test_into_a_patch_and_back(pointed):
@@ -436,16 +436,16 @@ def test_a_patch_without_rows(pointed):
     "Says so, and is not entered; nor where there are no exponents"
     i = pointed(quick('scalar_global_heatmap'), t[(t.path!='b') | (t.step!=10)])
     i.enter(i.patches.at(10, 1))
-    assert (len(i.stack), i.said)==(1, 'Nothing was recorded there.')
+    assert (len(i.stack), i.message)==(1, 'Nothing was recorded there.')
     i.enter(i.patches.at(20, 1))
-    assert (len(i.stack), i.said)==(2, '')
+    assert (len(i.stack), i.message)==(2, '')
     by = pointed(quick('scalar_global_heatmap'), x='lr') # steps go to the left here
     by.enter(by.patches.at(.1/11, 1))
     assert by.figure.get_suptitle()=='r · outputs · b · step 10'
     plain = pointed(quick('scalar_global_heatmap'), t.drop(columns=['exponents', 'exponent_min']))
     children = plain.layout.top.children
     plain.enter(plain.patches.at(20, 1))
-    assert len(plain.stack)==1 and 'no exponent counts' in plain.said and plain.layout.top.children==children and len(plain.figure.axes[0].lines)==2
+    assert len(plain.stack)==1 and 'no exponent counts' in plain.message and plain.layout.top.children==children and len(plain.figure.axes[0].lines)==2
 
 
 def test_where_nothing_can_be_clicked_on(pointed):
@@ -470,7 +470,7 @@ def test_where_nothing_can_be_clicked_on(pointed):
     holes = pointed(quick('scalar_global_heatmap'), t[(t.path!='b') | (t.step!=10)], live=False)
     holes.chooser.which.value,holes.chooser.when.value = 'b',10
     holes.chooser.button.click()
-    assert (holes.said, len(holes.stack))==('Nothing was recorded there.', 1)
+    assert (holes.message, len(holes.stack))==('Nothing was recorded there.', 1)
 
 
 def test_a_patch_of_a_heat_map_whose_layers_go_across(pointed):
@@ -489,7 +489,7 @@ def test_lines_that_are_moved():
     a.plot([3, 4], [1, 2])
     b.set_label('<colorbar>')
     limits = a.get_xlim()
-    line = vertical(a)
+    line = vertical_line(a)
     assert a.get_xlim()==limits and not line.get_visible() and line.get_xdata()[0]==limits[0]
     assert followed(fig)==[]
     a.set_xlabel('step')
@@ -524,7 +524,7 @@ def test_pictures_whose_steps_are_followed(f, n):
 def test_a_figure_on_the_page():
     "What is moved over it is painted when it can be seen, on the picture that was kept; an image is drawn whole"
     s = Agg(W, 500, 4., True)
-    line = vertical(s.figure.subplots())
+    line = vertical_line(s.figure.subplots())
     s.above(line)
     painted = []
     s.figure.draw_artist = painted.append
@@ -537,7 +537,7 @@ def test_a_figure_on_the_page():
     s.stretch(6)
     assert s.figure.get_size_inches().tolist()==[5., 6.]
     image = PageFigure(W, 500, 4., False)
-    other = vertical(image.figure.subplots())
+    other = vertical_line(image.figure.subplots())
     image.above(other)
     image.moved()
     assert not other.get_animated() and image.back is None and image.widget.value[:4]==b'\x89PNG'
@@ -577,13 +577,13 @@ def test_interactive_where_there_are_no_controls(monkeypatch):
     assert len(said)==3 and all(w.category is EmberWarning and 'is for notebooks' in str(w.message) for w in said)
     with pytest.raises(TypeError, match='needs a run'): interactive(scalar_line, layer=2)
     made = []
-    monkeypatch.setattr(pointing, 'nowhere', lambda: None)
+    monkeypatch.setattr(pointing, 'why_no_controls', lambda: None)
     monkeypatch.setattr(pointing, 'Interactive', lambda *args: (made.append(args), type('I', (), {'show': lambda self: made.append('shown')})())[1])
     monkeypatch.setattr(mpl, 'get_backend', lambda: 'module://ipympl.backend_nbagg')
     interactive(scalar_line, train_stats='s', width=700, mouse_sensitivity=500, df=1, layer=2)
     assert made==[(scalar_line, 1, {'layer': 2}, 's', 700, pytest.approx(5e-4), True), 'shown']
     monkeypatch.setattr(mpl, 'get_backend', lambda: 'agg')
-    assert not pointing.points()
+    assert not pointing.reports_pointer()
 
 
 def test_it_is_shown_once_in_a_cell(pointed, monkeypatch):

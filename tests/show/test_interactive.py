@@ -106,7 +106,7 @@ def test_pointing(lab, dpr):
     nb.out.get_by_label('layer').first.fill('2')
     until(nb.out.locator('.widget-select-multiple select').nth(1).locator('option').count, 5) # what was chosen, what fits, and all of that
     nb.out.locator('.widget-select-multiple select').nth(1).select_option('2')
-    p.prints('a.said, sorted(ax.get_title("left") for ax in a.figure.axes)', "['output gradients', 'outputs', 'weights']")
+    p.prints('a.message, sorted(ax.get_title("left") for ax in a.figure.axes)', "['output gradients', 'outputs', 'weights']")
 
     # a click goes to a step
     before = p.pixels(3)
@@ -213,7 +213,7 @@ def test_calls_of_track_and_visualize(lab):
     nb = Notebook(lab(1), '%matplotlib widget', LLAMA, 'views = []', *calls, size=(1800, 1600), fresh=False)
     assert nb.run()
     p,canvases = Page(nb),nb.page.locator('.jupyter-matplotlib-canvas-div')
-    p.prints('[v.said for v in views]', str(['']*9))
+    p.prints('[v.message for v in views]', str(['']*9))
     p.prints('[len(v.figure.axes) for v in views]', '[1, 1, 2, 3, 3, 1, 2, 1, 4]')
     p.prints('[v.cursor is not None for v in views]', str([False]*3+[True]*2+[False]*3+[True]))
     until(canvases.count, 12)

@@ -217,10 +217,10 @@ def test_a_parameter_that_is_not_trained_on_any_process_is_named(home):
             if e['path']=='layers.0': e['gradient'] = False
             if e['path']=='layers.1': e['gradient'] = k==1
         p.write_text(json.dumps(noted))
-    from torchember.show.missing import parameters_in
-    assert {(p['path'], p['name']): p['gradient'] for p in parameters_in('sharded_2')}=={(f'layers.{i}', n): i>0 for i in range(3) for n in ('weight', 'bias')}
+    from torchember.show.missing import parameters_of_run
+    assert {(p['path'], p['name']): p['gradient'] for p in parameters_of_run('sharded_2')}=={(f'layers.{i}', n): i>0 for i in range(3) for n in ('weight', 'bias')}
     assert 'layers.0' in torchember.summary('sharded_2').missing and 'layers.1' not in torchember.summary('sharded_2').missing
-    assert {(p['path'], p['name']) for p in parameters_in('pipeline_2')}=={(f'{i}', n) for i in (0, 2, 4) for n in ('weight', 'bias')} # of both stages
+    assert {(p['path'], p['name']) for p in parameters_of_run('pipeline_2')}=={(f'{i}', n) for i in (0, 2, 4) for n in ('weight', 'bias')} # of both stages
     assert torchember.overview('sharded_2') is not None
     plt.close('all')
 

@@ -12,8 +12,8 @@ from ..ground.messages import printable
 from ..ground.needs import needs
 from .commands import command
 from .listing import size_lines, sizes_like
-from .named import home_of, named, names_in
-from .terminal import agreed, as_json, is_terminal, say, size, table
+from .named import home_of, open_named, expand_names
+from .terminal import confirm, to_json, is_terminal, say, format_size, format_table
 
 # %% ../../nbs/95_cli/30_changing.ipynb #cdc6d984
 def rm_arguments(p):
@@ -29,12 +29,12 @@ def rm_command(args):
     if not args.yes:
         if not is_terminal(sys.stdin): raise ValueError(f"{len(rows)} runs would be removed, and there is nobody to ask. Say --yes.")
         say(*size_lines(rows), file=sys.stderr)
-        if not agreed(f"Remove {len(rows)} run{'s'*(len(rows)!=1)}, {size(sum(r['size'] for r in rows))}?"):
+        if not confirm(f"Remove {len(rows)} run{'s'*(len(rows)!=1)}, {format_size(sum(r['size'] for r in rows))}?"):
             say('Nothing was removed.', file=sys.stderr)
             return 2
     from torchember.frames.belongings import rm
     with contextlib.redirect_stdout(io.StringIO()): rm([r['name'] for r in rows], home)
-    say(as_json(rows)) if args.json else say(*(printable(f"removed {r['name']}: {r['files']} files, {size(r['size'])}") for r in rows))
+    say(to_json(rows)) if args.json else say(*(printable(f"removed {r['name']}: {r['files']} files, {format_size(r['size'])}") for r in rows))
     return 0
 
 # %% ../../nbs/95_cli/30_changing.ipynb #156439d8
@@ -48,7 +48,7 @@ def mv_command(args):
     "Give a run another name, with all that belongs to it. One that is still written is refused, and so is a name that is taken"
     from torchember.frames.belongings import mv
     mv(args.run, args.name, home_of(args))
-    if args.json: say(as_json({'run': args.run, 'name': args.name}))
+    if args.json: say(to_json({'run': args.run, 'name': args.name}))
     return 0
 
 # %% ../../nbs/95_cli/30_changing.ipynb #7d7823b9
@@ -62,11 +62,11 @@ def compact_command(args):
     "Turn the lines of runs into Parquet, a fraction of their size, which all readers go on reading. Needs pyarrow"
     from torchember.frames.logs import compact
     home,out = home_of(args),[]
-    for name in names_in(args.run, home):
+    for name in expand_names(args.run, home):
         before = sum(r['log']+r['parts'] for r in sizes_like([name], home))
         for r in compact(name, home, args.keep): out.append({**r, 'before': before})
-    if args.json: say(as_json(out))
-    else: say(*table([{'name': r['name'], 'rows': r['rows'], **{c: size(r[c]) for c in ('before', 'parquet', 'lines')}} for r in out],
+    if args.json: say(to_json(out))
+    else: say(*format_table([{'name': r['name'], 'rows': r['rows'], **{c: format_size(r[c]) for c in ('before', 'parquet', 'lines')}} for r in out],
         ['name', 'rows', 'before', 'parquet', 'lines'], elastic=('name',), drop=('rows', 'lines', 'before')))
     return 0
 
@@ -91,7 +91,7 @@ def exported(run, file, form, home):
     from torchember import read, to_logframe, write_parquet
     if form=='parquet': return to_parquet(run, file, home)
     if form.startswith('logframe'):
-        lf = to_logframe(named(run, home))
+        lf = to_logframe(open_named(run, home))
         lf.to_pickle(file, compression=None) if form=='logframe' else write_parquet(lf, file)
         return len(lf)
     df = read(run, home=home)
@@ -131,5 +131,5 @@ def export_command(args):
     finally:
         with contextlib.suppress(FileNotFoundError): os.remove(temp)
     bytes = os.path.getsize(args.file)
-    say(as_json({'run': args.run, 'file': args.file, 'rows': n, 'bytes': bytes}) if args.json else printable(f'{args.file}: {n:,} rows, {size(bytes)}'))
+    say(to_json({'run': args.run, 'file': args.file, 'rows': n, 'bytes': bytes}) if args.json else printable(f'{args.file}: {n:,} rows, {format_size(bytes)}'))
     return 0

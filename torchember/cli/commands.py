@@ -96,13 +96,13 @@ class LazyParser(argparse.ArgumentParser):
         if fill: fill(self)
         return super().parse_known_args(*args, **kwargs)
 
-def wrapped(text): return textwrap.fill(' '.join(text.split()), max((width() or 100)-2, 20))
+def wrap_text(text): return textwrap.fill(' '.join(text.split()), max((width() or 100)-2, 20))
 
 def filler(name):
     "What a parser is told of a command"
     def fill(p):
         c = command_named(name)
-        p.description,p.epilog = wrapped(c.do.__doc__ or ''),f'example:\n  {c.example}' if c.example else None
+        p.description,p.epilog = wrap_text(c.do.__doc__ or ''),f'example:\n  {c.example}' if c.example else None
         p.add_argument('--home', help='folder or URL of logs, instead of ~/.torchember')
         c.arguments(p)
     return fill
@@ -116,8 +116,8 @@ codes = 'exit codes: 0 all is well, 1 something was found (diagnose, diff, tail)
 
 def parser():
     "What reads the arguments of a shell"
-    p = LazyParser(prog='torchember', description=wrapped('See what every tensor of a network does while it trains.'),
-        epilog=wrapped(codes)+'\n'+wrapped('torchember <command> --help has the arguments of a command, and an example.'))
+    p = LazyParser(prog='torchember', description=wrap_text('See what every tensor of a network does while it trains.'),
+        epilog=wrap_text(codes)+'\n'+wrap_text('torchember <command> --help has the arguments of a command, and an example.'))
     p.add_argument('--version', action=Version, nargs=0, help='say which torchember this is')
     some = p.add_subparsers(dest='command', required=True, metavar='command')
     for name,text in command_names().items(): some.add_parser(name, fill=filler(name), **({'help': printable(text).replace('%', '%%')} if text else {}))

@@ -12,11 +12,11 @@ from fnmatch import fnmatchcase
 
 from ..ground.messages import printable, unknown
 from .commands import command
-from .named import home_of, is_pattern, named, only_name
-from .terminal import as_json, coloured, say, size, table
+from .named import home_of, is_pattern, open_named, only_name
+from .terminal import to_json, colorize, say, format_size, format_table
 
 # %% ../../nbs/95_cli/20_listing.ipynb #5d86dffc
-def start_of(row):
+def format_start(row):
     "When a run began, '' where that is not known"
     start = row.get('start')
     try: return datetime.strptime(start, '%Y-%m-%d %H:%M:%S').strftime('%Y-%m-%d %H:%M:%S')
@@ -25,7 +25,7 @@ def start_of(row):
 def runs_like(patterns, home):
     "Rows about runs, the newest first. FileNotFoundError where a name or pattern is of none"
     from torchember.frames.logs import rows_of_runs
-    every = sorted(rows_of_runs(home), key=start_of, reverse=True)
+    every = sorted(rows_of_runs(home), key=format_start, reverse=True)
     for p in patterns:
         if not any(r['name']==p or fnmatchcase(r['name'], p) for r in every):
             raise FileNotFoundError(unknown('run matches' if is_pattern(p) else 'run', p, [r['name'] for r in every]))
@@ -37,7 +37,7 @@ def has_died(name, place):
     base = said_of(name, place/'data')[0]
     return 'pid' in base and 'end' not in base and not goes_on(base)
 
-def state_of(row, home):
+def describe_state(row, home):
     "What has become of a run: a problem, or 'running', 'ended', 'died'"
     from torchember.store.base import folder
     if row['problem'] or row['running']: return row['problem'] or 'running'
@@ -57,16 +57,16 @@ def ls_arguments(p):
 def ls_command(args):
     "The runs there are, the newest first: model, steps, rows, size, when it began, and whether it is running, has ended, has died, or cannot be read"
     home = home_of(args)
-    rows = [dict(r, state=state_of(r, home)) for r in runs_like(args.run, home)]
-    if args.json: say(as_json(rows))
+    rows = [dict(r, state=describe_state(r, home)) for r in runs_like(args.run, home)]
+    if args.json: say(to_json(rows))
     elif not rows: return nothing_there(home)
     else:
-        shown = [dict(r, size=size(r['size']), began=start_of(r), ranks=r['ranks'] if r['ranks']>1 else None) for r in rows]
+        shown = [dict(r, size=format_size(r['size']), began=format_start(r), ranks=r['ranks'] if r['ranks']>1 else None) for r in rows]
         columns = ['name', 'model', 'steps', 'rows', 'size', 'began', 'state']
         if any(r['ranks'] for r in shown): columns.insert(2, 'ranks')
         colour = lambda r: 'good' if r['running'] else 'error' if r['state']!='ended' else None
         drop = ('rows', 'ranks', 'size', 'model', 'began', 'steps')
-        say(*table(shown, columns, elastic=('name', 'state', 'model'), drop=drop, colour=colour))
+        say(*format_table(shown, columns, elastic=('name', 'state', 'model'), drop=drop, colour=colour))
     return 0
 
 # %% ../../nbs/95_cli/20_listing.ipynb #3fa8d6ce
@@ -84,33 +84,33 @@ def sizes_like(asked, home):
 def size_lines(rows):
     parts = ['log', 'parts', 'latest', 'metadata', 'size']
     total = dict(name=f'{len(rows)} runs', files=sum(r['files'] for r in rows), **{c: sum(r[c] for r in rows) for c in parts})
-    shown = [dict(r, **{c: size(r[c]) if r[c] else None for c in parts}) for r in ([*rows, total] if len(rows)>1 else rows)]
+    shown = [dict(r, **{c: format_size(r[c]) if r[c] else None for c in parts}) for r in ([*rows, total] if len(rows)>1 else rows)]
     drop = ('files', 'metadata', 'latest', 'parts', 'log')
-    return table(shown, ['size', 'name', *drop[::-1]], elastic=('name',), drop=drop)
+    return format_table(shown, ['size', 'name', *drop[::-1]], elastic=('name',), drop=drop)
 
 @command(du_arguments, 'torchember du')
 def du_command(args):
     "How much room runs take, with all that belongs to them, the largest first: the log, its parts of Parquet, the latest step, metadata"
     rows = sizes_like(args.run, home := home_of(args))
-    if args.json: say(as_json(rows))
+    if args.json: say(to_json(rows))
     elif not rows: return nothing_there(home)
     else: say(*size_lines(rows))
     return 0
 
 # %% ../../nbs/95_cli/20_listing.ipynb #92c59983
-def facts_of(name, home):
+def read_facts(name, home):
     "What is known of a run without reading its rows"
     from torchember.frames.logs import rows_of_runs, said_of
     from torchember.store.base import folder
     place = folder('torchember', home)
     row = next((r for r in rows_of_runs(home) if r['name']==name), {'name': name})
     base = said_of(name, place/'data')[0]
-    if 'running' in row: row = dict(row, state=state_of(row, home))
+    if 'running' in row: row = dict(row, state=describe_state(row, home))
     return row | {k: base[k] for k in ('host', 'pid', 'user', 'seconds', 'share') if k in base} | {'log': str(place/'log'/name)}
 
 def fact_lines(f):
     known = {'model': f.get('model'), 'ranks': f['ranks'] if f.get('ranks', 1)>1 else None, 'steps': f.get('steps'), 'rows': f.get('rows'),
-        'size': size(f['size']) if 'size' in f else None, 'began': f.get('start'),
+        'size': format_size(f['size']) if 'size' in f else None, 'began': f.get('start'),
         'died' if f.get('state')=='died' else 'ended': 'running' if f.get('running') else f.get('end'),
         'by': ', '.join(f'{k} {f[k]}' for k in ('user', 'host', 'pid') if k in f), 'cost': f"{f['share']:.1%} of the time" if 'share' in f else None,
         'log': f['log'], 'problem': f.get('problem')}
@@ -127,13 +127,13 @@ def show_command(args):
     "What is known of a run: when, where and how long, what was first not finite, and a line for each layer with the first, last and worst value"
     name = only_name(args.run, home := home_of(args), 'show')
     from torchember import summary
-    s = summary(named(name, home), args.path, args.ttype)
-    facts,rows = facts_of(name, home),[{s.df.index.name: n, **r} for n,r in zip(s.df.index, s.df.to_dict('records'), strict=True)]
-    if args.json: say(as_json({**facts, 'title': s.title, 'findings': list(s.found), 'said': list(s.said), 'not_trained': s.missing, 'layers': rows}))
+    s = summary(open_named(name, home), args.path, args.ttype)
+    facts,rows = read_facts(name, home),[{s.df.index.name: n, **r} for n,r in zip(s.df.index, s.df.to_dict('records'), strict=True)]
+    if args.json: say(to_json({**facts, 'title': s.title, 'findings': list(s.found), 'said': list(s.said), 'not_trained': s.missing, 'layers': rows}))
     else:
-        say(coloured(printable(s.title), 'bold'), *fact_lines(facts), *(coloured(printable(f), f.partition(':')[0]) for f in s.found),
+        say(colorize(printable(s.title), 'bold'), *fact_lines(facts), *(colorize(printable(f), f.partition(':')[0]) for f in s.found),
             *(printable(t) for t in (*s.said, s.missing) if t), '')
         columns = [s.df.index.name, *s.df.columns]
         drop = [c for c in columns if c=='steps' or c.startswith('abs_max')]+[c for c in columns if 'worst' in c or 'first' in c]
-        say(*table(rows, columns, elastic=columns[:1], drop=drop, colour=lambda r: 'error' if r['not finite'] else None))
+        say(*format_table(rows, columns, elastic=columns[:1], drop=drop, colour=lambda r: 'error' if r['not finite'] else None))
     return 0

@@ -28,7 +28,7 @@ def is_place(name):
     from torchember.store.anywhere import is_url
     return os.sep in name or is_url(name)
 
-def names_in(asked, home):
+def expand_names(asked, home):
     "Names of runs, patterns turned into those that match. A name is left as it is, whether there is such a run or not"
     from torchember.frames.logs import sources
     found = [[n] if is_place(n) or not is_pattern(n) else [s.name for s in sources(n, home)[0]] for n in asked]
@@ -36,11 +36,11 @@ def names_in(asked, home):
 
 def only_name(asked, home, command):
     "The name of the one run that is meant"
-    names = names_in([asked], home)
+    names = expand_names([asked], home)
     if len(names)==1: return names[0]
     raise ValueError(f"{command} takes one run, and {asked!r:.80} are {len(names)}: {printable(', '.join(names[:5]))}. Say which.")
 
-def named(name, home):
+def open_named(name, home):
     "What pictures take of a run: its name, or the run in another home"
     if home is None or is_place(name): return name
     from torchember.frames.logs import of_processes

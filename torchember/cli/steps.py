@@ -14,14 +14,14 @@ from ..ground.not_finite import counts, is_alarming
 from ..ground.record import computed_in, identity, of_pieces, optional
 from .commands import command
 from .named import home_of, only_name
-from .terminal import as_json, coloured, columns_of, say, shortened, width
+from .terminal import to_json, colorize, text_width, say, shortened, width
 
 # %% ../../nbs/95_cli/40_steps.ipynb #3a0ac5a8
 ours = {*identity, *optional, *of_pieces, 'path', 'shape'}
 
-def is_number(v): return isinstance(v, int|float) and not isinstance(v, bool)
+def is_plain_number(v): return isinstance(v, int|float) and not isinstance(v, bool)
 
-class Step:
+class StepRow:
     "What is known of one step"
     def __init__(self, step): self.step,self.rows,self.numbers,self.ts,self.first,self.odd = step,0,{},None,None,0
 
@@ -29,7 +29,7 @@ class Step:
         "One more of its rows"
         self.rows += 1
         self.ts = r['ts'] if isinstance(r.get('ts'), str) else self.ts
-        if r.get('ttype')=='scalar': self.numbers |= {k: v for k,v in r.items() if k not in ours and is_number(v)}
+        if r.get('ttype')=='scalar': self.numbers |= {k: v for k,v in r.items() if k not in ours and is_plain_number(v)}
         elif is_alarming(r):
             self.odd += 1
             if self.first is None: self.first = r
@@ -47,7 +47,7 @@ class Step:
     def line(self):
         numbers = ''.join(f'  {printable(k, 40)} {v:.4g}' for k,v in self.numbers.items())
         at = f'  {printable(self.ts.rpartition(" ")[2], 20)}' if self.ts else ''
-        return fit([f'step {self.step:<6,}{numbers}', at, f"  {self.rows} row{'s'*(self.rows!=1)}"], printable(self.trouble), 'error')
+        return fit_line([f'step {self.step:<6,}{numbers}', at, f"  {self.rows} row{'s'*(self.rows!=1)}"], printable(self.trouble), 'error')
 
 def of_tensor(r):
     "Which tensor has what that is not finite"
@@ -56,15 +56,15 @@ def of_tensor(r):
     path = path_of(r['module']) if isinstance(r.get('module'), str) else ''
     return f"{what} in {r.get('ttype')} of {'.'.join(str(p) for p in (path, r.get('pname')) if p) or 'the model'}"
 
-def fit(parts, more, how):
+def fit_line(parts, more, how):
     "A line, not longer than there is room; what is more, in a colour, in the place of the last parts where there is too little"
     room,text = width(),''.join(parts)
-    while room is not None and more and len(parts)>1 and columns_of(text)+2+min(columns_of(more), 30)>room: text = ''.join(parts := parts[:-1])
-    if room is not None: text,more = shortened(text, room),shortened(more, max(room-columns_of(text)-2, 0))
-    return text+(f'  {coloured(more, how)}' if more else '')
+    while room is not None and more and len(parts)>1 and text_width(text)+2+min(text_width(more), 30)>room: text = ''.join(parts := parts[:-1])
+    if room is not None: text,more = shortened(text, room),shortened(more, max(room-text_width(text)-2, 0))
+    return text+(f'  {colorize(more, how)}' if more else '')
 
 # %% ../../nbs/95_cli/40_steps.ipynb #9d426294
-class Steps:
+class OpenSteps:
     "Rows of several logs as steps that are over"
     def __init__(self): self.open,self.last = {},{} # step -> `Step`; log -> its last step
 
@@ -72,7 +72,7 @@ class Steps:
         "The next row of a log"
         step = r.get('step')
         if not isinstance(step, int) or isinstance(step, bool): return
-        self.open.setdefault(step, Step(step)).add(r)
+        self.open.setdefault(step, StepRow(step)).add(r)
         self.last[log] = max(step, self.last.get(log, step))
 
     def over(self, logs):
@@ -120,13 +120,13 @@ def logs_named(name, home):
 
 def finding_line(r, json_=False):
     "A finding as it comes"
-    if json_: return as_json({'finding': {k: r.get(k) for k in ('severity', 'rule', 'text', 'advice', 'first_step', 'last_step', 'over')}}, None)
+    if json_: return to_json({'finding': {k: r.get(k) for k in ('severity', 'rule', 'text', 'advice', 'first_step', 'last_step', 'over')}}, None)
     how = str(r.get('severity', '')) if not r.get('over') else 'no longer so'
-    return coloured(f"{printable(how)}: {printable(r.get('text') or r.get('rule'), 2000)}", how if how in ('error', 'warning') else None)
+    return colorize(f"{printable(how)}: {printable(r.get('text') or r.get('rule'), 2000)}", how if how in ('error', 'warning') else None)
 
 class Printed:
     "What is printed of a run: of what there is already the last lines, and then all"
-    def __init__(self, logs, n, json_): self.logs,self.json,self.steps,self.last,self.n = logs,json_,Steps(),deque(maxlen=n),n
+    def __init__(self, logs, n, json_): self.logs,self.json,self.steps,self.last,self.n = logs,json_,OpenSteps(),deque(maxlen=n),n
 
     def put(self, line):
         if self.last is None: say(line)
@@ -150,7 +150,7 @@ class Printed:
         self.put(finding_line(r, self.json))
 
     def tell(self, on):
-        for s in self.steps.over(on): self.put(as_json(s.as_dict(), None) if self.json else s.line())
+        for s in self.steps.over(on): self.put(to_json(s.as_dict(), None) if self.json else s.line())
 
     def caught_up(self):
         "What there was is read: print its last lines, and from now on each at once"
@@ -160,7 +160,7 @@ class Printed:
     def begin(self, on):
         "Read what there is, from the beginning where its end has too few steps"
         for most in (1<<22, 1<<25, None):
-            self.steps,self.last = Steps(),deque(maxlen=self.n)
+            self.steps,self.last = OpenSteps(),deque(maxlen=self.n)
             whole = all([log.begin(most) for log in self.logs])
             self.look(on)
             if whole or len(self.last)==self.n: break

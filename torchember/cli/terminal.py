@@ -26,7 +26,7 @@ colours = dict(error='31', warning='33', good='32', faint='2', bold='1')
 
 def has_colours(stream=None): return is_terminal(stream) and not os.environ.get('NO_COLOR') and os.environ.get('TERM')!='dumb'
 
-def coloured(text, how, stream=None): return f'\x1b[{colours[how]}m{text}\x1b[0m' if how and has_colours(stream) else text
+def colorize(text, how, stream=None): return f'\x1b[{colours[how]}m{text}\x1b[0m' if how and has_colours(stream) else text
 
 def say(*lines, file=None):
     "Print lines. A letter that the stream has not is written as its number"
@@ -36,7 +36,7 @@ def say(*lines, file=None):
     stream.write(''.join(f'{l}\n' for l in lines).encode(code, 'backslashreplace').decode(code))
 
 # %% ../../nbs/95_cli/00_terminal.ipynb #948183ee
-def columns_of(text):
+def text_width(text):
     "How many columns a text takes"
     one = lambda c: 0 if unicodedata.category(c) in ('Mn', 'Me', 'Cf') else 2 if unicodedata.east_asian_width(c) in 'WF' else 1
     return len(text) if text.isascii() else sum(map(one, text))
@@ -44,23 +44,23 @@ def columns_of(text):
 def beginning(text, room):
     "As much of a text as there is room for"
     at = 0
-    while at<len(text) and columns_of(text[:at+1])<=room: at += 1
+    while at<len(text) and text_width(text[:at+1])<=room: at += 1
     return text[:at]
 
 def shortened(text, room):
     "A text without its middle, if it is too long"
-    if columns_of(text)<=room: return text
+    if text_width(text)<=room: return text
     if room<2: return '…'*room
     return beginning(text, room//2)+'…'+beginning(text[::-1], room-1-room//2)[::-1]
 
 # %% ../../nbs/95_cli/00_terminal.ipynb #0159d5b2
-def cell(v):
+def format_cell(v):
     "A value as it stands in a table"
     if v is None or v!=v: return ''
     if isinstance(v, bool): return 'yes' if v else ''
     return f'{v:,}' if isinstance(v, int) else f'{v:.4g}' if isinstance(v, float) else printable(v)
 
-def size(n):
+def format_size(n):
     "Bytes, in short"
     for unit in 'B','kB','MB','GB':
         if n<999.5: return f'{n:.3g} {unit}'
@@ -81,10 +81,10 @@ def fitting(widths, elastic, room):
         widths[longest] = max(widths[longest]-(sum(widths.values())+gaps-room), least)
     return widths
 
-def table(rows, columns, elastic=(), drop=(), colour=None):
+def format_table(rows, columns, elastic=(), drop=(), colour=None):
     "Lines of a table. rows: dicts; elastic: columns that may be made shorter; drop: those that may be left out, the first one first; colour: row -> a colour"
-    cells,room,drop = [{c: cell(r.get(c)) for c in columns} for r in rows],width(),[c for c in drop if c in columns]
-    full = {c: max([columns_of(c), *(columns_of(r[c]) for r in cells)]) for c in columns}
+    cells,room,drop = [{c: format_cell(r.get(c)) for c in columns} for r in rows],width(),[c for c in drop if c in columns]
+    full = {c: max([text_width(c), *(text_width(r[c]) for r in cells)]) for c in columns}
     widths = full if room is None else fitting(full, elastic, room)
     while widths is None and drop:
         del full[drop.pop(0)]
@@ -92,19 +92,19 @@ def table(rows, columns, elastic=(), drop=(), colour=None):
     if widths is None: widths = {c: min(n, least) if c in elastic else n for c,n in full.items()}
     right = {c for c in widths if all(is_amount.fullmatch(r[c]) for r in cells)}
     def line(r):
-        parts = [(shortened(r[c], n), n-columns_of(shortened(r[c], n)), c in right) for c,n in widths.items()]
+        parts = [(shortened(r[c], n), n-text_width(shortened(r[c], n)), c in right) for c,n in widths.items()]
         text = '  '.join(' '*pad+t if r else t+' '*pad for t,pad,r in parts).rstrip()
         return text if room is None else shortened(text, room)
-    return [coloured(line({c: c for c in columns}), 'bold'), *(coloured(line(r), colour(o) if colour else None) for r,o in zip(cells, rows, strict=True))]
+    return [colorize(line({c: c for c in columns}), 'bold'), *(colorize(line(r), colour(o) if colour else None) for r,o in zip(cells, rows, strict=True))]
 
 # %% ../../nbs/95_cli/00_terminal.ipynb #da096e9e
-def as_json(value, indent=2):
+def to_json(value, indent=2):
     "A value as strict JSON"
     from torchember.ground.record import plain
     return json.dumps(plain(value), indent=indent, allow_nan=False)
 
 # %% ../../nbs/95_cli/00_terminal.ipynb #459ec69a
-def agreed(question):
+def confirm(question):
     "Whether somebody at the terminal says yes"
     say(f'{question} [y/N] ', file=sys.stderr)
     return (sys.stdin.readline() if sys.stdin is not None else '').strip().lower() in ('y', 'yes')

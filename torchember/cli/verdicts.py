@@ -10,13 +10,13 @@ import json
 
 from ..ground.messages import printable
 from .commands import command
-from .named import home_of, names_in, only_name
-from .terminal import as_json, coloured, say
+from .named import home_of, expand_names, only_name
+from .terminal import to_json, colorize, say
 
 # %% ../../nbs/95_cli/50_verdicts.ipynb #2fbc071f
 fails = dict(error=('error',), warning=('error', 'warning'), info=('error', 'warning', 'info'), never=()) # what is worth an exit code of 1
 
-def coloured_line(line): return coloured(line, {'ERROR': 'error', 'WARNING': 'warning'}.get(line.partition(' ')[0]))
+def coloured_line(line): return colorize(line, {'ERROR': 'error', 'WARNING': 'warning'}.get(line.partition(' ')[0]))
 
 def diagnose_arguments(p):
     p.add_argument('run', nargs='+', help="name of a run, a pattern in quotes, such as 'GPT*', or a file of a log")
@@ -30,10 +30,10 @@ def diagnose_command(args):
     2 if one cannot be read"""
     from torchember import diagnose
     home = home_of(args)
-    found = {n: diagnose(n, args.rules, home) for n in names_in(args.run, home)}
+    found = {n: diagnose(n, args.rules, home) for n in expand_names(args.run, home)}
     if args.json:
         objects = [json.loads(f.to_json()) for f in found.values()]
-        say(as_json(objects[0] if args.run==list(found) and len(found)==1 else objects))
+        say(to_json(objects[0] if args.run==list(found) and len(found)==1 else objects))
     else:
         for n,f in found.items(): say(*([f'{printable(n)}:'] if len(found)>1 and not f.healthy else []), *map(coloured_line, f.lines()))
     return int(any(s in fails[args.fail_on] for f in found.values() for s in f['severity']))
@@ -53,7 +53,7 @@ def diff_command(args):
     from torchember.health.diff import diff
     d = diff(args.a, args.b, rtol=args.rtol, path=args.path, ttype=args.ttype, home=home_of(args))
     where = {k: getattr(d, k) for k in ('step', 'path', 'ttype', 'tname', 'pname', 'stat', 'a', 'b')}
-    say(as_json({'differ': bool(d), 'names': list(d.names), **where, 'text': d.text}) if args.json else printable(d.text))
+    say(to_json({'differ': bool(d), 'names': list(d.names), **where, 'text': d.text}) if args.json else printable(d.text))
     return int(bool(d))
 
 # %% ../../nbs/95_cli/50_verdicts.ipynb #ecff0c7a
@@ -67,7 +67,7 @@ def brief_command(args):
     from torchember import brief
     name = only_name(args.run, home := home_of(args), 'brief')
     text = brief(name, home=home)
-    say(as_json({'run': name, 'text': text}) if args.json else text.rstrip('\n'))
+    say(to_json({'run': name, 'text': text}) if args.json else text.rstrip('\n'))
     return 0
 
 def report_arguments(p):
@@ -83,5 +83,5 @@ def report_command(args):
     from torchember import report
     name = only_name(args.run, home := home_of(args), 'report')
     file = str(report(name, args.output, args.path, args.ttype, home=home))
-    say(as_json({'run': name, 'file': file}) if args.json else printable(file))
+    say(to_json({'run': name, 'file': file}) if args.json else printable(file))
     return 0

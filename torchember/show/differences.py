@@ -15,7 +15,7 @@ from .legend import alarm, palettes, title_of
 from .style import canvas, drawn, is_dark
 
 # %% ../../nbs/60_show/87_differences.ipynb #fd0d186e
-def lines_in(
+def distance_lines(
     table, # `Difference.table`
     most:int=200 # Lines, of the tensors that are farthest apart
 ) -> list: # (steps, distances), NaN for what is zero or not finite
@@ -47,7 +47,7 @@ def differences(
         matplotlib Axes
     """
     ax,color = canvas(ax),palettes[is_dark()]
-    for x,y in lines_in(found.table): ax.plot(x, y, color=mpl.rcParams['axes.edgecolor'], lw=.6, alpha=.35)
+    for x,y in distance_lines(found.table): ax.plot(x, y, color=mpl.rcParams['axes.edgecolor'], lw=.6, alpha=.35)
     x,y = largest(found.curve)
     ax.plot(x, y, color=color[0], label='largest')
     least = found.table[found.table['ttype']!='scalar'].groupby('step')['tolerance'].min()

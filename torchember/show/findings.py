@@ -24,7 +24,7 @@ class OpenFindings:
         "Look at more rows"
         for r in rows:
             if r.get('ttype')!='finding': continue
-            self.step = max(self.step, whole_number(r.get('step')) or 0)
+            self.step = max(self.step, int_or_none(r.get('step')) or 0)
             key = tuple(map(str, (r.get('rule'), r.get('tname'), r.get('path', r.get('module')), r.get('of'), r.get('pname'))))
             self.open.pop(key, None)
             if is_open(r): self.open[key] = as_finding(r)
@@ -46,10 +46,10 @@ def is_open(row):
 
 def as_finding(row):
     "The row of a finding as `health` orders findings: what another program wrote may be anything"
-    first = whole_number(row.get('first_step'))
-    return {**row, 'rule': str(row.get('rule')), 'first_step': first if first is not None else whole_number(row.get('step')) or 0, 'stands': False}
+    first = int_or_none(row.get('first_step'))
+    return {**row, 'rule': str(row.get('rule')), 'first_step': first if first is not None else int_or_none(row.get('step')) or 0, 'stands': False}
 
-def whole_number(v):
+def int_or_none(v):
     try: return int(v)
     except (TypeError, ValueError, OverflowError): return None # a NaN of a table, or no number
 
@@ -65,7 +65,7 @@ def in_short(
     cut = shorten(text, most, placeholder=' …')
     return cut if len(cut)>most//2 else text[:most-1]+'…' # a word that is longer than there is room
 
-def says(finding): return f"{finding['severity']}: {in_short(finding['text'])}"
+def title_text(finding): return f"{finding['severity']}: {in_short(finding['text'])}"
 
 def open_in(
     df, # A table of rows
@@ -77,7 +77,7 @@ def open_in(
     rows = df[told].to_dict('records')
     return [f for f in OpenFindings().add(rows).causes if f['rule']!='died' or last is None or last<=f['first_step']]
 
-def says_the_same(
+def is_about_row(
     finding, # As above, or None
     first # The first row that is not finite, or None
 ) -> bool:

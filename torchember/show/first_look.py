@@ -13,12 +13,12 @@ from ..frames.logs import no_rows
 from ..ground.record import clipped_norm
 from ..store.parameters import label_of
 from ..frames.words import earlier_calls, ttype_of, ttypes_asked
-from .findings import open_in, says, says_the_same
+from .findings import open_in, title_text, is_about_row
 from .heatmaps import column_spans, heat, sizes
 from .legend import alarm, meanings, palettes, title_of, words
 from .lines import put_lines
-from .missing import parameters_in, reasons_in, reasons_of, with_missing, with_rows
-from .run_summary import default_ttypes, first_trouble, loss_of, no_tensors, noted, of_kind, sentence_of, stat_of, there_of
+from .missing import parameters_of_run, reasons_in, reasons_of, with_missing, with_rows
+from .run_summary import default_ttypes, first_trouble, loss_of, no_tensors, logged_names, rows_of_type, sentence_of, pick_stat, types_to_draw
 from .run_summary import summary # noqa: F401 (it was here)
 from .select import grid, has_ttype, name_of_run, pick, series, table_and_findings, training, with_statistics
 from .style import drawn, figure, is_dark
@@ -50,35 +50,35 @@ def overview(
     all_types = ttype is None and loss is None
     table,told = table_and_findings(run, None if all_types else [*(ttypes_asked(ttype) if ttype else default_ttypes), 'scalar'])
     if not len(table): raise ValueError(no_rows(name_of_run(table) or 'The table'))
-    numbers,norms = loss_of(table, loss),norms_of(table)
+    numbers,norms = loss_of(table, loss),gradient_norms(table)
     if numbers and norms and numbers[0]==norms[0]: norms = None # drawn as the loss
     tensors = with_statistics(table[~has_ttype(table, 'scalar')], [stat] if stat else ())
-    kinds = there_of(tensors, ttype)
+    kinds = types_to_draw(tensors, ttype)
     if not kinds and ttype is None: raise ValueError(no_tensors(table))
     if not kinds: raise ValueError(f"overview needs a tensor type, such as 'output', got ttype={ttype!r}.")
     if ttype is None and path is not None: # a layer without parameters has no gradients of them, and one may not be called
         some = pick(tensors, path, kinds)['ttype'].astype(str)
         kinds = [k for k in kinds if (some==k).any()]
     if ax is not None: kinds = kinds[:1]
-    parts,ps = [],parameters_in(run)
+    parts,ps = [],parameters_of_run(run)
     for kind in kinds:
-        rows = training(pick(tensors, with_rows(of_kind(tensors, kind), path, ps), kind))
-        if ttype_of(kind)[0]=='output': rows = larger(rows)
-        col,why = stat_of(rows, stat),reasons_in(rows, ttype_of(kind)[0], ps, path)
+        rows = training(pick(tensors, with_rows(rows_of_type(tensors, kind), path, ps), kind))
+        if ttype_of(kind)[0]=='output': rows = drop_scalars(rows)
+        col,why = pick_stat(rows, stat),reasons_in(rows, ttype_of(kind)[0], ps, path)
         parts.append((kind, col, rows, grid(with_missing(series(rows, col), why, [label_of(p) for p in ps])), why))
     return compose(parts, numbers, norms, tensors, name_of_run(table), ax, open_in(told, table['step'].max()))
 
 # %% ../../nbs/60_show/90_first_look.ipynb #c192557b
-def larger(rows):
+def drop_scalars(rows):
     "Without tensors of one number, such as a loss that a model returns: it says nothing beside a layer. Unless there are no others"
     if 'shape' not in rows: return rows
     one = {}
     small = np.array([isinstance(s, list|tuple|np.ndarray) and one.setdefault(tuple(s), np.prod(s)==1) for s in rows['shape']], bool)
     return rows if small.all() else rows[~small]
 
-def norms_of(table):
+def gradient_norms(table):
     "Return name, steps and values of the norm of all gradients. None if the run has none"
-    names = noted(table)
+    names = logged_names(table)
     name = next((n for n in clipped_norm if n in names), None)
     return None if name is None else loss_of(table, name)
 
@@ -106,22 +106,22 @@ def compose(parts, numbers, norms, tensors, run, ax, found=()):
     axes[0].set_xlim(at.min(), at.max())
     first = first_trouble(training(tensors))
     if first is not None: mark_first(axes, parts, first, top)
-    title = said_first(run, found, first)
+    title = title_for(run, found, first)
     if ax is None:
         fig.suptitle(title, x=.01, ha='left')
         fig.align_ylabels([a for a in (top, *axes) if a is not None])
     else: (top or ax).set_title(title)
     return [top, *axes] if top is not None and ax is None else axes
 
-def said_first(
+def title_for(
     run, # What it is called
     found, # Findings that are open, the worst first
     first # The first row that is not finite, or None
 ) -> str: # One line or two
     "What a title says: what was first not finite, and below it the first finding. Where these are the same it is said once"
     cause = next(iter(found), None)
-    beside = first is not None and not says_the_same(cause, first)
-    return '\n'.join(filter(None, [title_of(run, sentence_of(first) if beside else ''), says(cause) if cause else '']))
+    beside = first is not None and not is_about_row(cause, first)
+    return '\n'.join(filter(None, [title_of(run, sentence_of(first) if beside else ''), title_text(cause) if cause else '']))
 
 def draw_top(ax, numbers, norms):
     "Draw the loss, and the norm of all gradients on a second y axis"

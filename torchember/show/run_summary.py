@@ -14,10 +14,10 @@ from ..ground.messages import printable, says_arguments, unknown
 from ..ground.record import computed, computed_in, values_of
 from ..store.parameters import label_of, untrained
 from ..frames.words import earlier_calls, ttype_of
-from .findings import open_in, says, says_the_same
+from .findings import open_in, title_text, is_about_row
 from .legend import title_of, words
-from .missing import asked_for, parameters_in, places_among, reasons_in, with_rows
-from .select import has_ttype, name_of_run, numbers_in, pick, series, stat_in, table_and_findings, training, trouble, usual, with_statistics
+from .missing import asked_for, parameters_of_run, places_among, reasons_in, with_rows
+from .select import has_ttype, name_of_run, number_columns, pick, series, stat_in, table_and_findings, training, trouble, usual, with_statistics
 
 # %% ../../nbs/60_show/88_run_summary.ipynb #ee8d9996
 def first_trouble(
@@ -42,15 +42,15 @@ default_ttypes = ('output', 'weight_grad')
 
 def no_tensors(table): return f"{printable(name_of_run(table) or 'The table')} has no rows of tensors yet: they come when the model is called in its training."
 
-def there_of(tensors, ttype):
+def types_to_draw(tensors, ttype):
     "The tensor types to draw"
     if ttype is not None: return [ttype] if isinstance(ttype, str) else list(ttype)
     kinds = list(dict.fromkeys(tensors['ttype'].astype(str)))
     return [t for t in default_ttypes if t in kinds] or kinds[:1]
 
-def of_kind(tensors, kind): return tensors[has_ttype(tensors, ttype_of(kind)[0])]
+def rows_of_type(tensors, kind): return tensors[has_ttype(tensors, ttype_of(kind)[0])]
 
-def stat_of(rows, stat):
+def pick_stat(rows, stat):
     if stat is not None: return stat_in(rows, stat)
     best = next((c for c in ('rms', 'std', 'abs_mean', 'mean') if c in rows and rows[c].notna().any()), None)
     if best is not None: return best
@@ -62,26 +62,26 @@ def loss_of(table, loss):
     loss = values_of(loss)
     if isinstance(loss, tuple|list) and len(loss)==2 and np.ndim(loss[0]): return 'loss', np.asarray(loss[0]), np.asarray(loss[1], float)
     if np.ndim(loss): return 'loss', np.arange(len(loss)), np.asarray(loss, float)
-    rows,names = table[has_ttype(table, 'scalar')],noted(table)
+    rows,names = table[has_ttype(table, 'scalar')],logged_names(table)
     if loss is None: loss = next((n for n in names if 'loss' in n and not computed_in(n)), next((n for n in names if not computed_in(n)), None))
     if loss is None: return None
     if loss not in names: raise ValueError(f"{unknown('number that was logged', loss, names)} To have it in the next run: te.log({loss}=...).")
     col = loss
-    got = rows[rows[col].notna().to_numpy() | trouble(rows) & may_have(rows, col)]
+    got = rows[rows[col].notna().to_numpy() | trouble(rows) & may_have_number(rows, col)]
     order = np.argsort(got['step'].to_numpy(), kind='stable')
     return loss, got['step'].to_numpy()[order], got[col].to_numpy(float, na_value=np.nan)[order]
 
-def may_have(rows, name):
+def may_have_number(rows, name):
     "Return which scalar rows may have a number of this name. NaN in a table may be a number, or none"
     own,tname = computed_in(name),rows['tname'].astype(object).to_numpy() if 'tname' in rows else np.full(len(rows), 'log', object)
     by_user = ~np.isin(tname, computed)
     return by_user if own is None else (tname==own) | by_user & bool(rows[name].notna().to_numpy()[by_user].any())
 
-def noted(table):
+def logged_names(table):
     "The numbers that `te.log` noted: what rows of tensors have, too, is a mark"
     scalar = has_ttype(table, 'scalar')
     rows,others = table[scalar],table[~scalar]
-    return [c for c in numbers_in(rows) if c in derived or not others[c].notna().any()]
+    return [c for c in number_columns(rows) if c in derived or not others[c].notna().any()]
 
 # %% ../../nbs/60_show/88_run_summary.ipynb #451ee375
 class RunSummary:
@@ -121,10 +121,10 @@ def summary(
     tensors = table[~has_ttype(table, 'scalar')]
     if not len(tensors): raise ValueError(no_tensors(table))
     tensors = with_statistics(tensors, [s for s in stats if s in tensors and s not in usual])
-    kind = ttype or there_of(tensors, None)[0]
-    ps = parameters_in(run)
-    rows = training(pick(tensors, with_rows(of_kind(tensors, kind), path, ps), kind))
-    there = [s for s in stats if s in rows and rows[s].notna().any()] or [stat_of(rows, None)]
+    kind = ttype or types_to_draw(tensors, None)[0]
+    ps = parameters_of_run(run)
+    rows = training(pick(tensors, with_rows(rows_of_type(tensors, kind), path, ps), kind))
+    there = [s for s in stats if s in rows and rows[s].notna().any()] or [pick_stat(rows, None)]
     found = {c: list(series(rows, c)) for c in there}
     lines = {}
     for c,ss in found.items():
@@ -138,9 +138,9 @@ def summary(
     df = df[[c for c in df.columns if c!='not finite']+['not finite']]
     df.index.name = words.get(ttype_of(kind)[0], kind)
     first,n,causes = first_trouble(training(tensors)),tensors['step'].nunique(),open_in(told, table['step'].max())[:3]
-    finite = 'all finite' if first is None else '' if any(says_the_same(f, first) for f in causes) else sentence_of(first)
+    finite = 'all finite' if first is None else '' if any(is_about_row(f, first) for f in causes) else sentence_of(first)
     title = title_of(name_of_run(table), f'{n:,} step{"s"*(n!=1)}', finite)
-    return RunSummary(df, title, untrained(ps, asked_for(ps, path)), table.attrs.get('said', ()), map(says, causes))
+    return RunSummary(df, title, untrained(ps, asked_for(ps, path)), table.attrs.get('said', ()), map(title_text, causes))
 
 def farthest(y):
     "The value that is farthest from the median: by factors where all are above zero"

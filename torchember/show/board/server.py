@@ -94,7 +94,7 @@ a_page = {'step': [0, 1], 'path': ['a', 'a'], 'ttype': ['output']*2, 'tname': ['
 of_localhost = 'localhost',
 said_to_others = 'This address lacks the token of the board: open the one that it printed.'
 
-def answer(content, status=200, kind='application/json', **headers):
+def respond(content, status=200, kind='application/json', **headers):
     from starlette.responses import Response
     return Response(content, status, headers, kind)
 
@@ -102,7 +102,7 @@ def host_of(header):
     "The name in a header, without the port"
     return header.rpartition(':')[0] if re.search(r':\d+$', header) else header
 
-def is_number(host):
+def is_ip_address(host):
     "Whether it is an address in numbers: a name can be made to lead here by whoever owns it, a number cannot"
     try: ip_address(host.strip('[]'))
     except ValueError: return False
@@ -118,7 +118,7 @@ class Guard:
     def refusal(self, scope):
         "Why a request is not answered, or None"
         host = host_of(dict(scope['headers']).get(b'host', b'').decode('latin-1').lower())
-        if not (host in self.hosts or '*' in self.hosts or is_number(host)):
+        if not (host in self.hosts or '*' in self.hosts or is_ip_address(host)):
             return f"The board is not known as {printable(host, 100)}. If that is right, start it with --allow {printable(host, 100)}"
         given = parse_qs(scope['query_string'].decode('latin-1')).get('token', [''])[0]
         return None if hmac.compare_digest(given.encode(), self.token) else said_to_others
@@ -129,7 +129,7 @@ class Guard:
             await send(message)
         if scope['type']=='lifespan': return await self.app(scope, receive, send)
         if scope['type']!='http': return # it has no websockets
-        if why := self.refusal(scope): return await answer(why, 403, 'text/plain')(scope, receive, safely)
+        if why := self.refusal(scope): return await respond(why, 403, 'text/plain')(scope, receive, safely)
         last = '/'+scope['path'].rpartition('/')[2] # a proxy may leave its prefix in the path
         await self.app({**scope, 'path': last, 'raw_path': last.encode(), 'root_path': ''}, receive, safely)
 
@@ -155,7 +155,7 @@ class Board:
         self.pages,self.viewers,self.seen = Pages(self.listing),0,0. # seen: when files were looked at
         self.page,self.policy = html_of_board(' '.join(map(str, names)))
 
-    async def front(self, request): return answer(self.page, kind='text/html')
+    async def front(self, request): return respond(self.page, kind='text/html')
 
     async def look(self):
         "Look at the files, if that is long ago"
@@ -168,8 +168,8 @@ class Board:
         await self.look()
         name,have = (request.query_params.get(k, '') for k in ('name', 'have'))
         async with self.one: data,version = await asyncio.to_thread(self.pages.of, name) # one at a time: they take all of a core
-        if data is None: return answer('{"problem": "There is no such run any more."}', 404)
-        return answer(data, **{'Content-Encoding': 'gzip'}) if have!=str(version) else answer(b'', 204)
+        if data is None: return respond('{"problem": "There is no such run any more."}', 404)
+        return respond(data, **{'Content-Encoding': 'gzip'}) if have!=str(version) else respond(b'', 204)
 
     async def events(self, request):
         "The list of runs, whenever it is another one"

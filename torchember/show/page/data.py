@@ -19,12 +19,12 @@ from ...ground.messages import printable
 from ...ground.record import computed_in
 from ...health.diagnose import as_table, chosen_rules, found_by, history_of, ordered
 from ...measure.exponents import limits, with_counts
-from ..run_summary import first_trouble, loss_of, noted, sentence_of, stat_of
-from ..missing import asked_for, parameters_in, places_among, reasons_in, with_missing
+from ..run_summary import first_trouble, loss_of, logged_names, sentence_of, pick_stat
+from ..missing import asked_for, parameters_of_run, places_among, reasons_in, with_missing
 from ...frames.logframe import count_columns
 from ...frames.words import ttypes_asked
-from ..select import (grid, has_ttype, name_of_run, numbers_in, pick, places, root_of, run_of, series,
-    stat_in, table_of, thinned, training, with_statistics)
+from ..select import (grid, has_ttype, name_of_run, number_columns, pick, places, root_of, run_of, series,
+    stat_in, rows_to_draw, thin_indices, training, with_statistics)
 from ...store.parameters import label_of, untrained
 from ..legend import alarm, meanings, palettes, scale, words, zero
 
@@ -85,8 +85,8 @@ favourites = 'std', 'rms', 'abs_max', 'mean', 'zero_frac', 'max', 'min', 'abs_me
 def stats_to_send(rows, stats):
     "The statistics that a page has: those that were asked for, or four that tell much"
     if stats is not None: return list(dict.fromkeys(stat_in(rows, s) for s in ([stats] if isinstance(stats, str) else stats)))
-    if not (there := numbers_in(rows)): return []
-    first = [stat_of(rows, None), *(c for c in favourites if c in there), *there]
+    if not (there := number_columns(rows)): return []
+    first = [pick_stat(rows, None), *(c for c in favourites if c in there), *there]
     return list(dict.fromkeys(first))[:4]
 
 def kind_of_rows(
@@ -134,7 +134,7 @@ def keys_of(rows, code):
     return list(zip(*(one[c].astype(str) for c in one), strict=True))
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #870723f4
-def some_steps(steps, also=(), most=None):
+def pick_steps(steps, also=(), most=None):
     "A few of many steps, evenly spaced, with the first and the last one"
     steps = np.unique(steps)
     at = np.unique(np.linspace(0, len(steps)-1, min(len(steps), most or most_steps)).round().astype(int)) if len(steps) else []
@@ -209,7 +209,7 @@ def page_of(
 ) -> dict: # As above. Raises ValueError for a run without rows
     "A run, as a page shows it"
     every = None if is_table(run) else read(run_of(run)) # rules of health look at all of it
-    table = table_of(run, rows=every) if ttype is None else table_of(run, ttype=[*ttypes_asked(ttype), 'scalar'])
+    table = rows_to_draw(run, rows=every) if ttype is None else rows_to_draw(run, ttype=[*ttypes_asked(ttype), 'scalar'])
     if not len(table): raise ValueError(no_rows(name_of_run(table) or 'The table'))
     scalar = has_ttype(table, 'scalar')
     tensors = table[~scalar]
@@ -226,7 +226,7 @@ def page_of(
     placed = {k: places(rows) for k,rows in of.items()}
     lines = sum(len(labels)*len(wanted[k]) for k,(_,labels) in placed.items()) or 1
     columns = int(np.clip(most_values//lines, 20, 1000))
-    out,keys,ps = [],{},parameters_in(run)
+    out,keys,ps = [],{},parameters_of_run(run)
     for k,rows in progress(list(of.items()), f'laying out {name_of_run(table)}'):
         if not wanted[k]: continue # text and flags only
         why = reasons_in(rows, k, ps, path)
@@ -235,7 +235,7 @@ def page_of(
         _,at = places_among(labels, [l for l in why if l not in set(labels)], [label_of(p) for p in ps])
         keys[k] = dict(zip(at, keys_of(rows, code), strict=True))
     add_exponents(table if every is None else every, out, keys, tensors, [int(first['step'])] if first is not None else [])
-    known,structure = facts_of(run, table)
+    known,structure = describe_run(run, table)
     words_of_run = [s for s in (*table.attrs.get('said', ()), untrained(ps, asked_for(ps, path))) if s]
     return {'torchember': 1, 'run': {**known, 'bad': first is not None, **({'missing': ' '.join(words_of_run)} if words_of_run else {})},
         'trouble': None if first is None else {'step': int(first['step']), 'path': str(first['path'] or ''), 'ttype': str(first['ttype']),
@@ -249,7 +249,7 @@ def add_exponents(table, kinds, keys, tensors, also):
     "Put the exponent counts of a few steps beside the matrices"
     if not kinds: return
     n = sum(len(k['tensors']) for k in kinds)
-    steps = some_steps(tensors['step'].to_numpy(), also, int(np.clip(most_counts//n, 2, most_steps)))
+    steps = pick_steps(tensors['step'].to_numpy(), also, int(np.clip(most_counts//n, 2, most_steps)))
     if 'exponents' not in table: return
     table = training(table[table['step'].isin(steps).to_numpy()])
     for k in kinds:
@@ -261,13 +261,13 @@ def add_exponents(table, kinds, keys, tensors, also):
 def logged_numbers(table):
     "What was noted with `te.log`: all numbers, each with its steps"
     out = []
-    for n in sorted(noted(table), key=lambda n: (bool(computed_in(n)), 'loss' not in n)):
+    for n in sorted(logged_names(table), key=lambda n: (bool(computed_in(n)), 'loss' not in n)):
         _,x,y = loss_of(table, n)
-        at,odd = thinned(x, y, ~np.isfinite(y), 4000),x[~np.isfinite(y)]
+        at,odd = thin_indices(x, y, ~np.isfinite(y), 4000),x[~np.isfinite(y)]
         out.append({'name': n, 'step': x[at].tolist(), 'value': packed(y[at]), 'odd': int(odd[0]) if len(odd) else None})
     return out
 
-def facts_of(run, table):
+def describe_run(run, table):
     "What is known of a run beside its rows, and the structure of its model"
     steps = table['step'].to_numpy()
     name = Path(run).name if isinstance(run, str|os.PathLike) and os.sep in str(run) else name_of_run(table)
