@@ -46,7 +46,7 @@ def names(asks):
 def files(home): return {p: (s.st_size, s.st_mtime_ns, s.st_ino) for p in sorted(home.rglob('*')) for s in [p.lstat()]}
 
 
-# ---- to whom
+# ---- access
 
 @pytest.mark.parametrize('path', ['/', '/run?name=fine', '/events', '/nowhere', '/run?name=fine&x=token', '//', '/../', '/user/ada/'])
 def test_who_has_not_the_token_is_told_nothing(home, path):
@@ -54,7 +54,7 @@ def test_who_has_not_the_token_is_told_nothing(home, path):
         for token in (None, '', 'secre', 'secret0', 'SECRET', 'secret\0', 'ſecret'):
             r = asks.get(path, params={**dict(p.split('=') for p in urlsplit(path).query.split('&') if p), **({'token': token} if token is not None else {})})
             assert r.status_code==403 and 'token' in r.text and 'fine' not in r.text and '<' not in r.text, (path, token)
-        assert asks.get('/run?name=fine&token=wrong&token=secret').status_code==403 # the first is the one
+        assert asks.get('/run?name=fine&token=wrong&token=secret').status_code==403 # the first token counts
         assert asks.post('/').status_code==403
 
 
@@ -104,7 +104,7 @@ def test_what_is_sent_can_run_nothing_but_our_scripts(home):
 def test_what_is_asked_for_is_in_the_title_as_text(): assert f'<title>{"&lt;img src=x onerror=&quot;window.hit=1&quot;&gt;"} ·' in html_of_board(evil)[0]
 
 
-# ---- about what
+# ---- which runs
 
 def test_nothing_but_runs_of_the_home_can_be_asked_for(home, tmp_path):
     (tmp_path/'home'/'log').mkdir(parents=True)
@@ -115,7 +115,7 @@ def test_nothing_but_runs_of_the_home_can_be_asked_for(home, tmp_path):
     (tmp_path/'home'/'log'/'link').symlink_to(tmp_path/'outside')
     (tmp_path/'home'/'log'/'near').symlink_to(tmp_path/'home'/'log'/'inside')
     with asking('in*', 'near', 'link', home=tmp_path/'home') as asks:
-        assert set(names(asks))=={'inside', 'near'} # not what a link leads to elsewhere, and not what was not asked for
+        assert set(names(asks))=={'inside', 'near'} # no links to files elsewhere, and no other runs
         for name in ('link', 'hidden', '../outside', '../../outside', '/etc/passwd', 'log/inside', './inside', '..', '.', '', 'inside\0', '*', '%2e%2e/outside',
                      str(tmp_path/'outside')):
             assert asks.get('/run', params={'token': 'secret', 'name': name}).status_code==404, name
@@ -201,7 +201,7 @@ def test_processes_of_a_run_are_one(home, tmp_path):
         (tmp_path/'data'/f'base_both.rank{rank}.json').write_bytes((home/'data'/f'base_{of}.json').read_bytes())
     for wanted in ((), ('both',), ('b*',), ('both.rank*',)):
         r, = listed(tmp_path, *wanted)
-        assert (r['name'], r['ranks'], r['errors'], r['steps'])==('both', 2, 1, 20) and r['loss'][1] is not None # of the first
+        assert (r['name'], r['ranks'], r['errors'], r['steps'])==('both', 2, 1, 20) and r['loss'][1] is not None # of the first process
     assert not listed(tmp_path, 'bot')
     with asking(home=tmp_path) as asks: got = asks.get('/run?token=secret&name=both').json()
     assert got['run']['name']=='both' and got['kinds']==json.loads(json.dumps(page_of(of_processes('both', tmp_path))))['kinds']
@@ -211,7 +211,7 @@ def test_the_first_trouble_is_that_of_the_training():
     def line(**r): return json.dumps({'step': 0, 'module': 'Net.a(Linear)', 'ttype': 'output', **r}, separators=(',', ':')).encode()+b'\n'
     data = line(nan=1, phase='eval')+line(step=1, nan=0)+line(step=2, nan=3)+line(step=3, nan=4)+line(step=4, ttype='scalar', x=1.)
     assert [r['step'] for r in rows_of_interest(data)]==[0, 2, 4] and [r['step'] for r in rows_of_interest(data, False)]==[4]
-    assert [r['step'] for r in rows_of_interest(data.rstrip())]==[0, 2, 4] # without an end of the line
+    assert [r['step'] for r in rows_of_interest(data.rstrip())]==[0, 2, 4] # without a line end
     assert [r['step'] for r in rows_of_interest(data.replace(b':', b': '))]==[0, 2, 4]
     assert [r['step'] for r in rows_of_interest(line(posinf=1))]==[r['step'] for r in rows_of_interest(line(neginf=1))]==[0]
 
@@ -223,7 +223,7 @@ def test_a_curve_has_few_points_and_all_values():
     assert {n for _,n in s.points[:-1]}=={s.each}
 
 
-# ---- while it goes on
+# ---- while a run goes on
 
 def test_what_is_new_is_seen_and_only_that(training):
     there = Listing()
@@ -273,7 +273,7 @@ def test_a_page_that_has_not_changed_is_not_sent_again(training):
         first = ask()
         assert first.status_code==200 and ask(first.json()['version']).status_code==204 and ask(1).status_code==200 and ask(1).content==first.content
         t.steps(1)
-        time.sleep(.3) # for a page is made anew when some time has gone
+        time.sleep(.3) # a page is made again only after a pause
         asks.app.app.routes[0].endpoint.__self__.pages.share = 0
         second = ask(first.json()['version'])
         assert second.status_code==200 and second.json()['run']['steps']==4 and second.json()['version']!=first.json()['version']
@@ -292,14 +292,14 @@ def test_a_page_is_made_when_a_share_of_the_time_has_gone(training):
     assert steps()==2 # too soon
     t.close()
     there.look()
-    assert steps()==3 # it is over: this is the last one
+    assert steps()==3 # the run has ended: this is the last page
     assert pages.of('nothing')==(None, None) and list(pages.made)==['going']
     there.close()
 
 
 @contextmanager
 def events(address):
-    "What a board says of its runs, as it comes"
+    "Yield the lists of runs that a board sends"
     at = urlsplit(address)
     c = http.client.HTTPConnection(at.hostname, at.port, timeout=20)
     c.request('GET', f'/events?{at.query}')
@@ -401,7 +401,7 @@ def test_a_port_that_is_taken_is_passed_over():
         with socket_at('127.0.0.1', port) as b: assert port<b.getsockname()[1]<port+50 and b.getsockname()[0]=='127.0.0.1'
 
 
-# ---- a run that is too large to be read while somebody waits
+# ---- a large run
 
 @pytest.mark.parametrize('parquet', [False, True])
 def test_a_large_run_is_shown_by_some_of_its_steps(home, tmp_path, parquet):
@@ -415,14 +415,14 @@ def test_a_large_run_is_shown_by_some_of_its_steps(home, tmp_path, parquet):
     for n in 5,9:
         page = made()
         steps = page['kinds'][0]['step']
-        assert {0, 11, 12, 13, 17}<=set(steps) and len(steps)>=n and set(steps)<=set(range(18)) # the ends, and where the trouble begins
+        assert {0, 11, 12, 13, 17}<=set(steps) and len(steps)>=n and set(steps)<=set(range(18)) # the ends, and steps around the problem
         assert page['trouble']==whole['trouble'] and page['run']['rows']==whole['run']['rows'] and page['run']['steps']==18
         assert f'{len(steps)} of 18 steps are shown' in page['run']['missing'] and [k['ttype'] for k in page['kinds']]==[k['ttype'] for k in whole['kinds']]
-        assert page['numbers']==json.loads(json.dumps(whole['numbers'])) # of noted numbers there are all
+        assert page['numbers']==json.loads(json.dumps(whole['numbers'])) # all logged numbers
         assert {t['label'] for t in page['kinds'][0]['tensors']}=={t['label'] for t in whole['kinds'][0]['tensors']}
     assert pages.of('broken')[1].endswith('+') and not page['more']
     last = pages.made['broken']
-    assert pages.of('broken')[1]==last[0] and pages.made['broken'] is last # nothing better comes
+    assert pages.of('broken')[1]==last[0] and pages.made['broken'] is last # there is no better page
     there.close()
 
 

@@ -26,7 +26,7 @@ W = pytest.importorskip('ipywidgets')
 
 
 def rows_of(steps=range(0, 40, 10), loss=True):
-    "Two layers: outputs at all steps, weights at the even tens, states of an optimizer; a rate that is a mark, a count that is none"
+    "Two layers: outputs at all steps, weights at even tens, optimizer states; a rate that is a mark, a count that is not"
     out = []
     for s in steps:
         def add(path, ttype, tname, pname=None, call=0, s=s, **more):
@@ -47,7 +47,7 @@ t = rows_of()
 
 
 def test_what_a_table_offers():
-    "In the order of the log; what `te.log` noted is of no tensor, a mark is no statistic, and what never changes is no axis"
+    "In the order of the log. Logged numbers belong to no tensor, a mark is no statistic, and a constant column is no x axis"
     assert list(types_of(t).items())==[('outputs', 'output'), ('weights', 'weight'), ('optimizer states', 'optimizer'),
         ('optimizer states: exp_avg', 'optimizer.exp_avg'), ('optimizer states: exp_avg_sq', 'optimizer.exp_avg_sq')]
     assert (axis_columns(t), statistics_of(t), logged_in(t))==(['step', 'lr'], ['mine', 'fixed', 'std'], ['loss', 'rate'])
@@ -63,7 +63,7 @@ def test_what_a_table_offers():
 
 
 def test_a_value_is_called_by_its_own_name():
-    "One is not True; what nobody knew is known from then on, and only then"
+    "1 is not True. An unknown value gets a label of its own"
     labels = {'none': None, 'one': 1, 'yes': True, 'half': .5}
     assert [label_for(labels, v) for v in (None, 1, True, .5)]==[*labels] and len(labels)==4
     assert label_for(labels, 1.)=='1.0' and labels['1.0']==1. and label_for(labels, False)=='False' and len(labels)==6
@@ -71,7 +71,7 @@ def test_a_value_is_called_by_its_own_name():
 
 
 def test_what_is_offered_anew_keeps_what_was_chosen():
-    "Without telling anybody, and telling again afterwards"
+    "Offering others does not notify; changes after that do"
     told = []
     c = choice(W, 'n', {'a': 1, 'b': 2, 'c': 3}, 2)
     c.observe(lambda: told.append(c.value))
@@ -80,7 +80,7 @@ def test_what_is_offered_anew_keeps_what_was_chosen():
     c.widget.value = 'c'
     c.offer(['a', 'b'])
     assert (c.widget.value, told)==('a', [3])
-    c.value = 3 # which was not on offer any more
+    c.value = 3 # a value that is not offered any more
     assert (c.value, c.widget.options, told)==(3, ('a', 'b', 'c'), [3, 3])
     s = choices(W, 'n', {'a': 1, 'b': 2}, [2], None)
     s.observe(lambda: told.append(s.value))
@@ -99,7 +99,7 @@ def test_what_is_offered_anew_keeps_what_was_chosen():
 
 
 def test_places_of_steps():
-    "The nearest that was recorded; from the end where it is negative and no step. Both widgets move together, in either direction"
+    "The nearest recorded step; negative numbers count from the end. Slider and field move together"
     s = StepSlider(W, 'step', np.array([-2, 0, 10, 20, 40]), 10)
     assert [s.place(v) for v in (None, -1, -2, -3, -5, -6, 14, 15, 16, 99, 0)]==[4, 4, 0, 2, 0, 0, 2, 2, 3, 4, 1]
     assert (s.value, s.box.value, s.box.min, s.box.max, s.widget.max)==(10, 10, -2, 40, 4)
@@ -117,7 +117,7 @@ def test_places_of_steps():
 
 
 def test_layers_to_choose_from():
-    "What is chosen is first and stays, what was typed brings up the others, in the order of the model; a choice is told once"
+    "The selection stays at the top; typing finds others, in the order of the model; a selection notifies once"
     names = ['', *(f'h.{i}.{p}' for i in range(300) for p in ('b', 'a')), 'head']
     l,told = LayerPicker(W, 'layer', names, ['h.7.a', 'head'], root='Net'),[]
     l.observe(lambda: told.append(l.value))
@@ -139,7 +139,7 @@ def test_layers_to_choose_from():
     assert one.list.options==('automatic', 'head', *(f'h.{i}.a' for i in range(10, 20))) and one.value=='head'
     one.list.value = 'automatic'
     assert one.value is None and LayerPicker(W, 'layer', ['a'], re.compile('a')).list.options==('/a/ (1)', 'a')
-    assert LayerPicker(W, 'layer', ['a*'], 'a*').list.options==('a*',) # which is a name here
+    assert LayerPicker(W, 'layer', ['a*'], 'a*').list.options==('a*',) # a name, not a glob
 
 
 def control(f, name, value=..., table=t):
@@ -148,7 +148,7 @@ def control(f, name, value=..., table=t):
 
 
 def test_the_control_of_each_argument():
-    "What it offers, what it gives without being moved, and for what there is none"
+    "The values that it offers, its initial value, and arguments without a control"
     for name in ('figsize', 'legend_kws'): assert control(exp_hist, name) is None
     assert control(scalar_global_heatmap, 'col_wrap') is None and control(scalar_line, 'col_wrap').widget.options==('automatic', *'12345678')
     assert control(exp_hist, 'kind').widget.options==('bar', 'line', 'kde') and control(scalar_line, 'kind').widget.options==('line', 'scatter')
@@ -183,7 +183,7 @@ def test_the_control_of_each_argument():
 
 
 def test_arguments_of_a_picture():
-    "Given ones and those that were moved; layers and steps are those of the tensor type; it is told once however many are moved"
+    "Given and changed arguments; layers and steps depend on the tensor type; several changes notify once"
     calls = []
     a = Arguments(exp_hist, t, {'tt': 'Weights', 'figsize': (3, 4), 'step': 20}, ('col_wrap',), lambda: calls.append(a.values()))
     assert a.values()=={'ttype': 'weight', 'figsize': (3, 4), 'step': 20} and 'col_wrap' not in a.controls and 'figsize' not in a.controls
@@ -194,18 +194,18 @@ def test_arguments_of_a_picture():
     a.put(step=30, kind='line', ttype='weight')
     assert calls[1:]==[{'ttype': 'weight', 'figsize': (3, 4), 'step': 20, 'kind': 'line'}] and a.muted is False
     a.put(kind='bar')
-    assert calls[2:]==[{'ttype': 'weight', 'figsize': (3, 4), 'step': 20}] # what is as it is without asking is not handed on
+    assert calls[2:]==[{'ttype': 'weight', 'figsize': (3, 4), 'step': 20}] # defaults are not passed on
     with pytest.raises(KeyError): a.put(nothing=1)
     a.controls['kind'].value = 'kde'
     assert calls[3:]==[{'ttype': 'weight', 'figsize': (3, 4), 'step': 20, 'kind': 'kde'}]
-    assert Arguments(exp_hist, t, {}).values()=={'step': 30} # `None` is the last one, and a picture that is moved needs to know which
+    assert Arguments(exp_hist, t, {}).values()=={'step': 30} # None is the last step, and the slider shows its number
     assert Arguments(scalar_line, [t[t.path=='b'], t], {'tt': 'weight'}).controls['layer'].names==['b', 'b.weight', 'b.bias']
     assert [n for n,_ in controllable(scalar_global_heatmap)][-9:]==['robust', 'zeros', 'center', 'vmin', 'vmax', 'cmap', 'cbar', 'yticklabels', 'xticklabels']
     assert argument_help(scalar_global_heatmap)['inc']=='Each how manieth step' and a.controls['kind'].widget.tooltip==argument_help(exp_hist)['kind']
 
 
 def test_controls_lie_in_the_order_of_their_use():
-    "Those that are used most above the others, which are folded away; low ones in pairs, tall ones after them"
+    "Frequently used controls are above the others, which are folded away; low controls in pairs, tall ones after them"
     a = Arguments(scalar_line, t, {})
     names = {id(c.shown): n for n,c in a.controls.items()}
     _,row,more = a.box.children
@@ -218,10 +218,10 @@ def test_controls_lie_in_the_order_of_their_use():
     assert len(arrange_controls(W, few).children)==2 and [flat(c) for c in columns(W, list(few.values()))]==[['kind', 'ttype'], ['x']]
 
 
-# What is pointed at
+# Events of the pointer
 
 class Agg(PageFigure):
-    "One that is pointed at, without a page"
+    "A figure that reports the pointer, without a page"
     def __init__(self, W, width, height, live):
         super().__init__(W, width, height, False)
         self.live,self.sent = live,0
@@ -229,7 +229,7 @@ class Agg(PageFigure):
 
 
 class Unseen(Agg):
-    "And that nobody looks at, as drawing takes longest"
+    "A figure that is not drawn, since drawing takes longest"
     def show(self): pass
 
 
@@ -251,7 +251,7 @@ calls = []
 
 
 def quick(name, along=True):
-    "A picture that is quickly drawn, and notes what it was called with"
+    "A picture that is drawn quickly, and records its arguments"
     def f(df, tt='output', layer=None, step: int|None=None, x='step', kind='line', bad=False):
         calls.append({k: v for k,v in dict(tt=tt, layer=layer, step=step, kind=kind).items()})
         ax = figure((7, 3)).subplots()
@@ -269,7 +269,7 @@ def quick(name, along=True):
 
 
 def crossed(i):
-    "Where the cross-hair is, what it says, and the lines in the picture"
+    "Return the place and text of the cross-hair, and the lines in the picture"
     line,dots,text = i.cursor.loss.cross
     if not line.get_visible():
         assert not text.get_visible() and not any(d.get_visible() for d in dots)
@@ -279,7 +279,7 @@ def crossed(i):
 
 
 def test_losses_to_point_at():
-    "In the order of the steps, each curve with its own; what is given is left as it was"
+    "In the order of steps, each curve with its own values; the given ones do not change"
     given = {'steps': [20, 0, 10], 'a': [1., 500., 2.], 'none': None, 'b': [3., math.nan, 5.]}
     l = losses_of(given, None)
     assert l.steps.tolist()==[0, 10, 20] and {n: y.tolist()[1:] for n,y in l.lines.items()}=={'a': [2., 1.], 'b': [5., 3.]} and len(given)==4
@@ -298,7 +298,7 @@ def test_losses_to_point_at():
 
 
 def test_the_tensor_under_a_patch():
-    "Of the patch's tensors and steps the one that the colour is of; of a patch with trouble the one that has it"
+    "The tensor and step that determine the color; in a patch with a value that is not finite, that tensor"
     df = t[t.ttype=='output'].reset_index(drop=True)
     df.loc[(df.path=='a') & (df.step==30), ['std', 'nan']] = math.nan, 2
     df = pd.concat([df, df[df.path=='b'].assign(phase='eval', std=-1.)], ignore_index=True)
@@ -322,7 +322,7 @@ def test_the_tensor_under_a_patch():
 
 
 def test_rows_of_the_same_tensor():
-    "Of its path, type, name and call"
+    "The rows with the same path, type, name and call"
     own = dict(path='a', ttype='output', tname='x', call=0)
     df = pd.DataFrame([own, own, *({**own, **o} for o in (dict(path='b'), dict(ttype='input'), dict(tname='y'), dict(call=1)))])
     assert rows_like(df, df.iloc[0]).index.tolist()==[0, 1] and rows_like(df, df.iloc[5]).index.tolist()==[5]
@@ -332,7 +332,7 @@ def test_rows_of_the_same_tensor():
 
 
 def test_the_cross_hair_follows_the_pointer(pointed):
-    "To the nearest step of the loss; where the pointer leaves, it is where it was put"
+    "It moves to the nearest step of the loss. If the pointer leaves, it returns"
     i = pointed(quick('scalar_line'))
     assert crossed(i)==(None, []) and len(i.picture.lines)==1
     send('motion_notify_event', i.cursor.loss.axes, 12)
@@ -346,14 +346,14 @@ def test_the_cross_hair_follows_the_pointer(pointed):
     assert i.cursor.pinned==20 and crossed(i)==((0, [2.], 'step=0\nloss=2'), [0])
     send('motion_notify_event', i.cursor.loss.axes, 1e9)
     assert crossed(i)==((20, [1.5], 'step=20\nloss=1.5'), [20])
-    i.controls['kind'].value = 'scatter' # drawn anew, it stays
+    i.controls['kind'].value = 'scatter' # it stays after redrawing
     assert crossed(i)==((20, [1.5], 'step=20\nloss=1.5'), [20]) and calls[-1]['kind']=='scatter'
     send('button_press_event', i.cursor.loss.axes, 1e9, button=1)
     assert i.cursor.pinned==20
 
 
 def test_a_click_goes_to_a_recorded_step(pointed):
-    "A picture of one step moves to the nearest that was recorded; what is pointed at is said with it"
+    "A picture of one step moves to the nearest recorded step; the text names both"
     i = pointed(quick('exp_hist', False), rows_of(range(0, 80, 20)), stats={'steps': range(70), 'train': np.arange(70.)})
     assert i.controls['step'].value==60 and i.cursor.pinned==60 and crossed(i)[0][0]==60 and i.picture.lines==[]
     n = len(calls)
@@ -367,7 +367,7 @@ def test_a_click_goes_to_a_recorded_step(pointed):
 
 
 def test_the_last_place_of_a_quick_pointer_is_not_lost(pointed):
-    "The cross-hair moves at once, then as often as was asked for, and in the end to where the pointer is"
+    "The cross-hair moves at once, then as often as requested, and at last to where the pointer is"
     async def moved():
         i,at = pointed(quick('scalar_line'), pause=.05),[]
         own = i.cursor.point
@@ -382,11 +382,12 @@ def test_the_last_place_of_a_quick_pointer_is_not_lost(pointed):
 
 
 def test_what_cannot_be_drawn_is_said_and_the_last_picture_stays(pointed):
-    "And what was said is gone when it can be drawn again"
+    "The message disappears when the picture can be drawn again"
     i = pointed(quick('scalar_line'))
     n = len(calls)
     i.controls['layer'].value = 'b'
-    assert i.message=='There is no such layer.' in i.layout.message.value and [c['layer'] for c in calls[n:]]==['b', None] and 'status' in i.layout.message.value
+    assert i.message=='There is no such layer.' in i.layout.message.value and 'status' in i.layout.message.value
+    assert [c['layer'] for c in calls[n:]]==['b', None]
     i.controls['layer'].value = 'a'
     assert i.message=="KeyError: 'a'" and calls[-1]['layer'] is None
     i.controls['layer'].value = None
@@ -397,7 +398,7 @@ def test_what_cannot_be_drawn_is_said_and_the_last_picture_stays(pointed):
 
 
 def test_into_a_patch_and_back(pointed):
-    "By a click on the heat map and no other, and back by a right click, Escape, or Back; steps inside are those of the tensor"
+    "Only a left click on the heat map opens a histogram; a right click, Escape or Back return; steps are those of the tensor"
     i = pointed(scalar_global_heatmap, tt='weight', scalar_metric='std')
     outside = i.stack[0]
     assert i.layout.top.children==(outside.box,) and 'Click on a patch' in i.layout.hint.value and 'keep the line there' in i.layout.hint.value
@@ -411,7 +412,7 @@ def test_into_a_patch_and_back(pointed):
     assert (i.controls['step'].steps.tolist(), i.cursor.pinned, 'go to that step' in i.layout.hint.value)==([0, 20], 20, True) and crossed(i)[0][0]==20
     assert set(i.now.table.pname)=={'bias'} and i.controls is i.now.controls is not outside.controls
     good = i.picture.good
-    outside.controls['inc'].value = 2 # which is not on the page, and draws nothing
+    outside.controls['inc'].value = 2 # its controls are not on the page, and draw nothing
     assert i.picture.good is good
     outside.controls['inc'].value = 1
     send('button_press_event', i.figure.axes[0], 1, .1, 1)
@@ -433,7 +434,7 @@ def test_into_a_patch_and_back(pointed):
 
 
 def test_a_patch_without_rows(pointed):
-    "Says so, and is not entered; nor where there are no exponents"
+    "A message, and no histogram; also without exponents"
     i = pointed(quick('scalar_global_heatmap'), t[(t.path!='b') | (t.step!=10)])
     i.enter(i.patches.at(10, 1))
     assert (len(i.stack), i.message)==(1, 'Nothing was recorded there.')
@@ -449,7 +450,7 @@ def test_a_patch_without_rows(pointed):
 
 
 def test_where_nothing_can_be_clicked_on(pointed):
-    "A slider stands for the loss, and a tensor, a step and a button for the heat map; these are gone inside"
+    "A slider replaces the pointer on the loss; a tensor, a step and a button that on the heat map. A histogram has none of them"
     i = pointed(scalar_global_heatmap, tt='weight', live=False)
     chooser = i.chooser
     assert i.layout.foot.children==(chooser.shown,) and chooser.names==['b.weight', 'b.bias', 'a.weight']
@@ -474,7 +475,7 @@ def test_where_nothing_can_be_clicked_on(pointed):
 
 
 def test_a_patch_of_a_heat_map_whose_layers_go_across(pointed):
-    "Is that of the same tensor and step as where they go down; also of another column"
+    "The same tensor and step as with steps downwards; also with another column"
     down,across,rate = (pointed(scalar_global_heatmap, stats=False, **x) for x in ({}, dict(x='name'), dict(x='name', y='lr')))
     for step,layer in ((0, 0), (10, 2), (30, 1)):
         want = down.patches.at(step, layer+.5)
@@ -483,7 +484,7 @@ def test_a_patch_of_a_heat_map_whose_layers_go_across(pointed):
 
 
 def test_lines_that_are_moved():
-    "Of axes along which steps go, not of a colour bar; they move no limits"
+    "In axes with steps, not in a color bar; they do not change limits"
     fig = mpl.figure.Figure()
     a,b = fig.subplots(2)
     a.plot([3, 4], [1, 2])
@@ -500,7 +501,7 @@ def test_lines_that_are_moved():
     assert followed(fig)==[]
     fig.supxlabel('step')
     assert followed(fig)==[a]
-    for size,said in (('step', 2), ('lr', 0)): # the lower of two that share one says it for both
+    for size,said in (('step', 2), ('lr', 0)): # of two that share an axis, the lower has the label
         shared = mpl.figure.Figure()
         axes = shared.subplots(2, sharex=True)
         axes[1].set_xlabel(size)
@@ -512,7 +513,7 @@ def test_lines_that_are_moved():
     (lambda t: scalar_line(t, ['a', 'b']), 2), (lambda t: compare([t, t]), 2), (lambda t: scalar_global_heatmap(t, x='name'), 0),
     (lambda t: scalar_line(t, x='lr'), 0)])
 def test_pictures_whose_steps_are_followed(f, n):
-    "By what is written along their axes"
+    "By the label of the x axis"
     t = pd.DataFrame([dict(path=p, module=f'm(N).{p}(L)', ttype=k, tname=f'{k}_0', pname='weight' if k=='update' else None, step=s, call=0, std=1.+s, ratio=.1,
         lr=s/2, exponents=[0, 1, 2, 0], exponent_min=0, dtype='float32') for s in range(3) for p in 'ab' for k in ('output', 'update')]
         +[dict(path='', module='m(N)', ttype='scalar', tname='log', step=s, loss=1.) for s in range(3)])
@@ -522,14 +523,14 @@ def test_pictures_whose_steps_are_followed(f, n):
 
 
 def test_a_figure_on_the_page():
-    "What is moved over it is painted when it can be seen, on the picture that was kept; an image is drawn whole"
+    "Visible artists are painted over the stored picture; an image is drawn whole"
     s = Agg(W, 500, 4., True)
     line = vertical_line(s.figure.subplots())
     s.above(line)
     painted = []
     s.figure.draw_artist = painted.append
     assert line.get_animated() and s.figure.get_size_inches().tolist()==[5., 4.]
-    s.moved() # nothing was kept: it is drawn
+    s.moved() # nothing is stored: draw
     assert (s.sent, painted, s.back is not None)==(0, [], True)
     line.set_visible(True)
     s.moved()
@@ -544,12 +545,12 @@ def test_a_figure_on_the_page():
 
 
 class Run:
-    "As an ember or a tracker, without a file"
+    "Like an ember, without a file"
     log_path,fname = '','small'
 
 
 def test_what_is_read_and_when(pointed, monkeypatch):
-    "Once for the picture, and exponents of a tensor type when they are wanted first; again for another type"
+    "Once for the picture; exponents of a tensor type at the first histogram, and again for another type"
     import torchember.frames.logs as logs
     asked = []
     monkeypatch.setattr(logs, 'read', lambda source, columns=None, **wanted: (asked.append((wanted, columns('exponents'))), t.copy())[1])
@@ -565,11 +566,11 @@ def test_what_is_read_and_when(pointed, monkeypatch):
     drawing = quick('mine')
     def mine(df, tt='output', dtypes=()): return drawing(df, tt)
     pointed(mine, Run(), stats=False)
-    assert asked==[({}, True)] # number formats are looked for in exponents
+    assert asked==[({}, True)] # number formats need exponents
 
 
 def test_interactive_where_there_are_no_controls(monkeypatch):
-    "It is the picture, of the run under either name; the caller's arguments stay as they were"
+    "It returns the picture, under either name of the run; the caller's arguments stay unchanged"
     def scalar_line(frame, layer=None): return frame, layer
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter('always')
@@ -587,7 +588,7 @@ def test_interactive_where_there_are_no_controls(monkeypatch):
 
 
 def test_it_is_shown_once_in_a_cell(pointed, monkeypatch):
-    "And again in another"
+    "And again in another cell"
     i,n,shown = pointed(quick('scalar_line'), live=False),[1],[]
     monkeypatch.setattr(pointing, 'execution_count', lambda: n[0])
     monkeypatch.setattr('IPython.display.display', shown.append)
@@ -598,7 +599,7 @@ def test_it_is_shown_once_in_a_cell(pointed, monkeypatch):
 
 
 def test_its_look_is_that_of_where_it_was_made(pointed):
-    "Whatever is set when it is drawn again"
+    "Also if the style changes before it is redrawn"
     with mpl.rc_context({'figure.facecolor': '#000010'}): i = pointed(quick('scalar_line'))
     i.controls['kind'].value = 'scatter'
     dark = mpl.colors.to_rgba('#000010')

@@ -44,7 +44,7 @@ def line_of_run(home, name='r', over=True): return Viewer(home, False, {}).answe
 
 
 def test_a_line_has_step_loss_and_the_worst_finding(home):
-    "The last loss, NaN by name; the first row of the training that is not finite; a warning before none, an error before all"
+    "The last loss, also NaN; the first row of the training that is not finite, which precedes warnings and follows errors"
     assert Viewer(home, False, {}).answer('r')=={}
     write(home, 'r', row(0, nan=2, phase='eval'), number(0, loss=5., rate=2.), row(1))
     assert line_of_run(home)=='r: step 1, loss 5'
@@ -52,7 +52,7 @@ def test_a_line_has_step_loss_and_the_worst_finding(home):
     assert line_of_run(home)=='r: step 5, loss 0.25, first not finite: step 4, output of c (1 -inf)'
     finding = {'rule': 'r', 'first_step': 5, 'text': 'This is loud.'}
     write(home, 'r', row(5, ttype='finding', severity='warning', **finding))
-    assert line_of_run(home).endswith('output of c (1 -inf)') # which is as bad as an error
+    assert line_of_run(home).endswith('output of c (1 -inf)') # it counts as an error
     write(home, 'r', row(5, ttype='finding', severity='error', **finding))
     assert line_of_run(home).endswith(', This is loud.')
     write(home, 'r', row(6, ttype='finding', severity='error', **finding, over=True))
@@ -61,7 +61,7 @@ def test_a_line_has_step_loss_and_the_worst_finding(home):
 
 
 def test_the_speed_is_that_of_the_last_looks():
-    "Of sixteen; and in words that fit"
+    "Of the last 16 looks, in words that fit"
     for seconds,text in ((1., ', 20 steps/s'), (20., ', 1 steps/s'), (200., ', 0.1 steps/s'), (400., ', 20 s a step'), (2., ', 10 steps/s')):
         s = Speed()
         s.add(10., 0)
@@ -75,7 +75,7 @@ def test_the_speed_is_that_of_the_last_looks():
 
 
 def test_answers_of_a_viewer(home, monkeypatch):
-    "A line at each look, a picture if something is new or it is the last; another log is read from its beginning"
+    "A line at each look, a picture if something is new or at the end; another name starts again"
     v,drawn = Viewer(home, True, {}),[]
     monkeypatch.setattr(v, 'draw', lambda over: drawn.append((v.name, over)) or b'png')
     write(home, 'r')
@@ -98,7 +98,7 @@ def test_answers_of_a_viewer(home, monkeypatch):
 
 
 def test_the_last_picture_has_no_speed(home, monkeypatch):
-    "The others say until when they are. Of a large run each says how many steps it shows"
+    "Other pictures say at which step they are. The picture of a large run says how many steps it shows"
     write(home, 'r', *(row(s, path=p) for s in range(60) for p in 'ab'))
     v,axes = Viewer(home, True, {}),[]
     import torchember.show.first_look as first_look
@@ -113,7 +113,7 @@ def test_the_last_picture_has_no_speed(home, monkeypatch):
 
 
 def test_a_log_that_is_compacted_while_it_is_followed(home, monkeypatch):
-    "Numbers and findings are those of all rows, each once; also for somebody who comes later"
+    "Numbers are those of all rows, each once; also for a viewer that starts later"
     monkeypatch.setattr(parts, 'most_rows', 4)
     path,v = home/'log'/'r',Viewer(home, False, {})
     for first in range(0, 40, 10):
@@ -129,7 +129,7 @@ def test_a_log_that_is_compacted_while_it_is_followed(home, monkeypatch):
 
 
 def test_lines_of_a_file_are_a_minute_apart(monkeypatch):
-    "And the last is never lost, nor said twice"
+    "The last line is printed once"
     now,out = [100.],io.StringIO()
     monkeypatch.setattr(live_view.time, 'monotonic', lambda: now[0])
     monkeypatch.setattr(sys, 'stderr', out)
@@ -142,7 +142,7 @@ def test_lines_of_a_file_are_a_minute_apart(monkeypatch):
 
 
 def test_a_picture_of_a_notebook_stays(monkeypatch):
-    "A line is shown until there is a picture, and with each picture"
+    "A line is shown until the first picture, and with each picture"
     shown = []
     handle = types.SimpleNamespace(update=lambda data, raw: shown.append((data, raw)))
     monkeypatch.setattr('IPython.display.display', lambda data, raw, display_id: (shown.append((data, display_id)), handle)[1])
@@ -156,7 +156,7 @@ def test_a_picture_of_a_notebook_stays(monkeypatch):
 
 
 def test_a_long_name_leaves_room_on_a_terminal(monkeypatch):
-    "For what is said of the run; a short one is whole"
+    "The name is shortened to show the rest of the line"
     monkeypatch.setattr(live_view, 'get_terminal_size', lambda: os.terminal_size((40, 20)))
     monkeypatch.setattr(sys, 'stderr', io.StringIO())
     s = TerminalScreen('r')
@@ -175,7 +175,7 @@ class Screen:
 
 
 class Answers:
-    "Instead of a process: what it is to answer"
+    "Answers, instead of a process"
     made = []
     def __init__(self, **how):
         self.how,self.asked,self.killed = how,[],False
@@ -193,7 +193,7 @@ class Answers:
 
 @pytest.fixture
 def answers(monkeypatch):
-    "A run that is followed in this thread, with these answers"
+    "Return a function that makes a `Live` in this thread, with given answers"
     monkeypatch.setattr(live_view, 'Reader', Answers)
     def follow(script, over=(), name='r', every=2.):
         Answers.script,Answers.made[:],over = list(script),[],iter(over)
@@ -205,7 +205,7 @@ def answers(monkeypatch):
 
 
 def test_a_run_is_followed_to_its_end(answers):
-    "Each answer is shown, and the last question says that it is the last; what is behind is read on at once"
+    "Each answer is shown, and the last question says that it is the last. If the process is behind, it is asked again at once"
     v = answers([{}, {'line': 'r: 1'}, {'behind': .25}, {'line': 'r: 2', 'png': b'p'}, {'behind': .5}, {'line': 'r: 3', 'png': b'q'}], [0, 0, 0, 0, 1, 1])
     v.run()
     assert v.screen.shown==[('r: 1', None), ('r: reading what there is, 25%', None), ('r: 2', b'p'), ('r: reading what there is, 50%', None), ('r: 3', b'q')]
@@ -214,7 +214,7 @@ def test_a_run_is_followed_to_its_end(answers):
 
 
 def test_drawing_takes_a_twentieth_of_a_core(answers):
-    "After a second of it in advance, and never less than what was asked for lies between"
+    "After one second in advance; and never more often than requested"
     v = answers([{}]*5, [0, 0, 0, 0, 1])
     v.run()
     assert v.pauses[:2]==[2., 2.] and v.pauses[2:]==[pytest.approx(10, abs=1), pytest.approx(20, abs=1)]
@@ -228,7 +228,7 @@ def test_a_run_without_rows_says_so(answers):
 
 @pytest.mark.parametrize('state', ['ended', 'died'])
 def test_a_run_that_is_over_is_shown_once_more(answers, state):
-    "At once; one on another machine that is silent is followed on"
+    "At once. A silent run on another machine is followed on"
     v = answers([{'line': 'r: 1', 'state': 'silent'}, {'line': 'r: 2', 'state': state}, {'line': 'r: 3', 'state': state}], [0]*9)
     v.run()
     assert [line for line,_ in v.screen.shown]==['r: 1', 'r: 2', 'r: 3'] and [q['over'] for q in v.reader.asked]==[False, False, True] and len(v.pauses)==1
@@ -237,7 +237,7 @@ def test_a_run_that_is_over_is_shown_once_more(answers, state):
 @pytest.mark.parametrize(('answer', 'said'), [({'error': 'KeyError: 3'}, 'has stopped: KeyError: 3'), ({'gone': True}, 'has ended: the log of r was removed'),
     (EOFError(), 'has stopped: its process has ended'), (ValueError('x'), 'has stopped: ValueError: x')])
 def test_what_ends_it_is_said(answers, answer, said):
-    "Once; the screen and the process are let go, and who has let it go first hears nothing"
+    "One warning; the screen and the process are closed. After `close(last=False)` there is no warning"
     v = answers([{}, answer], [0])
     with pytest.warns(EmberWarning, match=f'torchember: live {said}. Everything else goes on.'): v.run()
     assert (v.screen.ended, v.process_seconds)==(1, 9.)
@@ -251,14 +251,14 @@ def test_what_ends_it_is_said(answers, answer, said):
 
 @pytest.mark.parametrize('last', [True, False])
 def test_closing(answers, last):
-    "Asks once more, as the last; or drops it at once, and the process with it. A second time does nothing"
+    "Asks for the last picture, or kills the process at once. A second call does nothing"
     v = answers([{'line': 'r: 1'}, {'line': 'r: 2'}], [0]*9)
     began,go_on = threading.Event(),threading.Event()
     v.pause = lambda s: (began.set(), Live.pause(v, 60))
     if not last: Answers.script[1] = lambda: (go_on.wait(5), {'line': 'r: 2'})[1]
     v.begin()
     assert began.wait(10) and v in live_view.shown
-    if not last: # it is asking when it is dropped
+    if not last: # the process is answering when it is killed
         v.reader.kill = lambda: (setattr(v.reader, 'killed', True), go_on.set())
         v.calls.put(1)
         while len(v.reader.asked)<2: time.sleep(.001)
@@ -271,7 +271,7 @@ def test_closing(answers, last):
 
 
 def test_the_end_of_the_interpreter_ends_them(monkeypatch):
-    "Each, though another one fails: what is not written yet is written before"
+    "Rows are written before. An error in one view does not affect others"
     done = []
     class V:
         home = Path('home')
@@ -301,7 +301,7 @@ def test_which_view_of_a_run_is_made(tmp_path, monkeypatch):
     monkeypatch.setattr(live_view, 'Live', View)
     monkeypatch.setattr(live_view, 'screen_for', lambda name: name)
     t = emberTracker('r', tmp_path)
-    t.source = lambda close: None # this process records it
+    t.source = lambda close: None # recorded in this process
     class Ember: pass
     te = Ember()
     te.t,te.views,te.armed = t,[],True
@@ -323,7 +323,7 @@ def test_which_view_of_a_run_is_made(tmp_path, monkeypatch):
     over = live(te, wait=True)
     assert (over.done, te.views[-1] is over)==(['begin', 'wait'], True)
     del te
-    assert not second.is_wanted() and over.is_wanted() # which ends by the state of the run
+    assert not second.is_wanted() and over.is_wanted() # it ends by the state of the run
     for every in (0, True, '2', -1, None, float('nan')):
         with pytest.raises(ValueError, match='every is a number'): live(t, every=every)
     with pytest.raises(TypeError, match='not an int'): live(3)
@@ -331,7 +331,7 @@ def test_which_view_of_a_run_is_made(tmp_path, monkeypatch):
 
 
 def test_what_was_appended(tmp_path):
-    "Whole lines, each once; a log that was cut is read from where it ends, another file of the name is none of it"
+    "Whole lines, each once. A truncated log continues at its end; another file of the same name is an error"
     path = tmp_path/'r'
     path.write_bytes(b'{"a":1}\n{"a":2}\n{"a":')
     t = Tail(path)
@@ -348,7 +348,7 @@ def test_what_was_appended(tmp_path):
 
 
 def test_a_line_that_is_too_long_is_passed_over(tmp_path, monkeypatch):
-    "And what comes after it is read"
+    "The next line is read"
     monkeypatch.setattr('torchember.show.live.following.longest_line', 20)
     path = tmp_path/'r'
     path.write_bytes(b'1\n'+b'x'*50+b'\n2\n')
@@ -358,7 +358,7 @@ def test_a_line_that_is_too_long_is_passed_over(tmp_path, monkeypatch):
 
 
 def test_a_log_that_is_rotated_is_followed_on(tmp_path):
-    "What was put aside is read to its end, then the file in its place, each line once; also after two of these"
+    "The file that was put aside is read to its end, then the new file, each line once; also after two rotations"
     path,rows = tmp_path/'r',[b'{"a":%d}\n'%i for i in range(9)]
     def add(*some):
         with path.open('ab') as f: f.write(b''.join(some))

@@ -18,7 +18,7 @@ libraries = 'import numba, pandas, scipy.stats, torch._dynamo, torch.distributed
 
 @pytest.fixture(scope='module')
 def made(tmp_path_factory):
-    "Two processes, once: FSDP2, a pipeline, and replicas of which one drifts"
+    "Runs of two processes: FSDP2, a pipeline, and replicas of which one drifts"
     d = tmp_path_factory.mktemp('ranks')
     helpers = os.pathsep.join([str(here.parent), os.environ.get('PYTHONPATH', '')])
     programs.ranks(here.parent/'frameworks/ranked.py', d, 'sharded', 'pipeline', 'drifted', n=2, after=libraries, PYTHONPATH=helpers)
@@ -76,8 +76,8 @@ def test_a_long_log_without_an_end_is_not_looked_through(tmp_path, monkeypatch):
 def test_removed_with_all_that_belongs_to_it_and_nothing_else(home, capsys):
     for n in 'sharded_20.rank0', 'sharded_2.rank10x', 'a_sharded_2.rank1': shutil.copy(home/'log/sharded_2.rank0', home/'log'/n)
     shutil.copy(home/'data/base_sharded_2.rank0.json', home/'data/base_a_sharded_2.rank1.json')
-    (home/'data/mine_sharded_2.rank0.json').write_text('1') # metadata of a user's own
-    (home/'data/sharded_2.json').write_text('1') # and some that is of no run
+    (home/'data/mine_sharded_2.rank0.json').write_text('1') # metadata of the user
+    (home/'data/sharded_2.json').write_text('1') # metadata without a run
     (home/'log/sharded_2.rank1.parts').mkdir()
     (home/'log/sharded_2.rank1.parts/0.parquet').write_bytes(b'x'*100)
     before = files(home)
@@ -218,7 +218,8 @@ def test_a_parameter_that_is_not_trained_on_any_process_is_named(home):
             if e['path']=='layers.1': e['gradient'] = k==1
         p.write_text(json.dumps(noted))
     from torchember.show.missing import parameters_of_run
-    assert {(p['path'], p['name']): p['gradient'] for p in parameters_of_run('sharded_2')}=={(f'layers.{i}', n): i>0 for i in range(3) for n in ('weight', 'bias')}
+    got = {(p['path'], p['name']): p['gradient'] for p in parameters_of_run('sharded_2')}
+    assert got=={(f'layers.{i}', n): i>0 for i in range(3) for n in ('weight', 'bias')}
     assert 'layers.0' in torchember.summary('sharded_2').missing and 'layers.1' not in torchember.summary('sharded_2').missing
     assert {(p['path'], p['name']) for p in parameters_of_run('pipeline_2')}=={(f'{i}', n) for i in (0, 2, 4) for n in ('weight', 'bias')} # of both stages
     assert torchember.overview('sharded_2') is not None

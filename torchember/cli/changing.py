@@ -19,12 +19,12 @@ from .terminal import confirm, to_json, is_terminal, say, format_size, format_ta
 def rm_arguments(p):
     p.add_argument('run', nargs='+', help="name of a run, or a pattern in quotes, such as 'tmp*'")
     p.add_argument('-y', '--yes', action='store_true', help='do not ask')
-    p.add_argument('--json', action='store_true', help='a list of objects: what was removed, sizes in bytes')
+    p.add_argument('--json', action='store_true', help='a list of objects: removed runs, sizes in bytes')
 
 @command(rm_arguments, "torchember rm 'tmp*' --yes")
 def rm_command(args):
-    """Remove runs, with all that belongs to them. It asks first; where nobody can answer it needs --yes. A run that is still written is refused.
-    Exit code 2 where nothing was removed"""
+    """Remove runs with all their files. Ask first; without a terminal, --yes is required. Running runs are refused.
+    Exit code 2 if nothing was removed"""
     rows = sizes_like(args.run, home := home_of(args))
     if not args.yes:
         if not is_terminal(sys.stdin): raise ValueError(f"{len(rows)} runs would be removed, and there is nobody to ask. Say --yes.")
@@ -45,7 +45,7 @@ def mv_arguments(p):
 
 @command(mv_arguments, "torchember mv before 'before lr=3e-4'")
 def mv_command(args):
-    "Give a run another name, with all that belongs to it. One that is still written is refused, and so is a name that is taken"
+    "Rename a run with all its files. Running runs and existing names are refused"
     from torchember.frames.belongings import mv
     mv(args.run, args.name, home_of(args))
     if args.json: say(to_json({'run': args.run, 'name': args.name}))
@@ -54,12 +54,12 @@ def mv_command(args):
 # %% ../../nbs/95_cli/30_changing.ipynb #7d7823b9
 def compact_arguments(p):
     p.add_argument('run', nargs='+', help="name of a run, or a pattern in quotes, such as 'GPT*'")
-    p.add_argument('--keep', action='store_true', help='keep the JSON lines of a run that is over, too')
+    p.add_argument('--keep', action='store_true', help='keep the JSON lines of a run that has ended')
     p.add_argument('--json', action='store_true', help='a list of objects, sizes in bytes')
 
 @command(compact_arguments, 'torchember compact before')
 def compact_command(args):
-    "Turn the lines of runs into Parquet, a fraction of their size, which all readers go on reading. Needs pyarrow"
+    "Convert the lines of runs to Parquet, a fraction of the size. All readers continue to work. Needs pyarrow"
     from torchember.frames.logs import compact
     home,out = home_of(args),[]
     for name in expand_names(args.run, home):
@@ -76,7 +76,7 @@ def as_lines(df, file): df.to_json(file, orient='records', lines=True, date_form
 def as_csv(df, file): df.to_csv(file, index=False)
 
 def to_parquet(run, file, home):
-    "All rows as a file of Parquet, some at a time. How many there are"
+    "Write all rows as Parquet, batch by batch. Return the number of rows."
     from torchember import scan
     pq = needs('pyarrow.parquet', for_='export to Parquet')
     rows,n = scan(run, 'arrow', home=home),0
@@ -87,7 +87,7 @@ def to_parquet(run, file, home):
     return n
 
 def exported(run, file, form, home):
-    "Write a run in a form; how many rows it has"
+    "Write a run in some form. Return the number of rows."
     from torchember import read, to_logframe, write_parquet
     if form=='parquet': return to_parquet(run, file, home)
     if form.startswith('logframe'):
@@ -103,22 +103,22 @@ suffixes = {'.parquet': 'parquet', '.csv': 'csv', '.jsonl': 'jsonl', '.pkl': 'lo
 
 # %% ../../nbs/95_cli/30_changing.ipynb #2a104af1
 def form_of(file, form):
-    "The form that is meant. ValueError where that is not known"
+    "Return the form for a file. Raise ValueError if it is unknown."
     if form is None: form = suffixes.get(os.path.splitext(file)[1].lower())
     if form is None: raise ValueError(f"export knows files that end in {', '.join(suffixes)}, got {file!r:.80}. Say --as {' or '.join(forms)}.")
     if file=='-' and form not in ('csv', 'jsonl'): raise ValueError(f"A pipe takes csv and jsonl, and not {form}. Give a file.")
     return form
 
 def export_arguments(p):
-    p.add_argument('run', help="name of a run; or a pattern in quotes, for the rows of several with a column 'run'")
+    p.add_argument('run', help="name of a run; or a pattern in quotes, to write several with a column 'run'")
     p.add_argument('file', help=f"file to write: {', '.join(suffixes)}; - is standard output")
     p.add_argument('--as', dest='form', choices=forms, help='; '.join(f'{k}: {v}' for k,v in forms.items()))
-    p.add_argument('--force', action='store_true', help='replace a file that is there')
+    p.add_argument('--force', action='store_true', help='replace an existing file')
     p.add_argument('--json', action='store_true', help='an object: run, file, rows, bytes')
 
 @command(export_arguments, 'torchember export before before.csv')
 def export_command(args):
-    "Write a run as a file for other programs: all of its rows as Parquet, CSV or JSON lines, or a LogFrame"
+    "Write a run as a file for other programs: all rows as Parquet, CSV or JSON lines, or a LogFrame"
     home,form = home_of(args),form_of(args.file, args.form)
     if args.file=='-':
         exported(args.run, sys.stdout, form, home)

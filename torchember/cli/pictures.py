@@ -39,8 +39,8 @@ def file_for(args, names):
 
 def plot_arguments(p):
     p.add_argument('run', nargs='+', help='name of a run, or a file of a log; compare takes several')
-    p.add_argument('-p', '--picture', choices=pictures, default='overview', help='overview without it')
-    p.add_argument('-o', '--output', metavar='FILE', help='file to write: .png, .svg, .pdf; without it the terminal, or <run>.png where there is none')
+    p.add_argument('-p', '--picture', choices=pictures, default='overview', help='default overview')
+    p.add_argument('-o', '--output', metavar='FILE', help='file to write: .png, .svg, .pdf; default the terminal, or <run>.png if the output is no terminal')
     p.add_argument('--path', help="layers: a glob on the path, such as 'features.*'")
     p.add_argument('--ttype', help='tensor type')
     p.add_argument('--stat', help='a statistic')

@@ -22,7 +22,7 @@ def parting(
     runs:list, # `select.Series` of each run
     rtol:float=1e-5 # Relative difference that counts
 ) -> dict: # Label -> first step with different values, or None; in the order of the first run
-    "Return the step from which the tensors of runs differ. Steps that are missing in a run are skipped."
+    "Return the step from which the tensors of runs differ. Steps are skipped if a run lacks them."
     maps = [{label: (x, y) for label,x,y,_ in s} for s in runs]
     out = {}
     for label in (l for l in maps[0] if all(l in m for m in maps)):

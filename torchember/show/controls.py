@@ -37,7 +37,7 @@ def types_of(table):
     return out
 
 def axis_columns(table):
-    "Return the columns that can be the x axis: the step, and marks with one value per step."
+    "Return the possible columns for the x axis: the step, and marks with one value per step."
     t = with_statistics(tensor_rows(table))
     by = t.groupby(t['step'].to_numpy(), sort=False)
     some = [c for c in number_columns(t) if c not in derived and t[c].nunique()>1]
@@ -61,7 +61,7 @@ def of_types(table, tt):
     except ValueError: return t
 
 def layer_names(table, tt=None):
-    "Return the values for `layer`: paths of modules, and parameters of modules that have several."
+    "Return the values for `layer`: paths of modules, and of parameters if a module has several."
     t = of_types(table, tt)
     if 'layer_name' in t: return logframe_names(t)
     if 'pname' not in t: return t['path'].astype(str).unique().tolist()
@@ -207,7 +207,7 @@ class LayerPicker:
         for f in self.observers: f()
 
     def select(self, _):
-        "Take over what the user has selected."
+        "Store the user's selection."
         if self.muted: return
         now = (self.widget.value,) if self.one else self.widget.value
         self.chosen = [self.entries[l] for l in now if l in self.entries and l!=self.without]
@@ -227,7 +227,7 @@ class LayerPicker:
     without = 'automatic'
 
     def fill(self):
-        "Fill the list with the selection, and with the names that match the typed text."
+        "Fill the list with the selection, and the matching names."
         text = self.search.value.strip()
         glob = text if any(c in text for c in '*?[') else f'*{text}*'
         fits = sorted(paths_like(glob, self.names), key={n: i for i,n in enumerate(self.names)}.get) if text else self.names
@@ -348,62 +348,7 @@ class Controls(dict):
         try: return self[name]
         except KeyError: return default
 
-# %% ../../nbs/60_show/82_controls.ipynb #39fdef74
-class Arguments:
-    "The arguments of a picture, with their controls."
-    def __init__(self,
-        f, # A picture, whose first argument is the run
-        table, # Table of the run, or a list of tables
-        given:dict, # Arguments that the user gave
-        but=(), # Names of arguments without a control
-        on_change=lambda: None # Function to call when the user changes a value
-    ):
-        W = needs('ipywidgets', for_='interactive')
-        known,said = controllable(f),argument_help(f)
-        self.f,self.table,self.on_change,self.muted,self.defaults,self.controls = f,table,on_change,False,{},Controls()
-        self.given = in_our_words(given, dict(known), f.__name__)
-        called = {ours: typed for typed,ours in words_before.items()} if self.given.keys()!=given.keys() else {} # label the controls as the user typed the names
-        one = table[0] if isinstance(table, list) else table
-        for name,p in known:
-            if name in but: continue
-            self.defaults[name] = p.default
-            c = control_for(ControlRequest(W, f, name, p, self.given.get(name, p.default), one, called.get(name)))
-            if c is None: continue
-            self.controls[name] = c
-            c.widget.tooltip = said.get(name, '')
-            c.observe(self.note_change)
-        self.one = one
-        if c := self.controls.get('ttype'): c.observe(self.offer) # layers and steps depend on the tensor type
-        self.offer()
-        self.box = arrange_controls(W, self.controls)
-
-    def offer(self):
-        "Offer the layers and steps that the selected tensor type has."
-        c = self.controls.get('ttype')
-        ttype = c.value if c else {'updates': 'update'}.get(self.f.__name__)
-        was,self.muted = self.muted,True
-        try:
-            for n,of in (('path', layer_names), ('step', recorded_steps)):
-                if c := self.controls.get(n): c.offer(of(self.one, ttype))
-        finally: self.muted = was
-
-    def note_change(self):
-        if not self.muted: self.on_change()
-
-    def values(self):
-        "Return the arguments for the next call. Raise ValueError for invalid text in a control."
-        now = {n: c.value for n,c in self.controls.items()}
-        now = {n: v for n,v in now.items() if n in self.given or not same(v, self.defaults[n])}
-        return {n: v for n,v in self.given.items() if n not in self.controls} | now
-
-    def put(self, **values):
-        "Set several controls, and notify once."
-        self.muted = True
-        try:
-            for n,v in values.items(): self.controls[n].value = v
-        finally: self.muted = False
-        self.on_change()
-
+# %% ../../nbs/60_show/82_controls.ipynb #f84cd563
 def same(a, b): return a is b or type(a) is type(b) and not isinstance(a, np.ndarray) and a==b
 
 def controllable(f):
@@ -419,7 +364,7 @@ def argument_help(f):
     return dict(re.findall(r'^ +\*{0,2}(\w+): (.*)$', f.__doc__ or '', re.M))
 
 def arrange_controls(W, controls):
-    "Return a box with the controls: frequently used ones first, the others folded away below."
+    "Return a box with the controls: frequently used ones first, rare ones folded away below."
     rank = {n: i for i,m in enumerate(main) for n in (m, *(t for t,ours in words_before.items() if ours==m))}
     names = sorted(controls, key=lambda n: rank.get(n, len(main)))
     for n in names: set_layout(controls[n])
@@ -456,3 +401,59 @@ def columns(W, controls):
     low,out = [c for c in controls if not tall(c)],[]
     for pair in zip(low[::2], [*low[1::2], None], strict=False): out.append(W.VBox([c.shown for c in pair if c is not None]))
     return out+[c.shown for c in controls if tall(c)]
+
+# %% ../../nbs/60_show/82_controls.ipynb #39fdef74
+class Arguments:
+    "The arguments of a picture, with their controls."
+    def __init__(self,
+        f, # A picture, whose first argument is the run
+        table, # Table of the run, or a list of tables
+        given:dict, # Arguments that the user gave
+        but=(), # Names of arguments without a control
+        on_change=lambda: None # Function to call when the user changes a value
+    ):
+        W = needs('ipywidgets', for_='interactive')
+        known,said = controllable(f),argument_help(f)
+        self.f,self.table,self.on_change,self.muted,self.defaults,self.controls = f,table,on_change,False,{},Controls()
+        self.given = in_our_words(given, dict(known), f.__name__)
+        called = {ours: typed for typed,ours in words_before.items()} if self.given.keys()!=given.keys() else {} # labels as the user typed them
+        one = table[0] if isinstance(table, list) else table
+        for name,p in known:
+            if name in but: continue
+            self.defaults[name] = p.default
+            c = control_for(ControlRequest(W, f, name, p, self.given.get(name, p.default), one, called.get(name)))
+            if c is None: continue
+            self.controls[name] = c
+            c.widget.tooltip = said.get(name, '')
+            c.observe(self.note_change)
+        self.one = one
+        if c := self.controls.get('ttype'): c.observe(self.offer) # layers and steps depend on the tensor type
+        self.offer()
+        self.box = arrange_controls(W, self.controls)
+
+    def offer(self):
+        "Offer the layers and steps of the selected tensor type."
+        c = self.controls.get('ttype')
+        ttype = c.value if c else {'updates': 'update'}.get(self.f.__name__)
+        was,self.muted = self.muted,True
+        try:
+            for n,of in (('path', layer_names), ('step', recorded_steps)):
+                if c := self.controls.get(n): c.offer(of(self.one, ttype))
+        finally: self.muted = was
+
+    def note_change(self):
+        if not self.muted: self.on_change()
+
+    def values(self):
+        "Return the arguments for the next call. Raise ValueError for invalid text in a control."
+        now = {n: c.value for n,c in self.controls.items()}
+        now = {n: v for n,v in now.items() if n in self.given or not same(v, self.defaults[n])}
+        return {n: v for n,v in self.given.items() if n not in self.controls} | now
+
+    def put(self, **values):
+        "Set several controls, and notify once."
+        self.muted = True
+        try:
+            for n,v in values.items(): self.controls[n].value = v
+        finally: self.muted = False
+        self.on_change()

@@ -21,6 +21,105 @@ from ..store.parameters import label_of
 from .legend import alarm, meanings, short_names, title_of, words, zero
 from .style import canvas, drawn, is_dark, axes_size
 
+# %% ../../nbs/60_show/40_heatmaps.ipynb #e3ee4805
+sizes = {'std', 'rms', 'rm2', 'rm4', 'rm8', 'abs_mean', 'mean_abs', 'abs_max', 'max_abs', 'l1', 'l2', 'ratio'} # statistics that are zero if nothing happens
+
+def color_norm(finite, vmin=None, vmax=None, center=None, robust=False):
+    "Return a norm from values to colors."
+    if not len(finite): return mpl.colors.Normalize(0, 1)
+    low,high = np.percentile(finite, [2, 98]) if robust else (finite.min(), finite.max())
+    above = finite[finite>0]
+    ends = [v for v in (vmin, vmax) if v is not None]
+    if center is None and finite.min()>=0 and len(above) and high>30*max(low, above.min()) and all(v>0 for v in ends):
+        return mpl.colors.LogNorm(vmin or max(low, above.min(), high*1e-12), high if vmax is None else vmax)
+    low,high = low if vmin is None else vmin,high if vmax is None else vmax
+    if center is None: return mpl.colors.Normalize(low, high if high>low else low+1)
+    far = max(high-center, center-low) or 1
+    return mpl.colors.Normalize(center-far, center+far)
+
+def column_edges(steps):
+    "Return the edges of columns, in the middle between steps."
+    s = np.asarray(steps, float)
+    if len(s)==1: return np.array([s[0]-.5, s[0]+.5])
+    middle = (s[1:]+s[:-1])/2
+    return np.concatenate([[s[0]-(middle[0]-s[0])], middle, [s[-1]+(s[-1]-middle[-1])]])
+
+def column_spans(
+    steps # Steps of the columns, ascending
+) -> tuple: # Edges of the cells, and the index of the edge at which each column begins
+    "Return the edges of columns. A step far from its neighbors is narrow: nothing was recorded between them."
+    edges = column_edges(steps)
+    if len(steps)<3: return edges, np.arange(len(steps))
+    s,gaps = np.asarray(steps, float),np.diff(steps)
+    half = max(gaps.min(), (s[-1]-s[0])/400)/2 # wide enough to be visible
+    hole = gaps>max(2.5*gaps.min(), 2*half)
+    begin = np.where(np.r_[hole[:1], hole], np.maximum(edges[:-1], s-half), edges[:-1])
+    end = np.where(np.r_[hole, hole[-1:]], np.minimum(edges[1:], s+half), edges[1:])
+    all_ = np.unique(np.r_[begin, end])
+    return all_, np.searchsorted(all_, begin)
+
+def with_gaps(values, at, empty):
+    "Insert empty columns for steps without records."
+    out = np.full((len(values), max(at[-1]+1, 1) if len(at) else 0), empty, values.dtype)
+    out[:, at] = values
+    return out
+
+# %% ../../nbs/60_show/40_heatmaps.ipynb #e3ee4806
+def write_reasons(ax, g, why, turned=False):
+    "Write the reasons into empty rows, once for neighbors with the same reason."
+    tall,size,low = axes_size(ax)[not turned]/max(len(g.labels), 1),mpl.rcParams['legend.fontsize']-1,-np.inf
+    style = {'fontsize': size, 'va': 'center', 'clip_on': True, 'transform': ax.get_xaxis_transform() if turned else ax.get_yaxis_transform(),
+        'path_effects': [effects.withStroke(linewidth=2, foreground=ax.figure.get_facecolor(), alpha=.75)]}
+    i = 0
+    for reason,rows in groupby(why):
+        n = len(list(rows))
+        middle,empty = i+n/2,not np.isfinite(g.value[i:i+n]).any()
+        i += n
+        if reason is None or (middle-low)*tall<size: continue # it would overlap the text above
+        low = middle
+        if turned: ax.text(middle, .5, reason, **{**style, 'ha': 'center', 'rotation': 90})
+        else: ax.text(.5 if empty else .995, middle, reason, ha='center' if empty else 'right', **style)
+
+def name_rows(ax, labels, every=None, turned=False): # every: name one row of so many
+    "Name rows, or columns, as many as fit."
+    room = axes_size(ax)[not turned]
+    every = every or max(1, int(np.ceil(len(labels)*mpl.rcParams['ytick.labelsize']*1.1/room)))
+    names = short_names(labels, 30)
+    at = np.arange(0, len(labels), every)+.5
+    if turned: ax.set_xticks(at, names[::every], rotation=90)
+    else: ax.set_yticks(at, names[::every])
+    (ax.xaxis if turned else ax.yaxis).set_tick_params(length=0)
+
+def tall_for(n, most=9.): # inches
+    "Return the height of a picture with `n` rows."
+    return min(max(1.1+.155*n, 2.2), most)
+
+# %% ../../nbs/60_show/40_heatmaps.ipynb #8c303ef7
+refused = {'mask': 'leave layers out by path=, and steps by inc=', 'ax': 'the picture is a figure of its own', 'data': 'the picture is made from run'}
+
+def known(): return settable(mpl.collections.QuadMesh) | {'shading', 'alpha', 'edgecolors', 'antialiased'}
+
+def label_axes(ax, g, xticklabels, yticklabels, turned):
+    "Name the layers, and label the axes."
+    names,steps,kept = (xticklabels, yticklabels, ax.set_yticks) if turned else (yticklabels, xticklabels, ax.set_xticks)
+    if not isinstance(steps, bool) and steps!='auto':
+        raise TypeError(f"The steps of a heat map are numbered as they are: {'y' if turned else 'x'}ticklabels is True or False, got {steps!r:.60}.")
+    if not steps: kept([])
+    if isinstance(names, list|tuple) and len(names)!=len(g.labels): raise ValueError(f"{len(names)} names were given for {len(g.labels)} layers.")
+    every = names if isinstance(names, int) and not isinstance(names, bool) else None
+    labels = list(names) if isinstance(names, list|tuple) else g.labels
+    if names is False or names is None: (ax.set_xticks if turned else ax.set_yticks)([])
+    else: name_rows(ax, labels, every, turned)
+
+def write_values(ax, g, middle, norm, cmap, fmt, kws, turned, most=2500):
+    "Write the value of each cell in a color with enough contrast."
+    if g.value.size>most:
+        raise ValueError(f"annot=True would write {g.value.size:,} numbers, and there is room for {most:,}. Choose layers by path=, and steps by inc=.")
+    for i,j in zip(*np.nonzero(np.isfinite(g.value)), strict=True):
+        r,gr,b,_ = cmap(norm(g.value[i, j]))
+        at = (i+.5, middle[j]) if turned else (middle[j], i+.5)
+        ax.text(*at, format(g.value[i, j], fmt), **{'ha': 'center', 'va': 'center', 'color': 'black' if .3*r+.59*gr+.11*b>.5 else 'white', **(kws or {})})
+
 # %% ../../nbs/60_show/40_heatmaps.ipynb #e3ee4804
 def heat(
     ax, # Axes
@@ -63,10 +162,10 @@ def heat(
     ax.invert_yaxis()
     for s in ax.spines.values(): s.set_visible(False)
     ax.set_facecolor((.5, .5, .5, .15)) # background of cells without values
-    name_axes(ax, g, xticklabels, yticklabels, turned)
+    label_axes(ax, g, xticklabels, yticklabels, turned)
     if annot: write_values(ax, g, (edges[at]+edges[at+1])/2, norm, cmap, fmt, annot_kws, turned)
     if square: w = float(np.median(edges[at+1]-edges[at])); ax.set_aspect(1/w if turned else w)
-    say_why(ax, g, why, turned)
+    write_reasons(ax, g, why, turned)
     if cbar and len(finite):
         more = {'extend': 'min', 'extendrect': True} if zeros else {}
         place = {'cax': cbar_ax} if cbar_ax is not None else {'ax': ax, 'pad': .01, 'fraction': .04, 'aspect': 30}
@@ -74,105 +173,6 @@ def heat(
         bar.outline.set_visible(False)
         if zeros: bar.ax.text(1.6, -.025, '0', transform=bar.ax.transAxes, ha='left', va='center', fontsize=mpl.rcParams['ytick.labelsize'])
     return ax
-
-# %% ../../nbs/60_show/40_heatmaps.ipynb #e3ee4805
-sizes = {'std', 'rms', 'rm2', 'rm4', 'rm8', 'abs_mean', 'mean_abs', 'abs_max', 'max_abs', 'l1', 'l2', 'ratio'} # statistics that are zero if nothing happens
-
-def color_norm(finite, vmin=None, vmax=None, center=None, robust=False):
-    "Return the norm that maps values to colors."
-    if not len(finite): return mpl.colors.Normalize(0, 1)
-    low,high = np.percentile(finite, [2, 98]) if robust else (finite.min(), finite.max())
-    above = finite[finite>0]
-    ends = [v for v in (vmin, vmax) if v is not None]
-    if center is None and finite.min()>=0 and len(above) and high>30*max(low, above.min()) and all(v>0 for v in ends):
-        return mpl.colors.LogNorm(vmin or max(low, above.min(), high*1e-12), high if vmax is None else vmax)
-    low,high = low if vmin is None else vmin,high if vmax is None else vmax
-    if center is None: return mpl.colors.Normalize(low, high if high>low else low+1)
-    far = max(high-center, center-low) or 1
-    return mpl.colors.Normalize(center-far, center+far)
-
-def column_edges(steps):
-    "Return the edges of columns, in the middle between steps."
-    s = np.asarray(steps, float)
-    if len(s)==1: return np.array([s[0]-.5, s[0]+.5])
-    middle = (s[1:]+s[:-1])/2
-    return np.concatenate([[s[0]-(middle[0]-s[0])], middle, [s[-1]+(s[-1]-middle[-1])]])
-
-def column_spans(
-    steps # Steps of the columns, ascending
-) -> tuple: # Edges of the cells, and the index of the edge at which each column begins
-    "Return the edges of columns. A step far from its neighbors is narrow: nothing was recorded between them."
-    edges = column_edges(steps)
-    if len(steps)<3: return edges, np.arange(len(steps))
-    s,gaps = np.asarray(steps, float),np.diff(steps)
-    half = max(gaps.min(), (s[-1]-s[0])/400)/2 # wide enough to be visible
-    hole = gaps>max(2.5*gaps.min(), 2*half)
-    begin = np.where(np.r_[hole[:1], hole], np.maximum(edges[:-1], s-half), edges[:-1])
-    end = np.where(np.r_[hole, hole[-1:]], np.minimum(edges[1:], s+half), edges[1:])
-    all_ = np.unique(np.r_[begin, end])
-    return all_, np.searchsorted(all_, begin)
-
-def with_gaps(values, at, empty):
-    "Insert empty columns for steps without records."
-    out = np.full((len(values), max(at[-1]+1, 1) if len(at) else 0), empty, values.dtype)
-    out[:, at] = values
-    return out
-
-# %% ../../nbs/60_show/40_heatmaps.ipynb #e3ee4806
-def say_why(ax, g, why, turned=False):
-    "Write the reasons into empty rows, once for neighbors with the same reason."
-    tall,size,low = axes_size(ax)[not turned]/max(len(g.labels), 1),mpl.rcParams['legend.fontsize']-1,-np.inf
-    style = {'fontsize': size, 'va': 'center', 'clip_on': True, 'transform': ax.get_xaxis_transform() if turned else ax.get_yaxis_transform(),
-        'path_effects': [effects.withStroke(linewidth=2, foreground=ax.figure.get_facecolor(), alpha=.75)]}
-    i = 0
-    for reason,rows in groupby(why):
-        n = len(list(rows))
-        middle,empty = i+n/2,not np.isfinite(g.value[i:i+n]).any()
-        i += n
-        if reason is None or (middle-low)*tall<size: continue # it would overlap the text above
-        low = middle
-        if turned: ax.text(middle, .5, reason, **{**style, 'ha': 'center', 'rotation': 90})
-        else: ax.text(.5 if empty else .995, middle, reason, ha='center' if empty else 'right', **style)
-
-def name_rows(ax, labels, every=None, turned=False): # every: name one row of so many
-    "Name rows, or columns, as many as fit."
-    room = axes_size(ax)[not turned]
-    every = every or max(1, int(np.ceil(len(labels)*mpl.rcParams['ytick.labelsize']*1.1/room)))
-    names = short_names(labels, 30)
-    at = np.arange(0, len(labels), every)+.5
-    if turned: ax.set_xticks(at, names[::every], rotation=90)
-    else: ax.set_yticks(at, names[::every])
-    (ax.xaxis if turned else ax.yaxis).set_tick_params(length=0)
-
-def tall_for(n, most=9.): # inches
-    "Return the height of a picture with `n` rows."
-    return min(max(1.1+.155*n, 2.2), most)
-
-# %% ../../nbs/60_show/40_heatmaps.ipynb #8c303ef7
-refused = {'mask': 'leave layers out by path=, and steps by inc=', 'ax': 'the picture is a figure of its own', 'data': 'the picture is made from run'}
-
-def known(): return settable(mpl.collections.QuadMesh) | {'shading', 'alpha', 'edgecolors', 'antialiased'}
-
-def name_axes(ax, g, xticklabels, yticklabels, turned):
-    "Name the layers, and label the axes."
-    names,steps,kept = (xticklabels, yticklabels, ax.set_yticks) if turned else (yticklabels, xticklabels, ax.set_xticks)
-    if not isinstance(steps, bool) and steps!='auto':
-        raise TypeError(f"The steps of a heat map are numbered as they are: {'y' if turned else 'x'}ticklabels is True or False, got {steps!r:.60}.")
-    if not steps: kept([])
-    if isinstance(names, list|tuple) and len(names)!=len(g.labels): raise ValueError(f"{len(names)} names were given for {len(g.labels)} layers.")
-    every = names if isinstance(names, int) and not isinstance(names, bool) else None
-    labels = list(names) if isinstance(names, list|tuple) else g.labels
-    if names is False or names is None: (ax.set_xticks if turned else ax.set_yticks)([])
-    else: name_rows(ax, labels, every, turned)
-
-def write_values(ax, g, middle, norm, cmap, fmt, kws, turned, most=2500):
-    "Write the value of each cell in a color with enough contrast."
-    if g.value.size>most:
-        raise ValueError(f"annot=True would write {g.value.size:,} numbers, and there is room for {most:,}. Choose layers by path=, and steps by inc=.")
-    for i,j in zip(*np.nonzero(np.isfinite(g.value)), strict=True):
-        r,gr,b,_ = cmap(norm(g.value[i, j]))
-        at = (i+.5, middle[j]) if turned else (middle[j], i+.5)
-        ax.text(*at, format(g.value[i, j], fmt), **{'ha': 'center', 'va': 'center', 'color': 'black' if .3*r+.59*gr+.11*b>.5 else 'white', **(kws or {})})
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #31588f1e
 @earlier_calls('ttype', 'stat', 'inc', 'x', 'y', 'figsize', 'col_wrap', 'path')
@@ -187,7 +187,7 @@ def scalar_global_heatmap(
     y=None, # Column for the y axis if x is 'name'
     figsize:tuple|None=None, # Width and height in inches
     col_wrap:int|None=None, # Accepted but ignored: there is one panel
-    **kwargs # Arguments of `heat`: `vmin`, `vmax`, `center`, `robust`, `cmap`, `cbar`, `annot`, `fmt`, `square`, `linewidths`, ..., and of matplotlib's `pcolormesh`
+    **kwargs # Of `heat`: `vmin`, `vmax`, `center`, `robust`, `cmap`, `cbar`, `annot`, `fmt`, `square`, ..., and of matplotlib's `pcolormesh`
 ): # The Axes
     """Draw a statistic of all layers over all steps as colors. Raise ValueError if there is nothing to draw.
 
@@ -201,7 +201,7 @@ def scalar_global_heatmap(
         y: Column for the y axis if x is 'name'
         figsize: Width and height in inches
         col_wrap: Accepted but ignored: there is one panel
-        **kwargs: Arguments of `heat`: `vmin`, `vmax`, `center`, `robust`, `cmap`, `cbar`, `annot`, `fmt`, `square`, `linewidths`, ..., and of matplotlib's `pcolormesh`
+        **kwargs: Of `heat`: `vmin`, `vmax`, `center`, `robust`, `cmap`, `cbar`, `annot`, `fmt`, `square`, ..., and of matplotlib's `pcolormesh`
 
     Returns:
         The Axes

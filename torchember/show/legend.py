@@ -12,7 +12,7 @@ import re
 palettes = {
     False: ('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9', '#444444', '#b8a800'), # on a light background
     True: ('#56b4e9', '#e69f00', '#2fc99a', '#f0a0cc', '#f0e442', '#8fa8ff', '#dddddd', '#ff8a5c')} # on a dark background
-alarm = {False: '#c1121f', True: '#ff5a5f'} # only for values that are not finite
+alarm = {False: '#c1121f', True: '#ff5a5f'} # only for non-finite values
 zero = '#a6a6a6' # for exact zeros
 scale = ['#'+c for c in re.findall('.{6}', ''.join(( # matplotlib's viridis, for sizes on a page
     '44015446075a470d6047136548186a481d6f482374482878472d7b46327e453781443b844240864045883e49893d4e8a',

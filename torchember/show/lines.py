@@ -29,7 +29,7 @@ def put_lines(
     colors=None, # One per line; default distinct colors for few lines, a gradient for many
     **kwargs # Arguments of matplotlib's `plot`
 ): # The colors
-    "Draw lines, and mark steps that were not finite."
+    "Draw lines, and mark non-finite steps."
     n = max(min(most_points//max(len(lines), 1), 4000), 24)
     given,colors = colors,colors or shades(len(lines))
     many,bad_steps = [],[]
@@ -71,7 +71,7 @@ def shades(n):
     return list(plt.get_cmap('viridis')(np.linspace(.12 if is_dark() else 0, .92, n)))
 
 def mark_bad(ax, steps):
-    "Draw crosses at the top for steps that were not finite."
+    "Draw crosses at the top for non-finite steps."
     if not len(steps): return
     c = alarm[is_dark()]
     if len(steps)>400: steps = steps[np.linspace(0, len(steps)-1, 400).astype(int)]
@@ -92,7 +92,7 @@ def name_lines(
     colors:list, # Color of each line
     most:int=9 # Number of names, if there is no space for all
 ):
-    "Write the names of lines at their ends. Without space for all, name those that stand out."
+    "Write the names of lines at their ends. Without space for all, name the most unusual."
     ends = [(y[ok][-1], i) for i,(_,x,y,_) in enumerate(lines) if (ok := np.isfinite(y)).any()]
     if len(lines)<2 or not ends: return
     names = short_names([l[0] for l in lines])
@@ -129,7 +129,7 @@ panel_keys = {'sharex', 'sharey', 'subplot_kws', 'gridspec_kws', 'xlim', 'ylim',
     'dropna'} # arguments of seaborn's FacetGrid
 
 def grid_options(facet_kws, **defaults):
-    "Translate options of seaborn's grid to those of `panels`."
+    "Translate options of seaborn's grid to options of `panels`."
     given = {**defaults, **(facet_kws or {})}
     odd = [k for k in given if k not in panel_keys]
     if odd: raise TypeError(unknown('option of a grid of panels', odd[0], sorted(panel_keys)))
@@ -147,10 +147,10 @@ of_seaborn = {
         'dashes', 'orient'), 'layers and statistics are told apart by path=, ttype= and stat='),
     **dict.fromkeys(('data', 'ax', 'figure'), 'the picture is made from run, in a figure of its own')} # argument of seaborn -> why it has no meaning here
 harmless = dict(estimator=(None,), errorbar=(None,), ci=(None,), sort=(True,), legend=(True, 'auto', 'brief', 'full'), dashes=(True, False), orient=('x', None),
-    style=(None,), size=(None,), units=(None,), hue_order=(None,), palette=(None,), markers=(None, False), legend_out=(True, False)) # values that change nothing
+    style=(None,), size=(None,), units=(None,), hue_order=(None,), palette=(None,), markers=(None, False), legend_out=(True, False)) # no effect
 
 def settable(*artists):
-    "Return the names that matplotlib's `set` accepts for some artists."
+    "Return the arguments of matplotlib's `set` for some artists."
     found = set()
     for a in artists:
         i = mpl.artist.ArtistInspector(a)
@@ -219,13 +219,13 @@ def scalar_line(
     Returns:
         Axes of one panel; `Panels` of several: an array with a `figure`, `axes` and `savefig`
     """
-    kwargs,facet_kws,named = drawn_with(kind, kwargs, facet_kws)
+    kwargs,facet_kws,named = drawing_options(kind, kwargs, facet_kws)
     if kind not in ('line', 'scatter'): raise ValueError(f"a statistic is drawn as 'line' or 'scatter', not as {kind!r}.")
     by_type = ttype is None or isinstance(ttype, list|tuple)
     if by_type and (path is not None and is_several(path)):
         raise FacetException(f"Panels are either of layers or of tensor types: choose one of path={path!r:.60}, or one of ttype={ttype!r}.")
     metrics = [stat] if isinstance(stat, str) else list(stat)
-    if ttype=='output' and not any(m in derived or m in stats_of for m in metrics): run,ttype = having(run, metrics)
+    if ttype=='output' and not any(m in derived or m in stats_of for m in metrics): run,ttype = rows_with_statistics(run, metrics)
     table = rows_to_draw(run, metrics, **({} if ttype is None else {'ttype': ttypes_asked(ttype)}))
     name,x = name_of_run(table),x[1] if isinstance(x, tuple) else x
     if ttype is None: table = table[~has_ttype(table, 'scalar')]
@@ -252,7 +252,7 @@ def scalar_line(
     return axes
 
 # %% ../../nbs/60_show/20_lines.ipynb #c5a1line
-def having(df, metrics):
+def rows_with_statistics(df, metrics):
     "Return the rows and the tensor type that have the user's statistics. Raise ValueError if several types have them, but outputs do not."
     table = rows_to_draw(df, metrics)
     types = table['ttype'].astype(str)
@@ -302,7 +302,7 @@ def legend_of(fig, metrics, loc, bbox_to_anchor, palette=None):
     fig.legend(handles=handles, loc=loc or 'outside upper right', bbox_to_anchor=bbox_to_anchor, ncols=1 if bbox_to_anchor else min(len(metrics), 4))
 
 # %% ../../nbs/60_show/20_lines.ipynb #4f962205
-def drawn_with(kind, kwargs, facet_kws):
+def drawing_options(kind, kwargs, facet_kws):
     "Return arguments for lines, options for panels, and whether to name the lines."
     artist = settable(mpl.lines.Line2D) if kind=='line' else settable(mpl.collections.PathCollection) | {'s', 'marker'}
     given = check_drawn_with(kwargs, artist | {'height', 'aspect', 'palette', 'legend', 'markers', 'color'}, 'a picture of lines',

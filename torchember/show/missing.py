@@ -16,7 +16,7 @@ from ..store.parameters import cut_off, forgotten, label_of, untrained, why_not
 def parameters_of_run(
     run # Name of a run, an ember, a tracker, or a table
 ) -> list: # Dicts, see `store.parameters`
-    "Return the parameters that were recorded with a run."
+    "Return the parameters of a run."
     return [p for p in parameters_of(run) if p.get('recorded') is not False]
 
 # %% ../../nbs/60_show/15_missing.ipynb #884f03b8
@@ -39,7 +39,7 @@ def reasons_in(
     return found
 
 def asked_for(ps, layer):
-    "Return the parameters that match a choice of layers."
+    "Return the parameters of some layers."
     if layer is None: return ps
     asked = layer if isinstance(layer, list|tuple|set) else [layer]
     paths = set().union(*(paths_like(one, {p['path'] for p in ps}) for one in asked))
@@ -50,7 +50,7 @@ def with_rows(
     layer, # A path, a glob, a label, a compiled regex, or a list of these; default all
     ps:list # All parameters of the run
 ): # The other layers. Raises ValueError if none are left
-    "Remove layers from a choice that are known to have no rows."
+    "Remove layers without rows from a choice."
     if layer is None or not ps: return layer
     asked = list(layer) if isinstance(layer, list|tuple|set) else [layer]
     paths,labels = set(rows['path'].astype(str)),set(parameter_names(rows)) if 'pname' in rows else set()

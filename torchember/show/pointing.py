@@ -30,7 +30,7 @@ from .style import drawing_on, drawn, figures_of
 dpi = 100
 
 class PageFigure:
-    "A figure on the page: a canvas that reports the pointer (`live`), or an image."
+    "A figure on the page: a canvas with pointer events (`live`), or an image."
     def __init__(self, W, width, height, live):
         self.width,self.live,self.artists,self.back = width,live,[],None
         self.figure = mpl.figure.Figure((width/dpi, height), dpi=dpi, layout='constrained')
@@ -58,7 +58,7 @@ class PageFigure:
         self.widget.value = png.getvalue()
 
     def above(self, *artists):
-        "Set the artists that move over the figure. Moving them does not redraw the figure."
+        "Set the moving artists of the figure. Moving them does not redraw the figure."
         self.artists = list(artists)
         for a in artists: a.set_animated(self.live)
 
@@ -72,7 +72,7 @@ class PageFigure:
             if a.get_visible(): self.figure.draw_artist(a)
 
     def moved(self):
-        "Redraw the artists that have moved, and update the page."
+        "Redraw the moving artists, and update the page."
         if not self.live or self.back is None: return self.show()
         self.canvas.restore_region(self.back)
         self.paint()
@@ -110,7 +110,7 @@ class Losses:
         return ax
 
 def losses_of(train_stats, table):
-    "Return the losses that were given, or that the run has logged. None if there are none."
+    "Return the given losses, or the logged ones. None without any."
     if train_stats is False: return None
     if train_stats is None:
         found = loss_of(table, None)
@@ -183,7 +183,7 @@ class Throttle:
 
 # %% ../../nbs/60_show/94_pointing.ipynb #51c0a007
 class Picture:
-    "A figure that is redrawn with new arguments, in the style at its creation, with a line at a step."
+    "A figure to redraw with new arguments, in the style at its creation, with a line at a step."
     def __init__(self, surface):
         self.surface,self.lines,self.good = surface,[],None
         self.style = {k: mpl.rcParams[k] for k in mpl.rcParams if not k.startswith('backend') and k not in ('interactive', 'toolbar')}
@@ -213,7 +213,7 @@ class Picture:
 
 # %% ../../nbs/60_show/94_pointing.ipynb #51c0a008
 def vertical_line(ax):
-    "Add a vertical line that is visible on any color and does not change the limits."
+    "Add a vertical line, visible on any color, without changing the limits."
     limits = ax.get_xlim()
     line = ax.axvline(limits[0], color=mpl.rcParams['text.color'], lw=1, ls='--', alpha=.8, visible=False, zorder=10)
     line.set_path_effects([effects.withStroke(linewidth=2.4, foreground=mpl.rcParams['figure.facecolor'], alpha=.6)])
@@ -221,13 +221,13 @@ def vertical_line(ax):
     return line
 
 def followed(fig):
-    "Return the axes whose x axis is the step."
+    "Return the axes with the step as x axis."
     named = lambda ax: 'step' in {fig.get_supxlabel(), *(a.get_xlabel() for a in ax.get_shared_x_axes().get_siblings(ax))}
     return [ax for ax in fig.axes if ax.name=='rectilinear' and ax.get_label()!='<colorbar>' and named(ax)]
 
 # %% ../../nbs/60_show/94_pointing.ipynb #51c0a013
 class Cursor:
-    "The step that loss and picture show. The user points, clicks or moves a slider."
+    "The current step of loss and picture. The user points, clicks or moves a slider."
     def __init__(self, W, loss, picture, step_control, live, pause, locked): # step_control: function that returns the control of the step, or None
         self.loss,self.picture,self.step_control,self.pinned,self.slider = loss,picture,step_control,None,None
         self.hover = Throttle(lambda step: self.point(step), pause, locked)
@@ -263,7 +263,7 @@ class Cursor:
         self.point(self.pinned)
 
 def slider_under(W, loss, go):
-    "Return a slider over the steps of the losses, for figures that are images."
+    "Return a slider over the steps of the losses, for figures as images."
     s = StepSlider(W, 'step', loss.losses.steps, None)
     s.observe(lambda: go(s.value))
     s.widget.layout.width,s.box.layout.width,s.widget.description = f'{max(loss.surface.width-90, 110)}px','80px',''
@@ -275,7 +275,7 @@ def tensor_at(
     i:int, j:int, # Row and column of a patch
     by:str='step' # Name of the x axis
 ): # A row, None if nothing was recorded
-    "Return the row of the tensor and step that a patch shows."
+    "Return the row of the tensor and step of a patch."
     rows = training(rows)
     code,_ = places(rows)
     first = sum(map(len, g.members[:i]))
@@ -295,6 +295,24 @@ def rows_like(table, row):
     for c in ('path', 'ttype', 'tname', 'call'):
         if c in table and c in row: same &= (table[c].astype(str)==str(row[c])).to_numpy()
     return table[same]
+
+# %% ../../nbs/60_show/94_pointing.ipynb #51c0a011
+def tensor_key(row): return tuple(str(row.get(c)) for c in ('path', 'ttype', 'tname', 'call'))
+
+def labels_of(rows):
+    "Return the keys and the labels of the tensors in a table."
+    rows = training(rows)
+    code,labels = places(rows)
+    first = rows.iloc[np.unique(code, return_index=True)[1]]
+    return [tensor_key(r) for r in first.to_dict('records')], labels
+
+def tensor_histogram(label):
+    "Return `exp_hist` for one tensor, with the tensor in its title."
+    @functools.wraps(exp_hist)
+    def f(run, **values):
+        title = title_of(name_of_run(run), words.get(ttype_of(values['ttype'])[0], values['ttype']), label, f"step {values['step']}")
+        return exp_hist(run, **{**values, 'fig_title': values.get('fig_title') or title})
+    return f
 
 # %% ../../nbs/60_show/94_pointing.ipynb #51c0a010
 class Patches:
@@ -334,32 +352,14 @@ class Patches:
         return Arguments(tensor_histogram(label), rows_like(self.exponents[ttype], row), given, ('path', 'ttype', 'col_wrap', 'facet_kws'), self.on_change)
 
 def rows_for(f, source, ttype=None):
-    "Return the table that a picture needs. Moving a control reads nothing more."
+    "Return the table for a picture. Moving a control reads nothing more."
     stats = ['exponents'] if any(n.startswith('dtype') for n in signature(f).parameters) else None # needed for the ranges of number formats
     if isinstance(source, list|tuple): return [rows_to_draw(s, stats) for s in source]
     return rows_to_draw(source, stats, **({} if ttype is None else {'ttype': ttypes_asked(ttype)}))
 
-# %% ../../nbs/60_show/94_pointing.ipynb #51c0a011
-def tensor_key(row): return tuple(str(row.get(c)) for c in ('path', 'ttype', 'tname', 'call'))
-
-def labels_of(rows):
-    "Return the keys and the labels of the tensors in a table."
-    rows = training(rows)
-    code,labels = places(rows)
-    first = rows.iloc[np.unique(code, return_index=True)[1]]
-    return [tensor_key(r) for r in first.to_dict('records')], labels
-
-def tensor_histogram(label):
-    "Return `exp_hist` for one tensor, with the tensor in its title."
-    @functools.wraps(exp_hist)
-    def f(run, **values):
-        title = title_of(name_of_run(run), words.get(ttype_of(values['ttype'])[0], values['ttype']), label, f"step {values['step']}")
-        return exp_hist(run, **{**values, 'fig_title': values.get('fig_title') or title})
-    return f
-
 # %% ../../nbs/60_show/94_pointing.ipynb #f8a22577
 class TensorChooser:
-    "Controls below a heat map that is an image: a tensor, a step, and a button."
+    "Controls below an image of a heat map: a tensor, a step, and a button."
     def __init__(self, W, patches, enter):
         self.patches,self.names = patches,[]
         self.which,self.when = LayerPicker(W, 'tensor', [], None, one=True),StepSlider(W, 'step', np.array([0]), None)
@@ -400,6 +400,16 @@ class PageLayout:
         self.foot.children = foot
         self.hint.value = hint and f'<span style="opacity:.7;font-size:90%">{escape(hint)}</span>'
 
+# %% ../../nbs/60_show/94_pointing.ipynb #fea165de
+def execution_count():
+    "Return the number of the running cell."
+    ip = sys.modules['IPython'].get_ipython() if 'IPython' in sys.modules else None
+    return getattr(ip, 'execution_count', None)
+
+def error_text(e):
+    "Return the text of an error for the page."
+    return str(e) if isinstance(e, ValueError|TypeError) and str(e) else f'{type(e).__name__}: {e}'
+
 # %% ../../nbs/60_show/94_pointing.ipynb #72767a7a
 class Interactive:
     "A picture with `controls`, a dict by argument; each has a `value` to read and set. `figure` is the picture."
@@ -435,7 +445,7 @@ class Interactive:
     def __repr__(self): return f"interactive {self.stack[0].f.__name__} of {name_of_run(self.stack[0].one) or 'a table'}"
 
     def _ipython_display_(self):
-        "Display the picture in the cell that made it, unless that is done, and in later cells."
+        "Display the picture, once in the cell of its creation, and in later cells."
         if self.shown_in is None or self.shown_in!=execution_count(): self.show()
 
     def show(self):
@@ -463,7 +473,7 @@ class Interactive:
         self.layout.arrange(self.now.box, [self.chooser.shown] if self.chooser and not inside else [], inside, self.hint(inside))
 
     def hint(self, inside):
-        "Return a sentence about what the user can do."
+        "Return a hint for the user."
         out = []
         if self.live and self.patches:
             out.append('Right click, Escape or Back: to the heat map.' if inside else 'Click on a patch to see how large its numbers were.')
@@ -516,15 +526,17 @@ class Interactive:
         self.arrange()
         self.redraw()
 
-# %% ../../nbs/60_show/94_pointing.ipynb #fea165de
-def execution_count():
-    "Return the number of the running cell."
+# %% ../../nbs/60_show/94_pointing.ipynb #0c7ba873
+def why_no_controls():
+    "Return the reason why controls are impossible, None if they are possible."
+    from importlib.util import find_spec
     ip = sys.modules['IPython'].get_ipython() if 'IPython' in sys.modules else None
-    return getattr(ip, 'execution_count', None)
+    if getattr(ip, 'kernel', None) is None: return "interactive is for notebooks, and there is none here."
+    if find_spec('ipywidgets') is None: return "interactive needs ipywidgets, which is not installed. Run: pip install ipywidgets ipympl"
 
-def error_text(e):
-    "Return the text of an error for the page."
-    return str(e) if isinstance(e, ValueError|TypeError) and str(e) else f'{type(e).__name__}: {e}'
+def reports_pointer():
+    "Return True if figures report the pointer: with the backend ipympl."
+    return mpl.get_backend().removeprefix('module://') in ('widget', 'ipympl', 'ipympl.backend_nbagg')
 
 # %% ../../nbs/60_show/94_pointing.ipynb #fc1e0406
 def interactive(
@@ -559,15 +571,3 @@ def interactive(
     out = Interactive(f, source, given, train_stats, width, mouse_sensitivity*1e-6, reports_pointer())
     out.show()
     return out
-
-# %% ../../nbs/60_show/94_pointing.ipynb #0c7ba873
-def why_no_controls():
-    "Return the reason why controls are impossible, None if they are possible."
-    from importlib.util import find_spec
-    ip = sys.modules['IPython'].get_ipython() if 'IPython' in sys.modules else None
-    if getattr(ip, 'kernel', None) is None: return "interactive is for notebooks, and there is none here."
-    if find_spec('ipywidgets') is None: return "interactive needs ipywidgets, which is not installed. Run: pip install ipywidgets ipympl"
-
-def reports_pointer():
-    "Return True if figures report the pointer, which needs the backend ipympl."
-    return mpl.get_backend().removeprefix('module://') in ('widget', 'ipympl', 'ipympl.backend_nbagg')

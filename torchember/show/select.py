@@ -36,7 +36,7 @@ def with_statistics(
     df, # Rows
     stats=() # Statistics; default those of an ember, or the user's own if no row has these
 ):
-    "Return the rows that have some statistics. A log may also have rows of a `Monitor`'s quantities."
+    "Return the rows with some statistics, without rows of a `Monitor`."
     names = [n for s in stats for n in (s, stats_of.get(s)) if n in df] if len(stats) else [c for c in df.columns if c in usual]
     some = may_have(df, names)
     return df if some.all() else df[some]
@@ -77,7 +77,7 @@ def rows_of_source(source, stats, wanted, rows=None):
     from torchember.frames.logs import read
     try: df = read(source, **wanted, columns=lambda c: is_drawn(c, stats)) if rows is None else rows[[c for c in rows if is_drawn(c, stats)]]
     except NothingChosen: df,wanted = read(source, columns=lambda c: is_drawn(c, stats)),{} # read all: the error message lists what exists
-    if stats is not None and not all(s in df or stats_of.get(s) in df for s in stats): df = read(source, **wanted) # read all: the error message lists the statistics
+    if stats is not None and not all(s in df or stats_of.get(s) in df for s in stats): df = read(source, **wanted) # the error message lists all
     df.attrs['run'] = source if isinstance(source, str) else source.name if isinstance(source, PathLike|RankedSource) or is_url(source) \
         else tracker_in(source).fname
     df = of_right_types(df)
@@ -160,11 +160,11 @@ def pick(
     return df[rows]
 
 def logframe_names(df):
-    "Return the layer names of a LogFrame; an empty list for other tables."
+    "Return the layer names of a LogFrame; an empty list for any table without them."
     return list(dict.fromkeys(df['layer_name'].astype(str).tolist())) if 'layer_name' in df else []
 
 def of_names(df, asked):
-    "Return the rows of a LogFrame by names, and the names that are unknown: 'fc1' is only the weight; a regex matches from the start."
+    "Return the rows of a LogFrame by names, and the unknown names: 'fc1' is only the weight; a regex matches from the start."
     if not (known := logframe_names(df)): return np.zeros(len(df), bool), asked
     got = [{n for n in known if one.match(n)} if isinstance(one, re.Pattern) else paths_like(one, known) for one in asked]
     return df['layer_name'].astype(str).isin(set().union(*got)).to_numpy(), [one for one,g in zip(asked, got, strict=True) if not g]
@@ -175,7 +175,7 @@ def parameter_names(df):
     return paths+np.where(paths=='', '', '.')+df['pname'].astype(object).where(df['pname'].notna(), '').astype(str)
 
 def paths_like(one, known, kinds=None): # kinds: path -> names of classes
-    "Return the paths that match one choice of modules."
+    "Return the paths of one choice of modules."
     if not (isinstance(one, re.Pattern|Selection|type) or callable(one)): one = str(one)
     if isinstance(one, str) and one in known: return {one}
     layers = [NamedLayer(p, (kinds or {}).get(p, ())) for p in known]
@@ -280,7 +280,7 @@ def series(
     return Series(labels, code, x, value, bad)
 
 def trouble(df):
-    "Return a mask of the rows of tensors that were not finite."
+    "Return a mask of the rows of non-finite tensors."
     counts = [df[c].to_numpy() for c in ('nan', 'posinf', 'neginf') if c in df]
     return sum(counts)>0 if counts else np.zeros(len(df), bool)
 
@@ -316,7 +316,7 @@ def places(
     return code, labels
 
 def with_several(keys, values):
-    "Return the keys that occur with more than one value."
+    "Return the keys with several values."
     found = {}
     for k,v in zip(keys, values, strict=True): found.setdefault(k, set()).add(v)
     return {k for k,v in found.items() if len(v)>1}
@@ -332,10 +332,10 @@ def root_of(df):
 def thin_indices(
     x, # Steps, ascending
     y, # Values
-    bad, # Mask of the values of tensors that were not finite
+    bad, # Mask of the values of non-finite tensors
     n:int=2000 # Number of points, about
 ) -> np.ndarray: # Positions to keep, ascending
-    "Return the points of a line that must be drawn."
+    "Return the visible points of a line."
     if len(x)<=n: return np.arange(len(x))
     edges = np.linspace(0, len(x), max(n//2, 1)+1).astype(int)
     low,high = np.where(np.isfinite(y), y, np.inf),np.where(np.isfinite(y), y, -np.inf)

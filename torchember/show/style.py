@@ -45,7 +45,7 @@ def rc_settings():
 formula = re.compile(r'\$2\^\{-?\d+\}\$') # as `base2` writes it
 
 def figures_of(got):
-    "Return the figures of axes, or of anything else that a picture returns."
+    "Return the figures of axes, or of any result of a picture."
     found = [getattr(o, 'figure', None) for o in (got if isinstance(got, list|tuple) else got.ravel() if isinstance(got, np.ndarray) else [got])]
     return list(dict.fromkeys(f for f in found if hasattr(f, 'findobj')))
 
@@ -54,7 +54,7 @@ def texts_in(fig): return fig.findobj(mpl.text.Text)
 def printable_lines(text): return '\n'.join(map(printable, text.split('\n')))
 
 class Printable:
-    "A formatter of tick labels that draws `$` as a letter."
+    "A formatter of tick labels for names with `$`."
     def __init__(self, f): self.f = f
     def __call__(self, x, pos=None): return printable_lines(str(self.f(x, pos)))
 
@@ -145,7 +145,7 @@ def panels(
 
 # %% ../../nbs/60_show/00_style.ipynb #9a3e0002
 class Panels(np.ndarray):
-    "An array of Axes with a `figure`, `axes` and `savefig`. Other attributes are those of the figure."
+    "An array of Axes with a `figure`, `axes` and `savefig`. All further attributes are the figure's."
     def __new__(cls, axes):
         out = np.empty(len(axes), object)
         out[:] = axes
@@ -164,7 +164,7 @@ class Panels(np.ndarray):
         return getattr(self.figure, name)
 
 def whole_figure(fig):
-    "Return the figure that contains a subfigure."
+    "Return the figure around a subfigure."
     while fig.figure is not fig: fig = fig.figure
     return fig
 

@@ -25,7 +25,7 @@ def thin_matrix(
     h:History,
     most_steps:int, most_units:int # Size of the result
 ) -> tuple: # Steps, numbers of units, values, mask of not finite
-    "Reduce a matrix to what is visible."
+    "Reduce a matrix to a visible size."
     ok,bounds = np.isfinite(h.value),[np.unique(np.linspace(0, n, min(n, most)+1).astype(int))[:-1]
         for n,most in zip(h.value.shape, (most_steps, most_units), strict=True)]
     steps,units = h.steps[bounds[0]],np.arange(h.value.shape[1])[bounds[1]]

@@ -21,7 +21,7 @@ from ..store.parameters import label_of, why_not
 
 # %% ../../nbs/60_show/70_update_ratios.ipynb #4997c1f6
 def tensor_sizes(rows):
-    "Return the statistics that measure the size of weights: mean and std, or one of rms and l2. None without them."
+    "Return the recorded statistics of weight size: mean and std, or one of rms and l2. None without them."
     for stats in (('mean', 'std'), ('rms',), ('l2',)):
         if all(c in rows and rows[c].notna().any() for c in stats): return stats
 
@@ -44,7 +44,7 @@ def least_ratios(
     return out
 
 def spread_of(rows):
-    "Return standard deviations that divide by n, instead of n-1 as in rows. For one element, return 0."
+    "Return standard deviations with n instead of n-1, unlike in rows. For one element, return 0."
     known,std = {},rows['std'].to_numpy(float)
     shapes = rows['shape'] if 'shape' in rows else [None]*len(rows)
     n = np.array([known.setdefault(tuple(s), np.prod(s)) if isinstance(s, list|tuple|np.ndarray) else np.inf for s in shapes])
@@ -55,13 +55,13 @@ def spread_of(rows):
 sizes_of_updates = 'rms', 'std', 'abs_max', 'max', 'min', 'mean', 'l2', 'abs_mean', 'ratio' # statistics of an update that are zero if nothing moved
 
 def stood_still(rows):
-    "Return a mask of the updates that are zero."
+    "Return a mask of zero updates."
     values = [rows[c].to_numpy(float, na_value=np.nan) for c in sizes_of_updates if c in rows]
     said = np.any([~np.isnan(v) for v in values], axis=0)
     return said & ~np.any([(v!=0) & ~np.isnan(v) for v in values], axis=0) & ~trouble(rows)
 
 def stood_as_before(rows, code):
-    "Return two masks of weights: statistics equal those of the recorded step before; there is a step before."
+    "Return two masks of weights: statistics are as at the recorded step before; there is a step before."
     order = np.lexsort((rows['step'].to_numpy(), code))
     same = np.ones(max(len(rows)-1, 0), bool)
     for c in rows.columns:
@@ -97,7 +97,7 @@ def standstill_text(
     why:dict, # Label -> reason, if known
     most:int=4 # Number of names, at most
 ) -> str: # Lines of text
-    "Return a text about weights that never moved, or sometimes not."
+    "Return a text about weights without a move, always or sometimes."
     names = lambda some: ', '.join(some[:most])+(f' and {len(some)-most} more' if len(some)>most else '')
     short = dict(zip(never, short_names(list(never)), strict=True))
     now_and_then = [f'{l} ({z:,} of {n:,} steps)' for l,(z,n) in still.items() if 0<z<n]

@@ -35,7 +35,7 @@ def state_of(
 
 # %% ../../../nbs/62_board/10_listing.ipynb #de82b0ce
 def recover_rows(place):
-    "Write what black boxes of dead processes hold into the logs. This needs torch, so another process does it: the board has no torch."
+    "Write the rows in black boxes of dead processes into the logs. A new process does it, because the board does not import torch."
     if is_url(place) or not left_behind(place/'box'): return
     program = 'import sys; from torchember.recorder.recovery import take_in; take_in(sys.argv[1])'
     env = {**os.environ, 'PYTHONPATH': os.pathsep.join(p for p in sys.path if p)}
@@ -101,7 +101,7 @@ class Listing:
         return [log for _,log in sorted(ranks, key=lambda o: o[0])]
 
     def make_row(self, about):
-        "Return the row of a run. Loss and findings are those of the first process."
+        "Return the row of a run. Loss and findings come from the first process."
         logs = self.logs_of(about['name'])
         first = logs[0] if logs else None
         loss = first.loss if first else None
@@ -120,7 +120,7 @@ class Listing:
         row:dict, # Row of a run
         most:int # Rows of tensors that may be read, about
     ): # Run as `read` takes it, and the steps that were selected, None if these are all
-        """Return a run for a page or a picture. Of a large run, take evenly spaced steps, and those around the first problem.
+        """Return a run for a page or a picture. Of a large run, take evenly spaced steps, and steps around the first problem.
 
         Args:
             row: Row of a run

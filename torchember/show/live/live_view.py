@@ -47,7 +47,7 @@ def line_about(row, speed=''):
 
 # %% ../../../nbs/62_board/40_live_view.ipynb #c6c77fee
 class Viewer:
-    "One run as a line or a picture, from files that may grow."
+    "One run as a line or a picture, from growing files."
     most = 15_000 # rows of tensors in a picture
 
     def __init__(self,
@@ -65,7 +65,7 @@ class Viewer:
         name:str, # Of the run. Before the first row, it may change
         over:bool=False # True for the last picture
     ) -> dict: # line: text, png: bytes, state: of the run, behind: share that is read if not all is
-        "Return what to show now. {} before the first row. Raise FileNotFoundError if the log was removed."
+        "Return the line and the picture. {} before the first row. Raise FileNotFoundError if the log was removed."
         if name!=self.name: self.name,self.listing,self.speed,self.row = name,Listing(self.home, [name]),Speed(),None
         news,now = self.listing.look(),time.monotonic()
         row = next((r for r in self.listing.rows if self.listing.logs_of(r['name'])), None)
@@ -118,7 +118,7 @@ def answer_questions():
         answers.flush()
 
 def changed_settings():
-    "Return the settings of matplotlib that differ from the defaults."
+    "Return the changed settings of matplotlib."
     mpl = sys.modules.get('matplotlib')
     if mpl is None or not hasattr(mpl, 'rcParams'): return {}
     changed = {k: v for k,v in dict.items(mpl.rcParams) if k!='backend' and not k.startswith('backend_') and mpl.rcParamsDefault.get(k)!=v}
@@ -174,7 +174,7 @@ class Reader:
 
 # %% ../../../nbs/62_board/40_live_view.ipynb #4460ff0a
 class NotebookScreen:
-    "An output of the cell that is running."
+    "An output of the running cell."
     picture = True
     def __init__(self, name):
         from IPython.display import display
@@ -190,7 +190,7 @@ class NotebookScreen:
     def end(self): pass
 
 class TerminalScreen:
-    "A line of a terminal that is overwritten, among other bars of tqdm."
+    "A line of a terminal, overwritten in place, between progress bars of tqdm."
     picture = False
     def __init__(self, name):
         from tqdm import tqdm
@@ -227,7 +227,7 @@ def screen_for(name):
 
 # %% ../../../nbs/62_board/40_live_view.ipynb #341c1dea
 class Live:
-    """A run that is shown while it goes on. `close()` ends it; `seconds` is the CPU time that it took.
+    """A live view of a run. `close()` ends it; `seconds` is its CPU time.
 
     Args:
         home: Folder of logs
