@@ -51,10 +51,10 @@ def training():
 @contextmanager
 def serving(*runs, home=None, token='secret', port=0, every=.1, allow=()):
     "Serve a board in a thread. Return its address"
-    from torchember.show.board.server import Board, server_of, socket_at
-    b,s = Board(runs, home, token, allow),socket_at('127.0.0.1', port)
+    from torchember.show.board.server import Board, make_server, bind_socket
+    b,s = Board(runs, home, token, allow),bind_socket('127.0.0.1', port)
     b.every,b.pages.share = every,1
-    server = server_of(b)
+    server = make_server(b)
     t = Thread(target=server.run, kwargs=dict(sockets=[s]))
     t.start()
     try: yield f'http://127.0.0.1:{s.getsockname()[1]}/?token={token}'

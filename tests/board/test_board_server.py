@@ -20,8 +20,8 @@ from starlette.testclient import TestClient
 
 from torchember import compact, diagnose, read
 from torchember.frames.logs import of_processes
-from torchember.show.board.listing import Listing, state_of
-from torchember.show.board.server import Board, Pages, board, html_of_board, socket_at
+from torchember.show.board.listing import Listing, run_state
+from torchember.show.board.server import Board, Pages, board, render_board, bind_socket
 from torchember.show.board.some_steps import run_of_steps
 from torchember.show.live.following import FollowedLog, Spark, may_have_grown, rows_of_interest
 from torchember.show.page.data import page_of
@@ -101,7 +101,7 @@ def test_what_is_sent_can_run_nothing_but_our_scripts(home):
     assert 'http-equiv' not in page and '{' not in page[:page.index('<style>')] and 'style=' not in re.sub('<(script|style)>.*?</', '', page, flags=re.S)
 
 
-def test_what_is_asked_for_is_in_the_title_as_text(): assert f'<title>{"&lt;img src=x onerror=&quot;window.hit=1&quot;&gt;"} ·' in html_of_board(evil)[0]
+def test_what_is_asked_for_is_in_the_title_as_text(): assert f'<title>{"&lt;img src=x onerror=&quot;window.hit=1&quot;&gt;"} ·' in render_board(evil)[0]
 
 
 # ---- which runs
@@ -152,7 +152,7 @@ def test_it_stands_behind_proxies_that_keep_their_prefix(home, prefix):
 
 
 def test_all_addresses_in_the_page_are_relative():
-    page = re.sub(r'/\*.*?\*/', '', html_of_board()[0], flags=re.S)
+    page = re.sub(r'/\*.*?\*/', '', render_board()[0], flags=re.S)
     assert not re.search(r'''(?:src|href|action)\s*=\s*["'](?!data:|#)''', page) and not re.search(r'''(?:fetch|EventSource|at|import|open)\(\s*["'`]/''', page)
     assert set(re.findall(r"\bat\('(\w+)'", page))=={'run', 'events'} and 'location.origin' not in page and 'location.host' not in page
 
@@ -261,9 +261,9 @@ def test_a_file_that_has_grown_is_the_same():
 def test_what_became_of_a_run():
     from socket import gethostname
     here,there = {'host': gethostname(), 'pid': 1},{'host': 'elsewhere', 'pid': 1}
-    assert state_of({'running': True}, here)=='running' and state_of({'running': False}, here)=='died' and state_of({}, {})=='ended'
-    for host in here,there: assert state_of({'running': False}, {**host, 'end': 'x'})=='ended'
-    assert state_of({}, there, time.time()-5)=='running' and state_of({}, there, time.time()-1000)=='silent'
+    assert run_state({'running': True}, here)=='running' and run_state({'running': False}, here)=='died' and run_state({}, {})=='ended'
+    for host in here,there: assert run_state({'running': False}, {**host, 'end': 'x'})=='ended'
+    assert run_state({}, there, time.time()-5)=='running' and run_state({}, there, time.time()-1000)=='silent'
 
 
 def test_a_page_that_has_not_changed_is_not_sent_again(training):
@@ -394,11 +394,11 @@ def test_what_is_missing_is_named(monkeypatch, home):
 
 
 def test_a_port_that_is_taken_is_passed_over():
-    with socket_at('127.0.0.1', 0) as a:
+    with bind_socket('127.0.0.1', 0) as a:
         a.listen()
         port = a.getsockname()[1]
-        with pytest.raises(OSError, match='Give another port'): socket_at('127.0.0.1', port, 1)
-        with socket_at('127.0.0.1', port) as b: assert port<b.getsockname()[1]<port+50 and b.getsockname()[0]=='127.0.0.1'
+        with pytest.raises(OSError, match='Give another port'): bind_socket('127.0.0.1', port, 1)
+        with bind_socket('127.0.0.1', port) as b: assert port<b.getsockname()[1]<port+50 and b.getsockname()[0]=='127.0.0.1'
 
 
 # ---- a large run

@@ -21,7 +21,7 @@ from torch import nn
 
 import torchember
 from torchember import read, runs, torchEmber
-from torchember.cli.commands import command_named, main, parser, places
+from torchember.cli.commands import command_named, main, make_parser, places
 from torchember.cli.steps import Log, StepRow, OpenSteps
 from torchember.cli.terminal import text_width, format_table
 from torchember.health.rules import format_table as rules
@@ -82,7 +82,7 @@ def test_every_command_has_help_and_an_example():
     for name in typed:
         c = command_named(name)
         assert shlex.split(c.example)[:2]==['torchember', name] and len(c.do.__doc__)>30
-        parser().parse_args(shlex.split(c.example)[1:])
+        make_parser().parse_args(shlex.split(c.example)[1:])
 
 
 @pytest.mark.parametrize('name', [n for n in typed if n!='board']) # it runs until Ctrl-C

@@ -23,7 +23,7 @@ from torchember.show.histograms import total_counts
 from torchember.ground.child import interpreter_flags
 from torchember.show.live.live_view import Reader, Viewer
 from torchember.show.page.data import page_of
-from torchember.show.pointing import losses_of
+from torchember.show.pointing import read_losses
 from torchember.state.plots import plot_heatmap, plot_hist
 from torchember.store import base, jsonl
 from torchember.store import lines as by_lines
@@ -423,7 +423,7 @@ pictures = {
     'lines': lambda r: torchember.scalar_line(r, scalar_metric='std'),
     'panels': lambda r: torchember.scalar_line(r, layer=[r'$\x$', '\x1b[2J'], scalar_metric='std'),
     'heat map': lambda r: torchember.scalar_global_heatmap(r, tt='output', scalar_metric='std'),
-    'losses': lambda r: losses_of(None, r.df).draw(plt.figure()),
+    'losses': lambda r: read_losses(None, r.df).draw(plt.figure()),
     'layers': lambda r: plot_hist({n: torch.ones(2) for n in hostile}, r'$\x$', lw=True),
     'stripes': lambda r: plot_heatmap({n: torch.ones(2) for n in hostile}, r'$\x$')}
 

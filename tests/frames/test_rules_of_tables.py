@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torchember import emberTracker, read, summary, tree, wide
 from torchember.show.run_summary import first_trouble
 from torchember.show.heatmaps import column_edges
-from torchember.show.histograms import at_step, total_counts
+from torchember.show.histograms import rows_at_step, total_counts
 from torchember.show.page.data import page_of
 from torchember.show.select import grid, pick, places, series
 from torchember.show.trees import boxes
@@ -237,9 +237,9 @@ def test_columns_end_halfway_between_steps():
 def test_a_step_that_is_asked_for():
     df = pd.DataFrame(dict(step=[0, 10, 10, 30], std=[1., 2., 3., 4.]))
     for asked,(step,values) in {None: (30, [4.]), -1: (30, [4.]), -3: (0, [1.]), 10: (10, [2., 3.]), 0: (0, [1.])}.items():
-        rows,got = at_step(df, asked)
+        rows,got = rows_at_step(df, asked)
         assert got==step and rows['std'].tolist()==values
-    with pytest.raises(ValueError, match='nearest: 0, 10, 30'): at_step(df, 11)
+    with pytest.raises(ValueError, match='nearest: 0, 10, 30'): rows_at_step(df, 11)
 
 
 def test_layers_that_are_asked_for():

@@ -13,12 +13,14 @@ from matplotlib.backend_bases import KeyEvent, MouseEvent
 
 from torchember import EmberWarning, compare, interactive, overview, tree, updates
 from torchember.show import pointing
-from torchember.show.controls import (Arguments, ControlRequest, LayerPicker, StepSlider, argument_help, arrange_controls, axis_columns, choice,
-    choices, columns, control_for, controllable, label_for, layer_names, literal, logged_in, main, of_types, recorded_steps, same, statistics_of, types_of)
+from torchember.show.controls import (Arguments, ControlRequest, LayerPicker, StepSlider, argument_help, arrange_controls, axis_columns, columns,
+    control_for, controllable, is_same, label_for, layer_names, logged_in, main, make_choice, make_choices, make_literal, of_types, recorded_steps,
+    statistics_of, type_labels)
 from torchember.show.heatmaps import scalar_global_heatmap
 from torchember.show.histograms import exp_hist, ridge
 from torchember.show.lines import scalar_line
-from torchember.show.pointing import Interactive, Losses, PageFigure, followed, labels_of, losses_of, rows_like, error_text, tensor_at, vertical_line
+from torchember.show.pointing import (Interactive, Losses, PageFigure, axes_with_steps, error_text, read_losses, rows_of_same_tensor, tensor_at,
+    tensor_labels, vertical_line)
 from torchember.show.select import grid, series
 from torchember.show.style import figure
 
@@ -48,7 +50,7 @@ t = rows_of()
 
 def test_what_a_table_offers():
     "In the order of the log. Logged numbers belong to no tensor, a mark is no statistic, and a constant column is no x axis"
-    assert list(types_of(t).items())==[('outputs', 'output'), ('weights', 'weight'), ('optimizer states', 'optimizer'),
+    assert list(type_labels(t).items())==[('outputs', 'output'), ('weights', 'weight'), ('optimizer states', 'optimizer'),
         ('optimizer states: exp_avg', 'optimizer.exp_avg'), ('optimizer states: exp_avg_sq', 'optimizer.exp_avg_sq')]
     assert (axis_columns(t), statistics_of(t), logged_in(t))==(['step', 'lr'], ['mine', 'fixed', 'std'], ['loss', 'rate'])
     one = t[(t.path=='a') & (t.ttype=='output')]
@@ -67,13 +69,13 @@ def test_a_value_is_called_by_its_own_name():
     labels = {'none': None, 'one': 1, 'yes': True, 'half': .5}
     assert [label_for(labels, v) for v in (None, 1, True, .5)]==[*labels] and len(labels)==4
     assert label_for(labels, 1.)=='1.0' and labels['1.0']==1. and label_for(labels, False)=='False' and len(labels)==6
-    assert [same(a, b) for a,b in [(1, True), (1, 1), (None, None), ((1,), (1,)), ([1], [2]), ('a', 'b')]]==[False, True, True, True, False, False]
+    assert [is_same(a, b) for a,b in [(1, True), (1, 1), (None, None), ((1,), (1,)), ([1], [2]), ('a', 'b')]]==[False, True, True, True, False, False]
 
 
 def test_what_is_offered_anew_keeps_what_was_chosen():
     "Offering others does not notify; changes after that do"
     told = []
-    c = choice(W, 'n', {'a': 1, 'b': 2, 'c': 3}, 2)
+    c = make_choice(W, 'n', {'a': 1, 'b': 2, 'c': 3}, 2)
     c.observe(lambda: told.append(c.value))
     c.offer(['c', 'b'])
     assert (c.widget.value, c.widget.options, told, c.muted)==('b', ('c', 'b'), [], False)
@@ -82,7 +84,7 @@ def test_what_is_offered_anew_keeps_what_was_chosen():
     assert (c.widget.value, told)==('a', [3])
     c.value = 3 # a value that is not offered any more
     assert (c.value, c.widget.options, told)==(3, ('a', 'b', 'c'), [3, 3])
-    s = choices(W, 'n', {'a': 1, 'b': 2}, [2], None)
+    s = make_choices(W, 'n', {'a': 1, 'b': 2}, [2], None)
     s.observe(lambda: told.append(s.value))
     s.offer(['b', 'a', 'c'])
     assert (s.value, told)==(2, [3, 3])
@@ -90,12 +92,12 @@ def test_what_is_offered_anew_keeps_what_was_chosen():
     assert (s.value, s.widget.options, told)==([1, 2], ('b', 'a', 'c'), [3, 3, [1, 2]])
     s.widget.value = ()
     assert s.value is None
-    l = literal(W, 'n', 7, None)
+    l = make_literal(W, 'n', 7, None)
     assert (l.widget.value, l.value, l.widget.placeholder)==('7', 7, '')
     l.value = None
     assert (l.widget.value, l.value)==('', None)
     l.widget.value = " {'a': 1} "
-    assert l.value=={'a': 1} and literal(W, 'n', (1, 2), (1, 2)).widget.placeholder=='(1, 2)'
+    assert l.value=={'a': 1} and make_literal(W, 'n', (1, 2), (1, 2)).widget.placeholder=='(1, 2)'
 
 
 def test_places_of_steps():
@@ -154,7 +156,7 @@ def test_the_control_of_each_argument():
     assert control(exp_hist, 'kind').widget.options==('bar', 'line', 'kde') and control(scalar_line, 'kind').widget.options==('line', 'scatter')
     assert control(scalar_line, 'ttype').widget.options[-1]=='each type' and control(scalar_line, 'ttype', None).value is None
     assert control(scalar_line, 'ttype', 'Weights').value=='weight' and control(scalar_line, 'ttype', ['Weights', 'Activation']).value==['weight', 'output']
-    assert control(scalar_global_heatmap, 'ttype').widget.options==tuple(types_of(t)) and control(scalar_global_heatmap, 'ttype').value=='output'
+    assert control(scalar_global_heatmap, 'ttype').widget.options==tuple(type_labels(t)) and control(scalar_global_heatmap, 'ttype').value=='output'
     assert type(control(scalar_global_heatmap, 'stat').widget).__name__=='Dropdown'
     many = control(scalar_line, 'stat', ['std', 'mine'])
     assert (many.value, many.widget.options)==(['std', 'mine'], ('mine', 'fixed', 'std'))
@@ -281,20 +283,20 @@ def crossed(i):
 def test_losses_to_point_at():
     "In the order of steps, each curve with its own values; the given ones do not change"
     given = {'steps': [20, 0, 10], 'a': [1., 500., 2.], 'none': None, 'b': [3., math.nan, 5.]}
-    l = losses_of(given, None)
+    l = read_losses(given, None)
     assert l.steps.tolist()==[0, 10, 20] and {n: y.tolist()[1:] for n,y in l.lines.items()}=={'a': [2., 1.], 'b': [5., 3.]} and len(given)==4
     assert [l.place(s) for s in (-9, 4, 5, 6, 99)]==[0, 0, 0, 1, 2]
     assert l.says(1)=='step=10\na=2\nb=5'==l.says(1, 10) and l.says(2, 30)=='step=20\na=1\nb=3\nrecorded: step 30'
     ax = l.draw(mpl.figure.Figure())
     assert ax.get_yscale()=='log' and ax.get_ylabel()=='' and [x.get_text() for x in ax.get_legend().get_texts()]==['a', 'b']
-    one = losses_of({'steps': [3], 'a': [5.]}, None).draw(mpl.figure.Figure())
+    one = read_losses({'steps': [3], 'a': [5.]}, None).draw(mpl.figure.Figure())
     assert (one.get_yscale(), one.get_ylabel(), one.get_legend(), one.lines[0].get_marker())==('linear', 'a', None, '.')
     below = Losses(np.arange(2), {'a': np.array([-1., 500.])}).draw(mpl.figure.Figure())
     assert below.get_yscale()=='linear' and Losses(np.arange(2), {'a': np.array([5., 500.])}).draw(mpl.figure.Figure()).get_yscale()=='linear'
-    own = losses_of(None, t)
+    own = read_losses(None, t)
     assert (own.steps.tolist(), {n: y.tolist() for n,y in own.lines.items()})==([0, 10, 20, 30], {'loss': [2., 1.75, 1.5, 1.25]})
-    assert losses_of(False, t) is None and losses_of(None, rows_of(loss=False)) is None
-    with pytest.raises(TypeError, match='got a dict$|got a dict[^w]*$'): losses_of({'steps': [1], 'a': None}, t)
+    assert read_losses(False, t) is None and read_losses(None, rows_of(loss=False)) is None
+    with pytest.raises(TypeError, match='got a dict$|got a dict[^w]*$'): read_losses({'steps': [1], 'a': None}, t)
 
 
 def test_the_tensor_under_a_patch():
@@ -325,9 +327,9 @@ def test_rows_of_the_same_tensor():
     "The rows with the same path, type, name and call"
     own = dict(path='a', ttype='output', tname='x', call=0)
     df = pd.DataFrame([own, own, *({**own, **o} for o in (dict(path='b'), dict(ttype='input'), dict(tname='y'), dict(call=1)))])
-    assert rows_like(df, df.iloc[0]).index.tolist()==[0, 1] and rows_like(df, df.iloc[5]).index.tolist()==[5]
-    assert rows_like(df.drop(columns='call'), df.iloc[0]).index.tolist()==[0, 1, 5]
-    keys,labels = labels_of(pd.concat([df.assign(phase='eval', path='z'), df]))
+    assert rows_of_same_tensor(df, df.iloc[0]).index.tolist()==[0, 1] and rows_of_same_tensor(df, df.iloc[5]).index.tolist()==[5]
+    assert rows_of_same_tensor(df.drop(columns='call'), df.iloc[0]).index.tolist()==[0, 1, 5]
+    keys,labels = tensor_labels(pd.concat([df.assign(phase='eval', path='z'), df]))
     assert [k[0] for k in keys]==[*'abaaa'] and len(set(labels))==5 and keys[1]==('b', 'output', 'x', '0')
 
 
@@ -492,21 +494,21 @@ def test_lines_that_are_moved():
     limits = a.get_xlim()
     line = vertical_line(a)
     assert a.get_xlim()==limits and not line.get_visible() and line.get_xdata()[0]==limits[0]
-    assert followed(fig)==[]
+    assert axes_with_steps(fig)==[]
     a.set_xlabel('step')
-    assert followed(fig)==[a]
+    assert axes_with_steps(fig)==[a]
     b.set_xlabel('step')
-    assert followed(fig)==[a]
+    assert axes_with_steps(fig)==[a]
     a.set_xlabel('lr')
-    assert followed(fig)==[]
+    assert axes_with_steps(fig)==[]
     fig.supxlabel('step')
-    assert followed(fig)==[a]
+    assert axes_with_steps(fig)==[a]
     for size,said in (('step', 2), ('lr', 0)): # of two that share an axis, the lower has the label
         shared = mpl.figure.Figure()
         axes = shared.subplots(2, sharex=True)
         axes[1].set_xlabel(size)
-        assert followed(shared)==[*axes][:said]
-    assert followed(mpl.figure.Figure().add_subplot(projection='3d', xlabel='step').figure)==[]
+        assert axes_with_steps(shared)==[*axes][:said]
+    assert axes_with_steps(mpl.figure.Figure().add_subplot(projection='3d', xlabel='step').figure)==[]
 
 
 @pytest.mark.parametrize('f,n', [(scalar_line, 1), (scalar_global_heatmap, 1), (overview, 2), (updates, 1), (tree, 0), (exp_hist, 0), (ridge, 0),
@@ -517,7 +519,7 @@ def test_pictures_whose_steps_are_followed(f, n):
     t = pd.DataFrame([dict(path=p, module=f'm(N).{p}(L)', ttype=k, tname=f'{k}_0', pname='weight' if k=='update' else None, step=s, call=0, std=1.+s, ratio=.1,
         lr=s/2, exponents=[0, 1, 2, 0], exponent_min=0, dtype='float32') for s in range(3) for p in 'ab' for k in ('output', 'update')]
         +[dict(path='', module='m(N)', ttype='scalar', tname='log', step=s, loss=1.) for s in range(3)])
-    got = followed(f(t).figure)
+    got = axes_with_steps(f(t).figure)
     plt.close('all')
     assert len(got)==n
 

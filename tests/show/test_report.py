@@ -15,7 +15,7 @@ import torchember.frames.logs as logs
 import torchember.health.diagnose as health
 import torchember.show.page.data as data
 from torchember import diagnose, read, report, to_logframe, torchEmber
-from torchember.show.page.data import exponents_of, keys_of
+from torchember.show.page.data import pack_exponents, tensor_keys
 from torchember.show.select import places
 
 expect.set_options(timeout=30_000)
@@ -554,7 +554,7 @@ def test_exponents_of_micro_batches_are_added():
     counts = [[1, 2, 3, 4], [9, 9, 9, 9], [0, 5, 0, 1], [1, 0, 0, 0]]
     where = dict(path=['a', 'b', 'a', 'a'], ttype='output', tname='output_0', step=[0, 0, 0, 1], micro=[0, 0, 1, 0])
     rows = pd.DataFrame({**where, 'exponents': counts, 'exponent_min': -1})
-    c = exponents_of(rows, dict(enumerate(keys_of(rows, places(rows)[0]))), 2)['counts']
+    c = pack_exponents(rows, dict(enumerate(tensor_keys(rows, places(rows)[0]))), 2)['counts']
     assert unpacked(c).tolist()==[[[1, 7, 3, 5], [1, 0, 0, 0]], [[9, 9, 9, 9], [0, 0, 0, 0]]]
 
 

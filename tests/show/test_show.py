@@ -27,7 +27,7 @@ from torchember import (
     tree,
     updates,
 )
-from torchember.show.comparison import parting
+from torchember.show.comparison import first_differences
 from torchember.show.select import Series, grid, series, thin_indices
 
 root = Path(__file__).parents[2]
@@ -162,8 +162,8 @@ def test_a_cell_of_several_steps_has_the_most_unusual_value():
 def test_runs_part_also_where_values_are_small():
     "The difference is relative. Each layer has its own first step"
     one = np.array([1e-9, 1e-9, 1e-9])
-    assert parting([lines_of(one, one), lines_of(one*[1, 2, 5], one*[1, 1, 3])])=={'a': 1, 'b': 2}
-    assert parting([lines_of(one), lines_of(one)])=={'a': None}
+    assert first_differences([lines_of(one, one), lines_of(one*[1, 2, 5], one*[1, 1, 3])])=={'a': 1, 'b': 2}
+    assert first_differences([lines_of(one), lines_of(one)])=={'a': None}
 
 
 def test_out_of_range_of_a_run_with_numerics(run):

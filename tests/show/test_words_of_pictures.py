@@ -10,7 +10,7 @@ import pytest
 import torchember
 from torchember import (compare, exp_hist, out_of_range, overview, report, ridge, scalar_global_heatmap, scalar_line, summary, surface, tree, updates,
     wide)
-from torchember.show.histograms import at_step
+from torchember.show.histograms import rows_at_step
 from torchember.show.style import Panels
 
 
@@ -216,5 +216,5 @@ def test_which_one_of_several_counts(t):
     for facets,scale in (({}, 'log'), ({'sharey': False}, 'linear')): assert {a.get_yscale() for a in scalar_line(far, 'fc*', facet_kws=facets)}=={scale}
     early = t.assign(step=t.step-3)
     for step,found in ((-1, -1), (-3, -3), (None, 2), (2, 2), (-5, -2)):
-        assert at_step(early, step)[1]==found and set(at_step(early, step)[0].step)=={found}
+        assert rows_at_step(early, step)[1]==found and set(rows_at_step(early, step)[0].step)=={found}
     plt.close('all')

@@ -13,7 +13,7 @@ import numpy as np
 from ..ground.needs import needs
 
 # %% ../../nbs/95_cli/60_blocks.ipynb #d74d4d96
-def pixels(png, width, height=None):
+def scale_image(png, width, height=None):
     "Return the image of a PNG file, `width` pixels wide, on white."
     Image = needs('PIL.Image', for_='A picture in the terminal', package='pillow')
     image = Image.open(io.BytesIO(png)).convert('RGBA')
@@ -31,8 +31,8 @@ def color_code(rgb, is_24_bit):
 def as_blocks(png, columns, env=None):
     "Return a PNG file as text of `columns` characters per line."
     env = os.environ if env is None else env
-    image = pixels(png, columns)
-    image = pixels(png, columns, image.height+image.height%2) # an even number of rows
+    image = scale_image(png, columns)
+    image = scale_image(png, columns, image.height+image.height%2) # an even number of rows
     rows = np.asarray(image).tolist()
     pairs = [zip(upper, lower, strict=True) for upper,lower in zip(rows[::2], rows[1::2], strict=True)]
     if env.get('NO_COLOR') or env.get('TERM')=='dumb':

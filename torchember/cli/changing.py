@@ -11,8 +11,8 @@ import contextlib, io, os, sys
 from ..ground.messages import printable
 from ..ground.needs import needs
 from .commands import command
-from .listing import size_lines, sizes_like
-from .named import home_of, open_named, expand_names
+from .listing import size_lines, measure_sizes
+from .named import find_home, open_named, expand_names
 from .terminal import confirm, to_json, is_terminal, say, format_size, format_table
 
 # %% ../../nbs/95_cli/30_changing.ipynb #cdc6d984
@@ -25,7 +25,7 @@ def rm_arguments(p):
 def rm_command(args):
     """Remove runs with all their files. Ask first; without a terminal, --yes is required. Running runs are refused.
     Exit code 2 if nothing was removed"""
-    rows = sizes_like(args.run, home := home_of(args))
+    rows = measure_sizes(args.run, home := find_home(args))
     if not args.yes:
         if not is_terminal(sys.stdin): raise ValueError(f"{len(rows)} runs would be removed, and there is nobody to ask. Say --yes.")
         say(*size_lines(rows), file=sys.stderr)
@@ -47,7 +47,7 @@ def mv_arguments(p):
 def mv_command(args):
     "Rename a run with all its files. Running runs and existing names are refused"
     from torchember.frames.belongings import mv
-    mv(args.run, args.name, home_of(args))
+    mv(args.run, args.name, find_home(args))
     if args.json: say(to_json({'run': args.run, 'name': args.name}))
     return 0
 
@@ -61,9 +61,9 @@ def compact_arguments(p):
 def compact_command(args):
     "Convert the lines of runs to Parquet, a fraction of the size. All readers continue to work. Needs pyarrow"
     from torchember.frames.logs import compact
-    home,out = home_of(args),[]
+    home,out = find_home(args),[]
     for name in expand_names(args.run, home):
-        before = sum(r['log']+r['parts'] for r in sizes_like([name], home))
+        before = sum(r['log']+r['parts'] for r in measure_sizes([name], home))
         for r in compact(name, home, args.keep): out.append({**r, 'before': before})
     if args.json: say(to_json(out))
     else: say(*format_table([{'name': r['name'], 'rows': r['rows'], **{c: format_size(r[c]) for c in ('before', 'parquet', 'lines')}} for r in out],
@@ -71,11 +71,11 @@ def compact_command(args):
     return 0
 
 # %% ../../nbs/95_cli/30_changing.ipynb #482e5392
-def as_lines(df, file): df.to_json(file, orient='records', lines=True, date_format='iso')
+def write_lines(df, file): df.to_json(file, orient='records', lines=True, date_format='iso')
 
-def as_csv(df, file): df.to_csv(file, index=False)
+def write_csv(df, file): df.to_csv(file, index=False)
 
-def to_parquet(run, file, home):
+def write_rows_as_parquet(run, file, home):
     "Write all rows as Parquet, batch by batch. Return the number of rows."
     from torchember import scan
     pq = needs('pyarrow.parquet', for_='export to Parquet')
@@ -86,23 +86,23 @@ def to_parquet(run, file, home):
             n += len(batch)
     return n
 
-def exported(run, file, form, home):
+def write_run(run, file, form, home):
     "Write a run in some form. Return the number of rows."
     from torchember import read, to_logframe, write_parquet
-    if form=='parquet': return to_parquet(run, file, home)
+    if form=='parquet': return write_rows_as_parquet(run, file, home)
     if form.startswith('logframe'):
         lf = to_logframe(open_named(run, home))
         lf.to_pickle(file, compression=None) if form=='logframe' else write_parquet(lf, file)
         return len(lf)
     df = read(run, home=home)
-    {'csv': as_csv, 'jsonl': as_lines}[form](df, file)
+    {'csv': write_csv, 'jsonl': write_lines}[form](df, file)
     return len(df)
 
 forms = dict(parquet='rows', csv='rows', jsonl='rows, a line each', logframe='a pickled LogFrame', **{'logframe.parquet': 'a LogFrame in Parquet'})
 suffixes = {'.parquet': 'parquet', '.csv': 'csv', '.jsonl': 'jsonl', '.pkl': 'logframe'}
 
 # %% ../../nbs/95_cli/30_changing.ipynb #2a104af1
-def form_of(file, form):
+def choose_form(file, form):
     "Return the form for a file. Raise ValueError if it is unknown."
     if form is None: form = suffixes.get(os.path.splitext(file)[1].lower())
     if form is None: raise ValueError(f"export knows files that end in {', '.join(suffixes)}, got {file!r:.80}. Say --as {' or '.join(forms)}.")
@@ -119,14 +119,14 @@ def export_arguments(p):
 @command(export_arguments, 'torchember export before before.csv')
 def export_command(args):
     "Write a run as a file for other programs: all rows as Parquet, CSV or JSON lines, or a LogFrame"
-    home,form = home_of(args),form_of(args.file, args.form)
+    home,form = find_home(args),choose_form(args.file, args.form)
     if args.file=='-':
-        exported(args.run, sys.stdout, form, home)
+        write_run(args.run, sys.stdout, form, home)
         return 0
     if os.path.lexists(args.file) and not args.force: raise FileExistsError(f"{args.file} is there already. Give another file, or say --force.")
     n,temp = 0,f'{args.file}.part'
     try:
-        n = exported(args.run, temp, form, home)
+        n = write_run(args.run, temp, form, home)
         os.replace(temp, args.file)
     finally:
         with contextlib.suppress(FileNotFoundError): os.remove(temp)

@@ -108,13 +108,13 @@ def arguments_of(name):
     return fill
 
 class Version(argparse.Action):
-    def __call__(self, parser, *_):
+    def __call__(self, make_parser, *_):
         say(f"torchember {import_module('torchember').__version__}")
-        parser.exit()
+        make_parser.exit()
 
 codes = 'exit codes: 0 success, 1 something was found (diagnose, diff, tail), 2 wrong use or an error, 130 Ctrl-C'
 
-def parser():
+def make_parser():
     "Return the parser of the command line."
     p = LazyParser(prog='torchember', description=wrap_text('See what every tensor of a network does while it trains.'),
         epilog=wrap_text(codes)+'\n'+wrap_text('torchember <command> --help has the arguments of a command, and an example.'))
@@ -125,7 +125,7 @@ def parser():
 
 # %% ../../nbs/95_cli/10_commands.ipynb #5152847e
 @contextmanager
-def warnings_as_lines():
+def print_warnings_as_lines():
     "Print warnings as one line, without the place in the code."
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: say(f'torchember: {printable(message)}', file=sys.stderr)
@@ -139,9 +139,9 @@ def run_command_line(argv):
     "Run a command. Print errors as a sentence, and return the exit code."
     name = 'torchember'
     try:
-        args = parser().parse_args(argv)
+        args = make_parser().parse_args(argv)
         name = f'torchember {args.command}'
-        with warnings_as_lines(): return command_named(args.command).do(args)
+        with print_warnings_as_lines(): return command_named(args.command).do(args)
     except BrokenPipeError: raise
     except (ValueError, TypeError, OSError, ImportError) as e: say(f'{name}: {printable(e)}', file=sys.stderr)
     except Exception: traceback.print_exc()

@@ -12,14 +12,14 @@ from .commands import LazyParser, command, command_names, arguments_of
 from .terminal import say
 
 # %% ../../nbs/95_cli/70_completion.ipynb #e333b37a
-def run_names(home):
+def list_run_names(home):
     "Return the names of runs. Several processes of a run count once."
     from torchember.store.anywhere import entries
     from torchember.store.base import folder
     names = [f.name for f in entries(folder('torchember', home)/'log') if not f.name.endswith(('_latest', '.parts')) and f.name[0]!='.']
     return sorted({re.sub(r'\.rank\d{1,6}$', '', n) for n in names if n.isprintable()})
 
-def positional_at(p, words):
+def find_positional(p, words):
     "Return the positional argument after some words, or None."
     named,n = p.options,0
     takes = [w for w in words if w.startswith('-') and w in named and named[w].nargs!=0]
@@ -27,7 +27,7 @@ def positional_at(p, words):
     there = p.positionals
     return there[min(n, len(there)-1)] if there and (n<len(there) or there[-1].nargs in ('*', '+')) else None
 
-def candidates(words):
+def complete_words(words):
     "Return completions of the last word. words: those after 'torchember'"
     *before,current = words or ['']
     names = command_names()
@@ -38,9 +38,9 @@ def candidates(words):
     asked = p.options.get(before[-1])
     if asked is None or asked.nargs==0:
         if current.startswith('-'): return [o for o in p.options if o.startswith(current) and o.startswith('--')]
-        asked = positional_at(p, before[before.index(name)+1:])
+        asked = find_positional(p, before[before.index(name)+1:])
     if asked is None: return []
-    found = list(map(str, asked.choices)) if asked.choices else run_names(home) if asked.dest in ('run', 'a', 'b') else []
+    found = list(map(str, asked.choices)) if asked.choices else list_run_names(home) if asked.dest in ('run', 'a', 'b') else []
     return [n for n in found if n.startswith(current)]
 
 # %% ../../nbs/95_cli/70_completion.ipynb #e0559f07
@@ -63,7 +63,7 @@ if [[ $funcstack[1] == _torchember ]]; then _torchember "$@"; else compdef _torc
 end
 complete -c torchember -f -a "(__torchember_complete)"'''}
 
-def words_of(line):
+def split_words(line):
     "Split a line into words as a shell does. Return the words and the open quote."
     for quote in '',"'",'"':
         try: words = shlex.split(line+quote)
@@ -71,10 +71,10 @@ def words_of(line):
         return words+['']*(not quote and (line[-1:].isspace() and not line.endswith('\\ '))), quote
     return line.split(), ''
 
-def for_bash(line):
+def complete_for_bash(line):
     "Return the completions of a line, as bash inserts them."
-    words,quote = words_of(line)
-    found = candidates(words[1:])
+    words,quote = split_words(line)
+    found = complete_words(words[1:])
     if quote: return found
     escaped = [re.sub(r'([^\w@%+,./:=-])', r'\\\1', n) for n in found]
     typed = re.search(r'(?:\\.|[^\s\\])*$', line)[0]
@@ -95,5 +95,5 @@ def complete_arguments(p):
 @command(complete_arguments)
 def complete_command(args):
     "Print completions for a shell"
-    say(*(for_bash(args.words[0]) if args.shell=='bash' else candidates(args.words)))
+    say(*(complete_for_bash(args.words[0]) if args.shell=='bash' else complete_words(args.words)))
     return 0

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 
 from ..ground.messages import printable, unknown
 from .commands import command
-from .named import home_of, is_pattern, open_named, only_name
+from .named import find_home, is_pattern, open_named, expand_one_name
 from .terminal import to_json, colorize, say, format_size, format_table
 
 # %% ../../nbs/95_cli/20_listing.ipynb #5d86dffc
@@ -22,7 +22,7 @@ def format_start(row):
     try: return datetime.strptime(start, '%Y-%m-%d %H:%M:%S').strftime('%Y-%m-%d %H:%M:%S')
     except (ValueError, TypeError): return ''
 
-def runs_like(patterns, home):
+def select_runs(patterns, home):
     "Return rows about runs, the newest first. Raise FileNotFoundError for a name or pattern without a run."
     from torchember.frames.logs import rows_of_runs
     every = sorted(rows_of_runs(home), key=format_start, reverse=True)
@@ -44,7 +44,7 @@ def describe_state(row, home):
     place,n = folder('torchember', home),row['ranks']
     return 'died' if any(has_died(f"{row['name']}.rank{i}" if n>1 else row['name'], place) for i in range(n)) else 'ended'
 
-def nothing_there(home):
+def report_no_runs(home):
     from torchember.store.base import folder
     say(f"No runs in {printable(folder('torchember', home))} yet.", file=sys.stderr)
     return 0
@@ -56,10 +56,10 @@ def ls_arguments(p):
 @command(ls_arguments, "torchember ls 'be*'")
 def ls_command(args):
     "List runs, the newest first: model, steps, rows, size, start, and whether it is running, has ended, has died, or cannot be read"
-    home = home_of(args)
-    rows = [dict(r, state=describe_state(r, home)) for r in runs_like(args.run, home)]
+    home = find_home(args)
+    rows = [dict(r, state=describe_state(r, home)) for r in select_runs(args.run, home)]
     if args.json: say(to_json(rows))
-    elif not rows: return nothing_there(home)
+    elif not rows: return report_no_runs(home)
     else:
         shown = [dict(r, size=format_size(r['size']), began=format_start(r), ranks=r['ranks'] if r['ranks']>1 else None) for r in rows]
         columns = ['name', 'model', 'steps', 'rows', 'size', 'began', 'state']
@@ -74,7 +74,7 @@ def du_arguments(p):
     p.add_argument('run', nargs='*', help="name of a run, or a pattern in quotes, such as 'GPT*'; default all")
     p.add_argument('--json', action='store_true', help='a list of objects, sizes in bytes')
 
-def sizes_like(asked, home):
+def measure_sizes(asked, home):
     "Return the sizes of runs, the largest first."
     from torchember.frames.belongings import Home, sizes_of
     h = Home(home)
@@ -91,9 +91,9 @@ def size_lines(rows):
 @command(du_arguments, 'torchember du')
 def du_command(args):
     "Show the size of runs with all their files, the largest first: the log, its Parquet parts, the latest step, metadata"
-    rows = sizes_like(args.run, home := home_of(args))
+    rows = measure_sizes(args.run, home := find_home(args))
     if args.json: say(to_json(rows))
-    elif not rows: return nothing_there(home)
+    elif not rows: return report_no_runs(home)
     else: say(*size_lines(rows))
     return 0
 
@@ -125,7 +125,7 @@ def show_arguments(p):
 @command(show_arguments, 'torchember show before')
 def show_command(args):
     "Show a run: when, where and how long, the first non-finite value, and a line for each layer with the first, last and worst value"
-    name = only_name(args.run, home := home_of(args), 'show')
+    name = expand_one_name(args.run, home := find_home(args), 'show')
     from torchember import summary
     s = summary(open_named(name, home), args.path, args.ttype)
     facts,rows = read_facts(name, home),[{s.df.index.name: n, **r} for n,r in zip(s.df.index, s.df.to_dict('records'), strict=True)]

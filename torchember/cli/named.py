@@ -11,7 +11,7 @@ import os
 from ..ground.messages import printable
 
 # %% ../../nbs/95_cli/15_named.ipynb #867685f3
-def home_of(args):
+def find_home(args):
     "Return the folder in `--home`, None without one. Raise FileNotFoundError if it does not exist."
     if args.home is None: return None
     from torchember.store.anywhere import folder_there
@@ -34,7 +34,7 @@ def expand_names(asked, home):
     found = [[n] if is_place(n) or not is_pattern(n) else [s.name for s in sources(n, home)[0]] for n in asked]
     return list(dict.fromkeys(n for some in found for n in some))
 
-def only_name(asked, home, command):
+def expand_one_name(asked, home, command):
     "Return the name of one run. Raise ValueError if a pattern matches several."
     names = expand_names([asked], home)
     if len(names)==1: return names[0]

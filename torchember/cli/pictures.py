@@ -10,13 +10,13 @@ import io, os, sys
 
 from ..ground.messages import printable
 from .commands import command
-from .named import home_of, open_named, expand_names
+from .named import find_home, open_named, expand_names
 from .terminal import to_json, is_terminal, say, width
 
 # %% ../../nbs/95_cli/65_pictures.ipynb #5a89cd51
 pictures = ('overview', 'scalar_line', 'scalar_global_heatmap', 'tree', 'updates', 'surface', 'exp_hist', 'ridge', 'out_of_range', 'compare')
 
-def drawn_figure(picture, runs, args):
+def draw_figure(picture, runs, args):
     "Return the figure of a picture."
     import matplotlib
     if 'matplotlib.pyplot' not in sys.modules: matplotlib.use('agg') # a terminal has no windows
@@ -31,7 +31,7 @@ def render(fig, form='png', dpi=120):
     finally: plt.close(fig)
     return out.getvalue()
 
-def file_for(args, names):
+def choose_file(args, names):
     "Return the file to write, None for the terminal."
     if args.output is not None: return args.output
     if args.inline or is_terminal() and not args.json: return None
@@ -50,11 +50,11 @@ def plot_arguments(p):
 @command(plot_arguments, 'torchember plot before -o before.png')
 def plot_command(args):
     "Draw a run into a file, or in the terminal with block characters"
-    names = expand_names(args.run, home := home_of(args))
+    names = expand_names(args.run, home := find_home(args))
     if args.picture!='compare' and len(names)>1: raise ValueError(f"{args.picture} is of one run, got {len(names)}. To see several: --picture compare.")
-    file = file_for(args, names)
+    file = choose_file(args, names)
     form = 'png' if file is None else os.path.splitext(file)[1][1:].lower() or 'png'
-    data = render(drawn_figure(args.picture, [open_named(n, home) for n in names], args), form)
+    data = render(draw_figure(args.picture, [open_named(n, home) for n in names], args), form)
     if file is None: return draw_in_terminal(data)
     with open(file, 'wb') as f: f.write(data)
     say(to_json({'runs': names, 'picture': args.picture, 'file': file}) if args.json else printable(file))

@@ -13,8 +13,8 @@ from ..ground.messages import printable
 from ..ground.not_finite import counts, is_alarming
 from ..ground.record import computed_in, identity, of_pieces, optional
 from .commands import command
-from .named import home_of, only_name
-from .terminal import to_json, colorize, text_width, say, shortened, width
+from .named import find_home, expand_one_name
+from .terminal import to_json, colorize, text_width, say, shorten_text, width
 
 # %% ../../nbs/95_cli/40_steps.ipynb #3a0ac5a8
 ours = {*identity, *optional, *of_pieces, 'path', 'shape'}
@@ -38,7 +38,7 @@ class StepRow:
     def trouble(self):
         "Sentence about the non-finite values; '' if there are none."
         said = [f'{k} is {v}' for k,v in self.numbers.items() if not math.isfinite(v) and computed_in(k)!='grad_norm'] # the row of its tensor reports it
-        if self.first is not None: said.append(of_tensor(self.first)+(f' and {self.odd-1} more' if self.odd>1 else ''))
+        if self.first is not None: said.append(describe_tensor(self.first)+(f' and {self.odd-1} more' if self.odd>1 else ''))
         return ', '.join(said)
 
     def as_dict(self):
@@ -49,7 +49,7 @@ class StepRow:
         at = f'  {printable(self.ts.rpartition(" ")[2], 20)}' if self.ts else ''
         return fit_line([f'step {self.step:<6,}{numbers}', at, f"  {self.rows} row{'s'*(self.rows!=1)}"], printable(self.trouble), 'error')
 
-def of_tensor(r):
+def describe_tensor(r):
     "Name a tensor and its kinds of non-finite values."
     from torchember.store.reading import path_of
     what = ' and '.join(w for k,w in zip(counts, ('NaN', 'inf', '-inf'), strict=True) if r.get(k))
@@ -60,7 +60,7 @@ def fit_line(parts, more, how):
     "Join the parts of a line to fit the width. more: text in color at the end, more important than the last parts"
     room,text = width(),''.join(parts)
     while room is not None and more and len(parts)>1 and text_width(text)+2+min(text_width(more), 30)>room: text = ''.join(parts := parts[:-1])
-    if room is not None: text,more = shortened(text, room),shortened(more, max(room-text_width(text)-2, 0))
+    if room is not None: text,more = shorten_text(text, room),shorten_text(more, max(room-text_width(text)-2, 0))
     return text+(f'  {colorize(more, how)}' if more else '')
 
 # %% ../../nbs/95_cli/40_steps.ipynb #9d426294
@@ -109,7 +109,7 @@ class RunLog:
         while block := self.tail.more(1<<22): yield parse(block)[0]
 
 # %% ../../nbs/95_cli/40_steps.ipynb #69a40d17
-def logs_named(name, home):
+def find_logs(name, home):
     "Return the logs of a run, one per process. Raise FileNotFoundError if there are none."
     from torchember.frames.logs import sources
     [source],_ = sources(name, home)
@@ -118,7 +118,7 @@ def logs_named(name, home):
         raise ValueError(f"tail follows a file of this machine, and {printable(found[0].path)} is none. torchember show {printable(name)} reads it.")
     return found
 
-def finding_line(r, json_=False):
+def format_finding(r, json_=False):
     "Format a finding as a line."
     if json_: return to_json({'finding': {k: r.get(k) for k in ('severity', 'rule', 'text', 'advice', 'first_step', 'last_step', 'over')}}, None)
     how = str(r.get('severity', '')) if not r.get('over') else 'no longer so'
@@ -147,7 +147,7 @@ class Printed:
         "Take in the next row. A finding is printed after the complete steps."
         if r.get('ttype')!='finding': return self.steps.add(log.name, r)
         self.tell([l.name for l in self.logs])
-        self.put(finding_line(r, self.json))
+        self.put(format_finding(r, self.json))
 
     def tell(self, on):
         for s in self.steps.over(on): self.put(to_json(s.as_dict(), None) if self.json else s.line())
@@ -190,8 +190,8 @@ def tail_command(args):
     """Print a line for each step while the run goes on: logged numbers, time, rows, non-finite values, and findings. Ends with the run.
     Exit code 1 if the process of the run is gone without having ended it"""
     if args.lines<0: raise ValueError(f"-n is how many lines, got {args.lines}.")
-    name = only_name(args.run, home := home_of(args), 'tail')
-    p = Printed(logs_named(name, home), args.lines, args.json)
+    name = expand_one_name(args.run, home := find_home(args), 'tail')
+    p = Printed(find_logs(name, home), args.lines, args.json)
     on = [log.name for log in p.logs if log.is_running()]
     p.begin(on if not args.no_follow else [])
     p.caught_up()

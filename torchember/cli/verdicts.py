@@ -10,13 +10,13 @@ import json
 
 from ..ground.messages import printable
 from .commands import command
-from .named import home_of, expand_names, only_name
+from .named import find_home, expand_names, expand_one_name
 from .terminal import to_json, colorize, say
 
 # %% ../../nbs/95_cli/50_verdicts.ipynb #2fbc071f
 fails = dict(error=('error',), warning=('error', 'warning'), info=('error', 'warning', 'info'), never=()) # severities that give exit code 1
 
-def coloured_line(line): return colorize(line, {'ERROR': 'error', 'WARNING': 'warning'}.get(line.partition(' ')[0]))
+def colorize_line(line): return colorize(line, {'ERROR': 'error', 'WARNING': 'warning'}.get(line.partition(' ')[0]))
 
 def diagnose_arguments(p):
     p.add_argument('run', nargs='+', help="name of a run, a pattern in quotes, such as 'GPT*', or a file of a log")
@@ -29,13 +29,13 @@ def diagnose_command(args):
     """Show problems of runs, the cause first, with advice. Exit code 1 if any has a warning or an error, 0 if none has,
     2 if one cannot be read"""
     from torchember import diagnose
-    home = home_of(args)
+    home = find_home(args)
     found = {n: diagnose(n, args.rules, home) for n in expand_names(args.run, home)}
     if args.json:
         objects = [json.loads(f.to_json()) for f in found.values()]
         say(to_json(objects[0] if args.run==list(found) and len(found)==1 else objects))
     else:
-        for n,f in found.items(): say(*([f'{printable(n)}:'] if len(found)>1 and not f.healthy else []), *map(coloured_line, f.lines()))
+        for n,f in found.items(): say(*([f'{printable(n)}:'] if len(found)>1 and not f.healthy else []), *map(colorize_line, f.lines()))
     return int(any(s in fails[args.fail_on] for f in found.values() for s in f['severity']))
 
 # %% ../../nbs/95_cli/50_verdicts.ipynb #4219f928
@@ -51,7 +51,7 @@ def diff_arguments(p):
 def diff_command(args):
     "Show the first difference of two runs: exit code 0 if there is none, 1 if they differ, 2 for errors"
     from torchember.health.diff import diff
-    d = diff(args.a, args.b, rtol=args.rtol, path=args.path, ttype=args.ttype, home=home_of(args))
+    d = diff(args.a, args.b, rtol=args.rtol, path=args.path, ttype=args.ttype, home=find_home(args))
     where = {k: getattr(d, k) for k in ('step', 'path', 'ttype', 'tname', 'pname', 'stat', 'a', 'b')}
     say(to_json({'differ': bool(d), 'names': list(d.names), **where, 'text': d.text}) if args.json else printable(d.text))
     return int(bool(d))
@@ -65,7 +65,7 @@ def brief_arguments(p):
 def brief_command(args):
     "Print a run as one page of Markdown, at most 8 kB, for an issue or a language model"
     from torchember import brief
-    name = only_name(args.run, home := home_of(args), 'brief')
+    name = expand_one_name(args.run, home := find_home(args), 'brief')
     text = brief(name, home=home)
     say(to_json({'run': name, 'text': text}) if args.json else text.rstrip('\n'))
     return 0
@@ -81,7 +81,7 @@ def report_arguments(p):
 def report_command(args):
     "Write an interactive HTML file with pictures, the module tree and all findings. Prints the name of the file"
     from torchember import report
-    name = only_name(args.run, home := home_of(args), 'report')
+    name = expand_one_name(args.run, home := find_home(args), 'report')
     file = str(report(name, args.output, args.path, args.ttype, home=home))
     say(to_json({'run': name, 'file': file}) if args.json else printable(file))
     return 0

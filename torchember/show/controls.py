@@ -14,7 +14,7 @@ from ..measure.summary import derived
 from ..ground.needs import needs
 from .heatmaps import heat
 from ..frames.words import in_our_words, ttype_of, words_before
-from .select import has_ttype, logframe_names, number_columns, of_ttypes, parameter_names, paths_like, root_of, stat_in, with_statistics
+from .select import has_ttype, logframe_names, number_columns, rows_of_ttypes, parameter_names, paths_like, root_name, find_stat, with_statistics
 from .legend import words
 
 # %% ../../nbs/60_show/82_controls.ipynb #10070f0f
@@ -22,11 +22,11 @@ def tensor_rows(table):
     "Return the rows of tensors, without logged numbers."
     return table[~has_ttype(table, 'scalar')]
 
-def canonical(tt):
+def to_our_ttype(tt):
     "Return a tensor type by our name: 'optimizer.exp_avg' for 'Optimiser_State.exp_avg'."
     return '.'.join(filter(None, ttype_of(tt))) if isinstance(tt, str) else tt
 
-def types_of(table):
+def type_labels(table):
     "Return the tensor types of a table: label -> tensor type."
     t,out = tensor_rows(table),{}
     for ttype in dict.fromkeys(t['ttype'].astype(str)):
@@ -57,7 +57,7 @@ def logged_in(table):
 def of_types(table, tt):
     "Return the rows of some tensor types, or of all tensors if none match."
     t = tensor_rows(table)
-    try: return of_ttypes(t, tt) if tt is not None else t
+    try: return rows_of_ttypes(t, tt) if tt is not None else t
     except ValueError: return t
 
 def layer_names(table, tt=None):
@@ -110,7 +110,7 @@ def label_for(labels, value):
     labels[str(value)] = value
     return str(value)
 
-def choice(W, name, labels, value, means=lambda v: v):
+def make_choice(W, name, labels, value, means=lambda v: v):
     "Return a control for one of several values. labels: label -> value"
     now = label_for(labels, means(value))
     def write(v):
@@ -120,7 +120,7 @@ def choice(W, name, labels, value, means=lambda v: v):
     c = Control(W.Dropdown(options=list(labels), value=now, description=name), labels.get, write)
     return c
 
-def choices(W, name, labels, value, none, means=lambda v: v, rows=4):
+def make_choices(W, name, labels, value, none, means=lambda v: v, rows=4):
     "Return a control for some of several values. none: argument for an empty selection; an exception is raised"
     got = value if isinstance(value, list|tuple) else [value]
     chosen = [label_for(labels, means(v)) for v in got]
@@ -135,7 +135,7 @@ def choices(W, name, labels, value, none, means=lambda v: v, rows=4):
     c = Control(w, read, write)
     return c
 
-def literal(W, name, value, default):
+def make_literal(W, name, value, default):
     "Return a control for a Python literal: a number, a tuple, a dict. Empty text means the default."
     def read(text):
         if not text.strip(): return default
@@ -259,26 +259,26 @@ class ControlRequest:
     @property
     def maybe(self): return {'automatic': None} if self.default is None else {}
 
-    def choose(self, labels, **more): return choice(self.W, self.name, labels, self.value, **more)
+    def choose(self, labels, **more): return make_choice(self.W, self.name, labels, self.value, **more)
 
 def ttype_control(a):
     every = {} if a.one else {'each type': None} if a.default is not None else a.maybe
-    return a.choose(types_of(a.table)|every, means=lambda v: [canonical(o) for o in v] if isinstance(v, list|tuple) else canonical(v))
+    return a.choose(type_labels(a.table)|every, means=lambda v: [to_our_ttype(o) for o in v] if isinstance(v, list|tuple) else to_our_ttype(v))
 
 def stat_control(a):
     t,stats = tensor_rows(a.table),statistics_of(a.table)
     def means(s):
-        try: return s if s is None or s in stats else stat_in(t, s)
+        try: return s if s is None or s in stats else find_stat(t, s)
         except ValueError: return s
     labels = {s: s for s in stats}
     if a.one: return a.choose(a.maybe|labels, means=means)
-    return choices(a.W, a.name, labels, a.value, ValueError(f"Choose a statistic: {a.name} is empty."), means)
+    return make_choices(a.W, a.name, labels, a.value, ValueError(f"Choose a statistic: {a.name} is empty."), means)
 
 def format_control(a):
     from importlib.util import find_spec
     names = floats if find_spec('ml_dtypes') else []
-    if a.argument!='dtype_annotation': return choices(a.W, a.name, {n: n for n in names}, [] if a.value is None else a.value, a.default)
-    c = choices(a.W, a.name, {own_format: True}|{n: n for n in names}, [] if a.value in (None, False) else a.value, False)
+    if a.argument!='dtype_annotation': return make_choices(a.W, a.name, {n: n for n in names}, [] if a.value is None else a.value, a.default)
+    c = make_choices(a.W, a.name, {own_format: True}|{n: n for n in names}, [] if a.value in (None, False) else a.value, False)
     read,write = c.read,c.write
     there = [d for d in dict.fromkeys(tensor_rows(a.table)['dtype'].astype(str)) if 'float' in d] if 'dtype' in a.table else []
     c.read = lambda ls: list(dict.fromkeys(d for o in v for d in (there if o is True else [o]))) if isinstance(v := read(ls), list) else v
@@ -290,7 +290,7 @@ floats = ['float32', 'bfloat16', 'float16', 'float8_e5m2', 'float8_e4m3fn', 'flo
 
 def info_control(a):
     ends = ('largest', 'smallest normal', 'smallest')
-    c = choices(a.W, a.name, {e: e for e in ends}, [e for e,on in zip(ends, a.value, strict=True) if on], [], rows=3)
+    c = make_choices(a.W, a.name, {e: e for e in ends}, [e for e,on in zip(ends, a.value, strict=True) if on], [], rows=3)
     return Control(c.widget, lambda ls: tuple(e in ls for e in ends), lambda v: [e for e,on in zip(ends, v, strict=True) if on])
 
 def steps_control(a):
@@ -310,7 +310,7 @@ maps = ('viridis', 'magma', 'cividis', 'Greys', 'RdBu_r', 'coolwarm')
 
 control_makers = {
     'ttype': ttype_control, 'stat': stat_control, 'dtype_annotation': format_control, 'dtypes': format_control,
-    'path': lambda a: LayerPicker(a.W, a.name, layer_names(a.table), a.value, a.one, root_of(a.table)),
+    'path': lambda a: LayerPicker(a.W, a.name, layer_names(a.table), a.value, a.one, root_name(a.table)),
     'step': lambda a: StepSlider(a.W, a.name, recorded_steps(a.table), a.value),
     'steps': steps_control, 'dtype_info': info_control,
     'kind': lambda a: a.choose({k: k for k in {'exp_hist': ('bar', 'line', 'kde')}.get(a.f, ('line', 'scatter'))}),
@@ -334,7 +334,7 @@ def control_for(a):
     if isinstance(a.default, bool): return Control(a.W.Checkbox(value=bool(a.value), description=a.name, indent=False))
     try: plain = a.value is a.default or ast.literal_eval(repr(a.value))==a.value
     except (ValueError, SyntaxError): return None # no literal, such as a color map: it stays as the caller gave it
-    return literal(a.W, a.name, a.value, a.default) if plain else None
+    return make_literal(a.W, a.name, a.value, a.default) if plain else None
 
 # %% ../../nbs/60_show/82_controls.ipynb #39fdef75
 class Controls(dict):
@@ -349,7 +349,7 @@ class Controls(dict):
         except KeyError: return default
 
 # %% ../../nbs/60_show/82_controls.ipynb #f84cd563
-def same(a, b): return a is b or type(a) is type(b) and not isinstance(a, np.ndarray) and a==b
+def is_same(a, b): return a is b or type(a) is type(b) and not isinstance(a, np.ndarray) and a==b
 
 def controllable(f):
     "Return names and parameters of a picture, without the run."
@@ -447,7 +447,7 @@ class Arguments:
     def values(self):
         "Return the arguments for the next call. Raise ValueError for invalid text in a control."
         now = {n: c.value for n,c in self.controls.items()}
-        now = {n: v for n,v in now.items() if n in self.given or not same(v, self.defaults[n])}
+        now = {n: v for n,v in now.items() if n in self.given or not is_same(v, self.defaults[n])}
         return {n: v for n,v in self.given.items() if n not in self.controls} | now
 
     def put(self, **values):

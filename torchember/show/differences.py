@@ -10,8 +10,8 @@ import matplotlib as mpl
 import numpy as np
 
 from ..health.diff import Difference, place_in_words
-from .comparison import mark_parting
-from .legend import alarm, palettes, title_of
+from .comparison import mark_difference
+from .legend import alarm, palettes, make_title
 from .style import canvas, drawn, is_dark
 
 # %% ../../nbs/60_show/87_differences.ipynb #fd0d186e
@@ -26,7 +26,7 @@ def distance_lines(
     found = [(g['step'].to_numpy(), g['y'].to_numpy(float)) for _,g in by if g['y'].notna().any()]
     return sorted(found, key=lambda l: -np.nanmax(l[1]))[:most]
 
-def largest(curve):
+def largest_distances(curve):
     "Return the largest distance of each step; NaN for zero and non-finite."
     y = curve.to_numpy(float)
     return curve.index.to_numpy(), np.where(np.isfinite(y) & (y>0), y, np.nan)
@@ -48,7 +48,7 @@ def differences(
     """
     ax,color = canvas(ax),palettes[is_dark()]
     for x,y in distance_lines(found.table): ax.plot(x, y, color=mpl.rcParams['axes.edgecolor'], lw=.6, alpha=.35)
-    x,y = largest(found.curve)
+    x,y = largest_distances(found.curve)
     ax.plot(x, y, color=color[0], label='largest')
     least = found.table[found.table['ttype']!='scalar'].groupby('step')['tolerance'].min()
     if found: least = least[least.index<found.step] # after the first difference, the limit has no meaning
@@ -59,9 +59,9 @@ def differences(
     if found:
         row,red = found.table.loc[found.first],alarm[is_dark()]
         what = f"they part at step {found.step:,}, in {place_in_words(row).replace('`', '')}"
-        mark_parting(ax, found.step)
+        mark_difference(ax, found.step)
         if np.isfinite(row['distance']): ax.plot([found.step], [row['distance']], 'o', color=red, ms=5, label='first difference', zorder=3)
         ax.plot([found.step], [row['tolerance']], '_', color=red, ms=12, mew=1.5, label='what explains it', zorder=3)
-    ax.set_title(title_of(' and '.join(found.names), what))
+    ax.set_title(make_title(' and '.join(found.names), what))
     ax.legend(loc='best')
     return ax

@@ -54,7 +54,7 @@ def int_or_none(v):
     except (TypeError, ValueError, OverflowError): return None # NaN in a table, or no number
 
 # %% ../../nbs/60_show/85_findings.ipynb #cf0e2e0a
-def in_short(
+def shorten_sentence(
     text, # A sentence
     most:int=90 # Characters; 90 fit above a picture
 ) -> str:
@@ -65,9 +65,9 @@ def in_short(
     cut = shorten(text, most, placeholder=' …')
     return cut if len(cut)>most//2 else text[:most-1]+'…' # a word that is too long
 
-def title_text(finding): return f"{finding['severity']}: {in_short(finding['text'])}"
+def title_text(finding): return f"{finding['severity']}: {shorten_sentence(finding['text'])}"
 
-def open_in(
+def open_findings(
     df, # A table of rows
     last=None # The last step of the run: a run that continues has not died
 ):

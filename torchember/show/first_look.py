@@ -13,12 +13,13 @@ from ..frames.logs import no_rows
 from ..ground.record import clipped_norm
 from ..store.parameters import label_of
 from ..frames.words import earlier_calls, ttype_of, ttypes_asked
-from .findings import open_in, title_text, is_about_row
+from .findings import open_findings, title_text, is_about_row
 from .heatmaps import column_spans, heat, sizes
-from .legend import alarm, meanings, palettes, title_of, words
-from .lines import put_lines
-from .missing import parameters_of_run, reasons_in, reasons_of, with_missing, with_rows
-from .run_summary import default_ttypes, first_trouble, loss_of, no_tensors, logged_names, rows_of_type, sentence_of, pick_stat, types_to_draw
+from .legend import alarm, meanings, palettes, make_title, words
+from .lines import draw_lines
+from .missing import parameters_of_run, untrained_reasons, row_reasons, add_missing, drop_missing
+from torchember.show.run_summary import (default_ttypes, first_trouble, logged_names, loss_curve, no_tensors, pick_stat, rows_of_type, trouble_sentence,
+    types_to_draw)
 from .run_summary import summary # noqa: F401 (it was here)
 from .select import grid, has_ttype, name_of_run, pick, series, table_and_findings, training, with_statistics
 from .style import drawn, figure, is_dark
@@ -35,9 +36,9 @@ def gradient_norms(table):
     "Return name, steps and values of the norm of all gradients. None if the run has none"
     names = logged_names(table)
     name = next((n for n in clipped_norm if n in names), None)
-    return None if name is None else loss_of(table, name)
+    return None if name is None else loss_curve(table, name)
 
-def compose(parts, numbers, norms, tensors, run, ax, found=()):
+def draw_panels(parts, numbers, norms, tensors, run, ax, found=()):
     "Draw the loss, the norm of all gradients, and the heat maps below."
     curves = [c for c in (numbers, norms) if c]
     tall = [min(.3+.155*len(g.labels), 6.) for *_,g,_ in parts]
@@ -51,7 +52,7 @@ def compose(parts, numbers, norms, tensors, run, ax, found=()):
         fig,axes = ax.figure,[ax]
         top = ax.inset_axes([0, 1.04, 1, .3], sharex=ax) if curves else None
     for a,(kind,col,_,g,why) in zip(axes, parts, strict=True):
-        heat(a, g, meanings.get(col, col), zeros=col in sizes, why=reasons_of(g, why))
+        heat(a, g, meanings.get(col, col), zeros=col in sizes, why=row_reasons(g, why))
         a.set_ylabel(words.get(ttype_of(kind)[0], kind))
     axes[-1].set_xlabel('step')
     steps = np.concatenate([g.steps for *_,g,_ in parts])
@@ -76,14 +77,14 @@ def title_for(
     "Return the title: the run with its first non-finite value, and the worst finding, unless both are the same."
     cause = next(iter(found), None)
     beside = first is not None and not is_about_row(cause, first)
-    return '\n'.join(filter(None, [title_of(run, sentence_of(first) if beside else ''), title_text(cause) if cause else '']))
+    return '\n'.join(filter(None, [make_title(run, trouble_sentence(first) if beside else ''), title_text(cause) if cause else '']))
 
 def draw_top(ax, numbers, norms):
     "Draw the loss, and the norm of all gradients on a second y axis"
     color = palettes[is_dark()]
     if numbers:
         name,x,y = numbers
-        put_lines(ax, [(name, x, y, ~np.isfinite(y))], colors=[color[0]])
+        draw_lines(ax, [(name, x, y, ~np.isfinite(y))], colors=[color[0]])
         ok = np.isfinite(y)
         if ok.any() and y[ok].min()>0 and y[ok].max()>100*y[ok].min(): ax.set_yscale('log')
         ax.set_ylabel(name)
@@ -91,7 +92,7 @@ def draw_top(ax, numbers, norms):
         name,x,y = norms
         a = second_axis(ax) if numbers else ax
         bad = ~np.isfinite(y) & ~np.isin(x, numbers[1][~np.isfinite(numbers[2])] if numbers else ()) # one cross per step
-        put_lines(a, [(name, x, y, bad)], colors=[color[1]], lw=.8)
+        draw_lines(a, [(name, x, y, bad)], colors=[color[1]], lw=.8)
         if (y[np.isfinite(y)]>0).any(): log_axis(a)
         a.set_ylabel(name, color=color[1])
     ax.tick_params(labelbottom=False, bottom=False)
@@ -154,7 +155,7 @@ def overview(
     all_types = ttype is None and loss is None
     table,told = table_and_findings(run, None if all_types else [*(ttypes_asked(ttype) if ttype else default_ttypes), 'scalar'])
     if not len(table): raise ValueError(no_rows(name_of_run(table) or 'The table'))
-    numbers,norms = loss_of(table, loss),gradient_norms(table)
+    numbers,norms = loss_curve(table, loss),gradient_norms(table)
     if numbers and norms and numbers[0]==norms[0]: norms = None # drawn as the loss already
     tensors = with_statistics(table[~has_ttype(table, 'scalar')], [stat] if stat else ())
     kinds = types_to_draw(tensors, ttype)
@@ -166,8 +167,8 @@ def overview(
     if ax is not None: kinds = kinds[:1]
     parts,ps = [],parameters_of_run(run)
     for kind in kinds:
-        rows = training(pick(tensors, with_rows(rows_of_type(tensors, kind), path, ps), kind))
+        rows = training(pick(tensors, drop_missing(rows_of_type(tensors, kind), path, ps), kind))
         if ttype_of(kind)[0]=='output': rows = drop_scalars(rows)
-        col,why = pick_stat(rows, stat),reasons_in(rows, ttype_of(kind)[0], ps, path)
-        parts.append((kind, col, rows, grid(with_missing(series(rows, col), why, [label_of(p) for p in ps])), why))
-    return compose(parts, numbers, norms, tensors, name_of_run(table), ax, open_in(told, table['step'].max()))
+        col,why = pick_stat(rows, stat),untrained_reasons(rows, ttype_of(kind)[0], ps, path)
+        parts.append((kind, col, rows, grid(add_missing(series(rows, col), why, [label_of(p) for p in ps])), why))
+    return draw_panels(parts, numbers, norms, tensors, name_of_run(table), ax, open_findings(told, table['step'].max()))

@@ -14,11 +14,11 @@ import numpy as np
 
 from ..ground.messages import arguments_of, unknown
 from .lines import check_drawn_with, settable
-from .missing import parameters_of_run, reasons_in, reasons_of, with_missing
+from .missing import parameters_of_run, untrained_reasons, row_reasons, add_missing
 from ..frames.words import earlier_calls, ttype_of, ttypes_asked
-from .select import grid, name_of_run, pick, series, stat_in, rows_to_draw
+from .select import grid, name_of_run, pick, series, find_stat, rows_to_draw
 from ..store.parameters import label_of
-from .legend import alarm, meanings, short_names, title_of, words, zero
+from .legend import alarm, meanings, short_names, make_title, words, zero
 from .style import canvas, drawn, is_dark, axes_size
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #e3ee4805
@@ -90,7 +90,7 @@ def name_rows(ax, labels, every=None, turned=False): # every: name one row of so
     else: ax.set_yticks(at, names[::every])
     (ax.xaxis if turned else ax.yaxis).set_tick_params(length=0)
 
-def tall_for(n, most=9.): # inches
+def picture_height(n, most=9.): # inches
     "Return the height of a picture with `n` rows."
     return min(max(1.1+.155*n, 2.2), most)
 
@@ -208,19 +208,19 @@ def scalar_global_heatmap(
     """
     ps = parameters_of_run(run)
     check_drawn_with({k: kwargs[k] for k in refused if k in kwargs}, (), 'a heat map', refused)
-    by,turned = axes_of(x, y)
-    rows,col,g = cells_of(run, path, ttype, stat, inc, by, ps)
-    ax = canvas(None, figsize or ((min(3+.2*len(g.labels), 14), 6) if turned else (8, tall_for(len(g.labels)))))
-    why = reasons_of(g, reasons_in(rows, ttype_of(ttype)[0], ps, path))
+    by,turned = axis_roles(x, y)
+    rows,col,g = heat_map_cells(run, path, ttype, stat, inc, by, ps)
+    ax = canvas(None, figsize or ((min(3+.2*len(g.labels), 14), 6) if turned else (8, picture_height(len(g.labels)))))
+    why = row_reasons(g, untrained_reasons(rows, ttype_of(ttype)[0], ps, path))
     heat(ax, g, meanings.get(col, col), **{'zeros': col in sizes, 'turned': turned, 'why': why, **kwargs})
     (ax.set_ylabel if turned else ax.set_xlabel)(by)
-    ax.figure.suptitle(title_of(name_of_run(rows), words.get(ttype_of(ttype)[0], ttype), meanings.get(col, col)), x=.01, ha='left')
+    ax.figure.suptitle(make_title(name_of_run(rows), words.get(ttype_of(ttype)[0], ttype), meanings.get(col, col)), x=.01, ha='left')
     return ax
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #a4a56049
 layers_called = ('name', 'layer', 'path') # names for the axis of layers
 
-def axes_of(x, y):
+def axis_roles(x, y):
     "Return the column of steps, and True if layers are across. Names may be nested as in a LogFrame: ('metadata', 'step')."
     x,y = (str(a[-1]) if isinstance(a, tuple|list) and a else a for a in (x, y))
     if x in layers_called:
@@ -232,7 +232,7 @@ def axes_of(x, y):
     return x, False
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #fa172d3a
-def cells_of(run, path=None, ttype='output', stat='std', inc=1, x='step', ps=()):
+def heat_map_cells(run, path=None, ttype='output', stat='std', inc=1, x='step', ps=()):
     "Return the rows, the column of the statistic and the `Grid` of a heat map."
     if not isinstance(inc, int) or inc<1: raise ValueError(f"inc is each how manieth step is drawn, a whole number from 1 on, got {inc!r}.")
     if not isinstance(stat, str): raise ValueError(f"a heat map is of one statistic, got {stat!r}.")
@@ -241,9 +241,9 @@ def cells_of(run, path=None, ttype='output', stat='std', inc=1, x='step', ps=())
     if inc>1:
         rows = rows[(rows['step']%inc==0).to_numpy()]
         if not len(rows): raise ValueError(f"No recorded step is a multiple of inc={inc}.")
-    col = stat_in(rows, stat)
-    x = axes_of(x, None)[0]
+    col = find_stat(rows, stat)
+    x = axis_roles(x, None)[0]
     if x not in rows or rows[x].dtype.kind not in 'iufM':
         raise ValueError(unknown('column of numbers for the steps of a heat map', x, [c for c in ('step', 'call', 'ts', 'micro', 'rank') if c in rows]))
-    found = reasons_in(rows, ttype_of(ttype)[0], ps, path)
-    return rows, col, grid(with_missing(series(rows, col, x), found, [label_of(p) for p in ps]))
+    found = untrained_reasons(rows, ttype_of(ttype)[0], ps, path)
+    return rows, col, grid(add_missing(series(rows, col, x), found, [label_of(p) for p in ps]))

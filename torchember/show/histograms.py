@@ -15,7 +15,7 @@ from .lines import FacetException, check_drawn_with, grid_options, settable, is_
 from ..frames.logframe import count_columns
 from ..frames.words import earlier_calls, ttype_of, ttypes_asked
 from .select import has_ttype, name_of_run, pick, places, rows_to_draw, training
-from .legend import palettes, short_names, title_of, words
+from .legend import palettes, short_names, make_title, words
 from .style import base2, canvas, drawn, is_dark, panels, axes_size
 
 # %% ../../nbs/60_show/30_histograms.ipynb #e9d5b93d
@@ -30,7 +30,7 @@ def total_counts(
     return np.array(inside), exponents[1], below, above
 
 # %% ../../nbs/60_show/30_histograms.ipynb #d7be0e59
-def ranges_over(ax, dtypes, info, lo, hi):
+def draw_ranges(ax, dtypes, info, lo, hi):
     "Draw the ranges of number formats as bars at the top, with lines at their ends."
     h = bar_height(ax)
     for i,dtype in enumerate(dtypes):
@@ -52,7 +52,7 @@ def bar_height(ax): # as a share of the axes
 
 def space_for_bars(ax, dtypes): return 1/(1-min(bar_height(ax)*(1.35*len(dtypes)+.2), .6)) if dtypes else 1.
 
-def formats_of(dtype_annotation, df):
+def formats_to_draw(dtype_annotation, df):
     "Return the number formats to draw."
     if not dtype_annotation: return []
     if dtype_annotation is True:
@@ -119,29 +119,29 @@ def exp_hist(
         Axes of one panel; `Panels` of several: an array with a `figure`, `axes` and `savefig`
     """
     if kind not in ('bar', 'line', 'kde'): raise ValueError(f"a histogram is drawn as 'bar', 'line' or 'kde', not as {kind!r}.")
-    sp_kws = drawable(kind, dict(sp_kws or {}))
+    sp_kws = check_drawing_options(kind, dict(sp_kws or {}))
     by_type,by_layer = ttype is None or isinstance(ttype, list|tuple),path is None or is_several(path)
     if by_type and path is not None and by_layer:
         raise FacetException(f"Panels are either of layers or of tensor types: choose one of path={path!r:.60}, or one of ttype={ttype!r}.")
     table = rows_to_draw(run, ['exponents'], **({} if ttype is None else {'ttype': ttypes_asked(ttype)}))
     if ttype is None: table = table[~has_ttype(table, 'scalar')]
-    rows,step = at_step(training(pick(table, path, ttype)), step)
-    parts = parts_by_type(rows) if by_type and not (by_layer and rows['path'].nunique()>1) else parts_by_place(rows)
+    rows,step = rows_at_step(training(pick(table, path, ttype)), step)
+    parts = parts_by_type(rows) if by_type and not (by_layer and rows['path'].nunique()>1) else split_by_tensor(rows)
     if len(parts)>64: raise ValueError(f"{len(parts)} panels are more than can be looked at. Choose layers: path='...*' or a list.")
     options,limits_ = grid_options(facet_kws, sharex=False, sharey=False)
     fig,axes = panels(len(parts), col_wrap, figsize or (None if len(parts)>1 else (7, 3.6)), **options)
     for ax,(title,part) in zip(axes, parts, strict=True):
-        one_histogram(ax, part, kind, formats_of(dtype_annotation, part), dtype_info, dict(sp_kws or {}), xtick_labelsize, xtick_rotation)
+        draw_histogram(ax, part, kind, formats_to_draw(dtype_annotation, part), dtype_info, dict(sp_kws or {}), xtick_labelsize, xtick_rotation)
         ax.set_title(title)
         ax.set(**limits_)
     what = '' if by_type else words.get(ttype_of(ttype)[0], ttype)
-    fig.suptitle(fig_title or title_of(name_of_run(table), what, path if isinstance(path, str) and path!='*' else '', f'step {step}'), x=.01, ha='left')
+    fig.suptitle(fig_title or make_title(name_of_run(table), what, path if isinstance(path, str) and path!='*' else '', f'step {step}'), x=.01, ha='left')
     (axes[0].set_ylabel if len(axes)==1 else fig.supylabel)('share of the numbers', fontsize=mpl.rcParams['axes.labelsize'])
     (axes[0].set_xlabel if len(axes)==1 else fig.supxlabel)('size, from a power of two to the next', fontsize=mpl.rcParams['axes.labelsize'])
     return axes
 
 # %% ../../nbs/60_show/30_histograms.ipynb #3b51c3a2
-def drawable(kind, kws):
+def check_drawing_options(kind, kws):
     "Return the arguments for bars or curves. Raise TypeError for others."
     known = {'bar': settable(mpl.patches.Rectangle) | {'align', 'width'}, 'line': settable(mpl.lines.Line2D)}.get(kind)
     if known is None: known = settable(mpl.lines.Line2D) | {'bw_adjust', 'fill', 'n', 'log_scale'}
@@ -150,13 +150,13 @@ def drawable(kind, kws):
         'multiple', 'weights', 'bins', 'n', 'bw_adjust')
     return check_drawn_with(kws, known, f'a histogram of kind {kind!r}', dict.fromkeys(odd, why))
 
-def parts_by_place(rows):
+def split_by_tensor(rows):
     "Split rows by tensor: label -> rows. The label of a single tensor is ''."
     code,labels = places(rows)
     if len(labels)==1: return [('', rows)]
     return [(t, rows[code==i]) for i,t in enumerate(short_names(labels, 34))]
 
-def at_step(rows, step):
+def rows_at_step(rows, step):
     "Return the rows of one step, and the step."
     steps = np.unique(rows['step'])
     if step is None: step = int(steps[-1])
@@ -166,7 +166,7 @@ def at_step(rows, step):
         raise ValueError(f"Step {step!r} was not recorded. Recorded: {len(steps):,} steps from {steps[0]} to {steps[-1]}; nearest: {near}.")
     return rows[(rows['step']==step).to_numpy()], step
 
-def cropped(counts, lo):
+def crop_counts(counts, lo):
     "Return the counts from the first to the last nonzero count, and the exponent of the first."
     at = np.flatnonzero(counts)
     return (counts[at[0]:at[-1]+1], lo+int(at[0])) if len(at) else (counts, lo)
@@ -177,10 +177,10 @@ def write_note(ax, lo, n, below, above):
     ax.text(.5, .5, f'all {below+above:,} numbers are {where}' if below+above else 'no numbers', transform=ax.transAxes, ha='center', va='center', wrap=True)
     ax.set(xticks=[], yticks=[])
 
-def one_histogram(ax, part, kind, dtypes, info, kws, size, rotation):
+def draw_histogram(ax, part, kind, dtypes, info, kws, size, rotation):
     counts,lo,below,above = total_counts(part)
     if not counts.any() and (not below or not above): return write_note(ax, lo, len(counts), below, above)
-    counts,lo = cropped(counts, lo)
+    counts,lo = crop_counts(counts, lo)
     n = max(counts.sum()+below+above, 1)
     hi,c = lo+len(counts)-1,palettes[is_dark()][0]
     color = kws.pop('color', c)
@@ -199,7 +199,7 @@ def one_histogram(ax, part, kind, dtypes, info, kws, size, rotation):
     ax.set_ylim(0, top*1.04*space_for_bars(ax, dtypes))
     ax.yaxis.set_major_locator(mpl.ticker.MaxNLocator(6, steps=[1, 2, 5, 10])) # no steps that would be rounded
     ax.yaxis.set_major_formatter(mpl.ticker.PercentFormatter(1, decimals=0 if top>.03 else 1))
-    ranges_over(ax, dtypes, info, lo, hi)
+    draw_ranges(ax, dtypes, info, lo, hi)
     exponent_axis(ax, lo, hi, size, rotation)
 
 # %% ../../nbs/60_show/30_histograms.ipynb #bf01fdec
@@ -232,7 +232,7 @@ def ridge(
         if len(have): rows = have[(have['path'].astype(str)==str(have['path'].iloc[-1])).to_numpy()]
     there = np.unique(rows['step'])
     if isinstance(steps, int): which = there[np.unique(np.linspace(0, len(there)-1, max(steps, 1)).round().astype(int))]
-    else: which = [at_step(rows, s)[1] for s in steps]
+    else: which = [rows_at_step(rows, s)[1] for s in steps]
     got = [(s, *total_counts(rows[(rows['step']==s).to_numpy()])) for s in which]
     lo,hi = min(g[2] for g in got),max(g[2]+len(g[1])-1 for g in got)
     ax = canvas(ax, (6, 1.2+.32*len(got)))
@@ -247,6 +247,6 @@ def ridge(
     ax.set_ylim(-.1, (len(curves)+.9)*space_for_bars(ax, dtypes))
     exponent_axis(ax, lo, hi)
     ax.set_yticks(range(len(curves)), [f'{s:,}' for s in which][::-1])
-    ax.set(xlabel='size', ylabel='step', title=title_of(name_of_run(rows), words.get(ttype_of(ttype)[0], ttype), path or str(rows['path'].iloc[0])))
-    ranges_over(ax, dtypes, (True, True, True), lo, hi)
+    ax.set(xlabel='size', ylabel='step', title=make_title(name_of_run(rows), words.get(ttype_of(ttype)[0], ttype), path or str(rows['path'].iloc[0])))
+    draw_ranges(ax, dtypes, (True, True, True), lo, hi)
     return ax

@@ -30,11 +30,11 @@ def short_names(
     k = 0
     while max(map(len, names), default=0)>width and len(names)>1 and all(len(p)>k+1 and p[k]==parts[0][k] for p in parts): k += 1
     cut = ['.'.join(p[k:]) for p in parts]
-    short = [elided(n, width) for n in cut]
+    short = [shorten_middle(n, width) for n in cut]
     twice = {s for s in short if short.count(s)>1} if len(short)<2000 else set()
     return [n if s in twice and n!=s else s for n,s in zip(cut, short, strict=True)]
 
-def elided(name, width):
+def shorten_middle(name, width):
     "Return a name without its middle."
     if len(name)<=width: return name
     keep = width-1
@@ -48,6 +48,6 @@ meanings = {'std': 'standard deviation', 'rms': 'root mean square', 'abs_mean': 
     'l2': 'L2 norm', 'l1': 'L1 norm',
     'ratio': 'update / weight (rms)', 'zero_frac': 'share of zeros'}
 
-def title_of(run, *what):
+def make_title(run, *what):
     "Return a title: the run, then what is drawn."
     return ' · '.join(str(w) for w in (run, *what) if w)

@@ -15,14 +15,14 @@ from matplotlib.collections import LineCollection
 from ..ground.messages import arguments_of, unknown, unknown_argument
 from ..measure.summary import derived
 from ..frames.words import earlier_calls, stats_of, ttype_of, ttypes_asked
-from .select import has_ttype, name_of_run, pick, root_of, series, stat_in, rows_to_draw, thin_indices
-from .legend import alarm, meanings, palettes, short_names, title_of, words
+from .select import has_ttype, name_of_run, pick, root_name, series, find_stat, rows_to_draw, thin_indices
+from .legend import alarm, meanings, palettes, short_names, make_title, words
 from .style import drawn, is_dark, panels, axes_size
 
 # %% ../../nbs/60_show/20_lines.ipynb #4da1c2aa
 most_points = 400_000 # points of all lines together
 
-def put_lines(
+def draw_lines(
     ax, # Axes
     lines:list, # (label, steps, values, mask of not finite) of each line
     kind:str='line', # 'line' or 'scatter'
@@ -31,7 +31,7 @@ def put_lines(
 ): # The colors
     "Draw lines, and mark non-finite steps."
     n = max(min(most_points//max(len(lines), 1), 4000), 24)
-    given,colors = colors,colors or shades(len(lines))
+    given,colors = colors,colors or line_colors(len(lines))
     many,bad_steps = [],[]
     for (_,x,y,bad),c in zip(lines, colors, strict=True):
         at = thin_indices(x, y, bad, n)
@@ -47,10 +47,10 @@ def put_lines(
         if len(points): ax.update_datalim([points.min(0), points.max(0)])
         ax.autoscale_view()
     mark_bad(ax, np.unique(np.concatenate(bad_steps)) if bad_steps else [])
-    ax.format_coord = lambda x, y: pointed_at(ax, lines, x, y)
+    ax.format_coord = lambda x, y: text_at_pointer(ax, lines, x, y)
     return colors if given is None else given
 
-def pointed_at(ax, lines, x, y):
+def text_at_pointer(ax, lines, x, y):
     "Return the text for the pointer in a window: the nearest line and its value."
     best,least,height = None,np.inf,lambda v: ax.transData.transform((x, v))[1]
     for label,steps,values,_ in lines:
@@ -65,7 +65,7 @@ def has_lone_point(y):
     ok = np.isfinite(y)
     return bool((ok & ~np.r_[False, ok[:-1]] & ~np.r_[ok[1:], False]).any())
 
-def shades(n):
+def line_colors(n):
     "Return colors for lines."
     if n<=8: return list(palettes[is_dark()][:n])
     return list(plt.get_cmap('viridis')(np.linspace(.12 if is_dark() else 0, .92, n)))
@@ -88,7 +88,7 @@ def log_if_wide(axes, lines):
 # %% ../../nbs/60_show/20_lines.ipynb #645813a5
 def name_lines(
     ax, # Axes with lines
-    lines:list, # Lines, as in `put_lines`
+    lines:list, # Lines, as in `draw_lines`
     colors:list, # Color of each line
     most:int=9 # Number of names, if there is no space for all
 ):
@@ -106,10 +106,10 @@ def name_lines(
     if ax.get_yscale()=='log': at = lambda v: np.log(max(v, low)/low)/np.log(high/low)
     else: at = lambda v: (v-low)/(high-low)
     ends = sorted((at(v), i) for v,i in ends)
-    for y,(_,i) in zip(spaced(ends, tall/height), ends, strict=True):
+    for y,(_,i) in zip(space_out(ends, tall/height), ends, strict=True):
         ax.text(1.01, y, names[i], color=colors[i], va='center', ha='left', transform=ax.transAxes, fontsize=mpl.rcParams['legend.fontsize'])
 
-def spaced(ends, gap):
+def space_out(ends, gap):
     "Return heights of names, at least `gap` apart, close to the ends of their lines."
     y = [min(max(v, 0), 1) for v,_ in ends]
     for _ in range(60):
@@ -230,7 +230,7 @@ def scalar_line(
     name,x = name_of_run(table),x[1] if isinstance(x, tuple) else x
     if ttype is None: table = table[~has_ttype(table, 'scalar')]
     rows = pick(table, path, ttype)
-    cols = [stat_in(rows, m) for m in metrics]
+    cols = [find_stat(rows, m) for m in metrics]
     if x not in rows: raise ValueError(unknown('column', x, [c for c in ('step', 'call', 'ts') if c in rows]))
     parts = parts_by_type(rows) if by_type else parts_by_layer(rows) if path is not None and is_several(path) else [('', rows)]
     if len(parts)>36: parts = [('', rows)]
@@ -239,16 +239,16 @@ def scalar_line(
     size = figsize or (None if len(parts)>1 or 'each' in options else (7.5, 3.6))
     fig,axes = panels(len(parts), col_wrap, size, **options)
     for ax,(title,lines) in zip(axes, drawn_parts, strict=True):
-        one_panel(ax, lines, metrics, kind, kwargs)
+        draw_panel(ax, lines, metrics, kind, kwargs)
         ax.set_title(title)
         ax.set(**limits)
     both = list(zip(axes, drawn_parts, strict=True))
     for some in [both] if options.get('sharey') else [[b] for b in both]:
         log_if_wide([a for a,_ in some], [l for _,(_,lines) in some for _,l in lines])
-    for ax,(_,lines) in zip(axes, drawn_parts, strict=True): name_all(ax, lines, metrics if named else [], len(parts))
+    for ax,(_,lines) in zip(axes, drawn_parts, strict=True): name_distinct_lines(ax, lines, metrics if named else [], len(parts))
     what = ['' if by_type else words.get(ttype_of(ttype)[0], ttype), path if isinstance(path, str) and path!='*' else '']
-    label_figure(fig, axes, metrics, x, fig_title or title_of(name, *what))
-    if len(metrics)>1 and named: legend_of(fig, metrics, loc, bbox_to_anchor, kwargs.get('palette'))
+    label_figure(fig, axes, metrics, x, fig_title or make_title(name, *what))
+    if len(metrics)>1 and named: add_legend(fig, metrics, loc, bbox_to_anchor, kwargs.get('palette'))
     return axes
 
 # %% ../../nbs/60_show/20_lines.ipynb #c5a1line
@@ -258,7 +258,7 @@ def rows_with_statistics(df, metrics):
     types = table['ttype'].astype(str)
     there = [t for t in types.unique() if all(m in table and table[m][(types==t).to_numpy()].notna().any() for m in metrics)]
     if len(there)==1: return table, there[0]
-    if not there: [stat_in(table, m) for m in metrics] # raises for unknown statistics
+    if not there: [find_stat(table, m) for m in metrics] # raises for unknown statistics
     if there and 'output' not in there: raise ValueError(f"several tensor types have {metrics[0]!r}: {', '.join(there)}. Say which: ttype={there[0]!r}.")
     return table, 'output'
 
@@ -272,20 +272,20 @@ def parts_by_layer(rows):
     names = list(dict.fromkeys(paths))
     where = paths.map({p: i for i,p in enumerate(names)}).to_numpy()
     if len(names)>36: return [('', None)]*len(names)
-    return [(t or root_of(rows), rows[where==i]) for i,t in enumerate(short_names(names, 34))]
+    return [(t or root_name(rows), rows[where==i]) for i,t in enumerate(short_names(names, 34))]
 
-def one_panel(ax, lines, metrics, kind, kwargs):
+def draw_panel(ax, lines, metrics, kind, kwargs):
     "Draw one panel: colored by statistic if there are several, else by tensor."
     kwargs,palette = dict(kwargs),kwargs.get('palette')
     kwargs.pop('palette', None)
     colors = [kwargs.pop('color')]*len(lines) if 'color' in kwargs else None
-    if colors is None and palette is not None and len(metrics)==1: colors = colors_of(palette, [l[0] for _,l in lines])
+    if colors is None and palette is not None and len(metrics)==1: colors = palette_colors(palette, [l[0] for _,l in lines])
     if colors is None and len(metrics)>1:
-        c = shades(len(metrics)) if palette is None else colors_of(palette, metrics)
+        c = line_colors(len(metrics)) if palette is None else palette_colors(palette, metrics)
         colors = [c[metrics.index(m)] for m,_ in lines]
-    ax.colors_of_lines = put_lines(ax, [l for _,l in lines], kind, colors, **kwargs)
+    ax.colors_of_lines = draw_lines(ax, [l for _,l in lines], kind, colors, **kwargs)
 
-def name_all(ax, lines, metrics, n):
+def name_distinct_lines(ax, lines, metrics, n):
     "Name the lines if colors distinguish tensors."
     if len(metrics)==1: name_lines(ax, [l for _,l in lines], ax.colors_of_lines, 9 if n==1 else 5)
     del ax.colors_of_lines
@@ -296,8 +296,8 @@ def label_figure(fig, axes, metrics, x, title):
     else: fig.supxlabel(x, fontsize=mpl.rcParams['axes.labelsize']); fig.supylabel(y, fontsize=mpl.rcParams['axes.labelsize'])
     if title: fig.suptitle(title, x=.01, ha='left')
 
-def legend_of(fig, metrics, loc, bbox_to_anchor, palette=None):
-    colors = shades(len(metrics)) if palette is None else colors_of(palette, metrics)
+def add_legend(fig, metrics, loc, bbox_to_anchor, palette=None):
+    colors = line_colors(len(metrics)) if palette is None else palette_colors(palette, metrics)
     handles = [mpl.lines.Line2D([], [], color=c, label=meanings.get(m, m)) for m,c in zip(metrics, colors, strict=True)]
     fig.legend(handles=handles, loc=loc or 'outside upper right', bbox_to_anchor=bbox_to_anchor, ncols=1 if bbox_to_anchor else min(len(metrics), 4))
 
@@ -313,7 +313,7 @@ def drawing_options(kind, kwargs, facet_kws):
     if given.pop('markers', None) and kind=='line': given.setdefault('marker', 'o')
     return given, {**panel, **(facet_kws or {})} if panel else facet_kws, given.pop('legend', True) is not False
 
-def colors_of(palette, names):
+def palette_colors(palette, names):
     "Return colors for names from a dict, a list (repeated), or a color map."
     if isinstance(palette, dict):
         if lost := [n for n in names if n not in palette]: raise ValueError(unknown('colour of palette= for', lost[0], palette))

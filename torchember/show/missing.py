@@ -22,7 +22,7 @@ def parameters_of_run(
 # %% ../../nbs/60_show/15_missing.ipynb #884f03b8
 kinds_of_parameters = ('weight_grad', 'update') # tensor types of which each trained parameter has rows
 
-def reasons_in(
+def untrained_reasons(
     rows, # Rows of one tensor type
     kind:str, # The tensor type
     ps:list, # All parameters of the run
@@ -32,20 +32,20 @@ def reasons_in(
     if kind not in kinds_of_parameters or 'pname' not in rows: return {}
     have = set(zip(rows['path'].astype(str), rows['pname'].astype(str), strict=True))
     found = {}
-    for p in asked_for(ps, layer):
+    for p in selected_parameters(ps, layer):
         why = why_not(p)
         if not {(p['path'], p['name']), *(tuple(n.rpartition('.')[::2]) for n in p.get('also', ()))} & have: found[label_of(p)] = why or cut_off
         elif why==forgotten: found[label_of(p)] = why
     return found
 
-def asked_for(ps, layer):
+def selected_parameters(ps, layer):
     "Return the parameters of some layers."
     if layer is None: return ps
     asked = layer if isinstance(layer, list|tuple|set) else [layer]
     paths = set().union(*(paths_like(one, {p['path'] for p in ps}) for one in asked))
     return [p for p in ps if p['path'] in paths or label_of(p) in asked]
 
-def with_rows(
+def drop_missing(
     rows, # Rows of one tensor type
     layer, # A path, a glob, a label, a compiled regex, or a list of these; default all
     ps:list # All parameters of the run
@@ -54,12 +54,12 @@ def with_rows(
     if layer is None or not ps: return layer
     asked = list(layer) if isinstance(layer, list|tuple|set) else [layer]
     paths,labels = set(rows['path'].astype(str)),set(parameter_names(rows)) if 'pname' in rows else set()
-    left = [one for one in asked if paths_like(one, paths) or one in labels or not asked_for(ps, one)]
-    if not left: raise ValueError(f"There are no rows to draw. {untrained(ps, asked_for(ps, asked))}".strip())
+    left = [one for one in asked if paths_like(one, paths) or one in labels or not selected_parameters(ps, one)]
+    if not left: raise ValueError(f"There are no rows to draw. {untrained(ps, selected_parameters(ps, asked))}".strip())
     return left if len(left)<len(asked) else layer
 
 # %% ../../nbs/60_show/15_missing.ipynb #95d579d6
-def places_among(
+def insert_missing(
     labels:list, # Labels of tensors with rows, in order
     missing, # Labels of tensors without rows
     order:list # All labels, in the order of the model
@@ -80,18 +80,18 @@ def places_among(
         out += [label, *after.get(label, ())]
     return out, at
 
-def with_missing(
+def add_missing(
     s, # `select.Series`
     missing, # Labels of tensors without rows
     order:list # All labels, in the order of the model
 ): # `Series` with the missing labels, which have no values
     "Add tensors without rows to a statistic."
-    labels,at = places_among(s.labels, set(missing)-set(s.labels), order)
+    labels,at = insert_missing(s.labels, set(missing)-set(s.labels), order)
     code = np.asarray(at, int)[s.code]
     first = np.argsort(code, kind='stable') # a stable sort keeps the order of steps
     return Series(labels, code[first], s.step[first], s.value[first], s.bad[first])
 
-def reasons_of(
+def row_reasons(
     g, # A `select.Grid`
     why:dict # Label -> reason
 ) -> list: # For each row a reason, or None

@@ -18,12 +18,12 @@ from ..ground.needs import needs
 from ..ground.messages import an, printable, warn
 from ..ground.record import values_of
 from .controls import Arguments, LayerPicker, StepSlider, set_layout
-from .run_summary import loss_of
-from .heatmaps import axes_of, cells_of, column_edges
+from .run_summary import loss_curve
+from .heatmaps import axis_roles, heat_map_cells, column_edges
 from .histograms import exp_hist
 from ..frames.words import in_our_words, ttype_of, ttypes_asked
 from .select import name_of_run, places, rows_to_draw, training, trouble
-from .legend import title_of, words
+from .legend import make_title, words
 from .style import drawing_on, drawn, figures_of
 
 # %% ../../nbs/60_show/94_pointing.ipynb #15eb8416
@@ -109,11 +109,11 @@ class Losses:
         if len(self.lines)>1: ax.legend(loc='upper left', bbox_to_anchor=(0, -.16), ncols=1)
         return ax
 
-def losses_of(train_stats, table):
+def read_losses(train_stats, table):
     "Return the given losses, or the logged ones. None without any."
     if train_stats is False: return None
     if train_stats is None:
-        found = loss_of(table, None)
+        found = loss_curve(table, None)
         return None if found is None or not len(found[1]) else Losses(found[1], {found[0]: found[2]})
     given = dict(train_stats) if isinstance(train_stats, dict) else dict(getattr(train_stats, '__dict__', {}))
     steps = given.pop('steps', None)
@@ -195,7 +195,7 @@ class Picture:
         with mpl.rc_context(self.style), drawing_on(fig, tall): out = f(arguments.table, **values)
         if fig not in figures_of(out): raise TypeError(f"{f.__name__} gave {an(out)} that is not in the figure it was to draw into. "
             "interactive is for pictures of torchember: scalar_line, exp_hist, scalar_global_heatmap, overview, tree, ...")
-        with mpl.rc_context(self.style): self.lines = [vertical_line(ax) for ax in followed(fig)]
+        with mpl.rc_context(self.style): self.lines = [vertical_line(ax) for ax in axes_with_steps(fig)]
         self.surface.above(*self.lines)
         self.good = arguments,values
         self.place(step)
@@ -220,7 +220,7 @@ def vertical_line(ax):
     ax.set_xlim(limits)
     return line
 
-def followed(fig):
+def axes_with_steps(fig):
     "Return the axes with the step as x axis."
     named = lambda ax: 'step' in {fig.get_supxlabel(), *(a.get_xlabel() for a in ax.get_shared_x_axes().get_siblings(ax))}
     return [ax for ax in fig.axes if ax.name=='rectilinear' and ax.get_label()!='<colorbar>' and named(ax)]
@@ -271,7 +271,7 @@ def slider_under(W, loss, go):
 
 # %% ../../nbs/60_show/94_pointing.ipynb #e05da9a6
 def tensor_at(
-    rows, col, g, # Result of `cells_of`
+    rows, col, g, # Result of `heat_map_cells`
     i:int, j:int, # Row and column of a patch
     by:str='step' # Name of the x axis
 ): # A row, None if nothing was recorded
@@ -289,7 +289,7 @@ def tensor_at(
     far = np.abs(y-g.value[i, j])
     return rows.iloc[at[np.argmin(np.where(np.isnan(far), np.inf, far))]]
 
-def rows_like(table, row):
+def rows_of_same_tensor(table, row):
     "Return the rows of the same tensor at all steps."
     same = np.ones(len(table), bool)
     for c in ('path', 'ttype', 'tname', 'call'):
@@ -299,7 +299,7 @@ def rows_like(table, row):
 # %% ../../nbs/60_show/94_pointing.ipynb #51c0a011
 def tensor_key(row): return tuple(str(row.get(c)) for c in ('path', 'ttype', 'tname', 'call'))
 
-def labels_of(rows):
+def tensor_labels(rows):
     "Return the keys and the labels of the tensors in a table."
     rows = training(rows)
     code,labels = places(rows)
@@ -310,7 +310,7 @@ def tensor_histogram(label):
     "Return `exp_hist` for one tensor, with the tensor in its title."
     @functools.wraps(exp_hist)
     def f(run, **values):
-        title = title_of(name_of_run(run), words.get(ttype_of(values['ttype'])[0], values['ttype']), label, f"step {values['step']}")
+        title = make_title(name_of_run(run), words.get(ttype_of(values['ttype'])[0], values['ttype']), label, f"step {values['step']}")
         return exp_hist(run, **{**values, 'fig_title': values.get('fig_title') or title})
     return f
 
@@ -320,14 +320,14 @@ class Patches:
     def __init__(self, source, table, on_change=lambda: None): # on_change: of the controls of a histogram
         self.source,self.table,self.on_change,self.values,self.found,self.exponents = source,table,on_change,{},None,{}
 
-    def drawn_with(self, values): self.values,self.found = in_our_words(values, signature(cells_of).parameters),None
+    def drawn_with(self, values): self.values,self.found = in_our_words(values, signature(heat_map_cells).parameters),None
 
     def cells(self):
         "Return the rows, the statistic, the grid and the labels of the tensors."
         if self.found is None:
-            self.by,self.turned = axes_of(self.values.get('x', 'step'), self.values.get('y'))
-            got = cells_of(self.table, **{k: v for k,v in self.values.items() if k in signature(cells_of).parameters}|{'x': self.by})
-            self.found = *got,dict(zip(*labels_of(got[0]), strict=True))
+            self.by,self.turned = axis_roles(self.values.get('x', 'step'), self.values.get('y'))
+            got = heat_map_cells(self.table, **{k: v for k,v in self.values.items() if k in signature(heat_map_cells).parameters}|{'x': self.by})
+            self.found = *got,dict(zip(*tensor_labels(got[0]), strict=True))
         return self.found
 
     def at(self, x, y):
@@ -347,11 +347,12 @@ class Patches:
     def histogram(self, row):
         "Return the arguments for a histogram of the tensor of a row."
         ttype,label = self.values.get('ttype', 'output'),self.cells()[3][tensor_key(row)]
-        if ttype not in self.exponents: self.exponents[ttype] = self.table if hasattr(self.source, 'columns') else rows_for(exp_hist, self.source, ttype)
+        if ttype not in self.exponents: self.exponents[ttype] = self.table if hasattr(self.source, 'columns') else read_rows_for(exp_hist, self.source, ttype)
         given = {'step': int(row['step']), 'ttype': ttype}
-        return Arguments(tensor_histogram(label), rows_like(self.exponents[ttype], row), given, ('path', 'ttype', 'col_wrap', 'facet_kws'), self.on_change)
+        rows = rows_of_same_tensor(self.exponents[ttype], row)
+        return Arguments(tensor_histogram(label), rows, given, ('path', 'ttype', 'col_wrap', 'facet_kws'), self.on_change)
 
-def rows_for(f, source, ttype=None):
+def read_rows_for(f, source, ttype=None):
     "Return the table for a picture. Moving a control reads nothing more."
     stats = ['exponents'] if any(n.startswith('dtype') for n in signature(f).parameters) else None # needed for the ranges of number formats
     if isinstance(source, list|tuple): return [rows_to_draw(s, stats) for s in source]
@@ -416,8 +417,8 @@ class Interactive:
     def __init__(self, f, source, given, train_stats=None, width=1500, pause=.01, live=True):
         W = needs('ipywidgets', for_='interactive')
         self.live,self.lock,self.shown_in = live,threading.RLock(),None
-        self.stack = [Arguments(f, rows_for(f, source), given, on_change=self.locked(self.redraw))] # the heat map, and the histogram that was opened from it
-        losses = None if f.__name__=='overview' and train_stats is None else losses_of(train_stats, self.now.one)
+        self.stack = [Arguments(f, read_rows_for(f, source), given, on_change=self.locked(self.redraw))] # the heat map, and its open histogram
+        losses = None if f.__name__=='overview' and train_stats is None else read_losses(train_stats, self.now.one)
         self.picture = Picture(PageFigure(W, round(width*(.8 if losses else 1)), 4., live))
         loss = CrossHair(losses, PageFigure(W, width-self.picture.surface.width, 3., live)) if losses else None
         self.cursor = Cursor(W, loss, self.picture, lambda: self.controls.get('step'), live, pause, self.locked) if loss else None

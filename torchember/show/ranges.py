@@ -10,11 +10,11 @@ import matplotlib as mpl
 import numpy as np
 
 from ..measure.exponents import exponents_for, headroom, reach
-from .heatmaps import name_rows, tall_for
-from .histograms import at_step, total_counts
+from .heatmaps import name_rows, picture_height
+from .histograms import rows_at_step, total_counts
 from ..frames.words import earlier_calls, ttype_of, ttypes_asked
 from .select import name_of_run, pick, places, rows_to_draw, training
-from .legend import palettes, title_of, words
+from .legend import palettes, make_title, words
 from .style import drawn, is_dark, panels
 
 # %% ../../nbs/60_show/60_ranges.ipynb #dd7424aa
@@ -28,24 +28,24 @@ def shares(
     for i in range(len(labels)):
         part = rows[code==i]
         counts,lo,below,above = total_counts(part)
-        got = headroom([below, *counts, above], lo, dtype, min(zeros_in(part), below))
+        got = headroom([below, *counts, above], lo, dtype, min(zero_counts(part), below))
         for k in out: out[k][i] = got[k]
     return labels, out
 
-def zeros_in(rows):
+def zero_counts(rows):
     "Return the number of zeros of each tensor; 0 if it was not recorded."
     if 'zero_frac' not in rows: return 0
     n = rows['shape'].map(np.prod) if 'shape' in rows else rows['exponents'].map(lambda e: np.sum(e) if isinstance(e, list|tuple|np.ndarray) else 0)
     return round(float((rows['zero_frac']*n).sum()))
 
-def reached(rows, dtypes):
+def formats_in_range(rows, dtypes):
     "Return the formats within the range of the counts."
     if 'exponents' not in rows or not len(rows): return []
     counts,lo,*_ = total_counts(rows)
     return [d for d in dtypes if lo<=(r := reach(d))['subnormal'] and r['max']<lo+len(counts)]
 
 # %% ../../nbs/60_show/60_ranges.ipynb #d9b8b28c
-def one_format(ax, dtype, got, low, high):
+def draw_format(ax, dtype, got, low, high):
     "Draw the bars of one format. All panels have the same limits, to be comparable."
     blue,orange = palettes[is_dark()][:2]
     y = np.arange(len(got['under']))+.5
@@ -83,9 +83,9 @@ def out_of_range(
     Returns:
         Axes of one panel; `Panels` of several: an array with a `figure`, `axes` and `savefig`
     """
-    rows,step = at_step(training(pick(rows_to_draw(run, ['exponents'], ttype=ttypes_asked(ttype)), path, ttype)), step)
+    rows,step = rows_at_step(training(pick(rows_to_draw(run, ['exponents'], ttype=ttypes_asked(ttype)), path, ttype)), step)
     if 'exponents' in rows: rows = rows[rows['exponents'].notna()]
-    if dtypes is None: dtypes = reached(rows, common) or common
+    if dtypes is None: dtypes = formats_in_range(rows, common) or common
     dtypes = [dtypes] if isinstance(dtypes, str) else list(dtypes)
     if not dtypes: raise ValueError("out_of_range needs a number format, such as 'float16', got an empty list.")
     try: found = [shares(rows, d) for d in dtypes]
@@ -94,16 +94,16 @@ def out_of_range(
         how = f"torchEmber(..., stats=['mean', 'std', 'zero_frac', {exponents_for(*dtypes)!r}])"
         raise ValueError(f"The run has no exponent counts. To record them next time: {how}.") from None
     labels = found[0][0]
-    if ax is None: _,axes = panels(len(dtypes), len(dtypes), (2.2+2.1*len(dtypes), tall_for(len(labels), 12)), sharey=True)
+    if ax is None: _,axes = panels(len(dtypes), len(dtypes), (2.2+2.1*len(dtypes), picture_height(len(labels), 12)), sharey=True)
     else: axes = list(np.ravel(np.array(ax, dtype=object)))
     if len(axes)!=len(dtypes): raise ValueError(f"{len(dtypes)} formats need as many axes, got {len(axes)}.")
     worst = [max(max(f(got).max(initial=0) for _,got in found), .01) for f in (lambda g: g['subnormal']+g['under'], lambda g: g['over'])]
-    for a,d,(_,got) in zip(axes, dtypes, found, strict=True): one_format(a, d, got, *worst)
+    for a,d,(_,got) in zip(axes, dtypes, found, strict=True): draw_format(a, d, got, *worst)
     name_rows(axes[0], labels)
     for a in axes[1:]: a.yaxis.set_tick_params(length=0)
-    title = title_of(name_of_run(rows), words.get(ttype_of(ttype)[0], ttype), f'step {step:,}')
+    title = make_title(name_of_run(rows), words.get(ttype_of(ttype)[0], ttype), f'step {step:,}')
     small = 'too small' if 'zero_frac' in rows else 'too small, or zero'
-    if ax is not None: axes[0].set(title=title_of(title, dtypes[0]), xlabel=f'← {small} · too large →') # the figure has a title
+    if ax is not None: axes[0].set(title=make_title(title, dtypes[0]), xlabel=f'← {small} · too large →') # the figure has a title
     else:
         axes[0].figure.suptitle(title, x=.01, ha='left')
         axes[0].figure.supxlabel(f'← {small} · kept with fewer digits (faint) · too large →', fontsize=mpl.rcParams['axes.labelsize'])

@@ -72,7 +72,7 @@ def run_of(source):
 
 def rows_of_source(source, stats, wanted, rows=None):
     pd = needs('pandas', for_='A picture')
-    if isinstance(source, pd.DataFrame): return of_one_run(of_right_types(of_table(source)))
+    if isinstance(source, pd.DataFrame): return check_one_run(of_right_types(to_table(source)))
     source = run_of(source)
     from torchember.frames.logs import read
     try: df = read(source, **wanted, columns=lambda c: is_drawn(c, stats)) if rows is None else rows[[c for c in rows if is_drawn(c, stats)]]
@@ -81,8 +81,8 @@ def rows_of_source(source, stats, wanted, rows=None):
     df.attrs['run'] = source if isinstance(source, str) else source.name if isinstance(source, PathLike|RankedSource) or is_url(source) \
         else tracker_in(source).fname
     df = of_right_types(df)
-    if len(df): complete(df, df.attrs['run'])
-    return of_one_run(df)
+    if len(df): check_columns(df, df.attrs['run'])
+    return check_one_run(df)
 
 def is_drawn(column, stats):
     "Return True if a picture of some statistics needs a column."
@@ -90,20 +90,20 @@ def is_drawn(column, stats):
     if column=='exponents': return False
     return stats is None or column not in derived or column in stats or stats_of.get(column) in stats
 
-def of_table(df):
+def to_table(df):
     "Return a table of rows, converted from a LogFrame if necessary."
     if df.columns.nlevels==2:
         from torchember.frames.logframe import from_logframe
         names = df['metadata', 'name'].to_numpy()
         df = from_logframe(df).assign(layer_name=names)
-    complete(df)
+    check_columns(df)
     if 'path' not in df:
         paths = {m: path_of(m) for m in df['module'].unique() if isinstance(m, str)}
         df = df.assign(path=df['module'].map(paths))
     if df['path'].isna().any(): df = df.assign(path=df['path'].astype(object).where(df['path'].notna(), '')) # the root has no path in a CSV file
     return df
 
-def complete(df, what='This table'):
+def check_columns(df, what='This table'):
     "Raise ValueError if columns are missing."
     missing = [c for c in ('ttype', 'tname', 'step') if c not in df]
     if not missing and ('path' in df or 'module' in df): return
@@ -112,7 +112,7 @@ def complete(df, what='This table'):
     raise ValueError(f"{printable(what)} has no column {' or '.join(missing or ['path'])}, so it is not known what its rows are of. "
         f"Give a table as te.t.df, read(run) or a logframe has it.{how} Its columns: {printable(', '.join(map(str, list(df.columns)[:12])))}.")
 
-def of_one_run(df):
+def check_one_run(df):
     "Return a table of one run. Raise ValueError for several runs."
     if 'run' not in df or name_of_run(df) and not set(name_of_run(df))&set('*?['): return df
     names = [str(n) for n in df['run'].dropna().unique()]
@@ -133,10 +133,10 @@ def pick(
     "Return the rows of some layers and tensor types."
     if not len(df): raise ValueError(no_rows(name_of_run(df) or 'The table'))
     every = df
-    if ttype is not None: df = of_ttypes(df, ttype)
+    if ttype is not None: df = rows_of_ttypes(df, ttype)
     if path is None: return df
     asked = list(path) if isinstance(path, list|tuple|set) else [path]
-    rows,asked = of_names(df, asked)
+    rows,asked = rows_of_names(df, asked)
     paths = df['path'].astype(str)
     known = list(dict.fromkeys(paths.unique().tolist()))
     kinds = {} if all(isinstance(one, str) and one in known for one in asked) else classes_in(df)
@@ -163,7 +163,7 @@ def logframe_names(df):
     "Return the layer names of a LogFrame; an empty list for any table without them."
     return list(dict.fromkeys(df['layer_name'].astype(str).tolist())) if 'layer_name' in df else []
 
-def of_names(df, asked):
+def rows_of_names(df, asked):
     "Return the rows of a LogFrame by names, and the unknown names: 'fc1' is only the weight; a regex matches from the start."
     if not (known := logframe_names(df)): return np.zeros(len(df), bool), asked
     got = [{n for n in known if one.match(n)} if isinstance(one, re.Pattern) else paths_like(one, known) for one in asked]
@@ -192,12 +192,12 @@ def has_ttype(df, ttype):
     "Return a mask of the rows of a tensor type."
     return (df['ttype'].astype(str)==ttype).to_numpy()
 
-def of_ttypes(df, asked):
+def rows_of_ttypes(df, asked):
     asked = [(t, *ttype_of(t)) for t in (asked if isinstance(asked, list|tuple|set) else [asked])]
     there = list(dict.fromkeys(df['ttype'].astype(str).unique().tolist()))
     rows = np.zeros(len(df), bool)
     for typed,ttype,key in asked:
-        if ttype not in there: raise ValueError(no_ttype(typed, ttype, there, name_of_run(df) or 'The table'))
+        if ttype not in there: raise ValueError(no_ttype_message(typed, ttype, there, name_of_run(df) or 'The table'))
         one = has_ttype(df, ttype)
         if key: one = one & (df['tname'].astype(str).str.rpartition('_')[0]==key).to_numpy() # exp_avg_0, but not exp_avg_sq_0
         if not one.any():
@@ -206,7 +206,7 @@ def of_ttypes(df, asked):
         rows |= one
     return df[rows]
 
-def no_ttype(typed, ttype, there, name):
+def no_ttype_message(typed, ttype, there, name):
     "Return the error message for a tensor type without rows. The user may have typed a name of Track & Visualize."
     more = (*(t for t in there if t!='scalar'), ttype)
     how = 'te.log(loss=loss)' if ttype=='scalar' else f"torchEmber(model{', optimizer=opt' if ttype in ('update', 'optimizer') else ''}, ttypes={more})"
@@ -215,7 +215,7 @@ def no_ttype(typed, ttype, there, name):
     return f"{printable(name)} has no rows of {said}; it has {', '.join(map(repr, there))}.{meant} To record {ttype!r} next time: {how}."
 
 # %% ../../nbs/60_show/10_select.ipynb #7e2e294a
-def stat_in(
+def find_stat(
     df, # Rows
     stat:str # Name of a statistic, ours or Track & Visualize's
 ) -> str: # Name of the column. Raises ValueError if the statistic was not recorded
@@ -301,8 +301,8 @@ def places(
     one = df.iloc[first]
     get = lambda c: one[c].astype(object).where(one[c].notna(), None).tolist() if c in one else [None]*len(one)
     path,ttype,tname,pname,call,shard = (get(c) for c in ('path', 'ttype', 'tname', 'pname', 'call', 'shard'))
-    top = root_of(one)
-    several_names,several_calls = with_several(zip(path, ttype, strict=True), tname),with_several(zip(path, ttype, tname, strict=True), call)
+    top = root_name(one)
+    several_names,several_calls = keys_with_several(zip(path, ttype, strict=True), tname),keys_with_several(zip(path, ttype, tname, strict=True), call)
     several_ttypes = len(set(ttype))>1
     labels = []
     for p,t,n,q,c,s in zip(path, ttype, tname, pname, call, shard, strict=True):
@@ -315,13 +315,13 @@ def places(
         labels.append(f'{label} ({t})' if several_ttypes else label)
     return code, labels
 
-def with_several(keys, values):
+def keys_with_several(keys, values):
     "Return the keys with several values."
     found = {}
     for k,v in zip(keys, values, strict=True): found.setdefault(k, set()).add(v)
     return {k for k,v in found.items() if len(v)>1}
 
-def root_of(df):
+def root_name(df):
     "Return the name of the root module."
     if 'module' in df and len(df):
         m = re.match(r'[^(.]*\(([^)]*)\)', str(df['module'].iloc[0]))

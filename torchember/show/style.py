@@ -60,7 +60,7 @@ class Printable:
 
 def all_children(ax): return [c for a in ax.child_axes for c in (a, *all_children(a))]
 
-def as_letters(fig, users):
+def draw_as_letters(fig, users):
     "Draw the texts of a figure letter by letter, without formulas."
     for t in texts_in(fig):
         s = t.get_text()
@@ -84,11 +84,11 @@ def drawn(
         theirs = kwargs.get('ax', [a for a in args if isinstance(a, mpl.axes.Axes)] or None)
         users = {t: t.get_text() for fig in figures_of(theirs) for t in texts_in(fig)}
         with mpl.rc_context(rc_settings()): got = f(*args, **kwargs)
-        for fig in figures_of(got): as_letters(fig, users)
-        return given_back(got, theirs is None) if isinstance(got, list|mpl.axes.Axes) else got
+        for fig in figures_of(got): draw_as_letters(fig, users)
+        return return_axes(got, theirs is None) if isinstance(got, list|mpl.axes.Axes) else got
     return g
 
-def given_back(axes, own=True):
+def return_axes(axes, own=True):
     "Return the Axes of one panel, or `Panels` of several. Saving one Axes saves its own figure."
     ax = axes if isinstance(axes, mpl.axes.Axes) else axes[0] if len(axes)==1 else None
     if ax is None: return Panels(axes)

@@ -17,7 +17,7 @@ from ..ground.record import values_of
 from .heatmaps import heat
 from ..frames.words import earlier_calls, ttype_of
 from .select import Grid, name_of_run, rows_to_draw
-from .legend import alarm, meanings, short_names, title_of, words, zero
+from .legend import alarm, meanings, short_names, make_title, words, zero
 from .style import drawing_on, drawn, is_dark, panels
 
 # %% ../../nbs/60_show/75_surfaces.ipynb #83eb96c8
@@ -81,7 +81,7 @@ def surface(
         raise ValueError(f"{len(found)} layers have {stat!r}: {names}, ... That is more than can be looked at. "
             f"Say which: surface(run, {found[0].path!r}, stat={stat!r}).")
     what = words.get(ttype_of(ttype)[0], ttype) if ttype else ''
-    return draw(found, stat, kind, title_of(name_of_run(table), what, meanings.get(stat, stat)), figsize, col_wrap, kwargs)
+    return draw(found, stat, kind, make_title(name_of_run(table), what, meanings.get(stat, stat)), figsize, col_wrap, kwargs)
 
 # %% ../../nbs/60_show/75_surfaces.ipynb #1051bcb7
 def draw(found, stat, kind, title, figsize=None, col_wrap=None, kwargs=None):
@@ -91,16 +91,16 @@ def draw(found, stat, kind, title, figsize=None, col_wrap=None, kwargs=None):
     fig,axes = panels(len(found), col_wrap, size, each, **({} if flat else {'subplot_kw': {'projection': '3d'}}))
     names = short_names([h.label for h in found], 34)
     for ax,h,name in zip(axes, found, names, strict=True):
-        (one_heatmap if flat else one_surface)(ax, h, stat, kwargs or {})
+        (draw_heatmap if flat else draw_surface)(ax, h, stat, kwargs or {})
         if not flat: ax.set_box_aspect((1.25, 1, .7), zoom=1.05 if alone else .88) # keeps the labels inside
         if not alone: ax.set_title(name)
-    title = title_of(title, names[0] if alone else '')
+    title = make_title(title, names[0] if alone else '')
     if title: fig.suptitle(title, x=.01, ha='left')
     return axes
 
 shares = {'UnitActivity'} # statistics between zero and one
 
-def one_heatmap(ax, h, stat, kwargs):
+def draw_heatmap(ax, h, stat, kwargs):
     steps,units,value,bad = thin_matrix(h, 300, 256)
     scale = {}
     if stat in shares and not {'norm', 'vmin', 'vmax', 'center', 'robust'} & kwargs.keys():
@@ -109,7 +109,7 @@ def one_heatmap(ax, h, stat, kwargs):
     heat(ax, Grid(labels, steps, value.T, bad.T, [[l] for l in labels]), meanings.get(stat, stat), **{'zeros': True, **scale, **kwargs})
     ax.set(xlabel='step', ylabel='unit')
 
-def one_surface(ax, h, stat, kwargs):
+def draw_surface(ax, h, stat, kwargs):
     steps,units,value,bad = thin_matrix(h, 120, 96)
     x,y = (np.array([c[0]-.5, c[0]+.5]) if len(c)==1 else c for c in (np.asarray(steps, float), np.asarray(units, float)))
     value,bad = (np.broadcast_to(v, (len(x), len(y))) for v in (value, bad))
@@ -121,8 +121,8 @@ def one_surface(ax, h, stat, kwargs):
     options = {'rstride': 1, 'cstride': 1, 'linewidth': 0, 'antialiased': False, 'norm': norm, **kwargs, 'cmap': cmap}
     if len(finite):
         faces = ax.plot_surface(along, across, value, **options)
-        if has_zeros(value) and (faces.get_array().size, norm.vmin)==(at_corners(value)[0].size, 0):
-            faces.set_array(np.where(at_corners(value==0).any(0), -1, at_corners(value).mean(0)).ravel())
+        if has_zeros(value) and (faces.get_array().size, norm.vmin)==(corner_values(value)[0].size, 0):
+            faces.set_array(np.where(corner_values(value==0).any(0), -1, corner_values(value).mean(0)).ravel())
     if bad.any():
         floor,at = finite.min() if len(finite) else 0., np.argwhere(bad)
         at = at[np.linspace(0, len(at)-1, min(len(at), 400)).astype(int)]
@@ -135,7 +135,7 @@ def one_surface(ax, h, stat, kwargs):
     ax.set(xlabel='step', ylabel='unit', zlabel=meanings.get(stat, stat), xlim=(x[0], x[-1]), ylim=(y[0], y[-1]))
 
 # %% ../../nbs/60_show/75_surfaces.ipynb #a78666d3
-def at_corners(v):
+def corner_values(v):
     "Return the four corners of each face of a surface."
     return np.stack([v[:-1, :-1], v[1:, :-1], v[:-1, 1:], v[1:, 1:]])
 

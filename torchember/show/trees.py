@@ -10,10 +10,10 @@ import matplotlib as mpl
 import numpy as np
 
 from .heatmaps import color_norm
-from .histograms import at_step
+from .histograms import rows_at_step
 from ..frames.words import earlier_calls, ttype_of, ttypes_asked
-from .select import name_of_run, pick, root_of, stat_in, rows_to_draw, training, trouble
-from .legend import alarm, elided, meanings, title_of, words
+from .select import name_of_run, pick, root_name, find_stat, rows_to_draw, training, trouble
+from .legend import alarm, shorten_middle, meanings, make_title, words
 from .style import canvas, drawn, is_dark, axes_size
 
 # %% ../../nbs/60_show/50_trees.ipynb #5601def5
@@ -81,8 +81,8 @@ def tree(
     Returns:
         The axes
     """
-    rows,step = at_step(training(pick(rows_to_draw(run, [stat], ttype=ttypes_asked(ttype)), path, ttype)), step)
-    col = stat_in(rows, stat)
+    rows,step = rows_at_step(training(pick(rows_to_draw(run, [stat], ttype=ttypes_asked(ttype)), path, ttype)), step)
+    col = find_stat(rows, stat)
     paths = rows['path'].astype(str)
     value = {}
     for p,v in zip(paths, rows[col].to_numpy(float, na_value=np.nan), strict=True):
@@ -96,8 +96,8 @@ def tree(
     finite = np.array([value[b.path] for b in bs if np.isfinite(value.get(b.path, np.nan))])
     colours = mpl.cm.ScalarMappable(color_norm(finite), 'viridis')
     room = (axes_size(ax)[0]/72 if given else ax.figure.get_size_inches()[0]*.8)/depth*11
-    for b in bs: one_box(ax, b, value.get(b.path), b.path in bad, colours, root_of(rows), room)
-    ax.set(xlim=(0, depth), ylim=(leaves, 0), xticks=[], yticks=[], title=title_of(name_of_run(rows), words.get(ttype_of(ttype)[0], ttype), f'step {step:,}'))
+    for b in bs: draw_box(ax, b, value.get(b.path), b.path in bad, colours, root_name(rows), room)
+    ax.set(xlim=(0, depth), ylim=(leaves, 0), xticks=[], yticks=[], title=make_title(name_of_run(rows), words.get(ttype_of(ttype)[0], ttype), f'step {step:,}'))
     for s in ax.spines.values(): s.set_visible(False)
     if len(finite):
         bar = ax.figure.colorbar(colours, ax=ax, label=meanings.get(col, col), pad=.01, fraction=.03, aspect=30)
@@ -106,7 +106,7 @@ def tree(
     return ax
 
 # %% ../../nbs/60_show/50_trees.ipynb #5fd5ca60
-def one_box(ax, b, value, bad, colours, root, room):
+def draw_box(ax, b, value, bad, colours, root, room):
     "Draw one module."
     face = alarm[is_dark()] if bad else colours.to_rgba(value) if value is not None and np.isfinite(value) else (.5, .5, .5, .2)
     ax.add_patch(mpl.patches.Rectangle((b.depth, b.top), .985, b.height, facecolor=face, edgecolor=ax.figure.get_facecolor(), lw=.8))
@@ -114,6 +114,6 @@ def one_box(ax, b, value, bad, colours, root, room):
     if not bad and (value is None or not np.isfinite(value)): ink = mpl.rcParams['text.color']
     name = b.path.rpartition('.')[2] or root
     number = '' if value is None else f'  {value:.3g}'
-    text = elided(name, max(int(room)-len(number), 6))
+    text = shorten_middle(name, max(int(room)-len(number), 6))
     ax.text(b.depth+.02, b.top+b.height/2, text+(number if len(text+number)<=room else ''), ha='left', va='center', color=ink,
         fontsize=mpl.rcParams['legend.fontsize'], clip_on=True)

@@ -11,11 +11,11 @@ import matplotlib.patheffects as effects
 import numpy as np
 
 from ..measure.summary import derived
-from .lines import name_lines, put_lines
-from .missing import asked_for, parameters_of_run, reasons_in
+from .lines import name_lines, draw_lines
+from .missing import selected_parameters, parameters_of_run, untrained_reasons
 from ..frames.words import earlier_calls
-from .select import has_ttype, name_of_run, pick, places, series, stat_in, rows_to_draw, training, trouble, with_statistics
-from .legend import meanings, palettes, short_names, title_of
+from .select import has_ttype, name_of_run, pick, places, series, find_stat, rows_to_draw, training, trouble, with_statistics
+from .legend import meanings, palettes, short_names, make_title
 from .style import canvas, drawn, is_dark
 from ..store.parameters import label_of, why_not
 
@@ -25,16 +25,16 @@ def tensor_sizes(rows):
     for stats in (('mean', 'std'), ('rms',), ('l2',)):
         if all(c in rows and rows[c].notna().any() for c in stats): return stats
 
-def can_tell(table):
+def has_bounds(table):
     "Return True if rows of weights give a bound."
     weights = table[has_ttype(table, 'weight')]
     return len(weights)>0 and tensor_sizes(weights) is not None
 
 def least_ratios(
     rows # Rows of weights
-) -> list: # Lines, as in `put_lines`
+) -> list: # Lines, as in `draw_lines`
     "Return lower bounds of the ratio of update to weight between recorded steps, as a mean per step."
-    if 'std' in (stats := tensor_sizes(rows)): rows = rows.assign(std=spread_of(rows))
+    if 'std' in (stats := tensor_sizes(rows)): rows = rows.assign(std=population_std(rows))
     out = []
     for parts in zip(*(series(rows, c) for c in stats), strict=True):
         label,x,_,bad = parts[0]
@@ -43,7 +43,7 @@ def least_ratios(
         out.append((label, x[1:], ratio, bad[1:]))
     return out
 
-def spread_of(rows):
+def population_std(rows):
     "Return standard deviations with n instead of n-1, unlike in rows. For one element, return 0."
     known,std = {},rows['std'].to_numpy(float)
     shapes = rows['shape'] if 'shape' in rows else [None]*len(rows)
@@ -54,13 +54,13 @@ def spread_of(rows):
 # %% ../../nbs/60_show/70_update_ratios.ipynb #c31488c8
 sizes_of_updates = 'rms', 'std', 'abs_max', 'max', 'min', 'mean', 'l2', 'abs_mean', 'ratio' # statistics of an update that are zero if nothing moved
 
-def stood_still(rows):
+def zero_update_mask(rows):
     "Return a mask of zero updates."
     values = [rows[c].to_numpy(float, na_value=np.nan) for c in sizes_of_updates if c in rows]
     said = np.any([~np.isnan(v) for v in values], axis=0)
     return said & ~np.any([(v!=0) & ~np.isnan(v) for v in values], axis=0) & ~trouble(rows)
 
-def stood_as_before(rows, code):
+def unchanged_mask(rows, code):
     "Return two masks of weights: statistics are as at the recorded step before; there is a step before."
     order = np.lexsort((rows['step'].to_numpy(), code))
     same = np.ones(max(len(rows)-1, 0), bool)
@@ -72,19 +72,19 @@ def stood_as_before(rows, code):
     still[order[1:]],before[order[1:]] = same,code[order][1:]==code[order][:-1]
     return still & before, before
 
-def standstills(
+def count_standstills(
     rows, # Rows of updates, or of weights
     known:bool # True if the rows are of updates
 ) -> dict: # Label -> number of steps without a move, and of all recorded steps
     "Count how often each weight did not move."
     code,labels = places(rows)
-    still,counted = (stood_still(rows), np.ones(len(rows), bool)) if known else stood_as_before(rows, code)
+    still,counted = (zero_update_mask(rows), np.ones(len(rows), bool)) if known else unchanged_mask(rows, code)
     each = zip(labels, np.bincount(code, still, len(labels)), np.bincount(code, counted, len(labels)), strict=True)
     return {l: (int(z), int(n)) for l,z,n in each if n}
 
-def unmoved(table, rows, path, known):
+def find_unmoved(table, rows, path, known):
     "Count how often weights did not move, and find weights without any update."
-    found = standstills(rows, known)
+    found = count_standstills(rows, known)
     if not known or not has_ttype(table, 'weight').any(): return found
     try: weights = pick(table, path, 'weight')
     except ValueError: return found # this layer has no weights
@@ -93,7 +93,7 @@ def unmoved(table, rows, path, known):
 # %% ../../nbs/60_show/70_update_ratios.ipynb #accf216f
 def standstill_text(
     never, # Labels of weights that never moved
-    still:dict, # Counts from `standstills`
+    still:dict, # Counts from `count_standstills`
     why:dict, # Label -> reason, if known
     most:int=4 # Number of names, at most
 ) -> str: # Lines of text
@@ -125,24 +125,24 @@ def updates(
         The axes
     """
     table,ps = training(with_statistics(rows_to_draw(run, ttype=['update', 'weight']))),parameters_of_run(run)
-    known = 'update' in set(table['ttype'].astype(str)) or not can_tell(table)
+    known = 'update' in set(table['ttype'].astype(str)) or not has_bounds(table)
     rows = pick(table, path, 'update' if known else 'weight')
-    lines = list(series(rows, stat_in(rows, 'ratio'))) if known else least_ratios(rows)
-    still = unmoved(table, rows, path, known)
+    lines = list(series(rows, find_stat(rows, 'ratio'))) if known else least_ratios(rows)
+    still = find_unmoved(table, rows, path, known)
     never = dict.fromkeys([n for n,(zeros,n_steps) in still.items() if zeros==n_steps])
-    if known: never |= dict.fromkeys(n for n in reasons_in(rows, 'update', ps, path) if n not in still)
+    if known: never |= dict.fromkeys(n for n in untrained_reasons(rows, 'update', ps, path) if n not in still)
     ax = canvas(ax, (7.5, 3.6))
     ax.axhspan(*healthy, color=palettes[is_dark()][2], alpha=.15, lw=0)
     lines = [(n, x, np.where(y>0, y, np.nan), bad) for n,x,y,bad in lines if n not in never] # zero has no place on a logarithmic axis
-    colors = put_lines(ax, lines)
+    colors = draw_lines(ax, lines)
     ax.set_yscale('log')
     low,high = ax.get_ylim()
     ax.set_ylim(min(low, healthy[0]/2), max(high, healthy[1]*2))
     name_lines(ax, lines, colors)
     ax.set(xlabel='step', ylabel=meanings['ratio']+('' if known else ', at least'),
-        title=title_of(name_of_run(rows), 'updates' if known else 'updates, from weights'))
+        title=make_title(name_of_run(rows), 'updates' if known else 'updates, from weights'))
     word = {'fontsize': mpl.rcParams['legend.fontsize'], 'path_effects': [effects.withStroke(linewidth=2.5, foreground=ax.get_facecolor())]}
     ax.text(.995, healthy[1], 'usual', transform=ax.get_yaxis_transform(), va='top', ha='right', color=palettes[is_dark()][2], **word)
-    said = standstill_text(never, still, {label_of(p): why_not(p) for p in asked_for(ps, path)})
+    said = standstill_text(never, still, {label_of(p): why_not(p) for p in selected_parameters(ps, path)})
     if said: ax.text(.01, .02, said, transform=ax.transAxes, va='bottom', ha='left', **word)
     return ax

@@ -13,7 +13,7 @@ from time import time
 
 from ...frames.logs import files_in, grouped, left_behind, of_processes, of_rank, older_in, said_of, without_log
 from .some_steps import run_of_steps, spaced_steps
-from ..findings import in_short
+from ..findings import shorten_sentence
 from ..live.following import FollowedLog
 from ...store.anywhere import is_url
 from ...store.base import folder
@@ -22,7 +22,7 @@ from ...store.jsonl import emberTracker
 # %% ../../../nbs/62_board/10_listing.ipynb #01b825e9
 until_silent = 300. # seconds without a new row until a run on another machine counts as silent
 
-def state_of(
+def run_state(
     about:dict, # Row about a run
     base:dict, # Metadata of the run
     written:float=0. # Time of the last change, in seconds since 1970
@@ -106,10 +106,10 @@ class Listing:
         first = logs[0] if logs else None
         loss = first.loss if first else None
         causes = first.findings.causes if first else []
-        bad = next((in_short(log.trouble, 200) for log in logs if log.first_bad), None)
-        state = state_of(about, said_of(first.name, self.place/'data')[0], first.written) if first else 'ended'
+        bad = next((shorten_sentence(log.trouble, 200) for log in logs if log.first_bad), None)
+        state = run_state(about, said_of(first.name, self.place/'data')[0], first.written) if first else 'ended'
         errors,warnings = ([f for f in causes if f['severity']==s] for s in ('error', 'warning'))
-        sentences = [*(in_short(f['text'], 200) for f in errors), *([bad] if bad else []), *(in_short(f['text'], 200) for f in warnings)]
+        sentences = [*(shorten_sentence(f['text'], 200) for f in errors), *([bad] if bad else []), *(shorten_sentence(f['text'], 200) for f in warnings)]
         return dict(name=about['name'], model=about.get('model'), start=about.get('start'), end=about.get('end'), problem=about.get('problem'),
             **{c: int(about[c]) for c in ('ranks', 'steps', 'rows', 'size')}, seen=bool(about.get('running')), state=state,
             version=f'{self.born}.{sum(log.version for log in logs)}',

@@ -14,7 +14,7 @@ from ...ground.not_finite import counts, has_some
 from ...ground.record import beside_training, computed_in, line_of, load_row, restore
 from ...frames.logs import is_running, one_run, said_of
 from ..findings import OpenFindings
-from ..run_summary import sentence_of
+from ..run_summary import trouble_sentence
 from ...sinks.sink import noted_numbers, not_noted
 from ...store.base import regular
 from ...store.jsonl import is_step
@@ -248,7 +248,7 @@ class FollowedLog:
     @property
     def trouble(self):
         "Sentence about the first non-finite row, or None."
-        return self.first_bad and sentence_of(self.first_bad)
+        return self.first_bad and trouble_sentence(self.first_bad)
 
     @property
     def loss(self):

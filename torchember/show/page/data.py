@@ -19,17 +19,17 @@ from ...ground.messages import printable
 from ...ground.record import computed_in
 from ...health.diagnose import as_table, chosen_rules, found_by, history_of, ordered
 from ...measure.exponents import limits, with_counts
-from ..run_summary import first_trouble, loss_of, logged_names, sentence_of, pick_stat
-from ..missing import asked_for, parameters_of_run, places_among, reasons_in, with_missing
+from ..run_summary import first_trouble, loss_curve, logged_names, trouble_sentence, pick_stat
+from ..missing import selected_parameters, parameters_of_run, insert_missing, untrained_reasons, add_missing
 from ...frames.logframe import count_columns
 from ...frames.words import ttypes_asked
-from ..select import (grid, has_ttype, name_of_run, number_columns, pick, places, root_of, run_of, series,
-    stat_in, rows_to_draw, thin_indices, training, with_statistics)
+from ..select import (grid, has_ttype, name_of_run, number_columns, pick, places, root_name, run_of, series,
+    find_stat, rows_to_draw, thin_indices, training, with_statistics)
 from ...store.parameters import label_of, untrained
 from ..legend import alarm, meanings, palettes, scale, words, zero
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #693dbb4d
-def packed(
+def pack_array(
     values, # Numbers of any shape
     exact:bool=False # True to keep all bits, for counts
 ) -> dict: # `shape`, and `zip`: float32, bytes by position, gzip, base64
@@ -42,13 +42,13 @@ def packed(
     return {'shape': list(v.shape), 'zip': b64encode(gzip.compress(bits.astype('<u4').view('u1').reshape(-1, 4).T.tobytes(), 6, mtime=0)).decode()}
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #89371515
-def tree_of(
+def list_modules(
     structure, # Nested dicts of `torchEmber.mod_tree`, or None
     paths:list, # Paths of the rows, in order
     root:str='model' # Name of the root, if there is no structure
 ) -> list: # [path, name, class, depth] of each module, parents before children
     "Return the modules of a model as a list."
-    if structure is None: return tree_of_paths(paths, root)
+    if structure is None: return list_modules_of_paths(paths, root)
     out,todo = [],[(structure, 0)]
     while todo:
         node,depth = todo.pop()
@@ -60,7 +60,7 @@ def tree_of(
 
 deepest = 100 # levels of modules; deeper paths become one name
 
-def tree_of_paths(paths, root):
+def list_modules_of_paths(paths, root):
     children = {'': []}
     for path in paths:
         parts = path.split('.', deepest) if path else []
@@ -84,12 +84,12 @@ favourites = 'std', 'rms', 'abs_max', 'mean', 'zero_frac', 'max', 'min', 'abs_me
 
 def stats_to_send(rows, stats):
     "Return the statistics for a page: the requested ones, or four informative ones."
-    if stats is not None: return list(dict.fromkeys(stat_in(rows, s) for s in ([stats] if isinstance(stats, str) else stats)))
+    if stats is not None: return list(dict.fromkeys(find_stat(rows, s) for s in ([stats] if isinstance(stats, str) else stats)))
     if not (there := number_columns(rows)): return []
     first = [pick_stat(rows, None), *(c for c in favourites if c in there), *there]
     return list(dict.fromkeys(first))[:4]
 
-def kind_of_rows(
+def pack_tensor_type(
     rows, # Rows of one tensor type
     known:tuple, # Result of `places` for the rows
     stats:list, # Columns
@@ -98,39 +98,39 @@ def kind_of_rows(
     ps=() # All parameters of the run
 ) -> dict:
     "Return the part of a page for one tensor type."
-    labels,one = known[1],rows.iloc[firsts(known[0])]
+    labels,one = known[1],rows.iloc[first_positions(known[0])]
     text = lambda c: [v if isinstance(v, str) else None for v in one[c].astype(object)] if c in one else [None]*len(one)
     shapes = [list(map(int, s)) if isinstance(s, list|tuple|np.ndarray) else None for s in one['shape']] if 'shape' in one else [None]*len(one)
     tensors = [dict(label=l, path=p or '', dtype=d, shape=s) for l,p,d,s in zip(labels, text('path'), text('dtype'), shapes, strict=True)]
     order = {label_of(p): p for p in ps}
     missing = [l for l in why if l not in set(labels)]
-    labels,at = places_among(labels, missing, list(order))
+    labels,at = insert_missing(labels, missing, list(order))
     there = dict(zip(at, tensors, strict=True))
     tensors = [there[i] if i in there else dict(label=l, path=order[l]['path'], dtype=order[l].get('dtype'), shape=order[l].get('shape'))
         for i,l in enumerate(labels)]
     out = {'stats': {}, 'n': {}, 'ends': {}, 'tensors': [t | ({'why': why[t['label']]} if t['label'] in why else {}) for t in tensors]}
     for c in stats:
-        s = with_missing(series(rows, c, known=known), missing, list(order))
+        s = add_missing(series(rows, c, known=known), missing, list(order))
         g = grid(s, len(labels), columns)
-        out['stats'][c],ends = packed(g.value),np.full((len(labels), 4), np.nan)
+        out['stats'][c],ends = pack_array(g.value),np.full((len(labels), 4), np.nan)
         for t,e,(_,_,y,bad) in zip(out['tensors'], ends, s, strict=True):
             t['bad'] = max(int(bad.sum()), t.get('bad', 0))
             ok = y[np.isfinite(y)]
             if len(ok): e[:] = ok[0],ok[-1],ok.min(),ok.max()
             out['n'].setdefault(c, []).append(len(ok))
-        out['ends'][c] = packed(ends)
+        out['ends'][c] = pack_array(ends)
         wrong = g.bad | out.get('wrong', False)
         out |= {'step': g.steps.tolist(), 'wrong': wrong, 'last': int(s.step.max()), 'thin': len(g.steps)<len(np.unique(s.step))}
     out['wrong'] = np.flatnonzero(out['wrong']).tolist()
     return out
 
-def firsts(code):
+def first_positions(code):
     "Return the position of the first row of each tensor. code: for each row, the number of its tensor"
     return np.unique(code, return_index=True)[1]
 
-def keys_of(rows, code):
+def tensor_keys(rows, code):
     "Return a unique key for each tensor."
-    one = rows[[c for c in ('path', 'tname', 'pname', 'call') if c in rows]].iloc[firsts(code)]
+    one = rows[[c for c in ('path', 'tname', 'pname', 'call') if c in rows]].iloc[first_positions(code)]
     return list(zip(*(one[c].astype(str) for c in one), strict=True))
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #870723f4
@@ -140,9 +140,9 @@ def pick_steps(steps, also=(), most=None):
     at = np.unique(np.linspace(0, len(steps)-1, min(len(steps), most or most_steps)).round().astype(int)) if len(steps) else []
     return sorted({*steps[at].tolist(), *(s for s in also if s in steps)})
 
-def exponents_of(
+def pack_exponents(
     rows, # Rows of one tensor type, with exponent counts
-    keys:dict, # Position -> tensor, from `keys_of`
+    keys:dict, # Position -> tensor, from `tensor_keys`
     n:int # Number of tensors, including those without rows
 ) -> dict|None: # `first` exponent, `step`, and `counts` of shape (tensors, steps, exponents+2): smaller values first, larger values last
     "Return the exponent counts of some steps, None without counts."
@@ -150,17 +150,17 @@ def exponents_of(
     if not len(rows): return None
     known = {k: i for i,k in keys.items()}
     code,_ = places(rows)
-    tensor = np.array([known[k] for k in keys_of(rows, code)])[code]
+    tensor = np.array([known[k] for k in tensor_keys(rows, code)])[code]
     steps,at = np.unique(rows['step'].to_numpy(), return_inverse=True)
     exponents,counts = count_columns(rows)
     out = np.zeros((n, len(steps), len(exponents)))
     np.add.at(out, (tensor, at), counts)
-    return {'first': exponents[1], 'step': steps.tolist(), 'counts': packed(out, exact=True)}
+    return {'first': exponents[1], 'step': steps.tolist(), 'counts': pack_array(out, exact=True)}
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #f43c6d8d
 most_findings,most_followers,most_letters = 100,20,400 # findings in total; consequences of one cause; characters of a text
 
-def health_of(
+def check_health(
     run, # Name of a run, an ember, a tracker, or a table
     table=None, # Rows, if `run` is a table
     rows=None # All rows of the log, if they have been read
@@ -169,12 +169,13 @@ def health_of(
     failed = []
     try:
         rules,h = chosen_rules('default'),history_of(rows_by_module(run if table is None else table) if is_table(run) else run, df=rows)
-        fails = lambda r, e: failed.append(f"The rule {r.name} failed: {in_page(f'{type(e).__name__}: {e}', 200)}")
+        fails = lambda r, e: failed.append(f"The rule {r.name} failed: {short_text(f'{type(e).__name__}: {e}', 200)}")
         found = ordered(found_by(rules, h, fails), rules, len(h.steps))
-        said = as_table(found, h, rules)
-        return {**as_tree(found), 'looked': in_page(said.looked), 'unseen': [[in_page(what), in_page(how)] for what,how in said.missing], 'failed': failed}
+        findings = as_table(found, h, rules)
+        unseen = [[short_text(what), short_text(how)] for what,how in findings.missing]
+        return {**nest_findings(found), 'looked': short_text(findings.looked), 'unseen': unseen, 'failed': failed}
     except Exception as e:
-        why = in_page(f'{type(e).__name__}: {e}', 300)
+        why = short_text(f'{type(e).__name__}: {e}', 300)
         return {'findings': [], 'more': 0, 'failed': [*failed, f"Rules of health could not look at this run: {why}"]}
 
 def is_table(run): return hasattr(run, 'columns')
@@ -183,9 +184,9 @@ def rows_by_module(df):
     "Return a table in which rules can identify modules."
     return df if 'module' in df else df.assign(module=df['path'])
 
-def in_page(text, most=most_letters): return printable(' '.join(str(text).split()), most)
+def short_text(text, most=most_letters): return printable(' '.join(str(text).split()), most)
 
-def as_tree(found):
+def nest_findings(found):
     "Nest findings by cause. found: pairs of a finding and the index of its cause"
     out,by,n = [],{},0
     for i,(f,cause) in enumerate(found):
@@ -193,7 +194,7 @@ def as_tree(found):
         if n>=most_findings or into is None or into is not out and len(into)>=most_followers:
             if cause in by: by[cause]['more'] = by[cause].get('more', 0)+1
             continue
-        one = {k: in_page(f[k]) for k in ('severity', 'rule', 'text', *(('advice', 'look') if cause is None else ())) if f.get(k)}
+        one = {k: short_text(f[k]) for k in ('severity', 'rule', 'text', *(('advice', 'look') if cause is None else ())) if f.get(k)}
         one |= {k: str(f[k]) for k in ('path', 'ttype', 'pname') if f.get(k)} # unchanged, to find the tensor
         one |= {'first': int(f['first_step']), 'last': int(f['last_step'])}
         into.append(one if cause is not None else by.setdefault(i, {**one, 'below': []}))
@@ -229,20 +230,20 @@ def page_of(
     out,keys,ps = [],{},parameters_of_run(run)
     for k,rows in progress(list(of.items()), f'laying out {name_of_run(table)}'):
         if not wanted[k]: continue # only text and flags
-        why = reasons_in(rows, k, ps, path)
-        out.append({'ttype': k, 'name': words.get(k, k), **kind_of_rows(rows, placed[k], wanted[k], columns, why, ps)})
+        why = untrained_reasons(rows, k, ps, path)
+        out.append({'ttype': k, 'name': words.get(k, k), **pack_tensor_type(rows, placed[k], wanted[k], columns, why, ps)})
         code,labels = placed[k]
-        _,at = places_among(labels, [l for l in why if l not in set(labels)], [label_of(p) for p in ps])
-        keys[k] = dict(zip(at, keys_of(rows, code), strict=True))
+        _,at = insert_missing(labels, [l for l in why if l not in set(labels)], [label_of(p) for p in ps])
+        keys[k] = dict(zip(at, tensor_keys(rows, code), strict=True))
     add_exponents(table if every is None else every, out, keys, tensors, [int(first['step'])] if first is not None else [])
     known,structure = describe_run(run, table)
-    words_of_run = [s for s in (*table.attrs.get('said', ()), untrained(ps, asked_for(ps, path))) if s]
+    words_of_run = [s for s in (*table.attrs.get('said', ()), untrained(ps, selected_parameters(ps, path))) if s]
     return {'torchember': 1, 'run': {**known, 'bad': first is not None, **({'missing': ' '.join(words_of_run)} if words_of_run else {})},
         'trouble': None if first is None else {'step': int(first['step']), 'path': str(first['path'] or ''), 'ttype': str(first['ttype']),
-            'text': sentence_of(first)},
-        'health': health_of(run, table, every), 'numbers': logged_numbers(table),
-        'tree': tree_of(structure, list(dict.fromkeys(tensors['path'].astype(str))), root_of(tensors)),
-        'kinds': out, 'formats': formats_for(out), 'meanings': {s: meanings.get(s, s) for k in out for s in k['stats']}, 'colors': colors()}
+            'text': trouble_sentence(first)},
+        'health': check_health(run, table, every), 'numbers': logged_numbers(table),
+        'tree': list_modules(structure, list(dict.fromkeys(tensors['path'].astype(str))), root_name(tensors)),
+        'kinds': out, 'formats': format_ranges(out), 'meanings': {s: meanings.get(s, s) for k in out for s in k['stats']}, 'colors': colors()}
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #73dd976c
 def add_exponents(table, kinds, keys, tensors, also):
@@ -255,27 +256,27 @@ def add_exponents(table, kinds, keys, tensors, also):
     for k in kinds:
         rows = table[has_ttype(table, k['ttype'])]
         rows = rows[rows['path'].astype(str).isin({t['path'] for t in k['tensors']}).to_numpy()]
-        found = exponents_of(rows, keys[k['ttype']], len(k['tensors'])) if len(rows) else None
+        found = pack_exponents(rows, keys[k['ttype']], len(k['tensors'])) if len(rows) else None
         if found: k['exponents'] = found
 
 def logged_numbers(table):
     "Return all logged numbers, each with its steps."
     out = []
     for n in sorted(logged_names(table), key=lambda n: (bool(computed_in(n)), 'loss' not in n)):
-        _,x,y = loss_of(table, n)
+        _,x,y = loss_curve(table, n)
         at,odd = thin_indices(x, y, ~np.isfinite(y), 4000),x[~np.isfinite(y)]
-        out.append({'name': n, 'step': x[at].tolist(), 'value': packed(y[at]), 'odd': int(odd[0]) if len(odd) else None})
+        out.append({'name': n, 'step': x[at].tolist(), 'value': pack_array(y[at]), 'odd': int(odd[0]) if len(odd) else None})
     return out
 
 def describe_run(run, table):
     "Return the metadata of a run, and the structure of its model."
     steps = table['step'].to_numpy()
     name = Path(run).name if isinstance(run, str|os.PathLike) and os.sep in str(run) else name_of_run(table)
-    out = {'name': name or 'A table', 'model': root_of(table), 'rows': len(table), 'steps': len(np.unique(steps)),
+    out = {'name': name or 'A table', 'model': root_name(table), 'rows': len(table), 'steps': len(np.unique(steps)),
         'first': int(steps.min()), 'last': int(steps.max())}
     t = tracker_of(run)
     structure = structure_of(run)
-    if t is None: return out | (facts_of_whole(whole) if (whole := of_processes(run)) else {}), structure
+    if t is None: return out | (describe_ranks(whole) if (whole := of_processes(run)) else {}), structure
     base = said_by(t)[0]
     try: told = about(t.fname, t.dir)
     except OSError: told = {}
@@ -283,14 +284,14 @@ def describe_run(run, table):
         **{k: told.get(k) or base.get(k) for k in ('start', 'end')}, **{k: base.get(k) for k in ('seconds', 'share', 'user')}}
     return out | {k: v for k,v in known.items() if v is not None}, structure
 
-def facts_of_whole(source):
+def describe_ranks(source):
     "Return the metadata of a run of several processes."
     told,bases = about_ranks(source),[said_by(s.t)[0] for s in source.sources.values()]
     known = {k: told.get(k) for k in ('model', 'ranks', 'size', 'running', 'start', 'end')} | {'user': bases[0].get('user'),
         'seconds': max((b['seconds'] for b in bases if 'seconds' in b), default=None)}
     return {k: v for k,v in known.items() if v is not None}
 
-def formats_for(kinds):
+def format_ranges(kinds):
     "Return the exponents of the smallest, smallest normal and largest number of number formats."
     if not find_spec('ml_dtypes') or not any('exponents' in k for k in kinds): return {}
     there = [t['dtype'] for k in kinds for t in k['tensors'] if t['dtype'] and 'float' in t['dtype']]

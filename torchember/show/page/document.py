@@ -22,21 +22,21 @@ from ...store.base import replace
 from ...store.jsonl import emberTracker
 
 # %% ../../../nbs/60_show/98_page.ipynb #b992ecbc
-def of_web(name): return (files('torchember.show.page')/'web'/name).read_text('utf-8')
+def read_web_file(name): return (files('torchember.show.page')/'web'/name).read_text('utf-8')
 
 def checksum(text): return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
 
-def html_of(
+def render_page(
     page:dict # Result of `page_of`
 ) -> str:
     "Return the page with scripts, styles and data inside."
-    styles = [of_web(n) for n in ('uPlot.min.css', 'report.css')]
-    scripts = [f"/*\n{of_web('uPlot.LICENSE')}*/\n{of_web('uPlot.iife.min.js')}", of_web('report.js')]
+    styles = [read_web_file(n) for n in ('uPlot.min.css', 'report.css')]
+    scripts = [f"/*\n{read_web_file('uPlot.LICENSE')}*/\n{read_web_file('uPlot.iife.min.js')}", read_web_file('report.js')]
     data = json.dumps(page, allow_nan=False, separators=(',', ':')).replace('<', r'\u003c') # a name of a layer cannot close the element
     put = {'scripts': ' '.join(map(checksum, scripts)), 'styles': ' '.join(map(checksum, styles)), 'title': escape(f"{page['run']['name']} · torchember"),
         'head': ''.join(f'<style>{s}</style>\n' for s in styles),
         'body': f'<script type="application/json" id="data">{data}</script>\n'+''.join(f'<script>{s}</script>\n' for s in scripts)}
-    first,*parts = of_web('report.html').split('{')
+    first,*parts = read_web_file('report.html').split('{')
     pieces = [first]
     for part in parts: # one pass: inserted text is not searched for placeholders
         name,_,rest = part.partition('}')
@@ -77,7 +77,7 @@ def report(
     else: target = ((target or Path())/file_name(page['run']['name'])).absolute() # replace a link that has this name by chance
     if os.path.lexists(target) and not (target.is_file() or target.is_symlink()):
         raise FileExistsError(f"{printable(target)} is there and is no file: no report can take its place. Give another path.")
-    replace(target, html_of(page).encode()) # a reader never sees an incomplete file
+    replace(target, render_page(page).encode()) # a reader never sees an incomplete file
     return target
 
 def is_file(path):
