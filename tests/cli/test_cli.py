@@ -22,7 +22,7 @@ from torch import nn
 import torchember
 from torchember import read, runs, torchEmber
 from torchember.cli.commands import command_named, main, make_parser, places
-from torchember.cli.steps import Log, StepRow, OpenSteps
+from torchember.cli.steps import OpenSteps, RunLog, StepRow
 from torchember.cli.terminal import text_width, format_table
 from torchember.health.rules import format_table as rules
 
@@ -397,16 +397,16 @@ def test_tail_of_several_processes(tmp_path):
 
 def test_the_end_of_a_long_log_needs_no_beginning(tmp_path, monkeypatch):
     train(tmp_path, 'long', steps=40)
-    log = Log('long', tmp_path/'log'/'long', tmp_path/'data')
+    log = RunLog('long', tmp_path/'log'/'long', tmp_path/'data')
     for most in 1, 5000, 20_000, None:
         log.begin(most)
         some = [r for rows in log.new() for r in rows]
         every = [json.loads(l) for l in (tmp_path/'log'/'long').read_text().splitlines()]
-        assert [r['step'] for r in some]==[r['step'] for r in every[len(every)-len(some):]] and log.rows==len(every)
+        assert [r['step'] for r in some]==[r['step'] for r in every[len(every)-len(some):]] and log.tail.rows==len(every)
         assert most is None or sum(len(json.dumps(r)) for r in some)<most*1.2
     log.begin(5000)
     torchember.compact('long', tmp_path)
-    assert [r for rows in log.new() for r in rows][-1]['step']==39 and log.rows==len(every)
+    assert [r for rows in log.new() for r in rows][-1]['step']==39 and log.tail.rows==len(every)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from matplotlib.backend_bases import KeyEvent, MouseEvent
 from torchember import EmberWarning, compare, interactive, overview, tree, updates
 from torchember.show import pointing
 from torchember.show.controls import (Arguments, ControlRequest, LayerPicker, StepSlider, argument_help, arrange_controls, axis_columns, columns,
-    control_for, controllable, is_same, label_for, layer_names, logged_in, main, make_choice, make_choices, make_literal, of_types, recorded_steps,
+    control_for, controllable, is_same_value, label_for, layer_names, logged_in, main, make_choice, make_choices, make_literal, of_types, recorded_steps,
     statistics_of, type_labels)
 from torchember.show.heatmaps import scalar_global_heatmap
 from torchember.show.histograms import exp_hist, ridge
@@ -69,7 +69,7 @@ def test_a_value_is_called_by_its_own_name():
     labels = {'none': None, 'one': 1, 'yes': True, 'half': .5}
     assert [label_for(labels, v) for v in (None, 1, True, .5)]==[*labels] and len(labels)==4
     assert label_for(labels, 1.)=='1.0' and labels['1.0']==1. and label_for(labels, False)=='False' and len(labels)==6
-    assert [is_same(a, b) for a,b in [(1, True), (1, 1), (None, None), ((1,), (1,)), ([1], [2]), ('a', 'b')]]==[False, True, True, True, False, False]
+    assert [is_same_value(a, b) for a,b in [(1, True), (1, 1), (None, None), ((1,), (1,)), ([1], [2]), ('a', 'b')]]==[False, True, True, True, False, False]
 
 
 def test_what_is_offered_anew_keeps_what_was_chosen():
@@ -103,7 +103,7 @@ def test_what_is_offered_anew_keeps_what_was_chosen():
 def test_places_of_steps():
     "The nearest recorded step; negative numbers count from the end. Slider and field move together"
     s = StepSlider(W, 'step', np.array([-2, 0, 10, 20, 40]), 10)
-    assert [s.place(v) for v in (None, -1, -2, -3, -5, -6, 14, 15, 16, 99, 0)]==[4, 4, 0, 2, 0, 0, 2, 2, 3, 4, 1]
+    assert [s.position(v) for v in (None, -1, -2, -3, -5, -6, 14, 15, 16, 99, 0)]==[4, 4, 0, 2, 0, 0, 2, 2, 3, 4, 1]
     assert (s.value, s.box.value, s.box.min, s.box.max, s.widget.max)==(10, 10, -2, 40, 4)
     s.box.value = 21
     assert (s.value, s.box.value, s.widget.value)==(20, 20, 3)
@@ -136,12 +136,12 @@ def test_layers_to_choose_from():
     l.value = {'head'}
     assert (l.value, l.widget.value, told[2:])==('head', ('head',), ['head'])
     one = LayerPicker(W, 'layer', names, 'head', one=True)
-    assert one.list.options[:3]==('automatic', 'head', 'model') and one.list.value=='head'
+    assert one.widget.options[:3]==('automatic', 'head', 'model') and one.widget.value=='head'
     one.search.value = 'h.1?.a'
-    assert one.list.options==('automatic', 'head', *(f'h.{i}.a' for i in range(10, 20))) and one.value=='head'
-    one.list.value = 'automatic'
-    assert one.value is None and LayerPicker(W, 'layer', ['a'], re.compile('a')).list.options==('/a/ (1)', 'a')
-    assert LayerPicker(W, 'layer', ['a*'], 'a*').list.options==('a*',) # a name, not a glob
+    assert one.widget.options==('automatic', 'head', *(f'h.{i}.a' for i in range(10, 20))) and one.value=='head'
+    one.widget.value = 'automatic'
+    assert one.value is None and LayerPicker(W, 'layer', ['a'], re.compile('a')).widget.options==('/a/ (1)', 'a')
+    assert LayerPicker(W, 'layer', ['a*'], 'a*').widget.options==('a*',) # a name, not a glob
 
 
 def control(f, name, value=..., table=t):
@@ -181,13 +181,13 @@ def test_the_control_of_each_argument():
     assert control(scalar_global_heatmap, 'zeros').value is None
     assert control(scalar_line, 'bbox_to_anchor', lambda: 1) is None and control(scalar_line, 'bbox_to_anchor', (1, 2)).value==(1, 2)
     layer = control(ridge, 'path')
-    assert layer.one and not control(scalar_line, 'path').one and layer.list.options[:2]==('automatic', 'Net')
+    assert layer.one and not control(scalar_line, 'path').one and layer.widget.options[:2]==('automatic', 'Net')
 
 
 def test_arguments_of_a_picture():
     "Given and changed arguments; layers and steps depend on the tensor type; several changes notify once"
     calls = []
-    a = Arguments(exp_hist, t, {'tt': 'Weights', 'figsize': (3, 4), 'step': 20}, ('col_wrap',), lambda: calls.append(a.values()))
+    a = Arguments(exp_hist, t, {'tt': 'Weights', 'figsize': (3, 4), 'step': 20}, ('col_wrap',), lambda a: calls.append(a.values()))
     assert a.values()=={'ttype': 'weight', 'figsize': (3, 4), 'step': 20} and 'col_wrap' not in a.controls and 'figsize' not in a.controls
     assert a.controls['layer'].names==['b', 'b.weight', 'b.bias', 'a'] and a.controls['step'].steps.tolist()==[0, 20]
     a.controls['tt'].value = 'output'
@@ -203,7 +203,7 @@ def test_arguments_of_a_picture():
     assert Arguments(exp_hist, t, {}).values()=={'step': 30} # None is the last step, and the slider shows its number
     assert Arguments(scalar_line, [t[t.path=='b'], t], {'tt': 'weight'}).controls['layer'].names==['b', 'b.weight', 'b.bias']
     assert [n for n,_ in controllable(scalar_global_heatmap)][-9:]==['robust', 'zeros', 'center', 'vmin', 'vmax', 'cmap', 'cbar', 'yticklabels', 'xticklabels']
-    assert argument_help(scalar_global_heatmap)['inc']=='Each how manieth step' and a.controls['kind'].widget.tooltip==argument_help(exp_hist)['kind']
+    assert argument_help(scalar_global_heatmap)['inc']=='Draw every `inc`-th step' and a.controls['kind'].widget.tooltip==argument_help(exp_hist)['kind']
 
 
 def test_controls_lie_in_the_order_of_their_use():
@@ -286,7 +286,7 @@ def test_losses_to_point_at():
     l = read_losses(given, None)
     assert l.steps.tolist()==[0, 10, 20] and {n: y.tolist()[1:] for n,y in l.lines.items()}=={'a': [2., 1.], 'b': [5., 3.]} and len(given)==4
     assert [l.place(s) for s in (-9, 4, 5, 6, 99)]==[0, 0, 0, 1, 2]
-    assert l.says(1)=='step=10\na=2\nb=5'==l.says(1, 10) and l.says(2, 30)=='step=20\na=1\nb=3\nrecorded: step 30'
+    assert l.text(1)=='step=10\na=2\nb=5'==l.text(1, 10) and l.text(2, 30)=='step=20\na=1\nb=3\nrecorded: step 30'
     ax = l.draw(mpl.figure.Figure())
     assert ax.get_yscale()=='log' and ax.get_ylabel()=='' and [x.get_text() for x in ax.get_legend().get_texts()]==['a', 'b']
     one = read_losses({'steps': [3], 'a': [5.]}, None).draw(mpl.figure.Figure())
@@ -577,7 +577,7 @@ def test_interactive_where_there_are_no_controls(monkeypatch):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter('always')
         assert interactive(scalar_line, df=1, layer=2)==(1, 2)==interactive(scalar_line, run=1, layer=2)==interactive(scalar_line, frame=1, layer=2)
-    assert len(said)==3 and all(w.category is EmberWarning and 'is for notebooks' in str(w.message) for w in said)
+    assert len(said)==3 and all(w.category is EmberWarning and 'works only in a notebook' in str(w.message) for w in said)
     with pytest.raises(TypeError, match='needs a run'): interactive(scalar_line, layer=2)
     made = []
     monkeypatch.setattr(pointing, 'why_no_controls', lambda: None)

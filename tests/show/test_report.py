@@ -277,7 +277,7 @@ def said(*found, **more):
     return dict(findings=[{**one, **f} for f in found], more=0, looked='2 rules looked', unseen=[], failed=[], **more)
 
 
-def with_health(monkeypatch, health): monkeypatch.setattr('torchember.show.page.data.health_of', lambda run, table=None, rows=None: health)
+def with_health(monkeypatch, health): monkeypatch.setattr('torchember.show.page.data.check_health', lambda run, table=None, rows=None: health)
 
 
 def test_what_rules_saw_is_on_top_and_a_click_away(chromium, tmp_path):
@@ -365,7 +365,7 @@ def test_rules_that_fail_cost_no_report(chromium, tmp_path, monkeypatch):
     def broken(run, df=None): raise RuntimeError('<b>no</b>')
     monkeypatch.setattr('torchember.show.page.data.history_of', broken)
     with opened(chromium, report(te, tmp_path/'a.html')) as page:
-        expect(page.locator('#health')).to_have_text('Rules of health could not look at this run: RuntimeError: <b>no</b>')
+        expect(page.locator('#health')).to_have_text('The rules could not check this run: RuntimeError: <b>no</b>')
         assert page.locator('#layers tbody tr').count() and not page.wrong
 
 

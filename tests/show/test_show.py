@@ -28,7 +28,7 @@ from torchember import (
     updates,
 )
 from torchember.show.comparison import first_differences
-from torchember.show.select import Series, grid, series, thin_indices
+from torchember.show.select import TensorSeries, grid, series, thin_indices
 
 root = Path(__file__).parents[2]
 
@@ -150,7 +150,7 @@ def test_no_spike_is_lost_in_a_grid(layers, steps, most_rows, most_columns, seed
 def lines_of(*ys):
     "Return a `Series` of paths a, b, ..., with a value per step"
     row,step = np.indices((len(ys), len(ys[0]))).reshape(2, -1)
-    return Series([*'abcdefgh'[:len(ys)]], row, step, np.concatenate(ys), np.zeros(len(row), bool))
+    return TensorSeries([*'abcdefgh'[:len(ys)]], row, step, np.concatenate(ys), np.zeros(len(row), bool))
 
 
 def test_a_cell_of_several_steps_has_the_most_unusual_value():

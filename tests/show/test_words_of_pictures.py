@@ -158,7 +158,7 @@ def test_controls_have_the_words_that_were_typed(t):
         assert tuple(w.description for w in widgets)==names
         assert [i.controls[a] is i.controls[b] for a,b in (('layer', 'path'), ('tt', 'ttype'), ('scalar_metric', 'stat'))]==[True]*3
         i.controls['tt'].value = 'weight'
-        assert i.figure.get_suptitle()=='r · weights · fc1' and i.said==''
+        assert i.figure.get_suptitle()=='r · weights · fc1' and i.message==''
     with pytest.raises(KeyError): ours.controls['metric']
 
 

@@ -36,6 +36,7 @@ def as_blocks(png, columns, env=None):
     rows = np.asarray(image).tolist()
     pairs = [zip(upper, lower, strict=True) for upper,lower in zip(rows[::2], rows[1::2], strict=True)]
     if env.get('NO_COLOR') or env.get('TERM')=='dumb':
-        return ''.join(''.join('█▓▒░ '[min(sum(map(sum, pair))//307, 4)] for pair in row)+'\n' for row in pairs) # the sum of two white pixels is 1530
+        # the sum of two white pixels is 1530
+        return ''.join(''.join('█▓▒░ '[min(sum(map(sum, pair))//307, 4)] for pair in row)+'\n' for row in pairs)
     def code(rgb): return color_code(rgb, has_24_bit_color(env))
     return ''.join(''.join(f'\x1b[38;{code(upper)}m\x1b[48;{code(lower)}m▀' for upper,lower in row)+'\x1b[0m\n' for row in pairs)

@@ -27,7 +27,8 @@ def rm_command(args):
     Exit code 2 if nothing was removed"""
     rows = measure_sizes(args.run, home := find_home(args))
     if not args.yes:
-        if not is_terminal(sys.stdin): raise ValueError(f"{len(rows)} runs would be removed, and there is nobody to ask. Say --yes.")
+        if not is_terminal(sys.stdin):
+            raise ValueError(f"{len(rows)} runs would be removed. Without a terminal to ask, pass --yes.")
         say(*size_lines(rows), file=sys.stderr)
         if not confirm(f"Remove {len(rows)} run{'s'*(len(rows)!=1)}, {format_size(sum(r['size'] for r in rows))}?"):
             say('Nothing was removed.', file=sys.stderr)
@@ -105,8 +106,10 @@ suffixes = {'.parquet': 'parquet', '.csv': 'csv', '.jsonl': 'jsonl', '.pkl': 'lo
 def choose_form(file, form):
     "Return the form for a file. Raise ValueError if it is unknown."
     if form is None: form = suffixes.get(os.path.splitext(file)[1].lower())
-    if form is None: raise ValueError(f"export knows files that end in {', '.join(suffixes)}, got {file!r:.80}. Say --as {' or '.join(forms)}.")
-    if file=='-' and form not in ('csv', 'jsonl'): raise ValueError(f"A pipe takes csv and jsonl, and not {form}. Give a file.")
+    if form is None:
+        raise ValueError(f"export needs a file name that ends in {', '.join(suffixes)}, got {file!r:.80}. Or pass --as {' or '.join(forms)}.")
+    if file=='-' and form not in ('csv', 'jsonl'):
+        raise ValueError(f"Standard output takes csv or jsonl, not {form}. Give a file.")
     return form
 
 def export_arguments(p):
@@ -123,7 +126,8 @@ def export_command(args):
     if args.file=='-':
         write_run(args.run, sys.stdout, form, home)
         return 0
-    if os.path.lexists(args.file) and not args.force: raise FileExistsError(f"{args.file} is there already. Give another file, or say --force.")
+    if os.path.lexists(args.file) and not args.force:
+        raise FileExistsError(f"{args.file} exists already. Give another file, or pass --force.")
     n,temp = 0,f'{args.file}.part'
     try:
         n = write_run(args.run, temp, form, home)

@@ -98,7 +98,7 @@ class LazyParser(argparse.ArgumentParser):
 
 def wrap_text(text): return textwrap.fill(' '.join(text.split()), max((width() or 100)-2, 20))
 
-def arguments_of(name):
+def adder_of_arguments(name):
     "Return a function that adds the arguments of a command to a parser."
     def fill(p):
         c = command_named(name)
@@ -120,7 +120,8 @@ def make_parser():
         epilog=wrap_text(codes)+'\n'+wrap_text('torchember <command> --help has the arguments of a command, and an example.'))
     p.add_argument('--version', action=Version, nargs=0, help='print the version')
     some = p.add_subparsers(dest='command', required=True, metavar='command')
-    for name,text in command_names().items(): some.add_parser(name, fill=arguments_of(name), **({'help': printable(text).replace('%', '%%')} if text else {}))
+    for name,text in command_names().items():
+        some.add_parser(name, fill=adder_of_arguments(name), **({'help': printable(text).replace('%', '%%')} if text else {}))
     return p
 
 # %% ../../nbs/95_cli/10_commands.ipynb #5152847e
@@ -160,7 +161,8 @@ def main(
         Exit code
     """
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1]==['run']: return command_named('run').do(argv[1:]) # the other words belong to the program, which may also exit
+    # the other words belong to the program, which may also exit
+    if argv[:1]==['run']: return command_named('run').do(argv[1:])
     try:
         try: return run_command_line(argv)
         finally:

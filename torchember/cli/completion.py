@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/95_cli/70_completion.ipynb #95588a3d
 import argparse, re, shlex
 
-from .commands import LazyParser, command, command_names, arguments_of
+from .commands import LazyParser, command, command_names, adder_of_arguments
 from .terminal import say
 
 # %% ../../nbs/95_cli/70_completion.ipynb #e333b37a
@@ -32,9 +32,10 @@ def complete_words(words):
     *before,current = words or ['']
     names = command_names()
     name = next((w for w in before if w in names), None)
-    if name is None: return [n for n in (*(n for n,text in names.items() if text), '--help', '--version') if n.startswith(current)]
+    if name is None:
+        return [n for n in (*(n for n,text in names.items() if text), '--help', '--version') if n.startswith(current)]
     p,home = LazyParser(),before[before.index('--home')+1] if '--home' in before[:-1] else None
-    arguments_of(name)(p)
+    adder_of_arguments(name)(p)
     asked = p.options.get(before[-1])
     if asked is None or asked.nargs==0:
         if current.startswith('-'): return [o for o in p.options if o.startswith(current) and o.startswith('--')]
@@ -63,7 +64,7 @@ if [[ $funcstack[1] == _torchember ]]; then _torchember "$@"; else compdef _torc
 end
 complete -c torchember -f -a "(__torchember_complete)"'''}
 
-def split_words(line):
+def split_line(line):
     "Split a line into words as a shell does. Return the words and the open quote."
     for quote in '',"'",'"':
         try: words = shlex.split(line+quote)
@@ -73,7 +74,7 @@ def split_words(line):
 
 def complete_for_bash(line):
     "Return the completions of a line, as bash inserts them."
-    words,quote = split_words(line)
+    words,quote = split_line(line)
     found = complete_words(words[1:])
     if quote: return found
     escaped = [re.sub(r'([^\w@%+,./:=-])', r'\\\1', n) for n in found]

@@ -46,7 +46,7 @@ def describe_state(row, home):
 
 def report_no_runs(home):
     from torchember.store.base import folder
-    say(f"No runs in {printable(folder('torchember', home))} yet.", file=sys.stderr)
+    say(f"There are no runs in {printable(folder('torchember', home))} yet.", file=sys.stderr)
     return 0
 
 def ls_arguments(p):
@@ -64,9 +64,9 @@ def ls_command(args):
         shown = [dict(r, size=format_size(r['size']), began=format_start(r), ranks=r['ranks'] if r['ranks']>1 else None) for r in rows]
         columns = ['name', 'model', 'steps', 'rows', 'size', 'began', 'state']
         if any(r['ranks'] for r in shown): columns.insert(2, 'ranks')
-        colour = lambda r: 'good' if r['running'] else 'error' if r['state']!='ended' else None
+        color = lambda r: 'good' if r['running'] else 'error' if r['state']!='ended' else None
         drop = ('rows', 'ranks', 'size', 'model', 'began', 'steps')
-        say(*format_table(shown, columns, elastic=('name', 'state', 'model'), drop=drop, colour=colour))
+        say(*format_table(shown, columns, elastic=('name', 'state', 'model'), drop=drop, color=color))
     return 0
 
 # %% ../../nbs/95_cli/20_listing.ipynb #3fa8d6ce
@@ -129,11 +129,12 @@ def show_command(args):
     from torchember import summary
     s = summary(open_named(name, home), args.path, args.ttype)
     facts,rows = read_facts(name, home),[{s.df.index.name: n, **r} for n,r in zip(s.df.index, s.df.to_dict('records'), strict=True)]
-    if args.json: say(to_json({**facts, 'title': s.title, 'findings': list(s.found), 'said': list(s.said), 'not_trained': s.missing, 'layers': rows}))
+    if args.json:
+        say(to_json({**facts, 'title': s.title, 'findings': list(s.found), 'said': list(s.said), 'not_trained': s.missing, 'layers': rows}))
     else:
         say(colorize(printable(s.title), 'bold'), *fact_lines(facts), *(colorize(printable(f), f.partition(':')[0]) for f in s.found),
             *(printable(t) for t in (*s.said, s.missing) if t), '')
         columns = [s.df.index.name, *s.df.columns]
         drop = [c for c in columns if c=='steps' or c.startswith('abs_max')]+[c for c in columns if 'worst' in c or 'first' in c]
-        say(*format_table(rows, columns, elastic=columns[:1], drop=drop, colour=lambda r: 'error' if r['not finite'] else None))
+        say(*format_table(rows, columns, elastic=columns[:1], drop=drop, color=lambda r: 'error' if r['not finite'] else None))
     return 0

@@ -17,7 +17,7 @@ def find_home(args):
     from torchember.store.anywhere import folder_there
     from torchember.store.base import folder
     if not folder_there(place := folder('torchember', args.home)):
-        raise FileNotFoundError(f"There is no folder {printable(place)}. --home is a folder that runs were written to, such as ~/.torchember.")
+        raise FileNotFoundError(f"There is no folder {printable(place)}. --home is a folder with runs, such as ~/.torchember.")
     return args.home
 
 # %% ../../nbs/95_cli/15_named.ipynb #6936d441
@@ -38,7 +38,7 @@ def expand_one_name(asked, home, command):
     "Return the name of one run. Raise ValueError if a pattern matches several."
     names = expand_names([asked], home)
     if len(names)==1: return names[0]
-    raise ValueError(f"{command} takes one run, and {asked!r:.80} are {len(names)}: {printable(', '.join(names[:5]))}. Say which.")
+    raise ValueError(f"{command} takes one run, and {asked!r:.80} matches {len(names)}: {printable(', '.join(names[:5]))}. Choose one.")
 
 def open_named(name, home):
     "Return a run for a picture: its name, or the run in another home."

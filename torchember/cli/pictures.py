@@ -51,7 +51,8 @@ def plot_arguments(p):
 def plot_command(args):
     "Draw a run into a file, or in the terminal with block characters"
     names = expand_names(args.run, home := find_home(args))
-    if args.picture!='compare' and len(names)>1: raise ValueError(f"{args.picture} is of one run, got {len(names)}. To see several: --picture compare.")
+    if args.picture!='compare' and len(names)>1:
+        raise ValueError(f"{args.picture} draws one run, got {len(names)}. To draw several: --picture compare.")
     file = choose_file(args, names)
     form = 'png' if file is None else os.path.splitext(file)[1][1:].lower() or 'png'
     data = render(draw_figure(args.picture, [open_named(n, home) for n in names], args), form)

@@ -37,9 +37,10 @@ class StepRow:
     @property
     def trouble(self):
         "Sentence about the non-finite values; '' if there are none."
-        said = [f'{k} is {v}' for k,v in self.numbers.items() if not math.isfinite(v) and computed_in(k)!='grad_norm'] # the row of its tensor reports it
-        if self.first is not None: said.append(describe_tensor(self.first)+(f' and {self.odd-1} more' if self.odd>1 else ''))
-        return ', '.join(said)
+        # the row of its tensor reports it
+        parts = [f'{k} is {v}' for k,v in self.numbers.items() if not math.isfinite(v) and computed_in(k)!='grad_norm']
+        if self.first is not None: parts.append(describe_tensor(self.first)+(f' and {self.odd-1} more' if self.odd>1 else ''))
+        return ', '.join(parts)
 
     def as_dict(self):
         return dict(step=self.step, ts=self.ts, rows=self.rows, numbers=self.numbers, not_finite=self.odd, trouble=self.trouble or None)
@@ -58,9 +59,10 @@ def describe_tensor(r):
 
 def fit_line(parts, more, how):
     "Join the parts of a line to fit the width. more: text in color at the end, more important than the last parts"
-    room,text = width(),''.join(parts)
-    while room is not None and more and len(parts)>1 and text_width(text)+2+min(text_width(more), 30)>room: text = ''.join(parts := parts[:-1])
-    if room is not None: text,more = shorten_text(text, room),shorten_text(more, max(room-text_width(text)-2, 0))
+    space,text = width(),''.join(parts)
+    while space is not None and more and len(parts)>1 and text_width(text)+2+min(text_width(more), 30)>space:
+        text = ''.join(parts := parts[:-1])
+    if space is not None: text,more = shorten_text(text, space),shorten_text(more, max(space-text_width(text)-2, 0))
     return text+(f'  {colorize(more, how)}' if more else '')
 
 # %% ../../nbs/95_cli/40_steps.ipynb #9d426294
@@ -115,18 +117,20 @@ def find_logs(name, home):
     [source],_ = sources(name, home)
     found = [RunLog(s.name, s.path, s.path.parent.parent/'data') for s in getattr(source, 'sources', {0: source}).values()]
     if not os.path.isfile(found[0].path):
-        raise ValueError(f"tail follows a file of this machine, and {printable(found[0].path)} is none. torchember show {printable(name)} reads it.")
+        raise ValueError(f"tail follows a local file, and {printable(found[0].path)} is not one. torchember show {printable(name)} reads it.")
     return found
 
 def format_finding(r, json_=False):
     "Format a finding as a line."
-    if json_: return to_json({'finding': {k: r.get(k) for k in ('severity', 'rule', 'text', 'advice', 'first_step', 'last_step', 'over')}}, None)
+    if json_:
+        return to_json({'finding': {k: r.get(k) for k in ('severity', 'rule', 'text', 'advice', 'first_step', 'last_step', 'over')}}, None)
     how = str(r.get('severity', '')) if not r.get('over') else 'no longer so'
     return colorize(f"{printable(how)}: {printable(r.get('text') or r.get('rule'), 2000)}", how if how in ('error', 'warning') else None)
 
 class Printed:
     "The printed lines of a run: the last lines at first, then each line at once."
-    def __init__(self, logs, n, json_): self.logs,self.json,self.steps,self.last,self.n = logs,json_,OpenSteps(),deque(maxlen=n),n
+    def __init__(self, logs, n, json_):
+        self.logs,self.json,self.steps,self.last,self.n = logs,json_,OpenSteps(),deque(maxlen=n),n
 
     def put(self, line):
         if self.last is None: say(line)
@@ -189,7 +193,7 @@ def tail_arguments(p):
 def tail_command(args):
     """Print a line for each step while the run goes on: logged numbers, time, rows, non-finite values, and findings. Ends with the run.
     Exit code 1 if the process of the run is gone without having ended it"""
-    if args.lines<0: raise ValueError(f"-n is how many lines, got {args.lines}.")
+    if args.lines<0: raise ValueError(f"-n is a number of lines, at least 0, got {args.lines}.")
     name = expand_one_name(args.run, home := find_home(args), 'tail')
     p = Printed(find_logs(name, home), args.lines, args.json)
     on = [log.name for log in p.logs if log.is_running()]
@@ -199,5 +203,5 @@ def tail_command(args):
     if on: follow(p, .25)
     if not (dead := [log for log in p.logs if log.has_died()]): return 0
     pid = dead[0].metadata().get('pid')
-    say(f"{printable(name)}: process {pid} is gone, and has not ended the run. torchember diagnose says where it died.", file=sys.stderr)
+    say(f"{printable(name)}: process {pid} is gone without ending the run. torchember diagnose shows where it died.", file=sys.stderr)
     return 1

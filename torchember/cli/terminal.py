@@ -22,11 +22,11 @@ def width():
     asked = os.environ.get('COLUMNS', '')
     return shutil.get_terminal_size().columns if is_terminal() or asked.isdecimal() and int(asked) else None
 
-colours = dict(error='31', warning='33', good='32', faint='2', bold='1')
+colors = dict(error='31', warning='33', good='32', faint='2', bold='1')
 
 def has_colors(stream=None): return is_terminal(stream) and not os.environ.get('NO_COLOR') and os.environ.get('TERM')!='dumb'
 
-def colorize(text, how, stream=None): return f'\x1b[{colours[how]}m{text}\x1b[0m' if how and has_colors(stream) else text
+def colorize(text, how, stream=None): return f'\x1b[{colors[how]}m{text}\x1b[0m' if how and has_colors(stream) else text
 
 def say(*lines, file=None):
     "Print lines. Unknown characters become escape sequences."
@@ -41,17 +41,17 @@ def text_width(text):
     one = lambda c: 0 if unicodedata.category(c) in ('Mn', 'Me', 'Cf') else 2 if unicodedata.east_asian_width(c) in 'WF' else 1
     return len(text) if text.isascii() else sum(map(one, text))
 
-def cut_text(text, room):
+def cut_text(text, space):
     "Cut a text after the last fitting character."
     at = 0
-    while at<len(text) and text_width(text[:at+1])<=room: at += 1
+    while at<len(text) and text_width(text[:at+1])<=space: at += 1
     return text[:at]
 
-def shorten_text(text, room):
+def shorten_text(text, space):
     "Shorten a text to a width by leaving out its middle."
-    if text_width(text)<=room: return text
-    if room<2: return '…'*room
-    return cut_text(text, room//2)+'…'+cut_text(text[::-1], room-1-room//2)[::-1]
+    if text_width(text)<=space: return text
+    if space<2: return '…'*space
+    return cut_text(text, space//2)+'…'+cut_text(text[::-1], space-1-space//2)[::-1]
 
 # %% ../../nbs/95_cli/00_terminal.ipynb #0159d5b2
 def format_cell(v):
@@ -71,31 +71,31 @@ is_amount = re.compile(r'(-?[\d,.]+(e[+-]\d+)?|-?inf)?( [kMGT]?B)?') # numbers a
 
 least = 16 # width that long names keep while other columns are dropped
 
-def fit_widths(widths, elastic, room):
+def fit_widths(widths, elastic, space):
     "Shrink the widest elastic columns until a line fits. Return the widths, None if it cannot fit."
     widths,gaps = dict(widths),2*(len(widths)-1)
-    while sum(widths.values())+gaps>room:
+    while sum(widths.values())+gaps>space:
         can = [c for c in widths if c in elastic and widths[c]>least]
         if not can: return None
         longest = max(can, key=widths.get)
-        widths[longest] = max(widths[longest]-(sum(widths.values())+gaps-room), least)
+        widths[longest] = max(widths[longest]-(sum(widths.values())+gaps-space), least)
     return widths
 
-def format_table(rows, columns, elastic=(), drop=(), colour=None):
+def format_table(rows, columns, elastic=(), drop=(), color=None):
     "Return the lines of a table. rows: dicts; elastic: shrinkable columns; drop: optional columns, the least important first; color: row -> color"
-    cells,room,drop = [{c: format_cell(r.get(c)) for c in columns} for r in rows],width(),[c for c in drop if c in columns]
+    cells,space,drop = [{c: format_cell(r.get(c)) for c in columns} for r in rows],width(),[c for c in drop if c in columns]
     full = {c: max([text_width(c), *(text_width(r[c]) for r in cells)]) for c in columns}
-    widths = full if room is None else fit_widths(full, elastic, room)
+    widths = full if space is None else fit_widths(full, elastic, space)
     while widths is None and drop:
         del full[drop.pop(0)]
-        widths = fit_widths(full, elastic, room)
+        widths = fit_widths(full, elastic, space)
     if widths is None: widths = {c: min(n, least) if c in elastic else n for c,n in full.items()}
     right = {c for c in widths if all(is_amount.fullmatch(r[c]) for r in cells)}
     def line(r):
         parts = [(shorten_text(r[c], n), n-text_width(shorten_text(r[c], n)), c in right) for c,n in widths.items()]
         text = '  '.join(' '*pad+t if r else t+' '*pad for t,pad,r in parts).rstrip()
-        return text if room is None else shorten_text(text, room)
-    return [colorize(line({c: c for c in columns}), 'bold'), *(colorize(line(r), colour(o) if colour else None) for r,o in zip(cells, rows, strict=True))]
+        return text if space is None else shorten_text(text, space)
+    return [colorize(line({c: c for c in columns}), 'bold'), *(colorize(line(r), color(o) if color else None) for r,o in zip(cells, rows, strict=True))]
 
 # %% ../../nbs/95_cli/00_terminal.ipynb #da096e9e
 def to_json(value, indent=2):

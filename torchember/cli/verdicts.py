@@ -14,7 +14,8 @@ from .named import find_home, expand_names, expand_one_name
 from .terminal import to_json, colorize, say
 
 # %% ../../nbs/95_cli/50_verdicts.ipynb #2fbc071f
-fails = dict(error=('error',), warning=('error', 'warning'), info=('error', 'warning', 'info'), never=()) # severities that give exit code 1
+# severities that give exit code 1
+fails = dict(error=('error',), warning=('error', 'warning'), info=('error', 'warning', 'info'), never=())
 
 def colorize_line(line): return colorize(line, {'ERROR': 'error', 'WARNING': 'warning'}.get(line.partition(' ')[0]))
 
@@ -35,7 +36,8 @@ def diagnose_command(args):
         objects = [json.loads(f.to_json()) for f in found.values()]
         say(to_json(objects[0] if args.run==list(found) and len(found)==1 else objects))
     else:
-        for n,f in found.items(): say(*([f'{printable(n)}:'] if len(found)>1 and not f.healthy else []), *map(colorize_line, f.lines()))
+        for n,f in found.items():
+            say(*([f'{printable(n)}:'] if len(found)>1 and not f.healthy else []), *map(colorize_line, f.lines()))
     return int(any(s in fails[args.fail_on] for f in found.values() for s in f['severity']))
 
 # %% ../../nbs/95_cli/50_verdicts.ipynb #4219f928

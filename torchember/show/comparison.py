@@ -19,7 +19,7 @@ from .style import drawn, panels
 
 # %% ../../nbs/60_show/80_comparison.ipynb #103ad9bb
 def first_differences(
-    runs:list, # `select.Series` of each run
+    runs:list, # `select.TensorSeries` of each run
     rtol:float=1e-5 # Relative difference that counts
 ) -> dict: # Label -> first step with different values, or None; in the order of the first run
     "Return the step from which the tensors of runs differ. Steps are skipped if a run lacks them."
@@ -60,7 +60,8 @@ def compare(
     Returns:
         Axes of one panel; `Panels` of several: an array with a `figure`, `axes` and `savefig`
     """
-    if not isinstance(runs, list|tuple) or len(runs)<2: raise ValueError(f"compare needs a list of two runs or more, got {runs!r:.80}.")
+    if not isinstance(runs, list|tuple) or len(runs)<2:
+        raise ValueError(f"compare needs a list of two runs or more, got {runs!r:.80}.")
     tables = [pick(rows_to_draw(r, [stat], ttype=ttypes_asked(ttype)), path, ttype) for r in runs]
     names = [name_of_run(t) or f'run {i}' for i,t in enumerate(tables)]
     found = [series(t, find_stat(t, stat)) for t in tables]

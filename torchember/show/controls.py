@@ -14,7 +14,8 @@ from ..measure.summary import derived
 from ..ground.needs import needs
 from .heatmaps import heat
 from ..frames.words import in_our_words, ttype_of, words_before
-from .select import has_ttype, logframe_names, number_columns, rows_of_ttypes, parameter_names, paths_like, root_name, find_stat, with_statistics
+from torchember.show.select import (find_stat, has_ttype, logframe_names, numeric_columns, parameter_names, paths_like, root_name, rows_of_ttypes,
+    with_statistics)
 from .legend import words
 
 # %% ../../nbs/60_show/82_controls.ipynb #10070f0f
@@ -40,19 +41,20 @@ def axis_columns(table):
     "Return the possible columns for the x axis: the step, and marks with one value per step."
     t = with_statistics(tensor_rows(table))
     by = t.groupby(t['step'].to_numpy(), sort=False)
-    some = [c for c in number_columns(t) if c not in derived and t[c].nunique()>1]
+    some = [c for c in numeric_columns(t) if c not in derived and t[c].nunique()>1]
     return ['step', *(c for c in some if by[c].nunique(dropna=False).max()==1)]
 
 def statistics_of(table):
     "Return the statistics of a table."
     t = tensor_rows(table)
-    marks = axis_columns(table) if t['step'].nunique()>1 and len(t)>t['step'].nunique() else () # with one tensor, marks and statistics look alike
-    return [c for c in number_columns(t) if c not in marks]
+    # with one tensor, marks and statistics look alike
+    marks = axis_columns(table) if t['step'].nunique()>1 and len(t)>t['step'].nunique() else ()
+    return [c for c in numeric_columns(t) if c not in marks]
 
 def logged_in(table):
     "Return the names of logged numbers."
     t = table[has_ttype(table, 'scalar')]
-    return number_columns(t) if len(t) else []
+    return numeric_columns(t) if len(t) else []
 
 def of_types(table, tt):
     "Return the rows of some tensor types, or of all tensors if none match."
@@ -141,7 +143,7 @@ def make_literal(W, name, value, default):
         if not text.strip(): return default
         try: return ast.literal_eval(text.strip())
         except (ValueError, SyntaxError, TypeError, MemoryError):
-            raise ValueError(f"{name} is written as in Python, such as {repr(default) if default is not None else '{...} or 3'}, got {text!r}.") from None
+            raise ValueError(f"{name} is a Python literal, such as {repr(default) if default is not None else '{...} or 3'}, got {text!r}.") from None
     write = lambda v: '' if v is default else repr(v)
     return Control(W.Text(value=write(value), description=name, placeholder='' if default is None else repr(default), continuous_update=False), read, write)
 
@@ -277,7 +279,8 @@ def stat_control(a):
 def format_control(a):
     from importlib.util import find_spec
     names = floats if find_spec('ml_dtypes') else []
-    if a.argument!='dtype_annotation': return make_choices(a.W, a.name, {n: n for n in names}, [] if a.value is None else a.value, a.default)
+    if a.argument!='dtype_annotation':
+        return make_choices(a.W, a.name, {n: n for n in names}, [] if a.value is None else a.value, a.default)
     c = make_choices(a.W, a.name, {own_format: True}|{n: n for n in names}, [] if a.value in (None, False) else a.value, False)
     read,write = c.read,c.write
     there = [d for d in dict.fromkeys(tensor_rows(a.table)['dtype'].astype(str)) if 'float' in d] if 'dtype' in a.table else []
@@ -324,7 +327,8 @@ control_makers = {
     'fig_title': lambda a: Control(a.W.Text(value=a.value or '', description=a.name, continuous_update=False), lambda v: v or None, lambda v: v or '')}
 main = ('kind', 'ttype', 'stat', 'loss', 'inc', 'x', 'col_wrap', 'deepest', 'step', 'steps', 'path', 'dtype_annotation', 'dtypes')
 without_control = ('ax', 'y', 'figsize', 'legend_kws')
-beyond = ('robust', 'zeros', 'center', 'vmin', 'vmax', 'cmap', 'cbar', 'yticklabels', 'xticklabels') # arguments that a heat map passes to `heat`
+# arguments that a heat map passes to `heat`
+beyond = ('robust', 'zeros', 'center', 'vmin', 'vmax', 'cmap', 'cbar', 'yticklabels', 'xticklabels')
 
 def control_for(a):
     "Return the control of an argument, None if it has none."
@@ -349,7 +353,7 @@ class Controls(dict):
         except KeyError: return default
 
 # %% ../../nbs/60_show/82_controls.ipynb #f84cd563
-def is_same(a, b): return a is b or type(a) is type(b) and not isinstance(a, np.ndarray) and a==b
+def is_same_value(a, b): return a is b or type(a) is type(b) and not isinstance(a, np.ndarray) and a==b
 
 def controllable(f):
     "Return names and parameters of a picture, without the run."
@@ -410,13 +414,14 @@ class Arguments:
         table, # Table of the run, or a list of tables
         given:dict, # Arguments that the user gave
         but=(), # Names of arguments without a control
-        on_change=lambda: None # Function to call when the user changes a value
+        on_change=lambda arguments: None # Function to call when the user changes a value
     ):
         W = needs('ipywidgets', for_='interactive')
-        known,said = controllable(f),argument_help(f)
+        known,help_texts = controllable(f),argument_help(f)
         self.f,self.table,self.on_change,self.muted,self.defaults,self.controls = f,table,on_change,False,{},Controls()
         self.given = in_our_words(given, dict(known), f.__name__)
-        called = {ours: typed for typed,ours in words_before.items()} if self.given.keys()!=given.keys() else {} # labels as the user typed them
+        # labels as the user typed them
+        called = {ours: typed for typed,ours in words_before.items()} if self.given.keys()!=given.keys() else {}
         one = table[0] if isinstance(table, list) else table
         for name,p in known:
             if name in but: continue
@@ -424,7 +429,7 @@ class Arguments:
             c = control_for(ControlRequest(W, f, name, p, self.given.get(name, p.default), one, called.get(name)))
             if c is None: continue
             self.controls[name] = c
-            c.widget.tooltip = said.get(name, '')
+            c.widget.tooltip = help_texts.get(name, '')
             c.observe(self.note_change)
         self.one = one
         if c := self.controls.get('ttype'): c.observe(self.offer) # layers and steps depend on the tensor type
@@ -442,12 +447,12 @@ class Arguments:
         finally: self.muted = was
 
     def note_change(self):
-        if not self.muted: self.on_change()
+        if not self.muted: self.on_change(self)
 
     def values(self):
         "Return the arguments for the next call. Raise ValueError for invalid text in a control."
         now = {n: c.value for n,c in self.controls.items()}
-        now = {n: v for n,v in now.items() if n in self.given or not is_same(v, self.defaults[n])}
+        now = {n: v for n,v in now.items() if n in self.given or not is_same_value(v, self.defaults[n])}
         return {n: v for n,v in self.given.items() if n not in self.controls} | now
 
     def put(self, **values):
@@ -456,4 +461,4 @@ class Arguments:
         try:
             for n,v in values.items(): self.controls[n].value = v
         finally: self.muted = False
-        self.on_change()
+        self.on_change(self)

@@ -60,7 +60,8 @@ def differences(
         row,red = found.table.loc[found.first],alarm[is_dark()]
         what = f"they part at step {found.step:,}, in {place_in_words(row).replace('`', '')}"
         mark_difference(ax, found.step)
-        if np.isfinite(row['distance']): ax.plot([found.step], [row['distance']], 'o', color=red, ms=5, label='first difference', zorder=3)
+        if np.isfinite(row['distance']):
+            ax.plot([found.step], [row['distance']], 'o', color=red, ms=5, label='first difference', zorder=3)
         ax.plot([found.step], [row['tolerance']], '_', color=red, ms=12, mew=1.5, label='what explains it', zorder=3)
     ax.set_title(make_title(' and '.join(found.names), what))
     ax.legend(loc='best')

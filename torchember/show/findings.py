@@ -72,9 +72,9 @@ def open_findings(
     last=None # The last step of the run: a run that continues has not died
 ):
     "Return the open findings of a table, the worst first."
-    told = has_ttype(df, 'finding')
-    if not told.any(): return []
-    rows = df[told].to_dict('records')
+    is_finding = has_ttype(df, 'finding')
+    if not is_finding.any(): return []
+    rows = df[is_finding].to_dict('records')
     return [f for f in OpenFindings().add(rows).causes if f['rule']!='died' or last is None or last<=f['first_step']]
 
 def is_about_row(

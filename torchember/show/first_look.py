@@ -91,7 +91,8 @@ def draw_top(ax, numbers, norms):
     if norms:
         name,x,y = norms
         a = second_axis(ax) if numbers else ax
-        bad = ~np.isfinite(y) & ~np.isin(x, numbers[1][~np.isfinite(numbers[2])] if numbers else ()) # one cross per step
+        # one cross per step
+        bad = ~np.isfinite(y) & ~np.isin(x, numbers[1][~np.isfinite(numbers[2])] if numbers else ())
         draw_lines(a, [(name, x, y, bad)], colors=[color[1]], lw=.8)
         if (y[np.isfinite(y)]>0).any(): log_axis(a)
         a.set_ylabel(name, color=color[1])
@@ -126,7 +127,8 @@ def mark_first(axes, parts, first, top):
         if str(first['ttype']) not in set(rows['ttype'].astype(str)): continue
         at = [i for i,(m,b) in enumerate(zip(g.members, g.bad, strict=True)) if b.any() and any(str(first['path']) in n for n in m)]
         where = np.searchsorted(g.steps, step, 'right')-1
-        for i in [i for i in at if g.bad[i, max(where, 0)]][:1]: a.plot(step, i+.5, 'o', ms=9, mfc='none', mec='white', mew=1.6, clip_on=False)
+        for i in [i for i in at if g.bad[i, max(where, 0)]][:1]:
+            a.plot(step, i+.5, 'o', ms=9, mfc='none', mec='white', mew=1.6, clip_on=False)
 
 # %% ../../nbs/60_show/90_first_look.ipynb #5a3157fc
 @earlier_calls('stat', 'ttype', 'path', 'loss', 'ax')
@@ -153,7 +155,7 @@ def overview(
         Axes of one panel; `Panels` of several: an array with a `figure`, `axes` and `savefig`
     """
     all_types = ttype is None and loss is None
-    table,told = table_and_findings(run, None if all_types else [*(ttypes_asked(ttype) if ttype else default_ttypes), 'scalar'])
+    table,findings = table_and_findings(run, None if all_types else [*(ttypes_asked(ttype) if ttype else default_ttypes), 'scalar'])
     if not len(table): raise ValueError(no_rows(name_of_run(table) or 'The table'))
     numbers,norms = loss_curve(table, loss),gradient_norms(table)
     if numbers and norms and numbers[0]==norms[0]: norms = None # drawn as the loss already
@@ -171,4 +173,4 @@ def overview(
         if ttype_of(kind)[0]=='output': rows = drop_scalars(rows)
         col,why = pick_stat(rows, stat),untrained_reasons(rows, ttype_of(kind)[0], ps, path)
         parts.append((kind, col, rows, grid(add_missing(series(rows, col), why, [label_of(p) for p in ps])), why))
-    return draw_panels(parts, numbers, norms, tensors, name_of_run(table), ax, open_findings(told, table['step'].max()))
+    return draw_panels(parts, numbers, norms, tensors, name_of_run(table), ax, open_findings(findings, table['step'].max()))

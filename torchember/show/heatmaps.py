@@ -22,7 +22,8 @@ from .legend import alarm, meanings, short_names, make_title, words, zero
 from .style import canvas, drawn, is_dark, axes_size
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #e3ee4805
-sizes = {'std', 'rms', 'rm2', 'rm4', 'rm8', 'abs_mean', 'mean_abs', 'abs_max', 'max_abs', 'l1', 'l2', 'ratio'} # statistics that are zero if nothing happens
+# statistics that are zero if nothing happens
+sizes = {'std', 'rms', 'rm2', 'rm4', 'rm8', 'abs_mean', 'mean_abs', 'abs_max', 'max_abs', 'l1', 'l2', 'ratio'}
 
 def color_norm(finite, vmin=None, vmax=None, center=None, robust=False):
     "Return a norm from values to colors."
@@ -82,8 +83,8 @@ def write_reasons(ax, g, why, turned=False):
 
 def name_rows(ax, labels, every=None, turned=False): # every: name one row of so many
     "Name rows, or columns, as many as fit."
-    room = axes_size(ax)[not turned]
-    every = every or max(1, int(np.ceil(len(labels)*mpl.rcParams['ytick.labelsize']*1.1/room)))
+    space = axes_size(ax)[not turned]
+    every = every or max(1, int(np.ceil(len(labels)*mpl.rcParams['ytick.labelsize']*1.1/space)))
     names = short_names(labels, 30)
     at = np.arange(0, len(labels), every)+.5
     if turned: ax.set_xticks(at, names[::every], rotation=90)
@@ -103,9 +104,10 @@ def label_axes(ax, g, xticklabels, yticklabels, turned):
     "Name the layers, and label the axes."
     names,steps,kept = (xticklabels, yticklabels, ax.set_yticks) if turned else (yticklabels, xticklabels, ax.set_xticks)
     if not isinstance(steps, bool) and steps!='auto':
-        raise TypeError(f"The steps of a heat map are numbered as they are: {'y' if turned else 'x'}ticklabels is True or False, got {steps!r:.60}.")
+        raise TypeError(f"The steps of a heat map have no other names: {'y' if turned else 'x'}ticklabels is True or False, got {steps!r:.60}.")
     if not steps: kept([])
-    if isinstance(names, list|tuple) and len(names)!=len(g.labels): raise ValueError(f"{len(names)} names were given for {len(g.labels)} layers.")
+    if isinstance(names, list|tuple) and len(names)!=len(g.labels):
+        raise ValueError(f"{len(names)} names were given for {len(g.labels)} layers.")
     every = names if isinstance(names, int) and not isinstance(names, bool) else None
     labels = list(names) if isinstance(names, list|tuple) else g.labels
     if names is False or names is None: (ax.set_xticks if turned else ax.set_yticks)([])
@@ -114,7 +116,7 @@ def label_axes(ax, g, xticklabels, yticklabels, turned):
 def write_values(ax, g, middle, norm, cmap, fmt, kws, turned, most=2500):
     "Write the value of each cell in a color with enough contrast."
     if g.value.size>most:
-        raise ValueError(f"annot=True would write {g.value.size:,} numbers, and there is room for {most:,}. Choose layers by path=, and steps by inc=.")
+        raise ValueError(f"annot=True would write {g.value.size:,} numbers, and there is space for {most:,}. Choose layers by path=, and steps by inc=.")
     for i,j in zip(*np.nonzero(np.isfinite(g.value)), strict=True):
         r,gr,b,_ = cmap(norm(g.value[i, j]))
         at = (i+.5, middle[j]) if turned else (middle[j], i+.5)
@@ -171,7 +173,8 @@ def heat(
         place = {'cax': cbar_ax} if cbar_ax is not None else {'ax': ax, 'pad': .01, 'fraction': .04, 'aspect': 30}
         bar = ax.figure.colorbar(mesh, **{**place, 'label': label, **more, **(cbar_kws or {})})
         bar.outline.set_visible(False)
-        if zeros: bar.ax.text(1.6, -.025, '0', transform=bar.ax.transAxes, ha='left', va='center', fontsize=mpl.rcParams['ytick.labelsize'])
+        if zeros:
+            bar.ax.text(1.6, -.025, '0', transform=bar.ax.transAxes, ha='left', va='center', fontsize=mpl.rcParams['ytick.labelsize'])
     return ax
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #31588f1e
@@ -227,16 +230,17 @@ def axis_roles(x, y):
         if y in (None, *layers_called): y = 'step'
         return y, True
     if y is not None and y not in layers_called:
-        raise ValueError(f"One axis of a heat map is that of the layers, the other has steps or another column: got x={x!r} and y={y!r}. "
+        raise ValueError(f"A heat map has layers on one axis, and steps or another column on the other, got x={x!r} and y={y!r}. "
             f"Give y='name', or x='name', y={y!r}.")
     return x, False
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #fa172d3a
 def heat_map_cells(run, path=None, ttype='output', stat='std', inc=1, x='step', ps=()):
     "Return the rows, the column of the statistic and the `Grid` of a heat map."
-    if not isinstance(inc, int) or inc<1: raise ValueError(f"inc is each how manieth step is drawn, a whole number from 1 on, got {inc!r}.")
-    if not isinstance(stat, str): raise ValueError(f"a heat map is of one statistic, got {stat!r}.")
-    if ttype is None or not isinstance(ttype, str): raise ValueError(f"a heat map is of one tensor type, got ttype={ttype!r}.")
+    if not isinstance(inc, int) or inc<1:
+        raise ValueError(f"inc=n draws every n-th step; it is a whole number, at least 1, got {inc!r}.")
+    if not isinstance(stat, str): raise ValueError(f"A heat map shows one statistic, got {stat!r}.")
+    if ttype is None or not isinstance(ttype, str): raise ValueError(f"A heat map shows one tensor type, got ttype={ttype!r}.")
     rows = pick(rows_to_draw(run, [stat], ttype=ttypes_asked(ttype)), path, ttype)
     if inc>1:
         rows = rows[(rows['step']%inc==0).to_numpy()]

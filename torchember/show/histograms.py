@@ -118,16 +118,16 @@ def exp_hist(
     Returns:
         Axes of one panel; `Panels` of several: an array with a `figure`, `axes` and `savefig`
     """
-    if kind not in ('bar', 'line', 'kde'): raise ValueError(f"a histogram is drawn as 'bar', 'line' or 'kde', not as {kind!r}.")
+    if kind not in ('bar', 'line', 'kde'): raise ValueError(f"A histogram is drawn as 'bar', 'line' or 'kde', not as {kind!r}.")
     sp_kws = check_drawing_options(kind, dict(sp_kws or {}))
     by_type,by_layer = ttype is None or isinstance(ttype, list|tuple),path is None or is_several(path)
     if by_type and path is not None and by_layer:
-        raise FacetException(f"Panels are either of layers or of tensor types: choose one of path={path!r:.60}, or one of ttype={ttype!r}.")
+        raise FacetException(f"Panels are for layers or for tensor types, not both: choose one of path={path!r:.60}, or one of ttype={ttype!r}.")
     table = rows_to_draw(run, ['exponents'], **({} if ttype is None else {'ttype': ttypes_asked(ttype)}))
     if ttype is None: table = table[~has_ttype(table, 'scalar')]
     rows,step = rows_at_step(training(pick(table, path, ttype)), step)
     parts = parts_by_type(rows) if by_type and not (by_layer and rows['path'].nunique()>1) else split_by_tensor(rows)
-    if len(parts)>64: raise ValueError(f"{len(parts)} panels are more than can be looked at. Choose layers: path='...*' or a list.")
+    if len(parts)>64: raise ValueError(f"{len(parts)} panels are too many to read. Choose layers: path='...*' or a list.")
     options,limits_ = grid_options(facet_kws, sharex=False, sharey=False)
     fig,axes = panels(len(parts), col_wrap, figsize or (None if len(parts)>1 else (7, 3.6)), **options)
     for ax,(title,part) in zip(axes, parts, strict=True):
@@ -160,7 +160,8 @@ def rows_at_step(rows, step):
     "Return the rows of one step, and the step."
     steps = np.unique(rows['step'])
     if step is None: step = int(steps[-1])
-    if isinstance(step, int) and -len(steps)<=step<0 and step not in steps: step = int(steps[step]) # negative steps count from the end
+    if isinstance(step, int) and -len(steps)<=step<0 and step not in steps:
+        step = int(steps[step]) # negative steps count from the end
     if step not in steps:
         near = ', '.join(map(str, sorted(steps[np.argsort(abs(steps-step))[:3]])))
         raise ValueError(f"Step {step!r} was not recorded. Recorded: {len(steps):,} steps from {steps[0]} to {steps[-1]}; nearest: {near}.")
@@ -185,7 +186,8 @@ def draw_histogram(ax, part, kind, dtypes, info, kws, size, rotation):
     hi,c = lo+len(counts)-1,palettes[is_dark()][0]
     color = kws.pop('color', c)
     share = counts/n
-    if kind=='bar': ax.bar(np.arange(lo, hi+1), share, align=kws.pop('align', 'edge'), width=kws.pop('width', .94), color=color, **kws)
+    if kind=='bar':
+        ax.bar(np.arange(lo, hi+1), share, align=kws.pop('align', 'edge'), width=kws.pop('width', .94), color=color, **kws)
     elif kind=='line': ax.plot(np.arange(lo, hi+1)+.5, share, color=color, **kws)
     else:
         for k in ('n', 'log_scale'): kws.pop(k, None) # options of seaborn's sampling, which is not needed

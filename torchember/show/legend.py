@@ -28,7 +28,8 @@ def short_names(
     "Shorten names to fit beside a picture: drop the common prefix, and keep all names distinct."
     parts = [n.split('.') for n in names]
     k = 0
-    while max(map(len, names), default=0)>width and len(names)>1 and all(len(p)>k+1 and p[k]==parts[0][k] for p in parts): k += 1
+    while max(map(len, names), default=0)>width and len(names)>1 and all(len(p)>k+1 and p[k]==parts[0][k] for p in parts):
+        k += 1
     cut = ['.'.join(p[k:]) for p in parts]
     short = [shorten_middle(n, width) for n in cut]
     twice = {s for s in short if short.count(s)>1} if len(short)<2000 else set()

@@ -220,12 +220,13 @@ def scalar_line(
         Axes of one panel; `Panels` of several: an array with a `figure`, `axes` and `savefig`
     """
     kwargs,facet_kws,named = drawing_options(kind, kwargs, facet_kws)
-    if kind not in ('line', 'scatter'): raise ValueError(f"a statistic is drawn as 'line' or 'scatter', not as {kind!r}.")
+    if kind not in ('line', 'scatter'): raise ValueError(f"A statistic is drawn as 'line' or 'scatter', not as {kind!r}.")
     by_type = ttype is None or isinstance(ttype, list|tuple)
     if by_type and (path is not None and is_several(path)):
-        raise FacetException(f"Panels are either of layers or of tensor types: choose one of path={path!r:.60}, or one of ttype={ttype!r}.")
+        raise FacetException(f"Panels are for layers or for tensor types, not both: choose one of path={path!r:.60}, or one of ttype={ttype!r}.")
     metrics = [stat] if isinstance(stat, str) else list(stat)
-    if ttype=='output' and not any(m in derived or m in stats_of for m in metrics): run,ttype = rows_with_statistics(run, metrics)
+    if ttype=='output' and not any(m in derived or m in stats_of for m in metrics):
+        run,ttype = rows_with_statistics(run, metrics)
     table = rows_to_draw(run, metrics, **({} if ttype is None else {'ttype': ttypes_asked(ttype)}))
     name,x = name_of_run(table),x[1] if isinstance(x, tuple) else x
     if ttype is None: table = table[~has_ttype(table, 'scalar')]
@@ -245,7 +246,8 @@ def scalar_line(
     both = list(zip(axes, drawn_parts, strict=True))
     for some in [both] if options.get('sharey') else [[b] for b in both]:
         log_if_wide([a for a,_ in some], [l for _,(_,lines) in some for _,l in lines])
-    for ax,(_,lines) in zip(axes, drawn_parts, strict=True): name_distinct_lines(ax, lines, metrics if named else [], len(parts))
+    for ax,(_,lines) in zip(axes, drawn_parts, strict=True):
+        name_distinct_lines(ax, lines, metrics if named else [], len(parts))
     what = ['' if by_type else words.get(ttype_of(ttype)[0], ttype), path if isinstance(path, str) and path!='*' else '']
     label_figure(fig, axes, metrics, x, fig_title or make_title(name, *what))
     if len(metrics)>1 and named: add_legend(fig, metrics, loc, bbox_to_anchor, kwargs.get('palette'))
@@ -259,7 +261,8 @@ def rows_with_statistics(df, metrics):
     there = [t for t in types.unique() if all(m in table and table[m][(types==t).to_numpy()].notna().any() for m in metrics)]
     if len(there)==1: return table, there[0]
     if not there: [find_stat(table, m) for m in metrics] # raises for unknown statistics
-    if there and 'output' not in there: raise ValueError(f"several tensor types have {metrics[0]!r}: {', '.join(there)}. Say which: ttype={there[0]!r}.")
+    if there and 'output' not in there:
+        raise ValueError(f"Several tensor types have {metrics[0]!r}: {', '.join(there)}. Choose one: ttype={there[0]!r}.")
     return table, 'output'
 
 # %% ../../nbs/60_show/20_lines.ipynb #73ae0f64
@@ -316,10 +319,11 @@ def drawing_options(kind, kwargs, facet_kws):
 def palette_colors(palette, names):
     "Return colors for names from a dict, a list (repeated), or a color map."
     if isinstance(palette, dict):
-        if lost := [n for n in names if n not in palette]: raise ValueError(unknown('colour of palette= for', lost[0], palette))
+        if lost := [n for n in names if n not in palette]: raise ValueError(unknown('color of palette= for', lost[0], palette))
         return [palette[n] for n in names]
     if isinstance(palette, str):
-        if palette not in mpl.colormaps: raise ValueError(unknown("colour map for palette=", palette, [c for c in mpl.colormaps if not c.endswith('_r')]))
+        if palette not in mpl.colormaps:
+            raise ValueError(unknown("color map for palette=", palette, [c for c in mpl.colormaps if not c.endswith('_r')]))
         c = mpl.colormaps[palette]
         return list(c.colors[:len(names)]) if getattr(c, 'N', 256)<=20 and len(names)<=c.N else list(c(np.linspace(.05, .95, len(names))))
     return [palette[i%len(palette)] for i in range(len(names))]

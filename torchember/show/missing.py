@@ -9,7 +9,7 @@ __all__ = []
 import numpy as np
 
 from ..frames.logs import parameters_of
-from .select import Series, parameter_names, paths_like
+from .select import TensorSeries, parameter_names, paths_like
 from ..store.parameters import cut_off, forgotten, label_of, untrained, why_not
 
 # %% ../../nbs/60_show/15_missing.ipynb #07bc4faf
@@ -34,7 +34,8 @@ def untrained_reasons(
     found = {}
     for p in selected_parameters(ps, layer):
         why = why_not(p)
-        if not {(p['path'], p['name']), *(tuple(n.rpartition('.')[::2]) for n in p.get('also', ()))} & have: found[label_of(p)] = why or cut_off
+        if not {(p['path'], p['name']), *(tuple(n.rpartition('.')[::2]) for n in p.get('also', ()))} & have:
+            found[label_of(p)] = why or cut_off
         elif why==forgotten: found[label_of(p)] = why
     return found
 
@@ -81,15 +82,15 @@ def insert_missing(
     return out, at
 
 def add_missing(
-    s, # `select.Series`
+    s, # `select.TensorSeries`
     missing, # Labels of tensors without rows
     order:list # All labels, in the order of the model
-): # `Series` with the missing labels, which have no values
+): # `TensorSeries` with the missing labels, which have no values
     "Add tensors without rows to a statistic."
     labels,at = insert_missing(s.labels, set(missing)-set(s.labels), order)
     code = np.asarray(at, int)[s.code]
     first = np.argsort(code, kind='stable') # a stable sort keeps the order of steps
-    return Series(labels, code[first], s.step[first], s.value[first], s.bad[first])
+    return TensorSeries(labels, code[first], s.step[first], s.value[first], s.bad[first])
 
 def row_reasons(
     g, # A `select.Grid`

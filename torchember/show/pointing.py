@@ -123,8 +123,9 @@ def read_losses(train_stats, table):
             f"{' without steps' if given else ''}.")
     steps,lines = np.asarray(values_of(steps)),{n: np.asarray(values_of(y), float) for n,y in given.items()}
     for n,y in lines.items():
-        if len(y)!=len(steps): raise ValueError(f"train_stats has {len(steps)} steps, but {len(y)} of {n}. Give one for each step; NaN where there is none.")
-    if not len(steps): raise ValueError("train_stats has no steps. Leave it out, or give the loss of one step at least.")
+        if len(y)!=len(steps):
+            raise ValueError(f"train_stats has {len(steps)} steps, but {len(y)} of {n}. Give one for each step, NaN if it is missing.")
+    if not len(steps): raise ValueError("train_stats has no steps. Leave it out, or give the loss of at least one step.")
     return Losses(steps, lines)
 
 # %% ../../nbs/60_show/94_pointing.ipynb #51c0a002
@@ -193,8 +194,8 @@ class Picture:
         f,own,fig = arguments.f,values.get('figsize'),self.surface.figure
         tall = (lambda size: self.surface.stretch(own[1])) if own else (lambda size: self.surface.stretch(min(max(size[1], 3.6), 12.)))
         with mpl.rc_context(self.style), drawing_on(fig, tall): out = f(arguments.table, **values)
-        if fig not in figures_of(out): raise TypeError(f"{f.__name__} gave {an(out)} that is not in the figure it was to draw into. "
-            "interactive is for pictures of torchember: scalar_line, exp_hist, scalar_global_heatmap, overview, tree, ...")
+        if fig not in figures_of(out): raise TypeError(f"{f.__name__} returned {an(out)} outside the given figure. "
+            "interactive takes pictures of torchember: scalar_line, exp_hist, scalar_global_heatmap, overview, tree, ...")
         with mpl.rc_context(self.style): self.lines = [vertical_line(ax) for ax in axes_with_steps(fig)]
         self.surface.above(*self.lines)
         self.good = arguments,values
@@ -246,7 +247,8 @@ class Cursor:
     def hovered(self, event): self.hover(event.xdata if event.inaxes is self.loss.axes else self.pinned)
 
     def clicked(self, event):
-        if event.inaxes is self.loss.axes and event.button==1: self.go(self.loss.losses.steps[self.loss.losses.place(event.xdata)].item())
+        if event.inaxes is self.loss.axes and event.button==1:
+            self.go(self.loss.losses.steps[self.loss.losses.place(event.xdata)].item())
 
     def go(self, step):
         "Move the picture to a step. If the picture has no step, move the line."
@@ -317,7 +319,7 @@ def tensor_histogram(label):
 # %% ../../nbs/60_show/94_pointing.ipynb #51c0a010
 class Patches:
     "The tensors behind a heat map. Their exponents are read when the first histogram is opened."
-    def __init__(self, source, table, on_change=lambda: None): # on_change: of the controls of a histogram
+    def __init__(self, source, table, on_change=lambda arguments: None): # on_change: of the controls of a histogram
         self.source,self.table,self.on_change,self.values,self.found,self.exponents = source,table,on_change,{},None,{}
 
     def drawn_with(self, values): self.values,self.found = in_our_words(values, signature(heat_map_cells).parameters),None
@@ -347,14 +349,16 @@ class Patches:
     def histogram(self, row):
         "Return the arguments for a histogram of the tensor of a row."
         ttype,label = self.values.get('ttype', 'output'),self.cells()[3][tensor_key(row)]
-        if ttype not in self.exponents: self.exponents[ttype] = self.table if hasattr(self.source, 'columns') else read_rows_for(exp_hist, self.source, ttype)
+        if ttype not in self.exponents:
+            self.exponents[ttype] = self.table if hasattr(self.source, 'columns') else read_rows_for(exp_hist, self.source, ttype)
         given = {'step': int(row['step']), 'ttype': ttype}
         rows = rows_of_same_tensor(self.exponents[ttype], row)
         return Arguments(tensor_histogram(label), rows, given, ('path', 'ttype', 'col_wrap', 'facet_kws'), self.on_change)
 
 def read_rows_for(f, source, ttype=None):
     "Return the table for a picture. Moving a control reads nothing more."
-    stats = ['exponents'] if any(n.startswith('dtype') for n in signature(f).parameters) else None # needed for the ranges of number formats
+    # needed for the ranges of number formats
+    stats = ['exponents'] if any(n.startswith('dtype') for n in signature(f).parameters) else None
     if isinstance(source, list|tuple): return [rows_to_draw(s, stats) for s in source]
     return rows_to_draw(source, stats, **({} if ttype is None else {'ttype': ttypes_asked(ttype)}))
 
@@ -417,12 +421,13 @@ class Interactive:
     def __init__(self, f, source, given, train_stats=None, width=1500, pause=.01, live=True):
         W = needs('ipywidgets', for_='interactive')
         self.live,self.lock,self.shown_in = live,threading.RLock(),None
-        self.stack = [Arguments(f, read_rows_for(f, source), given, on_change=self.locked(self.redraw))] # the heat map, and its open histogram
+        # the heat map, and its open histogram
+        self.stack = [Arguments(f, read_rows_for(f, source), given, on_change=self.locked(self.change))]
         losses = None if f.__name__=='overview' and train_stats is None else read_losses(train_stats, self.now.one)
         self.picture = Picture(PageFigure(W, round(width*(.8 if losses else 1)), 4., live))
         loss = CrossHair(losses, PageFigure(W, width-self.picture.surface.width, 3., live)) if losses else None
         self.cursor = Cursor(W, loss, self.picture, lambda: self.controls.get('step'), live, pause, self.locked) if loss else None
-        self.patches = Patches(source, self.now.table, self.locked(self.redraw)) if f.__name__=='scalar_global_heatmap' else None
+        self.patches = Patches(source, self.now.table, self.locked(self.change)) if f.__name__=='scalar_global_heatmap' else None
         self.chooser = TensorChooser(W, self.patches, self.locked(self.enter)) if self.patches and not live else None
         self.layout = PageLayout(W, [*([self.cursor.shown(W)] if loss else []), self.picture.surface.widget], live)
         self.layout.back.on_click(self.locked(lambda _: self.leave()))
@@ -480,12 +485,17 @@ class Interactive:
             out.append('Right click, Escape or Back: to the heat map.' if inside else 'Click on a patch to see how large its numbers were.')
         click = 'go to that step' if 'step' in self.controls else 'keep the line there'
         if self.live and self.cursor: out.append(f'Point at the loss to see where it is; click to {click}.')
-        if not self.live and 'widget' not in mpl.get_backend(): out.append('For pictures that can be pointed at, run %matplotlib widget first (ipympl).')
+        if not self.live and 'widget' not in mpl.get_backend():
+            out.append('For pictures that can be pointed at, run %matplotlib widget first (ipympl).')
         return ' '.join(out)
 
     def draw(self, arguments, values):
         self.picture.draw(arguments, values, self.cursor and self.cursor.pinned)
         if self.patches and arguments is self.stack[0]: self.patches.drawn_with(values)
+
+    def change(self, arguments):
+        "Redraw after a change, unless the controls are not on the page."
+        if arguments is self.now: self.redraw()
 
     def redraw(self):
         "Draw the picture with the values of the controls. If that fails, show the error and the last good picture."
@@ -532,8 +542,9 @@ def why_no_controls():
     "Return the reason why controls are impossible, None if they are possible."
     from importlib.util import find_spec
     ip = sys.modules['IPython'].get_ipython() if 'IPython' in sys.modules else None
-    if getattr(ip, 'kernel', None) is None: return "interactive is for notebooks, and there is none here."
-    if find_spec('ipywidgets') is None: return "interactive needs ipywidgets, which is not installed. Run: pip install ipywidgets ipympl"
+    if getattr(ip, 'kernel', None) is None: return "interactive works only in a notebook."
+    if find_spec('ipywidgets') is None:
+        return "interactive needs ipywidgets, which is not installed. Run: pip install ipywidgets ipympl"
 
 def reports_pointer():
     "Return True if figures report the pointer: with the backend ipympl."
@@ -567,7 +578,7 @@ def interactive(
     source = given.pop(found[0])
     why = why_no_controls()
     if why:
-        warn(f"{why} This is the picture as it is, without controls.")
+        warn(f"{why} This is the picture without controls.")
         return f(source, **given)
     out = Interactive(f, source, given, train_stats, width, mouse_sensitivity*1e-6, reports_pointer())
     out.show()

@@ -94,7 +94,8 @@ def out_of_range(
         how = f"torchEmber(..., stats=['mean', 'std', 'zero_frac', {exponents_for(*dtypes)!r}])"
         raise ValueError(f"The run has no exponent counts. To record them next time: {how}.") from None
     labels = found[0][0]
-    if ax is None: _,axes = panels(len(dtypes), len(dtypes), (2.2+2.1*len(dtypes), picture_height(len(labels), 12)), sharey=True)
+    if ax is None:
+        _,axes = panels(len(dtypes), len(dtypes), (2.2+2.1*len(dtypes), picture_height(len(labels), 12)), sharey=True)
     else: axes = list(np.ravel(np.array(ax, dtype=object)))
     if len(axes)!=len(dtypes): raise ValueError(f"{len(dtypes)} formats need as many axes, got {len(axes)}.")
     worst = [max(max(f(got).max(initial=0) for _,got in found), .01) for f in (lambda g: g['subnormal']+g['under'], lambda g: g['over'])]
@@ -103,7 +104,8 @@ def out_of_range(
     for a in axes[1:]: a.yaxis.set_tick_params(length=0)
     title = make_title(name_of_run(rows), words.get(ttype_of(ttype)[0], ttype), f'step {step:,}')
     small = 'too small' if 'zero_frac' in rows else 'too small, or zero'
-    if ax is not None: axes[0].set(title=make_title(title, dtypes[0]), xlabel=f'← {small} · too large →') # the figure has a title
+    if ax is not None:
+        axes[0].set(title=make_title(title, dtypes[0]), xlabel=f'← {small} · too large →') # the figure has a title
     else:
         axes[0].figure.suptitle(title, x=.01, ha='left')
         axes[0].figure.supxlabel(f'← {small} · kept with fewer digits (faint) · too large →', fontsize=mpl.rcParams['axes.labelsize'])

@@ -17,7 +17,7 @@ from ..frames.words import earlier_calls, ttype_of
 from .findings import open_findings, title_text, is_about_row
 from .legend import make_title, words
 from .missing import selected_parameters, parameters_of_run, insert_missing, untrained_reasons, drop_missing
-from torchember.show.select import (find_stat, has_ttype, name_of_run, number_columns, pick, series, table_and_findings, training, trouble, usual,
+from torchember.show.select import (find_stat, has_ttype, name_of_run, numeric_columns, pick, series, table_and_findings, training, trouble, usual,
     with_statistics)
 
 # %% ../../nbs/60_show/88_run_summary.ipynb #ee8d9996
@@ -41,7 +41,8 @@ def trouble_sentence(row):
 # %% ../../nbs/60_show/88_run_summary.ipynb #5a3a0006
 default_ttypes = ('output', 'weight_grad')
 
-def no_tensors(table): return f"{printable(name_of_run(table) or 'The table')} has no rows of tensors yet: they come when the model is called in its training."
+def no_tensors(table):
+    return f"{printable(name_of_run(table) or 'The table')} has no rows of tensors yet: they come when the model is called in its training."
 
 def types_to_draw(tensors, ttype):
     "Return the tensor types to draw."
@@ -61,12 +62,15 @@ def pick_stat(rows, stat):
 def loss_curve(table, loss):
     "Return (name, steps, values) of the loss, or None."
     loss = values_of(loss)
-    if isinstance(loss, tuple|list) and len(loss)==2 and np.ndim(loss[0]): return 'loss', np.asarray(loss[0]), np.asarray(loss[1], float)
+    if isinstance(loss, tuple|list) and len(loss)==2 and np.ndim(loss[0]):
+        return 'loss', np.asarray(loss[0]), np.asarray(loss[1], float)
     if np.ndim(loss): return 'loss', np.arange(len(loss)), np.asarray(loss, float)
     rows,names = table[has_ttype(table, 'scalar')],logged_names(table)
-    if loss is None: loss = next((n for n in names if 'loss' in n and not computed_in(n)), next((n for n in names if not computed_in(n)), None))
+    if loss is None:
+        loss = next((n for n in names if 'loss' in n and not computed_in(n)), next((n for n in names if not computed_in(n)), None))
     if loss is None: return None
-    if loss not in names: raise ValueError(f"{unknown('number that was logged', loss, names)} To have it in the next run: te.log({loss}=...).")
+    if loss not in names:
+        raise ValueError(f"{unknown('number that was logged', loss, names)} To have it in the next run: te.log({loss}=...).")
     col = loss
     got = rows[rows[col].notna().to_numpy() | trouble(rows) & may_have_number(rows, col)]
     order = np.argsort(got['step'].to_numpy(), kind='stable')
@@ -82,7 +86,7 @@ def logged_names(table):
     "Return the names of logged numbers. Columns of tensor rows are marks."
     scalar = has_ttype(table, 'scalar')
     rows,others = table[scalar],table[~scalar]
-    return [c for c in number_columns(rows) if c in derived or not others[c].notna().any()]
+    return [c for c in numeric_columns(rows) if c in derived or not others[c].notna().any()]
 
 # %% ../../nbs/60_show/88_run_summary.ipynb #451ee375
 class RunSummary:
@@ -93,7 +97,8 @@ class RunSummary:
 
     def __repr__(self):
         import pandas as pd
-        with pd.option_context('display.width', 200, 'display.max_colwidth', 40): text = self.df.to_string(float_format=lambda v: f'{v:.3g}', na_rep='')
+        with pd.option_context('display.width', 200, 'display.max_colwidth', 40):
+            text = self.df.to_string(float_format=lambda v: f'{v:.3g}', na_rep='')
         return '\n'.join(map(printable, filter(None, [self.title, *self.found, *self.said, self.missing, *text.split('\n')])))
 
     def _repr_html_(self):
@@ -118,7 +123,7 @@ def summary(
         stats: Statistics: first, last and worst value of each
     """
     pd = needs('pandas', for_='A summary')
-    table,told = table_and_findings(run)
+    table,findings = table_and_findings(run)
     tensors = table[~has_ttype(table, 'scalar')]
     if not len(tensors): raise ValueError(no_tensors(table))
     tensors = with_statistics(tensors, [s for s in stats if s in tensors and s not in usual])
@@ -138,7 +143,7 @@ def summary(
     df = pd.DataFrame.from_dict({n: lines.get(n, {'steps': 0, 'not finite': 0}) for n in labels}, orient='index')
     df = df[[c for c in df.columns if c!='not finite']+['not finite']]
     df.index.name = words.get(ttype_of(kind)[0], kind)
-    first,n,causes = first_trouble(training(tensors)),tensors['step'].nunique(),open_findings(told, table['step'].max())[:3]
+    first,n,causes = first_trouble(training(tensors)),tensors['step'].nunique(),open_findings(findings, table['step'].max())[:3]
     finite = 'all finite' if first is None else '' if any(is_about_row(f, first) for f in causes) else trouble_sentence(first)
     title = make_title(name_of_run(table), f'{n:,} step{"s"*(n!=1)}', finite)
     return RunSummary(df, title, untrained(ps, selected_parameters(ps, path)), table.attrs.get('said', ()), map(title_text, causes))

@@ -53,7 +53,8 @@ def table_and_findings(
     df = rows_of_source(source, None, {} if ttype is None else {'ttype': [*ttype, 'finding']})
     return without_findings(df), df[has_ttype(df, 'finding')]
 
-of_findings = ('severity', 'rule', 'text', 'advice', 'look', 'evidence', 'first_step', 'last_step', 'of', 'over') # columns that only findings have
+# columns that only findings have
+of_findings = ('severity', 'rule', 'text', 'advice', 'look', 'evidence', 'first_step', 'last_step', 'of', 'over')
 
 def without_findings(df):
     "Return a table without findings: each row is of a tensor or a logged number."
@@ -68,7 +69,7 @@ def run_of(source):
     source = located(source) if is_url(source) else source
     if isinstance(source, str|PathLike|RankedSource) or is_url(source) or hasattr(tracker_in(source), 'log_path'): return source
     hint = " To see where runs part: compare([...])." if isinstance(source, list|tuple) else ""
-    raise TypeError(f"A picture is drawn from the name of a run, a torchEmber, its te.t or a table of rows, not from {an(source)}.{hint}")
+    raise TypeError(f"A picture needs the name of a run, a torchEmber, its te.t or a table of rows, got {an(source)}.{hint}")
 
 def rows_of_source(source, stats, wanted, rows=None):
     pd = needs('pandas', for_='A picture')
@@ -77,7 +78,8 @@ def rows_of_source(source, stats, wanted, rows=None):
     from torchember.frames.logs import read
     try: df = read(source, **wanted, columns=lambda c: is_drawn(c, stats)) if rows is None else rows[[c for c in rows if is_drawn(c, stats)]]
     except NothingChosen: df,wanted = read(source, columns=lambda c: is_drawn(c, stats)),{} # read all: the error message lists what exists
-    if stats is not None and not all(s in df or stats_of.get(s) in df for s in stats): df = read(source, **wanted) # the error message lists all
+    if stats is not None and not all(s in df or stats_of.get(s) in df for s in stats):
+        df = read(source, **wanted) # the error message lists all
     df.attrs['run'] = source if isinstance(source, str) else source.name if isinstance(source, PathLike|RankedSource) or is_url(source) \
         else tracker_in(source).fname
     df = of_right_types(df)
@@ -100,7 +102,9 @@ def to_table(df):
     if 'path' not in df:
         paths = {m: path_of(m) for m in df['module'].unique() if isinstance(m, str)}
         df = df.assign(path=df['module'].map(paths))
-    if df['path'].isna().any(): df = df.assign(path=df['path'].astype(object).where(df['path'].notna(), '')) # the root has no path in a CSV file
+    if df['path'].isna().any():
+        # the root has no path in a CSV file
+        df = df.assign(path=df['path'].astype(object).where(df['path'].notna(), ''))
     return df
 
 def check_columns(df, what='This table'):
@@ -109,7 +113,7 @@ def check_columns(df, what='This table'):
     if not missing and ('path' in df or 'module' in df): return
     how = " Rows of a log that some other program wrote may be counted: df = read(run); df['step'] = df.groupby(['path', 'ttype', 'tname']).cumcount()." \
         if missing==['step'] else ''
-    raise ValueError(f"{printable(what)} has no column {' or '.join(missing or ['path'])}, so it is not known what its rows are of. "
+    raise ValueError(f"{printable(what)} has no column {' or '.join(missing or ['path'])}, so that its rows cannot be assigned to tensors. "
         f"Give a table as te.t.df, read(run) or a logframe has it.{how} Its columns: {printable(', '.join(map(str, list(df.columns)[:12])))}.")
 
 def check_one_run(df):
@@ -117,7 +121,7 @@ def check_one_run(df):
     if 'run' not in df or name_of_run(df) and not set(name_of_run(df))&set('*?['): return df
     names = [str(n) for n in df['run'].dropna().unique()]
     if len(names)>1: raise ValueError(f"This table has {len(names)} runs: {printable(', '.join(names[:4]))}{', ...' if len(names)>4 else ''}. "
-        f"A picture is of one: df[df.run=={names[0]!r}]. To see where runs part: compare({names[:2]!r}).")
+        f"A picture draws one run: df[df.run=={names[0]!r}]. To see where runs part: compare({names[:2]!r}).")
     df = df.assign() # a copy, so that the attributes of the original stay
     df.attrs['run'] = names[0] if names else ''
     return df
@@ -199,7 +203,8 @@ def rows_of_ttypes(df, asked):
     for typed,ttype,key in asked:
         if ttype not in there: raise ValueError(no_ttype_message(typed, ttype, there, name_of_run(df) or 'The table'))
         one = has_ttype(df, ttype)
-        if key: one = one & (df['tname'].astype(str).str.rpartition('_')[0]==key).to_numpy() # exp_avg_0, but not exp_avg_sq_0
+        # exp_avg_0, but not exp_avg_sq_0
+        if key: one = one & (df['tname'].astype(str).str.rpartition('_')[0]==key).to_numpy()
         if not one.any():
             states = sorted({t.rpartition('_')[0] for t in df['tname'].astype(str)[has_ttype(df, ttype)]})
             raise ValueError(unknown('optimizer state', key, states))
@@ -210,9 +215,9 @@ def no_ttype_message(typed, ttype, there, name):
     "Return the error message for a tensor type without rows. The user may have typed a name of Track & Visualize."
     more = (*(t for t in there if t!='scalar'), ttype)
     how = 'te.log(loss=loss)' if ttype=='scalar' else f"torchEmber(model{', optimizer=opt' if ttype in ('update', 'optimizer') else ''}, ttypes={more})"
-    said = repr(typed) if str(typed).partition('.')[0]==ttype else f"{typed!r}, which is {ttype!r} here"
+    name_of_type = repr(typed) if str(typed).partition('.')[0]==ttype else f"{typed!r}, which is {ttype!r} here"
     meant = " Did you mean 'weight_grad'?" if ttype=='output_grad' and str(typed)!=ttype and 'weight_grad' in there else ''
-    return f"{printable(name)} has no rows of {said}; it has {', '.join(map(repr, there))}.{meant} To record {ttype!r} next time: {how}."
+    return f"{printable(name)} has no rows of {name_of_type}; it has {', '.join(map(repr, there))}.{meant} To record {ttype!r} next time: {how}."
 
 # %% ../../nbs/60_show/10_select.ipynb #7e2e294a
 def find_stat(
@@ -221,23 +226,24 @@ def find_stat(
 ) -> str: # Name of the column. Raises ValueError if the statistic was not recorded
     "Return the column of a statistic."
     if stat in df and df[stat].notna().any():
-        if is_vectors(df[stat]): raise ValueError(f"The statistic {stat!r} is no number but a vector. To see it: surface(run, path=..., stat={stat!r}).")
+        if is_vectors(df[stat]):
+            raise ValueError(f"The statistic {stat!r} is a vector, not a number. To draw it: surface(run, path=..., stat={stat!r}).")
         if df[stat].dtype.kind in 'OUT' and isinstance(one := df[stat].dropna().iloc[0], str|list|tuple|dict):
-            raise ValueError(f"The statistic {stat!r} is no number, its first value is {one!r:.60}, so it cannot be drawn.")
+            raise ValueError(f"The statistic {stat!r} cannot be drawn: its first value is {one!r:.60}, not a number.")
         return stat
     other = stats_of.get(stat)
     if other in df and df[other].notna().any(): return other
     if stat in df and df[stat].isna().all() and len(df): return stat # a column of NaN is worth a picture
-    raise ValueError(not_recorded(stat, number_columns(df)))
+    raise ValueError(not_recorded(stat, numeric_columns(df)))
 
 not_stats = {'step', 'call', 'micro', 'backward', 'rank', 'nan', 'posinf', 'neginf', 'exponent_min'}
 
-def number_columns(df):
+def numeric_columns(df):
     "Return the columns of numbers: statistics and marks."
     return [c for c in df.columns if c not in not_stats and df[c].dtype.kind in 'fiu' and df[c].notna().any()]
 
 # %% ../../nbs/60_show/10_select.ipynb #6bc987c2
-class Series:
+class TensorSeries:
     "One statistic of many tensors: labels, and for each value its tensor and step."
     def __init__(self,
         labels:list, # One per tensor
@@ -261,7 +267,7 @@ def series(
     stat:str, # A column
     by:str='step', # Column for the x axis
     known=None # Result of `places` for the rows of the training, if known
-) -> Series:
+) -> TensorSeries:
     "Return a statistic of all tensors as lines."
     if known is None: known = places(df := training(df))
     code,labels = known
@@ -273,11 +279,12 @@ def series(
     new = np.ones(len(code), bool)
     new[1:] = (code[1:]!=code[:-1]) | (x[1:]!=x[:-1])
     if not new.all():
-        group,said = np.cumsum(new)-1,~np.isnan(value) | bad
-        with np.errstate(invalid='ignore'): value = np.bincount(group, np.where(said, value, 0))/np.bincount(group, said)
+        group,has_value = np.cumsum(new)-1,~np.isnan(value) | bad
+        with np.errstate(invalid='ignore'):
+            value = np.bincount(group, np.where(has_value, value, 0))/np.bincount(group, has_value)
         bad = np.bincount(group, bad)>0
         code,x = code[new],x[new]
-    return Series(labels, code, x, value, bad)
+    return TensorSeries(labels, code, x, value, bad)
 
 def trouble(df):
     "Return a mask of the rows of non-finite tensors."
@@ -361,7 +368,7 @@ class Grid:
     ): self.labels,self.steps,self.value,self.bad,self.members = labels,steps,value,bad,members
 
 def grid(
-    s:Series,
+    s:TensorSeries,
     most_rows:int=500, most_columns:int=1000 # Size of the grid
 ) -> Grid:
     "Return lines as a grid."
@@ -379,14 +386,16 @@ def grid(
     alone = np.bincount(cell).max(initial=0)<2 # no two values in one cell
     value,bad = np.full(len(labels)*len(steps), np.nan),np.zeros(len(labels)*len(steps), bool)
     np.logical_or.at(bad, cell[s.bad], True)
-    order = np.arange(len(cell)) if alone else np.lexsort((s.value, distance_from_median(s), cell)) # the last one counts: on a tie, the larger value
+    # the last one counts: on a tie, the larger value
+    order = np.arange(len(cell)) if alone else np.lexsort((s.value, distance_from_median(s), cell))
     value[cell[order]] = s.value[order]
     return Grid(labels, steps, value.reshape(len(labels), len(steps)), bad.reshape(len(labels), len(steps)), members)
 
 def distance_from_median(s):
     "Return the distance of each value from the median of its tensor, in powers of ten if all values are positive."
     y = s.value
-    if len(y) and np.nanmin(np.where(np.isfinite(y), y, np.inf), initial=np.inf)>0: y = np.log10(np.where(np.isfinite(y), y, np.nan))
+    if len(y) and np.nanmin(np.where(np.isfinite(y), y, np.inf), initial=np.inf)>0:
+        y = np.log10(np.where(np.isfinite(y), y, np.nan))
     ends = np.searchsorted(s.code, np.arange(len(s)+1))
     middle = np.array([np.median(part[np.isfinite(part)]) if np.isfinite(part := y[a:b]).any() else 0. for a,b in zip(ends[:-1], ends[1:], strict=True)])
     far = np.abs(y-middle[s.code]) if len(y) else y

@@ -32,7 +32,8 @@ def rc_settings():
     "Return the settings of matplotlib for the current background."
     dark = is_dark()
     ink,line = ('#e6e6e6', '#8a8a8a') if dark else ('#1c1c1c', '#8a8a8a')
-    size = 9 if mpl.rcParams['font.size']==mpl.rcParamsDefault['font.size'] else mpl.rcParams['font.size'] # a size that the user chose stays
+    # a size that the user chose stays
+    size = 9 if mpl.rcParams['font.size']==mpl.rcParamsDefault['font.size'] else mpl.rcParams['font.size']
     return {'font.size': size, 'axes.titlesize': size+1, 'figure.titlesize': size+2, 'axes.labelsize': size,
         'legend.fontsize': size-1, 'xtick.labelsize': size-1, 'ytick.labelsize': size-1, 'axes.titlelocation': 'left',
         'axes.spines.top': False, 'axes.spines.right': False, 'axes.edgecolor': line,
@@ -69,7 +70,8 @@ def draw_as_letters(fig, users):
         t.set_parse_math('$' not in s or bool(formula.fullmatch(s)))
     for axis in [getattr(ax, a) for outer in fig.axes for ax in (outer, *all_children(outer)) for a in ('xaxis', 'yaxis', 'zaxis') if hasattr(ax, a)]:
         names = axis.get_major_formatter()
-        if isinstance(names, mpl.ticker.FuncFormatter): names.func = names.func if isinstance(names.func, Printable) else Printable(names.func)
+        if isinstance(names, mpl.ticker.FuncFormatter):
+            names.func = names.func if isinstance(names.func, Printable) else Printable(names.func)
         for tick in (*axis.get_major_ticks()*(not isinstance(names, mpl.ticker.FuncFormatter)), *axis.get_minor_ticks()):
             for label in (tick.label1, tick.label2): label.set_parse_math(True)
 

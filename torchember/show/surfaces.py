@@ -72,14 +72,16 @@ def surface(
     Returns:
         Axes of one panel; `Panels` of several: an array with a `figure`, `axes` and `savefig`
     """
-    if kind not in ('surface', 'heatmap'): raise ValueError(f"a vector statistic is drawn as 'surface' or 'heatmap', not as {kind!r}.")
-    if stat is None: raise TypeError("surface needs a statistic whose values are vectors, such as surface(run, stat='UnitActivity').")
+    if kind not in ('surface', 'heatmap'):
+        raise ValueError(f"A vector statistic is drawn as 'surface' or 'heatmap', not as {kind!r}.")
+    if stat is None:
+        raise TypeError("surface needs a statistic whose values are vectors, such as surface(run, stat='UnitActivity').")
     table = rows_to_draw(run, [stat])
     found = histories(table, stat, path, ttype and ttype_of(ttype)[0])
     if len(found)>12:
         names = printable(', '.join(h.label for h in found[:4]))
-        raise ValueError(f"{len(found)} layers have {stat!r}: {names}, ... That is more than can be looked at. "
-            f"Say which: surface(run, {found[0].path!r}, stat={stat!r}).")
+        raise ValueError(f"{len(found)} layers have {stat!r}: {names}, ... These are too many to read. "
+            f"Choose one: surface(run, {found[0].path!r}, stat={stat!r}).")
     what = words.get(ttype_of(ttype)[0], ttype) if ttype else ''
     return draw(found, stat, kind, make_title(name_of_run(table), what, meanings.get(stat, stat)), figsize, col_wrap, kwargs)
 
@@ -104,7 +106,8 @@ def draw_heatmap(ax, h, stat, kwargs):
     steps,units,value,bad = thin_matrix(h, 300, 256)
     scale = {}
     if stat in shares and not {'norm', 'vmin', 'vmax', 'center', 'robust'} & kwargs.keys():
-        scale = {'norm': mpl.colors.Normalize(0, 1), 'cbar_kws': {'ticks': np.linspace(.2, 1, 5)}} # zero has its own color
+        # zero has its own color
+        scale = {'norm': mpl.colors.Normalize(0, 1), 'cbar_kws': {'ticks': np.linspace(.2, 1, 5)}}
     labels = [str(u) for u in units]
     heat(ax, Grid(labels, steps, value.T, bad.T, [[l] for l in labels]), meanings.get(stat, stat), **{'zeros': True, **scale, **kwargs})
     ax.set(xlabel='step', ylabel='unit')
@@ -154,16 +157,19 @@ def Surface3d(
     Returns:
         matplotlib Figure
     """
-    if not isinstance(data, dict): raise TypeError(f"Surface3d draws a dict of step -> vector, got {an(data)}. Of a run: surface(run, path, stat=...).")
+    if not isinstance(data, dict):
+        raise TypeError(f"Surface3d draws a dict of step -> vector, got {an(data)}. Of a run: surface(run, path, stat=...).")
     if not data: raise ValueError("Surface3d draws a dict of step -> vector, got an empty one.")
     vectors = {s: np.ravel(np.asarray(values_of(v), float)) for s,v in data.items()}
     sizes = {s: len(v) for s,v in vectors.items()}
     first = next(iter(sizes))
-    if not sizes[first]: raise ValueError(f"the vector of step {first} has no numbers.")
+    if not sizes[first]: raise ValueError(f"The vector of step {first} is empty.")
     for s,n in sizes.items():
-        if n!=sizes[first]: raise ValueError(f"the vectors have {sizes[first]} numbers at step {first} and {n} at step {s}: these are not the same units.")
+        if n!=sizes[first]:
+            raise ValueError(f"The vectors have {sizes[first]} numbers at step {first} and {n} at step {s}. They must have the same units.")
     steps = sorted(vectors)
     fig = Figure(figsize=(7, 5), layout='constrained')
     FigureCanvasAgg(fig)
-    with drawing_on(fig): draw([History('', '', np.asarray(steps), np.stack([vectors[s] for s in steps]))], '', 'surface', title)
+    with drawing_on(fig):
+        draw([History('', '', np.asarray(steps), np.stack([vectors[s] for s in steps]))], '', 'surface', title)
     return fig

@@ -89,14 +89,15 @@ def tree(
         if not np.isfinite(value.get(p, np.nan)): value[p] = v
     bad = set(paths[trouble(rows)])
     known = list(dict.fromkeys(paths))
-    if deepest is None: deepest = next((d for d in range(max(p.count('.')+1 for p in known), 0, -1) if sum(b.height==1 for b in boxes(known, d))<=120), 1)
+    if deepest is None:
+        deepest = next((d for d in range(max(p.count('.')+1 for p in known), 0, -1) if sum(b.height==1 for b in boxes(known, d))<=120), 1)
     bs = boxes(known, deepest)
     leaves,depth = max(b.top+b.height for b in bs),max(b.depth for b in bs)+1
     given,ax = ax is not None,canvas(ax, (min(2.2*depth+1.6, 12), min(max(1.2+.19*leaves, 2.4), 14)))
     finite = np.array([value[b.path] for b in bs if np.isfinite(value.get(b.path, np.nan))])
     colours = mpl.cm.ScalarMappable(color_norm(finite), 'viridis')
-    room = (axes_size(ax)[0]/72 if given else ax.figure.get_size_inches()[0]*.8)/depth*11
-    for b in bs: draw_box(ax, b, value.get(b.path), b.path in bad, colours, root_name(rows), room)
+    space = (axes_size(ax)[0]/72 if given else ax.figure.get_size_inches()[0]*.8)/depth*11
+    for b in bs: draw_box(ax, b, value.get(b.path), b.path in bad, colours, root_name(rows), space)
     ax.set(xlim=(0, depth), ylim=(leaves, 0), xticks=[], yticks=[], title=make_title(name_of_run(rows), words.get(ttype_of(ttype)[0], ttype), f'step {step:,}'))
     for s in ax.spines.values(): s.set_visible(False)
     if len(finite):
@@ -106,7 +107,7 @@ def tree(
     return ax
 
 # %% ../../nbs/60_show/50_trees.ipynb #5fd5ca60
-def draw_box(ax, b, value, bad, colours, root, room):
+def draw_box(ax, b, value, bad, colours, root, space):
     "Draw one module."
     face = alarm[is_dark()] if bad else colours.to_rgba(value) if value is not None and np.isfinite(value) else (.5, .5, .5, .2)
     ax.add_patch(mpl.patches.Rectangle((b.depth, b.top), .985, b.height, facecolor=face, edgecolor=ax.figure.get_facecolor(), lw=.8))
@@ -114,6 +115,6 @@ def draw_box(ax, b, value, bad, colours, root, room):
     if not bad and (value is None or not np.isfinite(value)): ink = mpl.rcParams['text.color']
     name = b.path.rpartition('.')[2] or root
     number = '' if value is None else f'  {value:.3g}'
-    text = shorten_middle(name, max(int(room)-len(number), 6))
-    ax.text(b.depth+.02, b.top+b.height/2, text+(number if len(text+number)<=room else ''), ha='left', va='center', color=ink,
+    text = shorten_middle(name, max(int(space)-len(number), 6))
+    ax.text(b.depth+.02, b.top+b.height/2, text+(number if len(text+number)<=space else ''), ha='left', va='center', color=ink,
         fontsize=mpl.rcParams['legend.fontsize'], clip_on=True)

@@ -39,7 +39,8 @@ def least_ratios(
     for parts in zip(*(series(rows, c) for c in stats), strict=True):
         label,x,_,bad = parts[0]
         y = np.array([p[2] for p in parts]) # one row per statistic
-        with np.errstate(divide='ignore', invalid='ignore'): ratio = np.hypot.reduce(np.diff(y), 0)/np.hypot.reduce(y[:, :-1], 0)/np.diff(x)
+        with np.errstate(divide='ignore', invalid='ignore'):
+            ratio = np.hypot.reduce(np.diff(y), 0)/np.hypot.reduce(y[:, :-1], 0)/np.diff(x)
         out.append((label, x[1:], ratio, bad[1:]))
     return out
 
@@ -52,13 +53,14 @@ def population_std(rows):
     return np.where(one, 0, std*np.sqrt(1-1/np.maximum(n, 1)))
 
 # %% ../../nbs/60_show/70_update_ratios.ipynb #c31488c8
-sizes_of_updates = 'rms', 'std', 'abs_max', 'max', 'min', 'mean', 'l2', 'abs_mean', 'ratio' # statistics of an update that are zero if nothing moved
+# statistics of an update that are zero if nothing moved
+sizes_of_updates = 'rms', 'std', 'abs_max', 'max', 'min', 'mean', 'l2', 'abs_mean', 'ratio'
 
 def zero_update_mask(rows):
     "Return a mask of zero updates."
     values = [rows[c].to_numpy(float, na_value=np.nan) for c in sizes_of_updates if c in rows]
-    said = np.any([~np.isnan(v) for v in values], axis=0)
-    return said & ~np.any([(v!=0) & ~np.isnan(v) for v in values], axis=0) & ~trouble(rows)
+    has_values = np.any([~np.isnan(v) for v in values], axis=0)
+    return has_values & ~np.any([(v!=0) & ~np.isnan(v) for v in values], axis=0) & ~trouble(rows)
 
 def unchanged_mask(rows, code):
     "Return two masks of weights: statistics are as at the recorded step before; there is a step before."
@@ -133,7 +135,8 @@ def updates(
     if known: never |= dict.fromkeys(n for n in untrained_reasons(rows, 'update', ps, path) if n not in still)
     ax = canvas(ax, (7.5, 3.6))
     ax.axhspan(*healthy, color=palettes[is_dark()][2], alpha=.15, lw=0)
-    lines = [(n, x, np.where(y>0, y, np.nan), bad) for n,x,y,bad in lines if n not in never] # zero has no place on a logarithmic axis
+    # zero has no place on a logarithmic axis
+    lines = [(n, x, np.where(y>0, y, np.nan), bad) for n,x,y,bad in lines if n not in never]
     colors = draw_lines(ax, lines)
     ax.set_yscale('log')
     low,high = ax.get_ylim()
@@ -143,6 +146,6 @@ def updates(
         title=make_title(name_of_run(rows), 'updates' if known else 'updates, from weights'))
     word = {'fontsize': mpl.rcParams['legend.fontsize'], 'path_effects': [effects.withStroke(linewidth=2.5, foreground=ax.get_facecolor())]}
     ax.text(.995, healthy[1], 'usual', transform=ax.get_yaxis_transform(), va='top', ha='right', color=palettes[is_dark()][2], **word)
-    said = standstill_text(never, still, {label_of(p): why_not(p) for p in selected_parameters(ps, path)})
-    if said: ax.text(.01, .02, said, transform=ax.transAxes, va='bottom', ha='left', **word)
+    text = standstill_text(never, still, {label_of(p): why_not(p) for p in selected_parameters(ps, path)})
+    if text: ax.text(.01, .02, text, transform=ax.transAxes, va='bottom', ha='left', **word)
     return ax

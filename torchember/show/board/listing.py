@@ -53,7 +53,8 @@ class Listing:
         home=None, # Folder of logs, instead of `~/.torchember`
         names=() # Names or globs of runs; default all
     ):
-        self.place,self.wanted,self.logs,self.version,self.rows = folder('torchember', home),tuple(names),{},0,[] # version: increases with each change
+        # version: increases with each change
+        self.place,self.wanted,self.logs,self.version,self.rows = folder('torchember', home),tuple(names),{},0,[]
         self.born = token_hex(4) # part of each version: other listings have other versions
 
     def matches(self, name):

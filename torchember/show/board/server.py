@@ -90,9 +90,10 @@ class Pages:
         return data, self.made[name][0]
 
 # %% ../../../nbs/62_board/20_server.ipynb #df4ad9d5
-a_page = {'step': [0, 1], 'path': ['a', 'a'], 'ttype': ['output']*2, 'tname': ['output_0']*2, 'call': [0, 0], 'mean': [0., 1.]} # rows for a first page
+# rows for a first page
+a_page = {'step': [0, 1], 'path': ['a', 'a'], 'ttype': ['output']*2, 'tname': ['output_0']*2, 'call': [0, 0], 'mean': [0., 1.]}
 of_localhost = 'localhost',
-said_to_others = 'This address lacks the token of the board: open the one that it printed.'
+no_token = 'The token is missing. Open the address that the board has printed.'
 
 def respond(content, status=200, kind='application/json', **headers):
     from starlette.responses import Response
@@ -119,13 +120,14 @@ class Guard:
         "Return why a request is refused, or None."
         host = host_of(dict(scope['headers']).get(b'host', b'').decode('latin-1').lower())
         if not (host in self.hosts or '*' in self.hosts or is_ip_address(host)):
-            return f"The board is not known as {printable(host, 100)}. If that is right, start it with --allow {printable(host, 100)}"
+            return f"The board does not accept the host name {printable(host, 100)}. To accept it, start the board with --allow {printable(host, 100)}"
         given = parse_qs(scope['query_string'].decode('latin-1')).get('token', [''])[0]
-        return None if hmac.compare_digest(given.encode(), self.token) else said_to_others
+        return None if hmac.compare_digest(given.encode(), self.token) else no_token
 
     async def __call__(self, scope, receive, send):
         async def safely(message):
-            if message['type']=='http.response.start': message = {**message, 'headers': [*message.get('headers', ()), *self.headers]}
+            if message['type']=='http.response.start':
+                message = {**message, 'headers': [*message.get('headers', ()), *self.headers]}
             await send(message)
         if scope['type']=='lifespan': return await self.app(scope, receive, send)
         if scope['type']!='http': return # the board has no websockets
@@ -160,21 +162,23 @@ class Board:
     async def look(self):
         "Look at the files, if the last look is long ago."
         async with self.reading:
-            if time.monotonic()-self.seen<self.every or self.one.locked() and self.listing.version: return # a request for a page goes first
+            if time.monotonic()-self.seen<self.every or self.one.locked() and self.listing.version:
+                return # a request for a page goes first
             await asyncio.to_thread(self.listing.look)
             self.seen = time.monotonic()
 
     async def run(self, request):
         await self.look()
         name,have = (request.query_params.get(k, '') for k in ('name', 'have'))
-        async with self.one: data,version = await asyncio.to_thread(self.pages.of, name) # one page at a time: making it takes a whole core
+        # one page at a time: making it takes a whole core
+        async with self.one: data,version = await asyncio.to_thread(self.pages.of, name)
         if data is None: return respond('{"problem": "There is no such run any more."}', 404)
         return respond(data, **{'Content-Encoding': 'gzip'}) if have!=str(version) else respond(b'', 204)
 
     async def events(self, request):
         "Stream the list of runs whenever it changes."
         from starlette.responses import StreamingResponse
-        async def told():
+        async def stream():
             self.viewers += 1
             version,quiet = None,0
             try:
@@ -188,7 +192,7 @@ class Board:
                     try: await asyncio.wait_for(self.ends.wait(), self.every)
                     except TimeoutError: pass # one second has passed
             finally: self.viewers -= 1
-        return StreamingResponse(told(), headers={'Cache-Control': 'no-store', 'X-Accel-Buffering': 'no'}, media_type='text/event-stream')
+        return StreamingResponse(stream(), headers={'Cache-Control': 'no-store', 'X-Accel-Buffering': 'no'}, media_type='text/event-stream')
 
     def app(self):
         "Return the application for an ASGI server."
@@ -199,7 +203,8 @@ class Board:
         @asynccontextmanager
         async def life(app):
             self.ends,self.one,self.reading = asyncio.Event(),asyncio.Lock(),asyncio.Lock()
-            warm = asyncio.create_task(asyncio.to_thread(page_of, pd.DataFrame(a_page))) # imports what the first page needs, in the background
+            # imports what the first page needs, in the background
+            warm = asyncio.create_task(asyncio.to_thread(page_of, pd.DataFrame(a_page)))
             yield
             await warm
             self.ends.set()

@@ -113,18 +113,20 @@ class SomeSteps(emberTracker):
         kept=() # Lines to include in any case: (step, line)
     ):
         super().__init__(name, home)
-        self.some,self.kept,self.found = list(steps),list(kept),{} # found: file -> lines, since a page reads them several times
+        # found: file -> lines, since a page reads them several times
+        self.some,self.kept,self.found = list(steps),list(kept),{}
 
     def whole_file(self): return None
 
     def blocks(self, after=(0, 0)):
         "Yield parts, and lines of whole steps; of logged numbers and findings, the kept ones."
-        told,files = now_in(self.log_path)
-        for p in told['parts'] if told else ():
-            part = PartOfSteps(file_of(self.log_path, p), p, told['id'], self.some)
+        index,files = now_in(self.log_path)
+        for p in index['parts'] if index else ():
+            part = PartOfSteps(file_of(self.log_path, p), p, index['id'], self.some)
             with part.file: yield part
         for file,start in files:
-            if file not in self.found: self.found[file] = [b''.join(l for l in lines if not is_noted(l)) for _,lines in read_steps(file, self.some, start)]
+            if file not in self.found:
+                self.found[file] = [b''.join(l for l in lines if not is_noted(l)) for _,lines in read_steps(file, self.some, start)]
             yield from self.found[file]
         yield b''.join(line for _,line in self.kept)
 

@@ -26,8 +26,10 @@ from ...store.reading import path_of
 class Tail:
     "Reader of a growing log. Each row is returned once, also if the log is compacted meanwhile."
     def __init__(self, path):
-        self.path,self.file,self.at,self.size = path,None,0,0 # at: bytes of the file that were read; size: bytes that the file had then
-        self.removed = self.given = self.rows = 0 # removed: bytes of the log that left the file; given: of these, bytes read; rows: rows read
+        # at: bytes of the file that were read; size: bytes that the file had then
+        self.path,self.file,self.at,self.size = path,None,0,0
+        # removed: bytes of the log that left the file; given: of these, bytes read; rows: rows read
+        self.removed = self.given = self.rows = 0
         self.earlier = None # iterator over blocks that left the file; None before the first read
 
     def more(self,
@@ -51,14 +53,16 @@ class Tail:
         if self.file is None: self.file = open(self.path, 'rb', buffering=0, opener=regular)
         s = os.fstat(self.file.fileno())
         put_aside = not os.path.samestat(s, os.stat(self.path))
-        if put_aside and held(self.path)['lines']!=self.removed+s.st_size: raise FileNotFoundError(f"{self.path} is another file now.")
+        if put_aside and held(self.path)['lines']!=self.removed+s.st_size:
+            raise FileNotFoundError(f"{self.path} was replaced by another file.")
         self.at,self.size = min(self.at, s.st_size),s.st_size
         self.file.seek(self.at)
         data = self.file.read(min(most, self.size-self.at))
         while (cut := data.rfind(b'\n')+1)==0 and len(data)<=longest_line and (next := self.file.read(most)): data += next
         self.at += cut or (len(data) if len(data)>longest_line else 0) # a line that is too long is skipped
         if not put_aside or cut: return data[:cut]
-        self.removed,self.given,self.at = self.removed+s.st_size,self.given+s.st_size,0 # all read: continue with the file that replaced it
+        # all read: continue with the file that replaced it
+        self.removed,self.given,self.at = self.removed+s.st_size,self.given+s.st_size,0
         self.close()
         return self.next_block(most)
 
@@ -108,7 +112,8 @@ def count_lines(path, end):
 
 # %% ../../../nbs/60_show/91_following.ipynb #8f27a657
 of_interest = re.compile(rb'"ttype":\s?"(?:scalar|finding)"')
-of_evaluation = re.compile(rb'"phase":\s?"(?:%s)"' % '|'.join(beside_training).encode()) # also other passes that do not train
+# also other passes that do not train
+of_evaluation = re.compile(rb'"phase":\s?"(?:%s)"' % '|'.join(beside_training).encode())
 or_not_finite = re.compile(of_interest.pattern+rb'|"(?:nan|posinf|neginf)":\s?[1-9]')
 
 def rows_of_interest(
@@ -156,7 +161,8 @@ def part_rows_at(part, at):
 class Spark:
     "A curve of at most 127 points. Each point is the mean of equally many values."
     most = 64 # points that are kept when neighbours are joined
-    def __init__(self): self.points,self.each,self.last = [],1,None # points: [sum, count]; each: values per point; last: the last value
+    def __init__(self):
+        self.points,self.each,self.last = [],1,None # points: [sum, count]; each: values per point; last: the last value
 
     def add(self, v):
         self.last = v
@@ -182,7 +188,8 @@ class FollowedLog:
         place # Folder of logs
     ):
         self.name,self.place,self.path = name,place,place/'log'/name
-        self.files = self.about = self.tail = None # files: their state at the last look; about: row about the run, as `runs` returns them
+        # files: their state at the last look; about: row about the run, as `runs` returns them
+        self.files = self.about = self.tail = None
         self.version = 0 # increases with each change
         self.restart()
 
@@ -190,7 +197,8 @@ class FollowedLog:
         "Forget all rows, and read from the beginning."
         if self.tail is not None: self.tail.close()
         self.tail,self.is_behind,self.numbers,self.findings,self.first_bad = Tail(self.path),False,{},OpenFindings(),None
-        self.kept,self.every,self.seen = [],1,0 # kept: (step, line) of numbers and findings; of numbers, one line of `every`; seen: lines so far
+        # kept: (step, line) of numbers and findings; of numbers, one line of `every`; seen: lines so far
+        self.kept,self.every,self.seen = [],1,0
 
     def state_of_files(self):
         def state(f):

@@ -88,7 +88,8 @@ class Viewer:
         except ValueError: return None # the first step may not be over
         finally: plt.close('all')
         notes = [] if over else [f"{self.row['steps']:,} until now{self.speed.text()}"]
-        if steps is not None: notes.append(f"{len(steps):,} of {self.row['steps']:,} shown" if over else f"{len(steps):,} shown")
+        if steps is not None:
+            notes.append(f"{len(steps):,} of {self.row['steps']:,} shown" if over else f"{len(steps):,} shown")
         for ax in fig.axes:
             if ax.get_xlabel()=='step' and notes: ax.set_xlabel(f"step · {', '.join(notes)}")
         out = io.BytesIO()
@@ -312,7 +313,8 @@ class Live:
             last: True to draw what has come since the last picture
             patience: Seconds to wait for the last picture
         """
-        if not self.thread.is_alive() or threading.current_thread() is self.thread: return # in a forked process it is not alive
+        # in a forked process it is not alive
+        if not self.thread.is_alive() or threading.current_thread() is self.thread: return
         self.closing,self.dropped = True,self.dropped or not last
         self.calls.put(1)
         try:
@@ -331,7 +333,8 @@ class Live:
 
     def _ipython_display_(self): pass # it is displayed already
 
-    def __repr__(self): return f"<live picture, {'going on' if self.thread.is_alive() else 'ended'}, {self.seconds:.1f} s of CPU time>"
+    def __repr__(self):
+        return f"<live picture, {'going on' if self.thread.is_alive() else 'ended'}, {self.seconds:.1f} s of CPU time>"
 
 shown = weakref.WeakSet() # pictures of this process
 
@@ -362,10 +365,11 @@ def live(
     Returns:
         A `Live`: `close()` ends it, `seconds` is the CPU time that it took
     """
-    if not isinstance(every, int|float) or isinstance(every, bool) or not every>0: raise ValueError(f"every is a number of seconds above 0, got {every!r}.")
+    if not isinstance(every, int|float) or isinstance(every, bool) or not every>0:
+        raise ValueError(f"every is a number of seconds above 0, got {every!r}.")
     views = getattr(run, 'views', None)
     if wait and views is not None and run.armed:
-        raise ValueError("live(te, wait=True) would wait for a training that can only begin when it has returned. Leave wait out: te.live().")
+        raise ValueError("live(te, wait=True) would wait for a training that begins only after the call. Leave wait out: te.live().")
     if several := of_processes(run, home): run = several.sources[min(several.sources)].t
     t = run.t if hasattr(run, 't') else run if isinstance(run, tracker) else emberTracker(run, home) if isinstance(run, str) else None
     if not isinstance(t, tracker): raise TypeError(f"live shows a torchEmber, its te.t, or a run by its name, not {an(run)}.")

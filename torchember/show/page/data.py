@@ -23,7 +23,7 @@ from ..run_summary import first_trouble, loss_curve, logged_names, trouble_sente
 from ..missing import selected_parameters, parameters_of_run, insert_missing, untrained_reasons, add_missing
 from ...frames.logframe import count_columns
 from ...frames.words import ttypes_asked
-from ..select import (grid, has_ttype, name_of_run, number_columns, pick, places, root_name, run_of, series,
+from ..select import (grid, has_ttype, name_of_run, numeric_columns, pick, places, root_name, run_of, series,
     find_stat, rows_to_draw, thin_indices, training, with_statistics)
 from ...store.parameters import label_of, untrained
 from ..legend import alarm, meanings, palettes, scale, words, zero
@@ -34,10 +34,13 @@ def pack_array(
     exact:bool=False # True to keep all bits, for counts
 ) -> dict: # `shape`, and `zip`: float32, bytes by position, gzip, base64
     "Pack an array for the page."
-    with np.errstate(over='ignore'): v = np.ascontiguousarray(values, '<f4') # the page shows a float64 above 3.4e38 as infinite
+    # the page shows a float64 above 3.4e38 as infinite
+    with np.errstate(over='ignore'): v = np.ascontiguousarray(values, '<f4')
     bits = v.view('<u4')
     up = bits+np.uint32(1<<10)
-    if not exact: bits = np.where(np.isfinite(v) & np.isfinite(up.view('<f4')), up, bits) & np.uint32(0xfffff800) # infinities stay
+    if not exact:
+        # infinities stay
+        bits = np.where(np.isfinite(v) & np.isfinite(up.view('<f4')), up, bits) & np.uint32(0xfffff800)
     bits = np.where(np.isnan(v), np.uint32(0x7fc00000), bits)
     return {'shape': list(v.shape), 'zip': b64encode(gzip.compress(bits.astype('<u4').view('u1').reshape(-1, 4).T.tobytes(), 6, mtime=0)).decode()}
 
@@ -85,7 +88,7 @@ favourites = 'std', 'rms', 'abs_max', 'mean', 'zero_frac', 'max', 'min', 'abs_me
 def stats_to_send(rows, stats):
     "Return the statistics for a page: the requested ones, or four informative ones."
     if stats is not None: return list(dict.fromkeys(find_stat(rows, s) for s in ([stats] if isinstance(stats, str) else stats)))
-    if not (there := number_columns(rows)): return []
+    if not (there := numeric_columns(rows)): return []
     first = [pick_stat(rows, None), *(c for c in favourites if c in there), *there]
     return list(dict.fromkeys(first))[:4]
 
@@ -158,7 +161,8 @@ def pack_exponents(
     return {'first': exponents[1], 'step': steps.tolist(), 'counts': pack_array(out, exact=True)}
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #f43c6d8d
-most_findings,most_followers,most_letters = 100,20,400 # findings in total; consequences of one cause; characters of a text
+# findings in total; consequences of one cause; characters of a text
+most_findings,most_followers,most_letters = 100,20,400
 
 def check_health(
     run, # Name of a run, an ember, a tracker, or a table
@@ -176,7 +180,7 @@ def check_health(
         return {**nest_findings(found), 'looked': short_text(findings.looked), 'unseen': unseen, 'failed': failed}
     except Exception as e:
         why = short_text(f'{type(e).__name__}: {e}', 300)
-        return {'findings': [], 'more': 0, 'failed': [*failed, f"Rules of health could not look at this run: {why}"]}
+        return {'findings': [], 'more': 0, 'failed': [*failed, f"The rules could not check this run: {why}"]}
 
 def is_table(run): return hasattr(run, 'columns')
 
@@ -214,9 +218,10 @@ def page_of(
     if not len(table): raise ValueError(no_rows(name_of_run(table) or 'The table'))
     scalar = has_ttype(table, 'scalar')
     tensors = table[~scalar]
-    if not len(tensors) and not scalar.any(): raise ValueError(f"{name_of_run(table) or 'The table'} has no rows of tensors yet.")
+    if not len(tensors) and not scalar.any():
+        raise ValueError(f"{name_of_run(table) or 'The table'} has no rows of tensors yet.")
     for name,asked in (('path', path), ('ttype', ttype), ('stats', stats)):
-        if isinstance(asked, list|tuple|set) and not asked: raise ValueError(f"{name} is an empty list: there is nothing to show. Leave it out for all.")
+        if isinstance(asked, list|tuple|set) and not asked: raise ValueError(f"{name} is an empty list. Leave it out for all.")
     if len(tensors) and (path is not None or ttype is not None): tensors = pick(tensors, path, ttype)
     tensors = training(tensors)
     first = first_trouble(tensors) if len(tensors) else None
@@ -237,8 +242,8 @@ def page_of(
         keys[k] = dict(zip(at, tensor_keys(rows, code), strict=True))
     add_exponents(table if every is None else every, out, keys, tensors, [int(first['step'])] if first is not None else [])
     known,structure = describe_run(run, table)
-    words_of_run = [s for s in (*table.attrs.get('said', ()), untrained(ps, selected_parameters(ps, path))) if s]
-    return {'torchember': 1, 'run': {**known, 'bad': first is not None, **({'missing': ' '.join(words_of_run)} if words_of_run else {})},
+    notes = [s for s in (*table.attrs.get('said', ()), untrained(ps, selected_parameters(ps, path))) if s]
+    return {'torchember': 1, 'run': {**known, 'bad': first is not None, **({'missing': ' '.join(notes)} if notes else {})},
         'trouble': None if first is None else {'step': int(first['step']), 'path': str(first['path'] or ''), 'ttype': str(first['ttype']),
             'text': trouble_sentence(first)},
         'health': check_health(run, table, every), 'numbers': logged_numbers(table),
@@ -278,16 +283,16 @@ def describe_run(run, table):
     structure = structure_of(run)
     if t is None: return out | (describe_ranks(whole) if (whole := of_processes(run)) else {}), structure
     base = said_by(t)[0]
-    try: told = about(t.fname, t.dir)
-    except OSError: told = {}
-    known = {'model': told.get('model') or out['model'], 'size': told.get('size'), 'running': told.get('running', False),
-        **{k: told.get(k) or base.get(k) for k in ('start', 'end')}, **{k: base.get(k) for k in ('seconds', 'share', 'user')}}
+    try: about_run = about(t.fname, t.dir)
+    except OSError: about_run = {}
+    known = {'model': about_run.get('model') or out['model'], 'size': about_run.get('size'), 'running': about_run.get('running', False),
+        **{k: about_run.get(k) or base.get(k) for k in ('start', 'end')}, **{k: base.get(k) for k in ('seconds', 'share', 'user')}}
     return out | {k: v for k,v in known.items() if v is not None}, structure
 
 def describe_ranks(source):
     "Return the metadata of a run of several processes."
-    told,bases = about_ranks(source),[said_by(s.t)[0] for s in source.sources.values()]
-    known = {k: told.get(k) for k in ('model', 'ranks', 'size', 'running', 'start', 'end')} | {'user': bases[0].get('user'),
+    about_run,bases = about_ranks(source),[said_by(s.t)[0] for s in source.sources.values()]
+    known = {k: about_run.get(k) for k in ('model', 'ranks', 'size', 'running', 'start', 'end')} | {'user': bases[0].get('user'),
         'seconds': max((b['seconds'] for b in bases if 'seconds' in b), default=None)}
     return {k: v for k,v in known.items() if v is not None}
 

@@ -32,7 +32,8 @@ def render_page(
     "Return the page with scripts, styles and data inside."
     styles = [read_web_file(n) for n in ('uPlot.min.css', 'report.css')]
     scripts = [f"/*\n{read_web_file('uPlot.LICENSE')}*/\n{read_web_file('uPlot.iife.min.js')}", read_web_file('report.js')]
-    data = json.dumps(page, allow_nan=False, separators=(',', ':')).replace('<', r'\u003c') # a name of a layer cannot close the element
+    # a name of a layer cannot close the element
+    data = json.dumps(page, allow_nan=False, separators=(',', ':')).replace('<', r'\u003c')
     put = {'scripts': ' '.join(map(checksum, scripts)), 'styles': ' '.join(map(checksum, styles)), 'title': escape(f"{page['run']['name']} · torchember"),
         'head': ''.join(f'<style>{s}</style>\n' for s in styles),
         'body': f'<script type="application/json" id="data">{data}</script>\n'+''.join(f'<script>{s}</script>\n' for s in scripts)}
@@ -76,7 +77,7 @@ def report(
     if target is not None and not target.is_dir(): target = target.resolve() # follow a link that the user has named
     else: target = ((target or Path())/file_name(page['run']['name'])).absolute() # replace a link that has this name by chance
     if os.path.lexists(target) and not (target.is_file() or target.is_symlink()):
-        raise FileExistsError(f"{printable(target)} is there and is no file: no report can take its place. Give another path.")
+        raise FileExistsError(f"{printable(target)} exists and is not a file, so that no report can replace it. Give another path.")
     replace(target, render_page(page).encode()) # a reader never sees an incomplete file
     return target
 
@@ -91,4 +92,5 @@ def file_name(run):
     return f'{name}.html'
 
 def check_folder(folder):
-    if not folder.is_dir(): raise FileNotFoundError(f"There is no folder {folder} to write the report into. Make it, or give another path.")
+    if not folder.is_dir():
+        raise FileNotFoundError(f"The folder {folder} for the report does not exist. Create it, or give another path.")
