@@ -16,7 +16,7 @@ from torchember import EmberWarning, emberTracker
 from torchember.show.live import live_view
 from torchember.show.live.following import FollowedLog, Tail
 from torchember.show.live.live_view import Live, LogScreen, NotebookScreen, Speed, TerminalScreen, Viewer, close_shown, line_about, live
-from torchember.store import parts
+from torchember.store import compaction
 
 
 def row(step, path='a', ttype='output', std=1., **more):
@@ -114,13 +114,13 @@ def test_the_last_picture_has_no_speed(home, monkeypatch):
 
 def test_a_log_that_is_compacted_while_it_is_followed(home, monkeypatch):
     "Numbers are those of all rows, each once; also for a viewer that starts later"
-    monkeypatch.setattr(parts, 'most_rows', 4)
+    monkeypatch.setattr(compaction, 'most_rows', 4)
     path,v = home/'log'/'r',Viewer(home, False, {})
     for first in range(0, 40, 10):
         write(home, 'r', *(number(s, loss=float(s)) for s in range(first, first+10)))
         while 'line' not in (got := v.answer('r')): pass
         assert got['line'].startswith(f'r: step {first+9}, loss {first+9}')
-        if first<30: parts.into_parts(path)
+        if first<30: compaction.into_parts(path)
     log, = v.listing.logs_of('r')
     assert log.loss[1].values()==[float(s) for s in range(40)] and log.tail.rows==40
     late = Viewer(home, False, {})
@@ -281,7 +281,7 @@ def test_the_end_of_the_interpreter_ends_them(monkeypatch):
         done.append(place)
         if len(done)==3: raise ZeroDivisionError('division')
     monkeypatch.setattr(live_view, 'shown', [V(1), V(2), V(3)])
-    monkeypatch.setattr(live_view, 'settle', write_rows)
+    monkeypatch.setattr(live_view, 'flush_logs', write_rows)
     monkeypatch.setattr(sys, 'stderr', err := io.StringIO())
     close_shown()
     log = Path('home')/'log'
@@ -312,7 +312,7 @@ def test_which_view_of_a_run_is_made(tmp_path, monkeypatch):
     t(row(0))
     t.barrier()
     base = {'pid': os.getpid(), 'host': gethostname()}
-    monkeypatch.setattr(live_view, 'said_by', lambda t: (base, None))
+    monkeypatch.setattr(live_view, 'read_facts', lambda name, data: (base, None))
     own,other = live(t),live('r', home=tmp_path, wait=True)
     assert (own.done, own.is_wanted(), own.name(), other.done)==(['begin'], True, 'r', ['begin', 'wait'])
     base = {'pid': os.getppid(), 'host': gethostname()}
@@ -365,19 +365,19 @@ def test_a_log_that_is_rotated_is_followed_on(tmp_path):
     add(*rows[:3])
     t = Tail(path)
     assert t.more(8)==rows[0]
-    parts.rotate(path)
+    compaction.rotate(path)
     add(*rows[3:5])
     assert (t.more(8), t.more(), t.more(), t.more())==(rows[1], rows[2], rows[3]+rows[4], b'') and t.share==1 and not t.is_behind
-    parts.turn_aside(path)
+    compaction.compact_aside(path)
     add(rows[5])
     assert (t.more(), t.share)==(rows[5], 1)
-    parts.rotate(path)
-    parts.turn_aside(path)
+    compaction.rotate(path)
+    compaction.compact_aside(path)
     add(rows[6])
     assert (t.more(), t.more(), t.share, t.was_compacted())==(rows[6], b'', 1, False)
     for i in 7,8:
         add(rows[i])
-        parts.rotate(path)
-        parts.turn_aside(path)
+        compaction.rotate(path)
+        compaction.compact_aside(path)
     got = [b''.join(json.dumps(r).encode()+b'\n' for r in b.block().rows()).replace(b' ', b'') if not isinstance(b, bytes) else b for b in iter(t.more, b'')]
     assert b''.join(got)==rows[7]+rows[8] and t.rows==9

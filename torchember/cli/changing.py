@@ -61,7 +61,7 @@ def compact_arguments(p):
 @command(compact_arguments, 'torchember compact before')
 def compact_command(args):
     "Convert the lines of runs to Parquet, a fraction of the size. All readers continue to work. Needs pyarrow"
-    from torchember.frames.logs import compact
+    from torchember.frames.listing import compact
     home,out = find_home(args),[]
     for name in expand_names(args.run, home):
         before = sum(r['log']+r['parts'] for r in measure_sizes([name], home))

@@ -24,8 +24,8 @@ def format_start(row):
 
 def select_runs(patterns, home):
     "Return rows about runs, the newest first. Raise FileNotFoundError for a name or pattern without a run."
-    from torchember.frames.logs import rows_of_runs
-    every = sorted(rows_of_runs(home), key=format_start, reverse=True)
+    from torchember.frames.listing import list_runs
+    every = sorted(list_runs(home), key=format_start, reverse=True)
     for p in patterns:
         if not any(r['name']==p or fnmatchcase(r['name'], p) for r in every):
             raise FileNotFoundError(unknown('run matches' if is_pattern(p) else 'run', p, [r['name'] for r in every]))
@@ -33,9 +33,10 @@ def select_runs(patterns, home):
 
 def has_died(name, place):
     "Return True if the process of a log is gone without recording the end."
-    from torchember.frames.logs import goes_on, said_of
-    base = said_of(name, place/'data')[0]
-    return 'pid' in base and 'end' not in base and not goes_on(base)
+    from torchember.frames.handle import read_facts
+    from torchember.frames.listing import may_continue
+    base = read_facts(name, place/'data')[0]
+    return 'pid' in base and 'end' not in base and not may_continue(base)
 
 def describe_state(row, home):
     "Return the state of a run: a problem, 'running', 'ended' or 'died'."
@@ -76,10 +77,10 @@ def du_arguments(p):
 
 def measure_sizes(asked, home):
     "Return the sizes of runs, the largest first."
-    from torchember.frames.belongings import Home, sizes_of
+    from torchember.frames.belongings import Home, run_sizes
     h = Home(home)
     names = h.chosen(list(asked) or '*') if asked or h.names else []
-    return sorted((sizes_of(h, n) for n in names), key=lambda r: -r['size'])
+    return sorted((run_sizes(h, n) for n in names), key=lambda r: -r['size'])
 
 def size_lines(rows):
     parts = ['log', 'parts', 'latest', 'metadata', 'size']
@@ -98,13 +99,14 @@ def du_command(args):
     return 0
 
 # %% ../../nbs/95_cli/20_listing.ipynb #92c59983
-def read_facts(name, home):
+def collect_facts(name, home):
     "Return facts of a run without reading its rows."
-    from torchember.frames.logs import rows_of_runs, said_of
+    from torchember.frames.handle import read_facts
+    from torchember.frames.listing import list_runs
     from torchember.store.base import folder
     place = folder('torchember', home)
-    row = next((r for r in rows_of_runs(home) if r['name']==name), {'name': name})
-    base = said_of(name, place/'data')[0]
+    row = next((r for r in list_runs(home) if r['name']==name), {'name': name})
+    base = read_facts(name, place/'data')[0]
     if 'running' in row: row = dict(row, state=describe_state(row, home))
     return row | {k: base[k] for k in ('host', 'pid', 'user', 'seconds', 'share') if k in base} | {'log': str(place/'log'/name)}
 
@@ -128,7 +130,7 @@ def show_command(args):
     name = expand_one_name(args.run, home := find_home(args), 'show')
     from torchember import summary
     s = summary(open_named(name, home), args.path, args.ttype)
-    facts,rows = read_facts(name, home),[{s.df.index.name: n, **r} for n,r in zip(s.df.index, s.df.to_dict('records'), strict=True)]
+    facts,rows = collect_facts(name, home),[{s.df.index.name: n, **r} for n,r in zip(s.df.index, s.df.to_dict('records'), strict=True)]
     if args.json:
         say(to_json({**facts, 'title': s.title, 'findings': list(s.found), 'said': list(s.said), 'not_trained': s.missing, 'layers': rows}))
     else:

@@ -30,8 +30,8 @@ def is_place(name):
 
 def expand_names(asked, home):
     "Replace patterns by the names of matching runs. Names without a pattern stay."
-    from torchember.frames.logs import sources
-    found = [[n] if is_place(n) or not is_pattern(n) else [s.name for s in sources(n, home)[0]] for n in asked]
+    from torchember.frames.handle import open_runs
+    found = [[n] if is_place(n) or not is_pattern(n) else [s.name for s in open_runs(n, home)[0]] for n in asked]
     return list(dict.fromkeys(n for some in found for n in some))
 
 def expand_one_name(asked, home, command):
@@ -43,6 +43,5 @@ def expand_one_name(asked, home, command):
 def open_named(name, home):
     "Return a run for a picture: its name, or the run in another home."
     if home is None or is_place(name): return name
-    from torchember.frames.logs import of_processes
-    from torchember.store.jsonl import emberTracker
-    return of_processes(name, home) or emberTracker(name, home)
+    from torchember.frames.handle import open_run
+    return open_run(name, home)

@@ -88,12 +88,12 @@ class RunLog:
     def __init__(self, name, path, data): self.name,self.path,self.data,self.tail = name,path,data,None
 
     def metadata(self):
-        from torchember.frames.logs import said_of
-        return said_of(self.name, self.data)[0]
+        from torchember.frames.handle import read_facts
+        return read_facts(self.name, self.data)[0]
 
     def is_running(self):
-        from torchember.frames.logs import goes_on
-        return goes_on(self.metadata())
+        from torchember.frames.listing import may_continue
+        return may_continue(self.metadata())
 
     def has_died(self):
         "Return True if the process is gone and has not recorded the end of the run."
@@ -113,9 +113,9 @@ class RunLog:
 # %% ../../nbs/95_cli/40_steps.ipynb #69a40d17
 def find_logs(name, home):
     "Return the logs of a run, one per process. Raise FileNotFoundError if there are none."
-    from torchember.frames.logs import sources
-    [source],_ = sources(name, home)
-    found = [RunLog(s.name, s.path, s.path.parent.parent/'data') for s in getattr(source, 'sources', {0: source}).values()]
+    from torchember.frames.handle import open_run
+    run = open_run(name, home)
+    found = [RunLog(s.name, s.path, s.path.parent.parent/'data') for s in run.logs.values()]
     if not os.path.isfile(found[0].path):
         raise ValueError(f"tail follows a local file, and {printable(found[0].path)} is not one. torchember show {printable(name)} reads it.")
     return found
@@ -179,8 +179,8 @@ def follow(p, wait):
         if sys.stdout is not None: sys.stdout.flush()
         time.sleep(wait)
     if any(log.has_died() for log in p.logs):
-        from torchember.frames.logs import take_in_boxes
-        take_in_boxes(p.logs[0].path.parent.parent) # adds the rows in black boxes
+        from torchember.frames.handle import recover_boxes
+        recover_boxes(p.logs[0].path.parent.parent) # adds the rows in black boxes
     p.look([])
 
 def tail_arguments(p):

@@ -164,18 +164,7 @@ def check_drawn_with(
     refused=of_seaborn, # Argument -> why it is refused
     own=() # Names of the picture's own arguments
 ): # The arguments that have an effect
-    """Check arguments for matplotlib. Raise TypeError with a reason.
-
-    Args:
-        given: Arguments for matplotlib
-        known: Names that matplotlib knows
-        what: What is drawn, for the message
-        refused: Argument -> why it is refused
-        own: Names of the picture's own arguments
-
-    Returns:
-        The arguments that have an effect
-    """
+    "Check arguments for matplotlib. Raise TypeError with a reason."
     given = {k: v for k,v in given.items() if not (k in harmless and any(v is h or type(v) is type(h) is str and v==h for h in harmless[k]))}
     for k in given:
         if k in known: continue

@@ -11,13 +11,13 @@ from secrets import token_hex
 from socket import gethostname
 from time import time
 
-from ...frames.logs import files_in, grouped, left_behind, of_processes, of_rank, older_in, said_of, without_log
+from ...frames.handle import has_orphan_box, log_files, older_runs, open_run, rank_pattern, read_facts
+from ...frames.listing import group_ranks, runs_without_log
 from .some_steps import run_of_steps, spaced_steps
 from ..findings import shorten_sentence
 from ..live.following import FollowedLog
 from ...store.anywhere import is_url
 from ...store.base import folder
-from ...store.jsonl import emberTracker
 
 # %% ../../../nbs/62_board/10_listing.ipynb #01b825e9
 until_silent = 300. # seconds without a new row until a run on another machine counts as silent
@@ -36,19 +36,14 @@ def run_state(
 # %% ../../../nbs/62_board/10_listing.ipynb #de82b0ce
 def recover_rows(place):
     "Write the rows in black boxes of dead processes into the logs. A new process does it, because the board does not import torch."
-    if is_url(place) or not left_behind(place/'box'): return
+    if is_url(place) or not has_orphan_box(place/'box'): return
     program = 'import sys; from torchember.recorder.recovery import take_in; take_in(sys.argv[1])'
     env = {**os.environ, 'PYTHONPATH': os.pathsep.join(p for p in sys.path if p)}
     subprocess.run([sys.executable, '-c', program, str(place)], stdin=subprocess.DEVNULL, capture_output=True, env=env, timeout=120)
 
 # %% ../../../nbs/62_board/10_listing.ipynb #7d2c82c6
 class Listing:
-    """The runs of a home, or some of them, as rows that `look` brings up to date.
-
-    Args:
-        home: Folder of logs, instead of `~/.torchember`
-        names: Names or globs of runs; default all
-    """
+    "The runs of a home, or some of them, as rows that `look` brings up to date."
     def __init__(self,
         home=None, # Folder of logs, instead of `~/.torchember`
         names=() # Names or globs of runs; default all
@@ -60,7 +55,7 @@ class Listing:
     def matches(self, name):
         "Return True if a log was asked for."
         from fnmatch import fnmatchcase
-        m = of_rank.fullmatch(name)
+        m = rank_pattern.fullmatch(name)
         return not self.wanted or any(n==w or fnmatchcase(n, w) for w in self.wanted for n in (name, *([m[1]] if m else [])))
 
     def is_inside(self, name):
@@ -68,13 +63,9 @@ class Listing:
         return (self.place/'log'/name).resolve().is_relative_to(self.place.resolve())
 
     def look(self) -> bool: # True if something has changed
-        """Look at the files again.
-
-        Returns:
-            True if something has changed
-        """
+        "Look at the files again."
         if not self.version: recover_rows(self.place)
-        names = {n for n in (*files_in(self.place/'log'), *older_in(self.place/'log')) if self.matches(n) and self.is_inside(n)}
+        names = {n for n in (*log_files(self.place/'log'), *older_runs(self.place/'log')) if self.matches(n) and self.is_inside(n)}
         gone = self.logs.keys()-names
         for n in gone: self.logs.pop(n).close()
         news = bool(gone)
@@ -92,13 +83,13 @@ class Listing:
     def make_rows(self):
         "Return a row per run, the newest first. The logs of several processes are one run."
         about = [log.about for log in self.logs.values() if log.about]
-        rows = grouped(about+[r for r in without_log(self.place, {*self.logs}) if self.matches(r['name'])], self.place)
+        rows = group_ranks(about+[r for r in runs_without_log(self.place, {*self.logs}) if self.matches(r['name'])], self.place)
         return sorted((self.make_row(r) for r in rows), key=lambda r: r['start'] or '', reverse=True)
 
     def logs_of(self, name):
         "Return the logs of a run, in the order of ranks."
         if name in self.logs: return [self.logs[name]]
-        ranks = [(int(m[2]), log) for n,log in self.logs.items() if (m := of_rank.fullmatch(n)) and m[1]==name]
+        ranks = [(int(m[2]), log) for n,log in self.logs.items() if (m := rank_pattern.fullmatch(n)) and m[1]==name]
         return [log for _,log in sorted(ranks, key=lambda o: o[0])]
 
     def make_row(self, about):
@@ -108,7 +99,7 @@ class Listing:
         loss = first.loss if first else None
         causes = first.findings.causes if first else []
         bad = next((shorten_sentence(log.trouble, 200) for log in logs if log.first_bad), None)
-        state = run_state(about, said_of(first.name, self.place/'data')[0], first.written) if first else 'ended'
+        state = run_state(about, read_facts(first.name, self.place/'data')[0], first.written) if first else 'ended'
         errors,warnings = ([f for f in causes if f['severity']==s] for s in ('error', 'warning'))
         sentences = [*(shorten_sentence(f['text'], 200) for f in errors), *([bad] if bad else []), *(shorten_sentence(f['text'], 200) for f in warnings)]
         return dict(name=about['name'], model=about.get('model'), start=about.get('start'), end=about.get('end'), problem=about.get('problem'),
@@ -121,17 +112,9 @@ class Listing:
         row:dict, # Row of a run
         most:int # Rows of tensors that may be read, about
     ): # Run as `read` takes it, and the steps that were selected, None if these are all
-        """Return a run for a page or a picture. Of a large run, take evenly spaced steps, and steps around the first problem.
-
-        Args:
-            row: Row of a run
-            most: Rows of tensors that may be read, about
-
-        Returns:
-            Run as `read` takes it, and the steps that were selected, None if these are all
-        """
+        "Return a run for a page or a picture. Of a large run, take evenly spaced steps, and steps around the first problem."
         name,logs = row['name'],self.logs_of(row['name'])
-        if row['rows']<=most: return of_processes(name, self.place) or emberTracker(name, self.place), None
+        if row['rows']<=most: return open_run(name, self.place), None
         around = [log.first_bad['step']+d for log in logs if log.first_bad for d in (-1, 0, 1)]
         steps = spaced_steps(row['steps']-1, max(most*row['steps']//row['rows'], 2), around)
         return run_of_steps(name, self.place, steps, {log.name: log.kept for log in logs}), steps

@@ -22,14 +22,7 @@ from ..page.document import checksum, read_web_file
 def render_board(
     wanted:str='' # Names of runs, for the title
 ) -> tuple: # The page, and its Content-Security-Policy
-    """Return the page without a run.
-
-    Args:
-        wanted: Names of runs, for the title
-
-    Returns:
-        The page, and its Content-Security-Policy
-    """
+    "Return the page without a run."
     styles = [read_web_file(n) for n in ('uPlot.min.css', 'report.css', 'board.css')]
     scripts = [f"/*\n{read_web_file('uPlot.LICENSE')}*/\n{read_web_file('uPlot.iife.min.js')}", read_web_file('report.js'), read_web_file('board.js')]
     policy = f"default-src 'none'; script-src {' '.join(map(checksum, scripts))}; style-src {' '.join(map(checksum, styles))}; " \
@@ -67,14 +60,7 @@ class Pages:
     def of(self,
         name:str # Name of a run in the list
     ) -> tuple: # Compressed JSON and its version; (None, None) for an unknown run
-        """Return the page of a run.
-
-        Args:
-            name: Name of a run in the list
-
-        Returns:
-            Compressed JSON and its version; (None, None) for an unknown run
-        """
+        "Return the page of a run."
         row = self.row(name)
         if row is None: return None, None
         version,data,at,took,more = self.made.get(name, (None, b'', 0., 0., False))
@@ -137,14 +123,7 @@ class Guard:
 
 # %% ../../../nbs/62_board/20_server.ipynb #e106b13b
 class Board:
-    """The ASGI application of the board. It reads files, and writes nothing.
-
-    Args:
-        names: Names or globs of runs; default all
-        home: Folder of logs, instead of `~/.torchember`
-        token: Token in the address; default a random one
-        hosts: Host names besides localhost and IP addresses, such as that of a proxy
-    """
+    "The ASGI application of the board. It reads files, and writes nothing."
     every = 1. # seconds between two looks at the files
 
     def __init__(self,
@@ -244,17 +223,7 @@ def board(
     browser:bool=False, # True to open a browser
     allow=() # Host names besides localhost, such as that of a proxy; '*' for any
 ):
-    """Serve a page that follows runs while they are written, until Ctrl-C. Raise ImportError without starlette and uvicorn.
-
-    Args:
-        *runs: Names or globs of runs; default all
-        home: Folder of logs, instead of `~/.torchember`
-        host: Address to listen at: default only this machine; '0.0.0.0' for everyone with the token
-        port: Port, or the next free one; 0 for any
-        token: Token in the address; default `$TORCHEMBER_BOARD_TOKEN`, or a random one
-        browser: True to open a browser
-        allow: Host names besides localhost, such as that of a proxy; '*' for any
-    """
+    "Serve a page that follows runs while they are written, until Ctrl-C. Raise ImportError without starlette and uvicorn."
     needs('uvicorn', for_='The board', package='starlette uvicorn')
     own = () if host in ('127.0.0.1', '::1', 'localhost') else (socket.gethostname(), socket.getfqdn(), host)
     b = Board(runs, home, token or os.environ.get('TORCHEMBER_BOARD_TOKEN'), (*allow, *own))

@@ -10,11 +10,11 @@ import os, re
 
 import numpy as np
 
-from ...frames.logs import RankedSource, Source, logs_of_ranks
+from ...frames.handle import Run, open_log, rank_logs
 from ...ground.needs import needs
 from ...store.anywhere import regular
 from ...store.jsonl import emberTracker
-from ...store.parts import Part, file_of, now_in
+from ...store.parts import Part, part_file, parts_and_lines
 
 # %% ../../../nbs/62_board/05_some_steps.ipynb #a86e208e
 step_in = re.compile(rb'"step":\s?(\d+)').search
@@ -59,16 +59,7 @@ def read_steps(
     steps, # Steps, ascending
     start:int=0 # Byte to begin at
 ): # Pairs of a step and its lines
-    """Yield the lines of some steps of a file.
-
-    Args:
-        path: File of JSON lines
-        steps: Steps, ascending
-        start: Byte to begin at
-
-    Returns:
-        Pairs of a step and its lines
-    """
+    "Yield the lines of some steps of a file."
     with open(path, 'rb', buffering=0, opener=regular) as f:
         end,done = os.fstat(f.fileno()).st_size,-1
         for step in steps:
@@ -98,14 +89,7 @@ class PartOfSteps(Part):
 
 # %% ../../../nbs/62_board/05_some_steps.ipynb #fb44c348
 class SomeSteps(emberTracker):
-    """A run with some of its steps.
-
-    Args:
-        name: Name of the run
-        home: Folder of logs
-        steps: Steps, ascending
-        kept: Lines to include in any case: (step, line)
-    """
+    "A run with some of its steps."
     def __init__(self,
         name:str, # Name of the run
         home, # Folder of logs
@@ -120,9 +104,9 @@ class SomeSteps(emberTracker):
 
     def blocks(self, after=(0, 0)):
         "Yield parts, and lines of whole steps; of logged numbers and findings, the kept ones."
-        index,files = now_in(self.log_path)
+        index,files = parts_and_lines(self.log_path)
         for p in index['parts'] if index else ():
-            part = PartOfSteps(file_of(self.log_path, p), p, index['id'], self.some)
+            part = PartOfSteps(part_file(self.log_path, p), p, index['id'], self.some)
             with part.file: yield part
         for file,start in files:
             if file not in self.found:
@@ -138,13 +122,7 @@ def spaced_steps(
     most:int, # Number of steps
     also=() # More steps to include
 ) -> list:
-    """Return evenly spaced steps, with the first and the last.
-
-    Args:
-        last: The last step
-        most: Number of steps
-        also: More steps to include
-    """
+    "Return evenly spaced steps, with the first and the last."
     return sorted({*np.linspace(0, last, max(min(most, last+1), 2)).round().astype(int).tolist(), *(s for s in also if 0<=s<=last)})
 
 def run_of_steps(
@@ -153,17 +131,7 @@ def run_of_steps(
     steps:list, # Steps, ascending
     kept:dict # Name of a log -> lines to include in any case
 ): # Run as `read` takes it
-    """Return a run with some of its steps, also of several processes.
-
-    Args:
-        name: Name of a run
-        home: Folder of logs
-        steps: Steps, ascending
-        kept: Name of a log -> lines to include in any case
-
-    Returns:
-        Run as `read` takes it
-    """
+    "Return a run with some of its steps, also of several processes."
     def one(n): return SomeSteps(n, home, steps, kept.get(n, ()))
-    ranks = logs_of_ranks(name, home)
-    return RankedSource(name, {r: Source(one(n)) for r,n in ranks.items()}) if ranks and name not in kept else one(name)
+    ranks = rank_logs(name, home)
+    return Run(name, {r: open_log(one(n)) for r,n in ranks.items()}) if ranks and name not in kept else one(name)

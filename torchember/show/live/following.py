@@ -12,14 +12,15 @@ import numpy as np
 
 from ...ground.not_finite import counts, has_some
 from ...ground.record import beside_training, computed_in, line_of, load_row, restore
-from ...frames.logs import is_running, one_run, said_of
+from ...frames.handle import read_facts
+from ...frames.listing import is_running, try_describe_log
 from ..findings import OpenFindings
 from ..run_summary import trouble_sentence
 from ...sinks.sink import noted_numbers, not_noted
 from ...store.base import regular
-from ...store.jsonl import is_step
+from ...store.lines import is_step
 from ...store.lines import longest_line
-from ...store.parts import StoredBlock, blocks_of_run, held
+from ...store.parts import StoredBlock, blocks_of_run, summarize_parts
 from ...store.reading import path_of
 
 # %% ../../../nbs/60_show/91_following.ipynb #0e814425
@@ -46,14 +47,14 @@ class Tail:
 
     def next_block(self, most):
         "Return the next rows of the open parts and files."
-        if self.earlier is None: self.removed,self.earlier = held(self.path)['lines'],blocks_of_run(self.path, end=0)
+        if self.earlier is None: self.removed,self.earlier = summarize_parts(self.path)['lines'],blocks_of_run(self.path, end=0)
         for block in self.earlier:
             self.given += len(block)
             return block
         if self.file is None: self.file = open(self.path, 'rb', buffering=0, opener=regular)
         s = os.fstat(self.file.fileno())
         put_aside = not os.path.samestat(s, os.stat(self.path))
-        if put_aside and held(self.path)['lines']!=self.removed+s.st_size:
+        if put_aside and summarize_parts(self.path)['lines']!=self.removed+s.st_size:
             raise FileNotFoundError(f"{self.path} was replaced by another file.")
         self.at,self.size = min(self.at, s.st_size),s.st_size
         self.file.seek(self.at)
@@ -69,7 +70,7 @@ class Tail:
     def skip(self, done, rows):
         "Continue after `done` bytes and `rows` rows of the log."
         parts = None
-        while parts!=(parts := held(self.path)): # until the open file and the parts belong together
+        while parts!=(parts := summarize_parts(self.path)): # until the open file and the parts belong together
             self.close()
             self.file = open(self.path, 'rb', buffering=0, opener=regular)
         self.removed,self.given,self.at = parts['lines'],min(done, parts['lines']),max(done-parts['lines'], 0)
@@ -83,7 +84,7 @@ class Tail:
             f.seek(size-most)
             f.readline()
             at = f.tell()
-        self.skip(held(self.path)['lines']+at, None)
+        self.skip(summarize_parts(self.path)['lines']+at, None)
         return False
 
     def close(self):
@@ -94,7 +95,7 @@ class Tail:
 
     def was_compacted(self):
         "Return True if lines were moved from the file to parts since it was opened."
-        return held(self.path)['lines']>self.removed
+        return summarize_parts(self.path)['lines']>self.removed
 
     @property
     def is_behind(self):
@@ -216,7 +217,7 @@ class FollowedLog:
         if self.files and not may_have_grown(self.files[0], files[0]): self.restart()
         before,was_behind,self.files = self.about,self.is_behind,files
         self.read()
-        self.about = one_run(self.name, self.place)
+        self.about = try_describe_log(self.name, self.place)
         return self.about!=before or was_behind or self.is_behind
 
     def read(self):
@@ -250,7 +251,7 @@ class FollowedLog:
     @property
     def has_died(self):
         "True if the process of the run is gone without having ended the run."
-        base = said_of(self.name, self.place/'data')[0]
+        base = read_facts(self.name, self.place/'data')[0]
         return 'end' not in base and not is_running(base)
 
     @property

@@ -14,11 +14,13 @@ from shutil import get_terminal_size
 
 from ...ground.child import environment_of_child, interpreter_flags, path_of_child
 from ...ground.progress import in_notebook, in_terminal
-from ...frames.logs import goes_on, of_processes, of_rank, said_by
+from ...frames.handle import Run, open_run, rank_pattern, read_facts
+from ...frames.listing import may_continue
 from ...ground.needs import needs
 from ...ground.messages import EmberWarning, an, printable, warn
 from ..board.listing import Listing
-from ...store.jsonl import emberTracker, settle, tracker
+from ...store.jsonl import tracker
+from ...store.log import flush_logs
 
 # %% ../../../nbs/62_board/40_live_view.ipynb #5e6c5e03
 class Speed:
@@ -228,15 +230,7 @@ def screen_for(name):
 
 # %% ../../../nbs/62_board/40_live_view.ipynb #341c1dea
 class Live:
-    """A live view of a run. `close()` ends it; `seconds` is its CPU time.
-
-    Args:
-        home: Folder of logs
-        name: Function that returns the name of the run
-        screen: Where to show the run
-        every: Seconds between two looks, at least
-        is_wanted: Function that returns False to stop
-    """
+    "A live view of a run. `close()` ends it; `seconds` is its CPU time."
     share,credit = .05,1. # share of a core that drawing may take; seconds of CPU time in advance
 
     def __init__(self,
@@ -307,12 +301,7 @@ class Live:
         last:bool=True, # True to draw what has come since the last picture
         patience:float=60. # Seconds to wait for the last picture
     ):
-        """Draw the last picture, and end.
-
-        Args:
-            last: True to draw what has come since the last picture
-            patience: Seconds to wait for the last picture
-        """
+        "Draw the last picture, and end."
         # in a forked process it is not alive
         if not self.thread.is_alive() or threading.current_thread() is self.thread: return
         self.closing,self.dropped = True,self.dropped or not last
@@ -343,7 +332,7 @@ def close_shown():
     "Draw the last pictures when the process ends."
     for v in list(shown):
         try:
-            settle(v.home/'log')
+            flush_logs(v.home/'log')
             v.close(patience=10.)
         except Exception as e: print(printable(f"torchember: {e}"), file=sys.stderr)
 
@@ -370,17 +359,21 @@ def live(
     views = getattr(run, 'views', None)
     if wait and views is not None and run.armed:
         raise ValueError("live(te, wait=True) would wait for a training that begins only after the call. Leave wait out: te.live().")
-    if several := of_processes(run, home): run = several.sources[min(several.sources)].t
-    t = run.t if hasattr(run, 't') else run if isinstance(run, tracker) else emberTracker(run, home) if isinstance(run, str) else None
+    several = None
+    if isinstance(run, str|Run):
+        run = open_run(run, home)
+        several = run if run.is_ranked else None
+        run = run.logs[run.ranks[0]].t if several else run.t
+    t = run.t if hasattr(run, 't') else run if isinstance(run, tracker) else None
     if not isinstance(t, tracker): raise TypeError(f"live shows a torchEmber, its te.t, or a run by its name, not {an(run)}.")
-    if views is None: t.there()
+    if views is None: t.require_exists()
     for v in views or (): v.close(last=False)
     ref,file = weakref.ref(t if views is None else run),t.file
-    is_recorded_here = t.source is not None and 'end' not in said_by(t)[0]
+    is_recorded_here = t.source is not None and 'end' not in read_facts(t.fname, t.data)[0]
     def name(): # of all ranks; before the first row, the name may still change
-        return several.name if several else m[1] if is_recorded_here and (m := of_rank.fullmatch(file.path.name)) else file.path.name
+        return several.name if several else m[1] if is_recorded_here and (m := rank_pattern.fullmatch(file.path.name)) else file.path.name
     view = Live(t.dir, name, screen_for(name()), every, (lambda: ref() is not None) if is_recorded_here else lambda: True)
     if views is not None: views.append(view)
     view.begin()
-    if wait or wait is None and views is None and goes_on(base := said_by(t)[0]) and base.get('pid')!=os.getpid(): view.wait()
+    if wait or wait is None and views is None and may_continue(base := read_facts(t.fname, t.data)[0]) and base.get('pid')!=os.getpid(): view.wait()
     return view

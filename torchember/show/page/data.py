@@ -14,10 +14,13 @@ from pathlib import Path
 import numpy as np
 
 from ...ground.progress import progress
-from ...frames.logs import about, about_ranks, no_rows, of_processes, read, said_by, structure_of, tracker_of
+from ...frames.choice import no_rows_message
+from ...frames.listing import describe_log, describe_ranks
+from ...frames.handle import open_run, read_facts
+from ...frames.logs import read
 from ...ground.messages import printable
 from ...ground.record import computed_in
-from ...health.diagnose import as_table, chosen_rules, found_by, history_of, ordered
+from ...health.diagnose import findings_table, choose_rules, run_rules, load_history, order_findings
 from ...measure.exponents import limits, with_counts
 from ..run_summary import first_trouble, loss_curve, logged_names, trouble_sentence, pick_stat
 from ..missing import selected_parameters, parameters_of_run, insert_missing, untrained_reasons, add_missing
@@ -172,10 +175,10 @@ def check_health(
     "Return the findings of the rules for a page."
     failed = []
     try:
-        rules,h = chosen_rules('default'),history_of(rows_by_module(run if table is None else table) if is_table(run) else run, df=rows)
+        rules,h = choose_rules('default'),load_history(rows_by_module(run if table is None else table) if is_table(run) else run, df=rows)
         fails = lambda r, e: failed.append(f"The rule {r.name} failed: {short_text(f'{type(e).__name__}: {e}', 200)}")
-        found = ordered(found_by(rules, h, fails), rules, len(h.steps))
-        findings = as_table(found, h, rules)
+        found = order_findings(run_rules(rules, h, fails), rules, len(h.steps))
+        findings = findings_table(found, h, rules)
         unseen = [[short_text(what), short_text(how)] for what,how in findings.missing]
         return {**nest_findings(found), 'looked': short_text(findings.looked), 'unseen': unseen, 'failed': failed}
     except Exception as e:
@@ -215,7 +218,7 @@ def page_of(
     "Convert a run to JSON for a page."
     every = None if is_table(run) else read(run_of(run)) # rules need all rows
     table = rows_to_draw(run, rows=every) if ttype is None else rows_to_draw(run, ttype=[*ttypes_asked(ttype), 'scalar'])
-    if not len(table): raise ValueError(no_rows(name_of_run(table) or 'The table'))
+    if not len(table): raise ValueError(no_rows_message(name_of_run(table) or 'The table'))
     scalar = has_ttype(table, 'scalar')
     tensors = table[~scalar]
     if not len(tensors) and not scalar.any():
@@ -279,19 +282,19 @@ def describe_run(run, table):
     name = Path(run).name if isinstance(run, str|os.PathLike) and os.sep in str(run) else name_of_run(table)
     out = {'name': name or 'A table', 'model': root_name(table), 'rows': len(table), 'steps': len(np.unique(steps)),
         'first': int(steps.min()), 'last': int(steps.max())}
-    t = tracker_of(run)
-    structure = structure_of(run)
-    if t is None: return out | (describe_ranks(whole) if (whole := of_processes(run)) else {}), structure
-    base = said_by(t)[0]
-    try: about_run = about(t.fname, t.dir)
+    run = open_run(run)
+    structure,t = run.structure(),run.t
+    if t is None: return out | (describe_ranked_run(run) if run.is_ranked else {}), structure
+    base = read_facts(t.fname, t.data)[0]
+    try: about_run = describe_log(t.fname, t.dir)
     except OSError: about_run = {}
     known = {'model': about_run.get('model') or out['model'], 'size': about_run.get('size'), 'running': about_run.get('running', False),
         **{k: about_run.get(k) or base.get(k) for k in ('start', 'end')}, **{k: base.get(k) for k in ('seconds', 'share', 'user')}}
     return out | {k: v for k,v in known.items() if v is not None}, structure
 
-def describe_ranks(source):
+def describe_ranked_run(source):
     "Return the metadata of a run of several processes."
-    about_run,bases = about_ranks(source),[said_by(s.t)[0] for s in source.sources.values()]
+    about_run,bases = describe_ranks(source),[read_facts(log.name, log.t.data)[0] for log in source.logs.values()]
     known = {k: about_run.get(k) for k in ('model', 'ranks', 'size', 'running', 'start', 'end')} | {'user': bases[0].get('user'),
         'seconds': max((b['seconds'] for b in bases if 'seconds' in b), default=None)}
     return {k: v for k,v in known.items() if v is not None}
