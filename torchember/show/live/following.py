@@ -153,7 +153,7 @@ def part_rows(part, all_finite):
 def part_rows_at(part, at):
     "Return the rows of a part at some positions."
     block,every = StoredBlock(part, at),part.layouts.keys()
-    columns = {k: block[k] for l in block.layouts_there for k in every[l]}
+    columns = {k: block[k] for l in set(block.layout.tolist()) for k in every[l]}
     rows = [{k: columns[k][i] for k in every[l]} for i,l in enumerate(block.layout)]
     for r in rows: restore(r) if 'nonfinite' in r else None
     return [r for r in rows if is_step(r.get('step')) and isinstance(r.get('ttype'), str)]
