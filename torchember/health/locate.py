@@ -209,7 +209,8 @@ def variable_name(x, last):
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e23
 allocates = re.compile(r'aten\.(new_)?empty(_like|_strided|_permuted)?$|aten\.resize_$') # the result is uninitialized memory
-overwrites = {f'aten.{n}_' for n in 'copy fill zero normal uniform random bernoulli exponential log_normal cauchy geometric'.split()} # do not read the old values
+# operations that write without reading the old values
+overwrites = {f'aten.{n}_' for n in 'copy fill zero normal uniform random bernoulli exponential log_normal cauchy geometric'.split()}
 on_lists = re.compile(r'\._(foreach|fused|amp_foreach)_') # work on lists of tensors, element by element
 
 class Read(NamedTuple):
@@ -619,7 +620,7 @@ def locate(
     step_fn, # Called once, without arguments: forward, backward and optimizer step of your loop. First restore model, optimizer, batch and seed
     model=None # The root module, if paths shall not begin at the outermost module that runs
 ) -> Located:
-    """Run a step again, from the state that you restored, and name the operation that first makes a NaN or an infinity. An armed ember does not record this step.
+    """Run a step again, from the restored state, and name the operation that first makes a NaN or an infinity. An armed ember does not record it.
 
     Args:
         step_fn: Called once, without arguments: forward, backward and optimizer step of your loop. First restore model, optimizer, batch and seed

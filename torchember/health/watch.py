@@ -266,7 +266,8 @@ class RuleWatch:
         self.has_new = self.is_asked = self.had_trouble = False # rows since the last look; a look was requested; a value was not finite
         self.expected = Expected(tupled) # columns of the last look, which make the next one faster
         seconds = recording or (lambda: t.file.seconds)
-        self.listening = listen_to_run(t, self.hear, 'rules of health', convert=lambda lines: lines, accepts=lambda rows, lines: self.keep(rows, lines, seconds))
+        def keep(rows, lines): return self.keep(rows, lines, seconds)
+        self.listening = listen_to_run(t, self.hear, 'rules of health', convert=lambda lines: lines, accepts=keep)
 
     seconds = property(lambda self: self.pace.took, doc="CPU seconds of all looks.")
 

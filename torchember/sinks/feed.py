@@ -223,8 +223,8 @@ class Feed:
         if self.why is not None: return
         self.why = why
         at = '' if step is None else f' step {step}'
-        say_soon(self.t.file, f"{self.name} did not get{at or ' all steps'}: {why}. The training continues, and the run has everything: {self.replay_call} sends "
-            "the missing steps. This is reported once.")
+        say_soon(self.t.file, f"{self.name} did not get{at or ' all steps'}: {why}. The training continues, and the run has everything: "
+            f"{self.replay_call} sends the missing steps. This is reported once.")
 
     @property
     def replay_call(self):

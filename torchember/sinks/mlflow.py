@@ -80,7 +80,7 @@ class MLflow(Sink):
             self.mlflow.MlflowClient(self.uri)
         self.begin()
 
-    mlflow = property(lambda self: needs('mlflow', for_='The sink mlflow'), doc="The library. It is no attribute, because a sink can be pickled and a library cannot.")
+    mlflow = property(lambda self: needs('mlflow', for_='The sink mlflow'), doc="The library, a property because a library cannot be pickled.")
 
     def begin(self):
         "Reset the state between two runs."

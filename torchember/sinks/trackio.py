@@ -46,7 +46,7 @@ class Trackio(Sink):
         self.given,self.project = run or self.trackio.context_vars.current_run.get(),project
         self.begin()
 
-    trackio = property(lambda self: needs('trackio', for_='The sink trackio'), doc="The library. It is no attribute, because a sink can be pickled and a library cannot.")
+    trackio = property(lambda self: needs('trackio', for_='The sink trackio'), doc="The library, a property because a library cannot be pickled.")
     store = property(lambda self: self.trackio.SQLiteStorage, doc="The database of runs on this machine.")
 
     def begin(self):

@@ -35,7 +35,7 @@ class Wandb(Sink):
         self.given,self.project,self.commits = run or self.wandb.run,project,commit
         self.begin()
 
-    wandb = property(lambda self: needs('wandb', for_='The sink wandb'), doc="The library. It is no attribute, because a sink can be pickled and a library cannot.")
+    wandb = property(lambda self: needs('wandb', for_='The sink wandb'), doc="The library, a property because a library cannot be pickled.")
 
     def begin(self):
         "Reset the state between two runs."
