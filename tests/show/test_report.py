@@ -311,7 +311,7 @@ def test_a_finding_leads_to_its_tensor_by_click_and_by_keyboard(chromium, tmp_pa
         assert health.locator('> ul > li').count()==3 and health.locator('> details > summary').all_inner_texts()==['and 1 more', '1 note']
         one = health.locator('> ul > li').first
         assert one.locator('> button code').all_inner_texts()==['3.weight'] and one.locator('> button').inner_text()=='error 3.weight is `odd'
-        expect(one.locator('> p')).to_have_text('Try: Divide lr. Look: updates(run)')
+        expect(one.locator('> p')).to_have_text('Try: Divide lr. Plot: updates(run)')
         page.fill('#search', 'nothing')
         one.locator('> button').click()
         drawn(page)

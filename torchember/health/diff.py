@@ -320,7 +320,8 @@ def diff(
     noted = compare_noted(pairs, d, eps, pairs.steps, rtol)
     check_common(pairs, d, noted)
     t = difference_table(pairs, d, may, noted)
-    return Difference((first, second), t.drop(columns='pair'), first_difference(t, pairs, at), describe_unmatched(pairs, formats, differ), find_missing(pairs))
+    row = first_differing_row(t, pairs, at)
+    return Difference((first, second), t.drop(columns='pair'), row, describe_unmatched(pairs, formats, differ), find_missing(pairs))
 
 # %% ../../nbs/55_health/80_diff.ipynb #f2f50f92
 def mark_pairs(d, stat, where, values, far=np.inf):
@@ -332,7 +333,7 @@ def mark_pairs(d, stat, where, values, far=np.inf):
         for i in np.flatnonzero(where): column[i] = v[i]
         setattr(d, side, column)
 
-def first_difference(t, pairs, at):
+def first_differing_row(t, pairs, at):
     "Return the row of the first difference: a tensor, or a noted number of an earlier step. None if there is none."
     step = np.inf if at is None else pairs.step[at]
     noted = t[(t['ttype']=='scalar') & (t['distance']>t['tolerance']) & (t['step']<step)]

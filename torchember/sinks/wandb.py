@@ -59,7 +59,7 @@ class Wandb(Sink):
         return f'torchember/{key}/step' if key.startswith('scalar/') else 'torchember/eval_step' if key.startswith('eval/') else self.axis
 
     def note_row(self):
-        "Which row W&B is at: in another one nothing of ours stands yet"
+        "Notice whether W&B has begun another row, in which none of our numbers are yet."
         row = None if getattr(getattr(self.run, 'settings', None), 'mode', '')=='shared' else getattr(self.run, 'step', None)
         if row==self.row: return
         self.ended.update(step for step,_ in self.open_row.values())
