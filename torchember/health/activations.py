@@ -113,12 +113,7 @@ def dead_units(
     h, # A `History`
     share:float=.98 # Share of zeros of a layer, if it is recorded
 ):
-    """A layer whose output is zero for the whole batch up to the end: after a ReLU no gradient passes, so the layer cannot recover
-
-    Args:
-        h: A `History`
-        share: Share of zeros of a layer, if it is recorded
-    """
+    "A layer whose output is zero for the whole batch up to the end: after a ReLU no gradient passes, so the layer cannot recover"
     tensors = {}
     for s in h.series('input', 'output'): tensors.setdefault((s.ttype, s.path), []).append(s)
     zeros = [(ss[0], at) for ss in tensors.values() if (at := find_zeros(h, ss)) is not None]
@@ -182,12 +177,7 @@ def saturated(
     h, # A `History`
     slope:float=.05 # Mean slope, as a share of the slope at zero
 ):
-    """An activation at its ends, where its slope is near zero
-
-    Args:
-        h: A `History`
-        slope: Mean slope, as a share of the slope at zero
-    """
+    "An activation at its ends, where its slope is near zero"
     found = [f for s in h.series('output', 'input') if (f := find_saturation(h, s, slope))]
     if not found: return
     s,at,kind,left = min(found, key=lambda f: (f.s.steps[f.at], f.s.order))
@@ -278,13 +268,7 @@ def attention(
     logit:float=30., # Standard deviation of the input of a softmax
     peak:float=.97 # Sum of the squares of a row of attention weights
 ):
-    """Attention to one position only: softmax rows with a single large number, or queries and keys that are too large
-
-    Args:
-        h: A `History`
-        logit: Standard deviation of the input of a softmax
-        peak: Sum of the squares of a row of attention weights
-    """
+    "Attention to one position only: softmax rows with a single large number, or queries and keys that are too large"
     yield from islice(chain(find_peaked_rows(h, peak), find_large_weights(h, logit), find_large_products(h, logit)), 1)
 
 # %% ../../nbs/55_health/40_activations.ipynb #06f41c23
@@ -336,12 +320,7 @@ def collapse(
     h, # A `History`
     small:float=1e-3 # Standard deviation of an output, relative to the first steps
 ):
-    """Outputs that become equal for every input
-
-    Args:
-        h: A `History`
-        small: Standard deviation of an output, relative to the first steps
-    """
+    "Outputs that become equal for every input"
     found = [(s, at) for path,s in h.outputs.items() if (at := find_equal_outputs(h, path, s, small)) is not None]
     if not found:
         yield from islice(find_posterior_collapse(h), 1)

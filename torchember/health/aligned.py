@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..frames.logs import of_right_types
+from ..frames.tables import clean_types
 from ..ground.record import computed_in
 from ..ground.messages import printable, unknown
 from ..ground.needs import needs
@@ -43,13 +43,7 @@ def common_names(df):
 
 # %% ../../nbs/55_health/78_aligned.ipynb #654421ee
 class ComparedRun:
-    """One of two runs: rows of its tensors, and its noted numbers.
-
-    Args:
-        df: Rows, as `read` returns them
-        name: Name of the run
-        paths: Path of a module -> path in the other run: a dict or a function. None leaves a module out
-    """
+    "One of two runs: rows of its tensors, and its noted numbers."
     def __init__(self,
         df, # Rows, as `read` returns them
         name:str, # Name of the run
@@ -59,7 +53,7 @@ class ComparedRun:
             raise ValueError("diff compares rows of a run, with the columns step, ttype, path and tname. "
                 f"This table has {', '.join(map(str, df.columns[:6]))}. "
                 "Use a table from read(run).")
-        self.own,df = user_statistics(df),of_right_types(df)
+        self.own,df = user_statistics(df),clean_types(df)
         ttype = df['ttype'].astype(object).to_numpy()
         self.name,self.noted = printable(name, 80),{n.name: n for n in noted_series(df[ttype=='scalar'])} if (ttype=='scalar').any() else {}
         self.noted = {n: v for n,v in self.noted.items() if computed_in(n)!='grad_norm'} # gradients are compared directly
@@ -91,12 +85,7 @@ def user_statistics(df):
 
 # %% ../../nbs/55_health/78_aligned.ipynb #6609f108
 class RowPairs:
-    """Pairs of rows of the same tensor and step, in the order of the first run. `at`: positions of the rows in each run.
-
-    Args:
-        a, b: The two runs
-        common: True to compare names that do not depend on the framework
-    """
+    "Pairs of rows of the same tensor and step, in the order of the first run. `at`: positions of the rows in each run."
     def __init__(self,
         a:ComparedRun, b:ComparedRun, # The two runs
         common:bool=False # True to compare names that do not depend on the framework

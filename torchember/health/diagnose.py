@@ -12,7 +12,7 @@ from html import escape
 
 import numpy as np
 
-from ..frames.logs import parameters_of, read, structure_of
+from ..frames.handle import open_run
 from ..ground.messages import an, printable, unknown, warn
 from ..ground.needs import needs
 from ..store.table import activations_in
@@ -203,11 +203,7 @@ def diagnose(
     return findings_table(order_findings(run_rules(rules, h), rules, len(h.steps)), h, rules)
 
 def run_rules(rules, h, fails=None): # fails: function of a rule and its exception
-    """Return the findings of some rules. A rule that fails is reported, and the others continue.
-
-    Args:
-        fails: function of a rule and its exception
-    """
+    "Return the findings of some rules. A rule that fails is reported, and the others continue."
     found,names = [],{r.name for r in rules}
     for r in rules:
         try: found += [f for f in r(h) if f['rule']==r.name or f['rule'] not in names] # a finding of the rule replaces the row of an earlier finding
@@ -224,13 +220,8 @@ def findings_table(found, h, rules):
     return out
 
 def load_history(run, home=None, df=None): # df: rows of the run, if they were read
-    """Return the `History` of a run.
-
-    Args:
-        df: rows of the run, if they were read
-    """
-    pd = needs('pandas', for_='diagnose')
+    "Return the `History` of a run."
+    needs('pandas', for_='diagnose')
     if isinstance(run, History): return run
-    if isinstance(run, pd.DataFrame): return History(run, (), str(run.attrs.get('run', '')))
-    if df is None: df = read(run, home=home)
-    return History(df, parameters_of(run, home), getattr(getattr(run, 't', run), 'fname', str(run)), activations_in(structure_of(run, home)))
+    run = open_run(run, home)
+    return History(run.table() if df is None else df, run.parameters(), run.name, activations_in(run.structure()))

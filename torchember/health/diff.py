@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..frames.logs import Choice, read
+from ..frames.choice import Choice
+from ..frames.handle import open_run
 from ..ground.messages import an, printable
 from ..ground.record import computed_in
 from ..ground.needs import needs
@@ -153,15 +154,7 @@ def find_missing(pairs):
     return [f"{t} {printable(n, 60)} of {f'`{printable(p, 60)}`' if p else 'the model'}" for p,t,n,_ in pairs.alone[0]]
 
 class Difference:
-    """The result of `diff`. It is true if the runs differ, and prints as one sentence.
-
-    Args:
-        names: Names of the two runs
-        table: `Difference.table`
-        first: Row of the first difference, or None
-        notes: Sentences about what was not compared
-        lacking: Tensors that only the first run has in common steps, in words
-    """
+    "The result of `diff`. It is true if the runs differ, and prints as one sentence."
     def __init__(self,
         names:tuple, # Names of the two runs
         table, # `Difference.table`
@@ -200,14 +193,7 @@ class Difference:
     def plot(self,
         ax=None # Axes to draw into
     ): # matplotlib Axes
-        """Plot how the difference grows.
-
-        Args:
-            ax: Axes to draw into
-
-        Returns:
-            matplotlib Axes
-        """
+        "Plot how the difference grows."
         from torchember import differences # `show` imports this Python module, so it is imported at first use
         return differences(self, ax=ax)
 
@@ -241,15 +227,16 @@ def load_rows(run, home, name):
     pd = needs('pandas', for_='diff')
     if isinstance(run, pd.DataFrame): return run, str(run.attrs.get('run', name))
     if is_kept_file(run): return (df := read_kept(run)), str(df.attrs.get('run', run))
-    return read(run, home=home), str(getattr(getattr(run, 't', run), 'fname', run))
+    run = open_run(run, home)
+    return run.table(), run.name
 
 def filter_rows(df, path, ttype):
     "Return the rows of some paths and tensor types. Noted numbers stay if no tensor types are given."
     if path is None and ttype is None: return df
     choice,kept = Choice(path, ttype),np.ones(len(df), bool)
     is_noted = (df['ttype'].astype(object)=='scalar').to_numpy(bool)
-    for name in choice.asked:
-        wanted = choice.keeps(name, df[name].astype(object).dropna().unique())
+    for name in choice.conditions:
+        wanted = choice.select(name, df[name].astype(object).dropna().unique())
         kept &= df[name].astype(object).isin(wanted).to_numpy() | is_noted & (name=='path')
     return df[kept]
 

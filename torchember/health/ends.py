@@ -15,11 +15,7 @@ from ..store.reading import path_of
 def died(
     h # A `History`
 ):
-    """A process that was killed, crashed, or ended by an exception, with step and module. An 'info' if the run continued afterwards
-
-    Args:
-        h: A `History`
-    """
+    "A process that was killed, crashed, or ended by an exception, with step and module. An 'info' if the run continued afterwards"
     for r in (r for r in h.reported if r['rule']=='died'):
         step,last = int(r['step']),int(h.steps[-1]) if len(h.steps) else -1
         goes_on = last>step
@@ -33,11 +29,7 @@ def died(
 def recording(
     h # A `History`
 ):
-    """Warnings of the recorder during the training, such as an optimizer that was created again, and findings of rules that only the training program had
-
-    Args:
-        h: A `History`
-    """
+    "Warnings of the recorder during the training, such as an optimizer that was created again, and findings of rules that only the training program had"
     last = {} # a warning of several processes is one finding
     for r in h.reported:
         if r['rule']!='died': last[tuple(str(r.get(k)) for k in ('rule', 'path', 'of', 'pname', *(['text'] if r['rule']=='recording' else [])))] = r

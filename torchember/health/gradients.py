@@ -78,14 +78,7 @@ def vanishing_gradient(
     over_time:float=1e-6, # Size of a gradient over that at the start, below which it vanishes
     least:int=4 # Least number of layers to compare depths
 ):
-    """Gradients that vanish on their way back through the layers, or during the training
-
-    Args:
-        h: A `History`
-        depth: Size of a gradient over that of the last layers, below which it vanishes
-        over_time: Size of a gradient over that at the start, below which it vanishes
-        least: Least number of layers to compare depths
-    """
+    "Gradients that vanish on their way back through the layers, or during the training"
     gs = {k: s for k,s in h.matrices.items() if len(s)>=20 and 'Embedding' not in s.kind}
     size,lost = find_vanishing(gs, depth, least)
     if lost:
@@ -204,15 +197,7 @@ def exploding_gradient(
     huge:float=1e3, # Norm at the start that is huge if the loss suffers
     steep:float=100. # Percent by which the loss changes at most if a weight changes by 1%
 ):
-    """Gradients that grow from layer to layer or from step to step, and harm the loss
-
-    Args:
-        h: A `History`
-        jump: Norm over the usual one, after which the training does not recover
-        depth: Size in the first layers over that in the last layers
-        huge: Norm at the start that is huge if the loss suffers
-        steep: Percent by which the loss changes at most if a weight changes by 1%
-    """
+    "Gradients that grow from layer to layer or from step to step, and harm the loss"
     gs = {k: s for k,s in h.matrices.items() if len(s)>2}
     if not gs: return
     if found := find_growth_with_depth(h, gs, depth): yield found; return
@@ -267,14 +252,7 @@ def gradient_spike(
     times:float=100., # Factor above the usual size, in one layer
     all_of_them:float=1000. # Factor above the usual norm, in all layers
 ):
-    """A single step in which a gradient is far from its usual size
-
-    Args:
-        h: A `History`
-        alone: Factor above the usual size, relative to the other layers
-        times: Factor above the usual size, in one layer
-        all_of_them: Factor above the usual norm, in all layers
-    """
+    "A single step in which a gradient is far from its usual size"
     gs = {k: s for k,s in h.matrices.items() if len(s)>=8 and not s.skipped.any()}
     if len(gs)<2: return
     common = sorted(set.intersection(*(set(s.steps.tolist()) for s in gs.values())))
@@ -321,13 +299,7 @@ def gradients_add_up(
     first:int=6, # Steps to compare
     many:float=.4 # Least share of such gradients
 ):
-    """Gradients that are never set to zero: each step adds its gradients to the earlier ones
-
-    Args:
-        h: A `History`
-        first: Steps to compare
-        many: Least share of such gradients
-    """
+    "Gradients that are never set to zero: each step adds its gradients to the earlier ones"
     gs = {k: s for k,s in h.grads.items() if len(s)>=max(10, first+2) and 'Embedding' not in s.kind}
     gs = {k: s for k,s in gs.items() if k not in h.without_optimizer} # an optimizer sets only its own gradients to zero
     if not gs or not has_each_step(h, gs, first): return

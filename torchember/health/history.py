@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..frames.logs import of_right_types
+from ..frames.tables import clean_types
 from ..ground.record import beside_training
 from ..measure.summary import derived
 from .finding import median
@@ -158,14 +158,7 @@ def correct_entry(p, h):
 
 # %% ../../nbs/55_health/10_history.ipynb #49f48f26
 class History:
-    """A run as rules see it: series of tensors, order of the modules, noted numbers, and entries of the parameters.
-
-    Args:
-        df: Rows, as `read` returns them
-        parameters: Entries of the parameters: `store.parameters.entry`
-        name: Name of the run in sentences
-        activations: Path -> class of the activation that a module applies to its own output, see `activations_in`
-    """
+    "A run as rules see it: series of tensors, order of the modules, noted numbers, and entries of the parameters."
     def __init__(self,
         df, # Rows, as `read` returns them
         parameters=(), # Entries of the parameters: `store.parameters.entry`
@@ -174,7 +167,7 @@ class History:
     ):
         if len(df) and not {'step', 'ttype'}<=set(df.columns):
             raise ValueError(f"The rows of a run have the columns step and ttype, as read(run) gives them; these have {', '.join(map(str, df.columns[:6]))}.")
-        df = of_right_types(df)
+        df = clean_types(df)
         self.name,self.noted_parameters,self.activations = name,list(parameters),activations or {}
         ttype = df['ttype'].astype(object).to_numpy() if len(df) else np.zeros(0, object)
         self.noted = list(noted_series(df[ttype=='scalar'])) if 'scalar' in ttype else []
@@ -192,12 +185,7 @@ class History:
         *ttypes:str, # Tensor types
         evaluated:bool=False # True for series of evaluations instead of training passes
     ) -> list:
-        """Return the series of some tensor types, in the order of calls.
-
-        Args:
-            *ttypes: Tensor types
-            evaluated: True for series of evaluations instead of training passes
-        """
+        "Return the series of some tensor types, in the order of calls."
         return [s for s in (self.evaluated if evaluated else self.trained) if s.ttype in ttypes]
 
     @cached_property

@@ -521,15 +521,7 @@ nothing_left = ("No NaN or infinity is left after this step. Did model, optimize
 class Located:
     """The result of `locate`. It prints as sentences, and is true if an operation was found.
 
-    The attributes `op, made, count, tensor, inputs, output` describe the operation, and `phase, path, kind, node, file, line, text` its place.
-
-    Args:
-        origin: An `Origin`; None if nothing was found
-        names: `TensorNames` of the step
-        reached: Names of results that contain the bad values
-        of: Intended infinities that became NaN here
-        notes: Further sentences
-    """
+    The attributes `op, made, count, tensor, inputs, output` describe the operation, and `phase, path, kind, node, file, line, text` its place."""
     op,made,count,tensor,inputs,output = (property(attrgetter(f'cause.{n}')) for n in Cause._fields)
     phase,path,kind,node,file,line,text = (property(attrgetter(f'place.{n}')) for n in Whereabouts._fields)
 

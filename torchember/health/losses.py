@@ -51,13 +51,7 @@ def diverging(
     times:float=3., # Factor above the loss at the start
     largest:float=10. # Factor above the output of the model at the start
 ):
-    """A loss that grows: at the end it is several times its start, or the output of the model has grown with it
-
-    Args:
-        h: A `History`
-        times: Factor above the loss at the start
-        largest: Factor above the output of the model at the start
-    """
+    "A loss that grows: at the end it is several times its start, or the output of the model has grown with it"
     p = h.progress
     if p.verdict!='rises' or p.start<=0: return
     out = model_output(h)
@@ -99,13 +93,7 @@ def loss_rises(
     share:float=.8, # Share of the steps in which weights move along their gradients
     least:int=20 # Least number of steps
 ):
-    """A loss that is maximized: weights move along their gradients, or the loss rises steadily from the first step on
-
-    Args:
-        h: A `History`
-        share: Share of the steps in which weights move along their gradients
-        least: Least number of steps
-    """
+    "A loss that is maximized: weights move along their gradients, or the loss rises steadily from the first step on"
     if found := find_ascent(h, share, least): yield found; return
     p = h.progress
     if p.verdict!='rises' or not rises_steadily(p) or h.has_large_first_steps: return
@@ -131,12 +119,7 @@ def loss_below(
     h, # A `History`
     times:float=5. # Factor of the start (or of 1) by which a loss of unknown kind is below zero
 ):
-    """A loss below its minimum
-
-    Args:
-        h: A `History`
-        times: Factor of the start (or of 1) by which a loss of unknown kind is below zero
-    """
+    "A loss below its minimum"
     p = h.progress
     if enough_losses(p, 10) is None or p.verdict=='means nothing': return
     v,name,out = running_median(p.values),p.loss.name.lower(),model_output(h)
@@ -208,13 +191,7 @@ def loss_stalls(
     least:int=30, # Least number of steps; below twice as many, the finding is an 'info'
     close:float=.03 # Share by which a loss may differ from that of guessing
 ):
-    """A loss that does not fall
-
-    Args:
-        h: A `History`
-        least: Least number of steps; below twice as many, the finding is an 'info'
-        close: Share by which a loss may differ from that of guessing
-    """
+    "A loss that does not fall"
     p = h.progress
     if enough_losses(p, least) is None: return
     if found := find_double_softmax(h, p) or find_double_sigmoid(h, p) or find_relu_logits(h, p): yield found; return
@@ -253,13 +230,7 @@ def loss_spike(
     times:float=10., # Factor above the usual loss before it
     part:float=.5 # Least size, as a share of the loss at the start
 ):
-    """A loss, or a few, far above those around it
-
-    Args:
-        h: A `History`
-        times: Factor above the usual loss before it
-        part: Least size, as a share of the loss at the start
-    """
+    "A loss, or a few, far above those around it"
     p = h.progress
     if enough_losses(p, 12) is None or p.verdict in ('means nothing', 'rises') or (found := find_loss_jump(p, times, part)) is None: return
     i,usual = found
@@ -304,12 +275,7 @@ def same_data(
     h, # A `History`
     least:int=8 # Least number of steps
 ):
-    """The same batch in each step, or data with a single value
-
-    Args:
-        h: A `History`
-        least: Least number of steps
-    """
+    "The same batch in each step, or data with a single value"
     ins = [s for s in h.series('input') if s.path in h.graph.first_modules and len(s)>=least and 'mean' in s]
     own = [s for s in ins if s.path in h.graph.data_modules]
     for s in own:

@@ -132,13 +132,7 @@ def batch_norm(
     away:float=4., # Factor between the sizes in evaluation and in training
     least:int=30 # Steps in which running statistics are still late
 ):
-    """Batch normalization that does not normalize, or whose running statistics do not fit the batches, so that the model differs in evaluation
-
-    Args:
-        h: A `History`
-        away: Factor between the sizes in evaluation and in training
-        least: Steps in which running statistics are still late
-    """
+    "Batch normalization that does not normalize, or whose running statistics do not fit the batches, so that the model differs in evaluation"
     for path in h.graph.calls:
         kind = h.kinds.get(path, '')
         if 'BatchNorm' not in kind: continue
@@ -189,12 +183,7 @@ def train_eval(
     h, # A `History`
     away:float=3. # Factor between the sizes in evaluation and in training
 ):
-    """A model whose values differ between training and evaluation: other data, or a Dropout or normalization that behaves differently
-
-    Args:
-        h: A `History`
-        away: Factor between the sizes in evaluation and in training
-    """
+    "A model whose values differ between training and evaluation: other data, or a Dropout or normalization that behaves differently"
     yield from islice(find_missing_train_call(h), 1)
     found = [f for s in h.series('output', 'input', evaluated=True) if (f := compare_with_training(h, s, away))]
     if not found: return

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..frames.logs import marks_at_end
+from ..frames.tables import mark_columns
 from ..ground.needs import needs
 from ..ground.not_finite import counts
 from ..ground.record import computed, computed_in, identity, of_pieces, optional
@@ -59,7 +59,7 @@ class SeriesColumns:
     @cached_property
     def user_columns(self):
         "Names of the columns that the user's functions have computed. Marks, such as an epoch, are left out."
-        not_computed = {*row_columns, *marks_at_end(self.df)}
+        not_computed = {*row_columns, *mark_columns(self.df)}
         return [c for c in self.df.columns if c not in not_computed and self.df[c].dtype.kind in 'iufb']
 
     shapes = cached_property(lambda self: self.objects('shape'))
@@ -87,14 +87,7 @@ class SeriesKey(NamedTuple):
     module: str|None # display name
 
 class Series:
-    """The statistics of one tensor over the steps. `s['max']` has one number per step, with NaN for missing ones. `'max' in s` is True if there is any.
-
-    Args:
-        rows: A `SeriesColumns`
-        at: Slice of this series
-        key: A `SeriesKey`
-        order: Position among all series, in the order of calls
-    """
+    "The statistics of one tensor over the steps. `s['max']` has one number per step, with NaN for missing ones. `'max' in s` is True if there is any."
     def __init__(self,
         rows, # A `SeriesColumns`
         at:slice, # Slice of this series

@@ -77,14 +77,7 @@ def update_too_large(
     growth:float=10., # Growth of a weight that counts as harm if there is no loss
     many:float=.34 # Least share of such weights
 ):
-    """Updates as large as the weights: one step overwrites what was learned
-
-    Args:
-        h: A `History`
-        ratio: Size of an update over that of its weight, above which it is too large
-        growth: Growth of a weight that counts as harm if there is no loss
-        many: Least share of such weights
-    """
+    "Updates as large as the weights: one step overwrites what was learned"
     if len(h.steps)<12: ratio = max(ratio, 2.) # the first few steps show little
     moves = select_moves({k: adjust_small_weights(m) for k,m in relative_moves(h).items()}, ratio)
     if not moves: return
@@ -192,15 +185,7 @@ def update_too_small(
     least:int=20, # Least number of steps
     many:float=.8 # Least share of such weights
 ):
-    """Updates that hardly change a weight: a learning rate that is too small, or a schedule that ends before the loss has fallen
-
-    Args:
-        h: A `History`
-        ratio: Size of an update over that of its weight, below which it is too small
-        drop: Size of an update over the largest one before, below which a schedule has ended
-        least: Least number of steps
-        many: Least share of such weights
-    """
+    "Updates that hardly change a weight: a learning rate that is too small, or a schedule that ends before the loss has fallen"
     moves = {k: m for k,m in relative_moves(h).items() if np.isfinite(m.ratio).any()}
     if not moves or len(h.steps)<least: return
     usual = {k: m.median(.1, .9) for k,m in moves.items()}
@@ -303,15 +288,7 @@ def poor_scale(
     growth:float=200., # Growth of a signal over all layers, relative to the data
     embedded:float=8. # Size of the values of an embedding; torch begins with 1
 ):
-    """Initial weights with which a signal explodes or vanishes
-
-    Args:
-        h: A `History`
-        away: Factor above the size that keeps a signal, for weights and for the gain of the layer
-        least: Factor below which nothing is left of a signal
-        growth: Growth of a signal over all layers, relative to the data
-        embedded: Size of the values of an embedding; torch begins with 1
-    """
+    "Initial weights with which a signal explodes or vanishes"
     if not len(h.steps): return
     starts = list(layer_starts(h))
     large = [(s.w, s.scaled, s.by) for s in starts if s.too_large(away)]
@@ -364,15 +341,7 @@ def poor_input_scale(
     offset:float=20., # Distance of the mean from zero, in standard deviations
     least:int=10 # Least number of steps to judge the size
 ):
-    """Data that are not normalized: the input of the first layer is far from 1, and its gradients are larger than all others by this factor
-
-    Args:
-        h: A `History`
-        large: Size of the data, above which the loss may suffer
-        much: Size above which data are reported in any case
-        offset: Distance of the mean from zero, in standard deviations
-        least: Least number of steps to judge the size
-    """
+    "Data that are not normalized: the input of the first layer is far from 1, and its gradients are larger than all others by this factor"
     if not len(h.steps): return
     weighted = [p for p in h.graph.leaves if any(k[0]==p and h.is_matrix(k, w) for k,w in h.weights.items())]
     bad = h.progress.verdict in ('stalls', 'rises', 'none', 'short') or h.is_broken or starts_with_high_loss(h)
@@ -407,12 +376,7 @@ def equal_units(
     h, # A `History`
     least:int=5 # Least number of steps with zeros
 ):
-    """Weights of a layer that are all equal: its units have equal outputs, and stay equal forever if the next weights are equal, too
-
-    Args:
-        h: A `History`
-        least: Least number of steps with zeros
-    """
+    "Weights of a layer that are all equal: its units have equal outputs, and stay equal forever if the next weights are equal, too"
     for k,w in h.weights.items() if len(h.steps) else ():
         if not starts_equal(h, k, w) or is_frozen(h, k): continue
         value,same,last = float(w['max'][0]),w['max']==w['min'],not later_weights(h, k)
@@ -438,13 +402,7 @@ def weights_decay(
     left:float=.15, # Share of its size to which a weight shrinks
     many:float=.6 # Least share of such weights; two are enough if the loss suffers
 ):
-    """Weights that shrink to nothing: the weight decay removes more than the training learns
-
-    Args:
-        h: A `History`
-        left: Share of its size to which a weight shrinks
-        many: Least share of such weights; two are enough if the loss suffers
-    """
+    "Weights that shrink to nothing: the weight decay removes more than the training learns"
     ws = {k: w for k,w in h.weights.items() if h.is_matrix(k, w) and len(w)>5 and w.rms[0]>0 and k in h.grads}
     gone = [k for k,w in ws.items() if shrinks_away(w, left)]
     if not gone or len(gone)<many*len(ws) and (h.progress.is_good or len(gone)<2): return

@@ -167,15 +167,7 @@ def find_limits(
     eps, # For each pair, `eps` of the coarsest format involved
     floor # For each pair, rounding error of one operation
 ) -> tuple: # Limit of each pair up to the first one beyond it; position of this pair or None
-    """Return how far each pair may be apart, and the position of the first pair beyond its limit.
-
-    Args:
-        eps: For each pair, `eps` of the coarsest format involved
-        floor: For each pair, rounding error of one operation
-
-    Returns:
-        Limit of each pair up to the first one beyond it; position of this pair or None
-    """
+    "Return how far each pair may be apart, and the position of the first pair beyond its limit."
     out,c,gap,step = floor.copy(),CauseTracker(set(pairs.ttype)),step_gaps(pairs.step),None
     jump,way = element_jump(eps),relative_changes(pairs, d.size)
     flat = np.array([len(s)<2 if isinstance(s, list|tuple|np.ndarray) else True for s in pairs.a.texts('shape', pairs.at[0])])

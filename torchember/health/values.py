@@ -158,12 +158,7 @@ def scaler_skips(h,
     share=.5, # Share of all steps that is too large, if these are also at least `most` steps
     most=20 # Steps at the end that may be skipped in a row: the first scale of torch needs 16 halvings
 ):
-    """A loss scaler that skips most steps, or all steps at the end
-
-    Args:
-        share: Share of all steps that is too large, if these are also at least `most` steps
-        most: Steps at the end that may be skipped in a row: the first scale of torch needs 16 halvings
-    """
+    "A loss scaler that skips most steps, or all steps at the end"
     skipped = [s for s in h.trained if s.skipped.any()]
     at = {int(x) for s in skipped for x in s.steps[s.skipped]}
     flags = np.array([int(x) in at for x in h.steps], bool)
@@ -217,13 +212,7 @@ def underflow(h,
     few=.15 # Share of the weights that do not move
 ):
     """Gradients that their dtype rounds to zero, or updates that are smaller than the last digit of the weight. float16 holds nothing below 6e-8, and has few
-    digits below 6e-5. bfloat16 has two digits
-
-    Args:
-        share: Share of the steps in which a gradient is zero or below the normal range
-        many: Share of the gradients that are lost
-        few: Share of the weights that do not move
-    """
+    digits below 6e-5. bfloat16 has two digits"""
     one = find_lost_gradients(h, share, many) or find_lost_steps(h, few)
     if one: yield one
 
@@ -232,11 +221,7 @@ def underflow(h,
 def overflow(h,
     share=.25 # Share of the largest number of a dtype, above which a value is close to it
 ):
-    """Activations close to the largest number of their dtype: four times as much is infinite
-
-    Args:
-        share: Share of the largest number of a dtype, above which a value is close to it
-    """
+    "Activations close to the largest number of their dtype: four times as much is infinite"
     for s in h.series('output'):
         top = largest_number.get(s.dtype, np.inf)
         near = (s.abs_max>share*top) & (s.bad==0)

@@ -11,7 +11,7 @@ import math, re, threading, time
 
 import numpy as np
 
-from ..frames.logs import rows_of_log, structure_of, tidy, tupled
+from ..frames.tables import table_of_blocks, tidy, typed_columns
 from ..ground.messages import an, printable
 from ..ground.needs import needs
 from ..ground.record import line_of, load_row
@@ -19,9 +19,9 @@ from .diagnose import choose_rules, run_rules, order_findings
 from .history import History
 from ..store.base import now
 from ..store.columns import Expected
-from ..store.jsonl import listen_to_run, say_soon
+from ..store.log import listen_to_run, note_soon
 from ..store.parameters import noted_in
-from ..store.table import activations_in
+from ..store.table import activations_in, tree_in
 
 # %% ../../nbs/55_health/60_watch.ipynb #53f5be7d
 scalar_mark = b'"ttype":"scalar"'
@@ -57,12 +57,7 @@ class KeptSteps:
         step, # None for rows without a step
         lines:bytes # As they are in the file
     ):
-        """Add lines of a step.
-
-        Args:
-            step: None for rows without a step
-            lines: As they are in the file
-        """
+        "Add lines of a step."
         if step is None: return
         if b'"ttype":"finding"' in lines: return self.reports.extend(l+b'\n' for l in lines.split(b'\n') if b'"rule":"recording"' in l)
         for kind in kinds_of_trouble(lines): self.first_bad.setdefault(kind, step)
@@ -74,11 +69,7 @@ class KeptSteps:
         while self.size>self.most_bytes and self.thin(): pass
 
     def thin(self): # True if a step was dropped
-        """Drop every second step between the first and the last ones. Keep the first step of each kind of trouble.
-
-        Returns:
-            True if a step was dropped
-        """
+        "Drop every second step between the first and the last ones. Keep the first step of each kind of trouble."
         safe = set(self.first_bad.values())
         steps = [s for s in self.lines if s not in safe]
         between = steps[self.first:-self.last]
@@ -89,11 +80,7 @@ class KeptSteps:
         return bool(gone)
 
     def some(self, most:int=80): # Lines
-        """Return all lines of at most `most` steps and of steps that were first not finite. Of the other steps, return only noted numbers.
-
-        Returns:
-            Lines
-        """
+        "Return all lines of at most `most` steps and of steps that were first not finite. Of the other steps, return only noted numbers."
         steps = list(self.lines)
         between = steps[self.first:-self.last]
         few = max(most-self.first-self.last, 1)
@@ -111,13 +98,7 @@ class KeptSteps:
 
 # %% ../../nbs/55_health/60_watch.ipynb #b1704b21
 class Pace:
-    """Decides when rules run again.
-
-    Args:
-        share: Time for rules, as a share of the time for recording
-        first: Steps before the first look
-        more: Factor by which the run must be longer before the next look
-    """
+    "Decides when rules run again."
     def __init__(self,
         share:float=.02, # Time for rules, as a share of the time for recording
         first:int=8, # Steps before the first look
@@ -128,12 +109,7 @@ class Pace:
         steps:int, # Steps of the run
         recording # Function that returns the seconds that recording took
     ) -> bool:
-        """Return True if rules shall run now.
-
-        Args:
-            steps: Steps of the run
-            recording: Function that returns the seconds that recording took
-        """
+        "Return True if rules shall run now."
         return steps>=self.next and (not self.cost or self.took+2*self.cost<=self.share*recording())
 
     def note_cost(self, steps, seconds):
@@ -151,14 +127,7 @@ class KnownFindings:
     def compare(self,
         found # Findings of a look
     ): # New findings, and findings that are over
-        """Compare the findings of a look with the open ones.
-
-        Args:
-            found: Findings of a look
-
-        Returns:
-            New findings, and findings that are over
-        """
+        "Compare the findings of a look with the open ones."
         here = {identity_of(f): f for f in found}
         new = [f for k,f in here.items() if k not in self.open]
         for k in self.open: self.missed[k] = 0 if k in here else self.missed.get(k, 0)+1
@@ -180,13 +149,7 @@ def row_of_finding(
     module:str, # Display name of its module
     over:int|None=None # Step in which it is over
 ) -> dict:
-    """Return a finding as a row of the run. Its step is the one in which the finding began, or is over.
-
-    Args:
-        found: A finding
-        module: Display name of its module
-        over: Step in which it is over
-    """
+    "Return a finding as a row of the run. Its step is the one in which the finding began, or is over."
     copied = {k: found[k] for k in ('severity', 'rule', 'text', 'advice', 'look', 'evidence', 'first_step', 'last_step')}
     return {**copied, 'module': module, 'ts': now(), 'ttype': 'finding', 'tname': found['rule'], 'step': found['first_step'] if over is None else over,
         'call': 0, **({'of': found['ttype']} if found['ttype'] else {}), **({'pname': found['pname']} if found['pname'] else {}),
@@ -217,11 +180,11 @@ class Reporter:
             except BaseException as e: self.report_once(self.on_finding,
                 f"on_finding failed: {type(e).__name__}: {printable(e, 300)}. It is called again for the next findings. This is reported once.")
             return
-        if f['rule'] not in own_rows: say_soon(self.file, f"{f['text']} {f['advice']}".strip())
+        if f['rule'] not in own_rows: note_soon(self.file, f"{f['text']} {f['advice']}".strip())
         if self.on_finding=='stop' and f['severity']=='error': self.stop(TrainingStopped(f))
 
     def report_over(self, f, step):
-        if f['severity']!='info': say_soon(self.file, f"No longer so at step {step}: {f['text']}")
+        if f['severity']!='info': note_soon(self.file, f"No longer so at step {step}: {f['text']}")
 
     def report_failure(self, rule, e): self.report_once(rule.name,
         f"The rule {rule.name} failed and reports nothing: {type(e).__name__}: {printable(e, 300)}. The other rules continue. This is reported once.")
@@ -229,27 +192,17 @@ class Reporter:
     def report_once(self, what, sentence):
         if what in self.failed: return
         self.failed.add(what)
-        say_soon(self.file, sentence)
+        note_soon(self.file, sentence)
 
 # %% ../../nbs/55_health/60_watch.ipynb #f95d0e66
-def history_of_lines(lines, t, expected=None): # expected: as in `rows_of_log`
+def history_of_lines(lines, t, expected=None): # expected: as in `table_of_blocks`
     "Return the `History` of some log lines, or None if they have no rows."
-    df = tidy(rows_of_log(lambda: [lines], expected=expected)) if lines else ()
-    return History(df, noted_in(t), t.fname, activations_in(structure_of(t))) if len(df) else None
+    df = tidy(table_of_blocks(lambda: [lines], expected=expected)) if lines else ()
+    return History(df, noted_in(t), t.fname, activations_in(tree_in(t))) if len(df) else None
 
 # %% ../../nbs/55_health/60_watch.ipynb #d92870de
 class RuleWatch:
-    """Runs rules on a run while it is recorded.
-
-    Args:
-        t: The run: a `tracker`
-        rules: As in `diagnose`
-        on_finding: 'warn', 'stop', or a function of a finding (a dict), called in the thread of the rules
-        stop: Called with an exception to raise in the training
-        pace: A `Pace`
-        recording: Function that returns the seconds that recording took, with looks; without it, the seconds of the writer
-        alarm: Called when an error is found
-    """
+    "Runs rules on a run while it is recorded."
     def __init__(self,
         t, # The run: a `tracker`
         rules='default', # As in `diagnose`
@@ -264,7 +217,7 @@ class RuleWatch:
         self.kept,self.known,self.pace,self.found = KeptSteps(),KnownFindings(),pace or Pace(),[]
         self.adding,self.looking = threading.Lock(),threading.Lock()
         self.has_new = self.is_asked = self.had_trouble = False # rows since the last look; a look was requested; a value was not finite
-        self.expected = Expected(tupled) # columns of the last look, which make the next one faster
+        self.expected = Expected(typed_columns) # columns of the last look, which make the next one faster
         seconds = recording or (lambda: t.file.seconds)
         def keep(rows, lines): return self.keep(rows, lines, seconds)
         self.listening = listen_to_run(t, self.hear, 'rules of health', convert=lambda lines: lines, accepts=keep)
@@ -303,7 +256,7 @@ class RuleWatch:
             self.report_changes(h, {id(f) for f,cause in in_order if cause is None})
         took = time.thread_time()-since
         self.pace.note_cost(self.kept.count, took)
-        self.t.file.took(took) # part of the training's budget
+        self.t.file.add_listener_time(took) # part of the training's budget
 
     def report_changes(self, h, causes):
         "Write and report new findings, and findings that are over. `causes`: ids of findings that nothing else explains."
@@ -324,12 +277,8 @@ class RuleWatch:
         if self.listening.is_closed: return
         self.listening.close()
         self.hear(None, b'')
-        self.t.file.barrier()
+        self.t.file.flush()
 
     def remarks(self): # Sentences
-        """Return sentences for the report at the end of a run.
-
-        Returns:
-            Sentences
-        """
+        "Return sentences for the report at the end of a run."
         return [f"{f['severity'].capitalize()}: {f['text']}" for f in self.found if f['severity']!='info'][:3]

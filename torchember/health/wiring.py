@@ -274,15 +274,7 @@ def not_trained(h,
     tiny=1e-4, # Gradient over weight, below which an update may round to nothing
     most=6 # Weights with a finding each
 ):
-    """Parameters that do not learn: not in the optimizer, cut off from the loss, never called, frozen, or never changed although they get gradients
-
-    Args:
-        held: Share of the model that no optimizer has, above which this may be intended
-        part: Share of the model that is frozen, below which it may be a leftover
-        least: Steps without change of a weight
-        tiny: Gradient over weight, below which an update may round to nothing
-        most: Weights with a finding each
-    """
+    "Parameters that do not learn: not in the optimizer, cut off from the loss, never called, frozen, or never changed although they get gradients"
     known,reported = ParameterStates(h.parameters),set()
     names = {label_of(p): p for p in known.ps}
     first,last = (h.steps[0], h.steps[-1]) if len(h.steps) else (0, 0)

@@ -16,7 +16,9 @@ from ..ground.progress import progress
 from ..ground.record import line_of, load_row
 from ..recorder.recovery import take_in
 from ..store.base import folder
-from ..store.jsonl import emberTracker, exists, is_step, listen_to_run, say_soon
+from ..store.jsonl import emberTracker, exists
+from ..store.lines import is_step
+from ..store.log import listen_to_run, note_soon
 from .mlflow import MLflow
 from .sink import Sink
 from .tensorboard import TensorBoard
@@ -27,12 +29,7 @@ from .wandb import Wandb
 sinks = {'wandb': Wandb, 'tensorboard': TensorBoard, 'mlflow': MLflow, 'trackio': Trackio} # name -> sink
 
 class Function(Sink):
-    """A function as a sink. `replay` sends all steps to a function without a name, such as a lambda.
-
-    Args:
-        f: Function of the step number and a dict: key -> number
-        **choice: Arguments of `Sink`
-    """
+    "A function as a sink. `replay` sends all steps to a function without a name, such as a lambda."
     def __init__(self,
         f, # Function of the step number and a dict: key -> number
         **choice # Arguments of `Sink`
@@ -68,21 +65,12 @@ def sink_of(what):
 def sinks_of(
     what # Name, function, `Sink`, or a list of them
 ) -> list:
-    """Return sinks from the argument `torchEmber(sinks=)`. Raises ValueError, TypeError, or ImportError if a library is missing.
-
-    Args:
-        what: Name, function, `Sink`, or a list of them
-    """
+    "Return sinks from the argument `torchEmber(sinks=)`. Raises ValueError, TypeError, or ImportError if a library is missing."
     return [sink_of(w) for w in (what if isinstance(what, list|tuple) else [what] if what else [])]
 
 # %% ../../nbs/56_sinks/60_feed.ipynb #f512a34d
 class SentSteps:
-    """The steps of a run that have arrived at a destination, in a file beside the run with one line per range.
-
-    Args:
-        t: The run: a `tracker`
-        target: As returned by `Sink.target`
-    """
+    "The steps of a run that have arrived at a destination, in a file beside the run with one line per range."
     def __init__(self,
         t, # The run: a `tracker`
         target:str|None # As returned by `Sink.target`
@@ -107,12 +95,7 @@ class SentSteps:
 
 # %% ../../nbs/56_sinks/60_feed.ipynb #8b0a1869
 class StepSender:
-    """Sends steps of a run to a sink, and notes which ones have arrived.
-
-    Args:
-        t: The run: a `tracker`
-        sink: A `Sink`
-    """
+    "Sends steps of a run to a sink, and notes which ones have arrived."
     patience,most_failures = 2.,5 # seconds between two flushes; failed steps in a row, after which it gives up
     def __init__(self,
         t, # The run: a `tracker`
@@ -168,12 +151,7 @@ class StepSender:
 
 # %% ../../nbs/56_sinks/60_feed.ipynb #d31311fd
 class Feed:
-    """Sends a run to a sink while it is recorded, in a thread of its own. The training never waits for it.
-
-    Args:
-        t: The run: a `tracker`
-        sink: A `Sink`
-    """
+    "Sends a run to a sink while it is recorded, in a thread of its own. The training never waits for it."
     patience = 10. # seconds that the end of a run waits for a sink
 
     def __init__(self,
@@ -210,7 +188,7 @@ class Feed:
         same = [f for f in others if (f.sender.sent.target, f.sender.sink.prefix)==(target, mine.prefix)]
         if not same: return
         self.is_alone = same[0].is_alone = False
-        say_soon(self.t.file, f"{self.name} gets {self.sender.run!r} and {same[0].sender.run!r} under the same names, so their curves overlap. "
+        note_soon(self.t.file, f"{self.name} gets {self.sender.run!r} and {same[0].sender.run!r} under the same names, so their curves overlap. "
             f"Give each a prefix: {type(mine).__name__}(prefix='{self.sender.run}/'). This is reported once.")
 
     def attempt(self, step, f):
@@ -223,7 +201,7 @@ class Feed:
         if self.why is not None: return
         self.why = why
         at = '' if step is None else f' step {step}'
-        say_soon(self.t.file, f"{self.name} did not get{at or ' all steps'}: {why}. The training continues, and the run has everything: "
+        note_soon(self.t.file, f"{self.name} did not get{at or ' all steps'}: {why}. The training continues, and the run has everything: "
             f"{self.replay_call} sends the missing steps. This is reported once.")
 
     @property

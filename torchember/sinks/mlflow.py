@@ -24,14 +24,7 @@ def escape_part(part:str):
 def metric_name(
     key:str # Key of a metric: `ttype/path/stat`
 ) -> str: # The key itself if MLflow allows it
-    """Return the name of a metric in MLflow. Different keys have different names.
-
-    Args:
-        key: Key of a metric: `ttype/path/stat`
-
-    Returns:
-        The key itself if MLflow allows it
-    """
+    "Return the name of a metric in MLflow. Different keys have different names."
     name = '/'.join(map(escape_part, key.split('/')))
     return name if len(name)<=most_letters else f'{name[:most_letters-9]}-{crc32(key.encode()):08x}'
 
@@ -40,15 +33,7 @@ def percentile_edges(
     edges, # Edges of a histogram of sizes
     counts # Counts between the edges
 ) -> dict: # 'p5', 'p50', 'p95' -> lower edge
-    """Return the lower edges of the bins in which the smallest 5%, 50% and 95% of the values end.
-
-    Args:
-        edges: Edges of a histogram of sizes
-        counts: Counts between the edges
-
-    Returns:
-        'p5', 'p50', 'p95' -> lower edge
-    """
+    "Return the lower edges of the bins in which the smallest 5%, 50% and 95% of the values end."
     out,seen,total = {},0,sum(counts)
     for edge,n in zip(edges, counts, strict=False):
         seen += n

@@ -47,14 +47,7 @@ def merge_calls(stat, values):
 def exponent_histogram(
     row:dict # A row
 ): # (edges, counts between them) without empty ends; None if the row has no counts
-    """Return a histogram of the absolute values of a tensor, between powers of two.
-
-    Args:
-        row: A row
-
-    Returns:
-        (edges, counts between them) without empty ends; None if the row has no counts
-    """
+    "Return a histogram of the absolute values of a tensor, between powers of two."
     counts,lo = row.get('exponents'),row.get('exponent_min')
     if not isinstance(counts, list|tuple) or len(counts)<3 or not isinstance(lo, int|float): return None
     lo = int(lo)
@@ -75,12 +68,7 @@ def merge_histograms(histograms):
 
 # %% ../../nbs/56_sinks/10_sink.ipynb #70ff8a0b
 class MetricNames:
-    """The modules that a sink gets, and the names of their metrics.
-
-    Args:
-        include: Modules, as in `select`; without it, all; of outputs, those without submodules
-        exclude: Modules to leave out
-    """
+    "The modules that a sink gets, and the names of their metrics."
     def __init__(self,
         include=None, # Modules, as in `select`; without it, all; of outputs, those without submodules
         exclude=None # Modules to leave out
@@ -105,11 +93,7 @@ class MetricNames:
         return path in self.picked and (self.include is not None or not flows or path not in self.inner)
 
     def key(self, row, first): # first: (ttype, phase, path) -> name of its first tensor
-        """Return the name of the metrics of a row, without the statistic.
-
-        Args:
-            first: (ttype, phase, path) -> name of its first tensor
-        """
+        "Return the name of the metrics of a row, without the statistic."
         path,tname = path_of(row['module']) or 'model',row.get('tname')
         if row.get('pname'): path = f"{path}.{row['pname']}"
         other = first.setdefault((row['ttype'], row.get('phase'), path), tname)!=tname # a second output, or another optimizer state
@@ -120,26 +104,14 @@ class MetricNames:
 not_noted = {*identity, *of_pieces, *optional, 'path'} # columns of a row that no user has noted
 
 def noted_numbers(row, known): # known: columns that are no noted numbers
-    """Return the numbers that the user noted in a row.
-
-    Args:
-        known: columns that are no noted numbers
-    """
+    "Return the numbers that the user noted in a row."
     return {k: float(v) for k,v in row.items() if k not in known and isinstance(v, int|float) and not isinstance(v, bool)}
 
 def stable_id(
     run:str, # Name of a run
     about:dict # Metadata of the run
 ) -> str: # Letters, digits, underscores and dashes
-    """Return an id of a run. Another run with this name, which began elsewhere or at another time, has another id.
-
-    Args:
-        run: Name of a run
-        about: Metadata of the run
-
-    Returns:
-        Letters, digits, underscores and dashes
-    """
+    "Return an id of a run. Another run with this name, which began elsewhere or at another time, has another id."
     began = f"{about.get('start')} {about.get('host')}"
     return f"{re.sub(r'[^A-Za-z0-9_-]', '_', run)[:110]}-{crc32(began.encode()):08x}"
 

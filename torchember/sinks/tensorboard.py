@@ -29,16 +29,7 @@ def run_folder(
     about:dict, # Metadata of the run
     log_dir # Folder that contains the folders of runs
 ): # An existing folder
-    """Return the folder of a run: `<name>`, or `<name>_2`, ... if another run has used that name.
-
-    Args:
-        run: Name of the run
-        about: Metadata of the run
-        log_dir: Folder that contains the folders of runs
-
-    Returns:
-        An existing folder
-    """
+    "Return the folder of a run: `<name>`, or `<name>_2`, ... if another run has used that name."
     id = {k: str(about.get(k)) for k in ('start', 'host')}
     for i in count(1):
         place = join(log_dir, run if i==1 else f'{run}_{i}')
