@@ -286,8 +286,8 @@ def test_what_rules_saw_is_on_top_and_a_click_away(chromium, tmp_path):
         expect(health.locator('h2')).to_contain_text('What is wrong: 1 error')
         first = health.locator('li').first
         expect(first).to_have_class('error')
-        expect(first).to_contain_text(re.compile('^error input of .* at step 20.*Try: .*Look: overview'))
-        expect(health).to_contain_text('rules looked at 40 steps')
+        expect(first).to_contain_text(re.compile('^error input of .* at step 20.*Try: .*Plot: overview'))
+        expect(health).to_contain_text('rules checked 40 steps')
         first.locator('> button').click()
         drawn(page)
         expect(page.locator('#kind')).to_have_value('input')
@@ -310,7 +310,7 @@ def test_a_finding_leads_to_its_tensor_by_click_and_by_keyboard(chromium, tmp_pa
         assert health.locator('> ul > li').count()==3 and health.locator('> details > summary').all_inner_texts()==['and 1 more', '1 note']
         one = health.locator('> ul > li').first
         assert one.locator('> button code').all_inner_texts()==['3.weight'] and one.locator('> button').inner_text()=='error 3.weight is `odd'
-        expect(one.locator('> p')).to_have_text('Try: Divide lr. Look: updates(run)')
+        expect(one.locator('> p')).to_have_text('Try: Divide lr. Plot: updates(run)')
         page.fill('#search', 'nothing')
         one.locator('> button').click()
         drawn(page)
@@ -355,8 +355,8 @@ def test_a_healthy_run_says_so_and_what_was_not_looked_at(chromium, tmp_path):
     te.close()
     with opened(chromium, report(te, tmp_path/'a.html')) as page:
         assert page.locator('#health > p').count()==1 and page.locator('#health h2').count()==0
-        looked,unseen = r"\d+ rules looked at 60 steps .* and 'loss'\.",r"Not looked at: single dead units \(stats='full'\)\."
-        expect(page.locator('#health > p')).to_have_text(re.compile(f"^Nothing is wrong, as far as can be seen\\. {looked} {unseen}$"))
+        looked,unseen = r"\d+ rules checked 60 steps .* and 'loss'\.",r"Not checked: single dead units \(stats='full'\)\."
+        expect(page.locator('#health > p')).to_have_text(re.compile(f"^No problem found\\. {looked} {unseen}$"))
 
 
 def test_rules_that_fail_cost_no_report(chromium, tmp_path, monkeypatch):

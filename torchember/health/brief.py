@@ -134,7 +134,8 @@ def brief(
     found = order_findings(run_rules(rules, h), rules, len(h.steps))
     name = h.name or 'of a table'
     def page(most, layers):
-        parts = {'The run': describe_run(h, name), 'Findings': list_findings(found, most), 'The loss': describe_curve(h.loss), 'The most unusual layers': layer_table(h)[:layers+2],
+        parts = {'The run': describe_run(h, name), 'Findings': list_findings(found, most), 'The loss': describe_curve(h.loss),
+            'The most unusual layers': layer_table(h)[:layers+2],
             'To get more': how_to_ask(h, name)}
         return '\n'.join([f"# Training in brief: {quote_name(name)}", '', f'> {data_warning}', *(line for title,lines in parts.items() for line in ('',
             f'## {title}', *lines))])+'\n'
