@@ -59,8 +59,8 @@ def test_kernels_are_tried_once_for_each_device_format_and_choice(kernels_here, 
 def test_what_was_tried_for_one_choice_says_nothing_of_others(kernels_here, monkeypatch):
     "Another device, format or choice of statistics is tried by itself, and may be wrong"
     tries = []
-    monkeypatch.setattr(gpu, 'wrong_there', lambda *key: tries.append(key) or ('' if len(tries)<3 else 'all'))
-    monkeypatch.setattr(gpu, 'named', str)
+    monkeypatch.setattr(gpu, 'first_mistake', lambda *key: tries.append(key) or ('' if len(tries)<3 else 'all'))
+    monkeypatch.setattr(gpu, 'device_name', str)
     monkeypatch.setattr(gpu, 'warn', lambda text: None)
     keys = [(torch.float32, ('basic',), torch.device('cuda', 0)), (torch.float32, ('basic',), torch.device('cuda', 1)),
         (torch.float32, full, torch.device('cuda', 0)), (torch.float16, ('basic',), torch.device('cuda', 0))]
@@ -218,24 +218,24 @@ def test_a_launch_is_made_ready_once_for_each_stream_and_alignment(monkeypatch):
     ready,launches = [],[]
     def launch(x, out, jobs, between, programs, stream, args, n, tensors, wanted, aligned):
         ready.append((stream, aligned))
-        gpu.handles[gpu.key_of(x.dtype, x.device, wanted, n, aligned)] = lambda *args: launches.append(args)
+        gpu.handles[gpu.kernel_key(x.dtype, x.device, wanted, n, aligned)] = lambda *args: launches.append(args)
     monkeypatch.setattr(gpu, 'launch', launch)
-    r,x,rows = gpu.Reading(5000, torch.float32, cpu, ('basic',)),torch.zeros(5004),torch.zeros(4, 20, dtype=torch.float64)
+    r,x,rows = gpu.TensorLaunch(5000, torch.float32, cpu, ('basic',)),torch.zeros(5004),torch.zeros(4, 20, dtype=torch.float64)
     r(x[:5000], rows[:, :16], 1, 7); r(x[:5000], rows[:, :16], 2, 7)
     assert ready==[(7, True)] and launches[0][:4]==(r.programs, 7, x.data_ptr(), rows[2].data_ptr())
     memory = gpu.memory_of(cpu, 7)
-    assert launches[0][4:]==(memory.have['jobs'].data_ptr(), 5000, 0, 0, *map(gpu.as_number, memory.of(torch.float32, ('basic',), 2, 1)), r.span, r.per)
+    assert launches[0][4:]==(memory.tensors['jobs'].data_ptr(), 5000, 0, 0, *map(gpu.as_number, memory.arguments(torch.float32, ('basic',), 2, 1)), r.span, r.per)
     r(x[1:5001], rows, 0, 7); r(x[4:], rows, 0, 8)
     assert ready[1:]==[(7, False), (8, True)] and gpu.memory_of(cpu, 8) is not memory
     r(x[:5000], rows, 0, 8)
-    assert len(launches)==2 and launches[1][4]==gpu.memory_of(cpu, 8).have['jobs'].data_ptr() and len(ready)==3
-    memory.of(torch.float32, ('basic',), 5000, 40)
+    assert len(launches)==2 and launches[1][4]==gpu.memory_of(cpu, 8).tensors['jobs'].data_ptr() and len(ready)==3
+    memory.arguments(torch.float32, ('basic',), 5000, 40)
     r(x[:5000], rows, 0, 8)
     r(x[:5000], rows, 0, 7)
     assert ready[3:]==[(8, True), (7, True)]
     r(x[:5000], rows, 3, 7)
-    assert launches[2][4]==gpu.memory_of(cpu, 7).have['jobs'].data_ptr() and launches[2][6:8]==(0, 0)
-    assert launches[2][8]==memory.have['rows', torch.float32].data_ptr()!=launches[0][8]
+    assert launches[2][4]==gpu.memory_of(cpu, 7).tensors['jobs'].data_ptr() and launches[2][6:8]==(0, 0)
+    assert launches[2][8]==memory.tensors['rows', torch.float32].data_ptr()!=launches[0][8]
     r(x[:5000], rows, 0, 8); r(x[1:5001], rows, 0, 7)
     assert len(launches)==5 and len(ready)==5
     r(x[2:5002], rows, 0, 9); r(x[4:], rows, 0, 9)
@@ -250,9 +250,9 @@ def test_a_graph_has_memory_of_its_own(monkeypatch):
     used = []
     def launch(x, out, jobs, between, programs, stream, args, n, tensors, wanted, aligned):
         used.append(args[0].data_ptr())
-        gpu.handles[gpu.key_of(x.dtype, x.device, wanted, n, aligned)] = lambda *args: used.append(args[8])
+        gpu.handles[gpu.kernel_key(x.dtype, x.device, wanted, n, aligned)] = lambda *args: used.append(args[8])
     monkeypatch.setattr(gpu, 'launch', launch)
-    r,x,rows,eager = gpu.Reading(5000, torch.float32, cpu, ('basic',)),torch.zeros(5000),torch.zeros(4, 20, dtype=torch.float64),gpu.memories
+    r,x,rows,eager = gpu.TensorLaunch(5000, torch.float32, cpu, ('basic',)),torch.zeros(5000),torch.zeros(4, 20, dtype=torch.float64),gpu.memories
     class Graph: pass
     graphs,kept = [Graph(), Graph()],[]
     r(x, rows, 0, 7)
@@ -315,8 +315,8 @@ def used_of(wanted):
 def test_memory_of_a_launch_is_enough_for_it(blocks, groups, tensors):
     "It comes in powers of two, which may be enough by chance"
     for wanted in (('basic',), *(('basic', g) for g in full[1:]), full):
-        memory = gpu.Memory(cpu)
-        rows,k,part,n,counters,bins = memory.of(torch.float32, wanted, blocks, groups, tensors)
+        memory = gpu.StreamMemory(cpu)
+        rows,k,part,n,counters,bins = memory.arguments(torch.float32, wanted, blocks, groups, tensors)
         assert (k, n)==(blocks, groups) and len(rows)>=blocks*(1+max(i for i,c in enumerate(gpu.columns) if c in used_of(wanted)))
         assert len(part)>=groups*15 and len(counters)>=tensors+groups and len(bins)>=tensors*256 and (rows.dtype, part.dtype)==(torch.float32, torch.float64)
 
@@ -341,12 +341,12 @@ def test_what_is_tried_fills_blocks_of_whoever_reads(block):
 
 def test_code_for_huge_tensors_is_other_code():
     "Their number of elements is no int32"
-    assert len({gpu.key_of(torch.float32, cpu, ('basic',), n, True) for n in (0, 5, 2**31-1, 2**31, 2**33)})==2
+    assert len({gpu.kernel_key(torch.float32, cpu, ('basic',), n, True) for n in (0, 5, 2**31-1, 2**31, 2**33)})==2
 
 
 @pytest.mark.parametrize('name', ['blocks', 'tile', 'width'])
 def test_whatever_is_compiled_in_makes_other_code(monkeypatch, name):
-    def key(): return gpu.key_of(torch.float32, cpu, ('basic',), 9, True)
+    def key(): return gpu.kernel_key(torch.float32, cpu, ('basic',), 9, True)
     before = key()
     monkeypatch.setattr(gpu, name, {torch.float32: 128} if name=='blocks' else 7)
     assert key()!=before
@@ -354,9 +354,9 @@ def test_whatever_is_compiled_in_makes_other_code(monkeypatch, name):
 
 def test_a_device_that_is_not_chosen_is_not_launched_on_at_once(monkeypatch):
     monkeypatch.setattr(gpu, 'driver', lambda: Some(get_current_stream=lambda i: 40+i, get_current_device=lambda: 1))
-    assert [gpu.Reading(5, torch.float32, torch.device('cuda', i), ('basic',)).stream() for i in (0, 1)]==[None, 41]
+    assert [gpu.TensorLaunch(5, torch.float32, torch.device('cuda', i), ('basic',)).stream() for i in (0, 1)]==[None, 41]
     monkeypatch.setattr(gpu, 'driver', lambda: None)
-    assert gpu.Reading(5, torch.float32, torch.device('cuda', 1), ('basic',)).stream() is None
+    assert gpu.TensorLaunch(5, torch.float32, torch.device('cuda', 1), ('basic',)).stream() is None
 
 
 def test_what_has_no_strides_is_in_no_list(kernels_here, monkeypatch):
@@ -447,7 +447,7 @@ def test_what_a_graph_captures_is_not_recorded(another, monkeypatch, tmp_path):
     model = torch.nn.Linear(2, 2)
     opt = torch.optim.SGD(model.parameters(), .1)
     with pytest.warns(EmberWarning) as said, torchEmber(model, opt, ttypes=('output',), home=tmp_path) as te:
-        monkeypatch.setattr(tap, 'fit', lambda *args: False) # as for a tensor on a device
+        monkeypatch.setattr(tap.Tap, 'plan_cpu_read', lambda *args: None) # as for a tensor on a device
         for capturing in (False, True, True, False):
             made[:] = ['capturing'] if capturing else []
             loss = model(torch.ones(1, 2)).sum()

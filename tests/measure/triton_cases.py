@@ -257,10 +257,10 @@ def test_nothing_is_left_for_the_next_launch():
     gpu.memories.clear()
     for n in (100, 300_000, 20_000): one(torch.randn(n))
     memory, = gpu.memories.values()
-    assert not memory.have['counters'].any() and not memory.have['bins'].any()
-    before = gpu.turn.number,len(memory.outgrown)
+    assert not memory.tensors['counters'].any() and not memory.tensors['bins'].any()
+    before = gpu.turn.number,len(memory.old)
     for n in (100, 300_000): one(torch.randn(n))
-    assert (gpu.turn.number, len(memory.outgrown))==before and before[1]>0
+    assert (gpu.turn.number, len(memory.old))==before and before[1]>0
     assert gpu.memory_of(there, gpu.chosen_stream(there)) is memory or stream_of(there)!=0
 
 
