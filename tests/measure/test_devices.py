@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from torchember import EmberWarning, torchEmber
-from torchember.measure import devices, kernels, tap
+from torchember.measure import arena, devices, kernels
 from torchember.measure.graph_rows import GraphRows
 from torchember.measure.readers import torch as plain
 from torchember.measure.readers import triton as gpu
@@ -224,7 +224,8 @@ def test_a_launch_is_made_ready_once_for_each_stream_and_alignment(monkeypatch):
     r(x[:5000], rows[:, :16], 1, 7); r(x[:5000], rows[:, :16], 2, 7)
     assert ready==[(7, True)] and launches[0][:4]==(r.programs, 7, x.data_ptr(), rows[2].data_ptr())
     memory = gpu.memory_of(cpu, 7)
-    assert launches[0][4:]==(memory.tensors['jobs'].data_ptr(), 5000, 0, 0, *map(gpu.as_number, memory.arguments(torch.float32, ('basic',), 2, 1)), r.span, r.per)
+    rest = map(gpu.as_number, memory.arguments(torch.float32, ('basic',), 2, 1))
+    assert launches[0][4:]==(memory.tensors['jobs'].data_ptr(), 5000, 0, 0, *rest, r.span, r.per)
     r(x[1:5001], rows, 0, 7); r(x[4:], rows, 0, 8)
     assert ready[1:]==[(7, False), (8, True)] and gpu.memory_of(cpu, 8) is not memory
     r(x[:5000], rows, 0, 8)
@@ -447,7 +448,7 @@ def test_what_a_graph_captures_is_not_recorded(another, monkeypatch, tmp_path):
     model = torch.nn.Linear(2, 2)
     opt = torch.optim.SGD(model.parameters(), .1)
     with pytest.warns(EmberWarning) as said, torchEmber(model, opt, ttypes=('output',), home=tmp_path) as te:
-        monkeypatch.setattr(tap.Tap, 'plan_cpu_read', lambda *args: None) # as for a tensor on a device
+        monkeypatch.setattr(arena.Tap, 'plan_cpu_read', lambda *args: None) # as for a tensor on a device
         for capturing in (False, True, True, False):
             made[:] = ['capturing'] if capturing else []
             loss = model(torch.ones(1, 2)).sum()

@@ -2,8 +2,9 @@
 import pytest
 import torch
 
+from torchember.measure.arena import Arena
 from torchember.measure.elements import Unmeasurable
-from torchember.measure.tap import Arena, observe
+from torchember.measure.tap import observe
 
 
 @pytest.mark.parametrize('n', [64, 1<<21])

@@ -117,7 +117,8 @@ for compiled in (False, True):
 '''
 
 scaled = '''
-from torchember.measure.tap import Arena, observe
+from torchember.measure.arena import Arena
+from torchember.measure.tap import observe
 x = torch.randn(500)
 for stats in (names, ['planted_root_mean', 'planted_least_nonzero', 'mean'], [*names, 'exponents']):
     for scale in (1024., 1000., torch.tensor(1024.)):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from .devices import after, current_stream, on, stream_of, to_device, undisturbed, widest
-from .head import DIMS, DTYPE, EVENT, SHAPE, address_of, head_width
+from .head import DTYPE, EVENT, SHAPE, address_of, head_width
 from .summary import width
 
 # %% ../../nbs/20_measure/45_blocks.ipynb #b10c0006

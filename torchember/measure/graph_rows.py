@@ -27,7 +27,8 @@ class NotWarm(Unmeasurable):
 
 class OtherStatistics(Unmeasurable):
     "Raised for a row that was captured with other statistics"
-    def __init__(self): super().__init__("its statistics were changed after the CUDA graph was captured, and the graph measures the former ones. Capture the graph again")
+    def __init__(self): super().__init__("its statistics were changed after the CUDA graph was captured, and the graph "
+        "measures the former ones. Capture the graph again")
 
 # %% ../../nbs/20_measure/55_graph_rows.ipynb #96b5dba0
 class GraphTensor:

@@ -34,7 +34,7 @@ def trials(
     odd = numbers.copy()
     odd[[0, 1, block-1, block, -1]] = 0., math.nan, math.inf, -math.inf, math.nan
     x,bad = tensor(numbers),tensor(odd)
-    return {'no elements': x[:0], 'one element': x[1:2], 'a block': x[:block], 'a block less one element': x[1:block], 'three blocks, the last of them short': x,
+    return {'no elements': x[:0], 'one element': x[1:2], 'a block': x[:block], 'a block less one element': x[1:block], 'three blocks, the last short': x,
         'elements that are not finite': bad, 'no finite element': bad[[1, block-1, block]], 'equal elements': tensor(np.full(block+1, .3)),
         'transposed rows and columns': x[:block].view(8, -1).t(), 'gaps': x[::2]}
 

@@ -265,7 +265,7 @@ def covariance(
     C = x.shape[at]
     n = x.numel()//max(C, 1)
     check_samples(n, C, x.shape)
-    if C<2: raise SpectrumError(f"a spectrum needs several features, got one in a tensor of shape {tuple(x.shape)}. Give the dimension of the features as `axis`.")
+    if C<2: raise SpectrumError(f"a spectrum needs several features, got one in a tensor of shape {tuple(x.shape)}. Give their dimension as `axis`.")
     x,small = to_float64_device(x),min(n, C)
     with torch.no_grad(), without_autocast(x):
         if exact is False or exact is None and small>=LARGE: return estimate_covariance(x, at, n, C)

@@ -14,14 +14,13 @@ import numpy as np
 import torch
 
 from ..capture.private_torch import count_dispatch_modes, count_function_modes, frees_parameters, inside_transform, is_wrapped, unwrap
-from .arena import Arena, Tap, of_pass
-from .blocks import SCALE, address, cpu, describe_tensor, dtype_names
-from .devices import Pending, being_captured, disturbs, stream_of, undisturbed
+from .arena import Tap
+from .blocks import SCALE, address, cpu, describe_tensor
+from .devices import being_captured, disturbs, stream_of, undisturbed
 from .elements import Unmeasurable, ordinary
 from .head import CALL, CALLS, DTYPE, EVENT, MICRO, NEXT, TAP, head_width
 from .kernels import for_list, read, read_into
-from .snapshot import Snapshot, columns_of, unscaled
-from .summary import parts_in, sums, width
+from .summary import parts_in, sums
 
 # %% ../../nbs/20_measure/50_tap.ipynb #7ac90002
 def divide_early(
@@ -175,7 +174,7 @@ def observe_any(x, tap, call, scale, later):
 def write_row(x, tap, call=None, scale=None, later=False):
     "Write the row of any tensor."
     y,scale = divide_early(x, tap.format.wanted, scale)
-    waits = later and y is x and not frees_parameters() and for_list(y, tap.format.wanted) # divided copies of all gradients would need as much memory as the model
+    waits = later and y is x and not frees_parameters() and for_list(y, tap.format.wanted) # copies of all gradients would be as large as the model
     v = read_vector(y, tap) if y.is_cpu and not waits else None
     arena,cursor = tap.arena,tap.cursor.array
     with arena.lock:

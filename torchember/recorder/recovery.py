@@ -18,7 +18,8 @@ from ..ground.messages import printable, warn
 from ..ground.record import computed, line_of, load_row
 from ..measure.head import DTYPE, EVENT, MICRO, head_width
 from ..measure.summary import width
-from ..measure.tap import Snapshot, dtype_names
+from ..measure.blocks import dtype_names
+from ..measure.snapshot import Snapshot
 from .black_box import (ALIVE, BEGAN, BETWEEN, BLOCK, BLOCKS, FAILED, FORWARD, LATE, MAGIC, NOTED, NOTES, PHASE, SEQ, SLOT, SLOTS,
     SLOT_META, SLOT_OVER, SLOT_PARTS, SLOT_STEP, SLOT_TEXT, SLOT_TOLD, STEP, THREAD, THREADS, VERSION, boot, called, fcntl, head_of_slot,
     killed_for_memory, magic, most_text, names_of_sums, ours, phases, thread_width, version)

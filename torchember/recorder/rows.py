@@ -15,7 +15,8 @@ import torch
 
 from ..measure.summary import index
 from ..measure.devices import Pending, being_captured, to_host
-from ..measure.tap import InGraph, columns_of
+from ..measure.snapshot import columns_of
+from ..measure.tap import InGraph
 from ..ground.record import line_of, regular_line, texts_of
 from .step_buffer import place_of
 from .row import one_row

@@ -168,7 +168,7 @@ def ways(element):
 
     @njit(nogil=True)
     def find(v, end, base, how, found, first, planes):
-        "Write the sums of a block, about `base`, to `found`. Fill the planes, without the last elements. Return how many elements the planes have."
+        "Write the sums of a block, about `base`, to `found`. Fill the planes. Return how many elements the planes have."
         address,to,planes_to = np.uint64(v.ctypes.data),np.uint64(found.ctypes.data),np.uint64(planes.ctypes.data)
         step = many if how & counting else few
         n = v.size//step
@@ -212,7 +212,8 @@ def array_at(address, offset, shape, kind):
     return carray(void_pointer(address+offset), shape, kind)
 
 places = dict(FOUND=8*11, FIRST=8, PLANES=4*digits*lanes, INSIDE=4*32, COUNTS=4*bins, TABLES=4*8*bins, BYTES=block, ROOM=8*block, FEW=2*block) # bytes
-FOUND,FIRST,PLANES,INSIDE,COUNTS,TABLES,BYTES,ROOM,FEW,DESK = itertools.accumulate((-(-n//64)*64 for n in places.values()), initial=0) # offsets in the work space; DESK is its size
+# Offsets in the work space. DESK is its size
+FOUND,FIRST,PLANES,INSIDE,COUNTS,TABLES,BYTES,ROOM,FEW,DESK = itertools.accumulate((-(-n//64)*64 for n in places.values()), initial=0)
 
 # %% ../../../nbs/20_measure/03_numba.ipynb #ba01b554
 @intrinsic

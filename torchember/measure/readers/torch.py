@@ -94,7 +94,8 @@ def read_cpu(
     if not x.numel(): return no_elements(wanted)
     if 'exponents' in wanted: return with_exponents(x, wanted)
     with np.errstate(all='ignore'):
-        if wanted==('basic',) and x.numel()>=row and (x.dtype is torch.float32 or x.dtype in narrow): got = [v for p in x.split(stretch) for v in read_stretch(p)]
+        fast = wanted==('basic',) and x.numel()>=row and (x.dtype is torch.float32 or x.dtype in narrow)
+        if fast: got = [v for p in x.split(stretch) for v in read_stretch(p)]
         else: got = [read_float64(as_float64(p), wanted) for p in ((x,) if x.numel()<=cached else x.split(cached))]
     return got[0] if len(got)==1 else merge(np.stack(got))
 

@@ -665,7 +665,7 @@ def plan(
     dtype:torch.dtype,
     device:torch.device, # Where the table will be
     stream=0 # For which stream
-) -> tuple: # Jobs, blocks, groups, blocks of a span, programs of a group, True if addresses are multiples of 16. A tuple: it is cached and unpacked once per list
+) -> tuple: # Jobs, blocks, groups, blocks of a span, programs of a group, True if addresses are multiples of 16
     "Return the jobs for a list of tensors of one dtype."
     where,sizes,to = (np.array(a, dtype=np.int64) for a in zip(*tensors, strict=True))
     B = blocks[dtype]
@@ -733,8 +733,9 @@ def reads(
     if key not in trusted:
         why = first_mistake(device, dtype, wanted)
         trusted[key] = not why
-        if why: warn(f"The kernels of torchember are not used for {str(dtype)[6:]} on {device_name(device)}: {why}. Operations of torch take over, which is slower. "
-            f"Please send this sentence to its developers (torch {torch.__version__}, Triton {triton.__version__}).")
+        if why: warn(f"The kernels of torchember are not used for {str(dtype)[6:]} on {device_name(device)}: {why}. "
+            f"Operations of torch take over, which is slower. Please send this sentence to its developers "
+            f"(torch {torch.__version__}, Triton {triton.__version__}).")
     return trusted[key]
 
 def device_name(device):
