@@ -1,4 +1,4 @@
-"What help, editors and Jupyter show of a public name: each argument with its meaning, although its source is a comment"
+"Help, editors and Jupyter show each argument of a public name with its meaning, although the source is a comment"
 import ast
 import inspect
 import json
@@ -33,7 +33,7 @@ def test_help():
 
 
 def test_jupyter():
-    "`torchEmber?` and Shift-Tab ask the kernel so"
+    "`torchEmber?` and Shift-Tab send this request to the kernel."
     shell = InteractiveShell()
     shell.push({'torchEmber': torchEmber})
     text = shell.object_inspect_mime('torchEmber')['text/plain']
@@ -49,7 +49,7 @@ def test_editors_read_the_source():
 
 
 def members(o):
-    "A public function; a public class and its methods, those it inherits from classes of ours too"
+    "Yield a public function; a public class and its methods, also inherited from our classes."
     if not isinstance(o, type): return [o]
     ours = [c for c in o.__mro__ if c.__module__.startswith('torchember')]
     return [o, *(getattr(f, '__func__', f) for c in ours for n,f in vars(c).items() if not n.startswith('_') and callable(getattr(f, '__func__', f)))]
@@ -119,7 +119,7 @@ def test_a_section_that_got_into_a_notebook_is_taken_out():
 
 
 def test_editors_see_what_names_say():
-    "An import of each, in their order, in place of what was there; and nothing else of the file changes"
+    "Each name gets an import, in order; the rest of the file does not change."
     before = """import x
 if TYPE_CHECKING:
     from .a import b as b

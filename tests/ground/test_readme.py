@@ -1,4 +1,4 @@
-"Every line of the README that can be run is run as it is written, as a reader would: in order, and alone where it needs nothing from before"
+"Every code block of the README is run as written: in order, and alone if it needs no earlier block"
 import builtins
 import json
 import re
@@ -21,7 +21,7 @@ lines = [line for row in re.findall(r'^\| .*', table, re.M)[1:] for line in re.f
 
 
 def unbound(code):
-    "Names that a program uses and nothing gives it"
+    "Return the names that a program uses without a definition."
     def used(t):
         names = {s.get_name() for s in t.get_symbols() if s.is_global() or t.get_type()=='module' and s.is_referenced()}
         return names.union(*map(used, t.get_children()))
@@ -31,7 +31,7 @@ def unbound(code):
 
 
 def run(code, tmp_path):
-    "In a Python of its own, in an empty folder, without a display. What goes wrong is what it says"
+    "Run code in an own process, in an empty folder, without a display. Fail with its output."
     env = dict(TORCHEMBER_HOME=tmp_path/'home', MPLBACKEND='agg', PYTHONPATH=root, PYTHONWARNINGS='error::torchember.EmberWarning')
     got = programs.run(code, cwd=tmp_path, **env)
     assert got.returncode==0, f'{code}\n{got.stderr}'
@@ -49,7 +49,7 @@ def needs_jax(code):
 
 @pytest.mark.slow
 def test_in_order(tmp_path):
-    "All of it, in one program, with the table's lines where they stand; nothing in it asks for what comes later"
+    "The whole README is one program, with the lines of the table in place. No block needs a later block."
     at = next(i for i,b in enumerate(blocks) if b.startswith('from torchember import compare'))
     program = [*blocks[:at+1], *lines, *(b for b in blocks[at+1:] if 'import jax' not in b)]
     assert unbound('\n'.join(program))==set() and len(lines)==8 and len(blocks)==10, (lines, len(blocks))
@@ -64,19 +64,19 @@ alone = [b for b in blocks if not unbound(b)]
 @pytest.mark.slow
 @pytest.mark.parametrize('i', range(len(alone)))
 def test_alone(i, tmp_path):
-    "A block that needs nothing from before is a program"
+    "A block without undefined names is a program."
     needs_jax(alone[i])
     run(alone[i], tmp_path)
 
 
 def test_which_are_programs():
-    "The training with a mistake, the one to look at, what is imported for the table, and JAX"
+    "The blocks are: a training with a mistake, a healthy training, imports for the table, and JAX."
     assert [b.splitlines()[0] for b in alone]==['import torch', 'import torch',
         'from torchember import compare, overview, read, scalar_line, updates, wide', 'import jax, optax']
 
 
 def test_commands():
-    "What is installed and made exists"
+    "Extras and make targets of the README exist."
     ini = ConfigParser()
     ini.read(root/'settings.ini', encoding='utf-8')
     extras = {k.removesuffix('_requirements') for k in ini['DEFAULT'] if k.endswith('_requirements')}
@@ -89,7 +89,7 @@ def test_commands():
 
 
 def test_what_a_shell_is_told():
-    "Each is a command with such arguments, and the first ones that a reader needs are there"
+    "Each command line parses, and the commands for a first use are in the README."
     lines = [l for kind,code in shown if kind=='sh' for l in code.splitlines() if l.startswith('torchember ')]
     asked = [parser().parse_args(shlex.split(l, comments=True)[1:]) for l in lines]
     assert [a.command for a in asked]==['run', 'board', 'ls', 'tail', 'plot', 'diagnose', 'diff']
@@ -102,7 +102,7 @@ def title(path):
 
 
 def test_no_two_entries_of_the_menu_are_called_alike():
-    "Of the front page it says Start here"
+    "The title of the front page is Start here."
     pages = [*(p for p in (root/'nbs').glob('*.ipynb') if p.stem!='index'), *(root/'nbs'/'tutorials').glob('*.ipynb'), *(root/'docs'/'reference').glob('*.md')]
     assert len(pages)>20 and sorted(map(title, pages))==sorted({title(p) for p in pages})
 
@@ -110,7 +110,7 @@ def test_no_two_entries_of_the_menu_are_called_alike():
 @pytest.mark.slow
 @pytest.mark.parametrize('width', [1920, 1400, 1320, 1280, 1100, 1000, 400])
 def test_pages_are_as_wide_as_the_window(chromium, tmp_path, width):
-    "Furo's page with our width of text, and code in it that has longer lines"
+    "Return a page of Furo with our text width, and code with longer lines."
     furo = Path(pytest.importorskip('furo').__file__).parent
     css = furo/'theme'/'furo'/'static'/'styles'/'furo.css'
     html = f'''<meta name=viewport content="width=device-width"><link rel=stylesheet href="{css.as_uri()}"><link rel=stylesheet

@@ -37,7 +37,7 @@ class Selection:
     def __repr__(self): return printable(f'({self.what})' if ' ' in self.what else self.what)
 
 def no_match_message(what, pairs):
-    "Return the sentence for a choice that picks no module."
+    "Return the sentence for a choice without modules."
     names = list(dict.fromkeys(p for p,_ in pairs if p)) + sorted({k for _,m in pairs for k in kinds_of(m)[:1]})
     return unknown('module matches', what, names) + " A choice is a path or a glob ('features.*'), a class or its name, a regex, or a predicate."
 
@@ -91,7 +91,7 @@ def takes_two(f):
 def select(
     what # Glob, class name, class, compiled regex, predicate, `Selection`, or a list of these
 ) -> Selection:
-    """Return a `Selection`. Raises TypeError for other objects.
+    """Return a `Selection`. Raises TypeError for an object of another kind.
 
     Args:
         what: Glob, class name, class, compiled regex, predicate, `Selection`, or a list of these

@@ -58,7 +58,7 @@ def unknown(
     return f"No {what} {printable(repr(got), longest)}. Known: {shown or 'none'}." + (f" Did you mean {' or '.join(map(repr, close))}?" if close else '')
 
 def closest(got, known, called=()):
-    "Return the names that were probably meant, at most three."
+    "Return the closest names, at most three."
     meant = dict(called).get(str(got).lower())
     return [meant] if meant in known else difflib.get_close_matches(str(got)[:longest], dict.fromkeys(known), n=3, cutoff=.5)
 
@@ -114,7 +114,7 @@ def says_arguments(
     return g
 
 def misnamed(f, args, kwargs):
-    "Return the sentence for a call with an unknown argument. None for other calls."
+    "Return the sentence for a call with an unknown argument, else None."
     try: inspect.signature(f).bind(*args, **kwargs)
     except TypeError:
         known = arguments_of(f)
@@ -166,7 +166,7 @@ def outwards(frame):
         frame = frame.f_back
 
 def users_frame():
-    "Return the user's frame that led here, else the outermost frame."
+    "Return the innermost frame of the user, else the outermost frame."
     here = list(outwards(sys._getframe(1)))
     waits = outwards(sys._current_frames().get(threading.main_thread().ident))
     return next((f for fs in (here, waits) for f in fs if is_users(f)), here[-1])
@@ -175,7 +175,7 @@ def users_frame():
 def warn(
     text:str # A sentence or two
 ):
-    """Warn with an `EmberWarning` that points at the user's code.
+    """Warn with an `EmberWarning` at the user's line.
 
     Args:
         text: A sentence or two

@@ -38,7 +38,7 @@ def first_not_finite(
     return min(filter(which, rows), key=lambda r: r['step'], default=None)
 
 class FirstNotFinite:
-    "First row with a NaN or infinity of a run that is being recorded. Rows of evaluations count only until the first training row."
+    "First row with a NaN or infinity, during a run. Rows of evaluations count only until the first training row."
     def __init__(self): self.row,self.trained = None,False
 
     def add(self,

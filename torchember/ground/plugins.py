@@ -25,7 +25,7 @@ def find_plugins(
 def load_plugin(
     plugin:EntryPoint # A value of `find_plugins`
 ): # The object that the entry point names
-    """Import the object of an entry point. Raises ImportError that names the package, whatever the import raised.
+    """Import the object of an entry point. Any error becomes an ImportError with the name of the package.
 
     Args:
         plugin: A value of `find_plugins`

@@ -25,7 +25,7 @@ def in_terminal() -> bool:
 
 # %% ../../nbs/05_ground/40_progress.ipynb #e42b731b
 def new_bar(what, total, done, form=None):
-    "Return a tqdm bar that disappears at its end."
+    "Return a tqdm bar. It disappears at its end."
     how = dict(desc=what, total=total, initial=done, leave=False, file=sys.stderr, bar_format=form)
     if in_notebook() and find_spec('ipywidgets'): from tqdm.notebook import tqdm
     else:
@@ -34,7 +34,7 @@ def new_bar(what, total, done, form=None):
     return tqdm(**how)
 
 class Progress:
-    "Amount of work that is done, with a bar after `delay` seconds."
+    "Amount of finished work, with a bar after `delay` seconds."
     delay = 2. # seconds until the bar appears
 
     def __init__(self,

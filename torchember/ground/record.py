@@ -37,7 +37,7 @@ computed = ('grad_norm', 'lr') # `tname` of these rows
 def computed_in(
     name:str # Name of a scalar
 ) -> str|None: # 'grad_norm' or 'lr'
-    """Return the `tname` of the rows in which torchember records a scalar of this name. None for other names.
+    """Return the `tname` of rows for a scalar of this name, if torchember records it. Else None.
 
     Args:
         name: Name of a scalar
@@ -81,12 +81,12 @@ deepest = 254 # nested lists: the limit of orjson
 exact = {str, bool, int, float, type(None)}
 
 def is_json(value):
-    "Return True if JSON holds `value` as it is: a fast check that most values pass."
+    "Return True if JSON holds `value` without a change. A fast check: most values pass."
     t = type(value)
     return t is float and math.isfinite(value) or t is str and value.isascii() or t is int and -2**63<=value<2**64 or t is bool or value is None
 
 def json_scalar(value):
-    "Convert a scalar to a value that every reader accepts: no subclass, no lone surrogate, no int beyond 64 bits."
+    "Convert a scalar to a value for every reader: no subclass, no lone surrogate, no int beyond 64 bits."
     if isinstance(value, Enum): return plain(value.value)
     if isinstance(value, UUID): return str(value)
     if isinstance(value, str): return str.__str__(value) if value.isascii() else value.encode(errors='surrogatepass').decode(errors='replace')
@@ -149,7 +149,7 @@ except ImportError: orjson = None
 
 # %% ../../nbs/05_ground/20_record.ipynb #bb09a960
 def is_final(text):
-    "Return True if the text of orjson can be used: no null, which may be a NaN, and no Unicode line separator."
+    "Return True if the text of orjson is final: no null (it may be a NaN), and no Unicode line separator."
     return b'null' not in text and (text.isascii() or b'\xe2\x80' not in text)
 
 # %% ../../nbs/05_ground/20_record.ipynb #d19c2d60
@@ -179,7 +179,7 @@ def line_of(
 
 # %% ../../nbs/05_ground/20_record.ipynb #9a42b660
 def quick_line(row):
-    "Return the line of orjson. None for a row that `careful_line` must write."
+    "Return the line of orjson. None for a row of `careful_line`."
     if orjson is None or 'nonfinite' in row: return None
     try: line = orjson.dumps(row, option=options)
     except (TypeError, RecursionError): return None
@@ -221,7 +221,7 @@ def texts_of(
 def regular_line(
     row:dict # A row
 ) -> bytes|None: # Its line. None for a row that needs `careful_line`: its numbers may have other digits
-    """Return the line of a row whose numbers have the digits of `texts_of`.
+    """Return the line of a row, with the digits of `texts_of`.
 
     Args:
         row: A row
@@ -261,7 +261,7 @@ def encode_text(value): json.dumps(value, ensure_ascii=False).encode()
 numbers = {'NaN': math.nan, 'Infinity': math.inf, '-Infinity': -math.inf}
 
 def restore(row):
-    "Put the numbers of `nonfinite` back, in place. An entry that fits no value is kept."
+    "Put the numbers of `nonfinite` back, in place. Keep entries without a value."
     named = row['nonfinite']
     if not isinstance(named, dict): return row
     left = {where: word for where,word in named.items() if not put_back(row, where, word)}
@@ -284,7 +284,7 @@ def put_back(o, where, word):
 def load_row(
     line:str|bytes # A line that `dump_row` made
 ) -> dict: # The row
-    """Return the row of a line, with NaN and infinities. Raises ValueError for a line that is no row.
+    """Return the row of a line, with NaN and infinities. Raises ValueError for a line without a row.
 
     Args:
         line: A line that `dump_row` made
@@ -293,7 +293,7 @@ def load_row(
         The row
     """
     row = loads(line)
-    if not isinstance(row, dict): raise ValueError(f"a row is an object, not {line!r:.80}")
+    if not isinstance(row, dict): raise ValueError(f"a row is a JSON object, got {line!r:.80}")
     return restore(row) if 'nonfinite' in row else row
 
 # %% ../../nbs/05_ground/20_record.ipynb #5616a33b

@@ -28,7 +28,7 @@ from .unread import UnreadTensors
 
 # %% ../../nbs/20_measure/48_arena.ipynb #a4e90006
 class Cursor:
-    "Next row and next call of a tap, and the head that its rows start from. Compiled code reads and changes the numbers."
+    "Next row and next call of a tap, and the common head of its rows. Compiled code reads and changes the numbers."
     def __init__(self, chunk, place):
         self.chunk,self.place,self.array = chunk,place,chunk[place]
         self.cells = as_cells(self.array)
@@ -106,7 +106,7 @@ class DeviceReadPlan:
 
 # %% ../../nbs/20_measure/48_arena.ipynb #a4e90015
 class ParkedRows(NamedTuple):
-    "Rows that a tap has on another stream or device."
+    "Rows of a tap on another stream or device."
     rows:RowRange
     next:int # Next row to use
     turn:int # `Arena.turn` when the rows were parked
@@ -139,7 +139,7 @@ class Tap:
         return [r for r in (self.rows, *self.former, *(p.rows for p in self.elsewhere.values())) if r.block is not None]
 
     def drop_rows(self):
-        "Drop what the rows hold: the tap is about to be observed again."
+        "Empty the rows before the tap is observed again."
         for block,first,size in self.all_rows():
             block.head[first:first+size, EVENT] = 0
             if not self.once: block.unshare_rows(first, size)
@@ -159,7 +159,7 @@ class Tap:
         return self.cpu
 
     def plan_device_read(self, x):
-        "Make the plan for tensors like `x`, which is not on the CPU."
+        "Make the plan for tensors like `x` on another device."
         dtype,wanted = float_for(x.dtype),self.format.wanted
         gpu = None if not_in_loops(wanted) or x.is_complex() else for_list(x, wanted, dtype)
         if gpu is not None: self.arena.was_read.add((x.device, x.dtype, wanted))
@@ -168,7 +168,7 @@ class Tap:
 
 # %% ../../nbs/20_measure/48_arena.ipynb #a4e90019
 class Arena:
-    """Rows of all tensors of a model: `tap` makes a place, `observe` writes its rows, `take` returns those of a step.
+    """Rows of all tensors of a model: `tap` makes a place, `observe` writes rows, `take` returns the rows of a step.
 
     Args:
         size: Rows of a block
@@ -186,7 +186,7 @@ class Arena:
         self.was_read = set() # (device, dtype, groups of sums) that a kernel has read before
 
     def use_box(self, box):
-        "Put rows that are made from now on into a black box. None: into own memory."
+        "Put new blocks of rows into a black box. None: into own memory."
         with self.lock:
             self.box = box
             for t in self.taps if box is not None else (): box.tap(t)
@@ -254,7 +254,7 @@ class Arena:
         tap.drop_rows()
 
     def take_back(self, micro, earlier):
-        "Drop the rows of the pass `micro`, except rows that a step has once. Rows in `earlier` snapshots become empty summaries."
+        "Drop the rows of the pass `micro`, except once-per-step rows. Rows in `earlier` snapshots become empty summaries."
         once = np.array([t.once for t in self.taps], dtype=bool)
         with self.lock:
             self.unread.assign_rows()
@@ -270,7 +270,7 @@ class Arena:
         return vectors
 
     def renumber(self, micro):
-        "Count all rows since `begin`, and the rows that follow, as rows of the pass `micro`."
+        "Count all rows since `begin`, and the next rows, as rows of the pass `micro`."
         with self.lock:
             self.unread.assign_rows()
             self.micro = micro
@@ -292,7 +292,7 @@ class Arena:
             try:
                 self.read_pending()
                 parts = [(b.head[u], rows_to_host(b, u)) for b in self.blocks if len(u:=np.flatnonzero(b.head[:b.used, EVENT]))]
-            except RuntimeError as e: error = e # a device has failed: its rows are lost, and must not stay beside those that follow
+            except RuntimeError as e: error = e # a device has failed: its rows are lost, and must not mix with later rows
             if keep is not None and error is None: keep(parts)
             for b in self.blocks: b.head[:b.used, EVENT] = 0
             self.blocks = [b for b in self.blocks if b.graph is None or b.graph() is not None]
@@ -306,7 +306,7 @@ class Arena:
     def waiter(self,
         again:bool=False # True if tensors replace the tensors that their taps have
     ): # Function, or None where each tensor must be observed for itself
-        """Return a function `queue(tensor, tap)` that queues a tensor for one launch with others, and returns False if it cannot.
+        """Return a function `queue(tensor, tap)` for tensors to read in one launch. It returns False if this tensor must be observed for itself.
 
         Args:
             again: True if tensors replace the tensors that their taps have
@@ -334,11 +334,11 @@ class Arena:
         return queue
 
 def of_pass(heads, micro, once):
-    "Return a mask of the rows of the pass `micro`, except rows that a step has once."
+    "Return a mask of the rows of the pass `micro`, except once-per-step rows."
     return (heads[:, EVENT]!=0) & (heads[:, MICRO]==micro) & ~once[heads[:, TAP]]
 
 def rows_to_host(block, used):
-    "Return the numbers of the rows `used`: from a device as a `Pending` copy that nobody waits for here."
+    "Return the numbers of the rows `used`; from a device as a `Pending` copy, without waiting."
     if block.out is not None: return block.out[used]
     need,which = np.unique(block.source[used], return_inverse=True)
     with on(block.device), undisturbed(block.device.type), after(block.stream, block.device):

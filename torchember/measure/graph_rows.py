@@ -26,7 +26,7 @@ class NotWarm(Unmeasurable):
         "cannot be in a CUDA graph. Record a step before the capture, as part of the warm-up that torch asks for")
 
 class OtherStatistics(Unmeasurable):
-    "Raised for a row that was captured with other statistics"
+    "Raised if the statistics of a captured row have changed"
     def __init__(self): super().__init__("its statistics were changed after the CUDA graph was captured, and the graph "
         "measures the former ones. Capture the graph again")
 
@@ -132,7 +132,7 @@ def about_to_write(
     arena, # `Arena`
     rows # `GraphRows`
 ):
-    """Prepare a replay: move rows of the graph that count, and wait for copies of them that are not finished.
+    """Prepare a replay: move the rows in use, and wait for unfinished copies.
 
     Args:
         arena: `Arena`
@@ -147,7 +147,7 @@ def about_to_write(
             b.stream = here
 
 def set_aside(arena, b):
-    "Move the rows of a block that count to another block."
+    "Move the rows in use to another block."
     same = (o for o in arena.blocks if o.key is None and o.graph is None and o.device==b.device and o.length==b.length)
     other = next((o for o in same if not o.head[:, EVENT].any()), None)
     with on(b.device), undisturbed(b.device.type):

@@ -20,7 +20,7 @@ def trials(
     dtype:torch.dtype, # A float
     block:int=64 # Elements that a kernel reads at once
 ) -> dict: # Name -> tensor on the CPU
-    """Return small tensors that are hard to read.
+    """Return small tensors with hard cases.
 
     Args:
         dtype: A float
@@ -47,7 +47,7 @@ def difference(
     wanted, # Groups of sums
     rel:float # Tolerance of a sum, relative to its size
 ): # 'mean is 2 instead of 1', or None
-    """Return the first difference between a summary vector and that of numpy.
+    """Return the first difference from the summary vector of numpy.
 
     Args:
         v: Summary vector to check: array
@@ -94,7 +94,7 @@ def run_checks(
     *checks, # Functions without arguments that return what `first_wrong` returns
     patience:float|None=None # Seconds to wait for all checks
 ) -> str: # '' without a mistake
-    """Return the first mistake that a check finds. Run the checks in an own thread, without the user's modes and default device.
+    """Run checks. Return the first mistake. They run in an own thread, without the user's modes and default device.
 
     Args:
         *checks: Functions without arguments that return what `first_wrong` returns

@@ -38,7 +38,7 @@ def unscaled(
     return vectors
 
 def shift_exponents(counts, by):
-    "Return the exponent counts of numbers that are divided by 2^`by`."
+    "Return the exponent counts after a division by 2^`by`."
     return np.bincount(np.clip(np.arange(bins)-by, 0, bins-1), counts, bins) if by else counts
 
 # %% ../../nbs/20_measure/46_snapshot.ipynb #5a9c0009
@@ -118,7 +118,7 @@ class Columns:
     def rms(self): return derive(self.vectors, ['rms'])['rms']
 
     def plain(self):
-        "Return a mask of the rows without NaN and infinity that were not handed out before."
+        "Return a mask of the rows without NaN and infinity, handed out for the first time."
         return (finite(self.vectors)==self.vectors[:, index['count']]) & ~self.again
 
     def dicts(self):
@@ -136,7 +136,7 @@ class Columns:
 
 # %% ../../nbs/20_measure/46_snapshot.ipynb #5a9c0020
 class Snapshot:
-    """Rows that were taken from an `Arena`.
+    """Rows of a step, taken from an `Arena`.
 
     Args:
         parts: (heads, numbers) pairs

@@ -18,7 +18,7 @@ from ..ground.messages import an
 
 # %% ../../nbs/20_measure/30_spectrum.ipynb #1d63ed0f
 class SpectrumError(ValueError):
-    "A spectrum that does not exist, or could not be computed."
+    "Raised if a spectrum does not exist, or could not be computed."
 
 # %% ../../nbs/20_measure/30_spectrum.ipynb #afbeeb1a
 def features_at(x, axis):
@@ -167,7 +167,7 @@ class Spectrum:
         if i==0: return 1.
         low,near,high = bracket(self.nodes, i, min(self.features, self.count), self.largest/(1-self.error))
         if low<1e-5*self.largest or high>1.25*near or near>1.25*low:
-            raise SpectrumError(f"eigenvalue {i} of {self.features} is only known to lie between {low/self.largest:.2g} and "
+            raise SpectrumError(f"eigenvalue {i} of {self.features} is only known to be between {low/self.largest:.2g} and "
             f"{high/self.largest:.2g} of the largest. covariance(x, exact=True) computes all.")
         return self.largest/near
 
@@ -179,7 +179,7 @@ def eigenvalues(matrix):
     "Return the eigenvalues of a symmetric matrix, largest first, float64. Raises SpectrumError with the message of LAPACK."
     try: return torch.linalg.eigvalsh(matrix).flip(0)
     except torch.linalg.LinAlgError as e:
-        raise SpectrumError(f"the eigenvalues of a {len(matrix)} x {len(matrix)} matrix did not converge. LAPACK said: {e}") from e
+        raise SpectrumError(f"the eigenvalues of a {len(matrix)} x {len(matrix)} matrix did not converge. Message of LAPACK: {e}") from e
 
 def from_gram(gram, features, count):
     "Return the spectrum of a covariance, from sums of products of features or of samples."
@@ -277,7 +277,7 @@ def covariance(
 
 # %% ../../nbs/20_measure/30_spectrum.ipynb #b7ad14d7
 def centred_product(x, at, n, C):
-    "Return a function that multiplies the covariance (or the matrix of samples, if smaller) with vectors, the trace, and the mean."
+    "Return a function to multiply the covariance (or the smaller matrix of samples) with vectors, the trace, and the mean."
     y = x.movedim(at, -1)
     shift = rough_mean(y)
     off,square = torch.zeros_like(shift),torch.zeros_like(shift)
@@ -435,7 +435,7 @@ def singular_values(z, whole=None):
         if y.numel()<=(WHOLE if whole is None else whole):
             try: return torch.linalg.svdvals(y.double()/scale).cpu().numpy()
             except torch.linalg.LinAlgError as e:
-                raise SpectrumError(f"the singular values of a matrix of shape {tuple(y.shape)} did not converge. LAPACK said: {e}") from e
+                raise SpectrumError(f"the singular values of a matrix of shape {tuple(y.shape)} did not converge. Message of LAPACK: {e}") from e
         if len(y)<y.shape[1]: y = y.T
         gram = torch.zeros(y.shape[1], y.shape[1], dtype=torch.float64, device=y.device)
         for rows in pieces(y, max(CHUNK, 1024*y.shape[1])): add_gram(gram, rows.double()/scale)
@@ -452,7 +452,7 @@ def rankme(
     z, # Representations, one sample per row. Further dimensions are flattened
     epsilon=1e-7 # Added to each share
 ) -> float: # NaN where all are 0
-    """Return RankMe: the soft number of dimensions that representations fill (Garrido et al. 2023, arXiv 2210.02885).
+    """Return RankMe: the soft number of dimensions of representations (Garrido et al. 2023, arXiv 2210.02885).
 
     For more than 4,194,304 numbers, the singular values come from the smaller Gram matrix. The result is then precise to 0.1 percent.
 

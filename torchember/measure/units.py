@@ -34,7 +34,7 @@ def by_unit(
     return x.reshape(math.prod(x.shape[:axis]), units, after)
 
 def cache_pieces(x):
-    "Return parts of a tensor (before, units, after) that fit the cache of the processor; on other devices large parts."
+    "Yield parts of a tensor (before, units, after): on the CPU they fit the cache, elsewhere they are large."
     if x.device.type!='cpu': return x.split(max((1<<26)//max(x[0].numel(), 1), 1)) if len(x) else ()
     before = x.split(max((1<<18)//max(x.shape[1]*x.shape[2], 1), 1)) if x.numel() else ()
     return (q for p in before for q in (p.split(1<<16, 2) if x.shape[2]>1<<16 else (p,)))
@@ -238,7 +238,7 @@ def relative_gap(vectors, target, running_var):
 
 # %% ../../nbs/20_measure/40_units.ipynb #854d361a
 class Sketch:
-    """A linear map of a vector to few numbers that nearly keeps lengths and products.
+    """A linear map of a vector to few numbers. It nearly keeps lengths and products.
 
     Args:
         numel: Length of the vectors
@@ -268,7 +268,7 @@ class Sketch:
         x # Tensor of `numel` numbers, any shape
     ): # Vector of `size` numbers; float64 of float64, else float32
         "Return the sketch of a tensor."
-        if x.numel()!=self.numel: raise ValueError(f"this sketch is of {self.numel:,} numbers, got a tensor of {x.numel():,}.")
+        if x.numel()!=self.numel: raise ValueError(f"this sketch takes {self.numel:,} numbers, got a tensor of {x.numel():,}.")
         x = x.detach().reshape(-1)
         to = torch.float64 if x.dtype==torch.float64 else torch.float32
         if self.exact: return x.to(to, copy=True)
@@ -365,7 +365,7 @@ class Signs:
     def flipped(self,
         other:'Signs' # Of the same tensor at another time
     ): # int64 vector with a bit for each number
-        """Return bits of the numbers that went from above zero to below, or back.
+        """Return bits: 1 for numbers with a changed sign.
 
         Args:
             other: Of the same tensor at another time
@@ -395,7 +395,7 @@ def packed_bits(
 def count_bits(
     words # int64 vector, from `packed_bits` or `Signs.flipped`
 ) -> int:
-    """Return the number of bits that are set.
+    """Count the bits with value 1.
 
     Args:
         words: int64 vector, from `packed_bits` or `Signs.flipped`
