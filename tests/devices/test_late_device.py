@@ -1072,7 +1072,7 @@ def test_a_number_that_is_noted_during_a_capture(gpu, tmp_path):
 
 def test_the_random_numbers_of_a_device_are_its_own(monkeypatch):
     "Whichever device is chosen"
-    from torchember.recorder.step_buffer import of_torch
+    from torchember.recorder.step_buffer import torch_generators as of_torch
     put = []
     room = SimpleNamespace(get_rng_state=lambda device=None: device, set_rng_state=lambda state, device=None: put.append((state, device)))
     monkeypatch.setattr(torch, 'get_device_module', lambda kind: room)
@@ -1110,7 +1110,7 @@ def test_the_cost_of_a_tensor_is_told_when_it_was_read(monkeypatch):
     from torchember.recorder import plan
     waited = []
     monkeypatch.setattr(plan, 'wait_for', lambda device: waited.append(device))
-    xs,_ = plan.curve(('mean',), torch.float32, torch.device('cpu'), 16)
+    xs,_ = plan.time_reading(('mean',), torch.float32, torch.device('cpu'), 16)
     assert len(waited)==9 and xs==[16]
 
 

@@ -11,7 +11,7 @@ from torchember.measure.snapshot import columns_of
 from torchember.measure.tap import observe
 from torchember.ground.record import line_of
 from torchember.recorder.step_buffer import place_of
-from torchember.recorder.row import FirstBad, one_row, troubled
+from torchember.recorder.row import FirstBad, one_row, describe_trouble
 from torchember.recorder.rows import Lines, Measured
 
 
@@ -126,7 +126,7 @@ def test_other_taps_and_marks(runs):
 def test_the_first_bad_row_is_found(measured):
     "A row that is written as a column is none that somebody must be told of"
     for m,rows in zip(measured, Lines()(measured), strict=True):
-        want = next((b for r in reference(m) if (b := troubled(r))), None)
+        want = next((b for r in reference(m) if (b := describe_trouble(r))), None)
         listener = FirstBad(type('File', (), {'note': lambda self, what: None})())
         listener.add(rows)
         assert listener.found==want

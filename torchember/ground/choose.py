@@ -43,12 +43,7 @@ def no_match_message(what, pairs):
 
 # %% ../../nbs/05_ground/30_choose.ipynb #21b86c02
 class NamedLayer:
-    """Path and class names of a layer, in place of a module: logs and snapshots have no modules.
-
-    Args:
-        path: Path of the module
-        kinds: Names of its class and base classes
-    """
+    "Path and class names of a layer, in place of a module: logs and snapshots have no modules."
     def __init__(self,
         path:str, # Path of the module
         kinds=() # Names of its class and base classes
@@ -57,14 +52,7 @@ class NamedLayer:
 def kinds_of(
     module # A module, or a `NamedLayer`
 ) -> tuple: # Names of its class and base classes
-    """Return the class names of a module.
-
-    Args:
-        module: A module, or a `NamedLayer`
-
-    Returns:
-        Names of its class and base classes
-    """
+    "Return the class names of a module."
     return module.kinds if isinstance(module, NamedLayer) else tuple(c.__name__ for c in type(module).__mro__[:-1])
 
 
@@ -116,16 +104,7 @@ def chosen(
     include=None, # As in `select`. None: all modules
     exclude=None # As in `select`
 ) -> set: # The `id` of each module
-    """Return the modules that are included and not excluded. Raises ValueError if there are none.
-
-    Args:
-        pairs: (path, module) pairs
-        include: As in `select`. None: all modules
-        exclude: As in `select`
-
-    Returns:
-        The `id` of each module
-    """
+    "Return the modules that are included and not excluded. Raises ValueError if there are none."
     pairs = list(pairs)
     ids = {id(m) for m in (select(include).pick(pairs) if include is not None else (m for _,m in pairs))}
     if exclude is not None: ids -= {id(m) for m in select(exclude).pick(pairs)}
@@ -175,11 +154,7 @@ linear_form = re.compile(r'\s*linear\(\s*(\d+)\s*(?:,\s*(\d+)\s*)?\)\s*')
 def schedule(
     when # Whole number n (every n), function of the step, string 'linear(5, 2)', or a `Schedule`
 ) -> Schedule:
-    """Return a `Schedule`. Raises TypeError for other objects.
-
-    Args:
-        when: Whole number n (every n), function of the step, string 'linear(5, 2)', or a `Schedule`
-    """
+    "Return a `Schedule`. Raises TypeError for other objects."
     if isinstance(when, Schedule): return when
     if isinstance(when, int): return every(when)
     if isinstance(when, str):

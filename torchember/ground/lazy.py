@@ -14,16 +14,7 @@ def lazy_attributes(
     names:dict, # Python module -> its names, separated by spaces. Modules of other packages begin with dots: '..frames.logframe'
     before=lambda: None # Called before each import: may raise an error for a missing library
 ) -> tuple: # `__getattr__` and `__dir__` for the package
-    """Return `__getattr__` and `__dir__` of a package with lazy names. An unknown name raises AttributeError.
-
-    Args:
-        package: `__name__` of the package
-        names: Python module -> its names, separated by spaces. Modules of other packages begin with dots: '..frames.logframe'
-        before: Called before each import: may raise an error for a missing library
-
-    Returns:
-        `__getattr__` and `__dir__` for the package
-    """
+    "Return `__getattr__` and `__dir__` of a package with lazy names. An unknown name raises AttributeError."
     modules = {n: module if module[0]=='.' else f'.{module}' for module,found in names.items() for n in found.split()}
     def get(name):
         if name not in modules: raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name)

@@ -15,15 +15,7 @@ def printable(
     text, # A name, or any object
     most:int|None=None # Most letters: the middle of a longer text is left out
 ) -> str: # Text without control characters and secrets
-    """Return a name for a message. Tables and files keep the name as it is.
-
-    Args:
-        text: A name, or any object
-        most: Most letters: the middle of a longer text is left out
-
-    Returns:
-        Text without control characters and secrets
-    """
+    "Return a name for a message. Tables and files keep the name as it is."
     text = str(text)
     if '://' in text: text = secrets.sub(r'\1…', passwords.sub('://', text))
     if most is not None and len(text)>most: text = f'{text[:most//2]}…{text[-(most-1-most//2):]}'
@@ -40,18 +32,7 @@ def unknown(
     called=(), # Name in other libraries -> our name
     others=() # Names that exist elsewhere and may be meant
 ) -> str: # A sentence with the name, the known names and the closest
-    """Return the sentence for an unknown name.
-
-    Args:
-        what: Kind of name, 'tensor type'
-        got: The unknown name
-        known: All known names
-        called: Name in other libraries -> our name
-        others: Names that exist elsewhere and may be meant
-
-    Returns:
-        A sentence with the name, the known names and the closest
-    """
+    "Return the sentence for an unknown name."
     known = [printable(k, longest) for k in known]
     close = [] if got in others else closest(got, [*known, *others], called)
     shown = ', '.join(known[:12]) + (f', ... ({len(known)} in all)' if len(known)>12 else '')
@@ -73,16 +54,7 @@ def unknown_argument(
     got:str, # The unknown argument
     known # Known arguments
 ) -> str: # A sentence, as from `unknown`
-    """Return the sentence for an unknown argument.
-
-    Args:
-        what: Name of the function, 'torchEmber'
-        got: The unknown argument
-        known: Known arguments
-
-    Returns:
-        A sentence, as from `unknown`
-    """
+    "Return the sentence for an unknown argument."
     same = {n for names in alike if got in names.split() for n in names.split()}
     return unknown(f'argument of {what}', got, known, {got.lower(): next((k for k in known if k in same), None)})
 
@@ -96,14 +68,7 @@ def arguments_of(f):
 def says_arguments(
     f:F # A function
 ) -> F: # The same function, with a helpful TypeError for an unknown argument
-    """Wrap a function to name its arguments in the error for an unknown argument.
-
-    Args:
-        f: A function
-
-    Returns:
-        The same function, with a helpful TypeError for an unknown argument
-    """
+    "Wrap a function to name its arguments in the error for an unknown argument."
     @functools.wraps(f)
     def g(*args, **kwargs):
         try: return f(*args, **kwargs)
@@ -131,14 +96,7 @@ def article(name):
 def an(
     thing # Anything
 ) -> str: # 'a dict', 'an int', 'the class Net', 'None'
-    """Return the kind of an object, for a message.
-
-    Args:
-        thing: Anything
-
-    Returns:
-        'a dict', 'an int', 'the class Net', 'None'
-    """
+    "Return the kind of an object, for a message."
     if thing is None: return 'None'
     name = printable(thing.__name__ if isinstance(thing, type) else type(thing).__name__, longest)
     return f'the class {name}' if isinstance(thing, type) else f'{article(name)} {name}'
@@ -175,11 +133,7 @@ def users_frame():
 def warn(
     text:str # A sentence or two
 ):
-    """Warn with an `EmberWarning` at the user's line.
-
-    Args:
-        text: A sentence or two
-    """
+    "Warn with an `EmberWarning` at the user's line."
     frame = users_frame()
     place = frame.f_globals
     warnings.warn_explicit(text, EmberWarning, frame.f_code.co_filename, frame.f_lineno, place.get('__name__') or '<unknown>',

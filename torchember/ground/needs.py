@@ -14,16 +14,7 @@ def needs(
     for_:str, # What needs it, for the message
     package:str|None=None # Name of the package to install, if it differs
 ): # The imported module
-    """Import a library. Raises ModuleNotFoundError with the command to install it.
-
-    Args:
-        name: Library to import
-        for_: What needs it, for the message
-        package: Name of the package to install, if it differs
-
-    Returns:
-        The imported module
-    """
+    "Import a library. Raises ModuleNotFoundError with the command to install it."
     try: return import_module(name)
     except ModuleNotFoundError as e:
         if e.name and not name.startswith(e.name): raise # the library is installed, but one of its own imports fails

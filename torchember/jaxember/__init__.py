@@ -1,6 +1,6 @@
-"""The same rows from JAX: `track`, `probe`, and the functions that Track & Visualize has for what is kept of an array
+"""Recording of JAX trainings: `track`, `probe`, and the statistics of Track & Visualize.
 
-Each name is fetched from its room when it is touched. Nothing here imports torch."""
+Each name is imported on first use. Nothing here imports torch."""
 from typing import TYPE_CHECKING
 
 from ..ground.needs import needs

@@ -74,14 +74,7 @@ class CpuReadPlan:
 no_plan = CpuReadPlan()
 
 class DeviceReadPlan:
-    """How tensors like the last one of a tap are read on their device.
-
-    Args:
-        x: A tensor like those to read
-        number: Of the tap
-        reading: `readers.triton.Reading`, or None without kernels for such tensors
-        made: dtype to which tensors are converted before they are read
-    """
+    "How tensors like the last one of a tap are read on their device."
     def __init__(self,
         x:torch.Tensor, # A tensor like those to read
         number:int, # Of the tap
@@ -168,11 +161,7 @@ class Tap:
 
 # %% ../../nbs/20_measure/48_arena.ipynb #a4e90019
 class Arena:
-    """Rows of all tensors of a model: `tap` makes a place, `observe` writes rows, `take` returns the rows of a step.
-
-    Args:
-        size: Rows of a block
-    """
+    "Rows of all tensors of a model: `tap` makes a place, `observe` writes rows, `take` returns the rows of a step."
     def __init__(self,
         size:int=256 # Rows of a block
     ):
@@ -197,14 +186,7 @@ class Arena:
         once:bool=False, # True if the last row of a step counts, as for a weight
         repeats:bool=False # True if the rows of one call do not merge with each other
     ) -> Tap:
-        """Make a tap.
-
-        Args:
-            key: Identifies the place for the reader of rows. It must not refer to the module
-            stats: Named set or list of statistics
-            once: True if the last row of a step counts, as for a weight
-            repeats: True if the rows of one call do not merge with each other
-        """
+        "Make a tap."
         with self.lock:
             t = Tap(self, key, len(self.taps), stat_names(stats), once, repeats, self.cursors.new())
             t.cursor.array[LIKE+MICRO] = self.micro
@@ -281,12 +263,7 @@ class Arena:
         earlier=None, # `Snapshot`s of the same step that were taken before
         keep=None # Function of the rows that is called before the arena reuses their memory
     ) -> Snapshot:
-        """Return all rows since the last call, and empty the arena.
-
-        Args:
-            earlier: `Snapshot`s of the same step that were taken before
-            keep: Function of the rows that is called before the arena reuses their memory
-        """
+        "Return all rows since the last call, and empty the arena."
         with self.lock:
             parts,error = [],None
             try:
@@ -306,14 +283,7 @@ class Arena:
     def waiter(self,
         again:bool=False # True if tensors replace the tensors that their taps have
     ): # Function, or None where each tensor must be observed for itself
-        """Return a function `queue(tensor, tap)` for tensors to read in one launch. It returns False if this tensor must be observed for itself.
-
-        Args:
-            again: True if tensors replace the tensors that their taps have
-
-        Returns:
-            Function, or None where each tensor must be observed for itself
-        """
+        "Return a function `queue(tensor, tap)` for tensors to read in one launch. It returns False if this tensor must be observed for itself."
         if count_function_modes() or inside_transform() is not None or count_dispatch_modes() or frees_parameters(): return None
         streams = {} # device -> its current stream; None while it captures a graph
         def queue(x, tap):

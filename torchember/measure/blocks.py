@@ -25,12 +25,7 @@ def describe_tensor(
     x:torch.Tensor, # Any tensor
     head # Array of `head_width` int64 numbers
 ):
-    """Write the dtype and shape of `x` into a head.
-
-    Args:
-        x: Any tensor
-        head: Array of `head_width` int64 numbers
-    """
+    "Write the dtype and shape of `x` into a head."
     shape = x.shape
     dims = len(shape)
     head[DTYPE:SHAPE] = dtype_code[x.dtype],dims
@@ -49,15 +44,7 @@ cpu = torch.device('cpu')
 def as_cells(a): return memoryview(a).cast('B').cast('q') # int64 numbers, written one at a time
 
 class Block:
-    """Rows of one length on one device, with their heads on the host.
-
-    Args:
-        n: Rows
-        length: Numbers of a row
-        box: `recorder.black_box.BlackBox` that provides memory for rows on the CPU
-        graph: Weak reference to the CUDA graph that writes the rows
-        for_taps: True if an arena may give the rows to taps
-    """
+    "Rows of one length on one device, with their heads on the host."
     def __init__(self,
         n:int, # Rows
         device:torch.device,

@@ -20,14 +20,7 @@ sets = dict(basic=('shape', 'mean', 'std', 'max', 'min'),
 def stat_names(
     stats # 'basic', 'full', 'numerics', or a list of statistics
 ) -> tuple: # Names of statistics
-    """Return the statistics of a named set or a list. Raises ValueError for an unknown name.
-
-    Args:
-        stats: 'basic', 'full', 'numerics', or a list of statistics
-
-    Returns:
-        Names of statistics
-    """
+    "Return the statistics of a named set or a list. Raises ValueError for an unknown name."
     if isinstance(stats, str):
         if stats in sets: return sets[stats]
         if not is_statistic(stats): raise ValueError(unknown('set of statistics', stats, [*sets, *known], also_called))
@@ -51,16 +44,7 @@ def as_columns(
     names, # Statistics
     shapes # The shape of each tensor
 ) -> dict: # Statistic -> array of n numbers or n lists. The shapes are a list
-    """Return the statistics of summary vectors as columns.
-
-    Args:
-        vectors: Summary vectors, shape (n, width), or (n, wide) with exponents
-        names: Statistics
-        shapes: The shape of each tensor
-
-    Returns:
-        Statistic -> array of n numbers or n lists. The shapes are a list
-    """
+    "Return the statistics of summary vectors as columns."
     got = derive(vectors, [n for n in names if n in derived])
     columns = {}
     for n in names:
@@ -76,16 +60,7 @@ def as_dicts(
     names, # Statistics
     shapes # The shape of each tensor
 ) -> list: # A dict for each vector
-    """Return the statistics of summary vectors as dicts of Python numbers.
-
-    Args:
-        vectors: Summary vectors, shape (n, width), or (n, wide) with exponents
-        names: Statistics
-        shapes: The shape of each tensor
-
-    Returns:
-        A dict for each vector
-    """
+    "Return the statistics of summary vectors as dicts of Python numbers."
     columns = as_columns(vectors, names, shapes)
     lists = [[list(s) for s in c] if n=='shape' else c.tolist() for n,c in columns.items()]
     return [dict(zip(columns, values, strict=True)) for values in zip(*lists, strict=True)]

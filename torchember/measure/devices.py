@@ -24,11 +24,7 @@ from ..capture.private_torch import without_dispatch_modes, without_function_mod
 def has_float64(
     kind:str # Type of a device, 'cpu'
 ) -> bool:
-    """Return True if a kind of device computes in float64.
-
-    Args:
-        kind: Type of a device, 'cpu'
-    """
+    "Return True if a kind of device computes in float64."
     if kind in ('cpu', 'cuda', 'meta'): return True
     if kind=='mps': return False
     try: return (torch.full((2,), 1+2.**-40, dtype=torch.float64, device=kind)*2).sum().item()==4+2.**-38
@@ -37,11 +33,7 @@ def has_float64(
 def widest(
     device # torch.device
 ) -> torch.dtype:
-    """Return the float dtype for sums on a device.
-
-    Args:
-        device: torch.device
-    """
+    "Return the float dtype for sums on a device."
     return torch.float64 if has_float64(device.type) else torch.float32
 
 # %% ../../nbs/20_measure/01_devices.ipynb #42d66021
@@ -98,22 +90,14 @@ def being_captured(kind):
 def disturbs(
     kind:str # Type of a device, 'cpu'
 ) -> bool:
-    """Return True if autocast, a mode or a transform is active.
-
-    Args:
-        kind: Type of a device, 'cpu'
-    """
+    "Return True if autocast, a mode or a transform is active."
     return torch.is_autocast_enabled(kind) or count_dispatch_modes()>0 or count_function_modes()>0 or inside_transform() is not None
 
 @contextmanager
 def undisturbed(
     kind:str # Type of a device, 'cpu'
 ):
-    """Switch autocast, modes and transforms off.
-
-    Args:
-        kind: Type of a device, 'cpu'
-    """
+    "Switch autocast, modes and transforms off."
     with torch.autocast(kind, enabled=False), without_dispatch_modes(), without_function_modes(), without_transforms(): yield
 
 # %% ../../nbs/20_measure/01_devices.ipynb #cbd9f26d
@@ -149,11 +133,7 @@ def has_arrived(host):
     return not (host.reshape(-1).view(torch.uint8).view(-1, host.element_size())==unsent).all(1).any()
 
 class Pending:
-    """Numbers on their way from a device. `numpy.asarray` waits for them. If the device has failed, earlier copies can still be read.
-
-    Args:
-        memory: of `pinned`, which contains `host`
-    """
+    "Numbers on their way from a device. `numpy.asarray` waits for them. If the device has failed, earlier copies can still be read."
     def __init__(self, host, done, memory=None): # memory: of `pinned`, which contains `host`
         self.host,self.done,self.memory,self.which = host,done,memory,None
         self.shape,self.numbers,self.lock = tuple(host.shape),None,threading.Lock()
@@ -197,11 +177,7 @@ def start_copy(x):
 def sends(
     device # torch.device
 ) -> bool:
-    """Return True if a device copies to the host without waiting. It is tried once.
-
-    Args:
-        device: torch.device
-    """
+    "Return True if a device copies to the host without waiting. It is tried once."
     if device.type!=accelerator() or device.type=='mps': return False
     try: return np.array_equal(np.asarray(start_copy(torch.arange(5, device=device))), range(5))
     except (RuntimeError, TypeError, AttributeError, NotImplementedError): return False
@@ -209,29 +185,14 @@ def sends(
 def to_host(
     x:torch.Tensor # On any device
 ): # `Pending`, or a tensor on the CPU
-    """Copy a tensor to the host. Do not wait if the device can copy by itself.
-
-    Args:
-        x: On any device
-
-    Returns:
-        `Pending`, or a tensor on the CPU
-    """
+    "Copy a tensor to the host. Do not wait if the device can copy by itself."
     return start_copy(x.detach()) if sends(x.device) else x.detach().cpu()
 
 def to_device(
     numbers, # Whole numbers: array or list
     device # torch.device
 ) -> torch.Tensor: # int64
-    """Copy whole numbers to a device. Do not wait if the device can copy by itself.
-
-    Args:
-        numbers: Whole numbers: array or list
-        device: torch.device
-
-    Returns:
-        int64
-    """
+    "Copy whole numbers to a device. Do not wait if the device can copy by itself."
     a = torch.from_numpy(np.array(numbers, dtype=np.int64))
     if not sends(device): return a.to(device)
     n = a.numel()*a.element_size()

@@ -18,14 +18,7 @@ class Unmeasurable(TypeError):
 def flat(
     x:torch.Tensor # Dense tensor, any shape and strides
 ) -> tuple: # One-dimensional tensor, and how often it is repeated
-    """Return the elements of `x` in memory order, without a copy if possible.
-
-    Args:
-        x: Dense tensor, any shape and strides
-
-    Returns:
-        One-dimensional tensor, and how often it is repeated
-    """
+    "Return the elements of `x` in memory order, without a copy if possible."
     times = 1
     if x.is_contiguous(): return x.view(-1), times
     for d in range(x.dim()):
@@ -37,14 +30,7 @@ def flat(
 def layout(
     x:torch.Tensor # Dense tensor, any shape and strides
 ) -> tuple: # Sizes and strides, outermost first, and how often the elements are repeated
-    """Return the fewest dimensions that have the elements of `x`.
-
-    Args:
-        x: Dense tensor, any shape and strides
-
-    Returns:
-        Sizes and strides, outermost first, and how often the elements are repeated
-    """
+    "Return the fewest dimensions that have the elements of `x`."
     times,dims = 1,[]
     for size,stride in sorted(zip(x.shape, x.stride(), strict=True), key=lambda d: (-d[1], -d[0])):
         if size==1: continue
@@ -93,14 +79,7 @@ class MemoryView:
 def as_array(
     x # CPU tensor of float32, float64 or complex128
 ): # Read-only array on the same memory
-    """Return the elements of a tensor as an array.
-
-    Args:
-        x: CPU tensor of float32, float64 or complex128
-
-    Returns:
-        Read-only array on the same memory
-    """
+    "Return the elements of a tensor as an array."
     return np.asarray(MemoryView(x)) if type(x) in ordinary else x.clone().numpy() # a subclass may store its elements elsewhere
 
 def as_float64(x):

@@ -18,15 +18,7 @@ def exponents(
     v, # Summary vectors with exponents, shape (..., wide)
     lo:int=-16, hi:int=16 # First and last exponent with an own column
 ) -> np.ndarray: # Counts, int, shape (..., hi-lo+3)
-    """Return counts of exponents: below `lo`, `lo` to `hi`, above `hi`.
-
-    Args:
-        v: Summary vectors with exponents, shape (..., wide)
-        lo, hi: First and last exponent with an own column
-
-    Returns:
-        Counts, int, shape (..., hi-lo+3)
-    """
+    "Return counts of exponents: below `lo`, `lo` to `hi`, above `hi`."
     v = np.asarray(v)
     if v.shape[-1]==width: raise ValueError("these summaries have no exponents. Measure them with 'exponents' among the groups or statistics.")
     counts = v[..., width:]
@@ -40,14 +32,7 @@ farthest = 1100 # exponents of float64 go from -1074 to 1023
 def with_counts(
     df # Table of rows
 ) -> np.ndarray: # bool
-    """Return a mask of the rows with valid counts of exponents.
-
-    Args:
-        df: Table of rows
-
-    Returns:
-        bool
-    """
+    "Return a mask of the rows with valid counts of exponents."
     if 'exponents' not in df or 'exponent_min' not in df: return np.zeros(len(df), bool)
     return np.array([are_counts(c, m) for c,m in zip(df['exponents'], df['exponent_min'], strict=True)], bool)
 
@@ -63,14 +48,7 @@ def are_counts(counts, lo):
 def exponent_range(
     name:str # Statistic
 ): # First and last exponent. None for other statistics
-    """Return the range in the name of a statistic. Raises ValueError for a range outside float32.
-
-    Args:
-        name: Statistic
-
-    Returns:
-        First and last exponent. None for other statistics
-    """
+    "Return the range in the name of a statistic. Raises ValueError for a range outside float32."
     if name=='exponents': return -16, 16
     m = isinstance(name, str) and re.fullmatch(r'exponents\((-?\d+), *(-?\d+)\)', name)
     if not m: return None

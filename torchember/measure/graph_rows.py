@@ -32,13 +32,7 @@ class OtherStatistics(Unmeasurable):
 
 # %% ../../nbs/20_measure/55_graph_rows.ipynb #96b5dba0
 class GraphTensor:
-    """Shape and row of a tensor in a CUDA graph.
-
-    Args:
-        x: The tensor, during the capture
-        groups: Groups of sums that are measured
-        block, row: Its row, if it is measured
-    """
+    "Shape and row of a tensor in a CUDA graph."
     is_leaf = requires_grad = False
     def __init__(self,
         x, # The tensor, during the capture
@@ -52,12 +46,7 @@ class GraphTensor:
 
 # %% ../../nbs/20_measure/55_graph_rows.ipynb #3dc67518
 class GraphRows:
-    """Rows that one CUDA graph writes.
-
-    Args:
-        graph: `torch.cuda.CUDAGraph` that is being captured
-        device: torch.device of the graph
-    """
+    "Rows that one CUDA graph writes."
     size = 128 # rows of a block
     captured = {} # id of a graph -> (`GraphRows` that use it, memory of its kernels, memory before the capture)
     def __init__(self,
@@ -96,14 +85,7 @@ class GraphRows:
         was_read, # `Arena.was_read`
         scale=None # Factor of the tensor, as in `observe`
     ) -> GraphTensor:
-        """Read a tensor inside the graph.
-
-        Args:
-            x: Any tensor on the device
-            wanted: Groups of sums
-            was_read: `Arena.was_read`
-            scale: Factor of the tensor, as in `observe`
-        """
+        "Read a tensor inside the graph."
         kind = x.device.type
         if kind in ('cpu', 'meta'): raise Unmeasurable(f"it is on the device {kind!r}, and no Python runs when a CUDA graph is replayed")
         if hasattr(x, 'to_local'): raise Unmeasurable("it is sharded over processes, and tensors in a CUDA graph are recorded on one device only")
@@ -132,12 +114,7 @@ def about_to_write(
     arena, # `Arena`
     rows # `GraphRows`
 ):
-    """Prepare a replay: move the rows in use, and wait for unfinished copies.
-
-    Args:
-        arena: `Arena`
-        rows: `GraphRows`
-    """
+    "Prepare a replay: move the rows in use, and wait for unfinished copies."
     with arena.lock:
         for b in rows.blocks:
             if b not in arena.blocks: arena.blocks.append(b)
@@ -164,13 +141,7 @@ def count_row(
     tap, # `Tap` that observes it
     call:int # Call of the pass
 ):
-    """Count the row of a tensor.
-
-    Args:
-        x: A tensor of the graph that is replayed
-        tap: `Tap` that observes it
-        call: Call of the pass
-    """
+    "Count the row of a tensor."
     if x.block is None: return
     a = tap.arena
     if tap.format.length!=x.block.length or not tap.format.groups<=x.groups: raise OtherStatistics()
@@ -184,11 +155,6 @@ def count_none(
     arena, # `Arena`
     rows # `GraphRows`
 ):
-    """Drop the rows of a graph: its replay has raised.
-
-    Args:
-        arena: `Arena`
-        rows: `GraphRows`
-    """
+    "Drop the rows of a graph: its replay has raised."
     with arena.lock:
         for b in rows.blocks: b.head[:, EVENT] = 0

@@ -38,15 +38,7 @@ def vectors_of(
     columns, # Statistic -> array of numbers, NaN for rows without it; with `nan`, `posinf` and `neginf`
     count # Number of elements of each row
 ) -> np.ndarray: # Summary vectors, float64, shape (n, width). Unknown sums are NaN
-    """Restore the summaries of tensors from their statistics.
-
-    Args:
-        columns: Statistic -> array of numbers, NaN for rows without it; with `nan`, `posinf` and `neginf`
-        count: Number of elements of each row
-
-    Returns:
-        Summary vectors, float64, shape (n, width). Unknown sums are NaN
-    """
+    "Restore the summaries of tensors from their statistics."
     count = np.asarray(count, np.float64)
     c = LogColumns(columns, len(count))
     bad = {p: np.nan_to_num(getattr(c, p)) for p in ('nan', 'posinf', 'neginf')}
@@ -67,15 +59,7 @@ def scaled(
     vectors, # Summary vectors, shape (n, width)
     factor # Positive factors of the elements, shape (n,)
 ) -> np.ndarray: # The summaries of the products
-    """Return the summaries of tensors after a multiplication by a factor.
-
-    Args:
-        vectors: Summary vectors, shape (n, width)
-        factor: Positive factors of the elements, shape (n,)
-
-    Returns:
-        The summaries of the products
-    """
+    "Return the summaries of tensors after a multiplication by a factor."
     factor,out = np.asarray(factor, np.float64),np.array(vectors, np.float64)
     for p,s in sums.items():
         by = np.where(factor==1, 1., np.nan) if s.degree is None else factor**s.degree

@@ -66,15 +66,7 @@ def read(
     x:torch.Tensor, # Any tensor
     wanted=('basic',) # Groups of sums
 ): # Summary vector: numpy for a CPU tensor, else a tensor on the device of `x`
-    """Read a tensor into a summary vector. Raises `Unmeasurable` if its values cannot be read.
-
-    Args:
-        x: Any tensor
-        wanted: Groups of sums
-
-    Returns:
-        Summary vector: numpy for a CPU tensor, else a tensor on the device of `x`
-    """
+    "Read a tensor into a summary vector. Raises `Unmeasurable` if its values cannot be read."
     x,zeros = dense(x.detach())
     if x.device.type!='cpu': return read_elsewhere(x, zeros, wanted)
     if type(x) in ordinary and loops() and loader.has(format_for(x.dtype)): v = by_loops(x, wanted) # a subclass may store its elements elsewhere
@@ -117,31 +109,19 @@ def gpu_kernels(device):
     return gpu if gpu.available(device) else None
 
 def kernels_for(x, wanted, dtype=None): # dtype: to which `x` is converted before it is read
-    """Return the kernels for a tensor, if they are correct. Else None.
-
-    Args:
-        dtype: to which `x` is converted before it is read
-    """
+    "Return the kernels for a tensor, if they are correct. Else None."
     dtype = dtype or x.dtype
     gpu = gpu_kernels(x.device) if dtype in formats and type(x) in ordinary else None
     return gpu if gpu is not None and gpu.reads(dtype, wanted, x.device) else None
 
 def for_list(x, wanted, dtype=None): # dtype: as in `kernels_for`
-    """Return the kernels to read `x` in place, in a list. None without such kernels.
-
-    Args:
-        dtype: as in `kernels_for`
-    """
+    "Return the kernels to read `x` in place, in a list. None without such kernels."
     if type(x) not in ordinary or x.layout is not torch.strided: return None
     gpu = kernels_for(x, wanted, dtype)
     return gpu if gpu is not None and (x.is_contiguous() or gpu.fills(x)) else None
 
 def read_elsewhere(x, zeros, wanted, out=None): # out: row to write
-    """Read a dense tensor on a device other than the CPU, with omitted `zeros`.
-
-    Args:
-        out: row to write
-    """
+    "Read a dense tensor on a device other than the CPU, with omitted `zeros`."
     x,times = flat(x)
     if zeros or times>1: x = torch.cat([x.expand(times, -1).reshape(-1), x.new_zeros(zeros)])
     if x.dtype not in formats and type(x) in ordinary and gpu_kernels(x.device) is not None: x = as_float(x)
@@ -156,13 +136,7 @@ def read_into(
     wanted:tuple, # Groups of sums
     row:torch.Tensor # Summary to write, on the same device
 ):
-    """Read a tensor into a row.
-
-    Args:
-        x: Any tensor that is not on the CPU
-        wanted: Groups of sums
-        row: Summary to write, on the same device
-    """
+    "Read a tensor into a row."
     x,zeros = dense(x.detach())
     v = read_elsewhere(x, zeros, wanted, row)
     if v is not row: row.copy_(v)
@@ -187,11 +161,7 @@ def operations_are_right(device, dtype, wanted):
 def no_autocast(
     kind:str # Type of a device, 'cpu'
 ):
-    """Return a context without autocast, also for a device without autocast such as 'meta'.
-
-    Args:
-        kind: Type of a device, 'cpu'
-    """
+    "Return a context without autocast, also for a device without autocast such as 'meta'."
     return torch.autocast(kind if torch.amp.is_autocast_available(kind) else 'cpu', enabled=False)
 
 def summarize(

@@ -132,11 +132,7 @@ def loops():
 def warm(
     tensors=() # Tensors like those to read: the parameters of a model
 ):
-    """Load the loops for tensors, so that no step waits. With TORCHEMBER_WAIT=0 load in a thread.
-
-    Args:
-        tensors: Tensors like those to read: the parameters of a model
-    """
+    "Load the loops for tensors, so that no step waits. With TORCHEMBER_WAIT=0 load in a thread."
     loader.in_thread = os.environ.get('TORCHEMBER_WAIT', '')=='0'
     dtypes,before = {x.dtype: None for x in tensors if x.device.type=='cpu'},loader.times.total-loader.times.in_thread
     for d in dtypes: loader.has(format_for(d))
@@ -145,14 +141,7 @@ def warm(
 def ready(
     timeout:float|None=None # Seconds to wait at most
 ) -> bool: # True if there are compiled loops
-    """Wait until loading has ended.
-
-    Args:
-        timeout: Seconds to wait at most
-
-    Returns:
-        True if there are compiled loops
-    """
+    "Wait until loading has ended."
     loader.wait(timeout)
     return loops() is not None
 
@@ -171,9 +160,5 @@ def seconds_beside() -> float:
     return loader.times.in_thread
 
 def seconds_waited() -> tuple: # While a model was armed, and at other times
-    """Return the part of `loading_seconds` in callers.
-
-    Returns:
-        While a model was armed, and at other times
-    """
+    "Return the part of `loading_seconds` in callers."
     return loader.times.arming, loader.times.total-loader.times.in_thread-loader.times.arming

@@ -20,15 +20,7 @@ def trials(
     dtype:torch.dtype, # A float
     block:int=64 # Elements that a kernel reads at once
 ) -> dict: # Name -> tensor on the CPU
-    """Return small tensors with hard cases.
-
-    Args:
-        dtype: A float
-        block: Elements that a kernel reads at once
-
-    Returns:
-        Name -> tensor on the CPU
-    """
+    "Return small tensors with hard cases."
     def tensor(a): return torch.from_numpy(a).to('cpu', dtype) # not on the user's default device
     numbers = wave(2*block+3)
     odd = numbers.copy()
@@ -47,17 +39,7 @@ def difference(
     wanted, # Groups of sums
     rel:float # Tolerance of a sum, relative to its size
 ): # 'mean is 2 instead of 1', or None
-    """Return the first difference from the summary vector of numpy.
-
-    Args:
-        v: Summary vector to check: array
-        x: The elements: array of float64
-        wanted: Groups of sums
-        rel: Tolerance of a sum, relative to its size
-
-    Returns:
-        'mean is 2 instead of 1', or None
-    """
+    "Return the first difference from the summary vector of numpy."
     want,ok = read_array(x, tuple(wanted)),x[np.isfinite(x)]
     d = abs(ok-ok.mean()) if len(ok) else ok
     size = dict(zip(parts, abs(want), strict=False)) | {'mean': abs(ok).max(initial=0), 'm3': (d**3).sum()} | dict.fromkeys(exact, 0.)
@@ -75,17 +57,7 @@ def first_wrong(
     block:int=64, # As in `trials`
     rel:float=1e-9 # Tolerance of a sum, relative to its size
 ): # A sentence without its end, or None
-    """Return the first mistake of a reader.
-
-    Args:
-        read: Function (tensor on the CPU, groups) -> summary vector
-        wanted: Groups of sums
-        block: As in `trials`
-        rel: Tolerance of a sum, relative to its size
-
-    Returns:
-        A sentence without its end, or None
-    """
+    "Return the first mistake of a reader."
     for name,x in trials(dtype, block).items():
         found = difference(np.asarray(read(x, wanted), np.float64), x.double().numpy().ravel(), wanted, rel)
         if found: return f"of {name} in {str(dtype).removeprefix('torch.')}, {found}"
@@ -94,15 +66,7 @@ def run_checks(
     *checks, # Functions without arguments that return what `first_wrong` returns
     patience:float|None=None # Seconds to wait for all checks
 ) -> str: # '' without a mistake
-    """Run checks. Return the first mistake. They run in an own thread, without the user's modes and default device.
-
-    Args:
-        *checks: Functions without arguments that return what `first_wrong` returns
-        patience: Seconds to wait for all checks
-
-    Returns:
-        '' without a mistake
-    """
+    "Run checks. Return the first mistake. They run in an own thread, without the user's modes and default device."
     found = []
     def run():
         try:

@@ -20,14 +20,7 @@ from .summary import bins, derive, finite, index, merge, sums, width
 def unscaled(
     vectors # Summary vectors, shape (n, width) or (n, wide), changed in place; the last slot of `width` is the factor, or NaN
 ): # The same array
-    """Divide the factors of scaled tensors out of their summaries.
-
-    Args:
-        vectors: Summary vectors, shape (n, width) or (n, wide), changed in place; the last slot of `width` is the factor, or NaN
-
-    Returns:
-        The same array
-    """
+    "Divide the factors of scaled tensors out of their summaries."
     s = vectors[:, SCALE]
     if not np.isfinite(s).any(): return vectors
     s = np.where(np.isfinite(s), s, 1.)
@@ -66,11 +59,7 @@ def merge_passes(
     rows:Rows,
     taps # Taps by number, with `once` and `repeats`
 ) -> Rows:
-    """Merge the rows of each owner, tap and call over micro-batches. Drop rows without anything new.
-
-    Args:
-        taps: Taps by number, with `once` and `repeats`
-    """
+    "Merge the rows of each owner, tap and call over micro-batches. Drop rows without anything new."
     head,vectors,owner,again = rows
     if not again.any() and not head[:, MICRO].any(): return rows
     turn = count_before(np.column_stack([owner, head[:, [TAP, CALL, MICRO]]])) # several rows of one call do not merge with each other
@@ -87,11 +76,7 @@ def merge_passes(
 
 # %% ../../nbs/20_measure/46_snapshot.ipynb #5a9c0015
 class Columns:
-    """Rows with the same statistics, in the order of their events.
-
-    Args:
-        taps: The `Tap` of each row
-    """
+    "Rows with the same statistics, in the order of their events."
     def __init__(self,
         rows:Rows,
         taps:list # The `Tap` of each row
@@ -136,13 +121,7 @@ class Columns:
 
 # %% ../../nbs/20_measure/46_snapshot.ipynb #5a9c0020
 class Snapshot:
-    """Rows of a step, taken from an `Arena`.
-
-    Args:
-        parts: (heads, numbers) pairs
-        taps: All taps of the arena
-        earlier: `Snapshot`s of the same step that were handed out before
-    """
+    "Rows of a step, taken from an `Arena`."
     def __init__(self,
         parts:list, # (heads, numbers) pairs
         taps:list, # All taps of the arena
@@ -164,14 +143,7 @@ class Snapshot:
 def columns_of(
     snapshots:list # Snapshots of one arena, in order
 ) -> list: # `Columns`, one for each choice of statistics. `owner` is the index of the snapshot
-    """Return the rows of several snapshots as tables. Merge the micro-batches of each snapshot.
-
-    Args:
-        snapshots: Snapshots of one arena, in order
-
-    Returns:
-        `Columns`, one for each choice of statistics. `owner` is the index of the snapshot
-    """
+    "Return the rows of several snapshots as tables. Merge the micro-batches of each snapshot."
     lengths = dict.fromkeys(v.shape[1] for s in snapshots for _,v in s.parts)
     return [c for n in lengths for c in group_by_names(rows_of_length(snapshots, n), snapshots[0].taps)]
 

@@ -35,15 +35,7 @@ def samples(
     x, # Tensor of at least one dimension
     axis=None # Dimension that holds the features; None: 1 of 4 dimensions and more, else the last
 ) -> torch.Tensor: # Shape (samples, features); a view where strides allow
-    """Return features as columns: `(N, C, H, W)` becomes `(N*H*W, C)`, `(B, T, D)` becomes `(B*T, D)`, and `(D,)` is one sample.
-
-    Args:
-        x: Tensor of at least one dimension
-        axis: Dimension that holds the features; None: 1 of 4 dimensions and more, else the last
-
-    Returns:
-        Shape (samples, features); a view where strides allow
-    """
+    "Return features as columns: `(N, C, H, W)` becomes `(N*H*W, C)`, `(B, T, D)` becomes `(B*T, D)`, and `(D,)` is one sample."
     at = features_at(x, axis)
     return x.movedim(at, -1).reshape(-1, x.shape[at]) if x.numel() else x.new_empty(x.numel()//max(x.shape[at], 1), x.shape[at])
 
@@ -139,11 +131,7 @@ class Spectrum:
     nodes:tuple=() # Quadrature of a large spectrum, from which `condition` is estimated
 
     def stable_rank(self) -> float: # Between 1 and `features`. NaN without variance
-        """Return the sum of the eigenvalues over the largest.
-
-        Returns:
-            Between 1 and `features`. NaN without variance
-        """
+        "Return the sum of the eigenvalues over the largest."
         return self.trace/self.largest if self.largest>0 else math.nan
 
     def condition(self,
@@ -151,14 +139,7 @@ class Spectrum:
     ) -> float: # inf if the divisor is 0, NaN if all eigenvalues are
         """Return the largest eigenvalue over a smaller one.
 
-        For a large spectrum that is not exact the result is within 25 percent. Raises SpectrumError if that is not possible.
-
-        Args:
-            at: Share of the eigenvalues that are larger than the divisor, at least 0 and below 1; None: the smallest divides
-
-        Returns:
-            inf if the divisor is 0, NaN if all eigenvalues are
-        """
+        For a large spectrum that is not exact the result is within 25 percent. Raises SpectrumError if that is not possible."""
         if at is not None and not 0<=at<1: raise ValueError(f"condition takes the share of eigenvalues that are larger, at least 0 and below 1, got {at}.")
         i = self.features-1 if at is None else math.floor(round(self.features*at, 9))
         if not self.largest>0: return math.nan
@@ -196,15 +177,7 @@ class Covariance:
     """Covariance of the features of a tensor, small enough to keep until its spectrum is needed.
 
     It has a matrix of at most 1024 x 1024: sums of products of features, or of samples if these are fewer. For a larger matrix,
-    the spectrum is computed at once, and `gram` is None.
-
-    Args:
-        count: Samples
-        mean: Mean of each feature, float64
-        trace: Sum of the variances
-        gram: Sums of products, features x features or samples x samples
-        spectrum: If it is known already
-    """
+    the spectrum is computed at once, and `gram` is None."""
     def __init__(self,
         count, # Samples
         mean, # Mean of each feature, float64

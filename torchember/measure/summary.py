@@ -65,28 +65,14 @@ def no_elements(wanted=scalars):
 def parts_in(
     wanted # Groups of parts
 ) -> tuple: # Names of sums, each once
-    """Return the sums of some groups.
-
-    Args:
-        wanted: Groups of parts
-
-    Returns:
-        Names of sums, each once
-    """
+    "Return the sums of some groups."
     return tuple(dict.fromkeys(p for g in wanted for p in groups[g]))
 
 @cache
 def not_in_loops(
     wanted # Groups of parts, a tuple
 ) -> tuple: # Parts
-    """Return the sums of some groups without a loop in the readers.
-
-    Args:
-        wanted: Groups of parts, a tuple
-
-    Returns:
-        Parts
-    """
+    "Return the sums of some groups without a loop in the readers."
     return tuple(p for p in parts_in(wanted) if p not in fast)
 
 # %% ../../nbs/20_measure/00_summary.ipynb #ef91351c
@@ -96,17 +82,7 @@ def of_each(
     xp=np, # numpy, torch or jax.numpy
     ok=None # Mask of the finite elements. None: all are finite
 ): # Array without dimensions
-    """Compute a sum from the expression of `sums`.
-
-    Args:
-        part: Name of a sum with `each`
-        x: Elements, an array of floats, not empty
-        xp: numpy, torch or jax.numpy
-        ok: Mask of the finite elements. None: all are finite
-
-    Returns:
-        Array without dimensions
-    """
+    "Compute a sum from the expression of `sums`."
     s = sums[part]
     if ok is not None: x = xp.where(ok, x, 0.)
     with np.errstate(all='ignore'): # log(0) is -inf: no warning
@@ -119,15 +95,7 @@ def read_array(
     x, # Array of numbers, any shape. Complex numbers by magnitude
     wanted=scalars # Groups to measure: some of 'basic', 'absolute', 'higher', 'powers', 'exponents'
 ) -> np.ndarray: # The vector, float64
-    """Return the summary vector of an array, in float64 and several passes.
-
-    Args:
-        x: Array of numbers, any shape. Complex numbers by magnitude
-        wanted: Groups to measure: some of 'basic', 'absolute', 'higher', 'powers', 'exponents'
-
-    Returns:
-        The vector, float64
-    """
+    "Return the summary vector of an array, in float64 and several passes."
     v,x = no_elements(wanted),np.asarray(values_of(x))
     x = (np.abs(x) if np.iscomplexobj(x) else x).astype(np.float64).ravel()
     ok = x[np.isfinite(x)]
@@ -152,15 +120,7 @@ def merged_moments(
     n, mean, m2, m3, m4, # Of pieces, along the last axis. `n` counts the finite elements
     xp=np # numpy, torch or jax.numpy
 ) -> tuple: # mean, m2, m3, m4 of the wholes: arrays, in compiled code of JAX
-    """Merge means and centred moments of pieces.
-
-    Args:
-        n, mean, m2, m3, m4: Of pieces, along the last axis. `n` counts the finite elements
-        xp: numpy, torch or jax.numpy
-
-    Returns:
-        mean, m2, m3, m4 of the wholes: arrays, in compiled code of JAX
-    """
+    "Merge means and centred moments of pieces."
     total = n.sum(-1)
     base = xp.take_along_axis(mean, n.argmax(-1)[..., None], -1) # mean of the largest piece: small differences round less
     d = xp.where(n>0, mean-base, 0.)
@@ -175,14 +135,7 @@ slots = {how: [index[p] for p,s in sums.items() if s.merge==how] for how in ('mo
 def merge(
     vectors # Summary vectors of k pieces, shape (..., k, width), or (..., k, wide) with exponents
 ) -> np.ndarray: # Summary vectors of the wholes, shape (..., width)
-    """Merge the summaries of pieces.
-
-    Args:
-        vectors: Summary vectors of k pieces, shape (..., k, width), or (..., k, wide) with exponents
-
-    Returns:
-        Summary vectors of the wholes, shape (..., width)
-    """
+    "Merge the summaries of pieces."
     v = np.asarray(vectors, dtype=np.float64)
     with np.errstate(invalid='ignore', over='ignore', divide='ignore'):
         out = v.sum(-2)
@@ -222,14 +175,7 @@ def squares(p): return p.m2 + p.n*p.mean**2
 def sums_of_squares(
     vectors # Summary vectors, shape (..., width)
 ) -> np.ndarray: # Shape (...)
-    """Return the sum of squares of the elements of each tensor. A NaN makes it NaN, an infinity makes it infinite.
-
-    Args:
-        vectors: Summary vectors, shape (..., width)
-
-    Returns:
-        Shape (...)
-    """
+    "Return the sum of squares of the elements of each tensor. A NaN makes it NaN, an infinity makes it infinite."
     count,mean,m2,*bad = (vectors[..., index[p]] for p in ('count', 'mean', 'm2', 'nan', 'posinf', 'neginf'))
     if not any(b.any() for b in bad): return np.where(count>0, m2+count*mean**2, 0.) # three times as fast
     p = Parts(vectors)
@@ -282,15 +228,7 @@ def derive(
     v, # Summary vectors, shape (..., width)
     names=tuple(derived) # Statistics to derive
 ) -> dict: # name -> array of shape (...)
-    """Derive statistics from summaries. NaN if sums were not measured. Raises ValueError for an unknown name.
-
-    Args:
-        v: Summary vectors, shape (..., width)
-        names: Statistics to derive
-
-    Returns:
-        name -> array of shape (...)
-    """
+    "Derive statistics from summaries. NaN if sums were not measured. Raises ValueError for an unknown name."
     for n in names:
         if n not in derived: raise ValueError(unknown('statistic', n, derived, also_called))
     p = Parts(np.asarray(v, dtype=np.float64))
@@ -299,14 +237,7 @@ def derive(
 def groups_for(
     names # Statistics
 ) -> tuple: # The groups to measure
-    """Return the groups of sums for statistics.
-
-    Args:
-        names: Statistics
-
-    Returns:
-        The groups to measure
-    """
+    "Return the groups of sums for statistics."
     return ('basic', *dict.fromkeys(g for n in names for g in groups_behind(n)))
 
 # %% ../../nbs/20_measure/00_summary.ipynb #9683bc68
@@ -315,15 +246,7 @@ def lost_value(
     name:str, # Statistic
     nan:bool, posinf:bool, neginf:bool # True if the tensor had such elements
 ) -> float: # NaN or an infinity
-    """Restore the value of a statistic from a null.
-
-    Args:
-        name: Statistic
-        nan, posinf, neginf: True if the tensor had such elements
-
-    Returns:
-        NaN or an infinity
-    """
+    "Restore the value of a statistic from a null."
     if not (nan or posinf or neginf): return np.nan # no elements, or too large for a float
     v = no_elements()
     for p,any_ in (('nan', nan), ('posinf', posinf), ('neginf', neginf)): v[index[p]] = v[index['count']] = bool(any_)

@@ -28,16 +28,7 @@ def divide_early(
     wanted:tuple, # Groups of sums
     scale # Number, tensor or None
 ) -> tuple: # Tensor to measure, factor for its row
-    """Divide `x` by `scale` if the factor cannot be divided out of its sums.
-
-    Args:
-        x: Tensor that was multiplied by `scale`
-        wanted: Groups of sums
-        scale: Number, tensor or None
-
-    Returns:
-        Tensor to measure, factor for its row
-    """
+    "Divide `x` by `scale` if the factor cannot be divided out of its sums."
     powers = scale is None or 'exponents' not in wanted or not isinstance(scale, torch.Tensor) and math.frexp(scale)[0]==.5
     if scale is None or powers and divides_out(wanted): return x, scale
     return (x if x.dtype in (torch.float32, torch.float64) or x.is_complex() else x.float())/scale, None
@@ -202,15 +193,7 @@ def observe(
     scale=None, # Factor of the tensor, a number or a tensor, to be divided out
     later:bool=False # True if `x` does not change before `Arena.read_pending`, so that it may be read then
 ):
-    """Measure `x` into the next row of `tap`. Raises `Unmeasurable` if its values cannot be read.
-
-    Args:
-        x: Any tensor
-        tap: Where it was observed
-        call: Call of the pass that it belongs to. None: the next
-        scale: Factor of the tensor, a number or a tensor, to be divided out
-        later: True if `x` does not change before `Arena.read_pending`, so that it may be read then
-    """
+    "Measure `x` into the next row of `tap`. Raises `Unmeasurable` if its values cannot be read."
     if scale is None and type(x) in ordinary and not count_function_modes() and inside_transform() is None:
         try:
             with tap.arena.lock:

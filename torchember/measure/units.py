@@ -45,15 +45,7 @@ def channel_stats(
     x, # Any tensor
     axis:int|None=None # Dimension of the units. None: 1 for 4 dimensions or more, else the last
 ) -> tuple: # mean, std: float64 vectors with a number for each unit
-    """Return the mean and unbiased standard deviation of each unit. NaN for no values; the deviation also for one value.
-
-    Args:
-        x: Any tensor
-        axis: Dimension of the units. None: 1 for 4 dimensions or more, else the last
-
-    Returns:
-        mean, std: float64 vectors with a number for each unit
-    """
+    "Return the mean and unbiased standard deviation of each unit. NaN for no values; the deviation also for one value."
     x = by_unit(x, axis)
     n,(mean,squares) = len(x)*x.shape[2],unit_moments(x, True)
     return mean, (squares/(n-1 if n>1 else math.nan)).sqrt()
@@ -63,15 +55,7 @@ def channel_means(
     x, # Any tensor
     axis:int|None=None # Dimension of the units. None: 1 for 4 dimensions or more, else the last
 ): # float64 vector with a number for each unit
-    """Return the mean of each unit. NaN for no values.
-
-    Args:
-        x: Any tensor
-        axis: Dimension of the units. None: 1 for 4 dimensions or more, else the last
-
-    Returns:
-        float64 vector with a number for each unit
-    """
+    "Return the mean of each unit. NaN for no values."
     x = by_unit(x, axis)
     if x.dtype not in summable: return unit_moments(x, False)[0]
     total = torch.zeros(x.shape[1], dtype=widest(x.device), device=x.device)
@@ -124,15 +108,7 @@ def activity(
     x, # Any tensor
     axis:int|None=None # Dimension of the units. None: 1 for 4 dimensions or more, else the last
 ): # float64 vector
-    """Return the share of values above zero for each unit. NaN for no values, and for a NaN without values above zero.
-
-    Args:
-        x: Any tensor
-        axis: Dimension of the units. None: 1 for 4 dimensions or more, else the last
-
-    Returns:
-        float64 vector
-    """
+    "Return the share of values above zero for each unit. NaN for no values, and for a NaN without values above zero."
     x = by_unit(x, axis)
     count = torch.zeros(x.shape[1], dtype=widest(x.device), device=x.device)
     for p in cache_pieces(x): count += above_zero(p)
@@ -147,15 +123,7 @@ def dead_share(
     x, # Any tensor
     axis:int|None=None # Dimension of the units. None: 1 for 4 dimensions or more, else the last
 ) -> float: # NaN without units or values
-    """Return the share of units without a value above zero in the batch. A unit with a NaN is not dead.
-
-    Args:
-        x: Any tensor
-        axis: Dimension of the units. None: 1 for 4 dimensions or more, else the last
-
-    Returns:
-        NaN without units or values
-    """
+    "Return the share of units without a value above zero in the batch. A unit with a NaN is not dead."
     x = by_unit(x, axis)
     return (x.amax((0, 2))<=0).double().mean().item() if x.numel() else math.nan
 
@@ -166,17 +134,7 @@ def saturated_share(
     within:float=.01, # Tolerance: a share of the distance between the bounds
     axis:int|None=None # Dimension of the units. None: 1 for 4 dimensions or more, else the last
 ) -> float: # NaN without units or values
-    """Return the share of units whose values are all at one or the other bound in the batch. A unit with a NaN is not saturated.
-
-    Args:
-        x: Any tensor
-        low, high: The bounds: -1 and 1 of tanh, 0 and 1 of sigmoid
-        within: Tolerance: a share of the distance between the bounds
-        axis: Dimension of the units. None: 1 for 4 dimensions or more, else the last
-
-    Returns:
-        NaN without units or values
-    """
+    "Return the share of units whose values are all at one or the other bound in the batch. A unit with a NaN is not saturated."
     if not (high>low and 0<=within<=.5):
         raise ValueError(f"bounds are a lower and a higher number, and within from 0 to .5, got {low!r}, {high!r} and within={within!r}.")
     x = by_unit(x, axis)
@@ -201,15 +159,7 @@ def mean_gap(
     means:list, # For each batch the means of the units
     running_mean, running_var # Buffers of the layer
 ) -> float: # NaN without batches, or if all variances are zero
-    """Return the mean distance of batch means from the running mean, in running deviations.
-
-    Args:
-        means: For each batch the means of the units
-        running_mean, running_var: Buffers of the layer
-
-    Returns:
-        NaN without batches, or if all variances are zero
-    """
+    "Return the mean distance of batch means from the running mean, in running deviations."
     return relative_gap(means, running_mean, running_var)
 
 @torch.no_grad()
@@ -217,15 +167,7 @@ def std_gap(
     stds:list, # For each batch the standard deviations of the units
     running_var # Buffer of the layer
 ) -> float: # NaN without batches, or if all variances are zero
-    """Return the mean distance of batch deviations from the running deviation, relative to it.
-
-    Args:
-        stds: For each batch the standard deviations of the units
-        running_var: Buffer of the layer
-
-    Returns:
-        NaN without batches, or if all variances are zero
-    """
+    "Return the mean distance of batch deviations from the running deviation, relative to it."
     return relative_gap(stds, running_var.detach().to(widest(running_var.device)).sqrt(), running_var)
 
 # %% ../../nbs/20_measure/40_units.ipynb #2d0cb8ca
@@ -238,13 +180,7 @@ def relative_gap(vectors, target, running_var):
 
 # %% ../../nbs/20_measure/40_units.ipynb #854d361a
 class Sketch:
-    """A linear map of a vector to few numbers. It nearly keeps lengths and products.
-
-    Args:
-        numel: Length of the vectors
-        size: Most numbers of a sketch. An even size is reduced by one: no rotation may be its own inverse
-        seed: Seed of signs and rotations
-    """
+    "A linear map of a vector to few numbers. It nearly keeps lengths and products."
     def __init__(self,
         numel:int, # Length of the vectors
         size:int=4096, # Most numbers of a sketch. An even size is reduced by one: no rotation may be its own inverse
@@ -309,11 +245,7 @@ class SignalToNoise:
     def add(self,
         x # Tensor, of the same shape each time
     ):
-        """Add a vector.
-
-        Args:
-            x: Tensor, of the same shape each time
-        """
+        "Add a vector."
         x = x.detach().reshape(-1)
         to = torch.float64 if x.dtype==torch.float64 else torch.float32
         if self.mean is None: self.mean = torch.zeros_like(x, dtype=to)
@@ -335,25 +267,14 @@ class SignalToNoise:
 def signal_to_noise(
     vectors # Tensors of the same shape
 ) -> float: # For k vectors of pure noise about 1/sqrt(k). NaN for fewer than two
-    """Return the length of the mean of vectors over the root of the sum of their unbiased variances.
-
-    Args:
-        vectors: Tensors of the same shape
-
-    Returns:
-        For k vectors of pure noise about 1/sqrt(k). NaN for fewer than two
-    """
+    "Return the length of the mean of vectors over the root of the sum of their unbiased variances."
     s = SignalToNoise()
     for v in vectors: s.add(v)
     return s.value
 
 # %% ../../nbs/20_measure/40_units.ipynb #ad0099df
 class Signs:
-    """Signs of a tensor, two bits per number: above zero, below zero; neither for zero and NaN.
-
-    Args:
-        w: Any tensor
-    """
+    "Signs of a tensor, two bits per number: above zero, below zero; neither for zero and NaN."
     @torch.no_grad()
     def __init__(self,
         w # Any tensor
@@ -365,28 +286,14 @@ class Signs:
     def flipped(self,
         other:'Signs' # Of the same tensor at another time
     ): # int64 vector with a bit for each number
-        """Return bits: 1 for numbers with a changed sign.
-
-        Args:
-            other: Of the same tensor at another time
-
-        Returns:
-            int64 vector with a bit for each number
-        """
+        "Return bits: 1 for numbers with a changed sign."
         if other.numel!=self.numel: raise ValueError(f"signs of {self.numel:,} numbers cannot be compared with those of {other.numel:,}.")
         return self.above & other.below | self.below & other.above
 
 def packed_bits(
     mask # Tensor of booleans
 ): # int64 vector, 64 booleans in each number
-    """Pack booleans into bits.
-
-    Args:
-        mask: Tensor of booleans
-
-    Returns:
-        int64 vector, 64 booleans in each number
-    """
+    "Pack booleans into bits."
     mask = mask.reshape(-1)
     if len(mask)%64: mask = torch.nn.functional.pad(mask, (0, -len(mask)%64))
     eights = mask.contiguous().view(torch.int64)*0x0102040810204080 >> 56 # lowest bits of eight bytes
@@ -395,11 +302,7 @@ def packed_bits(
 def count_bits(
     words # int64 vector, from `packed_bits` or `Signs.flipped`
 ) -> int:
-    """Count the bits with value 1.
-
-    Args:
-        words: int64 vector, from `packed_bits` or `Signs.flipped`
-    """
+    "Count the bits with value 1."
     x = words - (words>>1 & 0x5555555555555555)
     x = (x & 0x3333333333333333) + (x>>2 & 0x3333333333333333)
     return int(((x + (x>>4) & 0x0f0f0f0f0f0f0f0f)*0x0101010101010101 >> 56).sum())

@@ -16,11 +16,7 @@ from .kernels import for_list
 
 # %% ../../nbs/20_measure/47_unread.ipynb #0ead0006
 class ListPlan:
-    """Rows and heads of taps with one common launch in every step.
-
-    Args:
-        taps: `Tap`s with a `DeviceReadPlan`
-    """
+    "Rows and heads of taps with one common launch in every step."
     def __init__(self,
         taps:tuple # `Tap`s with a `DeviceReadPlan`
     ):
@@ -42,12 +38,7 @@ class ListPlan:
         events:list, # Event number of each row
         replaces:bool # True if the tensors replace those of the rows
     ) -> bool:
-        """Write the heads of all rows. Return False if a row is in use and must not be replaced.
-
-        Args:
-            events: Event number of each row
-            replaces: True if the tensors replace those of the rows
-        """
+        "Write the heads of all rows. Return False if a row is in use and must not be replaced."
         if not replaces and any(c[at, NEXT].any() for c,at in self.cursors): return False
         head,rows = self.block.head,self.rows
         head[rows] = self.heads

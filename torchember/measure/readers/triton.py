@@ -431,11 +431,7 @@ def cut_tensors(
 def available(
     device # torch.device or its name
 ) -> bool:
-    """Return True if Triton is installed and has a driver for `device`.
-
-    Args:
-        device: torch.device or its name
-    """
+    "Return True if Triton is installed and has a driver for `device`."
     device = torch.device(device)
     if triton is None: return False
     if interpreted: return device.type=='cpu'
@@ -455,11 +451,7 @@ def flags(wanted): return sum(bits[g] for g in set(wanted) if g in bits)
 def fills(
     x:torch.Tensor # Any strides
 ) -> bool:
-    """Return True if the elements of `x` are a run of memory without holes.
-
-    Args:
-        x: Any strides
-    """
+    "Return True if the elements of `x` are a run of memory without holes."
     n = 1
     for stride,size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size==1: continue
@@ -583,13 +575,7 @@ def add_expressions(x, wanted, row):
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #85fb521c
 class TensorLaunch:
-    """A launch for tensors of one size, dtype and device.
-
-    Args:
-        n: Elements
-        wanted: Groups of sums
-        per: Most programs of a group
-    """
+    "A launch for tensors of one size, dtype and device."
     def __init__(self,
         n:int, # Elements
         dtype:torch.dtype,
@@ -644,14 +630,7 @@ def read_one(
     out:torch.Tensor, # Row to write, float64 on the same device
     per:int|None=None # Programs of a group
 ):
-    """Read `x` into `out`.
-
-    Args:
-        x: Floating-point tensor on a GPU
-        wanted: Groups of parts, and 'exponents'
-        out: Row to write, float64 on the same device
-        per: Programs of a group
-    """
+    "Read `x` into `out`."
     x,_ = as_run(x),check_length(wanted, out)
     with on(x.device):
         r = reading(x.numel(), x.dtype, x.device, tuple(wanted), per)
@@ -724,11 +703,7 @@ def reads(
     wanted:tuple, # Groups of parts, and 'exponents'
     device:torch.device
 ) -> bool:
-    """Return True if the kernels read tensors of a dtype on a device correctly. It is tried once.
-
-    Args:
-        wanted: Groups of parts, and 'exponents'
-    """
+    "Return True if the kernels read tensors of a dtype on a device correctly. It is tried once."
     key = device,dtype,wanted
     if key not in trusted:
         why = first_mistake(device, dtype, wanted)
