@@ -224,7 +224,7 @@ def test_a_launch_is_made_ready_once_for_each_stream_and_alignment(monkeypatch):
     r(x[:5000], rows[:, :16], 1, 7); r(x[:5000], rows[:, :16], 2, 7)
     assert ready==[(7, True)] and launches[0][:4]==(r.programs, 7, x.data_ptr(), rows[2].data_ptr())
     memory = gpu.memory_of(cpu, 7)
-    rest = map(gpu.as_number, memory.arguments(torch.float32, ('basic',), 2, 1))
+    rest = map(gpu.launch_argument, memory.arguments(torch.float32, ('basic',), 2, 1))
     assert launches[0][4:]==(memory.tensors['jobs'].data_ptr(), 5000, 0, 0, *rest, r.span, r.per)
     r(x[1:5001], rows, 0, 7); r(x[4:], rows, 0, 8)
     assert ready[1:]==[(7, False), (8, True)] and gpu.memory_of(cpu, 8) is not memory

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['no_plan', 'Cursor', 'Cursors', 'RowFormat', 'row_format', 'CpuReadPlan', 'DeviceReadPlan', 'ParkedRows', 'Tap',
-           'Arena', 'of_pass', 'rows_to_host']
+           'of_pass', 'rows_to_host', 'Arena']
 
 # %% ../../nbs/20_measure/48_arena.ipynb #a4e90003
 import itertools, threading
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ..capture.private_torch import count_dispatch_modes, count_function_modes, frees_parameters, inside_transform
-from .blocks import Block, RowRange, as_cells, describe_tensor, no_rows
+from .blocks import Block, RowRange, as_cells, write_dtype_and_shape, no_rows
 from .columns import stat_names
 from .devices import Pending, after, being_captured, on, stream_of, to_device, to_host, undisturbed
 from .elements import formats, layout, ordinary
@@ -85,7 +85,7 @@ class DeviceReadPlan:
         self.reading,self.made = reading,made
         self.head = np.zeros(head_width, np.int64) # of each row, without call, micro-batch and event
         self.head[TAP] = number
-        describe_tensor(x, self.head)
+        write_dtype_and_shape(x, self.head)
         self.cells = as_cells(self.head)
         self.block = self.stream = None
 
@@ -148,7 +148,7 @@ class Tap:
             put = putter(self.cursor.array, formats[x.dtype], self.format.wanted)
             if put is None: return None
         self.cpu = CpuReadPlan(x.dtype, x.shape, x.stride(), x.numel(), put)
-        describe_tensor(x, self.cursor.array[LIKE:])
+        write_dtype_and_shape(x, self.cursor.array[LIKE:])
         return self.cpu
 
     def plan_device_read(self, x):
@@ -158,6 +158,21 @@ class Tap:
         if gpu is not None: self.arena.was_read.add((x.device, x.dtype, wanted))
         self.device = DeviceReadPlan(x, self.number, gpu and gpu.reading(x.numel(), dtype, x.device, wanted), None if dtype is x.dtype else dtype)
         return self.device
+
+# %% ../../nbs/20_measure/48_arena.ipynb #2e002f81
+def of_pass(heads, micro, once):
+    "Return a mask of the rows of the pass `micro`, except once-per-step rows."
+    return (heads[:, EVENT]!=0) & (heads[:, MICRO]==micro) & ~once[heads[:, TAP]]
+
+# %% ../../nbs/20_measure/48_arena.ipynb #c0171afd
+def rows_to_host(block, used):
+    "Return the numbers of the rows `used`; from a device as a `Pending` copy, without waiting."
+    if block.out is not None: return block.out[used]
+    need,which = np.unique(block.source[used], return_inverse=True)
+    with on(block.device), undisturbed(block.device.type), after(block.stream, block.device):
+        one_run = need[-1]-need[0]+1==len(need)
+        rows = to_host(block.rows.data[need[0]:need[-1]+1] if one_run else block.rows.data[to_device(need, block.device)])
+    return rows.spread(which) if isinstance(rows, Pending) else rows.double().numpy()[which]
 
 # %% ../../nbs/20_measure/48_arena.ipynb #a4e90019
 class Arena:
@@ -302,16 +317,3 @@ class Arena:
                 self.filled += tap.format.share
             return True
         return queue
-
-def of_pass(heads, micro, once):
-    "Return a mask of the rows of the pass `micro`, except once-per-step rows."
-    return (heads[:, EVENT]!=0) & (heads[:, MICRO]==micro) & ~once[heads[:, TAP]]
-
-def rows_to_host(block, used):
-    "Return the numbers of the rows `used`; from a device as a `Pending` copy, without waiting."
-    if block.out is not None: return block.out[used]
-    need,which = np.unique(block.source[used], return_inverse=True)
-    with on(block.device), undisturbed(block.device.type), after(block.stream, block.device):
-        one_run = need[-1]-need[0]+1==len(need)
-        rows = to_host(block.rows.data[need[0]:need[-1]+1] if one_run else block.rows.data[to_device(need, block.device)])
-    return rows.spread(which) if isinstance(rows, Pending) else rows.double().numpy()[which]

@@ -16,7 +16,7 @@ from .elements import Unmeasurable
 from .head import CALL, EVENT, MICRO, TAP, head_width
 from . import kernels
 from .summary import length
-from .blocks import SCALE, Block, address, describe_tensor
+from .blocks import SCALE, Block, address, write_dtype_and_shape
 from .tap import divide_early, remove_transforms
 
 # %% ../../nbs/20_measure/55_graph_rows.ipynb #57009b40
@@ -42,7 +42,7 @@ class GraphTensor:
         self.shape = x.shape
         self.groups,self.block,self.row = groups,block,row
         self.head = np.zeros(head_width, np.int64) # without tap, call, pass and event
-        if block is not None: describe_tensor(x, self.head)
+        if block is not None: write_dtype_and_shape(x, self.head)
 
 # %% ../../nbs/20_measure/55_graph_rows.ipynb #3dc67518
 class GraphRows:

@@ -15,7 +15,7 @@ import torch
 
 from ..capture.private_torch import count_dispatch_modes, count_function_modes, frees_parameters, inside_transform, is_wrapped, unwrap
 from .arena import Tap
-from .blocks import SCALE, address, cpu, describe_tensor
+from .blocks import SCALE, address, cpu, write_dtype_and_shape
 from .devices import being_captured, disturbs, stream_of, undisturbed
 from .elements import Unmeasurable, ordinary
 from .head import CALL, CALLS, DTYPE, EVENT, MICRO, NEXT, TAP, head_width
@@ -179,7 +179,7 @@ def write_row(x, tap, call=None, scale=None, later=False):
             if scale is not None: block.out[row, SCALE] = scale
         h = block.head[row]
         h[TAP:DTYPE] = tap.number,cursor[CALLS] if call is None else call,arena.micro
-        describe_tensor(x, h)
+        write_dtype_and_shape(x, h)
         h[EVENT] = next(arena.clock)
         cursor[NEXT] = i+1
         cursor[CALLS] += 1

@@ -22,11 +22,11 @@ def read_float64(
 ) -> np.ndarray: # The summary vector
     "Return the summary vector of a float64 array."
     n,bad = len(x),(0, 0, 0)
-    lo,hi = ends(x)
+    lo,hi = min_and_max(x)
     if not (math.isfinite(lo) and math.isfinite(hi)):
         bad = np.count_nonzero(np.isnan(x)),np.count_nonzero(x==math.inf),np.count_nonzero(x==-math.inf)
         x = x[np.isfinite(x)]
-        lo,hi = ends(x)
+        lo,hi = min_and_max(x)
     m = len(x)
     mean = lo if lo==hi else np.add.reduce(x)/m if m else 0. # equal elements: their mean is exact
     if not math.isfinite(mean): mean = np.add.reduce(x/m) # the sum overflows, the mean does not
@@ -45,7 +45,7 @@ def read_float64(
         v[index['s4']],v[index['s8']] = np.add.reduce(q),q.dot(q)
     return v
 
-def ends(x): return (np.minimum.reduce(x), np.maximum.reduce(x)) if len(x) else (math.inf, -math.inf)
+def min_and_max(x): return (np.minimum.reduce(x), np.maximum.reduce(x)) if len(x) else (math.inf, -math.inf)
 
 def basic_vector(n, mean, m2, lo, hi, nans=0, posinf=0, neginf=0):
     return np.array((n, mean, m2, nan, nan, nan, lo, hi, nan, nan, nans, posinf, neginf, nan, nan, *others))
@@ -65,7 +65,7 @@ def read_float32(
     "Return the basic summary vector of a float32 array, by float32 sums."
     n,filled = len(x),len(x)//row*row
     rows,rest = x[:filled].reshape(-1, row),x[filled:].astype(np.float64)
-    lo,hi = float32_ends(x)
+    lo,hi = float32_min_and_max(x)
     if lo==hi and math.isfinite(lo): return basic_vector(n, lo, 0., lo, hi)
     if not 1e-15<max(-lo, hi)<1e15: return None # squares and sums must fit float32
     s = np.add.reduce(rowdot(rows, ones), dtype=np.float64)+np.add.reduce(rest)
@@ -77,7 +77,7 @@ def read_float32(
     if v is not None: v[[index['mean'], index['min'], index['max']]] = v[index['mean']]+base,lo,hi
     return v
 
-def float32_ends(x):
+def float32_min_and_max(x):
     "Return minimum and maximum; not finite if an element is not. Integer comparisons are several times faster than float ones."
     top,bottom = np.maximum.reduce(x.view(np.int32)),np.maximum.reduce(x.view(np.uint32))
     return bottom.view(np.float32) if bottom>>31 else np.minimum.reduce(x), top.view(np.float32) if top>=0 else np.maximum.reduce(x)

@@ -529,7 +529,7 @@ class Handle:
 
 handles = {} # `kernel_key` -> `Handle`, or None if the code cannot be launched by one
 
-def as_number(x): return x.data_ptr() if isinstance(x, torch.Tensor) else x
+def launch_argument(x): return x.data_ptr() if isinstance(x, torch.Tensor) else x
 
 def launch(
     x, out, jobs, between:int, # Tensor, its row, table of jobs, distance of rows
@@ -541,7 +541,7 @@ def launch(
     key,const = kernel_key(x.dtype, x.device, wanted, n, aligned),constants(wanted, x.dtype, aligned)
     args = x, out, jobs, n, between, tensors, *args
     h = handles.get(key)
-    if h is not None: return h(programs, stream, *map(as_number, args))
+    if h is not None: return h(programs, stream, *map(launch_argument, args))
     compiled = _kernel[(programs,)](*args, **const, **options(x.device))
     if key not in handles: handles[key] = handle_of(compiled, const, programs, stream, args)
 
@@ -550,7 +550,7 @@ def handle_of(compiled, const, *args):
     if driver() is None: return None
     try:
         h = Handle(compiled, const)
-        h(*args[:2], *map(as_number, args[2]))
+        h(*args[:2], *map(launch_argument, args[2]))
         return h
     except (AttributeError, TypeError): return None # another version of Triton
 
@@ -613,7 +613,7 @@ class TensorLaunch:
             jobs = memory.get('jobs', 1, torch.int64) # not used
             since = turn.number
             launch(x, rows[i], jobs, 0, self.programs, stream, args, self.n, 0, self.wanted, aligned)
-        self.given[stream] = since,(jobs.data_ptr(), self.n, 0, 0, *map(as_number, args))
+        self.given[stream] = since,(jobs.data_ptr(), self.n, 0, 0, *map(launch_argument, args))
         self.handles[aligned] = handles.get(self.keys[aligned])
 
 @cache
