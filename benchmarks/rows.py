@@ -137,7 +137,8 @@ def most_of_gpu(f):
 
 @row('tap', 'one tap on a tiny tensor, in eager mode')
 def tap(quick):
-    from torchember.measure.tap import Arena, observe
+    from torchember.measure.arena import Arena
+    from torchember.measure.tap import observe
     arena,xs = Arena(),[torch.randn(64) for _ in range(80)]
     taps = [arena.tap(i) for i in range(len(xs))]
     def one_pass():
@@ -158,7 +159,8 @@ def tap(quick):
 
 @row('sizes', 'observe of one tensor, from 1 to 100 million numbers')
 def sizes(quick):
-    from torchember.measure.tap import Arena, observe
+    from torchember.measure.arena import Arena
+    from torchember.measure.tap import observe
     arenas = {off: Arena() for off in (False, True)} # a tap goes on as it has begun
     taps = {off: [a.tap(i) for i in range(80)] for off,a in arenas.items()}
     for e in range(7 if quick else 9):

@@ -15,11 +15,12 @@ from trainings import ALL, adam, cases, data, in_halves, model, optimizers, plai
 
 from torchember import torchEmber
 from torchember.measure import devices
+from torchember.measure.arena import Arena
+from torchember.measure.blocks import address
 from torchember.measure.devices import to_host
 from torchember.measure.elements import Unmeasurable
 from torchember.measure.summary import index
-from torchember.measure.blocks import address
-from torchember.measure.tap import Arena, observe
+from torchember.measure.tap import observe
 from torchember.recorder.step_buffer import StepBuffer, custom_row
 from torchember.state.layers import summarize_layers
 

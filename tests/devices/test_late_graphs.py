@@ -730,7 +730,7 @@ def test_statistics_that_are_changed_after_the_capture(gpu, tmp_path):
             def after(i):
                 if i==2: te.how_record('output')('full')
             with_graph(net, te.recorder.watch.optimizers[0], xs, after)
-    assert len(warned(said, 'Capture it anew'))==1
+    assert len(warned(said, 'Capture the graph again'))==1
     df = te.t.df
     assert df[df['ttype']=='output']['step'].unique().tolist()==[0, 1, 2] and df[df['ttype']=='input']['step'].nunique()==5
 

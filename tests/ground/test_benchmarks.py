@@ -1,4 +1,4 @@
-"The plumbing of benchmarks/: rows run in a process of their own, and become a table. Nothing here depends on how fast anything is."
+"Running of benchmarks/: rows run in an own process, and become a table. No test depends on speed."
 import json
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def broken(quick): raise ValueError('no such luck')
 
 @pytest.fixture
 def rows(tmp_path, monkeypatch):
-    "A module of rows that this process and its children can import, and the folder for results"
+    "Make a Python module of rows, importable by this process and its children, and a folder for results."
     (tmp_path/'fake_rows.py').write_text(fake)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.syspath_prepend(str(root))

@@ -1,4 +1,4 @@
-"One word chooses the same modules for everybody who takes `include=`, `exclude=` or a path"
+"All functions with `include=`, `exclude=` or a path select the same modules for one word"
 import re
 
 import pytest
@@ -18,7 +18,7 @@ class Block(nn.Module):
     def forward(self, x): return self.norm(self.fc10(self.fc1(x)))
 
 class Net(nn.Module):
-    "Each module has a weight of its own, so that none is missing where weights are chosen"
+    "Each module has an own weight, so none is missing in a selection of weights."
     def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(3))

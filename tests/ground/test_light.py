@@ -1,4 +1,4 @@
-"Importing torchember does nothing, and a log is read where torch is not installed"
+"Importing torchember has no side effects, and logs are read without torch"
 import json
 import os
 import re
@@ -60,7 +60,7 @@ def test_every_public_name():
 
 
 def bare_site(tmp_path):
-    "A folder with pandas and what it needs, and torchember: nothing else is installed there"
+    "Return a folder with torchember, pandas and its dependencies, and no other packages."
     import dateutil
     import numpy
     import pandas
@@ -106,7 +106,7 @@ def strict(line):
 
 
 def test_other_readers(tmp_path):
-    "NaN and infinity in the log, and every reader still sees numbers"
+    "NaN and infinity in the log: every reader still gets numbers."
     import duckdb
     import pandas as pd
     import polars as pl
@@ -129,7 +129,7 @@ def test_other_readers(tmp_path):
 
 
 def test_what_jax_needs_is_there_without_torch(tmp_path):
-    "All rooms that read and draw, and those that a tracker of another library stands on: from summary vectors to a LogFrame and a picture"
+    "All Python modules that read and draw, and those for trackers of other libraries: from summary vectors to a LogFrame and a picture."
     code = f"""if True:
         import pkgutil, sys
         from importlib import import_module
@@ -168,7 +168,7 @@ def test_what_jax_needs_is_there_without_torch(tmp_path):
 
 
 def test_torch_and_jax_are_extras():
-    "Who has PyTorch already keeps it, who reads logs or uses JAX needs none, and constraints.txt pins both"
+    "An installed PyTorch is kept, readers of logs and JAX users need none, and constraints.txt pins both."
     ini = ConfigParser()
     ini.read(root/'settings.ini', encoding='utf-8')
     asked = {k.removesuffix('_requirements'): re.findall(r'(?:^|\s)([\w-]+)', v) for k,v in ini['DEFAULT'].items() if k.endswith('requirements')}

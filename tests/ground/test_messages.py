@@ -1,4 +1,4 @@
-"What a user is told: which line a warning points at, and what an error says to a name or an argument that cannot be"
+"Messages to the user: the line of a warning, and errors for unknown names and arguments"
 import ast
 import threading
 import warnings
@@ -27,7 +27,7 @@ class Net(nn.Module):
 
 
 def exec_late():
-    "A function without a line of the user's"
+    "Return a function without a line of the user."
     ns = {'warn': warn, '__name__': 'torch.generated'}
     exec('def late(waits):\n    waits.wait()\n    warn("told")', ns)
     return ns['late']
@@ -40,7 +40,7 @@ def broken(tensor): raise ZeroDivisionError('not today')
 
 
 def heard(f):
-    "(file, line of the source, message) of each warning of ours that `f` gives"
+    "Return (file, source line, message) of each EmberWarning of `f`."
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter('always')
         f()
@@ -48,13 +48,13 @@ def heard(f):
 
 
 def points(f, line, says):
-    "`f` gives one warning, at this line of this file"
+    "Check that `f` gives one warning, at this line of this file."
     [(file, source, text)] = heard(f)
     assert (file, source)==(__file__, line) and says in text, (file, source, text)
 
 
 def test_no_warning_counts_levels():
-    "All go by `messages.warn`, which looks for the user's line"
+    "All warnings go through `messages.warn`, which finds the user's line."
     for p in (root/'torchember').rglob('*.py'):
         calls = [ast.unparse(n.func) for n in ast.walk(ast.parse(p.read_text(encoding='utf-8'))) if isinstance(n, ast.Call)]
         assert 'warnings.warn' not in calls, p
@@ -63,7 +63,7 @@ def test_no_warning_counts_levels():
 
 @pytest.mark.parametrize('backend', [None, 'eager', 'aot_eager'])
 def test_a_statistic_that_fails_in_a_forward(backend):
-    "It points into the user's forward; where that is compiled, at least into the user's file"
+    "The warning points into the user's forward; for compiled code into the user's file."
     torch._dynamo.reset()
     model = Net()
     with torchEmber(model, include='fc', ttypes=['output']) as te:
@@ -98,7 +98,7 @@ def test_what_an_optimizer_step_finds():
 
 
 def test_in_another_thread():
-    "A thread of the user's has lines of its own; what has none is where the main thread waits"
+    "A thread of the user has own lines. Without any, the warning points at the line where the main thread waits."
     def of_mine(waits): warn('told') # mine
     def run(target):
         waits = threading.Event()
@@ -124,7 +124,7 @@ def test_arming_twice():
 
 
 def test_a_log_that_cannot_be_written(tmp_path):
-    "The thread that writes finds it; it is told where the user's code waits for the rows"
+    "The writer thread finds the problem; the warning points at the line where the user waits for the rows."
     model = Net()
     te = torchEmber(model, home=tmp_path)
     (tmp_path/'log').write_text('a file where a folder should be')
@@ -163,7 +163,7 @@ trainer.fit(model) # line 10
 '''
 
 def test_not_at_an_installed_trainer(tmp_path):
-    "A training loop that was installed is passed over: it is not what the user can change"
+    "Frames of an installed training loop are skipped: the user cannot change them."
     site = tmp_path/'lib'/'site-packages'
     site.mkdir(parents=True)
     (site/'trainer.py').write_text('import torch\ndef fit(model): model(torch.ones(2))\n')
@@ -182,7 +182,7 @@ def told(exc, f, *args, **kwargs):
 
 
 def train(model, te, order, steps=3, zero=None):
-    "A loop whose parts come in an order of one's own: f(orward), b(ackward), o(ptimizer), z(ero_grad), s (te.step)"
+    "Run a training loop with parts in a given order: f(orward), b(ackward), o(ptimizer), z(ero_grad), s (te.step)."
     opt = torch.optim.SGD(model.parameters(), lr=.1)
     loss = None
     def forward():
@@ -201,7 +201,7 @@ def train(model, te, order, steps=3, zero=None):
     ('fbozs', {'set_to_none': False}, [(4, 's')]), # gradients that are zero have a sentence of their own
     ('fsboz', None, [(6, 's')])]) # the first one could not know yet
 def test_step_that_finds_no_gradients(order, zero, at):
-    "It is said at once, once, and only where they are lost"
+    "There is one warning, at once, and only if gradients are lost."
     model = Net()
     te = torchEmber(model)
     where,texts = train(model, te, order, zero=zero)
@@ -213,7 +213,7 @@ def test_step_that_finds_no_gradients(order, zero, at):
 
 
 def test_step_without_training_says_nothing():
-    "Passes alone, and a model with nothing to train, have no gradients to lose"
+    "Passes without training, and models without parameters to train, have no gradients to lose."
     model = Net()
     with torchEmber(model) as te:
         assert heard(lambda: [(model(x), te.step()) for _ in range(3)])==[]
@@ -248,7 +248,7 @@ def test_a_picture_names_what_was_typed(typed, ours):
 
 
 def test_the_way_to_record_it_works():
-    "What a picture says to do next time can be typed as it stands"
+    "The advice of a picture can be typed as it is."
     from torchember import scalar_line
     model = Net()
     opt = torch.optim.SGD(model.parameters(), lr=.1)
@@ -266,7 +266,7 @@ def test_the_way_to_record_it_works():
 
 
 def test_a_misspelt_statistic_is_not_to_be_recorded():
-    "Only what can be recorded is offered"
+    "Only recordable names are suggested."
     from torchember import read, scalar_line, wide
     with torchEmber(Net()) as te: te.model(x)
     for f in (lambda s: scalar_line(te, scalar_metric=s), lambda s: wide(te, s, 'output'), lambda s: read(te, columns=[s])):
@@ -281,7 +281,7 @@ def test_a_misspelt_statistic_is_not_to_be_recorded():
 
 @pytest.mark.parametrize('nothing', [(), [], set()])
 def test_nothing_to_record(nothing):
-    "Neither tensor types nor statistics may be none at all: a run without rows would be found out at its end"
+    "Empty tensor types or statistics are refused: the user would find a run without rows only at its end."
     model = Net()
     assert "no tensor type, so nothing of the model would be recorded" in told(ValueError, torchEmber, model, ttypes=nothing)
     assert 'got an empty list' in told(ValueError, torchEmber, model, stats=nothing)
@@ -304,7 +304,7 @@ def test_numbers_that_are_none():
 
 
 def test_before_anything_ran():
-    "A run without rows says so, whatever is asked of it"
+    "For a run without rows all functions say so."
     from torchember import overview, report, scalar_global_heatmap, scalar_line, wide
     te = torchEmber(Net())
     for f in (overview, scalar_line, scalar_global_heatmap, lambda te: wide(te, 'std', 'output'), lambda te: report(te, 'x.html')):
@@ -313,7 +313,7 @@ def test_before_anything_ran():
 
 
 def test_a_number_was_noted_before_anything_ran():
-    "What has rows of numbers alone has no tensors to draw: no argument is to blame that nobody gave"
+    "A run with scalar rows only has no tensors to draw. The message blames no argument that was not given."
     from torchember import overview, summary
     te = torchEmber(Net())
     te.log(loss=1.)
@@ -324,7 +324,7 @@ def test_a_number_was_noted_before_anything_ran():
 
 
 def test_an_argument_that_does_not_exist():
-    "Python's own sentence has no names. Those of the function come first, and a TypeError from within stays what it is"
+    "The message names the arguments of the function. A TypeError from inside the function does not change."
     import matplotlib.pyplot as plt
 
     from torchember import overview, read, scalar_global_heatmap, scalar_line, summary
@@ -342,7 +342,7 @@ def test_an_argument_that_does_not_exist():
 
 
 def test_another_model_is_trained():
-    "The one that is watched is never called: said at the second step, and at the end"
+    "A watched model that is never called: a warning at the second step, and at the end."
     model = Net()
     opt = torch.optim.SGD(model.parameters(), lr=.1)
     te = torchEmber(model, optimizer=opt)

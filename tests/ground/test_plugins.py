@@ -42,7 +42,7 @@ from torchember import finding, rule
 
 @rule(severity='info')
 def long_run(history, least=3):
-    "A run of many steps"
+    "Make a run of many steps."
     if len(history.steps)>=least: yield finding('', 'This run is long.', history.steps[0], history.steps[-1])
 
 def few_steps(history):
@@ -70,7 +70,7 @@ with torchEmber(model, opt, name='watched', home=sys.argv[1], sinks=sys.argv[2])
 
 @pytest.fixture(scope='module')
 def site(tmp_path_factory):
-    "A folder with the installed package, for PYTHONPATH"
+    "Return a folder with the installed package, for PYTHONPATH."
     source,site = tmp_path_factory.mktemp('source'),tmp_path_factory.mktemp('site')
     (source/'pyproject.toml').write_text(pyproject)
     (source/'my_package.py').write_text(package)

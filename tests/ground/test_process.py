@@ -1,4 +1,4 @@
-"What a test leaves in the process is named; what it only used is not"
+"The check of leftovers names changes of a test in the process, and nothing that it only used"
 import gc
 import json
 import os
@@ -90,7 +90,7 @@ leaves = { # what is done, which gives how to take it back -> what is said
 
 @pytest.mark.parametrize('said', leaves)
 def test_what_is_left_is_named(said):
-    "And it is no more when it was taken back"
+    "A change that was undone is not named."
     before = process.Before()
     assert before.left()==[]
     undo = leaves[said]()
@@ -114,7 +114,7 @@ def test_what_nobody_holds_is_collected_and_not_named():
 
 
 def test_what_libraries_do_to_themselves_is_not_named(monkeypatch):
-    "When they are used first: variables of their own, names for compiled code, as deep a recursion as they need. Ours are named all the same"
+    "Libraries set variables, names for compiled code and the recursion limit on first use. Our changes are named all the same."
     names = '_140_c2', '__compiled_fn_1', '_ours'
     for n in names: monkeypatch.setattr(jsonl, n, once, raising=False)
     before = process.Before()
@@ -134,7 +134,7 @@ def test_what_was_there_before_may_go():
 
 @pytest.mark.slow
 def test_the_test_that_left_something_fail(pytester, request):
-    "And who fails by itself is not blamed twice"
+    "A test that fails is not blamed twice."
     root = request.config.rootpath
     pytester.makeconftest(f'import sys\nsys.path[:0] = [{str(root/"tests")!r}]\n'+(root/'tests'/'conftest.py').read_text())
     pytester.makepyfile("""
@@ -151,7 +151,7 @@ def test_the_test_that_left_something_fail(pytester, request):
 
 @pytest.mark.slow
 def test_a_section_that_left_something_fails(pytester, request):
-    "At its end, by its name; what it opened may be of use to later ones, and is the notebook's in the end"
+    "At the end of the cell, by name. Resources that later cells may use belong to the notebook."
     root,nbs = request.config.rootpath,pytester.path/'nbs'
     nbs.mkdir()
     (nbs/'conftest.py').write_text(f'import sys\nsys.path[:0] = [{str(root/"tests")!r}]\n'+(root/'nbs'/'conftest.py').read_text())

@@ -1,4 +1,4 @@
-"A program that is forked is as one that is started by itself"
+"A forked program behaves like a program that is started by itself"
 import json
 import os
 import subprocess
@@ -34,7 +34,7 @@ def by_itself(monkeypatch): monkeypatch.setattr(programs, 'forks', lambda env: F
 @pytest.mark.slow
 @pytest.mark.parametrize('script', [False, True])
 def test_as_a_python(script, tmp_path, monkeypatch):
-    "What it finds and draws, its end, and what others do not have from it: the numbers that it draws without a seed"
+    "Its environment, random numbers and end are the same, and random numbers without a seed differ."
     (tmp_path/'program.py').write_text(looks)
     def run():
         p = programs.run(tmp_path/'program.py' if script else looks, 'a', 'b c', input='typed', cwd=tmp_path, ONE='1', HOME=None, PYTHONPATH=str(tmp_path),
@@ -55,7 +55,7 @@ ends = {'raise ValueError("it")': 1, 'raise SystemExit("it")': 1, '': 0, 'import
 
 @pytest.mark.parametrize('code', ends)
 def test_ends(code, monkeypatch):
-    "However it ends: what is said, and the status"
+    "Output and exit status, for each way to end."
     forked = programs.run(code)
     by_itself(monkeypatch)
     started = programs.run(code)
@@ -64,7 +64,7 @@ def test_ends(code, monkeypatch):
 
 
 def test_others_go_on_beside_it():
-    "Two at once; one of them can be asked, killed, and waited for twice"
+    "Two programs run at once; each can be polled, killed, and waited for twice."
     code = 'print("there", flush=True); input(); print("over")'
     with programs.start(code, stdin=subprocess.PIPE) as a, programs.start(code, stdin=subprocess.PIPE) as b:
         assert a.stdout.readline()=='there\n' and a.poll() is None is b.poll()
@@ -81,7 +81,7 @@ def test_what_is_not_over_in_time_is_killed_with_its_children(tmp_path):
 
 
 def test_what_many_have_in_common_is_done_once():
-    "In what they begin with, which is theirs: its names, and functions that see the names that come later"
+    "Programs start with own names, and functions that see later names."
     after = 'import os, torch\nbegun,more = os.getpid(),[]\ndef said(): return begun!=os.getpid(), more, later'
     drawn = set()
     for _ in range(2):
@@ -94,7 +94,7 @@ def test_what_many_have_in_common_is_done_once():
 
 
 def test_what_is_read_when_torch_is_loaded(monkeypatch):
-    "makes it one by itself. What libraries set for themselves does not: after a test that imports sklearn, others are forked"
+    "starts the program by itself. Variables that libraries set do not: after a test that imports sklearn, programs are forked"
     monkeypatch.setenv('KMP_INIT_AT_FORK', 'FALSE')
     code = 'import torch; print(torch.get_num_threads())'
     n = 3-int(os.environ.get('OMP_NUM_THREADS', 1))%2

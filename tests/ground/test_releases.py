@@ -1,4 +1,4 @@
-"Which cases are left to a release is said in one place, of tests that keep others"
+"One list names the test cases that run only before a release; each test keeps other cases"
 import re
 import subprocess
 import sys
@@ -24,7 +24,7 @@ def test_what_is_marked(monkeypatch):
 
 
 def test_each_is_a_case_of_a_test_that_keeps_others(tmp_path):
-    "As pytest collects them here; what a package that is not here would bring is no test, and is said to be skipped"
+    "Return the cases that pytest collects here. Tests of missing packages are not collected, and count as skipped."
     program = tmp_path/'look.py'
     program.write_text(f'''
 import sys

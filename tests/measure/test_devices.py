@@ -1,4 +1,4 @@
-"A device is trusted when it has been tried: what is wrong, late or missing there costs a sentence, and plain operations take over"
+"Readers on a device are checked before use: if they are wrong, slow or missing, the user gets a warning and torch operations take over"
 import gc
 import math
 import threading
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from torchember import EmberWarning, torchEmber
-from torchember.measure import devices, kernels, tap
+from torchember.measure import arena, devices, kernels
 from torchember.measure.graph_rows import GraphRows
 from torchember.measure.readers import torch as plain
 from torchember.measure.readers import triton as gpu
@@ -37,7 +37,7 @@ def read_all(xs, wanted, out, to):
 
 @pytest.fixture
 def kernels_here(monkeypatch):
-    "Kernels that run on the CPU, and are right"
+    "Return correct kernels that run on the CPU."
     monkeypatch.setattr(gpu, 'read_one', read_right)
     monkeypatch.setattr(gpu, 'read_list', read_all)
     monkeypatch.setattr(gpu, 'trusted', {})
@@ -57,10 +57,10 @@ def test_kernels_are_tried_once_for_each_device_format_and_choice(kernels_here, 
 
 
 def test_what_was_tried_for_one_choice_says_nothing_of_others(kernels_here, monkeypatch):
-    "Another device, format or choice of statistics is tried by itself, and may be wrong"
+    "Each device, format and choice of statistics is checked for itself."
     tries = []
-    monkeypatch.setattr(gpu, 'wrong_there', lambda *key: tries.append(key) or ('' if len(tries)<3 else 'all'))
-    monkeypatch.setattr(gpu, 'named', str)
+    monkeypatch.setattr(gpu, 'first_mistake', lambda *key: tries.append(key) or ('' if len(tries)<3 else 'all'))
+    monkeypatch.setattr(gpu, 'device_name', str)
     monkeypatch.setattr(gpu, 'warn', lambda text: None)
     keys = [(torch.float32, ('basic',), torch.device('cuda', 0)), (torch.float32, ('basic',), torch.device('cuda', 1)),
         (torch.float32, full, torch.device('cuda', 0)), (torch.float16, ('basic',), torch.device('cuda', 0))]
@@ -69,7 +69,7 @@ def test_what_was_tried_for_one_choice_says_nothing_of_others(kernels_here, monk
 
 
 def test_a_number_that_is_none_is_wrong():
-    "And so is one that is where there should be none"
+    "A result for no elements is checked too."
     def reads(i, value):
         def read(x, wanted):
             v = read_array(numbers(x), wanted)
@@ -82,7 +82,7 @@ def test_a_number_that_is_none_is_wrong():
 
 
 def test_operations_keep_what_a_format_cannot_hold():
-    "Of equal elements the mean is one of them, and they do not vary; how large complex numbers are is computed in float64"
+    "The mean of equal elements is exact, and their variance 0. Magnitudes of complex numbers are float64."
     for n in (3, 6, 7, 9, 11, 12, 15):
         v = plain.read_device(torch.full((n,), .1, dtype=torch.float64), full)
         assert v[index['mean']]==.1 and not v[[index[p] for p in ('m2', 'm3', 'm4')]].any()
@@ -128,7 +128,7 @@ def test_a_compiler_that_does_not_come_to_an_end_is_not_waited_for(kernels_here,
 
 
 def test_where_kernels_are_wrong_operations_of_torch_read(kernels_here, monkeypatch):
-    "The same numbers as ever, alone and in lists"
+    "The numbers are the same, alone and in lists."
     monkeypatch.setattr(kernels, 'gpu_kernels', lambda device: gpu)
     monkeypatch.setattr(gpu, 'available', lambda device: True)
     x = torch.tensor([3., math.nan, -1., 0.])
@@ -205,37 +205,38 @@ print(kernels.loops() is not None, len(seen), sorted(te.t.df['ttype'].unique()))
 
 @pytest.mark.parametrize('mode', ["torch.device('meta')", 'FakeTensorMode()', 'Count()', 'torch.inference_mode()', "torch.autocast('cpu', torch.bfloat16)"])
 def test_what_is_tried_is_apart_from_what_the_user_has_around_it(mode):
-    "A default device, above all: the loops would read from an address that is none of the host"
+    "A default device above all: its addresses are not addresses of the host."
     done = programs.run(around.format(around=mode))
     there,seen,*_ = done.stdout.split() # lift_fresh, twice, is of arming
     assert there=='True' and int(seen)<=2 and "'output'" in done.stdout and not done.stderr, done
 
 
 def test_a_launch_is_made_ready_once_for_each_stream_and_alignment(monkeypatch):
-    "And anew when memory has grown, whosever. Then only the addresses of tensor and row are told"
+    "It is prepared again after any memory has grown. Later launches pass only the addresses of tensor and row."
     monkeypatch.setattr(gpu, 'memories', {})
     monkeypatch.setattr(gpu, 'handles', {})
     ready,launches = [],[]
     def launch(x, out, jobs, between, programs, stream, args, n, tensors, wanted, aligned):
         ready.append((stream, aligned))
-        gpu.handles[gpu.key_of(x.dtype, x.device, wanted, n, aligned)] = lambda *args: launches.append(args)
+        gpu.handles[gpu.kernel_key(x.dtype, x.device, wanted, n, aligned)] = lambda *args: launches.append(args)
     monkeypatch.setattr(gpu, 'launch', launch)
-    r,x,rows = gpu.Reading(5000, torch.float32, cpu, ('basic',)),torch.zeros(5004),torch.zeros(4, 20, dtype=torch.float64)
+    r,x,rows = gpu.TensorLaunch(5000, torch.float32, cpu, ('basic',)),torch.zeros(5004),torch.zeros(4, 20, dtype=torch.float64)
     r(x[:5000], rows[:, :16], 1, 7); r(x[:5000], rows[:, :16], 2, 7)
     assert ready==[(7, True)] and launches[0][:4]==(r.programs, 7, x.data_ptr(), rows[2].data_ptr())
     memory = gpu.memory_of(cpu, 7)
-    assert launches[0][4:]==(memory.have['jobs'].data_ptr(), 5000, 0, 0, *map(gpu.as_number, memory.of(torch.float32, ('basic',), 2, 1)), r.span, r.per)
+    rest = map(gpu.launch_argument, memory.arguments(torch.float32, ('basic',), 2, 1))
+    assert launches[0][4:]==(memory.tensors['jobs'].data_ptr(), 5000, 0, 0, *rest, r.span, r.per)
     r(x[1:5001], rows, 0, 7); r(x[4:], rows, 0, 8)
     assert ready[1:]==[(7, False), (8, True)] and gpu.memory_of(cpu, 8) is not memory
     r(x[:5000], rows, 0, 8)
-    assert len(launches)==2 and launches[1][4]==gpu.memory_of(cpu, 8).have['jobs'].data_ptr() and len(ready)==3
-    memory.of(torch.float32, ('basic',), 5000, 40)
+    assert len(launches)==2 and launches[1][4]==gpu.memory_of(cpu, 8).tensors['jobs'].data_ptr() and len(ready)==3
+    memory.arguments(torch.float32, ('basic',), 5000, 40)
     r(x[:5000], rows, 0, 8)
     r(x[:5000], rows, 0, 7)
     assert ready[3:]==[(8, True), (7, True)]
     r(x[:5000], rows, 3, 7)
-    assert launches[2][4]==gpu.memory_of(cpu, 7).have['jobs'].data_ptr() and launches[2][6:8]==(0, 0)
-    assert launches[2][8]==memory.have['rows', torch.float32].data_ptr()!=launches[0][8]
+    assert launches[2][4]==gpu.memory_of(cpu, 7).tensors['jobs'].data_ptr() and launches[2][6:8]==(0, 0)
+    assert launches[2][8]==memory.tensors['rows', torch.float32].data_ptr()!=launches[0][8]
     r(x[:5000], rows, 0, 8); r(x[1:5001], rows, 0, 7)
     assert len(launches)==5 and len(ready)==5
     r(x[2:5002], rows, 0, 9); r(x[4:], rows, 0, 9)
@@ -243,16 +244,16 @@ def test_a_launch_is_made_ready_once_for_each_stream_and_alignment(monkeypatch):
 
 
 def test_a_graph_has_memory_of_its_own(monkeypatch):
-    "On the stream on which it is captured somebody else reads later: what was made ready for the one is not used for the other, however often each has grown"
+    "The stream of the capture is used again later: arguments of the graph are never used for other launches, and not the other way round."
     monkeypatch.setattr(gpu, 'memories', {})
     monkeypatch.setattr(gpu, 'handles', {})
     monkeypatch.setattr(kernels, 'gpu_kernels', lambda device: gpu)
     used = []
     def launch(x, out, jobs, between, programs, stream, args, n, tensors, wanted, aligned):
         used.append(args[0].data_ptr())
-        gpu.handles[gpu.key_of(x.dtype, x.device, wanted, n, aligned)] = lambda *args: used.append(args[8])
+        gpu.handles[gpu.kernel_key(x.dtype, x.device, wanted, n, aligned)] = lambda *args: used.append(args[8])
     monkeypatch.setattr(gpu, 'launch', launch)
-    r,x,rows,eager = gpu.Reading(5000, torch.float32, cpu, ('basic',)),torch.zeros(5000),torch.zeros(4, 20, dtype=torch.float64),gpu.memories
+    r,x,rows,eager = gpu.TensorLaunch(5000, torch.float32, cpu, ('basic',)),torch.zeros(5000),torch.zeros(4, 20, dtype=torch.float64),gpu.memories
     class Graph: pass
     graphs,kept = [Graph(), Graph()],[]
     r(x, rows, 0, 7)
@@ -279,7 +280,7 @@ def test_a_graph_has_memory_of_its_own(monkeypatch):
 
 
 def test_numbers_of_a_tensor_are_known_in_the_block_that_has_them(another):
-    "Of another choice of statistics, or when it has changed, it is read again"
+    "With other statistics, or after a change, a tensor is read again."
     class Graph: pass
     graph = Graph()
     rows,x = GraphRows(graph, cpu),torch.arange(4.)
@@ -293,7 +294,7 @@ def test_numbers_of_a_tensor_are_known_in_the_block_that_has_them(another):
 
 
 def test_a_list_is_planned_for_its_stream(monkeypatch):
-    "Where its table is written. It is said of addresses whether all are multiples of 16"
+    "On the device of the table. A flag says if all addresses are multiples of 16."
     plans,x = [],torch.zeros(400)
     monkeypatch.setattr(gpu, 'memories', {})
     monkeypatch.setattr(gpu, 'plan', cache(gpu.plan.__wrapped__))
@@ -306,17 +307,17 @@ def test_a_list_is_planned_for_its_stream(monkeypatch):
 
 
 def used_of(wanted):
-    "Columns of a block's row that a kernel writes"
+    "Return the columns of a block's row that a kernel writes."
     more = dict(higher=['s4'], absolute=['zeros'], powers=['p8'], exponents=['zeros'])
     return {'posinf', *(c for g in wanted for c in more.get(g, ()))}
 
 
 @pytest.mark.parametrize('blocks,groups,tensors', [(900, 800, 300), (40, 30, 20), (79, 70, 60), (57, 1, 1)])
 def test_memory_of_a_launch_is_enough_for_it(blocks, groups, tensors):
-    "It comes in powers of two, which may be enough by chance"
+    "Sizes are powers of two, which may be enough by chance."
     for wanted in (('basic',), *(('basic', g) for g in full[1:]), full):
-        memory = gpu.Memory(cpu)
-        rows,k,part,n,counters,bins = memory.of(torch.float32, wanted, blocks, groups, tensors)
+        memory = gpu.StreamMemory(cpu)
+        rows,k,part,n,counters,bins = memory.arguments(torch.float32, wanted, blocks, groups, tensors)
         assert (k, n)==(blocks, groups) and len(rows)>=blocks*(1+max(i for i,c in enumerate(gpu.columns) if c in used_of(wanted)))
         assert len(part)>=groups*15 and len(counters)>=tensors+groups and len(bins)>=tensors*256 and (rows.dtype, part.dtype)==(torch.float32, torch.float64)
 
@@ -330,7 +331,7 @@ def test_what_is_a_run_of_memory():
 
 @pytest.mark.parametrize('block', [64, 4096])
 def test_what_is_tried_fills_blocks_of_whoever_reads(block):
-    "As large as a kernel has them: one, one but an element, and more than two"
+    "One block, one block less an element, and more than two blocks."
     sizes = []
     def read(x, wanted):
         sizes.append(x.numel())
@@ -340,13 +341,13 @@ def test_what_is_tried_fills_blocks_of_whoever_reads(block):
 
 
 def test_code_for_huge_tensors_is_other_code():
-    "Their number of elements is no int32"
-    assert len({gpu.key_of(torch.float32, cpu, ('basic',), n, True) for n in (0, 5, 2**31-1, 2**31, 2**33)})==2
+    "The number of elements does not fit int32."
+    assert len({gpu.kernel_key(torch.float32, cpu, ('basic',), n, True) for n in (0, 5, 2**31-1, 2**31, 2**33)})==2
 
 
 @pytest.mark.parametrize('name', ['blocks', 'tile', 'width'])
 def test_whatever_is_compiled_in_makes_other_code(monkeypatch, name):
-    def key(): return gpu.key_of(torch.float32, cpu, ('basic',), 9, True)
+    def key(): return gpu.kernel_key(torch.float32, cpu, ('basic',), 9, True)
     before = key()
     monkeypatch.setattr(gpu, name, {torch.float32: 128} if name=='blocks' else 7)
     assert key()!=before
@@ -354,9 +355,9 @@ def test_whatever_is_compiled_in_makes_other_code(monkeypatch, name):
 
 def test_a_device_that_is_not_chosen_is_not_launched_on_at_once(monkeypatch):
     monkeypatch.setattr(gpu, 'driver', lambda: Some(get_current_stream=lambda i: 40+i, get_current_device=lambda: 1))
-    assert [gpu.Reading(5, torch.float32, torch.device('cuda', i), ('basic',)).stream() for i in (0, 1)]==[None, 41]
+    assert [gpu.TensorLaunch(5, torch.float32, torch.device('cuda', i), ('basic',)).stream() for i in (0, 1)]==[None, 41]
     monkeypatch.setattr(gpu, 'driver', lambda: None)
-    assert gpu.Reading(5, torch.float32, torch.device('cuda', 1), ('basic',)).stream() is None
+    assert gpu.TensorLaunch(5, torch.float32, torch.device('cuda', 1), ('basic',)).stream() is None
 
 
 def test_what_has_no_strides_is_in_no_list(kernels_here, monkeypatch):
@@ -379,7 +380,7 @@ def test_what_only_stands_for_others_has_no_address_to_read_from(kernels_here, m
 
 
 class Event:
-    "Something that comes later"
+    "A stream or event that is late."
     def __init__(self, device): self.device = device
     def record(self): made.append((self.device, chosen[-1]))
     def synchronize(self): made.append('waited')
@@ -396,7 +397,7 @@ class Chosen:
 
 @pytest.fixture
 def another(monkeypatch):
-    "As if the CPU were an accelerator"
+    "The CPU as an accelerator."
     monkeypatch.setattr(devices, 'pinned', devices.Pinned())
     made.clear()
     for f in (devices.accelerator, devices.sends, devices.capture_of): f.cache_clear()
@@ -434,7 +435,7 @@ def test_a_device_that_does_not_give_what_was_put_in_is_asked_at_once(another, m
 
 
 def test_mps_is_asked_at_once(monkeypatch):
-    "What is copied late there was never seen to be right"
+    "A device whose copies are wrong is not used for copies without waiting."
     monkeypatch.setattr(devices, 'accelerator', lambda: 'mps')
     monkeypatch.setattr(devices, 'start_copy', lambda x: np.arange(5))
     devices.sends.cache_clear()
@@ -443,11 +444,11 @@ def test_mps_is_asked_at_once(monkeypatch):
 
 
 def test_what_a_graph_captures_is_not_recorded(another, monkeypatch, tmp_path):
-    "Not its tensors, nor numbers that are noted meanwhile. It is said once, and what comes outside of it is recorded"
+    "No tensors and no logged numbers. There is one warning, and passes outside of the capture are recorded."
     model = torch.nn.Linear(2, 2)
     opt = torch.optim.SGD(model.parameters(), .1)
     with pytest.warns(EmberWarning) as said, torchEmber(model, opt, ttypes=('output',), home=tmp_path) as te:
-        monkeypatch.setattr(tap, 'fit', lambda *args: False) # as for a tensor on a device
+        monkeypatch.setattr(arena.Tap, 'plan_cpu_read', lambda *args: None) # as for a tensor on a device
         for capturing in (False, True, True, False):
             made[:] = ['capturing'] if capturing else []
             loss = model(torch.ones(1, 2)).sum()

@@ -1,4 +1,4 @@
-"The compiled loops are loaded beside the training: nobody waits for them, no step is charged for them, and no fork or exit hangs on them"
+"Compiled loops are loaded in a thread beside the training: no step waits for them or is charged for them, and no fork or exit hangs"
 import os
 
 import programs
@@ -20,7 +20,7 @@ def train(te, n):
 
 
 def run(code, timeout=100, **env):
-    "What a program says whose loops are loaded beside"
+    "Return the output of a program whose loops are loaded in a thread."
     done = programs.run(code, after=start, timeout=timeout, **{'TORCHEMBER_WAIT': '0', **env})
     assert done.returncode==0 and not done.stderr, done
     return done.stdout.split()
@@ -39,7 +39,7 @@ loading.load_numba = slow
 
 
 def test_the_first_step_does_not_wait():
-    "Its numbers agree with the compiled loops, within the tolerance of plain torch"
+    "The numbers agree with the compiled loops within the tolerance of torch operations."
     told = run(slowly+'''
 from torchember.recorder import cost
 te = torchEmber(model, ttypes=('input', 'output', 'weight', 'weight_grad'), stats='full')
@@ -71,7 +71,7 @@ print(report['seconds']<900, report['beside']>900, 'beside' in repr(report), 'be
 
 
 def test_no_budget_is_charged():
-    "One step is recorded meanwhile, and what it took tells nothing about the others"
+    "A step that is recorded meanwhile does not count for the budget."
     told = run(slowly+'''
 te = torchEmber(model, overhead=.5)
 train(te, 20)
@@ -99,7 +99,7 @@ te.close()
 @pytest.mark.parametrize('after,new', [(0, False), (.05, False), (.2, False), (.5, False), (1, False), pytest.param(0, True, marks=pytest.mark.slow),
     pytest.param(.5, True, marks=[pytest.mark.slow, pytest.mark.release])])
 def test_exit_meanwhile(after, new, tmp_path):
-    "Also while the loops are compiled, as in a new folder for them"
+    "Also while the loops are compiled, with an empty cache folder."
     told = run(f'''
 te = torchEmber(model)
 time.sleep({after})
@@ -113,7 +113,7 @@ print('over', flush=True)
 @pytest.mark.skipif(not hasattr(os, 'fork'), reason='there is no fork here')
 @pytest.mark.parametrize('after', [0, .1, .4])
 def test_fork_meanwhile(after):
-    "The child can measure, and import numba"
+    "The child can measure and import numba."
     told = run(f'''
 warnings.simplefilter('ignore') # about forks beside threads
 te = torchEmber(model)
@@ -155,7 +155,7 @@ def test_who_asks_waits():
 
 
 def test_arming_waits():
-    "The loops are there before the first step, which is charged for nothing; another format is loaded when it first comes"
+    "The loops are loaded before the first step, which is not charged for it. Another format is loaded on its first tensor."
     told = run('''
 real = loading.load_numba
 def slow(): time.sleep(2); return real()
@@ -171,7 +171,7 @@ te.close()
 
 
 def test_what_was_compiled_in_the_midst_is_said():
-    "It is no lasting cost of recording: the report says how much of its time that was, and how long arming waited. A second run has neither"
+    "Loading is no lasting cost: the report names its time, and the wait at arming. A second run has neither."
     told = run('''
 real = loading.load_numba
 def slow(): time.sleep(1.2); return real()
@@ -210,7 +210,7 @@ print(hash(tuple(kept[:9])))
 
 @pytest.mark.slow
 def test_one_result_whoever_read_it():
-    "Weights that nobody changes have the same digits at each step, in each of two processes, also while the first ones would be loading"
+    "Unchanged weights have the same digits at each step, in each of two processes, also at the first steps."
     a,b = (run(still, TORCHEMBER_WAIT='', PYTHONHASHSEED='0') for _ in range(2))
     assert a==b and a[:2]==['108', '9']
 
@@ -218,7 +218,7 @@ def test_one_result_whoever_read_it():
 @pytest.mark.release
 @pytest.mark.slow
 def test_kernels_that_two_processes_have_compiled_are_two(tmp_path):
-    "numba calls a kernel by its name, signature and a number of the process: bfloat16 and float16 once shared all three, and so one's code"
+    "numba identifies a kernel by name, signature and a number of the process. bfloat16 and float16 once shared all three, and so the code of one."
     def ones(*dtypes):
         script = 'import sys, torch; from torchember.measure import kernels, loading; loading.ready()\n' \
             'for d in sys.argv[1:]: print(kernels.read(torch.ones(16, dtype=getattr(torch, d)))[1])'

@@ -1,4 +1,4 @@
-"The compiled loops are a guest: where numba is missing, switched off or broken, tensors are measured all the same"
+"Tensors are measured also if numba is missing, switched off or broken"
 import os
 import platform
 
@@ -40,7 +40,7 @@ def test_missing_or_broken(error, said, tmp_path):
 
 
 def test_nowhere_to_keep_what_is_compiled(tmp_path):
-    "numba finds no folder for its cache: it compiles, and keeps nothing"
+    "Without a writable cache folder numba compiles in each process."
     cache = tmp_path/'cache'
     cache.write_text('a file, no folder')
     done = run(NUMBA_CACHE_DIR=str(cache))
@@ -71,6 +71,6 @@ print(cpu.lanes)
 @pytest.mark.slow
 @pytest.mark.parametrize('name,features', [('generic', ''), ('haswell', '+avx2,+avx,+fma,+sse4.2,+sse4.1,+ssse3,+sse3,+bmi,+bmi2,+popcnt,+lzcnt,+f16c')])
 def test_other_processors(name, features):
-    "Vectors are cut into what a processor has: the numbers stay"
+    "The numbers do not depend on the vector width of the processor."
     done = run(code=everywhere, NUMBA_CPU_NAME=name, NUMBA_CPU_FEATURES=features)
     assert done.stdout.strip()=='8', done

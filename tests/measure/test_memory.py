@@ -1,14 +1,15 @@
-"What lies at a tensor's address: storage that is freed is not read, and one that is exchanged is read anew"
+"Memory of a tensor: freed storage is not read, and exchanged storage is read again"
 import pytest
 import torch
 
+from torchember.measure.arena import Arena
 from torchember.measure.elements import Unmeasurable
-from torchember.measure.tap import Arena, observe
+from torchember.measure.tap import observe
 
 
 @pytest.mark.parametrize('n', [64, 1<<21])
 def test_a_tensor_without_memory_is_not_read(n):
-    "Its storage was freed, as sharding does: there is nothing at its address"
+    "Its storage was freed, as sharding does."
     arena,x = Arena(),torch.randn(n)
     tap = arena.tap('x')
     observe(x, tap)
@@ -19,7 +20,7 @@ def test_a_tensor_without_memory_is_not_read(n):
 
 
 def test_memory_that_is_put_under_a_tensor():
-    "`x.data = y` makes it another tensor, without moving its version"
+    "`x.data = y` exchanges the memory without a change of the version counter."
     arena,x = Arena(),torch.zeros(3)
     tap = arena.tap('x', ['mean', 'shape'])
     observe(x, tap)

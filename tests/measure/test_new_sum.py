@@ -35,14 +35,14 @@ more = [*names, *old]
 exponents = ('basic', 'planted_tiny', 'planted_logs', 'planted_roots', 'exponents')
 
 def want(x):
-    "By numpy, of finite numbers"
+    "Return the statistics of finite numbers, by numpy."
     a = np.abs(np.asarray(x, np.float64)).ravel()
     with np.errstate(all='ignore'): logs = np.log(a).mean()
     return {'planted_tiny_frac': (a<1e-7).mean(), 'planted_geometric_mean': np.exp(logs), 'planted_root_mean': np.sqrt(a).mean(),
         'planted_least_nonzero': a[a>0].min()}
 
 def check(got, x, rel=1e-9):
-    "The new ones are numpy's, those from before are what they were"
+    "Compare new statistics with numpy. The other statistics must not change."
     for k,v in want(x).items(): np.testing.assert_allclose(float(got[k]), v, rtol=rel, err_msg=k)
     before = summary.derive(summary.read_array(x), old)
     for k in old:
@@ -117,7 +117,8 @@ for compiled in (False, True):
 '''
 
 scaled = '''
-from torchember.measure.tap import Arena, observe
+from torchember.measure.arena import Arena
+from torchember.measure.tap import observe
 x = torch.randn(500)
 for stats in (names, ['planted_root_mean', 'planted_least_nonzero', 'mean'], [*names, 'exponents']):
     for scale in (1024., 1000., torch.tensor(1024.)):
@@ -178,12 +179,12 @@ def run(code, none=False, after=added, **env):
 @pytest.mark.parametrize('none', [False, True], ids=['loops', 'no loops'])
 @pytest.mark.parametrize('code', [cpu, armed], ids=['read', 'armed'])
 def test_cpu(code, none):
-    "Read, merged, recorded, compiled and read back"
+    "A new sum is read, merged, recorded, compiled and read back."
     run(code, none)
 
 
 def test_an_expression_that_leaves_its_range_gives_no_warning():
-    "The documented example on what a ReLU gives: the log of 0"
+    "The documented example for the output of a ReLU: log of 0."
     run("""
 from torchember import get_stats, torchEmber
 warnings.simplefilter('error')
@@ -199,7 +200,7 @@ te.close()
 
 
 def test_scaled():
-    "What a GradScaler multiplied by is divided out, or goes before"
+    "The factor of a GradScaler is divided out of the sum, or before it."
     run(scaled)
 
 
@@ -211,12 +212,12 @@ def test_triton(): run(by_triton, TRITON_INTERPRET='1')
 @pytest.mark.skipif(not importlib.util.find_spec('jax'), reason='JAX is not installed')
 @pytest.mark.parametrize('none', [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.release])], ids=['loops', 'no loops'])
 def test_jax(none):
-    "Without loops JAX measures by operations, which read a new sum as those for parts do: in `release`, for XLA compiles each size for seconds"
+    "Without loops JAX measures by operations. Marked `release`: XLA compiles each size for seconds."
     run(by_jax, none)
 
 
 def test_loops_kept_for_shorter_rows():
-    "numba keeps what it has compiled, for all of these programs, and does not see that a row has become longer"
+    "All programs share the cache of numba, which does not see that a row is longer."
     few = """
 import torch
 from torchember import get_stats

@@ -26,7 +26,7 @@ complexes = [torch.complex64, torch.complex128]
 
 @pytest.fixture(autouse=True, params=['loops', 'torch'])
 def engine(request, monkeypatch):
-    "All of it by compiled loops, and all of it by plain torch operations"
+    "Read all by compiled loops, and all by torch operations."
     if request.param=='torch': monkeypatch.setattr(kernels, 'loops', lambda: None)
     else: assert kernels.loops(), 'numba is part of the dev extra'
     return request.param
@@ -34,7 +34,7 @@ def engine(request, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    "What one thread does is not what several do: each test says how many it has"
+    "Set the number of threads: one thread and several threads run different code."
     n = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -43,7 +43,7 @@ def one_thread():
 
 
 def plain(t):
-    "The elements of a tensor for numpy"
+    "Return the elements of a tensor as an array."
     t = t.detach()
     return t.to(torch.complex128).resolve_conj().resolve_neg().numpy() if t.is_complex() else t.to(torch.float64).resolve_neg().numpy()
 
@@ -51,13 +51,13 @@ def plain(t):
 # ---- random tensors
 
 def contents(r, n):
-    "`n` float64 numbers of some kind"
+    "Draw `n` float64 numbers."
     kind = r.choice(list(kinds))
     return kind, np.asarray(kinds[kind](r, n), dtype=np.float64)
 
 
 def spoil(r, x, *bad):
-    "`x` with some elements replaced"
+    "Replace some elements of `x`."
     x = x.copy()
     if x.size: x[r.random(x.size)<r.choice([.01, .3])] = r.choice(bad)
     return x
@@ -96,7 +96,7 @@ kinds = dict(
 
 
 def as_tensor(r, x, dtype):
-    "The numbers `x` in `dtype`, as far as it can hold them"
+    "Convert `x` to `dtype`, within its range."
     if dtype is torch.bool: return torch.from_numpy(x>.5)
     if dtype in integers:
         i = torch.iinfo(dtype)
@@ -106,7 +106,7 @@ def as_tensor(r, x, dtype):
 
 
 def size(r, large):
-    "How many elements: mostly few, often around a limit of the kernels"
+    "Draw a number of elements: mostly few, often near a limit of the kernels."
     if large: return int(large*r.integers(1, 4)+r.integers(-2, 3))
     if (u:=r.random())<.06: return int(r.integers(0, 2))
     if u<.6: return int(r.integers(1, 80))
@@ -115,7 +115,7 @@ def size(r, large):
 
 
 def shaped(r, t):
-    "The tensor `t` in some shape with as many elements, or a few less"
+    "Give `t` another shape, with as many elements or a few less."
     dims,n = r.integers(1, 5),len(t)
     shape = [int(r.integers(1, 9)) for _ in range(dims-1)]
     rest = n//math.prod(shape)
@@ -145,7 +145,7 @@ layouts = [shaped, scalar, transposed, holes, block, expanded, channels_last, fl
 
 
 def sample(seed, large=0):
-    "A tensor, and what it is"
+    "Draw a tensor and its description."
     r = np.random.default_rng(seed)
     dtype = r.choice(np.array([*floats, *floats[:4], *floats[:1]*6, *integers, *complexes], dtype=object))
     kind,x = contents(r, size(r, large))
@@ -168,7 +168,7 @@ def answer(of, x):
 
 
 def fuzz(seeds, large=0, worst=None):
-    "Read each tensor in both ways, all of it and the basic groups"
+    "Read each tensor in both ways: all groups, and the basic group."
     with np.errstate(all='ignore'):
         for seed in seeds:
             t,what = sample(seed, large)
@@ -189,7 +189,7 @@ def test_fuzz(batch): fuzz(range(batch, tries, batches))
 
 @pytest.mark.parametrize('piece', [1024, 1500, 4096])
 def test_fuzz_many_pieces(piece, monkeypatch):
-    "Tensors of several pieces, without being large"
+    "Make pieces short, so that small tensors have several."
     for room in (kernels, without_loops): monkeypatch.setattr(room, 'piece', piece)
     monkeypatch.setattr(without_loops, 'cached', piece)
     monkeypatch.setattr(without_loops, 'stretch', 2048)
@@ -197,12 +197,12 @@ def test_fuzz_many_pieces(piece, monkeypatch):
 
 
 def test_fuzz_large():
-    "Around the true size of a stretch"
+    "Near the true size of a stretch."
     fuzz(range(2*10**9, 2*10**9+tries//400), without_loops.stretch)
 
 
 def test_fuzz_threads(engine, monkeypatch):
-    "The loops do with two threads what they do with one"
+    "Loops give the same numbers with two threads and with one."
     torch.set_num_threads(2)
     if engine=='loops': monkeypatch.setattr(kernels.loops(), 'long', 5000)
     fuzz(range(3*10**9, 3*10**9+tries//200), 20000)
@@ -367,7 +367,7 @@ def test_get_stats_is_derived_from_the_same():
 
 
 def test_norms_of_an_empty_tensor_are_zero():
-    "As in torch, from every reader, alone and merged with other tensors; the other moments are NaN"
+    "As in torch, from every reader, alone and merged. The other moments are NaN."
     x,full = torch.empty(0, 3),torch.tensor([3., -4])
     vectors = dict(read=read(x, everything), device=read_device(x.reshape(-1), everything).numpy(), summarize=summarize(x).vector, numpy=read_array(x.numpy()))
     for name,v in vectors.items():

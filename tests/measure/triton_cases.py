@@ -1,4 +1,4 @@
-"""What the GPU kernels must read right, against numpy in float64. test_triton.py runs this where kernels are interpreted; with a GPU, run it by name"""
+"""Cases for the GPU kernels, compared with numpy in float64. test_triton.py runs them by the interpreter; with a GPU, run this file by name"""
 import math
 
 import numpy as np
@@ -29,14 +29,14 @@ def numbers(x): return x.detach().cpu().double().numpy().ravel()
 
 
 def bins(x):
-    "The counts of the exponents, by numpy's frexp"
+    "Return the counts of exponents, by frexp of numpy."
     x = numbers(x)
     x = x[np.isfinite(x)&(x!=0)]
     return np.bincount(np.clip(np.frexp(x)[1]-1+127, 0, 255), minlength=256)
 
 
 def check(x, v, wanted=full, rel=rel):
-    "Each part within `rel` of itself, but a sum that cancels within `rel` of the sum of its absolute values"
+    "Compare each part within `rel` of itself; sums that cancel within `rel` of the sum of absolute values."
     x,v = numbers(x),v.cpu().numpy()
     want = read_array(x, wanted=tuple(g for g in wanted if g!='exponents'))
     if 'exponents' in wanted: want[index['zeros']] = (x==0).sum()
@@ -167,7 +167,7 @@ def test_lists_of_few_and_of_odd_addresses():
 
 @pytest.fixture
 def small(monkeypatch):
-    "Set how much a program reads and merges: then a tensor is what only a huge one is"
+    "Set how much a program reads and merges, so that small tensors need many programs."
     def clear(): gpu.reading.cache_clear(); gpu.plan.cache_clear()
     def cut(**sizes):
         for k,v in sizes.items(): monkeypatch.setattr(gpu, k, v)
@@ -178,7 +178,7 @@ def small(monkeypatch):
 
 @pytest.mark.parametrize('tile,programs', [(4, 3), (32, 2048), (128, 2048)])
 def test_rows_that_are_merged_more_than_once(small, tile, programs):
-    "As it is with tensors of millions of elements. On a device a group of 32 rows is one of threads that go in step, and 128 are several of these"
+    "As with millions of elements. On a device, 32 rows are one warp, and 128 rows several."
     small(tile=tile, programs=programs, blocks=dict.fromkeys(gpu.blocks, 4096 if tile==4 else 512 if device.type=='cpu' else 128))
     x,y = 3+torch.randn(100_003),torch.randn(30_000).cumsum(0)
     one(x)
@@ -194,7 +194,7 @@ def test_rows_that_are_merged_more_than_once(small, tile, programs):
 
 
 def test_what_lies_behind_a_tensor_is_not_of_it():
-    "Also where the last block lacks one element"
+    "Also if the last block lacks one element."
     for dtype in dtypes:
         B = gpu.blocks[dtype]
         base = torch.full((2*B+9,), 3., dtype=dtype)
@@ -202,7 +202,7 @@ def test_what_lies_behind_a_tensor_is_not_of_it():
 
 
 def test_programs_may_come_in_any_order(monkeypatch, small):
-    "Whoever is the last merges, and each tensor has counters of its own"
+    "The last program merges, and each tensor has own counters."
     small(tile=4, programs=3, blocks=dict.fromkeys(gpu.blocks, 512))
     planned,g = gpu.plan,torch.Generator().manual_seed(0)
     def mixed_up(*args):
@@ -220,7 +220,7 @@ def test_programs_may_come_in_any_order(monkeypatch, small):
 
 
 def test_a_program_whose_blocks_have_other_exponents(small):
-    "The bins that it counts in move from block to block, up and down"
+    "The window of bins moves from block to block, up and down."
     small(programs=1, blocks=dict.fromkeys(gpu.blocks, 512))
     x = torch.randn(6000)
     for at,far in ((512, 2.**-40), (1024, 2.**30), (1536, 2.**-90), (3000, 2.**9)): x[at:at+600] *= far
@@ -230,7 +230,7 @@ def test_a_program_whose_blocks_have_other_exponents(small):
 
 @pytest.mark.parametrize('dtype', dtypes, ids=str)
 def test_equal_elements_do_not_vary(dtype):
-    "To the last digit, whatever their sum is rounded to; those of several blocks, too"
+    "Exact to the last digit, whatever the rounding of their sum; also over several blocks."
     for c in (.1, -1/3, 1e-30, 7e4/3, 1e-40):
         if gpu.interpreted and c==1e-40 and dtype is torch.bfloat16: continue # there Triton's interpreter has a zero
         c = torch.tensor(c).to(dtype)
@@ -240,7 +240,7 @@ def test_equal_elements_do_not_vary(dtype):
 
 
 def test_a_row_is_written_to_its_end():
-    "Whatever was there before; and nothing after it"
+    "Old content of the row does not matter, and nothing after the row changes."
     for wanted in (('basic',), full):
         n = gpu.length(wanted)
         out = torch.full((4, n+3), 7., dtype=torch.float64, device=device)
@@ -251,21 +251,21 @@ def test_a_row_is_written_to_its_end():
 
 
 def test_nothing_is_left_for_the_next_launch():
-    "Counters and bins are zero again; memory that was outgrown is kept, as somebody may be about to launch with it"
+    "Counters and bins are zero again. Memory that was too small is kept: another thread may launch with it."
     from torchember.measure.devices import stream_of
     there = torch.zeros(1, device=device).device # with its number
     gpu.memories.clear()
     for n in (100, 300_000, 20_000): one(torch.randn(n))
     memory, = gpu.memories.values()
-    assert not memory.have['counters'].any() and not memory.have['bins'].any()
-    before = gpu.turn.number,len(memory.outgrown)
+    assert not memory.tensors['counters'].any() and not memory.tensors['bins'].any()
+    before = gpu.turn.number,len(memory.old)
     for n in (100, 300_000): one(torch.randn(n))
-    assert (gpu.turn.number, len(memory.outgrown))==before and before[1]>0
+    assert (gpu.turn.number, len(memory.old))==before and before[1]>0
     assert gpu.memory_of(there, gpu.chosen_stream(there)) is memory or stream_of(there)!=0
 
 
 def test_few_and_far_exponents():
-    "Most elements are counted in 31 bins below the largest; those that are far below, and what moves from block to block, all the same"
+    "Most elements are counted in 31 bins below the largest; also elements far below, and windows that move, are counted."
     x = torch.randn(20_000)
     for far in (2.**-20, 2.**-30, 2.**-31, 2.**-32, 2.**-40, 2.**-90):
         y = x.clone()
@@ -283,7 +283,7 @@ def test_what_cannot_be_read_is_named():
 
 
 def test_a_model_whose_parameters_are_read_in_lists(tmp_path, monkeypatch):
-    "Weights, gradients, states and updates of a step in a few launches, with the numbers of the other way"
+    "Weights, gradients, states and updates of a step take a few launches, with the same numbers as torch operations."
     from torchember import torchEmber
     from torchember.measure import kernels
     ttypes = ('input', 'output', 'weight', 'weight_grad', 'optimizer', 'update')

@@ -480,7 +480,8 @@ def test_exponents_do_not_depend_on_the_scale(scale):
 def test_counted_without_the_scale(dtype, later):
     "A factor that is known on the device only, and averages over three processes"
     from torchember import get_stats
-    from torchember.measure.tap import Arena, observe
+    from torchember.measure.arena import Arena
+    from torchember.measure.tap import observe
     torch.manual_seed(0)
     for scale in (torch.tensor(3.), 3., 1/3, torch.tensor(512.), 512.):
         g = torch.randn(1000)*2.**torch.randint(-9, 5, (1000,))
@@ -496,8 +497,9 @@ def test_counted_without_the_scale(dtype, later):
 def test_no_copy_of_a_gradient_waits(monkeypatch):
     "On a GPU all gradients are read together at the end: what was divided first is a copy, and all of them would be as large as the model"
     from torchember.measure import tap
+    from torchember.measure.arena import Arena
     monkeypatch.setattr(tap, 'for_list', lambda x, wanted: True)
-    a,x = tap.Arena(),torch.tensor([3., 6., 12.])
+    a,x = Arena(),torch.tensor([3., 6., 12.])
     tap.observe(x, a.tap('divided', ['mean', 'exponents']), scale=torch.tensor(3.), later=True)
     assert not a.unread
     row = a.take().rows()[0]

@@ -6,7 +6,9 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from torchember.ground import record
-from torchember.measure.tap import Arena, columns_of, observe
+from torchember.measure.arena import Arena
+from torchember.measure.snapshot import columns_of
+from torchember.measure.tap import observe
 from torchember.ground.record import line_of
 from torchember.recorder.step_buffer import place_of
 from torchember.recorder.row import FirstBad, one_row, describe_trouble

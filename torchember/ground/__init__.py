@@ -1,1 +1,1 @@
-"The words that all rooms share: rows, messages, choices, what is missing, progress"
+"Row format, messages, selections and schedules, optional libraries, progress bars."

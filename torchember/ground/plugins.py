@@ -18,7 +18,7 @@ def find_plugins(
 def load_plugin(
     plugin:EntryPoint # A value of `find_plugins`
 ): # The object that the entry point names
-    "Import the object of an entry point. Raises ImportError that names the package, whatever the import raised."
+    "Import the object of an entry point. Any error becomes an ImportError with the name of the package."
     try: return plugin.load()
     except Exception as e:
         raise ImportError(f"The plugin {plugin.name!r} of the package {plugin.dist.name!r} cannot be imported from {plugin.value!r}: {type(e).__name__}: {e}. "

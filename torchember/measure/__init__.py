@@ -1,1 +1,1 @@
-"Tensor to numbers. Never touches disk or modules"
+"Tensors to numbers: summaries, statistics, spectra, taps. No files, no modules."

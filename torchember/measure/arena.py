@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['no_plan', 'Cursor', 'Cursors', 'RowFormat', 'row_format', 'CpuReadPlan', 'DeviceReadPlan', 'ParkedRows', 'Tap',
-           'Arena', 'of_pass', 'rows_to_host']
+           'of_pass', 'rows_to_host', 'Arena']
 
 # %% ../../nbs/20_measure/48_arena.ipynb #a4e90003
 import itertools, threading
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ..capture.private_torch import count_dispatch_modes, count_function_modes, frees_parameters, inside_transform
-from .blocks import Block, RowRange, as_cells, describe_tensor, no_rows
+from .blocks import Block, RowRange, as_cells, write_dtype_and_shape, no_rows
 from .columns import stat_names
 from .devices import Pending, after, being_captured, on, stream_of, to_device, to_host, undisturbed
 from .elements import formats, layout, ordinary
@@ -28,7 +28,7 @@ from .unread import UnreadTensors
 
 # %% ../../nbs/20_measure/48_arena.ipynb #a4e90006
 class Cursor:
-    "Next row and next call of a tap, and the head that its rows start from. Compiled code reads and changes the numbers."
+    "Next row and next call of a tap, and the common head of its rows. Compiled code reads and changes the numbers."
     def __init__(self, chunk, place):
         self.chunk,self.place,self.array = chunk,place,chunk[place]
         self.cells = as_cells(self.array)
@@ -85,7 +85,7 @@ class DeviceReadPlan:
         self.reading,self.made = reading,made
         self.head = np.zeros(head_width, np.int64) # of each row, without call, micro-batch and event
         self.head[TAP] = number
-        describe_tensor(x, self.head)
+        write_dtype_and_shape(x, self.head)
         self.cells = as_cells(self.head)
         self.block = self.stream = None
 
@@ -99,7 +99,7 @@ class DeviceReadPlan:
 
 # %% ../../nbs/20_measure/48_arena.ipynb #a4e90015
 class ParkedRows(NamedTuple):
-    "Rows that a tap has on another stream or device."
+    "Rows of a tap on another stream or device."
     rows:RowRange
     next:int # Next row to use
     turn:int # `Arena.turn` when the rows were parked
@@ -132,7 +132,7 @@ class Tap:
         return [r for r in (self.rows, *self.former, *(p.rows for p in self.elsewhere.values())) if r.block is not None]
 
     def drop_rows(self):
-        "Drop what the rows hold: the tap is about to be observed again."
+        "Empty the rows before the tap is observed again."
         for block,first,size in self.all_rows():
             block.head[first:first+size, EVENT] = 0
             if not self.once: block.unshare_rows(first, size)
@@ -148,20 +148,35 @@ class Tap:
             put = putter(self.cursor.array, formats[x.dtype], self.format.wanted)
             if put is None: return None
         self.cpu = CpuReadPlan(x.dtype, x.shape, x.stride(), x.numel(), put)
-        describe_tensor(x, self.cursor.array[LIKE:])
+        write_dtype_and_shape(x, self.cursor.array[LIKE:])
         return self.cpu
 
     def plan_device_read(self, x):
-        "Make the plan for tensors like `x`, which is not on the CPU."
+        "Make the plan for tensors like `x` on another device."
         dtype,wanted = float_for(x.dtype),self.format.wanted
         gpu = None if not_in_loops(wanted) or x.is_complex() else for_list(x, wanted, dtype)
         if gpu is not None: self.arena.was_read.add((x.device, x.dtype, wanted))
         self.device = DeviceReadPlan(x, self.number, gpu and gpu.reading(x.numel(), dtype, x.device, wanted), None if dtype is x.dtype else dtype)
         return self.device
 
+# %% ../../nbs/20_measure/48_arena.ipynb #2e002f81
+def of_pass(heads, micro, once):
+    "Return a mask of the rows of the pass `micro`, except once-per-step rows."
+    return (heads[:, EVENT]!=0) & (heads[:, MICRO]==micro) & ~once[heads[:, TAP]]
+
+# %% ../../nbs/20_measure/48_arena.ipynb #c0171afd
+def rows_to_host(block, used):
+    "Return the numbers of the rows `used`; from a device as a `Pending` copy, without waiting."
+    if block.out is not None: return block.out[used]
+    need,which = np.unique(block.source[used], return_inverse=True)
+    with on(block.device), undisturbed(block.device.type), after(block.stream, block.device):
+        one_run = need[-1]-need[0]+1==len(need)
+        rows = to_host(block.rows.data[need[0]:need[-1]+1] if one_run else block.rows.data[to_device(need, block.device)])
+    return rows.spread(which) if isinstance(rows, Pending) else rows.double().numpy()[which]
+
 # %% ../../nbs/20_measure/48_arena.ipynb #a4e90019
 class Arena:
-    "Rows of all tensors of a model: `tap` makes a place, `observe` writes its rows, `take` returns those of a step."
+    "Rows of all tensors of a model: `tap` makes a place, `observe` writes rows, `take` returns the rows of a step."
     def __init__(self,
         size:int=256 # Rows of a block
     ):
@@ -175,7 +190,7 @@ class Arena:
         self.was_read = set() # (device, dtype, groups of sums) that a kernel has read before
 
     def use_box(self, box):
-        "Put rows that are made from now on into a black box. None: into own memory."
+        "Put new blocks of rows into a black box. None: into own memory."
         with self.lock:
             self.box = box
             for t in self.taps if box is not None else (): box.tap(t)
@@ -236,7 +251,7 @@ class Arena:
         tap.drop_rows()
 
     def take_back(self, micro, earlier):
-        "Drop the rows of the pass `micro`, except rows that a step has once. Rows in `earlier` snapshots become empty summaries."
+        "Drop the rows of the pass `micro`, except once-per-step rows. Rows in `earlier` snapshots become empty summaries."
         once = np.array([t.once for t in self.taps], dtype=bool)
         with self.lock:
             self.unread.assign_rows()
@@ -252,7 +267,7 @@ class Arena:
         return vectors
 
     def renumber(self, micro):
-        "Count all rows since `begin`, and the rows that follow, as rows of the pass `micro`."
+        "Count all rows since `begin`, and the next rows, as rows of the pass `micro`."
         with self.lock:
             self.unread.assign_rows()
             self.micro = micro
@@ -269,7 +284,7 @@ class Arena:
             try:
                 self.read_pending()
                 parts = [(b.head[u], rows_to_host(b, u)) for b in self.blocks if len(u:=np.flatnonzero(b.head[:b.used, EVENT]))]
-            except RuntimeError as e: error = e # a device has failed: its rows are lost, and must not stay beside those that follow
+            except RuntimeError as e: error = e # a device has failed: its rows are lost, and must not mix with later rows
             if keep is not None and error is None: keep(parts)
             for b in self.blocks: b.head[:b.used, EVENT] = 0
             self.blocks = [b for b in self.blocks if b.graph is None or b.graph() is not None]
@@ -283,7 +298,7 @@ class Arena:
     def waiter(self,
         again:bool=False # True if tensors replace the tensors that their taps have
     ): # Function, or None where each tensor must be observed for itself
-        "Return a function `queue(tensor, tap)` that queues a tensor for one launch with others, and returns False if it cannot."
+        "Return a function `queue(tensor, tap)` for tensors to read in one launch. It returns False if this tensor must be observed for itself."
         if count_function_modes() or inside_transform() is not None or count_dispatch_modes() or frees_parameters(): return None
         streams = {} # device -> its current stream; None while it captures a graph
         def queue(x, tap):
@@ -302,16 +317,3 @@ class Arena:
                 self.filled += tap.format.share
             return True
         return queue
-
-def of_pass(heads, micro, once):
-    "Return a mask of the rows of the pass `micro`, except rows that a step has once."
-    return (heads[:, EVENT]!=0) & (heads[:, MICRO]==micro) & ~once[heads[:, TAP]]
-
-def rows_to_host(block, used):
-    "Return the numbers of the rows `used`: from a device as a `Pending` copy that nobody waits for here."
-    if block.out is not None: return block.out[used]
-    need,which = np.unique(block.source[used], return_inverse=True)
-    with on(block.device), undisturbed(block.device.type), after(block.stream, block.device):
-        one_run = need[-1]-need[0]+1==len(need)
-        rows = to_host(block.rows.data[need[0]:need[-1]+1] if one_run else block.rows.data[to_device(need, block.device)])
-    return rows.spread(which) if isinstance(rows, Pending) else rows.double().numpy()[which]

@@ -39,7 +39,7 @@ def widest(
 # %% ../../nbs/20_measure/01_devices.ipynb #42d66021
 @cache
 def accelerator():
-    "Return the type of the accelerator that torch was built for, or None."
+    "Return the type of the accelerator of this build of torch, or None."
     current = torch.accelerator.current_accelerator() if hasattr(torch, 'accelerator') else None
     return current and current.type
 
@@ -48,7 +48,7 @@ def chosen_device():
     return torch.device(accelerator(), torch.get_device_module(accelerator()).current_device())
 
 def on(device):
-    "Return a context in which `device` is the current device."
+    "Return a context with `device` as the current device."
     choose = getattr(torch.get_device_module(device.type), 'device', None) if device.type==accelerator() else None
     return choose(device) if choose is not None else nullcontext()
 
@@ -77,7 +77,7 @@ def after(stream, device):
 
 @cache
 def capture_of(kind):
-    "Return the function that says if a kind of device captures a graph. None for a device without graphs."
+    "Return the function `is_current_stream_capturing` of a kind of device. None for a device without graphs."
     return getattr(torch.get_device_module(kind), 'is_current_stream_capturing', None) if kind==accelerator() else None
 
 def being_captured(kind):
@@ -106,7 +106,7 @@ class Pinned:
     def __init__(self): self.free = {} # size in bytes -> (memory, event after which it is free or None)
 
     def take(self, n):
-        "Return memory of at least `n` bytes. Raises RuntimeError if the device that used it has failed."
+        "Return memory of at least `n` bytes. Raises RuntimeError if its device has failed."
         size = max(512, 1<<(n-1).bit_length())
         free = self.free.setdefault(size, deque())
         try: host,done = free.popleft()

@@ -13,7 +13,7 @@ from ..capture.private_torch import is_wrapped
 
 # %% ../../nbs/20_measure/05_elements.ipynb #f793027f
 class Unmeasurable(TypeError):
-    "A tensor whose values cannot be read. The message says why."
+    "Raised for a tensor without readable values. The message says why."
 
 def flat(
     x:torch.Tensor # Dense tensor, any shape and strides
@@ -42,7 +42,7 @@ def layout(
 
 # %% ../../nbs/20_measure/05_elements.ipynb #932e2d64
 def dense(x):
-    "Return the stored elements of `x` as a strided tensor, and the number of zeros that are not stored."
+    "Return the stored elements of `x` as a strided tensor, and the number of omitted zeros."
     if is_wrapped(x): raise Unmeasurable('it is inside vmap, grad or another function transform')
     if type(x) in ordinary and x.layout is torch.strided and without_memory(x):
         raise Unmeasurable('it has no memory: its storage was freed, or it only stands for zeros')
@@ -63,7 +63,7 @@ def dense(x):
 ordinary = (torch.Tensor, torch.nn.Parameter)
 
 def without_memory(x):
-    "Return True if the memory of a strided tensor was freed. False for meta and fake tensors, which never have memory."
+    "Return True if the memory of a strided tensor was freed. False for meta and fake tensors: they never have memory."
     try: return x.data_ptr()==0 and x.numel()>0 and not x.is_meta
     except RuntimeError: return False
 
@@ -96,5 +96,5 @@ narrow = (torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int8, to
 formats = {getattr(torch, f): f for f in ('float32', 'float64', 'bfloat16', 'float16')}
 
 def format_for(dtype):
-    "Return the format in which tensors of a dtype are read."
+    "Return the read format for a dtype."
     return formats.get(dtype) or ('float32' if dtype in narrow else 'float64')

@@ -50,11 +50,11 @@ def check_loops(cpu, fmt):
 compiling = 'compiling the loops that measure tensors' # numba keeps the result on disk for the next process
 
 class LoadTimes:
-    "Seconds that loading took: in all, in a thread, and while a model was armed."
+    "Seconds of loading: in all, in a thread, and while a model was armed."
     def __init__(self): self.total,self.in_thread,self.arming = 0.,0.,0.
 
 class Loader:
-    "Loads the compiled loops, one format at a time, for a caller that waits or in a thread."
+    "Loads the compiled loops, one format at a time, in the caller or in a thread."
     def __init__(self):
         self.in_thread = False # True: callers do not wait
         self.module,self.loaded,self.error = None,set(),None # `measure.readers.numba`; formats; why there is none
@@ -116,7 +116,7 @@ class Loader:
         with self.lock: pass # wait for the format that is being loaded
 
     def start_in_child(self):
-        "Reset the threads in a forked child, which has none."
+        "Reset the threads in a forked child."
         self.lock,self.threads,self.requested,self.finished = threading.RLock(),[],set(),0
 
 loader = Loader()
@@ -141,7 +141,7 @@ def warm(
 def ready(
     timeout:float|None=None # Seconds to wait at most
 ) -> bool: # True if there are compiled loops
-    "Wait for the thread that loads."
+    "Wait until loading has ended."
     loader.wait(timeout)
     return loops() is not None
 
@@ -151,14 +151,14 @@ def loading() -> bool:
 
 # %% ../../nbs/20_measure/07_loading.ipynb #61e31666
 def loading_seconds() -> float:
-    "Return the seconds that this process has spent on loading and compiling the loops."
+    "Return the seconds of loading and compiling in this process."
     return loader.times.total
 
 # %% ../../nbs/20_measure/07_loading.ipynb #1df7bc9e
 def seconds_beside() -> float:
-    "Return the part of `loading_seconds` that a thread took."
+    "Return the part of `loading_seconds` in a thread."
     return loader.times.in_thread
 
 def seconds_waited() -> tuple: # While a model was armed, and at other times
-    "Return the part of `loading_seconds` that callers waited for."
+    "Return the part of `loading_seconds` in callers."
     return loader.times.arming, loader.times.total-loader.times.in_thread-loader.times.arming

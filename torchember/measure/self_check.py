@@ -20,13 +20,13 @@ def trials(
     dtype:torch.dtype, # A float
     block:int=64 # Elements that a kernel reads at once
 ) -> dict: # Name -> tensor on the CPU
-    "Return small tensors that are hard to read."
+    "Return small tensors with hard cases."
     def tensor(a): return torch.from_numpy(a).to('cpu', dtype) # not on the user's default device
     numbers = wave(2*block+3)
     odd = numbers.copy()
     odd[[0, 1, block-1, block, -1]] = 0., math.nan, math.inf, -math.inf, math.nan
     x,bad = tensor(numbers),tensor(odd)
-    return {'no elements': x[:0], 'one element': x[1:2], 'a block': x[:block], 'a block less one element': x[1:block], 'three blocks, the last of them short': x,
+    return {'no elements': x[:0], 'one element': x[1:2], 'a block': x[:block], 'a block less one element': x[1:block], 'three blocks, the last short': x,
         'elements that are not finite': bad, 'no finite element': bad[[1, block-1, block]], 'equal elements': tensor(np.full(block+1, .3)),
         'transposed rows and columns': x[:block].view(8, -1).t(), 'gaps': x[::2]}
 
@@ -39,7 +39,7 @@ def difference(
     wanted, # Groups of sums
     rel:float # Tolerance of a sum, relative to its size
 ): # 'mean is 2 instead of 1', or None
-    "Return the first difference between a summary vector and that of numpy."
+    "Return the first difference from the summary vector of numpy."
     want,ok = read_array(x, tuple(wanted)),x[np.isfinite(x)]
     d = abs(ok-ok.mean()) if len(ok) else ok
     size = dict(zip(parts, abs(want), strict=False)) | {'mean': abs(ok).max(initial=0), 'm3': (d**3).sum()} | dict.fromkeys(exact, 0.)
@@ -66,7 +66,7 @@ def run_checks(
     *checks, # Functions without arguments that return what `first_wrong` returns
     patience:float|None=None # Seconds to wait for all checks
 ) -> str: # '' without a mistake
-    "Return the first mistake that a check finds. Run the checks in an own thread, without the user's modes and default device."
+    "Run checks. Return the first mistake. They run in an own thread, without the user's modes and default device."
     found = []
     def run():
         try:

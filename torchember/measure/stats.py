@@ -15,7 +15,7 @@ def get_stats(
     tensor, # Any tensor
     stats='basic' # Named set, or list of statistics
 ) -> dict: # Statistic -> number; lists for `shape` and `exponents`
-    """Statistics of one tensor, by default exactly `shape`, `mean`, `std`, `max` and `min`
+    """Return statistics of one tensor; by default exactly `shape`, `mean`, `std`, `max` and `min`.
 
     Args:
         tensor: Any tensor

@@ -14,14 +14,13 @@ import numpy as np
 import torch
 
 from ..capture.private_torch import count_dispatch_modes, count_function_modes, frees_parameters, inside_transform, is_wrapped, unwrap
-from .arena import Arena, Tap, of_pass
-from .blocks import SCALE, address, cpu, describe_tensor, dtype_names
-from .devices import Pending, being_captured, disturbs, stream_of, undisturbed
+from .arena import Tap
+from .blocks import SCALE, address, cpu, write_dtype_and_shape
+from .devices import being_captured, disturbs, stream_of, undisturbed
 from .elements import Unmeasurable, ordinary
 from .head import CALL, CALLS, DTYPE, EVENT, MICRO, NEXT, TAP, head_width
 from .kernels import for_list, read, read_into
-from .snapshot import Snapshot, columns_of, unscaled
-from .summary import parts_in, sums, width
+from .summary import parts_in, sums
 
 # %% ../../nbs/20_measure/50_tap.ipynb #7ac90002
 def divide_early(
@@ -46,7 +45,7 @@ def remove_transforms(x):
 
 # %% ../../nbs/20_measure/50_tap.ipynb #7ac90005
 def write_cpu_row(x, tap, call):
-    "Write the row of a tensor that fits the plan of `tap`: read it, or copy its known row."
+    "Write the row of a tensor by the plan of `tap`: read it, or copy its known row."
     arena,plan,has_version = tap.arena,tap.cpu,not x.is_inference() # inference tensors have no version counter
     at = x.data_ptr()
     source,n = at,plan.count
@@ -84,7 +83,7 @@ def read_vector(x, tap):
 
 # %% ../../nbs/20_measure/50_tap.ipynb #7ac90008
 def find_row(known, x, version, at, tap, scale):
-    "Return the row that has the numbers of `x`, if the entry `known` of `Arena.seen` is about this tensor. Else None."
+    "Return the row of `x` from an entry of `Arena.seen`, if it is about this tensor. Else None."
     ref,was,place,measured,row,by,turn,of = known
     if type(of) is not tuple or of[0] is not tap.rows.block or of[1] is not scale: return None
     if ref() is not x or was!=version or place!=at or not tap.format.groups<=measured or by.turn!=turn: return None
@@ -92,11 +91,11 @@ def find_row(known, x, version, at, tap, scale):
     return row
 
 def cache_row(x, version, at, tap, row, scale):
-    "Remember the row that has the numbers of `x`. Rows of weights are not shared: they may be replaced."
+    "Remember the row of `x`. Rows of weights are not shared: they may be replaced."
     if not tap.once: tap.arena.seen[id(x)] = weakref.ref(x),version,at,tap.format.groups,row,tap,tap.turn,(tap.rows.block, scale)
 
 def write_device_row(x, tap, call, later):
-    "Write the row of a tensor that fits the plan of `tap`, by one launch or none. Return False if that is not possible now."
+    "Write the row of a tensor by the plan of `tap`, with one launch or none. Return False if this is not possible now."
     arena,plan,cursor,at = tap.arena,tap.device,tap.cursor.cells,x.data_ptr()
     stream = plan.reading.stream()
     if stream is None or being_captured(plan.device.type) or (plan.count and not at): return False
@@ -131,7 +130,7 @@ def write_device_row(x, tap, call, later):
     return True
 
 def read_into_row(x, tap, row, scale):
-    "Read a tensor that is not on the CPU into a row, or refer to the row that has its numbers."
+    "Read a tensor on another device into a row, or refer to its known row."
     arena,block,wanted = tap.arena,tap.rows.block,tap.format.wanted
     seen = None if x.is_inference() else arena.seen.get(id(x))
     known = None if seen is None else find_row(seen, x, x._version, address(x), tap, scale)
@@ -151,11 +150,11 @@ class OnMeta(Unmeasurable):
 
 class InGraph(Unmeasurable):
     "Raised while a device captures a graph"
-    def __init__(self): super().__init__("a CUDA graph is being captured, and no Python runs when it is run again: its passes are not recorded. "
-        "Passes outside of graphs are; and an ember that is made with cuda_graphs=True records those of graphs, too")
+    def __init__(self): super().__init__("a CUDA graph is being captured, and no Python runs when it is replayed: its passes are not recorded. "
+        "Passes outside of graphs are recorded. torchEmber(..., cuda_graphs=True) also records passes in graphs")
 
 def observe_any(x, tap, call, scale, later):
-    "Write the row of any tensor, without the modes and transforms that are active."
+    "Write the row of any tensor, outside of active modes and transforms."
     kind = x.device.type
     if kind=='meta': raise OnMeta()
     if being_captured(kind): raise InGraph()
@@ -166,7 +165,7 @@ def observe_any(x, tap, call, scale, later):
 def write_row(x, tap, call=None, scale=None, later=False):
     "Write the row of any tensor."
     y,scale = divide_early(x, tap.format.wanted, scale)
-    waits = later and y is x and not frees_parameters() and for_list(y, tap.format.wanted) # divided copies of all gradients would need as much memory as the model
+    waits = later and y is x and not frees_parameters() and for_list(y, tap.format.wanted) # copies of all gradients would be as large as the model
     v = read_vector(y, tap) if y.is_cpu and not waits else None
     arena,cursor = tap.arena,tap.cursor.array
     with arena.lock:
@@ -180,7 +179,7 @@ def write_row(x, tap, call=None, scale=None, later=False):
             if scale is not None: block.out[row, SCALE] = scale
         h = block.head[row]
         h[TAP:DTYPE] = tap.number,cursor[CALLS] if call is None else call,arena.micro
-        describe_tensor(x, h)
+        write_dtype_and_shape(x, h)
         h[EVENT] = next(arena.clock)
         cursor[NEXT] = i+1
         cursor[CALLS] += 1

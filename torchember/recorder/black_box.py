@@ -16,7 +16,7 @@ from ..ground.messages import an, printable
 from ..ground.record import line_of
 from ..measure.head import head_width
 from ..measure.summary import index, width
-from ..measure.tap import dtype_names
+from ..measure.blocks import dtype_names
 from ..store.base import now
 from ..store.reading import path_of
 

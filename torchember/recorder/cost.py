@@ -10,7 +10,8 @@ import torch
 
 from .budget import ThreadTimer, call_overhead, clock
 from ..measure.loading import loading, loading_seconds, seconds_beside, seconds_waited, warm
-from ..measure.tap import Arena, observe
+from ..measure.arena import Arena
+from ..measure.tap import observe
 
 # %% ../../nbs/40_recorder/15_cost.ipynb #85635386
 class Cost:

@@ -29,7 +29,8 @@ from ..measure.devices import wait_for
 from ..measure.elements import Unmeasurable
 from ..measure.loading import ready
 from ..measure.summary import counts
-from ..measure.tap import Arena, observe
+from ..measure.arena import Arena
+from ..measure.tap import observe
 from ..ground.messages import printable
 from ..ground.record import line_of
 from .calls import stack_room

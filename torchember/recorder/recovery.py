@@ -18,7 +18,8 @@ from ..ground.messages import printable, warn
 from ..ground.record import computed, line_of, load_row
 from ..measure.head import DTYPE, EVENT, MICRO, head_width
 from ..measure.summary import width
-from ..measure.tap import Snapshot, dtype_names
+from ..measure.blocks import dtype_names
+from ..measure.snapshot import Snapshot
 from .black_box import (ALIVE, BEGAN, BETWEEN, BLOCK, BLOCKS, FAILED, FORWARD, LATE, MAGIC, NOTED, NOTES, PHASE, SEQ, SLOT, SLOTS,
     SLOT_META, SLOT_OVER, SLOT_PARTS, SLOT_STEP, SLOT_TEXT, SLOT_TOLD, STEP, THREAD, THREADS, VERSION, boot_id, count_memory_kills, died_row, fcntl,
     head_of_slot, magic, most_text, own_boxes, phases, quote_module, sum_names, thread_width, version)

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..ground.record import line_of, report_row
 from ..measure.summary import index
-from ..measure.tap import Pending
+from ..measure.devices import Pending
 from .row import one_row
 from .rows import Lines, Measured
 from ..store.base import now

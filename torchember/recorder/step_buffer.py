@@ -17,7 +17,9 @@ import torch
 from ..measure.elements import Unmeasurable
 from ..measure.graph_rows import GraphTensor, count_row
 from ..measure.head import EVENT
-from ..measure.tap import Arena, OnMeta, Snapshot, observe, of_pass
+from ..measure.arena import Arena, of_pass
+from ..measure.snapshot import Snapshot
+from ..measure.tap import OnMeta, observe
 from ..ground.messages import an, printable
 from ..ground.record import plain, pointer, reserved
 from .calls import Calls

@@ -13,7 +13,7 @@ import numpy as np
 from ..ground.record import computed_in, norm_names
 from ..measure.head import EVENT, TAP
 from ..measure.summary import sums_of_squares, width
-from ..measure.tap import unscaled
+from ..measure.snapshot import unscaled
 
 # %% ../../nbs/40_recorder/57_step_scalars.ipynb #07f043b1
 gradient_kinds = {'weight_grad': 0, 'unclipped_grad': 1}

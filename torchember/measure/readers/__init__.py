@@ -1,1 +1,1 @@
-"Who reads a tensor: compiled loops, Triton"
+"Readers: compiled loops for the CPU, Triton kernels for GPUs, torch operations for the rest."
