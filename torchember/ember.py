@@ -44,7 +44,7 @@ from .store.table import tree_table
 
 # %% ../nbs/57_ember.ipynb #e3c22913
 class RecordedRun:
-    "Run that is being recorded, with the user's own statistics, numbers and marks."
+    "Recorded run, with the user's own statistics, numbers and marks."
     fname = property(lambda self: self.t.fname, doc="Name of the run")
     mt_log = property(lambda self: self.recorder.calls.log, doc="Modules that the root's last recorded pass entered and left, in order")
     current_mt = property(lambda self: self.recorder.calls.current, doc="`moduleTrack` of the module that is being recorded, or was last")
@@ -97,7 +97,7 @@ class RecordedRun:
         return self.how_record(words.get(ttype, ttype))
 
     def log(self, /, *unnamed, **numbers):
-        "Add numbers to the step whose pass ran last, in a row with the ttype 'scalar': `te.log(loss=loss)`. Does not wait for a GPU."
+        "Add numbers to the step of the last pass, in a row with the ttype 'scalar': `te.log(loss=loss)`. Does not wait for a GPU."
         check_numbers(unnamed, numbers)
         if numbers and not disabled(): self.recorder.log(numbers)
 
@@ -159,7 +159,7 @@ class RecordedRun:
         golden, # The correct run: a file of `keep_run`, or another argument of `diff`
         rtol:float|None=None # Tolerated difference, as a share of a tensor's size; by its format and number of elements by default
     ):
-        """Raise an AssertionError that names the first difference, if the run so far differs from a stored run.
+        """Raise an AssertionError about the first difference, if the run so far differs from a stored run.
 
         Args:
             golden: The correct run: a file of `keep_run`, or another argument of `diff`
@@ -169,7 +169,7 @@ class RecordedRun:
 
 # %% ../nbs/57_ember.ipynb #0938e173
 def disarm_earlier(model):
-    "Disarm the ember that records a model or a part of it, with a warning."
+    "Disarm an earlier ember of a model or of a part of the model, with a warning."
     earlier = getattr(armed_by(model), 'recorder', None)
     if earlier is None: return
     what = 'The model' if any(st.listener is earlier.events for st in states_of(model)) else 'A part of the model'
@@ -183,7 +183,7 @@ def watched_modules(tracks, include, exclude):
 
 # %% ../nbs/57_ember.ipynb #111be30d
 class ArmedModel(RecordedRun):
-    "Model of a run, which can be armed and disarmed."
+    "Model of a run. It can be armed and disarmed."
     modules = property(lambda self: {t.name: t for t in self.tracks}, doc="Display name -> `moduleTrack`")
 
     def __init__(self,
@@ -225,7 +225,7 @@ class ArmedModel(RecordedRun):
         return self.model
 
     def rearm(self): # The ember
-        """Disarm and arm: finds modules that were added or removed.
+        """Disarm and arm, to find added and removed modules.
 
         Returns:
             The ember
@@ -265,7 +265,7 @@ class ArmedModel(RecordedRun):
         *args, # An example input: with one, the model runs once, and is unchanged afterwards
         **kwargs
     ) -> Plan:
-        """Return what a recorded step will write and cost. Records nothing.
+        """Return the expected rows, bytes and time of a recorded step. Records nothing.
 
         Args:
             *args: An example input: with one, the model runs once, and is unchanged afterwards
@@ -283,7 +283,7 @@ class ArmedModel(RecordedRun):
     def locate(self,
         step_fn # Runs a step, from the state before it, as `torchember.locate` has it
     ) -> Located:
-        """Run a step again, and name the operation that its NaN comes from. Records nothing, and restores nothing.
+        """Run a step again, and name the operation at the origin of its NaN. Records nothing, and restores nothing.
 
         Args:
             step_fn: Runs a step, from the state before it, as `torchember.locate` has it
@@ -301,7 +301,7 @@ def run_of_rank(kind, name, resume, home, store='jsonl'):
     return new_run(kind, name, resume, home, store, world), rank if world>1 else None, world
 
 def number_of_first(t, resume, first_step):
-    "Return the number of the next step. Raise a ValueError if a resumed run has that step already."
+    "Return the number of the next step. Raise a ValueError if a resumed run has this step already."
     if not resume: return first_step or 0
     last = t.last_step()
     if first_step is not None and first_step<=last:
@@ -311,7 +311,7 @@ def number_of_first(t, resume, first_step):
 
 # %% ../nbs/57_ember.ipynb #835bba49
 def merge_ranks(t, rank, world, tree):
-    "Return the `WholeSteps` that give listeners on the first rank the rows of all ranks. None without a store of a process group."
+    "Return `WholeSteps`: they merge the rows of all ranks for listeners on the first rank. None without a store of a process group."
     part,store = store_for(t.fname.removesuffix(f'.rank{rank}'))
     if part is None:
         warn("reduce='step' needs the store of a process group, and there is none: who listens is told of the rows of this process. "
@@ -327,7 +327,7 @@ def report_of(
     recorder,
     views=(), rules=None, feeds=() # Live pictures, the `RuleWatch`, and the `Feed`s of sinks
 ) -> Report:
-    "Return what was done. Write the time that it took into the run."
+    "Return the report of a run, and write its times into the metadata."
     r,f,cost,live = recorder,recorder.t.file,recorder.cost,sum(v.seconds for v in views)
     def spent():
         s = r.seconds()+live
@@ -435,7 +435,7 @@ class torchEmber(ArmedModel):
     def show(self,
         *args, **kwargs # Of `overview`
     ): # matplotlib Axes
-        """Draw the run: all layers and steps, the loss, and the first values that were not finite.
+        """Draw the run: all layers and steps, the loss, and the first NaN or infinity.
 
         Args:
             *args, **kwargs: Of `overview`
@@ -461,7 +461,7 @@ class torchEmber(ArmedModel):
         return live(self, **kwargs)
 
     def close(self): # A `Report`
-        """End the run: disarm, write everything, and report what was done.
+        """End the run: disarm, write everything, and return a report.
 
         Returns:
             A `Report`
@@ -500,7 +500,7 @@ class torchEmber(ArmedModel):
 
 # %% ../nbs/57_ember.ipynb #d08ba4de
 class EmberCopy:
-    "Stands for the ember in a copy of a model that keeps its ember. It reads the run, and records nothing."
+    "Replacement of a model's ember in copies of the model. It reads the run, and records nothing."
     armed = False
     def __init__(self,
         model_name:str, # Class of the model

@@ -20,7 +20,7 @@ from .optimizer import optimizer_names
 
 # %% ../../nbs/40_recorder/85_arguments.ipynb #36c01293
 def check_optimizers(optimizer, scaler, ttypes, params):
-    "Return the optimizers as a list. Raise for objects that are no optimizers of this model, and for arguments that need an optimizer."
+    "Return the optimizers as a list. Raise if one does not train this model, or if an argument needs an optimizer and there is none."
     os = [] if optimizer is None else [*optimizer] if isinstance(optimizer, list|tuple) else [optimizer]
     for o in os:
         if not is_optimizer(o): raise TypeError(f"optimizer= is a torch optimizer or a list of them, got {an(o)}.")
@@ -41,7 +41,7 @@ def scaler_of(optimizers):
 
 # %% ../../nbs/40_recorder/85_arguments.ipynb #148cfe84
 def check_options(reduce, on_error, ends, first_step):
-    "Raise a ValueError for options of `torchEmber` that have few values."
+    "Raise a ValueError for unknown values of some options of `torchEmber`."
     if reduce not in (None, 'step'): raise ValueError(f"reduce is 'step' or None, got {reduce!r:.80}.")
     if on_error not in ('warn', 'raise'): raise ValueError(f"on_error is 'warn' or 'raise', got {on_error!r}.")
     if ends not in (None, 'step'): raise ValueError(f"ends is 'step', when only te.step() ends a step, or is left out; got {ends!r}.")
@@ -54,14 +54,14 @@ def nothing_to_record(known):
         ". For a run of nothing but what te.log notes, or a Monitor measures: ttypes='probe'."
 
 def not_a_model(got):
-    "Return the error message for an object that is no model."
+    "Return the error message for a wrong model."
     hint = " Give the model itself, not its parameters or its state." if isinstance(got, dict|list|tuple) or hasattr(got, '__next__') else \
         " Give an instance: torchEmber(Net())." if isinstance(got, type) else ""
     return f"torchEmber watches an nn.Module, got {an(got)}.{hint}"
 
 # %% ../../nbs/40_recorder/85_arguments.ipynb #c481217f
 def not_a_number(name, got):
-    "Return the error message for an argument of `te.log` that is no number."
+    "Return the error message for a wrong argument of `te.log`."
     shape = getattr(got, 'shape', None)
     several = math.prod(shape)!=1 if isinstance(shape, tuple) else False
     if several: return f"te.log notes numbers, but {name} is {an(got)} of shape {tuple(shape)}. Give one number of it: te.log({name}={name}.mean())."
@@ -74,7 +74,7 @@ def check_numbers(
     unnamed:tuple, # Positional arguments
     numbers:dict # Named arguments
 ):
-    """Raise for arguments that `te.log` cannot record.
+    """Raise if `te.log` cannot record the arguments.
 
     Args:
         unnamed: Positional arguments
@@ -91,7 +91,7 @@ def check_marks(
     marks:dict, # Named arguments
     several:bool # True if the run has several processes
 ):
-    """Raise for arguments that `te.mark` cannot use as columns.
+    """Raise if `te.mark` cannot use the arguments as columns.
 
     Args:
         unnamed: Positional arguments
