@@ -54,7 +54,7 @@ class RecordedRun:
     def how_record(self,
         *ttypes # Tensor types that the function is for
     ): # A decorator that returns the function unchanged
-        """Use a function tensor -> dict, or a named set, for some tensor types.
+        """Use a function tensor -> dict, or a named set of statistics, for some tensor types.
 
         Args:
             *ttypes: Tensor types that the function is for
@@ -173,7 +173,7 @@ def disarm_earlier(model):
     earlier = getattr(armed_by(model), 'recorder', None)
     if earlier is None: return
     what = 'The model' if any(st.listener is earlier.events for st in states_of(model)) else 'A part of the model'
-    warn(f"{what} is watched already, by the run {earlier.t.fname}. That ends first, by its disarm(): one torchEmber watches a model at a time.")
+    warn(f"{what} is already recorded by the run {earlier.t.fname}, which is disarmed now: one torchEmber records a model at a time.")
     earlier.owner().disarm()
 
 def watched_modules(tracks, include, exclude):
@@ -250,7 +250,7 @@ class ArmedModel(RecordedRun):
         Returns:
             The tensor
         """
-        if not isinstance(tensor, torch.Tensor): raise TypeError(f"te.probe records a tensor, got {an(tensor)}. A number is noted by te.log({name}=...).")
+        if not isinstance(tensor, torch.Tensor): raise TypeError(f"te.probe records a tensor, got {an(tensor)}. For a number use te.log({name}=...).")
         if self.armed:
             root = self.recorder.sources.states[0]
             if torch.compiler.is_compiling():
@@ -272,7 +272,7 @@ class ArmedModel(RecordedRun):
         """
         r,inner,is_unarmed = self.recorder,self.tracks[0].module,not self.armed
         if is_unarmed:
-            if armed_by(inner) is not None: raise RuntimeError("another torchEmber is armed on this model. Ask that one for its plan, or disarm it.")
+            if armed_by(inner) is not None: raise RuntimeError("another torchEmber is armed on this model. Use its plan(), or disarm it.")
             r.sources.armed(arm(self.tracks, r.events, self.watched(self.tracks)))
         try: return plan_of(inner, r, args, kwargs, self.model_name)
         finally:
@@ -305,8 +305,8 @@ def number_of_first(t, resume, first_step):
     if not resume: return first_step or 0
     last = t.last_step()
     if first_step is not None and first_step<=last:
-        raise ValueError(f"The run {t.fname!r} has steps to {last}, so it cannot go on at first_step={first_step}. "
-            f"Leave out first_step to go on at {last+1}, or leave out resume and choose another name=.")
+        raise ValueError(f"The run {t.fname!r} has steps to {last}, so it cannot continue at first_step={first_step}. "
+            f"Leave out first_step to continue at {last+1}, or leave out resume and choose another name=.")
     return last+1 if first_step is None else first_step
 
 # %% ../nbs/57_ember.ipynb #835bba49
@@ -314,7 +314,7 @@ def merge_ranks(t, rank, world, tree):
     "Return `WholeSteps`: they merge the rows of all ranks for listeners on the first rank. None without a store of a process group."
     part,store = store_for(t.fname.removesuffix(f'.rank{rank}'))
     if part is None:
-        warn("reduce='step' needs the store of a process group, and there is none: who listens is told of the rows of this process. "
+        warn("reduce='step' needs the store of a process group, and there is none: listeners get only the rows of this process. "
             "Call torch.distributed.init_process_group before torchEmber.")
         return None
     run,paths = weakref.ref(t),paths_in(tree)
@@ -518,4 +518,4 @@ class EmberCopy:
 
     def __getattr__(self, name):
         if name.startswith('__') or not hasattr(torchEmber, name): raise AttributeError(name)
-        raise AttributeError(f"{self!r} has no {name!r}: it came with a copy of the model. To record the copy, arm it: torchEmber(model).")
+        raise AttributeError(f"{self!r} has no {name!r}: it belongs to a copy of the model. To record the copy, arm it: torchEmber(model).")

@@ -456,7 +456,7 @@ def exit_row(
     is_open = failed is not None or phase!=BETWEEN
     where = f'in step {step}, {inside}' if is_open else f'after step {step}'
     return died_row(f"The training was ended {where}, by {kind}.", 'error' if is_open and isinstance(error, Exception) else 'info', step, failed or root, now(),
-        advice="The traceback says which line it was; te.locate(step) says which operation made the first value that is not finite.",
+        advice="The traceback names the line. te.locate(step) names the operation with the first NaN or infinity.",
         evidence={'phase': phases[phase], 'error': kind})
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #0462a459

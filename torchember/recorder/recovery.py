@@ -47,7 +47,7 @@ class BoxContent:
         self.about = lines[0] # the run and the process
         safe_name(self.about['run'], 'run') # the file may come from anywhere: its name must not lead out of the folder
         if w[VERSION]!=version or (self.about['sums'], self.about['width'], self.about['head'])!=(sum_names, width, head_width):
-            raise BoxError("another version of torchember has made it. Read the run with that one")
+            raise BoxError("another version of torchember has written it. Read the run with that version")
         self.taps = [SimpleNamespace(**{**t, 'key': tuple(t['key']), 'names': tuple(t['names'])}) for t in lines if 'tap' in t]
         self.modules = [line['module'] for line in lines if 'module' in line]
         self.marks = next((line['marks'] for line in reversed(lines) if 'marks' in line), {})
@@ -216,15 +216,15 @@ def cause_of_death(box):
     if m := fatal.search(box.fault): return m[1].strip()
     before,kills = box.about.get('killed'),count_memory_kills()
     if box.about.get('host')!=socket.gethostname(): before = None # counted on another machine
-    elif box.about.get('boot') and box.about['boot']!=boot_id(): return 'the machine was started anew since'
+    elif box.about.get('boot') and box.about['boot']!=boot_id(): return 'the machine was restarted since then'
     if before is not None and kills is not None and kills>before:
-        return 'killed without a word, probably by the kernel: since the run began it has killed for want of memory'
-    return 'killed without a word (SIGKILL, which kernel and scheduler send for want of memory or time, or os._exit)'
+        return 'killed without a message, probably by the kernel: it has killed processes for lack of memory since the run began'
+    return 'killed without a message (by SIGKILL from the kernel or the scheduler, for lack of memory or time; or by os._exit)'
 
 def advice_for(cause):
     if any(word in cause for word in ('Segmentation', 'Bus', 'Abort', 'Illegal')):
-        return "Run that module alone on the same input (te.probe, torch.save); an extension, a kernel or a broken install of one is what crashes so."
-    return "Look for memory that grows (dmesg, the scheduler's log): a smaller batch, fewer workers, or activations that are kept."
+        return "Run this module alone on the same input (te.probe, torch.save). Such a crash comes from an extension, a kernel, or a broken installation."
+    return "Check whether memory grows (dmesg, the scheduler's log). Try a smaller batch or fewer workers, and look for activations that are kept."
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #b4e07241
 def death_row(
@@ -246,7 +246,7 @@ def death_row(
     text = 'The training died '+(f'after step {last}' if is_over and last is not None else f'in step {at}, {where}' if phase else where)
     if phase and not is_over and seconds>=.05: text += f", at least {seconds:.1f} s after it began"
     text += f": {cause}."
-    if failed and not inside: text += f" Before that, an exception had gone up through {quote_module(failed)}."
+    if failed and not inside: text += f" Before, {quote_module(failed)} had raised an exception."
     if loss: text += f" The last {loss[0]} was {loss[1]:.4g}."
     evidence = {'phase': phases[phase], 'seconds': round(seconds, 3), 'how': cause, 'pid': int(box.about['pid']), 'host': str(box.about['host']),
         'running': [[path_of(n) for n in s] for s in running], **({'fault': fault[:4000]} if fault else {}), **dict([loss] if loss else [])}
@@ -272,8 +272,8 @@ def recover(
         with suppress(FileNotFoundError), open(f'{path}.fault', errors='replace') as f: box.fault = f.read(8000)
         end = line_of(death_row(box, step, [*done, *rest]))
     except Exception as e: # a damaged box must not keep anybody from reading the run
-        warn_once(path, f"{printable(path)}.box cannot be read ({type(e).__name__}: {printable(e, 200)}), and the run has what its log has. "
-            "Remove the file, and the one beside it that ends with .told, if nobody needs them.")
+        warn_once(path, f"{printable(path)}.box cannot be read ({type(e).__name__}: {printable(e, 200)}), so the run has only the rows of its log. "
+            "Remove this file and its .told file if you do not need them.")
         return None
     log = os.path.join(os.path.dirname(os.path.dirname(path)), 'log', box.about['run'])
     # a reader that was killed may have appended some of the lines before
@@ -310,14 +310,14 @@ def take_in(
         try: fd = os.open(f'{path}.box', os.O_RDWR)
         except FileNotFoundError: continue # another reader recovered it
         except OSError as e:
-            warn_once(path, f"A process died that was recording into {printable(folder)}, and what it had not written cannot be taken into its log: "
-                f"{printable(e, 200)}. Read it where the folder may be written to.")
+            warn_once(path, f"A process died while it recorded into {printable(folder)}. Its unwritten rows cannot be added to its log: "
+                f"{printable(e, 200)}. Read the run where this folder is writable.")
             continue
         try:
             try: fcntl.lockf(fd, fcntl.LOCK_EX|fcntl.LOCK_NB)
             except OSError: continue # its process lives, or another reader recovers it
             if os.path.exists(f'{path}.box') and (run := recover(path)): found.append(run)
-        except OSError as e: warn_once(path, f"{printable(path)}.box cannot be taken into its log: {printable(e, 200)}. It stays for the next reader.")
+        except OSError as e: warn_once(path, f"{printable(path)}.box cannot be added to its log: {printable(e, 200)}. The next reader tries again.")
         finally: os.close(fd)
     with suppress(OSError): os.rmdir(boxes) # fails while boxes are in the folder
     return found

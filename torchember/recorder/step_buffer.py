@@ -150,8 +150,8 @@ class Shards:
 
     def give_up(self, e):
         self.ranks = None
-        self.notices.once('ranks', f"How the model is spread over processes cannot be told ({type(e).__name__}: {e}). Each process goes on to record "
-            "what it has; to the reader all of it is of unknown place.")
+        self.notices.once('ranks', f"The distribution of the model over processes cannot be determined ({type(e).__name__}: {e}). Each process "
+            "records its own part, and readers do not know where it belongs.")
 
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #c0570a02
 class CustomRow(NamedTuple):
@@ -327,8 +327,8 @@ class StepRows:
         def keep(parts, earlier):
             try: return box.keep(parts, custom=custom, over=over, earlier=[s.number for s in earlier], **metadata)
             except Exception as e:
-                self.notices.once('box', f"A step is not in the black box ({type(e).__name__}: {printable(e, 200)}): if this process is killed before "
-                    "it is written, it is lost. This is said once.")
+                self.notices.once('box', f"A step is not in the black box ({type(e).__name__}: {printable(e, 200)}). If this process is killed before "
+                    "the step is written, the step is lost. This warning comes once.")
                 return 0
         try: return self.snapshots.take(self.arena, over, None if box is None else keep), custom
         except RuntimeError as e: return self.report_device(e), custom
@@ -345,7 +345,7 @@ class StepRows:
 
     def report_device(self, error):
         "Report the failure of a device: its part of the open step is lost. Return an empty snapshot."
-        self.notices.failed('model', 'what a device has of this step', error)
+        self.notices.failed('model', 'the part of this step on a device', error)
         return Snapshot([], self.arena.taps, [])
 
     def clear_taken(self):
