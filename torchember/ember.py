@@ -62,7 +62,8 @@ class RecordedRun:
         Returns:
             A decorator that returns the function unchanged
         """
-        if any(callable(n) for n in ttypes): raise TypeError("how_record needs tensor types: write @te.how_record('output'), or @te.how_record_out.")
+        if any(callable(n) for n in ttypes):
+            raise TypeError("how_record needs tensor types: write @te.how_record('output'), or @te.how_record_out.")
         check_ttypes(ttypes, recorded)
         if not ttypes: raise ValueError(f"how_record needs the tensor types that the function is for: {', '.join(recorded)}.")
         def use(f):
@@ -133,7 +134,8 @@ class RecordedRun:
         Returns:
             The tensor
         """
-        if tensor is not None and not isinstance(tensor, torch.Tensor): raise TypeError(f"watch_tensor follows a tensor, got {an(tensor)}.")
+        if tensor is not None and not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"watch_tensor follows a tensor, got {an(tensor)}.")
         self.recorder.sources.follow(name, tensor)
         return tensor
 
@@ -193,7 +195,8 @@ class ArmedModel(RecordedRun):
         include=None, exclude=None # Selection of modules
     ):
         super().__init__(t, recorder)
-        self.model,self.model_name,self.tracks,self.include,self.exclude,self.armed = model,type(tracks[0].module).__name__,tracks,include,exclude,False
+        self.model,self.model_name,self.tracks = model,type(tracks[0].module).__name__,tracks
+        self.include,self.exclude,self.armed = include,exclude,False
 
     def watched(self, tracks): return watched_modules(tracks, self.include, self.exclude)
 
@@ -250,7 +253,8 @@ class ArmedModel(RecordedRun):
         Returns:
             The tensor
         """
-        if not isinstance(tensor, torch.Tensor): raise TypeError(f"te.probe records a tensor, got {an(tensor)}. For a number use te.log({name}=...).")
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"te.probe records a tensor, got {an(tensor)}. For a number use te.log({name}=...).")
         if self.armed:
             root = self.recorder.sources.states[0]
             if torch.compiler.is_compiling():
@@ -272,7 +276,8 @@ class ArmedModel(RecordedRun):
         """
         r,inner,is_unarmed = self.recorder,self.tracks[0].module,not self.armed
         if is_unarmed:
-            if armed_by(inner) is not None: raise RuntimeError("another torchEmber is armed on this model. Use its plan(), or disarm it.")
+            if armed_by(inner) is not None:
+                raise RuntimeError("another torchEmber is armed on this model. Use its plan(), or disarm it.")
             r.sources.armed(arm(self.tracks, r.events, self.watched(self.tracks)))
         try: return plan_of(inner, r, args, kwargs, self.model_name)
         finally:
@@ -333,7 +338,8 @@ def report_of(
         s = r.seconds()+live
         return {'seconds': s, 'share': s/cost.elapsed if cost.elapsed else 0.}
     r.t.end(**spent())
-    beside = {'live': live, 'rules': 0. if rules is None else rules.seconds, 'beside': cost.loading, 'arming': cost.arming, 'compiling': cost.compiling}
+    beside = {'live': live, 'rules': 0. if rules is None else rules.seconds, 'beside': cost.loading, 'arming': cost.arming,
+        'compiling': cost.compiling}
     remarks = [*r.remarks(), *f.remarked(), *(rules.remarks() if rules else ()), *(said for feed in feeds for said in feed.remarks())]
     return Report(run=r.t.fname, steps=r.tally.steps, recorded=r.tally.recorded, rows=f.disk.rows, bytes=f.disk.written, **spent(),
         errors=r.notices.errors, skipped=r.notices.unmeasurable, remarks=remarks, **{k: v for k,v in beside.items() if v},
@@ -424,8 +430,8 @@ class torchEmber(ArmedModel):
             t.whole = whole
             t.file.listeners.add(whole)
         is_first = not rank and is_on
-        self.rules = RuleWatch(t, rules, on_finding, self.recorder.stop, recording=self.recorder.seconds, alarm=self.recorder.keep_last) \
-            if rules and is_first else None
+        r = self.recorder
+        self.rules = RuleWatch(t, rules, on_finding, r.stop, recording=r.seconds, alarm=r.keep_last) if rules and is_first else None
         self.feeds = [Feed(t, s) for s in sinks] if is_first else []
         self.arm()
         t.begin({'start': now(), 'user': user(), 'schema': SCHEMA, 'model': self.model_name},

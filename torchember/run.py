@@ -21,8 +21,9 @@ def every_in(text): return int(text) if text.isdigit() else text
 example = 'torchember run --every 10 train.py --lr 0.1'
 
 def options_parser(prog, usage):
-    p = argparse.ArgumentParser(prog, usage, allow_abbrev=False, argument_default=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter,
-        description='Record every model that the program trains. All options are arguments of torchEmber.', epilog=f'example:\n  {example}' if usage else None)
+    p = argparse.ArgumentParser(prog, usage, allow_abbrev=False, argument_default=argparse.SUPPRESS,
+        formatter_class=argparse.RawDescriptionHelpFormatter, epilog=f'example:\n  {example}' if usage else None,
+        description='Record every model that the program trains. All options are arguments of torchEmber.')
     add_options(p)
     return p
 
@@ -66,7 +67,8 @@ def options_in(
         if 'stats' in found:
             from torchember.measure.columns import stat_names # loads numpy: the program may set variables that numpy reads first
             stat_names(found['stats'])
-        if not 0<found.get('overhead', 1)<=1: raise ValueError(f"--overhead is a share of the training time, such as .02; got {found['overhead']}.")
+        if not 0<found.get('overhead', 1)<=1:
+            raise ValueError(f"--overhead is a share of the training time, such as .02; got {found['overhead']}.")
         if 'rules' in found:
             from torchember.health.diagnose import chosen_rules
             chosen_rules(found['rules'])
@@ -156,7 +158,8 @@ class Recording:
     def __init__(self, options): self.options,self.trainings,self.pid = options,None,os.getpid()
 
     def say(self, text):
-        if os.environ.get('RANK', '0')=='0': print(*(f'torchember: {printable(line)}' for line in text.splitlines()), sep='\n', file=sys.stderr)
+        if os.environ.get('RANK', '0')!='0': return
+        for line in text.splitlines(): print(f'torchember: {printable(line)}', file=sys.stderr)
 
     def begin(self):
         if sys.modules.get('torch') is not None: self.start()

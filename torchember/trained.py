@@ -33,7 +33,8 @@ def holders(modules, wanted):
         if id(m) in seen: continue
         seen.add(id(m))
         own,children = (m.__dict__.get(n, {}) for n in ('_parameters', '_modules'))
-        if not (isinstance(own, dict) and isinstance(children, dict) and tells_as_torch(m)) or any(id(p) in wanted for p in own.values()): up.append(m)
+        is_known = isinstance(own, dict) and isinstance(children, dict) and tells_as_torch(m)
+        if not is_known or any(id(p) in wanted for p in own.values()): up.append(m)
         for c in children.values() if isinstance(children, dict) else ():
             if isinstance(c, nn.Module): parents.setdefault(id(c), []).append(m); todo.append(c)
     while up:
@@ -189,7 +190,8 @@ class Training:
 # %% ../nbs/91_trained.ipynb #4007eb61
 class PendingOptimizers:
     "Optimizers without a known model, in the order of their creation."
-    def __init__(self): self.refs,self.other_modules,self.settled = [],set(),set() # ids of modules without their parameters; ids of optimizers with a model
+    def __init__(self):
+        self.refs,self.other_modules,self.settled = [],set(),set() # ids of other models' modules; of optimizers with a known model
 
     def add(self, o):
         if any(r() is o for r in self.refs): return
@@ -238,13 +240,14 @@ class ModelArmer:
             kind = type(inner).__name__
             optimizers = self.end_overlapping(inner, optimizers)
             other = armed_by(inner)
-            if other is not None: return self.refuse(f"{kind} is not recorded again: the program itself records it, as the run {other.recorder.t.fname}.")
+            if other is not None:
+                return self.refuse(f"{kind} is not recorded again: the program itself records it, as the run {other.recorder.t.fname}.")
             te = torchEmber(model, optimizers or None, **{**self.options, 'name': self.next_name()})
         except Exception as e: return self.refuse(f"{kind} could not be armed: {type(e).__name__}: {e}")
         self.trainings.append(Training(te, optimizers))
         by = f", trained by {names_of(optimizers)}" if optimizers else ''
         self.say(f"records {kind}, {len(te.tracks)} modules{by}, as the run {te.fname}.")
-        if is_late: self.say(f"{te.fname}: step 0 has only weights and their gradients, because no call of the model was seen before the optimizer stepped.")
+        if is_late: self.say(f"{te.fname}: step 0 has only weights and their gradients, because the optimizer stepped before any visible call.")
 
     def end_overlapping(self, model, optimizers):
         "End other trainings of the same model. Return `optimizers`, extended by optimizers of the ended trainings for other parameters."
@@ -302,7 +305,8 @@ class Patches:
         if calls: self.calls.install(wrap_call, self.on_call)
         else: self.calls.uninstall()
         if scales:
-            for cls in classes_with(torch.amp.GradScaler, 'scale'): self.scales.setdefault(cls, ClassPatch(cls, 'scale')).install(wrap_scale, self.on_scale)
+            for cls in classes_with(torch.amp.GradScaler, 'scale'):
+                self.scales.setdefault(cls, ClassPatch(cls, 'scale')).install(wrap_scale, self.on_scale)
         else:
             for patch in self.scales.values(): patch.uninstall()
 
@@ -327,7 +331,8 @@ class Trainings:
         optimizers=(), # Optimizers that exist already
         **options # Options of `torchEmber`, without model, optimizer, scaler, first_step and resume
     ):
-        self.armer,self.is_on,self.has_failed,self.pid,self.lock = ModelArmer(say, models, options),False,False,os.getpid(),threading.Lock()
+        self.armer,self.pid,self.lock = ModelArmer(say, models, options),os.getpid(),threading.Lock()
+        self.is_on,self.has_failed = False,False
         self.patches = Patches(self.on_created, self.on_step, self.on_call, self.on_scale)
         self.created,self.stepped = 0,set() # number of new optimizers; ids of optimizers that have stepped
         for o in optimizers: self.pending.add(o)
@@ -373,7 +378,8 @@ class Trainings:
         if not self.lock.acquire(blocking=False): return
         try:
             ids = parameters_in(module)
-            found,models = self.pending.with_parameters(ids),[m for m in self.armer.models if ids & ids_of(p for p in m.parameters() if p.requires_grad)]
+            found = self.pending.with_parameters(ids)
+            models = [m for m in self.armer.models if ids & ids_of(p for p in m.parameters() if p.requires_grad)]
             if found and (has_grad or models): self.armer.arm(found, module)
             elif models: self.armer.arm_model(models[0], [])
             elif has_grad: self.pending.other_modules.add(id(module))
@@ -434,5 +440,7 @@ class Trainings:
         if not self.trainings and not self.armer.reasons: self.armer.say(self.why_nothing())
 
     def why_nothing(self):
-        if self.stepped or self.created: return "nothing was recorded: no optimizer stepped, and no module with its parameters was called with gradients."
-        return 'nothing was recorded: the program created no torch optimizer. If it updates the weights itself, call torchEmber(model) in the program.'
+        if self.stepped or self.created:
+            return "nothing was recorded: no optimizer stepped, and no module with its parameters was called with gradients."
+        return 'nothing was recorded: the program created no torch optimizer. ' \
+            'If it updates the weights itself, call torchEmber(model) in the program.'

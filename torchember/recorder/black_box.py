@@ -39,12 +39,13 @@ head_of_slot = 64 # bytes of the words of a slot
 # words of a slot: its number, written last; number of parts; bytes of text and of metadata; the step; 1 if the step is over;
 # number of the line that describes shards
 SEQ,SLOT_PARTS,SLOT_TEXT,SLOT_META,SLOT_STEP,SLOT_OVER,SLOT_TOLD = range(7)
-phases = 'before its first step','in the forward pass','after the forward pass (loss or backward)','in the optimizer','between two steps'
+phases = ('before its first step', 'in the forward pass', 'after the forward pass (loss or backward)', 'in the optimizer',
+    'between two steps')
 FORWARD,AFTER,OPTIMIZER,BETWEEN = range(1, 5)
 sum_names = [*index] # names of the numbers of a row
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #b5cf880d
-network_filesystems = 'nfs', 'nfs4', 'cifs', 'smb3', 'smbfs', 'lustre', 'ceph', 'beegfs', 'gpfs', 'glusterfs', '9p', 'afs', 'fuse.sshfs'
+network_filesystems = 'nfs nfs4 cifs smb3 smbfs lustre ceph beegfs gpfs glusterfs 9p afs fuse.sshfs'.split()
 
 def filesystem_of(
     path, # A folder
@@ -86,14 +87,16 @@ class BoxUnavailable(OSError):
 
 class BoxFile:
     "Mapped file, with a file of lines beside it. Both grow."
-    page,least = mmap.ALLOCATIONGRANULARITY,1<<21 # bytes: pieces begin at multiples of `page`; `least` is the size of the first mapping
+    page = mmap.ALLOCATIONGRANULARITY # pieces begin at multiples of this
+    least = 1<<21 # bytes of the first mapping
 
     def __init__(self,
         folder, # Folder of the boxes of all runs
         name:str # File name without an ending
     ):
         if fcntl is None: raise BoxUnavailable("this system has no lock that ends with its process")
-        if (kind := filesystem_of(folder)) in network_filesystems: raise BoxUnavailable(f"its folder is on another machine ({kind})")
+        if (kind := filesystem_of(folder)) in network_filesystems:
+            raise BoxUnavailable(f"its folder is on another machine ({kind})")
         os.makedirs(folder, exist_ok=True)
         self.path,self.end,self.fd,self.side = os.path.join(folder, name),0,-1,-1 # end: first byte that is not allocated
         self.mapped,self.left = None,0 # last mapping, and how many of its bytes are free
@@ -194,9 +197,10 @@ class Position:
     ) -> int: # First word of the thread, 0 if all are in use
         "Give this thread a part of the table of threads."
         with self.lock:
-            alive,places = {t.ident for t in threading.enumerate()}-{threading.get_ident()},range(THREAD, THREAD+most_threads*thread_width, thread_width)
-            free = (at for i,at in enumerate(places) if i>=self.words[THREADS] or self.words[at] not in alive) # unused, or of a thread that ended
-            at = next(free, 0)
+            alive = {t.ident for t in threading.enumerate()}-{threading.get_ident()}
+            places = range(THREAD, THREAD+most_threads*thread_width, thread_width)
+            def is_free(i, at): return i>=self.words[THREADS] or self.words[at] not in alive # unused, or of a thread that ended
+            at = next((at for i,at in enumerate(places) if is_free(i, at)), 0)
             if at:
                 self.words[at+1],self.words[at] = 0,threading.get_ident()
                 self.words[THREADS] = max(self.words[THREADS], (at-THREAD)//thread_width+1)
@@ -328,8 +332,8 @@ class BlackBox:
         try:
             self.header = header = BoxHeader(file)
             self.position,self.slots = Position(header),StepSlots(header, n_held)
-            about = dict(pid=self.pid, host=socket.gethostname(), boot=boot_id(), killed=count_memory_kills())
-            file.append_line(line_of(dict(run=run, root=root, **about, dtypes=dtype_names, sums=sum_names, width=width, head=head_width)))
+            about = dict(run=run, root=root, pid=self.pid, host=socket.gethostname(), boot=boot_id(), killed=count_memory_kills())
+            file.append_line(line_of(dict(**about, dtypes=dtype_names, sums=sum_names, width=width, head=head_width)))
             header.words[VERSION],header.words[PID],header.words[MAGIC] = version,self.pid,magic
             self.fault = write_faults(f'{file.path}.fault')
             file.publish()
@@ -347,7 +351,8 @@ class BlackBox:
         if header.file is None or k>=most_blocks: return None
         try: at,memory = header.file.allocate(8*n*(length+head_width))
         except OSError: return None
-        rows,heads = (np.frombuffer(memory, kind, n*m, o).reshape(n, m) for kind,m,o in ((np.float64, length, 0), (np.int64, head_width, 8*n*length)))
+        rows = np.frombuffer(memory, np.float64, n*length).reshape(n, length)
+        heads = np.frombuffer(memory, np.int64, n*head_width, 8*n*length).reshape(n, head_width)
         for i,v in enumerate((at, at+8*n*length, n, length)): header.words[BLOCK+4*k+i] = v
         header.words[BLOCKS] = k+1 # last: a reader never finds half an entry
         return rows, heads
@@ -432,14 +437,10 @@ def quote_module(name):
     "Return the path of a module for a sentence, from its display name."
     return f'`{path}`' if (path := path_of(name)) else 'the model'
 
-def died_row(text, severity, step, module, ts, look=None, **finding): # finding: `advice` and `evidence`
-    """Return the row of the finding `died`.
-
-    Returns:
-        finding: `advice` and `evidence`
-    """
-    return {'severity': severity, 'rule': 'died', 'text': text, 'advice': finding['advice'], 'look': look or f"read(run, steps={step})",
-        'evidence': finding['evidence'], 'first_step': step, 'last_step': step, 'module': module, 'ts': ts,
+def died_row(text, severity, step, module, ts, advice, evidence, look=None):
+    "Return the row of the finding `died`."
+    return {'severity': severity, 'rule': 'died', 'text': text, 'advice': advice, 'look': look or f"read(run, steps={step})",
+        'evidence': evidence, 'first_step': step, 'last_step': step, 'module': module, 'ts': ts,
         'ttype': 'finding', 'tname': 'died', 'step': step, 'call': 0}
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #5b2cc3a8
@@ -455,7 +456,8 @@ def exit_row(
     inside = f"in {quote_module(failed)}{' (forward)' if phase in (FORWARD, AFTER) else ''}" if failed else phases[phase]
     is_open = failed is not None or phase!=BETWEEN
     where = f'in step {step}, {inside}' if is_open else f'after step {step}'
-    return died_row(f"The training was ended {where}, by {kind}.", 'error' if is_open and isinstance(error, Exception) else 'info', step, failed or root, now(),
+    severity = 'error' if is_open and isinstance(error, Exception) else 'info'
+    return died_row(f"The training was ended {where}, by {kind}.", severity, step, failed or root, now(),
         advice="The traceback names the line. te.locate(step) names the operation with the first NaN or infinity.",
         evidence={'phase': phases[phase], 'error': kind})
 
@@ -477,7 +479,8 @@ class RunBox:
         buffer, # `StepBuffer`
         blackbox=None # True or a number if the user asked for a box: then say why there is none
     ):
-        self.t,self.root,self.writer,self.buffer,self.is_asked_for,self.n_held = t,root,writer,buffer,blackbox is not None,held_steps(blackbox)
+        self.t,self.root,self.writer,self.buffer = t,root,writer,buffer
+        self.is_asked_for,self.n_held = blackbox is not None,held_steps(blackbox)
         self.box,self.is_tried,self.why = None,False,None # why: reason why there is no box
 
     def begins(self,
@@ -497,7 +500,8 @@ class RunBox:
             self.box = BlackBox(self.t.dir/'box', self.t.fname, self.root, all_written(self.writer, self.t.file), self.n_held or 1)
         except OSError as e:
             self.why = str(e)
-            if self.is_asked_for: self.buffer.notices.once('box', f"There is no black box of this run: {e}. A process that is killed may lose its last steps.")
+            if self.is_asked_for:
+                self.buffer.notices.once('box', f"There is no black box of this run: {e}. A process that is killed may lose its last steps.")
             return
         self.buffer.into(self.box)
 
@@ -527,5 +531,5 @@ def all_written(writer, log):
     ref = weakref.ref(writer)
     def is_written():
         w = ref()
-        return w is not None and not w.waiting and not len(log.batches) and not log.disk.waiting # in the order in which rows move on
+        return w is not None and not (w.waiting or len(log.batches) or log.disk.waiting) # in the order in which rows move on
     return is_written

@@ -19,9 +19,10 @@ from ..ground.record import computed, line_of, load_row
 from ..measure.head import DTYPE, EVENT, MICRO, head_width
 from ..measure.summary import width
 from ..measure.tap import Snapshot, dtype_names
-from .black_box import (ALIVE, BEGAN, BETWEEN, BLOCK, BLOCKS, FAILED, FORWARD, LATE, MAGIC, NOTED, NOTES, PHASE, SEQ, SLOT, SLOTS,
-    SLOT_META, SLOT_OVER, SLOT_PARTS, SLOT_STEP, SLOT_TEXT, SLOT_TOLD, STEP, THREAD, THREADS, VERSION, boot_id, count_memory_kills, died_row, fcntl,
-    head_of_slot, magic, most_text, own_boxes, phases, quote_module, sum_names, thread_width, version)
+from torchember.recorder.black_box import (ALIVE, BEGAN, BETWEEN, BLOCK, BLOCKS, FAILED, FORWARD, LATE, MAGIC, NOTED, NOTES, PHASE,
+    SEQ, SLOT, SLOTS, SLOT_META, SLOT_OVER, SLOT_PARTS, SLOT_STEP, SLOT_TEXT, SLOT_TOLD, STEP, THREAD, THREADS, VERSION, boot_id,
+    count_memory_kills, died_row, fcntl, head_of_slot, magic, most_text, own_boxes, phases, quote_module, sum_names, thread_width,
+    version)
 from .rows import Lines, Measured
 from ..store.base import safe_name
 from ..store.jsonl import append
@@ -43,7 +44,8 @@ class BoxContent:
         with open(f'{path}.box', 'rb') as f: self.data = f.read()
         with open(f'{path}.told', 'rb') as f: lines = [json.loads(line) for line in f.read().split(b'\n')[:-1]]
         self.w = w = np.frombuffer(self.data, np.int64, len(self.data)//8)
-        if len(self.data)<NOTES+2*most_text or w[MAGIC]!=magic or not lines: raise BoxError("it is incomplete because its disk was full, or it is no box")
+        if len(self.data)<NOTES+2*most_text or w[MAGIC]!=magic or not lines:
+            raise BoxError("it is incomplete because its disk was full, or it is no box")
         self.about = lines[0] # the run and the process
         safe_name(self.about['run'], 'run') # the file may come from anywhere: its name must not lead out of the folder
         if w[VERSION]!=version or (self.about['sums'], self.about['width'], self.about['head'])!=(sum_names, width, head_width):
@@ -53,7 +55,7 @@ class BoxContent:
         self.marks = next((line['marks'] for line in reversed(lines) if 'marks' in line), {})
         self.shards = {0: {}, **{line['parts']: {tuple(k): v for k,v in line['rows']} for line in lines if 'parts' in line}}
         codes = {name: i for i,name in enumerate(dtype_names)}
-        self.dtypes = np.array([codes.get(name, -1) for name in self.about['dtypes']]) # the torch of this process may number dtypes in another order
+        self.dtypes = np.array([codes.get(name, -1) for name in self.about['dtypes']]) # this process may number dtypes otherwise
         self.slots = sorted(filter(None, map(self.slot, range(w[SLOTS]))), key=lambda s: s.number)
 
     def array(self, at, n, k, kind): return np.frombuffer(self.data, kind, n*k, at).reshape(n, k)
@@ -85,7 +87,8 @@ class BoxContent:
     @property
     def last_event(self):
         "Number of the last event in a slot. Earlier events of the open step are in a slot, or were discarded."
-        return max([0, *(int(h[:, EVENT].max()) for s in self.slots for h,_ in s.parts if len(h)), *(c[0] for s in self.slots for c in s.custom)])
+        summaries = (int(h[:, EVENT].max()) for s in self.slots for h,_ in s.parts if len(h))
+        return max([0, *summaries, *(c[0] for s in self.slots for c in s.custom)])
 
     @property
     def opened(self):
@@ -124,7 +127,7 @@ def measured_steps(box):
     for s in box.slots:
         if any(n not in kept for n in s.earlier): continue
         snapshot = kept[s.number] = Snapshot(s.parts, box.taps, [kept[n] for n in s.earlier])
-        out.append(Measured(snapshot, s.custom, s.step, s.ts, s.marks, {k: v for k,v in s.many}, s.of_parts, getattr(s, 'norms', None)))
+        out.append(Measured(snapshot, s.custom, s.step, s.ts, s.marks, dict(s.many), s.of_parts, getattr(s, 'norms', None)))
     return out
 
 def open_step(
@@ -134,13 +137,14 @@ def open_step(
     parts,custom = box.opened
     if not parts and not custom: return None, None
     last,step = box.slots[-1] if box.slots else None,int(box.w[STEP])
-    if last is not None and last.over and last.step==step: step += 1 # rows between a step and the next pass, such as weights, are of the next step
+    if last is not None and last.over and last.step==step: step += 1 # rows before the next pass, such as weights
     earlier = [] # pieces of this step that were handed over
     for s in box.slots:
         if s.step==step and not s.over: earlier.append(Snapshot(s.parts, box.taps, list(earlier)))
     micro = max(int(h[:, MICRO].max()) for h,_ in parts) if parts else 0
     marks = {**box.marks, 'unfinished': True}
-    return step, Measured(Snapshot(parts, box.taps, earlier), custom, step, local_time(box.w[BEGAN]), marks, {None: micro>0}, box.shards[max(box.shards)])
+    snapshot,ts = Snapshot(parts, box.taps, earlier),local_time(box.w[BEGAN])
+    return step, Measured(snapshot, custom, step, ts, marks, {None: micro>0}, box.shards[max(box.shards)])
 
 def local_time(ns): return datetime.fromtimestamp(int(ns)/1e9).strftime('%Y-%m-%d %H:%M:%S') # in the format of `store.base.now`
 
@@ -223,8 +227,10 @@ def cause_of_death(box):
 
 def advice_for(cause):
     if any(word in cause for word in ('Segmentation', 'Bus', 'Abort', 'Illegal')):
-        return "Run this module alone on the same input (te.probe, torch.save). Such a crash comes from an extension, a kernel, or a broken installation."
-    return "Check whether memory grows (dmesg, the scheduler's log). Try a smaller batch or fewer workers, and look for activations that are kept."
+        return "Run this module alone on the same input (te.probe, torch.save). " \
+            "Such a crash comes from an extension, a kernel, or a broken installation."
+    return "Check whether memory grows (dmesg, the scheduler's log). " \
+        "Try a smaller batch or fewer workers, and look for activations that are kept."
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #b4e07241
 def death_row(
@@ -248,10 +254,12 @@ def death_row(
     text += f": {cause}."
     if failed and not inside: text += f" Before, {quote_module(failed)} had raised an exception."
     if loss: text += f" The last {loss[0]} was {loss[1]:.4g}."
-    evidence = {'phase': phases[phase], 'seconds': round(seconds, 3), 'how': cause, 'pid': int(box.about['pid']), 'host': str(box.about['host']),
-        'running': [[path_of(n) for n in s] for s in running], **({'fault': fault[:4000]} if fault else {}), **dict([loss] if loss else [])}
-    return died_row(text, 'error', at, inside or failed or box.about['root'], local_time(alive), None if step is not None else 'overview(run)',
-        advice=advice_for(cause), evidence=evidence)
+    evidence = {'phase': phases[phase], 'seconds': round(seconds, 3), 'how': cause, 'pid': int(box.about['pid']),
+        'host': str(box.about['host']), 'running': [[path_of(n) for n in s] for s in running]}
+    if fault: evidence['fault'] = fault[:4000]
+    if loss: evidence[loss[0]] = loss[1]
+    return died_row(text, 'error', at, inside or failed or box.about['root'], local_time(alive), advice_for(cause), evidence,
+        None if step is not None else 'overview(run)')
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #a9b8d266
 def recover(
@@ -317,7 +325,8 @@ def take_in(
             try: fcntl.lockf(fd, fcntl.LOCK_EX|fcntl.LOCK_NB)
             except OSError: continue # its process lives, or another reader recovers it
             if os.path.exists(f'{path}.box') and (run := recover(path)): found.append(run)
-        except OSError as e: warn_once(path, f"{printable(path)}.box cannot be added to its log: {printable(e, 200)}. The next reader tries again.")
+        except OSError as e:
+            warn_once(path, f"{printable(path)}.box cannot be added to its log: {printable(e, 200)}. The next reader tries again.")
         finally: os.close(fd)
     with suppress(OSError): os.rmdir(boxes) # fails while boxes are in the folder
     return found

@@ -72,7 +72,8 @@ class TrainingPass:
         if self.before is None: return False
         brought = [i for i,(b,a) in enumerate(zip(self.before, self.after or now, strict=True)) if a!=b]
         if not brought: return self.after is None # the backward raised before any gradient came
-        return all(now[i] is None or self.after is None or now[i]!=self.after[i] for i in brought) and all(is_removed(parameters[i]) for i in brought)
+        def changed(i): return now[i] is None or self.after is None or now[i]!=self.after[i]
+        return all(changed(i) and is_removed(parameters[i]) for i in brought)
 
 # %% ../../nbs/40_recorder/45_refused.ipynb #4f0a100a
 class RefusedPasses:
@@ -89,7 +90,8 @@ class RefusedPasses:
         self.passes = [] # `TrainingPass`es of the open step
         self.task,self.running,self.state = -1,[],[] # the running backward, its passes, and the gradients before it
         self.last = [] # gradients after the last backward
-        self.taken,self.made = 0,[] # number of refused passes of the open step; gradients of the last backward after a pass was refused
+        self.taken = 0 # number of refused passes of the open step
+        self.made = [] # gradients of the last backward after a pass was refused
 
     def arming(self,
         model # About to be armed
@@ -140,7 +142,8 @@ class RefusedPasses:
         "Note the end of a backward without an error."
         if task!=self.task: return
         self.last = gradient_state(self.parameters)
-        if self.taken: self.made = [g for p in self.parameters if (g := grad_of(p)) is not None] # kept alive: Python uses the id of a freed tensor again
+        # the gradients are kept alive: Python uses the id of a freed tensor again
+        if self.taken: self.made = [g for p in self.parameters if (g := grad_of(p)) is not None]
         for p in self.running: p.after = self.last
         self.task,self.running = -1,[]
 

@@ -41,7 +41,8 @@ def one_row(
     module,ttype,tname,pname,phase,backward = key
     if ttype=='scalar':
         stats = {k: wait_for_number(v) for k,v in stats.items()}
-        if nans := sum(isinstance(v, float) and v!=v for v in stats.values()): stats = {**stats, 'nan': nans} # in a table, a missing number is NaN, too
+        nans = sum(isinstance(v, float) and v!=v for v in stats.values())
+        if nans: stats = {**stats, 'nan': nans} # in a table, a missing number is NaN, too
     extra = {} if pname is None else {'pname': pname}
     if micro is not None and many_passes.get(phase): extra['micro'] = micro
     if phase: extra['phase'] = phase
@@ -60,7 +61,8 @@ def wait_for_number(v):
 def describe_trouble(row):
     "Return a sentence about NaN and infinities in a row. None if there are none, or if they are expected."
     if not is_alarming(row): return None
-    if row['ttype']=='scalar': return next(f"step {row['step']}, {k} is {v}" for k,v in row.items() if isinstance(v, float) and not math.isfinite(v))
+    if row['ttype']=='scalar':
+        return next(f"step {row['step']}, {k} is {v}" for k,v in row.items() if isinstance(v, float) and not math.isfinite(v))
     path = re.sub(r'\([^()]*\)', '', row['module']).partition('.')[2]
     kind = row['module'].rpartition('(')[2].rstrip(')')
     what = row['tname'] if row['tname'].startswith(f"{row['ttype']}_") else f"{row['ttype']} {row['tname']}"

@@ -192,8 +192,10 @@ class RowWriter:
         """
         if not wait: self.release()
         self.last,held,rows = None,held and self.held.wants(steps.shown),buffer.rows
-        if not rows.size and not (over and (rows.snapshots.taken or rows.custom.taken or self.log.file_is_open)): return # do not wake the writer
-        columns,many_passes = self.columns(),{phase: n>1 for phase,n in dict(steps.passes).items()} # a copy: a signal handler may step
+        closes = over and (rows.snapshots.taken or rows.custom.taken or self.log.file_is_open)
+        if not rows.size and not closes: return # do not wake the writer
+        columns = self.columns()
+        many_passes = {phase: n>1 for phase,n in dict(steps.passes).items()} # of a copy: a signal handler may step
         if columns!=self.marks: rows.clear_taken() # rows with other marks are new rows
         self.marks = columns
         joins = steps.shown!=steps.number # an evaluation belongs to the step before
@@ -201,7 +203,8 @@ class RowWriter:
         marks = {**({'skipped': True} if self.skipped else {}), **again, **columns}
         ts = self.ts or now()
         norms = self.lines.scalars.ask(self.extra.root_name, buffer.gradients) if over and not joins else {}
-        metadata = None if rows.box is None else dict(step=steps.shown, ts=ts, held=held, marks=marks, many=[*many_passes.items()], **norms)
+        metadata = None if rows.box is None else \
+            dict(step=steps.shown, ts=ts, held=held, marks=marks, many=[*many_passes.items()], **norms)
         measured = Measured(*buffer.take(over, metadata), steps.shown, ts, marks, many_passes, dict(buffer.shards.columns), **norms)
         self.ts,self.last = None,measured
         self.custom = self.custom+measured.custom

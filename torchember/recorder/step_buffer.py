@@ -29,11 +29,11 @@ def custom_row(f, x, call=lambda f, x: f(x)):
     version = None if x.is_inference() else x._version
     if x.is_meta: raise OnMeta()
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False): got = call(f, x.detach())
+    name = getattr(f, '__name__', f)
     if version is not None and x._version!=version:
-        raise RuntimeError(f"{getattr(f, '__name__', f)} changed the tensor in place, and so the model's own values. Work on a copy: tensor.clone().")
+        raise RuntimeError(f"{name} changed the tensor in place, and so the model's own values. Work on a copy: tensor.clone().")
     if not isinstance(got, dict):
-        raise TypeError(f"a statistic returns a dict such as {{'mean': 0.5}}, but {getattr(f, '__name__', f)} returned {an(got)}. "
-            "Return {name: value}.")
+        raise TypeError(f"a statistic returns a dict such as {{'mean': 0.5}}, but {name} returned {an(got)}. Return {{name: value}}.")
     taken = reserved & got.keys()
     if taken: raise ValueError(f"the statistic's name {min(taken)!r} is a column of every row. Choose another name.")
     nonfinite = {}
@@ -50,7 +50,8 @@ def torch_generators(device):
     out = {'cpu': (torch.default_generator.get_state, torch.default_generator.set_state)}
     if device.type=='cpu': return out
     backend = None if device.type=='meta' else torch.get_device_module(device.type)
-    if hasattr(backend, 'get_rng_state'): out[str(device)] = (lambda: backend.get_rng_state(device), lambda s: backend.set_rng_state(s, device))
+    if hasattr(backend, 'get_rng_state'):
+        out[str(device)] = (lambda: backend.get_rng_state(device), lambda s: backend.set_rng_state(s, device))
     return out
 
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #ca5cd52a
@@ -68,7 +69,8 @@ class Generators:
         "Return `f(x)`. The training's generators continue as if it had not been called."
         f_id = id(f)
         self.calls[f_id] += 1
-        used = torch_generators(x.device) | {k: g for k,g in slow_generators.items() if self.calls[f_id]<=self.tries or (f_id, k) in self.drawn}
+        slow = {k: g for k,g in slow_generators.items() if self.calls[f_id]<=self.tries or (f_id, k) in self.drawn}
+        used = torch_generators(x.device) | slow
         with self.lock:
             training = {k: get() for k,(get,_) in used.items()}
             for k in used.keys() & self.states.keys(): used[k][1](self.states[k])
@@ -233,7 +235,9 @@ def join_rows(
     "Return the custom rows of passes as rows of one step. If a step has a row once, the row of the last pass counts."
     numbers,rows,n = 0,[],len(earlier)
     for i,some in enumerate([*(e.custom for e in earlier), own]):
-        if i: rows += [r._replace(call=r.call+numbers*r.is_number, micro=None if r.key[3] or r.micro is None else i) for r in some if i==n or not r.key[3]]
+        for r in some if i else ():
+            if i<n and r.key[3]: continue # the last pass has this parameter, too
+            rows.append(r._replace(call=r.call+numbers*r.is_number, micro=None if r.key[3] or r.micro is None else i))
         numbers += earlier[i].noted if i<n else 0
     return rows
 
@@ -361,7 +365,8 @@ def new_tap(arena, state, place, how, once):
     "Return the tap of a place. It is created unless another thread was faster."
     ttype,tname,phase,backward,pname = place
     with arena.lock:
-        if place not in state.taps: state.taps[place] = arena.tap((state.track.name, ttype, tname, pname, phase, backward), how, once, ttype=='probe')
+        if place not in state.taps:
+            state.taps[place] = arena.tap((state.track.name, ttype, tname, pname, phase, backward), how, once, ttype=='probe')
         return state.taps[place]
 
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #2a1e4b42
@@ -388,7 +393,8 @@ class StepBuffer:
         self.micro = 0 # number of the micro-batch: custom rows cannot be merged, so each has this number
         self.on_device = False # True if an earlier step measured a tensor that was not on the CPU
         self.gradients = None # `Parameters.gradient_counts` at the end of the step
-        self.functions,self.shards,self.rows = Functions(self.notices, self.calls, lock),Shards(ranks, self.notices),StepRows(self.notices, lock)
+        self.functions = Functions(self.notices, self.calls, lock)
+        self.shards,self.rows = Shards(ranks, self.notices),StepRows(self.notices, lock)
 
     def measure(self,
         state, # `capture.forward.State` of the module
@@ -419,13 +425,15 @@ class StepBuffer:
         try:
             if type(x) not in ordinary or self.shards.columns or self.shards.ranks is not None:
                 x = self.shards.local(state, (state.track.name, ttype, tname, pname, phase, backward), call, x)
-                if type(x) is GraphTensor: return self.count_graph_row(state, (ttype, tname, phase, backward, pname), x, call, once, replace)
+                if type(x) is GraphTensor:
+                    return self.count_graph_row(state, (ttype, tname, phase, backward, pname), x, call, once, replace)
             how = self.stats[ttype]
             if replace and self.rows.custom: self.rows.custom.drop(state.track.name, ttype, tname)
             if callable(how):
                 stats = self.functions.ask(how, state.track, tname, x if scale is None else x/scale)
                 if stats is None: return
-                return self.add((state.track.name, ttype, tname, pname, phase, backward), call, self.micro, str(x.dtype).removeprefix('torch.'), stats)
+                key,dtype = (state.track.name, ttype, tname, pname, phase, backward),str(x.dtype).removeprefix('torch.')
+                return self.add(key, call, self.micro, dtype, stats)
             place = ttype,tname,phase,backward,pname # a plain tuple: one is made for each tensor
             tap = state.taps.get(place) or new_tap(self.rows.arena, state, place, how, once)
             if replace: self.rows.arena.forget(tap)
@@ -445,11 +453,13 @@ class StepBuffer:
             replace: True if they replace earlier measurements of this step
         """
         shards,custom = self.shards,self.rows.custom
-        waits = False if scale is not None or shards.columns or shards.ranks is not None or replace and custom else None # a function, once it is needed
+        is_alone = scale is not None or shards.columns or shards.ranks is not None or replace and custom
+        waits = False if is_alone else None # a function, once it is needed
         for state,ttype,tname,pname,x in some:
             tap = state.taps.get((ttype, tname, None, 0, pname)) if waits is not False and type(x) in ordinary and not x.is_cpu else None
             if tap is not None and waits is None: waits = self.rows.arena.waiter(replace) or False
-            if tap is None or not waits or not waits(x, tap): self.measure(state, ttype, tname, x, pname, scale=scale, once=True, replace=replace)
+            if tap is None or not waits or not waits(x, tap):
+                self.measure(state, ttype, tname, x, pname, scale=scale, once=True, replace=replace)
 
     def count_graph_row(self, state, place, x, call, once, replace):
         "Count a row for a tensor of a CUDA graph. The graph writes the row itself at each replay; functions of the user cannot be called then."
