@@ -26,19 +26,20 @@ from .capture.private_torch import say_missing
 from .capture.ranks import Ranks
 from .ground.messages import an, printable, says_arguments, warn
 from .ground.record import SCHEMA, check_ttypes
-from .processes.ranks import paths_in
+from .processes.module_names import paths_in
 from .processes.whole_steps import WholeSteps
 from .recorder.process import hand_over, open_recorders, rank_and_size, shared_name, store_for, weak_source
 from .recorder.recorder import Recorder, Settings, recorded
 from .recorder.recovery import take_in
 from .recorder.row import look_out
-from .health.diagnose import chosen_rules
+from .health.diagnose import choose_rules
 from .health.locate import Located, locate
 from .health.diff import assert_same_run
 from .health.watch import RuleWatch, check_on_finding
 from .sinks.feed import Feed, sinks_of
 from .store.base import folder, now, user
-from .store.jsonl import emberTracker, new_run, say_soon
+from .store.jsonl import emberTracker, new_run
+from .store.log import note_soon
 from .store.parameters import noted_in
 from .store.table import tree_table
 
@@ -142,7 +143,7 @@ class RecordedRun:
     def step(self):
         "End the training step: call this after `backward`, before `zero_grad`. From the first call on, only `step` ends a step."
         r = self.recorder
-        if not r.steps.turns.awaited: r.boundary()
+        if not r.steps.optimizers.awaited: r.boundary()
         elif r.steps.opened: r.notices.once('two', "te.step() does nothing here: the optimizer that torchEmber was given ends each step. "
             "Leave out one of the two.")
 
@@ -325,7 +326,7 @@ def merge_ranks(t, rank, world, tree):
     run,paths = weakref.ref(t),paths_in(tree)
     def about(): return None if (t := run()) is None else {'about': t.about.get('ranks'), 'paths': paths}
     def note(what):
-        if (t := run()) is not None: say_soon(t.file, what)
+        if (t := run()) is not None: note_soon(t.file, what)
     return WholeSteps(part, rank, world, about, note, store)
 
 def report_of(
@@ -411,7 +412,7 @@ class torchEmber(ArmedModel):
         when,stats = schedule(every),stats if callable(stats) else stat_names(stats)
         if overhead is not None: check_share(overhead)
         held_steps(blackbox)
-        rules,on_finding,sinks = chosen_rules(rules or ()),check_on_finding(on_finding),sinks_of(sinks)
+        rules,on_finding,sinks = choose_rules(rules or ()),check_on_finding(on_finding),sinks_of(sinks)
         ts = tracks(inner)
         watched_modules(ts, include, exclude) # raises before the run is created
         t,rank,world = run_of_rank(type(inner).__name__, name, resume, home, store)

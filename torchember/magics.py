@@ -26,12 +26,7 @@ def named_in(
     code:ast.AST, # Code of a cell
     names:dict # Names of the notebook -> values
 ) -> dict:
-    """Return the notebook's names in a cell, and in functions of the notebook used there.
-
-    Args:
-        code: Code of a cell
-        names: Names of the notebook -> values
-    """
+    "Return the notebook's names in a cell, and in functions of the notebook used there."
     found,todo = {},names_used(code)
     while todo:
         n = todo.pop(0)
@@ -80,13 +75,7 @@ def ember_cell(
     line:str, # Options after `%%ember`, as `torchember run` has them
     cell:str # Text of the cell
 ):
-    """Run a cell with its models armed, and show their runs.
-
-    Args:
-        shell: IPython's shell
-        line: Options after `%%ember`, as `torchember run` has them
-        cell: Text of the cell
-    """
+    "Run a cell with its models armed, and show their runs."
     __tracebackhide__ = '__ipython_bottom__'
     import torch
     from torchember.trained import Trainings
@@ -107,11 +96,7 @@ def ember_cell(
 
 # %% ../nbs/93_magics.ipynb #42bbdc6d
 def load_ipython_extension(shell): # shell: IPython's
-    """Register `%%ember`. IPython calls this for `%load_ext torchember`.
-
-    Args:
-        shell: IPython's
-    """
+    "Register `%%ember`. IPython calls this for `%load_ext torchember`."
     needs('IPython', for_='%%ember', package='ipython')
     def ember(line, cell):
         __tracebackhide__ = '__ipython_bottom__'

@@ -46,16 +46,7 @@ def options_in(
     prog:str='torchember run', # The command, for messages
     usage:str|None=None # How to call the command
 ) -> dict: # Arguments of `torchEmber`
-    """Return the options of a command line as arguments. Raise SystemExit for wrong options, as argparse does.
-
-    Args:
-        words: `['--every', '10', ...]`
-        prog: The command, for messages
-        usage: How to call the command
-
-    Returns:
-        Arguments of `torchEmber`
-    """
+    "Return the options of a command line as arguments. Raise SystemExit for wrong options, as argparse does."
     from torchember.ground.choose import schedule
     from torchember.ground.record import check_ttypes
     parser = options_parser(prog, usage)
@@ -70,8 +61,8 @@ def options_in(
         if not 0<found.get('overhead', 1)<=1:
             raise ValueError(f"--overhead is a share of the training time, such as .02; got {found['overhead']}.")
         if 'rules' in found:
-            from torchember.health.diagnose import chosen_rules
-            chosen_rules(found['rules'])
+            from torchember.health.diagnose import choose_rules
+            choose_rules(found['rules'])
     except (ValueError, TypeError) as e: parser.error(printable(e))
     return found
 
@@ -81,14 +72,7 @@ usage = 'torchember run [options] [--] PROGRAM [arguments of the program], or to
 def split_arguments(
     argv:list # Arguments after `torchember run`
 ) -> tuple: # Options; True if a Python module is named; the program and its arguments
-    """Return the options of torchember and the arguments of the program.
-
-    Args:
-        argv: Arguments after `torchember run`
-
-    Returns:
-        Options; True if a Python module is named; the program and its arguments
-    """
+    "Return the options of torchember and the arguments of the program."
     i = 0
     while i<len(argv) and argv[i].startswith('-') and argv[i] not in ('--', '-m', '-h', '--help'): i += 1 if '=' in argv[i] else 2
     words,rest = argv[:i],argv[i:]
@@ -202,14 +186,7 @@ def run_source(program, recording, is_module):
 def run_command(
     argv:list # Arguments after `torchember run`
 ) -> int: # Exit code: 0 if the program came to its end, 2 if there is no such program. Exceptions of the program pass through, also SystemExit
-    """Run a program, and record the models it trains.
-
-    Args:
-        argv: Arguments after `torchember run`
-
-    Returns:
-        Exit code: 0 if the program came to its end, 2 if there is no such program. Exceptions of the program pass through, also SystemExit
-    """
+    "Run a program, and record the models it trains."
     words,is_module,program = split_arguments(argv)
     options = options_in(words, usage=usage)
     if not program: options_parser('torchember run', usage).error('name a program')

@@ -58,16 +58,7 @@ def models_of(
     called:nn.Module|None=None, # Outermost module that the program called, if known
     modules:list|None=None # Candidates; all modules of the process by default
 ) -> list: # Modules; the one with most of the parameters first
-    """Return the models with some parameters.
-
-    Args:
-        parameters: Parameters of an optimizer
-        called: Outermost module that the program called, if known
-        modules: Candidates; all modules of the process by default
-
-    Returns:
-        Modules; the one with most of the parameters first
-    """
+    "Return the models with some parameters."
     left,found = ids_of(parameters),[]
     candidates = live_objects(nn.Module) if modules is None else modules
     held = [(m, ids) for m in holders(candidates+[m for m in [called] if m is not None], left) if (ids := parameters_in(m)) & left]
@@ -317,14 +308,7 @@ class Patches:
 
 # %% ../nbs/91_trained.ipynb #8e6ba163
 class Trainings:
-    """Recorder of all models trained in this process, from `start` until `stop`.
-
-    Args:
-        say: Called with each message
-        models: Models to arm when they are called, also without an optimizer
-        optimizers: Optimizers that exist already
-        **options: Options of `torchEmber`, without model, optimizer, scaler, first_step and resume
-    """
+    "Recorder of all models trained in this process, from `start` until `stop`."
     def __init__(self,
         say=print, # Called with each message
         models=(), # Models to arm when they are called, also without an optimizer
@@ -344,11 +328,7 @@ class Trainings:
     # ---- events
 
     def start(self): # Itself
-        """Install the patches.
-
-        Returns:
-            Itself
-        """
+        "Install the patches."
         self.is_on = True
         self.patches.install()
         self.update_patches()
@@ -425,11 +405,7 @@ class Trainings:
     def stop(self,
         error=None # The exception that ended the program
     ):
-        """Uninstall the patches and close the runs. If nothing was recorded, say why.
-
-        Args:
-            error: The exception that ended the program
-        """
+        "Uninstall the patches and close the runs. If nothing was recorded, say why."
         if not self.is_on: return
         is_here,self.is_on = os.getpid()==self.pid,False
         self.patches.uninstall()

@@ -223,7 +223,7 @@ def test_calls_inside_of_calls():
     c,a,b = Calls(),State('a'),State('b')
     for pass_ in (1, 2):
         c.begin(a, False)
-        log = c.fresh_log(pass_)
+        log = c.start_log(pass_)
         assert c.innermost() is None
         a.came = {'old': 1} if a.pass_!=pass_ else a.came
         c.enter(a, n := a.number(pass_))
@@ -235,8 +235,8 @@ def test_calls_inside_of_calls():
         c.enter(a, a.number(pass_))
         assert c.here.call==1 and c.exit()==1
         assert c.exit()==0 and c.here.call==0 and c.innermost() is None
-        assert log==['enter a', 'enter b', 'exit b', 'enter b', 'exit b', 'enter a', 'exit a', 'exit a'] and c.fresh_log(pass_) is log
-        assert c.fresh_log(pass_, again=True)==[]
+        assert log==['enter a', 'enter b', 'exit b', 'enter b', 'exit b', 'enter a', 'exit a', 'exit a'] and c.start_log(pass_) is log
+        assert c.start_log(pass_, again=True)==[]
 
 
 def test_each_buffer_once_at_the_first_module_that_has_it_and_is_watched():
@@ -256,7 +256,7 @@ def test_each_buffer_once_at_the_first_module_that_has_it_and_is_watched():
 
 def test_a_mark_that_changes_with_every_step():
     "In four steps one after another; not every second step, not one that stays for a step, not one that is a whole number"
-    def said(*seen): m = ChangingMarks(); return [m.changing({'loss': v, 'epoch': int(s)}, s) for s,v in seen]
+    def said(*seen): m = ChangingMarks(); return [m.find({'loss': v, 'epoch': int(s)}, s) for s,v in seen]
     assert said(*((s, s/2) for s in range(5)))==[None, None, None, ('loss', 1.5), ('loss', 2.)]
     assert not any(said(*((2*s, s/2) for s in range(9))))
     assert not any(said(*((s, v) for s,v in enumerate([.1, .2, .3, .3, .4, .5, .5]))))
@@ -291,19 +291,19 @@ def test_the_first_value_that_is_not_finite_is_found_once():
 
 def test_evaluation_is_what_the_root_or_a_part_that_was_trained_does_in_eval_mode():
     p = Phases()
-    assert p.of('part', False, True) is None # frozen from the start, in a root that trains
-    assert p.of('part', True, True) is None and p.of('part', False, True)=='eval' and p.of('other', False, True) is None
-    assert p.of('other', True, False)=='eval' and p.of('', False, False)=='eval'
+    assert p.find('part', False, True) is None # frozen from the start, in a root that trains
+    assert p.find('part', True, True) is None and p.find('part', False, True)=='eval' and p.find('other', False, True) is None
+    assert p.find('other', True, False)=='eval' and p.find('', False, False)=='eval'
 
 
 def test_a_step_waits_for_all_of_its_optimizers_anew():
     s = Steps(0, True, {1, 2})
     for _ in range(2):
         s.begin('')
-        assert not s.turns.took(1) and s.turns.quiet=={2} and not s.turns.took(1) and s.turns.often[1]==2
-        assert s.turns.took(2) and s.turns.quiet==set()
+        assert not s.optimizers.note_step(1) and s.optimizers.missing=={2} and not s.optimizers.note_step(1) and s.optimizers.counts[1]==2
+        assert s.optimizers.note_step(2) and s.optimizers.missing==set()
         s.close()
-        assert not s.turns.often and s.turns.quiet=={1, 2}
+        assert not s.optimizers.counts and s.optimizers.missing=={1, 2}
 
 
 def test_a_decision_is_made_once_for_a_step():
@@ -322,19 +322,19 @@ def test_time_is_counted_from_the_first_pass_to_the_last_end(monkeypatch):
     from torchember.recorder import cost
     now = [0.]
     monkeypatch.setattr(cost, 'clock', lambda: now[0])
-    monkeypatch.setattr(cost, 'idle', lambda told: 1. if told else .25)
+    monkeypatch.setattr(cost, 'call_overhead', lambda told: 1. if told else .25)
     c = Cost()
     assert c.elapsed==0
     for at,modules,told in ((5., 2, True), (7., 4, False), (11., 3, True)):
         now[0] = at
-        c.begins()
+        c.begin_pass()
         now[0] += 1
-        c.passed(modules, told)
-    assert c.elapsed==7 and c.calls=={False: 4, True: 5} and c.ours()==5*1+4*.25
+        c.end_pass(modules, told)
+    assert c.elapsed==7 and c.calls=={False: 4, True: 5} and c.total()==5*1+4*.25
     c.spent = 3.
-    assert c.ours()==9
+    assert c.total()==9
     c.local.entered = 10.
-    assert c.ours()==11 # what runs now began at 10
+    assert c.total()==11 # what runs now began at 10
 
 
 def test_steps_without_gradients_are_counted_when_they_trained():
@@ -561,7 +561,7 @@ def test_the_closing_report_tells_how_long_a_step_waited():
                     for _ in range(n): m(torch.ones(1, 1)).sum().backward(); o.step(); o.zero_grad()
             report = te.close()
         return report['steps'], [r for r in report['remarks'] if 'waited' in r]
-    assert remarks((1, 1), (1, 1), (20, 0))==(3, ['Step 2 waited for Adam: 20 steps of another optimizer are in it.'])
+    assert remarks((1, 1), (1, 1), (20, 0))==(3, ['Step 2 waited for Adam: it contains 20 steps of another optimizer.'])
     assert remarks((1, 1), (19, 0))==(2, []) and remarks((25, 1), (1, 1))==(2, [])
 
 

@@ -22,7 +22,7 @@ from torchember.recorder.step_buffer import Generators, StepBuffer
 from torchember.recorder.parameters import Known, Parameters, ZeroGradHint, below, with_other_children
 from torchember.recorder.process import hand_over, open_recorders
 from torchember.recorder.row import one_row
-from torchember.recorder.steps import Decision, Steps, Turns, stalled
+from torchember.recorder.steps import Decision, SteppedOptimizers, StepState, Steps, stall_reason
 
 BOTH = ('weight', 'weight_grad')
 
@@ -37,8 +37,9 @@ def busy(manual=True):
     s = Steps(5, manual, {1, 2})
     for i in range(3): s.begin('', None, i)
     s.begin('head', 'eval', 9)
-    s.training_passes,s.failed,s.graded,s.measured = 3,True,True,True
-    s.turns.took(1)
+    s.note_content(training=True, eval_grads=True, measured=True)
+    s.state.failed = True
+    s.optimizers.note_step(1)
     return s
 
 
@@ -48,8 +49,9 @@ def test_a_step_that_is_over_leaves_nothing_but_what_was_known_before(manual):
     passes = s.pass_
     for _ in range(2):
         s.close()
-        want = copied(fresh) | dict(closed=s.number-1, pass_=passes+1, trained=True, evaluated=5, number=s.number, turns={**vars(fresh.turns), 'waits': {1: 0}})
-        got = vars(s) | {'turns': vars(s.turns)}
+        want = copied(fresh) | dict(closed=s.number-1, pass_=passes+1, trained=True, evaluated=5, number=s.number, state=vars(StepState()),
+            optimizers={**vars(fresh.optimizers), 'waits': {1: 0}})
+        got = vars(s) | {'optimizers': vars(s.optimizers), 'state': vars(s.state)}
         assert {**got, 'phases': 0}=={**want, 'phases': 0}
         s.begin('', None, 1)
         passes = s.pass_
@@ -65,12 +67,12 @@ def test_an_evaluation_that_is_over_leaves_the_step_open_that_it_came_before():
     s.close()
     before = copied(s)
     s.begin('head', 'eval', 7)
-    s.failed = s.graded = True
-    assert s.evaluation and (s.shown, s.number)==(5, 6)
+    s.state.failed = s.state.eval_grads = True
+    assert s.is_evaluation and (s.shown, s.number)==(5, 6)
     s.end_evaluation()
-    assert vars(s)==before | dict(pass_=before['pass_']+2, evaluated=5, weights=7)
+    assert vars(s) | {'state': vars(s.state)}==before | dict(pass_=before['pass_']+2, evaluated=5, state=vars(StepState()))
     s.begin('', None, 8)
-    assert not s.evaluation and s.shown==6 and s.weights==8 and s.changes==0
+    assert not s.is_evaluation and s.shown==6 and s.state.weights==8 and s.state.changes==0
 
 
 def test_what_makes_of_an_evaluation_a_step():
@@ -79,21 +81,21 @@ def test_what_makes_of_an_evaluation_a_step():
         s = Steps(1, True)
         s.trained = trained
         s.begin('', 'eval')
-        s.phases.trained_so = more.pop('trained_so', False)
-        for k,v in more.items(): setattr(s, k, v)
+        s.phases.trains_in_eval = more.pop('trains_in_eval', False)
+        for k,v in more.items(): setattr(s.state if k in vars(s.state) else s, k, v)
         return s
-    def took(optimizer):
-        turns = Turns()
-        turns.took(optimizer)
-        return turns
-    assert of().evaluation and not of(False).evaluation and not of(manual=False).evaluation
-    assert not of(measured=True).evaluation and not of(turns=took(1)).evaluation
-    assert of(False, trained_so=True).evaluation and not of(False, trained_so=True, graded=True).evaluation
+    def stepped(optimizer):
+        optimizers = SteppedOptimizers()
+        optimizers.note_step(optimizer)
+        return optimizers
+    assert of().is_evaluation and not of(False).is_evaluation and not of(manual=False).is_evaluation
+    assert not of(measured=True).is_evaluation and not of(optimizers=stepped(1)).is_evaluation
+    assert of(False, trains_in_eval=True).is_evaluation and not of(False, trains_in_eval=True, eval_grads=True).is_evaluation
     s = of()
     s.begin('', None)
-    assert not s.evaluation and not Steps(1, True).evaluation
+    assert not s.is_evaluation and not Steps(1, True).is_evaluation
     told = [(phase, grad) for phase in (None, 'eval') for grad in (False, True) if of().ends_evaluation(phase, grad)]
-    assert told==[(None, False), (None, True)] and of(False, trained_so=True).ends_evaluation('eval', True) and not of(False).ends_evaluation(None, True)
+    assert told==[(None, False), (None, True)] and of(False, trains_in_eval=True).ends_evaluation('eval', True) and not of(False).ends_evaluation(None, True)
 
 
 def test_what_begins_a_pass_and_what_ends_a_step():
@@ -102,20 +104,20 @@ def test_what_begins_a_pass_and_what_ends_a_step():
     s.begin('net.enc', None, 1)
     s.begin('head', None, 1)
     calls = [(p, phase, j) for p in ('', 'net.enc', 'net', 'net.en', 'head', 'ne') for phase in (None, 'eval') for j in (False, True)]
-    starts = [c for c in calls if s.new_pass(*c)]
+    starts = [c for c in calls if s.state.begins_pass(*c)]
     assert starts==[('', None, False), ('', 'eval', False), ('', 'eval', True), ('net.enc', None, False), ('net.enc', 'eval', False), ('net.enc', 'eval', True),
         ('net', None, False), ('net', 'eval', False), ('net', 'eval', True), *((p, 'eval', j) for p in ('net.en', 'head', 'ne') for j in (False, True))]
-    ends = [(p, w) for p in ('head', 'other') for w in (1, 2) if s.ends(p, None, w)]
-    assert ends==[('head', 2)] and s.ends('', None, 1) and not s.ends('', None, 1, True)
+    ends = [(p, w) for p in ('head', 'other') for w in (1, 2) if s.is_over_before(p, None, w)]
+    assert ends==[('head', 2)] and s.is_over_before('', None, 1) and not s.is_over_before('', None, 1, True)
     s.manual = True
-    assert not s.ends('', None, 1) and not s.ends('head', None, 2)
-    assert (s.leader, s.phase, s.seen, s.passes)==('net.enc', None, {'net.enc', 'head'}, {None: 1})
+    assert not s.is_over_before('', None, 1) and not s.is_over_before('head', None, 2)
+    assert (s.state.leader, s.phase, s.state.seen, s.passes)==('net.enc', None, {'net.enc', 'head'}, {None: 1})
     assert s.begin('net.enc', None, 1) and not s.begin('head', None, 1) and s.begin('head', 'eval', 1)
-    assert (s.leader, s.phase, s.pass_, s.passes, s.micro)==('head', 'eval', 3, {None: 2, 'eval': 1}, 0)
+    assert (s.state.leader, s.phase, s.pass_, s.passes, s.micro)==('head', 'eval', 3, {None: 2, 'eval': 1}, 0)
     s.begin('', 'eval', 7) # averaged weights, put in for an evaluation
-    assert (s.weights, s.changes)==(1, 0)
+    assert (s.state.weights, s.state.changes)==(1, 0)
     s.begin('', None, 1); s.begin('', None, 2)
-    assert (s.weights, s.changes)==(2, 1)
+    assert (s.state.weights, s.state.changes)==(2, 1)
 
 
 @pytest.mark.parametrize('manual', [False, True])
@@ -123,8 +125,8 @@ def test_a_pass_that_is_taken_back(manual):
     s = Steps(0, manual)
     s.begin('', 'eval')
     for i in range(2): s.begin('', None, i)
-    s.failed = True
-    assert s.take_back()==2 and s.passes=={'eval': 1, None: 1} and (s.leader, s.phase, s.failed, s.opened)==(None, None, False, manual)
+    s.state.failed = True
+    assert s.remove_failed()==2 and s.passes=={'eval': 1, None: 1} and (s.state.leader, s.phase, s.state.failed, s.opened)==(None, None, False, manual)
     assert s.begin('head', None) and s.passes[None]==2 and s.micro==1
 
 
@@ -154,16 +156,16 @@ def test_passes_that_were_taken_for_steps_are_counted_in_the_open_one():
         s = Steps(number)
         s.closed = closed
         s.begin('', None, 1)
-        s.join(n)
+        s.absorb_previous(n)
         assert (s.number, s.closed, s.micro, s.passes)==(*want, n, {None: n+1})
 
 
 def test_why_a_step_seems_never_to_be_over():
     def of(awaited=(1,), stepped=(), changes=0, passes=0, turns=()):
         s = Steps(0, True, awaited)
-        s.changes,s.training_passes = changes,passes
-        s.turns.stepped |= set(stepped); s.turns.often.update(dict(turns))
-        return stalled(s, 10, 5)
+        s.state.changes,s.state.training_passes = changes,passes
+        s.optimizers.stepped |= set(stepped); s.optimizers.counts.update(dict(turns))
+        return stall_reason(s, 10, 5)
     assert of() is None and of(changes=1) is None and of(passes=9) is None
     assert of(passes=10)=='10 passes went by' and of(changes=2)=='the weights change all the same'
     assert of((1, 2), changes=2) is None # those that the other has trained
@@ -179,8 +181,8 @@ def test_a_step_waits_longer_for_an_optimizer_that_always_steps_rarely():
     def turns(first, second):
         "The first optimizer steps so often, then the second. Return the number of steps after which the open step seems to have no end"
         for o in [1]*first+[2]*second:
-            if s.turns.took(o): s.close()
-            if stalled(s): return s.turns.most
+            if s.optimizers.note_step(o): s.close()
+            if stall_reason(s): return s.optimizers.max_count
     assert turns(19, 1) is None and turns(19, 1) is None # a limit of 20 for an optimizer that never stepped
     assert turns(56, 1) is None and turns(200, 0)==168 # three times the longest wait
     s = Steps(0, True, (1, 2))
@@ -211,7 +213,7 @@ def test_each_thread_has_a_log_and_a_stack_of_its_own():
     c.most_events = 3
     logs = []
     for pass_ in (1, 1, 1, 2):
-        log = c.fresh_log(pass_)
+        log = c.start_log(pass_)
         c.enter(track, 0)
         logs.append((any(log is l for l in logs[:-1]), len(log)))
         c.exit()

@@ -65,14 +65,7 @@ gone = {name: (tool, what) for tool,names in nowhere.items() for name,what in na
 def sentence(
     name:str # An attribute that torchember does not have
 ) -> str|None: # None for one that nobody ever had
-    """What is said of a name that is gone
-
-    Args:
-        name: An attribute that torchember does not have
-
-    Returns:
-        None for one that nobody ever had
-    """
+    "What is said of a name that is gone"
     if name not in gone: return None
     tool,what = gone[name]
     return f"torchember has no {name!r}, which was {tool}'s: {what}."

@@ -53,12 +53,7 @@ def left_out(exclude, module):
 
 # %% ../../nbs/80_compat/30_tandv.ipynb #a723ea83
 class TorchTracker(Tracker):
-    """What `track` gives: ends steps, and in the end writes a LogFrame. As a list it has what was kept of the latest step's tensors
-
-    Args:
-        te: `torchEmber`, armed
-        **kwargs: The others of `Tracker`
-    """
+    "What `track` gives: ends steps, and in the end writes a LogFrame. As a list it has what was kept of the latest step's tensors"
     def __init__(self,
         te, # `torchEmber`, armed
         **kwargs # The others of `Tracker`
@@ -89,11 +84,7 @@ class TorchTracker(Tracker):
         if kind is None: self.say(trained)
 
     def say(self, trained): # trained: whether there are weights to be trained in what was watched
-        """What the user should know
-
-        Args:
-            trained: whether there are weights to be trained in what was watched
-        """
+        "What the user should know"
         r = self.te.recorder
         if r.tally.steps and not self.calls:
             r.notices.once('stalled', "tracker.step() was never called, so everything is in one step. Call it after optimizer.step().", 'warning')

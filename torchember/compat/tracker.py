@@ -43,11 +43,7 @@ libraries = {} # class of tensors -> its `Library`; the rooms that know torch an
 def library_of(
     tensor # Of a class that is known, or what the first library makes one of
 ) -> Library:
-    """Whose functions a tensor is given to
-
-    Args:
-        tensor: Of a class that is known, or what the first library makes one of
-    """
+    "Whose functions a tensor is given to"
     if not libraries: raise RuntimeError("no library is known yet: import the stash functions from torchember, or those for JAX from torchember.jaxember.")
     return next((lib for c,lib in libraries.items() if isinstance(tensor, c)), next(iter(libraries.values())))
 
@@ -125,23 +121,12 @@ def save_array(
     x, # Any array
     path # Of the file, without its suffix
 ):
-    """Write an array as `.npy`. A type that numpy does not know, such as bfloat16, is written as float32, which holds all its values
-
-    Args:
-        x: Any array
-        path: Of the file, without its suffix
-    """
+    "Write an array as `.npy`. A type that numpy does not know, such as bfloat16, is written as float32, which holds all its values"
     x = np.asarray(x)
     np.save(f'{path}.npy', x.astype(np.float32) if x.dtype.kind=='V' else x)
 
 class Stash:
-    """A function of the user's, as the recorder asks it
-
-    Args:
-        f: Function: tensor -> dict
-        folder: Function that gives the folder for full tensors
-        save: Function of a tensor and the path of its file, without a suffix
-    """
+    "A function of the user's, as the recorder asks it"
     def __init__(self,
         f, # Function: tensor -> dict
         folder, # Function that gives the folder for full tensors
@@ -200,16 +185,7 @@ def check_arguments(
     name, # Of the run, or None
     home # Folder of runs, or None
 ):
-    """Raises ValueError, TypeError, or FileExistsError for the name of a run that is there
-
-    Args:
-        offload_type: '.pkl' or '.parquet'
-        offload_inc: Whole number from 1 on
-        init_step: Whole number from 0 on, or None
-        stash_value: Function, or None
-        name: Of the run, or None
-        home: Folder of runs, or None
-    """
+    "Raises ValueError, TypeError, or FileExistsError for the name of a run that is there"
     if offload_type not in ('.pkl', '.parquet'): raise ValueError(f"offload_type is '.pkl' or '.parquet', got {offload_type!r}.")
     for what,n,least in (('offload_inc', offload_inc, 1), ('init_step', init_step or 0, 0)):
         if isinstance(n, bool) or not isinstance(n, int) or n<least: raise ValueError(f"{what} is a whole number from {least} on, got {n!r}.")
@@ -222,15 +198,7 @@ def pattern_of(
     pattern, # Text, compiled pattern, a list of these, or None
     what:str # The argument's name
 ): # Compiled pattern, None, or what it was given and is another choice of modules
-    """A pattern to search names of modules for. Raises ValueError for one that is none
-
-    Args:
-        pattern: Text, compiled pattern, a list of these, or None
-        what: The argument's name
-
-    Returns:
-        Compiled pattern, None, or what it was given and is another choice of modules
-    """
+    "A pattern to search names of modules for. Raises ValueError for one that is none"
     if pattern is None or isinstance(pattern, Selection|type) or callable(pattern): return pattern
     if isinstance(pattern, list|tuple|set):
         parts = [pattern_of(p, what) for p in pattern]
@@ -263,16 +231,7 @@ def stash_of(row):
 
 # %% ../../nbs/80_compat/20_tracker.ipynb #61676271
 class Tracker:
-    """The face of a run: `ended` says that a step is over, `finish` writes a LogFrame. As a list it has what was kept of the latest step's tensors
-
-    Args:
-        t: The run, an `emberTracker`
-        prefix: What the model's names begin with in the LogFrame
-        offload_inc: Steps after which `offload_fn` is called
-        offload_fn: Function of name, step and LogFrame
-        offload_type: '.pkl' or '.parquet'
-        wandb: A `Wandb`, when its run is to be told
-    """
+    "The face of a run: `ended` says that a step is over, `finish` writes a LogFrame. As a list it has what was kept of the latest step's tensors"
     current_step = 0 # number of the step that is open
     what = 'a model' # is watched
     def __init__(self,
@@ -295,12 +254,7 @@ class Tracker:
         n:int, # Number of the step
         seen:bool=True # Whether anything was recorded of it
     ):
-        """A step is over: W&B is told, and the user's function if it is its turn
-
-        Args:
-            n: Number of the step
-            seen: Whether anything was recorded of it
-        """
+        "A step is over: W&B is told, and the user's function if it is its turn"
         self.calls += 1
         if seen and self.wandb is not None: self.tell_wandb(n)
         if self.offload_fn and n%self.offload_inc==0: self.offload(n)
@@ -343,11 +297,7 @@ class Tracker:
         if lf is not None and lf[META, 'step'].iloc[0]==step: self.wandb.put(step, summary_of(lf))
 
     def finish(self, failed:bool): # failed: whether an exception ends the run
-        """What is left goes to the user's function, to disk and to W&B. The run is closed
-
-        Args:
-            failed: whether an exception ends the run
-        """
+        "What is left goes to the user's function, to disk and to W&B. The run is closed"
         try:
             if self.offload_fn: self.offload(self.current_step)
             self.write()

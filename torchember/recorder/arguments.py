@@ -77,12 +77,7 @@ def check_numbers(
     unnamed:tuple, # Positional arguments
     numbers:dict # Named arguments
 ):
-    """Raise if `te.log` cannot record the arguments.
-
-    Args:
-        unnamed: Positional arguments
-        numbers: Named arguments
-    """
+    "Raise if `te.log` cannot record the arguments."
     if unnamed:
         raise TypeError(f"te.log takes numbers by name, got {an(unnamed[0])} without a name. Write te.log(loss=loss), or te.log(**numbers) for a dict.")
     for k,v in numbers.items():
@@ -97,13 +92,7 @@ def check_marks(
     marks:dict, # Named arguments
     several:bool # True if the run has several processes
 ):
-    """Raise if `te.mark` cannot use the arguments as columns.
-
-    Args:
-        unnamed: Positional arguments
-        marks: Named arguments
-        several: True if the run has several processes
-    """
+    "Raise if `te.mark` cannot use the arguments as columns."
     if unnamed:
         raise TypeError(f"te.mark takes marks by name, got {an(unnamed[0])} without a name. Write te.mark(epoch=3), or te.mark(**marks) for a dict.")
     for k in marks:

@@ -311,15 +311,7 @@ class StepSlots:
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #897feaad
 class BlackBox:
-    """Black box of recent steps. Raises OSError where no box is possible.
-
-    Args:
-        folder: Folder of the boxes
-        run: Name of the run
-        root: Display name of the root
-        is_written: Returns True if the file of the log has all rows
-        n_held: Number of steps to keep that the log does not get
-    """
+    "Black box of recent steps. Raises OSError where no box is possible."
     def __init__(self,
         folder, # Folder of the boxes
         run:str, # Name of the run
@@ -342,11 +334,7 @@ class BlackBox:
             raise
 
     def block(self, n, length): # Rows and heads, None if the disk is full: then the arena uses ordinary memory
-        """Return arrays for `n` rows of the open step.
-
-        Returns:
-            Rows and heads, None if the disk is full: then the arena uses ordinary memory
-        """
+        "Return arrays for `n` rows of the open step."
         header,k = self.header,self.header.words[BLOCKS]
         if header.file is None or k>=most_blocks: return None
         try: at,memory = header.file.allocate(8*n*(length+head_width))
@@ -368,11 +356,7 @@ class BlackBox:
             self.header.explain(marks=self.marks)
 
     def keep(self, *args, **kwargs): # As `StepSlots.keep`
-        """Copy a step on its way to the log.
-
-        Returns:
-            As `StepSlots.keep`
-        """
+        "Copy a step on its way to the log."
         self.free_if_written()
         return self.slots.keep(*args, **kwargs)
 
@@ -406,11 +390,7 @@ class BlackBox:
         file.remove()
 
 def write_faults(path): # The open file; None if faulthandler is already in use
-    """Let Python write its stack to a file when it crashes.
-
-    Returns:
-        The open file; None if faulthandler is already in use
-    """
+    "Let Python write its stack to a file when it crashes."
     if faulthandler.is_enabled(): return None
     f = open(path, 'w')
     faulthandler.enable(f, all_threads=True)
@@ -422,11 +402,7 @@ most_held = 100
 def held_steps(
     blackbox # None, True, False, or a number of steps
 ) -> int:
-    """Return how many unrecorded steps the black box keeps. Raise TypeError or ValueError for wrong arguments.
-
-    Args:
-        blackbox: None, True, False, or a number of steps
-    """
+    "Return how many unrecorded steps the black box keeps. Raise TypeError or ValueError for wrong arguments."
     if blackbox is None or isinstance(blackbox, bool): return 0
     if not isinstance(blackbox, int): raise TypeError(f"blackbox is a number of steps, True, False or None, got {an(blackbox)}.")
     if not 0<=blackbox<=most_held: raise ValueError(f"blackbox keeps the last steps, {most_held} at most, got {blackbox}.")
@@ -463,15 +439,7 @@ def exit_row(
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #0462a459
 class RunBox:
-    """Black box of one run: opened at the first recorded pass, removed when the file of the log has everything.
-
-    Args:
-        t: The run
-        root: Display name of the root
-        writer: `RowWriter`
-        buffer: `StepBuffer`
-        blackbox: True or a number if the user asked for a box: then say why there is none
-    """
+    "Black box of one run: opened at the first recorded pass, removed when the file of the log has everything."
     def __init__(self,
         t, # The run
         root:str, # Display name of the root
@@ -496,7 +464,7 @@ class RunBox:
         "Create the box, or note why there is none."
         self.is_tried = True
         try:
-            self.t.file.be_there()
+            self.t.file.create_file()
             self.box = BlackBox(self.t.dir/'box', self.t.fname, self.root, all_written(self.writer, self.t.file), self.n_held or 1)
         except OSError as e:
             self.why = str(e)

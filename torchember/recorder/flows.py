@@ -7,12 +7,7 @@ __all__ = ['Flows']
 
 # %% ../../nbs/40_recorder/38_flows.ipynb #f10e0004
 class Flows:
-    """Measures inputs and outputs of calls.
-
-    Args:
-        buffer: `StepBuffer`
-        ttypes: Tensor types that are recorded
-    """
+    "Measures inputs and outputs of calls."
     ttypes = 'input','output'
     def __init__(self,
         buffer, # `StepBuffer`
@@ -26,15 +21,7 @@ class Flows:
         call:int, # Number of the call in its pass
         phase=None # As `StepBuffer.measure` has it
     ):
-        """Measure the tensors of one call.
-
-        Args:
-            state: `capture.forward.State` of the module
-            ttype: 'input', and later, with the same call, 'output'
-            named: Pairs of names and tensors
-            call: Number of the call in its pass
-            phase: As `StepBuffer.measure` has it
-        """
+        "Measure the tensors of one call."
         if ttype in self.ttypes:
             for n,x in named: self.buffer.measure(state, ttype, n, x, None, call, phase)
 

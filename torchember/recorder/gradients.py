@@ -10,13 +10,7 @@ from ..capture.backward import hook_gradients
 
 # %% ../../nbs/40_recorder/40_gradients.ipynb #9984be31
 class Gradients:
-    """Hooks on the tensors of calls. They report gradients.
-
-    Args:
-        ttypes: Tensor types that are recorded: 'input_grad', 'output_grad' or neither
-        steps: `Steps`, which know the number of the pass
-        tell: `Listener.gradient`
-    """
+    "Hooks on the tensors of calls. They report gradients."
     of = dict(input='input_grad', output='output_grad')
     def __init__(self,
         ttypes, # Tensor types that are recorded: 'input_grad', 'output_grad' or neither

@@ -77,13 +77,7 @@ def below(state, states):
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #86d117a6
 class Parameters:
-    """Measures the weights and weight gradients of a model's modules.
-
-    Args:
-        buffer: `StepBuffer`
-        ttypes: Tensor types that are recorded
-        tell: Called with the facts about parameters when they change
-    """
+    "Measures the weights and weight gradients of a model's modules."
     def __init__(self,
         buffer, # `StepBuffer`
         ttypes, # Tensor types that are recorded
@@ -105,11 +99,7 @@ class Parameters:
         return True
 
     def of_module(self, state, ttypes): # ttypes: 'weight', 'weight_grad'
-        """Measure the module's own parameters, unless this step has measured them.
-
-        Args:
-            ttypes: 'weight', 'weight_grad'
-        """
+        "Measure the module's own parameters, unless this step has measured them."
         if not state.watched or not state.track.parameters: return
         new = [(state, i, n, p) for i,n,p in own_parameters(state.track) if self.is_new(state, n, p)]
         if new: self.measure(new, ttypes)
@@ -130,12 +120,7 @@ class Parameters:
         outermost:bool, # True if no other module is running
         ttypes
     ):
-        """Measure the parameters of a module after its forward. If the module is the outermost one, measure all modules inside it, too.
-
-        Args:
-            state: State of the module that was called
-            outermost: True if no other module is running
-        """
+        "Measure the parameters of a module after its forward. If the module is the outermost one, measure all modules inside it, too."
         self.of_module(state, ttypes)
         if outermost and state.track.children:
             for other in self.states if state.root else below(state, self.states): self.of_module(other, ttypes)
@@ -144,12 +129,7 @@ class Parameters:
         wanted:set|None=None, # ids of parameters; all by default
         states=None # States in another order
     ):
-        """Yield state, position, name and parameter. Each parameter comes once, at its first module.
-
-        Args:
-            wanted: ids of parameters; all by default
-            states: States in another order
-        """ # plain tuples: made in each step
+        "Yield state, position, name and parameter. Each parameter comes once, at its first module." # plain tuples: made in each step
         seen = set()
         for st in self.states if states is None else states:
             for i,n,p in own_parameters(st.track) if st.watched else ():
@@ -158,11 +138,7 @@ class Parameters:
                 yield st, i, n, p
 
     def at_boundary(self, wanted=None, scale=None): # wanted: ids of parameters; scale: factor of the gradients
-        """Measure the complete gradients at the end of a step; they replace those of the pass. Before, measure missing weights.
-
-        Args:
-            wanted: ids of parameters; scale: factor of the gradients
-        """
+        "Measure the complete gradients at the end of a step; they replace those of the pass. Before, measure missing weights."
         which = list(self.each(wanted))
         if 'weight' in self.ttypes: self.missed(which)
         if 'weight_grad' in self.ttypes: self.again(('weight_grad',), which, scale)
@@ -173,11 +149,7 @@ class Parameters:
             if id(p) not in self.seen and (st.track.id, n) not in self.seen: self.of_module(st, ('weight',))
 
     def again(self, ttypes, which=None, scale=None): # as `measure` has them
-        """Measure parameters as they are now, in place of earlier measurements of this step.
-
-        Returns:
-            as `measure` has them
-        """
+        "Measure parameters as they are now, in place of earlier measurements of this step."
         self.buffer.rows.forget_seen() # values may have been written through `.data`
         which = list(self.each()) if which is None else which
         if 'weight' in ttypes: self.seen |= {x for st,_,n,p in which for x in (id(p), (st.track.id, n))}
@@ -197,14 +169,7 @@ class Parameters:
     def gradient_counts(self,
         manual:bool # True if an optimizer or `te.step()` ends the steps: then all gradients were looked at
     ) -> tuple|None: # Number of weight gradients, number of gradients before clipping
-        """Return how many gradients the open step has. None if the rows do not cover every trained parameter of the model.
-
-        Args:
-            manual: True if an optimizer or `te.step()` ends the steps: then all gradients were looked at
-
-        Returns:
-            Number of weight gradients, number of gradients before clipping
-        """
+        "Return how many gradients the open step has. None if the rows do not cover every trained parameter of the model."
         n,unclipped = (len(self.gathered[t]) for t in ('weight_grad', 'unclipped_grad'))
         if not n or any(p.requires_grad for p in self.unrecorded): return None
         def missed(st, name, p): return p.requires_grad and id(p) not in self.seen and (st.track.id, name) not in self.seen
@@ -220,13 +185,7 @@ def measure_unclipped(
     wanted:set, # ids of the parameters that are about to be clipped
     scale=None # Factor of the gradients
 ):
-    """Measure gradients before they are clipped. If a step clips several times, the last time counts.
-
-    Args:
-        parameters: `Parameters`
-        wanted: ids of the parameters that are about to be clipped
-        scale: Factor of the gradients
-    """
+    "Measure gradients before they are clipped. If a step clips several times, the last time counts."
     parameters.buffer.rows.forget_seen()
     for st,i,n,p in parameters.each(wanted):
         if (grad := parameters.arrivals.gradient(st, n, p)) is not None:
@@ -315,12 +274,7 @@ def with_other_children(states):
 def children_in(parts): return [i for i in parts or () if isinstance(i, int)]
 
 class Containers:
-    """Unrecorded modules. They may get children to record.
-
-    Args:
-        tracks: `moduleTrack`s of all modules
-        states: Of the armed modules
-    """
+    "Unrecorded modules. They may get children to record."
     def __init__(self,
         tracks=(), # `moduleTrack`s of all modules
         states=() # Of the armed modules
@@ -350,12 +304,7 @@ class Writes:
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #43301eef
 class Known:
-    """Facts about every parameter of a model, such as: an optimizer has it, a gradient came. A fact stays true once it was true.
-
-    Args:
-        ttypes: Tensor types that are recorded
-        tell: Called with `meta()` when it changes
-    """
+    "Facts about every parameter of a model, such as: an optimizer has it, a gradient came. A fact stays true once it was true."
     most = most_entries
 
     def __init__(self,
@@ -376,11 +325,7 @@ class Known:
         self.called |= {p['path'] for p in entries if p.get('called')}
 
     def due(self, recorded:int): # recorded: number of recorded steps
-        """Return True if the facts are to be collected: after 1, 2, 4, 8, ... steps.
-
-        Args:
-            recorded: number of recorded steps
-        """
+        "Return True if the facts are to be collected: after 1, 2, 4, 8, ... steps."
         return recorded>0 and not recorded & recorded-1
 
     def note(self,
@@ -389,14 +334,7 @@ class Known:
         trains:bool, # True if a pass could be used for training. In compiled code only gradients show it
         search:bool=False # True to search this process for other optimizers, if a parameter is in none of the known ones
     ):
-        """Collect the facts about all parameters.
-
-        Args:
-            states: Of the armed modules, root first
-            optimizers: Known optimizers; None without one
-            trains: True if a pass could be used for training. In compiled code only gradients show it
-            search: True to search this process for other optimizers, if a parameter is in none of the known ones
-        """
+        "Collect the facts about all parameters."
         if not states: return
         self.trained = self.trained or trains or bool(self.got)
         of = {st.track.id: st for st in states}
@@ -435,14 +373,7 @@ class Known:
 def every_parameter(
     root # `moduleTrack` of the model
 ) -> list: # (parameter, `moduleTrack` of the first module that has it, its names in order: (path, name) -> None)
-    """Return all parameters of a model, each once, in the model's order.
-
-    Args:
-        root: `moduleTrack` of the model
-
-    Returns:
-        (parameter, `moduleTrack` of the first module that has it, its names in order: (path, name) -> None)
-    """
+    "Return all parameters of a model, each once, in the model's order."
     found,todo = {},[root]
     while todo:
         t = todo.pop()

@@ -25,9 +25,9 @@ from torchember.recorder.black_box import (ALIVE, BEGAN, BETWEEN, BLOCK, BLOCKS,
     version)
 from .rows import Lines, Measured
 from ..store.base import safe_name
-from ..store.jsonl import append
+from ..store.log_file import append_lines
 from ..store.lines import parse
-from ..store.parts import now_in
+from ..store.parts import parts_and_lines
 from ..store.reading import path_of
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #f01ba6ea
@@ -164,7 +164,7 @@ def missing_lines(
     lines # Lines of a box
 ):
     "Return the lines missing in the log, ordered by step. A log in Parquet parts has all rows up to the last step of a part."
-    header,files = now_in(path) if os.path.exists(path) else (None, [])
+    header,files = parts_and_lines(path) if os.path.exists(path) else (None, [])
     in_parts = max((p['last'] for p in header['parts']), default=-1) if header else -1
     steps = [load_row(line).get('step') for line in lines]
     first = min((s for s in steps if isinstance(s, int) and s>in_parts), default=None)
@@ -265,14 +265,7 @@ def death_row(
 def recover(
     path # Path of a box without its ending. Its process must be gone
 ) -> str|None: # Name of the run, None if the box cannot be read
-    """Append missing rows to the log, and a finding about the death of the process. Remove the box.
-
-    Args:
-        path: Path of a box without its ending. Its process must be gone
-
-    Returns:
-        Name of the run, None if the box cannot be read
-    """
+    "Append missing rows to the log, and a finding about the death of the process. Remove the box."
     path = str(path)
     try:
         box = BoxContent(path)
@@ -285,7 +278,7 @@ def recover(
         return None
     log = os.path.join(os.path.dirname(os.path.dirname(path)), 'log', box.about['run'])
     # a reader that was killed may have appended some of the lines before
-    append(log, b''.join(line+b'\n' for line in [*missing_lines(log, done), *missing_lines(log, [*rest, end])]), sync=True)
+    append_lines(log, b''.join(line+b'\n' for line in [*missing_lines(log, done), *missing_lines(log, [*rest, end])]), sync=True)
     for gone in (f'{log}_latest', f'{path}.told', f'{path}.fault', f'{path}.box'): # the file of the latest step is outdated, too
         with suppress(FileNotFoundError): os.unlink(gone)
     return box.about['run']
@@ -299,14 +292,7 @@ def warn_once(path, message):
 def take_in(
     folder # Folder of runs, with the folders `log` and `box`
 ) -> list: # Names of runs
-    """Recover the boxes of all dead processes.
-
-    Args:
-        folder: Folder of runs, with the folders `log` and `box`
-
-    Returns:
-        Names of runs
-    """
+    "Recover the boxes of all dead processes."
     boxes = os.path.join(folder, 'box')
     if fcntl is None: return [] # without locks, nobody knows which processes are gone
     try: names = sorted(n.removesuffix('.box') for n in os.listdir(boxes) if n.endswith('.box'))

@@ -17,14 +17,7 @@ from .parameters import grad_of, plain_floats
 def gradient_state(
     parameters # Some parameters
 ) -> list: # None where there is no gradient, else its identity and version
-    """Return the state of gradients: it changes if a gradient comes, is written to, or is removed.
-
-    Args:
-        parameters: Some parameters
-
-    Returns:
-        None where there is no gradient, else its identity and version
-    """
+    "Return the state of gradients: it changes if a gradient comes, is written to, or is removed."
     grads = [grad_of(p) for p in parameters]
     return [None if g is None else (id(g), 0 if g.is_inference() else g._version) for g in grads]
 
@@ -77,11 +70,7 @@ class TrainingPass:
 
 # %% ../../nbs/40_recorder/45_refused.ipynb #4f0a100a
 class RefusedPasses:
-    """Training passes of the open step, with a search for passes whose gradients are not used.
-
-    Args:
-        notify: Called when a backward begins: earlier passes may have been refused
-    """
+    "Training passes of the open step, with a search for passes whose gradients are not used."
     def __init__(self,
         notify=lambda: None # Called when a backward begins: earlier passes may have been refused
     ):
@@ -96,30 +85,18 @@ class RefusedPasses:
     def arming(self,
         model # About to be armed
     ):
-        """Choose the parameters to look at. None if FSDP1 or Opacus replaces them or their gradients.
-
-        Args:
-            model: About to be armed
-        """
+        "Choose the parameters to look at. None if FSDP1 or Opacus replaces them or their gradients."
         parameters = [p for p in model.parameters() if not is_lazy(p) and p.requires_grad and p.is_leaf and not p.is_inference()]
         per_sample = any(hasattr(p, 'grad_sample') for p in parameters) # Opacus sums gradients elsewhere, and removes those of torch
         flattens = any(c.__name__=='FullyShardedDataParallel' for m in model.modules() for c in type(m).__mro__)
         self.parameters = [] if per_sample or flattens else evenly_spaced(parameters)
 
     def begins(self, number:int, micro:int, first:int): # as `TrainingPass` has them
-        """Note the begin of a training pass.
-
-        Returns:
-            as `TrainingPass` has them
-        """
+        "Note the begin of a training pass."
         if self.parameters: self.passes.append(TrainingPass(number, micro, first, versions(self.parameters)))
 
     def expect(self, outputs): # outputs: pairs of names and tensors
-        """Add hooks to the outputs of the last pass, to notice its backward.
-
-        Args:
-            outputs: pairs of names and tensors
-        """
+        "Add hooks to the outputs of the last pass, to notice its backward."
         if self.passes: self.passes[-1].add_hooks(outputs, self.backward_comes)
 
     def backward_comes(self, p):
@@ -161,11 +138,7 @@ class RefusedPasses:
         return [p for p in self.passes if p.hooks and p.complete and not p.reached]
 
     def stop_if_copied(self) -> int: # Number of passes of this step that were called refused wrongly
-        """Refuse nothing from now on if passes of this step look refused, but the optimizer gets gradients assigned by the loop.
-
-        Returns:
-            Number of passes of this step that were called refused wrongly
-        """
+        "Refuse nothing from now on if passes of this step look refused, but the optimizer gets gradients assigned by the loop."
         if not self.taken: return 0
         grads = [grad_of(p) for p in self.parameters if not is_removed(p)]
         if not grads or not self.made or any(m is g for m in self.made for g in grads): return 0
@@ -173,11 +146,7 @@ class RefusedPasses:
         return n
 
     def forget(self, number:int): # as `TrainingPass` has it
-        """Remove a pass from the open step.
-
-        Returns:
-            as `TrainingPass` has it
-        """
+        "Remove a pass from the open step."
         gone = [p for p in self.passes if p.number==number]
         self.passes = [p for p in self.passes if p.number!=number]
         for p in self.passes: p.micro -= sum(g.micro<p.micro for g in gone)

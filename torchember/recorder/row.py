@@ -12,7 +12,7 @@ import numpy as np
 
 from ..ground.not_finite import first_not_finite, is_alarming
 from ..ground.record import optional
-from ..store.jsonl import listen_at_once
+from ..store.log import listen_directly
 
 # %% ../../nbs/40_recorder/55_row.ipynb #dff900af
 def one_row(
@@ -26,18 +26,7 @@ def one_row(
     marks:dict, # Column -> value
     many_passes:dict # Phase -> True if it had several passes
 ) -> dict:
-    """Return the row of one tensor.
-
-    Args:
-        key: module, ttype, tname, pname, phase, backward
-        call: Number of the call in the pass
-        micro: Number of the micro-batch; None if micro-batches are merged
-        dtype: 'float32'
-        stats: Statistic -> value
-        ts: Local time
-        marks: Column -> value
-        many_passes: Phase -> True if it had several passes
-    """
+    "Return the row of one tensor."
     module,ttype,tname,pname,phase,backward = key
     if ttype=='scalar':
         stats = {k: wait_for_number(v) for k,v in stats.items()}
@@ -85,4 +74,4 @@ class FirstBad:
 def look_out(log):
     "Report the first NaN or infinity of a run, before all listeners of the log."
     first = FirstBad(log)
-    listen_at_once(log, first.add, first.remark)
+    listen_directly(log, first.add, first.remark)

@@ -61,7 +61,7 @@ class ExtraRows:
         self.log.put_beside(lambda: [line])
 
     def note(self,
-        values:dict, # Name -> number, as `on_its_way` returns it
+        values:dict, # Name -> number, as `as_number` returns it
         buffer, steps, # `StepBuffer` and `Steps`
         on:bool # True if the open step is recorded
     ):
@@ -144,14 +144,7 @@ class MaybePass:
 
 # %% ../../nbs/40_recorder/65_row_writer.ipynb #d68cf43a
 class RowWriter:
-    """Hands the rows of steps to the log. Returns before they are written.
-
-    Args:
-        t: The run, a `tracker`: its `put` takes a `Measured`, whether the step is over, and the `Lines` that make lines of it
-        rank: Rank of this process, if there are several
-        root_name: Display name of the root
-        held: Number of steps to hold that the log does not get
-    """
+    "Hands the rows of steps to the log. Returns before they are written."
     def __init__(self,
         t, # The run, a `tracker`: its `put` takes a `Measured`, whether the step is over, and the `Lines` that make lines of it
         rank:int|None=None, # Rank of this process, if there are several
@@ -181,15 +174,7 @@ class RowWriter:
         wait:bool=False, # True if the step may turn out to be a micro-batch: it goes to the log before whatever comes next
         held:bool=False # True if the schedule leaves the step out
     ):
-        """Hand over all new measurements of the step.
-
-        Args:
-            buffer: `StepBuffer`, which is empty afterwards
-            steps: `Steps`
-            over: True if the step is over
-            wait: True if the step may turn out to be a micro-batch: it goes to the log before whatever comes next
-            held: True if the schedule leaves the step out
-        """
+        "Hand over all new measurements of the step."
         if not wait: self.release()
         self.last,held,rows = None,held and self.held.wants(steps.shown),buffer.rows
         closes = over and (rows.snapshots.taken or rows.custom.taken or self.log.file_is_open)
@@ -215,11 +200,7 @@ class RowWriter:
         else: self.log.t.put(measured, over, self.lines)
 
     def release_held(self, step, why): # as `HeldSteps.release` has them
-        """Write the held steps, because something is wrong.
-
-        Returns:
-            as `HeldSteps.release` has them
-        """
+        "Write the held steps, because something is wrong."
         for measured in self.held.release(step, why): self.log.t.put(measured, True, self.lines)
 
     def release(self):
@@ -228,11 +209,7 @@ class RowWriter:
         for measured in waited: self.log.t.put(measured, True, self.lines)
 
     def join(self, step, first, earlier): # as `ExtraRows.join` has them
-        """Drop the waiting steps: they are micro-batches of the open step.
-
-        Returns:
-            as `ExtraRows.join` has them
-        """
+        "Drop the waiting steps: they are micro-batches of the open step."
         self.waiting = []
         self.extra.join(step, first, earlier)
 
@@ -260,16 +237,7 @@ def write_refused(
     whole:bool, # True if nothing is left in the open step, and none of its rows was read
     on:bool # True if the open step is recorded
 ):
-    """Write the rows of a refused pass, with the phase `refused`.
-
-    Args:
-        writer: `RowWriter`
-        buffer, steps: `StepBuffer` and `Steps`
-        p: `TrainingPass` that does not belong to the open step any more
-        until: First event of the pass after it, None without one
-        whole: True if nothing is left in the open step, and none of its rows was read
-        on: True if the open step is recorded
-    """
+    "Write the rows of a refused pass, with the phase `refused`."
     writer.release()
     snapshot,custom,numbers = buffer.rows.take_out(p, until, whole)
     writer.extra.noted[steps.number] -= numbers

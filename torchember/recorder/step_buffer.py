@@ -305,7 +305,7 @@ class StepRows:
     def use_box(self, box):
         "Keep rows in a black box from now on; None for ordinary memory."
         self.box = self.custom.box = box
-        self.arena.into(box)
+        self.arena.use_box(box)
 
     handed_out = property(lambda self: self.snapshots.any, doc="True if some rows of the open step are in the log")
     size = property(lambda self: self.arena.filled+len(self.custom)+len(self.snapshots.joined), doc="Number of rows, approximately")
@@ -371,15 +371,7 @@ def new_tap(arena, state, place, how, once):
 
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #2a1e4b42
 class StepBuffer:
-    """Measurements of the open step, with the statistics of each tensor type.
-
-    Args:
-        stats: ttype -> names of built-in statistics, or a function: tensor -> dict
-        notices: `Notices`
-        calls: `Calls`
-        lock: The recorder's. It is taken before the lock of the generators, because a function of the user may call `te.log`
-        ranks: `capture.ranks.Ranks`, if there are several processes
-    """
+    "Measurements of the open step, with the statistics of each tensor type."
     def __init__(self,
         stats:dict, # ttype -> names of built-in statistics, or a function: tensor -> dict
         notices=None, # `Notices`
@@ -409,19 +401,7 @@ class StepBuffer:
         once:bool=False, # True if the step has one such row, and the last measurement counts. The tensor must not change before `read_pending`
         replace:bool=False # True if it replaces earlier measurements of this step
     ):
-        """Measure one tensor. Errors are reported, not raised.
-
-        Args:
-            state: `capture.forward.State` of the module
-            x: Any tensor
-            pname: Name in the module, for what is measured once in a step
-            call: Number of the module's call
-            phase: 'eval' if the row has to say so
-            backward: Number of the backward that brings it
-            scale: Factor that it was multiplied by: a number, or a tensor
-            once: True if the step has one such row, and the last measurement counts. The tensor must not change before `read_pending`
-            replace: True if it replaces earlier measurements of this step
-        """
+        "Measure one tensor. Errors are reported, not raised."
         try:
             if type(x) not in ordinary or self.shards.columns or self.shards.ranks is not None:
                 x = self.shards.local(state, (state.track.name, ttype, tname, pname, phase, backward), call, x)
@@ -445,13 +425,7 @@ class StepBuffer:
         scale=None, # Factor that they were multiplied by: a number, or a tensor
         replace:bool=False # True if they replace earlier measurements of this step
     ):
-        """Measure tensors with one row in a step. They must not change before `read_pending`.
-
-        Args:
-            some: For each tensor: state, tensor type, name, name of the parameter, tensor, as `measure` has them
-            scale: Factor that they were multiplied by: a number, or a tensor
-            replace: True if they replace earlier measurements of this step
-        """
+        "Measure tensors with one row in a step. They must not change before `read_pending`."
         shards,custom = self.shards,self.rows.custom
         is_alone = scale is not None or shards.columns or shards.ranks is not None or replace and custom
         waits = False if is_alone else None # a function, once it is needed
@@ -478,12 +452,7 @@ class StepBuffer:
         ttypes,
         states=() # Of the armed modules
     ):
-        """Change the statistics of some tensor types from now on.
-
-        Args:
-            how: Names of built-in statistics, or a function: tensor -> dict
-            states: Of the armed modules
-        """
+        "Change the statistics of some tensor types from now on."
         self.stats.update(dict.fromkeys(ttypes, how))
         for st in states: st.taps = {place: tap for place,tap in st.taps.items() if place[0] not in ttypes}
 

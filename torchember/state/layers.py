@@ -26,14 +26,7 @@ def kept(
     include=None, # Modules, as `select` takes them
     exclude=None # Modules to leave out
 ) -> dict:
-    """The layers that are asked for
-
-    Args:
-        layers: Mapping from a name to anything
-        pattern: Regular expression, matched from the start of a name; or modules, as `filter` takes them for `include`. None keeps all
-        include: Modules, as `select` takes them
-        exclude: Modules to leave out
-    """
+    "The layers that are asked for"
     if pattern is not None and not isinstance(pattern, str|re.Pattern): pattern,include = None,pattern if include is None else select(pattern) & include
     try: match = re.compile(pattern or '').match
     except re.error as e:
@@ -53,14 +46,7 @@ def named_layers(layers):
 def with_values(
     layers:dict # Name -> tensor
 ) -> dict: # The same
-    """Layers that have values. Raises `Unmeasurable` for the first on the meta device
-
-    Args:
-        layers: Name -> tensor
-
-    Returns:
-        The same
-    """
+    "Layers that have values. Raises `Unmeasurable` for the first on the meta device"
     for k,x in layers.items():
         if getattr(x, 'is_meta', False):
             raise Unmeasurable(f"{k!r} is on the meta device: it has a shape and no values. Ask for shapes and counts, or load the weights first.")
@@ -141,15 +127,7 @@ def vectors(
     layers:dict, # Name -> tensor
     wanted=scalars # Groups of parts to measure
 ) -> np.ndarray: # A summary vector for each layer
-    """The summary of each layer, each read once. Raises `Unmeasurable` for one that has no values
-
-    Args:
-        layers: Name -> tensor
-        wanted: Groups of parts to measure
-
-    Returns:
-        A summary vector for each layer
-    """
+    "The summary of each layer, each read once. Raises `Unmeasurable` for one that has no values"
     xs = list(with_values(layers).values())
     if not xs: return np.empty((0, length(wanted)))
     with quietly({x.device.type for x in xs}):
@@ -172,12 +150,7 @@ def derived_from(
     v:np.ndarray, # Summary vectors
     name:str # 'sum', or one of `figures`
 ) -> np.ndarray:
-    """One number from each summary vector
-
-    Args:
-        v: Summary vectors
-        name: 'sum', or one of `figures`
-    """
+    "One number from each summary vector"
     got = derive(v, ['mean' if name=='sum' else figures[name]]).popitem()[1]
     n = v[..., 0]
     if name=='sum': got = got*n
@@ -191,12 +164,7 @@ def check_real(
     layers:dict, # Name -> tensor
     names # Reductions
 ):
-    """Complex numbers are measured by their magnitudes, which is what norms are made of, and sums and means are not
-
-    Args:
-        layers: Name -> tensor
-        names: Reductions
-    """
+    "Complex numbers are measured by their magnitudes, which is what norms are made of, and sums and means are not"
     asked = [n for n in names if n=='sum' or n in figures and n not in of_magnitudes]
     k = next((k for k,x in layers.items() if x.is_complex()), None)
     if asked and k is not None:
@@ -205,14 +173,7 @@ def check_real(
 def groups_of(
     names # Reductions
 ) -> tuple: # Groups of parts
-    """What has to be measured for some reductions
-
-    Args:
-        names: Reductions
-
-    Returns:
-        Groups of parts
-    """
+    "What has to be measured for some reductions"
     return groups_for([figures[n] for n in names if n in figures])
 
 # %% ../../nbs/70_state/00_layers.ipynb #56365dde
@@ -221,16 +182,7 @@ def as_tensor(
     dtypes, # Dtypes of the layers it comes from
     name='' # What it is
 ) -> torch.Tensor: # Without dimensions, on the CPU
-    """A number of a whole model, in the dtype that torch would give it, but at least float32
-
-    Args:
-        value: A number
-        dtypes: Dtypes of the layers it comes from
-        name: What it is
-
-    Returns:
-        Without dimensions, on the CPU
-    """
+    "A number of a whole model, in the dtype that torch would give it, but at least float32"
     dtypes = set(dtypes)
     floating = [d for d in dtypes if d.is_floating_point or d.is_complex]
     if dtypes and not floating and name in ('sum', 'min', 'max', 'abs_min', 'abs_max') and math.isfinite(value): return torch.tensor(round(value))
@@ -242,15 +194,7 @@ def joined(
     norms, # Norms of pieces
     p:float # Their power
 ) -> float: # The norm of the whole
-    """The p-norm of the whole from those of its pieces
-
-    Args:
-        norms: Norms of pieces
-        p: Their power
-
-    Returns:
-        The norm of the whole
-    """
+    "The p-norm of the whole from those of its pieces"
     norms = np.asarray(norms, dtype=np.float64)
     if p==0: return norms.sum()
     if not norms.size: return 0.
@@ -271,15 +215,7 @@ def norms(
     layers:dict, # Name -> tensor
     p:float # Power; inf is the largest absolute value, 0 counts what is not zero
 ) -> np.ndarray: # A number for each layer
-    """The p-norm of each layer
-
-    Args:
-        layers: Name -> tensor
-        p: Power; inf is the largest absolute value, 0 counts what is not zero
-
-    Returns:
-        A number for each layer
-    """
+    "The p-norm of each layer"
     known = {1: 'norm1', 2: 'norm2', math.inf: 'abs_max', -math.inf: 'abs_min'}.get(p)
     if known:
         v = vectors(layers, groups_of([known]))
@@ -304,16 +240,7 @@ def each(
     xs:list, # Tensors
     *others # At most one: a number, or a list with a tensor or number for each
 ) -> list: # New tensors
-    """An operation on each tensor, in one call where that can be
-
-    Args:
-        op: Name of a function of torch, one of `foreach_of`
-        xs: Tensors
-        *others: At most one: a number, or a list with a tensor or number for each
-
-    Returns:
-        New tensors
-    """
+    "An operation on each tensor, in one call where that can be"
     if not xs: return []
     listed = [o for o in others if isinstance(o, list)]
     def fits(x, y): return isinstance(y, torch.Tensor) and y.shape==x.shape

@@ -152,21 +152,7 @@ def plot_hist(
     sample:int=most, # Values to draw, at most
     **kwargs # For `Axes.hist`
 ): # Axes; with `lw` an array of them
-    """Histograms of layers, each or all together
-
-    Args:
-        layers: Name -> tensor
-        title: Title of the picture
-        lw: A panel for each layer
-        logx: Logarithmic: shows absolute values
-        ax: Axes to draw into; with `lw` an array of them
-        to: File to write
-        sample: Values to draw, at most
-        **kwargs: For `Axes.hist`
-
-    Returns:
-        Axes; with `lw` an array of them
-    """
+    "Histograms of layers, each or all together"
     def draw(a, values): histogram(a, values, bins, logx, logy, **kwargs)
     return distributions(layers, title, lw, ax, to, sample, logx, 'hist', 'values', draw)
 
@@ -192,21 +178,7 @@ def plot_ecdf(
     sample:int=most, # Values to draw, at most
     **kwargs # For `Axes.ecdf`
 ): # Axes; with `lw` an array of them
-    """Empirical distribution functions of layers, each or all together
-
-    Args:
-        layers: Name -> tensor
-        title: Title of the picture
-        lw: A panel for each layer
-        logx: Logarithmic: shows absolute values
-        ax: Axes to draw into; with `lw` an array of them
-        to: File to write
-        sample: Values to draw, at most
-        **kwargs: For `Axes.ecdf`
-
-    Returns:
-        Axes; with `lw` an array of them
-    """
+    "Empirical distribution functions of layers, each or all together"
     def draw(a, values):
         a.ecdf(values, **kwargs)
         if logx: a.set_xscale('log')
@@ -267,23 +239,7 @@ def plot_heatmap(
     to=None, # File to write
     **kwargs # For `Axes.imshow`
 ): # Axes; with `lw` an array of them
-    """Layers as matrices of colours, each or all in one
-
-    Args:
-        layers: Name -> tensor
-        title: Title of the picture
-        lw: A panel for each layer
-        vmin: Value at the low end of the colours
-        vmax: Value at the high end
-        log: Absolute values on a logarithmic scale
-        square: Each value a square
-        ax: Axes to draw into; with `lw` an array of them
-        to: File to write
-        **kwargs: For `Axes.imshow`
-
-    Returns:
-        Axes; with `lw` an array of them
-    """
+    "Layers as matrices of colours, each or all in one"
     with_values(layers)
     if lw:
         axes,note = axes_for(list(layers), ax, (4, 3), title)

@@ -29,13 +29,7 @@ def chosen_columns(
     include_keys=None, # A column, or a list of them
     exclude_keys=None # A column, or a list of them
 ) -> list:
-    """The columns to show. Columns that are named without a group are all there are
-
-    Args:
-        group: Name of a group
-        include_keys: A column, or a list of them
-        exclude_keys: A column, or a list of them
-    """
+    "The columns to show. Columns that are named without a group are all there are"
     include,exclude = as_list(include_keys),as_list(exclude_keys)
     if group is not None and group not in columns_group: raise ValueError(unknown('group of columns', group, columns_group))
     for n in include+exclude:
@@ -54,15 +48,7 @@ def table_text(
     title:str, # What the table is about
     rows:list # Dicts with the same keys
 ) -> str: # Lines
-    """Rows as a table, under a title between lines
-
-    Args:
-        title: What the table is about
-        rows: Dicts with the same keys
-
-    Returns:
-        Lines
-    """
+    "Rows as a table, under a title between lines"
     title = printable(title)
     if not rows: return f'[{f" {title} ":=^40}]\nNothing to show'
     cells = {k: [cell_text(r[k]) for r in rows] for k in rows[0]}
@@ -79,14 +65,7 @@ def layer_lines(
     values:list, # What stands behind each
     joint:str=' ' # What stands between
 ) -> str:
-    """A numbered list of layers, in line
-
-    Args:
-        head: About the whole
-        names: Names of layers
-        values: What stands behind each
-        joint: What stands between
-    """
+    "A numbered list of layers, in line"
     head,names,values = printable(head),[*map(printable, names)],[*map(printable, values)]
     if not names: return head
     digits,wide = max(len(str(len(names)-1)), 2),max(map(len, names))
@@ -97,12 +76,7 @@ def layer_html(
     head:str, # About the whole
     rows:list # Dicts with the same keys
 ) -> str:
-    """The same for a notebook, as a table that scrolls
-
-    Args:
-        head: About the whole
-        rows: Dicts with the same keys
-    """
+    "The same for a notebook, as a table that scrolls"
     if not rows: return f'<code>{html.escape(head)}</code>'
     th = ''.join(f'<th>{html.escape(k)}</th>' for k in rows[0])
     body = ''.join('<tr>'+''.join(f'<td>{html.escape(cell_text(v))}</td>' for v in r.values())+'</tr>' for r in rows)
