@@ -105,7 +105,7 @@ class RecordedRun:
 
     def mark(self, /, *unnamed, **marks):
         "Add columns to every row from now on: `te.mark(epoch=3)`."
-        check_marks(unnamed, marks, self.recorder.buffer.ranks is not None)
+        check_marks(unnamed, marks, self.recorder.buffer.shards.ranks is not None)
         self.t.mark(**marks)
         self.recorder.marked(marks)
 

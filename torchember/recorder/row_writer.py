@@ -8,7 +8,6 @@ __all__ = ['MaybePass', 'RowWriter', 'write_refused']
 # %% ../../nbs/40_recorder/65_row_writer.ipynb #68b6aa01
 from collections import Counter, deque
 from dataclasses import dataclass
-from operator import attrgetter
 
 import numpy as np
 
@@ -224,9 +223,6 @@ class RowWriter:
         self.log.was_on,self.skipped = on,False
         self.custom,self.ended = [],self.custom
         self.extra.step_over(step)
-
-for _name,_of in {'t': 'log.t', 'file_is_open': 'log.file_is_open', 'noted': 'extra.noted', 'root_name': 'extra.root_name', 'note': 'extra.note',
-    'note_rates': 'extra.note_rates', 'add': 'extra.add', 'report': 'extra.report'}.items(): setattr(RowWriter, _name, property(attrgetter(_of))) # former names
 
 # %% ../../nbs/40_recorder/65_row_writer.ipynb #5a100002
 def write_refused(

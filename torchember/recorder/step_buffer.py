@@ -8,7 +8,6 @@ __all__ = ['StepBuffer']
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #760ae7a3
 import os, random, threading
 from collections import Counter
-from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -493,8 +492,3 @@ class StepBuffer:
         self.rows.step_over()
         self.micro,self.gradients = 0,None
         self.on_device = any(b.device.type!='cpu' for b in self.rows.arena.blocks)
-
-# %% ../../nbs/40_recorder/20_step_buffer.ipynb #0e7efb68
-for _name,_of in {'arena': 'rows.arena', 'custom': 'rows.custom', 'box': 'rows.box', 'size': 'rows.size', 'handed_out': 'rows.handed_out',
-    'forget_seen': 'rows.forget_seen', 'fresh_arena': 'rows.renew_arena', 'parts': 'shards.columns', 'ranks': 'shards.ranks'}.items():
-    setattr(StepBuffer, _name, property(attrgetter(_of))) # former names
