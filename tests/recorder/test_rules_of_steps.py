@@ -378,8 +378,11 @@ class Nobody(Listener): pass
 
 
 class Spy:
-    "Stands for a buffer: keeps what it is told to measure"
-    def __init__(self): self.got,self.stats,self.handed_out,self.parts,self.forgotten = [],{'weight': ('mean',)},False,{},0
+    "Replacement of a `StepBuffer`: keeps the arguments of each measurement."
+    def __init__(self):
+        self.got,self.stats,self.forgotten,self.shards = [],{'weight': ('mean',)},0,Some(columns={})
+        self.rows = Some(handed_out=False, forget_seen=self.forget_seen)
+
     def forget_seen(self): self.forgotten += 1
     def measure(self, state, ttype, tname, x, pname=None, **more): self.got.append((state.track.path, ttype, tname, pname, x, more))
 
