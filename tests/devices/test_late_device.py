@@ -21,7 +21,7 @@ from torchember.measure.summary import index
 from torchember.measure.blocks import address
 from torchember.measure.tap import Arena, observe
 from torchember.recorder.step_buffer import StepBuffer, custom_row
-from torchember.state.layers import vectors
+from torchember.state.layers import summarize_layers
 
 
 @pytest.fixture(params=[True, False], ids=['kernels', 'operations'])
@@ -658,9 +658,9 @@ def test_layers_of_several_devices(gpu, wanted):
     xs[4] = torch.arange(9)
     places = [None, cuda(0), None, cuda(1), cuda(0), cuda(0), None]
     def there(x, d): return x if d is None else late(x, d)
-    got = vectors({str(i): there(x, d)[:, ::2] if i==5 else there(x, d) for i,(x,d) in enumerate(zip(xs, places, strict=True))}, wanted)
+    got = summarize_layers({str(i): there(x, d)[:, ::2] if i==5 else there(x, d) for i,(x,d) in enumerate(zip(xs, places, strict=True))}, wanted)
     xs[5] = xs[5][:, ::2]
-    np.testing.assert_allclose(got, vectors({str(i): x for i,x in enumerate(xs)}, wanted), rtol=1e-6)
+    np.testing.assert_allclose(got, summarize_layers({str(i): x for i,x in enumerate(xs)}, wanted), rtol=1e-6)
 
 
 def test_functions_of_the_users_run_without_autocast_of_the_device(gpu):
@@ -1002,9 +1002,9 @@ def test_what_no_launch_reads_goes_the_long_way(gpu, monkeypatch):
 def test_each_repeat_of_an_expanded_tensor_counts(gpu):
     arena,x = Arena(),late(torch.arange(3.))
     for i,y in enumerate((x.expand(4, 3), x[:, None].expand(3, 5), x[:1].expand(7), x.expand(2, 2, 3))): observe(y, arena.tap(str(i), 'numerics'))
-    _,vectors = arena.take().parts[0]
+    _,summarize_layers = arena.take().parts[0]
     blame(gpu)
-    v = np.asarray(vectors)
+    v = np.asarray(summarize_layers)
     assert v[:, index['count']].tolist()==[12, 15, 7, 12] and v[:, index['zeros']].tolist()==[4, 5, 7, 4]
     np.testing.assert_allclose(v[:, index['l1']], [12, 15, 0, 12])
 
@@ -1092,9 +1092,9 @@ def test_a_step_with_tensors_here_and_there_was_on_a_device(gpu):
 
 def test_squares_of_gradients_on_two_devices(gpu):
     from torchember.measure.summary import read_array
-    from torchember.state.noise import sums_of_squares
+    from torchember.state.noise import squared_norms
     a,b,c = (read_array(np.arange(n, dtype=np.float32), ('basic',)) for n in (3, 5, 2))
-    got = sums_of_squares([[late(torch.from_numpy(a), cuda(0)), b], [late(torch.from_numpy(c), cuda(1))]])
+    got = squared_norms([[late(torch.from_numpy(a), cuda(0)), b], [late(torch.from_numpy(c), cuda(1))]])
     np.testing.assert_allclose(got, [5+30, 1])
 
 

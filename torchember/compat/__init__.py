@@ -1,4 +1,4 @@
-"""What the users of older tools type, a room for each tool"""
+"""Functions and classes of the older tools: Track & Visualize, nnstat, Taiyi"""
 from typing import TYPE_CHECKING
 
 from ..ground.lazy import lazy_attributes

@@ -22,7 +22,6 @@ from torchember.ground.messages import printable
 from torchember.ground.needs import needs
 from torchember.ground.record import column_order, identity
 from torchember.measure.summary import derived
-from torchember.processes.ranks import only_pieces, own_names, wholes
 from torchember.store.anywhere import file_size, is_there, is_url, opened
 from torchember.store.base import read_meta
 from torchember.store.columns import Expected, Missing, none

@@ -128,7 +128,7 @@ def findings_as_lines(
 @cache
 def findings_class():
     "Return the class of the result of `diagnose`: a DataFrame that prints as sentences. The class is created at first use, like the import of pandas."
-    needs('pandas', for_='diagnose')
+    pd = needs('pandas', for_='diagnose')
     class Findings(pd.DataFrame):
         "A table of findings, the worst first, with consequences below their cause: `follows` is the row of the cause."
         _metadata = ['run', 'looked', 'missing']

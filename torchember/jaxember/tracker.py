@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import take_current_trace
 
-from ..compat.tracker import Library, Stash, Tracker, check_arguments, hist_stat, libraries, open_wandb_run, pattern_of, scalars
-from ..compat.tracker import engine_statistics, stash_all_stats_and_hist, stash_full_tensor, stash_hist, stash_scalar_stats
+from ..compat.tracker import Library, Stash, Tracker, check_arguments, hist_stat, libraries, open_wandb_run, compile_pattern, scalars
+from ..compat.tracker import builtin_statistics, stash_all_stats_and_hist, stash_full_tensor, stash_hist, stash_scalar_stats
 from ..ground.choose import schedule
 from ..ground.messages import an
 from ..ground.record import identity, of_pieces
@@ -127,7 +127,7 @@ class JaxTracker(Tracker):
             "Return them from there, and call it outside: state = tracker.intercept(update, ...), then tracker.step(state).")
         self.stepped = True
         self.check(dict(model_state=model_state, optimizer_state=optimizer_state, gradients=gradients))
-        self.ended(*self.recorder.end(model_state, optimizer_state, gradients))
+        self.note_step_end(*self.recorder.end(model_state, optimizer_state, gradients))
 
     def check(self, given):
         "Raise if a required argument of `step` is missing."
@@ -178,7 +178,7 @@ class JaxTracker(Tracker):
 # %% ../../nbs/88_jaxember/80_tracker.ipynb #f7b3cb3f
 def names_by(chosen, what):
     "Return the pattern of modules to record. Raises TypeError for selections that do not apply to JAX arrays."
-    found = pattern_of(chosen, what)
+    found = compile_pattern(chosen, what)
     if found is None or isinstance(found, re.Pattern): return found
     raise TypeError(f"{what}= is a pattern such as 'Dense|attn', or a list of these, as arrays of JAX have names and no modules: got {chosen!r:.80}.")
 
@@ -227,7 +227,7 @@ def track(
     if inside: raise RuntimeError("track is called inside of jit, grad or another function of JAX. Call it outside, around the loop.")
     wandb = open_wandb_run() if use_wandb else None
     asks = TagRequest(names_by(include, 'include'), names_by(exclude, 'exclude'), bool(track_gradients))
-    names = engine_statistics(stash_value)
+    names = builtin_statistics(stash_value)
     measure = Summaries(groups_for(names)) if names else UserStatistic(stash_value, lambda text: recorder.warn(text))
     tracked = [k for k,v in (('model_state', model_state), ('optimizer_state', optimizer_state), ('gradients', track_gradients or None)) if v is not None]
     if names: warm_up([x for x in jax.tree.leaves(model_state) if has_numbers(x)][:1]) # loads while the step is compiled

@@ -1,4 +1,4 @@
-"""Chosen quantities of chosen modules, at chosen steps"""
+"""Quantities of chosen modules, computed on a schedule"""
 from typing import TYPE_CHECKING
 
 from ..ground.lazy import lazy_attributes

@@ -1,4 +1,4 @@
-"""Snapshots of a model that you can do arithmetic on, and what they tell"""
+"""Snapshots of a model: arithmetic, reductions, tables, plots, and the gradient noise scale"""
 from typing import TYPE_CHECKING
 
 from ..ground.lazy import lazy_attributes

@@ -68,7 +68,7 @@ def rows_of_part(part, all_finite):
 
 def rows_at(part, at):
     block,every = StoredBlock(part, at),part.layouts.keys()
-    columns = {k: block[k] for l in block.layouts_there for k in every[l]}
+    columns = {k: block[k] for l in set(block.layout.tolist()) for k in every[l]}
     rows = [{k: columns[k][i] for k in every[l]} for i,l in enumerate(block.layout)]
     for r in rows: restore(r) if 'nonfinite' in r else None
     return [r for r in rows if is_step(r.get('step')) and isinstance(r.get('ttype'), str)]
