@@ -342,7 +342,7 @@ def report_of(
     beside = {'live': live, 'rules': 0. if rules is None else rules.seconds, 'beside': cost.loading, 'arming': cost.arming,
         'compiling': cost.compiling}
     remarks = [*r.remarks(), *f.listener_remarks(), *(rules.remarks() if rules else ()), *(said for feed in feeds for said in feed.remarks())]
-    return Report(run=r.t.fname, steps=r.tally.steps, recorded=r.tally.recorded, rows=f.disk.rows, bytes=f.disk.written, **spent(),
+    return Report(run=r.t.fname, steps=r.tally.steps, recorded=r.tally.recorded, rows=f.disk.written_rows, bytes=f.disk.written, **spent(),
         errors=r.notices.errors, skipped=r.notices.unmeasurable, remarks=remarks, **{k: v for k,v in beside.items() if v},
         **({} if cost.budget is None else {'thinned': cost.budget.thinned-r.pipe.gate.decide.denied, 'budget': str(cost.budget)}))
 
