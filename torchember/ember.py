@@ -45,7 +45,7 @@ from .store.table import tree_table
 
 # %% ../nbs/57_ember.ipynb #e3c22913
 class RecordedRun:
-    "Run that is being recorded, with the user's own statistics, numbers and marks."
+    "Recorded run, with the user's own statistics, numbers and marks."
     fname = property(lambda self: self.t.fname, doc="Name of the run")
     mt_log = property(lambda self: self.recorder.calls.log, doc="Modules that the root's last recorded pass entered and left, in order")
     current_mt = property(lambda self: self.recorder.calls.current, doc="`moduleTrack` of the module that is being recorded, or was last")
@@ -55,7 +55,7 @@ class RecordedRun:
     def how_record(self,
         *ttypes # Tensor types that the function is for
     ): # A decorator that returns the function unchanged
-        """Use a function tensor -> dict, or a named set, for some tensor types.
+        """Use a function tensor -> dict, or a named set of statistics, for some tensor types.
 
         Args:
             *ttypes: Tensor types that the function is for
@@ -63,7 +63,8 @@ class RecordedRun:
         Returns:
             A decorator that returns the function unchanged
         """
-        if any(callable(n) for n in ttypes): raise TypeError("how_record needs tensor types: write @te.how_record('output'), or @te.how_record_out.")
+        if any(callable(n) for n in ttypes):
+            raise TypeError("how_record needs tensor types: write @te.how_record('output'), or @te.how_record_out.")
         check_ttypes(ttypes, recorded)
         if not ttypes: raise ValueError(f"how_record needs the tensor types that the function is for: {', '.join(recorded)}.")
         def use(f):
@@ -98,13 +99,13 @@ class RecordedRun:
         return self.how_record(words.get(ttype, ttype))
 
     def log(self, /, *unnamed, **numbers):
-        "Add numbers to the step whose pass ran last, in a row with the ttype 'scalar': `te.log(loss=loss)`. Does not wait for a GPU."
+        "Add numbers to the step of the last pass, in a row with the ttype 'scalar': `te.log(loss=loss)`. Does not wait for a GPU."
         check_numbers(unnamed, numbers)
         if numbers and not disabled(): self.recorder.log(numbers)
 
     def mark(self, /, *unnamed, **marks):
         "Add columns to every row from now on: `te.mark(epoch=3)`."
-        check_marks(unnamed, marks, self.recorder.buffer.ranks is not None)
+        check_marks(unnamed, marks, self.recorder.buffer.shards.ranks is not None)
         self.t.mark(**marks)
         self.recorder.marked(marks)
 
@@ -134,7 +135,8 @@ class RecordedRun:
         Returns:
             The tensor
         """
-        if tensor is not None and not isinstance(tensor, torch.Tensor): raise TypeError(f"watch_tensor follows a tensor, got {an(tensor)}.")
+        if tensor is not None and not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"watch_tensor follows a tensor, got {an(tensor)}.")
         self.recorder.sources.follow(name, tensor)
         return tensor
 
@@ -160,7 +162,7 @@ class RecordedRun:
         golden, # The correct run: a file of `keep_run`, or another argument of `diff`
         rtol:float|None=None # Tolerated difference, as a share of a tensor's size; by its format and number of elements by default
     ):
-        """Raise an AssertionError that names the first difference, if the run so far differs from a stored run.
+        """Raise an AssertionError about the first difference, if the run so far differs from a stored run.
 
         Args:
             golden: The correct run: a file of `keep_run`, or another argument of `diff`
@@ -170,11 +172,11 @@ class RecordedRun:
 
 # %% ../nbs/57_ember.ipynb #0938e173
 def disarm_earlier(model):
-    "Disarm the ember that records a model or a part of it, with a warning."
+    "Disarm an earlier ember of a model or of a part of the model, with a warning."
     earlier = getattr(armed_by(model), 'recorder', None)
     if earlier is None: return
     what = 'The model' if any(st.listener is earlier.events for st in states_of(model)) else 'A part of the model'
-    warn(f"{what} is watched already, by the run {earlier.t.fname}. That ends first, by its disarm(): one torchEmber watches a model at a time.")
+    warn(f"{what} is already recorded by the run {earlier.t.fname}, which is disarmed now: one torchEmber records a model at a time.")
     earlier.owner().disarm()
 
 def watched_modules(tracks, include, exclude):
@@ -182,58 +184,9 @@ def watched_modules(tracks, include, exclude):
     pairs = [(p, t.module) for t in tracks for p in (t.path, *t.aliases)]
     return chosen(pairs, include, exclude)
 
-# %% ../nbs/57_ember.ipynb #b57e800d
-def run_of_rank(kind, name, resume, home, store='jsonl'):
-    "Return a new or resumed run; the rank, None for a single process; and the number of processes."
-    rank,world = rank_and_size()
-    if world>1: name = f'{name or shared_name(kind)}.rank{rank}'
-    if resume:
-        hand_over(name)
-        take_in(folder('torchember', home)) # rows that a dead process had not written
-    return new_run(kind, name, resume, home, store, world), rank if world>1 else None, world
-
-def number_of_first(t, resume, first_step):
-    "Return the number of the next step. Raise a ValueError if a resumed run has that step already."
-    if not resume: return first_step or 0
-    last = t.last_step()
-    if first_step is not None and first_step<=last:
-        raise ValueError(f"The run {t.fname!r} has steps to {last}, so it cannot go on at first_step={first_step}. "
-            f"Leave out first_step to go on at {last+1}, or leave out resume and choose another name=.")
-    return last+1 if first_step is None else first_step
-
-# %% ../nbs/57_ember.ipynb #835bba49
-def merge_ranks(t, rank, world, tree):
-    "Return the `WholeSteps` that give listeners on the first rank the rows of all ranks. None without a store of a process group."
-    part,store = store_for(t.fname.removesuffix(f'.rank{rank}'))
-    if part is None:
-        warn("reduce='step' needs the store of a process group, and there is none: who listens is told of the rows of this process. "
-            "Call torch.distributed.init_process_group before torchEmber.")
-        return None
-    run,paths = weakref.ref(t),paths_in(tree)
-    def about(): return None if (t := run()) is None else {'about': t.about.get('ranks'), 'paths': paths}
-    def note(what):
-        if (t := run()) is not None: note_soon(t.file, what)
-    return WholeSteps(part, rank, world, about, note, store)
-
-def report_of(
-    recorder,
-    views=(), rules=None, feeds=() # Live pictures, the `RuleWatch`, and the `Feed`s of sinks
-) -> Report:
-    "Return what was done. Write the time that it took into the run."
-    r,f,cost,live = recorder,recorder.t.file,recorder.cost,sum(v.seconds for v in views)
-    def spent():
-        s = r.seconds()+live
-        return {'seconds': s, 'share': s/cost.elapsed if cost.elapsed else 0.}
-    r.t.end(**spent())
-    beside = {'live': live, 'rules': 0. if rules is None else rules.seconds, 'beside': cost.loading, 'arming': cost.arming, 'compiling': cost.compiling}
-    remarks = [*r.remarks(), *f.listener_remarks(), *(rules.remarks() if rules else ()), *(said for feed in feeds for said in feed.remarks())]
-    return Report(run=r.t.fname, steps=r.tally.steps, recorded=r.tally.recorded, rows=f.disk.rows, bytes=f.disk.written, **spent(),
-        errors=r.notices.errors, skipped=r.notices.unmeasurable, remarks=remarks, **{k: v for k,v in beside.items() if v},
-        **({} if cost.budget is None else {'thinned': cost.budget.thinned-r.pipe.gate.decide.denied, 'budget': str(cost.budget)}))
-
 # %% ../nbs/57_ember.ipynb #111be30d
 class ArmedModel(RecordedRun):
-    "Model of a run, which can be armed and disarmed."
+    "Model of a run. It can be armed and disarmed."
     modules = property(lambda self: {t.name: t for t in self.tracks}, doc="Display name -> `moduleTrack`")
 
     def __init__(self,
@@ -243,7 +196,8 @@ class ArmedModel(RecordedRun):
         include=None, exclude=None # Selection of modules
     ):
         super().__init__(t, recorder)
-        self.model,self.model_name,self.tracks,self.include,self.exclude,self.armed = model,type(tracks[0].module).__name__,tracks,include,exclude,False
+        self.model,self.model_name,self.tracks = model,type(tracks[0].module).__name__,tracks
+        self.include,self.exclude,self.armed = include,exclude,False
 
     def watched(self, tracks): return watched_modules(tracks, self.include, self.exclude)
 
@@ -275,7 +229,7 @@ class ArmedModel(RecordedRun):
         return self.model
 
     def rearm(self): # The ember
-        """Disarm and arm: finds modules that were added or removed.
+        """Disarm and arm, to find added and removed modules.
 
         Returns:
             The ember
@@ -300,7 +254,8 @@ class ArmedModel(RecordedRun):
         Returns:
             The tensor
         """
-        if not isinstance(tensor, torch.Tensor): raise TypeError(f"te.probe records a tensor, got {an(tensor)}. A number is noted by te.log({name}=...).")
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"te.probe records a tensor, got {an(tensor)}. For a number use te.log({name}=...).")
         if self.armed:
             root = self.recorder.sources.states[0]
             if torch.compiler.is_compiling():
@@ -315,14 +270,15 @@ class ArmedModel(RecordedRun):
         *args, # An example input: with one, the model runs once, and is unchanged afterwards
         **kwargs
     ) -> Plan:
-        """Return what a recorded step will write and cost. Records nothing.
+        """Return the expected rows, bytes and time of a recorded step. Records nothing.
 
         Args:
             *args: An example input: with one, the model runs once, and is unchanged afterwards
         """
         r,inner,is_unarmed = self.recorder,self.tracks[0].module,not self.armed
         if is_unarmed:
-            if armed_by(inner) is not None: raise RuntimeError("another torchEmber is armed on this model. Ask that one for its plan, or disarm it.")
+            if armed_by(inner) is not None:
+                raise RuntimeError("another torchEmber is armed on this model. Use its plan(), or disarm it.")
             r.sources.armed(arm(self.tracks, r.events, self.watched(self.tracks)))
         try: return plan_of(inner, r, args, kwargs, self.model_name)
         finally:
@@ -333,12 +289,62 @@ class ArmedModel(RecordedRun):
     def locate(self,
         step_fn # Runs a step, from the state before it, as `torchember.locate` has it
     ) -> Located:
-        """Run a step again, and name the operation that its NaN comes from. Records nothing, and restores nothing.
+        """Run a step again, and name the operation at the origin of its NaN. Records nothing, and restores nothing.
 
         Args:
             step_fn: Runs a step, from the state before it, as `torchember.locate` has it
         """
         return locate(step_fn, self.model)
+
+# %% ../nbs/57_ember.ipynb #b57e800d
+def run_of_rank(kind, name, resume, home, store='jsonl'):
+    "Return a new or resumed run; the rank, None for a single process; and the number of processes."
+    rank,world = rank_and_size()
+    if world>1: name = f'{name or shared_name(kind)}.rank{rank}'
+    if resume:
+        hand_over(name)
+        take_in(folder('torchember', home)) # rows that a dead process had not written
+    return new_run(kind, name, resume, home, store, world), rank if world>1 else None, world
+
+def number_of_first(t, resume, first_step):
+    "Return the number of the next step. Raise a ValueError if a resumed run has this step already."
+    if not resume: return first_step or 0
+    last = t.last_step()
+    if first_step is not None and first_step<=last:
+        raise ValueError(f"The run {t.fname!r} has steps to {last}, so it cannot continue at first_step={first_step}. "
+            f"Leave out first_step to continue at {last+1}, or leave out resume and choose another name=.")
+    return last+1 if first_step is None else first_step
+
+# %% ../nbs/57_ember.ipynb #835bba49
+def merge_ranks(t, rank, world, tree):
+    "Return `WholeSteps`: they merge the rows of all ranks for listeners on the first rank. None without a store of a process group."
+    part,store = store_for(t.fname.removesuffix(f'.rank{rank}'))
+    if part is None:
+        warn("reduce='step' needs the store of a process group, and there is none: listeners get only the rows of this process. "
+            "Call torch.distributed.init_process_group before torchEmber.")
+        return None
+    run,paths = weakref.ref(t),paths_in(tree)
+    def about(): return None if (t := run()) is None else {'about': t.about.get('ranks'), 'paths': paths}
+    def note(what):
+        if (t := run()) is not None: note_soon(t.file, what)
+    return WholeSteps(part, rank, world, about, note, store)
+
+def report_of(
+    recorder,
+    views=(), rules=None, feeds=() # Live pictures, the `RuleWatch`, and the `Feed`s of sinks
+) -> Report:
+    "Return the report of a run, and write its times into the metadata."
+    r,f,cost,live = recorder,recorder.t.file,recorder.cost,sum(v.seconds for v in views)
+    def spent():
+        s = r.seconds()+live
+        return {'seconds': s, 'share': s/cost.elapsed if cost.elapsed else 0.}
+    r.t.end(**spent())
+    beside = {'live': live, 'rules': 0. if rules is None else rules.seconds, 'beside': cost.loading, 'arming': cost.arming,
+        'compiling': cost.compiling}
+    remarks = [*r.remarks(), *f.listener_remarks(), *(rules.remarks() if rules else ()), *(said for feed in feeds for said in feed.remarks())]
+    return Report(run=r.t.fname, steps=r.tally.steps, recorded=r.tally.recorded, rows=f.disk.written_rows, bytes=f.disk.written, **spent(),
+        errors=r.notices.errors, skipped=r.notices.unmeasurable, remarks=remarks, **{k: v for k,v in beside.items() if v},
+        **({} if cost.budget is None else {'thinned': cost.budget.thinned-r.pipe.gate.decide.denied, 'budget': str(cost.budget)}))
 
 # %% ../nbs/57_ember.ipynb #478d3f42
 class torchEmber(ArmedModel):
@@ -425,8 +431,8 @@ class torchEmber(ArmedModel):
             t.whole = whole
             t.file.listeners.add(whole)
         is_first = not rank and is_on
-        self.rules = RuleWatch(t, rules, on_finding, self.recorder.stop, recording=self.recorder.seconds, alarm=self.recorder.keep_last) \
-            if rules and is_first else None
+        r = self.recorder
+        self.rules = RuleWatch(t, rules, on_finding, r.stop, recording=r.seconds, alarm=r.keep_last) if rules and is_first else None
         self.feeds = [Feed(t, s) for s in sinks] if is_first else []
         self.arm()
         t.begin({'start': now(), 'user': user(), 'schema': SCHEMA, 'model': self.model_name},
@@ -436,7 +442,7 @@ class torchEmber(ArmedModel):
     def show(self,
         *args, **kwargs # Of `overview`
     ): # matplotlib Axes
-        """Draw the run: all layers and steps, the loss, and the first values that were not finite.
+        """Draw the run: all layers and steps, the loss, and the first NaN or infinity.
 
         Args:
             *args, **kwargs: Of `overview`
@@ -462,7 +468,7 @@ class torchEmber(ArmedModel):
         return live(self, **kwargs)
 
     def close(self): # A `Report`
-        """End the run: disarm, write everything, and report what was done.
+        """End the run: disarm, write everything, and return a report.
 
         Returns:
             A `Report`
@@ -501,7 +507,7 @@ class torchEmber(ArmedModel):
 
 # %% ../nbs/57_ember.ipynb #d08ba4de
 class EmberCopy:
-    "Stands for the ember in a copy of a model that keeps its ember. It reads the run, and records nothing."
+    "Replacement of a model's ember in copies of the model. It reads the run, and records nothing."
     armed = False
     def __init__(self,
         model_name:str, # Class of the model
@@ -519,4 +525,4 @@ class EmberCopy:
 
     def __getattr__(self, name):
         if name.startswith('__') or not hasattr(torchEmber, name): raise AttributeError(name)
-        raise AttributeError(f"{self!r} has no {name!r}: it came with a copy of the model. To record the copy, arm it: torchEmber(model).")
+        raise AttributeError(f"{self!r} has no {name!r}: it belongs to a copy of the model. To record the copy, arm it: torchEmber(model).")

@@ -220,7 +220,7 @@ class Graphs(CapturedEvents):
         if self.tape is not None or not self.events.sources.states: return
         self.gradients.step_over()
         self.depth,self.stack = 0,[]
-        self.tape = Tape(GraphRows(graph, devices.chosen_device()), self.events.buffer.arena)
+        self.tape = Tape(GraphRows(graph, devices.chosen_device()), self.events.buffer.rows.arena)
         self.was_on,self.events.on = self.events.on,False # hooks on leaves, from earlier passes, must not measure
         self.set_listeners(self, self)
 
@@ -235,14 +235,14 @@ class Graphs(CapturedEvents):
         tape,self.tape,self.events.on = self.tape,None,self.was_on
         tape.rows.end()
         self.set_listeners(self.events, self.optimizer_events)
-        self.events.buffer.forget_seen()
+        self.events.buffer.rows.forget_seen()
         return tape
 
     def tape_of(self, graph) -> Tape|None:
         "Return the tape of a graph, None if its replays are not recorded."
         tape = self.tapes.get(graph)
         if tape is None or not self.events.sources.states: return None
-        if tape.arena is self.events.buffer.arena: return tape
+        if tape.arena is self.events.buffer.rows.arena: return tape
         self.events.buffer.notices.once('graph', "A CUDA graph is replayed that was captured when the model was armed before. Its passes are not recorded: "
             "capture it again.", 'info')
 
@@ -255,7 +255,7 @@ class Graphs(CapturedEvents):
 
     def replay_ends(self, graph, whole):
         if (tape := self.tape_of(graph)) is None: return
-        self.events.buffer.forget_seen() # a replay changes tensors, but not their version counters
+        self.events.buffer.rows.forget_seen() # a replay changes tensors, but not their version counters
         if whole: self.player.play(tape.events[tape.before:])
         else: count_none(tape.arena, tape.rows)
 

@@ -219,7 +219,7 @@ class ModelEvents(Listener):
                 except BaseException: # also of a schedule, with on_error='raise'
                     self.running -= 1
                     raise
-                self.sums_after_hooks = self.buffer.ranks is not None and self.buffer.ranks.sharded
+                self.sums_after_hooks = self.buffer.shards.ranks is not None and self.buffer.shards.ranks.sharded
         here.depth += 1
         return True
 
@@ -291,7 +291,7 @@ class ModelEvents(Listener):
         if self.on and self.sources.states:
             call = next((n for track,n in reversed(here.stack) if track is state.track), here.call) # `here.call` is that of the last call
             self.buffer.measure(state, 'probe', name, x, None, call, here.phase)
-        if not here.depth: self.buffer.forget_seen()
+        if not here.depth: self.buffer.rows.forget_seen()
 
     @timed
     def gradient(self, state, ttype, tname, grad, call, phase=None, backward=0):
@@ -304,7 +304,7 @@ class ModelEvents(Listener):
 
     # ---- what cannot be measured
 
-    def memory_reused(self): self.buffer.forget_seen()
+    def memory_reused(self): self.buffer.rows.forget_seen()
 
     def failed(self, state, ttype, tname, error): self.buffer.notices.failed(state.track.name, tname, error, self.buffer.stats.get(ttype))
 

@@ -44,8 +44,9 @@ class Updates:
     def has_weight(self, state, name, tname, old) -> bool:
         "Return True if the buffer has the summary of a weight that the ratio of its update needs, with the same placement if it is a DTensor."
         buffer = self.buffer
-        columns = buffer.parts.get(place_of((state.track.name, 'weight', tname, name, None, 0), 0), {})
+        columns = buffer.shards.columns.get(place_of((state.track.name, 'weight', tname, name, None, 0), 0), {})
         if is_part(old) and columns.get('placement')!=placement(old): return False
-        return 'weight' in self.ttypes and not callable(buffer.stats['weight']) and not buffer.handed_out and (state.track.id, name) in self.parameters.seen
+        if callable(buffer.stats['weight']) or buffer.rows.handed_out: return False
+        return 'weight' in self.ttypes and (state.track.id, name) in self.parameters.seen
 
     def step_over(self): self.copies.clear() # also if a scaler skipped the step

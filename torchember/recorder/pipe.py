@@ -90,12 +90,12 @@ class PassRemover:
     ):
         "Remove refused passes, and write their rows apart."
         steps,buffer,refused,watch = self.steps,self.buffer,self.refused,self.sources.watch
-        if not refused.passes or not steps.manual or watch is not None and watch.busy or buffer.arena.in_graph(): return
+        if not refused.passes or not steps.manual or watch is not None and watch.busy or buffer.rows.arena.in_graph(): return
         for p in refused.unreached() if unreached else refused.removed():
             refused.forget(p.number)
             refused.taken += 1
             self.tally.refused += 1
-            empty = steps.remove_refused(p.number) and not buffer.handed_out # rows that were read are superseded by those of the next pass
+            empty = steps.remove_refused(p.number) and not buffer.rows.handed_out # rows that were read are superseded by those of the next pass
             write_refused(self.writer, buffer, steps, p, refused.first_after(p), empty, self.gate.writes)
             for part in (self.sources.gradients, self.sources.parameters, buffer) if empty else (): part.step_over()
 
@@ -153,7 +153,7 @@ class Pipe:
             n = steps.state.begun-1
             if not n: self.look_for_modules()
             self.buffer.begin_pass(n)
-            if phase is None: remover.refused.begins(n, steps.micro, next(self.buffer.arena.clock))
+            if phase is None: remover.refused.begins(n, steps.micro, next(self.buffer.rows.arena.clock))
         self.buffer.in_micro(steps.micro)
 
     def stop(self, error): self.error = error
@@ -179,7 +179,7 @@ class Pipe:
         wait=False # True to keep the rows back, because the step may turn out to be a micro-batch
     ):
         "End the open step, and begin the next one. A step without content stays open."
-        if self.buffer.arena.in_graph(): return # the device only records operations now
+        if self.buffer.rows.arena.in_graph(): return # the device only records operations now
         if not by_pass: self.provisional.clear()
         if not self.steps.opened: return
         if boundary: self.steps.confirm_training()
@@ -201,9 +201,9 @@ class Pipe:
                 self.flush(True)
                 raise
             self.buffer.gradients = sources.parameters.gradient_counts(self.steps.manual)
-            if rates := sources.rates.take(): self.writer.note_rates(rates, self.buffer)
+            if rates := sources.rates.take(): self.writer.extra.note_rates(rates, self.buffer)
             hint.step_over(bool(self.steps.passes[None]), sources.states, self.steps.manual, sources.ttypes, boundary)
-        if self.gate.has_content or self.buffer.size or self.writer.file_is_open: self.flush(True, wait)
+        if self.gate.has_content or self.buffer.rows.size or self.writer.log.file_is_open: self.flush(True, wait)
 
     def measure_at_end(self):
         self.sources.measure_at_end(not (self.steps.manual and self.steps.passes and not self.steps.own_passes))
@@ -219,7 +219,7 @@ class Pipe:
             sources.note_parameters(search=tally.recorded==4) # before live rules look first, after 8 steps
         steps.close()
         if self.box is not None: self.box.turns(BETWEEN)
-        self.cost.end_step(bool(gate.on), self.writer.t.file.seconds, self.buffer.on_device)
+        self.cost.end_step(bool(gate.on), self.writer.log.t.file.seconds, self.buffer.on_device)
         if budget and budget.hopeless: self.buffer.notices.once('budget', budget_warning(budget))
         gate.decide_step()
 
@@ -231,13 +231,13 @@ class Pipe:
     ):
         "Hand over all rows that exist by now. This returns before they are written."
         if not over: self.remover.remove_refused()
-        if not self.buffer.arena.in_graph(): self.writer.write(self.buffer, self.steps, over, wait, self.gate.held_only)
+        if not self.buffer.rows.arena.in_graph(): self.writer.write(self.buffer, self.steps, over, wait, self.gate.held_only)
 
     def flush_large(self):
         "Hand over the rows of a very long step in parts."
-        if self.buffer.size>self.most_rows: self.provisional.clear(); self.flush()
+        if self.buffer.rows.size>self.most_rows: self.provisional.clear(); self.flush()
 
-    def read_pending(self): self.buffer.read_pending(self.writer.root_name)
+    def read_pending(self): self.buffer.read_pending(self.writer.extra.root_name)
 
     def finish(self):
         "Measure what is measured at the end of a step, because the open step gets no more passes."
@@ -261,12 +261,12 @@ def close_by_pass(
     following # Versions of the weights in the pass that begins
 ):
     "End a step because a pass begins. Keep the step: it may turn out to be a micro-batch."
-    if pipe.buffer.arena.in_graph(): return
+    if pipe.buffer.rows.arena.in_graph(): return
     steps,hint,writer,gradients = pipe.steps,pipe.sources.parameters.hint,pipe.writer,pipe.sources.gradients
     known = pipe.gate.writes and steps.state.training_passes and not steps.phase
-    known = known and not pipe.buffer.handed_out # a step whose rows were read stays a step
+    known = known and not pipe.buffer.rows.handed_out # a step whose rows were read stays a step
     known = known and not pipe.remover.refused.removed() # a refused pass is no micro-batch of the next step
-    weights,noted,without = steps.state.weights if known else None,writer.noted[steps.number],hint.steps_without
+    weights,noted,without = steps.state.weights if known else None,writer.extra.noted[steps.number],hint.steps_without
     gradients.held = pipe.provisional.may_join(weights, following)
     try: pipe.over(wait=pipe.provisional.has_earlier(weights), by_pass=True)
     finally: gradients.held = False
@@ -281,7 +281,7 @@ def join_passes(pipe):
     pipe.tally.absorb(len(earlier))
     pipe.sources.parameters.hint.joined(sum(e.without for e in earlier))
     steps.absorb_previous(len(earlier))
-    if pipe.buffer.box is not None: pipe.buffer.box.slots.drop([e.measured.snapshot.number for e in earlier if e.measured is not None])
+    if pipe.buffer.rows.box is not None: pipe.buffer.rows.box.slots.drop([e.measured.snapshot.number for e in earlier if e.measured is not None])
     pipe.writer.join(number, steps.number, earlier)
     pipe.buffer.join(earlier)
     pipe.gate.turn(True)

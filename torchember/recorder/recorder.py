@@ -148,7 +148,7 @@ def make_pipe(
     awaited = {id(o) for o in watch.optimizers} if watch and s.ends!='step' else ()
     steps,cost,held = Steps(s.first_step, watch is not None or s.ends=='step', awaited),Cost(s.budget),held_steps(s.blackbox)
     writer = RowWriter(t, s.rank, s.root_name, held)
-    notices = Notices(s.on_error, partial(writer.report, steps))
+    notices = Notices(s.on_error, partial(writer.extra.report, steps))
     buffer = StepBuffer(dict.fromkeys(recorded, s.stats), notices, Calls(), lock, s.ranks)
     box = None if s.blackbox is False else RunBox(t, s.root_name, writer, buffer, s.blackbox)
     sources = Sources(s.ttypes, buffer, steps, gradient, watch, s.tell)
@@ -223,7 +223,7 @@ class Recorder:
             try: values[k] = as_number(v)
             except Unmeasurable as e: self.notices.failed('te.log', k, e)
         if numbers and not values: return
-        with self.lock: self.writer.note(values, self.buffer, self.steps, self.pipe.gate.writes)
+        with self.lock: self.writer.extra.note(values, self.buffer, self.steps, self.pipe.gate.writes)
 
     def add_rows(self,
         step:int, # Step of the rows
@@ -231,7 +231,7 @@ class Recorder:
     ):
         "Add rows of other code that measures this model, such as a `Monitor`."
         open_recorders.add(self)
-        with self.lock: self.writer.add(step, rows, self.buffer, self.steps, self.pipe.gate.writes)
+        with self.lock: self.writer.extra.add(step, rows, self.buffer, self.steps, self.pipe.gate.writes)
 
     def marked(self, marks):
         "Warn if one of the marks changes with every step."
@@ -316,5 +316,5 @@ class Recorder:
 
     def __del__(self):
         if getattr(self, 'pipe', None) is None: return
-        if self.buffer.size or self.writer.waiting: self.flush()
+        if self.buffer.rows.size or self.writer.waiting: self.flush()
         self.ended()

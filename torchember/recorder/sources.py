@@ -123,7 +123,7 @@ class Sources:
 
     def prepare(self, root):
         "Prepare for the modules of another model."
-        self.buffer.fresh_arena()
+        self.buffer.rows.renew_arena()
         ps = trained_by(self.watch.optimizers) if self.watch else root.parameters()
         self.sampled = evenly_spaced([p for p in ps if p.requires_grad and not is_lazy(p)])
 
