@@ -46,17 +46,8 @@ class SilentListener(Listener):
 
 # %% ../../nbs/40_recorder/02_budget.ipynb #3e7f52d3
 @functools.cache
-def call_overhead(
-    notified:bool=False # True to notify a listener of the calls. In steps that are not recorded, no listener is notified
-) -> float: # Seconds
-    """Return how much longer a call of an armed module takes than one of an unarmed module, without any measuring.
-
-    Args:
-        notified: True to notify a listener of the calls. In steps that are not recorded, no listener is notified
-
-    Returns:
-        Seconds
-    """
+def call_overhead(notified=False) -> float:
+    "Return how many seconds longer a call of an armed module takes, without measuring. In recorded steps a listener is `notified` of calls."
     ts,x = tracks(nn.Sequential(nn.Identity())),torch.zeros(1)
     def time_call(n=200):
         start = clock()
@@ -70,29 +61,14 @@ def call_overhead(
     return max(armed-bare, 0.)
 
 # %% ../../nbs/40_recorder/02_budget.ipynb #d6a83656
-def duration(
-    seconds:float
-) -> str: # '1.5 ms'
-    """Format a time with its unit.
-
-    Returns:
-        '1.5 ms'
-    """
+def duration(seconds) -> str:
+    "Format a time with its unit, such as '1.5 ms'."
     for unit,n in (('s', 1), ('ms', 1e-3), ('us', 1e-6)):
         if seconds>=n: return f'{seconds/n:.3g} {unit}' if seconds<999.5*n else f'{seconds/n:,.0f} {unit}'
     return f'{seconds*1e6:.2g} us' if seconds else '0 s'
 
-def byte_size(
-    n:float # Bytes
-) -> str: # '19.2 KB'
-    """Format a number of bytes with its unit.
-
-    Args:
-        n: Bytes
-
-    Returns:
-        '19.2 KB'
-    """
+def byte_size(n) -> str:
+    "Format a number of bytes with its unit, such as '19.2 KB'."
     for unit,k in (('GB', 1e9), ('MB', 1e6), ('KB', 1e3)):
         if n>=k: return f'{n/k:.3g} {unit}' if n<999.5*k else f'{n/k:,.0f} {unit}'
     return f'{n:.0f} bytes'
@@ -167,36 +143,6 @@ class StepTimes:
         self.time,self.idle_cost = median_of(self.bare),median_of(self.idle)
         self.cost = median_of(self.costs)+self.late/max(self.recorded-1, 1) if self.costs else None
 
-# %% ../../nbs/40_recorder/02_budget.ipynb #7215109b
-class Account:
-    "Seconds that recording may take: each step earns a share of its time."
-    patience = 100 # the first recorded step is charged at most what so many steps earn
-
-    def __init__(self, share): self.share,self.balance,self.owed,self.credit,self.floor = share,0.,0.,0.,0. # owed: part of the first step, paid later
-
-    def set_limits(self,
-        time:float, cost:float, # Median seconds of a step without recording, and of recording one
-        rarest:int # One step in so many is recorded at least
-    ):
-        "Set the credit of the first recorded step, and the lowest balance."
-        self.credit = self.patience*self.share*time
-        self.floor = -rarest*self.share*time-cost
-
-    def add(self,
-        took:float, cost:float, # Seconds of the step, and of recording in it
-        late:float, # Seconds that the writer thread took meanwhile
-        recorded:int, since:int, # Recorded steps; steps since the last one
-        known_cost:float|None # Estimated seconds of recording a step
-    ):
-        "Add what a step earned, subtract what recording took, and apply the limits."
-        self.balance += self.share*took-cost-late
-        if recorded<2: part = min(self.balance+self.credit, 0.)
-        elif since: part = min(self.owed, .1*self.share*took)
-        else: part = min(self.owed, max(cost-self.credit, 0.)) if recorded==2 else 0.
-        self.owed -= part
-        self.balance -= part
-        self.balance = max(min(self.balance, self.credit if known_cost is None else known_cost), self.floor)
-
 # %% ../../nbs/40_recorder/02_budget.ipynb #56deb09d
 class Budget:
     """Decides which of the selected steps can be recorded. It uses no clock: `add_step` gets the times.
@@ -204,12 +150,15 @@ class Budget:
     Args:
         share: Share of the time that recording may take, above 0 and at most 1
     """
+    patience = 100 # the first recorded step is charged at most what so many steps earn
     rarest = 1000 # one step in so many is recorded, whatever it costs
 
     def __init__(self,
         share:float # Share of the time that recording may take, above 0 and at most 1
     ):
-        self.share,self.times,self.account = check_share(share),StepTimes(),Account(share)
+        self.share,self.times = check_share(share),StepTimes()
+        self.balance,self.owed = 0.,0. # seconds: of the account; part of the first recorded step that later steps pay
+        self.credit,self.floor = 0.,0. # seconds: most that the first step is charged; least balance
         self.thinned,self.since = 0,0 # selected steps that were not allowed; steps since the last recorded one
         self.hopeless = False # True if even the rarest recording exceeds the share
         self.hidden = False # True if the clock does not see all costs: on a GPU
@@ -239,12 +188,26 @@ class Budget:
         cost = times.add(took, cost, recorded, late, hidden)
         self.since = 0 if recorded else self.since+1
         if recorded or len(times.bare)<9 or not self.since%8: self.estimate() # a median takes longer than the rest of this method
-        self.account.add(took, cost, late, times.recorded, self.since, times.cost)
+        self.balance += self.share*took-cost-late
+        self.apply_limits(took, cost)
 
     def estimate(self):
-        self.times.estimate()
-        self.account.set_limits(self.times.time, median_of(self.times.costs), self.rarest)
-        self.hopeless = self.idle_exceeds_share or self.times.recorded>1 and self.interval>self.rarest
+        "Compute medians and limits."
+        times = self.times
+        times.estimate()
+        self.credit = self.patience*self.share*times.time
+        self.floor = -self.rarest*self.share*times.time-median_of(times.costs)
+        self.hopeless = self.idle_exceeds_share or times.recorded>1 and self.interval>self.rarest
+
+    def apply_limits(self, took, cost):
+        "Defer a part of the first recorded step, and keep the balance within its limits."
+        recorded,known_cost = self.times.recorded,self.times.cost
+        if recorded<2: part = min(self.balance+self.credit, 0.)
+        elif self.since: part = min(self.owed, .1*self.share*took)
+        else: part = min(self.owed, max(cost-self.credit, 0.)) if recorded==2 else 0.
+        self.owed -= part
+        self.balance -= part
+        self.balance = max(min(self.balance, self.credit if known_cost is None else known_cost), self.floor)
 
     @property
     def interval(self):
@@ -256,20 +219,16 @@ class Budget:
         "True if steps that are not recorded take more than the share already."
         return len(self.times.idle)==self.times.idle.maxlen and self.times.idle_cost>self.share*self.times.time
 
-    def allows(self,
-        pending:float=0. # Seconds that recording has taken in a step that is not over yet
-    ) -> bool:
+    def allows(self, pending=0.) -> bool:
         """Return True if the next step can be recorded. Call this once for each step that the schedule selects.
 
-        Args:
-            pending: Seconds that recording has taken in a step that is not over yet
-        """
+        `pending` are seconds that recording has taken in a step that is not over yet."""
         times,cost = self.times,self.times.cost
-        if times.recorded==1: cost = min(cost, self.account.credit)
+        if times.recorded==1: cost = min(cost, self.credit)
         if self.unknown: yes = False
         elif cost is None: yes = not pending
         elif self.hidden and times.recorded>2 and len(times.off)<3: yes = False # skip a few steps, to compare their time
-        else: yes = self.account.balance-pending+self.share*(times.time+cost)>=cost-1e-12 or self.since+1>=self.rarest
+        else: yes = self.balance-pending+self.share*(times.time+cost)>=cost-1e-12 or self.since+1>=self.rarest
         self.thinned += not yes
         return yes
 

@@ -34,16 +34,8 @@ class Calls:
         self.current = None # `moduleTrack` of the module that is recorded now, or was last
         self.box = None # `BlackBox`, which keeps the running calls for a reader after a crash
 
-    def begin(self,
-        outermost, # `State` of the outermost module
-        skipped:bool # True if the pass is not recorded
-    ):
-        """Begin a pass in this thread.
-
-        Args:
-            outermost: `State` of the outermost module
-            skipped: True if the pass is not recorded
-        """
+    def begin(self, outermost, skipped):
+        "Begin a pass in this thread, by a call of the `State` of its outermost module. A `skipped` pass is not recorded."
         here = self.here
         here.outermost,here.skipped = outermost,skipped
         here.stack = []

@@ -14,15 +14,9 @@ from ..measure.tap import Arena, observe
 
 # %% ../../nbs/40_recorder/15_cost.ipynb #85635386
 class Cost:
-    """Seconds that recording takes, and that the training has taken.
-
-    Args:
-        budget: `Budget` that gets the times of each step
-    """
-    def __init__(self,
-        budget=None # `Budget` that gets the times of each step
-    ):
-        self.budget = budget
+    "Seconds that recording takes, and that the training has taken."
+    def __init__(self, budget=None):
+        self.budget = budget # `Budget` that gets the times of each step
         self.local = ThreadTimer()
         self.spent = 0. # seconds of timed work, without the writer thread
         self.calls = {False: 0, True: 0} # calls of armed modules in steps that were not recorded, and in recorded ones
@@ -62,28 +56,14 @@ class Cost:
 
     # ---- events
 
-    def begin_pass(self,
-        skipped:bool=False # True if the pass is not recorded, and begins no step
-    ):
-        """Note the begin of a pass.
-
-        Args:
-            skipped: True if the pass is not recorded, and begins no step
-        """
+    def begin_pass(self, skipped=False):
+        "Note the begin of a pass. A `skipped` one is not recorded, and begins no step."
         now = self.local.entered or clock()
         if self.first is None: self.first = now
         if self.step_began is None and not skipped: self.step_began = now
 
-    def end_pass(self,
-        modules:int, # Armed modules in the pass
-        notified:bool # True if the recorder was notified of their calls
-    ):
-        """Note the end of a pass.
-
-        Args:
-            modules: Armed modules in the pass
-            notified: True if the recorder was notified of their calls
-        """
+    def end_pass(self, modules, notified):
+        "Note the end of a pass with a number of armed modules. True if the recorder was `notified` of their calls."
         self.note_end()
         self.calls[notified] += modules
 
@@ -97,14 +77,8 @@ class Cost:
         "Add the time since a reading of `clock`, unless a timed method counts it."
         if self.local.entered is None: self.spent += clock()-since
 
-    def warm(self,
-        tensors=() # Tensors that will be read
-    ):
-        """Load compiled loops before the training begins, and count the time as `arming`.
-
-        Args:
-            tensors: Tensors that will be read
-        """
+    def warm(self, tensors=()):
+        "Load the compiled loops that read these tensors before the training begins, and count the time as `arming`."
         before = seconds_waited()[0]
         warm(tensors)
         self.arming += seconds_waited()[0]-before

@@ -26,14 +26,8 @@ class NoPython(Unmeasurable):
 
 # %% ../../nbs/40_recorder/79_graphs.ipynb #6e82c472
 class Quiet(Listener):
-    """Writes the log before a CUDA graph is captured, so that no copy is pending then.
-
-    Args:
-        drain: Called before a capture: writes all queued rows
-    """
-    def __init__(self,
-        drain # Called before a capture: writes all queued rows
-    ): self.drain,self.watch = drain,GraphWatch(self)
+    "Writes the log before a CUDA graph is captured, so that no copy is pending then."
+    def __init__(self, drain): self.drain,self.watch = drain,GraphWatch(self) # drain: called before a capture, to write all queued rows
 
     def graph_to_come(self, graph): self.drain()
 
@@ -201,9 +195,7 @@ class Player:
 
     def gradients_ready(self, optimizer, scale): self.optimizer_events.gradients_ready(optimizer, scale, False)
 
-    def step_ends(self, optimizer,
-        skips # Number that is not 0 if the step did nothing, of a fused optimizer with a scaler. Otherwise None
-    ):
+    def step_ends(self, optimizer, skips): # skips: number of a fused optimizer with a scaler, not 0 if the step did nothing. Otherwise None
         if skips is not None and bool(skips.item()): self.optimizer_events.step_skipped(optimizer)
         else: self.optimizer_events.step_ends(optimizer)
 

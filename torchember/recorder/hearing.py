@@ -38,15 +38,9 @@ class FunctionCalls:
 
 # %% ../../nbs/40_recorder/79_hearing.ipynb #b625c6a4
 class OtherModels:
-    """Finds calls that another model makes of a module that both models share.
-
-    Args:
-        sources: `Sources`
-    """
-    def __init__(self,
-        sources # `Sources`
-    ):
-        self.sources = sources
+    "Finds calls that another model makes of a module that both models share."
+    def __init__(self, sources):
+        self.sources = sources # `Sources`
         self.root,self.known,self.parameters = None,frozenset(),frozenset() # weak reference to the model; ids of its modules, and of its parameters
         self.is_ours = weakref.WeakKeyDictionary() # module that calls parts -> True if its calls count as calls of the recorded model
         self.root_called = False # True once the root was called
@@ -57,16 +51,10 @@ class OtherModels:
         self.root,self.known,self.parameters = weakref.ref(root),frozenset(map(id, root.modules())),frozenset(map(id, root.parameters()))
         self.is_ours.clear()
 
-    def is_caller(self,
-        state # `capture.forward.State` of the module that is called outside of any pass
-    ) -> bool:
-        """Return True if another model makes this call.
+    def is_caller(self, state) -> bool:
+        """Return True if another model calls the module of this `State`, outside of any pass.
 
-        A part that only others call belongs to them until the weights of the recorded model change, although its root is never called.
-
-        Args:
-            state: `capture.forward.State` of the module that is called outside of any pass
-        """
+        A part that only others call belongs to them until the weights of the recorded model change, although its root is never called."""
         if state.root: self.root_called = True; return False
         caller = module_that_calls(self.known)
         if caller is None or self.acts_for_root(caller): return False
@@ -101,29 +89,13 @@ class PassEvents:
         self.wanted = None # function of a trainer: (phase, True if gradients will come) -> True to record the pass
         self.stack_room = 0 # frames by which Python's recursion limit is raised while the model runs
 
-    def prepare(self,
-        root, # Model that is about to be armed
-        depth # Depth of its innermost module
-    ):
-        """Note the modules of the model, and how many frames of Python's stack a deep model needs.
-
-        Args:
-            root: Model that is about to be armed
-            depth: Depth of its innermost module
-        """
+    def prepare(self, root, depth):
+        "Note the modules of a model that is about to be armed, and how many frames of Python's stack it needs, by the depth of its innermost module."
         self.stack_room = depth+100 if depth>50 else 0
         self.other_models.prepare(root)
 
-    def is_skipped(self,
-        phase, # Phase of the pass
-        grad:bool # True if gradients will come
-    ) -> bool:
-        """Return True if a pass is not recorded.
-
-        Args:
-            phase: Phase of the pass
-            grad: True if gradients will come
-        """
+    def is_skipped(self, phase, grad) -> bool:
+        "Return True if a pass of this phase, with or without gradients, is not recorded."
         return self.only_training and phase is not None or self.wanted is not None and not self.wanted(phase, grad)
 
     def phase_of(self, path, training, grad):
@@ -132,18 +104,8 @@ class PassEvents:
         phase = self.steps.phases.find(path, training, states[0].track.module.training if states else training, grad or function_trains())
         return phase if self.steps.manual or phase!='no_grad' else None
 
-    def begin(self,
-        here, # `calls.ThreadContext` of this thread
-        state, # `capture.forward.State` of the outermost module
-        grad # True if gradients will come
-    ):
-        """Begin a pass, or join the pass of another thread and continue its numbering of calls.
-
-        Args:
-            here: `calls.ThreadContext` of this thread
-            state: `capture.forward.State` of the outermost module
-            grad: True if gradients will come
-        """
+    def begin(self, here, state, grad):
+        "Begin a pass of this thread, by a call of a `State`, or join the pass of another thread and continue its numbering of calls."
         path,training = state.track.path,state.track.module.training
         skipped = self.other_models.is_caller(state) or only_metadata() or not grad and checks_trace()
         phase = None if skipped else self.phase_of(path, training, grad)
@@ -245,7 +207,6 @@ class ModelEvents(Listener):
     def disown(self, lock): self.lock = lock # a new one, in a forked process
 
     # ---- passes. `here` is the position of this thread
-
     @timed
     def pass_begins(self, state, grad=None):
         here = self.calls.here
@@ -354,16 +315,8 @@ class ModelEvents(Listener):
 
 # %% ../../nbs/40_recorder/79_hearing.ipynb #962d98b3
 class OptimizerEvents(Listener):
-    """Listener of optimizers: complete gradients, and steps.
-
-    Args:
-        pipe: `Pipe`
-        lock: Lock of the recorder
-    """
-    def __init__(self,
-        pipe, # `Pipe`
-        lock # Lock of the recorder
-    ): self.pipe,self.sources,self.cost,self.lock = pipe,pipe.sources,pipe.cost,lock
+    "Listener of optimizers: complete gradients, and steps."
+    def __init__(self, pipe, lock): self.pipe,self.sources,self.cost,self.lock = pipe,pipe.sources,pipe.cost,lock
 
     def disown(self, lock): self.lock = lock # a new one, in a forked process
 

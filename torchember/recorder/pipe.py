@@ -72,14 +72,10 @@ class Gate:
 class PassRemover:
     """Removes passes of the open step that raised or were refused.
 
-    Args:
-        steps, sources, buffer, writer, gate, tally: `Steps`, `Sources`, `StepBuffer`, `RowWriter`, `Gate`, `Tally`
-        lock: Lock of the recorder
+    Returns:
+        parts of the `Pipe`, and the recorder's lock
     """
-    def __init__(self,
-        steps, sources, buffer, writer, gate, tally, # `Steps`, `Sources`, `StepBuffer`, `RowWriter`, `Gate`, `Tally`
-        lock # Lock of the recorder
-    ):
+    def __init__(self, steps, sources, buffer, writer, gate, tally, lock): # parts of the `Pipe`, and the recorder's lock
         self.steps,self.sources,self.buffer,self.writer,self.gate,self.tally,self.lock = steps,sources,buffer,writer,gate,tally,lock
         self.refused = RefusedPasses(self.note_backward)
 
@@ -98,14 +94,8 @@ class PassRemover:
         "Remove the last pass if it raised and the step has other passes."
         if self.steps.state.failed and sum(self.steps.passes.values())>1: self.remove_last()
 
-    def remove_refused(self,
-        unreached=False # True for passes that no backward reached, False for passes whose gradients were removed
-    ):
-        """Remove refused passes, and write their rows apart.
-
-        Args:
-            unreached: True for passes that no backward reached, False for passes whose gradients were removed
-        """
+    def remove_refused(self, unreached=False):
+        "Remove passes whose gradients were removed, or passes that no backward reached (`unreached`). Write their rows apart."
         steps,buffer,refused,watch = self.steps,self.buffer,self.refused,self.sources.watch
         if not refused.passes or not steps.manual or watch is not None and watch.busy or buffer.arena.in_graph(): return
         for p in refused.unreached() if unreached else refused.removed():
@@ -302,16 +292,8 @@ class Pipe:
         self.provisional.clear()
 
 # %% ../../nbs/40_recorder/78_pipe.ipynb #d108d07b
-def close_by_pass(
-    pipe, # `Pipe`
-    following # Versions of the weights in the pass that begins
-):
-    """End a step because a pass begins. Keep the step: it may turn out to be a micro-batch.
-
-    Args:
-        pipe: `Pipe`
-        following: Versions of the weights in the pass that begins
-    """
+def close_by_pass(pipe, following):
+    "End a step because a pass with the weights `following` begins. Keep the step: it may turn out to be a micro-batch."
     if pipe.buffer.arena.in_graph(): return
     steps,hint,writer,gradients = pipe.steps,pipe.sources.parameters.hint,pipe.writer,pipe.sources.gradients
     known = pipe.gate.writes and steps.state.training_passes and not steps.phase
@@ -337,18 +319,9 @@ def join_passes(pipe):
     pipe.buffer.join(earlier)
     pipe.gate.turn(True)
 
-# %% ../../nbs/40_recorder/78_pipe.ipynb #d2c23b12
-def end_step(pipe,
-    empty=False # True to count a step without content, too
-) -> bool: # True if the step had content
-    """End the step for `te.step()`. From now on only `te.step()` ends steps.
-
-    Args:
-        empty: True to count a step without content, too
-
-    Returns:
-        True if the step had content
-    """
+# %% ../../nbs/40_recorder/78_pipe.ipynb #a95e080c
+def end_step(pipe, empty=False) -> bool:
+    "End the step for `te.step()`, which ends all steps from now on. Return True if it had content. With `empty`, count a step without content, too."
     opened,steps = pipe.steps.opened,pipe.steps
     if not steps.manual: join_passes(pipe)
     steps.manual = True

@@ -40,9 +40,7 @@ from ..store.base import now
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #18184d49
 @contextmanager
-def restored(
-    model:torch.nn.Module
-):
+def restored(model):
     "Inside, the model can run. Afterwards its buffers, attributes and training modes, and all random generators, are as before."
     dicts = [d for m in model.modules() for d in (m.__dict__, m._parameters, m._buffers, m._modules)]
     kept,buffers = [dict(d) for d in dicts],[(b, b.detach().clone()) for b in model.buffers()]
@@ -117,12 +115,8 @@ def eagerly():
     return torch.compiler.set_stance('force_eager') if hasattr(torch.compiler, 'set_stance') else nullcontext()
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #4bc4b785
-def rehearse(
-    model, # The root, armed
-    recorder, # Its `Recorder`
-    args:tuple, kwargs:dict # An example input
-) -> tuple: # `Place`s of the tensors of the pass; states in the order in which their calls ended
-    "Run the model once, and return the rows that its tensors would have."
+def rehearse(model, recorder, args, kwargs) -> tuple: # `Place`s of the tensors of the pass; states in the order in which their calls ended
+    "Run an armed model once on an example, and return the rows that its tensors would have."
     states = recorder.sources.states
     listener,by_id,ts = Rehearsal(recorder.ttypes, states),{st.track.id: st for st in states},[st.track for st in states]
     arm(ts, listener, {st.track.id for st in states if st.watched})
@@ -146,11 +140,8 @@ class NullRun:
         self.rows += len(rows)
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #1a5775d0
-def states_to_come(
-    optimizer, # Optimizer
-    p # One of its parameters
-) -> dict|None: # Name of the state -> shape. None if unknown
-    "Return the states that an optimizer has for a parameter, or will have."
+def states_to_come(optimizer, p) -> dict|None:
+    "Return the shapes of the states that an optimizer has for a parameter, or will have, by name. None if unknown."
     have = state_tensors(optimizer, p)
     if have: return {k: tuple(v.shape) for k,v in have.items()}
     kind = type(optimizer)
@@ -172,13 +163,8 @@ def example(n, dtype, device):
     x = torch.from_numpy(np.random.default_rng(0).standard_normal(n, dtype=np.float32)).to(device)
     return x>0 if dtype is torch.bool else x.to(dtype) if dtype.is_floating_point or dtype.is_complex else (x*100).to(dtype)
 
-def time_reading(
-    stats, # Statistics, as `observe` takes them
-    dtype:torch.dtype,
-    device, # Device of the tensors
-    most:int # Elements of the largest tensor
-) -> tuple: # Numbers of elements, and seconds for each
-    "Return how long tensors of different sizes take to be measured."
+def time_reading(stats, dtype, device, most) -> tuple: # numbers of elements, and seconds for each
+    "Return how long tensors of different sizes take to be measured, up to one with at least `most` elements."
     ready() # the loops in use are compiled, as in nearly all of the training
     arena = Arena()
     tap,xs,ys = arena.tap(None, stats),[],[]
@@ -232,11 +218,8 @@ def row_times(stats) -> tuple:
     return sorted(spent)[3], sorted(took)[3]
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #0ebf059a
-def parameter_places(
-    r, # `Recorder`
-    ended=() # States in the order in which a pass ended their calls
-) -> tuple: # `Place`s; sentences about unknown rows
-    "Return the rows of weights, their gradients, updates, states, buffers and followed tensors."
+def parameter_places(r, ended=()) -> tuple: # `Place`s; sentences about unknown rows
+    "Return the rows of weights, gradients, updates, states, buffers and followed tensors. `ended`: states in the order in which a pass ended their calls."
     (places,notes),s = ([], set()),r.sources
     def add(st, ttype, tname, n, p, shape=None): places.append(Place(st.track, ttype, tname, n, 0, tuple(p.shape) if shape is None else shape, p.dtype, True))
     first = list(dict.fromkeys([*ended, *s.states])) # a tied weight belongs to the module that returns first
@@ -277,7 +260,7 @@ def flow_places(r) -> tuple: # `Place`s; sentences about unknown rows
     return places, ["Inputs and outputs are those of the last recorded pass." if known else
         "Inputs and outputs are not known before a pass: one of each is assumed, and their sizes are not in the time. Give an example input: te.plan(x)."]
 
-# %% ../../nbs/40_recorder/90_plan.ipynb #1541a8e4
+# %% ../../nbs/40_recorder/90_plan.ipynb #4edd3fe2
 def example_row(place, how, marks) -> dict:
     "Return a row as it will be written, with numbers of as many digits."
     stats = {} if callable(how) else {n: list(place.shape or (64, 64)) if n=='shape' else 1234 if n in counts else -.0123456789012345678 for n in how}

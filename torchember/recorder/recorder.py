@@ -59,25 +59,26 @@ class Settings:
     tell:object = None # Function that gets the metadata of the parameters when these have changed
     cuda_graphs:bool = False # True to record CUDA graphs when they are replayed
 
+# %% ../../nbs/40_recorder/80_recorder.ipynb #009b21b1
+def make_pipe(t, s, lock, gradient, turn, look_for_modules):
+    "Create the parts of a recorder, from its run `t` and `Settings`. The last arguments are functions of `Sources`, `Gate` and `Pipe`."
+    watch = OptimizerWatch(s.optimizers, s.scaler, SilentListener(False)) if s.optimizers else None # `ArmedModel` sets the listener
+    awaited = {id(o) for o in watch.optimizers} if watch and s.ends!='step' else ()
+    steps,cost,held = Steps(s.first_step, watch is not None or s.ends=='step', awaited),Cost(s.budget),steps_in(s.blackbox)
+    writer = RowWriter(t, s.rank, s.root_name, held)
+    notices = Notices(s.on_error, partial(writer.report, steps))
+    buffer = StepBuffer(dict.fromkeys(recorded, s.stats), notices, Calls(), lock, s.ranks)
+    box = None if s.blackbox is False else RunBox(t, s.root_name, writer, buffer, s.blackbox)
+    sources = Sources(s.ttypes, buffer, steps, gradient, watch, s.tell)
+    gate = Gate(Decision(s.when, s.budget, notices), steps, cost, turn, bool(held) and s.budget is None)
+    return Pipe(steps, sources, buffer, writer, gate, Tally(), cost, box, lock, look_for_modules)
+
 # %% ../../nbs/40_recorder/80_recorder.ipynb #a0c1d2e3
 class ArmedModel:
-    """Armed modules of a model, and their listeners.
-
-    Args:
-        events, optimizer_events: `ModelEvents` and `OptimizerEvents`
-        watches: `OptimizerWatch` and `ClippingWatch`, where they are needed
-        sources: `Sources`
-        cost: `Cost`
-        graphs: `Graphs` or `Quiet`, on a device with CUDA graphs
-    """
-    def __init__(self,
-        events, optimizer_events, # `ModelEvents` and `OptimizerEvents`
-        watches, # `OptimizerWatch` and `ClippingWatch`, where they are needed
-        sources, # `Sources`
-        cost, # `Cost`
-        graphs=None # `Graphs` or `Quiet`, on a device with CUDA graphs
-    ):
-        self.events,self.optimizer_events,self.watches,self.sources,self.cost,self.graphs = events,optimizer_events,watches,sources,cost,graphs
+    "Armed modules of a model, and their listeners."
+    def __init__(self, events, optimizer_events, watches, sources, cost, graphs=None):
+        self.events,self.optimizer_events,self.sources,self.cost = events,optimizer_events,sources,cost
+        self.watches,self.graphs = watches,graphs # `OptimizerWatch` and `ClippingWatch`, if needed; `Graphs` or `Quiet`, on a device with CUDA graphs
         self.tracks,self.owner = (),None # `moduleTrack`s, root first; function that returns the ember, None while nothing is armed
         self.containers = Containers() # modules that are not armed, and may get children that are
 
@@ -149,26 +150,6 @@ class ArmedModel:
         self.sources.armed([])
         self.owner = None
         self.cost.pause()
-
-# %% ../../nbs/40_recorder/80_recorder.ipynb #009b21b1
-def make_pipe(
-    t, s, # Run and `Settings` of a recorder
-    lock, # Lock of the recorder
-    gradient, # Called as `Listener.gradient`
-    turn, # Called with True or False when measuring is turned on or off
-    look_for_modules # Called when the first pass of a recorded step begins
-):
-    "Create the `Pipe` of a recorder, with the parts that it leads a step through."
-    watch = OptimizerWatch(s.optimizers, s.scaler, SilentListener(False)) if s.optimizers else None # `ArmedModel` sets the listener
-    awaited = {id(o) for o in watch.optimizers} if watch and s.ends!='step' else ()
-    steps,cost,held = Steps(s.first_step, watch is not None or s.ends=='step', awaited),Cost(s.budget),steps_in(s.blackbox)
-    writer = RowWriter(t, s.rank, s.root_name, held)
-    notices = Notices(s.on_error, partial(writer.report, steps))
-    buffer = StepBuffer(dict.fromkeys(recorded, s.stats), notices, Calls(), lock, s.ranks)
-    box = None if s.blackbox is False else RunBox(t, s.root_name, writer, buffer, s.blackbox)
-    sources = Sources(s.ttypes, buffer, steps, gradient, watch, s.tell)
-    gate = Gate(Decision(s.when, s.budget, notices), steps, cost, turn, bool(held) and s.budget is None)
-    return Pipe(steps, sources, buffer, writer, gate, Tally(), cost, box, lock, look_for_modules)
 
 # %% ../../nbs/40_recorder/80_recorder.ipynb #f53e8207
 class Recorder:
@@ -269,30 +250,15 @@ class Recorder:
     # ---- the end of a step
 
     @timed
-    def close(self,
-        boundary=False # True if `te.step()` ends the step
-    ):
-        """End the open step. A step without content stays open.
-
-        Args:
-            boundary: True if `te.step()` ends the step
-        """
+    def close(self, boundary=False):
+        "End the open step, unless it has no content. With `boundary`, as `te.step()` does."
         with self.lock:
             self.pipe.remover.remove_refused()
             self.pipe.over(boundary)
 
     @timed
-    def boundary(self,
-        empty:bool=False # True to count a step without content, too
-    ) -> bool: # True if the step had content
-        """End the step for `torchEmber.step`. From now on only `torchEmber.step` ends steps.
-
-        Args:
-            empty: True to count a step without content, too
-
-        Returns:
-            True if the step had content
-        """
+    def boundary(self, empty=False) -> bool:
+        "End the step for `torchEmber.step`, as `pipe.end_step` does."
         with self.lock: return end_step(self.pipe, empty)
 
     @timed
@@ -301,14 +267,8 @@ class Recorder:
         with self.lock: self.pipe.flush()
 
     @timed
-    def source(self,
-        close # True to end the open step, too
-    ):
-        """Hand over all rows that exist by now, for a reader of the run.
-
-        Args:
-            close: True to end the open step, too
-        """
+    def source(self, close):
+        "Hand over all rows that exist by now, for a reader of the run. With `close`, end the open step first."
         with self.lock:
             self.sources.note_parameters()
             self.pipe.provisional.clear() # a step that was read stays a step

@@ -78,20 +78,16 @@ class Measured:
         return one_row(key, call, micro, dtype, stats, self.step, self.ts, {**self.parts.get(place_of(key, call), {}), **self.marks}, self.many_passes)
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #310557a6
-def update_ratios(
-    columns # `Columns` of steps
-) -> dict: # (owner, event) -> ratio, for updates whose weight is measured
-    "Return the ratio of each update to its weight."
+def update_ratios(columns) -> dict:
+    "Return a dict: (owner, event) of an update -> its ratio to its weight, for `Columns` of steps."
     if not any(t.key[1]=='update' for c in columns for t in c.taps): return {}
     rows = sorted((o, e, t.key, r) for c in columns for o,e,t,r in zip(c.owner.tolist(), c.events.tolist(), c.taps, c.rms().tolist(), strict=True))
     size = {(o, k[0], k[2].removeprefix('weight_')): r for o,_,k,r in rows if k[1] in ('weight', 'before')}
     return {(o, e): r/w for o,e,k,r in rows if k[1]=='update' and (w := size.get((o, k[0], k[2].removeprefix('update_'))))}
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #d1e138c3
-def portions(
-    columns # `Columns` of steps
-): # Pairs of `Columns` and a dict: name -> column to add
-    "Yield the rows to write, grouped by their columns."
+def portions(columns):
+    "Yield the rows to write, grouped by their columns: `Columns`, and a dict of columns to add."
     ratio = update_ratios(columns)
     for c in columns:
         ttypes = {t.key[1] for t in c.taps}
@@ -119,10 +115,8 @@ def brackets(n): return b'[%s]' % b','.join([b'%d']*n)
 @lru_cache(4096)
 def shape_text(dims): return brackets(min(dims[0], len(dims)-1)) % dims[1:1+dims[0]]
 
-def shape_texts(
-    dims # Array: in each row the number of dimensions, and their sizes
-) -> list: # bytes
-    "Return the JSON of shapes."
+def shape_texts(dims) -> list:
+    "Return the JSON of shapes, from an array with the number of dimensions and their sizes in each row."
     return [*map(shape_text, map(tuple, dims.tolist()))]
 
 def texts_of_columns(

@@ -25,35 +25,20 @@ def flow_classes(ttypes):
     names = dict.fromkeys(name for t,name in flowing.items() if t in ttypes)
     return [getattr(import_module(f"torchember.recorder.{module}"), name) for module,name in (n.split('.') for n in names)]
 
-# %% ../../nbs/40_recorder/75_sources.ipynb #b1e3bbb5
+# %% ../../nbs/40_recorder/75_sources.ipynb #70cc48e8
 def _as_parameter(root, name, x): return root, 0, ('variable', name), x # in the form of `Parameters.each`
 
 class FollowedTensors:
     """Tensors of no module, which are measured with their gradients when a step ends.
 
-    Args:
-        ttypes: Tensor types that are recorded
-        parameters: `Parameters`, whose `arrivals` tell new gradients from old ones
-        buffer: `StepBuffer`
+    Returns:
+        tensor types that are recorded, `Parameters`, `StepBuffer`
     """
-    def __init__(self,
-        ttypes, # Tensor types that are recorded
-        parameters, # `Parameters`, whose `arrivals` tell new gradients from old ones
-        buffer # `StepBuffer`
-    ): self.ttypes,self.parameters,self.buffer,self.tensors = ttypes,parameters,buffer,{}
+    def __init__(self, ttypes, parameters, buffer): # tensor types that are recorded, `Parameters`, `StepBuffer`
+        self.ttypes,self.parameters,self.buffer,self.tensors = ttypes,parameters,buffer,{}
 
-    def follow(self,
-        name:str, # `tname` of the rows
-        x, # Tensor to measure from now on, or None to stop
-        states # `capture.forward.State`s of the armed modules, root first
-    ):
-        """Measure a tensor when a step ends, from now on, or stop doing so.
-
-        Args:
-            name: `tname` of the rows
-            x: Tensor to measure from now on, or None to stop
-            states: `capture.forward.State`s of the armed modules, root first
-        """
+    def follow(self, name, x, states):
+        "Measure a tensor, with this `tname`, at the end of each step from now on. With None, stop doing so. `states` are those of the armed modules."
         if x is None: self.tensors.pop(name, None)
         else: self.tensors[name] = x
         if x is not None and states: self.parameters.arrivals.arming([_as_parameter(states[0], name, x)])
@@ -72,30 +57,16 @@ class FollowedTensors:
 
 # %% ../../nbs/40_recorder/75_sources.ipynb #c11b9ed1
 class KnownOptimizers:
-    """Optimizers that the user gave to torchEmber, and the gradients that they use.
-
-    Args:
-        watch: `OptimizerWatch`, or None without an optimizer
-        parameters: `Parameters`
-    """
-    def __init__(self,
-        watch, # `OptimizerWatch`, or None without an optimizer
-        parameters # `Parameters`
-    ): self.watch,self.parameters = watch,parameters
+    "Optimizers that the user gave to torchEmber, and the gradients that they use."
+    def __init__(self, watch, parameters): self.watch,self.parameters = watch,parameters # `OptimizerWatch` or None, `Parameters`
 
     def scale(self):
         "Return the factor of a `GradScaler` on the loss, or None."
         s = None if self.watch is None else self.watch.scaler
         return loss_scale(s) if s is not None and s.is_enabled() else None
 
-    def scale_of(self,
-        ids:set # Ids of parameters
-    ):
-        """Return the factor on the gradients of some parameters. None if the scaler has divided them already.
-
-        Args:
-            ids: Ids of parameters
-        """
+    def scale_of(self, ids):
+        "Return the factor on the gradients of the parameters with these ids. None if the scaler has divided them already."
         watch = self.watch
         optimizers = [o for o in watch.optimizers if ids & {id(p) for p in parameters_of(o)}] if watch else ()
         return None if any(is_unscaled(watch.scaler, o) for o in optimizers if watch.scaler) else self.scale()
@@ -105,17 +76,8 @@ class KnownOptimizers:
         trained = {id(p) for p in trained_by([*self.watch.given, *self.watch.optimizers])}
         return {id(p) for _,_,_,p in self.parameters.each() if id(p) not in trained and grad_of(p) is not None}
 
-    def unmeasured(self,
-        stepped # Ids of the optimizers that have stepped in this training step
-    ) -> set|None: # None for all parameters
-        """Return the ids of parameters whose gradients were not measured by the steps of these optimizers.
-
-        Args:
-            stepped: Ids of the optimizers that have stepped in this training step
-
-        Returns:
-            None for all parameters
-        """
+    def unmeasured(self, stepped) -> set|None:
+        "Return the ids of parameters whose gradients were not measured when the optimizers with the ids `stepped` did. None for all parameters."
         if not stepped: return None
         measured = {id(p) for o in self.watch.optimizers if id(o) in stepped for p in parameters_of(o)} | self.unused_gradients()
         return {id(p) for _,_,_,p in self.parameters.each() if id(p) not in measured}
@@ -183,14 +145,8 @@ class Sources:
         if states: self.note_parameters(search=not again)
         else: self.sampled = []
 
-    def note_parameters(self,
-        search=False # True to search this process for optimizers that torchEmber does not know
-    ):
-        """Note all parameters in the metadata of the run, and why some are not trained.
-
-        Args:
-            search: True to search this process for optimizers that torchEmber does not know
-        """
+    def note_parameters(self, search=False):
+        "Note all parameters in the metadata of the run. With `search`, look for unknown optimizers in this process."
         optimizers = None if self.watch is None else self.watch.optimizers
         self.parameters.known.note(self.states, optimizers, self.parameters.hint.trains, search)
 
@@ -198,16 +154,8 @@ class Sources:
 
     # ---- passes
 
-    def weight_versions(self,
-        root:bool, # True if the root is called
-        steps # `Steps`
-    ):
-        """Return the version counters of some weights at the begin of a pass, or None if the step does not depend on them.
-
-        Args:
-            root: True if the root is called
-            steps: `Steps`
-        """
+    def weight_versions(self, root, steps):
+        "Return the version counters of some weights at the begin of a pass, of the root or a part. None if the `Steps` do not depend on them."
         needed = not (root and steps.manual) if self.watch is None else steps.opened and not self.watch.busy # LBFGS changes weights within a step
         return versions(self.sampled) if self.sampled and needed else None
 
@@ -240,14 +188,8 @@ class Sources:
 
     # ---- the end of a step
 
-    def measure_at_end(self,
-        changed:bool=True # False if the step has only evaluations, which change no buffers
-    ):
-        """Measure all that is measured when a step ends.
-
-        Args:
-            changed: False if the step has only evaluations, which change no buffers
-        """
+    def measure_at_end(self, changed=True):
+        "Measure all that is measured when a step ends. In a step with only evaluations buffers have not `changed`."
         if not self.states: return
         for source in self.at_step_end if changed else (): source.measure_all(self.states)
         self.followed.measure_all(self.states[0])

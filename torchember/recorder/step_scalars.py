@@ -86,14 +86,8 @@ class StepScalars:
         """
         return {} if gradients is None else {'norms': [root_name, *gradients, *map(self.name, norm_names)]}
 
-    def row(self,
-        measured # `Measured`
-    ) -> dict|None:
-        """Return the row with the norms of a step, or None.
-
-        Args:
-            measured: `Measured`
-        """
+    def row(self, measured) -> dict|None:
+        "Return the row with the norms of a `Measured` step, or None."
         if not measured.norms: return None
         root,n,unclipped,*names = measured.norms
         values = dict(zip(names, self.norms(measured.snapshot, n, unclipped), strict=False))
@@ -107,17 +101,8 @@ class StepScalars:
         for r in rows:
             if r['ttype']=='scalar' and r['tname']=='lr': self.rows['lr'] = r
 
-    def claim(self,
-        names # Names of numbers that the user logs
-    ) -> set: # New names among these that torchember uses
-        """Give names to the user.
-
-        Args:
-            names: Names of numbers that the user logs
-
-        Returns:
-            New names among these that torchember uses
-        """
+    def claim(self, names) -> set:
+        "Give names of logged numbers to the user. Return the new ones that torchember uses, too."
         new = {n for n in names if computed_in(n) and not n.startswith('recorded_')}-self.taken
         self.taken |= new
         return new

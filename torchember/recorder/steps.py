@@ -55,15 +55,10 @@ class Phases:
 
 # %% ../../nbs/40_recorder/10_steps.ipynb #9487dba0
 class SteppedOptimizers:
-    """Ids of the optimizers that have stepped in the open step.
-
-    Args:
-        awaited: Ids of the optimizers that all must step before a step is over. If empty, something else ends the steps
-    """
-    def __init__(self,
-        awaited=() # Ids of the optimizers that all must step before a step is over. If empty, something else ends the steps
-    ):
-        self.awaited,self.stepped = frozenset(awaited),set()
+    "Ids of the optimizers that have stepped in the open step."
+    def __init__(self, awaited=()):
+        self.awaited = frozenset(awaited) # ids of the optimizers that all must step before a step is over. If empty, something else ends the steps
+        self.stepped = set()
         self.counts = Counter() # id -> steps of this optimizer in the open step
         self.waits = {} # id -> most steps of another optimizer that a step of this run has waited for this one
 
@@ -96,7 +91,7 @@ class SteppedOptimizers:
 
     def clear(self): self.stepped.clear(); self.counts.clear()
 
-# %% ../../nbs/40_recorder/10_steps.ipynb #6ea3875b
+# %% ../../nbs/40_recorder/10_steps.ipynb #34c7c697
 class StepState:
     "Passes of the open step."
     def __init__(self):
@@ -262,17 +257,8 @@ class Steps:
         if not self.manual: self.state.opened = False # the next pass replaces it
         return number
 
-    def remove_refused(self,
-        number:int # Number of a training pass among all passes of the step
-    ) -> bool: # True if the step is empty now
-        """Remove a pass whose gradients no optimizer used.
-
-        Args:
-            number: Number of a training pass among all passes of the step
-
-        Returns:
-            True if the step is empty now
-        """
+    def remove_refused(self, number) -> bool:
+        "Remove a pass whose gradients no optimizer used, by its number among all passes. Return True if the step is empty now."
         s = self.state
         s.passes[None] -= 1
         s.training_passes = max(s.training_passes-1, 0)
@@ -327,26 +313,12 @@ class ProvisionalSteps:
         "Return True if steps with these weights are kept, and there is room for another one."
         return bool(self.with_weights(weights)) and len(self.kept)<self.most
 
-    def may_join(self,
-        weights, following # Weights of the step that ends, and of the pass that begins. None if unknown
-    ) -> bool:
-        """Return True if the step that ends may be a micro-batch of the next one.
-
-        Args:
-            weights, following: Weights of the step that ends, and of the pass that begins. None if unknown
-        """
+    def may_join(self, weights, following) -> bool:
+        "Return True if the step that ends, with `weights`, may be a micro-batch of the `following` pass, with its weights. None if unknown."
         return weights is not None and weights==following and (weights!=self.weights or not self.too_many and len(self.kept)<self.most)
 
-    def add(self,
-        weights, # Weights of the pass of the step. None if unknown
-        step # Anything that describes the step
-    ):
-        """Keep a step that a pass has ended.
-
-        Args:
-            weights: Weights of the pass of the step. None if unknown
-            step: Anything that describes the step
-        """
+    def add(self, weights, step):
+        "Keep a description of a step that a pass has ended. Its weights are None if unknown."
         if weights is None or weights!=self.weights: self.clear(weights)
         if weights is None or self.too_many: return
         self.kept.append(step)

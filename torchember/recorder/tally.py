@@ -30,16 +30,8 @@ class Tally:
         self.steps -= n
         self.recorded -= n
 
-    def note_wait(self,
-        steps, # `Steps` whose open step is over
-        optimizers # All known optimizers
-    ):
-        """Note a step in which one optimizer has stepped 20 times or more while another did not.
-
-        Args:
-            steps: `Steps` whose open step is over
-            optimizers: All known optimizers
-        """
+    def note_wait(self, steps, optimizers):
+        "Note a step in which one of the optimizers has stepped 20 times or more while another did not."
         o = steps.optimizers
         missing = [opt for opt in optimizers if id(opt) in o.missing] if o.max_count>=20 else []
         if missing: self.long_wait = (f"Step {steps.number} waited for {optimizer_names(missing)}: "
