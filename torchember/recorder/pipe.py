@@ -37,7 +37,7 @@ class Gate:
         self.has_content = False # True if anything of the open step was measured, or will be
         self.disowned = False # True in a process that was forked from the one that records
 
-    writes = property(lambda self: self.on and not self.held_only, doc="True if the rows of the open step go to the log.")
+    writes = property(lambda self: self.on and not self.held_only, doc="True if the open step is recorded.")
 
     def decide_step(self):
         "Decide whether the open step is measured."
@@ -70,13 +70,14 @@ class Gate:
 
 # %% ../../nbs/40_recorder/78_pipe.ipynb #d297b3bf
 class PassRemover:
-    """Removes passes of the open step that raised or were refused.
+    """Removes failed and refused passes of the open step.
 
     Returns:
-        parts of the `Pipe`, and the recorder's lock
+        as in `Pipe`
     """
-    def __init__(self, steps, sources, buffer, writer, gate, tally, lock): # parts of the `Pipe`, and the recorder's lock
-        self.steps,self.sources,self.buffer,self.writer,self.gate,self.tally,self.lock = steps,sources,buffer,writer,gate,tally,lock
+    def __init__(self, steps, sources, buffer, writer, gate, tally, lock): # as in `Pipe`
+        self.steps,self.sources,self.buffer,self.writer = steps,sources,buffer,writer
+        self.gate,self.tally,self.lock = gate,tally,lock
         self.refused = RefusedPasses(self.note_backward)
 
     def note_backward(self):
@@ -84,18 +85,18 @@ class PassRemover:
         with self.lock: self.remove_refused()
 
     def remove_last(self):
-        "Remove the last pass, which raised."
+        "Remove the last, failed pass."
         self.tally.failed += 1
         number = self.steps.remove_failed()
         self.buffer.take_back(number)
         self.refused.forget(number)
 
     def remove_failed(self):
-        "Remove the last pass if it raised and the step has other passes."
+        "Remove the last pass if it raised and the step has more passes."
         if self.steps.state.failed and sum(self.steps.passes.values())>1: self.remove_last()
 
     def remove_refused(self, unreached=False):
-        "Remove passes whose gradients were removed, or passes that no backward reached (`unreached`). Write their rows apart."
+        "Remove passes with removed gradients, or passes without a backward (`unreached`). Write their rows apart."
         steps,buffer,refused,watch = self.steps,self.buffer,self.refused,self.sources.watch
         if not refused.passes or not steps.manual or watch is not None and watch.busy or buffer.arena.in_graph(): return
         for p in refused.unreached() if unreached else refused.removed():
@@ -107,13 +108,13 @@ class PassRemover:
             for part in (self.sources.gradients, self.sources.parameters, buffer) if empty else (): part.step_over()
 
     def remove_at_end(self):
-        "Remove refused passes when a step ends. Restore the count if the loop copied gradients, so that none was refused."
+        "Remove refused passes when a step ends. If the loop copied gradients, no pass was refused: restore the count."
         self.tally.refused -= self.refused.stop_if_copied()
         self.remove_refused(unreached=True)
 
 # %% ../../nbs/40_recorder/78_pipe.ipynb #b684a4b7
 def budget_warning(budget):
-    "Return the warning about a budget that no schedule can keep."
+    "Return the warning about a budget too small for any schedule."
     t = budget.times
     return f"{budget}: recording takes {duration(t.cost)}, and a step {duration(t.time)}. Record less: include=, ttypes=, stats=."
 
@@ -147,7 +148,8 @@ class Pipe:
         lock=None, # Lock of the recorder
         look_for_modules=lambda: None # Called when the first pass of a recorded step begins, to arm new modules
     ):
-        self.steps,self.sources,self.buffer,self.writer,self.gate,self.tally,self.cost = steps,sources,buffer,writer,gate,tally,cost
+        self.steps,self.sources,self.buffer,self.writer = steps,sources,buffer,writer
+        self.gate,self.tally,self.cost = gate,tally,cost
         self.box,self.look_for_modules = box,look_for_modules
         self.remover = PassRemover(steps, sources, buffer, writer, gate, tally, lock)
         self.provisional = ProvisionalSteps()
@@ -221,7 +223,7 @@ class Pipe:
         finally: self.next_step() # also when Ctrl-C interrupts
 
     def finish_step(self, boundary, wait=False):
-        "Measure what is measured at the end of a step, and hand over the rows."
+        "Measure the end of a step, and hand over the rows."
         if boundary: self.cost.note_end()
         sources,hint = self.sources,self.sources.parameters.hint
         if self.gate.on:
@@ -260,7 +262,7 @@ class Pipe:
         over:bool=False, # True if the step is over
         wait:bool=False # True to keep the rows back, because the step may turn out to be a micro-batch
     ):
-        """Hand over all rows that exist by now. This returns before they are written.
+        """Hand over all rows until now. This returns before they are written.
 
         Args:
             over: True if the step is over
@@ -276,7 +278,7 @@ class Pipe:
     def read_pending(self): self.buffer.read_pending(self.writer.root_name)
 
     def finish(self):
-        "Measure what is measured at the end of a step, because the open step gets no more passes."
+        "Measure the end of the open step, because it gets no more passes."
         if self.steps.is_evaluation: self.end_evaluation()
         self.provisional.clear()
         self.remover.remove_failed()
@@ -284,7 +286,7 @@ class Pipe:
         if self.gate.on and self.steps.opened: self.measure_at_end()
 
     def disown(self, lock):
-        "Record nothing from now on, in a forked process. It gets a new lock, because another thread may have held the old one."
+        "Record nothing from now on, in a forked process. It gets a new lock, because a thread of the parent may have held the old one."
         self.remover.lock = lock
         for part in (self.gate, self.cost, self.steps): part.disown()
         for part in (self.writer, self.box) if self.box is not None else (self.writer,): part.leave()
@@ -306,7 +308,7 @@ def close_by_pass(pipe, following):
     pipe.provisional.add(weights, MaybePass(writer.last, writer.ended, noted, hint.steps_without-without))
 
 def join_passes(pipe):
-    "Merge steps that passes have ended into the open step, as micro-batches."
+    "Merge provisional steps into the open step, as micro-batches."
     steps = pipe.steps
     earlier = pipe.provisional.with_weights(steps.state.weights) if steps.passes[None] and not steps.phase else []
     if not earlier: return
@@ -319,9 +321,9 @@ def join_passes(pipe):
     pipe.buffer.join(earlier)
     pipe.gate.turn(True)
 
-# %% ../../nbs/40_recorder/78_pipe.ipynb #a95e080c
+# %% ../../nbs/40_recorder/78_pipe.ipynb #682c2c3d
 def end_step(pipe, empty=False) -> bool:
-    "End the step for `te.step()`, which ends all steps from now on. Return True if it had content. With `empty`, count a step without content, too."
+    "End the step for `te.step()`. From now on only `te.step()` ends steps. Return True if it had content. With `empty`, count an empty step, too."
     opened,steps = pipe.steps.opened,pipe.steps
     if not steps.manual: join_passes(pipe)
     steps.manual = True

@@ -60,7 +60,7 @@ def restored(model):
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #a59154fb
 class Place(NamedTuple):
-    "A row that a recorded step will have. Fields are None if unknown."
+    "A row of a future step. Fields are None if unknown."
     track:object # `moduleTrack`
     ttype:str
     tname:str
@@ -72,13 +72,13 @@ class Place(NamedTuple):
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #4062864a
 class Rehearsal(Listener):
-    "Listener that notes the rows of a pass."
+    "Listener for one pass: notes the rows without measuring."
     running = 1
 
     def __init__(self, ttypes, states):
         self.ttypes,self.states = ttypes,states
         self.places,self.ended = [],[] # `Place`s; `capture.forward.State`s in the order in which their calls ended
-        self.seen,self.calls,self.stack = {},Counter(),[] # id -> weak reference and version; state -> calls; running calls
+        self.seen,self.calls,self.stack = {},Counter(),[] # id -> weak reference, version; state -> calls; running calls
 
     def call_begins(self, st, inputs, compiled=False):
         self.note(st, 'input', inputs, self.calls[st])
@@ -111,24 +111,24 @@ class Rehearsal(Listener):
         return known is None or known[0]() is not x or known[1]!=version
 
 def eagerly():
-    "Return a context in which nothing is compiled."
+    "Return a context without compilation."
     return torch.compiler.set_stance('force_eager') if hasattr(torch.compiler, 'set_stance') else nullcontext()
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #4bc4b785
 def rehearse(model, recorder, args, kwargs) -> tuple: # `Place`s of the tensors of the pass; states in the order in which their calls ended
-    "Run an armed model once on an example, and return the rows that its tensors would have."
+    "Run an armed model once on an example, and return the rows of its tensors."
     states = recorder.sources.states
     listener,by_id,ts = Rehearsal(recorder.ttypes, states),{st.track.id: st for st in states},[st.track for st in states]
     arm(ts, listener, {st.track.id for st in states if st.watched})
     try:
-        grads = bool({'input_grad', 'output_grad'} & set(listener.ttypes)) # only then `requires_grad` of tensors matters
+        grads = bool({'input_grad', 'output_grad'} & set(listener.ttypes)) # then `requires_grad` matters
         with only(model, listener), restored(model), eagerly(), torch.set_grad_enabled(grads): model(*args, **kwargs)
     finally: disarm(ts, listener)
     return listener.places, [by_id[st.track.id] for st in listener.ended]
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #01727a7c
 class NullRun:
-    "Run that computes its rows and discards them."
+    "Run without a file: computes its rows and discards them."
     fname,marked,step,seconds = 'null', {}, (), 0.
     def note(self, what): "Discard a remark."
     def __init__(self): self.file,self.took,self.rows = self,0.,0
@@ -141,7 +141,7 @@ class NullRun:
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #1a5775d0
 def states_to_come(optimizer, p) -> dict|None:
-    "Return the shapes of the states that an optimizer has for a parameter, or will have, by name. None if unknown."
+    "Return the shapes of present or future states of a parameter in an optimizer, by name. None if unknown."
     have = state_tensors(optimizer, p)
     if have: return {k: tuple(v.shape) for k,v in have.items()}
     kind = type(optimizer)
@@ -187,7 +187,7 @@ def interpolate(xs, ys, n):
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #b6862992
 class ReadingTime:
-    "Time to read a tensor, minus that of one with a few elements. Each dtype is timed when it is first needed."
+    "Time to read a tensor, minus the time for a few elements. Each dtype is timed when it is first needed."
     def __init__(self, most): self.most,self.curves = most,{}
 
     def __call__(self, stats, dtype, device, n):
@@ -244,7 +244,7 @@ def parameter_places(r, ended=()) -> tuple: # `Place`s; sentences about unknown 
     return places, sorted(notes)
 
 def flow_places(r) -> tuple: # `Place`s; sentences about unknown rows
-    "Return the rows of inputs and outputs without a pass: those of the last recorded pass, or one of each."
+    "Return the rows of inputs and outputs without a pass: as in the last recorded pass, or one of each."
     kinds = [(t, f'{t}{g}') for t in ('input', 'output') for g in ('', '_grad') if f'{t}{g}' in r.ttypes]
     if not kinds: return [], []
     states = r.sources.states
@@ -260,7 +260,7 @@ def flow_places(r) -> tuple: # `Place`s; sentences about unknown rows
     return places, ["Inputs and outputs are those of the last recorded pass." if known else
         "Inputs and outputs are not known before a pass: one of each is assumed, and their sizes are not in the time. Give an example input: te.plan(x)."]
 
-# %% ../../nbs/40_recorder/90_plan.ipynb #4edd3fe2
+# %% ../../nbs/40_recorder/90_plan.ipynb #23264aeb
 def example_row(place, how, marks) -> dict:
     "Return a row as it will be written, with numbers of as many digits."
     stats = {} if callable(how) else {n: list(place.shape or (64, 64)) if n=='shape' else 1234 if n in counts else -.0123456789012345678 for n in how}
@@ -302,7 +302,7 @@ class Plan:
         return out
 
     def largest(self, n=3) -> list: # (seconds, place)
-        """Return the tensors that take longest.
+        """Return the slowest tensors.
 
         Returns:
             (seconds, place)

@@ -21,15 +21,15 @@ from .parameters import Arrivals, Parameters, grad_of
 
 # %% ../../nbs/40_recorder/75_sources.ipynb #50a7ce01
 def flow_classes(ttypes):
-    "Return the classes that measure tensors of calls for some tensor types, in the order of `flowing`."
+    "Return the classes to measure some tensor types of calls, in the order of `flowing`."
     names = dict.fromkeys(name for t,name in flowing.items() if t in ttypes)
     return [getattr(import_module(f"torchember.recorder.{module}"), name) for module,name in (n.split('.') for n in names)]
 
-# %% ../../nbs/40_recorder/75_sources.ipynb #70cc48e8
+# %% ../../nbs/40_recorder/75_sources.ipynb #55432f28
 def _as_parameter(root, name, x): return root, 0, ('variable', name), x # in the form of `Parameters.each`
 
 class FollowedTensors:
-    """Tensors of no module, which are measured with their gradients when a step ends.
+    """Tensors of no module, measured with their gradients when a step ends.
 
     Returns:
         tensor types that are recorded, `Parameters`, `StepBuffer`
@@ -38,7 +38,7 @@ class FollowedTensors:
         self.ttypes,self.parameters,self.buffer,self.tensors = ttypes,parameters,buffer,{}
 
     def follow(self, name, x, states):
-        "Measure a tensor, with this `tname`, at the end of each step from now on. With None, stop doing so. `states` are those of the armed modules."
+        "Measure a tensor, with this `tname`, at the end of each step from now on. With None, stop. `states`: of the armed modules."
         if x is None: self.tensors.pop(name, None)
         else: self.tensors[name] = x
         if x is not None and states: self.parameters.arrivals.arming([_as_parameter(states[0], name, x)])
@@ -57,8 +57,8 @@ class FollowedTensors:
 
 # %% ../../nbs/40_recorder/75_sources.ipynb #c11b9ed1
 class KnownOptimizers:
-    "Optimizers that the user gave to torchEmber, and the gradients that they use."
-    def __init__(self, watch, parameters): self.watch,self.parameters = watch,parameters # `OptimizerWatch` or None, `Parameters`
+    "Optimizers given by the user, and their use of gradients."
+    def __init__(self, watch, parameters): self.watch,self.parameters = watch,parameters # watch: `OptimizerWatch` or None
 
     def scale(self):
         "Return the factor of a `GradScaler` on the loss, or None."
@@ -72,19 +72,19 @@ class KnownOptimizers:
         return None if any(is_unscaled(watch.scaler, o) for o in optimizers if watch.scaler) else self.scale()
 
     def unused_gradients(self) -> set:
-        "Return the ids of parameters with a gradient that no known optimizer uses, such as those of a forgotten head."
+        "Return the ids of parameters with a gradient but without a known optimizer, such as a forgotten head."
         trained = {id(p) for p in trained_by([*self.watch.given, *self.watch.optimizers])}
         return {id(p) for _,_,_,p in self.parameters.each() if id(p) not in trained and grad_of(p) is not None}
 
     def unmeasured(self, stepped) -> set|None:
-        "Return the ids of parameters whose gradients were not measured when the optimizers with the ids `stepped` did. None for all parameters."
+        "Return the ids of parameters without measured gradients after steps of the optimizers with the ids `stepped`. None for all parameters."
         if not stepped: return None
         measured = {id(p) for o in self.watch.optimizers if id(o) in stepped for p in parameters_of(o)} | self.unused_gradients()
         return {id(p) for _,_,_,p in self.parameters.each() if id(p) not in measured}
 
 # %% ../../nbs/40_recorder/75_sources.ipynb #fe964441
 class Sources:
-    """All tensors of a model that are recorded.
+    """Sources of all recorded tensors of a model.
 
     Args:
         ttypes: Tensor types that are recorded
@@ -111,7 +111,7 @@ class Sources:
         self.updates = Updates(buffer, self.parameters, ttypes)
         self.rates = LearningRates(watch.optimizers if watch else ())
         self.followed = FollowedTensors(ttypes, self.parameters, buffer)
-        self.at_step_end = [source for source in (Buffers(buffer),) if set(source.ttypes) & set(ttypes)] # measured when a step ends
+        self.at_step_end = [source for source in (Buffers(buffer),) if set(source.ttypes) & set(ttypes)] # at the end of a step
         def among(*some): return [t for t in some if t in ttypes]
         # `Steps.manual` -> types to measure when a module returns: in manual steps gradients are complete only at the optimizer's step
         self.parameter_types = {False: among('weight', 'weight_grad'), True: among('weight')}
@@ -121,7 +121,7 @@ class Sources:
     # ---- the model
 
     def prepare(self, root):
-        "Prepare for the modules of another model."
+        "Prepare for the modules of a new model."
         self.buffer.fresh_arena()
         ps = trained_by(self.watch.optimizers) if self.watch else root.parameters()
         self.sampled = evenly_spaced([p for p in ps if p.requires_grad and not is_lazy(p)])
@@ -176,12 +176,12 @@ class Sources:
         for source in self.at_calls: source.flow(state, ttype, named, call, phase)
 
     def begin_training(self):
-        "Note that a pass in training mode begins."
+        "Note the begin of a pass in training mode."
         hint = self.parameters.hint
         if not hint.trains: hint.training(self.states)
 
     def complete(self, optimizer, scale):
-        "Measure gradients when an optimizer is about to change the weights. Gradients that no known optimizer uses are measured, too."
+        "Measure gradients before an optimizer changes the weights. Gradients without a known optimizer are measured, too."
         if not self.parameter_types[False]: return
         self.parameters.at_boundary({id(p) for p in parameters_of(optimizer)}, scale)
         if ids := self.optimizers.unused_gradients(): self.parameters.at_boundary(ids, self.optimizers.scale())
@@ -189,7 +189,7 @@ class Sources:
     # ---- the end of a step
 
     def measure_at_end(self, changed=True):
-        "Measure all that is measured when a step ends. In a step with only evaluations buffers have not `changed`."
+        "Measure buffers and followed tensors when a step ends. In a step with only evaluations buffers have not `changed`."
         if not self.states: return
         for source in self.at_step_end if changed else (): source.measure_all(self.states)
         self.followed.measure_all(self.states[0])
