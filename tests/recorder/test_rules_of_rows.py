@@ -22,7 +22,7 @@ from torchember.recorder.row_writer import RowWriter
 from torchember.recorder.notices import ChangingMarks, Notices
 from torchember.recorder.step_buffer import StepBuffer
 from torchember.recorder.parameters import ZeroGradHint
-from torchember.recorder.row import FirstBad, troubled
+from torchember.recorder.row import FirstBad, describe_trouble
 from torchember.recorder.steps import Decision, Phases, Steps
 
 
@@ -154,7 +154,7 @@ def test_what_the_journal_says_of_each_step():
     steps.begin('')
     j.write(buffer, steps, True)
     j.step_over(5, True)
-    assert j.ts is None and not j.skipped and j.was_on and buffer.size==0
+    assert j.ts is None and not j.skipped and j.log.was_on and buffer.size==0
     t.marked = {'epoch': 2}
     steps.close()
     steps.begin('')
@@ -177,7 +177,7 @@ def test_where_the_journal_puts_rows_that_come_late():
         steps.begin('')
         j.note({'loss': 1.}, buffer, steps, was_on)
         assert (buffer.size, len(t.got))==((1, 0) if was_on else (0, 1))
-        buffer.custom.rows.clear(); t.got.clear()
+        buffer.rows.custom.rows.clear(); t.got.clear()
         steps.close()
         j.step_over(3, was_on)
         j.note({'loss': 2.}, buffer, steps, on)
@@ -187,7 +187,7 @@ def test_where_the_journal_puts_rows_that_come_late():
         assert [(r['step'], r['ttype'], r['call']) for r in rows]==[(3, 'scalar', 1), (3, 'quantity', 0)]
         steps.begin('')
         j.note({'loss': 3.}, buffer, steps, True)
-        assert [r[2] for r in buffer.custom.rows]==[0] # the calls of another step
+        assert [r[2] for r in buffer.rows.custom.rows]==[0] # the calls of another step
 
 
 def test_rows_of_functions_that_are_read_several_times_in_a_step():
@@ -201,7 +201,7 @@ def test_rows_of_functions_that_are_read_several_times_in_a_step():
     assert give('bias', 0)==[{'mean': 0}]
     buffer.step_over()
     assert give('weight', 7)==[{'mean': 7}]
-    buffer.clear_taken()
+    buffer.rows.clear_taken()
     assert give('weight', 8)==[{'mean': 8}]
 
 
@@ -210,8 +210,8 @@ def test_only_rows_of_the_same_module_type_and_name_are_dropped():
     for m in 'ab':
         for t in ('weight', 'update'):
             for n in 'xy': buffer.add((m, t, n, None, None, 0), 0, 0, 'float32', {})
-    buffer.custom.drop('a', 'weight', 'x')
-    assert [r[1][:3] for r in buffer.custom.rows]==[(m, t, n) for m in 'ab' for t in ('weight', 'update') for n in 'xy' if (m, t, n)!=('a', 'weight', 'x')]
+    buffer.rows.custom.drop('a', 'weight', 'x')
+    assert [r[1][:3] for r in buffer.rows.custom.rows]==[(m, t, n) for m in 'ab' for t in ('weight', 'update') for n in 'xy' if (m, t, n)!=('a', 'weight', 'x')]
 
 
 def test_calls_inside_of_calls():
@@ -284,9 +284,9 @@ def test_the_first_value_that_is_not_finite_is_found_once():
     bad.add(rows)
     bad.add([row('d', nan=1)])
     assert bad.found=='step 2, output_0 of b (L) has 2 NaN and 1 inf' and len(t.got)==1 and t.got[0].startswith(bad.found)
-    assert troubled({**row('a', neginf=3), 'ttype': 'weight', 'tname': 'weight_0', 'pname': 'w'})=='step 2, weight_0 (w) of a (L) has 3 -inf'
-    assert troubled(row('a', nan=3, skipped=True)) is None
-    assert troubled({'step': 1, 'ttype': 'scalar', 'rate': .1, 'loss': math.inf, 'norm': math.nan})=='step 1, loss is inf'
+    assert describe_trouble({**row('a', neginf=3), 'ttype': 'weight', 'tname': 'weight_0', 'pname': 'w'})=='step 2, weight_0 (w) of a (L) has 3 -inf'
+    assert describe_trouble(row('a', nan=3, skipped=True)) is None
+    assert describe_trouble({'step': 1, 'ttype': 'scalar', 'rate': .1, 'loss': math.inf, 'norm': math.nan})=='step 1, loss is inf'
 
 
 def test_evaluation_is_what_the_root_or_a_part_that_was_trained_does_in_eval_mode():

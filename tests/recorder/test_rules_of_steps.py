@@ -288,20 +288,20 @@ def test_a_page_whose_step_is_over():
         buffer.micro = 2
         buffer.measure(layer(), 'output', 'x', torch.ones(1))
         buffer.measure(layer(), 'weight', 'x', torch.ones(1), 'x')
-        buffer.custom.void = {'something'}
+        buffer.rows.custom.discarded = {'something'}
         buffer.take(over)
-        assert buffer.custom.given
-    assert len(buffer.snapshots.taken)==1
+        assert buffer.rows.custom.taken
+    assert len(buffer.rows.snapshots.taken)==1
     buffer.step_over()
-    assert (buffer.snapshots.taken, buffer.custom.given, buffer.custom.void)==([], set(), set())
+    assert (buffer.rows.snapshots.taken, buffer.rows.custom.taken, buffer.rows.custom.discarded)==([], set(), set())
     assert (buffer.micro, buffer.handed_out, buffer.on_device, buffer.size)==(0, False, False, 0)
     buffer.arena.blocks.append(Some(device=Some(type='cuda')))
     buffer.step_over()
     assert buffer.on_device
-    buffer.snapshots.taken,buffer.custom.given,buffer.custom.void = [1],{1},{1}
+    buffer.rows.snapshots.taken,buffer.rows.custom.taken,buffer.rows.custom.discarded = [1],{1},{1}
     arena = buffer.arena
     buffer.fresh_arena()
-    assert (buffer.snapshots.taken, buffer.custom.given, buffer.custom.void)==([], set(), set()) and buffer.arena is not arena
+    assert (buffer.rows.snapshots.taken, buffer.rows.custom.taken, buffer.rows.custom.discarded)==([], set(), set()) and buffer.arena is not arena
 
 
 def test_functions_rows_of_a_pass_that_raised():
@@ -312,7 +312,7 @@ def test_functions_rows_of_a_pass_that_raised():
         for n in names: buffer.add(('m', 'output', n, 'p' if n=='w' else None, None, 0), 0, micro, 'float32', {'at': micro})
     give(0, 'x'); give(1, 'x', 'w')
     buffer.take_back(1)
-    assert [(r[1][2], r[3]) for r in buffer.custom.rows]==[('x', 0), ('w', 1)]
+    assert [(r[1][2], r[3]) for r in buffer.rows.custom.rows]==[('x', 0), ('w', 1)]
     buffer.take(False)
     give(1, 'x')
     buffer.take(False)
@@ -665,7 +665,7 @@ def test_rows_of_somebody_else_go_into_the_open_step_or_beside_it(open_, on, was
     for step in (0, 1): j.add(step, rows, buffer, steps, on)
     t.marked = {}
     inside = open_ and on
-    assert [r[1:] for r in buffer.custom.rows]==([(k, c, None, d, s) for k,c,d,s in rows] if inside else [])
+    assert [r[1:] for r in buffer.rows.custom.rows]==([(k, c, None, d, s) for k,c,d,s in rows] if inside else [])
     got = [([(r['step'], r['tname'], r['call'], r['dtype'], r['v'], r['epoch']) for r in f()], args, more['joins']) for f,args,more in t.got]
     want = [([(s, n, c, 'float64', c, 4) for c,n in enumerate('qr')], (), True if s==0 and was_on else None) for s in (0, 1)]
     assert got==want[:1 if inside else 2]
@@ -674,11 +674,11 @@ def test_rows_of_somebody_else_go_into_the_open_step_or_beside_it(open_, on, was
 def test_numbers_of_an_evaluation_and_of_two_steps():
     "Their phase, their step, and calls that count on in the step that closed and from 0 in the next"
     t,j,buffer,steps = journal()
-    j.root_name = 'model(Net)'
+    j.extra.root_name = 'model(Net)'
     def note(v): j.note({'v': v}, buffer, steps, True)
     steps.begin('')
     note(0); note(1)
-    assert [(r[1], r[2], r[5]) for r in buffer.custom.rows]==[(('model(Net)', 'scalar', 'log', None, None, 0), c, {'v': c}) for c in (0, 1)]
+    assert [(r[1], r[2], r[5]) for r in buffer.rows.custom.rows]==[(('model(Net)', 'scalar', 'log', None, None, 0), c, {'v': c}) for c in (0, 1)]
     j.write(buffer, steps, True)
     steps.close(); j.step_over(0, True)
     note(2)
@@ -688,13 +688,13 @@ def test_numbers_of_an_evaluation_and_of_two_steps():
     note(4)
     rows = [r for f,_,_ in t.got[1:] for r in f()]
     assert [(r['step'], r['call'], r.get('phase'), r['v']) for r in rows]==[(0, 2, None, 2), (0, 3, 'eval', 3)] and [m['joins'] for *_,m in t.got[1:]]==[True]*2
-    assert [(r[1][4], r[2], r[5]) for r in buffer.custom.rows]==[(None, 0, {'v': 4})] and j.noted=={0: 4, 1: 1}
+    assert [(r[1][4], r[2], r[5]) for r in buffer.rows.custom.rows]==[(None, 0, {'v': 4})] and j.extra.noted=={0: 4, 1: 1}
     j.step_over(1, False)
-    assert j.noted=={1: 1} and not j.was_on
+    assert j.extra.noted=={1: 1} and not j.log.was_on
     buffer,steps = StepBuffer({}),Steps(0)
     steps.begin('', 'eval')
     note(5)
-    assert [r[1][4] for r in buffer.custom.rows]==[None] # where a pass is a step, rows have no phase
+    assert [r[1][4] for r in buffer.rows.custom.rows]==[None] # where a pass is a step, rows have no phase
 
 
 def test_an_evaluation_joins_the_step_before_and_a_later_one_supersedes():
@@ -706,7 +706,7 @@ def test_an_evaluation_joins_the_step_before_and_a_later_one_supersedes():
         steps.begin('', 'eval'); steps.begin('', 'eval')
         measured(buffer); j.write(buffer, steps, True)
         steps.end_evaluation()
-    j.was_on = False
+    j.log.was_on = False
     steps.begin('', 'eval')
     measured(buffer); j.write(buffer, steps, True)
     got = [(m.step, m.marks, m.many_passes, more.get('joins')) for m,_,more in t.got[1:]]
