@@ -145,11 +145,7 @@ class StepTimes:
 
 # %% ../../nbs/40_recorder/02_budget.ipynb #56deb09d
 class Budget:
-    """Decides for each selected step if it can be recorded. It uses no clock: `add_step` gets the times.
-
-    Args:
-        share: Share of the time that recording may take, above 0 and at most 1
-    """
+    "Decides for each selected step if it can be recorded. It uses no clock: `add_step` gets the times."
     patience = 100 # the first recorded step is charged at most what so many steps earn
     rarest = 1000 # one step in so many is recorded, whatever it costs
 
@@ -172,16 +168,7 @@ class Budget:
         hidden:bool=False, # True if the clock does not see all costs: on a GPU
         disturbed:bool=False # True if code was loaded meanwhile: the times are ignored
     ):
-        """Add the times of a finished step.
-
-        Args:
-            took: Seconds of the step
-            cost: Seconds that recording took in it
-            recorded: True if the step was recorded
-            late: Seconds that the writer thread took meanwhile, for earlier steps
-            hidden: True if the clock does not see all costs: on a GPU
-            disturbed: True if code was loaded meanwhile: the times are ignored
-        """
+        "Add the times of a finished step."
         self.unknown = disturbed and (self.unknown or recorded)
         if disturbed: return
         self.hidden,times = hidden,self.times

@@ -44,12 +44,7 @@ class Calls:
         pass_:int, # Number of the pass
         again:bool=False # True if the thread calls the model again, in a pass that it shares with another thread
     ) -> list:
-        """Return the log of enters and exits of a pass in this thread. Begin a new log if the pass is new.
-
-        Args:
-            pass_: Number of the pass
-            again: True if the thread calls the model again, in a pass that it shares with another thread
-        """
+        "Return the log of enters and exits of a pass in this thread. Begin a new log if the pass is new."
         here = self.here
         if again or here.pass_!=pass_ or len(here.log)>self.most_events: here.pass_,here.log = pass_,[]
         self.log = here.log

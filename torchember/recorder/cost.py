@@ -94,13 +94,7 @@ class Cost:
         late:float, # Seconds that the writer thread has taken until now
         hidden:bool=False # True if the clock does not see all costs: on a GPU
     ):
-        """Give the times of a step to the budget.
-
-        Args:
-            recorded: True if the step was recorded
-            late: Seconds that the writer thread has taken until now
-            hidden: True if the clock does not see all costs: on a GPU
-        """
+        "Give the times of a step to the budget."
         if self.budget is None: return
         at,paid,loaded = clock(),self.total(),loading_seconds()
         disturbed = loading() or loaded!=self.loaded_before

@@ -57,12 +57,7 @@ class Tape:
 
 # %% ../../nbs/40_recorder/79_graphs.ipynb #675dffe9
 class CapturedEvents(Listener):
-    """Listener during a capture: writes the events on a tape.
-
-    Args:
-        events: `ModelEvents` of the recorder
-        ttypes: Tensor types that are recorded
-    """
+    "Listener during a capture: writes the events on a tape."
     running = 1
     def __init__(self,
         events, # `ModelEvents` of the recorder
@@ -201,15 +196,7 @@ class Player:
 
 # %% ../../nbs/40_recorder/79_graphs.ipynb #953c696a
 class Graphs(CapturedEvents):
-    """CUDA graphs of a recorded model.
-
-    Args:
-        events: `ModelEvents` of the recorder
-        optimizer_events: `OptimizerEvents` of the recorder
-        ttypes: Tensor types that are recorded
-        set_listeners: Function that replaces the listeners of the model and of the optimizers
-        drain: Called before a capture, as in `Quiet`
-    """
+    "CUDA graphs of a recorded model."
     def __init__(self,
         events, # `ModelEvents` of the recorder
         optimizer_events, # `OptimizerEvents` of the recorder

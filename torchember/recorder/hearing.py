@@ -74,12 +74,7 @@ class OtherModels:
 
 # %% ../../nbs/40_recorder/79_hearing.ipynb #b625c6a3
 class PassEvents:
-    """Begins and ends passes. All methods but `after_end` are called under the recorder's lock.
-
-    Args:
-        pipe: `Pipe`
-        only_training: True to skip evaluations and passes without gradients
-    """
+    "Begins and ends passes. All methods but `after_end` are called under the recorder's lock."
     def __init__(self,
         pipe, # `Pipe`
         only_training:bool=False # True to skip evaluations and passes without gradients
@@ -140,11 +135,7 @@ class PassEvents:
         if self.pipe.gate.has_content: self.pipe.read_pending()
 
     def is_next_recorded(self, here) -> bool|None: # None if Python code runs before that pass
-        """Return True if the next pass of compiled code is recorded.
-
-        Returns:
-            None if Python code runs before that pass
-        """
+        "Return True if the next pass of compiled code is recorded."
         if not self.steps.manual and (here.outermost.root or len(self.steps.state.seen)<2): return self.pipe.gate.is_measured(self.steps.number+1)
 
 # %% ../../nbs/40_recorder/79_hearing.ipynb #c98f036c
@@ -174,14 +165,7 @@ class SpreadInCompiledCode(Unmeasurable):
 
 # %% ../../nbs/40_recorder/79_hearing.ipynb #065b119a
 class ModelEvents(Listener):
-    """Listener of a model: passes, calls and gradients.
-
-    Args:
-        recorder: `Recorder` that `capture.forward.armed_by` shows to others
-        pipe: `Pipe`
-        lock: Lock of the recorder
-        only_training: True to skip evaluations and passes without gradients
-    """
+    "Listener of a model: passes, calls and gradients."
     exclusive = True
     def __init__(self,
         recorder, # `Recorder` that `capture.forward.armed_by` shows to others

@@ -20,15 +20,7 @@ def rates_in(
     optimizer, # Optimizer
     prefix:str='lr' # Begin of the names
 ) -> dict: # Name -> number, or a tensor of one number
-    """Return the learning rates of all parameter groups.
-
-    Args:
-        optimizer: Optimizer
-        prefix: Begin of the names
-
-    Returns:
-        Name -> number, or a tensor of one number
-    """
+    "Return the learning rates of all parameter groups."
     groups = [(i, g) for i,g in enumerate(optimizer.param_groups) if is_rate(g.get('lr'))]
     if len(optimizer.param_groups)==1: return {prefix: groups[0][1]['lr']} if groups else {}
     often = Counter(str(g.get('name')) for g in optimizer.param_groups)
@@ -69,10 +61,6 @@ class LearningRates:
             self.last[name] = new
 
     def take(self) -> dict: # Name -> number or `Pending`
-        """Return the changed rates of the open step, and forget them.
-
-        Returns:
-            Name -> number or `Pending`
-        """
+        "Return the changed rates of the open step, and forget them."
         found,self.found = self.found,{}
         return found

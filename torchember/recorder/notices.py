@@ -13,12 +13,7 @@ from ..ground.messages import warn
 
 # %% ../../nbs/40_recorder/00_notices.ipynb #042d7ae6
 class Notices:
-    """Warnings of one run, each given once, and the number of errors.
-
-    Args:
-        on_error: If something cannot be recorded: 'warn' once and continue, or 'raise'
-        report: Function of kind, text and severity that writes a warning into the run
-    """
+    "Warnings of one run, each given once, and the number of errors."
     most_places = 5 # tensors to name for each reason why tensors have no values
 
     def __init__(self,
@@ -36,16 +31,7 @@ class Notices:
         text:str, # One or two sentences
         severity:str|None=None # Severity of the finding for the run: 'warning' if rows mislead, 'info' if rows are missing, None for no finding
     ) -> bool: # True if the warning was given now
-        """Warn, unless a warning of this kind was given before.
-
-        Args:
-            kind: Identifies the warning: anything hashable
-            text: One or two sentences
-            severity: Severity of the finding for the run: 'warning' if rows mislead, 'info' if rows are missing, None for no finding
-
-        Returns:
-            True if the warning was given now
-        """
+        "Warn, unless a warning of this kind was given before."
         if kind in self.said: return False
         self.said.add(kind)
         warn(text)
@@ -58,13 +44,7 @@ class Notices:
         error:Exception,
         how=None # Statistics that were requested, or the user's function
     ):
-        """Count a failed measurement. Warn once for each place, or for each function of the user.
-
-        Args:
-            module: Display name
-            tname: Name of the tensor, or of the task that failed
-            how: Statistics that were requested, or the user's function
-        """
+        "Count a failed measurement. Warn once for each place, or for each function of the user."
         if self.on_error=='raise': raise error
         no_values = isinstance(error, Unmeasurable)
         self.unmeasurable += no_values
@@ -95,15 +75,7 @@ class ChangingMarks:
         marks:dict, # Name -> value, as the user sets them
         step:int # Number of the open step
     ) -> tuple|None: # Name and value, None if there is no such mark
-        """Return a mark that changes with every step.
-
-        Args:
-            marks: Name -> value, as the user sets them
-            step: Number of the open step
-
-        Returns:
-            Name and value, None if there is no such mark
-        """
+        "Return a mark that changes with every step."
         for name,v in marks.items():
             if isinstance(v, torch.Tensor) and v.numel()==1: v = v.item()
             if type(v) is not float: continue

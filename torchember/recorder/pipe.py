@@ -15,15 +15,7 @@ from .steps import Decision, ProvisionalSteps
 
 # %% ../../nbs/40_recorder/78_pipe.ipynb #ee96ef9c
 class Gate:
-    """Turns measuring on and off for each step.
-
-    Args:
-        decide: `Decision`
-        steps: `Steps`
-        cost: `Cost`
-        notify: Called with True when the next events are measured, with False when they are not
-        measure_all: True to measure steps that are not recorded, too, for a black box
-    """
+    "Turns measuring on and off for each step."
     def __init__(self,
         decide, # `Decision`
         steps, # `Steps`
@@ -70,11 +62,7 @@ class Gate:
 
 # %% ../../nbs/40_recorder/78_pipe.ipynb #d297b3bf
 class PassRemover:
-    """Removes failed and refused passes of the open step.
-
-    Returns:
-        as in `Pipe`
-    """
+    "Removes failed and refused passes of the open step."
     def __init__(self, steps, sources, buffer, writer, gate, tally, lock): # as in `Pipe`
         self.steps,self.sources,self.buffer,self.writer = steps,sources,buffer,writer
         self.gate,self.tally,self.lock = gate,tally,lock
@@ -120,20 +108,7 @@ def budget_warning(budget):
 
 # %% ../../nbs/40_recorder/78_pipe.ipynb #d297b3be
 class Pipe:
-    """Stages of the open step. All methods are called under the recorder's lock.
-
-    Args:
-        steps: `Steps`: where a step begins and ends
-        sources: `Sources`: what is measured when
-        buffer: `StepBuffer`: what was measured
-        writer: `RowWriter`: hands rows to the run
-        gate: `Gate`: whether the step is recorded
-        tally: `Tally`
-        cost: `Cost`
-        box: `RunBox`, the black box of the run
-        lock: Lock of the recorder
-        look_for_modules: Called when the first pass of a recorded step begins, to arm new modules
-    """
+    "Stages of the open step. All methods are called under the recorder's lock."
     most_rows = 1<<18 # rows of an open step to hold in memory
 
     def __init__(self,
@@ -161,12 +136,7 @@ class Pipe:
         path:str, phase, # Path of the outermost module, and phase of the pass
         root:bool, grad:bool, joins:bool=False # True if the root is called; if gradients will come; argument of `StepState.begins_pass`
     ):
-        """Begin a pass. It may end an evaluation or a step.
-
-        Args:
-            path, phase: Path of the outermost module, and phase of the pass
-            root, grad, joins: True if the root is called; if gradients will come; argument of `StepState.begins_pass`
-        """
+        "Begin a pass. It may end an evaluation or a step."
         steps,remover = self.steps,self.remover
         if steps.ends_evaluation(phase, grad): self.end_evaluation()
         self.tally.called = True
@@ -205,13 +175,7 @@ class Pipe:
         by_pass=False, # True if the next pass ends the step
         wait=False # True to keep the rows back, because the step may turn out to be a micro-batch
     ):
-        """End the open step, and begin the next one. A step without content stays open.
-
-        Args:
-            boundary: True if the user ends the step
-            by_pass: True if the next pass ends the step
-            wait: True to keep the rows back, because the step may turn out to be a micro-batch
-        """
+        "End the open step, and begin the next one. A step without content stays open."
         if self.buffer.arena.in_graph(): return # the device only records operations now
         if not by_pass: self.provisional.clear()
         if not self.steps.opened: return
@@ -262,12 +226,7 @@ class Pipe:
         over:bool=False, # True if the step is over
         wait:bool=False # True to keep the rows back, because the step may turn out to be a micro-batch
     ):
-        """Hand over all rows until now. This returns before they are written.
-
-        Args:
-            over: True if the step is over
-            wait: True to keep the rows back, because the step may turn out to be a micro-batch
-        """
+        "Hand over all rows until now. This returns before they are written."
         if not over: self.remover.remove_refused()
         if not self.buffer.arena.in_graph(): self.writer.write(self.buffer, self.steps, over, wait, self.gate.held_only)
 
@@ -316,7 +275,7 @@ def join_passes(pipe):
     pipe.tally.absorb(len(earlier))
     pipe.sources.parameters.hint.joined(sum(e.without for e in earlier))
     steps.absorb_previous(len(earlier))
-    if pipe.buffer.box is not None: pipe.buffer.box.drop([e.measured.snapshot.number for e in earlier if e.measured is not None])
+    if pipe.buffer.box is not None: pipe.buffer.box.slots.drop([e.measured.snapshot.number for e in earlier if e.measured is not None])
     pipe.writer.join(number, steps.number, earlier)
     pipe.buffer.join(earlier)
     pipe.gate.turn(True)

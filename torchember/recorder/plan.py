@@ -269,15 +269,7 @@ def example_row(place, how, marks) -> dict:
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #8193001c
 class Plan:
-    """Rows, bytes and seconds of a recorded step: `rows`, `bytes`, `seconds`. `df` has a row for each tensor.
-
-    Args:
-        name: Name of the model
-        places: `Place`s
-        lines: Bytes of each row
-        seconds: Estimated seconds of each row
-        notes: Sentences about unknown rows
-    """
+    "Rows, bytes and seconds of a recorded step: `rows`, `bytes`, `seconds`. `df` has a row for each tensor."
     def __init__(self,
         name:str, # Name of the model
         places:list, # `Place`s
@@ -289,11 +281,7 @@ class Plan:
         self.rows,self.bytes,self.seconds = len(places),sum(lines),sum(seconds)
 
     def kinds(self) -> list: # (ttype, rows, bytes of its tensors or None, bytes of rows, seconds)
-        """Return the totals of each tensor type.
-
-        Returns:
-            (ttype, rows, bytes of its tensors or None, bytes of rows, seconds)
-        """
+        "Return the totals of each tensor type."
         out = []
         for t in dict.fromkeys(p.ttype for p in self.places):
             at = [i for i,p in enumerate(self.places) if p.ttype==t]
@@ -302,11 +290,7 @@ class Plan:
         return out
 
     def largest(self, n=3) -> list: # (seconds, place)
-        """Return the slowest tensors.
-
-        Returns:
-            (seconds, place)
-        """
+        "Return the slowest tensors."
         return sorted(((s, p) for s,p in zip(self.each, self.places, strict=True) if p.shape is not None), key=lambda r: -r[0])[:n]
 
     @property
@@ -362,14 +346,7 @@ def plan_of(
     args:tuple=(), kwargs:dict=None, # An example input
     name:str='' # Name of the model
 ) -> Plan:
-    """Return the rows, bytes and seconds of a recorded step of a model.
-
-    Args:
-        model: The root, armed
-        recorder: Its `Recorder`
-        args, kwargs: An example input
-        name: Name of the model
-    """
+    "Return the rows, bytes and seconds of a recorded step of a model."
     flow,ended,more = [],[],[]
     if args or kwargs:
         if any(is_lazy(p) for p in model.parameters()):

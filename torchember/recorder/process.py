@@ -27,7 +27,7 @@ def finish_open_recorders():
             r.finish()
             if hasattr(r, 'ended'):
                 if (error := last_exception()) is not None: r.ended_by(error)
-                r.t.file.barrier()
+                r.t.file.flush()
                 r.ended()
         except Exception as e: print(printable(f"torchember: the last rows of {r.t.fname} are lost: {type(e).__name__}: {e}"), file=sys.stderr)
 
@@ -79,14 +79,7 @@ def rank_and_size() -> tuple:
 def shared_name(
     kind:str # Class of the model
 ) -> str: # Name of a run
-    """Return a name for a run, the same in all processes.
-
-    Args:
-        kind: Class of the model
-
-    Returns:
-        Name of a run
-    """
+    "Return a name for a run, the same in all processes."
     name = run_name(kind)
     store = shared_store() if torch.distributed.is_available() and torch.distributed.is_initialized() else None
     if store is not None:
@@ -100,14 +93,7 @@ def store_for(
 ) -> tuple: # A part of the store, and the store. None, None without a store
     """Return a part of the store of the process group for the messages of one run.
 
-    It has an own connection where possible: then waiting for a message does not delay the training.
-
-    Args:
-        run: Name of a run of several processes
-
-    Returns:
-        A part of the store, and the store. None, None without a store
-    """
+    It has an own connection where possible: then waiting for a message does not delay the training."""
     d = torch.distributed
     store = shared_store() if d.is_available() and d.is_initialized() else None
     if store is None: return None, None

@@ -17,7 +17,7 @@ from ..capture.clipping import ClippingWatch
 from ..capture.optimizer import OptimizerWatch
 from ..ground.messages import printable
 from ..ground.record import line_of, of_no_tensor, ttypes
-from .black_box import RunBox, steps_in
+from .black_box import RunBox, held_steps
 from .calls import Calls
 from .cost import Cost
 from .graphs import Graphs, Quiet
@@ -64,7 +64,7 @@ def make_pipe(t, s, lock, gradient, turn, look_for_modules):
     "Create the parts of a recorder, from its run `t` and `Settings`. The last arguments are functions of `Sources`, `Gate` and `Pipe`."
     watch = OptimizerWatch(s.optimizers, s.scaler, SilentListener(False)) if s.optimizers else None # see `ArmedModel`
     awaited = {id(o) for o in watch.optimizers} if watch and s.ends!='step' else ()
-    steps,cost,held = Steps(s.first_step, watch is not None or s.ends=='step', awaited),Cost(s.budget),steps_in(s.blackbox)
+    steps,cost,held = Steps(s.first_step, watch is not None or s.ends=='step', awaited),Cost(s.budget),held_steps(s.blackbox)
     writer = RowWriter(t, s.rank, s.root_name, held)
     notices = Notices(s.on_error, partial(writer.report, steps))
     buffer = StepBuffer(dict.fromkeys(recorded, s.stats), notices, Calls(), lock, s.ranks)
@@ -88,14 +88,7 @@ class ArmedModel:
         owner=None, # Function that returns the ember, which owns the recorder
         methods=None # Methods that the model gets while it is armed
     ):
-        """Install the listeners.
-
-        Args:
-            tracks: `moduleTrack`s of the modules, root first
-            watched: Ids of the modules to record, None for all
-            owner: Function that returns the ember, which owns the recorder
-            methods: Methods that the model gets while it is armed
-        """
+        "Install the listeners."
         root = tracks[0].module
         self.cost.warm(root.parameters())
         self.owner = owner
@@ -153,12 +146,7 @@ class ArmedModel:
 
 # %% ../../nbs/40_recorder/80_recorder.ipynb #f53e8207
 class Recorder:
-    """Records an armed model into a run.
-
-    Args:
-        t: Run: its `put` gets `Measured`, True if the step is over, and the function that makes lines
-        settings: `Settings`
-    """
+    "Records an armed model into a run."
     def __init__(self,
         t, # Run: its `put` gets `Measured`, True if the step is over, and the function that makes lines
         settings # `Settings`
@@ -204,8 +192,8 @@ class Recorder:
         "Stop recording the model. Afterwards all rows are in the file."
         self.model.disarm()
         self.finish()
-        self.t.file.barrier() # who reads the run by its name now gets all rows
-        self.t.file.settle()
+        self.t.file.flush() # who reads the run by its name now gets all rows
+        self.t.file.wait_for_listeners()
         self.model.forget()
         self.ended()
 
@@ -230,12 +218,7 @@ class Recorder:
         step:int, # Step of the rows
         rows:list # (key, call, dtype, statistics): arguments of `one_row`
     ):
-        """Add rows of external code, such as a `Monitor`.
-
-        Args:
-            step: Step of the rows
-            rows: (key, call, dtype, statistics): arguments of `one_row`
-        """
+        "Add rows of external code, such as a `Monitor`."
         open_recorders.add(self)
         with self.lock: self.writer.add(step, rows, self.buffer, self.steps, self.pipe.gate.writes)
 

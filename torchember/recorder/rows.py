@@ -25,14 +25,7 @@ from .step_scalars import StepScalars
 def as_number(
     v # A number, or a tensor or an array of one
 ): # The number, or a `Pending`
-    """Return the number of a tensor without waiting for its device. Raise `InGraph` while the device captures a graph.
-
-    Args:
-        v: A number, or a tensor or an array of one
-
-    Returns:
-        The number, or a `Pending`
-    """
+    "Return the number of a tensor without waiting for its device. Raise `InGraph` while the device captures a graph."
     if not isinstance(v, torch.Tensor): return v.item() if isinstance(v, np.ndarray) else v
     if being_captured(v.device.type): raise InGraph()
     v = to_host(v.detach().reshape(()))

@@ -29,11 +29,7 @@ def flow_classes(ttypes):
 def _as_parameter(root, name, x): return root, 0, ('variable', name), x # in the form of `Parameters.each`
 
 class FollowedTensors:
-    """Tensors of no module, measured with their gradients when a step ends.
-
-    Returns:
-        tensor types that are recorded, `Parameters`, `StepBuffer`
-    """
+    "Tensors of no module, measured with their gradients when a step ends."
     def __init__(self, ttypes, parameters, buffer): # tensor types that are recorded, `Parameters`, `StepBuffer`
         self.ttypes,self.parameters,self.buffer,self.tensors = ttypes,parameters,buffer,{}
 
@@ -84,16 +80,7 @@ class KnownOptimizers:
 
 # %% ../../nbs/40_recorder/75_sources.ipynb #fe964441
 class Sources:
-    """Sources of all recorded tensors of a model.
-
-    Args:
-        ttypes: Tensor types that are recorded
-        buffer: `StepBuffer`
-        steps: `Steps`
-        notify: Called as `Listener.gradient` when a backward brings a gradient
-        watch: `OptimizerWatch`, or None without an optimizer
-        note: Called with the metadata of the parameters when these have changed
-    """
+    "Sources of all recorded tensors of a model."
     def __init__(self,
         ttypes, # Tensor types that are recorded
         buffer, # `StepBuffer`
@@ -130,12 +117,7 @@ class Sources:
         states, # `capture.forward.State`s of the armed modules, root first. Empty after disarming
         again:bool=False # True if the model was armed before, with other modules
     ):
-        """Measure the tensors of these modules from now on.
-
-        Args:
-            states: `capture.forward.State`s of the armed modules, root first. Empty after disarming
-            again: True if the model was armed before, with other modules
-        """
+        "Measure the tensors of these modules from now on."
         if not states: self.note_parameters(search=True)
         self.states = self.parameters.states = states
         if not again:
@@ -165,14 +147,7 @@ class Sources:
         named, # Pairs of name and tensor
         call:int, phase # Number of the call in its pass; phase of the pass
     ):
-        """Measure tensors of a call, and wait for their gradients.
-
-        Args:
-            state: `capture.forward.State` of the module
-            ttype: 'input' or 'output'
-            named: Pairs of name and tensor
-            call, phase: Number of the call in its pass; phase of the pass
-        """
+        "Measure tensors of a call, and wait for their gradients."
         for source in self.at_calls: source.flow(state, ttype, named, call, phase)
 
     def begin_training(self):

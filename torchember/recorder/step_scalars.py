@@ -75,15 +75,7 @@ class StepScalars:
         root_name:str, # Display name of the model
         gradients # Result of `Parameters.gradient_counts`
     ) -> dict: # Argument `norms` of a `Measured`: a list, because the black box writes it as JSON
-        """Return the arguments for `row` in the writer thread, under the key `norms`.
-
-        Args:
-            root_name: Display name of the model
-            gradients: Result of `Parameters.gradient_counts`
-
-        Returns:
-            Argument `norms` of a `Measured`: a list, because the black box writes it as JSON
-        """
+        "Return the arguments for `row` in the writer thread, under the key `norms`."
         return {} if gradients is None else {'norms': [root_name, *gradients, *map(self.name, norm_names)]}
 
     def row(self, measured) -> dict|None:
@@ -111,14 +103,6 @@ class StepScalars:
         step:int, # Step that the user logs a number of
         names:set # Result of `claim`
     ) -> list: # Rows that supersede earlier ones
-        """Return the rows of a step with new names, if the user has claimed their names.
-
-        Args:
-            step: Step that the user logs a number of
-            names: Result of `claim`
-
-        Returns:
-            Rows that supersede earlier ones
-        """
+        "Return the rows of a step with new names, if the user has claimed their names."
         some = [r for r in self.rows.values() if r['step']==step and names & r.keys()]
         return [{(f'recorded_{k}' if k in names else k): v for k,v in r.items()} | {'supersedes': True} for r in some]

@@ -29,17 +29,7 @@ class Phases:
         root_training:bool, # True if the root is in training mode
         grad:bool=True # True if gradients will come. If the model is trained in `eval()` mode, such a pass trains
     ) -> str|None: # 'eval', 'no_grad', or None for training
-        """Return the phase of a pass.
-
-        Args:
-            path: Path of the called module, '' for the root
-            training: True if the module is in training mode
-            root_training: True if the root is in training mode
-            grad: True if gradients will come. If the model is trained in `eval()` mode, such a pass trains
-
-        Returns:
-            'eval', 'no_grad', or None for training
-        """
+        "Return the phase of a pass."
         if training: self.trained.add(path); self.trains_in_eval = False
         if grad and self.trains_in_eval: return None
         if not root_training or not training and path in self.trained: return 'eval'
@@ -66,11 +56,7 @@ class SteppedOptimizers:
     max_count = property(lambda self: max(self.counts.values(), default=0), doc="Most steps of one optimizer.")
 
     def note_step(self, optimizer:int) -> bool: # True if the step is over
-        """Count a step of the optimizer with this id. Return True if all awaited optimizers have stepped.
-
-        Returns:
-            True if the step is over
-        """
+        "Count a step of the optimizer with this id. Return True if all awaited optimizers have stepped."
         if len(self.awaited)>1 and optimizer not in self.stepped: self.waits[optimizer] = max(self.waits.get(optimizer, 0), self.max_count)
         self.stepped.add(optimizer)
         self.counts[optimizer] = self.counts.get(optimizer, 0)+1 # faster than `Counter` with a missing key
@@ -80,12 +66,7 @@ class SteppedOptimizers:
         new:int, # Limit for an optimizer that has not stepped in this run
         few:int # Least limit for an optimizer that has stepped
     ) -> bool:
-        """Return True if one optimizer has stepped too often while a step of a second is missing. A rarely stepping optimizer has a higher limit.
-
-        Args:
-            new: Limit for an optimizer that has not stepped in this run
-            few: Least limit for an optimizer that has stepped
-        """
+        "Return True if one optimizer has stepped too often while a step of a second is missing. A rarely stepping optimizer has a higher limit."
         if len(self.waits)==len(self.awaited)>1 and min(self.waits.values())>=3: return True # each waits for the others: they alternate
         return any(self.max_count>=(max(few, 3*self.waits[o]) if o in self.waits else new) for o in self.missing)
 
@@ -113,13 +94,7 @@ class StepState:
         phase:str|None, # Phase of the call, from `Phases.find`
         joins:bool=False # True if one autograd Function made this call and the one before, as a solver does
     ) -> bool:
-        """Return True if a call begins a pass, instead of joining the last one.
-
-        Args:
-            path: Path of the outermost armed module that is called
-            phase: Phase of the call, from `Phases.find`
-            joins: True if one autograd Function made this call and the one before, as a solver does
-        """
+        "Return True if a call begins a pass, instead of joining the last one."
         lead = self.leader
         other = phase!=self.phase and 'eval' in (phase, self.phase) # parts without gradients join the pass
         return lead is None or other or not joins and (path in ('', lead) or lead.startswith(f'{path}.'))
@@ -128,15 +103,7 @@ class StepState:
         path:str, phase:str|None=None, # Arguments of `begins_pass`
         weights=None, joins:bool=False # Anything that differs once the weights change; argument of `begins_pass`
     ) -> bool: # True if the call begins a pass
-        """Note a call of the outermost armed module. Return True if it begins a pass.
-
-        Args:
-            path, phase: Arguments of `begins_pass`
-            weights, joins: Anything that differs once the weights change; argument of `begins_pass`
-
-        Returns:
-            True if the call begins a pass
-        """
+        "Note a call of the outermost armed module. Return True if it begins a pass."
         new = self.begins_pass(path, phase, joins)
         if new:
             self.begun += 1
@@ -153,11 +120,7 @@ class StepState:
         return new
 
     def remove_failed(self) -> int: # Number of the pass among all passes of the step
-        """Remove the last, failed pass. Return its number among all passes of the step.
-
-        Returns:
-            Number of the pass among all passes of the step
-        """
+        "Remove the last, failed pass. Return its number among all passes of the step."
         self.begun -= 1
         self.passes[self.phase] -= 1
         self.leader,self.phase,self.failed = None,None,False
@@ -165,13 +128,7 @@ class StepState:
 
 # %% ../../nbs/40_recorder/10_steps.ipynb #759b03f7
 class Steps:
-    """Number and state of the open step, and the step before it.
-
-    Args:
-        number: Number of the first step
-        manual: True if an optimizer or `torchEmber.step` ends the steps. Otherwise the next pass does
-        awaited: Ids of the optimizers that all must step before a step is over
-    """
+    "Number and state of the open step, and the step before it."
     def __init__(self,
         number:int=0, # Number of the first step
         manual:bool=False, # True if an optimizer or `torchEmber.step` ends the steps. Otherwise the next pass does
@@ -239,13 +196,7 @@ class Steps:
         eval_grads=False, # True for a pass in `eval()` mode with gradients
         measured=False # True if something was measured outside of passes
     ):
-        """Mark the open step as not empty.
-
-        Args:
-            training: True for a pass in training mode with gradients
-            eval_grads: True for a pass in `eval()` mode with gradients
-            measured: True if something was measured outside of passes
-        """
+        "Mark the open step as not empty."
         s = self.state
         s.opened = True
         s.training_passes += training
@@ -331,17 +282,7 @@ def stall_reason(
     new:int=20, # Limit of steps of one optimizer while the step waits for another that has never stepped
     few:int=12 # Limit of steps of one optimizer, or of changes of the weights, while the step waits for optimizers that have stepped
 ) -> str|None: # None if the step may still end
-    """Return why the open step seems to have no end, because its optimizers do not step any more.
-
-    Args:
-        steps: `Steps`
-        passes: Limit of training passes in one step
-        new: Limit of steps of one optimizer while the step waits for another that has never stepped
-        few: Limit of steps of one optimizer, or of changes of the weights, while the step waits for optimizers that have stepped
-
-    Returns:
-        None if the step may still end
-    """
+    "Return why the open step seems to have no end, because its optimizers do not step any more."
     o,s = steps.optimizers,steps.state
     if s.changes<2 and s.training_passes<passes and not o.counts: return None # as in nearly every step
     if not o.missing: return None
@@ -352,13 +293,7 @@ def stall_reason(
 
 # %% ../../nbs/40_recorder/10_steps.ipynb #88219d60
 class Decision:
-    """Decides for each step if it is recorded.
-
-    Args:
-        schedule: Function: step -> True if it is selected, see `choose.schedule`
-        budget: A `budget.Budget`, or None to record all selected steps
-        notices: `Notices` for a schedule that raises
-    """
+    "Decides for each step if it is recorded."
     def __init__(self,
         schedule, # Function: step -> True if it is selected, see `choose.schedule`
         budget=None, # A `budget.Budget`, or None to record all selected steps

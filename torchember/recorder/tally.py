@@ -41,12 +41,7 @@ class Tally:
         sources, # `Sources`
         manual:bool # True if an optimizer or `te.step()` ended the steps
     ) -> list:
-        """Return a sentence for each unusual fact of the run.
-
-        Args:
-            sources: `Sources`
-            manual: True if an optimizer or `te.step()` ended the steps
-        """
+        "Return a sentence for each unusual fact of the run."
         out,watch,hint,known = [],sources.watch,sources.parameters.hint,sources.parameters.known
         if self.steps and watch and not self.called: out.append(not_called)
         if not self.steps: out.append("No pass was seen: the model was never called while it was armed.")
