@@ -704,22 +704,23 @@ class DescribedLayers(Reductions):
         "Return a line that describes the whole. For shards, it has no norm, which would need the other processes."
         if not self: return f'{self._name}[Empty]()'
         if self.is_result: return self._name
-        if any(map(is_sharded, self.values())): l2 = 'sharded: ask norm()'
+        if any(is_sharded(self[k]) for k in self): l2 = 'sharded: ask norm()'
         else:
             try: l2 = f'{self.norm():.4g}'
             except Unmeasurable: l2 = '?'
-        kinds = {w: '/'.join(dict.fromkeys(str(getattr(x, w)).removeprefix('torch.') for x in self.values())) for w in ('device', 'dtype')}
+        tensors = [self[k] for k in self]
+        kinds = {w: '/'.join(dict.fromkeys(str(getattr(x, w)).removeprefix('torch.') for x in tensors)) for w in ('device', 'dtype')}
         return f"{self._name}[L2={l2}, Numel={self.numel():,d}, device={kinds['device']}, dtype={kinds['dtype']}]"
 
     def __repr__(self):
-        if self.is_result: return format_layers(self.headline(), list(self), [str(v) for v in self.values()], ' = ')
-        return format_layers(self.headline(), list(self), [str(tuple(x.shape)) for x in self.values()])
+        if self.is_result: return format_layers(self.headline(), list(self), [str(self[k]) for k in self], ' = ')
+        return format_layers(self.headline(), list(self), [str(tuple(self[k].shape)) for k in self])
 
     __str__ = __repr__
 
     def _repr_html_(self):
-        if self.is_result: return format_html(self.headline(), [{'name': k, 'value': v} for k,v in self.items()])
-        blind = any(is_sharded(x) or x.is_meta or x.is_complex() for x in self.values())
+        if self.is_result: return format_html(self.headline(), [{'name': k, 'value': self[k]} for k in self])
+        blind = any(is_sharded(x) or x.is_meta or x.is_complex() for x in (self[k] for k in self))
         rows = describe_layers(self, True, None, None, ['no', 'name', 'shape']+['norm2', 'mean', 'std']*(not blind), (), None)
         return format_html(self.headline(), list(rows.values()))
 
