@@ -74,10 +74,10 @@ def test_axes_of_one_name_are_numbered():
     r = Ranks(net(), 0, 4)
     sets = [(0, *some) for some in chain.from_iterable(combinations((1, 2, 3), n) for n in (1, 2, 3))]
     names = ['mesh', *(f'mesh{i}' for i in range(2, 8))]
-    assert [r.axis('mesh', s) for s in sets]==names and r.axes==dict(zip(names, sets, strict=True))
-    assert [r.axis('tp', s) for s in sets]==names and len(r.axes)==7 # known under another name
+    assert [r.axes.add('mesh', s) for s in sets]==names and r.axes==dict(zip(names, sets, strict=True))
+    assert [r.axes.add('tp', s) for s in sets]==names and len(r.axes)==7 # known under another name
     r = Ranks(net(), 0, 2)
-    assert [r.axis(n, s) for n,s in (('dp2', (0, 1)), ('dp', (0, 2)), ('dp', (0, 3)), ('dp', (0, 4)), ('dp', (0,)))]==['dp2', 'dp', 'dp3', 'dp4', None]
+    assert [r.axes.add(n, s) for n,s in (('dp2', (0, 1)), ('dp', (0, 2)), ('dp', (0, 3)), ('dp', (0, 4)), ('dp', (0,)))]==['dp2', 'dp', 'dp3', 'dp4', None]
 
 
 def test_meshes_without_names():
@@ -124,7 +124,7 @@ def test_what_is_wrapped_before_one_of_the_first_three_passes_is_found(at):
     for n in range(1, 6):
         if n==at: m[1].weight = spread(init_device_mesh('cpu', (4,), mesh_dim_names=('tp',)), Shard(0))
         r.pass_begins()
-        assert r.looked==min(n, 3)
+        assert r.searched==min(n, 3)
     axes = [t['axes'] for t in told]
     assert axes==([{'tp': everybody}] if at==1 else [{}, {'tp': everybody}] if at<=3 else [{}]) # told when it is another than before
     assert r.sharded==(at<=3)
@@ -134,8 +134,8 @@ def test_a_row_before_the_first_pass_looks():
     m = net()
     m[0].weight = spread(init_device_mesh('cpu', (4,), mesh_dim_names=('tp',)), Shard(0))
     r,told = watched(m)
-    assert of_own(r, m[0])=={'part': 'tp:S0'} and len(told)==r.looked==1
-    assert of_own(r, m[0])=={'part': 'tp:S0'} and len(told)==r.looked==1
+    assert of_own(r, m[0])=={'part': 'tp:S0'} and len(told)==r.searched==1
+    assert of_own(r, m[0])=={'part': 'tp:S0'} and len(told)==r.searched==1
 
 
 def test_a_module_stays_spread_when_its_wrapper_is_gone():

@@ -8,9 +8,12 @@ from torch.utils.checkpoint import checkpoint
 
 from torchember.capture.backward import hook_gradients
 from torchember.capture.events import Listener, always
-from torchember.capture.forward import KEY, ArmedDict, Due, State, arm, armed_by, disarm, lay, lift, parts_of, with_gradient
+from torchember.capture.forward import arm, armed_by, disarm
+from torchember.capture.hidden_attributes import ArmedDict, install, uninstall
+from torchember.capture.module_state import KEY, ModuleState, PendingCalls, parts_of
 from torchember.capture.optimizer import OptimizerWatch, evenly_spaced, is_optimizer, parameters_of, gradient_scale, state_tensors, trained_by, versions
-from torchember.capture.optimizer import with_closure, workers
+from torchember.capture.optimizer import wrap_closure, workers
+from torchember.capture.patch import with_gradient
 from torchember.capture.tree import moduleTrack, tracks, tree_dict, unwrap
 
 
@@ -144,14 +147,14 @@ def test_what_cannot_be_looked_through_is_told_and_passed_over():
 
 def test_gradients_of_calls_that_compiled_code_brings():
     "The last call's first, over again with each backward, and anew after a pass that comes later"
-    d = Due()
+    d = PendingCalls()
     for c in range(3): d.expect(c, 'eval' if c else None)
     assert [d.next() for _ in range(4)]==[(2, 'eval', 0), (1, 'eval', 0), (0, None, 0), (2, 'eval', 1)]
     assert [d.next() for _ in range(3)]==[(1, 'eval', 1), (0, None, 1), (2, 'eval', 2)]
-    d = Due()
+    d = PendingCalls()
     d.expect(0, None); d.next(); d.expect(5, None)
     assert [d.next() for _ in range(2)]==[(5, None, 0), (5, None, 1)]
-    d = Due()
+    d = PendingCalls()
     for c in (0, 1): d.expect(c, None)
     d.next(); d.expect(2, None) # a call comes in the middle of a backward
     assert [d.next() for _ in range(3)]==[(2, None, 0), (0, None, 0), (1, None, 1)]
@@ -169,7 +172,7 @@ class Hears(Listener):
 
 def test_whose_gradients_they_are_is_known_for_each_type_and_name_in_each_step():
     who = Hears()
-    st = State(tracks(nn.Identity())[0], who)
+    st = ModuleState(tracks(nn.Identity())[0], who)
     st.expect('output_grad', ['x', 'y'], (0, None)); st.expect('output_grad', ['x'], (1, 'eval')); st.expect('input_grad', ['x'], (7, None))
     st.expect('input_grad', ['x'], None) # which is for nobody
     for t,n in (('output_grad', 'x'), ('output_grad', 'x'), ('output_grad', 'y'), ('input_grad', 'x')): st.graded(t, [(n, 'g')])
@@ -179,7 +182,7 @@ def test_whose_gradients_they_are_is_known_for_each_type_and_name_in_each_step()
     who.step = 1
     st.expect('output_grad', ['x'], (3, None))
     st.graded('output_grad', [('x', 'g')])
-    assert st.due.keys()=={('output_grad', 'x')} and who.heard==[('output_grad', 'x', 'g', 3, None, 0)]
+    assert st.pending.calls.keys()=={('output_grad', 'x')} and who.heard==[('output_grad', 'x', 'g', 3, None, 0)]
     who.heard.clear()
     st.calls = 2 # of an eager pass that was computed again: nothing is known but how many there were
     for _ in range(3): st.graded('output_grad', [('z', 'g')])
@@ -190,23 +193,23 @@ def test_gradients_are_waited_for_as_many_steps_as_the_listener_says():
     "A step that turns out to be of an earlier one takes what it expected along"
     who = Hears()
     who.lasting = 2
-    st = State(tracks(nn.Identity())[0], who)
+    st = ModuleState(tracks(nn.Identity())[0], who)
     def waiting(step, call):
         who.step = step
         st.expect('output_grad', ['x'], (call, None))
-        return [c[0] for c in st.due['output_grad', 'x'].calls]
+        return [c[0] for c in st.pending.calls['output_grad', 'x'].waiting]
     assert [waiting(i, i) for i in range(4)]==[[0], [0, 1], [0, 1, 2], [1, 2, 3]] and waiting(2, 9)==[1, 2, 9] and waiting(7, 8)==[8]
 
 
 def test_a_compiled_pass_that_does_not_end_is_ended_by_the_next():
     who = Hears()
-    st = State(tracks(nn.Identity())[0], who)
+    st = ModuleState(tracks(nn.Identity())[0], who)
     st.ended()
     st.began(True); st.began(); st.ended(); st.ended()
     assert who.heard==[('begins', True), ('fails',), ('ends', True), ('begins', False), ('ends', True)]
     who.on,who.heard = False,[]
     st.began(); st.ended()
-    assert who.heard==[('begins', False)] and not st.begun
+    assert who.heard==[('begins', False)] and not st.passes.begun
 
 
 def test_what_lies_on_what_in_an_armed_dict():
@@ -215,18 +218,18 @@ def test_what_lies_on_what_in_an_armed_dict():
     t = Thing()
     t.a,t.own = 1,0
     first,second = {'a': 2, 'b': 2},{'c': 3}
-    lay(t, first); lay(t, second)
+    install(t, first); install(t, second)
     d = vars(t)
     assert isinstance(d, ArmedDict) and (t.a, t.b, t.c, d.unarmed())==(2, 2, 3, {'a': 1, 'own': 0})
     d.update({'a': 1, 'own': 5, 'new': 6}) # as it was found, and some more
     assert (t.a, t.own, t.new)==(2, 5, 6)
-    lift(t, {'a': 4}); lift(t, second) # of something else, and of this
+    uninstall(t, {'a': 4}); uninstall(t, second) # of something else, and of this
     assert (t.a, t.b)==(2, 2) and isinstance(vars(t), ArmedDict) and not hasattr(t, 'c')
     t.b = 9
-    lift(t, first)
+    uninstall(t, first)
     assert vars(t)=={'a': 1, 'own': 5, 'new': 6, 'b': 9} and type(vars(t)) is dict
-    lift(t, first) # nothing lies there
-    lay(t, first)
+    uninstall(t, first) # nothing lies there
+    install(t, first)
     vars(t).clear()
     assert (t.a, t.b)==(2, 2) and vars(t).unarmed()=={'a': 1, 'b': 9}
 
@@ -447,9 +450,9 @@ def test_what_a_scaler_does_to_each_of_two_optimizers():
     w.detach()
     assert 'step' not in vars(s)
     o.found_inf = torch.tensor(1.) # a fused one finds out by itself
-    w.tell(o); w.tell(p)
+    w.note_end(o); w.note_end(p)
     o.found_inf = torch.tensor(0.)
-    w.tell(o)
+    w.note_end(o)
     assert spy.told()==[('skipped', o), ('ends', p), ('ends', o)]
 
 
@@ -504,8 +507,8 @@ def test_where_the_closure_stands_among_the_arguments():
     def f(): told.append('f'); return 4
     def g(): told.append('g')
     def tell(): told.append('told')
-    assert [with_closure(a, k, tell) for a,k in ((('o',), {}), ((f,), {}), ((f, 1), {}), (('o', 1), {'loss': f}))]==[None]*4
-    args,kw = with_closure(('o', 1, f, g), {'x': 2}, tell)
+    assert [wrap_closure(a, k, tell) for a,k in ((('o',), {}), ((f,), {}), ((f, 1), {}), (('o', 1), {'loss': f}))]==[None]*4
+    args,kw = wrap_closure(('o', 1, f, g), {'x': 2}, tell)
     assert (args[:2], args[3], kw)==(('o', 1), g, {'x': 2}) and args[2]()==4 and told==['f', 'told']
-    args,kw = with_closure(('o', g), {'closure': f, 'x': 2}, tell)
+    args,kw = wrap_closure(('o', g), {'closure': f, 'x': 2}, tell)
     assert args==('o', g) and kw['x']==2 and kw['closure']()==4 and told==['f', 'told']*2

@@ -20,7 +20,7 @@ class Flows:
     ): self.buffer,self.ttypes = buffer,tuple(t for t in self.ttypes if t in ttypes)
 
     def flow(self,
-        state, # Of the module, see `capture.forward.State`
+        state, # Of the module, see `capture.module_state.ModuleState`
         ttype:str, # 'input', and later, with the same number, 'output'
         named, # Pairs of names and tensors
         call:int, # Number of the call in its pass
@@ -29,7 +29,7 @@ class Flows:
         """Measure the tensors of one call
 
         Args:
-            state: Of the module, see `capture.forward.State`
+            state: Of the module, see `capture.module_state.ModuleState`
             ttype: 'input', and later, with the same number, 'output'
             named: Pairs of names and tensors
             call: Number of the call in its pass

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..capture.forward import parts_of
+from ..capture.module_state import parts_of
 from ..capture.optimizer import in_live_optimizers
 from .notices import Notices
 from ..store.parameters import entry, most_entries

@@ -183,7 +183,7 @@ class Sources(AtStepEnd):
     # ---- a pass
 
     def flow(self,
-        state, # Of the module, see `capture.forward.State`
+        state, # Of the module, see `capture.module_state.ModuleState`
         ttype:str, # 'input' or 'output'
         named, # Pairs of names and tensors
         call:int, phase
@@ -191,7 +191,7 @@ class Sources(AtStepEnd):
         """Tensors of a call; and their gradients, when a backward comes to them
 
         Args:
-            state: Of the module, see `capture.forward.State`
+            state: Of the module, see `capture.module_state.ModuleState`
             ttype: 'input' or 'output'
             named: Pairs of names and tensors
         """

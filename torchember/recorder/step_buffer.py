@@ -246,7 +246,7 @@ def new_tap(arena, state, place, how, once):
 class Measuring:
     "Tensors of the open step are measured as they come, each in the way that was asked for its type"
     def measure(self,
-        state, # Of the module, see `capture.forward.State`
+        state, # Of the module, see `capture.module_state.ModuleState`
         ttype:str,
         tname:str,
         x:torch.Tensor, # Any tensor
@@ -261,7 +261,7 @@ class Measuring:
         """Measure one tensor. What goes wrong is told, and not raised
 
         Args:
-            state: Of the module, see `capture.forward.State`
+            state: Of the module, see `capture.module_state.ModuleState`
             x: Any tensor
             pname: Its name in the module, of what is measured once a step
             call: Number of the module's call
