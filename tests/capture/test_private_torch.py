@@ -153,7 +153,7 @@ def test_one_line_on_a_newer_torch(monkeypatch):
         return [(str(w.message), w.filename) for w in got if w.category is EmberWarning]
     monkeypatch.setattr(private_torch, 'newest', (1, 0))
     monkeypatch.setattr(private_torch, 'missing', {})
-    monkeypatch.setattr(private_torch, 'said', set())
+    monkeypatch.setattr(private_torch, 'warned', set())
     assert heard()==[]
     private_torch.private('torch.library.gone', None, 'nothing else is')
     [(line, where)] = heard()
@@ -187,7 +187,7 @@ def compiled_on_a_torch_without_hooks(monkeypatch):
     "Rows of a compiled model there, what was said, and the rows of the same model in eager mode"
     monkeypatch.setattr(private_torch, 'hooks_in_graphs', False)
     monkeypatch.setattr(forward, 'hooks_in_graphs', False)
-    monkeypatch.setattr(private_torch, 'said', set())
+    monkeypatch.setattr(private_torch, 'warned', set())
     options = dict(ttypes=(*FORWARD, 'input_grad', 'output_grad'))
     with warnings.catch_warnings(record=True) as got:
         warnings.simplefilter('always')
@@ -201,4 +201,4 @@ def test_gradients_of_activations_where_graphs_take_no_hooks(monkeypatch):
     without = [r for r in eager if r['ttype'] not in ('input_grad', 'output_grad')]
     assert len(without)<len(eager) and Counter(places(whole))==Counter(places(without))
     assert {r['ttype'] for r in blocks} >= {r['ttype'] for r in without}
-    assert len(said)==1 and 'cannot bring the gradients of inputs and outputs' in said[0]
+    assert len(said)==1 and 'cannot report the gradients of inputs and outputs' in said[0]
