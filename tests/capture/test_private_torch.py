@@ -15,7 +15,7 @@ from torch import nn
 
 from torchember import EmberWarning, torchEmber
 from torchember.capture import private_torch
-from torchember.capture import forward
+from torchember.capture import patch
 
 package = Path(private_torch.__file__).parents[1]
 python = {'_getframe', '_current_frames', '_fields', '_replace'} # of Python's own library, and documented there
@@ -186,7 +186,7 @@ def test_names_of_runs_without_a_store(monkeypatch):
 def compiled_on_a_torch_without_hooks(monkeypatch):
     "Rows of a compiled model there, what was said, and the rows of the same model in eager mode"
     monkeypatch.setattr(private_torch, 'hooks_in_graphs', False)
-    monkeypatch.setattr(forward, 'hooks_in_graphs', False)
+    monkeypatch.setattr(patch, 'hooks_in_graphs', False)
     monkeypatch.setattr(private_torch, 'warned', set())
     options = dict(ttypes=(*FORWARD, 'input_grad', 'output_grad'))
     with warnings.catch_warnings(record=True) as got:

@@ -13,10 +13,10 @@ from torch import nn
 from .hidden_attributes import install, uninstall
 from .module_state import KEY, ModuleState
 from .patch import Patch
-from .tree import refused
+from .tree import data_parallel_error
 
 # %% ../../nbs/10_capture/20_forward.ipynb #e94f75de
-def refuse_data_parallel(): raise TypeError(refused)
+def refuse_data_parallel(): raise TypeError(data_parallel_error)
 
 def patch_of(module, known):
     "Return the patch of a module, with the same states. A new one is made if the module has none, or if another forward was set over it."
