@@ -8,7 +8,7 @@ import pytest
 
 from torchember.frames.logs import tidy
 from torchember.processes.packed_rows import Packet, StepMerger
-from torchember.processes.ranks import whole
+from torchember.processes.ranks import merge_and_check
 
 rng = np.random.default_rng(0)
 first,second = rng.normal(size=(4, 3)),rng.normal(size=(6,))
@@ -31,7 +31,7 @@ def about(axis, world=2): return {r: {'rank': r, 'world': world, 'axes': {axis: 
 
 def merged(rows, axis, world=2):
     df = tidy(pd.DataFrame(rows))
-    out,_ = whole(df, about(axis, world))
+    out,_ = merge_and_check(df, about(axis, world))
     return out[out.ttype=='scalar']
 
 

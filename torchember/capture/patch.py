@@ -19,7 +19,7 @@ from .look_alike import code_for, look_like
 from .module_state import KEY
 from .partial_sums import report_after_hooks
 from .private_torch import hooks_in_graphs, is_exporting, is_tracing, never_compile, recomputing
-from .tensors import alone, inputs, outputs, parameter_names
+from .tensors import alone, inputs, outputs, argument_names
 
 # %% ../../nbs/10_capture/19_patch.ipynb #515b52ad
 for f in (inputs, outputs): never_compile(f)
@@ -176,7 +176,7 @@ class Patch:
         own = self.function or (is_plain and of_class)
         self.covered = None if is_plain else module.forward # callable that is replaced, None for the class's function
         self.former = None if own else self.covered # the same, if it does not take the module
-        self.names,self.rest = known.get(own) or parameter_names(module.forward) # names of its parameters
+        self.names,self.rest = known.get(own) or argument_names(module.forward) # names of its parameters
         if own: known[own] = self.names,self.rest
         self.key = compiled.new_key(self)
         self.attributes = {KEY: self, 'forward': types.MethodType(patched_like(own or self.former, self.former, self.function), module)}

@@ -412,7 +412,7 @@ def rows_of_whole(source, choice, columns, per_rank):
     df,lost = rows_of_ranks({r: partial(s.blocks, after[r]) for r,s in source.sources.items()}, source.file(), shared=shared)
     spoiled = [f"Lines of rank {r} that are torn or make no sense: {n}. What they are of is without it." for r,n in lost.items() if n]
     told = (df['ttype']=='finding').to_numpy(bool) # each process has its own
-    rows,said = ranks.whole(df[~told], source.told('ranks'), paths_of_ranks(source.told('structure')))
+    rows,said = ranks.merge_and_check(df[~told], source.told('ranks'), paths_of_ranks(source.told('structure')))
     df = under_each_other([rows, with_rank(df[told])]) if told.any() else rows
     for s in (*spoiled, *said): warn(f"{printable(source.name)}: {s}")
     df.attrs['said'] = [*spoiled, *said]
