@@ -20,7 +20,7 @@ def hook_gradients(
     key=None, # Key of a holder whose `graded` a compiled backward calls instead
     ttype='output_grad' # Tensor type, for that
 ) -> list: # Handles of hooks on leaves, which live longer than the pass: to be removed after it
-    """Have the gradient reported of each tensor that will have one.
+    """Report the gradients of some tensors. Tensors without a gradient are skipped.
 
     Args:
         named: (tname, tensor) pairs
@@ -46,7 +46,7 @@ def hook_gradients(
 
 # %% ../../nbs/10_capture/30_backward.ipynb #1f0f2741
 def gradient_hook(report, n, key, ttype):
-    "Return a hook that reports the gradient of a tensor. Arguments as in `hook_gradients`."
+    "Return a hook to report the gradient of a tensor. Arguments as in `hook_gradients`."
     def hook(g):
         if g is None: return None # an unused output of several, or a `Function` whose backward returned None
         if key is not None and torch.compiler.is_compiling(): graded([g], key, ttype, [n])

@@ -19,7 +19,7 @@ clippers = 'clip_grad_norm_','clip_grad_value_','clip_grads_with_norm_',*([norm_
 running = threading.local() # clips: True while a function clips. Functions that it calls report nothing
 
 def reporting(clip):
-    "Return a function that reports the parameters to each attached watch and then clips, as `clip` does. In compiled code it only clips."
+    "Wrap a clipping function to report the parameters to each attached watch first. In compiled code it only clips."
     @functools.wraps(clip)
     def run(parameters, *args, **kwargs):
         if torch.compiler.is_compiling() or getattr(running, 'clips', False): return clip(parameters, *args, **kwargs)
@@ -43,7 +43,7 @@ class ClippingWatch:
     ): self.listener = listener
 
     def attach(self):
-        "Replace the functions of torch, unless another watch has."
+        "Replace the functions of torch, if no watch is attached yet."
         if not self.attached:
             found = [(p, n, clip) for p in places for n in clippers if (clip := getattr(p, n, None)) is not None]
             ours = {clip: reporting(clip) for *_,clip in found} # one for each function, also under several names
@@ -52,7 +52,7 @@ class ClippingWatch:
         self.attached.add(self)
 
     def detach(self):
-        "Restore the functions of torch after the last watch. A function that the user has put around ours stays, and ours only clips."
+        "Restore the functions of torch after the last watch. If the user has wrapped ours, it stays, and only clips."
         self.attached.discard(self)
         if self.attached: return
         for p,n,clip,run in self.replaced:

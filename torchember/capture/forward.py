@@ -19,7 +19,7 @@ from .tree import data_parallel_error
 def refuse_data_parallel(): raise TypeError(data_parallel_error)
 
 def patch_of(module, known):
-    "Return the patch of a module, with the same states. A new one is made if the module has none, or if another forward was set over it."
+    "Return the patch of a module, with the same states. A new patch is made if the module has none, or if the user has replaced our forward."
     d = module.__dict__
     before = d.get(KEY)
     if before is not None and d.get('forward') is before.attributes['forward']: return before
@@ -83,7 +83,7 @@ def disarm(
     tracks:list, # The same tracks
     listener # Listener to remove
 ):
-    """Remove a listener from all modules. A module without another listener is as it was before.
+    """Remove a listener from all modules. After its last listener a module is as it was before.
 
     Args:
         tracks: The same tracks
@@ -97,7 +97,7 @@ def disarm(
 def armed_by(
     module:nn.Module # Any module
 ): # The listener, or None
-    """Return the exclusive listener of the first module in `module` that has one: the recorder of a run.
+    """Return the first exclusive listener of a module in `module`: the recorder of a run.
 
     Args:
         module: Any module

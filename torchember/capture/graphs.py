@@ -48,7 +48,7 @@ def wrap_replay(f):
 wrappers_of = dict(capture_begin=wrap_capture_begin, capture_end=wrap_capture_end, replay=wrap_replay) # method -> function that wraps it
 
 def graph_classes():
-    "Return the classes of graphs that this torch has."
+    "Return the classes of graphs in this version of torch."
     places = (torch.cuda, 'CUDAGraph'),(getattr(torch, 'accelerator', None), 'Graph'),(getattr(torch, 'xpu', None), 'XPUGraph')
     return [c for where,name in places if (c := getattr(where, name, None)) is not None]
 
@@ -66,7 +66,7 @@ class GraphWatch:
     ): self.listener = listener
 
     def attach(self):
-        "Replace the methods of graphs, unless another watch has."
+        "Replace the methods of graphs, if no watch is attached yet."
         for c in graph_classes():
             for name,wrap in wrappers_of.items():
                 if (c, name) in self.former: continue # also if the other watch was dropped without `detach`
@@ -75,7 +75,7 @@ class GraphWatch:
         self.attached.add(self)
 
     def detach(self):
-        "Restore the methods after the last watch. A method that others have put around ours stays, and ours only calls on."
+        "Restore the methods after the last watch. If the user has wrapped ours, it stays, and only calls the original."
         if self not in self.attached: return
         self.attached.discard(self)
         if self.attached: return

@@ -23,7 +23,7 @@ def trained_by(optimizers) -> list:
     return list({id(p): p for o in optimizers for p in parameters_of(o)}.values())
 
 def state_tensors(optimizer, p) -> dict:
-    "Return the state tensors that an optimizer keeps for one parameter, by name. Counters of steps are left out."
+    "Return the state tensors of one parameter by name. Counters of steps are left out."
     return {k:v for k,v in optimizer.state.get(p, {}).items() if isinstance(v, torch.Tensor) and k!='step'}
 
 def is_optimizer(o) -> bool:
@@ -38,7 +38,7 @@ def live_objects(kind):
 def in_live_optimizers(
     wanted:set # ids of parameters
 ) -> set: # Those of `wanted` that an optimizer has
-    """Return the ids of the parameters that any torch optimizer of this process trains.
+    """Return the ids of the parameters in any torch optimizer of this process.
 
     Args:
         wanted: ids of parameters
@@ -50,14 +50,14 @@ def in_live_optimizers(
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #afd21f76
 def inner_optimizers(o):
-    "Return the optimizers in the attributes of `o` that train some of its parameters."
+    "Return the optimizers of the same parameters in the attributes of `o`."
     mine = {id(p) for p in parameters_of(o)}
     values = [v for v in vars(o).values() if v is not o] if hasattr(o, '__dict__') else []
     values += [w for v in values if isinstance(v, list|tuple) and len(v)<100 for w in v]
     return [v for v in values if not isinstance(v, type|torch.Tensor) and is_optimizer(v) and mine & {id(p) for p in parameters_of(v)}]
 
 def workers(optimizer) -> list:
-    "Return the optimizers that do the work of one that may be a wrapper. Without a wrapper, return itself."
+    "Return the innermost optimizers of a wrapper. Without a wrapper, return the optimizer itself."
     found,todo,seen = [],[optimizer],set()
     while todo:
         o = todo.pop(0)
@@ -73,7 +73,7 @@ def reporting_closure(
     closure, # Closure that the user passes to `step`, or None
     report # Called after each call of it
 ):
-    "Return a closure that reports when its gradients are ready."
+    "Wrap a closure to report when its gradients are ready."
     if closure is None or hasattr(closure, '_torchember'): return closure
     @functools.wraps(closure)
     def run(*args, **kwargs):
@@ -92,7 +92,7 @@ def wrap_closure(args, kwargs, report):
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #2030c588
 def versions(params) -> int:
-    "Return how often some tensors were written to, together. It costs 1 µs to see in 16 of a thousand parameters that an optimizer has stepped."
+    "Return the sum of the version counters of some tensors. 16 of a thousand parameters suffice to notice a step of an optimizer."
     return sum(p._version for p in params if not p.is_inference())
 
 def evenly_spaced(xs, n=16):
@@ -101,14 +101,14 @@ def evenly_spaced(xs, n=16):
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #63555850
 class ReplacedStep:
-    "A `step` of an instance that replaces another one. If others have replaced it since, theirs stays, and ours only calls on."
+    "The replaced `step` of one object. If the user replaces it again, both stay, and ours only calls the original."
     def __init__(self, o, former, step):
         self.o,self.former,self.step,self.removed = o,former,step,False
         step.__func__._torchember = self
         o.step = step
 
     def remove(self):
-        "Restore the `step` before, unless another one lies over ours."
+        "Restore the original `step`, unless ours was replaced in turn."
         self.removed = True
         while (step := vars(self.o).get('step')) is not None and (top := getattr(step, '_torchember', None)) is not None and top.removed and top.step is step:
             if top.former is None: del self.o.step
@@ -128,7 +128,7 @@ def replace_step(
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #fd77bd10
 def gradient_scale(scaler, o):
-    "Return the factor by which the gradients of an optimizer are multiplied now, a tensor or None. `scaler`: a `GradScaler`, or None."
+    "Return the loss scale in an optimizer's gradients, a tensor or None. `scaler`: a `GradScaler`, or None."
     if scaler is None or not scaler.is_enabled(): return None
     if getattr(o, 'grad_scale', None) is not None: return o.grad_scale # a fused optimizer divides by it in its kernel
     return None if is_unscaled(scaler, o) else loss_scale(scaler)
@@ -146,7 +146,7 @@ def has_skipped(o):
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #5a1f0c7e
 def is_stepping(o):
-    "Return True if a `step` of `o` runs in this thread. Its frame tells; a step that raised leaves no other trace."
+    "Return True if a `step` of `o` runs in this thread, by its frame. After an exception, nothing else shows the end."
     f = sys._getframe(1)
     while f is not None:
         c = f.f_code
@@ -155,18 +155,18 @@ def is_stepping(o):
     return False
 
 class OpenSteps:
-    "Steps of optimizers that are running, one inside another."
+    "Numbers of open steps of each optimizer: a step may call itself."
     def __init__(self): self.depth = {} # id of an optimizer -> its open steps
 
     def begin(self, o):
-        "Note that a step begins. Return True if it is the outermost one of its optimizer."
+        "Note the begin of a step. Return True if it is the outermost step of its optimizer."
         n = self.depth.get(id(o), 0)
         if n and not is_stepping(o): n = 0 # an earlier step has raised
         self.depth[id(o)] = n+1
         return not n
 
     def end(self, o):
-        "Note that a step ends. Return True if it was the outermost one of its optimizer."
+        "Note the end of a step. Return True if it was the outermost step of its optimizer."
         n = self.depth[id(o)] = max(self.depth.get(id(o), 1)-1, 0)
         return not n
 
@@ -208,7 +208,7 @@ class OptimizerWatch:
         self.use(self.scaler)
 
     def use(self, scaler):
-        "Watch another scaler from now on, or None."
+        "Replace the watched scaler. `scaler` may be None."
         if self.scaler_step is not None: self.scaler_step.remove()
         self.scaler = scaler
         self.scaler_step = replace_step(scaler, self.run_scaled) if self.attached and scaler is not None else None
@@ -224,7 +224,7 @@ class OptimizerWatch:
     busy = property(lambda self: bool(self.wrappers) or self.open.any(), doc="True if a step of an optimizer is running.")
 
     def begin(self, o, args, kwargs):
-        "Note that a step begins. Return new arguments for it, or None."
+        "Note the begin of a step. Return new arguments for `step`, or None."
         if not self.open.begin(o): return None
         new = wrap_closure(args, kwargs, lambda: self.gradients_ready(o, False))
         if new is None: self.gradients_ready(o)
@@ -232,7 +232,7 @@ class OptimizerWatch:
         return new
 
     def end(self, o):
-        "Note that a step ends."
+        "Note the end of a step."
         if self.open.end(o): self.note_end(o)
 
     def gradients_ready(self, o, unchanged=True): # unchanged: whether the weights are what they were before the step
@@ -240,17 +240,17 @@ class OptimizerWatch:
         self.listener.gradients_ready(o, gradient_scale(self.scaler, o), unchanged)
 
     def note_end(self, o):
-        "Report that an optimizer has stepped, or that it skipped. Inside the step of a wrapper, report it later."
+        "Report the end of a step, done or skipped. Inside the step of a wrapper, report it later."
         if self.wrappers: self.in_wrapper[id(o)] = o; return
         self.stepped.add(id(o))
         self.listener.step_skipped(o) if has_skipped(o) else self.listener.step_ends(o)
 
     def begin_step(self, o):
-        "Report that an optimizer will step without a call of its `step`. The weights have their values from before."
+        "Report the begin of a step for a trainer that calls no `step`. The weights have their old values."
         if self.attached: self.listener.step_begins(o)
 
     def note_step(self, o):
-        "Report that an optimizer has stepped without a call of its `step`, as in a trainer with optimizers of its own."
+        "Report the end of a step for a trainer that calls no `step`. The weights have their new values."
         if not self.attached: return
         self.gradients_ready(o, False)
         self.note_end(o)
@@ -270,7 +270,7 @@ class OptimizerWatch:
         return out
 
     def run_wrapper(self, o, go, args, kwargs):
-        "Run the step of a wrapper. Report what its optimizers did when it has ended."
+        "Run the step of a wrapper. Report the steps of its optimizers at the end."
         if not self.attached: return go(*args, **kwargs)
         before = versions(evenly_spaced(parameters_of(o)))
         self.wrappers.append(o)

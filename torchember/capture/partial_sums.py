@@ -16,7 +16,7 @@ from .tensors import outputs
 
 # %% ../../nbs/10_capture/17_partial_sums.ipynb #865cffed
 def partial_sums(named):
-    "Return the tensors that are partial sums."
+    "Return the partial sums among some tensors."
     return [x for _,x in named if type(x) is not torch.Tensor and any(p.is_partial() for p in getattr(x, 'placements', ()))]
 
 # %% ../../nbs/10_capture/17_partial_sums.ipynb #7e1d0a02
@@ -46,7 +46,7 @@ def report_after_hooks(
     return True
 
 def add_last_hook(state, frames, report):
-    "Register a hook behind all others, for this call of the module only. `frames`: ids of the frames from which torch may call it."
+    "Register a last hook for one call of the module. `frames`: ids of the calling frames in torch."
     thread = get_ident()
     def hook(module, args, result):
         if id(sys._getframe(1)) not in frames: return # another call: in another thread, or by a hook before this one

@@ -15,7 +15,7 @@ import torch
 scalars = (int, float, bool, str, type(None)) # skipped before anything else: a batch may have a million labels in a list
 
 def keyed_items(value):
-    "Return the items of a container as pairs of key or index and item, None for a value that is no container."
+    "Return pairs of key or index and item of a container. Return None for any other value."
     if isinstance(value, Mapping): return value.items()
     if isinstance(value, tuple) and hasattr(value, '_fields'): return zip(value._fields, value, strict=True)
     if isinstance(value, (tuple, list)): return enumerate(value) # Dynamo before torch 2.10 does not know tuple|list
@@ -39,7 +39,7 @@ def find_tensors(
 def argument_names(
     forward # A bound `forward`
 ) -> tuple: # Names of the positional parameters; name for further arguments
-    """Return the names of the parameters that a forward takes by position.
+    """Return the names of a forward's positional parameters.
 
     Args:
         forward: A bound `forward`

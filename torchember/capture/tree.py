@@ -22,7 +22,7 @@ ACTIVATION = '_torchember_activation' # key in a module's `__dict__`: class name
 def unwrap(
     module:nn.Module # A model, perhaps in one or several wrappers
 ) -> nn.Module:
-    """Return a model without its wrappers. Raise TypeError for `nn.DataParallel`, which cannot be recorded.
+    """Return a model without its wrappers. Raise TypeError for `nn.DataParallel`: its copies cannot be recorded.
 
     Args:
         module: A model, perhaps in one or several wrappers

@@ -23,7 +23,7 @@ from ..measure.summary import derive, derived, finite, index
 
 # %% ../../nbs/42_processes/08_merge.ipynb #415b3080
 class MergePlan:
-    """Which rows of the ranks are merged into which row of the whole.
+    """Places of the ranks' rows in the merged table.
 
     Args:
         rows: `shards.RankRows`
@@ -63,7 +63,7 @@ def describe(row):
     return f"{row['ttype']} {pname if isinstance(pname, str) else row['tname']} of {row['path'] or 'the model'}"
 
 class Merge:
-    """Rows of one or several steps, merged as a plan says. `table` has the result, `messages` what is lost or contradictory.
+    """Merged rows of one or several steps. `table` has the rows, `messages` tells of lost and contradictory values.
 
     Args:
         plan: `MergePlan`
@@ -115,7 +115,7 @@ class Merge:
             if c in out: out[c] = np.where(plan.several, wholes[:, index[c]], out[c]).astype(out[c].dtype)
 
     def drop_uncounted(self, wholes, changed):
-        "Of shards with an unknown number of elements, keep only minimum and maximum in `wholes`. Return for each merged row whether it has such a shard."
+        "Remove sums of shards with an unknown number of elements from `wholes`. Return for each merged row whether it has such a shard."
         has_statistics = ~self.rows[[c for c in self.rows.columns if c in derived]].isna().all(axis=1).to_numpy()
         uncounted = changed & self.plan.any_row(np.isnan(self.count) & has_statistics)
         if not uncounted.any(): return uncounted
@@ -126,7 +126,7 @@ class Merge:
         return uncounted
 
     def merge_shapes(self, numel):
-        "Write the shape of each whole tensor, and its number of elements where the shape does not tell it."
+        "Write the shape of each whole tensor. Without a shape, write its number of elements."
         plan,out = self.plan,self.table
         whole,known,shapes = out['shape'].astype(object).to_numpy(copy=True),self.column('global_shape').tolist(),self.rows['shape'].tolist()
         has_global = np.array([isinstance(s, list|tuple) for s in known], bool)
@@ -150,7 +150,7 @@ class Merge:
                 f"{r['step']}: its shards have {int(numel[o])} elements, the whole has {prod(whole[o])}.")
 
     def merge_exponents(self, changed):
-        "Return the counts of exponents of each whole: the sum of those of its shards, shifted by their factors."
+        "Return the counts of exponents of each whole: the sum over its shards, shifted by their factors."
         lists,whole,lost,groups = self.rows['exponents'].tolist(),self.table['exponents'].astype(object).to_numpy(copy=True),0,rows_by_group(self.plan.whole)
         for o in np.flatnonzero(changed):
             counts = [shift_exponents(lists[i], self.factor[i]) for i in groups[o]]
@@ -161,7 +161,7 @@ class Merge:
         return whole
 
     def merge_sums(self):
-        "Write the means of tensors that are a sum of what several ranks hold, and remove their other statistics."
+        "Write the means of tensors that are sums over ranks, and remove their other statistics."
         plan,out = self.plan,self.table
         groups,sums = rows_by_group(plan.whole),np.unique(plan.whole[plan.partial])
         out.loc[sums, [c for c in self.rows.columns if c in derived]] = np.nan

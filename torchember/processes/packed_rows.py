@@ -24,7 +24,7 @@ from ..store.reading import path_of
 fixed_columns = {*identity, *of_pieces, 'shape', 'exponent_min'}-{'step'} # fixed even if they hold numbers
 
 def number_kind(column, v):
-    "Return 'f' or 'i' for a number that changes, 'F' or 'I' for a list of numbers, None for a fixed value."
+    "Return 'f' or 'i' for a changing number, 'F' or 'I' for a list of numbers, None for a fixed value."
     if column in fixed_columns: return None
     if type(v) is float: return 'f'
     if type(v) is int: return 'i' if abs(v)<=2**53 else None
@@ -33,7 +33,7 @@ def number_kind(column, v):
     return 'I' if kinds=={'i'} else 'F' if kinds<={'i', 'f'} else None
 
 def split_row(row):
-    "Return a row in three parts: (column, kind, how many numbers) of what changes; a dict of what is fixed; the numbers."
+    "Split a row into three parts: (column, kind, count) of its numbers; a dict of its fixed values; the numbers."
     columns,fixed,numbers = [],{},[]
     for k,v in row.items():
         if k=='ts': continue
@@ -51,7 +51,7 @@ class Packet:
 
     @classmethod
     def of(cls, rows, **head):
-        "Return the packet of some rows. `head`: metadata that is sent with them."
+        "Return the packet of some rows. `head`: metadata to send with them."
         parts = [split_row(r) for r in rows]
         text = json.dumps([[columns, fixed] for columns,fixed,_ in parts])
         numbers = np.array([x for _,_,numbers in parts for x in numbers], np.float64)
@@ -74,7 +74,7 @@ class Packer:
         return json.dumps(head).encode()+b'\n'+p.numbers.astype('<f8').tobytes()
 
 class Unpacker:
-    "Turns the bytes of one rank into packets, in the order in which they were packed."
+    "Turns the bytes of one rank into packets, in the order of packing."
     def __init__(self): self.layouts = {} # hash -> layout as JSON
 
     def unpack(self, data):
@@ -88,7 +88,7 @@ class Unpacker:
 
 # %% ../../nbs/42_processes/20_packed_rows.ipynb #438ed88d
 def columns_key(ttype, tname, call):
-    "Return a key that is the same for rows with the same columns."
+    "Return a key of a row. Rows with the same key have the same columns."
     return ttype, tname if ttype=='scalar' else None, call
 
 class StepLayout:
@@ -125,7 +125,7 @@ class StepLayout:
         self.is_int[column] = self.is_int.get(column, True) and kind in 'iI'
 
     def columns(self, packets):
-        "Return the columns that change, with the numbers of a step. `packets`: rank -> `Packet`."
+        "Return the changing columns, with the numbers of a step. `packets`: rank -> `Packet`."
         numbers = np.concatenate([packets[r].numbers for r in sorted(packets)])
         new = {}
         for c,(rows,places) in self.cells.items():
@@ -189,7 +189,7 @@ def as_rows(
 
 # %% ../../nbs/42_processes/20_packed_rows.ipynb #f3db4ab3
 class StepMerger:
-    "Merges the packets of all ranks, one step after the other."
+    "Merges the packets of all ranks, step by step."
     most = 16 # combinations of layouts to remember
     def __init__(self):
         self.metadata,self.paths = {},{} # rank -> metadata, paths of its modules
@@ -211,7 +211,7 @@ class StepMerger:
         return self.layouts[key]
 
     def find_rows(self, layout, columns):
-        "Return the `RankRows` of a step, with its shards found anew."
+        "Return the `RankRows` of a step, with newly found shards."
         df,metadata = layout.fixed.assign(**columns),{r: about for r,about in self.metadata.items() if about}
         rows = RankRows(df, metadata, self.paths)
         if rows.own: self.own = rows.own

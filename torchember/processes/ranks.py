@@ -17,7 +17,7 @@ def merge_ranks(df, metadata, paths=None, own=None):
     return Merge(MergePlan(rows), rows.df).table
 
 def own_names(df, metadata, paths=None):
-    "Return the names that modules with weights of a rank's own get in the whole model: rank -> path -> path."
+    "Return names in the whole model for modules with weights of a rank's own: rank -> path -> path."
     return RankRows(df, metadata, paths or {}).own
 
 def merge_and_check(
@@ -26,7 +26,7 @@ def merge_and_check(
     paths:dict|None=None, # Rank -> paths of all its modules
     own:dict|None=None # Result of `own_names` for other rows of the same run. None: find these names here
 ) -> tuple: # Table of the rows of the whole; messages about what is missing, unknown or contradictory
-    """Return the rows that one process would have written which held the whole model and the whole batch.
+    """Return the rows of the whole model and batch, as one process would have written them, and messages.
 
     Args:
         df: Rows of all ranks under each other, each with its `rank`
