@@ -28,7 +28,8 @@ def holder_of(key): return holders.get(key.item())
 # %% ../../nbs/10_capture/15_compiled.ipynb #daf885c8
 lib = torch.library.Library('torchember', 'FRAGMENT')
 
-not_in_cuda_graphs = tuple(t for t in (getattr(torch.Tag, 'cudagraph_unsafe', None),) if t is not None) # tag of operators that no CUDA graph may hold
+# tag of operators that no CUDA graph may hold
+not_in_cuda_graphs = tuple(t for t in (getattr(torch.Tag, 'cudagraph_unsafe', None),) if t is not None)
 
 def unused_name(name):
     "Return a name without an operator. A Python module defines its operators again if it is loaded again, or run as a notebook."
@@ -80,5 +81,6 @@ left = define_operator('left', ', str[] names, str[] hooked', call_holder('left'
 graded = define_operator('graded', ', str ttype, str[] names', report_gradients, False, 'Tensor?[]')
 probed = define_operator('probed', ', str[] names', call_holder('probed'))
 missed = define_operator('missed', ', str ttype, str[] names', lambda holder, xs, ttype, names: recomputing() or holder.missed(ttype, names))
-began = define_operator('began', '', lambda holder, xs: recomputing() or holder.began(*[True]*len(xs))) # with a tensor, if there will be gradients
+# with a tensor, if there will be gradients
+began = define_operator('began', '', lambda holder, xs: recomputing() or holder.began(*[True]*len(xs)))
 ended = define_operator('ended', '', lambda holder, xs: recomputing() or holder.ended())

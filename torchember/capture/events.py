@@ -59,9 +59,12 @@ class Listener(Protocol):
     "Is notified of the events of a model. Each method does nothing here, so a listener defines only the methods it needs."
     wants = always() # of calls
     on = True # whether there is anything to report now; False in steps that are not recorded
-    running = 0 # open passes in all threads, by which a module knows whether it is the outermost one. A constant 1: only the root begins a pass
-    exclusive = False # whether a module may have one such listener only, and its copies must not be trained unrecorded: the recorder of a run
-    sums_after_hooks = False # whether partial sums (of tensor parallelism) are reported after the module's own hooks: see `returned`
+    # open passes in all threads, by which a module knows whether it is the outermost one. A constant 1: only the root begins a pass
+    running = 0
+    # whether a module may have one such listener only, and its copies must not be trained unrecorded: the recorder of a run
+    exclusive = False
+    # whether partial sums (of tensor parallelism) are reported after the module's own hooks: see `returned`
+    sums_after_hooks = False
     step,lasting = 0,0 # number of the training step; for how many steps the gradients of a call may be pending
 
     def __init_subclass__(cls, **more):
@@ -160,7 +163,8 @@ class Listener(Protocol):
     def missed(self, state, ttype:str, names:list): "Compiled code has tensors of these names and cannot report them: `DTensor`s."
 
 # %% ../../nbs/10_capture/18_events.ipynb #3f1c7a23
-in_calls = 'inside', 'records', 'returned', 'recomputed', 'memory_reused' # methods that are called in passes, beside those with a prefix
+# methods that are called in passes, beside those with a prefix
+in_calls = 'inside', 'records', 'returned', 'recomputed', 'memory_reused'
 
 def skip_compiler(listener):
     "Have Dynamo skip the methods of a listener in passes. Else it would try to compile each of them beside compiled code."

@@ -45,7 +45,8 @@ def wrap_replay(f):
         return run_and_notify('replay_ends', f, graph, *args, **kwargs)
     return replay
 
-wrappers_of = dict(capture_begin=wrap_capture_begin, capture_end=wrap_capture_end, replay=wrap_replay) # method -> function that wraps it
+# method -> function that wraps it
+wrappers_of = dict(capture_begin=wrap_capture_begin, capture_end=wrap_capture_end, replay=wrap_replay)
 
 def graph_classes():
     "Return the classes of graphs in this version of torch."

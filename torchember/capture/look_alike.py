@@ -47,7 +47,8 @@ def look_like(
     """
     functools.update_wrapper(f, forward)
     del f.__wrapped__ # programs that unwrap functions would skip ours,
-    if is_own and hasattr(forward, '__wrapped__'): f.__wrapped__ = forward.__wrapped__ # unless there was something to unwrap before
+    # unless there was something to unwrap before
+    if is_own and hasattr(forward, '__wrapped__'): f.__wrapped__ = forward.__wrapped__
     f.__code__ = f.__code__.replace() if is_bound else code_for(forward, f.__code__)
     f.__signature__ = signature_with_self(forward) if is_bound else inspect.signature(forward)
     return f

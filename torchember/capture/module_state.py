@@ -53,14 +53,16 @@ class PendingGradients:
         "Return the call of the next gradient: number, phase, number of the backward. `calls`: calls in this pass, used if none is pending."
         k = self.counts[ttype, name] = self.counts.get((ttype, name), -1)+1
         pending = self.calls.get((ttype, name))
-        return pending.next() if pending else (calls-1-k%max(calls, 1), None, k//max(calls, 1)) # nothing pending: computed again by a checkpoint
+        # nothing pending: computed again by a checkpoint
+        return pending.next() if pending else (calls-1-k%max(calls, 1), None, k//max(calls, 1))
 
-# %% ../../nbs/10_capture/16_module_state.ipynb #3f64cbbc
+# %% ../../nbs/10_capture/16_module_state.ipynb #2496a2c3
 KEY = '_torchember' # key in the `__dict__` of an armed module: its `forward.Patch`
 
 def parts_of(module):
     "Return the names of a module's own parameters and the ids of its children. The result changes when parts are added or replaced."
-    if isinstance(module, torch.jit.ScriptModule): return None # does not change, and creates new objects for its parts at each access
+    # does not change, and creates new objects for its parts at each access
+    if isinstance(module, torch.jit.ScriptModule): return None
     return *module._parameters, *map(id, module._modules.values())
 
 class CompiledPasses:
@@ -68,9 +70,11 @@ class CompiledPasses:
     def __init__(self, outermost):
         self.outermost = outermost # whether a call of the module is a pass, so that the graph reports passes
         self.begun = set() # threads in which compiled code has begun a pass
-        self.by_call = set() # threads in which a call of the module has begun it, since the code was compiled without passes
+        # threads in which a call of the module has begun it, since the code was compiled without passes
+        self.by_call = set()
         self.calls = Counter() # thread -> open calls
 
+# %% ../../nbs/10_capture/16_module_state.ipynb #3f64cbbc
 class ModuleState:
     """One listener's view of one module.
 
@@ -91,7 +95,8 @@ class ModuleState:
         self.attributes,self.made_of = attributes or {},parts_of(track.module) # made_of: when it was armed
         self.taps = {} # of the listener
         self.pass_,self.calls = None,0 # number of a pass; calls of the module in it
-        self.key = compiled.new_key(self) if self.root or self.wants.input_grad or self.wants.output_grad else None # key of hooks and probes
+        # key of hooks and probes
+        self.key = compiled.new_key(self) if self.root or self.wants.input_grad or self.wants.output_grad else None
         self.passes,self.pending = CompiledPasses(self.root),PendingGradients()
         self.hooks = {} # thread -> hook that waits for the result of the module's own hooks: see `partial_sums`
 
@@ -149,7 +154,8 @@ class ModuleState:
         return self.listener.on and self.listener.records()
 
     def entered(self, named, hooked):
-        if not (self.wants.inputs and self.watched and self.wants.compiled): return # it is in the graph for another listener
+        # it is in the graph for another listener
+        if not (self.wants.inputs and self.watched and self.wants.compiled): return
         self.passes.calls[get_ident()] += 1
         if not self.root and not self.listener.inside():
             self.passes.outermost = True # `Patch` has the compiler trace again, and then `began` is in the graph
@@ -159,7 +165,8 @@ class ModuleState:
 
     def left(self, named, hooked):
         has_inputs = self.wants.inputs
-        if not (self.wants.outputs and self.watched and (self.passes.calls[get_ident()] if has_inputs else self.wants.compiled)): return # or armed inside
+        # or armed inside
+        if not (self.wants.outputs and self.watched and (self.passes.calls[get_ident()] if has_inputs else self.wants.compiled)): return
         self.passes.calls[get_ident()] -= has_inputs
         if self.is_recorded(): self.expect('output_grad', hooked, self.listener.call_ends(self, named, True))
         if get_ident() in self.passes.by_call:

@@ -123,7 +123,8 @@ def replace_step(
     def step(self, *args, **kwargs):
         def go(*args, **kwargs): return type(self).step(self, *args, **kwargs) if former is None else former(*args, **kwargs)
         return run(self, go, args, kwargs) if self is o else go(*args, **kwargs)
-    like_former = functools.wraps(type(o).step if former is None else former) # schedulers mark the `step` that they know
+    # schedulers mark the `step` that they know
+    like_former = functools.wraps(type(o).step if former is None else former)
     return ReplacedStep(o, former, types.MethodType(never_compile(like_former(step)), o))
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #fd77bd10
@@ -190,11 +191,13 @@ class OptimizerWatch:
     ):
         self.given,self.scaler,self.listener,self.attached = optimizers,scaler,listener,False
         self.workers_of = {id(o): workers(o) for o in optimizers}
-        self.optimizers = list({id(w): w for ws in self.workers_of.values() for w in ws}.values()) # the workers, each once
+        # the workers, each once
+        self.optimizers = list({id(w): w for ws in self.workers_of.values() for w in ws}.values())
         self.handles,self.scaler_step = [],None # hooks and replaced steps; the replaced step of the scaler
         self.open,self.wrappers = OpenSteps(),[] # steps that run; wrappers whose step runs
         self.in_wrapper = {} # id -> optimizer that has stepped inside the step of a wrapper
-        self.ready,self.stepped = set(),set() # ids of optimizers: gradients were ready in this step of the scaler; ever stepped
+        # ids of optimizers: gradients were ready in this step of the scaler; ever stepped
+        self.ready,self.stepped = set(),set()
 
     def attach(self):
         "Add hooks to the optimizers, and replace the `step` of wrappers, scaler and optimizers without hooks."
@@ -217,8 +220,7 @@ class OptimizerWatch:
         "Restore optimizers and scaler."
         self.attached = False
         self.use(self.scaler)
-        for h in self.handles: h.remove()
-        self.handles.clear()
+        while self.handles: self.handles.pop().remove()
         self.open = OpenSteps()
 
     busy = property(lambda self: bool(self.wrappers) or self.open.any(), doc="True if a step of an optimizer is running.")
@@ -263,9 +265,7 @@ class OptimizerWatch:
         new = self.begin(o, (o, *args), kwargs)
         if new is not None: args,kwargs = new[0][1:],new[1]
         try: out = go(*args, **kwargs)
-        except BaseException:
-            self.open.fail(o)
-            raise
+        except BaseException: self.open.fail(o); raise
         self.end(o)
         return out
 
@@ -276,23 +276,21 @@ class OptimizerWatch:
         self.wrappers.append(o)
         for w in self.workers_of[id(o)]: self.listener.step_begins(w)
         try: out = go(*args, **kwargs)
-        except BaseException:
-            self.in_wrapper.clear()
-            raise
+        except BaseException: self.in_wrapper.clear(); raise
         finally: self.wrappers.pop()
         if self.wrappers: return out
         stepped,self.in_wrapper = list(self.in_wrapper.values()),{}
-        if not stepped and versions(evenly_spaced(parameters_of(o)))!=before: # the wrapper has changed the weights without its workers' `step`
-            stepped = self.workers_of[id(o)]
-            for w in stepped: self.gradients_ready(w, False)
+        # the wrapper has changed the weights without its workers' `step`
+        if not stepped and versions(evenly_spaced(parameters_of(o)))!=before:
+            for w in (stepped := self.workers_of[id(o)]): self.gradients_ready(w, False)
         for w in stepped: self.note_end(w)
         return out
 
     def run_scaled(self, scaler, go, args, kwargs):
         "Run the step of a scaler. If no gradients were ready, it has skipped the optimizer."
         if not self.attached: return go(*args, **kwargs)
-        optimizer = args[0] if args else kwargs.get('optimizer')
-        ours = self.workers_of.get(id(optimizer)) or [o for o in self.optimizers if o is optimizer]
+        given = args[0] if args else kwargs.get('optimizer')
+        ours = self.workers_of.get(id(given)) or [o for o in self.optimizers if o is given]
         self.ready -= {id(o) for o in ours}
         out = go(*args, **kwargs)
         for o in ours:

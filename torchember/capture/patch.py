@@ -118,7 +118,8 @@ def patched(
                 tensors = st.named_tensors('output', outputs, result)
                 if not (listener.sums_after_hooks and report_after_hooks(st, tensors, variables, True)): listener.recomputed(st, [], tensors)
             return result
-        begun = (st.root or not listener.running or listener.on and not listener.inside()) and listener.pass_begins(st) # the outermost call is a pass
+        # the outermost call is a pass
+        begun = (st.root or not listener.running or listener.on and not listener.inside()) and listener.pass_begins(st)
         try:
             recorded = listener.on and st.watched and listener.records()
             if recorded and st.wants.inputs:
@@ -172,7 +173,8 @@ class Patch:
         found = d.get('forward')
         takes_module = isinstance(found, types.MethodType) and found.__self__ is module and isinstance(found.__func__, types.FunctionType)
         self.function = found.__func__ if takes_module else None # function on the instance that takes the module
-        is_plain = 'forward' not in d and isinstance(of_class, types.FunctionType) # else: set on the instance, written in C, static, or of a script
+        # else: set on the instance, written in C, static, or of a script
+        is_plain = 'forward' not in d and isinstance(of_class, types.FunctionType)
         own = self.function or (is_plain and of_class)
         self.covered = None if is_plain else module.forward # callable that is replaced, None for the class's function
         self.former = None if own else self.covered # the same, if it does not take the module
@@ -187,8 +189,10 @@ class Patch:
         "Replace the states. Each listener's forward calls the next listener's."
         self.states,call = tuple(states),self.covered
         for st in reversed(self.states[1:]): call = types.MethodType(patched_inside(st, call, self), st.track.module)
-        self.first = (self.states[0], call) if self.states else None # first listener's state, and what its forward calls: None for the class's function
-        self.place = self if not self.states else self.function if self.former is None else self.former # the replaced forward; a forward of ours checks it
+        # first listener's state, and what its forward calls: None for the class's function
+        self.first = (self.states[0], call) if self.states else None
+        # the replaced forward; a forward of ours checks it
+        self.place = self if not self.states else self.function if self.former is None else self.former
         self.passes = any(st.passes.outermost for st in self.states) # whether compiled code reports passes
         self.wants = joint_of(frozenset(st.wants for st in self.states if st.watched))
 
@@ -203,7 +207,8 @@ class Patch:
 
     def entered(self, named, hooked):
         for st in self.states: st.entered(named, hooked)
-        if not self.passes and any(st.passes.outermost for st in self.states): self.passes = True # the compiler traces again
+        # the compiler traces again
+        if not self.passes and any(st.passes.outermost for st in self.states): self.passes = True
 
     def left(self, named, hooked):
         named,hooked = [(n or alone, x) for n,x in named],[n or alone for n in hooked]

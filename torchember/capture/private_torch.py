@@ -105,7 +105,8 @@ running_node = private('torch._C._current_autograd_node', lambda: None, 'what an
 saving_hooks = private('torch._C._autograd._top_saved_tensors_default_hooks', lambda ignore: None,
     'what is computed again inside a custom backward is recorded again')
 
-recomputing_words = 'checkpoint', 'compiled', 'recompute', 'revers', 'invert' # in names of autograd Functions whose backward recomputes their forward
+# in names of autograd Functions whose backward recomputes their forward
+recomputing_words = 'checkpoint', 'compiled', 'recompute', 'revers', 'invert'
 
 def recomputes(function): return any(w in function.__name__.lower() for w in recomputing_words)
 
@@ -113,17 +114,20 @@ def recomputing():
     "Return True if a backward recomputes a forward, as in checkpointing. Most autograd Functions compute something new in their backward."
     if running_backward()==-1: return False
     function = getattr(type(running_node()), '_forward_cls', None)
-    if function is None or recomputes(function): return True # a node of torch itself asks for tensors that were not saved
+    # a node of torch itself asks for tensors that were not saved
+    if function is None or recomputes(function): return True
     hooks = saving_hooks(False)
     return bool(hooks) and hooks[0].__qualname__.startswith('_recomputation_hook')
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #ccda73fb
-apply_code = getattr(getattr(torch.autograd.Function.apply, '__func__', None), '__code__', None) # None from torch 2.14 on: written in C, without a frame
+# None from torch 2.14 on: written in C, without a frame
+apply_code = getattr(getattr(torch.autograd.Function.apply, '__func__', None), '__code__', None)
 
 def call_in(frame):
     "Return weak references to the arguments of a Function that runs in a frame. They identify the call. Return None if it recomputes."
     if apply_code is not None:
-        if frame.f_code is not apply_code or recomputes(frame.f_locals['cls']): return None # compiled code runs in a Function, too
+        # compiled code runs in a Function, too
+        if frame.f_code is not apply_code or recomputes(frame.f_locals['cls']): return None
         return tuple(weakref.ref(x) for x in frame.f_locals['args'] if isinstance(x, torch.Tensor))
     ctx = context_in(frame)
     function = getattr(type(ctx), '_forward_cls', None)
@@ -148,7 +152,8 @@ def function_trains():
     frame = sys._getframe(1)
     while frame is not None:
         ctx = context_in(frame)
-        if getattr(type(ctx), '_forward_cls', None) is not None: return len(ctx.next_functions)>0 # empty if gradients were off around the Function
+        # empty if gradients were off around the Function
+        if getattr(type(ctx), '_forward_cls', None) is not None: return len(ctx.next_functions)>0
         if frame.f_code is apply_code: return True # a Function whose forward has no context
         frame = frame.f_back
     return False
@@ -159,7 +164,8 @@ def same_function(now, before):
     return len(now)==len(before) and all(a() is not None and a() is b() for a,b in zip(now, before, strict=True))
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #3231aa52
-metadata_passes = '_forward_metadata_inference', '_shape_inference' # functions of `torch.distributed.pipelining.stage`, in torch 2.4 and later
+# functions of `torch.distributed.pipelining.stage`, in torch 2.4 and later
+metadata_passes = '_forward_metadata_inference', '_shape_inference'
 
 def only_metadata():
     "Return True if a stage of a pipeline runs the model only to learn the shapes of its outputs."
@@ -237,7 +243,8 @@ def is_engine(code): return engine is not None and code is engine.__code__
 DispatchMode = private('torch.utils._python_dispatch.TorchDispatchMode', nullcontext, 'locate sees no operation, and finds nothing')
 reads_number = 'aten._local_scalar_dense' # operation that `item` calls, in all versions of torch
 
-Arguments = namedtuple('Arguments', 'names written unread view') # names in order; sets of written and unread ones; whether the result is a view of one
+# names in order; sets of written and unread ones; whether the result is a view of one
+Arguments = namedtuple('Arguments', 'names written unread view')
 
 @functools.cache
 def arguments_of(op) -> Arguments:
@@ -253,7 +260,8 @@ def by_dynamo(frame) -> bool:
     "Return True if a running frame is the wrapper by `torch.compile` of a function or a module. In all versions of torch"
     dynamo = sys.modules.get('torch._dynamo.eval_frame')
     if dynamo is None or frame.f_code.co_filename!=dynamo.__file__: return False
-    return type(frame.f_locals.get('self')).__name__ in ('OptimizeContext', 'OptimizedModule') # else around a function that is never compiled
+    # else around a function that is never compiled
+    return type(frame.f_locals.get('self')).__name__ in ('OptimizeContext', 'OptimizedModule')
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch20
 # Whether `torch.jit.trace` traces a model. The public function calls two more functions: in all versions of torch
@@ -289,10 +297,12 @@ def say_no_hooks():
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch30
 def thread_token(op, lib) -> bool:
     "Have torch keep an operator in order among effects. `lib`: the `torch.library.Library` that defines it. Return True if this torch has effects."
-    with noting_failure('torch.library._register_effectful_op', 'compiled code is kept in order by Inductor alone'): # in torch 2.10 and later
+    # in torch 2.10 and later
+    with noting_failure('torch.library._register_effectful_op', 'compiled code is kept in order by Inductor alone'):
         torch.library._register_effectful_op(op.name(), torch.library.EffectType.ORDERED, lib=lib)
         return True
-    with noting_failure('torch._higher_order_ops.effects._register_effectful_op', 'models that Inductor compiles are not recorded'): # in torch 2.5 to 2.9
+    # in torch 2.5 to 2.9
+    with noting_failure('torch._higher_order_ops.effects._register_effectful_op', 'models that Inductor compiles are not recorded'):
         effects = import_module('torch._higher_order_ops.effects')
         effects._register_effectful_op(op, effects._EffectType.ORDERED)
         return True
@@ -310,7 +320,8 @@ def keep_in_order(op, token:bool):
     lowering = sys.modules.get('torch._inductor.lowering')
     if lowering is None: return
     utils = sys.modules.get('torch._inductor.utils')
-    if hasattr(utils, 'FORBIDDEN_CUDAGRAPH_OPS'): utils.FORBIDDEN_CUDAGRAPH_OPS |= {'with_effects'} # a CUDA graph cannot hold operators that run Python
+    # a CUDA graph cannot hold operators that run Python
+    if hasattr(utils, 'FORBIDDEN_CUDAGRAPH_OPS'): utils.FORBIDDEN_CUDAGRAPH_OPS |= {'with_effects'}
     with noting_failure('torch._inductor.lowering', unordered):
         if op in lowering.lowerings: return
         plain = lowering.fallback_handler(op, False) # what torch does with an unknown operator
@@ -417,7 +428,8 @@ def who_calls_hooks(module, ours):
     Return none if the module has no hooks, or if `forward` was called without them. `ours`: names of the variables of our patched forwards"""
     if not (module._forward_hooks or getattr(torch.nn.modules.module, '_global_forward_hooks', None)): return ()
     frame,inside = sys._getframe(1),False
-    while frame is not None and not (inside and frame.f_code.co_varnames!=ours): # a second listener's forward is called by the first's
+    # a second listener's forward is called by the first's
+    while frame is not None and not (inside and frame.f_code.co_varnames!=ours):
         inside,frame = inside or frame.f_code.co_varnames==ours,frame.f_back
     known = frame is not None and frame.f_code.co_filename==torch.nn.Module.register_forward_hook.__code__.co_filename
     if not known or frame.f_locals.get('self') is not module: return ()

@@ -111,7 +111,8 @@ class Ranks:
         rank, world: Number of this rank, and of all ranks
         report: Called with the metadata of this rank when it has changed
     """
-    searches = 3 # passes before which wrappers are searched for. Later, a `DistributedDataParallel` is found when it runs
+    # passes before which wrappers are searched for. Later, a `DistributedDataParallel` is found when it runs
+    searches = 3
 
     def __init__(self,
         model:nn.Module, # The model, wrapped or not
@@ -119,7 +120,8 @@ class Ranks:
         report=lambda meta: None # Called with the metadata of this rank when it has changed
     ):
         self.model,self.rank,self.world,self.report,self.reported = model,rank,world,report,None
-        self.axes,self.batches,self.pipeline = Axes(),WeakKeyDictionary(),Pipeline({}) # batches: module -> `DataParallel`
+        # batches: module -> `DataParallel`
+        self.axes,self.batches,self.pipeline = Axes(),WeakKeyDictionary(),Pipeline({})
         self.cached,self.searched = {},0 # columns of tensors; how often wrappers were searched for
         self.sharded = False # whether a parameter is a `DTensor`: then there may be partial sums
 

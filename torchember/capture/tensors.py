@@ -12,7 +12,8 @@ from collections.abc import Mapping
 import torch
 
 # %% ../../nbs/10_capture/00_tensors.ipynb #00070a20
-scalars = (int, float, bool, str, type(None)) # skipped before anything else: a batch may have a million labels in a list
+# skipped before anything else: a batch may have a million labels in a list
+scalars = (int, float, bool, str, type(None))
 
 def keyed_items(value):
     "Return pairs of key or index and item of a container. Return None for any other value."
@@ -32,7 +33,8 @@ def find_tensors(
     if isinstance(value, torch.Tensor): return [(name, value)]
     pairs = None if value is None or (inside and id(value) in inside) else keyed_items(value)
     if pairs is None: return []
-    if not torch.compiler.is_compiling(): inside = (*inside, id(value)) # the compiler unrolls this, and never gets a list that contains itself
+    # the compiler unrolls this, and never gets a list that contains itself
+    if not torch.compiler.is_compiling(): inside = (*inside, id(value))
     return [o for k,v in pairs if type(v) not in scalars for o in find_tensors(v, f'{name}{joint}{k}', '.', inside)]
 
 # %% ../../nbs/10_capture/00_tensors.ipynb #a80e6279
@@ -76,7 +78,8 @@ def inputs(
     return out + [o for k,v in kwargs.items() for o in find_tensors(v, k)]
 
 # %% ../../nbs/10_capture/00_tensors.ipynb #607d2799
-alone = 'output_0' # name of a tensor that is returned by itself. The same string object tells it from the first tensor of a tuple
+# name of a tensor that is returned by itself. The same string object tells it from the first tensor of a tuple
+alone = 'output_0'
 
 def outputs(
     result # Return value of a forward

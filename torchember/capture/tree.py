@@ -16,7 +16,8 @@ data_parallel_error = ("nn.DataParallel copies the model in every pass, and the 
 
 # %% ../../nbs/10_capture/10_tree.ipynb #87667a70
 wrappers = dict(OptimizedModule='_orig_mod', DistributedDataParallel='module', FullyShardedDataParallel='_fsdp_wrapped_module')
-ACTIVATION = '_torchember_activation' # key in a module's `__dict__`: class name of the activation that it applies last, 'ReLU'. Set by integrations
+# key in a module's `__dict__`: class name of the activation that it applies last, 'ReLU'. Set by integrations
+ACTIVATION = '_torchember_activation'
 
 # %% ../../nbs/10_capture/10_tree.ipynb #d5fdf751
 def unwrap(

@@ -104,7 +104,8 @@ class Roles:
         if not isinstance(part.dtype, pd.CategoricalDtype): part = pd.Series([p if isinstance(p, str) else None for p in part], dtype=object)
         codes,texts = pd.factorize(part)
         self.code = np.where(codes<0, len(texts), codes) # for each row its place in `kinds`
-        self.kinds = [parse_part(p) for p in [*texts, *(['world:?'] if (codes<0).any() else [])]] # different dicts: axis -> role
+        # different dicts: axis -> role
+        self.kinds = [parse_part(p) for p in [*texts, *(['world:?'] if (codes<0).any() else [])]]
 
     def along(self, axis, role):
         "Return for each row whether it has this role along an axis."

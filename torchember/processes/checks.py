@@ -99,7 +99,8 @@ class DriftWatch:
             now[place] = first,n+1
             if n+1>=self.patience: lasting.append((first, i, place[0]))
         equal = set(places(np.flatnonzero(may & (at!=np.arange(len(at))))))-now.keys()
-        self.since = {p: v for p,v in self.since.items() if p not in equal}|now # tensors without a row in this step stay
+        # tensors without a row in this step stay
+        self.since = {p: v for p,v in self.since.items() if p not in equal}|now
         if not lasting: return None
         self.reported = True
         step,i,rank = min(lasting)

@@ -101,10 +101,12 @@ def names_of_stages(
     for rank,about in metadata.items():
         for top,stage in about.get('stages', {}).items():
             for p in paths(rank):
-                if not top or p==top or p.startswith(f'{top}.'): inside[stage][rank, p] = p.removeprefix(top).removeprefix('.') if top else p
+                if top and p!=top and not p.startswith(f'{top}.'): continue
+                inside[stage][rank, p] = p.removeprefix(top).removeprefix('.') if top else p
     if len(inside)<2: return {}
     order,names = sorted(inside),defaultdict(dict)
-    for stage,of in zip(order, names_in_whole([list(dict.fromkeys(inside[s].values())) for s in order], [f'@pp{s}' for s in order]), strict=True):
+    whole = names_in_whole([list(dict.fromkeys(inside[s].values())) for s in order], [f'@pp{s}' for s in order])
+    for stage,of in zip(order, whole, strict=True):
         for (rank,p),short in inside[stage].items(): names[rank][p] = of[short]
     return dict(names)
 

@@ -70,7 +70,9 @@ class Packer:
         if forget: self.sent = set()
         is_new = p.layout not in self.sent
         self.sent.add(p.layout)
-        head = {**p.head, 'step': p.step, 'layout': p.layout, 'ts': p.ts, **({'text': p.text} if is_new else {}), **({'forget': True} if forget else {})}
+        head = {**p.head, 'step': p.step, 'layout': p.layout, 'ts': p.ts}
+        if is_new: head['text'] = p.text
+        if forget: head['forget'] = True
         return json.dumps(head).encode()+b'\n'+p.numbers.astype('<f8').tobytes()
 
 class Unpacker:
@@ -100,8 +102,10 @@ class StepLayout:
     def __init__(self,
         packets # Rank -> `Packet`
     ):
-        self.cells,self.lists = {},{} # column -> rows and places of its numbers; column -> (row, place, length) of its lists
-        self.is_int,self.measured = {},{} # column -> whether all its numbers are ints; `columns_key` -> its columns of numbers
+        # column -> rows and places of its numbers; column -> (row, place, length) of its lists
+        self.cells,self.lists = {},{}
+        # column -> whether all its numbers are ints; `columns_key` -> its columns of numbers
+        self.is_int,self.measured = {},{}
         self.n_of,records,place = {},[],0 # n_of: rank -> number of rows
         for rank in sorted(packets):
             rows = json.loads(packets[rank].text)
@@ -111,7 +115,8 @@ class StepLayout:
                     self.add_cell(column, kind, n, len(records), place, fixed)
                     place += n
                 records.append({**fixed, 'rank': rank})
-        self.n,self.full = len(records),{c for c,(rows,_) in self.cells.items() if len(rows)==len(records)} # full: columns with a number in each row
+        # full: columns with a number in each row
+        self.n,self.full = len(records),{c for c,(rows,_) in self.cells.items() if len(rows)==len(records)}
         self.cells = {c: (np.array(rows), np.array(places)) for c,(rows,places) in self.cells.items()}
         self.fixed = fixed_table(records)
 
@@ -134,7 +139,8 @@ class StepLayout:
             if c in bad: new[c] = np.nan_to_num(new[c]).astype(np.int64)
             elif self.is_int[c] and c in self.full: new[c] = new[c].astype(np.int64)
         for c,lists in self.lists.items():
-            if c in derived and c!='exponents' or c in new: continue # a list where a number belongs: as in a file, it is no statistic
+            # a list where a number belongs: as in a file, it is no statistic
+            if c in derived and c!='exponents' or c in new: continue
             new[c] = np.full(self.n, None, object)
             for i,at,n in lists: new[c][i] = numbers[at:at+n].astype(np.int64 if self.is_int[c] else float).tolist()
         for c in bad: new.setdefault(c, np.zeros(self.n, np.int64))
@@ -171,8 +177,9 @@ def as_rows(
     columns = {}
     for c in df.columns:
         v = (df[c].astype(object) if isinstance(df[c].dtype, pd.CategoricalDtype) else df[c]).to_numpy()
-        if c=='numel' or c in layout.cells and layout.is_int[c]: exists = v==v; v = [int(x) if x==x and x==int(x) else x for x in v.tolist()]
-        else: exists = [x is not None and (not isinstance(x, float) or x==x) for x in v.tolist()]; v = v.tolist()
+        is_int,v = c=='numel' or c in layout.cells and layout.is_int[c],v.tolist()
+        exists = [x is not None and (not isinstance(x, float) or x==x) for x in v]
+        if is_int: v = [int(x) if x==x and x==int(x) else x for x in v]
         columns[c] = v,exists
     order = [c for c in df.columns if c not in identity and c not in ('path', *bad)]
     order += [c for c in (*identity, *bad) if c in df]
@@ -195,7 +202,8 @@ class StepMerger:
         self.metadata,self.paths = {},{} # rank -> metadata, paths of its modules
         self.layouts = {} # hashes of the layouts of all ranks -> `StepLayout`
         self.last = {} # the same hashes -> `RankRows`, `MergePlan` and replicas of the last step with these layouts
-        self.own = {} # new names of modules with weights of a rank's own, from the last step that has weights: rank -> path -> path
+        # new names of modules with weights of a rank's own, from the last step that has weights: rank -> path -> path
+        self.own = {}
         self.drift,self.messages = DriftWatch(),[]
 
     def note_head(self, rank, packet):
@@ -206,7 +214,10 @@ class StepMerger:
     def layout_of(self, key, packets):
         "Return the layout of some packets. `key`: their hashes."
         if key not in self.layouts:
-            while len(self.layouts)>=self.most: self.last.pop(oldest := next(iter(self.layouts)), None); del self.layouts[oldest]
+            while len(self.layouts)>=self.most:
+                oldest = next(iter(self.layouts))
+                del self.layouts[oldest]
+                self.last.pop(oldest, None)
             self.layouts[key] = StepLayout(packets)
         return self.layouts[key]
 
@@ -215,7 +226,8 @@ class StepMerger:
         df,metadata = layout.fixed.assign(**columns),{r: about for r,about in self.metadata.items() if about}
         rows = RankRows(df, metadata, self.paths)
         if rows.own: self.own = rows.own
-        elif self.own and not (df['ttype']=='weight').any(): rows = RankRows(df, metadata, self.paths, self.own) # a step without weights decides nothing
+        # a step without weights decides nothing
+        elif self.own and not (df['ttype']=='weight').any(): rows = RankRows(df, metadata, self.paths, self.own)
         return rows
 
     def rows(self,

@@ -31,7 +31,8 @@ def fill_parts(df, rank):
     return parts, filled
 
 # %% ../../nbs/42_processes/05_shards.ipynb #bf00b856
-tensor_columns = ('step', 'path', 'ttype', 'tname', 'pname', 'call', 'micro', 'phase', 'backward', 'shard') # columns that identify a tensor
+# columns that identify a tensor
+tensor_columns = ('step', 'path', 'ttype', 'tname', 'pname', 'call', 'micro', 'phase', 'backward', 'shard')
 
 def number_tensors(df, rank):
     "Return for each row the number of its tensor. If the user records a number twice in a step, it counts as two tensors."
@@ -62,7 +63,8 @@ class Shards:
     def find_copies(self, axis, df):
         "Return for each row whether it is a replica along an axis although its role does not say so: its statistics are equal."
         batch,unknown = self.roles.along(axis, 'B'),self.roles.along(axis, '?')
-        if axis=='world' and unknown.any(): unknown &= self.has_unrelated_ranks() # else the roles along other axes say it all
+        # else the roles along other axes say it all
+        if axis=='world' and unknown.any(): unknown &= self.has_unrelated_ranks()
         line = np.array([self.axes.line_of(axis, r) for r in range(self.rank.max()+1)])[self.rank]
         c = Comparison(df, self.tensor, first_in_group(group_codes(self.tensor, line)), unknown | batch)
         self.comparisons.append(c)
@@ -85,7 +87,8 @@ class Shards:
         "Return for each row the smallest rank with the same shard. `copies`: axis -> mask of replicas along it."
         shard = np.zeros(len(self.rank), int)
         pd = needs('pandas', for_='A table of rows')
-        for rows in pd.DataFrame({'kind': self.roles.code, 'rank': self.rank, **copies}).groupby(['kind', 'rank', *copies], sort=False).indices.values():
+        alike = pd.DataFrame({'kind': self.roles.code, 'rank': self.rank, **copies}).groupby(['kind', 'rank', *copies], sort=False)
+        for rows in alike.indices.values():
             i = rows[0]
             replicated = frozenset(a for a,r in self.roles.of(i).items() if r=='R' or a in copies and copies[a][i])
             shard[rows] = self.axes.smallest_related(replicated, int(self.rank[i]))
@@ -105,7 +108,8 @@ class Shards:
 
     def replicas(self, ttype):
         "Return for each row the index of its first replica, and whether the two must be equal. `ttype`: the column of the rows."
-        return first_in_group(group_codes(self.tensor, self.shard)), ~self.roles.any_of('P', 'P*') & ~ttype.isin(['buffer', 'scalar']).to_numpy()
+        may_differ = self.roles.any_of('P', 'P*') | ttype.isin(['buffer', 'scalar']).to_numpy()
+        return first_in_group(group_codes(self.tensor, self.shard)), ~may_differ
 
 # %% ../../nbs/42_processes/05_shards.ipynb #e439f38c
 def outermost_unshared(module, shared):
@@ -139,7 +143,8 @@ def name_own_modules(
     shared = set(df['path'][weights & ~own].astype(object))-modules
     tops = sorted({outermost_unshared(m, shared) for m in modules})
     smallest = shards.smallest_ranks()
-    group = {r: int(smallest[own & (shards.rank==r)].min(initial=r)) for r in sorted(set(shards.rank.tolist()))} # ranks that share these weights
+    # ranks that share these weights
+    group = {r: int(smallest[own & (shards.rank==r)].min(initial=r)) for r in sorted(set(shards.rank.tolist()))}
     groups = sorted(set(group.values()))
     of_group = [[p for p in paths(g) if not shared or any(p==t or p.startswith(f'{t}.') for t in tops)] for g in groups]
     names = dict(zip(groups, names_in_whole(of_group, [f'@rank{g}' for g in groups]), strict=True))
