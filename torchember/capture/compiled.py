@@ -81,6 +81,6 @@ left = define_operator('left', ', str[] names, str[] hooked', call_holder('left'
 graded = define_operator('graded', ', str ttype, str[] names', report_gradients, False, 'Tensor?[]')
 probed = define_operator('probed', ', str[] names', call_holder('probed'))
 missed = define_operator('missed', ', str ttype, str[] names', lambda holder, xs, ttype, names: recomputing() or holder.missed(ttype, names))
-# with a tensor, if there will be gradients
+# `began` gets a tensor if there will be gradients
 began = define_operator('began', '', lambda holder, xs: recomputing() or holder.began(*[True]*len(xs)))
 ended = define_operator('ended', '', lambda holder, xs: recomputing() or holder.ended())

@@ -53,7 +53,7 @@ class PendingGradients:
         "Return the call of the next gradient: number, phase, number of the backward. `calls`: calls in this pass, used if none is pending."
         k = self.counts[ttype, name] = self.counts.get((ttype, name), -1)+1
         pending = self.calls.get((ttype, name))
-        # nothing pending: computed again by a checkpoint
+        # without a pending call the gradient is of a recomputation: the last call comes first
         return pending.next() if pending else (calls-1-k%max(calls, 1), None, k//max(calls, 1))
 
 # %% ../../nbs/10_capture/16_module_state.ipynb #2496a2c3
@@ -61,7 +61,7 @@ KEY = '_torchember' # key in the `__dict__` of an armed module: its `forward.Pat
 
 def parts_of(module):
     "Return the names of a module's own parameters and the ids of its children. The result changes when parts are added or replaced."
-    # does not change, and creates new objects for its parts at each access
+    # a ScriptModule does not change, and creates new objects for its parts at each access
     if isinstance(module, torch.jit.ScriptModule): return None
     return *module._parameters, *map(id, module._modules.values())
 
@@ -95,7 +95,7 @@ class ModuleState:
         self.attributes,self.made_of = attributes or {},parts_of(track.module) # made_of: when it was armed
         self.taps = {} # of the listener
         self.pass_,self.calls = None,0 # number of a pass; calls of the module in it
-        # key of hooks and probes
+        # key: for hooks and probes of this listener
         self.key = compiled.new_key(self) if self.root or self.wants.input_grad or self.wants.output_grad else None
         self.passes,self.pending = CompiledPasses(self.root),PendingGradients()
         self.hooks = {} # thread -> hook that waits for the result of the module's own hooks: see `partial_sums`
@@ -154,7 +154,7 @@ class ModuleState:
         return self.listener.on and self.listener.records()
 
     def entered(self, named, hooked):
-        # it is in the graph for another listener
+        # the operator is in the graph for another listener
         if not (self.wants.inputs and self.watched and self.wants.compiled): return
         self.passes.calls[get_ident()] += 1
         if not self.root and not self.listener.inside():
@@ -165,7 +165,7 @@ class ModuleState:
 
     def left(self, named, hooked):
         has_inputs = self.wants.inputs
-        # or armed inside
+        # outputs are not wanted, or the listener was armed inside the call
         if not (self.wants.outputs and self.watched and (self.passes.calls[get_ident()] if has_inputs else self.wants.compiled)): return
         self.passes.calls[get_ident()] -= has_inputs
         if self.is_recorded(): self.expect('output_grad', hooked, self.listener.call_ends(self, named, True))

@@ -7,11 +7,11 @@ __all__ = ['parameters_of', 'trained_by', 'state_tensors', 'is_optimizer', 'live
            'evenly_spaced', 'OptimizerWatch']
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #5dd30003
-import functools, gc, sys, types
+import functools, gc, types
 
 import torch
 
-from .private_torch import has_step_hooks, is_unscaled, loss_scale, never_compile
+from .private_torch import has_step_hooks, is_unscaled, loss_scale, never_compile, running_frames
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #8150e7ac
 def parameters_of(optimizer) -> list:
@@ -148,12 +148,8 @@ def has_skipped(o):
 # %% ../../nbs/10_capture/40_optimizer.ipynb #5a1f0c7e
 def is_stepping(o):
     "Return True if a `step` of `o` runs in this thread, by its frame. After an exception, nothing else shows the end."
-    f = sys._getframe(1)
-    while f is not None:
-        c = f.f_code
-        if c.co_name=='step' and c.co_argcount and f.f_locals.get(c.co_varnames[0]) is o: return True
-        f = f.f_back
-    return False
+    steps = (f for f in running_frames() if f.f_code.co_name=='step' and f.f_code.co_argcount)
+    return any(f.f_locals.get(f.f_code.co_varnames[0]) is o for f in steps)
 
 class OpenSteps:
     "Numbers of open steps of each optimizer: a step may call itself."
@@ -191,7 +187,7 @@ class OptimizerWatch:
     ):
         self.given,self.scaler,self.listener,self.attached = optimizers,scaler,listener,False
         self.workers_of = {id(o): workers(o) for o in optimizers}
-        # the workers, each once
+        # optimizers: the workers, each once
         self.optimizers = list({id(w): w for ws in self.workers_of.values() for w in ws}.values())
         self.handles,self.scaler_step = [],None # hooks and replaced steps; the replaced step of the scaler
         self.open,self.wrappers = OpenSteps(),[] # steps that run; wrappers whose step runs

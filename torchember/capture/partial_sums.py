@@ -54,7 +54,7 @@ def add_last_hook(state, frames, report):
         if state.hooks.get(thread) is handle: del state.hooks[thread]
         report(state.named_tensors('output', outputs, result))
     if thread in state.hooks: state.hooks.pop(thread).remove() # its call was interrupted
-    # also after an error in another hook
+    # always_call: the hook must run also after an error in another one
     state.hooks[thread] = handle = state.track.module.register_forward_hook(never_compile(hook), always_call=True)
 
 never_compile(report_after_hooks)

@@ -118,7 +118,7 @@ def patched(
                 tensors = st.named_tensors('output', outputs, result)
                 if not (listener.sums_after_hooks and report_after_hooks(st, tensors, variables, True)): listener.recomputed(st, [], tensors)
             return result
-        # the outermost call is a pass
+        # begun: whether this is the outermost call, and so a pass
         begun = (st.root or not listener.running or listener.on and not listener.inside()) and listener.pass_begins(st)
         try:
             recorded = listener.on and st.watched and listener.records()
@@ -173,7 +173,7 @@ class Patch:
         found = d.get('forward')
         takes_module = isinstance(found, types.MethodType) and found.__self__ is module and isinstance(found.__func__, types.FunctionType)
         self.function = found.__func__ if takes_module else None # function on the instance that takes the module
-        # else: set on the instance, written in C, static, or of a script
+        # not plain: forward is set on the instance, written in C, static, or of a script
         is_plain = 'forward' not in d and isinstance(of_class, types.FunctionType)
         own = self.function or (is_plain and of_class)
         self.covered = None if is_plain else module.forward # callable that is replaced, None for the class's function
@@ -207,7 +207,7 @@ class Patch:
 
     def entered(self, named, hooked):
         for st in self.states: st.entered(named, hooked)
-        # the compiler traces again
+        # a guard of the graph fails, so the compiler traces again
         if not self.passes and any(st.passes.outermost for st in self.states): self.passes = True
 
     def left(self, named, hooked):

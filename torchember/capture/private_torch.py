@@ -8,12 +8,12 @@ __all__ = ['newest', 'missing', 'count_dispatch_modes', 'count_function_modes', 
            'saving_hooks', 'recomputing_words', 'apply_code', 'metadata_passes', 'check_trace', 'check_trace_code',
            'module_call', 'variable_class', 'will_execute', 'next_number', 'engine', 'DispatchMode', 'reads_number',
            'Arguments', 'is_tracing', 'hooks_in_graphs', 'norm_clipper', 'private', 'noting_failure', 'say_missing',
-           'recomputes', 'recomputing', 'call_in', 'context_in', 'function_around', 'function_trains', 'same_function',
-           'only_metadata', 'checks_trace', 'is_graph', 'module_that_calls', 'call_after_backward', 'leaves_below',
-           'writes_gradients', 'number_of', 'is_engine', 'arguments_of', 'by_dynamo', 'never_compile', 'say_no_hooks',
-           'thread_token', 'never_merge', 'keep_in_order', 'has_step_hooks', 'loss_scale', 'is_unscaled',
-           'any_unscaled', 'shared_store', 'fsdp_of', 'group_between_shards', 'frees_parameters', 'is_fsdp',
-           'running_ddp', 'pipeline_stages', 'tells_as_torch', 'who_calls_hooks']
+           'recomputes', 'recomputing', 'call_in', 'context_in', 'running_frames', 'function_around', 'function_trains',
+           'same_function', 'only_metadata', 'checks_trace', 'is_graph', 'module_that_calls', 'call_after_backward',
+           'leaves_below', 'writes_gradients', 'number_of', 'is_engine', 'arguments_of', 'by_dynamo', 'never_compile',
+           'say_no_hooks', 'thread_token', 'never_merge', 'keep_in_order', 'has_step_hooks', 'loss_scale',
+           'is_unscaled', 'any_unscaled', 'shared_store', 'fsdp_of', 'group_between_shards', 'frees_parameters',
+           'is_fsdp', 'running_ddp', 'pipeline_stages', 'tells_as_torch', 'who_calls_hooks']
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch02
 import functools, gc, inspect, sys, weakref
@@ -105,7 +105,7 @@ running_node = private('torch._C._current_autograd_node', lambda: None, 'what an
 saving_hooks = private('torch._C._autograd._top_saved_tensors_default_hooks', lambda ignore: None,
     'what is computed again inside a custom backward is recorded again')
 
-# in names of autograd Functions whose backward recomputes their forward
+# words in the names of autograd Functions whose backward recomputes their forward
 recomputing_words = 'checkpoint', 'compiled', 'recompute', 'revers', 'invert'
 
 def recomputes(function): return any(w in function.__name__.lower() for w in recomputing_words)
@@ -120,7 +120,7 @@ def recomputing():
     return bool(hooks) and hooks[0].__qualname__.startswith('_recomputation_hook')
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #ccda73fb
-# None from torch 2.14 on: written in C, without a frame
+# code of `Function.apply`. None from torch 2.14 on, where it is written in C and has no frame
 apply_code = getattr(getattr(torch.autograd.Function.apply, '__func__', None), '__code__', None)
 
 def call_in(frame):
@@ -138,24 +138,27 @@ def context_in(frame):
     code = frame.f_code
     return frame.f_locals.get(code.co_varnames[0]) if code.co_name=='forward' and code.co_argcount else None
 
+def running_frames():
+    "Yield the frames of this thread, from the innermost one outwards."
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
 def function_around():
     "Identify the call of the Function in whose forward this thread is. Return True in a backward, None outside or with gradients on."
     if running_backward()!=-1: return True
     if torch.is_grad_enabled(): return None
-    frame,found = sys._getframe(1),None
-    while frame is not None and (found := call_in(frame)) is None: frame = frame.f_back
-    return found
+    return next((found for frame in running_frames() if (found := call_in(frame)) is not None), None)
 
 def function_trains():
     "Return True if an autograd Function with gradients calls the model in this thread. Gradients are off in its forward."
     if running_backward()!=-1: return True
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame in running_frames():
         ctx = context_in(frame)
         # empty if gradients were off around the Function
         if getattr(type(ctx), '_forward_cls', None) is not None: return len(ctx.next_functions)>0
-        if frame.f_code is apply_code: return True # a Function whose forward has no context
-        frame = frame.f_back
+        if frame.f_code is apply_code: return True # a Function without a context in its forward
     return False
 
 def same_function(now, before):
@@ -170,18 +173,14 @@ metadata_passes = '_forward_metadata_inference', '_shape_inference'
 def only_metadata():
     "Return True if a stage of a pipeline runs the model only to learn the shapes of its outputs."
     stage = sys.modules.get('torch.distributed.pipelining.stage')
-    frame = None if stage is None else sys._getframe(1)
-    while frame is not None and not (frame.f_globals is stage.__dict__ and frame.f_code.co_name in metadata_passes): frame = frame.f_back
-    return frame is not None
+    return stage is not None and any(f.f_globals is stage.__dict__ and f.f_code.co_name in metadata_passes for f in running_frames())
 
 check_trace = private('torch.jit._trace._check_trace', None, 'the run by which torch.jit.trace checks its result is recorded')
 check_trace_code = getattr(inspect.unwrap(check_trace), '__code__', None) if check_trace is not None else None
 
 def checks_trace():
     "Return True if `torch.jit.trace` runs the model in this thread to check its result. `SummaryWriter.add_graph` does so, too."
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not check_trace_code: frame = frame.f_back
-    return frame is not None
+    return any(f.f_code is check_trace_code for f in running_frames())
 
 module_call = torch.nn.Module.__call__.__code__
 
@@ -191,11 +190,8 @@ def is_graph(m):
 
 def module_that_calls(known):
     "Return the innermost running module of this thread, except those with ids in `known`, or None."
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is module_call and id(m := frame.f_locals['self']) not in known and not is_graph(m): return m
-        frame = frame.f_back
-    return None
+    running = (f.f_locals['self'] for f in running_frames() if f.f_code is module_call)
+    return next((m for m in running if id(m) not in known and not is_graph(m)), None)
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #4f60f8ab
 variable_class = private('torch.autograd.variable.Variable', None, 'batches whose gradients are thrown away are merged with later ones')
@@ -260,7 +256,7 @@ def by_dynamo(frame) -> bool:
     "Return True if a running frame is the wrapper by `torch.compile` of a function or a module. In all versions of torch"
     dynamo = sys.modules.get('torch._dynamo.eval_frame')
     if dynamo is None or frame.f_code.co_filename!=dynamo.__file__: return False
-    # else around a function that is never compiled
+    # other frames of this file are around functions that are never compiled
     return type(frame.f_locals.get('self')).__name__ in ('OptimizeContext', 'OptimizedModule')
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch20

@@ -104,7 +104,7 @@ class Roles:
         if not isinstance(part.dtype, pd.CategoricalDtype): part = pd.Series([p if isinstance(p, str) else None for p in part], dtype=object)
         codes,texts = pd.factorize(part)
         self.code = np.where(codes<0, len(texts), codes) # for each row its place in `kinds`
-        # different dicts: axis -> role
+        # kinds: the different dicts axis -> role
         self.kinds = [parse_part(p) for p in [*texts, *(['world:?'] if (codes<0).any() else [])]]
 
     def along(self, axis, role):

@@ -35,7 +35,7 @@ class MergePlan:
         shards = rows.shards
         self.axes,self.roles = rows.axes,shards.roles
         shard,partial = group_codes(shards.tensor, shards.shard),self.roles.any_of('P', 'P*')
-        # all but the second replica and later ones
+        # kept: all rows except second and later replicas
         self.kept = kept = np.flatnonzero((first_in_group(shard)==np.arange(len(shard))) | partial)
         self.rank,self.partial,self.batch = rows.rank[kept],partial[kept],self.roles.any_of('B')[kept]
         cut = {a for of in self.roles.kinds for a,r in of.items() if r[0]=='S'} # axes along which tensors are sharded
@@ -56,7 +56,7 @@ class MergePlan:
         return np.bincount(self.whole, mask, self.n)>0
 
 # %% ../../nbs/42_processes/08_merge.ipynb #8b7b2c38
-# with a rule of their own
+# columns with a rule of their own for merging
 merged_columns = 'nan', 'posinf', 'neginf', 'shape', 'numel', 'exponents', 'exponent_min', 'ratio', 'module', 'ts', 'dtype', 'run'
 shard_columns = (*of_pieces, 'rank') # columns that describe a shard, not the whole
 
@@ -83,7 +83,7 @@ class Merge:
         self.count = np.array([count_elements(s, n) for s,n in zip(self.column('shape'), self.column('numel', np.nan), strict=True)])
         self.table = d.iloc[plan.first].reset_index(drop=True)
         if len(d): self.fill()
-        # not a mark
+        # a statistic, so it comes before `module`; marks of the user come last
         if 'numel' in self.table and 'numel' not in d: self.table.insert(self.table.columns.get_loc('module'), 'numel', self.table.pop('numel'))
         self.table = self.table.drop(columns=[c for c in shard_columns if c in self.table])
 

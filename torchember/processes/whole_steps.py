@@ -206,14 +206,14 @@ class Sharing:
     ):
         self.rank,self.about,self.note,self.report,self.kept = rank,about,note,report,kept
         self.maker,self.stopped = PacketMaker(),None # stopped: why nothing is shared any more
-        # takes the packets of this rank
+        # channel: takes the packets of this rank
         self.channel = Receiver(store, world, note, report, queued) if rank==0 else Sender(store, rank)
 
     def take(self, lines, **head):
         "Share the rows in some lines of the log."
         rows = parse(lines)[0]
         good = [r for r in rows if is_step(r.get('step')) and all(isinstance(r.get(c), str) for c in ('module', 'ttype', 'tname'))]
-        # not rows of tensors
+        # rows without a tensor are reported unchanged
         if self.rank==0 and len(good)<len(rows): self.report([r for r in rows if not any(r is g for g in good)])
         if not good and not head: return
         metadata = self.about()
@@ -276,7 +276,7 @@ class WholeSteps:
     ):
         self.rank,self.note,self.pid = rank,note,os.getpid()
         self.queue,self.pending,self.thread = Queue(Receiver.most),[],None # pending: lines of the open step
-        # steps for which the queue had no room; whether the thread hangs, and is no longer waited for
+        # left_out: steps that found the queue full. given_up: the thread hangs, and nothing waits for it
         self.left_out,self.given_up = 0,False
         self.listeners = Listeners(lambda what, e=None: note(what if e is None else f'{what}: {e}')) # of the whole
         self.sharing = Sharing(store, rank, world, about, note, partial(notify, self.listeners), self.queue.qsize, kept)
