@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from .store.jsonl import emberTracker as emberTracker
     from .store.jsonl import tracker as tracker
     from .frames.logs import read as read
-    from .frames.logs import runs as runs
     from .frames.logs import wide as wide
-    from .frames.logs import compact as compact
+    from .frames.listing import runs as runs
+    from .frames.listing import compact as compact
     from .frames.scan import scan as scan
     from .frames.scan import query as query
     from .frames.belongings import du as du
@@ -119,7 +119,7 @@ names = { # room -> what a person types of it
     'ember': 'torchEmber',
     'capture.tree': 'moduleTrack',
     'store.jsonl': 'emberTracker tracker',
-    'frames.logs': 'read runs wide compact', 'frames.scan': 'scan query',
+    'frames.logs': 'read wide', 'frames.listing': 'runs compact', 'frames.scan': 'scan query',
     'frames.belongings': 'du mv rm',
     'frames.moving': 'sync',
     'ground.choose': 'select every at until between log_spaced linear',

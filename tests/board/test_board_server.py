@@ -19,7 +19,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from torchember import compact, diagnose, read
-from torchember.frames.logs import of_processes
+from torchember.frames.handle import open_run
 from torchember.show.board.listing import Listing, Spark, Watched, has_grown, rows_of_interest, state_of
 from torchember.show.board.server import Board, Pages, board, html_of_board, socket_at
 from torchember.show.board.some_steps import run_of_steps
@@ -203,7 +203,7 @@ def test_processes_of_a_run_are_one(home, tmp_path):
         assert (r['name'], r['ranks'], r['errors'], r['steps'])==('both', 2, 1, 20) and r['loss'][1] is not None # of the first
     assert not listed(tmp_path, 'bot')
     with asking(home=tmp_path) as asks: got = asks.get('/run?token=secret&name=both').json()
-    assert got['run']['name']=='both' and got['kinds']==json.loads(json.dumps(page_of(of_processes('both', tmp_path))))['kinds']
+    assert got['run']['name']=='both' and got['kinds']==json.loads(json.dumps(page_of(open_run('both', tmp_path))))['kinds']
 
 
 def test_the_first_trouble_is_that_of_the_training():
@@ -432,7 +432,7 @@ def test_the_steps_of_processes_are_chosen_alike(home, tmp_path):
         (tmp_path/'data'/f'base_both.rank{rank}.json').write_bytes((home/'data'/'base_fine.json').read_bytes())
     run = run_of_steps('both', tmp_path, [0, 7, 19], {'both.rank0': [], 'both.rank1': []})
     df = read(run)
-    want = read(of_processes('both', tmp_path), steps=[0, 7, 19])
+    want = read(open_run('both', tmp_path), steps=[0, 7, 19])
     want = want[want.ttype!='scalar']
     assert df.step.tolist()==want.step.tolist() and sorted(set(df.step))==[0, 7, 19] and len(df)==len(want)
 

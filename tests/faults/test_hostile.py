@@ -25,7 +25,7 @@ from torchember.show.live.live_view import Reader, Viewer, base_of
 from torchember.show.page.data import page_of
 from torchember.show.pointing import losses_of
 from torchember.state.plots import plot_heatmap, plot_hist
-from torchember.store import base, jsonl
+from torchember.store import log as store_log, base
 from torchember.store import lines as by_lines
 from torchember.store.jsonl import emberTracker, last_step_of, new_run
 
@@ -122,7 +122,7 @@ def put(path, what):
 def give_up(t):
     "It would be tried and told again until the interpreter ends"
     t.file.disk.waiting.clear()
-    jsonl.writer.holding.discard(t.file)
+    store_log.writer.holding.discard(t.file)
 
 
 no_files = ('pipe', 'socket', 'folder', 'device', 'nowhere', 'round')
@@ -163,7 +163,7 @@ def test_a_log_that_is_none(home, what):
     for f in (lambda: t.df, lambda: t.lines(), lambda: read('bad', home=home), lambda: read(home/'log'/'bad')):
         with pytest.raises(OSError, match='bad'): f()
     with pytest.warns(EmberWarning, match='cannot write'): t + row(1); t.barrier()
-    with pytest.warns(EmberWarning, match='1 rows could not be written'): t.file.end()
+    with pytest.warns(EmberWarning, match='1 rows could not be written'): t.file.close()
     give_up(t)
     assert not (home/'log'/'there_is_none').exists()
     with pytest.raises(FileExistsError, match='exists already'): new_run('Net', 'bad', home=home)
@@ -276,7 +276,7 @@ def test_a_long_line_is_read_in_linear_time(tmp_path):
 
 def test_lines_that_are_too_long(home, monkeypatch):
     "Each reader leaves out the one and says so; and nobody writes one"
-    for room in by_lines,jsonl: monkeypatch.setattr(room, 'longest_line', 1000)
+    for room in by_lines,store_log: monkeypatch.setattr(room, 'longest_line', 1000)
     for f,name,n in ((by_lines.blocks, 'longest', 1000), (by_lines.blocks_of, 'size', 100)):
         names = [p.name for p in inspect.signature(f).parameters.values() if p.default is not p.empty and p.kind is not p.KEYWORD_ONLY]
         monkeypatch.setattr(f, '__defaults__', tuple(n if k==name else d for k,d in zip(names, f.__defaults__, strict=True)))

@@ -13,8 +13,8 @@ from drawn import begun, lines
 
 from torchember import compact, query, read, scan
 from torchember.frames import chunks, dataset
-from torchember.frames.chunks import Chunk, Stretch, chunk_table, chunks_of, contents, fields_of, of_lines
-from torchember.frames.logs import Source
+from torchember.frames.chunks import Chunk, Segment, chunk_table, make_chunks, inspect_log, output_columns, index_lines
+from torchember.frames.handle import open_log
 from torchember.frames.scan import conjuncts, may_hold
 from torchember.store.columns import Expected
 
@@ -47,7 +47,7 @@ def as_read(home, columns=('step', 'mean'), run='a', **how):
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     "Parts stay as small as they were made"
-    monkeypatch.setattr('torchember.store.parts.to_join', lambda parts: None)
+    monkeypatch.setattr('torchember.store.compaction.find_neighbours', lambda parts: None)
 
 @pytest.fixture
 def asked(monkeypatch):
@@ -180,25 +180,25 @@ def test_groups_of_a_part(tmp_path, monkeypatch):
     monkeypatch.setattr('torchember.store.parts.group_rows', 512)
     none = {k: v for k,v in row(0).items() if k!='step'}
     put(tmp_path, [row(s) for s in range(600)]+[none], [])
-    assert [(s.first, s.last) for s in contents(Source('a', tmp_path)).stretches]==[(None, None)]
+    assert [(s.first, s.last) for s in inspect_log(open_log('a', tmp_path)).segments]==[(None, None)]
     assert scan('a', home=tmp_path).filter(pl.col('step').is_null()).collect().height==1
     put(tmp_path, [row(s) for s in range(600)], [], name='b')
-    there = contents(Source('b', tmp_path))
-    assert [(s.first, s.last, s.rows) for s in there.stretches]==[(0, 599, 600)]
-    chunk, = chunks_of('b', [('b', None)], [there], tmp_path)
-    fields = fields_of([there])
+    there = inspect_log(open_log('b', tmp_path))
+    assert [(s.first, s.last, s.rows) for s in there.segments]==[(0, 599, 600)]
+    chunk, = make_chunks('b', [('b', None)], [there], tmp_path)
+    fields = output_columns([there])
     assert chunk.plain and [chunk_table(chunk, fields, steps).num_rows for steps in (None, (0, 3), (511, 512), (512, 999))]==[600, 512, 600, 88]
-    with there.stretches[0].open((0, 3)) as part: assert part.parsed()[0][-1]['step']==511
+    with there.segments[0].open((0, 3)) as part: assert part.parsed()[0][-1]['step']==511
     assert part.file.closed
 
 def test_stretches_of_some_steps():
     "Those that begin or end with the first or last of them are among them, and those of which it is not known"
-    s = Stretch('x', 0, 9, 9, 3, 6)
-    assert [s.within(steps) for steps in ((0, 2), (0, 3), (4, 5), (6, 9), (7, 9), None)]==[False, True, True, True, False, True]
-    assert Stretch('x', 0, 9, 9, None, None).within((0, 2))
+    s = Segment('x', 0, 9, 9, 3, 6)
+    assert [s.overlaps(steps) for steps in ((0, 2), (0, 3), (4, 5), (6, 9), (7, 9), None)]==[False, True, True, True, False, True]
+    assert Segment('x', 0, 9, 9, None, None).overlaps((0, 2))
     def known(of, steps): return Chunk('a', (('a', None, of),), steps=steps).known
     assert [known((s,), steps) for steps in (None, (0, 9), (4, 9), (0, 5))]==[(3, 6), (3, 6), (4, 6), (3, 5)]
-    assert known((s, Stretch('x', 9, 19, 9, 5, 8)), None)==(3, 8) and known((s, Stretch('x', 9, 19, 9, None, None)), (0, 5))==known((), None)==(None, None)
+    assert known((s, Segment('x', 9, 19, 9, 5, 8)), None)==(3, 8) and known((s, Segment('x', 9, 19, 9, None, None)), (0, 5))==known((), None)==(None, None)
 
 @pytest.mark.parametrize('again', [False, True])
 def test_nothing_is_lost_between_chunks(tmp_path, monkeypatch, again):
@@ -234,8 +234,8 @@ def test_another_log_in_its_place(tmp_path):
     t.log_path.write_bytes(lines([row(s, y=1) for s in range(7)]))
     assert as_read(tmp_path, ('step', 'y'))==[(s, 1) for s in range(7)] and 'x' not in scan('a', 'arrow', home=tmp_path).schema.names
     size = t.log_path.stat().st_size
-    assert [s.rows for s in of_lines(t.log_path, 0, size, 99, Expected()).stretches]==[7]
-    assert [(s.rows, s.end) for s in of_lines(t.log_path, 0, size//7, 99, Expected()).stretches]==[(1, size//7)]
+    assert [s.rows for s in index_lines(t.log_path, 0, size, 99, Expected()).segments]==[7]
+    assert [(s.rows, s.end) for s in index_lines(t.log_path, 0, size//7, 99, Expected()).segments]==[(1, size//7)]
 
 def test_logs_that_end_alike(tmp_path):
     "What is known of one is not taken for what another of that name has"
@@ -250,25 +250,25 @@ def test_lines_that_go_into_parts_meanwhile(tmp_path):
     assert len(as_read(tmp_path))==6
     with open(t.log_path, 'ab') as f: f.write(lines([row(6, epoch='b')]))
     assert as_read(tmp_path, ('step', 'epoch'))==[(s, None) for s in range(6)]+[(6, 'b')]
-    assert [s.about is None for s in contents(Source('a', tmp_path)).stretches]==[False, True]
+    assert [s.entry is None for s in inspect_log(open_log('a', tmp_path)).segments]==[False, True]
 
 def test_what_is_kept_of_logs_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(chunks, 'looked', {})
-    monkeypatch.setattr(chunks, 'most_looked', 3)
+    monkeypatch.setattr(chunks, 'indexes', {})
+    monkeypatch.setattr(chunks, 'most_indexes', 3)
     for i in range(5):
         put(tmp_path, [row(0)], name=f'a{i}')
-        assert len(as_read(tmp_path, run=f'a{i}'))==1 and len(chunks.looked)==min(i+1, 3)
+        assert len(as_read(tmp_path, run=f'a{i}'))==1 and len(chunks.indexes)==min(i+1, 3)
     put(tmp_path, [row(s) for s in range(9)], name='b')
-    assert [[s.rows for s in contents(Source('b', tmp_path), n).stretches] for n in (99, 4, 99)]==[[9], [4, 4, 1], [9]]
+    assert [[s.rows for s in inspect_log(open_log('b', tmp_path), n).segments] for n in (99, 4, 99)]==[[9], [4, 4, 1], [9]]
 
 def live(path, size=None, more=b'', fresh=False):
     "A run that is written here, whose disk has taken so many bytes of its file; the lines that are to follow"
-    disk = SimpleNamespace(untaken=lambda: (size, more), fresh=fresh)
+    disk = SimpleNamespace(unwritten_lines=lambda: (size, more), fresh=fresh)
     return SimpleNamespace(path=path, t=SimpleNamespace(older=lambda: False, file=SimpleNamespace(disk=disk)))
 
 def steps_in(source):
-    there = contents(source)
-    t = [chunk_table(c, fields_of([there])) for c in chunks_of('a', [('a', None)], [there], None)]
+    there = inspect_log(source)
+    t = [chunk_table(c, output_columns([there])) for c in make_chunks('a', [('a', None)], [there], None)]
     return [s for x in t for s in x['step'].to_pylist()]
 
 def test_lines_that_a_disk_has_not_taken(tmp_path):
@@ -336,9 +336,9 @@ def test_numbers_of_wholes(tmp_path):
 def test_columns_of_a_run_in_order(tmp_path):
     "Marks come last, whichever log has them"
     put(tmp_path, [row(0)], [row(1, epoch=3, run='mine')|dict(n=1)])
-    there = [contents(Source('a', tmp_path))]
-    assert [*fields_of(there)]==[*read('a', home=tmp_path)] and [*fields_of(there)][-3:]==['epoch', 'run', 'n']
-    assert [*fields_of(there, several=True)][-3:]==['epoch', 'mark_run', 'n']
+    there = [inspect_log(open_log('a', tmp_path))]
+    assert [*output_columns(there)]==[*read('a', home=tmp_path)] and [*output_columns(there)][-3:]==['epoch', 'run', 'n']
+    assert [*output_columns(there, several=True)][-3:]==['epoch', 'mark_run', 'n']
 
 
 # ---- what is asked for
@@ -392,14 +392,14 @@ def test_conditions_of_polars():
     "Those that all must hold are asked one by one, of steps and runs that are known"
     a,b,c,d = pl.col('step')>3,pl.col('run')=='a',pl.col('mean')>0,pl.col('step')<5
     assert [len(conjuncts(x)) for x in (a, a & b, a & b & c, a & (b & (c & d)), a | b, (a & b) | c, a & (b | c), a==b)]==[1, 2, 3, 4, 1, 1, 2, 1]
-    one = Chunk('a', (('a', None, (Stretch('x', 0, 9, 9, 3, 6),)),), labelled=True)
+    one = Chunk('a', (('a', None, (Segment('x', 0, 9, 9, 3, 6),)),), labelled=True)
     def may(*conditions, of=one, **how): return may_hold(pl, conditions, of, **how)
     assert [may(pl.col('step')==s) for s in (2, 3, 6, 7)]==[False, True, True, False]
     assert may() and may(a, b) and not may(a, pl.col('run')=='b') and not may(a, pl.col('step')<4)
     assert may(pl.col('step')==99, most=3) and not may(pl.col('step')==99, most=4)
     other = Chunk('a', one.logs)
     assert may(pl.col('run')=='mine', of=other) and not may(pl.col('step')==99, of=other)
-    assert may(pl.col('step')==99, of=Chunk('a', (('a', None, (Stretch('x', 0, 9, 9, None, None),)),)))
+    assert may(pl.col('step')==99, of=Chunk('a', (('a', None, (Segment('x', 0, 9, 9, None, None),)),)))
 
 def test_columns_that_are_needed_are_read(tmp_path, monkeypatch):
     "And no others: those that are wanted, and those of conditions"
@@ -448,7 +448,7 @@ def test_a_dataset_of_arrow(tmp_path):
     assert rows.count_rows()==8 and rows.count_rows(filter=ds.field('mean')>1)==4
     assert rows.sort_by([('step', 'descending')]).to_table()['step'].to_pylist()==[*range(8, 0, -1)]
     sent = pickle.loads(pickle.dumps(rows))
-    assert sent.schema==rows.schema and sent.to_table().equals(rows.to_table()) and repr(sent).startswith('<torchember.frames.dataset.Runs of 2 chunks>')
+    assert sent.schema==rows.schema and sent.to_table().equals(rows.to_table()) and repr(sent).startswith('<torchember.frames.dataset.LogDataset of 2 chunks>')
     few = scan('a', 'arrow', home=tmp_path, columns=['mean'], steps=[2, 7])
     assert few.to_table().to_pydict()=={'mean': [.5, 1.75]} and pickle.loads(pickle.dumps(few)).to_table().equals(few.to_table())
     for ask in rows.join, rows.get_fragments, rows.replace_schema:

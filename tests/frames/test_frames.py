@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from torchember import emberTracker, query, read, runs, torchEmber, tracker, wide
-from torchember.frames import logs
+from torchember.frames.handle import LogReader
 from torchember.ground import record
 from torchember.store import columns, lines
 from torchember.store.reading import frame, layouts_of, path_of, without_superseded
@@ -43,12 +43,12 @@ def value_of(row, name):
     return path_of(row['module']) if isinstance(row.get('module'), str) else row.get('module')
 
 
-def by_rows(source, choice, columns=None):
+def by_rows(log, choice, columns=None):
     "What `read` takes of a run, by way of its rows"
-    rows = every = lines.parse(b''.join(source.blocks()))[0]
-    for name in choice.asked:
+    rows = every = lines.parse(b''.join(log.blocks()))[0]
+    for name in choice.conditions:
         values = [value_of(r, name) for r in rows]
-        kept = choice.keeps(name, dict.fromkeys(v for v in values if isinstance(v, int if name=='steps' else str)))
+        kept = choice.select(name, dict.fromkeys(v for v in values if isinstance(v, int if name=='steps' else str)))
         rows = [r for r,v in zip(rows, values, strict=True) if isinstance(v, int|str) and v in kept]
     df = frame(rows, layouts_of(every))
     if 'shape' in df: df['shape'] = pd.Series([tuple(v) if isinstance(v, list) else v for v in df['shape']], index=df.index, dtype=object)
@@ -69,7 +69,7 @@ def both(log, **asked):
     with_it = answer(log, **asked)
     same(without, with_it)
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(logs, 'rows_wanted', by_rows)
+        m.setattr(LogReader, 'table', by_rows)
         return with_it, answer(log, **asked)
 
 

@@ -15,8 +15,8 @@ import pytest
 
 from torchember import compact, du, mv, read, rm, runs, sync
 from torchember.frames import moving
-from torchember.frames.moving import Moving, OneLog, Target, bring_all
-from torchember.store import parts
+from torchember.frames.moving import Moving, OneLog, Target, sync_runs
+from torchember.store import compaction
 from torchember.store.base import write_meta
 
 pytest.importorskip('upath')
@@ -96,7 +96,7 @@ def test_processes_of_a_run_go_together(tmp_path, url):
 @pytest.fixture
 def tiny(monkeypatch):
     "Parts of some kB"
-    for module in (moving, parts): monkeypatch.setattr(module, 'most_bytes', 1<<17)
+    for module in (moving, compaction): monkeypatch.setattr(module, 'most_bytes', 1<<17)
     monkeypatch.setattr(moving, 'least', 1<<11)
     monkeypatch.setattr(moving, 'small', 1<<13)
     monkeypatch.setattr(moving, 'together', 4)
@@ -120,7 +120,7 @@ def test_a_run_that_goes_on_is_whole_at_every_moment(tmp_path, url, tiny):
         if step>=12: add(tmp_path, 'a', b'{"mean": 3, "st') # a line is being written
         if step==19: end(tmp_path, 'a')
         whole = read('a', home=tmp_path)
-        sent += bring_all('a', m)[0]['bytes']
+        sent += sync_runs('a', m)[0]['bytes']
         look()
         assert seen[0]==len(whole)
         assert step==19 or all(v.endswith(b'\n') for k,v in there().items() if 'lines-' in k or k=='log/a' and v) # of a line that is being written nothing
@@ -149,20 +149,20 @@ def test_a_sync_that_was_cut_off_anywhere_is_gone_on_with(tmp_path, url, tiny, g
         (tmp_path/'log'/'a').write_bytes(lines(range(40), 10))
         begin(tmp_path, 'a')
         to = Sent(url, fail=n-1)
-        try: bring_all('a', Moving(tmp_path, to))
+        try: sync_runs('a', Moving(tmp_path, to))
         except PermissionError as e: assert 'a could not be brought to memory://there: no more' in str(e) and 'goes on from there' in str(e)
         else: break
         df = read('a', home=url)
         assert len(df) in (30, 390, 400) and df.step.is_monotonic_increasing
         if grown: add(tmp_path, 'a', lines(range(40, 45), 10))
         again = Sent(url)
-        bring_all('a', Moving(tmp_path, again))
+        sync_runs('a', Moving(tmp_path, again))
         assert not grown or len(read('a', home=url))==450
         same('a', tmp_path, url)
         assert not any(w in again.written for w in to.written if w[0].startswith('sync-')) or grown
     assert n>5
     end(tmp_path, 'a')
-    bring_all('a', Moving(tmp_path, Sent(url)))
+    sync_runs('a', Moving(tmp_path, Sent(url)))
     same('a', tmp_path, url)
 
 
@@ -225,7 +225,7 @@ def test_a_run_that_is_moved_is_gone_here_only_when_it_is_there(tmp_path, url, t
     df,real = read('a', home=tmp_path),Target.sha
     sync('a', url, home=tmp_path)
     monkeypatch.setattr(Target, 'sha', lambda self, rel: 'another' if rel.endswith('base_a.json') else real(self, rel))
-    with pytest.raises(OSError, match='was not removed'): moving.move_away('a', tmp_path, Target(url))
+    with pytest.raises(OSError, match='was not removed'): moving.remove_moved('a', tmp_path, Target(url))
     monkeypatch.undo()
     assert (tmp_path/'log'/'a').exists()
     sync('a', url, home=tmp_path, move=True)
@@ -331,7 +331,7 @@ def test_a_run_that_is_there_is_made_parts_of_there(tmp_path, url, tiny, monkeyp
     add(tmp_path, 'a', lines(range(100), 10))
     begin(tmp_path, 'a')
     sync('a', url, home=tmp_path, parquet=False)
-    whole,real = read('a', home=tmp_path),parts.replace
+    whole,real = read('a', home=tmp_path),compaction.replace
     assert there()['log/a']==lines(range(100), 10)
     said, = compact('a', home=url)
     assert said['rows']==990 and there()['log/a']==lines(range(100), 10)
@@ -344,7 +344,7 @@ def test_a_run_that_is_there_is_made_parts_of_there(tmp_path, url, tiny, monkeyp
         left.pop()
         real(path, data)
         pd.testing.assert_frame_equal(whole, read('a', home=url))
-    monkeypatch.setattr(parts, 'replace', counting)
+    monkeypatch.setattr(compaction, 'replace', counting)
     monkeypatch.setattr('torchember.store.base.replace', counting)
     for n in range(10):
         left[:] = [0]*n

@@ -17,7 +17,7 @@ from torch import nn
 
 from torchember import Monitor, torchEmber
 from torchember.monitor import quantities
-from torchember.store import jsonl
+from torchember.store import jsonl, log as store_log
 
 
 def once(): "Anything"
@@ -84,7 +84,7 @@ leaves = { # what is done, which gives how to take it back -> what is said
     'torch.randn is patched': lambda: put(torch, 'randn', once), 'torch.Tensor.add is patched': lambda: put(torch.Tensor, 'add', once),
     'builtins.print is patched': lambda: put(__import__('builtins'), 'print', once), 'json.dumps is patched': lambda: put(json, 'dumps', once),
     'torchember.store.jsonl.now is patched': lambda: put(jsonl, 'now', once),
-    'torchember.store.jsonl.Writer.patience is patched': lambda: put(jsonl.Writer, 'patience', 9),
+    'torchember.store.log.Writer.patience is patched': lambda: put(store_log.Writer, 'patience', 9),
     'the quantity InputMean was': lambda: put(quantities.classes, 'InputMean', once)}
 
 

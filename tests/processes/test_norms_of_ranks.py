@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from torchember.frames.logs import tidy
+from torchember.frames.tables import tidy
 from torchember.processes.packed_rows import Packet, StepMerger
 from torchember.processes.ranks import merge_and_check
 

@@ -8,7 +8,7 @@ import programs
 import pytest
 
 from torchember import EmberWarning, diagnose, read
-from torchember.frames.logs import parameters_of, structure_of
+from torchember.frames.handle import open_run
 
 here = Path(__file__).parent
 paths = ['', 'body', 'body.0', 'body.1', 'head']
@@ -68,18 +68,19 @@ def test_the_same_batch_is_reported_if_it_is_the_same_in_most_steps(ran, name, s
 
 
 def test_the_parameters_of_all_ranks_are_found_by_the_name_of_the_run(ran):
-    entries,alone = parameters_of('in_step', ran),parameters_of('in_step.rank0', ran)
+    entries,alone = open_run('in_step', ran).parameters(),open_run('in_step.rank0', ran).parameters()
     assert entries==alone and {(p['path'], p['name']): p['optimizer'] for p in entries}=={**{(path, n): True for path in ('body.0', 'head')
         for n in ('weight', 'bias')}, ('unused', 'weight'): False, ('unused', 'bias'): False}
     found = diagnose('in_step', home=ran)
     assert 'which parameters the optimizer has' not in dict(found.missing)
-    tree = structure_of('in_step', ran)
-    assert tree==structure_of('in_step.rank0', ran) and [c['path'] for c in tree['children']]==['body', 'head', 'unused']
+    tree = open_run('in_step', ran).structure()
+    assert tree==open_run('in_step.rank0', ran).structure() and [c['path'] for c in tree['children']]==['body', 'head', 'unused']
 
 
 def test_the_parameters_are_found_if_one_rank_left_no_metadata(ran):
     for f in (ran/'data').glob('*_late.rank0.json'): f.unlink()
-    assert parameters_of('late', ran)==parameters_of('late.rank1', ran)!=[] and structure_of('late', ran)==structure_of('late.rank1', ran)
+    both,one = open_run('late', ran),open_run('late.rank1', ran)
+    assert both.parameters()==one.parameters()!=[] and both.structure()==one.structure()
 
 
 killed = f'''

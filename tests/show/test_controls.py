@@ -543,28 +543,24 @@ def test_a_figure_on_the_page():
     assert not other.get_animated() and image.back is None and image.widget.value[:4]==b'\x89PNG'
 
 
-class Run:
-    "As an ember or a tracker, without a file"
-    log_path,fname = '','small'
-
-
 def test_what_is_read_and_when(pointed, monkeypatch):
     "Once for the picture, and exponents of a tensor type when they are wanted first; again for another type"
     import torchember.frames.logs as logs
+    from torchember.frames.handle import Run
     asked = []
     monkeypatch.setattr(logs, 'read', lambda source, columns=None, **wanted: (asked.append((wanted, columns('exponents'))), t.copy())[1])
-    i = pointed(quick('scalar_global_heatmap'), Run(), tt='Activation')
+    i = pointed(quick('scalar_global_heatmap'), Run('small', {}), tt='Activation')
     for tt in ('output', 'weight', 'output'):
         i.controls['tt'].value = tt
         for _ in range(2): i.enter(i.patches.at(20, 1)); i.leave()
     assert [(w.get('ttype'), e) for w,e in asked]==[(None, False), (['output'], True), (['weight'], True)]
     asked.clear()
-    pointed(quick('compare'), [Run(), Run()], stats=False)
+    pointed(quick('compare'), [Run('small', {}), Run('small', {})], stats=False)
     assert [e for _,e in asked]==[False, False]
     asked.clear()
     drawing = quick('mine')
     def mine(df, tt='output', dtypes=()): return drawing(df, tt)
-    pointed(mine, Run(), stats=False)
+    pointed(mine, Run('small', {}), stats=False)
     assert asked==[({}, True)] # number formats are looked for in exponents
 
 

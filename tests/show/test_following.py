@@ -15,7 +15,7 @@ from torchember.show.live import following, live_view
 from torchember.show.live.following import OverviewRows, Tail, as_shown, loss_in, shown_rows, thinned_lines
 from torchember.show.live.live_view import (Live, LogScreen, NotebookScreen, RowsOfFile, RowsTold, TerminalScreen, Viewer, Words, close_shown,
     goes_on, live)
-from torchember.store import parts
+from torchember.store import compaction, parts
 from torchember.store.lines import parse
 
 
@@ -450,13 +450,13 @@ def test_a_long_run_is_put_together(monkeypatch):
 
 def test_a_log_that_was_compacted(tmp_path, monkeypatch):
     "What was removed from its file is read from parts, one at a look, and what comes after it from the file; removed while it is followed, nothing is lost"
-    monkeypatch.setattr(parts, 'most_rows', 4)
+    monkeypatch.setattr(compaction, 'most_rows', 4)
     path,rows = tmp_path/'r',[row(s, std=float(s)) for s in range(10)]
     path.write_bytes(lines(*rows[:6]))
     v,seen = Viewer(False, {}),[]
     monkeypatch.setattr(v, 'rows_in', lambda block: seen.extend(got := Viewer.rows_in(v, block)) or got)
     assert v.answer(path)['line'].startswith('r: step 5') and seen==rows[:6]
-    parts.into_parts(path)
+    compaction.into_parts(path)
     seen.clear()
     assert 'behind' not in v.answer(path) and seen==[] # all of that is read
     v.begin()
@@ -464,16 +464,16 @@ def test_a_log_that_was_compacted(tmp_path, monkeypatch):
     with path.open('ab') as f: f.write(lines(*rows[6:]))
     assert 'behind' in v.answer(path) and seen==rows[:6]
     assert v.answer(path)['line'].startswith('r: step 9') and seen==rows and v.tail.share==1
-    parts.into_parts(path, 9) # it goes on: its lines stay
+    compaction.into_parts(path, 9) # it goes on: its lines stay
     told,again = lines(row(10)),Viewer(False, {})
     seen.clear()
     monkeypatch.setattr(again, 'rows_in', lambda block: seen.extend(got := Viewer.rows_in(again, block)) or got)
-    at = parts.held(path)['lines']+path.stat().st_size
+    at = parts.summarize_parts(path)['lines']+path.stat().st_size
     with path.open('ab') as f: f.write(told)
     while 'behind' in (got := again.answer(path, until=at)): pass
     assert got['line'].startswith('r: step 9') and seen==rows
     assert again.answer(path, until=at, lines=told)['line'].startswith('r: step 10') and seen==[*rows, row(10)]
-    parts.into_parts(path)
+    compaction.into_parts(path)
     resumed = Viewer(False, {}) # nothing is in the file, and the process that goes on tells
     while 'behind' in (got := resumed.answer(path, until=0)): pass
     assert got['line'].startswith('r: step 10') and resumed.answer(path, until=0, lines=lines(row(11)))['line'].startswith('r: step 11')
@@ -487,20 +487,20 @@ def test_a_log_that_is_rotated_is_followed_on(tmp_path):
     add(*rows[:3])
     t = Tail(path)
     assert t.more(8)==rows[0]
-    parts.rotate(path)
+    compaction.rotate(path)
     add(*rows[3:5])
     assert (t.more(8), t.more(), t.more(), t.more())==(rows[1], rows[2], rows[3]+rows[4], b'') and t.share==1 and not t.behind
-    parts.turn_aside(path)
+    compaction.compact_aside(path)
     add(rows[5])
     assert (t.more(), t.share)==(rows[5], 1)
-    parts.rotate(path)
-    parts.turn_aside(path)
+    compaction.rotate(path)
+    compaction.compact_aside(path)
     add(rows[6])
     assert (t.more(), t.more(), t.share, t.was_compacted())==(rows[6], b'', 1, False)
     for _ in range(2):
         add(rows[7])
-        parts.rotate(path)
-        parts.turn_aside(path)
+        compaction.rotate(path)
+        compaction.compact_aside(path)
     with pytest.raises(FileNotFoundError, match='another file'): t.more()
     assert t.was_compacted()
 
@@ -509,7 +509,7 @@ def test_a_large_part_is_thinned(tmp_path):
     "As lines are: whole steps, the last among them, what is not finite, what rules saw, and what has no step"
     path,rows = tmp_path/'r',[{'note': 1}, *[row(s//2, path='ab'[s%2], nan=int(s==5)) for s in range(60)], {**row(2, ttype='finding'), 'over': True}]
     path.write_bytes(lines(*rows))
-    parts.into_parts(path)
+    compaction.into_parts(path)
     for part in parts.blocks_of_run(path):
         for all_finite in (True, False):
             got = following.thinned_rows(part, 20, all_finite)

@@ -62,12 +62,12 @@ def test_what_is_wrong_with_a_process_is_said(home):
 
 
 def test_a_long_log_without_an_end_is_not_looked_through(tmp_path, monkeypatch):
-    from torchember.frames import logs
+    from torchember.frames import listing
     (tmp_path/'log').mkdir()
     line = b'{"step": 0, "ttype": "output", "tname": "a", "module": "N", "mean": 1.0}\n'
     (tmp_path/'log/long').write_bytes(line*30_000)
-    monkeypatch.setattr(logs, 'most_counted', 1<<20)
-    monkeypatch.setattr(logs, 'lines_in', lambda *a: pytest.fail('counted'))
+    monkeypatch.setattr(listing, 'most_counted', 1<<20)
+    monkeypatch.setattr(listing, 'count_lines', lambda *a: pytest.fail('counted'))
     assert abs(runs(tmp_path).rows[0]-30_000)<10 and runs(tmp_path).steps[0]==1
 
 

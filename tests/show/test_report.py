@@ -11,10 +11,9 @@ import torch
 from playwright.sync_api import expect
 from torch import nn
 
-import torchember.frames.logs as logs
-import torchember.health.diagnose as health
 import torchember.show.page.data as data
 from torchember import diagnose, read, report, to_logframe, torchEmber
+from torchember.frames.handle import Run
 from torchember.show.page.data import exponents_of, keys_of
 from torchember.show.select import places
 
@@ -529,9 +528,9 @@ def test_a_page_of_whatever_there_is(chromium, tmp_path, what, source):
 def test_rules_see_all_of_a_run_and_a_log_is_read_as_seldom_as_can_be(monkeypatch, ttype):
     "Once; once more where a page has some of its rows only. What it says is what the readers of a run say"
     te = train(net(), 'whole', nan_at=20)
-    times,once = [],data.read
+    times,once = [],Run.table
     with monkeypatch.context() as m:
-        for room in (data, logs, health): m.setattr(room, 'read', lambda *args, **kwargs: times.append(args) or once(*args, **kwargs))
+        m.setattr(Run, 'table', lambda run, *args, **kwargs: (run.given is None and times.append(args)) or once(run, *args, **kwargs))
         page = data.page_of('whole', ttype=ttype)
     assert len(times)==1+(ttype is not None)
     said = diagnose('whole')

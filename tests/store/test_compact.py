@@ -11,8 +11,8 @@ from drawn import any_row, begun, keys, lines, odd, row
 from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from torchember import compact, emberTracker, query, read, runs
-from torchember.frames.logs import NothingChosen
-from torchember.store import jsonl, parts
+from torchember.frames.choice import NothingChosen
+from torchember.store import compaction, log as store_log, parts
 from torchember.store.lines import parse
 
 log = st.lists(row|any_row, min_size=1, max_size=9)
@@ -49,14 +49,14 @@ def same(a, b):
 @example(rows=[{'step': i, 'x': v} for i,v in enumerate([1, 2, 2.5, 3, None])], torn=9, size=10_000, n=100)
 def test_answers_are_those_of_the_lines(over, tmp_path_factory, rows, torn, size, n):
     home = tmp_path_factory.mktemp('home')
-    jsonl.live.clear() # each read looks whether one of the others is meant
+    store_log.live.clear() # each read looks whether one of the others is meant
     data = lines(rows[:torn])+b'{"torn": \n\n'*(torn<len(rows))+lines(rows[torn:])
     t = begun(home, data)
     if not over: t['base_a'] = {'pid': os.getpid(), 'host': parts.os.uname().nodename}
     expected = answers(home)
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(parts, 'most_bytes', size)
-        m.setattr(parts, 'most_rows', n)
+        m.setattr(compaction, 'most_bytes', size)
+        m.setattr(compaction, 'most_rows', n)
         said, = compact('a', home)
     same(expected, answers(home))
     kept = t.log_path.read_bytes()
@@ -77,7 +77,7 @@ import os, signal, sys, shutil
 from pathlib import Path
 import pyarrow.parquet as pq
 from torchember import compact, emberTracker, read
-from torchember.store import parts
+from torchember.store import compaction, parts
 
 home,over = Path(sys.argv[1]),sys.argv[2]=='over'
 def fresh():
@@ -106,7 +106,7 @@ def dies(n):
     try: compact('a', home)
     finally: os._exit(7)
 
-parts.most_rows = 16
+compaction.most_rows = 16
 t = fresh()
 expected,n = t.lines(),0
 while True:
@@ -141,7 +141,7 @@ def run(tmp_path):
 
 def test_lines_may_be_kept(run, tmp_path):
     assert len(run.log_path.read_bytes().split(b'\n'))==21 and len(run.lines())==20
-    assert compact('a', tmp_path)==[dict(name='a', rows=20, parquet=parts.held(run.log_path)['size'], lines=0)] and len(run.lines())==20
+    assert compact('a', tmp_path)==[dict(name='a', rows=20, parquet=parts.summarize_parts(run.log_path)['size'], lines=0)] and len(run.lines())==20
 
 def test_a_compacted_run_goes_on(run, tmp_path):
     "and is compacted again, and once more"
@@ -173,7 +173,8 @@ def test_lines_of_another_run_are_refused(run, tmp_path):
     with pytest.raises(ValueError, match='is no list of parts as compact writes it'): read('a', home=tmp_path)
 
 def test_one_at_a_time(run, tmp_path):
-    with parts.alone(parts.folder_of(run.log_path)), pytest.raises(BlockingIOError, match='is being written by another process'): compact('a', tmp_path)
+    lock = compaction.lock_folder(parts.folder_of(run.log_path))
+    with lock, pytest.raises(BlockingIOError, match='is being written by another process'): compact('a', tmp_path)
 
 def test_logs_of_ranks_are_compacted_one_by_one(tmp_path):
     rows = [dict(mean=i/7, ttype='weight', tname='o', module='m(Net)', step=i) for i in range(5)]
@@ -187,72 +188,72 @@ def rows_of(blocks): return [r for b in blocks for r in parse(b)[0]]
 def test_lines_that_are_removed_while_they_are_read_are_read(run, tmp_path, monkeypatch):
     "whether that began, or is done, when the turn of the lines comes; and what was compacted is no other log to who looks meanwhile"
     rows = [dict(mean=i/7, ttype='output', tname='o', module='m(Net)', step=i) for i in range(30)]
-    monkeypatch.setattr(parts, 'most_rows', 4)
+    monkeypatch.setattr(compaction, 'most_rows', 4)
     with run.log_path.open('ab') as f: f.write(lines(rows[20:]))
-    def removed(): parts.into_parts(run.log_path)
+    def removed(): compaction.into_parts(run.log_path)
     def half():
         with monkeypatch.context() as m:
-            m.setattr(parts, 'make_parts', lambda *args: 1/0)
-            with pytest.raises(ZeroDivisionError): parts.remove_lines(run.log_path, parts.listed(run.log_path))
+            m.setattr(compaction, 'make_parts', lambda *args: 1/0)
+            with pytest.raises(ZeroDivisionError): compaction.remove_lines(run.log_path, parts.read_list(run.log_path))
     for change in half, removed:
         blocks = parts.blocks_of_run(run.log_path)
         first = rows_of([next(blocks)])
         change()
         assert first==rows[:20] and rows_of(blocks)==rows[20:], change
     run.log_path.write_bytes(lines(rows[:3]))
-    parts.into_parts(run.log_path, keep=True)
+    compaction.into_parts(run.log_path, keep=True)
     files,done = parts.lines_after,[]
     def later(path, told):
-        if not done: done.append(1); parts.into_parts(path)
+        if not done: done.append(1); compaction.into_parts(path)
         return files(path, told)
     monkeypatch.setattr(parts, 'lines_after', later)
-    assert parts.held(run.log_path)['rows']==33 and rows_of(parts.blocks_of_run(run.log_path))==rows+rows[:3]
+    assert parts.summarize_parts(run.log_path)['rows']==33 and rows_of(parts.blocks_of_run(run.log_path))==rows+rows[:3]
 
 def test_up_to_a_byte(run):
     "of the file: what a part has of the lines behind that is not given"
     data = run.log_path.read_bytes()
     every = rows_of(parts.blocks_of_run(run.log_path))
     for n in 0, 5, 20: assert rows_of(parts.blocks_of_run(run.log_path, b'{"step": 9}\n', len(b''.join(data.splitlines(True)[:n]))))==[*every[:n], {'step': 9}]
-    parts.into_parts(run.log_path)
+    compaction.into_parts(run.log_path)
     for i in 20, 21: # a part of each
         with run.log_path.open('ab') as f: f.write(lines([{'step': i}]))
-        parts.into_parts(run.log_path, i+1)
+        compaction.into_parts(run.log_path, i+1)
     for end,more in (0, []), (len(lines([{'step': 20}])), [{'step': 20}]), (None, [{'step': 20}, {'step': 21}]):
         assert rows_of(parts.blocks_of_run(run.log_path, end=end))==every+more
 
 @pytest.mark.parametrize('links', [True, False])
 def test_a_run_has_a_file_of_its_name_at_any_time(run, tmp_path, monkeypatch, links):
     "also where removing its lines was cut short, and it went on before they are removed"
-    data,other = run.log_path.read_bytes(),parts.aside(run.log_path, parts.listed(run.log_path))
+    data,other = run.log_path.read_bytes(),parts.aside_file(run.log_path, parts.read_list(run.log_path))
     rows,more = rows_of(parts.blocks_of_run(run.log_path)),lines([{'step': 20}])
     if not links: monkeypatch.setattr(os, 'link', lambda *paths: os.stat(tmp_path/'none'))
     with monkeypatch.context() as m:
-        m.setattr(parts, 'replace', lambda *args: 1/0)
-        with pytest.raises(ZeroDivisionError): parts.into_parts(run.log_path)
+        m.setattr(compaction, 'replace', lambda *args: 1/0)
+        with pytest.raises(ZeroDivisionError): compaction.into_parts(run.log_path)
     assert other.read_bytes()==data and run.log_path.exists()==links
     assert rows_of(parts.blocks_of_run(run.log_path))==rows
     with run.log_path.open('ab') as f: f.write(more)
-    parts.into_parts(run.log_path, 20)
+    compaction.into_parts(run.log_path, 20)
     assert rows_of(parts.blocks_of_run(run.log_path))==[*rows, {'step': 20}] and not other.exists()
     assert run.log_path.read_bytes()==(data+more if links else more)
 
 def test_lines_that_were_put_aside_come_before_those_after(run, monkeypatch):
     "Removing them was cut short, for the second time in a run: some of them are in no part, and it went on"
     def steps(): return [r['step'] for r in rows_of(parts.blocks_of_run(run.log_path))]
-    parts.into_parts(run.log_path)
+    compaction.into_parts(run.log_path)
     with run.log_path.open('ab') as f: f.write(lines({'step': i} for i in range(20, 23)))
     with monkeypatch.context() as m:
-        m.setattr(parts, 'make_parts', lambda *args: 1/0)
-        with pytest.raises(ZeroDivisionError): parts.remove_lines(run.log_path, parts.listed(run.log_path))
+        m.setattr(compaction, 'make_parts', lambda *args: 1/0)
+        with pytest.raises(ZeroDivisionError): compaction.remove_lines(run.log_path, parts.read_list(run.log_path))
     with run.log_path.open('ab') as f: f.write(lines([{'step': 23}]))
     for _ in range(3):
         assert steps()==[*range(24)]
-        parts.into_parts(run.log_path)
+        compaction.into_parts(run.log_path)
     assert run.log_path.stat().st_size==0
 
 def test_the_last_line_of_a_run_that_is_over_may_have_no_end(run):
     with run.log_path.open('ab') as f: f.write(b'{"step": 20}')
-    parts.into_parts(run.log_path, 21)
+    compaction.into_parts(run.log_path, 21)
     assert run.log_path.stat().st_size # somebody may be writing it
-    parts.into_parts(run.log_path)
+    compaction.into_parts(run.log_path)
     assert [r['step'] for r in run.lines()]==[*range(21)] and run.log_path.stat().st_size==0

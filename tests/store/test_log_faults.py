@@ -18,8 +18,9 @@ import torch
 
 from torchember import torchEmber
 from torchember.ground.messages import EmberWarning
-from torchember.store import base, jsonl
-from torchember.store.jsonl import LogFile, emberTracker, new_run
+from torchember.store import log as store_log, log_file, base
+from torchember.store.jsonl import emberTracker, new_run
+from torchember.store.log_file import JsonLines
 
 kills,steps,forks = (int(os.environ.get(f'LOG_{k}', n)) for k,n in (('KILLS', 40), ('STEPS', 2000), ('FORKS', 20)))
 patience = 600 # seconds to wait for what is there at once, unless it hangs or the machine is busy
@@ -31,7 +32,9 @@ begin = """
 import json, os, sys, tempfile, threading, time, warnings
 import pandas, torch, torchember.ember
 from torchember import torchEmber
-from torchember.store.jsonl import LogFile, emberTracker, writer
+from torchember.store.jsonl import emberTracker
+from torchember.store.log import writer
+from torchember.store.log_file import JsonLines
 torch.set_num_threads(1)
 model,x = torch.nn.Linear(2, 1),torch.ones(1, 2)
 with tempfile.TemporaryDirectory() as d, torchEmber(model, home=d) as te: # warm
@@ -159,7 +162,7 @@ def test_full_disk(small, monkeypatch):
 
 def test_beyond_the_limit_is_counted(small, monkeypatch):
     "What does not fit into memory is dropped, counted and said"
-    monkeypatch.setattr(LogFile, 'keep', 20_000)
+    monkeypatch.setattr(JsonLines, 'keep', 20_000)
     with warnings.catch_warnings(record=True) as record:
         warnings.simplefilter('always')
         t = emberTracker('full', small)
@@ -183,22 +186,22 @@ def test_beyond_the_limit_is_counted(small, monkeypatch):
 
 def test_a_disk_is_asked_again_without_being_called(tmp_path, monkeypatch):
     "Also when it was a barrier, and not the thread, that met the refusal"
-    full,append = [True],jsonl.append
+    full,append = [True],log_file.append_lines
     def refuse(*args):
         if full: raise OSError(28, 'No space left on device')
         append(*args)
-    monkeypatch.setattr(jsonl, 'append', refuse)
+    monkeypatch.setattr(log_file, 'append_lines', refuse)
     t = emberTracker('a', tmp_path)
-    assert jsonl.writer.start()
+    assert store_log.writer.start()
     with monkeypatch.context() as m, pytest.warns(EmberWarning, match='No space left'):
-        m.setattr(jsonl.writer, 'wake', lambda log: None)
+        m.setattr(store_log.writer, 'wake', lambda log: None)
         time.sleep(.1) # the thread sleeps now
         t + {'i': 1}
         assert t.lines()==[{'i': 1}] and not t.log_path.exists()
     full.clear()
     end = time.time()+patience
     while not t.log_path.exists() and time.time()<end: time.sleep(.01)
-    with t.file.io: pass # until the append is over
+    with t.file.disk.lock: pass # until the append is over
     assert whole(t.log_path)==[{'i': 1}]
 
 
@@ -301,13 +304,13 @@ def test_eight_threads(tmp_path):
     for th in ts: th.start()
     while any(th.is_alive() for th in ts): assert len(t.df)<=12_000
     rows = t.lines()
-    assert not t.torn and len(rows)==12_000==t.file.disk.rows
+    assert not t.torn and len(rows)==12_000==t.file.disk.written_rows
     for k in range(8): assert [r['i'] for r in rows if r['k']==k]==list(range(1500))
 
 
 def test_rows_that_are_put_while_others_are_taken(tmp_path):
     "A training goes on while the log looks at what waits: nothing is said of it, and nothing is lost"
-    log = jsonl.Log(tmp_path/'a')
+    log = store_log.Log(tmp_path/'a')
     def made(some): return [list(rows) for rows in some]
     class Rows(list):
         more = 0
@@ -473,7 +476,7 @@ def test_a_thread_that_cannot_be_started(tmp_path):
 threading.Thread.start = lambda self: (_ for _ in ()).throw(RuntimeError("can't start new thread"))
 t = emberTracker('a')
 import atexit
-torchember.store.jsonl.atexit.unregister(torchember.store.jsonl.at_exit)
+torchember.store.log.atexit.unregister(torchember.store.log.at_exit)
 t + {'i': 1}
 os._exit(0)
 """
@@ -488,7 +491,7 @@ def test_no_growth(tmp_path, disk):
     "Memory, threads and descriptors after thousands of steps are those after hundreds"
     code = """
 import psutil
-LogFile.keep = 300_000
+JsonLines.keep = 300_000
 me = psutil.Process()
 def use(): return me.memory_info().rss, me.num_threads(), me.num_fds()
 te = torchEmber(model)

@@ -16,12 +16,13 @@ from test_compact import lines, rows_of, told
 from torch import nn
 
 from torchember import compact, du, emberTracker, mv, query, read, rm, runs, scan, sync, torchEmber
-from torchember.frames.logs import rows_about
+from torchember.frames.listing import estimate_rows
 from torchember.ground.messages import EmberWarning
 from torchember.monitor.monitor import Monitor
-from torchember.store import jsonl, parts, rotation
-from torchember.store.jsonl import last_step_of, new_run
-from torchember.store.rotation import Rotation, TurningProcess
+from torchember.store import compaction, log_file, parts, rotation
+from torchember.store.jsonl import new_run
+from torchember.store.log_file import last_step_of
+from torchember.store.rotation import CompactionProcess, JsonLines, ParquetLog, Rotation
 
 
 def row(i): return dict(mean=i/7, ttype='output', tname='o', module='m(Net)', step=i//4, n=i)
@@ -37,11 +38,11 @@ def begun(home, store='parquet', name='a', **how):
 
 def wait(t, seconds=60):
     "Until the process is over that makes parts"
-    r,until = t.file.rotation,time.monotonic()+seconds
+    r,until = t.file.disk.rotation,time.monotonic()+seconds
     while r.child is not None or r.ready:
         assert time.monotonic()<until
         time.sleep(.01)
-        r.go(t.log_path)
+        r.run_child(t.log_path)
 
 @pytest.fixture
 def small(monkeypatch):
@@ -52,10 +53,10 @@ def small(monkeypatch):
 def inline(monkeypatch):
     "What the process does is done when it is asked"
     class Inline:
-        def __init__(self, path): parts.turn_aside(path)
-        def over(self, patience=0): return True
-        def trouble(self): return None
-    monkeypatch.setattr(rotation, 'TurningProcess', Inline)
+        def __init__(self, path): compaction.compact_aside(path)
+        def has_ended(self, patience=0): return True
+        def error(self): return None
+    monkeypatch.setattr(rotation, 'CompactionProcess', Inline)
 
 
 # ---- a training
@@ -80,7 +81,7 @@ def test_a_training_has_the_rows_that_lines_have(tmp_path, small, monkeypatch):
     monkeypatch.setattr(Rotation, 'most_rows', 200)
     a,b = train('jsonl', tmp_path/'a'),train('parquet', tmp_path/'b')
     wait(b.t)
-    assert len(parts.listed(b.t.log_path)['parts'])>=1 and b.t.log_path.stat().st_size<a.t.log_path.stat().st_size
+    assert len(parts.read_list(b.t.log_path)['parts'])>=1 and b.t.log_path.stat().st_size<a.t.log_path.stat().st_size
     def answers(te, home):
         def ask(f): return f.drop(columns='ts', errors='ignore')
         out = dict(df=te.t.df, latest=te.t.latest_df, last=te.t.last_step(), read=read('a', home=home), steps=read('a', home=home, steps=slice(7, 9)),
@@ -94,7 +95,7 @@ def test_a_training_has_the_rows_that_lines_have(tmp_path, small, monkeypatch):
     b.close()
     over,expected = answers(b, tmp_path/'b'),answers(a, tmp_path/'a')
     for k in expected: assert told(over[k])==told(expected[k]), k
-    held = parts.held(b.t.log_path)
+    held = parts.summarize_parts(b.t.log_path)
     assert (held['rows'], b.t.log_path.stat().st_size, held['lines'])==(len(expected['df']), 0, a.t.log_path.stat().st_size)
     assert b.t['base_a']['rows']==a.t['base_a']['rows']==held['rows'] and b.t['base_a']['bytes']==a.t['base_a']['bytes']
 
@@ -112,8 +113,8 @@ def test_what_there_is_to_choose(tmp_path, monkeypatch):
             for door in doors('parquet'):
                 with pytest.raises(ImportError, match="store='parquet' needs pyarrow.* pip install pyarrow$"): door()
     assert not list(tmp_path.rglob('*')) and not m._forward_hooks
-    assert emberTracker('a', tmp_path).file.rotation is None
-    with Monitor(m, {}, store='parquet', home=tmp_path) as mon: assert mon.t.file.rotation is not None
+    assert type(emberTracker('a', tmp_path).file.disk) is JsonLines
+    with Monitor(m, {}, store='parquet', home=tmp_path) as mon: assert type(mon.t.file.disk) is ParquetLog
 
 
 # ---- when it is time
@@ -123,7 +124,7 @@ def test_when_lines_are_put_aside(tmp_path, monkeypatch, inline):
     monkeypatch.setattr(Rotation, 'most_rows', 10)
     t = begun(tmp_path)
     for i in range(25): t + row(i)
-    assert [p['rows'] for p in parts.listed(t.log_path)['parts']]==[10, 10] and numbers(t)==[*range(25)]
+    assert [p['rows'] for p in parts.read_list(t.log_path)['parts']]==[10, 10] and numbers(t)==[*range(25)]
     size = t.log_path.stat().st_size
     assert size==len(lines(map(row, range(20, 25))))
     monkeypatch.setattr(Rotation, 'most_rows', 1000)
@@ -131,15 +132,15 @@ def test_when_lines_are_put_aside(tmp_path, monkeypatch, inline):
     again = begun(tmp_path)
     again + row(25)
     again.barrier()
-    assert len(parts.listed(t.log_path)['parts'])==2
+    assert len(parts.read_list(t.log_path)['parts'])==2
     again + row(26)
     again.barrier()
-    assert [p['rows'] for p in parts.listed(t.log_path)['parts']]==[10, 10, 7] and again.log_path.stat().st_size==0
+    assert [p['rows'] for p in parts.read_list(t.log_path)['parts']]==[10, 10, 7] and again.log_path.stat().st_size==0
     for i in range(27, 40): again + row(i)
     n = next(n for n in range(1, 13) if len(lines(map(row, range(27, 27+n))))>=Rotation.most_bytes)
-    assert numbers(again)==[*range(40)] and [p['rows'] for p in parts.listed(t.log_path)['parts']]==[10, 10, 7, n]
+    assert numbers(again)==[*range(40)] and [p['rows'] for p in parts.read_list(t.log_path)['parts']]==[10, 10, 7, n]
     again.end()
-    assert [p['rows'] for p in parts.listed(t.log_path)['parts']]==[10, 10, 7, n, 13-n] and again.log_path.stat().st_size==0
+    assert [p['rows'] for p in parts.read_list(t.log_path)['parts']]==[10, 10, 7, n, 13-n] and again.log_path.stat().st_size==0
     again + row(40) # it goes on all the same
     assert numbers(again)==[*range(41)] and again.log_path.stat().st_size
     again.end()
@@ -147,21 +148,21 @@ def test_when_lines_are_put_aside(tmp_path, monkeypatch, inline):
 
 def test_no_lock_is_held_while_a_process_is_started(tmp_path, small, monkeypatch):
     held = []
-    class Looks(TurningProcess):
+    class Looks(CompactionProcess):
         def __init__(self, path):
-            held.append(t.file.io._is_owned())
+            held.append(t.file.disk.lock._is_owned())
             super().__init__(path)
-    monkeypatch.setattr(rotation, 'TurningProcess', Looks)
+    monkeypatch.setattr(rotation, 'CompactionProcess', Looks)
     t = begun(tmp_path)
     for i in range(50): t + row(i)
     assert held==[False]
     t.end()
-    assert numbers(t)==[*range(50)] and parts.held(t.log_path)['rows']==50
+    assert numbers(t)==[*range(50)] and parts.summarize_parts(t.log_path)['rows']==50
 
 def test_nobody_appends_while_the_last_lines_are_put_aside(tmp_path, inline, monkeypatch):
     t,held = begun(tmp_path),[]
     real = rotation.rotate
-    monkeypatch.setattr(rotation, 'rotate', lambda *args: held.append(t.file.io._is_owned()) or real(*args))
+    monkeypatch.setattr(rotation, 'rotate', lambda *args: held.append(t.file.disk.lock._is_owned()) or real(*args))
     monkeypatch.setattr(Rotation, 'most_rows', 5)
     for i in range(7): t + row(i)
     t.end()
@@ -171,38 +172,38 @@ def test_lines_that_stand_aside_come_first(tmp_path, small, inline):
     "of one that was killed: what waits after them is still counted, and put aside as soon as they are parts"
     t = begun(tmp_path)
     for i in range(10): t + row(i)
-    parts.rotate(t.log_path)
+    compaction.rotate(t.log_path)
     again = begun(tmp_path)
     for i in range(10, 50): again + row(i)
-    assert [p['rows'] for p in parts.listed(t.log_path)['parts']]==[10] and again.log_path.stat().st_size
+    assert [p['rows'] for p in parts.read_list(t.log_path)['parts']]==[10] and again.log_path.stat().st_size
     for i in (50, 51): again + row(i)
-    assert [p['rows'] for p in parts.listed(t.log_path)['parts']]==[10, 42] and numbers(again)==[*range(52)]
+    assert [p['rows'] for p in parts.read_list(t.log_path)['parts']]==[10, 42] and numbers(again)==[*range(52)]
 
 def test_one_process_at_a_time(tmp_path, small, monkeypatch):
     "What comes while it works stays lines; in the end it is waited for, but not for ever"
     class Never(list):
         def __init__(self, path): made.append(self)
-        def over(self, patience=0): waited.append(patience)
-        def trouble(self): return None
+        def has_ended(self, patience=0): waited.append(patience)
+        def error(self): return None
     made,waited = [],[]
-    monkeypatch.setattr(rotation, 'TurningProcess', Never)
+    monkeypatch.setattr(rotation, 'CompactionProcess', Never)
     monkeypatch.setattr(Rotation, 'patience', 7.)
     t = begun(tmp_path)
     for i in range(200): t + row(i)
     assert len(made)==1 and numbers(t)==[*range(200)]
     with pytest.warns(EmberWarning, match=r"lines of a takes more than 7 s. It goes on; compact\('a'\) does what is left"): t.end()
     assert max(waited)==7 and numbers(t)==[*range(200)]
-    t.file.rotation.child = None
+    t.file.disk.rotation.child = None
     compact('a', tmp_path)
-    assert numbers(t)==[*range(200)] and parts.held(t.log_path)['rows']==200
-    t.file.rotation = None
+    assert numbers(t)==[*range(200)] and parts.summarize_parts(t.log_path)['rows']==200
+    t.file.disk.rotation = None
 
 def test_the_last_part_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(parts, 'most_bytes', 100)
+    monkeypatch.setattr(compaction, 'most_bytes', 100)
     t = begun(tmp_path)
     for i in range(20): t + row(i)
     with pytest.warns(EmberWarning, match=r"0 MB of a are lines still: compact\('a'\) makes Parquet of them"): t.end()
-    assert parts.held(t.log_path)['rows']==0 and numbers(t)==[*range(20)]
+    assert parts.summarize_parts(t.log_path)['rows']==0 and numbers(t)==[*range(20)]
 
 def test_two_runs_at_once_and_logs_of_ranks(tmp_path, small):
     ts = [begun(tmp_path, name=f'a.rank{r}', ranks=8) for r in range(2)]
@@ -211,7 +212,7 @@ def test_two_runs_at_once_and_logs_of_ranks(tmp_path, small):
     for t in ts: t.end()
     for r,t in enumerate(ts):
         assert [(x['n'], x['rank']) for x in t.lines()]==[(i, r) for i in range(100)] and t.log_path.stat().st_size==0
-        assert parts.listed(t.log_path)['group']==parts.group_beside(8)==parts.group_rows//2
+        assert parts.read_list(t.log_path)['group']==parts.group_beside(8)==parts.group_rows//2
     assert len(read('a', home=tmp_path, per_rank=True))==200
 
 
@@ -228,32 +229,32 @@ def test_a_folder_that_cannot_be_made_is_said_once(tmp_path, small):
     assert 'lines of the run could not be made Parquet: they stay lines, and are tried again later' in what and 'FileExistsError' in what
     assert numbers(t)==[*range(60)] and t.log_path.stat().st_size==len(lines(map(row, range(60))))
     folder.unlink()
-    t.file.rotation.again = 0
+    t.file.disk.rotation.again = 0
     with warnings.catch_warnings():
         warnings.simplefilter('error')
         t + row(60)
         wait(t)
         t.end()
-    assert numbers(t)==[*range(61)] and parts.held(t.log_path)['rows']==61
+    assert numbers(t)==[*range(61)] and parts.summarize_parts(t.log_path)['rows']==61
 
 def test_what_the_process_says_is_said(tmp_path, small, monkeypatch):
     "once, and it is tried again, each time after twice as long"
     monkeypatch.setattr(Rotation, 'pause', 5.)
-    monkeypatch.setattr(TurningProcess, 'start', 'import sys; sys.exit("OSError: No space left on device")')
+    monkeypatch.setattr(CompactionProcess, 'program', 'import sys; sys.exit("OSError: No space left on device")')
     t = begun(tmp_path)
     with pytest.warns(EmberWarning, match='could not be made Parquet.*No space left on device') as said:
         for i in range(50): t + row(i)
         for _ in range(3):
             until = time.monotonic()+60
-            while t.file.rotation.child is not None and time.monotonic()<until: t.file.rotation.go(t.log_path)
-            assert t.file.rotation.child is None and t.file.rotation.again>time.monotonic()
-            if t.file.rotation.wait<40: t.file.rotation.again = 0; t.barrier()
-    assert len(said)==1 and t.file.rotation.wait==40 and numbers(t)==[*range(50)]
+            while t.file.disk.rotation.child is not None and time.monotonic()<until: t.file.disk.rotation.run_child(t.log_path)
+            assert t.file.disk.rotation.child is None and t.file.disk.rotation.again>time.monotonic()
+            if t.file.disk.rotation.wait<40: t.file.disk.rotation.again = 0; t.barrier()
+    assert len(said)==1 and t.file.disk.rotation.wait==40 and numbers(t)==[*range(50)]
     monkeypatch.undo()
-    t.file.rotation.again = 0
+    t.file.disk.rotation.again = 0
     t.barrier()
     wait(t)
-    assert t.file.rotation.wait==Rotation.pause and numbers(t)==[*range(50)] and parts.held(t.log_path)['rows']==40
+    assert t.file.disk.rotation.wait==Rotation.pause and numbers(t)==[*range(50)] and parts.summarize_parts(t.log_path)['rows']==40
 
 def test_who_is_before_us_is_waited_for(tmp_path, small):
     "without a word: when lines are put aside, and when parts are made of them"
@@ -261,18 +262,18 @@ def test_who_is_before_us_is_waited_for(tmp_path, small):
     parts.folder_of(t.log_path).mkdir(parents=True)
     with warnings.catch_warnings():
         warnings.simplefilter('error')
-        with parts.alone(parts.folder_of(t.log_path)):
+        with compaction.lock_folder(parts.folder_of(t.log_path)):
             for i in range(45): t + row(i)
             assert files(t.log_path)==['.lock'] and numbers(t)==[*range(45)]
         t + row(45)
-        assert 'lines-0' in files(t.log_path) or parts.held(t.log_path)['rows']
+        assert 'lines-0' in files(t.log_path) or parts.summarize_parts(t.log_path)['rows']
         wait(t)
-        with parts.alone(parts.folder_of(t.log_path)):
-            child = TurningProcess(t.log_path)
-            assert child.over(60)
-            with pytest.raises(BlockingIOError): child.trouble()
+        with compaction.lock_folder(parts.folder_of(t.log_path)):
+            child = CompactionProcess(t.log_path)
+            assert child.has_ended(60)
+            with pytest.raises(BlockingIOError): child.error()
         t.end()
-    assert numbers(t)==[*range(46)] and parts.held(t.log_path)['rows']==46
+    assert numbers(t)==[*range(46)] and parts.summarize_parts(t.log_path)['rows']==46
 
 def test_nothing_is_put_aside_while_somebody_may_read_up_to_a_byte(tmp_path, small, inline, monkeypatch):
     "The disk refused, so that rows in memory follow those of the file"
@@ -282,22 +283,22 @@ def test_nothing_is_put_aside_while_somebody_may_read_up_to_a_byte(tmp_path, sma
     def append(*args):
         if refuse: raise refuse[0]
         return real(*args)
-    real = jsonl.append
-    monkeypatch.setattr(jsonl, 'append', append)
+    real = log_file.append_lines
+    monkeypatch.setattr(log_file, 'append_lines', append)
     with pytest.warns(EmberWarning, match='cannot write'):
         for i in range(30, 60): t + row(i)
-    blocks = t.file.disk.blocks()
+    blocks = t.file.disk.rows()
     refuse.clear()
     t.barrier()
     assert t.log_path.stat().st_size and rows_of(blocks)==t.lines() and numbers(t)==[*range(60)]
     t.file.again = -100
     t + row(60)
-    assert parts.held(t.log_path)['rows']==61 and numbers(t)==[*range(61)]
+    assert parts.summarize_parts(t.log_path)['rows']==61 and numbers(t)==[*range(61)]
 
 forked = """
 import os, sys, warnings
 from torchember import emberTracker
-from torchember.store import parts
+from torchember.store import compaction, parts
 from torchember.store.rotation import Rotation
 Rotation.most_rows = 10
 t = emberTracker('a', sys.argv[1], store='parquet')
@@ -309,7 +310,7 @@ if not pid:
     t.end()
     sys.exit() # with all that is done at exit
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])==0
-told = parts.listed(t.log_path)
+told = parts.read_list(t.log_path)
 assert [r['n'] for r in t.lines()]==[*range(15)] and t.log_path.stat().st_size, told
 """
 
@@ -318,7 +319,7 @@ def test_a_forked_process_makes_no_parts(tmp_path):
     p = programs.run(forked, tmp_path)
     assert p.returncode==0, p.stderr[-3000:]
     t = emberTracker('a', tmp_path)
-    assert numbers(t)==[*range(15)] and t.log_path.stat().st_size==0 and [x['rows'] for x in parts.listed(t.log_path)['parts']]==[10, 5]
+    assert numbers(t)==[*range(15)] and t.log_path.stat().st_size==0 and [x['rows'] for x in parts.read_list(t.log_path)['parts']]==[10, 5]
 
 
 # ---- whoever is killed
@@ -354,9 +355,9 @@ def test_a_run_that_is_killed_loses_nothing(tmp_path):
             done(t)
             assert numbers(t)==[*range(n)] and t.log_path.stat().st_size==0 and set(files(t.log_path))=={'.lock', 'parts.json', *named(t)}
     done(t)
-    assert numbers(t)==[*range(n)] and parts.held(t.log_path)['rows']==n>100
+    assert numbers(t)==[*range(n)] and parts.summarize_parts(t.log_path)['rows']==n>100
 
-def named(t): return [p['file'] for p in parts.listed(t.log_path)['parts']]
+def named(t): return [p['file'] for p in parts.read_list(t.log_path)['parts']]
 
 def done(t):
     "Compact, as soon as the process of who was killed has ended"
@@ -380,7 +381,7 @@ import os, signal, sys, shutil
 from pathlib import Path
 import pyarrow.parquet as pq
 from torchember import compact, emberTracker, read
-from torchember.store import parts
+from torchember.store import compaction, parts
 
 home,before,what = Path(sys.argv[1]),Path(sys.argv[1]+'-before'),sys.argv[2]
 def fresh():
@@ -389,15 +390,15 @@ def fresh():
     t = emberTracker('a', home)
     for i in range(40):
         t + dict(mean=i/7, ttype='output', tname='o', module='m(Net)', step=i//4)
-        if what=='joined' and i%8==7: parts.into_parts(t.log_path, i//4)
+        if what=='joined' and i%8==7: compaction.into_parts(t.log_path, i//4)
     t.barrier()
     shutil.copytree(home, before)
     return t
 
 def change(t):
-    if what=='joined': return parts.into_parts(t.log_path)
-    parts.rotate(t.log_path)
-    parts.turn_aside(t.log_path)
+    if what=='joined': return compaction.into_parts(t.log_path)
+    compaction.rotate(t.log_path)
+    compaction.compact_aside(t.log_path)
 
 def dies(n):
     done = 0
@@ -415,7 +416,7 @@ def dies(n):
     try: change(t)
     finally: os._exit(7)
 
-parts.most_rows = 16
+compaction.most_rows = 16
 t = fresh()
 expected,n = t.lines(),0
 more = dict(mean=1., step=10)
@@ -432,7 +433,7 @@ while True:
     told = compact('a', home)[0]
     assert t.lines()==[*expected, more] and told['rows']==41 and told['lines']==0, (n, told)
     left = {f.name for f in parts.folder_of(t.log_path).iterdir()}
-    assert left=={'parts.json', '.lock', *(p['file'] for p in parts.listed(t.log_path)['parts'])}, (n, left)
+    assert left=={'parts.json', '.lock', *(p['file'] for p in parts.read_list(t.log_path)['parts'])}, (n, left)
     t = fresh()
 print(n)
 """
@@ -442,9 +443,9 @@ print(n)
 
 def changes(path):
     "What may happen to a log while it is read"
-    yield lambda: parts.rotate(path)
-    yield lambda: parts.turn_aside(path)
-    yield lambda: parts.into_parts(path)
+    yield lambda: compaction.rotate(path)
+    yield lambda: compaction.compact_aside(path)
+    yield lambda: compaction.into_parts(path)
 
 def test_whoever_reads_while_lines_are_put_aside_has_them_once(tmp_path, monkeypatch):
     "whenever between two looks at the disk that happens: rows, the last step, how many rows there are, and what scan gives"
@@ -458,7 +459,7 @@ def test_whoever_reads_while_lines_are_put_aside_has_them_once(tmp_path, monkeyp
             assert re.search('Read it again|Call scan again', str(e))
             return scanned()
     asked = dict(lines=lambda: numbers(t), last=t.last_step, runs=lambda: runs(tmp_path)['rows'].tolist(), scan=scanned)
-    real,calls,armed = parts.listed,[0],[None]
+    real,calls,armed = parts.read_list,[0],[None]
     def listed(path):
         got = real(path)
         if armed[0] is not None:
@@ -467,7 +468,7 @@ def test_whoever_reads_while_lines_are_put_aside_has_them_once(tmp_path, monkeyp
                 change,armed[0] = armed[0],None
                 change()
         return got
-    monkeypatch.setattr(parts, 'listed', listed)
+    monkeypatch.setattr(parts, 'read_list', listed)
     for n in range(1, 4):
         for how in range(3):
             for what,ask in asked.items():
@@ -485,14 +486,14 @@ def test_whoever_reads_while_lines_are_put_aside_has_them_once(tmp_path, monkeyp
 def test_steps_and_rows_are_known_while_lines_stand_aside(tmp_path):
     t = begun(tmp_path)
     for i in range(20): t + row(i)
-    parts.rotate(t.log_path)
+    compaction.rotate(t.log_path)
     assert t.log_path.stat().st_size==0 and last_step_of(t.log_path)==t.last_step()==4 and runs(tmp_path)[['steps', 'rows']].values.tolist()==[[5, 20]]
     t + row(20)
     assert last_step_of(t.log_path)==5 and runs(tmp_path)['rows'].tolist()==[21] and numbers(t)==[*range(21)]
-    parts.rotate(t.log_path) # those that stand aside come first
+    compaction.rotate(t.log_path) # those that stand aside come first
     assert t.log_path.stat().st_size and numbers(t)==[*range(21)]
-    parts.turn_aside(t.log_path)
-    parts.turn_aside(t.log_path) # there is nothing to do
+    compaction.compact_aside(t.log_path)
+    compaction.compact_aside(t.log_path) # there is nothing to do
     assert last_step_of(t.log_path)==5 and runs(tmp_path)['rows'].tolist()==[21] and numbers(t)==[*range(21)]
 
 def test_a_frame_that_is_asked_for_later(tmp_path):
@@ -500,10 +501,10 @@ def test_a_frame_that_is_asked_for_later(tmp_path):
     t = begun(tmp_path)
     for i in range(20): t + row(i)
     late = [scan('a', home=tmp_path) for _ in range(2)]
-    parts.rotate(t.log_path)
+    compaction.rotate(t.log_path)
     for i in range(20, 60): t + row(i)
     assert late[0].collect()['n'].to_list()==[*range(20)]
-    parts.turn_aside(t.log_path)
+    compaction.compact_aside(t.log_path)
     with pytest.raises(Exception, match='was compacted or cut meanwhile. Call scan again'): late[1].collect()
     assert scan('a', home=tmp_path).collect()['n'].to_list()==[*range(60)]
 
@@ -564,27 +565,27 @@ def test_sync_of_a_run_that_goes_on(tmp_path, small):
 
 def test_small_parts_are_joined_when_a_run_is_over(tmp_path, monkeypatch):
     "as far as one may be large, neighbours only; names are never given twice, and it is done once"
-    monkeypatch.setattr(parts, 'most_rows', 10)
+    monkeypatch.setattr(compaction, 'most_rows', 10)
     t = begun(tmp_path, 'jsonl')
     for i in range(36):
         t + row(i)
         if i in (1, 5, 21):
             with t.log_path.open('ab') as f: f.write(b'{"torn\n')
-        if i%4==3: t.barrier(); parts.into_parts(t.log_path, i//4)
-    before,sizes = named(t),[p['rows'] for p in parts.listed(t.log_path)['parts']]
+        if i%4==3: t.barrier(); compaction.into_parts(t.log_path, i//4)
+    before,sizes = named(t),[p['rows'] for p in parts.read_list(t.log_path)['parts']]
     assert sizes==[4]*8 and before==[f'part-{i:05}.parquet' for i in range(8)]
     with t.log_path.open('ab') as f: f.write(b'{"torn\n')
-    parts.into_parts(t.log_path)
-    now = parts.listed(t.log_path)['parts']
+    compaction.into_parts(t.log_path)
+    now = parts.read_list(t.log_path)['parts']
     assert [p['rows'] for p in now]==[8, 8, 8, 8, 4] and [p['last'] for p in now]==[1, 3, 5, 7, 8] and [p['torn'] for p in now]==[2, 0, 1, 0, 1]
     assert numbers(t)==[*range(36)] and t.torn==4 and not set(before)&set(named(t)[:4]) and len(set(named(t)))==5
     again = [named(t), {f: (parts.folder_of(t.log_path)/f).stat().st_mtime_ns for f in named(t)}]
-    parts.into_parts(t.log_path)
+    compaction.into_parts(t.log_path)
     assert again==[named(t), {f: (parts.folder_of(t.log_path)/f).stat().st_mtime_ns for f in named(t)}]
-    monkeypatch.setattr(parts, 'most_bytes', now[1]['end'])
-    monkeypatch.setattr(parts, 'most_rows', 1000)
-    parts.into_parts(t.log_path)
-    assert [p['rows'] for p in parts.listed(t.log_path)['parts']]==[16, 8, 12] # eight rows more would be a byte too many
+    monkeypatch.setattr(compaction, 'most_bytes', now[1]['end'])
+    monkeypatch.setattr(compaction, 'most_rows', 1000)
+    compaction.into_parts(t.log_path)
+    assert [p['rows'] for p in parts.read_list(t.log_path)['parts']]==[16, 8, 12] # eight rows more would be a byte too many
 
 @pytest.mark.parametrize('given', range(6))
 def test_parts_that_are_joined_while_they_are_read(given, tmp_path, monkeypatch):
@@ -592,10 +593,10 @@ def test_parts_that_are_joined_while_they_are_read(given, tmp_path, monkeypatch)
     t = begun(tmp_path, 'jsonl')
     for i in range(20):
         t + row(i)
-        if i%4==3: t.barrier(); parts.into_parts(t.log_path, i//4)
+        if i%4==3: t.barrier(); compaction.into_parts(t.log_path, i//4)
     blocks = parts.blocks_of_run(t.log_path)
     got = [r for _ in range(given) for r in rows_of([next(blocks)])]
-    parts.into_parts(t.log_path)
+    compaction.into_parts(t.log_path)
     assert len(named(t))==1 and [r['n'] for r in got+rows_of(blocks)]==[*range(20)]
 
 
@@ -605,7 +606,7 @@ def test_a_file_that_was_put_aside_is_not_counted_as_the_one_that_follows(tmp_pa
     log.parent.mkdir()
     def lines(n, more): return ''.join(json.dumps(dict(module='m(Net)', ttype='output', tname='o', step=i, mean=1., note='x'*more))+'\n' for i in range(n))
     log.write_text(lines(3, 200))
-    assert rows_about(log)==3
-    parts.rotate(log)
+    assert estimate_rows(log)==3
+    compaction.rotate(log)
     log.write_text(lines(20, 0))
-    assert log.stat().st_size>len(lines(3, 200)) and rows_about(log)==23
+    assert log.stat().st_size>len(lines(3, 200)) and estimate_rows(log)==23

@@ -4,7 +4,8 @@ import os
 
 from torchember import emberTracker
 from torchember.ground.record import SCHEMA
-from torchember.store.jsonl import LatestStep, last_step, new_run
+from torchember.store.jsonl import last_step, new_run
+from torchember.store.log_file import LatestStep
 from torchember.store.parameters import cut_off, forgotten, frozen, not_called, untrained, why_not
 from torchember.store.lines import parse, parsed
 from torchember.store.reading import frame, with_path

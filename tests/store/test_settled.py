@@ -8,15 +8,15 @@ from torch import nn
 from torchember import emberTracker, overview, query, read, report, runs, summary, torchEmber
 from torchember.frames.logframe import to_logframe
 from torchember.frames.logs import wide
-from torchember.store import jsonl
+from torchember.store import jsonl, log as store_log
 
 
 @pytest.fixture
 def slow_writer(monkeypatch):
     "A writer that never comes by itself: what a reader does not ask for is not there"
-    monkeypatch.setattr(jsonl, 'writer', jsonl.Writer())
-    monkeypatch.setattr(jsonl.Writer, 'run', lambda self: None)
-    monkeypatch.setattr(jsonl.Log, 'bound', 10**9)
+    monkeypatch.setattr(store_log, 'writer', store_log.Writer())
+    monkeypatch.setattr(store_log.Writer, 'run', lambda self: None)
+    monkeypatch.setattr(store_log.Log, 'bound', 10**9)
 
 
 def trained(steps=20, **kw):
@@ -93,7 +93,7 @@ def test_pictures(show, slow_writer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     _,_,te = trained()
     assert show(te.fname) is not None
-    assert te.t.file.disk.rows==20*16+1 # in each step 3 inputs, 3 outputs, 4 weights, 4 gradients, a loss and a norm; one learning rate
+    assert te.t.file.disk.written_rows==20*16+1 # in each step 3 inputs, 3 outputs, 4 weights, 4 gradients, a loss and a norm; one learning rate
     te.close()
 
 
@@ -109,7 +109,7 @@ def test_through_a_link(slow_writer, tmp_path):
 def test_another_run_is_left_alone(slow_writer):
     _,_,a = trained(name='a')
     _,_,b = trained(name='b')
-    assert steps_in(read('a'))==list(range(20)) and a.t.file.disk.rows and not b.t.file.disk.rows
+    assert steps_in(read('a'))==list(range(20)) and a.t.file.disk.written_rows and not b.t.file.disk.written_rows
     a.close(), b.close()
 
 
@@ -133,7 +133,7 @@ def test_a_home_that_is_reached_by_another_path(tmp_path, monkeypatch, of, asked
     for t in ts: t + dict(module='m(Net)', ttype='scalar', tname='log', step=0, loss=1.)
     got = []
     with monkeypatch.context() as m:
-        m.setattr(jsonl.Log, 'barrier', lambda log: got.append(log))
-        jsonl.settle(tmp_path/'home'/'log'/of)
+        m.setattr(store_log.Log, 'flush', lambda log: got.append(log))
+        store_log.flush_logs(tmp_path/'home'/'log'/of)
     assert sorted(log.path.name for log in got)==asked and ts[2].file not in got
     for t in ts: t.close()

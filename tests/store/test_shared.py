@@ -8,10 +8,10 @@ import socket
 import fsspec
 import pytest
 from torchember import compact, du, mv, read, rm, runs, scan, sync
-from torchember.frames import chunks, logs
-from torchember.store import parts, shared
-from torchember.store.jsonl import last_step_of
-from torchember.store.parts import SharedPart, blocks_of_run, file_of, held, listed
+from torchember.frames import chunks, listing
+from torchember.store import compaction, parts, shared
+from torchember.store.log_file import last_step_of
+from torchember.store.parts import SharedPart, blocks_of_run, part_file, read_list, summarize_parts
 
 pytestmark = pytest.mark.filterwarnings('ignore::torchember.ground.messages.EmberWarning') # of torn lines, marks that differ, ranks that begin late
 
@@ -44,8 +44,8 @@ def written(home, ranks=12, steps=12, tensors=3, name='a', plain=False, seed=0):
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     "Windows, groups and files of few rows, so that there are several"
-    for where,k,v in [(shared, 'window_rows', 150), (shared, 'file_rows', 90), (shared, 'group_rows', 40), (shared, 'most_logs', 6), (parts, 'most_rows', 17),
-            *((m, 'many_logs', 8) for m in (parts, shared, logs))]:
+    for where,k,v in [(shared, 'window_rows', 150), (shared, 'file_rows', 90), (shared, 'group_rows', 40), (shared, 'most_logs', 6),
+            (compaction, 'most_rows', 17), *((m, 'many_logs', 8) for m in (parts, shared, listing))]:
         monkeypatch.setattr(where, k, v)
 
 def texts(path):
@@ -54,12 +54,12 @@ def texts(path):
     return json.dumps([r for rows,_ in got for r in rows]), sum(torn for _,torn in got)
 
 def parts_of_lines(data):
-    rows,torn,_ = parts.rows_before(data, None)
+    rows,torn,_ = compaction.rows_before(data, None)
     return rows, torn
 
 def shared_in(home): return sorted(home.glob('log/*/steps-*.parquet'))
 
-def in_shared(paths): return [any('holder' in p for p in (listed(p) or dict(parts=[]))['parts']) for p in paths]
+def in_shared(paths): return [any('holder' in p for p in (read_list(p) or dict(parts=[]))['parts']) for p in paths]
 
 
 @pytest.mark.slow
@@ -73,7 +73,7 @@ def test_each_log_keeps_each_row(tmp_path, seed):
     compact('a', home=tmp_path)
     assert sum(in_shared(paths))==11 and len(shared_in(tmp_path))>2 and not list(tmp_path.glob('log/*/part-*'))
     assert [texts(p) for p in paths]==before
-    assert [last_step_of(p) for p in paths]==steps and [held(p)['rows'] for p in paths]==[len(json.loads(rows)) for rows,_ in before]
+    assert [last_step_of(p) for p in paths]==steps and [summarize_parts(p)['rows'] for p in paths]==[len(json.loads(rows)) for rows,_ in before]
     again = read('a', home=tmp_path)
     assert again.to_csv()==whole.to_csv() and list(again)==list(whole) and again.attrs==whole.attrs
     assert read('a', home=tmp_path, per_rank=True).to_csv()==each.to_csv()
@@ -105,8 +105,8 @@ def test_some_steps_are_read_from_some_groups_of_each_file(tmp_path, monkeypatch
     got = rows.to_table()
     assert got['mean'].to_pylist()==wanted['mean'].tolist() and got['step'].to_pylist()==wanted['step'].tolist()
     assert len(opened)<=4*len(rows.pruned.chunks)+4 and sum(groups)/len(groups)<.6, (len(opened), len(rows.pruned.chunks), sum(groups)/len(groups))
-    told = listed(paths[3])
-    one = parts.part_of(paths[3], told['parts'][0], told['id'])
+    told = read_list(paths[3])
+    one = parts.open_part(paths[3], told['parts'][0], told['id'])
     assert len(one.groups)<len(one.about.rows)/2 and one.rows==told['parts'][0]['rows']
     opened.clear()
     assert read('a', home=tmp_path)['mean'].tolist()==wanted['mean'].tolist()
@@ -125,15 +125,15 @@ def test_who_is_stopped_in_between_loses_nothing(tmp_path, monkeypatch, when):
             return f(*args, **more)
         return call
     with monkeypatch.context() as m:
-        if when=='writing': m.setattr(shared.SharedFiles, 'one', stopped(shared.SharedFiles.one, 2))
-        elif when=='removing': m.setattr(shared, 'flush_list', stopped(shared.flush_list, 3))
+        if when=='writing': m.setattr(shared.SharedFiles, 'write_file', stopped(shared.SharedFiles.write_file, 2))
+        elif when=='removing': m.setattr(shared, 'sync_list', stopped(shared.sync_list, 3))
         else: m.setattr(shared, 'write_list', stopped(shared.write_list, 1 if when=='lists' else 4))
         with pytest.raises(KeyboardInterrupt): compact('a', home=tmp_path)
     assert [texts(p) for p in paths]==before and read('a', home=tmp_path).to_csv()==whole.to_csv()
     monkeypatch.setattr(shared, 'many_logs', 2)
     compact('a', home=tmp_path)
     assert sum(in_shared(paths))==11 and [texts(p) for p in paths]==before and read('a', home=tmp_path).to_csv()==whole.to_csv()
-    named = {str(file_of(p, part)) for p in paths if listed(p) for part in listed(p)['parts']}
+    named = {str(part_file(p, part)) for p in paths if read_list(p) for part in read_list(p)['parts']}
     assert {str(f) for f in tmp_path.glob('log/*/*.parquet')}=={str(f) for f in map(str, named)} and not list(tmp_path.glob('log/*/.part-*'))
 
 def test_more_rows_come_later(tmp_path):
@@ -164,19 +164,19 @@ def test_lines_may_stay(tmp_path):
 def test_somebody_else_writes_parts_meanwhile(tmp_path, monkeypatch, rank):
     "which is said; what they have written is kept"
     paths = written(tmp_path, plain=True)
-    for p in paths: parts.into_parts(p)
+    for p in paths: compaction.into_parts(p)
     asked = []
     def more(path, told):
         asked.append(path)
         if len(asked)==len(paths):
             paths[rank].write_text(json.dumps(row(rank, 77, 0))+'\n')
-            parts.into_parts(paths[rank])
+            compaction.into_parts(paths[rank])
         return True
     with monkeypatch.context() as m:
-        m.setattr(shared, 'by_step', more)
+        m.setattr(shared, 'has_steps', more)
         with pytest.raises(BlockingIOError, match='has changed meanwhile. Call compact again'): shared.share(paths)
     assert read('a', home=tmp_path)['step'].max()==77
-    with parts.alone(parts.folder_of(paths[rank])), pytest.raises(BlockingIOError, match='is being written by another process'): shared.share(paths)
+    with compaction.lock_folder(parts.folder_of(paths[rank])), pytest.raises(BlockingIOError, match='is being written by another process'): shared.share(paths)
     before = [texts(p) for p in paths]
     monkeypatch.setattr(shared, 'many_logs', 1)
     shared.share(paths)
@@ -186,7 +186,7 @@ def test_lists_change_while_a_log_is_read(tmp_path):
     "and it is read to its end, each row once"
     paths = written(tmp_path, plain=True)
     before = [texts(p) for p in paths]
-    for p in paths: parts.into_parts(p)
+    for p in paths: compaction.into_parts(p)
     reading = [blocks_of_run(p) for p in paths]
     got = [[next(b).parsed()[0] for _ in range(r%3)] for r,b in enumerate(reading)]
     shared.share(paths)
@@ -228,7 +228,7 @@ def test_what_belongs_to_a_run(tmp_path):
     assert int(du('a', tmp_path)['parts'][0])>=size and runs(tmp_path)['rows'].tolist()==[12*3*12]
     for f in (lambda: rm('a.rank3', tmp_path), lambda: mv('a.rank0', 'b', tmp_path), lambda: rm(['a.rank3', 'a.rank0'], tmp_path)):
         with pytest.raises(ValueError, match='Take the whole run'): f()
-    assert size-36<sum(held(p)['size'] for p in paths)<=size
+    assert size-36<sum(summarize_parts(p)['size'] for p in paths)<=size
     mv('a', 'new', tmp_path)
     assert read('new', home=tmp_path).to_csv()==whole.to_csv()
     rm('new', tmp_path)
@@ -271,7 +271,7 @@ def test_a_run_that_goes_on_keeps_its_own_parts(tmp_path):
     paths = written(tmp_path, plain=True)
     (tmp_path/'data'/'base_a.rank5.json').write_text(json.dumps(dict(schema=1, pid=os.getpid(), host=socket.gethostname(), start='2026-01-01 00:00:00')))
     compact('a', home=tmp_path)
-    assert not any(in_shared(paths)) and len(listed(paths[0])['parts'])>1
+    assert not any(in_shared(paths)) and len(read_list(paths[0])['parts'])>1
 
 def test_few_logs_or_odd_steps_stay_as_they_are(tmp_path):
     written(tmp_path, ranks=7)
@@ -286,8 +286,8 @@ def test_a_window_has_its_steps_alone(tmp_path):
     "also where some logs have many rows in a step, and others few, or end early"
     paths = written(tmp_path, plain=True, steps=40)
     for r,p in enumerate(paths): p.write_text(''.join(f'{line}\n' for line in p.read_text().splitlines()[:50+6*r] for _ in range(r%4+1)))
-    for p in paths: parts.into_parts(p)
-    files = shared.SharedFiles(some := [shared.LogRows(p, listed(p), i) for i,p in enumerate(paths)], tmp_path, [])
+    for p in paths: compaction.into_parts(p)
+    files = shared.SharedFiles(some := [shared.LogRows(p, read_list(p), i) for i,p in enumerate(paths)], tmp_path, [])
     found = []
     for tables in shared.windows([log.begin(files.table) for log in some], 200):
         steps = [s for t in tables for s in t['step'].to_pylist()]

@@ -60,7 +60,7 @@ def compact_arguments(p):
 @command(compact_arguments, 'torchember compact before')
 def compact_command(args):
     "Turn the lines of runs into Parquet, a fraction of their size, which all readers go on reading. Needs pyarrow"
-    from torchember.frames.logs import compact
+    from torchember.frames.listing import compact
     home,out = home_of(args),[]
     for name in names_in(args.run, home):
         before = sum(r['log']+r['parts'] for r in sizes_like([name], home))

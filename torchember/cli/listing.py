@@ -24,8 +24,8 @@ def start_of(row):
 
 def runs_like(patterns, home):
     "Rows about runs, the newest first. FileNotFoundError where a name or pattern is of none"
-    from torchember.frames.logs import rows_of_runs
-    every = sorted(rows_of_runs(home), key=start_of, reverse=True)
+    from torchember.frames.listing import list_runs
+    every = sorted(list_runs(home), key=start_of, reverse=True)
     for p in patterns:
         if not any(r['name']==p or fnmatchcase(r['name'], p) for r in every):
             raise FileNotFoundError(unknown('run matches' if is_pattern(p) else 'run', p, [r['name'] for r in every]))
@@ -33,9 +33,10 @@ def runs_like(patterns, home):
 
 def has_died(name, place):
     "Whether the process of a log is gone, and has not said that it ended"
-    from torchember.frames.logs import goes_on, said_of
-    base = said_of(name, place/'data')[0]
-    return 'pid' in base and 'end' not in base and not goes_on(base)
+    from torchember.frames.handle import read_facts
+    from torchember.frames.listing import may_continue
+    base = read_facts(name, place/'data')[0]
+    return 'pid' in base and 'end' not in base and not may_continue(base)
 
 def state_of(row, home):
     "What has become of a run: a problem, or 'running', 'ended', 'died'"
@@ -76,10 +77,10 @@ def du_arguments(p):
 
 def sizes_like(asked, home):
     "What runs take, the largest first"
-    from torchember.frames.belongings import Home, sizes_of
+    from torchember.frames.belongings import Home, run_sizes
     h = Home(home)
     names = h.chosen(list(asked) or '*') if asked or h.names else []
-    return sorted((sizes_of(h, n) for n in names), key=lambda r: -r['size'])
+    return sorted((run_sizes(h, n) for n in names), key=lambda r: -r['size'])
 
 def size_lines(rows):
     parts = ['log', 'parts', 'latest', 'metadata', 'size']
@@ -100,11 +101,12 @@ def du_command(args):
 # %% ../../nbs/95_cli/20_listing.ipynb #92c59983
 def facts_of(name, home):
     "What is known of a run without reading its rows"
-    from torchember.frames.logs import rows_of_runs, said_of
+    from torchember.frames.handle import read_facts
+    from torchember.frames.listing import list_runs
     from torchember.store.base import folder
     place = folder('torchember', home)
-    row = next((r for r in rows_of_runs(home) if r['name']==name), {'name': name})
-    base = said_of(name, place/'data')[0]
+    row = next((r for r in list_runs(home) if r['name']==name), {'name': name})
+    base = read_facts(name, place/'data')[0]
     if 'running' in row: row = dict(row, state=state_of(row, home))
     return row | {k: base[k] for k in ('host', 'pid', 'user', 'seconds', 'share') if k in base} | {'log': str(place/'log'/name)}
 

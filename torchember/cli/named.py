@@ -30,8 +30,8 @@ def is_place(name):
 
 def names_in(asked, home):
     "Names of runs, patterns turned into those that match. A name is left as it is, whether there is such a run or not"
-    from torchember.frames.logs import sources
-    found = [[n] if is_place(n) or not is_pattern(n) else [s.name for s in sources(n, home)[0]] for n in asked]
+    from torchember.frames.handle import open_runs
+    found = [[n] if is_place(n) or not is_pattern(n) else [s.name for s in open_runs(n, home)[0]] for n in asked]
     return list(dict.fromkeys(n for some in found for n in some))
 
 def only_name(asked, home, command):
@@ -43,6 +43,5 @@ def only_name(asked, home, command):
 def named(name, home):
     "What pictures take of a run: its name, or the run in another home"
     if home is None or is_place(name): return name
-    from torchember.frames.logs import of_processes
-    from torchember.store.jsonl import emberTracker
-    return of_processes(name, home) or emberTracker(name, home)
+    from torchember.frames.handle import open_run
+    return open_run(name, home)

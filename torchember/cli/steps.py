@@ -86,12 +86,12 @@ class Log:
     def __init__(self, name, path, data): self.name,self.path,self.data,self.tail,self.rows = name,path,data,None,0 # rows: that were read or left out
 
     def said(self):
-        from torchember.frames.logs import said_of
-        return said_of(self.name, self.data)[0]
+        from torchember.frames.handle import read_facts
+        return read_facts(self.name, self.data)[0]
 
     def goes_on(self):
-        from torchember.frames.logs import goes_on
-        return goes_on(self.said())
+        from torchember.frames.listing import may_continue
+        return may_continue(self.said())
 
     def died(self):
         "Whether its process is gone, and has not said that it ended"
@@ -100,23 +100,23 @@ class Log:
     def begin(self, most=None): # Whether that is all there is
         "Read on from where about so many bytes of the file are left; from the beginning without"
         from torchember.show.live.following import Tail
-        from torchember.store.parts import held
+        from torchember.store.parts import summarize_parts
         self.tail,self.rows = Tail(self.path),0
-        if most is None or (size := os.path.getsize(self.path))<=most: return most is None or not held(self.path)['lines']
+        if most is None or (size := os.path.getsize(self.path))<=most: return most is None or not summarize_parts(self.path)['lines']
         with open(self.path, 'rb') as f:
             f.seek(size-most)
             f.readline()
             at = f.tell()
-        self.go_on(held(self.path)['lines']+at, None)
+        self.go_on(summarize_parts(self.path)['lines']+at, None)
         return False
 
     def go_on(self, done, rows):
         "Read on behind so many bytes of the log, which have so many rows"
         from torchember.show.live.following import Tail
-        from torchember.store.parts import blocks_of_run, held
+        from torchember.store.parts import blocks_of_run, summarize_parts
         from torchember.store.anywhere import regular
         t,parts = Tail(self.path),None
-        while parts!=(parts := held(self.path)): # what is opened is what the parts leave over
+        while parts!=(parts := summarize_parts(self.path)): # what is opened is what the parts leave over
             t.close()
             t.file = open(self.path, 'rb', buffering=0, opener=regular)
         at = max(done-parts['lines'], 0)
@@ -146,9 +146,9 @@ def newlines(path, end):
 # %% ../../nbs/95_cli/40_steps.ipynb #69a40d17
 def logs_named(name, home):
     "The logs of a run, one for each of its processes. FileNotFoundError where there is none"
-    from torchember.frames.logs import sources
-    [source],_ = sources(name, home)
-    found = [Log(s.name, s.path, s.path.parent.parent/'data') for s in getattr(source, 'sources', {0: source}).values()]
+    from torchember.frames.handle import open_run
+    run = open_run(name, home)
+    found = [Log(s.name, s.path, s.path.parent.parent/'data') for s in run.logs.values()]
     if not os.path.isfile(found[0].path):
         raise ValueError(f"tail follows a file of this machine, and {printable(found[0].path)} is none. torchember show {printable(name)} reads it.")
     return found
@@ -210,8 +210,8 @@ def follow(p, wait):
         if sys.stdout is not None: sys.stdout.flush()
         time.sleep(wait)
     if any(log.died() for log in p.logs):
-        from torchember.frames.logs import take_in_boxes
-        take_in_boxes(p.logs[0].path.parent.parent) # what the process had measured
+        from torchember.frames.handle import recover_boxes
+        recover_boxes(p.logs[0].path.parent.parent) # what the process had measured
     p.look([])
 
 def tail_arguments(p):

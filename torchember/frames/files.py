@@ -102,15 +102,7 @@ def parts_in(
     file, # Binary file
     name:str # What it is called, for messages
 ): # Lists, dicts, numbers, texts, and a `Part` for each object
-    """What is in a pickle. Raises UnpicklingError, having run nothing of it, when there are other things in it than a table is made of
-
-    Args:
-        file: Binary file
-        name: What it is called, for messages
-
-    Returns:
-        Lists, dicts, numbers, texts, and a `Part` for each object
-    """
+    "What is in a pickle. Raises UnpicklingError, having run nothing of it, when there are other things in it than a table is made of"
     file = within_bounds(file, name)
     made = {} # anew for each file, as one may write on what it is handed
     class Reader(pickle.Unpickler):
@@ -234,15 +226,7 @@ def table_in(
     x, # What `parts_in` gives
     name:str # What it is called, for messages
 ): # A DataFrame
-    """The table in a pickle. Raises SchemaException when it holds something else, and UnpicklingError for a table that is not as pandas writes it
-
-    Args:
-        x: What `parts_in` gives
-        name: What it is called, for messages
-
-    Returns:
-        A DataFrame
-    """
+    "The table in a pickle. Raises SchemaException when it holds something else, and UnpicklingError for a table that is not as pandas writes it"
     if not is_(x, 'DataFrame'): raise SchemaException(f"{name} holds {f'a pandas {x.what}' if isinstance(x, Part) else an(x)}, not a DataFrame.")
     pd = needs('pandas', for_='read_pickle')
     try:

@@ -18,7 +18,8 @@ from ..measure.summary import derived
 from ..ground.needs import needs
 from ..ground.messages import an, printable, unknown
 from ..ground.record import check_ttypes, identity, of_no_tensor, of_pieces, optional, ttypes
-from .logs import of_right_types, read
+from .logs import read
+from .tables import clean_types
 from .words import earlier_calls
 from ..store.reading import path_of
 
@@ -138,7 +139,7 @@ def to_logframe(
     missing = [c for c in ('ttype', 'tname', 'step', 'dtype') if c not in df] + [c for c in ('module',) if c not in df and 'path' not in df]
     if missing: raise ValueError(f"to_logframe needs rows of tensors, but the table has no column {', '.join(missing)}. "
         f"It has {printable(', '.join(map(str, df)), 2000)}.")
-    df = of_right_types(df)
+    df = clean_types(df)
     if 'module' in df: df = df[df['module'].notna().to_numpy()]
     if 'run' in df and df['run'].nunique()>1: raise ValueError(f"a LogFrame is of one run, but these rows are of {df['run'].nunique()}. "
         "Convert each by itself: df[df.run==name].")
@@ -258,14 +259,7 @@ def faults_of_types(df):
 def unshifted(
     lf # A `LogFrame` that Track & Visualize has recorded
 ): # The same, with column n for magnitudes from 2^n to 2^(n+1)
-    """Exponents as the schema has them, of a frame that has those of `frexp`
-
-    Args:
-        lf: A `LogFrame` that Track & Visualize has recorded
-
-    Returns:
-        The same, with column n for magnitudes from 2^n to 2^(n+1)
-    """
+    "Exponents as the schema has them, of a frame that has those of `frexp`"
     out = lf.copy(deep=False)
     out.columns = type(lf.columns).from_tuples([(t, c-1 if t==EXP and not math.isinf(c) else c) for t,c in lf.columns])
     out.attrs['torchember'] = {'logframe': 1, 'exponents': True, 'zeros': -1}

@@ -8,7 +8,8 @@ __all__ = ['dead_units']
 # %% ../../nbs/50_frames/40_unit_tables.ipynb #fb5f0427
 import numpy as np
 
-from .logs import is_vectors, layers, of_paths, read
+from .logs import number_layers, read, select_paths
+from .tables import is_vectors
 from ..ground.needs import needs
 from ..ground.record import beside_training
 from ..ground.messages import printable, unknown
@@ -42,11 +43,11 @@ def histories(
     there = df['ttype'].astype(object)
     if ttype is not None and not (there==ttype).any(): raise ValueError(unknown(f'tensor type that has {stat!r}', ttype, there.unique()))
     if ttype is not None: df = df[(there==ttype).to_numpy()]
-    df = of_paths(df, path, f'layer that has {stat!r}')
+    df = select_paths(df, path, f'layer that has {stat!r}')
     out,types = [],df['ttype'].astype(object).unique()
     for t in types:
         rows = df[(df['ttype'].astype(object)==t).to_numpy()]
-        code,labels = layers(rows)
+        code,labels = number_layers(rows)
         for i,label in enumerate(labels): out.append(history(rows[code==i], label if len(types)==1 else f'{label} ({t})', stat))
     return out
 

@@ -9,7 +9,7 @@ __all__ = ['overview']
 import numpy as np
 from matplotlib.ticker import LogLocator, NullLocator
 
-from ..frames.logs import no_rows
+from ..frames.choice import no_rows_message
 from ..ground.record import clipped_norm
 from ..store.parameters import label_of
 from ..frames.words import earlier_calls, ttype_of, ttypes_asked
@@ -49,7 +49,7 @@ def overview(
     """
     all_types = ttype is None and loss is None
     table,told = table_and_findings(run, None if all_types else [*(ttypes_asked(ttype) if ttype else default_ttypes), 'scalar'])
-    if not len(table): raise ValueError(no_rows(name_of_run(table) or 'The table'))
+    if not len(table): raise ValueError(no_rows_message(name_of_run(table) or 'The table'))
     numbers,norms = loss_of(table, loss),norms_of(table)
     if numbers and norms and numbers[0]==norms[0]: norms = None # drawn as the loss
     tensors = with_statistics(table[~has_ttype(table, 'scalar')], [stat] if stat else ())

@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/60_show/15_missing.ipynb #bfc42a99
 import numpy as np
 
-from ..frames.logs import parameters_of
+from ..frames.handle import open_run
 from .select import Series, parameter_names, paths_like
 from ..store.parameters import cut_off, forgotten, label_of, untrained, why_not
 
@@ -17,7 +17,7 @@ def parameters_in(
     run # Name of a run, an ember, a tracker, or a table
 ) -> list: # Entries, see `store.parameters`
     "Return the recorded parameters that a run knows"
-    return [p for p in parameters_of(run) if p.get('recorded') is not False]
+    return [p for p in open_run(run).parameters() if p.get('recorded') is not False]
 
 # %% ../../nbs/60_show/15_missing.ipynb #884f03b8
 kinds_of_parameters = ('weight_grad', 'update') # tensor types of which each parameter that is trained has rows

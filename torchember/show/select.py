@@ -11,14 +11,17 @@ from os import PathLike
 
 import numpy as np
 
-from ..frames.logs import NothingChosen, RankedSource, is_vectors, may_have, no_rows, not_recorded, of_right_types
+from ..frames.choice import NothingChosen, no_rows_message
+from ..frames.handle import Run, open_run
+from ..frames.logs import measured_any
+from ..frames.tables import clean_types, is_vectors, not_recorded
 from ..frames.words import stats_of, ttype_of
 from ..measure.summary import derived
 from ..ground.choose import NamedLayer, Selection, chosen
 from ..ground.needs import needs
 from ..ground.record import beside_training
 from ..ground.messages import an, printable, unknown
-from ..store.anywhere import is_url, located
+from ..store.anywhere import is_url
 from ..store.reading import path_of
 
 # %% ../../nbs/60_show/10_select.ipynb #734937ed
@@ -38,7 +41,7 @@ def with_statistics(
 ):
     "The rows that are of some statistics: a log may also have rows of quantities that somebody else measured"
     names = [n for s in stats for n in (s, stats_of.get(s)) if n in df] if len(stats) else [c for c in df.columns if c in usual]
-    some = may_have(df, names)
+    some = measured_any(df, names)
     return df if some.all() else df[some]
 
 usual = {*derived, 'shape', 'ratio', 'exponents'}
@@ -64,23 +67,21 @@ def without_findings(df):
 def tracker_in(source): return getattr(source, 't', source)
 
 def run_of(source):
-    "What `read` takes. Raises TypeError for what is no run"
-    source = located(source) if is_url(source) else source
-    if isinstance(source, str|PathLike|RankedSource) or is_url(source) or hasattr(tracker_in(source), 'log_path'): return source
+    "Open the run that a picture is drawn from. Raise TypeError for anything else"
+    if isinstance(source, str|PathLike|Run) or is_url(source) or hasattr(tracker_in(source), 'log_path'): return open_run(source)
     hint = " To see where runs part: compare([...])." if isinstance(source, list|tuple) else ""
     raise TypeError(f"A picture is drawn from the name of a run, a torchEmber, its te.t or a table of rows, not from {an(source)}.{hint}")
 
 def rows_of_source(source, stats, wanted, rows=None):
     pd = needs('pandas', for_='A picture')
-    if isinstance(source, pd.DataFrame): return of_one_run(of_right_types(of_table(source)))
+    if isinstance(source, pd.DataFrame): return of_one_run(clean_types(of_table(source)))
     source = run_of(source)
     from torchember.frames.logs import read
     try: df = read(source, **wanted, columns=lambda c: is_drawn(c, stats)) if rows is None else rows[[c for c in rows if is_drawn(c, stats)]]
     except NothingChosen: df,wanted = read(source, columns=lambda c: is_drawn(c, stats)),{} # who picks from it says what was typed, and what there is
     if stats is not None and not all(s in df or stats_of.get(s) in df for s in stats): df = read(source, **wanted) # for the sentence that says what there is
-    df.attrs['run'] = source if isinstance(source, str) else source.name if isinstance(source, PathLike|RankedSource) or is_url(source) \
-        else tracker_in(source).fname
-    df = of_right_types(df)
+    df.attrs['run'] = source.name
+    df = clean_types(df)
     if len(df): complete(df, df.attrs['run'])
     return of_one_run(df)
 
@@ -131,7 +132,7 @@ def pick(
     ttype=None # A tensor type, or a list of them; all of them without it
 ): # The rows; raises ValueError where there are none
     "The rows of these layers and tensor types"
-    if not len(df): raise ValueError(no_rows(name_of_run(df) or 'The table'))
+    if not len(df): raise ValueError(no_rows_message(name_of_run(df) or 'The table'))
     every = df
     if ttype is not None: df = of_ttypes(df, ttype)
     if path is None: return df

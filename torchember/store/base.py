@@ -21,11 +21,7 @@ from .anywhere import is_url, located, opened, put_whole, regular
 def now(
     form:str='%Y-%m-%d %H:%M:%S' # As `strftime` has it
 ) -> str:
-    """Local time, as rows have it
-
-    Args:
-        form: As `strftime` has it
-    """
+    "Local time, as rows have it"
     return datetime.now().strftime(form)
 
 # %% ../../nbs/30_store/00_base.ipynb #b4c014a2
@@ -37,16 +33,7 @@ def safe_name(
     what:str, # What it names, for the message
     most:int=200 # Bytes it may have: file systems take 255, and we add to it
 ) -> str: # The same name
-    """Raise ValueError unless `name` can be the name of a file in our folder
-
-    Args:
-        name: A name that the user chose
-        what: What it names, for the message
-        most: Bytes it may have: file systems take 255, and we add to it
-
-    Returns:
-        The same name
-    """
+    "Raise ValueError unless `name` can be the name of a file in our folder"
     if not isinstance(name, str) or not name: raise ValueError(f"The name of a {what} is a text that is not empty, got {name!r}.")
     why = ('has a separator or control character in it' if forbidden.search(name) else 'begins with a dot' if name[0]=='.' else
         'cannot be the name of a file here' if not encodes(name) else f'is longer than {most} bytes' if len(os.fsencode(name))>most else
@@ -65,14 +52,7 @@ def encodes(name):
 def run_name(
     kind:str # Name of the model's class
 ) -> str: # `<kind>_<YYYYmmdd_HHMMSS>`, safe as a file name
-    """The name of a run that starts now
-
-    Args:
-        kind: Name of the model's class
-
-    Returns:
-        `<kind>_<YYYYmmdd_HHMMSS>`, safe as a file name
-    """
+    "The name of a run that starts now"
     kind = re.sub(r'[^\w.-]', '_', ''.join(c if encodes(c) else '_' for c in kind)).lstrip('.') or 'model'
     while len(os.fsencode(kind))>120: kind = kind[:-1]
     return f"{kind}_{now('%Y%m%d_%H%M%S')}"
@@ -81,14 +61,7 @@ def run_name(
 def portable_name(
     name:str # A name that `safe_name` has seen
 ) -> str: # The same name
-    """Raise ValueError unless `name` can be the name of a new run on every system
-
-    Args:
-        name: A name that `safe_name` has seen
-
-    Returns:
-        The same name
-    """
+    "Raise ValueError unless `name` can be the name of a new run on every system"
     why = ('is the name of a device on Windows' if devices.fullmatch(name.partition('.')[0].rstrip()) else
         f'has {found[0]!r} in it, which Windows does not bear' if (found := re.search(r'[<>:"|?*]', name)) else
         'ends in a dot or a space' if name[-1] in '. ' else None)
@@ -102,15 +75,7 @@ def folder(
     libname:str, # Name of the library that keeps logs; the folder is `~/.<libname>`
     home=None # The folder itself, instead, or a URL
 ): # Path
-    """The folder in which a library keeps its logs
-
-    Args:
-        libname: Name of the library that keeps logs; the folder is `~/.<libname>`
-        home: The folder itself, instead, or a URL
-
-    Returns:
-        Path
-    """
+    "The folder in which a library keeps its logs"
     if home is None and libname=='torchember': home = os.environ.get('TORCHEMBER_HOME') or None
     if home is not None:
         if '\0' in str(home): raise ValueError(f"The home for logs, {str(home)!r}, has a null character in it.")
@@ -145,11 +110,7 @@ def is_ours(place):
 def check_writable(
     place # A folder; it need not exist yet
 ):
-    """Raise unless files can be made in a folder, as far as can be told without making any
-
-    Args:
-        place: A folder; it need not exist yet
-    """
+    "Raise unless files can be made in a folder, as far as can be told without making any"
     if is_url(place): raise OSError(local_only(place))
     place = near = Path(place)
     while not os.path.lexists(near): near = near.parent
@@ -172,15 +133,7 @@ def not_through(
     path, # File
     flags:int # As `open` gives them
 ) -> int: # A file descriptor
-    """An `opener` to write to a file of ours: OSError for a link, too
-
-    Args:
-        path: File
-        flags: As `open` gives them
-
-    Returns:
-        A file descriptor
-    """
+    "An `opener` to write to a file of ours: OSError for a link, too"
     if os.path.islink(path): raise OSError(f"{printable(path)} is a link, and what it leads to is not written to. Remove it, or choose another name.")
     return regular(path, flags | getattr(os, 'O_NOFOLLOW', 0))
 
@@ -189,12 +142,7 @@ def replace(
     path:Path, # File
     data:bytes # All of its content
 ):
-    """Write a file so that nobody ever sees it half written. What was there, be it a link, is replaced and not written to
-
-    Args:
-        path: File
-        data: All of its content
-    """
+    "Write a file so that nobody ever sees it half written. What was there, be it a link, is replaced and not written to"
     if is_url(path): return put_whole(path, data)
     path.parent.mkdir(parents=True, exist_ok=True)
     temp = path.with_name(f'.torchember-{token_hex(8)}')
@@ -208,12 +156,7 @@ def write_meta(
     path:Path, # File that ends in .json
     value # What JSON can hold, or tensors and numpy values; anything else raises TypeError
 ):
-    """Write metadata, indented for people
-
-    Args:
-        path: File that ends in .json
-        value: What JSON can hold, or tensors and numpy values; anything else raises TypeError
-    """
+    "Write metadata, indented for people"
     data = (json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False)+'\n').encode()
     if len(data)>most_meta:
         raise ValueError(f"Metadata may have {most_meta>>20} MB, {path.stem!r} has {len(data)>>20}. Keep what is larger in a file of its own.")
@@ -222,11 +165,7 @@ def write_meta(
 def read_meta(
     path:Path # File that ends in .json
 ):
-    """Read metadata. Raises KeyError, naming the file, when there is none, ValueError or OSError for what is no metadata
-
-    Args:
-        path: File that ends in .json
-    """
+    "Read metadata. Raises KeyError, naming the file, when there is none, ValueError or OSError for what is no metadata"
     try:
         with opened(path) as f: data = f.read(most_meta+1)
     except FileNotFoundError:
@@ -242,14 +181,7 @@ most_meta = 1<<26 # bytes
 def facts(
     base # Metadata of the kind 'base'
 ) -> dict: # The same, without what is of another type than it has to be
-    """What is known of a run. Raises ValueError when it is no object
-
-    Args:
-        base: Metadata of the kind 'base'
-
-    Returns:
-        The same, without what is of another type than it has to be
-    """
+    "What is known of a run. Raises ValueError when it is no object"
     if not isinstance(base, dict): raise ValueError(f"what is known of a run is an object, not {an(base)}.")
     return {k: v for k,v in base.items() if k not in types_of_facts or is_fact(v, types_of_facts[k])}
 

@@ -128,7 +128,7 @@ class Expected:
         "The rows in a block of lines or a part, and the number of torn lines"
         if not isinstance(data, bytes):
             self.learn_layouts(data.layouts.keys())
-            return data.block(), data.told['torn']
+            return data.block(), data.header['torn']
         block = self.as_expected(data) if self.decoder else None
         if block is not None: return block, 0
         rows,torn = parse(data)
@@ -273,19 +273,7 @@ def columns_of_lines(
     only=None, # Columns to read; all of them without it
     expected=None # What is known of the rows from the time before: `Expected` of the same `names`
 ) -> tuple: # Name -> column, layouts (the keys of the rows that have something new), number of rows, number of torn lines, rows and torn lines of each block
-    """Columns of a log, exactly as its rows have them
-
-    Args:
-        blocks: Function that gives blocks of whole lines
-        file: Path and size of the file that they are in, for who waits
-        names: Columns that are given as what they are: texts as categories, lists as tuples, and 'ts' as times
-        keep: What says which rows of a block to keep; all of them without it
-        only: Columns to read; all of them without it
-        expected: What is known of the rows from the time before: `Expected` of the same `names`
-
-    Returns:
-        Name -> column, layouts (the keys of the rows that have something new), number of rows, number of torn lines, rows and torn lines of each block
-    """
+    "Columns of a log, exactly as its rows have them"
     pd,as_it_is = needs('pandas', for_='A table of rows'),set()
     while True:
         columns,layouts,n,each = collect(blocks, file, names, keep, only, as_it_is, expected or Expected(names))

@@ -47,18 +47,7 @@ def blocks_of(
     *,
     start:int=0 # Where to begin
 ): # Blocks of whole lines
-    """The content of a file in blocks that end with a line
-
-    Args:
-        path: File of JSON lines; None for no file
-        more: What is to follow it
-        end: Where to stop; at the end of the file without it
-        size: Bytes to read at a time
-        start: Where to begin
-
-    Returns:
-        Blocks of whole lines
-    """
+    "The content of a file in blocks that end with a line"
     try:
         for data in blocks(path, file_size(path) if end is None else end, size, lambda: say_left_out(path), start=start) if path is not None else ():
             yield data if data.endswith(b'\n') else data+b'\n'
@@ -83,14 +72,7 @@ def whole_row(row):
 def parse(
     data # JSON lines, or a part of a log
 ) -> tuple: # The rows, and the number of torn lines
-    """Rows from bytes; lines that are not whole are counted
-
-    Args:
-        data: JSON lines, or a part of a log
-
-    Returns:
-        The rows, and the number of torn lines
-    """
+    "Rows from bytes; lines that are not whole are counted"
     if not isinstance(data, bytes): return data.parsed()
     lines = [line for line in data.split(b'\n') if line.strip()]
     rows = [r for r in map(row_or_none, lines) if r is not None]
@@ -101,6 +83,10 @@ def row_or_none(line):
     "The row, or None for a line that is torn"
     try: return whole_row(load_row(line))
     except (ValueError, RecursionError): return None
+
+def is_step(n):
+    "Return True if `n` is the number of a step."
+    return isinstance(n, int) and not isinstance(n, bool) and 0<=n<2**53
 
 # %% ../../nbs/30_store/06_lines.ipynb #c04e0527
 def parsed(blocks, file=None):

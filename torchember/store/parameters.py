@@ -24,22 +24,7 @@ def entry(
     changes:bool=False, # True if the values change although no known optimizer has the parameter
     elsewhere:bool=False # True if an optimizer that torchEmber was not given has the parameter
 ) -> dict:
-    """What a run notes of a parameter
-
-    Args:
-        path: Of the module that holds it
-        name: Its name there
-        shape: None for one that is not made yet
-        dtype: 'float32'
-        requires_grad: Whether it wants a gradient
-        optimizer: Whether an optimizer was ever given it
-        gradient: Whether a gradient of it ever arrived
-        called: Whether its module was ever called
-        also: Other names of the same parameter
-        recorded: Whether the user wants its module recorded
-        changes: True if the values change although no known optimizer has the parameter
-        elsewhere: True if an optimizer that torchEmber was not given has the parameter
-    """
+    "What a run notes of a parameter"
     p = dict(path=path, name=name, shape=None if shape is None else list(shape), dtype=dtype, requires_grad=requires_grad,
         optimizer=optimizer, gradient=gradient, called=called)
     return p | ({'also': list(also)} if also else {}) | ({} if recorded else {'recorded': False}) | ({'changes': True} if changes else {}) \
@@ -53,14 +38,7 @@ frozen,forgotten,cut_off,not_called = reasons = ('frozen', 'not in the optimizer
 def why_not(
     p:dict # An `entry`
 ) -> str|None: # A reason; None where it is trained, or where nothing is known against it
-    """Why a parameter is not trained
-
-    Args:
-        p: An `entry`
-
-    Returns:
-        A reason; None where it is trained, or where nothing is known against it
-    """
+    "Why a parameter is not trained"
     if p.get('recorded') is False or p.get('changes'): return None # another optimizer, or code of the user, changes it
     if not p.get('gradient') and p['requires_grad'] is False: return frozen
     if p.get('optimizer') is False and not p.get('elsewhere'): return forgotten
@@ -72,15 +50,7 @@ def parts_alike(
     ps:list, # All entries
     which # ids of some of them
 ) -> list: # (name of a part, how many parameters it has), in the order of `ps`; '' is the whole model
-    """The largest parts of a model of which all parameters are among some
-
-    Args:
-        ps: All entries
-        which: ids of some of them
-
-    Returns:
-        (name of a part, how many parameters it has), in the order of `ps`; '' is the whole model
-    """
+    "The largest parts of a model of which all parameters are among some"
     all_,some = Counter(),Counter()
     for p in ps:
         for part in parts_around(p):
@@ -102,16 +72,7 @@ def untrained(
     only=None, # Those of them that are asked for; all without it
     most:int=4 # Names for each reason
 ) -> str: # Empty when all are trained, as far as is known
-    """A sentence of the parameters that are not trained, and why
-
-    Args:
-        ps: All entries
-        only: Those of them that are asked for; all without it
-        most: Names for each reason
-
-    Returns:
-        Empty when all are trained, as far as is known
-    """
+    "A sentence of the parameters that are not trained, and why"
     why = {id(p): why_not(p) for p in (ps if only is None else only)}
     known = [p for p in ps if p.get('recorded') is not False]
     told = []
@@ -125,22 +86,14 @@ def untrained(
 def entries_of(
     meta # What was read
 ) -> list:
-    """The entries in a run's metadata
-
-    Args:
-        meta: What was read
-    """
+    "The entries in a run's metadata"
     ps = meta.get('parameters') if isinstance(meta, dict) else None
     return [p for p in ps[:most_entries] if is_entry(p)] if isinstance(ps, list) else []
 
 def noted_in(
     t # The run: a `tracker`
 ) -> list:
-    """The entries of a run, as it knows them now or has written them; none for one that has not noted any
-
-    Args:
-        t: The run: a `tracker`
-    """
+    "The entries of a run, as it knows them now or has written them; none for one that has not noted any"
     try: return entries_of(t.about.get('parameters') or t[f'parameters_{t.fname}'])
     except (KeyError, ValueError, OSError): return [] # no such file, half of one, or one that may not be read
 

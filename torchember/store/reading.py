@@ -34,15 +34,7 @@ def frame(
     rows:list, # Dicts
     layouts=None # The keys of rows that have something new, of all rows that these are taken from
 ): # pandas.DataFrame
-    """Rows as a table. Needs pandas
-
-    Args:
-        rows: Dicts
-        layouts: The keys of rows that have something new, of all rows that these are taken from
-
-    Returns:
-        pandas.DataFrame
-    """
+    "Rows as a table. Needs pandas"
     pd = needs('pandas', for_='A table of rows')
     if layouts is None: layouts = layouts_of(rows)
     there = set().union(*rows)
@@ -101,14 +93,7 @@ row_key = ('step', 'module', 'ttype', 'tname', 'call', 'micro', 'phase', 'backwa
 def without_superseded(
     rows # Rows, or a table of them
 ): # The same without those that a later one stands in place of
-    """The rows that count
-
-    Args:
-        rows: Rows, or a table of them
-
-    Returns:
-        The same without those that a later one stands in place of
-    """
+    "The rows that count"
     try: return last_of_each(rows)
     except TypeError: return last_of_each(rows, comparable) # something in them has parts, and cannot be looked up
 
@@ -135,15 +120,7 @@ def table(
     blocks, # Function that gives blocks of whole lines
     file=None # Path and size of the file that they are in, for who waits
 ) -> tuple: # pandas.DataFrame, number of torn lines
-    """JSON lines as a table: what `frame` makes of their rows, sooner
-
-    Args:
-        blocks: Function that gives blocks of whole lines
-        file: Path and size of the file that they are in, for who waits
-
-    Returns:
-        pandas.DataFrame, number of torn lines
-    """
+    "JSON lines as a table: what `frame` makes of their rows, sooner"
     columns,layouts,n,torn,_ = columns_of_lines(blocks, file)
     return table_of_columns(columns, layouts, n), torn
 

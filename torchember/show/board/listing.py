@@ -14,7 +14,8 @@ from time import time
 
 import numpy as np
 
-from ...frames.logs import files_in, grouped, is_running, left_behind, of_rank, older_in, one_run, said_of, without_log
+from ...frames.handle import has_orphan_box, log_files, older_runs, rank_pattern, read_facts
+from ...frames.listing import group_ranks, is_running, runs_without_log, try_describe_log
 from ...ground.not_finite import counts, has_some
 from ...ground.record import beside_training, computed_in, line_of, load_row, restore
 from ..findings import OpenFindings, in_short
@@ -23,7 +24,7 @@ from ..live.following import Tail
 from ...sinks.sink import noted_numbers, not_noted
 from ...store.anywhere import is_url
 from ...store.base import folder
-from ...store.jsonl import is_step
+from ...store.lines import is_step
 from ...store.parts import StoredBlock
 from ...store.reading import path_of
 
@@ -36,12 +37,7 @@ def rows_of_interest(
     data, # Lines, or a part in Parquet, as `Tail.more` gives them
     all_finite:bool=True # Whether nothing was not finite before
 ) -> list:
-    """Rows with noted numbers and with findings, and the first that is not finite, as dicts
-
-    Args:
-        data: Lines, or a part in Parquet, as `Tail.more` gives them
-        all_finite: Whether nothing was not finite before
-    """
+    "Rows with noted numbers and with findings, and the first that is not finite, as dicts"
     if not isinstance(data, bytes):
         return rows_of_part(data, all_finite)
     out = []
@@ -72,7 +68,7 @@ def rows_of_part(part, all_finite):
 
 def rows_at(part, at):
     block,every = StoredBlock(part, at),part.layouts.keys()
-    columns = {k: block[k] for l in block.layouts_there for k in every[l]}
+    columns = {k: block[k] for l in set(block.layout.tolist()) for k in every[l]}
     rows = [{k: columns[k][i] for k in every[l]} for i,l in enumerate(block.layout)]
     for r in rows: restore(r) if 'nonfinite' in r else None
     return [r for r in rows if is_step(r.get('step')) and isinstance(r.get('ttype'), str)]
@@ -97,7 +93,7 @@ class Spark:
 # %% ../../../nbs/62_board/10_listing.ipynb #de82b0ce
 def last_words(place):
     "What a process that died had not written goes into its log, as with any reader. That takes torch, which a board does without: another process has it"
-    if is_url(place) or not left_behind(place/'box'): return
+    if is_url(place) or not has_orphan_box(place/'box'): return
     program = 'import sys; from torchember.recorder.recovery import take_in; take_in(sys.argv[1])'
     env = {**os.environ, 'PYTHONPATH': os.pathsep.join(p for p in sys.path if p)}
     subprocess.run([sys.executable, '-c', program, str(place)], stdin=subprocess.DEVNULL, capture_output=True, env=env, timeout=120)
@@ -131,19 +127,15 @@ class Watched:
         return of(self.path), of(self.place/'data'/f'base_{self.name}.json')
 
     def look(self, again:bool=False): # again: what can be said of it may be another thing though no file has changed: a process is gone
-        """Whether there is something new
-
-        Args:
-            again: what can be said of it may be another thing though no file has changed: a process is gone
-        """
-        base = said_of(self.name, self.place/'data')[0] if again else {}
+        "Whether there is something new"
+        base = read_facts(self.name, self.place/'data')[0] if again else {}
         if again and 'end' not in base and not is_running(base): last_words(self.place)
         stamp = self.stamps()
         if stamp==self.stamp and not self.behind and not again: return False
         if self.stamp and not has_grown(self.stamp[0], stamp[0]): self.forget()
         before,self.stamp = self.told,stamp
         self.read()
-        self.told = one_run(self.name, self.place)
+        self.told = try_describe_log(self.name, self.place)
         return self.told!=before or self.behind
 
     def read(self):
@@ -194,13 +186,7 @@ def state_of(
     base:dict, # What the run says of itself
     written:float=0. # When something was written last, in seconds since 1970
 ) -> str:
-    """'running', 'ended', or 'died', when it has not said that it ended and its process is gone. Elsewhere nobody sees the process: 'silent' after a while
-
-    Args:
-        told: A row about a run
-        base: What the run says of itself
-        written: When something was written last, in seconds since 1970
-    """
+    "'running', 'ended', or 'died', when it has not said that it ended and its process is gone. Elsewhere nobody sees the process: 'silent' after a while"
     if told.get('running'): return 'running'
     if 'end' in base or not base: return 'ended'
     if base.get('host')==gethostname(): return 'died'
@@ -209,12 +195,7 @@ def state_of(
 until_silent = 300. # seconds
 
 class Listing:
-    """The runs of a home, or some of them
-
-    Args:
-        home: Folder of logs, instead of `~/.torchember`
-        names: Names or globs of runs; all without it
-    """
+    "The runs of a home, or some of them"
     def __init__(self,
         home=None, # Folder of logs, instead of `~/.torchember`
         names=() # Names or globs of runs; all without it
@@ -224,7 +205,7 @@ class Listing:
 
     def matches(self, name):
         from fnmatch import fnmatchcase
-        m = of_rank.fullmatch(name)
+        m = rank_pattern.fullmatch(name)
         return not self.wanted or any(fnmatchcase(n, w) for w in self.wanted for n in (name, *([m[1]] if m else [])))
 
     def within(self, name):
@@ -232,13 +213,9 @@ class Listing:
         return (self.place/'log'/name).resolve().is_relative_to(self.place.resolve())
 
     def look(self) -> bool: # Whether something has changed
-        """Look at the files again
-
-        Returns:
-            Whether something has changed
-        """
+        "Look at the files again"
         if not self.version: last_words(self.place)
-        names = {n for n in (*files_in(self.place/'log'), *older_in(self.place/'log')) if self.matches(n) and self.within(n)}
+        names = {n for n in (*log_files(self.place/'log'), *older_runs(self.place/'log')) if self.matches(n) and self.within(n)}
         gone = self.logs.keys()-names
         for n in gone: self.logs.pop(n).close()
         news = bool(gone)
@@ -253,13 +230,13 @@ class Listing:
 
     def listed(self):
         there = [w.told for w in self.logs.values() if w.told]
-        rows = grouped(there+[r for r in without_log(self.place, {*self.logs}) if self.matches(r['name'])], self.place)
+        rows = group_ranks(there+[r for r in runs_without_log(self.place, {*self.logs}) if self.matches(r['name'])], self.place)
         return sorted((self.row(r) for r in rows), key=lambda r: r['start'] or '', reverse=True)
 
     def parts(self, name):
         "The logs of a run, that of the first process first"
         if name in self.logs: return [self.logs[name]]
-        mine = [(int(m[2]), w) for n,w in self.logs.items() if (m := of_rank.fullmatch(n)) and m[1]==name]
+        mine = [(int(m[2]), w) for n,w in self.logs.items() if (m := rank_pattern.fullmatch(n)) and m[1]==name]
         return [w for _,w in sorted(mine, key=lambda o: o[0])]
 
     def row(self, told):
@@ -269,7 +246,7 @@ class Listing:
         loss = first.loss if first else None
         causes = first.findings.causes if first else []
         odd = next((in_short(w.trouble, 200) for w in parts if w.odd), None)
-        state = state_of(told, said_of(first.name, self.place/'data')[0], first.written) if first else 'ended'
+        state = state_of(told, read_facts(first.name, self.place/'data')[0], first.written) if first else 'ended'
         errors,warnings = ([f for f in causes if f['severity']==s] for s in ('error', 'warning'))
         says = [*(in_short(f['text'], 200) for f in errors), *([odd] if odd else []), *(in_short(f['text'], 200) for f in warnings)]
         return dict(name=told['name'], model=told.get('model'), start=told.get('start'), end=told.get('end'), problem=told.get('problem'),

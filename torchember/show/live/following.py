@@ -17,8 +17,8 @@ from ...ground.record import beside_training, clipped_norm, computed_in, identit
 from ..findings import OpenFindings
 from ...store.base import regular
 from ...store.lines import bad, longest_line
-from ...store.jsonl import is_step
-from ...store.parts import blocks_of_run, held
+from ...store.lines import is_step
+from ...store.parts import blocks_of_run, summarize_parts
 from ...store.reading import frame, with_path, without_superseded
 
 # %% ../../../nbs/60_show/91_following.ipynb #0e814425
@@ -36,7 +36,7 @@ class Tail:
     ): # Whole lines, or a part of the log in Parquet
         "The next rows. Raises FileNotFoundError when the file is gone, or is another one"
         if self.before is None:
-            self.removed,self.before = held(self.path)['lines'],blocks_of_run(self.path, end=0)
+            self.removed,self.before = summarize_parts(self.path)['lines'],blocks_of_run(self.path, end=0)
             if self.until is not None: self.until = max(self.until-self.removed, 0) # of the file
         for block in self.before:
             self.given += len(block)
@@ -45,7 +45,7 @@ class Tail:
         if self.file is None: self.file = open(self.path, 'rb', buffering=0, opener=regular)
         s = os.fstat(self.file.fileno())
         put_aside = not os.path.samestat(s, os.stat(self.path))
-        if put_aside and held(self.path)['lines']!=self.removed+s.st_size: raise FileNotFoundError(f"{self.path} is another file now.")
+        if put_aside and summarize_parts(self.path)['lines']!=self.removed+s.st_size: raise FileNotFoundError(f"{self.path} is another file now.")
         self.at,self.size = min(self.at, s.st_size),min(s.st_size, self.until if self.until is not None else s.st_size)
         self.file.seek(self.at)
         data = self.file.read(min(most, self.size-self.at))
@@ -64,7 +64,7 @@ class Tail:
 
     def was_compacted(self):
         "Whether lines were removed from the file since it is read, and parts have them"
-        return held(self.path)['lines']>self.removed
+        return summarize_parts(self.path)['lines']>self.removed
 
     @property
     def behind(self):

@@ -16,14 +16,16 @@ from socket import gethostname
 
 from ...ground.child import environment_of_child, interpreter_flags, path_of_child
 from ...ground.progress import in_notebook, in_terminal
-from ...frames.logs import alive, of_processes, said_by
+from ...frames.handle import Run, open_run, read_facts
+from ...frames.listing import process_exists
 from ...ground.needs import needs
 from ...ground.not_finite import FirstNotFinite
 from ...ground.messages import EmberWarning, an, printable, warn
 from .following import OverviewRows, Tail, loss_in, shown_rows, thinned_lines, thinned_rows
 from ..findings import OpenFindings, says, says_the_same
 from ...store.lines import parse
-from ...store.jsonl import emberTracker, listen_to_run, tracker
+from ...store.jsonl import tracker
+from ...store.log import listen_to_run
 from ...store.reading import path_of
 
 # %% ../../../nbs/60_show/93_live_view.ipynb #5e6c5e03
@@ -421,19 +423,19 @@ atexit.register(close_shown)
 def goes_on(t, base):
     "Whether a run does, as far as can be told"
     if base is None: return time.time()-os.path.getmtime(t.log_path)<10 if t.log_path.exists() else False # perhaps it has just begun
-    return 'end' not in base and (base.get('host')!=gethostname() or alive(base.get('pid'), base.get('host')))
+    return 'end' not in base and (base.get('host')!=gethostname() or process_exists(base.get('pid'), base.get('host')))
 
 def base_of(t):
     "What is known of a run, None when there is nothing"
-    return said_by(t)[0] or None
+    return read_facts(t.fname, t.data)[0] or None
 
 def is_over(t): return 'end' in (base_of(t) or {})
 
 def one_of(source):
     "The process of a run whose log is followed"
-    rank = min(source.sources)
-    warn(f"torchember: {printable(source.name)} is of {len(source.sources)} processes: live shows what rank {rank} sees. read({source.name!r}) has the whole.")
-    return source.sources[rank].t
+    rank = source.ranks[0]
+    warn(f"torchember: {printable(source.name)} is of {len(source.ranks)} processes: live shows what rank {rank} sees. read({source.name!r}) has the whole.")
+    return source.logs[rank].t
 
 
 # %% ../../../nbs/60_show/93_live_view.ipynb #ae049b8f
@@ -456,12 +458,12 @@ def live(
     """
     if not isinstance(every, int|float) or isinstance(every, bool) or not every>0: raise ValueError(f"every is a number of seconds above 0, got {every!r}.")
     views = getattr(run, 'views', None)
-    if whole := of_processes(run, home): run = one_of(whole)
+    if isinstance(run, str|Run): run = one_of(run) if (run := open_run(run, home)).is_ranked else run.t
     if wait and views is not None and run.armed:
         raise ValueError("live(te, wait=True) would wait for a training that can only begin when it has returned. Leave wait out: te.live().")
-    t = run.t if hasattr(run, 't') else run if isinstance(run, tracker) else emberTracker(run, home) if isinstance(run, str) else None
+    t = run.t if hasattr(run, 't') else run if isinstance(run, tracker) else None
     if not isinstance(t, tracker): raise TypeError(f"live shows a torchEmber, its te.t, or a run by its name, not {an(run)}.")
-    if views is None: t.there()
+    if views is None: t.require_exists()
     base = base_of(t)
     for v in views or (): v.close(last=False)
     screen = screen_for(t.fname)

@@ -14,10 +14,13 @@ from pathlib import Path
 import numpy as np
 
 from ...ground.progress import progress
-from ...frames.logs import about, about_ranks, no_rows, of_processes, read, said_by, structure_of, tracker_of
+from ...frames.choice import no_rows_message
+from ...frames.handle import open_run, read_facts
+from ...frames.listing import describe_log, describe_ranks
+from ...frames.logs import read
 from ...ground.messages import printable
 from ...ground.record import computed_in
-from ...health.diagnose import as_table, chosen_rules, found_by, history_of, ordered
+from ...health.diagnose import findings_table, choose_rules, run_rules, load_history, order_findings
 from ...measure.exponents import limits, with_counts
 from ..run_summary import first_trouble, loss_of, noted, sentence_of, stat_of
 from ..missing import asked_for, parameters_in, places_among, reasons_in, with_missing
@@ -168,10 +171,10 @@ def health_of(
     "What rules of health say of a run"
     failed = []
     try:
-        rules,h = chosen_rules('default'),history_of(rows_by_module(run if table is None else table) if is_table(run) else run, df=rows)
+        rules,h = choose_rules('default'),load_history(rows_by_module(run if table is None else table) if is_table(run) else run, df=rows)
         fails = lambda r, e: failed.append(f"The rule {r.name} failed: {in_page(f'{type(e).__name__}: {e}', 200)}")
-        found = ordered(found_by(rules, h, fails), rules, len(h.steps))
-        said = as_table(found, h, rules)
+        found = order_findings(run_rules(rules, h, fails), rules, len(h.steps))
+        said = findings_table(found, h, rules)
         return {**as_tree(found), 'looked': in_page(said.looked), 'unseen': [[in_page(what), in_page(how)] for what,how in said.missing], 'failed': failed}
     except Exception as e:
         why = in_page(f'{type(e).__name__}: {e}', 300)
@@ -210,7 +213,7 @@ def page_of(
     "A run, as a page shows it"
     every = None if is_table(run) else read(run_of(run)) # rules of health look at all of it
     table = table_of(run, rows=every) if ttype is None else table_of(run, ttype=[*ttypes_asked(ttype), 'scalar'])
-    if not len(table): raise ValueError(no_rows(name_of_run(table) or 'The table'))
+    if not len(table): raise ValueError(no_rows_message(name_of_run(table) or 'The table'))
     scalar = has_ttype(table, 'scalar')
     tensors = table[~scalar]
     if not len(tensors) and not scalar.any(): raise ValueError(f"{name_of_run(table) or 'The table'} has no rows of tensors yet.")
@@ -273,11 +276,11 @@ def facts_of(run, table):
     name = Path(run).name if isinstance(run, str|os.PathLike) and os.sep in str(run) else name_of_run(table)
     out = {'name': name or 'A table', 'model': root_of(table), 'rows': len(table), 'steps': len(np.unique(steps)),
         'first': int(steps.min()), 'last': int(steps.max())}
-    t = tracker_of(run)
-    structure = structure_of(run)
-    if t is None: return out | (facts_of_whole(whole) if (whole := of_processes(run)) else {}), structure
-    base = said_by(t)[0]
-    try: told = about(t.fname, t.dir)
+    run = open_run(run)
+    structure,t = run.structure(),run.t
+    if t is None: return out | (facts_of_whole(run) if run.is_ranked else {}), structure
+    base = read_facts(t.fname, t.data)[0]
+    try: told = describe_log(t.fname, t.dir)
     except OSError: told = {}
     known = {'model': told.get('model') or out['model'], 'size': told.get('size'), 'running': told.get('running', False),
         **{k: told.get(k) or base.get(k) for k in ('start', 'end')}, **{k: base.get(k) for k in ('seconds', 'share', 'user')}}
@@ -285,7 +288,7 @@ def facts_of(run, table):
 
 def facts_of_whole(source):
     "What is known of a run of several processes"
-    told,bases = about_ranks(source),[said_by(s.t)[0] for s in source.sources.values()]
+    told,bases = describe_ranks(source),[read_facts(log.name, log.t.data)[0] for log in source.logs.values()]
     known = {k: told.get(k) for k in ('model', 'ranks', 'size', 'running', 'start', 'end')} | {'user': bases[0].get('user'),
         'seconds': max((b['seconds'] for b in bases if 'seconds' in b), default=None)}
     return {k: v for k,v in known.items() if v is not None}

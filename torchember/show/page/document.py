@@ -16,10 +16,9 @@ from pathlib import Path
 
 from ...frames.words import earlier_calls
 from ...ground.messages import printable
-from ...frames.logs import of_processes
+from ...frames.handle import open_run
 from .data import page_of
 from ...store.base import replace
-from ...store.jsonl import emberTracker
 
 # %% ../../../nbs/60_show/98_page.ipynb #b992ecbc
 def of_web(name): return (files('torchember.show.page')/'web'/name).read_text('utf-8')
@@ -69,7 +68,7 @@ def report(
     if file is None and is_file(path): file,path = path,None
     target = None if file is None else Path(file).expanduser()
     if target is not None: check_folder(target if str(file).endswith(('/', os.sep)) or target.is_dir() else target.parent)
-    if home is not None and isinstance(run, str): run = of_processes(run, home) or emberTracker(run, home)
+    if home is not None and isinstance(run, str): run = open_run(run, home)
     page = page_of(run, path, ttype, stats)
     try: page['run']['version'] = version('torchember')
     except PackageNotFoundError: pass # a checkout that is not installed
