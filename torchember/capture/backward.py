@@ -20,19 +20,7 @@ def hook_gradients(
     key=None, # Key of a holder whose `graded` a compiled backward calls instead
     ttype='output_grad' # Tensor type, for that
 ) -> list: # Handles of hooks on leaves, which live longer than the pass: to be removed after it
-    """Report the gradients of some tensors. Tensors without a gradient are skipped.
-
-    Args:
-        named: (tname, tensor) pairs
-        report: Called with tname and gradient
-        place: Module of the tensors. With `again`, a tensor that has a hook with the same place and name is skipped
-        again: Whether the forward is recomputed
-        key: Key of a holder whose `graded` a compiled backward calls instead
-        ttype: Tensor type, for that
-
-    Returns:
-        Handles of hooks on leaves, which live longer than the pass: to be removed after it
-    """
+    "Report the gradients of some tensors. Tensors without a gradient are skipped."
     handles = []
     if not torch.is_grad_enabled(): return handles
     for n,x in named:

@@ -31,11 +31,7 @@ def reporting(clip):
     return run
 
 class ClippingWatch:
-    """Reports the parameters to a listener before their gradients are clipped, anywhere in this process.
-
-    Args:
-        listener: Called as `listener.clips(parameters)`
-    """
+    "Reports the parameters to a listener before their gradients are clipped, anywhere in this process."
     attached = weakref.WeakSet() # all watches that report now
     replaced = [] # (place, name, torch's function, ours)
     def __init__(self,

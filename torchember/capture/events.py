@@ -74,11 +74,7 @@ class Listener(Protocol):
     # ---- passes and calls
 
     def pass_begins(self, state, grad=None) -> bool: # grad: whether there will be gradients, in compiled code; else torch knows
-        """A module is called and no pass is open, or the root is called. Return True to be notified of the end.
-
-        Args:
-            grad: whether there will be gradients, in compiled code; else torch knows
-        """
+        "A module is called and no pass is open, or the root is called. Return True to be notified of the end."
         self.running += 1
         return True
 
@@ -97,19 +93,11 @@ class Listener(Protocol):
         return True
 
     def call_begins(self, state, inputs:list, compiled:bool=False): # (number of the call in its pass, phase), for `gradient`; None for no gradients
-        """A module is called with these tensors. The memory of those from compiled code will be used again.
-
-        Returns:
-            (number of the call in its pass, phase), for `gradient`; None for no gradients
-        """
+        "A module is called with these tensors. The memory of those from compiled code will be used again."
         return 0, None
 
     def call_ends(self, state, outputs:list, compiled:bool=False): # as in `call_begins`
-        """A module returns these tensors.
-
-        Returns:
-            as in `call_begins`
-        """
+        "A module returns these tensors."
         return 0, None
 
     def returned(self, state, outputs:list, call:int, phase=None):

@@ -37,17 +37,7 @@ def arm(
     watched:set|None=None, # ids of the modules whose calls are reported; None for all
     extra:dict|None=None # Attributes that the root has while it is armed. An existing one is not replaced
 ) -> list: # `ModuleState`s, in the order of the tracks
-    """Have a listener notified of the passes of the root, and of the calls of each watched module.
-
-    Args:
-        tracks: `moduleTrack`s, root first
-        listener: `events.Listener`
-        watched: ids of the modules whose calls are reported; None for all
-        extra: Attributes that the root has while it is armed. An existing one is not replaced
-
-    Returns:
-        `ModuleState`s, in the order of the tracks
-    """
+    "Have a listener notified of the passes of the root, and of the calls of each watched module."
     known,states = {},[]
     try:
         for t in tracks:
@@ -68,14 +58,7 @@ def arm(
 def states_of(
     module:nn.Module # Any module
 ) -> tuple: # `ModuleState`s, in the order in which the listeners came
-    """Return the states of the listeners of a module.
-
-    Args:
-        module: Any module
-
-    Returns:
-        `ModuleState`s, in the order in which the listeners came
-    """
+    "Return the states of the listeners of a module."
     patch = module.__dict__.get(KEY)
     return () if patch is None else patch.states
 
@@ -83,12 +66,7 @@ def disarm(
     tracks:list, # The same tracks
     listener # Listener to remove
 ):
-    """Remove a listener from all modules. After its last listener a module is as it was before.
-
-    Args:
-        tracks: The same tracks
-        listener: Listener to remove
-    """
+    "Remove a listener from all modules. After its last listener a module is as it was before."
     for t in tracks:
         for st in states_of(t.module):
             if st.listener is listener: st.leave()
@@ -97,14 +75,7 @@ def disarm(
 def armed_by(
     module:nn.Module # Any module
 ): # The listener, or None
-    """Return the first exclusive listener of a module in `module`: the recorder of a run.
-
-    Args:
-        module: Any module
-
-    Returns:
-        The listener, or None
-    """
+    "Return the first exclusive listener of a module in `module`: the recorder of a run."
     return next((st.listener for m in module.modules() for st in states_of(m) if st.listener.exclusive), None)
 
 @contextmanager
@@ -112,12 +83,7 @@ def only(
     module:nn.Module, # Any module
     listener # One of its listeners
 ):
-    """Notify only one listener of the modules in `module`, inside the context.
-
-    Args:
-        module: Any module
-        listener: One of its listeners
-    """
+    "Notify only one listener of the modules in `module`, inside the context."
     patches = [(p, p.states) for m in module.modules() if (p := m.__dict__.get(KEY)) is not None]
     try:
         for p,states in patches: p.set_states([st for st in states if st.listener is listener])

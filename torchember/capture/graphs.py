@@ -55,11 +55,7 @@ def graph_classes():
 
 # %% ../../nbs/10_capture/44_graphs.ipynb #3bb04ce7
 class GraphWatch:
-    """Notifies a listener of all CUDA graphs of this process.
-
-    Args:
-        listener: Has `graph_to_come`, `graph_begins`, `graph_ends`, `replay_begins` and `replay_ends` of `Listener`
-    """
+    "Notifies a listener of all CUDA graphs of this process."
     attached = weakref.WeakSet() # all watches that notify now
     former = {} # (class, name of a method) -> replaced method
     def __init__(self,

@@ -64,12 +64,7 @@ def install(
     module, # Any module
     new:dict # Attributes to add
 ):
-    """Add attributes to a module. Copies of the module do not get them.
-
-    Args:
-        module: Any module
-        new: Attributes to add
-    """
+    "Add attributes to a module. Copies of the module do not get them."
     d = module.__dict__
     if not isinstance(d, ArmedDict): object.__setattr__(module, '__dict__', d := ArmedDict(d))
     d.install(new)
@@ -78,12 +73,7 @@ def uninstall(
     module, # The same module
     new:dict # The same dict
 ):
-    """Remove installed attributes. After the last one the module has its own `__dict__` again.
-
-    Args:
-        module: The same module
-        new: The same dict
-    """
+    "Remove installed attributes. After the last one the module has its own `__dict__` again."
     d = module.__dict__
     if not isinstance(d, ArmedDict): return # another `__dict__` was set meanwhile
     d.uninstall(new)

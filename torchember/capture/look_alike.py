@@ -34,17 +34,7 @@ def look_like(
     is_bound, # Whether `forward` is bound
     is_own # Whether `forward` is on the instance, not on its class
 ): # `f`
-    """Give a replacement the name, docstring, signature and code of the replaced function.
-
-    Args:
-        f: Function that replaces another
-        forward: The other: a function that takes the module, or a callable that is bound to it
-        is_bound: Whether `forward` is bound
-        is_own: Whether `forward` is on the instance, not on its class
-
-    Returns:
-        `f`
-    """
+    "Give a replacement the name, docstring, signature and code of the replaced function."
     functools.update_wrapper(f, forward)
     del f.__wrapped__ # programs that unwrap functions would skip ours,
     # unless there was something to unwrap before

@@ -76,14 +76,7 @@ class CompiledPasses:
 
 # %% ../../nbs/10_capture/16_module_state.ipynb #3f64cbbc
 class ModuleState:
-    """One listener's view of one module.
-
-    Args:
-        track: `tree.moduleTrack` of the module
-        listener: `events.Listener`
-        watched: Whether the listener is notified of calls, or only of passes
-        attributes: Attributes that the module has for this listener
-    """
+    "One listener's view of one module."
     def __init__(self,
         track, # `tree.moduleTrack` of the module
         listener, # `events.Listener`

@@ -38,14 +38,7 @@ def live_objects(kind):
 def in_live_optimizers(
     wanted:set # ids of parameters
 ) -> set: # Those of `wanted` that an optimizer has
-    """Return the ids of the parameters in any torch optimizer of this process.
-
-    Args:
-        wanted: ids of parameters
-
-    Returns:
-        Those of `wanted` that an optimizer has
-    """
+    "Return the ids of the parameters in any torch optimizer of this process."
     return wanted & {id(p) for o in live_objects(torch.optim.Optimizer) for g in getattr(o, 'param_groups', ()) for p in g['params']}
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #afd21f76
@@ -173,13 +166,7 @@ class OpenSteps:
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #abf984a9
 class OptimizerWatch:
-    """Notifies a listener when optimizers step, and when a scaler skips a step.
-
-    Args:
-        optimizers: Optimizers, perhaps in wrappers
-        scaler: A `GradScaler`, or None
-        listener: `capture.events.Listener`
-    """
+    "Notifies a listener when optimizers step, and when a scaler skips a step."
     def __init__(self,
         optimizers:list, # Optimizers, perhaps in wrappers
         scaler, # A `GradScaler`, or None

@@ -26,17 +26,7 @@ def report_after_hooks(
     variables:tuple, # Names of the variables of our patched forward, which identify its frames
     again=False # Whether a checkpoint recomputes the forward in a backward
 ) -> bool: # Whether it will be reported
-    """Report a partial sum after the module's own hooks have added it up.
-
-    Args:
-        state: `ModuleState` of the module whose forward has returned
-        named: Its result, as pairs of name and tensor
-        variables: Names of the variables of our patched forward, which identify its frames
-        again: Whether a checkpoint recomputes the forward in a backward
-
-    Returns:
-        Whether it will be reported
-    """
+    "Report a partial sum after the module's own hooks have added it up."
     frames = who_calls_hooks(state.track.module, variables) if state.named_tensors('output', partial_sums, named) else ()
     if not frames: return False
     listener = state.listener

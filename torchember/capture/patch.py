@@ -91,13 +91,7 @@ def patched(
     function=None, # Function that is replaced, if it takes the module and is not the class's
     inner=None # For a second listener or later one: its state, the callable that it replaces, and the patch
 ):
-    """Return the forward of an armed module: notify the listener, call the module's own forward.
-
-    Args:
-        former: Callable that is replaced, if it does not take the module
-        function: Function that is replaced, if it takes the module and is not the class's
-        inner: For a second listener or later one: its state, the callable that it replaces, and the patch
-    """
+    "Return the forward of an armed module: notify the listener, call the module's own forward."
     place = function if former is None else former
     def forward(self, *args, **kwargs):
         if inner is None:
@@ -163,11 +157,7 @@ def patched_inside(*inner):
 
 # %% ../../nbs/10_capture/19_patch.ipynb #5d2e8f03
 class Patch:
-    """The replaced forward of one module, and the states of its listeners.
-
-    Args:
-        known: function -> names of its parameters
-    """
+    "The replaced forward of one module, and the states of its listeners."
     def __init__(self, module, known): # known: function -> names of its parameters
         d,of_class = module.__dict__,inspect.getattr_static(type(module), 'forward', None)
         found = d.get('forward')

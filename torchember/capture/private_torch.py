@@ -34,13 +34,7 @@ def private(
     without, # Fallback
     then:str # Consequence of the fallback
 ):
-    """Return a private object of torch, or the fallback. A fallback is noted in `missing`.
-
-    Args:
-        path: Where torch has the object, 'torch._C._functorch.get_unwrapped'
-        without: Fallback
-        then: Consequence of the fallback
-    """
+    "Return a private object of torch, or the fallback. A fallback is noted in `missing`."
     module,_,name = path.rpartition('.')
     try: return getattr(import_module(module), name)
     except (ImportError, AttributeError):
@@ -52,12 +46,7 @@ def noting_failure(
     path:str, # Private name that is used inside
     then:str # Consequence of a failure
 ):
-    """Note an exception inside the context in `missing`.
-
-    Args:
-        path: Private name that is used inside
-        then: Consequence of a failure
-    """
+    "Note an exception inside the context in `missing`."
     try: yield
     except Exception: missing[path] = then
 
@@ -197,11 +186,7 @@ def module_that_calls(known):
 variable_class = private('torch.autograd.variable.Variable', None, 'batches whose gradients are thrown away are merged with later ones')
 
 def call_after_backward(f) -> bool: # False if this torch cannot
-    """Call `f` when the backward of this thread has ended without an exception.
-
-    Returns:
-        False if this torch cannot
-    """
+    "Call `f` when the backward of this thread has ended without an exception."
     try: variable_class._execution_engine.queue_callback(f)
     except (AttributeError, RuntimeError): return False
     return True

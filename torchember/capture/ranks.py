@@ -104,13 +104,7 @@ scaled_types = 'input_grad', 'output_grad' # tensor types whose gradients are th
 
 # %% ../../nbs/10_capture/45_ranks.ipynb #5842246e
 class Ranks:
-    """Returns the columns `part` and `gscale` of a row, for the tensors of one model on one rank.
-
-    Args:
-        model: The model, wrapped or not
-        rank, world: Number of this rank, and of all ranks
-        report: Called with the metadata of this rank when it has changed
-    """
+    "Returns the columns `part` and `gscale` of a row, for the tensors of one model on one rank."
     # passes before which wrappers are searched for. Later, a `DistributedDataParallel` is found when it runs
     searches = 3
 
@@ -161,16 +155,7 @@ class Ranks:
         x, # The tensor
         pname=None # Name in the module of the parameter that it is, or belongs to; None for activations
     ) -> dict: # Axis -> role
-        """Return the roles of a tensor along all known axes.
-
-        Args:
-            module: Module of the tensor
-            x: The tensor
-            pname: Name in the module of the parameter that it is, or belongs to; None for activations
-
-        Returns:
-            Axis -> role
-        """
+        "Return the roles of a tensor along all known axes."
         out = {}
         for (name,ranks),p in zip(axes_of_mesh(x.device_mesh) or (), x.placements, strict=False) if hasattr(x, 'placements') else ():
             if axis := self.axes.add(name or 'mesh', ranks): out[axis] = role_of(p)
@@ -186,14 +171,7 @@ class Ranks:
     def columns(self,
         module, ttype:str, x, pname=None # As in `roles`
     ) -> dict: # Column -> value
-        """Return the columns `part` and `gscale` of a tensor.
-
-        Args:
-            module, ttype, x, pname: As in `roles`
-
-        Returns:
-            Column -> value
-        """
+        "Return the columns `part` and `gscale` of a tensor."
         if not self.searched: self.pass_begins()
         placed = (x.device_mesh, tuple(x.placements)) if hasattr(x, 'placements') else None
         key = id(module),ttype,placed,pname

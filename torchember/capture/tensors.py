@@ -41,14 +41,7 @@ def find_tensors(
 def argument_names(
     forward # A bound `forward`
 ) -> tuple: # Names of the positional parameters; name for further arguments
-    """Return the names of a forward's positional parameters.
-
-    Args:
-        forward: A bound `forward`
-
-    Returns:
-        Names of the positional parameters; name for further arguments
-    """
+    "Return the names of a forward's positional parameters."
     try: ps = list(inspect.signature(forward).parameters.values())
     except (TypeError, ValueError): return (), 'args'
     names = tuple(p.name for p in ps if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
@@ -60,17 +53,7 @@ def inputs(
     names:tuple, # Names of the positional parameters
     rest:str # Name for further arguments
 ) -> list: # (tname, tensor) pairs
-    """Return every tensor in the arguments of a call.
-
-    Args:
-        args: Positional arguments of a call
-        kwargs: Keyword arguments of the call
-        names: Names of the positional parameters
-        rest: Name for further arguments
-
-    Returns:
-        (tname, tensor) pairs
-    """
+    "Return every tensor in the arguments of a call."
     if len(args)==1 and not kwargs and names and isinstance(args[0], torch.Tensor): return [(names[0], args[0])]
     n = len(names)
     out = [o for k,v in zip(names, args, strict=False) for o in find_tensors(v, k)]
@@ -84,13 +67,6 @@ alone = 'output_0'
 def outputs(
     result # Return value of a forward
 ) -> list: # (tname, tensor) pairs
-    """Return every tensor in the result of a call.
-
-    Args:
-        result: Return value of a forward
-
-    Returns:
-        (tname, tensor) pairs
-    """
+    "Return every tensor in the result of a call."
     if isinstance(result, torch.Tensor): return [(alone, result)]
     return find_tensors(result, 'output', '_')

@@ -23,11 +23,7 @@ ACTIVATION = '_torchember_activation'
 def unwrap(
     module:nn.Module # A model, perhaps in one or several wrappers
 ) -> nn.Module:
-    """Return a model without its wrappers. Raise TypeError for `nn.DataParallel`: its copies cannot be recorded.
-
-    Args:
-        module: A model, perhaps in one or several wrappers
-    """
+    "Return a model without its wrappers. Raise TypeError for `nn.DataParallel`: its copies cannot be recorded."
     while True:
         kind = type(module).__name__
         if isinstance(module, nn.DataParallel): raise TypeError(data_parallel_error)
@@ -73,14 +69,7 @@ class moduleTrack:
 def tracks(
     model:nn.Module # The root
 ) -> list: # One `moduleTrack` for each module, root first, in the order of `named_modules`
-    """Return the tracks of all modules of a model, linked into a tree.
-
-    Args:
-        model: The root
-
-    Returns:
-        One `moduleTrack` for each module, root first, in the order of `named_modules`
-    """
+    "Return the tracks of all modules of a model, linked into a tree."
     model = unwrap(model)
     root = moduleTrack(model, f'model({type(model).__name__})', True)
     found,out,todo = {id(model): root},[root],[(root, c) for c in reversed(list(model._modules.items()))]
@@ -102,14 +91,7 @@ def tracks(
 def tree_dict(
     root:moduleTrack # Root of the tree
 ) -> dict: # {'name', 'short', 'path', 'children'}; 'aliases' and 'activation' only if there are any
-    """Return a tree of tracks as nested dicts.
-
-    Args:
-        root: Root of the tree
-
-    Returns:
-        {'name', 'short', 'path', 'children'}; 'aliases' and 'activation' only if there are any
-    """
+    "Return a tree of tracks as nested dicts."
     made,todo = {},[root]
     for t in todo:
         made[t.id] = {'name': t.name, 'short': t.short, 'path': t.path} | ({'aliases': list(t.aliases)} if t.aliases else {})

@@ -31,14 +31,7 @@ checks = dict( # field of the metadata -> function: value, all metadata of the r
 def validate_metadata(
     metadata # Rank -> metadata
 ) -> tuple: # Rank -> metadata, of the ranks whose metadata is possible; messages about the others
-    """Return the possible metadata, and messages about the rest.
-
-    Args:
-        metadata: Rank -> metadata
-
-    Returns:
-        Rank -> metadata, of the ranks whose metadata is possible; messages about the others
-    """
+    "Return the possible metadata, and messages about the rest."
     good,messages = {},[]
     for rank,about in metadata.items():
         about = {'rank': rank, 'world': None, 'axes': {}, **about}
@@ -49,12 +42,7 @@ def validate_metadata(
 
 # %% ../../nbs/42_processes/03_axes.ipynb #e4716869
 class RankAxes:
-    """Ranks along each axis, from the metadata of all ranks.
-
-    Args:
-        metadata: Rank -> metadata, as `validate_metadata` returns it
-        ranks: Ranks that have a log
-    """
+    "Ranks along each axis, from the metadata of all ranks."
     def __init__(self,
         metadata, # Rank -> metadata, as `validate_metadata` returns it
         ranks=() # Ranks that have a log
@@ -92,11 +80,7 @@ def parse_part(part):
 
 # %% ../../nbs/42_processes/03_axes.ipynb #da300004
 class Roles:
-    """Role of the tensor of each row along each axis, from the column `part`.
-
-    Args:
-        part: Column of texts. Anything else stands for 'world:?'
-    """
+    "Role of the tensor of each row along each axis, from the column `part`."
     def __init__(self,
         part # Column of texts. Anything else stands for 'world:?'
     ):

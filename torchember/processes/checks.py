@@ -29,13 +29,7 @@ def missing_ranks(
     metadata, # Rank -> metadata, as `axes.validate_metadata` returns it
     world # Number of ranks
 ):
-    """Yield messages about ranks without rows, or with rows that begin late or end early.
-
-    Args:
-        steps: Rank -> first and last step of its rows, None where these are not known
-        metadata: Rank -> metadata, as `axes.validate_metadata` returns it
-        world: Number of ranks
-    """
+    "Yield messages about ranks without rows, or with rows that begin late or end early."
     missing,known = [r for r in range(world) if r not in steps],{r: s for r,s in sorted(steps.items()) if s is not None}
     if missing: yield f"Of {world} ranks {join_ranks(missing)} left no rows: their shards are missing."
     worlds = defaultdict(list)
@@ -78,15 +72,7 @@ class DriftWatch:
         rows, # `shards.RankRows` of a step
         at, may # Result of `Shards.replicas` for these rows
     ) -> str|None: # A message, once
-        """Note the different replicas of a step. Return a message when a difference has lasted.
-
-        Args:
-            rows: `shards.RankRows` of a step
-            at, may: Result of `Shards.replicas` for these rows
-
-        Returns:
-            A message, once
-        """
+        "Note the different replicas of a step. Return a message when a difference has lasted."
         if self.reported: return None
         df = rows.df
         different = np.flatnonzero(differs_from(df, at) & may)

@@ -52,14 +52,7 @@ def times_parts(
     axes, # `RankAxes`
     ranks # Ranks of its shards
 ):
-    """Return the shape of a tensor of the whole batch: the first dimension times the number of parts.
-
-    Args:
-        shape: Shape of the tensor on the ranks that have one part of the batch, or None
-        roles: Axis -> role of its shards
-        axes: `RankAxes`
-        ranks: Ranks of its shards
-    """
+    "Return the shape of a tensor of the whole batch: the first dimension times the number of parts."
     if shape is None or not len(shape) or 'B' not in roles.values(): return shape
     others = frozenset(a for a,r in roles.items() if r!='B')
     return [shape[0]*len({axes.smallest_related(others, r) for r in ranks.tolist()}), *shape[1:]]
@@ -114,17 +107,7 @@ def merge_other_columns(
     group, # Group of each row
     done # Columns that were merged already
 ) -> list: # Columns with values that differ, and are lost
-    """Merge columns without a rule of their own: equal values stay, scalars are averaged.
-
-    Args:
-        out: Table of the groups, which is written to
-        df: Table of the rows
-        group: Group of each row
-        done: Columns that were merged already
-
-    Returns:
-        Columns with values that differ, and are lost
-    """
+    "Merge columns without a rule of their own: equal values stay, scalars are averaged."
     pd = needs('pandas', for_='A table of rows')
     is_scalar,lost = (out['ttype']=='scalar').to_numpy(bool),[]
     spoiled = sum((df[c]>0).to_numpy() for c in ('nan', 'posinf', 'neginf') if c in df)>0

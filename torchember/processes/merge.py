@@ -23,11 +23,7 @@ from ..measure.summary import derive, derived, finite, index
 
 # %% ../../nbs/42_processes/08_merge.ipynb #415b3080
 class MergePlan:
-    """Places of the ranks' rows in the merged table.
-
-    Args:
-        rows: `shards.RankRows`
-    """
+    "Places of the ranks' rows in the merged table."
     def __init__(self,
         rows # `shards.RankRows`
     ):
@@ -67,12 +63,7 @@ def describe(row):
 
 # %% ../../nbs/42_processes/08_merge.ipynb #1e73d1b8
 class Merge:
-    """Merged rows of one or several steps. `table` has the rows, `messages` tells of lost and contradictory values.
-
-    Args:
-        plan: `MergePlan`
-        df: Table of the `RankRows` of the plan, or of the same rows in another step
-    """
+    "Merged rows of one or several steps. `table` has the rows, `messages` tells of lost and contradictory values."
     def __init__(self,
         plan, # `MergePlan`
         df # Table of the `RankRows` of the plan, or of the same rows in another step

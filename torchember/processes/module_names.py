@@ -19,11 +19,7 @@ from ..ground.needs import needs
 def paths_in(
     tree # Tree of modules from the metadata of a run
 ) -> list:
-    """Return the paths of all modules of a tree, in order.
-
-    Args:
-        tree: Tree of modules from the metadata of a run
-    """
+    "Return the paths of all modules of a tree, in order."
     todo,out = [tree],[]
     while todo:
         node = todo.pop()
@@ -60,15 +56,7 @@ def names_in_whole(
     parts, # For each part of the model: paths of its modules, in order
     tags # For each part: suffix that makes its paths unique, '@pp1'
 ) -> list: # For each part: path -> path in the whole model
-    """Return the paths in the whole model of the modules of each part.
-
-    Args:
-        parts: For each part of the model: paths of its modules, in order
-        tags: For each part: suffix that makes its paths unique, '@pp1'
-
-    Returns:
-        For each part: path -> path in the whole model
-    """
+    "Return the paths in the whole model of the modules of each part."
     paths = [with_containers(p) for p in parts]
     counts = [numbered_children(p) for p in paths]
     repeated = [c for c in set().union(*counts) if sum(c in n and n[c]>0 for n in counts)>1]
@@ -88,15 +76,7 @@ def names_of_stages(
     metadata, # Rank -> metadata, as `axes.validate_metadata` returns it
     paths # Function: rank -> paths of the modules there
 ) -> dict: # Rank -> path -> path in the whole model; empty if there are no two stages
-    """Return the paths in the whole model of all modules of pipeline stages.
-
-    Args:
-        metadata: Rank -> metadata, as `axes.validate_metadata` returns it
-        paths: Function: rank -> paths of the modules there
-
-    Returns:
-        Rank -> path -> path in the whole model; empty if there are no two stages
-    """
+    "Return the paths in the whole model of all modules of pipeline stages."
     inside = defaultdict(dict) # stage -> (rank, path) -> path inside the stage
     for rank,about in metadata.items():
         for top,stage in about.get('stages', {}).items():
@@ -127,14 +107,7 @@ def rename_modules(
     names, # Rank -> path -> new path
     where=None # For each row whether it is renamed; None for all
 ):
-    """Return a table with new paths and display names of modules.
-
-    Args:
-        df: Rows with the columns `path` and `module`
-        rank: Rank of each row
-        names: Rank -> path -> new path
-        where: For each row whether it is renamed; None for all
-    """
+    "Return a table with new paths and display names of modules."
     pd = needs('pandas', for_='A table of rows')
     path,module = (df[c].astype(object).to_numpy(copy=True) for c in ('path', 'module'))
     at = np.arange(len(df)) if where is None else np.flatnonzero(where)

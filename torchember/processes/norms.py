@@ -16,14 +16,7 @@ from ..measure.summary import index, sums_of_squares
 
 # %% ../../nbs/42_processes/07_norms.ipynb #a15496b5
 class NormsOfWhole:
-    """Norms of all gradients of the whole model, one pair for each step: after and before clipping.
-
-    Args:
-        table: Merged rows
-        wholes: Their summaries
-        plan: `merge.MergePlan`
-        global_shapes: For each kept row of the plan the shape of the whole tensor, or None
-    """
+    "Norms of all gradients of the whole model, one pair for each step: after and before clipping."
     def __init__(self,
         table, # Merged rows
         wholes, # Their summaries
@@ -55,14 +48,7 @@ class NormsOfWhole:
         step:int,
         ranks:set # Ranks that recorded a norm of what they hold
     ) -> dict: # Name -> norm. Empty if a rank is missing that holds a part of a gradient
-        """Return the norms of a step.
-
-        Args:
-            ranks: Ranks that recorded a norm of what they hold
-
-        Returns:
-            Name -> norm. Empty if a rank is missing that holds a part of a gradient
-        """
+        "Return the norms of a step."
         i = self.place.get(step)
         if i is None or self.is_unknown[i] or self.needs_all_ranks[i] and len(ranks)<self.world: return {}
         return {n: float(v[i]) for n,v in zip(norm_names, (self.norm, self.before_clipping), strict=True) if v[i]!=-1}
@@ -85,17 +71,7 @@ def fill_norms(
     whole, # For each of these its place in `table`
     norms # `NormsOfWhole`
 ): # The table without steps whose norm is unknown
-    """Return the merged table with the norms of the whole model in its rows of norms.
-
-    Args:
-        table: Merged rows
-        rows: The rows that were merged
-        whole: For each of these its place in `table`
-        norms: `NormsOfWhole`
-
-    Returns:
-        The table without steps whose norm is unknown
-    """
+    "Return the merged table with the norms of the whole model in its rows of norms."
     unknown = []
     for o in rows_of_norms(table).tolist():
         of = rows[whole==o]

@@ -94,11 +94,7 @@ def columns_key(ttype, tname, call):
     return ttype, tname if ttype=='scalar' else None, call
 
 class StepLayout:
-    """Table of the fixed parts of all ranks' rows, and the place of each number in it.
-
-    Args:
-        packets: Rank -> `Packet`
-    """
+    "Table of the fixed parts of all ranks' rows, and the place of each number in it."
     def __init__(self,
         packets # Rank -> `Packet`
     ):
@@ -164,15 +160,7 @@ def as_rows(
     df, # Merged table
     layout # `StepLayout`
 ) -> list: # Dicts
-    """Return the rows of a merged table as one process would have written them.
-
-    Args:
-        df: Merged table
-        layout: `StepLayout`
-
-    Returns:
-        Dicts
-    """
+    "Return the rows of a merged table as one process would have written them."
     pd = needs('pandas', for_='A table of rows')
     columns = {}
     for c in df.columns:
@@ -233,14 +221,7 @@ class StepMerger:
     def rows(self,
         packets # Rank -> `Packet`
     ) -> list: # Dicts
-        """Return the merged rows of a step.
-
-        Args:
-            packets: Rank -> `Packet`
-
-        Returns:
-            Dicts
-        """
+        "Return the merged rows of a step."
         key = tuple((r, packets[r].layout) for r in sorted(packets))
         layout = self.layout_of(key, packets)
         columns = layout.columns(packets)

@@ -26,17 +26,7 @@ def merge_and_check(
     paths:dict|None=None, # Rank -> paths of all its modules
     own:dict|None=None # Result of `own_names` for other rows of the same run. None: find these names here
 ) -> tuple: # Table of the rows of the whole; messages about what is missing, unknown or contradictory
-    """Return the rows of the whole model and batch, as one process would have written them, and messages.
-
-    Args:
-        df: Rows of all ranks under each other, each with its `rank`
-        metadata: Rank -> metadata
-        paths: Rank -> paths of all its modules
-        own: Result of `own_names` for other rows of the same run. None: find these names here
-
-    Returns:
-        Table of the rows of the whole; messages about what is missing, unknown or contradictory
-    """
+    "Return the rows of the whole model and batch, as one process would have written them, and messages."
     rows = RankRows(df, metadata, paths or {}, own)
     merged = Merge(MergePlan(rows), rows.df)
     missing = missing_ranks(steps_of_ranks(rows), rows.metadata, rows.axes.world)

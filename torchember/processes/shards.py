@@ -41,13 +41,7 @@ def number_tensors(df, rank):
     return group_codes(tensor, repeated) if repeated.any() else tensor
 
 class Shards:
-    """Tensor and shard of each row. Rows with the same tensor and shard are replicas.
-
-    Args:
-        df: Rows of all ranks, with the column `part`
-        rank: Rank of each row
-        axes: `RankAxes`
-    """
+    "Tensor and shard of each row. Rows with the same tensor and shard are replicas."
     def __init__(self,
         df, # Rows of all ranks, with the column `part`
         rank, # Rank of each row
@@ -126,16 +120,7 @@ def name_own_modules(
     shards, # `Shards` of these rows
     paths # Function: rank -> paths of its modules
 ) -> tuple: # Rank -> path -> new path; a message. Empty and None if no rank has weights of its own
-    """Return new names for modules with different weights on each rank, if no metadata explains the difference.
-
-    Args:
-        df: Rows of all ranks, under the names of the ranks
-        shards: `Shards` of these rows
-        paths: Function: rank -> paths of its modules
-
-    Returns:
-        Rank -> path -> new path; a message. Empty and None if no rank has weights of its own
-    """
+    "Return new names for modules with different weights on each rank, if no metadata explains the difference."
     weights = (df['ttype']=='weight').to_numpy()
     own = shards.unsettled & weights & ~shards.no_statistics & (df['global_shape'].isna().to_numpy() if 'global_shape' in df else True)
     if not own.any(): return {}, None
@@ -155,14 +140,7 @@ def name_own_modules(
 
 # %% ../../nbs/42_processes/05_shards.ipynb #7f6415b3
 class RankRows:
-    """Rows of all ranks under their names in the whole model, with their `Shards`.
-
-    Args:
-        df: Rows of all ranks under each other, each with its `rank`
-        metadata: Rank -> metadata
-        paths: Rank -> paths of its modules
-        own: New names of modules with weights of a rank's own: rank -> path -> path. None: find them
-    """
+    "Rows of all ranks under their names in the whole model, with their `Shards`."
     def __init__(self,
         df, # Rows of all ranks under each other, each with its `rank`
         metadata, # Rank -> metadata
@@ -194,11 +172,7 @@ class RankRows:
     def with_statistics(self,
         columns # Name -> values, in the order of the given table; `step` is among them
     ):
-        """Return the same rows with the statistics of another step. Return None if names or shards would change.
-
-        Args:
-            columns: Name -> values, in the order of the given table; `step` is among them
-        """
+        "Return the same rows with the statistics of another step. Return None if names or shards would change."
         new = {c: v[self.order] for c,v in columns.items()}
         no_statistics = without_statistics(new, len(self.order))
         steps,before = (np.unique(x, return_inverse=True)[1] for x in (new['step'], self.df['step']))

@@ -17,7 +17,7 @@ from ..ground.messages import printable
 from ..ground.record import line_of
 from .module_names import join_ranks
 from .packed_rows import Packer, Packet, StepMerger, Unpacker
-from ..store.jsonl import is_step
+from ..store.lines import is_step
 from ..store.lines import parse
 from ..store.listeners import Listener, Listeners
 
@@ -79,11 +79,7 @@ class Assembly:
         return [r for r,steps in self.waiting.items() if not steps and r not in self.ended and r not in self.late]
 
     def next(self, now) -> CompleteStep|None: # now: time in seconds
-        """Return the oldest step if it is complete, or if the missing ranks are late.
-
-        Args:
-            now: time in seconds
-        """
+        "Return the oldest step if it is complete, or if the missing ranks are late."
         if not any(self.waiting.values()): self.since = None; return None
         missing = self.missing()
         if missing:
@@ -120,15 +116,7 @@ class Sender:
 
 # %% ../../nbs/42_processes/30_whole_steps.ipynb #3c2ff3c4
 class Receiver:
-    """Merges the packets of all ranks in the first rank, and reports the rows of each step.
-
-    Args:
-        store: Key-value store with `set`, `get`, `check` and `delete_key`
-        world: Number of ranks
-        note: Called with messages for the user
-        report: Called with the merged rows of each step
-        queued: Function that returns how many more steps of this rank wait
-    """
+    "Merges the packets of all ranks in the first rank, and reports the rows of each step."
     most = 8 # steps of the first rank that may wait
     pause = .002 # seconds between two reads of the store
 
@@ -184,17 +172,7 @@ class Receiver:
 
 # %% ../../nbs/42_processes/30_whole_steps.ipynb #b9f19143
 class Sharing:
-    """Sends the rows of one rank. The first rank merges and reports the rows of all ranks. Used by one thread.
-
-    Args:
-        store: Key-value store with `set`, `get`, `check` and `delete_key`
-        rank, world: Of this process; number of ranks
-        about: Function that returns the metadata of this rank: `about` and `paths`. None: the run is gone
-        note: Called with messages for the user
-        report: Called in the first rank with the rows of the whole, once a step
-        queued: Function that returns how many more steps of this rank wait
-        kept: Object to keep alive as long as rows are shared
-    """
+    "Sends the rows of one rank. The first rank merges and reports the rows of all ranks. Used by one thread."
     def __init__(self,
         store, # Key-value store with `set`, `get`, `check` and `delete_key`
         rank:int, world:int, # Of this process; number of ranks
@@ -258,15 +236,7 @@ def notify(listeners, rows, lines=None):
 
 # %% ../../nbs/42_processes/30_whole_steps.ipynb #bbd2aca6
 class WholeSteps:
-    """Shares the rows of one rank's log. In the first rank, has its own listeners, for the rows of the whole.
-
-    Args:
-        store: Key-value store with `set`, `get`, `check` and `delete_key`
-        rank, world: Of this process; number of ranks
-        about: Function that returns the metadata of this rank: `about` and `paths`. None: the run is gone
-        note: Called with messages for the user
-        kept: Object to keep alive as long as rows are shared
-    """
+    "Shares the rows of one rank's log. In the first rank, has its own listeners, for the rows of the whole."
     def __init__(self,
         store, # Key-value store with `set`, `get`, `check` and `delete_key`
         rank:int, world:int, # Of this process; number of ranks
@@ -361,11 +331,7 @@ class WholeSteps:
     def listen(self,
         f, name=None, **kwargs # As in `Listener`
     ):
-        """Notify `f` of the rows of the whole.
-
-        Args:
-            f, name, **kwargs: As in `Listener`
-        """
+        "Notify `f` of the rows of the whole."
         listener = Listener(f, name, self.note, self.listeners.remove, **kwargs)
         self.listeners.add(listener)
         return listener

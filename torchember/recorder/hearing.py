@@ -54,7 +54,7 @@ class OtherModels:
         self.is_ours.clear()
 
     def is_caller(self,
-        state # `capture.forward.State` of the module that is called outside of any pass
+        state # `capture.module_state.ModuleState` of the module that is called outside of any pass
     ) -> bool:
         """Return True if another model makes this call.
 
@@ -111,7 +111,7 @@ class PassEvents:
 
     def begin(self,
         here, # `calls.ThreadContext` of this thread
-        state, # `capture.forward.State` of the outermost module
+        state, # `capture.module_state.ModuleState` of the outermost module
         grad # True if gradients will come
     ):
         "Begin a pass, or join the pass of another thread and continue its numbering of calls."
