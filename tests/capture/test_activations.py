@@ -1,4 +1,4 @@
-"Activations and their gradients under torch.compile: those of eager mode, without a graph break"
+"Caught activations and gradients under torch.compile: equal to eager mode, without a graph break"
 import copy
 import io
 import itertools
@@ -43,7 +43,7 @@ def batch(seed=0):
 
 
 def compiled(m, how, backend='aot_eager'):
-    "What to call, and a count of its graphs"
+    "Return the compiled model and the counter of its graphs."
     count = CompileCounterWithBackend(backend)
     if how=='whole': return torch.compile(m, backend=count, fullgraph=True), count
     for part in (m,) if how=='in place' else m.blocks: part.compile(backend=count, fullgraph=True)
@@ -55,7 +55,7 @@ def taken(*caught): return [{k: x.clone() for k,x in a.state_dict.items()} for a
 
 
 def wanted(steps=1, **kwargs):
-    "What is caught in eager mode, in the last step, and the gradients of the parameters"
+    "Return the activations of the last step in eager mode, and the gradients of the parameters."
     m = model(**kwargs)
     caught = catch(m)
     for i in range(steps): loss_of(m(batch(i))).backward()
@@ -65,16 +65,16 @@ def wanted(steps=1, **kwargs):
 def same(want, got, tol=0.):
     for a,b in zip(want, got, strict=True):
         assert list(a)==list(b) and len(a)>1
-        least = max(x.abs().max().item() for x in a.values()) # some gradients are zero but for rounding
+        least = max(x.abs().max().item() for x in a.values()) # some gradients are zero, except for rounding
         for k in a: assert torch.equal(a[k], b[k]) if not tol else torch.allclose(a[k], b[k], rtol=0, atol=tol*least), k
 
 
 # ---- how a model is compiled
 
 @pytest.mark.parametrize('backend,how,when', [*itertools.product(['aot_eager'], ['whole', 'in place', 'blocks'], ['before', 'after']),
-    *(pytest.param('inductor', *p, marks=pytest.mark.slow) for p in [('whole', 'before'), ('blocks', 'after')])]) # in place is Dynamo's matter
+    *(pytest.param('inductor', *p, marks=pytest.mark.slow) for p in [('whole', 'before'), ('blocks', 'after')])]) # in-place calls do not depend on the backend
 def test_compiled(backend, how, when):
-    "Before compiling and after: all activations and gradients, from one graph, and after `remove` the first is found again"
+    "Armed before or after compiling: one graph has all activations and gradients. After `remove` the first graph is used again"
     want,grads = wanted(blocks=blocks_of(how), kind=of(backend))
     m = model(blocks_of(how), of(backend))
     caught = catch(m) if when=='before' else ()
@@ -95,7 +95,7 @@ def test_compiled(backend, how, when):
 
 
 def test_blocks_share_a_graph():
-    "As without"
+    "As many graphs as an unarmed model"
     m = model(12)
     caught = catch(m)
     f,count = compiled(m, 'blocks')
@@ -105,7 +105,7 @@ def test_blocks_share_a_graph():
 
 
 def test_twelve_kinds_of_blocks():
-    "Dynamo gives up after eight graphs of one code: each kind has a code of its own"
+    "Dynamo gives up after eight graphs of one code object, so each kind of block has its own"
     def kind(i):
         def forward(self, x): return self.l(x).tanh()
         forward.__code__ = forward.__code__.replace(co_firstlineno=i+1)
@@ -144,7 +144,7 @@ def test_a_schedule_of_modes():
     ('aot_eager', 'blocks', 'ember first', 'activations'), ('aot_eager', 'blocks', 'ember last', 'ember'),
     *(pytest.param('inductor', *p, marks=pytest.mark.slow) for p in [('whole', 'ember first', 'activations'), ('blocks', 'ember last', 'ember')])])
 def test_beside_an_ember(backend, how, order, leaves):
-    "Each sees what it sees alone, and either may go first"
+    "Each catches the same as alone, and either may be removed first"
     want,_ = wanted(3, blocks=blocks_of(how), kind=of(backend))
     alone = model(blocks_of(how), of(backend))
     te = torchEmber(alone, ttypes=ALL)
@@ -192,7 +192,7 @@ def test_an_ember_and_blocks_share_a_graph():
 
 @pytest.mark.parametrize('how', ['whole', 'blocks'])
 def test_calls_and_checkpointing(how):
-    "A block that is called three times and computed again in the backward: each call once"
+    "A block is called three times and recomputed in the backward: each call is caught once"
     kwargs = dict(blocks=1, loops=3, checkpoint=False)
     want,_ = wanted(**kwargs)
     assert 'blocks.0.up@2' in want[0] and 'blocks.0.up@2' in want[1]
@@ -205,7 +205,7 @@ def test_calls_and_checkpointing(how):
 
 
 def test_memory_that_is_used_again():
-    "Inductor puts one tensor after another into a buffer: what was caught keeps its values, without clone=True"
+    "Inductor reuses buffers: caught tensors keep their values, without clone=True"
     class Deep(nn.Module):
         def __init__(self): super().__init__(); self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
         def forward(self, x):
@@ -224,7 +224,7 @@ def test_memory_that_is_used_again():
 
 
 def test_passes_and_backwards_in_any_order():
-    "What is shown is what came last, as in eager mode"
+    "The last values are shown, as in eager mode"
     def last(how):
         m = model()
         f,_ = compiled(m, how) if how else (m, None)
@@ -243,7 +243,7 @@ def test_passes_and_backwards_in_any_order():
 
 @pytest.mark.slow
 def test_compiled_autograd():
-    "A backward that is compiled after an eager pass, or after a compiled one"
+    "The backward is compiled, after an eager or a compiled pass"
     from torch._dynamo.compiled_autograd import _enable
     class Small(nn.Sequential):
         def forward(self, x): return super().forward(x)
@@ -290,7 +290,7 @@ class Static(nn.Module):
 
 @pytest.mark.parametrize('armed', [False, True])
 def test_copies(armed):
-    "A copy made while activations are caught is the plain model, and what it returns is nobody's"
+    "A copy of an armed model is the plain model, and its outputs are not caught"
     m = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     te = torchEmber(m) if armed else None
     acts = from_activation(m)
@@ -309,7 +309,7 @@ def test_copies(armed):
 
 @pytest.mark.parametrize('armed', ['no', 'before', 'after'])
 def test_a_forward_of_the_instance(armed):
-    "Its own forward, a static one, one written in C: results, names and signature are as they were, and it is given back"
+    "A forward on the instance, static or written in C: results, names and signature stay, and it is restored"
     import inspect
     class Builtin(nn.Module): forward = torch.relu
     own,method = Instance(),Instance()
@@ -334,14 +334,14 @@ def test_a_forward_of_the_instance(armed):
 
 
 def test_tracing_and_export():
-    "An exported or traced program has none of us"
+    "An exported or traced program has no operator of ours"
     m,x = nn.Sequential(nn.Linear(2, 2), nn.ReLU()).eval(),torch.ones(1, 2)
     makers = (lambda: torch.export.export(m, (x,)).module().code, lambda: torch.fx.symbolic_trace(m).code, lambda: torch.jit.trace(m, x).code)
     want = [f() for f in makers]
     with from_activation(m): assert [f() for f in makers]==want
 
 
-def test_a_model_that_is_let_go_of():
+def test_a_dropped_model_is_freed():
     import gc
     import weakref
     m = nn.Sequential(nn.Linear(2, 2))

@@ -1,4 +1,4 @@
-"Every case of the table in the docs"
+"Each case of the table of armed models in the reference"
 import pytest
 from armed import cases
 

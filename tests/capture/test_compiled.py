@@ -1,4 +1,4 @@
-"Armed models under torch.compile: the same rows as in eager, from as many graphs as unarmed"
+"Armed models under torch.compile: the same rows as in eager mode, and as many graphs as unarmed"
 import copy
 import io
 import itertools
@@ -37,7 +37,7 @@ def from_scratch():
     torch._dynamo.reset()
 
 
-class Mlp(nn.Sequential): # Dynamo compiles no forward of torch's own by itself
+class Mlp(nn.Sequential): # Dynamo does not compile a forward of torch itself
     def forward(self, x): return super().forward(x)
 
 
@@ -47,7 +47,7 @@ def mlp():
 
 
 def twelve():
-    "Blocks of one kind"
+    "A model of equal blocks."
     net = nn.Sequential(*(Mlp(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 4)) for _ in range(12)))
     net.blocks = list(net)
     return net
@@ -57,7 +57,7 @@ def mlp_and_input(): return mlp(), (torch.randn(5, 4),), {}
 
 
 def run(f, te, *inputs):
-    "Forward and backward for each input; its rows"
+    "Train on each input. Return the rows."
     for i in inputs:
         f(i).square().sum().backward()
         te.step()
@@ -68,7 +68,7 @@ def run(f, te, *inputs):
 
 @pytest.mark.parametrize('backend', BACKENDS)
 def test_whole(backend):
-    "Inductor compiles each kernel for a second, so that there it is a model of few"
+    "Inductor takes a second for each kernel, so its model is small"
     make,options = (GPT, OPTIONS) if backend!='inductor' else (Few, dict(ttypes=ALL))
     got = train(make, ids, 'whole', backend, **options)
     want = eager() if backend!='inductor' else train(make, ids, **options)
@@ -77,7 +77,7 @@ def test_whole(backend):
 
 
 def test_block_by_block():
-    "All blocks share one graph, as they do unarmed: they are more than Dynamo compiles one code"
+    "All blocks share one graph, as unarmed. There are more blocks than graphs of one code object that Dynamo allows"
     got = train(lambda: GPT(12), ids, 'blocks', **OPTIONS)
     assert got.graphs==bare(12, 'blocks')==1
     same_training(eager(12), got)
@@ -92,7 +92,7 @@ def test_blocks_under_inductor():
 
 @pytest.mark.slow
 def test_reduce_overhead():
-    "On a CPU there are no CUDA graphs to record; on a GPU our operators keep a graph out of them, for their key is on the CPU"
+    "A CPU has no CUDA graphs. On a GPU our operators prevent them, since their key is on the CPU"
     model,x,kinds = mlp(),torch.randn(5, 4),('input', 'output', 'weight', 'output_grad', 'input_grad')
     rows = []
     for f in (model, torch.compile(model, mode='reduce-overhead', fullgraph=True)):
@@ -105,7 +105,7 @@ def test_reduce_overhead():
 @pytest.mark.slow
 @pytest.mark.parametrize('how,times', [('whole', 3), ('blocks', 10)])
 def test_a_looped_block(how, times):
-    "Also more often than Dynamo compiles one code"
+    "Also more often than Dynamo compiles one code object"
     got = train(lambda: GPT(1, times), ids, how, **OPTIONS)
     assert got.graphs==bare(1, how, loops=times)==1
     assert {r['call'] for r in got.rows if 'blocks' in r['module'] and r['ttype']!='weight' and r['ttype']!='weight_grad'}==set(range(times))
@@ -116,7 +116,7 @@ def test_a_looped_block(how, times):
 @pytest.mark.parametrize('how', ['whole', 'blocks'])
 @pytest.mark.parametrize('reentrant', [False, True])
 def test_checkpointing(how, reentrant):
-    "What is computed a second time inside backward is not recorded a second time, and finds the same graph"
+    "A recomputation inside the backward is not recorded, and uses the same graph"
     blocks = 2 if how=='blocks' else 1 # these share a graph
     got = train(lambda: GPT(blocks, 1, reentrant), ids, how, **OPTIONS)
     assert got.graphs==bare(blocks, how, checkpoint=reentrant)
@@ -159,7 +159,7 @@ def test_a_whole_training_step():
 
 
 def test_a_memory_budget_for_activations():
-    "What the compiler decides to compute again is not seen twice"
+    "Tensors that the compiler decides to recompute are recorded once"
     import torch._functorch.config as config
     with config.patch(activation_memory_budget=.3): got = train(lambda: GPT(1), ids, 'whole', **OPTIONS)
     same_training(eager(1), got)
@@ -168,7 +168,7 @@ def test_a_memory_budget_for_activations():
 # ---- torches of other insides
 
 def other_insides(which):
-    "What Inductor's lowering might be in another torch"
+    "Lowering of Inductor as another version of torch might have it."
     from torch._inductor import lowering as real
     if which=='nothing': return None
     if which=='another module': return SimpleNamespace()
@@ -178,7 +178,7 @@ def other_insides(which):
 
 @pytest.mark.parametrize('which', ['nothing', 'another module', 'no fallback', 'no notes'])
 def test_lowering_where_torch_has_changed(which, monkeypatch):
-    "The model compiles whatever Inductor looks like inside, and no row is lost"
+    "The model compiles whatever the private names of Inductor are, and no row is lost"
     from torch._inductor import lowering as real
 
     from torchember.capture import private_torch as ours
@@ -187,7 +187,7 @@ def test_lowering_where_torch_has_changed(which, monkeypatch):
     monkeypatch.setattr(ours, 'sys', SimpleNamespace(modules={'torch._inductor.lowering': other_insides(which)}, _getframe=sys._getframe))
     monkeypatch.setattr(ours, 'missing', {})
     got = train(mlp_and_input, None, 'whole', 'inductor', ttypes=ALL)
-    if ours.hooks_in_graphs: assert any('_inductor' in k for k in ours.missing)==(which!='nothing') # before, tokens do without our lowering
+    if ours.hooks_in_graphs: assert any('_inductor' in k for k in ours.missing)==(which!='nothing') # older versions of torch need no lowering of ours
     monkeypatch.undo()
     want = train(mlp_and_input, None, ttypes=ALL)
     assert got.graphs==1 and Counter(places(got.rows))==Counter(places(want.rows))
@@ -197,12 +197,12 @@ def test_lowering_where_torch_has_changed(which, monkeypatch):
 @needs_hooks
 def test_operators_where_torch_has_no_effects(monkeypatch):
     "An operator stays in the graph, and is called"
-    from torchember.capture.compiled import effect, new_key
+    from torchember.capture.compiled import define_operator, new_key
     import torch._higher_order_ops.effects as effects
     monkeypatch.delattr(torch.library, '_register_effectful_op', raising=False)
     monkeypatch.delattr(effects, '_register_effectful_op')
     heard = []
-    op = effect('without_effects', ', str what', lambda holder, xs, what: heard.append((what, xs[0].sum().item())))
+    op = define_operator('without_effects', ', str what', lambda holder, xs, what: heard.append((what, xs[0].sum().item())))
     key = new_key(holder := type('Holder', (), {})())
     def f(x):
         op([x.detach()], key, 'in')
@@ -217,8 +217,8 @@ def test_operators_where_torch_has_no_effects(monkeypatch):
 
 
 @pytest.mark.parametrize('grad', [False, pytest.param(True, marks=needs_hooks)])
-def test_inductor_captures_no_graph_of_what_we_are_in(tmp_path, grad):
-    "As it says itself: under mode='reduce-overhead' a graph would run no Python, and our memory would be the graph's"
+def test_inductor_captures_no_cuda_graph_with_our_operators(tmp_path, grad):
+    "Under mode='reduce-overhead' a CUDA graph would run no Python, and would own our memory. Inductor's own check tells"
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor import lowering # noqa: F401
     from torch._inductor.utils import is_cudagraph_unsafe_fx_node
@@ -236,7 +236,7 @@ def test_inductor_captures_no_graph_of_what_we_are_in(tmp_path, grad):
 # ---- compiled autograd
 
 def backward_compiled(model, te, forward, around, backend):
-    "Three steps, whose backwards are compiled together with the hooks in them, and how many graphs these took"
+    "Train three steps with compiled backwards, hooks included. Return the rows and the number of graphs."
     from torch._dynamo.compiled_autograd import _enable
     f = compiled(model, backend, fullgraph=True) if forward=='compiled' else model
     opt,count = torch.optim.SGD(model.parameters(), .1),CompileCounterWithBackend(backend)
@@ -260,7 +260,7 @@ def backward_compiled(model, te, forward, around, backend):
     ('aot_eager', 'compiled', 'the backward'), *(pytest.param('inductor', *p, marks=[pytest.mark.slow, pytest.mark.release])
     for p in itertools.product(('eager', 'compiled'), ('all', 'the backward')))])
 def test_compiled_autograd(backend, forward, around):
-    "Under fullgraph, from as many graphs as unarmed: the gradients of a plain run, and training as unarmed, to the bit"
+    "Under fullgraph: as many graphs as unarmed, equal gradients, and bit-identical training"
     def make(): return nn.Sequential(mlp(), nn.Tanh())
     want,got,bare = make(),make(),make()
     te = torchEmber(want, ttypes=ALL)
@@ -277,7 +277,7 @@ def test_compiled_autograd(backend, forward, around):
 
 
 def test_compiled_autograd_by_config():
-    "A backward that is called in compiled code, as torch's tutorial has it; of three calls each gradient is that of its call"
+    "The backward runs in compiled code, as in torch's tutorial. Each of three calls gets its own gradient"
     class Loop(nn.Module):
         def __init__(self): super().__init__(); self.l = nn.Linear(3, 3)
         def forward(self, x):
@@ -303,7 +303,7 @@ def test_compiled_autograd_by_config():
 
 @pytest.mark.parametrize('root', ['compiled', 'eager'])
 def test_armed_after_compiling(root):
-    "The guards notice: one more graph, and after disarm the first is found again"
+    "Guards notice the arming: one more graph. After disarm the first graph is used again"
     model,count,x = mlp(),CompileCounterWithBackend('aot_eager'),torch.randn(5, 4)
     want = run(m := mlp(), torchEmber(m, ttypes=ALL), x, x)
     f = compiled(model, count, fullgraph=True)
@@ -361,7 +361,7 @@ def test_modes(mode):
 
 
 def test_one_model_in_all_modes():
-    "Training, evaluation and inference in turn: a graph for each, as unarmed"
+    "Training, evaluation and inference in turn: one graph each, as unarmed"
     def go(model, f, te):
         for _ in range(2):
             for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
@@ -412,7 +412,7 @@ def test_autocast():
 
 
 class Views(nn.Module):
-    "Views that are written to, of an input and of an output, and a module that gives its input back"
+    "In-place writes to views of an input and of an output, and a module that returns its input."
     def __init__(self): super().__init__(); self.a,self.b,self.same,self.act = nn.Linear(4, 6),nn.Linear(3, 3),nn.Identity(),nn.ReLU(inplace=True)
     def forward(self, x):
         y = self.same(self.a(x))
@@ -433,7 +433,7 @@ def test_in_place_and_views(backend):
 
 
 def test_two_passes_before_a_backward():
-    "As siamese nets and GANs do; the second pass is a step of its own"
+    "As in siamese nets and GANs. The second pass is a step of its own"
     def go(f, te):
         torch.manual_seed(1)
         a,b = torch.randn(3, 4),torch.randn(3, 4)
@@ -456,7 +456,7 @@ def test_two_passes_before_a_backward():
 
 @needs_hooks
 def test_a_gradient_finds_its_call():
-    "Of three calls the second has no gradient: those of the others keep their numbers"
+    "The second of three calls has no gradient: the other gradients keep the numbers of their calls"
     class Loop(nn.Module):
         def __init__(self): super().__init__(); self.l = nn.Linear(3, 3)
         def forward(self, x):
@@ -471,7 +471,7 @@ def test_a_gradient_finds_its_call():
 @needs_hooks
 @pytest.mark.parametrize('backend', BACKENDS)
 def test_two_calls_with_one_tensor(backend):
-    "What brings their gradients has the same arguments, and stays two operators"
+    "The operators that report their gradients have equal arguments, and stay apart"
     class Twice(nn.Module):
         def __init__(self): super().__init__(); self.l,self.head = nn.Linear(3, 3),nn.Linear(3, 2)
         def forward(self, x):
@@ -490,14 +490,14 @@ def test_two_threads():
     with torch.no_grad():
         f(xs[0, 0])
         te.step()
-        def go(k): # grad mode is a thread's own
+        def go(k): # each thread has its own grad mode
             with torch.no_grad(): [f(x) for x in xs[k]]
         threads = [threading.Thread(target=go, args=(k,)) for k in range(2)]
         [t.start() for t in threads]
         [t.join() for t in threads]
         te.step()
         want = mlp()(xs.flatten(0, 2)).double().mean().item()
-    got = [r for r in plain(te) if r['module']=='model(Mlp)' and r['step']] # calls of one number in several passes of a step are merged
+    got = [r for r in plain(te) if r['module']=='model(Mlp)' and r['step']] # equal calls in several passes of a step are merged
     assert count.frame_count==1 and sum(r['numel'] for r in got)==240
     assert sum(r['numel']*r['mean'] for r in got)/240==pytest.approx(want, rel=1e-5)
     te.close()
@@ -507,7 +507,7 @@ def test_two_threads():
 
 @pytest.mark.parametrize('how', ['deepcopy', 'pickle', 'save'])
 def test_copies(how):
-    "A copy of a compiled and armed model is neither: its own weights, no rows"
+    "A copy of a compiled and armed model is neither compiled nor armed: it has its own weights, and no rows"
     model = mlp()
     te = torchEmber(model)
     f = compiled(model, 'aot_eager', fullgraph=True)
@@ -534,7 +534,7 @@ def test_copies(how):
 @pytest.mark.slow
 @pytest.mark.parametrize('how,ends', [('whole', 'by itself'), ('whole', 'optimizer'), ('blocks', 'by itself'), ('blocks', 'te.step')])
 def test_schedules(how, ends):
-    "One more graph for the steps that are not recorded, once"
+    "The steps that are not recorded use one more graph"
     torch.manual_seed(0)
     model,count = GPT(2 if how=='blocks' else 1),CompileCounterWithBackend('aot_eager')
     opt = torch.optim.SGD(model.parameters(), .01)
@@ -560,7 +560,7 @@ def test_schedules(how, ends):
 @needs_hooks
 @pytest.mark.parametrize('backend', ['eager', 'aot_eager'])
 def test_custom_statistics(backend):
-    "Any Python, in its place in the order, under fullgraph; one that raises gives a row that says so"
+    "Any Python function works under fullgraph, in order. A function that raises gives a row with the error"
     def go(f, te):
         @te.how_record('output', 'output_grad')
         def own(t): return {'n': t.numel(), 'first': t.flatten()[:3].tolist(), 'rows': [r.sum() for r in t], 'kind': 'wide' if t.shape[-1]>2 else 'narrow'}
@@ -579,7 +579,7 @@ def test_custom_statistics(backend):
     got = go(f, te)
     assert count.frame_count==1 and sum('error' in r for r in got)==4 and [r for r in got if 'rows' in r]
     same_rows(want, got)
-    te.how_record_out(lambda t: {'other': 1}) # may change at any time, and needs no new graph
+    te.how_record_out(lambda t: {'other': 1}) # changed at any time, without a new graph
     f(torch.randn(3, 4))
     assert count.frame_count==1 and te.t.lines()[-1]['other']==1
     te.close()
@@ -611,7 +611,7 @@ def test_probe_and_watch_tensor():
 
 
 def test_some_modules():
-    "include leaves the others out of the graph altogether"
+    "With `include` the graph has no operators of other modules"
     want,got = (train(GPT, ids, how, include='blocks.*.act', ttypes=ALL) for how in ('eager', 'whole'))
     assert got.graphs==1 and {r['module'].split('.')[-1] for r in got.rows}=={'act(GELU)'}
     same_training(want, got)
@@ -620,7 +620,7 @@ def test_some_modules():
 @needs_hooks
 @pytest.mark.parametrize('backend', BACKENDS)
 def test_leaves_keep_no_hooks(backend):
-    "An input that is optimised itself, and a parameter that another module takes in: one gradient a step, however many steps"
+    "An input that is trained, and a parameter that is an input of another module: one gradient in each step"
     def make():
         m = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 2)), nn.Softplus())
         return m, (torch.randn(3, 4, requires_grad=True),), {}
@@ -631,7 +631,7 @@ def test_leaves_keep_no_hooks(backend):
 
 @pytest.mark.slow
 def test_twelve_kinds_of_blocks():
-    "Dynamo gives up after eight graphs of one code: each kind has a code of its own, as unarmed"
+    "Dynamo gives up after eight graphs of one code object: each kind of block has its own, as unarmed"
     def kind(i):
         def forward(self, x): return self.l(x).tanh()
         forward.__code__ = forward.__code__.replace(co_firstlineno=i+1)
@@ -666,7 +666,7 @@ def gradient_of_each_sample(model):
 
 
 def vmapped(wrap, backend, ttypes):
-    "Two steps of a function of an armed model: what it returns, and its rows"
+    "Run a function of an armed model in two steps. Return its results and the rows."
     torch._dynamo.reset()
     torch.manual_seed(0)
     model,x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)),torch.randn(3, 4)
@@ -684,7 +684,7 @@ def vmapped(wrap, backend, ttypes):
 @pytest.mark.parametrize('wrap,backend', [*((w, b) for w in (over_samples, over_columns, nested, beside_a_plain_tensor) for b in ('eager', 'aot_eager')),
     pytest.param(over_samples, 'inductor', marks=pytest.mark.slow)])
 def test_vmap_of_an_armed_model(wrap, backend):
-    "Rows are those of eager mode: of all samples together"
+    "Rows are equal to eager mode: they measure all samples together"
     (a,want),(b,got) = vmapped(wrap, None, ALL),vmapped(wrap, backend, ALL)
     assert torch.allclose(a, b, rtol=1e-5)
     same_rows(want, got, TOL[backend] or 1e-6)
@@ -714,7 +714,7 @@ def test_a_probe_inside_vmap():
 # ---- several passes before te.step()
 
 def accumulated(how, order, kind=twelve, steps=2, passes=2, backend='aot_eager'):
-    "Steps of several passes, which only `te.step()` ends; `order`: when the backwards run"
+    "Train steps of several passes that only `te.step()` ends. `order`: when the backwards run."
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Sequential(*list(kind())[:2])
@@ -739,7 +739,7 @@ def accumulated(how, order, kind=twelve, steps=2, passes=2, backend='aot_eager')
 @pytest.mark.parametrize('how', ['whole', 'blocks'])
 @pytest.mark.parametrize('order', ['each', 'sum', 'after'])
 def test_passes_before_the_first_te_step(how, order):
-    "In the first step, too, gradients of all passes are merged as in eager mode; the second step has the same rows as the first"
+    "Gradients of all passes are merged as in eager mode, also in the first step. The second step has equal rows"
     want,got = accumulated('eager', order),accumulated(how, order)
     same_rows(want, got)
     of = [[(r['module'], r['ttype'], r['tname'], r['call'], r.get('shape'), r.get('numel')) for r in got if r['step']==i] for i in range(2)]
@@ -747,7 +747,7 @@ def test_passes_before_the_first_te_step(how, order):
 
 
 def test_the_gradient_of_an_input_in_a_pass_before_the_first_te_step():
-    "The input is a leaf: its hook stays until the step is over. The row has both passes"
+    "The input is a leaf: its hook stays until the end of the step. The row merges both passes"
     model = nn.Linear(3, 2)
     with torchEmber(model, ttypes=('input_grad',), stats='full') as te:
         for _ in range(2):

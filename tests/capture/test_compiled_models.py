@@ -1,4 +1,4 @@
-"Whole models under torch.compile: every number is eager's"
+"Whole models under torch.compile: all numbers equal eager mode"
 import pytest
 import torch
 from compared import ALL, FORWARD, ids, same_training, train
@@ -15,7 +15,7 @@ def alexnet():
 
 
 def shallow(make):
-    "One layer where there are two alike, which gpt2 and compared.GPT have: half to compile"
+    "Return the model with one of its two equal layers, to compile faster."
     def made():
         m,args,kwargs = make()
         for part in m.modules():
@@ -26,7 +26,7 @@ def shallow(make):
 
 
 def language(name, loss=False):
-    "Without a cache, which training does not need"
+    "Run the model without a cache, which training does not need."
     def make():
         m,args,kwargs = zoo[name]()
         if not loss: kwargs.pop('labels')
@@ -45,7 +45,7 @@ class Tagger(nn.Module):
 
 
 class Cells(nn.Module):
-    "A recurrent network that compiles"
+    "A recurrent network that can be compiled."
     def __init__(self): super().__init__(); self.cell,self.head = nn.LSTMCell(8, 6),nn.Linear(6, 2)
 
     def forward(self, x):
@@ -55,7 +55,7 @@ class Cells(nn.Module):
 
 
 class Branches(nn.Module):
-    "Two layers that do not wait for each other, beside one that is gone round, as in a residual block"
+    "Two independent layers, and one with a residual connection."
     def __init__(self): super().__init__(); self.a,self.b,self.head = nn.Linear(4, 4),nn.Linear(4, 4),nn.Linear(4, 2)
 
     def forward(self, x): return self.head(x+self.a(x)*self.b(x).tanh())
@@ -87,7 +87,7 @@ marks = {'alexnet': pytest.mark.slow, 'llama': pytest.mark.slow, 'bert': pytest.
 
 @pytest.mark.parametrize('name', [pytest.param(n, marks=marks.get(n, ())) for n in whole])
 def test_in_one_graph(name):
-    "Under fullgraph: rows of all types, losses, gradients and the order of events as in eager; and training as unarmed, to the bit"
+    "Under fullgraph: rows of all types, losses, gradients and order of events as in eager mode, and bit-identical training"
     want,bare = trained(whole[name], 'eager', ttypes=ALL),trained(whole[name], 'whole', armed=False)
     got = trained(whole[name], 'whole', ttypes=ALL)
     assert got.graphs==bare.graphs==1 and same_bits(bare, got)
@@ -100,7 +100,7 @@ graphs = {'tagger': tagger, 'routed': zoo['routed'], 'gpt2 with its loss': shall
 @pytest.mark.slow
 @pytest.mark.parametrize('name', [pytest.param(n, marks=[pytest.mark.slow, pytest.mark.release]*n.startswith('gpt2')) for n in graphs])
 def test_in_several(name):
-    "A model that breaks its own graph: the same rows, from two graphs more, as a frame of ours is split where the user's is"
+    "A model with graph breaks: the same rows. It takes two more graphs, since our frame is split where the user's is"
     make = graphs[name]
     want,bare,got = trained(make, 'eager', ttypes=ALL),trained(make, 'whole', armed=False, fullgraph=False),trained(make, 'whole', fullgraph=False, ttypes=ALL)
     assert got.graphs<=bare.graphs+2

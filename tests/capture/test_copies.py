@@ -1,4 +1,4 @@
-"Whoever copies a module, by whatever way, gets one that is not armed and computes with its own weights"
+"Each way to copy an armed module gives an unarmed one with its own weights"
 import copy
 import pickle
 
@@ -20,7 +20,7 @@ class Net(nn.Module):
 
 
 def by_attribute(m):
-    "As `higher` makes a module functional: an object of another class, which gets each attribute by `setattr`"
+    "Copy each attribute with `setattr` to an object of another class, as `higher` does."
     new = nn.Module.__new__(type(type(m).__name__, (type(m),), {}))
     nn.Module.__init__(new)
     for k,v in m.__dict__.items():
@@ -29,7 +29,7 @@ def by_attribute(m):
 
 
 def by_dict(m):
-    "As learn2learn clones a module"
+    "Clone a module as learn2learn does."
     new = m.__new__(type(m))
     new.__dict__ = m.__dict__.copy()
     return new
@@ -57,7 +57,7 @@ ways = {f.__name__: f for f in (by_attribute, by_dict, by_update, by_words, by_s
 
 
 def cloned(m, way, factor=2.):
-    "A copy of the tree whose weights are `factor` times as large"
+    "Return a copy of the module with all weights times `factor`."
     new = way(m)
     for k in ('_parameters', '_buffers', '_modules'): new.__dict__[k] = {}
     for n,p in m._parameters.items(): new._parameters[n] = None if p is None else nn.Parameter(p.detach()*factor)
@@ -92,7 +92,7 @@ def test_a_copy_is_not_armed(way, who):
 
 
 def test_a_compiled_copy():
-    "The compiler finds the copy's own forward, too, and the original's rows are as many as its calls"
+    "The compiler finds the forward of the copy, and the original has one row for each of its calls"
     torch.manual_seed(0)
     model,x = Net(),torch.ones(2, 4)
     want = cloned(model, by_attribute)(x)
@@ -114,8 +114,8 @@ def test_a_functional_call():
     assert out.item()==7 and [(r['step'], r['call'], r['mean']) for r in te.t.lines()]==[(0, 0, 7)]
 
 
-def test_what_goes_through_an_armed_module_sees_it_unarmed():
-    "Iteration, length, comparison, repr, pickle and deepcopy of the dict itself; by its name each key of ours is there"
+def test_iteration_over_an_armed_module_shows_it_unarmed():
+    "Iteration, length, comparison, repr, pickle and deepcopy show the module's own dict. Installed keys are found by name"
     model = nn.Linear(2, 1)
     mine = model.__dict__
     was = dict(mine)
@@ -141,7 +141,7 @@ def test_attributes_come_and_go_while_armed():
 
 
 def test_a_forward_of_the_instance():
-    "One that was set before is what copies get, and what is there afterwards; one that is set meanwhile stays"
+    "A forward that was set before arming is copied and restored. A forward that is set while armed stays"
     model,x = nn.Linear(2, 1),torch.ones(1, 2)
     def former(x): return x*10
     model.forward = former
@@ -159,8 +159,8 @@ def test_a_forward_of_the_instance():
     assert vars(model)['forward'] is theirs and [k for k in vars(model) if 'torchember' in k]==[]
 
 
-def test_what_was_taken_out_is_put_back():
-    "Some keep what is in a module's dict and put it back, as `te.plan` does: the module stays armed"
+def test_a_restored_dict_stays_armed():
+    "Some programs save a module's dict and restore it, as `te.plan` does: the module stays armed"
     model,x = nn.Linear(2, 1),torch.ones(1, 2)
     model.forward = former = lambda x: x*10
     for put in (lambda d, kept: d.update(kept), lambda d, kept: (d.clear(), d.update(kept))):
@@ -176,7 +176,7 @@ def test_what_was_taken_out_is_put_back():
 
 
 def test_another_dict():
-    "Somebody gives the armed module another dict: it is not armed any more, and disarming takes nothing from it"
+    "If the user sets another `__dict__`, the module is no longer armed, and disarming removes nothing"
     model,x = nn.Linear(2, 1),torch.ones(1, 2)
     te = torchEmber(model, ttypes='output')
     model.__dict__ = other = vars(model).copy()

@@ -1,4 +1,4 @@
-"A patched forward computes what it did: wrapped by others, given what nobody can look through, in any mode, called by a statistic"
+"A patched forward computes the same as before: wrapped, with unusual arguments, in any mode, called by a statistic"
 import warnings
 
 import pytest
@@ -10,7 +10,7 @@ from torchember import Monitor, from_activation, torchEmber
 
 
 def test_wrapped_while_armed_and_armed_again():
-    "Somebody wraps the forward (as accelerate does) and the cell is run again: no recursion, one row a call, and all comes off"
+    "The forward is wrapped (as by accelerate) and armed again: no recursion, one row for each call, and all is restored"
     m = nn.Linear(4, 2)
     te = torchEmber(m)
     old = m.forward
@@ -31,7 +31,7 @@ def test_wrapped_while_armed_and_armed_again():
     assert not hasattr(nn.Linear(1, 1).forward, '__wrapped__')
 
 
-def test_nested_tensors_are_passed_over():
+def test_nested_tensors_are_skipped():
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2, enable_nested_tensor=True).eval()
     inp,mask = torch.randn(2, 5, 16),torch.tensor([[False]*5, [False]*3+[True]*2])
     with warnings.catch_warnings(), torch.no_grad():
@@ -41,7 +41,7 @@ def test_nested_tensors_are_passed_over():
     assert torch.equal(want, got) and te.t.lines()
 
 
-def test_arguments_that_cannot_be_looked_through():
+def test_arguments_that_cannot_be_searched():
     class Lazy(dict):
         def items(self): raise RuntimeError('not loaded')
     class Takes(nn.Module):
@@ -86,8 +86,8 @@ def test_a_statistic_that_writes():
 @pytest.mark.parametrize('arm,stop', [(torchEmber, lambda a: a.disarm()), (from_activation, lambda a: a.remove()),
     (lambda m: Monitor(m, {'0': ['InputMean']}), lambda a: a.close())], ids=['ember', 'activations', 'monitor'])
 @pytest.mark.filterwarnings('ignore::DeprecationWarning')
-def test_scripting_an_armed_model_gives_one_sentence(arm, stop):
-    "The error says what happened and what to do, and leaves nothing behind: the model can be scripted afterwards"
+def test_scripting_an_armed_model_gives_a_clear_error(arm, stop):
+    "The error says what happened and what to do. The model can be scripted after disarming"
     class Own(nn.Module):
         def __init__(self): super().__init__(); self.l = nn.Linear(4, 2)
         def forward(self, x): return self.l(x)

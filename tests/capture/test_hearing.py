@@ -1,4 +1,4 @@
-"Several who hear one model, in any order of coming and going, eager and compiled: each is told what it is told alone, and the model is given back"
+"Several listeners of one model, eager and compiled, armed and disarmed in any order: each gets the same events as alone, and the model is restored"
 import threading
 import types
 from functools import cache
@@ -21,7 +21,7 @@ graphs_bring_gradients = pytest.mark.skipif(not private_torch.hooks_in_graphs, r
 
 
 class Block(nn.Module):
-    "Returns more than one tensor, and is given one by name"
+    "A block with several outputs, and a keyword argument."
     def __init__(self): super().__init__(); self.l,self.t = nn.Linear(3, 3),nn.Tanh()
     def forward(self, x, *, by=None):
         y = self.t(self.l(x))
@@ -29,7 +29,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    "The first block runs twice"
+    "A model that calls its first block twice."
     def __init__(self): super().__init__(); self.blocks,self.head = nn.ModuleList([Block(), Block()]),nn.Linear(3, 2)
     def forward(self, x):
         x,_ = self.blocks[0](x)
@@ -43,7 +43,7 @@ def batch(i): return torch.randn(4, 3, generator=torch.Generator().manual_seed(i
 
 
 def run_as(how, m, backend='aot_eager'):
-    "What is to be called, and who counts graphs"
+    "Return the function to call, and the counter of its graphs."
     torch._dynamo.reset()
     count = CompileCounterWithBackend(backend)
     if how=='whole': return torch.compile(m, backend=count, fullgraph=True), count
@@ -58,7 +58,7 @@ class Ember:
     def told(self, i):
         self.te.step()
         rows = [{k:v for k,v in r.items() if k not in ('ts', 'step')} for r in self.te.t.lines() if r['step']==self.te.recorder.step-1]
-        return sorted(rows, key=lambda r: [str(r.get(k)) for k in ('module', 'ttype', 'tname', 'call')]) # gradients of compiled code come in another order
+        return sorted(rows, key=lambda r: [str(r.get(k)) for k in ('module', 'ttype', 'tname', 'call')]) # compiled code reports gradients in another order
     def go(self): self.te.close()
 
 
@@ -77,7 +77,7 @@ class Watch:
 
 
 class Ear(Listener):
-    "All that is told, with values; it may want less"
+    "A listener that writes down all events with values. It may want less."
     exclusive = False
     def __init__(self, m, *paths, **wants):
         self.heard,self.depth,self.wants = [],0,Wants(**wants)
@@ -113,7 +113,7 @@ def step(f, m, i):
 
 @cache
 def alone(kind, how):
-    "What one is told who hears the model alone, of each batch"
+    "Return the events of a single listener, for each batch."
     m = model()
     f,_ = run_as(how, m)
     who = WHO[kind](m)
@@ -124,15 +124,15 @@ def alone(kind, how):
 
 PAIRS = [(a, b) for a in WHO for b in WHO if (a!='ember' or b!='ember') and not {a, b}<={'everything', 'outputs', 'passes'}]
 few = [('ember', 'their gradients'), ('their gradients', 'ember'), ('monitor', 'activations'), ('their gradients', 'their gradients'), ('passes', 'everything')]
-also = [pytest.mark.slow, pytest.mark.release] # a pair that is right in eager, in one graph, and in the blocks of another pair
+also = [pytest.mark.slow, pytest.mark.release] # this pair is tested in eager mode and in one graph; other pairs are tested in blocks
 compiled = [pytest.param(how, *p, marks=also[:(i>1) if how=='whole' else 1+(i>2)]) for how in ('whole', 'blocks') for i,p in enumerate(few)]
 
 
 @pytest.mark.filterwarnings('ignore')
 @pytest.mark.parametrize(('how', 'a', 'b'), [*(('eager', a, b) for a,b in PAIRS), *compiled])
 @torch._dynamo.config.patch(**{'recompile_limit' if hasattr(torch._dynamo.config, 'recompile_limit') else 'cache_size_limit': 64})
-def test_each_is_told_what_it_is_told_alone(how, a, b):
-    "One comes, another, the first goes, comes again, the other goes: whole rows, in each pass, and the training is the same to the last bit"
+def test_each_listener_gets_the_same_events_as_alone(how, a, b):
+    "Listeners are armed and disarmed in turns: rows are complete in each pass, and training is bit-identical"
     if how!='eager' and not private_torch.hooks_in_graphs and {a, b} & {*gradients}: pytest.skip('this torch has no hooks in compiled code')
     want = {k: alone(k, how) for k in (a, b)}
     m,bare = model(),model()
@@ -145,7 +145,7 @@ def test_each_is_told_what_it_is_told_alone(how, a, b):
         else: here.pop(who)[1].go()
         assert step(f, m, i)==step(bare, bare, i)
         for kind,w in here.values(): assert w.told(i)==want[kind][i], (kind, i)
-    assert count.frame_count<=4*(1 if how=='whole' else 3) # as many as there are different things that are wanted
+    assert count.frame_count<=4*(1 if how=='whole' else 3) # one for each combination of wanted tensors
     ours = {'_compiled_call_impl', '_is_torch_compile', '_compile_kwargs'}
     for n,o in m.named_modules():
         assert type(o.__dict__) is dict and {k:v for k,v in o.__dict__.items() if k not in ours}=={k:v for k,v in before[n].items() if k not in ours}, n
@@ -154,7 +154,7 @@ def test_each_is_told_what_it_is_told_alone(how, a, b):
 @pytest.mark.slow
 @graphs_bring_gradients
 @pytest.mark.parametrize('how', ['whole', 'blocks'])
-def test_a_graph_is_made_for_what_is_wanted_and_not_for_who_wants_it(how):
+def test_a_graph_depends_on_wanted_tensors_and_not_on_listeners(how):
     m,n = model(),[]
     f,count = run_as(how, m)
     def go(): step(f, m, 0); n.append(count.frame_count)
@@ -169,8 +169,8 @@ def test_a_graph_is_made_for_what_is_wanted_and_not_for_who_wants_it(how):
     acts.remove(); te.close()
     go()
     one = n[0]
-    assert n==[one, one, one, one, 2*one] and len(acts.state_dict)==14 and 12<=len(grads.state_dict)<=14 # two have none
-    for on in (False, True, False) if how=='whole' else (): # off schedule: what is left is less
+    assert n==[one, one, one, one, 2*one] and len(acts.state_dict)==14 and 12<=len(grads.state_dict)<=14 # two tensors have no gradient
+    for on in (False, True, False) if how=='whole' else (): # steps without recording: the graph has less
         ear.wants.turn(on)
         go()
     assert set(n[5:])<={3*one}
@@ -194,8 +194,8 @@ def test_bound_forwards_of_many_modules_share_a_graph():
 
 @pytest.mark.slow
 @pytest.mark.parametrize('how', ['eager', 'whole', 'blocks'])
-def test_one_who_comes_in_the_middle_of_a_pass_hears_the_next_one_whole(how):
-    "And one who goes in the middle of a call is told no more, whoever hears beneath or above"
+def test_a_listener_armed_inside_a_pass_gets_the_next_pass_completely(how):
+    "A listener that is disarmed inside a call gets no more events, whatever its position among the listeners"
     m = model()
     f,_ = run_as(how, m)
     class Brings(Ear):
@@ -217,7 +217,7 @@ def test_one_who_comes_in_the_middle_of_a_pass_hears_the_next_one_whole(how):
 
 
 @pytest.mark.parametrize('first', [True, False])
-def test_a_listener_that_raises_is_a_module_that_raises_to_the_other(first):
+def test_an_exception_of_a_listener_is_a_failed_call_to_the_other(first):
     m = model()
     class Raises(Ear):
         def call_ends(self, st, named, compiled=False):
@@ -236,8 +236,8 @@ def test_a_listener_that_raises_is_a_module_that_raises_to_the_other(first):
     for e in ears.values(): e.go()
 
 
-def test_threads_hear_their_own_passes():
-    "Two threads run the model while two hear it: each pass is told whole to both, in its thread"
+def test_each_thread_has_its_own_passes():
+    "Two threads run a model with two listeners: both get each pass completely, in its thread"
     m,n = model(),40
     class Threads(Ear):
         def say(self, st, *what): self.heard.append((threading.get_ident(), st.track.path, *what))
@@ -265,8 +265,8 @@ def test_threads_hear_their_own_passes():
 
 # ---- a forward that somebody sets
 
-def test_a_forward_that_is_set_while_one_hears_is_heard_by_the_next_who_comes():
-    "And by all, from then on; it is left where it is, and what it kept of the one before is the module's own"
+def test_a_forward_set_while_armed_is_reported_after_the_next_arming():
+    "From then on all listeners get its calls. It stays after disarming, and the forward that it wraps is the module's own"
     m = nn.Sequential(nn.Identity(), nn.Identity())
     a = Ear(m)
     inner = m[0].forward
@@ -279,10 +279,10 @@ def test_a_forward_that_is_set_while_one_hears_is_heard_by_the_next_who_comes():
     a.go()
     assert m[0].forward is w and m(torch.ones(1))==2 and a.heard==b.heard==[] and type(vars(m[0])) is dict
     del m[0].forward
-    assert inner(torch.ones(1))==1 # kept from before
+    assert inner(torch.ones(1))==1 # the wrapped forward of before
 
 
-def test_names_are_those_of_each_modules_own_forward():
+def test_names_come_from_each_modules_own_forward():
     class Same(nn.Module):
         def forward(self, x): return x
     m = nn.Sequential(Same(), Same(), Same())
@@ -296,7 +296,7 @@ def test_names_are_those_of_each_modules_own_forward():
 
 # ---- all but one
 
-def test_only_one_is_told():
+def test_only_one_listener_is_notified():
     m = model()
     a,b = Ear(m, 'head'),Ear(m)
     before = {n: states_of(o) for n,o in m.named_modules()}
@@ -310,7 +310,7 @@ def test_only_one_is_told():
     for e in (a, b): e.go()
 
 
-def test_a_plan_runs_a_pass_that_nobody_else_hears():
+def test_a_plan_runs_a_pass_without_other_listeners():
     m = model()
     te,acts,monitor,ear = torchEmber(m),from_activation(m),Monitor(m, {'head': ['InputMean']}),Ear(m)
     assert te.plan(batch(0)).rows>0
@@ -323,7 +323,7 @@ def test_a_plan_runs_a_pass_that_nobody_else_hears():
 # ---- gradients
 
 @graphs_bring_gradients
-def test_a_backward_that_is_compiled_brings_each_gradient_once_to_each():
+def test_a_compiled_backward_reports_each_gradient_once_to_each_listener():
     from torch._dynamo.compiled_autograd import _enable
     m = model()
     for n in (1, 2):
@@ -358,8 +358,8 @@ class Given(SingleStepQuantity):
 
 
 @pytest.mark.parametrize('listener', ['ember', 'monitor'])
-def test_the_gradient_of_what_a_module_then_overwrites_also_when_it_is_computed_again(listener):
-    "Checkpointed, what a module is given is told before it runs"
+def test_the_gradient_of_an_input_that_the_module_overwrites(listener):
+    "In a recomputation inputs are reported before the module runs"
     def of(run):
         m = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True), nn.Linear(2, 2))
         with torch.no_grad(): m[0].weight.copy_(torch.tensor([[1., 0.], [0., -1.]])); m[0].bias.zero_(); m[2].weight.fill_(3.)
@@ -374,8 +374,8 @@ def test_the_gradient_of_what_a_module_then_overwrites_also_when_it_is_computed_
     assert of(lambda m, x: checkpoint(m, x, use_reentrant=True))==want
 
 
-def test_wants_of_all():
-    "Constant ones are shared"
+def test_wants_of_several_listeners():
+    "Constant wants are shared"
     m = model()
     a,b = from_activation(m),from_activation(m, 'head')
     patches = [vars(o)[KEY] for o in m.modules()]

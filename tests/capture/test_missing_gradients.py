@@ -11,7 +11,7 @@ TYPES = ('input', 'output', 'output_grad', 'input_grad', 'weight_grad')
 
 
 class Heads(nn.Module):
-    "Three outputs of one operation"
+    "A model with three outputs of one operation."
     def __init__(self): super().__init__(); self.proj = nn.Linear(4, 6)
     def forward(self, x): return self.proj(x).chunk(3, 1)
 
@@ -43,7 +43,7 @@ class Rows(nn.Module):
 
 
 class UnusedRowOfAParameter(nn.Module):
-    "The tensor that is split is a leaf"
+    "A model that splits a leaf."
     def __init__(self): super().__init__(); self.p,self.rows = nn.Parameter(torch.randn(2, 4)),Rows()
     def forward(self, x):
         a,_ = self.rows(self.p)
@@ -51,14 +51,14 @@ class UnusedRowOfAParameter(nn.Module):
 
 
 MODELS = FirstHeadUnused,Cut,UnusedRowOfAParameter
-without = { # places of gradients that the backward does not bring
+without = { # tensors without a gradient in the backward
     FirstHeadUnused: {('model(FirstHeadUnused).heads(Heads)', 'output_grad', 'output_0')},
     Cut: {('model(Cut)', 'input_grad', 'x'), *(('model(Cut).a(Linear)', *t) for t in (('input_grad', 'input'), ('output_grad', 'output_0')))},
     UnusedRowOfAParameter: {('model(UnusedRowOfAParameter).rows(Rows)', 'output_grad', 'output_1')}}
 
 
 def rows_of(kind, how, backend=None):
-    "Two steps of a model; its rows and its weight gradients"
+    "Train two steps. Return the rows and the gradients of the weights."
     torch._dynamo.reset()
     torch.manual_seed(0)
     model,x = kind(),torch.randn(3, 4, requires_grad=True)

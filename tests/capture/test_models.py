@@ -1,4 +1,4 @@
-"Whatever the model is: results and gradients stay what they were, to the bit, and nothing is left behind"
+"Results and gradients of any model stay bit-identical, and nothing is left behind"
 import copy
 import warnings
 
@@ -10,12 +10,12 @@ from torchember import torchEmber
 
 
 def state_of(model):
-    "Every module's own dict and hook tables, copied one level deep"
+    "Return each module's dict and hook tables, copied one level deep."
     return {n: {k: dict(v) if isinstance(v, dict) else v for k,v in m.__dict__.items()} for n,m in model.named_modules()}
 
 
 def one_step(model, args, kwargs):
-    "Outputs and gradients of one training step"
+    "Return the outputs and gradients of one training step."
     torch.manual_seed(1)
     model.zero_grad()
     out = model(*args, **kwargs)
@@ -66,7 +66,7 @@ def test_alexnet_rows():
     assert len(te.t.df)==len(te.t.latest_df)==64
     assert te.t.df.groupby('ttype').size().to_dict()=={'input': 24, 'output': 24, 'weight': 16}
     loss.backward()
-    assert len(te.t.df)==64 # reading closes nothing, and a backward adds nothing before the next pass
+    assert len(te.t.df)==64 # reading ends no step, and a backward adds no rows before the next pass
     model(x)
     df = te.t.latest_df
     assert len(df)==80 and len(te.t.df)==144
@@ -115,7 +115,7 @@ def test_a_submodule_called_alone():
 
 
 def test_the_gradient_hint(recwarn):
-    "A loop whose zero_grad is quicker than the next pass is told so, once"
+    "A loop that calls zero_grad before the next pass gets one hint"
     model = torch.nn.Linear(3, 1)
     opt = torch.optim.SGD(model.parameters(), .1)
     te = torchEmber(model)
@@ -129,7 +129,7 @@ def test_the_gradient_hint(recwarn):
 
 @pytest.mark.parametrize('how', ['zero_grad first', 'te.step()', 'optimizer=', 'accumulated', 'off schedule'])
 def test_no_hint_where_there_are_gradients(how, recwarn):
-    "The hint says that there are none, so it is for who has none"
+    "The hint says that gradients are missing, so it appears only without gradients"
     model = torch.nn.Linear(3, 1)
     opt = torch.optim.SGD(model.parameters(), .1)
     with torchEmber(model, optimizer=opt if how=='optimizer=' else None, every=2 if how=='off schedule' else 1) as te:
@@ -145,7 +145,7 @@ def test_no_hint_where_there_are_gradients(how, recwarn):
 
 
 def test_steps():
-    "Closing with nothing recorded is no step; off-schedule steps count"
+    "Closing without rows is no step. Steps that are not recorded count"
     model = torch.nn.Linear(3, 1)
     te = torchEmber(model, every=2, ttypes='output')
     for _ in range(3): te.step()

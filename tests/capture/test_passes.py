@@ -1,4 +1,4 @@
-"Which pass a call is of: passes that raise, solvers that are autograd Functions, checkpoints"
+"The pass of each call: passes that raise, solvers that are autograd Functions, checkpoints"
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -10,7 +10,7 @@ from torchember import torchEmber
 
 def seen(te, **where): return [(r['step'], r['call'], r['mean'], r['numel']) for r in lines(te) if all(r.get(k)==v for k,v in where.items())]
 def latest(te, **where):
-    "The same of the table, where rows that were superseded are not"
+    "Return the same from the table, without superseded rows."
     d = te.t.df
     for k,v in where.items(): d = d[d[k]==v]
     return sorted(zip(d.step, d.call, d['mean'], d.numel, strict=True))
@@ -28,7 +28,7 @@ class Fails(nn.Module):
 
 
 def trained(te, model, opt, sizes, error=RuntimeError, reads=False):
-    "A loop that skips a batch which does not fit: each batch holds its own size"
+    "Train, and skip batches that raise. Each batch holds its own size."
     for n in sizes:
         try: model(torch.full((n, 1), float(n))).sum().backward()
         except error:
@@ -43,7 +43,7 @@ def trained(te, model, opt, sizes, error=RuntimeError, reads=False):
 @pytest.mark.parametrize('reads', [False, True])
 @pytest.mark.parametrize('ends', ['optimizer', 'te.step', 'passes'])
 def test_a_pass_that_raises(ends, reads, error):
-    "It is no step, and is not merged with the pass that comes, at the start and twice in a row; rows that were read already are superseded"
+    "A failed pass is no step, and is not merged with the next pass, also at the start and twice in a row. Rows that were read before are superseded"
     model = Fails(error)
     opt = torch.optim.SGD(model.parameters(), .1)
     te = torchEmber(model, stats=['mean', 'numel'], ttypes=('input', 'output', 'weight'), **(dict(optimizer=opt) if ends=='optimizer' else {}))
@@ -58,8 +58,8 @@ def test_a_pass_that_raises(ends, reads, error):
 
 
 @pytest.mark.parametrize('ends', ['optimizer', 'te.step', 'passes'])
-def test_what_a_run_ends_with(ends):
-    "The last pass raises and nothing comes after it: what it had brought is there, alone in its step"
+def test_a_run_that_ends_with_an_exception(ends):
+    "The last pass raises: its rows are kept, in a step of their own"
     model = Fails()
     opt = torch.optim.SGD(model.parameters(), .1)
     te = torchEmber(model, stats=['mean', 'numel'], ttypes=('input',), **(dict(optimizer=opt) if ends=='optimizer' else {}))
@@ -70,7 +70,7 @@ def test_what_a_run_ends_with(ends):
 
 
 def test_a_micro_batch_that_raises():
-    "The first, the one between and the last of five: the step is that of the others, also for a function of the user's"
+    "The first, a middle and the last of five micro-batches raise: the step merges the others, also in a custom statistic"
     model = Fails()
     opt = torch.optim.SGD(model.parameters(), .1)
     te = torchEmber(model, optimizer=opt, stats=['mean', 'numel'], ttypes=('input', 'output', 'output_grad'))
@@ -87,8 +87,8 @@ def test_a_micro_batch_that_raises():
     assert [(r['call'], r.get('backward'), r['mean'], r['numel']) for r in grads]==[(0, None, 1, 3)]
 
 
-def test_a_model_that_helps_itself():
-    "An exception that the model catches inside fails a call, and no pass"
+def test_a_model_that_catches_an_exception():
+    "An exception that the model catches fails a call, but no pass"
     class Tries(nn.Module):
         def __init__(self): super().__init__(); self.first,self.second = Fails(),nn.Identity()
         def forward(self, x):
@@ -106,7 +106,7 @@ def test_a_model_that_helps_itself():
 
 
 def test_a_part_that_raises():
-    "Of a root that is not called: the pass is that of all its parts"
+    "The root is not called: all its parts together are the pass"
     model = nn.ModuleDict(dict(g=nn.Identity(), d=Fails()))
     opt = torch.optim.SGD(model.parameters(), .1)
     te = torchEmber(model, optimizer=opt, stats=['mean', 'numel'], ttypes=('input',))
@@ -120,7 +120,7 @@ def test_a_part_that_raises():
 
 
 def test_compiled_code_that_raises():
-    "It does not tell that it has: the next pass does"
+    "Compiled code does not report exceptions: the next pass reveals them"
     class Looks(nn.Module):
         def __init__(self): super().__init__(); self.a,self.emb = nn.Identity(),nn.Embedding(4, 1)
         def forward(self, i): return self.emb(self.a(i))
@@ -146,7 +146,7 @@ class Field(nn.Module):
 
 
 def solved(f, y, n=4):
-    "Euler's method, its gradients by the adjoint: `n` evaluations forwards, and `n` in the backward"
+    "Euler's method with gradients by the adjoint: `n` evaluations in the forward, and `n` in the backward."
     class Adjoint(torch.autograd.Function):
         @staticmethod
         def forward(ctx, y, *ps):
@@ -180,7 +180,7 @@ class Solver(nn.Module):
 @pytest.mark.parametrize('with_optimizer', [True, False])
 @pytest.mark.parametrize('root', [True, False], ids=['the field is the root', 'a layer'])
 def test_an_adjoint_solver(root, with_optimizer, compiled):
-    "All evaluations of a step are calls of one pass, those of the backward after those of the forward; each gradient is of its own call"
+    "All evaluations of a step are calls of one pass: first the forward, then the backward. Each gradient belongs to its own call"
     torch.manual_seed(0)
     model = Field() if root else Solver()
     f = model if root else model.f
@@ -206,7 +206,7 @@ def test_an_adjoint_solver(root, with_optimizer, compiled):
 
 
 def test_two_solves_of_one_step_are_two_passes():
-    "Their rows merge, call by call, as those of micro-batches do"
+    "Rows are merged call by call, as for micro-batches"
     f = Field()
     opt = torch.optim.SGD(f.parameters(), .1)
     with torchEmber(f, optimizer=opt, ttypes=('output',), stats=['mean', 'numel']) as te:
@@ -219,7 +219,7 @@ def test_two_solves_of_one_step_are_two_passes():
 @pytest.mark.parametrize('with_optimizer', [True, False])
 @pytest.mark.parametrize('root', [True, False], ids=['around the root', 'inside'])
 def test_a_checkpoint_is_recorded_once(root, with_optimizer, reentrant):
-    "What is computed again is not shown again, also where a Function of the user's asks for what was not saved"
+    "A recomputation is not recorded, also if an autograd Function of the user triggers it"
     class Twice(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x): ctx.save_for_backward(x); return 2*x

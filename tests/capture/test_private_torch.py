@@ -1,4 +1,4 @@
-"torch's private names stand in one room, and nobody's run fails where torch lacks one of them"
+"Private names of torch are in one Python module, and no run fails if torch lacks one of them"
 import ast
 import json
 import re
@@ -15,18 +15,18 @@ from torch import nn
 
 from torchember import EmberWarning, torchEmber
 from torchember.capture import private_torch
-from torchember.capture import forward
+from torchember.capture import patch
 
 package = Path(private_torch.__file__).parents[1]
-python = {'_getframe', '_current_frames', '_fields', '_replace'} # of Python's own library, and documented there
-endings = {'_grad', '_latest', '_r'} # of our own words, and of matplotlib's colours that are turned round
+python = {'_getframe', '_current_frames', '_fields', '_replace'} # of Python's library, and documented there
+endings = {'_grad', '_latest', '_r'} # of our own words, and of reversed colour maps of matplotlib
 
 
 def is_private(name): return re.fullmatch('_[A-Za-z].*', name) is not None
 
 
 def said_in(tree):
-    "Names with an underscore that a source uses, and where: attributes, imports, and strings that are nothing but a name"
+    "Return the names with an underscore in a source, and their lines: attributes, imports, and strings that are one name."
     pieces = {v for n in ast.walk(tree) if isinstance(n, ast.JoinedStr) for v in n.values}
     for n in set(ast.walk(tree))-pieces:
         if isinstance(n, ast.Attribute): names = [n.attr] if isinstance(n.ctx, ast.Load) else []
@@ -38,25 +38,25 @@ def said_in(tree):
 
 
 def ours(tree):
-    "Names with an underscore that a source gives a value: attributes, functions, and keys that begin with ours"
+    "Return the names with an underscore that a source defines: attributes, functions, and keys of ours."
     for n in ast.walk(tree):
         if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store): yield n.attr
         elif isinstance(n, ast.FunctionDef|ast.ClassDef): yield n.name
 
 
 def foreign(sources):
-    "Private names in sources (name -> text) that are neither ours nor well known"
+    "Return the private names in sources (name -> text) that are neither ours nor well known."
     trees = {k: ast.parse(v) for k,v in sources.items()}
     known = {n for t in trees.values() for n in ours(t)} | python | endings
     return [(k, line, n) for k,t in trees.items() for n,line in said_in(t)
         if n not in known and not n.startswith('_torchember') and not any(fnmatch(n, w) for w in private_torch.well_known)]
 
 
-def test_private_names_stand_in_one_room():
-    rooms = 'private_torch.py', 'private_trackers.py', 'private_trainers.py' # of guests, too, each wing has one
+def test_private_names_are_in_one_python_module():
+    rooms = 'private_torch.py', 'private_trackers.py', 'private_trainers.py' # sinks and integrations have one for their libraries
     sources = {str(p.relative_to(package)): p.read_text() for p in package.rglob('*.py') if p.name not in ('_modidx.py', *rooms)}
-    assert 'import torch' not in sources.pop('frames/files.py') # it knows what stands in other people's pickles, and torch it does not know
-    of_jax = {('jaxember/recorder/processes.py', '_src')} # where processes leave words for each other; without it there is a sentence
+    assert 'import torch' not in sources.pop('frames/files.py') # it reads pickles of other programs, without torch
+    of_jax = {('jaxember/recorder/processes.py', '_src')} # the key-value store of the processes; without it there is a message
     assert len(sources)>30 and {(k, n) for k,_,n in foreign(sources)}==of_jax
 
 
@@ -71,7 +71,7 @@ trains = '''
 import importlib, json, sys, warnings
 lacks,real = sys.argv[1].split(),importlib.import_module
 class Without:
-    "A module without some of its names"
+    "A Python module without some of its names."
     def __init__(self, name): self.name,self.module = name,real(name)
     def __getattr__(self, n):
         if f'{self.name}.{n}' in lacks or 'everything' in lacks: raise AttributeError(n)
@@ -121,7 +121,7 @@ def trained(lacks, home):
 
 @pytest.fixture(scope='module')
 def whole(tmp_path_factory):
-    "Rows of a torch as it is"
+    "Return the rows of an unchanged torch."
     out,_ = trained('', tmp_path_factory.mktemp('whole'))
     assert len(out['eager'])==len(out['aot_eager'])==3*14
     return out
@@ -144,8 +144,8 @@ def test_the_same_rows_without(lacks, whole, tmp_path):
     assert in_any_order(out['aot_eager'])==in_any_order(whole['aot_eager'])
 
 
-def test_one_line_on_a_newer_torch(monkeypatch):
-    "It is said when a model is armed, once, and only when something is missing"
+def test_one_warning_on_a_newer_torch(monkeypatch):
+    "It appears once, when a model is armed, and only if something is missing"
     def heard():
         with warnings.catch_warnings(record=True) as got:
             warnings.simplefilter('always')
@@ -153,7 +153,7 @@ def test_one_line_on_a_newer_torch(monkeypatch):
         return [(str(w.message), w.filename) for w in got if w.category is EmberWarning]
     monkeypatch.setattr(private_torch, 'newest', (1, 0))
     monkeypatch.setattr(private_torch, 'missing', {})
-    monkeypatch.setattr(private_torch, 'said', set())
+    monkeypatch.setattr(private_torch, 'warned', set())
     assert heard()==[]
     private_torch.private('torch.library.gone', None, 'nothing else is')
     [(line, where)] = heard()
@@ -161,15 +161,15 @@ def test_one_line_on_a_newer_torch(monkeypatch):
     assert heard()==[]
 
 
-def test_a_scaler_of_other_insides():
-    "What it multiplies by is then asked for, and what was unscaled by hand is not known"
+def test_a_scaler_without_private_names():
+    "Its scale is then read by `get_scale`, and unscaling by hand is unknown"
     class Scaler:
         def get_scale(self): return 8.
     assert private_torch.loss_scale(Scaler())==8. and not private_torch.is_unscaled(Scaler(), None)
 
 
-def test_modules_that_have_other_insides_in_common(monkeypatch):
-    "Whoever looks for the model of an optimizer asks of what there is; of a method that is gone nobody can have one of his own"
+def test_modules_without_a_private_method(monkeypatch):
+    "The search for an optimizer's model asks for existing methods only. A method that torch lacks cannot be overridden"
     class Own(nn.Linear):
         def parameters(self, recurse=True): return iter(())
     monkeypatch.delattr(nn.Module, '_named_members')
@@ -184,10 +184,10 @@ def test_names_of_runs_without_a_store(monkeypatch):
 
 
 def compiled_on_a_torch_without_hooks(monkeypatch):
-    "Rows of a compiled model there, what was said, and the rows of the same model in eager mode"
+    "Return the rows of a model, eager and compiled, and the warnings."
     monkeypatch.setattr(private_torch, 'hooks_in_graphs', False)
-    monkeypatch.setattr(forward, 'hooks_in_graphs', False)
-    monkeypatch.setattr(private_torch, 'said', set())
+    monkeypatch.setattr(patch, 'hooks_in_graphs', False)
+    monkeypatch.setattr(private_torch, 'warned', set())
     options = dict(ttypes=(*FORWARD, 'input_grad', 'output_grad'))
     with warnings.catch_warnings(record=True) as got:
         warnings.simplefilter('always')
@@ -196,9 +196,9 @@ def compiled_on_a_torch_without_hooks(monkeypatch):
 
 
 def test_gradients_of_activations_where_graphs_take_no_hooks(monkeypatch):
-    "A compiled model still compiles as a whole. All else is recorded, and that these are not is said once"
+    "A compiled model still compiles as a whole. Everything else is recorded, and one warning appears"
     (eager,whole,blocks),said = compiled_on_a_torch_without_hooks(monkeypatch)
     without = [r for r in eager if r['ttype'] not in ('input_grad', 'output_grad')]
     assert len(without)<len(eager) and Counter(places(whole))==Counter(places(without))
     assert {r['ttype'] for r in blocks} >= {r['ttype'] for r in without}
-    assert len(said)==1 and 'cannot bring the gradients of inputs and outputs' in said[0]
+    assert len(said)==1 and 'cannot report the gradients of inputs and outputs' in said[0]

@@ -1,4 +1,4 @@
-"""Which piece of the whole a tensor is, in the first of four processes.
+"""The shard or replica of each tensor, on the first of four ranks.
 
 The other three are not there: torch's fake group says who is in it, which is all that is asked, and its collectives do nothing."""
 import sys
@@ -24,7 +24,7 @@ everybody = [0, 1, 2, 3]
 
 @pytest.fixture(autouse=True)
 def first_of_four(monkeypatch):
-    monkeypatch.setattr(sys, 'excepthook', sys.excepthook) # a group brings its own
+    monkeypatch.setattr(sys, 'excepthook', sys.excepthook) # a process group sets its own
     dist.init_process_group('fake', rank=0, world_size=4, store=FakeStore())
     yield
     dist.destroy_process_group()
@@ -34,7 +34,7 @@ def net(): return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
 
 
 def watched(model, world=4):
-    "What is known of a model, of which each pass is heard, and what a reader was told"
+    "Return the `Ranks` of a model, which are notified of each pass, and the list of reported metadata."
     told = []
     r = Ranks(model, 0, world, told.append)
     model.register_forward_pre_hook(lambda *_: r.pass_begins())
@@ -52,8 +52,8 @@ def of_own(r, module, pname='weight', ttype='weight'): return part(r, module, tt
 
 # ---- axes
 
-def test_an_axis_of_one_process_is_none():
-    "A dimension of a mesh along which there is one process, and a wrapper for one process"
+def test_an_axis_of_one_rank_does_not_count():
+    "A dimension of a mesh with one rank, and a wrapper for one rank"
     m = net()
     m[0].weight = spread(init_device_mesh('cpu', (4, 1), mesh_dim_names=('dp', 'tp')), Shard(0), Shard(1))
     r,told = watched(m)
@@ -70,20 +70,20 @@ def test_an_axis_of_one_process_is_none():
 
 
 def test_axes_of_one_name_are_numbered():
-    "All that one of four processes can have"
+    "All axes that one of four ranks can have"
     r = Ranks(net(), 0, 4)
     sets = [(0, *some) for some in chain.from_iterable(combinations((1, 2, 3), n) for n in (1, 2, 3))]
     names = ['mesh', *(f'mesh{i}' for i in range(2, 8))]
-    assert [r.axis('mesh', s) for s in sets]==names and r.axes==dict(zip(names, sets, strict=True))
-    assert [r.axis('tp', s) for s in sets]==names and len(r.axes)==7 # known under another name
+    assert [r.axes.add('mesh', s) for s in sets]==names and r.axes==dict(zip(names, sets, strict=True))
+    assert [r.axes.add('tp', s) for s in sets]==names and len(r.axes)==7 # the same axes under another name
     r = Ranks(net(), 0, 2)
-    assert [r.axis(n, s) for n,s in (('dp2', (0, 1)), ('dp', (0, 2)), ('dp', (0, 3)), ('dp', (0, 4)), ('dp', (0,)))]==['dp2', 'dp', 'dp3', 'dp4', None]
+    assert [r.axes.add(n, s) for n,s in (('dp2', (0, 1)), ('dp', (0, 2)), ('dp', (0, 3)), ('dp', (0, 4)), ('dp', (0,)))]==['dp2', 'dp', 'dp3', 'dp4', None]
 
 
 def test_meshes_without_names():
     m = net()
     m[0].weight,m[0].bias = spread(DeviceMesh('cpu', [0, 1]), Shard(0)),spread(DeviceMesh('cpu', [0, 2]), Replicate())
-    m[1].weight = spread(DeviceMesh('cpu', [1, 2]), Shard(0)) # of others
+    m[1].weight = spread(DeviceMesh('cpu', [1, 2]), Shard(0)) # a mesh without this rank
     r,told = watched(m)
     r.pass_begins()
     assert told[0]['axes']=={'mesh': [0, 1], 'mesh2': [0, 2]}
@@ -91,7 +91,7 @@ def test_meshes_without_names():
 
 
 def test_whether_sums_may_be_partial():
-    "It is another question in each look: a parameter may be spread later, and be made whole again"
+    "Each search finds out anew: a parameter may be sharded later, and become whole again"
     m = net()
     r,_ = watched(m)
     seen = []
@@ -106,8 +106,8 @@ def test_whether_sums_may_be_partial():
     assert not r.sharded and part(r, ddp.module[1])=={'part': 'dp:B'}
 
 
-def test_the_same_tensor_may_be_spread_in_another_way_each_time():
-    "What a layer gives is as its weights and its input are"
+def test_a_tensor_may_be_sharded_in_another_way_each_time():
+    "The output of a layer is sharded as its weights and its input are"
     m,mesh = net(),init_device_mesh('cpu', (4,), mesh_dim_names=('tp',))
     m[0].weight = spread(mesh, Shard(0))
     r,_ = watched(m)
@@ -118,28 +118,28 @@ def test_the_same_tensor_may_be_spread_in_another_way_each_time():
 # ---- looks
 
 @pytest.mark.parametrize('at', range(1, 6))
-def test_what_is_wrapped_before_one_of_the_first_three_passes_is_found(at):
+def test_a_wrapper_is_found_before_each_of_the_first_three_passes(at):
     m = net()
     r,told = watched(m)
     for n in range(1, 6):
         if n==at: m[1].weight = spread(init_device_mesh('cpu', (4,), mesh_dim_names=('tp',)), Shard(0))
         r.pass_begins()
-        assert r.looked==min(n, 3)
+        assert r.searched==min(n, 3)
     axes = [t['axes'] for t in told]
-    assert axes==([{'tp': everybody}] if at==1 else [{}, {'tp': everybody}] if at<=3 else [{}]) # told when it is another than before
+    assert axes==([{'tp': everybody}] if at==1 else [{}, {'tp': everybody}] if at<=3 else [{}]) # reported when it has changed
     assert r.sharded==(at<=3)
 
 
-def test_a_row_before_the_first_pass_looks():
+def test_a_row_before_the_first_pass_searches():
     m = net()
     m[0].weight = spread(init_device_mesh('cpu', (4,), mesh_dim_names=('tp',)), Shard(0))
     r,told = watched(m)
-    assert of_own(r, m[0])=={'part': 'tp:S0'} and len(told)==r.looked==1
-    assert of_own(r, m[0])=={'part': 'tp:S0'} and len(told)==r.looked==1
+    assert of_own(r, m[0])=={'part': 'tp:S0'} and len(told)==r.searched==1
+    assert of_own(r, m[0])=={'part': 'tp:S0'} and len(told)==r.searched==1
 
 
 def test_a_module_stays_spread_when_its_wrapper_is_gone():
-    "The net is run by itself, in its wrapper, and by itself again: names of the run must not change with the wrapper"
+    "The model runs without, with and again without its wrapper: names in the run must not change with the wrapper"
     m = net()
     r,told = watched(m)
     ddp,seen = DistributedDataParallel(m),[]
@@ -152,18 +152,18 @@ def test_a_module_stays_spread_when_its_wrapper_is_gone():
 
 # ---- wrappers
 
-def test_what_a_wrapper_does_not_keep_equal():
+def test_parameters_that_a_wrapper_does_not_keep_equal():
     m = net()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(m, ['1.bias'])
     r,_ = watched(m)
     DistributedDataParallel(m)(x)
     assert [of_own(r, l, p)['part'] for l in m for p in ('weight', 'bias')]==['dp:R', 'dp:R', 'dp:R', 'dp:?']
     assert [part(r, m[1], t) for t in ('input', 'output', 'input_grad', 'output_grad')]==[{'part': 'dp:B'}]*2+[{'part': 'dp:B', 'gscale': .25}]*2
-    assert part(r, m[1], 'weight_grad', x, 'weight')=={'part': 'dp:R'} # adds up to the whole
+    assert part(r, m[1], 'weight_grad', x, 'weight')=={'part': 'dp:R'} # the wrapper averages it
 
 
 def test_the_inner_of_two_wrappers_counts():
-    "The second layer is spread over two of the four processes"
+    "The second layer is spread over two of the four ranks"
     m = net()
     fully_shard(m[1], mesh=init_device_mesh('cpu', (2, 2), mesh_dim_names=('copies', 'shard'))['shard'])
     fully_shard(m, mesh=init_device_mesh('cpu', (4,), mesh_dim_names=('all',)))
@@ -175,7 +175,7 @@ def test_the_inner_of_two_wrappers_counts():
 
 
 def test_stages_of_a_pipeline(monkeypatch):
-    "Two that take turns, of which the second comes later. A schedule that divides gradients by its 8 micro-batches"
+    "Two stages on one rank, the second added later. The schedule divides gradients by its 8 micro-batches"
     m,two = net(),dist.new_group([0, 2])
     stages = [(SimpleNamespace(stage_index=i, group=two), l, 8) for i,l in ((1, m[0]), (3, m[1]))]
     monkeypatch.setattr(ranks, 'pipeline_stages', lambda model: stages if model is m else [])
@@ -188,7 +188,7 @@ def test_stages_of_a_pipeline(monkeypatch):
     assert part(r, m[0], 'output_grad')=={'part': 'pp:U world:?', 'gscale': .125} and of_own(r, m[0])=={'part': 'pp:U world:?'}
     stages.clear()
     r.pass_begins()
-    assert told[2]==about and of_own(r, m[0])=={'part': 'pp:? world:?'} and part(r, m[0], 'output_grad')=={'part': 'pp:? world:?'} # it is in none any more
+    assert told[2]==about and of_own(r, m[0])=={'part': 'pp:? world:?'} and part(r, m[0], 'output_grad')=={'part': 'pp:? world:?'} # it is in no stage any more
     stages[:] = [(SimpleNamespace(stage_index=0, group=None), m[0], 1)]
     r,told = watched(m)
     r.pass_begins()

@@ -1,4 +1,4 @@
-"What is told of a model, in which order and to whom: modules inside of modules, two listeners, two optimizers, a second pass after the first"
+"Events of a model and their order: nested modules, several listeners, several optimizers, several passes"
 from types import SimpleNamespace as Some
 
 import pytest
@@ -8,9 +8,12 @@ from torch.utils.checkpoint import checkpoint
 
 from torchember.capture.backward import hook_gradients
 from torchember.capture.events import Listener, always
-from torchember.capture.forward import KEY, ArmedDict, Due, State, arm, armed_by, disarm, lay, lift, parts_of, with_gradient
+from torchember.capture.forward import arm, armed_by, disarm
+from torchember.capture.hidden_attributes import ArmedDict, install, uninstall
+from torchember.capture.module_state import KEY, ModuleState, PendingCalls, parts_of
 from torchember.capture.optimizer import OptimizerWatch, evenly_spaced, is_optimizer, parameters_of, gradient_scale, state_tensors, trained_by, versions
-from torchember.capture.optimizer import with_closure, workers
+from torchember.capture.optimizer import wrap_closure, workers
+from torchember.capture.patch import with_gradient
 from torchember.capture.tree import moduleTrack, tracks, tree_dict, unwrap
 
 
@@ -22,7 +25,7 @@ class Add(nn.Module):
 
 
 class Net(nn.Module):
-    "One part runs twice, one is caught when it fails"
+    "A model that calls one part twice, and catches exceptions of the other."
     def __init__(self, *fails): super().__init__(); self.a,self.b = Add(1),nn.Sequential(Add(10, fails))
     def forward(self, x):
         x = self.a(self.a(x), more=torch.full((1,), 100.))
@@ -31,7 +34,7 @@ class Net(nn.Module):
 
 
 class Spy(Listener):
-    "Hears everything"
+    "A listener that writes down all events."
     exclusive,wants = True,always(input_grad=True, output_grad=True)
     def __init__(self, records=True): self.heard,self.recording,self.depth = [],records,0
     def pass_begins(self, st, grad=None): self.say(st, 'pass'); self.running += 1; self.depth += 1; return True
@@ -61,8 +64,8 @@ def armed(model, *paths, spy=None):
     return spy, ts, arm(ts, spy, {t.id for t in ts if t.path in paths} if paths else None)
 
 
-def test_all_that_is_told_of_a_pass():
-    "Calls inside of calls, a second one of a module, one that fails inside and one that goes through"
+def test_all_events_of_a_pass():
+    "Nested calls, two calls of one module, a caught and an uncaught exception"
     model = Net(False, True, False, True)
     spy,ts,_ = armed(model)
     for want in (well, failed, well):
@@ -75,8 +78,8 @@ def test_all_that_is_told_of_a_pass():
     assert spy.heard==[]
 
 
-def test_who_is_told_of_what():
-    "Of some modules; off schedule the outermost call alone; of a pass that is not recorded its beginning and end"
+def test_events_of_chosen_modules():
+    "Without recording only the outermost call is reported, and of a pass that is not recorded only its begin and end"
     model = Net()
     def some(paths, **more):
         spy,ts,states = armed(model, *paths)
@@ -90,23 +93,23 @@ def test_who_is_told_of_what():
     assert some(['', 'b'], on=False)==(['', 'b'], root+part) and some(['', 'b'], recording=False)==(['', 'b'], root+part)
     assert [h[1] for h in some(['b'], running=1)[1]]==['pass', 'in', 'out', 'over']*2 # a pass runs in another thread
     assert some(['b'], running=1, on=False)[1]==root
-    assert some(['b'], pass_begins=lambda st: False)[1]==[('b', 'in'), ('b', 'out')]*2 # only what was answered by True is told to end
+    assert some(['b'], pass_begins=lambda st: False)[1]==[('b', 'in'), ('b', 'out')]*2 # the end of a pass is reported only if its begin was accepted
 
 
-def test_a_root_that_has_a_name_already_keeps_it():
+def test_an_attribute_of_the_root_is_not_replaced():
     model = Net()
     model.mine = 1
     spy,ts = Spy(),tracks(model)
     arm(ts, spy, None, {'mine': 2, 'new': 3})
     assert (model.mine, model.new, hasattr(model.a, 'new'))==(1, 3, False)
     assert armed_by(model) is spy and armed_by(model.b) is spy and armed_by(nn.Sequential(nn.Identity(), model.b)) is spy and armed_by(nn.Identity()) is None
-    disarm(ts, Spy()) # somebody else's
+    disarm(ts, Spy()) # another listener
     assert armed_by(model) is spy
     disarm(ts, spy)
     assert armed_by(model) is None and model.mine==1 and not hasattr(model, 'new') and all(KEY not in m.__dict__ for m in model.modules())
 
 
-def test_arming_that_fails_in_the_middle_leaves_nothing():
+def test_arming_that_fails_leaves_nothing():
     class Bad(nn.Module):
         forward = property(lambda self: 1/0)
     model = nn.Sequential(nn.Identity(), Bad())
@@ -115,8 +118,8 @@ def test_arming_that_fails_in_the_middle_leaves_nothing():
     assert [m.__dict__ for m in model.modules()]==before and all(type(m.__dict__) is dict for m in model.modules())
 
 
-def test_what_is_computed_again_is_not_a_call():
-    "It is told with its tensors where gradients are asked for, on schedule, of watched modules"
+def test_a_recomputation_is_not_a_call():
+    "Its tensors are reported if gradients are wanted, in recorded steps, of watched modules"
     model = nn.Sequential(nn.Linear(1, 1), nn.Tanh())
     x = torch.ones(1, 1, requires_grad=True)
     def told(reentrant=True, **more):
@@ -128,11 +131,11 @@ def test_what_is_computed_again_is_not_a_call():
         disarm(ts, spy)
         return spy.told()
     again = [(p, 'again', n) for p in '01' for n in ('input', 'output_0')]
-    assert told()==again and told(False)==again[:3] # which ends as soon as all is there that was not saved
+    assert told()==again and told(False)==again[:3] # this checkpoint stops when all missing tensors are computed
     assert told(on=False)==[]
 
 
-def test_what_cannot_be_looked_through_is_told_and_passed_over():
+def test_arguments_that_cannot_be_searched_are_reported_and_skipped():
     class Odd(dict):
         def items(self): raise KeyError('x')
     model = nn.Identity()
@@ -142,23 +145,23 @@ def test_what_cannot_be_looked_through_is_told_and_passed_over():
     disarm(ts, spy)
 
 
-def test_gradients_of_calls_that_compiled_code_brings():
-    "The last call's first, over again with each backward, and anew after a pass that comes later"
-    d = Due()
+def test_the_last_call_gets_the_first_gradient():
+    "The order starts again with each backward, and with a later pass"
+    d = PendingCalls()
     for c in range(3): d.expect(c, 'eval' if c else None)
     assert [d.next() for _ in range(4)]==[(2, 'eval', 0), (1, 'eval', 0), (0, None, 0), (2, 'eval', 1)]
     assert [d.next() for _ in range(3)]==[(1, 'eval', 1), (0, None, 1), (2, 'eval', 2)]
-    d = Due()
+    d = PendingCalls()
     d.expect(0, None); d.next(); d.expect(5, None)
     assert [d.next() for _ in range(2)]==[(5, None, 0), (5, None, 1)]
-    d = Due()
+    d = PendingCalls()
     for c in (0, 1): d.expect(c, None)
     d.next(); d.expect(2, None) # a call comes in the middle of a backward
     assert [d.next() for _ in range(3)]==[(2, None, 0), (0, None, 0), (1, None, 1)]
 
 
 class Hears(Listener):
-    "Of gradients and compiled passes"
+    "A listener that writes down gradients and passes."
     wants = always(input_grad=True, output_grad=True)
     def __init__(self): self.heard = []
     def gradient(self, st, *what): self.heard.append(what)
@@ -167,11 +170,11 @@ class Hears(Listener):
     def pass_fails(self, st): self.heard.append(('fails',))
 
 
-def test_whose_gradients_they_are_is_known_for_each_type_and_name_in_each_step():
+def test_pending_gradients_are_kept_for_each_tensor_and_step():
     who = Hears()
-    st = State(tracks(nn.Identity())[0], who)
+    st = ModuleState(tracks(nn.Identity())[0], who)
     st.expect('output_grad', ['x', 'y'], (0, None)); st.expect('output_grad', ['x'], (1, 'eval')); st.expect('input_grad', ['x'], (7, None))
-    st.expect('input_grad', ['x'], None) # which is for nobody
+    st.expect('input_grad', ['x'], None) # a call without gradients
     for t,n in (('output_grad', 'x'), ('output_grad', 'x'), ('output_grad', 'y'), ('input_grad', 'x')): st.graded(t, [(n, 'g')])
     assert who.heard==[('output_grad', 'x', 'g', 1, 'eval', 0), ('output_grad', 'x', 'g', 0, None, 0), ('output_grad', 'y', 'g', 0, None, 0),
         ('input_grad', 'x', 'g', 7, None, 0)]
@@ -179,59 +182,59 @@ def test_whose_gradients_they_are_is_known_for_each_type_and_name_in_each_step()
     who.step = 1
     st.expect('output_grad', ['x'], (3, None))
     st.graded('output_grad', [('x', 'g')])
-    assert st.due.keys()=={('output_grad', 'x')} and who.heard==[('output_grad', 'x', 'g', 3, None, 0)]
+    assert st.pending.calls.keys()=={('output_grad', 'x')} and who.heard==[('output_grad', 'x', 'g', 3, None, 0)]
     who.heard.clear()
-    st.calls = 2 # of an eager pass that was computed again: nothing is known but how many there were
+    st.calls = 2 # an eager pass was recomputed: only the number of its calls is known
     for _ in range(3): st.graded('output_grad', [('z', 'g')])
     assert [h[3:] for h in who.heard]==[(1, None, 0), (0, None, 0), (1, None, 1)]
 
 
-def test_gradients_are_waited_for_as_many_steps_as_the_listener_says():
-    "A step that turns out to be of an earlier one takes what it expected along"
+def test_gradients_stay_pending_for_as_many_steps_as_the_listener_says():
+    "If a step turns out to be part of an earlier one, its calls stay pending"
     who = Hears()
     who.lasting = 2
-    st = State(tracks(nn.Identity())[0], who)
+    st = ModuleState(tracks(nn.Identity())[0], who)
     def waiting(step, call):
         who.step = step
         st.expect('output_grad', ['x'], (call, None))
-        return [c[0] for c in st.due['output_grad', 'x'].calls]
+        return [c[0] for c in st.pending.calls['output_grad', 'x'].waiting]
     assert [waiting(i, i) for i in range(4)]==[[0], [0, 1], [0, 1, 2], [1, 2, 3]] and waiting(2, 9)==[1, 2, 9] and waiting(7, 8)==[8]
 
 
-def test_a_compiled_pass_that_does_not_end_is_ended_by_the_next():
+def test_the_next_compiled_pass_ends_one_that_raised():
     who = Hears()
-    st = State(tracks(nn.Identity())[0], who)
+    st = ModuleState(tracks(nn.Identity())[0], who)
     st.ended()
     st.began(True); st.began(); st.ended(); st.ended()
     assert who.heard==[('begins', True), ('fails',), ('ends', True), ('begins', False), ('ends', True)]
     who.on,who.heard = False,[]
     st.began(); st.ended()
-    assert who.heard==[('begins', False)] and not st.begun
+    assert who.heard==[('begins', False)] and not st.passes.begun
 
 
-def test_what_lies_on_what_in_an_armed_dict():
-    "The last comes off first or not; what somebody set meanwhile is theirs; a key that was not there is there no more"
+def test_installed_attributes_that_cover_each_other():
+    "They are removed in any order. Values that the user set meanwhile stay, and new keys disappear"
     class Thing: pass
     t = Thing()
     t.a,t.own = 1,0
     first,second = {'a': 2, 'b': 2},{'c': 3}
-    lay(t, first); lay(t, second)
+    install(t, first); install(t, second)
     d = vars(t)
     assert isinstance(d, ArmedDict) and (t.a, t.b, t.c, d.unarmed())==(2, 2, 3, {'a': 1, 'own': 0})
-    d.update({'a': 1, 'own': 5, 'new': 6}) # as it was found, and some more
+    d.update({'a': 1, 'own': 5, 'new': 6}) # the module's own values, and new ones
     assert (t.a, t.own, t.new)==(2, 5, 6)
-    lift(t, {'a': 4}); lift(t, second) # of something else, and of this
+    uninstall(t, {'a': 4}); uninstall(t, second) # never installed, and installed
     assert (t.a, t.b)==(2, 2) and isinstance(vars(t), ArmedDict) and not hasattr(t, 'c')
     t.b = 9
-    lift(t, first)
+    uninstall(t, first)
     assert vars(t)=={'a': 1, 'own': 5, 'new': 6, 'b': 9} and type(vars(t)) is dict
-    lift(t, first) # nothing lies there
-    lay(t, first)
+    uninstall(t, first) # already uninstalled
+    install(t, first)
     vars(t).clear()
     assert (t.a, t.b)==(2, 2) and vars(t).unarmed()=={'a': 1, 'b': 9}
 
 
-def test_what_a_module_is_made_of():
+def test_parts_of_a_module():
     m = nn.Linear(1, 1)
     m.add_module('c', nn.Tanh())
     was = parts_of(m)
@@ -240,7 +243,7 @@ def test_what_a_module_is_made_of():
     assert parts_of(m)!=was
 
 
-def test_gradients_are_waited_for_where_there_will_be_any():
+def test_hooks_are_registered_on_tensors_with_a_gradient():
     x,y,z = (torch.ones(1, requires_grad=r) for r in (True, False, True))
     heard,w = [],x*2
     def tell(n, g): heard.append((n, g.item()))
@@ -261,7 +264,7 @@ def test_gradients_are_waited_for_where_there_will_be_any():
 # ---- the tree
 
 def test_names_of_modules_in_modules():
-    "Against torch's own: each module once, under its first path, with its parent; others are its aliases"
+    "As in `named_modules`: each module once, under its first path, with its parent. Other paths are aliases"
     shared = nn.Sequential(nn.Tanh())
     model = nn.ModuleDict({'x': nn.Sequential(shared, nn.Linear(1, 1)), 'y': shared, 'z': nn.Sequential(nn.Identity(), shared)})
     model.register_module('none', None)
@@ -296,10 +299,10 @@ def test_a_wrapper_in_a_wrapper():
     assert tracks(net)[1].module is net.module._orig_mod
 
 
-# ---- two who hear one module
+# ---- two listeners of one module
 
 class Ear(Listener):
-    "Hears what it wants of calls, and of passes when they are of the root"
+    "A listener of calls with some wants, and of passes of the root."
     running = 1
     def __init__(self, name, heard, **wants): self.name,self.heard,self.wants = name,heard,always(**wants)
     def pass_begins(self, st, grad=None): self.say('begins', grad); return True
@@ -312,7 +315,7 @@ class Ear(Listener):
     def say(self, *what): self.heard.append((self.name, *what))
 
 
-def test_each_is_told_what_it_asked_for():
+def test_each_listener_gets_the_wanted_events():
     heard,model = [],Net(False, True, False)
     before = [dict(m.__dict__) for m in model.modules()]
     root,a,b,last = ts = tracks(model)
@@ -337,7 +340,7 @@ def test_each_is_told_what_it_asked_for():
     assert told()==[] and [m.__dict__ for m in model.modules()]==before
 
 
-def test_gradients_go_to_who_wants_them_of_that_kind():
+def test_gradients_go_to_listeners_that_want_their_type():
     heard,model = [],nn.Sequential(nn.Tanh())
     _,t = tracks(model)
     who = {n: Ear(n, heard, output_grad='g' in n, input_grad='i' in n, inputs=False) for n in ('g', 'i', 'gi', '-')}
@@ -371,7 +374,7 @@ def linear(**kw): m = nn.Linear(1, 1); m(one).backward(); return m, torch.optim.
 
 
 def test_two_optimizers_are_told_apart():
-    "With and without a closure, one inside of the other's closure, one that raised, and nothing when nobody listens any more"
+    "With and without a closure, one in the closure of the other, after an exception, and after detaching"
     (_,o),(_,p),spy = linear(),linear(),Steps()
     w = OptimizerWatch([o, p], None, spy)
     w.attach()
@@ -392,7 +395,7 @@ def test_two_optimizers_are_told_apart():
     assert spy.told()==[('ready', p, None, True), ('ends', p)]
     w.detach()
     class Above(torch.optim.SGD):
-        def step(self, closure=None): return super().step(closure) # torch's hooks are around both
+        def step(self, closure=None): return super().step(closure) # torch's hooks run for both
     o = Above(p.param_groups[0]['params'], .1)
     w = OptimizerWatch([o], None, spy)
     w.attach()
@@ -412,7 +415,7 @@ class Plain:
 
 @pytest.mark.parametrize('kw', [False, True])
 def test_an_optimizer_without_hooks(kw):
-    "What it is given arrives, its closure tells, what it returns comes back, and it is as it was"
+    "Arguments and results pass through, the closure reports, and its `step` is restored"
     spy,o = Steps(),Plain(nn.Linear(1, 1).parameters())
     w = OptimizerWatch([o], None, spy)
     w.attach()
@@ -427,8 +430,8 @@ def test_an_optimizer_without_hooks(kw):
     assert 'step' not in vars(o) and step()=='stepped' and spy.told()==[]
 
 
-def test_what_a_scaler_does_to_each_of_two_optimizers():
-    "Whom it skips, by position and by name, and what gradients are multiplied by: nothing once they are unscaled, or when it is off"
+def test_a_scaler_skips_one_of_two_optimizers():
+    "By position and by keyword. The scale is None when gradients are unscaled, or the scaler is disabled"
     (m,o),(n,p),spy = linear(),linear(),Steps()
     s = torch.amp.GradScaler('cpu', init_scale=8.)
     w = OptimizerWatch([o, p], s, spy)
@@ -438,7 +441,7 @@ def test_what_a_scaler_does_to_each_of_two_optimizers():
         assert gradient_scale(w.scaler, o)==s.get_scale()
         for k in (o, p): s.step(optimizer=k) if kw else s.step(k)
         assert spy.told()==[('ready', o, None, True), ('ends', o), ('ready', p, None, True), ('skipped', p) if bad else ('ends', p)]
-        assert gradient_scale(w.scaler, o) is None # it was unscaled
+        assert gradient_scale(w.scaler, o) is None # already unscaled
         s.update()
     o.grad_scale = torch.tensor(3.)
     assert gradient_scale(w.scaler, o)==3 and gradient_scale(w.scaler, p)==s.get_scale()
@@ -446,15 +449,15 @@ def test_what_a_scaler_does_to_each_of_two_optimizers():
     assert gradient_scale(w.scaler, o) is None
     w.detach()
     assert 'step' not in vars(s)
-    o.found_inf = torch.tensor(1.) # a fused one finds out by itself
-    w.tell(o); w.tell(p)
+    o.found_inf = torch.tensor(1.) # a fused optimizer notices itself
+    w.note_end(o); w.note_end(p)
     o.found_inf = torch.tensor(0.)
-    w.tell(o)
+    w.note_end(o)
     assert spy.told()==[('skipped', o), ('ends', p), ('ends', o)]
 
 
 class Wrapper:
-    "Steps two others"
+    "A wrapper that steps two optimizers."
     def __init__(self, *inner): self.inner,self.state = inner,{}
     param_groups = property(lambda self: [g for o in self.inner for g in o.param_groups])
     def step(self, closure=None):
@@ -464,7 +467,7 @@ class Wrapper:
 def test_a_wrapper_of_two_and_one_beside_it():
     (_,o),(_,p),(_,q),spy = linear(),linear(),linear(),Steps()
     outer = Wrapper(o, p)
-    outer.other = q # trains something else
+    outer.other = q # trains other parameters
     assert workers(outer)==[o, p] and workers(q)==[q]
     w = OptimizerWatch([outer, q], None, spy)
     assert w.optimizers==[o, p, q] and OptimizerWatch([o, outer], None, spy).optimizers==[o, p]
@@ -474,13 +477,13 @@ def test_a_wrapper_of_two_and_one_beside_it():
         assert spy.told()==[('begins', o), ('begins', p), ('ready', o, None, True), ('ready', p, None, True), ('ends', o), ('ends', p)]
         q.step()
         assert spy.told()==[('ready', q, None, True), ('ends', q)]
-    outer.step(1) # a number that is no closure
+    outer.step(1) # a number is no closure
     assert spy.told()==[('begins', o), ('begins', p), ('ready', o, None, True), ('ends', o)]
     w.detach()
     assert 'step' not in vars(outer)
 
 
-def test_what_an_optimizer_trains_and_keeps():
+def test_parameters_and_states_of_an_optimizer():
     m,o = linear(momentum=.9)
     n = nn.Linear(1, 1)
     o.add_param_group({'params': [n.weight]})
@@ -499,13 +502,13 @@ def test_what_an_optimizer_trains_and_keeps():
     assert versions([m.weight, m.bias, z])==before+1
 
 
-def test_where_the_closure_stands_among_the_arguments():
+def test_the_closure_is_found_among_the_arguments():
     told = []
     def f(): told.append('f'); return 4
     def g(): told.append('g')
     def tell(): told.append('told')
-    assert [with_closure(a, k, tell) for a,k in ((('o',), {}), ((f,), {}), ((f, 1), {}), (('o', 1), {'loss': f}))]==[None]*4
-    args,kw = with_closure(('o', 1, f, g), {'x': 2}, tell)
+    assert [wrap_closure(a, k, tell) for a,k in ((('o',), {}), ((f,), {}), ((f, 1), {}), (('o', 1), {'loss': f}))]==[None]*4
+    args,kw = wrap_closure(('o', 1, f, g), {'x': 2}, tell)
     assert (args[:2], args[3], kw)==(('o', 1), g, {'x': 2}) and args[2]()==4 and told==['f', 'told']
-    args,kw = with_closure(('o', g), {'closure': f, 'x': 2}, tell)
+    args,kw = wrap_closure(('o', g), {'closure': f, 'x': 2}, tell)
     assert args==('o', g) and kw['x']==2 and kw['closure']()==4 and told==['f', 'told']*2

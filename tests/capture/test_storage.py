@@ -1,4 +1,4 @@
-"""Nothing that measures or shows makes a tensor's storage unresizable, as `Tensor.numpy`, `np.asarray` and DLPack do for ever:
+"""No reading or showing makes a tensor's storage unresizable, as `Tensor.numpy`, `np.asarray` and DLPack do for ever:
 `fully_shard` frees weights by resizing their storage, and a training that was looked at would die of it"""
 import ast
 import pathlib
@@ -19,7 +19,7 @@ from torchember.recorder.recorder import recorded
 
 
 def resized(*tensors):
-    "Whether the storage of each can be given up, and taken back"
+    "Return for each tensor whether its storage can be resized."
     for x in tensors:
         s = x.untyped_storage()
         n = s.nbytes()
@@ -29,8 +29,8 @@ def resized(*tensors):
     return True
 
 
-def test_what_is_avoided():
-    "The test would notice"
+def test_functions_that_forbid_resizing():
+    "This check would notice them"
     for look in (torch.Tensor.numpy, np.asarray, lambda x: x.double().numpy(), lambda x: np.asarray([*x])):
         x = torch.ones(3, dtype=torch.float64)
         assert resized(x)
@@ -51,7 +51,7 @@ def test_readers(kind, by, threads, monkeypatch):
     torch.set_num_threads(threads)
     try:
         for n in (0, 1, 7, 5000, 9000, 300_000):
-            if n==300_000 and kind not in ('float32', 'float64', 'complex128'): continue # what is converted is ours
+            if n==300_000 and kind not in ('float32', 'float64', 'complex128'): continue # a converted copy is our own
             whole = (torch.randn(n, dtype=dtype if dtype.is_complex else None)*5).to(dtype)
             for x in (whole, whole[::2], whole[:n-n%2].view(2, -1).T, whole[:1].expand(3, min(n, 1)), whole.conj() if dtype.is_complex else whole):
                 for stats in sets: get_stats(x, stats)
@@ -101,7 +101,7 @@ def test_an_armed_training(dtype, stats, compiled):
 
 @pytest.mark.slow
 def test_while_loops_are_loaded_and_without_numba():
-    "The readers that stand in, in processes of their own"
+    "The fallback readers, each in a new process"
     code = textwrap.dedent('''
         import sys, torch
         if sys.argv[1]=='without': sys.modules['numba'] = None
@@ -140,7 +140,7 @@ def test_quantities():
     m.register_forward_hook(lambda m, a, y: seen.append(a[0]))
     single = ['InputCovMaxEig', 'InputCovStableRank', 'InputCovCondition', 'WeightNorm', 'WeightGradNorm', 'InputMean', 'InputStd', 'InputSndNorm',
         'OutputGradSndNorm', 'RankMe', 'LinearDeadNeuronNum']
-    weight = lambda module: module.weight.detach() # the user's tensor itself
+    weight = lambda module: module.weight.detach() # the user's own tensor
     mon = Monitor(m, {'0': [*single, 'WeightParamJump'], nn.BatchNorm1d: ['MeanTID', 'VarTID']})
     for i in range(3):
         m(torch.randn(64, 40, dtype=torch.float64)).square().mean().backward()
@@ -170,7 +170,7 @@ def test_pictures():
 
 
 def test_where_numpy_looks_into_tensors():
-    "Each call of `numpy()` is of a tensor that is our own: a new one has to be looked at, and written here"
+    "Each call of `numpy()` is on a tensor of our own. A new call has to be checked, and added here"
     own = {'measure/elements.py': ['as_array'], 'measure/readers/torch.py': ['with_exponents'], # a clone, results
         'measure/tap.py': ['Block', 'Laid', 'rows_to_host'], 'measure/devices.py': ['Pending'], 'measure/self_check.py': ['first_wrong'],
         'measure/spectrum.py': ['from_gram', 'lanczos', 'lanczos', 'singular_values', 'singular_values'],

@@ -1,4 +1,4 @@
-"What a layer returns whose forward gives a partial sum, as under tensor parallelism: it is told when the layer's own hooks have added it up"
+"The output of a layer whose forward returns a partial sum, as in tensor parallelism: it is reported after the layer's own hooks have added it up"
 import threading
 import types
 
@@ -14,12 +14,12 @@ from torchember.capture.tree import tracks
 
 
 class Part(torch.Tensor):
-    "Half of a sum, which the other process has the other half of"
+    "A tensor that is half of a sum. Another rank has the other half."
     placements = types.SimpleNamespace(is_partial=lambda: True),
 
 
 class Split(nn.Linear):
-    def __init__(self): # 3 and 4, of which the sum has twice
+    def __init__(self): # weights 3 and 4; the sum is twice the output
         super().__init__(2, 1, bias=False)
         with torch.no_grad(): self.weight.copy_(torch.tensor([[3., 4.]]))
 
@@ -39,7 +39,7 @@ def layer():
 
 def watch(model, **how):
     te = torchEmber(model, ttypes=('output', 'output_grad'), stats=('mean',), on_error='raise', **how)
-    te.recorder.buffer.shards.ranks = types.SimpleNamespace(sharded=True, pass_begins=lambda: None, columns=lambda *args: {}) # as in a run of several processes
+    te.recorder.buffer.shards.ranks = types.SimpleNamespace(sharded=True, pass_begins=lambda: None, columns=lambda *args: {}) # as in a run on several ranks
     return te
 
 
@@ -60,7 +60,7 @@ class Ear(Listener):
 
 
 def test_rows_are_of_the_sum(layer):
-    "Each call once, and the gradient at the sum; also of a hook that comes later. Nothing else is changed, and nothing is left behind"
+    "Each call is reported once, with the gradient of the sum, also if a hook is added later. Nothing else changes, and nothing is left behind"
     layer.register_forward_hook(lambda m, args, y: y.expand(1, 2))
     model = nn.Sequential(layer, layer)
     want = model(ones())
@@ -85,8 +85,8 @@ def test_checkpoints(layer, reentrant):
     assert len(layer._forward_hooks)==1
 
 
-def test_one_beneath_another(layer):
-    "Who hears first does not matter, and who does not want it so is told what the forward returned"
+def test_two_listeners(layer):
+    "The order does not matter. A listener without `sums_after_hooks` gets the result of the forward"
     ears,ts = [Ear(), Ear(), Ear()],tracks(layer)
     ears[1].sums_after_hooks = False
     for e in ears: arm(ts, e)
@@ -97,7 +97,7 @@ def test_one_beneath_another(layer):
 
 
 def test_without_hooks(layer):
-    "By itself a forward returns a part; so does a layer that has no hook, whose hook adds nothing up, or that is called by a hook of its own"
+    "The part is reported if the forward is called alone, if the layer has no hook, if its hook adds nothing up, or if a hook calls it"
     e,plain,idle = Ear(),Split(),Split()
     idle.register_forward_hook(lambda m, args, y: None)
     ts = [*tracks(layer), *tracks(plain), *tracks(idle)]
@@ -117,7 +117,7 @@ def test_without_hooks(layer):
 
 @pytest.mark.parametrize('error', [ValueError, KeyboardInterrupt])
 def test_a_hook_that_fails(layer, error):
-    "What is there then is told; what Ctrl-C leaves goes with the next call, or when the model is given back"
+    "The part is reported then. A hook that Ctrl-C leaves is removed by the next call, or when the model is disarmed"
     fail = []
     def fails(m, args, y):
         if fail: raise fail[0]
@@ -138,7 +138,7 @@ def test_a_hook_that_fails(layer, error):
 
 
 def test_threads(layer):
-    "Two in one layer: each is told its own"
+    "Two threads in one layer: each result is reported in its own call"
     both = threading.Barrier(2, timeout=20)
     def wait(m, args, y): both.wait()
     layer.register_forward_hook(wait, prepend=True)
@@ -153,7 +153,7 @@ def test_threads(layer):
 
 
 def test_disarmed_by_a_hook(layer):
-    "Then nothing more is told, and the model is whole"
+    "Nothing more is reported, and the model is restored"
     te = watch(layer)
     def disarm_it(m, args, y): te.disarm()
     layer.register_forward_hook(disarm_it)

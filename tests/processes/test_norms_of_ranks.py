@@ -1,4 +1,4 @@
-"The norm of all gradients of a run of several processes: that of the whole model, or none"
+"The norm of all gradients of a run on several ranks: the norm of the whole model, or none"
 import json
 import math
 
@@ -8,7 +8,7 @@ import pytest
 
 from torchember.frames.tables import tidy
 from torchember.processes.packed_rows import Packet, StepMerger
-from torchember.processes.ranks import whole
+from torchember.processes.ranks import merge_and_check
 
 rng = np.random.default_rng(0)
 first,second = rng.normal(size=(4, 3)),rng.normal(size=(6,))
@@ -31,7 +31,7 @@ def about(axis, world=2): return {r: {'rank': r, 'world': world, 'axes': {axis: 
 
 def merged(rows, axis, world=2):
     df = tidy(pd.DataFrame(rows))
-    out,_ = whole(df, about(axis, world))
+    out,_ = merge_and_check(df, about(axis, world))
     return out[out.ttype=='scalar']
 
 
@@ -52,29 +52,29 @@ def test_replicas_count_once():
     assert merged([*replicas(), norm(0, expected), norm(1, expected)], 'dp').grad_norm.tolist()==[pytest.approx(expected, rel=1e-9)]
 
 
-def test_replicas_have_a_norm_without_a_process_that_is_gone_and_shards_have_none():
+def test_without_a_rank_replicas_have_a_norm_and_shards_have_none():
     assert len(merged([r for r in replicas() if r['rank']==0]+[norm(0, expected)], 'dp'))==1
     assert len(merged([*shards(), norm(0, 1.)], 'fsdp'))==0
     assert len(merged([r for r in shards() if r['rank']==0]+[norm(0, 1.)], 'fsdp'))==0
 
 
-def test_a_gradient_that_is_a_sum_of_what_processes_hold_has_no_norm():
+def test_a_partial_sum_has_no_norm():
     rows = [gradient(r, 'a', first, 'tp:P') for r in (0, 1)]
     assert len(merged([*rows, norm(0, 1.), norm(1, 1.)], 'tp'))==0
 
 
-def test_statistics_from_which_no_norm_follows():
+def test_statistics_that_do_not_give_a_norm():
     assert len(merged([*shards(stats=('max',)), norm(0, 1.), norm(1, 2.)], 'fsdp'))==0
 
 
-def test_the_norm_before_clipping_has_the_other_gradients_too():
+def test_the_norm_before_clipping_includes_unclipped_gradients():
     clipped = [gradient(r, 'a', 10*first[2*r:2*r+2], 'fsdp:S0', first.shape, 'unclipped_grad') for r in (0, 1)]
     row, = merged([*shards(), *clipped, norm(0, 1., grad_norm_unclipped=1.), norm(1, 2., grad_norm_unclipped=3.)], 'fsdp').to_dict('records')
     assert row['grad_norm']==pytest.approx(expected, rel=1e-9)
     assert row['grad_norm_unclipped']==pytest.approx(math.sqrt(100*(first**2).sum()+(second**2).sum()), rel=1e-9)
 
 
-def test_each_step_has_its_own_and_the_numbers_of_the_user_keep_their_mean():
+def test_each_step_has_its_norm_and_scalars_are_averaged():
     rows = [*shards(), *shards(step=1), *(norm(r, 7., s, 'recorded_grad_norm') for r in (0, 1) for s in (0, 1)),
         *(norm(r, 1.+r, 1, tname='log') for r in (0, 1))]
     out = merged(rows, 'fsdp')
@@ -82,7 +82,7 @@ def test_each_step_has_its_own_and_the_numbers_of_the_user_keep_their_mean():
     assert out[out.tname=='log'].grad_norm.tolist()==[1.5]
 
 
-def test_rows_of_the_whole_that_are_made_during_the_training_have_the_same_norm():
+def test_rows_merged_during_training_have_the_same_norm():
     w,rows = StepMerger(),[*shards(), norm(0, 1.), norm(1, 2.), *(dict(norm(r, .5, name='loss', tname='log')) for r in (0, 1))]
     w.about = about('fsdp')
     found = w.rows({r: Packet.of(json.loads(json.dumps([x for x in rows if x['rank']==r]))) for r in (0, 1)})

@@ -1,4 +1,4 @@
-"Runs of two processes whose models are wrapped in some steps only, and what is known of such a run by its name"
+"Runs of two ranks with a wrapper in some steps only, and metadata found by the name of such a run"
 import os
 import signal
 import warnings
@@ -38,7 +38,7 @@ def test_modules_keep_their_names_when_a_wrapper_comes_and_goes(ran, name):
 
 
 @pytest.mark.parametrize('name', ['second', 'late'])
-def test_replicas_that_drift_between_the_wrapped_steps_are_named_as_such(ran, name):
+def test_replicas_that_drift_between_the_wrapped_steps_are_reported(ran, name):
     _,said = merged(ran, name)
     [drift] = [s for s in said if 'drifted apart' in s]
     assert drift.startswith('Replicas have drifted apart: rank 1 has another weight weight of body.0 than rank 0 since step 1, and ')
@@ -67,7 +67,7 @@ def test_the_same_batch_is_reported_if_it_is_the_same_in_most_steps(ran, name, s
     assert len(found)==bool(sentence) and all(s.startswith(sentence) for s in found)
 
 
-def test_the_parameters_of_all_processes_are_known_by_the_name_of_the_run(ran):
+def test_the_parameters_of_all_ranks_are_found_by_the_name_of_the_run(ran):
     entries,alone = open_run('in_step', ran).parameters(),open_run('in_step.rank0', ran).parameters()
     assert entries==alone and {(p['path'], p['name']): p['optimizer'] for p in entries}=={**{(path, n): True for path in ('body.0', 'head')
         for n in ('weight', 'bias')}, ('unused', 'weight'): False, ('unused', 'bias'): False}
@@ -77,7 +77,7 @@ def test_the_parameters_of_all_processes_are_known_by_the_name_of_the_run(ran):
     assert tree==open_run('in_step.rank0', ran).structure() and [c['path'] for c in tree['children']]==['body', 'head', 'unused']
 
 
-def test_the_parameters_are_known_if_one_process_left_no_metadata(ran):
+def test_the_parameters_are_found_if_one_rank_left_no_metadata(ran):
     for f in (ran/'data').glob('*_late.rank0.json'): f.unlink()
     both,one = open_run('late', ran),open_run('late.rank1', ran)
     assert both.parameters()==one.parameters()!=[] and both.structure()==one.structure()
@@ -98,7 +98,7 @@ os.kill(os.getpid(), {int(signal.SIGKILL)})
 '''
 
 
-def test_processes_that_died_are_named(tmp_path):
+def test_ranks_that_died_are_named(tmp_path):
     for rank in 0,1:
         out = programs.run(killed, tmp_path, RANK=rank, WORLD_SIZE=2, PYTHONPATH=os.environ.get('PYTHONPATH', ''))
         assert out.returncode==-signal.SIGKILL, out.stderr

@@ -1,4 +1,4 @@
-"Rows of a step that go from process to process, the steps that are put together of them, and who is told when something goes wrong"
+"Exchange of rows between ranks during training: packets, merged steps, late ranks, broken stores"
 import gc
 import json
 import math
@@ -40,7 +40,7 @@ def plain(rows): return [{k: (round(v, 12) if isinstance(v, float) and v==v else
 
 # ---- packets
 
-def test_a_packet_has_all_of_the_rows():
+def test_a_packet_holds_all_rows():
     packer,unpacker = Packer(),Unpacker()
     for s in range(3):
         rows = [row(1, np.arange(3.)+s, s, gscale=.5, exponents=[s, 2, 0], skipped=True), {**row(1, np.ones(2), s), 'ts': 'later', 'mean': math.nan, 'n': s}]
@@ -57,13 +57,13 @@ def test_a_packet_has_all_of_the_rows():
 
 @pytest.mark.parametrize('rows', [[row(0, np.ones(2)), {**row(0, np.ones(2)), 'shape': [3]}], [row(0, np.ones(2)), {**row(0, np.ones(2)), 'part': 'dp:R'}],
     [row(0, np.ones(2)), {**row(0, np.ones(2)), 'nan': 1}], [row(0, np.ones(2)), {**row(0, np.ones(2)), 'mean': 1}]])
-def test_another_row_is_another_layout(rows): assert Packet.of(rows[:1]).layout!=Packet.of(rows[1:]).layout
+def test_a_changed_fixed_value_changes_the_layout(rows): assert Packet.of(rows[:1]).layout!=Packet.of(rows[1:]).layout
 
 
 # ---- rows of the whole
 
-def test_steps_with_the_same_layout_are_merged_anew_where_the_numbers_say_so(monkeypatch):
-    "What is equal in one step is counted once, and is a part of a batch in the next; of a parameter of which nobody knows the same"
+def test_shards_are_found_again_when_the_numbers_contradict_the_last_step(monkeypatch):
+    "Equal inputs are one copy in one step, and parts of a batch in the next. Parameters of unknown role behave alike"
     known,rng,made = StepMerger(),np.random.default_rng(0),[]
     monkeypatch.setattr(packed_rows, 'RankRows', lambda *args, make=packed_rows.RankRows: (made.append(1), make(*args))[1])
     for r in (0, 1): known.note_head(r, Packet.of([], about=about(r), paths=['', 'up', 'down.0', 'down.1']))
@@ -73,7 +73,7 @@ def test_steps_with_the_same_layout_are_merged_anew_where_the_numbers_say_so(mon
         flow,own = (lambda v: [v, v if same else x(0)])(x(0)) if (same := alike[0]) is not None else None,x(1)
         other = own if alike[1] else x(1)
         odd = math.nan if alike[2] else 1.
-        lost = math.nan if step in (8, 9) else 1. # weights of which nothing is known are no other ones
+        lost = math.nan if step in (8, 9) else 1. # weights without statistics count as equal
         some = [[row(r, flow[r], step), row(r, (own, other)[r]*lost, step, 'dp:?', 'weight', 'model(Net).down(Sequential).0(Linear)', pname='weight'),
             row(r, x(2)*odd, step, 'dp:B', 'input', 'model(Net)', nan=18 if alike[2] else 0),
             row(r, x(3), step-1, 'dp:B', 'input', 'model(Net)', late=1)] for r in (0, 1)]
@@ -84,12 +84,12 @@ def test_steps_with_the_same_layout_are_merged_anew_where_the_numbers_say_so(mon
         got = known.rows(p)
         again = len(made)==before
         assert plain(got)==plain(one.rows(p)), step
-        if step in (1, 3, 6): assert again, step # as in the step before
+        if step in (1, 3, 6): assert again, step # the plan of the step before is kept
     assert len(known.layouts)==len(known.last)==1
 
 
 def test_rows_of_two_steps_become_rows_of_one():
-    "With the same layout: a number that is noted twice is two rows, and of two steps one of each"
+    "With the same layout, a number recorded twice in a step gives two rows, and numbers of two steps give one row each"
     w = StepMerger()
     for first in (0, 1, 3, 3):
         step = first+(first<3)
@@ -98,11 +98,11 @@ def test_rows_of_two_steps_become_rows_of_one():
         assert sorted((r['step'], r['mean']) for r in w.rows(p))==sorted((s, 2.) for s in (first, step))
 
 
-def test_a_merge_is_not_kept_for_processes_that_stand_otherwise():
+def test_a_plan_is_dropped_when_the_axes_of_a_rank_change():
     w,x = StepMerger(),np.arange(8.).reshape(2, 4)
     some = lambda s: packets(*([row(r, x[r:r+1], s, 'tp:R', 'weight', pname='weight')] for r in (0, 1)))
     for r in (0, 1): w.note_head(r, Packet.of([], about={'rank': r, 'world': 2, 'axes': {'tp': [0, 1]}}))
-    assert [w.rows(some(s))[0]['mean'] for s in (0, 1)]==[1.5, 1.5] # a replica is counted once
+    assert [w.rows(some(s))[0]['mean'] for s in (0, 1)]==[1.5, 1.5] # replicas count once
     for r in (0, 1): w.note_head(r, Packet.of([], about={'rank': r, 'world': 2, 'axes': {'tp': [r]}}))
     assert w.rows(some(2))[0]['mean']==3.5
     fresh = StepMerger()
@@ -110,8 +110,8 @@ def test_a_merge_is_not_kept_for_processes_that_stand_otherwise():
     assert plain(w.rows(some(2)))==plain(fresh.rows(some(2)))
 
 
-def test_what_processes_have_of_their_own_keeps_its_name_in_rows_without_weights():
-    "Weights that differ, and of which nothing is known, are told every other step only. A number that was noted is a mean all the same"
+def test_modules_of_a_ranks_own_keep_their_names_in_steps_without_weights():
+    "Weights of unknown role that differ are recorded in every second step. Scalars are still averaged"
     w,rng = StepMerger(),np.random.default_rng(0)
     for r in (0, 1): w.note_head(r, Packet.of([], about=about(r), paths=['', 'up']))
     def some(s, weights):
@@ -126,26 +126,26 @@ def test_what_processes_have_of_their_own_keeps_its_name_in_rows_without_weights
         assert loss['loss']==.5 and loss['module']=='model(Net)' and 'path' not in loss
 
 
-def test_a_noted_number_that_is_not_finite():
-    "is NaN in the row of its call, and in no other"
+def test_a_scalar_that_is_not_finite():
+    "It is NaN in the row of its call, and missing in other rows"
     more = dict(module='model(Net)', ts='now', ttype='scalar', tname='log', step=3, dtype='float64')
     def noted(r, call, **numbers): return {**numbers, **more, 'call': call, 'rank': r}
     some = packets(*([noted(r, 0, loss=math.nan if r else 1., nan=r), noted(r, 1, acc=.5+r/4)] for r in (0, 1)))
     loss,acc = StepMerger().rows(some)
     assert math.isnan(loss['loss']) and loss['nan']==1 and 'acc' not in loss
     last, = StepMerger().rows(packets([noted(0, 0, loss=1.), {**noted(0, 0, val=2.), 'step': 4}]))[1:]
-    assert last['val']==2. and 'loss' not in last # another one of that call has it
+    assert last['val']==2. and 'loss' not in last # another row of this call has the loss
     assert acc['acc']==.625 and {'loss', 'nan', 'numel', 'shape'}.isdisjoint(acc)
 
 
-def test_layouts_that_come_and_go_are_forgotten():
+def test_old_layouts_are_forgotten():
     w = StepMerger()
     for s in range(40): assert w.rows(packets([row(0, np.ones(2), s, word=f'w{s}')]))[0]['word']==f'w{s}'
     assert len(w.layouts)<=w.most and set(w.last)<=set(w.layouts)
 
 
 def test_rows_are_as_one_process_writes_them():
-    "Whole numbers are ints, what is not there is not there, and what cannot be known of a tensor that is not finite is NaN"
+    "Integers stay ints, missing values stay missing, and unknown statistics of a tensor with infinities are NaN"
     a,b = row(0, np.array([[1., math.inf]]), posinf=1, n=3, epoch=2),row(1, np.array([[1., 5.]]), n=4, epoch=2)
     got,other = StepMerger().rows(packets([a, row(0, np.ones(1), ttype='weight', part='dp:R', pname='bias')], [b]))
     assert got['posinf']==1 and type(got['posinf']) is int and 'nan' not in got and got['epoch']==2 and type(got['epoch']) is int
@@ -155,7 +155,7 @@ def test_rows_are_as_one_process_writes_them():
 
 # ---- messages
 
-def test_what_nobody_reads_is_bounded():
+def test_unread_messages_are_bounded():
     store = HashStore()
     out,into = Outbox(store, 3),Inbox(store, 3)
     while not out.is_full: out.put(b'%d' % out.n)
@@ -165,7 +165,7 @@ def test_what_nobody_reads_is_bounded():
     assert out.is_full and Inbox(store, 2).get() is None
 
 
-def test_what_a_process_says_of_itself_is_sent_when_it_changes(monkeypatch):
+def test_metadata_is_sent_when_it_changes(monkeypatch):
     p = Pair(monkeypatch)
     heads,merger = [],p.first.sharing.channel.merger
     note_head = merger.note_head
@@ -179,17 +179,17 @@ def test_what_a_process_says_of_itself_is_sent_when_it_changes(monkeypatch):
     for x in (p.first, p.second): x.rest(); x.listeners.wait()
 
 
-def test_a_first_process_that_reads_nothing_does_not_fill_the_store(pair):
+def test_the_store_is_bounded_while_the_first_rank_reads_nothing(pair):
     for s in range(30): pair.step(s, [1]); pair.settle(pair.second)
     assert pair.store.num_keys()<=17 and pair.second.sharing.channel.left_out==14
     pair.step(30, [0]); pair.settle()
-    assert pair.seen()==[(30, [(31.5, [1])])] and pair.store.num_keys()<=1 # the steps that the first did not see are none
+    assert pair.seen()==[(30, [(31.5, [1])])] and pair.store.num_keys()<=1 # steps that the first rank lacks are not reported
 
 
-# ---- what a process shares, without a thread
+# ---- sharing without a thread
 
 def shares(store, rank, patience=0., **kwargs):
-    "A process of two, and the steps and means that it tells"
+    "Return the `Sharing` of one of two ranks, and the list of the steps and means that it reports."
     told = []
     def report(rows): told.append([(r['step'], r['mean'], r.get('without')) for r in rows])
     s = Sharing(store, rank, 2, lambda: {'about': about(rank)}, report=report, **kwargs)
@@ -201,22 +201,22 @@ def own(rank, n): return line_of(row(rank, np.arange(4.)+4*rank+n, n))+b'\n'
 
 
 @pytest.mark.parametrize('behind, waits', [(0, True), (4, True), (5, False), (8, False)])
-def test_others_are_waited_for_while_little_else_is_to_do(behind, waits):
+def test_other_ranks_are_waited_for_while_the_queue_is_short(behind, waits):
     first,told = shares(HashStore(), 0, .05, queued=lambda: behind)
     first.take(own(0, 3)); first.report_complete()
     assert told==([[(3, 4.5, [1])]] if waits else []) and first.channel.partial==waits
 
 
-def test_steps_that_pile_up_are_left_out():
-    "9 of 10 are told: with the oldest there are more than 8"
+def test_a_step_is_left_out_when_too_many_wait():
+    "9 of 10 steps are reported: more than 8 wait together with the oldest"
     first,told = shares(HashStore(), 0)
     for s in range(10): first.take(own(0, s))
     first.report_complete()
     assert [s for (s,_,_), in told]==[*range(1, 10)] and (first.channel.left_out, first.channel.partial)==(1, 9)
 
 
-def test_the_last_of_a_process_waits_for_the_others_to_end(monkeypatch):
-    "for the first process has the store"
+def test_the_first_rank_waits_for_the_end_of_all_ranks(monkeypatch):
+    "The store lives in the first rank"
     store,sleeps = HashStore(),[]
     (first,told),(second,_) = shares(store, 0, 9.),shares(store, 1)
     for p in (second, first): p.take(own(p.rank, 0))
@@ -226,12 +226,12 @@ def test_the_last_of_a_process_waits_for_the_others_to_end(monkeypatch):
     assert sleeps==[Receiver.pause] and first.channel.assembly.ended=={0, 1} and told==[[(0, 3.5, None)], [(1, 4.5, None)]]
     first,told = shares(HashStore(), 0, 9.)
     monkeypatch.setattr(whole_steps.time, 'sleep', lambda seconds: (sleeps.append(seconds), first.channel.assembly.end(1)))
-    first.finish(b'') # has nothing
+    first.finish(b'') # no rows
     assert len(sleeps)==2 and first.channel.assembly.ended=={0, 1} and not told
 
 
-def test_what_lives_as_long_as_the_sharing():
-    "is let go with it; and who lets go of the whole waits for no garbage collector"
+def test_the_kept_object_is_dropped_when_the_sharing_stops():
+    "It is dropped at once, and a dropped WholeSteps needs no garbage collector either"
     class Kept: pass
     gc.collect(); gc.disable()
     try:
@@ -246,20 +246,20 @@ def test_what_lives_as_long_as_the_sharing():
     finally: gc.enable()
 
 
-def test_all_steps_that_are_left_out_are_counted(monkeypatch):
-    "Those for which there is no place in the queue, and one that the first process does not have. Nothing takes from the queue but this test"
+def test_all_left_out_steps_are_counted(monkeypatch):
+    "Two steps find the queue full, and the first rank lacks one step. Only this test takes from the queue"
     p = Pair(monkeypatch)
     p.second.sharing.take(own(1, 0))
     p.first.thread = threading.main_thread()
     for s in range(1, 11): p.step(s, [0])
     assert p.first.left_out==2 and p.first.queue.qsize()==8
-    run_job(p.first.sharing, p.first.queue.get()) # 7 more wait: nobody waits for the other process
+    run_job(p.first.sharing, p.first.queue.get()) # 7 more wait, so the other rank is not waited for
     assert p.first.sharing.channel.left_out==1 and len(p.first.sharing.channel.assembly.waiting[0])==1 and not p.first.sharing.channel.partial
     assert p.first.remark()=='Rows of the whole: 3 steps were left out, because they came faster than they could be reported.'
     p.first.listeners.wait()
 
 
-def test_own_rows_are_told_with_the_lines_of_the_file(monkeypatch):
+def test_after_a_stop_own_rows_are_reported_with_the_lines_of_the_log(monkeypatch):
     p,taken = Pair(monkeypatch),[]
     p.first.sharing.stop('reset by peer')
     monkeypatch.setattr(p.first.listeners, 'collect', lambda rows, lines: taken.append((rows, lines)))
@@ -272,7 +272,7 @@ def test_own_rows_are_told_with_the_lines_of_the_file(monkeypatch):
 # ---- the thread
 
 class Pair:
-    "Two processes, in threads of this one, and what is told and said of the first"
+    "Two ranks in threads of this process, with the reported steps and messages of the first."
     def __init__(self, monkeypatch, patience=.3, store=None, world=2):
         monkeypatch.setattr(Assembly, 'patience', patience)
         self.store,self.told,self.said = store or HashStore(),[],[]
@@ -308,14 +308,14 @@ def pair(monkeypatch):
     for x in (p.first, p.second): x.rest(); x.listeners.wait()
 
 
-def test_the_whole_is_told(pair):
+def test_the_rows_of_the_whole_are_reported(pair):
     for s in range(3): pair.step(s); pair.both()
     assert pair.seen()==[(s, [(3.5+s, None)]) for s in range(3)] and not pair.said and pair.first.remark() is None
-    assert pair.store.num_keys()<=1 # what was read is removed; HashStore counts one of its own
+    assert pair.store.num_keys()<=1 # read messages are removed; HashStore has one key of its own
 
 
-def test_a_replica_that_has_drifted_is_said_once(pair):
-    "while the training goes on, also when other rows come and go; what passes is not"
+def test_a_drifted_replica_is_reported_once(pair):
+    "It is reported during training, also if other rows come and go. A passing difference is not"
     pair.first.sharing.channel.merger.drift.patience = 3
     def step(n, off):
         for p,more in (pair.first, 0.), (pair.second, off):
@@ -329,7 +329,7 @@ def test_a_replica_that_has_drifted_is_said_once(pair):
     assert pair.said==['Replicas have drifted apart: rank 1 has another weight weight_0 of up than rank 0 since step 5. The first rank\'s are shown.']
 
 
-def test_a_drift_is_of_the_tensor_and_the_process_that_began_it():
+def test_a_drift_names_the_tensor_and_the_rank_that_began_it():
     drift = DriftWatch()
     drift.patience = 2
     said = []
@@ -342,8 +342,8 @@ def test_a_drift_is_of_the_tensor_and_the_process_that_began_it():
     assert said[2]=="Replicas have drifted apart: rank 1 has another weight weight_0 of 1 than rank 0 since step 1. The first rank's are shown."
 
 
-def test_pieces_of_a_step_are_one_and_late_numbers_follow(pair):
-    "What is noted when a step is over is told with the next one, or at the end"
+def test_several_batches_of_a_step_are_one_packet_and_late_numbers_follow(pair):
+    "Numbers recorded after the end of a step are reported with the next step, or at the end"
     for s in range(2):
         pair.step(s, over=False)
         pair.step(s, ttype='weight', part='dp:R')
@@ -356,7 +356,7 @@ def test_pieces_of_a_step_are_one_and_late_numbers_follow(pair):
     assert not pair.first.thread and not pair.second.thread
 
 
-def test_a_late_process_is_named_once_and_comes_back(pair):
+def test_a_late_rank_is_named_once_and_comes_back(pair):
     pair.step(0); pair.both()
     for s in (1, 2): pair.step(s, [0]); began = time.monotonic(); pair.settle(); assert time.monotonic()-began<(.6 if s==1 else .25)
     assert pair.seen()[1:]==[(1, [(2.5, [1])]), (2, [(3.5, [1])])]
@@ -366,20 +366,20 @@ def test_a_late_process_is_named_once_and_comes_back(pair):
     pair.step(3); pair.both()
     assert pair.seen()[3:]==[(3, [(6.5, None)])] and len(pair.said)==1
     pair.step(4, [0]); pair.settle()
-    assert pair.seen()[4:]==[(4, [(5.5, [1])])] and len(pair.said)==1 # late again, and named already
+    assert pair.seen()[4:]==[(4, [(5.5, [1])])] and len(pair.said)==1 # late again, but named before
     pair.step(4, [1]); pair.settle(pair.second); pair.step(5); pair.both()
-    assert pair.seen()[5:]==[(5, [(8.5, None)])] # who comes as soon as others is waited for, though nothing of it was in time
+    assert pair.seen()[5:]==[(5, [(8.5, None)])] # it has caught up, and is waited for again
     assert pair.first.remark()=='Rows of the whole: 3 steps were reported without the rows of some rank.'
 
 
-def test_a_step_that_a_process_leaves_out_is_told_at_once(pair):
+def test_a_step_without_one_rank_is_reported_at_once_if_the_rank_is_ahead(pair):
     pair.step(0, [0]); pair.step(1); pair.both()
     assert pair.seen()==[(0, [(1.5, [1])]), (1, [(4.5, None)])] and not pair.said
     pair.step(2, [1]); pair.step(3); pair.both()
-    assert [s for s,_ in pair.told]==[0, 1, 3] and pair.first.sharing.channel.left_out==1 # the first has no such step
+    assert [s for s,_ in pair.told]==[0, 1, 3] and pair.first.sharing.channel.left_out==1 # the first rank lacks this step
 
 
-def test_whoever_has_ended_is_not_waited_for(pair):
+def test_an_ended_rank_is_not_waited_for(pair):
     pair.step(0); pair.both()
     pair.second.end()
     began = time.monotonic()
@@ -388,8 +388,8 @@ def test_whoever_has_ended_is_not_waited_for(pair):
 
 
 @pytest.mark.parametrize('broken', ['set', 'check', 'get', 'delete_key'])
-def test_a_store_that_is_gone(monkeypatch, broken):
-    "Each process goes on by itself; the first says so, and tells of its own rows"
+def test_a_broken_store(monkeypatch, broken):
+    "Each rank goes on alone. The first one warns once, and reports its own rows"
     class Store:
         def __init__(self): self.store,self.ok = HashStore(),True
         def __getattr__(self, name):
@@ -401,7 +401,7 @@ def test_a_store_that_is_gone(monkeypatch, broken):
     store.ok = False
     for s in range(1, 4): p.step(s); p.both()
     whole = [(0, [(3.5, None)])]
-    if broken=='set': # the first does not know
+    if broken=='set': # the first rank notices nothing
         assert p.second.sharing.stopped and not p.first.sharing.stopped and p.seen()[-1]==(3, [(4.5, [1])])
     else:
         assert p.seen()==[*whole, (2, [(3.5, None)]), (3, [(4.5, None)])] and len(p.said)==1 and 'reset by peer' in p.said[0] and p.told[-1][1][0]['rank']==0
@@ -410,14 +410,14 @@ def test_a_store_that_is_gone(monkeypatch, broken):
     for x in (p.first, p.second): x.rest()
 
 
-def test_nonsense_of_another_process_ends_it(pair):
+def test_a_damaged_message_stops_the_sharing(pair):
     pair.step(0); pair.both()
     pair.store.set('1/1', b'{"step": 1, "layout": "never sent", "ts": null}\n')
     pair.step(1, [0]); pair.settle()
     assert len(pair.said)==1 and 'KeyError' in pair.said[0]
 
 
-def test_a_store_that_hangs_is_not_waited_for_twice(monkeypatch):
+def test_a_hanging_store_is_waited_for_once(monkeypatch):
     class Store:
         def __init__(self): self.store,self.go = HashStore(),threading.Event()
         def set(self, *args): self.go.wait(20); self.store.set(*args)
@@ -440,7 +440,7 @@ def test_a_store_that_hangs_is_not_waited_for_twice(monkeypatch):
     p.first.listeners.wait()
 
 
-def test_steps_that_come_too_quick_are_left_out(pair, monkeypatch):
+def test_steps_that_come_too_fast_are_left_out(pair, monkeypatch):
     slow = StepMerger.rows
     monkeypatch.setattr(whole_steps.StepMerger, 'rows', lambda self, p: (time.sleep(.05), slow(self, p))[1])
     for s in range(60): pair.step(s); time.sleep(.005)
@@ -449,7 +449,7 @@ def test_steps_that_come_too_quick_are_left_out(pair, monkeypatch):
     assert 5<len(steps)<50 and steps==sorted(steps) and pair.first.left_out and 'faster' in pair.first.remark() and not pair.said
 
 
-def test_rows_that_are_no_rows_of_tensors_are_the_first_ones_own(pair):
+def test_rows_without_a_tensor_are_reported_of_the_first_rank_only(pair):
     for p in (pair.first, pair.second): p.put([], line_of({'note': p.rank})+b'\n')
     pair.step(0); pair.both()
     assert sorted(pair.told, key=lambda t: t[0] is not None)==[(None, [{'note': 0}]), (0, pair.told[-1][1])]
@@ -465,7 +465,7 @@ def test_a_forked_process_does_nothing(pair):
     assert [s for s,_ in pair.told]==[0, 1]
 
 
-def test_nobody_listens_any_more(pair):
+def test_a_removed_listener(pair):
     listening = pair.first.listen(lambda step, rows: None)
     pair.step(0); pair.both()
     listening.close()

@@ -2,6 +2,7 @@
 from tensor_rows import df, lines
 import math
 import warnings
+from types import SimpleNamespace
 from collections import Counter, defaultdict
 
 import pytest
@@ -13,7 +14,7 @@ from oracle import says
 from torch import nn
 
 from torchember import EmberWarning, emberTracker, torchEmber
-from torchember.capture.forward import State as Heard
+from torchember.capture.module_state import ModuleState as Heard
 from torchember.measure.elements import Unmeasurable
 from torchember.recorder.buffers import Buffers
 from torchember.recorder.calls import Calls
@@ -217,17 +218,17 @@ def test_only_rows_of_the_same_module_type_and_name_are_dropped():
 def test_calls_inside_of_calls():
     "Each module counts its own, from 0 in each pass; what was entered last is left first, with its own number"
     class State:
-        pass_ = calls = came = None
+        pass_ = calls = None
         number = Heard.number
-        def __init__(self, name): self.name,self.track = name,self
+        def __init__(self, name): self.name,self.track,self.pending = name,self,SimpleNamespace(counts={})
     c,a,b = Calls(),State('a'),State('b')
     for pass_ in (1, 2):
         c.begin(a, False)
         log = c.start_log(pass_)
         assert c.innermost() is None
-        a.came = {'old': 1} if a.pass_!=pass_ else a.came
+        if a.pass_!=pass_: a.pending.counts = {'old': 1}
         c.enter(a, n := a.number(pass_))
-        assert n==0 and a.came=={}
+        assert n==0 and a.pending.counts=={}
         for i in range(2):
             c.enter(b, n := b.number(pass_))
             assert (n, c.here.call, c.innermost())==(i, i, b)

@@ -10,7 +10,7 @@ from looped import heard
 from torch import nn
 
 from torchember.capture.events import Listener
-from torchember.capture.forward import State
+from torchember.capture.module_state import ModuleState
 from torchember.capture.tree import tracks
 from torchember.recorder.buffers import Buffers
 from torchember.recorder.calls import Calls
@@ -397,7 +397,7 @@ class Spy:
 
 def of(model, ttypes=BOTH, buffer=None):
     ps = Parameters(Spy() if buffer is None else buffer, ttypes)
-    ps.states = [State(t, Nobody()) for t in tracks(model)]
+    ps.states = [ModuleState(t, Nobody()) for t in tracks(model)]
     return ps
 
 

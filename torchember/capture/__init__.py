@@ -1,1 +1,1 @@
-"Model to taps. Never measures"
+"Model to events: names, patches, hooks, optimizers, compiled code. Measures nothing"

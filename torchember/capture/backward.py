@@ -14,30 +14,30 @@ from .private_torch import is_wrapped, never_compile
 # %% ../../nbs/10_capture/30_backward.ipynb #fbe91981
 def hook_gradients(
     named:list, # (tname, tensor) pairs
-    tell, # Function: tname, gradient
-    place=None, # Whose tensors these are: a tensor that was heard for the same place and name is passed over when `again`
-    again:bool=False, # Whether the forward runs a second time
+    report, # Called with tname and gradient
+    place=None, # Module of the tensors. With `again`, a tensor that has a hook with the same place and name is skipped
+    again:bool=False, # Whether the forward is recomputed
     key=None, # Key of a holder whose `graded` a compiled backward calls instead
     ttype='output_grad' # Tensor type, for that
-) -> list: # Handles of hooks on leaves, which outlive the pass: to be removed after it
-    "Have `tell` called with the gradient of each tensor that will have one"
+) -> list: # Handles of hooks on leaves, which live longer than the pass: to be removed after it
+    "Report the gradients of some tensors. Tensors without a gradient are skipped."
     handles = []
     if not torch.is_grad_enabled(): return handles
     for n,x in named:
         if not x.requires_grad or is_wrapped(x): continue
         if again and any(getattr(h, 'place', None)==(place, n) for h in (x._backward_hooks or {}).values()): continue
-        hook = gradient_hook(tell, n, key, ttype)
+        hook = gradient_hook(report, n, key, ttype)
         hook.place = place, n
         h = x.register_hook(hook)
         if x.is_leaf: handles.append(h)
     return handles
 
 # %% ../../nbs/10_capture/30_backward.ipynb #1f0f2741
-def gradient_hook(tell, n, key, ttype):
-    "Return a hook that passes a gradient on"
+def gradient_hook(report, n, key, ttype):
+    "Return a hook to report the gradient of a tensor. Arguments as in `hook_gradients`."
     def hook(g):
         if g is None: return None # an unused output of several, or a `Function` whose backward returned None
         if key is not None and torch.compiler.is_compiling(): graded([g], key, ttype, [n])
-        else: tell(n, g.detach())
+        else: report(n, g.detach())
         return g # compiled autograd needs the gradient back: it does not accept None for a gradient that exists
     return never_compile(hook)

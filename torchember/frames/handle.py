@@ -245,7 +245,7 @@ class Run:
         df,invalid = read_ranks({r: partial(log.blocks, after[r]) for r,log in self.logs.items()}, self.complete_file(), shared=shared)
         messages = [f"Lines of rank {r} that are torn or make no sense: {n}. What they are of is without it." for r,n in invalid.items() if n]
         is_finding = (df['ttype']=='finding').to_numpy(bool) # findings are not merged
-        rows,more = ranks.whole(df[~is_finding], self.metadata('ranks'), paths_of_ranks(self.metadata('structure')))
+        rows,more = ranks.merge_and_check(df[~is_finding], self.metadata('ranks'), paths_of_ranks(self.metadata('structure')))
         df = concat_tables([rows, add_rank_to_findings(df[is_finding])]) if is_finding.any() else rows
         for m in (*messages, *more): warn(f"{printable(self.name)}: {m}")
         if messages or more: df.attrs['said'] = [*messages, *more]

@@ -1,1 +1,1 @@
-"What several processes of a training have, as that of one"
+"Logs of several ranks merged into one table"

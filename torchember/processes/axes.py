@@ -31,7 +31,7 @@ checks = dict( # field of the metadata -> function: value, all metadata of the r
 def validate_metadata(
     metadata # Rank -> metadata
 ) -> tuple: # Rank -> metadata, of the ranks whose metadata is possible; messages about the others
-    "Return the metadata that can be true, and messages about the rest."
+    "Return the possible metadata, and messages about the rest."
     good,messages = {},[]
     for rank,about in metadata.items():
         about = {'rank': rank, 'world': None, 'axes': {}, **about}
@@ -58,11 +58,11 @@ class RankAxes:
         return self.lines[axis] if axis in self.lines else {tuple(range(self.world))}
 
     def line_of(self, axis, rank):
-        "Return the first rank of the line of an axis in which `rank` stands. A rank in no line stands for itself."
+        "Return the first rank of the line around `rank` along an axis. A rank in no line is its own line."
         return next((line[0] for line in self.lines_along(axis) if rank in line), rank)
 
     def smallest_related(self, axes, rank):
-        "Return the smallest rank that can be reached from `rank` along the axes of a frozenset."
+        "Return the smallest rank in reach of `rank` along the axes of a frozenset."
         if axes not in self._smallest:
             smallest = {r: r for r in range(max(self.world, rank+1))}
             for line in (line for a in axes for line in self.lines_along(a)):
@@ -74,7 +74,7 @@ class RankAxes:
 
 # %% ../../nbs/42_processes/03_axes.ipynb #bfe9fd0d
 def parse_part(part):
-    "Return a dict: axis -> role, of a text in the column `part`. What is no role becomes '?'."
+    "Return a dict: axis -> role, of a text in the column `part`. Other texts become '?'."
     found = [x.rpartition(':') for x in part.split()]
     return {axis or 'world': role if re.fullmatch(r'[RBU?]|P\*?|S-?\d+', role) else '?' for axis,_,role in found} or {'world': '?'}
 
@@ -88,7 +88,8 @@ class Roles:
         if not isinstance(part.dtype, pd.CategoricalDtype): part = pd.Series([p if isinstance(p, str) else None for p in part], dtype=object)
         codes,texts = pd.factorize(part)
         self.code = np.where(codes<0, len(texts), codes) # for each row its place in `kinds`
-        self.kinds = [parse_part(p) for p in [*texts, *(['world:?'] if (codes<0).any() else [])]] # different dicts: axis -> role
+        # kinds: the different dicts axis -> role
+        self.kinds = [parse_part(p) for p in [*texts, *(['world:?'] if (codes<0).any() else [])]]
 
     def along(self, axis, role):
         "Return for each row whether it has this role along an axis."
@@ -103,7 +104,7 @@ class Roles:
         return np.array([set(of.values())<={*roles} for of in self.kinds], bool)[self.code]
 
     def axes_with(self, *roles):
-        "Return the axes along which some row has one of some roles, sorted."
+        "Return the axes with one of some roles in any row, sorted."
         return sorted({a for of in self.kinds for a,r in of.items() if r in roles})
 
     def set_role(self, rows, axis, role):

@@ -14,7 +14,7 @@ from ..measure.summary import derived
 
 # %% ../../nbs/42_processes/04_compare.ipynb #a215d900
 def group_codes(*columns):
-    "Return a number for each row. It is the same for rows that are equal in all columns."
+    "Return a group number for each row. Rows with equal values in all columns form a group."
     pd = needs('pandas', for_='A table of rows')
     return pd.DataFrame({i: c for i,c in enumerate(columns)}).groupby([*range(len(columns))], sort=False, dropna=False, observed=True).ngroup().to_numpy()
 
@@ -30,7 +30,7 @@ def rows_by_group(codes):
 
 # %% ../../nbs/42_processes/04_compare.ipynb #9e4047a8
 def statistic_columns(df):
-    "Return the columns of a table that hold statistics."
+    "Return the columns of a table with statistics."
     return [c for c in df if c in derived or c in ('nan', 'posinf', 'neginf')]
 
 def without_statistics(df, n):
@@ -45,7 +45,7 @@ def first_dimensions(df):
 
 # %% ../../nbs/42_processes/04_compare.ipynb #3598872d
 def differs_from(df, at):
-    "Return for each row whether its statistics differ from those of the row with the index in `at`."
+    "Return for each row whether its statistics differ from the statistics of row `at`."
     out = np.zeros(len(at), bool)
     sizes = [np.abs(np.asarray(df[c], float)) for c in ('min', 'max', 'std', 'rms', 'abs_max', 'mean') if c in df]
     size = np.nan_to_num(np.nanmax([np.zeros(len(at)), *sizes], axis=0), posinf=0)
@@ -58,7 +58,7 @@ def differs_from(df, at):
 
 # %% ../../nbs/42_processes/04_compare.ipynb #c81cd819
 class Comparison:
-    "Rows that are compared with other rows, and the groups in which statistics differ."
+    "Pairs of compared rows, and the groups with different statistics."
     def __init__(self,
         df, # Table with the statistics
         group, # Group of each row
@@ -75,5 +75,5 @@ class Comparison:
         return out
 
     def is_same(self, df, no_statistics):
-        "Return True if other statistics of the same rows give the same answer."
+        "Return True if new statistics of the same rows give the same result."
         return not (self.find_different(df, no_statistics)!=self.differs).any()

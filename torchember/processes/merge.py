@@ -23,7 +23,7 @@ from ..measure.summary import derive, derived, finite, index
 
 # %% ../../nbs/42_processes/08_merge.ipynb #415b3080
 class MergePlan:
-    "Which rows of the ranks are merged into which row of the whole."
+    "Places of the ranks' rows in the merged table."
     def __init__(self,
         rows # `shards.RankRows`
     ):
@@ -31,7 +31,8 @@ class MergePlan:
         shards = rows.shards
         self.axes,self.roles = rows.axes,shards.roles
         shard,partial = group_codes(shards.tensor, shards.shard),self.roles.any_of('P', 'P*')
-        self.kept = kept = np.flatnonzero((first_in_group(shard)==np.arange(len(shard))) | partial) # all but the second replica and later ones
+        # kept: all rows except second and later replicas
+        self.kept = kept = np.flatnonzero((first_in_group(shard)==np.arange(len(shard))) | partial)
         self.rank,self.partial,self.batch = rows.rank[kept],partial[kept],self.roles.any_of('B')[kept]
         cut = {a for of in self.roles.kinds for a,r in of.items() if r[0]=='S'} # axes along which tensors are sharded
         self.unsettled = (shards.unsettled & np.any([self.roles.along(a, '?') for a in cut] or [np.zeros(len(shard), bool)], axis=0))[kept]
@@ -39,7 +40,8 @@ class MergePlan:
         self.n = self.whole.max()+1 if len(kept) else 0 # rows of the merged table
         self.first = np.full(self.n, -1) # for each row of the merged table its first kept row
         self.first[self.whole[::-1]] = np.arange(len(kept))[::-1]
-        self.several = np.bincount(self.whole, minlength=self.n)>1 # for each row of the merged table whether it has more than one shard
+        # for each row of the merged table whether it has more than one shard
+        self.several = np.bincount(self.whole, minlength=self.n)>1
 
     def roles_of(self, i):
         "Return the roles of the kept row `i`."
@@ -49,8 +51,9 @@ class MergePlan:
         "Return for each row of the merged table whether `mask` is True for any of its kept rows."
         return np.bincount(self.whole, mask, self.n)>0
 
-# %% ../../nbs/42_processes/08_merge.ipynb #1e73d1b8
-merged_columns = 'nan', 'posinf', 'neginf', 'shape', 'numel', 'exponents', 'exponent_min', 'ratio', 'module', 'ts', 'dtype', 'run' # with a rule of their own
+# %% ../../nbs/42_processes/08_merge.ipynb #8b7b2c38
+# columns with a rule of their own for merging
+merged_columns = 'nan', 'posinf', 'neginf', 'shape', 'numel', 'exponents', 'exponent_min', 'ratio', 'module', 'ts', 'dtype', 'run'
 shard_columns = (*of_pieces, 'rank') # columns that describe a shard, not the whole
 
 def describe(row):
@@ -58,8 +61,9 @@ def describe(row):
     pname = row.get('pname')
     return f"{row['ttype']} {pname if isinstance(pname, str) else row['tname']} of {row['path'] or 'the model'}"
 
+# %% ../../nbs/42_processes/08_merge.ipynb #1e73d1b8
 class Merge:
-    "Rows of one or several steps, merged as a plan says. `table` has the result, `messages` what is lost or contradictory."
+    "Merged rows of one or several steps. `table` has the rows, `messages` tells of lost and contradictory values."
     def __init__(self,
         plan, # `MergePlan`
         df # Table of the `RankRows` of the plan, or of the same rows in another step
@@ -70,7 +74,8 @@ class Merge:
         self.count = np.array([count_elements(s, n) for s,n in zip(self.column('shape'), self.column('numel', np.nan), strict=True)])
         self.table = d.iloc[plan.first].reset_index(drop=True)
         if len(d): self.fill()
-        if 'numel' in self.table and 'numel' not in d: self.table.insert(self.table.columns.get_loc('module'), 'numel', self.table.pop('numel')) # not a mark
+        # a statistic, so it comes before `module`; marks of the user come last
+        if 'numel' in self.table and 'numel' not in d: self.table.insert(self.table.columns.get_loc('module'), 'numel', self.table.pop('numel'))
         self.table = self.table.drop(columns=[c for c in shard_columns if c in self.table])
 
     def column(self, name, missing=None):
@@ -82,7 +87,8 @@ class Merge:
         "Merge all columns."
         plan,d,out = self.plan,self.rows,self.table
         changed = plan.several | (self.factor!=1)[plan.first] # rows that are not those of their first shard
-        vectors = scaled(vectors_of({c: d[c].to_numpy(float) for c in statistic_columns(d)}, np.where(np.isnan(self.count), 1., self.count)), self.factor)
+        statistics,count = {c: d[c].to_numpy(float) for c in statistic_columns(d)},np.where(np.isnan(self.count), 1., self.count)
+        vectors = scaled(vectors_of(statistics, count), self.factor)
         wholes = merge_groups(vectors, plan.whole)
         uncounted = self.drop_uncounted(wholes, changed)
         self.merge_statistics(wholes, changed, uncounted)
@@ -93,33 +99,38 @@ class Merge:
         if plan.partial.any(): self.merge_sums()
         lost = merge_other_columns(out, d, plan.whole, {*derived, *tensor_columns, *shard_columns, *merged_columns})
         if lost: self.messages.append(f"{join_names(lost)}: the values differ between ranks and cannot be merged. read(run, per_rank=True) shows them.")
-        if rows_of_norms(out).size: self.table = fill_norms(out, d, plan.whole, NormsOfWhole(out, wholes, plan, self.column('global_shape')))
+        if rows_of_norms(out).size:
+            self.table = fill_norms(out, d, plan.whole, NormsOfWhole(out, wholes, plan, self.column('global_shape')))
 
     def merge_statistics(self, wholes, changed, uncounted):
         "Write the statistics of the merged summaries."
         plan,d,out = self.plan,self.rows,self.table
         stats = [c for c in d.columns if c in derived]
         values,spoiled = derive(wholes, stats),(finite(wholes)<wholes[:, index['count']]) | (finite(wholes)<2)
-        for c in stats: out[c] = np.where(changed, np.where(plan.any_row(d[c].notna().to_numpy()) | spoiled, values[c], np.nan), out[c].to_numpy(float))
+        for c in stats:
+            merged = np.where(plan.any_row(d[c].notna().to_numpy()) | spoiled, values[c], np.nan)
+            out[c] = np.where(changed, merged, out[c].to_numpy(float))
         if 'numel' in stats: out['numel'] = out['numel'].where(~uncounted)
         for c in ('nan', 'posinf', 'neginf'):
             if c in out: out[c] = np.where(plan.several, wholes[:, index[c]], out[c]).astype(out[c].dtype)
 
     def drop_uncounted(self, wholes, changed):
-        "Of shards with an unknown number of elements, keep only minimum and maximum in `wholes`. Return for each merged row whether it has such a shard."
+        "Remove sums of shards with an unknown number of elements from `wholes`. Return for each merged row whether it has such a shard."
         has_statistics = ~self.rows[[c for c in self.rows.columns if c in derived]].isna().all(axis=1).to_numpy()
         uncounted = changed & self.plan.any_row(np.isnan(self.count) & has_statistics)
         if not uncounted.any(): return uncounted
-        wholes[np.ix_(uncounted, [i for p,i in index.items() if p not in ('count', 'min', 'max', 'min_abs', 'nan', 'posinf', 'neginf')])] = np.nan
+        sums = [i for p,i in index.items() if p not in ('count', 'min', 'max', 'min_abs', 'nan', 'posinf', 'neginf')]
+        wholes[np.ix_(uncounted, sums)] = np.nan
         first = self.table.iloc[np.flatnonzero(uncounted)[0]]
         self.messages.append(f"{int(uncounted.sum())} rows are merged from shards with an unknown number of elements, such as {describe(first)}: only min and "
             "max of the whole are known. Record 'shape' or 'numel'.")
         return uncounted
 
     def merge_shapes(self, numel):
-        "Write the shape of each whole tensor, and its number of elements where the shape does not tell it."
+        "Write the shape of each whole tensor. Without a shape, write its number of elements."
         plan,out = self.plan,self.table
-        whole,known,shapes = out['shape'].astype(object).to_numpy(copy=True),self.column('global_shape').tolist(),self.rows['shape'].tolist()
+        known,shapes = self.column('global_shape').tolist(),self.rows['shape'].tolist()
+        whole = out['shape'].astype(object).to_numpy(copy=True)
         has_global = np.array([isinstance(s, list|tuple) for s in known], bool)
         groups,contradicting,samples = rows_by_group(plan.whole),[],usual_samples(first_dimensions(self.rows), plan.rank, plan.batch)
         for o in np.flatnonzero(plan.several | plan.any_row(has_global)):
@@ -141,8 +152,9 @@ class Merge:
                 f"{r['step']}: its shards have {int(numel[o])} elements, the whole has {prod(whole[o])}.")
 
     def merge_exponents(self, changed):
-        "Return the counts of exponents of each whole: the sum of those of its shards, shifted by their factors."
-        lists,whole,lost,groups = self.rows['exponents'].tolist(),self.table['exponents'].astype(object).to_numpy(copy=True),0,rows_by_group(self.plan.whole)
+        "Return the counts of exponents of each whole: the sum over its shards, shifted by their factors."
+        lists,lost,groups = self.rows['exponents'].tolist(),0,rows_by_group(self.plan.whole)
+        whole = self.table['exponents'].astype(object).to_numpy(copy=True)
         for o in np.flatnonzero(changed):
             counts = [shift_exponents(lists[i], self.factor[i]) for i in groups[o]]
             whole[o] = sum(counts).tolist() if all(c is not None for c in counts) and len({len(c) for c in counts})==1 else None
@@ -152,7 +164,7 @@ class Merge:
         return whole
 
     def merge_sums(self):
-        "Write the means of tensors that are a sum of what several ranks hold, and remove their other statistics."
+        "Write the means of tensors that are sums over ranks, and remove their other statistics."
         plan,out = self.plan,self.table
         groups,sums = rows_by_group(plan.whole),np.unique(plan.whole[plan.partial])
         out.loc[sums, [c for c in self.rows.columns if c in derived]] = np.nan

@@ -43,7 +43,7 @@ def with_containers(paths):
 
 # %% ../../nbs/42_processes/02_module_names.ipynb #e3c4c539
 def add_offset(path, offsets):
-    "Return a path whose number in a container is increased. `offsets`: container -> increase; the first container around the path counts."
+    "Add an offset to the number of a path in its container. `offsets`: container -> offset; the first container around the path counts."
     for container,offset in offsets.items():
         prefix = f'{container}.' if container else ''
         if not path.startswith(prefix): continue
@@ -76,21 +76,23 @@ def names_of_stages(
     metadata, # Rank -> metadata, as `axes.validate_metadata` returns it
     paths # Function: rank -> paths of the modules there
 ) -> dict: # Rank -> path -> path in the whole model; empty if there are no two stages
-    "Return the paths in the whole model of all modules that belong to a stage of a pipeline."
+    "Return the paths in the whole model of all modules of pipeline stages."
     inside = defaultdict(dict) # stage -> (rank, path) -> path inside the stage
     for rank,about in metadata.items():
         for top,stage in about.get('stages', {}).items():
             for p in paths(rank):
-                if not top or p==top or p.startswith(f'{top}.'): inside[stage][rank, p] = p.removeprefix(top).removeprefix('.') if top else p
+                if top and p!=top and not p.startswith(f'{top}.'): continue
+                inside[stage][rank, p] = p.removeprefix(top).removeprefix('.') if top else p
     if len(inside)<2: return {}
     order,names = sorted(inside),defaultdict(dict)
-    for stage,of in zip(order, names_in_whole([list(dict.fromkeys(inside[s].values())) for s in order], [f'@pp{s}' for s in order]), strict=True):
+    whole = names_in_whole([list(dict.fromkeys(inside[s].values())) for s in order], [f'@pp{s}' for s in order])
+    for stage,of in zip(order, whole, strict=True):
         for (rank,p),short in inside[stage].items(): names[rank][p] = of[short]
     return dict(names)
 
 # %% ../../nbs/42_processes/02_module_names.ipynb #53c94d7d
 def display_name(module, new):
-    "Return the display name of a module for another path."
+    "Return the display name of a module under a new path."
     root,*parts = module.split('.')
     path,at,tag = new.partition('@')
     names = path.split('.') if path else []
@@ -105,7 +107,7 @@ def rename_modules(
     names, # Rank -> path -> new path
     where=None # For each row whether it is renamed; None for all
 ):
-    "Return a table whose modules have new paths and display names."
+    "Return a table with new paths and display names of modules."
     pd = needs('pandas', for_='A table of rows')
     path,module = (df[c].astype(object).to_numpy(copy=True) for c in ('path', 'module'))
     at = np.arange(len(df)) if where is None else np.flatnonzero(where)
@@ -117,10 +119,10 @@ def rename_modules(
 
 # %% ../../nbs/42_processes/02_module_names.ipynb #05c763a8
 def join_names(names, most=5):
-    "Return the first `most` names for a sentence, and the number of the others."
+    "Join the first `most` names for a sentence, and count the rest."
     names = [printable(str(n)) for n in names]
     return ', '.join(names[:most])+(f' and {len(names)-most} more' if len(names)>most else '')
 
 def join_ranks(ranks, most=5):
-    "Return the first `most` ranks for a sentence, and the number of the others."
+    "Join the first `most` ranks for a sentence, and count the rest."
     return join_names([f'rank {r}' for r in ranks], most)

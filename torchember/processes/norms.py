@@ -29,7 +29,8 @@ class NormsOfWhole:
         self.place = {s: i for i,s in enumerate(steps.tolist())} # step -> its place in the arrays below
         tensor = group_codes(*(table[c].iloc[rows] for c in ('step', 'path', 'tname', 'pname') if c in table))
         squared = sums_of_squares(wholes)
-        sums,of = np.full((2, tensor.max(initial=-1)+1), -1.),np.zeros(tensor.max(initial=-1)+1, int) # -1 stands for no row
+        # -1 stands for no row
+        sums,of = np.full((2, tensor.max(initial=-1)+1), -1.),np.zeros(tensor.max(initial=-1)+1, int)
         sums[(ttype[rows]=='unclipped_grad').astype(int), tensor],of[tensor] = squared[rows],step
         exists = sums!=-1
         def total(x): return np.bincount(of, x, len(steps))
@@ -37,7 +38,8 @@ class NormsOfWhole:
         before = np.where(exists[1], sums[1], np.where(exists[0], sums[0], 0.))
         self.before_clipping = np.where(total(exists[1])>0, np.sqrt(total(before)), -1.)
         def any_in_step(mask): return np.bincount(step, mask[rows], len(steps))>0
-        incomplete = np.isnan(squared) & (wholes[:, index['nan']]==0) # the recorded statistics do not give the sum of squares
+        # the recorded statistics do not give the sum of squares
+        incomplete = np.isnan(squared) & (wholes[:, index['nan']]==0)
         incomplete |= plan.any_row(plan.partial) | lacks_shards(plan.whole, global_shapes, wholes)
         self.is_unknown = any_in_step(incomplete)
         self.needs_all_ranks = any_in_step(plan.any_row(~plan.roles.all_of('R')[plan.kept]))
@@ -60,7 +62,7 @@ def lacks_shards(whole, global_shapes, wholes):
 
 # %% ../../nbs/42_processes/07_norms.ipynb #618bcf85
 def rows_of_norms(table):
-    "Return the indices of the rows that hold norms of all gradients."
+    "Return the indices of rows with norms of all gradients."
     return np.flatnonzero((table['ttype']=='scalar') & (table['tname']==computed[0]))
 
 def fill_norms(

@@ -24,7 +24,7 @@ from ..store.reading import path_of
 fixed_columns = {*identity, *of_pieces, 'shape', 'exponent_min'}-{'step'} # fixed even if they hold numbers
 
 def number_kind(column, v):
-    "Return 'f' or 'i' for a number that changes, 'F' or 'I' for a list of numbers, None for a fixed value."
+    "Return 'f' or 'i' for a changing number, 'F' or 'I' for a list of numbers, None for a fixed value."
     if column in fixed_columns: return None
     if type(v) is float: return 'f'
     if type(v) is int: return 'i' if abs(v)<=2**53 else None
@@ -33,7 +33,7 @@ def number_kind(column, v):
     return 'I' if kinds=={'i'} else 'F' if kinds<={'i', 'f'} else None
 
 def split_row(row):
-    "Return a row in three parts: (column, kind, how many numbers) of what changes; a dict of what is fixed; the numbers."
+    "Split a row into three parts: (column, kind, count) of its numbers; a dict of its fixed values; the numbers."
     columns,fixed,numbers = [],{},[]
     for k,v in row.items():
         if k=='ts': continue
@@ -51,7 +51,7 @@ class Packet:
 
     @classmethod
     def of(cls, rows, **head):
-        "Return the packet of some rows. `head`: metadata that is sent with them."
+        "Return the packet of some rows. `head`: metadata to send with them."
         parts = [split_row(r) for r in rows]
         text = json.dumps([[columns, fixed] for columns,fixed,_ in parts])
         numbers = np.array([x for _,_,numbers in parts for x in numbers], np.float64)
@@ -70,11 +70,13 @@ class Packer:
         if forget: self.sent = set()
         is_new = p.layout not in self.sent
         self.sent.add(p.layout)
-        head = {**p.head, 'step': p.step, 'layout': p.layout, 'ts': p.ts, **({'text': p.text} if is_new else {}), **({'forget': True} if forget else {})}
+        head = {**p.head, 'step': p.step, 'layout': p.layout, 'ts': p.ts}
+        if is_new: head['text'] = p.text
+        if forget: head['forget'] = True
         return json.dumps(head).encode()+b'\n'+p.numbers.astype('<f8').tobytes()
 
 class Unpacker:
-    "Turns the bytes of one rank into packets, in the order in which they were packed."
+    "Turns the bytes of one rank into packets, in the order of packing."
     def __init__(self): self.layouts = {} # hash -> layout as JSON
 
     def unpack(self, data):
@@ -88,7 +90,7 @@ class Unpacker:
 
 # %% ../../nbs/42_processes/20_packed_rows.ipynb #438ed88d
 def columns_key(ttype, tname, call):
-    "Return a key that is the same for rows with the same columns."
+    "Return a key of a row. Rows with the same key have the same columns."
     return ttype, tname if ttype=='scalar' else None, call
 
 class StepLayout:
@@ -96,8 +98,10 @@ class StepLayout:
     def __init__(self,
         packets # Rank -> `Packet`
     ):
-        self.cells,self.lists = {},{} # column -> rows and places of its numbers; column -> (row, place, length) of its lists
-        self.is_int,self.measured = {},{} # column -> whether all its numbers are ints; `columns_key` -> its columns of numbers
+        # column -> rows and places of its numbers; column -> (row, place, length) of its lists
+        self.cells,self.lists = {},{}
+        # column -> whether all its numbers are ints; `columns_key` -> its columns of numbers
+        self.is_int,self.measured = {},{}
         self.n_of,records,place = {},[],0 # n_of: rank -> number of rows
         for rank in sorted(packets):
             rows = json.loads(packets[rank].text)
@@ -107,7 +111,8 @@ class StepLayout:
                     self.add_cell(column, kind, n, len(records), place, fixed)
                     place += n
                 records.append({**fixed, 'rank': rank})
-        self.n,self.full = len(records),{c for c,(rows,_) in self.cells.items() if len(rows)==len(records)} # full: columns with a number in each row
+        # full: columns with a number in each row
+        self.n,self.full = len(records),{c for c,(rows,_) in self.cells.items() if len(rows)==len(records)}
         self.cells = {c: (np.array(rows), np.array(places)) for c,(rows,places) in self.cells.items()}
         self.fixed = fixed_table(records)
 
@@ -121,7 +126,7 @@ class StepLayout:
         self.is_int[column] = self.is_int.get(column, True) and kind in 'iI'
 
     def columns(self, packets):
-        "Return the columns that change, with the numbers of a step. `packets`: rank -> `Packet`."
+        "Return the changing columns, with the numbers of a step. `packets`: rank -> `Packet`."
         numbers = np.concatenate([packets[r].numbers for r in sorted(packets)])
         new = {}
         for c,(rows,places) in self.cells.items():
@@ -130,7 +135,8 @@ class StepLayout:
             if c in bad: new[c] = np.nan_to_num(new[c]).astype(np.int64)
             elif self.is_int[c] and c in self.full: new[c] = new[c].astype(np.int64)
         for c,lists in self.lists.items():
-            if c in derived and c!='exponents' or c in new: continue # a list where a number belongs: as in a file, it is no statistic
+            # a list where a number belongs: as in a file, it is no statistic
+            if c in derived and c!='exponents' or c in new: continue
             new[c] = np.full(self.n, None, object)
             for i,at,n in lists: new[c][i] = numbers[at:at+n].astype(np.int64 if self.is_int[c] else float).tolist()
         for c in bad: new.setdefault(c, np.zeros(self.n, np.int64))
@@ -159,8 +165,9 @@ def as_rows(
     columns = {}
     for c in df.columns:
         v = (df[c].astype(object) if isinstance(df[c].dtype, pd.CategoricalDtype) else df[c]).to_numpy()
-        if c=='numel' or c in layout.cells and layout.is_int[c]: exists = v==v; v = [int(x) if x==x and x==int(x) else x for x in v.tolist()]
-        else: exists = [x is not None and (not isinstance(x, float) or x==x) for x in v.tolist()]; v = v.tolist()
+        is_int,v = c=='numel' or c in layout.cells and layout.is_int[c],v.tolist()
+        exists = [x is not None and (not isinstance(x, float) or x==x) for x in v]
+        if is_int: v = [int(x) if x==x and x==int(x) else x for x in v]
         columns[c] = v,exists
     order = [c for c in df.columns if c not in identity and c not in ('path', *bad)]
     order += [c for c in (*identity, *bad) if c in df]
@@ -177,13 +184,14 @@ def as_rows(
 
 # %% ../../nbs/42_processes/20_packed_rows.ipynb #f3db4ab3
 class StepMerger:
-    "Merges the packets of all ranks, one step after the other."
+    "Merges the packets of all ranks, step by step."
     most = 16 # combinations of layouts to remember
     def __init__(self):
         self.metadata,self.paths = {},{} # rank -> metadata, paths of its modules
         self.layouts = {} # hashes of the layouts of all ranks -> `StepLayout`
         self.last = {} # the same hashes -> `RankRows`, `MergePlan` and replicas of the last step with these layouts
-        self.own = {} # new names of modules with weights of a rank's own, from the last step that has weights: rank -> path -> path
+        # new names of modules with weights of a rank's own, from the last step that has weights: rank -> path -> path
+        self.own = {}
         self.drift,self.messages = DriftWatch(),[]
 
     def note_head(self, rank, packet):
@@ -194,16 +202,20 @@ class StepMerger:
     def layout_of(self, key, packets):
         "Return the layout of some packets. `key`: their hashes."
         if key not in self.layouts:
-            while len(self.layouts)>=self.most: self.last.pop(oldest := next(iter(self.layouts)), None); del self.layouts[oldest]
+            while len(self.layouts)>=self.most:
+                oldest = next(iter(self.layouts))
+                del self.layouts[oldest]
+                self.last.pop(oldest, None)
             self.layouts[key] = StepLayout(packets)
         return self.layouts[key]
 
     def find_rows(self, layout, columns):
-        "Return the `RankRows` of a step, with its shards found anew."
+        "Return the `RankRows` of a step, with newly found shards."
         df,metadata = layout.fixed.assign(**columns),{r: about for r,about in self.metadata.items() if about}
         rows = RankRows(df, metadata, self.paths)
         if rows.own: self.own = rows.own
-        elif self.own and not (df['ttype']=='weight').any(): rows = RankRows(df, metadata, self.paths, self.own) # a step without weights decides nothing
+        # a step without weights decides nothing
+        elif self.own and not (df['ttype']=='weight').any(): rows = RankRows(df, metadata, self.paths, self.own)
         return rows
 
     def rows(self,

@@ -50,14 +50,14 @@ class Inbox(Outbox):
 
 # %% ../../nbs/42_processes/30_whole_steps.ipynb #1b43cf09
 class CompleteStep(NamedTuple):
-    "A step that is complete, or whose missing ranks are no longer waited for."
+    "A complete step, or one without some late ranks."
     step: object
     packets: dict # rank -> what it sent of the step
     without: list # ranks that sent nothing of it
     late: list # ranks that are late since this step
 
 class Assembly:
-    "Collects what each rank sends of each step, and returns the steps that are complete."
+    "Collects the packets of all ranks, and returns complete steps."
     patience = 2. # seconds to wait for a rank
 
     def __init__(self, world):
@@ -67,7 +67,7 @@ class Assembly:
         self.lost = Counter() # rank -> messages that came after their step was returned
 
     def add(self, rank, step, what):
-        "Add what a rank sent of a step."
+        "Add a packet of a rank."
         if self.reported is None or step>=self.reported: self.late.discard(rank) # the rank has caught up
         if self.reported is None or step>self.reported: self.waiting[rank].append((step, what))
         else: self.lost[rank] += 1
@@ -75,7 +75,7 @@ class Assembly:
     def end(self, rank): self.ended.add(rank)
 
     def missing(self):
-        "Return the ranks that are waited for."
+        "Return the expected ranks without a packet."
         return [r for r,steps in self.waiting.items() if not steps and r not in self.ended and r not in self.late]
 
     def next(self, now) -> CompleteStep|None: # now: time in seconds
@@ -98,7 +98,7 @@ class PacketMaker:
     def __init__(self): self.sent,self.step,self.nth = {},None,0 # metadata that was sent; last step, and the number of its last packet
 
     def make(self, rows, metadata, **head):
-        "Return the packet of some rows. `metadata`: of the rank; only what has changed is added to the head."
+        "Return the packet of some rows. `metadata`: of the rank; changed fields are added to the head."
         p = Packet.of(rows, **{k: v for k,v in metadata.items() if self.sent.get(k)!=v}, **head)
         self.nth = self.nth+1 if p.step==self.step else 0
         self.step,p.head['nth'] = p.step,self.nth
@@ -141,7 +141,7 @@ class Receiver:
         return True
 
     def report_complete(self):
-        "Report all complete steps. Wait for the next one while other ranks are expected to send it soon."
+        "Report all complete steps. Wait for the next one while all ranks are expected to send it soon."
         while True:
             for rank,(inbox,unpacker) in self.inboxes.items():
                 while (data := inbox.get()) is not None: self.add(unpacker.unpack(data), rank)
@@ -163,7 +163,7 @@ class Receiver:
         for s in sorted({r['step'] for r in rows}): self.report([r for r in rows if r['step']==s])
 
     def drain(self, all_ranks=False):
-        "Report the steps of the first rank, and wait up to two seconds for the other ranks. all_ranks: also wait for the end of each rank."
+        "Report the steps of the first rank, and wait up to two seconds for all ranks. all_ranks: also wait for the end of each rank."
         end = time.monotonic()+Assembly.patience
         while time.monotonic()<end:
             self.report_complete()
@@ -172,7 +172,7 @@ class Receiver:
 
 # %% ../../nbs/42_processes/30_whole_steps.ipynb #b9f19143
 class Sharing:
-    "Sends the rows of one rank, and in the first rank merges and reports those of all ranks. Used by one thread."
+    "Sends the rows of one rank. The first rank merges and reports the rows of all ranks. Used by one thread."
     def __init__(self,
         store, # Key-value store with `set`, `get`, `check` and `delete_key`
         rank:int, world:int, # Of this process; number of ranks
@@ -184,27 +184,29 @@ class Sharing:
     ):
         self.rank,self.about,self.note,self.report,self.kept = rank,about,note,report,kept
         self.maker,self.stopped = PacketMaker(),None # stopped: why nothing is shared any more
-        self.channel = Receiver(store, world, note, report, queued) if rank==0 else Sender(store, rank) # takes the packets of this rank
+        # channel: takes the packets of this rank
+        self.channel = Receiver(store, world, note, report, queued) if rank==0 else Sender(store, rank)
 
     def take(self, lines, **head):
         "Share the rows in some lines of the log."
         rows = parse(lines)[0]
         good = [r for r in rows if is_step(r.get('step')) and all(isinstance(r.get(c), str) for c in ('module', 'ttype', 'tname'))]
-        if self.rank==0 and len(good)<len(rows): self.report([r for r in rows if not any(r is g for g in good)]) # not rows of tensors
+        # rows without a tensor are reported unchanged
+        if self.rank==0 and len(good)<len(rows): self.report([r for r in rows if not any(r is g for g in good)])
         if not good and not head: return
         metadata = self.about()
         if self.channel.add(self.maker.make(good, metadata, **head)): self.maker.sent = metadata
 
     def report_complete(self):
-        "Report the steps that are complete by now, in the first rank."
+        "Report the complete steps, in the first rank."
         if self.rank==0: self.channel.report_complete()
 
     def drain(self, all_ranks=False):
-        "Report the steps that the first rank has, in the first rank."
+        "Report all steps of the first rank, in the first rank."
         if self.rank==0: self.channel.drain(all_ranks)
 
     def finish(self, lines):
-        "Share the last lines of the run, and report all that arrives within two seconds."
+        "Share the last lines of the run, and report all arrivals of two seconds."
         self.take(lines, end=True)
         self.drain(all_ranks=True)
 
@@ -234,7 +236,7 @@ def notify(listeners, rows, lines=None):
 
 # %% ../../nbs/42_processes/30_whole_steps.ipynb #bbd2aca6
 class WholeSteps:
-    "Listener of one rank's log, which shares its rows. In the first rank it has listeners of its own, who get the rows of the whole."
+    "Shares the rows of one rank's log. In the first rank, has its own listeners, for the rows of the whole."
     def __init__(self,
         store, # Key-value store with `set`, `get`, `check` and `delete_key`
         rank:int, world:int, # Of this process; number of ranks
@@ -244,7 +246,8 @@ class WholeSteps:
     ):
         self.rank,self.note,self.pid = rank,note,os.getpid()
         self.queue,self.pending,self.thread = Queue(Receiver.most),[],None # pending: lines of the open step
-        self.left_out,self.given_up = 0,False # steps for which the queue had no room; whether the thread hangs, and is no longer waited for
+        # left_out: steps that found the queue full. given_up: the thread hangs, and nothing waits for it
+        self.left_out,self.given_up = 0,False
         self.listeners = Listeners(lambda what, e=None: note(what if e is None else f'{what}: {e}')) # of the whole
         self.sharing = Sharing(store, rank, world, about, note, partial(notify, self.listeners), self.queue.qsize, kept)
 
@@ -258,11 +261,11 @@ class WholeSteps:
         elif self.rank==0: notify(self.listeners, parse(lines)[0], lines)
 
     def end_step(self):
-        "Queue the lines of the step that has ended. Lines that come later go with the next step."
+        "Queue the lines of the ended step. Later lines belong to the next step."
         if self.ours and self.pending and not self.sharing.stopped: self.enqueue(b''.join(self.pending)); self.pending = []
 
     def enqueue(self, lines):
-        "Queue some lines for the thread. Count them as left out if there is no room."
+        "Queue some lines for the thread. If the queue is full, count them as left out."
         if self.thread is None and not self.start(): return
         try: self.queue.put_nowait(lines)
         except Full: self.left_out += 1
@@ -275,7 +278,7 @@ class WholeSteps:
         return self.thread
 
     def mark(self):
-        "Return an event that is set when all queued lines are reported, None if there is nothing to wait for."
+        "Return an event to wait for all queued lines, None if there are none."
         if not self.ours or self.thread is None or self.given_up or threading.current_thread() is self.thread: return None
         done = threading.Event()
         try: self.queue.put(done, timeout=Assembly.patience)
@@ -290,11 +293,11 @@ class WholeSteps:
         return True
 
     def give_up(self):
-        "Note that the thread hangs in the store. It is not waited for again."
+        "Note that the thread hangs in the store. Nothing waits for it again."
         self.given_up = True
 
     def rest(self):
-        "End the thread. The next step starts another one."
+        "End the thread. The next step starts a new thread."
         if self.thread is None or not self.ours: return
         thread,self.thread = self.thread,None
         try: self.queue.put(None, timeout=1)
@@ -302,7 +305,7 @@ class WholeSteps:
         thread.join(1)
 
     def remark(self):
-        "Return a sentence about steps that were not reported, None if there are none."
+        "Return a sentence about unreported steps, None if there are none."
         channel,stopped = self.sharing.channel,self.sharing.stopped
         if self.rank: return None
         if stopped: return f"The rows of the whole were not reported to the end: {stopped}."
@@ -334,7 +337,7 @@ class WholeSteps:
         return listener
 
     def end(self):
-        "Send what is left at the end of the run, and report what the other ranks have left."
+        "Send and report the last lines at the end of the run."
         if not self.ours or self.sharing.stopped or self.given_up: return
         lines,self.pending,done = b''.join(self.pending),[],threading.Event()
         if self.thread is None and not self.start(): return

@@ -15,7 +15,7 @@ class Flows:
     ): self.buffer,self.ttypes = buffer,tuple(t for t in self.ttypes if t in ttypes)
 
     def flow(self,
-        state, # `capture.forward.State` of the module
+        state, # `capture.module_state.ModuleState` of the module
         ttype:str, # 'input', and later, with the same call, 'output'
         named, # Pairs of names and tensors
         call:int, # Number of the call in its pass
