@@ -41,7 +41,7 @@ from .sinks.feed import Feed, sinks_of
 from .store.base import folder, now, user
 from .store.jsonl import emberTracker, new_run
 from .store.log import note_soon
-from .store.parameters import noted_in
+from .store.parameters import read_parameters
 from .store.table import tree_table
 
 # %% ../nbs/57_ember.ipynb #e3c22913
@@ -470,7 +470,7 @@ class torchEmber(OwnStatistics, Notes, Views, Arming):
             ranks, None if overhead is None else Budget(overhead), optimizers, scaler, ends, self.tracks[0].name,
             blackbox, lambda meta: t.amend('parameters', meta), cuda_graphs))
         known = self.recorder.sources.parameters.known
-        if resume: known.go_on(noted_in(t))
+        if resume: known.go_on(read_parameters(t))
         t.source = weak_source(self.recorder)
         look_out(t.file)
         if reduce and ranks and not disabled() and (whole := shared(t, rank, world, self.mod_tree())):

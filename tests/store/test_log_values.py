@@ -16,7 +16,7 @@ from torchember.ground import record
 from torchember.store import columns as quick
 from torchember.store import lines as by_lines
 from torchember.store.jsonl import emberTracker
-from torchember.store.lines import blocks_of, parse
+from torchember.store.lines import line_blocks, parse
 from torchember.store.reading import frame, table
 
 lines_read = int(os.environ.get('LOG_LINES', 3000))
@@ -142,7 +142,7 @@ def by_file(path, data):
     "The table of a file, by way of msgspec where that can be"
     path = path.with_name('a log')
     path.write_bytes(data)
-    return table(lambda: blocks_of(path), (path, len(data)))
+    return table(lambda: line_blocks(path), (path, len(data)))
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ def eager(monkeypatch):
     pytest.importorskip('msgspec')
     by_dicts,plain = [],quick.parse
     monkeypatch.setattr(quick, 'parse', lambda data: by_dicts.append(data) or plain(data))
-    monkeypatch.setattr(by_lines.blocks_of, '__defaults__', (b'', None, 1000))
+    monkeypatch.setattr(by_lines.line_blocks, '__defaults__', (b'', None, 1000))
     return by_dicts
 
 

@@ -14,9 +14,9 @@ from ..ground.messages import printable
 def home_of(args):
     "The folder of logs that was named, None without one. FileNotFoundError for one that is not there"
     if args.home is None: return None
-    from torchember.store.anywhere import folder_there
+    from torchember.store.anywhere import folder_exists
     from torchember.store.base import folder
-    if not folder_there(place := folder('torchember', args.home)):
+    if not folder_exists(place := folder('torchember', args.home)):
         raise FileNotFoundError(f"There is no folder {printable(place)}. --home is a folder that runs were written to, such as ~/.torchember.")
     return args.home
 

@@ -114,11 +114,11 @@ class Log:
         "Read on behind so many bytes of the log, which have so many rows"
         from torchember.show.live.following import Tail
         from torchember.store.parts import blocks_of_run, summarize_parts
-        from torchember.store.anywhere import regular
+        from torchember.store.anywhere import open_regular
         t,parts = Tail(self.path),None
         while parts!=(parts := summarize_parts(self.path)): # what is opened is what the parts leave over
             t.close()
-            t.file = open(self.path, 'rb', buffering=0, opener=regular)
+            t.file = open(self.path, 'rb', buffering=0, opener=open_regular)
         at = max(done-parts['lines'], 0)
         self.rows = parts['rows']+newlines(self.path, at) if rows is None else rows
         t.removed,t.given,t.at = parts['lines'],min(done, parts['lines']),at

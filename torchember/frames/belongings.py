@@ -14,7 +14,7 @@ from torchember.frames.handle import is_pattern, is_run_name, log_names, read_fa
 from torchember.frames.listing import counted, is_running, stat_file
 from torchember.ground.messages import an, printable, unknown
 from torchember.ground.needs import needs
-from torchember.store.anywhere import entries, file_size, file_there, is_url
+from torchember.store.anywhere import list_folder, file_size, file_exists, is_url
 from torchember.store.base import folder, portable_name, safe_name
 from torchember.store.jsonl import taken, tracker
 from torchember.store.log import flush_logs
@@ -39,10 +39,10 @@ class Home:
         self.log,self.data = self.place/'log',self.place/'data'
         flush_logs(self.log)
         self.logs,self.parts,self.metadata,self.taken = set(),set(),{},set(taken) # names of logs and of folders of parts; log -> its files of metadata
-        for f in entries(self.log):
+        for f in list_folder(self.log):
             if f.name.endswith('.parts') and f.is_dir(follow_symlinks=False): self.parts.add(f.name.removesuffix('.parts'))
             elif not f.is_dir(follow_symlinks=False) and not f.name.endswith('_latest') and is_run_name(f.name): self.logs.add(f.name)
-        files = [f for f in entries(self.data) if f.name.endswith('.json') and f.is_file(follow_symlinks=False)]
+        files = [f for f in list_folder(self.data) if f.name.endswith('.json') and f.is_file(follow_symlinks=False)]
         bases = {f.name[5:-5] for f in files if f.name.startswith('base_')}
         self.bases = {n for n in bases if n in self.logs or is_run_name(n) and 'schema' in read_facts(n, self.data)[0]} # others may be a user's
         self.older = {n for n in log_names(home) if n not in self.logs}
@@ -104,7 +104,7 @@ def run_sizes(h, run):
         for kind,paths in h.files(name).items():
             out[kind] += sum(file_size(p) if is_url(p) else os.lstat(p).st_size for p in paths)
             out['files'] += len(paths)
-        if name in h.older: out['log'] += sum(f.stat(follow_symlinks=False).st_size for f in entries(h.log/name))
+        if name in h.older: out['log'] += sum(f.stat(follow_symlinks=False).st_size for f in list_folder(h.log/name))
     return dict(name=run, ranks=len(members), **out, size=out['log']+out['parts']+out['latest']+out['metadata'])
 
 # %% ../../nbs/50_frames/06_belongings.ipynb #b700000c
@@ -126,7 +126,7 @@ def refuse_written(h, name):
     pid,host = base.get('pid'),printable(base.get('host', ''))
     if is_running(base) and pid==os.getpid(): raise ValueError(f"{text}, by this process. End it first: te.close().")
     if is_running(base): raise ValueError(f"{text}, by process {pid} on this machine. Let it end, or end it: kill {pid}.")
-    if 'end' in base or 'pid' not in base or not file_there(h.log/name): return
+    if 'end' in base or 'pid' not in base or not file_exists(h.log/name): return
     ago = time.time()-stat_file(h.log/name).st_mtime
     if ago<recent and base.get('host')!=gethostname():
         raise ValueError(f"{text}, perhaps: it began on {host}, has not said that it has ended, and got rows {ago:.0f} s ago. "

@@ -21,7 +21,7 @@ from torchember.ground.needs import needs
 from torchember.ground.record import column_order, identity
 from torchember.measure.summary import derived
 from torchember.processes.ranks import only_pieces, own_names, wholes
-from torchember.store.anywhere import file_size, is_there, is_url, opened
+from torchember.store.anywhere import file_size, path_exists, is_url, open_file
 from torchember.store.base import read_meta
 from torchember.store.columns import Expected, Missing, none
 from torchember.store.compaction import next_lines
@@ -56,7 +56,7 @@ class Segment:
     def lines(self):
         while True:
             path,start = self.locate()
-            with opened(path) as f:
+            with open_file(path) as f:
                 f.seek(start)
                 data = f.read(self.end-self.start)
             if self.locate()==(path, start): break # otherwise the lines were put aside meanwhile
@@ -135,7 +135,7 @@ class LineIndex:
 
     def read_to(self, path, stop):
         "Read on up to a byte. Return the `LogContents` up to there."
-        with opened(path) as f:
+        with open_file(path) as f:
             f.seek(self.at-len(self.tail))
             if self.at>stop or f.read(len(self.tail))!=self.tail: self.__init__(self.start, self.rows, Expected()) # another log has replaced the file
             while self.at<stop:
@@ -197,7 +197,7 @@ def inspect_files(log, listing, files, size, rows, expected):
             segment = Segment(part_file(log.path, entry), *size_and_steps, tuple(entry.items()), listing['id'])
             out.add([segment], kinds_of_part(part), part.layouts.keys())
     for path,start in files:
-        end = file_size(path) if path is not None and is_there(path) else 0
+        end = file_size(path) if path is not None and path_exists(path) else 0
         stop = end if size is None or path!=log.path else min(size, end)
         if stop>start:
             segments,*more = index_lines(path, start, stop, rows, expected or Expected())

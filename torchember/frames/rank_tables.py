@@ -16,7 +16,7 @@ from torchember.processes import ranks
 from torchember.store.columns import columns_of_lines
 from torchember.store.parts import SharedPart
 from torchember.store.reading import table_of_columns, without_superseded
-from torchember.store.table import nodes, whole_tree
+from torchember.store.table import tree_nodes, valid_tree
 
 # %% ../../nbs/50_frames/03_rank_tables.ipynb #3f81c57f
 def drop_invalid_rows(df):
@@ -111,7 +111,7 @@ def merge_trees(trees, names):
     "Return the module tree of all ranks; None if no rank has one. `trees`: rank -> metadata 'structure'. `names`: as `whole_model_paths` returns it."
     found = {}
     for rank,tree in trees.items():
-        for _,node in nodes(whole_tree(tree) or {}):
+        for _,node in tree_nodes(valid_tree(tree) or {}):
             if 'path' not in node: continue
             path = names.get(rank, {}).get(node['path'], node['path'])
             if path in found: continue

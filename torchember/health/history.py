@@ -222,13 +222,13 @@ class History(Connections):
 
     Args:
         df: Rows, as `read` gives them
-        parameters: What the run knows of its parameters: `store.parameters.entry`
+        parameters: What the run knows of its parameters: `store.parameters.parameter_entry`
         name: What to call the run
         activations: Path -> class of the activation that a module applies to its own output, see `activations_in`
     """
     def __init__(self,
         df, # Rows, as `read` gives them
-        parameters=(), # What the run knows of its parameters: `store.parameters.entry`
+        parameters=(), # What the run knows of its parameters: `store.parameters.parameter_entry`
         name:str='', # What to call the run
         activations:dict|None=None # Path -> class of the activation that a module applies to its own output, see `activations_in`
     ): super().__init__(df, parameters, name, activations)

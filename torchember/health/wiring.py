@@ -8,7 +8,7 @@ __all__ = ['not_trained']
 # %% ../../nbs/55_health/25_wiring.ipynb #f8684b37
 import numpy as np
 
-from ..store.parameters import cut_off, entry, forgotten, frozen, label_of, not_called, parts_alike, reasons, why_not
+from ..store.parameters import cut_off, parameter_entry, forgotten, frozen, label_of, not_called, parts_alike, reasons, why_not
 from .finding import called, finding, g, median, some
 from .history import changed, same_throughout
 from .moves import moves_on
@@ -220,7 +220,7 @@ def stopped(h, k, s, p, least, share):
 
 def entries_of_weights(h):
     "Return an entry for each recorded weight, for a run that knows nothing of its parameters. Their `requires_grad` is None."
-    return [entry(path, name, s.shape, s.dtype, None) for (path,name),s in h.weights.items() if name]
+    return [parameter_entry(path, name, s.shape, s.dtype, None) for (path,name),s in h.weights.items() if name]
 
 def stops_of(h, entries, least, share):
     "Return the weights that were trained and stopped, while others go on or the run knows that they are frozen."

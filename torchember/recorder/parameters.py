@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from ..capture.forward import parts_of
 from ..capture.optimizer import in_live_optimizers
 from .notices import Notices
-from ..store.parameters import entry, most_entries
+from ..store.parameters import parameter_entry, most_entries
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #999a778f
 def own_parameters(
@@ -449,7 +449,7 @@ class Known:
         some = self.grads and bool(self.got) # where no parameter has a gradient, something else is the matter
         shown = bool(self.called) and inspect.getattr_static(type(owner.module), 'forward', None) is not nn.Module.forward # a list of modules has no forward
         any_of = lambda known: not known.isdisjoint(names)
-        return entry(*names[0], None if is_lazy(p) else p.shape, str(p.dtype).removeprefix('torch.'), p.requires_grad,
+        return parameter_entry(*names[0], None if is_lazy(p) else p.shape, str(p.dtype).removeprefix('torch.'), p.requires_grad,
             any_of(self.held) if told else None, any_of(self.got) or (False if some else None), owner.path in self.called if shown else None,
             ['.'.join(filter(None, n)) for n in names[1:]], state is not None and state.watched,
             names[0] not in self.held and self.writes.often(names[0]), bool(told) and not any_of(self.held) and any_of(self.elsewhere))

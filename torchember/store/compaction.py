@@ -15,9 +15,9 @@ import numpy as np
 
 from torchember.ground.messages import printable
 from torchember.ground.needs import needs
-from torchember.store.anywhere import entries, file_size, is_url, opened, remove
+from torchember.store.anywhere import list_folder, file_size, is_url, open_file, remove_remote
 from torchember.store.base import replace, write_meta
-from torchember.store.lines import is_step, longest_line, row_or_none
+from torchember.store.lines import is_step, longest_line, try_parse
 from torchember.store.parts import Part, arrow_table, aside_file, folder_of, group_rows, lines_after, read_list, write_part
 
 # %% ../../nbs/30_store/10_compaction.ipynb #61d8beb3
@@ -39,7 +39,7 @@ def rows_before(data, last):
     "Parse lines up to the first row of the step `last`; all lines if it is None. Return rows, number of torn lines, and bytes of these lines."
     rows,torn,size = [],0,0
     for line in data.split(b'\n'):
-        row = row_or_none(line) if line.strip() and len(line)<=longest_line else None
+        row = try_parse(line) if line.strip() and len(line)<=longest_line else None
         if last is not None and step_of(row)==last: return rows, torn, size
         size += len(line)+1
         if row is not None: rows.append(row)
@@ -66,7 +66,7 @@ def make_parts(path, listing, file, base, last):
     """Make parts of the lines of a file that no part has. Return the new list.
 
     `base`: bytes of the log before this file. `last`: step that is not over; None if the run is over."""
-    with opened(file) as f:
+    with open_file(file) as f:
         size = file_size(file) if is_url(file) else os.fstat(f.fileno()).st_size
         while (start := listing['end'])-base<size:
             data = next_lines(f, start-base, size)
@@ -124,8 +124,8 @@ def compact_url(path, last=None, keep=False, group=group_rows):
     listing = read_list(path) or new_list(path, group)
     if listing.get('aside'): return # `sync` has made the parts, and continues
     known = [p['file'] for p in listing['parts']]
-    for e in entries(folder_of(path)): # left by a killed process
-        if e.name.endswith('.parquet') and e.name not in known: remove(e.path)
+    for e in list_folder(folder_of(path)): # left by a killed process
+        if e.name.endswith('.parquet') and e.name not in known: remove_remote(e.path)
     if not listing.get('alone'):
         lines_after(path, listing)
         listing = make_parts(path, listing, path, listing['removed'], last)

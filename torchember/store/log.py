@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torchember.ground.messages import EmberWarning, warn
 from torchember.ground.record import line_of, lines_of
-from torchember.store.anywhere import is_url, regular
+from torchember.store.anywhere import is_url, open_regular
 from torchember.store.base import local_only
 from torchember.store.lines import longest_line
 from torchember.store.listeners import DirectListener, Listener, Listeners, running
@@ -283,7 +283,7 @@ class Log:
         "Write all rows that were recorded so far."
         self.drain(True)
         if self.fsync!='never' and self.is_ours and os.path.exists(self.path):
-            with open(self.path, 'rb', opener=regular) as f: os.fsync(f.fileno())
+            with open(self.path, 'rb', opener=open_regular) as f: os.fsync(f.fileno())
 
     def wait_for_listeners(self):
         "Wait until the listeners got all rows of the file, for a limited time."

@@ -17,10 +17,10 @@ import numpy as np
 
 from torchember.ground.messages import printable
 from torchember.ground.needs import needs
-from torchember.store.anywhere import Elsewhere, file_size, is_there, is_url, opened, regular
+from torchember.store.anywhere import StoreError, file_size, path_exists, is_url, open_file, open_regular
 from torchember.store.base import read_meta, replace
 from torchember.store.columns import ColumnBlock, Missing, missing, none
-from torchember.store.lines import blocks_of
+from torchember.store.lines import line_blocks
 
 # %% ../../nbs/30_store/09_parts.ipynb #8234067b
 types = {t.__name__: t for t in (int, float, str, bool, list, dict, none)}
@@ -127,7 +127,7 @@ def readable_errors(path):
     "Explain errors of reading a Parquet file."
     try: yield
     except FileNotFoundError: raise FileNotFoundError(f"{printable(path)} is not there any more, and it has rows of the run. Read it again.") from None
-    except Elsewhere: raise
+    except StoreError: raise
     except Exception as e: raise ValueError(f"{printable(path)} is no part of a run as compact writes it: {printable(e, 200)}") from None
 
 def another_run_message(path, run): return (f"{printable(path)} is a part of another run, {printable(run)!r}: nothing of it is read. "
@@ -136,8 +136,8 @@ def another_run_message(path, run): return (f"{printable(path)} is a part of ano
 def parquet_file(path, size, metadata=None):
     "Open a Parquet file on this machine or behind a URL. `metadata`: its footer, if known."
     pq = needs('pyarrow.parquet', for_='A run in Parquet', package='pyarrow')
-    if is_url(path): return pq.ParquetFile(opened(path, size=size), metadata=metadata, pre_buffer=True)
-    with open(path, 'rb', opener=regular): pass # raises an error for a pipe or a device
+    if is_url(path): return pq.ParquetFile(open_file(path, size=size), metadata=metadata, pre_buffer=True)
+    with open(path, 'rb', opener=open_regular): pass # raises an error for a pipe or a device
     return pq.ParquetFile(path, metadata=metadata)
 
 def column_statistics(group, name):
@@ -388,7 +388,7 @@ def size_if_there(path):
 def lines_after(path, listing):
     "Return the files with lines that no part has, and the byte at which these begin in each."
     aside,at = aside_file(path, listing),listing['end']-listing['removed']
-    is_aside = listing.get('aside') or is_there(aside) and (is_url(path) or not (os.path.exists(path) and os.path.samefile(path, aside)))
+    is_aside = listing.get('aside') or path_exists(aside) and (is_url(path) or not (os.path.exists(path) and os.path.samefile(path, aside)))
     files = [(aside, at)] if listing.get('alone') else [(aside, at), (path, 0)] if is_aside else [(path, at)] # alone: the log itself no longer counts
     for file,start in files:
         size = file_size(file) if file==aside and listing.get('aside') else size_if_there(file)
@@ -437,7 +437,7 @@ def blocks_of_run(path, more=b'', end=None, after=(0, 0)):
         except FileNotFoundError:
             if read_list(path)==listing: raise
             continue # the part was joined to another
-        lines = [start_reading(blocks_of(file, end=end if file==path else None, start=start)) for file,start in files]
+        lines = [start_reading(line_blocks(file, end=end if file==path else None, start=start)) for file,start in files]
         if path is None or is_url(path): break # behind a URL, old parts stay for a while
         if parts_and_lines(path)[0]==listing and (parts, files)==read_up_to(path, *parts_and_lines(path), end): break
     yield from chain.from_iterable(lines)

@@ -15,7 +15,7 @@ from ...ground.needs import needs
 from ...ground.not_finite import FirstNotFinite
 from ...ground.record import beside_training, clipped_norm, computed_in, identity, optional
 from ..findings import OpenFindings
-from ...store.base import regular
+from ...store.anywhere import open_regular
 from ...store.lines import bad, longest_line
 from ...store.lines import is_step
 from ...store.parts import blocks_of_run, summarize_parts
@@ -42,7 +42,7 @@ class Tail:
             self.given += len(block)
             return block
         if self.at==self.until: return b'' # whatever becomes of the file
-        if self.file is None: self.file = open(self.path, 'rb', buffering=0, opener=regular)
+        if self.file is None: self.file = open(self.path, 'rb', buffering=0, opener=open_regular)
         s = os.fstat(self.file.fileno())
         put_aside = not os.path.samestat(s, os.stat(self.path))
         if put_aside and summarize_parts(self.path)['lines']!=self.removed+s.st_size: raise FileNotFoundError(f"{self.path} is another file now.")
