@@ -10,7 +10,7 @@ import os, shutil, time
 from fnmatch import fnmatchcase
 from socket import gethostname
 
-from torchember.frames.handle import is_pattern, is_run_name, log_names, read_facts, without_ranks
+from torchember.frames.handle import is_glob, is_run_name, log_names, read_facts, without_ranks
 from torchember.frames.listing import counted, is_running, stat_file
 from torchember.ground.messages import an, printable, unknown
 from torchember.ground.needs import needs
@@ -18,7 +18,7 @@ from torchember.store.anywhere import list_folder, file_size, file_exists, is_ur
 from torchember.store.base import folder, portable_name, safe_name
 from torchember.store.jsonl import taken, tracker
 from torchember.store.log import flush_logs
-from torchember.store.parts import read_list
+from torchember.store.parts import read_part_list
 
 # %% ../../nbs/50_frames/06_belongings.ipynb #251838a5
 metadata_kinds = ('base', 'structure', 'parameters', 'ranks', 'vis', 'sync', 'sent')
@@ -67,7 +67,7 @@ class Home:
         if not isinstance(run, str): raise TypeError(f"a run is a name, a pattern, a torchEmber or its te.t, or a list of these, got {an(run)}.")
         if self.members(run): return [run]
         known = without_ranks(sorted(self.names))
-        some = [n for n in known if fnmatchcase(n, run)] or [n for n in sorted(self.names) if fnmatchcase(n, run)] if is_pattern(run) else []
+        some = [n for n in known if fnmatchcase(n, run)] or [n for n in sorted(self.names) if fnmatchcase(n, run)] if is_glob(run) else []
         if not some: raise FileNotFoundError(f"{unknown('run', run, known)} Looked in {printable(self.log)}.")
         return some
 
@@ -133,8 +133,8 @@ def refuse_written(h, name):
             f"End it there, or come again when it has got none for {recent//60} minutes.")
 
 def refuse_shared(h, name, names):
-    "Raise ValueError for the log of one rank whose rows are in a file with those of other ranks."
-    listing = None if name in h.older else read_list(h.log/name)
+    "Raise ValueError for the log of one rank with rows in a shared file."
+    listing = None if name in h.older else read_part_list(h.log/name)
     if listing is None or not any('holder' in p for p in listing['parts']): return
     [whole] = without_ranks([name])
     if set(h.members(whole))<=set(names): return
@@ -153,7 +153,7 @@ def runs_to_change(run, home):
     return h,names
 
 def forget_file(path):
-    "Forget what this process knows of a file that no longer exists."
+    "Forget all facts about a file that no longer exists."
     taken.discard(path)
     for known in [k for k in counted if str(k[0])==str(path)]: del counted[known]
 
@@ -162,7 +162,7 @@ def rm(
     run, # Name of a run, a pattern such as 'GPT*', an ember, a tracker, or a list of these
     home=None # Folder of logs, instead of `~/.torchember`
 ): # pandas.DataFrame: the rows of `du`
-    """Remove runs with all their files, without a question, and print what was removed. ValueError for a run that is being written: then none is removed
+    """Remove runs with all their files, and print the names. ValueError for a run that is being written: then none is removed
 
     Args:
         run: Name of a run, a pattern such as 'GPT*', an ember, a tracker, or a list of these
@@ -190,7 +190,7 @@ def mv(
     name:str, # New name
     home=None # Folder of logs, instead of `~/.torchember`
 ) -> str: # The new name
-    """Rename a run with all its files. ValueError for a run that is being written, FileExistsError for a name that is taken
+    """Rename a run with all its files. ValueError for a running run, FileExistsError for an existing name
 
     Args:
         run: Name of a run, an ember, a tracker

@@ -64,7 +64,7 @@ class Segment:
         return data if data.endswith(b'\n') else data+b'\n'
 
     def locate(self):
-        "Return the file that has the lines now, and their first byte in it. Lines that were put aside are in another file."
+        "Return the current file of the lines, and their first byte in it. Lines may have been put aside."
         if self.log is None or is_url(self.log): return self.path, self.start
         listing,files = parts_and_lines(self.log)
         at,first,end = (listing or {}).get('removed', 0),self.before+self.start,self.before+self.end
@@ -128,7 +128,7 @@ def step_bounds(ranges):
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #1698eed2
 class LineIndex:
-    "What the lines of a file contain, as far as they were read."
+    "Segments and columns of the lines of a file, as far as they were read."
     def __init__(self, start, rows, expected): # start: first byte; rows: of a segment; expected: `Expected`
         self.start = self.at = start
         self.rows,self.expected,self.contents,self.tail = rows,expected,LogContents(),b''

@@ -134,16 +134,16 @@ def read_parts(
     except Exception as e: raise pickle.UnpicklingError(f"{name} cannot be read, it is broken or no pickle: {type(e).__name__}: {printable(e, 200)}.") from None
 
 # %% ../../nbs/50_frames/20_files.ipynb #483f9863
-def is_part(x, *kinds): return isinstance(x, PicklePart) and x.what in kinds
+def is_object(x, *kinds): return isinstance(x, PicklePart) and x.what in kinds
 
 def expect(x, *kinds):
-    if not is_part(x, *kinds): raise OddPickle(f"{x.what if isinstance(x, PicklePart) else an(x)} where {' or '.join(kinds)} should be")
+    if not is_object(x, *kinds): raise OddPickle(f"{x.what if isinstance(x, PicklePart) else an(x)} where {' or '.join(kinds)} should be")
     return x
 
 def bytes_of_part(x):
     "Return bytes, in the form of any pickle protocol."
-    if is_part(x, 'py_buffer', 'bytearray'): return bytes_of_part(x.args[0]) if x.args else b''
-    if is_part(x, 'encode') and x.args[1:]==('latin1',): return x.args[0].encode('latin1')
+    if is_object(x, 'py_buffer', 'bytearray'): return bytes_of_part(x.args[0]) if x.args else b''
+    if is_object(x, 'encode') and x.args[1:]==('latin1',): return x.args[0].encode('latin1')
     if not isinstance(x, bytes|bytearray): raise OddPickle(f"{an(x)} where bytes should be")
     return x
 
@@ -156,7 +156,7 @@ def dtype_of(x):
 
 def scalar_of_part(x):
     "Return a number or a text, also one of numpy."
-    if is_part(x, 'scalar'): return np.frombuffer(bytes_of_part(x.args[1]), dtype_of(x.args[0]))[0].item()
+    if is_object(x, 'scalar'): return np.frombuffer(bytes_of_part(x.args[1]), dtype_of(x.args[0]))[0].item()
     if x is None or isinstance(x, str|int|float|bool): return x
     if isinstance(x, type) and issubclass(x, PicklePart) and x.what=='NA': return None
     raise OddPickle(f"{x.what if isinstance(x, PicklePart) else an(x)} among the values")
@@ -168,7 +168,7 @@ def build_array(x):
     return a
 
 def array_of_parts(x):
-    if is_part(x, '_frombuffer'):
+    if is_object(x, '_frombuffer'):
         data,dtype,shape,order = x.args
         return np.frombuffer(bytes_of_part(data), plain_dtype(dtype)).reshape(shape, order='F' if order=='F' else 'C')
     _,shape,dtype,fortran,data = expect(x, '_reconstruct').state
@@ -186,7 +186,7 @@ def plain_dtype(x):
 # %% ../../nbs/50_frames/20_files.ipynb #0efacbfb
 def arrow_texts(x):
     "Return texts from the buffers of an Arrow array."
-    if is_part(x, 'chunked_array'): return [t for chunk in x.args[0] for t in arrow_texts(chunk)]
+    if is_object(x, 'chunked_array'): return [t for chunk in x.args[0] for t in arrow_texts(chunk)]
     kind,n,_,offset,(valid,ends,text),children,_ = expect(x, '_restore_array').args[0]
     kind = expect(kind, 'type_for_alias').args[0]
     if kind not in ('string', 'large_string') or children: raise OddPickle(f"an array of {kind}")
@@ -205,11 +205,11 @@ def object_array(values):
 def build_column(x):
     "Return the array of a block, with one or two dimensions."
     pd = needs('pandas', for_='read_pickle')
-    if is_part(x, 'ArrowStringArray', 'ArrowStringArrayNumpySemantics'): return object_array(arrow_texts(x.state['_pa_array']))
-    if is_part(x, 'IntegerArray', 'FloatingArray'):
+    if is_object(x, 'ArrowStringArray', 'ArrowStringArrayNumpySemantics'): return object_array(arrow_texts(x.state['_pa_array']))
+    if is_object(x, 'IntegerArray', 'FloatingArray'):
         data,mask = build_array(x.state['_data']),build_array(x.state['_mask']).astype(bool)
         return np.where(mask, np.nan, data) if mask.any() else data
-    if is_part(x, '__pyx_unpickle_NDArrayBacked'):
+    if is_object(x, '__pyx_unpickle_NDArrayBacked'):
         parts = [p for p in x.state if isinstance(p, PicklePart)]
         kind = next((p for p in parts if p.what.endswith('Dtype')), None)
         data = next(p for p in parts if p is not kind)
@@ -247,7 +247,7 @@ def build_table(
     Returns:
         A DataFrame
     """
-    if not is_part(x, 'DataFrame'): raise SchemaException(f"{name} holds {f'a pandas {x.what}' if isinstance(x, PicklePart) else an(x)}, not a DataFrame.")
+    if not is_object(x, 'DataFrame'): raise SchemaException(f"{name} holds {f'a pandas {x.what}' if isinstance(x, PicklePart) else an(x)}, not a DataFrame.")
     pd = needs('pandas', for_='read_pickle')
     try:
         blocks,(columns,rows) = expect(x.state['_mgr'], 'BlockManager').args[:2]
@@ -255,7 +255,7 @@ def build_table(
         for b in blocks:
             values,place = expect(b, '_unpickle_block').args[:2]
             values = build_column(values)
-            place = range(len(columns))[slice(*place.args)] if is_part(place, 'slice') else build_array(place).tolist()
+            place = range(len(columns))[slice(*place.args)] if is_object(place, 'slice') else build_array(place).tolist()
             found.update(zip(place, values if values.ndim==2 else [values], strict=True))
         out = pd.DataFrame({i: found[i] for i in range(len(columns))}, index=rows)
         out.columns = columns

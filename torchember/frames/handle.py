@@ -130,7 +130,7 @@ class LogReader:
         return parse_blocks(self.blocks, self.complete_file())[0]
 
     def table(self, choice, columns=None):
-        "Return the rows that `choice` selects as a table. `columns`: columns that the caller needs; all by default."
+        "Return the selected rows as a table. `columns`: columns needed by the caller; all by default."
         keep = RowFilter(choice, self.last_step() if choice.needs_last_step else None) if choice.conditions else None
         return table_of_blocks(self.blocks, self.complete_file(), keep, columns and columns_to_read(columns, self.may_supersede()))
 
@@ -153,7 +153,7 @@ def open_log(run, home=None):
 
 # %% ../../nbs/50_frames/04_handle.ipynb #4016b2c9
 class Run:
-    "A run that is open for reading: its logs, or a table that was read before."
+    "A run open for reading: its logs, or a table."
     def __init__(self,
         name:str,
         logs:dict, # Rank -> `LogReader`; {None: reader} for a run of one process
@@ -272,14 +272,14 @@ def values_of_conditions(runs):
 
 # %% ../../nbs/50_frames/04_handle.ipynb #f9241c5a
 def split_url(run, home):
-    "Return name and home of a run that is given by URL: `s3://bucket/x/log/resnet` is 'resnet' in 's3://bucket/x'. Return others unchanged."
+    "Return name and home of a run given by URL: `s3://bucket/x/log/resnet` is 'resnet' in 's3://bucket/x'. Return other values unchanged."
     if not is_url(run): return run, home
     path = located(run)
     return (path.name, path.parent.parent) if path.parent.name=='log' else (run, home)
 
-def is_pattern(run): return isinstance(run, str) and os.sep not in run and bool(set(run)&set('*?['))
+def is_glob(run): return isinstance(run, str) and os.sep not in run and bool(set(run)&set('*?['))
 
-def is_table(run): return 'pandas' in sys.modules and isinstance(run, sys.modules['pandas'].DataFrame)
+def is_dataframe(run): return 'pandas' in sys.modules and isinstance(run, sys.modules['pandas'].DataFrame)
 
 def open_named(run, home):
     "Return the `Run` of a name, a file, an ember or a tracker. A name may be that of several ranks."
@@ -306,7 +306,7 @@ def open_runs(run, home=None):
         return list(found.values()), True
     if isinstance(run, Run): return [run], False
     run,home = split_url(run, home)
-    if not is_pattern(run): return [open_named(run, home)], False
+    if not is_glob(run): return [open_named(run, home)], False
     names = log_names(home)
     if run in names or run in without_ranks(names): return [open_named(run, home)], False
     if not (some := [n for n in without_ranks(names) if fnmatchcase(n, run)] or [n for n in names if fnmatchcase(n, run)]):
@@ -324,7 +324,7 @@ def open_run(
         run: Name, pattern that one run matches, file or URL of a log, ember, tracker, table of rows, or `Run`
         home: Folder or URL of logs, instead of `~/.torchember`
     """
-    if is_table(run): return Run(str(run.attrs.get('run', '')), {}, run)
+    if is_dataframe(run): return Run(str(run.attrs.get('run', '')), {}, run)
     found,_ = open_runs(run, home)
     if len(found)==1: return found[0]
     raise ValueError(f"One run is expected, and {run!r:.80} are {len(found)}: {printable(', '.join(r.name for r in found[:5]))}. Choose one of them.")

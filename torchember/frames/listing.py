@@ -23,7 +23,7 @@ from torchember.store.log import flush_logs
 from torchember.store.log_file import last_in, last_step_of
 from torchember.store.older import is_older, size_and_rows
 from torchember.store.parts import group_beside, many_logs, parts_and_lines, size_if_there, summarize_parts
-from torchember.store.shared import share
+from torchember.store.shared import share_parts
 
 # %% ../../nbs/50_frames/04_listing.ipynb #661e914e
 counted = {} # (file, first byte, bytes removed before) -> (bytes counted, lines)
@@ -73,7 +73,7 @@ def count_steps(path, size):
 
 # %% ../../nbs/50_frames/04_listing.ipynb #5befa20d
 def process_exists(pid, host):
-    "Return True if a process runs, as far as this machine can tell."
+    "Return True if a process runs, as far as this machine knows."
     if host!=gethostname() or not isinstance(pid, int) or not 0<pid<2**31: return False
     if os.name=='nt': return True # Windows has no signal that is harmless
     try: os.kill(pid, 0)
@@ -132,7 +132,7 @@ def explain(path, error):
     return error if isinstance(error, ValueError|OSError) else f'{type(error).__name__}: {error}'
 
 def runs_without_log(place, names):
-    "Return rows for runs that have only metadata, as after an interrupted `rm`. `names`: logs that exist."
+    "Return rows for runs with metadata only, as after an interrupted `rm`. `names`: existing logs."
     files = list_folder(place/'data')
     bases = [f.name[5:-5] for f in files if f.name.startswith('base_') and f.name.endswith('.json') and f.is_file(follow_symlinks=False)]
     rows = []
@@ -193,7 +193,7 @@ def list_runs(home=None):
 def runs(
     home=None # Folder of logs, instead of `~/.torchember`
 ): # pandas.DataFrame: name, model, ranks (processes), steps, rows, size (bytes), start, end, running, problem (None if there is none)
-    """List the runs of a home, the newest first. A run that cannot be read has a `problem`. Rows of a long run that was killed are estimated
+    """List the runs of a home, the newest first, with the `problem` of each run that cannot be read. Rows of a long killed run are estimated
 
     Args:
         home: Folder of logs, instead of `~/.torchember`
@@ -232,7 +232,7 @@ def compact(
             continues = may_continue(read_facts(t.fname, t.data)[0])
             into_parts(log.path, last_step_of(log.path) if continues else None, keep, group_beside(len(logs)))
             is_over = is_over and not continues
-        if is_over and len(logs)>=many_logs and not is_url(r.path): share([log.path for log in logs])
+        if is_over and len(logs)>=many_logs and not is_url(r.path): share_parts([log.path for log in logs])
         for log in logs:
             parts = summarize_parts(log.path)
             out.append(dict(name=log.name, rows=parts['rows'], parquet=parts['size'], lines=file_size(log.path)))

@@ -56,7 +56,7 @@ META,STAT,EXP = LogFrame.schema # the three top levels
 def dotted(*parts): return '.'.join(p for p in parts if p)
 
 def number_order(tname):
-    "What sorts output_10 after output_9"
+    "Return a sort key that puts output_10 after output_9."
     return [(0, int(s), '') if s.isdigit() else (1, 0, s) for s in re.split(r'(\d+)', tname)]
 
 def parameter_name(path, pname):
@@ -161,7 +161,7 @@ def to_logframe(
 
 # %% ../../nbs/50_frames/10_logframe.ipynb #b30ec032
 def tensors_in(df):
-    "Which tensor each row is of, as a number, and the tensors"
+    "Return the number of the tensor of each row, and the tensors."
     keys = {k: df[k] if k in df else None for k in ('path', 'module', 'ttype', 'tname', 'pname')}
     if keys['path'] is None: keys['path'] = [path_of(m) for m in df['module']] if len(df)<1000 else df['module'].astype(object).map(cache(path_of))
     if keys['module'] is None: keys['module'] = ''
@@ -229,7 +229,7 @@ def faults_of_columns(df):
     if again: yield f"{', '.join(map(str, again))} is there more than once."
 
 def kind_of_column(x):
-    "What is in a column: text, whose dtype has another name in each pandas, or its dtype"
+    "Return the type of a column: 'text', or its dtype. Texts have another dtype in each version of pandas."
     got = needs('pandas', for_='validate').api.types.infer_dtype(x, skipna=True)
     return 'text' if got=='string' else str(x.dtype)
 
@@ -270,7 +270,7 @@ def unshifted(
 
 # %% ../../nbs/50_frames/10_logframe.ipynb #f4ef86f4
 def recorded_there(lf):
-    "Whether Track & Visualize has recorded this: there a class stands as str() has it, and weights have none. A frame that somebody made has text"
+    "Return True if Track & Visualize has recorded the frame: it writes classes as str() does, and none for weights."
     kinds = [] if 'torchember' in lf.attrs else lf[META, 'type'].unique().tolist()
     return any(not isinstance(k, str) or k.startswith("<class '") for k in kinds)
 

@@ -22,7 +22,7 @@ from torchember.store.base import folder, now, read_meta, replace
 from torchember.store.compaction import most_bytes, next_lines, rows_before, step_of
 from torchember.store.log import flush_logs
 from torchember.store.log_file import last_step_of
-from torchember.store.parts import arrow_table, part_file, parts_and_lines, read_list, write_part
+from torchember.store.parts import arrow_table, part_file, parts_and_lines, read_part_list, write_part
 
 # %% ../../nbs/50_frames/08_moving.ipynb #d21ae5b1
 class Fingerprint(NamedTuple):
@@ -51,7 +51,7 @@ def read_blocks(path, block=1<<23):
         while data := f.read(block): yield data
 
 def md5_in(info):
-    "Return the MD5 hash in what a store says of a file; None if there is none."
+    "Return the MD5 hash in the information of a store, None if there is none."
     tag = str(info.get('ETag') or info.get('etag') or '').strip('"').lower()
     if re.fullmatch('[0-9a-f]{32}', tag): return tag
     try: return base64.b64decode(info['md5Hash']).hex()
@@ -81,7 +81,7 @@ class Target:
                 nap = min(2*nap, 10)
 
     def info(self, rel):
-        "Return what the store says of a file, None if there is no file."
+        "Return size and hashes of a file there, None if there is no file."
         path = self.path(rel)
         try: return self.retry(lambda: ask_store(path, lambda: path.fs.info(path.path)) if is_url(path) else dict(size=os.path.getsize(path)))
         except FileNotFoundError: return None
@@ -250,7 +250,7 @@ class OneLog:
         return dict(name=self.name, files=len(self.files), size=sum(f['size'] for f in self.files.values()), sent=self.sent, bytes=self.bytes, over=self.over)
 
     def list_there(self):
-        try: return self.to.retry(lambda: read_list(self.to.path(f'log/{self.name}')))
+        try: return self.to.retry(lambda: read_part_list(self.to.path(f'log/{self.name}')))
         except ValueError: return None
 
     def send(self, rel, piece):
@@ -316,7 +316,7 @@ class OneLog:
         self.send(parts_json, json_piece(listing))
 
     def send_metadata(self):
-        "Send the files beside the log, last the one that says that the run is over."
+        "Send the files beside the log. The file with the end of the run is the last."
         for p in self.h.metadata.get(self.name, ()):
             if p.name not in (f'sync_{self.name}.json', f'base_{self.name}.json'): self.send_small(p, 'data/')
         self.send_small(self.path.with_name(f'{self.name}_latest'), 'log/')
@@ -352,7 +352,7 @@ def sync(
     parquet:bool=True, # Send lines as Parquet parts if a log has more than 1 MB of them
     patience:float=60 # Seconds to retry while a store does not answer
 ): # A list of dicts, one for each log: name, files, size, sent, bytes sent, over. With `every`, an object with `.stop()` and `.error`
-    """Copy runs, with everything that belongs to them, to a home elsewhere. Files that are there already, by size and hash, are not sent again
+    """Copy runs with all their files to a home elsewhere. Files of equal size and hash are not sent again
 
     Args:
         run: Name of a run, a pattern such as 'GPT*', an ember, a tracker, or a list of these

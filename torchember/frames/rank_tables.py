@@ -100,7 +100,7 @@ def rename_parameter(p, names):
     return {**p, 'path': names.get(p['path'], p['path'])} | ({'also': [names.get(path, path)+dot+n for path,dot,n in also]} if also else {})
 
 def merge_parameter(ps):
-    "Return what several ranks know of one parameter. A fact that no rank knows stays unknown."
+    "Merge the facts of several ranks about one parameter. A fact unknown to all ranks stays unknown."
     def any_of(k): return next((v for v in (True, False) if any(p.get(k) is v for p in ps)), None)
     out = {**ps[0], **{k: any_of(k) for k in ('requires_grad', 'optimizer', 'gradient', 'called')}}
     if any(p.get('recorded') is not False for p in ps): out.pop('recorded', None)

@@ -15,7 +15,7 @@ from ..ground.record import beside_training
 from ..ground.messages import printable, unknown
 
 # %% ../../nbs/50_frames/40_unit_tables.ipynb #ed1898ba
-class History:
+class UnitHistory:
     "A vector statistic of a tensor over the steps. `value` has a row for each step and a column for each unit."
     def __init__(self, label, path, steps, value): self.label,self.path,self.steps,self.value = label,path,steps,value
 
@@ -24,8 +24,8 @@ def histories(
     stat:str, # Statistic whose values are vectors
     path=None, # A glob on the path, a compiled regex, or a list of these
     ttype:str|None=None # Tensor type; all types with the statistic by default
-) -> list: # of `History`
-    "Return a `History` for each tensor that has a vector statistic, in order of the log. Raise ValueError if there is none."
+) -> list: # of `UnitHistory`
+    "Return a `UnitHistory` for each tensor that has a vector statistic, in order of the log. Raise ValueError if there is none."
     pd = needs('pandas', for_='A table of units')
     wanted = {stat, 'run', 'path', 'ttype', 'tname', 'pname', 'step', 'phase'}
     df = run if isinstance(run, pd.DataFrame) else read(run, columns=lambda c: c in wanted)
@@ -63,7 +63,7 @@ def history(rows, label, stat):
     steps,first = np.unique(steps[order], return_index=True)
     value = value if (order==np.arange(len(order))).all() else value[order]
     if len(steps)<len(order): value = np.add.reduceat(value, first)/np.diff([*first, len(order)])[:, None]
-    return History(label, path, steps, value)
+    return UnitHistory(label, path, steps, value)
 
 def not_watched(stat, path):
     one = path if isinstance(path, str) else 'features.*'

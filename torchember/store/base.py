@@ -140,7 +140,7 @@ def home_fallback(libname):
 
 # %% ../../nbs/30_store/00_base.ipynb #12add385
 def is_private_folder(place):
-    "Return True if `place` is a folder of this user that others cannot write to."
+    "Return True if `place` is a folder of this user, and closed to other users."
     s = os.lstat(place)
     return stat.S_ISDIR(s.st_mode) and (not hasattr(os, 'getuid') or s.st_uid==os.getuid() and not s.st_mode & 0o022)
 

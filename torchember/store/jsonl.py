@@ -18,7 +18,7 @@ from torchember.store.lines import line_blocks, is_step, parse, parse_blocks
 from torchember.store.listeners import Listener
 from torchember.store.log import Log, UrlLog, call_each, flush_logs, listen_to_run
 from torchember.store.older import first_lines, is_first, is_older, older_blocks
-from torchember.store.reading import frame, table, with_path, without_superseded
+from torchember.store.reading import frame, table_of_lines, with_path, without_superseded
 from torchember.store.rotation import check_store
 from torchember.store.table import tree_in, tree_table
 
@@ -144,7 +144,7 @@ class StoredRun:
         "All rows as a table"
         self.barrier()
         self.require_exists()
-        df,self.torn = table(self.blocks, self.whole_file())
+        df,self.torn = table_of_lines(self.blocks, self.whole_file())
         return with_path(without_superseded(df))
 
     def last_step(self):
@@ -312,7 +312,7 @@ class tracker(AppendedRun):
         base:dict, # Metadata of the kind 'base'
         more:dict # Kind of metadata -> value
     ):
-        """Set the metadata to write once the run has rows. The process is added, so that others can see whether the run is running
+        """Set the metadata to write with the first row. It includes the process, to see whether the run is running
 
         Args:
             base: Metadata of the kind 'base'
@@ -351,7 +351,7 @@ class tracker(AppendedRun):
         name:str|None=None, # Name for messages
         per_rank:bool=False # With `reduce='step'`, on rank 0: get the rows of this rank, not the merged rows
     ) -> Listener: # Its `close()` ends it
-        """Call `f` for all rows that the log gets from now on, those of the open step too. A slow or failing `f` harms nothing
+        """Call `f` for all rows from now on, also of the open step. A slow or failing `f` harms nothing
 
         Args:
             f: Function of the number of a step (None for rows of no step) and of a list of rows. Called in its own thread, after the file has the rows

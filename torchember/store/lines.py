@@ -19,7 +19,7 @@ longest_line = 1<<26 # bytes
 replacement_line = b'{ a line was too long\n'
 
 def blocks(path, size, block=1<<18, said=lambda: None, longest=longest_line, start=0):
-    "Yield the lines of a file in blocks, from byte `start` to `size`. The last block may have no end. `said`: called for a line that is too long."
+    "Yield the lines of a file in blocks, from byte `start` to `size`. The last block may have no end. `said`: called for each line beyond `longest`."
     rest,n = [],0 # pieces and bytes of a line that has no end yet
     with open_file(path, buffering=0) as f:
         f.seek(start)

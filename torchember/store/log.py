@@ -70,7 +70,7 @@ class Writer:
         except Empty: return 0
 
     def empty(self, log):
-        "Write what `log` has, and raise nothing. A warning that the user's filters turn into an error is shown at the next flush."
+        "Write the rows of `log`, and raise nothing. Warnings that are errors by the user's filters are shown at the next flush."
         try: log.drain()
         except EmberWarning as e: log.messages.notes.append(str(e).removeprefix('torchember: '))
         except Exception as e: log.note("trouble while writing", e)

@@ -18,7 +18,7 @@ from torchember.store.parts import blocks_of_run, parts_and_lines, summarize_par
 
 # %% ../../nbs/30_store/11_log_file.ipynb #22d83319
 class LogStore(Protocol):
-    "Where the rows of one log are stored."
+    "Storage of the rows of one log."
     def append(self, lines:bytes, rows:int): "Queue lines of JSON. `rows`: their number."
     def flush(self): "Write all queued lines. Raise OSError if the disk refuses."
     def rows(self, after=(0, 0)): "Yield blocks of all rows, queued ones too. `after`: bytes of the log and rows to skip."
@@ -105,8 +105,8 @@ class JsonLines:
     at_once = 4_000_000 # bytes of one write
 
     def __init__(self, path, fresh=False, exact=False, sync=False, note=print):
-        """`fresh`: the file must be new; a number is added to a name that exists. `exact`: warn about such a number.
-        `sync`: wait until the disk has what is appended. `note`: function that is called with messages for the user."""
+        """`fresh`: the file must be new; a number is added to an existing name. `exact`: warn about this number.
+        `sync`: wait until the disk has the data. `note`: function of a message for the user."""
         self.path,self.fresh,self.exact,self.sync,self.note = path,fresh,exact,sync,note
         self.lock,self.pid = threading.RLock(),os.getpid() # held while writing
         self.earlier = not fresh # True if the file may have rows that are not ours

@@ -24,7 +24,7 @@ def parameter_entry(
     changes:bool=False, # True if the values change although no known optimizer has the parameter
     elsewhere:bool=False # True if an optimizer that torchEmber was not given has the parameter
 ) -> dict:
-    """Return what a run notes of a parameter. None means that a fact is unknown.
+    """Return the facts about a parameter. None means unknown.
 
     Args:
         path: Path of its module
