@@ -183,6 +183,7 @@ class StoredRun:
         tree = tree_in(self)
         return tree_table(self.fname, tree, self.latest_line_list()) if tree else None
 
+# %% ../../nbs/30_store/15_jsonl.ipynb #7d923484
 def last_step(rows):
     "Return the rows of the last step."
     last = max((r['step'] for r in rows if is_step(r.get('step'))), default=None)

@@ -129,6 +129,7 @@ class ReadyBatch(NamedTuple):
     lines:bytes
     batch:Batch
 
+# %% ../../nbs/30_store/13_log.ipynb #f6f33938
 class Batches:
     "Queue of batches."
     together = 1000 # rows to compute at once

@@ -102,6 +102,7 @@ def write_part(table, path, group=group_rows):
         pq.write_table(table, temp, row_group_size=group, **write_options(json.loads(table.schema.metadata[b'torchember'])['kinds'], table.column_names))
         check_part(temp, path, len(table))
 
+# %% ../../nbs/30_store/09_parts.ipynb #480200ee
 def write_options(kinds, names):
     floats = [k for k,kind in kinds.items() if kind=='double' and '.' not in k]
     return dict(compression='zstd', use_byte_stream_split=floats or False, use_dictionary=[n for n in names if n not in floats])
