@@ -13,6 +13,7 @@ from inspect import Parameter, getsource, signature
 from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from textwrap import dedent
 
 from docutils import nodes
 from fastcore.nbio import dict2nb, mk_cell, nb2str
@@ -57,8 +58,8 @@ html_css_files = ['custom.css']
 
 # What stands beside `nbs`: docname -> file
 reference = {f'reference/{p.stem.partition("_")[2]}': p.relative_to(root) for p in sorted((root/'docs'/'reference').glob('*.md'))}
-guests = {f'guests/{p.stem.partition("_")[2]}': p.relative_to(root) for p in sorted((root/'docs'/'guests').glob('*.md'))}
-beside = {'changelog':'CHANGELOG.md', 'contributing':'CONTRIBUTING.md', **reference, **guests}
+integrations = {f'integrations/{p.stem.partition("_")[2]}': p.relative_to(root) for p in sorted((root/'docs'/'integrations').glob('*.md'))}
+beside = {'changelog':'CHANGELOG.md', 'contributing':'CONTRIBUTING.md', **reference, **integrations}
 rooms = import_module(project).rooms # what a user types: entries of the reference
 of_jax = f'{project}.jaxember', 'tracker' # and another front door: its names are those of this room
 
@@ -129,15 +130,26 @@ def page_cells(nb, docname):
         if not re_show_doc.search(c.source): yield c
         yield from new
 
+def sections_of(obj, doc):
+    "Return a docstring without sections, and its sections: from the docstring, or from the comments of an internal function or class."
+    text,found = docstrings.split(doc)
+    if found['Args'] or found['Returns']: return text, found
+    try: code = dedent(getsource(obj))
+    except (TypeError, OSError): return text, found # built-in, or made by a call
+    f = next((f for o,f in docstrings.documented(code, lambda name: True) if o.lineno==ast.parse(code).body[0].lineno), None)
+    if f is None: return text, found
+    blocks = ['\n'.join([f'{title}:', *lines]) for title,lines in docstrings.sections(f, docstrings.comments(code))]
+    return docstrings.split('\n\n'.join([text, *blocks]))
+
 def add_docments(app, what, name, obj, options, lines):
-    "Show the arguments that a docstring tells of as a table, and read its backticks as Markdown does"
-    text,said = docstrings.split('\n'.join(lines))
-    if said['Args']:
+    "Show the arguments of a docstring as a table, and read its backticks as Markdown does."
+    text,found = sections_of(obj, '\n'.join(lines))
+    if found['Args']:
         defaults = {k: f'``{short(p.default)}``' for k,p in signature(obj).parameters.items() if p.default is not Parameter.empty}
-        rows = [('argument', 'default', 'meaning'), *((bold(k), defaults.get(k, ''), v) for k,v in said['Args'].items())]
+        rows = [('argument', 'default', 'meaning'), *((bold(k), defaults.get(k, ''), v) for k,v in found['Args'].items())]
         rows = rows if defaults else [(k, v) for k,_,v in rows]
         text += '\n\n.. list-table::\n   :header-rows: 1\n   :class: arguments\n\n' + '\n'.join('   * - '+'\n     - '.join(r) for r in rows)
-    if said['Returns']: text += f"\n\n:returns: {said['Returns']}"
+    if found['Returns']: text += f"\n\n:returns: {found['Returns']}"
     lines[:] = re.sub(r'(?<!`)`([^`]+)`(?!`)(\w?)', in_rst, text).splitlines()
 
 def bold(name): return '**' + name.replace('*', '\\*') + '**'
@@ -174,7 +186,7 @@ def sidebar(docs):
     "Caption -> pages. How it works is every other notebook, in reading order, a folder as one page"
     guides = [d for d in docs if d.startswith('tutorials/')]
     works = dict.fromkeys(f'{d.partition("/")[0]}/index' if '/' in d else d for d in docs if d not in (*guides, *beside, 'index', 'glossary'))
-    return {'Use it': ['Start here <self>', *guides, 'glossary', 'changelog'], 'With what you use': [*guests],
+    return {'Use it': ['Start here <self>', *guides, 'glossary', 'changelog'], 'Other tools': [*integrations],
         'Reference': [*reference, 'All names <genindex>'], 'How it works': [*works, 'contributing']}
 
 def render_nb(app, docname, content):

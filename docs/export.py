@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from docstrings import change, cleaned, filled
+from docstrings import change, cleaned, fill
 from nbdev.config import get_config
 from nbdev.export import nb_export
 from nbdev.process import NBProcessor
@@ -38,7 +38,7 @@ def export(notebook):
     if module is None: return None
     nb_export(notebook, lib_path=get_config().lib_path)
     path = root/'torchember'/f"{module.replace('.', '/')}.py"
-    change(path, filled)
+    fill(path)
     return path
 
 

@@ -403,7 +403,7 @@ def factory(make):
 
 def installed(monkeypatch, kernels=True):
     "A machine, as torch and torchember see it"
-    from torchember.measure import devices, elements, tap
+    from torchember.measure import arena, devices, elements, tap
     from torchember.measure import kernels as reading
     from torchember.recorder import step_buffer
     the.machine = m = Machine()
@@ -430,7 +430,7 @@ def installed(monkeypatch, kernels=True):
     for f in (devices.capture_of, devices.sends, reading.operations_are_right, reading.gpu_kernels): f.cache_clear()
     for room in (devices,): monkeypatch.setattr(room, 'accelerator', lambda: 'cuda')
     monkeypatch.setattr(devices, 'capture_of', lambda kind: captures if kind=='cuda' else None)
-    for room in (elements, reading, tap, step_buffer): monkeypatch.setattr(room, 'ordinary', (torch.Tensor, torch.nn.Parameter, Late))
+    for room in (arena, elements, reading, tap, step_buffer): monkeypatch.setattr(room, 'ordinary', (torch.Tensor, torch.nn.Parameter, Late))
     if kernels: monkeypatch.setattr(reading, 'gpu_kernels', lambda device: m.kernels if device.type=='cuda' else None)
     else: monkeypatch.setattr(reading, 'gpu_kernels', lambda device: None)
     monkeypatch.setattr(reading, 'operations_are_right', lambda *args: True) # which is tried once in a process

@@ -68,8 +68,8 @@ from torchember import torchEmber
 model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
 opt = torch.optim.SGD(model.parameters(), .1)
 te = torchEmber(model, opt, home=sys.argv[1], name='first', stats=['rms'], sinks=sys.argv[2])
-from torchember.sinks.feed import Feeding
-Feeding.patience = .01
+from torchember.sinks.feed import StepSender
+StepSender.patience = .01
 for i in range(400):
     if i==200: until(lambda: list(Path(sys.argv[1]).rglob('sent_*.json')))
     opt.zero_grad(); model(torch.randn(5, 4)).square().mean().backward(); opt.step()

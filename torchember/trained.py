@@ -57,16 +57,7 @@ def models_of(
     called:nn.Module|None=None, # Outermost module that the program called, if known
     modules:list|None=None # Candidates; all modules of the process by default
 ) -> list: # Modules; the one with most of the parameters first
-    """Return the modules that are the model of some parameters.
-
-    Args:
-        parameters: Parameters of an optimizer
-        called: Outermost module that the program called, if known
-        modules: Candidates; all modules of the process by default
-
-    Returns:
-        Modules; the one with most of the parameters first
-    """
+    "Return the modules that are the model of some parameters."
     left,found = ids_of(parameters),[]
     candidates = live_objects(nn.Module) if modules is None else modules
     held = [(m, ids) for m in holders(candidates+[m for m in [called] if m is not None], left) if (ids := parameters_in(m)) & left]
@@ -282,16 +273,38 @@ def never_raises(f):
         except Exception as e: self.give_up(e)
     return guarded
 
+# %% ../nbs/91_trained.ipynb #eb75620a
+class Patches:
+    "Patches of optimizers, module calls and scalers that notify a `Trainings` of events."
+    def __init__(self, on_created, on_step, on_call, on_scale):
+        self.on_created,self.on_step,self.on_call,self.on_scale = on_created,on_step,on_call,on_scale
+        self.calls,self.inits = ClassPatch(nn.Module, '__call__'),ClassPatch(torch.optim.Optimizer, '__init__')
+        self.scales,self.handle = {},None # class of scalers -> `ClassPatch`; handle of the hook of optimizer steps
+
+    def install(self):
+        self.inits.install(wrap_init, self.on_created)
+        self.handle = register_optimizer_step_pre_hook(self.on_step)
+
+    def update(self,
+        calls:bool, # True to be notified of module calls
+        scales:bool # True to be notified of scaled losses
+    ):
+        "Install or uninstall the patches that are not always needed. `scaler.scale(model(x))` looks up `scale` before it calls the model."
+        if calls: self.calls.install(wrap_call, self.on_call)
+        else: self.calls.uninstall()
+        if scales:
+            for cls in classes_with(torch.amp.GradScaler, 'scale'): self.scales.setdefault(cls, ClassPatch(cls, 'scale')).install(wrap_scale, self.on_scale)
+        else:
+            for patch in self.scales.values(): patch.uninstall()
+
+    def uninstall(self):
+        self.update(False, False)
+        self.inits.uninstall()
+        self.handle.remove()
+
 # %% ../nbs/91_trained.ipynb #8e6ba163
 class Trainings:
-    """Arms the models that this process trains, from `start` until `stop`.
-
-    Args:
-        say: Called with each message
-        models: Models to arm when they are called, also without an optimizer
-        optimizers: Optimizers that exist already
-        **options: Options of `torchEmber`, without model, optimizer, scaler, first_step and resume
-    """
+    "Arms the models that this process trains, from `start` until `stop`."
     def __init__(self,
         say=print, # Called with each message
         models=(), # Models to arm when they are called, also without an optimizer
@@ -299,8 +312,7 @@ class Trainings:
         **options # Options of `torchEmber`, without model, optimizer, scaler, first_step and resume
     ):
         self.armer,self.is_on,self.has_failed,self.pid,self.lock = ModelArmer(say, models, options),False,False,os.getpid(),threading.Lock()
-        self.calls,self.inits = ClassPatch(nn.Module, '__call__'),ClassPatch(torch.optim.Optimizer, '__init__')
-        self.scales = {} # class of scalers -> `ClassPatch`
+        self.patches = Patches(self.on_created, self.on_step, self.on_call, self.on_scale)
         self.created,self.stepped = 0,set() # number of new optimizers; ids of optimizers that have stepped
         for o in optimizers: self.pending.add(o)
 
@@ -311,26 +323,16 @@ class Trainings:
     # ---- events
 
     def start(self): # Itself
-        """Install the patches.
-
-        Returns:
-            Itself
-        """
+        "Install the patches."
         self.is_on = True
-        self.inits.install(wrap_init, self.on_created)
-        self.handle = register_optimizer_step_pre_hook(self.on_step)
+        self.patches.install()
         self.update_patches()
         return self
 
     def update_patches(self):
         "Patch module calls while an optimizer is pending, and scalers until each training has stepped."
         waits = self.is_on and bool(self.pending.all() or self.armer.models)
-        if waits: self.calls.install(wrap_call, self.on_call)
-        else: self.calls.uninstall()
-        if waits or self.is_on and any(t.may_get_scaler for t in self.trainings): # `scaler.scale(model(x))` looks up `scale` before it calls the model
-            for cls in classes_with(torch.amp.GradScaler, 'scale'): self.scales.setdefault(cls, ClassPatch(cls, 'scale')).install(wrap_scale, self.on_scale)
-        else:
-            for patch in self.scales.values(): patch.uninstall()
+        self.patches.update(waits, waits or self.is_on and any(t.may_get_scaler for t in self.trainings))
 
     def is_active(self): return self.is_on and not self.has_failed and os.getpid()==self.pid # a forked process is another program
 
@@ -397,16 +399,10 @@ class Trainings:
     def stop(self,
         error=None # The exception that ended the program
     ):
-        """Uninstall the patches and close the runs. If nothing was recorded, say why.
-
-        Args:
-            error: The exception that ended the program
-        """
+        "Uninstall the patches and close the runs. If nothing was recorded, say why."
         if not self.is_on: return
         is_here,self.is_on = os.getpid()==self.pid,False
-        self.update_patches()
-        self.inits.uninstall()
-        self.handle.remove()
+        self.patches.uninstall()
         if not is_here: return
         for t in self.trainings:
             te = t.te()

@@ -146,8 +146,8 @@ def test_quantities():
         m(torch.randn(64, 40, dtype=torch.float64)).square().mean().backward()
         mon.track(i)
     mon.get_output()
-    from torchember.monitor.quantities import value_to_keep
-    got = value_to_keep(weight(m[0]))
+    from torchember.monitor.quantities import stored_value
+    got = stored_value(weight(m[0]))
     assert got.dtype==np.float64 and got.shape==(30, 40)
     assert resized(*seen, *(p.detach() for p in m.parameters()))
 
@@ -174,7 +174,7 @@ def test_where_numpy_looks_into_tensors():
     own = {'measure/elements.py': ['as_array'], 'measure/readers/torch.py': ['with_exponents'], # a clone, results
         'measure/tap.py': ['Block', 'Laid', 'rows_to_host'], 'measure/devices.py': ['Pending'], 'measure/self_check.py': ['first_wrong'],
         'measure/spectrum.py': ['from_gram', 'lanczos', 'lanczos', 'singular_values', 'singular_values'],
-        'measure/units.py': ['Sketch'], 'monitor/quantities.py': ['value_to_keep'], 'state/layers.py': ['exchanged', 'read_local'],
+        'measure/units.py': ['Sketch'], 'monitor/quantities.py': ['stored_value'], 'state/layers.py': ['exchanged', 'read_local'],
         'state/noise.py': ['sums_of_squares'], 'state/plots.py': ['sampled_values', 'stretched', 'thinned_matrix']}
     looks = 'numpy', '__array__', '__dlpack__', 'from_dlpack', 'to_dlpack'
     root,found = pathlib.Path(torchember.__file__).parent,{}

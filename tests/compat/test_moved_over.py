@@ -1,4 +1,4 @@
-"What scripts of Track & Visualize, nnstat and torchember 0.2 ask for: it is done, or a sentence says what took its place"
+"Scripts of Track & Visualize, nnstat and torchember 0.2: each call works, or an error names the replacement"
 import re
 
 import matplotlib.pyplot as plt
@@ -44,7 +44,7 @@ def closed():
 
 
 def names_of(lf, layer, tt):
-    "Which tensors a choice of layers gives, as path and parameter"
+    "Return the selected tensors as (path, parameter) pairs."
     rows = pick(table_of(lf), layer, tt)
     return sorted({*zip(rows['path'].astype(str), rows['pname'].astype(object).where(rows['pname'].notna(), '').astype(str), strict=True)})
 
@@ -55,21 +55,21 @@ def names_of(lf, layer, tt):
     (re.compile('.*bias'), [('fc1', 'bias'), ('fc2', 'bias')]), (re.compile('fc2'), [('fc2', 'bias'), ('fc2', 'weight')]),
     (['fc1.bias', 'fc2'], [('fc1', 'bias'), ('fc2', 'weight')]), ('fc1*', [('fc1', 'bias'), ('fc1', 'weight')]),
     (['fc2', re.compile('fc1.bias$')], [('fc1', 'bias'), ('fc2', 'weight')])])
-def test_a_layer_of_a_logframe_is_its_name(lf, layer, wanted):
+def test_layer_of_a_logframe_is_its_name(lf, layer, wanted):
     for tt in ('Weights', 'Weight_Gradients', 'Optimiser_State.exp_avg'): assert names_of(lf, layer, tt)==wanted
     scalar_line(lf, layer, 'Weights', 'std')
 
 
-def test_a_regex_matches_names_from_the_start(lf):
+def test_regex_matches_names_from_the_start(lf):
     with pytest.raises(ValueError, match="'bias'.*fc1.bias"): scalar_line(lf, re.compile('bias'), 'Weights', 'std')
     assert names_of(lf, re.compile('fc1'), 'Activation')==[('fc1', '')]
 
 
-def test_a_layer_that_is_not_there_is_answered_with_the_names(lf):
+def test_error_for_an_unknown_layer_lists_names(lf):
     with pytest.raises(ValueError, match='fc1.bias'): scalar_line(lf, 'fc1.bia', 'Weights', 'std')
 
 
-def test_a_layer_of_a_run_is_a_path_as_before(lf):
+def test_layer_of_a_run_is_a_path(lf):
     df = torchember.from_logframe(lf)
     assert names_of(df, 'fc1', 'Weights')==[('fc1', 'bias'), ('fc1', 'weight')]
     assert names_of(df, re.compile('c2$'), 'Weights')==[('fc2', 'bias'), ('fc2', 'weight')]
@@ -96,7 +96,7 @@ def mesh_of(ax): return ax.collections[0].get_array()
 
 @pytest.mark.parametrize('x,y,turned', [(('metadata', 'step'), ('metadata', 'name'), False), ('step', None, False), ('step', 'name', False),
     (('metadata', 'name'), ('metadata', 'step'), True), ('name', 'step', True), ('path', None, True)])
-def test_axes_of_a_heat_map_are_named_as_in_a_logframe(lf, x, y, turned):
+def test_axes_of_a_heat_map_accept_names_of_a_logframe(lf, x, y, turned):
     ax = scalar_global_heatmap(lf, 'Activation', 'rm2', x=x, y=y)
     wide = lf[lf.metadata.tensor_type=='Activation']
     want = np.stack([wide[wide.metadata.name==n].scalar_stats['rm2'].to_numpy() for n in dict.fromkeys(wide.metadata.name)])
@@ -107,18 +107,18 @@ def test_axes_of_a_heat_map_are_named_as_in_a_logframe(lf, x, y, turned):
 
 
 @pytest.mark.parametrize('x,y', [('step', 'type'), (('metadata', 'step'), ('metadata', 'dtype')), ('nonsense', None), ('name', 'nonsense'), ('dtype', None)])
-def test_axes_that_a_heat_map_has_not_are_said(lf, x, y):
+def test_unknown_axes_of_a_heat_map(lf, x, y):
     with pytest.raises(ValueError, match='axis|column of numbers'): scalar_global_heatmap(lf, 'Activation', 'rm2', x=x, y=y)
 
 
-# ---- what seaborn takes
+# ---- arguments of seaborn
 
 def test_numbers_in_cells(lf):
     ax = scalar_global_heatmap(lf, 'Activation', 'std', annot=True, fmt='.3f', annot_kws={'fontsize': 5})
     cells = np.asarray(mesh_of(ax))
     texts = {t.get_text() for t in ax.texts}
     assert texts=={f'{v:.3f}' for v in cells.ravel()} and all(t.get_fontsize()==5 for t in ax.texts)
-    for t in ax.texts: # in the cell that it is of
+    for t in ax.texts: # each number in its cell
         j,i = (int(round(p)) if k==0 else int(p) for k,p in enumerate(t.get_position()))
         assert t.get_text()==f'{cells[i, j]:.3f}'
     turned = scalar_global_heatmap(lf, 'Activation', 'std', x='name', annot=True)
@@ -142,7 +142,7 @@ def test_squares_lines_and_colour_bars(lf):
     assert len(scalar_global_heatmap(lf, 'Activation', 'std', cbar=False).figure.axes)==1
 
 
-def test_names_of_rows_as_seaborn_takes_them(lf):
+def test_row_names_as_in_seaborn(lf):
     n = len(np.asarray(mesh_of(scalar_global_heatmap(lf, 'Activation', 'std'))))
     labels = lambda **k: [t.get_text() for t in scalar_global_heatmap(lf, 'Activation', 'std', **k).get_yticklabels()]
     assert labels(yticklabels=[f'row {i}' for i in range(n)])==[f'row {i}' for i in range(n)]
@@ -151,13 +151,13 @@ def test_names_of_rows_as_seaborn_takes_them(lf):
     with pytest.raises(TypeError, match='xticklabels is True or False'): labels(xticklabels=2)
 
 
-@pytest.mark.parametrize('bad,said', [({'mask': 1}, 'takes no mask=: leave layers out'),
+@pytest.mark.parametrize('bad,message', [({'mask': 1}, 'takes no mask=: leave layers out'),
     ({'anot': True}, "No argument of a heat map 'anot'"), ({'ax': 1}, 'takes no ax=')])
-def test_what_a_heat_map_does_not_take_is_said(lf, bad, said):
-    with pytest.raises(TypeError, match=said): scalar_global_heatmap(lf, 'Activation', 'std', **bad)
+def test_errors_of_heat_maps(lf, bad, message):
+    with pytest.raises(TypeError, match=message): scalar_global_heatmap(lf, 'Activation', 'std', **bad)
 
 
-def test_height_and_aspect_are_those_of_a_panel(lf):
+def test_height_and_aspect_of_a_panel(lf):
     assert tuple(scalar_line(lf, ['fc1', 'fc2'], 'Activation', 'std', height=3, aspect=2).get_size_inches())==(12, 3)
     assert tuple(scalar_line(lf, 'fc1', 'Activation', 'std', height=3, aspect=2).figure.get_size_inches())==(6, 3)
     assert tuple(scalar_line(lf, ['fc1', 'fc2'], 'Activation', 'std', facet_kws={'height': 4}).get_size_inches())==(8, 4)
@@ -179,28 +179,28 @@ def test_palettes_markers_and_legends(lf):
 
 
 @pytest.mark.parametrize('kind', ['line', 'scatter'])
-@pytest.mark.parametrize('bad,said', [({'hue': 'x'}, 'layers and statistics are told apart'), ({'estimator': 'mean'}, 'each value is drawn'),
+@pytest.mark.parametrize('bad,message', [({'hue': 'x'}, 'layers and statistics are told apart'), ({'estimator': 'mean'}, 'each value is drawn'),
     ({'lww': 1}, "No argument of a picture of lines 'lww'")])
-def test_what_lines_do_not_take_is_said(lf, kind, bad, said):
-    with pytest.raises(TypeError, match=said): scalar_line(lf, 'fc1', 'Activation', 'std', kind=kind, **bad)
+def test_errors_of_line_plots(lf, kind, bad, message):
+    with pytest.raises(TypeError, match=message): scalar_line(lf, 'fc1', 'Activation', 'std', kind=kind, **bad)
 
 
-# ---- names that are gone
+# ---- old names
 
 @pytest.mark.parametrize('name', ['compute_trust_ratio', 'compute_noise_scale', 'get_update', 'plot_heatmap', 'TorchTracker',
     'exp_histogram', 'ScheduleSelector', 'VisualByTensor'])
-def test_a_name_that_is_gone_says_what_took_its_place(name):
+def test_error_for_an_old_name_names_the_replacement(name):
     with pytest.raises(AttributeError, match=f"no '{name}', which was .*(instead|now)"): getattr(torchember, name)
     with pytest.raises(ImportError, match=f"no '{name}', which was .*(instead|now)"): exec(f'from torchember import torchEmber, {name}')
     assert not hasattr(torchember, name) and getattr(torchember, name, 3)==3 and name not in dir(torchember)
 
 
-def test_a_name_that_nobody_had_is_an_error_as_ever():
+def test_error_for_an_unknown_name():
     with pytest.raises(AttributeError, match="^module 'torchember' has no attribute 'anything'"): torchember.anything # noqa: B018
     with pytest.raises(ImportError, match="cannot import name 'anything'"): exec('from torchember import anything')
 
 
-def test_what_is_said_to_be_there_is_there():
+def test_replacements_exist():
     from torchember.compat.gone import gone
     words = {w for _,what in gone.values() for w in re.findall(r'\b([a-z_]+|[A-Z]\w+)\(', what)}
     known = {w for w in words if w in torchember.__all__}
@@ -210,9 +210,9 @@ def test_what_is_said_to_be_there_is_there():
         if what.startswith('it is a class of torchember.monitor'): assert isinstance(getattr(quantities, n), type), n
 
 
-# ---- what is different on purpose, as the reference lists it
+# ---- intended differences, as listed in the reference
 
-def test_the_differences_that_are_listed_are_so(tmp_path, monkeypatch, lf):
+def test_listed_differences_are_true(tmp_path, monkeypatch, lf):
     monkeypatch.setenv('TORCHEMBER_HOME', str(tmp_path))
     net = torchember.from_weight(Net())
     assert net.no(pattern='.*bias')==2 and dict(net.no(lw=True, pattern='.*bias'))=={'fc1.bias': 1, 'fc2.bias': 3}
@@ -235,9 +235,9 @@ def test_the_differences_that_are_listed_are_so(tmp_path, monkeypatch, lf):
     np.testing.assert_allclose(got['2']['InputMean'][0], out[0].mean((0, 2, 3)).numpy(), rtol=1e-5) # (N, C, L): channels in the middle
 
 
-@pytest.mark.parametrize('kind,bad,said', [('kde', {'gridsize': 100}, 'takes no gridsize=: the curve is drawn from counts'),
+@pytest.mark.parametrize('kind,bad,message', [('kde', {'gridsize': 100}, 'takes no gridsize=: the curve is drawn from counts'),
     ('bar', {'n': 10000}, 'takes no n=: the counts'),
     ('line', {'linewith': 2}, "Did you mean 'linewidth'")])
-def test_what_histograms_do_not_take_is_said(lf, kind, bad, said):
-    with pytest.raises(TypeError, match=said): exp_hist(lf, 'fc1', 'Weights', 2, kind=kind, sp_kws=bad)
+def test_errors_of_histograms(lf, kind, bad, message):
+    with pytest.raises(TypeError, match=message): exp_hist(lf, 'fc1', 'Weights', 2, kind=kind, sp_kws=bad)
     exp_hist(lf, 'fc1', 'Weights', 2, kind='kde', sp_kws=dict(n=10000, log_scale=2, bw_adjust=4, fill=True), legend_kws=dict(loc='upper left'))

@@ -1,4 +1,4 @@
-"Loops of Track & Visualize's users, as they wrote them but for the import, and what they find in the LogFrame"
+"Training loops of Track & Visualize's users, with only the import changed, and their LogFrames"
 import inspect
 import math
 import re
@@ -48,7 +48,7 @@ def select(lf, **which):
 
 
 def steps(model, tracker, opt, n=3, zero='before', x=None, out=None, between=lambda: None):
-    "A loop that keeps each step's gradients"
+    "Run training steps. Return the gradients of each step."
     kept = []
     for _ in range(n):
         if zero=='before': opt.zero_grad()
@@ -65,8 +65,8 @@ def steps(model, tracker, opt, n=3, zero='before', x=None, out=None, between=lam
     return kept
 
 
-def test_their_notebook(capsys):
-    "The loop of their notebook, with random pictures"
+def test_notebook_of_track_and_visualize(capsys):
+    "The loop of Track & Visualize's notebook, with random images."
     model,device = MLP(),torch.device('cpu')
     criterion,optimizer = nn.CrossEntropyLoss(),optim.Adam(model.parameters(), lr=0.001)
     train_loader = [(torch.randn(8, 1, 28, 28), torch.randint(0, 10, (8,))) for _ in range(6)]
@@ -91,7 +91,7 @@ def test_their_notebook(capsys):
     weights = select(lf, tensor_type='Weights')
     assert weights.exponent_counts.sum(axis=1).tolist()==[sizes[n] for n in weights.metadata.name]
     assert not any(m._forward_hooks or m._backward_hooks for m in model.modules())
-    shutil.rmtree(Path(tracker.out_path).parent) # as their tests do
+    shutil.rmtree(Path(tracker.out_path).parent) # as in the tests of Track & Visualize
     assert emberTracker(tracker.name).df.step.nunique()==12
 
 
@@ -148,7 +148,7 @@ zeros = ['before', 'inside', 'after the step', 'to zeros', 'last']
 
 
 @pytest.mark.parametrize('zero', zeros)
-def test_gradients_are_those_of_their_step(zero):
+def test_gradients_belong_to_their_step(zero):
     model = MLP()
     opt = optim.Adam(model.parameters())
     with track(model, optimizer=opt) as tracker: kept = steps(model, tracker, opt, zero=zero)
@@ -160,15 +160,15 @@ def test_gradients_are_those_of_their_step(zero):
 
 @pytest.mark.parametrize('zero', zeros)
 def test_gradients_without_the_optimizer(zero):
-    "They are read by tracker.step(); when zero_grad was quicker, that is said"
+    "tracker.step() reads the gradients. If zero_grad was called before, a warning says so."
     model = MLP()
     opt = optim.SGD(model.parameters(), 1e-2)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter('always', EmberWarning)
         with track(model) as tracker: kept = steps(model, tracker, opt, zero=zero)
     lf = select(read_pickle(tracker.out_path), tensor_type='Weight_Gradients')
     if zero=='after the step':
-        assert not len(lf) and ['3 of 3 steps have no weight gradients' in str(w.message) for w in said if w.category is EmberWarning]==[True]
+        assert not len(lf) and ['3 of 3 steps have no weight gradients' in str(w.message) for w in warned if w.category is EmberWarning]==[True]
     elif zero=='to zeros': assert (lf.scalar_stats.max_abs==0).all() # what is there
     else:
         for n,grads in enumerate(kept):
@@ -176,7 +176,7 @@ def test_gradients_without_the_optimizer(zero):
 
 
 def test_weights_and_states():
-    "Weights are those at the beginning of the step, states those at its end"
+    "Weights are read at the start of the step, states at its end."
     model = MLP()
     opt = optim.Adam(model.parameters())
     before,after = [],[]
@@ -193,8 +193,8 @@ def test_weights_and_states():
 
 
 @pytest.mark.parametrize('given', [True, False])
-def test_several_passes_are_one_step(given):
-    "Gradient accumulation: a step is what tracker.step() ends, whether the optimizer has stepped in it or not"
+def test_gradient_accumulation(given):
+    "Gradient accumulation: only tracker.step() ends a step, also if the optimizer did not step."
     model = MLP()
     opt = optim.SGD(model.parameters(), 1e-2)
     x,kept = torch.randn(3, 4, 1, 28, 28),[]
@@ -215,8 +215,8 @@ def test_several_passes_are_one_step(given):
     assert len(first)==1 and first.exponent_counts.sum(axis=1).item()==3*4*10 # one tensor in three parts
 
 
-def test_two_optimizers_of_which_one_is_given():
-    "Gradients of the other's parameters are read when the step is over"
+def test_one_of_two_optimizers_is_given():
+    "Gradients of the other optimizer's parameters are read at the end of the step."
     model = MLP()
     opt,other = optim.Adam(model.fc1.parameters()),optim.SGD([*model.fc2.parameters(), *model.fc3.parameters()], .1)
     with track(model, optimizer=opt) as tracker:
@@ -233,8 +233,8 @@ def test_two_optimizers_of_which_one_is_given():
     for k,g in grads.items(): check(select(lf, name=k.removesuffix('.weight')).iloc[0], g)
 
 
-def test_two_optimizers_of_which_one_steps():
-    "Each gradient once: of what that one trains, and of what no optimizer has, as it was when it stepped; of what the other trains, when the step is over"
+def test_one_of_two_optimizers_steps():
+    "Each gradient is read once: in the optimizer's step; for parameters of the other optimizer, at the end of the step."
     model = nn.ModuleList(nn.Linear(2, 1, bias=False) for _ in range(3))
     one,two = (optim.SGD(m.parameters(), .1) for m in model[:2])
     def passes(s):
@@ -292,8 +292,8 @@ def test_amp():
     assert np.isfinite(lf.scalar_stats.to_numpy()).all()
 
 
-def test_a_scaler():
-    "Gradients are unscaled in the optimizer's step; a step that is skipped is one"
+def test_grad_scaler():
+    "Gradients are unscaled in the optimizer's step. A skipped step counts."
     model = MLP()
     opt,scaler = optim.SGD(model.parameters(), 1e-2),torch.amp.GradScaler('cpu', init_scale=1024.)
     kept = []
@@ -322,7 +322,7 @@ def test_convolutions():
     assert set(select(lf, tensor_type='Optimiser_State.momentum_buffer').metadata.name)=={'0', '0.bias', '1', '1.bias', '4', '4.bias'}
 
 
-def test_a_transformer():
+def test_transformer():
     transformers = pytest.importorskip('transformers')
     config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=50, n_positions=16)
     model = transformers.GPT2LMHeadModel(config)
@@ -350,7 +350,7 @@ def test_patterns_are_searched(include, exclude, expected):
     assert {n.removesuffix('.bias') for n in select(lf, tensor_type='Weights').metadata.name}==expected-{''}
 
 
-def test_what_is_left_out():
+def test_excluded_modules():
     model = MLP()
     opt = optim.SGD(model.parameters(), 1e-2)
     for kwargs,kinds in ((dict(track_gradients=False), {'Activation', 'Weights'}), (dict(track_weights=False), {'Activation', 'Gradient'}),
@@ -373,7 +373,7 @@ def test_evaluations(only):
 
 
 def test_steps_are_counted():
-    "From init_step on, one for each call of step, also of one in which nothing was seen"
+    "Steps count from init_step, one for each call of step, also without a pass."
     model = MLP()
     opt = optim.SGD(model.parameters(), 1e-2)
     with track(model, init_step=7, name='counted') as tracker:
@@ -388,13 +388,13 @@ def test_steps_are_counted():
     with pytest.raises(FileExistsError, match='Choose another name='): track(model, name='counted')
 
 
-def test_what_a_custom_function_says():
+def test_custom_stash_function():
     model = MLP()
     opt = optim.SGD(model.parameters(), 1e-2)
     def mine(x): return {'scalar_stats': {'median': x.median(), 'rm2': x.pow(2).mean().sqrt()}, **stash_hist(x, -4, 4), 'top': x.max().item()}
     with track(model, stash_value=mine) as tracker: kept = steps(model, tracker, opt, 2)
     lf = read_pickle(tracker.out_path)
-    assert 'rms' in tracker.t.df and 'rm2' not in tracker.t.df # the log has our words
+    assert 'rms' in tracker.t.df and 'rm2' not in tracker.t.df # the log has torchember's names
     assert [*lf.scalar_stats]==['median', 'rm2', 'top'] and [*lf.exponent_counts]==[-math.inf, *range(-4, 5), math.inf]
     row,g = select(lf, step=1, name='fc2', tensor_type='Weight_Gradients').iloc[0],kept[1]['fc2.weight']
     assert row['scalar_stats', 'median']==pytest.approx(g.median().item()) and row['exponent_counts'].tolist()==exponents(g, -4, 4)
@@ -403,7 +403,7 @@ def test_what_a_custom_function_says():
 @pytest.mark.parametrize('f, stats, first, last', [(stash_scalar_stats, names, 0, 0), (stash_hist, ['mean'], -16, 16),
     (partial(stash_hist, min_exp=-24, max_exp=15), ['mean'], -24, 15),
     (partial(stash_all_stats_and_hist, max_exp=4), names, -16, 4), (stash_full_tensor, ['full_tensor'], 0, 0)])
-def test_their_functions(f, stats, first, last):
+def test_stash_functions_equal_those_of_track_and_visualize(f, stats, first, last):
     model = MLP()
     opt = optim.SGD(model.parameters(), 1e-2)
     with track(model, stash_value=f) as tracker: kept = steps(model, tracker, opt, 2)
@@ -414,7 +414,7 @@ def test_their_functions(f, stats, first, last):
         assert torch.equal(torch.load(Path(tracker.out_path).parent/'tensors'/f'{n}.pt'), kept[1]['fc1.bias'])
 
 
-def test_parts_are_handed_over():
+def test_offload():
     model = MLP()
     opt = optim.SGD(model.parameters(), 1e-2)
     got = []
@@ -424,7 +424,7 @@ def test_parts_are_handed_over():
     assert tracker.out_path.endswith('final_logframe.parquet') and read_parquet(tracker.out_path).metadata.step.max()==7
 
 
-def test_an_exception_in_the_loop(tmp_path):
+def test_exception_in_the_loop(tmp_path):
     model = MLP()
     opt = optim.Adam(model.parameters())
     tracker = track(model, optimizer=opt, name='broken')
@@ -439,7 +439,7 @@ def test_an_exception_in_the_loop(tmp_path):
     assert tracker.out_path is None and not (tmp_path/'track').exists()
 
 
-def test_steps_that_nobody_ends():
+def test_steps_are_never_ended():
     model = MLP()
     with pytest.warns(EmberWarning, match='never called'), track(model) as tracker:
         for _ in range(3): model(torch.ones(1, 784)).sum().backward()
@@ -447,10 +447,10 @@ def test_steps_that_nobody_ends():
 
 
 def test_wandb(monkeypatch):
-    "W&B as far as track uses it"
+    "A replacement for W&B, with the functions that track uses."
     model = MLP()
     opt = optim.SGD(model.parameters(), 1e-2)
-    monkeypatch.setitem(sys.modules, 'wandb', None) # as where it is not installed
+    monkeypatch.setitem(sys.modules, 'wandb', None) # as if it were not installed
     with pytest.raises(ImportError, match='pip install wandb'): track(model, use_wandb=True)
     logged,handed = [],[]
     class Artifact:
@@ -472,7 +472,7 @@ def test_wandb(monkeypatch):
     assert [(a.name, a.files) for a in handed]==[('w_b', [tracker.out_path])]
 
 
-def test_the_stashes_of_a_step():
+def test_stashes_of_a_step():
     model = MLP()
     opt = optim.SGD(model.parameters(), 1e-2)
     with track(model) as tracker:
@@ -484,8 +484,8 @@ def test_the_stashes_of_a_step():
         assert to_logframe(tracker.t.df).shape==(20, 48) and to_logframe(tracker.te.t.df).equals(to_logframe(tracker.t.df))
 
 
-def test_as_it_was_recorded_there(tmp_path, monkeypatch):
-    "Both packages at once on one model, where theirs is installed"
+def test_compared_with_track_and_visualize(tmp_path, monkeypatch):
+    "Run both packages on one model, if Track & Visualize is installed."
     theirs = pytest.importorskip('tandv.track.torch')
     monkeypatch.chdir(tmp_path)
     model = MLP()
@@ -497,21 +497,21 @@ def test_as_it_was_recorded_there(tmp_path, monkeypatch):
             opt.step()
             a.step(); b.step()
     a,b = read_pickle(a.out_path),read_pickle(b.out_path)
-    assert [*a.exponent_counts]==[-math.inf, *range(-17, 16), math.inf] # put right: see `unshifted`
+    assert [*a.exponent_counts]==[-math.inf, *range(-17, 16), math.inf] # correct the shift: see `unshifted`
     compared = 0
     for _,row in b.iterrows():
         name,kind,step = (row['metadata', k] for k in ('name', 'tensor_type', 'step'))
-        late = kind=='Weight_Gradients' or kind.startswith('Optimiser') # theirs stand with the step after
+        late = kind=='Weight_Gradients' or kind.startswith('Optimiser') # Track & Visualize has these in the next step
         other = select(a, name=name, tensor_type=kind, step=step+late)
         if not len(other): assert late and step==3; continue
         other,compared = other.iloc[0],compared+1
         for s in names: assert row['scalar_stats', s]==pytest.approx(other['scalar_stats', s], rel=2e-4, abs=1e-7), (name, kind, s)
-        nonzero = lambda r: {e: n for e,n in r['exponent_counts'].items() if n and -16<=e<=15 and e!=-1} # zeros are in their -1
+        nonzero = lambda r: {e: n for e,n in r['exponent_counts'].items() if n and -16<=e<=15 and e!=-1} # Track & Visualize counts zeros at -1
         assert nonzero(row)==nonzero(other), (name, kind)
     assert compared>=4*4*2+4*6+3*6*3-6
 
 
-def test_arguments_are_in_their_order():
+def test_order_of_arguments():
     order = ['module', 'track_gradients', 'optimizer', 'track_weights', 'include', 'exclude', 'stash_value', 'async_offload', 'offload_inc', 'offload_type',
         'use_wandb', 'only_stash_during_training', 'init_step']
     given = inspect.signature(track).parameters
@@ -519,7 +519,7 @@ def test_arguments_are_in_their_order():
 
 
 @pytest.mark.slow
-def test_a_custom_function_in_a_compiled_model():
+def test_custom_function_in_a_compiled_model():
     model = SimpleModel(8)
     opt = optim.SGD(model.parameters(), .1)
     compiled = torch.compile(model)
@@ -534,7 +534,7 @@ def test_a_custom_function_in_a_compiled_model():
         ('Activation', '_orig_mod.l1'): 12, ('Gradient', '_orig_mod.l1'): 12, ('Weights', '_orig_mod.l1'): 32, ('Weight_Gradients', '_orig_mod.l1'): 32}
 
 
-def test_nothing_is_recorded_where_torchember_is_off(monkeypatch, capsys):
+def test_nothing_is_recorded_if_disabled(monkeypatch, capsys):
     monkeypatch.setenv('TORCHEMBER_DISABLE', '1')
     model = MLP()
     with track(model) as tracker: steps(model, tracker, optim.SGD(model.parameters(), .1), 2)
@@ -542,8 +542,8 @@ def test_nothing_is_recorded_where_torchember_is_off(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize('kind', ['.pkl', '.parquet'])
-def test_values_that_are_no_numbers(kind, tmp_path):
-    "There is no LogFrame of them, and it is said; the training has not suffered, and the log has them"
+def test_stash_function_without_numbers(kind, tmp_path):
+    "A LogFrame is not written, and a message says so. The training continues, and the log has the values."
     model = nn.Linear(2, 1)
     with pytest.warns(EmberWarning, match='needs numbers and stash_value gave none'):
         with track(model, stash_value=lambda x: {'what': 'a text'}, offload_type=kind, home=tmp_path) as tracker:
@@ -552,7 +552,7 @@ def test_values_that_are_no_numbers(kind, tmp_path):
     assert tracker.out_path is None and set(read(tracker.t)['what'].dropna())=={'a text'}
 
 
-def test_one_function_takes_tensors_of_both_libraries():
+def test_stash_functions_accept_torch_and_jax():
     jnp,there = pytest.importorskip('jax.numpy'),pytest.importorskip('torchember.jaxember')
     values = [0., .25, -3, 300, 1e-30]
     for f in (stash_scalar_stats, stash_hist, stash_all_stats_and_hist, stash_full_tensor): assert getattr(there, f.__name__) is f

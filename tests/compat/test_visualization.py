@@ -1,4 +1,4 @@
-"What a Monitor computes, in the tools that people look at: real wandb (offline), real TensorBoard, matplotlib"
+"Values of a Monitor in wandb (offline), TensorBoard and matplotlib"
 import json
 from pathlib import Path
 
@@ -16,7 +16,7 @@ model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5
 opt = torch.optim.SGD(model.parameters(), lr=.1)
 monitor = Monitor(model, {'Linear': ['WeightNorm'], '1': [['MeanTID', 'linear(5, 0)'], ['InputMean', 'linear(5, 0)']]})
 def train(vis, n=12):
-    vis.share = 0 # each picture
+    vis.pace.share = 0 # draw at each step
     for step in range(n):
         opt.zero_grad()
         loss = model(torch.randn(16, 6)).square().mean()
@@ -97,7 +97,7 @@ print(sorted(a.get_title(loc='left') for a in vis.figure.axes), dict(plt.rcParam
     assert (tmp_path/'seen.png').stat().st_size>10_000
 
 
-def test_a_sink_of_ones_own_and_what_is_none():
+def test_own_sink_and_invalid_sinks():
     from matplotlib.figure import Figure
     from torch import nn, ones
 
@@ -116,7 +116,7 @@ def test_a_sink_of_ones_own_and_what_is_none():
     assert set(own.seen[0])=={'InputMean', 'InputMeanScalar', 'WeightNorm'} and isinstance(own.seen[-1]['InputMean'], Figure)
     assert all({'InputMeanScalar', 'WeightNorm'}<=set(d) for d in own.seen[:3])
     for bad in (3, 'wandb', object()):
-        with pytest.raises(TypeError, match='Visualization shows in'): Visualization(monitor, bad)
+        with pytest.raises(TypeError, match='the sink of a Visualization must be'): Visualization(monitor, bad)
     with pytest.raises(TypeError, match='got a Linear'): Visualization(model, own)
     monitor.close()
     assert Path(monitor.t.log_path).exists()

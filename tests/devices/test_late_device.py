@@ -18,9 +18,10 @@ from torchember.measure import devices
 from torchember.measure.devices import to_host
 from torchember.measure.elements import Unmeasurable
 from torchember.measure.summary import index
-from torchember.measure.tap import Arena, address, observe
+from torchember.measure.blocks import address
+from torchember.measure.tap import Arena, observe
 from torchember.recorder.step_buffer import StepBuffer, custom_row
-from torchember.state.layers import vectors
+from torchember.state.layers import summarize_layers
 
 
 @pytest.fixture(params=[True, False], ids=['kernels', 'operations'])
@@ -336,7 +337,7 @@ def test_what_waits_is_not_read_into_a_graph(gpu, monkeypatch):
     gpu.captures = True
     before = gpu.launches
     a.read_pending()
-    assert gpu.launches==before and len(a.pending)==1
+    assert gpu.launches==before and len(a.unread.by_row)==1
     gpu.captures = False
     assert [r['stats']['mean'] for r in a.take().rows()]==[1.5]
 
@@ -377,10 +378,10 @@ def failing(what): raise RuntimeError(f'CUDA error: {what}')
 
 def test_rows_that_a_device_does_not_give(gpu, monkeypatch, tmp_path):
     "They are lost, which is said, and no later step has them. The training goes on, and so does the record"
-    from torchember.measure import tap
+    from torchember.measure import arena as arenas
     net = moved_model(model())
-    opt,at,send = adam(net),iter(range(99)),tap.to_host
-    monkeypatch.setattr(tap, 'to_host', lambda x: failing('lost') if next(at)==1 else send(x))
+    opt,at,send = adam(net),iter(range(99)),arenas.to_host
+    monkeypatch.setattr(arenas, 'to_host', lambda x: failing('lost') if next(at)==1 else send(x))
     with pytest.warns(UserWarning, match='what a device has of this step.*CUDA error: lost') as said, torchEmber(net, opt, home=tmp_path) as te:
         plain(net, opt, late)
     assert len(said)==1
@@ -392,7 +393,7 @@ def test_rows_that_a_device_does_not_give(gpu, monkeypatch, tmp_path):
 
 def test_what_is_lost_stands_in_no_later_step(gpu, monkeypatch):
     "Also where that one has fewer rows"
-    from torchember.measure import tap as room
+    from torchember.measure import arena as room
     arena,send = Arena(),room.to_host
     taps = [arena.tap(n) for n in 'ab']
     for t in taps: observe(mean_of(2), t)
@@ -471,13 +472,13 @@ def test_a_training_whose_device_fails(gpu, tmp_path, recwarn):
 
 
 def test_told_to_raise_it_does(gpu, monkeypatch, tmp_path):
-    from torchember.measure import tap
+    from torchember.measure import arena as arenas
     net = moved_model(model())
-    opt,send = adam(net),tap.to_host
+    opt,send = adam(net),arenas.to_host
     te = torchEmber(net, opt, home=tmp_path, on_error='raise')
-    monkeypatch.setattr(tap, 'to_host', lambda x: failing('lost'))
+    monkeypatch.setattr(arenas, 'to_host', lambda x: failing('lost'))
     with pytest.raises(RuntimeError, match='CUDA error: lost'): plain(net, opt, late)
-    monkeypatch.setattr(tap, 'to_host', send)
+    monkeypatch.setattr(arenas, 'to_host', send)
     te.close()
 
 
@@ -497,17 +498,17 @@ def test_parameters_that_could_not_be_read_have_no_row(gpu, monkeypatch, tmp_pat
 @pytest.mark.parametrize('spread', [False, True])
 def test_parameters_that_are_gathered_for_a_pass(gpu, monkeypatch, spread):
     "FSDP gives back their memory when it ends: they are read while it lasts. Whose memory is gone is not read, and has no row"
-    from torchember.measure import tap as room
+    from torchember.measure import tap, unread
     a = Arena()
     t,x = a.tap('x', once=True),late(torch.arange(4.))
-    monkeypatch.setattr(room, 'frees_parameters', lambda: spread)
-    monkeypatch.setattr(room, 'gone', lambda y: True)
+    monkeypatch.setattr(tap, 'frees_parameters', lambda: spread)
+    monkeypatch.setattr(unread, 'is_freed', lambda y: True)
     observe(x, t, later=True)
-    waits = bool(a.pending)
+    waits = bool(a.unread.by_row)
     assert [r['stats']['mean'] for r in a.take().rows()]==([] if waits else [1.5])
     assert not (spread and waits)
     observe(x, t, scale=2., later=True)
-    assert bool(a.pending)==waits and [r['stats']['mean'] for r in a.take().rows()]==([] if waits else [.75])
+    assert bool(a.unread.by_row)==waits and [r['stats']['mean'] for r in a.take().rows()]==([] if waits else [.75])
 
 
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16, torch.float32], ids=str)
@@ -531,18 +532,18 @@ def test_only_what_is_there_anyway_waits(gpu):
     "And not a copy that was divided, because exponents cannot be"
     arena,x = Arena(),mean_of(6)
     for n,stats in (('a', 'basic'), ('b', ['mean', 'exponents'])): observe(x, arena.tap(n, stats, once=True), scale=3., later=True)
-    assert [t.number for t in arena.taps if (t.block, t.first) in arena.pending]==([0] if gpu_kernels() else [])
+    assert [t.number for t in arena.taps if t.rows[:2] in arena.unread.by_row]==([0] if gpu_kernels() else [])
     assert [r[3]['mean'] for r in rows_of(arena)]==[2., 2.]
     blame(gpu)
 
 
 def test_whose_memory_is_gone():
-    from torchember.measure.tap import gone
+    from torchember.measure.unread import is_freed
     x = torch.ones(4)
     y = x[1:].detach()
-    assert not gone(y) and not gone(x[:0])
+    assert not is_freed(y) and not is_freed(x[:0])
     x.untyped_storage().resize_(0)
-    assert gone(y) and gone(x)
+    assert is_freed(y) and is_freed(x)
 
 
 def test_who_frees_parameters(monkeypatch):
@@ -657,9 +658,9 @@ def test_layers_of_several_devices(gpu, wanted):
     xs[4] = torch.arange(9)
     places = [None, cuda(0), None, cuda(1), cuda(0), cuda(0), None]
     def there(x, d): return x if d is None else late(x, d)
-    got = vectors({str(i): there(x, d)[:, ::2] if i==5 else there(x, d) for i,(x,d) in enumerate(zip(xs, places, strict=True))}, wanted)
+    got = summarize_layers({str(i): there(x, d)[:, ::2] if i==5 else there(x, d) for i,(x,d) in enumerate(zip(xs, places, strict=True))}, wanted)
     xs[5] = xs[5][:, ::2]
-    np.testing.assert_allclose(got, vectors({str(i): x for i,x in enumerate(xs)}, wanted), rtol=1e-6)
+    np.testing.assert_allclose(got, summarize_layers({str(i): x for i,x in enumerate(xs)}, wanted), rtol=1e-6)
 
 
 def test_functions_of_the_users_run_without_autocast_of_the_device(gpu):
@@ -767,7 +768,7 @@ def test_parameters_wait_until_they_are_read_together(gpu):
             if n==2:
                 with Look(): observe(p, t, later=True)
             else: observe(p, t, later=True)
-        assert len(arena.pending)==(3 if gpu_kernels() else 0)
+        assert len(arena.unread.by_row)==(3 if gpu_kernels() else 0)
         gpu.kernels.lists.clear()
         assert [r[3]['mean'] for r in rows_of(arena)]==[0., 1., 2.]
         assert gpu.kernels.lists==([3] if gpu_kernels() else [])
@@ -810,7 +811,7 @@ def test_what_a_list_takes_the_place_of_may_be_on_another_stream(gpu, together, 
         seen_later(arena, xs(100*step+20), taps, False, together)
         arena.read_pending()
         seen_later(arena, xs(100*step+30), taps, True, together)
-        arena.lay_out()
+        arena.unread.assign_rows()
         got.append([(r[0], r[3]['mean']) for r in rows_of(arena)])
         arena.begin(0)
     assert got==[[(i, 100.*step+30+i) for i in range(3)] for step in range(3)]
@@ -820,16 +821,16 @@ def test_what_a_list_takes_the_place_of_may_be_on_another_stream(gpu, together, 
 @pytest.mark.parametrize('which', [(1,), (0, 2), (0, 1, 2)], ids=str)
 def test_those_of_a_list_whose_memory_was_given_back_meanwhile_have_no_rows(gpu, monkeypatch, which):
     "As that of gathered parameters. Nobody reads where they lay"
-    from torchember.measure import tap as room
-    monkeypatch.setattr(room, 'gone', lambda x: not x.value.untyped_storage().nbytes()) # that of the wrapper is no storage
+    from torchember.measure import unread
+    monkeypatch.setattr(unread, 'is_freed', lambda x: not x.value.untyped_storage().nbytes()) # that of the wrapper is no storage
     if not gpu_kernels(): pytest.skip('without kernels there are no lists')
     arena,got = Arena(),[]
     taps = [arena.tap(i, once=True) for i in range(3)]
     for step in range(4):
         xs = [mean_of(10*step+i) for i in range(3)]
         seen_later(arena, xs, taps, False, True)
-        arena.lay_out()
-        assert [len(ys) for _,ys in arena.lists]==([3] if step else []) # who they are is known from the second step on
+        arena.unread.assign_rows()
+        assert [len(ys) for _,ys in arena.unread.lists]==([3] if step else []) # who they are is known from the second step on
         for i in which if step==2 else (): xs[i].value.untyped_storage().resize_(0)
         got.append([(r[0], r[3]['mean']) for r in rows_of(arena)])
     assert got==[[(i, 10.*step+i) for i in range(3) if step!=2 or i not in which] for step in range(4)]
@@ -872,7 +873,7 @@ def test_a_pass_begins_with_nothing_that_waits(gpu):
     observe(p, arena.tap('p', once=True), later=True)
     arena.begin(1)
     p.add_(3)
-    assert not arena.pending and [r[3]['mean'] for r in rows_of(arena)]==[2.]
+    assert not arena.unread.by_row and [r[3]['mean'] for r in rows_of(arena)]==[2.]
     blame(gpu)
 
 
@@ -980,7 +981,7 @@ def test_nobody_sees_that_a_parameter_waits(gpu):
 def test_what_no_launch_reads_goes_the_long_way(gpu, monkeypatch):
     "Tensors with holes, and sums that no kernel has; a tensor of another device is one of another kind"
     if not gpu_kernels(): pytest.skip('without kernels all do')
-    from torchember.measure import tap as room
+    from torchember.measure import arena as room
     arena,x = Arena(),late(torch.randn(4, 6))
     a,b,c = (arena.tap(i) for i in 'abc')
     observe(x, a); observe(x[:, :4].clone(), b)
@@ -1001,9 +1002,9 @@ def test_what_no_launch_reads_goes_the_long_way(gpu, monkeypatch):
 def test_each_repeat_of_an_expanded_tensor_counts(gpu):
     arena,x = Arena(),late(torch.arange(3.))
     for i,y in enumerate((x.expand(4, 3), x[:, None].expand(3, 5), x[:1].expand(7), x.expand(2, 2, 3))): observe(y, arena.tap(str(i), 'numerics'))
-    _,vectors = arena.take().parts[0]
+    _,summarize_layers = arena.take().parts[0]
     blame(gpu)
-    v = np.asarray(vectors)
+    v = np.asarray(summarize_layers)
     assert v[:, index['count']].tolist()==[12, 15, 7, 12] and v[:, index['zeros']].tolist()==[4, 5, 7, 4]
     np.testing.assert_allclose(v[:, index['l1']], [12, 15, 0, 12])
 
@@ -1070,7 +1071,7 @@ def test_a_number_that_is_noted_during_a_capture(gpu, tmp_path):
 
 def test_the_random_numbers_of_a_device_are_its_own(monkeypatch):
     "Whichever device is chosen"
-    from torchember.recorder.step_buffer import of_torch
+    from torchember.recorder.step_buffer import torch_generators as of_torch
     put = []
     room = SimpleNamespace(get_rng_state=lambda device=None: device, set_rng_state=lambda state, device=None: put.append((state, device)))
     monkeypatch.setattr(torch, 'get_device_module', lambda kind: room)
@@ -1091,9 +1092,9 @@ def test_a_step_with_tensors_here_and_there_was_on_a_device(gpu):
 
 def test_squares_of_gradients_on_two_devices(gpu):
     from torchember.measure.summary import read_array
-    from torchember.state.noise import sums_of_squares
+    from torchember.state.noise import squared_norms
     a,b,c = (read_array(np.arange(n, dtype=np.float32), ('basic',)) for n in (3, 5, 2))
-    got = sums_of_squares([[late(torch.from_numpy(a), cuda(0)), b], [late(torch.from_numpy(c), cuda(1))]])
+    got = squared_norms([[late(torch.from_numpy(a), cuda(0)), b], [late(torch.from_numpy(c), cuda(1))]])
     np.testing.assert_allclose(got, [5+30, 1])
 
 
@@ -1108,7 +1109,7 @@ def test_the_cost_of_a_tensor_is_told_when_it_was_read(monkeypatch):
     from torchember.recorder import plan
     waited = []
     monkeypatch.setattr(plan, 'wait_for', lambda device: waited.append(device))
-    xs,_ = plan.curve(('mean',), torch.float32, torch.device('cpu'), 16)
+    xs,_ = plan.time_reading(('mean',), torch.float32, torch.device('cpu'), 16)
     assert len(waited)==9 and xs==[16]
 
 
@@ -1210,7 +1211,7 @@ def test_lists_have_the_rows_that_each_tensor_has_by_itself(gpu, seed):
     want,_ = run(False)
     got,arena = run(True)
     assert got==want
-    assert arena.together
+    assert arena.unread.plans
     blame(gpu)
 
 
@@ -1221,11 +1222,11 @@ def in_thread(take):
 
 def test_from_the_second_step_on_parameters_are_lists(gpu, monkeypatch, tmp_path):
     "Heads of all are written at once. A parameter that is frozen, or gets another shape, makes another list"
-    from torchember.measure.together import Together
+    from torchember.measure.unread import ListPlan
     if not gpu_kernels(): pytest.skip('without kernels parameters are not read together')
     written = []
-    write = Together.write
-    monkeypatch.setattr(Together, 'write', lambda self, *args: written.append(len(self.taps)) or write(self, *args))
+    write = ListPlan.write_heads
+    monkeypatch.setattr(ListPlan, 'write_heads', lambda self, *args: written.append(len(self.taps)) or write(self, *args))
     net = moved_model(model())
     opt = adam(net)
     steps = []
@@ -1324,7 +1325,7 @@ def test_what_is_forgotten_is_gone_wherever_its_rows_are(gpu, on, n):
 
 def test_what_cannot_be_looked_at_any_more_ends_no_training(gpu, monkeypatch):
     "A gradient that is sparse all at once has no strides, and says so by an error. Whatever has a type of its own is not even asked where it lies"
-    from torchember.measure import tap as room
+    from torchember.measure import arena
     buffer = StepBuffer({'weight_grad': ('mean',)})
     state = SimpleNamespace(track=SimpleNamespace(name='a'), taps={})
     class Own:
@@ -1334,7 +1335,7 @@ def test_what_cannot_be_looked_at_any_more_ends_no_training(gpu, monkeypatch):
         return [r[3]['mean'] for r in rows_of(buffer.arena)]
     assert means(mean_of(2))==means(mean_of(2))==[2.]
     with monkeypatch.context() as m:
-        m.setattr(room, 'is_like', lambda x, there: there is not None and failing('no strides'))
+        m.setattr(arena.DeviceReadPlan, 'fits', lambda plan, x: failing('no strides'))
         assert means(mean_of(3))==[3.]
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter('always')

@@ -357,7 +357,7 @@ def test_steps_that_passes_end(gpu, tmp_path):
         for new in xs[1:]:
             x.copy_(late(new))
             g.replay()
-        assert not [b for b in got.recorder.buffer.arena.blocks if b.here is None and b.graph is None] # nothing had to be set aside
+        assert not [b for b in got.recorder.buffer.arena.blocks if b.key is None and b.graph is None] # nothing had to be set aside
     blame(gpu)
     same(got.t.df, want.t.df)
 

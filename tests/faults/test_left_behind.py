@@ -146,5 +146,5 @@ def test_a_fork_takes_no_steps_along():
     assert len(r.writer.waiting)==2 # step 0 is in the log, step 3 is open
     r.leave()
     r.flush()
-    assert te.t.df.step.tolist()==[0] and not r.writer.waiting and not r.pipe.maybe_passes.kept
+    assert te.t.df.step.tolist()==[0] and not r.writer.waiting and not r.pipe.provisional.kept
     te.close()

@@ -65,10 +65,10 @@ def test_without_metadata(tmp_path):
     "Nobody says along which processes the axis is: all of them, and it is said. Replicas are not counted twice"
     write(tmp_path, *((r, rows(r), None) for r in range(2)))
     df,said = merged(tmp_path)
-    assert not off(df) and "which processes stand along 'dp': they are taken to be all 2" in said
+    assert not off(df) and "which ranks stand along the axis 'dp': it is assumed that all 2 do" in said
     write(tmp_path, (2, rows(1), None), (3, rows(0), None))
     for r in range(2): (tmp_path/'data'/f'ranks_run.rank{r}.json').write_text(json.dumps({'rank': r, 'world': 4, 'axes': pieces['axes']}))
-    assert "rank 2, rank 3 left no metadata (data/ranks_*.json), and no other process says who stands with it along 'dp'" in merged(tmp_path)[1]
+    assert "rank 2, rank 3 left no metadata (data/ranks_*.json), and no other rank says who stands with it along the axis 'dp'" in merged(tmp_path)[1]
 
 
 def test_logs_of_older_versions(tmp_path):
@@ -76,10 +76,10 @@ def test_logs_of_older_versions(tmp_path):
     def older(r): return [{k: v for k,v in row.items() if k not in ('part', 'gscale')} for row in rows(r)]
     write(tmp_path, *((r, older(r), None) for r in range(2)))
     df,said = merged(tmp_path)
-    assert not off(df, ('output', 'weight')) and "each process's own loss" in said
+    assert not off(df, ('output', 'weight')) and "each rank's own loss" in said
     write(tmp_path, (0, rows(0), about(0)))
     df,said = merged(tmp_path)
-    assert not off(df, ('output', 'weight')) and "each process's own loss" in said
+    assert not off(df, ('output', 'weight')) and "each rank's own loss" in said
 
 
 @pytest.mark.parametrize('spoil', [lambda h: h[:-1]+[h[-1][:40]], lambda h: h[:4]+['\0'*300+'\n']+h[5:],
@@ -94,7 +94,7 @@ def test_torn_lines(tmp_path, spoil):
 def test_empty_logs(tmp_path):
     write(tmp_path, (0, rows(0), about(0)), (1, '', about(1)))
     df,said = merged(tmp_path)
-    assert len(df)==9 and 'Of 2 processes rank 1 left no rows' in said and 'same batch' not in said
+    assert len(df)==9 and 'Of 2 ranks rank 1 left no rows' in said and 'same batch' not in said
     write(tmp_path, (0, '', about(0)))
     df,said = merged(tmp_path)
     assert len(df)==0 and 'rank 0, rank 1 left no rows' in said
@@ -156,7 +156,8 @@ def test_functions_of_the_user(tmp_path):
     def own(r): return [{k: v for k,v in row.items() if k not in ('shape', 'mean', 'std', 'l1', 'min', 'max')} | {'med': r, 'top': 3.} for row in rows(r)]
     write(tmp_path, *((r, own(r), about(r)) for r in range(2)))
     df,said = merged(tmp_path)
-    assert (df['top']==3).all() and df[df.ttype=='output']['med'].isna().all() and 'med: other values on each process' in said and 'how many' not in said
+    assert (df['top']==3).all() and df[df.ttype=='output']['med'].isna().all()
+    assert 'med: the values differ between ranks' in said and 'number of elements' not in said
 
 
 def test_quantities_of_a_monitor(tmp_path):
@@ -165,14 +166,14 @@ def test_quantities_of_a_monitor(tmp_path):
     write(tmp_path, *((r, [of | {'Other': r}], None) for r in range(2)))
     df,said = merged(tmp_path)
     assert df['path'].tolist()==['fc'] and df['WeightNorm'].tolist()==[2] and df['Other'].isna().all()
-    assert 'Other: other values on each process' in said and 'of its own' not in said
+    assert 'Other: the values differ between ranks' in said and 'of its own' not in said
 
 
 def test_resumed_with_fewer_processes(tmp_path):
     early = [(r, [row for row in rows(r-2) if row['step']<1], {'rank': r, 'world': 4, 'axes': {'dp': [0, 1, 2, 3]}}) for r in (2, 3)]
     write(tmp_path, *((r, rows(r), about(r)) for r in range(2)), *early)
     df,said = merged(tmp_path)
-    assert 'do not agree on how many they are: 2 (rank 0, rank 1), 4 (rank 2, rank 3)' in said and 'rank 2 has no rows after step 0' in said
+    assert 'The ranks disagree about their number: 2 (rank 0, rank 1), 4 (rank 2, rank 3)' in said and 'rank 2 has no rows after step 0' in said
     assert {s for s,_ in off(df)}=={0} and len(df[df.ttype=='weight'])==3
 
 
@@ -201,7 +202,7 @@ def test_what_each_process_has_whole(tmp_path):
     out,grad = (got[got.ttype==t] for t in ('output', 'output_grad'))
     assert not off(df[df['path']=='fc']) and out['shape'].tolist()==[(1, 5)]*3 and np.allclose(out['l1'], np.abs(one).sum())
     assert np.allclose(grad['mean'], (grads.sum(0)/2).mean((1, 2))) and grad[['std', 'l1', 'max']].isna().all(axis=None)
-    assert '3 rows are of tensors that are the sum' in said and 'output_grad output_0 of pos' in said
+    assert '3 rows are of tensors that are a sum' in said and 'output_grad output_0 of pos' in said
     assert df[df['path']=='zero']['shape'].tolist()==[(8, 5)]*2
 
 
@@ -214,7 +215,7 @@ def test_a_sum_that_is_not_added_up_yet(tmp_path, halves, role, mean):
     df,said = merged(tmp_path)
     want = np.nan if mean is None else mean([terms(r).mean()/2 for r in range(4)])
     np.testing.assert_allclose(df['mean'], [want], rtol=1e-12)
-    assert df[['std', 'l1', 'min', 'max']].isna().all().all() and '1 rows are of tensors that are the sum of what several processes hold' in said, said
+    assert df[['std', 'l1', 'min', 'max']].isna().all().all() and '1 rows are of tensors that are a sum of what several ranks hold' in said, said
 
 
 def test_scan_says_who_is_missing(tmp_path):
@@ -230,7 +231,7 @@ def test_scan_says_who_is_missing(tmp_path):
     assert said()=='run: rank 1 has no rows before step 1, while others begin at step 0. run: rank 1 has no rows after step 1, while others go on to step 2.'
     assert said() in merged(tmp_path)[1] and said(per_rank=True)==''
     write(tmp_path, (1, '', about(1)))
-    assert said()=='run: Of 2 processes rank 1 left no rows: what they hold is missing.'
+    assert said()=='run: Of 2 ranks rank 1 left no rows: their shards are missing.'
     write(tmp_path, (1, rows(1), {'rank': 1, 'world': 'two', 'axes': {}}))
     assert "The metadata of rank 1 is left out: 'world' is 'two'" in said()
     write(tmp_path, (1, [r|{'step': None} for r in rows(1)], about(1)))

@@ -6,7 +6,7 @@ import pandas as pd
 
 from torchember import emberTracker, from_logframe, read, read_parquet, read_pickle, to_logframe, wide
 from torchember.frames.logframe import EXP, META, STAT
-from torchember.compat.tracker import Stash, Tracker, summary_of
+from torchember.compat.tracker import Stash, Tracker, means_by_type
 
 
 def row(step, path='fc', ttype='output', tname='output_0', pname=None, call=0, **more):
@@ -48,8 +48,8 @@ def test_a_tracker_hands_each_row_on_once(tmp_path, capsys):
             seen = s!=3+2*i # of that step nothing was recorded
             if seen: t.t.put(lambda s=s: step_of(s), True)
             t.current_step = s
-            t.ended(s, seen)
-            if seen and s==6: t.tell_wandb(7) # of which there is nothing yet
+            t.note_step_end(s, seen)
+            if seen and s==6: t.log_to_wandb(7) # of which there is nothing yet
     for (t,w,prefix,inc),got in zip(made, (a, b), strict=True):
         there = [s for s in range(2, 9) if s!=(3 if prefix else 5)]
         kept = list(t)
@@ -76,12 +76,12 @@ def test_a_tracker_of_what_no_logframe_has(tmp_path, capsys):
     "Nothing is handed on, and it is said; a folder that is there is another's, and its own is one however often it is asked for"
     w,got = Wandb(),[]
     t = Tracker(emberTracker('r', tmp_path), offload_inc=1, offload_fn=lambda *args: got.append(args), wandb=w)
-    t.ended(0, False)
+    t.note_step_end(0, False)
     t.t.put(lambda: [row(0, ttype='probe', tname='p', mean=1.), row(0, '', 'scalar', 'log', loss=1.)], True)
-    t.ended(0)
+    t.note_step_end(0)
     assert (len(t), list(t), bool(t))==(0, [], True) # the length is that of the list
     t.finish(False)
-    assert (got, w.logged, w.handed, t.out_path)==([], [], [], None) and "read('r') has it" in capsys.readouterr().out
+    assert (got, w.logged, w.handed, t.out_path)==([], [], [], None) and "Use read('r')" in capsys.readouterr().out
     t.t.put(lambda: [row(1, mean=1.)], True)
     assert [k.value for k in t]==[{'scalar_stats': {'mean': 1.}}] # no counts
     (tmp_path/'track'/'r').mkdir(parents=True)
@@ -158,7 +158,7 @@ def test_names_in_a_logframe_and_back():
 def test_means_for_wandb_are_of_what_there_is():
     "A tensor without counts has no rates, and what was not measured is no zero"
     lf = to_logframe(pd.DataFrame([row(0, mean=2., exponents=[1, 3, 0], exponent_min=0), row(0, call=1, mean=math.nan), row(0, call=2, mean=4.)]))
-    assert summary_of(lf)=={'Numerics.Activation/mean': 3., 'Numerics.Activation/underflow_rate': .25, 'Numerics.Activation/overflow_rate': 0.}
+    assert means_by_type(lf)=={'Numerics.Activation/mean': 3., 'Numerics.Activation/underflow_rate': .25, 'Numerics.Activation/overflow_rate': 0.}
 
 
 def test_two_runs_read_together_and_apart(tmp_path):

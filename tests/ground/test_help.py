@@ -1,4 +1,4 @@
-"What help, editors and Jupyter show of a public name: each argument with its meaning, although its source is a comment"
+"help, editors and Jupyter show the meaning of each argument of a name that users type, copied from the comment beside the argument"
 import ast
 import inspect
 import json
@@ -26,14 +26,14 @@ def help_of(code):
     return ' '.join(got.stdout.replace('|', ' ').split())
 
 
-def test_help():
+def test_help_shows_arguments():
     text = help_of('from torchember import torchEmber; help(torchEmber)')
     for k,v in meanings.items(): assert f'{k}: {v}' in text
     assert 'tensor: Any tensor, inside a forward' in text # of a method
 
 
-def test_jupyter():
-    "`torchEmber?` and Shift-Tab ask the kernel so"
+def test_jupyter_shows_arguments():
+    "`torchEmber?` and Shift-Tab send these requests to the kernel."
     shell = InteractiveShell()
     shell.push({'torchEmber': torchEmber})
     text = shell.object_inspect_mime('torchEmber')['text/plain']
@@ -41,7 +41,7 @@ def test_jupyter():
     assert 'name: What to call it' in shell.object_inspect_mime('torchEmber.probe')['text/plain']
 
 
-def test_editors_read_the_source():
+def test_the_source_names_each_argument():
     tree = ast.parse((root/'torchember'/'ember.py').read_text())
     doc = ast.get_docstring(next(o for o in tree.body if getattr(o, 'name', '')=='torchEmber'))
     said = docstrings.split(doc)[1]['Args']
@@ -49,14 +49,14 @@ def test_editors_read_the_source():
 
 
 def members(o):
-    "A public function; a public class and its methods, those it inherits from classes of ours too"
+    "Return a function, or a class and its public methods, inherited ones included."
     if not isinstance(o, type): return [o]
     ours = [c for c in o.__mro__ if c.__module__.startswith('torchember')]
     return [o, *(getattr(f, '__func__', f) for c in ours for n,f in vars(c).items() if not n.startswith('_') and callable(getattr(f, '__func__', f)))]
 
 
 @pytest.mark.parametrize('name', [n for n in torchember.rooms if n!='ttypes'])
-def test_every_argument_with_a_comment_is_told_once(name):
+def test_each_comment_of_an_argument_is_shown_once(name):
     for o in members(getattr(torchember, name)):
         if not (doc := inspect.getdoc(o)) or isinstance(o, type) and getattr(o.__init__, '__module__', '')!=o.__module__: continue
         said = docstrings.split(doc)[1]['Args']
@@ -65,9 +65,7 @@ def test_every_argument_with_a_comment_is_told_once(name):
         assert doc.count('Args:\n')==bool(said) and doc.count('Returns:\n')<2
 
 
-code = '''__all__ = ['f', 'Net']
-
-def f(
+code = '''def f(
     x:int, # A "number": any
     *more, # Others
     how='sum', where=None # How and where
@@ -89,28 +87,47 @@ class Net:
         "Whether it is time"
 
 def within(
-    y # Not public
+    y # Users do not type this name
 ): "As it is"
 '''
 
 
-def test_sections_are_written_once_and_taken_out():
-    got = docstrings.filled(code)
+def filled(code): return docstrings.filled(code, {'f', 'Net'}.__contains__)
+
+
+def test_typed_names_are_those_that_packages_list():
+    code = '''if TYPE_CHECKING:
+    from .quantities import quantity as quantity
+    from ..show.lines import scalar_line as scalar_line
+from .views import View
+'''
+    assert docstrings.hinted_names(code, ('monitor',))=={('monitor.quantities', 'quantity'), ('show.lines', 'scalar_line')}
+    assert docstrings.is_typed('ember', 'torchEmber') and docstrings.is_typed('integrations.keras', 'EmberCallback')
+    assert docstrings.is_typed('compat.tracker', 'stash_hist') # users import it from `compat.tandv`
+    assert not docstrings.is_typed('measure.kernels', 'read') # `read` is typed, and is another function
+
+
+def test_internal_functions_have_no_sections():
+    assert 'Args:' not in docstrings.filled(code, lambda name: False)
+
+
+def test_sections_are_written_once_and_removed():
+    got = filled(code)
     args = '    Args:\n        x: A "number": any\n        *more: Others\n        how, where: How and where\n'
     assert f'    """Add up\n\n{args}\n    Returns:\n        Their sum\n    """\n' in got
     assert '    """Two lines,\n    of which this is one\n\n    Args:\n        width: How wide\n    """\n' in got
     assert '        """Run it\n\n        Returns:\n            The result\n        """\n' in got
     assert '        """Whether it is time\n\n        Args:\n            m: how many there were\n        """\n' in got # and not what is returned
     assert '"Says nothing of x"' in got and '): "As it is"' in got
-    assert docstrings.filled(got)==got
+    assert filled(got)==got
     assert docstrings.stripped(got)==code
     exec(got, names := {})
     said = {'x': 'A "number": any', '*more': 'Others', 'how': 'How and where', 'where': 'How and where'}
     assert docstrings.split(inspect.getdoc(names['f']))==('Add up', {'Args': said, 'Returns': 'Their sum'})
 
 
-def test_a_section_that_got_into_a_notebook_is_taken_out():
-    cell = {'cell_type': 'code', 'source': ('#| export\n'+docstrings.filled(code)).splitlines(keepends=True)}
+def test_a_section_in_a_notebook_is_removed():
+    cell = {'cell_type': 'code', 'source': ('#| export\n'+filled(code)).splitlines(keepends=True)}
     prose = {'cell_type': 'markdown', 'source': ['\n\nArgs:\n']}
     got = json.loads(docstrings.cleaned(json.dumps({'cells': [cell, prose]})))['cells']
     assert ''.join(got[0]['source'])=='#| export\n'+code and got[1]==prose
@@ -118,8 +135,8 @@ def test_a_section_that_got_into_a_notebook_is_taken_out():
     assert docstrings.cleaned(clean)==clean
 
 
-def test_editors_see_what_names_say():
-    "An import of each, in their order, in place of what was there; and nothing else of the file changes"
+def test_hints_list_each_name_in_order():
+    "The imports replace the old ones. The rest of the file stays."
     before = """import x
 if TYPE_CHECKING:
     from .a import b as b

@@ -141,7 +141,7 @@ def test_what_jax_needs_is_there_without_torch(tmp_path):
             for room in pkgutil.walk_packages(wing.__path__, wing.__name__+'.'):
                 if room.name not in ('torchember.compat.tandv', 'torchember.compat.nnstat'): import_module(room.name) # these are torch's
         import numpy as np, torchember
-        from torchember.compat.tracker import Stash, Tracker, check_arguments, engine_statistics, scalars
+        from torchember.compat.tracker import Stash, Tracker, check_arguments, builtin_statistics, scalars
         from torchember.measure.columns import as_dicts, stat_names
         from torchember.measure.summary import Summary
         from torchember.recorder.row import look_out, one_row
@@ -154,7 +154,7 @@ def test_what_jax_needs_is_there_without_torch(tmp_path):
             [stats] = as_dicts(Summary.of([1, tracker.current_step]).vector[None], names, [(2,)])
             row = one_row(('m(Net).a(Dense)', 'output', 'output_0', None, None, 0), 0, None, 'float32', stats, tracker.current_step, 'now', {{}}, {{}})
             run.put(lambda row=row: [row], True)
-            tracker.ended(tracker.current_step)
+            tracker.note_step_end(tracker.current_step)
         run.close()
         tracker.finish(False)
         lf = torchember.read_pickle(tracker.out_path)

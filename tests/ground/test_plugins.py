@@ -125,11 +125,11 @@ def test_rules_of_another_package(site, tmp_path):
     code = """
 import warnings
 from torchember import diagnose
-from torchember.health.diagnose import chosen_rules
+from torchember.health.diagnose import choose_rules
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter('always')
     print([t for t in diagnose('watched', home=sys.argv[1]).text if 'This run' in t], len(diagnose('watched', 'long_run', home=sys.argv[1])))
-    print([r.name for r in chosen_rules('default')][-2:])
+    print([r.name for r in choose_rules('default')][-2:])
 print([str(w.message) for w in caught])
 """
     assert run(train, tmp_path/'home', 'lines', site=site).returncode==0

@@ -1,4 +1,4 @@
-"Every line of the README that can be run is run as it is written, as a reader would: in order, and alone where it needs nothing from before"
+"The code and the commands of the README run as written: in order, and alone where a block needs no earlier block"
 import builtins
 import json
 import re
@@ -16,12 +16,12 @@ root = Path(__file__).parents[2]
 readme = (root/'README.md').read_text(encoding='utf-8')
 shown = re.findall(r'^```(\w*)\n(.*?)^```$', readme, re.M|re.S)
 blocks = [code for kind,code in shown if kind=='python']
-table = next(part for part in re.split(r'^## ', readme, flags=re.M) if part.startswith('The first four questions'))
+table = next(part for part in re.split(r'^## ', readme, flags=re.M) if part.startswith('Ask the first questions'))
 lines = [line for row in re.findall(r'^\| .*', table, re.M)[1:] for line in re.findall('`(.*?)`', row) if '(' in line]
 
 
 def unbound(code):
-    "Names that a program uses and nothing gives it"
+    "Return the names that a program uses and does not define."
     def used(t):
         names = {s.get_name() for s in t.get_symbols() if s.is_global() or t.get_type()=='module' and s.is_referenced()}
         return names.union(*map(used, t.get_children()))
@@ -31,7 +31,7 @@ def unbound(code):
 
 
 def run(code, tmp_path):
-    "In a Python of its own, in an empty folder, without a display. What goes wrong is what it says"
+    "Run a program in a new process, in an empty folder, without a display. Return what it prints."
     env = dict(TORCHEMBER_HOME=tmp_path/'home', MPLBACKEND='agg', PYTHONPATH=root, PYTHONWARNINGS='error::torchember.EmberWarning')
     got = programs.run(code, cwd=tmp_path, **env)
     assert got.returncode==0, f'{code}\n{got.stderr}'
@@ -42,20 +42,18 @@ def test_unbound():
     assert unbound('import a.b\nfrom c import d\ndef f(x, *y): return x+e\nclass G: h = d\n[i for i in f(1)]; j(k=2); len(l := 3)')=={'e', 'j'}
 
 
-def needs_jax(code):
-    if 'import jax' in code:
-        for lib in ('jax', 'flax', 'optax'): pytest.importorskip(lib)
-
-
 @pytest.mark.slow
 def test_in_order(tmp_path):
-    "All of it, in one program, with the table's lines where they stand; nothing in it asks for what comes later"
+    "All blocks in one program. The lines of the table stand where the table stands, on runs with all statistics."
     at = next(i for i,b in enumerate(blocks) if b.startswith('from torchember import compare'))
-    program = [*blocks[:at+1], *lines, *(b for b in blocks[at+1:] if 'import jax' not in b)]
-    assert unbound('\n'.join(program))==set() and len(lines)==8 and len(blocks)==10, (lines, len(blocks))
-    said = run('\n'.join(program), tmp_path)
-    assert 'sigmoid: loss' in said and 'relu: loss' in said
-    assert len({p.name.removesuffix('_latest') for p in (tmp_path/'home'/'log').glob('Net_*')})==3 # two trainings and a monitor, where it says that runs are
+    runs = """te.close()
+for name in ('before', 'after'):
+    with torchEmber(model, optimizer=opt, stats='full', name=name) as te: loss = model(x).square().mean(); loss.backward(); opt.step(); opt.zero_grad()"""
+    program = [*blocks[:at], 'from torchember import brief, report', blocks[at], runs, *lines, *blocks[at+1:]]
+    assert unbound('\n'.join(program))==set() and len(lines)==10 and len(blocks)==4, (lines, len(blocks))
+    assert 'ERROR (not_trained): `4`' in run('\n'.join(program), tmp_path)
+    assert {p.name.removesuffix('_latest') for p in (tmp_path/'home'/'log').iterdir()}>={'finetune', 'before', 'after'} # in the folder that the README names
+    assert (tmp_path/'run.html').exists()
     assert re.search(r'`~/\.torchember/log`.*`\$TORCHEMBER_HOME`', readme)
 
 
@@ -64,32 +62,33 @@ alone = [b for b in blocks if not unbound(b)]
 @pytest.mark.slow
 @pytest.mark.parametrize('i', range(len(alone)))
 def test_alone(i, tmp_path):
-    "A block that needs nothing from before is a program"
-    needs_jax(alone[i])
+    "A block that uses no name of an earlier block is a program."
     run(alone[i], tmp_path)
 
 
-def test_which_are_programs():
-    "The training with a mistake, the one to look at, what is imported for the table, and JAX"
-    assert [b.splitlines()[0] for b in alone]==['import torch', 'import torch',
-        'from torchember import compare, overview, read, scalar_line, updates, wide', 'import jax, optax']
+def test_programs_among_the_blocks():
+    "The training with a mistake, and the imports for the table."
+    assert [b.splitlines()[0] for b in alone]==['import torch', 'from torchember import compare, overview, read, scalar_line, updates, wide']
+
+
+def test_the_readme_is_short(): assert len(readme.splitlines())<=160
 
 
 def test_commands():
-    "What is installed and made exists"
+    "The extras and the targets of make that the README names exist."
     ini = ConfigParser()
     ini.read(root/'settings.ini', encoding='utf-8')
     extras = {k.removesuffix('_requirements') for k in ini['DEFAULT'] if k.endswith('_requirements')}
     targets = set(re.findall(r'^(\w+):', (root/'Makefile').read_text(encoding='utf-8'), re.M)) | {'sync'}
     asked = {e for es in re.findall(r"(?:\.|torchember)\[([\w,]+)\]", readme) for e in es.split(',')}
-    assert {'torch', 'fast', 'jax', 'interactive'}<=asked<=extras
+    assert {'torch', 'fast', 'jax', 'board'}<=asked<=extras
     made = {m for kind,code in shown if kind=='sh' for m in re.findall(r'^make (\w+)', code, re.M)} | set(re.findall('`make (\\w+)', readme))
     assert {'demo', 'test', 'docs'}<=made<=targets
     assert [l for kind,code in shown if kind=='sh' for l in code.splitlines() if not re.match(r"make \w+|pip install '\.\[[\w,]+\]'|torchember \w+", l)]==[]
 
 
-def test_what_a_shell_is_told():
-    "Each is a command with such arguments, and the first ones that a reader needs are there"
+def test_commands_of_the_shell():
+    "The command line accepts each line."
     lines = [l for kind,code in shown if kind=='sh' for l in code.splitlines() if l.startswith('torchember ')]
     asked = [parser().parse_args(shlex.split(l, comments=True)[1:]) for l in lines]
     assert [a.command for a in asked]==['run', 'board', 'ls', 'tail', 'plot', 'diagnose', 'diff']
@@ -101,8 +100,8 @@ def title(path):
     return re.match(r'# (.*)', text)[1].lower()
 
 
-def test_no_two_entries_of_the_menu_are_called_alike():
-    "Of the front page it says Start here"
+def test_titles_of_pages_differ():
+    "The menu shows the front page as Start here."
     pages = [*(p for p in (root/'nbs').glob('*.ipynb') if p.stem!='index'), *(root/'nbs'/'tutorials').glob('*.ipynb'), *(root/'docs'/'reference').glob('*.md')]
     assert len(pages)>20 and sorted(map(title, pages))==sorted({title(p) for p in pages})
 
@@ -110,7 +109,7 @@ def test_no_two_entries_of_the_menu_are_called_alike():
 @pytest.mark.slow
 @pytest.mark.parametrize('width', [1920, 1400, 1320, 1280, 1100, 1000, 400])
 def test_pages_are_as_wide_as_the_window(chromium, tmp_path, width):
-    "Furo's page with our width of text, and code in it that has longer lines"
+    "A page of the theme Furo with our width of text, and with longer lines of code."
     furo = Path(pytest.importorskip('furo').__file__).parent
     css = furo/'theme'/'furo'/'static'/'styles'/'furo.css'
     html = f'''<meta name=viewport content="width=device-width"><link rel=stylesheet href="{css.as_uri()}"><link rel=stylesheet

@@ -108,7 +108,7 @@ def test_what_is_planted_is_named(home, what):
     assert d.stat==unlike.get(what, d.stat) and (what in unlike or d.stat in ('mean', 'std', 'max', 'min'))
     before = d.table.loc[:d.first].iloc[:-1]
     assert (before['distance']<=before['tolerance']).all() and before['step'].max()<=d.step if len(before) else True
-    assert f'part at step {d.step}, in ' in d.text and (d.path in d.text)
+    assert f'first differ at step {d.step}, in ' in d.text and (d.path in d.text)
 
 
 too_small = 'order of data', 'learning rate, of updates', 'weight decay of AdamW', 'weight decay of SGD', 'eps of Adam', 'beta2', \
@@ -438,7 +438,7 @@ def test_check_holds_a_training_against_a_stored_run(home, tmp_path):
             opt.zero_grad()
             if i==9: te.check(golden) # so far
             if i==15: opt.param_groups[0]['lr'] = 5e-3
-        with pytest.raises(AssertionError, match=r'`golden` and `checked` part at step 17, in weight `0\.weight`: '): te.check(golden)
+        with pytest.raises(AssertionError, match=r'`golden` and `checked` first differ at step 17, in weight `0\.weight`: '): te.check(golden)
         te.check(golden, rtol=10)
     with pytest.raises(FileNotFoundError, match='keep_run'): te.check(tmp_path/'none.parquet')
     assert_same_run(train(home, 'for a test', each=shuffled), golden)
@@ -460,7 +460,7 @@ def test_exit_codes_of_the_command(home, capsys):
     a,b,c = (n for n in ('shell a', 'shell b', 'shell c'))
     train(home, a, n=3), train(home, b, n=3), train(home, c, n=3, seed=1)
     assert main(['diff', a, b, '--home', str(home)])==0 and 'to the last digit' in capsys.readouterr().out
-    assert main(['diff', a, c, '--home', str(home)])==1 and 'part at step 0, in weight `0.weight`' in capsys.readouterr().out
+    assert main(['diff', a, c, '--home', str(home)])==1 and 'first differ at step 0, in weight `0.weight`' in capsys.readouterr().out
     assert main(['diff', a, c, '--home', str(home), '--rtol', '9'])==0
     assert main(['diff', a, 'nowhere', '--home', str(home)])==2
     assert "No run 'nowhere'" in capsys.readouterr().err
@@ -473,7 +473,7 @@ def test_the_command_as_a_process(home):
     train(home, 'process a', n=2), train(home, 'process b', n=2, seed=1)
     def shell(*args): return subprocess.run([sys.executable, '-m', 'torchember', *args], capture_output=True, text=True)
     said = shell('diff', 'process a', 'process b', '--home', str(home))
-    assert said.returncode==1 and said.stdout.startswith('`process a` and `process b` part at step 0') and not said.stderr
+    assert said.returncode==1 and said.stdout.startswith('`process a` and `process b` first differ at step 0') and not said.stderr
     assert [shell('diff', 'process a', n, '--home', str(home)).returncode for n in ('process a', 'none')]==[0, 2]
     loaded = "import sys; from torchember.cli import main; main(['--help'])"
     said = subprocess.run([sys.executable, '-X', 'importtime', '-c', loaded], capture_output=True, text=True)
@@ -526,5 +526,5 @@ def test_what_is_missing_is_not_the_same():
     assert_same_run(whole[whole.step<3], whole)
     for kept,said in ((whole.path!='b', 'input x of `b`; output x of `b`'), (whole.ttype!='input', 'input x of `a`; input x of `b`')):
         assert not diff(whole, whole[kept])
-        with pytest.raises(AssertionError, match=f"b has not all that a has: {said}. What both have is the same"): assert_same_run(whole[kept], whole)
+        with pytest.raises(AssertionError, match=f"b lacks a part of a: {said}. Everything else is equal"): assert_same_run(whole[kept], whole)
         assert_same_run(whole, whole[kept]) # more is no fault

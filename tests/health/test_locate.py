@@ -67,7 +67,7 @@ def test_log_of_zero_in_a_module():
     zeros = int((model[1].scores(model[0](x)).relu()==0).sum())
     assert (name, v['shape'], v['dtype'], v['low'], v['nan'], v['inf'])==('self', (6, 5), 'float32', 0, 0, 0) and v['high']>0
     assert got.count==got.output['minus']==zeros>0 and got.output['n']==30
-    assert got.then.startswith('aten.mul made NaN of it, in the forward of `1` (Entropy), at test_locate.py:')
+    assert got.then.startswith('aten.mul turned it into NaN, in the forward of `1` (Entropy), at test_locate.py:')
     assert got.reached[0]=='the loss' and 'the gradient of `0.weight`' in got.reached
     said = str(got)
     assert said.startswith(f'aten.log made {zeros} of 30 values -inf, in the forward of `1` (Entropy), at test_locate.py:{got.line}.\n    plogp = p*p.log()\n')
@@ -90,11 +90,11 @@ def test_log_of_zero_that_stays_infinite():
         loss = -p.log().sum()
         losses.append(loss*2)
     got = locate(step)
-    assert told(got)[:3]==('aten.log', '-inf', 'forward') and got.then is None and got.reached==['a number with a gradient']
+    assert told(got)[:3]==('aten.log', '-inf', 'forward') and got.then is None and got.reached==['a scalar with a gradient']
     def step(): losses.append((-p.detach().log().sum()).item())
-    assert locate(step).reached==['a number that was asked for']
+    assert locate(step).reached==['a number that Python read']
     def step(): return -p.log().sum()
-    assert locate(step).reached[0]=='what the step returned'
+    assert locate(step).reached[0]=='the return value of the step'
 
 
 def test_a_loss_that_is_a_module():
@@ -127,7 +127,7 @@ def test_exp_overflows():
     model,(x,y) = mlp(),batch()
     def step(): (softmax_by_hand(model(x)*1000)*F.one_hot(y, 3)).sum().backward()
     got = locate(step)
-    assert told(got)==('aten.exp', 'inf', 'forward', None, None) and at(got, softmax_by_hand, 'x.exp()') and 'aten.div made NaN' in got.then
+    assert told(got)==('aten.exp', 'inf', 'forward', None, None) and at(got, softmax_by_hand, 'x.exp()') and 'aten.div turned it into NaN' in got.then
 
 
 def test_half_precision_overflows():
@@ -136,7 +136,7 @@ def test_half_precision_overflows():
     model,(x,_) = nn.Sequential(nn.Linear(4, 4), Square(), nn.LayerNorm(4)).half(),batch()
     def step(): model(x.half()*3000).float().square().sum().backward()
     got = locate(step)
-    assert told(got)==('aten.mul', 'inf', 'forward', '1', 'Square') and got.output['dtype']=='float16' and 'layer_norm made NaN' in got.then
+    assert told(got)==('aten.mul', 'inf', 'forward', '1', 'Square') and got.output['dtype']=='float16' and 'layer_norm turned it into NaN' in got.then
     assert 256<=got.inputs[0][1]['high']<65504
 
 
@@ -188,7 +188,7 @@ def test_the_derivative_of_a_root_at_zero():
     got = locate(step)
     assert told(got)==('aten.div', 'inf', 'backward', '1', 'Norm') and got.node=='SqrtBackward0' and at(got, Norm, '.sqrt()')
     assert got.count==6 and 'in the backward (SqrtBackward0) of test_locate.py:' in str(got)
-    assert 'aten.mul made NaN of it, in the backward (PowBackward0)' in got.then
+    assert 'aten.mul turned it into NaN, in the backward (PowBackward0)' in got.then
     assert {'the gradient of `0.bias`', 'the gradient of `0.weight`'}=={*got.reached}
 
 
@@ -296,7 +296,7 @@ def test_a_compiled_model():
         got = locate(step)
     assert not compiled
     assert got.op=='aten.div' and (got.path, got.kind)==('1', 'Block') and at(got, Block, 'h/(h-h)')
-    assert got.notes==['What torch.compile has compiled ran without that.'] and got.notes[0] in str(got)
+    assert got.notes==['Code under torch.compile ran without compilation.'] and got.notes[0] in str(got)
     assert locate(lambda: model(x)).notes==[]
 
 
@@ -338,7 +338,7 @@ def test_weights_that_were_bad_before(layer):
     assert (got.phase, got.made, got.count, got.tensor, got.op)==('before', 'inf', 1, f'`{layer}.weight`', 'aten.addmm')
     assert (got.path, got.kind)==(str(layer), 'Linear')
     n = model[layer].weight.numel()
-    assert str(got).startswith(f'1 of {n} values of `{layer}.weight` are inf, and no operation of this step has made them so. aten.addmm reads them first')
+    assert str(got).startswith(f'1 of {n} values of `{layer}.weight` are inf, and no operation of this step made them so. aten.addmm reads them first')
 
 
 def test_what_an_optimizer_kept_was_bad_before():
@@ -350,7 +350,7 @@ def test_what_an_optimizer_kept_was_bad_before():
     step()
     opt.state[model[0].bias]['exp_avg_sq'][2] = nan
     got = locate(step)
-    assert (got.phase, got.tensor, got.count)==('before', '`exp_avg_sq` that Adam keeps for `0.bias`', 1)
+    assert (got.phase, got.tensor, got.count)==('before', '`exp_avg_sq` of Adam for `0.bias`', 1)
 
 
 @pytest.mark.parametrize('row', [0, 5])
@@ -381,7 +381,7 @@ def test_data_that_look_nearly_like_a_mask():
 
 def test_a_nan_that_is_written_into_the_code():
     got = locate(lambda: torch.ones(2)*nan)
-    assert (got.op, got.made, got.count, got.reached)==('aten.mul', 'NaN', 2, ['what the step returned'])
+    assert (got.op, got.made, got.count, got.reached)==('aten.mul', 'NaN', 2, ['the return value of the step'])
 
 
 # ---- infinities that are meant
@@ -399,7 +399,7 @@ def test_a_mask_is_no_fault(mask):
         F.cross_entropy(causal(model(x), mask), y).backward()
         opt.step()
     got = locate(step)
-    assert not got and got.op is None and got.reached==() and str(got).startswith('Nothing in this step is left that is not finite.')
+    assert not got and got.op is None and got.reached==() and str(got).startswith('No NaN or infinity is left after this step.')
 
 
 @pytest.mark.parametrize('make', [lambda: torch.full((6, 6), -inf).triu(1),
@@ -430,7 +430,7 @@ def test_a_row_that_is_all_masked():
     def step(): F.cross_entropy(attend(model(x)), y).backward()
     got = locate(step)
     assert told(got)==('aten._softmax', 'NaN', 'forward', None, None) and at(got, attend, 'softmax(-1)') and got.count==6
-    assert re.search('That was meant to be infinite: aten.masked_fill made -inf outside of any module, at test_locate.py:', str(got))
+    assert re.search('This infinity looks intended: aten.masked_fill made -inf outside of any module, at test_locate.py:', str(got))
 
 
 def test_a_row_that_a_buffer_masks():
@@ -475,7 +475,7 @@ def test_logits_that_are_masked_are_no_fault():
 def test_an_infinity_that_is_gone():
     w = nn.Parameter(torch.tensor([200., 1.]))
     got = locate(lambda: (1/(1+w.detach().exp())+w).sum().backward())
-    assert not got and 'On the way there was inf that did not last: aten.exp made 1 of 2 values inf, outside of any module' in got.notes[0]
+    assert not got and 'inf occurred and did not last: aten.exp made 1 of 2 values inf, outside of any module' in got.notes[0]
 
 
 def test_a_rate_that_is_nan():
@@ -528,7 +528,7 @@ def test_a_rate_that_is_infinite():
         opt.step()
         return (w-w).detach()
     got = locate(step)
-    assert (got.op, got.made, got.phase)==('aten.add_', '-inf', 'optimizer') and 'what the step returned' in got.reached
+    assert (got.op, got.made, got.phase)==('aten.add_', '-inf', 'optimizer') and 'the return value of the step' in got.reached
 
 
 def test_each_of_a_list_has_its_own_origin():
@@ -629,7 +629,7 @@ def test_two_origins_in_one_memory():
         out[2:] = (x+1)/x
         return out.sum()
     got = locate(step)
-    assert (got.op, got.made)==('aten.log', '-inf') and 'aten.sum made NaN of it' in got.then
+    assert (got.op, got.made)==('aten.log', '-inf') and 'aten.sum turned it into NaN' in got.then
 
 
 def test_in_place_operations():

@@ -192,7 +192,7 @@ def test_without_rules_nobody_listens():
 def test_looking_keeps_to_its_share():
     pace,looks = Pace(share=.02),[]
     for step in range(1, 50_000): # recording takes a millisecond for each, a look 20
-        if due(pace, step, lambda step=step: step*1e-3): pace.looked(step, .02); looks.append(step)
+        if due(pace, step, lambda step=step: step*1e-3): pace.note_cost(step, .02); looks.append(step)
     assert looks[0]==8 and len(looks)>=10
     assert pace.took+.02<=.02*50 # with the one at the end
 

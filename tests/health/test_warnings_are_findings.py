@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from torchember import EmberWarning, diagnose, read, torchEmber
-from torchember.health.diagnose import history_of
+from torchember.health.diagnose import load_history
 from torchember.health.watch import KeptSteps, Pace, history_of_lines
 from torchember.store.jsonl import emberTracker
 
@@ -328,6 +328,6 @@ def test_the_first_step_that_is_not_finite_is_kept_and_blamed(first):
     for s,piece in lines_of_run('nan').items(): kept.add(s, piece)
     assert len(kept.lines)<150 and kept.size<200_000
     live = [f for f in diagnose(history_of_lines(kept.some(), te.t)).itertuples() if f.rule=='not_finite']
-    whole = [f for f in diagnose(history_of('nan')).itertuples() if f.rule=='not_finite']
+    whole = [f for f in diagnose(load_history('nan')).itertuples() if f.rule=='not_finite']
     assert [(f.path, f.first_step) for f in live]==[(f.path, f.first_step) for f in whole]==[('bad', first)]
     assert 'the loss itself' not in live[0].text

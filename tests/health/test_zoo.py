@@ -4,7 +4,7 @@ import zoo
 from zoo.run import ALL, run
 
 from torchember import diagnose, read
-from torchember.health.diagnose import history_of
+from torchember.health.diagnose import load_history
 from torchember.health.history import History
 
 zoo.load()
@@ -23,7 +23,7 @@ def some(trainings, one_in, in_ci=1):
 
 def left_in_peace(training, home, *moments):
     for e in run(training, home)[0]:
-        h = history_of(e.fname, home)
+        h = load_history(e.fname, home)
         found = diagnose(h)
         assert found.healthy, found
         if training.name in rises: continue

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from guested import bits, numbers, ran, rows_of, steps_of
+from callback_runs import bits, numbers, ran, rows_of, steps_of
 from looped import batches, heard, left, loss_of, momentum, same, seeded, table
 from tensor_rows import lines
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from guested import Ran, bits, numbers, ran, rows_of, steps_of
+from callback_runs import Ran, bits, numbers, ran, rows_of, steps_of
 from looped import Net, batches, heard, left, loss_of, same, seeded, table
 from torch import nn
 

@@ -7,7 +7,7 @@ import programs
 import pytest
 import torch
 import torch.nn.functional as F
-from guested import Ran, bits, numbers, ran, rows_of, steps_of
+from callback_runs import Ran, bits, numbers, ran, rows_of, steps_of
 from looped import Net, batches, heard, left, loss_of, momentum, same, seeded, table
 from tensor_rows import lines
 

@@ -6,7 +6,7 @@ import warnings
 import programs
 import pytest
 import torch
-from guested import bits, numbers, ran, rows_of, steps_of
+from callback_runs import bits, numbers, ran, rows_of, steps_of
 from looped import Net, batches, heard, left, loss_of, momentum, same, seeded, table
 from torch import nn
 

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
-from guested import Ran, bits, numbers, ran, rows_of, steps_of
+from callback_runs import Ran, bits, numbers, ran, rows_of, steps_of
 from looped import Net, batches, heard, momentum, same, seeded, table, training
 from torch import nn
 

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from torchember.jaxember import probe, stash_all_stats_and_hist, stash_scalar_stats, track
 from torchember.jaxember.recorder.processes import Agreement
-from torchember.jaxember.recorder.spread import rows_of_shards, side_by_side
+from torchember.jaxember.recorder.spread import rows_of_shards, local_shards_as_one
 
 steps,samples,lr = 2,8,.1
 folder,devices,wanted = Path(sys.argv[1]),int(sys.argv[2]),sys.argv[3:]
@@ -273,7 +273,7 @@ def layouts():
     with track(tree, name=name, home=folder) as t: t.step(tree)
     with track(tree, name=f'{name}_own', home=folder, stash_value=lambda x: {'sum': jnp.abs(x).sum(), 'n': x.size}) as t: t.step(tree)
     if devices>1: # no word between devices, and each one's own shard only
-        array,some = side_by_side(tree['both'])
+        array,some = local_shards_as_one(tree['both'])
         program = rows_of_shards(('basic', 'absolute'), some).lower([array]).compile().as_text()
         assert 'f64[4,4]' in program and not re.search('all-(gather|reduce|to-all)|collective|f64\\[8,', program), program
     todo = {k: x+i for i,k in enumerate(specs)} | {'number': np.array(3.), 'mine': x[0], 'whole_numbers': np.arange(16.), 'complex': np.abs(x+1j*x)}

@@ -75,10 +75,10 @@ def test_nested_checkpoints(f, n, compiled, tmp_path):
 
 def test_a_checkpoint_keeps_no_tagged_value():
     "Recording it does not make it keep what it would compute again"
-    from torchember.jaxember.capture.tags import Asked, asked
+    from torchember.jaxember.capture.tags import TagRequest, asked
     def kept(f): return sorted(x.shape for x in jax.tree.leaves(jax.vjp(f, jnp.ones(2))[1]))
     plain = kept(nested)
-    with asked(Asked(None, None, True)): assert kept(nested)==plain
+    with asked(TagRequest(None, None, True)): assert kept(nested)==plain
 
 
 class Block(nn.Module):

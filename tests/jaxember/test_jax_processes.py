@@ -145,7 +145,7 @@ def test_replicas_that_drift(two):
 def test_who_is_gone(two):
     for f in [*(two/'log').glob('drifted_2.rank1*'), *(two/'data').glob('*drifted_2.rank1.json')]: f.unlink()
     _,said = merged(two, 'drifted_2')
-    assert 'Of 2 processes rank 1 left no rows' in said
+    assert 'Of 2 ranks rank 1 left no rows' in said
 
 
 @pytest.mark.slow

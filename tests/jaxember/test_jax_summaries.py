@@ -22,13 +22,13 @@ every = 'basic', 'absolute', 'higher', 'powers', 'exponents'
 kinds = ('float32', 'bfloat16', 'float16', 'float8_e4m3fn', 'float8_e5m2', 'float8_e4m3fnuz', 'int4', 'uint4', 'int8', 'uint8', 'int16', 'uint16', 'int32',
     'uint32', 'bool', 'complex64')
 compiled = kernels.loops() is not None
-forms = dict(loops=summaries.read_on_cpu if compiled else summaries.on_processor, chunks=summaries.on_processor, operations=summaries.by_operations)
+forms = dict(loops=summaries.read_on_cpu if compiled else summaries.on_processor, chunks=summaries.on_processor, operations=summaries.row_by_operations)
 
 @cache
 def reader(form, wanted):
     f = partial(forms[form], wanted=wanted)
     p = summaries.primitive(f'{form}{len(wanted)}', lambda x: (summaries.words(wanted),), f, f)
-    return lambda x: summaries.vectors(np.asarray(p.bind(x)), wanted)
+    return lambda x: summaries.row_vectors(np.asarray(p.bind(x)), wanted)
 
 def in_float64(x): return np.asarray(x).astype(complex if jnp.iscomplexobj(x) else float)
 
@@ -99,7 +99,7 @@ def test_as_torch(kind):
         bits = np.asarray(x)
         if kind in ('bfloat16', 'float8_e5m2'): t = torch.from_numpy(bits.view(f'int{8*bits.itemsize}').copy()).view(getattr(torch, kind))
         else: t = torch.from_numpy(bits.copy())
-        np.testing.assert_array_equal(summaries.vectors(summaries.measured(x, every), every), summarize(t, every).vector)
+        np.testing.assert_array_equal(summaries.row_vectors(summaries.summary_row(x, every), every), summarize(t, every).vector)
 
 @pytest.mark.slow
 @pytest.mark.parametrize('by_parts', (False, True))
@@ -107,15 +107,15 @@ def test_inside(by_parts):
     "In scan, cond, while_loop, remat and vmap, rows are those of the same arrays outside"
     x = np.random.default_rng(0).standard_normal((4, 500)).astype(np.float32)
     want = np.stack([read_array(y) for y in x])
-    read = partial(summaries.measured, by_parts=by_parts)
-    def same(rows, want): np.testing.assert_allclose(summaries.vectors(np.asarray(rows)), want, rtol=1e-6)
+    read = partial(summaries.summary_row, by_parts=by_parts)
+    def same(rows, want): np.testing.assert_allclose(summaries.row_vectors(np.asarray(rows)), want, rtol=1e-6)
     same(jax.jit(lambda x: jax.lax.scan(lambda c, y: (c, read(y)), 0, x)[1])(x), want)
     same(jax.jit(jax.vmap(read))(x), want)
-    same(jax.jit(lambda x: jax.lax.cond(x[0]>9, lambda: read(x), summaries.none))(x[0]), no_elements())
-    def turn(s): return s[0]+1, summaries.merged(jnp.stack([s[1], read(x[s[0]])]))
+    same(jax.jit(lambda x: jax.lax.cond(x[0]>9, lambda: read(x), summaries.empty_rows))(x[0]), no_elements())
+    def turn(s): return s[0]+1, summaries.merged_row(jnp.stack([s[1], read(x[s[0]])]))
     x = jnp.asarray(x)
-    same(jax.jit(lambda: jax.lax.while_loop(lambda s: s[0]<4, turn, (0, summaries.none()))[1])(), merge(want))
-    same(summaries.merged(jnp.stack([read(y) for y in x], 0)[:, None], axis=0)[0], merge(want))
+    same(jax.jit(lambda: jax.lax.while_loop(lambda s: s[0]<4, turn, (0, summaries.empty_rows()))[1])(), merge(want))
+    same(summaries.merged_row(jnp.stack([read(y) for y in x], 0)[:, None], axis=0)[0], merge(want))
     f = jax.checkpoint(lambda w: jax.lax.scan(jax.checkpoint(lambda c, y: (c+(w*y).sum(), read(y))), 0., x))
     (_,rows),_ = jax.jit(jax.value_and_grad(lambda w: f(w), has_aux=True))(2.)
     same(rows, want)
@@ -161,9 +161,9 @@ def test_loops_that_do_not_work(monkeypatch):
     monkeypatch.setattr(summaries, 'broken', [])
     x = jnp.arange(1237.)
     with pytest.warns(EmberWarning, match='no such processor') as said:
-        rows = [jax.jit(lambda x, k=k: summaries.measured(x*k, every))(x) for k in (1, 2)]
+        rows = [jax.jit(lambda x, k=k: summaries.summary_row(x*k, every))(x) for k in (1, 2)]
     assert len([w for w in said if w.category is EmberWarning])==1 and not summaries.is_compiled()
-    for k,row in zip((1, 2), rows, strict=True): compare(summaries.vectors(np.asarray(row), every), read_array(np.arange(1237.)*k, every), 1e-6)
+    for k,row in zip((1, 2), rows, strict=True): compare(summaries.row_vectors(np.asarray(row), every), read_array(np.arange(1237.)*k, every), 1e-6)
 
 
 @pytest.mark.parametrize('form', forms)

@@ -31,10 +31,10 @@ from jaxed import MLP, by_hand, run, same_bits # noqa: E402
 
 from torchember import EmberWarning, at, emberTracker, get_stats, read, read_parquet, read_pickle, to_logframe # noqa: E402
 from torchember.jaxember import probe, stash_full_tensor, stash_hist, stash_scalar_stats, track # noqa: E402
-from torchember.jaxember.capture.modules import Where # noqa: E402
-from torchember.jaxember.capture.tags import Asked, Key, Tag, asked, tap_p # noqa: E402
-from torchember.jaxember.capture.trees import Again, parameters # noqa: E402
-from torchember.jaxember.recorder.twins import Own, Summaries, Twin # noqa: E402
+from torchember.jaxember.capture.modules import Place # noqa: E402
+from torchember.jaxember.capture.tags import TagRequest, Key, Tag, asked, tap_p # noqa: E402
+from torchember.jaxember.capture.trees import CachedNames, named_parameters # noqa: E402
+from torchember.jaxember.recorder.twins import UserStatistic, Summaries, Twin # noqa: E402
 
 root = Path(__file__).parents[2]
 
@@ -154,12 +154,12 @@ def test_names_of_weights(tmp_path):
 def test_names_of_one_tree_beside_another_model():
     "The gradients of a part are of one form at each step; their numbers are those that the model has, as soon as it is known, and of another model others"
     one = {'kernel': jnp.ones(2)}
-    again = Again(parameters)
+    again = CachedNames(named_parameters)
     def called(known):
         names,arrays = again(one, 'gradients', 'grad', known)
         return [(n.path, n.pname, n.tname, n.number) for n in names], [x is one['kernel'] for x in arrays]
-    three = parameters({'alpha': jnp.ones(2), 'bias': jnp.ones(2), 'kernel': jnp.ones(2)})
-    two = parameters({'bias': jnp.ones(2), 'kernel': jnp.ones(2)})
+    three = named_parameters({'alpha': jnp.ones(2), 'bias': jnp.ones(2), 'kernel': jnp.ones(2)})
+    two = named_parameters({'bias': jnp.ones(2), 'kernel': jnp.ones(2)})
     for known,i in (((), 0), (three, 2), (three, 2), (two, 1), ((), 0)): assert called(known)==([('', 'kernel', f'grad_{i}', i)], [True])
 
 
@@ -361,13 +361,13 @@ def test_schedules(every, seen, optimized, tmp_path):
 
 def test_a_branch_inside_of_a_loop():
     "`cond` in `while_loop`: each branch has what it was given in the turns that took it, a function of one's own the last of that"
-    def tag(x, name): return tap_p.bind(x, tag=Tag(Key(Where('', 'model'), 'probe', name), 0))
+    def tag(x, name): return tap_p.bind(x, tag=Tag(Key(Place('', 'model'), 'probe', name), 0))
     def user(x):
         def turn(s): return s[0]+1, lax.cond(s[0]%3==0, lambda y: tag(y+1, 'third'), lambda y: tag(y*2, 'other'), s[1])
         return lax.while_loop(lambda s: s[0]<4, turn, (0, x))[1].sum()
     x = jnp.ones(3)
     e, = jax.make_jaxpr(jax.jit(user))(x).eqns
-    with asked(Asked(None, None, True)): twin,own = (Twin(e.params, how) for how in (Summaries(('basic',)), Own(lambda x: {'last': x[0]})))
+    with asked(TagRequest(None, None, True)): twin,own = (Twin(e.params, how) for how in (Summaries(('basic',)), UserStatistic(lambda x: {'last': x[0]})))
     for start,third,other in ((1., 9., 8.), (2., 13., 12.)): # +1, *2, *2, +1; and once more
         assert {s.key.tname: len(some) for s,some in twin(x*start)[1].each()}=={'third': 1, 'other': 1}
         assert {s.key.tname: [float(p) for _,ps in some for p in ps] for s,some in own(x*start)[1].each()}=={'third': [third], 'other': [other]}

@@ -124,7 +124,7 @@ def test_a_compiler_that_does_not_come_to_an_end_is_not_waited_for(kernels_here,
     over.set()
     for t in threading.enumerate():
         if t.name=='torchember checks': t.join()
-    assert 'nothing comes back after 0.05 s' in said_of(recwarn)[0]
+    assert 'no result after 0.05 s' in said_of(recwarn)[0]
 
 
 def test_where_kernels_are_wrong_operations_of_torch_read(kernels_here, monkeypatch):
@@ -145,7 +145,7 @@ def test_where_torch_itself_is_wrong_tensors_are_copied(monkeypatch, broken):
     monkeypatch.setattr(kernels, 'read_device', broken)
     kernels.operations_are_right.cache_clear()
     x = torch.tensor([3., math.inf, -1.])
-    with pytest.warns(EmberWarning, match='Operations of torch on cpu are not what they should be') as said:
+    with pytest.warns(EmberWarning, match='Operations of torch on cpu give wrong numbers') as said:
         for _ in range(2): got = kernels.by_operations(x, ('basic', 'absolute'))
     assert len(said)==1
     np.testing.assert_allclose(got.numpy(), read_array(numbers(x), ('basic', 'absolute')), rtol=1e-12)
@@ -436,7 +436,7 @@ def test_a_device_that_does_not_give_what_was_put_in_is_asked_at_once(another, m
 def test_mps_is_asked_at_once(monkeypatch):
     "What is copied late there was never seen to be right"
     monkeypatch.setattr(devices, 'accelerator', lambda: 'mps')
-    monkeypatch.setattr(devices, 'sent', lambda x: np.arange(5))
+    monkeypatch.setattr(devices, 'start_copy', lambda x: np.arange(5))
     devices.sends.cache_clear()
     assert not devices.sends(torch.device('mps'))
     devices.sends.cache_clear()

@@ -32,9 +32,9 @@ def test_nothing_is_loaded_by_importing():
 
 slowly = '''
 import threading
-real,gate = loading.numba_room,threading.Event() # loading takes until it is opened
+real,gate = loading.load_numba,threading.Event() # loading takes until it is opened
 def slow(): gate.wait(90); return real()
-loading.numba_room = slow
+loading.load_numba = slow
 '''
 
 
@@ -75,7 +75,7 @@ def test_no_budget_is_charged():
     told = run(slowly+'''
 te = torchEmber(model, overhead=.5)
 train(te, 20)
-print(te.recorder.tally.recorded, te.recorder.cost.budget.cost, te.recorder.cost.budget.account)
+print(te.recorder.tally.recorded, te.recorder.cost.budget.times.cost, te.recorder.cost.budget.account.balance)
 gate.set()
 assert loading.ready(60)
 train(te, 200)
@@ -157,9 +157,9 @@ def test_who_asks_waits():
 def test_arming_waits():
     "The loops are there before the first step, which is charged for nothing; another format is loaded when it first comes"
     told = run('''
-real = loading.numba_room
+real = loading.load_numba
 def slow(): time.sleep(2); return real()
-loading.numba_room = slow
+loading.load_numba = slow
 te = torchEmber(model, overhead=.5, ttypes=('input', 'weight'))
 took = loading.loading_seconds()
 print(sorted(loading.loader.loaded), took>=2)
@@ -173,15 +173,15 @@ te.close()
 def test_what_was_compiled_in_the_midst_is_said():
     "It is no lasting cost of recording: the report says how much of its time that was, and how long arming waited. A second run has neither"
     told = run('''
-real = loading.numba_room
+real = loading.load_numba
 def slow(): time.sleep(1.2); return real()
-loading.numba_room = slow
+loading.load_numba = slow
 def go():
     te = torchEmber(model, ttypes=('probe',))
-    armed = loading.loader.seconds
+    armed = loading.loader.times.total
     model(torch.randn(4, 8))
     te.probe('b', torch.ones(3, dtype=torch.bfloat16))
-    return te.close(), armed, loading.loader.seconds-armed
+    return te.close(), armed, loading.loader.times.total-armed
 r,armed,later = go()
 print(abs(r['arming']-armed)<1e-6, armed>1.2, abs(r['compiling']-later)<1e-6, later>1.2, r['compiling']<=r['seconds'])
 print(' (of which compiling loops: ' in repr(r), '; arming waited ' in repr(r))

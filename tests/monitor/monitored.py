@@ -1,4 +1,4 @@
-"""Run by `test_monitor.py` in each of two processes: watch a model that is trained by DDP or FSDP2, and say what came of it.
+"""Run by `test_monitor.py` in each of two processes: train a model with DDP or FSDP2 and a Monitor, and write the results.
 
     python -m torch.distributed.run --nproc_per_node=2 monitored.py FOLDER"""
 import json

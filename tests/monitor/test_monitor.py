@@ -1,4 +1,4 @@
-"Quantities of a training, against torch's own hooks and numpy, in every way that a model is run"
+"Quantities of a training, compared with torch's hooks and numpy, for each way to run a model"
 import copy
 import gc
 import json
@@ -63,7 +63,7 @@ def home(tmp_path, monkeypatch): monkeypatch.setenv('TORCHEMBER_HOME', str(tmp_p
 
 
 def truth(model, path, n=6):
-    "What torch's own hooks see of a module, copied: a dict for each step"
+    "Return copies of a module's tensors for each step, captured by torch's hooks."
     m,steps,now = model.get_submodule(path),[],{}
     def forward(m, args, out):
         now.update(input=args[0].detach().clone(), output=out.detach().clone())
@@ -81,11 +81,11 @@ def eigs_of(x):
 
 
 @pytest.mark.parametrize('how', ['eager', 'compiled', 'compiled before', 'inplace', 'with an ember', 'ember first'])
-def test_values_are_those_of_numpy(how):
+def test_values_equal_numpy(how):
     seen = {p: truth(made(inplace=how=='inplace'), p) for p in ('conv', 'fc1')}
     model = made(inplace=how=='inplace')
     run = torch.compile(model, backend='aot_eager', fullgraph=True) if 'compiled' in how else model
-    if how=='compiled before': run(batches()[0][0]) # a graph is there already
+    if how=='compiled before': run(batches()[0][0]) # compile before the monitor is made
     if how=='compiled before': model.load_state_dict(made().state_dict())
     te = torchEmber(model) if how=='ember first' else None
     monitor = Monitor(run, {p: every_quantity for p in ('conv', 'fc1')})
@@ -131,7 +131,7 @@ def test_values_are_those_of_numpy(how):
             assert math.isnan(v['GradSNR']) # of one step
 
 
-def test_training_is_the_same_to_the_last_bit():
+def test_monitor_does_not_change_training():
     plain,watched = made(),made()
     a = train(plain)
     monitor = Monitor(watched, {'Conv2d': every_quantity, 'Linear': every_quantity, 'bn': ['MeanTID', 'VarTID']})
@@ -169,26 +169,26 @@ def test_signal_to_noise_over_a_window():
 @pytest.mark.parametrize('spelling', ['bn', 'BatchNorm2d', nn.BatchNorm2d, 'b*'])
 @pytest.mark.parametrize('what', ['MeanTID', ['MeanTID'], ['MeanTID', 'linear(0, 0)'], MeanTID, [MeanTID, 'linear(1,0)'], [MeanTID, every(1)],
     (MeanTID, linear())])
-def test_spellings(spelling, what):
+def test_ways_to_write_a_configuration(spelling, what):
     model = made()
     monitor = Monitor(model, {spelling: [what]})
     train(model, monitor, 2)
     assert list(monitor.get_output()['bn']['MeanTID'])==[0, 1]
 
 
-def test_what_is_asked_for_by_path_goes_before_what_is_asked_for_by_kind():
+def test_path_takes_precedence_over_class():
     monitor = Monitor(made(), {nn.Linear: [['WeightNorm', 3], 'InputStd'], 'fc1': [['WeightNorm', at(1)]]})
     train(monitor.model, monitor)
     got = monitor.get_output()
     assert list(got['fc1']['WeightNorm'])==[1] and list(got['fc2']['WeightNorm'])==[0, 3] and len(got['fc1']['InputStd'])==6
 
 
-def test_wrappers_are_looked_through():
+def test_wrapped_models():
     model = made()
     assert [*Monitor(torch.compile(model, backend='aot_eager'), {'_orig_mod.fc1': ['WeightNorm'], 'module.fc2': ['WeightNorm']}).parse_quantity]==['fc1', 'fc2']
 
 
-# ---- quantities that were written for Taiyi
+# ---- quantities written for Taiyi
 
 class OldMaxEig(SingleStepQuantity):
     def _compute(self, global_step):
@@ -255,7 +255,7 @@ def test_quantities_written_for_taiyi(compiled):
     assert all(isinstance(v, float) for v in got['OldOwnExtension'].values())
 
 
-def test_by_hand_with_hooks_of_torch():
+def test_quantities_without_a_monitor():
     bn = nn.BatchNorm1d(3)
     q,x = MeanTID(bn, linear(2, 0)),torch.randn(4, 3, 5)
     for hook in q.forward_extensions(): bn.register_forward_hook(hook)
@@ -267,7 +267,7 @@ def test_by_hand_with_hooks_of_torch():
     np.testing.assert_allclose(q.get_output()[2], gap, rtol=.3)
 
 
-# ---- quantities of one's own
+# ---- quantities of users
 
 @quantity
 def Both(input, output_grad): return (input.mean()*0+output_grad.norm()).reshape(())
@@ -279,7 +279,7 @@ def Top(input_eigs): return input_eigs[:2]
 def Named(weight, module, step): return weight.norm()*0+step+len(list(module.children()))
 
 
-def test_functions():
+def test_quantities_as_functions():
     model = made()
     monitor = Monitor(model, {'conv': ['Both', 'Top', Named]})
     train(model, monitor, 3)
@@ -287,17 +287,17 @@ def test_functions():
     assert got['Named']=={0: 0., 1: 1., 2: 2.} and got['Top'][0].shape==(2,) and all(v>0 for v in got['Both'].values())
 
 
-def test_only_what_is_asked_for_is_caught():
+def test_only_needed_tensors_are_captured():
     model = made()
     monitor = Monitor(model, {'fc1': ['WeightNorm'], 'fc2': [['InputStd', at(2)]]})
     assert '_torchember' not in model.fc1.__dict__ and '_torchember' in model.fc2.__dict__
     kept = []
     watch = next(w for w in monitor.watches if w.track.path=='fc2')
-    train(model, monitor, seen=None, run=lambda x: (model(x), kept.append(len(watch.caught.reduced)))[0])
-    assert kept==[1, 1, 1, 0, 0, 0] # of the first two steps it cannot be known whether they are due
+    train(model, monitor, seen=None, run=lambda x: (model(x), kept.append(len(watch.captured.reduced)))[0])
+    assert kept==[1, 1, 1, 0, 0, 0] # the first two steps cannot be predicted
 
 
-def test_a_value_that_was_overwritten_is_not_invented():
+def test_overwritten_tensor_has_no_value():
     class Spoil(nn.Module):
         def __init__(self): super().__init__(); self.fc = nn.Linear(3, 3)
         def forward(self, x): return self.fc(x).mul_(0.)
@@ -306,7 +306,7 @@ def test_a_value_that_was_overwritten_is_not_invented():
         def forward_extensions(self): return [ForwardOutputExtension()]
     model,x = Spoil(),torch.randn(5, 3)
     monitor = Monitor(model, {'fc': [Late, 'LinearDeadNeuronNum']})
-    with pytest.warns(EmberWarning, match='written into, in place'):
+    with pytest.warns(EmberWarning, match='changed in place'):
         for step in range(3):
             model(x)
             monitor.track(step)
@@ -329,10 +329,10 @@ def test_numbers_of_steps(steps):
     assert list(got['InputStd'])==list(steps) and list(got['OutputGradSndNorm'])==[s for s in steps if s%2==0]
 
 
-def test_steps_without_a_rule_lose_little():
+def test_irregular_steps_lose_few_values():
     model,steps = made(),[0, 1, 10, 11, 20, 21, 30, 31, 40, 41, 50, 51, 60, 61]
     monitor = Monitor(model, {'fc1': [['InputStd', 10]]})
-    with pytest.warns(EmberWarning, match='not expected'):
+    with pytest.warns(EmberWarning, match='another step was expected'):
         for (x,_),step in zip(batches(len(steps), 4), steps, strict=True):
             model(x)
             monitor.track(step)
@@ -358,8 +358,8 @@ def test_micro_batches_and_evaluations():
     assert list(monitor.get_output()['fc1']['InputStd'])==[0, 2, 4, 6]
 
 
-def test_a_pass_in_eval_mode_before_that_of_training_is_no_micro_batch():
-    "An attack, with gradients: the step is of what was trained on"
+def test_eval_pass_before_training_pass_is_not_a_micro_batch():
+    "An adversarial attack computes gradients in eval() mode. The training pass counts."
     model,want = nn.Linear(3, 2),{}
     opt,m = torch.optim.SGD(model.parameters(), lr=.1),Monitor(model, {'': ['InputStd']})
     for step in (0, 10, 20, 30):
@@ -377,7 +377,7 @@ def test_a_pass_in_eval_mode_before_that_of_training_is_no_micro_batch():
     assert [float(v) for v in m.get_output()['']['InputStd'].values()]==pytest.approx(list(want.values()), rel=1e-5)
 
 
-def test_a_part_of_the_model_is_called_by_itself():
+def test_call_of_a_submodule():
     model = made()
     monitor = Monitor(model, {'fc2': ['InputStd', 'OutputGradSndNorm']})
     for step in range(3):
@@ -407,7 +407,7 @@ def test_activation_checkpointing(reentrant):
         for q in config[path]: np.testing.assert_allclose(a[path][q][0], b[path][q][0], rtol=1e-5)
 
 
-def test_a_module_that_is_called_several_times():
+def test_module_called_several_times():
     class Twice(nn.Module):
         def __init__(self): super().__init__(); self.fc = nn.Linear(4, 4)
         def forward(self, x): return self.fc(self.fc(x))
@@ -415,15 +415,15 @@ def test_a_module_that_is_called_several_times():
     monitor = Monitor(model, {'fc': ['InputStd', 'OutputGradSndNorm']})
     (model(x)*3).sum().backward()
     monitor.track(0)
-    got = monitor.get_output()['fc'] # of the last call
+    got = monitor.get_output()['fc'] # number of the last call
     np.testing.assert_allclose(got['InputStd'][0], model.fc(x).std().item(), rtol=1e-5)
     np.testing.assert_allclose(got['OutputGradSndNorm'][0], 3*math.sqrt(24), rtol=1e-6)
     assert monitor.t.df.call.tolist()==[1, 1]
 
 
-# ---- the log, and memory
+# ---- log and memory
 
-def test_rows_are_in_the_log_also_beside_an_ember():
+def test_rows_in_the_run_of_an_ember():
     model = made()
     te = torchEmber(model, every=2)
     monitor = Monitor(model, {'conv': ['InputMean', 'InputCovMaxEig'], 'bn': ['MeanTID']})
@@ -438,13 +438,13 @@ def test_rows_are_in_the_log_also_beside_an_ember():
     assert df[df['mean'].notna()].step.unique().tolist()==[0, 2, 4]
 
 
-def test_output_is_there_when_memory_has_let_it_go():
+def test_output_reads_dropped_values_from_the_log():
     from torchember.monitor.monitor import QuantityValues
     model = made()
     monitor = Monitor(model, {'conv': ['InputMean', 'InputStd']})
-    monitor.outputs.most = 100
+    monitor.outputs.most_numbers = 100
     train(model, monitor)
-    assert monitor.outputs.elsewhere
+    assert monitor.outputs.in_log
     a = monitor.get_output()['conv']
     other = Monitor(made(), {'conv': ['InputMean', 'InputStd']})
     train(other.model, other)
@@ -481,8 +481,8 @@ print(after-before, more-tensors)
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists('/proc/self/status'), reason='needs /proc')
-def test_memory_is_flat(tmp_path):
-    "In a process of its own: 1500 batches would be 98 MB"
+def test_memory_does_not_grow(tmp_path):
+    "Run a new process. 1500 kept batches would be 98 MB."
     done = programs.run(flat, TORCHEMBER_HOME=tmp_path)
     assert done.returncode==0, done.stderr[-2000:]
     grown,tensors = map(int, done.stdout.split())
@@ -501,7 +501,7 @@ def test_copies_and_pickles_are_plain_models():
     assert not any('torchember' in k for mod in model.modules() for k in mod.__dict__)
 
 
-def test_a_monitor_that_is_let_go_of_leaves_nothing():
+def test_deleted_monitor_leaves_nothing():
     model = made()
     monitor = Monitor(model, {'conv': every_quantity})
     train(model, monitor, 1)
@@ -518,48 +518,48 @@ def test_two_monitors_on_one_model():
     assert a.get_output()['conv']==b.get_output()['conv'] and len(b.get_output()['fc1']['InputMean'])==6
 
 
-# ---- trouble
+# ---- errors
 
-def test_a_quantity_that_fails_takes_nothing_along():
+def test_failing_quantity_does_not_affect_others():
     class Fails(SingleStepQuantity):
         def _compute(self, global_step): raise RuntimeError('my own mistake')
     class Odd(SingleStepQuantity):
         def _compute(self, global_step): return 'a string'
     model = made()
     monitor = Monitor(model, {'fc1': [Fails, 'WeightNorm', Odd]})
-    with pytest.warns(EmberWarning) as said: train(model, monitor)
-    assert len(said)==2 and 'my own mistake' in str(said[0].message) and 'got a str' in str(said[1].message)
+    with pytest.warns(EmberWarning) as warned: train(model, monitor)
+    assert len(warned)==2 and 'my own mistake' in str(warned[0].message) and 'got a str' in str(warned[1].message)
     got = monitor.get_output()['fc1']
     assert all(math.isnan(v) for v in got['Fails'].values()) and len(got['WeightNorm'])==6 and not any(map(math.isnan, got['WeightNorm'].values()))
     assert all('my own mistake' in e and 'got a str' in e for e in monitor.t.df.error)
     with pytest.raises(RuntimeError, match='my own mistake'): train(made(), Monitor(model, {'fc1': [Fails]}, on_error='raise'), 1)
 
 
-@pytest.mark.parametrize('config, says', [({'fc3': ['WeightNorm']}, "Did you mean 'fc"), ({'fc1': ['WieghtNorm']}, "Did you mean 'WeightNorm'"),
+@pytest.mark.parametrize('config, message', [({'fc3': ['WeightNorm']}, "Did you mean 'fc"), ({'fc1': ['WieghtNorm']}, "Did you mean 'WeightNorm'"),
     ({'relu': ['WeightNorm']}, 'it has no weight'), ({'bn': ['WeightEffectiveRank']}, 'is a vector'), ({'conv': ['MeanTID']}, 'it has no running_mean'),
-    ({'relu': ['SaturatedUnits']}, 'bounds'), ({'fc1': [['WeightNorm', 'lineer(5, 2)']]}, "WeightNorm of 'fc1': cannot read the schedule"),
+    ({'relu': ['SaturatedUnits']}, 'not a bounded activation'), ({'fc1': [['WeightNorm', 'lineer(5, 2)']]}, "WeightNorm of 'fc1': cannot read the schedule"),
     ({'fc1': [['WeightNorm', 'linear(5, 2)', 3]]}, r'\[name, schedule\]'), ({'fc1': [lambda input: 0]}, 'A lambda has no name'),
     ({'fc1': [nn.Linear]}, 'got the class Linear'), ({nn.Conv3d: ['WeightNorm']}, 'No module matches')])
-def test_mistakes_are_sentences(config, says):
+def test_errors_of_configurations(config, message):
     model = made()
-    with pytest.raises((ValueError, TypeError), match=says): Monitor(model, config)
+    with pytest.raises((ValueError, TypeError), match=message): Monitor(model, config)
     assert not any('torchember' in k for mod in model.modules() for k in mod.__dict__)
 
 
-def test_track_of_no_number():
+def test_track_refuses_other_values_than_numbers():
     with pytest.raises(TypeError, match='number of the step'): Monitor(made(), {}).track('one')
     monitor = Monitor(made(), {'fc1': ['WeightNorm']})
     for s in (np.int64(0), torch.tensor(1), 2.): monitor.track(s)
     assert list(monitor.get_output()['fc1']['WeightNorm'])==[0, 1, 2]
 
 
-def test_one_sample_and_gradients_that_do_not_come():
+def test_one_sample_and_missing_gradients():
     model = made().eval()
     monitor = Monitor(model, {'fc1': ['InputCovMaxEig'], 'fc2': ['OutputGradSndNorm']})
-    with pytest.warns(EmberWarning) as said:
+    with pytest.warns(EmberWarning) as warned:
         with torch.no_grad(): model(torch.randn(1, 3, 6, 6))
         monitor.track(0)
-    assert any('over samples, got 1' in str(w.message) for w in said) and any('no gradient' in str(w.message) for w in said)
+    assert any('over samples, got 1' in str(w.message) for w in warned) and any('no gradient' in str(w.message) for w in warned)
     assert math.isnan(monitor.get_output()['fc1']['InputCovMaxEig'][0]) and not monitor.get_output()['fc2']['OutputGradSndNorm']
 
 
@@ -570,7 +570,7 @@ def test_disabled(monkeypatch):
     assert monitor.get_output()=={'fc1': {'WeightNorm': {}}}
 
 
-def test_a_killed_training_keeps_its_rows(tmp_path):
+def test_killed_process_keeps_its_rows(tmp_path):
     code = '''
 import os, signal, torch
 from torch import nn
@@ -588,7 +588,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert df[df.WeightNorm.notna()].step.tolist()==list(range(50))
 
 
-def test_the_room_of_quantities_names_what_it_has():
+def test_package_lists_its_quantities():
     from torchember import monitor
     assert monitor.InputMean is InputMean
     with pytest.raises(AttributeError): monitor.Nothing # noqa: B018
@@ -596,7 +596,7 @@ def test_the_room_of_quantities_names_what_it_has():
 
 
 @pytest.mark.parametrize('how', ['scaler', 'unscaled by hand', 'of the ember'])
-def test_gradients_are_those_before_a_scaler_multiplied(how):
+def test_gradients_are_unscaled(how):
     quantities = ['OutputGradSndNorm', 'WeightGradNorm', Both]
     plain,scaled = made(),made()
     monitors = [Monitor(plain, {'fc1': quantities})]
@@ -620,7 +620,7 @@ def alone(step, model, opt, x, y):
     opt.zero_grad()
     F.cross_entropy(model.fc2(F.relu(model.fc1(model.bn(model.conv(x)).flatten(1)))), y).backward() # the root's forward is not called
 
-def test_a_model_whose_root_is_never_called_and_that_is_validated():
+def test_root_is_never_called_and_model_is_validated():
     model = made()
     opt = torch.optim.SGD(model.parameters(), lr=.05)
     monitor = Monitor(model, {'fc1': ['InputStd', ['OutputGradSndNorm', 3]], 'conv': ['InputStd']})
@@ -643,7 +643,7 @@ def test_a_model_whose_root_is_never_called_and_that_is_validated():
 @pytest.mark.parametrize('compiled', [False, True])
 @pytest.mark.parametrize('mode', ['train', 'eval'])
 @pytest.mark.parametrize('alone', [False, True])
-def test_a_pass_without_gradients_between_forward_and_backward(compiled, mode, alone):
+def test_pass_without_gradients_between_forward_and_backward(compiled, mode, alone):
     if compiled and alone: pytest.skip('its parts are called by name')
     model,seen = made(),[]
     run = torch.compile(model, backend='aot_eager') if compiled else model
@@ -670,7 +670,7 @@ def test_a_pass_without_gradients_between_forward_and_backward(compiled, mode, a
     if not compiled: np.testing.assert_allclose([(got['InputStd'][s], got['OutputGradSndNorm'][s]) for s in range(8)], seen, rtol=1e-5)
 
 
-def test_trained_by_parts_validated_as_a_whole():
+def test_training_of_parts_and_validation_of_the_whole():
     model = made()
     monitor = Monitor(model, {'fc1': ['InputStd', 'OutputGradSndNorm'], 'bn': ['InputStd']})
     opt = torch.optim.SGD(model.parameters(), lr=.05)
@@ -687,7 +687,7 @@ def test_trained_by_parts_validated_as_a_whole():
     assert [list(v) for m in got.values() for v in m.values()]==[list(range(8))]*3 and max(got['bn']['InputStd'].values())<5
 
 
-def test_passes_that_raise_and_those_inside_vmap_do_not_count():
+def test_failed_passes_and_vmap_do_not_count():
     model,(x,y) = made(),batches(1)[0]
     monitor = Monitor(model, {'conv': ['InputStd'], 'fc1': ['InputStd']})
     for step in range(4):
@@ -695,28 +695,28 @@ def test_passes_that_raise_and_those_inside_vmap_do_not_count():
         if step==1:
             with pytest.raises(RuntimeError): model(torch.randn(4, 3, 9, 9)) # fc1 cannot
         if step==2: torch.vmap(lambda x: model.conv(x[None]))(x)
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter('always')
             monitor.track(step)
-        if step==1: assert len(said)==2 and all('raised an error' in str(w.message) for w in said)
+        if step==1: assert len(warned)==2 and all('raised an error' in str(w.message) for w in warned)
     got = monitor.get_output()
     assert [list(m['InputStd']) for m in got.values()]==[[0, 2, 3]]*2
     np.testing.assert_allclose(got['conv']['InputStd'][2], x.std(), rtol=1e-5)
 
 
-def test_tracked_once_an_epoch():
+def test_track_once_per_epoch():
     model = nn.Linear(3, 3)
     monitor = Monitor(model, {'': ['InputMean']})
-    monitor.passes.expected.patience = 20
+    monitor.passes.predictor.patience = 20
     for epoch in range(4):
         for _ in range(100): x = torch.randn(8, 3); model(x).sum().backward()
         with warnings.catch_warnings(): warnings.simplefilter('ignore', EmberWarning); monitor.track(epoch)
         values = monitor.get_output()[''].get('InputMean', {})
         if epoch in values: np.testing.assert_allclose(values[epoch], x.mean(0), rtol=1e-5)
-    assert {2, 3}<=set(values) and 0 not in values # of the first epoch nobody knew how long it would be
+    assert {2, 3}<=set(values) and 0 not in values # the length of the first epoch is unknown
 
 
-def test_trained_in_eval_mode_from_some_step_on():
+def test_training_switches_to_eval_mode():
     model = made()
     monitor = Monitor(model, {'fc1': ['InputStd', 'OutputGradSndNorm']})
     for step,(x,y) in enumerate(batches(6)):
@@ -727,7 +727,7 @@ def test_trained_in_eval_mode_from_some_step_on():
 
 
 @pytest.mark.parametrize('parametrize', [nn.utils.parametrizations.spectral_norm, nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.orthogonal])
-def test_parametrized_weights_are_read_and_not_moved(parametrize):
+def test_reading_does_not_change_parametrizations(parametrize):
     plain,watched = made(),made()
     for m in plain,watched:
         torch.manual_seed(1)
@@ -738,7 +738,7 @@ def test_parametrized_weights_are_read_and_not_moved(parametrize):
     with pytest.raises(ValueError, match='computed by a parametrization'): Monitor(watched, {'fc1': ['WeightGradNorm']})
 
 
-def test_what_is_written_into_is_said():
+def test_quantity_that_changes_a_tensor_is_reported():
     class Centres(SingleStepQuantity):
         def _compute(self, global_step): return self._module.input.sub_(self._module.input.mean()).norm()
         def forward_extensions(self): return [ForwardInputExtension()]
@@ -748,7 +748,7 @@ def test_what_is_written_into_is_said():
     with pytest.warns(EmberWarning, match='changed a tensor in place'): monitor.track(0)
 
 
-def test_values_that_are_no_numbers():
+def test_invalid_values_of_quantities():
     @quantity
     def Wave(input): return torch.fft.rfft(input.flatten()[:8])
     monitor = Monitor(made(), {'conv': ['Wave', 'InputStd']})
@@ -758,7 +758,7 @@ def test_values_that_are_no_numbers():
         with pytest.raises((ValueError, TypeError)): Monitor(made(), bad)
 
 
-def test_a_layer_that_is_cut():
+def test_layer_with_a_new_size():
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     monitor = Monitor(model, {'0': [[q, 'linear(4, 3)'] for q in ('UnitActivity', 'GradSNR', 'UpdateEffectiveRank', 'WeightParamJump')]})
     with warnings.catch_warnings():
@@ -777,7 +777,7 @@ def cut(model):
     b.weight,b.in_features = nn.Parameter(b.weight[:, :6].detach()),6
 
 
-def test_a_run_goes_on():
+def test_resume():
     for resume in (False, True):
         monitor = Monitor(made(), {'fc1': ['WeightNorm']}, name='again', resume=resume)
         for step in range(3): monitor.track(step+3*resume)
@@ -785,7 +785,7 @@ def test_a_run_goes_on():
     assert read('again').step.tolist()==list(range(6))
 
 
-def test_it_is_drawn_without_saying_of_which_tensor():
+def test_plot_without_a_tensor_type():
     import matplotlib.pyplot as plt
 
     from torchember import scalar_line
@@ -799,15 +799,15 @@ def test_it_is_drawn_without_saying_of_which_tensor():
 
 @pytest.mark.slow
 def test_two_processes(tmp_path):
-    "DDP, compiled or not, and FSDP2: activations are each rank's own, weights and their gradients are those of the whole, and the same in all"
+    "DDP, compiled or not, and FSDP2. Activations belong to one rank. Weights and gradients are those of the whole model, on all ranks."
     here = Path(__file__).parent
     programs.ranks(here/'monitored.py', tmp_path, TORCHEMBER_HOME=tmp_path)
     a,b = (json.loads((tmp_path/f'{k}.json').read_text()) for k in range(2))
     for how in a:
-        for k,said in enumerate((a[how], b[how])):
-            assert said['run'].endswith(f'.rank{k}') and said['rows']==[[k, step] for step in range(4)]
-            assert list(said['output']['1']['MeanTID'])==['1', '3']
-            for path,quantities in said['output'].items():
+        for k,result in enumerate((a[how], b[how])):
+            assert result['run'].endswith(f'.rank{k}') and result['rows']==[[k, step] for step in range(4)]
+            assert list(result['output']['1']['MeanTID'])==['1', '3']
+            for path,quantities in result['output'].items():
                 for q,values in quantities.items():
                     if how=='fsdp' and q=='MeanTID': continue # DDP gives all ranks the running statistics of the first
                     np.testing.assert_allclose(list(values.values()), list((a, b)[k]['ddp']['output'][path][q].values()), rtol=2e-5, err_msg=f'{how} {q}')
@@ -815,8 +815,8 @@ def test_two_processes(tmp_path):
         assert a[how]['output']['0']['InputStd']!=b[how]['output']['0']['InputStd']
 
 
-def test_a_call_that_can_be_trained_with_goes_before_others_of_its_step(tmp_path):
-    "Parts that are called by themselves, before and after with no gradients: the value, and the number of the call"
+def test_training_call_takes_precedence_in_its_step(tmp_path):
+    "Submodules are called alone, and without gradients before and after. Check the value and the number of the call."
     def Seen(input): return input.mean()
     model = nn.Sequential(nn.Linear(2, 2))
     with Monitor(model, {'0': [Seen]}, name='alone', home=tmp_path) as monitor:
@@ -830,7 +830,7 @@ def test_a_call_that_can_be_trained_with_goes_before_others_of_its_step(tmp_path
     assert df[['step', 'call', 'ttype', 'tname', 'Seen']].values.tolist()==[[s, 0, 'input', 'input', 2.+s] for s in range(3)]
 
 
-def test_a_pass_that_raised_explains_its_own_step_alone(tmp_path):
+def test_failed_pass_explains_only_its_own_step(tmp_path):
     def Seen(input): return input.mean()
     class Net(nn.Module):
         def __init__(self):
@@ -845,15 +845,15 @@ def test_a_pass_that_raised_explains_its_own_step_alone(tmp_path):
         with pytest.raises(KeyError): model(torch.ones(1, 2), 'raise')
         with pytest.raises(AttributeError, match="the last pass that called 'a' raised an error"): monitor.track(0)
         model(torch.ones(1, 2), 'without a').sum().backward()
-        with pytest.raises(AttributeError, match="'a' was not called since the last step|this step was not expected"): monitor.track(1)
+        with pytest.raises(AttributeError, match="no call of 'a' was seen since the last tracked step|another step was expected"): monitor.track(1)
         model(torch.full((1, 2), 5.), 'with').sum().backward()
         monitor.track(2)
     assert monitor.output['a']['Seen']=={2: 5.}
 
 
 @pytest.mark.parametrize('how', ['eager', 'compiled'])
-def test_a_gradient_is_that_of_the_last_call_of_a_pass(how, tmp_path):
-    "A layer that is called twice: by hand its gradients are 1 and, of the first call, 6"
+def test_gradient_of_the_last_call(how, tmp_path):
+    "A layer is called twice. By hand, its gradients are 1, and 6 for the first call."
     def Slope(output_grad): return output_grad.mean()
     class Twice(nn.Module):
         def __init__(self):
@@ -871,7 +871,7 @@ def test_a_gradient_is_that_of_the_last_call_of_a_pass(how, tmp_path):
     assert read('twice', home=tmp_path)[['step', 'call', 'Slope']].values.tolist()==[[s, 1, 1.] for s in range(3)]
 
 
-def test_hooks_on_what_a_user_has_made_are_taken_away_after_each_step(tmp_path):
+def test_hooks_on_leaf_tensors_are_removed_after_each_step(tmp_path):
     def Slope(input_grad): return input_grad.mean()
     model,x = nn.Sequential(nn.Linear(2, 2)),torch.ones(1, 2, requires_grad=True)
     with Monitor(model, {'0': [Slope]}, home=tmp_path) as monitor:
@@ -883,7 +883,7 @@ def test_hooks_on_what_a_user_has_made_are_taken_away_after_each_step(tmp_path):
     assert list(monitor.output['0']['Slope'])==[0, 1, 2]
 
 
-def test_two_quantities_of_a_tensor_that_fail_are_both_in_its_row(tmp_path):
+def test_row_has_the_errors_of_two_quantities(tmp_path):
     def First(input): raise ValueError('one')
     def Second(input): raise KeyError('two')
     model = nn.Sequential(nn.Linear(2, 2))

@@ -1,4 +1,4 @@
-"Extensions of one's own: what a quantity sees by them is of the step that is tracked, forward and backward, whoever else asks"
+"Extensions of users: quantities read the tensors of the tracked step, forward and backward"
 import json
 
 import numpy as np
@@ -14,7 +14,7 @@ class OutputSum(Extension):
     def __init__(self): self._name = 'mine'
     def _default(self, module, input, output): return output.sum()
 
-class GradSum(Extension): # as it is written where there is no `backward = True`: the method that names it says that it is of gradients
+class GradSum(Extension): # without `backward = True`: backward_extensions returns it
     def __init__(self): self._name = 'mine_back'
     def _default(self, module, grad_input, grad_output): return torch.stack([grad_input[0].sum(), grad_output[0].sum()])
 
@@ -38,7 +38,7 @@ class Window(MultiStepQuantity):
 
 
 def steps_of(model, config, n=6, run=None):
-    "What a monitor says, and for each step the sums of the output and of the gradient of the input"
+    "Return the output of a monitor, and the sums of output and input gradient for each step."
     monitor,seen = Monitor(model, config),[]
     for step in range(n):
         x = torch.full((2, 3), 1.+step, requires_grad=True)
@@ -50,7 +50,7 @@ def steps_of(model, config, n=6, run=None):
 
 
 @pytest.mark.parametrize('compiled', [False, True])
-def test_each_step_is_computed_anew_in_both_directions(compiled):
+def test_values_of_each_step_forward_and_backward(compiled):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3))
     run = torch.compile(model, backend='aot_eager', fullgraph=True) if compiled else None
@@ -86,7 +86,7 @@ class Thrice(Mine):
     def forward_extensions(self): return [Scaled(3)]
 
 
-def test_of_two_extensions_with_one_name_each_quantity_sees_its_own():
+def test_two_extensions_with_one_name():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3))
     monitor,seen = steps_of(model, {'0': [Mine, Highest, Twice, Thrice]}, 3)
@@ -108,7 +108,7 @@ class Asks(Mine):
 class AsksToo(Asks): pass
 
 
-def test_what_several_quantities_ask_for_is_computed_once_a_step():
+def test_equal_extensions_run_once_per_step():
     Counted.calls,model = 0,nn.Sequential(nn.Linear(3, 3))
     steps_of(model, {'0': [Asks, AsksToo]}, 4)
     assert Counted.calls==4
@@ -127,7 +127,7 @@ class BuiltIn(SingleStepQuantity):
     def forward_extensions(self): return [ForwardOutputExtension()]
 
 
-def test_an_extension_is_given_a_tuple_where_the_module_returns_one():
+def test_extension_receives_a_tuple_output():
     torch.manual_seed(0)
     model = nn.ModuleDict({'lstm': nn.LSTM(3, 4, batch_first=True)})
     monitor = Monitor(model, {'lstm': [HiddenNorm, BuiltIn]})
@@ -139,16 +139,16 @@ def test_an_extension_is_given_a_tuple_where_the_module_returns_one():
         np.testing.assert_allclose([got[q][step] for q in ('HiddenNorm', 'BuiltIn')], [y.norm().item()]*2, rtol=1e-6)
 
 
-def test_what_is_not_there_is_said_and_not_taken_from_an_earlier_step():
+def test_missing_tensor_is_not_taken_from_an_earlier_step():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     monitor = Monitor(model, {'1': [Mine]}, on_error='raise')
     model(torch.ones(2, 3)).sum().backward()
     monitor.track(0)
-    model[0](torch.ones(2, 3)).sum().backward() # the watched layer is not called
+    model[0](torch.ones(2, 3)).sum().backward() # the layer of the quantity is not called
     with pytest.raises(AttributeError, match='mine'): monitor.track(1)
 
 
-def test_by_hand_the_last_call_counts():
+def test_last_call_counts_without_a_monitor():
     layer = nn.Linear(3, 3)
     q = Mine(layer)
     layer.register_forward_hook(OutputSum())
@@ -163,18 +163,18 @@ class Nested(SingleStepQuantity):
 
 
 @pytest.mark.parametrize('most', [4_000_000, 50]) # of the few, the older ones come from the log
-def test_numbers_come_as_numpy_has_them_where_a_script_asks_for_their_size(most, monkeypatch):
-    monkeypatch.setattr('torchember.monitor.monitor.QuantityValues.most', most)
+def test_numbers_are_numpy_scalars(most, monkeypatch):
+    monkeypatch.setattr('torchember.monitor.monitor.QuantityValues.most_numbers', most)
     monitor,seen = steps_of(nn.Sequential(nn.Linear(3, 3)), {'0': [Mine, 'InputMean', 'WeightNorm']})
     got = monitor.get_output()['0']
     assert [list(got[q]) for q in ('Mine', 'InputMean', 'WeightNorm')]==[list(range(6))]*3
-    for v in (*got['Mine'].values(), *got['WeightNorm'].values()): # as a 0-d array, and as a number
+    for v in (*got['Mine'].values(), *got['WeightNorm'].values()): # 0-d array, and number
         assert (v.size, v.shape, v.ndim, v.dtype.kind)==(1, (), 0, 'f') and v.item()==v and isinstance(v, float) and json.loads(json.dumps(v))==v
     assert all(v.shape==(3,) for v in got['InputMean'].values()) and pd.DataFrame({'mine': got['Mine']}).dtypes['mine']=='float64'
     np.testing.assert_allclose([v.item() for v in got['Mine'].values()], [y for y,_ in seen], rtol=1e-5)
 
 
-def test_numbers_inside_of_a_value_come_as_numpy_has_them_too():
+def test_numbers_inside_values_are_numpy_scalars():
     monitor,seen = steps_of(nn.Sequential(nn.Linear(3, 3)), {'0': [Nested]}, 2)
     for step,v in monitor.get_output()['0']['Nested'].items():
         np.testing.assert_allclose([v['sum'].item(), v['both'][0].item(), v['given'].item()], [seen[step][0]]*2+[3], rtol=1e-5)

@@ -1,4 +1,4 @@
-"Rows of quantities in a log, vectors among them, beside those of an ember: pictures of what the ember recorded are as they were without"
+"Rows of quantities in a log, also vectors, do not change plots of an ember's rows"
 import json
 
 import matplotlib.pyplot as plt
@@ -37,7 +37,7 @@ vectors = {'InputMean': [.1, .2, .3], 'UnitActivity': [0., .5, 1.]}
 
 
 def quantities(t, step, i):
-    "Rows as a Monitor has them: of a tensor that the ember has and in its name, in another name, of a layer and a type that it has not, and of its weights"
+    "Return rows of a Monitor: for tensors that the ember also records, with equal and other names, and for tensors that it does not record."
     row = {'module': 'model(Sequential).0(Linear)', 'ts': t.ts, 'ttype': 'output', 'tname': 'output_0', 'step': step, 'call': 0, 'dtype': 'float32'}
     some = {'InputStd': 1.+i, **vectors}
     t + {**some, **row} # noqa: B018
@@ -51,7 +51,7 @@ def quantities(t, step, i):
 
 @pytest.fixture(scope='module', params=[None, 5])
 def logs(request, tmp_path_factory):
-    "An ember's log, and the same with rows of quantities at some of its steps and at others; with something not finite, or all finite"
+    "Return an ember's log, and the same log with rows of quantities at these and other steps. One has values that are not finite."
     home,other = (tmp_path_factory.mktemp(n) for n in ('alone', 'both'))
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
@@ -68,7 +68,7 @@ def logs(request, tmp_path_factory):
         is_last = row['tname']=='log' and not row.get('skipped') # the loss is the last row of a step; a refused batch belongs to the step before
         if is_last and row['step']%3==0: quantities(both, row['step'], row['step']) # before the last row
         both.logging(line)
-        if is_last and row['step']%2==0: quantities(both, row['step'], row['step']) # and after it
+        if is_last and row['step']%2==0: quantities(both, row['step'], row['step']) # after the last row
     for step in 11,14: quantities(both, step, step)
     both.barrier()
     return alone, both
@@ -76,7 +76,7 @@ def logs(request, tmp_path_factory):
 
 @pytest.fixture(params=['msgspec', 'no msgspec'])
 def reader(request, monkeypatch):
-    "How logs are read, in small blocks"
+    "Read logs in small blocks, with each reader."
     if request.param=='msgspec': pytest.importorskip('msgspec')
     else: monkeypatch.setattr(columns, 'msgspec', lambda: None)
     monkeypatch.setattr(lines.line_blocks, '__defaults__', (b'', None, 1000))

@@ -1,4 +1,4 @@
-"Rules of a Monitor: each value of each step by hand, of two models that are trained in turns, on schedules of their own"
+"Values of a Monitor for each step, computed by hand, for two models with their own schedules"
 import math
 
 import numpy as np
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from torchember import Monitor, at
-from torchember.monitor.watching import ExpectedStep, rank_of
+from torchember.monitor.watching import StepPredictor, pass_rank
 
 config = {'0': [['InputStd', 2], 'WeightNorm', ['WeightGradNorm', at(1, 6, 9)], ['WeightParamJump', 3], ['GradSNR', 4], ['UpdateEffectiveRank', 2]],
     '1': [['MeanTID', 3], ['VarTID', 2], 'OutputGradSndNorm'], '2': [['UnitActivity', 4], ['LinearDeadNeuronNum', 3]],
@@ -19,7 +19,7 @@ def due(when, s): return s in (1, 6, 9) if callable(when) else s%when==0
 
 
 class Training:
-    "A model, its Monitor, and what flowed at each step by hooks of torch"
+    "A model with a Monitor, and its tensors of each step, captured by torch's hooks."
     def __init__(self, seed, home, passes, first, stride):
         torch.manual_seed(seed)
         self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
@@ -46,7 +46,7 @@ class Training:
         self.model.train()
 
     def value(self, k, name, n, window):
-        "Of module `k` at the n-th step; `window`: the steps since it was last due, this one among them"
+        "Compute a quantity of module `k` at the n-th step. `window` has the steps since the last due step, and this one."
         x = lambda t, i=n: self.seen[i][k, t]
         mean,var = self.seen[n]['mean'],self.seen[n]['var']
         if name=='InputStd': return x('input').std(ddof=1)
@@ -63,13 +63,13 @@ class Training:
         if name=='GradSNR':
             g = np.array([x('weight_grad', i) for i in window])
             return np.linalg.norm(g.mean(0))/math.sqrt(g.var(0, ddof=1).sum()) if len(g)>1 else math.nan
-        if window[0]==0: return None # of what has become of a weight, at the first step
+        if window[0]==0: return None # the change of a weight, at the first step
         p = np.linalg.svd(x('weight')-x('weight', window[0]-1), compute_uv=False)
         p = p[p>1e-9]/p.sum()
         return math.exp(-(p*np.log(p)).sum())
 
     def want(self):
-        "(step, path, ttype) -> values"
+        "Return the expected values: (step, path, ttype) -> quantity -> value."
         out = {}
         for k,asked in config.items():
             for name,when in ((a, 1) if isinstance(a, str) else a for a in asked):
@@ -88,8 +88,8 @@ class Training:
 def near(v): return pytest.approx(v, rel=2e-4, abs=1e-6, nan_ok=True)
 
 
-def test_each_value_of_each_step(tmp_path):
-    "Of two models in turns, one with two passes a step, both evaluated: each is due on its own schedule, of its own step, module and window"
+def test_values_of_each_step(tmp_path):
+    "Train two models in turns, one with two passes per step. Both are evaluated. Check each value of each step."
     both = [Training(1, tmp_path, 1, 0, 1), Training(2, tmp_path, 2, 6, 3)]
     for i in range(7):
         for t in both: t.step(i)
@@ -112,29 +112,29 @@ def test_each_value_of_each_step(tmp_path):
         t.monitor.close()
 
 
-def test_which_step_a_pass_is_of():
-    "Ranks of passes, how many there are to a step, and steps at one distance, until one comes as a surprise"
-    assert [rank_of(t, g) for t in (False, True) for g in (False, True)]==[0, 2, 1, 3]
-    e,seen = ExpectedStep(),[]
+def test_step_prediction():
+    "Check ranks of passes, passes per step, and regular steps until one differs."
+    assert [pass_rank(t, g) for t in (False, True) for g in (False, True)]==[0, 2, 1, 3]
+    e,seen = StepPredictor(),[]
     def step(number, *ranks):
         for r in ranks:
-            e.begin(r)
-            seen.append((e.skipped, e.passes, e.early, e.step))
-        e.tracked(number)
+            e.begin_pass(r)
+            seen.append((e.skipped, e.passes, e.is_early, e.step))
+        e.end_step(number)
         out,seen[:] = [*seen],[]
         return out
-    assert step(0, 2, 3, 2, 3)==[(False, 1, False, None), (False, 1, False, None), (True, 1, False, None), (False, 2, False, None)] # 3 is better than 2
-    assert (e.usual, e.common, e.number)==(2, 3, 3)
-    assert step(5, 1, 3)==[(True, 0, False, None), (False, 1, False, None)] # without gradients, after a step that had them
-    assert (e.usual, e.varies, e.step)==(1, True, 10)
+    assert step(0, 2, 3, 2, 3)==[(False, 1, False, None), (False, 1, False, None), (True, 1, False, None), (False, 2, False, None)] # rank 3 replaces rank 2
+    assert (e.usual_passes, e.ranks.previous, e.number)==(2, 3, 3)
+    assert step(5, 1, 3)==[(True, 0, False, None), (False, 1, False, None)] # a pass without gradients, after a step with gradients
+    assert (e.usual_passes, e.varies, e.step)==(1, True, 10)
     assert step(10, 3, 3)==[(False, 1, False, 10), (False, 2, False, None)] # one more than usual
-    e = ExpectedStep()
+    e = StepPredictor()
     for s in (0, 5): step(s, 3, 3)
-    assert step(10, 3, 3)==[(False, 1, True, 10), (False, 2, False, 10)] # of the two the last one counts
-    assert step(12, 3, 3)==[(False, 1, True, 15), (False, 2, False, 15)] and e.needed==4 # a surprise
+    assert step(10, 3, 3)==[(False, 1, True, 10), (False, 2, False, 10)] # the last of two passes counts
+    assert step(12, 3, 3)==[(False, 1, True, 15), (False, 2, False, 15)] and e.needed_steps==4 # a wrong prediction
     assert [step(s, 3, 3)[1][3] for s in (14, 16, 18, 20, 22, 24)]==[None]*4+[22, 24]
     step(30)
-    assert (e.common, e.passes, e.step)==(3, 0, None) # a step without a pass says nothing of passes
+    assert (e.ranks.previous, e.passes, e.step)==(3, 0, None) # a step without a pass does not change the number of passes
     step(31, 1, 0)
-    assert (e.common, e.usual)==(1, 2) # only validated: so the next may be, too
+    assert (e.ranks.previous, e.usual_passes)==(1, 2) # only a validation, so in the next step a validation counts
     assert step(32, 1)[0][:2]==(False, 1)

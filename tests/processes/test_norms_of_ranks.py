@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from torchember.frames.tables import tidy
-from torchember.processes.packed_rows import Packet, WholeRows
+from torchember.processes.packed_rows import Packet, StepMerger
 from torchember.processes.ranks import whole
 
 rng = np.random.default_rng(0)
@@ -83,7 +83,7 @@ def test_each_step_has_its_own_and_the_numbers_of_the_user_keep_their_mean():
 
 
 def test_rows_of_the_whole_that_are_made_during_the_training_have_the_same_norm():
-    w,rows = WholeRows(),[*shards(), norm(0, 1.), norm(1, 2.), *(dict(norm(r, .5, name='loss', tname='log')) for r in (0, 1))]
+    w,rows = StepMerger(),[*shards(), norm(0, 1.), norm(1, 2.), *(dict(norm(r, .5, name='loss', tname='log')) for r in (0, 1))]
     w.about = about('fsdp')
     found = w.rows({r: Packet.of(json.loads(json.dumps([x for x in rows if x['rank']==r]))) for r in (0, 1)})
     assert [r['grad_norm'] for r in found if r['tname']=='grad_norm']==[pytest.approx(expected, rel=1e-9)]

@@ -59,7 +59,7 @@ def test_a_wrapper_that_comes_late_is_found(ran):
     assert parts=={**dict.fromkeys(range(5), 'world:?'), **dict.fromkeys(range(5, 8), 'dp:B')}
 
 
-@pytest.mark.parametrize(('name', 'sentence'), [('mostly_same', 'All processes are given the same batch in 6 of 8 steps: '), ('once_same', None),
+@pytest.mark.parametrize(('name', 'sentence'), [('mostly_same', 'All ranks get the same batch in 6 of 8 steps: '), ('once_same', None),
     ('second', None)])
 def test_the_same_batch_is_reported_if_it_is_the_same_in_most_steps(ran, name, sentence):
     _,said = merged(ran, name)

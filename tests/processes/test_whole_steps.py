@@ -13,9 +13,11 @@ import pandas as pd
 import pytest
 from torch.distributed import HashStore
 
-from torchember.processes import packed_rows, ranks, whole_steps
-from torchember.processes.packed_rows import Packet, Packing, Unpacking, WholeRows, split
-from torchember.processes.whole_steps import Assembly, Inbox, Outbox, Sharing, WholeSteps, done_by
+from torchember.processes import packed_rows, whole_steps
+from torchember.processes.checks import DriftWatch
+from torchember.processes.packed_rows import Packer, Packet, StepMerger, Unpacker, split_row
+from torchember.processes.shards import RankRows
+from torchember.processes.whole_steps import Assembly, Inbox, Outbox, Receiver, Sharing, WholeSteps, run_job
 from torchember.ground.record import line_of
 from torchember.measure.summary import Summary
 
@@ -39,17 +41,17 @@ def plain(rows): return [{k: (round(v, 12) if isinstance(v, float) and v==v else
 # ---- packets
 
 def test_a_packet_has_all_of_the_rows():
-    packing,unpacking = Packing(),Unpacking()
+    packer,unpacker = Packer(),Unpacker()
     for s in range(3):
         rows = [row(1, np.arange(3.)+s, s, gscale=.5, exponents=[s, 2, 0], skipped=True), {**row(1, np.ones(2), s), 'ts': 'later', 'mean': math.nan, 'n': s}]
         sent = Packet.of(rows, about=about(1))
-        data = packing.pack(sent)
-        got = unpacking.unpack(data)
+        data = packer.pack(sent)
+        got = unpacker.unpack(data)
         assert (got.step, got.layout, got.text, got.ts, got.head)==(s, sent.layout, sent.text, ['2020-02-15 13:44:48', 'later'], {'about': about(1)})
-        want = [x for r in rows for x in split(r)[2]]
-        assert got.numbers.tolist()[:len(split(rows[0])[2])]==want[:len(split(rows[0])[2])] and np.isnan(got.numbers).sum()==np.isnan(np.array(want)).sum()
+        want,n = [x for r in rows for x in split_row(r)[2]],len(split_row(rows[0])[2])
+        assert got.numbers.tolist()[:n]==want[:n] and np.isnan(got.numbers).sum()==np.isnan(np.array(want)).sum()
         assert ('"text"' in data.partition(b'\n')[0].decode())==(s==0)
-    names = [n for n,_,_ in split(rows[0])[0]]
+    names = [n for n,_,_ in split_row(rows[0])[0]]
     assert 'exponents' in names and {'gscale', 'shape', 'rank', 'skipped'}.isdisjoint(names) and 'ts' not in json.loads(sent.text)[0][1]
 
 
@@ -62,9 +64,9 @@ def test_another_row_is_another_layout(rows): assert Packet.of(rows[:1]).layout!
 
 def test_steps_with_the_same_layout_are_merged_anew_where_the_numbers_say_so(monkeypatch):
     "What is equal in one step is counted once, and is a part of a batch in the next; of a parameter of which nobody knows the same"
-    known,rng,made = WholeRows(),np.random.default_rng(0),[]
-    monkeypatch.setattr(packed_rows, 'Pieces', lambda *args, pieces=packed_rows.Pieces: (made.append(1), pieces(*args))[1])
-    for r in (0, 1): known.hear(r, Packet.of([], about=about(r), paths=['', 'up', 'down.0', 'down.1']))
+    known,rng,made = StepMerger(),np.random.default_rng(0),[]
+    monkeypatch.setattr(packed_rows, 'RankRows', lambda *args, make=packed_rows.RankRows: (made.append(1), make(*args))[1])
+    for r in (0, 1): known.note_head(r, Packet.of([], about=about(r), paths=['', 'up', 'down.0', 'down.1']))
     for step in range(12):
         alike = [bool(int(b)) for b in f'{[0, 0, 7, 7, 5, 2, 2, 0, 1, 4, 7, 0][step]:03b}']
         def x(i): return rng.normal(size=(4+i, 3))
@@ -75,43 +77,43 @@ def test_steps_with_the_same_layout_are_merged_anew_where_the_numbers_say_so(mon
         some = [[row(r, flow[r], step), row(r, (own, other)[r]*lost, step, 'dp:?', 'weight', 'model(Net).down(Sequential).0(Linear)', pname='weight'),
             row(r, x(2)*odd, step, 'dp:B', 'input', 'model(Net)', nan=18 if alike[2] else 0),
             row(r, x(3), step-1, 'dp:B', 'input', 'model(Net)', late=1)] for r in (0, 1)]
-        one = WholeRows()
-        one.about,one.paths = known.about,known.paths
+        one = StepMerger()
+        one.metadata,one.paths = known.metadata,known.paths
         p = packets(*some)
         before = len(made)
         got = known.rows(p)
         again = len(made)==before
         assert plain(got)==plain(one.rows(p)), step
         if step in (1, 3, 6): assert again, step # as in the step before
-    assert len(known.known)==len(known.merged)==1
+    assert len(known.layouts)==len(known.last)==1
 
 
 def test_rows_of_two_steps_become_rows_of_one():
     "With the same layout: a number that is noted twice is two rows, and of two steps one of each"
-    w = WholeRows()
+    w = StepMerger()
     for first in (0, 1, 3, 3):
         step = first+(first<3)
         p = packets(*([row(r, np.arange(4.)+r, s, 'dp:B', 'output') for s in (step, first)] for r in (0, 1)))
-        for r in p: w.hear(r, Packet.of([], about=about(r)))
+        for r in p: w.note_head(r, Packet.of([], about=about(r)))
         assert sorted((r['step'], r['mean']) for r in w.rows(p))==sorted((s, 2.) for s in (first, step))
 
 
 def test_a_merge_is_not_kept_for_processes_that_stand_otherwise():
-    w,x = WholeRows(),np.arange(8.).reshape(2, 4)
+    w,x = StepMerger(),np.arange(8.).reshape(2, 4)
     some = lambda s: packets(*([row(r, x[r:r+1], s, 'tp:R', 'weight', pname='weight')] for r in (0, 1)))
-    for r in (0, 1): w.hear(r, Packet.of([], about={'rank': r, 'world': 2, 'axes': {'tp': [0, 1]}}))
+    for r in (0, 1): w.note_head(r, Packet.of([], about={'rank': r, 'world': 2, 'axes': {'tp': [0, 1]}}))
     assert [w.rows(some(s))[0]['mean'] for s in (0, 1)]==[1.5, 1.5] # a replica is counted once
-    for r in (0, 1): w.hear(r, Packet.of([], about={'rank': r, 'world': 2, 'axes': {'tp': [r]}}))
+    for r in (0, 1): w.note_head(r, Packet.of([], about={'rank': r, 'world': 2, 'axes': {'tp': [r]}}))
     assert w.rows(some(2))[0]['mean']==3.5
-    fresh = WholeRows()
-    fresh.about = w.about
+    fresh = StepMerger()
+    fresh.metadata = w.metadata
     assert plain(w.rows(some(2)))==plain(fresh.rows(some(2)))
 
 
 def test_what_processes_have_of_their_own_keeps_its_name_in_rows_without_weights():
     "Weights that differ, and of which nothing is known, are told every other step only. A number that was noted is a mean all the same"
-    w,rng = WholeRows(),np.random.default_rng(0)
-    for r in (0, 1): w.hear(r, Packet.of([], about=about(r), paths=['', 'up']))
+    w,rng = StepMerger(),np.random.default_rng(0)
+    for r in (0, 1): w.note_head(r, Packet.of([], about=about(r), paths=['', 'up']))
     def some(s, weights):
         noted = [dict(loss=float(r), module='model(Net)', ts='now', ttype='scalar', tname='log', step=s, dtype='float64', call=0, rank=r) for r in (0, 1)]
         own = [[row(r, rng.normal(size=3), s, None, 'weight', pname='weight')] for r in (0, 1)]
@@ -129,23 +131,23 @@ def test_a_noted_number_that_is_not_finite():
     more = dict(module='model(Net)', ts='now', ttype='scalar', tname='log', step=3, dtype='float64')
     def noted(r, call, **numbers): return {**numbers, **more, 'call': call, 'rank': r}
     some = packets(*([noted(r, 0, loss=math.nan if r else 1., nan=r), noted(r, 1, acc=.5+r/4)] for r in (0, 1)))
-    loss,acc = WholeRows().rows(some)
+    loss,acc = StepMerger().rows(some)
     assert math.isnan(loss['loss']) and loss['nan']==1 and 'acc' not in loss
-    last, = WholeRows().rows(packets([noted(0, 0, loss=1.), {**noted(0, 0, val=2.), 'step': 4}]))[1:]
+    last, = StepMerger().rows(packets([noted(0, 0, loss=1.), {**noted(0, 0, val=2.), 'step': 4}]))[1:]
     assert last['val']==2. and 'loss' not in last # another one of that call has it
     assert acc['acc']==.625 and {'loss', 'nan', 'numel', 'shape'}.isdisjoint(acc)
 
 
 def test_layouts_that_come_and_go_are_forgotten():
-    w = WholeRows()
+    w = StepMerger()
     for s in range(40): assert w.rows(packets([row(0, np.ones(2), s, word=f'w{s}')]))[0]['word']==f'w{s}'
-    assert len(w.known)<=w.most and set(w.merged)<=set(w.known)
+    assert len(w.layouts)<=w.most and set(w.last)<=set(w.layouts)
 
 
 def test_rows_are_as_one_process_writes_them():
     "Whole numbers are ints, what is not there is not there, and what cannot be known of a tensor that is not finite is NaN"
     a,b = row(0, np.array([[1., math.inf]]), posinf=1, n=3, epoch=2),row(1, np.array([[1., 5.]]), n=4, epoch=2)
-    got,other = WholeRows().rows(packets([a, row(0, np.ones(1), ttype='weight', part='dp:R', pname='bias')], [b]))
+    got,other = StepMerger().rows(packets([a, row(0, np.ones(1), ttype='weight', part='dp:R', pname='bias')], [b]))
     assert got['posinf']==1 and type(got['posinf']) is int and 'nan' not in got and got['epoch']==2 and type(got['epoch']) is int
     assert math.isnan(got['std']) and got['max']==math.inf and [*got['shape']]==[2, 2] and got['ts']==a['ts']
     assert {'rank', 'part', 'path', 'gscale'}.isdisjoint(got) and 'posinf' not in other and math.isnan(other['std']) and 'n' not in other
@@ -156,29 +158,30 @@ def test_rows_are_as_one_process_writes_them():
 def test_what_nobody_reads_is_bounded():
     store = HashStore()
     out,into = Outbox(store, 3),Inbox(store, 3)
-    while not out.full: out.put(b'%d' % out.n)
+    while not out.is_full: out.put(b'%d' % out.n)
     assert out.n==16 and store.num_keys()<=17
-    assert [into.get() for _ in range(3)]==[b'0', b'1', b'2'] and not out.full
+    assert [into.get() for _ in range(3)]==[b'0', b'1', b'2'] and not out.is_full
     out.put(b'a'); out.put(b'b'); out.put(b'c')
-    assert out.full and Inbox(store, 2).get() is None
+    assert out.is_full and Inbox(store, 2).get() is None
 
 
 def test_what_a_process_says_of_itself_is_sent_when_it_changes(monkeypatch):
     p = Pair(monkeypatch)
-    heard,hear = [],p.first.sharing.whole.hear
-    monkeypatch.setattr(p.first.sharing.whole, 'hear', lambda r, packet: (heard.append((r, packet.step, sorted(packet.head))), hear(r, packet)))
+    heads,merger = [],p.first.sharing.channel.merger
+    note_head = merger.note_head
+    monkeypatch.setattr(merger, 'note_head', lambda r, packet: (heads.append((r, packet.step, sorted(packet.head))), note_head(r, packet)))
     for s in range(3):
         if s==2: p.second.sharing.about = lambda: {'about': about(1, 4), 'paths': ['', 'up']}
         p.step(s); p.both()
-    assert sorted(heard)==[(0, 0, ['about', 'paths', 'turn']), (0, 1, ['turn']), (0, 2, ['turn']), (1, 0, ['about', 'paths', 'turn']), (1, 1, ['turn']),
-        (1, 2, ['about', 'turn'])]
-    assert p.first.sharing.whole.about=={0: about(0), 1: about(1, 4)} and p.first.sharing.whole.paths=={r: ['', 'up'] for r in (0, 1)}
+    assert sorted(heads)==[(0, 0, ['about', 'nth', 'paths']), (0, 1, ['nth']), (0, 2, ['nth']), (1, 0, ['about', 'nth', 'paths']), (1, 1, ['nth']),
+        (1, 2, ['about', 'nth'])]
+    assert merger.metadata=={0: about(0), 1: about(1, 4)} and merger.paths=={r: ['', 'up'] for r in (0, 1)}
     for x in (p.first, p.second): x.rest(); x.listeners.wait()
 
 
 def test_a_first_process_that_reads_nothing_does_not_fill_the_store(pair):
     for s in range(30): pair.step(s, [1]); pair.settle(pair.second)
-    assert pair.store.num_keys()<=17 and pair.second.sharing.left_out==14
+    assert pair.store.num_keys()<=17 and pair.second.sharing.channel.left_out==14
     pair.step(30, [0]); pair.settle()
     assert pair.seen()==[(30, [(31.5, [1])])] and pair.store.num_keys()<=1 # the steps that the first did not see are none
 
@@ -188,9 +191,9 @@ def test_a_first_process_that_reads_nothing_does_not_fill_the_store(pair):
 def shares(store, rank, patience=0., **kwargs):
     "A process of two, and the steps and means that it tells"
     told = []
-    def tell(rows): told.append([(r['step'], r['mean'], r.get('without')) for r in rows])
-    s = Sharing(store, rank, 2, lambda: {'about': about(rank)}, tell=tell, **kwargs)
-    s.assembly.patience = patience
+    def report(rows): told.append([(r['step'], r['mean'], r.get('without')) for r in rows])
+    s = Sharing(store, rank, 2, lambda: {'about': about(rank)}, report=report, **kwargs)
+    if rank==0: s.channel.assembly.patience = patience
     return s,told
 
 
@@ -199,17 +202,17 @@ def own(rank, n): return line_of(row(rank, np.arange(4.)+4*rank+n, n))+b'\n'
 
 @pytest.mark.parametrize('behind, waits', [(0, True), (4, True), (5, False), (8, False)])
 def test_others_are_waited_for_while_little_else_is_to_do(behind, waits):
-    first,told = shares(HashStore(), 0, .05, behind=lambda: behind)
-    first.take(own(0, 3)); first.tell_whole_steps()
-    assert told==([[(3, 4.5, [1])]] if waits else []) and first.partial==waits
+    first,told = shares(HashStore(), 0, .05, queued=lambda: behind)
+    first.take(own(0, 3)); first.report_complete()
+    assert told==([[(3, 4.5, [1])]] if waits else []) and first.channel.partial==waits
 
 
 def test_steps_that_pile_up_are_left_out():
     "9 of 10 are told: with the oldest there are more than 8"
     first,told = shares(HashStore(), 0)
     for s in range(10): first.take(own(0, s))
-    first.tell_whole_steps()
-    assert [s for (s,_,_), in told]==[*range(1, 10)] and (first.left_out, first.partial)==(1, 9)
+    first.report_complete()
+    assert [s for (s,_,_), in told]==[*range(1, 10)] and (first.channel.left_out, first.channel.partial)==(1, 9)
 
 
 def test_the_last_of_a_process_waits_for_the_others_to_end(monkeypatch):
@@ -217,14 +220,14 @@ def test_the_last_of_a_process_waits_for_the_others_to_end(monkeypatch):
     store,sleeps = HashStore(),[]
     (first,told),(second,_) = shares(store, 0, 9.),shares(store, 1)
     for p in (second, first): p.take(own(p.rank, 0))
-    def sleep(seconds): sleeps.append(seconds); second.last(own(1, 1))
+    def sleep(seconds): sleeps.append(seconds); second.finish(own(1, 1))
     monkeypatch.setattr(whole_steps, 'time', SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
-    first.last(own(0, 1))
-    assert sleeps==[Sharing.pause] and first.assembly.ended=={0, 1} and told==[[(0, 3.5, None)], [(1, 4.5, None)]]
+    first.finish(own(0, 1))
+    assert sleeps==[Receiver.pause] and first.channel.assembly.ended=={0, 1} and told==[[(0, 3.5, None)], [(1, 4.5, None)]]
     first,told = shares(HashStore(), 0, 9.)
-    monkeypatch.setattr(whole_steps.time, 'sleep', lambda seconds: (sleeps.append(seconds), first.assembly.end(1)))
-    first.last(b'') # has nothing
-    assert len(sleeps)==2 and first.assembly.ended=={0, 1} and not told
+    monkeypatch.setattr(whole_steps.time, 'sleep', lambda seconds: (sleeps.append(seconds), first.channel.assembly.end(1)))
+    first.finish(b'') # has nothing
+    assert len(sleeps)==2 and first.channel.assembly.ended=={0, 1} and not told
 
 
 def test_what_lives_as_long_as_the_sharing():
@@ -235,7 +238,7 @@ def test_what_lives_as_long_as_the_sharing():
         p,kept = WholeSteps(HashStore(), 0, 2, kept=(k := Kept())),weakref.ref(k)
         del k
         assert kept() is not None
-        p.sharing.ends('reset by peer')
+        p.sharing.stop('reset by peer')
         assert kept() is None
         gone = weakref.ref(p)
         del p
@@ -250,15 +253,15 @@ def test_all_steps_that_are_left_out_are_counted(monkeypatch):
     p.first.thread = threading.main_thread()
     for s in range(1, 11): p.step(s, [0])
     assert p.first.left_out==2 and p.first.queue.qsize()==8
-    done_by(p.first.sharing, p.first.queue.get()) # 7 more wait: nobody waits for the other process
-    assert p.first.sharing.left_out==1 and len(p.first.sharing.assembly.waiting[0])==1 and not p.first.sharing.partial
-    assert p.first.remark()=='Of the whole, 3 steps came quicker than they could be told of, and were left out.'
+    run_job(p.first.sharing, p.first.queue.get()) # 7 more wait: nobody waits for the other process
+    assert p.first.sharing.channel.left_out==1 and len(p.first.sharing.channel.assembly.waiting[0])==1 and not p.first.sharing.channel.partial
+    assert p.first.remark()=='Rows of the whole: 3 steps were left out, because they came faster than they could be reported.'
     p.first.listeners.wait()
 
 
 def test_own_rows_are_told_with_the_lines_of_the_file(monkeypatch):
     p,taken = Pair(monkeypatch),[]
-    p.first.sharing.ends('reset by peer')
+    p.first.sharing.stop('reset by peer')
     monkeypatch.setattr(p.first.listeners, 'collect', lambda rows, lines: taken.append((rows, lines)))
     lines = b'{"mean": 1.50, "step": 3}\n'
     p.first.put([], lines); p.second.put([], lines)
@@ -313,7 +316,7 @@ def test_the_whole_is_told(pair):
 
 def test_a_replica_that_has_drifted_is_said_once(pair):
     "while the training goes on, also when other rows come and go; what passes is not"
-    pair.first.sharing.whole.drift.patience = 3
+    pair.first.sharing.channel.merger.drift.patience = 3
     def step(n, off):
         for p,more in (pair.first, 0.), (pair.second, off):
             p.put([], line_of(row(0, np.arange(4.)+more, n, part='dp:R', ttype='weight'))+b'\n')
@@ -327,14 +330,14 @@ def test_a_replica_that_has_drifted_is_said_once(pair):
 
 
 def test_a_drift_is_of_the_tensor_and_the_process_that_began_it():
-    drift = ranks.Drift()
+    drift = DriftWatch()
     drift.patience = 2
     said = []
     for n in range(4):
         there = [(r, i, np.arange(4.)+(r==2)*(n>1)+(r==1)*(n>0)*(i>0)) for r in range(3) for i in (0, 1)]
         df = pd.DataFrame([row(r, x, n, part='dp:R', ttype='weight', module=f'm(M).{i}(L)', path=str(i)) for r,i,x in there])
-        pieces = ranks.Pieces(df, {r: about(r, 3) for r in range(3)}, {})
-        said.append(drift.note(pieces, *ranks.replicas(pieces)))
+        rows = RankRows(df, {r: about(r, 3) for r in range(3)}, {})
+        said.append(drift.note(rows, *rows.shards.replicas(rows.df['ttype'])))
     assert said[:2]==[None, None] and said[3:]==[None]
     assert said[2]=="Replicas have drifted apart: rank 1 has another weight weight_0 of 1 than rank 0 since step 1. The first rank's are shown."
 
@@ -366,14 +369,14 @@ def test_a_late_process_is_named_once_and_comes_back(pair):
     assert pair.seen()[4:]==[(4, [(5.5, [1])])] and len(pair.said)==1 # late again, and named already
     pair.step(4, [1]); pair.settle(pair.second); pair.step(5); pair.both()
     assert pair.seen()[5:]==[(5, [(8.5, None)])] # who comes as soon as others is waited for, though nothing of it was in time
-    assert pair.first.remark()=='Of the whole, 3 steps were told of without the rows of all processes.'
+    assert pair.first.remark()=='Rows of the whole: 3 steps were reported without the rows of some rank.'
 
 
 def test_a_step_that_a_process_leaves_out_is_told_at_once(pair):
     pair.step(0, [0]); pair.step(1); pair.both()
     assert pair.seen()==[(0, [(1.5, [1])]), (1, [(4.5, None)])] and not pair.said
     pair.step(2, [1]); pair.step(3); pair.both()
-    assert [s for s,_ in pair.told]==[0, 1, 3] and pair.first.sharing.left_out==1 # the first has no such step
+    assert [s for s,_ in pair.told]==[0, 1, 3] and pair.first.sharing.channel.left_out==1 # the first has no such step
 
 
 def test_whoever_has_ended_is_not_waited_for(pair):
@@ -399,10 +402,10 @@ def test_a_store_that_is_gone(monkeypatch, broken):
     for s in range(1, 4): p.step(s); p.both()
     whole = [(0, [(3.5, None)])]
     if broken=='set': # the first does not know
-        assert p.second.sharing.off and not p.first.sharing.off and p.seen()[-1]==(3, [(4.5, [1])])
+        assert p.second.sharing.stopped and not p.first.sharing.stopped and p.seen()[-1]==(3, [(4.5, [1])])
     else:
         assert p.seen()==[*whole, (2, [(3.5, None)]), (3, [(4.5, None)])] and len(p.said)==1 and 'reset by peer' in p.said[0] and p.told[-1][1][0]['rank']==0
-        assert p.first.remark()=='The rows of the whole were not told to the end: ConnectionError: reset by peer.'
+        assert p.first.remark()=='The rows of the whole were not reported to the end: ConnectionError: reset by peer.'
     p.end()
     for x in (p.first, p.second): x.rest()
 
@@ -438,12 +441,12 @@ def test_a_store_that_hangs_is_not_waited_for_twice(monkeypatch):
 
 
 def test_steps_that_come_too_quick_are_left_out(pair, monkeypatch):
-    slow = WholeRows.rows
-    monkeypatch.setattr(whole_steps.WholeRows, 'rows', lambda self, p: (time.sleep(.05), slow(self, p))[1])
+    slow = StepMerger.rows
+    monkeypatch.setattr(whole_steps.StepMerger, 'rows', lambda self, p: (time.sleep(.05), slow(self, p))[1])
     for s in range(60): pair.step(s); time.sleep(.005)
     pair.both()
     steps = [s for s,_ in pair.told]
-    assert 5<len(steps)<50 and steps==sorted(steps) and pair.first.left_out and 'quicker' in pair.first.remark() and not pair.said
+    assert 5<len(steps)<50 and steps==sorted(steps) and pair.first.left_out and 'faster' in pair.first.remark() and not pair.said
 
 
 def test_rows_that_are_no_rows_of_tensors_are_the_first_ones_own(pair):

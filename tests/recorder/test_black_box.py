@@ -302,9 +302,9 @@ def test_what_the_box_does_not_bear_harms_no_training(monkeypatch):
     with torchEmber(model, name='lines') as te:
         model[0](torch.ones(1, 3))
         with monkeypatch.context() as m:
-            m.setattr(black_box.BoxFile, 'tell', full)
+            m.setattr(black_box.BoxFile, 'append_line', full)
             for _ in range(3): model(torch.ones(1, 3)).sum().backward(); te.step()
-        assert te.recorder.box.box.words[black_box.MAGIC]==0 # nobody could read it
+        assert te.recorder.box.box.header.words[black_box.MAGIC]==0 # nobody could read it
     def breaks(self, *args, **kwargs): raise ValueError('odd')
     monkeypatch.setattr(black_box.BlackBox, 'keep', breaks)
     with pytest.warns(EmberWarning, match='not in the black box .ValueError: odd') as heard, torchEmber(model, name='steps') as te:
@@ -337,9 +337,9 @@ def test_a_long_run_needs_no_more_room():
             te.log(loss=float(i))
             box = te.recorder.box.box
             if i%50==0: te.t.file.flush()
-            most = max(most, box.words[LATE], box.words[NOTED])
-        size = box.file.end
-    assert size<2_000_000 and len(box.slots)<=70 and most<most_text//4 # as many as may wait for the writer
+            most = max(most, box.header.words[LATE], box.header.words[NOTED])
+        size = box.header.file.end
+    assert size<2_000_000 and len(box.slots.memories)<=70 and most<most_text//4 # as many as may wait for the writer
     assert read('long')['loss'].notna().sum()==1200
 
 
@@ -351,7 +351,7 @@ def test_a_deep_model_and_many_threads_keep_to_their_places():
     model = Deep(most_depth+20)
     with torchEmber(model, name='deep', ttypes='output') as te:
         model(torch.ones(1, 3))
-        words = te.recorder.box.box.words
+        words = te.recorder.box.box.header.words
         assert words[THREAD+1+most_depth]>0 and not any(words[THREAD+thread_width+i] for i in range(thread_width))
 
 
@@ -407,24 +407,24 @@ def test_steps_that_were_handed_over_in_pieces():
 
 def test_the_end_of_a_large_log_is_enough(tmp_path):
     "Whatever is at its end, all lines from a step on are looked at"
-    from torchember.recorder.recovery import end_of_file, lacking
+    from torchember.recorder.recovery import missing_lines, tail_lines
     lines = [b'{"step":%d,"i":%d,"x":"%s"}' % (i//1000, i, b'x'*400) for i in range(10_000)]
     log = tmp_path/'log'
     log.write_bytes(b'\n'.join(lines)+b'\n')
-    found = end_of_file(log, 0, 7, 1000)
+    found = tail_lines(log, 0, 7, 1000)
     assert set(lines[7000:])<=set(found) and len(found)<len(lines)
     new = b'{"step":8,"i":-1}'
-    assert lacking(log, [lines[9999], new, lines[7001], lines[7001]])==[lines[7001], new] # twice where it was once
-    assert lacking(tmp_path/'none', [new])==[new]
+    assert missing_lines(log, [lines[9999], new, lines[7001], lines[7001]])==[lines[7001], new] # twice where it was once
+    assert missing_lines(tmp_path/'none', [new])==[new]
 
 
 def test_how_a_process_ended_in_words(monkeypatch):
     from types import SimpleNamespace as Some
 
     from torchember.recorder import recovery
-    here = dict(host=recovery.socket.gethostname(), boot=recovery.boot(), killed=3)
-    monkeypatch.setattr(recovery, 'killed_for_memory', lambda: 3)
-    said = lambda fault='', **about: recovery.how_it_ended(Some(fault=fault, about=here|about))
+    here = dict(host=recovery.socket.gethostname(), boot=recovery.boot_id(), killed=3)
+    monkeypatch.setattr(recovery, 'count_memory_kills', lambda: 3)
+    said = lambda fault='', **about: recovery.cause_of_death(Some(fault=fault, about=here|about))
     assert said('Fatal Python error: Bus error\n\nmore')=='Bus error' and said().startswith('killed without a word (SIGKILL')
     assert 'probably by the kernel' in said(killed=2) and said(boot='another')=='the machine was started anew since'
     assert said(host='elsewhere', boot='another', killed=2)==said() # of another machine nobody knows
@@ -485,13 +485,13 @@ def test_threads_that_ended_give_their_place_free():
             t = threading.Thread(target=lambda: model(torch.ones(1, 3)))
             t.start()
             t.join()
-        assert te.recorder.box.box.words[THREADS]<=3
+        assert te.recorder.box.box.header.words[THREADS]<=3
 
 
 def test_a_full_disk_has_no_box_and_the_training_goes_on(monkeypatch):
     from torchember.recorder import black_box
     def full(fd, at, size): raise OSError(28, 'No space left on device')
-    monkeypatch.setattr(black_box, 'make_room', full)
+    monkeypatch.setattr(black_box, 'allocate', full)
     model = torch.nn.Linear(3, 2)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter('always')
@@ -510,7 +510,7 @@ def test_a_disk_that_fills_later_takes_memory_of_its_own(monkeypatch):
     with torchEmber(model, name='later') as te:
         model(torch.ones(1, 3))
         def full(fd, at, size): raise OSError(28, 'No space left on device')
-        monkeypatch.setattr(black_box, 'make_room', full)
+        monkeypatch.setattr(black_box, 'allocate', full)
         te.t.barrier()
         for _ in range(3): model(torch.ones(1, 3)).sum().backward(); te.step()
     assert read('later')['step'].nunique()==4
@@ -619,11 +619,11 @@ def test_a_child_that_was_forked_writes_nothing():
     with torchEmber(model, name='forks') as te:
         model(torch.ones(1, 3))
         box = te.recorder.box.box
-        before = bytes(box.memory)
+        before = bytes(box.header.memory)
         if not (pid := os.fork()):
             for _ in range(3): model(torch.full((1, 3), 9.))
             os._exit(0)
         os.waitpid(pid, 0)
-        assert bytes(box.memory)==before and os.path.exists(f'{box.file.path}.box')
+        assert bytes(box.header.memory)==before and os.path.exists(f'{box.header.file.path}.box')
         model(torch.ones(1, 3))
     assert read('forks').query("ttype=='output'")['step'].nunique()==2

@@ -27,7 +27,7 @@ class Clock:
 def clock(monkeypatch):
     c = Clock()
     for m in (budget, cost, hearing): monkeypatch.setattr(m, 'clock', c)
-    monkeypatch.setattr(cost, 'idle', lambda told: 0)
+    monkeypatch.setattr(cost, 'call_overhead', lambda told: 0)
     return c
 
 
@@ -138,7 +138,7 @@ def train(b, steps, cost, time, late=lambda i: 0.):
         on = b.allows()
         c,l = cost(i)*on,owing
         owing = late(i)*on
-        b.passed(time(i)+c, c, on, l)
+        b.add_step(time(i)+c, c, on, l)
         spent += c+l
         elapsed += time(i)+c
         shares.append(spent/elapsed)
@@ -150,7 +150,7 @@ def train(b, steps, cost, time, late=lambda i: 0.):
 @given(st.floats(.001, .5), st.floats(.01, 3), st.floats(1, 5))
 def test_share_is_kept_and_used(share, cost, first):
     "Steps of one second: the share is not exceeded once the first step is paid for, and no more steps are left out than must be"
-    n = budget.one_in(cost, 1., share)
+    n = budget.recording_interval(cost, 1., share)
     hypothesis.assume(n<=200)
     steps = 120*n+400
     kept,shares = train(budget.Budget(share), steps, lambda i: cost*first if i==0 else cost, lambda i: 1.)
@@ -186,7 +186,7 @@ def test_costs_on_a_gpu_are_seen_in_the_time_of_steps():
     b,kept = budget.Budget(.02),[]
     for i in range(1000):
         on = b.allows()
-        b.passed(.01+.002*on, .0001*on, on, hidden=True)
+        b.add_step(.01+.002*on, .0001*on, on, hidden=True)
         kept += [i]*on
     assert 9<=kept[-1]-kept[-2]<=10
 
@@ -205,18 +205,18 @@ def steps(te): return sorted({r['step'] for r in lines(te)})
 def test_a_model_that_moves_to_a_gpu_is_not_charged_with_whole_steps():
     "What recording hides is looked for where there are some steps with it and some without, to compare"
     b = budget.Budget(.5)
-    for i in range(8): b.passed(.01, .0001, True, hidden=i>3)
-    assert b.cost==pytest.approx(.0001)
-    for _ in range(3): b.passed(.01, .0001, False, hidden=True)
-    for _ in range(9): b.passed(.03, .0001, True, hidden=True)
-    assert b.cost==pytest.approx(.02)
+    for i in range(8): b.add_step(.01, .0001, True, hidden=i>3)
+    assert b.times.cost==pytest.approx(.0001)
+    for _ in range(3): b.add_step(.01, .0001, False, hidden=True)
+    for _ in range(9): b.add_step(.03, .0001, True, hidden=True)
+    assert b.times.cost==pytest.approx(.02)
 
 
 def test_a_step_is_charged_with_what_the_writer_took_since_the_last():
     class Told(list):
-        def passed(self, took, cost, recorded, late, *more): self.append(late)
+        def add_step(self, took, cost, recorded, late, *more): self.append(late)
     c = cost.Cost(Told())
-    for late in (1., 1.5, 1.5, 4.): c.step_over(True, late)
+    for late in (1., 1.5, 1.5, 4.): c.end_step(True, late)
     assert c.budget==[.5, 0., 2.5] # the first has no beginning
 
 
@@ -304,7 +304,7 @@ def test_a_step_that_left_nothing_does_not_wake_the_writer(monkeypatch):
 def test_one_in_how_many_is_the_least_that_keeps_the_share(cost, time, share, off):
     "Against counting: what n steps take, one of them recorded and the others held up"
     def kept(n, slack): return cost+(n-1)*off<=share*(n*time+cost+(n-1)*off)*(1+slack)
-    n = budget.one_in(cost, time, share, off)
+    n = budget.recording_interval(cost, time, share, off)
     if cost<=off: assert n==1 # leaving a step out takes no less
     elif n<math.inf: assert kept(n, 1e-6) and (n==1 or not kept(n-1, -1e-6))
     else: assert not kept(10**6, -1e-4)
@@ -313,55 +313,55 @@ def test_one_in_how_many_is_the_least_that_keeps_the_share(cost, time, share, of
 def test_what_a_budget_says_of_a_step_and_why():
     b = budget.Budget(.1)
     assert b.allows() and not b.allows(.5) and b.thinned==1 # nothing is known; something of this step was recorded already
-    b.passed(1.5, .5, True, disturbed=True)
-    assert not b.allows() and b.recorded==0 and (b.time, b.cost)==(0, None) # wait until it is known what it takes
-    b.passed(9., 0., False, disturbed=True)
+    b.add_step(1.5, .5, True, disturbed=True)
+    assert not b.allows() and b.times.recorded==0 and (b.times.time, b.times.cost)==(0, None) # wait until it is known what it takes
+    b.add_step(9., 0., False, disturbed=True)
     assert not b.allows() and b.thinned==3
-    b.passed(1., 0., False)
-    assert b.allows() and (b.time, b.cost, b.since, b.interval)==(1., None, 1, None)
-    b.passed(1.5, .5, True)
-    assert (b.time, b.cost, b.since, b.recorded, b.interval)==(1., .5, 0, 1, 5)
-    for n in range(1, 4): b.passed(1., 0., False); assert b.since==n
+    b.add_step(1., 0., False)
+    assert b.allows() and (b.times.time, b.times.cost, b.since, b.interval)==(1., None, 1, None)
+    b.add_step(1.5, .5, True)
+    assert (b.times.time, b.times.cost, b.since, b.times.recorded, b.interval)==(1., .5, 0, 1, 5)
+    for n in range(1, 4): b.add_step(1., 0., False); assert b.since==n
     b = budget.Budget(.5)
-    for step in ((2., 1., True), (1., 0., False), (2., 1., True)): b.passed(*step)
-    assert b.allows() and not b.allows(1.1) and (b.late, b.still)==(0., 0.)
-    b.passed(2., 1., True, late=.5)
-    assert b.late==.5 and b.cost==1+.5/2 # the writer's, of all but the first
-    b.passed(1., 0., False, late=.25)
-    b.passed(2., 1., True)
-    assert b.late==.75 and b.cost==1+.75/3
+    for step in ((2., 1., True), (1., 0., False), (2., 1., True)): b.add_step(*step)
+    assert b.allows() and not b.allows(1.1) and (b.times.late, b.times.idle_cost)==(0., 0.)
+    b.add_step(2., 1., True, late=.5)
+    assert b.times.late==.5 and b.times.cost==1+.5/2 # the writer's, of all but the first
+    b.add_step(1., 0., False, late=.25)
+    b.add_step(2., 1., True)
+    assert b.times.late==.75 and b.times.cost==1+.75/3
 
 
 def test_what_the_writer_took_for_the_first_step_is_not_what_the_others_take():
     b = budget.Budget(.5)
-    b.passed(2., 1., True, late=9.)
-    b.passed(2., 1., True, late=1.)
-    assert b.late==1. and b.cost==2.
+    b.add_step(2., 1., True, late=9.)
+    b.add_step(2., 1., True, late=1.)
+    assert b.times.late==1. and b.times.cost==2.
 
 
 def test_a_few_steps_without_recording_where_costs_are_hidden():
     b = budget.Budget(.9)
-    for i in range(3): b.passed(1., .001, True, hidden=True); assert b.allows()==(i<2)
-    for i in range(3): b.passed(.5, 0., False, hidden=True); assert b.allows()==(i==2)
-    b.passed(1., .001, True, hidden=True)
-    assert b.costs[-1]==.5 and b.bare[-1]==.5 # told by steps without
+    for i in range(3): b.add_step(1., .001, True, hidden=True); assert b.allows()==(i<2)
+    for i in range(3): b.add_step(.5, 0., False, hidden=True); assert b.allows()==(i==2)
+    b.add_step(1., .001, True, hidden=True)
+    assert b.times.costs[-1]==.5 and b.times.bare[-1]==.5 # told by steps without
 
 
 def test_when_recording_is_too_much_whatever_is_done():
     b = budget.Budget(.01)
-    b.passed(2., 1., True)
+    b.add_step(2., 1., True)
     assert not b.hopeless
-    for _ in range(24): b.passed(1., .02, False)
+    for _ in range(24): b.add_step(1., .02, False)
     assert not b.hopeless
-    for _ in range(8): b.passed(1., .02, False) # each that is not recorded is held up for more than the share
+    for _ in range(8): b.add_step(1., .02, False) # each that is not recorded is held up for more than the share
     assert b.hopeless and str(b)=='recording one step in 1,000, and that is more than overhead=0.01 allows'
     b.since = b.rarest-2
     assert not b.allows()
     b.since += 1
     assert b.allows() # after all
     fine = budget.Budget(.25)
-    assert str(fine)=='overhead=0.25, no step left out'
-    fine.passed(2., 1., True)
+    assert str(fine)=='overhead=0.25, no step skipped'
+    fine.add_step(2., 1., True)
     fine.thinned = 1
     assert str(fine)=='recording one step in 3 to stay under 25%'
 
@@ -369,7 +369,7 @@ def test_when_recording_is_too_much_whatever_is_done():
 def test_units_where_they_change():
     said = ['1 s', '999 ms', '1,000 ms', '1 ms', '999 us', '1 us', '0.9 us', '998 s', '1,000 s']
     assert [budget.duration(s) for s in (1, .9994, .9996, 1e-3, 999.4e-6, 1e-6, 9e-7, 998, 999.6)]==said
-    assert [budget.size(n) for n in (999.4, 1e3, 999_400, 999_600, 1e6, 1e9)]==['999 bytes', '1 KB', '999 KB', '1,000 KB', '1 MB', '1 GB']
+    assert [budget.byte_size(n) for n in (999.4, 1e3, 999_400, 999_600, 1e6, 1e9)]==['999 bytes', '1 KB', '999 KB', '1,000 KB', '1 MB', '1 GB']
 
 
 def test_all_that_a_report_says():
@@ -378,16 +378,16 @@ def test_all_that_a_report_says():
     assert repr(budget.Report(told))==plain
     assert repr(budget.Report(told, arming=.9))==plain and repr(budget.Report(told, arming=1.))==plain+'; arming waited 1 s for compiled loops'
     both = budget.Report(told, live=2., compiling=.1, arming=3.)
-    assert repr(both)==plain+' (of which live: 2 s, in a process of its own; compiling loops: 100 ms, once); arming waited 3 s for compiled loops'
+    assert repr(both)==plain+' (of which live plots: 2 s, in a separate process; compiling loops: 100 ms, once); arming waited 3 s for compiled loops'
     more = budget.Report(told, live=2., beside=3., budget='thin', errors=1, skipped=0, remarks=['One.', 'Two.'])
-    assert repr(more)==plain+' (of which live: 2 s, in a process of its own); compiled loops loaded in 3 s, beside; thin; 1 errors\nOne.\nTwo.'
+    assert repr(more)==plain+' (of which live plots: 2 s, in a separate process); compiled loops loaded in 3 s, in the background; thin; 1 errors\nOne.\nTwo.'
 
 
 def test_time_of_two_threads_and_of_what_calls_itself(clock):
     "Each thread has its own beginning; inside of a timed call nothing is counted twice, also after an error"
     import threading
     class Works:
-        def __init__(self): self.cost,self.local,self.spent = self,budget.Local(),0.
+        def __init__(self): self.cost,self.local,self.spent = self,budget.ThreadTimer(),0.
         @budget.timed
         def go(self, n):
             clock.pass_(1)

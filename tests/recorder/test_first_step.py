@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from torchember import emberTracker, every, torchEmber
-from torchember.recorder.steps import MaybePasses
+from torchember.recorder.steps import ProvisionalSteps
 
 
 class Parts(nn.Module):
@@ -153,9 +153,9 @@ def test_an_evaluation_in_between_is_no_part_of_it():
 def test_too_many_passes_are_steps():
     m = nn.Linear(3, 1)
     te = torchEmber(m, ttypes=('input',))
-    for _ in range(MaybePasses.most+2): m(torch.ones(2, 3))
+    for _ in range(ProvisionalSteps.most+2): m(torch.ones(2, 3))
     te.step()
-    assert te.close()['steps']==MaybePasses.most+2 and te.t.df.step.nunique()==MaybePasses.most+2
+    assert te.close()['steps']==ProvisionalSteps.most+2 and te.t.df.step.nunique()==ProvisionalSteps.most+2
 
 
 def test_nothing_waits_for_it():

@@ -499,11 +499,11 @@ def test_no_copy_of_a_gradient_waits(monkeypatch):
     monkeypatch.setattr(tap, 'for_list', lambda x, wanted: True)
     a,x = tap.Arena(),torch.tensor([3., 6., 12.])
     tap.observe(x, a.tap('divided', ['mean', 'exponents']), scale=torch.tensor(3.), later=True)
-    assert not a.pending
+    assert not a.unread
     row = a.take().rows()[0]
     assert row['key']=='divided' and row['stats']['mean']==pytest.approx(7/3) and sum(row['stats']['exponents'])==3
     tap.observe(x, a.tap('as it is', ['mean']), scale=torch.tensor(3.), later=True)
-    assert [(p.data_ptr(), s) for p,_,s in a.pending.values()]==[(x.data_ptr(), 3)]
+    assert [(p.data_ptr(), s) for p,_,s in a.unread.by_row.values()]==[(x.data_ptr(), 3)]
 
 
 @pytest.mark.parametrize('zero', [False, True])

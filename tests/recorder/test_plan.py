@@ -14,7 +14,7 @@ from torch import nn
 
 from torchember import torchEmber
 from torchember.recorder import plan
-from torchember.recorder.plan import Place, Plan, Reading, Rehearsal, states_to_come
+from torchember.recorder.plan import Place, Plan, ReadingTime, Rehearsal, states_to_come
 from torchember.recorder.process import open_recorders
 
 ALL = ('input', 'output', 'weight', 'weight_grad', 'input_grad', 'output_grad')
@@ -162,7 +162,7 @@ def test_probes_variables_and_functions_of_ones_own():
     model(torch.randn(3, 4)).sum().backward()
     te.step()
     assert plan.rows==len(lines(te)) and [p.tname for p in plan.places if p.ttype=='probe']==['scores']
-    assert any('functions of yours' in n for n in plan.notes)
+    assert any('your own functions' in n for n in plan.notes)
     te.close()
 
 
@@ -226,7 +226,7 @@ def test_a_rehearsal_notes_calls_inside_of_calls_and_what_is_read_anew():
         ('a', 'input', 'y', 0, True), ('a', 'input_grad', 'y', 0, True), ('a', 'input', 'x', 1, False), ('b', 'input', 'x', 0, True),
         ('b', 'probe', 'q', 0, False), ('a', 'output', 'o', 1, False), ('a', 'probe', 'r', 0, True), ('a', 'output', 'o', 0, False),
         ('b', 'input', 'y', 1, True)]
-    assert h.left==[a, a, b] and h.states==[root]
+    assert h.ended==[a, a, b] and h.states==[root]
 
 
 def test_what_is_known_of_the_last_pass_is_planned_call_by_call():
@@ -277,12 +277,12 @@ def test_time_to_read_is_measured_once_for_each_kind(monkeypatch):
         asked.append((stats, dtype, device, most))
         if dtype is torch.int8: raise NotImplementedError
         return [16, 100], [1., 3.]
-    monkeypatch.setattr(plan, 'curve', curve)
-    r = Reading(50)
+    monkeypatch.setattr(plan, 'time_reading', curve)
+    r = ReadingTime(50)
     assert [r(*k, n) for k in ((('a',), torch.float32, 'cpu'), (('b',), torch.float32, 'cpu'), (('a',), torch.float64, 'cpu'), (('a',), torch.int8, 'cpu'))
         for n in (4, 16, 58, 100, 184)]==[0., 0., 1., 2., 4.]*3+[0.]*5
     assert asked==[((s,), d, 'cpu', 50) for s,d in (('a', torch.float32), ('b', torch.float32), ('a', torch.float64), ('a', torch.int8))]
-    assert plan.on_curve([16], [2.], 999)==2. and plan.on_curve([16, 100], [3., 1.], 200)==1. # more elements never take less
+    assert plan.interpolate([16], [2.], 999)==2. and plan.interpolate([16, 100], [3., 1.], 200)==1. # more elements never take less
 
 
 def test_totals_of_a_plan_by_hand():

@@ -91,7 +91,7 @@ def test_draws_go_on():
 
 def test_only_around_functions_of_the_users(monkeypatch):
     "Built-in statistics cost nothing of it"
-    monkeypatch.setattr(step_buffer, 'of_torch', lambda device: 1/0)
+    monkeypatch.setattr(step_buffer, 'torch_generators', lambda device: 1/0)
     m = nn.Linear(3, 1)
     te = torchEmber(m, stats='full', on_error='raise')
     m(torch.ones(2, 3)).sum().backward()

@@ -148,8 +148,8 @@ def test_numbers_that_are_noted_and_those_that_are_none():
 
 def test_a_variable_and_a_probe_come_back_as_they_were_given():
     te,x = torchEmber(model := net()),torch.ones(2)
-    assert te.watch_tensor('v', x) is x and te.probe('p', x) is x and te.recorder.sources.variables=={'v': x}
-    assert te.watch_tensor('nobody', None) is None and te.watch_tensor('v', None) is None and te.recorder.sources.variables=={}
+    assert te.watch_tensor('v', x) is x and te.probe('p', x) is x and te.recorder.sources.followed.tensors=={'v': x}
+    assert te.watch_tensor('nobody', None) is None and te.watch_tensor('v', None) is None and te.recorder.sources.followed.tensors=={}
     for f in (te.watch_tensor, te.probe):
         with pytest.raises(TypeError): f('x', 1.)
     te.disarm()

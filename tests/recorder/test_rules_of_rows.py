@@ -22,7 +22,7 @@ from torchember.recorder.row_writer import RowWriter
 from torchember.recorder.notices import ChangingMarks, Notices
 from torchember.recorder.step_buffer import StepBuffer
 from torchember.recorder.parameters import ZeroGradHint
-from torchember.recorder.row import FirstBad, troubled
+from torchember.recorder.row import FirstBad, describe_trouble
 from torchember.recorder.steps import Decision, Phases, Steps
 
 
@@ -154,7 +154,7 @@ def test_what_the_journal_says_of_each_step():
     steps.begin('')
     j.write(buffer, steps, True)
     j.step_over(5, True)
-    assert j.ts is None and not j.skipped and j.was_on and buffer.size==0
+    assert j.ts is None and not j.skipped and j.log.was_on and buffer.size==0
     t.marked = {'epoch': 2}
     steps.close()
     steps.begin('')
@@ -177,7 +177,7 @@ def test_where_the_journal_puts_rows_that_come_late():
         steps.begin('')
         j.note({'loss': 1.}, buffer, steps, was_on)
         assert (buffer.size, len(t.got))==((1, 0) if was_on else (0, 1))
-        buffer.custom.rows.clear(); t.got.clear()
+        buffer.rows.custom.rows.clear(); t.got.clear()
         steps.close()
         j.step_over(3, was_on)
         j.note({'loss': 2.}, buffer, steps, on)
@@ -187,7 +187,7 @@ def test_where_the_journal_puts_rows_that_come_late():
         assert [(r['step'], r['ttype'], r['call']) for r in rows]==[(3, 'scalar', 1), (3, 'quantity', 0)]
         steps.begin('')
         j.note({'loss': 3.}, buffer, steps, True)
-        assert [r[2] for r in buffer.custom.rows]==[0] # the calls of another step
+        assert [r[2] for r in buffer.rows.custom.rows]==[0] # the calls of another step
 
 
 def test_rows_of_functions_that_are_read_several_times_in_a_step():
@@ -201,7 +201,7 @@ def test_rows_of_functions_that_are_read_several_times_in_a_step():
     assert give('bias', 0)==[{'mean': 0}]
     buffer.step_over()
     assert give('weight', 7)==[{'mean': 7}]
-    buffer.clear_taken()
+    buffer.rows.clear_taken()
     assert give('weight', 8)==[{'mean': 8}]
 
 
@@ -210,8 +210,8 @@ def test_only_rows_of_the_same_module_type_and_name_are_dropped():
     for m in 'ab':
         for t in ('weight', 'update'):
             for n in 'xy': buffer.add((m, t, n, None, None, 0), 0, 0, 'float32', {})
-    buffer.custom.drop('a', 'weight', 'x')
-    assert [r[1][:3] for r in buffer.custom.rows]==[(m, t, n) for m in 'ab' for t in ('weight', 'update') for n in 'xy' if (m, t, n)!=('a', 'weight', 'x')]
+    buffer.rows.custom.drop('a', 'weight', 'x')
+    assert [r[1][:3] for r in buffer.rows.custom.rows]==[(m, t, n) for m in 'ab' for t in ('weight', 'update') for n in 'xy' if (m, t, n)!=('a', 'weight', 'x')]
 
 
 def test_calls_inside_of_calls():
@@ -223,7 +223,7 @@ def test_calls_inside_of_calls():
     c,a,b = Calls(),State('a'),State('b')
     for pass_ in (1, 2):
         c.begin(a, False)
-        log = c.fresh_log(pass_)
+        log = c.start_log(pass_)
         assert c.innermost() is None
         a.came = {'old': 1} if a.pass_!=pass_ else a.came
         c.enter(a, n := a.number(pass_))
@@ -235,8 +235,8 @@ def test_calls_inside_of_calls():
         c.enter(a, a.number(pass_))
         assert c.here.call==1 and c.exit()==1
         assert c.exit()==0 and c.here.call==0 and c.innermost() is None
-        assert log==['enter a', 'enter b', 'exit b', 'enter b', 'exit b', 'enter a', 'exit a', 'exit a'] and c.fresh_log(pass_) is log
-        assert c.fresh_log(pass_, again=True)==[]
+        assert log==['enter a', 'enter b', 'exit b', 'enter b', 'exit b', 'enter a', 'exit a', 'exit a'] and c.start_log(pass_) is log
+        assert c.start_log(pass_, again=True)==[]
 
 
 def test_each_buffer_once_at_the_first_module_that_has_it_and_is_watched():
@@ -256,7 +256,7 @@ def test_each_buffer_once_at_the_first_module_that_has_it_and_is_watched():
 
 def test_a_mark_that_changes_with_every_step():
     "In four steps one after another; not every second step, not one that stays for a step, not one that is a whole number"
-    def said(*seen): m = ChangingMarks(); return [m.changing({'loss': v, 'epoch': int(s)}, s) for s,v in seen]
+    def said(*seen): m = ChangingMarks(); return [m.find({'loss': v, 'epoch': int(s)}, s) for s,v in seen]
     assert said(*((s, s/2) for s in range(5)))==[None, None, None, ('loss', 1.5), ('loss', 2.)]
     assert not any(said(*((2*s, s/2) for s in range(9))))
     assert not any(said(*((s, v) for s,v in enumerate([.1, .2, .3, .3, .4, .5, .5]))))
@@ -284,26 +284,26 @@ def test_the_first_value_that_is_not_finite_is_found_once():
     bad.add(rows)
     bad.add([row('d', nan=1)])
     assert bad.found=='step 2, output_0 of b (L) has 2 NaN and 1 inf' and len(t.got)==1 and t.got[0].startswith(bad.found)
-    assert troubled({**row('a', neginf=3), 'ttype': 'weight', 'tname': 'weight_0', 'pname': 'w'})=='step 2, weight_0 (w) of a (L) has 3 -inf'
-    assert troubled(row('a', nan=3, skipped=True)) is None
-    assert troubled({'step': 1, 'ttype': 'scalar', 'rate': .1, 'loss': math.inf, 'norm': math.nan})=='step 1, loss is inf'
+    assert describe_trouble({**row('a', neginf=3), 'ttype': 'weight', 'tname': 'weight_0', 'pname': 'w'})=='step 2, weight_0 (w) of a (L) has 3 -inf'
+    assert describe_trouble(row('a', nan=3, skipped=True)) is None
+    assert describe_trouble({'step': 1, 'ttype': 'scalar', 'rate': .1, 'loss': math.inf, 'norm': math.nan})=='step 1, loss is inf'
 
 
 def test_evaluation_is_what_the_root_or_a_part_that_was_trained_does_in_eval_mode():
     p = Phases()
-    assert p.of('part', False, True) is None # frozen from the start, in a root that trains
-    assert p.of('part', True, True) is None and p.of('part', False, True)=='eval' and p.of('other', False, True) is None
-    assert p.of('other', True, False)=='eval' and p.of('', False, False)=='eval'
+    assert p.find('part', False, True) is None # frozen from the start, in a root that trains
+    assert p.find('part', True, True) is None and p.find('part', False, True)=='eval' and p.find('other', False, True) is None
+    assert p.find('other', True, False)=='eval' and p.find('', False, False)=='eval'
 
 
 def test_a_step_waits_for_all_of_its_optimizers_anew():
     s = Steps(0, True, {1, 2})
     for _ in range(2):
         s.begin('')
-        assert not s.turns.took(1) and s.turns.quiet=={2} and not s.turns.took(1) and s.turns.often[1]==2
-        assert s.turns.took(2) and s.turns.quiet==set()
+        assert not s.optimizers.note_step(1) and s.optimizers.missing=={2} and not s.optimizers.note_step(1) and s.optimizers.counts[1]==2
+        assert s.optimizers.note_step(2) and s.optimizers.missing==set()
         s.close()
-        assert not s.turns.often and s.turns.quiet=={1, 2}
+        assert not s.optimizers.counts and s.optimizers.missing=={1, 2}
 
 
 def test_a_decision_is_made_once_for_a_step():
@@ -322,19 +322,19 @@ def test_time_is_counted_from_the_first_pass_to_the_last_end(monkeypatch):
     from torchember.recorder import cost
     now = [0.]
     monkeypatch.setattr(cost, 'clock', lambda: now[0])
-    monkeypatch.setattr(cost, 'idle', lambda told: 1. if told else .25)
+    monkeypatch.setattr(cost, 'call_overhead', lambda told: 1. if told else .25)
     c = Cost()
     assert c.elapsed==0
     for at,modules,told in ((5., 2, True), (7., 4, False), (11., 3, True)):
         now[0] = at
-        c.begins()
+        c.begin_pass()
         now[0] += 1
-        c.passed(modules, told)
-    assert c.elapsed==7 and c.calls=={False: 4, True: 5} and c.ours()==5*1+4*.25
+        c.end_pass(modules, told)
+    assert c.elapsed==7 and c.calls=={False: 4, True: 5} and c.total()==5*1+4*.25
     c.spent = 3.
-    assert c.ours()==9
+    assert c.total()==9
     c.local.entered = 10.
-    assert c.ours()==11 # what runs now began at 10
+    assert c.total()==11 # what runs now began at 10
 
 
 def test_steps_without_gradients_are_counted_when_they_trained():
@@ -561,7 +561,7 @@ def test_the_closing_report_tells_how_long_a_step_waited():
                     for _ in range(n): m(torch.ones(1, 1)).sum().backward(); o.step(); o.zero_grad()
             report = te.close()
         return report['steps'], [r for r in report['remarks'] if 'waited' in r]
-    assert remarks((1, 1), (1, 1), (20, 0))==(3, ['Step 2 waited for Adam: 20 steps of another optimizer are in it.'])
+    assert remarks((1, 1), (1, 1), (20, 0))==(3, ['Step 2 waited for Adam: it contains 20 steps of another optimizer.'])
     assert remarks((1, 1), (19, 0))==(2, []) and remarks((25, 1), (1, 1))==(2, [])
 
 

@@ -22,7 +22,7 @@ from torchember.recorder.step_buffer import Generators, StepBuffer
 from torchember.recorder.parameters import Known, Parameters, ZeroGradHint, below, with_other_children
 from torchember.recorder.process import hand_over, open_recorders
 from torchember.recorder.row import one_row
-from torchember.recorder.steps import Decision, Steps, Turns, stalled
+from torchember.recorder.steps import Decision, SteppedOptimizers, StepState, Steps, stall_reason
 
 BOTH = ('weight', 'weight_grad')
 
@@ -37,8 +37,9 @@ def busy(manual=True):
     s = Steps(5, manual, {1, 2})
     for i in range(3): s.begin('', None, i)
     s.begin('head', 'eval', 9)
-    s.training_passes,s.failed,s.graded,s.measured = 3,True,True,True
-    s.turns.took(1)
+    s.note_content(training=True, eval_grads=True, measured=True)
+    s.state.failed = True
+    s.optimizers.note_step(1)
     return s
 
 
@@ -48,8 +49,9 @@ def test_a_step_that_is_over_leaves_nothing_but_what_was_known_before(manual):
     passes = s.pass_
     for _ in range(2):
         s.close()
-        want = copied(fresh) | dict(closed=s.number-1, pass_=passes+1, trained=True, evaluated=5, number=s.number, turns={**vars(fresh.turns), 'waits': {1: 0}})
-        got = vars(s) | {'turns': vars(s.turns)}
+        want = copied(fresh) | dict(closed=s.number-1, pass_=passes+1, trained=True, evaluated=5, number=s.number, state=vars(StepState()),
+            optimizers={**vars(fresh.optimizers), 'waits': {1: 0}})
+        got = vars(s) | {'optimizers': vars(s.optimizers), 'state': vars(s.state)}
         assert {**got, 'phases': 0}=={**want, 'phases': 0}
         s.begin('', None, 1)
         passes = s.pass_
@@ -65,12 +67,12 @@ def test_an_evaluation_that_is_over_leaves_the_step_open_that_it_came_before():
     s.close()
     before = copied(s)
     s.begin('head', 'eval', 7)
-    s.failed = s.graded = True
-    assert s.evaluation and (s.shown, s.number)==(5, 6)
+    s.state.failed = s.state.eval_grads = True
+    assert s.is_evaluation and (s.shown, s.number)==(5, 6)
     s.end_evaluation()
-    assert vars(s)==before | dict(pass_=before['pass_']+2, evaluated=5, weights=7)
+    assert vars(s) | {'state': vars(s.state)}==before | dict(pass_=before['pass_']+2, evaluated=5, state=vars(StepState()))
     s.begin('', None, 8)
-    assert not s.evaluation and s.shown==6 and s.weights==8 and s.changes==0
+    assert not s.is_evaluation and s.shown==6 and s.state.weights==8 and s.state.changes==0
 
 
 def test_what_makes_of_an_evaluation_a_step():
@@ -79,21 +81,21 @@ def test_what_makes_of_an_evaluation_a_step():
         s = Steps(1, True)
         s.trained = trained
         s.begin('', 'eval')
-        s.phases.trained_so = more.pop('trained_so', False)
-        for k,v in more.items(): setattr(s, k, v)
+        s.phases.trains_in_eval = more.pop('trains_in_eval', False)
+        for k,v in more.items(): setattr(s.state if k in vars(s.state) else s, k, v)
         return s
-    def took(optimizer):
-        turns = Turns()
-        turns.took(optimizer)
-        return turns
-    assert of().evaluation and not of(False).evaluation and not of(manual=False).evaluation
-    assert not of(measured=True).evaluation and not of(turns=took(1)).evaluation
-    assert of(False, trained_so=True).evaluation and not of(False, trained_so=True, graded=True).evaluation
+    def stepped(optimizer):
+        optimizers = SteppedOptimizers()
+        optimizers.note_step(optimizer)
+        return optimizers
+    assert of().is_evaluation and not of(False).is_evaluation and not of(manual=False).is_evaluation
+    assert not of(measured=True).is_evaluation and not of(optimizers=stepped(1)).is_evaluation
+    assert of(False, trains_in_eval=True).is_evaluation and not of(False, trains_in_eval=True, eval_grads=True).is_evaluation
     s = of()
     s.begin('', None)
-    assert not s.evaluation and not Steps(1, True).evaluation
+    assert not s.is_evaluation and not Steps(1, True).is_evaluation
     told = [(phase, grad) for phase in (None, 'eval') for grad in (False, True) if of().ends_evaluation(phase, grad)]
-    assert told==[(None, False), (None, True)] and of(False, trained_so=True).ends_evaluation('eval', True) and not of(False).ends_evaluation(None, True)
+    assert told==[(None, False), (None, True)] and of(False, trains_in_eval=True).ends_evaluation('eval', True) and not of(False).ends_evaluation(None, True)
 
 
 def test_what_begins_a_pass_and_what_ends_a_step():
@@ -102,20 +104,20 @@ def test_what_begins_a_pass_and_what_ends_a_step():
     s.begin('net.enc', None, 1)
     s.begin('head', None, 1)
     calls = [(p, phase, j) for p in ('', 'net.enc', 'net', 'net.en', 'head', 'ne') for phase in (None, 'eval') for j in (False, True)]
-    starts = [c for c in calls if s.new_pass(*c)]
+    starts = [c for c in calls if s.state.begins_pass(*c)]
     assert starts==[('', None, False), ('', 'eval', False), ('', 'eval', True), ('net.enc', None, False), ('net.enc', 'eval', False), ('net.enc', 'eval', True),
         ('net', None, False), ('net', 'eval', False), ('net', 'eval', True), *((p, 'eval', j) for p in ('net.en', 'head', 'ne') for j in (False, True))]
-    ends = [(p, w) for p in ('head', 'other') for w in (1, 2) if s.ends(p, None, w)]
-    assert ends==[('head', 2)] and s.ends('', None, 1) and not s.ends('', None, 1, True)
+    ends = [(p, w) for p in ('head', 'other') for w in (1, 2) if s.is_over_before(p, None, w)]
+    assert ends==[('head', 2)] and s.is_over_before('', None, 1) and not s.is_over_before('', None, 1, True)
     s.manual = True
-    assert not s.ends('', None, 1) and not s.ends('head', None, 2)
-    assert (s.leader, s.phase, s.seen, s.passes)==('net.enc', None, {'net.enc', 'head'}, {None: 1})
+    assert not s.is_over_before('', None, 1) and not s.is_over_before('head', None, 2)
+    assert (s.state.leader, s.phase, s.state.seen, s.passes)==('net.enc', None, {'net.enc', 'head'}, {None: 1})
     assert s.begin('net.enc', None, 1) and not s.begin('head', None, 1) and s.begin('head', 'eval', 1)
-    assert (s.leader, s.phase, s.pass_, s.passes, s.micro)==('head', 'eval', 3, {None: 2, 'eval': 1}, 0)
+    assert (s.state.leader, s.phase, s.pass_, s.passes, s.micro)==('head', 'eval', 3, {None: 2, 'eval': 1}, 0)
     s.begin('', 'eval', 7) # averaged weights, put in for an evaluation
-    assert (s.weights, s.changes)==(1, 0)
+    assert (s.state.weights, s.state.changes)==(1, 0)
     s.begin('', None, 1); s.begin('', None, 2)
-    assert (s.weights, s.changes)==(2, 1)
+    assert (s.state.weights, s.state.changes)==(2, 1)
 
 
 @pytest.mark.parametrize('manual', [False, True])
@@ -123,8 +125,8 @@ def test_a_pass_that_is_taken_back(manual):
     s = Steps(0, manual)
     s.begin('', 'eval')
     for i in range(2): s.begin('', None, i)
-    s.failed = True
-    assert s.take_back()==2 and s.passes=={'eval': 1, None: 1} and (s.leader, s.phase, s.failed, s.opened)==(None, None, False, manual)
+    s.state.failed = True
+    assert s.remove_failed()==2 and s.passes=={'eval': 1, None: 1} and (s.state.leader, s.phase, s.state.failed, s.opened)==(None, None, False, manual)
     assert s.begin('head', None) and s.passes[None]==2 and s.micro==1
 
 
@@ -154,16 +156,16 @@ def test_passes_that_were_taken_for_steps_are_counted_in_the_open_one():
         s = Steps(number)
         s.closed = closed
         s.begin('', None, 1)
-        s.join(n)
+        s.absorb_previous(n)
         assert (s.number, s.closed, s.micro, s.passes)==(*want, n, {None: n+1})
 
 
 def test_why_a_step_seems_never_to_be_over():
     def of(awaited=(1,), stepped=(), changes=0, passes=0, turns=()):
         s = Steps(0, True, awaited)
-        s.changes,s.training_passes = changes,passes
-        s.turns.stepped |= set(stepped); s.turns.often.update(dict(turns))
-        return stalled(s, 10, 5)
+        s.state.changes,s.state.training_passes = changes,passes
+        s.optimizers.stepped |= set(stepped); s.optimizers.counts.update(dict(turns))
+        return stall_reason(s, 10, 5)
     assert of() is None and of(changes=1) is None and of(passes=9) is None
     assert of(passes=10)=='10 passes went by' and of(changes=2)=='the weights change all the same'
     assert of((1, 2), changes=2) is None # those that the other has trained
@@ -179,8 +181,8 @@ def test_a_step_waits_longer_for_an_optimizer_that_always_steps_rarely():
     def turns(first, second):
         "The first optimizer steps so often, then the second. Return the number of steps after which the open step seems to have no end"
         for o in [1]*first+[2]*second:
-            if s.turns.took(o): s.close()
-            if stalled(s): return s.turns.most
+            if s.optimizers.note_step(o): s.close()
+            if stall_reason(s): return s.optimizers.max_count
     assert turns(19, 1) is None and turns(19, 1) is None # a limit of 20 for an optimizer that never stepped
     assert turns(56, 1) is None and turns(200, 0)==168 # three times the longest wait
     s = Steps(0, True, (1, 2))
@@ -211,7 +213,7 @@ def test_each_thread_has_a_log_and_a_stack_of_its_own():
     c.most_events = 3
     logs = []
     for pass_ in (1, 1, 1, 2):
-        log = c.fresh_log(pass_)
+        log = c.start_log(pass_)
         c.enter(track, 0)
         logs.append((any(log is l for l in logs[:-1]), len(log)))
         c.exit()
@@ -286,20 +288,20 @@ def test_a_page_whose_step_is_over():
         buffer.micro = 2
         buffer.measure(layer(), 'output', 'x', torch.ones(1))
         buffer.measure(layer(), 'weight', 'x', torch.ones(1), 'x')
-        buffer.custom.void = {'something'}
+        buffer.rows.custom.discarded = {'something'}
         buffer.take(over)
-        assert buffer.custom.given
-    assert len(buffer.snapshots.taken)==1
+        assert buffer.rows.custom.taken
+    assert len(buffer.rows.snapshots.taken)==1
     buffer.step_over()
-    assert (buffer.snapshots.taken, buffer.custom.given, buffer.custom.void)==([], set(), set())
+    assert (buffer.rows.snapshots.taken, buffer.rows.custom.taken, buffer.rows.custom.discarded)==([], set(), set())
     assert (buffer.micro, buffer.handed_out, buffer.on_device, buffer.size)==(0, False, False, 0)
     buffer.arena.blocks.append(Some(device=Some(type='cuda')))
     buffer.step_over()
     assert buffer.on_device
-    buffer.snapshots.taken,buffer.custom.given,buffer.custom.void = [1],{1},{1}
+    buffer.rows.snapshots.taken,buffer.rows.custom.taken,buffer.rows.custom.discarded = [1],{1},{1}
     arena = buffer.arena
     buffer.fresh_arena()
-    assert (buffer.snapshots.taken, buffer.custom.given, buffer.custom.void)==([], set(), set()) and buffer.arena is not arena
+    assert (buffer.rows.snapshots.taken, buffer.rows.custom.taken, buffer.rows.custom.discarded)==([], set(), set()) and buffer.arena is not arena
 
 
 def test_functions_rows_of_a_pass_that_raised():
@@ -310,7 +312,7 @@ def test_functions_rows_of_a_pass_that_raised():
         for n in names: buffer.add(('m', 'output', n, 'p' if n=='w' else None, None, 0), 0, micro, 'float32', {'at': micro})
     give(0, 'x'); give(1, 'x', 'w')
     buffer.take_back(1)
-    assert [(r[1][2], r[3]) for r in buffer.custom.rows]==[('x', 0), ('w', 1)]
+    assert [(r[1][2], r[3]) for r in buffer.rows.custom.rows]==[('x', 0), ('w', 1)]
     buffer.take(False)
     give(1, 'x')
     buffer.take(False)
@@ -663,7 +665,7 @@ def test_rows_of_somebody_else_go_into_the_open_step_or_beside_it(open_, on, was
     for step in (0, 1): j.add(step, rows, buffer, steps, on)
     t.marked = {}
     inside = open_ and on
-    assert [r[1:] for r in buffer.custom.rows]==([(k, c, None, d, s) for k,c,d,s in rows] if inside else [])
+    assert [r[1:] for r in buffer.rows.custom.rows]==([(k, c, None, d, s) for k,c,d,s in rows] if inside else [])
     got = [([(r['step'], r['tname'], r['call'], r['dtype'], r['v'], r['epoch']) for r in f()], args, more['joins']) for f,args,more in t.got]
     want = [([(s, n, c, 'float64', c, 4) for c,n in enumerate('qr')], (), True if s==0 and was_on else None) for s in (0, 1)]
     assert got==want[:1 if inside else 2]
@@ -672,11 +674,11 @@ def test_rows_of_somebody_else_go_into_the_open_step_or_beside_it(open_, on, was
 def test_numbers_of_an_evaluation_and_of_two_steps():
     "Their phase, their step, and calls that count on in the step that closed and from 0 in the next"
     t,j,buffer,steps = journal()
-    j.root_name = 'model(Net)'
+    j.extra.root_name = 'model(Net)'
     def note(v): j.note({'v': v}, buffer, steps, True)
     steps.begin('')
     note(0); note(1)
-    assert [(r[1], r[2], r[5]) for r in buffer.custom.rows]==[(('model(Net)', 'scalar', 'log', None, None, 0), c, {'v': c}) for c in (0, 1)]
+    assert [(r[1], r[2], r[5]) for r in buffer.rows.custom.rows]==[(('model(Net)', 'scalar', 'log', None, None, 0), c, {'v': c}) for c in (0, 1)]
     j.write(buffer, steps, True)
     steps.close(); j.step_over(0, True)
     note(2)
@@ -686,13 +688,13 @@ def test_numbers_of_an_evaluation_and_of_two_steps():
     note(4)
     rows = [r for f,_,_ in t.got[1:] for r in f()]
     assert [(r['step'], r['call'], r.get('phase'), r['v']) for r in rows]==[(0, 2, None, 2), (0, 3, 'eval', 3)] and [m['joins'] for *_,m in t.got[1:]]==[True]*2
-    assert [(r[1][4], r[2], r[5]) for r in buffer.custom.rows]==[(None, 0, {'v': 4})] and j.noted=={0: 4, 1: 1}
+    assert [(r[1][4], r[2], r[5]) for r in buffer.rows.custom.rows]==[(None, 0, {'v': 4})] and j.extra.noted=={0: 4, 1: 1}
     j.step_over(1, False)
-    assert j.noted=={1: 1} and not j.was_on
+    assert j.extra.noted=={1: 1} and not j.log.was_on
     buffer,steps = StepBuffer({}),Steps(0)
     steps.begin('', 'eval')
     note(5)
-    assert [r[1][4] for r in buffer.custom.rows]==[None] # where a pass is a step, rows have no phase
+    assert [r[1][4] for r in buffer.rows.custom.rows]==[None] # where a pass is a step, rows have no phase
 
 
 def test_an_evaluation_joins_the_step_before_and_a_later_one_supersedes():
@@ -704,7 +706,7 @@ def test_an_evaluation_joins_the_step_before_and_a_later_one_supersedes():
         steps.begin('', 'eval'); steps.begin('', 'eval')
         measured(buffer); j.write(buffer, steps, True)
         steps.end_evaluation()
-    j.was_on = False
+    j.log.was_on = False
     steps.begin('', 'eval')
     measured(buffer); j.write(buffer, steps, True)
     got = [(m.step, m.marks, m.many_passes, more.get('joins')) for m,_,more in t.got[1:]]

@@ -14,7 +14,7 @@ import torch
 from looped import batches, by_hand, heard, momentum, same, seeded, steps, table
 
 from torchember import emberTracker, read, runs, torchEmber
-from torchember.run import options_in, own_part, run_command, split
+from torchember.run import options_in, own_part, run_command, split_arguments
 
 root = Path(__file__).parents[2]
 libraries = 'import torch._dynamo, torchember.ember, torchember.trained\nfrom torchember.measure import loading\nloading.loops()'
@@ -254,10 +254,11 @@ def test_arguments_that_make_no_sense(tmp_path, monkeypatch, capsys):
 def test_options():
     assert options_in([])=={} and options_in(['--stats', 'rms,max'])=={'stats': ['rms', 'max']}
     assert options_in(['--rules', 'default', '--every', '3'])=={'rules': ['default'], 'every': 3}
-    assert split(['--', 'a', '--', 'b'])==([], False, ['a', '--', 'b']) and split(['--every', '3', '--', 'a'])==(['--every', '3'], False, ['a'])
-    assert split(['a', '--', 'b'])==([], False, ['a', '--', 'b'])
-    assert split(['--home=x', '--name', 'n', '-m', 'm', '-m'])==(['--home=x', '--name', 'n'], True, ['m', '-m'])
-    assert split(['--help'])==(['-h'], False, []) and split([])==([], False, [])
+    assert split_arguments(['--', 'a', '--', 'b'])==([], False, ['a', '--', 'b'])
+    assert split_arguments(['--every', '3', '--', 'a'])==(['--every', '3'], False, ['a'])
+    assert split_arguments(['a', '--', 'b'])==([], False, ['a', '--', 'b'])
+    assert split_arguments(['--home=x', '--name', 'n', '-m', 'm', '-m'])==(['--home=x', '--name', 'n'], True, ['m', '-m'])
+    assert split_arguments(['--help'])==(['-h'], False, []) and split_arguments([])==([], False, [])
 
 
 def test_own_part_of_a_traceback():

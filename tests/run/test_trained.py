@@ -499,7 +499,7 @@ def test_a_search_that_fails_is_told_once_and_the_program_trains_on(monkeypatch,
     assert told==['The models of the program could not be found: RuntimeError: no. Nothing more is armed. '
         'Call torchEmber(model) in the program instead.'], w.said
     assert all(not t.te().armed for t in w.trainings)
-    assert nn.Module.__call__ is w.calls.former
+    assert nn.Module.__call__ is w.patches.calls.former
 
 
 def test_named_models_without_an_optimizer():
@@ -507,7 +507,7 @@ def test_named_models_without_an_optimizer():
     model,frozen = seeded(),seeded().requires_grad_(False)
     with Watched([model, frozen]) as w, torch.no_grad():
         for x,_ in batches(): model(x); frozen(x)
-    assert steps(one(w))==[0, 1, 2, 3] and nn.Module.__call__ is w.calls.former
+    assert steps(one(w))==[0, 1, 2, 3] and nn.Module.__call__ is w.patches.calls.former
 
 
 def test_a_lightning_module_is_the_model_though_its_parts_are_called():

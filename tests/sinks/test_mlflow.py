@@ -14,7 +14,7 @@ from torch import nn
 
 from torchember import read, replay, torchEmber
 from torchember.sinks.feed import sink_of
-from torchember.sinks.mlflow import MLflow, metric_name, shares_of
+from torchember.sinks.mlflow import MLflow, metric_name, percentile_edges
 
 mlflow = pytest.importorskip('mlflow')
 
@@ -262,8 +262,8 @@ def test_names_are_what_mlflow_takes_and_differ():
 
 
 def test_sizes_are_those_below_which_so_many_lie():
-    assert shares_of([1., 2., 4., 8.], [5, 45, 50])=={'p5': 1., 'p50': 2., 'p95': 4.}
-    assert shares_of([1., 2., 4., 8.], [4, 46, 50])=={'p5': 2., 'p50': 2., 'p95': 4.}
+    assert percentile_edges([1., 2., 4., 8.], [5, 45, 50])=={'p5': 1., 'p50': 2., 'p95': 4.}
+    assert percentile_edges([1., 2., 4., 8.], [4, 46, 50])=={'p5': 2., 'p50': 2., 'p95': 4.}
     sink = MLflow.__new__(MLflow)
     told = {}
     sink.put = lambda step, numbers: told.update({step: numbers})

@@ -13,8 +13,8 @@ from sinked import by_hand, killed, same, train
 from torch import nn
 
 from torchember import emberTracker, read, replay, rm, torchEmber
-from torchember.sinks.feed import Feed, Feeding
-from torchember.sinks.sink import Sink, rms_of
+from torchember.sinks.feed import Feed, StepSender
+from torchember.sinks.sink import Sink, rms_of_row
 
 EventAccumulator = pytest.importorskip('tensorboard.backend.event_processing.event_accumulator').EventAccumulator
 
@@ -72,8 +72,8 @@ def test_the_rms_of_one_element_is_its_size(tmp_path, stats):
 
 def test_the_rms_of_a_tensor_that_is_not_finite_is_not_made_up():
     nan = math.nan
-    assert [rms_of(r) for r in ({'mean': 3.}, {'std': nan}, {'mean': 3., 'std': None, 'shape': [2]}, {'mean': -3., 'std': nan})]==[None, None, None, 3.]
-    assert all(math.isnan(rms_of({'mean': nan, 'std': nan, **more})) for more in ({}, {'shape': [0]}, {'shape': [4]}))
+    assert [rms_of_row(r) for r in ({'mean': 3.}, {'std': nan}, {'mean': 3., 'std': None, 'shape': [2]}, {'mean': -3., 'std': nan})]==[None, None, None, 3.]
+    assert all(math.isnan(rms_of_row({'mean': nan, 'std': nan, **more})) for more in ({}, {'shape': [0]}, {'shape': [4]}))
 
 
 def test_a_training_with_sinks_is_bit_for_bit_the_one_without(tmp_path, monkeypatch):
@@ -592,7 +592,7 @@ def test_a_step_whose_row_is_over_after_a_flush_is_noted(tmp_path):
         def arrived(self, steps): return [s for s in steps if s in self.there]
         def target(self): return 'late'
     train(tmp_path, steps=1)
-    feeding = Feeding(emberTracker('first', tmp_path), sink := Late())
+    feeding = StepSender(emberTracker('first', tmp_path), sink := Late())
     def told(step): feeding.step(step, [row('a', rms=1.)])
     told(7); told(8); feeding.flush()
     assert feeding.told==[8] and feeding.sent.steps==set()

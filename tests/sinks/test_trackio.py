@@ -14,7 +14,7 @@ from torch import nn
 
 from torchember import read, replay, torchEmber
 from torchember.sinks.feed import sink_of
-from torchember.sinks.trackio import Beside, Trackio, silently
+from torchember.sinks.trackio import OwnCounter, Trackio, without_print
 
 trackio = pytest.importorskip('trackio')
 
@@ -267,7 +267,7 @@ def test_a_pane_reads_what_is_behind_it_and_keeps_what_is_set():
     class Run:
         n,more = 1,2
     run = Run()
-    pane = Beside(run)
+    pane = OwnCounter(run)
     pane.n += 5
     run.more = 3
     assert (pane.n, pane.more, run.n)==(6, 3, 1)
@@ -278,7 +278,7 @@ def test_what_is_silent_is_the_same_otherwise(capsys):
     def f(a, b=2, *, c=3):
         print('heard')
         return a,b,c
-    assert silently(f)(1, c=4)==(1, 2, 4) and silently(f)(1)==(1, 2, 3) and capsys.readouterr().out==''
+    assert without_print(f)(1, c=4)==(1, 2, 4) and without_print(f)(1)==(1, 2, 3) and capsys.readouterr().out==''
     assert f(1, 5)==(1, 5, 3) and capsys.readouterr().out=='heard\n'
 
 

@@ -1,4 +1,4 @@
-"""One of several processes with a sharded model: what it is told of the whole. Run by test_state_sharded.py"""
+"""Run by `test_state_sharded.py` in each of several processes: compute reductions of a sharded model."""
 import json
 import sys
 
@@ -17,8 +17,8 @@ mesh = init_device_mesh('cpu', (world,))
 numbers = ('norm1', 'norm2', 'norm1_mean', 'sum', 'mean', 'std', 'skew', 'kurtosis', 'max', 'min', 'abs_min', 'abs_max')
 
 
-def told(d):
-    "All numbers of a StateDict, as Python has them"
+def numbers_of(d):
+    "Return all reductions of a StateDict as Python numbers."
     return dict(whole={n: getattr(d, n)().item() for n in numbers}, numel=d.numel(), p3=d.norm(3).item(), lw=d.norm(lw=True), p3lw=d.norm(3, lw=True),
         shape=d.shape(lw=True), table=d.describe(lw=True, group='all', display=False))
 
@@ -63,7 +63,7 @@ mixed = StateDict(whole=x, copies=spread(x, Replicate()), rows=spread(x, Shard(0
 grid = init_device_mesh('cpu', (1, world))
 square = StateDict(x=distribute_tensor(x, grid, [Replicate(), Shard(0)]), y=distribute_tensor(x, grid, [Shard(0), Replicate()]))
 with open(f'{out}{rank}.json', 'w') as f:
-    json.dump(dict(plain=[told(d) for d in plain], sharded=[told(d) for d in sharded], ratio=[trust_ratio(d[2], d[0]) for d in (plain, sharded)],
+    json.dump(dict(plain=[numbers_of(d) for d in plain], sharded=[numbers_of(d) for d in sharded], ratio=[trust_ratio(d[2], d[0]) for d in (plain, sharded)],
         mixed=mixed.norm(lw=True), mixed_all=mixed.norm().item(), want=x.norm().item(), want_one=x[:1].norm().item(), square=square.norm(lw=True),
         collectives=collectives, repr=repr(sharded[0]), flat=[d[0].flatten().tolist() for d in (plain, sharded)],
         twice=[(2*d[0]+1).norm().item() for d in (plain, sharded)]), f)

@@ -1,4 +1,4 @@
-"The gradient noise scale: against gradients kept one by one, how often its errors hold, what it leaves behind, ranks"
+"Gradient noise scale: compared with separate gradients; coverage of errors; side effects; ranks"
 import gc
 import json
 import math
@@ -25,7 +25,7 @@ class NoGradient(torch.autograd.Function):
 
 
 class Scaled(nn.Module):
-    "The parameter `scale` gets None from an autograd Function"
+    "A model whose parameter `scale` receives None from an autograd Function."
     def __init__(self): super().__init__(); self.net,self.scale = mlp(),nn.Parameter(torch.ones(1))
     def forward(self, x): return self.net(x)*NoGradient.apply(self.scale)
 
@@ -40,7 +40,7 @@ def grads_of(model, loss): return torch.cat([g.flatten() for g in torch.autograd
 
 
 def by_hand(chains, m):
-    "Means over chains of |G|^2 and tr(Sigma), from gradients of micro-batches, shape (chains, k, parameters)"
+    "Return means over chains of |G|^2 and tr(Sigma), from gradients of shape (chains, k, parameters)."
     k = chains.shape[1]
     dots = chains@chains.mT
     off = (dots.sum((1, 2))-dots.diagonal(dim1=1, dim2=2).sum(1))/(k*(k-1))
@@ -54,8 +54,8 @@ def accumulate(ns, model, losses, micro=True):
         if micro: ns.micro()
 
 
-def test_against_gradients_kept_one_by_one():
-    "Both forms say what all gradients side by side say"
+def test_compared_with_separate_gradients():
+    "Compare `noise_scale` and `NoiseScale` with a computation from all gradients."
     model = mlp()
     torch.manual_seed(1)
     chains = torch.stack([torch.stack([grads_of(model, loss_of(model)) for _ in range(5)]) for _ in range(3)])
@@ -71,7 +71,7 @@ def test_against_gradients_kept_one_by_one():
     assert on.errors==pytest.approx(off.errors, rel=1e-3, nan_ok=True) and on.sizes==[4, 20]
 
 
-def test_the_closure_may_call_backward():
+def test_closure_calls_backward():
     model,got = mlp(),[]
     def closure():
         loss = loss_of(model)
@@ -85,24 +85,24 @@ def test_the_closure_may_call_backward():
 
 @pytest.mark.parametrize('scale', [1/4, 6., 2.**16])
 def test_scaled_losses(scale):
-    "The ratio does not know the scale, and the other two do once they are told"
+    "The ratio does not depend on the scale. The other two numbers are correct with `scale=`."
     model = mlp()
-    def run(factor, **said):
+    def run(factor, **kwargs):
         torch.manual_seed(0)
-        off = noise_scale(model, lambda: loss_of(model, weight=factor), 4, 4, 8, **said)
+        off = noise_scale(model, lambda: loss_of(model, weight=factor), 4, 4, 8, **kwargs)
         torch.manual_seed(0)
-        with NoiseScale(model, 4, **said) as ns:
+        with NoiseScale(model, 4, **kwargs) as ns:
             for _ in range(8):
                 accumulate(ns, model, (loss_of(model, weight=factor) for _ in range(4)))
                 ns.step()
         return off, ns.estimate
-    for plain,told,untold in zip(run(1), run(scale, scale=scale), run(scale), strict=True):
-        assert told.dict()==pytest.approx(plain.dict(), rel=1e-3, nan_ok=True)
-        assert untold.noise_scale==pytest.approx(plain.noise_scale, rel=1e-3) and untold.trace==pytest.approx(plain.trace*scale**2, rel=1e-3)
+    for plain,scaled,unscaled in zip(run(1), run(scale, scale=scale), run(scale), strict=True):
+        assert scaled.dict()==pytest.approx(plain.dict(), rel=1e-3, nan_ok=True)
+        assert unscaled.noise_scale==pytest.approx(plain.noise_scale, rel=1e-3) and unscaled.trace==pytest.approx(plain.trace*scale**2, rel=1e-3)
 
 
-def test_a_scale_that_changes():
-    "As a GradScaler's does, with a step that overflows on the way"
+def test_changing_scale():
+    "The scale changes as with a GradScaler, with a step that overflows."
     model = mlp()
     def run(scales):
         torch.manual_seed(0)
@@ -120,7 +120,7 @@ def test_a_scale_that_changes():
 
 
 def test_micro_batches_of_different_sizes():
-    "Unbiased: the mean over many steps is the gradient's and the covariance's"
+    "Estimates are unbiased: check their mean over many steps."
     torch.manual_seed(0)
     model = nn.Linear(3, 1, bias=False)
     with torch.no_grad(): model.weight.fill_(1.)
@@ -136,8 +136,8 @@ def test_micro_batches_of_different_sizes():
     assert ns.sizes[0]==pytest.approx(3/(1/8+1/2+1/5))
 
 
-def test_errors_hold():
-    "About 68% of the truths are within one standard error, also of a fading mean; estimates are unbiased"
+def test_coverage_of_errors():
+    "About 68% of exact values are within one standard error, also with decay. Estimates are unbiased."
     rng = np.random.default_rng(0)
     d,m,k = 4,4,8
     e = np.full(d, .7)
@@ -159,8 +159,8 @@ def test_errors_hold():
         assert (np.abs(means.mean(0)-[G2, T])<4*means.std(0)/500**.5).all(), (decay, means.mean(0))
 
 
-def test_errors_hold_for_a_model():
-    "The same through noise_scale, by two sizes and by the line"
+def test_coverage_of_errors_for_a_model():
+    "Check the coverage of `noise_scale`, for two sizes and for the line."
     model = nn.Linear(4, 1, bias=False)
     with torch.no_grad(): model.weight.fill_(.7)
     def closure(): return (model(torch.randn(4, 4)).squeeze(1)-torch.randn(4)).square().mean()/2
@@ -174,7 +174,7 @@ def test_errors_hold_for_a_model():
 
 
 class Odd(nn.Module):
-    "Dropout, BatchNorm, a tied weight, a frozen one, an unused one"
+    "A model with dropout, BatchNorm, a tied weight, a frozen weight and an unused weight."
     def __init__(self):
         super().__init__()
         self.a,self.norm,self.drop = nn.Linear(6, 6),nn.BatchNorm1d(6),nn.Dropout(.3)
@@ -185,8 +185,8 @@ class Odd(nn.Module):
 
 
 @pytest.mark.parametrize('fails', [False, True])
-def test_the_model_comes_back_as_it_was(fails):
-    "Gradients, buffers, modes, random numbers and hooks, also after an error in the middle"
+def test_model_is_restored(fails):
+    "Check gradients, buffers, modes, random generators and hooks, also after an error."
     model,calls = Odd(),[]
     model.norm.eval()
     model(torch.randn(8, 6)).square().mean().backward()
@@ -211,8 +211,8 @@ def test_the_model_comes_back_as_it_was(fails):
     assert not any(p._backward_hooks for p in model.parameters())
 
 
-def test_hooks_go():
-    "By close, at the end of a with block, after an error in it, and with the object"
+def test_hooks_are_removed():
+    "Check `close`, the end of a `with` block, an error in it, and deletion of the object."
     model = mlp()
     def hooks(): return sum(len(p._backward_hooks or ()) for p in model.parameters())
     ns = NoiseScale(model, 4)
@@ -234,8 +234,8 @@ def test_hooks_go():
     own.remove()
 
 
-def test_the_gradients_are_not_changed():
-    "The same training, bit by bit, with and without"
+def test_training_is_not_changed():
+    "Training with and without a NoiseScale is equal, bit by bit."
     def train(watched):
         torch.manual_seed(0)
         model = Odd()
@@ -253,8 +253,8 @@ def test_the_gradients_are_not_changed():
     assert all(torch.equal(a[k], b[k]) for k in a)
 
 
-def test_at_a_point_while_training_is_watched():
-    "What noise_scale does in the middle of a step is not taken for training"
+def test_noise_scale_during_training():
+    "A NoiseScale ignores the gradients of `noise_scale` in the middle of a step."
     model,seen = mlp(),[]
     for between in (False, True):
         torch.manual_seed(0)
@@ -267,8 +267,8 @@ def test_at_a_point_while_training_is_watched():
 
 
 @pytest.mark.parametrize('f', ['checkpoint', 'compiled', 'bfloat16', 'sparse'])
-def test_other_ways_to_a_gradient(f):
-    "One gradient for each parameter and micro-batch, however it is made"
+def test_other_ways_to_compute_gradients(f):
+    "Each way gives one gradient for each parameter and micro-batch."
     torch.manual_seed(0)
     model,rel = mlp(),1e-3
     run = lambda x: model(x)
@@ -291,8 +291,8 @@ def test_other_ways_to_a_gradient(f):
     assert est.grad_sq==pytest.approx(G2, rel=rel) and est.trace==pytest.approx(T, rel=rel)
 
 
-def test_what_cannot_be_measured():
-    "Each refusal says what came and what to do"
+def test_errors_of_arguments():
+    "Each error states the value and the remedy."
     model = mlp()
     def good(): return loss_of(model)
     def twice():
@@ -304,22 +304,22 @@ def test_what_cannot_be_measured():
     def clips():
         good().backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    for kw,said in ((dict(num_iters=1), 'One micro-batch has no second batch size'), (dict(num_average=0), 'num_average is 0'),
-            (dict(micro_batch_size=0), 'micro_batch_size is 0')):
-        with pytest.raises(ValueError, match=said): noise_scale(model, good, **dict(micro_batch_size=4, num_average=2) | kw)
-    for f,said in ((twice, 'two gradients in one call'), (zeroes, 'must not call zero_grad'), (clips, 'averaged over ranks, or clipped'),
+    for kw,message in ((dict(num_iters=1), 'One micro-batch has no second batch size'), (dict(num_average=0), 'num_average must be at least 1, got 0'),
+            (dict(micro_batch_size=0), 'micro_batch_size must be at least 1, got 0')):
+        with pytest.raises(ValueError, match=message): noise_scale(model, good, **dict(micro_batch_size=4, num_average=2) | kw)
+    for f,message in ((twice, 'two gradients in one call'), (zeroes, 'must not call zero_grad'), (clips, 'averaged over ranks, or clipped'),
             (lambda: 3., 'gave no gradient and returned 3.0'), (lambda: None, 'returned None')):
-        with pytest.raises(ValueError, match=said): noise_scale(model, f, 4)
+        with pytest.raises(ValueError, match=message): noise_scale(model, f, 4)
     with pytest.raises(ValueError, match='got sizes 4 and 4'): two_sizes(4, 4, 1, 1)
     with pytest.raises(ValueError, match='two batch sizes or more'): fit_sizes([4], [1])
     with pytest.raises(ValueError, match='at most 1'): NoiseScale(model, 4, decay=1.01)
-    with pytest.raises(ValueError, match='micro_batch_size is 0'): NoiseScale(model, 0)
-    with pytest.raises(ValueError, match='no parameter needs a gradient'): NoiseScale(nn.Linear(2, 2).requires_grad_(False), 4)
+    with pytest.raises(ValueError, match='micro_batch_size must be at least 1, got 0'): NoiseScale(model, 0)
+    with pytest.raises(ValueError, match='no parameter requires a gradient'): NoiseScale(nn.Linear(2, 2).requires_grad_(False), 4)
     assert not any(p._backward_hooks for p in model.parameters())
 
 
-def test_steps_that_tell_nothing_are_left_out():
-    "With one warning for each reason; the steps around them count"
+def test_unusable_steps_are_left_out():
+    "There is one warning for each reason. Other steps count."
     model = mlp()
     def good(ns): accumulate(ns, model, [loss_of(model) for _ in range(2)])
     def one(ns): accumulate(ns, model, [loss_of(model)])
@@ -332,28 +332,28 @@ def test_steps_that_tell_nothing_are_left_out():
         good(ns)
         model.zero_grad(set_to_none=False)
     def infinite(ns): accumulate(ns, model, [loss_of(model, weight=math.nan) for _ in range(2)])
-    for f,said in ((one, 'one micro-batch'), (none, 'no backward'), (twice, 'micro()'), (gone, 'before zero_grad'), (zeros, 'before zero_grad'),
+    for f,message in ((one, 'one micro-batch'), (none, 'no backward'), (twice, 'micro()'), (gone, 'before zero_grad'), (zeros, 'before zero_grad'),
             (infinite, 'not finite')):
         with warnings.catch_warnings(record=True) as w, NoiseScale(model, 4) as ns:
             warnings.simplefilter('always')
             for g in (good, f, f, good):
                 g(ns)
                 ns.step()
-        assert len(w)==1 and said in str(w[0].message) and w[0].category is EmberWarning and w[0].filename==__file__, [str(o.message) for o in w]
+        assert len(w)==1 and message in str(w[0].message) and w[0].category is EmberWarning and w[0].filename==__file__, [str(o.message) for o in w]
         assert ns.skipped==2 and ns.estimate.count==2 and math.isfinite(ns.estimate.trace)
 
 
-def test_a_gradient_that_is_all_noise():
-    "The noise scale is infinite, and the sentence says at least how large it is"
+def test_gradient_of_only_noise():
+    "The noise scale is infinite, and its text has a lower bound."
     model = nn.Linear(3, 1, bias=False)
     nn.init.zeros_(model.weight)
     est = noise_scale(model, lambda: (model(torch.randn(4, 3)).squeeze(1)-torch.randn(4)).square().mean()/2, 4)
     assert est.noise_scale==math.inf and math.isnan(est.errors['noise_scale']) and est.at_least>20
-    assert 'cannot be told from zero' in repr(est) and f'At least {est.at_least:.3g}' in repr(est) and est.trace==pytest.approx(3, rel=.2)
+    assert 'cannot be distinguished from zero' in repr(est) and f'At least {est.at_least:.3g}' in repr(est) and est.trace==pytest.approx(3, rel=.2)
     est.plot()
 
 
-def test_a_gradient_without_noise():
+def test_gradient_without_noise():
     model = nn.Linear(3, 1, bias=False)
     est = noise_scale(model, lambda: model(torch.ones(4, 3)).mean(), 4)
     assert est.noise_scale==pytest.approx(0, abs=1e-5) and est.grad_sq==pytest.approx(3) and est.trace==pytest.approx(0, abs=1e-5)
@@ -367,7 +367,7 @@ def test_one_chain_has_no_errors():
     est.plot()
 
 
-def test_a_bar_and_a_plot(capsys):
+def test_progress_bar_and_plot(capsys):
     import matplotlib.pyplot as plt
     model = mlp()
     est = noise_scale(model, lambda: loss_of(model), 4, 4, 4, progress=True)
@@ -375,7 +375,7 @@ def test_a_bar_and_a_plot(capsys):
     _,ax = plt.subplots()
     assert est.plot(ax) is ax and ax.get_xlabel()=='1 / batch size' and len(ax.lines)>=2
     line,band = ax.lines[0].get_xydata(),ax.collections[0].get_paths()[0].vertices
-    for x,y in (line[0], line[25], line[-1]): # where it meets the axis the line is |G|^2 with its error; further on the trace adds to both
+    for x,y in (line[0], line[25], line[-1]): # at 1/B = 0, the line is |G|^2 with its error; elsewhere the trace adds to both
         ends = band[band[:, 0]==x, 1]
         assert y==pytest.approx(est.grad_sq+est.trace*x) and (ends.max()+ends.min())/2==pytest.approx(y)
         assert (ends.max()-ends.min())/2==pytest.approx((np.array([1, x])@est.cov@[1, x])**.5)
@@ -417,7 +417,7 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 def test_ranks(tmp_path):
-    "Two gloo processes say what one says that accumulates the micro-batches of both; one collective of three numbers a step"
+    "Two gloo processes give the result of one process with all micro-batches, with one collective of three numbers per step."
     programs.ranks(ranks, tmp_path/'out')
     got = [json.loads((tmp_path/f'out{r}').read_text()) for r in range(2)]
     torch.manual_seed(0)
@@ -433,14 +433,14 @@ def test_ranks(tmp_path):
 
 
 class WithEmpty(Scaled):
-    "A parameter without elements"
+    "A model with a parameter without elements."
     def __init__(self): nn.Module.__init__(self); self.net,self.scale = mlp(),nn.Parameter(torch.empty(0))
     def forward(self, x): return self.net(x)+self.scale.sum()
 
 
 @pytest.mark.parametrize('kind', [Scaled, WithEmpty])
-def test_a_parameter_without_gradient_or_without_elements_counts_for_nothing(kind):
-    "Both estimates are those of the model without this parameter"
+def test_parameter_without_gradient_or_elements(kind):
+    "Both estimates equal those of the model without this parameter."
     got = []
     for make in (kind, mlp):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"Reductions of a StateDict take what torch's and scipy's take, of each layer and of the whole, and say what they do not take"
+"Reductions of a StateDict accept the arguments of torch and scipy, and refuse other arguments"
 import pytest
 import torch
 from scipy import stats
@@ -20,7 +20,7 @@ dims = [('sum', {'dim': 0}), ('sum', {'dim': -1, 'keepdim': True}), ('sum', {'di
 
 
 @pytest.mark.parametrize('name,given', cases)
-def test_a_number_of_the_whole_and_of_each_layer(net, name, given):
+def test_numbers_of_the_whole_and_of_each_layer(net, name, given):
     want = getattr(net.flatten().double(), name)(**{k: v for k,v in given.items() if k!='dtype'})
     got = getattr(net, name)(**given)
     dtype = given.get('dtype', torch.float32)
@@ -34,7 +34,7 @@ def test_a_number_of_the_whole_and_of_each_layer(net, name, given):
 
 
 @pytest.mark.parametrize('name,given', dims)
-def test_along_a_dimension_each_layer_becomes_a_tensor(net, name, given):
+def test_dim_returns_a_tensor_for_each_layer(net, name, given):
     got = getattr(net, name)(lw=True, **given)
     assert list(got)==list(net) and isinstance(got, StateDict) and got.name()==f'{net.name()}_stat'
     for k,x in net.items(): torch.testing.assert_close(got[k], getattr(x, name)(**given))
@@ -43,7 +43,7 @@ def test_along_a_dimension_each_layer_becomes_a_tensor(net, name, given):
 
 
 @pytest.mark.parametrize('name', ['max', 'min', 'abs_max', 'abs_min'])
-def test_extremes_along_a_dimension_are_values(net, name):
+def test_extremes_with_dim_are_values(net, name):
     got = getattr(net, name)(lw=True, dim=0)
     for k,x in net.items():
         y = x.abs() if 'abs' in name else x
@@ -54,19 +54,19 @@ def test_extremes_along_a_dimension_are_values(net, name):
 
 @pytest.mark.parametrize('name,given', [('skew', {'bias': False}), ('kurtosis', {'bias': False}), ('kurtosis', {'fisher': False}),
     ('kurtosis', {'fisher': False, 'bias': False}), ('skew', {}), ('kurtosis', {})])
-def test_moments_as_scipy_has_them(net, name, given):
+def test_moments_equal_scipy(net, name, given):
     f = getattr(stats, name)
     assert abs(getattr(net, name)(**given).item()-f(net.flatten().double().numpy(), **given))<1e-5
     for k,v in getattr(net, name)(lw=True, **given).items(): assert abs(v-f(net[k].double().numpy(), axis=None, **given))<1e-5, k
 
 
-def test_small_samples_as_scipy_has_them():
+def test_small_samples_equal_scipy():
     for n in (3, 4, 5):
         d,x = StateDict(a=torch.arange(n).double()**2),(torch.arange(n).double()**2).numpy()
         assert abs(d.skew(bias=False).item()-stats.skew(x, bias=False))<1e-9 and abs(d.kurtosis(bias=False).item()-stats.kurtosis(x, bias=False))<1e-9
 
 
-def test_norms_of_every_power_take_a_dtype(net):
+def test_norms_accept_a_dtype(net):
     for p in (1, 2, 3, .5, float('inf')):
         got = net.norm(p, dtype=torch.float64)
         assert got.dtype==torch.float64 and abs(got.item()-net.flatten().double().norm(p).item())<1e-9*got.item()
@@ -75,11 +75,11 @@ def test_norms_of_every_power_take_a_dtype(net):
     assert abs(net.norm1(dtype=torch.float64).item()-net.flatten().double().abs().sum().item())<1e-9
 
 
-def test_whole_numbers_as_torch_counts_them(net):
+def test_integer_sums_equal_torch(net):
     assert net.sum(dtype=torch.int64)==net.flatten().sum(dtype=torch.int64) and (net*100).sum(dtype=torch.int64)==(net*100).flatten().sum(dtype=torch.int64)
 
 
-def test_what_they_do_not_take_is_said(net):
+def test_unknown_arguments(net):
     with pytest.raises(TypeError, match="No argument of var 'biased'.*unbiased.*apply_reduction"): net.var(biased=True)
     with pytest.raises(TypeError, match="No argument of max 'dtype'"): net.max(dtype=torch.float64)
     with pytest.raises(TypeError, match='has a number for each layer'): net.norm(lw=True).sum(dim=0)
@@ -87,6 +87,6 @@ def test_what_they_do_not_take_is_said(net):
     assert net.norm(lw=True).var(unbiased=False)>0 # of results, as numbers
 
 
-def test_a_netdict_takes_them_too():
+def test_netdict_accepts_the_arguments():
     d = get_weight(nn.Linear(4, 4))
     torch.testing.assert_close(d.var(unbiased=False), d.flatten().var(unbiased=False))

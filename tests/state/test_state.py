@@ -1,4 +1,4 @@
-"""Arithmetic on whole models: laws that hold for any model, and numbers against numpy and scipy in float64"""
+"""Arithmetic on whole models: laws for any model, and numbers compared with numpy and scipy in float64"""
 import json
 import math
 import threading
@@ -27,7 +27,7 @@ finite = st.floats(-1e3, 1e3, width=32)
 
 @st.composite
 def snapshots(draw, n=1, dtype=None):
-    "Some StateDicts with the same names and shapes; the dtype may differ from layer to layer"
+    "Draw StateDicts with the same names and shapes. Layers may have different dtypes."
     layers = [(s, dtype or draw(dtypes)) for s in draw(shapes)]
     def one(): return StateDict((f'layer{i}.w', torch.tensor(draw(st.lists(finite, min_size=math.prod(s), max_size=math.prod(s)))).reshape(s).to(d))
         for i,(s,d) in enumerate(layers))
@@ -41,7 +41,7 @@ def equal(a, b, **within):
 
 
 @given(snapshots(2), finite)
-def test_each_operation_is_torchs_on_each_layer(ds, c):
+def test_operations_equal_torch_on_each_layer(ds, c):
     a,b = ds
     for f in (lambda x,y: x+y, lambda x,y: x-y, lambda x,y: x*y, lambda x,y: x/y, lambda x,y: x+c, lambda x,y: c-x, lambda x,y: c*x, lambda x,y: c/x,
             lambda x,y: x/c if c else x, lambda x,y: x**2, lambda x,y: -x, lambda x,y: abs(x), lambda x,y: x.sqrt(), lambda x,y: x.sign(),
@@ -50,7 +50,7 @@ def test_each_operation_is_torchs_on_each_layer(ds, c):
 
 
 @given(snapshots(3, torch.float64))
-def test_laws(ds):
+def test_laws_of_arithmetic(ds):
     a,b,c = ds
     equal(a+b, b+a)
     equal(a-b, -(b-a))
@@ -64,7 +64,7 @@ def test_laws(ds):
 
 
 @given(snapshots())
-def test_nothing_is_written_to_what_was_given(ds):
+def test_operands_are_not_changed(ds):
     a, = ds
     given = {k: x.clone() for k,x in a.items()}
     shared = StateDict(a)
@@ -75,7 +75,7 @@ def test_nothing_is_written_to_what_was_given(ds):
 
 
 @given(snapshots(dtype=torch.float64), st.sampled_from([0, .5, 1, 1.5, 2, 3, 6, math.inf]))
-def test_the_whole_is_merged_from_layers(ds, p):
+def test_whole_is_merged_from_layers(ds, p):
     a, = ds
     x = np.concatenate([v.numpy().ravel() for v in a.values()])
     want = dict(numel=x.size, sum=x.sum(), norm1=np.abs(x).sum(), norm2=np.sqrt((x**2).sum()))
@@ -88,7 +88,7 @@ def test_the_whole_is_merged_from_layers(ds, p):
 
 
 @given(st.dictionaries(st.text(min_size=1, max_size=3), finite, min_size=1, max_size=4), finite)
-def test_results_calculate_as_tensors_do(d, c):
+def test_arithmetic_of_results_equals_tensors(d, c):
     a,t = StateDict(d),torch.tensor(list(d.values()), dtype=torch.float64)
     for f in (lambda x: x*c, lambda x: c-x, lambda x: x/c, lambda x: c/x, lambda x: x*x, lambda x: x/x, abs, lambda x: x.sqrt(),
             lambda x: x.sign(), lambda x: torch.exp(x/1e3)):
@@ -96,7 +96,7 @@ def test_results_calculate_as_tensors_do(d, c):
 
 
 @given(snapshots(2), st.integers(0, 4))
-def test_what_does_not_match_is_named(ds, i):
+def test_mismatch_is_named(ds, i):
     a,b = ds
     k = list(a)[i%len(a)]
     less = StateDict({n: x for n,x in b.items() if n!=k})
@@ -112,8 +112,8 @@ numbers = ('norm1', 'norm2', 'norm1_mean', 'sum', 'mean', 'var', 'std', 'skew', 
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_numbers_of_a_model_against_scipy(dtype):
-    "16 bits are read as they are and summed in more: no number is lost to their range, nor is a digit"
+def test_reductions_equal_scipy(dtype):
+    "16-bit values are summed with more bits, so sums do not overflow and lose no digits."
     m = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.Linear(300, 700), nn.Linear(700, 5)).to(dtype)
     with torch.no_grad(): m[2].weight.mul_(100).add_(50)
     sd = from_weight(m)
@@ -136,7 +136,7 @@ def test_sums_beyond_the_range_of_float16():
     assert math.isclose(sd.norm(), 1000**.5*6e4, rel_tol=1e-3) and 0<sd.norm(lw=True)['b']<1
 
 
-def test_nan_and_infinity_are_what_torch_says():
+def test_nan_and_infinity_equal_torch():
     for bad in (math.nan, math.inf, -math.inf):
         x = torch.tensor([1., bad, 3.])
         sd = StateDict(a=x, b=torch.ones(2))
@@ -145,12 +145,12 @@ def test_nan_and_infinity_are_what_torch_says():
                 assert math.isclose(got, want) or got==want or (math.isnan(got) and math.isnan(want)), (bad, n)
 
 
-def test_a_transposed_and_an_expanded_layer():
+def test_transposed_and_expanded_layers():
     x = torch.randn(4, 6)
     assert torch.allclose(StateDict(a=x.T, b=x[:1].expand(3, 6), c=x[::2, ::3]).norm()**2, (x**2).sum()+3*(x[0]**2).sum()+(x[::2, ::3]**2).sum())
 
 
-def test_snapshots_follow_a_training_or_do_not():
+def test_shared_and_copied_snapshots_during_training():
     m = nn.Linear(3, 2)
     opt = torch.optim.AdamW(m.parameters(), lr=.1)
     def step():
@@ -167,7 +167,7 @@ def test_snapshots_follow_a_training_or_do_not():
     assert all(x.grad_fn is None and not x.requires_grad for x in (shared*2-copied).values())
 
 
-def test_what_is_shared_and_how_it_is_called(tmp_path):
+def test_sharing_and_names(tmp_path):
     model,x = nn.Linear(2, 1),torch.ones(1, 2)
     opt = torch.optim.Adam(model.parameters())
     model(x).sum().backward()
@@ -180,10 +180,10 @@ def test_what_is_shared_and_how_it_is_called(tmp_path):
             model(x)
             assert a.state_dict.name()==called
     torch.save([x], tmp_path/'list.pt')
-    with pytest.raises(TypeError, match='holds a list'): load(tmp_path/'list.pt')
+    with pytest.raises(TypeError, match='contains a list'): load(tmp_path/'list.pt')
 
 
-def test_a_norm_is_never_a_remembered_one():
+def test_norm_is_not_cached():
     sd = StateDict(a=torch.tensor([3., 4.]))
     assert sd.norm()==5
     sd['a'].mul_(10)
@@ -193,7 +193,7 @@ def test_a_norm_is_never_a_remembered_one():
 
 
 @pytest.mark.parametrize('make,x', [(AlexNet, (2, 3, 64, 64)), (lambda: Residual(4), (2, 4, 8, 8)), (Dicts, (2, 4))], ids=['AlexNet', 'residual', 'dicts'])
-def test_activations_leave_the_model_as_it_was(make, x):
+def test_activations_do_not_change_the_model(make, x):
     m,x = make().eval(),torch.randn(x)
     def loss(y): return y.sum() if isinstance(y, torch.Tensor) else y['logits'].sum()
     loss(m(x)).backward()
@@ -209,7 +209,7 @@ def test_activations_leave_the_model_as_it_was(make, x):
     assert not any(o._forward_hooks or o._forward_pre_hooks for o in m.modules())
 
 
-def test_gradients_of_activations_against_autograd():
+def test_gradients_of_activations_equal_autograd():
     m,x = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.Tanh()),torch.randn(5, 3)
     with from_activation_grad(m) as grads: m(x).square().sum().backward()
     a = m[0](x).detach().requires_grad_()
@@ -220,7 +220,7 @@ def test_gradients_of_activations_against_autograd():
     for k,g in zip('0123', want, strict=True): assert torch.allclose(grads.state_dict[k], g, atol=1e-6), k
 
 
-def test_a_value_that_was_written_over_is_reported_once():
+def test_overwritten_value_is_reported_once():
     m = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True))
     acts = from_activation(m)
     m(torch.ones(1, 2))
@@ -231,7 +231,7 @@ def test_a_value_that_was_written_over_is_reported_once():
     acts.remove()
 
 
-def test_an_exception_in_a_pass_is_forgotten_at_the_next():
+def test_pass_after_an_exception():
     class Fails(nn.Module):
         def __init__(self): super().__init__(); self.a,self.fails = nn.Linear(2, 2),True
         def forward(self, x):
@@ -246,7 +246,7 @@ def test_an_exception_in_a_pass_is_forgotten_at_the_next():
         assert list(acts.state_dict)==['a', 'a@1', 'output_0']
 
 
-def test_a_step_of_sgd_is_the_gradient():
+def test_step_of_sgd_equals_the_gradient():
     m = nn.Linear(3, 2).double()
     opt = torch.optim.SGD(m.parameters(), lr=.5)
     m(torch.randn(4, 3).double()).square().sum().backward()
@@ -257,7 +257,7 @@ def test_a_step_of_sgd_is_the_gradient():
     for k,p in m.named_parameters(): assert math.isclose(r[k], (.5*p.grad.norm()/before[k].norm()).item())
 
 
-def test_rows_go_into_a_log_and_come_back(tmp_path):
+def test_rows_in_a_log(tmp_path):
     m = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     t = emberTracker('arithmetic')
     for step in range(2):
@@ -269,7 +269,7 @@ def test_rows_go_into_a_log_and_come_back(tmp_path):
     assert dict(load(tmp_path/'r.pt'))==dict(from_weight(m).norm(lw=True))
 
 
-def test_threads_may_ask_at_once():
+def test_several_threads():
     sd,out = StateDict((f'{i}', torch.randn(3000)) for i in range(20)),[]
     ts = [threading.Thread(target=lambda: out.append(sd.std().item())) for _ in range(8)]
     for t in ts: t.start()
@@ -278,7 +278,7 @@ def test_threads_may_ask_at_once():
 
 
 def test_each_layer_is_read_once(monkeypatch):
-    "A table of all columns, of layers or of the whole, and no joined tensor"
+    "A table of all columns reads each layer once, and does not concatenate layers."
     sd,reads = StateDict((f'{i}', torch.randn(10, i)) for i in range(6)),[]
     read = layers.read
     monkeypatch.setattr(layers, 'read', lambda x, *a: (reads.append(x.data_ptr()), read(x, *a))[1])
@@ -289,8 +289,8 @@ def test_each_layer_is_read_once(monkeypatch):
         reads.clear()
 
 
-def test_tables_are_plain_python():
-    "What json and loggers take, for layers of any kind of number"
+def test_tables_have_plain_values():
+    "Values of tables are plain Python values, for layers of any dtype."
     m = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 2).half(), nn.Linear(2, 2).double())
     more = dict(mask=torch.tensor([True, False]), bytes=torch.ones(3, dtype=torch.uint8), none=torch.empty(0, 2))
     sd = torchember.from_state_dict(m.state_dict() | more)
@@ -304,8 +304,8 @@ def test_tables_are_plain_python():
 
 
 @pytest.mark.slow
-def test_what_nnstats_documentation_calls(tmp_path, capsys):
-    "Each function and argument that its guide and reference show, under its own name"
+def test_functions_in_the_documentation_of_nnstat(tmp_path, capsys):
+    "Call each function with each argument of nnstat's guide and reference."
     nnstat = torchember
     class ResNet(nn.Sequential): pass
     model = ResNet(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4*36, 2))
@@ -313,7 +313,7 @@ def test_what_nnstats_documentation_calls(tmp_path, capsys):
     acts,grads = nnstat.from_activation(model, pattern='0|4'),nnstat.from_activation_grad(model, '0|4')
     model(torch.randn(2, 3, 8, 8)).sum().backward()
     optimizer.step()
-    assert '00: 0' in str(acts) and '00: 0' in str(grads) # before the state_dict of either was asked for
+    assert '00: 0' in str(acts) and '00: 0' in str(grads) # before either state_dict was read
     assert list(acts.state_dict)==list(grads.state_dict)==['0', '4']
     how = dict(clone=True, device='cpu', dtype=torch.float64)
     for d,name in ((nnstat.from_weight(model, conv, requires_grad=True, **how), 'ResNet_weights'), (nnstat.from_grad(model, conv, **how), 'ResNet_grad'),
@@ -342,8 +342,8 @@ def test_what_nnstats_documentation_calls(tmp_path, capsys):
     w.describe()
     w.describe(lw=True, pattern=conv, group='all', exlude_keys=['shape'], additional_info=dict(ratio=w.norm(lw=True)))
     w.norm(lw=True).describe(lw=True)
-    said = capsys.readouterr().out
-    assert ' Stats w ' in said and 'ratio' in said and 'kurtosis' in said and ' Stats w_stat ' in said and 'shape' in said.split(' Stats w ')[1]
+    printed = capsys.readouterr().out
+    assert ' Stats w ' in printed and 'ratio' in printed and 'kurtosis' in printed and ' Stats w_stat ' in printed and 'shape' in printed.split(' Stats w ')[1]
     assert w.describe(display=False, include_keys=['norm1', 'norm2'])=={'norm1': pytest.approx(w.norm1().item()), 'norm2': pytest.approx(w.norm2().item())}
     nnstat.utils.set_cache_dir(str(tmp_path/'pictures'))
     try:

@@ -9,7 +9,7 @@ from torchember.ground import record
 from torchember.measure.tap import Arena, columns_of, observe
 from torchember.ground.record import line_of
 from torchember.recorder.step_buffer import place_of
-from torchember.recorder.row import FirstBad, one_row, troubled
+from torchember.recorder.row import FirstBad, one_row, describe_trouble
 from torchember.recorder.rows import Lines, Measured
 
 
@@ -124,7 +124,7 @@ def test_other_taps_and_marks(runs):
 def test_the_first_bad_row_is_found(measured):
     "A row that is written as a column is none that somebody must be told of"
     for m,rows in zip(measured, Lines()(measured), strict=True):
-        want = next((b for r in reference(m) if (b := troubled(r))), None)
+        want = next((b for r in reference(m) if (b := describe_trouble(r))), None)
         listener = FirstBad(type('File', (), {'note': lambda self, what: None})())
         listener.add(rows)
         assert listener.found==want

@@ -20,19 +20,7 @@ def hook_gradients(
     key=None, # Key of a holder whose `graded` a compiled backward calls instead
     ttype='output_grad' # Tensor type, for that
 ) -> list: # Handles of hooks on leaves, which outlive the pass: to be removed after it
-    """Have `tell` called with the gradient of each tensor that will have one
-
-    Args:
-        named: (tname, tensor) pairs
-        tell: Function: tname, gradient
-        place: Whose tensors these are: a tensor that was heard for the same place and name is passed over when `again`
-        again: Whether the forward runs a second time
-        key: Key of a holder whose `graded` a compiled backward calls instead
-        ttype: Tensor type, for that
-
-    Returns:
-        Handles of hooks on leaves, which outlive the pass: to be removed after it
-    """
+    "Have `tell` called with the gradient of each tensor that will have one"
     handles = []
     if not torch.is_grad_enabled(): return handles
     for n,x in named:

@@ -21,14 +21,7 @@ running = threading.local() # clips: True while a function clips. Functions that
 def reported(
     clip # One of torch's functions that clip
 ): # Function that takes its place
-    """Return a function that reports the parameters to each attached watch and then clips. In compiled code it only clips
-
-    Args:
-        clip: One of torch's functions that clip
-
-    Returns:
-        Function that takes its place
-    """
+    "Return a function that reports the parameters to each attached watch and then clips. In compiled code it only clips"
     @functools.wraps(clip)
     def run(parameters, *args, **kwargs):
         if torch.compiler.is_compiling() or getattr(running, 'clips', False): return clip(parameters, *args, **kwargs)
@@ -40,11 +33,7 @@ def reported(
     return run
 
 class ClippingWatch:
-    """Report to a listener before gradients are clipped in this process
-
-    Args:
-        listener: Called as `listener.clips(parameters)`
-    """
+    "Report to a listener before gradients are clipped in this process"
     attached = weakref.WeakSet() # all watches that report now
     replaced = [] # (place, name, torch's function, ours)
     def __init__(self,

@@ -19,14 +19,7 @@ numbers,holders = itertools.count(),weakref.WeakValueDictionary()
 def new_key(
     holder # Object that the operators will call; only weakly held
 ) -> torch.Tensor: # Its key
-    """A tensor by which compiled code finds `holder` again
-
-    Args:
-        holder: Object that the operators will call; only weakly held
-
-    Returns:
-        Its key
-    """
+    "A tensor by which compiled code finds `holder` again"
     n = next(numbers)
     holders[n] = holder
     with torch.inference_mode(False): return torch.tensor([n], dtype=torch.int64, device='cpu')

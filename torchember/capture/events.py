@@ -71,11 +71,7 @@ class Listener(Protocol):
     # ---- passes and calls
 
     def pass_begins(self, state, grad=None) -> bool: # grad: whether there will be gradients, where compiled code says so; else torch knows
-        """A module is called and no pass runs, or the root is. Only what is answered by True will be told to end
-
-        Args:
-            grad: whether there will be gradients, where compiled code says so; else torch knows
-        """
+        "A module is called and no pass runs, or the root is. Only what is answered by True will be told to end"
         self.running += 1
         return True
 
@@ -94,11 +90,7 @@ class Listener(Protocol):
         return True
 
     def call_begins(self, state, inputs:list, compiled:bool=False): # (number of the call in its pass, phase) for `gradient`, None for no gradients
-        """A module is called with these tensors; those of compiled code lie in memory that it uses again
-
-        Returns:
-            (number of the call in its pass, phase) for `gradient`, None for no gradients
-        """
+        "A module is called with these tensors; those of compiled code lie in memory that it uses again"
         return 0, None
 
     def call_ends(self, state, outputs:list, compiled:bool=False):

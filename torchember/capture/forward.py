@@ -488,17 +488,7 @@ def arm(
     watched:set|None=None, # ids of the modules to hear; all of them without it
     extra:dict|None=None # Attributes that the root has while it is armed; one that it has already is left alone
 ) -> list: # Its states, in order
-    """Have a listener told of the root and of each watched module
-
-    Args:
-        tracks: `moduleTrack`s, root first
-        listener: Who is told: a `capture.events.Listener`
-        watched: ids of the modules to hear; all of them without it
-        extra: Attributes that the root has while it is armed; one that it has already is left alone
-
-    Returns:
-        Its states, in order
-    """
+    "Have a listener told of the root and of each watched module"
     known,states = {},[]
     try:
         for t in tracks:
@@ -543,14 +533,7 @@ def refuse_scripting(module): # `torch.jit.script` calls this first, before it c
 def states_of(
     module:nn.Module # Any module
 ) -> tuple: # Of those who listen, in the order in which they came
-    """Who hears this very module
-
-    Args:
-        module: Any module
-
-    Returns:
-        Of those who listen, in the order in which they came
-    """
+    "Who hears this very module"
     patch = module.__dict__.get(KEY)
     return () if patch is None else patch.states
 
@@ -558,12 +541,7 @@ def disarm(
     tracks:list, # The same tracks
     listener # Who hears them no more
 ):
-    """Give every module back as it was, but for others who listen
-
-    Args:
-        tracks: The same tracks
-        listener: Who hears them no more
-    """
+    "Give every module back as it was, but for others who listen"
     for t in tracks:
         for st in states_of(t.module):
             if st.listener is listener: st.leave()
@@ -571,14 +549,7 @@ def disarm(
 def armed_by(
     module:nn.Module # Any module
 ): # The exclusive listener of the first module in it that has one, or None
-    """Whose run this model is in already
-
-    Args:
-        module: Any module
-
-    Returns:
-        The exclusive listener of the first module in it that has one, or None
-    """
+    "Whose run this model is in already"
     return next((st.listener for m in module.modules() for st in states_of(m) if st.listener.exclusive), None)
 
 @contextmanager
@@ -586,12 +557,7 @@ def only(
     module:nn.Module, # Any module
     listener # One of those who hear it
 ):
-    """Inside, of all who listen to a model only one does
-
-    Args:
-        module: Any module
-        listener: One of those who hear it
-    """
+    "Inside, of all who listen to a model only one does"
     patches = [(p, p.states) for m in module.modules() if (p := m.__dict__.get(KEY)) is not None]
     try:
         for p,states in patches: p.hear([st for st in states if st.listener is listener])

@@ -53,11 +53,7 @@ def tell(what, *args):
 
 # %% ../../nbs/10_capture/44_graphs.ipynb #3bb04ce7
 class GraphWatch:
-    """Hear of all CUDA graphs of this process
-
-    Args:
-        listener: Told by `Listener.graph_to_come`, `graph_begins`, `graph_ends`, `replay_begins` and `replay_ends`
-    """
+    "Hear of all CUDA graphs of this process"
     attached = weakref.WeakSet() # all that listen now
     former = {} # (class, name of a method) -> what is covered
     def __init__(self,

@@ -17,45 +17,26 @@ from .private_torch import has_step_hooks, is_unscaled, loss_scale, never_compil
 def parameters_of(
     optimizer:torch.optim.Optimizer
 ) -> list: # Parameters of all its groups, each once
-    """What an optimizer trains
-
-    Returns:
-        Parameters of all its groups, each once
-    """
+    "What an optimizer trains"
     return list({id(p): p for g in optimizer.param_groups for p in g['params']}.values())
 
 def trained_by(
     optimizers:list
 ) -> list: # Parameters, each once
-    """What several optimizers train
-
-    Returns:
-        Parameters, each once
-    """
+    "What several optimizers train"
     return list({id(p): p for o in optimizers for p in parameters_of(o)}.values())
 
 def state_tensors(
     optimizer:torch.optim.Optimizer,
     p:torch.nn.Parameter # One of its parameters
 ) -> dict: # Name of the state -> tensor
-    """The state tensors that an optimizer keeps for one parameter; counters of steps are none
-
-    Args:
-        p: One of its parameters
-
-    Returns:
-        Name of the state -> tensor
-    """
+    "The state tensors that an optimizer keeps for one parameter; counters of steps are none"
     return {k:v for k,v in optimizer.state.get(p, {}).items() if isinstance(v, torch.Tensor) and k!='step'}
 
 def is_optimizer(
     o # Anything
 ) -> bool:
-    """Whether it steps for groups of parameters, as torch's optimizers do
-
-    Args:
-        o: Anything
-    """
+    "Whether it steps for groups of parameters, as torch's optimizers do"
     return isinstance(o, torch.optim.Optimizer) or all(hasattr(o, a) for a in ('param_groups', 'state')) and callable(getattr(o, 'step', None))
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #5e1f0a11
@@ -66,14 +47,7 @@ def live_objects(kind):
 def in_live_optimizers(
     wanted:set # ids of parameters
 ) -> set: # Those of `wanted` that an optimizer has
-    """Return the ids of the parameters that any torch optimizer of this process has.
-
-    Args:
-        wanted: ids of parameters
-
-    Returns:
-        Those of `wanted` that an optimizer has
-    """
+    "Return the ids of the parameters that any torch optimizer of this process has."
     return wanted & {id(p) for o in live_objects(torch.optim.Optimizer) for g in getattr(o, 'param_groups', ()) for p in g['params']}
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #afd21f76
@@ -133,14 +107,7 @@ def steps_now(o):
 def versions(
     params # Tensors
 ) -> int: # Another number when one of them was written to
-    """How often tensors were written to: who looks at 16 of a thousand parameters sees an optimizer's step
-
-    Args:
-        params: Tensors
-
-    Returns:
-        Another number when one of them was written to
-    """
+    "How often tensors were written to: who looks at 16 of a thousand parameters sees an optimizer's step"
     return sum(p._version for p in params if not p.is_inference())
 
 def evenly_spaced(xs, n=16):
@@ -255,21 +222,13 @@ class OptimizerSteps:
     def begin_step(self,
         o # An optimizer that will step without a call of its `step`
     ):
-        """Notify the listener that the weights have their values of before the step
-
-        Args:
-            o: An optimizer that will step without a call of its `step`
-        """
+        "Notify the listener that the weights have their values of before the step"
         if self.attached: self.listener.step_begins(o)
 
     def note_step(self,
         o # An optimizer that has stepped without a call of its `step`
     ):
-        """Notify the listener of a step that nobody called, as that of a trainer with optimizers of its own
-
-        Args:
-            o: An optimizer that has stepped without a call of its `step`
-        """
+        "Notify the listener of a step that nobody called, as that of a trainer with optimizers of its own"
         if not self.attached: return
         self.before(o, False)
         self.after(o)
@@ -290,13 +249,7 @@ class OptimizerSteps:
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #abf984a9
 class OptimizerWatch(OptimizerSteps):
-    """Hears when optimizers step, and when a scaler does not let them
-
-    Args:
-        optimizers: Optimizers, as the user has them
-        scaler: A `GradScaler`, or None
-        listener: Who is told: a `capture.events.Listener`
-    """
+    "Hears when optimizers step, and when a scaler does not let them"
     def __init__(self,
         optimizers:list, # Optimizers, as the user has them
         scaler, # A `GradScaler`, or None

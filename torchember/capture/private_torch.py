@@ -180,11 +180,7 @@ def same_function(now, before):
 variable_class = private('torch.autograd.variable.Variable', None, 'batches whose gradients are thrown away are merged with later ones')
 
 def call_after_backward(f) -> bool: # False if this torch cannot
-    """Call `f` when the backward that runs in this thread is over and did not raise.
-
-    Returns:
-        False if this torch cannot
-    """
+    "Call `f` when the backward that runs in this thread is over and did not raise."
     try: variable_class._execution_engine.queue_callback(f)
     except (AttributeError, RuntimeError): return False
     return True
@@ -228,14 +224,7 @@ Arguments = namedtuple('Arguments', 'names written unread view') # names in orde
 def arguments_of(
     op # An operation, as a dispatch mode gets it
 ) -> Arguments: # Of one without `_schema`, such as an attention that is given as a function, nothing is known
-    """What an operation does with its arguments. In torch 2.0 and later
-
-    Args:
-        op: An operation, as a dispatch mode gets it
-
-    Returns:
-        Of one without `_schema`, such as an attention that is given as a function, nothing is known
-    """
+    "What an operation does with its arguments. In torch 2.0 and later"
     schema = getattr(op, '_schema', None)
     if schema is None: return Arguments((), frozenset(), frozenset(), False)
     written = frozenset(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
@@ -246,11 +235,7 @@ def arguments_of(
 def by_dynamo(
     frame # One that runs
 ) -> bool:
-    """Whether this is what `torch.compile` put around a function or a module. In all torches
-
-    Args:
-        frame: One that runs
-    """
+    "Whether this is what `torch.compile` put around a function or a module. In all torches"
     dynamo = sys.modules.get('torch._dynamo.eval_frame')
     if dynamo is None or frame.f_code.co_filename!=dynamo.__file__: return False
     return type(frame.f_locals.get('self')).__name__ in ('OptimizeContext', 'OptimizedModule') # else it is around a function that is never to be compiled
@@ -274,14 +259,7 @@ note,strategy,action = (private(f'torch._C._dynamo.eval_frame.{n}', None, 'Dynam
 def never_compile(
     f # A function
 ): # The same
-    """Tell Dynamo never to compile `f`, or anything that `f` calls. It may still be traced as part of what calls it
-
-    Args:
-        f: A function
-
-    Returns:
-        The same
-    """
+    "Tell Dynamo never to compile `f`, or anything that `f` calls. It may still be traced as part of what calls it"
     if note and strategy and action: note(f.__code__, strategy(action.SKIP, action.SKIP))
     return f
 
@@ -300,15 +278,7 @@ def thread_token(
     op, # An operator
     lib # The `torch.library.Library` that defines it
 ) -> bool: # Whether torch does
-    """Have torch keep the order of an operator among effects
-
-    Args:
-        op: An operator
-        lib: The `torch.library.Library` that defines it
-
-    Returns:
-        Whether torch does
-    """
+    "Have torch keep the order of an operator among effects"
     with tried('torch.library._register_effectful_op', 'compiled code is held in order by Inductor alone'): # in torch 2.10 and later
         torch.library._register_effectful_op(op.name(), torch.library.EffectType.ORDERED, lib=lib)
         return True
@@ -321,11 +291,7 @@ def thread_token(
 def never_merge(
     op # An operator
 ):
-    """Two of `op` with the same arguments are two, as if it were random. In torch 2.2 and later
-
-    Args:
-        op: An operator
-    """
+    "Two of `op` with the same arguments are two, as if it were random. In torch 2.2 and later"
     with tried('torch._functorch.compile_utils.rand_ops', 'two equal gradients of compiled code may be one row'):
         known = sys.modules['torch._functorch.compile_utils'].rand_ops
         if op.overloadpacket not in known: known.append(op.overloadpacket)
@@ -335,12 +301,7 @@ def keep_in_order(
     op, # An operator
     token:bool # Whether it has a token
 ):
-    """Have Inductor, when it is here, keep `op` behind the effect before it
-
-    Args:
-        op: An operator
-        token: Whether it has a token
-    """
+    "Have Inductor, when it is here, keep `op` behind the effect before it"
     lowering = sys.modules.get('torch._inductor.lowering')
     if lowering is None: return
     utils = sys.modules.get('torch._inductor.utils')
@@ -374,49 +335,26 @@ def stand_behind(graph, n, last, token):
 def has_step_hooks(
     optimizer # Any optimizer
 ) -> bool:
-    """Whether it was made as torch's are. Without `_optimizer_step_pre_hooks`, in torch 2.0 and later, its `step` is wrapped
-
-    Args:
-        optimizer: Any optimizer
-    """
+    "Whether it was made as torch's are. Without `_optimizer_step_pre_hooks`, in torch 2.0 and later, its `step` is wrapped"
     return hasattr(optimizer, '_optimizer_step_pre_hooks')
 
 def loss_scale(
     scaler # A `GradScaler`
 ): # A tensor, not waited for; where there is no `_scale`, which all torches have, a number that is waited for
-    """What a scaler multiplies the loss by
-
-    Args:
-        scaler: A `GradScaler`
-
-    Returns:
-        A tensor, not waited for; where there is no `_scale`, which all torches have, a number that is waited for
-    """
+    "What a scaler multiplies the loss by"
     return scaler._scale if hasattr(scaler, '_scale') else scaler.get_scale()
 
 def is_unscaled(
     scaler, # A `GradScaler`
     optimizer # One of its optimizers
 ) -> bool: # Without `_per_optimizer_states`, which all torches have, False: what was unscaled by hand is divided once more
-    """Whether a scaler has divided the gradients of an optimizer already
-
-    Args:
-        scaler: A `GradScaler`
-        optimizer: One of its optimizers
-
-    Returns:
-        Without `_per_optimizer_states`, which all torches have, False: what was unscaled by hand is divided once more
-    """
+    "Whether a scaler has divided the gradients of an optimizer already"
     return hasattr(scaler, '_per_optimizer_states') and scaler._per_optimizer_states[id(optimizer)]['stage'].name!='READY'
 
 def any_unscaled(
     scaler # A `GradScaler`, or None
 ) -> bool:
-    """Whether a scaler has divided the gradients of any optimizer already
-
-    Args:
-        scaler: A `GradScaler`, or None
-    """
+    "Whether a scaler has divided the gradients of any optimizer already"
     return any(s['stage'].name!='READY' for s in getattr(scaler, '_per_optimizer_states', {}).values())
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #05clip01

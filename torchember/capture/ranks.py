@@ -118,13 +118,7 @@ class Layout:
 
 # %% ../../nbs/10_capture/45_ranks.ipynb #5842246e
 class Ranks(Layout):
-    """Says which piece of the whole each tensor of a model is
-
-    Args:
-        model: The model, wrapped or not
-        rank, world: Of this process; how many there are
-        tell: Called with what a reader has to know of the processes when it is another than before
-    """
+    "Says which piece of the whole each tensor of a model is"
     looks = 3 # passes that are looked at anew, as a model may be wrapped after it was armed. Later a DDP is found when it runs
 
     def __init__(self,
@@ -150,16 +144,7 @@ class Ranks(Layout):
         x, # The tensor
         pname=None # Name in the module of the parameter that it is, or is of; None for one that flows
     ) -> dict: # Axis -> role
-        """The roles of a tensor along all axes that are known
-
-        Args:
-            module: Whose tensor it is
-            x: The tensor
-            pname: Name in the module of the parameter that it is, or is of; None for one that flows
-
-        Returns:
-            Axis -> role
-        """
+        "The roles of a tensor along all axes that are known"
         out = {}
         for (name,ranks),p in zip(dims_of(x.device_mesh) or (), x.placements, strict=False) if hasattr(x, 'placements') else ():
             if axis := self.axis(name or 'mesh', ranks): out[axis] = role_of(p)
@@ -178,14 +163,7 @@ class Ranks(Layout):
     def columns(self,
         module, ttype:str, x, pname=None # As `roles` has them
     ) -> dict: # Column -> value
-        """What a row says of the piece that it is of
-
-        Args:
-            module, ttype, x, pname: As `roles` has them
-
-        Returns:
-            Column -> value
-        """
+        "What a row says of the piece that it is of"
         if not self.looked: self.pass_begins()
         spread = (x.device_mesh, tuple(x.placements)) if hasattr(x, 'placements') else None
         key = id(module),ttype,spread,pname

@@ -41,14 +41,7 @@ scalars = (int, float, bool, str, type(None)) # passed over at once: a batch may
 def parameters(
     forward # A bound `forward`
 ) -> tuple: # Names of the positional parameters, and the name for further ones
-    """How a forward names what it is given by position
-
-    Args:
-        forward: A bound `forward`
-
-    Returns:
-        Names of the positional parameters, and the name for further ones
-    """
+    "How a forward names what it is given by position"
     try: ps = list(inspect.signature(forward).parameters.values())
     except (TypeError, ValueError): return (), 'args'
     names = tuple(p.name for p in ps if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
@@ -60,17 +53,7 @@ def inputs(
     names:tuple, # Names of the positional parameters
     rest:str # Name of the parameter that takes further ones
 ) -> list: # (tname, tensor) pairs
-    """Every tensor in the arguments of a call
-
-    Args:
-        args: Positional arguments of a call
-        kwargs: Keyword arguments of the call
-        names: Names of the positional parameters
-        rest: Name of the parameter that takes further ones
-
-    Returns:
-        (tname, tensor) pairs
-    """
+    "Every tensor in the arguments of a call"
     if len(args)==1 and not kwargs and names and isinstance(args[0], torch.Tensor): return [(names[0], args[0])]
     n = len(names)
     out = [o for k,v in zip(names, args, strict=False) for o in named(v, k)]
@@ -83,13 +66,6 @@ alone = 'output_0' # name of a tensor that is returned as it is: this very strin
 def outputs(
     result # What a forward returned
 ) -> list: # (tname, tensor) pairs
-    """Every tensor in a result
-
-    Args:
-        result: What a forward returned
-
-    Returns:
-        (tname, tensor) pairs
-    """
+    "Every tensor in a result"
     if isinstance(result, torch.Tensor): return [(alone, result)]
     return named(result, 'output', '_')

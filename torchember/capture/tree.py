@@ -22,14 +22,7 @@ ACTIVATION = '_torchember_activation' # key in a module's `__dict__`: class of t
 def unwrap(
     module:nn.Module # A model, perhaps in a wrapper or several
 ) -> nn.Module: # What is inside
-    """The model without its wrappers. Raises TypeError for what cannot be watched
-
-    Args:
-        module: A model, perhaps in a wrapper or several
-
-    Returns:
-        What is inside
-    """
+    "The model without its wrappers. Raises TypeError for what cannot be watched"
     while True:
         kind = type(module).__name__
         if isinstance(module, nn.DataParallel): raise TypeError(refused)
@@ -75,14 +68,7 @@ class moduleTrack:
 def tracks(
     model:nn.Module # The root
 ) -> list: # One `moduleTrack` for each module, root first, in the order of `named_modules`
-    """The tracks of all modules of a model, linked into a tree
-
-    Args:
-        model: The root
-
-    Returns:
-        One `moduleTrack` for each module, root first, in the order of `named_modules`
-    """
+    "The tracks of all modules of a model, linked into a tree"
     model = unwrap(model)
     root = moduleTrack(model, f'model({type(model).__name__})', True)
     found,out,todo = {id(model): root},[root],[(root, c) for c in reversed(list(model._modules.items()))]
@@ -104,14 +90,7 @@ def tracks(
 def tree_dict(
     root:moduleTrack # The top
 ) -> dict: # {'name', 'short', 'path', 'children'}; 'aliases' and 'activation' only if there are any
-    """Return a tree of tracks as nested dicts
-
-    Args:
-        root: The top
-
-    Returns:
-        {'name', 'short', 'path', 'children'}; 'aliases' and 'activation' only if there are any
-    """
+    "Return a tree of tracks as nested dicts"
     made,todo = {},[root]
     for t in todo:
         made[t.id] = {'name': t.name, 'short': t.short, 'path': t.path} | ({'aliases': list(t.aliases)} if t.aliases else {})

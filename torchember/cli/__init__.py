@@ -1,10 +1,10 @@
 "What a shell may ask"
 from typing import TYPE_CHECKING
 
-from ..ground.wings import open_wing
+from ..ground.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from .commands import command as command
     from .commands import main as main
 
-__getattr__,__dir__ = open_wing(__name__, {'commands': 'command main'})
+__getattr__,__dir__ = lazy_attributes(__name__, {'commands': 'command main'})

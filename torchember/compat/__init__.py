@@ -1,7 +1,7 @@
-"""What the users of older tools type, a room for each tool"""
+"""Functions and classes of the older tools: Track & Visualize, nnstat, Taiyi"""
 from typing import TYPE_CHECKING
 
-from ..ground.wings import open_wing
+from ..ground.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from .tandv import track as track
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ..frames.files import write_parquet as write_parquet
     from ..show.lines import FacetException as FacetException
 
-__getattr__,__dir__ = open_wing(__name__, {
+__getattr__,__dir__ = lazy_attributes(__name__, {
     'tandv': 'track stash_scalar_stats stash_hist stash_all_stats_and_hist stash_full_tensor',
     'nnstat': 'NetDict get_weight get_grad get_optimizer_state compute_stats utils',
     'taiyi': 'Visualization',

@@ -16,11 +16,12 @@ import numpy as np
 
 from torchember.frames.rank_tables import paths_of_ranks, read_ranks
 from torchember.frames.tables import table_of_blocks, tidy
+from torchember.processes.merge import shard_columns
+from torchember.processes.ranks import merge_ranks, own_names
 from torchember.ground.messages import printable
 from torchember.ground.needs import needs
 from torchember.ground.record import column_order, identity
 from torchember.measure.summary import derived
-from torchember.processes.ranks import only_pieces, own_names, wholes
 from torchember.store.anywhere import file_size, path_exists, is_url, open_file
 from torchember.store.base import read_meta
 from torchember.store.columns import Expected, Missing, none
@@ -328,7 +329,7 @@ def frame_of(chunk):
     "Return the rows of a chunk as `read` returns them."
     if chunk.merged:
         own = names_of_start(chunk.home, *chunk.start, chunk.asked) if chunk.start else None
-        return tidy(wholes(rank_rows(chunk.logs, chunk.steps), *about_ranks(chunk.home, names_and_ranks(chunk.logs), chunk.asked), own))
+        return tidy(merge_ranks(rank_rows(chunk.logs, chunk.steps), *about_ranks(chunk.home, names_and_ranks(chunk.logs), chunk.asked), own))
     [(_,rank,of)],keep = chunk.logs,chunk.steps and StepFilter(chunk.steps, chunk.rest)
     df = tidy(table_of_blocks(segment_blocks(of, None if chunk.rest else chunk.steps), keep=keep))
     return df if rank is None else df.assign(rank=rank)
@@ -347,7 +348,7 @@ def output_columns(contents, merged=False, per_rank=False, several=False):
         if not any(of.kinds.get(c, set())-{None} for of in contents): kinds[c] = 'int64'
     if kinds.get('ts')=='text': kinds['ts'] = 'time'
     if per_rank: kinds['rank'] = 'int64'
-    if merged: kinds = {k: 'double' if k in derived and k!='exponents' or k=='ratio' else kind for k,kind in kinds.items() if k not in only_pieces}
+    if merged: kinds = {k: 'double' if k in derived and k!='exponents' or k=='ratio' else kind for k,kind in kinds.items() if k not in shard_columns}
     if merged: kinds['numel'] = 'double' # of shards of unequal shapes
     return {k: kinds[k] for k in column_order(kinds, output_marks(contents, several))}
 

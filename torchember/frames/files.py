@@ -104,15 +104,7 @@ def read_parts(
 ): # Lists, dicts, numbers, texts, and a `PicklePart` for each object
     """Return the content of a pickle: lists, dicts, numbers, texts, and a `PicklePart` for each object.
 
-    Raise UnpicklingError, without running anything, if the file has other things than a table consists of.
-
-    Args:
-        file: Binary file
-        name: Name for messages
-
-    Returns:
-        Lists, dicts, numbers, texts, and a `PicklePart` for each object
-    """
+    Raise UnpicklingError, without running anything, if the file has other things than a table consists of."""
     file = check_bounds(file, name)
     made = {} # new classes for each file, because a pickle may set attributes of them
     class Reader(pickle.Unpickler):
@@ -238,15 +230,7 @@ def build_table(
     x, # Result of `read_parts`
     name:str # Name for messages
 ): # A DataFrame
-    """Return the DataFrame in a pickle. Raise SchemaException if it holds something else, UnpicklingError for a table that pandas does not write.
-
-    Args:
-        x: Result of `read_parts`
-        name: Name for messages
-
-    Returns:
-        A DataFrame
-    """
+    "Return the DataFrame in a pickle. Raise SchemaException if it holds something else, UnpicklingError for a table that pandas does not write."
     if not is_object(x, 'DataFrame'): raise SchemaException(f"{name} holds {f'a pandas {x.what}' if isinstance(x, PicklePart) else an(x)}, not a DataFrame.")
     pd = needs('pandas', for_='read_pickle')
     try:

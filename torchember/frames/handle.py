@@ -318,12 +318,7 @@ def open_run(
     run, # Name, pattern that one run matches, file or URL of a log, ember, tracker, table of rows, or `Run`
     home=None # Folder or URL of logs, instead of `~/.torchember`
 ) -> Run:
-    """Open one run for reading. Raise FileNotFoundError if there is none, ValueError for several, TypeError for anything else
-
-    Args:
-        run: Name, pattern that one run matches, file or URL of a log, ember, tracker, table of rows, or `Run`
-        home: Folder or URL of logs, instead of `~/.torchember`
-    """
+    "Open one run for reading. Raise FileNotFoundError if there is none, ValueError for several, TypeError for anything else"
     if is_dataframe(run): return Run(str(run.attrs.get('run', '')), {}, run)
     found,_ = open_runs(run, home)
     if len(found)==1: return found[0]

@@ -14,7 +14,7 @@ from stat import S_ISDIR
 from torchember.frames.handle import is_run_name, log_files, older_runs, open_runs, rank_pattern, read_facts
 from torchember.ground.messages import printable
 from torchember.ground.needs import needs
-from torchember.processes import ranks
+from torchember.processes.module_names import join_names, join_ranks
 from torchember.store.anywhere import ask_store, list_folder, file_size, path_exists, is_url, open_file
 from torchember.store.base import folder, read_meta, safe_name
 from torchember.store.compaction import into_parts
@@ -173,11 +173,11 @@ def rank_problems(name, rows, running, place):
     except (KeyError, ValueError, OSError, TypeError): world = None
     world = world if isinstance(world, int) and world<1<<24 else 0
     gone = [k for k in range(world) if k not in rows]
-    problems = [f"of {world} processes {ranks.listed([f'rank {k}' for k in gone])} left no log"]*bool(gone)
+    problems = [f"of {world} processes {join_ranks(gone)} left no log"]*bool(gone)
     most = max(r['steps'] for r in rows.values())
     problems += [f"rank {k}: {r['problem']}" for k,r in rows.items() if r['problem']][:3]
     behind = [f"rank {k} has {r['steps']} of {most} steps" for k,r in rows.items() if r['steps']<most and not r['problem'] and not running]
-    if behind: problems.append(ranks.listed(behind, 3))
+    if behind: problems.append(join_names(behind, 3))
     return '; '.join(problems) or None
 
 # %% ../../nbs/50_frames/04_listing.ipynb #c11runs0

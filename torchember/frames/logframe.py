@@ -255,14 +255,7 @@ def faults_of_types(df):
 def unshifted(
     lf # `LogFrame` of Track & Visualize
 ): # Column n counts magnitudes from 2^n to 2^(n+1)
-    """Return a frame of Track & Visualize with the exponents of its schema.
-
-    Args:
-        lf: `LogFrame` of Track & Visualize
-
-    Returns:
-        Column n counts magnitudes from 2^n to 2^(n+1)
-    """
+    "Return a frame of Track & Visualize with the exponents of its schema."
     out = lf.copy(deep=False)
     out.columns = type(lf.columns).from_tuples([(t, c-1 if t==EXP and not math.isinf(c) else c) for t,c in lf.columns])
     out.attrs['torchember'] = {'logframe': 1, 'exponents': True, 'zeros': -1}

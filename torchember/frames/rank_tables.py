@@ -12,7 +12,8 @@ import numpy as np
 
 from torchember.frames.tables import clean_types, tidy, typed_columns
 from torchember.measure.summary import derived
-from torchember.processes import ranks
+from torchember.processes import module_names
+from torchember.processes.axes import validate_metadata
 from torchember.store.columns import columns_of_lines
 from torchember.store.parts import SharedPart
 from torchember.store.reading import table_of_columns, without_superseded
@@ -78,12 +79,12 @@ def count_invalid(logs, shared, blocks, dropped):
     return invalid
 
 # %% ../../nbs/50_frames/03_rank_tables.ipynb #6c6f34a8
-def paths_of_ranks(trees): return {r: ranks.paths_in(tree) for r,tree in trees.items()}
+def paths_of_ranks(trees): return {r: module_names.paths_in(tree) for r,tree in trees.items()}
 
 def whole_model_paths(about, trees):
     "Return rank -> path -> path in the whole model, for the stages of a pipeline. `about`, `trees`: metadata 'ranks' and 'structure'."
     paths = paths_of_ranks(trees)
-    return ranks.names_of_stages(ranks.understood(about)[0], lambda rank: paths.get(rank, ()))
+    return module_names.names_of_stages(validate_metadata(about)[0], lambda rank: paths.get(rank, ()))
 
 def merge_parameters(entries, names):
     "Return the parameters that any rank knows, each once. `entries`: rank -> parameters. `names`: as `whole_model_paths` returns it."
@@ -115,7 +116,7 @@ def merge_trees(trees, names):
             if 'path' not in node: continue
             path = names.get(rank, {}).get(node['path'], node['path'])
             if path in found: continue
-            name = ranks.display_name(node['name'], path) if path!=node['path'] else node['name']
+            name = module_names.display_name(node['name'], path) if path!=node['path'] else node['name']
             found[path] = {k: v for k,v in node.items() if k!='children'} | {'name': name, 'short': name.rpartition('.')[2], 'path': path}
             parent = path
             while parent: # skip a container that only other ranks have

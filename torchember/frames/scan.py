@@ -17,7 +17,8 @@ from torchember.frames.tables import not_recorded
 from torchember.ground.messages import printable, says_arguments, unknown, warn
 from torchember.ground.needs import needs
 from torchember.ground.record import column_order
-from torchember.processes.ranks import Processes, gone, understood
+from torchember.processes.axes import RankAxes, validate_metadata
+from torchember.processes.checks import missing_ranks
 from torchember.store.columns import Expected
 from torchember.store.lines import bad
 
@@ -44,8 +45,8 @@ def log_steps(contents):
 
 def warn_missing_ranks(name, about, steps):
     "Warn about ranks that are missing or ended early, as far as this shows without reading rows. `steps`: rank -> result of `log_steps`."
-    (about,messages),steps = understood(about),{r: s for r,s in steps.items() if s!=()}
-    for m in (*messages, *gone(steps, about, Processes(about, steps).world)): warn(f"{printable(name)}: {m}")
+    (about,messages),steps = validate_metadata(about),{r: s for r,s in steps.items() if s!=()}
+    for m in (*messages, *missing_ranks(steps, about, RankAxes(about, steps).world)): warn(f"{printable(name)}: {m}")
 
 def merge_columns(each, marks, several):
     "Return column -> kind for the rows of several runs. `each`: columns of each run."

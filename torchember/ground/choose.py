@@ -43,12 +43,7 @@ def nothing(what, pairs):
 
 # %% ../../nbs/05_ground/30_choose.ipynb #21b86c02
 class NamedLayer:
-    """A layer of which only names are known, as a log and a snapshot have it: it stands where a module would
-
-    Args:
-        path: Of its module
-        kinds: Names of its class and of those beneath
-    """
+    "A layer of which only names are known, as a log and a snapshot have it: it stands where a module would"
     def __init__(self,
         path:str, # Of its module
         kinds=() # Names of its class and of those beneath
@@ -57,14 +52,7 @@ class NamedLayer:
 def kinds_of(
     module # A module, or a `NamedLayer`
 ) -> tuple: # Names of its class and of those beneath
-    """What a module is
-
-    Args:
-        module: A module, or a `NamedLayer`
-
-    Returns:
-        Names of its class and of those beneath
-    """
+    "What a module is"
     return module.kinds if isinstance(module, NamedLayer) else tuple(c.__name__ for c in type(module).__mro__[:-1])
 
 
@@ -116,16 +104,7 @@ def chosen(
     include=None, # What `select` takes; all without it
     exclude=None # The same, of what is left out
 ) -> set: # The `id` of each module
-    """The modules that are included and not excluded. Raises ValueError when there are none
-
-    Args:
-        pairs: (path, module) pairs
-        include: What `select` takes; all without it
-        exclude: The same, of what is left out
-
-    Returns:
-        The `id` of each module
-    """
+    "The modules that are included and not excluded. Raises ValueError when there are none"
     pairs = list(pairs)
     ids = {id(m) for m in (select(include).pick(pairs) if include is not None else (m for _,m in pairs))}
     if exclude is not None: ids -= {id(m) for m in select(exclude).pick(pairs)}
@@ -175,11 +154,7 @@ linear_form = re.compile(r'\s*linear\(\s*(\d+)\s*(?:,\s*(\d+)\s*)?\)\s*')
 def schedule(
     when # Whole number n (every n), function of the step, string 'linear(5, 2)', or a `Schedule`
 ) -> Schedule:
-    """A `Schedule` from anything that can stand for one
-
-    Args:
-        when: Whole number n (every n), function of the step, string 'linear(5, 2)', or a `Schedule`
-    """
+    "A `Schedule` from anything that can stand for one"
     if isinstance(when, Schedule): return when
     if isinstance(when, int): return every(when)
     if isinstance(when, str):

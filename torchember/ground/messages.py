@@ -15,15 +15,7 @@ def printable(
     text, # A name, or anything that has one
     most:int|None=None # Letters, at most: the middle of a longer one is left out
 ) -> str: # The same, without what a terminal would obey
-    """A name as it may be said. `read`, `df` and files keep it as it is
-
-    Args:
-        text: A name, or anything that has one
-        most: Letters, at most: the middle of a longer one is left out
-
-    Returns:
-        The same, without what a terminal would obey
-    """
+    "A name as it may be said. `read`, `df` and files keep it as it is"
     text = str(text)
     if '://' in text: text = secrets.sub(r'\1…', passwords.sub('://', text))
     if most is not None and len(text)>most: text = f'{text[:most//2]}…{text[-(most-1-most//2):]}'
@@ -40,18 +32,7 @@ def unknown(
     called=(), # Name that others have for it -> ours
     others=() # Names that exist elsewhere: what came may be one, or was meant to be
 ) -> str: # A sentence: what came, what exists, the closest name
-    """The sentence for a name that does not exist
-
-    Args:
-        what: What kind of thing was asked for, 'tensor type'
-        got: What came
-        known: All names that exist
-        called: Name that others have for it -> ours
-        others: Names that exist elsewhere: what came may be one, or was meant to be
-
-    Returns:
-        A sentence: what came, what exists, the closest name
-    """
+    "The sentence for a name that does not exist"
     known = [printable(k, longest) for k in known]
     close = [] if got in others else closest(got, [*known, *others], called)
     shown = ', '.join(known[:12]) + (f', ... ({len(known)} in all)' if len(known)>12 else '')
@@ -73,16 +54,7 @@ def unknown_argument(
     got:str, # The argument
     known # Names of those that exist
 ) -> str: # A sentence, as `unknown` has it
-    """The sentence for an argument that does not exist
-
-    Args:
-        what: Whose it would be, 'torchEmber'
-        got: The argument
-        known: Names of those that exist
-
-    Returns:
-        A sentence, as `unknown` has it
-    """
+    "The sentence for an argument that does not exist"
     same = {n for names in alike if got in names.split() for n in names.split()}
     return unknown(f'argument of {what}', got, known, {got.lower(): next((k for k in known if k in same), None)})
 
@@ -96,14 +68,7 @@ def arguments_of(f):
 def says_arguments(
     f:F # A function
 ) -> F: # The same; an argument that it does not have is answered with those that it has
-    """Name the arguments that there are where a call has another one
-
-    Args:
-        f: A function
-
-    Returns:
-        The same; an argument that it does not have is answered with those that it has
-    """
+    "Name the arguments that there are where a call has another one"
     @functools.wraps(f)
     def g(*args, **kwargs):
         try: return f(*args, **kwargs)
@@ -131,14 +96,7 @@ def article(name):
 def an(
     thing # Anything
 ) -> str: # 'a dict', 'an int', 'the class Net', 'None'
-    """What kind of thing it is, for a message
-
-    Args:
-        thing: Anything
-
-    Returns:
-        'a dict', 'an int', 'the class Net', 'None'
-    """
+    "What kind of thing it is, for a message"
     if thing is None: return 'None'
     name = printable(thing.__name__ if isinstance(thing, type) else type(thing).__name__, longest)
     return f'the class {name}' if isinstance(thing, type) else f'{article(name)} {name}'
@@ -175,11 +133,7 @@ def users_frame():
 def warn(
     text:str # A sentence or two
 ):
-    """An `EmberWarning` that points at the user's code
-
-    Args:
-        text: A sentence or two
-    """
+    "An `EmberWarning` that points at the user's code"
     frame = users_frame()
     place = frame.f_globals
     warnings.warn_explicit(text, EmberWarning, frame.f_code.co_filename, frame.f_lineno, place.get('__name__') or '<unknown>',

@@ -14,16 +14,7 @@ def needs(
     for_:str, # What needs it, for the message
     package:str|None=None # What to install, where that is called otherwise
 ): # The imported module
-    """Import a library, or say what to install. Raises ImportError
-
-    Args:
-        name: Library to import
-        for_: What needs it, for the message
-        package: What to install, where that is called otherwise
-
-    Returns:
-        The imported module
-    """
+    "Import a library, or say what to install. Raises ImportError"
     try: return import_module(name)
     except ModuleNotFoundError as e:
         if e.name and not name.startswith(e.name): raise # it is there, but broken: that is another message

@@ -29,12 +29,7 @@ def first_not_finite(
     rows, # Dicts
     which=has_some # Function of a row: whether it counts
 ) -> dict|None:
-    """The first such row of the earliest step; None when there is none
-
-    Args:
-        rows: Dicts
-        which: Function of a row: whether it counts
-    """
+    "The first such row of the earliest step; None when there is none"
     return min(filter(which, rows), key=lambda r: r['step'], default=None)
 
 class FirstNotFinite:
@@ -44,11 +39,7 @@ class FirstNotFinite:
     def add(self,
         rows # Dicts, the next of the run
     ):
-        """Look at more rows
-
-        Args:
-            rows: Dicts, the next of the run
-        """
+        "Look at more rows"
         tensors = [r for r in rows if r.get('ttype')!='scalar']
         if not self.trained and any(r.get('phase') not in beside_training for r in tensors): self.row,self.trained = None,True
         if self.row is None: self.row = first_not_finite(r for r in tensors if not (self.trained and r.get('phase') in beside_training))

@@ -12,27 +12,13 @@ from importlib.metadata import EntryPoint, entry_points
 def find_plugins(
     group:str # 'sinks', 'rules' or 'commands'
 ) -> dict: # Name -> `EntryPoint`, nothing is imported
-    """Return the entry points of a group, from all installed packages.
-
-    Args:
-        group: 'sinks', 'rules' or 'commands'
-
-    Returns:
-        Name -> `EntryPoint`, nothing is imported
-    """
+    "Return the entry points of a group, from all installed packages."
     return {e.name: e for e in entry_points(group=f'torchember.{group}')}
 
 def load_plugin(
     plugin:EntryPoint # A value of `find_plugins`
 ): # The object that the entry point names
-    """Import the object of an entry point. Raises ImportError that names the package, whatever the import raised.
-
-    Args:
-        plugin: A value of `find_plugins`
-
-    Returns:
-        The object that the entry point names
-    """
+    "Import the object of an entry point. Raises ImportError that names the package, whatever the import raised."
     try: return plugin.load()
     except Exception as e:
         raise ImportError(f"The plugin {plugin.name!r} of the package {plugin.dist.name!r} cannot be imported from {plugin.value!r}: {type(e).__name__}: {e}. "

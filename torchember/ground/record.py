@@ -37,14 +37,7 @@ computed = ('grad_norm', 'lr') # `tname` of these rows
 def computed_in(
     name:str # Of a scalar
 ) -> str|None: # 'grad_norm' or 'lr'
-    """Return the `tname` of the rows in which torchember itself records a scalar of this name. None for other names
-
-    Args:
-        name: Of a scalar
-
-    Returns:
-        'grad_norm' or 'lr'
-    """
+    "Return the `tname` of the rows in which torchember itself records a scalar of this name. None for other names"
     name = name.removeprefix('recorded_')
     return 'grad_norm' if name in norm_names else 'lr' if name=='lr' or name.startswith('lr/') else None
 
@@ -58,15 +51,7 @@ def check_ttypes(
     names, # One tensor type, or a list of them
     known=ttypes # Those that can be asked for
 ) -> tuple: # The same, as a tuple
-    """Raise unless every name is a tensor type that can be asked for
-
-    Args:
-        names: One tensor type, or a list of them
-        known: Those that can be asked for
-
-    Returns:
-        The same, as a tuple
-    """
+    "Raise unless every name is a tensor type that can be asked for"
     names = (names,) if isinstance(names, str) else names
     if not isinstance(names, list|tuple|set|frozenset): raise TypeError(f"tensor types are names such as 'input', or a list of them, got {names!r:.80}.")
     for n in names:
@@ -104,13 +89,7 @@ def plain(
     where:str='', # Pointer to this value
     lost:dict|None=None # Receives pointer -> 'NaN', 'Infinity' or '-Infinity'
 ):
-    """`value` made of JSON's own types; a number that is not finite becomes None and is noted in `lost`
-
-    Args:
-        value: Scalar, string, None, list, dict, tensor or numpy value; nested as you like
-        where: Pointer to this value
-        lost: Receives pointer -> 'NaN', 'Infinity' or '-Infinity'
-    """
+    "`value` made of JSON's own types; a number that is not finite becomes None and is noted in `lost`"
     if type(value) is not float and (value is None or isinstance(value, str|int|float|Enum|UUID)): value = exactly(value)
     if type(value) is float and not math.isfinite(value):
         if lost is not None: lost[where] = words.get(value, 'NaN')
@@ -129,14 +108,7 @@ def plain(
 def values_of(
     numbers # Tensor, array, list of such, or anything else
 ): # The same, but lists in place of tensors
-    """Numbers as numpy may have them, without a mark on the memory of a tensor
-
-    Args:
-        numbers: Tensor, array, list of such, or anything else
-
-    Returns:
-        The same, but lists in place of tensors
-    """
+    "Numbers as numpy may have them, without a mark on the memory of a tensor"
     if isinstance(numbers, list|tuple): return [values_of(v) for v in numbers]
     return numbers.tolist() if hasattr(numbers, 'untyped_storage') else numbers
 
@@ -166,14 +138,7 @@ def careful(row):
 def line_of(
     row:dict # A row
 ) -> bytes: # One line of JSON, without the newline
-    """`row` as a line of strict JSON, in UTF-8
-
-    Args:
-        row: A row
-
-    Returns:
-        One line of JSON, without the newline
-    """
+    "`row` as a line of strict JSON, in UTF-8"
     line = quick_line(row)
     return careful(row) if line is None else line
 
@@ -189,14 +154,7 @@ def quick_line(row):
 def lines_of(
     rows:list # Rows
 ) -> bytes|None: # Their lines, each with a newline; None when they are better written one by one
-    """Many rows at once: to look through all of the text costs a third of looking through each line
-
-    Args:
-        rows: Rows
-
-    Returns:
-        Their lines, each with a newline; None when they are better written one by one
-    """
+    "Many rows at once: to look through all of the text costs a third of looking through each line"
     if orjson is None or not all(type(r) is dict and 'nonfinite' not in r for r in rows): return None
     try: text = b'\n'.join([orjson.dumps(r, option=options) for r in rows])
     except (TypeError, RecursionError): return None
@@ -206,14 +164,7 @@ def lines_of(
 def texts_of(
     numbers # Array of finite numbers, or of lists of numbers
 ) -> list: # bytes
-    """The JSON of each number; of each list in an array of lists
-
-    Args:
-        numbers: Array of finite numbers, or of lists of numbers
-
-    Returns:
-        bytes
-    """
+    "The JSON of each number; of each list in an array of lists"
     if numbers.ndim>1: return [b'[%s]' % b','.join(texts_of(row)) for row in numbers]
     text = orjson.dumps(numbers, option=orjson.OPT_SERIALIZE_NUMPY) if orjson is not None and numbers.flags.c_contiguous else encode(numbers.tolist()).encode()
     return text[1:-1].split(b',')
@@ -221,28 +172,14 @@ def texts_of(
 def regular_line(
     row:dict # A row
 ) -> bytes|None: # Its line; None for a row that needs care, and whose numbers may have other digits therefore
-    """The line of a row whose numbers look as `texts_of` writes them
-
-    Args:
-        row: A row
-
-    Returns:
-        Its line; None for a row that needs care, and whose numbers may have other digits therefore
-    """
+    "The line of a row whose numbers look as `texts_of` writes them"
     return careful(row) if orjson is None else quick_line(row)
 
 # %% ../../nbs/05_ground/20_record.ipynb #a9c17fb3
 def dump_row(
     row:dict # A row
 ) -> str: # One line of JSON, without the newline
-    """`row` as a line of strict JSON
-
-    Args:
-        row: A row
-
-    Returns:
-        One line of JSON, without the newline
-    """
+    "`row` as a line of strict JSON"
     return line_of(row).decode()
 
 # %% ../../nbs/05_ground/20_record.ipynb #fa842645
@@ -284,14 +221,7 @@ def put_back(o, where, word):
 def load_row(
     line:str|bytes # A line that `dump_row` made
 ) -> dict: # The row
-    """A line as a row, numbers that JSON lacks restored. Raises ValueError for a line that is no row
-
-    Args:
-        line: A line that `dump_row` made
-
-    Returns:
-        The row
-    """
+    "A line as a row, numbers that JSON lacks restored. Raises ValueError for a line that is no row"
     row = loads(line)
     if not isinstance(row, dict): raise ValueError(f"a row is an object, not {line!r:.80}")
     return restore(row) if 'nonfinite' in row else row
@@ -301,15 +231,7 @@ def column_order(
     names, # Column names, in the order they were met
     marks=() # Which of them are marks of the user
 ) -> list: # Statistics, then identity, then marks
-    """The order in which a table shows its columns
-
-    Args:
-        names: Column names, in the order they were met
-        marks: Which of them are marks of the user
-
-    Returns:
-        Statistics, then identity, then marks
-    """
+    "The order in which a table shows its columns"
     names,marks = list(names),set(marks)
     last = [c for c in ('run', 'module', 'path', *identity[1:], *of_pieces, *optional) if c in names and c not in marks]
     return [n for n in names if n not in last and n not in marks] + last + [n for n in names if n in marks]

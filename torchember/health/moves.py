@@ -8,59 +8,59 @@ __all__ = []
 # %% ../../nbs/55_health/07_moves.ipynb #60e5c488
 import numpy as np
 
-from .finding import median, middle
+from .finding import median, plain_median
 
 # %% ../../nbs/55_health/07_moves.ipynb #a6622072
-linear = ('Linear', 'Conv', 'Conv1d', 'Conv2d', 'Conv3d', 'NonDynamicallyQuantizableLinear', 'LazyLinear', 'ConvTranspose1d', 'ConvTranspose2d', 'Conv1D',
+linear_kinds = ('Linear', 'Conv', 'Conv1d', 'Conv2d', 'Conv3d', 'NonDynamicallyQuantizableLinear', 'LazyLinear', 'ConvTranspose1d', 'ConvTranspose2d', 'Conv1D',
     'Dense', 'Conv2D', 'Conv3D')
-norms = ('BatchNorm', 'LayerNorm', 'GroupNorm', 'InstanceNorm', 'RMSNorm', 'LocalResponseNorm')
+norm_kinds = ('BatchNorm', 'LayerNorm', 'GroupNorm', 'InstanceNorm', 'RMSNorm', 'LocalResponseNorm')
 
-def is_linear(kind): return kind in linear or (kind or '').endswith('Linear')
+def is_linear(kind): return kind in linear_kinds or (kind or '').endswith('Linear')
 
-def is_norm(kind): return any(n in (kind or '') for n in norms) or (kind or '').endswith('Norm')
+def is_norm(kind): return any(n in (kind or '') for n in norm_kinds) or (kind or '').endswith('Norm')
 
-def inputs_of(w):
-    "How many inputs each unit of a weight has: in torch a unit is a row, in flax's kernels and transformers' Conv1D a column; 1 where its shape is not known"
+def count_inputs(w):
+    "Return the number of inputs of each unit of a weight. A unit is a row in torch, and a column in flax and in transformers' Conv1D. 1 without a shape."
     if w.shape is None or len(w.shape)<2: return 1.
     return float(np.prod(w.shape[:-1] if w.pname=='kernel' or w.kind=='Conv1D' else w.shape[1:]))
 
 # %% ../../nbs/55_health/07_moves.ipynb #ad37960e
-class Moves:
-    "How far the steps moved a weight, over its size: as recorded, else by what its statistics did"
+class RelativeMoves:
+    "Changes of a weight in each step, as shares of its size: as recorded, or estimated from its statistics."
     def __init__(self,
         s, # Series of a weight
-        update=None # Series of its updates, where there is one
+        update=None # Series of its updates, or None
     ):
         self.s = s
-        self.exact = update is not None and 'ratio' in update # whether it was recorded
-        self.steps,self.ratio = (update.steps,update['ratio']) if self.exact else (s.steps[:-1],guessed(s))
+        self.exact = update is not None and 'ratio' in update # True if the changes were recorded
+        self.steps,self.ratio = (update.steps,update['ratio']) if self.exact else (s.steps[:-1],estimate_ratio(s))
 
     def median(self, lo=0., hi=1.):
-        "The usual one over a part of the training, from `lo` to `hi` of it; NaN where nothing is known"
+        "Return the median change from the share `lo` to the share `hi` of the training, or NaN if it is unknown."
         n = len(self.ratio)
         part = self.ratio[int(lo*n):max(int(np.ceil(hi*n)), int(lo*n)+1)]
         part = part[np.isfinite(part)]
-        return middle(part) if len(part) else np.nan
+        return plain_median(part) if len(part) else np.nan
 
-def guessed(s):
-    "The share by which each step moved a weight, by its statistics"
+def estimate_ratio(s):
+    "Return the relative change of a weight in each step, estimated from its statistics."
     size = s.rms[:-1]
     parts = [abs(np.diff(s[c])) for c in ('max', 'min', 'mean', 'std') if c in s]
     moved = np.max(parts, axis=0) if parts else np.full(len(size), np.nan)
     with np.errstate(divide='ignore', invalid='ignore'): return np.where(size>0, moved/size/np.diff(s.steps), np.nan)
 
 # %% ../../nbs/55_health/07_moves.ipynb #ae15033e
-def moves_of(h):
-    "(path, pname) -> `Moves` of the weights of two dimensions and more that are trained. h: a `History`"
+def relative_moves(h):
+    "Return a dict: (path, pname) -> `RelativeMoves` of all matrices that are trained. `h`: a `History`."
     trained = {k: w for k,w in h.weights.items() if k in h.grads or k in h.updates}
-    return {k: Moves(w, h.updates.get(k)) for k,w in trained.items() if len(w)>2 and h.is_matrix(k, w) and not w.skipped.all()}
+    return {k: RelativeMoves(w, h.updates.get(k)) for k,w in trained.items() if len(w)>2 and h.is_matrix(k, w) and not w.skipped.all()}
 
 # %% ../../nbs/55_health/07_moves.ipynb #c0f7d8e2
-def moves_on(h, step, but=(), share=.1):
-    "Return True if a trained weight of any shape moves from a step on at least a tenth as far as before. `but`: keys of other weights."
+def keeps_moving(h, step, but=(), share=.1):
+    "Return True if a trained weight of any shape moves at least a tenth as far after a step as before it. `but`: keys of weights to leave out."
     for k,w in h.weights.items():
         if k in but or k not in h.grads and k not in h.updates or len(w)<3: continue
-        m = Moves(w, h.updates.get(k))
+        m = RelativeMoves(w, h.updates.get(k))
         before,after = median(m.ratio[m.steps<step]),median(m.ratio[m.steps>=step])
         if after>share*before>0: return True
     return False

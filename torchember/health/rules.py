@@ -14,15 +14,7 @@ from .finding import severities
 
 # %% ../../nbs/55_health/15_rules.ipynb #a18da291
 class Rule:
-    """A function of a `History` that yields findings, with its severity, tensor types and thresholds. Created by `rule`.
-
-    Args:
-        f: The function; its first argument is the history, the others are thresholds
-        severity: Severity of findings that state none
-        needs: Tensor types that it reads
-        after: Names of rules that find causes
-        thresholds: Values that replace the defaults
-    """
+    "A function of a `History` that yields findings, with its severity, tensor types and thresholds. Created by `rule`."
     def __init__(self,
         f, # The function; its first argument is the history, the others are thresholds
         severity:str='warning', # Severity of findings that state none
@@ -43,14 +35,7 @@ class Rule:
     def but(self,
         **thresholds # New values, by name
     ): # A new rule
-        """Return this rule with other thresholds. Raises TypeError for an unknown name.
-
-        Args:
-            **thresholds: New values, by name
-
-        Returns:
-            A new rule
-        """
+        "Return this rule with other thresholds. Raises TypeError for an unknown name."
         for k in thresholds:
             if k not in self.defaults: raise TypeError(unknown(f'threshold of {self.name}', k, list(self.defaults)))
         return Rule(self.f, self.severity, self.needs, self.after, self.thresholds|thresholds)
@@ -94,11 +79,7 @@ def rule(
 
 # %% ../../nbs/55_health/15_rules.ipynb #b1a9000a
 def known_rules() -> dict: # Name -> `Rule`, causes first
-    """Return all rules: built in, defined in this process, and of installed packages. A package that fails to import is reported once.
-
-    Returns:
-        Name -> `Rule`, causes first
-    """
+    "Return all rules: built in, defined in this process, and of installed packages. A package that fails to import is reported once."
     for name,plugin in find_plugins('rules').items():
         if name in loaded_plugins: continue
         loaded_plugins.add(name)

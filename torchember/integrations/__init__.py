@@ -1,1 +1,1 @@
-"""Callbacks that bring torchember to other people's trainers, a room for each"""
+"Callbacks that record trainings of other libraries, one Python module for each library."

@@ -1,10 +1,10 @@
-"""The same rows from JAX: `track`, `probe`, and the functions that Track & Visualize has for what is kept of an array
+"""Recording of JAX trainings: `track`, `probe`, and the statistics of Track & Visualize.
 
-Each name is fetched from its room when it is touched. Nothing here imports torch."""
+Each name is imported on first use. Nothing here imports torch."""
 from typing import TYPE_CHECKING
 
 from ..ground.needs import needs
-from ..ground.wings import open_wing
+from ..ground.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from .tracker import JaxTracker as JaxTracker
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .tracker import stash_scalar_stats as stash_scalar_stats
     from .tracker import track as track
 
-__getattr__,__dir__ = open_wing(__name__, {
+__getattr__,__dir__ = lazy_attributes(__name__, {
     'tracker': 'JaxTracker probe stash_all_stats_and_hist stash_full_tensor stash_hist stash_scalar_stats track'},
     lambda: needs('jax', for_='torchember.jaxember'))
 __all__ = __dir__()

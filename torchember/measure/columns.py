@@ -20,14 +20,7 @@ sets = dict(basic=('shape', 'mean', 'std', 'max', 'min'),
 def stat_names(
     stats # 'basic', 'full', 'numerics', or a list of statistics
 ) -> tuple: # The statistics, in order
-    """The statistics in a named set or a list. Raises ValueError for a name that does not exist
-
-    Args:
-        stats: 'basic', 'full', 'numerics', or a list of statistics
-
-    Returns:
-        The statistics, in order
-    """
+    "The statistics in a named set or a list. Raises ValueError for a name that does not exist"
     if isinstance(stats, str):
         if stats in sets: return sets[stats]
         if not is_statistic(stats): raise ValueError(unknown('set of statistics', stats, [*sets, *known], also_called))
@@ -49,16 +42,7 @@ def as_columns(
     names, # Statistics
     shapes # The shape of each tensor
 ) -> dict: # Statistic -> array of n numbers, or of n lists; the shapes are a list
-    """The statistics of summary vectors, a column each
-
-    Args:
-        vectors: Summary vectors, shape (n, width), `wide` with exponents
-        names: Statistics
-        shapes: The shape of each tensor
-
-    Returns:
-        Statistic -> array of n numbers, or of n lists; the shapes are a list
-    """
+    "The statistics of summary vectors, a column each"
     got = derive(vectors, [n for n in names if n in derived])
     columns = {}
     for n in names:
@@ -74,16 +58,7 @@ def as_dicts(
     names, # Statistics
     shapes # The shape of each tensor
 ) -> list: # A dict for each vector
-    """The statistics of summary vectors, as plain numbers
-
-    Args:
-        vectors: Summary vectors, shape (n, width), `wide` with exponents
-        names: Statistics
-        shapes: The shape of each tensor
-
-    Returns:
-        A dict for each vector
-    """
+    "The statistics of summary vectors, as plain numbers"
     columns = as_columns(vectors, names, shapes)
     lists = [[list(s) for s in c] if n=='shape' else c.tolist() for n,c in columns.items()]
     return [dict(zip(columns, values, strict=True)) for values in zip(*lists, strict=True)]

@@ -15,7 +15,8 @@ from .elements import Unmeasurable
 from .head import CALL, EVENT, MICRO, TAP, head_width
 from . import kernels
 from .summary import length
-from .tap import SCALE, Block, address, before_counting, unwrapped, write_about
+from .blocks import SCALE, Block, address, describe_tensor
+from .tap import divide_early, remove_transforms
 
 # %% ../../nbs/20_measure/55_graph_rows.ipynb #57009b40
 class NotWarm(Unmeasurable):
@@ -29,13 +30,7 @@ class OtherStatistics(Unmeasurable):
 
 # %% ../../nbs/20_measure/55_graph_rows.ipynb #96b5dba0
 class GraphTensor:
-    """A tensor of a CUDA graph, of which only the row is left
-
-    Args:
-        x: The tensor, while the graph is captured
-        groups: What is measured of it
-        block, row: Where, if it is
-    """
+    "A tensor of a CUDA graph, of which only the row is left"
     is_leaf = requires_grad = False
     def __init__(self,
         x, # The tensor, while the graph is captured
@@ -46,16 +41,11 @@ class GraphTensor:
         self.groups,self.block,self.row = groups,block,row
         if block is None: return
         self.head = np.zeros(head_width, np.int64) # but for its tap, call, pass and event
-        write_about(x, self.head)
+        describe_tensor(x, self.head)
 
 # %% ../../nbs/20_measure/55_graph_rows.ipynb #3dc67518
 class GraphRows:
-    """What one CUDA graph writes
-
-    Args:
-        graph: `torch.cuda.CUDAGraph`, which is captured now
-        device: On this torch.device
-    """
+    "What one CUDA graph writes"
     size = 128 # rows to lay out at a time
     captured = {} # id of a graph that is captured -> how many have it read; memory of kernels: the graph's, and as it was before
     def __init__(self,
@@ -84,10 +74,9 @@ class GraphRows:
         "A row, `n` long: its block, and its number there"
         block = next((b for b in self.blocks if b.device==device and b.length==n and b.used<len(b.head)), None)
         if block is None:
-            block = Block(self.size, device, n)
-            block.graph,block.here = self.graph,None # no tap gets its next row there
+            block = Block(self.size, device, n, graph=self.graph, for_taps=False)
             self.blocks.append(block)
-        return block, block.cut(1)
+        return block, block.reserve(1)
 
     def read(self,
         x, # Any tensor on the device
@@ -95,20 +84,13 @@ class GraphRows:
         was_read, # As `Arena` has it
         scale=None # What the tensor was multiplied by, as in `observe`
     ) -> GraphTensor:
-        """Have the graph read a tensor
-
-        Args:
-            x: Any tensor on the device
-            wanted: Groups of parts to measure
-            was_read: As `Arena` has it
-            scale: What the tensor was multiplied by, as in `observe`
-        """
+        "Have the graph read a tensor"
         kind = x.device.type
         if kind in ('cpu', 'meta'): raise Unmeasurable(f"it is on the device {kind!r}, and no Python runs when a CUDA graph is replayed")
         if hasattr(x, 'to_local'): raise Unmeasurable("it is spread over processes, and what is in a CUDA graph is recorded where it is on one device")
         if (x.device, x.dtype, wanted) not in was_read: raise NotWarm(x)
         with self.lock, undisturbed(kind):
-            x = unwrapped(x)
+            x = remove_transforms(x)
             block,row = self.cut(x.device, length(wanted))
             block.source[row] = self.row_of(x, wanted, scale, block, row)
         return GraphTensor(x, frozenset(wanted), block, row)
@@ -118,7 +100,7 @@ class GraphRows:
         was = None if x.is_inference() else (x._version, address(x)) # an inference tensor has no version
         same,then,groups,where,its = self.seen.get(id(x), (lambda: None, None, (), None, 0))
         if was is not None and same() is x and then==was and where is block and groups>=set(wanted): return its
-        y,scaled = before_counting(x, wanted, scale)
+        y,scaled = divide_early(x, wanted, scale)
         kernels.read_into(y, wanted, block.rows.data[row])
         if scaled is not None: block.rows.data[row, SCALE] = scaled
         self.seen[id(x)] = weakref.ref(x),was,frozenset(wanted),block,row
@@ -131,12 +113,7 @@ def about_to_write(
     arena, # `Arena`
     rows # `GraphRows`
 ):
-    """A graph is about to be replayed: rows of it that count already go elsewhere, and copies of them that are under way are not overtaken
-
-    Args:
-        arena: `Arena`
-        rows: `GraphRows`
-    """
+    "A graph is about to be replayed: rows of it that count already go elsewhere, and copies of them that are under way are not overtaken"
     with arena.lock:
         for b in rows.blocks:
             if b not in arena.blocks: arena.blocks.append(b)
@@ -147,12 +124,12 @@ def about_to_write(
 
 def set_aside(arena, b):
     "The rows of a block that count are those of another one from now on"
-    same = (o for o in arena.blocks if o.here is None and o.graph is None and o.device==b.device and o.length==b.length)
+    same = (o for o in arena.blocks if o.key is None and o.graph is None and o.device==b.device and o.length==b.length)
     other = next((o for o in same if not o.head[:, EVENT].any()), None)
     with on(b.device), undisturbed(b.device.type):
         if other is None:
-            other = Block(len(b.head), b.device, b.length)
-            other.here,other.used = None,len(b.head)
+            other = Block(len(b.head), b.device, b.length, for_taps=False)
+            other.reserve(len(b.head))
             arena.blocks.append(other)
         with after(other.stream, b.device): other.rows.data.copy_(b.rows.data) # who replays has waited for the replay before
     other.head[:],other.source[:] = b.head,b.source
@@ -163,31 +140,20 @@ def count_row(
     tap, # `Tap`: whose it is now
     call:int # Which call of the pass it belongs to
 ):
-    """The row of a tensor counts
-
-    Args:
-        x: A tensor of a graph that is about to be replayed, or was
-        tap: `Tap`: whose it is now
-        call: Which call of the pass it belongs to
-    """
+    "The row of a tensor counts"
     if x.block is None: return
     a = tap.arena
-    if tap.length!=x.block.length or not tap.groups<=x.groups: raise OtherStatistics()
+    if tap.format.length!=x.block.length or not tap.format.groups<=x.groups: raise OtherStatistics()
     with a.lock:
         h = x.block.head[x.row]
         h[:] = x.head
         h[TAP],h[CALL],h[MICRO],h[EVENT] = tap.number,call,a.micro,next(a.clock)
-        a.filled += tap.share
+        a.filled += tap.format.share
 
 def count_none(
     arena, # `Arena`
     rows # `GraphRows`
 ):
-    """A replay has raised: nobody knows what it wrote
-
-    Args:
-        arena: `Arena`
-        rows: `GraphRows`
-    """
+    "A replay has raised: nobody knows what it wrote"
     with arena.lock:
         for b in rows.blocks: b.head[:, EVENT] = 0

@@ -36,15 +36,7 @@ def vectors_of(
     columns, # Statistic -> array of numbers, NaN in rows that have none; with `nan`, `posinf` and `neginf`
     count # How many elements each row is of
 ) -> np.ndarray: # Summary vectors, float64, shape (n, width), for `merge`: parts that do not follow are NaN
-    """The summaries of tensors from their statistics
-
-    Args:
-        columns: Statistic -> array of numbers, NaN in rows that have none; with `nan`, `posinf` and `neginf`
-        count: How many elements each row is of
-
-    Returns:
-        Summary vectors, float64, shape (n, width), for `merge`: parts that do not follow are NaN
-    """
+    "The summaries of tensors from their statistics"
     count = np.asarray(count, np.float64)
     c = Columns(columns, len(count))
     bad = {p: np.nan_to_num(getattr(c, p)) for p in ('nan', 'posinf', 'neginf')}
@@ -67,15 +59,7 @@ def scaled(
     vectors, # Summary vectors, shape (n, width)
     factor # What the elements of each are multiplied by: positive numbers, shape (n,)
 ) -> np.ndarray: # The summaries of the products
-    """The summaries of tensors that are multiplied by a number
-
-    Args:
-        vectors: Summary vectors, shape (n, width)
-        factor: What the elements of each are multiplied by: positive numbers, shape (n,)
-
-    Returns:
-        The summaries of the products
-    """
+    "The summaries of tensors that are multiplied by a number"
     factor,out = np.asarray(factor, np.float64),np.array(vectors, np.float64)
     for p,s in sums.items():
         by = np.where(factor==1, 1., np.nan) if s.degree is None else factor**s.degree

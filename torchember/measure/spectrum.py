@@ -35,15 +35,7 @@ def samples(
     x, # Tensor of at least one dimension
     axis=None # Dimension that holds the features; None: 1 of 4 dimensions and more, else the last
 ) -> torch.Tensor: # Shape (samples, features); a view where strides allow
-    """Features as columns: `(N, C, H, W)` becomes `(N*H*W, C)`, `(B, T, D)` becomes `(B*T, D)`, and `(D,)` is one sample
-
-    Args:
-        x: Tensor of at least one dimension
-        axis: Dimension that holds the features; None: 1 of 4 dimensions and more, else the last
-
-    Returns:
-        Shape (samples, features); a view where strides allow
-    """
+    "Features as columns: `(N, C, H, W)` becomes `(N*H*W, C)`, `(B, T, D)` becomes `(B*T, D)`, and `(D,)` is one sample"
     at = features_at(x, axis)
     return x.movedim(at, -1).reshape(-1, x.shape[at]) if x.numel() else x.new_empty(x.numel()//max(x.shape[at], 1), x.shape[at])
 
@@ -139,11 +131,7 @@ class Spectrum:
     nodes:tuple=() # Of a large one: what `condition` is bracketed by
 
     def stable_rank(self) -> float: # Between 1 and `features`; NaN where nothing varies
-        """Sum of the eigenvalues over the largest
-
-        Returns:
-            Between 1 and `features`; NaN where nothing varies
-        """
+        "Sum of the eigenvalues over the largest"
         return self.trace/self.largest if self.largest>0 else math.nan
 
     def condition(self,
@@ -151,14 +139,7 @@ class Spectrum:
     ) -> float: # inf where that eigenvalue is 0, NaN where all are
         """The largest eigenvalue over one further down
 
-        Of a large spectrum that is not exact, within 25 percent, or SpectrumError where that much is not known.
-
-        Args:
-            at: Share of the eigenvalues that are larger than the divisor, at least 0 and below 1; None: the smallest divides
-
-        Returns:
-            inf where that eigenvalue is 0, NaN where all are
-        """
+        Of a large spectrum that is not exact, within 25 percent, or SpectrumError where that much is not known."""
         if at is not None and not 0<=at<1: raise ValueError(f"condition takes the share of eigenvalues that are larger, at least 0 and below 1, got {at}.")
         i = self.features-1 if at is None else math.floor(round(self.features*at, 9))
         if not self.largest>0: return math.nan
@@ -196,15 +177,7 @@ class Covariance:
     """What is kept of a tensor until somebody asks for its spectrum
 
     A matrix of at most 1024 x 1024, as a rule: of the products of features, or of samples where these are fewer. A larger one is never
-    kept; the spectrum is computed at once. `gram` is None from then on.
-
-    Args:
-        count: Samples
-        mean: Mean of each feature, float64
-        trace: Sum of the variances
-        gram: Sums of products, features x features or samples x samples
-        spectrum: When it is known already
-    """
+    kept; the spectrum is computed at once. `gram` is None from then on."""
     def __init__(self,
         count, # Samples
         mean, # Mean of each feature, float64

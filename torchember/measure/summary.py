@@ -65,28 +65,14 @@ def no_elements(wanted=scalars):
 def parts_in(
     wanted # Groups of parts
 ) -> tuple: # Parts, each once
-    """What is measured with some groups
-
-    Args:
-        wanted: Groups of parts
-
-    Returns:
-        Parts, each once
-    """
+    "What is measured with some groups"
     return tuple(dict.fromkeys(p for g in wanted for p in groups[g]))
 
 @cache
 def not_in_loops(
     wanted # Groups of parts, a tuple
 ) -> tuple: # Parts
-    """What is wanted, and no reader has a loop for
-
-    Args:
-        wanted: Groups of parts, a tuple
-
-    Returns:
-        Parts
-    """
+    "What is wanted, and no reader has a loop for"
     return tuple(p for p in parts_in(wanted) if p not in fast)
 
 # %% ../../nbs/20_measure/00_summary.ipynb #ef91351c
@@ -96,17 +82,7 @@ def of_each(
     xp=np, # The module of its functions
     ok=None # Which of them count: those that are finite, if not all are
 ): # A number: array without dimensions
-    """A part of the summary of some elements, by what the table says of each
-
-    Args:
-        part: One of `sums` that is made of a number for each element
-        x: Elements, an array of floats, not empty
-        xp: The module of its functions
-        ok: Which of them count: those that are finite, if not all are
-
-    Returns:
-        A number: array without dimensions
-    """
+    "A part of the summary of some elements, by what the table says of each"
     s = sums[part]
     if ok is not None: x = xp.where(ok, x, 0.)
     with np.errstate(all='ignore'): # an expression may leave the range, as log(0): -inf is its value, and no reason for a warning
@@ -119,15 +95,7 @@ def read_array(
     x, # Array of numbers, any shape; complex by magnitude
     wanted=scalars # Groups to measure: some of 'basic', 'absolute', 'higher', 'powers', 'exponents'
 ) -> np.ndarray: # The vector, float64
-    """The summary vector of an array, in float64, several passes
-
-    Args:
-        x: Array of numbers, any shape; complex by magnitude
-        wanted: Groups to measure: some of 'basic', 'absolute', 'higher', 'powers', 'exponents'
-
-    Returns:
-        The vector, float64
-    """
+    "The summary vector of an array, in float64, several passes"
     v,x = no_elements(wanted),np.asarray(values_of(x))
     x = (np.abs(x) if np.iscomplexobj(x) else x).astype(np.float64).ravel()
     ok = x[np.isfinite(x)]
@@ -152,15 +120,7 @@ def merged_moments(
     n, mean, m2, m3, m4, # Of pieces, along the last axis; `n` counts the finite elements
     xp=np # The module of their functions
 ) -> tuple: # The four of the wholes
-    """Mean and centred moments of wholes from those of their pieces
-
-    Args:
-        n, mean, m2, m3, m4: Of pieces, along the last axis; `n` counts the finite elements
-        xp: The module of their functions
-
-    Returns:
-        The four of the wholes
-    """
+    "Mean and centred moments of wholes from those of their pieces"
     total = n.sum(-1)
     base = xp.take_along_axis(mean, n.argmax(-1)[..., None], -1) # the largest piece's: sums of small differences round less
     d = xp.where(n>0, mean-base, 0.)
@@ -175,14 +135,7 @@ slots = {how: [index[p] for p,s in sums.items() if s.merge==how] for how in ('mo
 def merge(
     vectors # Summary vectors, shape (..., k, width), `wide` with exponents: k pieces
 ) -> np.ndarray: # Summary vectors of the wholes, shape (..., width)
-    """The summary of the whole from the summaries of its pieces
-
-    Args:
-        vectors: Summary vectors, shape (..., k, width), `wide` with exponents: k pieces
-
-    Returns:
-        Summary vectors of the wholes, shape (..., width)
-    """
+    "The summary of the whole from the summaries of its pieces"
     v = np.asarray(vectors, dtype=np.float64)
     with np.errstate(invalid='ignore', over='ignore', divide='ignore'):
         out = v.sum(-2)
@@ -222,14 +175,7 @@ def squares(p): return p.m2 + p.n*p.mean**2
 def sums_of_squares(
     vectors # Summary vectors, shape (..., width)
 ) -> np.ndarray: # Shape (...)
-    """Return the sum of squares of the elements of each tensor. One NaN makes it NaN, and an infinity makes it infinite
-
-    Args:
-        vectors: Summary vectors, shape (..., width)
-
-    Returns:
-        Shape (...)
-    """
+    "Return the sum of squares of the elements of each tensor. One NaN makes it NaN, and an infinity makes it infinite"
     count,mean,m2,*bad = (vectors[..., index[p]] for p in ('count', 'mean', 'm2', 'nan', 'posinf', 'neginf'))
     if not any(b.any() for b in bad): return np.where(count>0, m2+count*mean**2, 0.) # a third of the time
     p = Parts(vectors)
@@ -282,15 +228,7 @@ def derive(
     v, # Summary vectors, shape (..., width)
     names=tuple(derived) # Statistics to derive
 ) -> dict: # name -> array of shape (...)
-    """Statistics from summaries. Raises ValueError for a name that does not exist; NaN where the parts were not measured
-
-    Args:
-        v: Summary vectors, shape (..., width)
-        names: Statistics to derive
-
-    Returns:
-        name -> array of shape (...)
-    """
+    "Statistics from summaries. Raises ValueError for a name that does not exist; NaN where the parts were not measured"
     for n in names:
         if n not in derived: raise ValueError(unknown('statistic', n, derived, also_called))
     p = Parts(np.asarray(v, dtype=np.float64))
@@ -299,14 +237,7 @@ def derive(
 def groups_for(
     names # Statistics
 ) -> tuple: # The groups to measure
-    """Which groups of parts the statistics `names` are derived from
-
-    Args:
-        names: Statistics
-
-    Returns:
-        The groups to measure
-    """
+    "Which groups of parts the statistics `names` are derived from"
     return ('basic', *dict.fromkeys(g for n in names for g in groups_behind(n)))
 
 # %% ../../nbs/20_measure/00_summary.ipynb #9683bc68
@@ -315,15 +246,7 @@ def lost_value(
     name:str, # Statistic
     nan:bool, posinf:bool, neginf:bool # Whether the tensor had any
 ) -> float: # NaN or an infinity
-    """The value of a statistic that was written as null
-
-    Args:
-        name: Statistic
-        nan, posinf, neginf: Whether the tensor had any
-
-    Returns:
-        NaN or an infinity
-    """
+    "The value of a statistic that was written as null"
     if not (nan or posinf or neginf): return np.nan # of no elements, or too large for a float
     v = no_elements()
     for p,any_ in (('nan', nan), ('posinf', posinf), ('neginf', neginf)): v[index[p]] = v[index['count']] = bool(any_)

@@ -45,15 +45,7 @@ def channel_stats(
     x, # Any tensor
     axis:int|None=None # Dimension of the units; None: 1 for 4 dimensions or more, else the last
 ) -> tuple: # mean, std: float64 vectors with a number for each unit
-    """Mean and unbiased standard deviation of each unit. NaN where a unit has no values; the deviation also where it has one
-
-    Args:
-        x: Any tensor
-        axis: Dimension of the units; None: 1 for 4 dimensions or more, else the last
-
-    Returns:
-        mean, std: float64 vectors with a number for each unit
-    """
+    "Mean and unbiased standard deviation of each unit. NaN where a unit has no values; the deviation also where it has one"
     x = by_unit(x, axis)
     n,(mean,squares) = len(x)*x.shape[2],moments(x, True)
     return mean, (squares/(n-1 if n>1 else math.nan)).sqrt()
@@ -63,15 +55,7 @@ def channel_means(
     x, # Any tensor
     axis:int|None=None # Dimension of the units; None: 1 for 4 dimensions or more, else the last
 ): # float64 vector with a number for each unit
-    """Mean of each unit. NaN where it has no values
-
-    Args:
-        x: Any tensor
-        axis: Dimension of the units; None: 1 for 4 dimensions or more, else the last
-
-    Returns:
-        float64 vector with a number for each unit
-    """
+    "Mean of each unit. NaN where it has no values"
     x = by_unit(x, axis)
     if x.dtype not in summable: return moments(x, False)[0]
     total = torch.zeros(x.shape[1], dtype=widest(x.device), device=x.device)
@@ -124,15 +108,7 @@ def activity(
     x, # Any tensor
     axis:int|None=None # Dimension of the units; None: 1 for 4 dimensions or more, else the last
 ): # float64 vector
-    """The share of each unit's values that are above zero. NaN where it has no values, or none above zero and a NaN
-
-    Args:
-        x: Any tensor
-        axis: Dimension of the units; None: 1 for 4 dimensions or more, else the last
-
-    Returns:
-        float64 vector
-    """
+    "The share of each unit's values that are above zero. NaN where it has no values, or none above zero and a NaN"
     x = by_unit(x, axis)
     count = torch.zeros(x.shape[1], dtype=widest(x.device), device=x.device)
     for p in cache_pieces(x): count += above_zero(p)
@@ -147,15 +123,7 @@ def dead_share(
     x, # Any tensor
     axis:int|None=None # Dimension of the units; None: 1 for 4 dimensions or more, else the last
 ) -> float: # NaN where there are no units, or no values
-    """The share of units that have no value above zero in the whole batch. A unit with a NaN is not dead
-
-    Args:
-        x: Any tensor
-        axis: Dimension of the units; None: 1 for 4 dimensions or more, else the last
-
-    Returns:
-        NaN where there are no units, or no values
-    """
+    "The share of units that have no value above zero in the whole batch. A unit with a NaN is not dead"
     x = by_unit(x, axis)
     return (x.amax((0, 2))<=0).double().mean().item() if x.numel() else math.nan
 
@@ -166,17 +134,7 @@ def saturated_share(
     within:float=.01, # How near to a bound is at the bound, as a share of the distance between them
     axis:int|None=None # Dimension of the units; None: 1 for 4 dimensions or more, else the last
 ) -> float: # NaN where there are no units, or no values
-    """The share of units whose values are all at a bound in the whole batch, at either one. A unit with a NaN is not saturated
-
-    Args:
-        x: Any tensor
-        low, high: The bounds: -1 and 1 of tanh, 0 and 1 of sigmoid
-        within: How near to a bound is at the bound, as a share of the distance between them
-        axis: Dimension of the units; None: 1 for 4 dimensions or more, else the last
-
-    Returns:
-        NaN where there are no units, or no values
-    """
+    "The share of units whose values are all at a bound in the whole batch, at either one. A unit with a NaN is not saturated"
     if not (high>low and 0<=within<=.5):
         raise ValueError(f"bounds are a lower and a higher number, and within from 0 to .5, got {low!r}, {high!r} and within={within!r}.")
     x = by_unit(x, axis)
@@ -201,15 +159,7 @@ def mean_gap(
     means:list, # A vector for each batch: the means of the units
     running_mean, running_var # Of the layer
 ) -> float: # NaN where there are no batches, or all variances are zero
-    """How far means of batches are from the running mean, in running deviations
-
-    Args:
-        means: A vector for each batch: the means of the units
-        running_mean, running_var: Of the layer
-
-    Returns:
-        NaN where there are no batches, or all variances are zero
-    """
+    "How far means of batches are from the running mean, in running deviations"
     return gap(means, running_mean, running_var)
 
 @torch.no_grad()
@@ -217,15 +167,7 @@ def std_gap(
     stds:list, # A vector for each batch: the standard deviations of the units
     running_var # Of the layer
 ) -> float: # NaN where there are no batches, or all variances are zero
-    """How far standard deviations of batches are from the running one, relative to it
-
-    Args:
-        stds: A vector for each batch: the standard deviations of the units
-        running_var: Of the layer
-
-    Returns:
-        NaN where there are no batches, or all variances are zero
-    """
+    "How far standard deviations of batches are from the running one, relative to it"
     return gap(stds, running_var.detach().to(widest(running_var.device)).sqrt(), running_var)
 
 # %% ../../nbs/20_measure/40_units.ipynb #2d0cb8ca
@@ -238,13 +180,7 @@ def gap(vectors, target, running_var):
 
 # %% ../../nbs/20_measure/40_units.ipynb #854d361a
 class Sketch:
-    """A linear map of a vector to few numbers that keeps lengths and products, nearly
-
-    Args:
-        numel: Length of the vectors
-        size: Numbers of a sketch, at most: one less where that is even, so that no rotation is its own inverse
-        seed: Of signs and rotations
-    """
+    "A linear map of a vector to few numbers that keeps lengths and products, nearly"
     def __init__(self,
         numel:int, # Length of the vectors
         size:int=4096, # Numbers of a sketch, at most: one less where that is even, so that no rotation is its own inverse
@@ -309,11 +245,7 @@ class SignalToNoise:
     def add(self,
         x # Tensor, of the same shape each time
     ):
-        """One more vector
-
-        Args:
-            x: Tensor, of the same shape each time
-        """
+        "One more vector"
         x = x.detach().reshape(-1)
         to = torch.float64 if x.dtype==torch.float64 else torch.float32
         if self.mean is None: self.mean = torch.zeros_like(x, dtype=to)
@@ -335,25 +267,14 @@ class SignalToNoise:
 def signal_to_noise(
     vectors # Tensors of the same shape
 ) -> float: # Pure noise gives about 1/sqrt(k) for k vectors; NaN of fewer than two
-    """The length of the mean of vectors over the root of the sum of their unbiased variances
-
-    Args:
-        vectors: Tensors of the same shape
-
-    Returns:
-        Pure noise gives about 1/sqrt(k) for k vectors; NaN of fewer than two
-    """
+    "The length of the mean of vectors over the root of the sum of their unbiased variances"
     s = SignalToNoise()
     for v in vectors: s.add(v)
     return s.value
 
 # %% ../../nbs/20_measure/40_units.ipynb #ad0099df
 class Signs:
-    """The signs of a tensor, two bits for each number: above zero, below zero; neither for zero and NaN
-
-    Args:
-        w: Any tensor
-    """
+    "The signs of a tensor, two bits for each number: above zero, below zero; neither for zero and NaN"
     @torch.no_grad()
     def __init__(self,
         w # Any tensor
@@ -365,28 +286,14 @@ class Signs:
     def flipped(self,
         other:'Signs' # Of the same tensor at another time
     ): # int64 vector with a bit for each number
-        """Which numbers went from above zero to below, or back
-
-        Args:
-            other: Of the same tensor at another time
-
-        Returns:
-            int64 vector with a bit for each number
-        """
+        "Which numbers went from above zero to below, or back"
         if other.numel!=self.numel: raise ValueError(f"signs of {self.numel:,} numbers cannot be compared with those of {other.numel:,}.")
         return self.above & other.below | self.below & other.above
 
 def packed_bits(
     mask # Tensor of booleans
 ): # int64 vector, 64 of them in each
-    """Booleans as bits
-
-    Args:
-        mask: Tensor of booleans
-
-    Returns:
-        int64 vector, 64 of them in each
-    """
+    "Booleans as bits"
     mask = mask.reshape(-1)
     if len(mask)%64: mask = torch.nn.functional.pad(mask, (0, -len(mask)%64))
     eights = mask.contiguous().view(torch.int64)*0x0102040810204080 >> 56 # of eight bytes the lowest bits
@@ -395,11 +302,7 @@ def packed_bits(
 def count_bits(
     words # int64 vector, as `packed_bits` and `Signs.flipped` give it
 ) -> int:
-    """How many bits are set
-
-    Args:
-        words: int64 vector, as `packed_bits` and `Signs.flipped` give it
-    """
+    "How many bits are set"
     x = words - (words>>1 & 0x5555555555555555)
     x = (x & 0x3333333333333333) + (x>>2 & 0x3333333333333333)
     return int(((x + (x>>4) & 0x0f0f0f0f0f0f0f0f)*0x0101010101010101 >> 56).sum())

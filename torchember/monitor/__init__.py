@@ -1,7 +1,7 @@
-"""Chosen quantities of chosen modules, at chosen steps"""
+"""Quantities of chosen modules, computed on a schedule"""
 from typing import TYPE_CHECKING
 
-from ..ground.wings import open_wing
+from ..ground.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from .monitor import Monitor as Monitor
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from .multi_step import GradSNR as GradSNR
     from .multi_step import UnitActivity as UnitActivity
 
-__getattr__,__dir__ = open_wing(__name__, {
+__getattr__,__dir__ = lazy_attributes(__name__, {
     'monitor': 'Monitor',
     'quantities': 'MultiStepQuantity SingleStepQuantity quantity',
     'views': 'BackwardInputExtension BackwardOutputEigOfCovExtension BackwardOutputExtension Extension ForwardInputEigOfCovExtension '

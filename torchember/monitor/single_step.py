@@ -15,26 +15,29 @@ from torch import nn
 
 from ..measure.spectrum import effective_rank, rankme
 from ..measure.units import dead_share, saturated_share
-from .quantities import Need, SingleStepQuantity, cov, lacks, means, parameter_of, summary
+from .quantities import Need, SingleStepQuantity, missing_parameter, read_parameter
+from .quantities import reduce_to_covariance, reduce_to_means, reduce_to_summary
 
 # %% ../../nbs/47_monitor/20_single_step.ipynb #34a4686b
-def one(module, side, names):
-    "Why there is no covariance: a module with one feature"
-    n = next((getattr(module, a) for a in names if isinstance(getattr(module, a, None), int)), None)
+def too_few_features(module, side, attributes):
+    "Return the reason why a module has no covariance: it has one feature. None if it has more, or an unknown number."
+    n = next((getattr(module, a) for a in attributes if isinstance(getattr(module, a, None), int)), None)
     return f"it has one {side} feature, and a covariance needs two" if n==1 else None
 
 class _InputCov(SingleStepQuantity):
-    needs = Need('input', cov),
+    "Base class of quantities of the input's covariance."
+    needs = Need('input', reduce_to_covariance),
     side = 'input',('in_channels', 'in_features', 'num_features', 'num_channels', 'input_size', 'embed_dim')
 
     @classmethod
-    def unfit(cls, module): return one(module, *cls.side)
+    def unfit(cls, module): return too_few_features(module, *cls.side)
 
     @property
     def spectrum(self): return self.reduced().spectrum
 
 class _OutputGradCov(_InputCov):
-    needs = Need('output_grad', cov),
+    "Base class of quantities of the covariance of the output's gradient."
+    needs = Need('output_grad', reduce_to_covariance),
     side = 'output',('out_channels', 'out_features', 'num_features', 'num_channels', 'hidden_size', 'embed_dim')
 
 # %% ../../nbs/47_monitor/20_single_step.ipynb #8f5da4af
@@ -45,8 +48,8 @@ class InputCovMaxEig(_InputCov):
 
     Source: Huang et al. 2020, Layer-wise Conditioning Analysis (arXiv 2002.10801); LeCun et al. 1998, Efficient BackProp.
 
-    Look for: the largest stable learning rate of a layer falls as 1/λ₀. A λ₀ that grows from layer to layer, or with training, is a layer that will
-    diverge first. Centring and normalising keep it near 1.
+    Look for: the largest stable learning rate of a layer falls as 1/λ₀. If λ₀ grows from layer to layer, or during training, the layer with the
+    largest λ₀ diverges first. Centring and normalising keep λ₀ near 1.
     """
     def _compute(self, global_step): return self.spectrum.largest
 
@@ -54,72 +57,71 @@ class InputCovMaxEig(_InputCov):
 class InputCovStableRank(_InputCov):
     """Stable rank of the covariance of the input
 
-    Σᵢ λᵢ / λ₀, between 1 and the number of features. A number; NaN for inputs that are all the same.
+    Σᵢ λᵢ / λ₀, between 1 and the number of features. A number; NaN if all inputs are equal.
 
-    Source: Rudelson and Vershynin 2007 (of a matrix: ‖A‖²_F / ‖A‖²₂).
+    Source: Rudelson and Vershynin 2007 (for matrices: ‖A‖²_F / ‖A‖²₂).
 
-    Look for: in how many directions inputs vary to speak of. Near 1, one direction carries everything: features have collapsed, or a mean that
-    differs from sample to sample outweighs the rest.
+    Look for: the number of directions in which inputs vary noticeably. Near 1, one direction has nearly all variance: the features have collapsed, or
+    a mean that differs between samples outweighs all else.
     """
     def _compute(self, global_step): return self.spectrum.stable_rank()
 
 # %% ../../nbs/47_monitor/20_single_step.ipynb #d0355dd6
 class _InputCovConditionAt(_InputCov):
+    "Ratio of the largest eigenvalue to the eigenvalue at the share `at` of the input's spectrum. None means the smallest."
     at = None
     def _compute(self, global_step): return self.spectrum.condition(self.at)
 
-class _OutputGradCovConditionAt(_OutputGradCov):
-    at = None
-    def _compute(self, global_step): return self.spectrum.condition(self.at)
+class _OutputGradCovConditionAt(_InputCovConditionAt, _OutputGradCov):
+    "The same ratio for the gradient of the output."
 
 # %% ../../nbs/47_monitor/20_single_step.ipynb #743dd58e
 class InputCovCondition(_InputCovConditionAt):
     """Condition number of the covariance of the input
 
-    λ₀ / λ of index d-1, from 1 on. A number; infinity where the smallest eigenvalue is 0 as far as can be told, which it is with fewer samples than
-    features.
+    λ₀ / λ_{d-1}, at least 1. A number; infinity if the smallest eigenvalue is 0 within rounding, as with fewer samples than features.
 
     Source: LeCun et al. 1998, Efficient BackProp; Huang et al. 2020 (arXiv 2002.10801).
 
-    Look for: how much longer the slowest direction of a linear layer takes to learn than the fastest. One feature that is nearly constant makes it
-    huge, so look at `InputCovCondition50` and `InputCovCondition80`, too.
+    Look for: how many times longer the slowest direction of a linear layer takes to learn than the fastest. One nearly constant feature makes the
+    number very large. So compare it with `InputCovCondition50` and `InputCovCondition80`.
     """
 
 # %% ../../nbs/47_monitor/20_single_step.ipynb #1b7fde2a
 class InputCovCondition20(_InputCovConditionAt):
-    """Largest eigenvalue of the covariance of the input over the one at 20 % of the spectrum
+    """Largest eigenvalue of the covariance of the input, divided by the eigenvalue at 20 % of the spectrum
 
-    λ₀ / λᵢ with i = floor(0.2 d), counted from 0, from 1 on. A number.
+    λ₀ / λᵢ with i = floor(0.2 d), counted from 0; at least 1. A number.
 
     Source: Huang et al. 2020 (arXiv 2002.10801).
 
-    Look for: whether a few directions stand out. When it is large and `InputCovCondition80` is not much larger, it is a few; when they all differ,
+    Look for: if the number is large, and `InputCovCondition80` is not much larger, a few directions dominate. If all the condition numbers differ,
     the whole spectrum decays.
     """
     at = .2
 
 # %% ../../nbs/47_monitor/20_single_step.ipynb #ef4d1876
 class InputCovCondition50(_InputCovConditionAt):
-    """Largest eigenvalue of the covariance of the input over the one in the middle of the spectrum
+    """Largest eigenvalue of the covariance of the input, divided by the eigenvalue in the middle of the spectrum
 
-    λ₀ / λᵢ with i = floor(0.5 d), counted from 0, from 1 on. A number.
+    λ₀ / λᵢ with i = floor(0.5 d), counted from 0; at least 1. A number.
 
     Source: Huang et al. 2020 (arXiv 2002.10801).
 
-    Look for: conditioning that the tail of the spectrum, which is noise or empty, has no part in. Batch normalisation keeps it low through training.
+    Look for: conditioning without the tail of the spectrum, which is often noise or zero. Batch normalisation keeps the number low during training.
     """
     at = .5
 
 # %% ../../nbs/47_monitor/20_single_step.ipynb #4be7cc82
 class InputCovCondition80(_InputCovConditionAt):
-    """Largest eigenvalue of the covariance of the input over the one at 80 % of the spectrum
+    """Largest eigenvalue of the covariance of the input, divided by the eigenvalue at 80 % of the spectrum
 
-    λ₀ / λᵢ with i = floor(0.8 d), counted from 0, from 1 on. A number; infinity where fewer than 80 % of the directions vary at all.
+    λ₀ / λᵢ with i = floor(0.8 d), counted from 0; at least 1. A number; infinity if fewer than 80 % of the directions have any variance.
 
     Source: Huang et al. 2020 (arXiv 2002.10801).
 
-    Look for: when it goes to infinity during training, a fifth of the directions of this layer's input have gone: features have died or become copies
-    of others.
+    Look for: if the number becomes infinite during training, a fifth of the directions of this layer's input are lost: features have died, or have
+    become copies of other features.
     """
     at = .8
 
@@ -127,13 +129,11 @@ class InputCovCondition80(_InputCovConditionAt):
 class OutputGradCovMaxEig(_OutputGradCov):
     """Largest eigenvalue of the covariance of the gradient of the output
 
-    λ₀ of the gradient of the loss with respect to what the module returns, as samples by features. A number.
+    λ₀ of the gradient of the loss with respect to the module's output, as samples by features. A number.
 
-    Source: Huang et al. 2020 (arXiv 2002.10801), where with the input's it bounds the spectrum of the layer's Fisher information (Kronecker-
-    factored).
+    Source: Huang et al. 2020 (arXiv 2002.10801). With λ₀ of the input, it bounds the spectrum of the layer's Fisher information (Kronecker-factored).
 
-    Look for: gradients that explode or vanish from layer to layer. The product with `InputCovMaxEig` is the curvature that the learning rate has to
-    respect.
+    Look for: gradients that explode or vanish from layer to layer. The product with `InputCovMaxEig` is the curvature that limits the learning rate.
     """
     def _compute(self, global_step): return self.spectrum.largest
 
@@ -141,12 +141,12 @@ class OutputGradCovMaxEig(_OutputGradCov):
 class OutputGradCovStableRank(_OutputGradCov):
     """Stable rank of the covariance of the gradient of the output
 
-    Σᵢ λᵢ / λ₀, between 1 and the number of features. A number; NaN for gradients that are all the same.
+    Σᵢ λᵢ / λ₀, between 1 and the number of features. A number; NaN if all gradients are equal.
 
     Source: Rudelson and Vershynin 2007.
 
-    Look for: how many directions of a layer's output the loss asks for at once. It is small by nature near the end of a network with few classes; a
-    sudden fall elsewhere is a batch, or a class, that overrides the others.
+    Look for: the number of directions of a layer's output that the loss changes at once. Near the end of a network with few classes it is always small.
+    A sudden fall elsewhere means that one batch, or one class, overrides the others.
     """
     def _compute(self, global_step): return self.spectrum.stable_rank()
 
@@ -154,47 +154,46 @@ class OutputGradCovStableRank(_OutputGradCov):
 class OutputGradCovCondition(_OutputGradCovConditionAt):
     """Condition number of the covariance of the gradient of the output
 
-    λ₀ / λ of index d-1, from 1 on. A number; infinity where the smallest eigenvalue is 0 as far as can be told: a unit that no gradient reaches is
-    enough.
+    λ₀ / λ_{d-1}, at least 1. A number; infinity if the smallest eigenvalue is 0 within rounding. One unit that receives no gradient is enough.
 
     Source: Huang et al. 2020 (arXiv 2002.10801).
 
-    Look for: infinity says that some direction of the output gets no gradient at all, as behind dead units.
+    Look for: infinity means that some direction of the output receives no gradient at all, as before dead units.
     """
 
 # %% ../../nbs/47_monitor/20_single_step.ipynb #68f568c3
 class OutputGradCovCondition20(_OutputGradCovConditionAt):
-    """Largest eigenvalue of the covariance of the gradient of the output over the one at 20 % of the spectrum
+    """Largest eigenvalue of the covariance of the gradient of the output, divided by the eigenvalue at 20 % of the spectrum
 
-    λ₀ / λᵢ with i = floor(0.2 d), counted from 0, from 1 on. A number.
+    λ₀ / λᵢ with i = floor(0.2 d), counted from 0; at least 1. A number.
 
     Source: Huang et al. 2020 (arXiv 2002.10801).
 
-    Look for: whether a few directions get most of the gradient.
+    Look for: a large number means that a few directions receive most of the gradient.
     """
     at = .2
 
 # %% ../../nbs/47_monitor/20_single_step.ipynb #f02ecc7f
 class OutputGradCovCondition50(_OutputGradCovConditionAt):
-    """Largest eigenvalue of the covariance of the gradient of the output over the one in the middle of the spectrum
+    """Largest eigenvalue of the covariance of the gradient of the output, divided by the eigenvalue in the middle of the spectrum
 
-    λ₀ / λᵢ with i = floor(0.5 d), counted from 0, from 1 on. A number.
+    λ₀ / λᵢ with i = floor(0.5 d), counted from 0; at least 1. A number.
 
     Source: Huang et al. 2020 (arXiv 2002.10801).
 
-    Look for: the conditioning of what a layer is asked to change, without the tail of the spectrum.
+    Look for: the conditioning of a layer's gradient, without the tail of the spectrum.
     """
     at = .5
 
 # %% ../../nbs/47_monitor/20_single_step.ipynb #8c053c08
 class OutputGradCovCondition80(_OutputGradCovConditionAt):
-    """Largest eigenvalue of the covariance of the gradient of the output over the one at 80 % of the spectrum
+    """Largest eigenvalue of the covariance of the gradient of the output, divided by the eigenvalue at 80 % of the spectrum
 
-    λ₀ / λᵢ with i = floor(0.8 d), counted from 0, from 1 on. A number; infinity where a fifth of the directions get no gradient.
+    λ₀ / λᵢ with i = floor(0.8 d), counted from 0; at least 1. A number; infinity if a fifth of the directions receive no gradient.
 
     Source: Huang et al. 2020 (arXiv 2002.10801).
 
-    Look for: infinity, which means that more than a fifth of the directions of the output are not trained at this step.
+    Look for: infinity means that more than a fifth of the directions of the output are not trained at this step.
     """
     at = .8
 
@@ -202,93 +201,93 @@ class OutputGradCovCondition80(_OutputGradCovConditionAt):
 class WeightNorm(SingleStepQuantity):
     """Euclidean norm of the weight
 
-    ‖W‖ = sqrt(Σ Wᵢⱼ²) of the parameter `weight`, of any shape, as it is when `track` is called. A number.
+    ‖W‖ = sqrt(Σ Wᵢⱼ²) of the parameter `weight`, of any shape, at the time of `track`. A number.
 
-    Source: of old; for what it does under normalisation see van Laarhoven 2017 (arXiv 1706.05350).
+    Source: standard. On its role under normalisation: van Laarhoven 2017 (arXiv 1706.05350).
 
-    Look for: in front of a normalisation, the effective learning rate is the learning rate over the squared norm: a norm that grows slows the layer
-    down. Without weight decay it grows all the time; with it, it settles.
+    Look for: before a normalisation layer, the effective learning rate is the learning rate divided by the squared norm, so a growing norm slows the
+    layer down. Without weight decay the norm keeps growing; with weight decay it settles.
     """
-    needs,unfit = (Need('weight', summary),),classmethod(lacks)
+    needs,unfit = (Need('weight', reduce_to_summary),),classmethod(missing_parameter)
     def _compute(self, global_step): return self.reduced().l2
 
 # %% ../../nbs/47_monitor/20_single_step.ipynb #42a96a6d
 class WeightGradNorm(SingleStepQuantity):
     """Euclidean norm of the gradient of the weight
 
-    ‖∂L/∂W‖ of the parameter `weight`, of any shape, as it is when `track` is called: after `backward`, before `zero_grad`. A number.
+    ‖∂L/∂W‖ of the parameter `weight`, of any shape, at the time of `track`: after `backward`, before `zero_grad`. A number.
 
-    Source: of old; Pascanu et al. 2013 (arXiv 1211.5063) for what exploding and vanishing gradients are.
+    Source: standard. On exploding and vanishing gradients: Pascanu et al. 2013 (arXiv 1211.5063).
 
-    Look for: layers whose norm is orders of magnitude away from their neighbours', and spikes in time, which clipping is there for.
+    Look for: layers whose norm differs from their neighbours' by orders of magnitude; and spikes in time, which gradient clipping removes.
     """
-    needs,unfit = (Need('weight_grad', summary),),classmethod(lacks)
+    needs,unfit = (Need('weight_grad', reduce_to_summary),),classmethod(missing_parameter)
     def _compute(self, global_step): return self.reduced().l2
 
 # %% ../../nbs/47_monitor/20_single_step.ipynb #6e6bfb4d
 class InputMean(SingleStepQuantity):
     """Mean of each channel of the input
 
-    x̄ⱼ = Σᵢ Xᵢⱼ / n: a vector, one number for each channel. With it comes `InputMeanScalar`, the mean of all elements.
+    x̄ⱼ = Σᵢ Xᵢⱼ / n: a vector with one number for each channel. `InputMeanScalar`, the mean of all elements, is computed with it.
 
     Source: LeCun et al. 1998, Efficient BackProp (inputs should be centred).
 
-    Look for: channels that drift away from 0. A mean that is large beside `InputStd` makes `InputCovMaxEig` of the uncentred data, and so the loss
-    surface, steep in one direction.
+    Look for: channels that drift away from 0. If the mean is large compared with `InputStd`, the uncentred data have a large eigenvalue, and the loss
+    surface is steep in one direction.
     """
-    needs,derived = (Need('input', means),),{'InputMeanScalar': np.mean}
+    needs,derived = (Need('input', reduce_to_means),),{'InputMeanScalar': np.mean}
     def _compute(self, global_step): return self.reduced()
 
 # %% ../../nbs/47_monitor/20_single_step.ipynb #26bb4e3a
 class InputStd(SingleStepQuantity):
     """Standard deviation of all elements of the input
 
-    Unbiased, as `torch.std`; of any shape. A number.
+    Unbiased, as `torch.std`, for any shape. A number.
 
-    Source: He et al. 2015 (arXiv 1502.01852), on what an initialisation has to keep.
+    Source: He et al. 2015 (arXiv 1502.01852), about the scale that an initialisation should keep.
 
-    Look for: at the first step, whether the signal keeps its size from layer to layer; later, whether it grows with depth or in time.
+    Look for: at the first step, the signal should keep its scale from layer to layer. Later, it should not grow with depth or in time.
     """
-    needs = Need('input', summary),
+    needs = Need('input', reduce_to_summary),
     def _compute(self, global_step): return self.reduced().std
 
 # %% ../../nbs/47_monitor/20_single_step.ipynb #4e547dd7
 class InputSndNorm(SingleStepQuantity):
     """Euclidean norm of the input
 
-    ‖x‖ over all elements, of any shape; it grows with the batch. A number.
+    ‖x‖ over all elements, for any shape. It grows with the batch size. A number.
 
     Source: Huang et al. 2020 (arXiv 2002.10801).
 
-    Look for: the same as in `InputStd`, with the mean in it. Compare steps of one batch size only.
+    Look for: the same as for `InputStd`, but the norm includes the mean. Compare only steps with equal batch sizes.
     """
-    needs = Need('input', summary),
+    needs = Need('input', reduce_to_summary),
     def _compute(self, global_step): return self.reduced().l2
 
 # %% ../../nbs/47_monitor/20_single_step.ipynb #f10cd05d
 class OutputGradSndNorm(SingleStepQuantity):
     """Euclidean norm of the gradient of the output
 
-    ‖∂L/∂y‖ over all elements of what the module returns, of any shape. A number.
+    ‖∂L/∂y‖ over all elements of the module's output, for any shape. A number.
 
-    Source: Glorot and Bengio 2010, on back-propagated gradients.
+    Source: Glorot and Bengio 2010, about back-propagated gradients.
 
-    Look for: how it changes with depth. A factor per layer that is not near 1 vanishes or explodes.
+    Look for: its change with depth. If the factor from layer to layer is not near 1, gradients vanish or explode.
     """
-    needs = Need('output_grad', summary),
+    needs = Need('output_grad', reduce_to_summary),
     def _compute(self, global_step): return self.reduced().l2
 
 # %% ../../nbs/47_monitor/20_single_step.ipynb #03f43de5
 class RankMe(SingleStepQuantity):
-    """Effective rank of what a module returns, as RankMe has it
+    """Effective rank of the output of a module, as defined by RankMe
 
-    Of the output as one row for each sample, `(N, ...)` flattened to `(N, K)` and not centred, with singular values σₖ: exp(-Σₖ pₖ log pₖ), pₖ = σₖ /
-    Σⱼ σⱼ + 1e-7. Between 1 and min(N, K). A number.
+    The output has one row for each sample, `(N, ...)` flattened to `(N, K)`, and is not centred. With its singular values σₖ:
+    exp(-Σₖ pₖ log pₖ), pₖ = σₖ / Σⱼ σⱼ + 1e-7. Between 1 and min(N, K). A number.
 
     Source: Garrido et al. 2023, RankMe (arXiv 2210.02885).
 
-    Look for: watched on the embeddings of a self-supervised model, it falls when these collapse into few dimensions, long before a downstream task
-    tells. It cannot be above the number of samples: watch it with batches that are larger than the rank that you expect.
+    Look for: use it on the embeddings of a self-supervised model. It falls when the embeddings collapse into few dimensions, long before a downstream
+    task shows it. It cannot exceed the number of samples, so use batches larger than the rank that you expect.
     """
     needs = Need('output', lambda x, axis, module: rankme(x)),
     def _compute(self, global_step): return self.reduced()
@@ -297,20 +296,21 @@ class RankMe(SingleStepQuantity):
 class WeightEffectiveRank(SingleStepQuantity):
     """Effective rank of the weight
 
-    Of the parameter `weight` as `(out, ...)` flattened to a matrix, with singular values σₖ: exp(-Σₖ pₖ log pₖ), pₖ = σₖ / Σⱼ σⱼ. Between 1 and the
-    smaller side. A number; NaN for a weight of zeros.
+    The parameter `weight`, `(out, ...)`, is flattened to a matrix with singular values σₖ: exp(-Σₖ pₖ log pₖ), pₖ = σₖ / Σⱼ σⱼ. Between 1 and the
+    smaller side of the matrix. A number; NaN for a weight of zeros.
 
     Source: Roy and Vetterli 2007, The effective rank.
 
-    Look for: where it falls in training, a layer is moving to few directions (and could be factored); where it stays at its initial value, it has
-    hardly learned.
+    Look for: if it falls during training, the layer concentrates on few directions and could be factored. If it stays at its initial value, the layer
+    has hardly learned.
     """
     needs = Need('weight', lambda x, axis, module: effective_rank(x)),
 
     @classmethod
     def unfit(cls, module):
-        w = parameter_of(module, 'weight')
-        return 'it has no weight' if w is None else 'its weight is a vector, which has the rank 1' if not nn.parameter.is_lazy(w) and w.dim()<2 else None
+        w = read_parameter(module, 'weight')
+        if w is None: return 'it has no weight'
+        return 'its weight is a vector, which has rank 1' if not nn.parameter.is_lazy(w) and w.dim()<2 else None
 
     def _compute(self, global_step): return self.reduced()
 
@@ -318,39 +318,38 @@ class WeightEffectiveRank(SingleStepQuantity):
 class LinearDeadNeuronNum(SingleStepQuantity):
     """Share of dead units
 
-    The share of units (features of a linear layer, channels of a convolution) whose output is at most 0 for each sample and position of the batch:
-    behind a ReLU, nothing of them is left. Between 0 and 1. A number. A unit with a NaN is not counted as dead.
+    A unit is a feature of a linear layer, or a channel of a convolution. It is dead if its output is at most 0 for each sample and position of the
+    batch: a ReLU then returns only zeros. A unit with a NaN does not count as dead. A number between 0 and 1.
 
-    Source: Lu et al. 2019, Dying ReLU (arXiv 1903.06733). Taiyi, which has the name, compares with -2.
+    Source: Lu et al. 2019, Dying ReLU (arXiv 1903.06733). The name is that of Taiyi, which compares with -2.
 
-    Look for: one batch may miss what lights a unit up; `UnitActivity` and `dead_units` take all of them, and say which and since when. A share that
-    grows is mostly a learning rate that is too high.
+    Look for: a growing share usually means that the learning rate is too high. One batch may miss the samples that activate a unit. `UnitActivity` and
+    `dead_units` consider all batches, and name the units and the steps.
     """
     needs = Need('output', lambda x, axis, module: dead_share(x, axis)),
     def _compute(self, global_step): return self.reduced()
 
 # %% ../../nbs/47_monitor/20_single_step.ipynb #9d4f6a19
-def bounds(module):
-    "Between which values an activation function stays, None for others"
-    m = module
+def activation_bounds(module):
+    "Return the lower and upper bound of an activation function's output; None for other modules."
     known = {nn.Sigmoid: (0., 1.), nn.Tanh: (-1., 1.), nn.Hardsigmoid: (0., 1.), nn.Softsign: (-1., 1.)}
-    if isinstance(m, nn.Hardtanh): return float(m.min_val), float(m.max_val) # ReLU6, too
-    return next((b for c,b in known.items() if isinstance(m, c)), None)
+    if isinstance(module, nn.Hardtanh): return float(module.min_val), float(module.max_val) # includes ReLU6
+    return next((b for c,b in known.items() if isinstance(module, c)), None)
 
 # %% ../../nbs/47_monitor/20_single_step.ipynb #1db91fb7
 class SaturatedUnits(SingleStepQuantity):
-    """Share of saturated units of an activation function with bounds
+    """Share of saturated units of a bounded activation function
 
-    The share of units whose output is within 1 % of a bound (of the range between both) for each sample and position of the batch. Of `Sigmoid`,
-    `Tanh`, `Hardtanh`, `ReLU6`, `Hardsigmoid` and `Softsign`. Between 0 and 1. A number.
+    A unit is saturated if its output is within 1 % of a bound (1 % of the range) for each sample and position of the batch. For `Sigmoid`, `Tanh`,
+    `Hardtanh`, `ReLU6`, `Hardsigmoid` and `Softsign`. A number between 0 and 1.
 
     Source: Glorot and Bengio 2010, Understanding the difficulty of training deep feedforward neural networks.
 
-    Look for: no gradient comes through a saturated unit. A share that grows from the last layer down is what Glorot and Bengio saw with sigmoids.
+    Look for: saturated units pass no gradient. Glorot and Bengio saw the share grow from the last layer backwards in networks with sigmoids.
     """
-    needs = Need('output', lambda x, axis, module: saturated_share(x, *bounds(module), axis=axis)),
+    needs = Need('output', lambda x, axis, module: saturated_share(x, *activation_bounds(module), axis=axis)),
 
     @classmethod
-    def unfit(cls, module): return None if bounds(module) else 'it is no activation function that has bounds'
+    def unfit(cls, module): return None if activation_bounds(module) else 'it is not a bounded activation function'
 
     def _compute(self, global_step): return self.reduced()

@@ -9,7 +9,7 @@ __all__ = []
 from textwrap import shorten
 
 from ..ground.messages import printable
-from ..health.diagnose import ordered
+from ..health.diagnose import order_findings
 from ..health.rules import table
 from .select import has_ttype
 
@@ -33,7 +33,7 @@ class OpenFindings:
     @property
     def causes(self):
         "Those that follow from no other, as dicts: the worst first"
-        return [f for f,cause in ordered(list(self.open.values()), table.values(), self.step) if cause is None]
+        return [f for f,cause in order_findings(list(self.open.values()), table.values(), self.step) if cause is None]
 
     @property
     def newest(self):

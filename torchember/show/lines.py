@@ -164,18 +164,7 @@ def check_drawn_with(
     refused=of_seaborn, # Argument -> why there is none
     own=() # Names of the picture's own arguments
 ): # Those of them that change something
-    """Raise TypeError for what cannot be drawn with, in a sentence
-
-    Args:
-        given: Arguments that are to be matplotlib's
-        known: Those that it has
-        what: What is drawn
-        refused: Argument -> why there is none
-        own: Names of the picture's own arguments
-
-    Returns:
-        Those of them that change something
-    """
+    "Raise TypeError for what cannot be drawn with, in a sentence"
     given = {k: v for k,v in given.items() if not (k in harmless and any(v is h or type(v) is type(h) is str and v==h for h in harmless[k]))}
     for k in given:
         if k in known: continue

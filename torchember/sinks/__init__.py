@@ -1,7 +1,7 @@
 """What of a run goes to trackers that people already use"""
 from typing import TYPE_CHECKING
 
-from ..ground.wings import open_wing
+from ..ground.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from .feed import replay as replay
@@ -11,5 +11,5 @@ if TYPE_CHECKING:
     from .trackio import Trackio as Trackio
     from .wandb import Wandb as Wandb
 
-__getattr__,__dir__ = open_wing(__name__, {'feed': 'replay', 'mlflow': 'MLflow', 'sink': 'Sink', 'tensorboard': 'TensorBoard', 'trackio': 'Trackio',
+__getattr__,__dir__ = lazy_attributes(__name__, {'feed': 'replay', 'mlflow': 'MLflow', 'sink': 'Sink', 'tensorboard': 'TensorBoard', 'trackio': 'Trackio',
     'wandb': 'Wandb'})

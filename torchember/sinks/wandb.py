@@ -8,8 +8,8 @@ __all__ = ['Wandb']
 # %% ../../nbs/56_sinks/20_wandb.ipynb #f31555de
 import re
 
-from .private_trackers import let_go
-from .sink import Sink, known_as
+from .private_trackers import detach_run
+from .sink import Sink, stable_id
 from ..ground.messages import printable
 from ..ground.needs import needs
 
@@ -45,10 +45,10 @@ class Wandb(Sink):
     def open(self, run, about):
         self.run = self.run or self.wandb.run # one that was opened meanwhile
         if self.run is None:
-            self.run = self.wandb.init(project=self.project, name=run, id=known_as(run, about), resume='allow', reinit='create_new',
+            self.run = self.wandb.init(project=self.project, name=run, id=stable_id(run, about), resume='allow', reinit='create_new',
                 config={'torchember': {k: v for k,v in about.items() if isinstance(v, str|int|float)}})
             self.own = self.commit = True
-            let_go(self.run)
+            detach_run(self.run)
         self.run.define_metric(self.axis, hidden=True)
 
     def target(self): return f'wandb:{self.run.id}'

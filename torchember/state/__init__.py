@@ -1,7 +1,7 @@
-"""Snapshots of a model that you can do arithmetic on, and what they tell"""
+"""Snapshots of a model: arithmetic, reductions, tables, plots, and the gradient noise scale"""
 from typing import TYPE_CHECKING
 
-from ..ground.wings import open_wing
+from ..ground.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from .algebra import StateDict as StateDict
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .noise import noise_scale as noise_scale
     from .noise import NoiseScale as NoiseScale
 
-__getattr__,__dir__ = open_wing(__name__, {
+__getattr__,__dir__ = lazy_attributes(__name__, {
     'algebra': 'StateDict',
     'factories': 'from_weight from_grad from_state_dict from_optimizer_state from_together from_activation from_activation_grad load',
     'ratios': 'trust_ratio',

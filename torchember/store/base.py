@@ -22,11 +22,7 @@ from .anywhere import is_url, located, open_file, write_whole, open_regular
 def now(
     form:str='%Y-%m-%d %H:%M:%S' # As `strftime` has it
 ) -> str:
-    """Return the local time, as rows have it.
-
-    Args:
-        form: As `strftime` has it
-    """
+    "Return the local time, as rows have it."
     return datetime.now().strftime(form)
 
 # %% ../../nbs/30_store/00_base.ipynb #b4c014a2
@@ -40,16 +36,7 @@ def safe_name(
 ) -> str: # The same name
     """Return `name`. Raise ValueError unless it can be the name of a file in our folder.
 
-    `what`: noun for the message. `most`: bytes; file systems accept 255, and we append to the name.
-
-    Args:
-        name: Name that the user chose
-        what: Noun for the message
-        most: Bytes: file systems accept 255, and we append to the name
-
-    Returns:
-        The same name
-    """
+    `what`: noun for the message. `most`: bytes; file systems accept 255, and we append to the name."""
     if not isinstance(name, str) or not name: raise ValueError(f"The name of a {what} is a text that is not empty, got {name!r}.")
     why = ('contains a separator or control character' if forbidden.search(name) else 'begins with a dot' if name[0]=='.' else
         'cannot be the name of a file here' if not is_encodable(name) else f'is longer than {most} bytes' if len(os.fsencode(name))>most else
@@ -68,14 +55,7 @@ def is_encodable(name):
 def run_name(
     kind:str # Name of the model's class
 ) -> str: # `<kind>_<YYYYmmdd_HHMMSS>`, safe as a file name
-    """Return `<kind>_<YYYYmmdd_HHMMSS>` for a run that starts now. `kind`: name of the class of the model.
-
-    Args:
-        kind: Name of the model's class
-
-    Returns:
-        `<kind>_<YYYYmmdd_HHMMSS>`, safe as a file name
-    """
+    "Return `<kind>_<YYYYmmdd_HHMMSS>` for a run that starts now. `kind`: name of the class of the model."
     kind = re.sub(r'[^\w.-]', '_', ''.join(c if is_encodable(c) else '_' for c in kind)).lstrip('.') or 'model'
     while len(os.fsencode(kind))>120: kind = kind[:-1]
     return f"{kind}_{now('%Y%m%d_%H%M%S')}"
@@ -84,14 +64,7 @@ def run_name(
 def portable_name(
     name:str # A name that `safe_name` has seen
 ) -> str: # The same name
-    """Return `name`. Raise ValueError unless it can be the name of a new run on every operating system.
-
-    Args:
-        name: A name that `safe_name` has seen
-
-    Returns:
-        The same name
-    """
+    "Return `name`. Raise ValueError unless it can be the name of a new run on every operating system."
     why = ('is the name of a device on Windows' if devices.fullmatch(name.partition('.')[0].rstrip()) else
         f'contains {found[0]!r}, which Windows does not allow in file names' if (found := re.search(r'[<>:"|?*]', name)) else
         'ends in a dot or a space' if name[-1] in '. ' else None)
@@ -105,15 +78,7 @@ def folder(
     libname:str, # Name of the library that keeps logs; the folder is `~/.<libname>`
     home=None # The folder itself, instead, or a URL
 ): # Path
-    """Return the folder of the logs of a library, `~/.<libname>` by default. `home`: another folder, or a URL.
-
-    Args:
-        libname: Name of the library that keeps logs; the folder is `~/.<libname>`
-        home: The folder itself, instead, or a URL
-
-    Returns:
-        Path
-    """
+    "Return the folder of the logs of a library, `~/.<libname>` by default. `home`: another folder, or a URL."
     if home is None and libname=='torchember': home = os.environ.get('TORCHEMBER_HOME') or None
     if home is not None:
         if '\0' in str(home): raise ValueError(f"The home for logs, {str(home)!r}, has a null character in it.")
@@ -148,11 +113,7 @@ def is_private_folder(place):
 def check_writable(
     place # A folder; it need not exist yet
 ):
-    """Raise OSError if files cannot be created in a folder, as far as this is known without creating one. The folder need not exist.
-
-    Args:
-        place: A folder; it need not exist yet
-    """
+    "Raise OSError if files cannot be created in a folder, as far as this is known without creating one. The folder need not exist."
     if is_url(place): raise OSError(local_only(place))
     place = near = Path(place)
     while not os.path.lexists(near): near = near.parent
@@ -175,15 +136,7 @@ def open_without_links(
     path, # File
     flags:int # As `open` gives them
 ) -> int: # A file descriptor
-    """Open a file for writing, as an `opener` of `open`. Raise OSError for a link.
-
-    Args:
-        path: File
-        flags: As `open` gives them
-
-    Returns:
-        A file descriptor
-    """
+    "Open a file for writing, as an `opener` of `open`. Raise OSError for a link."
     if os.path.islink(path): raise OSError(f"{printable(path)} is a link, and what it leads to is not written to. Remove it, or choose another name.")
     return open_regular(path, flags | getattr(os, 'O_NOFOLLOW', 0))
 
@@ -192,12 +145,7 @@ def replace(
     path:Path, # File
     data:bytes # All of its content
 ):
-    """Write a file so that readers never see a part of it. A link of this name is replaced, not followed.
-
-    Args:
-        path: File
-        data: All of its content
-    """
+    "Write a file so that readers never see a part of it. A link of this name is replaced, not followed."
     if is_url(path): return write_whole(path, data)
     path.parent.mkdir(parents=True, exist_ok=True)
     temp = path.with_name(f'.torchember-{token_hex(8)}')
@@ -211,12 +159,7 @@ def write_meta(
     path:Path, # File that ends in .json
     value # What JSON can hold, or tensors and numpy values; anything else raises TypeError
 ):
-    """Write metadata as indented JSON. Raise TypeError for values that JSON, torch and numpy lack.
-
-    Args:
-        path: File that ends in .json
-        value: What JSON can hold, or tensors and numpy values; anything else raises TypeError
-    """
+    "Write metadata as indented JSON. Raise TypeError for values that JSON, torch and numpy lack."
     data = (json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False)+'\n').encode()
     if len(data)>most_meta:
         raise ValueError(f"Metadata may have {most_meta>>20} MB, {path.stem!r} has {len(data)>>20}. Keep what is larger in a file of its own.")
@@ -225,11 +168,7 @@ def write_meta(
 def read_meta(
     path:Path # File that ends in .json
 ):
-    """Read metadata. Raise KeyError with the name of the file if there is none, ValueError or OSError if it cannot be read.
-
-    Args:
-        path: File that ends in .json
-    """
+    "Read metadata. Raise KeyError with the name of the file if there is none, ValueError or OSError if it cannot be read."
     try:
         with open_file(path) as f: data = f.read(most_meta+1)
     except FileNotFoundError:
@@ -245,14 +184,7 @@ most_meta = 1<<26 # bytes
 def valid_facts(
     base # Metadata of the kind 'base'
 ) -> dict: # The same, without what is of another type than it has to be
-    """Return the metadata 'base' without values of the wrong type. Raise ValueError if it is not an object.
-
-    Args:
-        base: Metadata of the kind 'base'
-
-    Returns:
-        The same, without what is of another type than it has to be
-    """
+    "Return the metadata 'base' without values of the wrong type. Raise ValueError if it is not an object."
     if not isinstance(base, dict): raise ValueError(f"what is known of a run is an object, not {an(base)}.")
     return {k: v for k,v in base.items() if k not in fact_types or is_valid_fact(v, fact_types[k])}
 

@@ -273,19 +273,7 @@ def columns_of_lines(
     only=None, # Columns to read; all by default
     expected=None # `Expected` of an earlier call with the same `names`
 ) -> tuple: # Name -> column, layouts (keys of rows with a new key), number of rows, number of torn lines, rows and torn lines of each block
-    """Return the columns of a log, with the exact values of its rows.
-
-    Args:
-        blocks: Function that yields blocks
-        file: Path and size of the log, for a progress bar
-        names: Columns to convert: texts to categories, lists to tuples, and 'ts' to times
-        keep: Function of a block that returns a mask of rows; all rows by default
-        only: Columns to read; all by default
-        expected: `Expected` of an earlier call with the same `names`
-
-    Returns:
-        Name -> column, layouts (keys of rows with a new key), number of rows, number of torn lines, rows and torn lines of each block
-    """
+    "Return the columns of a log, with the exact values of its rows."
     pd,as_it_is = needs('pandas', for_='A table of rows'),set()
     while True:
         columns,layouts,n,each = collect(blocks, file, names, keep, only, as_it_is, expected or Expected(names))

@@ -47,18 +47,7 @@ def line_blocks(
     *,
     start:int=0 # Byte to begin at
 ): # Blocks of whole lines
-    """Yield the content of a file in blocks of whole lines. `more`: lines to yield last.
-
-    Args:
-        path: File of JSON lines, or None
-        more: Lines to yield last
-        end: Byte to stop at; the end of the file by default
-        size: Bytes of a block
-        start: Byte to begin at
-
-    Returns:
-        Blocks of whole lines
-    """
+    "Yield the content of a file in blocks of whole lines. `more`: lines to yield last."
     try:
         for data in blocks(path, file_size(path) if end is None else end, size, lambda: warn_long_line(path), start=start) if path is not None else ():
             yield data if data.endswith(b'\n') else data+b'\n'
@@ -83,14 +72,7 @@ def restore_row(row):
 def parse(
     data # JSON lines, or a part of a log
 ) -> tuple: # The rows, and the number of torn lines
-    """Return the rows of a block of lines or a part, and the number of torn lines.
-
-    Args:
-        data: JSON lines, or a part of a log
-
-    Returns:
-        The rows, and the number of torn lines
-    """
+    "Return the rows of a block of lines or a part, and the number of torn lines."
     if not isinstance(data, bytes): return data.parsed()
     lines = [line for line in data.split(b'\n') if line.strip()]
     rows = [r for r in map(try_parse, lines) if r is not None]

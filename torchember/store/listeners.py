@@ -65,12 +65,7 @@ class BoundedQueue:
 
 # %% ../../nbs/30_store/09_listeners.ipynb #102c1f8f
 class LostSteps:
-    """Counts the steps of which a listener did not get all rows, and reports the first reason.
-
-    Args:
-        name: Name of the listener
-        note: Called with a message for the user
-    """
+    "Counts the steps of which a listener did not get all rows, and reports the first reason."
     def __init__(self,
         name:str, # Name of the listener
         note # Called with a message for the user
@@ -91,29 +86,13 @@ class LostSteps:
     def remark(self,
         waiting=() # Steps that are lost because the listener hangs
     ) -> str|None: # None if nothing was lost
-        """Return the sentence for the closing report.
-
-        Args:
-            waiting: Steps that are lost because the listener hangs
-
-        Returns:
-            None if nothing was lost
-        """
+        "Return the sentence for the closing report."
         n = self.count+len({*waiting}-{self.last})
         if n: return f"{self.name} lost rows of {n:,} step{'s'*(n!=1)}: {self.reason or 'it has not returned'}."
 
 # %% ../../nbs/30_store/09_listeners.ipynb #ab5f60d4
 class Listener:
-    """A function that gets rows in a thread of its own.
-
-    Args:
-        f: Function of the number of a step (None for rows of no step) and of its rows
-        name: Name for messages
-        note: Called with a message for the user
-        remove: Called with this object when it is closed
-        convert: Function of the lines of a piece: the second argument of `f`
-        accepts: Function of rows and lines, called in the writing thread: whether `f` gets this piece. By default it gets all
-    """
+    "A function that gets rows in a thread of its own."
     patience = 10. # seconds that the end of a run waits for it
 
     def __init__(self,
@@ -142,13 +121,7 @@ class Listener:
         lines:bytes, # The same rows as in the file
         sources=() # Listeners that caused them
     ):
-        """Queue rows and return at once.
-
-        Args:
-            rows: Dicts or lines
-            lines: The same rows as in the file
-            sources: Listeners that caused them
-        """
+        "Queue rows and return at once."
         if self.is_closed or self.pid!=os.getpid() or self.accepts is not None and not self.accepts(rows, lines): return
         step = (rows[0] if isinstance(rows[0], dict) else load_row(rows[0])).get('step')
         with self.queue.lock:
@@ -167,11 +140,7 @@ class Listener:
     def end_step(self): "Nothing to do: rows are not collected."
 
     def mark(self) -> threading.Event|None: # None if nobody must wait: in a forked process, in the own thread, or if this listener hangs
-        """Return an event that is set when all pieces of now have been passed on.
-
-        Returns:
-            None if nobody must wait: in a forked process, in the own thread, or if this listener hangs
-        """
+        "Return an event that is set when all pieces of now have been passed on."
         if self.pid!=os.getpid() or threading.current_thread() is self.thread or self.hangs: return None
         done = threading.Event()
         done.set() if self.thread is None else self.queue.queue.put(done)
@@ -181,15 +150,7 @@ class Listener:
         done, # Result of `mark`
         until:float # When to give up, in the time of `time.monotonic`
     ) -> bool: # True if the event was set in time
-        """Wait for an event of `mark`. Warn the user if the time is over.
-
-        Args:
-            done: Result of `mark`
-            until: When to give up, in the time of `time.monotonic`
-
-        Returns:
-            True if the event was set in time
-        """
+        "Wait for an event of `mark`. Warn the user if the time is over."
         if done is None: return False
         if done.wait(max(until-time.monotonic(), 0)): return True
         self.hangs = True # until the running call returns
@@ -230,12 +191,7 @@ class Listener:
 
 # %% ../../nbs/30_store/09_listeners.ipynb #9ad3f02c
 class DirectListener:
-    """A fast function of this package that the writing thread calls itself.
-
-    Args:
-        f: Function of a list of rows: lines, or a dict where a value needed conversion
-        remark: Function: a sentence for the closing report, or None
-    """
+    "A fast function of this package that the writing thread calls itself."
     def __init__(self,
         f, # Function of a list of rows: lines, or a dict where a value needed conversion
         remark=lambda: None # Function: a sentence for the closing report, or None
@@ -251,11 +207,7 @@ class DirectListener:
 
 # %% ../../nbs/30_store/09_listeners.ipynb #06ae56ba
 class Listeners:
-    """All listeners of a log.
-
-    Args:
-        note: Called with a message for the user, and an exception
-    """
+    "All listeners of a log."
     def __init__(self,
         note # Called with a message for the user, and an exception
     ): self.note,self.all,self.pieces = note,(),deque() # pieces that were written but not passed on
@@ -267,11 +219,7 @@ class Listeners:
     def collect(self,
         rows, lines:bytes, sources=() # As in `Listener.put`
     ):
-        """Add a piece that `notify` will pass on.
-
-        Args:
-            rows, lines, sources: As in `Listener.put`
-        """
+        "Add a piece that `notify` will pass on."
         if self.all: self.pieces.append((rows, lines, sources))
 
     def end_step(self):

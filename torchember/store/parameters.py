@@ -24,22 +24,7 @@ def parameter_entry(
     changes:bool=False, # True if the values change although no known optimizer has the parameter
     elsewhere:bool=False # True if an optimizer that torchEmber was not given has the parameter
 ) -> dict:
-    """Return the facts about a parameter. None means unknown.
-
-    Args:
-        path: Path of its module
-        name: Name in the module
-        shape: None for a lazy parameter
-        dtype: 'float32'
-        requires_grad: As torch has it
-        optimizer: True if an optimizer has it
-        gradient: True if a gradient ever arrived
-        called: True if its module was ever called
-        also: Other names of the same parameter
-        recorded: True if its module is recorded
-        changes: True if the values change although no known optimizer has the parameter
-        elsewhere: True if an optimizer that torchEmber was not given has the parameter
-    """
+    "Return the facts about a parameter. None means unknown."
     p = dict(path=path, name=name, shape=None if shape is None else list(shape), dtype=dtype, requires_grad=requires_grad,
         optimizer=optimizer, gradient=gradient, called=called)
     return p | ({'also': list(also)} if also else {}) | ({} if recorded else {'recorded': False}) | ({'changes': True} if changes else {}) \
@@ -53,14 +38,7 @@ frozen,forgotten,cut_off,not_called = reasons = ('frozen', 'not in the optimizer
 def why_not(
     p:dict # A `parameter_entry`
 ) -> str|None: # Reason or None
-    """Return the reason why a parameter is not trained. Return None if it is trained, or nothing speaks against it.
-
-    Args:
-        p: A `parameter_entry`
-
-    Returns:
-        Reason or None
-    """
+    "Return the reason why a parameter is not trained. Return None if it is trained, or nothing speaks against it."
     if p.get('recorded') is False or p.get('changes'): return None # another optimizer, or code of the user, changes it
     if not p.get('gradient') and p['requires_grad'] is False: return frozen
     if p.get('optimizer') is False and not p.get('elsewhere'): return forgotten
@@ -72,15 +50,7 @@ def parts_alike(
     ps:list, # All entries
     which # ids of some entries
 ) -> list: # '' is the whole model
-    """Return the largest parts of a model all of whose parameters are among some: (name, number of parameters), in the order of `ps`.
-
-    Args:
-        ps: All entries
-        which: ids of some entries
-
-    Returns:
-        '' is the whole model
-    """
+    "Return the largest parts of a model all of whose parameters are among some: (name, number of parameters), in the order of `ps`."
     all_,some = Counter(),Counter()
     for p in ps:
         for part in parts_around(p):
@@ -102,16 +72,7 @@ def untrained(
     only=None, # Entries to report; all by default
     most:int=4 # Names per reason
 ) -> str: # '' if all are trained
-    """Return a sentence about the parameters that are not trained, and why. Return '' if all are trained.
-
-    Args:
-        ps: All entries
-        only: Entries to report; all by default
-        most: Names per reason
-
-    Returns:
-        '' if all are trained
-    """
+    "Return a sentence about the parameters that are not trained, and why. Return '' if all are trained."
     why = {id(p): why_not(p) for p in (ps if only is None else only)}
     known = [p for p in ps if p.get('recorded') is not False]
     told = []
@@ -125,22 +86,14 @@ def untrained(
 def valid_entries(
     meta # Metadata
 ) -> list:
-    """Return the valid entries in the metadata 'parameters'.
-
-    Args:
-        meta: Metadata
-    """
+    "Return the valid entries in the metadata 'parameters'."
     ps = meta.get('parameters') if isinstance(meta, dict) else None
     return [p for p in ps[:most_entries] if is_valid_entry(p)] if isinstance(ps, list) else []
 
 def read_parameters(
     t # `tracker`
 ) -> list:
-    """Return the entries of a run. Return [] for a run without any.
-
-    Args:
-        t: `tracker`
-    """
+    "Return the entries of a run. Return [] for a run without any."
     try: return valid_entries(t.about.get('parameters') or t[f'parameters_{t.fname}'])
     except (KeyError, ValueError, OSError): return [] # no file, or one that cannot be read
 

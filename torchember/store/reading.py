@@ -34,15 +34,7 @@ def frame(
     rows:list, # Dicts
     layouts=None # Keys of rows with a new key; of `rows` by default
 ): # pandas.DataFrame
-    """Return rows as a table.
-
-    Args:
-        rows: Dicts
-        layouts: Keys of rows with a new key; of `rows` by default
-
-    Returns:
-        pandas.DataFrame
-    """
+    "Return rows as a table."
     pd = needs('pandas', for_='A table of rows')
     if layouts is None: layouts = distinct_layouts(rows)
     there = set().union(*rows)
@@ -101,14 +93,7 @@ row_key = ('step', 'module', 'ttype', 'tname', 'call', 'micro', 'phase', 'backwa
 def without_superseded(
     rows # List of dicts, or a table
 ): # The same without those that a later one stands in place of
-    """Return the rows without superseded rows. `rows`: list of dicts, or a table.
-
-    Args:
-        rows: List of dicts, or a table
-
-    Returns:
-        The same without those that a later one stands in place of
-    """
+    "Return the rows without superseded rows. `rows`: list of dicts, or a table."
     try: return drop_superseded(rows)
     except TypeError: return drop_superseded(rows, hashable_value) # a value is a list or a dict, and not hashable
 
@@ -135,15 +120,7 @@ def table_of_lines(
     blocks, # Function that yields blocks
     file=None # Path and size of the log, for a progress bar
 ) -> tuple: # pandas.DataFrame, number of torn lines
-    """Return the table of JSON lines, and the number of torn lines. The table equals that of `frame`, and is made faster.
-
-    Args:
-        blocks: Function that yields blocks
-        file: Path and size of the log, for a progress bar
-
-    Returns:
-        pandas.DataFrame, number of torn lines
-    """
+    "Return the table of JSON lines, and the number of torn lines. The table equals that of `frame`, and is made faster."
     columns,layouts,n,torn,_ = columns_of_lines(blocks, file)
     return table_of_columns(columns, layouts, n), torn
 

@@ -38,15 +38,7 @@ def valid_tree(
     value, # Metadata of the kind 'structure'
     most:int=1_000_000 # Largest number of modules
 ): # {'name', 'short', 'path', 'children'}, or None
-    """Return the tree of modules in metadata, with values of the right types. Return None if it is no tree.
-
-    Args:
-        value: Metadata of the kind 'structure'
-        most: Largest number of modules
-
-    Returns:
-        {'name', 'short', 'path', 'children'}, or None
-    """
+    "Return the tree of modules in metadata, with values of the right types. Return None if it is no tree."
     if not isinstance(value, dict) or not isinstance(value.get('name'), str): return None
     root,n = valid_node(value),1
     todo = [(value, root)]
@@ -67,14 +59,7 @@ def valid_node(value):
 def activations_in(
     value # Metadata of the kind 'structure'
 ) -> dict: # Path -> class of the activation, 'ReLU'
-    """Return path -> class of the activation inside of a module, as in `keras.layers.Dense(3, activation='relu')`.
-
-    Args:
-        value: Metadata of the kind 'structure'
-
-    Returns:
-        Path -> class of the activation, 'ReLU'
-    """
+    "Return path -> class of the activation inside of a module, as in `keras.layers.Dense(3, activation='relu')`."
     tree = valid_tree(value)
     return {n['path']: n['activation'] for _,n in tree_nodes(tree) if 'activation' in n} if tree else {}
 
@@ -90,17 +75,7 @@ def tree_table(
     rows:list, # Rows of one step
     most:int=200 # Largest number of modules
 ) -> str: # HTML
-    """Return HTML: the tree of modules with one line of numbers for each.
-
-    Args:
-        title: Text above the table
-        tree: {'name', 'short', 'children'} of all modules
-        rows: Rows of one step
-        most: Largest number of modules
-
-    Returns:
-        HTML
-    """
+    "Return HTML: the tree of modules with one line of numbers for each."
     best = row_per_module(rows)
     stats = [c for c in ('shape', 'mean', 'std', 'max', 'min') if any(c in r for r in best.values())]
     stats = stats or list(dict.fromkeys(k for r in best.values() for k in r if k not in identity+optional))[:6]

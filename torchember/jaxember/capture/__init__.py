@@ -1,1 +1,1 @@
-"A JAX program tells: modules, marks on values, names of parameters"
+"Modules, tags and parameter names of JAX programs."

@@ -1,1 +1,1 @@
-"What a JAX step tells becomes rows"
+"From the measurements of a JAX step to rows."

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ..devices import widest
-from ..elements import as_array, narrow, numbers, piece
+from ..elements import as_array, as_float64, narrow, piece
 from ..summary import index, merge, no_elements, of_each, parts, parts_in, sums, width
 
 # %% ../../../nbs/20_measure/06_torch.ipynb #d10a0015
@@ -95,13 +95,13 @@ def read_cpu(
     if 'exponents' in wanted: return with_exponents(x, wanted)
     with np.errstate(all='ignore'):
         if wanted==('basic',) and x.numel()>=row and (x.dtype is torch.float32 or x.dtype in narrow): got = [v for p in x.split(stretch) for v in of_stretch(p)]
-        else: got = [of_numbers(numbers(p), wanted) for p in ((x,) if x.numel()<=cached else x.split(cached))]
+        else: got = [of_numbers(as_float64(p), wanted) for p in ((x,) if x.numel()<=cached else x.split(cached))]
     return got[0] if len(got)==1 else merge(np.stack(got))
 
 def of_stretch(p):
     "Basic summary vectors that together are that of a stretch"
     v = quick(as_array(p.float()))
-    return [of_numbers(numbers(c), ('basic',)) for c in p.split(cached)] if v is None else [v]
+    return [of_numbers(as_float64(c), ('basic',)) for c in p.split(cached)] if v is None else [v]
 
 # %% ../../../nbs/20_measure/06_torch.ipynb #d10a001e
 def with_exponents(x, wanted):
@@ -110,7 +110,7 @@ def with_exponents(x, wanted):
     v[:width] = read_cpu(x, tuple(g for g in wanted if g!='exponents'))
     if 'absolute' not in wanted: v[index['zeros']] = 0
     for p in x.split(piece):
-        of,zeros = exponent_counts(torch.from_numpy(numbers(p)) if p.is_complex() else p.to(torch.float32 if p.dtype in narrow else torch.float64))
+        of,zeros = exponent_counts(torch.from_numpy(as_float64(p)) if p.is_complex() else p.to(torch.float32 if p.dtype in narrow else torch.float64))
         v[width:] += of.numpy()
         if 'absolute' not in wanted: v[index['zeros']] += zeros
     return v

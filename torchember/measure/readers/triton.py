@@ -15,7 +15,7 @@ import torch
 
 from ...ground.messages import warn
 from ..devices import on, stream_of, to_device, undisturbed
-from ..self_check import first_wrong, tried
+from ..self_check import first_wrong, run_checks
 from ..summary import fast, index, length, not_in_loops, of_each, sums, width
 
 try:
@@ -431,11 +431,7 @@ def parts_of(
 def available(
     device # torch.device or its name
 ) -> bool:
-    """Whether the kernels can be tried on `device`: Triton is there, and has a driver for it
-
-    Args:
-        device: torch.device or its name
-    """
+    "Whether the kernels can be tried on `device`: Triton is there, and has a driver for it"
     device = torch.device(device)
     if triton is None: return False
     if interpreted: return device.type=='cpu' # interpreted
@@ -455,11 +451,7 @@ def flags(wanted): return sum(bits[g] for g in set(wanted) if g in bits)
 def fills(
     x:torch.Tensor # Any strides
 ) -> bool:
-    """Whether the elements of `x` are a run of memory without holes
-
-    Args:
-        x: Any strides
-    """
+    "Whether the elements of `x` are a run of memory without holes"
     n = 1
     for stride,size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size==1: continue
@@ -583,13 +575,7 @@ def expressions_on_gpu(x, wanted, row):
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #85fb521c
 class Reading:
-    """How tensors of a size and dtype are read on a device: one launch
-
-    Args:
-        n: Elements
-        wanted: Groups of parts, and 'exponents'
-        per: Programs of a group, at most
-    """
+    "How tensors of a size and dtype are read on a device: one launch"
     def __init__(self,
         n:int, # Elements
         dtype:torch.dtype,
@@ -644,14 +630,7 @@ def read_one(
     out:torch.Tensor, # Row to write, float64 on the same device
     per:int|None=None # Programs of a group
 ):
-    """Read `x` into `out`
-
-    Args:
-        x: Floating-point tensor on a GPU
-        wanted: Groups of parts, and 'exponents'
-        out: Row to write, float64 on the same device
-        per: Programs of a group
-    """
+    "Read `x` into `out`"
     x,_ = as_run(x),check_room(wanted, out)
     with on(x.device):
         r = reading(x.numel(), x.dtype, x.device, tuple(wanted), per)
@@ -717,18 +696,14 @@ def wrong_there(device, dtype, wanted):
     "What the kernels do on a device that they should not, '' for nothing"
     def test(way):
         with on(device): return first_wrong(way(device), dtype, wanted, blocks[dtype], 1e-6)
-    return tried(lambda: test(read_alone), lambda: test(lambda device: read_alone(device, 1)), lambda: test(read_among), patience=patience)
+    return run_checks(lambda: test(read_alone), lambda: test(lambda device: read_alone(device, 1)), lambda: test(read_among), patience=patience)
 
 def reads(
     dtype:torch.dtype,
     wanted:tuple, # Groups of parts, and 'exponents'
     device:torch.device
 ) -> bool:
-    """Whether the kernels read tensors of a dtype on a device, and read them right: tried once in a process
-
-    Args:
-        wanted: Groups of parts, and 'exponents'
-    """
+    "Whether the kernels read tensors of a dtype on a device, and read them right: tried once in a process"
     key = device,dtype,wanted
     if key not in trusted:
         why = wrong_there(device, dtype, wanted)

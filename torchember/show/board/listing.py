@@ -37,12 +37,7 @@ def rows_of_interest(
     data, # Lines, or a part in Parquet, as `Tail.more` gives them
     all_finite:bool=True # Whether nothing was not finite before
 ) -> list:
-    """Rows with noted numbers and with findings, and the first that is not finite, as dicts
-
-    Args:
-        data: Lines, or a part in Parquet, as `Tail.more` gives them
-        all_finite: Whether nothing was not finite before
-    """
+    "Rows with noted numbers and with findings, and the first that is not finite, as dicts"
     if not isinstance(data, bytes):
         return rows_of_part(data, all_finite)
     out = []
@@ -73,7 +68,7 @@ def rows_of_part(part, all_finite):
 
 def rows_at(part, at):
     block,every = StoredBlock(part, at),part.layouts.keys()
-    columns = {k: block[k] for l in block.layouts_there for k in every[l]}
+    columns = {k: block[k] for l in set(block.layout.tolist()) for k in every[l]}
     rows = [{k: columns[k][i] for k in every[l]} for i,l in enumerate(block.layout)]
     for r in rows: restore(r) if 'nonfinite' in r else None
     return [r for r in rows if is_step(r.get('step')) and isinstance(r.get('ttype'), str)]
@@ -132,11 +127,7 @@ class Watched:
         return of(self.path), of(self.place/'data'/f'base_{self.name}.json')
 
     def look(self, again:bool=False): # again: what can be said of it may be another thing though no file has changed: a process is gone
-        """Whether there is something new
-
-        Args:
-            again: what can be said of it may be another thing though no file has changed: a process is gone
-        """
+        "Whether there is something new"
         base = read_facts(self.name, self.place/'data')[0] if again else {}
         if again and 'end' not in base and not is_running(base): last_words(self.place)
         stamp = self.stamps()
@@ -195,13 +186,7 @@ def state_of(
     base:dict, # What the run says of itself
     written:float=0. # When something was written last, in seconds since 1970
 ) -> str:
-    """'running', 'ended', or 'died', when it has not said that it ended and its process is gone. Elsewhere nobody sees the process: 'silent' after a while
-
-    Args:
-        told: A row about a run
-        base: What the run says of itself
-        written: When something was written last, in seconds since 1970
-    """
+    "'running', 'ended', or 'died', when it has not said that it ended and its process is gone. Elsewhere nobody sees the process: 'silent' after a while"
     if told.get('running'): return 'running'
     if 'end' in base or not base: return 'ended'
     if base.get('host')==gethostname(): return 'died'
@@ -210,12 +195,7 @@ def state_of(
 until_silent = 300. # seconds
 
 class Listing:
-    """The runs of a home, or some of them
-
-    Args:
-        home: Folder of logs, instead of `~/.torchember`
-        names: Names or globs of runs; all without it
-    """
+    "The runs of a home, or some of them"
     def __init__(self,
         home=None, # Folder of logs, instead of `~/.torchember`
         names=() # Names or globs of runs; all without it
@@ -233,11 +213,7 @@ class Listing:
         return (self.place/'log'/name).resolve().is_relative_to(self.place.resolve())
 
     def look(self) -> bool: # Whether something has changed
-        """Look at the files again
-
-        Returns:
-            Whether something has changed
-        """
+        "Look at the files again"
         if not self.version: last_words(self.place)
         names = {n for n in (*log_files(self.place/'log'), *older_runs(self.place/'log')) if self.matches(n) and self.within(n)}
         gone = self.logs.keys()-names

@@ -24,14 +24,7 @@ from ...frames.handle import open_run
 def html_of_board(
     wanted:str='' # What is followed, for the title
 ) -> tuple: # The page, and its Content-Security-Policy
-    """The page without a run in it
-
-    Args:
-        wanted: What is followed, for the title
-
-    Returns:
-        The page, and its Content-Security-Policy
-    """
+    "The page without a run in it"
     styles = [of_web(n) for n in ('uPlot.min.css', 'report.css', 'board.css')]
     scripts = [f"/*\n{of_web('uPlot.LICENSE')}*/\n{of_web('uPlot.iife.min.js')}", of_web('report.js'), of_web('board.js')]
     policy = f"default-src 'none'; script-src {' '.join(map(checksum, scripts))}; style-src {' '.join(map(checksum, styles))}; " \
@@ -71,14 +64,7 @@ class Pages:
     def of(self,
         name:str # Of a run that is listed
     ) -> tuple: # Compressed JSON and its version; None twice where there is no such run
-        """Page of a run
-
-        Args:
-            name: Of a run that is listed
-
-        Returns:
-            Compressed JSON and its version; None twice where there is no such run
-        """
+        "Page of a run"
         row = self.row(name)
         if row is None: return None, None
         version,data,at,took,more = self.made.get(name, (None, b'', 0., 0., False))
@@ -139,14 +125,7 @@ class Guard:
 
 # %% ../../../nbs/62_board/20_server.ipynb #e106b13b
 class Board:
-    """The application: it reads files, and writes nothing
-
-    Args:
-        names: Names or globs of runs; all without it
-        home: Folder of logs, instead of `~/.torchember`
-        token: What the address must have; one that nobody knows without it
-        hosts: Names by which it is called besides localhost and numbers: those of a proxy before it
-    """
+    "The application: it reads files, and writes nothing"
     every = 1. # seconds between two looks at the files
 
     def __init__(self,
@@ -243,17 +222,7 @@ def board(
     browser:bool=False, # Whether to open it
     allow=() # Names by which it may be called besides localhost: those of a proxy before it. '*' for any
 ):
-    """Serve a page that follows runs while they are written, until it is interrupted. Raises ImportError without starlette and uvicorn
-
-    Args:
-        *runs: Names or globs of runs; all without them
-        home: Folder of logs, instead of `~/.torchember`
-        host: Who may come: this machine alone; '0.0.0.0' for all that know the token
-        port: The next one that is free is taken; 0 for any
-        token: What the address must have; `$TORCHEMBER_BOARD_TOKEN`, or a new one, without it
-        browser: Whether to open it
-        allow: Names by which it may be called besides localhost: those of a proxy before it. '*' for any
-    """
+    "Serve a page that follows runs while they are written, until it is interrupted. Raises ImportError without starlette and uvicorn"
     needs('uvicorn', for_='The board', package='starlette uvicorn')
     own = () if host in ('127.0.0.1', '::1', 'localhost') else (socket.gethostname(), socket.getfqdn(), host)
     b = Board(runs, home, token or os.environ.get('TORCHEMBER_BOARD_TOKEN'), (*allow, *own))

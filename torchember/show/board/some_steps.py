@@ -59,16 +59,7 @@ def lines_of_steps(
     steps, # Steps, ascending
     start:int=0 # Byte to begin at
 ): # Step and lines of each that there is
-    """Whole steps of a file
-
-    Args:
-        path: File of JSON lines
-        steps: Steps, ascending
-        start: Byte to begin at
-
-    Returns:
-        Step and lines of each that there is
-    """
+    "Whole steps of a file"
     with open(path, 'rb', buffering=0, opener=open_regular) as f:
         end,done = os.fstat(f.fileno()).st_size,-1
         for step in steps:
@@ -98,14 +89,7 @@ class PartOfSteps(Part):
 
 # %% ../../../nbs/62_board/05_some_steps.ipynb #fb44c348
 class SomeSteps(emberTracker):
-    """A run of which only some steps are read
-
-    Args:
-        name: Of the run
-        home: Folder of logs
-        steps: Steps, ascending
-        kept: Lines that are read in any case: (step, line)
-    """
+    "A run of which only some steps are read"
     def __init__(self,
         name:str, # Of the run
         home, # Folder of logs
@@ -136,13 +120,7 @@ def some_steps(
     most:int, # Steps to have
     also=() # Steps that are wanted in any case
 ) -> list:
-    """Steps, evenly spaced, the first and the last
-
-    Args:
-        last: The last step
-        most: Steps to have
-        also: Steps that are wanted in any case
-    """
+    "Steps, evenly spaced, the first and the last"
     return sorted({*np.linspace(0, last, max(min(most, last+1), 2)).round().astype(int).tolist(), *(s for s in also if 0<=s<=last)})
 
 def run_of_steps(
@@ -151,17 +129,7 @@ def run_of_steps(
     steps:list, # Steps, ascending
     kept:dict # Name of a log -> lines that are read in any case
 ): # What `read` takes
-    """A run, or that of several processes, of which only some steps are read
-
-    Args:
-        name: Of a run
-        home: Folder of logs
-        steps: Steps, ascending
-        kept: Name of a log -> lines that are read in any case
-
-    Returns:
-        What `read` takes
-    """
+    "A run, or that of several processes, of which only some steps are read"
     def one(n): return SomeSteps(n, home, steps, kept.get(n, ()))
     ranks = rank_logs(name, home)
     return Run(name, {r: open_log(one(n)) for r,n in ranks.items()}) if ranks and name not in kept else one(name)

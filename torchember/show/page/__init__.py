@@ -1,9 +1,9 @@
 "A run as one file, and what it is made of"
 from typing import TYPE_CHECKING
 
-from ...ground.wings import open_wing
+from ...ground.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from .document import report as report
 
-__getattr__,__dir__ = open_wing(__name__, {'document': 'report'})
+__getattr__,__dir__ = lazy_attributes(__name__, {'document': 'report'})

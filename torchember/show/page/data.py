@@ -20,7 +20,7 @@ from ...frames.listing import describe_log, describe_ranks
 from ...frames.logs import read
 from ...ground.messages import printable
 from ...ground.record import computed_in
-from ...health.diagnose import as_table, chosen_rules, found_by, history_of, ordered
+from ...health.diagnose import findings_table, choose_rules, run_rules, load_history, order_findings
 from ...measure.exponents import limits, with_counts
 from ..run_summary import first_trouble, loss_of, noted, sentence_of, stat_of
 from ..missing import asked_for, parameters_in, places_among, reasons_in, with_missing
@@ -171,10 +171,10 @@ def health_of(
     "What rules of health say of a run"
     failed = []
     try:
-        rules,h = chosen_rules('default'),history_of(rows_by_module(run if table is None else table) if is_table(run) else run, df=rows)
+        rules,h = choose_rules('default'),load_history(rows_by_module(run if table is None else table) if is_table(run) else run, df=rows)
         fails = lambda r, e: failed.append(f"The rule {r.name} failed: {in_page(f'{type(e).__name__}: {e}', 200)}")
-        found = ordered(found_by(rules, h, fails), rules, len(h.steps))
-        said = as_table(found, h, rules)
+        found = order_findings(run_rules(rules, h, fails), rules, len(h.steps))
+        said = findings_table(found, h, rules)
         return {**as_tree(found), 'looked': in_page(said.looked), 'unseen': [[in_page(what), in_page(how)] for what,how in said.missing], 'failed': failed}
     except Exception as e:
         why = in_page(f'{type(e).__name__}: {e}', 300)
