@@ -692,10 +692,11 @@ def a_large_log(size):
     import pyarrow.parquet as pq
 
     from torchember import compact
-    from torchember.store.parts import folder_of, listed, write_list, write_part
+    from torchember.store.compaction import write_list
+    from torchember.store.parts import folder_of, read_part_list, write_part
     t = a_log(1<<17)
     compact(t)
-    told,folder = listed(t.log_path),folder_of(t.log_path)
+    told,folder = read_part_list(t.log_path),folder_of(t.log_path)
     first = [(p, pq.read_table(folder/p['file'])) for p in told['parts']]
     steps = max(p['last'] for p in told['parts'])+1
     while told['end']<size:
@@ -715,9 +716,9 @@ def a_large_log(size):
 def scan(quick):
     if not (find_spec('pyarrow') and find_spec('polars') and find_spec('duckdb')): raise Skip('pyarrow, polars and duckdb')
     from torchember import read
-    from torchember.store.parts import listed
+    from torchember.store.parts import read_part_list
     t = a_large_log(3e8 if quick else 1e10)
-    rows = sum(p['rows'] for p in listed(t.log_path)['parts'])
+    rows = sum(p['rows'] for p in read_part_list(t.log_path)['parts'])
     last = t.last_step()
     first = last-last//100
     want = read(t, steps=range(first, last+1), ttype='output', columns=['path', 'mean'])

@@ -17,7 +17,8 @@ import torch
 
 import torchember
 from torchember.ground.choose import select
-from torchember.frames.logs import read, runs, wide
+from torchember.frames.listing import runs
+from torchember.frames.logs import read, wide
 from torchember.ground.messages import EmberWarning
 from torchember.show.histograms import total_counts
 from torchember.ground.child import interpreter_flags
@@ -27,7 +28,8 @@ from torchember.show.pointing import read_losses
 from torchember.state.plots import plot_heatmap, plot_hist
 from torchember.store import log as store_log, base
 from torchember.store import lines as by_lines
-from torchember.store.jsonl import emberTracker, last_step_of, new_run
+from torchember.store.jsonl import emberTracker, new_run
+from torchember.store.log_file import last_step_of
 
 root = Path(torchember.__file__).parents[1]
 
@@ -233,13 +235,13 @@ def test_where_there_is_no_home(tmp_path, monkeypatch, what):
         uid = os.getuid()+1
         monkeypatch.setattr(os, 'getuid', lambda: uid)
         place = place.rename(tmp_path/f'torchember-{uid}')
-    base.homeless.cache_clear()
+    base.home_fallback.cache_clear()
     try:
         with pytest.warns(EmberWarning, match='There is no home') as said: got = base.folder('torchember')
         assert base.folder('torchember')==got and len(said)==1
         assert (got==place)==(what in ('none', 'ours')) and ('is there already' in str(said[0].message))==(got!=place)
-        assert got.parent==tmp_path and (what=="somebody else's" or base.is_ours(got)) and str(got) in str(said[0].message)
-    finally: base.homeless.cache_clear()
+        assert got.parent==tmp_path and (what=="somebody else's" or base.is_private_folder(got)) and str(got) in str(said[0].message)
+    finally: base.home_fallback.cache_clear()
 
 
 @pytest.mark.parametrize('name', ('CON', 'nul.rank0', 'a:b', '12:30', 'what?', '*', 'end.', 'end '))
@@ -277,7 +279,7 @@ def test_a_long_line_is_read_in_linear_time(tmp_path):
 def test_lines_that_are_too_long(home, monkeypatch):
     "Each reader leaves out the one and says so; and nobody writes one"
     for room in by_lines,store_log: monkeypatch.setattr(room, 'longest_line', 1000)
-    for f,name,n in ((by_lines.blocks, 'longest', 1000), (by_lines.blocks_of, 'size', 100)):
+    for f,name,n in ((by_lines.blocks, 'longest', 1000), (by_lines.line_blocks, 'size', 100)):
         names = [p.name for p in inspect.signature(f).parameters.values() if p.default is not p.empty and p.kind is not p.KEYWORD_ONLY]
         monkeypatch.setattr(f, '__defaults__', tuple(n if k==name else d for k,d in zip(names, f.__defaults__, strict=True)))
     (home/'log'/'long').write_bytes(lines(row(0), row(7, more='x'*2000), row(2))+b'y'*5000)

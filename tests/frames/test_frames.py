@@ -19,7 +19,7 @@ from torchember import emberTracker, query, read, runs, torchEmber, tracker, wid
 from torchember.frames.handle import LogReader
 from torchember.ground import record
 from torchember.store import columns, lines
-from torchember.store.reading import frame, layouts_of, path_of, without_superseded
+from torchember.store.reading import frame, distinct_layouts, path_of, without_superseded
 
 root = Path(__file__).parents[2]
 numbers = st.one_of(st.floats(), st.floats(width=16), st.integers(-2**63, 2**63-1), st.integers(-3, 3))
@@ -50,7 +50,7 @@ def by_rows(log, choice, columns=None):
         values = [value_of(r, name) for r in rows]
         kept = choice.select(name, dict.fromkeys(v for v in values if isinstance(v, int if name=='steps' else str)))
         rows = [r for r,v in zip(rows, values, strict=True) if isinstance(v, int|str) and v in kept]
-    df = frame(rows, layouts_of(every))
+    df = frame(rows, distinct_layouts(every))
     if 'shape' in df: df['shape'] = pd.Series([tuple(v) if isinstance(v, list) else v for v in df['shape']], index=df.index, dtype=object)
     return without_superseded(df)
 
@@ -84,7 +84,7 @@ def same(got, want):
 def eager(monkeypatch):
     "A log is read in many small blocks: from the first ones it is learnt what to expect"
     pytest.importorskip('msgspec')
-    monkeypatch.setattr(lines.blocks_of, '__defaults__', (b'', None, 300))
+    monkeypatch.setattr(lines.line_blocks, '__defaults__', (b'', None, 300))
 
 
 def written(path, some, tail=b''):
@@ -122,7 +122,7 @@ def test_regular_logs_take_the_quick_way(seed, tmp_path, eager, monkeypatch):
     path = written(tmp_path/'log', some, b'{"mean": 0.1, "st')
     want = both(path)[1]
     plain,by_dicts = columns.parse,[]
-    monkeypatch.setattr(lines.blocks_of, '__defaults__', (b'', None, 1<<13))
+    monkeypatch.setattr(lines.line_blocks, '__defaults__', (b'', None, 1<<13))
     monkeypatch.setattr(columns, 'parse', lambda data: by_dicts.append(len(data)) or plain(data))
     same(read(path), want)
     assert sum(by_dicts)<path.stat().st_size/4 # where something is new
@@ -139,7 +139,7 @@ def test_regular_logs_take_the_quick_way(seed, tmp_path, eager, monkeypatch):
 @pytest.mark.parametrize('asked', [-1, -2, [0, -1], slice(None, -1), slice(2, -2), slice(-3, None), slice(-9, -7), slice(None, None, 3)])
 def test_steps_are_counted_from_the_end_of_the_run_and_not_of_a_piece(asked, tmp_path, eager, monkeypatch):
     "A long log is read in pieces"
-    monkeypatch.setattr(lines.blocks_of, '__defaults__', (b'', None, 1<<13))
+    monkeypatch.setattr(lines.line_blocks, '__defaults__', (b'', None, 1<<13))
     path = written(tmp_path/'log', [{'mean': i*.5, 'module': 'model(Net)', 'ttype': 'input', 'tname': 'x', 'step': i//500, 'call': i%500} for i in range(6000)])
     steps = range(12)
     wanted = set(steps[asked]) if isinstance(asked, slice) else {steps[s] for s in (asked if isinstance(asked, list) else [asked])}
@@ -156,7 +156,7 @@ odd = ['{"a":true}', '{"a":"12"}', '{"a":2.5}', '{"a":2.0}', '{"a":null}', '{"a"
 @pytest.mark.parametrize('line', odd)
 def test_one_odd_line(line, at, tmp_path, eager, monkeypatch):
     "Early, where it is learnt what to expect, and late"
-    monkeypatch.setattr(lines.blocks_of, '__defaults__', (b'', None, 1<<14))
+    monkeypatch.setattr(lines.line_blocks, '__defaults__', (b'', None, 1<<14))
     log = [f'{{"a":{i},"t":"text"}}' for i in range(5000)]
     log[at] = line
     (tmp_path/'log').write_text('\n'.join(log)+'\n')

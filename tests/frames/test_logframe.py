@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from torchember import LogFrame, from_logframe, to_logframe, torchEmber, validate
-from torchember.frames.logframe import named
+from torchember.frames.logframe import stat_names
 
 names = st.sampled_from(['fc1', 'h', '0', '10', 'attn', 'output', 'norm_1', 'out:put', 'weights'])
 pnames = st.lists(st.sampled_from(['weight', 'bias', 'in_proj_weight', 'scale', 'weight_ih_l0']), max_size=3, unique=True)
@@ -66,7 +66,7 @@ def test_there_and_back(df):
     twice = to_logframe(again)
     pd.testing.assert_frame_equal(twice, lf)
     for c in ('mean', 'abs_max', 'rms', 'own'): # numbers stay in their rows
-        if c in df: np.testing.assert_array_equal(lf['scalar_stats', named.get(c, c)], df[c])
+        if c in df: np.testing.assert_array_equal(lf['scalar_stats', stat_names.get(c, c)], df[c])
     counts = np.array(df.exponents.tolist())
     np.testing.assert_array_equal(lf.exponent_counts.to_numpy(), counts)
     lo = df.exponent_min[0]

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from torchember import SchemaException, read_csv, read_parquet, read_pickle, to_logframe, write_parquet
-from torchember.frames.files import arrow_texts, parts_in
+from torchember.frames.files import arrow_texts, read_parts
 
 row = dict(mean=.5, exponents=[0, 2, 1, 0], exponent_min=0, module='model(Net).fc1(Linear)', ttype='output', tname='output_0', dtype='float32')
 lf = to_logframe(pd.DataFrame([{**row, 'step': s} for s in range(3)]))
@@ -88,7 +88,7 @@ def test_texts_of_an_array_that_was_cut_before_it_was_pickled():
     "Bytes before the first of them, a text that is missing, one that is empty, and more than one byte a letter"
     whole = pa.chunked_array([pa.array(['', 'a', 'ü', None, 'b', 'c'], pa.large_string()), pa.array(['d', None], pa.large_string())])
     for some in (whole, whole.slice(1), whole.slice(2, 3), whole.slice(3), whole.slice(7)):
-        assert arrow_texts(parts_in(io.BytesIO(pickle.dumps(some)), 'x'))==some.to_pylist()
+        assert arrow_texts(read_parts(io.BytesIO(pickle.dumps(some)), 'x'))==some.to_pylist()
 
 
 def test_all_files_hold_the_same(tmp_path):
@@ -177,8 +177,8 @@ def test_attributes_that_unfold(tmp_path):
 def test_texts_that_overlap():
     "Each end is before the next, or a megabyte of text would be had a thousand times"
     def part(what, *args):
-        from torchember.frames.files import Part
-        return type(what, (Part,), {'what': what})(*args)
+        from torchember.frames.files import PicklePart
+        return type(what, (PicklePart,), {'what': what})(*args)
     def texts(ends, n):
         buffers = None, np.array(ends, np.int32).tobytes(), b'x'*1000
         return part('_restore_array', (part('type_for_alias', 'string'), n, 0, 0, buffers, [], None))

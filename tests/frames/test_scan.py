@@ -16,7 +16,7 @@ from drawn import any_row, begun, lines, row
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from torchember import compact, query, read, scan
-from torchember.store.parts import Part, folder_of, read_list
+from torchember.store.parts import Part, folder_of, read_part_list
 
 
 def plain(v, kind=None):
@@ -259,7 +259,7 @@ def test_few_rows_of_many_logs(tmp_path, monkeypatch):
     want = read('a', home=tmp_path)
     first = scan('a', 'arrow', home=tmp_path).to_table().to_pandas()
     compact('a', home=tmp_path)
-    told = read_list(tmp_path/'log'/'a.rank3')
+    told = read_part_list(tmp_path/'log'/'a.rank3')
     part = Part(folder_of(tmp_path/'log'/'a.rank3')/told['parts'][0]['file'], told['parts'][0], told['id'], steps=(600, 601))
     with part.file: assert part.steps[1]==(512, 1023) and part.groups==[1] and len(part.layout)==512
     second = scan('a', 'arrow', home=tmp_path).to_table().to_pandas()

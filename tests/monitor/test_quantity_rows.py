@@ -78,7 +78,7 @@ def reader(request, monkeypatch):
     "Read logs in small blocks, with each reader."
     if request.param=='msgspec': pytest.importorskip('msgspec')
     else: monkeypatch.setattr(columns, 'msgspec', lambda: None)
-    monkeypatch.setattr(lines.blocks_of, '__defaults__', (b'', None, 1000))
+    monkeypatch.setattr(lines.line_blocks, '__defaults__', (b'', None, 1000))
 
 
 pictures = {

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from torchember import emberTracker, torchEmber
-from torchember.store.jsonl import listen_at_once
+from torchember.store.log import listen_directly
 from torchember.store.lines import parse
 from torchember.store.listeners import Listener, BoundedQueue
 
@@ -383,7 +383,7 @@ def test_the_file_is_the_first(tmp_path):
     "Before anybody is told, the file has the rows; and rows are made once"
     t,got,made = emberTracker('mine', tmp_path),[],[]
     def look(rows): got.append([r['step'] for r in rows if isinstance(r, dict)]+[r['step'] for r in in_file(t)])
-    listen_at_once(t.file, look, lambda: None)
+    listen_directly(t.file, look, lambda: None)
     for i in range(3):
         t.put(lambda i=i: made.append(i) or [{'step': i}], True)
         t.barrier()

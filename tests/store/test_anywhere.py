@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from torchember.store import anywhere
-from torchember.store.anywhere import (Elsewhere, Ranged, answer, entries, file_size, file_there, folder_there, is_there, is_url, located, opened,
-    put_whole, regular, remove)
+from torchember.store.anywhere import (RangedFile, StoreError, ask_store, file_exists, file_size, folder_exists, is_url, list_folder,
+    located, open_file, open_regular, path_exists, remove_remote, write_whole)
 
 pytest.importorskip('upath')
 
@@ -70,15 +70,15 @@ def test_what_a_store_says():
     same = ImportError,MemoryError,FileNotFoundError,PermissionError,NotADirectoryError,IsADirectoryError
     def fail(e):
         def f(): raise e
-        with pytest.raises(type(e) if isinstance(e, same) else Elsewhere) as got: answer(Place(Store()), f, 'moved')
+        with pytest.raises(type(e) if isinstance(e, same) else StoreError) as got: ask_store(Place(Store()), f, 'moved')
         return got.value, str(got.value)
     for e in FileNotFoundError('no key'),PermissionError('no key'),NotADirectoryError('no key'),IsADirectoryError('no key'):
         assert fail(e)[1]=='sftp://home/run could not be moved: no key.' and type(fail(e)[0]) is type(e)
         assert fail(type(e)())[1]==f'sftp://home/run could not be moved: {type(e).__name__}.'
-    for e in ImportError('install it'),MemoryError(),Elsewhere('said'): assert fail(e)[0] is e
+    for e in ImportError('install it'),MemoryError(),StoreError('said'): assert fail(e)[0] is e
     assert 'could not be moved: KeyError: 3. Is the store there' in fail(KeyError(3))[1]
     assert 'ConnectionResetError: gone' in fail(ConnectionResetError('gone'))[1]
-    assert answer(Place(Store()), lambda: 3)==3
+    assert ask_store(Place(Store()), lambda: 3)==3
 
 
 # ---- what is there
@@ -90,14 +90,14 @@ def test_what_is_there(tmp_path):
     (tmp_path/'log'/'a').write_bytes(b'12345')
     (tmp_path/'link').symlink_to('nowhere')
     for home in at,tmp_path:
-        assert [f(home/'log') for f in (file_there, folder_there, is_there)]==[False, True, True]
-        assert [f(home/'log'/'a') for f in (file_there, folder_there, is_there, file_size)]==[True, False, True, 5]
-        assert [f(home/'no') for f in (file_there, folder_there, is_there)]==[False]*3
-        assert entries(home/'no')==entries(home/'log'/'a'/'b')==[]
-        e, = [e for e in entries(home/'log') if e.name=='a']
+        assert [f(home/'log') for f in (file_exists, folder_exists, path_exists)]==[False, True, True]
+        assert [f(home/'log'/'a') for f in (file_exists, folder_exists, path_exists, file_size)]==[True, False, True, 5]
+        assert [f(home/'no') for f in (file_exists, folder_exists, path_exists)]==[False]*3
+        assert list_folder(home/'no')==list_folder(home/'log'/'a'/'b')==[]
+        e, = [e for e in list_folder(home/'log') if e.name=='a']
         assert (e.is_file(), e.is_dir(), e.is_symlink(), e.is_file(follow_symlinks=False))==(True, False, False, True)
-    assert [f(tmp_path/'link') for f in (file_there, is_there)]==[False, True]
-    assert {e.name: (e.is_dir(), e.is_file(), e.size) for e in entries(at/'log')}=={'a': (False, True, 5), 'a.parts': (True, False, 0)}
+    assert [f(tmp_path/'link') for f in (file_exists, path_exists)]==[False, True]
+    assert {e.name: (e.is_dir(), e.is_file(), e.size) for e in list_folder(at/'log')}=={'a': (False, True, 5), 'a.parts': (True, False, 0)}
     at.fs.rm('/of-anywhere', recursive=True)
 
 def test_what_a_folder_has():
@@ -105,11 +105,11 @@ def test_what_a_folder_has():
     def listed(*names, folder='b/log'):
         return Store({folder: [dict(name=n, size=i, type='directory' if n.endswith('/') else 'file') for i,n in enumerate(names)]})
     store = listed('b/log/', 'b/log/a', '/b/log/c/', 'b/log/..', 'b/log/.', 'b/log//', 'b/log/log')
-    got = entries(Place(store, 'b/log'))
+    got = list_folder(Place(store, 'b/log'))
     assert [(e.name, e.path.path, e.size, e.is_dir()) for e in got]==[('a', 'b/log/a', 1, False), ('c', 'b/log/c', 2, True), ('log', 'b/log/log', 6, False)]
-    assert [e.name for e in entries(Place(listed('b/log', folder='/b/log/'), '/b/log/'))]==[]
-    for e in FileNotFoundError,NotADirectoryError: assert entries(Place(Store(ls=e())))==[]
-    with pytest.raises(PermissionError, match='sftp://home/run could not be read: not yours'): entries(Place(Store(ls=PermissionError('not yours'))))
+    assert [e.name for e in list_folder(Place(listed('b/log', folder='/b/log/'), '/b/log/'))]==[]
+    for e in FileNotFoundError,NotADirectoryError: assert list_folder(Place(Store(ls=e())))==[]
+    with pytest.raises(PermissionError, match='sftp://home/run could not be read: not yours'): list_folder(Place(Store(ls=PermissionError('not yours'))))
 
 
 # ---- files of this machine
@@ -122,17 +122,17 @@ def test_only_files_are_opened(tmp_path, monkeypatch):
     with socket.socket(socket.AF_UNIX) as s:
         s.bind(str(tmp_path/'socket'))
         for path,what in (tmp_path, 'a folder'),(tmp_path/'pipe', 'a pipe'),(tmp_path/'socket', 'a socket'),('/dev/null', 'a device'):
-            with pytest.raises(OSError, match=f'is {what} and no file, so it is not opened'): opened(path)
+            with pytest.raises(OSError, match=f'is {what} and no file, so it is not opened'): open_file(path)
     assert asked==[]
-    with open(tmp_path/'new', 'xb', opener=regular) as f: f.write(b'12345')
+    with open(tmp_path/'new', 'xb', opener=open_regular) as f: f.write(b'12345')
     assert stat.S_IMODE((tmp_path/'new').stat().st_mode)&0o600==0o600 and asked[0]&os.O_CREAT and asked[0]&os.O_NONBLOCK
-    with opened(tmp_path/'new') as f: assert f.read()==b'12345' and isinstance(f, io.BufferedReader)
-    with opened(tmp_path/'new', buffering=0) as f: assert isinstance(f, io.FileIO)
-    with pytest.raises(FileNotFoundError): opened(tmp_path/'no')
+    with open_file(tmp_path/'new') as f: assert f.read()==b'12345' and isinstance(f, io.BufferedReader)
+    with open_file(tmp_path/'new', buffering=0) as f: assert isinstance(f, io.FileIO)
+    with pytest.raises(FileNotFoundError): open_file(tmp_path/'no')
     as_file,before = os.stat(tmp_path/'new'),len(os.listdir('/proc/self/fd')) if os.path.isdir('/proc/self/fd') else None
     with monkeypatch.context() as m:
         m.setattr(os, 'stat', lambda *a, **k: as_file)
-        with pytest.raises(OSError, match='is a pipe and no file'): regular(tmp_path/'pipe', os.O_RDONLY)
+        with pytest.raises(OSError, match='is a pipe and no file'): open_regular(tmp_path/'pipe', os.O_RDONLY)
     assert before is None or len(os.listdir('/proc/self/fd'))==before
 
 
@@ -145,7 +145,7 @@ def ranges(store): return [a[1:] for a in store.asked if a[0]=='cat']
 def test_ranges_that_are_asked_for():
     "A first small one, twice as much for who goes on, up to a bound, what is missing of a large read, and none of it twice"
     store = Store({'home/run': data})
-    f = Ranged(Place(store))
+    f = RangedFile(Place(store))
     assert f.readable() and f.seekable() and store.asked==[('info', 'home/run')]
     assert (f.read(10), f.read(300_000), f.tell())==(data[:10], data[10:300_010], 300_010)
     assert ranges(store)==[(0, 65536), (65536, 300_010)]
@@ -156,18 +156,18 @@ def test_ranges_that_are_asked_for():
     f.seek(300_009)
     assert f.read(2)==data[300_009:300_011] and ranges(store)[3:]==[(300_009, 300_009+65536)] # a jump begins anew
     store.asked.clear()
-    f = type('Small', (Ranged,), dict(least=100, most=400))(Place(store), len(data))
+    f = type('Small', (RangedFile,), dict(least=100, most=400))(Place(store), len(data))
     assert b''.join(iter(lambda: f.read(50), b''))==data
     got = ranges(store)
     assert [b-a for a,b in got[:4]]==[100, 200, 400, 400] and got[-1][1]==len(data) and [a for a,_ in got[1:]]==[b for _,b in got[:-1]]
     assert store.asked[0]==('cat', 0, 100) # its size was known
     empty = Store({'home/run': b''})
-    assert Ranged(Place(empty), 0).read()==b'' and empty.asked==[]
+    assert RangedFile(Place(empty), 0).read()==b'' and empty.asked==[]
 
 def test_seeking():
     "From the beginning, from here and from the end; not before the beginning; behind the end there is nothing, and nobody is asked"
     store = Store({'home/run': data[:1000]})
-    f = Ranged(Place(store))
+    f = RangedFile(Place(store))
     assert [f.seek(*to) for to in ((10,), (5, 1), (-3, 1), (-4, 2), (7, 2), (-2000, 2), (-5,))]==[10, 15, 12, 996, 1007, 0, 0]
     assert f.seek(995) and f.read(99)==data[995:1000] and f.read(1)==b'' and f.seek(2000) and f.read(1)==b'' and f.read()==b''
     assert ranges(store)==[(995, 1000)]
@@ -177,23 +177,23 @@ def test_seeking():
 def test_all_bytes_of_a_store_that_gives_less():
     "Than it was asked for; and one that has less than it said is no file of zeros"
     store = Store({'home/run': data[:5000]}, most=700)
-    f = Ranged(Place(store))
+    f = RangedFile(Place(store))
     assert f.read(5000)==data[:5000] and len(ranges(store))==8
     store.files['home/run'] = data[:3000]
-    f = Ranged(Place(store), 5000)
+    f = RangedFile(Place(store), 5000)
     with pytest.raises(OSError, match='had 5000 bytes, and now ends at 3000'): f.read(5000)
 
 def test_small_files_are_brought_at_once():
     "Where they are known to be small: one question, and of others none about how large they are"
-    for size,want in (5, io.BytesIO),(1<<20, io.BytesIO),((1<<20)+1, Ranged),(None, Ranged):
+    for size,want in (5, io.BytesIO),(1<<20, io.BytesIO),((1<<20)+1, RangedFile),(None, RangedFile):
         store = Store({'home/run': bytes(size or 3)})
-        f = opened(Place(store), size=size)
+        f = open_file(Place(store), size=size)
         assert type(f) is want and store.asked==([('cat', None, None)] if want is io.BytesIO else [('info', 'home/run')]*(size is None))
         assert len(f.read())==(size or 3)
-    with pytest.raises(FileNotFoundError, match='sftp://home/run could not be read: gone'): opened(Place(Store(info=FileNotFoundError('gone'))))
-    with pytest.raises(Elsewhere, match='sftp://home/run could not be read: ConnectionError'): opened(Place(Store(cat=ConnectionError())), size=3)
-    f = Ranged(Place(Store(cat=ConnectionError())), 9)
-    with pytest.raises(Elsewhere, match='sftp://home/run could not be read: ConnectionError'): f.read(3)
+    with pytest.raises(FileNotFoundError, match='sftp://home/run could not be read: gone'): open_file(Place(Store(info=FileNotFoundError('gone'))))
+    with pytest.raises(StoreError, match='sftp://home/run could not be read: ConnectionError'): open_file(Place(Store(cat=ConnectionError())), size=3)
+    f = RangedFile(Place(Store(cat=ConnectionError())), 9)
+    with pytest.raises(StoreError, match='sftp://home/run could not be read: ConnectionError'): f.read(3)
 
 
 # ---- writing
@@ -202,14 +202,14 @@ def test_written_whole(monkeypatch):
     "An object is put in one go; a file is written under another name beside it, and moved"
     store = Store()
     for protocol in 's3','memory':
-        put_whole(Place(store, 'b/log/a', protocol), b'new')
+        write_whole(Place(store, 'b/log/a', protocol), b'new')
         assert store.asked==[('pipe', 'b/log/a')] and store.files['b/log/a']==b'new'
         store.asked.clear()
-    put_whole(Place(store, 'b/log/a'), b'newer')
+    write_whole(Place(store, 'b/log/a'), b'newer')
     (made,parents,fine),(_,temp),moved = store.asked
     assert (made, parents, fine)==('makedirs', 'b/log', True) and moved==('mv', temp, 'b/log/a') and store.files=={'b/log/a': b'newer'}
     assert temp.startswith('b/log/.torchember-')
-    put_whole(Place(store, 'b/log/a'), b'')
+    write_whole(Place(store, 'b/log/a'), b'')
     assert store.asked[4][1]!=temp and store.files=={'b/log/a': b''}
     assert {'s3', 'gs', 'memory'}<=anywhere.objects and not {'sftp', 'file', 'smb'}&anywhere.objects
 
@@ -218,7 +218,7 @@ def test_written_whole(monkeypatch):
 def test_half_of_it_is_left_nowhere(at, error):
     "Whatever ends it, and the file that was there is as it was"
     store = Store({'b/log/a': b'old'}, **{at: error})
-    with pytest.raises(Elsewhere if isinstance(error, Exception) else KeyboardInterrupt) as got: put_whole(Place(store, 'b/log/a'), b'new')
+    with pytest.raises(StoreError if isinstance(error, Exception) else KeyboardInterrupt) as got: write_whole(Place(store, 'b/log/a'), b'new')
     assert store.files=={'b/log/a': b'old'}
     assert not isinstance(error, Exception) or str(got.value).startswith('sftp://b/log/a could not be written: ConnectionError: gone')
 
@@ -227,13 +227,13 @@ def test_what_failed_first_is_said():
     class Full(Store):
         def pipe_file(self, path, data): raise OSError('no space')
     store = Full()
-    with pytest.raises(Elsewhere, match='could not be written: OSError: no space'): put_whole(Place(store), b'new')
+    with pytest.raises(StoreError, match='could not be written: OSError: no space'): write_whole(Place(store), b'new')
     assert [a[0] for a in store.asked]==['makedirs']
 
 def test_removed():
     "What is gone already is no error, and what cannot be is"
     store = Store({'home/run': b'1'})
-    remove(Place(store))
+    remove_remote(Place(store))
     assert store.files=={}
-    remove(Place(Store(rm=FileNotFoundError())))
-    with pytest.raises(PermissionError, match='sftp://home/run could not be removed: not yours'): remove(Place(Store(rm=PermissionError('not yours'))))
+    remove_remote(Place(Store(rm=FileNotFoundError())))
+    with pytest.raises(PermissionError, match='sftp://home/run could not be removed: not yours'): remove_remote(Place(Store(rm=PermissionError('not yours'))))

@@ -194,7 +194,7 @@ def test_lines_that_are_removed_while_they_are_read_are_read(run, tmp_path, monk
     def half():
         with monkeypatch.context() as m:
             m.setattr(compaction, 'make_parts', lambda *args: 1/0)
-            with pytest.raises(ZeroDivisionError): compaction.remove_lines(run.log_path, parts.read_list(run.log_path))
+            with pytest.raises(ZeroDivisionError): compaction.remove_lines(run.log_path, parts.read_part_list(run.log_path))
     for change in half, removed:
         blocks = parts.blocks_of_run(run.log_path)
         first = rows_of([next(blocks)])
@@ -224,7 +224,7 @@ def test_up_to_a_byte(run):
 @pytest.mark.parametrize('links', [True, False])
 def test_a_run_has_a_file_of_its_name_at_any_time(run, tmp_path, monkeypatch, links):
     "also where removing its lines was cut short, and it went on before they are removed"
-    data,other = run.log_path.read_bytes(),parts.aside_file(run.log_path, parts.read_list(run.log_path))
+    data,other = run.log_path.read_bytes(),parts.aside_file(run.log_path, parts.read_part_list(run.log_path))
     rows,more = rows_of(parts.blocks_of_run(run.log_path)),lines([{'step': 20}])
     if not links: monkeypatch.setattr(os, 'link', lambda *paths: os.stat(tmp_path/'none'))
     with monkeypatch.context() as m:
@@ -244,7 +244,7 @@ def test_lines_that_were_put_aside_come_before_those_after(run, monkeypatch):
     with run.log_path.open('ab') as f: f.write(lines({'step': i} for i in range(20, 23)))
     with monkeypatch.context() as m:
         m.setattr(compaction, 'make_parts', lambda *args: 1/0)
-        with pytest.raises(ZeroDivisionError): compaction.remove_lines(run.log_path, parts.read_list(run.log_path))
+        with pytest.raises(ZeroDivisionError): compaction.remove_lines(run.log_path, parts.read_part_list(run.log_path))
     with run.log_path.open('ab') as f: f.write(lines([{'step': 23}]))
     for _ in range(3):
         assert steps()==[*range(24)]

@@ -550,7 +550,7 @@ def test_no_home_no_user(tmp_path, monkeypatch):
     import pwd
     def nobody(*args): raise KeyError('uid not found')
     monkeypatch.setattr(pwd, 'getpwuid', nobody)
-    base.homeless.cache_clear()
+    base.home_fallback.cache_clear()
     with warnings.catch_warnings(record=True) as record:
         warnings.simplefilter('always')
         for _ in range(3): assert base.folder('torchember').name.startswith('torchember-')

@@ -16,8 +16,8 @@ from torchember.ground import record
 from torchember.store import columns as quick
 from torchember.store import lines as by_lines
 from torchember.store.jsonl import emberTracker
-from torchember.store.lines import blocks_of, parse
-from torchember.store.reading import frame, table
+from torchember.store.lines import line_blocks, parse
+from torchember.store.reading import frame, table_of_lines
 
 lines_read = int(os.environ.get('LOG_LINES', 3000))
 
@@ -142,7 +142,7 @@ def by_file(path, data):
     "The table of a file, by way of msgspec where that can be"
     path = path.with_name('a log')
     path.write_bytes(data)
-    return table(lambda: blocks_of(path), (path, len(data)))
+    return table_of_lines(lambda: line_blocks(path), (path, len(data)))
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ def eager(monkeypatch):
     pytest.importorskip('msgspec')
     by_dicts,plain = [],quick.parse
     monkeypatch.setattr(quick, 'parse', lambda data: by_dicts.append(data) or plain(data))
-    monkeypatch.setattr(by_lines.blocks_of, '__defaults__', (b'', None, 1000))
+    monkeypatch.setattr(by_lines.line_blocks, '__defaults__', (b'', None, 1000))
     return by_dicts
 
 
@@ -178,7 +178,7 @@ def test_table_is_what_frame_says(seed, odd, tmp_path, eager):
     assert t==torn
     for size in (1, 7):
         blocks = [b'\n'.join(lines[i:i+size])+b'\n' for i in range(0, 60, size)]
-        pd.testing.assert_frame_equal(table(lambda: iter(blocks))[0], frame(parse(b''.join(blocks))[0]), check_exact=True) # noqa: B023
+        pd.testing.assert_frame_equal(table_of_lines(lambda: iter(blocks))[0], frame(parse(b''.join(blocks))[0]), check_exact=True) # noqa: B023
 
 
 @pytest.mark.parametrize('value', [1., math.nan, math.inf, -math.inf])

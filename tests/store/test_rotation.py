@@ -81,7 +81,7 @@ def test_a_training_has_the_rows_that_lines_have(tmp_path, small, monkeypatch):
     monkeypatch.setattr(Rotation, 'most_rows', 200)
     a,b = train('jsonl', tmp_path/'a'),train('parquet', tmp_path/'b')
     wait(b.t)
-    assert len(parts.read_list(b.t.log_path)['parts'])>=1 and b.t.log_path.stat().st_size<a.t.log_path.stat().st_size
+    assert len(parts.read_part_list(b.t.log_path)['parts'])>=1 and b.t.log_path.stat().st_size<a.t.log_path.stat().st_size
     def answers(te, home):
         def ask(f): return f.drop(columns='ts', errors='ignore')
         out = dict(df=te.t.df, latest=te.t.latest_df, last=te.t.last_step(), read=read('a', home=home), steps=read('a', home=home, steps=slice(7, 9)),
@@ -124,7 +124,7 @@ def test_when_lines_are_put_aside(tmp_path, monkeypatch, inline):
     monkeypatch.setattr(Rotation, 'most_rows', 10)
     t = begun(tmp_path)
     for i in range(25): t + row(i)
-    assert [p['rows'] for p in parts.read_list(t.log_path)['parts']]==[10, 10] and numbers(t)==[*range(25)]
+    assert [p['rows'] for p in parts.read_part_list(t.log_path)['parts']]==[10, 10] and numbers(t)==[*range(25)]
     size = t.log_path.stat().st_size
     assert size==len(lines(map(row, range(20, 25))))
     monkeypatch.setattr(Rotation, 'most_rows', 1000)
@@ -132,15 +132,15 @@ def test_when_lines_are_put_aside(tmp_path, monkeypatch, inline):
     again = begun(tmp_path)
     again + row(25)
     again.barrier()
-    assert len(parts.read_list(t.log_path)['parts'])==2
+    assert len(parts.read_part_list(t.log_path)['parts'])==2
     again + row(26)
     again.barrier()
-    assert [p['rows'] for p in parts.read_list(t.log_path)['parts']]==[10, 10, 7] and again.log_path.stat().st_size==0
+    assert [p['rows'] for p in parts.read_part_list(t.log_path)['parts']]==[10, 10, 7] and again.log_path.stat().st_size==0
     for i in range(27, 40): again + row(i)
     n = next(n for n in range(1, 13) if len(lines(map(row, range(27, 27+n))))>=Rotation.most_bytes)
-    assert numbers(again)==[*range(40)] and [p['rows'] for p in parts.read_list(t.log_path)['parts']]==[10, 10, 7, n]
+    assert numbers(again)==[*range(40)] and [p['rows'] for p in parts.read_part_list(t.log_path)['parts']]==[10, 10, 7, n]
     again.end()
-    assert [p['rows'] for p in parts.read_list(t.log_path)['parts']]==[10, 10, 7, n, 13-n] and again.log_path.stat().st_size==0
+    assert [p['rows'] for p in parts.read_part_list(t.log_path)['parts']]==[10, 10, 7, n, 13-n] and again.log_path.stat().st_size==0
     again + row(40) # it goes on all the same
     assert numbers(again)==[*range(41)] and again.log_path.stat().st_size
     again.end()
@@ -175,9 +175,9 @@ def test_lines_that_stand_aside_come_first(tmp_path, small, inline):
     compaction.rotate(t.log_path)
     again = begun(tmp_path)
     for i in range(10, 50): again + row(i)
-    assert [p['rows'] for p in parts.read_list(t.log_path)['parts']]==[10] and again.log_path.stat().st_size
+    assert [p['rows'] for p in parts.read_part_list(t.log_path)['parts']]==[10] and again.log_path.stat().st_size
     for i in (50, 51): again + row(i)
-    assert [p['rows'] for p in parts.read_list(t.log_path)['parts']]==[10, 42] and numbers(again)==[*range(52)]
+    assert [p['rows'] for p in parts.read_part_list(t.log_path)['parts']]==[10, 42] and numbers(again)==[*range(52)]
 
 def test_one_process_at_a_time(tmp_path, small, monkeypatch):
     "What comes while it works stays lines; in the end it is waited for, but not for ever"
@@ -212,7 +212,7 @@ def test_two_runs_at_once_and_logs_of_ranks(tmp_path, small):
     for t in ts: t.end()
     for r,t in enumerate(ts):
         assert [(x['n'], x['rank']) for x in t.lines()]==[(i, r) for i in range(100)] and t.log_path.stat().st_size==0
-        assert parts.read_list(t.log_path)['group']==parts.group_beside(8)==parts.group_rows//2
+        assert parts.read_part_list(t.log_path)['group']==parts.group_beside(8)==parts.group_rows//2
     assert len(read('a', home=tmp_path, per_rank=True))==200
 
 
@@ -319,7 +319,7 @@ def test_a_forked_process_makes_no_parts(tmp_path):
     p = programs.run(forked, tmp_path)
     assert p.returncode==0, p.stderr[-3000:]
     t = emberTracker('a', tmp_path)
-    assert numbers(t)==[*range(15)] and t.log_path.stat().st_size==0 and [x['rows'] for x in parts.read_list(t.log_path)['parts']]==[10, 5]
+    assert numbers(t)==[*range(15)] and t.log_path.stat().st_size==0 and [x['rows'] for x in parts.read_part_list(t.log_path)['parts']]==[10, 5]
 
 
 # ---- whoever is killed
@@ -357,7 +357,7 @@ def test_a_run_that_is_killed_loses_nothing(tmp_path):
     done(t)
     assert numbers(t)==[*range(n)] and parts.summarize_parts(t.log_path)['rows']==n>100
 
-def named(t): return [p['file'] for p in parts.read_list(t.log_path)['parts']]
+def named(t): return [p['file'] for p in parts.read_part_list(t.log_path)['parts']]
 
 def done(t):
     "Compact, as soon as the process of who was killed has ended"
@@ -459,7 +459,7 @@ def test_whoever_reads_while_lines_are_put_aside_has_them_once(tmp_path, monkeyp
             assert re.search('Read it again|Call scan again', str(e))
             return scanned()
     asked = dict(lines=lambda: numbers(t), last=t.last_step, runs=lambda: runs(tmp_path)['rows'].tolist(), scan=scanned)
-    real,calls,armed = parts.read_list,[0],[None]
+    real,calls,armed = parts.read_part_list,[0],[None]
     def listed(path):
         got = real(path)
         if armed[0] is not None:
@@ -572,11 +572,11 @@ def test_small_parts_are_joined_when_a_run_is_over(tmp_path, monkeypatch):
         if i in (1, 5, 21):
             with t.log_path.open('ab') as f: f.write(b'{"torn\n')
         if i%4==3: t.barrier(); compaction.into_parts(t.log_path, i//4)
-    before,sizes = named(t),[p['rows'] for p in parts.read_list(t.log_path)['parts']]
+    before,sizes = named(t),[p['rows'] for p in parts.read_part_list(t.log_path)['parts']]
     assert sizes==[4]*8 and before==[f'part-{i:05}.parquet' for i in range(8)]
     with t.log_path.open('ab') as f: f.write(b'{"torn\n')
     compaction.into_parts(t.log_path)
-    now = parts.read_list(t.log_path)['parts']
+    now = parts.read_part_list(t.log_path)['parts']
     assert [p['rows'] for p in now]==[8, 8, 8, 8, 4] and [p['last'] for p in now]==[1, 3, 5, 7, 8] and [p['torn'] for p in now]==[2, 0, 1, 0, 1]
     assert numbers(t)==[*range(36)] and t.torn==4 and not set(before)&set(named(t)[:4]) and len(set(named(t)))==5
     again = [named(t), {f: (parts.folder_of(t.log_path)/f).stat().st_mtime_ns for f in named(t)}]
@@ -585,7 +585,7 @@ def test_small_parts_are_joined_when_a_run_is_over(tmp_path, monkeypatch):
     monkeypatch.setattr(compaction, 'most_bytes', now[1]['end'])
     monkeypatch.setattr(compaction, 'most_rows', 1000)
     compaction.into_parts(t.log_path)
-    assert [p['rows'] for p in parts.read_list(t.log_path)['parts']]==[16, 8, 12] # eight rows more would be a byte too many
+    assert [p['rows'] for p in parts.read_part_list(t.log_path)['parts']]==[16, 8, 12] # eight rows more would be a byte too many
 
 @pytest.mark.parametrize('given', range(6))
 def test_parts_that_are_joined_while_they_are_read(given, tmp_path, monkeypatch):

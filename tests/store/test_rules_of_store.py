@@ -7,9 +7,9 @@ from torchember.ground.record import SCHEMA
 from torchember.store.jsonl import last_step, new_run
 from torchember.store.log_file import LatestStep
 from torchember.store.parameters import cut_off, forgotten, frozen, not_called, untrained, why_not
-from torchember.store.lines import parse, parsed
+from torchember.store.lines import parse, parse_blocks
 from torchember.store.reading import frame, with_path
-from torchember.store.table import nodes, one_row_each, whole_tree
+from torchember.store.table import tree_nodes, row_per_module, valid_tree
 
 
 def test_what_the_latest_step_has():
@@ -83,7 +83,7 @@ def test_lines_that_become_rows():
 
     df = with_path(frame([{'module': 'model(N).a(D)', 'ttype': 'output', 'tname': 'output_0', **own} for own in ({}, {'path': 'mine'}, {})]))
     assert df.path.tolist()==['a', 'mine', 'a'] # a row may have its own
-    rows,torn = parsed(lambda: [b'{"a": 1}\n{"a"\n', b'{\n{"a": 2}\n', b'{"a": 3}\n'])
+    rows,torn = parse_blocks(lambda: [b'{"a": 1}\n{"a"\n', b'{\n{"a": 2}\n', b'{"a": 3}\n'])
     assert ([r['a'] for r in rows], torn)==([1, 2, 3], 2) # of all blocks
 
 
@@ -91,12 +91,12 @@ def test_which_row_stands_for_a_module_and_which_modules_there_are():
     "An output before an input before a weight, of equal ones the first; modules in their order, the parents first, up to a number of them"
     rows = [{'module': m, 'ttype': t, 'i': i} for i,(m,t) in enumerate((('a', 'weight'), ('a', 'input'), ('b', 'buffer'), ('a', 'output'), ('a', 'output'),
         ('b', 'weight'), ('b', 'weight'), ('c', 'probe'), ('c', 'x')))]
-    assert {m: r['i'] for m,r in one_row_each(rows).items()}=={'a': 3, 'b': 5, 'c': 7}
+    assert {m: r['i'] for m,r in row_per_module(rows).items()}=={'a': 3, 'b': 5, 'c': 7}
     tree = {'name': 'm', 'children': [{'name': 'm.a', 'path': 'a', 'children': [{'name': 'm.a.x'}, 3]}, {'name': 'm.b', 'short': 'bee', 'aliases': ['c', 4]}]}
-    got = whole_tree(tree)
-    assert [(d, n['name'], n['short'], n['path'], n.get('aliases')) for d,n in nodes(got)]==[(0, 'm', 'm', '', None), (1, 'm.a', 'a', 'a', None),
+    got = valid_tree(tree)
+    assert [(d, n['name'], n['short'], n['path'], n.get('aliases')) for d,n in tree_nodes(got)]==[(0, 'm', 'm', '', None), (1, 'm.a', 'a', 'a', None),
         (2, 'm.a.x', 'x', '', None), (1, 'm.b', 'bee', '', ['c'])]
-    assert [n['name'] for _,n in nodes(whole_tree(tree, 3))]==['m', 'm.a', 'm.b']
+    assert [n['name'] for _,n in tree_nodes(valid_tree(tree, 3))]==['m', 'm.a', 'm.b']
 
 
 def test_why_a_parameter_is_not_trained():

@@ -11,7 +11,7 @@ from torchember import compact, du, mv, read, rm, runs, scan, sync
 from torchember.frames import chunks, listing
 from torchember.store import compaction, parts, shared
 from torchember.store.log_file import last_step_of
-from torchember.store.parts import SharedPart, blocks_of_run, part_file, read_list, summarize_parts
+from torchember.store.parts import SharedPart, blocks_of_run, part_file, read_part_list, summarize_parts
 
 pytestmark = pytest.mark.filterwarnings('ignore::torchember.ground.messages.EmberWarning') # of torn lines, marks that differ, ranks that begin late
 
@@ -59,7 +59,7 @@ def parts_of_lines(data):
 
 def shared_in(home): return sorted(home.glob('log/*/steps-*.parquet'))
 
-def in_shared(paths): return [any('holder' in p for p in (read_list(p) or dict(parts=[]))['parts']) for p in paths]
+def in_shared(paths): return [any('holder' in p for p in (read_part_list(p) or dict(parts=[]))['parts']) for p in paths]
 
 
 @pytest.mark.slow
@@ -105,7 +105,7 @@ def test_some_steps_are_read_from_some_groups_of_each_file(tmp_path, monkeypatch
     got = rows.to_table()
     assert got['mean'].to_pylist()==wanted['mean'].tolist() and got['step'].to_pylist()==wanted['step'].tolist()
     assert len(opened)<=4*len(rows.pruned.chunks)+4 and sum(groups)/len(groups)<.6, (len(opened), len(rows.pruned.chunks), sum(groups)/len(groups))
-    told = read_list(paths[3])
+    told = read_part_list(paths[3])
     one = parts.open_part(paths[3], told['parts'][0], told['id'])
     assert len(one.groups)<len(one.about.rows)/2 and one.rows==told['parts'][0]['rows']
     opened.clear()
@@ -133,7 +133,7 @@ def test_who_is_stopped_in_between_loses_nothing(tmp_path, monkeypatch, when):
     monkeypatch.setattr(shared, 'many_logs', 2)
     compact('a', home=tmp_path)
     assert sum(in_shared(paths))==11 and [texts(p) for p in paths]==before and read('a', home=tmp_path).to_csv()==whole.to_csv()
-    named = {str(part_file(p, part)) for p in paths if read_list(p) for part in read_list(p)['parts']}
+    named = {str(part_file(p, part)) for p in paths if read_part_list(p) for part in read_part_list(p)['parts']}
     assert {str(f) for f in tmp_path.glob('log/*/*.parquet')}=={str(f) for f in map(str, named)} and not list(tmp_path.glob('log/*/.part-*'))
 
 def test_more_rows_come_later(tmp_path):
@@ -174,12 +174,13 @@ def test_somebody_else_writes_parts_meanwhile(tmp_path, monkeypatch, rank):
         return True
     with monkeypatch.context() as m:
         m.setattr(shared, 'has_steps', more)
-        with pytest.raises(BlockingIOError, match='has changed meanwhile. Call compact again'): shared.share(paths)
+        with pytest.raises(BlockingIOError, match='has changed meanwhile. Call compact again'): shared.share_parts(paths)
     assert read('a', home=tmp_path)['step'].max()==77
-    with compaction.lock_folder(parts.folder_of(paths[rank])), pytest.raises(BlockingIOError, match='is being written by another process'): shared.share(paths)
+    lock = compaction.lock_folder(parts.folder_of(paths[rank]))
+    with lock, pytest.raises(BlockingIOError, match='is being written by another process'): shared.share_parts(paths)
     before = [texts(p) for p in paths]
     monkeypatch.setattr(shared, 'many_logs', 1)
-    shared.share(paths)
+    shared.share_parts(paths)
     assert all(in_shared(paths)) and [texts(p) for p in paths]==before and read('a', home=tmp_path)['step'].max()==77
 
 def test_lists_change_while_a_log_is_read(tmp_path):
@@ -189,7 +190,7 @@ def test_lists_change_while_a_log_is_read(tmp_path):
     for p in paths: compaction.into_parts(p)
     reading = [blocks_of_run(p) for p in paths]
     got = [[next(b).parsed()[0] for _ in range(r%3)] for r,b in enumerate(reading)]
-    shared.share(paths)
+    shared.share_parts(paths)
     assert all(in_shared(paths))
     for r,(b,some) in enumerate(zip(reading, got, strict=True)):
         some += [p.parsed()[0] for p in b]
@@ -271,7 +272,7 @@ def test_a_run_that_goes_on_keeps_its_own_parts(tmp_path):
     paths = written(tmp_path, plain=True)
     (tmp_path/'data'/'base_a.rank5.json').write_text(json.dumps(dict(schema=1, pid=os.getpid(), host=socket.gethostname(), start='2026-01-01 00:00:00')))
     compact('a', home=tmp_path)
-    assert not any(in_shared(paths)) and len(read_list(paths[0])['parts'])>1
+    assert not any(in_shared(paths)) and len(read_part_list(paths[0])['parts'])>1
 
 def test_few_logs_or_odd_steps_stay_as_they_are(tmp_path):
     written(tmp_path, ranks=7)
@@ -287,7 +288,7 @@ def test_a_window_has_its_steps_alone(tmp_path):
     paths = written(tmp_path, plain=True, steps=40)
     for r,p in enumerate(paths): p.write_text(''.join(f'{line}\n' for line in p.read_text().splitlines()[:50+6*r] for _ in range(r%4+1)))
     for p in paths: compaction.into_parts(p)
-    files = shared.SharedFiles(some := [shared.LogRows(p, read_list(p), i) for i,p in enumerate(paths)], tmp_path, [])
+    files = shared.SharedFiles(some := [shared.LogRows(p, read_part_list(p), i) for i,p in enumerate(paths)], tmp_path, [])
     found = []
     for tables in shared.windows([log.begin(files.table) for log in some], 200):
         steps = [s for t in tables for s in t['step'].to_pylist()]

@@ -16,7 +16,7 @@ from itertools import count
 import numpy as np
 
 from ..frames.files import write_parquet
-from ..frames.logframe import EXP, META, STAT, dotted, named, ours, to_logframe
+from ..frames.logframe import EXP, META, STAT, dotted, stat_names, ours, to_logframe
 from ..ground.choose import Selection, select
 from ..measure.columns import sets
 from ..sinks.wandb import Wandb
@@ -60,7 +60,7 @@ def stash_scalar_stats(
     Returns:
         Statistic -> number
     """
-    return {named.get(k, k): v for k,v in find_library(tensor).scalars(tensor).items()}
+    return {stat_names.get(k, k): v for k,v in find_library(tensor).scalars(tensor).items()}
 
 def stash_hist(
     tensor, # Any tensor

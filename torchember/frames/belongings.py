@@ -10,15 +10,15 @@ import os, shutil, time
 from fnmatch import fnmatchcase
 from socket import gethostname
 
-from torchember.frames.handle import is_pattern, is_run_name, log_names, read_facts, without_ranks
+from torchember.frames.handle import is_glob, is_run_name, log_names, read_facts, without_ranks
 from torchember.frames.listing import counted, is_running, stat_file
 from torchember.ground.messages import an, printable, unknown
 from torchember.ground.needs import needs
-from torchember.store.anywhere import entries, file_size, file_there, is_url
+from torchember.store.anywhere import list_folder, file_size, file_exists, is_url
 from torchember.store.base import folder, portable_name, safe_name
 from torchember.store.jsonl import taken, tracker
 from torchember.store.log import flush_logs
-from torchember.store.parts import read_list
+from torchember.store.parts import read_part_list
 
 # %% ../../nbs/50_frames/06_belongings.ipynb #251838a5
 metadata_kinds = ('base', 'structure', 'parameters', 'ranks', 'vis', 'sync', 'sent')
@@ -39,10 +39,10 @@ class Home:
         self.log,self.data = self.place/'log',self.place/'data'
         flush_logs(self.log)
         self.logs,self.parts,self.metadata,self.taken = set(),set(),{},set(taken) # names of logs and of folders of parts; log -> its files of metadata
-        for f in entries(self.log):
+        for f in list_folder(self.log):
             if f.name.endswith('.parts') and f.is_dir(follow_symlinks=False): self.parts.add(f.name.removesuffix('.parts'))
             elif not f.is_dir(follow_symlinks=False) and not f.name.endswith('_latest') and is_run_name(f.name): self.logs.add(f.name)
-        files = [f for f in entries(self.data) if f.name.endswith('.json') and f.is_file(follow_symlinks=False)]
+        files = [f for f in list_folder(self.data) if f.name.endswith('.json') and f.is_file(follow_symlinks=False)]
         bases = {f.name[5:-5] for f in files if f.name.startswith('base_')}
         self.bases = {n for n in bases if n in self.logs or is_run_name(n) and 'schema' in read_facts(n, self.data)[0]} # others may be a user's
         self.older = {n for n in log_names(home) if n not in self.logs}
@@ -67,7 +67,7 @@ class Home:
         if not isinstance(run, str): raise TypeError(f"a run is a name, a pattern, a torchEmber or its te.t, or a list of these, got {an(run)}.")
         if self.members(run): return [run]
         known = without_ranks(sorted(self.names))
-        some = [n for n in known if fnmatchcase(n, run)] or [n for n in sorted(self.names) if fnmatchcase(n, run)] if is_pattern(run) else []
+        some = [n for n in known if fnmatchcase(n, run)] or [n for n in sorted(self.names) if fnmatchcase(n, run)] if is_glob(run) else []
         if not some: raise FileNotFoundError(f"{unknown('run', run, known)} Looked in {printable(self.log)}.")
         return some
 
@@ -104,7 +104,7 @@ def run_sizes(h, run):
         for kind,paths in h.files(name).items():
             out[kind] += sum(file_size(p) if is_url(p) else os.lstat(p).st_size for p in paths)
             out['files'] += len(paths)
-        if name in h.older: out['log'] += sum(f.stat(follow_symlinks=False).st_size for f in entries(h.log/name))
+        if name in h.older: out['log'] += sum(f.stat(follow_symlinks=False).st_size for f in list_folder(h.log/name))
     return dict(name=run, ranks=len(members), **out, size=out['log']+out['parts']+out['latest']+out['metadata'])
 
 # %% ../../nbs/50_frames/06_belongings.ipynb #b700000c
@@ -126,15 +126,15 @@ def refuse_written(h, name):
     pid,host = base.get('pid'),printable(base.get('host', ''))
     if is_running(base) and pid==os.getpid(): raise ValueError(f"{text}, by this process. End it first: te.close().")
     if is_running(base): raise ValueError(f"{text}, by process {pid} on this machine. Let it end, or end it: kill {pid}.")
-    if 'end' in base or 'pid' not in base or not file_there(h.log/name): return
+    if 'end' in base or 'pid' not in base or not file_exists(h.log/name): return
     ago = time.time()-stat_file(h.log/name).st_mtime
     if ago<recent and base.get('host')!=gethostname():
         raise ValueError(f"{text}, perhaps: it began on {host}, has not said that it has ended, and got rows {ago:.0f} s ago. "
             f"End it there, or come again when it has got none for {recent//60} minutes.")
 
 def refuse_shared(h, name, names):
-    "Raise ValueError for the log of one rank whose rows are in a file with those of other ranks."
-    listing = None if name in h.older else read_list(h.log/name)
+    "Raise ValueError for the log of one rank with rows in a shared file."
+    listing = None if name in h.older else read_part_list(h.log/name)
     if listing is None or not any('holder' in p for p in listing['parts']): return
     [whole] = without_ranks([name])
     if set(h.members(whole))<=set(names): return
@@ -153,7 +153,7 @@ def runs_to_change(run, home):
     return h,names
 
 def forget_file(path):
-    "Forget what this process knows of a file that no longer exists."
+    "Forget all facts about a file that no longer exists."
     taken.discard(path)
     for known in [k for k in counted if str(k[0])==str(path)]: del counted[known]
 
@@ -162,7 +162,7 @@ def rm(
     run, # Name of a run, a pattern such as 'GPT*', an ember, a tracker, or a list of these
     home=None # Folder of logs, instead of `~/.torchember`
 ): # pandas.DataFrame: the rows of `du`
-    """Remove runs with all their files, without a question, and print what was removed. ValueError for a run that is being written: then none is removed
+    """Remove runs with all their files, and print the names. ValueError for a run that is being written: then none is removed
 
     Args:
         run: Name of a run, a pattern such as 'GPT*', an ember, a tracker, or a list of these
@@ -190,7 +190,7 @@ def mv(
     name:str, # New name
     home=None # Folder of logs, instead of `~/.torchember`
 ) -> str: # The new name
-    """Rename a run with all its files. ValueError for a run that is being written, FileExistsError for a name that is taken
+    """Rename a run with all its files. ValueError for a running run, FileExistsError for an existing name
 
     Args:
         run: Name of a run, an ember, a tracker

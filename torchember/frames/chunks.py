@@ -22,7 +22,7 @@ from torchember.ground.messages import printable
 from torchember.ground.needs import needs
 from torchember.ground.record import column_order, identity
 from torchember.measure.summary import derived
-from torchember.store.anywhere import file_size, is_there, is_url, opened
+from torchember.store.anywhere import file_size, path_exists, is_url, open_file
 from torchember.store.base import read_meta
 from torchember.store.columns import Expected, Missing, none
 from torchember.store.compaction import next_lines
@@ -57,7 +57,7 @@ class Segment:
     def lines(self):
         while True:
             path,start = self.locate()
-            with opened(path) as f:
+            with open_file(path) as f:
                 f.seek(start)
                 data = f.read(self.end-self.start)
             if self.locate()==(path, start): break # otherwise the lines were put aside meanwhile
@@ -65,7 +65,7 @@ class Segment:
         return data if data.endswith(b'\n') else data+b'\n'
 
     def locate(self):
-        "Return the file that has the lines now, and their first byte in it. Lines that were put aside are in another file."
+        "Return the current file of the lines, and their first byte in it. Lines may have been put aside."
         if self.log is None or is_url(self.log): return self.path, self.start
         listing,files = parts_and_lines(self.log)
         at,first,end = (listing or {}).get('removed', 0),self.before+self.start,self.before+self.end
@@ -129,14 +129,14 @@ def step_bounds(ranges):
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #1698eed2
 class LineIndex:
-    "What the lines of a file contain, as far as they were read."
+    "Segments and columns of the lines of a file, as far as they were read."
     def __init__(self, start, rows, expected): # start: first byte; rows: of a segment; expected: `Expected`
         self.start = self.at = start
         self.rows,self.expected,self.contents,self.tail = rows,expected,LogContents(),b''
 
     def read_to(self, path, stop):
         "Read on up to a byte. Return the `LogContents` up to there."
-        with opened(path) as f:
+        with open_file(path) as f:
             f.seek(self.at-len(self.tail))
             if self.at>stop or f.read(len(self.tail))!=self.tail: self.__init__(self.start, self.rows, Expected()) # another log has replaced the file
             while self.at<stop:
@@ -198,7 +198,7 @@ def inspect_files(log, listing, files, size, rows, expected):
             segment = Segment(part_file(log.path, entry), *size_and_steps, tuple(entry.items()), listing['id'])
             out.add([segment], kinds_of_part(part), part.layouts.keys())
     for path,start in files:
-        end = file_size(path) if path is not None and is_there(path) else 0
+        end = file_size(path) if path is not None and path_exists(path) else 0
         stop = end if size is None or path!=log.path else min(size, end)
         if stop>start:
             segments,*more = index_lines(path, start, stop, rows, expected or Expected())

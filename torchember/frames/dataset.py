@@ -18,7 +18,7 @@ from torchember.frames.chunks import chunk_table, output_schema
 
 # %% ../../nbs/50_frames/08_dataset.ipynb #08285e27
 class ChunkIndex:
-    "A function of a condition that returns the chunks that may have matching rows."
+    "A function of a condition. It returns the chunks with possibly matching rows."
     def __init__(self, chunks, schema): # list of `Chunk`; schema of the table
         self.chunks,self.fs,parquet = chunks,LocalFileSystem(),ds.ParquetFileFormat()
         fragments = [parquet.make_fragment(str(i), self.fs, partition_expression=partition_of(c, schema)) for i,c in enumerate(chunks)]
@@ -44,7 +44,7 @@ def testable_values(values, kind, steps):
 
 # %% ../../nbs/50_frames/08_dataset.ipynb #4661a7e4
 class ChunkReader:
-    "A function of a chunk that returns its rows as a table, after a `Choice`. It can be sent to another process."
+    "A function of a chunk. It returns the rows after a `Choice` as a table, and can be sent to another process."
     def __init__(self, fields, choice=None, every=None): # column -> kind of the columns to return; `Choice`; column -> kind of all columns
         self.fields,self.choice,self.every = fields,choice or Choice(),every or fields
 

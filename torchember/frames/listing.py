@@ -15,7 +15,7 @@ from torchember.frames.handle import is_run_name, log_files, older_runs, open_ru
 from torchember.ground.messages import printable
 from torchember.ground.needs import needs
 from torchember.processes.module_names import join_names, join_ranks
-from torchember.store.anywhere import answer, entries, file_size, is_there, is_url, opened
+from torchember.store.anywhere import ask_store, list_folder, file_size, path_exists, is_url, open_file
 from torchember.store.base import folder, read_meta, safe_name
 from torchember.store.compaction import into_parts
 from torchember.store.jsonl import emberTracker
@@ -23,7 +23,7 @@ from torchember.store.log import flush_logs
 from torchember.store.log_file import last_in, last_step_of
 from torchember.store.older import is_older, size_and_rows
 from torchember.store.parts import group_beside, many_logs, parts_and_lines, size_if_there, summarize_parts
-from torchember.store.shared import share
+from torchember.store.shared import share_parts
 
 # %% ../../nbs/50_frames/04_listing.ipynb #661e914e
 counted = {} # (file, first byte, bytes removed before) -> (bytes counted, lines)
@@ -32,7 +32,7 @@ def count_lines(path, size, start=0, removed=0):
     "Return the number of lines of a file from a byte on."
     done,n = counted.get((path, start, removed), (start, 0))
     if size<done: done,n = start,0
-    with opened(path, buffering=0) as f:
+    with open_file(path, buffering=0) as f:
         f.seek(done)
         left = size-done
         while left>0 and (data := f.read(min(left, 1<<20))): n,left = n+data.count(b'\n'),left-len(data)
@@ -45,7 +45,7 @@ def estimate_lines(path, size, start=0, removed=0):
     "Return the number of lines of a file. Estimate it from the last 1 MB if more than 16 MB are uncounted."
     done,n = counted.get((path, start, removed), (start, 0))
     if size-done<=most_counted: return count_lines(path, size, start, removed)
-    with opened(path, buffering=0) as f:
+    with open_file(path, buffering=0) as f:
         f.seek(size-(1<<20))
         data = f.read(1<<20)
     return n+round((size-done)*data.count(b'\n')/len(data))
@@ -66,14 +66,14 @@ def estimate_rows(path):
 
 def count_steps(path, size):
     "Return the number of steps of a log, from its last lines: steps only grow."
-    with opened(path, buffering=0) as f:
+    with open_file(path, buffering=0) as f:
         f.seek(max(size-4096, 0))
         last = last_in(f.read(4096))
     return (last if last>=0 else last_step_of(path))+1
 
 # %% ../../nbs/50_frames/04_listing.ipynb #5befa20d
 def process_exists(pid, host):
-    "Return True if a process runs, as far as this machine can tell."
+    "Return True if a process runs, as far as this machine knows."
     if host!=gethostname() or not isinstance(pid, int) or not 0<pid<2**31: return False
     if os.name=='nt': return True # Windows has no signal that is harmless
     try: os.kill(pid, 0)
@@ -90,7 +90,7 @@ def model_class(name, data, base):
     "Return the class name of a run's model, from its metadata."
     if 'model' in base: return printable(base['model'], 200)
     try:
-        with opened(data/f'structure_{name}.json') as f: text = f.read(4096).decode(errors='replace')
+        with open_file(data/f'structure_{name}.json') as f: text = f.read(4096).decode(errors='replace')
     except OSError: return None
     found = re.search(r'"name": "[^"(]*\((.*?)\)"', text)
     return printable(found[1], 200) if found else None
@@ -99,7 +99,7 @@ def format_time(seconds): return datetime.fromtimestamp(seconds).strftime('%Y-%m
 
 def stat_file(path):
     "Return mode, size and time of a file or URL, as `os.stat` does."
-    return answer(path, path.stat) if is_url(path) else os.stat(path)
+    return ask_store(path, path.stat) if is_url(path) else os.stat(path)
 
 def describe_log(name, place):
     "Return a row of `runs` for the log `name` in the home `place`. Raise an error if the log cannot be read."
@@ -123,7 +123,7 @@ def try_describe_log(name, place):
     try: return describe_log(name, place)
     except Exception as e: # one odd file must not hide the other runs
         path = place/'log'/name
-        if not is_there(path): return None
+        if not path_exists(path): return None
         size = file_size(path) if is_url(path) else os.lstat(path).st_size
         return dict(name=printable(name), model=None, ranks=1, steps=0, rows=0, size=size, running=False, problem=printable(explain(path, e)))
 
@@ -132,8 +132,8 @@ def explain(path, error):
     return error if isinstance(error, ValueError|OSError) else f'{type(error).__name__}: {error}'
 
 def runs_without_log(place, names):
-    "Return rows for runs that have only metadata, as after an interrupted `rm`. `names`: logs that exist."
-    files = entries(place/'data')
+    "Return rows for runs with metadata only, as after an interrupted `rm`. `names`: existing logs."
+    files = list_folder(place/'data')
     bases = [f.name[5:-5] for f in files if f.name.startswith('base_') and f.name.endswith('.json') and f.is_file(follow_symlinks=False)]
     rows = []
     for n in filter(is_run_name, sorted({*bases}-names)):
@@ -193,7 +193,7 @@ def list_runs(home=None):
 def runs(
     home=None # Folder of logs, instead of `~/.torchember`
 ): # pandas.DataFrame: name, model, ranks (processes), steps, rows, size (bytes), start, end, running, problem (None if there is none)
-    """List the runs of a home, the newest first. A run that cannot be read has a `problem`. Rows of a long run that was killed are estimated
+    """List the runs of a home, the newest first, with the `problem` of each run that cannot be read. Rows of a long killed run are estimated
 
     Args:
         home: Folder of logs, instead of `~/.torchember`
@@ -232,7 +232,7 @@ def compact(
             continues = may_continue(read_facts(t.fname, t.data)[0])
             into_parts(log.path, last_step_of(log.path) if continues else None, keep, group_beside(len(logs)))
             is_over = is_over and not continues
-        if is_over and len(logs)>=many_logs and not is_url(r.path): share([log.path for log in logs])
+        if is_over and len(logs)>=many_logs and not is_url(r.path): share_parts([log.path for log in logs])
         for log in logs:
             parts = summarize_parts(log.path)
             out.append(dict(name=log.name, rows=parts['rows'], parquet=parts['size'], lines=file_size(log.path)))

@@ -8,7 +8,7 @@ __all__ = ['read', 'wide', 'rows_of_type', 'pivot']
 # %% ../../nbs/50_frames/05_logs.ipynb #b1b72a47
 import numpy as np
 
-from torchember.frames.choice import Choice, NothingChosen, as_list, explain_empty, no_rows_message
+from torchember.frames.choice import Choice, NothingChosen, to_list, explain_empty, no_rows_message
 from torchember.frames.handle import open_runs, values_of_conditions
 from torchember.frames.tables import as_names, clean_types, concat_tables, is_vectors, not_measured, not_recorded, select_columns
 from torchember.frames.words import earlier_calls
@@ -76,12 +76,12 @@ def number_layers(df):
     return label, [name(o) for o in one]
 
 def select_paths(df, path, what='path matches'):
-    "Return the rows whose path matches. Raise ValueError for no rows; `what` names the condition in the message."
+    "Return the rows with a matching path. Raise ValueError if there are none; `what` names the condition in the message."
     if path is None: return df
     paths = df['path'].astype(str)
     known = list(dict.fromkeys(paths))
     if not (kept := Choice(path=path).select_paths(known)):
-        first = next(iter(as_list(path)), '')
+        first = next(iter(to_list(path)), '')
         raise ValueError(unknown(what, getattr(first, 'pattern', first), known))
     return df[paths.isin(kept).to_numpy()]
 

@@ -17,12 +17,12 @@ from torchember.frames.handle import read_facts
 from torchember.frames.listing import may_continue
 from torchember.ground.messages import printable, warn
 from torchember.ground.record import plain
-from torchember.store.anywhere import Elsewhere, answer, entries, file_size, is_url, opened, remove
+from torchember.store.anywhere import StoreError, ask_store, list_folder, file_size, is_url, open_file, remove_remote
 from torchember.store.base import folder, now, read_meta, replace
 from torchember.store.compaction import most_bytes, next_lines, rows_before, step_of
 from torchember.store.log import flush_logs
 from torchember.store.log_file import last_step_of
-from torchember.store.parts import arrow_table, part_file, parts_and_lines, read_list, write_part
+from torchember.store.parts import arrow_table, part_file, parts_and_lines, read_part_list, write_part
 
 # %% ../../nbs/50_frames/08_moving.ipynb #d21ae5b1
 class Fingerprint(NamedTuple):
@@ -47,11 +47,11 @@ class Piece:
     def bytes(self): return Path(self.file).read_bytes() if self.data is None else self.data
 
 def read_blocks(path, block=1<<23):
-    with opened(path) as f:
+    with open_file(path) as f:
         while data := f.read(block): yield data
 
 def md5_in(info):
-    "Return the MD5 hash in what a store says of a file; None if there is none."
+    "Return the MD5 hash in the information of a store, None if there is none."
     tag = str(info.get('ETag') or info.get('etag') or '').strip('"').lower()
     if re.fullmatch('[0-9a-f]{32}', tag): return tag
     try: return base64.b64decode(info['md5Hash']).hex()
@@ -81,9 +81,9 @@ class Target:
                 nap = min(2*nap, 10)
 
     def info(self, rel):
-        "Return what the store says of a file, None if there is no file."
+        "Return size and hashes of a file there, None if there is no file."
         path = self.path(rel)
-        try: return self.retry(lambda: answer(path, lambda: path.fs.info(path.path)) if is_url(path) else dict(size=os.path.getsize(path)))
+        try: return self.retry(lambda: ask_store(path, lambda: path.fs.info(path.path)) if is_url(path) else dict(size=os.path.getsize(path)))
         except FileNotFoundError: return None
 
     def has(self, rel, fingerprint, deep=True):
@@ -104,13 +104,13 @@ class Target:
         for _ in range(2):
             self.retry(lambda: self.write(self.path(rel), piece))
             if self.has(rel, piece.fingerprint): return
-        raise Elsewhere(f"{printable(self.path(rel))} was sent twice, and is not what was sent.")
+        raise StoreError(f"{printable(self.path(rel))} was sent twice, and is not what was sent.")
 
     def write(self, path, piece):
         if piece.size<=1<<26 or not is_url(path): return replace(path, piece.bytes())
         with tempfile.NamedTemporaryFile() as f: # larger files are sent in several requests
             if piece.file is None: f.write(piece.data), f.flush()
-            answer(path, lambda: path.fs.put_file(str(piece.file or f.name), path.path), 'written')
+            ask_store(path, lambda: path.fs.put_file(str(piece.file or f.name), path.path), 'written')
 
     def read_json(self, rel):
         "Return the content of a JSON file there, None if it cannot be read."
@@ -118,7 +118,7 @@ class Target:
         except (KeyError, ValueError): return None
 
     def remove(self, rel):
-        if is_url(self.home): return self.retry(lambda: remove(self.path(rel)))
+        if is_url(self.home): return self.retry(lambda: remove_remote(self.path(rel)))
         self.path(rel).unlink(missing_ok=True)
 
 # %% ../../nbs/50_frames/08_moving.ipynb #3c61f2d4
@@ -139,7 +139,7 @@ class LogLines:
         stop,out = min(self.at+n, self.end),[]
         for f,a,b in self.spans:
             if (start := max(self.at, a))<(end := min(stop, b)):
-                with opened(f) as file:
+                with open_file(f) as file:
                     file.seek(start-a)
                     out.append(file.read(end-start))
         data = b''.join(out)
@@ -250,7 +250,7 @@ class OneLog:
         return dict(name=self.name, files=len(self.files), size=sum(f['size'] for f in self.files.values()), sent=self.sent, bytes=self.bytes, over=self.over)
 
     def list_there(self):
-        try: return self.to.retry(lambda: read_list(self.to.path(f'log/{self.name}')))
+        try: return self.to.retry(lambda: read_part_list(self.to.path(f'log/{self.name}')))
         except ValueError: return None
 
     def send(self, rel, piece):
@@ -316,7 +316,7 @@ class OneLog:
         self.send(parts_json, json_piece(listing))
 
     def send_metadata(self):
-        "Send the files beside the log, last the one that says that the run is over."
+        "Send the files beside the log. The file with the end of the run is the last."
         for p in self.h.metadata.get(self.name, ()):
             if p.name not in (f'sync_{self.name}.json', f'base_{self.name}.json'): self.send_small(p, 'data/')
         self.send_small(self.path.with_name(f'{self.name}_latest'), 'log/')
@@ -333,7 +333,7 @@ class OneLog:
         for rel in [*self.noted, *(gone if self.over else ())]:
             if rel not in self.files and rel.startswith(self.folder): gone.setdefault(rel, at)
         if self.over and self.sent: # also files of an interrupted `sync`
-            left = self.to.retry(lambda: entries(self.to.path(self.folder.rstrip('/'))))
+            left = self.to.retry(lambda: list_folder(self.to.path(self.folder.rstrip('/'))))
             gone |= {self.folder+e.name: at for e in left if e.name.startswith(('sync-', 'lines-')) and self.folder+e.name not in self.files}
         away = [rel for rel,since in gone.items() if rel not in self.files and rel.startswith(self.folder) and (self.over or at-since>60)]
         for rel in away: self.to.remove(rel)
@@ -352,7 +352,7 @@ def sync(
     parquet:bool=True, # Send lines as Parquet parts if a log has more than 1 MB of them
     patience:float=60 # Seconds to retry while a store does not answer
 ): # A list of dicts, one for each log: name, files, size, sent, bytes sent, over. With `every`, an object with `.stop()` and `.error`
-    """Copy runs, with everything that belongs to them, to a home elsewhere. Files that are there already, by size and hash, are not sent again
+    """Copy runs with all their files to a home elsewhere. Files of equal size and hash are not sent again
 
     Args:
         run: Name of a run, a pattern such as 'GPT*', an ember, a tracker, or a list of these
@@ -412,7 +412,7 @@ def sync_lock(h, name, target):
     except OSError: yield; return # a disk that cannot be written
     def lock():
         try: fcntl.flock(f, fcntl.LOCK_EX|fcntl.LOCK_NB)
-        except BlockingIOError: raise Elsewhere(f"{printable(name)} is being brought elsewhere by another process.") from None
+        except BlockingIOError: raise StoreError(f"{printable(name)} is being brought elsewhere by another process.") from None
     with f:
         target.retry(lock)
         yield

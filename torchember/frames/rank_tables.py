@@ -17,7 +17,7 @@ from torchember.processes.axes import validate_metadata
 from torchember.store.columns import columns_of_lines
 from torchember.store.parts import SharedPart
 from torchember.store.reading import table_of_columns, without_superseded
-from torchember.store.table import nodes, whole_tree
+from torchember.store.table import tree_nodes, valid_tree
 
 # %% ../../nbs/50_frames/03_rank_tables.ipynb #3f81c57f
 def drop_invalid_rows(df):
@@ -101,7 +101,7 @@ def rename_parameter(p, names):
     return {**p, 'path': names.get(p['path'], p['path'])} | ({'also': [names.get(path, path)+dot+n for path,dot,n in also]} if also else {})
 
 def merge_parameter(ps):
-    "Return what several ranks know of one parameter. A fact that no rank knows stays unknown."
+    "Merge the facts of several ranks about one parameter. A fact unknown to all ranks stays unknown."
     def any_of(k): return next((v for v in (True, False) if any(p.get(k) is v for p in ps)), None)
     out = {**ps[0], **{k: any_of(k) for k in ('requires_grad', 'optimizer', 'gradient', 'called')}}
     if any(p.get('recorded') is not False for p in ps): out.pop('recorded', None)
@@ -112,7 +112,7 @@ def merge_trees(trees, names):
     "Return the module tree of all ranks; None if no rank has one. `trees`: rank -> metadata 'structure'. `names`: as `whole_model_paths` returns it."
     found = {}
     for rank,tree in trees.items():
-        for _,node in nodes(whole_tree(tree) or {}):
+        for _,node in tree_nodes(valid_tree(tree) or {}):
             if 'path' not in node: continue
             path = names.get(rank, {}).get(node['path'], node['path'])
             if path in found: continue

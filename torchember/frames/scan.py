@@ -9,7 +9,7 @@ __all__ = ['scan', 'query']
 from dataclasses import replace
 from itertools import chain
 
-from torchember.frames.choice import Choice, as_list
+from torchember.frames.choice import Choice, to_list
 from torchember.frames.chunks import (common_kind, inspect_log, make_chunks, most_merged, most_rows, output_columns, output_marks,
     rank_metadata, step_bounds)
 from torchember.frames.handle import open_runs
@@ -58,7 +58,7 @@ def select_fields(fields, columns):
     "Return the columns that the user asked for, in this order. Raise ValueError for an unknown column."
     if columns is None: return fields
     if callable(columns): return {k: kind for k,kind in fields.items() if k=='run' or columns(k)}
-    asked = as_list(columns)
+    asked = to_list(columns)
     for c in asked:
         if c not in fields: raise ValueError(not_recorded(c, list(fields), 'column'))
     return {k: fields[k] for k in dict.fromkeys(['run']*('run' in fields and 'run' not in asked)+asked)}
@@ -117,7 +117,7 @@ def polars_frame(chunks, reader):
 def never_missing(k): return k in ('step', *bad) # columns that stay whole numbers
 
 class PandasReader:
-    "A function of a chunk that returns a pandas table, with the same types for each chunk. It can be sent to another process."
+    "A function of a chunk. It returns a pandas table with fixed types, and can be sent to another process."
     def __init__(self, reader): self.reader = reader
 
     def __call__(self, chunk, columns=None): return self.convert(self.reader(chunk, columns))

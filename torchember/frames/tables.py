@@ -71,7 +71,7 @@ def table_of_blocks(blocks, file=None, keep=None, only=None, expected=None): # a
     return without_superseded(table_of_columns(columns, layouts, n))
 
 class ColumnFilter:
-    "Contains the columns that a function of the name selects, and those that reading always needs."
+    "Contains the columns with a matching name, and those needed for reading."
     def __init__(self, f): self.f = f
     def __contains__(self, name): return name in columns_to_read(()) or name=='run' or self.f(name)
 

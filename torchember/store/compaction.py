@@ -15,10 +15,10 @@ import numpy as np
 
 from torchember.ground.messages import printable
 from torchember.ground.needs import needs
-from torchember.store.anywhere import entries, file_size, is_url, opened, remove
+from torchember.store.anywhere import list_folder, file_size, is_url, open_file, remove_remote
 from torchember.store.base import replace, write_meta
-from torchember.store.lines import is_step, longest_line, row_or_none
-from torchember.store.parts import Part, arrow_table, aside_file, folder_of, group_rows, lines_after, read_list, write_part
+from torchember.store.lines import is_step, longest_line, try_parse
+from torchember.store.parts import Part, arrow_table, aside_file, folder_of, group_rows, lines_after, read_part_list, write_part
 
 # %% ../../nbs/30_store/10_compaction.ipynb #61d8beb3
 most_rows,most_bytes = 1<<17,1<<25 # of lines that become one part
@@ -39,7 +39,7 @@ def rows_before(data, last):
     "Parse lines up to the first row of the step `last`; all lines if it is None. Return rows, number of torn lines, and bytes of these lines."
     rows,torn,size = [],0,0
     for line in data.split(b'\n'):
-        row = row_or_none(line) if line.strip() and len(line)<=longest_line else None
+        row = try_parse(line) if line.strip() and len(line)<=longest_line else None
         if last is not None and step_of(row)==last: return rows, torn, size
         size += len(line)+1
         if row is not None: rows.append(row)
@@ -52,7 +52,7 @@ def write_list(path, listing): write_meta(folder_of(path)/'parts.json', {k: v fo
 def new_list(path, group): return dict(run=path.name, id=token_hex(16), removed=0, parts=[], end=0, group=group)
 
 def free_name(parts):
-    "Return a name that no part has, and no part had that was joined to another."
+    "Return an unused name for a part. Names of joined parts are not used again."
     return f"part-{max((int(p['file'][5:-8]) for p in parts if re.fullmatch('part-[0-9]+[.]parquet', p['file'])), default=-1)+1:05}.parquet"
 
 def store_part(path, listing, rows, **entry):
@@ -66,7 +66,7 @@ def make_parts(path, listing, file, base, last):
     """Make parts of the lines of a file that no part has. Return the new list.
 
     `base`: bytes of the log before this file. `last`: step that is not over; None if the run is over."""
-    with opened(file) as f:
+    with open_file(file) as f:
         size = file_size(file) if is_url(file) else os.fstat(f.fileno()).st_size
         while (start := listing['end'])-base<size:
             data = next_lines(f, start-base, size)
@@ -121,11 +121,11 @@ def sync_list(path):
 # %% ../../nbs/30_store/10_compaction.ipynb #5aedbdf0
 def compact_url(path, last=None, keep=False, group=group_rows):
     "Make parts of the lines of a log behind a URL. Arguments as in `into_parts`."
-    listing = read_list(path) or new_list(path, group)
+    listing = read_part_list(path) or new_list(path, group)
     if listing.get('aside'): return # `sync` has made the parts, and continues
     known = [p['file'] for p in listing['parts']]
-    for e in entries(folder_of(path)): # left by a killed process
-        if e.name.endswith('.parquet') and e.name not in known: remove(e.path)
+    for e in list_folder(folder_of(path)): # left by a killed process
+        if e.name.endswith('.parquet') and e.name not in known: remove_remote(e.path)
     if not listing.get('alone'):
         lines_after(path, listing)
         listing = make_parts(path, listing, path, listing['removed'], last)
@@ -177,7 +177,7 @@ def into_parts(path, last=None, keep=False, group=group_rows):
     path = Path(path)
     folder_of(path).mkdir(exist_ok=True)
     with lock_folder(folder_of(path)):
-        listing = read_list(path) or new_list(path, group)
+        listing = read_part_list(path) or new_list(path, group)
         clear_up(path, listing)
         aside = aside_file(path, listing)
         if same_file(path, aside): aside.unlink()
@@ -193,7 +193,7 @@ def rotate(path, group=group_rows):
     "Put the lines of a log aside, for `compact_aside`. Return False if earlier lines are still aside. Nothing may append during the call."
     folder_of(path).mkdir(exist_ok=True)
     with lock_folder(folder_of(path)):
-        listing = read_list(path) or new_list(path, group)
+        listing = read_part_list(path) or new_list(path, group)
         aside = aside_file(path, listing)
         if os.path.exists(aside) and os.path.exists(path) and not os.path.samefile(path, aside): return False
         lines_after(path, listing)
@@ -203,9 +203,9 @@ def rotate(path, group=group_rows):
 
 def compact_aside(path):
     "Make parts of the lines that were put aside, and delete these lines."
-    if read_list(path) is None: return
+    if read_part_list(path) is None: return
     with lock_folder(folder_of(path)):
-        listing = read_list(path)
+        listing = read_part_list(path)
         clear_up(path, listing)
         aside = aside_file(path, listing)
         if os.path.exists(aside) and not same_file(path, aside): remove_lines(path, listing)

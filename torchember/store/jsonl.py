@@ -12,13 +12,13 @@ from socket import gethostname
 
 from torchember.ground.messages import an, printable, unknown
 from torchember.ground.record import line_of, load_row, unmarkable
-from torchember.store.anywhere import entries, file_there, is_there, is_url
-from torchember.store.base import check_writable, facts, folder, local_only, now, portable_name, read_meta, run_name, safe_name, write_meta
-from torchember.store.lines import blocks_of, is_step, parse, parsed
+from torchember.store.anywhere import list_folder, file_exists, path_exists, is_url
+from torchember.store.base import check_writable, valid_facts, folder, local_only, now, portable_name, read_meta, run_name, safe_name, write_meta
+from torchember.store.lines import line_blocks, is_step, parse, parse_blocks
 from torchember.store.listeners import Listener
 from torchember.store.log import Log, UrlLog, call_each, flush_logs, listen_to_run
 from torchember.store.older import first_lines, is_first, is_older, older_blocks
-from torchember.store.reading import frame, table, with_path, without_superseded
+from torchember.store.reading import frame, table_of_lines, with_path, without_superseded
 from torchember.store.rotation import check_store
 from torchember.store.table import tree_in, tree_table
 
@@ -46,7 +46,7 @@ class Metadata:
             raise
 
     def begin(self, base, more):
-        try: earlier = {k:v for k,v in facts(self[self.name('base')]).items() if k not in facts_at_end}
+        try: earlier = {k:v for k,v in valid_facts(self[self.name('base')]).items() if k not in facts_at_end}
         except (KeyError, ValueError, OSError): earlier = {} # no file, or one that cannot be read
         self.known = {'base': {**base, **earlier, 'pid': os.getpid(), 'host': gethostname()}, **more}
         self.unwritten = set(self.known)
@@ -74,7 +74,7 @@ class StoredRun:
     def __init__(self, libname, fname, home, **how): # how: as in `Log`
         safe_name(fname, 'run')
         self.libname,self.dir = libname,folder(libname, home)
-        if not file_there(self.dir/'log'/fname): portable_name(fname)
+        if not file_exists(self.dir/'log'/fname): portable_name(fname)
         self.home,self.log,self.data = self.dir.parent,self.dir/'log',self.dir/'data'
         self.about = Metadata(self.data, lambda: self.fname)
         self.file = UrlLog(self.log/fname) if is_url(self.dir) else Log(self.log/fname, first=self.about.write, **how)
@@ -112,7 +112,7 @@ class StoredRun:
 
     def blocks(self, after=(0, 0)):
         "Yield the rows of the run in blocks, also rows that the disk has not accepted. `after`: bytes of the log and rows to skip."
-        if self.older(): return older_blocks(self.log_path) if self.folder else first_lines(blocks_of(self.log_path))
+        if self.older(): return older_blocks(self.log_path) if self.folder else first_lines(line_blocks(self.log_path))
         return self.file.disk.rows(after)
 
     def require_exists(self):
@@ -122,7 +122,7 @@ class StoredRun:
             raise FileNotFoundError(f"{printable(self.log_path)} is a folder, and no run: a run is a file, or a folder "
                 "with files such as 'init-00.log', as torchember 0.2 kept it. runs() says which there are.")
         if self.source is None and not self.file.disk.exists:
-            known = sorted(e.name for e in entries(self.log) if not e.name.endswith('_latest'))
+            known = sorted(e.name for e in list_folder(self.log) if not e.name.endswith('_latest'))
             if ranks := [n for n in known if re.fullmatch(re.escape(self.fname)+r'\.rank\d+', n)]:
                 raise FileNotFoundError(f"The run {self.fname!r} is of {len(ranks)} process{'es'*(len(ranks)>1)}, with a log each: read({self.fname!r}) makes "
                     f"one table of them, and emberTracker({ranks[0]!r}) has what one of them saw.")
@@ -136,7 +136,7 @@ class StoredRun:
         "Return all rows as dicts."
         self.barrier()
         self.require_exists()
-        rows,self.torn = parsed(self.blocks)
+        rows,self.torn = parse_blocks(self.blocks)
         return without_superseded(rows)
 
     @property
@@ -144,7 +144,7 @@ class StoredRun:
         "All rows as a table"
         self.barrier()
         self.require_exists()
-        df,self.torn = table(self.blocks, self.whole_file())
+        df,self.torn = table_of_lines(self.blocks, self.whole_file())
         return with_path(without_superseded(df))
 
     def last_step(self):
@@ -183,6 +183,7 @@ class StoredRun:
         tree = tree_in(self)
         return tree_table(self.fname, tree, self.latest_line_list()) if tree else None
 
+# %% ../../nbs/30_store/15_jsonl.ipynb #7d923484
 def last_step(rows):
     "Return the rows of the last step."
     last = max((r['step'] for r in rows if is_step(r.get('step'))), default=None)
@@ -312,7 +313,7 @@ class tracker(AppendedRun):
         base:dict, # Metadata of the kind 'base'
         more:dict # Kind of metadata -> value
     ):
-        """Set the metadata to write once the run has rows. The process is added, so that others can see whether the run is running
+        """Set the metadata to write with the first row. It includes the process, to see whether the run is running
 
         Args:
             base: Metadata of the kind 'base'
@@ -351,7 +352,7 @@ class tracker(AppendedRun):
         name:str|None=None, # Name for messages
         per_rank:bool=False # With `reduce='step'`, on rank 0: get the rows of this rank, not the merged rows
     ) -> Listener: # Its `close()` ends it
-        """Call `f` for all rows that the log gets from now on, those of the open step too. A slow or failing `f` harms nothing
+        """Call `f` for all rows from now on, also of the open step. A slow or failing `f` harms nothing
 
         Args:
             f: Function of the number of a step (None for rows of no step) and of a list of rows. Called in its own thread, after the file has the rows
@@ -389,7 +390,7 @@ taken = set() # files of runs that this process has named, and that may not be o
 
 def exists(name, home):
     path = folder('torchember', home)/'log'/name
-    return path in taken or is_there(path) # a broken link exists, too
+    return path in taken or path_exists(path) # a broken link exists, too
 
 # %% ../../nbs/30_store/15_jsonl.ipynb #3cbb159d
 def new_run(kind, name=None, resume=False, home=None, store='jsonl', ranks=1):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torchember.ground.messages import EmberWarning, warn
 from torchember.ground.record import line_of, lines_of
-from torchember.store.anywhere import is_url, regular
+from torchember.store.anywhere import is_url, open_regular
 from torchember.store.base import local_only
 from torchember.store.lines import longest_line
 from torchember.store.listeners import DirectListener, Listener, Listeners, running
@@ -70,7 +70,7 @@ class Writer:
         except Empty: return 0
 
     def empty(self, log):
-        "Write what `log` has, and raise nothing. A warning that the user's filters turn into an error is shown at the next flush."
+        "Write the rows of `log`, and raise nothing. Warnings that are errors by the user's filters are shown at the next flush."
         try: log.drain()
         except EmberWarning as e: log.messages.notes.append(str(e).removeprefix('torchember: '))
         except Exception as e: log.note("trouble while writing", e)
@@ -129,6 +129,7 @@ class ReadyBatch(NamedTuple):
     lines:bytes
     batch:Batch
 
+# %% ../../nbs/30_store/13_log.ipynb #f6f33938
 class Batches:
     "Queue of batches."
     together = 1000 # rows to compute at once
@@ -283,7 +284,7 @@ class Log:
         "Write all rows that were recorded so far."
         self.drain(True)
         if self.fsync!='never' and self.is_ours and os.path.exists(self.path):
-            with open(self.path, 'rb', opener=regular) as f: os.fsync(f.fileno())
+            with open(self.path, 'rb', opener=open_regular) as f: os.fsync(f.fileno())
 
     def wait_for_listeners(self):
         "Wait until the listeners got all rows of the file, for a limited time."

@@ -11,14 +11,14 @@ from collections import deque
 from typing import Protocol
 
 from torchember.ground.messages import printable
-from torchember.store.anywhere import file_size, file_there, is_there, is_url, opened
-from torchember.store.base import not_through, read_meta, replace
-from torchember.store.lines import blocks_of, is_step, parse
+from torchember.store.anywhere import file_size, file_exists, path_exists, is_url, open_file
+from torchember.store.base import open_without_links, read_meta, replace
+from torchember.store.lines import line_blocks, is_step, parse
 from torchember.store.parts import blocks_of_run, parts_and_lines, summarize_parts
 
 # %% ../../nbs/30_store/11_log_file.ipynb #22d83319
 class LogStore(Protocol):
-    "Where the rows of one log are stored."
+    "Storage of the rows of one log."
     def append(self, lines:bytes, rows:int): "Queue lines of JSON. `rows`: their number."
     def flush(self): "Write all queued lines. Raise OSError if the disk refuses."
     def rows(self, after=(0, 0)): "Yield blocks of all rows, queued ones too. `after`: bytes of the log and rows to skip."
@@ -28,7 +28,7 @@ class LogStore(Protocol):
 # %% ../../nbs/30_store/11_log_file.ipynb #8eb0cabf
 def append_lines(path, data:bytes, sync=False):
     "Append all of `data`, or raise an error and leave the file as it was. `sync`: wait until the disk has the data."
-    with open(path, 'a+b', buffering=0, opener=not_through) as f:
+    with open(path, 'a+b', buffering=0, opener=open_without_links) as f:
         size,done = f.seek(0, 2),0
         if size:
             f.seek(size-1)
@@ -71,7 +71,7 @@ class LatestStep:
     def read(self, path, ours, most=1<<28):
         "Return the lines from memory if this process has newer ones, else from the file. A file larger than any we write is ignored."
         if self.stale and ours: return b''.join(self.lines)
-        try: return b''.join(blocks_of(path)) if file_size(path)<=most else b''
+        try: return b''.join(line_blocks(path)) if file_size(path)<=most else b''
         except OSError: return b''
 
 # %% ../../nbs/30_store/11_log_file.ipynb #7a537354
@@ -86,13 +86,13 @@ def last_step_of(path):
 
 def last_step_in(path):
     "Return the number of the last step in a file of lines."
-    size = file_size(path) if file_there(path) else 0
+    size = file_size(path) if file_exists(path) else 0
     for tail in (1<<16, 1<<22):
         if not size: break
-        with opened(path) as f:
+        with open_file(path) as f:
             f.seek(max(size-tail, 0))
             if (last := last_in(f.read(tail)))>=0: return last
-    return max(map(last_in, blocks_of(path)), default=-1) if size>tail else -1
+    return max(map(last_in, line_blocks(path)), default=-1) if size>tail else -1
 
 def last_in(block):
     "Return the number of the last step in a block of a log."
@@ -105,8 +105,8 @@ class JsonLines:
     at_once = 4_000_000 # bytes of one write
 
     def __init__(self, path, fresh=False, exact=False, sync=False, note=print):
-        """`fresh`: the file must be new; a number is added to a name that exists. `exact`: warn about such a number.
-        `sync`: wait until the disk has what is appended. `note`: function that is called with messages for the user."""
+        """`fresh`: the file must be new; a number is added to an existing name. `exact`: warn about this number.
+        `sync`: wait until the disk has the data. `note`: function of a message for the user."""
         self.path,self.fresh,self.exact,self.sync,self.note = path,fresh,exact,sync,note
         self.lock,self.pid = threading.RLock(),os.getpid() # held while writing
         self.earlier = not fresh # True if the file may have rows that are not ours
@@ -155,7 +155,7 @@ class JsonLines:
     @property
     def exists(self):
         "True if the log has a file or will have one."
-        return bool(self.fresh or self.written_rows or self.waiting or (is_there if is_url(self.path) else os.path.exists)(self.path))
+        return bool(self.fresh or self.written_rows or self.waiting or (path_exists if is_url(self.path) else os.path.exists)(self.path))
 
     @property
     def bytes_on_disk(self): return os.path.getsize(self.path) if not self.fresh and os.path.exists(self.path) else 0 # a fresh log's name may be another's
@@ -175,7 +175,7 @@ class JsonLines:
 
     def complete_file(self):
         "Return path and size of the log, None if some lines are not in the file."
-        if not (self.fresh or self.unwritten_lines()[1]) and file_there(self.path): return self.path, summarize_parts(self.path)['lines']+file_size(self.path)
+        if not (self.fresh or self.unwritten_lines()[1]) and file_exists(self.path): return self.path, summarize_parts(self.path)['lines']+file_size(self.path)
 
     def summary(self):
         "Return steps, rows and bytes for the metadata of a run that is over. Return None without rows of ours, or if lines are missing."

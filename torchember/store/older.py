@@ -10,7 +10,7 @@ import json, os, re
 from collections import Counter
 
 from ..ground.record import line_of
-from .anywhere import is_url, regular
+from .anywhere import is_url, open_regular
 
 # %% ../../nbs/30_store/09_older.ipynb #c8045359
 def is_older(path):
@@ -26,7 +26,7 @@ def row_files(folder):
 
 def first_time(path):
     "Return the time stamp of the first row, '' if there is none."
-    with open(path, 'rb', opener=regular) as f: found = re.search(rb'"ts": "([^"]{,40})"', f.read(1<<16))
+    with open(path, 'rb', opener=open_regular) as f: found = re.search(rb'"ts": "([^"]{,40})"', f.read(1<<16))
     return found[1].decode(errors='replace') if found else ''
 
 # %% ../../nbs/30_store/09_older.ipynb #8d9d1ac5
@@ -88,7 +88,7 @@ def older_blocks(folder):
     seen = Counter()
     for path in row_files(folder):
         marks = marks_in_name(path)
-        with open(path, encoding='utf-8', errors='replace', opener=regular) as f:
+        with open(path, encoding='utf-8', errors='replace', opener=open_regular) as f:
             for row in objects(f):
                 yield line_of(convert_row(row, marks, seen))+b'\n' if isinstance(row, dict) else json.dumps(row).encode()+b'\n' # counted as torn
 
@@ -96,7 +96,7 @@ def size_and_rows(folder):
     "Return bytes and rows of a run of torchember 0.2. Rows are counted by a word that each contains."
     size = rows = 0
     for path in row_files(folder):
-        with open(path, 'rb', opener=regular) as f:
+        with open(path, 'rb', opener=open_regular) as f:
             rest = b''
             while data := f.read(1<<22):
                 size += len(data)

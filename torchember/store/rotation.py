@@ -31,7 +31,7 @@ def check_store(store):
 exit_busy = 75 # exit code if another process holds the lock of the parts
 
 class CompactionProcess:
-    "A child process that turns the lines that were put aside into parts."
+    "A child process that turns lines into parts."
     program = 'import sys, json; sys.path[:] = json.loads(sys.argv[1]); from torchember.store.rotation import run_compaction; run_compaction(sys.argv[2])'
 
     def __init__(self, path):
@@ -46,7 +46,7 @@ class CompactionProcess:
         return True
 
     def error(self):
-        "Return the message of a process that has failed, None if it succeeded. Raise BlockingIOError if another process was compacting."
+        "Return the error message of the process, None if it succeeded. Raise BlockingIOError if another process was compacting."
         with self.p.stderr as f: text = f.read().decode(errors='replace').strip()
         if self.p.returncode==exit_busy: raise BlockingIOError
         return None if self.p.returncode==0 else printable(text.splitlines()[-1] if text else f'it ended with {self.p.returncode}', 300)

@@ -17,11 +17,11 @@ from torchember.ground.messages import printable
 from torchember.ground.needs import needs
 from torchember.store.columns import Missing, missing, none
 from torchember.store.compaction import lock_folder, sync_list, write_list
-from torchember.store.parts import (Layouts, Part, arrow_type, check_part, column_statistics, folder_of, free_column, group_rows, groups_of, largest_exact,
-    many_logs, part_file, part_in_progress, read_list, write_options)
+from torchember.store.parts import (Layouts, Part, arrow_type, check_part, column_statistics, folder_of, free_column, group_rows, row_groups, largest_exact,
+    many_logs, part_file, part_in_progress, read_part_list, write_options)
 
 # %% ../../nbs/30_store/10_shared.ipynb #73e6ebae
-def common_kind(parts, k):
+def shared_kind(parts, k):
     "Return the kind of column that holds the values of all parts exactly; None if no part has a value."
     kinds,all_exact = set(),True
     for p in parts:
@@ -33,11 +33,11 @@ def common_kind(parts, k):
 
 def are_exact(part, k):
     "Return True if all whole numbers of a column are exact as floats, by the statistics of the file."
-    known = [column_statistics(g, k) for g in groups_of(part.file.metadata)]
+    known = [column_statistics(g, k) for g in row_groups(part.file.metadata)]
     return all(s is not None and (-largest_exact<=s.min and s.max<=largest_exact if s.has_min_max else not s.num_values) for s in known)
 
 def convert_column(block, k, kind):
-    "Return a column of a block as another kind that holds its values."
+    "Convert a column of a block to a kind that holds its values."
     pa = needs('pyarrow', for_='compact')
     to,was = arrow_type(pa, kind),block.part.kinds.get(k)
     if was is None or not block.types(k)-{none, Missing} and kind!='json': return pa.nulls(len(block), to)
@@ -95,14 +95,14 @@ class LogRows:
         return out
 
     def position(self, rows):
-        "Return the byte of the log where `rows` rows end (an estimate inside of a part), and torn lines of the parts that are complete."
+        "Return the byte of the log after `rows` rows (an estimate inside of a part), and torn lines of complete parts."
         i = int(np.searchsorted(self.ends, rows, 'right'))-1
         if rows==self.ends[-1]: return self.own[-1]['end'], sum(p['torn'] for p in self.own)
         p = self.own[i]
         return p['start']+(p['end']-p['start'])*int(rows-self.ends[i])//p['rows'], sum(p['torn'] for p in self.own[:i])
 
     def share(self):
-        "Return what was handed out since the last call: start, end, rows, torn lines."
+        "Return start, end, rows and torn lines of the rows since the last call."
         was,self.counted = self.counted,self.taken
         (start,torn_before),(end,torn) = self.position(was) if was else (self.own[0]['start'], 0),self.position(self.taken)
         return start, end, self.taken-was, torn-torn_before
@@ -150,7 +150,7 @@ class SharedFiles:
         self.layouts = Layouts()
         for layout in chain.from_iterable(p.layouts.known for p in parts): self.layouts.known.setdefault(layout, len(self.layouts.known))
         names = list(dict.fromkeys(chain.from_iterable(self.layouts.keys())))
-        self.kinds = {k: common_kind(parts, k) or 'double' for k in names}
+        self.kinds = {k: shared_kind(parts, k) or 'double' for k in names}
         self.log = free_column('_torchember_log', names)
         layout = free_column('_torchember_layout', [*names, self.log])
         header = dict(layout=layout, log=self.log, layouts=self.layouts.as_json(), kinds=self.kinds, run=logs[0].path.name)
@@ -187,7 +187,7 @@ class SharedFiles:
 
 # %% ../../nbs/30_store/10_shared.ipynb #5324386a
 def shared_entries(made, id, holder, last):
-    "Return entries for the list of one log. `made`: as in `SharedFiles`; `id`: of the list; `holder`: rank in whose folder the files are; `last`: step."
+    "Return entries for the list of one log. `made`: as in `SharedFiles`; `id`: of the list; `holder`: rank with the files; `last`: step."
     out = []
     for name,share,size in made:
         start,end,rows,torn = share[id]
@@ -198,9 +198,9 @@ def shared_entries(made, id, holder, last):
 file_rows = 1<<20 # rows of a shared file
 most_logs = 100 # logs of a shared file: so many files and locks are open at once
 
-def share(paths):
+def share_parts(paths):
     "Put the parts of many logs of a run that is over into files by step. `paths`: files of JSON lines."
-    lists = {Path(p): read_list(p) for p in paths}
+    lists = {Path(p): read_part_list(p) for p in paths}
     ready = [p for p,t in lists.items() if t and any('holder' not in part and part['rows'] for part in t['parts']) and has_steps(p, t)]
     if len(ready)<many_logs: return
     n = -(-len(ready)//most_logs) # sets of logs, of equal size
@@ -221,7 +221,7 @@ def share_logs(lists):
     with ExitStack() as s:
         for p in lists: s.enter_context(lock_folder(folder_of(p)))
         for p,t in lists.items():
-            if read_list(p)!=t: raise BlockingIOError(f"{printable(folder_of(p))} has changed meanwhile. Call compact again.")
+            if read_part_list(p)!=t: raise BlockingIOError(f"{printable(folder_of(p))} has changed meanwhile. Call compact again.")
         logs = [LogRows(p, t, i) for i,(p,t) in enumerate(lists.items())]
         files = SharedFiles(logs, folder_of(holder), os.listdir(folder_of(holder)))
         files.write(file_rows)
