@@ -57,8 +57,9 @@ update: # Carry what was changed in a module back into its notebook: `make updat
 save: # Run the notebooks and keep what they print: `make save NB=nbs/05_ground/20_record.ipynb` for one
 	home=$$(mktemp -d) && TORCHEMBER_HOME=$$home MPLBACKEND=agg TORCHEMBER_WAIT=1 nbdev-test --save $(NB); ok=$$?; rm -rf $$home; nbdev-clean; exit $$ok
 
-lint: # Look for mistakes in notebooks, library, tests and examples
+lint: # Look for mistakes in notebooks, library, tests and examples, and for private words
 	ruff check
+	python docs/wording.py
 
 # A worker, or a program that a test starts, need not compile what another one has, whatever the environment says
 test: export PYTHONDONTWRITEBYTECODE :=

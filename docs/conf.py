@@ -59,8 +59,8 @@ html_css_files = ['custom.css']
 # What stands beside `nbs`: docname -> file
 reference = {f'reference/{p.stem.partition("_")[2]}': p.relative_to(root) for p in sorted((root/'docs'/'reference').glob('*.md'))}
 integrations = {f'integrations/{p.stem.partition("_")[2]}': p.relative_to(root) for p in sorted((root/'docs'/'integrations').glob('*.md'))}
-beside = {'changelog':'CHANGELOG.md', 'contributing':'CONTRIBUTING.md', **reference, **integrations}
-rooms = import_module(project).rooms # what a user types: entries of the reference
+beside = {'changelog':'CHANGELOG.md', 'contributing':'CONTRIBUTING.md', 'adding':'docs/adding.md', **reference, **integrations}
+module_of = import_module(project).module_of # names that users type: entries of the reference
 of_jax = f'{project}.jaxember', 'tracker' # and another front door: its names are those of this room
 
 # The MyST-NB tag for each nbdev or Quarto directive
@@ -104,7 +104,7 @@ def entry(c, mod, sym, all_syms):
     o = import_module(mod)
     for a in sym.split('.'): o = getattr(o, a)
     top = sym.partition('.')[0]
-    told = mod==f'{project}.{rooms.get(top)}' or mod=='.'.join(of_jax) and top in import_module(of_jax[0]).__all__ # in the reference, where links lead
+    told = mod==f'{project}.{module_of.get(top)}' or mod=='.'.join(of_jax) and top in import_module(of_jax[0]).__all__ # in the reference, where links lead
     if any(sym in assigned(s) for s in c.parsed_()): rst = data_entry(c, mod, sym)
     else:
         kind = 'class' if isinstance(o, type) else 'property' if isinstance(o, property) else 'method' if '.' in sym else 'function'
@@ -187,7 +187,7 @@ def sidebar(docs):
     guides = [d for d in docs if d.startswith('tutorials/')]
     works = dict.fromkeys(f'{d.partition("/")[0]}/index' if '/' in d else d for d in docs if d not in (*guides, *beside, 'index', 'glossary'))
     return {'Use it': ['Start here <self>', *guides, 'glossary', 'changelog'], 'Other tools': [*integrations],
-        'Reference': [*reference, 'All names <genindex>'], 'How it works': [*works, 'contributing']}
+        'Reference': [*reference, 'All names <genindex>'], 'How it works': [*works, 'contributing', 'adding']}
 
 def render_nb(app, docname, content):
     "Turn a notebook into a page"
@@ -265,7 +265,7 @@ def link_name(app, env, node, contnode):
 
 def look_through(app, env):
     "What a user types has an entry in the reference"
-    for n in rooms:
+    for n in module_of:
         if f'{project}.{n}' not in env.domains['py'].objects: log.warning(f"{project}.{n} is public, but no page in docs/reference documents it")
     for n in import_module(of_jax[0]).__all__:
         if f'{of_jax[0]}.{n}' not in env.domains['py'].objects: log.warning(f"{of_jax[0]}.{n} is public, but no page in docs/reference documents it")

@@ -141,9 +141,9 @@ def cleaned(notebook):
     return json.dumps(nb, indent=1, ensure_ascii=False)+'\n' if found else notebook
 
 def hinted(code):
-    "Return the text of `torchember/__init__.py` with an import of each of its `names`, for editors."
-    names = next(ast.literal_eval(o.value) for o in ast.parse(code).body if isinstance(o, ast.Assign) and o.targets[0].id=='names')
-    lines = ''.join(f'    from .{module} import {n} as {n}\n' for module,found in names.items() for n in found.split())
+    "Return the text of `torchember/__init__.py` with an import of each name in `names` and `other_names`, for editors."
+    listed = [ast.literal_eval(o.value) for o in ast.parse(code).body if isinstance(o, ast.Assign) and o.targets[0].id in ('names', 'other_names')]
+    lines = ''.join(f'    from .{module} import {n} as {n}\n' for names in listed for module,found in names.items() for n in found.split())
     return re.sub(r'(?<=\nif TYPE_CHECKING:\n)(    .*\n)+', lines, code, count=1)
 
 def modules(where): return [where] if where.suffix=='.py' else [p for p in sorted(where.rglob('*.py')) if p.name not in ('__init__.py', '_modidx.py')]

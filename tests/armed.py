@@ -190,7 +190,7 @@ def two_embers():
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter('always')
         a,b = torchEmber(model),torchEmber(model)
-        assert not a.armed and b.armed and 'watched already' in str(said[0].message)
+        assert not a.armed and b.armed and 'already recorded' in str(said[0].message)
         c = torchEmber(model[0])
         assert not b.armed and c.armed
     a.disarm(); c.disarm(); b.disarm(); a.disarm(); c.disarm()

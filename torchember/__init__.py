@@ -1,24 +1,19 @@
-"""See what every tensor of a network does while it trains
+"""See what every tensor of a network does while it trains.
 
-Each public name is fetched from its room when it is first touched, so that importing torchember loads nothing else."""
+Each public name is imported on first use, so importing torchember loads nothing else."""
 from importlib import import_module
 from sys import _getframe
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .ember import torchEmber as torchEmber
-    from .capture.tree import moduleTrack as moduleTrack
     from .store.jsonl import emberTracker as emberTracker
-    from .store.jsonl import tracker as tracker
     from .frames.logs import read as read
     from .frames.logs import wide as wide
     from .frames.listing import runs as runs
     from .frames.listing import compact as compact
     from .frames.scan import scan as scan
     from .frames.scan import query as query
-    from .frames.belongings import du as du
-    from .frames.belongings import mv as mv
-    from .frames.belongings import rm as rm
     from .frames.moving import sync as sync
     from .ground.choose import select as select
     from .ground.choose import every as every
@@ -26,10 +21,35 @@ if TYPE_CHECKING:
     from .ground.choose import until as until
     from .ground.choose import between as between
     from .ground.choose import log_spaced as log_spaced
-    from .ground.choose import linear as linear
-    from .ground.record import ttypes as ttypes
     from .ground.messages import EmberWarning as EmberWarning
     from .measure.stats import get_stats as get_stats
+    from .show.first_look import overview as overview
+    from .show.run_summary import summary as summary
+    from .show.lines import scalar_line as scalar_line
+    from .show.trees import tree as tree
+    from .show.update_ratios import updates as updates
+    from .show.comparison import compare as compare
+    from .show.pointing import interactive as interactive
+    from .show.live.live_view import live as live
+    from .show.page.document import report as report
+    from .health.diagnose import diagnose as diagnose
+    from .health.brief import brief as brief
+    from .health.diff import diff as diff
+    from .health.diff import assert_same_run as assert_same_run
+    from .health.kept import keep_run as keep_run
+    from .health.locate import locate as locate
+    from .health.rules import rule as rule
+    from .health.finding import finding as finding
+    from .health.watch import TrainingStopped as TrainingStopped
+    from .sinks.feed import replay as replay
+    from .sinks.sink import Sink as Sink
+    from .state.algebra import StateDict as StateDict
+    from .monitor.monitor import Monitor as Monitor
+    from .monitor.quantities import quantity as quantity
+    from .capture.tree import moduleTrack as moduleTrack
+    from .store.jsonl import tracker as tracker
+    from .ground.choose import linear as linear
+    from .ground.record import ttypes as ttypes
     from .measure.kernels import summarize as summarize
     from .measure.summary import Summary as Summary
     from .measure.exponents import exponents_for as exponents_for
@@ -40,34 +60,9 @@ if TYPE_CHECKING:
     from .measure.spectrum import rankme as rankme
     from .measure.spectrum import effective_rank as effective_rank
     from .measure.spectrum import SpectrumError as SpectrumError
-    from .show.run_summary import summary as summary
-    from .show.first_look import overview as overview
-    from .show.lines import scalar_line as scalar_line
-    from .show.lines import FacetException as FacetException
-    from .show.histograms import exp_hist as exp_hist
-    from .show.histograms import ridge as ridge
-    from .show.heatmaps import scalar_global_heatmap as scalar_global_heatmap
-    from .show.trees import tree as tree
-    from .show.ranges import out_of_range as out_of_range
-    from .show.update_ratios import updates as updates
-    from .show.surfaces import surface as surface
-    from .show.surfaces import Surface3d as Surface3d
-    from .show.comparison import compare as compare
-    from .show.differences import differences as differences
-    from .show.pointing import interactive as interactive
-    from .show.live.live_view import live as live
-    from .show.page.document import report as report
-    from .health.diagnose import diagnose as diagnose
-    from .health.brief import brief as brief
-    from .health.diff import diff as diff
-    from .health.diff import assert_same_run as assert_same_run
-    from .health.kept import keep_run as keep_run
-    from .health.locate import locate as locate
-    from .sinks.feed import replay as replay
-    from .sinks.sink import Sink as Sink
-    from .health.rules import rule as rule
-    from .health.finding import finding as finding
-    from .health.watch import TrainingStopped as TrainingStopped
+    from .frames.belongings import du as du
+    from .frames.belongings import mv as mv
+    from .frames.belongings import rm as rm
     from .frames.unit_tables import dead_units as dead_units
     from .frames.logframe import to_logframe as to_logframe
     from .frames.logframe import from_logframe as from_logframe
@@ -79,7 +74,14 @@ if TYPE_CHECKING:
     from .frames.files import read_csv as read_csv
     from .frames.files import read_parquet as read_parquet
     from .frames.files import write_parquet as write_parquet
-    from .state.algebra import StateDict as StateDict
+    from .show.lines import FacetException as FacetException
+    from .show.histograms import exp_hist as exp_hist
+    from .show.histograms import ridge as ridge
+    from .show.heatmaps import scalar_global_heatmap as scalar_global_heatmap
+    from .show.ranges import out_of_range as out_of_range
+    from .show.surfaces import surface as surface
+    from .show.surfaces import Surface3d as Surface3d
+    from .show.differences import differences as differences
     from .state.factories import from_weight as from_weight
     from .state.factories import from_grad as from_grad
     from .state.factories import from_state_dict as from_state_dict
@@ -91,10 +93,8 @@ if TYPE_CHECKING:
     from .state.ratios import trust_ratio as trust_ratio
     from .state.noise import noise_scale as noise_scale
     from .state.noise import NoiseScale as NoiseScale
-    from .monitor.monitor import Monitor as Monitor
     from .monitor.quantities import MultiStepQuantity as MultiStepQuantity
     from .monitor.quantities import SingleStepQuantity as SingleStepQuantity
-    from .monitor.quantities import quantity as quantity
     from .monitor.views import Extension as Extension
     from .monitor.views import ForwardInputExtension as ForwardInputExtension
     from .monitor.views import ForwardOutputExtension as ForwardOutputExtension
@@ -115,55 +115,38 @@ if TYPE_CHECKING:
     from .compat.nnstat import utils as utils
     from .compat.taiyi import Visualization as Visualization
 
-names = { # room -> what a person types of it
-    'ember': 'torchEmber',
-    'capture.tree': 'moduleTrack',
-    'store.jsonl': 'emberTracker tracker',
-    'frames.logs': 'read wide', 'frames.listing': 'runs compact', 'frames.scan': 'scan query',
-    'frames.belongings': 'du mv rm',
-    'frames.moving': 'sync',
-    'ground.choose': 'select every at until between log_spaced linear',
-    'ground.record': 'ttypes', 'ground.messages': 'EmberWarning',
+names = { # Python module -> main names
+    'ember': 'torchEmber', 'store.jsonl': 'emberTracker',
+    'frames.logs': 'read wide', 'frames.listing': 'runs compact', 'frames.scan': 'scan query', 'frames.moving': 'sync',
+    'ground.choose': 'select every at until between log_spaced', 'ground.messages': 'EmberWarning',
     'measure.stats': 'get_stats',
-    'measure.kernels': 'summarize',
-    'measure.summary': 'Summary',
-    'measure.exponents': 'exponents_for headroom',
-    'measure.spectrum': 'covariance cal_cov_matrix cal_eig rankme effective_rank SpectrumError',
-    'show.run_summary': 'summary',
-    'show.first_look': 'overview',
-    'show.lines': 'scalar_line FacetException',
-    'show.histograms': 'exp_hist ridge',
-    'show.heatmaps': 'scalar_global_heatmap',
-    'show.trees': 'tree',
-    'show.ranges': 'out_of_range',
-    'show.update_ratios': 'updates',
-    'show.surfaces': 'surface Surface3d',
-    'show.comparison': 'compare',
-    'show.differences': 'differences',
-    'show.pointing': 'interactive',
-    'show.live.live_view': 'live',
-    'show.page.document': 'report',
-    'health.diagnose': 'diagnose', 'health.brief': 'brief', 'health.diff': 'diff assert_same_run', 'health.kept': 'keep_run',
-    'health.locate': 'locate',
-    'sinks.feed': 'replay', 'sinks.sink': 'Sink',
+    'show.first_look': 'overview', 'show.run_summary': 'summary', 'show.lines': 'scalar_line', 'show.trees': 'tree', 'show.update_ratios': 'updates',
+    'show.comparison': 'compare', 'show.pointing': 'interactive', 'show.live.live_view': 'live', 'show.page.document': 'report',
+    'health.diagnose': 'diagnose', 'health.brief': 'brief', 'health.diff': 'diff assert_same_run', 'health.kept': 'keep_run', 'health.locate': 'locate',
     'health.rules': 'rule', 'health.finding': 'finding', 'health.watch': 'TrainingStopped',
-    'frames.unit_tables': 'dead_units',
+    'sinks.feed': 'replay', 'sinks.sink': 'Sink',
+    'state.algebra': 'StateDict',
+    'monitor.monitor': 'Monitor', 'monitor.quantities': 'quantity'}
+other_names = { # names for special purposes and of older tools: `from torchember import ridge` works, `dir(torchember)` leaves them out
+    'capture.tree': 'moduleTrack', 'store.jsonl': 'tracker', 'ground.choose': 'linear', 'ground.record': 'ttypes',
+    'measure.kernels': 'summarize', 'measure.summary': 'Summary', 'measure.exponents': 'exponents_for headroom',
+    'measure.spectrum': 'covariance cal_cov_matrix cal_eig rankme effective_rank SpectrumError',
+    'frames.belongings': 'du mv rm', 'frames.unit_tables': 'dead_units',
     'frames.logframe': 'to_logframe from_logframe validate LogFrame TrainingStats SchemaException',
     'frames.files': 'read_pickle read_csv read_parquet write_parquet',
-    'state.algebra': 'StateDict',
+    'show.lines': 'FacetException', 'show.histograms': 'exp_hist ridge', 'show.heatmaps': 'scalar_global_heatmap', 'show.ranges': 'out_of_range',
+    'show.surfaces': 'surface Surface3d', 'show.differences': 'differences',
     'state.factories': 'from_weight from_grad from_state_dict from_optimizer_state from_together from_activation from_activation_grad load',
-    'state.ratios': 'trust_ratio',
-    'state.noise': 'noise_scale NoiseScale',
-    'monitor.monitor': 'Monitor',
-    'monitor.quantities': 'MultiStepQuantity SingleStepQuantity quantity',
+    'state.ratios': 'trust_ratio', 'state.noise': 'noise_scale NoiseScale',
+    'monitor.quantities': 'MultiStepQuantity SingleStepQuantity',
     'monitor.views': 'Extension ForwardInputExtension ForwardOutputExtension ForwardInputEigOfCovExtension BackwardInputExtension BackwardOutputExtension '
         'BackwardOutputEigOfCovExtension',
     'compat.tandv': 'track stash_scalar_stats stash_hist stash_all_stats_and_hist stash_full_tensor',
     'compat.nnstat': 'NetDict get_weight get_grad get_optimizer_state compute_stats utils',
     'compat.taiyi': 'Visualization'}
-rooms = {name: room for room,found in names.items() for name in found.split()}
-wings = 'state', 'monitor', 'jaxember', 'compat', 'sinks' # which have their names one level down, too
-__all__ = ['__version__', *(n for n in rooms if n!='utils')] # which a star import must not put over yours
+module_of = {name: module for listed in (names, other_names) for module,found in listed.items() for name in found.split()}
+packages = 'compat', 'jaxember', 'monitor', 'sinks', 'state' # `torchember.state` and so on are imported on first use
+__all__ = ['__version__', *(n for found in names.values() for n in found.split())]
 
 
 def __getattr__(name):
@@ -171,9 +154,9 @@ def __getattr__(name):
         from importlib.metadata import PackageNotFoundError, version
         try: return version('torchember')
         except PackageNotFoundError: return '0+unknown' # a checkout that is not installed
-    if name in wings: return import_module(f'.{name}', __name__)
-    if name not in rooms: raise missing(name)
-    try: value = getattr(import_module(f'.{rooms[name]}', __name__), name)
+    if name in packages: return import_module(f'.{name}', __name__)
+    if name not in module_of: raise missing(name)
+    try: value = getattr(import_module(f'.{module_of[name]}', __name__), name)
     except ModuleNotFoundError as e:
         if e.name!='torch': raise
         raise ModuleNotFoundError(f"torchember.{name} needs torch, which is not installed. Run: pip install torch. "
@@ -183,20 +166,18 @@ def __getattr__(name):
 
 
 def load_ipython_extension(shell):
-    "`%load_ext torchember` gives `%%ember`"
+    "Add the magic `%%ember` to a notebook: `%load_ext torchember`."
     import_module('.magics', __name__).load_ipython_extension(shell)
 
 
 def missing(name):
-    "The error for a name that is not there: what took the place of an older tool's, which an import would lose the words of, or what is called nearly so"
+    "Return the error for an unknown name. It names the replacement of an older tool's name, or similar names. An import shows it only as ImportError."
     if name.startswith('_'): return AttributeError(f"module 'torchember' has no attribute {name!r}", name=name)
-    if said := import_module('.compat.gone', __name__).sentence(name):
-        imported = _getframe(2).f_globals.get('__name__', '').startswith('importlib.') # which asks for the names in `from torchember import ...`
-        return (ImportError if imported else AttributeError)(said, name=name)
-    close = ' or '.join(map(repr, import_module('.ground.messages', __name__).closest(name, list(rooms))))
+    if message := import_module('.compat.gone', __name__).sentence(name):
+        imported = _getframe(2).f_globals.get('__name__', '').startswith('importlib.') # in `from torchember import ...`
+        return (ImportError if imported else AttributeError)(message, name=name)
+    close = ' or '.join(map(repr, import_module('.ground.messages', __name__).closest(name, list(module_of))))
     return AttributeError(f"module 'torchember' has no attribute {name!r}." + (f" Did you mean {close}?" if close else ''), name=name)
 
 
-def __dir__(): # what is typed every day, the wings that have the rest, and what every module has
-    below = {n for wing in wings for n in dir(import_module(f'.{wing}', __name__))} - {'Monitor', 'StateDict', 'from_weight', 'noise_scale'}
-    return sorted({*__all__, *wings, *(n for n in globals() if n[:2]==n[-2:]=='__')} - below)
+def __dir__(): return sorted({*__all__, *packages, *(n for n in globals() if n[:2]==n[-2:]=='__')})

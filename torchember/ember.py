@@ -45,7 +45,7 @@ from .store.table import tree_table
 
 # %% ../nbs/57_ember.ipynb #e3c22913
 class RecordedRun:
-    "Run that is being recorded, with the user's own statistics, numbers and marks."
+    "Recorded run, with the user's own statistics, numbers and marks."
     fname = property(lambda self: self.t.fname, doc="Name of the run")
     mt_log = property(lambda self: self.recorder.calls.log, doc="Modules that the root's last recorded pass entered and left, in order")
     current_mt = property(lambda self: self.recorder.calls.current, doc="`moduleTrack` of the module that is being recorded, or was last")
@@ -55,15 +55,9 @@ class RecordedRun:
     def how_record(self,
         *ttypes # Tensor types that the function is for
     ): # A decorator that returns the function unchanged
-        """Use a function tensor -> dict, or a named set, for some tensor types.
-
-        Args:
-            *ttypes: Tensor types that the function is for
-
-        Returns:
-            A decorator that returns the function unchanged
-        """
-        if any(callable(n) for n in ttypes): raise TypeError("how_record needs tensor types: write @te.how_record('output'), or @te.how_record_out.")
+        "Use a function tensor -> dict, or a named set of statistics, for some tensor types."
+        if any(callable(n) for n in ttypes):
+            raise TypeError("how_record needs tensor types: write @te.how_record('output'), or @te.how_record_out.")
         check_ttypes(ttypes, recorded)
         if not ttypes: raise ValueError(f"how_record needs the tensor types that the function is for: {', '.join(recorded)}.")
         def use(f):
@@ -86,25 +80,18 @@ class RecordedRun:
     def set_metric(self,
         ttype:str # 'in', 'out', 'weight' or 'grad'
     ): # A decorator that returns the function unchanged
-        """Use a function for a tensor type: `how_record` with the name and the words of torchember 0.2.
-
-        Args:
-            ttype: 'in', 'out', 'weight' or 'grad'
-
-        Returns:
-            A decorator that returns the function unchanged
-        """
+        "Use a function for a tensor type: `how_record` with the name and the words of torchember 0.2."
         words = {'in': 'input', 'out': 'output', 'weight': 'weight', 'grad': 'weight_grad'}
         return self.how_record(words.get(ttype, ttype))
 
     def log(self, /, *unnamed, **numbers):
-        "Add numbers to the step whose pass ran last, in a row with the ttype 'scalar': `te.log(loss=loss)`. Does not wait for a GPU."
+        "Add numbers to the step of the last pass, in a row with the ttype 'scalar': `te.log(loss=loss)`. Does not wait for a GPU."
         check_numbers(unnamed, numbers)
         if numbers and not disabled(): self.recorder.log(numbers)
 
     def mark(self, /, *unnamed, **marks):
         "Add columns to every row from now on: `te.mark(epoch=3)`."
-        check_marks(unnamed, marks, self.recorder.buffer.ranks is not None)
+        check_marks(unnamed, marks, self.recorder.buffer.shards.ranks is not None)
         self.t.mark(**marks)
         self.recorder.marked(marks)
 
@@ -113,11 +100,7 @@ class RecordedRun:
         self.t.unmark(*names)
 
     def log_model(self): # The ember
-        """Record all weights and their gradients now, in the current step.
-
-        Returns:
-            The ember
-        """
+        "Record all weights and their gradients now, in the current step."
         self.recorder.log_model()
         return self
 
@@ -125,16 +108,9 @@ class RecordedRun:
         name:str, # The row's `tname`
         tensor:torch.Tensor|None # A tensor that is in no module; None to stop
     ): # The tensor
-        """Record a variable and its gradient at the end of each step, as a weight of the root.
-
-        Args:
-            name: The row's `tname`
-            tensor: A tensor that is in no module; None to stop
-
-        Returns:
-            The tensor
-        """
-        if tensor is not None and not isinstance(tensor, torch.Tensor): raise TypeError(f"watch_tensor follows a tensor, got {an(tensor)}.")
+        "Record a variable and its gradient at the end of each step, as a weight of the root."
+        if tensor is not None and not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"watch_tensor follows a tensor, got {an(tensor)}.")
         self.recorder.sources.follow(name, tensor)
         return tensor
 
@@ -148,11 +124,7 @@ class RecordedRun:
     def summary(self,
         *args, **kwargs # Of `torchember.summary`
     ):
-        """Print a summary of the run, a line for each layer.
-
-        Args:
-            *args, **kwargs: Of `torchember.summary`
-        """
+        "Print a summary of the run, a line for each layer."
         from torchember import summary
         print(summary(self, *args, **kwargs))
 
@@ -160,21 +132,16 @@ class RecordedRun:
         golden, # The correct run: a file of `keep_run`, or another argument of `diff`
         rtol:float|None=None # Tolerated difference, as a share of a tensor's size; by its format and number of elements by default
     ):
-        """Raise an AssertionError that names the first difference, if the run so far differs from a stored run.
-
-        Args:
-            golden: The correct run: a file of `keep_run`, or another argument of `diff`
-            rtol: Tolerated difference, as a share of a tensor's size; by its format and number of elements by default
-        """
+        "Raise an AssertionError about the first difference, if the run so far differs from a stored run."
         assert_same_run(self, golden, rtol)
 
 # %% ../nbs/57_ember.ipynb #0938e173
 def disarm_earlier(model):
-    "Disarm the ember that records a model or a part of it, with a warning."
+    "Disarm an earlier ember of a model or of a part of the model, with a warning."
     earlier = getattr(armed_by(model), 'recorder', None)
     if earlier is None: return
     what = 'The model' if any(st.listener is earlier.events for st in states_of(model)) else 'A part of the model'
-    warn(f"{what} is watched already, by the run {earlier.t.fname}. That ends first, by its disarm(): one torchEmber watches a model at a time.")
+    warn(f"{what} is already recorded by the run {earlier.t.fname}, which is disarmed now: one torchEmber records a model at a time.")
     earlier.owner().disarm()
 
 def watched_modules(tracks, include, exclude):
@@ -182,58 +149,9 @@ def watched_modules(tracks, include, exclude):
     pairs = [(p, t.module) for t in tracks for p in (t.path, *t.aliases)]
     return chosen(pairs, include, exclude)
 
-# %% ../nbs/57_ember.ipynb #b57e800d
-def run_of_rank(kind, name, resume, home, store='jsonl'):
-    "Return a new or resumed run; the rank, None for a single process; and the number of processes."
-    rank,world = rank_and_size()
-    if world>1: name = f'{name or shared_name(kind)}.rank{rank}'
-    if resume:
-        hand_over(name)
-        take_in(folder('torchember', home)) # rows that a dead process had not written
-    return new_run(kind, name, resume, home, store, world), rank if world>1 else None, world
-
-def number_of_first(t, resume, first_step):
-    "Return the number of the next step. Raise a ValueError if a resumed run has that step already."
-    if not resume: return first_step or 0
-    last = t.last_step()
-    if first_step is not None and first_step<=last:
-        raise ValueError(f"The run {t.fname!r} has steps to {last}, so it cannot go on at first_step={first_step}. "
-            f"Leave out first_step to go on at {last+1}, or leave out resume and choose another name=.")
-    return last+1 if first_step is None else first_step
-
-# %% ../nbs/57_ember.ipynb #835bba49
-def merge_ranks(t, rank, world, tree):
-    "Return the `WholeSteps` that give listeners on the first rank the rows of all ranks. None without a store of a process group."
-    part,store = store_for(t.fname.removesuffix(f'.rank{rank}'))
-    if part is None:
-        warn("reduce='step' needs the store of a process group, and there is none: who listens is told of the rows of this process. "
-            "Call torch.distributed.init_process_group before torchEmber.")
-        return None
-    run,paths = weakref.ref(t),paths_in(tree)
-    def about(): return None if (t := run()) is None else {'about': t.about.get('ranks'), 'paths': paths}
-    def note(what):
-        if (t := run()) is not None: note_soon(t.file, what)
-    return WholeSteps(part, rank, world, about, note, store)
-
-def report_of(
-    recorder,
-    views=(), rules=None, feeds=() # Live pictures, the `RuleWatch`, and the `Feed`s of sinks
-) -> Report:
-    "Return what was done. Write the time that it took into the run."
-    r,f,cost,live = recorder,recorder.t.file,recorder.cost,sum(v.seconds for v in views)
-    def spent():
-        s = r.seconds()+live
-        return {'seconds': s, 'share': s/cost.elapsed if cost.elapsed else 0.}
-    r.t.end(**spent())
-    beside = {'live': live, 'rules': 0. if rules is None else rules.seconds, 'beside': cost.loading, 'arming': cost.arming, 'compiling': cost.compiling}
-    remarks = [*r.remarks(), *f.listener_remarks(), *(rules.remarks() if rules else ()), *(said for feed in feeds for said in feed.remarks())]
-    return Report(run=r.t.fname, steps=r.tally.steps, recorded=r.tally.recorded, rows=f.disk.rows, bytes=f.disk.written, **spent(),
-        errors=r.notices.errors, skipped=r.notices.unmeasurable, remarks=remarks, **{k: v for k,v in beside.items() if v},
-        **({} if cost.budget is None else {'thinned': cost.budget.thinned-r.pipe.gate.decide.denied, 'budget': str(cost.budget)}))
-
 # %% ../nbs/57_ember.ipynb #111be30d
 class ArmedModel(RecordedRun):
-    "Model of a run, which can be armed and disarmed."
+    "Model of a run. It can be armed and disarmed."
     modules = property(lambda self: {t.name: t for t in self.tracks}, doc="Display name -> `moduleTrack`")
 
     def __init__(self,
@@ -243,16 +161,13 @@ class ArmedModel(RecordedRun):
         include=None, exclude=None # Selection of modules
     ):
         super().__init__(t, recorder)
-        self.model,self.model_name,self.tracks,self.include,self.exclude,self.armed = model,type(tracks[0].module).__name__,tracks,include,exclude,False
+        self.model,self.model_name,self.tracks = model,type(tracks[0].module).__name__,tracks
+        self.include,self.exclude,self.armed = include,exclude,False
 
     def watched(self, tracks): return watched_modules(tracks, self.include, self.exclude)
 
     def arm(self): # The ember
-        """Start to record. Does nothing if the model is armed already.
-
-        Returns:
-            The ember
-        """
+        "Start to record. Does nothing if the model is armed already."
         if self.armed or disabled(): return self
         say_missing()
         disarm_earlier(unwrap(self.model))
@@ -264,22 +179,14 @@ class ArmedModel(RecordedRun):
         return self
 
     def disarm(self): # The model
-        """Stop recording, and restore every module. Does nothing if the model is not armed.
-
-        Returns:
-            The model
-        """
+        "Stop recording, and restore every module. Does nothing if the model is not armed."
         if self.armed:
             self.recorder.disarm()
             self.armed = False
         return self.model
 
     def rearm(self): # The ember
-        """Disarm and arm: finds modules that were added or removed.
-
-        Returns:
-            The ember
-        """
+        "Disarm and arm, to find added and removed modules."
         self.disarm()
         return self.arm()
 
@@ -291,16 +198,9 @@ class ArmedModel(RecordedRun):
         name:str, # The row's `tname`
         tensor:torch.Tensor # Any tensor, inside a forward
     ): # The tensor
-        """Record a tensor from inside a forward, compiled or not. Its row has the ttype 'probe'.
-
-        Args:
-            name: The row's `tname`
-            tensor: Any tensor, inside a forward
-
-        Returns:
-            The tensor
-        """
-        if not isinstance(tensor, torch.Tensor): raise TypeError(f"te.probe records a tensor, got {an(tensor)}. A number is noted by te.log({name}=...).")
+        "Record a tensor from inside a forward, compiled or not. Its row has the ttype 'probe'."
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"te.probe records a tensor, got {an(tensor)}. For a number use te.log({name}=...).")
         if self.armed:
             root = self.recorder.sources.states[0]
             if torch.compiler.is_compiling():
@@ -315,14 +215,11 @@ class ArmedModel(RecordedRun):
         *args, # An example input: with one, the model runs once, and is unchanged afterwards
         **kwargs
     ) -> Plan:
-        """Return what a recorded step will write and cost. Records nothing.
-
-        Args:
-            *args: An example input: with one, the model runs once, and is unchanged afterwards
-        """
+        "Return the expected rows, bytes and time of a recorded step. Records nothing."
         r,inner,is_unarmed = self.recorder,self.tracks[0].module,not self.armed
         if is_unarmed:
-            if armed_by(inner) is not None: raise RuntimeError("another torchEmber is armed on this model. Ask that one for its plan, or disarm it.")
+            if armed_by(inner) is not None:
+                raise RuntimeError("another torchEmber is armed on this model. Use its plan(), or disarm it.")
             r.sources.armed(arm(self.tracks, r.events, self.watched(self.tracks)))
         try: return plan_of(inner, r, args, kwargs, self.model_name)
         finally:
@@ -333,42 +230,62 @@ class ArmedModel(RecordedRun):
     def locate(self,
         step_fn # Runs a step, from the state before it, as `torchember.locate` has it
     ) -> Located:
-        """Run a step again, and name the operation that its NaN comes from. Records nothing, and restores nothing.
-
-        Args:
-            step_fn: Runs a step, from the state before it, as `torchember.locate` has it
-        """
+        "Run a step again, and name the operation at the origin of its NaN. Records nothing, and restores nothing."
         return locate(step_fn, self.model)
+
+# %% ../nbs/57_ember.ipynb #b57e800d
+def run_of_rank(kind, name, resume, home, store='jsonl'):
+    "Return a new or resumed run; the rank, None for a single process; and the number of processes."
+    rank,world = rank_and_size()
+    if world>1: name = f'{name or shared_name(kind)}.rank{rank}'
+    if resume:
+        hand_over(name)
+        take_in(folder('torchember', home)) # rows that a dead process had not written
+    return new_run(kind, name, resume, home, store, world), rank if world>1 else None, world
+
+def number_of_first(t, resume, first_step):
+    "Return the number of the next step. Raise a ValueError if a resumed run has this step already."
+    if not resume: return first_step or 0
+    last = t.last_step()
+    if first_step is not None and first_step<=last:
+        raise ValueError(f"The run {t.fname!r} has steps to {last}, so it cannot continue at first_step={first_step}. "
+            f"Leave out first_step to continue at {last+1}, or leave out resume and choose another name=.")
+    return last+1 if first_step is None else first_step
+
+# %% ../nbs/57_ember.ipynb #835bba49
+def merge_ranks(t, rank, world, tree):
+    "Return `WholeSteps`: they merge the rows of all ranks for listeners on the first rank. None without a store of a process group."
+    part,store = store_for(t.fname.removesuffix(f'.rank{rank}'))
+    if part is None:
+        warn("reduce='step' needs the store of a process group, and there is none: listeners get only the rows of this process. "
+            "Call torch.distributed.init_process_group before torchEmber.")
+        return None
+    run,paths = weakref.ref(t),paths_in(tree)
+    def about(): return None if (t := run()) is None else {'about': t.about.get('ranks'), 'paths': paths}
+    def note(what):
+        if (t := run()) is not None: note_soon(t.file, what)
+    return WholeSteps(part, rank, world, about, note, store)
+
+def report_of(
+    recorder,
+    views=(), rules=None, feeds=() # Live pictures, the `RuleWatch`, and the `Feed`s of sinks
+) -> Report:
+    "Return the report of a run, and write its times into the metadata."
+    r,f,cost,live = recorder,recorder.t.file,recorder.cost,sum(v.seconds for v in views)
+    def spent():
+        s = r.seconds()+live
+        return {'seconds': s, 'share': s/cost.elapsed if cost.elapsed else 0.}
+    r.t.end(**spent())
+    beside = {'live': live, 'rules': 0. if rules is None else rules.seconds, 'beside': cost.loading, 'arming': cost.arming,
+        'compiling': cost.compiling}
+    remarks = [*r.remarks(), *f.listener_remarks(), *(rules.remarks() if rules else ()), *(said for feed in feeds for said in feed.remarks())]
+    return Report(run=r.t.fname, steps=r.tally.steps, recorded=r.tally.recorded, rows=f.disk.written_rows, bytes=f.disk.written, **spent(),
+        errors=r.notices.errors, skipped=r.notices.unmeasurable, remarks=remarks, **{k: v for k,v in beside.items() if v},
+        **({} if cost.budget is None else {'thinned': cost.budget.thinned-r.pipe.gate.decide.denied, 'budget': str(cost.budget)}))
 
 # %% ../nbs/57_ember.ipynb #478d3f42
 class torchEmber(ArmedModel):
-    """Record a model: arms it at once, and records every pass until `torchEmber.disarm`.
-
-    Args:
-        model: The model, also if wrapped by `torch.compile` or `DistributedDataParallel`
-        optimizer: Optimizer, or a list of them: when all have stepped, the training step is over
-        ttypes: Tensor types; also 'output_grad', 'input_grad', 'unclipped_grad', 'optimizer', 'update', 'buffer'
-        include: Modules to record, as `select` takes them: 'features.*', nn.Linear, ...; all by default
-        exclude: Modules to leave out
-        every: Steps to record, as `schedule` takes them: 10, 'linear(5, 2)', log_spaced(5), a function of the step
-        stats: Named set ('basic', 'full', 'numerics'), list of statistics, or function: tensor -> dict
-        only_training: True to skip evaluations: passes in `eval()` mode or under `no_grad`
-        name: Name of the run; `<ModelClass>_<YYYYmmdd_HHMMSS>` by default
-        resume: True to continue the run `name` after its last step
-        home: Folder of logs, instead of `~/.torchember`
-        store: Format of the run: 'jsonl', lines of JSON; 'parquet', a fraction of their size. Reading is the same for both
-        overhead: Share of the training time that recording may take, such as 0.02: then some steps of `every` are not recorded
-        scaler: The `GradScaler` in use: gradients are recorded unscaled, and skipped steps are marked. accelerate's optimizer has its own
-        ends: 'step': only `torchEmber.step` ends a step. By default the optimizer does; without one each pass does, until the first `step()`
-        rules: Rules that check the run during training: 'default', or a list of rules, as `diagnose` takes them
-        on_finding: Reaction to their findings: 'warn', 'stop' (an error ends the training), or a function of a finding
-        blackbox: Keep recent steps if the process dies: None if possible; False; 20: the last 20 steps, also if `every` leaves them out
-        cuda_graphs: True to record CUDA graphs that are captured by hand, at each replay
-        sinks: Destinations of each step's statistics: 'wandb', 'tensorboard', a function of a step and its numbers, a `Sink`, or a list of these
-        reduce: 'step': listeners on the first of several processes get the merged rows of all. No process waits for another
-        first_step: Number of the first step, to continue from a checkpoint; 0 by default, or the one after the last step of a resumed run
-        on_error: Reaction to a statistic that fails: 'warn' once and continue, or 'raise'
-    """
+    "Record a model: arms it at once, and records every pass until `torchEmber.disarm`."
     @says_arguments
     def __init__(self,
         model:nn.Module, # The model, also if wrapped by `torch.compile` or `DistributedDataParallel`
@@ -425,8 +342,8 @@ class torchEmber(ArmedModel):
             t.whole = whole
             t.file.listeners.add(whole)
         is_first = not rank and is_on
-        self.rules = RuleWatch(t, rules, on_finding, self.recorder.stop, recording=self.recorder.seconds, alarm=self.recorder.keep_last) \
-            if rules and is_first else None
+        r = self.recorder
+        self.rules = RuleWatch(t, rules, on_finding, r.stop, recording=r.seconds, alarm=r.keep_last) if rules and is_first else None
         self.feeds = [Feed(t, s) for s in sinks] if is_first else []
         self.arm()
         t.begin({'start': now(), 'user': user(), 'schema': SCHEMA, 'model': self.model_name},
@@ -436,37 +353,19 @@ class torchEmber(ArmedModel):
     def show(self,
         *args, **kwargs # Of `overview`
     ): # matplotlib Axes
-        """Draw the run: all layers and steps, the loss, and the first values that were not finite.
-
-        Args:
-            *args, **kwargs: Of `overview`
-
-        Returns:
-            matplotlib Axes
-        """
+        "Draw the run: all layers and steps, the loss, and the first NaN or infinity."
         from torchember import overview # the package show imports this Python module
         return overview(self, *args, **kwargs)
 
     def live(self,
         **kwargs # Of `torchember.live`
     ): # The view; its `close()` ends it earlier
-        """Show the run until `close`: in a notebook as `show` does, redrawn below this cell as rows arrive; in a terminal as a line.
-
-        Args:
-            **kwargs: Of `torchember.live`
-
-        Returns:
-            The view; its `close()` ends it earlier
-        """
+        "Show the run until `close`: in a notebook as `show` does, redrawn below this cell as rows arrive; in a terminal as a line."
         from torchember import live
         return live(self, **kwargs)
 
     def close(self): # A `Report`
-        """End the run: disarm, write everything, and report what was done.
-
-        Returns:
-            A `Report`
-        """
+        "End the run: disarm, write everything, and return a report."
         self.recorder.close()
         self.disarm()
         if self.rules is not None: self.rules.close()
@@ -501,7 +400,7 @@ class torchEmber(ArmedModel):
 
 # %% ../nbs/57_ember.ipynb #d08ba4de
 class EmberCopy:
-    "Stands for the ember in a copy of a model that keeps its ember. It reads the run, and records nothing."
+    "Replacement of a model's ember in copies of the model. It reads the run, and records nothing."
     armed = False
     def __init__(self,
         model_name:str, # Class of the model
@@ -519,4 +418,4 @@ class EmberCopy:
 
     def __getattr__(self, name):
         if name.startswith('__') or not hasattr(torchEmber, name): raise AttributeError(name)
-        raise AttributeError(f"{self!r} has no {name!r}: it came with a copy of the model. To record the copy, arm it: torchEmber(model).")
+        raise AttributeError(f"{self!r} has no {name!r}: it belongs to a copy of the model. To record the copy, arm it: torchEmber(model).")

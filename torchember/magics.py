@@ -26,7 +26,7 @@ def named_in(
     code:ast.AST, # Code of a cell
     names:dict # Names of the notebook -> values
 ) -> dict:
-    "Return the names of the notebook that a cell uses, also through functions of the notebook."
+    "Return the notebook's names in a cell, and in functions of the notebook used there."
     found,todo = {},names_used(code)
     while todo:
         n = todo.pop(0)
@@ -37,7 +37,7 @@ def named_in(
 
 # %% ../nbs/93_magics.ipynb #3fb6e16a
 def models_in(values):
-    "Return the models among values that are trained, without models that are inside another one."
+    "Return the trained models among values, without models inside a larger model."
     from torch import nn
     some = [v for v in values if issubclass(type(v), nn.Module) and any(p.requires_grad for p in v.parameters())]
     some = list({id(m): m for m in some}.values())

@@ -21,8 +21,9 @@ def every_in(text): return int(text) if text.isdigit() else text
 example = 'torchember run --every 10 train.py --lr 0.1'
 
 def options_parser(prog, usage):
-    p = argparse.ArgumentParser(prog, usage, allow_abbrev=False, argument_default=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter,
-        description='Record every model that the program trains. All options are arguments of torchEmber.', epilog=f'example:\n  {example}' if usage else None)
+    p = argparse.ArgumentParser(prog, usage, allow_abbrev=False, argument_default=argparse.SUPPRESS,
+        formatter_class=argparse.RawDescriptionHelpFormatter, epilog=f'example:\n  {example}' if usage else None,
+        description='Record every model that the program trains. All options are arguments of torchEmber.')
     add_options(p)
     return p
 
@@ -45,7 +46,7 @@ def options_in(
     prog:str='torchember run', # The command, for messages
     usage:str|None=None # How to call the command
 ) -> dict: # Arguments of `torchEmber`
-    "Return the options of a command line as arguments. Raise SystemExit for options that are wrong, as argparse does."
+    "Return the options of a command line as arguments. Raise SystemExit for wrong options, as argparse does."
     from torchember.ground.choose import schedule
     from torchember.ground.record import check_ttypes
     parser = options_parser(prog, usage)
@@ -57,7 +58,8 @@ def options_in(
         if 'stats' in found:
             from torchember.measure.columns import stat_names # loads numpy: the program may set variables that numpy reads first
             stat_names(found['stats'])
-        if not 0<found.get('overhead', 1)<=1: raise ValueError(f"--overhead is a share of the training time, such as .02; got {found['overhead']}.")
+        if not 0<found.get('overhead', 1)<=1:
+            raise ValueError(f"--overhead is a share of the training time, such as .02; got {found['overhead']}.")
         if 'rules' in found:
             from torchember.health.diagnose import choose_rules
             choose_rules(found['rules'])
@@ -70,7 +72,7 @@ usage = 'torchember run [options] [--] PROGRAM [arguments of the program], or to
 def split_arguments(
     argv:list # Arguments after `torchember run`
 ) -> tuple: # Options; True if a Python module is named; the program and its arguments
-    "Divide the arguments into those of torchember and those of the program."
+    "Return the options of torchember and the arguments of the program."
     i = 0
     while i<len(argv) and argv[i].startswith('-') and argv[i] not in ('--', '-m', '-h', '--help'): i += 1 if '=' in argv[i] else 2
     words,rest = argv[:i],argv[i:]
@@ -81,21 +83,21 @@ def split_arguments(
 
 # %% ../nbs/92_run.ipynb #90e604bf
 class Program(NamedTuple):
-    "Source of a program, and the environment in which Python would run it."
+    "Source of a program, and its environment as Python would set it."
     source:bytes
     file:str # Path for tracebacks
     names:dict # Names of `__main__`
     folder:str # First folder of imports
 
 def as_script(path):
-    "Return the `Program` that `python path` runs."
+    "Return the `Program` of `python path`."
     with open(path, 'rb') as f: source = f.read()
     whole = os.path.abspath(path)
     names = dict(__file__=whole, __cached__=None, __package__=None, __spec__=None, __loader__=SourceFileLoader('__main__', whole))
     return Program(source, whole, names, os.path.dirname(os.path.realpath(path)))
 
 def as_module(name):
-    "Return the `Program` that `python -m name` runs."
+    "Return the `Program` of `python -m name`."
     spec = find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None: spec = find_spec(f'{name}.__main__')
     if spec is None or not spec.has_location: raise ImportError(f'No module named {name}')
@@ -119,7 +121,7 @@ def hide_frames(file):
 
 # %% ../nbs/92_run.ipynb #58e77f32
 class WhenImported:
-    "Finder of imports that calls a function once a library has been imported."
+    "Import finder. It calls a function once a library has been imported."
     def __init__(self, name, then): self.name,self.then = name,then
 
     def find_spec(self, name, path=None, target=None):
@@ -136,11 +138,12 @@ class WhenImported:
 
 # %% ../nbs/92_run.ipynb #b8b959f3
 class Recording:
-    "Records what this process trains, once it has imported torch."
+    "Recording of this process, from its import of torch on."
     def __init__(self, options): self.options,self.trainings,self.pid = options,None,os.getpid()
 
     def say(self, text):
-        if os.environ.get('RANK', '0')=='0': print(*(f'torchember: {printable(line)}' for line in text.splitlines()), sep='\n', file=sys.stderr)
+        if os.environ.get('RANK', '0')!='0': return
+        for line in text.splitlines(): print(f'torchember: {printable(line)}', file=sys.stderr)
 
     def begin(self):
         if sys.modules.get('torch') is not None: self.start()
@@ -183,7 +186,7 @@ def run_source(program, recording, is_module):
 def run_command(
     argv:list # Arguments after `torchember run`
 ) -> int: # Exit code: 0 if the program came to its end, 2 if there is no such program. Exceptions of the program pass through, also SystemExit
-    "Run a program, and record what it trains."
+    "Run a program, and record the models it trains."
     words,is_module,program = split_arguments(argv)
     options = options_in(words, usage=usage)
     if not program: options_parser('torchember run', usage).error('name a program')

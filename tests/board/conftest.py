@@ -12,7 +12,7 @@ hostile = '<img src=x onerror="window.hit=1">'
 
 
 class Training:
-    "A training that is stepped by the test"
+    "A training of which the test runs the steps."
     def __init__(self, name, home=None, stats='numerics'):
         self.model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Sequential(nn.Linear(16, 16), nn.Tanh()), nn.Linear(16, 4))
         self.opt = torch.optim.SGD(self.model.parameters(), .05)
@@ -39,7 +39,7 @@ class Training:
 
 @pytest.fixture
 def training():
-    "Trainings, which are closed when the test is over"
+    "Return a function that starts a training; it is closed after the test"
     some = []
     def start(*args, **kwargs):
         some.append(Training(*args, **kwargs))
@@ -50,11 +50,11 @@ def training():
 
 @contextmanager
 def serving(*runs, home=None, token='secret', port=0, every=.1, allow=()):
-    "The address of a board that is served"
-    from torchember.show.board.server import Board, server_of, socket_at
-    b,s = Board(runs, home, token, allow),socket_at('127.0.0.1', port)
+    "Serve a board in a thread. Return its address"
+    from torchember.show.board.server import Board, make_server, bind_socket
+    b,s = Board(runs, home, token, allow),bind_socket('127.0.0.1', port)
     b.every,b.pages.share = every,1
-    server = server_of(b)
+    server = make_server(b)
     t = Thread(target=server.run, kwargs=dict(sockets=[s]))
     t.start()
     try: yield f'http://127.0.0.1:{s.getsockname()[1]}/?token={token}'
@@ -70,7 +70,7 @@ def served(): return serving
 
 @pytest.fixture(scope='module')
 def home(tmp_path_factory):
-    "Three runs that are over: `fine`, `broken` with a NaN from step 12 on, and `other`"
+    "Three runs that have ended: `fine`, `broken` with a NaN from step 12 on, and `other`"
     home = tmp_path_factory.mktemp('home')
     torch.manual_seed(1)
     for name,n,bad in (('other', 15, 0), ('fine', 20, 0), ('broken', 12, 6)):

@@ -20,9 +20,10 @@ from starlette.testclient import TestClient
 
 from torchember import compact, diagnose, read
 from torchember.frames.handle import open_run
-from torchember.show.board.listing import Listing, Spark, Watched, has_grown, rows_of_interest, state_of
-from torchember.show.board.server import Board, Pages, board, html_of_board, socket_at
+from torchember.show.board.listing import Listing, run_state
+from torchember.show.board.server import Board, Pages, board, render_board, bind_socket
 from torchember.show.board.some_steps import run_of_steps
+from torchember.show.live.following import FollowedLog, Spark, may_have_grown, rows_of_interest
 from torchember.show.page.data import page_of
 from torchember.store.jsonl import emberTracker
 
@@ -45,7 +46,7 @@ def names(asks):
 def files(home): return {p: (s.st_size, s.st_mtime_ns, s.st_ino) for p in sorted(home.rglob('*')) for s in [p.lstat()]}
 
 
-# ---- to whom
+# ---- access
 
 @pytest.mark.parametrize('path', ['/', '/run?name=fine', '/events', '/nowhere', '/run?name=fine&x=token', '//', '/../', '/user/ada/'])
 def test_who_has_not_the_token_is_told_nothing(home, path):
@@ -53,7 +54,7 @@ def test_who_has_not_the_token_is_told_nothing(home, path):
         for token in (None, '', 'secre', 'secret0', 'SECRET', 'secret\0', 'ſecret'):
             r = asks.get(path, params={**dict(p.split('=') for p in urlsplit(path).query.split('&') if p), **({'token': token} if token is not None else {})})
             assert r.status_code==403 and 'token' in r.text and 'fine' not in r.text and '<' not in r.text, (path, token)
-        assert asks.get('/run?name=fine&token=wrong&token=secret').status_code==403 # the first is the one
+        assert asks.get('/run?name=fine&token=wrong&token=secret').status_code==403 # the first token counts
         assert asks.post('/').status_code==403
 
 
@@ -100,10 +101,10 @@ def test_what_is_sent_can_run_nothing_but_our_scripts(home):
     assert 'http-equiv' not in page and '{' not in page[:page.index('<style>')] and 'style=' not in re.sub('<(script|style)>.*?</', '', page, flags=re.S)
 
 
-def test_what_is_asked_for_is_in_the_title_as_text(): assert f'<title>{"&lt;img src=x onerror=&quot;window.hit=1&quot;&gt;"} ·' in html_of_board(evil)[0]
+def test_what_is_asked_for_is_in_the_title_as_text(): assert f'<title>{"&lt;img src=x onerror=&quot;window.hit=1&quot;&gt;"} ·' in render_board(evil)[0]
 
 
-# ---- about what
+# ---- which runs
 
 def test_nothing_but_runs_of_the_home_can_be_asked_for(home, tmp_path):
     (tmp_path/'home'/'log').mkdir(parents=True)
@@ -114,7 +115,7 @@ def test_nothing_but_runs_of_the_home_can_be_asked_for(home, tmp_path):
     (tmp_path/'home'/'log'/'link').symlink_to(tmp_path/'outside')
     (tmp_path/'home'/'log'/'near').symlink_to(tmp_path/'home'/'log'/'inside')
     with asking('in*', 'near', 'link', home=tmp_path/'home') as asks:
-        assert set(names(asks))=={'inside', 'near'} # not what a link leads to elsewhere, and not what was not asked for
+        assert set(names(asks))=={'inside', 'near'} # no links to files elsewhere, and no other runs
         for name in ('link', 'hidden', '../outside', '../../outside', '/etc/passwd', 'log/inside', './inside', '..', '.', '', 'inside\0', '*', '%2e%2e/outside',
                      str(tmp_path/'outside')):
             assert asks.get('/run', params={'token': 'secret', 'name': name}).status_code==404, name
@@ -151,7 +152,7 @@ def test_it_stands_behind_proxies_that_keep_their_prefix(home, prefix):
 
 
 def test_all_addresses_in_the_page_are_relative():
-    page = re.sub(r'/\*.*?\*/', '', html_of_board()[0], flags=re.S)
+    page = re.sub(r'/\*.*?\*/', '', render_board()[0], flags=re.S)
     assert not re.search(r'''(?:src|href|action)\s*=\s*["'](?!data:|#)''', page) and not re.search(r'''(?:fetch|EventSource|at|import|open)\(\s*["'`]/''', page)
     assert set(re.findall(r"\bat\('(\w+)'", page))=={'run', 'events'} and 'location.origin' not in page and 'location.host' not in page
 
@@ -200,7 +201,7 @@ def test_processes_of_a_run_are_one(home, tmp_path):
         (tmp_path/'data'/f'base_both.rank{rank}.json').write_bytes((home/'data'/f'base_{of}.json').read_bytes())
     for wanted in ((), ('both',), ('b*',), ('both.rank*',)):
         r, = listed(tmp_path, *wanted)
-        assert (r['name'], r['ranks'], r['errors'], r['steps'])==('both', 2, 1, 20) and r['loss'][1] is not None # of the first
+        assert (r['name'], r['ranks'], r['errors'], r['steps'])==('both', 2, 1, 20) and r['loss'][1] is not None # of the first process
     assert not listed(tmp_path, 'bot')
     with asking(home=tmp_path) as asks: got = asks.get('/run?token=secret&name=both').json()
     assert got['run']['name']=='both' and got['kinds']==json.loads(json.dumps(page_of(open_run('both', tmp_path))))['kinds']
@@ -210,7 +211,7 @@ def test_the_first_trouble_is_that_of_the_training():
     def line(**r): return json.dumps({'step': 0, 'module': 'Net.a(Linear)', 'ttype': 'output', **r}, separators=(',', ':')).encode()+b'\n'
     data = line(nan=1, phase='eval')+line(step=1, nan=0)+line(step=2, nan=3)+line(step=3, nan=4)+line(step=4, ttype='scalar', x=1.)
     assert [r['step'] for r in rows_of_interest(data)]==[0, 2, 4] and [r['step'] for r in rows_of_interest(data, False)]==[4]
-    assert [r['step'] for r in rows_of_interest(data.rstrip())]==[0, 2, 4] # without an end of the line
+    assert [r['step'] for r in rows_of_interest(data.rstrip())]==[0, 2, 4] # without a line end
     assert [r['step'] for r in rows_of_interest(data.replace(b':', b': '))]==[0, 2, 4]
     assert [r['step'] for r in rows_of_interest(line(posinf=1))]==[r['step'] for r in rows_of_interest(line(neginf=1))]==[0]
 
@@ -222,7 +223,7 @@ def test_a_curve_has_few_points_and_all_values():
     assert {n for _,n in s.points[:-1]}=={s.each}
 
 
-# ---- while it goes on
+# ---- while a run goes on
 
 def test_what_is_new_is_seen_and_only_that(training):
     there = Listing()
@@ -253,16 +254,16 @@ def test_what_is_new_is_seen_and_only_that(training):
 
 
 def test_a_file_that_has_grown_is_the_same():
-    assert has_grown((1, 10, 0), (1, 20, 1)) and has_grown((1, 10, 0), (1, 10, 0)) and has_grown(None, None)
-    assert not has_grown((1, 10, 0), (2, 20, 1)) and not has_grown((1, 10, 0), (1, 9, 1)) and not has_grown((1, 10, 0), None) and not has_grown(None, (1, 1, 1))
+    assert may_have_grown((1, 10, 0), (1, 20, 1)) and may_have_grown((1, 10, 0), (1, 10, 0)) and may_have_grown(None, None)
+    for before,now in (((1, 10, 0), (2, 20, 1)), ((1, 10, 0), (1, 9, 1)), ((1, 10, 0), None), (None, (1, 1, 1))): assert not may_have_grown(before, now)
 
 
 def test_what_became_of_a_run():
     from socket import gethostname
     here,there = {'host': gethostname(), 'pid': 1},{'host': 'elsewhere', 'pid': 1}
-    assert state_of({'running': True}, here)=='running' and state_of({'running': False}, here)=='died' and state_of({}, {})=='ended'
-    for host in here,there: assert state_of({'running': False}, {**host, 'end': 'x'})=='ended'
-    assert state_of({}, there, time.time()-5)=='running' and state_of({}, there, time.time()-1000)=='silent'
+    assert run_state({'running': True}, here)=='running' and run_state({'running': False}, here)=='died' and run_state({}, {})=='ended'
+    for host in here,there: assert run_state({'running': False}, {**host, 'end': 'x'})=='ended'
+    assert run_state({}, there, time.time()-5)=='running' and run_state({}, there, time.time()-1000)=='silent'
 
 
 def test_a_page_that_has_not_changed_is_not_sent_again(training):
@@ -272,7 +273,7 @@ def test_a_page_that_has_not_changed_is_not_sent_again(training):
         first = ask()
         assert first.status_code==200 and ask(first.json()['version']).status_code==204 and ask(1).status_code==200 and ask(1).content==first.content
         t.steps(1)
-        time.sleep(.3) # for a page is made anew when some time has gone
+        time.sleep(.3) # a page is made again only after a pause
         asks.app.app.routes[0].endpoint.__self__.pages.share = 0
         second = ask(first.json()['version'])
         assert second.status_code==200 and second.json()['run']['steps']==4 and second.json()['version']!=first.json()['version']
@@ -291,14 +292,14 @@ def test_a_page_is_made_when_a_share_of_the_time_has_gone(training):
     assert steps()==2 # too soon
     t.close()
     there.look()
-    assert steps()==3 # it is over: this is the last one
+    assert steps()==3 # the run has ended: this is the last page
     assert pages.of('nothing')==(None, None) and list(pages.made)==['going']
     there.close()
 
 
 @contextmanager
 def events(address):
-    "What a board says of its runs, as it comes"
+    "Yield the lists of runs that a board sends"
     at = urlsplit(address)
     c = http.client.HTTPConnection(at.hostname, at.port, timeout=20)
     c.request('GET', f'/events?{at.query}')
@@ -393,14 +394,14 @@ def test_what_is_missing_is_named(monkeypatch, home):
 
 
 def test_a_port_that_is_taken_is_passed_over():
-    with socket_at('127.0.0.1', 0) as a:
+    with bind_socket('127.0.0.1', 0) as a:
         a.listen()
         port = a.getsockname()[1]
-        with pytest.raises(OSError, match='Give another port'): socket_at('127.0.0.1', port, 1)
-        with socket_at('127.0.0.1', port) as b: assert port<b.getsockname()[1]<port+50 and b.getsockname()[0]=='127.0.0.1'
+        with pytest.raises(OSError, match='Give another port'): bind_socket('127.0.0.1', port, 1)
+        with bind_socket('127.0.0.1', port) as b: assert port<b.getsockname()[1]<port+50 and b.getsockname()[0]=='127.0.0.1'
 
 
-# ---- a run that is too large to be read while somebody waits
+# ---- a large run
 
 @pytest.mark.parametrize('parquet', [False, True])
 def test_a_large_run_is_shown_by_some_of_its_steps(home, tmp_path, parquet):
@@ -414,14 +415,14 @@ def test_a_large_run_is_shown_by_some_of_its_steps(home, tmp_path, parquet):
     for n in 5,9:
         page = made()
         steps = page['kinds'][0]['step']
-        assert {0, 11, 12, 13, 17}<=set(steps) and len(steps)>=n and set(steps)<=set(range(18)) # the ends, and where the trouble begins
+        assert {0, 11, 12, 13, 17}<=set(steps) and len(steps)>=n and set(steps)<=set(range(18)) # the ends, and steps around the problem
         assert page['trouble']==whole['trouble'] and page['run']['rows']==whole['run']['rows'] and page['run']['steps']==18
         assert f'{len(steps)} of 18 steps are shown' in page['run']['missing'] and [k['ttype'] for k in page['kinds']]==[k['ttype'] for k in whole['kinds']]
-        assert page['numbers']==json.loads(json.dumps(whole['numbers'])) # of noted numbers there are all
+        assert page['numbers']==json.loads(json.dumps(whole['numbers'])) # all logged numbers
         assert {t['label'] for t in page['kinds'][0]['tensors']}=={t['label'] for t in whole['kinds'][0]['tensors']}
     assert pages.of('broken')[1].endswith('+') and not page['more']
     last = pages.made['broken']
-    assert pages.of('broken')[1]==last[0] and pages.made['broken'] is last # nothing better comes
+    assert pages.of('broken')[1]==last[0] and pages.made['broken'] is last # there is no better page
     there.close()
 
 
@@ -438,9 +439,9 @@ def test_the_steps_of_processes_are_chosen_alike(home, tmp_path):
 
 
 def test_of_many_numbers_some_are_kept(tmp_path):
-    w = Watched('x', tmp_path)
+    w = FollowedLog('x', tmp_path)
     w.most_kept = 100
-    for s in range(1000): w.keep({'step': s, 'ttype': 'finding' if s==10 else 'scalar', 'x': float(s)})
+    for s in range(1000): w.keep_line({'step': s, 'ttype': 'finding' if s==10 else 'scalar', 'x': float(s)})
     steps = [s for s,_ in w.kept]
     assert len(steps)<100 and steps==sorted(steps) and 10 in steps and steps[-1]>=984 and json.loads(w.kept[0][1])['step']==steps[0]<40
     w.close()

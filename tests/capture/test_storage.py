@@ -154,7 +154,7 @@ def test_quantities():
 
 def test_pictures():
     from torchember import TrainingStats
-    from torchember.show.pointing import losses_of
+    from torchember.show.pointing import read_losses
     from torchember.show.surfaces import Surface3d
     m = mixed(torch.float32)
     te = torchEmber(m)
@@ -163,7 +163,7 @@ def test_pictures():
     loss,each = torch.tensor([.5, .25]),[torch.tensor(.5), torch.tensor(.25)]
     overview(te, loss=loss)
     overview(te, loss=each)
-    got = losses_of(TrainingStats(torch.tensor([0, 1]), loss, each), None)
+    got = read_losses(TrainingStats(torch.tensor([0, 1]), loss, each), None)
     assert [y.tolist() for y in got.lines.values()]==[[.5, .25], [.5, .25]] and got.steps.tolist()==[0, 1]
     Surface3d({0: loss, 1: loss})
     assert resized(loss, *each) and emberTracker(te.fname).df.step.nunique()==2

@@ -39,7 +39,7 @@ def layer():
 
 def watch(model, **how):
     te = torchEmber(model, ttypes=('output', 'output_grad'), stats=('mean',), on_error='raise', **how)
-    te.recorder.buffer.ranks = types.SimpleNamespace(sharded=True, pass_begins=lambda: None, columns=lambda *args: {}) # as in a run of several processes
+    te.recorder.buffer.shards.ranks = types.SimpleNamespace(sharded=True, pass_begins=lambda: None, columns=lambda *args: {}) # as in a run of several processes
     return te
 
 

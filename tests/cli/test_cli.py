@@ -21,10 +21,10 @@ from torch import nn
 
 import torchember
 from torchember import read, runs, torchEmber
-from torchember.cli.commands import command_named, main, parser, places
-from torchember.cli.steps import Log, Step, Steps
-from torchember.cli.terminal import columns_of, table
-from torchember.health.rules import table as rules
+from torchember.cli.commands import command_named, main, make_parser, places
+from torchember.cli.steps import OpenSteps, RunLog, StepRow
+from torchember.cli.terminal import text_width, format_table
+from torchember.health.rules import format_table as rules
 
 root = Path(__file__).parents[2]
 long_name = 'Schrödinger 卷积 with a name that is far too long for a terminal'
@@ -82,10 +82,10 @@ def test_every_command_has_help_and_an_example():
     for name in typed:
         c = command_named(name)
         assert shlex.split(c.example)[:2]==['torchember', name] and len(c.do.__doc__)>30
-        parser().parse_args(shlex.split(c.example)[1:])
+        make_parser().parse_args(shlex.split(c.example)[1:])
 
 
-@pytest.mark.parametrize('name', [n for n in typed if n!='board']) # which goes on until Ctrl-C
+@pytest.mark.parametrize('name', [n for n in typed if n!='board']) # it runs until Ctrl-C
 def test_help_and_its_example(tmp_path, name, inside, monkeypatch):
     monkeypatch.setenv('TORCHEMBER_HOME', str(tmp_path/'home'))
     for run in 'before', 'after', 'tmp 1': train(tmp_path/'home', run)
@@ -109,7 +109,7 @@ def test_what_starts_without_pandas_and_torch(runs_there):
 
 
 def test_without_torch(tmp_path):
-    "Each command, as where it is not installed"
+    "Each command, without torch installed"
     for name in 'before', 'after', 'tmp 1': train(tmp_path/'home', name)
     (tmp_path/'train.py').write_text('')
     code = '''import shlex, sys
@@ -153,8 +153,8 @@ def test_lines_fit(inside, columns, monkeypatch):
     monkeypatch.setenv('COLUMNS', str(columns))
     for args in ['ls'], ['du'], ['show', 'blown'], ['tail', 'blown']:
         lines = inside(*args).stdout.splitlines()
-        table = lines[lines.index('')+1:] if args[0]=='show' else [l for l in lines if not l.startswith(('error', 'warning'))]
-        assert len(table)>3 and max(map(columns_of, table))<=columns, (args, table)
+        format_table = lines[lines.index('')+1:] if args[0]=='show' else [l for l in lines if not l.startswith(('error', 'warning'))]
+        assert len(format_table)>3 and max(map(text_width, format_table))<=columns, (args, format_table)
     names = [l.split()[0] for l in inside('ls').stdout.splitlines()]
     assert {'name', 'before', 'after', 'blown'}<={*names}
 
@@ -165,7 +165,7 @@ def test_nothing_is_left_out_in_a_pipe_and_there_are_no_colours(runs_there):
 
 
 def on_terminal(home, *args, answer=b'', to=b'', size=80, **env):
-    "What a terminal shows, and the exit code. answer: what is typed there as soon as it shows something"
+    "Return the output on a terminal, and the exit code. answer: typed as soon as there is output"
     ours,theirs = pty.openpty()
     before = termios.tcgetattr(ours)
     with subprocess.Popen([sys.executable, '-m', 'torchember', *args], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
@@ -174,7 +174,7 @@ def on_terminal(home, *args, answer=b'', to=b'', size=80, **env):
         shown = b''
         while True:
             try: data = os.read(ours, 1<<16)
-            except OSError: break # nobody has it open any more
+            except OSError: break # the program has closed the terminal
             if not data: break
             shown += data
             if answer and to in shown: os.write(ours, answer); answer = b''
@@ -219,7 +219,7 @@ def test_a_run_has_died_when_one_of_its_processes_has(tmp_path):
     gone.communicate()
     file.write_text(json.dumps({**said, 'pid': gone.pid}))
     assert state()=='died'
-    file.write_text(json.dumps({**said, 'pid': gone.pid, 'host': 'another'})) # of which nobody here knows
+    file.write_text(json.dumps({**said, 'pid': gone.pid, 'host': 'another'})) # a machine that cannot be asked
     assert state()=='ended'
 
 
@@ -228,17 +228,17 @@ def test_the_newest_run_stands_first(tmp_path):
         train(tmp_path, name, steps=1)
         file = tmp_path/'data'/f'base_{name}.json'
         file.write_text(json.dumps({**json.loads(file.read_text()), 'start': f'2026-01-0{day} 00:00:00'}))
-    (tmp_path/'data'/'base_b.json').write_text('{}') # nobody knows when that was
+    (tmp_path/'data'/'base_b.json').write_text('{}') # without a start
     assert [r['name'] for r in json.loads(shell(tmp_path, 'ls', '--json').stdout)]==['c', 'a', 'b']
     assert [l.split()[0] for l in shell(tmp_path, 'ls', 'a', 'b').stdout.splitlines()]==['name', 'a', 'b']
 
 
 def test_what_is_left_out_first(monkeypatch):
     monkeypatch.setenv('COLUMNS', '24')
-    lines = table([dict(name='x'*20, more='y'*8, less='z'*8)], ['name', 'more', 'less'], elastic=('name',), drop=('less', 'more'))
-    assert [l.split() for l in lines]==[['name'], ['x'*20]] # no name is shorter than 16 as long as others can be left out
+    lines = format_table([dict(name='x'*20, more='y'*8, less='z'*8)], ['name', 'more', 'less'], elastic=('name',), drop=('less', 'more'))
+    assert [l.split() for l in lines]==[['name'], ['x'*20]] # other columns are left out before a name gets shorter than 16
     monkeypatch.setenv('COLUMNS', '26')
-    lines = table([dict(name='x'*20, more='y'*8, less='z'*8)], ['name', 'more', 'less'], ('name',), ('less', 'more'))
+    lines = format_table([dict(name='x'*20, more='y'*8, less='z'*8)], ['name', 'more', 'less'], ('name',), ('less', 'more'))
     assert [l.split() for l in lines]==[['name', 'more'], ['x'*8+'…'+'x'*7, 'y'*8]]
 
 
@@ -302,7 +302,7 @@ def test_a_pipe_that_is_closed(runs_there):
         with subprocess.Popen([sys.executable, '-m', 'torchember', *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             env=environment(TORCHEMBER_HOME=str(runs_there))) as p:
             p.stdout.close()
-            assert p.stderr.read()==b'' and p.wait(60) in ([141, 0] if args==['--help'] else [141]), args # argparse takes an error of writing for none
+            assert p.stderr.read()==b'' and p.wait(60) in ([141, 0] if args==['--help'] else [141]), args # argparse ignores errors of writing
 
 
 def test_hostile_names(tmp_path):
@@ -331,7 +331,7 @@ with torchEmber(torch.nn.Linear(2, 1), name='other process', home=sys.argv[1]) a
 
 
 class Training:
-    "Another process, that makes a step when it is told to"
+    "A process that runs a step when it is told to."
     def __init__(self, home):
         self.p = programs.start(program, home, stdin=subprocess.PIPE, stderr=None, after=libraries, PYTHONPATH=root)
 
@@ -348,7 +348,7 @@ def test_tail_of_a_run_that_another_process_writes(tmp_path, end):
     tail = subprocess.Popen([sys.executable, '-m', 'torchember', 'tail', 'other process', '-n', '1'], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True, env=environment(TORCHEMBER_HOME=str(tmp_path)))
     first = tail.stdout.readline().split()
-    assert first[:4]==['step', '1', 'loss', '1'] # the step 2 is perhaps not over
+    assert first[:4]==['step', '1', 'loss', '1'] # step 2 may not be complete
     for i in (3, 4): training.step(i)
     seen = [tail.stdout.readline().split()[1] for _ in range(2)]
     assert seen==['2', '3'] # while it goes on
@@ -375,19 +375,19 @@ def test_tail_tells_an_open_step_when_nothing_more_comes(tmp_path):
 
 
 def test_a_row_that_comes_late_holds_nothing_up():
-    steps = Steps()
+    steps = OpenSteps()
     for step in 5, 3: steps.add('log', dict(step=step, ttype='output'))
     assert [s.step for s in steps.over(['log'])]==[3] and [s.step for s in steps.over([])]==[5]
 
 
 def test_what_is_told_of_a_step_is_what_was_first_not_finite():
-    s = Step(0)
+    s = StepRow(0)
     for path in 'a', 'b', 'c': s.add(dict(step=0, ttype='output', module=f'm(Net).{path}(Linear)', nan=int(path!='a')))
     assert s.trouble=='NaN in output of b and 1 more' and (s.rows, s.odd)==(3, 2)
 
 
 def test_tail_of_several_processes(tmp_path):
-    "A step is told once, with the rows of all"
+    "A step is printed once, with the rows of all processes"
     for rank,steps in ((0, 4), (1, 4)): train(tmp_path, f'many.rank{rank}', steps=steps)
     lines = [json.loads(l) for l in shell(tmp_path, 'tail', 'many', '--json').stdout.splitlines()]
     one = read('many.rank0', home=tmp_path).groupby('step').size()
@@ -397,21 +397,21 @@ def test_tail_of_several_processes(tmp_path):
 
 def test_the_end_of_a_long_log_needs_no_beginning(tmp_path, monkeypatch):
     train(tmp_path, 'long', steps=40)
-    log = Log('long', tmp_path/'log'/'long', tmp_path/'data')
+    log = RunLog('long', tmp_path/'log'/'long', tmp_path/'data')
     for most in 1, 5000, 20_000, None:
         log.begin(most)
         some = [r for rows in log.new() for r in rows]
         every = [json.loads(l) for l in (tmp_path/'log'/'long').read_text().splitlines()]
-        assert [r['step'] for r in some]==[r['step'] for r in every[len(every)-len(some):]] and log.rows==len(every)
+        assert [r['step'] for r in some]==[r['step'] for r in every[len(every)-len(some):]] and log.tail.rows==len(every)
         assert most is None or sum(len(json.dumps(r)) for r in some)<most*1.2
     log.begin(5000)
     torchember.compact('long', tmp_path)
-    assert [r for rows in log.new() for r in rows][-1]['step']==39 and log.rows==len(every)
+    assert [r for rows in log.new() for r in rows][-1]['step']==39 and log.tail.rows==len(every)
 
 
 @pytest.fixture
 def at_shells(runs_there, tmp_path):
-    "Variables of a shell that has the command, and the runs"
+    "Environment of a shell with the command and runs"
     (tmp_path/'torchember').write_text(f'#!/bin/sh\nexec {sys.executable} -m torchember "$@"\n')
     (tmp_path/'torchember').chmod(0o755)
     return environment(TORCHEMBER_HOME=str(runs_there), PATH=f"{tmp_path}:{os.environ['PATH']}", HOME=str(tmp_path))
@@ -439,12 +439,12 @@ def test_fish_completes(at_shells):
     assert completed('torchember diff bef')==['before'] and completed('torchember dia')==['diagnose']
     assert completed('torchember show b')==['before', 'blown'] and completed('torchember run --st')==['--stats', '--store']
     assert completed('torchember show Schr')==[long_name] and completed('torchember comple')==['completion']
-    assert f'{at_shells["HOME"]}/torchember' in completed(f'torchember run {at_shells["HOME"]}/to') # a file, where nothing else is known
+    assert f'{at_shells["HOME"]}/torchember' in completed(f'torchember run {at_shells["HOME"]}/to') # files, if no other completion is known
 
 
 @only_with('zsh')
 def test_zsh_completes(at_shells, tmp_path):
-    "What the line is after Tab: a key of the test's own writes it into a file"
+    "Return the line after Tab: a key that the test defines writes it into a file"
     lines = tmp_path/'lines'
     shell = pexpect.spawn('zsh', ['-f', '-i'], env={**at_shells, 'TERM': 'dumb'}, timeout=60, encoding='utf-8')
     def completed(line):

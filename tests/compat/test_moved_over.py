@@ -10,7 +10,7 @@ from torch import nn
 
 import torchember
 from torchember import exp_hist, read_pickle, scalar_global_heatmap, scalar_line, track
-from torchember.show.select import pick, table_of
+from torchember.show.select import pick, rows_to_draw
 
 
 class Net(nn.Module):
@@ -45,7 +45,7 @@ def closed():
 
 def names_of(lf, layer, tt):
     "Return the selected tensors as (path, parameter) pairs."
-    rows = pick(table_of(lf), layer, tt)
+    rows = pick(rows_to_draw(lf), layer, tt)
     return sorted({*zip(rows['path'].astype(str), rows['pname'].astype(object).where(rows['pname'].notna(), '').astype(str), strict=True)})
 
 

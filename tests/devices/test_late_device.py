@@ -292,7 +292,7 @@ def test_a_layer_that_is_called_on_two_streams_in_turn(gpu, tmp_path, calls):
     net = moved_model(Turns(calls))
     net.side,used,opt = Stream(cuda()),[],adam(net, foreach=False)
     with torchEmber(net, opt, home=tmp_path/'gpu', **options) as te:
-        arena = te.recorder.buffer.arena
+        arena = te.recorder.buffer.rows.arena
         plain(net, opt, late, lambda: used.append([b.used for b in arena.blocks]))
     gc.collect()
     blame(gpu)
@@ -383,7 +383,7 @@ def test_rows_that_a_device_does_not_give(gpu, monkeypatch, tmp_path):
     net = moved_model(model())
     opt,at,send = adam(net),iter(range(99)),arenas.to_host
     monkeypatch.setattr(arenas, 'to_host', lambda x: failing('lost') if next(at)==1 else send(x))
-    with pytest.warns(UserWarning, match='what a device has of this step.*CUDA error: lost') as said, torchEmber(net, opt, home=tmp_path) as te:
+    with pytest.warns(UserWarning, match='the part of this step on a device.*CUDA error: lost') as said, torchEmber(net, opt, home=tmp_path) as te:
         plain(net, opt, late)
     assert len(said)==1
     want = recorded(plain, model(), torch.clone, tmp_path/'cpu', {}, 'one by one').t.df
@@ -1048,9 +1048,9 @@ def test_what_a_device_does_not_give_takes_nothing_else_with_it(gpu, monkeypatch
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter('always')
         buffer = StepBuffer({'output': ('mean',)})
-        observe(late(torch.ones(3)), buffer.arena.tap('x'))
+        observe(late(torch.ones(3)), buffer.rows.arena.tap('x'))
         buffer.add(('model', 'scalar', 'log', None, None, 0), 0, None, 'float64', {'loss': 2.})
-        monkeypatch.setattr(buffer.arena, 'take', lambda *args: failing('device-side assert triggered'))
+        monkeypatch.setattr(buffer.rows.arena, 'take', lambda *args: failing('device-side assert triggered'))
         snapshot,custom = buffer.take(True)
     assert len(snapshot)==0 and [r[5] for r in custom]==[{'loss': 2.}] and 'device-side assert' in str(said[0].message)
 
@@ -1085,7 +1085,7 @@ def test_a_step_with_tensors_here_and_there_was_on_a_device(gpu):
     for where,on_device in (('cpu', False), ('both', True), ('cuda', True)):
         buffer = StepBuffer({'output': ('mean',)})
         for i,x in enumerate((torch.ones(3), late(torch.ones(3)))):
-            if where in ('both', x.device.type): observe(x, buffer.arena.tap(str(i)))
+            if where in ('both', x.device.type): observe(x, buffer.rows.arena.tap(str(i)))
         buffer.take(True)
         buffer.step_over()
         assert buffer.on_device is on_device
@@ -1296,13 +1296,13 @@ def test_where_there_are_several_processes_each_tensor_is_looked_at(gpu, monkeyp
         buffer.measure_together(some)
         buffer.take(True)
     asked = []
-    if what=='ranks': buffer.ranks = SimpleNamespace(columns=lambda module, ttype, x, pname: asked.append((ttype, pname)) or {'placement': 'S(0)'})
-    else: buffer.parts['another'] = {}
+    if what=='ranks': buffer.shards.ranks = SimpleNamespace(columns=lambda module, ttype, x, pname: asked.append((ttype, pname)) or {'placement': 'S(0)'})
+    else: buffer.shards.columns['another'] = {}
     looked = buffer.measure
     monkeypatch.setattr(buffer, 'measure', lambda *args, **more: asked.append('looked') or looked(*args, **more))
     buffer.measure_together(some)
     assert asked==(['looked', ('weight', 'weight')] if what=='ranks' else ['looked'])
-    assert what=='parts' or [*buffer.parts.values()]==[{'placement': 'S(0)'}]
+    assert what=='parts' or [*buffer.shards.columns.values()]==[{'placement': 'S(0)'}]
 
 
 @pytest.mark.parametrize('on', ['cpu', 'cuda'])
@@ -1333,7 +1333,7 @@ def test_what_cannot_be_looked_at_any_more_ends_no_training(gpu, monkeypatch):
         def __getattr__(self, name): raise ValueError(name)
     def means(x):
         buffer.measure_together([(state, 'weight_grad', 'grad_0', 'weight', x)], replace=True)
-        return [r[3]['mean'] for r in rows_of(buffer.arena)]
+        return [r[3]['mean'] for r in rows_of(buffer.rows.arena)]
     assert means(mean_of(2))==means(mean_of(2))==[2.]
     with monkeypatch.context() as m:
         m.setattr(arena.DeviceReadPlan, 'fits', lambda plan, x: failing('no strides'))

@@ -190,7 +190,7 @@ def test_rows_that_somebody_copies_on_another_stream(gpu, tmp_path):
                 begun = torch.Event()
                 begun.record()
             te.recorder.flush()
-            where.append(te.recorder.buffer.arena.blocks[-1].stream)
+            where.append(te.recorder.buffer.rows.arena.blocks[-1].stream)
     blame(gpu)
     assert where==side and te.t.df['step'].nunique()==5
 
@@ -309,7 +309,7 @@ def test_nothing_grows(gpu, tmp_path, passes):
     with torchEmber(net, sgd(net), home=tmp_path, cuda_graphs=True, ttypes=ALL) as te:
         def after(i):
             seen.append(gpu.launches)
-            blocks.append(len(te.recorder.buffer.arena.blocks))
+            blocks.append(len(te.recorder.buffer.rows.arena.blocks))
         with_graph(net, te.recorder.watch.optimizers[0], data(8*passes), after, passes)
     assert len(set(np.diff(seen[3:])))==1 and len(set(blocks[3:]))==1, (seen, blocks)
 
@@ -357,7 +357,7 @@ def test_steps_that_passes_end(gpu, tmp_path):
         for new in xs[1:]:
             x.copy_(late(new))
             g.replay()
-        assert not [b for b in got.recorder.buffer.arena.blocks if b.key is None and b.graph is None] # nothing had to be set aside
+        assert not [b for b in got.recorder.buffer.rows.arena.blocks if b.key is None and b.graph is None] # nothing had to be set aside
     blame(gpu)
     same(got.t.df, want.t.df)
 
@@ -966,7 +966,7 @@ def test_what_a_graph_has_goes_with_it(gpu, tmp_path):
     net,x = moved_model(model()),late(data()[0])
     with torchEmber(net, home=tmp_path, ttypes='output', cuda_graphs=True) as te, torch.no_grad():
         net(x)
-        before = len(te.recorder.buffer.arena.blocks)
+        before = len(te.recorder.buffer.rows.arena.blocks)
         g = torch.cuda.CUDAGraph()
         with captured(g): net(x)
         g.replay()
@@ -975,7 +975,7 @@ def test_what_a_graph_has_goes_with_it(gpu, tmp_path):
         net(x) # what it has written last is of the step before
         gc.collect()
         net(x)
-        assert rows() is None and len(te.recorder.buffer.arena.blocks)==before
+        assert rows() is None and len(te.recorder.buffer.rows.arena.blocks)==before
     assert te.t.df['step'].unique().tolist()==[0, 1, 2, 3]
 
 

@@ -21,9 +21,9 @@ from torchember.frames.logs import read, runs, wide
 from torchember.ground.messages import EmberWarning
 from torchember.show.histograms import total_counts
 from torchember.ground.child import interpreter_flags
-from torchember.show.live.live_view import Reader, Viewer, base_of
+from torchember.show.live.live_view import Reader, Viewer
 from torchember.show.page.data import page_of
-from torchember.show.pointing import losses_of
+from torchember.show.pointing import read_losses
 from torchember.state.plots import plot_heatmap, plot_hist
 from torchember.store import log as store_log, base
 from torchember.store import lines as by_lines
@@ -46,13 +46,13 @@ def folder_of_modules(path):
 
 def test_a_child_imports_nothing_of_the_folder_one_stands_in(tmp_path, monkeypatch):
     here = folder_of_modules(tmp_path)
-    log = tmp_path/'log'
-    log.write_bytes(b'{"module": "model(Net)", "ttype": "output", "tname": "output_0", "step": 3, "rms": 1.0}\n')
+    (tmp_path/'home'/'log').mkdir(parents=True)
+    (tmp_path/'home'/'log'/'run').write_bytes(b'{"module": "model(Net)", "ttype": "output", "tname": "output_0", "step": 3, "rms": 1.0}\n')
     monkeypatch.chdir(here)
     monkeypatch.setenv('PYTHONPATH', ':') # an empty entry is the current folder, of whoever starts
     monkeypatch.setattr(sys, 'path', ['', '.', *sys.path])
-    reader = Reader(picture=False, look={})
-    try: assert reader.ask(path=log, over=True)['line']=='log: step 3'
+    reader = Reader(home=tmp_path/'home', picture=False, look={})
+    try: assert reader.ask(name='run', over=True)['line']=='run: step 3'
     finally: reader.end()
     assert not (here/'ran').exists()
 
@@ -140,7 +140,7 @@ def test_metadata_that_is_none(home, what):
     assert got.loc['bad', ['steps', 'rows', 'running']].tolist()==[5, 2, False]
     if what not in ('nowhere',): assert isinstance(got.problem['bad'], str) and '\n' not in got.problem['bad']
     t = emberTracker('bad', home)
-    assert t._repr_html_() is None and base_of(t) is None and len(t.df)==2
+    assert t._repr_html_() is None and len(t.df)==2
     assert read('*', home=home).run.tolist()==['bad']*2+['good']*2
     if what=='folder': return
     t.begin({'start': 'now'}, {})
@@ -396,7 +396,7 @@ def test_pictures_of_fields_of_another_type(home, field):
         write_odd(home, name := f'odd{i}', field, value)
         t = emberTracker(name, home)
         assert torchember.overview(t).get_xlabel()=='step', value
-        assert 'step 3' in Viewer(True, {}).answer(t.log_path, True)['line'], value
+        assert 'step 3' in Viewer(home, True, {}).answer(name, True)['line'], value
         assert page_of(t)['run']['last']==3, value
         plt.close('all')
 
@@ -423,7 +423,7 @@ pictures = {
     'lines': lambda r: torchember.scalar_line(r, scalar_metric='std'),
     'panels': lambda r: torchember.scalar_line(r, layer=[r'$\x$', '\x1b[2J'], scalar_metric='std'),
     'heat map': lambda r: torchember.scalar_global_heatmap(r, tt='output', scalar_metric='std'),
-    'losses': lambda r: losses_of(None, r.df).draw(plt.figure()),
+    'losses': lambda r: read_losses(None, r.df).draw(plt.figure()),
     'layers': lambda r: plot_hist({n: torch.ones(2) for n in hostile}, r'$\x$', lw=True),
     'stripes': lambda r: plot_heatmap({n: torch.ones(2) for n in hostile}, r'$\x$')}
 

@@ -38,13 +38,13 @@ def test_a_fork_of_an_armed_model():
     te = torchEmber(model)
     model(x())
     n = len(te.t.lines())
-    with te.recorder.lock, te.recorder.buffer.arena.lock: # as another thread might hold them at that moment
+    with te.recorder.lock, te.recorder.buffer.rows.arena.lock: # as another thread might hold them at that moment
         pid = os.fork()
         if not pid:
             signal.alarm(30)
             with torch.no_grad(): model(x())
             te.step()
-            os._exit(0 if not te.recorder.buffer.arena.filled else 1)
+            os._exit(0 if not te.recorder.buffer.rows.arena.filled else 1)
     assert os.waitpid(pid, 0)[1]==0
     assert len(te.t.lines())==n
     model(x())

@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 
 from torchember import emberTracker, read, summary, tree, wide
 from torchember.show.run_summary import first_trouble
-from torchember.show.live.following import OverviewRows, binned, extremes, thinned_lines
 from torchember.show.heatmaps import column_edges
-from torchember.show.histograms import at_step, total_counts
+from torchember.show.histograms import rows_at_step, total_counts
 from torchember.show.page.data import page_of
-from torchember.show.select import grid, pick, places, series, training
+from torchember.show.select import grid, pick, places, series
 from torchember.show.trees import boxes
 from torchember.store.reading import without_superseded
 
@@ -92,22 +91,6 @@ def test_cells_of_a_grid(df, most_rows, most_columns):
             if known and all(math.isfinite(v) or math.isnan(v) for _,v,_ in cell):
                 assert any(same(g.value[i, j], v) and f>=max(known)[0]-1e-12 for f,v in known), (cell, g.value[i, j])
             elif not cell: assert math.isnan(g.value[i, j])
-
-
-@some
-@given(tables, st.integers(2, 3))
-def test_bins_of_steps(df, width):
-    "A row for each tensor and bin: of one of its steps, with the most that was not finite in any of them"
-    got = binned(df.assign(run='r'), width)
-    want = {}
-    for r in trained(df): want.setdefault((*place(r), r['step']//width), []).append(r)
-    assert sorted((*place(r), r['step']//width) for r in got.to_dict('records'))==sorted(want)
-    last = df.step.max()
-    for r in got.to_dict('records'):
-        rows = want[*place(r), r['step']//width]
-        assert r['nan']==max(o['nan'] for o in rows) and any(same(r['std'], o['std']) for o in rows)
-        assert r['step']==min((r['step']//width+1)*width-1, last)
-        if any(math.isfinite(o['std']) for o in rows): assert math.isfinite(r['std'])
 
 
 rows_again = st.lists(st.fixed_dictionaries(
@@ -208,50 +191,6 @@ def test_the_first_trouble_is_of_the_earliest_step(df):
     if bad: assert got.name==min(bad, key=lambda i: (rows[i]['step'], i))
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from([1., 2., -1., math.nan, math.inf])), max_size=20), st.integers(1, 5))
-def test_numbers_that_are_kept_of_many(some, width):
-    "Of each bin the least, the largest and the first that is not finite, in the order of the log; numbers of another name are others"
-    rows = [{'step': s, 'loss': v} for s,v in some]+[{'step': 0, 'rate': 9.}]
-    want = set()
-    for b in {s//width for s,_ in some}:
-        here = [(i, v) for i,(s,v) in enumerate(some) if s//width==b]
-        finite = [(i, v) for i,v in here if math.isfinite(v)]
-        if finite: want |= {min(finite, key=lambda p: (p[1], p[0]))[0], max(finite, key=lambda p: (p[1], -p[0]))[0]}
-        want |= {i for i,v in here[:] if not math.isfinite(v) and i==min(j for j,w in here if not math.isfinite(w))}
-    assert extremes(rows, 'loss', width)==[rows[i] for i in sorted(want)]
-
-
-def test_lines_that_are_kept_of_many():
-    "All of a step or none of it, the last step among them, and what was first not finite"
-    def line(s, more=''): return f'{{"m": 1, "step": {s}{more}}}'.encode()
-    lines = [line(s, ', "nan": 2' if s in (13, 17) else '') for s in range(40) for _ in range(3)]+[b'{"note": "no step"}']
-    data = b'\n'.join(lines)+b'\n'
-    assert thinned_lines(data, len(lines))==data
-    kept = thinned_lines(data, 40).splitlines()
-    steps = [int(l.split(b'"step": ')[1].split(b',')[0].rstrip(b'}')) for l in kept[:-1]]
-    assert kept[-1]==lines[-1] and steps==sorted(steps) and {13, 17, 39} <= set(steps) and len(set(steps)-{13, 17})==10
-    assert all(steps.count(s)==3 for s in steps)
-    later = {int(l.split(b'"step": ')[1].split(b',')[0].rstrip(b'}')) for l in thinned_lines(data, 40, False).splitlines()[:-1]}
-    assert later==set(range(39, -1, -4)) # what was first not finite was earlier
-
-
-def test_what_is_kept_of_a_long_run_has_its_first_trouble():
-    "Though an evaluation before the training had some, and a later step has more"
-    def rows(s, phase=None, nan=0): return [{'step': s, 'module': f'model(N).{m}(L)', 'ttype': t, 'tname': 'x_0', 'call': 0, 'std': 1.+s, 'nan': nan*(m=='b'),
-        'posinf': 0, 'neginf': 0, **({'phase': phase} if phase else {})} for m in 'ab' for t in ('output', 'input')]
-    k = OverviewRows()
-    k.add(rows(0, 'eval', 5))
-    assert k.first.step.tolist()==[0]
-    k.add(rows(1))
-    assert k.first is None and k.step==1
-    k.add(rows(3, nan=7)+rows(2, nan=3)+rows(4, 'eval', 1)+[{'step': 4, 'ttype': 'scalar', 'tname': 'log', 'module': 'model(N)', 'rate': .1, 'val_loss': 3.}])
-    k.add(rows(5, nan=1)+[{'step': 5, 'ttype': 'scalar', 'tname': 'log', 'module': 'model(N)', 'rate': .1, 'loss': 2.}])
-    assert [(r.step, r.path, r.nan) for r in k.first.itertuples()]==[(2, 'b', 3)] and k.loss=='val_loss' and k.last_loss==3. and k.step==5
-    table,kinds = k.table()
-    assert kinds==['output'] and set(table.ttype)=={'output', 'scalar'} and sorted(set(table.step))==[1, 2, 3, 4, 5]
-    assert list(training(table)[training(table).ttype=='output'].groupby('path').size())==[4, 5] # and the first trouble once more
-
-
 @given(st.lists(st.sampled_from(['', 'a', 'a.b', 'a.c', 'a.b.d', 'e', 'e.f', 'e.g']), min_size=1, max_size=8, unique=True), st.sampled_from([None, 1, 2]))
 def test_boxes_lie_inside_of_their_modules_box(paths, deepest):
     "A module is as tall as the modules in it, one after another in their order, and what has none is one layer"
@@ -298,9 +237,9 @@ def test_columns_end_halfway_between_steps():
 def test_a_step_that_is_asked_for():
     df = pd.DataFrame(dict(step=[0, 10, 10, 30], std=[1., 2., 3., 4.]))
     for asked,(step,values) in {None: (30, [4.]), -1: (30, [4.]), -3: (0, [1.]), 10: (10, [2., 3.]), 0: (0, [1.])}.items():
-        rows,got = at_step(df, asked)
+        rows,got = rows_at_step(df, asked)
         assert got==step and rows['std'].tolist()==values
-    with pytest.raises(ValueError, match='nearest: 0, 10, 30'): at_step(df, 11)
+    with pytest.raises(ValueError, match='nearest: 0, 10, 30'): rows_at_step(df, 11)
 
 
 def test_layers_that_are_asked_for():

@@ -7,7 +7,7 @@ from torch import nn
 from torchember import from_activation, from_state_dict, from_weight, read, torchEmber, track
 from torchember.ground.choose import NamedLayer, chosen, kinds_of, select
 from torchember.monitor import Monitor
-from torchember.show.select import pick, table_of
+from torchember.show.select import pick, rows_to_draw
 
 
 class Block(nn.Module):
@@ -72,7 +72,7 @@ def test_an_ember_a_snapshot_and_activations_choose_the_same(word, out):
 def test_a_monitor_a_tracker_and_a_table_choose_the_same(word, run, tmp_path):
     net,te = run
     want = wanted(net, word, None)
-    rows = table_of(read(te.fname))
+    rows = rows_to_draw(read(te.fname))
     if word is nn.Module: # a log has the name of a class, and not of those it is made from
         with pytest.raises(ValueError, match="No layer of the class itself 'Module'"): pick(rows, word)
     else: assert {*pick(rows, word).path}==want

@@ -17,7 +17,7 @@ root = Path(__file__).parents[2]
 sys.path.insert(0, str(root/'docs'))
 import docstrings  # noqa: E402
 
-meanings = {'optimizer': 'Optimizer, or a list of them', 'every': 'Which steps', 'on_error': "When a statistic fails: 'warn' once"}
+meanings = {'optimizer': 'Optimizer, or a list of them', 'every': 'Steps to record', 'on_error': "Reaction to a statistic that fails: 'warn' once"}
 
 
 def help_of(code):
@@ -38,7 +38,7 @@ def test_jupyter_shows_arguments():
     shell.push({'torchEmber': torchEmber})
     text = shell.object_inspect_mime('torchEmber')['text/plain']
     for k,v in meanings.items(): assert f'{k}: {v}' in text
-    assert 'name: What to call it' in shell.object_inspect_mime('torchEmber.probe')['text/plain']
+    assert "name: The row's `tname`" in shell.object_inspect_mime('torchEmber.probe')['text/plain']
 
 
 def test_the_source_names_each_argument():
@@ -55,7 +55,7 @@ def members(o):
     return [o, *(getattr(f, '__func__', f) for c in ours for n,f in vars(c).items() if not n.startswith('_') and callable(getattr(f, '__func__', f)))]
 
 
-@pytest.mark.parametrize('name', [n for n in torchember.rooms if n!='ttypes'])
+@pytest.mark.parametrize('name', [n for n in torchember.module_of if n!='ttypes'])
 def test_each_comment_of_an_argument_is_shown_once(name):
     for o in members(getattr(torchember, name)):
         if not (doc := inspect.getdoc(o)) or isinstance(o, type) and getattr(o.__init__, '__module__', '')!=o.__module__: continue

@@ -35,30 +35,28 @@ def test_arming_makes_no_folder(tmp_path):
     assert not (tmp_path/'.torchember').exists()
 
 
-def test_dir_has_what_a_person_types(tmp_path):
-    out = run("import torchember, torchember.ground.choose; torchember.every; names = [n for n in dir(torchember) if n[:2]!='__']\n"
-        "print([n for n in names if n not in (*torchember.__all__, *torchember.wings)])\n"
-        "print(sorted({*torchember.__all__}-{*dir(torchember)}-{n for w in torchember.wings for n in dir(getattr(torchember, w))}), len(names)<70)",
-        HOME=str(tmp_path), TORCHEMBER_HOME='')
-    assert out.split('\n')[:2]==['[]', "[] True"] # neither what the package works with nor rooms that are loaded already; the rest is one level down
+def test_dir_lists_the_main_names(tmp_path):
+    out = run("import torchember, torchember.ground.choose; torchember.every; names = {n for n in dir(torchember) if n[:2]!='__'}\n"
+        "print(names=={*torchember.__all__, *torchember.packages}-{'__version__'}, len(torchember.__all__)<=41)", HOME=str(tmp_path), TORCHEMBER_HOME='')
+    assert out=='True True\n' # no helper names, and no modules that are loaded already
 
 
-def test_each_wing_hands_out_its_names():
+def test_each_package_has_its_names():
     import torchember
-    for wing in ('state', 'monitor', 'compat', *(['jaxember'] if 'jax' in sys.modules else [])):
-        for name in dir(getattr(torchember, wing)):
-            found = getattr(getattr(torchember, wing), name)
-            assert found is not None and (wing=='jaxember' or name not in torchember.rooms or found is getattr(torchember, name)), (wing, name)
-        hints = (root/'torchember'/wing/'__init__.py').read_text().split('TYPE_CHECKING:')[1]
-        for name in dir(getattr(torchember, wing)): assert f'import {name} as {name}' in hints
+    for package in ('state', 'monitor', 'compat', *(['jaxember'] if 'jax' in sys.modules else [])):
+        for name in dir(getattr(torchember, package)):
+            found = getattr(getattr(torchember, package), name)
+            assert found is not None and (package=='jaxember' or name not in torchember.module_of or found is getattr(torchember, name)), (package, name)
+        hints = (root/'torchember'/package/'__init__.py').read_text().split('TYPE_CHECKING:')[1]
+        for name in dir(getattr(torchember, package)): assert f'import {name} as {name}' in hints
 
 
 def test_every_public_name():
     import torchember
-    assert {'torchEmber', 'emberTracker', 'tracker', 'moduleTrack', 'get_stats', 'select', 'every'} <= set(torchember.__all__)
-    for name in torchember.__all__: assert getattr(torchember, name) is not None
-    hints = (root/'torchember'/'__init__.py').read_text().split('TYPE_CHECKING:')[1].split('rooms =')[0]
-    for name in torchember.rooms: assert f'import {name} as {name}' in hints # editors see what there is
+    assert {'torchEmber', 'emberTracker', 'tracker', 'moduleTrack', 'get_stats', 'select', 'every'} <= set(torchember.module_of)
+    for name in torchember.module_of: assert getattr(torchember, name) is not None
+    hints = (root/'torchember'/'__init__.py').read_text().split('TYPE_CHECKING:')[1].split('module_of =')[0]
+    for name in torchember.module_of: assert f'import {name} as {name}' in hints # for editors
 
 
 def bare_site(tmp_path):
@@ -189,7 +187,7 @@ def test_jaxember_needs_no_torch():
         wing = import_module('torchember.jaxember')
         for room in pkgutil.walk_packages(wing.__path__, wing.__name__+'.'): import_module(room.name)
         import numpy as np
-        from torchember.jaxember.capture.trees import parameters
-        print([(n.path, n.tname) for n in parameters({'params': {'fc': {'kernel': np.ones(2)}}})], 'flax' in sys.modules)
+        from torchember.jaxember.capture.trees import named_parameters
+        print([(n.path, n.tname) for n in named_parameters({'params': {'fc': {'kernel': np.ones(2)}}})], 'flax' in sys.modules)
     """
     assert run(code).strip()=="[('fc', 'weight_0')] False"

@@ -114,12 +114,12 @@ def test_arming_twice():
     te = torchEmber(model)
     def again():
         return torchEmber(model) # again
-    points(lambda: again().disarm(), 'return torchEmber(model) # again', 'is watched already')
+    points(lambda: again().disarm(), 'return torchEmber(model) # again', 'is already recorded')
     def rearmed():
         te.rearm() # rearmed
     other = torchEmber(nn.Sequential(model.fc), include='0')
     te.disarm()
-    points(lambda: (rearmed(), te.close()), 'te.rearm() # rearmed', 'is watched already')
+    points(lambda: (rearmed(), te.close()), 'te.rearm() # rearmed', 'is already recorded')
     other.close()
 
 
@@ -283,7 +283,7 @@ def test_a_misspelt_statistic_is_not_to_be_recorded():
 def test_nothing_to_record(nothing):
     "Empty tensor types or statistics are refused: the user would find a run without rows only at its end."
     model = Net()
-    assert "no tensor type, so nothing of the model would be recorded" in told(ValueError, torchEmber, model, ttypes=nothing)
+    assert "no tensor type, so nothing would be recorded" in told(ValueError, torchEmber, model, ttypes=nothing)
     assert 'got an empty list' in told(ValueError, torchEmber, model, stats=nothing)
     assert '_torchember' not in vars(model)
     with torchEmber(model, ttypes='probe') as te:
@@ -295,10 +295,10 @@ def test_nothing_to_record(nothing):
 def test_numbers_that_are_none():
     with torchEmber(Net()) as te:
         te.model(x)
-        assert 'of shape (3,). Give one number of it: te.log(loss=loss.mean())' in told(TypeError, lambda: te.log(loss=torch.ones(3)))
+        assert 'of shape (3,). Give one number: te.log(loss=loss.mean())' in told(TypeError, lambda: te.log(loss=torch.ones(3)))
         assert 'Write te.log(loss=loss)' in told(TypeError, lambda: te.log({'loss': 1.}))
         assert 'Write te.mark(epoch=3)' in told(TypeError, lambda: te.mark(3))
-        assert told(TypeError, lambda: te.log(loss=None))=='te.log notes numbers, but loss is None.'
+        assert told(TypeError, lambda: te.log(loss=None))=='te.log takes numbers, but loss is None.'
         te.log(loss=torch.ones(1, 1))
     assert te.t.df.query("ttype=='scalar'").loss.tolist()==[1.]
 
@@ -337,7 +337,7 @@ def test_an_argument_that_does_not_exist():
         assert text.startswith('No argument of ') and f' {odd!r}. Known: ' in text and f' Did you mean {meant!r}' in text, text
     assert 'Known: run, path, ttype, stat' in told(TypeError, scalar_line, te, metric='std')
     assert "missing 1 required positional argument: 'model'" in told(TypeError, torchEmber)
-    assert 'torchEmber watches an nn.Module, got an int.' in told(TypeError, torchEmber, 3)
+    assert 'torchEmber records an nn.Module, got an int.' in told(TypeError, torchEmber, 3)
     plt.close('all')
 
 

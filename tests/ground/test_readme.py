@@ -10,7 +10,7 @@ from pathlib import Path
 import programs
 import pytest
 
-from torchember.cli.commands import parser
+from torchember.cli.commands import make_parser
 
 root = Path(__file__).parents[2]
 readme = (root/'README.md').read_text(encoding='utf-8')
@@ -90,7 +90,7 @@ def test_commands():
 def test_commands_of_the_shell():
     "The command line accepts each line."
     lines = [l for kind,code in shown if kind=='sh' for l in code.splitlines() if l.startswith('torchember ')]
-    asked = [parser().parse_args(shlex.split(l, comments=True)[1:]) for l in lines]
+    asked = [make_parser().parse_args(shlex.split(l, comments=True)[1:]) for l in lines]
     assert [a.command for a in asked]==['run', 'board', 'ls', 'tail', 'plot', 'diagnose', 'diff']
     assert asked[0].program==['train.py', '--lr', '0.1'] and asked[5].fail_on=='error'
 

@@ -52,7 +52,7 @@ def imported(code, room, rooms):
             if base=='torchember': names |= {a.name for a in o.names}
         else: continue
         found |= {s.removeprefix('torchember.') for s in some if s.startswith('torchember.')}
-    return found & {*rooms}, names & torchember.rooms.keys()
+    return found & {*rooms}, names & torchember.module_of.keys()
 
 
 def test_lines_of_a_class():
@@ -115,6 +115,6 @@ def test_no_room_imports_one_that_comes_later():
     later = []
     for room,p in modules().items():
         found,names = imported(p.read_text(encoding='utf-8'), room, order)
-        found |= {torchember.rooms[n] for n in names-shows.get(room, set())}
+        found |= {torchember.module_of[n] for n in names-shows.get(room, set())}
         later += [f'{room} imports {r}' for r in sorted(found) if order[r]>=order[room] and r!=room]
     assert not later, later

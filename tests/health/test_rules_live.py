@@ -71,12 +71,12 @@ def test_what_they_see_is_said_once_and_is_a_row_of_the_run():
         te = ember(m, opt := adam(m), rules='default', name='dead')
         train(te, m, opt, wait=until_told(te))
         report = te.close()
-    zeros = [str(w.message) for w in said if 'nothing but zeros' in str(w.message)]
+    zeros = [str(w.message) for w in said if 'is zero for all samples' in str(w.message)]
     assert len(zeros)==1 and all(issubclass(w.category, EmberWarning) for w in said)
     rows = read('dead', ttype='finding')
     row = rows[rows.rule=='dead_units']
     assert row[['severity', 'path', 'step', 'first_step']].values.tolist()==[['error', '2', 0, 0]]
-    assert report['rules']>0 and 'rules: ' in repr(report) and any('nothing but zeros' in r for r in report['remarks'])
+    assert report['rules']>0 and 'rules: ' in repr(report) and any('is zero for all samples' in r for r in report['remarks'])
     assert diagnose('dead').iloc[0].text==row['text'].iloc[0]
     assert (read('dead').groupby('ttype', observed=True).size()[['input', 'output', 'weight', 'scalar']]>0).all()
 
@@ -94,7 +94,7 @@ def test_an_error_ends_the_training_where_a_step_ends(how):
     m,said = model(),[]
     opt = adam(m)
     te = torchEmber(m, rules='default', on_finding='stop', **({'optimizer': opt} if how=='optimizer' else {}))
-    with pytest.warns(EmberWarning, match='nothing but zeros'):
+    with pytest.warns(EmberWarning, match='is zero for all samples'):
         n = train(te, m, opt, wait=until_told(te), step=how=='step')
         te.close()
     assert 7<=n<15

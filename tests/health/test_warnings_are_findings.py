@@ -330,4 +330,4 @@ def test_the_first_step_that_is_not_finite_is_kept_and_blamed(first):
     live = [f for f in diagnose(history_of_lines(kept.some(), te.t)).itertuples() if f.rule=='not_finite']
     whole = [f for f in diagnose(load_history('nan')).itertuples() if f.rule=='not_finite']
     assert [(f.path, f.first_step) for f in live]==[(f.path, f.first_step) for f in whole]==[('bad', first)]
-    assert 'the loss itself' not in live[0].text
+    assert 'the computation of the loss' not in live[0].text

@@ -75,7 +75,7 @@ def test_no_budget_is_charged():
     told = run(slowly+'''
 te = torchEmber(model, overhead=.5)
 train(te, 20)
-print(te.recorder.tally.recorded, te.recorder.cost.budget.times.cost, te.recorder.cost.budget.account.balance)
+print(te.recorder.tally.recorded, te.recorder.cost.budget.times.cost, te.recorder.cost.budget.balance)
 gate.set()
 assert loading.ready(60)
 train(te, 200)

@@ -29,7 +29,6 @@ from torchember import (
     wide,
 )
 from torchember.show.controls import axis_columns, statistics_of
-from torchember.show.live.following import OverviewRows
 from torchember.show.page.data import page_of
 from torchember.store import columns, lines
 
@@ -166,16 +165,6 @@ def test_menu(logs):
     assert axis_columns(both)==axis_columns(alone)
     more = set(statistics_of(both))-set(statistics_of(alone))
     assert more=={'InputStd', 'Elsewhere', 'Jumps'} # no vectors
-
-
-def test_live(logs):
-    def seen(t):
-        kept = OverviewRows()
-        kept.add(t.lines())
-        return kept.table()
-    (alone,kinds),(both,same) = map(seen, logs)
-    assert kinds==same and not both['UnitActivity'].dropna().map(len).any() # that there are vectors is kept, and not the vectors
-    np.testing.assert_array_equal(*(pixels(lambda t: overview(t, tt=kinds), t) for t in (alone, both)))
 
 
 def test_quantities_alone(tmp_path):

@@ -151,8 +151,8 @@ def test_killed_at_any_moment(kind, n):
         if done<59: assert diagnose(f'{kind} {n} {i}').iloc[0].rule=='died'
 
 
-said = {'kill': 'killed without a word', 'exit': 'killed without a word', 'segv': 'Segmentation fault', 'abort': 'Aborted', 'bus': 'Bus error',
-    'fpe': 'Floating point exception', 'memory': 'Segmentation fault', 'term': 'killed without a word', 'raise': 'ValueError: mine'}
+said = {'kill': 'killed without a message', 'exit': 'killed without a message', 'segv': 'Segmentation fault', 'abort': 'Aborted', 'bus': 'Bus error',
+    'fpe': 'Floating point exception', 'memory': 'Segmentation fault', 'term': 'killed without a message', 'raise': 'ValueError: mine'}
 
 rarer = [pytest.param(way, 23, marks=pytest.mark.slow) for way in said if way not in ('kill', 'segv')]
 
@@ -425,8 +425,8 @@ def test_how_a_process_ended_in_words(monkeypatch):
     here = dict(host=recovery.socket.gethostname(), boot=recovery.boot_id(), killed=3)
     monkeypatch.setattr(recovery, 'count_memory_kills', lambda: 3)
     said = lambda fault='', **about: recovery.cause_of_death(Some(fault=fault, about=here|about))
-    assert said('Fatal Python error: Bus error\n\nmore')=='Bus error' and said().startswith('killed without a word (SIGKILL')
-    assert 'probably by the kernel' in said(killed=2) and said(boot='another')=='the machine was started anew since'
+    assert said('Fatal Python error: Bus error\n\nmore')=='Bus error' and said().startswith('killed without a message (SIGKILL')
+    assert 'probably by the kernel' in said(killed=2) and said(boot='another')=='the machine was restarted since then'
     assert said(host='elsewhere', boot='another', killed=2)==said() # of another machine nobody knows
 
 

@@ -239,7 +239,7 @@ def test_a_run_goes_on_at_a_step_of_a_checkpoint(tmp_path):
     assert go(3)==[0, 1, 2]
     log = Path(emberTracker('r', tmp_path).log_path).read_bytes()
     for first in (0, 2):
-        with pytest.raises(ValueError, match=rf"'r' has steps to 2, .* first_step={first}\. Leave out first_step to go on at 3"):
+        with pytest.raises(ValueError, match=rf"'r' has steps to 2, .* first_step={first}\. Leave out first_step to continue at 3"):
             go(1, resume=True, first_step=first)
         assert Path(emberTracker('r', tmp_path).log_path).read_bytes()==log
     assert model(torch.ones(1, 2)) is not None and 'forward' not in vars(model)

@@ -97,8 +97,8 @@ def test_an_ember_of_a_part_ends_that_of_the_whole():
     "By its disarm, said in words that name the run; one that is over says nothing"
     model = net()
     def said(m):
-        with heard('watched already') as got: te = torchEmber(m)
-        return te, [g.split(' is watched already, by the run ') for g in got]
+        with heard('already recorded') as got: te = torchEmber(m)
+        return te, [g.split(' is already recorded by the run ') for g in got]
     a,first = said(model)
     b,second = said(model[0])
     c,third = said(model)

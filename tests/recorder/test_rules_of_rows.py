@@ -154,7 +154,7 @@ def test_what_the_journal_says_of_each_step():
     steps.begin('')
     j.write(buffer, steps, True)
     j.step_over(5, True)
-    assert j.ts is None and not j.skipped and j.log.was_on and buffer.size==0
+    assert j.ts is None and not j.skipped and j.log.was_on and buffer.rows.size==0
     t.marked = {'epoch': 2}
     steps.close()
     steps.begin('')
@@ -175,18 +175,18 @@ def test_where_the_journal_puts_rows_that_come_late():
         t = Spy()
         j,buffer,steps = RowWriter(t),StepBuffer({}),Steps(3)
         steps.begin('')
-        j.note({'loss': 1.}, buffer, steps, was_on)
-        assert (buffer.size, len(t.got))==((1, 0) if was_on else (0, 1))
+        j.extra.note({'loss': 1.}, buffer, steps, was_on)
+        assert (buffer.rows.size, len(t.got))==((1, 0) if was_on else (0, 1))
         buffer.rows.custom.rows.clear(); t.got.clear()
         steps.close()
         j.step_over(3, was_on)
-        j.note({'loss': 2.}, buffer, steps, on)
-        j.add(3, [(('m', 'quantity', 'q', None, None, 0), 0, None, {'q': 1.})], buffer, steps, on)
-        assert buffer.size==0 and [kwargs['joins'] for _,kwargs in t.got]==[joins, joins]
+        j.extra.note({'loss': 2.}, buffer, steps, on)
+        j.extra.add(3, [(('m', 'quantity', 'q', None, None, 0), 0, None, {'q': 1.})], buffer, steps, on)
+        assert buffer.rows.size==0 and [kwargs['joins'] for _,kwargs in t.got]==[joins, joins]
         rows = [r for args,_ in t.got for r in args[0]()]
         assert [(r['step'], r['ttype'], r['call']) for r in rows]==[(3, 'scalar', 1), (3, 'quantity', 0)]
         steps.begin('')
-        j.note({'loss': 3.}, buffer, steps, True)
+        j.extra.note({'loss': 3.}, buffer, steps, True)
         assert [r[2] for r in buffer.rows.custom.rows]==[0] # the calls of another step
 
 
@@ -591,7 +591,7 @@ def test_a_process_that_the_run_does_not_belong_to():
     for _ in range(2):
         model(torch.ones(1, 1)).sum().backward(); opt.step()
         te.probe('x', torch.ones(1))
-    assert not te.recorder.pipe.gate.on and not te.recorder.events.wants.compiled and te.recorder.buffer.size==0
+    assert not te.recorder.pipe.gate.on and not te.recorder.events.wants.compiled and te.recorder.buffer.rows.size==0
     assert te.close()['remarks']==['This process was forked from the one that records the run, and adds nothing to it.']
     assert len(lines(te))==n>0
 

@@ -270,13 +270,13 @@ def test_what_is_replaced_is_the_same_tensor_of_the_same_module_alone():
     for st in (a, b):
         for n,w in zip('wv', ws, strict=True): buffer.measure(st, 'weight', n, w, n, once=True)
     ws[0].data.fill_(7.)
-    buffer.forget_seen()
+    buffer.rows.forget_seen()
     buffer.measure(a, 'weight', 'w', ws[0], 'w', once=True, replace=True)
     def of(rows): return [(k[0], k[2], s['mean'], 'supersedes' in s) for k,_,s in rows]
     assert sorted(of(vectors(buffer, False)))==[('a', 'v', 5, False), ('a', 'w', 7, False), ('b', 'v', 5, False), ('b', 'w', 1, False)]
     buffer.measure(a, 'weight', 'w', ws[1], 'w', once=True, replace=True)
     buffer.measure(a, 'weight', 'w', ws[1]+1, 'w', once=True, replace=True)
-    assert buffer.handed_out and of(vectors(buffer))==[('a', 'w', 6, True)]
+    assert buffer.rows.handed_out and of(vectors(buffer))==[('a', 'w', 6, True)]
     buffer.step_over()
     buffer.measure(a, 'weight', 'w', ws[1]+2, 'w', once=True, replace=True)
     assert of(vectors(buffer))==[('a', 'w', 7, False)]
@@ -294,14 +294,14 @@ def test_a_page_whose_step_is_over():
     assert len(buffer.rows.snapshots.taken)==1
     buffer.step_over()
     assert (buffer.rows.snapshots.taken, buffer.rows.custom.taken, buffer.rows.custom.discarded)==([], set(), set())
-    assert (buffer.micro, buffer.handed_out, buffer.on_device, buffer.size)==(0, False, False, 0)
-    buffer.arena.blocks.append(Some(device=Some(type='cuda')))
+    assert (buffer.micro, buffer.rows.handed_out, buffer.on_device, buffer.rows.size)==(0, False, False, 0)
+    buffer.rows.arena.blocks.append(Some(device=Some(type='cuda')))
     buffer.step_over()
     assert buffer.on_device
     buffer.rows.snapshots.taken,buffer.rows.custom.taken,buffer.rows.custom.discarded = [1],{1},{1}
-    arena = buffer.arena
-    buffer.fresh_arena()
-    assert (buffer.rows.snapshots.taken, buffer.rows.custom.taken, buffer.rows.custom.discarded)==([], set(), set()) and buffer.arena is not arena
+    arena = buffer.rows.arena
+    buffer.rows.renew_arena()
+    assert (buffer.rows.snapshots.taken, buffer.rows.custom.taken, buffer.rows.custom.discarded)==([], set(), set()) and buffer.rows.arena is not arena
 
 
 def test_functions_rows_of_a_pass_that_raised():
@@ -336,10 +336,10 @@ def test_parts_of_tensors_are_known_by_place_and_call():
     def at(call, ttype='output'): return 'a', ttype, 'x', None, 0, call
     for call in (0, 1): buffer.measure(st, 'output', 'x', x, call=call)
     buffer.measure(st, 'weight', 'x', x, 'p')
-    assert buffer.parts.keys()=={at(0), at(1), ('a', 'weight', 'x', None, 0, 0)} and buffer.parts[at(0)]['global_shape']==[2, 3]
+    assert buffer.shards.columns.keys()=={at(0), at(1), ('a', 'weight', 'x', None, 0, 0)} and buffer.shards.columns[at(0)]['global_shape']==[2, 3]
     buffer.measure(st, 'output', 'x', torch.zeros(2, 3), call=0)
     buffer.measure(st, 'weight', 'x', whole, 'p')
-    assert buffer.parts.keys()=={at(1)}
+    assert buffer.shards.columns.keys()=={at(1)}
     assert [s['shape'] for *_,s in vectors(buffer)]==[[1, 3]]*3+[[2, 3], [1, 3]]
 
 
@@ -378,8 +378,11 @@ class Nobody(Listener): pass
 
 
 class Spy:
-    "Stands for a buffer: keeps what it is told to measure"
-    def __init__(self): self.got,self.stats,self.handed_out,self.parts,self.forgotten = [],{'weight': ('mean',)},False,{},0
+    "Replacement of a `StepBuffer`: keeps the arguments of each measurement."
+    def __init__(self):
+        self.got,self.stats,self.forgotten,self.shards = [],{'weight': ('mean',)},0,Some(columns={})
+        self.rows = Some(handed_out=False, forget_seen=self.forget_seen)
+
     def forget_seen(self): self.forgotten += 1
     def measure(self, state, ttype, tname, x, pname=None, **more): self.got.append((state.track.path, ttype, tname, pname, x, more))
 
@@ -575,7 +578,7 @@ def test_updates_are_of_the_step_that_was_taken():
     def befores(ttypes=('weight', 'update'), seen=True, stats=('mean',), handed_out=False):
         v = Updates(ps.buffer, ps, ttypes)
         if not seen: ps.step_over()
-        ps.buffer.stats,ps.buffer.handed_out,old = {'weight': stats},handed_out,m[1].weight.item()
+        ps.buffer.stats,ps.buffer.rows.handed_out,old = {'weight': stats},handed_out,m[1].weight.item()
         v.before(two); two.step(); v.after(two)
         got = rows()
         assert got[-1][1]=='update' and all(r==('1', 'before', 'weight_0', 'weight', old, again) for r in got[:-1])
@@ -662,7 +665,7 @@ def test_rows_of_somebody_else_go_into_the_open_step_or_beside_it(open_, on, was
     if open_: steps.begin('')
     t.marked = {'epoch': 4}
     rows = [(('m', 'quantity', n, None, None, 0), c, 'float64', {'v': c}) for c,n in enumerate('qr')]
-    for step in (0, 1): j.add(step, rows, buffer, steps, on)
+    for step in (0, 1): j.extra.add(step, rows, buffer, steps, on)
     t.marked = {}
     inside = open_ and on
     assert [r[1:] for r in buffer.rows.custom.rows]==([(k, c, None, d, s) for k,c,d,s in rows] if inside else [])
@@ -675,7 +678,7 @@ def test_numbers_of_an_evaluation_and_of_two_steps():
     "Their phase, their step, and calls that count on in the step that closed and from 0 in the next"
     t,j,buffer,steps = journal()
     j.extra.root_name = 'model(Net)'
-    def note(v): j.note({'v': v}, buffer, steps, True)
+    def note(v): j.extra.note({'v': v}, buffer, steps, True)
     steps.begin('')
     note(0); note(1)
     assert [(r[1], r[2], r[5]) for r in buffer.rows.custom.rows]==[(('model(Net)', 'scalar', 'log', None, None, 0), c, {'v': c}) for c in (0, 1)]

@@ -314,8 +314,8 @@ def test_a_learning_rate_that_is_a_tensor():
 
 def test_pages_do_not_take_a_norm_for_a_loss():
     from torchember.health.diagnose import load_history
-    from torchember.show.run_summary import loss_of
+    from torchember.show.run_summary import loss_curve
     model = seeded(Net)
     with torchEmber(model, opt := momentum(model)) as te: train(model, opt, te)
-    assert load_history(te).loss is None and loss_of(te.t.df, None) is None
-    assert loss_of(te.t.df, 'grad_norm')[1].tolist()==[*range(len(batches()))]
+    assert load_history(te).loss is None and loss_curve(te.t.df, None) is None
+    assert loss_curve(te.t.df, 'grad_norm')[1].tolist()==[*range(len(batches()))]

@@ -59,7 +59,7 @@ def test_a_cell_that_trains(shell):
     "Through a function of the notebook; first the picture, then the findings"
     shell.run('%%ember --name it --every 2\nfor _ in range(5): step()').raise_error()
     assert steps('it')==[0, 2, 4] and shell.pictures==1 and 'image/png' in shell.kinds[0]
-    assert shell.texts[1].startswith('it:') and 'rules looked at' in shell.texts[1] and len(shell.kinds)==2
+    assert shell.texts[1].startswith('it:') and 'rules checked' in shell.texts[1] and len(shell.kinds)==2
     assert shell.shown.stdout.splitlines()==['torchember: records Sequential, 4 modules, trained by SGD, as the run it.'] and given_back(shell['model'])
     shell.run('step()')
     assert steps('it')==[0, 2, 4] and not shell.shown.outputs

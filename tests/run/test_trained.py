@@ -274,7 +274,7 @@ def test_a_part_that_the_program_has_armed():
     model = seeded()
     def train():
         with torchEmber(model.a, name='theirs'): by_hand(model, momentum(model), batches())
-    with heard('watched already') as warned: w = armed(train)
+    with heard('already recorded') as warned: w = armed(train)
     assert not warned and not w.runs and 'not recorded again' in w.said[0]
 
 

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def server(
-    tmp # An empty folder: its settings, and the notebooks
+    tmp # An empty folder for settings and notebooks
 ):
-    "A server that runs while the context lasts: its address, its token, and the folder of its notebooks"
+    "Run a JupyterLab server: its address, its token, and its folder of notebooks"
     dirs = ('JUPYTER_CONFIG_DIR', 'JUPYTER_DATA_DIR', 'JUPYTER_RUNTIME_DIR', 'IPYTHONDIR')
     token = secrets.token_hex(16)
     env = {k: v for k,v in os.environ.items() if not k.startswith(('JUPYTER', 'JPY_', 'MPLBACKEND'))}
@@ -24,7 +24,7 @@ def server(
     (tmp/'root').mkdir()
     config = tmp/'JUPYTER_CONFIG_DIR/labconfig'
     config.mkdir(parents=True)
-    (config/'page_config.json').write_text('{"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": true}}') # which asks a question
+    (config/'page_config.json').write_text('{"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": true}}') # it would open a dialog
     with socket.create_server(('127.0.0.1', 0)) as s: port = s.getsockname()[1]
     url = f'http://127.0.0.1:{port}'
     with open(tmp/'log', 'wb') as log:
@@ -48,14 +48,14 @@ def server(
 
 
 def window(
-    browser, # What the fixture `chromium` starts
-    lab, # What `server` gives
-    **context # Pixels for one of the page, and what else playwright's `new_page` knows
+    browser, # The browser of the fixture `chromium`
+    lab, # Result of `server`
+    **context # Pixels per pixel of the page, and other arguments of playwright's `new_page`
 ):
-    "A page with the server's JupyterLab, in which `Notebook` opens one after the other"
+    "Return a page with JupyterLab, in which `Notebook` opens notebooks"
     url,token,root = lab
     page = browser.new_page(**context)
-    page.set_default_timeout(300_000) # a kernel that starts on a busy machine
+    page.set_default_timeout(300_000) # a kernel needs minutes to start on a busy machine
     page.goto(f'{url}/lab?reset&token={token}')
     page.wait_for_function('window.jupyterapp?.restored.then(() => true)')
     page.root,page.kernel = root,None
@@ -63,19 +63,19 @@ def window(
 
 
 class Notebook:
-    "The notebook that is open in a window, with its kernel ready"
+    "A notebook that is open in a page, with its kernel ready."
     def __init__(self,
-        page, # What `window` gives: the notebook before is closed
+        page, # Result of `window`; the notebook before is closed
         *cells, # Code
-        size=(1500, 1600), # Of the window
-        fresh=True # False goes on in the kernel of the notebook before
+        size=(1500, 1600), # Size of the window
+        fresh=True # False to continue in the kernel of the notebook before
     ):
-        meta = {'kernelspec': {'name': 'python3', 'display_name': 'Python 3', 'language': 'python'}} # else a dialog asks
+        meta = {'kernelspec': {'name': 'python3', 'display_name': 'Python 3', 'language': 'python'}} # without a kernelspec, a dialog opens
         code = [dict(cell_type='code', source=c, metadata={}, outputs=[], execution_count=None) for c in cells]
-        self.page,name = page,f'{len([*page.root.iterdir()])}.ipynb' # a name that was there has a kernel, too
+        self.page,name = page,f'{len([*page.root.iterdir()])}.ipynb' # a name that was used before has a kernel already
         (page.root/name).write_text(json.dumps(dict(cells=code, metadata=meta, nbformat=4, nbformat_minor=4)))
         page.set_viewport_size(dict(zip(('width', 'height'), size, strict=True)))
-        if page.kernel: self.ask("import ipywidgets, matplotlib.pyplot as plt; plt.close('all'); ipywidgets.Widget.close_all()") # else the next has them, too
+        if page.kernel: self.ask("import ipywidgets, matplotlib.pyplot as plt; plt.close('all'); ipywidgets.Widget.close_all()") # not for the next notebook
         page.evaluate("""([path, id]) => { for (const w of [...jupyterapp.shell.widgets('main')]) w.dispose()
             return jupyterapp.commands.execute('docmanager:open', {path, factory: 'Notebook', ...(id && {kernel: {id}})}).then(() => 0) }""",
             [name, None if fresh else page.kernel])
@@ -84,24 +84,24 @@ class Notebook:
             (_, m) => m.header.msg_type == 'error' && bad.push(m.content.evalue)) // also those of a widget's callback, which no cell shows
             return context.session.kernel.id }""")
 
-    def run(self): # False when one has failed
+    def run(self): # False if a cell has failed
         "Run all cells"
         return self.page.evaluate("jupyterapp.commands.execute('notebook:run-all-cells')")
 
     @property
     def bad(self):
-        "What went wrong in cells and callbacks"
+        "Return the errors of cells and callbacks"
         return self.page.evaluate('bad')
 
     @property
     def out(self):
-        "Where cells show what they give: not the page, whose editor has the same texts"
+        "Return the outputs of cells. The editor contains the same texts"
         return self.page.locator('.jp-OutputArea')
 
     def ask(self,
         code # That prints
     ):
-        "What the kernel prints, or the error that it has"
+        "Return what the kernel prints, or its error"
         return self.page.evaluate("""async code => { let out = ''
             const asked = jupyterapp.shell.currentWidget.sessionContext.session.kernel.requestExecute({code})
             asked.onIOPub = m => { out += m.content.text ?? m.content.evalue ?? '' }
@@ -111,5 +111,5 @@ class Notebook:
     def numbers(self,
         name # Text before a colon
     ):
-        "The numbers of a line of output such as `name: 1 2.5`"
+        "Return the numbers of a line of output such as `name: 1 2.5`"
         return [float(v) for v in self.out.get_by_text(re.compile(name+r': [-\d]')).last.inner_text().split(':')[1].split()]

@@ -12,13 +12,16 @@ import pytest
 from matplotlib.backend_bases import KeyEvent, MouseEvent
 
 from torchember import EmberWarning, compare, interactive, overview, tree, updates
+from torchember.frames.handle import Run
 from torchember.show import pointing
-from torchember.show.controls import (Arguments, Asked, LayerPicker, StepSlider, controllable, choice, columns, axis_columns, control_for, label_for, layers_of,
-    laid_out, literal, logged_in, main, of_types, said_of, same, choices, statistics_of, steps_of, types_of)
+from torchember.show.controls import (Arguments, ControlRequest, LayerPicker, StepSlider, argument_help, arrange_controls, axis_columns, columns,
+    control_for, controllable, is_same_value, label_for, layer_names, logged_in, main, make_choice, make_choices, make_literal, of_types, recorded_steps,
+    statistics_of, type_labels)
 from torchember.show.heatmaps import scalar_global_heatmap
 from torchember.show.histograms import exp_hist, ridge
 from torchember.show.lines import scalar_line
-from torchember.show.pointing import Interactive, Losses, PageFigure, followed, labels_of, losses_of, rows_like, error_text, tensor_at, vertical
+from torchember.show.pointing import (Interactive, Losses, PageFigure, axes_with_steps, error_text, read_losses, rows_of_same_tensor, tensor_at,
+    tensor_labels, vertical_line)
 from torchember.show.select import grid, series
 from torchember.show.style import figure
 
@@ -26,7 +29,7 @@ W = pytest.importorskip('ipywidgets')
 
 
 def rows_of(steps=range(0, 40, 10), loss=True):
-    "Two layers: outputs at all steps, weights at the even tens, states of an optimizer; a rate that is a mark, a count that is none"
+    "Two layers: outputs at all steps, weights at even tens, optimizer states; a rate that is a mark, a count that is not"
     out = []
     for s in steps:
         def add(path, ttype, tname, pname=None, call=0, s=s, **more):
@@ -47,42 +50,42 @@ t = rows_of()
 
 
 def test_what_a_table_offers():
-    "In the order of the log; what `te.log` noted is of no tensor, a mark is no statistic, and what never changes is no axis"
-    assert list(types_of(t).items())==[('outputs', 'output'), ('weights', 'weight'), ('optimizer states', 'optimizer'),
+    "In the order of the log. Logged numbers belong to no tensor, a mark is no statistic, and a constant column is no x axis"
+    assert list(type_labels(t).items())==[('outputs', 'output'), ('weights', 'weight'), ('optimizer states', 'optimizer'),
         ('optimizer states: exp_avg', 'optimizer.exp_avg'), ('optimizer states: exp_avg_sq', 'optimizer.exp_avg_sq')]
     assert (axis_columns(t), statistics_of(t), logged_in(t))==(['step', 'lr'], ['mine', 'fixed', 'std'], ['loss', 'rate'])
     one = t[(t.path=='a') & (t.ttype=='output')]
     assert (axis_columns(one), statistics_of(one), logged_in(one))==(['step', 'lr', 'mine'], ['lr', 'mine', 'fixed', 'std'], [])
     now = t[t.step==20]
     assert (axis_columns(now), statistics_of(now))==(['step'], ['lr', 'mine', 'fixed', 'std'])
-    assert layers_of(t)==['', 'b', 'b.weight', 'b.bias', 'a'] and layers_of(t, 'weight')==['b', 'b.weight', 'b.bias', 'a']
-    assert layers_of(t, 'optimizer.exp_avg')==['b'] and layers_of(t, ['weight', 'output'])==layers_of(t)==layers_of(t, 'input')
-    assert layers_of(t.drop(columns='pname'))==['', 'b', 'a'] and layers_of(t[t.ttype!='scalar'].assign(layer_name='x'), 'weight')==['x']
-    assert steps_of(t[::-1]).tolist()==[0, 10, 20, 30] and steps_of(t, 'weight').tolist()==[0, 20]
+    assert layer_names(t)==['', 'b', 'b.weight', 'b.bias', 'a'] and layer_names(t, 'weight')==['b', 'b.weight', 'b.bias', 'a']
+    assert layer_names(t, 'optimizer.exp_avg')==['b'] and layer_names(t, ['weight', 'output'])==layer_names(t)==layer_names(t, 'input')
+    assert layer_names(t.drop(columns='pname'))==['', 'b', 'a'] and layer_names(t[t.ttype!='scalar'].assign(layer_name='x'), 'weight')==['x']
+    assert recorded_steps(t[::-1]).tolist()==[0, 10, 20, 30] and recorded_steps(t, 'weight').tolist()==[0, 20]
     assert set(of_types(t, 'update').ttype)=={'output', 'weight', 'optimizer'} and set(of_types(t, 'weight').ttype)=={'weight'}
 
 
 def test_a_value_is_called_by_its_own_name():
-    "One is not True; what nobody knew is known from then on, and only then"
+    "1 is not True. An unknown value gets a label of its own"
     labels = {'none': None, 'one': 1, 'yes': True, 'half': .5}
     assert [label_for(labels, v) for v in (None, 1, True, .5)]==[*labels] and len(labels)==4
     assert label_for(labels, 1.)=='1.0' and labels['1.0']==1. and label_for(labels, False)=='False' and len(labels)==6
-    assert [same(a, b) for a,b in [(1, True), (1, 1), (None, None), ((1,), (1,)), ([1], [2]), ('a', 'b')]]==[False, True, True, True, False, False]
+    assert [is_same_value(a, b) for a,b in [(1, True), (1, 1), (None, None), ((1,), (1,)), ([1], [2]), ('a', 'b')]]==[False, True, True, True, False, False]
 
 
 def test_what_is_offered_anew_keeps_what_was_chosen():
-    "Without telling anybody, and telling again afterwards"
+    "Offering others does not notify; changes after that do"
     told = []
-    c = choice(W, 'n', {'a': 1, 'b': 2, 'c': 3}, 2)
+    c = make_choice(W, 'n', {'a': 1, 'b': 2, 'c': 3}, 2)
     c.observe(lambda: told.append(c.value))
     c.offer(['c', 'b'])
     assert (c.widget.value, c.widget.options, told, c.muted)==('b', ('c', 'b'), [], False)
     c.widget.value = 'c'
     c.offer(['a', 'b'])
     assert (c.widget.value, told)==('a', [3])
-    c.value = 3 # which was not on offer any more
+    c.value = 3 # a value that is not offered any more
     assert (c.value, c.widget.options, told)==(3, ('a', 'b', 'c'), [3, 3])
-    s = choices(W, 'n', {'a': 1, 'b': 2}, [2], None)
+    s = make_choices(W, 'n', {'a': 1, 'b': 2}, [2], None)
     s.observe(lambda: told.append(s.value))
     s.offer(['b', 'a', 'c'])
     assert (s.value, told)==(2, [3, 3])
@@ -90,18 +93,18 @@ def test_what_is_offered_anew_keeps_what_was_chosen():
     assert (s.value, s.widget.options, told)==([1, 2], ('b', 'a', 'c'), [3, 3, [1, 2]])
     s.widget.value = ()
     assert s.value is None
-    l = literal(W, 'n', 7, None)
+    l = make_literal(W, 'n', 7, None)
     assert (l.widget.value, l.value, l.widget.placeholder)==('7', 7, '')
     l.value = None
     assert (l.widget.value, l.value)==('', None)
     l.widget.value = " {'a': 1} "
-    assert l.value=={'a': 1} and literal(W, 'n', (1, 2), (1, 2)).widget.placeholder=='(1, 2)'
+    assert l.value=={'a': 1} and make_literal(W, 'n', (1, 2), (1, 2)).widget.placeholder=='(1, 2)'
 
 
 def test_places_of_steps():
-    "The nearest that was recorded; from the end where it is negative and no step. Both widgets move together, in either direction"
+    "The nearest recorded step; negative numbers count from the end. Slider and field move together"
     s = StepSlider(W, 'step', np.array([-2, 0, 10, 20, 40]), 10)
-    assert [s.place(v) for v in (None, -1, -2, -3, -5, -6, 14, 15, 16, 99, 0)]==[4, 4, 0, 2, 0, 0, 2, 2, 3, 4, 1]
+    assert [s.position(v) for v in (None, -1, -2, -3, -5, -6, 14, 15, 16, 99, 0)]==[4, 4, 0, 2, 0, 0, 2, 2, 3, 4, 1]
     assert (s.value, s.box.value, s.box.min, s.box.max, s.widget.max)==(10, 10, -2, 40, 4)
     s.box.value = 21
     assert (s.value, s.box.value, s.widget.value)==(20, 20, 3)
@@ -117,44 +120,44 @@ def test_places_of_steps():
 
 
 def test_layers_to_choose_from():
-    "What is chosen is first and stays, what was typed brings up the others, in the order of the model; a choice is told once"
+    "The selection stays at the top; typing finds others, in the order of the model; a selection notifies once"
     names = ['', *(f'h.{i}.{p}' for i in range(300) for p in ('b', 'a')), 'head']
     l,told = LayerPicker(W, 'layer', names, ['h.7.a', 'head'], root='Net'),[]
     l.observe(lambda: told.append(l.value))
-    assert l.list.options[:4]==('h.7.a', 'head', 'Net', 'h.0.b') and len(l.list.options)==401 and l.note.value=='and 202 more: type a part of the name'
-    assert l.list.value==('h.7.a', 'head') and l.note.layout.display is None
+    assert l.widget.options[:4]==('h.7.a', 'head', 'Net', 'h.0.b') and len(l.widget.options)==401 and l.note.value=='and 202 more: type a part of the name'
+    assert l.widget.value==('h.7.a', 'head') and l.note.layout.display is None
     l.search.value = 'h.12.'
-    assert l.list.options==('h.7.a', 'head', '*h.12.* (2)', 'h.12.b', 'h.12.a') and (l.note.value, l.note.layout.display)==('', 'none') and told==[]
-    l.list.value = ('*h.12.* (2)', 'h.12.a')
+    assert l.widget.options==('h.7.a', 'head', '*h.12.* (2)', 'h.12.b', 'h.12.a') and (l.note.value, l.note.layout.display)==('', 'none') and told==[]
+    l.widget.value = ('*h.12.* (2)', 'h.12.a')
     assert l.value==['*h.12.*', 'h.12.a'] and told==[l.value]
     l.search.value = 'head'
-    assert l.list.options==('*h.12.* (2)', 'h.12.a', 'head') and l.list.value==('*h.12.* (2)', 'h.12.a') and told==[l.value]
+    assert l.widget.options==('*h.12.* (2)', 'h.12.a', 'head') and l.widget.value==('*h.12.* (2)', 'h.12.a') and told==[l.value]
     l.value = None
-    assert (l.value, l.list.value, told[1:])==(None, (), [None])
+    assert (l.value, l.widget.value, told[1:])==(None, (), [None])
     l.value = {'head'}
-    assert (l.value, l.list.value, told[2:])==('head', ('head',), ['head'])
+    assert (l.value, l.widget.value, told[2:])==('head', ('head',), ['head'])
     one = LayerPicker(W, 'layer', names, 'head', one=True)
-    assert one.list.options[:3]==('automatic', 'head', 'model') and one.list.value=='head'
+    assert one.widget.options[:3]==('automatic', 'head', 'model') and one.widget.value=='head'
     one.search.value = 'h.1?.a'
-    assert one.list.options==('automatic', 'head', *(f'h.{i}.a' for i in range(10, 20))) and one.value=='head'
-    one.list.value = 'automatic'
-    assert one.value is None and LayerPicker(W, 'layer', ['a'], re.compile('a')).list.options==('/a/ (1)', 'a')
-    assert LayerPicker(W, 'layer', ['a*'], 'a*').list.options==('a*',) # which is a name here
+    assert one.widget.options==('automatic', 'head', *(f'h.{i}.a' for i in range(10, 20))) and one.value=='head'
+    one.widget.value = 'automatic'
+    assert one.value is None and LayerPicker(W, 'layer', ['a'], re.compile('a')).widget.options==('/a/ (1)', 'a')
+    assert LayerPicker(W, 'layer', ['a*'], 'a*').widget.options==('a*',) # a name, not a glob
 
 
 def control(f, name, value=..., table=t):
     p = dict(controllable(f))[name]
-    return control_for(Asked(W, f, name, p, p.default if value is ... else value, table))
+    return control_for(ControlRequest(W, f, name, p, p.default if value is ... else value, table))
 
 
 def test_the_control_of_each_argument():
-    "What it offers, what it gives without being moved, and for what there is none"
+    "The values that it offers, its initial value, and arguments without a control"
     for name in ('figsize', 'legend_kws'): assert control(exp_hist, name) is None
     assert control(scalar_global_heatmap, 'col_wrap') is None and control(scalar_line, 'col_wrap').widget.options==('automatic', *'12345678')
     assert control(exp_hist, 'kind').widget.options==('bar', 'line', 'kde') and control(scalar_line, 'kind').widget.options==('line', 'scatter')
     assert control(scalar_line, 'ttype').widget.options[-1]=='each type' and control(scalar_line, 'ttype', None).value is None
     assert control(scalar_line, 'ttype', 'Weights').value=='weight' and control(scalar_line, 'ttype', ['Weights', 'Activation']).value==['weight', 'output']
-    assert control(scalar_global_heatmap, 'ttype').widget.options==tuple(types_of(t)) and control(scalar_global_heatmap, 'ttype').value=='output'
+    assert control(scalar_global_heatmap, 'ttype').widget.options==tuple(type_labels(t)) and control(scalar_global_heatmap, 'ttype').value=='output'
     assert type(control(scalar_global_heatmap, 'stat').widget).__name__=='Dropdown'
     many = control(scalar_line, 'stat', ['std', 'mine'])
     assert (many.value, many.widget.options)==(['std', 'mine'], ('mine', 'fixed', 'std'))
@@ -179,33 +182,33 @@ def test_the_control_of_each_argument():
     assert control(scalar_global_heatmap, 'zeros').value is None
     assert control(scalar_line, 'bbox_to_anchor', lambda: 1) is None and control(scalar_line, 'bbox_to_anchor', (1, 2)).value==(1, 2)
     layer = control(ridge, 'path')
-    assert layer.one and not control(scalar_line, 'path').one and layer.list.options[:2]==('automatic', 'Net')
+    assert layer.one and not control(scalar_line, 'path').one and layer.widget.options[:2]==('automatic', 'Net')
 
 
 def test_arguments_of_a_picture():
-    "Given ones and those that were moved; layers and steps are those of the tensor type; it is told once however many are moved"
-    a,calls = Arguments(exp_hist, t, {'tt': 'Weights', 'figsize': (3, 4), 'step': 20}, but=('col_wrap',)),[]
-    a.moved = lambda: calls.append(a.values())
+    "Given and changed arguments; layers and steps depend on the tensor type; several changes notify once"
+    calls = []
+    a = Arguments(exp_hist, t, {'tt': 'Weights', 'figsize': (3, 4), 'step': 20}, ('col_wrap',), lambda a: calls.append(a.values()))
     assert a.values()=={'ttype': 'weight', 'figsize': (3, 4), 'step': 20} and 'col_wrap' not in a.controls and 'figsize' not in a.controls
     assert a.controls['layer'].names==['b', 'b.weight', 'b.bias', 'a'] and a.controls['step'].steps.tolist()==[0, 20]
     a.controls['tt'].value = 'output'
-    assert a.controls['layer'].names==layers_of(t, 'output') and a.controls['step'].steps.tolist()==[0, 10, 20, 30]
+    assert a.controls['layer'].names==layer_names(t, 'output') and a.controls['step'].steps.tolist()==[0, 10, 20, 30]
     assert calls==[{'ttype': 'output', 'figsize': (3, 4), 'step': 20}]
     a.put(step=30, kind='line', ttype='weight')
-    assert calls[1:]==[{'ttype': 'weight', 'figsize': (3, 4), 'step': 20, 'kind': 'line'}] and a.still is False
+    assert calls[1:]==[{'ttype': 'weight', 'figsize': (3, 4), 'step': 20, 'kind': 'line'}] and a.muted is False
     a.put(kind='bar')
-    assert calls[2:]==[{'ttype': 'weight', 'figsize': (3, 4), 'step': 20}] # what is as it is without asking is not handed on
+    assert calls[2:]==[{'ttype': 'weight', 'figsize': (3, 4), 'step': 20}] # defaults are not passed on
     with pytest.raises(KeyError): a.put(nothing=1)
     a.controls['kind'].value = 'kde'
     assert calls[3:]==[{'ttype': 'weight', 'figsize': (3, 4), 'step': 20, 'kind': 'kde'}]
-    assert Arguments(exp_hist, t, {}).values()=={'step': 30} # `None` is the last one, and a picture that is moved needs to know which
+    assert Arguments(exp_hist, t, {}).values()=={'step': 30} # None is the last step, and the slider shows its number
     assert Arguments(scalar_line, [t[t.path=='b'], t], {'tt': 'weight'}).controls['layer'].names==['b', 'b.weight', 'b.bias']
     assert [n for n,_ in controllable(scalar_global_heatmap)][-9:]==['robust', 'zeros', 'center', 'vmin', 'vmax', 'cmap', 'cbar', 'yticklabels', 'xticklabels']
-    assert said_of(scalar_global_heatmap)['inc']=='Each how manieth step' and a.controls['kind'].widget.tooltip==said_of(exp_hist)['kind']
+    assert argument_help(scalar_global_heatmap)['inc']=='Draw every `inc`-th step' and a.controls['kind'].widget.tooltip==argument_help(exp_hist)['kind']
 
 
 def test_controls_lie_in_the_order_of_their_use():
-    "Those that are used most above the others, which are folded away; low ones in pairs, tall ones after them"
+    "Frequently used controls are above the others, which are folded away; low controls in pairs, tall ones after them"
     a = Arguments(scalar_line, t, {})
     names = {id(c.shown): n for n,c in a.controls.items()}
     _,row,more = a.box.children
@@ -215,13 +218,13 @@ def test_controls_lie_in_the_order_of_their_use():
     assert sorted(flat(row))==sorted(first) and flat(row)[:len(low)]==low and sorted(flat(more))==sorted(set(a.controls)-set(first))
     assert flat(row)[len(low)]=='stat' and more.selected_index is None
     few = {n: a.controls[n] for n in ('kind', 'ttype', 'x')}
-    assert len(laid_out(W, few).children)==2 and [flat(c) for c in columns(W, list(few.values()))]==[['kind', 'ttype'], ['x']]
+    assert len(arrange_controls(W, few).children)==2 and [flat(c) for c in columns(W, list(few.values()))]==[['kind', 'ttype'], ['x']]
 
 
-# What is pointed at
+# Events of the pointer
 
 class Agg(PageFigure):
-    "One that is pointed at, without a page"
+    "A figure that reports the pointer, without a page"
     def __init__(self, W, width, height, live):
         super().__init__(W, width, height, False)
         self.live,self.sent = live,0
@@ -229,7 +232,7 @@ class Agg(PageFigure):
 
 
 class Unseen(Agg):
-    "And that nobody looks at, as drawing takes longest"
+    "A figure that is not drawn, since drawing takes longest"
     def show(self): pass
 
 
@@ -251,7 +254,7 @@ calls = []
 
 
 def quick(name, along=True):
-    "A picture that is quickly drawn, and notes what it was called with"
+    "A picture that is drawn quickly, and records its arguments"
     def f(df, tt='output', layer=None, step: int|None=None, x='step', kind='line', bad=False):
         calls.append({k: v for k,v in dict(tt=tt, layer=layer, step=step, kind=kind).items()})
         ax = figure((7, 3)).subplots()
@@ -269,7 +272,7 @@ def quick(name, along=True):
 
 
 def crossed(i):
-    "Where the cross-hair is, what it says, and the lines in the picture"
+    "Return the place and text of the cross-hair, and the lines in the picture"
     line,dots,text = i.cursor.loss.cross
     if not line.get_visible():
         assert not text.get_visible() and not any(d.get_visible() for d in dots)
@@ -279,26 +282,26 @@ def crossed(i):
 
 
 def test_losses_to_point_at():
-    "In the order of the steps, each curve with its own; what is given is left as it was"
+    "In the order of steps, each curve with its own values; the given ones do not change"
     given = {'steps': [20, 0, 10], 'a': [1., 500., 2.], 'none': None, 'b': [3., math.nan, 5.]}
-    l = losses_of(given, None)
+    l = read_losses(given, None)
     assert l.steps.tolist()==[0, 10, 20] and {n: y.tolist()[1:] for n,y in l.lines.items()}=={'a': [2., 1.], 'b': [5., 3.]} and len(given)==4
     assert [l.place(s) for s in (-9, 4, 5, 6, 99)]==[0, 0, 0, 1, 2]
-    assert l.says(1)=='step=10\na=2\nb=5'==l.says(1, 10) and l.says(2, 30)=='step=20\na=1\nb=3\nrecorded: step 30'
+    assert l.text(1)=='step=10\na=2\nb=5'==l.text(1, 10) and l.text(2, 30)=='step=20\na=1\nb=3\nrecorded: step 30'
     ax = l.draw(mpl.figure.Figure())
     assert ax.get_yscale()=='log' and ax.get_ylabel()=='' and [x.get_text() for x in ax.get_legend().get_texts()]==['a', 'b']
-    one = losses_of({'steps': [3], 'a': [5.]}, None).draw(mpl.figure.Figure())
+    one = read_losses({'steps': [3], 'a': [5.]}, None).draw(mpl.figure.Figure())
     assert (one.get_yscale(), one.get_ylabel(), one.get_legend(), one.lines[0].get_marker())==('linear', 'a', None, '.')
     below = Losses(np.arange(2), {'a': np.array([-1., 500.])}).draw(mpl.figure.Figure())
     assert below.get_yscale()=='linear' and Losses(np.arange(2), {'a': np.array([5., 500.])}).draw(mpl.figure.Figure()).get_yscale()=='linear'
-    own = losses_of(None, t)
+    own = read_losses(None, t)
     assert (own.steps.tolist(), {n: y.tolist() for n,y in own.lines.items()})==([0, 10, 20, 30], {'loss': [2., 1.75, 1.5, 1.25]})
-    assert losses_of(False, t) is None and losses_of(None, rows_of(loss=False)) is None
-    with pytest.raises(TypeError, match='got a dict$|got a dict[^w]*$'): losses_of({'steps': [1], 'a': None}, t)
+    assert read_losses(False, t) is None and read_losses(None, rows_of(loss=False)) is None
+    with pytest.raises(TypeError, match='got a dict$|got a dict[^w]*$'): read_losses({'steps': [1], 'a': None}, t)
 
 
 def test_the_tensor_under_a_patch():
-    "Of the patch's tensors and steps the one that the colour is of; of a patch with trouble the one that has it"
+    "The tensor and step that determine the color; in a patch with a value that is not finite, that tensor"
     df = t[t.ttype=='output'].reset_index(drop=True)
     df.loc[(df.path=='a') & (df.step==30), ['std', 'nan']] = math.nan, 2
     df = pd.concat([df, df[df.path=='b'].assign(phase='eval', std=-1.)], ignore_index=True)
@@ -322,17 +325,17 @@ def test_the_tensor_under_a_patch():
 
 
 def test_rows_of_the_same_tensor():
-    "Of its path, type, name and call"
+    "The rows with the same path, type, name and call"
     own = dict(path='a', ttype='output', tname='x', call=0)
     df = pd.DataFrame([own, own, *({**own, **o} for o in (dict(path='b'), dict(ttype='input'), dict(tname='y'), dict(call=1)))])
-    assert rows_like(df, df.iloc[0]).index.tolist()==[0, 1] and rows_like(df, df.iloc[5]).index.tolist()==[5]
-    assert rows_like(df.drop(columns='call'), df.iloc[0]).index.tolist()==[0, 1, 5]
-    keys,labels = labels_of(pd.concat([df.assign(phase='eval', path='z'), df]))
+    assert rows_of_same_tensor(df, df.iloc[0]).index.tolist()==[0, 1] and rows_of_same_tensor(df, df.iloc[5]).index.tolist()==[5]
+    assert rows_of_same_tensor(df.drop(columns='call'), df.iloc[0]).index.tolist()==[0, 1, 5]
+    keys,labels = tensor_labels(pd.concat([df.assign(phase='eval', path='z'), df]))
     assert [k[0] for k in keys]==[*'abaaa'] and len(set(labels))==5 and keys[1]==('b', 'output', 'x', '0')
 
 
 def test_the_cross_hair_follows_the_pointer(pointed):
-    "To the nearest step of the loss; where the pointer leaves, it is where it was put"
+    "It moves to the nearest step of the loss. If the pointer leaves, it returns"
     i = pointed(quick('scalar_line'))
     assert crossed(i)==(None, []) and len(i.picture.lines)==1
     send('motion_notify_event', i.cursor.loss.axes, 12)
@@ -346,14 +349,14 @@ def test_the_cross_hair_follows_the_pointer(pointed):
     assert i.cursor.pinned==20 and crossed(i)==((0, [2.], 'step=0\nloss=2'), [0])
     send('motion_notify_event', i.cursor.loss.axes, 1e9)
     assert crossed(i)==((20, [1.5], 'step=20\nloss=1.5'), [20])
-    i.controls['kind'].value = 'scatter' # drawn anew, it stays
+    i.controls['kind'].value = 'scatter' # it stays after redrawing
     assert crossed(i)==((20, [1.5], 'step=20\nloss=1.5'), [20]) and calls[-1]['kind']=='scatter'
     send('button_press_event', i.cursor.loss.axes, 1e9, button=1)
     assert i.cursor.pinned==20
 
 
 def test_a_click_goes_to_a_recorded_step(pointed):
-    "A picture of one step moves to the nearest that was recorded; what is pointed at is said with it"
+    "A picture of one step moves to the nearest recorded step; the text names both"
     i = pointed(quick('exp_hist', False), rows_of(range(0, 80, 20)), stats={'steps': range(70), 'train': np.arange(70.)})
     assert i.controls['step'].value==60 and i.cursor.pinned==60 and crossed(i)[0][0]==60 and i.picture.lines==[]
     n = len(calls)
@@ -367,7 +370,7 @@ def test_a_click_goes_to_a_recorded_step(pointed):
 
 
 def test_the_last_place_of_a_quick_pointer_is_not_lost(pointed):
-    "The cross-hair moves at once, then as often as was asked for, and in the end to where the pointer is"
+    "The cross-hair moves at once, then as often as requested, and at last to where the pointer is"
     async def moved():
         i,at = pointed(quick('scalar_line'), pause=.05),[]
         own = i.cursor.point
@@ -382,22 +385,23 @@ def test_the_last_place_of_a_quick_pointer_is_not_lost(pointed):
 
 
 def test_what_cannot_be_drawn_is_said_and_the_last_picture_stays(pointed):
-    "And what was said is gone when it can be drawn again"
+    "The message disappears when the picture can be drawn again"
     i = pointed(quick('scalar_line'))
     n = len(calls)
     i.controls['layer'].value = 'b'
-    assert i.said=='There is no such layer.' in i.layout.message.value and [c['layer'] for c in calls[n:]]==['b', None] and 'status' in i.layout.message.value
+    assert i.message=='There is no such layer.' in i.layout.message.value and 'status' in i.layout.message.value
+    assert [c['layer'] for c in calls[n:]]==['b', None]
     i.controls['layer'].value = 'a'
-    assert i.said=="KeyError: 'a'" and calls[-1]['layer'] is None
+    assert i.message=="KeyError: 'a'" and calls[-1]['layer'] is None
     i.controls['layer'].value = None
-    assert (i.said, i.layout.message.value)==('', '') and i.picture.good[1].get('layer') is None
+    assert (i.message, i.layout.message.value)==('', '') and i.picture.good[1].get('layer') is None
     assert [error_text(e) for e in (ValueError('x'), ValueError(), TypeError('y'), KeyError('z'))]==['x', 'ValueError: ', 'y', "KeyError: 'z'"]
     i.locked(lambda a: 1/a)(0)
-    assert i.said.startswith('ZeroDivisionError: ')
+    assert i.message.startswith('ZeroDivisionError: ')
 
 
 def test_into_a_patch_and_back(pointed):
-    "By a click on the heat map and no other, and back by a right click, Escape, or Back; steps inside are those of the tensor"
+    "Only a left click on the heat map opens a histogram; a right click, Escape or Back return; steps are those of the tensor"
     i = pointed(scalar_global_heatmap, tt='weight', scalar_metric='std')
     outside = i.stack[0]
     assert i.layout.top.children==(outside.box,) and 'Click on a patch' in i.layout.hint.value and 'keep the line there' in i.layout.hint.value
@@ -411,7 +415,7 @@ def test_into_a_patch_and_back(pointed):
     assert (i.controls['step'].steps.tolist(), i.cursor.pinned, 'go to that step' in i.layout.hint.value)==([0, 20], 20, True) and crossed(i)[0][0]==20
     assert set(i.now.table.pname)=={'bias'} and i.controls is i.now.controls is not outside.controls
     good = i.picture.good
-    outside.controls['inc'].value = 2 # which is not on the page, and draws nothing
+    outside.controls['inc'].value = 2 # its controls are not on the page, and draw nothing
     assert i.picture.good is good
     outside.controls['inc'].value = 1
     send('button_press_event', i.figure.axes[0], 1, .1, 1)
@@ -433,23 +437,23 @@ def test_into_a_patch_and_back(pointed):
 
 
 def test_a_patch_without_rows(pointed):
-    "Says so, and is not entered; nor where there are no exponents"
+    "A message, and no histogram; also without exponents"
     i = pointed(quick('scalar_global_heatmap'), t[(t.path!='b') | (t.step!=10)])
     i.enter(i.patches.at(10, 1))
-    assert (len(i.stack), i.said)==(1, 'Nothing was recorded there.')
+    assert (len(i.stack), i.message)==(1, 'Nothing was recorded there.')
     i.enter(i.patches.at(20, 1))
-    assert (len(i.stack), i.said)==(2, '')
+    assert (len(i.stack), i.message)==(2, '')
     by = pointed(quick('scalar_global_heatmap'), x='lr') # steps go to the left here
     by.enter(by.patches.at(.1/11, 1))
     assert by.figure.get_suptitle()=='r · outputs · b · step 10'
     plain = pointed(quick('scalar_global_heatmap'), t.drop(columns=['exponents', 'exponent_min']))
     children = plain.layout.top.children
     plain.enter(plain.patches.at(20, 1))
-    assert len(plain.stack)==1 and 'no exponent counts' in plain.said and plain.layout.top.children==children and len(plain.figure.axes[0].lines)==2
+    assert len(plain.stack)==1 and 'no exponent counts' in plain.message and plain.layout.top.children==children and len(plain.figure.axes[0].lines)==2
 
 
 def test_where_nothing_can_be_clicked_on(pointed):
-    "A slider stands for the loss, and a tensor, a step and a button for the heat map; these are gone inside"
+    "A slider replaces the pointer on the loss; a tensor, a step and a button that on the heat map. A histogram has none of them"
     i = pointed(scalar_global_heatmap, tt='weight', live=False)
     chooser = i.chooser
     assert i.layout.foot.children==(chooser.shown,) and chooser.names==['b.weight', 'b.bias', 'a.weight']
@@ -470,11 +474,11 @@ def test_where_nothing_can_be_clicked_on(pointed):
     holes = pointed(quick('scalar_global_heatmap'), t[(t.path!='b') | (t.step!=10)], live=False)
     holes.chooser.which.value,holes.chooser.when.value = 'b',10
     holes.chooser.button.click()
-    assert (holes.said, len(holes.stack))==('Nothing was recorded there.', 1)
+    assert (holes.message, len(holes.stack))==('Nothing was recorded there.', 1)
 
 
 def test_a_patch_of_a_heat_map_whose_layers_go_across(pointed):
-    "Is that of the same tensor and step as where they go down; also of another column"
+    "The same tensor and step as with steps downwards; also with another column"
     down,across,rate = (pointed(scalar_global_heatmap, stats=False, **x) for x in ({}, dict(x='name'), dict(x='name', y='lr')))
     for step,layer in ((0, 0), (10, 2), (30, 1)):
         want = down.patches.at(step, layer+.5)
@@ -483,53 +487,53 @@ def test_a_patch_of_a_heat_map_whose_layers_go_across(pointed):
 
 
 def test_lines_that_are_moved():
-    "Of axes along which steps go, not of a colour bar; they move no limits"
+    "In axes with steps, not in a color bar; they do not change limits"
     fig = mpl.figure.Figure()
     a,b = fig.subplots(2)
     a.plot([3, 4], [1, 2])
     b.set_label('<colorbar>')
     limits = a.get_xlim()
-    line = vertical(a)
+    line = vertical_line(a)
     assert a.get_xlim()==limits and not line.get_visible() and line.get_xdata()[0]==limits[0]
-    assert followed(fig)==[]
+    assert axes_with_steps(fig)==[]
     a.set_xlabel('step')
-    assert followed(fig)==[a]
+    assert axes_with_steps(fig)==[a]
     b.set_xlabel('step')
-    assert followed(fig)==[a]
+    assert axes_with_steps(fig)==[a]
     a.set_xlabel('lr')
-    assert followed(fig)==[]
+    assert axes_with_steps(fig)==[]
     fig.supxlabel('step')
-    assert followed(fig)==[a]
-    for size,said in (('step', 2), ('lr', 0)): # the lower of two that share one says it for both
+    assert axes_with_steps(fig)==[a]
+    for size,said in (('step', 2), ('lr', 0)): # of two that share an axis, the lower has the label
         shared = mpl.figure.Figure()
         axes = shared.subplots(2, sharex=True)
         axes[1].set_xlabel(size)
-        assert followed(shared)==[*axes][:said]
-    assert followed(mpl.figure.Figure().add_subplot(projection='3d', xlabel='step').figure)==[]
+        assert axes_with_steps(shared)==[*axes][:said]
+    assert axes_with_steps(mpl.figure.Figure().add_subplot(projection='3d', xlabel='step').figure)==[]
 
 
 @pytest.mark.parametrize('f,n', [(scalar_line, 1), (scalar_global_heatmap, 1), (overview, 2), (updates, 1), (tree, 0), (exp_hist, 0), (ridge, 0),
     (lambda t: scalar_line(t, ['a', 'b']), 2), (lambda t: compare([t, t]), 2), (lambda t: scalar_global_heatmap(t, x='name'), 0),
     (lambda t: scalar_line(t, x='lr'), 0)])
 def test_pictures_whose_steps_are_followed(f, n):
-    "By what is written along their axes"
+    "By the label of the x axis"
     t = pd.DataFrame([dict(path=p, module=f'm(N).{p}(L)', ttype=k, tname=f'{k}_0', pname='weight' if k=='update' else None, step=s, call=0, std=1.+s, ratio=.1,
         lr=s/2, exponents=[0, 1, 2, 0], exponent_min=0, dtype='float32') for s in range(3) for p in 'ab' for k in ('output', 'update')]
         +[dict(path='', module='m(N)', ttype='scalar', tname='log', step=s, loss=1.) for s in range(3)])
-    got = followed(f(t).figure)
+    got = axes_with_steps(f(t).figure)
     plt.close('all')
     assert len(got)==n
 
 
 def test_a_figure_on_the_page():
-    "What is moved over it is painted when it can be seen, on the picture that was kept; an image is drawn whole"
+    "Visible artists are painted over the stored picture; an image is drawn whole"
     s = Agg(W, 500, 4., True)
-    line = vertical(s.figure.subplots())
+    line = vertical_line(s.figure.subplots())
     s.above(line)
     painted = []
     s.figure.draw_artist = painted.append
     assert line.get_animated() and s.figure.get_size_inches().tolist()==[5., 4.]
-    s.moved() # nothing was kept: it is drawn
+    s.moved() # nothing is stored: draw
     assert (s.sent, painted, s.back is not None)==(0, [], True)
     line.set_visible(True)
     s.moved()
@@ -537,16 +541,15 @@ def test_a_figure_on_the_page():
     s.stretch(6)
     assert s.figure.get_size_inches().tolist()==[5., 6.]
     image = PageFigure(W, 500, 4., False)
-    other = vertical(image.figure.subplots())
+    other = vertical_line(image.figure.subplots())
     image.above(other)
     image.moved()
     assert not other.get_animated() and image.back is None and image.widget.value[:4]==b'\x89PNG'
 
 
 def test_what_is_read_and_when(pointed, monkeypatch):
-    "Once for the picture, and exponents of a tensor type when they are wanted first; again for another type"
+    "Once for the picture; exponents of a tensor type at the first histogram, and again for another type"
     import torchember.frames.logs as logs
-    from torchember.frames.handle import Run
     asked = []
     monkeypatch.setattr(logs, 'read', lambda source, columns=None, **wanted: (asked.append((wanted, columns('exponents'))), t.copy())[1])
     i = pointed(quick('scalar_global_heatmap'), Run('small', {}), tt='Activation')
@@ -561,29 +564,29 @@ def test_what_is_read_and_when(pointed, monkeypatch):
     drawing = quick('mine')
     def mine(df, tt='output', dtypes=()): return drawing(df, tt)
     pointed(mine, Run('small', {}), stats=False)
-    assert asked==[({}, True)] # number formats are looked for in exponents
+    assert asked==[({}, True)] # number formats need exponents
 
 
 def test_interactive_where_there_are_no_controls(monkeypatch):
-    "It is the picture, of the run under either name; the caller's arguments stay as they were"
+    "It returns the picture, under either name of the run; the caller's arguments stay unchanged"
     def scalar_line(frame, layer=None): return frame, layer
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter('always')
         assert interactive(scalar_line, df=1, layer=2)==(1, 2)==interactive(scalar_line, run=1, layer=2)==interactive(scalar_line, frame=1, layer=2)
-    assert len(said)==3 and all(w.category is EmberWarning and 'is for notebooks' in str(w.message) for w in said)
+    assert len(said)==3 and all(w.category is EmberWarning and 'works only in a notebook' in str(w.message) for w in said)
     with pytest.raises(TypeError, match='needs a run'): interactive(scalar_line, layer=2)
     made = []
-    monkeypatch.setattr(pointing, 'nowhere', lambda: None)
+    monkeypatch.setattr(pointing, 'why_no_controls', lambda: None)
     monkeypatch.setattr(pointing, 'Interactive', lambda *args: (made.append(args), type('I', (), {'show': lambda self: made.append('shown')})())[1])
     monkeypatch.setattr(mpl, 'get_backend', lambda: 'module://ipympl.backend_nbagg')
     interactive(scalar_line, train_stats='s', width=700, mouse_sensitivity=500, df=1, layer=2)
     assert made==[(scalar_line, 1, {'layer': 2}, 's', 700, pytest.approx(5e-4), True), 'shown']
     monkeypatch.setattr(mpl, 'get_backend', lambda: 'agg')
-    assert not pointing.points()
+    assert not pointing.reports_pointer()
 
 
 def test_it_is_shown_once_in_a_cell(pointed, monkeypatch):
-    "And again in another"
+    "And again in another cell"
     i,n,shown = pointed(quick('scalar_line'), live=False),[1],[]
     monkeypatch.setattr(pointing, 'execution_count', lambda: n[0])
     monkeypatch.setattr('IPython.display.display', shown.append)
@@ -594,7 +597,7 @@ def test_it_is_shown_once_in_a_cell(pointed, monkeypatch):
 
 
 def test_its_look_is_that_of_where_it_was_made(pointed):
-    "Whatever is set when it is drawn again"
+    "Also if the style changes before it is redrawn"
     with mpl.rc_context({'figure.facecolor': '#000010'}): i = pointed(quick('scalar_line'))
     i.controls['kind'].value = 'scatter'
     dark = mpl.colors.to_rgba('#000010')

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from torchember import brief, overview, torchEmber
-from torchember.show.live.following import OverviewRows
 from torchember.show.page.data import page_of
 
 types = ('output', 'weight', 'weight_grad')
@@ -81,16 +80,6 @@ def test_clearing_axes_of_the_user_removes_the_second_axis():
         top, = ax.child_axes
         assert len(top.child_axes)==1 and drawn(top.child_axes[0])==recorded(te)
     plt.close('all')
-
-
-def test_a_live_view_keeps_norms_when_it_drops_rows():
-    "Of each bin the smallest and the largest value, of the loss and of the norm"
-    k,n = OverviewRows(),10_000
-    def row(step, tname, **v): return {'module': 'm(N)', 'path': '', 'ttype': 'scalar', 'tname': tname, 'step': step, 'call': 0, **v}
-    k.add([r for s in range(n) for r in (row(s, 'log', loss=1./(s+1)), row(s, 'grad_norm', grad_norm=50. if s==777 else 1.+s%2))])
-    norms_kept = {r['step']: r['grad_norm'] for r in k.numbers if 'grad_norm' in r}
-    assert len(k.numbers)<=k.most_numbers and norms_kept[777]==50. and min(norms_kept.values())==1. and len(norms_kept)>1000
-    assert sum('loss' in r for r in k.numbers)>1000
 
 
 def test_the_page_offers_the_norm_among_the_numbers():

@@ -23,22 +23,22 @@ with torchEmber(model, optimizer=opt, stats='numerics', ttypes=('output', 'outpu
 
 
 def until(f, wanted, seconds=60):
-    "Wait until something is as it should be: it hangs, or it comes"
+    "Wait until `f()` returns what is wanted"
     end = time.monotonic()+seconds
     while (got := f())!=wanted and time.monotonic()<end: time.sleep(.1)
     assert got==wanted
 
 
 class Page:
-    "A notebook, and pointing at its figures"
+    "A notebook, and events on its figures"
     def __init__(self, nb): self.nb = nb
 
     def prints(self, code, wanted, of='views[0]'):
-        "What the kernel prints, while nothing is drawn"
+        "Assert what the kernel prints while nothing is drawn"
         until(lambda: self.nb.ask(f'with {of}.lock: print({code})'), wanted)
 
     def place(self, surface, x, y=None, axes=0):
-        "Where a place of a figure's axes is on the page, pixels; halfway up without y. Figures are in the order of the page, each picture after its loss"
+        "Return a place of a figure's axes in pixels of the page; at half height without y. surface: number of the figure, in the order of the page"
         i = surface.partition('.')[0]
         n = int(self.nb.ask(f"print([s for v in views for s in ([v.cursor.loss] if v.cursor else [])+[v.picture]].index({surface}))"))
         to,y = ('get_xaxis_transform()', .5) if y is None else ('transData', y)
@@ -47,14 +47,14 @@ class Page:
         canvas = self.nb.page.locator('.jupyter-matplotlib-canvas-div').nth(n)
         canvas.scroll_into_view_if_needed()
         box = None
-        while box!=(box := canvas.bounding_box()): self.nb.page.wait_for_timeout(200) # cells above it find their height when they are seen
+        while box!=(box := canvas.bounding_box()): self.nb.page.wait_for_timeout(200) # cells above get their height when they become visible
         return box['x']+px/ratio, box['y']+(height-py)/ratio
 
     def hover(self, *where): self.nb.page.mouse.move(*self.place(*where))
     def click(self, *where, button='left'): self.nb.page.mouse.click(*self.place(*where), button=button)
 
     def pixels(self, n):
-        "What a figure on the page looks like"
+        "Return the image of a figure on the page"
         return self.nb.page.evaluate("n => document.querySelectorAll('.jupyter-matplotlib-canvas-div')[n].querySelector('canvas').toDataURL()", n)
 
     def good(self):
@@ -64,7 +64,7 @@ class Page:
 
 @pytest.fixture(scope='module')
 def lab(chromium, tmp_path_factory):
-    "A JupyterLab for all of this: `lab(2)` is its window on a screen with two pixels for each"
+    "Return a function that opens a window of one JupyterLab: `lab(2)` has two pixels for each"
     with server(tmp_path_factory.mktemp('lab')) as lab:
         @cache
         def screen(dpr): return window(chromium('EXCLUDE 127.0.0.1'), lab, device_scale_factor=dpr)
@@ -80,7 +80,7 @@ def test_pointing(lab, dpr):
     nb = Notebook(lab(dpr), *cells)
     assert nb.run()
     p,canvases = Page(nb),nb.page.locator('.jupyter-matplotlib-canvas-div')
-    until(canvases.count, 6) # `a`, which ends its cell, is there once
+    until(canvases.count, 6) # the last expression `a` is displayed once
     for n in range(6): until(lambda n=n: canvases.nth(n).bounding_box()['width'] in (180, 720), True)
 
     # a line follows the pointer over the loss
@@ -101,12 +101,12 @@ def test_pointing(lab, dpr):
     nb.out.get_by_label('scalar_metric').first.select_option(['mean', 'abs_max'])
     p.prints("a.controls['scalar_metric'].value, len(a.figure.legends)", "['mean', 'abs_max'] 1")
     nb.out.get_by_label('tt').first.select_option('each type')
-    nb.out.get_by_text('Panels are either of layers or of tensor types').wait_for() # and the last picture stays
+    nb.out.get_by_text('Panels are for layers or for tensor types').wait_for() # the last picture stays
     p.prints('[ax.get_title("left") for ax in a.figure.axes]', "['0', '2']")
     nb.out.get_by_label('layer').first.fill('2')
-    until(nb.out.locator('.widget-select-multiple select').nth(1).locator('option').count, 5) # what was chosen, what fits, and all of that
+    until(nb.out.locator('.widget-select-multiple select').nth(1).locator('option').count, 5) # the selection, the matches, and an entry for all matches
     nb.out.locator('.widget-select-multiple select').nth(1).select_option('2')
-    p.prints('a.said, sorted(ax.get_title("left") for ax in a.figure.axes)', "['output gradients', 'outputs', 'weights']")
+    p.prints('a.message, sorted(ax.get_title("left") for ax in a.figure.axes)', "['output gradients', 'outputs', 'weights']")
 
     # a click goes to a step
     before = p.pixels(3)
@@ -116,7 +116,7 @@ def test_pointing(lab, dpr):
     nb.out.get_by_role('slider').first.press('ArrowRight')
     p.prints("b.controls['step'].value, b.cursor.loss.cross[2].get_text()[:6]", '5 step=5', of='b')
 
-    # a patch and back
+    # open a patch, and return
     before = p.pixels(5)
     for back in 'right', 'Escape', 'Back':
         p.click('c.picture', 11, 2.5)
@@ -131,7 +131,7 @@ def test_pointing(lab, dpr):
 
 @pytest.mark.slow
 def test_images(lab):
-    "Without ipympl the same controls, a slider over the steps, and a way into a heat map"
+    "Without ipympl: the same controls, a slider over the steps, and a button to open a histogram"
     cells = ['%matplotlib inline', RUN, "a = interactive(scalar_line, df=te, layer='0', tt='Gradient', width=900)",
         "b = interactive(scalar_global_heatmap, df='small', tt='weight', width=900)\nviews = a, b\nb"]
     nb = Notebook(lab(1), *cells, fresh=False)
@@ -191,7 +191,7 @@ tstats = TrainingStats([*range(101)], losses, [l+.1 for l in losses])
 import torchember as viz
 from torchember import exp_hist, interactive, scalar_global_heatmap, scalar_line
 '''
-# As they stand in the README and the example notebook of Track & Visualize
+# Calls from the README and the example notebook of Track & Visualize
 THEIRS = ["interactive(exp_hist, df=lf, layer='output', tt='Activation', step=0, dtype_annotation='float8_e4m3fn')",
     "interactive(scalar_line, df=lf, layer='output', tt='Gradient', scalar_metric='std')",
     "interactive(scalar_global_heatmap, df=lf, tt='Optimiser_State.exp_avg', scalar_metric='rm2', inc=50)",
@@ -207,13 +207,13 @@ THEIRS = ["interactive(exp_hist, df=lf, layer='output', tt='Activation', step=0,
 
 
 @pytest.mark.slow
-@pytest.mark.release # their calls do not change: test_words_of_pictures and test_controls understand them, and a browser moves such pictures above
+@pytest.mark.release # these calls do not change; test_words_of_pictures and test_controls test them, and a browser drives such pictures above
 def test_calls_of_track_and_visualize(lab):
     calls = [f'v = {call}\nviews.append(v)' for call in THEIRS]
     nb = Notebook(lab(1), '%matplotlib widget', LLAMA, 'views = []', *calls, size=(1800, 1600), fresh=False)
     assert nb.run()
     p,canvases = Page(nb),nb.page.locator('.jupyter-matplotlib-canvas-div')
-    p.prints('[v.said for v in views]', str(['']*9))
+    p.prints('[v.message for v in views]', str(['']*9))
     p.prints('[len(v.figure.axes) for v in views]', '[1, 1, 2, 3, 3, 1, 2, 1, 4]')
     p.prints('[v.cursor is not None for v in views]', str([False]*3+[True]*2+[False]*3+[True]))
     until(canvases.count, 12)
@@ -232,7 +232,7 @@ def picture(nb): return nb.page.evaluate("[...document.querySelectorAll('.jp-Out
 
 @pytest.mark.slow
 def test_live(lab):
-    "A picture of the run that a cell trains, while it does, in place; what it cost is told"
+    "The picture is redrawn while a cell trains; the report has its cost"
     cells = [program("import matplotlib.pyplot as plt; plt.style.use('dark_background'); other = plt.figure(); plt.close(other)"),
         "view = te.live(every=.5); train(600, lambda: os.path.exists('enough')); print('trained: 1')",
         """report = te.close(); print(f"report: {report['live']} {report['seconds']} {view.thread_seconds} {view.process_seconds} {sum(os.times()[2:4])}")"""]
@@ -250,5 +250,5 @@ def test_live(lab):
     assert len(picture(nb))==1 and picture(nb)[0] not in seen[:1] and nb.bad==[]
     dark = nb.page.evaluate("""async () => { const i = document.querySelector('.jp-OutputArea img'); await i.decode()
         const c = new OffscreenCanvas(1, 1).getContext('2d'); c.drawImage(i, 0, 0); return [...c.getImageData(0, 0, 1, 1).data] }""")
-    assert dark[:3]==[0, 0, 0] # as matplotlib's style was
-    assert 0<said<recording and said==pytest.approx(own+process) and process==pytest.approx(children, abs=.05) # which counts hundredths
+    assert dark[:3]==[0, 0, 0] # the style of the user
+    assert 0<said<recording and said==pytest.approx(own+process) and process==pytest.approx(children, abs=.05) # os.times counts hundredths

@@ -14,7 +14,7 @@ import torch
 
 from torchember import EmberWarning, emberTracker, finding, live, overview, read, summary, torchEmber
 from torchember.health.watch import Pace
-from torchember.show.live.live_view import RowsTold, Viewer
+from torchember.show.live.live_view import Viewer
 
 training = """
     import os, sys, time, torch, torchember
@@ -36,10 +36,10 @@ def program(code): return textwrap.dedent(training)+textwrap.dedent(code)
 
 
 def on_terminal(code, stop=None):
-    "What a program shows on a terminal, and its exit status"
+    "Return the output of a program on a terminal, and its exit status"
     fd,theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (30, 120))
-    heard = 'import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n' # who began this in a background has Ctrl-C ignored
+    heard = 'import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n' # a program that is started in the background ignores Ctrl-C
     p = programs.start(heard+code, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
     os.close(theirs)
     out = b''
@@ -47,7 +47,7 @@ def on_terminal(code, stop=None):
         try: got = os.read(fd, 4096)
         except OSError: break
         out += got
-        if stop and stop in out: os.killpg(p.pid, signal.SIGINT); stop = None # as Ctrl-C does, for all processes of the terminal
+        if stop and stop in out: os.killpg(p.pid, signal.SIGINT); stop = None # Ctrl-C reaches all processes of the terminal
     os.close(fd)
     return out.decode(), p.wait()
 
@@ -68,14 +68,14 @@ def test_terminal():
 
 @pytest.mark.slow
 def test_no_close():
-    "A program that ends without `close` does end, and its last line is that of the last step"
+    "A program that does not call `close` ends, and its last line is about the last step"
     out,rc = on_terminal(program("te.live(every=.2); train(2); print('\\nlast:', te.recorder.step)"))
     assert rc==0 and abs(steps_in(out)[-1]-int(re.findall(r'last: (\d+)', out)[0]))<=1
 
 
 @pytest.fixture
 def other():
-    "A training in another process"
+    "Return a function that starts a training in another process"
     procs = []
     def start(code):
         procs.append(programs.start(program(code)))
@@ -98,7 +98,7 @@ def test_killed(other, capfd):
 
 
 def test_waits(other):
-    "A run of another process is followed until its end, and an interrupt leaves without a traceback"
+    "A run of another process is followed until its end, and an interrupt leaves no traceback"
     p = other('train(600)')
     out,rc = on_terminal("import torchember; torchember.live('followed', every=.1); print('gone on')", stop=b'steps/s')
     assert rc==0 and 'gone on' in out and 'Traceback' not in out and p.poll() is None
@@ -112,49 +112,48 @@ def ember(): return torchEmber(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.
 
 
 def test_what_a_rule_sees_is_said_until_it_is_over():
-    "In the line, in the title of a picture, and by whoever opens the run afterwards"
+    "In the line, in the title of a picture, and in a summary"
     wrong = [True]
     def loud(h):
         if wrong: yield finding('0', 'This layer is loud.', 0, ttype='output')
     te = torchEmber(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.ReLU()), rules=[loud], on_finding=lambda f: None, name='loud')
     te.rules.pace = Pace(share=1e9, first=1, more=1.) # at each step
-    rows,viewer = RowsTold(te.t, lambda: True),Viewer(True, {})
-    def line(says):
-        "What is said, when that is so; each look is at one more step"
+    viewer = Viewer(te.t.dir, True, {})
+    def line(is_loud):
+        "Return the line when it has the finding, or has it no more. Each look is at one more step"
         for _ in range(200):
             trained(te, 1)
             te.t.barrier()
-            got = viewer.answer(over=True, **rows.question(not viewer.tail or not viewer.tail.behind)).get('line') # none while it is behind
-            if got is not None and ('loud.' in got)==says: return got
+            got = viewer.answer('loud', over=True).get('line')
+            if got is not None and ('loud.' in got)==is_loud: return got
             time.sleep(.05)
-    def titles(): return [overview(source).figure.get_suptitle() for source in (viewer.kept.table()[0], te)]
-    assert line(True).endswith(', warning: This layer is loud.') and titles()==['warning: This layer is loud.', 'loud\nwarning: This layer is loud.']
+    def title(): return overview(te).figure.get_suptitle()
+    assert line(True).endswith(', This layer is loud.') and title()=='loud\nwarning: This layer is loud.'
     assert summary(te).found==('warning: This layer is loud.',)
     wrong.clear()
-    assert line(False).startswith('loud: step ') and titles()==['', 'loud'] and summary(te).found==()
-    rows.end()
+    assert line(False).startswith('loud: step ') and title()=='loud' and summary(te).found==()
     te.close()
     assert [o is True for o in read(te, ttype='finding')['over']]==[False, True]
 
 
 def test_removed(capfd):
-    "Of a log that is followed as a file that is the end; an ember tells what it records, and its picture goes on"
+    "A picture ends with the log, with a warning. The training goes on"
     te = ember()
     trained(te)
     te.t.barrier()
     own,view = te.live(every=.05),live(te.fname, every=.05)
     shown = ''
-    while (shown := shown+capfd.readouterr().err).count('step')<2: time.sleep(.05) # each says it once
+    while (shown := shown+capfd.readouterr().err).count('step')<2: time.sleep(.05) # both have shown a line
     with pytest.warns(EmberWarning, match='was removed'):
         te.t.log_path.unlink()
-        view.thread.join(60)
-        assert not view.thread.is_alive()
+        for v in own,view: v.thread.join(60)
+        assert not own.thread.is_alive() and not view.thread.is_alive()
     trained(te, 6)
-    assert own.thread.is_alive() and te.close()['live']>0 and f"{te.fname}: step 8" in capfd.readouterr().err
+    assert te.close()['live']>0
 
 
 def test_ends(capfd, recwarn):
-    "Never trained, twice, after the end, and an ember that nobody has any more"
+    "Without training, twice, after the end, and for an ember that was deleted"
     te = ember()
     first = te.live()
     while first.reader is None: time.sleep(.01)
@@ -168,7 +167,7 @@ def test_ends(capfd, recwarn):
     again = te.live()
     again.thread.join(60)
     assert not again.thread.is_alive() # the run is over
-    assert not [w for w in recwarn if 'live' in str(w.message)] # what is dropped has not failed
+    assert not [w for w in recwarn if 'live' in str(w.message)] # a view that was closed has not failed
     idle = ember()
     idle.live()
     assert 'live' in idle.close() and 'nothing was recorded' in capfd.readouterr().err
@@ -181,7 +180,7 @@ def test_ends(capfd, recwarn):
 
 
 def test_fails(capfd):
-    "A process that dies is told once, and the training goes on"
+    "If the process dies, there is one warning, and the training goes on"
     te = ember()
     view = te.live(every=.05)
     while view.reader is None: time.sleep(.01)
@@ -193,7 +192,7 @@ def test_fails(capfd):
 
 
 def test_fork():
-    "A forked child leaves the picture of its parent alone"
+    "A forked child does not close the picture of its parent"
     te = ember()
     view = te.live()
     if not (pid := os.fork()):

@@ -18,7 +18,7 @@ libraries = 'import numba, pandas, scipy.stats, torch._dynamo, torch.distributed
 
 @pytest.fixture(scope='module')
 def made(tmp_path_factory):
-    "Two processes, once: FSDP2, a pipeline, and replicas of which one drifts"
+    "Runs of two processes: FSDP2, a pipeline, and replicas of which one drifts"
     d = tmp_path_factory.mktemp('ranks')
     helpers = os.pathsep.join([str(here.parent), os.environ.get('PYTHONPATH', '')])
     programs.ranks(here.parent/'frameworks/ranked.py', d, 'sharded', 'pipeline', 'drifted', n=2, after=libraries, PYTHONPATH=helpers)
@@ -76,8 +76,8 @@ def test_a_long_log_without_an_end_is_not_looked_through(tmp_path, monkeypatch):
 def test_removed_with_all_that_belongs_to_it_and_nothing_else(home, capsys):
     for n in 'sharded_20.rank0', 'sharded_2.rank10x', 'a_sharded_2.rank1': shutil.copy(home/'log/sharded_2.rank0', home/'log'/n)
     shutil.copy(home/'data/base_sharded_2.rank0.json', home/'data/base_a_sharded_2.rank1.json')
-    (home/'data/mine_sharded_2.rank0.json').write_text('1') # metadata of a user's own
-    (home/'data/sharded_2.json').write_text('1') # and some that is of no run
+    (home/'data/mine_sharded_2.rank0.json').write_text('1') # metadata of the user
+    (home/'data/sharded_2.json').write_text('1') # metadata without a run
     (home/'log/sharded_2.rank1.parts').mkdir()
     (home/'log/sharded_2.rank1.parts/0.parquet').write_bytes(b'x'*100)
     before = files(home)
@@ -187,7 +187,7 @@ def test_every_picture_takes_its_name(home):
     assert torchember.summary(name).df.loc['3', 'steps']==3
     assert set(torchember.to_logframe(name)['metadata', 'step'])==set(range(3))
     assert torchember.query('SELECT count(DISTINCT step) n FROM log', name).n[0]==3
-    with pytest.warns(EmberWarning, match='for notebooks'): torchember.interactive(torchember.tree, run=name)
+    with pytest.warns(EmberWarning, match='only in a notebook'): torchember.interactive(torchember.tree, run=name)
     fig = torchember.compare(['sharded_2', 'drifted_2']).figure
     assert 'drifted_2' in ' '.join(t.get_text() for t in fig.findobj(plt.Text))
     plt.close('all')
@@ -217,14 +217,15 @@ def test_a_parameter_that_is_not_trained_on_any_process_is_named(home):
             if e['path']=='layers.0': e['gradient'] = False
             if e['path']=='layers.1': e['gradient'] = k==1
         p.write_text(json.dumps(noted))
-    from torchember.show.missing import parameters_in
-    assert {(p['path'], p['name']): p['gradient'] for p in parameters_in('sharded_2')}=={(f'layers.{i}', n): i>0 for i in range(3) for n in ('weight', 'bias')}
+    from torchember.show.missing import parameters_of_run
+    got = {(p['path'], p['name']): p['gradient'] for p in parameters_of_run('sharded_2')}
+    assert got=={(f'layers.{i}', n): i>0 for i in range(3) for n in ('weight', 'bias')}
     assert 'layers.0' in torchember.summary('sharded_2').missing and 'layers.1' not in torchember.summary('sharded_2').missing
-    assert {(p['path'], p['name']) for p in parameters_in('pipeline_2')}=={(f'{i}', n) for i in (0, 2, 4) for n in ('weight', 'bias')} # of both stages
+    assert {(p['path'], p['name']) for p in parameters_of_run('pipeline_2')}=={(f'{i}', n) for i in (0, 2, 4) for n in ('weight', 'bias')} # of both stages
     assert torchember.overview('sharded_2') is not None
     plt.close('all')
 
 
-def test_one_of_its_processes_is_followed_and_which_is_said(home, capfd):
-    with pytest.warns(EmberWarning, match='sharded_2 is of 2 processes: live shows what rank 0 sees'): torchember.live('sharded_2', every=.1, wait=True)
-    assert 'sharded_2.rank0: step 2' in capfd.readouterr().err
+def test_all_of_its_processes_are_followed(home, capfd):
+    torchember.live('sharded_2', every=.1, wait=True)
+    assert 'sharded_2: step 2' in capfd.readouterr().err

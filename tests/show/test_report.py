@@ -14,7 +14,7 @@ from torch import nn
 import torchember.show.page.data as data
 from torchember import diagnose, read, report, to_logframe, torchEmber
 from torchember.frames.handle import Run
-from torchember.show.page.data import exponents_of, keys_of
+from torchember.show.page.data import pack_exponents, tensor_keys
 from torchember.show.select import places
 
 expect.set_options(timeout=30_000)
@@ -42,7 +42,7 @@ def net(): return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Sequential(nn.Li
 
 @contextmanager
 def opened(chromium, file, address='', **context):
-    "The page, ready; what it asked for and what went wrong are `page.asked` and `page.wrong`"
+    "Open a page, and wait until it is drawn. `page.asked` has its requests, `page.wrong` its errors"
     with chromium().new_context(**{'viewport': {'width': 1300, 'height': 900}, **context}) as context:
         page = context.new_page()
         page.set_default_timeout(30_000)
@@ -55,18 +55,18 @@ def opened(chromium, file, address='', **context):
         yield page
 
 
-def drawn(page): page.evaluate('() => drawing') # what was asked for is on the screen
+def drawn(page): page.evaluate('() => drawing') # wait until the drawing is on the screen
 
 
 def cells(page): return [r.locator('th, td').all_inner_texts() for r in page.locator('#layers tbody tr').all()]
 
 
-def ink(page, chart): # what a chart shows
+def ink(page, chart): # number of pixels that a chart has drawn
     return page.locator(f'#{chart} canvas').evaluate('c => c.toDataURL()')
 
 
 def at_row(page, label):
-    "Where the heat map has a tensor: pixels below its upper edge"
+    "Return the position of a tensor in the heat map, in pixels below its upper edge"
     k = page.evaluate('kind().tensors.map(t => t.label)')
     return (k.index(label)+.5)/len(k)*page.locator('#heat .u-over').bounding_box()['height']
 
@@ -82,7 +82,7 @@ def test_a_page_asks_nobody_for_anything_and_says_what_the_run_was(chromium, tmp
         assert page.title()=='calm · torchember'
     text = file.read_text('utf-8')
     file.write_text(re.sub('<meta http-equiv[^>]*>', '', text).replace('<body>', '<body><img src="http://127.0.0.1:9/x">'), 'utf-8')
-    with opened(chromium, file) as page: assert 'http://127.0.0.1:9/x' in page.asked # a request would have been heard
+    with opened(chromium, file) as page: assert 'http://127.0.0.1:9/x' in page.asked # proof that a request would be noticed
 
 
 def test_the_table_is_that_of_the_log(chromium, tmp_path):
@@ -173,7 +173,7 @@ def test_search_narrows_the_heat_map_and_the_lines(chromium, tmp_path):
         assert len(y)==40 and y==page.evaluate("Promise.all([view()]).then(([v]) => Array.from(v.value.slice(3 * v.columns, 4 * v.columns), Number))")
         expect(page.locator('#lines .readout')).to_contain_text('2 tensors of 7')
         box = page.locator('#heat .u-over').bounding_box()
-        page.mouse.click(box['x']+box['width']/2, box['y']+box['height']*.75) # the lower of the two rows that are left
+        page.mouse.click(box['x']+box['width']/2, box['y']+box['height']*.75) # the lower of the two remaining rows
         drawn(page)
         assert page.evaluate('state.label')=='2.1'
         page.keyboard.press('Escape') # the choice
@@ -195,11 +195,11 @@ def test_what_is_not_trained_is_there_with_its_reason(chromium, tmp_path):
         expect(page.locator('#missing')).to_have_text('Not trained: frozen: 0.')
         assert [c[:2] for c in cells(page)][:3]==[['0.weight frozen', '0'], ['0.bias frozen', '0'], ['2.0.weight', '40']]
         assert page.evaluate("reasonsIn(kind().tensors.map(t => t.why), i => kind().n[state.stat][i] > 0)")==[['frozen', 0, 2, False]]
-        expect(page.locator('#sizes h2')).to_contain_text('2.0.weight') # of what there is something to see
+        expect(page.locator('#sizes h2')).to_contain_text('2.0.weight') # the first tensor that has something to show
         page.evaluate("choose({ label: '0.weight' })")
         drawn(page)
         expect(page.locator('#heat .readout')).to_have_text('0.weight, step 39: frozen')
-        page.fill('#search', 'frozen') # the reason is found, too
+        page.fill('#search', 'frozen') # search finds the reason, too
         drawn(page)
         assert page.evaluate("charts.heat.axes[1]._values")==['0.weight', '0.bias'] and not page.wrong
 
@@ -210,7 +210,7 @@ def test_a_step_that_stands_alone_is_a_mark(chromium, tmp_path):
     with opened(chromium, report(df, tmp_path/'a.html')) as page:
         assert page.evaluate('columnEnds(kind())')==[[-.5, .5], [.5, 1.5], [35.5, 36.5], [71.5, 72.5]]
         assert page.evaluate('columnEnds({ step: [0, 10, 20, 30] })')==[[-5, 5], [5, 15], [15, 25], [25, 35]]
-        assert page.evaluate('columnEnds({ step: [0, 1, 36, 72], thin: true })')[2]==[18.5, 54] # a column that stands for many steps
+        assert page.evaluate('columnEnds({ step: [0, 1, 36, 72], thin: true })')[2]==[18.5, 54] # a column of many steps
         assert page.evaluate('columnEnds({ step: [7] })')==[[6.5, 7.5]] and not page.wrong
 
 
@@ -239,7 +239,7 @@ def test_all_of_it_by_keyboard(chromium, tmp_path):
         page.keyboard.press('Enter')
         drawn(page)
         expect(page.locator('[role=treeitem][aria-selected=true]')).to_have_attribute('title', '2 (Sequential)')
-        expect(page.locator('#layers tr[aria-selected=true]')).to_have_count(3) # it and what is in it
+        expect(page.locator('#layers tr[aria-selected=true]')).to_have_count(3) # the module and those inside
         page.keyboard.press('ArrowLeft')
         expect(page.locator('[role=treeitem][aria-expanded=false]')).to_have_count(1)
         page.locator('#heat .chart').focus()
@@ -266,17 +266,17 @@ def test_what_was_first_not_finite_is_a_click_away(chromium, tmp_path):
         expect(page.locator('#stepout')).to_have_text('20')
         red = page.evaluate("""() => { const c = document.querySelector('#heat canvas'), d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data
             let n = 0; for (let i = 0; i < d.length; i += 4) n += d[i] > 180 && d[i + 1] < 40 && d[i + 2] < 50; return n / (d.length / 4) }""")
-        assert .15<red<.6 # the half after it
+        assert .15<red<.6 # only the second half is red
         assert not page.wrong
 
 
 def said(*found, **more):
-    "What rules say, as a page is given it"
+    "Findings as a page has them"
     one = dict(severity='error', rule='mine', text='What is wrong.', first=0, last=0, below=[])
     return dict(findings=[{**one, **f} for f in found], more=0, looked='2 rules looked', unseen=[], failed=[], **more)
 
 
-def with_health(monkeypatch, health): monkeypatch.setattr('torchember.show.page.data.health_of', lambda run, table=None, rows=None: health)
+def with_health(monkeypatch, health): monkeypatch.setattr('torchember.show.page.data.check_health', lambda run, table=None, rows=None: health)
 
 
 def test_what_rules_saw_is_on_top_and_a_click_away(chromium, tmp_path):
@@ -286,8 +286,8 @@ def test_what_rules_saw_is_on_top_and_a_click_away(chromium, tmp_path):
         expect(health.locator('h2')).to_contain_text('What is wrong: 1 error')
         first = health.locator('li').first
         expect(first).to_have_class('error')
-        expect(first).to_contain_text(re.compile('^error input of .* at step 20.*Try: .*Look: overview'))
-        expect(health).to_contain_text('rules looked at 40 steps')
+        expect(first).to_contain_text(re.compile('^error input of .* at step 20.*Try: .*Plot: overview'))
+        expect(health).to_contain_text('rules checked 40 steps')
         first.locator('> button').click()
         drawn(page)
         expect(page.locator('#kind')).to_have_value('input')
@@ -310,7 +310,7 @@ def test_a_finding_leads_to_its_tensor_by_click_and_by_keyboard(chromium, tmp_pa
         assert health.locator('> ul > li').count()==3 and health.locator('> details > summary').all_inner_texts()==['and 1 more', '1 note']
         one = health.locator('> ul > li').first
         assert one.locator('> button code').all_inner_texts()==['3.weight'] and one.locator('> button').inner_text()=='error 3.weight is `odd'
-        expect(one.locator('> p')).to_have_text('Try: Divide lr. Look: updates(run)')
+        expect(one.locator('> p')).to_have_text('Try: Divide lr. Plot: updates(run)')
         page.fill('#search', 'nothing')
         one.locator('> button').click()
         drawn(page)
@@ -329,7 +329,7 @@ def test_a_finding_leads_to_its_tensor_by_click_and_by_keyboard(chromium, tmp_pa
         drawn(page)
         assert at()==['output', '2.1', '2.1', 12]
         address = page.evaluate('location.hash')
-        health.locator('> ul > li').nth(1).locator('button').click() # of what is not recorded: its module, and the step that is nearest
+        health.locator('> ul > li').nth(1).locator('button').click() # for a quantity that is not recorded: its module, and the nearest step
         drawn(page)
         assert at()==['output', None, '2', 39]
         health.locator('> ul > li').nth(2).locator('button').click() # of the loss
@@ -355,8 +355,8 @@ def test_a_healthy_run_says_so_and_what_was_not_looked_at(chromium, tmp_path):
     te.close()
     with opened(chromium, report(te, tmp_path/'a.html')) as page:
         assert page.locator('#health > p').count()==1 and page.locator('#health h2').count()==0
-        looked,unseen = r"\d+ rules looked at 60 steps .* and 'loss'\.",r"Not looked at: single dead units \(stats='full'\)\."
-        expect(page.locator('#health > p')).to_have_text(re.compile(f"^Nothing is wrong, as far as can be seen\\. {looked} {unseen}$"))
+        looked,unseen = r"\d+ rules checked 60 steps .* and 'loss'\.",r"Not checked: single dead units \(stats='full'\)\."
+        expect(page.locator('#health > p')).to_have_text(re.compile(f"^No problem found\\. {looked} {unseen}$"))
 
 
 def test_rules_that_fail_cost_no_report(chromium, tmp_path, monkeypatch):
@@ -364,13 +364,13 @@ def test_rules_that_fail_cost_no_report(chromium, tmp_path, monkeypatch):
     def broken(run, df=None): raise RuntimeError('<b>no</b>')
     monkeypatch.setattr('torchember.show.page.data.history_of', broken)
     with opened(chromium, report(te, tmp_path/'a.html')) as page:
-        expect(page.locator('#health')).to_have_text('Rules of health could not look at this run: RuntimeError: <b>no</b>')
+        expect(page.locator('#health')).to_have_text('The rules could not check this run: RuntimeError: <b>no</b>')
         assert page.locator('#layers tbody tr').count() and not page.wrong
 
 
 @pytest.mark.parametrize('scheme', ['light', 'dark'])
 def test_words_of_findings_are_text_that_can_be_read(chromium, tmp_path, monkeypatch, scheme):
-    "Whatever they are, on a phone, and with enough contrast"
+    "Any text, on a phone, and with enough contrast"
     words = dict(text=f'{evil[0]} `{evil[1]}` {evil[4]}', rule=evil[0], path=evil[1], ttype=evil[0], pname=evil[4], advice=f'`{evil[0]}`', look=evil[1])
     more = dict(words, severity='warning', below=[dict(words, severity=evil[0], first=0, last=0)])
     found = said(words, more, dict(words, severity='info'), dict(words, severity='"><script>', first=1, last=2))
@@ -391,7 +391,7 @@ def test_words_of_findings_are_text_that_can_be_read(chromium, tmp_path, monkeyp
         for c in colors: assert (max(luminance(c), back)+.05)/(min(luminance(c), back)+.05)>4.5
 
 
-def luminance(css): # as WCAG has it
+def luminance(css): # as defined by WCAG
     return sum(w*(v/12.92 if (v := int(c)/255)<=.04045 else ((v+.055)/1.055)**2.4) for w,c in zip((.2126, .7152, .0722), re.findall(r'\d+', css), strict=False))
 
 
@@ -406,7 +406,7 @@ def test_on_a_phone_and_a_desk_in_light_and_dark(chromium, tmp_path, size, schem
         light = lambda css: sum(map(int, re.findall(r'\d+', css)[:3]))/765
         colors = page.evaluate('[getComputedStyle(document.documentElement).backgroundColor, getComputedStyle(document.documentElement).color]')
         assert (light(colors[0])>.5)==(scheme=='light') and abs(light(colors[0])-light(colors[1]))>.6
-        assert page.evaluate('document.documentElement.scrollWidth<=innerWidth') # nothing to push sideways
+        assert page.evaluate('document.documentElement.scrollWidth<=innerWidth') # no horizontal scrolling
         small = page.evaluate("[...document.querySelectorAll('p, td, select, label, h2')].filter(e => parseFloat(getComputedStyle(e).fontSize)<12).length")
         assert small==0
         before = ink(page, 'heat')
@@ -456,15 +456,15 @@ def test_names_are_text_whatever_they_are(chromium, tmp_path):
             assert page.evaluate('window.hit')is None and page.locator('img').count()==0 and not page.wrong
             assert page.evaluate('document.querySelectorAll("script").length')==3
             page.locator('#search').fill('')
-            assert (evil[0] if i==0 else '{data}') in page.locator('#tree').inner_text() # a table knows no classes
+            assert (evil[0] if i==0 else '{data}') in page.locator('#tree').inner_text() # a table has no classes
             assert page.locator('#number option').all_inner_texts()==[*evil[:2], 'grad_norm']
             assert (page.locator('h1').inner_text()==evil[1])==(i==1)
-        text = file.read_text('utf-8') # and were a name once put in as HTML, the policy would not let it run
+        text = file.read_text('utf-8') # even if a name were inserted as HTML, the policy would not run it
         assert "script-src 'sha256-" in text and "unsafe" not in text.split('<body>')[0]
         file.write_text(text.replace('<body>', '<body><img src="data:," onerror="window.hit=1"><script>window.hit=1</script>'), 'utf-8')
         with opened(chromium, file) as page: assert page.evaluate('window.hit')is None
         file.write_text(re.sub('<meta http-equiv[^>]*>', '', file.read_text('utf-8')), 'utf-8')
-        with opened(chromium, file) as page: assert page.evaluate('window.hit')==1 # what the test would have seen
+        with opened(chromium, file) as page: assert page.evaluate('window.hit')==1 # proof that the test would notice
 
 
 def sources():
@@ -483,7 +483,7 @@ def sources():
     yield 'still going on', lambda: unfinished()
 
 
-def sized(df): # from the smallest float32 to the largest, and doubles beyond
+def sized(df): # from the smallest float32 to the largest, and larger doubles
     for c in ('std', 'max'): df[c] = np.geomspace(1e-320 if c=='max' else 1e-45, 1e300 if c=='max' else 3e38, len(df))
     df.loc[df.index[::7], 'std'] = 0.
     return df
@@ -526,7 +526,7 @@ def test_a_page_of_whatever_there_is(chromium, tmp_path, what, source):
 
 @pytest.mark.parametrize('ttype', [None, 'weight_grad'])
 def test_rules_see_all_of_a_run_and_a_log_is_read_as_seldom_as_can_be(monkeypatch, ttype):
-    "Once; once more where a page has some of its rows only. What it says is what the readers of a run say"
+    "The log is read once, and once more for a page of some rows. The page shows what `diagnose` shows"
     te = train(net(), 'whole', nan_at=20)
     times,once = [],Run.table
     with monkeypatch.context() as m:
@@ -549,11 +549,11 @@ def unpacked(c, shape=None):
 
 
 def test_exponents_of_micro_batches_are_added():
-    "Of one layer and step, whichever rows come between; each layer has its own"
+    "Of one layer and step, whichever rows are in between; each layer has its own"
     counts = [[1, 2, 3, 4], [9, 9, 9, 9], [0, 5, 0, 1], [1, 0, 0, 0]]
     where = dict(path=['a', 'b', 'a', 'a'], ttype='output', tname='output_0', step=[0, 0, 0, 1], micro=[0, 0, 1, 0])
     rows = pd.DataFrame({**where, 'exponents': counts, 'exponent_min': -1})
-    c = exponents_of(rows, dict(enumerate(keys_of(rows, places(rows)[0]))), 2)['counts']
+    c = pack_exponents(rows, dict(enumerate(tensor_keys(rows, places(rows)[0]))), 2)['counts']
     assert unpacked(c).tolist()==[[[1, 7, 3, 5], [1, 0, 0, 0]], [[9, 9, 9, 9], [0, 0, 0, 0]]]
 
 

@@ -27,16 +27,15 @@ from torchember import (
     tree,
     updates,
 )
-from torchember.show.comparison import parting
-from torchember.show.live.following import binned
-from torchember.show.select import Series, grid, series, thinned
+from torchember.show.comparison import first_differences
+from torchember.show.select import TensorSeries, grid, series, thin_indices
 
 root = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope='module')
 def run(tmp_path_factory):
-    "A run of a small model in which the last layer's output is not finite from step 6 on, and its log's folder"
+    "A run of a small model in which the output of the last layer is not finite from step 6 on, and its home"
     home = tmp_path_factory.mktemp('home')
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
@@ -68,7 +67,7 @@ def test_each_picture_of_an_ember_a_tracker_and_a_table(run, name, theme):
     if name=='out_of_range': pytest.importorskip('ml_dtypes')
     with plt.style.context(theme):
         for source in (run, run.t, run.t.df): finish(pictures[name](source))
-    assert matplotlib.rcParams['axes.titlelocation']=='center' # nothing is left set
+    assert matplotlib.rcParams['axes.titlelocation']=='center' # no setting has changed
 
 
 def lightness(color): return np.dot(to_rgb(color), (.299, .587, .114))
@@ -127,7 +126,7 @@ def test_without_torch(run):
 def test_no_extreme_is_thinned_away(values, n):
     y = np.array(values)
     bad = ~np.isfinite(y)
-    keep = thinned(np.arange(len(y)), y, bad, n)
+    keep = thin_indices(np.arange(len(y)), y, bad, n)
     assert (np.diff(keep)>0).all() and keep[0]==0 and keep[-1]==len(y)-1
     ok = y[~bad]
     if len(ok): assert {ok.min(), ok.max()}<=set(y[keep])
@@ -137,7 +136,6 @@ def test_no_extreme_is_thinned_away(values, n):
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 12), st.integers(3, 60), st.integers(1, 12), st.integers(1, 40), st.integers(0, 2**31))
 def test_no_spike_is_lost_in_a_grid(layers, steps, most_rows, most_columns, seed):
-    import pandas as pd
     g = np.random.default_rng(seed)
     df = pd.DataFrame([{'path': f'l{i}', 'ttype': 'output', 'tname': 'output_0', 'step': s, 'call': 0, 'std': 1., 'nan': 0}
         for s in range(steps) for i in range(layers)])
@@ -150,36 +148,26 @@ def test_no_spike_is_lost_in_a_grid(layers, steps, most_rows, most_columns, seed
 
 
 def lines_of(*ys):
-    "A `Series` of paths a, b, ..., each with a value a step"
+    "Return a `Series` of paths a, b, ..., with a value per step"
     row,step = np.indices((len(ys), len(ys[0]))).reshape(2, -1)
-    return Series([*'abcdefgh'[:len(ys)]], row, step, np.concatenate(ys), np.zeros(len(row), bool))
+    return TensorSeries([*'abcdefgh'[:len(ys)]], row, step, np.concatenate(ys), np.zeros(len(row), bool))
 
 
 def test_a_cell_of_several_steps_has_the_most_unusual_value():
-    "Of its own row: far below the others counts as much as far above them"
+    "Relative to its own tensor: far below the median counts as much as far above"
     low,high = np.array([1., 1., 1., 1e-6, 1., 1., 1.1, 1.]),np.array([1., 1e6, 1., 1., 1., 1., 1., .9])
     assert grid(lines_of(low, high), most_columns=2).value.tolist()==[[1e-6, 1.1], [1e6, .9]]
 
 
 def test_runs_part_also_where_values_are_small():
-    "By a share of the values. The step is that of the first difference, of each layer its own"
+    "The difference is relative. Each layer has its own first step"
     one = np.array([1e-9, 1e-9, 1e-9])
-    assert parting([lines_of(one, one), lines_of(one*[1, 2, 5], one*[1, 1, 3])])=={'a': 1, 'b': 2}
-    assert parting([lines_of(one), lines_of(one)])=={'a': None}
-
-
-def test_a_bin_with_a_nan_keeps_the_value_of_the_other_steps():
-    "And none of another tensor's, which is in the same steps"
-    std = {'a': [1., 2., np.nan, 3., 1., 1.], 'b': [1., 1., 1., 1., np.nan, np.nan]}
-    same = dict(ttype='output', tname='output_0', call=0, step=range(6), posinf=0, neginf=0)
-    got = binned(pd.concat([pd.DataFrame(dict(path=p, std=y, nan=3*np.isnan(y), **same)) for p,y in std.items()]), 2)
-    a,b = (got[got.path==p] for p in 'ab')
-    assert a['std'].tolist()[:2]==[2., 3.] and a.nan.tolist()==[0, 3, 0]
-    assert b['std'].tolist()[:2]==[1., 1.] and np.isnan(b['std'].tolist()[2]) and b.nan.tolist()==[0, 0, 3]
+    assert first_differences([lines_of(one, one), lines_of(one*[1, 2, 5], one*[1, 1, 3])])=={'a': 1, 'b': 2}
+    assert first_differences([lines_of(one), lines_of(one)])=={'a': None}
 
 
 def test_out_of_range_of_a_run_with_numerics(run):
-    "It draws the formats as far as which the counts reach, and says that zeros are among what is too small, where nobody counted them"
+    "It draws the formats that the counts cover, and says that too small numbers include zeros if zeros were not counted"
     pytest.importorskip('ml_dtypes')
     axes = out_of_range(run)
     assert [a.get_title('left') for a in axes]==['float8_e4m3fn', 'float8_e5m2'] and 'or zero' in axes[0].figure.get_supxlabel()
@@ -190,7 +178,7 @@ def test_out_of_range_of_a_run_with_numerics(run):
 
 @pytest.mark.parametrize('more', [[], ['shape']])
 def test_zeros_fit_every_format(tmp_path, more):
-    "Half of what a ReLU gives is zero"
+    "Half of the outputs of a ReLU are zero"
     pytest.importorskip('ml_dtypes')
     with torchEmber(torch.nn.ReLU(), stats=['zero_frac', 'exponents', *more], ttypes=('output',), home=tmp_path) as te:
         te.model(torch.linspace(-1, 1, 64))
@@ -201,7 +189,7 @@ def test_zeros_fit_every_format(tmp_path, more):
 
 
 def test_in_a_figure_of_the_users_own(run):
-    "Axes may be of a part of a figure; its title stays, and a small tree has short names"
+    "Axes may be in a subfigure; its title stays, and a small tree has short names"
     pytest.importorskip('ml_dtypes')
     fig = plt.figure(figsize=(12, 6), layout='constrained')
     fig.suptitle('mine')

@@ -10,13 +10,13 @@ import pytest
 import torchember
 from torchember import (compare, exp_hist, out_of_range, overview, report, ridge, scalar_global_heatmap, scalar_line, summary, surface, tree, updates,
     wide)
-from torchember.show.histograms import at_step
+from torchember.show.histograms import rows_at_step
 from torchember.show.style import Panels
 
 
 @pytest.fixture(scope='module')
 def t():
-    "Outputs, weights and updates of two layers; a statistic of the user's, one that is a vector, and counts of exponents"
+    "A table with outputs, weights and updates of two layers, a user's statistic, a vector statistic, and exponents"
     out,g = [],np.random.default_rng(0)
     for s in range(6):
         for path in ('fc1', 'fc2'):
@@ -31,7 +31,7 @@ def t():
 
 
 def seen(got):
-    "What a picture looks like, or what a table says"
+    "Return the pixels of a picture, or the text of a table"
     if not hasattr(got, 'figure'): return repr(got)
     file = io.BytesIO()
     got.figure.savefig(file, format='png', dpi=40)
@@ -43,15 +43,15 @@ others = {'differences': 'of what diff gives', 'interactive': 'takes a picture',
     'Surface3d': "Taiyi's, of a dict", 'query': 'begins with a question', 'runs': 'of no run', 'live': 'of all',
     **dict.fromkeys(('du', 'mv', 'rm', 'compact', 'sync'), 'of files'), 'scan': "gives an engine's frame",
     **dict.fromkeys(('from_logframe', 'validate', 'write_parquet'), 'of a LogFrame'), **dict.fromkeys(('read_pickle', 'read_csv', 'read_parquet'), 'of a file')}
-public = {n: getattr(torchember, n) for room,found in torchember.names.items() if room.startswith(('show.', 'frames.')) for n in found.split()}
+public = {n: getattr(torchember, n) for n,module in torchember.module_of.items() if module.startswith(('show.', 'frames.'))}
 of_runs = {n: f for n,f in public.items() if inspect.isfunction(f) and n not in others}
 tables = {'read', 'wide', 'summary', 'dead_units', 'to_logframe', 'report'} # and a file
-more = {'wide': dict(stat='std'), 'surface': dict(ttype='output', stat='units'), 'exp_hist': dict(path='fc1')} # what is asked for
+more = {'wide': dict(stat='std'), 'surface': dict(ttype='output', stat='units'), 'exp_hist': dict(path='fc1')} # arguments of each picture
 
 
 @pytest.mark.parametrize('name', of_runs)
 def test_one_order(name):
-    "All that is public and of a run, now and in time to come: of what there is of them, after the run path, ttype, stat; and no other word for these"
+    "Each public picture, now and in future: after the run come path, ttype, stat, with these names"
     f = of_runs[name]
     words = list(inspect.signature(f).parameters)
     asked = [w.replace('stats', 'stat') for w in words if w in ('path', 'ttype', 'stat', 'stats')]
@@ -61,7 +61,7 @@ def test_one_order(name):
 
 @pytest.mark.parametrize('name', sorted(of_runs.keys()-tables))
 def test_one_panel_is_its_axes_and_several_are_panels(name, t, tmp_path):
-    "Of whatever picture there is: with the figure, and saved by itself; in axes of the user's it gives these back, as they were"
+    "Each picture: with its figure, and saved by itself; axes of the user are returned unchanged"
     pytest.importorskip('ml_dtypes')
     f,other = of_runs[name],t.assign(std=t['std']*2)
     other.attrs['run'] = 's'
@@ -82,7 +82,7 @@ def test_one_panel_is_its_axes_and_several_are_panels(name, t, tmp_path):
 
 @pytest.mark.parametrize('name', sorted(of_runs.keys()-{'compare', 'read', 'dead_units'}))
 def test_track_and_visualizes_words_are_understood(name, t, tmp_path):
-    "Those for the run, the layers and the tensor type by name, wherever there is one of ours"
+    "Each picture accepts Track & Visualize's names for the run, the layers and the tensor type"
     pytest.importorskip('ml_dtypes')
     f,words = of_runs[name],inspect.signature(of_runs[name]).parameters
     ours = {**{n: v for n,v in (('path', 'fc1'), ('ttype', 'output')) if n in words}, **more.get(name, {})}
@@ -92,7 +92,7 @@ def test_track_and_visualizes_words_are_understood(name, t, tmp_path):
     assert a.equals(b) if isinstance(a, pd.DataFrame) else seen(a)==seen(b)
 
 
-calls = { # the same picture, asked for in three ways
+calls = { # the same picture, called in three ways
     scalar_line: (('fc1', 'weight', 'rms'), dict(layer='fc1', tt='Weights', scalar_metric='rms'), ('fc1', 'weight', 'rms')),
     exp_hist: (('fc*', 'weight', 3), dict(layer='fc*', tt='Weights', step=3), ('fc*', 'Weights', 3)),
     scalar_global_heatmap: (('fc1', 'weight', 'rms', 2), dict(layer='fc1', tt='Weights', scalar_metric='rms', inc=2),
@@ -109,7 +109,7 @@ calls = { # the same picture, asked for in three ways
 @pytest.mark.slow
 @pytest.mark.parametrize('f', calls, ids=lambda f: f.__name__)
 def test_words_and_orders(f, t):
-    "Ours, theirs, and the order that there was"
+    "Our names, theirs, and the earlier order"
     if f is out_of_range: pytest.importorskip('ml_dtypes')
     ours,theirs,before = calls[f]
     names = list(inspect.signature(f).parameters)[1:]
@@ -127,7 +127,7 @@ def test_compare(t):
 
 
 def test_where_both_orders_can_be_meant(t):
-    "What was understood goes on to be: a tensor type, a statistic, a number format. A layer of such a name is asked for by path="
+    "Earlier calls keep their meaning: a tensor type, a statistic, a number format. A layer of such a name needs path="
     odd = t.assign(path=t.path.replace({'fc1': 'output', 'fc2': 'std'}), module=t.module.str.replace('fc1', 'output').str.replace('fc2', 'std'))
     assert seen(scalar_global_heatmap(odd, 'output'))==seen(scalar_global_heatmap(odd, ttype='output'))!=seen(scalar_global_heatmap(odd, path='output'))
     assert seen(tree(odd, 'std'))==seen(tree(odd, stat='std'))!=seen(tree(odd, path='std'))
@@ -138,7 +138,7 @@ def test_where_both_orders_can_be_meant(t):
 
 
 def test_what_is_none_of_them(t):
-    "The sentence is about what was nearest; one argument in two words is too many"
+    "The message is about the nearest meaning. Giving one argument under two names is an error"
     for f,args,says in ((tree, ('sdt',), "Did you mean 'std'"), (tree, ('fc3',), "Did you mean 'fc"), (overview, ('mien',), "Did you mean .*'mine'"),
             (scalar_global_heatmap, ('outputt',), "Did you mean 'output'"), (scalar_global_heatmap, ('weight', 'sdt'), "Did you mean 'std'"),
             (scalar_global_heatmap, ('fc3', 'weight'), "Did you mean 'fc"), (surface, ('unitss',), "no 'unitss' in this log")):
@@ -149,7 +149,7 @@ def test_what_is_none_of_them(t):
 
 
 def test_controls_have_the_words_that_were_typed(t):
-    "Track & Visualize's where these were; and are found by either"
+    "Controls have Track & Visualize's names if the call has; both names find them"
     pytest.importorskip('ipywidgets')
     from torchember.show.pointing import Interactive
     ours,theirs = (Interactive(scalar_line, t, {n: 'fc1', s: ['std', 'rms']}, False, live=False) for n,s in (('path', 'stat'), ('layer', 'scalar_metric')))
@@ -158,12 +158,12 @@ def test_controls_have_the_words_that_were_typed(t):
         assert tuple(w.description for w in widgets)==names
         assert [i.controls[a] is i.controls[b] for a,b in (('layer', 'path'), ('tt', 'ttype'), ('scalar_metric', 'stat'))]==[True]*3
         i.controls['tt'].value = 'weight'
-        assert i.figure.get_suptitle()=='r · weights · fc1' and i.said==''
+        assert i.figure.get_suptitle()=='r · weights · fc1' and i.message==''
     with pytest.raises(KeyError): ours.controls['metric']
 
 
 def test_panels_are_an_array_with_a_figure(t, tmp_path):
-    "What a Figure was asked for is answered; a part of a figure is saved with the whole"
+    "Attributes of a Figure work; saving a subfigure saves the whole figure"
     other = t.assign(std=np.where(t.step>3, t['std']*2, t['std']))
     other.attrs['run'] = 's'
     both = compare([t, other])
@@ -181,7 +181,7 @@ def test_panels_are_an_array_with_a_figure(t, tmp_path):
 
 
 def test_a_report_of_some_of_a_run(t, tmp_path):
-    "Asked for as pictures are; as it was, with the file as `path`; and a layer called as one may be is no file"
+    "Called as pictures are, and as before, with the file as `path`; a layer that looks like a file is a layer"
     page = lambda file: file.read_text('utf-8')
     ours = page(report(t, tmp_path/'a.html', 'fc1', 'weight', ['std']))
     assert ours!=page(report(t, tmp_path/'b.html'))
@@ -193,7 +193,7 @@ def test_a_report_of_some_of_a_run(t, tmp_path):
 
 
 def test_wide_of_some_layers(t):
-    "In both orders, of a table and a part of it"
+    "In both orders, of a table and of a part of it"
     assert wide(t, 'fc1', 'weight', 'std').equals(wide(t, 'std', 'weight')[['fc1']]) and wide(t, ['fc*'], 'weight', 'mine').equals(wide(t, 'mine', 'weight'))
     for bad,says in ((dict(path='fc3'), "No path matches 'fc3'"), (dict(), 'several tensor types')):
         with pytest.raises(ValueError, match=says): wide(t, stat='std', **bad)
@@ -201,7 +201,7 @@ def test_wide_of_some_layers(t):
 
 
 def test_which_one_of_several_counts(t):
-    "The layer that parts first, and not one that does not; the first tensor type, the last module, the last row; a step of that number before one from the end"
+    "The layer that differs first; the first tensor type, the last module, the last row; a step before one counted from the end"
     other = t.assign(std=np.where((t.path=='fc2') & (t.step>2), t['std']*2, t['std']))
     other.attrs['run'] = 's'
     one = compare([t, other], most=1)
@@ -209,12 +209,12 @@ def test_which_one_of_several_counts(t):
     assert compare([t, t]).figure.get_suptitle().endswith('they do not part')
     for kinds,label in ((['output', 'weight'], 'outputs'), (['weight', 'output'], 'weights')):
         assert overview(t, ttype=kinds, ax=plt.figure().subplots()).get_ylabel()==label
-    assert ridge(t).get_title('left')=='r · outputs · fc2' # the last module that has exponents
+    assert ridge(t).get_title('left')=='r · outputs · fc2' # the last module with exponents
     twice = pd.concat([t.assign(std=t['std']+10), t])
     assert wide(twice, ttype='output', stat='std').equals(wide(t, ttype='output', stat='std'))
-    far = t.assign(std=t['std']+np.where(t.path=='fc1', 1, 1e4)) # each within little, and together wide
+    far = t.assign(std=t['std']+np.where(t.path=='fc1', 1, 1e4)) # each in a narrow range, together in a wide one
     for facets,scale in (({}, 'log'), ({'sharey': False}, 'linear')): assert {a.get_yscale() for a in scalar_line(far, 'fc*', facet_kws=facets)}=={scale}
     early = t.assign(step=t.step-3)
     for step,found in ((-1, -1), (-3, -3), (None, 2), (2, 2), (-5, -2)):
-        assert at_step(early, step)[1]==found and set(at_step(early, step)[0].step)=={found}
+        assert rows_at_step(early, step)[1]==found and set(rows_at_step(early, step)[0].step)=={found}
     plt.close('all')

@@ -171,7 +171,7 @@ def test_a_run_that_goes_on_is_said_to_run(store):
 
 @pytest.mark.filterwarnings('ignore:torchember')
 def test_what_a_store_refuses_is_sent_with_the_next_or_later(store, tmp_path, monkeypatch):
-    monkeypatch.setattr('torchember.sinks.feed.Feeding.patience', 0.)
+    monkeypatch.setattr('torchember.sinks.feed.StepSender.patience', 0.)
     real,calls = mlflow.MlflowClient.log_batch,[]
     def log_batch(self, *args, metrics=(), **kwargs):
         if metrics:

@@ -488,7 +488,7 @@ def test_one_sink_of_two_runs_at_once_is_refused_for_the_second(tmp_path):
         end = time.monotonic()+20
         while te is a and not sink.of and time.monotonic()<end: time.sleep(.01)
     said = b.close()['remarks']
-    assert sink.runs==['a'] and "being told of the run 'a'. Give each run a sink of its own" in said[0], said
+    assert sink.runs==['a'] and "already sends the run 'a'. Give each run a sink of its own" in said[0], said
     assert not a.close()['remarks'] and sink.of is None
 
 
@@ -530,7 +530,7 @@ def test_two_models_in_one_folder_have_names_of_their_own(tmp_path, recwarn):
     for n in ('gen', 'dis'):
         assert set(found[f'{n}/weight/model.weight/rms'])=={0, 1, 2}
     assert all(k.startswith(('gen/', 'dis/')) for k in found)
-    with pytest.raises(TypeError, match="prefix= is what names begin with, .* got"): Sink(prefix=3)
+    with pytest.raises(TypeError, match="prefix= is the beginning of all names, .* got"): Sink(prefix=3)
 
 
 @pytest.mark.parametrize('name', ['Sink', 'TensorBoard', 'Wandb', 'MLflow', 'Trackio'])
@@ -556,14 +556,14 @@ def test_only_rows_that_wandb_has_are_noted_as_sent(monkeypatch):
     sink.open('r', {})
     sink.scalars(0, {'output/a/rms': 1., 'output/*[b]/rms': 2., 'scalar/val_loss': 3., 'eval/output/a/rms': 4.})
     sink.scalars(1, {'output/a/rms': 5.})
-    assert sink.arrived([0, 1])==[]
+    assert sink.persisted_steps([0, 1])==[]
     run.step = 1 # the user has logged: the row is over
-    assert sink.arrived([0, 1])==[0, 1] # of step 0 the loss and the evaluation, of step 1 the output
+    assert sink.persisted_steps([0, 1])==[0, 1] # of step 0 the loss and the evaluation, of step 1 the output
     sink.scalars(2, {'output/a/rms': 6.})
     sink.scalars(3, {'output/a/rms': 7.})
     assert run.rows[2][0]=={'output/a/rms': 6., 'torchember/step': 2} # nothing of an older row is taken back in a new one
     run.step = 2
-    assert sink.arrived([2, 3])==[3]
+    assert sink.persisted_steps([2, 3])==[3]
     row = {}
     for data,commit in run.rows[:2]: row |= data; assert not commit
     assert row=={'output/a/rms': 5., 'output/*[b]/rms': None, 'torchember/step': 1, 'scalar/val_loss': 3., 'torchember/scalar/val_loss/step': 0,
@@ -589,16 +589,16 @@ def test_a_step_whose_row_is_over_after_a_flush_is_noted(tmp_path):
     class Late(Sink):
         there = ()
         def scalars(self, step, numbers): pass
-        def arrived(self, steps): return [s for s in steps if s in self.there]
+        def persisted_steps(self, steps): return [s for s in steps if s in self.there]
         def target(self): return 'late'
     train(tmp_path, steps=1)
     feeding = StepSender(emberTracker('first', tmp_path), sink := Late())
     def told(step): feeding.step(step, [row('a', rms=1.)])
     told(7); told(8); feeding.flush()
-    assert feeding.told==[8] and feeding.sent.steps==set()
+    assert feeding.unconfirmed==[8] and feeding.sent.steps==set()
     sink.there = [7, 8]
     told(9); feeding.flush()
-    assert feeding.told==[9] and feeding.sent.steps=={8}
+    assert feeding.unconfirmed==[9] and feeding.sent.steps=={8}
     sink.there = [9]
     feeding.close()
     assert feeding.sent.steps=={8, 9} and sink.of is None

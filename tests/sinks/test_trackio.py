@@ -170,11 +170,11 @@ def test_a_rule_that_breaks_again_later_is_an_alert_again(project):
 
 def test_a_row_of_somebody_elses_is_not_taken_for_ours(project, monkeypatch):
     sink = opened(project)
-    sink.waits = {3: {'output/0/rms', 'output/1/rms'}, 4: {'output/0/rms'}}
+    sink.pending = {3: {'output/0/rms', 'output/1/rms'}, 4: {'output/0/rms'}}
     monkeypatch.setattr(sink, 'rows', lambda first: [(3, {'loss': 1.}), (3, {'output/0/rms': 1.}), (4, {'output/0/rms': 1.})])
-    assert not sink.written() and sink.waits=={3: {'output/1/rms'}}
+    assert not sink.is_persisted() and sink.pending=={3: {'output/1/rms'}}
     monkeypatch.setattr(sink, 'rows', lambda first: [(3, {'output/1/rms': 1.})])
-    assert sink.written()
+    assert sink.is_persisted()
     sink.close()
 
 
@@ -184,7 +184,7 @@ def test_what_a_server_has_taken_is_not_waited_for_again(project, monkeypatch):
     for step in range(3):
         sink.scalars(step, {'output/0/rms': 1.})
         sink.flush()
-        assert sink.waits=={}
+        assert sink.pending=={}
     sink.close()
 
 

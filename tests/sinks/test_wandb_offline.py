@@ -171,7 +171,7 @@ model = small()
 te = torchEmber(model, name='r', stats='full', sinks='wandb')
 loop(model, lambda i, opt: te.step(), log=False)
 te.t.barrier()
-sink = te.feeds[0].feeding.sink
+sink = te.feeds[0].sender.sink
 while sink.run is None: pass
 ours = sink.run
 with wandb.init(mode='offline', project='p', id='mine', reinit='{reinit}', settings=wandb.Settings(console='off', silent=True)) as mine:

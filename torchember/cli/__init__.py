@@ -1,4 +1,4 @@
-"What a shell may ask"
+"The command line"
 from typing import TYPE_CHECKING
 
 from ..ground.lazy import lazy_attributes

@@ -13,7 +13,7 @@ import numpy as np
 from ..ground.needs import needs
 
 # %% ../../nbs/95_cli/60_blocks.ipynb #d74d4d96
-def pixels(png, width, height=None):
+def scale_image(png, width, height=None):
     "Return the image of a PNG file, `width` pixels wide, on white."
     Image = needs('PIL.Image', for_='A picture in the terminal', package='pillow')
     image = Image.open(io.BytesIO(png)).convert('RGBA')
@@ -23,7 +23,7 @@ def pixels(png, width, height=None):
 def has_24_bit_color(env): return env.get('COLORTERM') in ('truecolor', '24bit')
 
 def color_code(rgb, is_24_bit):
-    "Return the part of an escape sequence that selects a color."
+    "Return the color code of an escape sequence."
     if is_24_bit: return '2;'+';'.join(map(str, rgb))
     r,g,b = ((c*5+127)//255 for c in rgb)
     return f'5;{16+36*r+6*g+b}'
@@ -31,11 +31,12 @@ def color_code(rgb, is_24_bit):
 def as_blocks(png, columns, env=None):
     "Return a PNG file as text of `columns` characters per line."
     env = os.environ if env is None else env
-    image = pixels(png, columns)
-    image = pixels(png, columns, image.height+image.height%2) # an even number of rows
+    image = scale_image(png, columns)
+    image = scale_image(png, columns, image.height+image.height%2) # an even number of rows
     rows = np.asarray(image).tolist()
     pairs = [zip(upper, lower, strict=True) for upper,lower in zip(rows[::2], rows[1::2], strict=True)]
     if env.get('NO_COLOR') or env.get('TERM')=='dumb':
-        return ''.join(''.join('█▓▒░ '[min(sum(map(sum, pair))//307, 4)] for pair in row)+'\n' for row in pairs) # the sum of two white pixels is 1530
+        # the sum of two white pixels is 1530
+        return ''.join(''.join('█▓▒░ '[min(sum(map(sum, pair))//307, 4)] for pair in row)+'\n' for row in pairs)
     def code(rgb): return color_code(rgb, has_24_bit_color(env))
     return ''.join(''.join(f'\x1b[38;{code(upper)}m\x1b[48;{code(lower)}m▀' for upper,lower in row)+'\x1b[0m\n' for row in pairs)

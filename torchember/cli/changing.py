@@ -11,30 +11,31 @@ import contextlib, io, os, sys
 from ..ground.messages import printable
 from ..ground.needs import needs
 from .commands import command
-from .listing import size_lines, sizes_like
-from .named import home_of, named, names_in
-from .terminal import agreed, as_json, is_terminal, say, size, table
+from .listing import size_lines, measure_sizes
+from .named import find_home, open_named, expand_names
+from .terminal import confirm, to_json, is_terminal, say, format_size, format_table
 
 # %% ../../nbs/95_cli/30_changing.ipynb #cdc6d984
 def rm_arguments(p):
     p.add_argument('run', nargs='+', help="name of a run, or a pattern in quotes, such as 'tmp*'")
     p.add_argument('-y', '--yes', action='store_true', help='do not ask')
-    p.add_argument('--json', action='store_true', help='a list of objects: what was removed, sizes in bytes')
+    p.add_argument('--json', action='store_true', help='a list of objects: removed runs, sizes in bytes')
 
 @command(rm_arguments, "torchember rm 'tmp*' --yes")
 def rm_command(args):
-    """Remove runs, with all that belongs to them. It asks first; where nobody can answer it needs --yes. A run that is still written is refused.
-    Exit code 2 where nothing was removed"""
-    rows = sizes_like(args.run, home := home_of(args))
+    """Remove runs with all their files. Ask first; without a terminal, --yes is required. Running runs are refused.
+    Exit code 2 if nothing was removed"""
+    rows = measure_sizes(args.run, home := find_home(args))
     if not args.yes:
-        if not is_terminal(sys.stdin): raise ValueError(f"{len(rows)} runs would be removed, and there is nobody to ask. Say --yes.")
+        if not is_terminal(sys.stdin):
+            raise ValueError(f"{len(rows)} runs would be removed. Without a terminal to ask, pass --yes.")
         say(*size_lines(rows), file=sys.stderr)
-        if not agreed(f"Remove {len(rows)} run{'s'*(len(rows)!=1)}, {size(sum(r['size'] for r in rows))}?"):
+        if not confirm(f"Remove {len(rows)} run{'s'*(len(rows)!=1)}, {format_size(sum(r['size'] for r in rows))}?"):
             say('Nothing was removed.', file=sys.stderr)
             return 2
     from torchember.frames.belongings import rm
     with contextlib.redirect_stdout(io.StringIO()): rm([r['name'] for r in rows], home)
-    say(as_json(rows)) if args.json else say(*(printable(f"removed {r['name']}: {r['files']} files, {size(r['size'])}") for r in rows))
+    say(to_json(rows)) if args.json else say(*(printable(f"removed {r['name']}: {r['files']} files, {format_size(r['size'])}") for r in rows))
     return 0
 
 # %% ../../nbs/95_cli/30_changing.ipynb #156439d8
@@ -45,38 +46,38 @@ def mv_arguments(p):
 
 @command(mv_arguments, "torchember mv before 'before lr=3e-4'")
 def mv_command(args):
-    "Give a run another name, with all that belongs to it. One that is still written is refused, and so is a name that is taken"
+    "Rename a run with all its files. Running runs and existing names are refused"
     from torchember.frames.belongings import mv
-    mv(args.run, args.name, home_of(args))
-    if args.json: say(as_json({'run': args.run, 'name': args.name}))
+    mv(args.run, args.name, find_home(args))
+    if args.json: say(to_json({'run': args.run, 'name': args.name}))
     return 0
 
 # %% ../../nbs/95_cli/30_changing.ipynb #7d7823b9
 def compact_arguments(p):
     p.add_argument('run', nargs='+', help="name of a run, or a pattern in quotes, such as 'GPT*'")
-    p.add_argument('--keep', action='store_true', help='keep the JSON lines of a run that is over, too')
+    p.add_argument('--keep', action='store_true', help='keep the JSON lines of a run that has ended')
     p.add_argument('--json', action='store_true', help='a list of objects, sizes in bytes')
 
 @command(compact_arguments, 'torchember compact before')
 def compact_command(args):
-    "Turn the lines of runs into Parquet, a fraction of their size, which all readers go on reading. Needs pyarrow"
+    "Convert the lines of runs to Parquet, a fraction of the size. All readers continue to work. Needs pyarrow"
     from torchember.frames.listing import compact
-    home,out = home_of(args),[]
-    for name in names_in(args.run, home):
-        before = sum(r['log']+r['parts'] for r in sizes_like([name], home))
+    home,out = find_home(args),[]
+    for name in expand_names(args.run, home):
+        before = sum(r['log']+r['parts'] for r in measure_sizes([name], home))
         for r in compact(name, home, args.keep): out.append({**r, 'before': before})
-    if args.json: say(as_json(out))
-    else: say(*table([{'name': r['name'], 'rows': r['rows'], **{c: size(r[c]) for c in ('before', 'parquet', 'lines')}} for r in out],
+    if args.json: say(to_json(out))
+    else: say(*format_table([{'name': r['name'], 'rows': r['rows'], **{c: format_size(r[c]) for c in ('before', 'parquet', 'lines')}} for r in out],
         ['name', 'rows', 'before', 'parquet', 'lines'], elastic=('name',), drop=('rows', 'lines', 'before')))
     return 0
 
 # %% ../../nbs/95_cli/30_changing.ipynb #482e5392
-def as_lines(df, file): df.to_json(file, orient='records', lines=True, date_format='iso')
+def write_lines(df, file): df.to_json(file, orient='records', lines=True, date_format='iso')
 
-def as_csv(df, file): df.to_csv(file, index=False)
+def write_csv(df, file): df.to_csv(file, index=False)
 
-def to_parquet(run, file, home):
-    "All rows as a file of Parquet, some at a time. How many there are"
+def write_rows_as_parquet(run, file, home):
+    "Write all rows as Parquet, batch by batch. Return the number of rows."
     from torchember import scan
     pq = needs('pyarrow.parquet', for_='export to Parquet')
     rows,n = scan(run, 'arrow', home=home),0
@@ -86,50 +87,53 @@ def to_parquet(run, file, home):
             n += len(batch)
     return n
 
-def exported(run, file, form, home):
-    "Write a run in a form; how many rows it has"
+def write_run(run, file, form, home):
+    "Write a run in some form. Return the number of rows."
     from torchember import read, to_logframe, write_parquet
-    if form=='parquet': return to_parquet(run, file, home)
+    if form=='parquet': return write_rows_as_parquet(run, file, home)
     if form.startswith('logframe'):
-        lf = to_logframe(named(run, home))
+        lf = to_logframe(open_named(run, home))
         lf.to_pickle(file, compression=None) if form=='logframe' else write_parquet(lf, file)
         return len(lf)
     df = read(run, home=home)
-    {'csv': as_csv, 'jsonl': as_lines}[form](df, file)
+    {'csv': write_csv, 'jsonl': write_lines}[form](df, file)
     return len(df)
 
 forms = dict(parquet='rows', csv='rows', jsonl='rows, a line each', logframe='a pickled LogFrame', **{'logframe.parquet': 'a LogFrame in Parquet'})
 suffixes = {'.parquet': 'parquet', '.csv': 'csv', '.jsonl': 'jsonl', '.pkl': 'logframe'}
 
 # %% ../../nbs/95_cli/30_changing.ipynb #2a104af1
-def form_of(file, form):
-    "The form that is meant. ValueError where that is not known"
+def choose_form(file, form):
+    "Return the form for a file. Raise ValueError if it is unknown."
     if form is None: form = suffixes.get(os.path.splitext(file)[1].lower())
-    if form is None: raise ValueError(f"export knows files that end in {', '.join(suffixes)}, got {file!r:.80}. Say --as {' or '.join(forms)}.")
-    if file=='-' and form not in ('csv', 'jsonl'): raise ValueError(f"A pipe takes csv and jsonl, and not {form}. Give a file.")
+    if form is None:
+        raise ValueError(f"export needs a file name that ends in {', '.join(suffixes)}, got {file!r:.80}. Or pass --as {' or '.join(forms)}.")
+    if file=='-' and form not in ('csv', 'jsonl'):
+        raise ValueError(f"Standard output takes csv or jsonl, not {form}. Give a file.")
     return form
 
 def export_arguments(p):
-    p.add_argument('run', help="name of a run; or a pattern in quotes, for the rows of several with a column 'run'")
+    p.add_argument('run', help="name of a run; or a pattern in quotes, to write several with a column 'run'")
     p.add_argument('file', help=f"file to write: {', '.join(suffixes)}; - is standard output")
     p.add_argument('--as', dest='form', choices=forms, help='; '.join(f'{k}: {v}' for k,v in forms.items()))
-    p.add_argument('--force', action='store_true', help='replace a file that is there')
+    p.add_argument('--force', action='store_true', help='replace an existing file')
     p.add_argument('--json', action='store_true', help='an object: run, file, rows, bytes')
 
 @command(export_arguments, 'torchember export before before.csv')
 def export_command(args):
-    "Write a run as a file for other programs: all of its rows as Parquet, CSV or JSON lines, or a LogFrame"
-    home,form = home_of(args),form_of(args.file, args.form)
+    "Write a run as a file for other programs: all rows as Parquet, CSV or JSON lines, or a LogFrame"
+    home,form = find_home(args),choose_form(args.file, args.form)
     if args.file=='-':
-        exported(args.run, sys.stdout, form, home)
+        write_run(args.run, sys.stdout, form, home)
         return 0
-    if os.path.lexists(args.file) and not args.force: raise FileExistsError(f"{args.file} is there already. Give another file, or say --force.")
+    if os.path.lexists(args.file) and not args.force:
+        raise FileExistsError(f"{args.file} exists already. Give another file, or pass --force.")
     n,temp = 0,f'{args.file}.part'
     try:
-        n = exported(args.run, temp, form, home)
+        n = write_run(args.run, temp, form, home)
         os.replace(temp, args.file)
     finally:
         with contextlib.suppress(FileNotFoundError): os.remove(temp)
     bytes = os.path.getsize(args.file)
-    say(as_json({'run': args.run, 'file': args.file, 'rows': n, 'bytes': bytes}) if args.json else printable(f'{args.file}: {n:,} rows, {size(bytes)}'))
+    say(to_json({'run': args.run, 'file': args.file, 'rows': n, 'bytes': bytes}) if args.json else printable(f'{args.file}: {n:,} rows, {format_size(bytes)}'))
     return 0

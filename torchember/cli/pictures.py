@@ -10,13 +10,13 @@ import io, os, sys
 
 from ..ground.messages import printable
 from .commands import command
-from .named import home_of, named, names_in
-from .terminal import as_json, is_terminal, say, width
+from .named import find_home, open_named, expand_names
+from .terminal import to_json, is_terminal, say, width
 
 # %% ../../nbs/95_cli/65_pictures.ipynb #5a89cd51
 pictures = ('overview', 'scalar_line', 'scalar_global_heatmap', 'tree', 'updates', 'surface', 'exp_hist', 'ridge', 'out_of_range', 'compare')
 
-def drawn_figure(picture, runs, args):
+def draw_figure(picture, runs, args):
     "Return the figure of a picture."
     import matplotlib
     if 'matplotlib.pyplot' not in sys.modules: matplotlib.use('agg') # a terminal has no windows
@@ -24,14 +24,14 @@ def drawn_figure(picture, runs, args):
     asked = {k: getattr(args, k) for k in ('path', 'ttype', 'stat') if getattr(args, k) is not None}
     return getattr(torchember, picture)(runs if picture=='compare' else runs[0], **asked).figure
 
-def bytes_of(fig, form='png', dpi=120):
+def render(fig, form='png', dpi=120):
     import matplotlib.pyplot as plt
     out = io.BytesIO()
     try: fig.savefig(out, format=form, dpi=dpi)
     finally: plt.close(fig)
     return out.getvalue()
 
-def file_for(args, names):
+def choose_file(args, names):
     "Return the file to write, None for the terminal."
     if args.output is not None: return args.output
     if args.inline or is_terminal() and not args.json: return None
@@ -39,8 +39,8 @@ def file_for(args, names):
 
 def plot_arguments(p):
     p.add_argument('run', nargs='+', help='name of a run, or a file of a log; compare takes several')
-    p.add_argument('-p', '--picture', choices=pictures, default='overview', help='overview without it')
-    p.add_argument('-o', '--output', metavar='FILE', help='file to write: .png, .svg, .pdf; without it the terminal, or <run>.png where there is none')
+    p.add_argument('-p', '--picture', choices=pictures, default='overview', help='default overview')
+    p.add_argument('-o', '--output', metavar='FILE', help='file to write: .png, .svg, .pdf; default the terminal, or <run>.png if the output is no terminal')
     p.add_argument('--path', help="layers: a glob on the path, such as 'features.*'")
     p.add_argument('--ttype', help='tensor type')
     p.add_argument('--stat', help='a statistic')
@@ -50,14 +50,15 @@ def plot_arguments(p):
 @command(plot_arguments, 'torchember plot before -o before.png')
 def plot_command(args):
     "Draw a run into a file, or in the terminal with block characters"
-    names = names_in(args.run, home := home_of(args))
-    if args.picture!='compare' and len(names)>1: raise ValueError(f"{args.picture} is of one run, got {len(names)}. To see several: --picture compare.")
-    file = file_for(args, names)
+    names = expand_names(args.run, home := find_home(args))
+    if args.picture!='compare' and len(names)>1:
+        raise ValueError(f"{args.picture} draws one run, got {len(names)}. To draw several: --picture compare.")
+    file = choose_file(args, names)
     form = 'png' if file is None else os.path.splitext(file)[1][1:].lower() or 'png'
-    data = bytes_of(drawn_figure(args.picture, [named(n, home) for n in names], args), form)
+    data = render(draw_figure(args.picture, [open_named(n, home) for n in names], args), form)
     if file is None: return draw_in_terminal(data)
     with open(file, 'wb') as f: f.write(data)
-    say(as_json({'runs': names, 'picture': args.picture, 'file': file}) if args.json else printable(file))
+    say(to_json({'runs': names, 'picture': args.picture, 'file': file}) if args.json else printable(file))
     return 0
 
 def draw_in_terminal(png):

@@ -1,1 +1,1 @@
-"""Says what is wrong with a training, in words"""
+"""Rules, findings, and comparison of runs"""

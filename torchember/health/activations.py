@@ -140,7 +140,8 @@ def is_at_one_end(s):
 
 def activation_shape(h, s):
     "Return 'tanh' or 'sigmoid', or None. An output has the shape of its activation. An input has the shape of its range, if values before it were larger."
-    if s.ttype=='output': return shapes.get(h.activation(s)) if s.path not in h.activations or finite_max(s.abs_max)<=1 else None # the activation may be applied inside
+    if s.ttype=='output': # an activation that the module applies itself may be followed by other operations
+        return shapes.get(h.activation(s)) if s.path not in h.activations or finite_max(s.abs_max)<=1 else None
     if h.graph.makers.get(s.path) or s.path in h.graph.first_modules or 'max' not in s or 'float' not in str(s.dtype): return None
     before = h.graph.feeder(s.path)
     fed = h.outputs.get(before) if before else None
@@ -184,8 +185,9 @@ def saturated(
     fed = h.outputs.get(layer) if layer is not None else None
     by = f" Its input from {name_module(layer, fed.kind)} has an rms of {fmt(median(fed.rms[-5:]))}." if fed is not None and fed is not s else ''
     what = name_module(s.path, s.kind) if s.ttype=='output' else f'The {kind} before {name_module(s.path, s.kind)}'
-    yield finding(s.path if layer is None else layer, f"{what} is saturated from step {step} on: its mean slope is {fmt(left)}, where {full_slope[kind]:g} is the most.{by} "
-        "Hardly any gradient passes.", step, s.steps[-1], severity='error' if h.progress.is_bad else None, ttype='output',
+    yield finding(s.path if layer is None else layer, f"{what} is saturated from step {step} on: its mean slope is {fmt(left)}, where "
+        f"{full_slope[kind]:g} is the most.{by} Hardly any gradient passes.",
+        step, s.steps[-1], severity='error' if h.progress.is_bad else None, ttype='output',
         advice="Use smaller weights before it (torch.nn.init.xavier_uniform_), normalized inputs, a normalization layer, or a lower learning rate.",
         look=f"scalar_line(run, {s.path!r}, {s.ttype!r}, 'std')", slope=left, saturated=s.path, layers=len(found))
 

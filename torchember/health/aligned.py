@@ -19,7 +19,8 @@ from ..measure.summary import derived
 
 # %% ../../nbs/55_health/78_aligned.ipynb #40aedc99
 tensor_key = ('path', 'ttype', 'tname', 'call', 'phase', 'backward', 'micro') # columns that identify the tensor of a row
-torch_names = {'kernel': 'weight', 'scale': 'weight', 'embedding': 'weight', 'mu': 'exp_avg', 'nu': 'exp_avg_sq', 'trace': 'momentum_buffer'} # name in JAX -> name in torch
+torch_names = { # name in JAX -> name in torch
+    'kernel': 'weight', 'scale': 'weight', 'embedding': 'weight', 'mu': 'exp_avg', 'nu': 'exp_avg_sq', 'trace': 'momentum_buffer'}
 
 def filled_column(df, name):
     "Return a column as an array, with '' for missing values."
@@ -49,7 +50,8 @@ class ComparedRun:
         paths=None # Path of a module -> path in the other run: a dict or a function. None leaves a module out
     ):
         if not {'step', 'ttype'}<=set(df.columns):
-            raise ValueError(f"diff compares rows of a run, with the columns step, ttype, path and tname. This table has {', '.join(map(str, df.columns[:6]))}. "
+            raise ValueError("diff compares rows of a run, with the columns step, ttype, path and tname. "
+                f"This table has {', '.join(map(str, df.columns[:6]))}. "
                 "Use a table from read(run).")
         self.own,df = user_statistics(df),clean_types(df)
         ttype = df['ttype'].astype(object).to_numpy()

@@ -120,21 +120,13 @@ def brief(
     rules='default', # As in `diagnose`
     home=None # Folder of logs, instead of `~/.torchember`
 ) -> str: # Markdown, at most 8 kB
-    """Return one page about a run: what was recorded, norm of all gradients, findings, loss, most unusual layers, and how to get more.
-
-    Args:
-        run: Name of a run, an ember, its te.t, a file, or a table of rows
-        rules: As in `diagnose`
-        home: Folder of logs, instead of `~/.torchember`
-
-    Returns:
-        Markdown, at most 8 kB
-    """
+    "Return one page about a run: what was recorded, norm of all gradients, findings, loss, most unusual layers, and how to get more."
     rules,h = choose_rules(rules),load_history(run, home)
     found = order_findings(run_rules(rules, h), rules, len(h.steps))
     name = h.name or 'of a table'
     def page(most, layers):
-        parts = {'The run': describe_run(h, name), 'Findings': list_findings(found, most), 'The loss': describe_curve(h.loss), 'The most unusual layers': layer_table(h)[:layers+2],
+        parts = {'The run': describe_run(h, name), 'Findings': list_findings(found, most), 'The loss': describe_curve(h.loss),
+            'The most unusual layers': layer_table(h)[:layers+2],
             'To get more': how_to_ask(h, name)}
         return '\n'.join([f"# Training in brief: {quote_name(name)}", '', f'> {data_warning}', *(line for title,lines in parts.items() for line in ('',
             f'## {title}', *lines))])+'\n'

@@ -43,11 +43,13 @@ def choose_rules(
 
 # %% ../../nbs/55_health/50_diagnose.ipynb #026782db
 severity_rank = {s: i for i,s in enumerate(severities)}
-cause_order = ('died', 'recording', 'not_finite', 'same_data', 'poor_input_scale', 'not_trained', 'equal_units', 'poor_scale', 'scaler_skips', 'update_too_large',
+cause_order = ( # names of rules, causes first
+    'died', 'recording', 'not_finite', 'same_data', 'poor_input_scale', 'not_trained', 'equal_units', 'poor_scale', 'scaler_skips', 'update_too_large',
     'dead_units', 'saturated', 'attention', 'underflow', 'overflow', 'update_too_small', 'gradients_add_up', 'weights_decay', 'vanishing_gradient',
     'exploding_gradient', 'gradient_spike', 'batch_norm', 'train_eval', 'collapse', 'loss_spike', 'diverging', 'loss_rises', 'loss_below',
-    'loss_stalls') # names of rules, causes first
-late_share = {'loss_stalls': .6, 'diverging': .2, 'loss_rises': .2, 'vanishing_gradient': .1, 'collapse': .1} # share of a training by which a cause may appear later
+    'loss_stalls')
+# share of a training by which a cause may appear later than its consequence
+late_share = {'loss_stalls': .6, 'diverging': .2, 'loss_rises': .2, 'vanishing_gradient': .1, 'collapse': .1}
 
 def explains(
     cause:dict, found:dict, # Findings
@@ -187,16 +189,7 @@ def diagnose(
     rules='default', # 'default', or a list of names, of `rule`s with other thresholds (`rule.but(...)`), and of your own functions
     home=None # Folder of logs, instead of `~/.torchember`
 ): # `Findings`, a DataFrame that prints as sentences
-    """Find the faults of a run, causes first, with advice and a plot for each.
-
-    Args:
-        run: Name of a run, an ember, its te.t, a file, or a table of rows
-        rules: 'default', or a list of names, of `rule`s with other thresholds (`rule.but(...)`), and of your own functions
-        home: Folder of logs, instead of `~/.torchember`
-
-    Returns:
-        `Findings`, a DataFrame that prints as sentences
-    """
+    "Find the faults of a run, causes first, with advice and a plot for each."
     rules,h = choose_rules(rules),load_history(run, home)
     return findings_table(order_findings(run_rules(rules, h), rules, len(h.steps)), h, rules)
 

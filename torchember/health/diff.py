@@ -215,7 +215,8 @@ def describe_difference(d):
             f"{int(most['step']):,}, {most['distance']:.1g} of its size.")
     row = t.loc[d.first]
     how = f"{row['stat']} {format_pair(row['a'], row['b'])}"
-    if np.isfinite(row['distance']): how += f", which is {row['distance']:.2g} of its size, while rounding and earlier differences explain at most {row['tolerance']:.1g}"
+    if np.isfinite(row['distance']): how += (f", which is {row['distance']:.2g} of its size, "
+        f"while rounding and earlier differences explain at most {row['tolerance']:.1g}")
     same = '' if not len(far) else f" The {len(far):,} rows before are equal." if most is None else \
         f" The {len(far):,} rows before differ by at most {most['distance']:.1g}."
     return f"{a} and {b} first differ at step {int(row['step']):,}, in {place_in_words(row)}: {how}.{same}"
@@ -256,7 +257,9 @@ def check_common(pairs, d, noted):
     "Raise ValueError if two runs have nothing that can be compared."
     a,b = pairs.a,pairs.b
     if not len(a.df)+len(a.noted) or not len(b.df)+len(b.noted): raise ValueError(f"{a.name if not len(a.df)+len(a.noted) else b.name} has no rows to compare.")
-    if not len(pairs.steps): raise ValueError(f"{a.name} and {b.name} have no step in common: {describe_steps(a.steps.tolist())} against {describe_steps(b.steps.tolist())}.")
+    if not len(pairs.steps):
+        spans = [describe_steps(s.steps.tolist()) for s in (a, b)]
+        raise ValueError(f"{a.name} and {b.name} have no step in common: {spans[0]} against {spans[1]}.")
     if d.compared.any() or noted: return
     if len(pairs): raise ValueError(f"{a.name} and {b.name} have no statistic in common that diff compares: mean, std, rms, abs_mean, l1, l2, max, min, "
         "abs_max, or a statistic of your own.")
@@ -274,16 +277,7 @@ def diff(
     ttype=None, # Tensor type, or a list of them; without it, all
     home=None # Folder of logs, instead of `~/.torchember`
 ) -> Difference:
-    """Compare two runs. Return the first step and, in the order of calls, the first tensor that differs by more than rounding.
-
-    Args:
-        a, b: Names of runs, embers, trackers, files (also of `keep_run`), or tables of rows
-        paths: Path of a module in `a` -> path in `b`: a dict or a function, also for torch and JAX. None as its value leaves a module out
-        rtol: Tolerance as a share of a tensor's size; without it, from format and number of elements
-        path: Modules to compare: a glob for paths in `a` ('features.*'), a compiled regex, or a list of these; without it, all
-        ttype: Tensor type, or a list of them; without it, all
-        home: Folder of logs, instead of `~/.torchember`
-    """
+    "Compare two runs. Return the first step and, in the order of calls, the first tensor that differs by more than rounding."
     if rtol is not None and (isinstance(rtol, bool) or not isinstance(rtol, int|float) or not rtol>=0):
         raise ValueError(f"rtol is a share, such as 1e-3, got {rtol!r:.80}.")
     if paths is not None and not isinstance(paths, dict) and not callable(paths): raise TypeError(f"paths is a dict or a function of a path, got {an(paths)}.")
@@ -304,7 +298,8 @@ def diff(
     noted = compare_noted(pairs, d, eps, pairs.steps, rtol)
     check_common(pairs, d, noted)
     t = difference_table(pairs, d, may, noted)
-    return Difference((first, second), t.drop(columns='pair'), first_difference(t, pairs, at), describe_unmatched(pairs, formats, differ), find_missing(pairs))
+    row = first_differing_row(t, pairs, at)
+    return Difference((first, second), t.drop(columns='pair'), row, describe_unmatched(pairs, formats, differ), find_missing(pairs))
 
 # %% ../../nbs/55_health/80_diff.ipynb #f2f50f92
 def mark_pairs(d, stat, where, values, far=np.inf):
@@ -316,7 +311,7 @@ def mark_pairs(d, stat, where, values, far=np.inf):
         for i in np.flatnonzero(where): column[i] = v[i]
         setattr(d, side, column)
 
-def first_difference(t, pairs, at):
+def first_differing_row(t, pairs, at):
     "Return the row of the first difference: a tensor, or a noted number of an earlier step. None if there is none."
     step = np.inf if at is None else pairs.step[at]
     noted = t[(t['ttype']=='scalar') & (t['distance']>t['tolerance']) & (t['step']<step)]
@@ -330,14 +325,7 @@ def assert_same_run(
     rtol:float|None=None, # Tolerance as a share of a tensor's size; without it, from format and number of elements
     home=None # Folder of logs, instead of `~/.torchember`
 ):
-    """Raise AssertionError if a run differs from a correct run, or lacks a part of it. The message names the first difference. The run may be shorter.
-
-    Args:
-        run: Name of a run, an ember, a tracker, a file, or a table of rows
-        golden: The correct run: a file of `keep_run`, or anything that `diff` takes
-        rtol: Tolerance as a share of a tensor's size; without it, from format and number of elements
-        home: Folder of logs, instead of `~/.torchember`
-    """
+    "Raise AssertionError if a run differs from a correct run, or lacks a part of it. The message names the first difference. The run may be shorter."
     found = diff(golden, run, rtol=rtol, home=home)
     if found: raise AssertionError(found.text)
     if gone := found.lacking:

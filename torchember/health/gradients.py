@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .finding import name_module, finding, fmt, median, plain_median, finite_max
+from .finding import finding, fmt, median, plain_median, finite_max
 from .rules import rule
-from .sizes import is_harmed, loss_phrase
+from .sizes import is_harmed, loss_sentence
 
 # %% ../../nbs/55_health/35_gradients.ipynb #61a42e75
 heatmap_call = dict(look="scalar_global_heatmap(run, ttype='weight_grad', stat='std')")
@@ -38,9 +38,9 @@ def report_vanishing(h, gs, size, lost, lasting, depth):
     "Return the finding of layers with vanishing gradients."
     keys = list(gs)
     s,first,top = gs[keys[lost[0]]],size[lost[0]],finite_max(size[len(size)//2:])
-    return finding(s, f"Gradients vanish in the backward pass: the gradient of {name_module(s.label, s.kind)} is {fmt(first) if first else 'exactly zero'}, and that of "
-        f"`{gs[keys[int(np.nanargmax(size))]].label}` is {fmt(top)}. {len(lost)} of {len(keys)} layers get less than {depth:g} of it. "
-        f"The loss {loss_phrase(h.progress)}.",
+    return finding(s, f"Gradients vanish in the backward pass: the gradient of {s.title} is {fmt(first) if first else 'exactly zero'}, "
+        f"and that of `{gs[keys[int(np.nanargmax(size))]].label}` is {fmt(top)}. {len(lost)} of {len(keys)} layers get less than {depth:g} of it. "
+        f"{loss_sentence(h.progress)}",
         s.steps[0], s.steps[-1], severity='warning' if h.progress.is_good and lasting>=depth else None, **heatmap_call, first=first, last=top, layers=len(lost),
         advice="Use ReLU or GELU instead of sigmoid or tanh, normalization layers, residual connections, "
         "and a suitable initialization (torch.nn.init.kaiming_normal_).")
@@ -64,8 +64,8 @@ def find_vanished_later(h, gs, over_time, many=.7):
     k = min(gone, key=lambda k: gs[k].steps[np.flatnonzero(gs[k].rms<over_time*start[k])[0]])
     s = gs[k]
     i = find_tail(s.rms<over_time*start[k])
-    yield finding(s if len(gone)<len(gs) else '', f"From step {s.steps[i]} on, gradients vanish: the gradient of {name_module(s.label, s.kind)} fell from {fmt(start[k])} to "
-        f"{fmt(plain_median(s.rms[i:]))}. {len(gone)} of {len(gs)} layers have such gradients. The loss {loss_phrase(h.progress)}.",
+    yield finding(s if len(gone)<len(gs) else '', f"From step {s.steps[i]} on, gradients vanish: the gradient of {s.title} fell from {fmt(start[k])} to "
+        f"{fmt(plain_median(s.rms[i:]))}. {len(gone)} of {len(gs)} layers have such gradients. {loss_sentence(h.progress)}",
         s.steps[i], s.steps[-1], ttype='weight_grad', **heatmap_call, start=start[k], layers=len(gone),
         advice="An activation has saturated or died: plot the activations around this step with overview(run, ttype='output').")
 
@@ -128,8 +128,8 @@ def find_growth_with_depth(h, gs, depth):
     ratio = finite_max(size[:half])/max(-finite_max(-size[half:]), 1e-300)
     s = gs[keys[int(np.nanargmax(size))]]
     if not ratio>depth or largest<=1 or h.graph.position(s.path)>=h.graph.position(keys[-1][0]) or not (is_harmed(h) or ratio>100*depth): return None
-    return finding(s, f"Gradients explode in the backward pass: the gradient of {name_module(s.label, s.kind)} has an rms of {fmt(largest)}, and that of "
-        f"`{gs[keys[-1]].label}` has {fmt(size[-1])}. The loss {loss_phrase(h.progress)}.", s.steps[0], s.steps[-1],
+    return finding(s, f"Gradients explode in the backward pass: the gradient of {s.title} has an rms of {fmt(largest)}, and that of "
+        f"`{gs[keys[-1]].label}` has {fmt(size[-1])}. {loss_sentence(h.progress)}", s.steps[0], s.steps[-1],
         **heatmap_call, largest=largest, ratio=float(ratio),
         advice="Start with smaller weights (torch.nn.init.kaiming_normal_), add normalization layers or residual connections. clip_grad_norm_ limits the harm.")
 
@@ -144,8 +144,8 @@ def find_lasting_jump(h, gs, steps, norm, jump):
     for i,usual in find_jumps(norm, jump):
         if not is_worse_after(h.progress, steps[i]) or recovers(norm, i, usual): continue
         s = largest_jump(gs, steps[i])
-        return finding('', f"At step {steps[i]}, the gradient norm explodes to {fmt(norm[i])}, where {fmt(usual)} was usual, most of all in {name_module(s.label, s.kind)}. "
-            f"The loss {loss_phrase(h.progress)}.", steps[i], steps[-1], ttype='weight_grad', **heatmap_call, norm=float(norm[i]), usual=float(usual),
+        return finding('', f"At step {steps[i]}, the gradient norm explodes to {fmt(norm[i])}, where {fmt(usual)} was usual, most of all in "
+            f"{s.title}. {loss_sentence(h.progress)}", steps[i], steps[-1], ttype='weight_grad', **heatmap_call, norm=float(norm[i]), usual=float(usual),
             advice="Clip the gradients between backward() and step(): torch.nn.utils.clip_grad_norm_(model.parameters(), 1.)")
 
 # %% ../../nbs/55_health/35_gradients.ipynb #2c2d7106
@@ -165,8 +165,8 @@ def find_steep_loss(h, gs, steps, norm, steep):
     if not by or max(by.values())<=steep: return None
     k = max(by, key=by.get)
     s = gs[k]
-    return finding(s, f"Gradients explode from the start: the gradient of {name_module(s.label, s.kind)} has an rms of {fmt(typical_size(s, 0, .1))}, "
-        f"so a change of its weights by 0.1% changes the loss by {by[k]/10:.0f}%. The loss {loss_phrase(h.progress)}.", steps[0], steps[-1], **heatmap_call,
+    return finding(s, f"Gradients explode from the start: the gradient of {s.title} has an rms of {fmt(typical_size(s, 0, .1))}, "
+        f"so a change of its weights by 0.1% changes the loss by {by[k]/10:.0f}%. {loss_sentence(h.progress)}", steps[0], steps[-1], **heatmap_call,
         advice="Clip the gradients (clip_grad_norm_), start with smaller weights (recurrent networks: torch.nn.init.orthogonal_), or normalize between layers.",
         elasticity=by[k], norm=plain_median(norm[:5]))
 
@@ -175,7 +175,7 @@ def find_huge_start(h, gs, steps, norm, huge):
     start = plain_median(norm[:5])
     if start<=huge or not is_harmed(h): return None
     s = max(gs.values(), key=lambda s: typical_size(s, 0, .1))
-    return finding(s, f"Gradients are huge from the start: their norm is {fmt(start)}, most of all in {name_module(s.label, s.kind)}. The loss {loss_phrase(h.progress)}.",
+    return finding(s, f"Gradients are huge from the start: their norm is {fmt(start)}, most of all in {s.title}. {loss_sentence(h.progress)}",
         steps[0], steps[-1], **heatmap_call, norm=start,
         advice="Clip the gradients (clip_grad_norm_), start with smaller weights, normalize the data and the targets.")
 
@@ -184,8 +184,8 @@ def find_endless_growth(h, gs, steps, norm, jump):
     start = plain_median(norm[:5])
     i = max(find_tail(norm>jump*start), 3)
     if not start>0 or not is_harmed(h) or len(norm)-i<3: return None
-    return finding('', f"The gradients keep growing: their norm rises from {fmt(start)} to {fmt(norm[-1])}, and exceeds {jump:,.0f} times its start from step {steps[i]} on. "
-        f"The loss {loss_phrase(h.progress)}.", steps[i], steps[-1], ttype='weight_grad', **heatmap_call, start=start, end=float(norm[-1]),
+    return finding('', f"The gradients keep growing: their norm rises from {fmt(start)} to {fmt(norm[-1])}, and exceeds {jump:,.0f} times its start "
+        f"from step {steps[i]} on. {loss_sentence(h.progress)}", steps[i], steps[-1], ttype='weight_grad', **heatmap_call, start=start, end=float(norm[-1]),
         advice="Lower the learning rate by a factor of 10, or clip the gradients (clip_grad_norm_).")
 
 # %% ../../nbs/55_health/35_gradients.ipynb #bb787dfd
@@ -237,8 +237,9 @@ def find_common_spike(h, gs, times):
     for i,usual in find_jumps(norm, times):
         if not recovers(norm, i, usual): continue
         s = largest_jump(gs, steps[i])
-        yield finding('', f"Only at step {steps[i]}, the gradient norm is {fmt(norm[i]/usual)} times its usual size ({fmt(norm[i])}), in all layers and most in "
-            f"{name_module(s.label, s.kind)}. The loss {loss_phrase(h.progress)}.", steps[i], ttype='weight_grad', **heatmap_call, norm=float(norm[i]), usual=usual,
+        yield finding('', f"Only at step {steps[i]}, the gradient norm is {fmt(norm[i]/usual)} times its usual size ({fmt(norm[i])}), in all layers "
+            f"and most in {s.title}. {loss_sentence(h.progress)}",
+            steps[i], ttype='weight_grad', **heatmap_call, norm=float(norm[i]), usual=usual,
             severity=None if is_worse_after(h.progress, steps[i]) else 'info',
             advice="Check this batch, its targets and its weight in the loss. clip_grad_norm_ limits the harm.")
         return
@@ -260,8 +261,9 @@ def gradient_spike(
     if not found: yield from find_common_spike(h, gs, all_of_them); return
     step,k,size,others = max(found, key=lambda f: f.size)
     s = gs[k]
-    yield finding(s, f"At step {step}, the gradient of {name_module(s.label, s.kind)} is {fmt(size)} times its usual size ({fmt(value_at(s, step))}), "
-        f"and the gradients of the other layers are {fmt(others)} times theirs.", step, look=f"scalar_line(run, {s.label!r}, 'weight_grad', 'std')", times=size, others=others,
+    yield finding(s, f"At step {step}, the gradient of {s.title} is {fmt(size)} times its usual size ({fmt(value_at(s, step))}), "
+        f"and the gradients of the other layers are {fmt(others)} times theirs.",
+        step, look=f"scalar_line(run, {s.label!r}, 'weight_grad', 'std')", times=size, others=others,
         advice="Check this batch, and the operations of this layer: divisions, products and lookups. clip_grad_value_ or clip_grad_norm_ limits the harm.")
 
 # %% ../../nbs/55_health/35_gradients.ipynb #2420abd5
@@ -307,7 +309,8 @@ def gradients_add_up(
     if len(like)<max(1, many*len(gs)): return
     s = gs[max(like, key=lambda k: gs[k].rows.sizes[gs[k].at][0])]
     times,where = [float(v/s.rms[0]) for v in s.rms[:first]],'' if len(like)>.8*len(gs) else common_path([k[0] for k in like])
-    yield finding(where, f"Gradients add up: in the first {first} steps, the gradient of {name_module(s.label, s.kind)} is "
-        f"{', '.join(map(fmt, times))} times the first one. {len(like)} of {len(gs)} gradients grow like this, so they are never set to zero.", s.steps[1], s.steps[-1], ttype='weight_grad',
+    yield finding(where, f"Gradients add up: in the first {first} steps, the gradient of {s.title} is "
+        f"{', '.join(map(fmt, times))} times the first one. {len(like)} of {len(gs)} gradients grow like this, so they are never set to zero.",
+        s.steps[1], s.steps[-1], ttype='weight_grad',
         look=f"scalar_line(run, {s.label!r}, 'weight_grad', 'std')", times=times,
         advice="Call optimizer.zero_grad() in each step before backward(), on the optimizer that has these parameters.")

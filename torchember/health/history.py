@@ -20,8 +20,9 @@ from ..ground.record import computed_in
 from .series import as_tuple, noted_series, split_series
 
 # %% ../../nbs/55_health/10_history.ipynb #caa61268
-loss_patterns = (lambda n: n=='loss', lambda n: n in ('train_loss', 'training_loss', 'loss_train'), lambda n: 'loss' in n and 'total' in n, lambda n: 'loss' in n,
-    lambda n: n in ('nll', 'elbo', 'ce', 'mse', 'bce', 'cost', 'objective', 'cross_entropy')) # from the clearest name to the vaguest
+loss_patterns = ( # from the clearest name to the vaguest
+    lambda n: n=='loss', lambda n: n in ('train_loss', 'training_loss', 'loss_train'), lambda n: 'loss' in n and 'total' in n, lambda n: 'loss' in n,
+    lambda n: n in ('nll', 'elbo', 'ce', 'mse', 'bce', 'cost', 'objective', 'cross_entropy'))
 
 def find_loss(noted):
     "Return the `NotedSeries` that is the loss of the training, or None."

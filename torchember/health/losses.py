@@ -61,7 +61,8 @@ def diverging(
     grown = f", and the output of the model grew from {fmt(out.rms[0])} to {fmt(out.rms[-1])}" if blown else ''
     yield finding('', f"The loss diverges: it grows from step {p.steps[i]} on, from {fmt(p.start)} at the start to {fmt(p.end)} at the end{grown}.",
         p.steps[i], p.steps[-1],
-        ttype='scalar', look="overview(run)", start=p.start, end=p.end, advice="Divide the learning rate by 10, add a warm-up, or clip the gradients (torch.nn.utils.clip_grad_norm_).")
+        ttype='scalar', look="overview(run)", start=p.start, end=p.end,
+        advice="Divide the learning rate by 10, add a warm-up, or clip the gradients (torch.nn.utils.clip_grad_norm_).")
 
 # %% ../../nbs/55_health/45_losses.ipynb #8785bc53
 def share_along_gradient(s, w, least):
@@ -98,8 +99,8 @@ def loss_rises(
     if p.verdict!='rises' or not rises_steadily(p) or h.has_large_first_steps: return
     classes = any(abs(p.start-v)<.2*v for v in guessing_losses(h).values()) # a cross-entropy; games and moving targets have other losses
     yield finding('', f"The loss rises steadily from the first step on, from {fmt(p.start)} to {fmt(p.end)}: the optimizer minimizes another number.",
-        p.steps[0], p.steps[-1], ttype='scalar', severity='warning' if h.is_broken else None if classes or p.end>3*abs(p.start) else 'info', look="overview(run)",
-            start=p.start, end=p.end,
+        p.steps[0], p.steps[-1], ttype='scalar', severity='warning' if h.is_broken else None if classes or p.end>3*abs(p.start) else 'info',
+        look="overview(run)", start=p.start, end=p.end,
         advice="Check for a wrong sign (-loss, maximize=True, a reward instead of a loss), for backward() of another number than the recorded one, "
         "and for gradients that are added to the weights.")
 
@@ -162,8 +163,10 @@ def find_relu_logits(h, p):
         if s is None or s.shape is None or len(s.shape)!=2 or s.shape[-1]<3 or 'min' not in s or len(s)<20 or gives_probabilities(s): continue
         guess = math.log(s.shape[-1])
         if not (s['min']==0).all() or not (s['max']>0).any() or abs(p.values[0]-guess)>.3*guess: continue
-        return finding(path, f"The logits of {name_module(path, s.kind)} are never below zero, and the loss is a cross-entropy ({fmt(p.start)} to {fmt(p.end)}; guessing gives "
-            f"{guess:.3f} = ln {s.shape[-1]}): a ReLU after the logits removes the gradient of all logits below zero.", p.steps[0], p.steps[-1],
+        return finding(path, f"The logits of {name_module(path, s.kind)} are never below zero, and the loss is a cross-entropy "
+            f"({fmt(p.start)} to {fmt(p.end)}; guessing gives {guess:.3f} = ln {s.shape[-1]}): "
+            "a ReLU after the logits removes the gradient of all logits below zero.",
+            p.steps[0], p.steps[-1],
             ttype='output', look="overview(run)", advice="Remove the activation after the last layer: cross_entropy expects logits of either sign.")
 
 def find_double_sigmoid(h, p):
@@ -176,9 +179,9 @@ def find_double_sigmoid(h, p):
         floor = yes*math.log(1+1/math.e)+(1-yes)*math.log(2)
         sure = .02<yes<.98 and spread>.7*math.sqrt(yes*(1-yes))
         if not sure or abs(p.end-floor)>.08 or p.best<floor-.08: continue
-        return finding(path, f"Sigmoid is applied twice: the outputs of the model are confident probabilities ({yes:.0%} yes), but the loss stays at {fmt(p.end)}. "
-            f"The minimum of binary_cross_entropy_with_logits on probabilities is {floor:.3f}.", p.steps[0], p.steps[-1], ttype='output', severity='error',
-            look="overview(run)", floor=floor, end=p.end,
+        return finding(path, f"Sigmoid is applied twice: the outputs of the model are confident probabilities ({yes:.0%} yes), but the loss stays at "
+            f"{fmt(p.end)}. The minimum of binary_cross_entropy_with_logits on probabilities is {floor:.3f}.",
+            p.steps[0], p.steps[-1], ttype='output', severity='error', look="overview(run)", floor=floor, end=p.end,
             advice="binary_cross_entropy_with_logits expects logits: remove the sigmoid of the model, or use binary_cross_entropy.")
 
 # %% ../../nbs/55_health/45_losses.ipynb #b9ce36e8
@@ -198,8 +201,8 @@ def loss_stalls(
     chance = f" Guessing among {guess[0]} classes gives {guess[1]:.3f} = ln {guess[0]}." if guess else ''
     long = len(p.values)>=2*least
     severity = 'error' if guess and long else None if p.noise<1e-6*abs(p.end) else 'info' # no one knows how far another loss can fall
-    yield finding('', f"The loss does not fall: it is {fmt(p.start)} in the first steps, and {fmt(p.end)} in the last of {len(p.values)}.{chance}", p.steps[0], p.steps[-1],
-        ttype='scalar', severity=severity, look="overview(run)", start=p.start, end=p.end, **({'guessing': guess[1]} if guess else {}),
+    yield finding('', f"The loss does not fall: it is {fmt(p.start)} in the first steps, and {fmt(p.end)} in the last of {len(p.values)}.{chance}",
+        p.steps[0], p.steps[-1], ttype='scalar', severity=severity, look="overview(run)", start=p.start, end=p.end, **({'guessing': guess[1]} if guess else {}),
         advice="Train on a single batch until its loss is near zero. If that fails, the model or the loss is wrong. If it works, check the data "
         "(are labels shuffled separately from the inputs?) and the learning rate.")
 

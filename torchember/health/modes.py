@@ -28,7 +28,8 @@ def find_tiny_batch(h, path, kind, few=2):
         advice="Use a larger batch, GroupNorm or LayerNorm.", values=plain_median(values))
 
 # %% ../../nbs/55_health/42_modes.ipynb #8410a922
-gains,offsets,means,variances = ('weight', 'gamma'),('bias', 'beta'),('running_mean', 'moving_mean'),('running_var', 'moving_variance') # names in torch and in Keras
+gains,offsets = ('weight', 'gamma'),('bias', 'beta') # names in torch and in Keras
+means,variances = ('running_mean', 'moving_mean'),('running_var', 'moving_variance')
 
 def first_present(found, names, *path):
     "Return the series of the first name that exists, or None. `found`: (path, name) -> series, or name -> series."
@@ -47,7 +48,8 @@ def find_eval_mode(h, path, kind):
     if not same[first].all() or (abs(x.rms[first]-1)<.05).all(): return None # for normalized data, input and output are equal in both modes
     if has_changing_statistics(h, path): return None # in evaluation mode they would not change
     return finding(path,
-        f"The output of {name_module(path, kind)} equals its input: the model trains in evaluation mode, with the first running statistics.", out.steps[0], out.steps[-1], ttype='output', look=f"scalar_line(run, {path!r}, 'output', 'std')",
+        f"The output of {name_module(path, kind)} equals its input: the model trains in evaluation mode, with the first running statistics.",
+        out.steps[0], out.steps[-1], ttype='output', look=f"scalar_line(run, {path!r}, 'output', 'std')",
         advice="Call model.train() before training, and model.eval() only to evaluate.")
 
 def find_wrong_scale(h, path, kind, times=3, share=.6):
@@ -69,8 +71,8 @@ def find_wrong_scale(h, path, kind, times=3, share=.6):
         "If a trained BatchNorm shall stay fixed, give it data like those of its own training.")
 
 # %% ../../nbs/55_health/42_modes.ipynb #9f68f32c
-running_advice = ("Check momentum (0.1 is usual; 0 never updates, None averages all batches). Train long enough before model.eval(), and prepare the data in the same way "
-    "for both. Use one BatchNorm per kind of data, and GroupNorm for batches of a few samples.")
+running_advice = ("Check momentum (0.1 is usual; 0 never updates, None averages all batches). Train long enough before model.eval(), and prepare the "
+    "data in the same way for both. Use one BatchNorm per kind of data, and GroupNorm for batches of a few samples.")
 
 def report_unchanged_statistics(path, kind, var):
     "Return the finding of running statistics that never change."
@@ -89,8 +91,8 @@ def compare_buffers(h, path, kind, least, away=2., shifted=1.5):
     buffers = {s.tname: s for s in h.series('buffer') if s.path==path}
     ins,var,mean = h.inputs.get(path),first_present(buffers, variances),first_present(buffers, means)
     if var is None or mean is None or not ins or len(var)<10: return None
-    if uses_batch_statistics(h, path) and all((b[c]==b[c][0]).all() for b in (var, mean) for c in ('mean', 'std', 'max', 'min') if c in b): return report_unchanged_statistics(path, kind,
-        var)
+    is_constant = all((b[c]==b[c][0]).all() for b in (var, mean) for c in ('mean', 'std', 'max', 'min') if c in b)
+    if is_constant and uses_batch_statistics(h, path): return report_unchanged_statistics(path, kind, var)
     batch = ins[0]
     n = min(len(var), len(batch))
     if n<least: return None
@@ -134,8 +136,8 @@ def batch_norm(
     for path in h.graph.calls:
         kind = h.kinds.get(path, '')
         if 'BatchNorm' not in kind: continue
-        found = find_tiny_batch(h, path, kind) or find_eval_mode(h, path, kind) or find_wrong_scale(h, path, kind) or compare_buffers(h, path, kind, least) or compare_evaluation(h,
-            path, kind, away, least)
+        found = (find_tiny_batch(h, path, kind) or find_eval_mode(h, path, kind) or find_wrong_scale(h, path, kind)
+            or compare_buffers(h, path, kind, least) or compare_evaluation(h, path, kind, away, least))
         if found: yield found; return
 
 # %% ../../nbs/55_health/42_modes.ipynb #3c77b07b

@@ -16,6 +16,7 @@ from ..frames.tables import mark_columns
 from ..ground.needs import needs
 from ..ground.not_finite import counts
 from ..ground.record import computed, computed_in, identity, of_pieces, optional
+from .finding import name_module
 from ..measure.summary import derived
 
 # %% ../../nbs/55_health/06_series.ipynb #449f3a86
@@ -104,6 +105,7 @@ class Series:
 
     steps = property(lambda self: self.rows.steps[self.at], doc="Steps, ascending.")
     label = property(lambda self: '.'.join(filter(None, [self.path, self.pname])), doc="Name in plots: path and parameter.")
+    title = property(lambda self: name_module(self.label, self.kind), doc="Name in sentences: path, parameter, and class of the module.")
     shape = property(lambda self: as_tuple(self.rows.shapes[self.at][0]), doc="First shape, or None if it was not recorded.")
     dtype = property(lambda self: self.rows.dtypes[self.at][0], doc="First dtype.")
 

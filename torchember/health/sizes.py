@@ -14,12 +14,13 @@ from .progress import guessing_losses
 from .rules import rule
 
 # %% ../../nbs/55_health/30_sizes.ipynb #661033d2
-def loss_phrase(p):
-    "Return the end of a sentence that begins with 'The loss'."
-    if p.verdict=='none': return "was not recorded (te.log(loss=loss))"
-    if p.verdict=='short': return "has too few values to judge"
-    if p.verdict=='means nothing': return "does not show whether this harms"
-    return f"does not fall ({fmt(p.start)} to {fmt(p.end)})" if p.verdict=='stalls' else f"{p.verdict} from {fmt(p.start)} to {fmt(p.end)}"
+def loss_sentence(p):
+    "Return a sentence about the loss."
+    if p.verdict=='none': return "The loss was not recorded (te.log(loss=loss))."
+    if p.verdict=='short': return "The loss has too few values to judge."
+    if p.verdict=='means nothing': return "The loss does not show whether this harms."
+    if p.verdict=='stalls': return f"The loss does not fall ({fmt(p.start)} to {fmt(p.end)})."
+    return f"The loss {p.verdict} from {fmt(p.start)} to {fmt(p.end)}."
 
 def is_harmed(h):
     "Return True if the loss does not fall, or if the loss, a weight, a gradient or an update is not finite."
@@ -51,8 +52,8 @@ def report_large_steps(h, moves, large, ratio):
     k = max(large, key=lambda k: np.nan_to_num(first[k]))
     w = moves[k].s
     size = max(first[k], finite_max(moves[k].ratio[:3]))
-    return finding('', f"The updates are too large: each of the first updates changes {name_module(w.label, w.kind)} by {share_phrase(size)}, and "
-        f"{len(large)} of {len(moves)} weights change by more than {ratio:g}. About 0.001 is usual. The loss {loss_phrase(h.progress)}.",
+    return finding('', f"The updates are too large: each of the first updates changes {w.title} by {share_phrase(size)}, and "
+        f"{len(large)} of {len(moves)} weights change by more than {ratio:g}. About 0.001 is usual. {loss_sentence(h.progress)}",
         moves[k].steps[0], w.steps[-1], ttype='weight',
         advice=f"Divide the learning rate by {rate_divisor(size)}, or start with a warm-up.", look="updates(run)",
         ratio=size, weights=len(large), of=len(moves), loss=h.progress.verdict)
@@ -62,9 +63,9 @@ def report_larger_steps(h, moves, late):
     k = min(late, key=lambda k: (late[k], h.graph.position(k[0])))
     m,i = moves[k],late[k]
     step,before = int(m.steps[i]),median(m.ratio[:i])
-    return finding(m.s if len(late)==1 else '', f"The update of step {step} changes {name_module(m.s.label, m.s.kind)} by "
-        f"{share_phrase(m.ratio[i])}, where {fmt(before)} was usual. {len(late)} of {len(moves)} weights have such updates. The loss {loss_phrase(h.progress)}.", step, m.s.steps[-1],
-        ttype='weight', look="updates(run)",
+    return finding(m.s if len(late)==1 else '', f"The update of step {step} changes {m.s.title} by "
+        f"{share_phrase(m.ratio[i])}, where {fmt(before)} was usual. {len(late)} of {len(moves)} weights have such updates. {loss_sentence(h.progress)}",
+        step, m.s.steps[-1], ttype='weight', look="updates(run)",
         advice="Clip the gradients (torch.nn.utils.clip_grad_norm_), lower the learning rate, or check the batch of this step.",
         ratio=float(m.ratio[i]), before=before, weights=len(late))
 
@@ -96,8 +97,8 @@ def has_gradient(h, k): return k not in h.grads or (h.grads[k].rms>0).any()
 def report_small_steps(h, moves, k, n, ratio):
     "Return the finding of updates that were never large. `k`: key of the weight with the largest updates."
     w = moves[k].s
-    return finding('', f"The updates are too small: the largest, of {name_module(w.label, w.kind)}, is {fmt(ratio)} of the weight, where 0.001 is usual. "
-        f"The loss {loss_phrase(h.progress)}.", h.steps[0], h.steps[-1], severity='error' if h.progress.verdict=='stalls' else None, ttype='weight',
+    return finding('', f"The updates are too small: the largest, of {w.title}, is {fmt(ratio)} of the weight, where 0.001 is usual. "
+        f"{loss_sentence(h.progress)}", h.steps[0], h.steps[-1], severity='error' if h.progress.verdict=='stalls' else None, ttype='weight',
         look="updates(run)", advice="Multiply the learning rate by 10 until the loss falls. Then try a factor of 3.", ratio=ratio, weights=n)
 
 # %% ../../nbs/55_health/30_sizes.ipynb #2f8c8086
@@ -154,7 +155,7 @@ def find_early_end(h, moves, drop, many=.7):
     gradients = ", while the gradients are not" if k in h.grads else ''
     why,advice = explain_small_steps(h, step, drop)
     yield finding('', f"From step {step} on, the updates are {smaller} "
-        f"({fmt(now)} in {name_module(w.label, w.kind)}, {fmt(peak)} before){gradients}: {why} {left:,} of {len(h.steps):,} steps left. The loss {loss_phrase(p)}.",
+        f"({fmt(now)} in {w.title}, {fmt(peak)} before){gradients}: {why} {left:,} of {len(h.steps):,} steps left. {loss_sentence(p)}",
         step, h.steps[-1], ttype='weight', look="updates(run)", advice=advice, before=peak, now=now)
 
 # %% ../../nbs/55_health/30_sizes.ipynb #cbb40c01
@@ -170,9 +171,10 @@ def find_slow_group(h, moves, usual, ratio):
     if not slow: return
     k = min(slow, key=lambda k: h.graph.position(k[0]))
     w = moves[k].s
-    yield finding(w, f"{name_module(w.label, w.kind)} hardly changes: its updates are {fmt(usual[k])} of its size, and those of the other weights "
+    yield finding(w, f"{w.title} hardly changes: its updates are {fmt(usual[k])} of its size, and those of the other weights "
         f"{fmt(largest)}."+(f" {len(slow)} weights have such updates." if len(slow)>1 else ''), h.steps[0], h.steps[-1],
-        advice="Check the learning rate of its parameter group.", look="updates(run)", ratio=usual[k], usual=largest, weights=list_names([moves[k].s.label for k in slow]))
+        advice="Check the learning rate of its parameter group.", look="updates(run)", ratio=usual[k], usual=largest,
+        weights=list_names([moves[k].s.label for k in slow]))
 
 # %% ../../nbs/55_health/30_sizes.ipynb #21e17a7e
 @rule(severity='warning', needs=('weight', 'weight_grad'), after=('not_trained', 'vanishing_gradient', 'dead_units', 'scaler_skips', 'not_finite'))
@@ -257,7 +259,7 @@ def report_large_start(h, large, away):
     w,scaled,by = min(large, key=lambda f: h.graph.position(f[0].path))
     n = len({w.path for w,*_ in large})
     gain = f", and its output is {fmt(by)} times its input at step {h.steps[0]}" if 'Attention' not in w.kind and 'Embedding' not in w.kind else ''
-    return finding(w, f"{name_module(w.label, w.kind)} begins with weights that are {fmt(scaled)} times too large to keep the size of a signal{gain}."
+    return finding(w, f"{w.title} begins with weights that are {fmt(scaled)} times too large to keep the size of a signal{gain}."
         f"{f' {n} layers begin too large.' if n>1 else ''} The largest value in the model is {fmt(finite_max([o.abs_max[0] for o in h.outputs.values()]))}.",
         h.steps[0], h.steps[0],
         severity='error' if is_harmed(h) and by>10*away else None, **start_advice, gain=by, scaled=scaled, layers=n)
@@ -266,14 +268,14 @@ def report_growing_start(h, growing):
     "Return the finding of layers that each make the signal a little larger."
     first,last = min(growing, key=lambda s: h.graph.position(s.w.path)),max(growing, key=lambda s: s.gave)
     usual = median([s.scaled for s in growing])
-    return finding(first.w, f"The signal grows from layer to layer, to {fmt(last.gave)} in `{last.w.path}` at step {h.steps[0]}: {len(growing)} layers begin with "
-        f"weights that are about {fmt(usual)} times too large to keep its size. The first is {name_module(first.w.label, first.w.kind)}.", h.steps[0], h.steps[0],
-        severity='error' if is_harmed(h) else None, **start_advice, largest=last.gave, scaled=first.scaled, layers=len(growing))
+    return finding(first.w, f"The signal grows from layer to layer, to {fmt(last.gave)} in `{last.w.path}` at step {h.steps[0]}: {len(growing)} layers begin "
+        f"with weights that are about {fmt(usual)} times too large to keep its size. The first is {first.w.title}.",
+        h.steps[0], h.steps[0], severity='error' if is_harmed(h) else None, **start_advice, largest=last.gave, scaled=first.scaled, layers=len(growing))
 
 def report_tiny_start(h, tiny):
     "Return the finding of layers whose weights are so small that their output hardly depends on the data."
     s = min(tiny, key=lambda s: h.graph.position(s.w.path))
-    return finding(s.w, f"{name_module(s.w.label, s.w.kind)} begins with weights of only {fmt(s.scaled)} times the size that keeps a signal"
+    return finding(s.w, f"{s.w.title} begins with weights of only {fmt(s.scaled)} times the size that keeps a signal"
         f"{f' ({len(tiny)} layers do so)' if len(tiny)>1 else ''}: the next layers see its bias and hardly any data.", h.steps[0], h.steps[0],
         severity='error' if len(tiny)>1 and is_harmed(h) else None, **start_advice | {'advice': init_advice}, gain=s.gain, scaled=s.scaled, layers=len(tiny))
 
@@ -318,8 +320,9 @@ def report_not_normalised(h, s, bad):
     "Return the finding of large data."
     p,size = h.progress,median(s.rms)
     worst = 'error' if h.is_broken or p.verdict=='rises' else None if bad else 'info'
-    return finding(s, f"The data are not normalized: the input of {name_module(s.path, s.kind)} has an rms of {fmt(size)} and reaches {fmt(finite_max(s.abs_max))}, "
-        f"where about 1 is usual. The loss {loss_phrase(p)}.", s.steps[0], s.steps[-1], severity=worst, look=f"scalar_line(run, {s.path!r}, 'input', 'std')",
+    return finding(s, f"The data are not normalized: the input of {name_module(s.path, s.kind)} has an rms of {fmt(size)} and reaches "
+        f"{fmt(finite_max(s.abs_max))}, where about 1 is usual. {loss_sentence(p)}",
+        s.steps[0], s.steps[-1], severity=worst, look=f"scalar_line(run, {s.path!r}, 'input', 'std')",
         advice="Normalize each feature with mean and standard deviation of the training set: (x-mean)/std. Or put a BatchNorm first.",
         rms=size, largest=finite_max(s.abs_max))
 
@@ -380,7 +383,7 @@ def equal_units(
         if value==0 and (last or not same.all() or len(w)<least or k not in h.grads): continue
         until = int(w.steps[same][-1])
         why = f", and stay zero up to step {until}: no signal and no gradient passes." if value==0 else f": its units are equal{consequence_phrase(h, k)}."
-        yield finding(w, f"All {int(np.prod(w.shape)):,} weights of {name_module(w.label, w.kind)} are {fmt(value)} at step {w.steps[0]}{why}", w.steps[0], until,
+        yield finding(w, f"All {int(np.prod(w.shape)):,} weights of {w.title} are {fmt(value)} at step {w.steps[0]}{why}", w.steps[0], until,
             severity='warning' if last else None, look=f"scalar_line(run, {w.label!r}, 'weight', 'std')", value=value,
             advice="Initialize with random numbers: torch.nn.init.kaiming_normal_(weight), or the default of torch. Biases may begin equal, weights may not.")
 
@@ -407,8 +410,9 @@ def weights_decay(
     k = min(gone, key=share)
     w,first = ws[k],ws[min(gone, key=lambda k: h.graph.position(k[0]))]
     half = int(w.steps[np.flatnonzero(w.rms<.5*w.rms[0])[0]])
-    yield finding('' if len(gone)==len(ws) else first, f"The weights shrink to nothing: {name_module(w.label, w.kind)} has {fmt(share(k))} of its size left at step "
+    yield finding('' if len(gone)==len(ws) else first, f"The weights shrink to nothing: {w.title} has {fmt(share(k))} of its size left at step "
         f"{w.steps[int(np.nanargmin(w.rms))]}, after it lost half at step {half}. {len(gone)} of {len(ws)} weights shrink. "
-        f"The loss {loss_phrase(h.progress)}.", w.steps[0], w.steps[-1], severity='warning' if h.progress.is_good else None, ttype='weight',
+        f"{loss_sentence(h.progress)}", w.steps[0], w.steps[-1], severity='warning' if h.progress.is_good else None, ttype='weight',
         look="scalar_global_heatmap(run, ttype='weight', stat='std')",
-        advice="Lower weight_decay: 0.01 is usual with AdamW, and 1e-4 with SGD. Each step removes lr*weight_decay of a weight.", left=share(k), half=half, weights=len(gone))
+        advice="Lower weight_decay: 0.01 is usual with AdamW, and 1e-4 with SGD. Each step removes lr*weight_decay of a weight.",
+        left=share(k), half=half, weights=len(gone))

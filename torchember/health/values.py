@@ -100,7 +100,8 @@ def explain_backward(h, s, bad):
         "So the backward pass between the two makes it.",
         "sqrt and norm have no gradient at 0, and where(ok, f(x), 0) uses the gradient of f also for the other branch: "
         f"add an eps inside, or mask the input of f. {anomaly_hint}")
-    return ("all values of the forward pass were finite, and this is the last layer. So the backward pass of the loss makes it, or of operations after this module.",
+    return ("all values of the forward pass were finite, and this is the last layer. So the backward pass of the loss, or of operations after this module, "
+        "makes it.",
         f"sqrt, norm and std have no gradient at 0, and the gradient of log grows without limit there: add an eps inside. {anomaly_hint}")
 
 def explain_source(h, s, i, bad):
@@ -112,7 +113,7 @@ def explain_source(h, s, i, bad):
         "all recorded gradients were finite before, so the optimizer step makes it, or other code that writes to the weight.",
         "An update that is too large overflows. An eps of 0 divides by zero. A learning rate of NaN has the same effect: check the scheduler.")
     return ("all recorded tensors were finite before.",
-        f"Check which code writes to {name_module(s.label, s.kind)}: a running mean keeps every bad value that it is given.")
+        f"Check which code writes to {s.title}: a running mean keeps every bad value that it is given.")
 
 # %% ../../nbs/55_health/20_values.ipynb #2ebc6959
 @rule(severity='error', needs=('input', 'output', 'weight', 'weight_grad'),
@@ -143,11 +144,11 @@ def report_bad_tensors(h, found, step, loss):
     n = evidence['reached']
     if order_of(s) in (3, 4) and loss and loss[0]<=step: # only the loss was bad before: it is the origin
         where,noted = loss
-        text = f"{noted.name} is {noted.values[noted.steps==where][0]} at step {step}, while all outputs of the model are finite: the computation of the loss makes it"
-        return finding('', f"{text}. Then the gradients of {'one module' if n==1 else f'{n} modules'} are bad, too.", step, last, advice=loss_advice,
-            look="overview(run)", ttype='scalar', **evidence)
+        text = f"{noted.name} is {noted.values[noted.steps==where][0]} at step {step}, while all outputs of the model are finite"
+        return finding('', f"{text}: the computation of the loss makes it. Then the gradients of {'one module' if n==1 else f'{n} modules'} are bad, too.",
+            step, last, advice=loss_advice, look="overview(run)", ttype='scalar', **evidence)
     why,advice = explain_source(h, s, i, {(o.path, o.ttype) for o,at in found if o.steps[at[0]]==step})
-    text = f"{s.tname} of {name_module(s.label, s.kind)} has {count_bad(s, i)} at step {step}, the first of the run: {why}"
+    text = f"{s.tname} of {s.title} has {count_bad(s, i)} at step {step}, the first of the run: {why}"
     return finding(s, text+(f" It reached {n} modules by step {last}." if n>1 else ''), step, last, advice=advice, look=f"overview(run, ttype='{s.ttype}')",
         stands=s.dtype in largest_number and order_of(s)==1, **evidence)
 
@@ -168,7 +169,7 @@ def scaler_skips(h,
     s = max(bad, key=lambda s: h.graph.position(s.path)) if bad else None
     effect = 'the weights do not change' if tail>=most or flags.all() else 'the weights change in the other steps only'
     text = f"The loss scaler skipped {int(flags.sum())} of {len(flags)} steps{f', among them the last {tail}' if tail>1 else ''}: {effect}."
-    where = f" In the backward pass, the first gradient that is not finite is that of {name_module(s.label, s.kind)}." if s else ''
+    where = f" In the backward pass, the first gradient that is not finite is that of {s.title}." if s else ''
     yield finding(s or '', text+where, h.steps[len(flags)-tail] if tail>=most else min(at), max(at),
         advice="If the scale keeps falling, the gradients are not finite at any scale: find their origin with torch.autograd.set_detect_anomaly(True). "
         "If only the first scale is too high, use GradScaler(init_scale=...) with a smaller value, and keep backoff_factor below 1.",
@@ -184,7 +185,7 @@ def find_lost_gradients(h, share, many):
     if len(zero)+len(tiny)<max(2, many*len(grads)) and len(zero)<len(grads): return None
     s = (zero or tiny)[0]
     size = 'exactly zero' if zero else f'at most {fmt(median(s.abs_max))}'
-    text = (f"Gradients underflow in float16: the gradient of {name_module(s.label, s.kind)} is {size} in nearly all steps. "
+    text = (f"Gradients underflow in float16: the gradient of {s.title} is {size} in nearly all steps. "
         f"{len(zero)} of {len(grads)} gradients are zero, and {len(tiny)} are below the normal range (6.1e-05). Values below 6e-08 become zero.")
     return finding(s, text, s.steps[0], s.steps[-1], severity='error' if len(zero)>=.5*len(grads) else None,
         advice="Scale the loss (torch.amp.GradScaler), or train in bfloat16.", look="out_of_range(run, ttype='weight_grad')",
@@ -197,7 +198,7 @@ def find_lost_steps(h, few):
     still = [w for w,grad in trained if len(w)>4 and (grad.rms>0).mean()>.5 and w.rms[0]>0 and never_changes(w)]
     if len(still)<max(1, few*len(trained)): return None
     w = still[0]
-    text = (f"Updates are too small for {w.dtype}, which has {2 if w.dtype=='bfloat16' else 3} digits: {name_module(w.label, w.kind)} did not change in "
+    text = (f"Updates are too small for {w.dtype}, which has {2 if w.dtype=='bfloat16' else 3} digits: {w.title} did not change in "
         f"{len(w)} steps, although it gets gradients."+(f" The same holds for {len(still)} of {len(trained)} weights." if len(trained)>1 else ''))
     return finding('' if len(still)>1 else w, text, w.steps[0], w.steps[-1], severity='error' if h.progress.is_bad else None, ttype='weight',
         advice="Keep the weights in float32 and train under torch.autocast, or let the optimizer keep float32 copies. Stochastic rounding also helps.",

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['scalar_mark', 'not_finite', 'kind_columns', 'own_rows', 'kinds_of_trouble', 'names_not_finite', 'KeptSteps', 'Pace',
-           'OpenFindings', 'identity_of', 'TrainingStopped', 'row_of_finding', 'RuleWatch']
+           'KnownFindings', 'identity_of', 'TrainingStopped', 'row_of_finding', 'RuleWatch']
 
 # %% ../../nbs/55_health/60_watch.ipynb #84f58372
 import math, re, threading, time
@@ -119,7 +119,7 @@ class Pace:
         self.next = max(int(steps*self.more), steps+1)
 
 # %% ../../nbs/55_health/60_watch.ipynb #1522494a
-class OpenFindings:
+class KnownFindings:
     "Findings that were reported and are not over."
     patience = 2 # looks in a row without a finding, after which it is over
     def __init__(self): self.open,self.missed = {},{} # key -> finding; key -> looks in a row without it
@@ -214,12 +214,13 @@ class RuleWatch:
     ):
         needs('pandas', for_='rules=') # import it now, and not during the training
         self.rules,self.t,self.reporter = choose_rules(rules),t,Reporter(t.file, on_finding, stop, alarm)
-        self.kept,self.known,self.pace,self.found = KeptSteps(),OpenFindings(),pace or Pace(),[]
+        self.kept,self.known,self.pace,self.found = KeptSteps(),KnownFindings(),pace or Pace(),[]
         self.adding,self.looking = threading.Lock(),threading.Lock()
         self.has_new = self.is_asked = self.had_trouble = False # rows since the last look; a look was requested; a value was not finite
         self.expected = Expected(typed_columns) # columns of the last look, which make the next one faster
         seconds = recording or (lambda: t.file.seconds)
-        self.listening = listen_to_run(t, self.hear, 'rules of health', convert=lambda lines: lines, accepts=lambda rows, lines: self.keep(rows, lines, seconds))
+        def keep(rows, lines): return self.keep(rows, lines, seconds)
+        self.listening = listen_to_run(t, self.hear, 'rules of health', convert=lambda lines: lines, accepts=keep)
 
     seconds = property(lambda self: self.pace.took, doc="CPU seconds of all looks.")
 

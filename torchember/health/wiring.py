@@ -84,7 +84,8 @@ untrained_names = 'teacher', 'target', 'ema', 'momentum', 'fixed', 'frozen' # in
 def explain_forgotten(h, known, part, own, held):
     "Return sentence, severity and advice for a part that is not in the optimizer."
     what,has_gradient = describe_part(part, own),any(p.get('gradient') for p in own)
-    wrote = any((w := h.weights.get((p['path'], p['name']))) is not None and find_changes(w).any() for p in own) # a single change: `load_state_dict`, or an optimizer that steps rarely
+    # a single change: `load_state_dict`, or an optimizer that steps rarely
+    wrote = any((w := h.weights.get((p['path'], p['name']))) is not None and find_changes(w).any() for p in own)
     if not known.learn and part=='': return (
         f"No parameter of the model is in the optimizer: {what[0].lower()+what[1:]} gets gradients, but {'is not trained' if wrote else 'never changes'}.",
         'warning' if wrote else 'error',
@@ -169,9 +170,9 @@ def find_never_moved(h, known, reported, least, tiny, most):
     for s in still[:most]:
         size = median(h.grads[s.path, s.pname].rms)
         if s.shape is not None and np.prod(s.shape)<=1 or size<tiny*median(s.rms): continue # an update that rounds to nothing
-        text = f"{name_module(s.label, s.kind)} did not change in {len(s)} steps, although it gets gradients (rms {fmt(size)}) and other weights change."
-        yield finding(s, text, s.steps[0], s.steps[-1], advice="Check the learning rate of its parameter group (0?), and whether another optimizer has a copy of it.",
-            look="updates(run)", steps=len(s))
+        text = f"{s.title} did not change in {len(s)} steps, although it gets gradients (rms {fmt(size)}) and other weights change."
+        yield finding(s, text, s.steps[0], s.steps[-1], look="updates(run)", steps=len(s),
+            advice="Check the learning rate of its parameter group (0?), and whether another optimizer has a copy of it.")
 
 def has_updates(h, s):
     "Return True if the run has updates of a weight that are not zero."
@@ -248,7 +249,8 @@ def explain_stopped(h, part, own, s):
         return (f"{what} was trained at first and is frozen from step {s.step} on (requires_grad is False). {moves}",
             'warning' if not part and goes_on else 'info', "Nothing, if this is intended. Otherwise call requires_grad_(True) for each part to train.")
     return (f"{what} was trained at first and does not change from step {s.step} on, while other weights do. {stop_reasons[s.gradient]}", 'info',
-        "Nothing, if this is intended. Otherwise search for requires_grad_(False), detach() or a mask, and check the learning rate of its group and whether it is called.")
+        "Nothing, if this is intended. Otherwise search for requires_grad_(False), detach() or a mask, check the learning rate of its group, "
+        "and check that it is called.")
 
 def find_stopped_parts(h, known, reported, least, share=.1):
     "Yield findings of parts that were trained at first, and stopped."

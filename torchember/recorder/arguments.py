@@ -20,16 +20,17 @@ from .optimizer import optimizer_names
 
 # %% ../../nbs/40_recorder/85_arguments.ipynb #36c01293
 def check_optimizers(optimizer, scaler, ttypes, params):
-    "Return the optimizers as a list. Raise for objects that are no optimizers of this model, and for arguments that need an optimizer."
+    "Return the optimizers as a list. Raise if one does not train this model, or if an argument needs an optimizer and there is none."
     os = [] if optimizer is None else [*optimizer] if isinstance(optimizer, list|tuple) else [optimizer]
-    for o in os:
-        if not is_optimizer(o): raise TypeError(f"optimizer= is a torch optimizer or a list of them, got {an(o)}.")
     mine = {id(p) for p in params}
     for o in os:
-        if not mine & {id(p) for p in parameters_of(o)}:
-            raise ValueError(f"The optimizer {optimizer_names([o])} trains none of the {len(mine)} parameters of this model. Was it made for another model, "
-                "or before the parameters were replaced? Give the one that steps; or none, and call te.step() where a step ends.")
-    if scaler is not None and not hasattr(scaler, 'unscale_'): raise TypeError(f"scaler= is a torch.amp.GradScaler, got {an(scaler)}.")
+        if not is_optimizer(o): raise TypeError(f"optimizer= is a torch optimizer or a list of them, got {an(o)}.")
+        if mine & {id(p) for p in parameters_of(o)}: continue
+        raise ValueError(f"The optimizer {optimizer_names([o])} trains none of the {len(mine)} parameters of this model. "
+            "Was it made for another model, or before the parameters were replaced? "
+            "Give the optimizer that steps; or none, and call te.step() at the end of a step.")
+    if scaler is not None and not hasattr(scaler, 'unscale_'):
+        raise TypeError(f"scaler= is a torch.amp.GradScaler, got {an(scaler)}.")
     for n,why in (('optimizer', "'optimizer' in ttypes"), ('update', "'update' in ttypes")):
         if n in ttypes and not os: raise ValueError(f"{why} needs optimizer=, the optimizer that trains the model.")
     if scaler is not None and not os: raise ValueError("scaler= needs optimizer=, the optimizer whose steps it scales.")
@@ -41,57 +42,63 @@ def scaler_of(optimizers):
 
 # %% ../../nbs/40_recorder/85_arguments.ipynb #148cfe84
 def check_options(reduce, on_error, ends, first_step):
-    "Raise a ValueError for options of `torchEmber` that have few values."
+    "Raise a ValueError for unknown values of some options of `torchEmber`."
     if reduce not in (None, 'step'): raise ValueError(f"reduce is 'step' or None, got {reduce!r:.80}.")
     if on_error not in ('warn', 'raise'): raise ValueError(f"on_error is 'warn' or 'raise', got {on_error!r}.")
-    if ends not in (None, 'step'): raise ValueError(f"ends is 'step', when only te.step() ends a step, or is left out; got {ends!r}.")
+    if ends not in (None, 'step'):
+        raise ValueError(f"ends is 'step' if only te.step() ends a step, and is left out otherwise; got {ends!r}.")
     if first_step is not None and (not isinstance(first_step, int) or isinstance(first_step, bool) or first_step<0):
         raise ValueError(f"first_step is a number from 0, got {first_step!r}.")
 
 def nothing_to_record(known):
     "Return the error message for an empty list of tensor types."
-    return "ttypes= names no tensor type, so nothing of the model would be recorded. Known: "+", ".join(known)+ \
-        ". For a run of nothing but what te.log notes, or a Monitor measures: ttypes='probe'."
+    return "ttypes= names no tensor type, so nothing would be recorded. Known: "+", ".join(known)+ \
+        ". For a run with only the numbers of te.log or of a Monitor, use ttypes='probe'."
 
 def not_a_model(got):
-    "Return the error message for an object that is no model."
-    hint = " Give the model itself, not its parameters or its state." if isinstance(got, dict|list|tuple) or hasattr(got, '__next__') else \
-        " Give an instance: torchEmber(Net())." if isinstance(got, type) else ""
-    return f"torchEmber watches an nn.Module, got {an(got)}.{hint}"
+    "Return the error message for a wrong model."
+    hint = ''
+    if isinstance(got, dict|list|tuple) or hasattr(got, '__next__'): hint = " Give the model itself, not its parameters or its state."
+    elif isinstance(got, type): hint = " Give an instance: torchEmber(Net())."
+    return f"torchEmber records an nn.Module, got {an(got)}.{hint}"
 
 # %% ../../nbs/40_recorder/85_arguments.ipynb #c481217f
 def not_a_number(name, got):
-    "Return the error message for an argument of `te.log` that is no number."
+    "Return the error message for a wrong argument of `te.log`."
     shape = getattr(got, 'shape', None)
-    several = math.prod(shape)!=1 if isinstance(shape, tuple) else False
-    if several: return f"te.log notes numbers, but {name} is {an(got)} of shape {tuple(shape)}. Give one number of it: te.log({name}={name}.mean())."
-    hint = f" Give one number of it: te.log({name}=...)." if isinstance(got, list|tuple|dict|set) else \
-        f" What holds for all rows from now on is te.mark({name}=...)."
-    what = 'None' if got is None else f'{got!r:.80}, {an(got)}'
-    return f"te.log notes numbers, but {name} is {what}.{'' if got is None else hint}"
+    if isinstance(shape, tuple) and math.prod(shape)!=1:
+        return f"te.log takes numbers, but {name} is {an(got)} of shape {tuple(shape)}. Give one number: te.log({name}={name}.mean())."
+    if got is None: return f"te.log takes numbers, but {name} is None."
+    hint = f"Give one number: te.log({name}=...)." if isinstance(got, list|tuple|dict|set) else \
+        f"For a column of all rows from now on, use te.mark({name}=...)."
+    return f"te.log takes numbers, but {name} is {got!r:.80}, {an(got)}. {hint}"
 
 def check_numbers(
     unnamed:tuple, # Positional arguments
     numbers:dict # Named arguments
 ):
-    "Raise for arguments that `te.log` cannot record."
-    if unnamed: raise TypeError(f"te.log notes numbers by name, got {an(unnamed[0])} without one. Write te.log(loss=loss); of a dict, te.log(**numbers).")
+    "Raise if `te.log` cannot record the arguments."
+    if unnamed:
+        raise TypeError(f"te.log takes numbers by name, got {an(unnamed[0])} without a name. Write te.log(loss=loss), or te.log(**numbers) for a dict.")
     for k,v in numbers.items():
         is_number = isinstance(v, int|float|np.number|np.bool_) or isinstance(v, torch.Tensor|np.ndarray) and math.prod(v.shape)==1
-        if not is_number or (v.is_complex() if isinstance(v, torch.Tensor) else np.iscomplexobj(v)): raise TypeError(not_a_number(k, v))
-        if k in identity or k=='shape': raise ValueError(f"{k!r} is a column of every row, so no number can be called so. Choose another name.")
+        is_complex = v.is_complex() if isinstance(v, torch.Tensor) else np.iscomplexobj(v)
+        if not is_number or is_complex: raise TypeError(not_a_number(k, v))
+        if k in identity or k=='shape':
+            raise ValueError(f"{k!r} is a column of every row, so it cannot be the name of a number. Choose another name.")
 
 def check_marks(
     unnamed:tuple, # Positional arguments
     marks:dict, # Named arguments
     several:bool # True if the run has several processes
 ):
-    "Raise for arguments that `te.mark` cannot use as columns."
-    if unnamed: raise TypeError(f"te.mark takes marks by name, got {an(unnamed[0])} without one. Write te.mark(epoch=3); of a dict, te.mark(**marks).")
+    "Raise if `te.mark` cannot use the arguments as columns."
+    if unnamed:
+        raise TypeError(f"te.mark takes marks by name, got {an(unnamed[0])} without a name. Write te.mark(epoch=3), or te.mark(**marks) for a dict.")
     for k in marks:
         if k in ('shape', *derived): raise ValueError(f"{k!r} is a statistic, so it cannot be a mark. Choose another name.")
-        if k in of_pieces and several: raise ValueError(f"{k!r} says which piece of the whole a row of one of several "
-            "processes is of, so it cannot be a mark of their run. Choose another name.")
+        if k in of_pieces and several: raise ValueError(f"{k!r} is a column about shards in a run of several processes, "
+            "so it cannot be a mark there. Choose another name.")
 
 # %% ../../nbs/40_recorder/85_arguments.ipynb #a1d15ab2
 def disabled(): return os.environ.get('TORCHEMBER_DISABLE', '0') not in ('', '0')

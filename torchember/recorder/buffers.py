@@ -14,7 +14,7 @@ class Buffers:
     def __init__(self, buffer): self.buffer = buffer # `StepBuffer`
 
     def each(self, states): # states: of the armed modules
-        "Yield state, tensor type, name and tensor. Each buffer comes once, at the first module that holds it."
+        "Yield state, tensor type, name and tensor. Each buffer comes once, at its first module."
         seen = set()
         for st in states:
             for n,b in st.track.buffers.items() if st.watched else ():

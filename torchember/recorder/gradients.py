@@ -10,7 +10,7 @@ from ..capture.backward import hook_gradients
 
 # %% ../../nbs/40_recorder/40_gradients.ipynb #9984be31
 class Gradients:
-    "Hooks on the tensors of calls, which report gradients."
+    "Hooks on the tensors of calls. They report gradients."
     of = dict(input='input_grad', output='output_grad')
     def __init__(self,
         ttypes, # Tensor types that are recorded: 'input_grad', 'output_grad' or neither
@@ -39,7 +39,7 @@ class Gradients:
         self.handles += hook_gradients(named, tell, (id(state), ttype), False, state.key, ttype)
 
     def recomputed(self, state, inputs, outputs):
-        "Wait for the gradients of a checkpointed forward that ran again. A reentrant checkpoint makes its graph only now."
+        "Wait for the gradients of a recomputed checkpoint. A reentrant checkpoint makes its graph only now."
         for ttype,named in (('input_grad', inputs), ('output_grad', outputs)):
             if ttype not in self.ttypes: continue
             self.handles += hook_gradients(named, lambda n, g, ttype=ttype: state.graded(ttype, [(n, g)]), (id(state), ttype), True, state.key, ttype)

@@ -26,10 +26,8 @@ class NoPython(Unmeasurable):
 
 # %% ../../nbs/40_recorder/79_graphs.ipynb #6e82c472
 class Quiet(Listener):
-    "Writes the log before a CUDA graph is captured, so that no copy is pending then."
-    def __init__(self,
-        drain # Called before a capture: writes all queued rows
-    ): self.drain,self.watch = drain,GraphWatch(self)
+    "Writes the log before a CUDA graph is captured: no copy may be pending then."
+    def __init__(self, drain): self.drain,self.watch = drain,GraphWatch(self) # drain: called before a capture, to write all queued rows
 
     def graph_to_come(self, graph): self.drain()
 
@@ -39,7 +37,7 @@ class Quiet(Listener):
 
 # %% ../../nbs/40_recorder/79_graphs.ipynb #6a854058
 class Call:
-    "Call of a module in a graph. `at` is its number and phase in the replay that runs, None if it is not recorded."
+    "Call of a module in a graph. `at` is its number and phase in the running replay, None if it is not recorded."
     def __init__(self, state): self.state,self.at = state,None
 
 class Tape:
@@ -59,7 +57,7 @@ class Tape:
 
 # %% ../../nbs/40_recorder/79_graphs.ipynb #675dffe9
 class CapturedEvents(Listener):
-    "Listener that writes the events of a capture on a tape."
+    "Listener during a capture: writes the events on a tape."
     running = 1
     def __init__(self,
         events, # `ModelEvents` of the recorder
@@ -72,7 +70,7 @@ class CapturedEvents(Listener):
         self.gradients = Gradients(ttypes, self, self.gradient)
 
     def tensor(self, state, ttype, name, x, scale=None):
-        "Return an object that stands for a tensor in each replay."
+        "Return a `GraphTensor`, in place of a tensor in each replay."
         how = self.events.buffer.stats.get(ttype)
         if ttype not in (*self.ttypes, 'probe'): return GraphTensor(x)
         try:
@@ -192,15 +190,13 @@ class Player:
 
     def gradients_ready(self, optimizer, scale): self.optimizer_events.gradients_ready(optimizer, scale, False)
 
-    def step_ends(self, optimizer,
-        skips # Number that is not 0 if the step did nothing, of a fused optimizer with a scaler. Otherwise None
-    ):
+    def step_ends(self, optimizer, skips): # skips: number of a fused optimizer with a scaler, not 0 if the step did nothing. Otherwise None
         if skips is not None and bool(skips.item()): self.optimizer_events.step_skipped(optimizer)
         else: self.optimizer_events.step_ends(optimizer)
 
 # %% ../../nbs/40_recorder/79_graphs.ipynb #953c696a
 class Graphs(CapturedEvents):
-    "CUDA graphs of a model that a recorder records."
+    "CUDA graphs of a recorded model."
     def __init__(self,
         events, # `ModelEvents` of the recorder
         optimizer_events, # `OptimizerEvents` of the recorder
@@ -220,7 +216,7 @@ class Graphs(CapturedEvents):
         if self.tape is not None or not self.events.sources.states: return
         self.gradients.step_over()
         self.depth,self.stack = 0,[]
-        self.tape = Tape(GraphRows(graph, devices.chosen_device()), self.events.buffer.arena)
+        self.tape = Tape(GraphRows(graph, devices.chosen_device()), self.events.buffer.rows.arena)
         self.was_on,self.events.on = self.events.on,False # hooks on leaves, from earlier passes, must not measure
         self.set_listeners(self, self)
 
@@ -235,14 +231,14 @@ class Graphs(CapturedEvents):
         tape,self.tape,self.events.on = self.tape,None,self.was_on
         tape.rows.end()
         self.set_listeners(self.events, self.optimizer_events)
-        self.events.buffer.forget_seen()
+        self.events.buffer.rows.forget_seen()
         return tape
 
     def tape_of(self, graph) -> Tape|None:
         "Return the tape of a graph, None if its replays are not recorded."
         tape = self.tapes.get(graph)
         if tape is None or not self.events.sources.states: return None
-        if tape.arena is self.events.buffer.arena: return tape
+        if tape.arena is self.events.buffer.rows.arena: return tape
         self.events.buffer.notices.once('graph', "A CUDA graph is replayed that was captured when the model was armed before. Its passes are not recorded: "
             "capture it again.", 'info')
 
@@ -255,11 +251,11 @@ class Graphs(CapturedEvents):
 
     def replay_ends(self, graph, whole):
         if (tape := self.tape_of(graph)) is None: return
-        self.events.buffer.forget_seen() # a replay changes tensors, but not their version counters
+        self.events.buffer.rows.forget_seen() # a replay changes tensors, but not their version counters
         if whole: self.player.play(tape.events[tape.before:])
         else: count_none(tape.arena, tape.rows)
 
     def abandon(self):
-        "Stop watching captures. End one that runs."
+        "Stop watching captures. End a running capture."
         self.watch.detach()
         if self.tape is not None: self.end_capture()

@@ -38,25 +38,21 @@ class FunctionCalls:
 
 # %% ../../nbs/40_recorder/79_hearing.ipynb #b625c6a4
 class OtherModels:
-    "Finds calls that another model makes of a module that both models share."
-    def __init__(self,
-        sources # `Sources`
-    ):
-        self.sources = sources
+    "Finds calls of a shared module by a second model."
+    def __init__(self, sources):
+        self.sources = sources # `Sources`
         self.root,self.known,self.parameters = None,frozenset(),frozenset() # weak reference to the model; ids of its modules, and of its parameters
         self.is_ours = weakref.WeakKeyDictionary() # module that calls parts -> True if its calls count as calls of the recorded model
         self.root_called = False # True once the root was called
         self.at_first = None # versions of the weights at the first call by another model
 
     def prepare(self, root):
-        "Note the modules and parameters of the model that is about to be armed."
+        "Note the modules and parameters of a model before it is armed."
         self.root,self.known,self.parameters = weakref.ref(root),frozenset(map(id, root.modules())),frozenset(map(id, root.parameters()))
         self.is_ours.clear()
 
-    def is_caller(self,
-        state # `capture.forward.State` of the module that is called outside of any pass
-    ) -> bool:
-        """Return True if another model makes this call.
+    def is_caller(self, state) -> bool:
+        """Return True if a second model calls the module of this `State`, outside of any pass.
 
         A part that only others call belongs to them until the weights of the recorded model change, although its root is never called."""
         if state.root: self.root_called = True; return False
@@ -68,7 +64,7 @@ class OtherModels:
         return now==self.at_first
 
     def acts_for_root(self, caller) -> bool:
-        "Return True if a module contains the root or all its parameters, wraps a part, or has no parameter that the root lacks."
+        "Return True if a module contains the root or all its parameters, wraps a part, or has only parameters of the root."
         known = self.is_ours.get(caller)
         if known is None:
             its = set(map(id, caller.parameters()))
@@ -88,33 +84,23 @@ class PassEvents:
         self.wanted = None # function of a trainer: (phase, True if gradients will come) -> True to record the pass
         self.stack_room = 0 # frames by which Python's recursion limit is raised while the model runs
 
-    def prepare(self,
-        root, # Model that is about to be armed
-        depth # Depth of its innermost module
-    ):
-        "Note the modules of the model, and how many frames of Python's stack a deep model needs."
+    def prepare(self, root, depth):
+        "Note the modules of a model before it is armed, and the frames of Python's stack for the depth of its innermost module."
         self.stack_room = depth+100 if depth>50 else 0
         self.other_models.prepare(root)
 
-    def is_skipped(self,
-        phase, # Phase of the pass
-        grad:bool # True if gradients will come
-    ) -> bool:
-        "Return True if a pass is not recorded."
+    def is_skipped(self, phase, grad) -> bool:
+        "Return True if a pass of this phase, with or without gradients, is not recorded."
         return self.only_training and phase is not None or self.wanted is not None and not self.wanted(phase, grad)
 
     def phase_of(self, path, training, grad):
-        "Return the phase of a pass. If each pass is a step, passes without gradients are steps like others."
+        "Return the phase of a pass. If each pass is a step, so are passes without gradients."
         states = self.sources.states
         phase = self.steps.phases.find(path, training, states[0].track.module.training if states else training, grad or function_trains())
         return phase if self.steps.manual or phase!='no_grad' else None
 
-    def begin(self,
-        here, # `calls.ThreadContext` of this thread
-        state, # `capture.forward.State` of the outermost module
-        grad # True if gradients will come
-    ):
-        "Begin a pass, or join the pass of another thread and continue its numbering of calls."
+    def begin(self, here, state, grad):
+        "Begin a pass of this thread, by a call of a `State`. If a pass runs in a second thread, join it and continue its numbering of calls."
         path,training = state.track.path,state.track.module.training
         skipped = self.other_models.is_caller(state) or only_metadata() or not grad and checks_trace()
         phase = None if skipped else self.phase_of(path, training, grad)
@@ -134,7 +120,7 @@ class PassEvents:
         if not shared and self.stack_room: stack_room.more(self.stack_room)
 
     def fail(self, here):
-        "Note that the pass raised, unless other threads continue it."
+        "Mark the pass as failed, unless more threads continue it."
         if here.depth==1 and not here.skipped and self.calls.recorded==1: self.steps.state.failed = True
 
     def end(self, here, compiled):
@@ -148,7 +134,7 @@ class PassEvents:
         if self.sources.watch is not None: warn_if_stalled(self.pipe)
         if self.pipe.gate.has_content: self.pipe.read_pending()
 
-    def is_next_recorded(self, here) -> bool|None: # None if Python code of torchember runs before the next pass of compiled code
+    def is_next_recorded(self, here) -> bool|None: # None if Python code runs before that pass
         "Return True if the next pass of compiled code is recorded."
         if not self.steps.manual and (here.outermost.root or len(self.steps.state.seen)<2): return self.pipe.gate.is_measured(self.steps.number+1)
 
@@ -173,7 +159,7 @@ def shape_of(x):
     except RuntimeError: return None
 
 class SpreadInCompiledCode(Unmeasurable):
-    "Raised for a DTensor in compiled code, which cannot pass it to a listener."
+    "Raised for a DTensor in compiled code: compiled code cannot pass it to a listener."
     def __init__(self): super().__init__("it is a DTensor in compiled code. All inputs, outputs, their gradients and probes that are DTensors there are "
         "missing; weights, their gradients and updates are recorded. Without torch.compile all are recorded")
 
@@ -205,7 +191,6 @@ class ModelEvents(Listener):
     def disown(self, lock): self.lock = lock # a new one, in a forked process
 
     # ---- passes. `here` is the position of this thread
-
     @timed
     def pass_begins(self, state, grad=None):
         here = self.calls.here
@@ -219,7 +204,7 @@ class ModelEvents(Listener):
                 except BaseException: # also of a schedule, with on_error='raise'
                     self.running -= 1
                     raise
-                self.sums_after_hooks = self.buffer.ranks is not None and self.buffer.ranks.sharded
+                self.sums_after_hooks = self.buffer.shards.ranks is not None and self.buffer.shards.ranks.sharded
         here.depth += 1
         return True
 
@@ -291,7 +276,7 @@ class ModelEvents(Listener):
         if self.on and self.sources.states:
             call = next((n for track,n in reversed(here.stack) if track is state.track), here.call) # `here.call` is that of the last call
             self.buffer.measure(state, 'probe', name, x, None, call, here.phase)
-        if not here.depth: self.buffer.forget_seen()
+        if not here.depth: self.buffer.rows.forget_seen()
 
     @timed
     def gradient(self, state, ttype, tname, grad, call, phase=None, backward=0):
@@ -304,7 +289,7 @@ class ModelEvents(Listener):
 
     # ---- what cannot be measured
 
-    def memory_reused(self): self.buffer.forget_seen()
+    def memory_reused(self): self.buffer.rows.forget_seen()
 
     def failed(self, state, ttype, tname, error): self.buffer.notices.failed(state.track.name, tname, error, self.buffer.stats.get(ttype))
 
@@ -315,10 +300,7 @@ class ModelEvents(Listener):
 # %% ../../nbs/40_recorder/79_hearing.ipynb #962d98b3
 class OptimizerEvents(Listener):
     "Listener of optimizers: complete gradients, and steps."
-    def __init__(self,
-        pipe, # `Pipe`
-        lock # Lock of the recorder
-    ): self.pipe,self.sources,self.cost,self.lock = pipe,pipe.sources,pipe.cost,lock
+    def __init__(self, pipe, lock): self.pipe,self.sources,self.cost,self.lock = pipe,pipe.sources,pipe.cost,lock
 
     def disown(self, lock): self.lock = lock # a new one, in a forked process
 

@@ -44,7 +44,7 @@ class Notices:
         error:Exception,
         how=None # Statistics that were requested, or the user's function
     ):
-        "Count a tensor that could not be measured. Warn once for each place, or for each function of the user."
+        "Count a failed measurement. Warn once for each place, or for each function of the user."
         if self.on_error=='raise': raise error
         no_values = isinstance(error, Unmeasurable)
         self.unmeasurable += no_values
@@ -85,7 +85,7 @@ class ChangingMarks:
             self.last[name] = v,step,n
             if n>=3: return name, v
 
-# %% ../../nbs/40_recorder/00_notices.ipynb #69d27be9
+# %% ../../nbs/40_recorder/00_notices.ipynb #7997be0e
 def mark_warning(name, value):
     "Return the warning about a mark that changes with every step."
     return (f"te.mark({name}={value:.4g}) changes with every step. A mark is a column of every row from then on; "

@@ -9,7 +9,7 @@ __all__ = ['optimizer_names', 'Updates']
 from ..capture.optimizer import parameters_of, state_tensors
 from .step_buffer import is_part, place_of, placement
 
-# %% ../../nbs/40_recorder/50_optimizer.ipynb #531172b3
+# %% ../../nbs/40_recorder/50_optimizer.ipynb #bd913fff
 def optimizer_names(optimizers) -> str:
     "Return the class names of optimizers, for a message."
     return ', '.join(type(o).__name__ for o in optimizers)
@@ -26,11 +26,11 @@ class Updates:
         self.copies = {} # id of a parameter -> its values before the step
 
     def before(self, optimizer):
-        "Copy the weights that an optimizer is about to change."
+        "Copy the weights of an optimizer before its step."
         if 'update' in self.ttypes: self.copies.update({id(p): p.detach().clone() for p in parameters_of(optimizer)})
 
     def after(self, optimizer):
-        "Measure the updates and states of an optimizer that has stepped."
+        "Measure updates and states of an optimizer after its step."
         if not self.copies and 'optimizer' not in self.ttypes: return
         for st,i,n,p in self.parameters.each({id(p) for p in parameters_of(optimizer)}):
             old = self.copies.pop(id(p), None)
@@ -42,10 +42,11 @@ class Updates:
                 for k,v in state_tensors(optimizer, p).items(): self.buffer.measure(st, 'optimizer', f'{k}_{i}', v, n, once=True, replace=True)
 
     def has_weight(self, state, name, tname, old) -> bool:
-        "Return True if the buffer has the summary of a weight that the ratio of its update needs, with the same placement if it is a DTensor."
+        "Return True if the buffer has the summary of a weight for the ratio of its update. A DTensor must have the same placement."
         buffer = self.buffer
-        columns = buffer.parts.get(place_of((state.track.name, 'weight', tname, name, None, 0), 0), {})
+        columns = buffer.shards.columns.get(place_of((state.track.name, 'weight', tname, name, None, 0), 0), {})
         if is_part(old) and columns.get('placement')!=placement(old): return False
-        return 'weight' in self.ttypes and not callable(buffer.stats['weight']) and not buffer.handed_out and (state.track.id, name) in self.parameters.seen
+        if callable(buffer.stats['weight']) or buffer.rows.handed_out: return False
+        return 'weight' in self.ttypes and (state.track.id, name) in self.parameters.seen
 
     def step_over(self): self.copies.clear() # also if a scaler skipped the step

@@ -22,19 +22,19 @@ from ..store.parameters import entry, most_entries
 def own_parameters(
     track # `moduleTrack` of any module
 ) -> list: # (position, name, parameter), without lazy parameters that have no values yet
-    "Return the parameters that a module holds itself"
+    "Return a module's own parameters, without those of its children."
     if not track.parameters: return []
     ps = [(n,p) for n,p in track.parameters.items() if p is not None]
     return [(i, n, p) for i,(n,p) in enumerate(ps) if type(p) is nn.Parameter or not is_lazy(p)]
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #d6e86a10
 def grad_of(p):
-    "Return the gradient of a parameter, or None. Tensors that are no leaves are left out, because torch warns when their `grad` is read."
+    "Return the gradient of a parameter, or None. `grad` is read of leaves only, because torch warns for other tensors."
     return p.grad if p.is_leaf or p.retains_grad else None
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #3e1a0f12
 class Arrivals:
-    "Gradients that existed before the run, and gradients of frozen parameters: these have no rows."
+    "Old gradients: from before the run, or of frozen parameters. They have no rows."
     def __init__(self):
         self.frozen = {} # (id of a `moduleTrack`, name) of a frozen parameter -> weak reference to its old gradient, or None
         self.left = {} # the same of a trained parameter -> weak reference to the gradient from before the run, and its version
@@ -93,7 +93,7 @@ class Parameters:
         self.unrecorded = [] # parameters of modules that are not recorded
 
     def is_new(self, state, name, p):
-        "Return True if this step has not measured the parameter, and note that it has now."
+        "Return True if this step has not measured the parameter. From now on it has."
         if id(p) in self.seen or (state.track.id, name) in self.seen: return False
         self.seen |= {id(p), (state.track.id, name)}
         return True
@@ -120,7 +120,7 @@ class Parameters:
         outermost:bool, # True if no other module is running
         ttypes
     ):
-        "Measure the parameters of a module after its forward. With those of the outermost module, measure those of all modules in it."
+        "Measure the parameters of a module after its forward. If the module is the outermost one, measure all modules inside it, too."
         self.of_module(state, ttypes)
         if outermost and state.track.children:
             for other in self.states if state.root else below(state, self.states): self.of_module(other, ttypes)
@@ -129,7 +129,7 @@ class Parameters:
         wanted:set|None=None, # ids of parameters; all by default
         states=None # States in another order
     ):
-        "Yield state, position, name and parameter. Each parameter comes once, at the first module that holds it." # plain tuples: made in each step
+        "Yield state, position, name and parameter. Each parameter comes once, at its first module." # plain tuples: made in each step
         seen = set()
         for st in self.states if states is None else states:
             for i,n,p in own_parameters(st.track) if st.watched else ():
@@ -138,13 +138,13 @@ class Parameters:
                 yield st, i, n, p
 
     def at_boundary(self, wanted=None, scale=None): # wanted: ids of parameters; scale: factor of the gradients
-        "Measure the complete gradients at the end of a step, in place of those of the pass. Before, measure the weights that no pass has measured."
+        "Measure the complete gradients at the end of a step; they replace those of the pass. Before, measure missing weights."
         which = list(self.each(wanted))
         if 'weight' in self.ttypes: self.missed(which)
         if 'weight_grad' in self.ttypes: self.again(('weight_grad',), which, scale)
 
     def missed(self, which):
-        "Measure weights that no training pass has measured: those of a model that trains in `eval()` mode, or that was not called."
+        "Measure missing weights: of a model in `eval()` mode, or of a model without a call in this step."
         for st,_,n,p in which:
             if id(p) not in self.seen and (st.track.id, n) not in self.seen: self.of_module(st, ('weight',))
 
@@ -156,7 +156,7 @@ class Parameters:
         self.measure(which, ttypes, True, scale)
 
     def find_unrecorded(self):
-        "Note the parameters of modules that are not recorded: their gradients have no rows."
+        "Note the parameters of unrecorded modules: their gradients have no rows."
         here = {id(p) for *_,p in self.each()}
         modules = self.states[0].track.module.modules() if self.states else ()
         self.unrecorded = [p for m in modules for p in m._parameters.values() if p is not None and id(p) not in here]
@@ -193,7 +193,7 @@ def measure_unclipped(
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #f19bc368
 class ZeroGradHint:
-    "Warns once if a model trains and no weight gradients are recorded, and says what helps."
+    "Warning about a model that trains without recorded weight gradients, given once."
     def __init__(self, notices=None):
         self.notices = notices or Notices()
         self.found = False # True once a gradient came, or after the warning
@@ -207,11 +207,11 @@ class ZeroGradHint:
         self.versions = None # of the weights, at the first look
 
     def training(self, states):
-        "Note that a pass begins that could be used for training."
+        "Note the begin of a pass with gradients."
         self.trains,self.versions = True,{id(p): p._version for p in trained_in(states)}
 
     def joined(self, n):
-        "Take `n` steps without a gradient back: they were passes of another step."
+        "Subtract `n` steps without a gradient: they were passes of a later step."
         self.steps_without -= n
 
     def be_silent(self):
@@ -249,7 +249,7 @@ give_all = ("If optimizers step inside backward() (register_post_accumulate_grad
     "give all of them, torchEmber(model, optimizer=[...]).")
 
 def trained_in(states):
-    "Return the weights that are trained."
+    "Return the weights with `requires_grad`."
     return [p for st in states for _,_,p in own_parameters(st.track) if p.requires_grad and not p.is_inference()]
 
 def all_zero(states):
@@ -262,7 +262,7 @@ plain_floats = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #8cde0aa9
 def with_other_children(states):
-    "Return the states whose module has other children than at the last call. Other parameters are found without this: they are listed anew in each step."
+    "Return the states of modules with new children since the last call. New parameters need no search: each step lists all parameters."
     out = []
     for st in states:
         now = parts_of(st.track.module)
@@ -274,7 +274,7 @@ def with_other_children(states):
 def children_in(parts): return [i for i in parts or () if isinstance(i, int)]
 
 class Containers:
-    "Modules that are not recorded, but may get children that are."
+    "Unrecorded modules. They may get children to record."
     def __init__(self,
         tracks=(), # `moduleTrack`s of all modules
         states=() # Of the armed modules
@@ -284,12 +284,12 @@ class Containers:
         self.known = [(m, parts_of(m)) for m in apart if m._modules or isinstance(m, nn.Sequential|nn.ModuleList|nn.ModuleDict)]
 
     def changed(self):
-        "Return True if a container has other children than when this object was made."
+        "Return True if a container's children have changed since this object was made."
         return any(parts_of(m)!=parts and children_in(parts_of(m))!=children_in(parts) for m,parts in self.known)
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #5d0c71aa
 class Writes:
-    "Version counters of parameters that no known optimizer has."
+    "Version counters of parameters without a known optimizer."
     def __init__(self): self.last,self.changes = {},{} # (path, name) -> last version; number of times that the version had changed
 
     def look(self, p, name):
@@ -304,7 +304,7 @@ class Writes:
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #43301eef
 class Known:
-    "Facts about every parameter of a model. A fact that was true once is remembered: that an optimizer had the parameter, that a gradient came."
+    "Facts about every parameter of a model, such as: an optimizer has it, a gradient came. A fact stays true once it was true."
     most = most_entries
 
     def __init__(self,
@@ -320,7 +320,7 @@ class Known:
         self.entries,self.left_out = [],0 # facts at the last call of `note`; number of parameters that are too many to list
 
     def go_on(self, entries):
-        "Take over the facts of a run that is resumed. entries: from its metadata."
+        "Take over the facts of a resumed run. entries: from its metadata."
         for fact,known in (('gradient', self.got), ('optimizer', self.held)): known |= {(p['path'], p['name']) for p in entries if p.get(fact)}
         self.called |= {p['path'] for p in entries if p.get('called')}
 
@@ -352,7 +352,7 @@ class Known:
         if self.tell: self.tell(self.meta())
 
     def search(self, found, ours):
-        "Find parameters that other optimizers of this process have. This takes up to 0.1 s, and is left out if no parameter needs it."
+        "Find parameters in unknown optimizers of this process. The search takes up to 0.1 s, and is left out if no parameter needs it."
         missing = {id(p): names.keys() for p,_,names in found
             if p.requires_grad and id(p) not in ours and (self.held | self.elsewhere).isdisjoint(names)}
         for i in in_live_optimizers(set(missing)) if missing else (): self.elsewhere |= missing[i]

@@ -41,9 +41,7 @@ from ..store.base import now
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #18184d49
 @contextmanager
-def restored(
-    model:torch.nn.Module
-):
+def restored(model):
     "Inside, the model can run. Afterwards its buffers, attributes and training modes, and all random generators, are as before."
     dicts = [d for m in model.modules() for d in (m.__dict__, m._parameters, m._buffers, m._modules)]
     kept,buffers = [dict(d) for d in dicts],[(b, b.detach().clone()) for b in model.buffers()]
@@ -63,7 +61,7 @@ def restored(
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #a59154fb
 class Place(NamedTuple):
-    "A row that a recorded step will have. Fields are None if unknown."
+    "A row of a future step. Fields are None if unknown."
     track:object # `moduleTrack`
     ttype:str
     tname:str
@@ -75,13 +73,13 @@ class Place(NamedTuple):
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #4062864a
 class Rehearsal(Listener):
-    "Listener that notes the rows of a pass."
+    "Listener for one pass: notes the rows without measuring."
     running = 1
 
     def __init__(self, ttypes, states):
         self.ttypes,self.states = ttypes,states
         self.places,self.ended = [],[] # `Place`s; `capture.forward.State`s in the order in which their calls ended
-        self.seen,self.calls,self.stack = {},Counter(),[] # id -> weak reference and version; state -> calls; running calls
+        self.seen,self.calls,self.stack = {},Counter(),[] # id -> weak reference, version; state -> calls; running calls
 
     def call_begins(self, st, inputs, compiled=False):
         self.note(st, 'input', inputs, self.calls[st])
@@ -114,28 +112,24 @@ class Rehearsal(Listener):
         return known is None or known[0]() is not x or known[1]!=version
 
 def eagerly():
-    "Return a context in which nothing is compiled."
+    "Return a context without compilation."
     return torch.compiler.set_stance('force_eager') if hasattr(torch.compiler, 'set_stance') else nullcontext()
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #4bc4b785
-def rehearse(
-    model, # The root, armed
-    recorder, # Its `Recorder`
-    args:tuple, kwargs:dict # An example input
-) -> tuple: # `Place`s of the tensors of the pass; states in the order in which their calls ended
-    "Run the model once, and return the rows that its tensors would have."
+def rehearse(model, recorder, args, kwargs) -> tuple: # `Place`s of the tensors of the pass; states in the order in which their calls ended
+    "Run an armed model once on an example, and return the rows of its tensors."
     states = recorder.sources.states
     listener,by_id,ts = Rehearsal(recorder.ttypes, states),{st.track.id: st for st in states},[st.track for st in states]
     arm(ts, listener, {st.track.id for st in states if st.watched})
     try:
-        grads = bool({'input_grad', 'output_grad'} & set(listener.ttypes)) # only then `requires_grad` of tensors matters
+        grads = bool({'input_grad', 'output_grad'} & set(listener.ttypes)) # then `requires_grad` matters
         with only(model, listener), restored(model), eagerly(), torch.set_grad_enabled(grads): model(*args, **kwargs)
     finally: disarm(ts, listener)
     return listener.places, [by_id[st.track.id] for st in listener.ended]
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #01727a7c
 class NullRun:
-    "Run that computes its rows and discards them."
+    "Run without a file: computes its rows and discards them."
     fname,marked,step,seconds = 'null', {}, (), 0.
     def note(self, what): "Discard a remark."
     def __init__(self): self.file,self.took,self.rows = self,0.,0
@@ -147,11 +141,8 @@ class NullRun:
         self.rows += len(rows)
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #1a5775d0
-def states_to_come(
-    optimizer, # Optimizer
-    p # One of its parameters
-) -> dict|None: # Name of the state -> shape. None if unknown
-    "Return the states that an optimizer has for a parameter, or will have."
+def states_to_come(optimizer, p) -> dict|None:
+    "Return the shapes of present or future states of a parameter in an optimizer, by name. None if unknown."
     have = state_tensors(optimizer, p)
     if have: return {k: tuple(v.shape) for k,v in have.items()}
     kind = type(optimizer)
@@ -173,13 +164,8 @@ def example(n, dtype, device):
     x = torch.from_numpy(np.random.default_rng(0).standard_normal(n, dtype=np.float32)).to(device)
     return x>0 if dtype is torch.bool else x.to(dtype) if dtype.is_floating_point or dtype.is_complex else (x*100).to(dtype)
 
-def time_reading(
-    stats, # Statistics, as `observe` takes them
-    dtype:torch.dtype,
-    device, # Device of the tensors
-    most:int # Elements of the largest tensor
-) -> tuple: # Numbers of elements, and seconds for each
-    "Return how long tensors of different sizes take to be measured."
+def time_reading(stats, dtype, device, most) -> tuple: # numbers of elements, and seconds for each
+    "Return how long tensors of different sizes take to be measured, up to one with at least `most` elements."
     ready() # the loops in use are compiled, as in nearly all of the training
     arena = Arena()
     tap,xs,ys = arena.tap(None, stats),[],[]
@@ -202,7 +188,7 @@ def interpolate(xs, ys, n):
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #b6862992
 class ReadingTime:
-    "Time to read a tensor, minus that of one with a few elements. Each dtype is timed when it is first needed."
+    "Time to read a tensor, minus the time for a few elements. Each dtype is timed when it is first needed."
     def __init__(self, most): self.most,self.curves = most,{}
 
     def __call__(self, stats, dtype, device, n):
@@ -233,11 +219,8 @@ def row_times(stats) -> tuple:
     return sorted(spent)[3], sorted(took)[3]
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #0ebf059a
-def parameter_places(
-    r, # `Recorder`
-    ended=() # States in the order in which a pass ended their calls
-) -> tuple: # `Place`s; sentences about unknown rows
-    "Return the rows of weights, their gradients, updates, states, buffers and followed tensors."
+def parameter_places(r, ended=()) -> tuple: # `Place`s; sentences about unknown rows
+    "Return the rows of weights, gradients, updates, states, buffers and followed tensors. `ended`: states in the order in which a pass ended their calls."
     (places,notes),s = ([], set()),r.sources
     def add(st, ttype, tname, n, p, shape=None): places.append(Place(st.track, ttype, tname, n, 0, tuple(p.shape) if shape is None else shape, p.dtype, True))
     first = list(dict.fromkeys([*ended, *s.states])) # a tied weight belongs to the module that returns first
@@ -262,7 +245,7 @@ def parameter_places(
     return places, sorted(notes)
 
 def flow_places(r) -> tuple: # `Place`s; sentences about unknown rows
-    "Return the rows of inputs and outputs without a pass: those of the last recorded pass, or one of each."
+    "Return the rows of inputs and outputs without a pass: as in the last recorded pass, or one of each."
     kinds = [(t, f'{t}{g}') for t in ('input', 'output') for g in ('', '_grad') if f'{t}{g}' in r.ttypes]
     if not kinds: return [], []
     states = r.sources.states
@@ -278,7 +261,7 @@ def flow_places(r) -> tuple: # `Place`s; sentences about unknown rows
     return places, ["Inputs and outputs are those of the last recorded pass." if known else
         "Inputs and outputs are not known before a pass: one of each is assumed, and their sizes are not in the time. Give an example input: te.plan(x)."]
 
-# %% ../../nbs/40_recorder/90_plan.ipynb #1541a8e4
+# %% ../../nbs/40_recorder/90_plan.ipynb #23264aeb
 def example_row(place, how, marks) -> dict:
     "Return a row as it will be written, with numbers of as many digits."
     stats = {} if callable(how) else {n: list(place.shape or (64, 64)) if n=='shape' else 1234 if n in counts else -.0123456789012345678 for n in how}
@@ -308,7 +291,7 @@ class Plan:
         return out
 
     def largest(self, n=3) -> list: # (seconds, place)
-        "Return the tensors that take longest."
+        "Return the slowest tensors."
         return sorted(((s, p) for s,p in zip(self.each, self.places, strict=True) if p.shape is not None), key=lambda r: -r[0])[:n]
 
     @property

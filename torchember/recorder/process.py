@@ -17,7 +17,7 @@ from ..store import jsonl # noqa: F401
 from ..store.base import run_name
 
 # %% ../../nbs/40_recorder/70_process.ipynb #f04d8101
-open_recorders = weakref.WeakSet() # recorders of this process: objects with the methods `finish` and `leave`, and a run `t`
+open_recorders = weakref.WeakSet() # of this process: objects with `finish`, `leave`, and a run `t`
 
 # %% ../../nbs/40_recorder/70_process.ipynb #6b947870
 def finish_open_recorders():
@@ -32,12 +32,12 @@ def finish_open_recorders():
         except Exception as e: print(printable(f"torchember: the last rows of {r.t.fname} are lost: {type(e).__name__}: {e}"), file=sys.stderr)
 
 def last_exception():
-    "Return the exception that ends this process, or None. At a prompt and in a notebook `sys.last_value` is any exception that was shown."
+    "Return the exception at the end of this process, or None. At a prompt and in a notebook `sys.last_value` is any shown exception."
     shell = hasattr(sys, 'ps1') or 'IPython' in sys.modules and sys.modules['IPython'].get_ipython() is not None
     return None if shell else getattr(sys, 'last_value', None)
 
 def disown_open_recorders():
-    "Record nothing in a forked process. It must not wait for locks that other threads held during the fork."
+    "Record nothing in a forked process. It must not wait for locks held by threads of the parent."
     for r in list(open_recorders): r.leave()
     open_recorders.clear()
 
@@ -46,14 +46,14 @@ if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=disown_op
 
 # %% ../../nbs/40_recorder/70_process.ipynb #78226770
 def hand_over(name):
-    "Disarm the ember that records a run in this process, and write all of its rows, before another ember continues the run."
+    "Disarm the ember of a run in this process, and write all of its rows, before a new ember continues the run."
     for r in list(open_recorders):
         if r.t.fname!=name: continue
         if getattr(r, 'owner', None): r.owner().disarm()
         r.t.barrier()
 
 def weak_source(recorder):
-    "Return a function that calls `recorder.source`, but does not keep the recorder alive."
+    "Return a function to call `recorder.source` without keeping the recorder alive."
     ref = weakref.ref(recorder)
     def source(close):
         if (r := ref()) is not None: r.source(close)
@@ -75,19 +75,19 @@ def rank_and_size() -> tuple:
             "so this run is recorded as that of a single process.")
     return 0, 1
 
-# %% ../../nbs/40_recorder/70_process.ipynb #1ab2a340
+# %% ../../nbs/40_recorder/70_process.ipynb #c97ce35d
 def shared_name(
     kind:str # Class of the model
 ) -> str: # Name of a run
-    "Return a name for a run that is the same in all processes."
+    "Return a name for a run, the same in all processes."
     name = run_name(kind)
     store = shared_store() if torch.distributed.is_available() and torch.distributed.is_initialized() else None
     if store is not None:
         name = store.compare_set(f'torchember/{next(shared_names)}', '', name).decode()
     given[name] += 1
-    return name if given[name]==1 else f'{name}_{given[name]}' # a generator and a discriminator may be armed in the same second
+    return name if given[name]==1 else f'{name}_{given[name]}' # two models may be armed in the same second
 
-# %% ../../nbs/40_recorder/70_process.ipynb #76f94982
+# %% ../../nbs/40_recorder/70_process.ipynb #0cf7fd1f
 def store_for(
     run:str # Name of a run of several processes
 ) -> tuple: # A part of the store, and the store. None, None without a store

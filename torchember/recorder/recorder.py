@@ -62,15 +62,10 @@ class Settings:
 # %% ../../nbs/40_recorder/80_recorder.ipynb #a0c1d2e3
 class ArmedModel:
     "Armed modules of a model, and their listeners."
-    def __init__(self,
-        events, optimizer_events, # `ModelEvents` and `OptimizerEvents`
-        watches, # `OptimizerWatch` and `ClippingWatch`, where they are needed
-        sources, # `Sources`
-        cost, # `Cost`
-        graphs=None # `Graphs` or `Quiet`, on a device with CUDA graphs
-    ):
-        self.events,self.optimizer_events,self.watches,self.sources,self.cost,self.graphs = events,optimizer_events,watches,sources,cost,graphs
-        self.tracks,self.owner = (),None # `moduleTrack`s, root first; function that returns the ember, None while nothing is armed
+    def __init__(self, events, optimizer_events, watches, sources, cost, graphs=None):
+        self.events,self.optimizer_events,self.sources,self.cost = events,optimizer_events,sources,cost
+        self.watches,self.graphs = watches,graphs # `OptimizerWatch` and `ClippingWatch`, if needed; `Graphs` or `Quiet`, on a device with CUDA graphs
+        self.tracks,self.owner = (),None # `moduleTrack`s, root first; function that returns the ember, None after disarming
         self.containers = Containers() # modules that are not armed, and may get children that are
 
     def arm(self,
@@ -97,7 +92,7 @@ class ArmedModel:
         self.events.pass_events.prepare(tracks[0].module, max(t.path.count('.') for t in tracks))
 
     def look_for_modules(self):
-        "Arm modules that the model got since the last look. Warn if that fails."
+        "Arm new modules of the model. Warn if this fails."
         if not (with_other_children(self.sources.states) or self.containers.changed()) or self.owner is None: return
         try: self.arm_new_modules(self.owner())
         except Exception as e:
@@ -119,7 +114,7 @@ class ArmedModel:
         self.containers = Containers(ts, self.sources.states)
 
     def set_listeners(self, events, optimizer_events):
-        "Send events to these listeners. While a CUDA graph is captured, they differ from those of the recorder."
+        "Send events to these listeners: of the recorder, or of `Graphs` during a capture."
         for st in self.sources.states: st.listener = events
         for w in self.watches: w.listener = optimizer_events
 
@@ -136,19 +131,13 @@ class ArmedModel:
         self.cost.pause()
 
 # %% ../../nbs/40_recorder/80_recorder.ipynb #009b21b1
-def make_pipe(
-    t, s, # Run and `Settings` of a recorder
-    lock, # Lock of the recorder
-    gradient, # Called as `Listener.gradient`
-    turn, # Called with True or False when measuring is turned on or off
-    look_for_modules # Called when the first pass of a recorded step begins
-):
-    "Create the `Pipe` of a recorder, with the parts that it leads a step through."
-    watch = OptimizerWatch(s.optimizers, s.scaler, SilentListener(False)) if s.optimizers else None # `ArmedModel` sets the listener
+def make_pipe(t, s, lock, gradient, turn, look_for_modules):
+    "Create the parts of a recorder, from its run `t` and `Settings`. The last arguments are functions of `Sources`, `Gate` and `Pipe`."
+    watch = OptimizerWatch(s.optimizers, s.scaler, SilentListener(False)) if s.optimizers else None # see `ArmedModel`
     awaited = {id(o) for o in watch.optimizers} if watch and s.ends!='step' else ()
     steps,cost,held = Steps(s.first_step, watch is not None or s.ends=='step', awaited),Cost(s.budget),held_steps(s.blackbox)
     writer = RowWriter(t, s.rank, s.root_name, held)
-    notices = Notices(s.on_error, partial(writer.report, steps))
+    notices = Notices(s.on_error, partial(writer.extra.report, steps))
     buffer = StepBuffer(dict.fromkeys(recorded, s.stats), notices, Calls(), lock, s.ranks)
     box = None if s.blackbox is False else RunBox(t, s.root_name, writer, buffer, s.blackbox)
     sources = Sources(s.ttypes, buffer, steps, gradient, watch, s.tell)
@@ -216,59 +205,53 @@ class Recorder:
         with self.lock: measure_now(self.pipe)
 
     def log(self, numbers):
-        "Add numbers to the step whose pass has run."
+        "Add numbers to the step of the last pass."
         open_recorders.add(self) # also after `torchEmber.close`: these numbers must still be written
         values = {}
         for k,v in numbers.items():
             try: values[k] = as_number(v)
             except Unmeasurable as e: self.notices.failed('te.log', k, e)
         if numbers and not values: return
-        with self.lock: self.writer.note(values, self.buffer, self.steps, self.pipe.gate.writes)
+        with self.lock: self.writer.extra.note(values, self.buffer, self.steps, self.pipe.gate.writes)
 
     def add_rows(self,
         step:int, # Step of the rows
         rows:list # (key, call, dtype, statistics): arguments of `one_row`
     ):
-        "Add rows of other code that measures this model, such as a `Monitor`."
+        "Add rows of external code, such as a `Monitor`."
         open_recorders.add(self)
-        with self.lock: self.writer.add(step, rows, self.buffer, self.steps, self.pipe.gate.writes)
+        with self.lock: self.writer.extra.add(step, rows, self.buffer, self.steps, self.pipe.gate.writes)
 
     def marked(self, marks):
         "Warn if one of the marks changes with every step."
         if found := self.marks.find(marks, self.step): self.notices.once('mark', mark_warning(*found))
 
     def use(self, how, ttypes):
-        "Use other statistics, with the arguments of `StepBuffer.use`."
+        "Replace statistics, with the arguments of `StepBuffer.use`."
         self.buffer.use(how, ttypes, self.sources.states)
 
     # ---- the end of a step
 
     @timed
-    def close(self,
-        boundary=False # True if `te.step()` ends the step
-    ):
-        "End the open step. A step without content stays open."
+    def close(self, boundary=False):
+        "End the open step, unless it has no content. With `boundary`, as `te.step()` does."
         with self.lock:
             self.pipe.remover.remove_refused()
             self.pipe.over(boundary)
 
     @timed
-    def boundary(self,
-        empty:bool=False # True to count a step without content, too
-    ) -> bool: # True if the step had content
-        "End the step for `torchEmber.step`. From now on only `torchEmber.step` ends steps."
+    def boundary(self, empty=False) -> bool:
+        "End the step for `torchEmber.step`, as `pipe.end_step` does."
         with self.lock: return end_step(self.pipe, empty)
 
     @timed
     def flush(self):
-        "Hand over all rows that exist by now. This returns before they are written."
+        "Hand over all rows until now. This returns before they are written."
         with self.lock: self.pipe.flush()
 
     @timed
-    def source(self,
-        close # True to end the open step, too
-    ):
-        "Hand over all rows that exist by now, for a reader of the run."
+    def source(self, close):
+        "Hand over all rows until now, for a reader of the run. With `close`, end the open step first."
         with self.lock:
             self.sources.note_parameters()
             self.pipe.provisional.clear() # a step that was read stays a step
@@ -277,7 +260,7 @@ class Recorder:
     # ---- the end of the run
 
     def seconds(self) -> float:
-        "Return the seconds that recording has taken, with those of the writer thread."
+        "Return the seconds of recording, with the writer thread."
         return self.cost.total()+self.t.file.seconds
 
     def remarks(self) -> list:
@@ -290,11 +273,11 @@ class Recorder:
         self.pipe.stop(error)
 
     def keep_last(self, why='finding'):
-        "Write the last steps to the log, also those that are not recorded, because something went wrong. `why` is one word."
+        "Write the held steps to the log, because something went wrong. `why` is one word."
         with self.lock: self.writer.release_held(self.step, why)
 
     def finish(self):
-        "Hand over the rows of the open step, which gets no more passes."
+        "Hand over the rows of the open step, because it gets no more passes."
         with self.lock: self.pipe.finish()
         self.flush()
 
@@ -303,7 +286,7 @@ class Recorder:
         if self.box is not None: self.box.end()
 
     def ended_by(self, error):
-        "Write into the run that an exception ends the process."
+        "Write a finding into the run: an exception ends the process."
         self.keep_last('exception')
         if self.box is None or (row := self.box.last_words(error)) is None: return
         line = line_of(row)
@@ -316,5 +299,5 @@ class Recorder:
 
     def __del__(self):
         if getattr(self, 'pipe', None) is None: return
-        if self.buffer.size or self.writer.waiting: self.flush()
+        if self.buffer.rows.size or self.writer.waiting: self.flush()
         self.ended()

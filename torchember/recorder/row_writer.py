@@ -8,7 +8,6 @@ __all__ = ['MaybePass', 'RowWriter', 'write_refused']
 # %% ../../nbs/40_recorder/65_row_writer.ipynb #68b6aa01
 from collections import Counter, deque
 from dataclasses import dataclass
-from operator import attrgetter
 
 import numpy as np
 
@@ -28,11 +27,11 @@ class StepLog:
     ): self.t,self.rank,self.was_on = t,rank,False # was_on: True if the step before was recorded
 
     def columns(self):
-        "Return the columns that every row has: the rank and the user's marks."
+        "Return the columns of every row: the rank and the user's marks."
         return {**({} if self.rank is None else {'rank': self.rank}), **self.t.marked}
 
     def put_beside(self, rows):
-        "Add rows that belong to no step of the file. rows: a function that returns them."
+        "Add rows outside of the steps of the file. rows: a function; it returns the rows."
         self.t.file.put(rows, joins=None)
 
     def put_late(self, rows, **by):
@@ -47,7 +46,7 @@ class StepLog:
 # %% ../../nbs/40_recorder/65_row_writer.ipynb #5c1be0c1
 @dataclass
 class MaybePass:
-    "Recorded step that a pass has closed. It may turn out to be a micro-batch of the open step."
+    "Recorded step, closed by a pass. It may turn out to be a micro-batch of the open step."
     measured:object # `Measured`. None if nothing was measured
     custom:list # Its custom rows
     noted:int # Number of rows of `te.log`
@@ -55,7 +54,7 @@ class MaybePass:
 
 # %% ../../nbs/40_recorder/65_row_writer.ipynb #2935a935
 class ExtraRows:
-    "Rows without a tap: numbers of the user, learning rates, warnings, and values that other code has measured."
+    "Rows without a tap: numbers of the user, learning rates, warnings, and values of a `Monitor`."
     def __init__(self,
         log, # `StepLog`
         scalars, # `StepScalars`, which know the names of numbers
@@ -74,7 +73,7 @@ class ExtraRows:
         buffer, steps, # `StepBuffer` and `Steps`
         on:bool # True if the open step is recorded
     ):
-        "Add numbers of the user to the step whose pass ran last."
+        "Add numbers of the user to the step of the last pass."
         step,phase = steps.noted,'eval' if steps.passes and steps.manual and steps.phase=='eval' else None
         if new := self.scalars.claim(values): self.log.put_beside(lambda: self.scalars.rename(step, new))
         key,call = (self.root_name, 'scalar', 'log', None, phase, 0),self.noted[step]
@@ -99,7 +98,7 @@ class ExtraRows:
         buffer, steps, # `StepBuffer` and `Steps`
         on:bool # True if the open step is recorded
     ):
-        "Add rows of other code that measures this model, such as a `Monitor`."
+        "Add rows of other code, such as a `Monitor` of this model."
         if step==steps.number and on and steps.opened:
             for key,call,dtype,stats in rows: buffer.add(key, call, None, dtype, stats)
             return
@@ -108,7 +107,7 @@ class ExtraRows:
         (self.log.put_late if step==steps.closed else self.log.put_beside)(made)
 
     def join(self, step, first, earlier):
-        "Count the numbers of earlier steps, which were passes of the open step. step, first: its number until now, and from now on."
+        "Count the numbers of earlier steps as numbers of the open step. step, first: its number until now, and from now on."
         self.noted[first] = sum(e.noted for e in earlier)+self.noted[step]
 
     def step_over(self, step):
@@ -118,7 +117,7 @@ class ExtraRows:
 not_finite = [index[n] for n in ('nan', 'posinf', 'neginf')]
 
 class HeldSteps:
-    "The last steps that the log does not get, unless something goes wrong."
+    "The last unscheduled steps. The log gets them only if something goes wrong."
     def __init__(self, n):
         self.steps = deque(maxlen=n) # `Measured`
         self.until = -1 # the log gets all steps up to this one
@@ -127,7 +126,7 @@ class HeldSteps:
     def wants(self, step): return step>self.until
 
     def sees_trouble(self, measured):
-        "Return True if a value is not finite for the first time. Values that are still on their way from a device are not checked."
+        "Return True if a value is not finite for the first time. Values on their way from a device are not checked."
         if not self.steps.maxlen or 'not finite' in self.reasons: return False
         return any(isinstance(v, np.ndarray) and v[:, not_finite].any() for _,v in measured.snapshot.parts)
 
@@ -174,11 +173,13 @@ class RowWriter:
         wait:bool=False, # True if the step may turn out to be a micro-batch: it goes to the log before whatever comes next
         held:bool=False # True if the schedule leaves the step out
     ):
-        "Hand over everything that was measured since the last time."
+        "Hand over all new measurements of the step."
         if not wait: self.release()
         self.last,held,rows = None,held and self.held.wants(steps.shown),buffer.rows
-        if not rows.size and not (over and (rows.snapshots.taken or rows.custom.taken or self.log.file_is_open)): return # do not wake the writer
-        columns,many_passes = self.columns(),{phase: n>1 for phase,n in dict(steps.passes).items()} # a copy: a signal handler may step
+        closes = over and (rows.snapshots.taken or rows.custom.taken or self.log.file_is_open)
+        if not rows.size and not closes: return # do not wake the writer
+        columns = self.columns()
+        many_passes = {phase: n>1 for phase,n in dict(steps.passes).items()} # of a copy: a signal handler may step
         if columns!=self.marks: rows.clear_taken() # rows with other marks are new rows
         self.marks = columns
         joins = steps.shown!=steps.number # an evaluation belongs to the step before
@@ -186,7 +187,8 @@ class RowWriter:
         marks = {**({'skipped': True} if self.skipped else {}), **again, **columns}
         ts = self.ts or now()
         norms = self.lines.scalars.ask(self.extra.root_name, buffer.gradients) if over and not joins else {}
-        metadata = None if rows.box is None else dict(step=steps.shown, ts=ts, held=held, marks=marks, many=[*many_passes.items()], **norms)
+        metadata = None if rows.box is None else \
+            dict(step=steps.shown, ts=ts, held=held, marks=marks, many=[*many_passes.items()], **norms)
         measured = Measured(*buffer.take(over, metadata), steps.shown, ts, marks, many_passes, dict(buffer.shards.columns), **norms)
         self.ts,self.last = None,measured
         self.custom = self.custom+measured.custom
@@ -201,12 +203,12 @@ class RowWriter:
         for measured in self.held.release(step, why): self.log.t.put(measured, True, self.lines)
 
     def release(self):
-        "Write the steps that waited: they are steps of their own."
+        "Write the waiting steps: they are steps of their own."
         waited,self.waiting = self.waiting,[]
         for measured in waited: self.log.t.put(measured, True, self.lines)
 
     def join(self, step, first, earlier): # as `ExtraRows.join` has them
-        "Drop the steps that waited: they are micro-batches of the open step."
+        "Drop the waiting steps: they are micro-batches of the open step."
         self.waiting = []
         self.extra.join(step, first, earlier)
 
@@ -221,9 +223,6 @@ class RowWriter:
         self.log.was_on,self.skipped = on,False
         self.custom,self.ended = [],self.custom
         self.extra.step_over(step)
-
-for _name,_of in {'t': 'log.t', 'file_is_open': 'log.file_is_open', 'noted': 'extra.noted', 'root_name': 'extra.root_name', 'note': 'extra.note',
-    'note_rates': 'extra.note_rates', 'add': 'extra.add', 'report': 'extra.report'}.items(): setattr(RowWriter, _name, property(attrgetter(_of))) # former names
 
 # %% ../../nbs/40_recorder/65_row_writer.ipynb #5a100002
 def write_refused(

@@ -43,7 +43,7 @@ def template(
     parts, # Columns that describe a part of a tensor
     marks # Names of the marks
 ) -> bytes|None: # A line with placeholders. None if the row needs `line_of`
-    "Return the line of a tap with placeholders for what changes."
+    "Return the line of a tap with placeholders for changing values."
     row = one_row(key, '\0', None, dtype, dict.fromkeys(names, '\0'), '\2', '\1', parts, {})
     line = regular_line(row)
     if line is None or row.keys() & set(marks) or line.count(b'\\u000')!=len(names)+3: return None
@@ -53,7 +53,7 @@ def template(
 # %% ../../nbs/40_recorder/60_rows.ipynb #9918efd3
 @dataclass
 class Measured:
-    "Measurements of a step since the last hand-over, and what its rows share."
+    "Measurements of a step since the last hand-over, and values shared by its rows."
     snapshot:object # `Snapshot` of the arena
     custom:list # Rows of functions of the user, and logged numbers: event number, and the first five arguments of `one_row`
     step:int # Number of the step
@@ -65,34 +65,30 @@ class Measured:
 
     def __len__(self): return len(self.snapshot)+len(self.custom)
 
-    regular = property(lambda self: regular_line(self.marks) is not None, doc="True if these marks fit into a template.")
+    regular = property(lambda self: regular_line(self.marks) is not None, doc="True if the marks fit into a template.")
 
     def row(self, key, call, micro, dtype, stats):
         "Return a row of this step."
         return one_row(key, call, micro, dtype, stats, self.step, self.ts, {**self.parts.get(place_of(key, call), {}), **self.marks}, self.many_passes)
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #310557a6
-def update_ratios(
-    columns # `Columns` of steps
-) -> dict: # (owner, event) -> ratio, for updates whose weight is measured
-    "Return the ratio of each update to its weight."
+def update_ratios(columns) -> dict:
+    "Return a dict: (owner, event) of an update -> its ratio to its weight, for `Columns` of steps."
     if not any(t.key[1]=='update' for c in columns for t in c.taps): return {}
     rows = sorted((o, e, t.key, r) for c in columns for o,e,t,r in zip(c.owner.tolist(), c.events.tolist(), c.taps, c.rms().tolist(), strict=True))
     size = {(o, k[0], k[2].removeprefix('weight_')): r for o,_,k,r in rows if k[1] in ('weight', 'before')}
     return {(o, e): r/w for o,e,k,r in rows if k[1]=='update' and (w := size.get((o, k[0], k[2].removeprefix('update_'))))}
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #d1e138c3
-def portions(
-    columns # `Columns` of steps
-): # Pairs of `Columns` and a dict: name -> column to add
-    "Yield the rows to write, grouped by their columns."
+def portions(columns):
+    "Yield the rows to write, grouped by their columns: `Columns`, and a dict of columns to add."
     ratio = update_ratios(columns)
     for c in columns:
         ttypes = {t.key[1] for t in c.taps}
         if 'before' not in ttypes and not ratio: yield from add_numel(c, {}); continue
         got = [ratio.get(p) for p in zip(c.owner.tolist(), c.events.tolist(), strict=True)]
         rated = [i for i,r in enumerate(got) if r is not None]
-        rest = [i for i,r in enumerate(got) if r is None and c.taps[i].key[1]!='before'] # a weight before its update has no row
+        rest = [i for i,r in enumerate(got) if r is None and c.taps[i].key[1]!='before'] # has no row
         if rated: yield from add_numel(c[rated], {'ratio': np.array([got[i] for i in rated])})
         if rest: yield from add_numel(c[rest], {})
 
@@ -113,10 +109,8 @@ def brackets(n): return b'[%s]' % b','.join([b'%d']*n)
 @lru_cache(4096)
 def shape_text(dims): return brackets(min(dims[0], len(dims)-1)) % dims[1:1+dims[0]]
 
-def shape_texts(
-    dims # Array: in each row the number of dimensions, and their sizes
-) -> list: # bytes
-    "Return the JSON of shapes."
+def shape_texts(dims) -> list:
+    "Return the JSON of shapes, from an array with the number of dimensions and their sizes in each row."
     return [*map(shape_text, map(tuple, dims.tolist()))]
 
 def texts_of_columns(
@@ -133,7 +127,7 @@ def fill_templates(
     text, # Templates, joined
     columns # For each column of numbers the text of each row
 ) -> list: # Lines, without newlines
-    "Return the lines of templates that are filled with numbers."
+    "Fill templates with numbers. Return lines."
     pieces = [b'']*(2*len(columns)*len(columns[0])+1)
     pieces[::2] = text.split(VALUE)
     for j,c in enumerate(columns): pieces[2*j+1::2*len(columns)] = c
@@ -154,7 +148,7 @@ class Lines:
         return [rows for made_for,some in groupby(measured, in_common) for rows in self.alike(made_for, list(some))]
 
     def alike(self, made_for, measured):
-        "Return the rows of steps that have the same taps, parts and marks."
+        "Return the rows of steps with the same taps, parts and marks."
         if self.made_for!=made_for: self.made_for,self.templates = made_for,{}
         custom = [(i, event, m.row(*row)) for i,m in enumerate(measured) for event,*row in m.custom]
         done = [tuple(zip(*custom, strict=True))] if custom else [] # (owners, events, rows) of each portion
@@ -164,7 +158,7 @@ class Lines:
         return sort_by_event(done, len(measured))
 
     def portion(self, c, more, measured):
-        "Return (owners, events, lines) of rows with the same columns, and apart those of rows that stay dicts."
+        "Return (owners, events, lines) of rows with the same columns. Rows without a template come apart, as dicts."
         columns = c.statistics(shape_texts(c.dims)) | more
         templates = self.templates_of(c, (*columns,), measured[0])
         good = c.plain()
@@ -178,9 +172,9 @@ class Lines:
         return out+self.portion(c[at], {n: x[at] for n,x in more.items()}, measured) if len(at) else out
 
     def templates_of(self, c, names, m):
-        "Return the template of each row, None for a row that stays a dict."
+        "Return the template of each row, None for a row written as a dict."
         known,kinds = self.templates.setdefault(names, {}),c.kinds.tolist()
-        if m.parts: kinds = [*zip(kinds, c.calls.tolist(), strict=True)] # one call may have a part of a tensor, another a whole one
+        if m.parts: kinds = [*zip(kinds, c.calls.tolist(), strict=True)] # each call has its part of a tensor
         for i,k in enumerate(kinds):
             if k not in known: known[k] = template(names, c.taps[i].key, c.dtypes()[i], m.parts.get(place_of(c.taps[i].key, int(c.calls[i])), {}), m.marks)
         return [known[k] for k in kinds]
@@ -193,7 +187,7 @@ class Lines:
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #e34d01bb
 def fill_shared(text, m):
-    "Return templates that are filled with time, step and marks of a `Measured`."
+    "Fill templates with time, step and marks of a `Measured`."
     marks = b','+line_of(m.marks)[1:-1] if m.marks else b''
     return text.replace(TS, b'"%s"' % m.ts.encode()).replace(STEP, b'%d' % m.step).replace(MARKS, marks)
 

@@ -22,10 +22,10 @@ class GradientNorms:
     "Computes norms over all gradients of a step, from the summaries of their rows."
     def __init__(self):
         self.taps,self.places = None,{} # taps of the last step; (module, tname, pname) -> number of the gradient
-        self.kind,self.place = None,None # for each tap, -1 for other tensor types: `gradient_kinds`; number of the gradient
+        self.kind,self.place = None,None # for each tap: `gradient_kinds`, and number of the gradient; or -1
 
     def learn(self, taps):
-        "Note which taps measure gradients. A list of taps only grows."
+        "Find the taps of gradients. A list of taps only grows."
         if self.taps is taps and len(taps)==len(self.kind): return
         self.taps,self.places = taps,{}
         keys = [t.key for t in list(taps)]
@@ -34,7 +34,7 @@ class GradientNorms:
         self.place = np.array([number(*k) if kind>=0 else -1 for k,kind in zip(keys, self.kind, strict=True)])
 
     def gradient_rows(self, snapshot):
-        "Yield heads and vectors of the rows of gradients, also of rows that the log has already."
+        "Yield heads and vectors of the rows of gradients, also of rows already in the log."
         for s in (*snapshot.earlier, snapshot):
             for h,v in s.parts:
                 at = np.flatnonzero(self.place[h[:, TAP]]>=0)
@@ -52,7 +52,7 @@ class GradientNorms:
         head,vectors = (np.concatenate(x) for x in zip(*found, strict=True))
         order = np.argsort(head[:, EVENT], kind='stable')
         taps,sums = head[order, TAP],np.full((2, len(self.places)), -1.) # -1: no row
-        sums[self.kind[taps], self.place[taps]] = sums_of_squares(unscaled(vectors))[order] # the last row of a gradient stays
+        sums[self.kind[taps], self.place[taps]] = sums_of_squares(unscaled(vectors))[order] # the last row counts
         clipped,before = sums
         if not n or [np.count_nonzero(clipped!=-1), np.count_nonzero(before!=-1)]!=[n, unclipped]: return ()
         norm = math.sqrt(clipped[clipped!=-1].sum())
@@ -62,26 +62,24 @@ class GradientNorms:
 
 # %% ../../nbs/40_recorder/57_step_scalars.ipynb #9222cf0e
 class StepScalars:
-    "Scalar rows that torchember adds to steps, and their names."
+    "Scalar rows added to each step, and their names."
     def __init__(self):
         self.norms,self.taken = GradientNorms(),set() # taken: names that the user logs
         self.rows = {} # tname -> last row
 
     def name(self, name):
-        "Return the name of a number of torchember: another one if the user logs a number of this name."
+        "Return the name of a number of torchember. It is prefixed if the user logs a number of this name."
         return f'recorded_{name}' if name in self.taken else name
 
     def ask(self,
         root_name:str, # Display name of the model
         gradients # Result of `Parameters.gradient_counts`
     ) -> dict: # Argument `norms` of a `Measured`: a list, because the black box writes it as JSON
-        "Return what the writer thread needs to add the norms of a step."
+        "Return the arguments for `row` in the writer thread, under the key `norms`."
         return {} if gradients is None else {'norms': [root_name, *gradients, *map(self.name, norm_names)]}
 
-    def row(self,
-        measured # `Measured`
-    ) -> dict|None:
-        "Return the row with the norms of a step, or None."
+    def row(self, measured) -> dict|None:
+        "Return the row with the norms of a `Measured` step, or None."
         if not measured.norms: return None
         root,n,unclipped,*names = measured.norms
         values = dict(zip(names, self.norms(measured.snapshot, n, unclipped), strict=False))
@@ -95,10 +93,8 @@ class StepScalars:
         for r in rows:
             if r['ttype']=='scalar' and r['tname']=='lr': self.rows['lr'] = r
 
-    def claim(self,
-        names # Names of numbers that the user logs
-    ) -> set: # New names among these that torchember uses
-        "Give names to the user."
+    def claim(self, names) -> set:
+        "Give names of logged numbers to the user. Return the new ones among the names of torchember."
         new = {n for n in names if computed_in(n) and not n.startswith('recorded_')}-self.taken
         self.taken |= new
         return new
@@ -107,6 +103,6 @@ class StepScalars:
         step:int, # Step that the user logs a number of
         names:set # Result of `claim`
     ) -> list: # Rows that supersede earlier ones
-        "Return the rows of a step with other names, if they have names that the user has claimed."
+        "Return the rows of a step with new names, if the user has claimed their names."
         some = [r for r in self.rows.values() if r['step']==step and names & r.keys()]
         return [{(f'recorded_{k}' if k in names else k): v for k,v in r.items()} | {'supersedes': True} for r in some]

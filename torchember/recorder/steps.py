@@ -12,7 +12,7 @@ from .notices import Notices
 
 # %% ../../nbs/40_recorder/10_steps.ipynb #74ed4a03
 class Phases:
-    """Distinguishes training passes from others.
+    """Finds the phase of each pass: training, evaluation, or without gradients.
 
     The phase is 'eval' in `eval()` mode. It is 'no_grad' in `train()` mode if no gradient will come.
     """
@@ -20,7 +20,7 @@ class Phases:
         self.trained = set() # paths of modules that were called by themselves in training mode
         self.trains_in_eval = False # True if the model is trained in `eval()` mode, as the first such step has shown
         self.has_grad = False # True once a training pass had gradients
-        self.trains_without_grad = False # True if a step ended before any pass had gradients: the model is trained without autograd
+        self.trains_without_grad = False # True if a step ended before any pass had gradients
         self.without_grad = False # True if the open step has a pass without gradients
 
     def find(self,
@@ -45,35 +45,34 @@ class Phases:
 
 # %% ../../nbs/40_recorder/10_steps.ipynb #9487dba0
 class SteppedOptimizers:
-    "Ids of the optimizers that have stepped in the open step."
-    def __init__(self,
-        awaited=() # Ids of the optimizers that all must step before a step is over. If empty, something else ends the steps
-    ):
-        self.awaited,self.stepped = frozenset(awaited),set()
+    "Steps of the optimizers in the open training step."
+    def __init__(self, awaited=()):
+        self.awaited = frozenset(awaited) # ids of the optimizers that all must step before a step is over. If empty, something else ends the steps
+        self.stepped = set()
         self.counts = Counter() # id -> steps of this optimizer in the open step
         self.waits = {} # id -> most steps of another optimizer that a step of this run has waited for this one
 
     missing = property(lambda self: self.awaited-self.stepped, doc="Ids of the optimizers that have not stepped yet.")
-    max_count = property(lambda self: max(self.counts.values(), default=0), doc="Most steps of one optimizer in the open step.")
+    max_count = property(lambda self: max(self.counts.values(), default=0), doc="Most steps of one optimizer.")
 
     def note_step(self, optimizer:int) -> bool: # True if the step is over
-        "Note that the optimizer with this id has stepped. Return True if all awaited optimizers have."
+        "Count a step of the optimizer with this id. Return True if all awaited optimizers have stepped."
         if len(self.awaited)>1 and optimizer not in self.stepped: self.waits[optimizer] = max(self.waits.get(optimizer, 0), self.max_count)
         self.stepped.add(optimizer)
-        self.counts[optimizer] = self.counts.get(optimizer, 0)+1 # `Counter` handles a missing key in Python, which is slower
+        self.counts[optimizer] = self.counts.get(optimizer, 0)+1 # faster than `Counter` with a missing key
         return bool(self.awaited) and self.stepped>=self.awaited
 
     def wait_too_long(self,
         new:int, # Limit for an optimizer that has not stepped in this run
         few:int # Least limit for an optimizer that has stepped
     ) -> bool:
-        "Return True if another optimizer has stepped too often meanwhile. An optimizer that always steps rarely has a higher limit."
+        "Return True if one optimizer has stepped too often while a step of a second is missing. A rarely stepping optimizer has a higher limit."
         if len(self.waits)==len(self.awaited)>1 and min(self.waits.values())>=3: return True # each waits for the others: they alternate
         return any(self.max_count>=(max(few, 3*self.waits[o]) if o in self.waits else new) for o in self.missing)
 
     def clear(self): self.stepped.clear(); self.counts.clear()
 
-# %% ../../nbs/40_recorder/10_steps.ipynb #6ea3875b
+# %% ../../nbs/40_recorder/10_steps.ipynb #cad61d3e
 class StepState:
     "Passes of the open step."
     def __init__(self):
@@ -83,12 +82,12 @@ class StepState:
         self.training_passes = 0 # passes in training mode with gradients
         self.eval_grads = False # True if a pass in `eval()` mode has gradients
         self.measured = False # True if something was measured outside of passes
-        self.leader,self.phase = None,None # path of the module that began the last pass, None before; phase of this pass
+        self.leader,self.phase = None,None # of the last pass: path of its first module; phase
         self.failed = False # True if the last pass raised
         self.seen = set() # paths of outermost modules that were called
         self.weights,self.changes = None,0 # weights of the last training pass; how often they differed from those of the pass before
 
-    micro = property(lambda self: max(self.passes[self.phase]-1, 0), doc="Number of the last pass among those of its phase.")
+    micro = property(lambda self: max(self.passes[self.phase]-1, 0), doc="Number of the last pass in its phase.")
 
     def begins_pass(self,
         path:str, # Path of the outermost armed module that is called
@@ -97,12 +96,12 @@ class StepState:
     ) -> bool:
         "Return True if a call begins a pass, instead of joining the last one."
         lead = self.leader
-        other = phase!=self.phase and 'eval' in (phase, self.phase) # a part that is called without gradients joins the pass
+        other = phase!=self.phase and 'eval' in (phase, self.phase) # parts without gradients join the pass
         return lead is None or other or not joins and (path in ('', lead) or lead.startswith(f'{path}.'))
 
     def add_call(self,
         path:str, phase:str|None=None, # Arguments of `begins_pass`
-        weights=None, joins:bool=False # Anything that compares unequal once the weights have changed; argument of `begins_pass`
+        weights=None, joins:bool=False # Anything that differs once the weights change; argument of `begins_pass`
     ) -> bool: # True if the call begins a pass
         "Note a call of the outermost armed module. Return True if it begins a pass."
         new = self.begins_pass(path, phase, joins)
@@ -121,7 +120,7 @@ class StepState:
         return new
 
     def remove_failed(self) -> int: # Number of the pass among all passes of the step
-        "Remove the last pass, which raised. Return its number among all passes of the step."
+        "Remove the last, failed pass. Return its number among all passes of the step."
         self.begun -= 1
         self.passes[self.phase] -= 1
         self.leader,self.phase,self.failed = None,None,False
@@ -151,12 +150,12 @@ class Steps:
 
     @property
     def own_passes(self):
-        "Number of passes that are no evaluation."
+        "Number of passes without evaluations."
         return self.passes[None]+self.passes['no_grad']
 
     @property
     def is_evaluation(self):
-        "True if there were only evaluation passes since a step that trained. In a model that is trained in `eval()` mode, a pass with gradients trains."
+        "True after a training step if all passes since are evaluations. If the model is trained in `eval()` mode, a pass with gradients trains."
         s = self.state
         other = self.own_passes or s.measured or self.optimizers.stepped or not (self.trained or self.phases.trains_in_eval and not s.eval_grads)
         return self.manual and not other and any(s.passes.values())
@@ -166,16 +165,16 @@ class Steps:
         return self.is_evaluation and (phase!='eval' or grad and not self.trained)
 
     def end_evaluation(self):
-        "Count the passes since the last step as an evaluation of that step."
+        "Count the passes since the last step as its evaluation."
         self.evaluated = self.closed
         self.pass_ += 1
         self.state = StepState()
 
-    shown = property(lambda self: self.closed if self.is_evaluation else self.number, doc="Number of the step that measured tensors belong to.")
+    shown = property(lambda self: self.closed if self.is_evaluation else self.number, doc="Step of measured tensors: the one before during an evaluation.")
 
     @property
     def noted(self):
-        "Number of the step that a logged number belongs to: the open step, or the one before if the open one has no pass of its own."
+        "Step of a logged number: the open step, or the one before if the open one has no pass of its own."
         later = self.own_passes if self.manual and self.trained else self.passes
         return self.number if later or self.closed is None else self.closed
 
@@ -197,22 +196,20 @@ class Steps:
         eval_grads=False, # True for a pass in `eval()` mode with gradients
         measured=False # True if something was measured outside of passes
     ):
-        "Note that the open step has content."
+        "Mark the open step as not empty."
         s = self.state
         s.opened = True
         s.training_passes += training
         s.eval_grads,s.measured = s.eval_grads or eval_grads,s.measured or measured
 
     def remove_failed(self) -> int:
-        "Remove the last pass, which raised. Return its number among all passes of the step."
+        "Remove the last, failed pass. Return its number among all passes of the step."
         number = self.state.remove_failed()
         if not self.manual: self.state.opened = False # the next pass replaces it
         return number
 
-    def remove_refused(self,
-        number:int # Number of a training pass among all passes of the step
-    ) -> bool: # True if the step is empty now
-        "Remove a pass whose gradients no optimizer used."
+    def remove_refused(self, number) -> bool:
+        "Remove a pass without used gradients, by its number among all passes. Return True if the step is empty now."
         s = self.state
         s.passes[None] -= 1
         s.training_passes = max(s.training_passes-1, 0)
@@ -222,7 +219,7 @@ class Steps:
         return True
 
     def absorb_previous(self, n):
-        "Merge the previous `n` steps, which passes have ended, into the open one: they were its first micro-batches."
+        "Merge the previous `n` steps into the open one: they were its first micro-batches."
         self.number -= n
         self.closed = None if self.closed is None or self.closed<n else self.closed-n
         self.passes[None] += n
@@ -231,7 +228,7 @@ class Steps:
     # ---- the end of a step
 
     def confirm_training(self):
-        "Note that the user ends the step. Passes with gradients in `eval()` mode were training then."
+        "Treat passes with gradients in `eval()` mode as training, because the user ends the step."
         self.state.measured = self.state.measured or self.state.eval_grads
 
     def disown(self):
@@ -250,7 +247,7 @@ class Steps:
 
 # %% ../../nbs/40_recorder/10_steps.ipynb #5c1be0a2
 class ProvisionalSteps:
-    "Steps that passes have ended, and that may be micro-batches of the open step: all have the same weights."
+    "Earlier steps with the same weights, ended by passes: they may be micro-batches of the open step."
     most = 64 # more passes with the same weights are steps
 
     def __init__(self): self.clear()
@@ -260,24 +257,19 @@ class ProvisionalSteps:
         self.weights,self.kept,self.too_many = weights,[],False
 
     def with_weights(self, weights) -> list:
-        "Return the kept steps that had these weights, in order."
+        "Return the kept steps with these weights, in order."
         return self.kept if weights is not None and weights==self.weights else []
 
     def has_earlier(self, weights) -> bool:
-        "Return True if steps with these weights are kept, and there is room for another one."
+        "Return True if there are kept steps with these weights, and room for one more."
         return bool(self.with_weights(weights)) and len(self.kept)<self.most
 
-    def may_join(self,
-        weights, following # Weights of the step that ends, and of the pass that begins. None if unknown
-    ) -> bool:
-        "Return True if the step that ends may be a micro-batch of the next one."
+    def may_join(self, weights, following) -> bool:
+        "Return True if a step with `weights` may be a micro-batch of the next step. `following` are the weights of the next pass, None if unknown."
         return weights is not None and weights==following and (weights!=self.weights or not self.too_many and len(self.kept)<self.most)
 
-    def add(self,
-        weights, # Weights of the pass of the step. None if unknown
-        step # Anything that describes the step
-    ):
-        "Keep a step that a pass has ended."
+    def add(self, weights, step):
+        "Keep the description of a step, ended by a pass. Its weights are None if unknown."
         if weights is None or weights!=self.weights: self.clear(weights)
         if weights is None or self.too_many: return
         self.kept.append(step)
@@ -301,7 +293,7 @@ def stall_reason(
 
 # %% ../../nbs/40_recorder/10_steps.ipynb #88219d60
 class Decision:
-    "Decides which steps are recorded."
+    "Decides for each step if it is recorded."
     def __init__(self,
         schedule, # Function: step -> True if it is selected, see `choose.schedule`
         budget=None, # A `budget.Budget`, or None to record all selected steps

@@ -26,15 +26,12 @@ class Tally:
         self.recorded += recorded
 
     def absorb(self, n):
-        "Subtract recorded steps that turned out to be micro-batches of another step."
+        "Subtract `n` recorded steps: they were micro-batches of the open step."
         self.steps -= n
         self.recorded -= n
 
-    def note_wait(self,
-        steps, # `Steps` whose open step is over
-        optimizers # All known optimizers
-    ):
-        "Note a step in which one optimizer has stepped 20 times or more while another did not."
+    def note_wait(self, steps, optimizers):
+        "Note a step with 20 or more steps of one optimizer but none of a second."
         o = steps.optimizers
         missing = [opt for opt in optimizers if id(opt) in o.missing] if o.max_count>=20 else []
         if missing: self.long_wait = (f"Step {steps.number} waited for {optimizer_names(missing)}: "

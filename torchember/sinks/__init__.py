@@ -1,4 +1,4 @@
-"""What of a run goes to trackers that people already use"""
+"""Sinks: send statistics of a run to experiment trackers"""
 from typing import TYPE_CHECKING
 
 from ..ground.lazy import lazy_attributes

@@ -1,1 +1,1 @@
-"Pictures that follow a run"
+"Live pictures of a run"

@@ -1,4 +1,4 @@
-"A run as one file, and what it is made of"
+"A run as one HTML file, and its data"
 from typing import TYPE_CHECKING
 
 from ...ground.lazy import lazy_attributes

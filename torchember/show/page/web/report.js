@@ -689,7 +689,7 @@ function findingButton(f) {
 }
 const fold = (title, ...inside) => make('details', {}, make('summary', { textContent: title }), ...inside)
 const itemOf = f => make('li', { className: tones.has(f.severity) ? f.severity : 'info' }, findingButton(f),
-  ...(f.advice || f.look ? [make('p', {}, ...(f.advice ? ['Try: ', ...withCode(f.advice)] : []), ...(f.look ? [' ', make('span', { className: 'look' }, 'Look: ', make('code', { textContent: f.look }))] : []))] : []),
+  ...(f.advice || f.look ? [make('p', {}, ...(f.advice ? ['Try: ', ...withCode(f.advice)] : []), ...(f.look ? [' ', make('span', { className: 'look' }, 'Plot: ', make('code', { textContent: f.look }))] : []))] : []),
   ...(f.below?.length ? [fold(`${count(f.below.length + (f.more ?? 0), 'more finding')} follow${f.below.length + (f.more ?? 0) === 1 ? 's' : ''} from it`, listOf(f.below),
     ...(f.more ? [make('p', { textContent: `and ${whole(f.more)} more: diagnose(run) has all.` })] : []))] : []))
 const listOf = some => make('ul', {}, ...some.map(itemOf))
@@ -708,8 +708,8 @@ function fillHealth() {
   if (wrong.length > fewFindings) section.append(fold(`and ${whole(wrong.length - fewFindings)} more`, listOf(wrong.slice(fewFindings))))
   if (notes.length) section.append(fold(count(notes.length, 'note'), listOf(notes)))
   if (h.more) section.append(make('p', { textContent: `${whole(h.more)} more: diagnose(run) has all.` }))
-  const unseen = h.unseen?.length ? ` Not looked at: ${h.unseen.map(([what, how]) => `${what} (${how})`).join('; ')}.` : ''
-  if (h.looked) section.append(make('p', { textContent: `${wrong.length ? '' : 'Nothing is wrong, as far as can be seen. '}${h.looked}.${wrong.length ? '' : unseen}` }))
+  const unseen = h.unseen?.length ? ` Not checked: ${h.unseen.map(([what, how]) => `${what} (${how})`).join('; ')}.` : ''
+  if (h.looked) section.append(make('p', { textContent: `${wrong.length ? '' : 'No problem found. '}${h.looked}.${wrong.length ? '' : unseen}` }))
   section.append(...h.failed.map(s => make('p', { textContent: s })))
 }
 
