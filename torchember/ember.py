@@ -55,7 +55,14 @@ class RecordedRun:
     def how_record(self,
         *ttypes # Tensor types that the function is for
     ): # A decorator that returns the function unchanged
-        "Use a function tensor -> dict, or a named set of statistics, for some tensor types."
+        """Use a function tensor -> dict, or a named set of statistics, for some tensor types.
+
+        Args:
+            *ttypes: Tensor types that the function is for
+
+        Returns:
+            A decorator that returns the function unchanged
+        """
         if any(callable(n) for n in ttypes):
             raise TypeError("how_record needs tensor types: write @te.how_record('output'), or @te.how_record_out.")
         check_ttypes(ttypes, recorded)
@@ -80,7 +87,14 @@ class RecordedRun:
     def set_metric(self,
         ttype:str # 'in', 'out', 'weight' or 'grad'
     ): # A decorator that returns the function unchanged
-        "Use a function for a tensor type: `how_record` with the name and the words of torchember 0.2."
+        """Use a function for a tensor type: `how_record` with the name and the words of torchember 0.2.
+
+        Args:
+            ttype: 'in', 'out', 'weight' or 'grad'
+
+        Returns:
+            A decorator that returns the function unchanged
+        """
         words = {'in': 'input', 'out': 'output', 'weight': 'weight', 'grad': 'weight_grad'}
         return self.how_record(words.get(ttype, ttype))
 
@@ -100,7 +114,11 @@ class RecordedRun:
         self.t.unmark(*names)
 
     def log_model(self): # The ember
-        "Record all weights and their gradients now, in the current step."
+        """Record all weights and their gradients now, in the current step.
+
+        Returns:
+            The ember
+        """
         self.recorder.log_model()
         return self
 
@@ -108,7 +126,15 @@ class RecordedRun:
         name:str, # The row's `tname`
         tensor:torch.Tensor|None # A tensor that is in no module; None to stop
     ): # The tensor
-        "Record a variable and its gradient at the end of each step, as a weight of the root."
+        """Record a variable and its gradient at the end of each step, as a weight of the root.
+
+        Args:
+            name: The row's `tname`
+            tensor: A tensor that is in no module; None to stop
+
+        Returns:
+            The tensor
+        """
         if tensor is not None and not isinstance(tensor, torch.Tensor):
             raise TypeError(f"watch_tensor follows a tensor, got {an(tensor)}.")
         self.recorder.sources.follow(name, tensor)
@@ -124,7 +150,11 @@ class RecordedRun:
     def summary(self,
         *args, **kwargs # Of `torchember.summary`
     ):
-        "Print a summary of the run, a line for each layer."
+        """Print a summary of the run, a line for each layer.
+
+        Args:
+            *args, **kwargs: Of `torchember.summary`
+        """
         from torchember import summary
         print(summary(self, *args, **kwargs))
 
@@ -132,7 +162,12 @@ class RecordedRun:
         golden, # The correct run: a file of `keep_run`, or another argument of `diff`
         rtol:float|None=None # Tolerated difference, as a share of a tensor's size; by its format and number of elements by default
     ):
-        "Raise an AssertionError about the first difference, if the run so far differs from a stored run."
+        """Raise an AssertionError about the first difference, if the run so far differs from a stored run.
+
+        Args:
+            golden: The correct run: a file of `keep_run`, or another argument of `diff`
+            rtol: Tolerated difference, as a share of a tensor's size; by its format and number of elements by default
+        """
         assert_same_run(self, golden, rtol)
 
 # %% ../nbs/57_ember.ipynb #0938e173
@@ -167,7 +202,11 @@ class ArmedModel(RecordedRun):
     def watched(self, tracks): return watched_modules(tracks, self.include, self.exclude)
 
     def arm(self): # The ember
-        "Start to record. Does nothing if the model is armed already."
+        """Start to record. Does nothing if the model is armed already.
+
+        Returns:
+            The ember
+        """
         if self.armed or disabled(): return self
         say_missing()
         disarm_earlier(unwrap(self.model))
@@ -179,14 +218,22 @@ class ArmedModel(RecordedRun):
         return self
 
     def disarm(self): # The model
-        "Stop recording, and restore every module. Does nothing if the model is not armed."
+        """Stop recording, and restore every module. Does nothing if the model is not armed.
+
+        Returns:
+            The model
+        """
         if self.armed:
             self.recorder.disarm()
             self.armed = False
         return self.model
 
     def rearm(self): # The ember
-        "Disarm and arm, to find added and removed modules."
+        """Disarm and arm, to find added and removed modules.
+
+        Returns:
+            The ember
+        """
         self.disarm()
         return self.arm()
 
@@ -198,7 +245,15 @@ class ArmedModel(RecordedRun):
         name:str, # The row's `tname`
         tensor:torch.Tensor # Any tensor, inside a forward
     ): # The tensor
-        "Record a tensor from inside a forward, compiled or not. Its row has the ttype 'probe'."
+        """Record a tensor from inside a forward, compiled or not. Its row has the ttype 'probe'.
+
+        Args:
+            name: The row's `tname`
+            tensor: Any tensor, inside a forward
+
+        Returns:
+            The tensor
+        """
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"te.probe records a tensor, got {an(tensor)}. For a number use te.log({name}=...).")
         if self.armed:
@@ -215,7 +270,11 @@ class ArmedModel(RecordedRun):
         *args, # An example input: with one, the model runs once, and is unchanged afterwards
         **kwargs
     ) -> Plan:
-        "Return the expected rows, bytes and time of a recorded step. Records nothing."
+        """Return the expected rows, bytes and time of a recorded step. Records nothing.
+
+        Args:
+            *args: An example input: with one, the model runs once, and is unchanged afterwards
+        """
         r,inner,is_unarmed = self.recorder,self.tracks[0].module,not self.armed
         if is_unarmed:
             if armed_by(inner) is not None:
@@ -230,7 +289,11 @@ class ArmedModel(RecordedRun):
     def locate(self,
         step_fn # Runs a step, from the state before it, as `torchember.locate` has it
     ) -> Located:
-        "Run a step again, and name the operation at the origin of its NaN. Records nothing, and restores nothing."
+        """Run a step again, and name the operation at the origin of its NaN. Records nothing, and restores nothing.
+
+        Args:
+            step_fn: Runs a step, from the state before it, as `torchember.locate` has it
+        """
         return locate(step_fn, self.model)
 
 # %% ../nbs/57_ember.ipynb #b57e800d
@@ -285,7 +348,33 @@ def report_of(
 
 # %% ../nbs/57_ember.ipynb #478d3f42
 class torchEmber(ArmedModel):
-    "Record a model: arms it at once, and records every pass until `torchEmber.disarm`."
+    """Record a model: arms it at once, and records every pass until `torchEmber.disarm`.
+
+    Args:
+        model: The model, also if wrapped by `torch.compile` or `DistributedDataParallel`
+        optimizer: Optimizer, or a list of them: when all have stepped, the training step is over
+        ttypes: Tensor types; also 'output_grad', 'input_grad', 'unclipped_grad', 'optimizer', 'update', 'buffer'
+        include: Modules to record, as `select` takes them: 'features.*', nn.Linear, ...; all by default
+        exclude: Modules to leave out
+        every: Steps to record, as `schedule` takes them: 10, 'linear(5, 2)', log_spaced(5), a function of the step
+        stats: Named set ('basic', 'full', 'numerics'), list of statistics, or function: tensor -> dict
+        only_training: True to skip evaluations: passes in `eval()` mode or under `no_grad`
+        name: Name of the run; `<ModelClass>_<YYYYmmdd_HHMMSS>` by default
+        resume: True to continue the run `name` after its last step
+        home: Folder of logs, instead of `~/.torchember`
+        store: Format of the run: 'jsonl', lines of JSON; 'parquet', a fraction of their size. Reading is the same for both
+        overhead: Share of the training time that recording may take, such as 0.02: then some steps of `every` are not recorded
+        scaler: The `GradScaler` in use: gradients are recorded unscaled, and skipped steps are marked. accelerate's optimizer has its own
+        ends: 'step': only `torchEmber.step` ends a step. By default the optimizer does; without one each pass does, until the first `step()`
+        rules: Rules that check the run during training: 'default', or a list of rules, as `diagnose` takes them
+        on_finding: Reaction to their findings: 'warn', 'stop' (an error ends the training), or a function of a finding
+        blackbox: Keep recent steps if the process dies: None if possible; False; 20: the last 20 steps, also if `every` leaves them out
+        cuda_graphs: True to record CUDA graphs that are captured by hand, at each replay
+        sinks: Destinations of each step's statistics: 'wandb', 'tensorboard', a function of a step and its numbers, a `Sink`, or a list of these
+        reduce: 'step': listeners on the first of several processes get the merged rows of all. No process waits for another
+        first_step: Number of the first step, to continue from a checkpoint; 0 by default, or the one after the last step of a resumed run
+        on_error: Reaction to a statistic that fails: 'warn' once and continue, or 'raise'
+    """
     @says_arguments
     def __init__(self,
         model:nn.Module, # The model, also if wrapped by `torch.compile` or `DistributedDataParallel`
@@ -353,19 +442,37 @@ class torchEmber(ArmedModel):
     def show(self,
         *args, **kwargs # Of `overview`
     ): # matplotlib Axes
-        "Draw the run: all layers and steps, the loss, and the first NaN or infinity."
+        """Draw the run: all layers and steps, the loss, and the first NaN or infinity.
+
+        Args:
+            *args, **kwargs: Of `overview`
+
+        Returns:
+            matplotlib Axes
+        """
         from torchember import overview # the package show imports this Python module
         return overview(self, *args, **kwargs)
 
     def live(self,
         **kwargs # Of `torchember.live`
     ): # The view; its `close()` ends it earlier
-        "Show the run until `close`: in a notebook as `show` does, redrawn below this cell as rows arrive; in a terminal as a line."
+        """Show the run until `close`: in a notebook as `show` does, redrawn below this cell as rows arrive; in a terminal as a line.
+
+        Args:
+            **kwargs: Of `torchember.live`
+
+        Returns:
+            The view; its `close()` ends it earlier
+        """
         from torchember import live
         return live(self, **kwargs)
 
     def close(self): # A `Report`
-        "End the run: disarm, write everything, and return a report."
+        """End the run: disarm, write everything, and return a report.
+
+        Returns:
+            A `Report`
+        """
         self.recorder.close()
         self.disarm()
         if self.rules is not None: self.rules.close()

@@ -32,7 +32,15 @@ def unwrap(
 
 # %% ../../nbs/10_capture/10_tree.ipynb #a6a5d9ed
 class moduleTrack:
-    "Names, place in the tree, own tensors and last shapes of one module"
+    """Names, place in the tree, own tensors and last shapes of one module
+
+    Args:
+        module: The module
+        name: Display name, `model(Net).features(Sequential).0(Conv2d)`; the class name without it
+        root_module: Whether it is the root of the model
+        path: Qualified name in `named_modules`
+        short: Last part of the display name
+    """
     def __init__(self,
         module:nn.Module, # The module
         name:str|None=None, # Display name, `model(Net).features(Sequential).0(Conv2d)`; the class name without it

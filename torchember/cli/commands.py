@@ -48,7 +48,15 @@ def command(
     arguments, # Function that adds arguments to an `argparse.ArgumentParser`, which has `--home` already
     example:str='' # A call, for `--help`
 ): # A decorator
-    "Register a function as a command: `ls_command` becomes `ls`. Its docstring is the text of `--help`."
+    """Register a function as a command: `ls_command` becomes `ls`. Its docstring is the text of `--help`.
+
+    Args:
+        arguments: Function that adds arguments to an `argparse.ArgumentParser`, which has `--home` already
+        example: A call, for `--help`
+
+    Returns:
+        A decorator
+    """
     def of(f):
         commands[f.__name__.rpartition('_')[0]] = Command(f, arguments, example)
         return f
@@ -144,7 +152,14 @@ def run_command_line(argv):
 def main(
     argv:list|None=None # Arguments; default those of the process
 ) -> int: # Exit code
-    "Run the command line. Raise SystemExit for `--help` and invalid arguments, as argparse does; `run` raises what the program raises."
+    """Run the command line. Raise SystemExit for `--help` and invalid arguments, as argparse does; `run` raises what the program raises.
+
+    Args:
+        argv: Arguments; default those of the process
+
+    Returns:
+        Exit code
+    """
     argv = sys.argv[1:] if argv is None else argv
     # the other words belong to the program, which may also exit
     if argv[:1]==['run']: return command_named('run').do(argv[1:])

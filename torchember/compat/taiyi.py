@@ -140,7 +140,12 @@ def split_value(key, v):
 
 # %% ../../nbs/80_compat/40_taiyi.ipynb #c5a1vis0
 class Visualization:
-    "Shows the values of a `Monitor`: call `Visualization.show` after each `Monitor.track`."
+    """Shows the values of a `Monitor`: call `Visualization.show` after each `Monitor.track`.
+
+    Args:
+        monitor: A `Monitor`
+        sink: wandb or a run, a `SummaryWriter`, `matplotlib.pyplot`, a figure, or an object with log(dict). Default: a new figure
+    """
     most_steps = 300 # steps of a vector in a surface
     def __init__(self,
         monitor, # A `Monitor`
@@ -156,7 +161,12 @@ class Visualization:
         step:int, # The step that was tracked
         ext:dict=None # Other numbers to show: {'loss': loss.item()}
     ):
-        "Show the values of this step, if there are any."
+        """Show the values of this step, if there are any.
+
+        Args:
+            step: The step that was tracked
+            ext: Other numbers to show: {'loss': loss.item()}
+        """
         numbers = {}
         for path,quantities in self.monitor.of_step(step).items():
             for name,v in quantities.items():
@@ -185,7 +195,12 @@ class Visualization:
         ext:dict, # {'loss': loss.item()}
         step:int=None # Step of these numbers. Default: the step that was tracked last
     ):
-        "Show other numbers."
+        """Show other numbers.
+
+        Args:
+            ext: {'loss': loss.item()}
+            step: Step of these numbers. Default: the step that was tracked last
+        """
         self.sink.put(dict(ext or {}), {}, self.monitor.last_step if step is None else step)
 
     def close(self):

@@ -114,7 +114,27 @@ def track(
     home=None, # Folder for log and LogFrame, instead of `~/.torchember`
     store:str='jsonl' # Format of the log: 'jsonl', or 'parquet' for much smaller files
 ) -> TorchTracker:
-    "Record a training and write a `LogFrame`: `with track(model) as tracker: ...`, with `tracker.step()` after each `optimizer.step()`."
+    """Record a training and write a `LogFrame`: `with track(model) as tracker: ...`, with `tracker.step()` after each `optimizer.step()`.
+
+    Args:
+        module: The model, also if wrapped
+        track_gradients: Record gradients of outputs, and with `track_weights` those of weights
+        optimizer: The optimizer. Record its states, too
+        track_weights: Record weights
+        include: Modules to record: a pattern that is searched in their names, or any argument of `select` except a glob
+        exclude: Modules to leave out
+        stash_value: Function: tensor -> dict. Default: `stash_all_stats_and_hist`
+        async_offload: Ignored: a thread always writes the log
+        offload_inc: Number of steps between calls of `offload_fn`. The log on disk does not wait for them
+        offload_type: Format of the LogFrame: '.pkl' or '.parquet'
+        use_wandb: Send the means of each step, and the LogFrame, to the open run of W&B
+        only_stash_during_training: Skip passes in `eval()` mode
+        init_step: Number of the first step, to continue from a checkpoint
+        offload_fn: Function: name of the run, step, LogFrame of the rows since its last call
+        name: Name of the run. Default: `<ModelClass>_<YYYYmmdd_HHMMSS>`
+        home: Folder for log and LogFrame, instead of `~/.torchember`
+        store: Format of the log: 'jsonl', or 'parquet' for much smaller files
+    """
     check_arguments(offload_type, offload_inc, init_step, stash_value, name, home)
     wandb,prefix = open_wandb_run() if use_wandb else None,wrapper_prefix(module)
     wanted = {'output': True, 'output_grad': track_gradients, 'weight': track_weights, 'weight_grad': track_gradients and track_weights,

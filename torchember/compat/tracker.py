@@ -52,27 +52,57 @@ def find_library(
 def stash_scalar_stats(
     tensor # Any tensor, of torch or of JAX, traced or not
 ) -> dict: # Statistic -> number
-    "Return mean, std, mean_abs, max_abs, min_abs, rm2, rm4 and rm8 of a tensor."
+    """Return mean, std, mean_abs, max_abs, min_abs, rm2, rm4 and rm8 of a tensor.
+
+    Args:
+        tensor: Any tensor, of torch or of JAX, traced or not
+
+    Returns:
+        Statistic -> number
+    """
     return {named.get(k, k): v for k,v in find_library(tensor).scalars(tensor).items()}
 
 def stash_hist(
     tensor, # Any tensor
     min_exp:int=-16, max_exp:int=16 # First and last exponent that is counted separately
 ) -> dict: # {'exp_hist': {'hist': [...], 'bins': [...]}}
-    "Count elements by their exponent. The first count is for all smaller exponents, the last for all larger ones."
+    """Count elements by their exponent. The first count is for all smaller exponents, the last for all larger ones.
+
+    Args:
+        tensor: Any tensor
+        min_exp, max_exp: First and last exponent that is counted separately
+
+    Returns:
+        {'exp_hist': {'hist': [...], 'bins': [...]}}
+    """
     return {'exp_hist': {'hist': find_library(tensor).counts(tensor, min_exp, max_exp), 'bins': [*range(min_exp-1, max_exp+2)]}}
 
 def stash_all_stats_and_hist(
     tensor, # Any tensor
     min_exp:int=-16, max_exp:int=16 # First and last exponent that is counted separately
 ) -> dict: # {'scalar_stats': {...}, 'exp_hist': {...}}
-    "Return scalars and counts of exponents, the default of `track`."
+    """Return scalars and counts of exponents, the default of `track`.
+
+    Args:
+        tensor: Any tensor
+        min_exp, max_exp: First and last exponent that is counted separately
+
+    Returns:
+        {'scalar_stats': {...}, 'exp_hist': {...}}
+    """
     return {'scalar_stats': stash_scalar_stats(tensor), **stash_hist(tensor, min_exp, max_exp)}
 
 def stash_full_tensor(
     tensor # Any tensor
 ) -> dict: # {'full_tensor': copy}. A torch tensor on the CPU; for JAX, a numpy array
-    "Return a copy of the tensor."
+    """Return a copy of the tensor.
+
+    Args:
+        tensor: Any tensor
+
+    Returns:
+        {'full_tensor': copy}. A torch tensor on the CPU; for JAX, a numpy array
+    """
     return {'full_tensor': find_library(tensor).copy(tensor)}
 
 # %% ../../nbs/80_compat/20_tracker.ipynb #0a49309d

@@ -82,7 +82,15 @@ def du(
     run='*', # Name of a run, a pattern such as 'GPT*', an ember, a tracker, or a list of these
     home=None # Folder of logs, instead of `~/.torchember`
 ): # pandas.DataFrame: name, ranks (processes), files, and bytes of the log, parts, latest step and metadata; size is their sum
-    "Return the disk space of runs with all their files, the largest first"
+    """Return the disk space of runs with all their files, the largest first
+
+    Args:
+        run: Name of a run, a pattern such as 'GPT*', an ember, a tracker, or a list of these
+        home: Folder of logs, instead of `~/.torchember`
+
+    Returns:
+        pandas.DataFrame: name, ranks (processes), files, and bytes of the log, parts, latest step and metadata; size is their sum
+    """
     pd,h = needs('pandas', for_='A table of runs'),Home(home)
     names = h.chosen(run) if h.names or run!='*' else []
     df = pd.DataFrame([run_sizes(h, n) for n in names], columns=['name', 'ranks', 'files', 'log', 'parts', 'latest', 'metadata', 'size'])
@@ -154,7 +162,15 @@ def rm(
     run, # Name of a run, a pattern such as 'GPT*', an ember, a tracker, or a list of these
     home=None # Folder of logs, instead of `~/.torchember`
 ): # pandas.DataFrame: the rows of `du`
-    "Remove runs with all their files, without a question, and print what was removed. ValueError for a run that is being written: then none is removed"
+    """Remove runs with all their files, without a question, and print what was removed. ValueError for a run that is being written: then none is removed
+
+    Args:
+        run: Name of a run, a pattern such as 'GPT*', an ember, a tracker, or a list of these
+        home: Folder of logs, instead of `~/.torchember`
+
+    Returns:
+        pandas.DataFrame: the rows of `du`
+    """
     h,names = runs_to_change(run, home)
     gone = du(names, h.place)
     for name in names:
@@ -174,7 +190,16 @@ def mv(
     name:str, # New name
     home=None # Folder of logs, instead of `~/.torchember`
 ) -> str: # The new name
-    "Rename a run with all its files. ValueError for a run that is being written, FileExistsError for a name that is taken"
+    """Rename a run with all its files. ValueError for a run that is being written, FileExistsError for a name that is taken
+
+    Args:
+        run: Name of a run, an ember, a tracker
+        name: New name
+        home: Folder of logs, instead of `~/.torchember`
+
+    Returns:
+        The new name
+    """
     if is_url(place := folder('torchember', home)): raise OSError(f"{printable(place)} has objects, which have no name that could be changed. "
         f"Give the run its name where it was written, sync it again, and remove the old one: rm({run!r:.80}, {printable(repr(str(place)))}).")
     h,names = runs_to_change(run, home)

@@ -256,7 +256,19 @@ def read_pickle(
     *,
     shifted:bool|None=None # Whether exponents are one too high; None: when Track & Visualize has recorded them
 ): # A DataFrame that `LogFrame` describes
-    "Read a pickled LogFrame. Runs nothing of what is in the file: see `parts_in`"
+    """Read a pickled LogFrame. Runs nothing of what is in the file: see `parts_in`
+
+    Args:
+        filepath_or_buffer: Path, URL or binary file
+        from_wandb: Not here: the message says how it is done
+        schema_map: Not used, as in Track & Visualize
+        compression: As pandas has it
+        storage_options: As pandas has it
+        shifted: Whether exponents are one too high; None: when Track & Visualize has recorded them
+
+    Returns:
+        A DataFrame that `LogFrame` describes
+    """
     if from_wandb: raise NotImplementedError(f"read_pickle(from_wandb=True) does not download. Do it first: "
         f"folder = wandb.Api().artifact({filepath_or_buffer!r}).download(), and read each file in that folder with read_pickle(path).")
     from_io = needs('pandas', for_='read_pickle').io.common.get_handle
@@ -273,7 +285,18 @@ def read_csv(
     shifted:bool|None=None, # Whether exponents are one too high; None: when Track & Visualize has recorded them
     **kwargs # As `pandas.read_csv` has them; without any of them, the two lines of headings and an index are looked for
 ): # A DataFrame that `LogFrame` describes
-    "Read a LogFrame from a CSV file"
+    """Read a LogFrame from a CSV file
+
+    Args:
+        filepath_or_buffer: Path, URL or file
+        *args: As `pandas.read_csv` has them
+        schema_map: Not used, as in Track & Visualize
+        shifted: Whether exponents are one too high; None: when Track & Visualize has recorded them
+        **kwargs: As `pandas.read_csv` has them; without any of them, the two lines of headings and an index are looked for
+
+    Returns:
+        A DataFrame that `LogFrame` describes
+    """
     if not args: kwargs.setdefault('header', [0, 1])
     if kwargs.get('header')==[0, 1] and not {'dtype', 'converters'}&set(kwargs):
         kwargs['converters'] = {('metadata', 'name'): str} # also the '0' of an nn.Sequential
@@ -290,7 +313,13 @@ def write_parquet(
     path, # File
     **kwargs # As `DataFrame.to_parquet` has them
 ):
-    "Write a LogFrame as a Parquet file"
+    """Write a LogFrame as a Parquet file
+
+    Args:
+        lf: A DataFrame that `LogFrame` describes
+        path: File
+        **kwargs: As `DataFrame.to_parquet` has them
+    """
     needs('pyarrow', for_='write_parquet')
     flat = validate(lf).copy(deep=False)
     flat.columns = [f'{top}.{c}' for top,c in flat.columns]
@@ -303,7 +332,18 @@ def read_parquet(
     shifted:bool|None=None, # Whether exponents are one too high; None: when Track & Visualize has recorded them
     **kwargs # As `pandas.read_parquet` has them
 ): # A DataFrame that `LogFrame` describes
-    "Read a LogFrame from a Parquet file"
+    """Read a LogFrame from a Parquet file
+
+    Args:
+        path: Path, URL or file
+        schema_map: Not used, as in Track & Visualize
+        *args: As `pandas.read_parquet` has them
+        shifted: Whether exponents are one too high; None: when Track & Visualize has recorded them
+        **kwargs: As `pandas.read_parquet` has them
+
+    Returns:
+        A DataFrame that `LogFrame` describes
+    """
     pd = needs('pandas', for_='read_parquet')
     df = pd.read_parquet(path, *args, **kwargs)
     if df.columns.nlevels==1: df.columns = pd.MultiIndex.from_tuples([tuple(str(c).partition('.')[::2]) for c in df.columns])

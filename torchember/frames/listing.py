@@ -193,7 +193,14 @@ def list_runs(home=None):
 def runs(
     home=None # Folder of logs, instead of `~/.torchember`
 ): # pandas.DataFrame: name, model, ranks (processes), steps, rows, size (bytes), start, end, running, problem (None if there is none)
-    "List the runs of a home, the newest first. A run that cannot be read has a `problem`. Rows of a long run that was killed are estimated"
+    """List the runs of a home, the newest first. A run that cannot be read has a `problem`. Rows of a long run that was killed are estimated
+
+    Args:
+        home: Folder of logs, instead of `~/.torchember`
+
+    Returns:
+        pandas.DataFrame: name, model, ranks (processes), steps, rows, size (bytes), start, end, running, problem (None if there is none)
+    """
     pd = needs('pandas', for_='A table of runs')
     df = pd.DataFrame(list_runs(home), columns=['name', 'model', 'ranks', 'steps', 'rows', 'size', 'start', 'end', 'running', 'problem'])
     for c in 'start','end': df[c] = pd.to_datetime(df[c], errors='coerce', format='%Y-%m-%d %H:%M:%S')
@@ -206,7 +213,16 @@ def compact(
     home=None, # Folder of logs, instead of `~/.torchember`
     keep:bool=False # Keep the JSON lines of a run that is over
 ) -> list: # A dict for each log: name, rows, bytes of Parquet, bytes of remaining lines
-    "Convert the lines of a run to Parquet parts of about a fifth of the size. Of a run that continues, convert completed steps"
+    """Convert the lines of a run to Parquet parts of about a fifth of the size. Of a run that continues, convert completed steps
+
+    Args:
+        run: Name of a run, or any other run that `read` accepts
+        home: Folder of logs, instead of `~/.torchember`
+        keep: Keep the JSON lines of a run that is over
+
+    Returns:
+        A dict for each log: name, rows, bytes of Parquet, bytes of remaining lines
+    """
     out = []
     for r in open_runs(run, home)[0]:
         logs,is_over = r.logs.values(),True

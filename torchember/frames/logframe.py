@@ -125,7 +125,15 @@ def to_logframe(
 
     Tensor types: output -> Activation, output_grad -> Gradient, weight -> Weights, weight_grad -> Weight_Gradients, optimizer -> Optimiser_State.<key>.
     Statistics: abs_mean -> mean_abs, abs_max -> max_abs, abs_min -> min_abs, rms -> rm2; others keep their names. What has no word there is left out:
-    inputs, input gradients, updates, buffers and probes, shapes, times, calls, marks that are no numbers, and rows of `te.log`."""
+    inputs, input gradients, updates, buffers and probes, shapes, times, calls, marks that are no numbers, and rows of `te.log`.
+
+    Args:
+        run: Our rows as a table; or a run, by its name, tracker or ember
+        keep: Tensor types that the schema has no word for and that come along under our names: 'input', 'buffer', ...; True for all
+
+    Returns:
+        A DataFrame that `LogFrame` describes
+    """
     pd,df = needs('pandas', for_='to_logframe'),run if hasattr(run, 'columns') else read(run)
     if df.columns.nlevels>1: return validate(df)
     missing = [c for c in ('ttype', 'tname', 'step', 'dtype') if c not in df] + [c for c in ('module',) if c not in df and 'path' not in df]
@@ -174,7 +182,14 @@ class SchemaException(ValueError):
 def validate(
     df # A DataFrame
 ): # The same; another with the right labels, where only these were wrong
-    "Raise `SchemaException` with every fault of a LogFrame; or give it back"
+    """Raise `SchemaException` with every fault of a LogFrame; or give it back
+
+    Args:
+        df: A DataFrame
+
+    Returns:
+        The same; another with the right labels, where only these were wrong
+    """
     pd = needs('pandas', for_='validate')
     if not isinstance(df, pd.DataFrame): raise SchemaException(f"a LogFrame is a DataFrame, got {an(df)}.")
     if df.columns.nlevels!=2: raise SchemaException(f"a LogFrame has columns of two levels, such as ('metadata', 'name'), got {df.columns.nlevels}: "
@@ -325,7 +340,15 @@ def from_logframe(
     lf, # A DataFrame that `LogFrame` describes
     shifted:bool=False # Whether its columns of exponents are as Track & Visualize records them: see `unshifted`
 ): # A DataFrame
-    "A table for Track & Visualize as our rows: path, module, ttype, tname, pname, step, call, dtype, type, statistics, exponents, counts of trouble"
+    """A table for Track & Visualize as our rows: path, module, ttype, tname, pname, step, call, dtype, type, statistics, exponents, counts of trouble
+
+    Args:
+        lf: A DataFrame that `LogFrame` describes
+        shifted: Whether its columns of exponents are as Track & Visualize records them: see `unshifted`
+
+    Returns:
+        A DataFrame
+    """
     pd,lf = needs('pandas', for_='from_logframe'),validate(lf)
     if shifted: lf = unshifted(lf)
     meta = lf[META]

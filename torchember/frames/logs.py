@@ -30,7 +30,21 @@ def read(
     home=None, # Folder of logs, instead of `~/.torchember`
     per_rank:bool=False # Return the rows of each rank of a distributed run, not merged
 ): # pandas.DataFrame
-    "Read runs as one table. The logs of several ranks are merged into that of the whole model and batch"
+    """Read runs as one table. The logs of several ranks are merged into that of the whole model and batch
+
+    Args:
+        run: Name of a run, pattern such as 'GPT*', ember, tracker, file of a log, or a list of these
+        path: Modules: a glob on the path ('features.*'), a compiled regex, or a list of these
+        ttype: Tensor type, or a list of them
+        tname: Name of a tensor ('output_0'), or a list of them
+        steps: Step, `range`, `slice`, list of steps, or a function of the step; -1 is the last one
+        columns: Columns to return, in this order, or a function of a column's name; all by default
+        home: Folder of logs, instead of `~/.torchember`
+        per_rank: Return the rows of each rank of a distributed run, not merged
+
+    Returns:
+        pandas.DataFrame
+    """
     needs('pandas', for_='A table of rows')
     found,several = open_runs(run, home)
     choice = Choice(path, ttype, tname, steps)
@@ -96,7 +110,17 @@ def wide(
 ): # pandas.DataFrame: a row for each step, a column for each layer
     """Return a statistic of every layer over the steps
 
-    If a layer has several rows in a step, the last one of the training counts. Rows of evaluations and refused batches count in steps without training rows."""
+    If a layer has several rows in a step, the last one of the training counts. Rows of evaluations and refused batches count in steps without training rows.
+
+    Args:
+        run: A run that `read` accepts, or a table of `read`
+        path: Modules: a glob on the path ('features.*'), a compiled regex, or a list of these; all by default
+        ttype: Tensor type; optional if only one type has the statistic
+        stat: Statistic: a column of the table
+
+    Returns:
+        pandas.DataFrame: a row for each step, a column for each layer
+    """
     pd = needs('pandas', for_='A table of rows')
     if stat is None: raise TypeError("wide needs a statistic, such as wide(run, ttype='output', stat='std').")
     df = clean_types(run if isinstance(run, pd.DataFrame) else read(run))

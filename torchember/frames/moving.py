@@ -352,7 +352,20 @@ def sync(
     parquet:bool=True, # Send lines as Parquet parts if a log has more than 1 MB of them
     patience:float=60 # Seconds to retry while a store does not answer
 ): # A list of dicts, one for each log: name, files, size, sent, bytes sent, over. With `every`, an object with `.stop()` and `.error`
-    "Copy runs, with everything that belongs to them, to a home elsewhere. Files that are there already, by size and hash, are not sent again"
+    """Copy runs, with everything that belongs to them, to a home elsewhere. Files that are there already, by size and hash, are not sent again
+
+    Args:
+        run: Name of a run, a pattern such as 'GPT*', an ember, a tracker, or a list of these
+        url: Home elsewhere: 's3://bucket/runs', a `UPath`, or a folder on another disk
+        home: Folder of logs, instead of `~/.torchember`
+        every: Seconds between two copies, in a thread, until the run is over or `.stop()`
+        move: Remove the run here after all of it was verified there
+        parquet: Send lines as Parquet parts if a log has more than 1 MB of them
+        patience: Seconds to retry while a store does not answer
+
+    Returns:
+        A list of dicts, one for each log: name, files, size, sent, bytes sent, over. With `every`, an object with `.stop()` and `.error`
+    """
     place = folder('torchember', home)
     if is_url(place): raise ValueError(f"sync brings runs of this machine elsewhere, and home is {printable(place)}. Give a folder.")
     if move and every is not None:

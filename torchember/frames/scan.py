@@ -166,7 +166,22 @@ def scan(
     home=None, # Folder or URL of logs, instead of `~/.torchember`
     per_rank:bool=False # Return the rows of each rank of a distributed run, not merged
 ): # polars.LazyFrame, duckdb relation, pyarrow Dataset, iterator of pandas.DataFrame, dask DataFrame or ray Dataset
-    "Return runs of any size as an engine's lazy frame, with the rows of `read`. NaN is null; values other than numbers, texts and lists of numbers are JSON"
+    """Return runs of any size as an engine's lazy frame, with the rows of `read`. NaN is null; values other than numbers, texts and lists of numbers are JSON
+
+    Args:
+        run: Runs, as `read` takes them: a name, a pattern such as 'GPT*', a file or URL of a log, an ember, or a list of these
+        engine: 'polars', 'duckdb', 'arrow', 'pandas', 'dask', 'ray'
+        path: Modules: a glob on the path ('features.*'), a compiled regex, or a list of these
+        ttype: Tensor type, or a list of them
+        tname: Name of a tensor ('output_0'), or a list of them
+        steps: Step, `range`, `slice`, list of steps, or a function of the step; -1 is the last one
+        columns: Columns to return, in this order, or a function of a column's name; all by default
+        home: Folder or URL of logs, instead of `~/.torchember`
+        per_rank: Return the rows of each rank of a distributed run, not merged
+
+    Returns:
+        polars.LazyFrame, duckdb relation, pyarrow Dataset, iterator of pandas.DataFrame, dask DataFrame or ray Dataset
+    """
     if engine not in engines: raise ValueError(unknown('engine', engine, list(engines)))
     found,several = open_runs(run, home)
     choice = Choice(path, ttype, tname, steps)
@@ -182,7 +197,16 @@ def query(
     run='*', # Runs, as `read` takes them
     home=None # Folder or URL of logs, instead of `~/.torchember`
 ): # pandas.DataFrame
-    "Ask runs of any size in SQL. Needs duckdb. The query can read and write nothing but the log"
+    """Ask runs of any size in SQL. Needs duckdb. The query can read and write nothing but the log
+
+    Args:
+        sql: SQL statement about the table `log`
+        run: Runs, as `read` takes them
+        home: Folder or URL of logs, instead of `~/.torchember`
+
+    Returns:
+        pandas.DataFrame
+    """
     duckdb = needs('duckdb', for_='query')
     rows = scan([run] if not isinstance(run, list|tuple|set) else run, 'arrow', home=home)
     con = duckdb.connect(':memory:')

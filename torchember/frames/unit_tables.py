@@ -80,7 +80,17 @@ def dead_units(
 
     `dead`: zero in all rows of the window. `since`: the step of the first row of the zeros that it ends with; the unit fell silent between the
     row before and this one. Missing for a unit that is not dead. `revived`: how often a row above zero follows one of zero.
-    `activity`: the mean over the window. A NaN is not zero."""
+    `activity`: the mean over the window. A NaN is not zero.
+
+    Args:
+        run: What `read` takes, or a table that it gave
+        path: Layers: a glob on the path ('features.*'), a compiled regex, or a list of these; all of them without it
+        window: How many steps, up to a layer's last row, a unit must have been silent in to be dead; those of the last row without it
+        stat: Another statistic that is zero where a unit does nothing
+
+    Returns:
+        pandas.DataFrame: path, unit, dead, since, revived, activity
+    """
     pd = needs('pandas', for_='A table of units')
     if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window<1):
         raise ValueError(f"window is a number of steps from 1 on, or None for the last row, got {window!r}.")

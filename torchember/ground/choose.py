@@ -79,7 +79,11 @@ def takes_two(f):
 def select(
     what # Glob, class name, class, compiled regex, predicate, `Selection`, or a list of these
 ) -> Selection:
-    "Return a `Selection`. Raises TypeError for an object of another kind."
+    """Return a `Selection`. Raises TypeError for an object of another kind.
+
+    Args:
+        what: Glob, class name, class, compiled regex, predicate, `Selection`, or a list of these
+    """
     if isinstance(what, Selection): return what
     if isinstance(what, str): return Selection(repr(what), by_string(what))
     if isinstance(what, re.Pattern): return Selection(f're {what.pattern!r}', lambda ps: {id(m) for p,m in ps if what.search(p)})
@@ -134,7 +138,12 @@ def every(
     n:int, # Keep one step in `n`
     start:int=0 # First step to keep
 ) -> Schedule:
-    "Return a schedule of the steps `start`, `start+n`, `start+2n`, ..."
+    """Return a schedule of the steps `start`, `start+n`, `start+2n`, ...
+
+    Args:
+        n: Keep one step in `n`
+        start: First step to keep
+    """
     check_whole('every', 'n', n, 1); check_whole('every', 'start', start, 0)
     return Schedule(partial(is_every, n, start), f'every({n}, start={start})' if start else f'every({n})')
 
@@ -160,7 +169,12 @@ def linear(
     interval:int=1, # Keep one step in `interval`. 0 means 1
     offset:int=0 # First step to keep
 ) -> Schedule:
-    "Return a schedule of the steps `offset`, `offset+interval`, ..., as the string 'linear(interval, offset)'."
+    """Return a schedule of the steps `offset`, `offset+interval`, ..., as the string 'linear(interval, offset)'.
+
+    Args:
+        interval: Keep one step in `interval`. 0 means 1
+        offset: First step to keep
+    """
     check_whole('linear', 'interval', interval, 0)
     return every(max(interval, 1), offset)
 
@@ -168,14 +182,22 @@ def linear(
 def at(
     *steps:int # The steps to keep. Without steps nothing is kept
 ) -> Schedule:
-    "Return a schedule of these steps."
+    """Return a schedule of these steps.
+
+    Args:
+        *steps: The steps to keep. Without steps nothing is kept
+    """
     for s in steps: check_whole('at', 'each step', s, 0)
     return Schedule(lambda s: s in steps, f"at({', '.join(map(str, steps))})")
 
 def until(
     n:int # First step that is not kept
 ) -> Schedule:
-    "Return a schedule of the first `n` steps, 0 to n-1."
+    """Return a schedule of the first `n` steps, 0 to n-1.
+
+    Args:
+        n: First step that is not kept
+    """
     check_whole('until', 'n', n, 0)
     return Schedule(lambda s: s<n, f'until({n})')
 
@@ -183,7 +205,12 @@ def between(
     a:int, # First step to keep
     b:int # First step after that is not kept
 ) -> Schedule:
-    "Return a schedule of the steps from `a` to `b`-1, as `range(a, b)`."
+    """Return a schedule of the steps from `a` to `b`-1, as `range(a, b)`.
+
+    Args:
+        a: First step to keep
+        b: First step after that is not kept
+    """
     check_whole('between', 'a', a, 0); check_whole('between', 'b', b, a)
     return Schedule(lambda s: a<=s<b, f'between({a}, {b})')
 
@@ -191,7 +218,11 @@ def between(
 def log_spaced(
     n:int # Steps in each decade: 1 to 10, 10 to 100, ...
 ) -> Schedule:
-    "Return a schedule of step 0, and `n` steps in each decade, evenly spaced on a log axis."
+    """Return a schedule of step 0, and `n` steps in each decade, evenly spaced on a log axis.
+
+    Args:
+        n: Steps in each decade: 1 to 10, 10 to 100, ...
+    """
     check_whole('log_spaced', 'n', n, 1)
     def keep(s):
         if s<1: return s==0

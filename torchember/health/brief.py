@@ -120,7 +120,16 @@ def brief(
     rules='default', # As in `diagnose`
     home=None # Folder of logs, instead of `~/.torchember`
 ) -> str: # Markdown, at most 8 kB
-    "Return one page about a run: what was recorded, norm of all gradients, findings, loss, most unusual layers, and how to get more."
+    """Return one page about a run: what was recorded, norm of all gradients, findings, loss, most unusual layers, and how to get more.
+
+    Args:
+        run: Name of a run, an ember, its te.t, a file, or a table of rows
+        rules: As in `diagnose`
+        home: Folder of logs, instead of `~/.torchember`
+
+    Returns:
+        Markdown, at most 8 kB
+    """
     rules,h = choose_rules(rules),load_history(run, home)
     found = order_findings(run_rules(rules, h), rules, len(h.steps))
     name = h.name or 'of a table'

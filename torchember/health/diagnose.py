@@ -189,7 +189,16 @@ def diagnose(
     rules='default', # 'default', or a list of names, of `rule`s with other thresholds (`rule.but(...)`), and of your own functions
     home=None # Folder of logs, instead of `~/.torchember`
 ): # `Findings`, a DataFrame that prints as sentences
-    "Find the faults of a run, causes first, with advice and a plot for each."
+    """Find the faults of a run, causes first, with advice and a plot for each.
+
+    Args:
+        run: Name of a run, an ember, its te.t, a file, or a table of rows
+        rules: 'default', or a list of names, of `rule`s with other thresholds (`rule.but(...)`), and of your own functions
+        home: Folder of logs, instead of `~/.torchember`
+
+    Returns:
+        `Findings`, a DataFrame that prints as sentences
+    """
     rules,h = choose_rules(rules),load_history(run, home)
     return findings_table(order_findings(run_rules(rules, h), rules, len(h.steps)), h, rules)
 

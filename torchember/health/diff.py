@@ -277,7 +277,16 @@ def diff(
     ttype=None, # Tensor type, or a list of them; without it, all
     home=None # Folder of logs, instead of `~/.torchember`
 ) -> Difference:
-    "Compare two runs. Return the first step and, in the order of calls, the first tensor that differs by more than rounding."
+    """Compare two runs. Return the first step and, in the order of calls, the first tensor that differs by more than rounding.
+
+    Args:
+        a, b: Names of runs, embers, trackers, files (also of `keep_run`), or tables of rows
+        paths: Path of a module in `a` -> path in `b`: a dict or a function, also for torch and JAX. None as its value leaves a module out
+        rtol: Tolerance as a share of a tensor's size; without it, from format and number of elements
+        path: Modules to compare: a glob for paths in `a` ('features.*'), a compiled regex, or a list of these; without it, all
+        ttype: Tensor type, or a list of them; without it, all
+        home: Folder of logs, instead of `~/.torchember`
+    """
     if rtol is not None and (isinstance(rtol, bool) or not isinstance(rtol, int|float) or not rtol>=0):
         raise ValueError(f"rtol is a share, such as 1e-3, got {rtol!r:.80}.")
     if paths is not None and not isinstance(paths, dict) and not callable(paths): raise TypeError(f"paths is a dict or a function of a path, got {an(paths)}.")
@@ -325,7 +334,14 @@ def assert_same_run(
     rtol:float|None=None, # Tolerance as a share of a tensor's size; without it, from format and number of elements
     home=None # Folder of logs, instead of `~/.torchember`
 ):
-    "Raise AssertionError if a run differs from a correct run, or lacks a part of it. The message names the first difference. The run may be shorter."
+    """Raise AssertionError if a run differs from a correct run, or lacks a part of it. The message names the first difference. The run may be shorter.
+
+    Args:
+        run: Name of a run, an ember, a tracker, a file, or a table of rows
+        golden: The correct run: a file of `keep_run`, or anything that `diff` takes
+        rtol: Tolerance as a share of a tensor's size; without it, from format and number of elements
+        home: Folder of logs, instead of `~/.torchember`
+    """
     found = diff(golden, run, rtol=rtol, home=home)
     if found: raise AssertionError(found.text)
     if gone := found.lacking:

@@ -26,7 +26,21 @@ def finding(
     stands:bool=False, # True if no other finding may be its cause
     **evidence # Numbers of the sentence by name
 ) -> dict:
-    "Return a finding as a dict."
+    """Return a finding as a dict.
+
+    Args:
+        where: A `Series`, or the path of a module; '' is the whole model
+        text: One sentence: what is wrong, where, since which step, with its numbers
+        first_step: First step of the fault
+        last_step: Last step of the fault; without it, the first step
+        advice: What to try first, if possible as code
+        severity: 'error', 'warning' or 'info'; without it, the severity of the rule
+        look: Call of a plot that shows the fault
+        ttype: Tensor type; without it, that of the series
+        pname: Name of a parameter, if `where` is a path
+        stands: True if no other finding may be its cause
+        **evidence: Numbers of the sentence by name
+    """
     of = (where, ttype, pname) if isinstance(where, str) else (where.path, ttype or where.ttype, where.pname)
     return dict(severity=severity, rule=None, path=of[0], ttype=of[1], pname=of[2],
         first_step=int(first_step), last_step=int(first_step if last_step is None else last_step),

@@ -30,7 +30,17 @@ def keep_run(
     overwrite:bool=False, # Replace an existing file
     home=None # Folder of logs, instead of `~/.torchember`
 ): # pathlib.Path of the file
-    "Write what `diff` compares of a run to one small file, for `assert_same_run` and `torchEmber.check`."
+    """Write what `diff` compares of a run to one small file, for `assert_same_run` and `torchEmber.check`.
+
+    Args:
+        run: Name of a run, an ember, its te.t, a file, or a table of rows
+        path: File to write, with the ending .parquet
+        overwrite: Replace an existing file
+        home: Folder of logs, instead of `~/.torchember`
+
+    Returns:
+        pathlib.Path of the file
+    """
     from pathlib import Path
     pd,path = needs('pandas', for_='keep_run'),Path(path)
     needs('pyarrow', for_='keep_run')

@@ -612,7 +612,12 @@ def locate(
     step_fn, # Called once, without arguments: forward, backward and optimizer step of your loop. First restore model, optimizer, batch and seed
     model=None # The root module, if paths shall not begin at the outermost module that runs
 ) -> Located:
-    "Run a step again, from the restored state, and name the operation that first makes a NaN or an infinity. An armed ember does not record it."
+    """Run a step again, from the restored state, and name the operation that first makes a NaN or an infinity. An armed ember does not record it.
+
+    Args:
+        step_fn: Called once, without arguments: forward, backward and optimizer step of your loop. First restore model, optimizer, batch and seed
+        model: The root module, if paths shall not begin at the outermost module that runs
+    """
     if not callable(step_fn): raise TypeError(f"locate calls step_fn() to run the step, got {an(step_fn)}. Write locate(lambda: step(batch)).")
     tracker,error = track_step(step_fn, model)
     found = choose_origin(tracker, error is not None)

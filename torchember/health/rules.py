@@ -62,7 +62,14 @@ def rule(
     needs=(), # Tensor types that it reads
     after=() # Names of rules that find causes
 ):
-    "Decorate a function of a `History` that yields `finding`s: it becomes a rule of the table, under its name."
+    """Decorate a function of a `History` that yields `finding`s: it becomes a rule of the table, under its name.
+
+    Args:
+        f: A function of a `History`
+        severity: 'error', 'warning' or 'info', for findings that state none
+        needs: Tensor types that it reads
+        after: Names of rules that find causes
+    """
     if f is None: return functools.partial(rule, severity=severity, needs=needs, after=after)
     if severity not in severities: raise ValueError(unknown('severity', severity, severities))
     if not callable(f): raise TypeError(f"a rule is a function of a run's rows, got {an(f)}.")

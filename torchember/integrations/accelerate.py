@@ -56,7 +56,11 @@ def next_step_of(
 
 # %% ../../nbs/90_integrations/30_accelerate.ipynb #414126be
 class EmberCallback(RecordingCallback, Tracker):
-    "Record each training of an Accelerator. Takes the keyword arguments of `torchEmber`: `EmberCallback(every=10)`."
+    """Record each training of an Accelerator. Takes the keyword arguments of `torchEmber`: `EmberCallback(every=10)`.
+
+    Args:
+        **options: Arguments of `torchEmber`, except model, optimizer, scaler, first_step and resume
+    """
     name,requires_logging_directory,main_process_only = 'torchember',False,False
     def __init__(self,
         **options # Arguments of `torchEmber`, except model, optimizer, scaler, first_step and resume

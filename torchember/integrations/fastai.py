@@ -34,7 +34,11 @@ class Skips:
 
 # %% ../../nbs/90_integrations/40_fastai.ipynb #683f6470
 class EmberCallback(RecordingCallback, Callback):
-    "Record each fit of a fastai Learner. Takes the keyword arguments of `torchEmber`: `EmberCallback(every=10)`."
+    """Record each fit of a fastai Learner. Takes the keyword arguments of `torchEmber`: `EmberCallback(every=10)`.
+
+    Args:
+        **options: Arguments of `torchEmber`, except model, optimizer, scaler, first_step and resume
+    """
     order = 80 # after callbacks that prepare a batch or skip an epoch
     def __init__(self,
         **options # Arguments of `torchEmber`, except model, optimizer, scaler, first_step and resume

@@ -28,7 +28,11 @@ def tries_rates(trainer):
 
 # %% ../../nbs/90_integrations/50_ignite.ipynb #8cbe7746
 class EmberCallback(RecordingCallback):
-    "Record each run of a training Engine. Takes the keyword arguments of `torchEmber`: `EmberCallback(every=10)`."
+    """Record each run of a training Engine. Takes the keyword arguments of `torchEmber`: `EmberCallback(every=10)`.
+
+    Args:
+        **options: Arguments of `torchEmber`, except model, optimizer, scaler, first_step and resume
+    """
     def __init__(self,
         **options # Arguments of `torchEmber`, except model, optimizer, scaler, first_step and resume
     ):
@@ -44,7 +48,20 @@ class EmberCallback(RecordingCallback):
         output_transform=output_as_dict, # Function of an output that returns a dict of numbers
         gradient_accumulation_steps:int=1 # Batches per step, to number the steps of a continued training
     ): # This callback
-        "Record the training of a trainer."
+        """Record the training of a trainer.
+
+        Args:
+            trainer: Engine that trains
+            model: Trained model
+            optimizer: Optimizer, or a list: a step ends when all have stepped
+            evaluator: Engine whose metrics are recorded, or name -> Engine
+            scaler: `GradScaler` in use, unless `create_supervised_trainer` created it
+            output_transform: Function of an output that returns a dict of numbers
+            gradient_accumulation_steps: Batches per step, to number the steps of a continued training
+
+        Returns:
+            This callback
+        """
         self.model,self.optimizers,self.scaler = model,list(optimizer) if isinstance(optimizer, list|tuple) else [optimizer],scaler
         self.output_transform,self.accumulates = output_transform,gradient_accumulation_steps
         trainer.add_event_handler(Events.STARTED, self.started)
@@ -102,6 +119,10 @@ class EmberCallback(RecordingCallback):
         self.recording.end()
 
     def close(self): # `Report`, or None if nothing was recorded
-        "End the run, after an interruption that is not continued."
+        """End the run, after an interruption that is not continued.
+
+        Returns:
+            `Report`, or None if nothing was recorded
+        """
         self.end()
         return self.report

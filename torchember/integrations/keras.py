@@ -196,7 +196,11 @@ class BatchNumbers:
 
 # %% ../../nbs/90_integrations/60_keras.ipynb #2481a433
 class EmberCallback(RecordingCallback, keras.callbacks.Callback):
-    "Record each `fit` of a Keras model on torch. Takes the keyword arguments of `torchEmber`: `EmberCallback(every=10)`."
+    """Record each `fit` of a Keras model on torch. Takes the keyword arguments of `torchEmber`: `EmberCallback(every=10)`.
+
+    Args:
+        **options: Arguments of `torchEmber`, except model, optimizer, scaler, first_step and resume
+    """
     def __init__(self,
         **options # Arguments of `torchEmber`, except model, optimizer, scaler, first_step and resume
     ):
@@ -263,7 +267,11 @@ class EmberCallback(RecordingCallback, keras.callbacks.Callback):
         self.close()
 
     def close(self): # A `Report`: what was done; None if nothing was recorded
-        "End the run, also after an exception, which Keras reports to no callback."
+        """End the run, also after an exception, which Keras reports to no callback.
+
+        Returns:
+            A `Report`: what was done; None if nothing was recorded
+        """
         self.testing = False
         self.numbers.close()
         return self.recording.end()

@@ -47,7 +47,11 @@ def tunes(trainer):
 
 # %% ../../nbs/90_integrations/10_lightning.ipynb #773fd7a1
 class EmberCallback(RecordingCallback, Callback):
-    "Record each training of a Lightning Trainer. Takes the keyword arguments of `torchEmber`: `EmberCallback(every=10)`."
+    """Record each training of a Lightning Trainer. Takes the keyword arguments of `torchEmber`: `EmberCallback(every=10)`.
+
+    Args:
+        **options: Arguments of `torchEmber`, except model, optimizer, scaler, first_step and resume
+    """
     def __init__(self,
         **options # Arguments of `torchEmber`, except model, optimizer, scaler, first_step and resume
     ):

@@ -13,7 +13,11 @@ TrainerCallback = needs('transformers', for_='torchember.integrations.transforme
 
 # %% ../../nbs/90_integrations/20_transformers.ipynb #04a76258
 class EmberCallback(RecordingCallback, TrainerCallback):
-    "Record each training of a transformers Trainer. Takes the keyword arguments of `torchEmber`: `EmberCallback(every=10)`."
+    """Record each training of a transformers Trainer. Takes the keyword arguments of `torchEmber`: `EmberCallback(every=10)`.
+
+    Args:
+        **options: Arguments of `torchEmber`, except model, optimizer, scaler, first_step and resume
+    """
     def __init__(self,
         **options # Arguments of `torchEmber`, except model, optimizer, scaler, first_step and resume
     ):

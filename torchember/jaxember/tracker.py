@@ -63,14 +63,27 @@ def probe(
     name:str, # Name in the tables, as `tname`
     x # Array, or tree of arrays
 ): # The same value
-    "Record a value and its gradient, wherever it is computed."
+    """Record a value and its gradient, wherever it is computed.
+
+    Args:
+        name: Name in the tables, as `tname`
+        x: Array, or tree of arrays
+
+    Returns:
+        The same value
+    """
     if not isinstance(name, str) or not name: raise TypeError(f"probe('scores', x) needs a name first, got {an(name)}.")
     if asked.value is None: return x
     return tagged_tree(current_place() or Place('', 'model'), 'probe', name, x)
 
 # %% ../../nbs/88_jaxember/80_tracker.ipynb #95ff8bbe
 class JaxTracker(Tracker):
-    "Result of `track`: runs steps, ends them, and writes a LogFrame at the end. As a list, it has the statistics of the latest step."
+    """Result of `track`: runs steps, ends them, and writes a LogFrame at the end. As a list, it has the statistics of the latest step.
+
+    Args:
+        recorder: Runs and records the steps
+        **kwargs: As for `Tracker`
+    """
     def __init__(self,
         recorder:JaxRecorder, # Runs and records the steps
         **kwargs # As for `Tracker`
@@ -85,7 +98,15 @@ class JaxTracker(Tracker):
         f, # The step: a function of `*args`, jitted or not
         *args, **kwargs # Arguments of the step
     ): # Result of the step
-        "Run a step and record the outputs of its modules, and their gradients. On steps that are not recorded, call the plain function."
+        """Run a step and record the outputs of its modules, and their gradients. On steps that are not recorded, call the plain function.
+
+        Args:
+            f: The step: a function of `*args`, jitted or not
+            *args, **kwargs: Arguments of the step
+
+        Returns:
+            Result of the step
+        """
         if not callable(f): raise TypeError(f"intercept is given a function and its arguments, tracker.intercept(update, params, batch), got {an(f)}.")
         return self.recorder.run(f, args, kwargs)
 
@@ -94,7 +115,13 @@ class JaxTracker(Tracker):
         optimizer_state=None, # Optimizer state after the step
         gradients=None # Gradients of the parameters
     ):
-        "End the step. Each argument is required if `track` was asked to record it."
+        """End the step. Each argument is required if `track` was asked to record it.
+
+        Args:
+            model_state: Parameters and other variables after the step
+            optimizer_state: Optimizer state after the step
+            gradients: Gradients of the parameters
+        """
         with take_current_trace() as t: inside = not isinstance(t, Watching | type(self.recorder.watching.below))
         if inside: raise RuntimeError("step is called inside of jit, grad or another function of JAX, where arrays are tracers and have no numbers yet. "
             "Return them from there, and call it outside: state = tracker.intercept(update, ...), then tracker.step(state).")
@@ -119,7 +146,11 @@ class JaxTracker(Tracker):
     def log(self,
         **numbers # Name -> number, or array with one element
     ):
-        "Record scalars of the open step, such as the loss, as a row and as curves in pictures."
+        """Record scalars of the open step, such as the loss, as a row and as curves in pictures.
+
+        Args:
+            **numbers: Name -> number, or array with one element
+        """
         for k,v in numbers.items():
             if isinstance(v, jax.core.Tracer): raise RuntimeError(f"log({k}=...) is called inside of jit, grad or another function of JAX, where {k} is a "
                 f"tracer and no number yet. Return it from there, and call it outside: {k} = tracker.intercept(update, ...), then tracker.log({k}={k}).")
@@ -171,7 +202,26 @@ def track(
     home=None, # Folder of log and LogFrame, instead of `~/.torchember`
     store:str='jsonl' # Format of the log: 'jsonl', or 'parquet', which is much smaller
 ) -> JaxTracker:
-    "Record a JAX training: `with track(model_state=params) as tracker: ...`, with `tracker.intercept(update, ...)` and `tracker.step(params)` in each step."
+    """Record a JAX training: `with track(model_state=params) as tracker: ...`, with `tracker.intercept(update, ...)` and `tracker.step(params)` in each step.
+
+    Args:
+        model_state: Parameters and other variables to record: of flax, or any tree of arrays
+        optimizer_state: Optimizer state to record
+        track_gradients: Record gradients: of outputs, and those given to `step`
+        include: Modules to record: a pattern, text or compiled, searched in their names, or a list of patterns
+        exclude: Modules to leave out
+        stash_value: Function: array -> dict; default `stash_all_stats_and_hist`
+        async_offload: No effect: a separate thread always writes
+        offload_inc: Steps between calls of `offload_fn`. The log is written immediately
+        offload_type: File type of the LogFrame: '.pkl' or '.parquet'
+        use_wandb: Send each step's means to the open W&B run, and the LogFrame at the end
+        init_step: Number of the first step, to continue from a checkpoint
+        name: Name of the run; default `jax_<YYYYmmdd_HHMMSS>`, or the class of a given model
+        every: Steps to record: an integer n (every n), a schedule such as at(3, 7), or a function of the step
+        offload_fn: Function of run name, step and LogFrame of the rows since its last call
+        home: Folder of log and LogFrame, instead of `~/.torchember`
+        store: Format of the log: 'jsonl', or 'parquet', which is much smaller
+    """
     check_arguments(offload_type, offload_inc, init_step, stash_value, name, home)
     inside = current_trace() is not trace_of_jax()
     if inside: raise RuntimeError("track is called inside of jit, grad or another function of JAX. Call it outside, around the loop.")

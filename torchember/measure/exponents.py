@@ -75,7 +75,17 @@ def headroom(
     zeros=0 # Number of zeros, shape (...). The first count includes them, and every format holds them
 ) -> dict: # 'over', 'subnormal', 'under': shares of the non-zero elements, arrays of shape (...)
     """Return the shares of elements that overflow in a format, lose digits, or become zero.
-    Raises ValueError if the counts do not cover the limits of the format."""
+    Raises ValueError if the counts do not cover the limits of the format.
+
+    Args:
+        counts: Counts of rows, shape (..., k): below, one for each exponent, above
+        lo: Exponent of the second count: a row's `exponent_min`
+        dtype: Name of a number format
+        zeros: Number of zeros, shape (...). The first count includes them, and every format holds them
+
+    Returns:
+        'over', 'subnormal', 'under': shares of the non-zero elements, arrays of shape (...)
+    """
     f,c = reach(dtype),np.asarray(counts, dtype=float)
     hi = lo+c.shape[-1]-3
     if lo>f['subnormal'] or hi<f['max']:
@@ -87,7 +97,14 @@ def headroom(
 def exponents_for(
     *dtypes:str # Names of number formats
 ) -> str: # A statistic: 'exponents(-24, 15)' for float16
-    "Return the statistic that `headroom` needs for these formats."
+    """Return the statistic that `headroom` needs for these formats.
+
+    Args:
+        *dtypes: Names of number formats
+
+    Returns:
+        A statistic: 'exponents(-24, 15)' for float16
+    """
     f = [reach(d) for d in dtypes]
     return f"exponents({min(x['subnormal'] for x in f)}, {max(x['max'] for x in f)})"
 

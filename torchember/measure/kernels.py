@@ -168,7 +168,12 @@ def summarize(
     x:torch.Tensor, # Any tensor
     wanted=scalars # Groups of sums: some of 'basic', 'absolute', 'higher', 'powers', 'exponents'
 ) -> Summary:
-    "Return the `Summary` of a tensor. Raises `Unmeasurable` if its values cannot be read."
+    """Return the `Summary` of a tensor. Raises `Unmeasurable` if its values cannot be read.
+
+    Args:
+        x: Any tensor
+        wanted: Groups of sums: some of 'basic', 'absolute', 'higher', 'powers', 'exponents'
+    """
     if not isinstance(x, torch.Tensor): raise TypeError(f"summarize measures a tensor, got {an(x)}. For arrays there is Summary.of.")
     with torch.no_grad(), no_autocast(x.device.type): v = read(x, wanted)
     return Summary(v if isinstance(v, np.ndarray) else v.cpu())

@@ -224,7 +224,16 @@ def covariance(
     by at most the share `Spectrum.error` (about 0.1 percent; usually far less). `Spectrum.condition` is within 25 percent, or raises SpectrumError.
     `exact=True` computes all eigenvalues, which takes a decomposition. The random numbers come from an own generator with a fixed seed.
 
-    Raises SpectrumError for one sample, for one feature, and for NaN and infinity."""
+    Raises SpectrumError for one sample, for one feature, and for NaN and infinity.
+
+    Args:
+        x: Tensor of at least two samples and two features; any dtype, strides and device
+        axis: Dimension that holds the features; None: 1 of 4 dimensions and more, else the last
+        exact: True: compute all eigenvalues; False: estimate them; None: estimate them for 8192 features and samples or more
+
+    Returns:
+        Its `spectrum` is computed on first access
+    """
     at = features_at(x, axis)
     C = x.shape[at]
     n = x.numel()//max(C, 1)
@@ -337,7 +346,15 @@ def cal_cov_matrix(
     x, # Tensor of at least two samples
     axis=None # Dimension that holds the features; None: 1 of 4 dimensions and more, else the last
 ) -> torch.Tensor: # Shape (features, features), in the dtype of the tensor, or the default dtype for integers
-    "Return the covariance matrix of the features of a tensor, summed in float64: `torch.cov` of the transposed `samples`."
+    """Return the covariance matrix of the features of a tensor, summed in float64: `torch.cov` of the transposed `samples`.
+
+    Args:
+        x: Tensor of at least two samples
+        axis: Dimension that holds the features; None: 1 of 4 dimensions and more, else the last
+
+    Returns:
+        Shape (features, features), in the dtype of the tensor, or the default dtype for integers
+    """
     at = features_at(x, axis)
     C = x.shape[at]
     n = x.numel()//max(C, 1)
@@ -352,7 +369,14 @@ def cal_cov_matrix(
 def cal_eig(
     matrix # Symmetric matrix, shape (n, n)
 ) -> torch.Tensor: # n numbers, in the dtype of the matrix
-    "Return the eigenvalues of a symmetric matrix, largest first, computed in float64."
+    """Return the eigenvalues of a symmetric matrix, largest first, computed in float64.
+
+    Args:
+        matrix: Symmetric matrix, shape (n, n)
+
+    Returns:
+        n numbers, in the dtype of the matrix
+    """
     if not isinstance(matrix, torch.Tensor): raise TypeError(f"eigenvalues need a tensor, got {an(matrix)}. torch.as_tensor converts an array.")
     if matrix.dim()!=2 or matrix.shape[0]!=matrix.shape[1] or not len(matrix):
         raise SpectrumError(f"eigenvalues need a square matrix, got shape {tuple(matrix.shape)}. cal_cov_matrix makes one from a tensor.")
@@ -403,7 +427,15 @@ def rankme(
 ) -> float: # NaN where all are 0
     """Return RankMe: the soft number of dimensions of representations (Garrido et al. 2023, arXiv 2210.02885).
 
-    For more than 4,194,304 numbers, the singular values come from the smaller Gram matrix. The result is then precise to 0.1 percent."""
+    For more than 4,194,304 numbers, the singular values come from the smaller Gram matrix. The result is then precise to 0.1 percent.
+
+    Args:
+        z: Representations, one sample per row. Further dimensions are flattened
+        epsilon: Added to each share
+
+    Returns:
+        NaN where all are 0
+    """
     return exp_entropy(singular_values(z), epsilon)
 
 # %% ../../nbs/20_measure/30_spectrum.ipynb #0983dbf7
@@ -412,5 +444,12 @@ def effective_rank(
 ) -> float: # At least 1. NaN if all numbers are 0
     """Return the effective rank of a matrix: exp of the entropy of its singular values (Roy and Vetterli 2007).
 
-    For more than 4,194,304 numbers, the singular values come from the smaller Gram matrix. The result is then precise to 0.1 percent."""
+    For more than 4,194,304 numbers, the singular values come from the smaller Gram matrix. The result is then precise to 0.1 percent.
+
+    Args:
+        matrix: Weight, outputs first. Further dimensions are flattened
+
+    Returns:
+        At least 1. NaN if all numbers are 0
+    """
     return exp_entropy(singular_values(matrix))

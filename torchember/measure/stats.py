@@ -15,6 +15,14 @@ def get_stats(
     tensor, # Any tensor
     stats='basic' # Named set, or list of statistics
 ) -> dict: # Statistic -> number; lists for `shape` and `exponents`
-    "Return statistics of one tensor; by default exactly `shape`, `mean`, `std`, `max` and `min`."
+    """Return statistics of one tensor; by default exactly `shape`, `mean`, `std`, `max` and `min`.
+
+    Args:
+        tensor: Any tensor
+        stats: Named set, or list of statistics
+
+    Returns:
+        Statistic -> number; lists for `shape` and `exponents`
+    """
     names = stat_names(stats)
     return as_dicts(summarize(tensor, groups_for(names)).vector[None], names, [tensor.shape])[0]

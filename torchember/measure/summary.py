@@ -255,7 +255,11 @@ def lost_value(
 
 # %% ../../nbs/20_measure/00_summary.ipynb #de71363d
 class Summary:
-    "A summary of numbers. `Summary.of(a)+Summary.of(b)` is the summary of both."
+    """A summary of numbers. `Summary.of(a)+Summary.of(b)` is the summary of both.
+
+    Args:
+        vector: Sums in the order of `parts`
+    """
     def __init__(self,
         vector # Sums in the order of `parts`
     ): self.vector = np.asarray(vector, dtype=np.float64)
@@ -265,7 +269,15 @@ class Summary:
         x, # Array of numbers
         wanted=scalars # Groups to measure
     ): # The summary of x
-        "Return the summary of an array, by numpy in float64."
+        """Return the summary of an array, by numpy in float64.
+
+        Args:
+            x: Array of numbers
+            wanted: Groups to measure
+
+        Returns:
+            The summary of x
+        """
         return cls(read_array(x, wanted))
 
     def __add__(self, other): return Summary(merge(np.stack([self.vector, other.vector])))
@@ -278,7 +290,14 @@ class Summary:
     def dict(self,
         names=tuple(derived) # Statistics
     ) -> dict: # name -> number
-        "Return statistics as Python numbers."
+        """Return statistics as Python numbers.
+
+        Args:
+            names: Statistics
+
+        Returns:
+            name -> number
+        """
         return {n: (int if n in counts else float)(x) for n,x in derive(self.vector, names).items()}
 
     def __repr__(self):

@@ -250,7 +250,18 @@ class OwnRun:
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #7a246089
 class Monitor:
-    "Compute quantities of chosen modules while a model trains. Call `Monitor.track` with the number of each step, after its backward pass."
+    """Compute quantities of chosen modules while a model trains. Call `Monitor.track` with the number of each step, after its backward pass.
+
+    Args:
+        model: The model, also if wrapped by `torch.compile` or `DistributedDataParallel`
+        config: Module (path, glob, class or its name) -> list of quantities: name, class or function, or a pair with a schedule
+        name: Name of the run. Default: the run of the ember armed on the model, or `<ModelClass>_<YYYYmmdd_HHMMSS>`
+        resume: Continue the run `name`
+        home: Folder for logs, instead of `~/.torchember`
+        store: Format of the monitor's own run: 'jsonl', or 'parquet' for much smaller files
+        scaler: The `GradScaler` in use: gradients are then unscaled. Call `track` before `scaler.step`
+        on_error: If a quantity fails: 'warn' once and continue, or 'raise'
+    """
     def __init__(self,
         model:nn.Module, # The model, also if wrapped by `torch.compile` or `DistributedDataParallel`
         config:dict=None, # Module (path, glob, class or its name) -> list of quantities: name, class or function, or a pair with a schedule
@@ -295,7 +306,11 @@ class Monitor:
     def track(self,
         global_step:int # Number of the step that was just computed
     ):
-        "Compute the due quantities of this step. Call it after backward and before `zero_grad`."
+        """Compute the due quantities of this step. Call it after backward and before `zero_grad`.
+
+        Args:
+            global_step: Number of the step that was just computed
+        """
         step = step_number(global_step)
         if disabled(): return
         rows,due = [],self.passes.due_watches(step)
@@ -313,12 +328,20 @@ class Monitor:
     def of_step(self,
         step:int
     ) -> dict: # {path: {quantity: value}}
-        "Return the values of one step, if they are in memory."
+        """Return the values of one step, if they are in memory.
+
+        Returns:
+            {path: {quantity: value}}
+        """
         got = {w.track.path: self.outputs.values.get(w.track.path, {}) for w in self.watches}
         return {p: of for p,names in got.items() if (of := {n: steps[step] for n,steps in names.items() if step in steps})}
 
     def get_output(self) -> dict: # {path: {quantity: {step: value}}}: numpy scalars and arrays
-        "Return all values so far."
+        """Return all values so far.
+
+        Returns:
+            {path: {quantity: {step: value}}}: numpy scalars and arrays
+        """
         got = self.outputs.all_values(self.t.lines)
         out = {}
         for w in self.watches:

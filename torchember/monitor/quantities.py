@@ -162,7 +162,11 @@ class Quantity:
     def reduced(self,
         i:int=0 # Number of the need
     ):
-        "Return the reduced tensor of a need."
+        """Return the reduced tensor of a need.
+
+        Args:
+            i: Number of the need
+        """
         return reduce_need(self._module, self.needs[i])
 
     # ---- values
@@ -199,11 +203,21 @@ class Quantity:
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #6816e049
 class SingleStepQuantity(Quantity):
-    "A quantity of one step. Subclasses define `_compute(global_step)`."
+    """A quantity of one step. Subclasses define `_compute(global_step)`.
+
+    Args:
+        module: The module that the quantity describes, or its view
+        track_schedule: When the quantity is due, as `schedule` accepts it
+    """
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #986c084f
 class MultiStepQuantity(Quantity):
-    "A quantity of all steps since it was last due. `_compute_ones(global_step)` returns an item for `cache`, and `_compute(global_step)` the value."
+    """A quantity of all steps since it was last due. `_compute_ones(global_step)` returns an item for `cache`, and `_compute(global_step)` the value.
+
+    Args:
+        module: The module that the quantity describes, or its view
+        track_schedule: When the quantity is due, as `schedule` accepts it
+    """
     multi = True
     def __init__(self,
         module, # The module that the quantity describes, or its view
@@ -315,7 +329,14 @@ def quantity_of_function(f) -> type:
 def quantity(
     f # Function, or a subclass of `SingleStepQuantity` or `MultiStepQuantity`
 ): # The same function or class
-    "Register a function as a quantity for configurations of `Monitor`. The names of its arguments select the tensors."
+    """Register a function as a quantity for configurations of `Monitor`. The names of its arguments select the tensors.
+
+    Args:
+        f: Function, or a subclass of `SingleStepQuantity` or `MultiStepQuantity`
+
+    Returns:
+        The same function or class
+    """
     if isinstance(f, type) and issubclass(f, Quantity): c = f
     elif callable(f) and not isinstance(f, type) and getattr(f, '__name__', '<')[0]!='<': c = quantity_of_function(f)
     else: raise TypeError(f"a quantity must be a function with a name, or a subclass of SingleStepQuantity or MultiStepQuantity, got {an(f)}.")

@@ -119,7 +119,11 @@ class Extension:
     def alike(self,
         other # Extension, or None
     ) -> bool:
-        "Return True if the other extension has the same class and the same arguments, so that it stores the same value."
+        """Return True if the other extension has the same class and the same arguments, so that it stores the same value.
+
+        Args:
+            other: Extension, or None
+        """
         if type(other) is not type(self) or vars(other).keys()!=vars(self).keys(): return False
         pairs = [(a, vars(other)[k]) for k,a in vars(self).items()]
         return all(a is b or type(a) is type(b) in (str, int, float, bool) and a==b for a,b in pairs)

@@ -46,7 +46,20 @@ def compare(
     rtol:float=1e-5, # Relative difference that counts
     ax=None # Axes, one per layer
 ): # Axes of one panel; `Panels` of several: an array with a `figure`, `axes` and `savefig`
-    "Draw the same layers of several runs, a panel for each layer, and mark the step where they begin to differ."
+    """Draw the same layers of several runs, a panel for each layer, and mark the step where they begin to differ.
+
+    Args:
+        runs: Two or more: names, embers, trackers or tables
+        path: A path, a glob, a compiled regex, or a list; default the layers that differ first
+        ttype: A tensor type
+        stat: A statistic
+        most: Number of panels, at most
+        rtol: Relative difference that counts
+        ax: Axes, one per layer
+
+    Returns:
+        Axes of one panel; `Panels` of several: an array with a `figure`, `axes` and `savefig`
+    """
     if not isinstance(runs, list|tuple) or len(runs)<2:
         raise ValueError(f"compare needs a list of two runs or more, got {runs!r:.80}.")
     tables = [pick(rows_to_draw(r, [stat], ttype=ttypes_asked(ttype)), path, ttype) for r in runs]

@@ -37,7 +37,15 @@ def differences(
     found:Difference, # Result of `diff`
     ax=None # Axes
 ): # matplotlib Axes
-    "Draw how the difference of two runs grows: each tensor, the largest, the limit of rounding, and the first step above it."
+    """Draw how the difference of two runs grows: each tensor, the largest, the limit of rounding, and the first step above it.
+
+    Args:
+        found: Result of `diff`
+        ax: Axes
+
+    Returns:
+        matplotlib Axes
+    """
     ax,color = canvas(ax),palettes[is_dark()]
     for x,y in distance_lines(found.table): ax.plot(x, y, color=mpl.rcParams['axes.edgecolor'], lw=.6, alpha=.35)
     x,y = largest_distances(found.curve)

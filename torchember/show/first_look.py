@@ -141,7 +141,19 @@ def overview(
     loss=None, # Curve above: name of a logged number, values, or a pair of steps and values; default 'loss', or the first number
     ax=None # Axes: for one tensor type, with the loss inside
 ): # Axes of one panel; `Panels` of several: an array with a `figure`, `axes` and `savefig`
-    "Draw all layers and steps as colors, with the loss and the norm of all gradients above, and mark the first non-finite value."
+    """Draw all layers and steps as colors, with the loss and the norm of all gradients above, and mark the first non-finite value.
+
+    Args:
+        run: Name of a run, an ember, a tracker, or a table
+        path: A path, a glob, a compiled regex, or a list; default all layers
+        ttype: A tensor type, or a list: a heat map for each; default outputs and gradients of weights
+        stat: A statistic; default 'rms' if recorded, else 'std'
+        loss: Curve above: name of a logged number, values, or a pair of steps and values; default 'loss', or the first number
+        ax: Axes: for one tensor type, with the loss inside
+
+    Returns:
+        Axes of one panel; `Panels` of several: an array with a `figure`, `axes` and `savefig`
+    """
     all_types = ttype is None and loss is None
     table,findings = table_and_findings(run, None if all_types else [*(ttypes_asked(ttype) if ttype else default_ttypes), 'scalar'])
     if not len(table): raise ValueError(no_rows_message(name_of_run(table) or 'The table'))

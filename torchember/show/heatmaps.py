@@ -192,7 +192,23 @@ def scalar_global_heatmap(
     col_wrap:int|None=None, # Accepted but ignored: there is one panel
     **kwargs # Of `heat`: `vmin`, `vmax`, `center`, `robust`, `cmap`, `cbar`, `annot`, `fmt`, `square`, ..., and of matplotlib's `pcolormesh`
 ): # The Axes
-    "Draw a statistic of all layers over all steps as colors. Raise ValueError if there is nothing to draw."
+    """Draw a statistic of all layers over all steps as colors. Raise ValueError if there is nothing to draw.
+
+    Args:
+        run: Name of a run, an ember, a tracker, or a table
+        path: A path, a glob, a compiled regex, or a list of layers; default all
+        ttype: A tensor type
+        stat: A statistic
+        inc: Draw every `inc`-th step
+        x: Column for the x axis; 'name' for layers across and steps downwards
+        y: Column for the y axis if x is 'name'
+        figsize: Width and height in inches
+        col_wrap: Accepted but ignored: there is one panel
+        **kwargs: Of `heat`: `vmin`, `vmax`, `center`, `robust`, `cmap`, `cbar`, `annot`, `fmt`, `square`, ..., and of matplotlib's `pcolormesh`
+
+    Returns:
+        The Axes
+    """
     ps = parameters_of_run(run)
     check_drawn_with({k: kwargs[k] for k in refused if k in kwargs}, (), 'a heat map', refused)
     by,turned = axis_roles(x, y)

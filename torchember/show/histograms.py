@@ -97,7 +97,27 @@ def exp_hist(
     sp_kws:dict|None=None, # Arguments of matplotlib's `bar`, `plot` or `fill_between`; for 'kde' also `bw_adjust`
     legend_kws:dict|None=None # Accepted but ignored: bars are labeled with their formats
 ): # Axes of one panel; `Panels` of several: an array with a `figure`, `axes` and `savefig`
-    "Draw how many numbers of a tensor are how large, below the ranges of number formats. Raise ValueError if there is nothing to draw."
+    """Draw how many numbers of a tensor are how large, below the ranges of number formats. Raise ValueError if there is nothing to draw.
+
+    Args:
+        run: Name of a run, an ember, a tracker, or a table
+        path: A path, a glob, a compiled regex, or a list: a panel for each
+        ttype: A tensor type, or a list: a panel for each; None for all
+        step: Default the last step
+        kind: 'bar', 'line', or 'kde' for a smooth curve
+        dtype_annotation: Number formats, such as 'float8_e4m3fn' or a list; True for that of the tensor; False for none
+        dtype_info: Draw lines at: the largest number, the smallest normal, the smallest
+        col_wrap: Panels per row, at most
+        figsize: Width and height in inches
+        xtick_labelsize, xtick_rotation: Size and rotation of the exponents
+        fig_title: Title, instead of run, tensor type and step
+        facet_kws: `sharex`, `sharey`, ... for a grid of panels
+        sp_kws: Arguments of matplotlib's `bar`, `plot` or `fill_between`; for 'kde' also `bw_adjust`
+        legend_kws: Accepted but ignored: bars are labeled with their formats
+
+    Returns:
+        Axes of one panel; `Panels` of several: an array with a `figure`, `axes` and `savefig`
+    """
     if kind not in ('bar', 'line', 'kde'): raise ValueError(f"A histogram is drawn as 'bar', 'line' or 'kde', not as {kind!r}.")
     sp_kws = check_drawing_options(kind, dict(sp_kws or {}))
     by_type,by_layer = ttype is None or isinstance(ttype, list|tuple),path is None or is_several(path)
@@ -195,7 +215,19 @@ def ridge(
     dtypes=(), # Number formats to draw the ranges of
     ax=None # Axes
 ): # The axes
-    "Draw how the sizes of a layer's numbers change: a curve for each of a few steps."
+    """Draw how the sizes of a layer's numbers change: a curve for each of a few steps.
+
+    Args:
+        run: Name of a run, an ember, a tracker, or a table
+        path: A path; default the last module with exponents
+        ttype: A tensor type
+        steps: Number of evenly spaced steps, or a list of steps
+        dtypes: Number formats to draw the ranges of
+        ax: Axes
+
+    Returns:
+        The axes
+    """
     rows = training(pick(rows_to_draw(run, ['exponents'], ttype=ttypes_asked(ttype)), path, ttype))
     if path is None and 'exponents' in rows:
         have = rows[rows['exponents'].notna()]

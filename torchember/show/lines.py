@@ -189,7 +189,25 @@ def scalar_line(
     fig_title:str|None=None, # Title, instead of run and tensor type
     **kwargs # Arguments of matplotlib's `plot` or `scatter`; seaborn's `height`, `aspect`, `palette`, `markers` and `legend`
 ): # Axes of one panel; `Panels` of several: an array with a `figure`, `axes` and `savefig`
-    "Draw statistics of layers over the steps. Raise ValueError if there is nothing to draw, `FacetException` for two kinds of panels."
+    """Draw statistics of layers over the steps. Raise ValueError if there is nothing to draw, `FacetException` for two kinds of panels.
+
+    Args:
+        run: Name of a run, an ember, a tracker, or a table
+        path: A path, a glob ('features.*'), a compiled regex, or a list: a panel for each; default all in one panel
+        ttype: A tensor type, or a list: a panel for each; None for all
+        stat: A statistic, or a list
+        x: Column for the x axis
+        col_wrap: Panels per row, at most
+        kind: 'line' or 'scatter'
+        figsize: Width and height in inches
+        facet_kws: `sharex`, `sharey`, `xlim`, `ylim`, `subplot_kws`, `gridspec_kws` for a grid of panels
+        loc, bbox_to_anchor: Place of the legend of several statistics
+        fig_title: Title, instead of run and tensor type
+        **kwargs: Arguments of matplotlib's `plot` or `scatter`; seaborn's `height`, `aspect`, `palette`, `markers` and `legend`
+
+    Returns:
+        Axes of one panel; `Panels` of several: an array with a `figure`, `axes` and `savefig`
+    """
     kwargs,facet_kws,named = drawing_options(kind, kwargs, facet_kws)
     if kind not in ('line', 'scatter'): raise ValueError(f"A statistic is drawn as 'line' or 'scatter', not as {kind!r}.")
     by_type = ttype is None or isinstance(ttype, list|tuple)

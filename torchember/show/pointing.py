@@ -558,7 +558,18 @@ def interactive(
     mouse_sensitivity:int=10000, # Least time between two moves of the cross-hair, in microseconds
     **kwargs # Arguments of the picture, and `run`: a name, an ember, a tracker or a table
 ): # An object with `controls`, `figure` and `show()`. Outside a notebook, the result of the picture
-    "Show a picture in a notebook with a control for each argument, a cross-hair on the loss, and clickable heat maps."
+    """Show a picture in a notebook with a control for each argument, a cross-hair on the loss, and clickable heat maps.
+
+    Args:
+        f: A picture: `scalar_line`, `exp_hist`, `scalar_global_heatmap`, `overview`, `tree`, ...
+        train_stats: Loss to point at: `TrainingStats`, or a dict of the same; default logged numbers; False for none
+        width: Total width in pixels
+        mouse_sensitivity: Least time between two moves of the cross-hair, in microseconds
+        **kwargs: Arguments of the picture, and `run`: a name, an ember, a tracker or a table
+
+    Returns:
+        An object with `controls`, `figure` and `show()`. Outside a notebook, the result of the picture
+    """
     if not callable(f): raise TypeError(f"interactive needs a picture, such as scalar_line, got {an(f)}.")
     given = dict(kwargs)
     names = list(signature(f).parameters)[:1]

@@ -70,7 +70,19 @@ def out_of_range(
     step:int|None=None, # Default the last step
     ax=None # Axes, one per format
 ): # Axes of one panel; `Panels` of several: an array with a `figure`, `axes` and `savefig`
-    "Draw the share of numbers outside a number format for each layer: underflow to the left, overflow to the right."
+    """Draw the share of numbers outside a number format for each layer: underflow to the left, overflow to the right.
+
+    Args:
+        run: Name of a run, an ember, a tracker, or a table
+        path: A path, a glob, a compiled regex, or a list; default all layers
+        ttype: A tensor type
+        dtypes: Number formats, a panel for each; default float16, float8_e4m3fn and float8_e5m2 if the counts cover them
+        step: Default the last step
+        ax: Axes, one per format
+
+    Returns:
+        Axes of one panel; `Panels` of several: an array with a `figure`, `axes` and `savefig`
+    """
     rows,step = rows_at_step(training(pick(rows_to_draw(run, ['exponents'], ttype=ttypes_asked(ttype)), path, ttype)), step)
     if 'exponents' in rows: rows = rows[rows['exponents'].notna()]
     if dtypes is None: dtypes = formats_in_range(rows, common) or common

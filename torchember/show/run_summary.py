@@ -114,7 +114,14 @@ def summary(
     ttype=None, # A tensor type; default outputs, or the first type
     stats=('std', 'abs_max'), # Statistics: first, last and worst value of each
 ) -> RunSummary:
-    "Return a line for each layer: first, last and worst value, the number of non-finite steps, and untrained parameters."
+    """Return a line for each layer: first, last and worst value, the number of non-finite steps, and untrained parameters.
+
+    Args:
+        run: Name of a run, an ember, a tracker, or a table
+        path: A path, a glob, a compiled regex, or a list; default all layers
+        ttype: A tensor type; default outputs, or the first type
+        stats: Statistics: first, last and worst value of each
+    """
     pd = needs('pandas', for_='A summary')
     table,findings = table_and_findings(run)
     tensors = table[~has_ttype(table, 'scalar')]

@@ -57,7 +57,21 @@ def surface(
     col_wrap:int|None=None, # Panels per row, at most
     **kwargs # Arguments of matplotlib's `plot_surface` or `pcolormesh`
 ): # Axes of one panel; `Panels` of several: an array with a `figure`, `axes` and `savefig`
-    "Draw a vector statistic of a layer over the steps. Raise ValueError if there is nothing to draw."
+    """Draw a vector statistic of a layer over the steps. Raise ValueError if there is nothing to draw.
+
+    Args:
+        run: Name of a run, an ember, a tracker, or a table
+        path: A layer: a path, a glob, a compiled regex, or a list: a panel for each; default all with the statistic, if they are few
+        ttype: A tensor type; default all with the statistic
+        stat: A statistic with vectors: 'InputMean', 'UnitActivity'
+        kind: 'surface', or 'heatmap': steps to the right, units downwards
+        figsize: Width and height in inches
+        col_wrap: Panels per row, at most
+        **kwargs: Arguments of matplotlib's `plot_surface` or `pcolormesh`
+
+    Returns:
+        Axes of one panel; `Panels` of several: an array with a `figure`, `axes` and `savefig`
+    """
     if kind not in ('surface', 'heatmap'):
         raise ValueError(f"A vector statistic is drawn as 'surface' or 'heatmap', not as {kind!r}.")
     if stat is None:
@@ -134,7 +148,15 @@ def Surface3d(
     data:dict, # Step -> vector: lists, arrays or tensors
     title:str='' # Title
 ): # matplotlib Figure
-    "Draw a vector over the steps as a surface, without pyplot."
+    """Draw a vector over the steps as a surface, without pyplot.
+
+    Args:
+        data: Step -> vector: lists, arrays or tensors
+        title: Title
+
+    Returns:
+        matplotlib Figure
+    """
     if not isinstance(data, dict):
         raise TypeError(f"Surface3d draws a dict of step -> vector, got {an(data)}. Of a run: surface(run, path, stat=...).")
     if not data: raise ValueError("Surface3d draws a dict of step -> vector, got an empty one.")

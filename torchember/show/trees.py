@@ -67,7 +67,20 @@ def tree(
     deepest:int|None=None, # Depth of the picture; default as deep as fits
     ax=None # Axes
 ): # The axes
-    "Draw the module tree, colored by a statistic of one step."
+    """Draw the module tree, colored by a statistic of one step.
+
+    Args:
+        run: Name of a run, an ember, a tracker, or a table
+        path: A glob, a compiled regex, or a list of paths, for a part of the model
+        ttype: A tensor type. Of several tensors of a module, the first finite value counts
+        stat: A statistic
+        step: Default the last step
+        deepest: Depth of the picture; default as deep as fits
+        ax: Axes
+
+    Returns:
+        The axes
+    """
     rows,step = rows_at_step(training(pick(rows_to_draw(run, [stat], ttype=ttypes_asked(ttype)), path, ttype)), step)
     col = find_stat(rows, stat)
     paths = rows['path'].astype(str)

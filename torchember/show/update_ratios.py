@@ -115,7 +115,17 @@ def updates(
     healthy:tuple=(1e-4, 1e-2), # Band to draw: 0.001, times or divided by 10
     ax=None # Axes
 ): # The axes
-    "Draw the update-to-weight ratio of each parameter over the steps, with its usual band. Without rows of 'update', draw lower bounds."
+    """Draw the update-to-weight ratio of each parameter over the steps, with its usual band. Without rows of 'update', draw lower bounds.
+
+    Args:
+        run: Name of a run, an ember, a tracker, or a table
+        path: A path, a glob, a compiled regex, a parameter ('0.weight'), or a list; default all
+        healthy: Band to draw: 0.001, times or divided by 10
+        ax: Axes
+
+    Returns:
+        The axes
+    """
     table,ps = training(with_statistics(rows_to_draw(run, ttype=['update', 'weight']))),parameters_of_run(run)
     known = 'update' in set(table['ttype'].astype(str)) or not has_bounds(table)
     rows = pick(table, path, 'update' if known else 'weight')

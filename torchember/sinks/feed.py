@@ -252,7 +252,16 @@ def replay(
     sink, # One sink, as in `torchEmber(sinks=)`
     home=None # Folder of logs, instead of `~/.torchember`
 ) -> int: # Number of steps that were sent
-    "Send the steps of a stored run that a sink has not got yet."
+    """Send the steps of a stored run that a sink has not got yet.
+
+    Args:
+        run: Name of a run, or anything else that `read` takes
+        sink: One sink, as in `torchEmber(sinks=)`
+        home: Folder of logs, instead of `~/.torchember`
+
+    Returns:
+        Number of steps that were sent
+    """
     sink = sink_of(sink)
     t = run if hasattr(run, 'about') else getattr(run, 't', None) or emberTracker(run, home)
     if home is None: home = t.dir

@@ -43,7 +43,13 @@ def percentile_edges(
 
 # %% ../../nbs/56_sinks/40_mlflow.ipynb #b005e772
 class MLflow(Sink):
-    "Sends to a run of MLflow: the open one, or a new one."
+    """Sends to a run of MLflow: the open one, or a new one.
+
+    Args:
+        run: A run of MLflow, or its id; without it, the open one or a new one
+        experiment: Experiment of a new run; without it, the one chosen in MLflow, or 'torchember'
+        **choice: Arguments of `Sink`
+    """
     name = 'mlflow'
     tag = 'torchember.run' # identifies a run that this sink created
     def __init__(self,

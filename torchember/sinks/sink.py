@@ -117,7 +117,17 @@ def stable_id(
 
 # %% ../../nbs/56_sinks/10_sink.ipynb #9d96dd8c
 class Sink:
-    "Receives the statistics of each step. A sink of your own implements `scalars`, and any of the other methods."
+    """Receives the statistics of each step. A sink of your own implements `scalars`, and any of the other methods.
+
+    Args:
+        include: Modules, as in `select`; without it, all; of outputs, those without submodules
+        exclude: Modules to leave out
+        ttypes: Tensor types, of the recorded ones
+        stats: Statistics, of the recorded ones; 'rms' also follows from mean and standard deviation
+        every: Which of the recorded steps, as in `schedule`; noted numbers and evaluations are sent in all steps
+        histograms: True to send exponent counts as histograms, if they are recorded
+        prefix: Beginning of all names, so that two models can share a run of a tracker: 'generator/'
+    """
     name,prefix,of = 'sink','',None # name in messages; of: name of the run that uses this sink now
     def __init__(self,
         include=None, # Modules, as in `select`; without it, all; of outputs, those without submodules
@@ -153,20 +163,35 @@ class Sink:
     def persisted_steps(self,
         steps:list # Steps sent since the last flush
     ) -> list:
-        "Return the steps that have arrived. `replay` sends the others again."
+        """Return the steps that have arrived. `replay` sends the others again.
+
+        Args:
+            steps: Steps sent since the last flush
+        """
         return steps
 
     def close(self):
         "End the run."
 
     def target(self) -> str|None: # None if unknown: then `replay` sends all steps
-        "Return a name of the destination. A step is not sent twice to the same destination."
+        """Return a name of the destination. A step is not sent twice to the same destination.
+
+        Returns:
+            None if unknown: then `replay` sends all steps
+        """
         return self.name
 
     def chosen(self,
         rows:list # Rows of a step
     ) -> tuple: # Numbers, and histograms
-        "Return the numbers and histograms of a step for this sink."
+        """Return the numbers and histograms of a step for this sink.
+
+        Args:
+            rows: Rows of a step
+
+        Returns:
+            Numbers, and histograms
+        """
         rows = [r for r in without_superseded(rows) if r.get('phase')!='refused'] # refused passes belong to no step
         self.names.learn([r for r in rows if r.get('ttype') in self.ttypes])
         found,counts,noted,first,bad = {},{},{},{},0

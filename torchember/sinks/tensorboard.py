@@ -44,7 +44,13 @@ def run_folder(
 owner_file = 'torchember.json' # file in a folder that says which run it is of
 
 class TensorBoard(Sink):
-    "Writes to TensorBoard: to a given `SummaryWriter`, or to a new one."
+    """Writes to TensorBoard: to a given `SummaryWriter`, or to a new one.
+
+    Args:
+        writer: A `SummaryWriter`; without it, a new one
+        log_dir: Folder of new writers; each run has a folder in it
+        **choice: Arguments of `Sink`
+    """
     name = 'tensorboard'
     def __init__(self,
         writer=None, # A `SummaryWriter`; without it, a new one

@@ -29,7 +29,13 @@ def without_print(f):
 
 # %% ../../nbs/56_sinks/50_trackio.ipynb #190f1d1c
 class Trackio(Sink):
-    "Sends to a run of trackio: the open one, or a new one."
+    """Sends to a run of trackio: the open one, or a new one.
+
+    Args:
+        run: A run of trackio; without it, the open one or a new one
+        project: Project of a new run
+        **choice: Arguments of `Sink`
+    """
     name,patience = 'trackio',10. # seconds that writing may take
     def __init__(self,
         run=None, # A run of trackio; without it, the open one or a new one

@@ -15,7 +15,14 @@ from ..ground.needs import needs
 
 # %% ../../nbs/56_sinks/20_wandb.ipynb #a1ee9bab
 class Wandb(Sink):
-    "Sends to a run of W&B: the open one, or a new one."
+    """Sends to a run of W&B: the open one, or a new one.
+
+    Args:
+        run: A run of W&B; without it, the open one or a new one
+        project: Project of a new run
+        commit: True to end rows also in a run that the user opened, which moves its step counter
+        **choice: Arguments of `Sink`
+    """
     name = 'wandb'
     axis = 'torchember/step'
     def __init__(self,
@@ -62,7 +69,12 @@ class Wandb(Sink):
         step, # Number of the step
         data # Name -> number, or other data of W&B, such as an image
     ):
-        "Put metrics of a step into the open row of W&B, with their own step."
+        """Put metrics of a step into the open row of W&B, with their own step.
+
+        Args:
+            step: Number of the step
+            data: Name -> number, or other data of W&B, such as an image
+        """
         by,old = {},{}
         for k in data: by.setdefault(self.axis_of(k), set()).add(k)
         for axis,keys in by.items():
@@ -94,7 +106,13 @@ class Wandb(Sink):
         name:str, # Name of the artifact; other characters become '_'
         kind:str # Type of the artifact
     ):
-        "Add a file to the run, as an artifact."
+        """Add a file to the run, as an artifact.
+
+        Args:
+            path: Path of the file
+            name: Name of the artifact; other characters become '_'
+            kind: Type of the artifact
+        """
         artifact = self.wandb.Artifact(name=re.sub(r'[^\w.-]', '_', name), type=kind)
         artifact.add_file(path)
         self.run.log_artifact(artifact)

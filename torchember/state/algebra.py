@@ -61,21 +61,42 @@ class NamedValues(OrderedDict):
     def common(self,
         attribute # 'device' or 'dtype'
     ): # Value, or None
-        "Return the value of an attribute if all tensors have the same value, else None."
+        """Return the value of an attribute if all tensors have the same value, else None.
+
+        Args:
+            attribute: 'device' or 'dtype'
+
+        Returns:
+            Value, or None
+        """
         found = {getattr(x, attribute, None) for x in self.values()}
         return found.pop() if len(found)==1 else None
 
     def set_name(self,
         name # Name in printed text. None keeps the current name
     ): # This snapshot
-        "Set the name of the snapshot."
+        """Set the name of the snapshot.
+
+        Args:
+            name: Name in printed text. None keeps the current name
+
+        Returns:
+            This snapshot
+        """
         if name is not None: self._name = name
         return self
 
     def at(self,
         index:int # Position: 0 is the first
     ): # Tensor or number
-        "Return the value at a position."
+        """Return the value at a position.
+
+        Args:
+            index: Position: 0 is the first
+
+        Returns:
+            Tensor or number
+        """
         return self[list(self)[index]]
 
     def state_dict(self) -> dict:
@@ -115,13 +136,24 @@ class Layers(NamedValues):
     def is_compatible(self,
         other # StateDict
     ) -> bool:
-        "Return True if the two can be combined: they have the same names and shapes."
+        """Return True if the two can be combined: they have the same names and shapes.
+
+        Args:
+            other: StateDict
+        """
         return find_mismatch(self, other) is None
 
     def like(self,
         items # (name, value) pairs
     ): # StateDict
-        "Return a StateDict with other values for the same names."
+        """Return a StateDict with other values for the same names.
+
+        Args:
+            items: (name, value) pairs
+
+        Returns:
+            StateDict
+        """
         d = type(self)(items)
         d._places = self._places
         return d
@@ -137,7 +169,16 @@ class Layers(NamedValues):
         *, include=None, # Modules, as `select` accepts them: 'features.*', nn.Linear, ...
         exclude=None # Modules to leave out
     ): # StateDict
-        "Return the layers whose names match, of the selected modules."
+        """Return the layers whose names match, of the selected modules.
+
+        Args:
+            pattern: Regular expression, matched from the start of a name
+            include: Modules, as `select` accepts them: 'features.*', nn.Linear, ...
+            exclude: Modules to leave out
+
+        Returns:
+            StateDict
+        """
         d = self.like(select_layers(self, pattern, include, exclude)).set_name(self._name)
         d._ttype = self._ttype
         return d
@@ -146,7 +187,12 @@ class Layers(NamedValues):
         pattern=None, # Regular expression, matched from the start
         *, lazy=True # Ignored: nnstat has this argument
     ) -> torch.Tensor:
-        "Return all values in one new tensor, as large as all layers together. No reduction needs it."
+        """Return all values in one new tensor, as large as all layers together. No reduction needs it.
+
+        Args:
+            pattern: Regular expression, matched from the start
+            lazy: Ignored: nnstat has this argument
+        """
         some = select_layers(self, pattern)
         if self.is_result: return results_tensor(self.like(some))
         xs = [(x.full_tensor() if is_sharded(x) else x).flatten() for x in some.values()]
@@ -155,7 +201,14 @@ class Layers(NamedValues):
     def apply(self,
         func # Function: tensor (or number) -> tensor (or number)
     ): # StateDict
-        "Return a function of each layer."
+        """Return a function of each layer.
+
+        Args:
+            func: Function: tensor (or number) -> tensor (or number)
+
+        Returns:
+            StateDict
+        """
         return self.like((k, func(x)) for k,x in self.items())
 
     def zeros(self):
@@ -172,14 +225,26 @@ class EditableLayers(Layers):
     def save(self,
         path # File to write
     ):
-        "Write a plain dict to a file, for `load` and `torch.load`."
+        """Write a plain dict to a file, for `load` and `torch.load`.
+
+        Args:
+            path: File to write
+        """
         torch.save(self.state_dict(), path)
 
     def clone(self,
         device=None, # Device of the copy
         dtype=None # Dtype of the copy
     ): # StateDict
-        "Return a copy that shares no memory with this snapshot or the model."
+        """Return a copy that shares no memory with this snapshot or the model.
+
+        Args:
+            device: Device of the copy
+            dtype: Dtype of the copy
+
+        Returns:
+            StateDict
+        """
         if self.is_result: return self.like(self).set_name(f'{self._name}_clone')
         if device is not None and torch.device(device).type!='meta': require_values(self)
         d = self.apply(lambda x: x.detach().to(device=device, dtype=dtype, copy=True))
@@ -190,7 +255,15 @@ class EditableLayers(Layers):
         device=None, # New device; or new dtype, as in `Tensor.to`
         dtype=None # New dtype
     ): # This snapshot
-        "Move or cast the snapshot, not the model."
+        """Move or cast the snapshot, not the model.
+
+        Args:
+            device: New device; or new dtype, as in `Tensor.to`
+            dtype: New dtype
+
+        Returns:
+            This snapshot
+        """
         if isinstance(device, torch.dtype): device,dtype = dtype,device
         ttype = self._ttype
         if self.is_result: return self
@@ -271,7 +344,15 @@ class Arithmetic(EditableLayers):
         min=None, # Lower bound
         max=None # Upper bound
     ): # StateDict
-        "Return the values limited to a range."
+        """Return the values limited to a range.
+
+        Args:
+            min: Lower bound
+            max: Upper bound
+
+        Returns:
+            StateDict
+        """
         if not self.is_result: return self.apply(lambda x: x.clip(min=min, max=max))
         return self.like(zip(self, results_tensor(self).clip(min=min, max=max).tolist(), strict=True))
 
@@ -431,7 +512,14 @@ class Reductions(Layers):
         pattern=None, # Regular expression, matched from the start
         **kwargs # `dim`, `keepdim` and `dtype`, as in torch
     ):
-        "Return the p-norm. With `dim` and `lw`, return a tensor for each layer; so do the other reductions."
+        """Return the p-norm. With `dim` and `lw`, return a tensor for each layer; so do the other reductions.
+
+        Args:
+            p: Order of the norm
+            lw: Return a number for each layer
+            pattern: Regular expression, matched from the start
+            **kwargs: `dim`, `keepdim` and `dtype`, as in torch
+        """
         def whole(dtype): return reduce_norm(self, p, lw, pattern, dtype)
         return reduce_like_torch(self, 'norm', lw, pattern, kwargs, whole, lambda x, **k: x.norm(p, **k))
 
@@ -575,7 +663,18 @@ class DescribedLayers(Reductions):
         additional_info=None, # More columns: column -> name of the layer -> number
         exlude_keys=None # The same as `exclude_keys`
     ):
-        "Print a table of numbers, or return dicts of plain numbers."
+        """Print a table of numbers, or return dicts of plain numbers.
+
+        Args:
+            lw: Show a line for each layer
+            pattern: Regular expression, matched from the start
+            group: Columns: 'default', 'all', 'custom'
+            display: Print the table. False returns the numbers
+            include_keys: Columns to show; with `group`, columns to add to the group
+            exclude_keys: Columns to leave out
+            additional_info: More columns: column -> name of the layer -> number
+            exlude_keys: The same as `exclude_keys`
+        """
         exclude = as_list(exclude_keys)+as_list(exlude_keys)
         rows = describe_layers(self, lw or self.is_result, pattern, group, include_keys, exclude, additional_info)
         if display: return print(format_table(f'Stats {self._name}', list(rows.values())))
@@ -588,7 +687,17 @@ class DescribedLayers(Reductions):
         step=None, # Training step
         pattern=None # Regular expression, matched from the start
     ) -> list: # Dicts
-        "Return a log row for each layer: `for row in sd.rows(): te.t + row`."
+        """Return a log row for each layer: `for row in sd.rows(): te.t + row`.
+
+        Args:
+            stats: As `get_stats` accepts them
+            ttype: Tensor type. Default: the known type of the tensors, or 'probe'
+            step: Training step
+            pattern: Regular expression, matched from the start
+
+        Returns:
+            Dicts
+        """
         return make_rows(self, stats, ttype, step, pattern)
 
     def headline(self):
@@ -637,13 +746,24 @@ class PlottableLayers(Layers):
 
 # %% ../../nbs/70_state/06_algebra.ipynb #0d5245e5
 class StateDict(Arithmetic, DescribedLayers, PlottableLayers):
-    "Snapshot of a model: tensors by name, or a number for each name, with arithmetic, reductions, tables and plots."
+    """Snapshot of a model: tensors by name, or a number for each name, with arithmetic, reductions, tables and plots.
+
+    Args:
+        *args: As for a dict
+        name: Name in printed text
+    """
     def apply_reduction(self,
         func, # Function: tensor -> number
         *, lw:bool=False, # Return a number for each layer
         pattern=None # Regular expression, matched from the start
     ):
-        "Apply a reduction of your own to each layer, or to all values in one tensor."
+        """Apply a reduction of your own to each layer, or to all values in one tensor.
+
+        Args:
+            func: Function: tensor -> number
+            lw: Return a number for each layer
+            pattern: Regular expression, matched from the start
+        """
         require_values(select_layers(self, pattern))
         if not lw: return func(self.flatten(pattern))
         def number(x): return x.item() if isinstance(x, torch.Tensor) and x.numel()==1 else x
@@ -655,7 +775,13 @@ class StateDict(Arithmetic, DescribedLayers, PlottableLayers):
         func, # Function: tensor -> number
         merge=None # Function: list of the layers' numbers -> number of the whole. Default: `func` of all values in one tensor
     ):
-        "Add a reduction of your own to StateDict. It is also a column of `describe`."
+        """Add a reduction of your own to StateDict. It is also a column of `describe`.
+
+        Args:
+            name: Name of the method and of the column
+            func: Function: tensor -> number
+            merge: Function: list of the layers' numbers -> number of the whole. Default: `func` of all values in one tensor
+        """
         if hasattr(cls, name): raise ValueError(f"StateDict already has an attribute {name!r}. Choose another name.")
         def method(self, *, lw=False, pattern=None):
             if lw or merge is None: return self.apply_reduction(func, lw=lw, pattern=pattern)

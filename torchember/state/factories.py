@@ -49,7 +49,15 @@ def from_state_dict(
     device=None, dtype=None, # Device and dtype of the copy
     name=None # Name of the snapshot
 ) -> StateDict:
-    "Return the tensors of a state dict, including buffers."
+    """Return the tensors of a state dict, including buffers.
+
+    Args:
+        raw_state_dict: Result of `model.state_dict()`
+        pattern: Regular expression, matched from the start of a name
+        clone: True copies the tensors, False shares their memory
+        device, dtype: Device and dtype of the copy
+        name: Name of the snapshot
+    """
     items = ((k, x, None) for k,x in raw_state_dict.items() if isinstance(x, torch.Tensor) or not k.endswith('_extra_state'))
     return take_snapshot(items, pattern, clone, device, dtype, name)
 
@@ -89,7 +97,16 @@ def from_weight(
     device=None, dtype=None, # Device and dtype of the copy
     name=None # Name of the snapshot
 ) -> StateDict:
-    "Return the parameters of a model."
+    """Return the parameters of a model.
+
+    Args:
+        pattern: Regular expression, matched from the start of a name
+        include, exclude: Modules to take and to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
+        requires_grad: Take only trainable parameters
+        clone: True copies the tensors, False shares their memory
+        device, dtype: Device and dtype of the copy
+        name: Name of the snapshot
+    """
     items = (o for o in named_parameters_of(model, include, exclude) if o[1].requires_grad or not requires_grad)
     return take_snapshot(items, pattern, clone, device, dtype, name or default_name(model, 'weights'), 'weight')
 
@@ -102,7 +119,15 @@ def from_grad(
     device=None, dtype=None, # Device and dtype of the copy
     name=None # Name of the snapshot
 ) -> StateDict:
-    "Return the gradients of a model's parameters."
+    """Return the gradients of a model's parameters.
+
+    Args:
+        pattern: Regular expression, matched from the start of a name
+        include, exclude: Modules to take and to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
+        clone: True copies the tensors, False shares their memory until `zero_grad` releases it
+        device, dtype: Device and dtype of the copy
+        name: Name of the snapshot
+    """
     items = ((k, p.grad, place|dict(tname=place['tname'].replace('weight', 'grad')))
         for k,p,place in named_parameters_of(model, include, exclude) if p.grad is not None)
     return take_snapshot(items, pattern, clone, device, dtype, name or default_name(model, 'grad'), 'weight_grad')
@@ -123,7 +148,16 @@ def from_optimizer_state(
     device=None, dtype=None, # Device and dtype of the copy
     name=None # Name of the snapshot
 ) -> StateDict:
-    "Return one tensor of the optimizer's state for each parameter."
+    """Return one tensor of the optimizer's state for each parameter.
+
+    Args:
+        optimizer_key: Name of the state, such as 'exp_avg'. Optional if there is only one
+        pattern: Regular expression, matched from the start of a name
+        include, exclude: Modules to take and to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
+        clone: True copies the tensors, False shares their memory
+        device, dtype: Device and dtype of the copy
+        name: Name of the snapshot
+    """
     keys = optimizer_state_keys(optimizer)
     if optimizer_key is None and len(keys)==1: optimizer_key = keys[0]
     found = {p: s.get(optimizer_key) for p,s in optimizer.state.items() if s.get(optimizer_key) is not None}
@@ -142,7 +176,18 @@ def from_together(
     clone:bool=False, # True copies the tensors, False shares their memory
     device=None, dtype=None # Device and dtype of the copies
 ) -> tuple: # Weights, gradients, list of states
-    "Return weights, gradients and optimizer states."
+    """Return weights, gradients and optimizer states.
+
+    Args:
+        optimizer_keys: Names of the states. Default: all
+        pattern: Regular expression, matched from the start of a name
+        include, exclude: Modules to take and to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
+        clone: True copies the tensors, False shares their memory
+        device, dtype: Device and dtype of the copies
+
+    Returns:
+        Weights, gradients, list of states
+    """
     how = dict(pattern=pattern, include=include, exclude=exclude, clone=clone, device=device, dtype=dtype)
     keys = optimizer_state_keys(optimizer) if optimizer_keys is None else optimizer_keys
     return from_weight(model, **how), from_grad(model, **how), [from_optimizer_state(model, optimizer, k, **how) for k in keys]
@@ -154,7 +199,14 @@ def load(
     pattern=None, # Regular expression, matched from the start of a name
     *, device=None, dtype=None # Device and dtype of the tensors. Default: the CPU, and the dtype in the file
 ) -> StateDict:
-    "Read a snapshot from a file. A file that contains anything but tensors and plain values is refused, because it could run code."
+    """Read a snapshot from a file. A file that contains anything but tensors and plain values is refused, because it could run code.
+
+    Args:
+        path: File written by `StateDict.save`, or a saved state dict
+        name: Name of the snapshot
+        pattern: Regular expression, matched from the start of a name
+        device, dtype: Device and dtype of the tensors. Default: the CPU, and the dtype in the file
+    """
     raw = torch.load(path, map_location='cpu', weights_only=True)
     if not isinstance(raw, dict): raise TypeError(f"{printable(path)} contains a {type(raw).__name__}, not a dict of tensors.")
     nested = [k for k,v in raw.items() if isinstance(v, dict)]
@@ -305,7 +357,18 @@ def from_activation(
     device=None, dtype=None, # Device and dtype of the copies
     name=None # Name of the snapshot
 ) -> Activations: # A context manager; `Activations.state_dict` has the tensors
-    "Capture the outputs of modules at every pass, until `remove` is called or the returned object is deleted."
+    """Capture the outputs of modules at every pass, until `remove` is called or the returned object is deleted.
+
+    Args:
+        pattern: Regular expression, matched from the start of a module's path
+        include, exclude: Modules to take and to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
+        clone: True keeps copies, False shares memory with the model
+        device, dtype: Device and dtype of the copies
+        name: Name of the snapshot
+
+    Returns:
+        A context manager; `Activations.state_dict` has the tensors
+    """
     return Activations(model, pattern, include, exclude, False, clone, device, dtype, name)
 
 def from_activation_grad(
@@ -316,5 +379,16 @@ def from_activation_grad(
     device=None, dtype=None, # Device and dtype of the copies
     name=None # Name of the snapshot
 ) -> Activations: # A context manager; `Activations.state_dict` has the tensors
-    "Capture the gradients of modules' outputs at every backward pass, until `remove` is called or the returned object is deleted."
+    """Capture the gradients of modules' outputs at every backward pass, until `remove` is called or the returned object is deleted.
+
+    Args:
+        pattern: Regular expression, matched from the start of a module's path
+        include, exclude: Modules to take and to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
+        clone: True keeps copies, False shares memory
+        device, dtype: Device and dtype of the copies
+        name: Name of the snapshot
+
+    Returns:
+        A context manager; `Activations.state_dict` has the tensors
+    """
     return Activations(model, pattern, include, exclude, True, clone, device, dtype, name)

@@ -257,7 +257,20 @@ def noise_scale(
     scale:float=1., # Loss divided by the mean loss of a sample: `micro_batch_size` if losses are sums
     progress:bool=False # Show a progress bar; needs tqdm
 ) -> NoiseEstimate: # From two sizes; its `fit` is from a line through all sizes
-    "Measure the gradient noise scale of a model at its current weights."
+    """Measure the gradient noise scale of a model at its current weights.
+
+    Args:
+        model: A module
+        closure: Function without arguments, called for each micro-batch. It returns the loss, or calls backward. It does not call zero_grad
+        micro_batch_size: Samples in a micro-batch
+        num_iters: Number of micro-batches in a chain
+        num_average: Number of chains
+        scale: Loss divided by the mean loss of a sample: `micro_batch_size` if losses are sums
+        progress: Show a progress bar; needs tqdm
+
+    Returns:
+        From two sizes; its `fit` is from a line through all sizes
+    """
     for name,n,least in (('micro_batch_size', micro_batch_size, 1), ('num_iters', num_iters, 2), ('num_average', num_average, 1)):
         if n<least: raise ValueError(f"{name} must be at least {least}, got {n}."
             + (" One micro-batch has no second batch size to compare with." if name=='num_iters' else ''))
@@ -281,7 +294,15 @@ def noise_scale(
 
 # %% ../../nbs/70_state/20_noise.ipynb #5341341c
 class NoiseScale:
-    "Measures the noise scale during training, without additional passes. A context manager."
+    """Measures the noise scale during training, without additional passes. A context manager.
+
+    Args:
+        model: A module, or parameters. Gradients must be zero or None at the start of each step
+        micro_batch_size: Samples in a micro-batch, on one rank
+        decay: Factor for the weight of older steps at each new step. 1 averages all steps equally
+        scale: Loss of the backward pass, divided by the mean loss of a micro-batch's samples
+        group: Process group that averages the gradients. Default: the group of a DistributedDataParallel model
+    """
     def __init__(self,
         model, # A module, or parameters. Gradients must be zero or None at the start of each step
         micro_batch_size:int, # Samples in a micro-batch, on one rank
@@ -301,7 +322,11 @@ class NoiseScale:
     def micro(self,
         size:int|None=None # Samples in this micro-batch, if not `micro_batch_size`
     ):
-        "Note that the backward pass of a micro-batch has ended."
+        """Note that the backward pass of a micro-batch has ended.
+
+        Args:
+            size: Samples in this micro-batch, if not `micro_batch_size`
+        """
         vectors,twice = self.watch.take()
         self.micros.append(vectors)
         self.inverses,self.twice = self.inverses+1/(size or self.size),self.twice or twice
@@ -309,7 +334,14 @@ class NoiseScale:
     def step(self,
         scale:float|None=None # `scale` of this step's losses, if it differs
     ) -> NoiseEstimate: # The current estimate
-        "Note that the gradients of the step are complete. `micro()` for the last micro-batch is optional."
+        """Note that the gradients of the step are complete. `micro()` for the last micro-batch is optional.
+
+        Args:
+            scale: `scale` of this step's losses, if it differs
+
+        Returns:
+            The current estimate
+        """
         if self.watch.seen: self.micro()
         big,*small = squared_norms([self.watch.accumulated(), *self.micros])
         total,count,inverses,ranks = sum_over_ranks(self.group, math.nan if self.twice else sum(small), len(self.micros), self.inverses, self.watch.params[0])

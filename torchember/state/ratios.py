@@ -16,7 +16,16 @@ def trust_ratio(
     pattern=None # Regular expression, matched from the start of a name
 ) -> StateDict: # A number for each layer
     """Return the norm of each layer's update divided by the norm of its weight. For a weight of zeros, return inf, or nan if it did not change.
-    Raise ValueError if names or shapes differ."""
+    Raise ValueError if names or shapes differ.
+
+    Args:
+        update: Change of the weights in a step: after minus before
+        weight: The weights
+        pattern: Regular expression, matched from the start of a name
+
+    Returns:
+        A number for each layer
+    """
     for what,d in (('update', update), ('weight', weight)):
         if not isinstance(d, StateDict): raise TypeError(f"trust_ratio takes two StateDicts, but its {what} is {an(d)}. Make one with from_weight(model).")
     u,w = (d if pattern is None else d.filter(pattern) for d in (update, weight))

@@ -164,7 +164,11 @@ class StoredRun:
         return with_path(frame(self.latest_line_list()))
 
     def refresh(self): # Path
-        "Close the step, and write the file of the latest step"
+        """Close the step, and write the file of the latest step
+
+        Returns:
+            Path
+        """
         self.barrier(close=True)
         self.file.step.closed = True
         return self.latest
@@ -202,7 +206,14 @@ class AppendedRun(StoredRun):
     def logging(self,
         line:str # One line of JSON
     ): # The tracker
-        "Append a line as it is"
+        """Append a line as it is
+
+        Args:
+            line: One line of JSON
+
+        Returns:
+            The tracker
+        """
         line = line.removesuffix('\n')
         if '\n' in line: raise ValueError("a line has no newline in it. Log several lines one by one.")
         if self.folder: raise FileExistsError(cannot_append_message(self.fname))
@@ -217,13 +228,23 @@ class AppendedRun(StoredRun):
         close:bool=False, # True if the step is over with these rows
         by=call_each # Function of a list of such objects that returns the rows of each. By default the objects are functions
     ):
-        "Queue rows that are not computed yet"
+        """Queue rows that are not computed yet
+
+        Args:
+            rows: Object from which `by` makes rows later, in another thread
+            close: True if the step is over with these rows
+            by: Function of a list of such objects that returns the rows of each. By default the objects are functions
+        """
         self.file.put(rows, close, by=by)
 
     def mark(self, /,
         **marks # Column -> value, for every row from now on
     ):
-        "Add columns to every row from now on"
+        """Add columns to every row from now on
+
+        Args:
+            **marks: Column -> value, for every row from now on
+        """
         for k in marks:
             if k in unmarkable: raise ValueError(f"{k!r} is a column of every row, so it cannot be a mark. Choose another name.")
         marks = load_row(line_of(marks)) # raises TypeError now, not in the middle of the training
@@ -233,7 +254,11 @@ class AppendedRun(StoredRun):
     def unmark(self,
         *names # Marks to remove; all by default
     ):
-        "Stop adding marks"
+        """Stop adding marks
+
+        Args:
+            *names: Marks to remove; all by default
+        """
         for n in names:
             if n not in self.marked: raise KeyError(f"No mark {n!r}. Marks: {printable(', '.join(self.marked)) or 'none'}.")
         if self.source is not None and self.marked: self.source(False)
@@ -246,7 +271,18 @@ def refuse_constant(word): raise ValueError(f"{word} is not JSON. t({{'name': fl
 
 # %% ../../nbs/30_store/15_jsonl.ipynb #c942d217
 class tracker(AppendedRun):
-    "A run on disk: `t + {row}` appends, `t.df` reads, `t[name]` is metadata, `t.mark` adds columns"
+    """A run on disk: `t + {row}` appends, `t.df` reads, `t[name]` is metadata, `t.mark` adds columns
+
+    Args:
+        libname: Library that writes the logs, in `~/.<libname>`
+        fname: Name of the run; an existing run is opened again
+        home: Folder to use instead of `~/.<libname>`
+        fresh: The run must be new; a number is added if another process takes the name meanwhile
+        fsync: When to wait for the disk: 'never', 'barrier' or 'step'. A killed process loses nothing without it, a power cut may
+        exact: The user has chosen the name: warn if a number is added
+        store: 'jsonl': lines; 'parquet': lines that become Parquet parts during the run. Needs pyarrow
+        ranks: Number of logs of the run, one for each process
+    """
     def __init__(self,
         libname:str, # Library that writes the logs, in `~/.<libname>`
         fname:str, # Name of the run; an existing run is opened again
@@ -276,7 +312,12 @@ class tracker(AppendedRun):
         base:dict, # Metadata of the kind 'base'
         more:dict # Kind of metadata -> value
     ):
-        "Set the metadata to write once the run has rows. The process is added, so that others can see whether the run is running"
+        """Set the metadata to write once the run has rows. The process is added, so that others can see whether the run is running
+
+        Args:
+            base: Metadata of the kind 'base'
+            more: Kind of metadata -> value
+        """
         flush_logs(self.log_path)
         self.about.begin(base, more)
 
@@ -284,14 +325,23 @@ class tracker(AppendedRun):
         kind:str, # Of metadata
         value # New value
     ):
-        "Change metadata. It is written with the next rows"
+        """Change metadata. It is written with the next rows
+
+        Args:
+            kind: Of metadata
+            value: New value
+        """
         self.about.amend(kind, value)
         self.file.first = self.about.write
 
     def end(self,
         **more # More facts about the run
     ):
-        "Write everything, and note that the run is over"
+        """Write everything, and note that the run is over
+
+        Args:
+            **more: More facts about the run
+        """
         self.close()
         self.file.finish()
         if 'base' in self.about.known and (summary := self.file.disk.summary()): self.about.end({**summary, **more})
@@ -301,7 +351,16 @@ class tracker(AppendedRun):
         name:str|None=None, # Name for messages
         per_rank:bool=False # With `reduce='step'`, on rank 0: get the rows of this rank, not the merged rows
     ) -> Listener: # Its `close()` ends it
-        "Call `f` for all rows that the log gets from now on, those of the open step too. A slow or failing `f` harms nothing"
+        """Call `f` for all rows that the log gets from now on, those of the open step too. A slow or failing `f` harms nothing
+
+        Args:
+            f: Function of the number of a step (None for rows of no step) and of a list of rows. Called in its own thread, after the file has the rows
+            name: Name for messages
+            per_rank: With `reduce='step'`, on rank 0: get the rows of this rank, not the merged rows
+
+        Returns:
+            Its `close()` ends it
+        """
         if not callable(f): raise TypeError(f"listen takes a function of a step and its rows, got {an(f)}.")
         return listen_to_run(self, f, name, per_rank)
 
@@ -312,7 +371,13 @@ class tracker(AppendedRun):
 
 # %% ../../nbs/30_store/15_jsonl.ipynb #3b28efb3
 class emberTracker(tracker):
-    "A run of torchember. The name of an existing run opens it again, to read or to append"
+    """A run of torchember. The name of an existing run opens it again, to read or to append
+
+    Args:
+        fname: Name of the run
+        home: Folder to use instead of `~/.torchember`
+        **kwargs: `fresh`, `fsync`, `exact`, `store` and `ranks`, as in `tracker`
+    """
     def __init__(self,
         fname:str, # Name of the run
         home=None, # Folder to use instead of `~/.torchember`

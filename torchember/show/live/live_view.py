@@ -343,7 +343,17 @@ def live(
     wait:bool|None=None, # True to return when the run is over, False to return at once; default True for runs of other processes
     home=None # Folder of logs, instead of `~/.torchember`
 ): # A `Live`: `close()` ends it, `seconds` is the CPU time that it took
-    "Show a run while it goes on: in a notebook the overview, redrawn as rows arrive, elsewhere a line with step, loss and speed."
+    """Show a run while it goes on: in a notebook the overview, redrawn as rows arrive, elsewhere a line with step, loss and speed.
+
+    Args:
+        run: An ember, a tracker, or the name of a run, also of another process
+        every: Seconds between two pictures, at least
+        wait: True to return when the run is over, False to return at once; default True for runs of other processes
+        home: Folder of logs, instead of `~/.torchember`
+
+    Returns:
+        A `Live`: `close()` ends it, `seconds` is the CPU time that it took
+    """
     if not isinstance(every, int|float) or isinstance(every, bool) or not every>0:
         raise ValueError(f"every is a number of seconds above 0, got {every!r}.")
     views = getattr(run, 'views', None)

@@ -53,7 +53,19 @@ def report(
     stats=None, # A recorded statistic, or a list; default four informative ones
     home=None # Folder of logs, instead of `~/.torchember`
 ) -> Path: # The file
-    "Write a run as one interactive HTML file. Raise ValueError for a run without rows, FileNotFoundError for a missing folder."
+    """Write a run as one interactive HTML file. Raise ValueError for a run without rows, FileNotFoundError for a missing folder.
+
+    Args:
+        run: Name of a run, an ember, a tracker, or a table
+        file: File to write; default `<run>.html` in the current folder
+        path: A path, a glob, a compiled regex, or a list; default all layers
+        ttype: A tensor type, or a list; default all
+        stats: A recorded statistic, or a list; default four informative ones
+        home: Folder of logs, instead of `~/.torchember`
+
+    Returns:
+        The file
+    """
     if file is None and is_file(path): file,path = path,None
     target = None if file is None else Path(file).expanduser()
     if target is not None: check_folder(target if str(file).endswith(('/', os.sep)) or target.is_dir() else target.parent)
