@@ -331,7 +331,7 @@ class StepRows:
             try: return box.keep(parts, custom=custom, over=over, earlier=[s.number for s in earlier], **metadata)
             except Exception as e:
                 self.notices.once('box', f"A step is not in the black box ({type(e).__name__}: {printable(e, 200)}). If this process is killed before "
-                    "the step is written, the step is lost. This warning comes once.")
+                    "the step is written, the step is lost. This warning is given once.")
                 return 0
         try: return self.snapshots.take(self.arena, over, None if box is None else keep), custom
         except RuntimeError as e: return self.report_device(e), custom
