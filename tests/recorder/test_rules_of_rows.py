@@ -677,5 +677,5 @@ def test_the_first_value_that_is_not_finite_is_said_of_whatever_leaves(tmp_path)
             remarks = te.close()['remarks']
         first = f"step 0, {'output_0 of the model (Linear) has 1 inf' if early else 'loss is nan'}"
         assert [str(w.message) for w in said if 'finite' in str(w.message)]==[
-            f'torchember: {first}: the first value of this run that is not finite. Training goes on, and this is said once.']
+            f'torchember: {first}: the first value of this run that is not finite. Training continues. This warning is given once.']
         assert remarks[-1]==f'First value that is not finite: {first}.'

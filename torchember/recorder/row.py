@@ -67,7 +67,7 @@ class FirstBad:
         "Check the next rows."
         if self.found is None and (row := first_not_finite((r for r in rows if isinstance(r, dict)), is_alarming)) is not None:
             self.found = describe_trouble(row)
-            self.file.note(f"{self.found}: the first value of this run that is not finite. Training goes on, and this is said once.")
+            self.file.note(f"{self.found}: the first value of this run that is not finite. Training continues. This warning is given once.")
 
     def remark(self): return f"First value that is not finite: {self.found}." if self.found else None
 
