@@ -287,7 +287,7 @@ def test_what_rules_saw_is_on_top_and_a_click_away(chromium, tmp_path):
         first = health.locator('li').first
         expect(first).to_have_class('error')
         expect(first).to_contain_text(re.compile('^error input of .* at step 20.*Try: .*Look: overview'))
-        expect(health).to_contain_text('rules looked at 40 steps')
+        expect(health).to_contain_text('rules checked 40 steps')
         first.locator('> button').click()
         drawn(page)
         expect(page.locator('#kind')).to_have_value('input')
@@ -355,14 +355,14 @@ def test_a_healthy_run_says_so_and_what_was_not_looked_at(chromium, tmp_path):
     te.close()
     with opened(chromium, report(te, tmp_path/'a.html')) as page:
         assert page.locator('#health > p').count()==1 and page.locator('#health h2').count()==0
-        looked,unseen = r"\d+ rules looked at 60 steps .* and 'loss'\.",r"Not looked at: single dead units \(stats='full'\)\."
-        expect(page.locator('#health > p')).to_have_text(re.compile(f"^Nothing is wrong, as far as can be seen\\. {looked} {unseen}$"))
+        looked,unseen = r"\d+ rules checked 60 steps .* and 'loss'\.",r"Not checked: single dead units \(stats='full'\)\."
+        expect(page.locator('#health > p')).to_have_text(re.compile(f"^No problem found: {looked} {unseen}$"))
 
 
 def test_rules_that_fail_cost_no_report(chromium, tmp_path, monkeypatch):
     te = train(net(), 'failing', 6)
     def broken(run, df=None): raise RuntimeError('<b>no</b>')
-    monkeypatch.setattr('torchember.show.page.data.history_of', broken)
+    monkeypatch.setattr('torchember.show.page.data.load_history', broken)
     with opened(chromium, report(te, tmp_path/'a.html')) as page:
         expect(page.locator('#health')).to_have_text('The rules could not check this run: RuntimeError: <b>no</b>')
         assert page.locator('#layers tbody tr').count() and not page.wrong

@@ -13,7 +13,7 @@ const raised = n => '2' + String(n).replace(/./g, c => c === '-' ? '⁻' : '⁰�
 const percent = v => `${100 * v >= 100 ? whole(100 * v) : +(100 * v).toPrecision(v < .1 ? 2 : 3)} %`
 const count = (n, one) => `${whole(n)} ${one}${n === 1 ? '' : 's'}`
 
-// ---- what is looked at: also in the address, so that it can be sent on
+// ---- the current selection; also in the address, to share it
 
 let kinds = new Map()
 const state = { kind: null, stat: null, path: null, label: null, step: 0, words: '', sort: null, down: true }
@@ -708,8 +708,8 @@ function fillHealth() {
   if (wrong.length > fewFindings) section.append(fold(`and ${whole(wrong.length - fewFindings)} more`, listOf(wrong.slice(fewFindings))))
   if (notes.length) section.append(fold(count(notes.length, 'note'), listOf(notes)))
   if (h.more) section.append(make('p', { textContent: `${whole(h.more)} more: diagnose(run) has all.` }))
-  const unseen = h.unseen?.length ? ` Not looked at: ${h.unseen.map(([what, how]) => `${what} (${how})`).join('; ')}.` : ''
-  if (h.looked) section.append(make('p', { textContent: `${wrong.length ? '' : 'Nothing is wrong, as far as can be seen. '}${h.looked}.${wrong.length ? '' : unseen}` }))
+  const unseen = h.unseen?.length ? ` Not checked: ${h.unseen.map(([what, how]) => `${what} (${how})`).join('; ')}.` : ''
+  if (h.looked) section.append(make('p', { textContent: `${wrong.length ? '' : 'No problem found: '}${h.looked}.${wrong.length ? '' : unseen}` }))
   section.append(...h.failed.map(s => make('p', { textContent: s })))
 }
 
