@@ -24,7 +24,7 @@ from torchember import read, runs, torchEmber
 from torchember.cli.commands import command_named, main, make_parser, places
 from torchember.cli.steps import OpenSteps, RunLog, StepRow
 from torchember.cli.terminal import text_width, format_table
-from torchember.health.rules import format_table as rules
+from torchember.health.rules import table as rules
 
 root = Path(__file__).parents[2]
 long_name = 'Schrödinger 卷积 with a name that is far too long for a terminal'

@@ -362,7 +362,7 @@ def test_a_healthy_run_says_so_and_what_was_not_looked_at(chromium, tmp_path):
 def test_rules_that_fail_cost_no_report(chromium, tmp_path, monkeypatch):
     te = train(net(), 'failing', 6)
     def broken(run, df=None): raise RuntimeError('<b>no</b>')
-    monkeypatch.setattr('torchember.show.page.data.history_of', broken)
+    monkeypatch.setattr('torchember.show.page.data.load_history', broken)
     with opened(chromium, report(te, tmp_path/'a.html')) as page:
         expect(page.locator('#health')).to_have_text('The rules could not check this run: RuntimeError: <b>no</b>')
         assert page.locator('#layers tbody tr').count() and not page.wrong

@@ -13,7 +13,7 @@ const raised = n => '2' + String(n).replace(/./g, c => c === '-' ? '⁻' : '⁰�
 const percent = v => `${100 * v >= 100 ? whole(100 * v) : +(100 * v).toPrecision(v < .1 ? 2 : 3)} %`
 const count = (n, one) => `${whole(n)} ${one}${n === 1 ? '' : 's'}`
 
-// ---- what is looked at: also in the address, so that it can be sent on
+// ---- the current selection; also in the address, to share it
 
 let kinds = new Map()
 const state = { kind: null, stat: null, path: null, label: null, step: 0, words: '', sort: null, down: true }
