@@ -40,7 +40,7 @@ from .sinks.feed import Feed, sinks_of
 from .store.base import folder, now, user
 from .store.jsonl import emberTracker, new_run
 from .store.log import note_soon
-from .store.parameters import noted_in
+from .store.parameters import read_parameters
 from .store.table import tree_table
 
 # %% ../nbs/57_ember.ipynb #e3c22913
@@ -424,7 +424,7 @@ class torchEmber(ArmedModel):
             blackbox, lambda meta: t.amend('parameters', meta), cuda_graphs)), model, ts, include, exclude)
         self.views = [] # live pictures of the run
         known,is_on = self.recorder.sources.parameters.known,not disabled()
-        if resume: known.go_on(noted_in(t))
+        if resume: known.go_on(read_parameters(t))
         t.source = weak_source(self.recorder)
         look_out(t.file)
         if reduce and ranks and is_on and (whole := merge_ranks(t, rank, world, self.mod_tree())):

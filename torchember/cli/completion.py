@@ -14,9 +14,9 @@ from .terminal import say
 # %% ../../nbs/95_cli/70_completion.ipynb #e333b37a
 def list_run_names(home):
     "Return the names of runs. Several processes of a run count once."
-    from torchember.store.anywhere import entries
+    from torchember.store.anywhere import list_folder
     from torchember.store.base import folder
-    names = [f.name for f in entries(folder('torchember', home)/'log') if not f.name.endswith(('_latest', '.parts')) and f.name[0]!='.']
+    names = [f.name for f in list_folder(folder('torchember', home)/'log') if not f.name.endswith(('_latest', '.parts')) and f.name[0]!='.']
     return sorted({re.sub(r'\.rank\d{1,6}$', '', n) for n in names if n.isprintable()})
 
 def find_positional(p, words):

@@ -14,9 +14,9 @@ from ..ground.messages import printable
 def find_home(args):
     "Return the folder in `--home`, None without one. Raise FileNotFoundError if it does not exist."
     if args.home is None: return None
-    from torchember.store.anywhere import folder_there
+    from torchember.store.anywhere import folder_exists
     from torchember.store.base import folder
-    if not folder_there(place := folder('torchember', args.home)):
+    if not folder_exists(place := folder('torchember', args.home)):
         raise FileNotFoundError(f"There is no folder {printable(place)}. --home is a folder with runs, such as ~/.torchember.")
     return args.home
 

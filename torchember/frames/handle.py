@@ -17,15 +17,15 @@ from torchember.frames.rank_tables import merge_parameters, merge_trees, paths_o
 from torchember.frames.tables import columns_to_read, concat_tables, table_of_blocks, tidy
 from torchember.ground.messages import an, printable, unknown, warn
 from torchember.processes import ranks
-from torchember.store.anywhere import entries, file_size, file_there, is_there, is_url, located
-from torchember.store.base import facts, folder, read_meta, safe_name
+from torchember.store.anywhere import list_folder, file_size, file_exists, path_exists, is_url, located
+from torchember.store.base import valid_facts, folder, read_meta, safe_name
 from torchember.store.columns import ColumnBlock
 from torchember.store.jsonl import emberTracker, tracker
-from torchember.store.lines import parsed
+from torchember.store.lines import parse_blocks
 from torchember.store.log import flush_logs
 from torchember.store.log_file import last_in, last_step_of
 from torchember.store.older import is_older, older_blocks
-from torchember.store.parameters import noted_in
+from torchember.store.parameters import read_parameters
 from torchember.store.parts import blocks_of_run, layouts_in_parts, shared_files, summarize_parts
 from torchember.store.table import tree_in
 
@@ -37,12 +37,12 @@ def is_run_name(name):
 
 def log_files(log):
     "Return the names of the files in a folder of logs, without files of the latest step and hidden files. Some may not be valid names."
-    names = [f.name for f in entries(log) if not f.is_dir(follow_symlinks=False)]
+    names = [f.name for f in list_folder(log) if not f.is_dir(follow_symlinks=False)]
     return sorted(n for n in names if not n.endswith('_latest') and n[0]!='.')
 
 def older_runs(log):
     "Return the names of the folders that are runs of torchember 0.2."
-    return [] if is_url(log) else [f.name for f in entries(log) if f.is_dir(follow_symlinks=False) and is_run_name(f.name) and is_older(f.path)]
+    return [] if is_url(log) else [f.name for f in list_folder(log) if f.is_dir(follow_symlinks=False) and is_run_name(f.name) and is_older(f.path)]
 
 rank_pattern = re.compile(r'(.+)\.rank(0|[1-9][0-9]{0,5})')
 
@@ -89,7 +89,7 @@ def log_names(home):
 # %% ../../nbs/50_frames/04_handle.ipynb #5ab7ec68
 def read_facts(name, data):
     "Return the metadata 'base' of a log, {} if there is none, and the reason why it cannot be read, or None. `data`: folder of metadata."
-    try: return facts(read_meta(data/f'base_{name}.json')), None
+    try: return valid_facts(read_meta(data/f'base_{name}.json')), None
     except KeyError: return {}, None
     except (ValueError, OSError) as e: return {}, printable(e)
 
@@ -127,10 +127,10 @@ class LogReader:
 
     def rows(self):
         "Return all rows as dicts."
-        return parsed(self.blocks, self.complete_file())[0]
+        return parse_blocks(self.blocks, self.complete_file())[0]
 
     def table(self, choice, columns=None):
-        "Return the rows that `choice` selects as a table. `columns`: columns that the caller needs; all by default."
+        "Return the selected rows as a table. `columns`: columns needed by the caller; all by default."
         keep = RowFilter(choice, self.last_step() if choice.needs_last_step else None) if choice.conditions else None
         return table_of_blocks(self.blocks, self.complete_file(), keep, columns and columns_to_read(columns, self.may_supersede()))
 
@@ -141,7 +141,7 @@ def open_log(run, home=None):
         path = located(run)
         if path.parent.name=='log': recover_boxes(path.parent.parent)
         flush_logs(path)
-        if not (file_there(path) or is_older(path)): raise FileNotFoundError(f"There is no log {printable(path)}. Give the file of a run, or the name of one.")
+        if not (file_exists(path) or is_older(path)): raise FileNotFoundError(f"There is no log {printable(path)}. Give the file of a run, or the name of one.")
         return LogReader(path)
     if not isinstance(t, tracker) and not isinstance(run, str):
         raise TypeError(f"a run is a name, a file, a torchEmber or its te.t, got {an(run)}. A table need not be read: pass it on as it is.")
@@ -153,7 +153,7 @@ def open_log(run, home=None):
 
 # %% ../../nbs/50_frames/04_handle.ipynb #4016b2c9
 class Run:
-    "A run that is open for reading: its logs, or a table that was read before."
+    "A run open for reading: its logs, or a table."
     def __init__(self,
         name:str,
         logs:dict, # Rank -> `LogReader`; {None: reader} for a run of one process
@@ -209,8 +209,8 @@ class Run:
 
     def parameters(self):
         "Return what is known of the parameters, see `store.parameters`."
-        entries = {rank: noted_in(log.t) for rank,log in self.logs.items() if log.t is not None}
-        return merge_parameters(entries, self.whole_model_paths()) if self.is_ranked else entries.get(None, [])
+        known = {rank: read_parameters(log.t) for rank,log in self.logs.items() if log.t is not None}
+        return merge_parameters(known, self.whole_model_paths()) if self.is_ranked else known.get(None, [])
 
     def structure(self):
         "Return the tree of modules; None if there is none that can be read."
@@ -272,14 +272,14 @@ def values_of_conditions(runs):
 
 # %% ../../nbs/50_frames/04_handle.ipynb #f9241c5a
 def split_url(run, home):
-    "Return name and home of a run that is given by URL: `s3://bucket/x/log/resnet` is 'resnet' in 's3://bucket/x'. Return others unchanged."
+    "Return name and home of a run given by URL: `s3://bucket/x/log/resnet` is 'resnet' in 's3://bucket/x'. Return other values unchanged."
     if not is_url(run): return run, home
     path = located(run)
     return (path.name, path.parent.parent) if path.parent.name=='log' else (run, home)
 
-def is_pattern(run): return isinstance(run, str) and os.sep not in run and bool(set(run)&set('*?['))
+def is_glob(run): return isinstance(run, str) and os.sep not in run and bool(set(run)&set('*?['))
 
-def is_table(run): return 'pandas' in sys.modules and isinstance(run, sys.modules['pandas'].DataFrame)
+def is_dataframe(run): return 'pandas' in sys.modules and isinstance(run, sys.modules['pandas'].DataFrame)
 
 def open_named(run, home):
     "Return the `Run` of a name, a file, an ember or a tracker. A name may be that of several ranks."
@@ -287,8 +287,8 @@ def open_named(run, home):
     if not isinstance(run, str) or os.sep in run: return run_of_log(open_log(run, home))
     log = folder('torchember', home)/'log'
     recover_boxes(log.parent)
-    if is_there(log/run):
-        if file_there(log/f'{run}.rank0'): warn(f"{printable(run)}: this is the log of one process. There are those of several beside it, "
+    if path_exists(log/run):
+        if file_exists(log/f'{run}.rank0'): warn(f"{printable(run)}: this is the log of one process. There are those of several beside it, "
             f"{printable(run)}.rank0 and so on, which are not read. To read them, move this one away.")
         return run_of_log(open_log(run, home))
     if not (found := rank_logs(run, home)): return run_of_log(open_log(run, home))
@@ -306,7 +306,7 @@ def open_runs(run, home=None):
         return list(found.values()), True
     if isinstance(run, Run): return [run], False
     run,home = split_url(run, home)
-    if not is_pattern(run): return [open_named(run, home)], False
+    if not is_glob(run): return [open_named(run, home)], False
     names = log_names(home)
     if run in names or run in without_ranks(names): return [open_named(run, home)], False
     if not (some := [n for n in without_ranks(names) if fnmatchcase(n, run)] or [n for n in names if fnmatchcase(n, run)]):
@@ -319,7 +319,7 @@ def open_run(
     home=None # Folder or URL of logs, instead of `~/.torchember`
 ) -> Run:
     "Open one run for reading. Raise FileNotFoundError if there is none, ValueError for several, TypeError for anything else"
-    if is_table(run): return Run(str(run.attrs.get('run', '')), {}, run)
+    if is_dataframe(run): return Run(str(run.attrs.get('run', '')), {}, run)
     found,_ = open_runs(run, home)
     if len(found)==1: return found[0]
     raise ValueError(f"One run is expected, and {run!r:.80} are {len(found)}: {printable(', '.join(r.name for r in found[:5]))}. Choose one of them.")

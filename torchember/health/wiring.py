@@ -8,7 +8,7 @@ __all__ = ['not_trained']
 # %% ../../nbs/55_health/25_wiring.ipynb #f8684b37
 import numpy as np
 
-from ..store.parameters import cut_off, entry, forgotten, frozen, label_of, not_called, parts_alike, reasons, why_not
+from ..store.parameters import cut_off, parameter_entry, forgotten, frozen, label_of, not_called, parts_alike, reasons, why_not
 from .finding import name_module, finding, fmt, median, list_names
 from .history import find_changes, never_changes
 from .moves import keeps_moving
@@ -222,7 +222,7 @@ def stopped(h, k, s, p, least, share):
 
 def make_entries(h):
     "Return an entry for each recorded weight, for a run without entries of its parameters. Their `requires_grad` is None."
-    return [entry(path, name, s.shape, s.dtype, None) for (path,name),s in h.weights.items() if name]
+    return [parameter_entry(path, name, s.shape, s.dtype, None) for (path,name),s in h.weights.items() if name]
 
 def find_stops(h, entries, least, share):
     "Return the weights that stopped, if others continue or the run knows that they are frozen."

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 class ThreadContext(threading.local):
     "Position of one thread in the model. Each thread has its own values."
     depth = 0 # running calls of the outermost module, which may call itself
-    outermost = None # `capture.forward.State` of the outermost module
+    outermost = None # `capture.module_state.ModuleState` of the outermost module
     skipped = False # True if this pass is not recorded: an evaluation, with `only_training`
     phase = None # phase of the rows of this pass, None for training
     call = 0 # number of the running call among those of its module in this pass

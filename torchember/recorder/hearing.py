@@ -51,8 +51,10 @@ class OtherModels:
         self.root,self.known,self.parameters = weakref.ref(root),frozenset(map(id, root.modules())),frozenset(map(id, root.parameters()))
         self.is_ours.clear()
 
-    def is_caller(self, state) -> bool:
-        """Return True if a second model calls the module of this `State`, outside of any pass.
+    def is_caller(self,
+        state # `capture.module_state.ModuleState` of the module that is called outside of any pass
+    ) -> bool:
+        """Return True if another model makes this call.
 
         A part that only others call belongs to them until the weights of the recorded model change, although its root is never called."""
         if state.root: self.root_called = True; return False
@@ -99,8 +101,12 @@ class PassEvents:
         phase = self.steps.phases.find(path, training, states[0].track.module.training if states else training, grad or function_trains())
         return phase if self.steps.manual or phase!='no_grad' else None
 
-    def begin(self, here, state, grad):
-        "Begin a pass of this thread, by a call of a `State`. If a pass runs in a second thread, join it and continue its numbering of calls."
+    def begin(self,
+        here, # `calls.ThreadContext` of this thread
+        state, # `capture.module_state.ModuleState` of the outermost module
+        grad # True if gradients will come
+    ):
+        "Begin a pass, or join the pass of another thread and continue its numbering of calls."
         path,training = state.track.path,state.track.module.training
         skipped = self.other_models.is_caller(state) or only_metadata() or not grad and checks_trace()
         phase = None if skipped else self.phase_of(path, training, grad)

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..capture.forward import parts_of
+from ..capture.module_state import parts_of
 from ..capture.optimizer import in_live_optimizers
 from .notices import Notices
-from ..store.parameters import entry, most_entries
+from ..store.parameters import parameter_entry, most_entries
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #999a778f
 def own_parameters(
@@ -362,7 +362,7 @@ class Known:
         any_grad = self.grads and bool(self.got) # if no parameter has a gradient, the cause is not this parameter
         is_callable = inspect.getattr_static(type(owner.module), 'forward', None) is not nn.Module.forward # a list of modules has no forward
         any_of = lambda known: not known.isdisjoint(names)
-        return entry(*names[0], None if is_lazy(p) else p.shape, str(p.dtype).removeprefix('torch.'), p.requires_grad,
+        return parameter_entry(*names[0], None if is_lazy(p) else p.shape, str(p.dtype).removeprefix('torch.'), p.requires_grad,
             any_of(self.held) if has_optimizers else None, any_of(self.got) or (False if any_grad else None),
             owner.path in self.called if self.called and is_callable else None,
             ['.'.join(filter(None, n)) for n in names[1:]], state is not None and state.watched,

@@ -78,8 +78,8 @@ class Rehearsal(Listener):
 
     def __init__(self, ttypes, states):
         self.ttypes,self.states = ttypes,states
-        self.places,self.ended = [],[] # `Place`s; `capture.forward.State`s in the order in which their calls ended
-        self.seen,self.calls,self.stack = {},Counter(),[] # id -> weak reference, version; state -> calls; running calls
+        self.places,self.ended = [],[] # `Place`s; `capture.module_state.ModuleState`s in the order in which their calls ended
+        self.seen,self.calls,self.stack = {},Counter(),[] # id -> weak reference and version; state -> calls; running calls
 
     def call_begins(self, st, inputs, compiled=False):
         self.note(st, 'input', inputs, self.calls[st])

@@ -90,7 +90,7 @@ class Sources:
         note=None # Called with the metadata of the parameters when these have changed
     ):
         self.ttypes,self.buffer,self.watch = ttypes,buffer,watch
-        self.states = [] # `capture.forward.State`s of the armed modules, root first
+        self.states = [] # `capture.module_state.ModuleState`s of the armed modules, root first
         self.sampled = [] # some of the weights: a change of their versions shows that an unknown optimizer has stepped
         self.parameters = Parameters(buffer, ttypes, note)
         self.optimizers = KnownOptimizers(watch, self.parameters)
@@ -114,7 +114,7 @@ class Sources:
         self.sampled = evenly_spaced([p for p in ps if p.requires_grad and not is_lazy(p)])
 
     def armed(self,
-        states, # `capture.forward.State`s of the armed modules, root first. Empty after disarming
+        states, # `capture.module_state.ModuleState`s of the armed modules, root first. Empty after disarming
         again:bool=False # True if the model was armed before, with other modules
     ):
         "Measure the tensors of these modules from now on."
@@ -142,7 +142,7 @@ class Sources:
         return versions(self.sampled) if self.sampled and needed else None
 
     def flow(self,
-        state, # `capture.forward.State` of the module
+        state, # `capture.module_state.ModuleState` of the module
         ttype:str, # 'input' or 'output'
         named, # Pairs of name and tensor
         call:int, phase # Number of the call in its pass; phase of the pass

@@ -127,7 +127,7 @@ class Shards:
         self.columns = {} # `place_of` a row -> columns
 
     def local(self,
-        state, # `capture.forward.State` of the module
+        state, # `capture.module_state.ModuleState` of the module
         key, # Key of the row, as `one_row` has it
         call:int,
         x
@@ -333,7 +333,7 @@ class StepRows:
             try: return box.keep(parts, custom=custom, over=over, earlier=[s.number for s in earlier], **metadata)
             except Exception as e:
                 self.notices.once('box', f"A step is not in the black box ({type(e).__name__}: {printable(e, 200)}). If this process is killed before "
-                    "the step is written, the step is lost. This warning comes once.")
+                    "the step is written, the step is lost. This warning is given once.")
                 return 0
         try: return self.snapshots.take(self.arena, over, None if box is None else keep), custom
         except RuntimeError as e: return self.report_device(e), custom
@@ -390,7 +390,7 @@ class StepBuffer:
         self.shards,self.rows = Shards(ranks, self.notices),StepRows(self.notices, lock)
 
     def measure(self,
-        state, # `capture.forward.State` of the module
+        state, # `capture.module_state.ModuleState` of the module
         ttype:str,
         tname:str,
         x:torch.Tensor, # Any tensor

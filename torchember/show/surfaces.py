@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from ..frames.unit_tables import History, histories
+from ..frames.unit_tables import UnitHistory, histories
 from ..ground.messages import an, printable
 from ..ground.record import values_of
 from .heatmaps import heat
@@ -22,7 +22,7 @@ from .style import drawing_on, drawn, is_dark, panels
 
 # %% ../../nbs/60_show/75_surfaces.ipynb #83eb96c8
 def thin_matrix(
-    h:History,
+    h:UnitHistory,
     most_steps:int, most_units:int # Size of the result
 ) -> tuple: # Steps, numbers of units, values, mask of not finite
     "Reduce a matrix to a visible size."
@@ -171,5 +171,5 @@ def Surface3d(
     fig = Figure(figsize=(7, 5), layout='constrained')
     FigureCanvasAgg(fig)
     with drawing_on(fig):
-        draw([History('', '', np.asarray(steps), np.stack([vectors[s] for s in steps]))], '', 'surface', title)
+        draw([UnitHistory('', '', np.asarray(steps), np.stack([vectors[s] for s in steps]))], '', 'surface', title)
     return fig

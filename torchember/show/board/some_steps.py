@@ -12,7 +12,7 @@ import numpy as np
 
 from ...frames.handle import Run, open_log, rank_logs
 from ...ground.needs import needs
-from ...store.anywhere import regular
+from ...store.anywhere import open_regular
 from ...store.jsonl import emberTracker
 from ...store.parts import Part, part_file, parts_and_lines
 
@@ -60,7 +60,7 @@ def read_steps(
     start:int=0 # Byte to begin at
 ): # Pairs of a step and its lines
     "Yield the lines of some steps of a file."
-    with open(path, 'rb', buffering=0, opener=regular) as f:
+    with open(path, 'rb', buffering=0, opener=open_regular) as f:
         end,done = os.fstat(f.fileno()).st_size,-1
         for step in steps:
             if step<=done: continue

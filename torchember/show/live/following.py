@@ -17,7 +17,7 @@ from ...frames.listing import is_running, try_describe_log
 from ..findings import OpenFindings
 from ..run_summary import trouble_sentence
 from ...sinks.sink import noted_numbers, not_noted
-from ...store.base import regular
+from ...store.anywhere import open_regular
 from ...store.lines import is_step
 from ...store.lines import longest_line
 from ...store.parts import StoredBlock, blocks_of_run, summarize_parts
@@ -51,7 +51,7 @@ class Tail:
         for block in self.earlier:
             self.given += len(block)
             return block
-        if self.file is None: self.file = open(self.path, 'rb', buffering=0, opener=regular)
+        if self.file is None: self.file = open(self.path, 'rb', buffering=0, opener=open_regular)
         s = os.fstat(self.file.fileno())
         put_aside = not os.path.samestat(s, os.stat(self.path))
         if put_aside and summarize_parts(self.path)['lines']!=self.removed+s.st_size:
@@ -72,7 +72,7 @@ class Tail:
         parts = None
         while parts!=(parts := summarize_parts(self.path)): # until the open file and the parts belong together
             self.close()
-            self.file = open(self.path, 'rb', buffering=0, opener=regular)
+            self.file = open(self.path, 'rb', buffering=0, opener=open_regular)
         self.removed,self.given,self.at = parts['lines'],min(done, parts['lines']),max(done-parts['lines'], 0)
         self.rows = parts['rows']+count_lines(self.path, self.at) if rows is None else rows
         self.earlier = blocks_of_run(self.path, end=0, after=(done, self.rows)) if done<parts['lines'] else iter(())
