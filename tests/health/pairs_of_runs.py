@@ -1,4 +1,4 @@
-"Trainings in pairs: what differs between the two is planted, or is how numbers are rounded"
+"Pairs of trainings with one planted difference, or with different rounding only"
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ everything = ('input', 'output', 'weight', 'weight_grad', 'output_grad', 'update
 
 
 class Convolutions(nn.Module):
-    "Convolutions with a bias before BatchNorm, whose gradient is nothing but rounding"
+    "Convolutions with a bias before BatchNorm: the gradient of this bias is only rounding"
     def __init__(self):
         super().__init__()
         self.conv,self.norm,self.act,self.drop,self.head = nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(.1), nn.Linear(72, 5)
@@ -40,7 +40,7 @@ makes = {'dense': dense, 'convolutions': Convolutions, 'attention': Attention}
 
 
 def data(seed=1, n=steps, size=32):
-    "Batches that can be learnt from"
+    "Return batches with structure to learn."
     g = torch.Generator().manual_seed(seed)
     w = torch.randn(64, 5, generator=torch.Generator().manual_seed(0))
     xs = [torch.randn(size, 64, generator=g) for _ in range(n)]

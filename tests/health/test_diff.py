@@ -1,4 +1,4 @@
-"Where two runs part: what is planted is named, and rounding is not"
+"`diff` names a planted difference, and does not report rounding"
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +25,7 @@ def home(tmp_path_factory):
 
 
 def run(home, **how):
-    "The table of a training; each is trained once"
+    "Return the rows of a training. Each training runs once."
     key = repr(sorted((k, v if isinstance(v, str|int|float|tuple) else id(v)) for k,v in how.items()))
     if key not in runs: runs[key] = train(home, f'run {len(runs)}', **how), how # what is kept keeps its id
     return runs[key][0]
@@ -38,7 +38,7 @@ def noise(x, seed=5): return torch.randn(x.shape, generator=torch.Generator().ma
 
 
 def scaled(name, by=1.001):
-    "A weight that begins a little larger"
+    "Make a weight slightly larger at the start."
     def change(m):
         with torch.no_grad(): m.get_parameter(name).mul_(by)
     return change
@@ -51,7 +51,7 @@ def with_gelu():
 
 
 def in_double(m):
-    "A layer that calculates in float64"
+    "A layer that computes in float64"
     m[2].double()
     m[2].register_forward_pre_hook(lambda m, a: (a[0].double(),))
     m[2].register_forward_hook(lambda m, a, y: y.float())
@@ -117,7 +117,7 @@ too_small = 'order of data', 'learning rate, of updates', 'weight decay of AdamW
 
 @pytest.mark.parametrize('what', [w for w in planted if w not in too_small])
 def test_what_is_planted_is_named_where_rounding_parts_the_runs_as_well(home, what):
-    "The same in batches whose rows are in another order; but for what moves weights by no more than rounding may, and what drops units of each row"
+    "Permute the rows of the batches. Left out: faults smaller than rounding, and Dropout"
     how,other,place = planted[what]
     each = other.get('each')
     d = diff(run(home, **how), train(home, f'shuffled {what}', **{**how, **other, 'each': lambda m, x, y, i: shuffled(m, *(each or as_it_is)(m, x, y, i), i)}))
@@ -129,7 +129,7 @@ def as_it_is(m, x, y, i): return x, y
 
 
 def shuffled(m, x, y, i):
-    "A batch in another order: every sum over it is rounded otherwise"
+    "Permute a batch: every sum over it rounds differently."
     at = torch.randperm(len(x), generator=torch.Generator().manual_seed(i))
     return x[at], y[at]
 
@@ -137,12 +137,12 @@ def shuffled(m, x, y, i):
 # ---- what only rounding parts
 
 class Einsum(nn.Linear):
-    "A product that is added up in float64"
+    "A product with sums in float64"
     def forward(self, input): return torch.einsum('ni,oi->no', input.double(), self.weight.double()).float()+self.bias
 
 
 class Backwards(nn.Linear):
-    "A product that is added up from the end"
+    "A product with sums from the end"
     def forward(self, input): return input.flip(1)@self.weight.flip(1).T+self.bias
 
 
@@ -520,7 +520,7 @@ def test_rtol_takes_the_place_of_rounding(home):
 
 
 def test_what_is_missing_is_not_the_same():
-    "A run that is shorter passes as far as it goes; one that has not a tensor that the other has does not"
+    "A shorter run passes. A run that lacks a tensor fails"
     of = lambda p, t, s: dict(shape=(4,), mean=.1+s, std=1., module=f'model(Net).{p}(Linear)', path=p, ttype=t, tname='x', step=s, call=0, dtype='float32')
     whole = pd.DataFrame([of(p, t, s) for s in range(5) for p in 'ab' for t in ('input', 'output')])
     assert_same_run(whole[whole.step<3], whole)

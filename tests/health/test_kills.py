@@ -1,4 +1,4 @@
-"A process that rules look at, killed at any moment, loses nothing that was written"
+"A process with rules loses no written row if it is killed at any moment"
 import os
 import random
 import signal
@@ -29,7 +29,7 @@ for i in range(10_000):
 
 
 def killed(name):
-    "A training that is killed at a random moment: the last step that it knows to be in the file"
+    "Kill a training at a random moment. Return the last step that must be in the file."
     with start(training, name) as p:
         last = int(p.stdout.readline())
         time.sleep(random.random()*.6)

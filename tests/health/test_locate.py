@@ -1,4 +1,4 @@
-"A step is run again, and the operation is named that its NaN comes from"
+"`locate` runs a step again and names the operation that makes a NaN"
 import copy
 import gc
 import inspect
@@ -26,7 +26,7 @@ inf,nan = math.inf,math.nan
 
 
 def line(of, text):
-    "The number of the one line of a function or class in this file that has a text"
+    "Return the number of the only line of a function or class that contains a text."
     lines,first = inspect.getsourcelines(of)
     [found] = [first+i for i,s in enumerate(lines) if text in s]
     return found
@@ -36,7 +36,7 @@ def told(got): return got.op, got.made, got.phase, got.path, got.kind
 
 
 def at(got, of, text):
-    "Whether it is that line of that function"
+    "Return True if the result names this line of the function."
     return (got.file, got.line, text in got.text)==('test_locate.py', line(of, text), True)
 
 
@@ -273,7 +273,7 @@ def test_the_backward_of_a_checkpointed_block(reentrant):
 
 
 def test_only_what_is_computed_again_is_bad():
-    "Its values are not those of the forward"
+    "The recomputed values differ from those of the forward"
     class Worse(nn.Module):
         n = 0
         def forward(self, x):
@@ -443,7 +443,7 @@ def test_a_row_that_a_buffer_masks():
 
 
 def test_a_fault_behind_a_mask():
-    "What is meant is not in the way of what is not"
+    "An intended infinity does not hide a fault"
     model,(x,_),y = mlp().half(),batch(),torch.zeros(6).long()
     def attend(x):
         s = (x*300)@(x*300).T
@@ -520,7 +520,7 @@ def test_a_gradient_of_a_gradient():
 
 
 def test_a_rate_that_is_infinite():
-    "In an optimizer nothing infinite is meant"
+    "An infinity in an optimizer is never intended"
     w = nn.Parameter(torch.ones(3))
     opt = torch.optim.SGD([w], lr=inf)
     def step():
@@ -726,7 +726,7 @@ def test_nothing_is_left_behind(fails):
 
 
 def test_the_step_is_what_it_would_be():
-    "The same numbers, to the last bit, and the same random ones"
+    "Numbers and random numbers are equal to the last bit"
     x,y = batch()
     def trained(how):
         torch.manual_seed(3)

@@ -57,7 +57,7 @@ def train(name, mask, bad_loss=None, n=30, stats='full', scale=1.):
 
 
 def look_at(name, tmp_path):
-    "Everything that reads a run, with warnings of numpy as errors"
+    "Call everything that reads a run, with numpy warnings as errors."
     with warnings.catch_warnings():
         warnings.simplefilter('error', RuntimeWarning)
         warnings.filterwarnings('error', message='The rule')
@@ -93,7 +93,7 @@ def test_a_run_of_odd_numbers(how, tmp_path):
 
 
 def test_a_mask_in_evaluations_only_is_no_other_size():
-    "An infinite size is no size: neither in training nor in evaluation is it larger"
+    "An infinite size does not count in the comparison of training and evaluation"
     train('odd', tensors['mask'])
     assert diagnose('odd').rule.tolist().count('train_eval')==0
     assert np.isinf(read('odd', path='same', ttype='output')['rms']).any()

@@ -1,4 +1,4 @@
-"No rule says of a parameter what recorded rows contradict: not of another optimizer's, not of a part that is frozen during the run"
+"No finding about a parameter contradicts its rows: parameters of another optimizer, and parts that are frozen during the run"
 import numpy as np
 import pytest
 import torch
@@ -261,7 +261,7 @@ def test_a_learning_rate_of_zero_in_one_group_is_no_schedule():
 
 
 def noted_rates(m, rate, kept=False):
-    "Train with a rate of `rate(step)`, which is noted; from step 20 on the old weights are put back where `kept`"
+    "Train with the learning rate `rate(step)`, which is noted. With `kept`, restore the old weights from step 20 on."
     te = torchEmber(m, optimizer=(opt := torch.optim.Adam(m.parameters(), lr=.003)))
     for i in range(60):
         opt.param_groups[0]['lr'] = rate(i)
@@ -290,7 +290,7 @@ def test_a_rate_that_stays_is_no_schedule():
 
 
 def test_a_part_that_is_frozen_in_jax_is_named():
-    "The optimizer's mask, and a gradient that is stopped: of JAX nothing is known but the rows"
+    "A mask of the optimizer, and a stopped gradient. In JAX, only rows are known"
     import jax.numpy as jnp
 
     from torchember import jaxember

@@ -1,4 +1,4 @@
-"Rules that look while a training goes on: what they see is said once, is in the run, can end the training, and harms nothing else"
+"Rules during a training: each finding is reported once, becomes a row, can stop the training, and disturbs nothing else"
 import threading
 import time
 import warnings
@@ -17,13 +17,13 @@ due = Pace.due
 
 @pytest.fixture(autouse=True)
 def at_every_step(monkeypatch):
-    "Rules look whenever there is something new, whatever it takes"
+    "Run rules after each new row, at any cost."
     monkeypatch.setattr(Pace, 'due', lambda self, steps, recording: steps>=8)
 
 
 @pytest.fixture
 def own_rules():
-    "Rules that a test makes are gone after it"
+    "Remove the rules that a test has defined."
     before = dict(table)
     yield
     table.clear()
@@ -38,7 +38,7 @@ def model(dead=True):
 
 
 def train(te, m, opt, n=40, wait=None, step=False):
-    "Steps of it; how many there were when something ended it"
+    "Train. Return the number of steps before an exception ended it."
     for i in range(n):
         try:
             loss = F.cross_entropy(m(torch.rand(16, 8)), torch.randint(4, (16,)))
@@ -53,7 +53,7 @@ def train(te, m, opt, n=40, wait=None, step=False):
 
 
 def until_told(te):
-    "Wait until the rules have heard all that there is"
+    "Wait until the rules have received all rows."
     def wait(i): te.t.barrier(); te.t.file.listeners.wait()
     return wait
 

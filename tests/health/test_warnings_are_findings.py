@@ -30,7 +30,7 @@ def facts(found): return [tuple(f) for f in found[['severity', 'rule', 'first_st
 
 
 def warned(f):
-    "The texts of the warnings of a call, and its result"
+    "Return the texts of the warnings of a call, and its result."
     with warnings.catch_warnings(record=True) as got:
         warnings.simplefilter('always')
         result = f()
@@ -262,7 +262,7 @@ def test_with_the_list_of_all_optimizers_each_backward_is_a_step_with_all_its_ro
 # ---- gradients that are there, and zero
 
 def zeros(zero_first):
-    "Steps with gradients of zero: of a loss without one, or of `zero_grad` before te.step()"
+    "Train with gradients of zero: from a loss without gradient, or from `zero_grad` before te.step()."
     m = net()
     te,o = torchEmber(m),torch.optim.SGD(m.parameters(), lr=.1, weight_decay=.1)
     for _ in range(4):
@@ -292,7 +292,7 @@ def test_gradients_that_are_missing_are_called_missing():
 # ---- live rules look at some of the steps
 
 def lines_of_run(name):
-    "The log of a run, a piece for each step"
+    "Return the log of a run as a dict: step -> lines."
     by = {}
     for line in emberTracker(name).log_path.read_bytes().splitlines(keepends=True): by.setdefault(json.loads(line)['step'], []).append(line)
     return {s: b''.join(ls) for s,ls in by.items()}

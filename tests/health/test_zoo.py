@@ -1,4 +1,4 @@
-"On healthy trainings nothing is said, and of a broken one the first sentence is the fault that was planted"
+"Healthy trainings have no findings, and the first finding of a broken training is the planted fault"
 import pytest
 import zoo
 from zoo.run import ALL, run
@@ -16,7 +16,7 @@ moments = 12, 24, 48 # steps, after which a training that goes on is judged, too
 
 
 def some(trainings, one_in, in_ci=1):
-    "All trainings, of which one in so many is in `make test`, and one in so many in CI, if it was not written later"
+    "Return all trainings as parameters: one of `one_in` for `make test`, one of `in_ci` for CI, the others for a release."
     def marks(i, t): return () if i%one_in==0 else pytest.mark.slow if t.room in zoo.rooms and i%in_ci==0 else pytest.mark.release
     return [pytest.param(t, id=n, marks=marks(i, t)) for i,(n,t) in enumerate(trainings.items())]
 
@@ -35,7 +35,7 @@ def left_in_peace(training, home, *moments):
 
 @pytest.mark.parametrize('training', some(zoo.healthy, 12, 3))
 def test_a_healthy_training_is_left_in_peace(training, tmp_path):
-    "When it is over, and at one moment while it goes on, which is the same whatever trainings there are"
+    "Check the finished training and one moment of it, which does not depend on the other trainings"
     left_in_peace(training, tmp_path, moments[len(training.name)%3])
 
 
@@ -54,7 +54,7 @@ def test_the_first_finding_is_the_fault(training, tmp_path):
 
 @pytest.mark.parametrize('training', some({n: t for n,t in zoo.healthy.items() if t.room in zoo.rooms}, 30, 10))
 def test_with_more_statistics_a_healthy_one_is_left_in_peace_too(training, tmp_path):
-    "One in ten in CI: the rules that read what only stats='full' has are few, and each has its own tests"
+    "One of ten in CI: few rules need stats='full', and each has its own tests"
     for e in run(training, tmp_path, stats='full', ttypes=ALL)[0]:
         found = diagnose(e.fname, home=tmp_path)
         assert found.healthy, found

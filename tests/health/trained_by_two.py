@@ -1,4 +1,4 @@
-"Run by `test_diff.py` in each of 2 processes: the same training by two, by one, and by two with another learning rate"
+"Run by `test_diff.py` in 2 processes: a training on two ranks, on one, and on two with another learning rate"
 import os
 import sys
 

@@ -1,4 +1,4 @@
-"A run arrives in MLflow under the steps of the training, and runs of others are what they were"
+"A run arrives in MLflow with the steps of the training, and other runs are unchanged"
 import math
 import os
 import re
@@ -21,7 +21,7 @@ mlflow = pytest.importorskip('mlflow')
 
 @pytest.fixture(scope='module')
 def database(tmp_path_factory):
-    "One for all: to make it takes seconds"
+    "Create one database for all tests, since it takes seconds."
     uri = f"sqlite:///{tmp_path_factory.mktemp('mlflow')/'mlflow.db'}"
     mlflow.MlflowClient(uri)
     return uri
@@ -29,7 +29,7 @@ def database(tmp_path_factory):
 
 @pytest.fixture
 def store(database, monkeypatch, request, tmp_path):
-    "An experiment of its own"
+    "Create an experiment for one test."
     monkeypatch.chdir(tmp_path) # where artifacts would go
     for k in ('MLFLOW_EXPERIMENT_ID', 'MLFLOW_RUN_ID'): # which MLflow may set: they end with the test
         monkeypatch.setenv(k, '')
@@ -96,7 +96,7 @@ def test_a_run_of_the_users_is_a_sink(store, tmp_path, given):
 
 
 def test_one_sink_tells_of_one_run_after_another(store, tmp_path):
-    "Each where it belongs, under its prefix"
+    "Each model has its metrics under its prefix"
     sink = MLflow(prefix='gen/', ttypes='input')
     for name,x in (('a', 1.), ('b', 2.)):
         with torchEmber(nn.Linear(2, 2), name=name, home=tmp_path, sinks=sink, stats=['rms'], ttypes='input') as te:

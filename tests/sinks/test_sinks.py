@@ -1,4 +1,4 @@
-"A run arrives where its users look, and whatever happens there, the training and the file are what they were"
+"A run arrives at its sinks. Faults of a sink change neither the training nor the log"
 import math
 import signal
 import subprocess
@@ -20,7 +20,7 @@ EventAccumulator = pytest.importorskip('tensorboard.backend.event_processing.eve
 
 
 def scalars(place):
-    "tag -> {step: value}, as the event reader of TensorBoard has it; each step once"
+    "Return a dict: tag -> {step: value}, from the event reader of TensorBoard. Each step must occur once."
     events = EventAccumulator(str(place), size_guidance={'scalars': 0}).Reload()
     found = {}
     for tag in events.Tags()['scalars']:
@@ -55,7 +55,7 @@ def test_rms_is_made_of_what_a_default_run_has(tmp_path):
 
 @pytest.mark.parametrize('stats', [['mean', 'std'], ['mean', 'std', 'shape'], ['mean', 'std', 'numel']], ids=lambda s: s[-1])
 def test_the_rms_of_one_element_is_its_size(tmp_path, stats):
-    "Its standard deviation is NaN"
+    "The standard deviation of one element is NaN"
     model = nn.Sequential(nn.Linear(3, 1))
     with torch.no_grad(): model[0].bias.fill_(-2.)
     got = {}
@@ -287,7 +287,7 @@ def test_of_two_processes_the_whole_is_told_once(tmp_path, monkeypatch):
 
 
 def row(path='0', ttype='output', tname='output_0', **more):
-    "A row of a linear layer"
+    "Return a row of a linear layer."
     return {'module': f'model(Net).{path}(Linear)', 'ttype': ttype, 'tname': tname, 'step': 0, 'call': 0, 'dtype': 'float32', **more}
 
 
@@ -380,7 +380,7 @@ def test_tensorboard_has_no_histogram_twice(tmp_path, monkeypatch):
 
 
 class Tracker:
-    "What a run of W&B is called with"
+    "Record the calls of a run of W&B."
     id,run = 'mine',None
     def __init__(self): self.rows,self.alerts = [],[]
     def define_metric(self, *args, **kwargs): pass
@@ -417,7 +417,7 @@ def test_wandb_is_alerted_once_of_what_begins_and_rows_end_once(monkeypatch):
 
 @pytest.mark.parametrize('what', ['name', 'run', 'ember'])
 def test_replay_finds_the_run_where_runs_are(tmp_path, monkeypatch, what):
-    "Without home= as with it"
+    "The result is the same without home="
     monkeypatch.setenv('TORCHEMBER_HOME', str(tmp_path/'here'))
     model = nn.Linear(2, 2)
     with torchEmber(model, name='r') as te: model(torch.ones(1, 2))
@@ -447,7 +447,7 @@ def test_a_writer_of_another_library_is_told_number_by_number(tmp_path):
 
 
 def test_one_sink_tells_of_one_run_after_another(tmp_path, monkeypatch):
-    "Each where it belongs; what W&B had open is another one's the second time"
+    "Each run is complete, although another run of W&B is open the second time"
     from torchember.sinks import TensorBoard
     sink = TensorBoard(log_dir=tmp_path/'runs', ttypes='input')
     for name,x in (('a', 1.), ('b', 2.)):
@@ -493,7 +493,7 @@ def test_one_sink_of_two_runs_at_once_is_refused_for_the_second(tmp_path):
 
 
 def test_a_folder_of_another_run_of_that_name_is_left_alone(tmp_path, monkeypatch):
-    "Left over from another home, or somebody else's. One that goes on stays where it was"
+    "The folder is left from another home or another program. A run that continues keeps its folder"
     monkeypatch.chdir(tmp_path)
     train(tmp_path/'one', sinks='tensorboard', stats=['rms'])
     before = scalars(tmp_path/'runs'/'first')
@@ -535,7 +535,7 @@ def test_two_models_in_one_folder_have_names_of_their_own(tmp_path, recwarn):
 
 @pytest.mark.parametrize('name', ['Sink', 'TensorBoard', 'Wandb', 'MLflow', 'Trackio'])
 def test_sinks_can_be_pickled(name, tmp_path, monkeypatch):
-    "As callbacks of a trainer are that starts processes"
+    "Callbacks of a trainer that starts processes must be picklable"
     import pickle
 
     import torchember.sinks
@@ -546,7 +546,7 @@ def test_sinks_can_be_pickled(name, tmp_path, monkeypatch):
 
 
 def test_only_rows_that_wandb_has_are_noted_as_sent(monkeypatch):
-    "And what a step lacks does not stand beside it as if it were of it"
+    "A row has no numbers of an earlier step"
     wandb = pytest.importorskip('torchember.sinks.wandb')
     class Run(Tracker):
         step = 0
@@ -585,7 +585,7 @@ def test_axes_of_wandb_under_a_prefix(monkeypatch):
 
 
 def test_a_step_whose_row_is_over_after_a_flush_is_noted(tmp_path):
-    "Of those that are not, only the last one can still be"
+    "Only the last step without arrival can still arrive"
     class Late(Sink):
         there = ()
         def scalars(self, step, numbers): pass

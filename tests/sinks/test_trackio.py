@@ -1,4 +1,4 @@
-"A run arrives in trackio under the steps of the training, nothing is printed, and runs of others count as they did"
+"A run arrives in trackio with the steps of the training. Nothing is printed, and other runs count steps as before"
 import math
 import os
 import signal
@@ -21,7 +21,7 @@ trackio = pytest.importorskip('trackio')
 
 @pytest.fixture
 def project(request, monkeypatch):
-    "A project of its own, as all tests have one store"
+    "Return a new project, since all tests share a database."
     for k in ('TRACKIO_SPACE_ID', 'TRACKIO_SERVER_URL', 'TRACKIO_WRITE_TOKEN'): monkeypatch.delenv(k, raising=False)
     yield f'{request.node.name} {time.time_ns()}'
     if trackio.context_vars.current_run.get() is not None: trackio.finish()
@@ -32,7 +32,7 @@ def mine(project, **kwargs): return trackio.init(project, name='mine', embed=Fal
 
 
 def rows(project, run=None):
-    "key -> {step: value} of the one run of a project, or of that one; each step once"
+    "Return a dict: key -> {step: value} of a run, or of the only run of a project. Each step must occur once."
     if run is None: run, = trackio.Api().runs(project)
     found = {}
     for r in trackio.SQLiteStorage.get_logs(project, run.name, run_id=run.id):
@@ -96,7 +96,7 @@ def test_a_run_of_the_users_is_a_sink(project, tmp_path):
 
 
 def test_one_sink_tells_of_one_run_after_another(project, tmp_path):
-    "Each where it belongs, under its prefix"
+    "Each model has its metrics under its prefix"
     sink = Trackio(project=project, prefix='gen/', ttypes='input')
     for name,x in (('a', 1.), ('b', 2.)):
         with torchEmber(nn.Linear(2, 2), name=name, home=tmp_path, sinks=sink, stats=['rms'], ttypes='input') as te:

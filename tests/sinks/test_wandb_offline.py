@@ -1,4 +1,4 @@
-"One sink tells W&B for all who speak to it: an ember, `track` and `Visualization`. Read back from the files that W&B writes when it is offline"
+"An ember, `track` and `Visualization` use one sink for W&B. The tests read the files that W&B writes offline"
 import json
 import time
 
@@ -30,7 +30,7 @@ def start(): return wandb.init(mode='offline', project='p', settings=wandb.Setti
 
 
 def pieces(path):
-    "The records in a file of W&B: seven bytes, and a log of LevelDB in blocks of 32 KiB; one record may be in several pieces"
+    "Yield the records of a W&B file: seven bytes, then a LevelDB log in blocks of 32 KiB. A record may have several pieces."
     data,at,whole = path.read_bytes(),7,b''
     while at+7<=len(data):
         if 32768-at%32768<7: at += 32768-at%32768; continue
@@ -41,7 +41,7 @@ def pieces(path):
 
 
 def history(folder, run='*'):
-    "The rows of the one run in a folder, and the globs that have an axis of their own"
+    "Return the rows of the only run in a folder, and the globs with an axis of their own."
     record = pytest.importorskip('wandb.proto.wandb_internal_pb2').Record
     path, = folder.glob(f'wandb/offline-run-*/run-{run}.wandb')
     rows,axes = [],{}
@@ -80,7 +80,7 @@ with start():
 
 
 def test_rows_of_the_users_have_no_older_numbers_under_a_newer_step(tmp_path):
-    "A layer that is not in each step, losses of now and then, evaluations, and a user who logs each third step"
+    "A layer in some steps, rare losses, evaluations, and a user who logs every third step"
     rows,axes = run('''
 class Now(nn.Module):
     def __init__(self):
@@ -165,7 +165,7 @@ monitor.close()
 
 @pytest.mark.parametrize('reinit', [pytest.param('return_previous', marks=pytest.mark.release), 'finish_previous'])
 def test_a_run_that_the_user_opens_later_is_theirs(tmp_path, reinit):
-    "Whatever W&B does with a run that is open: ours is beside it, and goes on"
+    "Our run continues beside an open run of W&B"
     rows,_ = run(f'''
 model = small()
 te = torchEmber(model, name='r', stats='full', sinks='wandb')

@@ -144,7 +144,7 @@ def brief(
     return text.encode()[:most_bytes].decode(errors='ignore')
 
 def how_to_ask(h, name):
-    "Return the lines that tell a reader with access to the run how to get more."
+    "Return lines with calls that show more of the run."
     layer = next((p for p in h.graph.leaves if any(k[0]==p for k in h.weights)), '')
     return ["- all findings: `diagnose(run)`; with other thresholds: `diagnose(run, rules=[...])`",
         f"- rows of a layer: `read(run, path={quote_name(layer).strip('`')!r}, ttype='weight_grad')`",

@@ -275,7 +275,7 @@ def same_data(
     h, # A `History`
     least:int=8 # Least number of steps
 ):
-    "The same batch in each step, or data with a single value"
+    "One batch that repeats in each step, or data with a single value"
     ins = [s for s in h.series('input') if s.path in h.graph.first_modules and len(s)>=least and 'mean' in s]
     own = [s for s in ins if s.path in h.graph.data_modules]
     for s in own:

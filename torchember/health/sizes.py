@@ -212,7 +212,7 @@ class LayerStart:
         self.w,self.out = w,out
         self.scaled,self.gave = float(w.rms[0]*np.sqrt(fan)),float(out.rms[0])
         self.given = 1. if given is None else float(given.rms[0]) # without recorded inputs: the size that a layer should get
-        self.mean = 'Attention' in w.kind # its output is a weighted mean, whatever the logits
+        self.mean = 'Attention' in w.kind # its output is a weighted mean, for any logits
         self.finite = bool(np.isfinite(self.gave))
         self.gain = self.gave/self.given if self.given>0 else np.nan
         self.by = self.gain if self.finite and not self.mean else self.scaled
