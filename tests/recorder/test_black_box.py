@@ -425,7 +425,7 @@ def test_how_a_process_ended_in_words(monkeypatch):
     here = dict(host=recovery.socket.gethostname(), boot=recovery.boot_id(), killed=3)
     monkeypatch.setattr(recovery, 'count_memory_kills', lambda: 3)
     said = lambda fault='', **about: recovery.cause_of_death(Some(fault=fault, about=here|about))
-    assert said('Fatal Python error: Bus error\n\nmore')=='Bus error' and said().startswith('killed without a message (SIGKILL')
+    assert said('Fatal Python error: Bus error\n\nmore')=='Bus error' and said().startswith('killed without a message (by SIGKILL')
     assert 'probably by the kernel' in said(killed=2) and said(boot='another')=='the machine was restarted since then'
     assert said(host='elsewhere', boot='another', killed=2)==said() # of another machine nobody knows
 
