@@ -1,4 +1,4 @@
-"What recording takes: measured by itself, with a clock that a test moves"
+"Time of recording, and the budget for it, with a simulated clock"
 from tensor_rows import lines
 import math
 import random
@@ -17,7 +17,7 @@ from torchember.recorder import budget, cost, hearing, step_buffer
 
 
 class Clock:
-    "Time passes only when a test says so"
+    "A clock for tests: `pass_` moves it."
     def __init__(self): self.now = 0.
     def __call__(self): return self.now
     def pass_(self, seconds): self.now += seconds
@@ -33,7 +33,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def slow(clock, monkeypatch):
-    "Each tensor takes a second to measure"
+    "A clock on which measuring a tensor takes 1 s."
     real = step_buffer.observe
     def observe(*args, **kwargs):
         clock.pass_(1)
@@ -43,7 +43,7 @@ def slow(clock, monkeypatch):
 
 
 class Layer(nn.Linear):
-    "A forward that takes ten seconds"
+    "A layer with a `forward` of 10 s."
     def forward(self, x):
         if Layer.clock is not None: Layer.clock.pass_(10)
         return super().forward(x)
@@ -121,7 +121,7 @@ def test_a_statistic_that_runs_the_model_is_not_counted_twice(clock, monkeypatch
 def test_no_step_no_share(): assert torchEmber(net()).close()['share']==0
 
 
-def test_report_is_a_dict_that_reads_as_a_sentence():
+def test_a_report_is_a_dict_and_prints_as_a_sentence():
     model = net()
     with torchEmber(model, name='said') as te: model(torch.randn(4, 2))
     report = te.close()
@@ -132,7 +132,7 @@ def test_report_is_a_dict_that_reads_as_a_sentence():
 # ---- staying below a share
 
 def train(b, steps, cost, time, late=lambda i: 0.):
-    "Which steps were recorded, and the share of recording after each"
+    "Return the recorded steps, and the share of recording after each step."
     kept,shares,spent,elapsed,owing = [],[],0.,0.,0.
     for i in range(steps):
         on = b.allows()
@@ -149,7 +149,7 @@ def train(b, steps, cost, time, late=lambda i: 0.):
 @settings(max_examples=60, deadline=None)
 @given(st.floats(.001, .5), st.floats(.01, 3), st.floats(1, 5))
 def test_share_is_kept_and_used(share, cost, first):
-    "Steps of one second: the share is not exceeded once the first step is paid for, and no more steps are left out than must be"
+    "With steps of 1 s: the share is kept once the first step is paid, and no more steps are skipped than necessary."
     n = budget.recording_interval(cost, 1., share)
     hypothesis.assume(n<=200)
     steps = 120*n+400
@@ -203,7 +203,7 @@ def steps(te): return sorted({r['step'] for r in lines(te)})
 
 
 def test_a_model_that_moves_to_a_gpu_is_not_charged_with_whole_steps():
-    "What recording hides is looked for where there are some steps with it and some without, to compare"
+    "Hidden costs are estimated only after some recorded steps and some other steps."
     b = budget.Budget(.5)
     for i in range(8): b.add_step(.01, .0001, True, hidden=i>3)
     assert b.times.cost==pytest.approx(.0001)
@@ -212,7 +212,7 @@ def test_a_model_that_moves_to_a_gpu_is_not_charged_with_whole_steps():
     assert b.times.cost==pytest.approx(.02)
 
 
-def test_a_step_is_charged_with_what_the_writer_took_since_the_last():
+def test_a_step_is_charged_for_the_time_of_the_writer_since_the_last_step():
     class Told(list):
         def add_step(self, took, cost, recorded, late, *more): self.append(late)
     c = cost.Cost(Told())
@@ -223,7 +223,7 @@ def test_a_step_is_charged_with_what_the_writer_took_since_the_last():
 @pytest.mark.parametrize('says_step', [False, True])
 @pytest.mark.parametrize('compiled', [False, True])
 def test_thinned_steps(slow, monkeypatch, compiled, says_step):
-    "Each tensor takes a second to measure, a step 10: of 8 tensors, one step in 8 with a share of 10%"
+    "A tensor takes 1 s to measure, a step 10 s: with 8 tensors and a share of 10%, one step in 8 is recorded."
     torch._dynamo.reset()
     model = net()
     te = torchEmber(model, overhead=.1)
@@ -252,7 +252,7 @@ def test_the_schedule_is_the_upper_bound(slow):
     assert te.close()['thinned']==0
 
 
-def test_what_is_asked_for_is_not_thinned(slow):
+def test_explicit_requests_are_not_thinned(slow):
     model = net()
     te = torchEmber(model, overhead=.1)
     for i in range(10):
@@ -263,7 +263,7 @@ def test_what_is_asked_for_is_not_thinned(slow):
     assert 5 in steps(te)
 
 
-def test_too_expensive_is_said_once_and_goes_on(slow):
+def test_a_budget_that_is_too_small_gives_one_warning(slow):
     model = net()
     te = torchEmber(model, overhead=.001)
     with warnings.catch_warnings(record=True) as said:
@@ -284,7 +284,7 @@ def test_without_overhead_nothing_is_thinned(slow):
     assert steps(te)==list(range(20)) and 'thinned' not in te.close()
 
 
-def test_a_step_that_left_nothing_does_not_wake_the_writer(monkeypatch):
+def test_a_step_without_rows_does_not_wake_the_writer(monkeypatch):
     model = net()
     te = torchEmber(model, every=10)
     puts = []
@@ -301,8 +301,8 @@ def test_a_step_that_left_nothing_does_not_wake_the_writer(monkeypatch):
 
 @settings(max_examples=200, deadline=None)
 @given(st.floats(.001, 5), st.floats(.01, 3), st.floats(.01, .9), st.floats(0, .2))
-def test_one_in_how_many_is_the_least_that_keeps_the_share(cost, time, share, off):
-    "Against counting: what n steps take, one of them recorded and the others held up"
+def test_the_recording_interval_is_the_least_that_keeps_the_share(cost, time, share, off):
+    "Compared with the sum of `n` steps: one is recorded, the others have an overhead of `off`."
     def kept(n, slack): return cost+(n-1)*off<=share*(n*time+cost+(n-1)*off)*(1+slack)
     n = budget.recording_interval(cost, time, share, off)
     if cost<=off: assert n==1 # leaving a step out takes no less
@@ -310,7 +310,7 @@ def test_one_in_how_many_is_the_least_that_keeps_the_share(cost, time, share, of
     else: assert not kept(10**6, -1e-4)
 
 
-def test_what_a_budget_says_of_a_step_and_why():
+def test_times_and_decisions_of_a_budget():
     b = budget.Budget(.1)
     assert b.allows() and not b.allows(.5) and b.thinned==1 # nothing is known; something of this step was recorded already
     b.add_step(1.5, .5, True, disturbed=True)
@@ -332,14 +332,14 @@ def test_what_a_budget_says_of_a_step_and_why():
     assert b.times.late==.75 and b.times.cost==1+.75/3
 
 
-def test_what_the_writer_took_for_the_first_step_is_not_what_the_others_take():
+def test_the_first_batch_of_the_writer_does_not_count():
     b = budget.Budget(.5)
     b.add_step(2., 1., True, late=9.)
     b.add_step(2., 1., True, late=1.)
     assert b.times.late==1. and b.times.cost==2.
 
 
-def test_a_few_steps_without_recording_where_costs_are_hidden():
+def test_some_steps_are_skipped_to_find_hidden_costs():
     b = budget.Budget(.9)
     for i in range(3): b.add_step(1., .001, True, hidden=True); assert b.allows()==(i<2)
     for i in range(3): b.add_step(.5, 0., False, hidden=True); assert b.allows()==(i==2)
@@ -347,7 +347,7 @@ def test_a_few_steps_without_recording_where_costs_are_hidden():
     assert b.times.costs[-1]==.5 and b.times.bare[-1]==.5 # told by steps without
 
 
-def test_when_recording_is_too_much_whatever_is_done():
+def test_a_budget_that_no_schedule_can_keep():
     b = budget.Budget(.01)
     b.add_step(2., 1., True)
     assert not b.hopeless
@@ -366,13 +366,13 @@ def test_when_recording_is_too_much_whatever_is_done():
     assert str(fine)=='recording one step in 3 to stay under 25%'
 
 
-def test_units_where_they_change():
+def test_units_of_times_and_sizes():
     said = ['1 s', '999 ms', '1,000 ms', '1 ms', '999 us', '1 us', '0.9 us', '998 s', '1,000 s']
     assert [budget.duration(s) for s in (1, .9994, .9996, 1e-3, 999.4e-6, 1e-6, 9e-7, 998, 999.6)]==said
     assert [budget.byte_size(n) for n in (999.4, 1e3, 999_400, 999_600, 1e6, 1e9)]==['999 bytes', '1 KB', '999 KB', '1,000 KB', '1 MB', '1 GB']
 
 
-def test_all_that_a_report_says():
+def test_the_text_of_a_report():
     told = dict(run='r', steps=1200, recorded=1100, rows=5, bytes=2000, seconds=.5, share=.125)
     plain = 'r: 1,100 of 1,200 steps recorded, 5 rows, 2 KB; recording took 500 ms, 12.50% of the time from first to last step'
     assert repr(budget.Report(told))==plain
@@ -383,8 +383,8 @@ def test_all_that_a_report_says():
     assert repr(more)==plain+' (of which live plots: 2 s, in a separate process); compiled loops loaded in 3 s, in the background; thin; 1 errors\nOne.\nTwo.'
 
 
-def test_time_of_two_threads_and_of_what_calls_itself(clock):
-    "Each thread has its own beginning; inside of a timed call nothing is counted twice, also after an error"
+def test_time_of_two_threads_and_of_nested_calls(clock):
+    "Each thread has its own timer. Nested timed calls are counted once, also after an error."
     import threading
     class Works:
         def __init__(self): self.cost,self.local,self.spent = self,budget.ThreadTimer(),0.

@@ -1,4 +1,4 @@
-"What a recorder says by itself when it is closed or as it happens, and what it does not cry about"
+"Warnings and remarks of a recorder, and cases without a warning"
 import math
 import re
 import warnings
@@ -45,7 +45,7 @@ def test_the_report_tells_of_an_optimizer_that_never_stepped():
 
 
 class Breaks(nn.Module):
-    "Gives NaN from its fourth call on"
+    "Returns NaN from its fourth call on."
     calls = 0
     def forward(self, x):
         self.calls += 1
@@ -54,7 +54,7 @@ class Breaks(nn.Module):
 
 @pytest.mark.parametrize('every', [1, 3])
 def test_the_first_value_that_is_not_finite(every):
-    "Said once, with step, module and tensor, and again in the report"
+    "One warning with step, module and tensor, and a remark in the report."
     def names(line): return re.search(r'step\W*3\b', line) and '0.1' in line and 'output_0' in line
     model = seeded(lambda: nn.Sequential(nn.Sequential(nn.Linear(4, 4), Breaks()), nn.Linear(4, 3)))
     opt = momentum(model)
@@ -78,7 +78,7 @@ def test_the_first_gradient_that_is_not_finite():
     assert len(said)==1 and re.search(r'step\W*2\b', said[0]) and re.search(r'\bb\b', said[0]) and re.search('grad_0|weight', said[0]), said
 
 
-def test_nothing_is_noted_where_torchember_is_switched_off(monkeypatch):
+def test_a_disabled_torchember_notes_nothing(monkeypatch):
     monkeypatch.setenv('TORCHEMBER_DISABLE', '1')
     model = seeded()
     te = torchEmber(model, optimizer=momentum(model))
@@ -89,8 +89,8 @@ def test_nothing_is_noted_where_torchember_is_switched_off(monkeypatch):
 
 
 @pytest.mark.parametrize('kind', ['64 micro-batches', 'frozen layers', 'learning rate 0', 'validation', 'batch norm', 'every 10'])
-def test_nothing_to_say(kind):
-    "No warning where all is right"
+def test_healthy_loops_give_no_warning(kind):
+    "There is no warning if all is right."
     def norm(): return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     model = seeded(norm if kind=='batch norm' else Net)
     if kind=='frozen layers': model.a.requires_grad_(False)
@@ -105,7 +105,7 @@ def test_nothing_to_say(kind):
     assert steps(te)==([0, 1] if kind=='64 micro-batches' else [0, 10] if kind=='every 10' else list(range(20)))
 
 
-def test_masked_scores_do_not_use_up_the_alarm():
+def test_masked_scores_are_not_the_first_value_that_is_not_finite():
     class Masked(nn.Module):
         def forward(self, x): return x.masked_fill(x<0, -math.inf)
     model = seeded(lambda: nn.Sequential(nn.Linear(4, 4), Masked(), nn.Softmax(-1)))
@@ -119,7 +119,7 @@ def test_masked_scores_do_not_use_up_the_alarm():
 
 
 def test_an_evaluation_before_the_first_step_is_no_lack_of_gradients():
-    "Lightning looks at two batches of the validation before it trains, and its closure clears the gradients of the step before"
+    "Lightning runs two validation batches before training, and its closure clears the gradients of the step before."
     model = seeded()
     opt = momentum(model)
     with heard() as said, torchEmber(model) as te:
@@ -135,7 +135,7 @@ def test_an_evaluation_before_the_first_step_is_no_lack_of_gradients():
     assert not said and any(r['ttype']=='weight_grad' for r in te.t.lines())
 
 
-def test_rollouts_are_no_silence_of_the_optimizer():
+def test_rollouts_are_no_stalled_step():
     model = seeded()
     opt = momentum(model)
     with heard() as said, torchEmber(model, optimizer=opt, ttypes='probe') as te:
@@ -160,8 +160,8 @@ def test_one_of_two_optimizers_stops():
     assert len(said)==1 and any('waited for SGD' in r for r in report['remarks'])
 
 
-def test_the_hint_does_not_cry_wolf(recwarn):
-    "A network that follows another under no_grad has no gradients, and needs none"
+def test_a_network_without_gradients_gives_no_hint(recwarn):
+    "A network that follows a trained one under `no_grad` has no gradients, and needs none."
     ema = mlp()
     te = torchEmber(ema)
     for _ in range(5):
@@ -172,8 +172,8 @@ def test_the_hint_does_not_cry_wolf(recwarn):
     te.close()
 
 
-def test_of_many_tensors_without_values_it_is_said_of_a_few(tmp_path):
-    "For each reason; and how many there were is in the report"
+def test_five_tensors_without_values_are_named(tmp_path):
+    "Five tensors are named for each reason. The report has their number."
     from torch._subclasses.fake_tensor import FakeTensorMode
     with FakeTensorMode(), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter('always')
@@ -187,7 +187,7 @@ def test_of_many_tensors_without_values_it_is_said_of_a_few(tmp_path):
     assert te.recorder.buffer.notices.unmeasurable==3*21+1 and 'it is something else' in got[-1]
 
 
-def test_where_five_tensors_have_no_values_there_are_not_more(recwarn):
+def test_five_tensors_without_values_give_five_warnings(recwarn):
     from torchember.recorder.notices import Notices
     notices = Notices()
     for _ in range(3):
