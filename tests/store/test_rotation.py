@@ -310,7 +310,7 @@ if not pid:
     t.end()
     sys.exit() # with all that is done at exit
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])==0
-told = parts.read_list(t.log_path)
+told = parts.read_part_list(t.log_path)
 assert [r['n'] for r in t.lines()]==[*range(15)] and t.log_path.stat().st_size, told
 """
 
@@ -433,7 +433,7 @@ while True:
     told = compact('a', home)[0]
     assert t.lines()==[*expected, more] and told['rows']==41 and told['lines']==0, (n, told)
     left = {f.name for f in parts.folder_of(t.log_path).iterdir()}
-    assert left=={'parts.json', '.lock', *(p['file'] for p in parts.read_list(t.log_path)['parts'])}, (n, left)
+    assert left=={'parts.json', '.lock', *(p['file'] for p in parts.read_part_list(t.log_path)['parts'])}, (n, left)
     t = fresh()
 print(n)
 """
@@ -468,7 +468,7 @@ def test_whoever_reads_while_lines_are_put_aside_has_them_once(tmp_path, monkeyp
                 change,armed[0] = armed[0],None
                 change()
         return got
-    monkeypatch.setattr(parts, 'read_list', listed)
+    monkeypatch.setattr(parts, 'read_part_list', listed)
     for n in range(1, 4):
         for how in range(3):
             for what,ask in asked.items():
