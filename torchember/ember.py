@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from torchember.recorder.arguments import (check_marks, check_numbers, check_optimizers, check_options, disabled, not_a_model, nothing_to_record,
+from torchember.recorder.arguments import (check_marks, check_numbers, check_optimizers, check_arguments, disabled, not_a_model, nothing_to_record,
     scaler_of)
 from .recorder.black_box import held_steps
 from .recorder.budget import Budget, Report, check_share
@@ -22,16 +22,16 @@ from .capture.tree import tracks, tree_dict, unwrap
 from .ground.choose import chosen, schedule
 from .measure.columns import stat_names
 from .recorder.plan import Plan, plan_of
-from .capture.private_torch import say_missing
+from .capture.private_torch import warn_missing
 from .capture.ranks import Ranks
 from .ground.messages import an, printable, says_arguments, warn
 from .ground.record import SCHEMA, check_ttypes
 from .processes.module_names import paths_in
 from .processes.whole_steps import WholeSteps
-from .recorder.process import hand_over, open_recorders, rank_and_size, shared_name, store_for, weak_source
+from .recorder.process import release_run, open_recorders, rank_and_size, shared_name, store_for, weak_source
 from .recorder.recorder import Recorder, Settings, recorded
 from .recorder.recovery import take_in
-from .recorder.row import look_out
+from .recorder.row import watch_first_bad
 from .health.diagnose import choose_rules
 from .health.locate import Located, locate
 from .health.diff import assert_same_run
@@ -208,7 +208,7 @@ class ArmedModel(RecordedRun):
             The ember
         """
         if self.armed or disabled(): return self
-        say_missing()
+        warn_missing()
         disarm_earlier(unwrap(self.model))
         self.tracks,self.armed = tracks(unwrap(self.model)),True
         try: self.recorder.arm(self.tracks, self.watched(self.tracks), lambda: self, {'disarm': lambda: (self.disarm(), self.model)[1]})
@@ -302,7 +302,7 @@ def run_of_rank(kind, name, resume, home, store='jsonl'):
     rank,world = rank_and_size()
     if world>1: name = f'{name or shared_name(kind)}.rank{rank}'
     if resume:
-        hand_over(name)
+        release_run(name)
         take_in(folder('torchember', home)) # rows that a dead process had not written
     return new_run(kind, name, resume, home, store, world), rank if world>1 else None, world
 
@@ -403,7 +403,7 @@ class torchEmber(ArmedModel):
         on_error:str='warn' # Reaction to a statistic that fails: 'warn' once and continue, or 'raise'
     ):
         if not isinstance(model, nn.Module): raise TypeError(not_a_model(model))
-        check_options(reduce, on_error, ends, first_step)
+        check_arguments(reduce, on_error, ends, first_step)
         inner = unwrap(model)
         ttypes = check_ttypes(ttypes, recorded)
         if not ttypes: raise ValueError(nothing_to_record(recorded))
@@ -426,7 +426,7 @@ class torchEmber(ArmedModel):
         known,is_on = self.recorder.sources.parameters.known,not disabled()
         if resume: known.go_on(read_parameters(t))
         t.source = weak_source(self.recorder)
-        look_out(t.file)
+        watch_first_bad(t.file)
         if reduce and ranks and is_on and (whole := merge_ranks(t, rank, world, self.mod_tree())):
             t.whole = whole
             t.file.listeners.add(whole)

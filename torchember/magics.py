@@ -36,7 +36,7 @@ def named_in(
     return found
 
 # %% ../nbs/93_magics.ipynb #3fb6e16a
-def models_in(values):
+def models_of_cell(values):
     "Return the trained models among values, without models inside a larger model."
     from torch import nn
     some = [v for v in values if issubclass(type(v), nn.Module) and any(p.requires_grad for p in v.parameters())]
@@ -83,7 +83,7 @@ def ember_cell(
     except SystemExit: return # argparse has printed the reason
     names = named_in(ast.parse(shell.transform_cell(cell)), shell.user_ns)
     optimizers = [o for n,o in shell.user_ns.items() if isinstance(o, torch.optim.Optimizer) and not n.startswith('_')]
-    trainings = Trainings(lambda text: print(f'torchember: {text}'), models_in(names.values()), optimizers, **options).start()
+    trainings = Trainings(lambda text: print(f'torchember: {text}'), models_of_cell(names.values()), optimizers, **options).start()
     error = None
     try: run_cell(shell, cell)
     except BaseException as e:

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .capture.forward import armed_by, states_of
 from .capture.optimizer import live_objects, parameters_of, trained_by, workers
-from .capture.private_torch import is_unscaled, tells_as_torch
+from .capture.private_torch import is_unscaled, lists_parameters_as_torch
 from .capture.tree import unwrap, wrappers
 
 # %% ../nbs/91_trained.ipynb #e9570267
@@ -33,7 +33,7 @@ def holders(modules, wanted):
         if id(m) in seen: continue
         seen.add(id(m))
         own,children = (m.__dict__.get(n, {}) for n in ('_parameters', '_modules'))
-        is_known = isinstance(own, dict) and isinstance(children, dict) and tells_as_torch(m)
+        is_known = isinstance(own, dict) and isinstance(children, dict) and lists_parameters_as_torch(m)
         if not is_known or any(id(p) in wanted for p in own.values()): up.append(m)
         for c in children.values() if isinstance(children, dict) else ():
             if isinstance(c, nn.Module): parents.setdefault(id(c), []).append(m); todo.append(c)
@@ -42,14 +42,14 @@ def holders(modules, wanted):
         if id(m) not in done: done.add(id(m)); up += parents.get(id(m), ())
     return [m for m in modules if id(m) in done]
 
-def is_part(module, of): return any(m is module for m in of.modules())
+def is_part_of_model(module, of): return any(m is module for m in of.modules())
 
 def is_lightning(module): return any(c.__name__=='LightningModule' for c in type(module).__mro__)
 
 def outermost(some, modules):
     "Return the largest module of `some`, with its wrappers among `modules`."
     m = max(some, key=lambda m: len([*m.modules()]))
-    around = [w for w in modules if type(w).__name__ in wrappers and is_part(m, w) and unwrap(w) is m]
+    around = [w for w in modules if type(w).__name__ in wrappers and is_part_of_model(m, w) and unwrap(w) is m]
     return max(around, key=lambda w: len([*w.modules()]), default=m)
 
 # %% ../nbs/91_trained.ipynb #0caac990
@@ -67,8 +67,8 @@ def models_of(
         if not some: break
         best = max(some, key=lambda c: c[:2])
         m = outermost([c[2] for c in some if c[3]==best[3]], [])
-        if called is not None and is_part(m, called): m = called
-        found.append(m := outermost([c for c,_ in held if c is m or is_lightning(c) and is_part(m, c)], candidates))
+        if called is not None and is_part_of_model(m, called): m = called
+        found.append(m := outermost([c for c,_ in held if c is m or is_lightning(c) and is_part_of_model(m, c)], candidates))
         left -= parameters_in(m)
     return found
 

@@ -173,7 +173,7 @@ def test_modules_without_a_private_method(monkeypatch):
     class Own(nn.Linear):
         def parameters(self, recurse=True): return iter(())
     monkeypatch.delattr(nn.Module, '_named_members')
-    assert private_torch.tells_as_torch(nn.Linear(1, 1)) and not private_torch.tells_as_torch(Own(1, 1))
+    assert private_torch.lists_parameters_as_torch(nn.Linear(1, 1)) and not private_torch.lists_parameters_as_torch(Own(1, 1))
 
 
 def test_names_of_runs_without_a_store(monkeypatch):

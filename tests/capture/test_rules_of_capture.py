@@ -10,8 +10,8 @@ from torchember.capture.backward import hook_gradients
 from torchember.capture.events import Listener, always
 from torchember.capture.forward import arm, armed_by, disarm
 from torchember.capture.hidden_attributes import ArmedDict, install, uninstall
-from torchember.capture.module_state import KEY, ModuleState, PendingCalls, parts_of
-from torchember.capture.optimizer import OptimizerWatch, evenly_spaced, is_optimizer, parameters_of, gradient_scale, state_tensors, trained_by, versions
+from torchember.capture.module_state import KEY, ModuleState, PendingCalls, own_parts
+from torchember.capture.optimizer import OptimizerWatch, evenly_spaced, is_optimizer, parameters_of, gradient_scale, state_tensors, trained_by, count_writes
 from torchember.capture.optimizer import wrap_closure, workers
 from torchember.capture.patch import with_gradient
 from torchember.capture.tree import moduleTrack, tracks, tree_dict, unwrap
@@ -237,10 +237,10 @@ def test_installed_attributes_that_cover_each_other():
 def test_parts_of_a_module():
     m = nn.Linear(1, 1)
     m.add_module('c', nn.Tanh())
-    was = parts_of(m)
-    assert was==('weight', 'bias', id(m.c)) and parts_of(m)==was
+    was = own_parts(m)
+    assert was==('weight', 'bias', id(m.c)) and own_parts(m)==was
     m.c = nn.Tanh()
-    assert parts_of(m)!=was
+    assert own_parts(m)!=was
 
 
 def test_hooks_are_registered_on_tensors_with_a_gradient():
@@ -496,10 +496,10 @@ def test_parameters_and_states_of_an_optimizer():
     assert state_tensors(o, n.bias)=={}
     assert is_optimizer(o) and is_optimizer(Plain([])) and not is_optimizer(m) and not is_optimizer(Some(param_groups=[], state={}, step=1))
     assert [evenly_spaced(list(range(k))) for k in (3, 16, 17, 33)]==[list(range(3)), list(range(16)), list(range(16)), list(range(0, 32, 2))]
-    before = versions(m.parameters())
+    before = count_writes(m.parameters())
     with torch.no_grad(): m.bias.add_(1)
     with torch.inference_mode(): z = torch.ones(1)
-    assert versions([m.weight, m.bias, z])==before+1
+    assert count_writes([m.weight, m.bias, z])==before+1
 
 
 def test_the_closure_is_found_among_the_arguments():

@@ -22,7 +22,7 @@ from torch import nn
 import torchember
 from torchember import read, runs, torchEmber
 from torchember.cli.commands import command_named, main, make_parser, places
-from torchember.cli.steps import OpenSteps, RunLog, StepRow
+from torchember.cli.steps import UnprintedSteps, RunLog, StepRow
 from torchember.cli.terminal import text_width, format_table
 from torchember.health.rules import table as rules
 
@@ -375,7 +375,7 @@ def test_tail_tells_an_open_step_when_nothing_more_comes(tmp_path):
 
 
 def test_a_row_that_comes_late_holds_nothing_up():
-    steps = OpenSteps()
+    steps = UnprintedSteps()
     for step in 5, 3: steps.add('log', dict(step=step, ttype='output'))
     assert [s.step for s in steps.over(['log'])]==[3] and [s.step for s in steps.over([])]==[5]
 

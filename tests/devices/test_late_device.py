@@ -550,13 +550,13 @@ def test_whose_memory_is_gone():
 def test_who_frees_parameters(monkeypatch):
     import sys
 
-    from torchember.capture.private_torch import frees_parameters
+    from torchember.capture.private_torch import may_free_parameters
     monkeypatch.setitem(sys.modules, 'torch.distributed.fsdp', None)
-    assert not frees_parameters()
+    assert not may_free_parameters()
     monkeypatch.setattr(torch.distributed, 'is_initialized', lambda: True)
-    assert frees_parameters()
+    assert may_free_parameters()
     monkeypatch.delitem(sys.modules, 'torch.distributed.fsdp')
-    assert not frees_parameters()
+    assert not may_free_parameters()
 
 
 # ---- that the machine notices

@@ -19,8 +19,8 @@ from torchember.recorder.row_writer import RowWriter
 from torchember.recorder.notices import Notices
 from torchember.recorder.optimizer import Updates
 from torchember.recorder.step_buffer import Generators, StepBuffer
-from torchember.recorder.parameters import Known, Parameters, ZeroGradHint, below, with_other_children
-from torchember.recorder.process import hand_over, open_recorders
+from torchember.recorder.parameters import ParameterFacts, Parameters, ZeroGradHint, below, with_other_children
+from torchember.recorder.process import release_run, open_recorders
 from torchember.recorder.row import one_row
 from torchember.recorder.steps import Decision, SteppedOptimizers, StepState, Steps, stall_reason
 
@@ -592,7 +592,7 @@ def test_updates_are_of_the_step_that_was_taken():
 
 def test_what_is_known_of_parameters_is_told_when_it_changes():
     m,told = Model(),[]
-    k = Known(BOTH, told.append)
+    k = ParameterFacts(BOTH, told.append)
     states = of(m).states
     opt = torch.optim.SGD(m.c.parameters(), .1)
     for _ in range(2): k.note(states, None, False)
@@ -739,10 +739,10 @@ def test_only_the_runs_of_that_name_are_handed_over():
     mine = [run('one', True), run('two', True), run('two', False)]
     open_recorders.update(mine)
     try:
-        hand_over('one')
+        release_run('one')
         assert done==['one disarmed', 'one written']
         done.clear()
-        hand_over('two')
+        release_run('two')
         assert sorted(done)==['two disarmed', 'two written', 'two written']
     finally:
         for r in mine: open_recorders.discard(r)

@@ -11,7 +11,7 @@ from torch import nn
 import torchember
 from torchember import emberTracker, runs
 from torchember.capture.forward import armed_by
-from torchember.magics import models_in, named_in
+from torchember.magics import models_of_cell, named_in
 
 setup = '''
 import torch
@@ -134,7 +134,7 @@ def test_it_can_be_loaded_and_is_no_name_that_a_person_types():
 def test_which_models():
     a,frozen = nn.Linear(2, 2),nn.Linear(2, 2).requires_grad_(False)
     outer = nn.Sequential(a)
-    assert models_in([a, outer, frozen, nn.MSELoss(), 3, outer])==[outer] and models_in([a])==[a] and models_in([])==[]
+    assert models_of_cell([a, outer, frozen, nn.MSELoss(), 3, outer])==[outer] and models_of_cell([a])==[a] and models_of_cell([])==[]
     names = {}
     exec('def f(): return g()\ndef g(): return [m for _ in range(2)] or f()\nm = 1\nn = 2', names)
     assert {*named_in(ast.parse('f(); unknown'), names)}=={'f', 'g', 'm'} and named_in(ast.parse('n'), names)=={'n': 2}

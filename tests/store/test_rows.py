@@ -12,7 +12,7 @@ from torchember.measure.tap import observe
 from torchember.ground.record import line_of
 from torchember.recorder.step_buffer import place_of
 from torchember.recorder.row import FirstBad, one_row, describe_trouble
-from torchember.recorder.rows import Lines, Measured
+from torchember.recorder.rows import LineMaker, Measured
 
 
 # ---- the reference: a dict for each row
@@ -36,9 +36,9 @@ def text(rows): return [r if isinstance(r, bytes) else line_of(r) for r in rows]
 def same(measured, lines=None):
     "The lines of steps, which are those of the reference, however many are written together"
     want = [text(reference(m)) for m in measured]
-    lines = lines or Lines()
+    lines = lines or LineMaker()
     assert [text(rows) for rows in lines(measured)]==want
-    assert [text(rows) for m in measured for rows in Lines()([m])]==want
+    assert [text(rows) for m in measured for rows in LineMaker()([m])]==want
     for rows in want:
         for line in rows: json.loads(line)
     return want
@@ -118,14 +118,14 @@ def test_the_same_bytes_without_orjson(measured):
 @given(st.lists(steps(), min_size=2, max_size=2))
 def test_other_taps_and_marks(runs):
     "One `Lines` for two armings"
-    lines = Lines()
+    lines = LineMaker()
     for measured in runs: same(measured, lines)
 
 @settings(some, max_examples=200)
 @given(steps())
 def test_the_first_bad_row_is_found(measured):
     "A row that is written as a column is none that somebody must be told of"
-    for m,rows in zip(measured, Lines()(measured), strict=True):
+    for m,rows in zip(measured, LineMaker()(measured), strict=True):
         want = next((b for r in reference(m) if (b := describe_trouble(r))), None)
         listener = FirstBad(type('File', (), {'note': lambda self, what: None})())
         listener.add(rows)

@@ -19,7 +19,7 @@ from .look_alike import code_for, look_like
 from .module_state import KEY
 from .partial_sums import report_after_hooks
 from .private_torch import hooks_in_graphs, is_exporting, is_tracing, never_compile, recomputing
-from .tensors import alone, inputs, outputs, argument_names
+from .tensors import lone_output, inputs, outputs, argument_names
 
 # %% ../../nbs/10_capture/19_patch.ipynb #515b52ad
 for f in (inputs, outputs): never_compile(f)
@@ -201,14 +201,14 @@ class Patch:
         if not self.passes and any(st.passes.outermost for st in self.states): self.passes = True
 
     def left(self, named, hooked):
-        named,hooked = [(n or alone, x) for n,x in named],[n or alone for n in hooked]
+        named,hooked = [(n or lone_output, x) for n,x in named],[n or lone_output for n in hooked]
         for st in self.states: st.left(named, hooked)
 
     def missed(self, ttype, names):
-        for st in self.states: st.missed(ttype, [n or alone for n in names])
+        for st in self.states: st.missed(ttype, [n or lone_output for n in names])
 
     def graded(self, ttype, named):
-        named = [(n or alone, g) for n,g in named]
+        named = [(n or lone_output, g) for n,g in named]
         for st in self.states:
             if st.listener.on and getattr(st.wants, ttype): st.graded(ttype, named)
 

@@ -7,13 +7,14 @@ __all__ = ['newest', 'missing', 'count_dispatch_modes', 'count_function_modes', 
            'without_function_modes', 'without_transforms', 'is_wrapped', 'unwrap', 'running_backward', 'running_node',
            'saving_hooks', 'recomputing_words', 'apply_code', 'metadata_passes', 'check_trace', 'check_trace_code',
            'module_call', 'variable_class', 'will_execute', 'next_number', 'engine', 'DispatchMode', 'reads_number',
-           'Arguments', 'is_tracing', 'hooks_in_graphs', 'norm_clipper', 'private', 'noting_failure', 'say_missing',
-           'recomputes', 'recomputing', 'call_in', 'context_in', 'running_frames', 'function_around', 'function_trains',
-           'same_function', 'only_metadata', 'checks_trace', 'is_graph', 'module_that_calls', 'call_after_backward',
-           'leaves_below', 'writes_gradients', 'number_of', 'is_engine', 'arguments_of', 'by_dynamo', 'never_compile',
-           'say_no_hooks', 'thread_token', 'never_merge', 'keep_in_order', 'has_step_hooks', 'loss_scale',
-           'is_unscaled', 'any_unscaled', 'shared_store', 'fsdp_of', 'group_between_shards', 'frees_parameters',
-           'is_fsdp', 'running_ddp', 'pipeline_stages', 'tells_as_torch', 'who_calls_hooks']
+           'Arguments', 'is_tracing', 'hooks_in_graphs', 'norm_clipper', 'private', 'noting_failure', 'warn_missing',
+           'recomputes', 'recomputing', 'call_in', 'context_in', 'running_frames', 'enclosing_call',
+           'in_training_function', 'is_same_call', 'is_metadata_pass', 'is_trace_check', 'is_graph', 'calling_module',
+           'call_after_backward', 'leaves_below', 'writes_gradients', 'node_number', 'is_engine_code',
+           'operation_arguments', 'is_dynamo_frame', 'never_compile', 'say_no_hooks', 'thread_token', 'never_merge',
+           'keep_in_order', 'has_step_hooks', 'loss_scale', 'is_unscaled', 'has_unscaled', 'shared_store', 'fsdp_of',
+           'group_between_shards', 'may_free_parameters', 'is_fsdp', 'running_ddp', 'pipeline_stages',
+           'lists_parameters_as_torch', 'who_calls_hooks']
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch02
 import functools, gc, inspect, sys, weakref
@@ -54,7 +55,7 @@ def noting_failure(
 warned = set() # names that a warning was given for
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #eecc44ea
-def say_missing():
+def warn_missing():
     "Warn once if this torch is newer than all tested versions and lacks something."
     new = missing.keys()-warned
     if not new or torch_version()<=newest: return
@@ -134,13 +135,13 @@ def running_frames():
         yield frame
         frame = frame.f_back
 
-def function_around():
+def enclosing_call():
     "Identify the call of the Function in whose forward this thread is. Return True in a backward, None outside or with gradients on."
     if running_backward()!=-1: return True
     if torch.is_grad_enabled(): return None
     return next((found for frame in running_frames() if (found := call_in(frame)) is not None), None)
 
-def function_trains():
+def in_training_function():
     "Return True if an autograd Function with gradients calls the model in this thread. Gradients are off in its forward."
     if running_backward()!=-1: return True
     for frame in running_frames():
@@ -150,7 +151,7 @@ def function_trains():
         if frame.f_code is apply_code: return True # a Function without a context in its forward
     return False
 
-def same_function(now, before):
+def is_same_call(now, before):
     "Return True if two results of `function_around` are of one call, or the first is of a backward."
     if now is None or now is True or before is None or before is True: return now is True
     return len(now)==len(before) and all(a() is not None and a() is b() for a,b in zip(now, before, strict=True))
@@ -159,7 +160,7 @@ def same_function(now, before):
 # functions of `torch.distributed.pipelining.stage`, in torch 2.4 and later
 metadata_passes = '_forward_metadata_inference', '_shape_inference'
 
-def only_metadata():
+def is_metadata_pass():
     "Return True if a stage of a pipeline runs the model only to learn the shapes of its outputs."
     stage = sys.modules.get('torch.distributed.pipelining.stage')
     return stage is not None and any(f.f_globals is stage.__dict__ and f.f_code.co_name in metadata_passes for f in running_frames())
@@ -167,7 +168,7 @@ def only_metadata():
 check_trace = private('torch.jit._trace._check_trace', None, 'the run by which torch.jit.trace checks its result is recorded')
 check_trace_code = getattr(inspect.unwrap(check_trace), '__code__', None) if check_trace is not None else None
 
-def checks_trace():
+def is_trace_check():
     "Return True if `torch.jit.trace` runs the model in this thread to check its result. `SummaryWriter.add_graph` does so, too."
     return any(f.f_code is check_trace_code for f in running_frames())
 
@@ -177,7 +178,7 @@ def is_graph(m):
     "Return True if a module is a graph of the compiler. Such a graph gets all parameters as inputs."
     return isinstance(m, torch.fx.GraphModule) and next(m.parameters(), None) is None
 
-def module_that_calls(known):
+def calling_module(known):
     "Return the innermost running module of this thread, except those with ids in `known`, or None."
     running = (f.f_locals['self'] for f in running_frames() if f.f_code is module_call)
     return next((m for m in running if id(m) not in known and not is_graph(m)), None)
@@ -215,9 +216,9 @@ def writes_gradients() -> bool:
 next_number = private('torch._C._autograd._get_sequence_nr', lambda: 0, 'locate does not know of which line of the forward a backward is')
 engine = private('torch.autograd.graph._engine_run_backward', None, 'locate takes what is computed again in a backward for a part of what calls that')
 
-def number_of(node): return node._sequence_nr() if hasattr(node, '_sequence_nr') else -1
+def node_number(node): return node._sequence_nr() if hasattr(node, '_sequence_nr') else -1
 
-def is_engine(code): return engine is not None and code is engine.__code__
+def is_engine_code(code): return engine is not None and code is engine.__code__
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #8c0a7e05
 # A mode that sees each operation: in torch 2.0 and later
@@ -228,7 +229,7 @@ reads_number = 'aten._local_scalar_dense' # operation that `item` calls, in all 
 Arguments = namedtuple('Arguments', 'names written unread view')
 
 @functools.cache
-def arguments_of(op) -> Arguments:
+def operation_arguments(op) -> Arguments:
     "Return the roles of an operation's arguments. Without `_schema`, as for an attention function, they are unknown. In torch 2.0 and later"
     schema = getattr(op, '_schema', None)
     if schema is None: return Arguments((), frozenset(), frozenset(), False)
@@ -237,7 +238,7 @@ def arguments_of(op) -> Arguments:
     return Arguments(tuple(a.name for a in schema.arguments), written, frozenset(a.name for a in schema.arguments if a.is_out), view)
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #8c0a7e08
-def by_dynamo(frame) -> bool:
+def is_dynamo_frame(frame) -> bool:
     "Return True if a running frame is the wrapper by `torch.compile` of a function or a module. In all versions of torch"
     dynamo = sys.modules.get('torch._dynamo.eval_frame')
     if dynamo is None or frame.f_code.co_filename!=dynamo.__file__: return False
@@ -342,7 +343,7 @@ def is_unscaled(scaler, optimizer) -> bool:
     "Return True if a `GradScaler` has divided the gradients of an optimizer already. `_per_optimizer_states` tells, in all versions of torch."
     return hasattr(scaler, '_per_optimizer_states') and scaler._per_optimizer_states[id(optimizer)]['stage'].name!='READY'
 
-def any_unscaled(scaler) -> bool:
+def has_unscaled(scaler) -> bool:
     "Return True if a `GradScaler` has divided the gradients of any optimizer already. `scaler` may be None."
     return any(s['stage'].name!='READY' for s in getattr(scaler, '_per_optimizer_states', {}).values())
 
@@ -375,7 +376,7 @@ def group_between_shards(module):
     "Return the group along which a hybrid `FullyShardedDataParallel` has replicas of its shards, or None. In all versions of torch"
     return getattr(module, '_inter_node_pg', None)
 
-def frees_parameters():
+def may_free_parameters():
     "Return True if memory of parameters may be freed after a forward: FSDP gathers parameters for one forward."
     return 'torch.distributed.fsdp' in sys.modules and torch.distributed.is_available() and torch.distributed.is_initialized()
 
@@ -398,7 +399,7 @@ def pipeline_stages(model):
     return [(s, s.submod, of(s)._n_microbatches if getattr(of(s), 'scale_grads', False) else 1) for s in found]
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #2c6a15f4
-def tells_as_torch(module):
+def lists_parameters_as_torch(module):
     "Return True if a module lists its parameters with the methods of `nn.Module`. `_named_members`, in all versions of torch, serves them all."
     methods = 'parameters', 'named_parameters', 'named_modules', '_named_members'
     return not any(n in module.__dict__ or getattr(type(module), n, None) is not getattr(torch.nn.Module, n, None) for n in methods)

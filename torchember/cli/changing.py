@@ -12,7 +12,7 @@ from ..ground.messages import printable
 from ..ground.needs import needs
 from .commands import command
 from .listing import size_lines, measure_sizes
-from .named import find_home, open_named, expand_names
+from .named import find_home, open_argument, expand_names
 from .terminal import confirm, to_json, is_terminal, say, format_size, format_table
 
 # %% ../../nbs/95_cli/30_changing.ipynb #cdc6d984
@@ -92,7 +92,7 @@ def write_run(run, file, form, home):
     from torchember import read, to_logframe, write_parquet
     if form=='parquet': return write_rows_as_parquet(run, file, home)
     if form.startswith('logframe'):
-        lf = to_logframe(open_named(run, home))
+        lf = to_logframe(open_argument(run, home))
         lf.to_pickle(file, compression=None) if form=='logframe' else write_parquet(lf, file)
         return len(lf)
     df = read(run, home=home)

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 
 from ..ground.messages import printable, unknown
 from .commands import command
-from .named import find_home, is_pattern, open_named, expand_one_name
+from .named import find_home, is_pattern, open_argument, expand_one_name
 from .terminal import to_json, colorize, say, format_size, format_table
 
 # %% ../../nbs/95_cli/20_listing.ipynb #5d86dffc
@@ -129,7 +129,7 @@ def show_command(args):
     "Show a run: when, where and how long, the first non-finite value, and a line for each layer with the first, last and worst value"
     name = expand_one_name(args.run, home := find_home(args), 'show')
     from torchember import summary
-    s = summary(open_named(name, home), args.path, args.ttype)
+    s = summary(open_argument(name, home), args.path, args.ttype)
     facts,rows = collect_facts(name, home),[{s.df.index.name: n, **r} for n,r in zip(s.df.index, s.df.to_dict('records'), strict=True)]
     if args.json:
         say(to_json({**facts, 'title': s.title, 'findings': list(s.found), 'said': list(s.said), 'not_trained': s.missing, 'layers': rows}))

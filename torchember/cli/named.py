@@ -40,7 +40,7 @@ def expand_one_name(asked, home, command):
     if len(names)==1: return names[0]
     raise ValueError(f"{command} takes one run, and {asked!r:.80} matches {len(names)}: {printable(', '.join(names[:5]))}. Choose one.")
 
-def open_named(name, home):
+def open_argument(name, home):
     "Return a run for a picture: its name, or the run in another home."
     if home is None or is_place(name): return name
     from torchember.frames.handle import open_run

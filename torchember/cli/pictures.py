@@ -10,7 +10,7 @@ import io, os, sys
 
 from ..ground.messages import printable
 from .commands import command
-from .named import find_home, open_named, expand_names
+from .named import find_home, open_argument, expand_names
 from .terminal import to_json, is_terminal, say, width
 
 # %% ../../nbs/95_cli/65_pictures.ipynb #5a89cd51
@@ -55,7 +55,7 @@ def plot_command(args):
         raise ValueError(f"{args.picture} draws one run, got {len(names)}. To draw several: --picture compare.")
     file = choose_file(args, names)
     form = 'png' if file is None else os.path.splitext(file)[1][1:].lower() or 'png'
-    data = render(draw_figure(args.picture, [open_named(n, home) for n in names], args), form)
+    data = render(draw_figure(args.picture, [open_argument(n, home) for n in names], args), form)
     if file is None: return draw_in_terminal(data)
     with open(file, 'wb') as f: f.write(data)
     say(to_json({'runs': names, 'picture': args.picture, 'file': file}) if args.json else printable(file))

@@ -39,7 +39,7 @@ class StepRow:
         "Sentence about the non-finite values; '' if there are none."
         # the row of its tensor reports it
         parts = [f'{k} is {v}' for k,v in self.numbers.items() if not math.isfinite(v) and computed_in(k)!='grad_norm']
-        if self.first is not None: parts.append(describe_tensor(self.first)+(f' and {self.odd-1} more' if self.odd>1 else ''))
+        if self.first is not None: parts.append(tensor_line(self.first)+(f' and {self.odd-1} more' if self.odd>1 else ''))
         return ', '.join(parts)
 
     def as_dict(self):
@@ -50,7 +50,7 @@ class StepRow:
         at = f'  {printable(self.ts.rpartition(" ")[2], 20)}' if self.ts else ''
         return fit_line([f'step {self.step:<6,}{numbers}', at, f"  {self.rows} row{'s'*(self.rows!=1)}"], printable(self.trouble), 'error')
 
-def describe_tensor(r):
+def tensor_line(r):
     "Name a tensor and its kinds of non-finite values."
     from torchember.store.reading import path_of
     what = ' and '.join(w for k,w in zip(counts, ('NaN', 'inf', '-inf'), strict=True) if r.get(k))
@@ -66,7 +66,7 @@ def fit_line(parts, more, how):
     return text+(f'  {colorize(more, how)}' if more else '')
 
 # %% ../../nbs/95_cli/40_steps.ipynb #9d426294
-class OpenSteps:
+class UnprintedSteps:
     "Rows of several logs, collected by step until the step is complete."
     def __init__(self): self.open,self.last = {},{} # open: step -> `StepRow`; last: log -> its last step
 
@@ -130,7 +130,7 @@ def format_finding(r, json_=False):
 class Printed:
     "The printed lines of a run: the last lines at first, then each line at once."
     def __init__(self, logs, n, json_):
-        self.logs,self.json,self.steps,self.last,self.n = logs,json_,OpenSteps(),deque(maxlen=n),n
+        self.logs,self.json,self.steps,self.last,self.n = logs,json_,UnprintedSteps(),deque(maxlen=n),n
 
     def put(self, line):
         if self.last is None: say(line)
@@ -164,7 +164,7 @@ class Printed:
     def begin(self, on):
         "Read enough of the end of the logs to print the last lines."
         for most in (1<<22, 1<<25, None):
-            self.steps,self.last = OpenSteps(),deque(maxlen=self.n)
+            self.steps,self.last = UnprintedSteps(),deque(maxlen=self.n)
             whole = all([log.begin(most) for log in self.logs])
             self.look(on)
             if whole or len(self.last)==self.n: break

@@ -280,7 +280,7 @@ def split_parameter(name, modules, holders):
     if re.search('weight|bias', last) or path in modules: return path, last
     return name, 'weight'
 
-def enclosing_modules(names):
+def parent_modules(names):
     "Return the names of modules that contain something, by the dots in names."
     out = set()
     for n in names:
@@ -308,7 +308,7 @@ def tensors_from(
     "Return path, ttype, tname, pname and type of tensors in a LogFrame: the inverse of `named_tensors`."
     kinds = [back.get(t.partition('.')[0], t) for _,_,t in names]
     modules = {n: cls for (n,cls,_),k in zip(names, kinds, strict=True) if k in ('output', 'output_grad')}
-    holders = enclosing_modules(n for n,_,_ in names)
+    holders = parent_modules(n for n,_,_ in names)
     place,out = {},[]
     for (n,cls,t),k in zip(names, kinds, strict=True):
         tname = pname = None

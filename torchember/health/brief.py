@@ -66,7 +66,7 @@ def norm_line(h):
     odd = f"; not finite at {len(bad):,} steps, first at step {bad[0]:,}" if len(bad) else ''
     return [f"- norm of all gradients ({quote_name(n.name)}): {', '.join(f'{k} {format_value(v)}' for k,v in some)}{odd}"]
 
-def describe_run(h, name):
+def run_facts(h, name):
     "Return the lines about the run: model, steps, and what was recorded."
     ps = h.parameters
     n = sum(int(np.prod(p['shape'])) for p in ps if p.get('shape') is not None)
@@ -134,7 +134,7 @@ def brief(
     found = order_findings(run_rules(rules, h), rules, len(h.steps))
     name = h.name or 'of a table'
     def page(most, layers):
-        parts = {'The run': describe_run(h, name), 'Findings': list_findings(found, most), 'The loss': describe_curve(h.loss),
+        parts = {'The run': run_facts(h, name), 'Findings': list_findings(found, most), 'The loss': describe_curve(h.loss),
             'The most unusual layers': layer_table(h)[:layers+2],
             'To get more': how_to_ask(h, name)}
         return '\n'.join([f"# Training in brief: {quote_name(name)}", '', f'> {data_warning}', *(line for title,lines in parts.items() for line in ('',

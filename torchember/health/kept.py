@@ -16,7 +16,7 @@ from ..ground.needs import needs
 text_columns = ('module', 'path', 'ttype', 'tname', 'pname', 'phase', 'dtype')
 dropped_columns = ('ts', 'exponents', 'var', 'abs_min', 'skew', 'kurtosis', 'rm4', 'rm8', 'zero_frac', 'ratio', 'nonfinite')
 
-def select_columns(df):
+def kept_columns(df):
     "Return the columns of a table that `diff` compares."
     kept = [c for c in df.columns if c not in dropped_columns and (c in text_columns or c=='shape' or df[c].dtype.kind in 'iufb') and df[c].notna().any()]
     return df[df['ttype']!='finding'][kept].reset_index(drop=True)
@@ -49,7 +49,7 @@ def keep_run(
         raise FileExistsError(f"{printable(path)} exists, and later trainings are compared with it. To replace it: keep_run(run, path, overwrite=True).")
     df = run if isinstance(run, pd.DataFrame) else read(run, home=home)
     if not len(df): raise ValueError("The run has no rows yet, so there is nothing to keep.")
-    out = select_columns(df)
+    out = kept_columns(df)
     out.attrs = {'run': str(df.attrs.get('run') or getattr(getattr(run, 't', run), 'fname', path.stem if isinstance(run, pd.DataFrame) else run))}
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f'.{path.name}.{os.getpid()}')

@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..capture.events import Listener
 from ..capture.forward import arm, disarm, only, states_of
 from ..capture.optimizer import parameters_of, state_tensors
-from ..capture.private_torch import (DispatchMode, arguments_of, by_dynamo, is_engine, next_number, number_of, reads_number, running_backward,
+from ..capture.private_torch import (DispatchMode, operation_arguments, is_dynamo_frame, is_engine_code, next_number, node_number, reads_number, running_backward,
     running_node, without_dispatch_modes)
 from ..capture.tree import tracks, unwrap
 from ..ground.messages import an, frameworks, installed, is_users, ours, printable
@@ -87,8 +87,8 @@ def find_spots(
     inner = None
     while frame is not None and frame.f_code is not last:
         code = frame.f_code
-        if is_engine(code) and inner is None: inner,found = found,{}
-        if by_dynamo(frame): found['compiled'] = True
+        if is_engine_code(code) and inner is None: inner,found = found,{}
+        if is_dynamo_frame(frame): found['compiled'] = True
         o = first_argument(frame)
         if issubclass(type(o), DispatchMode): # frames up to here belong to the mode, not to the step
             found,users,frame = {},False,frame.f_back
@@ -227,7 +227,7 @@ def operation_name(op):
     parts = str(op).split('.')
     return '.'.join(parts[:2]) if len(parts)==3 else str(op)
 
-def find_tensors(named):
+def tensors_in_value(named):
     "Return (name, index, tensor) of all tensors in some arguments, and True if a number among the arguments is not finite."
     found,odd = [],False
     for n,v in named:
@@ -297,7 +297,7 @@ class Destinations:
         node = running_node()
         if node is None or not node.name().endswith('AccumulateGrad'): return
         p = node.variable
-        for _,_,x in find_tensors(named)[0]:
+        for _,_,x in tensors_in_value(named)[0]:
             if is_readable(x): self.note(1, f"the gradient of {self.names.parameter(p) or f'a tensor of {list(p.shape)}'}", x)
 
     def note_reads(self, op, reads):
@@ -312,7 +312,7 @@ class Destinations:
     def note_output(self, module, out):
         "Note the output of an outermost module."
         if not self.traces.traces or not any(r[None] is module for r in self.names.roots): return
-        for _,_,x in find_tensors([(None, list(out.values()) if isinstance(out, dict) else out)])[0]:
+        for _,_,x in tensors_in_value([(None, list(out.values()) if isinstance(out, dict) else out)])[0]:
             if is_readable(x): self.note(2, f'the output of {an(module)}', x)
 
     def note_state(self, out):
@@ -320,7 +320,7 @@ class Destinations:
         for name,kind,x in self.names.named_tensors():
             if is_readable(x): self.note('buffer' if kind=='buffer' else 1, name, x)
         out = list(out.values()) if isinstance(out, dict) else out
-        for _,_,x in find_tensors([(None, out)])[0]:
+        for _,_,x in tensors_in_value([(None, out)])[0]:
             if is_readable(x): self.note('returned', 'the return value of the step', x)
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e29
@@ -337,20 +337,20 @@ class OriginTracker(DispatchMode):
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         if not all(map(is_plain_tensor, types)): return NotImplemented # such a type calls operations on its inner tensors, which come here
-        kwargs,about,name = kwargs or {},arguments_of(op),operation_name(op)
+        kwargs,about,name = kwargs or {},operation_arguments(op),operation_name(op)
         named = [*zip(about.names or map(str, range(len(args))), args, strict=False), *kwargs.items()]
         backward = running_backward()!=-1
         if about.view:
             if backward: self.destinations.note_gradient(named)
             return op(*args, **kwargs)
-        tensors,odd = find_tensors(named)
+        tensors,odd = tensors_in_value(named)
         reads = [self.read(name, t, about, i) for i,t in enumerate(tensors) if is_readable(t[2]) and t[0] not in about.unread]
         self.note_place(name, reads)
         if backward: self.destinations.note_gradient(named)
         self.destinations.note_reads(name, reads)
         out = op(*args, **kwargs)
         written = [(i, x) for n,i,x in tensors if n in about.written and is_readable(x)]
-        new = [(i, x) for _,i,x in find_tensors([(None, out)])[0] if is_readable(x) and not any(x is w for _,w in written)]
+        new = [(i, x) for _,i,x in tensors_in_value([(None, out)])[0] if is_readable(x) and not any(x is w for _,w in written)]
         for i,x in written+new: self.check_output(name, x, i if on_lists.search(name) else None, reads, odd)
         return out
 
@@ -384,7 +384,7 @@ class OriginTracker(DispatchMode):
 
     def forward_spot(self, node):
         "Return the code of the forward operation that created an autograd node."
-        n = number_of(node)
+        n = node_number(node)
         found = [self.places[t, n-back] for back in (0, 1) for t in (self.thread, get_ident()) if (t, n-back) in self.places]
         return next((p.spot for op,p in found if is_node_of(op, node.name())), found[0][1].spot if found else CodeSpot())
 

@@ -25,7 +25,7 @@ def to_floats(values):
     if values.dtype.kind in 'iufb': return values.to_numpy(float, na_value=np.nan)
     return np.array([v if isinstance(v, int|float) else np.nan for v in values], float)
 
-def count_elements(shape):
+def elements_of_row(shape):
     "Return the number of elements of a shape, or NaN if the shape is unknown."
     return math.prod(shape) if isinstance(shape, list|tuple) else math.nan
 
@@ -69,7 +69,7 @@ class SeriesColumns:
     def sizes(self):
         "Number of elements of each tensor, from the column `numel` or the shape. NaN if both are missing."
         known = {}
-        by_shape = np.array([known[s] if s in known else known.setdefault(s, count_elements(s)) for s in map(as_tuple, self.shapes)], float)
+        by_shape = np.array([known[s] if s in known else known.setdefault(s, elements_of_row(s)) for s in map(as_tuple, self.shapes)], float)
         n = self.column('numel')
         return np.where(np.isnan(n), by_shape, n)
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..capture.private_torch import count_dispatch_modes, count_function_modes, frees_parameters, inside_transform
+from ..capture.private_torch import count_dispatch_modes, count_function_modes, may_free_parameters, inside_transform
 from .blocks import Block, RowRange, as_cells, write_dtype_and_shape, no_rows
 from .columns import stat_names
 from .devices import Pending, after, being_captured, on, stream_of, to_device, to_host, undisturbed
@@ -299,7 +299,7 @@ class Arena:
         again:bool=False # True if tensors replace the tensors that their taps have
     ): # Function, or None where each tensor must be observed for itself
         "Return a function `queue(tensor, tap)` for tensors to read in one launch. It returns False if this tensor must be observed for itself."
-        if count_function_modes() or inside_transform() is not None or count_dispatch_modes() or frees_parameters(): return None
+        if count_function_modes() or inside_transform() is not None or count_dispatch_modes() or may_free_parameters(): return None
         streams = {} # device -> its current stream; None while it captures a graph
         def queue(x, tap):
             p = tap.device

@@ -13,7 +13,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from ..capture.private_torch import count_dispatch_modes, count_function_modes, frees_parameters, inside_transform, is_wrapped, unwrap
+from ..capture.private_torch import count_dispatch_modes, count_function_modes, may_free_parameters, inside_transform, is_wrapped, unwrap
 from .arena import Tap
 from .blocks import SCALE, address, cpu, write_dtype_and_shape
 from .devices import being_captured, disturbs, stream_of, undisturbed
@@ -110,7 +110,7 @@ def write_device_row(x, tap, call, later):
         i = cursor[NEXT]
     block,first,_ = tap.rows
     row,known = first+i,None
-    if later and not frees_parameters():
+    if later and not may_free_parameters():
         if count_dispatch_modes(): return False # a dispatch mode would see `detach`
         arena.unread.by_row[block, row] = x.detach(),tap.format.wanted,None
     elif x.is_inference(): plan.read(x, block.rows, row, stream)
@@ -165,7 +165,7 @@ def observe_any(x, tap, call, scale, later):
 def write_row(x, tap, call=None, scale=None, later=False):
     "Write the row of any tensor."
     y,scale = divide_early(x, tap.format.wanted, scale)
-    waits = later and y is x and not frees_parameters() and for_list(y, tap.format.wanted) # copies of all gradients would be as large as the model
+    waits = later and y is x and not may_free_parameters() and for_list(y, tap.format.wanted) # copies of all gradients would be as large as the model
     v = read_vector(y, tap) if y.is_cpu and not waits else None
     arena,cursor = tap.arena,tap.cursor.array
     with arena.lock:

@@ -10,11 +10,11 @@ import torch
 
 from ..capture.backward import hook_gradients
 from ..capture.events import Listener, always
-from ..capture.tensors import alone
+from ..capture.tensors import lone_output
 from ..measure.kernels import no_autocast
 from .quantities import Quantity, captured_ttypes, contained, unscale
 from .views import View, feature_axis
-from ..capture.private_torch import any_unscaled, is_wrapped, loss_scale
+from ..capture.private_torch import has_unscaled, is_wrapped, loss_scale
 
 # %% ../../nbs/47_monitor/40_watching.ipynb #b9d07334
 def pass_rank(training, grad):
@@ -188,7 +188,7 @@ class ModelPasses(Listener):
 class HeldTensor:
     "A tensor kept until a step is tracked."
     def __init__(self, x, copy, alone=True):
-        self.alone = alone # True if the module returned the tensor itself, False if it was inside a tuple or dict
+        self.alone = lone_output # True if the module returned the tensor itself, False if it was inside a tuple or dict
         self.x,self.version = (x.detach().clone(), None) if copy else (x.detach(), None if x.is_inference() else x._version)
 
     @property
@@ -233,7 +233,7 @@ class CapturedTensors:
         r = self.requests[ttype]
         self.described[ttype] = tname,call,str(x.dtype).removeprefix('torch.')
         scale = self.passes.scale() if ttype.endswith('_grad') else None
-        if r.whole: self.whole[ttype] = HeldTensor(unscale(x.detach(), scale), scale is None and (copy or r.copy), tname is alone)
+        if r.whole: self.whole[ttype] = HeldTensor(unscale(x.detach(), scale), scale is None and (copy or r.copy), tname is lone_output)
         if not r.reductions: return
         self.passes.measuring,done = True,{}
         try:
@@ -389,7 +389,7 @@ def fill_view(watch):
     "Put the captured tensors of a module into its view, and the reasons for missing tensors."
     v,captured,passes = watch.view,watch.captured,watch.passes
     v.forget_tensors()
-    v._scale = None if any_unscaled(passes.scaler) else passes.scale()
+    v._scale = None if has_unscaled(passes.scaler) else passes.scale()
     v._reduced.update(captured.reduced)
     for ttype,held in captured.whole.items():
         if held.is_overwritten:
@@ -423,5 +423,5 @@ def run_extensions(view, captured, q):
         builtin = type(e).__module__.startswith('torchember.')
         # without the tensor, reading the attribute of the view raises with the reason
         if builtin and view._reduced.get((e.ttype, None)) is None or all(x is None for x in given): continue
-        alone = not backward and ('output' not in captured.whole or captured.whole['output'].alone)
-        e(view, (given[0],), given[1] if alone else (given[1],))
+        lone_output = not backward and ('output' not in captured.whole or captured.whole['output'].alone)
+        e(view, (given[0],), given[1] if lone_output else (given[1],))

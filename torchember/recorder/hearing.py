@@ -14,8 +14,8 @@ import torch
 from .black_box import AFTER, OPTIMIZER
 from .budget import clock, timed
 from ..capture.events import Listener, Wants
-from ..capture.optimizer import versions
-from ..capture.private_torch import checks_trace, function_around, function_trains, module_that_calls, only_metadata, same_function
+from ..capture.optimizer import count_writes
+from ..capture.private_torch import is_trace_check, enclosing_call, in_training_function, calling_module, is_metadata_pass, is_same_call
 from ..capture.tree import unwrap
 from ..measure.elements import Unmeasurable
 from .calls import stack_room
@@ -31,8 +31,8 @@ class FunctionCalls:
 
     def joins(self, phase) -> bool:
         "Return True if a call of the model with this phase joins the last pass."
-        before,self.function = self.function,function_around() if phase is None else None
-        same = same_function(self.function, before)
+        before,self.function = self.function,enclosing_call() if phase is None else None
+        same = is_same_call(self.function, before)
         if same: self.function = before if self.function is True else self.function
         return same
 
@@ -58,10 +58,10 @@ class OtherModels:
 
         A part that only others call belongs to them until the weights of the recorded model change, although its root is never called."""
         if state.root: self.root_called = True; return False
-        caller = module_that_calls(self.known)
+        caller = calling_module(self.known)
         if caller is None or self.acts_for_root(caller): return False
         if self.root_called: return True
-        now = versions(self.sources.sampled)
+        now = count_writes(self.sources.sampled)
         if self.at_first is None: self.at_first = now
         return now==self.at_first
 
@@ -98,7 +98,7 @@ class PassEvents:
     def phase_of(self, path, training, grad):
         "Return the phase of a pass. If each pass is a step, so are passes without gradients."
         states = self.sources.states
-        phase = self.steps.phases.find(path, training, states[0].track.module.training if states else training, grad or function_trains())
+        phase = self.steps.phases.find(path, training, states[0].track.module.training if states else training, grad or in_training_function())
         return phase if self.steps.manual or phase!='no_grad' else None
 
     def begin(self,
@@ -108,7 +108,7 @@ class PassEvents:
     ):
         "Begin a pass, or join the pass of another thread and continue its numbering of calls."
         path,training = state.track.path,state.track.module.training
-        skipped = self.other_models.is_caller(state) or only_metadata() or not grad and checks_trace()
+        skipped = self.other_models.is_caller(state) or is_metadata_pass() or not grad and is_trace_check()
         phase = None if skipped else self.phase_of(path, training, grad)
         self.calls.begin(state, skipped or self.is_skipped(phase, grad))
         self.cost.begin_pass(here.skipped)

@@ -10,7 +10,7 @@ from .black_box import BETWEEN
 from .budget import duration
 from ..ground.choose import at, schedule
 from .refused import RefusedPasses
-from .row_writer import MaybePass, write_refused
+from .row_writer import ProvisionalStep, write_refused
 from .steps import Decision, ProvisionalSteps
 
 # %% ../../nbs/40_recorder/78_pipe.ipynb #ee96ef9c
@@ -264,7 +264,7 @@ def close_by_pass(pipe, following):
     gradients.held = pipe.provisional.may_join(weights, following)
     try: pipe.over(wait=pipe.provisional.has_earlier(weights), by_pass=True)
     finally: gradients.held = False
-    pipe.provisional.add(weights, MaybePass(writer.last, writer.ended, noted, hint.steps_without-without))
+    pipe.provisional.add(weights, ProvisionalStep(writer.last, writer.ended, noted, hint.steps_without-without))
 
 def join_passes(pipe):
     "Merge provisional steps into the open step, as micro-batches."

@@ -24,7 +24,7 @@ from torchember.recorder.black_box import (ALIVE, BEGAN, BETWEEN, BLOCK, BLOCKS,
     SEQ, SLOT, SLOTS, SLOT_META, SLOT_OVER, SLOT_PARTS, SLOT_STEP, SLOT_TEXT, SLOT_TOLD, STEP, THREAD, THREADS, VERSION, boot_id,
     count_memory_kills, died_row, fcntl, head_of_slot, magic, most_text, own_boxes, phases, quote_module, sum_names, thread_width,
     version)
-from .rows import Lines, Measured
+from .rows import LineMaker, Measured
 from ..store.base import safe_name
 from ..store.log_file import append_lines
 from ..store.lines import parse
@@ -155,9 +155,9 @@ def lines_of_box(
 ) -> tuple: # Lines of the steps that were handed over; number of the open step, or None; lines of the open step
     "Return the lines of everything in a box."
     def lines(rows): return [line if isinstance(line, bytes) else line_of(line) for line in rows]
-    done = [line for rows in Lines()(measured_steps(box)) for line in lines(rows)] if box.slots else []
+    done = [line for rows in LineMaker()(measured_steps(box)) for line in lines(rows)] if box.slots else []
     step,measured = open_step(box)
-    return done+box.late, step, [] if measured is None else lines(Lines()([measured])[0])
+    return done+box.late, step, [] if measured is None else lines(LineMaker()([measured])[0])
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #e92951a3
 def missing_lines(

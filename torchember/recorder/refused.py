@@ -9,7 +9,7 @@ __all__ = ['gradient_state', 'is_removed', 'RefusedPasses']
 import torch
 from torch.nn.parameter import is_lazy
 
-from ..capture.optimizer import evenly_spaced, versions
+from ..capture.optimizer import evenly_spaced, count_writes
 from ..capture.private_torch import call_after_backward, is_wrapped, running_backward, writes_gradients
 from .parameters import grad_of, plain_floats
 
@@ -93,7 +93,7 @@ class RefusedPasses:
 
     def begins(self, number:int, micro:int, first:int): # as `TrainingPass` has them
         "Note the begin of a training pass."
-        if self.parameters: self.passes.append(TrainingPass(number, micro, first, versions(self.parameters)))
+        if self.parameters: self.passes.append(TrainingPass(number, micro, first, count_writes(self.parameters)))
 
     def expect(self, outputs): # outputs: pairs of names and tensors
         "Add hooks to the outputs of the last pass, to notice its backward."
@@ -129,7 +129,7 @@ class RefusedPasses:
         if not any(p.before for p in self.passes): return []
         now = gradient_state(self.parameters)
         if now==self.last: return []
-        weights = versions(self.parameters)
+        weights = count_writes(self.parameters)
         return [p for p in self.passes if p.weights==weights and p.is_removed(self.parameters, now)]
 
     def unreached(self) -> list:

@@ -10,7 +10,7 @@ from importlib import import_module
 
 from torch.nn.parameter import is_lazy
 
-from ..capture.optimizer import evenly_spaced, parameters_of, trained_by, versions
+from ..capture.optimizer import evenly_spaced, parameters_of, trained_by, count_writes
 from ..capture.private_torch import is_unscaled, loss_scale
 from ..ground.record import flowing
 from .buffers import Buffers
@@ -139,7 +139,7 @@ class Sources:
     def weight_versions(self, root, steps):
         "Return the version counters of some weights at the begin of a pass, of the root or a part. None if the `Steps` do not depend on them."
         needed = not (root and steps.manual) if self.watch is None else steps.opened and not self.watch.busy # LBFGS changes weights within a step
-        return versions(self.sampled) if self.sampled and needed else None
+        return count_writes(self.sampled) if self.sampled and needed else None
 
     def flow(self,
         state, # `capture.module_state.ModuleState` of the module

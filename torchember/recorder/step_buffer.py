@@ -120,7 +120,7 @@ def place_of(key, call):
     "Return the identity of a tensor in a step: parts of the key of its row, and the call." # a plain tuple: one is made for each row
     return *key[:3], *key[4:6], call
 
-class Shards:
+class LocalShards:
     "Columns about parts of tensors."
     def __init__(self, ranks, notices):
         self.ranks,self.notices = ranks,notices # ranks: `capture.ranks.Ranks`. None for a single process, and after an error
@@ -387,7 +387,7 @@ class StepBuffer:
         self.on_device = False # True if an earlier step measured a tensor that was not on the CPU
         self.gradients = None # `Parameters.gradient_counts` at the end of the step
         self.functions = Functions(self.notices, self.calls, lock)
-        self.shards,self.rows = Shards(ranks, self.notices),StepRows(self.notices, lock)
+        self.shards,self.rows = LocalShards(ranks, self.notices),StepRows(self.notices, lock)
 
     def measure(self,
         state, # `capture.module_state.ModuleState` of the module

@@ -227,7 +227,7 @@ def axes_with_steps(fig):
     return [ax for ax in fig.axes if ax.name=='rectilinear' and ax.get_label()!='<colorbar>' and named(ax)]
 
 # %% ../../nbs/60_show/94_pointing.ipynb #51c0a013
-class Cursor:
+class StepCursor:
     "The current step of loss and picture. The user points, clicks or moves a slider."
     def __init__(self, W, loss, picture, step_control, live, pause, locked): # step_control: function that returns the control of the step, or None
         self.loss,self.picture,self.step_control,self.pinned,self.slider = loss,picture,step_control,None,None
@@ -317,7 +317,7 @@ def tensor_histogram(label):
     return f
 
 # %% ../../nbs/60_show/94_pointing.ipynb #51c0a010
-class Patches:
+class HeatmapCells:
     "The tensors behind a heat map. Their exponents are read when the first histogram is opened."
     def __init__(self, source, table, on_change=lambda arguments: None): # on_change: of the controls of a histogram
         self.source,self.table,self.on_change,self.values,self.found,self.exponents = source,table,on_change,{},None,{}
@@ -426,8 +426,8 @@ class Interactive:
         losses = None if f.__name__=='overview' and train_stats is None else read_losses(train_stats, self.now.one)
         self.picture = Picture(PageFigure(W, round(width*(.8 if losses else 1)), 4., live))
         loss = CrossHair(losses, PageFigure(W, width-self.picture.surface.width, 3., live)) if losses else None
-        self.cursor = Cursor(W, loss, self.picture, lambda: self.controls.get('step'), live, pause, self.locked) if loss else None
-        self.patches = Patches(source, self.now.table, self.locked(self.change)) if f.__name__=='scalar_global_heatmap' else None
+        self.cursor = StepCursor(W, loss, self.picture, lambda: self.controls.get('step'), live, pause, self.locked) if loss else None
+        self.patches = HeatmapCells(source, self.now.table, self.locked(self.change)) if f.__name__=='scalar_global_heatmap' else None
         self.chooser = TensorChooser(W, self.patches, self.locked(self.enter)) if self.patches and not live else None
         self.layout = PageLayout(W, [*([self.cursor.shown(W)] if loss else []), self.picture.surface.widget], live)
         self.layout.back.on_click(self.locked(lambda _: self.leave()))

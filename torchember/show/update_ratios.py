@@ -20,7 +20,7 @@ from .style import canvas, drawn, is_dark
 from ..store.parameters import label_of, why_not
 
 # %% ../../nbs/60_show/70_update_ratios.ipynb #4997c1f6
-def tensor_sizes(rows):
+def parameter_sizes(rows):
     "Return the recorded statistics of weight size: mean and std, or one of rms and l2. None without them."
     for stats in (('mean', 'std'), ('rms',), ('l2',)):
         if all(c in rows and rows[c].notna().any() for c in stats): return stats
@@ -28,13 +28,13 @@ def tensor_sizes(rows):
 def has_bounds(table):
     "Return True if rows of weights give a bound."
     weights = table[has_ttype(table, 'weight')]
-    return len(weights)>0 and tensor_sizes(weights) is not None
+    return len(weights)>0 and parameter_sizes(weights) is not None
 
 def least_ratios(
     rows # Rows of weights
 ) -> list: # Lines, as in `draw_lines`
     "Return lower bounds of the ratio of update to weight between recorded steps, as a mean per step."
-    if 'std' in (stats := tensor_sizes(rows)): rows = rows.assign(std=population_std(rows))
+    if 'std' in (stats := parameter_sizes(rows)): rows = rows.assign(std=population_std(rows))
     out = []
     for parts in zip(*(series(rows, c) for c in stats), strict=True):
         label,x,_,bad = parts[0]

@@ -20,7 +20,7 @@ from ..ground.record import check_ttypes
 from .layers import apply_each, combine_norms, derive_reduction, groups_for_reductions, is_sharded, norm_per_layer
 from .layers import reduction_stats, refuse_complex, require_values, scalar_tensor, select_layers, summarize_layers
 from .plots import max_values, plot_ecdf, plot_hist, plot_heatmap
-from .tables import as_list, select_columns, columns_group, format_html, format_layers, format_table
+from .tables import as_list, select_columns, columns_group, format_html, format_layers, snapshot_table
 from ..store.base import now
 
 # %% ../../nbs/70_state/06_algebra.ipynb #558b36a9
@@ -677,7 +677,7 @@ class DescribedLayers(Reductions):
         """
         exclude = as_list(exclude_keys)+as_list(exlude_keys)
         rows = describe_layers(self, lw or self.is_result, pattern, group, include_keys, exclude, additional_info)
-        if display: return print(format_table(f'Stats {self._name}', list(rows.values())))
+        if display: return print(snapshot_table(f'Stats {self._name}', list(rows.values())))
         rows = {k: {c: list(v) if isinstance(v, tuple) else v for c,v in r.items()} for k,r in rows.items()}
         return rows if lw or self.is_result else rows['']
 

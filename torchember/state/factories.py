@@ -16,7 +16,7 @@ from ..capture.backward import hook_gradients
 from ..capture.events import Listener, always
 from ..capture.forward import arm
 from ..capture.optimizer import state_tensors
-from ..capture.tensors import alone
+from ..capture.tensors import lone_output
 from ..capture.tree import tracks, unwrap
 from ..ground.choose import NamedLayer, chosen, kinds_of
 from ..ground.messages import printable, unknown, warn
@@ -292,7 +292,7 @@ class OutputListener(Listener):
         track,call,number,keys = state.track,state.number(self.step),self.step,{}
         known = self.latest.state._places
         for n,x in outputs:
-            k = keys[n] = activation_key(track.path, '' if n is alone else n, call)
+            k = keys[n] = activation_key(track.path, '' if n is lone_output else n, call)
             self.latest.expect(k, known.get(k) or dict(module=track.name, tname=n, call=call, layer=named_layer(track)))
             if not self.grads: self.latest.add(k, x, compiled)
         if self.grads and not compiled:

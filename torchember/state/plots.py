@@ -120,7 +120,7 @@ def axis_values(values, logx):
     zeros = int((a==0).sum())
     return a[a>0], '|value|', f'{zeros:,} zeros are not shown' if zeros else ''
 
-def explain_empty(some):
+def explain_no_values(some):
     "Return why layers have no values to plot."
     if not sum(x.numel() for x in some.values()): return 'no values'
     return 'only zeros' if any(x.isfinite().any() for x in some.values()) else 'no finite value'
@@ -135,7 +135,7 @@ def plot_distributions(layers, title, lw, ax, to, sample, logx, what, ylabel, dr
         values,label,zeros = axis_values(values, logx)
         set_title(a, t, sampled, zeros)
         if len(values): draw(a, values)
-        else: mark_empty(a, explain_empty(some))
+        else: mark_empty(a, explain_no_values(some))
         a.set(xlabel=label, ylabel=ylabel)
     return finish_plot(axes, note, not lw, to, f'{title}_{what}')
 
@@ -153,11 +153,11 @@ def plot_hist(
     **kwargs # Arguments of `Axes.hist`
 ): # Axes; with `lw`, an array of axes
     "Plot histograms of layers, each alone or all together."
-    def draw(a, values): draw_histogram(a, values, bins, logx, logy, **kwargs)
+    def draw(a, values): plot_histogram(a, values, bins, logx, logy, **kwargs)
     return plot_distributions(layers, title, lw, ax, to, sample, logx, 'hist', 'values', draw)
 
 # %% ../../nbs/70_state/04_plots.ipynb #c44a7046
-def draw_histogram(ax, values, bins, logx, logy, **kwargs):
+def plot_histogram(ax, values, bins, logx, logy, **kwargs):
     "Draw a histogram with bins of equal width, on a linear or logarithmic axis."
     if logx:
         ends = values.min(),values.max()

@@ -31,7 +31,7 @@ def row_per_module(rows):
         if isinstance(name, str) and (name not in best or place<best[name][0]): best[name] = (place, r)
     return {n: r for n,(_,r) in best.items()}
 
-def format_cell(value): return escape(f'{value:.4g}' if isinstance(value, float) else '' if value is None else f'{value!s:.200}')
+def html_cell(value): return escape(f'{value:.4g}' if isinstance(value, float) else '' if value is None else f'{value!s:.200}')
 
 # %% ../../nbs/30_store/04_table.ipynb #0209f9da
 def valid_tree(
@@ -85,7 +85,7 @@ def tree_table(
         count += 1
         if count>most: continue
         r = best.get(node['name'], {})
-        cells = ''.join(f'<td>{format_cell(r.get(c))}</td>' for c in ('tname', *stats))
+        cells = ''.join(f'<td>{html_cell(r.get(c))}</td>' for c in ('tname', *stats))
         body.append(f'<tr><td style="text-align:left;padding-left:{depth+.5}em">{escape(node["short"])}</td>{cells}</tr>')
     if count>most: body.append(f'<tr><td colspan="{len(stats)+2}">... and {count-most} more</td></tr>')
     return f'<div><b>{escape(title)}</b><table class="dataframe"><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'

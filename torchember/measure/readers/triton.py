@@ -562,7 +562,7 @@ def check_length(wanted, out):
 
 def chosen_stream(device): return stream_of(device) if driver() is None else driver().get_current_stream(device.index)
 
-def add_expressions(x, wanted, row):
+def add_torch_expressions(x, wanted, row):
     "Write the sums without a kernel into the row of `x`."
     todo = {p: None for p in not_in_loops(wanted)}
     for d in x.reshape(-1).split(1<<24) if todo else ():
@@ -635,7 +635,7 @@ def read_one(
     with on(x.device):
         r = reading(x.numel(), x.dtype, x.device, tuple(wanted), per)
         r(x, out.detach()[None], 0, chosen_stream(x.device))
-        add_expressions(x, wanted, out)
+        add_torch_expressions(x, wanted, out)
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #a20cfeea
 @lru_cache(maxsize=64)
@@ -672,7 +672,7 @@ def read_list(
             jobs,k,groups,span,per,aligned = plan(tuple((x.data_ptr(), x.numel(), i) for x,i in same), dtype, device, stream)
             args = *memory_of(device, stream).arguments(dtype, wanted, k, groups, len(same)), span, per
             launch(same[0][0], out, jobs, out.stride(0), len(jobs), stream, args, 0, len(same), tuple(wanted), aligned)
-        for x,i in zip(xs, to, strict=True) if not_in_loops(wanted) else (): add_expressions(x, wanted, out[i])
+        for x,i in zip(xs, to, strict=True) if not_in_loops(wanted) else (): add_torch_expressions(x, wanted, out[i])
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #3f1c7a11
 patience = 30. # seconds to wait for the compiler
