@@ -13,7 +13,7 @@ root = Path(__file__).parents[1]
 opening = re.compile(r'(What|Which|Those|That|Whether|Who|Whose|Where|The same|Of|How|It|As)\b')
 private_words = { # word -> what to write instead
     r'rooms?': 'Python module', r'wings?': 'package', r'guests?': 'integration, or the name of the library', r'tells?|told': 'notify, report',
-    r'hears?|heard': 'receive, observe', r'dear(?:er)?': 'expensive', r'anew': 'again', r'lain': 'be', r'whoever|whatever|somebody|nobody': 'name it',
+    r'hears?|heard': 'receive, observe', r'dear(?:er)?': 'expensive', r'anew': 'again', r'lain': 'be', r'whoever|somebody|nobody': 'name it',
     r'give back': 'return, restore, disarm'}
 forbidden = [(re.compile(rf'\b(?:{w})\b', re.I), instead) for w,instead in private_words.items()]
 

@@ -287,7 +287,8 @@ def test_time_to_read_is_measured_once_for_each_kind(monkeypatch):
 
 def test_totals_of_a_plan_by_hand():
     here,there = (Some(name=n, path=n) for n in 'ab')
-    places = [PlannedTensor(here, 'input', 'x', None, 0, (4, 2), torch.float32, True), PlannedTensor(there, 'weight', 'weight_0', 'w', 0, (3,), torch.float64, True),
+    places = [PlannedTensor(here, 'input', 'x', None, 0, (4, 2), torch.float32, True),
+        PlannedTensor(there, 'weight', 'weight_0', 'w', 0, (3,), torch.float64, True),
         PlannedTensor(there, 'input', 'y', None, 1, None, None, True), PlannedTensor(here, 'weight', 'weight_0', 'w', 0, (), torch.bfloat16, True)]
     p = Plan('N', places, [10, 20, 30, 40], [1., 4., 2., 3.])
     assert (p.rows, p.bytes, p.seconds, p.notes)==(4, 100, 10., [])

@@ -152,7 +152,7 @@ def in_training_function():
     return False
 
 def is_same_call(now, before):
-    "Return True if two results of `function_around` are of one call, or the first is of a backward."
+    "Return True if two results of `enclosing_call` are of one call, or the first is of a backward."
     if now is None or now is True or before is None or before is True: return now is True
     return len(now)==len(before) and all(a() is not None and a() is b() for a,b in zip(now, before, strict=True))
 
@@ -340,7 +340,7 @@ def loss_scale(scaler):
     return scaler._scale if hasattr(scaler, '_scale') else scaler.get_scale()
 
 def is_unscaled(scaler, optimizer) -> bool:
-    "Return True if a `GradScaler` has divided the gradients of an optimizer already. `_per_optimizer_states` tells, in all versions of torch."
+    "Return True if a `GradScaler` has divided the gradients of an optimizer already. `_per_optimizer_states` shows it, in all versions of torch."
     return hasattr(scaler, '_per_optimizer_states') and scaler._per_optimizer_states[id(optimizer)]['stage'].name!='READY'
 
 def has_unscaled(scaler) -> bool:

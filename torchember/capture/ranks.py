@@ -73,7 +73,7 @@ def batch_of_fsdp(module, axes):
     return DataParallel(axes.add_all(named, 'fsdp'), 1/(divisor or prod(len(ranks) for _,ranks in named)))
 
 def batch_of_fsdp1(module, axes):
-    "Return how a `FullyShardedDataParallel` spreads the batch, or None. Its parameters are whole only in forward, and no number tells their shards."
+    "Return how a `FullyShardedDataParallel` spreads the batch, or None. Its parameters are whole only in forward, and their shards cannot be recognized."
     kind = getattr(sys.modules.get('torch.distributed.fsdp'), 'FullyShardedDataParallel', None)
     if kind is None or not isinstance(module, kind): return None
     named = [('fsdp', ranks_of(module.process_group))]

@@ -61,7 +61,7 @@ def inputs(
     return out + [o for k,v in kwargs.items() for o in find_tensors(v, k)]
 
 # %% ../../nbs/10_capture/00_tensors.ipynb #607d2799
-# name of a tensor that is returned by itself. The same string object tells it from the first tensor of a tuple
+# name of a tensor that is returned by itself. The identity of this string object distinguishes it from the first tensor of a tuple
 lone_output = 'output_0'
 
 def outputs(

@@ -22,7 +22,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..capture.events import Listener
 from ..capture.forward import arm, disarm, only, states_of
 from ..capture.optimizer import parameters_of, state_tensors
-from ..capture.private_torch import (DispatchMode, operation_arguments, is_dynamo_frame, is_engine_code, next_number, node_number, reads_number, running_backward,
+from ..capture.private_torch import (DispatchMode, operation_arguments, is_dynamo_frame, is_engine_code, next_number,
+    node_number, reads_number, running_backward,
     running_node, without_dispatch_modes)
 from ..capture.tree import tracks, unwrap
 from ..ground.messages import an, frameworks, installed, is_users, ours, printable

@@ -159,7 +159,7 @@ class Pending:
         if self.memory is not None: pinned.give(self.memory, done)
         self.host = self.memory = None
 
-    def __del__(self): self.give_back(self.done) # nobody has read it
+    def __del__(self): self.give_back(self.done) # not read yet
 
 # %% ../../nbs/20_measure/01_devices.ipynb #8ab13e93
 def start_copy(x):

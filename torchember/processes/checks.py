@@ -114,7 +114,7 @@ def find_drift(rows):
 
 # %% ../../nbs/42_processes/09_checks.ipynb #7a7372a1
 def unknown_scale(rows):
-    "Return a message if nothing tells how the losses of the ranks become one loss, or None. `rows`: `shards.RankRows`."
+    "Return a message if it is unknown how the losses of the ranks become one loss, or None. `rows`: `shards.RankRows`."
     unknown = rows.shards.roles.along('world', '?') & rows.shards.unsettled | rows.filled
     n = int((unknown & rows.df['ttype'].isin(['output_grad', 'input_grad']).to_numpy()).sum())
     if not n: return None
@@ -129,7 +129,7 @@ def same_batch(rows):
     differs = np.any([c.differs[shards.tensor] for c in shards.comparisons] or [np.zeros(len(inputs), bool)], axis=0)
     d = pd.DataFrame({'tensor': shards.tensor, 'rank': rows.rank, 'differs': differs, 'step': rows.df['step'].to_numpy()})[inputs]
     each = d.groupby('tensor').agg(ranks=('rank', 'nunique'), differs=('differs', 'any'), step=('step', 'first'))
-    same = ~each[each['ranks']>1].groupby('step')['differs'].any() # an input that only one rank recorded tells nothing
+    same = ~each[each['ranks']>1].groupby('step')['differs'].any() # an input that only one rank recorded proves nothing
     if 2*same.sum()<=len(same): return None
     when = '' if same.all() else f' in {int(same.sum())} of {len(same)} steps'
     return f"All ranks get the same batch{when}: each input has the same statistics on all of them. Does the sampler know the ranks?"

@@ -29,7 +29,7 @@ def merge_groups(vectors, group):
 
 # %% ../../nbs/42_processes/06_columns.ipynb #1947fc1f
 def count_elements(shape, numel):
-    "Return the number of elements of a row's tensor, NaN if neither column tells."
+    "Return the number of elements of a row's tensor, NaN if neither column gives it."
     if numel==numel and numel is not None: return float(numel)
     return float(prod(shape)) if isinstance(shape, list|tuple) else np.nan
 

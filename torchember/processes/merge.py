@@ -63,7 +63,7 @@ def describe(row):
 
 # %% ../../nbs/42_processes/08_merge.ipynb #1e73d1b8
 class Merge:
-    "Merged rows of one or several steps. `table` has the rows, `messages` tells of lost and contradictory values."
+    "Merged rows of one or several steps. `table` has the rows, `messages` reports lost and contradictory values."
     def __init__(self,
         plan, # `MergePlan`
         df # Table of the `RankRows` of the plan, or of the same rows in another step

@@ -57,7 +57,7 @@ class Shards:
     def find_copies(self, axis, df):
         "Return for each row whether it is a replica along an axis although its role does not say so: its statistics are equal."
         batch,unknown = self.roles.along(axis, 'B'),self.roles.along(axis, '?')
-        # else the roles along other axes tell everything
+        # otherwise the roles along other axes are sufficient
         if axis=='world' and unknown.any(): unknown &= self.has_unrelated_ranks()
         line = np.array([self.axes.line_of(axis, r) for r in range(self.rank.max()+1)])[self.rank]
         c = Comparison(df, self.tensor, first_in_group(group_codes(self.tensor, line)), unknown | batch)

@@ -1,1 +1,1 @@
-"What an armed model tells, gathered step by step, and turned into rows"
+"Events of an armed model are collected step by step and become rows."

@@ -27,7 +27,7 @@ from .tally import not_called
 # %% ../../nbs/40_recorder/79_hearing.ipynb #d84d3047
 class FunctionCalls:
     "Finds calls of the model by the same autograd Function as the call before, forward or backward, as a solver makes them."
-    def __init__(self): self.function = None # autograd Function around the last pass, from `function_around`
+    def __init__(self): self.function = None # autograd Function around the last pass, from `enclosing_call`
 
     def joins(self, phase) -> bool:
         "Return True if a call of the model with this phase joins the last pass."

@@ -78,7 +78,7 @@ class Rehearsal(Listener):
 
     def __init__(self, ttypes, states):
         self.ttypes,self.states = ttypes,states
-        self.places,self.ended = [],[] # `Place`s; `capture.module_state.ModuleState`s in the order in which their calls ended
+        self.places,self.ended = [],[] # `PlannedTensor`s; `capture.module_state.ModuleState`s in the order in which their calls ended
         self.seen,self.calls,self.stack = {},Counter(),[] # id -> weak reference and version; state -> calls; running calls
 
     def call_begins(self, st, inputs, compiled=False):
@@ -116,7 +116,7 @@ def eagerly():
     return torch.compiler.set_stance('force_eager') if hasattr(torch.compiler, 'set_stance') else nullcontext()
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #4bc4b785
-def rehearse(model, recorder, args, kwargs) -> tuple: # `Place`s of the tensors of the pass; states in the order in which their calls ended
+def rehearse(model, recorder, args, kwargs) -> tuple: # `PlannedTensor`s of the tensors of the pass; states in the order in which their calls ended
     "Run an armed model once on an example, and return the rows of its tensors."
     states = recorder.sources.states
     listener,by_id,ts = Rehearsal(recorder.ttypes, states),{st.track.id: st for st in states},[st.track for st in states]
@@ -219,10 +219,11 @@ def row_times(stats) -> tuple:
     return sorted(spent)[3], sorted(took)[3]
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #0ebf059a
-def parameter_places(r, ended=()) -> tuple: # `Place`s; sentences about unknown rows
+def parameter_places(r, ended=()) -> tuple: # `PlannedTensor`s; sentences about unknown rows
     "Return the rows of weights, gradients, updates, states, buffers and followed tensors. `ended`: states in the order in which a pass ended their calls."
     (places,notes),s = ([], set()),r.sources
-    def add(st, ttype, tname, n, p, shape=None): places.append(PlannedTensor(st.track, ttype, tname, n, 0, tuple(p.shape) if shape is None else shape, p.dtype, True))
+    def add(st, ttype, tname, n, p, shape=None):
+        places.append(PlannedTensor(st.track, ttype, tname, n, 0, tuple(p.shape) if shape is None else shape, p.dtype, True))
     first = list(dict.fromkeys([*ended, *s.states])) # a tied weight belongs to the module that returns first
     for st,i,n,p in s.parameters.each(states=first):
         if 'weight' in r.ttypes: add(st, 'weight', f'weight_{i}', n, p)
@@ -244,7 +245,7 @@ def parameter_places(r, ended=()) -> tuple: # `Place`s; sentences about unknown 
             if t in r.ttypes and (t=='weight' or x.requires_grad): add(s.states[0], t, n, n, x)
     return places, sorted(notes)
 
-def flow_places(r) -> tuple: # `Place`s; sentences about unknown rows
+def flow_places(r) -> tuple: # `PlannedTensor`s; sentences about unknown rows
     "Return the rows of inputs and outputs without a pass: as in the last recorded pass, or one of each."
     kinds = [(t, f'{t}{g}') for t in ('input', 'output') for g in ('', '_grad') if f'{t}{g}' in r.ttypes]
     if not kinds: return [], []
@@ -257,7 +258,8 @@ def flow_places(r) -> tuple: # `Place`s; sentences about unknown rows
         for kind,ttype in kinds:
             named = (st.track.input_dt if kind=='input' else st.track.output_dt) if known else {'input': None} if kind=='input' else {'output_0': None}
             read = kind!=ttype or (st.root if kind=='input' else st.track.base_module) # other tensors are outputs of another module, too
-            places += [PlannedTensor(st.track, ttype, n, None, c, s, s and dtype, read) for c in range(st.calls if known else 1) for n,s in (named or {}).items()]
+            calls = range(st.calls if known else 1)
+            places += [PlannedTensor(st.track, ttype, n, None, c, s, s and dtype, read) for c in calls for n,s in (named or {}).items()]
     return places, ["Inputs and outputs are those of the last recorded pass." if known else
         "Inputs and outputs are not known before a pass: one of each is assumed, and their sizes are not in the time. Give an example input: te.plan(x)."]
 
@@ -273,7 +275,7 @@ class Plan:
     "Rows, bytes and seconds of a recorded step: `rows`, `bytes`, `seconds`. `df` has a row for each tensor."
     def __init__(self,
         name:str, # Name of the model
-        places:list, # `Place`s
+        places:list, # `PlannedTensor`s
         lines:list, # Bytes of each row
         seconds:list, # Estimated seconds of each row
         notes=() # Sentences about unknown rows
@@ -325,12 +327,12 @@ class Plan:
             f'<tbody>{rows}</tbody></table>{rest}</div>')
 
 def tensor_bytes(p):
-    "Return the bytes of the tensor of a `Place`, None if unknown."
+    "Return the bytes of the tensor of a `PlannedTensor`, None if unknown."
     return None if p.shape is None or p.dtype is None else int(np.prod(p.shape, dtype=np.int64))*p.dtype.itemsize
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #9b552bcf
 def plan_places(name, places, notes, r, device) -> Plan:
-    "Return the plan of these `Place`s, for a model on a device."
+    "Return the plan of these `PlannedTensor`s, for a model on a device."
     stats = r.buffer.stats
     if any(callable(f) for t,f in stats.items() if t in r.ttypes): notes = [*notes, "Results of your own functions, and their time, are not included."]
     lines = [len(line_of(example_row(p, stats[p.ttype], r.t.marked)))+1 for p in places]

@@ -295,7 +295,7 @@ def take_in(
 ) -> list: # Names of runs
     "Recover the boxes of all dead processes."
     boxes = os.path.join(folder, 'box')
-    if fcntl is None: return [] # without locks, nobody knows which processes are gone
+    if fcntl is None: return [] # without locks, dead processes cannot be recognized
     try: names = sorted(n.removesuffix('.box') for n in os.listdir(boxes) if n.endswith('.box'))
     except OSError: return [] # there is no such folder
     found = []

@@ -145,7 +145,7 @@ class HeldSteps:
 class RowWriter:
     "Hands the rows of steps to the log. Returns before they are written."
     def __init__(self,
-        t, # The run, a `tracker`: its `put` takes a `Measured`, whether the step is over, and the `Lines` that make lines of it
+        t, # The run, a `tracker`: its `put` takes a `Measured`, whether the step is over, and the `LineMaker` that make lines of it
         rank:int|None=None, # Rank of this process, if there are several
         root_name:str='model', # Display name of the root
         held:int=0 # Number of steps to hold that the log does not get
@@ -170,7 +170,7 @@ class RowWriter:
         buffer, # `StepBuffer`, which is empty afterwards
         steps, # `Steps`
         over:bool, # True if the step is over
-        wait:bool=False, # True if the step may turn out to be a micro-batch: it goes to the log before whatever comes next
+        wait:bool=False, # True if the step may turn out to be a micro-batch: it goes to the log before the next rows
         held:bool=False # True if the schedule leaves the step out
     ):
         "Hand over all new measurements of the step."

@@ -210,7 +210,7 @@ class CustomRows:
             mine,rest = [r for r in self.rows if is_mine(r)],[r for r in self.rows if not is_mine(r)]
             self.discarded |= {k for k in self.taken if k[2]==p.micro and not k[0][3] and k[0][4] is None}
             self.rows,numbers = [],0
-            for r in rest: # numbers and later micro-batches are counted anew
+            for r in rest: # numbers and later micro-batches are counted again
                 if r.is_number: r,numbers = r._replace(call=numbers),numbers+1
                 elif r.micro is not None and r.is_of_call and r.micro>p.micro: r = r._replace(micro=r.micro-1)
                 self.rows.append(r)
@@ -230,7 +230,7 @@ class CustomRows:
         return rows
 
 def join_rows(
-    earlier, # `MaybePass`es: steps that were passes of this step
+    earlier, # `ProvisionalStep`s: steps that were passes of this step
     own # Rows of this step
 ) -> list:
     "Return the custom rows of passes as rows of one step. If a step has a row once, the row of the last pass counts."

@@ -261,7 +261,7 @@ class ProvisionalSteps:
         return self.kept if weights is not None and weights==self.weights else []
 
     def has_earlier(self, weights) -> bool:
-        "Return True if there are kept steps with these weights, and room for one more."
+        "Return True if there are kept steps with these weights, and one more can be kept."
         return bool(self.with_weights(weights)) and len(self.kept)<self.most
 
     def may_join(self, weights, following) -> bool:

@@ -174,7 +174,7 @@ class Throttle:
         wait = self.last+self.pause-time.monotonic()
         if wait<=0: return self.now()
         try: asyncio.get_running_loop().call_later(wait, self.locked(self.now))
-        except RuntimeError: self.now() # without an event loop, nobody would call later
+        except RuntimeError: self.now() # without an event loop, there is no later call
 
     def now(self):
         if self.waiting is None: return

@@ -107,7 +107,7 @@ class Listener:
         self.queue,self.lost,self.pid = BoundedQueue(),LostSteps(self.name, note),os.getpid()
         self.since = 0 # size of the log file in bytes when this listener was added
         self.step = () # the step of the running call, () between calls
-        self.is_closed = self.hangs = False # hangs: somebody waited for it in vain
+        self.is_closed = self.hangs = False # hangs: a wait for it timed out
         self.start()
 
     def start(self):
@@ -139,7 +139,7 @@ class Listener:
 
     def end_step(self): "Nothing to do: rows are not collected."
 
-    def mark(self) -> threading.Event|None: # None if nobody must wait: in a forked process, in the own thread, or if this listener hangs
+    def mark(self) -> threading.Event|None: # None if no thread must wait: in a forked process, in the own thread, or if this listener hangs
         "Return an event that is set when all pieces of now have been passed on."
         if self.pid!=os.getpid() or threading.current_thread() is self.thread or self.hangs: return None
         done = threading.Event()

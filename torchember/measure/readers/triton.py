@@ -24,7 +24,7 @@ try:
     jit = triton.jit
     unspecialized = 'n', 'step', 'apart', 'tensors', 'span', 'per', 'between' # Triton would compile the kernel again for 1 and for multiples of 16
     def kernel(f): return jit(f, do_not_specialize=[a for a in (*unspecialized, 'out') if a in f.__code__.co_varnames[:f.__code__.co_argcount]])
-except ImportError: # device functions stay Python functions that nobody calls
+except ImportError: # device functions stay uncalled Python functions
     triton = None
     class tl: constexpr = None
     def jit(f): return f
