@@ -119,7 +119,7 @@ def same_rows(want, got, tol=1e-6):
             assert tol and isinstance(r[k], float) and abs(r[k]-s[k])<=tol*max(scale(r), least[r['ttype']], abs(r[k])), (places([r]), k, r[k], s[k])
 
 
-needs_hooks = pytest.mark.skipif(not private_torch.hooks_in_graphs, reason='compiled code of this torch cannot bring the gradients of activations')
+needs_hooks = pytest.mark.skipif(not private_torch.hooks_in_graphs, reason='compiled code of this torch cannot report the gradients of activations')
 
 
 def same_training(want, got, tol=1e-6):

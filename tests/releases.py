@@ -37,14 +37,14 @@ cases = {
     test_in_several[tagger]
     ''',
 'capture/test_hearing.py': '''
-    test_each_is_told_what_it_is_told_alone[whole-passes-everything]
-    test_each_is_told_what_it_is_told_alone[whole-ember-their gradients]
-    test_each_is_told_what_it_is_told_alone[blocks-monitor-activations]
-    test_each_is_told_what_it_is_told_alone[blocks-their gradients-ember]
-    test_each_is_told_what_it_is_told_alone[whole-their gradients-*
-    test_a_graph_is_made_for_what_is_wanted_and_not_for_who_wants_it[blocks]
-    test_one_who_comes_in_the_middle_of_a_pass_hears_the_next_one_whole[whole]
-    test_each_is_told_what_it_is_told_alone[whole-monitor-activations]
+    test_each_listener_gets_the_same_events_as_alone[whole-passes-everything]
+    test_each_listener_gets_the_same_events_as_alone[whole-ember-their gradients]
+    test_each_listener_gets_the_same_events_as_alone[blocks-monitor-activations]
+    test_each_listener_gets_the_same_events_as_alone[blocks-their gradients-ember]
+    test_each_listener_gets_the_same_events_as_alone[whole-their gradients-*
+    test_a_graph_depends_on_wanted_tensors_and_not_on_listeners[blocks]
+    test_a_listener_armed_inside_a_pass_gets_the_next_pass_completely[whole]
+    test_each_listener_gets_the_same_events_as_alone[whole-monitor-activations]
     ''',
 'devices/test_late_device.py': '''
     test_a_scale_is_not_waited_for[operations-numerics]
@@ -117,8 +117,6 @@ cases = {
     ''',
 'ground/test_readme.py': '''
     test_alone[1]
-    test_alone[2]
-    test_alone[3]
     ''',
 'measure/test_numbers.py': '''
     test_fuzz_threads[torch]

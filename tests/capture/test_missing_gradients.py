@@ -167,7 +167,7 @@ def test_a_monitor_computes_the_quantities_of_the_gradients_that_arrive():
     got = monitor.get_output()
     monitor.close()
     assert got=={'heads': {'OutputGradSndNorm': {}}, 'out': {'OutputGradSndNorm': {0: pytest.approx(3**.5), 1: pytest.approx(3**.5)}}}
-    assert len(warned)==1 and "no gradient of the output of 'heads' has come" in str(warned[0].message)
+    assert len(warned)==1 and "no gradient of the output of 'heads' arrived" in str(warned[0].message)
 
 
 def test_a_snapshot_has_the_gradients_that_arrive():

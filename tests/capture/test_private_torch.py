@@ -18,7 +18,7 @@ from torchember.capture import private_torch
 from torchember.capture import patch
 
 package = Path(private_torch.__file__).parents[1]
-python = {'_getframe', '_current_frames', '_fields', '_replace'} # of Python's library, and documented there
+python = {'_asdict', '_getframe', '_current_frames', '_fields', '_replace'} # documented names of Python's library
 endings = {'_grad', '_latest', '_r'} # of our own words, and of reversed colour maps of matplotlib
 
 

@@ -265,7 +265,7 @@ def test_exit_codes(inside):
         got = inside(*args.split())
         assert got.returncode==2 and got.stderr and not got.stdout, args
     for c in typed: assert code(c, '--no-such-option')==2, c
-    assert '-n is how many' in inside('tail', 'before', '-n', '-1').stderr
+    assert '-n is a number of lines' in inside('tail', 'before', '-n', '-1').stderr
 
 
 def test_export_takes_the_place_of_a_file_only_when_it_is_told_and_whole(inside, monkeypatch):
@@ -276,7 +276,7 @@ def test_export_takes_the_place_of_a_file_only_when_it_is_told_and_whole(inside,
         Path(file).write_text('half')
         raise OSError('the disk is full')
     with monkeypatch.context() as m:
-        m.setattr('torchember.cli.changing.exported', fails)
+        m.setattr('torchember.cli.changing.write_run', fails)
         assert inside('export', 'before', 'x.csv', '--force').returncode==2
     assert [(f.name, f.read_text()) for f in Path().iterdir()]==[('x.csv', 'mine')]
     assert inside('export', 'before', 'x.csv', '--force').returncode==0 and len(pd.read_csv(file))==len(read('before'))
@@ -285,7 +285,7 @@ def test_export_takes_the_place_of_a_file_only_when_it_is_told_and_whole(inside,
 def test_a_home_where_nothing_was_recorded(tmp_path):
     for c in 'ls', 'du':
         got = shell(tmp_path/'none', c)
-        assert (got.returncode, got.stdout)==(0, '') and 'No runs in' in got.stderr
+        assert (got.returncode, got.stdout)==(0, '') and 'There are no runs in' in got.stderr
         assert json.loads(shell(tmp_path/'none', c, '--json').stdout)==[]
     assert not (tmp_path/'none').exists()
 

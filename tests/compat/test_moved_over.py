@@ -128,7 +128,7 @@ def test_numbers_in_cells(lf):
 def test_too_many_numbers_are_refused(lf):
     one = torchember.from_logframe(lf)
     many = pd.concat([one.assign(step=one['step']+4*i) for i in range(400)], ignore_index=True)
-    with pytest.raises(ValueError, match='room for 2,500. Choose layers'): scalar_global_heatmap(many, 'Activation', 'std', annot=True)
+    with pytest.raises(ValueError, match='space for 2,500. Choose layers'): scalar_global_heatmap(many, 'Activation', 'std', annot=True)
 
 
 def test_squares_lines_and_colour_bars(lf):
@@ -203,7 +203,7 @@ def test_error_for_an_unknown_name():
 def test_replacements_exist():
     from torchember.compat.gone import gone
     words = {w for _,what in gone.values() for w in re.findall(r'\b([a-z_]+|[A-Z]\w+)\(', what)}
-    known = {w for w in words if w in torchember.__all__}
+    known = {w for w in words if w in torchember.module_of}
     assert {'trust_ratio', 'noise_scale', 'from_together', 'stash_hist', 'rankme', 'runs', 'read', 'updates'}<=known
     import torchember.monitor as quantities
     for n,(_,what) in gone.items():

@@ -502,7 +502,7 @@ def test_parameters_that_are_gathered_for_a_pass(gpu, monkeypatch, spread):
     from torchember.measure import tap, unread
     a = Arena()
     t,x = a.tap('x', once=True),late(torch.arange(4.))
-    monkeypatch.setattr(tap, 'frees_parameters', lambda: spread)
+    monkeypatch.setattr(tap, 'may_free_parameters', lambda: spread)
     monkeypatch.setattr(unread, 'is_freed', lambda y: True)
     observe(x, t, later=True)
     waits = bool(a.unread.by_row)
@@ -547,7 +547,7 @@ def test_whose_memory_is_gone():
     assert is_freed(y) and is_freed(x)
 
 
-def test_who_frees_parameters(monkeypatch):
+def test_who_may_free_parameters(monkeypatch):
     import sys
 
     from torchember.capture.private_torch import may_free_parameters

@@ -86,7 +86,7 @@ def test_as_one_process(ran, case):
     assert not wrong, (len(wrong), wrong[:3])
     if case!='hugging_face_2': assert {p[0] for p in got}<={'@pp0', '@pp1'} # else what is in tuples and dicts, into which plain hooks do not look
     if case in exact: assert not said
-    elif case=='tensor_parallel_2': assert '30 rows are of tensors that are the sum' in said and unknown=={('weight_grad', 'norm')}
+    elif case=='tensor_parallel_2': assert '30 rows are of tensors that are a sum' in said and unknown=={('weight_grad', 'norm')}
     else: assert 'parameters of its own in moe.experts.0, moe.experts.1' in said and "each rank's own loss" in said
 
 
@@ -107,7 +107,7 @@ def test_positions_that_each_process_has_whole(ran, case):
         elif want['abs_max']>1e-18 and (bad := off(row, want)): wrong.append((place, bad)) # a bias of keys has no gradient but of rounding
     assert not wrong and n>1000, (len(wrong), wrong[:3])
     assert sums=={('position_embeddings' if 'bert' in case else 'relative_attention_bias', 'output_grad')}
-    assert 'are of tensors that are the sum of what several processes hold' in said
+    assert 'are of tensors that are a sum of what several ranks hold' in said
 
 
 def test_two_models_of_two_processes_each(ran):
@@ -166,7 +166,7 @@ def test_what_compiled_code_cannot_tell_of(ran):
         return {(r['ttype'], str(r['path'])) for r in df.to_dict('records') if r['ttype'] in ('input', 'output', 'output_grad')}
     for rank in 0, 1:
         said,none = (json.loads((ran/f'compiled_2_{kind}.said{rank}').read_text()) for kind in ('spread', 'plain'))
-        assert not none and len(said)==1 and 'input of model(Sequential).0(Linear) is not measured: it is a DTensor, of which compiled code' in said[0]
+        assert not none and len(said)==1 and 'input of model(Sequential).0(Linear) is not measured: it is a DTensor in compiled code' in said[0]
     assert seen('spread')=={(t, '') for t in ('input', 'output', 'output_grad')}
     assert seen('plain')=={(t, p) for t in ('input', 'output', 'output_grad') for p in ('', '0')}
 

@@ -198,7 +198,7 @@ def test_a_state_counts_for_the_training_that_follows(tmp_path):
 
 
 def test_steps_are_those_of_the_parameter_that_has_most():
-    from torchember.integrations.accelerate import steps_of as counted
+    from torchember.integrations.accelerate import steps_so_far as counted
     late,early = adam(seeded()),adam(seeded())
     for n,p in enumerate(q for o in (late, early) for g in o.param_groups for q in g['params']):
         (late if n<4 else early).state[p]['step'] = torch.tensor(float(5 if n>6 else 2))

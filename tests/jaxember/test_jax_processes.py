@@ -105,7 +105,7 @@ def test_arrays_of_each_process(two):
     "Nobody says that outputs are parts of a batch: they differ, so they are taken for that. Of gradients nobody knows the scale, which is said"
     df,said = merged(two, 'own_arrays_2')
     grads = df.ttype=='output_grad'
-    assert grads.any() and "each process's own loss" in said and set(parts(two, 'own_arrays_2').values())=={'world:?'}
+    assert grads.any() and "each rank's own loss" in said and set(parts(two, 'own_arrays_2').values())=={'world:?'}
     got = {place(r): r for r in df[~grads & (df.ttype!='scalar')].assign(path=df['path'].astype(str)).to_dict('records')}
     wanted = [json.loads(line) for line in (two/'own_arrays_2.jsonl').read_text().splitlines()]
     assert not [(place(w), bad) for w in wanted if (bad := off(got.pop(place(w)), w))]

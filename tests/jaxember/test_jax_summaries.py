@@ -133,10 +133,10 @@ for x64 in (False, True):
             big[:99]+1j, np.float64(3), np.float32(big), np.float16(big[:99]), np.where(big>3, np.nan, big)):
         x = jnp.asarray(x)
         for by_parts in (False, True):
-            got = summaries.vectors(np.asarray(summaries.measured(x, every, by_parts)), every)
+            got = summaries.row_vectors(np.asarray(summaries.summary_row(x, every, by_parts)), every)
             want = read_array(np.asarray(x), every)
             np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6*want[5]/max(want[0], 1))
-    np.testing.assert_array_equal(summaries.vectors(np.asarray(jax.jit(lambda: summaries.none(every, (2,)))()), every), np.stack(2*[read_array([], every)]))
+    np.testing.assert_array_equal(summaries.row_vectors(np.asarray(jax.jit(lambda: summaries.empty_rows(every, (2,)))()), every), np.stack(2*[read_array([], every)]))
 assert 'torch' not in sys.modules
 '''
 
@@ -157,7 +157,7 @@ def test_loops_that_do_not_work(monkeypatch):
     from torchember.jaxember.measure import kernel
     def fails(*args): raise RuntimeError('no such processor')
     monkeypatch.setattr(kernel, 'target', fails)
-    monkeypatch.setattr(kernel, 'by_kernel', fails)
+    monkeypatch.setattr(kernel, 'row_by_kernel', fails)
     monkeypatch.setattr(summaries, 'broken', [])
     x = jnp.arange(1237.)
     with pytest.warns(EmberWarning, match='no such processor') as said:

@@ -383,7 +383,7 @@ def test_bad_input(tmp_path):
     with pytest.raises(ValueError, match=r"include='\['"): new(include='[')
     with pytest.raises(ValueError, match='offload_type'): new(offload_type='.csv')
     with pytest.raises(ValueError, match='init_step'): new(init_step=-1)
-    with pytest.raises(TypeError, match='stash_value is a function'): new(stash_value=3)
+    with pytest.raises(TypeError, match='stash_value must be a function'): new(stash_value=3)
     x = jnp.ones((2, 4))
     with new(p, optimizer_state=optax.sgd(1., momentum=.5).init(p), track_gradients=True, name='a') as t:
         with pytest.raises(TypeError, match='given a function'): t.intercept(3, x)

@@ -559,7 +559,7 @@ def test_one_sample_and_missing_gradients():
     with pytest.warns(EmberWarning) as warned:
         with torch.no_grad(): model(torch.randn(1, 3, 6, 6))
         monitor.track(0)
-    assert any('over samples, got 1' in str(w.message) for w in warned) and any('no gradient' in str(w.message) for w in warned)
+    assert any('several samples, got 1' in str(w.message) for w in warned) and any('no gradient' in str(w.message) for w in warned)
     assert math.isnan(monitor.get_output()['fc1']['InputCovMaxEig'][0]) and not monitor.get_output()['fc2']['OutputGradSndNorm']
 
 

@@ -50,7 +50,7 @@ class Net(nn.Module):
 
 
 def graphs_take_hooks():
-    if not private_torch.hooks_in_graphs: pytest.skip('compiled code of this torch cannot bring the gradients of activations')
+    if not private_torch.hooks_in_graphs: pytest.skip('compiled code of this torch cannot report the gradients of activations')
 
 
 @pytest.mark.parametrize('how', ['eager', 'reentrant', 'checkpoint', 'aot_eager', 'inductor', 'compiled checkpoint'])

@@ -63,7 +63,7 @@ def test_terminal():
     assert rc==0 and len(set(steps))>3 and steps==sorted(steps) and 'loss' in out
     line = out[:out.rindex('followed: step')].split('followed: waiting')[1]
     assert line.count('\n')<=2 and line.count('\r')>4 # in place; the report has lines of its own
-    assert 'of which live:' in out
+    assert 'of which live plots:' in out
 
 
 @pytest.mark.slow

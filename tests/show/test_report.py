@@ -559,7 +559,7 @@ def test_exponents_of_micro_batches_are_added():
 
 def test_what_cannot_be_reported_is_said(tmp_path):
     te = train(net(), 'b', 2)
-    with pytest.raises(FileNotFoundError, match='There is no folder .*missing'): report(te, tmp_path/'missing'/'a.html')
+    with pytest.raises(FileNotFoundError, match='The folder .*missing.* does not exist'): report(te, tmp_path/'missing'/'a.html')
     with pytest.raises(ValueError, match='no rows'): report(te.t.df[:0], tmp_path/'a.html')
     with pytest.raises(FileNotFoundError, match="No run 'nobody'"): report('nobody', tmp_path/'a.html')
     assert not list(tmp_path.iterdir())
@@ -660,8 +660,8 @@ def test_paths_and_choices(tmp_path):
     report(te, tmp_path/'a.html')
     assert (tmp_path/'a.html').is_symlink() and 'paths' in (tmp_path/'b.html').read_text('utf-8')
     (tmp_path/'paths.html').mkdir()
-    with pytest.raises(FileExistsError, match='is no file'): report(te, tmp_path)
-    with pytest.raises(FileNotFoundError, match='There is no folder'): report(te, f'{tmp_path}/new/')
+    with pytest.raises(FileExistsError, match='is not a file'): report(te, tmp_path)
+    with pytest.raises(FileNotFoundError, match='does not exist'): report(te, f'{tmp_path}/new/')
     for name in ('stats', 'ttype', 'path'):
         with pytest.raises(ValueError, match=f'{name} is an empty list'): report(te, tmp_path/'c.html', **{name: []})
     assert report(te, str(tmp_path/('x'*240+'.html'))).exists()

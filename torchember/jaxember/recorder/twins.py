@@ -238,14 +238,14 @@ def through_scan(self, e, vals):
     out = e.primitive.bind(*vals, **scan_with_more(e.params, twin)) if loop.every==1 else self.thinned(e.params, vals, twin, loop.every)
     return out[:n], out[n:], [s.under(loop) for s in notes]
 
-def stacked_bytes(params):
+def constants_and_carried(params):
     "Return the numbers of constants and of carried values of a `scan`."
     if 'num_carry' in params: return params['num_consts'], params['num_carry']
     return tuple(map(len, params['ft_in'].unpack()[:2])) # newer versions of JAX store trees instead
 
 def scan_with_more(params, twin):
     "Return the parameters of a `scan` with the outputs of its twin."
-    n = stacked_bytes(params)[1]
+    n = constants_and_carried(params)[1]
     return {**params, 'jaxpr': twin, **form_of_outputs(n, len(twin.out_avals)-n)}
 
 @cache
@@ -275,7 +275,7 @@ def size_text(size): return f'{size/1e9:.2g} GB' if size>=1e9 else f'{size/1e6:.
 
 def scan_every_kth(self, params, vals, twin, k):
     "Return a `scan` that measures every k-th iteration into its carry, and runs the original body otherwise."
-    (c,n),length,closed = stacked_bytes(params),params['length'],params['jaxpr']
+    (c,n),length,closed = constants_and_carried(params),params['length'],params['jaxpr']
     plain = retagged(closed, lambda tag: tag._replace(again=True))
     pieces,size = twin.out_avals[len(closed.out_avals):],-(-length//k)
     def body(carry, x):
