@@ -188,7 +188,7 @@ class ModelPasses(Listener):
 class HeldTensor:
     "A tensor kept until a step is tracked."
     def __init__(self, x, copy, alone=True):
-        self.alone = lone_output # True if the module returned the tensor itself, False if it was inside a tuple or dict
+        self.alone = alone # True if the module returned the tensor itself, False if it was inside a tuple or dict
         self.x,self.version = (x.detach().clone(), None) if copy else (x.detach(), None if x.is_inference() else x._version)
 
     @property

@@ -93,10 +93,12 @@ class Listing:
         return [log for _,log in sorted(ranks, key=lambda o: o[0])]
 
     def make_row(self, about):
-        "Return the row of a run. Loss and findings come from the first process."
+        "Return the row of a run. The last loss is the mean of the ranks; curve and findings come from the first rank."
         logs = self.logs_of(about['name'])
         first = logs[0] if logs else None
         loss = first.loss if first else None
+        same = [x[1].last for log in logs if (x := log.loss) and x[0]==loss[0] and math.isfinite(x[1].last)]
+        last = sum(same)/len(same) if same else None # the mean of the ranks, NaN left out
         causes = first.findings.causes if first else []
         bad = next((shorten_sentence(log.trouble, 200) for log in logs if log.first_bad), None)
         state = run_state(about, read_facts(first.name, self.place/'data')[0], first.written) if first else 'ended'
@@ -105,7 +107,7 @@ class Listing:
         return dict(name=about['name'], model=about.get('model'), start=about.get('start'), end=about.get('end'), problem=about.get('problem'),
             **{c: int(about[c]) for c in ('ranks', 'steps', 'rows', 'size')}, seen=bool(about.get('running')), state=state,
             version=f'{self.born}.{sum(log.version for log in logs)}',
-            loss=loss and [loss[0], loss[1].last if math.isfinite(loss[1].last) else None], spark=loss[1].values() if loss else [],
+            loss=loss and [loss[0], last], spark=loss[1].values() if loss else [],
             errors=len(errors) or int(bool(bad)), warnings=len(warnings), finding=next(iter(sentences), None))
 
     def source(self,
