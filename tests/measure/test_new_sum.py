@@ -157,14 +157,14 @@ import jax, jax.numpy as jnp
 from torchember.jaxember.measure import summaries as js
 assert js.is_compiled()!=NONE
 every = (*summary.scalars, 'exponents')
-def row(x, **kw): return summary.derive(js.vectors(np.asarray(jax.jit(lambda x: js.measured(x, every, **kw))(x)), every), more)
+def row(x, **kw): return summary.derive(js.row_vectors(np.asarray(jax.jit(lambda x: js.summary_row(x, every, **kw))(x)), every), more)
 for x in arrays((1, 69_999) if NONE else (1, 1000, 70_000)): # each size is compiled anew, and three parts of one size once
     check(row(x), x)
     check(row(x, by_parts=True), x)
-    v = js.vectors(np.asarray(js.measured(x, every)), every)
+    v = js.row_vectors(np.asarray(js.summary_row(x, every)), every)
     np.testing.assert_array_equal(v[summary.width:], summary.read_array(x, every)[summary.width:])
-    rows = jnp.stack([js.measured(p, every) for p in np.array_split(x, 3) if len(p)])
-    check(summary.derive(js.vectors(np.asarray(js.merged(rows, every)), every), more), x)
+    rows = jnp.stack([js.summary_row(p, every) for p in np.array_split(x, 3) if len(p)])
+    check(summary.derive(js.row_vectors(np.asarray(js.merged_row(rows, every)), every), more), x)
 assert math.isnan(row(np.array([4, np.nan], np.float32))['planted_root_mean']) and row(np.zeros(0, np.float32))['numel']==0
 '''
 

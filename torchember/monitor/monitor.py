@@ -248,6 +248,14 @@ class OwnRun:
 
     def close(self): self.t.end()
 
+# %% ../../nbs/47_monitor/50_monitor.ipynb #af31027b
+def step_number(step):
+    "Return a step number as an int. Raise TypeError if it is not a whole number."
+    if isinstance(step, torch.Tensor) and step.numel()==1: step = step.item()
+    if isinstance(step, float) and step.is_integer(): step = int(step)
+    try: return operator.index(step)
+    except TypeError: raise TypeError(f"track takes the number of the step, got {step!r:.80}, {an(step)}.") from None
+
 # %% ../../nbs/47_monitor/50_monitor.ipynb #7a246089
 class Monitor:
     """Compute quantities of chosen modules while a model trains. Call `Monitor.track` with the number of each step, after its backward pass.
@@ -374,11 +382,3 @@ class Monitor:
     def __repr__(self):
         n = sum(len(w.quantities) for w in self.watches)
         return printable(f"<Monitor of {type(self.model).__name__}: {n} quantities of {len(self.watches)} modules, run {self.fname}>")
-
-# %% ../../nbs/47_monitor/50_monitor.ipynb #af31027b
-def step_number(step):
-    "Return a step number as an int. Raise TypeError if it is not a whole number."
-    if isinstance(step, torch.Tensor) and step.numel()==1: step = step.item()
-    if isinstance(step, float) and step.is_integer(): step = int(step)
-    try: return operator.index(step)
-    except TypeError: raise TypeError(f"track takes the number of the step, got {step!r:.80}, {an(step)}.") from None

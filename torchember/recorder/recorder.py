@@ -59,6 +59,20 @@ class Settings:
     tell:object = None # Function that gets the metadata of the parameters when these have changed
     cuda_graphs:bool = False # True to record CUDA graphs when they are replayed
 
+# %% ../../nbs/40_recorder/80_recorder.ipynb #009b21b1
+def make_pipe(t, s, lock, gradient, turn, look_for_modules):
+    "Create the parts of a recorder, from its run `t` and `Settings`. The last arguments are functions of `Sources`, `Gate` and `Pipe`."
+    watch = OptimizerWatch(s.optimizers, s.scaler, SilentListener(False)) if s.optimizers else None # see `ArmedModel`
+    awaited = {id(o) for o in watch.optimizers} if watch and s.ends!='step' else ()
+    steps,cost,held = Steps(s.first_step, watch is not None or s.ends=='step', awaited),Cost(s.budget),held_steps(s.blackbox)
+    writer = RowWriter(t, s.rank, s.root_name, held)
+    notices = Notices(s.on_error, partial(writer.extra.report, steps))
+    buffer = StepBuffer(dict.fromkeys(recorded, s.stats), notices, Calls(), lock, s.ranks)
+    box = None if s.blackbox is False else RunBox(t, s.root_name, writer, buffer, s.blackbox)
+    sources = Sources(s.ttypes, buffer, steps, gradient, watch, s.tell)
+    gate = Gate(Decision(s.when, s.budget, notices), steps, cost, turn, bool(held) and s.budget is None)
+    return Pipe(steps, sources, buffer, writer, gate, Tally(), cost, box, lock, look_for_modules)
+
 # %% ../../nbs/40_recorder/80_recorder.ipynb #a0c1d2e3
 class ArmedModel:
     "Armed modules of a model, and their listeners."
@@ -129,20 +143,6 @@ class ArmedModel:
         self.sources.armed([])
         self.owner = None
         self.cost.pause()
-
-# %% ../../nbs/40_recorder/80_recorder.ipynb #009b21b1
-def make_pipe(t, s, lock, gradient, turn, look_for_modules):
-    "Create the parts of a recorder, from its run `t` and `Settings`. The last arguments are functions of `Sources`, `Gate` and `Pipe`."
-    watch = OptimizerWatch(s.optimizers, s.scaler, SilentListener(False)) if s.optimizers else None # see `ArmedModel`
-    awaited = {id(o) for o in watch.optimizers} if watch and s.ends!='step' else ()
-    steps,cost,held = Steps(s.first_step, watch is not None or s.ends=='step', awaited),Cost(s.budget),held_steps(s.blackbox)
-    writer = RowWriter(t, s.rank, s.root_name, held)
-    notices = Notices(s.on_error, partial(writer.extra.report, steps))
-    buffer = StepBuffer(dict.fromkeys(recorded, s.stats), notices, Calls(), lock, s.ranks)
-    box = None if s.blackbox is False else RunBox(t, s.root_name, writer, buffer, s.blackbox)
-    sources = Sources(s.ttypes, buffer, steps, gradient, watch, s.tell)
-    gate = Gate(Decision(s.when, s.budget, notices), steps, cost, turn, bool(held) and s.budget is None)
-    return Pipe(steps, sources, buffer, writer, gate, Tally(), cost, box, lock, look_for_modules)
 
 # %% ../../nbs/40_recorder/80_recorder.ipynb #f53e8207
 class Recorder:

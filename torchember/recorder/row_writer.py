@@ -43,15 +43,6 @@ class StepLog:
         step = self.t.file.step
         return bool(step and not step.closed)
 
-# %% ../../nbs/40_recorder/65_row_writer.ipynb #5c1be0c1
-@dataclass
-class ProvisionalStep:
-    "Recorded step, closed by a pass. It may turn out to be a micro-batch of the open step."
-    measured:object # `Measured`. None if nothing was measured
-    custom:list # Its custom rows
-    noted:int # Number of rows of `te.log`
-    without:int # 1 if it was a training step without weight gradients
-
 # %% ../../nbs/40_recorder/65_row_writer.ipynb #2935a935
 class ExtraRows:
     "Rows without a tap: numbers of the user, learning rates, warnings, and values of a `Monitor`."
@@ -140,6 +131,15 @@ class HeldSteps:
         self.until,out = step+self.steps.maxlen,list(self.steps)
         self.steps.clear()
         return out
+
+# %% ../../nbs/40_recorder/65_row_writer.ipynb #5c1be0c1
+@dataclass
+class ProvisionalStep:
+    "Recorded step, closed by a pass. It may turn out to be a micro-batch of the open step."
+    measured:object # `Measured`. None if nothing was measured
+    custom:list # Its custom rows
+    noted:int # Number of rows of `te.log`
+    without:int # 1 if it was a training step without weight gradients
 
 # %% ../../nbs/40_recorder/65_row_writer.ipynb #d68cf43a
 class RowWriter:

@@ -133,6 +133,28 @@ def fill_templates(
     for j,c in enumerate(columns): pieces[2*j+1::2*len(columns)] = c
     return b''.join(pieces).split(b'\n')[:-1]
 
+# %% ../../nbs/40_recorder/60_rows.ipynb #e34d01bb
+def fill_shared(text, m):
+    "Fill templates with time, step and marks of a `Measured`."
+    marks = b','+line_of(m.marks)[1:-1] if m.marks else b''
+    return text.replace(TS, b'"%s"' % m.ts.encode()).replace(STEP, b'%d' % m.step).replace(MARKS, marks)
+
+def rows_as_dicts(c, more, measured):
+    "Return rows of `Columns` as dicts, with more columns."
+    more = [dict(zip(more, v, strict=True)) for v in zip(*(x.tolist() for x in more.values()), strict=True)] or [{}]*len(c)
+    rows = zip(c.owner.tolist(), c.taps, c.calls.tolist(), c.dtypes(), c.dicts(), more, strict=True)
+    return [measured[o].row(t.key, n, None, d, s | m) for o,t,n,d,s,m in rows]
+
+def sort_by_event(done, n):
+    "Return the rows of each of `n` owners in the order of their events, from tuples of owners, events and rows."
+    owners,events = (np.concatenate([d[i] for d in done]) if done else np.empty(0, int) for i in (0, 1))
+    rows = [r for d in done for r in d[2]]
+    if len(done)>1:
+        order = np.lexsort((events, owners))
+        owners,rows = owners[order],[rows[i] for i in order.tolist()]
+    ends = np.searchsorted(owners, np.arange(n+1)).tolist()
+    return [rows[a:b] for a,b in zip(ends, ends[1:], strict=False)]
+
 # %% ../../nbs/40_recorder/60_rows.ipynb #7fd17b2d
 class LineMaker:
     "Makes lines of measured steps. Keeps the templates from step to step."
@@ -184,25 +206,3 @@ class LineMaker:
         ends = np.searchsorted(c.owner, np.arange(len(measured)+1)).tolist()
         text = [fill_shared(b''.join(templates[a:b]), m) for a,b,m in zip(ends, ends[1:], measured, strict=False)]
         return fill_templates(b''.join(text), [*texts_of_columns(columns), texts_of(np.ascontiguousarray(c.calls))])
-
-# %% ../../nbs/40_recorder/60_rows.ipynb #e34d01bb
-def fill_shared(text, m):
-    "Fill templates with time, step and marks of a `Measured`."
-    marks = b','+line_of(m.marks)[1:-1] if m.marks else b''
-    return text.replace(TS, b'"%s"' % m.ts.encode()).replace(STEP, b'%d' % m.step).replace(MARKS, marks)
-
-def rows_as_dicts(c, more, measured):
-    "Return rows of `Columns` as dicts, with more columns."
-    more = [dict(zip(more, v, strict=True)) for v in zip(*(x.tolist() for x in more.values()), strict=True)] or [{}]*len(c)
-    rows = zip(c.owner.tolist(), c.taps, c.calls.tolist(), c.dtypes(), c.dicts(), more, strict=True)
-    return [measured[o].row(t.key, n, None, d, s | m) for o,t,n,d,s,m in rows]
-
-def sort_by_event(done, n):
-    "Return the rows of each of `n` owners in the order of their events, from tuples of owners, events and rows."
-    owners,events = (np.concatenate([d[i] for d in done]) if done else np.empty(0, int) for i in (0, 1))
-    rows = [r for d in done for r in d[2]]
-    if len(done)>1:
-        order = np.lexsort((events, owners))
-        owners,rows = owners[order],[rows[i] for i in order.tolist()]
-    ends = np.searchsorted(owners, np.arange(n+1)).tolist()
-    return [rows[a:b] for a,b in zip(ends, ends[1:], strict=False)]
