@@ -21,7 +21,7 @@ from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.tree_util import tree_flatten_with_path
 
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #8135e008
-class TagRequest(namedtuple('Asked', 'include exclude gradients loose', defaults=[False])):
+class TagRequest(namedtuple('TagRequest', 'include exclude gradients loose', defaults=[False])):
     "Request for tags: patterns or None, whether gradients are recorded, and whether unused tags are kept."
     def wants(self,
         path # Path of a module
