@@ -45,4 +45,4 @@ def modules(names):
 if __name__=='__main__':
     found = [(p, *f) for p in modules(sys.argv[1:]) for f in faults(p.read_text(encoding='utf-8'))]
     for p,line,reason,text in found: print(f'{p.relative_to(root)}:{line}: {reason}: {" ".join(text.split())[:120]}')
-    sys.exit(f'{len(found)} places to reword.' if found else 0)
+    sys.exit(f'{len(found)} place{"s"[len(found)==1:]} to reword.' if found else 0)

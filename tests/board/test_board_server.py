@@ -23,7 +23,7 @@ from torchember.frames.handle import open_run
 from torchember.show.board.listing import Listing, run_state
 from torchember.show.board.server import Board, Pages, board, render_board, bind_socket
 from torchember.show.board.some_steps import run_of_steps
-from torchember.show.live.following import FollowedLog, Spark, may_have_grown, rows_of_interest
+from torchember.show.live.following import FollowedLog, KeptLines, Spark, may_have_grown, rows_of_interest
 from torchember.show.page.data import page_of
 from torchember.store.jsonl import emberTracker
 
@@ -439,9 +439,34 @@ def test_the_steps_of_processes_are_chosen_alike(home, tmp_path):
 
 
 def test_of_many_numbers_some_are_kept(tmp_path):
+    "The first and the last steps, findings, and spikes of one step"
     w = FollowedLog('x', tmp_path)
-    w.most_kept = 100
-    for s in range(1000): w.keep_line({'step': s, 'ttype': 'finding' if s==10 else 'scalar', 'x': float(s)})
-    steps = [s for s,_ in w.kept]
-    assert len(steps)<100 and steps==sorted(steps) and 10 in steps and steps[-1]>=984 and json.loads(w.kept[0][1])['step']==steps[0]<40
+    w.kept = KeptLines(100)
+    for s in range(1000):
+        w.add({'step': s, 'ttype': 'scalar', 'x': 50. if s==333 else s/1000})
+        if s==10: w.add({'step': s, 'ttype': 'finding', 'rule': 'r'})
+    steps = [s for s,_ in w.kept.lines]
+    assert len(steps)<100 and steps==sorted(steps) and {10, 333} <= {*steps} and steps[-1]>=984 and json.loads(w.kept.lines[0][1])['step']==steps[0]<40
+    assert [s for s,line in w.kept.lines if b'finding' in line]==[10]
     w.close()
+
+
+def test_a_picture_of_a_large_run_has_its_notable_steps(tmp_path):
+    "The first problem and the beginnings of open findings, with their neighbours; and the loss of a spike"
+    (tmp_path/'log').mkdir()
+    def row(step, ttype, **more): return {'step': step, 'module': 'm(N).a(L)', 'ttype': ttype, 'tname': 'x', 'call': 0, **more}
+    rows = [r for s in range(1000) for r in (row(s, 'output', std=1., nan=int(s>=900)), {**row(s, 'scalar'), 'loss': 40. if s==777 else 1.})]
+    found = [row(s, 'finding', rule=rule, severity='error', text='It is bad.', first_step=first, **({'over': True} if over else {}))
+        for s,rule,first,over in ((610, 'a', 600, False), (620, 'b', 400, False), (650, 'b', 400, True))]
+    (tmp_path/'log'/'r').write_text(''.join(json.dumps(r)+'\n' for r in rows+found))
+    listing = Listing(tmp_path)
+    listing.look()
+    log, = listing.logs_of('r')
+    assert log.notable_steps==[599, 600, 601, 899, 900, 901]
+    log.kept.most = 100
+    for s in range(1000, 3000): log.kept.add(s, json.dumps({**row(s, 'scalar'), 'loss': 1.}).encode()+b'\n', {'loss': 1.})
+    run,steps = listing.source(listing.rows[0], 40)
+    df = read(run)
+    assert {*log.notable_steps} <= {*steps} and len(steps)<=30 and {*df[df.ttype=='output'].step}=={*steps}
+    assert df[df.loss==40.].step.tolist()==[777] and (df.ttype=='scalar').sum()<=100
+    listing.close()

@@ -11,6 +11,7 @@ from torchember import emberTracker, read, summary, tree, wide
 from torchember.show.run_summary import first_trouble
 from torchember.show.heatmaps import column_edges
 from torchember.show.histograms import rows_at_step, total_counts
+from torchember.show.live.following import KeptLines, extreme_lines
 from torchember.show.page.data import page_of
 from torchember.show.select import grid, pick, places, series
 from torchember.show.trees import boxes
@@ -189,6 +190,29 @@ def test_the_first_trouble_is_of_the_earliest_step(df):
     got = first_trouble(df)
     assert (got is None)==(not bad)
     if bad: assert got.name==min(bad, key=lambda i: (rows[i]['step'], i))
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from([1., 2., -1., math.nan, math.inf])), max_size=20), st.integers(1, 5))
+def test_numbers_that_are_kept_of_many(some, width):
+    "Of each bin the smallest, the largest and the first that is not finite, in the order of the log; each name for itself, and a line without numbers"
+    lines = [(s, b'', {'loss': v}) for s,v in some]+[(0, b'', {'rate': 9.}), (0, b'', {}), (0, b'', {})]
+    want = {len(some), len(some)+1}
+    for b in {s//width for s,_ in some}:
+        here = [(i, v) for i,(s,v) in enumerate(some) if s//width==b]
+        finite = [(i, v) for i,v in here if math.isfinite(v)]
+        if finite: want |= {min(finite, key=lambda p: (p[1], p[0]))[0], max(finite, key=lambda p: (p[1], -p[0]))[0]}
+        want |= {i for i,v in here if not math.isfinite(v) and i==min(j for j,w in here if not math.isfinite(w))}
+    assert extreme_lines(lines, width)==[lines[i] for i in sorted(want)]
+
+
+def test_the_lines_that_are_kept_are_bounded():
+    "Whatever names there are, and the findings among them"
+    kept = KeptLines(100)
+    for s in range(3000):
+        kept.add(s, b'number', {f'name {s%500}': 1.})
+        kept.add(s, b'finding')
+        assert len(kept.lines)<=100
+    assert kept.lines[-2:]==[(2999, b'number'), (2999, b'finding')] and [s for s,l in kept.lines if l==b'finding']==[*range(2975, 3000)]
 
 
 @given(st.lists(st.sampled_from(['', 'a', 'a.b', 'a.c', 'a.b.d', 'e', 'e.f', 'e.g']), min_size=1, max_size=8, unique=True), st.sampled_from([None, 1, 2]))

@@ -31,4 +31,5 @@ def test_on_torch(which, tmp_path):
 def test_on_another_backend(tmp_path):
     pytest.importorskip('jax')
     out = run(tmp_path, 'jax', '-W', 'ignore', '-c', 'from torchember.integrations.keras import EmberCallback; EmberCallback()')
-    assert out.returncode and "RuntimeError: EmberCallback records Keras on torch, but Keras runs on jax." in out.stderr
+    assert out.returncode and ("RuntimeError: EmberCallback records Keras on torch, but Keras runs on jax. "
+        "Set os.environ['KERAS_BACKEND'] = 'torch' before keras is imported.") in out.stderr

@@ -29,6 +29,7 @@ from torchember import (
     wide,
 )
 from torchember.show.controls import axis_columns, statistics_of
+from torchember.show.live.live_view import Viewer
 from torchember.show.page.data import page_of
 from torchember.store import columns, lines
 
@@ -165,6 +166,12 @@ def test_menu(logs):
     assert axis_columns(both)==axis_columns(alone)
     more = set(statistics_of(both))-set(statistics_of(alone))
     assert more=={'InputStd', 'Elsewhere', 'Jumps'} # no vectors
+
+
+def test_live(logs):
+    "The live picture is that of the ember's rows alone"
+    alone,both = (Viewer(t.dir, True, {}).answer('run', over=True)['png'] for t in logs)
+    assert alone==both and alone[:4]==b'\x89PNG'
 
 
 def test_quantities_alone(tmp_path):

@@ -6,6 +6,8 @@ import torch
 from torch import nn
 
 from torchember import brief, overview, torchEmber
+from torchember.ground.record import load_row
+from torchember.show.live.following import FollowedLog, KeptLines
 from torchember.show.page.data import page_of
 
 types = ('output', 'weight', 'weight_grad')
@@ -80,6 +82,21 @@ def test_clearing_axes_of_the_user_removes_the_second_axis():
         top, = ax.child_axes
         assert len(top.child_axes)==1 and drawn(top.child_axes[0])==recorded(te)
     plt.close('all')
+
+
+def test_a_live_view_keeps_norms_when_it_drops_rows(tmp_path):
+    "Of each bin the smallest and the largest value, of the loss and of the norm"
+    log,n = FollowedLog('r', tmp_path),10_000
+    def row(step, tname, **v): return {'module': 'm(N)', 'path': '', 'ttype': 'scalar', 'tname': tname, 'step': step, 'call': 0, **v}
+    log.kept = KeptLines(8000)
+    for s in range(n):
+        log.add(row(s, 'log', loss=1./(s+1)))
+        log.add(row(s, 'grad_norm', grad_norm=50. if s==777 else 1.+s%2))
+    rows = [load_row(line) for _,line in log.kept.lines]
+    norms_kept = {r['step']: r['grad_norm'] for r in rows if 'grad_norm' in r}
+    assert len(rows)<=8000 and norms_kept[777]==50. and min(norms_kept.values())==1. and len(norms_kept)>1000
+    assert sum('loss' in r for r in rows)>1000
+    log.close()
 
 
 def test_the_page_offers_the_norm_among_the_numbers():

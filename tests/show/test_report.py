@@ -661,7 +661,7 @@ def test_paths_and_choices(tmp_path):
     assert (tmp_path/'a.html').is_symlink() and 'paths' in (tmp_path/'b.html').read_text('utf-8')
     (tmp_path/'paths.html').mkdir()
     with pytest.raises(FileExistsError, match='is not a file'): report(te, tmp_path)
-    with pytest.raises(FileNotFoundError, match='does not exist'): report(te, f'{tmp_path}/new/')
+    with pytest.raises(FileNotFoundError, match='The folder .*new.* does not exist'): report(te, f'{tmp_path}/new/')
     for name in ('stats', 'ttype', 'path'):
         with pytest.raises(ValueError, match=f'{name} is an empty list'): report(te, tmp_path/'c.html', **{name: []})
     assert report(te, str(tmp_path/('x'*240+'.html'))).exists()

@@ -207,8 +207,9 @@ def test_in_a_figure_of_the_users_own(run):
     plt.close('all')
 
 
-@pytest.mark.parametrize('value', ['text', [1, 2], {'a': 1}])
-def test_a_statistic_that_is_no_number(run, value):
+@pytest.mark.parametrize(('value', 'message'), [('text', "cannot be drawn: its first value is 'text', not a number"),
+    ([1, 2], r'is a vector, not a number\. To draw it: surface\('), ({'a': 1}, "cannot be drawn: its first value is {'a': 1}, not a number")])
+def test_a_statistic_that_is_no_number(run, value, message):
     df = read(run).assign(mine=[value]*len(read(run)))
     for f in (lambda: scalar_line(df, scalar_metric='mine'), lambda: tree(df, 'mine'), lambda: overview(df, 'mine')):
-        with pytest.raises(ValueError, match="statistic 'mine' (cannot be drawn|is a vector)"): f()
+        with pytest.raises(ValueError, match=f"The statistic 'mine' {message}"): f()

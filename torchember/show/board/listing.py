@@ -114,12 +114,12 @@ class Listing:
         row:dict, # Row of a run
         most:int # Rows of tensors that may be read, about
     ): # Run as `read` takes it, and the steps that were selected, None if these are all
-        "Return a run for a page or a picture. Of a large run, take evenly spaced steps, and steps around the first problem."
+        "Return a run for a page or a picture. Of a large run, take evenly spaced steps, and the notable ones."
         name,logs = row['name'],self.logs_of(row['name'])
         if row['rows']<=most: return open_run(name, self.place), None
-        around = [log.first_bad['step']+d for log in logs if log.first_bad for d in (-1, 0, 1)]
-        steps = spaced_steps(row['steps']-1, max(most*row['steps']//row['rows'], 2), around)
-        return run_of_steps(name, self.place, steps, {log.name: log.kept for log in logs}), steps
+        notable = {step for log in logs for step in log.notable_steps}
+        steps = spaced_steps(row['steps']-1, max(most*row['steps']//row['rows'], 2), notable)
+        return run_of_steps(name, self.place, steps, {log.name: log.kept.lines for log in logs}), steps
 
     def close(self):
         for log in self.logs.values(): log.close()

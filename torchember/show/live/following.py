@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../../nbs/60_show/91_following.ipynb #03e958b0
 import math, os, re
+from collections import deque
 
 import numpy as np
 
@@ -176,6 +177,42 @@ class Spark:
 
     def values(self): return [float(f'{a/n:.5g}') for a,n in self.points]
 
+# %% ../../../nbs/60_show/91_following.ipynb #2a35aeaf
+def extreme_lines(
+    lines, # (step, line, numbers), numbers as a dict
+    width:int # Steps per bin
+):
+    "Return the lines with the smallest, the largest and the first non-finite value of each number in each bin."
+    found = {}
+    for i,(step,_,numbers) in enumerate(lines):
+        for k,v in (numbers or {None: math.nan}).items():
+            kept = found.setdefault((step//width, k), {})
+            if not math.isfinite(v): kept.setdefault('not finite', i)
+            else:
+                if 'low' not in kept or v<lines[kept['low']][2][k]: kept['low'] = i
+                if 'high' not in kept or v>lines[kept['high']][2][k]: kept['high'] = i
+    return [lines[i] for i in sorted({i for kept in found.values() for i in kept.values()})]
+
+class KeptLines:
+    "Lines of logged numbers and findings, at most `most`. Of too many numbers, the extremes of bins are kept; of too many findings, the last."
+    def __init__(self, most=20_000):
+        self.numbers,self.findings,self.width,self.most = [],deque(maxlen=most//4),1,most-most//4
+
+    def add(self, step, line, numbers=None): # numbers: name -> value, None for a finding
+        "Add a line."
+        if numbers is None: return self.findings.append((step, line))
+        self.numbers.append((step, line, numbers))
+        if len(self.numbers)<=self.most: return
+        last = max(step for step,_,_ in self.numbers)
+        while len(some := extreme_lines(self.numbers, self.width))>self.most*.6 and self.width<=last: self.width *= 2
+        self.numbers = some if len(some)<=self.most*.6 else some[-self.most//2:] # thousands of names
+
+    @property
+    def lines(self):
+        "Pairs of a step and a line, by step."
+        return sorted([*((step, line) for step,line,_ in self.numbers), *self.findings], key=lambda kept: kept[0])
+
+
 # %% ../../../nbs/60_show/91_following.ipynb #d94feb09
 def may_have_grown(before, now): # inode, size and time of a file, None if there is no file
     "Return True if the second state may be the same file with more lines."
@@ -183,7 +220,7 @@ def may_have_grown(before, now): # inode, size and time of a file, None if there
 
 class FollowedLog:
     "One growing log: curves of its numbers, open findings, first problem, and a row about the run."
-    most,most_kept = 1<<26,20_000 # bytes read per look; lines kept for a page
+    most = 1<<26 # bytes read per look
     def __init__(self,
         name, # Of the log
         place # Folder of logs
@@ -198,8 +235,7 @@ class FollowedLog:
         "Forget all rows, and read from the beginning."
         if self.tail is not None: self.tail.close()
         self.tail,self.is_behind,self.numbers,self.findings,self.first_bad = Tail(self.path),False,{},OpenFindings(),None
-        # kept: (step, line) of numbers and findings; of numbers, one line of `every`; seen: lines so far
-        self.kept,self.every,self.seen = [],1,0
+        self.kept = KeptLines() # numbers and findings, for a page
 
     def state_of_files(self):
         def state(f):
@@ -231,22 +267,19 @@ class FollowedLog:
     def add(self, row):
         "Take in a row of interest."
         if row['ttype']=='finding': self.findings.add([row])
-        elif row['ttype']=='scalar':
-            for k,v in noted_numbers(row, not_noted).items(): self.numbers.setdefault(k, Spark()).add(v)
-        else:
+        elif row['ttype']!='scalar':
             if self.first_bad is None and has_some(row) and row.get('phase') not in beside_training:
                 self.first_bad = {**row, 'path': str(row.get('path', path_of(str(row.get('module', '')))))}
             return
-        self.keep_line(row)
+        numbers = noted_numbers(row, not_noted) if row['ttype']=='scalar' else None
+        for k,v in (numbers or {}).items(): self.numbers.setdefault(k, Spark()).add(v)
+        self.kept.add(row['step'], line_of(row)+b'\n', numbers)
 
-    def keep_line(self, row):
-        "Keep a line for a page of the run. Of too many lines, keep every second one and the last findings."
-        self.seen += 1
-        if row['ttype']=='finding' or self.seen%self.every==0: self.kept.append((row['step'], line_of(row)+b'\n'))
-        if len(self.kept)<self.most_kept: return
-        findings = [k for k in self.kept if b'"ttype":"finding"' in k[1]]
-        numbers = [k for k in self.kept if b'"ttype":"finding"' not in k[1]]
-        self.kept,self.every = sorted(numbers[1::2]+findings[-(self.most_kept//4):], key=lambda k: k[0]),2*self.every
+    @property
+    def notable_steps(self):
+        "Steps that belong into a picture of the run: the first problem and the beginnings of the worst findings, with their neighbours."
+        begins = [f['first_step'] for f in self.findings.causes[:8]]+([self.first_bad['step']] if self.first_bad else [])
+        return sorted({step+d for step in begins for d in (-1, 0, 1)})
 
     @property
     def has_died(self):
