@@ -1,4 +1,4 @@
-"`python -m benchmarks`: measure, print, save"
+"Command `python -m benchmarks`: measures rows, prints and saves the table."
 import argparse
 import json
 import os
@@ -14,20 +14,20 @@ from .table import columns_text, save, text
 
 def arguments(argv):
     p = argparse.ArgumentParser('python -m benchmarks', description='Measure what torchember costs. A whole run is saved as latest.json and latest.md')
-    p.add_argument('rows', nargs='*', metavar='ROW', help='which rows; all of them without it')
-    p.add_argument('--quick', action='store_true', help='few repetitions: does it run, and about how much is it')
-    p.add_argument('--list', action='store_true', help='say which rows there are')
+    p.add_argument('rows', nargs='*', metavar='ROW', help='rows to measure (all)')
+    p.add_argument('--quick', action='store_true', help='few repetitions, for a rough estimate')
+    p.add_argument('--list', action='store_true', help='list the rows')
     p.add_argument('--threads', type=int, default=1, help='threads of torch (1)')
-    p.add_argument('--update', action='store_true', help='put the rows into latest.json, in place of those that are there')
-    p.add_argument('--peers', action='store_true', help='install the tools of the rows peers and survives, each into a folder of its own')
-    p.add_argument('--rows-of', default=modules, metavar='MODULES', help='modules with other rows')
+    p.add_argument('--update', action='store_true', help='replace these rows in latest.json')
+    p.add_argument('--peers', action='store_true', help='install the other tools that the rows peers and survives need, each into its own folder')
+    p.add_argument('--rows-of', default=modules, metavar='MODULES', help='Python modules that register other rows')
     p.add_argument('--results', type=Path, default=Path(__file__).with_name('results'), metavar='FOLDER', help='where to save')
     return p, p.parse_args(argv)
 
 
 def updated(old, new):
-    "`old` with the rows of `new`; what was measured with other versions does not belong into one table"
-    if old['versions']!=new['versions']: raise SystemExit(f"latest.json is of other versions: {old['versions']}. Measure all rows.")
+    "Return `old` with the rows of `new`. Versions must be equal: one table compares one set of versions."
+    if old['versions']!=new['versions']: raise SystemExit(f"latest.json has other versions: {old['versions']}. Measure all rows.")
     rows = {r['row']: r for r in new['rows']}
     return new | {'rows': [rows.pop(r['row'], r) for r in old['rows']] + list(rows.values())}
 
@@ -38,7 +38,7 @@ def main(argv=None):
     rows = load(a.rows_of)
     if a.list: return print(columns_text([(n, title) for n,(title,_) in rows.items()]))
     for n in a.rows:
-        if n not in rows: parser.error(f"no row {n!r}. Rows: {', '.join(rows)}")
+        if n not in rows: parser.error(f"there is no row {n!r}. Rows: {', '.join(rows)}")
     done = []
     for n in a.rows or rows:
         print(f'{n}: {rows[n][0]} ...', end=' ', file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"One row, in a process of its own: `python -m benchmarks.child MODULE ROW quick|full THREADS` prints its lines as JSON, or why there are none"
+"One row in its own process. `python -m benchmarks.child MODULE ROW quick|full THREADS` prints the lines as JSON, or why there are none."
 import json
 import sys
 

@@ -1,4 +1,4 @@
-"What the machine says of this process, and of itself"
+"Facts about this process and this machine."
 import os
 import platform
 import sys
@@ -10,14 +10,14 @@ unknown = 'unknown'
 
 
 def status(key):
-    "Bytes that Linux counts for this process: VmRSS is what it holds, VmHWM the most that it ever held"
+    "Return bytes of memory of this process on Linux. `key`: VmRSS for now, VmHWM for the maximum so far."
     try: lines = Path('/proc/self/status').read_text().splitlines()
     except OSError: raise OSError(f"{key} is read from /proc/self/status, which only Linux has. The other rows run everywhere.") from None
     return next(1024*int(l.split()[1]) for l in lines if l.startswith(key))
 
 
 def gpu_clock():
-    "Seconds, when the GPU has done what it was asked"
+    "Return the time in seconds, after the GPU has finished all queued work."
     import torch
     torch.cuda.synchronize()
     return perf_counter()
@@ -27,9 +27,9 @@ def descriptors(): return len(os.listdir('/proc/self/fd'))
 
 
 def family():
-    "CPU seconds of this process, of those that it has started and that are over, and of those that still run"
+    "Return CPU seconds of this process and of its child processes, running and ended."
     t,stats = os.times(),map(read, Path('/proc').glob('[0-9]*/stat'))
-    fields = {int(s.split()[0]): [int(n) for n in s.rpartition(')')[2].split()[1:15]] for s in stats if s} # from the parent's number on
+    fields = {int(s.split()[0]): [int(n) for n in s.rpartition(')')[2].split()[1:15]] for s in stats if s} # from the field of the parent process on
     ours = {os.getpid()}
     while more := {p for p,f in fields.items() if f[0] in ours}-ours: ours |= more
     ticks = sum(sum(fields[p][10:14]) for p in ours-{os.getpid()} if p in fields)
@@ -37,19 +37,19 @@ def family():
 
 
 def read(path):
-    "A file of a process, which may be over by now"
+    "Return a file's text, or '' if its process has ended."
     try: return path.read_text()
     except OSError: return ''
 
 
 def cpu_name():
-    "What the processor calls itself"
+    "Return the name of the processor."
     try: return next(l.split(':')[1].strip() for l in Path('/proc/cpuinfo').read_text().splitlines() if l.startswith('model name'))
     except (OSError, StopIteration): return platform.processor() or platform.machine() or unknown
 
 
 def versions(threads):
-    "Where the numbers come from; no name of a host, a user or a folder"
+    "Return versions, system and processor. No name of a host, user or folder."
     def version(name):
         try: return import_module(name).__version__
         except ImportError: return unknown
@@ -59,7 +59,7 @@ def versions(threads):
 
 
 def interpreter(code):
-    "CPU seconds of a fresh interpreter that runs `code`"
+    "Return the CPU seconds of a fresh interpreter that runs `code`."
     import resource
     import subprocess
     def spent(): u = resource.getrusage(resource.RUSAGE_CHILDREN); return u.ru_utime+u.ru_stime

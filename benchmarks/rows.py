@@ -20,7 +20,7 @@ from . import machine
 from .models import Training, alexnet, gpt2, gpt2_small, gpt2_small_shapes, mlp, resnet18, small_cnn
 from .registry import Skip, line, row
 from .table import number
-from .timing import added, gpu_seconds, pairs, ratios, seconds, slowness, spread
+from .timing import added, gpu_seconds, pairs, ratios, seconds, speedups, spread
 
 torch.manual_seed(0)
 never = dict(every=lambda step: False)
@@ -528,7 +528,7 @@ def writing(quick):
         ps = compare(lambda: seconds(by_hand), lambda: timed(f), quick, 6) # noqa: B023
         rate = n/spread(a for _,a in ps)['value']
         note = f'{rate:,.0f} rows a second of CPU time'
-        yield line(what, unit='x', at_least=bar, note=note, **slowness(ps))
+        yield line(what, unit='x', at_least=bar, note=note, **speedups(ps))
 
 
 def a_log(n):
@@ -568,7 +568,7 @@ def reading(quick):
     for what,f,off,bar in (*ways, ('read(run), without msgspec', lambda: read(t), True, None)):
         ps = pairs(lambda: seconds(by_hand), lambda: timed(f, off), 0, least=3, warm=False) # noqa: B023
         note = f"{spread(a for _,a in ps)['value']:.1f} s of CPU time"
-        yield line(f'{n} rows, {what}', unit='x', at_least=bar if n>100_000 else None, note=note, **slowness(ps))
+        yield line(f'{n} rows, {what}', unit='x', at_least=bar if n>100_000 else None, note=note, **speedups(ps))
 
 
 @row('board', 'a board: the page of a run of a million rows, and the list of ten runs of 1000 modules that go on')
@@ -624,7 +624,7 @@ def parquet(quick):
         for beside,f in (('JSON lines', lambda: read(lines, columns=columns)), ('duckdb', lambda: duckdb.sql(asked).df())): # noqa: B023
             ps = pairs(lambda: seconds(f), lambda: seconds(stored), 0, least=3) # noqa: B023
             note = f"{spread(a for _,a in ps)['value']:.2f} s of CPU time"
-            yield line(f'{n} rows, {what}, against {beside}', unit='x', at_least=1 if beside!='duckdb' and n>100_000 else None, note=note, **slowness(ps))
+            yield line(f'{n} rows, {what}, against {beside}', unit='x', at_least=1 if beside!='duckdb' and n>100_000 else None, note=note, **speedups(ps))
 
 
 # ---- larger than memory
@@ -866,7 +866,7 @@ def state_describe(quick):
             ('the whole, against one joined tensor', False, lambda: by_passes(torch.cat([x.flatten() for x in sd.values()])))):
         ps = pairs(lambda: seconds(theirs), lambda: seconds(lambda: ours(lw)), 0, least=3 if quick else 5) # noqa: B023
         took = spread(1e3*a for _,a in ps)['value']
-        yield line(f'describe {sd.numel()/1e6:.0f}M numbers, {what}', unit='x', at_least=5, note=f'{took:.0f} ms of CPU time, {how}', **slowness(ps))
+        yield line(f'describe {sd.numel()/1e6:.0f}M numbers, {what}', unit='x', at_least=5, note=f'{took:.0f} ms of CPU time, {how}', **speedups(ps))
 
 
 @row('state-memory', 'the most memory that describing GPT-2 small takes, against the model')
@@ -929,7 +929,7 @@ def spectra_of(quick):
         ps = pairs(lambda: seconds(svds), lambda: seconds(lambda: [ours(x) for x in xs]), 3 if quick else 20, 3 if quick else 8) # noqa: B023
         took = spread(1e3*a for _,a in ps)['value']
         note = f'{took:.0f} ms of CPU time, with the covariances; these are given to the SVDs'
-        yield line(f'{batch} images of {size} x {size}', unit='x', at_least=10, note=note, **slowness(ps))
+        yield line(f'{batch} images of {size} x {size}', unit='x', at_least=10, note=note, **speedups(ps))
 
 
 @row('monitor', 'what a Monitor adds to a step of a ResNet-18, 8 images of 112 x 112, SGD')

@@ -1,18 +1,18 @@
-"CPU time of two things in turns, and how sure their ratio is"
+"CPU times of two functions in turns, and confidence intervals of their ratio."
 from math import comb
 from statistics import median
 from time import perf_counter, process_time
 
 
 def seconds(f, times=1, clock=process_time):
-    "CPU seconds of this process, all its threads, in one call of `f`; seconds of another clock"
+    "Return the CPU seconds of one call of `f` in all threads of this process, or the seconds of another clock."
     start = clock()
     for _ in range(times): f()
     return (clock()-start)/times
 
 
 def gpu_seconds(f, times=1):
-    "Seconds that the GPU and what it waits for take in one call of `f`; many calls follow one another, and only then is it asked"
+    "Return the seconds of one call of `f` on the GPU, with its waits. The calls run without synchronization between them."
     import torch
     start,end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
@@ -24,14 +24,14 @@ def gpu_seconds(f, times=1):
 
 
 def pairs(
-    bare, # Function that gives CPU seconds
-    armed, # The same, for what is compared with it
-    budget:float, # CPU seconds to go on for; on a busy machine, no longer than twice as many on the clock
-    least:int=8, # Pairs, whatever the budget
-    most:int=2000,
-    warm:bool=True # Whether to run both once before, for what only happens once
+    bare, # Function that returns CPU seconds
+    armed, # Function that returns the CPU seconds to compare
+    budget:float, # CPU seconds for all pairs; the wall time is at most twice as long
+    least:int=8, # Minimum number of pairs, whatever the budget
+    most:int=2000, # Maximum number of pairs
+    warm:bool=True # True to run both once before the measurement
 ): # (bare, armed) pairs
-    "Measure in turns; who goes first changes from pair to pair, so that a machine that slows down favours neither"
+    "Measure both functions in turns. The first one alternates, so that a machine that slows down favours neither."
     if warm: bare(); armed()
     out,cpu,clock = [],process_time()+budget,perf_counter()+2*budget
     while len(out)<least or (process_time()<cpu and perf_counter()<clock and len(out)<most):
@@ -43,9 +43,9 @@ def pairs(
 
 def interval(
     xs, # Numbers in order
-    miss=.05 # Chance to miss the true median, whatever the distribution
+    miss=.05 # Probability that the interval misses the true median, for any distribution
 ):
-    "The narrowest pair of order statistics that holds the median; of fewer than 6 numbers, the first and last"
+    "Return the narrowest pair of order statistics around the median; the first and last of fewer than 6 numbers."
     n,k,tail = len(xs),0,0.
     while (tail := tail+comb(n, k)/2**n)<=miss/2: k += 1
     k = max(k, 1)
@@ -53,18 +53,18 @@ def interval(
 
 
 def quartiles(xs):
-    "The middle half of numbers in order"
+    "Return the ends of the middle half of sorted numbers."
     return [xs[len(xs)//4], xs[-1-len(xs)//4]]
 
 
 def spread(
     xs # Numbers
-): # The median's `value`, `interval`, `quartiles` and `n`, as `line` takes them
-    "The median and how sure it is"
+):
+    "Return the median with its interval and quartiles, as keyword arguments of `line`."
     xs = sorted(xs)
     return dict(value=median(xs), interval=interval(xs), quartiles=quartiles(xs), n=len(xs))
 
 
 def ratios(ps): return spread(a/b for b,a in ps)
 def added(ps): return spread(100*(a/b-1) for b,a in ps) # percent
-def slowness(ps): return spread(b/a for b,a in ps) # how many times as long the bare one takes
+def speedups(ps): return spread(b/a for b,a in ps) # 3: the second function is 3 times as fast

@@ -10,7 +10,7 @@ root = Path(__file__).parents[1]
 images = root/'docs/images'
 
 def output_md(o, name):
-    "One output as Markdown: a picture, which goes in `images`, or text"
+    "Return an output as Markdown: text, or a picture that is saved in `images`."
     d = {k:''.join(v) for k,v in o.get('data', {'text/plain': o.get('text', '')}).items()}
     if 'image/png' in d:
         images.mkdir(exist_ok=True)
@@ -20,14 +20,14 @@ def output_md(o, name):
     return f"```text\n{d['text/plain'].rstrip()}\n```" if 'text/plain' in d else d.get('text/html', '')
 
 def cell_md(c):
-    "One cell as Markdown, with its links relative to `root`"
+    "Return the Markdown of a cell. Its links are relative to `root`."
     if {'hide', 'export', 'default_exp'} & c.directives.keys(): return []
     if c.cell_type=='markdown':
-        text = c.source.replace('<a href="digits.html">Open a report</a>', 'Open `examples/out/digits.html`, which `make demo` writes') # GitHub shows no pages
+        text = c.source.replace('<a href="digits.html">Open a report</a>', 'Open `examples/out/digits.html`, which `make demo` writes') # GitHub shows no HTML
         return [re.sub(r'\]\((?!\w+:|#|/)([^)\s]+)', lambda m: f"]({normpath('nbs/'+m[1])}", text)]
     return [f'```python\n{c.source}\n```', *(output_md(o, f'{c.id}-{i}') for i,o in enumerate(c.outputs))]
 
-for old in images.glob('*-[0-9]*.png'): old.unlink() # beside those that pages have
+for old in images.glob('*-[0-9]*.png'): old.unlink() # remove old pictures of the README; pictures of other pages have other names
 md = [o for c in read_nb(root/'nbs/index.ipynb').cells for o in cell_md(c)]
 md.insert(0, '<!-- Written by docs/readme.py from nbs/index.ipynb: edit that, then run `make` -->')
 (root/'README.md').write_text('\n\n'.join(md)+'\n', encoding='utf-8')
