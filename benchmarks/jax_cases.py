@@ -1,4 +1,4 @@
-"""What is measured of JAX, in a Python of its own: `python -m benchmarks.jax_cases NAME ARGUMENTS-AS-JSON` prints what came out as JSON.
+"""Measurements of JAX, in their own Python: `python -m benchmarks.jax_cases NAME ARGUMENTS-AS-JSON` prints the result as JSON.
 Imports torchember only where it is measured"""
 import contextlib
 import io
@@ -17,10 +17,10 @@ import optax
 from .timing import pairs
 
 
-# ---- what is trained
+# ---- models
 
 class MLP(nn.Module):
-    "Dense and relu, and a head of ten classes"
+    "Dense layers with relu, and a head of ten classes."
     layers: int
     width: int
 
@@ -31,7 +31,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    "A layer of a transformer, as `nn.scan` takes it"
+    "Layer of a transformer, with the signature that `nn.scan` needs."
     width: int
 
     @nn.compact
@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    "Layers that are scanned, each computed again for its gradients"
+    "Transformer whose layers are scanned and rematerialized."
     width: int
     layers: int
 
@@ -63,8 +63,8 @@ models = { # name -> model, shape of a batch
 
 def training(
     name # One of `models`
-): # The step, jitted: (parameters, optimizer state) -> (the same after it, gradients); and what it begins with
-    "A model, Adam, and one batch"
+):
+    "Return a jitted step of Adam on one batch, and its first arguments. The step returns parameters, optimizer state and gradients."
     model,shape = models[name]
     random = np.random.RandomState(0)
     x,y = jnp.asarray(random.randn(*shape), jnp.float32),jnp.asarray(random.randint(0, 10, shape[0]))
@@ -82,32 +82,32 @@ def training(
 # ---- ours
 
 def tracked(
-    params, state, # What is trained
-    scalars, # Whether numbers only, without counts of exponents
-    everything, # Whether parameters, optimizer state and gradients, too, or outputs only
-    **how # As `track` has it
+    params, state, # Parameters and optimizer state
+    scalars, # True for no counts of exponents
+    everything, # True to record parameters, optimizer state and gradients beside outputs
+    **how # Options of `track`
 ):
-    "A tracker"
+    "Return a tracker."
     from torchember.jaxember.tracker import stash_scalar_stats, track
     if everything: how |= dict(model_state=params, optimizer_state=state, track_gradients=True)
     return track(stash_value=stash_scalar_stats if scalars else None, **how)
 
 
 def timed(f):
-    "Seconds of CPU time and on the clock"
+    "Return the seconds of one call: CPU time and wall time."
     clock,cpu = perf_counter(),process_time()
     f()
     return process_time()-cpu, perf_counter()-clock
 
 
 def both(bare, armed, budget, least):
-    "Pairs of bare and armed, of CPU time and on the clock"
+    "Return pairs of bare and armed seconds: of CPU time and of wall time."
     out = pairs(bare, armed, budget, least)
     return [[[b[i], a[i]] for b,a in out] for i in (0, 1)]
 
 
 def cost(name, scalars, everything, quick, off=False):
-    "What a step takes, in turns with the bare one; what the writer has to write is in there"
+    "Return the times of a step, bare and armed in turns, with the time of the writer."
     step,params,state = training(name)
     how = dict(every=lambda i: False) if off else {}
     times = 20 if name=='tiny' else 1
@@ -120,7 +120,7 @@ def cost(name, scalars, everything, quick, off=False):
                 out = step(params, state, t.intercept)
                 t.step(*given(out))
                 jax.block_until_ready(out)
-            t.t.file.barrier()
+            t.t.barrier()
         for _ in range(3): bare(); armed()
         cpu,clock = both(lambda: timed(bare), lambda: timed(armed), *((1, 3) if quick else (5, 10)))
         rows = 0 if off else len(t.t.latest_line_list())
@@ -128,7 +128,7 @@ def cost(name, scalars, everything, quick, off=False):
 
 
 def calls(quick):
-    "Seconds that `intercept` and `step` take where a step is not recorded, by themselves"
+    "Return the seconds of `intercept` and `step` alone, in steps that are not recorded."
     with quiet(), tracked({}, {}, True, False, every=lambda i: False) as t:
         def plain():
             for f in [int]*1000: f()
@@ -139,11 +139,11 @@ def calls(quick):
 
 
 def first(name, armed, scalars=True, everything=True):
-    "What the first step takes: to trace and to compile; the tracker's beginning and end are in there, what Python imports is not"
+    "Return the seconds of the first step: tracing, compiling, and the start and end of the tracker, without imports."
     step,params,state = training(name)
     jax.block_until_ready((params, state))
     if not armed: return timed(lambda: jax.block_until_ready(step(params, state)))
-    import torchember.jaxember.tracker # noqa: F401 which is imported once
+    import torchember.jaxember.tracker # noqa: F401 so that the import does not count
     def run():
         with tracked(params, state, scalars, everything) as t:
             out = step(params, state, t.intercept)
@@ -157,10 +157,10 @@ def quiet():
     return contextlib.redirect_stdout(io.StringIO())
 
 
-# ---- the example of Track & Visualize, as both tools take it
+# ---- the example of Track & Visualize, for both tools
 
 class Digits(nn.Module):
-    "Three layers, of 512, 512 and 10"
+    "MLP of three layers: 512, 512 and 10."
     @nn.compact
     def __call__(self, x):
         for width in (512, 512): x = nn.relu(nn.Dense(width)(x))
@@ -169,7 +169,7 @@ class Digits(nn.Module):
 
 
 def digits():
-    "Batches of 128 images of 8 x 8 pixels"
+    "Return batches of 128 images of 8 x 8 pixels."
     from sklearn.datasets import load_digits
     data = load_digits()
     x,y,random = np.float32(data.data/16),np.eye(10, dtype=np.float32)[data.target],np.random.RandomState(0)
@@ -178,8 +178,8 @@ def digits():
         for i in range(0, len(x)-127, 128): yield x[order[i:i+128]], y[order[i:i+128]]
 
 
-def mended():
-    "What versions of today have no more, so that the tool that names them runs: -> what it was"
+def restore_removed_names():
+    "Restore names that newer versions of JAX removed, so that the older tool runs."
     import typing
 
     from optax._src import base
@@ -195,8 +195,8 @@ def mended():
 
 
 def example(tool, quick, jitted=False, mend=False):
-    "Pairs of seconds of a step of the example, bare and tracked by `tool`: parameters, optimizer state, gradients, outputs, exponents, at each step"
-    mends = mended() if mend else []
+    "Return pairs of seconds of a step, bare and tracked by `tool`: parameters, optimizer state, gradients, outputs, exponents."
+    mends = restore_removed_names() if mend else []
     model,batches,opt = Digits(),digits(),optax.adam(1e-3, eps=2**-16)
     params = model.init(jax.random.PRNGKey(42), np.zeros((128, 64), np.float32))
     state = opt.init(params)
@@ -218,8 +218,8 @@ def example(tool, quick, jitted=False, mend=False):
             t.step(*new, grads)
             at['armed'] = tuple(new)
             jax.block_until_ready(new)
-            if tool!='tandv': t.t.file.barrier()
-        for _ in range(3): armed(); bare() # what is jitted is traced by the tracked one
+            if tool!='tandv': t.t.barrier()
+        for _ in range(3): armed(); bare() # the tracked step traces the jitted functions
         if tool=='tandv': count = len(t._global_stash[max(t._global_stash)]) if t._global_stash else 0
         else: count = len(t.t.latest_line_list())
         cpu,clock = both(lambda: timed(bare), lambda: timed(armed), *((2, 3) if quick else (6, 10)))
@@ -230,7 +230,7 @@ def main(case, arguments):
     try:
         with contextlib.redirect_stdout(sys.stderr): out = globals()[case](**arguments)
     except Exception as e:
-        why = e.__context__ or e # what a tracker raises as it closes hides why
+        why = e.__context__ or e # an error at close hides the first error
         sys.exit(f"{type(why).__name__}: {(str(why).strip().splitlines() or [''])[0]}")
     if isinstance(out, dict) and arguments.get('tool'):
         with contextlib.suppress(Exception): out['version'] = version(arguments['tool'])

@@ -1,4 +1,4 @@
-"Rows of JAX. Each measurement runs in a Python of its own, in which torch is not imported"
+"Rows of JAX. Each measurement runs in its own Python, which does not import torch."
 import json
 import os
 import subprocess
@@ -18,14 +18,14 @@ def needs_jax():
 
 
 def on_cores(n):
-    "For a process that is about to begin: as many cores, so that what JAX computes by is as many threads"
+    "Return a function for `preexec_fn` that limits a new process to `n` cores, and so JAX to `n` threads."
     def limit():
         if hasattr(os, 'sched_setaffinity'): os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-n:])
     return limit
 
 
 def case(what, exe=sys.executable, environment=None, **arguments):
-    "What a function of benchmarks/jax_cases.py gives, in a process of its own. Raises RuntimeError"
+    "Return the result of a function of benchmarks/jax_cases.py, run in its own process. Raises RuntimeError."
     threads = int(os.environ.get('OMP_NUM_THREADS', 1))
     done = subprocess.run([exe, '-m', 'benchmarks.jax_cases', what, json.dumps(arguments)], env=os.environ | (environment or {}),
         capture_output=True, text=True, preexec_fn=on_cores(threads))
@@ -34,7 +34,7 @@ def case(what, exe=sys.executable, environment=None, **arguments):
 
 
 def of_step(got):
-    "The note of a line"
+    "Return the note of a line."
     ms = spread(1e3*b for b,_ in got['cpu'])['value']
     rows = f"{got['rows']} rows, " if got.get('rows') else ''
     return f"{rows}of a step of {ms:.3g} ms of CPU time; on the clock {spread(a/b for b,a in got['clock'])['value']:.2f}x"

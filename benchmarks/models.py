@@ -1,4 +1,4 @@
-"What is trained"
+"Models and trainings of the benchmark."
 import ctypes
 from functools import partial
 from time import process_time
@@ -11,7 +11,7 @@ from .timing import seconds
 
 
 class AlexNet(nn.Module):
-    "As torchvision has it"
+    "AlexNet, with the layers of torchvision's."
     def __init__(self, classes=1000):
         super().__init__()
         self.features = nn.Sequential(
@@ -28,13 +28,13 @@ class AlexNet(nn.Module):
 
 
 def alexnet(batch=8):
-    "AlexNet and its loss on one batch"
+    "Return AlexNet and a function that computes its loss on one batch."
     model,x,y = AlexNet(),torch.randn(batch, 3, 224, 224),torch.randint(1000, (batch,))
     return model, lambda: F.cross_entropy(model(x), y)
 
 
 class BasicBlock(nn.Module):
-    "Two convolutions and what goes past them"
+    "Two convolutions with a skip connection."
     def __init__(self, before, width, stride):
         super().__init__()
         self.conv1,self.bn1 = nn.Conv2d(before, width, 3, stride, 1, bias=False),nn.BatchNorm2d(width)
@@ -49,7 +49,7 @@ class BasicBlock(nn.Module):
 
 
 class ResNet18(nn.Sequential):
-    "With the widths and depths of He et al. 2016"
+    "ResNet-18, with the widths and depths of He et al. 2016."
     def __init__(self, classes=10):
         widths,before,layers = (64, 128, 256, 512),64,[]
         for i,w in enumerate(widths):
@@ -64,13 +64,13 @@ class ResNet18(nn.Sequential):
 
 
 def resnet18(batch=8, size=112):
-    "ResNet-18 and its loss on one batch of images"
+    "Return ResNet-18 and a function that computes its loss on one batch of images."
     model,x,y = ResNet18(),torch.randn(batch, 3, size, size),torch.randint(10, (batch,))
     return model, lambda: F.cross_entropy(model(x), y)
 
 
 def small_cnn(batch=32):
-    "What people try first: 10 modules on images of 28 x 28 pixels"
+    "Return a CNN of 10 modules for images of 28 x 28 pixels, and a function that computes its loss."
     model = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
         nn.Flatten(), nn.Linear(784, 32), nn.ReLU(), nn.Linear(32, 10))
     x,y = torch.randn(batch, 1, 28, 28),torch.randint(10, (batch,))
@@ -78,7 +78,7 @@ def small_cnn(batch=32):
 
 
 def gpt2(width=256):
-    "A GPT-2 of 4 layers (3.7 million parameters at a width of 256), with random weights, on 4 texts of 128 tokens"
+    "Return a GPT-2 of 4 layers (3.7 million parameters at width 256) and a function for its loss on 4 sequences of 128 tokens."
     from transformers import GPT2Config, GPT2LMHeadModel
     model = GPT2LMHeadModel(GPT2Config(vocab_size=2000, n_positions=128, n_embd=width, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0))
     x = torch.randint(2000, (4, 128))
@@ -86,7 +86,7 @@ def gpt2(width=256):
 
 
 def gpt2_small(compiled=False, batch=8, tokens=1024):
-    "GPT-2 small, 124 million parameters, with random weights, in bfloat16 under autocast, on the GPU"
+    "Return GPT-2 small (124 million random parameters) on the GPU, and a function for its loss in bfloat16 autocast."
     from transformers import GPT2Config, GPT2LMHeadModel
     with torch.device('cuda'): model = GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=0))
     if compiled: model.compile()
@@ -98,26 +98,26 @@ def gpt2_small(compiled=False, batch=8, tokens=1024):
 
 
 def gpt2_small_shapes():
-    "The shapes of GPT-2 small's 148 weights, 124 million numbers"
+    "Return the shapes of the 148 weights of GPT-2 small, 124 million numbers."
     block = [(768,), (768,), (768, 2304), (2304,), (768, 768), (768,), (768,), (768,), (768, 3072), (3072,), (3072, 768), (768,)]
     return [(50257, 768), (1024, 768), *12*block, (768,), (768,)]
 
 
 class MLP(nn.Sequential):
-    "`nn.Sequential` with a forward of its own: as the root of a model, the compiler passes torch's over"
+    "`nn.Sequential` with its own forward: torch.compile skips torch's forward of a root module."
     def forward(self, x):
         for m in self: x = m(x)
         return x
 
 
 def mlp(layers, width=8, batch=4):
-    "`layers` modules, half of them linear and half tanh"
+    "Return an MLP of `layers` modules, alternately linear and tanh, and a function that computes its loss."
     model,x = MLP(*(nn.Linear(width, width) if i%2==0 else nn.Tanh() for i in range(layers))),torch.randn(batch, width)
     return model, lambda: model(x).square().mean()
 
 
 def keep_memory():
-    """Let the C library keep what is freed. Else AlexNet's gradients are asked of the kernel anew each step:
+    """Let the C library keep freed memory. Otherwise the kernel allocates AlexNet's gradients again each step:
     a quarter of the time of a step, and most of its noise"""
     trim_threshold,mmap_max,top_pad = -1,-4,-2
     try: mallopt = ctypes.CDLL(None).mallopt
@@ -128,22 +128,22 @@ def keep_memory():
 
 
 class Training:
-    "A model and its loop: one step at a time, armed and not"
+    "Training loop of one model, armed or not."
     def __init__(self,
-        model, # The model
-        loss, # Function that runs it and gives the loss
-        says_step=True, # Whether the loop calls `te.step()` when it is armed
-        warm=1, # Steps before those that are measured
-        steps=1, # Steps that are measured together
-        opt=None, # Function that makes the optimizer from the parameters; its step then closes the armed steps
-        clock=process_time, # What is measured: the processor's time, or that on the wall
-        **how # How it is armed
+        model, # Model to train
+        loss, # Function that runs the model and returns the loss
+        calls_step=True, # True to call `te.step()` in armed steps
+        warm=1, # Steps before the measurement
+        steps=1, # Steps per measurement
+        opt=None, # Function that creates the optimizer from the parameters. Its step then ends the armed steps
+        clock=process_time, # Clock of the measurement: CPU time, or wall time
+        **how # Options of `torchEmber`
     ):
         from torchember import torchEmber
         keep_memory()
-        self.model,self.loss,self.says_step,self.warm,self.steps,self.clock = model,loss,says_step,warm,steps,clock
+        self.model,self.loss,self.calls_step,self.warm,self.steps,self.clock = model,loss,calls_step,warm,steps,clock
         self.opt = (opt or partial(torch.optim.SGD, lr=1e-4))(model.parameters())
-        if opt: self.says_step,how = False,how | {'optimizer': self.opt}
+        if opt: self.calls_step,how = False,how | {'optimizer': self.opt}
         self.te = torchEmber(model, **how)
         self.te.disarm()
 
@@ -151,16 +151,16 @@ class Training:
         loss = self.loss()
         self.opt.zero_grad()
         loss.backward()
-        if self.says_step and self.te.armed: self.te.step()
+        if self.calls_step and self.te.armed: self.te.step()
         self.opt.step()
 
     def measured(self):
-        "Seconds a step; what the writer has to write of it is in there"
+        "Return seconds per step, with the time of the writer."
         for _ in range(self.warm): self.step()
-        self.te.t.file.barrier()
+        self.te.t.barrier()
         def run():
             for _ in range(self.steps): self.step()
-            self.te.t.file.barrier()
+            self.te.t.barrier()
         return seconds(run, clock=self.clock)/self.steps
 
     def bare(self):

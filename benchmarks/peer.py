@@ -1,4 +1,4 @@
-"Other tools, in a Python of their own: `main(peer, 'cost' | 'features', quick, threads)` prints what was measured as JSON. Imports nothing of torchember"
+"Other tools, each in its own Python: `main(peer, 'cost' | 'features', quick, threads)` prints results as JSON. Imports nothing from torchember."
 import copy
 import itertools
 import json
@@ -19,21 +19,21 @@ from . import machine
 from .models import MLP, AlexNet, ResNet18, keep_memory
 from .timing import pairs
 
-peers = {} # name -> (what it records, function that arms a model)
+peers = {} # name -> (description of the records, function that arms a model)
 
 
 def peer(
-    name, # What the table calls it
-    records # What it records, in words
-): # A decorator that returns the function unchanged
-    "A function (model, optimizer, input) -> (what ends a step, how many records there are, what runs the model); each may be None"
+    name, # Name in the table
+    records # Description of the records
+):
+    "Return a decorator for functions of model, optimizer and input. They return three functions or None: end a step, count records, run the model."
     def add(f):
         peers[name] = records,f
         return f
     return add
 
 
-# ---- the tools, each as its own documentation arms it
+# ---- the tools, armed as their documentation says
 
 @peer('torchember', 'inputs, outputs, weights, weight gradients: 4 statistics')
 def ours(model, opt, x, **how):
@@ -102,10 +102,10 @@ def nnstat(model, opt, x):
     return after, (lambda: sum(map(len, rows))), None
 
 
-# ---- what they cost
+# ---- cost
 
 class Loop:
-    "A model, its optimizer and its loop"
+    "Training loop of one model with its optimizer."
     def __init__(self, model, x, loss):
         self.model,self.x,self.loss,self.after,self.run = model,x,loss,None,model
         self.opt = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=.9)
@@ -137,7 +137,7 @@ def alexnet(inplace):
 
 
 def cost(name, quick):
-    "Pairs of CPU seconds of a step, bare and armed; processes that the tool has started are in there"
+    "Return pairs of CPU seconds of a step, bare and armed, with the processes that the tool started."
     keep_memory()
     said = None
     try:
@@ -152,14 +152,14 @@ def cost(name, quick):
 
 # ---- quantities of modules, on the same loop
 
-both = { # what both tools have -> configuration
+shared_quantities = { # title -> configuration that both tools accept
     'spectra': {'Conv2d': ['InputCovMaxEig', 'InputCovStableRank', 'InputCovCondition20', 'InputCovCondition50', 'InputCovCondition80']},
     'sizes': {'Conv2d': ['InputMean', 'InputStd', 'InputSndNorm', 'OutputGradSndNorm', 'WeightNorm', 'WeightGradNorm']},
     'batch normalisation': {'BatchNorm2d': [['MeanTID', 'linear(5, 0)'], ['VarTID', 'linear(5, 0)']]}}
 
 
 def quantities(name, quick):
-    "Pairs of CPU seconds of a step, bare and watched at each step"
+    "Return pairs of CPU seconds of a step, bare and with quantities at each step."
     tool,_,kind = name.partition(', ')
     if tool=='Taiyi': from Taiyi.taiyi.monitor import Monitor
     else: from torchember import Monitor
@@ -177,14 +177,14 @@ def quantities(name, quick):
         model,y = ResNet18(),torch.randint(10, (8,))
         loop = Watched(model, torch.randn(8, 3, 112, 112), lambda out, y=y: F.cross_entropy(out, y))
         if watch:
-            monitor,steps = Monitor(model, both[kind]),itertools.count()
+            monitor,steps = Monitor(model, shared_quantities[kind]),itertools.count()
             loop.after = lambda: monitor.track(next(steps)) # noqa: B023
         for _ in range(2): loop.step()
         loops.append(loop)
     return dict(pairs=pairs(loops[0].measured, loops[1].measured, 10 if quick else 40, 3 if quick else 6))
 
 
-# ---- what they survive
+# ---- features that a watched model may use
 
 class LSTM(nn.Module):
     def __init__(self): super().__init__(); self.lstm,self.head = nn.LSTM(8, 8, batch_first=True),nn.Linear(8, 1)
@@ -192,7 +192,7 @@ class LSTM(nn.Module):
 
 
 class Shared(nn.Module):
-    "One module twice"
+    "Model that calls one module twice."
     def __init__(self): super().__init__(); self.one,self.act = nn.Linear(8, 8),nn.Tanh()
     def forward(self, x): return self.one(self.act(self.one(x)))
 
@@ -210,7 +210,7 @@ ran = [] # compiled graphs
 
 
 def counted(graph, xs):
-    "A compiler that takes note of what runs"
+    "Compile nothing. Note each graph that runs in `ran`."
     f = lookup_backend('aot_eager')(graph, xs)
     def run(*a):
         ran.append(graph)
@@ -222,13 +222,13 @@ def why(e): return shorten(f'{type(e).__name__}: {(str(e).strip().splitlines() o
 
 
 def after_three(loop):
-    "The parameters after three steps"
+    "Return the parameters after three steps."
     for _ in range(3): loop.step()
     return [p.detach().clone() for p in loop.model.parameters()]
 
 
 def survives(name, feature):
-    "'yes', or what went wrong"
+    "Return 'yes', or the error."
     torch.manual_seed(0)
     model = models[feature]()
     x = torch.randn(4, 5, 8) if feature=='LSTM' else torch.randn(4, 8)
@@ -238,7 +238,7 @@ def survives(name, feature):
         for l in (plain, loop): l.model.compile(backend=counted, fullgraph=True)
     if 'once' in feature: plain.step(); loop.step()
     wanted = after_three(plain)
-    if feature.startswith('torch.compile'): torch._dynamo.reset() # what was compiled for `plain` is not for `loop`
+    if feature.startswith('torch.compile'): torch._dynamo.reset() # `loop` must not run graphs that were compiled for `plain`
     ran.clear()
     got = after_three(loop.arm(name))
     if not all(torch.equal(a, b) for a,b in zip(wanted, got, strict=True)): return 'trains to other weights'

@@ -1,4 +1,4 @@
-"Rows that compare with other tools. Each runs in a Python of its own: $PEER_<NAME>, or a virtual environment that is made for it when --peers is given"
+"Rows that compare other tools. Each runs in its own Python: $PEER_<NAME>, or a virtual environment that --peers creates."
 import json
 import os
 import subprocess
@@ -12,18 +12,18 @@ from .timing import added, spread
 
 root = Path(__file__).parents[1]
 boot = "import sys; sys.path.insert(0, {here!r}); {ours}from benchmarks.peer import main; main({name!r}, {package!r}, {what!r}, {quick}, {threads})"
-tools = { # tool -> what pip installs, call by call (nothing: this torchember), package, and the names under which benchmarks/peer.py has it
+tools = { # tool -> arguments of each pip call (none: this torchember), package, names in benchmarks/peer.py
     'torchember': ([], 'torchember', ['torchember', 'torchember, numerics']),
     'old': (['--no-deps torchember==0.2.7'], 'torchember', ['torchember 0.2.7']),
     'wandb': (['wandb'], 'wandb', ['wandb']),
     'torchlens': (['torchlens'], 'torchlens', ['TorchLens, watch', 'TorchLens, record']),
-    'tandv': (['msgpack randomname', '--no-deps git+https://github.com/graphcore-research/track-and-visualize'], 'tandv', ['tandv']), # its pins are of 2024
+    'tandv': (['msgpack randomname', '--no-deps git+https://github.com/graphcore-research/track-and-visualize'], 'tandv', ['tandv']), # its pins are from 2024
     'nnstat': (['git+https://github.com/zhengzangw/nnstat'], 'nnstat', ['nnstat']),
-    'taiyi': (['plotly', '--no-deps git+https://github.com/DLCV-BUAA/Taiyi'], 'Taiyi', [])} # which computes quantities: see `quantities`
+    'taiyi': (['plotly', '--no-deps git+https://github.com/DLCV-BUAA/Taiyi'], 'Taiyi', [])} # computes quantities: see `quantities`
 
 
 def python(tool, folder):
-    "The Python that has `tool`. Raises Skip"
+    "Return the path of a Python with `tool`. Raises Skip."
     if not tools[tool][0]: return sys.executable
     if given := os.environ.get(f'PEER_{tool.upper()}'): return given
     if not os.environ.get('TORCHEMBER_PEERS'): raise Skip('it needs --peers, which installs other tools into temporary folders')
@@ -33,7 +33,7 @@ def python(tool, folder):
 
 
 def make(tool, made):
-    "A virtual environment with `tool` that finds all else, torch too, where we have it"
+    "Create a virtual environment with `tool`. It finds all other packages, also torch, in this environment."
     here = sysconfig.get_paths()['purelib']
     subprocess.run([sys.executable, '-m', 'venv', '--without-pip', made.parents[1]], check=True)
     found = subprocess.run([made, '-c', "import sysconfig; print(sysconfig.get_paths()['purelib'])"], check=True, capture_output=True, text=True)
@@ -44,7 +44,7 @@ def make(tool, made):
 
 
 def only_benchmarks(folder):
-    "A folder in which this package is found, and nothing else of ours: other packages are called benchmarks, too"
+    "Return a folder for sys.path that holds only this package, because other packages are named benchmarks, too."
     here = folder/'only'
     if not here.exists():
         here.mkdir()
@@ -53,7 +53,7 @@ def only_benchmarks(folder):
 
 
 def ask(tool, name, what, quick, folder):
-    "What benchmarks/peer.py says of `name`. Raises Skip"
+    "Return the result of benchmarks/peer.py for `name`. Raises Skip."
     exe = python(tool, folder)
     home = Path(tempfile.mkdtemp(dir=folder))
     own = not tools[tool][0]
@@ -67,7 +67,7 @@ def ask(tool, name, what, quick, folder):
 
 
 def each(what, quick):
-    "(name, answer) of all tools, or (name, why there is none)"
+    "Yield pairs of a tool's name and its result, or the reason for no result."
     with tempfile.TemporaryDirectory(prefix='peers-') as folder:
         for tool,(_,_,names) in tools.items():
             for name in names:
@@ -76,7 +76,7 @@ def each(what, quick):
 
 
 def titled(name, got):
-    "A tool's name with its version"
+    "Return the name of a tool with its version."
     v,(tool,*how) = got.get('version'),name.split(', ')
     return name if not v or v in name else ', '.join([f'{tool} {v}', *how])
 

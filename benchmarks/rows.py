@@ -1,4 +1,4 @@
-"The rows: each is a function that measures in a process of its own and gives its lines"
+"Rows of the benchmark: each function measures in its own process and yields lines."
 import gc
 import json
 import os
@@ -33,7 +33,7 @@ def home(): return os.environ['TORCHEMBER_HOME']
 
 @contextmanager
 def without_loops(off=True):
-    "As if numba were not installed"
+    "Run the block as if numba were not installed, if `off` is True."
     from torchember.measure import kernels
     before = kernels.loops
     if off: kernels.loops = lambda: None
@@ -41,51 +41,51 @@ def without_loops(off=True):
     finally: kernels.loops = before
 
 
-def ways():
-    "How tensors on the CPU can be read here: by compiled loops, by plain torch, or only by the latter"
+def cpu_readers():
+    "Return a dict: reader of CPU tensors -> `off` of `without_loops`. The compiled loops are there if numba is installed."
     from torchember.measure import kernels
     return {**({'compiled loops': False} if kernels.loops() else {}), 'plain torch': True}
 
 
-# ---- whether to believe the others
+# ---- controls: can the other rows be trusted
 
-@row('control', 'AlexNet against itself, and against itself with 1% more to do')
+@row('control', 'control: AlexNet against itself, and against itself with 1% more work')
 def control(quick):
     t = Training(*alexnet(), warm=0)
     ps = compare(t.measured, t.measured, quick, 25)
-    yield line('nothing added', unit='%', at_least=-.5, at_most=.5, note='what this machine makes of no difference at all', **added(ps))
+    yield line('nothing added', unit='%', at_least=-.5, at_most=.5, note='a comparison without a difference: the noise of this machine', **added(ps))
     extra = spread(b for b,_ in ps)['value']/100
     def longer():
         end = process_time()+extra
         while process_time()<end: pass
     ps = compare(t.measured, lambda: t.measured()+seconds(longer), quick, 25)
-    yield line('1% added', unit='%', at_least=.5, at_most=1.5, note='by a busy loop: this should read 1%', **added(ps))
+    yield line('1% added', unit='%', at_least=.5, at_most=1.5, note='a busy loop adds 1%, so this should be 1%', **added(ps))
 
 
 # ---- one tensor
 
-@row('summary', 'a summary of a float32 tensor against x.sum()')
+@row('summary', 'summary of a float32 tensor, against x.sum()')
 def summary(quick):
     from torchember import summarize
     kinds = dict(basic=(('basic',), 2.5), full=(('basic', 'absolute', 'higher', 'powers'), 2.5), exponents=(('basic', 'absolute', 'exponents'), 6))
     for n,times in ((1<<24, 1), (1<<16, 100)):
         x = torch.randn(n)
-        for name,(wanted,bar) in kinds.items():
-            for way,off in ways().items():
+        for name,(wanted,limit) in kinds.items():
+            for way,off in cpu_readers().items():
                 rep = times if name=='basic' or not off or n<1<<20 else 1
                 with without_loops(off):
                     ps = compare(lambda: seconds(x.sum, times), lambda: seconds(lambda: summarize(x, wanted), rep), quick, 4, 5) # noqa: B023
                 size = '16M numbers' if n==1<<24 else '64k numbers, in the cache'
                 note = f"x.sum() takes {number(spread(1e6*b for b,_ in ps)['value'], 'us')}"
-                yield line(f'{name}, {size}, {way}', unit='x', at_most=bar if n==1<<24 and not off else None, note=note, **ratios(ps))
+                yield line(f'{name}, {size}, {way}', unit='x', at_most=limit if n==1<<24 and not off else None, note=note, **ratios(ps))
 
 
-@row('gpu', 'a summary of tensors on a GPU against sum()')
+@row('gpu', 'summary of tensors on a GPU, against sum()')
 def on_gpu(quick):
     from torchember.measure.readers import triton as gpu
-    if not torch.cuda.is_available(): raise Skip('it needs an NVIDIA GPU, and there is none here')
-    if not gpu.available('cuda'): raise Skip('it needs Triton')
-    def against(what, xs, wanted, bar=None):
+    if not torch.cuda.is_available(): raise Skip('needs an NVIDIA GPU, and there is none here')
+    if not gpu.available('cuda'): raise Skip('needs Triton')
+    def against(what, xs, wanted, limit=None):
         out = torch.full((len(xs), 272), torch.nan, dtype=torch.float64, device='cuda')
         read = (lambda: gpu.read_one(xs[0], wanted, out[0])) if len(xs)==1 else lambda: gpu.read_list(xs, wanted, out)
         size = sum(x.nbytes for x in xs)
@@ -93,15 +93,15 @@ def on_gpu(quick):
         ps = compare(lambda: gpu_seconds(lambda: [x.sum() for x in xs], times), lambda: gpu_seconds(read, times), quick, 4, 5)
         a,b = (spread(t)['value'] for t in zip(*ps, strict=True))
         note = f"{number(1e6*b, 'us')}, {size/b/1e9:.3g} GB/s; sum() takes {number(1e6*a, 'us')}, {size/a/1e9:.3g} GB/s"
-        return line(what, unit='x', at_most=bar, note=note, **spread(b/a for a,b in ps))
+        return line(what, unit='x', at_most=limit, note=note, **spread(b/a for a,b in ps))
     kinds = dict(basic=('basic',), full=('basic', 'absolute', 'higher', 'powers'), exponents=('basic', 'absolute', 'exponents'))
     for dtype,big in ((torch.float32, range(3, 9)), (torch.bfloat16, (8,))):
         for e in big:
             x = torch.randn(10**e, device='cuda').to(dtype)
             for name,wanted in kinds.items():
                 if name!='basic' and e not in (3, 8): continue
-                bar = None if e<8 else 6 if name=='exponents' else 2.5
-                yield against(f'{name}, 1e{e} numbers, {str(dtype)[6:]}', [x], wanted, bar)
+                limit = None if e<8 else 6 if name=='exponents' else 2.5
+                yield against(f'{name}, 1e{e} numbers, {str(dtype)[6:]}', [x], wanted, limit)
             del x
     for dtype in (torch.float32, torch.bfloat16):
         xs = [torch.randn(s, device='cuda').to(dtype) for s in gpt2_small_shapes()]
@@ -109,33 +109,34 @@ def on_gpu(quick):
         del xs
 
 
-@row('gpu-gpt2', 'GPT-2 small in bfloat16 on a GPU, 8 texts of 1024 tokens, AdamW: steps on the clock, as they come and compiled')
+@row('gpu-gpt2', 'GPT-2 small in bfloat16 on a GPU, 8 sequences of 1024 tokens, AdamW: wall time of steps, eager and compiled')
 def gpt2_on_gpu(quick):
-    if not torch.cuda.is_available(): raise Skip('it needs an NVIDIA GPU, and there is none here')
+    if not torch.cuda.is_available(): raise Skip('needs an NVIDIA GPU, and there is none here')
     kinds = {'recorded': ({}, 5), 'all types of tensors': (dict(ttypes=every_type), None),
         "all types, stats='numerics'": (dict(ttypes=every_type, stats='numerics'), None),
         'every tenth step': (dict(every=10), 5), 'off': (never, 1)}
     for compiled in (False, True):
-        for name,(how,bar) in list(kinds.items())[:3 if compiled else None]:
+        for name,(how,limit) in list(kinds.items())[:3 if compiled else None]:
             torch._dynamo.reset()
             torch.manual_seed(0)
             model,loss = gpt2_small(compiled)
             t = Training(model, loss, warm=1, steps=10, opt=partial(torch.optim.AdamW, lr=1e-4, fused=True), clock=machine.gpu_clock, **how)
             ps = compare(t.bare, t.armed, quick, 20, 5)
-            memory = [most_of_gpu(f) for f in (t.bare, t.armed)]
+            memory = [peak_gpu_memory(f) for f in (t.bare, t.armed)]
             step,n = 1e3*spread(b for b,_ in ps)['value'],len(t.te.t.latest_line_list()) if t.te.t.log_path.exists() else 0
             t.te.close()
             note = f"{n} rows a step of {step:.3g} ms; at most {memory[0]/1e9:.3g} GB unarmed, {memory[1]/1e9:.3g} armed"
-            yield line(f"GPT-2 small{', compiled' if compiled else ''}, {name}", unit='%', at_most=bar, note=note, **added(ps))
+            yield line(f"GPT-2 small{', compiled' if compiled else ''}, {name}", unit='%', at_most=limit, note=note, **added(ps))
 
 
-def most_of_gpu(f):
+def peak_gpu_memory(f):
+    "Return the most GPU memory, in bytes, that one call of `f` allocates."
     torch.cuda.reset_peak_memory_stats()
     f()
     return torch.cuda.max_memory_allocated()
 
 
-@row('tap', 'one tap on a tiny tensor, in eager mode')
+@row('tap', 'one tap of a tiny tensor, eager')
 def tap(quick):
     from torchember.measure.arena import Arena
     from torchember.measure.tap import observe
@@ -149,19 +150,20 @@ def tap(quick):
         arena.take()
         return 1e6*out/len(xs)
     for _ in range(20): measured()
-    yield line('observe(x, tap), 64 numbers', unit='us', at_most=10 if len(ways())>1 else 25, **spread(measured() for _ in range(200 if quick else 2000)))
+    limit = 10 if len(cpu_readers())>1 else 25
+    yield line('observe(x, tap), 64 numbers', unit='us', at_most=limit, **spread(measured() for _ in range(200 if quick else 2000)))
     t = Training(*mlp(20), warm=2, steps=10)
     ps = compare(t.bare, t.armed, quick, 12)
     n = len(t.te.t.latest_line_list())
     yield line('a row of an armed MLP, from the tensor to the file', unit='us', at_most=25,
-        note=f'all that a step of 20 tiny layers takes more, the writer included, over its {n} rows', **spread(1e6*(a-b)/n for b,a in ps))
+        note=f'added time of a step of 20 tiny layers, writer included, divided by its {n} rows', **spread(1e6*(a-b)/n for b,a in ps))
 
 
-@row('sizes', 'observe of one tensor, from 1 to 100 million numbers')
+@row('sizes', 'observe: one tensor of 1 to 100 million numbers')
 def sizes(quick):
     from torchember.measure.arena import Arena
     from torchember.measure.tap import observe
-    arenas = {off: Arena() for off in (False, True)} # a tap goes on as it has begun
+    arenas = {off: Arena() for off in (False, True)} # a tap keeps the reader of its first call
     taps = {off: [a.tap(i) for i in range(80)] for off,a in arenas.items()}
     for e in range(7 if quick else 9):
         xs = [torch.randn(10**e) for _ in range(max(min(80, 10**6//10**e), 1))]
@@ -173,7 +175,7 @@ def sizes(quick):
             return out/len(xs)
         def summing(xs=xs): return seconds(lambda: [x.sum() for x in xs])/len(xs)
         times = {}
-        for way,off in ways().items():
+        for way,off in cpu_readers().items():
             ps = compare(summing, lambda: reading(off), quick, 2, 5) # noqa: B023
             times['x.sum()'],times[way] = (spread(1e6*t for t in ts) for ts in zip(*ps, strict=True))
         way,*_ = (first for first in times if first!='x.sum()')
@@ -181,7 +183,7 @@ def sizes(quick):
         yield line(f'observe, 1e{e} numbers, {way}', unit='us', note=others, x=10**e, curves={w: t['value'] for w,t in times.items()}, **times[way])
 
 
-@row('modules', 'MLPs of 10 to 10 000 tiny modules')
+@row('modules', 'MLPs of 10 to 10,000 tiny modules')
 def modules(quick):
     for e in range(1, 4 if quick else 5):
         n,rows,times = 10**e,0,{}
@@ -199,23 +201,23 @@ def modules(quick):
 
 # ---- whole models
 
-def recorded(what, quick, budget, bar=None, note='', least=8, off=False, **how):
-    "A line: AlexNet with inputs, outputs, weights and weight gradients each step"
+def recorded(what, quick, budget, limit=None, note='', least=8, off=False, **how):
+    "Return a line: AlexNet, with inputs, outputs, weights and weight gradients recorded each step."
     t = Training(*alexnet(), **how)
     with without_loops(off): ps = compare(t.bare, t.armed, quick, budget, least)
     rows = len(t.te.t.latest_line_list())
-    return line(what, unit='%', at_most=bar, note=f"{rows} rows a step of {1e3*spread(b for b,_ in ps)['value']:.0f} ms{note}", **added(ps))
+    return line(what, unit='%', at_most=limit, note=f"{rows} rows a step of {1e3*spread(b for b,_ in ps)['value']:.0f} ms{note}", **added(ps))
 
 
 @row('alexnet', 'AlexNet, batch 8: inputs, outputs, weights and weight gradients each step')
 def alexnet_recorded(quick):
-    for way,off in ways().items(): yield recorded(f'AlexNet, te.step(), {way}', quick, 35, bar=10 if off else 5, off=off)
+    for way,off in cpu_readers().items(): yield recorded(f'AlexNet, te.step(), {way}', quick, 35, limit=10 if off else 5, off=off)
     ps = alexnet_sums(quick)
-    yield line('AlexNet, x.sum() of each weight and gradient instead', unit='%', note='no recording can read them faster than this', **added(ps))
+    yield line('AlexNet, x.sum() of each weight and gradient instead', unit='%', note='lower limit: recording reads the same numbers', **added(ps))
 
 
 def alexnet_sums(quick):
-    "Pairs: a step, and a step that sums all weights and gradients"
+    "Return pairs: seconds of a step, and of a step that also sums all weights and gradients."
     t = Training(*alexnet(), **never)
     t.te.disarm()
     def sums():
@@ -223,31 +225,31 @@ def alexnet_sums(quick):
     return compare(t.measured, lambda: t.measured()+seconds(sums), quick, 20)
 
 
-@row('alexnet-default', 'the same, steps closed by the next pass')
+@row('alexnet-default', 'as alexnet, but the next pass ends a step')
 def alexnet_default(quick):
-    yield recorded('AlexNet, by passes', quick, 35, bar=5 if len(ways())>1 else 10, note='; the gradients of the step before are found', says_step=False)
+    yield recorded('AlexNet, by passes', quick, 35, limit=5 if len(cpu_readers())>1 else 10, note='; gradients are read a step late', calls_step=False)
 
 
-@row('alexnet-full', "the same as alexnet with stats='full'")
+@row('alexnet-full', "as alexnet, with stats='full'")
 def alexnet_full(quick): yield recorded("AlexNet, stats='full'", quick, 20, least=2 if quick else 5, stats='full')
 
 
-@row('alexnet-numerics', 'the same with output gradients, optimizer state, 8 statistics and exponents')
+@row('alexnet-numerics', 'as alexnet, with output gradients, optimizer state, 8 statistics and exponents')
 def alexnet_numerics(quick):
     from torchember.measure.columns import sets
-    if len(ways())==1: raise Skip('it needs the extra `fast`, which is not installed')
+    if len(cpu_readers())==1: raise Skip('needs the extra `fast`, which is not installed')
     types = ('input', 'output', 'weight', 'weight_grad', 'output_grad', 'optimizer')
     few = [n for n in sets['numerics'] if n not in ('rm4', 'rm8')]
     momentum = partial(torch.optim.SGD, lr=1e-4, momentum=.9)
-    for what,stats,opt,bar in (("stats='numerics', SGD with momentum", 'numerics', momentum, 30), ('without rm4 and rm8', few, momentum, 20),
+    for what,stats,opt,limit in (("stats='numerics', SGD with momentum", 'numerics', momentum, 30), ('without rm4 and rm8', few, momentum, 20),
         ("stats='numerics', Adam", 'numerics', partial(torch.optim.Adam, lr=1e-5), None)):
-        yield recorded(f'AlexNet, {what}', quick, 30, bar=bar, stats=stats, opt=opt, ttypes=types)
+        yield recorded(f'AlexNet, {what}', quick, 30, limit=limit, stats=stats, opt=opt, ttypes=types)
 
 
-# ---- under the compiler
+# ---- torch.compile
 
 def compiling(made, armed):
-    "A model, its loop, and what its first step took: seconds of CPU time, the C++ compiler included; graphs, graph breaks"
+    "Return a `Training` after its first step, the CPU seconds of that step (C++ compiler included), its graphs and graph breaks."
     from torch._dynamo.utils import counters
     torch._dynamo.reset()
     counters.clear()
@@ -261,14 +263,14 @@ def compiling(made, armed):
 
 
 def under_inductor(name, made, steps, budget, quick):
-    "Lines: what compiling takes, and how many graphs it gives; a step"
+    "Yield lines: graphs, graph breaks, time to compile, time of a step."
     from shutil import which
 
     from torch._inductor import config
     from torch._inductor.utils import fresh_cache
-    if not any(map(which, ('g++', 'clang++'))): raise Skip('it needs a C++ compiler, and there is none here')
-    config.compile_threads = 1 # so that the compiler's time is ours
-    with fresh_cache(): compiling(lambda: mlp(2), True)[0].te.close() # what only the first one takes
+    if not any(map(which, ('g++', 'clang++'))): raise Skip('needs a C++ compiler, and there is none here')
+    config.compile_threads = 1 # so that compiling counts as CPU time of this process
+    with fresh_cache(): compiling(lambda: mlp(2), True)[0].te.close() # the one-time costs of the first compilation
     times,t = ([], []),None
     for _ in range(1 if quick else 2):
         for armed in (False, True):
@@ -285,7 +287,7 @@ def under_inductor(name, made, steps, budget, quick):
     n = len(t.te.t.latest_line_list())
     step = spread(1e3*b for b,_ in ps)['value']
     yield line(f'{name}, a compiled step', unit='%', note=f'{n} rows a step of {step:.3g} ms', **added(ps))
-    note = 'its part of the step, the writer included'
+    note = 'added time of the step, writer included, divided by its rows'
     if steps>1: yield line('a compiled row of tiny tensors', unit='us', note=note, **spread(1e6*(a-b)/n for b,a in ps))
 
 
@@ -293,11 +295,11 @@ def under_inductor(name, made, steps, budget, quick):
 def compiled(quick): yield from under_inductor('GPT-2', gpt2, 1, 40, quick)
 
 
-@row('compiled-mlp', 'the same of an MLP, where the fixed cost of a row is what counts')
+@row('compiled-mlp', 'as compiled, for an MLP: here the fixed cost of a row dominates')
 def compiled_mlp(quick): yield from under_inductor('MLP of 20 tiny layers', lambda: mlp(20), 100, 8, quick)
 
 
-@row('memory', 'the most memory that 200 steps of AlexNet take, armed against unarmed')
+@row('memory', 'peak memory of 200 steps of AlexNet, armed against unarmed')
 def memory(quick):
     t = Training(*alexnet())
     t.te.disarm()
@@ -308,10 +310,10 @@ def memory(quick):
     bare = most()
     t.te.arm()
     armed = most()
-    yield line('AlexNet, most memory', 100*(armed/bare-1), '%', note=f'{bare/1e6:,.0f} MB unarmed, then {armed/1e6:,.0f} MB armed, in the same process')
+    yield line('AlexNet, peak memory', 100*(armed/bare-1), '%', note=f'{bare/1e6:,.0f} MB unarmed, then {armed/1e6:,.0f} MB armed, in the same process')
 
 
-@row('runs', 'a home of 10 000 runs as a list, half of them logs of four processes each; one in twenty was killed')
+@row('runs', 'list of a home of 10,000 runs. Half are logs of four processes each; one in twenty was killed')
 def runs(quick):
     import torchember
     n,place = 500 if quick else 10_000,Path(home())
@@ -328,28 +330,28 @@ def runs(quick):
     took = []
     for _ in range(2 if quick else 5):
         began = process_time()
-        there = torchember.runs()
+        found = torchember.runs()
         took.append(process_time()-began)
-    yield line(f'{n:,} logs, {len(there):,} runs', min(took), 's', at_most=None if quick else 1., note='CPU time, files in the cache of the system')
+    yield line(f'{n:,} logs, {len(found):,} runs', min(took), 's', at_most=None if quick else 1., note='CPU time, files in the page cache')
 
 
-# ---- armed, and nothing to do
+# ---- armed: small models, steps off schedule, extras
 
-@row('small', 'small models with AdamW, every step recorded: the time of the processor on one thread, and on the wall with the threads that torch takes')
+@row('small', 'small models with AdamW, every step recorded: CPU time on one thread, wall time on all threads')
 def small(quick):
     from torchember.measure import loading
     loading.ready()
     cores = os.cpu_count()
-    for name,made,steps,bars in (('CNN of 10 modules', small_cnn, 20, (1.35, 1.4)), ('MLP of 12 layers', lambda: mlp(12, 64, 32), 50, (None, None)),
+    for name,made,steps,limits in (('CNN of 10 modules', small_cnn, 20, (1.35, 1.4)), ('MLP of 12 layers', lambda: mlp(12, 64, 32), 50, (None, None)),
             ('GPT-2 of 4 layers, width 128', lambda: gpt2(128), 2, (None, None))):
-        for threads,clock,bar,what in ((1, process_time, bars[0], 'CPU time, one thread'), (cores, perf_counter, bars[1], f'on the wall, {cores} threads')):
+        for threads,clock,limit,what in ((1, process_time, limits[0], 'CPU time, one thread'), (cores, perf_counter, limits[1], f'wall time, {cores} threads')):
             torch.set_num_threads(threads)
             t = Training(*made(), warm=2, steps=steps, opt=torch.optim.AdamW, clock=clock)
             ps = compare(t.bare, t.armed, quick, 20)
             rows = len(t.te.t.latest_line_list())
             bare,armed = (spread(t)['value'] for t in zip(*ps, strict=True))
-            note = f'{rows} rows a step; {1e3*bare:.3g} ms unarmed, {1e6*(armed-bare)/rows:.3g} us more for each row'
-            yield line(f'{name}, {what}', unit='x', at_most=bar, note=note, **ratios(ps))
+            note = f'{rows} rows a step; {1e3*bare:.3g} ms unarmed, plus {1e6*(armed-bare)/rows:.3g} us a row'
+            yield line(f'{name}, {what}', unit='x', at_most=limit, note=note, **ratios(ps))
             t.te.close()
     torch.set_num_threads(1)
 
@@ -364,7 +366,7 @@ def off(quick):
         t = Training(*made(), warm=0, **never)
         ps = compare(t.bare, t.armed, quick, budget)
         modules,step = len(t.te.tracks),spread(b for b,_ in ps)['value']
-        note = f'{modules} modules in {1e3*step:.0f} ms: at {1e6*each:.2g} us for each that is {100*each*modules/step:.2g}%, too little to be seen directly'
+        note = f'{modules} modules in {1e3*step:.0f} ms: at {1e6*each:.2g} us each this is {100*each*modules/step:.2g}%, below the noise'
         yield line(f'{name}, off schedule', unit='%', at_most=.5, note=note, **added(ps))
 
 
@@ -389,7 +391,7 @@ if te: te.close()
 '''
 
 
-@row('rules', "rules='default' looks at a run while it goes on: CPU time of trainings in turns, with and without")
+@row('rules', "rules='default' during training: CPU time of trainings with and without, in turns")
 def rules(quick):
     seconds_each = 4 if quick else 20
     for name,made in (('CNN', small_cnn), ('GPT-2', gpt2)):
@@ -409,11 +411,11 @@ def rules(quick):
             return took
         ps = pairs(lambda of_step=of_step: of_step()[0], watched, 0, least=2 if quick else 6, warm=False)
         share = median(r['rules']/(r['seconds']-r['rules']) for r in reports)
-        yield line(f'{name}, rules beside a recording', unit='%', at_most=2, note=f'trainings of {seconds_each} s; the last look, after them, is not in it; '
-            f'all looks took {share:.1%} of what recording did', **added(ps))
+        yield line(f'{name}, rules beside a recording', unit='%', at_most=2, note=f'trainings of {seconds_each} s; the last check is not counted; '
+            f'all checks took {share:.1%} of the time of recording', **added(ps))
 
 
-@row('blackbox', 'what it costs that measurements outlive the process')
+@row('blackbox', 'black box: the cost of measurements that survive a kill')
 def blackbox(quick):
     for name,made,steps in (('MLP of tiny tensors', partial(mlp, 10), 40), ('CNN', small_cnn, 20), ('GPT-2', gpt2, 2)):
         def of(made=made, steps=steps, **how):
@@ -424,9 +426,9 @@ def blackbox(quick):
         yield line(f'{name}, a step with a black box', unit='%', at_most=1, **added(pairs(without, within, 2 if quick else 40)))
 
 
-away = 'http://127.0.0.1:9' # where nobody listens
+unreachable = 'http://127.0.0.1:9' # no server listens on this port
 
-@row('sinks', 'what a step costs the thread that trains when a sink is told of it: trainings in turns, with and without, the network away')
+@row('sinks', 'sinks: added time of a step in the training thread, without a network. Trainings with and without take turns')
 def sinks(quick):
     from torchember.sinks import feed
     os.chdir(home())
@@ -445,37 +447,37 @@ def sinks(quick):
         report = t.te.close()
         os.environ.clear(); os.environ.update(before)
         return took, perf_counter()-began, report['remarks']
-    offline,online = {'WANDB_MODE': 'offline'},{'WANDB_BASE_URL': away, 'WANDB_API_KEY': '0'*40}
+    offline,online = {'WANDB_MODE': 'offline'},{'WANDB_BASE_URL': unreachable, 'WANDB_API_KEY': '0'*40}
     cases = [('no sink', (), {}), ('a function', lambda step, numbers: None, {}), ('tensorboard', 'tensorboard', {}), ('wandb, offline', 'wandb', offline),
-        ('wandb, no way to its server', 'wandb', online), ('mlflow, a file', 'mlflow', {'MLFLOW_TRACKING_URI': 'sqlite:///mlflow.db'}),
-        ('mlflow, no way to its server', 'mlflow', {'MLFLOW_TRACKING_URI': away}), ('trackio', 'trackio', {})]
+        ('wandb, server unreachable', 'wandb', online), ('mlflow, a file', 'mlflow', {'MLFLOW_TRACKING_URI': 'sqlite:///mlflow.db'}),
+        ('mlflow, server unreachable', 'mlflow', {'MLFLOW_TRACKING_URI': unreachable}), ('trackio', 'trackio', {})]
     cases = [c for c in cases if (library := c[0].partition(',')[0]) not in feed.sinks or find_spec(library)]
     trainings = {name: [] for name,*_ in cases}
-    for i in range(2 if quick else 9): # who goes first changes, and what only happens once is in the first round
+    for i in range(2 if quick else 9): # the order changes; the first round takes the one-time costs
         for name,sink,env in cases[i%len(cases):]+cases[:i%len(cases)]: trainings[name].append(train(sink, env))
     bare = [took for took,*_ in trainings.pop('no sink')][1:]
     step = spread([1e3*b[1] for b in bare])['value']
-    for name,told in trainings.items():
-        thread,wall,cpu = (spread([1e6*(a[0][c]-b[c]) for b,a in zip(bare, told[1:], strict=True)]) for c in range(3))
-        note = f"a step takes {step:.1f} ms; {wall['value']:+.0f} us on the wall, {cpu['value']:+.0f} us of all threads; "
-        note += f"the end takes {max(end for _,end,_ in told):.1f} s"
-        if said := told[-1][2]: note += f'; said: {said[0]}'
+    for name,results in trainings.items():
+        thread,wall,cpu = (spread([1e6*(a[0][c]-b[c]) for b,a in zip(bare, results[1:], strict=True)]) for c in range(3))
+        note = f"a step takes {step:.1f} ms; {wall['value']:+.0f} us of wall time, {cpu['value']:+.0f} us of all threads; "
+        note += f"the end takes {max(end for _,end,_ in results):.1f} s"
+        if remarks := results[-1][2]: note += f'; remark: {remarks[0]}'
         yield line(name, unit='us', note=note, **thread)
 
 
-@row('first', 'the first steps of a process: what a training waits for')
+@row('first', 'the first steps of a process: wall time')
 def first(quick):
-    def took(steps, *how, **env): # wall time: to wait is no work
+    def took(steps, *how, **env): # wall time, because a wait takes no CPU time
         env = {**os.environ, **env}
         return float(subprocess.run([sys.executable, '-c', first_step, str(steps), *how], env=env, capture_output=True, text=True, check=True).stdout)
     for what,steps in (('the first step', 1), ('the first 300 steps', 300)):
         ps = [[took(steps), took(steps, 'armed', TORCHEMBER_WAIT='0'), took(steps, 'armed')] for _ in range(2 if quick else 7)]
         bare,beside,waits = (spread(1e3*t for t in ts) for ts in zip(*ps, strict=True))
-        note = f"unarmed {number(bare['value'], 'ms')}; {number(waits['value'], 'ms')} where it waits for the compiled loops; wall time"
+        note = f"unarmed {number(bare['value'], 'ms')}; {number(waits['value'], 'ms')} if it waits for the compiled loops; wall time"
         yield line(f'MLP of 10 layers, {what}, armed', unit='ms', note=note, **beside)
 
 
-@row('arming', '10 000 modules')
+@row('arming', 'arm and disarm 10,000 modules')
 def arming(quick):
     from torch import nn
 
@@ -497,13 +499,13 @@ def arming(quick):
 # ---- the log
 
 def a_row(i):
-    "A row as AlexNet gives it"
+    "Return a row like those of AlexNet."
     x = random.random()
     return dict(shape=[8, 64, 55, 55], mean=x, std=x/3, max=4*x, min=-x, module=f'model(AlexNet).features(Sequential).{i%13}(Conv2d)', ts='2026-11-21 03:37:05',
         ttype='output', tname='output_0', step=i//80, call=0, dtype='float32')
 
 
-@row('writing', 'rows to the file, against open, json.dumps, append and close for each row')
+@row('writing', 'rows to the file, against open, json.dumps, append and close per row')
 def writing(quick):
     from torchember import emberTracker
     n,made = 2000,[0]
@@ -524,15 +526,15 @@ def writing(quick):
         t.close()
     def timed(f): t = fresh(); out = seconds(lambda: f(t)); t.log_path.unlink(); return out
     fast = find_spec('orjson')
-    for what,f,bar in (('as an ember does, 80 rows a step', by_step, fast and 10), ('one by one, t(row)', one_by_one, None)):
+    for what,f,limit in (('80 rows a step, as an ember writes them', by_step, fast and 10), ('one by one, t(row)', one_by_one, None)):
         ps = compare(lambda: seconds(by_hand), lambda: timed(f), quick, 6) # noqa: B023
         rate = n/spread(a for _,a in ps)['value']
         note = f'{rate:,.0f} rows a second of CPU time'
-        yield line(what, unit='x', at_least=bar, note=note, **speedups(ps))
+        yield line(what, unit='x', at_least=limit, note=note, **speedups(ps))
 
 
 def a_log(n):
-    "A finished run of `n` rows"
+    "Write a finished run of `n` rows. Return its tracker."
     from torchember import emberTracker
     from torchember.ground.record import dump_row
     t = emberTracker('long')
@@ -544,7 +546,7 @@ def a_log(n):
 
 @contextmanager
 def without_msgspec(off=True):
-    "As if msgspec were not installed"
+    "Run the block as if msgspec were not installed, if `off` is True."
     from torchember.store import columns
     before = columns.msgspec
     if off: columns.msgspec = lambda: None
@@ -552,7 +554,7 @@ def without_msgspec(off=True):
     finally: columns.msgspec = before
 
 
-@row('reading', 'a million rows into a DataFrame, against json.loads for each line and pd.DataFrame')
+@row('reading', 'a million rows into a DataFrame, against json.loads per line and pd.DataFrame')
 def reading(quick):
     import pandas as pd
 
@@ -565,46 +567,46 @@ def reading(quick):
         with without_msgspec(off): return seconds(f)
     fast = find_spec('msgspec')
     ways = [('read(run), msgspec', lambda: read(t), False, 8), ('te.t.df, msgspec', lambda: t.df, False, 5)]*bool(fast)
-    for what,f,off,bar in (*ways, ('read(run), without msgspec', lambda: read(t), True, None)):
+    for what,f,off,limit in (*ways, ('read(run), without msgspec', lambda: read(t), True, None)):
         ps = pairs(lambda: seconds(by_hand), lambda: timed(f, off), 0, least=3, warm=False) # noqa: B023
         note = f"{spread(a for _,a in ps)['value']:.1f} s of CPU time"
-        yield line(f'{n} rows, {what}', unit='x', at_least=bar if n>100_000 else None, note=note, **speedups(ps))
+        yield line(f'{n} rows, {what}', unit='x', at_least=limit if n>100_000 else None, note=note, **speedups(ps))
 
 
-@row('board', 'a board: the page of a run of a million rows, and the list of ten runs of 1000 modules that go on')
+@row('board', 'board: the page of a run of a million rows, and the list of ten running trainings of 1000 modules')
 def board(quick):
     from torchember.ground.record import dump_row
     from torchember.show.board.listing import Listing
     from torchember.show.board.server import Pages
     n,steps = 100_000 if quick else 1_000_000,3 if quick else 20
     log = a_log(n).log_path
-    there = Listing()
-    there.look()
-    pages,took = Pages(there),[]
+    listing = Listing()
+    listing.look()
+    pages,took = Pages(listing),[]
     for _ in range(4):
         pages.made.clear()
         began = process_time()
         pages.of('long')
         took.append(process_time()-began)
-    yield line(f'{n} rows, the page', min(took), 's', at_most=None if quick else 2., note='CPU time; the first of a process also imports')
+    yield line(f'{n} rows, the page', min(took), 's', at_most=None if quick else 2., note='CPU time; the first page of a process also imports')
     used = 0.
     for s in range(steps):
         rows = '\n'.join(dump_row({**a_row(0), 'module': f'Net.l{m}(Linear)', 'step': s}) for m in range(1000))+'\n'
         for i in range(10):
             with open(log.with_name(f'run{i}'), 'a') as f: f.write(rows)
         began = process_time()
-        there.look()
+        listing.look()
         used += process_time()-began
     yield line('10 runs, each a step a second, the list', 100*used/steps, '% of a core', at_most=20.)
     began = process_time()
-    for _ in range(steps): there.look()
+    for _ in range(steps): listing.look()
     yield line('10 runs that write nothing, the list', 100*(process_time()-began)/steps, '% of a core', at_most=5.)
-    there.close()
+    listing.close()
 
 
-@row('parquet', 'a run that was compacted: its size, and reading it against its JSON lines, and against duckdb on the same parts')
+@row('parquet', 'compacted run: its size, and reading it against its JSON lines and against duckdb on the same parts')
 def parquet(quick):
-    if not (find_spec('pyarrow') and find_spec('duckdb')): raise Skip('pyarrow and duckdb')
+    if not (find_spec('pyarrow') and find_spec('duckdb')): raise Skip('needs pyarrow and duckdb')
     import duckdb
 
     from torchember import compact, read
@@ -620,8 +622,8 @@ def parquet(quick):
     lines.log_path.write_bytes(log)
     for what,columns in (('all columns', None), ('two columns', some)):
         def stored(): return read(t, columns=columns) # noqa: B023
-        asked = f"SELECT {', '.join(columns or '*')} FROM read_parquet('{files}')"
-        for beside,f in (('JSON lines', lambda: read(lines, columns=columns)), ('duckdb', lambda: duckdb.sql(asked).df())): # noqa: B023
+        query = f"SELECT {', '.join(columns or '*')} FROM read_parquet('{files}')"
+        for beside,f in (('JSON lines', lambda: read(lines, columns=columns)), ('duckdb', lambda: duckdb.sql(query).df())): # noqa: B023
             ps = pairs(lambda: seconds(f), lambda: seconds(stored), 0, least=3) # noqa: B023
             note = f"{spread(a for _,a in ps)['value']:.2f} s of CPU time"
             yield line(f'{n} rows, {what}, against {beside}', unit='x', at_least=1 if beside!='duckdb' and n>100_000 else None, note=note, **speedups(ps))
@@ -629,7 +631,7 @@ def parquet(quick):
 
 # ---- larger than memory
 
-asked_of = dict( # one question: the mean of a statistic of outputs of the last hundredth of all steps, for each layer; and of all rows
+queries = dict( # few: mean of a statistic per layer, over outputs of the last 1% of steps; every: mean over all rows
     polars="""import polars as pl
 few = lambda r,n: r.filter(pl.col('ttype')=='output', pl.col('step')>=n).group_by('path').agg(pl.col('mean').mean()).sort('path').collect()['mean'].to_list()
 every = lambda r: r.select(pl.col('mean').mean()).collect().item()""",
@@ -660,7 +662,7 @@ def main():
     if which=='few': out = few(scan(name, engine, **how, **(dict(steps=range(int(first), 1<<40)) if engine in ('dask', 'ray') else {})), int(first))
     else: out = every(scan(name, engine, **how))
     took = time.perf_counter()-began
-    most = [int(line.split()[1]) for line in open('/proc/self/status') if line.startswith('VmHWM')] # not what it had before exec
+    most = [int(line.split()[1]) for line in open('/proc/self/status') if line.startswith('VmHWM')] # peak memory since exec
     return dict(out=out, took=took, most=most[0]*1024)
 if __name__=='__main__':
     if engine=='dask':
@@ -676,18 +678,18 @@ if __name__=='__main__':
 
 
 def answer_of(engine, name, first, which):
-    "What an engine answers, in a process of its own: also how long it took, and its most memory"
+    "Run a query in its own process. Return a dict: out, took (s), most (bytes of memory)."
     import tempfile
     with tempfile.TemporaryDirectory() as d:
-        (Path(d)/'ask.py').write_text(ask_in_child.replace('CODE', asked_of[engine]))
+        (Path(d)/'ask.py').write_text(ask_in_child.replace('CODE', queries[engine]))
         got = subprocess.run([sys.executable, str(Path(d)/'ask.py'), engine, name, str(first), which], capture_output=True, text=True, timeout=3000)
-    said = [line for line in got.stdout.splitlines() if line.startswith('answer ')]
-    if not said: raise RuntimeError(got.stderr[-2000:])
-    return json.loads(said[0].removeprefix('answer '))
+    answers = [line for line in got.stdout.splitlines() if line.startswith('answer ')]
+    if not answers: raise RuntimeError(got.stderr[-2000:])
+    return json.loads(answers[0].removeprefix('answer '))
 
 
 def a_large_log(size):
-    "A run of so many bytes of lines in parts, as compact leaves it. The rows of each part are those of the first, at later steps"
+    "Return a compacted run of `size` bytes of JSON lines. All parts repeat the rows of the first ones, at later steps."
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -696,25 +698,25 @@ def a_large_log(size):
     from torchember.store.parts import folder_of, read_part_list, write_part
     t = a_log(1<<17)
     compact(t)
-    told,folder = read_part_list(t.log_path),folder_of(t.log_path)
-    first = [(p, pq.read_table(folder/p['file'])) for p in told['parts']]
-    steps = max(p['last'] for p in told['parts'])+1
-    while told['end']<size:
+    listed,folder = read_part_list(t.log_path),folder_of(t.log_path)
+    first = [(p, pq.read_table(folder/p['file'])) for p in listed['parts']]
+    steps = max(p['last'] for p in listed['parts'])+1
+    while listed['end']<size:
         for p,table in first:
-            k,at = len(told['parts'])//len(first),len(told['parts'])
-            new = p | dict(file=f'part-{at:05}.parquet', start=told['end'], end=told['end']+p['end']-p['start'], last=p['last']+k*steps)
+            k,at = len(listed['parts'])//len(first),len(listed['parts'])
+            new = p | dict(file=f'part-{at:05}.parquet', start=listed['end'], end=listed['end']+p['end']-p['start'], last=p['last']+k*steps)
             i = table.column_names.index('step')
             moved = table.set_column(i, 'step', pa.compute.add(table['step'], pa.scalar(k*steps, pa.int64())))
             about = json.loads(table.schema.metadata[b'torchember']) | {c: new[c] for c in ('start', 'end')}
             write_part(moved.replace_schema_metadata({'torchember': json.dumps(about)}), folder/new['file'])
-            told = told | {'parts': [*told['parts'], new | {'size': (folder/new['file']).stat().st_size}], 'end': new['end'], 'removed': new['end']}
-    write_list(t.log_path, told)
+            listed = listed | {'parts': [*listed['parts'], new | {'size': (folder/new['file']).stat().st_size}], 'end': new['end'], 'removed': new['end']}
+    write_list(t.log_path, listed)
     return t
 
 
-@row('scan', 'a run of 10 GB of JSON lines, compacted: a question about its last steps, and one about all rows, in each engine')
+@row('scan', 'compacted run of 10 GB of JSON lines: a query of its last steps and one of all rows, in each engine')
 def scan(quick):
-    if not (find_spec('pyarrow') and find_spec('polars') and find_spec('duckdb')): raise Skip('pyarrow, polars and duckdb')
+    if not (find_spec('pyarrow') and find_spec('polars') and find_spec('duckdb')): raise Skip('needs pyarrow, polars and duckdb')
     from torchember import read
     from torchember.store.parts import read_part_list
     t = a_large_log(3e8 if quick else 1e10)
@@ -724,19 +726,19 @@ def scan(quick):
     want = read(t, steps=range(first, last+1), ttype='output', columns=['path', 'mean'])
     want = want.groupby(want['path'].astype(str))['mean'].mean().sort_index().tolist()
     for which in 'few','every':
-        for engine in asked_of:
+        for engine in queries:
             if engine in ('dask', 'ray') and not find_spec('distributed' if engine=='dask' else 'ray'): continue
             got = answer_of(engine, t.fname, first, which)
             same = which!='few' or all(abs(a-b)<=1e-12*abs(b) for a,b in zip(got['out'], want, strict=True))
             if not same: raise ValueError(f'{engine} differs')
             what = 'its last steps' if which=='few' else 'all rows, one column'
-            note = f"{got['most']/1e6:,.0f} MB at most in the process that asks, with the engine"
+            note = f"{got['most']/1e6:,.0f} MB at most in the process of the query, engine included"
             yield line(f'{rows:,} rows, {what}, {engine}', got['took'], 's', note=note)
 
 
-@row('reading-memory', 'the most memory that reading a million rows takes, against the frame')
+@row('reading-memory', 'peak memory of reading a million rows, against the size of the frame')
 def reading_memory(quick):
-    import pandas # noqa: F401 which is not part of the frame
+    import pandas # noqa: F401 imported first, so that it does not count
 
     from torchember import read
     n = 100_000 if quick else 1_000_000
@@ -750,7 +752,7 @@ def reading_memory(quick):
 # ---- pictures
 
 def table_of(layers, steps):
-    "A table of random numbers, as a run would give it"
+    "Return a table of random numbers with the columns of a run."
     import numpy as np
     import pandas as pd
     path = pd.Categorical.from_codes(np.tile(np.arange(layers), steps), [f'h.{i}.mlp' for i in range(layers)])
@@ -770,14 +772,14 @@ def pictures(quick):
         (out if hasattr(out, 'savefig') else out.figure).savefig(io.BytesIO())
         matplotlib.pyplot.close('all')
     drawn(overview, table_of(2, 3))
-    large = {'10 000 layers, 100 steps': table_of(1000 if quick else 10_000, 100), '3 layers, 100 000 steps': table_of(3, 10_000 if quick else 100_000)}
+    large = {'10,000 layers, 100 steps': table_of(1000 if quick else 10_000, 100), '3 layers, 100,000 steps': table_of(3, 10_000 if quick else 100_000)}
     for what,df in large.items():
         for f in (scalar_line, scalar_global_heatmap, overview):
             took = seconds(lambda f=f, df=df: drawn(f, df))
             yield line(f'{f.__name__}, {what}', took, 's', at_most=5, note=f'CPU time for {len(df):,} rows')
 
 
-@row('report', 'a page of a run of 200 modules and 1 000 steps, opened from disk')
+@row('report', 'report: the page of a run of 200 modules and 1,000 steps, opened from disk')
 def report(quick):
     import shutil
 
@@ -787,11 +789,11 @@ def report(quick):
     from torchember import report
     layers,steps = (50, 200) if quick else (200, 1000)
     df = pd.concat([table_of(layers, steps).assign(ttype=t) for t in ('input', 'output', 'weight', 'weight_grad')], ignore_index=True)
-    for i,c in enumerate(('mean', 'max', 'min')): df[c] = np.random.default_rng(i).normal(size=len(df)) # noise: nothing is harder to compress
-    file,told = Path(home())/'page.html',f'{len(df):,} rows, 4 statistics'
+    for i,c in enumerate(('mean', 'max', 'min')): df[c] = np.random.default_rng(i).normal(size=len(df)) # noise, the hardest to compress
+    file,size = Path(home())/'page.html',f'{len(df):,} rows, 4 statistics'
     took = seconds(lambda: report(df, file))
-    yield line('size', file.stat().st_size/1e6, 'MB', at_most=15, note=told)
-    yield line('to write it', took, 's', note=f'CPU time, {told}')
+    yield line('size', file.stat().st_size/1e6, 'MB', at_most=15, note=size)
+    yield line('writing', took, 's', note=f'CPU time, {size}')
     try: from playwright.sync_api import sync_playwright
     except ImportError: raise Skip('playwright is not installed') from None
     if not (chromium := shutil.which('chromium')): raise Skip('there is no chromium')
@@ -803,13 +805,13 @@ def report(quick):
             return first, page.evaluate("""async () => { const now = performance.now(); choose({ label: kind().tensors[7].label, step: 5 })
                 await drawing; await new Promise(requestAnimationFrame); return performance.now()-now }""")/1e3
     opened,clicked = zip(*[ready() for _ in range(2 if quick else 7)], strict=True)
-    yield line('from opening until it can be used', sorted(opened)[len(opened)//2], 's', at_most=3, n=len(opened), note='by the clock; median')
-    yield line('from a click until all is drawn', sorted(clicked)[len(clicked)//2], 's', n=len(clicked), note='by the clock; median')
+    yield line('from opening until ready', sorted(opened)[len(opened)//2], 's', at_most=3, n=len(opened), note='wall time; median')
+    yield line('from a click until drawn', sorted(clicked)[len(clicked)//2], 's', n=len(clicked), note='wall time; median')
 
 
 # ---- a long run
 
-@row('steps', '10 000 armed steps of a small MLP: what has grown')
+@row('steps', '10,000 armed steps of a small MLP: growth of memory, threads, files')
 def steps(quick):
     first,last = (500, 2500) if quick else (2000, 10_000)
     t = Training(*mlp(6))
@@ -826,38 +828,39 @@ def steps(quick):
     t.te.arm()
     memory,threads,files = grown(last)
     span = f'step {first} to {last}'
-    yield line(f'memory, {span}', memory/1e6, 'MB', at_most=1, note=f'the same steps unarmed: {bare/1e6:.2g} MB; {t.te.t.file.disk.rows} rows were written')
+    note = f"the same steps unarmed: {bare/1e6:.2g} MB; {t.te.close()['rows']:,} rows were written"
+    yield line(f'memory, {span}', memory/1e6, 'MB', at_most=1, note=note)
     yield line(f'threads, {span}', threads, '', at_most=0)
     yield line(f'open files, {span}', files, '', at_most=0)
 
 
-@row('import', 'import torchember, against an interpreter that does nothing')
+@row('import', 'import torchember, against an empty interpreter')
 def imports(quick):
     ps = compare(lambda: machine.interpreter('pass'), lambda: machine.interpreter('import torchember'), quick, 8)
-    yield line('import torchember', unit='ms', note='CPU time more than python -c pass', **spread(1e3*(a-b) for b,a in ps))
+    yield line('import torchember', unit='ms', note='CPU time on top of python -c pass', **spread(1e3*(a-b) for b,a in ps))
 
 
 # ---- arithmetic on whole models
 
 def snapshot_of(quick):
-    "A StateDict with the layers of GPT-2 small, and random weights; in a quick run a quarter of them"
+    "Return a StateDict with the layers of GPT-2 small and random weights; without embeddings if `quick`."
     from torchember import StateDict
     shapes = gpt2_small_shapes()
     return StateDict((f'layer{i}', torch.randn(s).mul_(.02)) for i,s in enumerate(shapes[2:] if quick else shapes))
 
 
 def by_passes(x):
-    "The numbers of `describe(group='all')`, each asked of torch by itself"
+    "Return the numbers of `describe(group='all')`, each by its own torch operation."
     def central(k):
         d = (x-x.mean()).flatten()
         q = d*d
-        return q.dot(d if k==3 else q)/d.numel() # with few temporaries, so that the comparison is not with a slow way to do it
+        return q.dot(d if k==3 else q)/d.numel() # few temporaries, so that the reference is not slow for another reason
     values = (x.norm(1), x.norm(1)/x.numel(), x.norm(2), x.sum(), x.mean(), x.var(), x.std(), central(3)/x.var(correction=0)**1.5,
         central(4)/x.var(correction=0)**2-3, x.max(), x.min(), x.abs().min(), x.abs().max())
     return [v.item() for v in values]
 
 
-@row('state-describe', 'StateDict.describe of GPT-2 small, all columns, against a torch operation for each number')
+@row('state-describe', 'StateDict.describe of GPT-2 small, all columns, against one torch operation per number')
 def state_describe(quick):
     from torchember.measure.kernels import loops
     sd,how = snapshot_of(quick),'compiled' if loops() else 'without numba'
@@ -869,11 +872,11 @@ def state_describe(quick):
         yield line(f'describe {sd.numel()/1e6:.0f}M numbers, {what}', unit='x', at_least=5, note=f'{took:.0f} ms of CPU time, {how}', **speedups(ps))
 
 
-@row('state-memory', 'the most memory that describing GPT-2 small takes, against the model')
+@row('state-memory', 'peak memory of describing GPT-2 small, against the size of the model')
 def state_memory(quick):
     sd = snapshot_of(quick)
     size = sum(x.nbytes for x in sd.values())
-    sd.filter('layer3').describe(lw=True, group='all', display=False) # what is compiled and imported once
+    sd.filter('layer3').describe(lw=True, group='all', display=False) # one-time costs of compilation and imports
     before = machine.status('VmRSS')
     sd.describe(lw=True, group='all', display=False)
     sd.describe(group='all', display=False)
@@ -881,7 +884,7 @@ def state_memory(quick):
     yield line(f'describe {sd.numel()/1e6:.0f}M numbers, memory', 100*most/size, '%', at_most=1, note=f'{most/1e6:.1f} MB for {size/1e6:.0f} MB')
     before = machine.status('VmRSS')
     x = torch.cat([x.flatten() for x in sd.values()])
-    yield line('to join them into one tensor', 100*(machine.status('VmHWM')-before)/size, '%', note=f'{x.nbytes/1e6:.0f} MB, before anything is measured')
+    yield line('joining them into one tensor', 100*(machine.status('VmHWM')-before)/size, '%', note=f'{x.nbytes/1e6:.0f} MB, before anything is measured')
 
 
 # ---- chosen quantities of chosen modules
@@ -890,14 +893,14 @@ spectra = ['InputCovMaxEig', 'InputCovStableRank', 'InputCovCondition20', 'Input
 
 
 class Tracked:
-    "A ResNet-18 on one batch, with a `Monitor` or without"
+    "Training of a ResNet-18 on one batch, with or without a `Monitor`."
     def __init__(self, config=None, batch=8, size=112):
         from torchember import Monitor
         torch.manual_seed(0)
         self.model,self.loss = resnet18(batch, size)
         self.opt = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=.9)
         self.monitor,self.n = Monitor(self.model, config) if config else None,0
-        for _ in range(3): self.step() # from the third step on it is known which is due
+        for _ in range(3): self.step() # the schedule is known from the third step on
 
     def step(self):
         self.opt.zero_grad()
@@ -909,7 +912,7 @@ class Tracked:
     def seconds(self): return seconds(self.step)
 
 
-@row('spectra', 'five covariance quantities of the input of each of the 20 convolutions of a ResNet-18, against five full SVDs of each covariance')
+@row('spectra', 'five covariance quantities of the inputs of the 20 convolutions of a ResNet-18, against five full SVDs per covariance')
 def spectra_of(quick):
     from torchember.measure.spectrum import covariance, samples
     def ours(x):
@@ -928,21 +931,21 @@ def spectra_of(quick):
                 for _ in range(5): torch.linalg.svd(c)
         ps = pairs(lambda: seconds(svds), lambda: seconds(lambda: [ours(x) for x in xs]), 3 if quick else 20, 3 if quick else 8) # noqa: B023
         took = spread(1e3*a for _,a in ps)['value']
-        note = f'{took:.0f} ms of CPU time, with the covariances; these are given to the SVDs'
+        note = f'{took:.0f} ms of CPU time, covariances included; the SVDs get theirs ready'
         yield line(f'{batch} images of {size} x {size}', unit='x', at_least=10, note=note, **speedups(ps))
 
 
-@row('monitor', 'what a Monitor adds to a step of a ResNet-18, 8 images of 112 x 112, SGD')
+@row('monitor', 'Monitor: added time of a step of a ResNet-18, 8 images of 112 x 112, SGD')
 def monitor(quick):
     bare,never = Tracked(),10**9
     kinds = {'five covariance quantities of each convolution, each step': ({'Conv2d': spectra}, None),
         'the same, off schedule': ({'Conv2d': [[q, f'linear({never}, {never-1})'] for q in spectra]}, .5),
         'MeanTID and VarTID of each batch normalisation, each step': ({'BatchNorm2d': [['MeanTID', 'linear(10, 0)'], ['VarTID', 'linear(10, 0)']]}, None)}
-    for what,(config,bar) in kinds.items():
+    for what,(config,limit) in kinds.items():
         t = Tracked(config)
         ps = compare(bare.seconds, t.seconds, quick, 60)
-        yield line(what, unit='%', at_most=bar, note=f"of a step of {spread(1e3*b for b,_ in ps)['value']:.0f} ms", **added(ps))
-        if bar is None: continue
+        yield line(what, unit='%', at_most=limit, note=f"of a step of {spread(1e3*b for b,_ in ps)['value']:.0f} ms", **added(ps))
+        if limit is None: continue
         from torchember import Monitor
         one,plain = nn.Identity(),nn.Identity()
         watch = Monitor(nn.Sequential(one), {'0': [['InputStd', f'linear({never}, {never-1})']]})

@@ -1,4 +1,4 @@
-"Running of benchmarks/: rows run in an own process, and become a table. No test depends on speed."
+"benchmarks/: rows run in their own process and become a table. No test depends on speed."
 import json
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def rows(tmp_path, monkeypatch):
     return ['--rows-of', 'fake_rows', '--results', str(tmp_path/'results')]
 
 
-def test_a_row_runs_elsewhere(rows):
+def test_a_row_runs_in_its_own_process(rows):
     import os
 
     from benchmarks.runner import run_row
@@ -43,8 +43,8 @@ def test_a_row_runs_elsewhere(rows):
 def test_a_run_is_printed_and_saved(rows, tmp_path, capsys):
     from benchmarks.__main__ import main
     assert main([*rows, 'fake', '--quick'])==0
-    said = capsys.readouterr().out
-    assert '+4.20%' in said and 'holds, within noise' in said and 'python 3.' in said and '+3.00% to +12%' in said
+    printed = capsys.readouterr().out
+    assert '+4.20%' in printed and 'holds, within noise' in printed and 'python 3.' in printed and '+3.00% to +12%' in printed
     saved = json.loads((tmp_path/'results/partial.json').read_text())
     assert saved['rows'][0]['lines'][1]['at_most']==10
     page = (tmp_path/'results/partial.md').read_text()
@@ -52,7 +52,7 @@ def test_a_run_is_printed_and_saved(rows, tmp_path, capsys):
     assert str(Path.home()) not in page+json.dumps(saved)
 
 
-def test_a_row_that_fails_is_a_line_that_says_so(rows, tmp_path, capsys):
+def test_a_failed_row_is_a_line_with_its_error(rows, tmp_path, capsys):
     from benchmarks.__main__ import main
     assert main(rows)==1
     out,err = capsys.readouterr()
@@ -65,7 +65,7 @@ def test_a_row_that_fails_is_a_line_that_says_so(rows, tmp_path, capsys):
     assert [r['row'] for r in after]==['fake', 'broken'] and after[1]==before[1] and after[0]!=before[0]
 
 
-def test_a_row_that_needs_another_machine_says_so(rows, tmp_path):
+def test_a_skipped_row_is_a_line_with_its_reason(rows, tmp_path):
     from benchmarks.runner import run_row
     from benchmarks.table import cells
     (tmp_path/'far_rows.py').write_text("""
@@ -73,10 +73,10 @@ from benchmarks.registry import Skip, row
 
 @row('far', 'there')
 def far(quick):
-    raise Skip('it needs the sea')
+    raise Skip('needs the sea')
     yield""")
     r = run_row('far', 'there', 'far_rows')
-    assert 'error' not in r and cells(r)[0][:3]==['far', 'there', 'skipped: it needs the sea']
+    assert 'error' not in r and cells(r)[0][:3]==['far', 'there', 'skipped: needs the sea']
 
 
 def test_several_modules_of_rows(rows, tmp_path):
@@ -85,7 +85,7 @@ def test_several_modules_of_rows(rows, tmp_path):
     assert list(load('fake_rows,more_rows'))==['fake', 'broken', 'more']
 
 
-def test_tools_that_cannot_be_asked(rows, tmp_path, monkeypatch):
+def test_missing_and_broken_tools_are_reported(rows, tmp_path, monkeypatch):
     from benchmarks import peers
     monkeypatch.delenv('TORCHEMBER_PEERS', raising=False)
     monkeypatch.setattr(peers, 'tools', {'absent': (['nothing'], 'absent', ['absent']), 'broken': (['nothing'], 'absent', ['tandv'])})
@@ -129,3 +129,22 @@ def test_the_median_and_its_interval(rows):
     turns = []
     assert pairs(lambda: turns.append('b') or 1, lambda: turns.append('a') or 2, 0, least=3)==[(1, 2)]*3
     assert ''.join(turns)=='ba'+'ba'+'ab'+'ba'
+
+
+@pytest.mark.parametrize('name', ['tap', 'steps', 'blackbox', 'off'])
+def test_rows_of_trainings_run(name, monkeypatch, tmp_path):
+    "Run four rows on tiny trainings, in this process: they use the objects inside an ember, which a change can rename."
+    from benchmarks import rows
+    from benchmarks.models import mlp, small_cnn
+    monkeypatch.setenv('TORCHEMBER_HOME', str(tmp_path))
+    monkeypatch.setattr(rows, 'pairs', lambda bare, armed, *a, **kw: [(bare(), armed()) for _ in range(3)])
+    monkeypatch.setattr(rows, 'alexnet', lambda: mlp(2)) # a 100 MB model otherwise
+    monkeypatch.setattr(rows, 'gpt2', small_cnn)
+    lines = list(load_row(rows, name)(True))
+    assert lines and all(l['value']==l['value'] for l in lines)
+
+
+def load_row(module, name):
+    "Return the function of a row."
+    from benchmarks.registry import load
+    return load(module.__name__)[name][1]
