@@ -49,13 +49,13 @@ near = { # Python module or package -> its tests, fastest first
     'capture.partial_sums': 'nbs/10_capture/17_partial_sums.ipynb nbs/10_capture/20_forward.ipynb tests/capture/test_sums.py',
     'capture.graphs': 'nbs/10_capture/44_graphs.ipynb tests/devices/test_late_graphs.py',
     'measure.tap': 'nbs/20_measure/50_tap.ipynb tests/recorder/test_gradients.py nbs/57_ember.ipynb tests/devices/test_late_device.py',
-    'store.base': 'nbs/30_store/00_base.ipynb nbs/30_store/10_jsonl.ipynb tests/store/test_log_faults.py',
+    'store.base': 'nbs/30_store/00_base.ipynb nbs/30_store/15_jsonl.ipynb tests/store/test_log_faults.py',
     'store.table': 'nbs/30_store',
     'store.lines': 'nbs/30_store tests/store/test_log_values.py tests/store/test_log_faults.py',
     'store.columns': 'nbs/30_store tests/store/test_log_values.py tests/frames/test_frames.py',
     'store.parts': 'nbs/30_store/09_parts.ipynb tests/store/test_compact.py tests/store/test_shared.py tests/store/test_rotation.py',
-    'store.shared': 'nbs/30_store/09_shared.ipynb tests/store/test_shared.py',
-    'store.rotation': 'nbs/30_store/09_rotation.ipynb tests/store/test_rotation.py',
+    'store.shared': 'nbs/30_store/10_shared.ipynb tests/store/test_shared.py',
+    'store.rotation': 'nbs/30_store/12_rotation.ipynb tests/store/test_rotation.py',
     'frames.belongings': 'nbs/50_frames/06_belongings.ipynb tests/frames/test_belongings.py',
     'processes.module_names': 'nbs/42_processes/02_module_names.ipynb tests/frames/test_ranks_of_logs.py',
     'processes.axes': 'nbs/42_processes/03_axes.ipynb tests/frames/test_ranks_of_logs.py',
@@ -111,6 +111,9 @@ near = { # Python module or package -> its tests, fastest first
     'recorder.arguments': 'nbs/40_recorder/85_arguments.ipynb nbs/57_ember.ipynb',
     'capture.ranks': 'nbs/10_capture/45_ranks.ipynb tests/capture/test_ranks_of_models.py tests/frameworks/test_ranks.py',
     'capture': f'nbs/10_capture {armed}',
+    'health': 'nbs/55_health/50_diagnose.ipynb nbs/55_health/90_table.ipynb tests/health/test_rules_agree_with_rows.py',
+    'sinks': 'nbs/56_sinks/60_feed.ipynb tests/sinks/test_sinks.py',
+    'cli': 'nbs/95_cli/10_commands.ipynb tests/cli/test_cli.py',
     'ember': f'nbs/57_ember.ipynb {armed}'}
 
 

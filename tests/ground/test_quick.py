@@ -1,4 +1,7 @@
 "`make quick` finds the tests of a changed file and keeps its time limit"
+import subprocess
+import sys
+
 import near
 import quick
 
@@ -22,8 +25,41 @@ def test_files_take_turns():
     assert chosen[:2]==[first[0], second[0]] and {*second} <= {*chosen}
 
 
+def run_limited(pytester, changed=()):
+    "Run two tests, the second one after the time limit. Return the result and the limit."
+    pytester.makepyfile('def test_a(): pass\ndef test_b(): pass')
+    limit = quick.TimeLimit(2, changed, iter([0, 1, 3]).__next__) # the time of the start, of the first test and of the second
+    return pytester.inline_run('-p', 'no:cacheprovider', '-o', 'addopts=', plugins=[limit]),limit
+
+
 def test_no_test_starts_after_the_time_limit(pytester):
-    pytester.makepyfile('def test_a(): pass\ndef test_b(): raise AssertionError')
-    limit = quick.TimeLimit(2, iter([0, 1, 3]).__next__) # the time of the start, of the first test and of the second
-    pytester.inline_run('-p', 'no:cacheprovider', '-o', 'addopts=', plugins=[limit]).assertoutcome(passed=1, skipped=1)
-    assert limit.left_out=={'test_no_test_starts_after_the_time_limit.py'}
+    result,limit = run_limited(pytester)
+    result.assertoutcome(passed=1, skipped=1)
+    assert (limit.left_out, limit.ran)==({'test_no_test_starts_after_the_time_limit.py'}, 1)
+
+
+def test_changed_files_ignore_the_time_limit(pytester):
+    result,limit = run_limited(pytester, ['test_changed_files_ignore_the_time_limit.py'])
+    result.assertoutcome(passed=2)
+    assert (limit.left_out, limit.ran)==(set(), 2)
+
+
+def test_a_module_stands_for_its_notebook():
+    assert quick.changed_tests(['torchember/store/lines.py', 'tests/ground/test_quick.py'])==['nbs/30_store/06_lines.ipynb', 'tests/ground/test_quick.py']
+
+
+def test_files_with_marks_are_collected():
+    "The mark `filterwarnings` belongs to a plugin of pytest that must stay on."
+    done = subprocess.run([sys.executable, 'tests/quick.py', 'tests/health/test_no_numpy_warnings.py'], cwd=near.root, capture_output=True, text=True)
+    assert done.returncode==0 and ' passed' in done.stdout, done.stdout+done.stderr
+
+
+def test_a_run_without_a_test_fails(monkeypatch, capsys):
+    monkeypatch.setattr(quick.pytest, 'main', lambda *args, **kwargs: 0)
+    assert quick.main(['tests/ground/test_quick.py'])
+    assert 'No test ran.' in capsys.readouterr().out
+
+
+def test_all_paths_and_modules_of_the_table_exist():
+    assert not [f for files in near.near.values() for f in files.split() if not (near.root/f).exists()]
+    assert not [m for m in near.near if '.' in m and m not in near.notebooks()]
